@@ -1,0 +1,45 @@
+"""`python -m harness COMMAND …`: one command line for everything the nox sessions do.
+
+A command is a module of this package with `configure(parser)` and `main(arguments) -> exit code`.
+It is imported when it is asked for, so `report` and `compare` work where torch is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "list": "kernels, cases, modes and implementations",
+    "check": "correctness of the chosen kernels against the oracle",
+    "bench": "check, then time against the peers and the roofline; without a GPU: check, build table and floors",
+    "calibrate": "measure this GPU's ceilings: copy bandwidth and GEMM rate by dtype",
+    "build": "compile every JIT kernel ahead of time; table of registers, spills, shared memory, tensor-core use",
+    "profile": "Nsight Compute over each case; table of what limits it and the bytes it really moved",
+    "sanitize": "compute-sanitizer over the small cases",
+    "tune": "try every candidate configuration and compare with the one that the kernel picks",
+    "report": "Markdown and SVG from the records",
+    "compare": "FASTER, SAME, SLOWER or UNSURE between two sets of records; exit code 1 on SLOWER",
+    "new": "scaffold a kernel",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m harness", description=__doc__.split("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    argv = list(sys.argv[1:] if argv is None else argv)
+    chosen = next((a for a in argv if not a.startswith("-")), None)
+    for name, help_line in COMMANDS.items():
+        command = commands.add_parser(name, help=help_line, description=help_line)
+        if name == chosen:
+            module = importlib.import_module(f".{name}" if name != "list" else ".listing", __package__)
+            module.configure(command)
+            command.set_defaults(main=module.main)
+    arguments = parser.parse_args(argv)
+    try:
+        return arguments.main(arguments)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,96 @@
+"""Turns an implementation, inputs and a mode into one callable without arguments: what is checked, timed and profiled.
+
+fwd      fn(**inputs) without autograd
+bwd      the backward alone: the forward ran when the callable was made, its graph is retained
+fwd+bwd  both, each time
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .spec import COMPILED, EAGER, Baseline, Case, Inputs, KernelSpec, Op, Peer
+
+Run = Callable[[], tuple[torch.Tensor, ...]]
+
+
+class Unavailable(Exception):
+    """An implementation that cannot run here; the message is the reason shown in the report."""
+
+
+def load(spec: KernelSpec, name: str, case: Case, mode: str) -> Op:
+    """The callable behind an implementation's or baseline's name. Raises Unavailable with the reason, or ValueError."""
+    if name in spec.implementations:
+        return spec.implementations[name]
+    for baseline in spec.baselines:
+        if baseline.name == name:
+            return _load_baseline(spec, baseline, case, mode)
+    known = [*spec.implementations, *(b.name for b in spec.baselines)]
+    raise ValueError(f"{spec.name} has no implementation {name!r}; known: {', '.join(known)}")
+
+
+def _load_baseline(spec: KernelSpec, baseline: Baseline, case: Case, mode: str) -> Op:
+    if baseline == EAGER:
+        return spec.reference
+    if baseline == COMPILED:
+        # A compiled graph is bound to its shapes: recompiling for each case keeps dynamic shapes out of the figures.
+        torch._dynamo.reset()
+        torch._functorch.config.donated_buffer = False  # a retained graph may be run backward more than once
+        return torch.compile(spec.reference, dynamic=False)
+    assert isinstance(baseline, Peer)
+    if reason := baseline.supports(case, mode):
+        raise Unavailable(reason)
+    try:
+        return baseline.load()
+    except ImportError as error:
+        raise Unavailable(f"{baseline.name} is not installed ({error})") from error
+
+
+def outputs(result: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """An op's result as a tuple of tensors. A lazily evaluated tensor subclass is refused: it would be timed as free."""
+    tensors = (result,) if isinstance(result, torch.Tensor) else tuple(result)
+    for tensor in tensors:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not _is_fake(tensor):
+            raise TypeError(f"an implementation must return plain tensors, got {type(tensor).__name__}")
+    return tensors
+
+
+def _is_fake(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch._subclasses.FakeTensor)
+
+
+def leaves(spec: KernelSpec, inputs: Inputs) -> dict[str, torch.Tensor]:
+    """The inputs that are differentiated: those in `spec.grads` that are there."""
+    return {n: inputs[n] for n in spec.grads if isinstance(inputs.get(n), torch.Tensor)}
+
+
+def bind(spec: KernelSpec, fn: Op, inputs: Inputs, mode: str, out_grads: Sequence[torch.Tensor] | None = None) -> Run:
+    """One call of `fn` in `mode`. bwd and fwd+bwd return the gradients of `leaves(...)` in order; fwd the outputs.
+
+    `out_grads` are the incoming gradients, by default `random_like` each output.
+    """
+    if mode == "fwd":
+
+        def forward() -> tuple[torch.Tensor, ...]:
+            with torch.no_grad():
+                return outputs(fn(**inputs))
+
+        return forward
+
+    wrt = {n: t.detach().requires_grad_() for n, t in leaves(spec, inputs).items()}
+    inputs = {**inputs, **wrt}
+    results = outputs(fn(**inputs))
+    results = tuple(t for t in results if t.requires_grad)
+    grads = random_like(results) if out_grads is None else list(out_grads)
+
+    def backward(results: tuple[torch.Tensor, ...] = results) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(results, list(wrt.values()), grads, retain_graph=mode == "bwd")
+
+    return backward if mode == "bwd" else lambda: backward(tuple(t for t in outputs(fn(**inputs)) if t.requires_grad))
+
+
+def random_like(tensors: Sequence[torch.Tensor], generator: torch.Generator | None = None) -> list[torch.Tensor]:
+    """Incoming gradients: standard normal, one per output."""
+    return [torch.randn(t.shape, dtype=t.dtype, device=t.device, generator=generator) for t in tensors]

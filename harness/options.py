@@ -1,0 +1,71 @@
+"""Options that several commands share, declared once so that they mean the same everywhere."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import registry
+
+if TYPE_CHECKING:
+    from .spec import Case, KernelSpec
+
+
+def add_selection(parser: argparse.ArgumentParser) -> None:
+    """--kernel, --case, --mode, --impl; each may be given more than once."""
+    group = parser.add_argument_group("what")
+    group.add_argument("--kernel", action="append", metavar="NAME", help="only this kernel (default: all)")
+    group.add_argument("--case", action="append", metavar="NAME", help="only this case (default: all bench cases)")
+    group.add_argument("--mode", action="append", metavar="MODE", help="only this mode: fwd, bwd or fwd+bwd")
+    group.add_argument("--impl", action="append", metavar="NAME", help="only this implementation or baseline")
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """--gpu and --device."""
+    group = parser.add_argument_group("where")
+    group.add_argument("--gpu", default="auto", metavar="NAME", help="auto, or a GPU of the table, e.g. h200, h100, a100-80")
+    group.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """--out."""
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: reports/<gpu>")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What is left of one kernel after --case, --mode and --impl."""
+
+    spec: KernelSpec
+    cases: tuple[Case, ...]
+    modes: tuple[str, ...]
+    implementations: tuple[str, ...]
+
+
+def select(arguments: argparse.Namespace) -> list[Selection]:
+    """The chosen part of every chosen kernel. An unknown name is a ValueError that lists the known ones."""
+    chosen = [registry.load(name) for name in arguments.kernel or registry.names()]
+    _known(arguments.case, {c.name for s in chosen for c in s.cases}, "case")
+    _known(arguments.mode, {m for s in chosen for m in s.modes}, "mode")
+    _known(arguments.impl, {i for s in chosen for i in implementations(s)}, "implementation")
+    selections = []
+    for spec in chosen:
+        cases = tuple(c for c in spec.cases if (c.name in arguments.case if arguments.case else c.bench))
+        modes = tuple(m for m in spec.modes if not arguments.mode or m in arguments.mode)
+        impls = tuple(i for i in implementations(spec) if not arguments.impl or i in arguments.impl)
+        if cases and modes and impls:
+            selections.append(Selection(spec, cases, modes, impls))
+    return selections
+
+
+def implementations(spec: KernelSpec) -> list[str]:
+    """Names of this folder's implementations, best first, then of the baselines."""
+    return [*spec.implementations, *(b.name for b in spec.baselines)]
+
+
+def _known(names: Sequence[str] | None, known: set[str], what: str) -> None:
+    if unknown := sorted(set(names or ()) - known):
+        raise ValueError(f"unknown {what} {', '.join(map(repr, unknown))}; known: {', '.join(sorted(known))}")

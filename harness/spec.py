@@ -1,0 +1,150 @@
+"""The one declaration of a kernel. Tests, bench, build, profile and report all read it and nothing else.
+
+A kernel's `bench.py` defines `SPEC = KernelSpec(...)`. Every field below is data or a pure function, so everything
+but the timing itself can be tested on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+
+Inputs = dict[str, Any]
+Op = Callable[..., "torch.Tensor | tuple[torch.Tensor, ...]"]
+
+MODES = ("fwd", "bwd", "fwd+bwd")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem: sizes, dtype and the keyword arguments that are not tensors.
+
+    `name` is used verbatim as pytest id, NVTX range, report row and file key, so it is unique within a kernel and made
+    of letters, digits, '.', '_' and '-'. `bench=False` cases exist for correctness alone.
+    """
+
+    name: str
+    dims: Mapping[str, int]
+    dtype: torch.dtype
+    params: Mapping[str, Any] = field(default_factory=dict)
+    bench: bool = False
+    min_capability: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Compulsory work: every input read once, every output written once, the useful FLOPs.
+
+    `pipe` names the ceiling that the FLOPs are held against: "fp32" is the CUDA cores, "tf32", "bf16", "fp16" and "fp8"
+    are the tensor cores.
+    """
+
+    flops: int
+    bytes: int
+    pipe: str = "fp32"
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """When a result is right (`harness.check.compare` has the rule in full).
+
+    With e = |result − oracle| and e_eager = |eager in the same dtype − oracle|, both max and RMS must satisfy
+    e <= ratio · e_eager + floor · scale, where scale is the largest finite |oracle| (max) or its RMS. `floor` is in
+    units of the dtype's epsilon; it covers the case of an eager result that is right by luck.
+    """
+
+    ratio: float = 2.0
+    floor: float = 4.0
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Something to be compared with. Use EAGER and COMPILED (made from `reference`) or `Peer`."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Peer(Baseline):
+    """Another library's implementation with the signature of the public op.
+
+    `load` imports the library and returns the callable, so that an absent one costs nothing until it is asked for;
+    its ImportError becomes a skipped row. `supports` gives the reason why a case cannot be run, or None.
+    """
+
+    load: Callable[[], Op] = field(kw_only=True)
+    supports: Callable[[Case, str], str | None] = field(kw_only=True, default=lambda case, mode: None)
+
+
+EAGER = Baseline("eager")
+COMPILED = Baseline("compile")
+
+
+@dataclass(frozen=True)
+class Tunable:
+    """A `pick_*` function of a kernel's module and the configurations that `tune` tries in its place."""
+
+    module: ModuleType
+    function: str
+    mode: str
+    candidates: Callable[[Case], Iterable[Any]]
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """Everything the harness knows of a kernel.
+
+    name             folder = public function = op
+    implementations  what this folder offers, best first: name -> callable(**inputs) -> tensor or tuple of tensors
+    reference        same signature, plain PyTorch, computing in at least fp32 and in fp64 when given fp64
+    make_inputs      (case, device, generator) -> keyword arguments of the op, tensors and scalars. Fresh random data at
+                     each call. The generator is None when shapes alone matter (ahead-of-time build).
+    cost             (case, mode) -> Cost; no tensors
+    cases            at least one with bench=True
+    grads            names of the inputs that have a gradient
+    modes            what is timed: "fwd" (no autograd), "bwd" (the backward alone), "fwd+bwd"
+    unit, items      the case's own throughput: "rows", (case) -> how many
+    determinism      mode -> "run-to-run" (bit-wise equal repeats, tested) or "none"
+    fuzz             dimension -> (low, high), from which Hypothesis draws sizes
+    spills           JIT kernel -> bytes of register spill that are accepted, with the reason in the kernel's README
+    tunables         what `tune` searches
+    compile_targets  compute capabilities that `build` compiles for
+    """
+
+    name: str
+    implementations: Mapping[str, Op]
+    reference: Op
+    make_inputs: Callable[[Case, torch.device | str, torch.Generator | None], Inputs]
+    cost: Callable[[Case, str], Cost]
+    cases: tuple[Case, ...]
+    grads: tuple[str, ...]
+    unit: str
+    items: Callable[[Case], int]
+    fuzz: Mapping[str, tuple[int, int]]
+    baselines: tuple[Baseline, ...] = (EAGER, COMPILED)
+    modes: tuple[str, ...] = ("fwd", "bwd")
+    determinism: Mapping[str, str] = field(default_factory=lambda: {"fwd": "run-to-run", "bwd": "run-to-run"})
+    tolerance: Tolerance = Tolerance()
+    spills: Mapping[str, int] = field(default_factory=dict)
+    tunables: tuple[Tunable, ...] = ()
+    compile_targets: tuple[tuple[int, int], ...] = ((8, 0), (9, 0))
+
+    def __post_init__(self) -> None:
+        names = [case.name for case in self.cases]
+        if len(set(names)) != len(names):
+            raise ValueError(f"{self.name}: case names must be unique, got {sorted(names)}")
+        if not any(case.bench for case in self.cases):
+            raise ValueError(f"{self.name}: at least one case must have bench=True")
+        if unknown := set(self.modes) - set(MODES):
+            raise ValueError(f"{self.name}: unknown modes {sorted(unknown)}, known are {MODES}")
+
+    def case(self, name: str) -> Case:
+        """The case of that name; ValueError lists the known ones."""
+        for case in self.cases:
+            if case.name == name:
+                return case
+        raise ValueError(f"{self.name} has no case {name!r}; known: {', '.join(c.name for c in self.cases)}")
