@@ -1,0 +1,5 @@
+"""RMSNorm, forward and backward, with the residual addition fused."""
+
+from .op import rmsnorm
+
+__all__ = ["rmsnorm"]

@@ -1,0 +1,144 @@
+"""The declaration of rmsnorm: cases, cost, peers. `python -m harness bench --kernel rmsnorm`."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable
+
+from . import kernel, rmsnorm
+from .reference import rmsnorm_reference
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def _case(rows: int, dim: int, dtype: torch.dtype, suffix: str = "", bench: bool = False, **params) -> Case:
+    short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
+    return Case(f"{rows}x{dim}-{short}{suffix}", dict(rows=rows, dim=dim), dtype, params, bench)
+
+
+CASES = (
+    # Llama-2 7B, 13B and 70B widths, and TransformerNP's 512.
+    _case(8192, 4096, BF16, bench=True),
+    _case(32768, 8192, BF16, bench=True),
+    _case(131072, 8192, BF16, bench=True),
+    _case(205000, 512, BF16, bench=True),
+    _case(16384, 5120, BF16, bench=True),
+    _case(32768, 4096, FP16, bench=True),
+    _case(32768, 4096, FP32, bench=True),
+    _case(16384, 8192, BF16, "-residual", bench=True, residual=True),
+    _case(2048, 65536, BF16, bench=True),
+    # What goes wrong: nothing, one row, one column, primes, one off a power of two, rows in chunks, no weight.
+    _case(0, 64, FP32),
+    _case(1, 1, FP32),
+    _case(7, 1, FP16),
+    _case(1, 128, FP32, "-offset", weight_offset=1.0),
+    _case(31, 127, FP32),
+    _case(33, 257, FP16, "-residual", residual=True),
+    _case(13, 512, FP32, "-noweight", weight=False),
+    _case(13, 513, FP32, "-noweight-residual", weight=False, residual=True),
+    _case(5, 4096, FP32, "-eps", eps=0.1),
+    _case(3, 5119, FP16),
+    _case(3, 16385, FP32, "-residual", residual=True, weight_offset=1.0),
+    _case(3, 65536, FP16),
+    _case(257, 1023, BF16),
+    _case(19, 2048, BF16, "-residual", residual=True),
+    _case(5, 20480, BF16, "-residual", residual=True),
+)
+
+
+def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
+    shape = (case.dims["rows"], case.dims["dim"])
+    params = dict(case.params)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=case.dtype, device=device, generator=generator)
+
+    inputs: Inputs = {"x": normal(*shape)}
+    if params.pop("weight", True):
+        inputs["weight"] = normal(shape[1])
+    if params.pop("residual", False):
+        inputs["residual"] = normal(*shape)
+    return {**inputs, **params}
+
+
+def cost(case: Case, mode: str) -> Cost:
+    rows, dim, size = case.dims["rows"], case.dims["dim"], case.dtype.itemsize
+    residual, weight = case.params.get("residual", False), case.params.get("weight", True)
+    # forward: x, y and, with a residual, that and h. backward: h, dy, dx and, with a residual, dh.
+    tensors = {"fwd": 4 if residual else 2, "bwd": 4 if residual else 3}[mode]
+    vectors = {"fwd": 1, "bwd": 2}[mode] * weight
+    # forward: square, add, scale, weight. backward: x̂, dy·w, two for the mean, three for dx, two for dw.
+    flops = {"fwd": 4, "bwd": 9}[mode] + residual
+    return Cost(flops=flops * rows * dim, bytes=size * dim * (tensors * rows + vectors))
+
+
+def _torch():
+    def rms_norm(x, weight=None, eps=1e-6, residual=None, weight_offset=0.0):
+        h = x if residual is None else x + residual
+        y = F.rms_norm(h, h.shape[-1:], weight, eps)
+        return y if residual is None else (y, h)
+
+    return rms_norm
+
+
+def _liger():
+    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    def rms_norm(x, weight=None, eps=1e-6, residual=None, weight_offset=0.0):
+        # in_place=False: by default Liger writes dX over dY, which a retained graph cannot bear.
+        if residual is None:
+            return LigerRMSNormFunction.apply(x, weight, eps, weight_offset, "llama", False)
+        return LigerFusedAddRMSNormFunction.apply(x, residual, weight, eps, weight_offset, "llama", False)
+
+    return rms_norm
+
+
+def _quack():
+    import quack
+
+    def rms_norm(x, weight=None, eps=1e-6, residual=None, weight_offset=0.0):
+        return quack.rmsnorm(
+            x, weight, residual=residual, eps=eps, prenorm=residual is not None, weight_offset=weight_offset
+        )
+
+    return rms_norm
+
+
+def _candidates(case: Case) -> list[kernel.Config]:
+    block_n = 1 << (case.dims["dim"] - 1).bit_length()
+    if block_n > 16384:
+        return [kernel.Config(1, n, w, p, s) for n in (4096, 8192, 16384) for w in (8, 16) for p in (1, 2) for s in (1, 3)]
+    rows = [m for m in (1, 2, 4, 8, 16) if 1024 <= m * block_n <= 16384] or [1]
+    warps = (2, 4, 8, 16)
+    return [
+        kernel.Config(m, block_n, w, p, s)
+        for m in rows
+        for w in warps
+        if 4 <= m * block_n // (32 * w) <= 64
+        for p in (0, 1, 2, 4, 8)
+        if p * w <= 32
+        for s in (1, 2, 3, 4)
+        if p or s == 1
+    ]
+
+
+SPEC = KernelSpec(
+    name="rmsnorm",
+    implementations={"triton": rmsnorm},
+    baselines=(EAGER, COMPILED, Peer("torch", load=_torch), Peer("liger", load=_liger), Peer("quack", load=_quack)),
+    reference=rmsnorm_reference,
+    make_inputs=make_inputs,
+    cost=cost,
+    cases=CASES,
+    grads=("x", "weight", "residual"),
+    unit="rows",
+    items=lambda case: case.dims["rows"],
+    fuzz={"rows": (0, 40), "dim": (1, 700)},
+    tunables=(
+        Tunable(kernel, "pick_fwd_config", "fwd", _candidates),
+        Tunable(kernel, "pick_bwd_config", "bwd", lambda case: [c for c in _candidates(case) if c.programs_per_sm]),
+    ),
+)

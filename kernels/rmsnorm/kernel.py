@@ -1,0 +1,284 @@
+"""RMSNorm: the kernels for rows that fit in registers, and the launchers.
+
+Napkin maths, bf16, R rows of D, one NVIDIA H200 that copies 4254 GB/s:
+  forward   reads x, writes y             4·R·D bytes   32768 x 8192: 1.07 GB, 252 us
+  backward  reads x and dy, writes dx     6·R·D bytes   32768 x 8192: 1.61 GB, 379 us
+The weight, rstd (4 bytes a row) and dW are noise beside that, and so are the FLOPs (about 4 and 11 an element).
+So each tensor crosses the bus once: a row stays in registers between its reduction and its output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from .wide import _rmsnorm_wide_bwd_kernel, _rmsnorm_wide_fwd_kernel
+
+
+@dataclass(frozen=True)
+class Config:
+    """A tile is `block_m` whole rows, or one row in chunks where block_n < dim (then the row is read twice, from L2
+    the second time). programs_per_sm = 0 gives each tile a CTA of its own; else the CTAs stay and loop over tiles."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    programs_per_sm: int
+    stages: int
+
+
+def pick_fwd_config(rows: int, dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
+    """Configuration of the forward kernel. Pure."""
+    block_n = triton.next_power_of_2(dim)
+    if block_n > 16384:
+        return Config(block_m=1, block_n=8192, num_warps=8, programs_per_sm=0, stages=1)
+    if block_n <= 2048:
+        return Config(max(1, 4096 // block_n), block_n, num_warps=4, programs_per_sm=0, stages=1)
+    return Config(1, block_n, num_warps=min(16, block_n // 1024), programs_per_sm=0, stages=1)
+
+
+def pick_bwd_config(rows: int, dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
+    """Configuration of the backward kernel, always a loop because each CTA carries its share of dW. Pure."""
+    block_n = triton.next_power_of_2(dim)
+    if block_n > 16384:
+        return Config(block_m=1, block_n=8192, num_warps=8, programs_per_sm=1, stages=1)
+    if block_n <= 2048:
+        return Config(max(1, 2048 // block_n), block_n, num_warps=4, programs_per_sm=4, stages=2)
+    return Config(1, block_n, min(16, block_n // 1024), programs_per_sm=max(1, 8192 // block_n), stages=2)
+
+
+@triton.jit
+def _rmsnorm_fwd_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    h_ptr,
+    rstd_ptr,
+    rows,
+    dim,
+    stride_xm,
+    stride_rm,
+    eps,
+    weight_offset,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    cols = tl.arange(0, BLOCK_N)
+    in_row = (cols < dim)[None, :]
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + cols, mask=cols < dim, other=0.0).to(tl.float32) + weight_offset
+    tiles = tl.cdiv(rows, BLOCK_M)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+        row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        wide_row = row.to(tl.int64)[:, None]
+        # Without a mask the loads and stores need no predicate, and one register less for each of them.
+        mask = None if EVEN_N and BLOCK_M == 1 else (row < rows)[:, None] & in_row
+        other = None if EVEN_N and BLOCK_M == 1 else 0.0
+        h = tl.load(x_ptr + wide_row * stride_xm + cols[None, :], mask=mask, other=other)
+        if HAS_RESIDUAL:
+            residual = tl.load(residual_ptr + wide_row * stride_rm + cols[None, :], mask=mask, other=other)
+            # y is made from h as it is stored, so that the backward, which reads h, sees the same numbers.
+            h = (h.to(tl.float32) + residual.to(tl.float32)).to(h.dtype)
+            tl.store(h_ptr + wide_row * dim + cols[None, :], h, mask=mask)
+        h = h.to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(h * h, axis=1) / dim + eps)
+        y = h * rstd[:, None]
+        if HAS_WEIGHT:
+            y = y * weight[None, :]
+        tl.store(y_ptr + wide_row * dim + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+        tl.store(rstd_ptr + row, rstd, mask=row < rows)
+
+
+@triton.jit
+def _rmsnorm_bwd_kernel(
+    dy_ptr,
+    h_ptr,
+    rstd_ptr,
+    weight_ptr,
+    dh_ptr,
+    dx_ptr,
+    dw_ptr,
+    rows,
+    dim,
+    stride_dym,
+    stride_hm,
+    stride_dhm,
+    weight_offset,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_DH: tl.constexpr,
+    NEED_DX: tl.constexpr,
+    NEED_DW: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """dx = rstd · (g − x̂ · mean(g · x̂)) + dh with g = dy · (w + offset), x̂ = h · rstd; dw = Σ_rows dy · x̂."""
+    cols = tl.arange(0, BLOCK_N)
+    in_row = (cols < dim)[None, :]
+    if HAS_WEIGHT and NEED_DX:
+        weight = tl.load(weight_ptr + cols, mask=cols < dim, other=0.0).to(tl.float32) + weight_offset
+    if NEED_DW:
+        dw = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    tiles = tl.cdiv(rows, BLOCK_M)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+        row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        wide_row = row.to(tl.int64)[:, None]
+        mask = None if EVEN_N and BLOCK_M == 1 else (row < rows)[:, None] & in_row
+        other = None if EVEN_N and BLOCK_M == 1 else 0.0
+        h = tl.load(h_ptr + wide_row * stride_hm + cols[None, :], mask=mask, other=other)
+        dy = tl.load(dy_ptr + wide_row * stride_dym + cols[None, :], mask=mask, other=other)
+        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+        x_hat = h.to(tl.float32) * rstd[:, None]
+        g = dy.to(tl.float32)
+        if NEED_DW:
+            dw += g * x_hat
+        if NEED_DX:
+            if HAS_WEIGHT:
+                g = g * weight[None, :]
+            mean = tl.sum(g * x_hat, axis=1) / dim
+            dx = (g - x_hat * mean[:, None]) * rstd[:, None]
+            if HAS_DH:
+                dh = tl.load(dh_ptr + wide_row * stride_dhm + cols[None, :], mask=mask, other=other)
+                dx += dh.to(tl.float32)
+            tl.store(dx_ptr + wide_row * dim + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if NEED_DW:
+        # One row of partial sums per CTA, added up in a fixed order by the next kernel: no atomics, so repeatable.
+        partial_ptr = dw_ptr + tl.program_id(0).to(tl.int64) * dim + cols
+        tl.store(partial_ptr, tl.sum(dw, axis=0), mask=cols < dim)
+
+
+@triton.jit
+def _rmsnorm_dw_kernel(
+    partial_ptr, dw_ptr, partials, dim, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """dw = Σ partials, in fp32."""
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for start in range(0, partials, BLOCK_M):
+        row = start + tl.arange(0, BLOCK_M)
+        mask = (row < partials)[:, None] & (cols < dim)[None, :]
+        acc += tl.load(partial_ptr + row[:, None].to(tl.int64) * dim + cols[None, :], mask=mask, other=0.0)
+    tl.store(dw_ptr + cols, tl.sum(acc, axis=0).to(dw_ptr.dtype.element_ty), mask=cols < dim)
+
+
+def rmsnorm_fwd(
+    x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None, eps: float, weight_offset: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y, h (x itself when there is no residual) and rstd [rows] fp32. Inputs as `op` has checked them."""
+    dim = x.shape[-1]
+    x2 = _rows(x)
+    residual2 = None if residual is None else _rows(residual)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    h = x if residual is None else torch.empty_like(y)
+    rows = x2.shape[0]
+    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    if x.numel() == 0:
+        return y, h, rstd
+    weight = None if weight is None else weight.contiguous()
+    with torch.cuda.device_of(x):
+        capability, multiprocessors = _device(x)
+        config = pick_fwd_config(rows, dim, x.dtype, capability)
+        tiles = triton.cdiv(rows, config.block_m)
+        programs = min(tiles, multiprocessors * config.programs_per_sm) if config.programs_per_sm else tiles
+        kernel = _rmsnorm_wide_fwd_kernel if config.block_n < dim else _rmsnorm_fwd_kernel
+        kernel[(programs,)](
+            x2,
+            residual2,
+            weight,
+            y,
+            h,
+            rstd,
+            rows,
+            dim,
+            x2.stride(0),
+            0 if residual2 is None else residual2.stride(0),
+            eps,
+            weight_offset,
+            HAS_RESIDUAL=residual is not None,
+            HAS_WEIGHT=weight is not None,
+            EVEN_N=dim % config.block_n == 0,
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            STAGES=config.stages,
+            num_warps=config.num_warps,
+        )
+    return y, h, rstd
+
+
+def rmsnorm_bwd(
+    dy: torch.Tensor,
+    dh: torch.Tensor | None,
+    h: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    weight_offset: float,
+    need_dx: bool,
+    need_dw: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """dx (None unless need_dx) and dw (None unless need_dw)."""
+    dim = h.shape[-1]
+    h2, dy2 = _rows(h), _rows(dy)
+    dh2 = None if dh is None else _rows(dh)
+    rows = h2.shape[0]
+    dx = torch.empty(h.shape, dtype=h.dtype, device=h.device) if need_dx else None
+    dw = torch.empty(dim, dtype=weight.dtype, device=h.device) if need_dw else None
+    if h.numel() == 0:
+        return dx, None if dw is None else dw.zero_()
+    weight = None if weight is None else weight.contiguous()
+    with torch.cuda.device_of(h):
+        capability, multiprocessors = _device(h)
+        config = pick_bwd_config(rows, dim, h.dtype, capability)
+        programs = min(triton.cdiv(rows, config.block_m), multiprocessors * config.programs_per_sm)
+        partial = torch.empty(programs, dim, dtype=torch.float32, device=h.device) if need_dw else None
+        kernel = _rmsnorm_wide_bwd_kernel if config.block_n < dim else _rmsnorm_bwd_kernel
+        kernel[(programs,)](
+            dy2,
+            h2,
+            rstd,
+            weight,
+            dh2,
+            dx,
+            partial,
+            rows,
+            dim,
+            dy2.stride(0),
+            h2.stride(0),
+            0 if dh2 is None else dh2.stride(0),
+            weight_offset,
+            HAS_WEIGHT=weight is not None,
+            HAS_DH=dh is not None,
+            NEED_DX=need_dx,
+            NEED_DW=need_dw,
+            EVEN_N=dim % config.block_n == 0,
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            STAGES=config.stages,
+            num_warps=config.num_warps,
+        )
+        if need_dw:
+            block = 32 if dim >= 4096 else 16  # enough CTAs to fill the GPU, each reading whole 64-byte sectors
+            _rmsnorm_dw_kernel[(triton.cdiv(dim, block),)](partial, dw, programs, dim, BLOCK_M=64, BLOCK_N=block)
+    return dx, dw
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """[rows, dim] with unit inner stride: a view where the strides allow it, otherwise a copy."""
+    tensor = tensor.reshape(-1, tensor.shape[-1])
+    return tensor if tensor.stride(1) == 1 or tensor.shape[1] == 1 else tensor.contiguous()
+
+
+def _device(tensor: torch.Tensor) -> tuple[tuple[int, int], int]:
+    """Compute capability and number of multiprocessors; the interpreter stands for a small sm_80."""
+    if not tensor.is_cuda:
+        return (8, 0), 2
+    properties = torch.cuda.get_device_properties(tensor.device)
+    return (properties.major, properties.minor), properties.multi_processor_count
