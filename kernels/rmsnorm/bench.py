@@ -107,22 +107,22 @@ def _quack():
     return rms_norm
 
 
-def _candidates(case: Case) -> list[kernel.Config]:
+def _tiles(case: Case) -> list[tuple[int, int, int]]:
+    """(block_m, block_n, num_warps) worth a try: 8 to 64 elements a thread."""
     block_n = 1 << (case.dims["dim"] - 1).bit_length()
-    if block_n > 16384:
-        return [kernel.Config(1, n, w, p, s) for n in (4096, 8192, 16384) for w in (8, 16) for p in (1, 2) for s in (1, 3)]
-    rows = [m for m in (1, 2, 4, 8, 16) if 1024 <= m * block_n <= 16384] or [1]
-    warps = (2, 4, 8, 16)
-    return [
-        kernel.Config(m, block_n, w, p, s)
-        for m in rows
-        for w in warps
-        if 4 <= m * block_n // (32 * w) <= 64
-        for p in (0, 1, 2, 4, 8)
-        if p * w <= 32
-        for s in (1, 2, 3, 4)
-        if p or s == 1
-    ]
+    if block_n > kernel.MAX_BLOCK:
+        return [(1, n, w) for n in (4096, 8192, 16384) for w in (8, 16, 32) if n // (32 * w) <= 32]
+    shapes = [(m, block_n) for m in (1, 2, 4, 8) if max(block_n, 2048) <= m * block_n <= max(block_n, 4096)]
+    return [(m, n, w) for m, n in shapes for w in (2, 4, 8, 16) if 8 <= m * n // (32 * w) <= 64]
+
+
+def _fwd_candidates(case: Case) -> list[kernel.FwdConfig]:
+    return [kernel.FwdConfig(*tile, eviction) for tile in _tiles(case) for eviction in ("", "evict_last")]
+
+
+def _bwd_candidates(case: Case) -> list[kernel.BwdConfig]:
+    loops = ((1, 1), (1, 3), (1, 4), (2, 1), (2, 3), (4, 3))
+    return [kernel.BwdConfig(m, n, w, p, s) for m, n, w in _tiles(case) for p, s in loops if p * w <= 32]
 
 
 SPEC = KernelSpec(
@@ -138,7 +138,7 @@ SPEC = KernelSpec(
     items=lambda case: case.dims["rows"],
     fuzz={"rows": (0, 40), "dim": (1, 700)},
     tunables=(
-        Tunable(kernel, "pick_fwd_config", "fwd", _candidates),
-        Tunable(kernel, "pick_bwd_config", "bwd", lambda case: [c for c in _candidates(case) if c.programs_per_sm]),
+        Tunable(kernel, "pick_fwd_config", "fwd", _fwd_candidates),
+        Tunable(kernel, "pick_bwd_config", "bwd", _bwd_candidates),
     ),
 )

@@ -17,11 +17,25 @@ import triton.language as tl
 
 from .wide import _rmsnorm_wide_bwd_kernel, _rmsnorm_wide_fwd_kernel
 
+MAX_BLOCK = 16384  # the widest row that is kept in the registers of one CTA
+EVICT_LAST_BYTES = 100e6  # twice the L2 of an H100 or H200
+
 
 @dataclass(frozen=True)
-class Config:
-    """A tile is `block_m` whole rows, or one row in chunks where block_n < dim (then the row is read twice, from L2
-    the second time). programs_per_sm = 0 gives each tile a CTA of its own; else the CTAs stay and loop over tiles."""
+class FwdConfig:
+    """A tile is `block_m` whole rows, or one row in chunks where block_n < dim (then x is read twice, from L2 the
+    second time). A CTA for each tile. `eviction` is the L2 policy of the loads of x."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    eviction: str
+
+
+@dataclass(frozen=True)
+class BwdConfig:
+    """Tiles as in FwdConfig. programs_per_sm CTAs stay on each multiprocessor and loop over the tiles, with the loads
+    of `stages` tiles in flight."""
 
     block_m: int
     block_n: int
@@ -30,24 +44,45 @@ class Config:
     stages: int
 
 
-def pick_fwd_config(rows: int, dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
-    """Configuration of the forward kernel. Pure."""
+def pick_fwd_config(rows: int, dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> FwdConfig:
+    """Configuration of the forward kernel. Pure.
+
+    x is dead once it is read, and yet evict_last makes large problems faster on an H200: what leaves L2 in the place of
+    x is y, so that writes go out early and in order. A problem about the size of L2 loses by it (README, what was tried).
+    """
     block_n = triton.next_power_of_2(dim)
-    if block_n > 16384:
-        return Config(block_m=1, block_n=8192, num_warps=8, programs_per_sm=0, stages=1)
+    eviction = "evict_last" if rows * dim * dtype.itemsize > EVICT_LAST_BYTES else ""
+    if block_n > MAX_BLOCK:
+        return FwdConfig(1, MAX_BLOCK, 16, "evict_last")  # the second pass wants to find x in L2
     if block_n <= 2048:
-        return Config(max(1, 4096 // block_n), block_n, num_warps=4, programs_per_sm=0, stages=1)
-    return Config(1, block_n, num_warps=min(16, block_n // 1024), programs_per_sm=0, stages=1)
+        return FwdConfig(2048 // block_n, block_n, 4, eviction)
+    # Fewer warps where much of the block is padding: each then has enough loads in flight of those that are real.
+    padded = dim <= block_n * 3 // 4
+    num_warps = {4096: 8, 8192: 8, 16384: 16}[block_n] // (2 if padded else 1)
+    return FwdConfig(1, block_n, num_warps, eviction)
 
 
-def pick_bwd_config(rows: int, dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
-    """Configuration of the backward kernel, always a loop because each CTA carries its share of dW. Pure."""
+def pick_bwd_config(rows: int, dim: int, dtype: torch.dtype, tensors: int, capability: tuple[int, int]) -> BwdConfig:
+    """Configuration of the backward kernel, which reads `tensors` tensors. Pure.
+
+    Always a loop, because each CTA carries its share of dW in registers. So few CTAs fit on a multiprocessor that the
+    next rows have to be on their way to shared memory while this one is reduced: `stages`.
+    """
     block_n = triton.next_power_of_2(dim)
-    if block_n > 16384:
-        return Config(block_m=1, block_n=8192, num_warps=8, programs_per_sm=1, stages=1)
-    if block_n <= 2048:
-        return Config(max(1, 2048 // block_n), block_n, num_warps=4, programs_per_sm=4, stages=2)
-    return Config(1, block_n, min(16, block_n // 1024), programs_per_sm=max(1, 8192 // block_n), stages=2)
+    if block_n > MAX_BLOCK:
+        return BwdConfig(1, 8192, num_warps=8, programs_per_sm=1, stages=1)
+    block_m = max(1, 2048 // block_n)
+    programs = max(1, 8192 // (block_m * block_n))
+    bytes_per_stage = block_m * block_n * dtype.itemsize * tensors
+    wanted = 4 if dim <= block_n * 3 // 4 else 3
+    stages = max(1, min(wanted, _shared_memory(capability) // (programs * bytes_per_stage)))
+    num_warps = max(2, min(16, block_m * block_n // 1024))
+    return BwdConfig(block_m, block_n, num_warps, programs, stages)
+
+
+def _shared_memory(capability: tuple[int, int]) -> int:
+    """Bytes of shared memory per multiprocessor that stages may take up."""
+    return {(8, 0): 160, (8, 7): 160, (9, 0): 224, (10, 0): 224}.get(capability, 96) * 1024
 
 
 @triton.jit
@@ -66,34 +101,33 @@ def _rmsnorm_fwd_kernel(
     weight_offset,
     HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
+    SAVE_RSTD: tl.constexpr,
     EVEN_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
+    EVICTION: tl.constexpr,
 ):
     cols = tl.arange(0, BLOCK_N)
-    in_row = (cols < dim)[None, :]
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    wide_row = row.to(tl.int64)[:, None]
+    # Without a mask the loads and stores need no predicate, and one register less for each of them.
+    mask = None if EVEN_N and BLOCK_M == 1 else (row < rows)[:, None] & (cols < dim)[None, :]
+    other = None if EVEN_N and BLOCK_M == 1 else 0.0
+    h = tl.load(x_ptr + wide_row * stride_xm + cols[None, :], mask=mask, other=other, eviction_policy=EVICTION)
+    if HAS_RESIDUAL:
+        residual_ptrs = residual_ptr + wide_row * stride_rm + cols[None, :]
+        residual = tl.load(residual_ptrs, mask=mask, other=other, eviction_policy=EVICTION)
+        # y is made from h as it is stored, so that the backward, which reads h, sees the same numbers.
+        h = (h.to(tl.float32) + residual.to(tl.float32)).to(h.dtype)
+        tl.store(h_ptr + wide_row * dim + cols[None, :], h, mask=mask)
+    h = h.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(h * h, axis=1) / dim + eps)
+    y = h * rstd[:, None]
     if HAS_WEIGHT:
-        weight = tl.load(weight_ptr + cols, mask=cols < dim, other=0.0).to(tl.float32) + weight_offset
-    tiles = tl.cdiv(rows, BLOCK_M)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
-        row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        wide_row = row.to(tl.int64)[:, None]
-        # Without a mask the loads and stores need no predicate, and one register less for each of them.
-        mask = None if EVEN_N and BLOCK_M == 1 else (row < rows)[:, None] & in_row
-        other = None if EVEN_N and BLOCK_M == 1 else 0.0
-        h = tl.load(x_ptr + wide_row * stride_xm + cols[None, :], mask=mask, other=other)
-        if HAS_RESIDUAL:
-            residual = tl.load(residual_ptr + wide_row * stride_rm + cols[None, :], mask=mask, other=other)
-            # y is made from h as it is stored, so that the backward, which reads h, sees the same numbers.
-            h = (h.to(tl.float32) + residual.to(tl.float32)).to(h.dtype)
-            tl.store(h_ptr + wide_row * dim + cols[None, :], h, mask=mask)
-        h = h.to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(h * h, axis=1) / dim + eps)
-        y = h * rstd[:, None]
-        if HAS_WEIGHT:
-            y = y * weight[None, :]
-        tl.store(y_ptr + wide_row * dim + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+        weight = tl.load(weight_ptr + cols, mask=None if EVEN_N else cols < dim, other=None if EVEN_N else 0.0)
+        y = y * (weight.to(tl.float32) + weight_offset)[None, :]
+    tl.store(y_ptr + wide_row * dim + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    if SAVE_RSTD:
         tl.store(rstd_ptr + row, rstd, mask=row < rows)
 
 
@@ -157,9 +191,7 @@ def _rmsnorm_bwd_kernel(
 
 
 @triton.jit
-def _rmsnorm_dw_kernel(
-    partial_ptr, dw_ptr, partials, dim, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def _rmsnorm_dw_kernel(partial_ptr, dw_ptr, partials, dim, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """dw = Σ partials, in fp32."""
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
@@ -171,26 +203,30 @@ def _rmsnorm_dw_kernel(
 
 
 def rmsnorm_fwd(
-    x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None, eps: float, weight_offset: float
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    eps: float,
+    weight_offset: float,
+    save_rstd: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y, h (x itself when there is no residual) and rstd [rows] fp32. Inputs as `op` has checked them."""
+    """y, h (x itself when there is no residual) and rstd [rows] fp32, empty unless it is to be saved for the backward.
+    Inputs as `op` has checked them."""
     dim = x.shape[-1]
     x2 = _rows(x)
     residual2 = None if residual is None else _rows(residual)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     h = x if residual is None else torch.empty_like(y)
     rows = x2.shape[0]
-    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    rstd = torch.empty(rows if save_rstd else 0, dtype=torch.float32, device=x.device)
     if x.numel() == 0:
         return y, h, rstd
     weight = None if weight is None else weight.contiguous()
     with torch.cuda.device_of(x):
-        capability, multiprocessors = _device(x)
+        capability, _ = _device(x)
         config = pick_fwd_config(rows, dim, x.dtype, capability)
-        tiles = triton.cdiv(rows, config.block_m)
-        programs = min(tiles, multiprocessors * config.programs_per_sm) if config.programs_per_sm else tiles
         kernel = _rmsnorm_wide_fwd_kernel if config.block_n < dim else _rmsnorm_fwd_kernel
-        kernel[(programs,)](
+        kernel[(triton.cdiv(rows, config.block_m),)](
             x2,
             residual2,
             weight,
@@ -205,10 +241,11 @@ def rmsnorm_fwd(
             weight_offset,
             HAS_RESIDUAL=residual is not None,
             HAS_WEIGHT=weight is not None,
+            SAVE_RSTD=save_rstd,
             EVEN_N=dim % config.block_n == 0,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
-            STAGES=config.stages,
+            EVICTION=config.eviction,
             num_warps=config.num_warps,
         )
     return y, h, rstd
@@ -236,7 +273,7 @@ def rmsnorm_bwd(
     weight = None if weight is None else weight.contiguous()
     with torch.cuda.device_of(h):
         capability, multiprocessors = _device(h)
-        config = pick_bwd_config(rows, dim, h.dtype, capability)
+        config = pick_bwd_config(rows, dim, h.dtype, 2 if dh is None else 3, capability)
         programs = min(triton.cdiv(rows, config.block_m), multiprocessors * config.programs_per_sm)
         partial = torch.empty(programs, dim, dtype=torch.float32, device=h.device) if need_dw else None
         kernel = _rmsnorm_wide_bwd_kernel if config.block_n < dim else _rmsnorm_bwd_kernel

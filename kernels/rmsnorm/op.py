@@ -40,9 +40,11 @@ def rmsnorm(
     Triton's interpreter.
     """
     _check(x, weight, residual)
+    given = (x, weight, residual)
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
     if residual is None:
-        return _fwd_op(x, weight, eps, weight_offset)[0]
-    y, h, _ = _add_fwd_op(x, residual, weight, eps, weight_offset)
+        return _fwd_op(x, weight, eps, weight_offset, save)[0]
+    y, h, _ = _add_fwd_op(x, residual, weight, eps, weight_offset, save)
     return y, h
 
 
@@ -55,7 +57,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor 
         if not isinstance(weight, torch.Tensor) or weight.dtype not in DTYPES:
             raise TypeError(f"rmsnorm: weight must be a tensor of float32, float16 or bfloat16, got {_kind(weight)}")
         if weight.shape != x.shape[-1:]:
-            raise ValueError(f"rmsnorm: weight must be [{x.shape[-1]}] like x's last dimension, got {tuple(weight.shape)}")
+            raise ValueError(f"rmsnorm: weight must be [{x.shape[-1]}] like x's rows, got {tuple(weight.shape)}")
         if weight.device != x.device:
             raise ValueError(f"rmsnorm: weight must be on x's device {x.device}, got {weight.device}")
     if residual is not None:
@@ -66,7 +68,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor 
         if residual.device != x.device:
             raise ValueError(f"rmsnorm: residual must be on x's device {x.device}, got {residual.device}")
     if x.device.type == "cpu" and not triton.knobs.runtime.interpret:
-        raise RuntimeError("rmsnorm: x must be on a GPU; on the CPU it runs only in Triton's interpreter (TRITON_INTERPRET=1)")
+        raise RuntimeError("rmsnorm: x must be on a GPU; the CPU needs Triton's interpreter (TRITON_INTERPRET=1)")
 
 
 def _kind(value: object) -> str:
@@ -75,27 +77,32 @@ def _kind(value: object) -> str:
 
 @torch.library.custom_op(f"{_NAMESPACE}::rmsnorm_fwd", mutates_args=())
 def _fwd_op(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, weight_offset: float
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, weight_offset: float, save_rstd: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    y, _, rstd = rmsnorm_fwd(x, weight, None, eps, weight_offset)
+    y, _, rstd = rmsnorm_fwd(x, weight, None, eps, weight_offset, save_rstd)
     return y, rstd
 
 
 @_fwd_op.register_fake
-def _(x, weight, eps, weight_offset):
-    return x.new_empty(x.shape), _fake_rstd(x)
+def _(x, weight, eps, weight_offset, save_rstd):
+    return x.new_empty(x.shape), _fake_rstd(x, save_rstd)
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::rmsnorm_add_fwd", mutates_args=())
 def _add_fwd_op(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, weight_offset: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    weight_offset: float,
+    save_rstd: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return rmsnorm_fwd(x, weight, residual, eps, weight_offset)
+    return rmsnorm_fwd(x, weight, residual, eps, weight_offset, save_rstd)
 
 
 @_add_fwd_op.register_fake
-def _(x, residual, weight, eps, weight_offset):
-    return x.new_empty(x.shape), x.new_empty(x.shape), _fake_rstd(x)
+def _(x, residual, weight, eps, weight_offset, save_rstd):
+    return x.new_empty(x.shape), x.new_empty(x.shape), _fake_rstd(x, save_rstd)
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::rmsnorm_bwd", mutates_args=())
@@ -118,12 +125,12 @@ def _(dy, dh, h, rstd, weight, weight_offset, need_dx, need_dw):
     return h.new_empty(h.shape if need_dx else 0), weight.new_empty(weight.shape) if need_dw else h.new_empty(0)
 
 
-def _fake_rstd(x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
+def _fake_rstd(x: torch.Tensor, save: bool) -> torch.Tensor:
+    return x.new_empty(x.shape[:-1].numel() if save else 0, dtype=torch.float32)
 
 
 def _save(ctx, inputs, output) -> None:
-    x, weight, _, ctx.weight_offset = inputs
+    x, weight, _, ctx.weight_offset, _ = inputs
     ctx.save_for_backward(x, weight, output[1])
 
 
@@ -131,11 +138,11 @@ def _backward(ctx, dy, _drstd):
     h, weight, rstd = ctx.saved_tensors
     need_dx, need_dw = ctx.needs_input_grad[:2]
     dx, dw = _bwd_op(dy, None, h, rstd, weight, ctx.weight_offset, need_dx, need_dw)
-    return dx if need_dx else None, dw if need_dw else None, None, None
+    return dx if need_dx else None, dw if need_dw else None, None, None, None
 
 
 def _add_save(ctx, inputs, output) -> None:
-    _, _, weight, _, ctx.weight_offset = inputs
+    _, _, weight, _, ctx.weight_offset, _ = inputs
     ctx.save_for_backward(output[1], weight, output[2])
 
 
@@ -144,7 +151,7 @@ def _add_backward(ctx, dy, dh, _drstd):
     need_dx, need_dr, need_dw = ctx.needs_input_grad[:3]
     need_dh = need_dx or need_dr
     d, dw = _bwd_op(dy, dh if need_dh else None, h, rstd, weight, ctx.weight_offset, need_dh, need_dw)
-    return d if need_dx else None, d if need_dr else None, dw if need_dw else None, None, None
+    return d if need_dx else None, d if need_dr else None, dw if need_dw else None, None, None, None
 
 
 _fwd_op.register_autograd(_backward, setup_context=_save)

@@ -26,39 +26,45 @@ def _rmsnorm_wide_fwd_kernel(
     weight_offset,
     HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
+    SAVE_RSTD: tl.constexpr,
     EVEN_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
+    EVICTION: tl.constexpr,
 ):
     tl.static_assert(BLOCK_M == 1)
     cols = tl.arange(0, BLOCK_N)
-    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
-        wide_row = tl.cast(row, tl.int64)
-        squares = tl.zeros([BLOCK_N], dtype=tl.float32)
-        for start in tl.range(0, dim, BLOCK_N, num_stages=STAGES):
-            mask = None if EVEN_N else start + cols < dim
-            other = None if EVEN_N else 0.0
-            h = tl.load(x_ptr + wide_row * stride_xm + start + cols, mask=mask, other=other)
-            if HAS_RESIDUAL:
-                residual = tl.load(residual_ptr + wide_row * stride_rm + start + cols, mask=mask, other=other)
-                h = (h.to(tl.float32) + residual.to(tl.float32)).to(h.dtype)
-                tl.store(h_ptr + wide_row * dim + start + cols, h, mask=mask)
-            squares += h.to(tl.float32) * h.to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(squares) / dim + eps)
+    row = tl.program_id(0)
+    wide_row = tl.cast(row, tl.int64)
+    squares = tl.zeros([BLOCK_N], dtype=tl.float32)
+    for start in range(0, dim, BLOCK_N):
+        mask = None if EVEN_N else start + cols < dim
+        other = None if EVEN_N else 0.0
+        x_ptrs = x_ptr + wide_row * stride_xm + start + cols
+        h = tl.load(x_ptrs, mask=mask, other=other, eviction_policy=EVICTION)
+        if HAS_RESIDUAL:
+            residual_ptrs = residual_ptr + wide_row * stride_rm + start + cols
+            residual = tl.load(residual_ptrs, mask=mask, other=other, eviction_policy=EVICTION)
+            h = (h.to(tl.float32) + residual.to(tl.float32)).to(h.dtype)
+            tl.store(h_ptr + wide_row * dim + start + cols, h, mask=mask)
+        squares += h.to(tl.float32) * h.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(squares) / dim + eps)
+    if SAVE_RSTD:
         tl.store(rstd_ptr + row, rstd)
-        for start in tl.range(0, dim, BLOCK_N, num_stages=STAGES):
-            mask = None if EVEN_N else start + cols < dim
-            other = None if EVEN_N else 0.0
-            # The sum is formed again rather than read back: h was written by this CTA without a barrier since.
-            h = tl.load(x_ptr + wide_row * stride_xm + start + cols, mask=mask, other=other)
-            if HAS_RESIDUAL:
-                residual = tl.load(residual_ptr + wide_row * stride_rm + start + cols, mask=mask, other=other)
-                h = (h.to(tl.float32) + residual.to(tl.float32)).to(h.dtype)
-            y = h.to(tl.float32) * rstd
-            if HAS_WEIGHT:
-                y *= tl.load(weight_ptr + start + cols, mask=mask, other=other).to(tl.float32) + weight_offset
-            tl.store(y_ptr + wide_row * dim + start + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+    for start in range(0, dim, BLOCK_N):
+        mask = None if EVEN_N else start + cols < dim
+        other = None if EVEN_N else 0.0
+        # The sum is formed again rather than read back: h was written by this CTA without a barrier since.
+        x_ptrs = x_ptr + wide_row * stride_xm + start + cols
+        h = tl.load(x_ptrs, mask=mask, other=other, eviction_policy="evict_first")
+        if HAS_RESIDUAL:
+            residual_ptrs = residual_ptr + wide_row * stride_rm + start + cols
+            residual = tl.load(residual_ptrs, mask=mask, other=other, eviction_policy="evict_first")
+            h = (h.to(tl.float32) + residual.to(tl.float32)).to(h.dtype)
+        y = h.to(tl.float32) * rstd
+        if HAS_WEIGHT:
+            y *= tl.load(weight_ptr + start + cols, mask=mask, other=other).to(tl.float32) + weight_offset
+        tl.store(y_ptr + wide_row * dim + start + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
