@@ -16,6 +16,10 @@ from .spec import COMPILED, EAGER, Baseline, Case, Inputs, KernelSpec, Op, Peer
 Run = Callable[[], tuple[torch.Tensor, ...]]
 
 
+class LazyOutput(TypeError):
+    """An output that is not a plain tensor: a subclass may put off the work, and would be timed as free."""
+
+
 class Unavailable(Exception):
     """An implementation that cannot run here; the message is the reason shown in the report."""
 
@@ -53,7 +57,7 @@ def outputs(result: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tensor
     tensors = (result,) if isinstance(result, torch.Tensor) else tuple(result)
     for tensor in tensors:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not _is_fake(tensor):
-            raise TypeError(f"an implementation must return plain tensors, got {type(tensor).__name__}")
+            raise LazyOutput(f"an implementation must return plain tensors, got {type(tensor).__name__}")
     return tensors
 
 

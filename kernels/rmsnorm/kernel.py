@@ -48,7 +48,7 @@ def pick_fwd_config(rows: int, dim: int, dtype: torch.dtype, capability: tuple[i
     """Configuration of the forward kernel. Pure.
 
     x is dead once it is read, and yet evict_last makes large problems faster on an H200: what leaves L2 in the place of
-    x is y, so that writes go out early and in order. A problem about the size of L2 loses by it (README, what was tried).
+    x is y, so that writes go out early and in order (README, what was tried).
     """
     block_n = triton.next_power_of_2(dim)
     eviction = "evict_last" if rows * dim * dtype.itemsize > EVICT_LAST_BYTES else ""

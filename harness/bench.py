@@ -1,0 +1,319 @@
+"""The bench: check, time, hold against peers and roofline, record.
+
+One *group* is a case in a mode: all its implementations are checked against the oracle, timed in turns on the same
+inputs, and written to the record before the next group begins. Nothing that goes wrong in one group, or in one
+implementation, loses what is measured already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import calibrate, environment, execute, options, record, registry, roofline, timing
+from .accuracy import Verdict
+from .entries import slug
+from .progress import Progress
+from .spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec
+from .verify import verify
+
+SUSTAINED_SECONDS = 1.0
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    options.add_selection(parser)
+    options.add_target(parser)
+    options.add_output(parser)
+    group = parser.add_argument_group("how")
+    timers = ("auto", "events", "graph", "cupti")
+    group.add_argument("--timer", choices=timers, default="auto", help="see harness/timing.py")
+    group.add_argument("--quick", action="store_true", help="few samples, only the first bench case, into .out/")
+    group.add_argument("--resume", action="store_true", help="go on after an interrupted bench with the same options")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    device, key = environment.target(arguments.gpu, arguments.device)
+    selections = options.select(arguments)
+    if arguments.quick and not arguments.case:
+        selections = [options.Selection(s.spec, s.cases[:1], s.modes, s.implementations) for s in selections]
+    if device.type != "cuda":
+        from . import plan
+
+        return plan.main(selections, key, arguments)
+    out = arguments.out or registry.ROOT / (".out" if arguments.quick else "reports") / folder(device)
+    with torch.cuda.device(device):
+        session = Session(device, arguments)
+        failures = sum(session.bench(s, out / "records" / f"{s.spec.name}.jsonl") for s in selections)
+    print(f"records in {out / 'records'}")
+    return 1 if failures else 0
+
+
+def folder(device: torch.device) -> str:
+    """Name of the report's folder for a CUDA device."""
+    properties = torch.cuda.get_device_properties(device)
+    return roofline.identify(properties.name, properties.total_memory) or slug(properties.name)
+
+
+@dataclass
+class Session:
+    """What all kernels of one call share: the device, its ceilings and the clock."""
+
+    device: torch.device
+    arguments: argparse.Namespace
+
+    def __post_init__(self) -> None:
+        self.environment = environment.capture(self.device)
+        measured = calibrate.measure(self.device)
+        self.ceilings = calibrate.ceilings(measured)
+        # A kernel that hardly writes may pass the rate of a copy; none may pass that of a pure read.
+        fastest = max(measured["bandwidth"], measured["bandwidth_read"])
+        self.limits = roofline.Ceilings(fastest, measured["flops"], "measured")
+        key = self.environment["gpu"]["key"]
+        datasheet = roofline.get(key, self.environment["gpu"]["name"]).ceilings.to_record() if key else None
+        self.recorded_ceilings = {"measured": measured, "datasheet": datasheet}
+        self.clock = timing.Clock(self.device, timing.QUICK if self.arguments.quick else timing.Budget())
+
+    def options(self) -> dict[str, Any]:
+        a = self.arguments
+        return {n: getattr(a, n) for n in ("gpu", "quick", "timer", "case", "mode", "impl", "resume")}
+
+    def bench(self, selection: options.Selection, path: Path) -> int:
+        """All groups of one kernel into its record. Returns how many rows of our own failed."""
+        spec, run_id = selection.spec, record.new_run_id()
+        finished = record.Finished()
+        if self.arguments.resume:
+            finished = record.finished(
+                path, options=self.options(), commit=self.environment["commit"], gpu=self.environment["gpu"]["name"]
+            )
+        groups = [(c, m) for c in selection.cases for m in selection.modes if (c.name, m) not in finished.done]
+        failures = 0
+        with record.Writer(path) as writer, Progress(spec.name, len(groups)) as progress:
+
+            def write(kind: str, /, **entry: Any) -> None:
+                writer.write({"type": kind, "run": run_id, "kernel": spec.name, **entry})
+
+            write(
+                "run",
+                unit=spec.unit,
+                options=self.options(),
+                environment=self.environment,
+                ceilings=self.recorded_ceilings,
+            )
+            try:
+                for case, mode in groups:
+                    dead = (case.name, mode) in finished.died
+                    if not dead:
+                        write("start", case=case.name, mode=mode)
+                    group = Group(self, selection, case, mode)
+                    rows = group.crashed() if dead else group.rows()
+                    for row in rows:
+                        write("row", **row)
+                    failures += sum(r["kind"] == "ours" and r["status"] not in ("ok", "skipped", "oom") for r in rows)
+                    progress.group(case.name, mode, rows, self.ceilings)
+                write("stop", reason="complete")
+            except KeyboardInterrupt:
+                write("stop", reason="interrupted")
+                print("\ninterrupted: finished rows are kept, --resume goes on from them", file=sys.stderr)
+                raise SystemExit(130) from None
+        record.compact(path)
+        return failures
+
+
+@dataclass
+class Group:
+    """One case in one mode."""
+
+    session: Session
+    selection: options.Selection
+    case: Case
+    mode: str
+
+    def __post_init__(self) -> None:
+        self.spec: KernelSpec = self.selection.spec
+        self.cost: Cost = self.spec.cost(self.case, self.mode)
+        self.done: dict[str, dict[str, Any]] = {}
+        self.verdicts: dict[str, Verdict] = {}
+
+    def crashed(self) -> list[dict[str, Any]]:
+        """The rows of a group in which an earlier process died."""
+        reason = "the process died here; not tried again"
+        return [self._row(name, "crashed", reason) for name in self.selection.implementations]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Checks, times and describes every implementation."""
+        try:
+            self._measure()
+        except torch.cuda.OutOfMemoryError as error:
+            self._close_all("oom", _first_line(error))
+        except torch.AcceleratorError as error:
+            # The CUDA context is lost, and with it every later group of this process.
+            self._close_all("error", _first_line(error))
+        finally:
+            gc.collect()
+            torch.cuda.empty_cache()
+        return [self.done[n] for n in self.selection.implementations]
+
+    def _close_all(self, status: str, reason: str) -> None:
+        for name in self.selection.implementations:
+            self.done.setdefault(name, self._row(name, status, reason))
+
+    def _measure(self) -> None:
+        device, clock = self.session.device, self.session.clock
+        generator = torch.Generator(device).manual_seed(torch.seed() % 2**63)
+        free = torch.cuda.mem_get_info(device)[0]
+        sets = timing.input_sets(self.cost.bytes, clock.l2_bytes, free)
+        inputs = [self.spec.make_inputs(self.case, device, generator) for _ in range(sets)]
+        grads = [self._out_grads(i, generator) for i in inputs]
+        ready: dict[str, execute.Op] = {}
+        for name in self.selection.implementations:
+            with self._guarded(name), clock.stream():
+                fn = execute.load(self.spec, name, self.case, self.mode)
+                self._check(name, fn, inputs[0], grads[0], seed=1)
+                if name not in self.done:
+                    ready[name] = fn
+
+        def contender(name: str, fn: execute.Op) -> timing.Contender:
+            return timing.Contender(name, lambda i: execute.bind(self.spec, fn, inputs[i], self.mode, grads[i]))
+
+        measurement = None
+        while ready and measurement is None:
+            contenders = [contender(name, fn) for name, fn in ready.items()]
+            again = next((n for n in ready if n in self.spec.implementations), None)
+            if again:
+                contenders.append(contender(again + timing.AA, ready[again]))
+            try:
+                measurement = clock.measure(contenders, self.session.arguments.timer, sets)
+            except timing.ContenderFailed as failed:
+                name = failed.name.removesuffix(timing.AA)
+                with self._guarded(name):
+                    raise failed.error from None
+                del ready[name]
+        for name, fn in ready.items():
+            with self._guarded(name), clock.stream():
+                assert measurement is not None
+                self._describe(name, contender(name, fn), measurement)
+                if name in self.spec.implementations:
+                    self._check(name, fn, inputs[0], grads[0], seed=3, timed=True)
+
+    def _out_grads(self, inputs: Inputs, generator: torch.Generator) -> Sequence[torch.Tensor] | None:
+        if self.mode == "fwd":
+            return None
+        leaves = {n: t.detach().requires_grad_() for n, t in execute.leaves(self.spec, inputs).items()}
+        outputs = execute.outputs(self.spec.reference(**{**inputs, **leaves}))
+        return execute.random_like([t for t in outputs if t.requires_grad], generator)
+
+    @contextmanager
+    def _guarded(self, name: str) -> Iterator[None]:
+        """Turns what goes wrong with one implementation into its row."""
+        try:
+            yield
+        except execute.Unavailable as error:
+            self.done[name] = self._row(name, "skipped", str(error))
+        except execute.LazyOutput as error:
+            self.done[name] = self._row(name, "wrong", str(error))
+        except torch.cuda.OutOfMemoryError as error:
+            self.done[name] = self._row(name, "oom", _first_line(error))
+            torch.cuda.empty_cache()
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:  # a peer may raise anything; its row says what
+            self.done[name] = self._row(name, "error", f"{type(error).__name__}: {_first_line(error)}")
+
+    def _check(
+        self,
+        name: str,
+        fn: execute.Op,
+        inputs: Inputs,
+        grads: Sequence[torch.Tensor] | None,
+        seed: int,
+        timed: bool = False,
+    ) -> None:
+        """Right, on the timed inputs? Ours must be; a peer that is not gets a warning beside its time."""
+        if name in (EAGER.name, COMPILED.name):  # made from the reference itself
+            return
+        run = execute.bind(self.spec, fn, inputs, self.mode, grads)
+        verdict = verify(self.spec, self.case, self.mode, inputs, run, grads, seed)
+        if not timed:
+            self.verdicts[name] = verdict
+            share = timing.share_on_stream(run, torch.cuda.current_stream())
+            if share < 0.5 and name in self.spec.implementations:
+                reason = f"only {100 * share:.0f} % of its time passes on the stream that it was called on"
+                self.done[name] = self._row(name, "wrong", reason)
+        if not verdict.ok and name in self.spec.implementations:
+            when = "after timing: " if timed else ""
+            self.done[name] = self._row(name, "wrong", f"{when}{verdict.reason}")
+
+    def _describe(self, name: str, contender: timing.Contender, measurement: timing.Measurement) -> None:
+        """The row of an implementation that was timed."""
+        columns, timer = measurement.columns[name], self.session.arguments.timer
+        ours = next((n for n in self.spec.implementations if n in measurement.columns), name)
+        headline = measurement.headline(ours, timer)
+        headline = headline if headline in columns else "cold"
+        ratios = measurement.ratios(name, headline)
+        noise = ratios.pop(name + timing.AA, None)
+        run = contender.bind(0)
+        run()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        verdict = self.verdicts.get(name)
+        warnings = list(measurement.warnings[name])
+        if verdict and not verdict.ok:
+            warnings.append(f"less accurate than the rule for our own kernels allows: {verdict.reason}")
+        over = [
+            reason
+            for column in ("cold", "warm", "graph")
+            if column in columns and (reason := self._over(columns[column]["median_us"], column))
+        ]
+        sustained = None
+        if name == ours and not self.session.arguments.quick:
+            sustained = self.session.clock.sustained(run, SUSTAINED_SECONDS)
+        self.done[name] = self._row(name, "over-roofline" if over else "ok", "; ".join(over) or None) | {
+            "timer": "graph" if headline == "graph" else "cupti" if timer == "cupti" else "events",
+            "headline": headline,
+            "columns": columns,
+            "sustained": sustained,
+            "ratios": {other: ratio for other, ratio in ratios.items() if not other.endswith(timing.AA)},
+            "noise": noise,
+            "peak_memory_bytes": peak,
+            "error": verdict and {n: verdict.numbers.get(n) for n in ("max", "rms", "eager_max", "eager_rms")},
+            "clocks": measurement.clocks,
+            "warnings": warnings,
+        }
+
+    def _over(self, microseconds: float, column: str) -> str | None:
+        cost, limits, l2 = self.cost, self.session.limits, self.session.clock.l2_bytes
+        return roofline.over_roofline(
+            microseconds * 1e-6, cost.flops, cost.bytes, cost.pipe, limits, column=column, l2_bytes=l2
+        )
+
+    def _row(self, name: str, status: str, reason: str | None) -> dict[str, Any]:
+        return {
+            "case": self.case.name,
+            "mode": self.mode,
+            "dims": dict(self.case.dims),
+            "dtype": str(self.case.dtype).removeprefix("torch."),
+            "params": dict(self.case.params),
+            "implementation": name,
+            "kind": "ours" if name in self.spec.implementations else "baseline",
+            "status": status,
+            "reason": reason,
+            "cost": {"flops": self.cost.flops, "bytes": self.cost.bytes, "pipe": self.cost.pipe},
+            "items": self.spec.items(self.case),
+            "unit": self.spec.unit,
+        }
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

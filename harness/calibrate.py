@@ -1,0 +1,96 @@
+"""The ceilings of this very card: what a plain copy and plain matrix products reach, on random data.
+
+The datasheet's figures are not reached by any program, so a share of them says little about a kernel. These are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import environment, roofline, stats
+
+COPY_BYTES = 4 * 2**30
+GEMM_SIZES = (4096, 8192)
+REPEATS = 20
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    from .options import add_target
+
+    add_target(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    device, _ = environment.target(arguments.gpu, arguments.device)
+    if device.type != "cuda":
+        raise ValueError("calibrate needs a GPU: ceilings are measured, not looked up")
+    print(json.dumps({"gpu": environment.gpu(device)["name"], **measure(device)}, indent=2))
+    return 0
+
+
+def measure(device: torch.device) -> dict[str, Any]:
+    """`ceilings.measured` of a record: bandwidth in bytes per second (read and write counted), bandwidth_read of a pure
+    read, flops by pipe, each the best median over the sizes tried."""
+    free = torch.cuda.mem_get_info(device)[0]
+    size = min(COPY_BYTES, free // 4)
+    source = torch.randint(-(2**31), 2**31 - 1, (size // 4,), dtype=torch.int32, device=device)
+    target = torch.empty_like(source)
+    sink = torch.empty((), dtype=torch.int32, device=device)
+    copy = _seconds(lambda: target.copy_(source))
+    read = _seconds(lambda: torch.amax(source, dim=0, out=sink))
+    flops = {pipe: max(_gemm_rate(device, pipe, n) for n in GEMM_SIZES) for pipe in _pipes(device)}
+    return {"bandwidth": 2 * size / copy, "bandwidth_read": size / read, "flops": flops}
+
+
+def ceilings(measured: dict[str, Any]) -> roofline.Ceilings:
+    """The measured ceilings as the roofline takes them."""
+    return roofline.Ceilings(measured["bandwidth"], measured["flops"], "measured")
+
+
+def _pipes(device: torch.device) -> list[str]:
+    capability = torch.cuda.get_device_capability(device)
+    return ["fp32", "fp16"] + ["tf32", "bf16"] * (capability >= (8, 0)) + ["fp8"] * (capability >= (8, 9))
+
+
+def _gemm_rate(device: torch.device, pipe: str, n: int) -> float:
+    """FLOP/s of an n×n×n product through PyTorch."""
+    dtype = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16}.get(pipe, torch.bfloat16)
+    a, b = (torch.randn(n, n, dtype=dtype, device=device) for _ in range(2))
+    if pipe == "fp8":
+        a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).T
+        one = torch.ones((), device=device)
+
+        def run() -> torch.Tensor:
+            return torch._scaled_mm(a8, b8, one, one, out_dtype=torch.bfloat16)
+    else:
+
+        def run() -> torch.Tensor:
+            return torch.mm(a, b)
+
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = pipe == "tf32"
+    try:
+        return 2 * n**3 / _seconds(run)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """Median of back-to-back calls, a few at a time, so that what is left of the host's time is nothing."""
+    for _ in range(3):
+        run()
+    samples = []
+    for _ in range(REPEATS // 4):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(4):
+            run()
+        stop.record()
+        stop.synchronize()
+        samples.append(start.elapsed_time(stop) / 4e3)
+    return stats.quantile(sorted(samples), 0.5)

@@ -1,0 +1,99 @@
+"""What a measurement was made on and with: the `environment` of a record."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+
+from . import registry, roofline
+
+# Everything whose version can move a figure.
+PACKAGES = (
+    "torch", "triton", "numpy", "liger-kernel", "quack-kernels", "flash-attn-4", "nvidia-cutlass-dsl",
+    "cupy-cuda13x", "cupy-cuda12x", "nvidia-cudnn-cu13", "nvidia-cublas", "cupti-python", "nvtx",
+)  # fmt: skip
+
+
+def capture(device: torch.device) -> dict[str, Any]:
+    """The `environment` object of a run line; `device` is a CUDA device."""
+    return {
+        "gpu": gpu(device),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": _version("triton"),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        **commit(),
+        "os": f"{platform.system()} {platform.release().split('-')[0]} {platform.machine()}",
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def gpu(device: torch.device) -> dict[str, Any]:
+    """The card: name, table key or None, UUID, sizes, driver, highest clock and power limit."""
+    import pynvml
+
+    from .gpu_state import handle
+
+    properties = torch.cuda.get_device_properties(device)
+    card = handle(device)
+    return {
+        "key": roofline.identify(properties.name, properties.total_memory),
+        "name": properties.name,
+        "uuid": str(properties.uuid),
+        "capability": [properties.major, properties.minor],
+        "sms": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "l2_bytes": properties.L2_cache_size,
+        "driver": pynvml.nvmlSystemGetDriverVersion(),
+        "sm_clock_max_mhz": pynvml.nvmlDeviceGetMaxClockInfo(card, pynvml.NVML_CLOCK_SM),
+        "power_limit_w": round(pynvml.nvmlDeviceGetPowerManagementLimit(card) / 1000),
+    }
+
+
+def target(name: str, device: str | None = None) -> tuple[torch.device, str | None]:
+    """The device to work on, and the key of the GPU to measure or plan for, from --gpu and --device.
+
+    With a GPU the key is that of the card found (None for one that is not in the table), and naming another is a
+    ValueError that says what was found. Without one it is the name given, h200 for auto.
+    """
+    if name != "auto":
+        roofline.get(name)
+    if device == "cpu" or (device is None and not torch.cuda.is_available()):
+        return torch.device("cpu"), "h200" if name == "auto" else name
+    if not torch.cuda.is_available():
+        raise ValueError("--device cuda: no CUDA device was found")
+    chosen = torch.device("cuda", torch.cuda.current_device())
+    properties = torch.cuda.get_device_properties(chosen)
+    found = roofline.identify(properties.name, properties.total_memory)
+    if name not in ("auto", found):
+        raise ValueError(f"--gpu {name}: the GPU found here is {properties.name!r} ({found or 'not in the table'})")
+    return chosen, found
+
+
+def commit() -> dict[str, Any]:
+    """The commit of this checkout and whether it has changes; None outside a checkout."""
+
+    def git(*arguments: str) -> str | None:
+        try:
+            run = subprocess.run(["git", *arguments], cwd=registry.ROOT, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            return None
+        return run.stdout.strip() if run.returncode == 0 else None
+
+    head = git("rev-parse", "HEAD")
+    # Reports are written by the very runs whose commit is asked for: they do not make the measured code another.
+    changes = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!reports", ":!README.md")
+    return {"commit": head, "dirty": bool(changes) if head else None}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

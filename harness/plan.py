@@ -1,0 +1,70 @@
+"""`bench` where there is no GPU: is it right, does it compile well, and what is the least time it could take?
+
+It prints no GPU time, because none was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from . import options, registry, roofline
+
+
+def main(selections: Sequence[options.Selection], key: str | None, arguments: argparse.Namespace) -> int:
+    """Correctness in Triton's interpreter, the ahead-of-time build, and the floor of each case. Exit code 1 if either
+    of the first two fails."""
+    console = Console(soft_wrap=True, highlight=False)
+    gpu = roofline.get(key or "h200")
+    notice = f"No GPU found: nothing is timed. Correctness, build and floors for {gpu.title}."
+    console.print(notice, style="bold")
+    failed = 0
+    for step, extra in (("check", []), ("build", [])):
+        console.rule(step)
+        failed |= _harness(step, [*_kernels(selections), *extra], interpret=step == "check")
+    console.rule("floors")
+    console.print(floors(selections, gpu))
+    console.print(notice, style="bold")
+    return 1 if failed else 0
+
+
+def _harness(command: str, arguments: Sequence[str], interpret: bool) -> int:
+    """Another command in a process of its own: Triton decides at import whether it interprets or compiles."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    if interpret:
+        environment["TRITON_INTERPRET"] = "1"
+    sys.stdout.flush()
+    return subprocess.run(
+        [sys.executable, "-m", "harness", command, *arguments], cwd=registry.ROOT, env=environment, check=False
+    ).returncode
+
+
+def _kernels(selections: Sequence[options.Selection]) -> list[str]:
+    return [word for s in selections for word in ("--kernel", s.spec.name)]
+
+
+def floors(selections: Sequence[options.Selection], gpu: roofline.Gpu) -> Table:
+    """The least time of each case on that GPU, from the datasheet's ceilings."""
+    table = Table("kernel", "case", "mode", "bytes", "FLOPs", "floor", "set by", box=box.SIMPLE)
+    for selection in selections:
+        for case in selection.cases:
+            for mode in selection.modes:
+                cost = selection.spec.cost(case, mode)
+                floor = roofline.floor_seconds(cost.flops, cost.bytes, cost.pipe, gpu.ceilings)
+                table.add_row(
+                    selection.spec.name,
+                    case.name,
+                    mode,
+                    f"{cost.bytes / 1e6:.1f} MB",
+                    f"{cost.flops / 1e9:.2f} G",
+                    roofline.microseconds(floor.seconds),
+                    floor.limit,
+                )
+    return table

@@ -1,0 +1,56 @@
+"""What a bench prints while it runs: a live bar on a terminal, one line per group elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from . import roofline
+
+
+class Progress:
+    """Use as a context manager around the groups of one kernel."""
+
+    def __init__(self, kernel: str, groups: int) -> None:
+        self._kernel = kernel
+        self._console = Console(soft_wrap=True, highlight=False)
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task(kernel, total=groups)
+
+    def __enter__(self) -> Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def group(self, case: str, mode: str, rows: Sequence[Mapping[str, Any]], ceilings: roofline.Ceilings) -> None:
+        """One group is measured: a line of medians, with the share of the roofline and each speed-up."""
+        parts = []
+        for row in rows:
+            if row["status"] not in ("ok", "over-roofline"):
+                parts.append(f"{row['implementation']} {row['status']}")
+                continue
+            seconds, cost = row["columns"][row["headline"]]["median_us"] * 1e-6, row["cost"]
+            share = roofline.percent_of_roofline(seconds, cost["flops"], cost["bytes"], cost["pipe"], ceilings)
+            text = f"{row['implementation']} {roofline.microseconds(seconds)}"
+            parts.append(text + (f" ({share:.1f} %)" if share else ""))
+        self._bar.update(self._task, advance=1)
+        self._console.print(f"{self._kernel} {mode:<7} {case}: " + ", ".join(parts), markup=False)
+        for row in rows:
+            if row["kind"] == "ours" and row["status"] not in ("ok", "skipped"):
+                self._console.print(f"  {row['implementation']}: {row['reason']}", markup=False)

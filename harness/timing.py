@@ -1,0 +1,312 @@
+"""Device time of kernels: cold, warm, in a CUDA graph, by CUPTI, and sustained.
+
+cold    L2 holds nothing of the inputs. CUDA events around the call. The flush before it writes twice the size of L2, so
+        that the cache is full of dirty lines, as after any kernel of a real program: whatever the call brings in or
+        writes pushes one of them out, and the traffic is that of the steady state. (After a flush that leaves L2 clean
+        a call ends with up to 50 MB of its output not yet written, and a copy passes its own bandwidth.) The pair of
+        events itself costs about 2 µs, which are never subtracted.
+warm    called again at once on the same inputs; what fits in L2 stays there.
+graph   N calls on N sets of inputs, together past twice the L2, captured in one CUDA graph; the replay divided by N.
+        Nothing of the host is left in it and no event overhead, so it is the headline for calls under 50 µs. The gap
+        between two dependent kernels of a graph (about 1 µs) is part of it, as it is in any training step.
+cupti   the sum of the durations of the kernels that a cold call launched, as the profiler's interface reports them.
+
+Rules that hold for all: implementations take turns (A B C A B C …), so that drift of the clocks hits all alike and
+ratios can be paired by round; each round is queued while the stream is held (`driver.Gate`), so that no launch waits
+for the host; NVTX, allocations by the harness and synchronisation stay outside the events; random data, never zeros.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from . import stats
+from .driver import Gate, evict_persisting_lines
+from .execute import Run
+from .gpu_state import Monitor
+
+GRAPH_HEADLINE_US = 50.0
+MAX_GRAPH_CALLS = 256
+FRESH_SETS = 2  # sets of inputs, and so addresses, that the cold and warm columns alternate between
+AA = "#again"  # the second instance of an implementation, for the A/A pair
+
+
+@dataclass(frozen=True)
+class Budget:
+    """When sampling stops: every interval of a median narrower than `width`, or a bound on rounds or seconds."""
+
+    min_rounds: int = 20
+    max_rounds: int = 300
+    seconds: float = 1.5
+    width: float = 0.01
+    warmup_seconds: float = 0.05
+
+
+QUICK = Budget(min_rounds=7, max_rounds=20, seconds=0.25, width=0.05, warmup_seconds=0.02)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One implementation in one mode. `bind` makes a callable on a set of inputs; the sets are shared by all."""
+
+    name: str
+    bind: Callable[[int], Run]
+
+
+@dataclass
+class Measurement:
+    """What a group of contenders gave; columns[contender][column] is a COLUMN of the record."""
+
+    columns: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    clocks: dict[str, Any] = field(default_factory=dict)
+    warnings: dict[str, list[str]] = field(default_factory=dict)
+
+    def headline(self, ours: str, timer: str = "auto") -> str:
+        """The column that ratios and the summary use: graph for short calls, else cold."""
+        columns = self.columns[ours]
+        if timer == "graph" or (timer == "auto" and columns["cold"]["median_us"] < GRAPH_HEADLINE_US):
+            return "graph" if "graph" in columns else "cold"
+        return "cold"
+
+    def ratios(self, name: str, column: str) -> dict[str, dict[str, Any]]:
+        """For every other contender its time over that of `name`, paired by round."""
+        mine = self.columns[name][column]["samples_us"]
+        return {
+            other: stats.ratio(columns[column]["samples_us"], mine)
+            for other, columns in self.columns.items()
+            if other != name and column in columns
+        }
+
+
+class ContenderFailed(Exception):
+    """One contender could not be bound or run; the others can be measured without it."""
+
+    def __init__(self, name: str, error: Exception) -> None:
+        super().__init__(f"{name}: {error}")
+        self.name, self.error = name, error
+
+
+class Clock:
+    """Measures on one stream of one device. Bind contenders inside `with clock.stream():`; a backward runs on the
+    stream of its forward, and a graph can be captured on no other."""
+
+    def __init__(self, device: torch.device, budget: Budget = Budget()) -> None:
+        self.device = device
+        self.budget = budget
+        self.monitor = Monitor(device)
+        self._stream = torch.cuda.Stream(device)
+        self._gate = Gate()
+        self.l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        self._flush_buffer = torch.empty(2 * self.l2_bytes // 4, dtype=torch.int32, device=device)
+        evict_persisting_lines()
+
+    @contextmanager
+    def stream(self) -> Iterator[torch.cuda.Stream]:
+        """Makes the timed stream current; ordered after what the surrounding stream has queued."""
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            yield self._stream
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+    def flush(self) -> None:
+        """Evicts L2 by writing twice its size."""
+        self._flush_buffer.zero_()
+
+    def measure(self, contenders: Sequence[Contender], timer: str = "auto", sets: int = 1) -> Measurement:
+        """Every column of every contender. `sets` is how many sets of inputs there are to rotate through.
+
+        Raises ContenderFailed for the first that cannot be bound or warmed up.
+        """
+        result = Measurement(warnings={c.name: [] for c in contenders})
+        with self.stream():
+            fresh = min(sets, FRESH_SETS)
+            runs: list[dict[str, Run]] = [{} for _ in range(fresh)]
+            for contender in contenders:
+                try:
+                    for index in range(fresh):
+                        runs[index][contender.name] = contender.bind(index)
+                        runs[index][contender.name]()
+                    self._stream.synchronize()
+                except Exception as error:
+                    raise ContenderFailed(contender.name, error) from error
+            self._warm_up(runs)
+            self.monitor.readings.clear()
+            self._add(result, "cold", self._events(runs, cold=True, result=result))
+            self._add(result, "warm", self._events(runs, cold=False, result=result))
+            shortest = min(c["cold"]["median_us"] for c in result.columns.values())
+            if timer == "graph" or (timer == "auto" and shortest < GRAPH_HEADLINE_US):
+                self._add(result, "graph", self._graphs(contenders, sets, result))
+            if timer == "cupti":
+                from .cupti import kernel_times
+
+                rounds = min(self.budget.max_rounds, 50)
+                self._add(result, "cupti", (kernel_times(runs[0], self.flush, rounds), "rounds"))
+        result.clocks = self.monitor.summary()
+        return result
+
+    def sustained(self, run: Run, seconds: float) -> dict[str, Any] | None:
+        """Back to back for `seconds`: what is left of the burst figure once power and heat have their say.
+
+        Replays of a CUDA graph of some calls, since the host could not keep up with short ones; None where `run` cannot
+        be captured.
+        """
+        calls = 20
+        with self.stream():
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(graph, stream=self._stream):
+                    for _ in range(calls):
+                        run()
+            except RuntimeError:
+                return None
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            replays, deadline = 0, time.perf_counter() + seconds
+            start.record()
+            while time.perf_counter() < deadline:
+                graph.replay()
+                graph.replay()
+                replays += 2
+                self.monitor.readings.clear()
+                self.monitor.read()
+                if replays % 8 == 0:  # a long queue would run on past the deadline
+                    self._stream.synchronize()
+            stop.record()
+            stop.synchronize()
+        elapsed = start.elapsed_time(stop) * 1e3
+        clocks = self.monitor.summary()
+        return {
+            "median_us": elapsed / (replays * calls),
+            "seconds": elapsed / 1e6,
+            "sm_mhz": clocks["sm_mhz"][0],
+            "power_w": clocks["power_w"][0],
+        }
+
+    def _warm_up(self, runs: Sequence[Mapping[str, Run]]) -> None:
+        """Until the clocks have had time to rise; compilation happened before."""
+        every = [run for on_one_set in runs for run in on_one_set.values()]
+        deadline = time.perf_counter() + self.budget.warmup_seconds
+        while time.perf_counter() < deadline:
+            for run in every:
+                run()
+            self._stream.synchronize()
+
+    def _events(
+        self, sets_of_runs: Sequence[Mapping[str, Run]], cold: bool, result: Measurement
+    ) -> tuple[dict[str, list[float]], str]:
+        names = list(sets_of_runs[0])
+
+        def one_round(index: int) -> dict[str, float]:
+            runs = sets_of_runs[index % len(sets_of_runs)]
+            first = index % len(names)  # nobody always runs after the same neighbour
+            order = names[first:] + names[:first]
+            events = {n: (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for n in order}
+            with self._gate.hold(self._stream):
+                for name in order:
+                    if cold:
+                        self.flush()
+                    else:
+                        runs[name]()
+                    events[name][0].record(self._stream)
+                    runs[name]()
+                    events[name][1].record(self._stream)
+            self.monitor.read()
+            self._stream.synchronize()
+            return {n: start.elapsed_time(stop) * 1e3 for n, (start, stop) in events.items()}
+
+        samples, stop = self._sample(names, one_round)
+        if self._gate.forced:
+            self._gate.forced = False
+            for name in names:
+                result.warnings[name].append("something in this group waits for the host; that is in the times")
+        return samples, stop
+
+    def _graphs(
+        self, contenders: Sequence[Contender], sets: int, result: Measurement
+    ) -> tuple[dict[str, list[float]], str]:
+        graphs: dict[str, tuple[torch.cuda.CUDAGraph, list[Any]]] = {}
+        for contender in contenders:
+            try:
+                graphs[contender.name] = self._capture(contender, sets)
+            except RuntimeError as error:
+                result.warnings[contender.name].append(f"no CUDA graph: {str(error).splitlines()[0]}")
+        names = list(graphs)
+
+        def one_round(index: int) -> dict[str, float]:
+            first = index % len(names)
+            order = names[first:] + names[:first]
+            events = {n: (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for n in order}
+            with self._gate.hold(self._stream):
+                for name in order:
+                    events[name][0].record(self._stream)
+                    graphs[name][0].replay()
+                    events[name][1].record(self._stream)
+            self.monitor.read()
+            self._stream.synchronize()
+            return {n: start.elapsed_time(stop) * 1e3 / sets for n, (start, stop) in events.items()}
+
+        return self._sample(names, one_round) if names else ({}, "none")
+
+    def _capture(self, contender: Contender, sets: int) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
+        runs = [contender.bind(index) for index in range(sets)]
+        for run in runs:
+            run()
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self._stream):
+            kept = [run() for run in runs]  # kept alive, so that every call writes to memory of its own
+        graph.replay()
+        self._stream.synchronize()
+        return graph, [runs, kept]
+
+    def _sample(
+        self, names: Sequence[str], one_round: Callable[[int], dict[str, float]]
+    ) -> tuple[dict[str, list[float]], str]:
+        budget = self.budget
+        samples: dict[str, list[float]] = {name: [] for name in names}
+        deadline = time.perf_counter() + budget.seconds
+        for index in range(budget.max_rounds):
+            for name, sample in one_round(index).items():
+                samples[name].append(sample)
+            if index + 1 < budget.min_rounds:
+                continue
+            if index % 5 == 4 and all(stats.converged(s, budget.width) for s in samples.values()):
+                return samples, "converged"
+            if time.perf_counter() > deadline:
+                return samples, "time"
+        return samples, "rounds"
+
+    @staticmethod
+    def _add(result: Measurement, column: str, sampled: tuple[dict[str, list[float]], str]) -> None:
+        samples, stop = sampled
+        for name, values in samples.items():
+            result.columns.setdefault(name, {})[column] = stats.column(values, stop)
+
+
+def input_sets(footprint_bytes: int, l2_bytes: int, free_bytes: int) -> int:
+    """How many sets of inputs a graph rotates through: together past twice the L2, within a quarter of free memory."""
+    wanted = -(-2 * l2_bytes // max(footprint_bytes, 1)) + 1
+    return max(2, min(wanted, MAX_GRAPH_CALLS, free_bytes // (4 * max(footprint_bytes, 1)) or 2))
+
+
+def share_on_stream(run: Run, stream: torch.cuda.Stream, calls: int = 20) -> float:
+    """Share of the wall time of `calls` back-to-back calls that events on the stream account for.
+
+    About 1 for honest work, which is done when the stream's last event is. Near 0 when the work runs on another stream
+    that this one does not wait for, and goes on after its last event.
+    """
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    start.record(stream)
+    for _ in range(calls):
+        run()
+    stop.record(stream)
+    torch.cuda.synchronize()
+    wall = time.perf_counter() - began
+    return start.elapsed_time(stop) / 1e3 / wall
