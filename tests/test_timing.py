@@ -106,7 +106,7 @@ def test_agrees_with_nsight_compute(clock, size):
 
 
 def agrees(cold: float, duration: float, size: str) -> bool:
-    """Within 5 %; of a 10 µs kernel the 2 µs that a pair of events costs are more than that, and nothing else may be."""
+    """Within 5 %; of a 10 µs kernel the 2 µs that a pair of events costs are more, and nothing else may be."""
     return 0 < cold - duration < 3.5 if size == "10us" else abs(cold - duration) <= 0.05 * duration
 
 

@@ -111,7 +111,7 @@ def _tiles(case: Case) -> list[tuple[int, int, int]]:
     """(block_m, block_n, num_warps) worth a try: 8 to 64 elements a thread."""
     block_n = 1 << (case.dims["dim"] - 1).bit_length()
     if block_n > kernel.MAX_BLOCK:
-        return [(1, n, w) for n in (4096, 8192, 16384) for w in (8, 16, 32) if n // (32 * w) <= 32]
+        return [(1, n, w) for n in (8192, 16384, 32768) for w in (8, 16, 32) if n // (32 * w) <= 64]
     shapes = [(m, block_n) for m in (1, 2, 4, 8) if max(block_n, 2048) <= m * block_n <= max(block_n, 4096)]
     return [(m, n, w) for m, n in shapes for w in (2, 4, 8, 16) if 8 <= m * n // (32 * w) <= 64]
 

@@ -9,6 +9,7 @@ So each tensor crosses the bus once: a row stays in registers between its reduct
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -53,13 +54,12 @@ def pick_fwd_config(rows: int, dim: int, dtype: torch.dtype, capability: tuple[i
     block_n = triton.next_power_of_2(dim)
     eviction = "evict_last" if rows * dim * dtype.itemsize > EVICT_LAST_BYTES else ""
     if block_n > MAX_BLOCK:
-        return FwdConfig(1, MAX_BLOCK, 16, "evict_last")  # the second pass wants to find x in L2
+        return FwdConfig(1, 2 * MAX_BLOCK, 32, "")
     if block_n <= 2048:
         return FwdConfig(2048 // block_n, block_n, 4, eviction)
     # Fewer warps where much of the block is padding: each then has enough loads in flight of those that are real.
     padded = dim <= block_n * 3 // 4
-    num_warps = {4096: 8, 8192: 8, 16384: 16}[block_n] // (2 if padded else 1)
-    return FwdConfig(1, block_n, num_warps, eviction)
+    return FwdConfig(1, block_n, {4096: 8, 8192: 4 if padded else 8, 16384: 16}[block_n], eviction)
 
 
 def pick_bwd_config(rows: int, dim: int, dtype: torch.dtype, tensors: int, capability: tuple[int, int]) -> BwdConfig:
@@ -69,14 +69,16 @@ def pick_bwd_config(rows: int, dim: int, dtype: torch.dtype, tensors: int, capab
     next rows have to be on their way to shared memory while this one is reduced: `stages`.
     """
     block_n = triton.next_power_of_2(dim)
+    padded = dim <= block_n * 3 // 4
     if block_n > MAX_BLOCK:
-        return BwdConfig(1, 8192, num_warps=8, programs_per_sm=1, stages=1)
+        return BwdConfig(1, MAX_BLOCK, num_warps=32, programs_per_sm=1, stages=1)
+    if block_n == MAX_BLOCK:
+        return BwdConfig(1, block_n, num_warps=16 if padded else 8, programs_per_sm=1, stages=1)
     block_m = max(1, 2048 // block_n)
-    programs = max(1, 8192 // (block_m * block_n))
-    bytes_per_stage = block_m * block_n * dtype.itemsize * tensors
-    wanted = 4 if dim <= block_n * 3 // 4 else 3
-    stages = max(1, min(wanted, _shared_memory(capability) // (programs * bytes_per_stage)))
-    num_warps = max(2, min(16, block_m * block_n // 1024))
+    stage = block_m * block_n * dtype.itemsize * tensors  # bytes
+    programs = max(1, min(4, 32768 // stage))
+    stages = max(1, min(4 if padded else 3, _shared_memory(capability) // (programs * stage)))
+    num_warps = max(2, min(16, 2 ** int(math.log2(stage / 4096))))
     return BwdConfig(block_m, block_n, num_warps, programs, stages)
 
 
