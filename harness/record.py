@@ -6,13 +6,14 @@ has. Every line is an object with a `type` and a `run` (the id that joins them):
 run    once per bench of a kernel, first
        {"type": "run", "schema": 1, "run": "20261121T083106Z-3f2a", "kernel": "rmsnorm", "unit": "rows",
         "options": {"gpu": "h200", "quick": false, "timer": "auto", ...},
-        "environment": {"gpu": {"key": "h200"|null, "name": "NVIDIA H200", "uuid": ..., "capability": [9, 0], "sms": 132,
-                                "memory_bytes": ..., "l2_bytes": ..., "driver": "580.159", "sm_clock_max_mhz": 1980,
-                                "power_limit_w": 700},
+        "environment": {"gpu": {"key": "h200"|null, "name": "NVIDIA H200", "uuid": ..., "capability": [9, 0],
+                                "sms": 132, "memory_bytes": ..., "l2_bytes": ..., "driver": "580.159",
+                                "sm_clock_max_mhz": 1980, "power_limit_w": 700},
                         "python": ..., "torch": ..., "cuda": ..., "triton": ..., "packages": {"liger-kernel": "0.8.5"},
                         "commit": "<sha>"|null, "dirty": bool, "os": ..., "time": ISO-8601 UTC},
-        "ceilings": {"measured": {"bandwidth": B/s, "flops": {"bf16": FLOP/s, "fp16": ..., "tf32": ..., "fp32": ...}},
-                     "datasheet": same shape, or null for a card that is not in the table}}
+        "ceilings": {"measured": {"bandwidth": B/s of a copy, "bandwidth_read": B/s of a pure read,
+                                  "flops": {"bf16": FLOP/s, "fp16": ..., "tf32": ..., "fp32": ...}},
+                     "datasheet": {"bandwidth", "flops"}, or null for a card that is not in the table}}
 start  before the implementations of one case and mode are run: {"type": "start", "run", "kernel", "case", "mode"}.
        A start without rows or a stop after it means that the process died there.
 row    one per implementation of that case and mode
@@ -22,15 +23,15 @@ row    one per implementation of that case and mode
         "cost": {"flops": int, "bytes": int, "pipe": "fp32"}, "items": 8192, "unit": "rows",
         ... and for status "ok" (and "over-roofline"):
         "timer": "events"|"graph"|"cupti", "headline": "cold"|"warm"|"graph",
-        "columns": {"cold": COLUMN, "warm": COLUMN, "graph": COLUMN},        # those that were measured
+        "columns": {"cold": COLUMN, "warm": COLUMN, "graph": COLUMN, "cupti": COLUMN},  # those that were measured
         "sustained": null | {"median_us", "seconds", "sm_mhz", "power_w"},   # back to back, power-limited
-        "ratios": {"eager": {"median": 2.1, "ci95": [2.0, 2.2]}, ...},       # time of that implementation over this one's,
-                                                                             # paired by round, in the headline column
+        "ratios": {"eager": {"median": 2.1, "ci95": [2.0, 2.2]}, ...},       # time of that one over this one's, paired
+                                                                             # by round, in the headline column
         "noise": {"median": 1.0, "ci95": [0.998, 1.003]} | null,             # A/A: this implementation against itself
         "peak_memory_bytes": int,                                            # above what the inputs hold
         "error": {"max": ..., "rms": ..., "eager_max": ..., "eager_rms": ...} | null,
-        "clocks": {"sm_mhz": [min, max], "temperature_c": [min, max], "power_w": [min, max], "throttle": ["sw_power_cap"],
-                   "throttled_samples": 0, "samples": 40},
+        "clocks": {"sm_mhz": [min, max], "temperature_c": [min, max], "power_w": [min, max],
+                   "throttle": ["sw_power_cap"], "throttled_samples": 0, "samples": 40},
         "warnings": ["..."]}
        COLUMN = {"samples_us": [...], "n", "median_us", "mean_us", "std_us", "min_us", "max_us", "p95_us", "p99_us",
                  "ci95_us": [lo, hi], "outliers", "stop": "converged"|"rounds"|"time"}
@@ -38,3 +39,276 @@ stop   {"type": "stop", "run", "kernel", "reason": "complete"|"interrupted"}
 
 A row supersedes an earlier row of the same (kernel, case, mode, implementation).
 """
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from .entries import Group, Records, Row, Run
+
+SCHEMA = 1
+
+#: How a bench was asked for, not what it measured: these do not make two runs different.
+NOT_IDENTITY = frozenset({"resume", "out"})
+
+Line = tuple[str, dict[str, Any]]
+
+
+class RecordError(ValueError):
+    """A record that cannot be trusted; the message says where and why."""
+
+
+def new_run_id(now: datetime | None = None) -> str:
+    """A fresh id: UTC time, so that ids sort, and four random hex digits, so that two machines do not collide."""
+    now = (now or datetime.now(timezone.utc)).astimezone(timezone.utc)
+    return f"{now:%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}"
+
+
+class Writer:
+    """Appends lines to a record, each flushed, so that a process that dies loses no finished line.
+
+    A line that such a death tore is dropped when the file is opened again. Figures that are not finite become null:
+    a record never holds NaN.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _mend(self.path)
+        self._file: IO[str] = self.path.open("a", encoding="utf-8")
+
+    def write(self, entry: Mapping[str, Any]) -> None:
+        """One line. The entry needs `type` and `run`; a run line gets the schema version where it has none."""
+        if "type" not in entry or "run" not in entry:
+            raise ValueError(f"a record line needs 'type' and 'run', got {sorted(entry)}")
+        if entry["type"] == "run":
+            entry = {"type": "run", "schema": SCHEMA, **entry}
+        self._file.write(dumps(entry) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """No more lines; a second call does nothing."""
+        self._file.close()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def dumps(entry: Mapping[str, Any]) -> str:
+    """Strict JSON on one line: NaN and infinities as null, numpy scalars as numbers."""
+    return json.dumps(_plain(entry), allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bool | str | None):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):  # numpy scalars and arrays, without importing numpy
+        return _plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, int):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"a record holds JSON alone, got {type(value).__name__}")
+
+
+def _mend(path: Path) -> None:
+    """Leaves the file ending after a whole line."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    _, _, tail = content.rpartition(b"\n")
+    if not tail:
+        return
+    with path.open("r+b") as file:
+        if _parse_line(tail.decode(errors="replace")) is None:
+            file.truncate(len(content) - len(tail))
+        else:
+            file.seek(0, os.SEEK_END)
+            file.write(b"\n")
+
+
+def _parse_line(line: str) -> dict[str, Any] | None:
+    def refuse(token: str) -> None:
+        raise ValueError(f"{token} is not JSON")
+
+    try:
+        entry = json.loads(line, parse_constant=refuse)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) else None
+
+
+def load(path: Path | str) -> Records:
+    """A record file, or every `*.jsonl` of a folder: of `<folder>/records` where there is one, else of every `records`
+    folder below it. RecordError names the file and line that is broken; FileNotFoundError a path that is not there."""
+    path = Path(path)
+    return parse([(str(file), file.read_text(encoding="utf-8")) for file in files(path)])
+
+
+def files(path: Path) -> list[Path]:
+    """The record files behind a path given to `load`."""
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise FileNotFoundError(f"no record at {path}")
+    direct = sorted(path.glob("*.jsonl")) or sorted((path / "records").glob("*.jsonl"))
+    return direct or sorted(path.glob("**/records/*.jsonl"))
+
+
+def parse(texts: Iterable[tuple[str, str]]) -> Records:
+    """Records from (name, content) pairs; the later of two rows supersedes, across files by the time of their runs."""
+    sources = [(name, list(_lines(name, text))) for name, text in texts]
+    sources.sort(key=lambda source: (_first_time(source[1]), source[0]))
+    return _collect(line for _, lines in sources for line in lines)
+
+
+def _collect(lines: Iterable[Line]) -> Records:
+    records = Records()
+    latest: dict[tuple[str, ...], Row] = {}
+    for where, entry in lines:
+        row = _take(records.runs, where, entry)
+        if row is not None:
+            key = (row.run.gpu_folder, *row.key)
+            if key in latest:
+                records.superseded.append(latest.pop(key))
+            latest[key] = row
+    records.rows = list(latest.values())
+    return records
+
+
+def _first_time(lines: list[Line]) -> str:
+    return next((str((e.get("environment") or {}).get("time")) for _, e in lines if e["type"] == "run"), "")
+
+
+def _lines(name: str, text: str) -> Iterator[Line]:
+    """(where, entry) of each line. Only the last may be torn: that is what a killed process leaves."""
+    raw = text.split("\n")
+    last = max((i for i, line in enumerate(raw) if line.strip()), default=-1)
+    for number, line in enumerate(raw):
+        if not line.strip():
+            continue
+        entry = _parse_line(line)
+        if entry is None:
+            if number == last:
+                return
+            raise RecordError(f"{name}:{number + 1}: not a line of JSON")
+        if "type" not in entry or "run" not in entry:
+            raise RecordError(f"{name}:{number + 1}: a line needs 'type' and 'run'")
+        yield f"{name}:{number + 1}", entry
+
+
+def _take(runs: dict[str, Run], where: str, entry: Mapping[str, Any]) -> Row | None:
+    """Enters one line into `runs` and returns its row, if it is one."""
+    kind, id = entry["type"], str(entry["run"])
+    if kind == "run":
+        if entry.get("schema") != SCHEMA:
+            raise RecordError(f"{where}: schema {entry.get('schema')!r}, this version reads schema {SCHEMA}")
+        runs[id] = Run(entry)
+        return None
+    if id not in runs:
+        raise RecordError(f"{where}: a {kind} of run {id!r}, which has no run line before it")
+    run = runs[id]
+    if kind == "start":
+        run.closed.update(run.starts[-1:])
+        run.starts.append((entry["case"], entry["mode"]))
+    elif kind == "stop":
+        run.stop = entry.get("reason")
+        if run.stop == "complete":
+            run.closed.update(run.starts[-1:])
+    elif kind == "row":
+        group = (entry["case"], entry["mode"])
+        run.written.add(group)
+        if group not in run.starts[-1:]:  # entered without being run, as one that killed the process before
+            run.closed.add(group)
+        return Row(run, entry)
+    else:
+        raise RecordError(f"{where}: unknown type {kind!r}")
+    return None
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How far an interrupted bench came. Both are sets of (case, mode).
+
+    done   measured, and the bench went on after it
+    died   started and never heard of again: the process died there, so trying once more may kill it once more
+    """
+
+    done: frozenset[Group] = frozenset()
+    died: frozenset[Group] = frozenset()
+
+
+def finished(path: Path | str, *, options: Mapping[str, Any], commit: str | None, gpu: str | None) -> Finished:
+    """What `bench --resume` need not do again.
+
+    Looks at the newest run of the file and, where that was itself a resumption, at those before it, as long as they
+    have the same options (but for --resume and --out), commit and GPU (device name) and did not come to their end.
+    The group in which an interruption fell is neither done nor died: it is measured again.
+    """
+    path = Path(path)
+    if not path.is_file():
+        return Finished()
+    done: set[Group] = set()
+    died: set[Group] = set()
+    wanted = _identity(options), commit, gpu
+    runs = list(load(path).runs.values())
+    for back, run in enumerate(reversed(runs)):
+        same = (_identity(run.options), run.environment.get("commit"), run.gpu.get("name")) == wanted
+        if not same or (back and run.stop == "complete"):
+            break
+        done |= run.closed & run.written
+        died |= {group for group in run.starts[-1:] if run.stop is None and group not in run.written}
+    return Finished(frozenset(done), frozenset(died - done))
+
+
+def _identity(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in _plain(options).items() if key not in NOT_IDENTITY}
+
+
+def compact(path: Path | str) -> int:
+    """Rewrites a record file without superseded rows, and without runs that have no row left. Returns lines dropped.
+
+    Atomic: the file is the old one or the new one at any time.
+    """
+    path = Path(path)
+    lines = list(_lines(str(path), path.read_text(encoding="utf-8")))
+    records = _collect(lines)
+    runs = {row.run.id for row in records.rows}
+    rows = {id(row.data) for row in records.rows}
+    alive = {(row.run.id, row.case, row.mode) for row in records.rows}
+    emptied = {(row.run.id, row.case, row.mode) for row in records.superseded} - alive
+
+    def kept(entry: dict[str, Any]) -> bool:
+        if entry["type"] == "row":
+            return id(entry) in rows
+        group = (entry["run"], entry.get("case"), entry.get("mode"))
+        return entry["run"] in runs and not (entry["type"] == "start" and group in emptied)
+
+    remaining = [dumps(entry) for _, entry in lines if kept(entry)]
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    with scratch.open("w", encoding="utf-8") as file:
+        file.writelines(line + "\n" for line in remaining)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(scratch, path)
+    return len(lines) - len(remaining)

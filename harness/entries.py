@@ -1,0 +1,146 @@
+"""What the lines of a record mean once they are joined: runs, rows, and which rows count."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+#: a case and a mode
+Group = tuple[str, str]
+
+
+def slug(text: str) -> str:
+    """'NVIDIA RTX 6000 Ada' -> 'nvidia-rtx-6000-ada': a name for a folder."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "unknown"
+
+
+@dataclass
+class Run:
+    """One bench of a kernel: its first line, and what followed."""
+
+    data: Mapping[str, Any]
+    starts: list[Group] = field(default_factory=list)
+    stop: str | None = None
+    #: groups after which the bench went on (another start) or came to its end
+    closed: set[Group] = field(default_factory=set)
+    #: groups that have at least one row
+    written: set[Group] = field(default_factory=set)
+
+    @property
+    def id(self) -> str:
+        return str(self.data["run"])
+
+    @property
+    def kernel(self) -> str:
+        return str(self.data["kernel"])
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        return self.data.get("options") or {}
+
+    @property
+    def environment(self) -> Mapping[str, Any]:
+        return self.data.get("environment") or {}
+
+    @property
+    def gpu(self) -> Mapping[str, Any]:
+        return self.environment.get("gpu") or {}
+
+    @property
+    def ceilings(self) -> Mapping[str, Any]:
+        return self.data.get("ceilings") or {}
+
+    @property
+    def gpu_folder(self) -> str:
+        """Name of the report's folder: the key of the table, or the device's name where it is not in it."""
+        return str(self.gpu.get("key") or slug(str(self.gpu.get("name") or "cpu")))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation of one case and mode. The fields of the schema are read with `row["..."]` or `row.get`."""
+
+    run: Run
+    data: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.data[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self.data.get(name)
+        return default if value is None else value
+
+    @property
+    def kernel(self) -> str:
+        return str(self.data["kernel"])
+
+    @property
+    def case(self) -> str:
+        return str(self.data["case"])
+
+    @property
+    def mode(self) -> str:
+        return str(self.data["mode"])
+
+    @property
+    def implementation(self) -> str:
+        return str(self.data["implementation"])
+
+    @property
+    def group(self) -> tuple[str, str, str]:
+        return self.kernel, self.case, self.mode
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        return (*self.group, self.implementation)
+
+    @property
+    def ours(self) -> bool:
+        return self.data.get("kind") == "ours"
+
+    @property
+    def status(self) -> str:
+        return str(self.data["status"])
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok" and self.column() is not None
+
+    @property
+    def headline(self) -> str | None:
+        return self.data.get("headline")
+
+    def column(self, name: str | None = None) -> Mapping[str, Any] | None:
+        """The column of that name, by default the headline; None where it was not measured."""
+        column = (self.data.get("columns") or {}).get(name or self.headline)
+        return column if column and column.get("median_us") else None
+
+    def seconds(self, column: str | None = None) -> float:
+        """The median of a column that was measured."""
+        found = self.column(column)
+        if found is None:
+            raise KeyError(f"{'/'.join(self.key)} has no column {column or self.headline!r}")
+        return float(found["median_us"]) * 1e-6
+
+
+@dataclass
+class Records:
+    """What a set of files holds. `rows` are those that count; `superseded` were measured again later."""
+
+    runs: dict[str, Run] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    superseded: list[Row] = field(default_factory=list)
+
+    def kernels(self) -> list[str]:
+        return sorted({row.kernel for row in self.rows})
+
+    def used_runs(self) -> list[Run]:
+        """The runs that at least one counting row came from, oldest first."""
+        used = {row.run.id for row in self.rows}
+        return [run for run in self.runs.values() if run.id in used]
+
+    def siblings(self, row: Row) -> list[Row]:
+        """The rows of the same run, case and mode, superseded or not: what its ratios were measured against."""
+        return [r for r in (*self.rows, *self.superseded) if r.run.id == row.run.id and r.group == row.group]

@@ -1,0 +1,164 @@
+"""What the records say of each case and mode: our best implementation, its best peer, its distance from the roofline.
+
+Pages, charts and the README block all draw on these, so that a figure is computed in one place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .entries import Records, Row, Run
+from .roofline import COMPUTE, MEMORY, Ceilings, floor_seconds, percent_of_roofline
+
+EAGER = "eager"
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """Time of `peer` over ours, paired by round."""
+
+    peer: str
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One case and mode of one kernel. `best` is our fastest measured implementation, None where none was measured."""
+
+    kernel: str
+    case: str
+    mode: str
+    rows: tuple[Row, ...]
+    best: Row | None
+    column: str
+    speedups: tuple[Speedup, ...]
+
+    @property
+    def run(self) -> Run:
+        return (self.best or self.rows[0]).run
+
+    @property
+    def measured(self) -> Ceilings | None:
+        return Ceilings.from_record(self.run.ceilings.get("measured"), "measured")
+
+    @property
+    def datasheet(self) -> Ceilings | None:
+        return Ceilings.from_record(self.run.ceilings.get("datasheet"), "data sheet")
+
+    @property
+    def cost(self) -> tuple[float, float, str]:
+        """FLOPs, bytes, pipe."""
+        cost = (self.best or self.rows[0]).get("cost", {})
+        return float(cost.get("flops", 0)), float(cost.get("bytes", 0)), str(cost.get("pipe", "fp32"))
+
+    @property
+    def limit(self) -> str:
+        """What sets the floor, at the measured ceilings where there are any."""
+        ceilings = self.measured or self.datasheet
+        if ceilings is None:
+            return MEMORY
+        return floor_seconds(*self.cost, ceilings).limit
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per compulsory byte."""
+        flops, moved, _ = self.cost
+        return flops / moved if moved else math.inf
+
+    @property
+    def over_best_peer(self) -> Speedup | None:
+        return min(self.speedups, key=lambda s: s.median, default=None)
+
+    @property
+    def over_eager(self) -> Speedup | None:
+        return next((s for s in self.speedups if s.peer == EAGER), None)
+
+    @property
+    def verdict(self) -> str | None:
+        best = self.over_best_peer
+        return verdict(best.median) if best else None
+
+    def seconds(self, row: Row) -> float | None:
+        """Median of a row in this finding's column; None where that was not measured."""
+        return row.seconds(self.column) if row.ok and row.column(self.column) else None
+
+    def percent(self, row: Row, ceilings: Ceilings | None) -> float | None:
+        """Share of the roofline that a row reaches in this finding's column."""
+        seconds = self.seconds(row)
+        return percent_of_roofline(seconds, *self.cost, ceilings) if seconds and ceilings else None
+
+    def rate(self, row: Row) -> float | None:
+        """Bytes per second or FLOP per second, whichever limits."""
+        seconds = self.seconds(row)
+        flops, moved, _ = self.cost
+        return (moved if self.limit == MEMORY else flops) / seconds if seconds else None
+
+    def ceiling(self, ceilings: Ceilings | None) -> float | None:
+        """The ceiling in the unit of `rate`."""
+        if ceilings is None:
+            return None
+        return ceilings.bandwidth if self.limit == MEMORY else ceilings.flops.get(self.cost[2])
+
+    def peer(self) -> Row | None:
+        """The row of the best peer, where it is still among those that count."""
+        best = self.over_best_peer
+        return next((r for r in self.rows if best and r.implementation == best.peer and r.ok), None)
+
+
+def verdict(speedup: float) -> str:
+    """By the median of the speed-up over the best peer of the same run."""
+    if speedup > 1.5:
+        return "excellent"
+    return "good" if speedup >= 1.2 else "measured" if speedup >= 1 else "investigate"
+
+
+def findings(records: Records) -> list[Finding]:
+    """One per kernel, case and mode, in the order of the records."""
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in sorted(records.rows, key=lambda row: row.kernel):
+        groups.setdefault(row.group, []).append(row)
+    return [_finding(records, rows) for rows in groups.values()]
+
+
+def _finding(records: Records, rows: Sequence[Row]) -> Finding:
+    ours = [row for row in rows if row.ours and row.ok]
+    best = min(ours, key=lambda row: row.seconds(), default=None)
+    column = (best.headline if best else next((r.headline for r in rows if r.ok), None)) or "cold"
+    kernel, case, mode = rows[0].group
+    ordered = sorted(rows, key=lambda row: not row.ours)
+    return Finding(kernel, case, mode, tuple(ordered), best, column, tuple(_speedups(records, best)))
+
+
+def _speedups(records: Records, best: Row | None) -> list[Speedup]:
+    """Against each baseline that was right and measured in the same run: a wrong peer is no peer."""
+    if best is None:
+        return []
+    siblings = {row.implementation: row for row in records.siblings(best)}
+    ours = {row.implementation for row in records.rows if row.kernel == best.kernel and row.ours}
+    found = []
+    for name, ratio in best.get("ratios", {}).items():
+        sibling = siblings.get(name)
+        peer = sibling.status == "ok" and not sibling.ours if sibling else name not in ours
+        if peer and _interval(ratio):
+            found.append(Speedup(name, ratio["median"], *_interval(ratio)))
+    return found
+
+
+def _interval(ratio: dict[str, Any]) -> tuple[float, ...]:
+    low, high = ratio.get("ci95") or (None, None)
+    return (low, high) if ratio.get("median") and low and high else ()
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """The mean of ratios. Needs at least one value."""
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def bound(finding: Finding) -> str:
+    """'memory' or the pipe that computes."""
+    return finding.cost[2] if finding.limit == COMPUTE else MEMORY

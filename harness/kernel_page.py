@@ -1,0 +1,230 @@
+"""The page of one kernel: every implementation, every case, every column, and the profile where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from . import markdown as md
+from . import pages, roofline
+from .entries import Records, Row
+from .findings import Finding
+
+RESULT_HEAD = (
+    "implementation", ">median", ">95 % CI", ">ours is faster by", ">throughput", ">% of measured roofline",
+    ">% of data sheet's", ">items", ">peak memory", ">max error", ">RMS error",
+)  # fmt: skip
+
+COLUMN_HEAD = (
+    "implementation", "column", ">median", ">95 % CI", ">mean", ">std", ">min", ">max", ">p95", ">p99", ">outliers",
+    ">n", "stop",
+)  # fmt: skip
+
+CLOCK_HEAD = ("implementation", ">SM clock", ">temperature", ">power", "throttled", "sustained", "A/A", "timer")
+
+PROFILE_HEAD = (
+    "implementation", "kernel", ">time µs", ">DRAM", ">DRAM %", ">L2 %", ">SM %", ">tensor %", ">occupancy %",
+    ">registers", ">shared", ">spill", "stalls",
+)  # fmt: skip
+
+
+def page(
+    kernel: str, gpu: str, records: Records, found: Sequence[Finding], profile: Mapping[str, Any] | None, charts: bool
+) -> list[str]:
+    """<kernel>.md."""
+    lines = [f"# {kernel} on one {gpu}", "", pages.GENERATED, "", "[All kernels](README.md)", ""]
+    if charts:
+        lines += [f"![{kernel}: throughput by case and implementation]({kernel}-throughput.svg)", ""]
+        lines += [f"![{kernel}: roofline]({kernel}-roofline.svg)", ""]
+    lines += ["## Summary", "", *pages.summary(found), ""]
+    for mode in dict.fromkeys(f.mode for f in found):
+        lines += [f"## {mode}", ""]
+        for finding in (f for f in found if f.mode == mode):
+            lines += [*case(finding), ""]
+    if profile:
+        lines += ["## Profile", "", *profiled(profile), ""]
+    runs = [run for run in records.used_runs() if run.kernel == kernel]
+    lines += ["## Runs", "", *pages.run_table(runs), ""]
+    return lines
+
+
+def case(finding: Finding) -> list[str]:
+    """One case in one mode."""
+    first = finding.rows[0]
+    settings = [f"{k} = {v}" for k, v in {**first.get("dims", {}), **first.get("params", {})}.items()]
+    lines = [f"### {finding.case}", "", f"{', '.join([first.get('dtype', ''), *settings])}. {_work(finding)}", ""]
+    notes: set[str] = set()
+    measured = [row for row in finding.rows if row.ok]
+    if measured:
+        lines += md.table(RESULT_HEAD, [_result(finding, row, notes) for row in measured])
+    lines += ["", *sorted(f"{note}  " for note in notes)] if notes else []
+    absent = [row for row in finding.rows if not row.ok]
+    if absent:
+        lines += ["", *(f"- {row.implementation}: **{row.status}**, {row.get('reason', '')}" for row in absent)]
+    warnings = [f"- {row.implementation}: {text}" for row in finding.rows for text in row.get("warnings", [])]
+    if warnings:
+        lines += ["", "The harness warns:", "", *warnings]
+    if measured:
+        lines += ["", *md.details("all columns, clocks and noise", _everything(measured))]
+    return lines
+
+
+def _work(finding: Finding) -> str:
+    flops, moved, pipe = finding.cost
+    intensity = f"{md.figures(finding.intensity)} FLOP per byte"
+    floors = []
+    for name, ceilings in (("measured ceilings", finding.measured), ("data sheet", finding.datasheet)):
+        if ceilings:
+            floor = roofline.floor_seconds(flops, moved, pipe, ceilings)
+            floors.append(f"{roofline.microseconds(floor.seconds)} by the {name}")
+    return (
+        f"Compulsory: {md.size(moved)} and {md.prefixed(flops, 'FLOP')} ({pipe}), {intensity}; "
+        f"bound by {finding.limit}; floor {', '.join(floors) or 'unknown'}. Headline: {finding.column}."
+    )
+
+
+def _result(finding: Finding, row: Row, notes: set[str]) -> list[object]:
+    name = f"**{row.implementation}**" if row.ours else row.implementation
+    name += pages.marks(row, notes)
+    seconds = finding.seconds(row)
+    column = row.column(finding.column)
+    if seconds is None or column is None:
+        return [name, f"no {finding.column} column", *[None] * 9]
+    flops, moved, _ = finding.cost
+    error = row.get("error", {})
+    faster = next((s for s in finding.speedups if s.peer == row.implementation), None)
+    return [
+        name,
+        roofline.microseconds(seconds),
+        md.interval(column.get("ci95_us")) + " µs",
+        pages.speedup(faster),
+        roofline.throughput(seconds, flops, moved, finding.limit),
+        pages.share(finding, row, notes),
+        md.percent(finding.percent(row, finding.datasheet)),
+        roofline.rate(row["items"], seconds, row["unit"]),
+        md.size(row.get("peak_memory_bytes")),
+        _error(error, "max"),
+        _error(error, "rms"),
+    ]
+
+
+def _error(error: Mapping[str, Any], which: str) -> str | None:
+    """The error and, after a slash, that of eager in the same dtype."""
+    mine, eager = error.get(which), error.get(f"eager_{which}")
+    if mine is None:
+        return None
+    return f"{mine:.1e}" if eager is None else f"{mine:.1e} / {eager:.1e}"
+
+
+def _everything(rows: Sequence[Row]) -> list[str]:
+    columns = [_column(row, name, data) for row in rows for name, data in row.get("columns", {}).items()]
+    lines = ["Times in µs; errors above are against the fp64 oracle, after the slash those of eager.", ""]
+    lines += md.table(COLUMN_HEAD, columns)
+    return [*lines, "", *md.table(CLOCK_HEAD, [_clocks(row) for row in rows])]
+
+
+def _column(row: Row, name: str, data: Mapping[str, Any]) -> list[object]:
+    mark = "**" if name == row.headline else ""
+    figures = [md.figures(data.get(f"{key}_us")) for key in ("median", "mean", "std", "min", "max", "p95", "p99")]
+    return [
+        row.implementation,
+        f"{mark}{name}{mark}",
+        figures[0],
+        md.interval(data.get("ci95_us")),
+        *figures[1:],
+        data.get("outliers"),
+        data.get("n"),
+        data.get("stop"),
+    ]
+
+
+def _clocks(row: Row) -> list[object]:
+    clocks = row.get("clocks", {})
+    throttled = clocks.get("throttled_samples") or 0
+    reasons = ", ".join(clocks.get("throttle") or [])
+    sustained, noise = row.get("sustained"), row.get("noise")
+    return [
+        row.implementation,
+        md.span(clocks.get("sm_mhz"), "MHz"),
+        md.span(clocks.get("temperature_c"), "°C"),
+        md.span(clocks.get("power_w"), "W"),
+        f"{throttled} of {clocks.get('samples')} samples ({reasons})" if throttled else "no",
+        _sustained(sustained) if sustained else None,
+        f"{noise['median']:.4f}" if noise and noise.get("median") else None,
+        row.get("timer"),
+    ]
+
+
+def _sustained(entry: Mapping[str, Any]) -> str:
+    seconds = f"{entry['seconds']:.1f} s" if entry.get("seconds") else "seconds"
+    at = f" at {entry['sm_mhz']:.0f} MHz" if entry.get("sm_mhz") else ""
+    power = f", {entry['power_w']:.0f} W" if entry.get("power_w") else ""
+    return f"{md.figures(entry.get('median_us'))} µs over {seconds}{at}{power}"
+
+
+def profiled(profile: Mapping[str, Any]) -> list[str]:
+    """Nsight Compute's view, and what it says of the cost and of the harness's clock."""
+    rows = profile.get("rows") or []
+    lines = [
+        "Nsight Compute, on the ranges of a pass of its own. *Bytes* are what crossed the DRAM bus over the compulsory "
+        "bytes of the cost, *time* Nsight's duration over the harness's median.",
+        "",
+    ]
+    head = (
+        "case",
+        "mode",
+        "implementation",
+        ">DRAM",
+        ">compulsory",
+        ">bytes",
+        ">Nsight",
+        ">harness",
+        ">time",
+        "status",
+    )
+    table = []
+    for row in rows:
+        where = [row.get("case"), row.get("mode"), row.get("implementation")]
+        status = row.get("status")
+        table.append(
+            [
+                *where,
+                md.size(row.get("dram_bytes")),
+                md.size(row.get("cost_bytes")),
+                _ratio(row.get("bytes_ratio")),
+                _us(row.get("duration_us")),
+                _us(row.get("harness_us")),
+                _ratio(row.get("duration_ratio")),
+                status if status == "ok" else f"{status}: {row.get('reason')}",
+            ]
+        )
+    lines += md.table(head, table)
+    for row in rows:
+        if row.get("launches"):
+            title = f"{row.get('case')} {row.get('mode')} {row.get('implementation')}: launches"
+            launches = [[row.get("implementation"), *_launch(launch)] for launch in row["launches"]]
+            lines += ["", *md.details(title, md.table(PROFILE_HEAD, launches))]
+    return lines
+
+
+def _launch(launch: Mapping[str, Any]) -> list[object]:
+    shares = [launch.get(f"{name}_pct") for name in ("dram", "l2", "sm", "tensor", "occupancy")]
+    stalls = ", ".join(f"{name} {value:.0f} %" for name, value in launch.get("stalls") or [] if value is not None)
+    return [
+        f"`{launch.get('name')}`",
+        md.figures(launch.get("duration_us")),
+        md.size(launch.get("dram_bytes")),
+        *(None if value is None else f"{value:.0f}" for value in shares),
+        launch.get("registers"),
+        md.size(launch.get("shared_bytes")),
+        md.size(launch.get("spill_bytes")),
+        stalls,
+    ]
+
+
+def _ratio(value: float | None) -> str | None:
+    return None if value is None else f"{value:.2f}×"
+
+
+def _us(value: float | None) -> str | None:
+    return None if value is None else md.figures(value, " µs")

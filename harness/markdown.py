@@ -1,0 +1,78 @@
+"""GitHub-flavoured Markdown: tables, and figures as a reader wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+#: what a table shows where there is nothing to show
+NONE = "–"
+
+
+def cell(value: object) -> str:
+    """Text that cannot break its table."""
+    return NONE if value is None or value == "" else str(value).replace("|", "\\|").replace("\n", " ").strip()
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """The lines of a table. A heading that starts with '>' makes its column right-aligned."""
+    names = [name.removeprefix(">") for name in head]
+    rules = ["--:" if name.startswith(">") else "---" for name in head]
+    body = ["| " + " | ".join(cell(value) for value in row) + " |" for row in rows]
+    return ["| " + " | ".join(names) + " |", "|" + "|".join(rules) + "|", *body]
+
+
+def details(summary: str, lines: Iterable[str]) -> list[str]:
+    """A block that is folded until it is asked for."""
+    return ["<details>", f"<summary>{summary}</summary>", "", *lines, "", "</details>"]
+
+
+def figures(value: float | None, unit: str = "") -> str:
+    """Three significant digits at least and no digit of the whole part lost: 0.123, 1.23, 12.3, 123, 1234."""
+    if value is None:
+        return NONE
+    size = abs(float(f"{value:.3g}"))  # 99.96 is to read 100, not 100.0
+    digits = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3
+    return f"{value:.{digits}f}{unit}"
+
+
+def interval(bounds: Sequence[float | None] | None) -> str:
+    """'[1.23, 1.25]'."""
+    return f"[{figures(bounds[0])}, {figures(bounds[1])}]" if bounds else NONE
+
+
+def times(value: float, bounds: Sequence[float] | None = None) -> str:
+    """'1.23× [1.22, 1.24]'; a third decimal near 1, where it decides the verdict."""
+    digits = 3 if 0.95 < value < 1.05 else 2
+    text = f"{value:.{digits}f}×"
+    return f"{text} [{bounds[0]:.{digits}f}, {bounds[1]:.{digits}f}]" if bounds else text
+
+
+def percent(value: float | None) -> str:
+    """'97.3 %'."""
+    return NONE if value is None else f"{value:.1f} %"
+
+
+def size(value: float | None) -> str:
+    """Bytes in binary units."""
+    if value is None:
+        return NONE
+    for factor, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(value) >= factor:
+            return figures(value / factor, f" {unit}")
+    return f"{value:.0f} B"
+
+
+def prefixed(value: float, unit: str) -> str:
+    """'131 MFLOP'."""
+    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= factor:
+            return figures(value / factor, f" {prefix}{unit}")
+    return figures(value, f" {unit}")
+
+
+def span(values: Sequence[float | None] | None, unit: str) -> str:
+    """'1755 to 1980 MHz', or the one figure where both ends are the same."""
+    if not values or values[0] is None or values[-1] is None:
+        return NONE
+    low, high = f"{values[0]:.0f}", f"{values[-1]:.0f}"
+    return f"{low} {unit}" if low == high else f"{low} to {high} {unit}"

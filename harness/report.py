@@ -1,0 +1,148 @@
+"""`report`: Markdown and SVG from the records, and from nothing else.
+
+For every folder of `reports/` that holds records: README.md (summary of all kernels), one page per kernel with its
+charts, and an overview chart. Running it twice writes the same bytes. `--readme` also rewrites the blocks of the top
+README.md between `<!-- report:begin FOLDER -->` and `<!-- report:end -->`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import charts, kernel_page, options, pages, record, roofline_charts
+from .entries import Records
+from .findings import Finding, findings
+from .registry import ROOT
+
+BLOCK = re.compile(r"(<!-- report:begin (?P<folder>[\w.-]+) -->\n).*?(\n?<!-- report:end -->)", re.DOTALL)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    options.add_output(parser)
+    parser.add_argument(
+        "--readme", action="store_true", help="also rewrite the blocks between the markers in README.md"
+    )
+    parser.add_argument("--no-charts", action="store_true", help="pages without SVG, where matplotlib is not installed")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    folders = [arguments.out] if arguments.out else report_folders(ROOT / "reports")
+    if not folders:
+        raise FileNotFoundError("no records under reports/: run bench first")
+    with_charts = not arguments.no_charts
+    if with_charts and not charts.available():
+        raise ValueError("the charts need matplotlib, which is not installed; --no-charts writes the pages alone")
+    for folder in folders:
+        for path in write(folder, with_charts):
+            print(path)
+    if arguments.readme:
+        readme = ROOT / "README.md"
+        text = readme.read_text(encoding="utf-8")
+        updated = update_readme(text, ROOT / "reports")
+        if updated == text:
+            print(f"{readme} is up to date")
+        else:
+            _write(readme, updated)
+            print(readme)
+    return 0
+
+
+def report_folders(root: Path) -> list[Path]:
+    """The folders below `root` that hold records."""
+    return sorted({path.parent.parent for path in root.glob("*/records/*.jsonl")})
+
+
+def write(folder: Path, with_charts: bool = True) -> list[Path]:
+    """The whole report of one GPU. Returns the files written. Charts of kernels that are gone are left alone."""
+    records = record.load(folder)
+    if not records.rows:
+        raise FileNotFoundError(f"the records in {folder} hold no rows: run bench first")
+    found = findings(records)
+    gpu = gpu_name(records)
+    written = [_write_lines(folder / "README.md", pages.index(gpu, records, found, with_charts))]
+    for kernel in records.kernels():
+        mine = [f for f in found if f.kernel == kernel]
+        lines = kernel_page.page(kernel, gpu, records, mine, load_profile(folder, kernel), with_charts)
+        written.append(_write_lines(folder / f"{kernel}.md", lines))
+    if with_charts:
+        written += _draw(folder, gpu, records.kernels(), found)
+    return written
+
+
+def _draw(folder: Path, gpu: str, kernels: Iterable[str], found: Sequence[Finding]) -> list[Path]:
+    drawn = [(folder / "overview.svg", roofline_charts.overview(found, gpu))]
+    for kernel in kernels:
+        mine = [f for f in found if f.kernel == kernel]
+        drawn.append((folder / f"{kernel}-throughput.svg", charts.throughput(mine, gpu)))
+        drawn.append((folder / f"{kernel}-roofline.svg", roofline_charts.roofline(mine, gpu)))
+    for path, figure in drawn:
+        charts.save(figure, path)
+    return [path for path, _ in drawn]
+
+
+def gpu_name(records: Records) -> str:
+    """The device's name. ValueError where the records of one folder come from different cards: they do not compare."""
+    names = dict.fromkeys(str(run.gpu.get("name") or "unknown GPU") for run in records.used_runs())
+    if len(names) > 1:
+        raise ValueError(f"the records of one report come from different GPUs: {', '.join(names)}")
+    return next(iter(names))
+
+
+def load_profile(folder: Path, kernel: str) -> dict[str, Any] | None:
+    """profile/<kernel>.json, or None. ValueError for a schema that this version does not read."""
+    path = folder / "profile" / f"{kernel}.json"
+    if not path.is_file():
+        return None
+    profile = json.loads(path.read_text(encoding="utf-8"))
+    if profile.get("schema") != 1:
+        raise ValueError(f"{path}: schema {profile.get('schema')!r}, this version reads schema 1")
+    return profile
+
+
+def update_readme(text: str, reports: Path) -> str:
+    """`text` with every marked block made anew from the records of its folder; a folder without records empties it."""
+
+    def replace(match: re.Match[str]) -> str:
+        block = readme_block(reports / match["folder"])
+        return match[1] + block + ("\n" if block else "") + "<!-- report:end -->"
+
+    return BLOCK.sub(replace, text)
+
+
+def readme_block(folder: Path) -> str:
+    """What the README shows of one GPU: the overview chart and a table over all cases. Empty without records."""
+    if not folder.is_dir():
+        return ""
+    records = record.load(folder)
+    if not records.rows:
+        return ""
+    link = f"reports/{folder.name}"
+    run = records.used_runs()[-1]
+    triton, torch = run.environment.get("triton"), run.environment.get("torch")
+    lines = [
+        "",
+        f"![How near our kernels come to the limit of one {gpu_name(records)}]({link}/overview.svg)",
+        "",
+        *pages.short_table(findings(records), link),
+        "",
+        f"One {gpu_name(records)}, PyTorch {torch}, Triton {triton}. Means are geometric, over all cases; ranges are "
+        f"the worst and the best. [The full report]({link}/README.md) has each case, its interval, peers, clocks and "
+        "errors.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _write_lines(path: Path, lines: Sequence[str]) -> Path:
+    return _write(path, "\n".join(lines).rstrip() + "\n")
+
+
+def _write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path

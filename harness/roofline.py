@@ -1,0 +1,233 @@
+"""The roofline: the least time that a cost can take, and how near a measurement comes to it.
+
+    floor = max(bytes / bandwidth, FLOPs / rate of the pipe)
+
+`bytes` and `FLOPs` are the compulsory work of `Cost`, so the floor is a bound on any implementation and not an
+estimate of this one. Ceilings come from two places: `gpus.toml` holds what the vendor promises (dense), `calibrate`
+measures what this card does. The measured ones decide; the vendor's stand beside them.
+
+**More than 100 %.** A measurement below its floor is an error in the timing or in the cost (`over_roofline`), except
+for what L2 can keep from DRAM. How much that is depends on the column:
+
+cold    nothing: L2 is flushed by writing, so it is full of dirty lines. Each line that a kernel brings in or writes
+        pushes one of them out, and DRAM moves the compulsory bytes at least, however small the problem. The same for
+        cupti, which times cold calls.
+graph   at most half of the bytes, and no more than L2 holds: it rotates through twice the L2, so at best every second
+        line is still there.
+warm    all that L2 holds: a line that stays from one call to the next saves one transfer, its read or its write-back.
+
+A problem that fits in L2 has therefore no memory floor in the warm column, and half of one in a graph; the compute
+floor holds in every column. The percentages of a report are of the whole floor:
+where they pass 100 without an error, L2 is why, and the report marks it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+TABLE = Path(__file__).with_name("gpus.toml")
+
+#: Measured ceilings are medians of a noisy thing: this much above them is not yet an error.
+MARGIN = 0.02
+
+MEMORY, COMPUTE = "memory", "compute"
+COLUMNS = ("cold", "warm", "graph", "cupti")
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """`bandwidth` in bytes per second; `flops` by pipe ("fp32", "tf32", "bf16", "fp16", "fp8") in FLOP per second."""
+
+    bandwidth: float
+    flops: Mapping[str, float]
+    source: str = "measured"
+
+    @classmethod
+    def from_record(cls, entry: Mapping[str, Any] | None, source: str) -> Ceilings | None:
+        """The `ceilings.measured` or `ceilings.datasheet` of a run, None where the record has none."""
+        if not entry or not entry.get("bandwidth"):
+            return None
+        flops = {pipe: float(rate) for pipe, rate in (entry.get("flops") or {}).items() if rate}
+        return cls(float(entry["bandwidth"]), flops, source)
+
+    def to_record(self) -> dict[str, Any]:
+        """The shape of the record's `ceilings`."""
+        return {"bandwidth": self.bandwidth, "flops": dict(self.flops)}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One row of `gpus.toml`, in SI units."""
+
+    key: str
+    title: str
+    names: tuple[str, ...]
+    capability: tuple[int, int]
+    sms: int
+    memory_bytes: float
+    l2_bytes: int
+    ceilings: Ceilings
+    source: str
+    url: str
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The least time, and what sets it: "memory" or "compute"."""
+
+    seconds: float
+    limit: str
+
+
+@cache
+def table() -> dict[str, tuple[Gpu, ...]]:
+    """The GPUs by key; the first of each is the one that `get` gives when no device name decides between its boards."""
+    with TABLE.open("rb") as file:
+        rows = tomllib.load(file)
+    return {key: tuple(_gpu(key, board) for board in _boards(row)) for key, row in rows.items()}
+
+
+def _boards(row: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
+    yield dict(row)
+    for variant in row.get("variants", ()):
+        yield {**row, **variant}
+
+
+def _gpu(key: str, row: Mapping[str, Any]) -> Gpu:
+    flops = {pipe: rate * 1e12 for pipe, rate in row["tflops"].items()}
+    return Gpu(
+        key=key,
+        title=row["title"],
+        names=tuple(row["names"]),
+        capability=(row["capability"][0], row["capability"][1]),
+        sms=row["sms"],
+        memory_bytes=row["memory_gib"] * 2**30,
+        l2_bytes=int(row["l2_mib"] * 2**20),
+        ceilings=Ceilings(row["bandwidth_gbs"] * 1e9, flops, row["source"]),
+        source=row["source"],
+        url=row["url"],
+    )
+
+
+def keys() -> list[str]:
+    """The names that --gpu takes besides auto."""
+    return list(table())
+
+
+def identify(device_name: str, memory_bytes: float | None = None) -> str | None:
+    """The key of the card with this device name and memory, or None for one that is not in the table.
+
+    The name must match as a whole. Where the memory is given it must be what was sold, less what the driver keeps for
+    itself and ECC takes: a slice of a card, or a rebuilt one, is another card.
+    """
+    board = _board(device_name, memory_bytes)
+    return board.key if board else None
+
+
+def _board(device_name: str, memory_bytes: float | None) -> Gpu | None:
+    for gpu in (gpu for boards in table().values() for gpu in boards):
+        named = any(re.fullmatch(name, device_name.strip()) for name in gpu.names)
+        if named and (memory_bytes is None or 0.85 <= memory_bytes / gpu.memory_bytes <= 1.05):
+            return gpu
+    return None
+
+
+def get(key: str, device_name: str | None = None) -> Gpu:
+    """The card of that key, and of its boards the one of that device name. ValueError lists the known keys."""
+    if key not in table():
+        raise ValueError(f"unknown GPU {key!r}; known: {', '.join(keys())}")
+    board = _board(device_name, None) if device_name else None
+    return board if board and board.key == key else table()[key][0]
+
+
+def floor_seconds(flops: float, bytes: float, pipe: str, ceilings: Ceilings) -> Floor:
+    """The least time for this work. A pipe without a ceiling bounds nothing: the bytes alone do then."""
+    memory = bytes / ceilings.bandwidth
+    rate = ceilings.flops.get(pipe)
+    compute = flops / rate if rate else 0.0
+    return Floor(compute, COMPUTE) if compute > memory else Floor(memory, MEMORY)
+
+
+def percent_of_roofline(seconds: float, flops: float, bytes: float, pipe: str, ceilings: Ceilings) -> float | None:
+    """100 · floor / time; None where the work or the time is nil."""
+    floor = floor_seconds(flops, bytes, pipe, ceilings).seconds
+    return 100 * floor / seconds if floor > 0 and seconds > 0 else None
+
+
+def bytes_that_must_move(bytes: float, column: str, l2_bytes: float) -> float:
+    """What is left of the compulsory bytes when L2 has helped as much as it can in that column (see the module)."""
+    if column not in COLUMNS:
+        raise ValueError(f"unknown column {column!r}; known: {', '.join(COLUMNS)}")
+    kept = {"warm": bytes, "graph": bytes / 2}.get(column, 0)
+    return bytes - min(l2_bytes, kept)
+
+
+def over_roofline(
+    seconds: float,
+    flops: float,
+    bytes: float,
+    pipe: str,
+    ceilings: Ceilings,
+    *,
+    column: str = "cold",
+    l2_bytes: float = 0,
+    margin: float = MARGIN,
+) -> str | None:
+    """Why this time cannot be true, or None. Give the *measured* ceilings; `column` is one of COLUMNS."""
+    moved = bytes_that_must_move(bytes, column, l2_bytes)
+    floor = floor_seconds(flops, moved, pipe, ceilings)
+    if seconds >= floor.seconds * (1 - margin):
+        return None
+    work = f"{moved:.4g} bytes" if floor.limit == MEMORY else f"{flops:.4g} {pipe} FLOPs"
+    rate = gbps(ceilings.bandwidth) if floor.limit == MEMORY else tflops(ceilings.flops[pipe])
+    return (
+        f"{column}: {microseconds(seconds)} for {work} is {100 * floor.seconds / seconds:.0f} % of the ceiling "
+        f"({rate}, {ceilings.source}), whose floor is {microseconds(floor.seconds)}: the timing or the cost is wrong"
+    )
+
+
+def gbps(bytes_per_second: float) -> str:
+    """'4254 GB/s', with decimals only where they carry something."""
+    return f"{_figures(bytes_per_second / 1e9)} GB/s"
+
+
+def tflops(flop_per_second: float) -> str:
+    """'782 TFLOP/s'."""
+    return f"{_figures(flop_per_second / 1e12)} TFLOP/s"
+
+
+def microseconds(seconds: float) -> str:
+    """'12.3 µs', or milliseconds from 10 ms on."""
+    us = seconds * 1e6
+    return f"{_figures(us / 1e3)} ms" if us >= 1e4 else f"{_figures(us)} µs"
+
+
+def rate(items: float, seconds: float, unit: str) -> str:
+    """'1.52 G rows/s'."""
+    value = items / seconds
+    for factor, prefix in ((1e12, "T "), (1e9, "G "), (1e6, "M "), (1e3, "k ")):
+        if value >= factor:
+            return f"{_figures(value / factor)} {prefix}{unit}/s"
+    return f"{_figures(value)} {unit}/s"
+
+
+def throughput(seconds: float, flops: float, bytes: float, limit: str) -> str:
+    """GB/s of compulsory bytes where memory is the limit, TFLOP/s of useful FLOPs where compute is."""
+    return gbps(bytes / seconds) if limit == MEMORY else tflops(flops / seconds)
+
+
+def _figures(value: float) -> str:
+    """Three figures at least, all of the digits before the point."""
+    magnitude = abs(float(f"{value:.3g}"))  # 99.96 is to read 100, not 100.0
+    return f"{value:.0f}" if magnitude >= 100 else f"{value:.1f}" if magnitude >= 10 else f"{value:.2f}"

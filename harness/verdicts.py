@@ -1,0 +1,89 @@
+"""FASTER, SAME, SLOWER or UNSURE: the rule by which two measurements of the same thing are told apart.
+
+Let r be the median time of the current samples over that of the baseline's, t the practical threshold (0.03 is 3 %),
+and [low, high] the 95 % interval of r:
+
+SLOWER  low > 1 + t                         even the kindest reading is slower by more than matters
+FASTER  high < 1 / (1 + t)                  the same the other way round
+SAME    1 / (1 + t) <= low and high <= 1 + t   even the unkindest reading matters to nobody (an equivalence test)
+UNSURE  everything else: measure longer, or more quietly
+
+A small change that is certain is therefore SAME, and a large one that is noisy is UNSURE, never the other way round.
+
+The interval is a percentile bootstrap of the ratio of medians with a fixed seed. It draws blocks of neighbouring
+samples rather than single ones, since clocks and temperature tie neighbours together (Künsch 1989; block length
+n^(1/3)). It is then widened to what the A/A pairs of the two runs saw between an implementation and itself: a shift
+that the harness sees where there is none cannot be told from one that is there. With fewer than six samples on a side
+no interval of a median reaches 95 %, so the verdict is UNSURE.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+FASTER, SAME, SLOWER, UNSURE = "FASTER", "SAME", "SLOWER", "UNSURE"
+THRESHOLD = 0.03
+RESAMPLES = 2000
+FEWEST = 6
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Current over baseline time, with its 95 % interval. More than 1 is slower."""
+
+    value: float
+    low: float
+    high: float
+
+
+def classify(ratio: Ratio, threshold: float = THRESHOLD) -> str:
+    """The rule above."""
+    if ratio.low > 1 + threshold:
+        return SLOWER
+    if ratio.high < 1 / (1 + threshold):
+        return FASTER
+    return SAME if ratio.low >= 1 / (1 + threshold) and ratio.high <= 1 + threshold else UNSURE
+
+
+def ratio_of_medians(baseline: Sequence[float], current: Sequence[float], noise: float = 0.0) -> Ratio | None:
+    """None with fewer than six samples on a side. `noise` is the least distance of an end from the value, as |ln r|."""
+    if min(len(baseline), len(current)) < FEWEST:
+        return None
+    value = float(np.median(current) / np.median(baseline))
+    draw = np.random.default_rng(0)
+    ratios = _medians(current, draw) / _medians(baseline, draw)
+    low, high = np.quantile(ratios, (0.025, 0.975))
+    return Ratio(value, min(float(low), value * math.exp(-noise)), max(float(high), value * math.exp(noise)))
+
+
+def _medians(samples: Sequence[float], draw: np.random.Generator) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Medians of RESAMPLES circular block resamples."""
+    values = np.asarray(samples, dtype=np.float64)
+    n = len(values)
+    block = max(1, round(n ** (1 / 3)))
+    starts = draw.integers(0, n, size=(RESAMPLES, -(-n // block)))
+    indices = (starts[:, :, None] + np.arange(block)) % n
+    return np.median(values[indices.reshape(RESAMPLES, -1)[:, :n]], axis=1)
+
+
+def noise_floor(*pairs: Mapping[str, Any] | None) -> float:
+    """The furthest that the A/A intervals reach from 1, as |ln r|; 0 where no pair was recorded."""
+    ends = [end for pair in pairs if pair for end in pair.get("ci95") or () if end]
+    return max((abs(math.log(end)) for end in ends), default=0.0)
+
+
+def against(baseline: Mapping[str, Any], current: Mapping[str, Any]) -> Ratio | None:
+    """How the time *relative to a third implementation* changed: r with the drift of the machine divided out.
+
+    Both arguments are entries of a row's `ratios` (time of that implementation over ours, paired by round). The ends
+    combine the unkind ends of both intervals, so that the interval is rather too wide.
+    """
+    (a_low, a_high), (b_low, b_high) = baseline["ci95"], current["ci95"]
+    if not all((a_low, a_high, b_low, b_high, baseline["median"], current["median"])):
+        return None
+    return Ratio(baseline["median"] / current["median"], a_low / b_high, a_high / b_low)

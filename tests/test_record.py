@@ -1,0 +1,240 @@
+"""The record: what is written comes back, what is torn is survived, what is superseded does not count."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness import record
+from tests.fake_records import bench, row, run_line, samples, write
+
+KERNEL = "rmsnorm"
+
+
+def start(case: str, run: str = "20260101T000000Z-0000", mode: str = "fwd") -> dict[str, object]:
+    return {"type": "start", "run": run, "kernel": KERNEL, "case": case, "mode": mode}
+
+
+def stop(reason: str, run: str = "20260101T000000Z-0000") -> dict[str, object]:
+    return {"type": "stop", "run": run, "kernel": KERNEL, "reason": reason}
+
+
+def measured(
+    case: str, run: str = "20260101T000000Z-0000", name: str = "triton", us: float = 10.0
+) -> dict[str, object]:
+    return row(KERNEL, case, "fwd", name, samples(us, n=8), run=run)
+
+
+def progress(path: Path, **changes: object) -> record.Finished:
+    line = run_line(KERNEL)
+    asked = {"options": line["options"], "commit": line["environment"]["commit"], "gpu": "NVIDIA H200"}
+    return record.finished(path, **{**asked, **changes})
+
+
+def test_what_is_written_comes_back(tmp_path: Path) -> None:
+    lines = bench(KERNEL, {("a", "fwd"): [measured("a"), measured("a", name="eager", us=20)]})
+    records = record.load(write(tmp_path / "records" / "rmsnorm.jsonl", lines))
+    assert [r.key for r in records.rows] == [(KERNEL, "a", "fwd", "triton"), (KERNEL, "a", "fwd", "eager")]
+    ours, eager = records.rows
+    assert ours.ours and not eager.ours and ours.ok
+    assert ours.data == lines[2]
+    assert ours.run.environment["triton"] == "3.6.0" and ours.run.gpu_folder == "h200"
+    assert ours.seconds() == pytest.approx(10e-6, rel=0.01)
+    assert ours["ratios"]["eager"]["median"] == pytest.approx(2, rel=0.01)
+    assert records.used_runs()[0].stop == "complete"
+
+
+def test_run_ids_sort_by_time_and_do_not_collide() -> None:
+    ids = {record.new_run_id() for _ in range(50)}
+    assert len(ids) > 45
+    assert all(len(i) == len("20261121T083106Z-3f2a") for i in ids)
+
+
+def test_figures_that_are_not_finite_become_null_and_numpy_becomes_plain() -> None:
+    line = record.dumps({"a": math.nan, "b": [math.inf, 1.5], "c": {"d": np.float32(0.5), "e": np.int64(3)}, "f": True})
+    assert json.loads(line) == {"a": None, "b": [None, 1.5], "c": {"d": 0.5, "e": 3}, "f": True}
+    with pytest.raises(TypeError, match="set"):
+        record.dumps({"a": {1, 2}})
+
+
+def test_nan_in_a_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(
+        '{"type": "run", "run": "r", "schema": 1, "kernel": NaN}\n' + record.dumps(stop("complete", "r")) + "\n"
+    )
+    with pytest.raises(record.RecordError, match=r"x\.jsonl:1"):
+        record.load(path)
+
+
+def test_each_line_is_on_disk_before_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "records" / "x.jsonl"
+    with record.Writer(path) as writer:
+        writer.write(run_line(KERNEL))
+        writer.write(measured("a"))
+        assert len(record.load(path).rows) == 1
+
+
+def test_a_killed_writer_leaves_what_it_finished(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    code = (
+        "import os; from pathlib import Path; from harness.record import Writer; from tests.fake_records import *\n"
+        f"w = Writer(Path({str(path)!r})); w.write(run_line('rmsnorm'))\n"
+        "w.write(row('rmsnorm', 'a', 'fwd', 'triton', samples(9, n=8)))\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    died = subprocess.run([sys.executable, "-c", code], env=environment, check=False)
+    assert died.returncode == -9
+    assert [r.case for r in record.load(path).rows] == ["a"]
+
+
+@pytest.mark.parametrize("keep", [1, 20, -2])
+def test_a_torn_last_line_is_passed_over_and_mended(tmp_path: Path, keep: int) -> None:
+    path = write(tmp_path / "x.jsonl", [run_line(KERNEL), measured("a")])
+    with path.open("a") as file:
+        file.write(record.dumps(measured("b"))[:keep])
+    assert [r.case for r in record.load(path).rows] == ["a"]
+    with record.Writer(path) as writer:
+        writer.write(measured("c"))
+    assert [r.case for r in record.load(path).rows] == ["a", "c"]
+
+
+def test_a_whole_last_line_without_its_newline_is_kept(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.jsonl", [run_line(KERNEL), measured("a")])
+    path.write_text(path.read_text().rstrip("\n"))
+    write(path, [measured("b")])
+    assert [r.case for r in record.load(path).rows] == ["a", "b"]
+
+
+def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(record.dumps(run_line(KERNEL)) + '\n{"type": "ro\n' + record.dumps(measured("a")) + "\n")
+    with pytest.raises(record.RecordError, match=r"x\.jsonl:2"):
+        record.load(path)
+
+
+def test_another_schema_version_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.jsonl", [{**run_line(KERNEL), "schema": 2}, measured("a")])
+    with pytest.raises(record.RecordError, match=r"x\.jsonl:1: schema 2, this version reads schema 1"):
+        record.load(path)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([measured("a")], "no run line"),
+        ([run_line(KERNEL), {"type": "note", "run": "20260101T000000Z-0000"}], "unknown type 'note'"),
+    ],
+)
+def test_lines_that_cannot_be_joined_are_errors(tmp_path: Path, lines: list[dict[str, object]], message: str) -> None:
+    with pytest.raises(record.RecordError, match=message):
+        record.load(write(tmp_path / "x.jsonl", lines))
+
+
+def test_a_later_row_supersedes_but_not_across_gpus_or_files_by_name(tmp_path: Path) -> None:
+    old = bench(KERNEL, {("a", "fwd"): [measured("a", us=10)], ("b", "fwd"): [measured("b")]}, run="old")
+    new = bench(
+        KERNEL, {("a", "fwd"): [measured("a", us=5)]}, run="new", environment={"time": "2026-02-01T00:00:00+00:00"}
+    )
+    other = bench(KERNEL, {("a", "fwd"): [measured("a", us=7)]}, run="t4", gpu={"key": "t4", "name": "Tesla T4"})
+    write(tmp_path / "z.jsonl", old)
+    write(tmp_path / "a.jsonl", new)  # first by name, last by time
+    write(tmp_path / "other.jsonl", other)
+    records = record.load(tmp_path)
+    found = {(r.run.gpu_folder, r.case): round(r.seconds() * 1e6) for r in records.rows}
+    assert found == {("h200", "a"): 5, ("h200", "b"): 10, ("t4", "a"): 7}
+    assert [r.run.id for r in records.superseded] == ["old"]
+    assert {r.implementation for r in records.siblings(records.superseded[0])} == {"triton"}
+
+
+def test_load_finds_records_below_a_folder(tmp_path: Path) -> None:
+    write(tmp_path / "h200" / "records" / "rmsnorm.jsonl", bench(KERNEL, {("a", "fwd"): [measured("a")]}))
+    assert len(record.load(tmp_path).rows) == len(record.load(tmp_path / "h200").rows) == 1
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        record.load(tmp_path / "nowhere")
+
+
+def test_a_card_that_is_not_in_the_table_gets_a_folder_of_its_name() -> None:
+    line = run_line(KERNEL, gpu={"key": None, "name": "NVIDIA RTX 6000 Ada Generation"})
+    assert record.Run(line).gpu_folder == "nvidia-rtx-6000-ada-generation"
+
+
+def test_resume_skips_what_is_done_and_names_what_died(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "x.jsonl", [run_line(KERNEL), start("a"), measured("a"), start("b"), measured("b"), start("c")]
+    )
+    assert progress(path) == record.Finished(
+        done=frozenset({("a", "fwd"), ("b", "fwd")}), died=frozenset({("c", "fwd")})
+    )
+
+
+def test_resume_measures_the_interrupted_group_again(tmp_path: Path) -> None:
+    lines = [run_line(KERNEL), start("a"), measured("a"), start("b"), stop("interrupted")]
+    assert progress(write(tmp_path / "x.jsonl", lines)) == record.Finished(done=frozenset({("a", "fwd")}))
+    torn = [run_line(KERNEL), start("a"), measured("a"), start("b"), measured("b")]
+    assert progress(write(tmp_path / "y.jsonl", torn)) == record.Finished(done=frozenset({("a", "fwd")}))
+
+
+def test_resume_goes_back_through_earlier_resumptions(tmp_path: Path) -> None:
+    again = run_line(KERNEL, run="second", options={"resume": True})
+    crashed = row(KERNEL, "b", "fwd", "triton", run="second", status="crashed")
+    lines = [run_line(KERNEL), start("a"), measured("a"), start("b")]
+    lines += [again, crashed, start("c", "second"), measured("c", "second"), start("d", "second")]
+    found = progress(write(tmp_path / "x.jsonl", lines))
+    assert found.done == {("a", "fwd"), ("b", "fwd"), ("c", "fwd")}
+    assert found.died == {("d", "fwd")}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"commit": "another"}, {"gpu": "NVIDIA H100 PCIe"}, {"options": {"gpu": "auto", "quick": True, "timer": "auto"}}],
+)
+def test_resume_starts_afresh_when_anything_changed(tmp_path: Path, changes: dict[str, object]) -> None:
+    path = write(tmp_path / "x.jsonl", [run_line(KERNEL), start("a"), measured("a"), start("b")])
+    assert progress(path, **changes) == record.Finished()
+
+
+def test_resume_after_a_complete_run_has_nothing_left_and_does_not_look_behind_it(tmp_path: Path) -> None:
+    done = bench(KERNEL, {("a", "fwd"): [measured("a")]}, run="first")
+    path = write(tmp_path / "x.jsonl", done)
+    assert progress(path).done == {("a", "fwd")}
+    write(path, [run_line(KERNEL, run="second"), start("b", "second"), measured("b", "second"), start("c", "second")])
+    assert progress(path).done == {("b", "fwd")}
+    assert progress(tmp_path / "absent.jsonl") == record.Finished()
+
+
+def test_compact_drops_superseded_rows_and_empty_runs_and_nothing_else(tmp_path: Path) -> None:
+    first = bench(KERNEL, {("a", "fwd"): [measured("a", us=10)], ("b", "fwd"): [measured("b")]}, run="first")
+    empty = [run_line(KERNEL, run="empty"), start("a", "empty"), stop("interrupted", "empty")]
+    second = bench(KERNEL, {("a", "fwd"): [measured("a", us=5)]}, run="second")
+    path = write(tmp_path / "x.jsonl", [*first, *empty, *second])
+    with path.open("a") as file:
+        file.write('{"type": "row", "ru')
+    before = {r.key: dict(r.data) for r in record.load(path).rows}
+    assert record.compact(path) == 5  # the row of a and its start, and the three lines of the empty run
+    after = record.load(path)
+    assert {r.key: dict(r.data) for r in after.rows} == before
+    assert not after.superseded and list(after.runs) == ["first", "second"]
+    assert record.compact(path) == 0
+    assert [p.name for p in tmp_path.iterdir()] == ["x.jsonl"]
+
+
+def test_an_interrupted_compaction_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = bench(KERNEL, {("a", "fwd"): [measured("a", us=10)]}, run="first")
+    path = write(tmp_path / "x.jsonl", [*first, *bench(KERNEL, {("a", "fwd"): [measured("a", us=5)]}, run="second")])
+    content = path.read_bytes()
+
+    def fail(descriptor: int) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="no space"):
+        record.compact(path)
+    assert path.read_bytes() == content

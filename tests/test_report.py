@@ -1,0 +1,292 @@
+"""The report: every figure on a page is the record's, and the same records give the same bytes."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import charts, cli, record, report
+from harness.findings import Finding, findings, verdict
+from harness.registry import ROOT
+from tests.fake_records import MEASURED, bench, row, samples, with_ratios, world, write
+
+KERNEL = "rmsnorm"
+COST = {"flops": 1_000_000, "bytes": 340_000_000, "pipe": "fp32"}  # 80 µs at the measured 4.25 TB/s
+
+
+def exact(us: float) -> list[float]:
+    """Samples without noise, so that a page can be checked by hand."""
+    return [us] * 10
+
+
+def one(tmp_path: Path, rows: list[dict[str, Any]], **run: Any) -> Path:
+    write(tmp_path / "records" / "rmsnorm.jsonl", bench(KERNEL, {("wide", "fwd"): rows}, **run))
+    return tmp_path
+
+
+def only(folder: Path) -> Finding:
+    (found,) = findings(record.load(folder))
+    return found
+
+
+def line(text: str, *parts: str) -> str:
+    (found,) = [x for x in text.splitlines() if all(part in x for part in parts)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def h200(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = world(tmp_path_factory.mktemp("reports") / "h200")
+    report.write(folder)
+    return folder
+
+
+def test_the_summary_is_what_a_reader_would_compute(tmp_path: Path) -> None:
+    rows = [
+        row(KERNEL, "wide", "fwd", "triton", exact(100), cost=COST, items=32768),
+        row(KERNEL, "wide", "fwd", "triton-portable", exact(125), cost=COST),
+        row(KERNEL, "wide", "fwd", "eager", exact(260), cost=COST),
+        row(KERNEL, "wide", "fwd", "quack", exact(130), cost=COST),
+    ]
+    report.write(one(tmp_path, rows), with_charts=False)
+    cells = [c.strip() for c in line((tmp_path / "README.md").read_text(), "| wide |").strip("|").split("|")]
+    assert cells == [
+        "wide", "fwd", "**triton**", "**100 µs**", "1.30× [1.30, 1.30] quack", "2.60× [2.60, 2.60]", "3400 GB/s",
+        "80.0 %", "70.8 %", "328 M rows/s", "64.0 MiB", "good",
+    ]  # fmt: skip
+
+
+def test_a_compute_bound_case_is_in_flops(tmp_path: Path) -> None:
+    cost = {"flops": int(78e9), "bytes": 1_000_000, "pipe": "bf16"}  # 100 µs at the measured 780 TFLOP/s
+    found = only(one(tmp_path, [row(KERNEL, "wide", "fwd", "triton", exact(125), cost=cost)]))
+    assert found.best is not None and found.limit == "compute"
+    assert found.rate(found.best) == pytest.approx(624e12)
+    assert found.percent(found.best, found.measured) == pytest.approx(80)
+    report.write(tmp_path, with_charts=False)
+    assert "| 624 TFLOP/s | 80.0 % | 63.1 % |" in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("speedup", "expected"),
+    [(1.51, "excellent"), (1.5, "good"), (1.2, "good"), (1.19, "measured"), (1.0, "measured"), (0.999, "investigate")],
+)
+def test_verdicts(speedup: float, expected: str) -> None:
+    assert verdict(speedup) == expected
+
+
+def test_the_verdict_is_by_the_best_peer_of_the_same_run(tmp_path: Path) -> None:
+    rows = [row(KERNEL, "wide", "fwd", n, exact(us)) for n, us in (("triton", 100), ("eager", 300), ("liger", 95))]
+    found = only(one(tmp_path, rows))
+    assert found.over_best_peer is not None and found.over_best_peer.peer == "liger"
+    assert found.verdict == "investigate"
+
+
+def test_a_wrong_peer_and_our_other_implementation_are_no_peers(tmp_path: Path) -> None:
+    rows = with_ratios([row(KERNEL, "wide", "fwd", n, exact(us)) for n, us in (("triton", 100), ("eager", 300))])
+    fast_but_wrong = {**row(KERNEL, "wide", "fwd", "liger", exact(10)), "status": "wrong", "reason": "off by one"}
+    rows = [*rows, fast_but_wrong, row(KERNEL, "wide", "fwd", "triton-portable", exact(101))]
+    found = only(one(tmp_path, rows))
+    assert [s.peer for s in found.speedups] == ["eager"]
+    report.write(tmp_path, with_charts=False)
+    assert "| rmsnorm | liger | wrong | off by one | wide fwd |" in (tmp_path / "README.md").read_text()
+    assert "- liger: **wrong**, off by one" in (tmp_path / "rmsnorm.md").read_text()
+
+
+def test_peers_of_a_superseded_row_still_count_for_the_run_they_were_in(tmp_path: Path) -> None:
+    folder = one(tmp_path, [row(KERNEL, "wide", "fwd", n, exact(us)) for n, us in (("triton", 100), ("eager", 200))])
+    alone = bench(KERNEL, {("wide", "fwd"): [row(KERNEL, "wide", "fwd", "eager", exact(50))]}, run="later")
+    write(folder / "records" / "rmsnorm.jsonl", alone)
+    found = only(folder)
+    assert found.over_eager is not None and found.over_eager.median == pytest.approx(2)  # not 0.5: another run
+    record.compact(folder / "records" / "rmsnorm.jsonl")
+    assert only(folder).over_eager == found.over_eager
+
+
+def test_throttled_and_warned_rows_are_marked(tmp_path: Path) -> None:
+    partly = row(KERNEL, "wide", "fwd", "triton", exact(100))
+    partly["clocks"] |= {"throttled_samples": 3, "throttle": ["sw_power_cap"]}
+    partly["warnings"] = ["something synchronises"]
+    report.write(one(tmp_path, [partly]), with_charts=False)
+    index, page = (tmp_path / "README.md").read_text(), (tmp_path / "rmsnorm.md").read_text()
+    assert "**triton** ‡ §" in index and "‡ Some samples" in index
+    assert "3 of 10 samples (sw_power_cap)" in page and "- triton: something synchronises" in page
+    partly["clocks"]["throttled_samples"] = 10
+    again = tmp_path / "again"
+    report.write(one(again, [partly]), with_charts=False)
+    assert (
+        "**triton** ‡‡" in (again / "README.md").read_text() and "No valid sample" in (again / "README.md").read_text()
+    )
+
+
+def test_more_than_the_roofline_is_marked_and_explained(tmp_path: Path) -> None:
+    report.write(one(tmp_path, [row(KERNEL, "wide", "fwd", "triton", exact(70), cost=COST)]), with_charts=False)
+    text = (tmp_path / "README.md").read_text()
+    assert "| 114.3 % † |" in text and "† Above 100 %" in text
+
+
+def test_a_case_where_ours_failed_is_a_row_with_the_reason(tmp_path: Path) -> None:
+    rows = [row(KERNEL, "wide", "fwd", "triton", status="oom", reason="needs 3 TB", kind="ours")]
+    report.write(one(tmp_path, [*rows, row(KERNEL, "wide", "fwd", "eager", exact(9))]))
+    assert "not measured (triton: oom, needs 3 TB)" in (tmp_path / "README.md").read_text()
+    assert (tmp_path / "rmsnorm-roofline.svg").is_file()
+
+
+def test_a_card_outside_the_table_has_no_datasheet_figures(tmp_path: Path) -> None:
+    run = {"gpu": {"key": None, "name": "NVIDIA X1"}, "ceilings": {"measured": MEASURED, "datasheet": None}}
+    folder = one(tmp_path, [row(KERNEL, "wide", "fwd", "triton", exact(100), cost=COST)], **run)
+    report.write(folder)
+    text = (folder / "README.md").read_text()
+    assert text.startswith("# One NVIDIA X1") and "there is no data sheet" in text
+    assert "| 80.0 % | – |" in text
+
+
+def test_different_cards_in_one_folder_are_refused(tmp_path: Path) -> None:
+    one(tmp_path, [row(KERNEL, "wide", "fwd", "triton", exact(100))])
+    t4 = bench(
+        KERNEL, {("wide", "fwd"): [row(KERNEL, "wide", "fwd", "triton", exact(9))]}, run="b", gpu={"name": "Tesla T4"}
+    )
+    write(tmp_path / "records" / "other.jsonl", [{**entry, "kernel": "other"} for entry in t4])
+    with pytest.raises(ValueError, match="different GPUs: Tesla T4, NVIDIA H200"):
+        report.write(tmp_path, with_charts=False)
+
+
+def test_twice_is_the_same_bytes(h200: Path, tmp_path: Path) -> None:
+    first = {p.name: p.read_bytes() for p in h200.iterdir() if p.is_file()}
+    again = tmp_path / "h200"
+    (again / "records").mkdir(parents=True)
+    for path in (h200 / "records").iterdir():
+        (again / "records" / path.name).write_bytes(path.read_bytes())
+    written = report.write(again)
+    assert {p.name for p in written} == set(first)
+    assert {p.name: p.read_bytes() for p in written} == first
+
+
+def test_links_and_images_lead_somewhere(h200: Path) -> None:
+    pages = [p for p in h200.iterdir() if p.suffix == ".md"]
+    assert {p.name for p in pages} == {"README.md", "attention.md", "gmm_logprob.md", "rmsnorm.md"}
+    for page in pages:
+        targets = re.findall(r"\]\(([^)]+)\)", page.read_text())
+        assert targets
+        for target in targets:
+            assert target.startswith("https://") or (page.parent / target).is_file(), f"{page.name}: {target}"
+
+
+def test_every_table_has_as_many_cells_as_headings(h200: Path) -> None:
+    for page in h200.glob("*.md"):
+        width = 0
+        for text in page.read_text().splitlines():
+            if not text.startswith("|"):
+                width = 0
+            else:
+                cells = len(re.findall(r"(?<!\\)\|", text))
+                assert not width or cells == width, f"{page.name}: {text}"
+                width = cells
+
+
+def test_every_row_of_the_records_is_on_its_page(h200: Path) -> None:
+    for measured in record.load(h200).rows:
+        section = (h200 / f"{measured.kernel}.md").read_text().split(f"\n## {measured.mode}\n")[1]
+        section = section.split(f"\n### {measured.case}\n")[1].split("\n### ")[0].split("\n## ")[0]
+        assert re.search(rf"^[|-] (\*\*)?{re.escape(measured.implementation)}\b", section, re.MULTILINE)
+        if measured.ok:
+            for name, column in measured["columns"].items():
+                assert re.search(
+                    rf"\| {measured.implementation} \| (\*\*)?{name}(\*\*)? \|.*\| {column['n']} \|", section
+                )
+
+
+def test_svg_is_well_formed_on_white_and_without_dates(h200: Path) -> None:
+    drawings = sorted(h200.glob("*.svg"))
+    assert len(drawings) == 7
+    for path in drawings:
+        root = xml.etree.ElementTree.parse(path).getroot()
+        text = path.read_text()
+        assert root.tag.endswith("svg") and "fill: #ffffff" in text
+        assert "<dc:date>" not in text and "matplotlib.org/\n" not in text.lower()
+        assert len(text) < 300_000
+
+
+def test_implementations_keep_their_colour_and_ours_is_the_strong_one(h200: Path) -> None:
+    found = [f for f in findings(record.load(h200)) if f.kernel == "attention"]
+    colours = charts.palette(found)
+    assert list(colours) == ["gluon", "triton", "eager", "cudnn", "fa4"]
+    assert colours["gluon"] == charts.OURS[0] and len(set(colours.values())) == 5
+
+
+def test_the_profile_is_shown_beside_the_bench(h200: Path, tmp_path: Path) -> None:
+    folder = one(tmp_path, [row(KERNEL, "wide", "fwd", "triton", exact(100), cost=COST)])
+    launch = {
+        "name": "_rmsnorm_fwd_kernel", "duration_us": 97.5, "dram_bytes": 3.4e8, "dram_pct": 91.0, "l2_pct": 44.0,
+        "sm_pct": 22.0, "tensor_pct": 0.0, "occupancy_pct": 61.0, "registers": 40, "shared_bytes": 1024,
+        "spill_bytes": 0, "stalls": [["long_scoreboard", 71.0], ["barrier", 8.0]],
+    }  # fmt: skip
+    shared = {"kernel": KERNEL, "mode": "fwd", "case": "wide"}
+    rows = [
+        {**shared, "implementation": "triton", "status": "ok", "reason": None, "launches": [launch],
+         "duration_us": 97.5, "dram_bytes": 3.57e8, "cost_bytes": 3.4e8, "bytes_ratio": 1.05, "harness_us": 100.0,
+         "duration_ratio": 0.975},
+        {**shared, "implementation": "quack", "status": "skipped", "reason": "quack is not installed"},
+    ]  # fmt: skip
+    (folder / "profile").mkdir()
+    (folder / "profile" / "rmsnorm.json").write_text(
+        json.dumps({"schema": 1, "gpu": "h200", "environment": {}, "rows": rows})
+    )
+    report.write(folder, with_charts=False)
+    text = (folder / "rmsnorm.md").read_text()
+    assert "| wide | fwd | triton | 340 MiB | 324 MiB | 1.05× | 97.5 µs | 100 µs | 0.97× | ok |" in text
+    assert "long_scoreboard 71 %, barrier 8 %" in text and "skipped: quack is not installed" in text
+    (folder / "profile" / "rmsnorm.json").write_text('{"schema": 9}')
+    with pytest.raises(ValueError, match="schema 9"):
+        report.write(folder, with_charts=False)
+
+
+README = "# Top\n\n<!-- report:begin h200 -->\nold figures\n<!-- report:end -->\n\nEnd.\n"
+
+
+def test_the_readme_block_is_made_from_the_records(h200: Path) -> None:
+    text = report.update_readme(README, h200.parent)
+    assert text.startswith("# Top\n\n<!-- report:begin h200 -->\n") and text.endswith("<!-- report:end -->\n\nEnd.\n")
+    assert "old figures" not in text and "(reports/h200/overview.svg)" in text
+    assert "[rmsnorm](reports/h200/rmsnorm.md) | bwd | 5 | memory |" in text
+    assert report.update_readme(text, h200.parent) == text
+    assert report.update_readme("no markers\n", h200.parent) == "no markers\n"
+
+
+def test_the_readme_block_of_a_folder_without_records_is_empty(tmp_path: Path) -> None:
+    assert "old figures" not in report.update_readme(README, tmp_path)
+    assert report.update_readme(report.update_readme(README, tmp_path), tmp_path) == report.update_readme(
+        README, tmp_path
+    )
+
+
+def test_this_readme_shows_what_these_records_say() -> None:
+    """Figures in README.md are never typed: the block must be what `report --readme` would write."""
+    readme = ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
+    for block in report.BLOCK.finditer(text):
+        assert report.update_readme(block[0], ROOT / "reports") == block[0], "run: python -m harness report --readme"
+
+
+def test_the_command_writes_and_complains_clearly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = one(tmp_path / "h200", [row(KERNEL, "wide", "fwd", "triton", samples(100))])
+    assert cli.main(["report", "--out", str(folder)]) == 0
+    assert str(folder / "rmsnorm-throughput.svg") in capsys.readouterr().out
+    assert cli.main(["report", "--out", str(tmp_path / "empty")]) == 2
+    assert "no record" in capsys.readouterr().err
+    monkeypatch.setattr(charts, "available", lambda: False)
+    assert cli.main(["report", "--out", str(folder)]) == 2
+    assert "--no-charts" in capsys.readouterr().err
+    assert cli.main(["report", "--out", str(folder), "--no-charts"]) == 0
+    assert "overview.svg" not in (folder / "README.md").read_text()
+
+
+def test_report_without_records_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    assert cli.main(["report"]) == 2
