@@ -26,9 +26,9 @@ def main(selections: Sequence[options.Selection], key: str | None, arguments: ar
     notice = f"No GPU found: nothing is timed. Correctness, build and floors for {gpu.title}."
     console.print(notice, style="bold")
     failed = 0
-    for step, extra in (("check", []), ("build", [])):
+    for step, options_of_step in (("check", ["--quiet"]), ("build", ["--quick"])):
         console.rule(step)
-        failed |= _harness(step, [*_kernels(selections), *extra], interpret=step == "check")
+        failed |= _harness(step, [*_kernels(selections), *options_of_step], interpret=step == "check")
     console.rule("floors")
     console.print(floors(selections, gpu))
     console.print(notice, style="bold")

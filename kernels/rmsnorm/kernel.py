@@ -54,12 +54,15 @@ def pick_fwd_config(rows: int, dim: int, dtype: torch.dtype, capability: tuple[i
     block_n = triton.next_power_of_2(dim)
     eviction = "evict_last" if rows * dim * dtype.itemsize > EVICT_LAST_BYTES else ""
     if block_n > MAX_BLOCK:
-        return FwdConfig(1, 2 * MAX_BLOCK, 32, "")
+        narrow = dtype.itemsize == 2 and block_n > 2 * MAX_BLOCK
+        return FwdConfig(1, 2 * MAX_BLOCK, 32, "") if narrow else FwdConfig(1, MAX_BLOCK, 32, "evict_last")
     if block_n <= 2048:
         return FwdConfig(2048 // block_n, block_n, 4, eviction)
     # Fewer warps where much of the block is padding: each then has enough loads in flight of those that are real.
+    # On sm_80 ptxas would rather spill than give 8 warps of a row of 4096 the 33rd register.
     padded = dim <= block_n * 3 // 4
-    return FwdConfig(1, block_n, {4096: 8, 8192: 4 if padded else 8, 16384: 16}[block_n], eviction)
+    warps = {4096: 8 if capability >= (9, 0) else 4, 8192: 4 if padded else 8, 16384: 16}
+    return FwdConfig(1, block_n, warps[block_n], eviction)
 
 
 def pick_bwd_config(rows: int, dim: int, dtype: torch.dtype, tensors: int, capability: tuple[int, int]) -> BwdConfig:
@@ -71,7 +74,7 @@ def pick_bwd_config(rows: int, dim: int, dtype: torch.dtype, tensors: int, capab
     block_n = triton.next_power_of_2(dim)
     padded = dim <= block_n * 3 // 4
     if block_n > MAX_BLOCK:
-        return BwdConfig(1, MAX_BLOCK, num_warps=32, programs_per_sm=1, stages=1)
+        return BwdConfig(1, 4096, num_warps=16, programs_per_sm=2, stages=1)
     if block_n == MAX_BLOCK:
         return BwdConfig(1, block_n, num_warps=16 if padded else 8, programs_per_sm=1, stages=1)
     block_m = max(1, 2048 // block_n)

@@ -1,0 +1,215 @@
+"""Compiles what a SPEC launches, for one GPU that need not be there, and describes each compiled kernel.
+
+A row of the result is one compiled kernel, that is a JIT function with its types, alignments and constexprs:
+{"kernel", "jit", "target": "sm_90", "uses": [[case, mode], ...], "bench": whether a bench case uses it,
+ "types": {argument: "*bf16" | "i32" | ...}, "aligned": [arguments known to be multiples of 16],
+ "constexprs": {name: value}, "num_warps", "num_stages", "num_ctas", "threads", "registers", "stack_bytes",
+ "spill_bytes", "spill_store_bytes", "spill_load_bytes", "spill_allowed", "shared_bytes", "ctas_per_sm",
+ "occupancy_percent", "occupancy_limit", "mma": {kind: count}, "loads": {kind: count}, "stores": {kind: count}}
+The mode of a use is what was running: the forward that a backward needs counts as "fwd".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from . import launches, occupancy, sass
+from .execute import bind
+from .nvtx import range_name
+from .spec import Case, KernelSpec
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Outcome:
+    """What became of one kernel for one target. `failures` and `skipped` are sentences."""
+
+    kernel: str
+    target: str
+    rows: list[Row] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Compiled:
+    """One compiled kernel and the (case, mode) pairs that launch it."""
+
+    jit: str
+    compiled: Any
+    uses: dict[tuple[str, str], None] = field(default_factory=dict)
+
+
+def target_name(capability: tuple[int, int]) -> str:
+    """'sm_90'."""
+    return "sm_{}{}".format(*capability)
+
+
+def compile_spec(
+    spec: KernelSpec,
+    capability: tuple[int, int],
+    cases: Iterable[Case],
+    modes: Iterable[str],
+    implementations: Iterable[str] | None = None,
+) -> Outcome:
+    """Runs the implementations of this folder, those named or all, on fake tensors and describes what they launched.
+
+    "fwd+bwd" launches what "fwd" and "bwd" do. Fails (in `failures`) where a case does not compile, a kernel spills
+    more than `SPEC.spills` grants or asks for more than the GPU has, and where nothing was launched at all.
+    """
+    outcome = Outcome(spec.name, target_name(capability))
+    wanted = {phase for mode in modes for phase in mode.split("+")}
+    found: dict[str, _Compiled] = {}
+    for case in cases:
+        if case.min_capability > capability:
+            needed = "{}.{}".format(*case.min_capability)
+            outcome.skipped.append(f"{outcome.target} {case.name}: needs compute capability {needed}")
+            continue
+        for name in (n for n in spec.implementations if implementations is None or n in implementations):
+            for mode in (m for m in ("fwd", "bwd") if m in wanted):
+                _trace(spec, name, case, mode, capability, found, outcome)
+    if not found and not outcome.failures:
+        outcome.failures.append(f"{outcome.target}: {spec.name} launched no Triton kernel in any case")
+    for entry in found.values():
+        row = describe(spec, entry.jit, entry.compiled, capability)
+        row["uses"] = sorted([case, mode] for case, mode in entry.uses)
+        row["bench"] = any(spec.case(case).bench for case, _ in entry.uses)
+        outcome.rows.append(row)
+        outcome.failures += faults(row, capability)
+    outcome.rows.sort(key=order)
+    return outcome
+
+
+def _trace(
+    spec: KernelSpec,
+    name: str,
+    case: Case,
+    mode: str,
+    capability: tuple[int, int],
+    found: dict[str, _Compiled],
+    outcome: Outcome,
+) -> None:
+    """Adds what one implementation launches in one case and mode to `found`, or why it cannot to `outcome`."""
+    try:
+        # Where ptxas refuses, Triton prints the whole PTX.
+        with launches.record(capability) as seen, contextlib.redirect_stdout(io.StringIO()):
+            inputs = spec.make_inputs(case, "cuda", None)
+            run = bind(spec, spec.implementations[name], inputs, mode)
+            forward = len(seen)
+            run()
+    except launches.Interpreted:
+        raise
+    except Exception as error:  # whatever one case raises, the others still get their row
+        where = f"{outcome.target} {range_name(spec.name, mode, case.name, name)}"
+        outcome.failures.append(f"{where}: {type(error).__name__}: {_brief(error)}")
+        return
+    for index, launch in enumerate(seen):
+        entry = found.setdefault(launch.compiled.hash, _Compiled(launch.jit, launch.compiled))
+        entry.uses[case.name, "fwd" if index < forward else mode] = None
+
+
+def _brief(error: Exception) -> str:
+    """What ptxas complains of, else the first and the last line: Triton has the place in the one and the reason in the
+    other. The rest of such a message is source code and paths."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    fatal = [line for line in lines if line.startswith("ptxas") and "aborted" not in line]
+    return " … ".join(fatal or ([lines[0], lines[-1]] if len(lines) > 1 else lines))
+
+
+def describe(spec: KernelSpec, jit: str, compiled: Any, capability: tuple[int, int]) -> Row:
+    """The row of one compiled kernel, without its uses."""
+    metadata, source = compiled.metadata, compiled.src
+    usage = _usage(compiled.asm["cubin"])
+    threads = sass.threads(compiled.asm["ptx"], metadata.num_warps)
+    fit = occupancy.calculate(capability, threads, usage.registers, metadata.shared)
+    names = source.fn.arg_names
+    constants = {".".join([names[path[0]], *map(str, path[1:])]): v for path, v in source.constants.items()}
+    return {
+        "kernel": spec.name,
+        "jit": jit,
+        "target": target_name(capability),
+        "types": {name: _type(kind) for name, kind in source.signature.items() if kind != "constexpr"},
+        "aligned": [names[path[0]] for path, attrs in sorted(source.attrs.items()) if ["tt.divisibility", 16] in attrs],
+        "constexprs": {name: _plain(value) for name, value in constants.items()},
+        "num_warps": metadata.num_warps,
+        "num_stages": metadata.num_stages,
+        "num_ctas": metadata.num_ctas,
+        "threads": threads,
+        "registers": usage.registers,
+        "stack_bytes": usage.stack,
+        "spill_bytes": usage.spills,
+        "spill_store_bytes": usage.spill_stores,
+        "spill_load_bytes": usage.spill_loads,
+        "spill_allowed": spec.spills.get(jit, 0),
+        "shared_bytes": metadata.shared,
+        "ctas_per_sm": fit.ctas,
+        "occupancy_percent": fit.percent,
+        "occupancy_limit": fit.limit,
+        "mma": usage.mma,
+        "loads": usage.loads,
+        "stores": usage.stores,
+    }
+
+
+def faults(row: Row, capability: tuple[int, int]) -> list[str]:
+    """What is wrong with a compiled kernel, as sentences that name it, the case and both figures."""
+    where = f"{row['target']} {row['jit']} ({uses(row)})"
+    wrong = []
+    if row["spill_bytes"] > row["spill_allowed"]:
+        granted = f"{row['spill_allowed']} bytes" if row["spill_allowed"] else "none"
+        wrong.append(f"{where} spills {row['spill_bytes']} bytes per thread, SPEC.spills grants {granted}")
+    if row["ctas_per_sm"] == 0:
+        sm = occupancy.limits(capability)
+        wrong.append(
+            f"{where} does not fit on a multiprocessor for want of {row['occupancy_limit']}: {row['threads']} threads, "
+            f"{row['registers']} registers per thread and {row['shared_bytes']} bytes of shared memory per CTA, "
+            f"of which it may have {sm.shared_per_cta}"
+        )
+    return wrong
+
+
+def uses(row: Row, most: int = 2) -> str:
+    """The cases that use a kernel, the first `most` by name: 'a fwd, b bwd and 3 more'."""
+    named = [f"{case} {mode}" for case, mode in row["uses"]]
+    return ", ".join(named[:most]) + (f" and {len(named) - most} more" if len(named) > most else "")
+
+
+def order(row: Row) -> tuple[Any, ...]:
+    """Rows of a report: those of bench cases first, by JIT function, then by target and what sets them apart."""
+    settings = json.dumps([row["types"], row["constexprs"], row["aligned"], row["num_warps"], row["num_stages"]])
+    return row["kernel"], not row["bench"], row["jit"], row["target"], row["uses"], settings
+
+
+def _usage(cubin: bytes) -> sass.Usage:
+    """`sass.inspect`, remembered in Triton's own cache: disassembling takes as long as compiling."""
+    from triton.runtime.cache import get_cache_manager
+
+    key = hashlib.sha256(sass.SCHEMA + cubin).hexdigest()
+    manager = get_cache_manager(key)
+    if path := manager.get_file("usage.json"):
+        with open(path, encoding="utf-8") as file:
+            return sass.Usage(**json.load(file))
+    usage = sass.inspect(cubin)
+    manager.put(json.dumps(asdict(usage)), "usage.json", binary=False)
+    return usage
+
+
+def _type(kind: Any) -> str:
+    return kind if isinstance(kind, str) else str(kind)
+
+
+def _plain(value: Any) -> Any:
+    """A constexpr as JSON has it."""
+    value = getattr(value, "value", value)
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return getattr(value, "__name__", str(value))

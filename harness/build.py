@@ -1,0 +1,142 @@
+"""`python -m harness build`: every JIT kernel of every SPEC, compiled ahead of time; needs no GPU.
+
+The work is done in worker processes, each for some pairs of kernel and target, because the interpreter of Triton, which
+tests run in, is chosen when Triton is imported: a worker always starts without it, and sees no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from . import build_report, options, registry
+from .ahead import Outcome, compile_spec, target_name
+from .spec import KernelSpec
+
+DEFAULT_OUT = registry.ROOT / "reports" / "build"
+MAX_WORKERS = 8
+
+Pair = tuple[str, tuple[int, int]]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    options.add_selection(parser)
+    group = parser.add_argument_group("how")
+    group.add_argument("--quick", action="store_true", help="bench cases alone, without the small ones for correctness")
+    group.add_argument(
+        "--out", type=Path, metavar="DIR", help="default: reports/build; a part of a kernel is written with --out alone"
+    )
+    group.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    group.add_argument("--pair", action="append", default=[], help=argparse.SUPPRESS)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """0, or 1 where something does not compile, spills unannounced or does not fit."""
+    if arguments.worker:
+        return _work(arguments)
+    specs = [selection.spec for selection in _selections(arguments)]
+    if not specs:
+        raise ValueError("nothing is selected; see `python -m harness list`")
+    pairs = [(spec.name, capability) for spec in specs for capability in spec.compile_targets]
+    outcomes = run_workers(pairs, arguments)
+    kernels = [merge(spec, outcomes) for spec in specs]
+    for kernel in kernels:
+        build_report.show(kernel)
+    part = bool(arguments.quick or arguments.case or arguments.mode or arguments.impl)
+    if arguments.out or not part:
+        out = arguments.out or DEFAULT_OUT
+        build_report.write(out, kernels)
+        print(f"written: {out}")
+    failures = [failure for kernel in kernels for failure in kernel["failures"]]
+    for failure in failures:
+        print(f"FAILED {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _selections(arguments: argparse.Namespace) -> list[options.Selection]:
+    """As `options.select`, less what has no implementation of its folder left."""
+    return [s for s in options.select(arguments) if set(s.implementations) & set(s.spec.implementations)]
+
+
+def merge(spec: KernelSpec, outcomes: Iterable[Outcome]) -> build_report.Built:
+    """What all targets gave for one kernel, as it is written."""
+    mine = [outcome for outcome in outcomes if outcome.kernel == spec.name]
+    return build_report.built(
+        spec.name,
+        rows=[row for outcome in mine for row in outcome.rows],
+        failures=[failure for outcome in mine for failure in outcome.failures],
+        skipped=[reason for outcome in mine for reason in outcome.skipped],
+    )
+
+
+def run_workers(pairs: Sequence[Pair], arguments: argparse.Namespace) -> list[Outcome]:
+    """Shares the pairs out over processes, as many as there are cores, and collects what they found.
+
+    A process that dies is a failure of each of its pairs, not the end of the others.
+    """
+    count = min(len(pairs), os.cpu_count() or 1, MAX_WORKERS)
+    shares = [pairs[start::count] for start in range(count)]
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, f"{index}.json") for index in range(count)]
+        workers = [_start(share, file, arguments) for share, file in zip(shares, files, strict=True)]
+        outcomes: list[Outcome] = []
+        try:
+            for worker, share, file in zip(workers, shares, files, strict=True):
+                outcomes += _collect(worker.wait(), share, file)
+        finally:
+            for worker in workers:
+                worker.kill()  # on Ctrl-C; one that has ended does not mind
+                worker.wait()
+    return outcomes
+
+
+def _start(share: Sequence[Pair], file: Path, arguments: argparse.Namespace) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "harness", "build", "--worker", str(file)]
+    for kernel, (major, minor) in share:
+        command += ["--pair", f"{kernel}:{major}.{minor}"]
+    for option in ("case", "mode", "impl"):
+        for value in getattr(arguments, option) or ():
+            command += [f"--{option}", value]
+    command += ["--quick"] * arguments.quick
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    return subprocess.Popen(command, cwd=registry.ROOT, env=environment)
+
+
+def _collect(code: int, share: Sequence[Pair], file: Path) -> list[Outcome]:
+    if code == 0:
+        return [Outcome(**entry) for entry in json.loads(file.read_text(encoding="utf-8"))]
+    reason = f"the process that compiled it died with exit code {code}"
+    return [
+        Outcome(kernel, target, failures=[f"{target} {kernel}: {reason}"])
+        for kernel, target in ((kernel, target_name(capability)) for kernel, capability in share)
+    ]
+
+
+def _work(arguments: argparse.Namespace) -> int:
+    """A worker: compiles its pairs, one after the other, and writes what it found to the file named."""
+    outcomes = []
+    for kernel, capability in map(_parse_pair, arguments.pair):
+        arguments.kernel = [kernel]
+        for selection in _selections(argparse.Namespace(**{**vars(arguments), "case": None})):
+            spec = selection.spec
+            chosen = arguments.case or [c.name for c in spec.cases if c.bench or not arguments.quick]
+            cases = [case for case in spec.cases if case.name in chosen]
+            outcome = compile_spec(spec, capability, cases, selection.modes, selection.implementations)
+            print(f"{outcome.kernel} {outcome.target}: {len(outcome.rows)} kernels", flush=True)
+            outcomes.append(asdict(outcome))
+    arguments.worker.write_text(json.dumps(outcomes), encoding="utf-8")
+    return 0
+
+
+def _parse_pair(text: str) -> Pair:
+    kernel, _, capability = text.rpartition(":")
+    major, _, minor = capability.partition(".")
+    return kernel, (int(major), int(minor))

@@ -1,0 +1,155 @@
+"""What `build` writes: reports/build/<kernel>.json, and README.md made from every JSON file there.
+
+Nothing in them depends on when or where they were made: no times, no paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import ahead, markdown, rows_json, sass, tables
+
+SCHEMA = 1
+
+Built = dict[str, Any]
+
+HEAD = (
+    "JIT kernel", "target", "used by", "types", "constexprs", ">warps", ">stages", ">registers", ">spills",
+    ">shared", ">CTAs/SM", ">occupancy", "limit", "MMA", "load", "store",
+)  # fmt: skip
+
+SMALL_HEAD = ("JIT kernel", "target", ">kernels", ">registers", ">spills", ">shared", ">occupancy", "MMA")
+
+INTRODUCTION = """\
+# Built ahead of time
+
+Every JIT kernel that the cases of a SPEC launch, compiled for each target without a GPU: `python -m harness build`.
+
+- **registers** per thread. **spills**: bytes per thread stored to or loaded from local memory, the larger of the two,
+  counted over the instructions as `ptxas -v` does. The build fails on a spill that the SPEC does not declare.
+- **shared**: bytes per CTA. **occupancy**: warps that fit on a multiprocessor, of the most it holds, and the resource
+  that runs out first. It is the theoretical one; the profile has the achieved.
+- **MMA**: tensor-core instructions by kind (HGMMA and QGMMA are Hopper's warp-group instructions). **load**, **store**:
+  the widest access to global memory in bits; TMA moves tiles.
+- **constexprs**: those that are true by name, those that are false or absent left out. **stages** is Triton's option,
+  which loops with a `num_stages` of their own override.
+"""
+
+
+def built(name: str, rows: list[dict[str, Any]], failures: Sequence[str], skipped: Sequence[str]) -> Built:
+    """One kernel as it is written."""
+    from triton import __version__
+
+    return {
+        "schema": SCHEMA,
+        "kernel": name,
+        "triton": __version__,
+        "ptxas": sass.ptxas_version(),
+        "failures": sorted(failures),
+        "skipped": sorted(skipped),
+        "rows": sorted(rows, key=ahead.order),
+    }
+
+
+def write(out: Path, kernels: Iterable[Built]) -> None:
+    """Writes the kernels' files, and README.md of all that lie in the folder then."""
+    out.mkdir(parents=True, exist_ok=True)
+    for kernel in kernels:
+        (out / f"{kernel['kernel']}.json").write_text(rows_json.dumps(kernel), encoding="utf-8")
+    (out / "README.md").write_text(readme(load(out)), encoding="utf-8")
+
+
+def load(folder: Path) -> list[Built]:
+    """Every kernel built there, by name. ValueError for a file of another schema."""
+    return [rows_json.read(path, SCHEMA) for path in sorted(folder.glob("*.json"))]
+
+
+def readme(kernels: Sequence[Built]) -> str:
+    """The page: a table per kernel for the bench cases, and the range of the rest, whose rows are in the JSON."""
+    lines = [INTRODUCTION]
+    for kernel in kernels:
+        bench = [row for row in kernel["rows"] if row["bench"]]
+        small = [row for row in kernel["rows"] if not row["bench"]]
+        lines += [f"## {kernel['kernel']}", "", f"Triton {kernel['triton']}, ptxas {kernel['ptxas']}.", ""]
+        lines += [f"- **Failed:** {failure}" for failure in kernel["failures"]]
+        lines += [f"- Skipped: {reason}" for reason in kernel["skipped"]]
+        lines += [""] * bool(kernel["failures"] or kernel["skipped"])
+        if bench:
+            lines += [*markdown.table(HEAD, map(cells, bench)), ""]
+        if small:
+            lines += ["Compiled for the small cases alone:", "", *markdown.table(SMALL_HEAD, small_cells(small)), ""]
+    return "\n".join(lines)
+
+
+def show(kernel: Built) -> None:
+    """The same on the console: bench cases row by row, the rest in one line."""
+    bench = [row for row in kernel["rows"] if row["bench"]]
+    title = f"{kernel['kernel']}, built ahead of time by Triton {kernel['triton']} and ptxas {kernel['ptxas']}"
+    if bench:
+        tables.show(title, HEAD, [cells(row) for row in bench])
+    if small := len(kernel["rows"]) - len(bench):
+        print(f"{kernel['kernel']}: {small} more kernels that only the small cases launch")
+    for reason in kernel["skipped"]:
+        print(f"skipped: {reason}")
+
+
+def cells(row: Mapping[str, Any]) -> list[object]:
+    """One row under HEAD."""
+    return [
+        row["jit"],
+        row["target"],
+        ahead.uses(dict(row)),
+        _types(row["types"]),
+        _constexprs(row["constexprs"]),
+        row["num_warps"],
+        row["num_stages"],
+        row["registers"],
+        row["spill_bytes"],
+        row["shared_bytes"],
+        row["ctas_per_sm"],
+        f"{row['occupancy_percent']:.0f} %",
+        row["occupancy_limit"],
+        _counts(row["mma"]) or "none",
+        sass.widest(row["loads"]),
+        sass.widest(row["stores"]),
+    ]
+
+
+def small_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[object]]:
+    """Rows under SMALL_HEAD: one for each JIT function and target, from the least to the most."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["jit"], row["target"]), []).append(row)
+
+    def span(group: Sequence[Mapping[str, Any]], name: str, unit: str = "") -> str:
+        low, high = min(row[name] for row in group), max(row[name] for row in group)
+        return f"{low:.0f}{unit}" if low == high else f"{low:.0f} to {high:.0f}{unit}"
+
+    return [
+        [
+            jit,
+            target,
+            len(group),
+            *(span(group, name) for name in ("registers", "spill_bytes", "shared_bytes")),
+            span(group, "occupancy_percent", " %"),
+            ", ".join(sorted({kind for row in group for kind in row["mma"]})) or "none",
+        ]
+        for (jit, target), group in sorted(groups.items())
+    ]
+
+
+def _types(types: Mapping[str, str]) -> str:
+    """What the pointers point to, each once."""
+    pointers = [kind.removeprefix("*") for kind in types.values() if kind.startswith("*")]
+    return " ".join(dict.fromkeys(pointers))
+
+
+def _constexprs(constexprs: Mapping[str, Any]) -> str:
+    shown = ((n, v) for n, v in constexprs.items() if v is not None and v is not False)
+    return " ".join(name if value is True else f"{name}={value}" for name, value in shown)
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items())

@@ -1,0 +1,30 @@
+"""What commands that are nothing without a GPU begin with: which card, which folder for the results."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from . import environment, registry
+from .entries import slug
+
+
+@dataclass(frozen=True)
+class Place:
+    """The device, the name of its folder under reports/ (as in a record), and where results go."""
+
+    device: torch.device
+    folder: str
+    out: Path
+
+
+def place(command: str, arguments: argparse.Namespace) -> Place:
+    """From --gpu, --device and --out. ValueError where there is no GPU, or another than the one named."""
+    device, key = environment.target(arguments.gpu, arguments.device)
+    if device.type != "cuda":
+        raise ValueError(f"{command} needs an NVIDIA GPU, and none was found (torch {torch.__version__})")
+    folder = key or slug(torch.cuda.get_device_name(device))
+    return Place(device, folder, arguments.out or registry.ROOT / "reports" / folder)

@@ -1,0 +1,203 @@
+"""`python -m harness profile`: Nsight Compute over each case, the bytes really moved against the bytes in `cost`.
+
+One ncu process per kernel runs this module again as a worker. The worker calls every implementation twice before
+anything is looked at (compilation, handles, first touches), then once inside its NVTX range, and only launches inside a
+range are profiled. In mode bwd the forward ran before the range.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import environment, execute, ncu, nvtx, options, profile_report, record
+from .on_gpu import Place, place
+from .spec import Case, KernelSpec
+
+SEED = 20261121
+
+
+@dataclass(frozen=True)
+class Target:
+    """One thing to profile."""
+
+    spec: KernelSpec
+    mode: str
+    case: Case
+    implementation: str
+
+    @property
+    def name(self) -> str:
+        return nvtx.range_name(self.spec.name, self.mode, self.case.name, self.implementation)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    options.add_selection(parser)
+    options.add_target(parser)
+    options.add_output(parser)
+    group = parser.add_argument_group("how")
+    group.add_argument("--full", action="store_true", help="every section of Nsight Compute, several times as slow")
+    group.add_argument("--keep", type=Path, metavar="DIR", help="keep the .ncu-rep files, for ncu-ui, in DIR")
+    group.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """0, or 1 where something was not profiled that should have been. By default peers are left out: --impl."""
+    selections = options.select(arguments)
+    where = place("profile", arguments)
+    if arguments.worker:
+        return _work(selections, where, arguments.worker)
+    tool = ncu.find()
+    captured = {**environment.capture(where.device), "ncu": ncu.version(tool)}
+    failed = 0
+    for selection in selections:
+        targets = list(_targets(selection, arguments))
+        if not targets:
+            continue
+        rows = _profile(tool, selection.spec, targets, where, arguments)
+        profiled = profile_report.profiled(selection.spec.name, where.folder, captured, rows)
+        profile_report.write(where.out / "profile", profiled)
+        profile_report.show(profiled)
+        failed += sum(row["status"] not in ("ok", "skipped") for row in rows)
+    print(f"written: {where.out / 'profile'}")
+    return 1 if failed else 0
+
+
+def _targets(selection: options.Selection, arguments: argparse.Namespace) -> Iterator[Target]:
+    for case in selection.cases:
+        for mode in selection.modes:
+            for implementation in selection.implementations:
+                if arguments.impl or implementation in selection.spec.implementations:
+                    yield Target(selection.spec, mode, case, implementation)
+
+
+def _profile(
+    tool: Path, spec: KernelSpec, targets: Sequence[Target], where: Place, arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """The rows of one kernel. Where ncu gives nothing at all, every row says why."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = (arguments.keep or Path(scratch)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        status_file = Path(scratch, "status.json")
+        names = [target.name for target in targets]
+        try:
+            program = worker_command(targets, arguments, status_file)
+            text = ncu.profile(tool, folder / f"{spec.name}.ncu-rep", names, program, arguments.full)
+            launches, failure = ncu.parse(text, names), None
+        except ncu.NcuError as error:
+            launches, failure = {}, str(error)
+        statuses = json.loads(status_file.read_text(encoding="utf-8")) if status_file.is_file() else {}
+    measured = harness_medians(where.out / "records" / f"{spec.name}.jsonl")
+    return [row(target, launches.get(target.name, []), statuses, failure, measured) for target in targets]
+
+
+def worker_command(targets: Sequence[Target], arguments: argparse.Namespace, status: Path) -> list[str]:
+    """The program that ncu runs: this command as a worker, on the same selection."""
+    command = [sys.executable, "-m", "harness", "profile", "--worker", str(status), "--kernel", targets[0].spec.name]
+    for option, chosen in (
+        ("--case", [target.case.name for target in targets]),
+        ("--mode", [target.mode for target in targets]),
+        ("--impl", [target.implementation for target in targets]),
+    ):
+        for value in dict.fromkeys(chosen):
+            command += [option, value]
+    return [*command, "--gpu", arguments.gpu]
+
+
+def row(
+    target: Target,
+    launches: list[dict[str, Any]],
+    statuses: dict[str, list[str]],
+    failure: str | None,
+    measured: dict[tuple[str, str, str], float],
+) -> dict[str, Any]:
+    """One row of the file: what happened, the launches, their sums, and both comparisons."""
+    status, reason = statuses.get(target.name, ["error", failure or "the worker ended before it came to this"])
+    if status == "ok" and not launches:
+        status, reason = "error", failure or "no launch inside the range was profiled"
+    duration, moved = _total(launches, "duration_us"), _total(launches, "dram_bytes")
+    cost = target.spec.cost(target.case, target.mode).bytes
+    harness = measured.get((target.case.name, target.mode, target.implementation))
+    return {
+        "kernel": target.spec.name,
+        "mode": target.mode,
+        "case": target.case.name,
+        "implementation": target.implementation,
+        "status": status,
+        "reason": reason or None,
+        "launches": launches,
+        "duration_us": duration,
+        "dram_bytes": moved,
+        "cost_bytes": cost,
+        "bytes_ratio": moved / cost if moved is not None and cost else None,
+        "harness_us": harness,
+        "duration_ratio": duration / harness if duration and harness else None,
+    }
+
+
+def _total(launches: Sequence[dict[str, Any]], field: str) -> float | None:
+    values = [launch[field] for launch in launches]
+    return None if not values or None in values else sum(values)
+
+
+def harness_medians(path: Path) -> dict[tuple[str, str, str], float]:
+    """(case, mode, implementation) -> the cold median of the record in µs: ncu flushes the caches too."""
+    if not path.is_file():
+        return {}
+    rows = record.load(path).rows
+    return {
+        (r.case, r.mode, r.implementation): column["median_us"]
+        for r in rows
+        if r.status == "ok" and (column := r.column("cold"))
+    }
+
+
+def _work(selections: Sequence[options.Selection], where: Place, status: Path) -> int:
+    """Inside ncu: every target warm, then once in its range. What became of each goes into the file `status`."""
+    statuses: dict[str, tuple[str, str | None]] = {}
+    # A range belongs to a thread, and by default the backward of CUDA tensors has one of its own.
+    with torch.cuda.device(where.device), torch.autograd.set_multithreading_enabled(False):
+        for selection in selections:
+            for case in selection.cases:
+                for mode in selection.modes:
+                    for name in selection.implementations:
+                        target = Target(selection.spec, mode, case, name)
+                        print(f"profiling {target.name}", flush=True)
+                        statuses[target.name] = _run(target, where.device)
+                        status.write_text(json.dumps(statuses), encoding="utf-8")
+                        gc.collect()
+                        torch.cuda.empty_cache()
+    return 0
+
+
+def _run(target: Target, device: torch.device) -> tuple[str, str | None]:
+    """Status and reason of one target."""
+    spec, case, mode = target.spec, target.case, target.mode
+    if case.min_capability > torch.cuda.get_device_capability(device):
+        return "skipped", "needs compute capability {}.{}".format(*case.min_capability)
+    try:
+        fn = execute.load(spec, target.implementation, case, mode)
+        generator = torch.Generator(device).manual_seed(SEED)
+        run = execute.bind(spec, fn, spec.make_inputs(case, device, generator), mode)
+        run()
+        run()
+        torch.cuda.synchronize()
+        with nvtx.range(target.name):
+            run()
+            torch.cuda.synchronize()
+    except execute.Unavailable as error:
+        return "skipped", str(error)
+    except torch.cuda.OutOfMemoryError as error:
+        return "oom", str(error).splitlines()[0]
+    except Exception as error:  # a peer may raise anything; the other targets still have their turn
+        return "error", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return "ok", None

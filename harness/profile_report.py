@@ -1,0 +1,119 @@
+"""What `profile` writes: reports/<gpu>/profile/<kernel>.json, and README.md made from every JSON file there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import markdown, rows_json, tables
+
+SCHEMA = 1
+
+Profiled = dict[str, Any]
+
+ROW_HEAD = (
+    "case", "mode", "implementation", ">kernels", ">ncu", ">harness", ">ncu / harness", ">DRAM", ">cost",
+    ">DRAM / cost", "what went wrong",
+)  # fmt: skip
+LAUNCH_HEAD = (
+    "case", "mode", "implementation", "kernel", ">duration", ">DRAM %", ">L2 %", ">SM %", ">tensor %", ">occupancy %",
+    ">registers", ">shared", ">spilled", "stalls",
+)  # fmt: skip
+
+INTRODUCTION = """\
+# Profile
+
+Nsight Compute over every bench case: `python -m harness profile`. Clocks as they are, caches flushed before each pass.
+
+- **ncu** is the sum of the durations of the kernels of one call, **harness** the cold median of the record. The
+  harness's also has the gaps between the kernels and what the events cost, so the ratio is below 1 for short calls.
+- **DRAM** is what was read from and written to device memory, **cost** the compulsory bytes of the SPEC. Above 1,
+  something is moved twice; below 1, outputs were still in L2 when the kernel ended, or one kernel found there what
+  another had left.
+- **DRAM %**, **L2 %**, **SM %** and **tensor %** are of the peak rate over the kernel's duration; **occupancy %** is
+  the achieved one. **spilled**: bytes through the first-level cache to and from local memory. **stalls**: what resident
+  warps waited for, in per cent of their time.
+"""
+
+
+def profiled(kernel: str, gpu: str, environment: Mapping[str, Any], rows: list[dict[str, Any]]) -> Profiled:
+    """One kernel as it is written."""
+    return {"schema": SCHEMA, "kernel": kernel, "gpu": gpu, "environment": dict(environment), "rows": rows}
+
+
+def write(out: Path, kernel: Profiled) -> None:
+    """Writes the kernel's file (see `rows_json.merge` for what stays of an earlier one), and README.md of all there."""
+    path = out / f"{kernel['kernel']}.json"
+    rows_json.merge(path, kernel, SCHEMA, key=lambda row: (row["case"], row["mode"], row["implementation"]))
+    kernels = [rows_json.read(file, SCHEMA) for file in sorted(out.glob("*.json"))]
+    (out / "README.md").write_text(readme(kernels), encoding="utf-8")
+
+
+def readme(kernels: Sequence[Profiled]) -> str:
+    """The page: two tables per kernel, one of calls and one of kernels."""
+    lines = [INTRODUCTION]
+    for kernel in kernels:
+        environment = kernel["environment"]
+        gpu = environment.get("gpu") or {}
+        versions = ", ".join(f"{n} {environment.get(n)}" for n in ("ncu", "torch", "triton", "commit"))
+        lines += [
+            f"## {kernel['kernel']}",
+            "",
+            f"{gpu.get('name')}, driver {gpu.get('driver')}, {versions}.",
+            "",
+            *markdown.table(ROW_HEAD, map(row_cells, kernel["rows"])),
+            "",
+        ]
+        launches = [cells for row in kernel["rows"] for cells in launch_cells(row)]
+        if launches:
+            lines += [*markdown.table(LAUNCH_HEAD, launches), ""]
+    return "\n".join(lines)
+
+
+def show(kernel: Profiled) -> None:
+    """The same on the console."""
+    tables.show(f"{kernel['kernel']}: calls", ROW_HEAD, [row_cells(row) for row in kernel["rows"]])
+    launches = [cells for row in kernel["rows"] for cells in launch_cells(row)]
+    if launches:
+        tables.show(f"{kernel['kernel']}: kernels", LAUNCH_HEAD, launches)
+
+
+def row_cells(row: Mapping[str, Any]) -> list[object]:
+    """One call under ROW_HEAD."""
+    return [
+        row["case"],
+        row["mode"],
+        row["implementation"],
+        len(row["launches"]) or None,
+        markdown.figures(row["duration_us"], " µs"),
+        markdown.figures(row["harness_us"], " µs"),
+        markdown.figures(row["duration_ratio"]),
+        _megabytes(row["dram_bytes"]),
+        _megabytes(row["cost_bytes"]),
+        markdown.figures(row["bytes_ratio"]),
+        None if row["status"] == "ok" else f"{row['status']}: {row['reason']}",
+    ]
+
+
+def launch_cells(row: Mapping[str, Any]) -> list[list[object]]:
+    """The kernels of one call under LAUNCH_HEAD."""
+    return [
+        [
+            row["case"],
+            row["mode"],
+            row["implementation"],
+            launch["name"],
+            markdown.figures(launch["duration_us"], " µs"),
+            *(markdown.figures(launch[k]) for k in ("dram_pct", "l2_pct", "sm_pct", "tensor_pct", "occupancy_pct")),
+            launch["registers"],
+            markdown.size(launch["shared_bytes"]),
+            markdown.size(launch["spill_bytes"]),
+            ", ".join(f"{reason} {share:.0f}" for reason, share in launch["stalls"][:3]),
+        ]
+        for launch in row["launches"]
+    ]
+
+
+def _megabytes(value: float | None) -> str:
+    return markdown.figures(None if value is None else value / 1e6, " MB")

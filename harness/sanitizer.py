@@ -1,0 +1,155 @@
+"""compute-sanitizer: where it is, what to ask it, and what its output says.
+
+A finding is {"what", "kernel", "where", "count"}: the tool's own words, the function and the source line they name, and
+how many threads or accesses said the same.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import registry
+
+TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
+FOUND = 99  # the exit code that we ask for where there are findings
+
+INSTALLATIONS = (
+    "/usr/local/cuda/bin/compute-sanitizer",
+    "/usr/local/cuda-*/bin/compute-sanitizer",
+    "/opt/nvidia/compute-sanitizer/compute-sanitizer",
+)
+MISSING = (
+    "compute-sanitizer was not found on PATH, in /usr/local/cuda*/bin or in this Python's packages. It is part of the "
+    "CUDA toolkit, and there is a package of it for pip: nvidia-cuda-sanitizer-api."
+)
+
+_PREFIX = "========="
+_AT = re.compile(r"\b(?:at |Device Frame: ?)(?P<function>\S.*?)\+0x[0-9a-f]+(?: in (?P<where>\S+:\d+))?")
+#: Lines of the tool about itself; all others that are not indented begin a finding.
+_ABOUT = (
+    "COMPUTE-SANITIZER", "ERROR SUMMARY", "RACECHECK SUMMARY", "LEAK SUMMARY", "Target application", "Program hit",
+    "This tool is", "Warning: Detected overflow",
+)  # fmt: skip
+_FAILURES = (
+    "Internal Sanitizer Error", "Error: process didn't terminate", "Error: couldn't find exit code", "Error: Target",
+)  # fmt: skip
+
+
+@dataclass
+class Findings:
+    """`ours` are of the kernels that were asked for, `others` of any other; `failures` are of the tool itself."""
+
+    ours: list[dict[str, Any]] = field(default_factory=list)
+    others: list[dict[str, Any]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+
+def find() -> Path:
+    """compute-sanitizer of PATH, else of the usual folders, else of pip's package. Raises FileNotFoundError."""
+    if found := shutil.which("compute-sanitizer"):
+        return Path(found)
+    candidates = [path for pattern in INSTALLATIONS for path in Path("/").glob(pattern.removeprefix("/"))]
+    nvidia = importlib.util.find_spec("nvidia")
+    for folder in nvidia.submodule_search_locations or () if nvidia else ():
+        for pattern in ("*/bin/compute-sanitizer", "*/compute-sanitizer/compute-sanitizer"):
+            candidates += [path for path in Path(folder).glob(pattern) if os.access(path, os.X_OK)]
+    if not candidates:
+        raise FileNotFoundError(MISSING)
+    return candidates[0]
+
+
+def version(tool: Path) -> str:
+    """Such as '2025.3.1.0'."""
+    text = subprocess.run([tool, "--version"], capture_output=True, text=True, check=False).stdout
+    found = re.search(r"Version ([\d.]+)", text)
+    return found.group(1) if found else "unknown"
+
+
+def command(sanitizer: Path, tool: str, kernels: Iterable[str], program: Sequence[str]) -> list[str]:
+    """Runs `program` under one tool.
+
+    Only kernels with one of the names in theirs are looked at, which spares PyTorch's; but initcheck must see every
+    kernel, for memory that one writes which it does not look at counts as never written. What it says of others is
+    told apart afterwards.
+    """
+    filters = [word for name in kernels for word in ("--kernel-name", f"kernel_substring={name}")]
+    if tool == "initcheck":
+        filters = []
+    specific = {
+        # PyTorch provokes errors of the API on purpose, to find out what a driver can do.
+        "memcheck": ["--report-api-errors", "no", "--destroy-on-device-error", "kernel"],
+        "racecheck": ["--racecheck-report", "analysis"],
+    }.get(tool, [])
+    return [
+        str(sanitizer), "--tool", tool, *specific, *filters, "--error-exitcode", str(FOUND), "--print-limit", "0",
+        "--show-backtrace", "device", "--launch-timeout", "300", *program,
+    ]  # fmt: skip
+
+
+def run(command_line: Sequence[str]) -> tuple[int, str]:
+    """Exit code and output; the program's own lines are printed as they come.
+
+    Without the caching allocator each tensor is an allocation of its own: in a block of the cache's, an access past the
+    end of one tensor is inside another, and memory that was ever written counts as written.
+    """
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    output = []
+    with subprocess.Popen(
+        command_line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=registry.ROOT
+    ) as process:
+        for line in process.stdout or ():
+            output.append(line)
+            if not line.startswith(_PREFIX):
+                print(line, end="", flush=True)
+    return process.returncode, "".join(output)
+
+
+def parse(output: str, kernels: Iterable[str]) -> Findings:
+    """Sorts what the tool said into findings of the kernels named, of others, and failures of the tool itself."""
+    result = Findings()
+    counted: Counter[tuple[bool, str, str, str]] = Counter()
+    names = [re.compile(rf"_?{re.escape(name)}\w*(?:\(.*)?") for name in kernels]
+    for record in _records(output):
+        if record[0].startswith(_FAILURES):
+            result.failures.append(record[0])
+        elif not record[0].startswith(_ABOUT):
+            places = [found for line in record for found in _AT.finditer(line)]
+            functions = [found["function"][:200] for found in places]
+            ours = any(name.fullmatch(function) for name in names for function in functions)
+            where = next((found["where"] for found in places if found["where"]), "")
+            counted[ours, _what(record[0]), functions[0] if functions else "", where or ""] += 1
+    for (ours, what, kernel, where), count in sorted(counted.items()):
+        finding = {"what": what, "kernel": kernel, "where": where, "count": count}
+        (result.ours if ours else result.others).append(finding)
+    result.failures = sorted(set(result.failures))
+    return result
+
+
+def _records(output: str) -> list[list[str]]:
+    """What the tool said, one list of lines for each thing: its first line, and those indented under it."""
+    records: list[list[str]] = []
+    for line in output.splitlines():
+        if not line.lstrip().startswith(_PREFIX):
+            continue
+        text = line.lstrip().removeprefix(_PREFIX)
+        if text.startswith("   ") and records:
+            records[-1].append(text.strip())
+        elif text.strip():
+            records.append([text.strip()])
+    return records
+
+
+def _what(line: str) -> str:
+    """The first line of a finding without what differs from thread to thread."""
+    line = _AT.sub("", line)
+    line = re.sub(r"\b(?:at )?__(\w+)__ 0x[0-9a-f]+|\(\d+,\d+,\d+\)|0x[0-9a-f]+|\[\d+ hazards?\]", r"\1", line)
+    return re.sub(r"\s+", " ", line).strip(" :.,")

@@ -1,0 +1,242 @@
+"""`python -m harness tune`: every candidate configuration on this GPU, against the one that the kernel picks by itself.
+
+The kernel's `pick_*` function is replaced while a candidate runs, and nothing else: same inputs, same launcher. A
+candidate counts only if it gives what the picked one gives. The results are committed under reports/<gpu>/tune/; their
+format, and how a test without a GPU uses them, is in `tuned`.
+
+Candidates are timed in groups, the picked one in each: times are scaled by what it took in its group, so that a clock
+that drifts between groups favours none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from . import environment, execute, options, rows_json, tables, timing
+from .on_gpu import Place, place
+from .spec import Case, KernelSpec, Tunable
+from .tuned import SCHEMA, encode, judge
+
+SEED = 20261121
+GROUP = 7
+#: Largest difference from the picked configuration's result, relative to its largest element. Only for what is wrong
+#: altogether: `check` judges the accuracy of the one that is picked in the end.
+AGREEMENT = 0.02
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    options.add_selection(parser)
+    options.add_target(parser)
+    options.add_output(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """0, or 1 where what a kernel picks is more than MARGIN behind the best candidate."""
+    selections = [s for s in options.select(arguments) if s.spec.tunables]
+    where = place("tune", arguments)
+    if not selections:
+        raise ValueError("nothing that is selected has tunables in its SPEC")
+    captured = environment.capture(where.device)
+    behind = 0
+    for selection in selections:
+        rows = list(_rows(selection, where))
+        name = selection.spec.name
+        document = {"schema": SCHEMA, "kernel": name, "gpu": where.folder, "environment": captured, "rows": rows}
+        path = where.out / "tune" / f"{name}.json"
+        rows_json.merge(path, document, SCHEMA, key=lambda row: (row["case"], row["mode"], row["function"]))
+        print(f"written: {path}")
+        show(name, rows)
+        behind += sum(judge(row, row["picked"]) is not None for row in rows)
+    return 1 if behind else 0
+
+
+def _rows(selection: options.Selection, where: Place) -> Iterator[dict[str, Any]]:
+    clock = new_clock(where.device)
+    for tunable in selection.spec.tunables:
+        if tunable.mode not in selection.modes:
+            continue
+        for case in selection.cases:
+            if case.min_capability > torch.cuda.get_device_capability(where.device):
+                continue
+            row = search(selection.spec, tunable, case, where.device, clock)
+            print(f"{row['kernel']} {row['mode']} {row['case']}: {_summary(row)}", flush=True)
+            yield row
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def search(spec: KernelSpec, tunable: Tunable, case: Case, device: torch.device, clock: Any) -> dict[str, Any]:
+    """Times every candidate of one case. The row of the file."""
+    name = next(iter(spec.implementations))
+    fn, sets = execute.load(spec, name, case, tunable.mode), input_sets(spec, case, tunable.mode, clock)
+    generator = torch.Generator(device).manual_seed(SEED)
+    inputs = [spec.make_inputs(case, device, generator) for _ in range(sets)]
+    grads = _out_grads(spec, fn, inputs[0], tunable.mode, generator)
+
+    def bind(config: Any) -> Callable[[int], execute.Run]:
+        return lambda index: _bound(tunable, config, lambda: execute.bind(spec, fn, inputs[index], tunable.mode, grads))
+
+    with _listening(tunable) as calls:
+        expected = execute.bind(spec, fn, inputs[0], tunable.mode, grads)()
+    if not calls:
+        raise ValueError(f"{spec.name}: {tunable.function} is not called in mode {tunable.mode}, so cannot be tuned")
+    arguments, picked = calls[-1]
+    configs = [picked, *(config for config in tunable.candidates(case) if config != picked)]
+    reasons = {i: reason for i, c in enumerate(configs) if i and (reason := _unfit(bind(c), expected))}
+    del expected
+    medians, column = _timed([bind(c) for c in configs], reasons, sets, clock)
+    return {
+        "kernel": spec.name,
+        "mode": tunable.mode,
+        "case": case.name,
+        "function": tunable.function,
+        "arguments": [encode(argument) for argument in arguments],
+        "column": column,
+        "picked": encode(picked),
+        "picked_us": medians.get(0),
+        "candidates": [
+            {"config": encode(config), "median_us": medians.get(i), "reason": reasons.get(i)}
+            for i, config in enumerate(configs)
+        ],
+    }
+
+
+def _out_grads(
+    spec: KernelSpec, fn: execute.Op, inputs: dict[str, Any], mode: str, generator: torch.Generator
+) -> Sequence[torch.Tensor] | None:
+    """The same incoming gradients for all, since their results are compared."""
+    if mode == "fwd":
+        return None
+    leaves = {n: t.detach().requires_grad_() for n, t in execute.leaves(spec, inputs).items()}
+    outputs = execute.outputs(fn(**{**inputs, **leaves}))
+    return execute.random_like([t for t in outputs if t.requires_grad], generator)
+
+
+def _bound(tunable: Tunable, config: Any, bind: Callable[[], execute.Run]) -> execute.Run:
+    """A callable under which `pick_*` gives `config`, both in the forward that `bind` may run and in each call."""
+
+    def chosen() -> Any:
+        return mock.patch.object(tunable.module, tunable.function, lambda *_, **__: config)
+
+    with chosen():
+        inner = bind()
+
+    def run() -> tuple[torch.Tensor, ...]:
+        with chosen():
+            return inner()
+
+    return run
+
+
+@contextmanager
+def _listening(tunable: Tunable) -> Iterator[list[tuple[tuple[Any, ...], Any]]]:
+    """Collects (arguments, result) of each call of `pick_*`. Raises TypeError where it is called with keywords."""
+    original = getattr(tunable.module, tunable.function)
+    calls: list[tuple[tuple[Any, ...], Any]] = []
+
+    def listen(*arguments: Any) -> Any:
+        result = original(*arguments)
+        calls.append((arguments, result))
+        return result
+
+    with mock.patch.object(tunable.module, tunable.function, listen):
+        yield calls
+
+
+def _unfit(bind: Callable[[int], execute.Run], expected: Sequence[torch.Tensor]) -> str | None:
+    """Why a candidate cannot be taken: it does not compile, does not run, or gives something else."""
+    try:
+        result = bind(0)()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except Exception as error:  # whatever a compiler raises is this candidate's reason, and the next has its turn
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    for mine, theirs in zip(result, expected, strict=True):
+        if mine.numel() and not _agree(mine, theirs):
+            return "gives another result than the picked configuration"
+    return None
+
+
+def _agree(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    scale = theirs.abs().amax()
+    return bool((mine - theirs).abs().amax() <= AGREEMENT * scale)
+
+
+def _timed(
+    binds: Sequence[Callable[[int], execute.Run]], reasons: dict[int, str], sets: int, clock: Any
+) -> tuple[dict[int, float], str]:
+    """Medians in µs by index, scaled to the picked one's (index 0), and the column they are of. Adds to `reasons`."""
+    left = [i for i in range(1, len(binds)) if i not in reasons]
+    groups = [left[start : start + GROUP] for start in range(0, len(left), GROUP)] or [[]]
+    found: list[tuple[dict[int, float], str]] = []
+    for group in groups:
+        while True:
+            medians, column, failed = median_times(clock, {i: binds[i] for i in (0, *group)}, sets)
+            if failed is None:
+                break
+            index, reason = failed
+            if index == 0:
+                raise ValueError(f"the picked configuration itself fails: {reason}")
+            reasons[index] = reason
+            group.remove(index)
+        found.append((medians, column))
+    anchor = statistics.median(medians[0] for medians, _ in found)
+    scaled = {i: us * anchor / medians[0] for medians, _ in found for i, us in medians.items()}
+    return {**scaled, 0: anchor}, found[0][1]
+
+
+def new_clock(device: torch.device) -> timing.Clock:
+    """What times the candidates: short samples, since there are many of them."""
+    return timing.Clock(device, timing.QUICK)
+
+
+def input_sets(spec: KernelSpec, case: Case, mode: str, clock: timing.Clock) -> int:
+    """How many sets of inputs to rotate through, as in the bench."""
+    free = torch.cuda.mem_get_info(clock.device)[0]
+    return timing.input_sets(spec.cost(case, mode).bytes, clock.l2_bytes, free)
+
+
+def median_times(
+    clock: timing.Clock, binds: Mapping[int, Callable[[int], execute.Run]], sets: int
+) -> tuple[dict[int, float], str, tuple[int, str] | None]:
+    """Medians in µs of the bench's headline column, its name, and the one that failed with its reason, if one did."""
+    contenders = [timing.Contender(str(index), bind) for index, bind in binds.items()]
+    try:
+        measurement = clock.measure(contenders, sets=sets)
+    except timing.ContenderFailed as failed:
+        return {}, "", (int(failed.name), f"{type(failed.error).__name__}: {str(failed.error)[:200]}")
+    column = measurement.headline("0")
+    if any(column not in columns for columns in measurement.columns.values()):
+        column = "cold"
+    medians = {int(name): columns[column]["median_us"] for name, columns in measurement.columns.items()}
+    return medians, column, None
+
+
+def _summary(row: Mapping[str, Any]) -> str:
+    failed = sum(c["median_us"] is None for c in row["candidates"])
+    verdict = judge(row, row["picked"])
+    return f"{len(row['candidates'])} candidates, {failed} unfit; " + (verdict or "the picked one is among the best")
+
+
+def show(kernel: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """The best against the picked, a line for each case."""
+    head = ("mode", "case", ">picked", ">best", ">behind", "picked configuration", "best configuration")
+    cells = []
+    for row in rows:
+        best = min((c for c in row["candidates"] if c["median_us"] is not None), key=lambda c: c["median_us"])
+        behind = 100 * (row["picked_us"] / best["median_us"] - 1)
+        times = (f"{row['picked_us']:.2f} µs", f"{best['median_us']:.2f} µs", f"{behind:.1f} %")
+        cells.append((row["mode"], row["case"], *times, _short(row["picked"]), _short(best["config"])))
+    tables.show(f"{kernel}: picked and best", head, cells)
+
+
+def _short(config: Any) -> str:
+    return " ".join(f"{name}={value}" for name, value in config.items()) if isinstance(config, dict) else str(config)

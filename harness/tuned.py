@@ -1,0 +1,90 @@
+"""What `tune` has measured, and whether what a kernel picks today is still among the best of it. Needs no GPU.
+
+reports/<gpu>/tune/<kernel>.json:
+{"schema": 1, "kernel", "gpu", "environment", "rows": [{"kernel", "mode", "case", "function": "pick_fwd_config",
+ "arguments": [as `pick_*` was called], "column": "cold" | "graph", "picked": {...}, "picked_us",
+ "candidates": [{"config": {...}, "median_us": time | null, "reason": why there is none}, ...]}]}
+The configuration that was picked then is among the candidates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import registry, rows_json
+from .spec import KernelSpec
+
+SCHEMA = 1
+#: The picked configuration may be this much slower than the best one measured: about the noise of such a search.
+MARGIN = 0.03
+
+
+def files(root: Path = registry.ROOT) -> list[Path]:
+    """Every tune file of the reports."""
+    return sorted(root.glob("reports/*/tune/*.json"))
+
+
+def behind(path: Path, spec: KernelSpec) -> list[str]:
+    """What is wrong with today's picks by one file; empty where every one is among the best."""
+    wrong = []
+    for row in rows_json.read(path, SCHEMA)["rows"]:
+        try:
+            verdict = judge(row, pick_today(spec, row))
+        except (TypeError, ValueError) as error:  # its signature is another than when it was measured
+            verdict = f"{row['kernel']} {row['mode']} {row['case']}: {row['function']}: {error}"
+        if verdict:
+            wrong.append(verdict)
+    return wrong
+
+
+def encode(value: Any) -> Any:
+    """A configuration or an argument of `pick_*` as JSON. TypeError for what a pure function would not be given."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, tuple | list):
+        return [encode(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"{value!r} cannot be written to a tune file: give pick functions plain values")
+
+
+def decode(value: Any) -> Any:
+    """An argument of `pick_*` from JSON."""
+    if isinstance(value, dict):
+        return getattr(torch, value["dtype"])
+    return tuple(decode(item) for item in value) if isinstance(value, list) else value
+
+
+def pick_today(spec: KernelSpec, row: Mapping[str, Any]) -> Any:
+    """What the kernel picks now where it picked `row["picked"]` then, as JSON. Needs no GPU: `pick_*` is pure."""
+    for tunable in spec.tunables:
+        if (tunable.function, tunable.mode) == (row["function"], row["mode"]):
+            return encode(getattr(tunable.module, tunable.function)(*map(decode, row["arguments"])))
+    raise ValueError(f"{spec.name} has no tunable {row['function']!r} in mode {row['mode']!r} any more: tune again")
+
+
+def judge(row: Mapping[str, Any], picked: Any) -> str | None:
+    """Why picking this configuration is wrong by what was measured, or None."""
+    times = [c["median_us"] for c in row["candidates"] if c["median_us"] is not None]
+    mine = next((c for c in row["candidates"] if c["config"] == picked), None)
+    where = f"{row['kernel']} {row['mode']} {row['case']}"
+    if mine is None:
+        return f"{where}: {row['function']} picks {picked}, which was not among the candidates measured: tune again"
+    if mine["median_us"] is None:
+        return f"{where}: {row['function']} picks {picked}, which failed: {mine['reason']}"
+    best = min(times)
+    if mine["median_us"] <= best * (1 + MARGIN):
+        return None
+    fastest = next(c["config"] for c in row["candidates"] if c["median_us"] == best)
+    slower = 100 * (mine["median_us"] / best - 1)
+    return (
+        f"{where}: {row['function']} picks {picked} ({mine['median_us']:.2f} µs), {slower:.1f} % behind {fastest} "
+        f"({best:.2f} µs)"
+    )

@@ -1,0 +1,1 @@
+"""Tests of the harness, of the architecture, and of every SPEC."""

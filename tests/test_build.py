@@ -1,0 +1,382 @@
+"""The ahead-of-time build: what it sees of real launches, how it counts, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from harness import ahead, build, build_report, occupancy, registry, sass, tables
+
+H100, A100, T4, RTX3090 = (9, 0), (8, 0), (7, 5), (8, 6)
+
+
+def _compiler_process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, cwd=registry.ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], ahead.Outcome]:
+    """What the build says of tests/ahead_samples.py, by kernel and target."""
+    file = tmp_path_factory.mktemp("ahead") / "outcomes.json"
+    run = _compiler_process("-m", "tests.ahead_samples", str(file))
+    assert run.returncode == 0, run.stderr
+    outcomes = [ahead.Outcome(**entry) for entry in json.loads(file.read_text())]
+    return {(outcome.kernel, outcome.target): outcome for outcome in outcomes}
+
+
+def _only(outcome: ahead.Outcome) -> dict:
+    assert not outcome.failures
+    assert len(outcome.rows) == 1
+    return outcome.rows[0]
+
+
+# What one multiprocessor holds: by hand from the limits of each capability.
+@pytest.mark.parametrize(
+    ("capability", "threads", "registers", "shared", "ctas", "percent", "limit"),
+    [
+        (H100, 128, 32, 0, 16, 100.0, "warps"),
+        (H100, 256, 64, 0, 4, 50.0, "registers"),
+        (H100, 128, 255, 0, 2, 12.5, "registers"),  # 255 is given out as 256: two warps in each quarter
+        (H100, 384, 168, 0, 1, 18.75, "registers"),  # three warp groups, as Hopper's attention kernels have
+        (H100, 32, 16, 0, 32, 50.0, "ctas"),
+        (H100, 128, 32, 100 * 1024, 2, 12.5, "shared"),  # 2 x 101 KiB of 228
+        (H100, 128, 32, 113 * 1024, 2, 12.5, "shared"),  # 2 x 114 KiB is exactly 228: the reserved KiB counts
+        (H100, 128, 32, 113 * 1024 + 1, 1, 6.25, "shared"),
+        (A100, 128, 32, 48 * 1024, 3, 18.75, "shared"),
+        (A100, 1024, 32, 0, 2, 100.0, "warps"),
+        (RTX3090, 1024, 32, 0, 1, 100 * 32 / 48, "warps"),
+        (T4, 256, 64, 32 * 1024, 2, 50.0, "shared"),
+        (H100, 1024, 65, 0, 0, 0.0, "registers"),
+        (H100, 128, 256, 0, 0, 0.0, "registers"),
+        (H100, 128, 32, 227 * 1024 + 1, 0, 0.0, "shared"),
+        (H100, 1056, 16, 0, 0, 0.0, "warps"),
+    ],
+)
+def test_occupancy(capability, threads, registers, shared, ctas, percent, limit):
+    found = occupancy.calculate(capability, threads, registers, shared)
+    assert (found.ctas, found.percent, found.limit) == (ctas, pytest.approx(percent), limit)
+
+
+def test_occupancy_of_an_unknown_capability_lists_the_known():
+    with pytest.raises(ValueError, match=r"\(3, 5\); known: 7\.5, 8\.0"):
+        occupancy.limits((3, 5))
+
+
+def test_every_gpu_of_the_table_has_limits():
+    from harness import roofline
+
+    for boards in roofline.table().values():
+        assert occupancy.limits(boards[0].capability).shared > 0
+
+
+SASS = """
+Resource usage:
+ Common:
+  GLOBAL:0
+ Function _k:
+  REG:168 STACK:16 SHARED:1024 LOCAL:0 CONSTANT[0]:560 TEXTURE:0 SURFACE:0 SAMPLER:0
+
+\tcode for sm_90a
+\t\tFunction : _k
+        /*0000*/                   LDC R1, c[0x0][0x28] ;                  /* 0x00000a00ff017b82 */
+                                                                           /* 0x000e220000000800 */
+        /*0010*/                   LDG.E.128 R4, desc[UR4][R2.64] ;        /* 0x0000000000007919 */
+        /*0020*/              @!P0 LDG.E R4, desc[UR4][R2.64] ;            /* 0x0000000000007919 */
+        /*0030*/               @P1 LDG.E.U16 R4, desc[UR4][R2.64] ;        /* 0x0000000000007919 */
+        /*0040*/                   LDGSTS.E.BYPASS.128 [R5], desc[R2.64] ; /* 0x0000000000007919 */
+        /*0050*/                   STL [R1], R9 ;                          /* 0x0000000000007919 */
+        /*0060*/                   STL.64 [R1+0x8], R10 ;                  /* 0x0000000000007919 */
+        /*0070*/                   LDL.LU R9, [R1] ;                       /* 0x0000000000007919 */
+        /*0080*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24 ; /* 0x0000000000007919 */
+        /*0090*/                   HFMA2.MMA R1, -RZ, RZ, 0, 0 ;           /* 0x0000000000007919 */
+        /*00a0*/              @UP0 UTMALDG.2D [UR8], [UR4] ;               /* 0x0000000000007919 */
+        /*00b0*/                   STG.E.64 desc[UR4][R2.64], R4 ;         /* 0x0000000000007919 */
+"""
+
+
+def test_sass_is_counted():
+    usage = sass.parse(SASS)
+    assert (usage.registers, usage.stack) == (168, 16)
+    assert (usage.spill_stores, usage.spill_loads, usage.spills) == (12, 4, 12)
+    assert usage.mma == {"HGMMA": 1}  # HFMA2.MMA is arithmetic on pairs of halves, not the tensor core
+    assert usage.loads == {"LDG.128": 1, "LDG.16": 1, "LDG.32": 1, "LDGSTS.128": 1, "TMA": 1}
+    assert sass.widest(usage.loads) == "TMA"
+    assert sass.widest({"LDG.64": 9, "LDG.128": 1}) == "LDG.128"
+    assert sass.widest(usage.stores) == "STG.64"
+    assert sass.widest({}) == ""
+
+
+def test_output_that_is_not_sass_is_refused():
+    with pytest.raises(RuntimeError, match="no resource usage"):
+        sass.parse("cuobjdump info: file does not contain device code")
+
+
+def test_threads_are_those_of_the_ptx():
+    assert sass.threads(".visible .entry k()\n.reqntid 384, 1, 1\n", num_warps=4) == 384
+    assert sass.threads(".maxntid 128\n", num_warps=4) == 128
+    assert sass.threads("", num_warps=2) == 64
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_forward_backward_and_specialisation_are_seen(samples, target):
+    outcome = samples["scale", target]
+    assert outcome.failures == []
+    by_cases = {tuple(map(tuple, row["uses"])): row for row in outcome.rows}
+    # Two cases of one specialisation are one kernel, and the backward, an op that calls an op, launches it too.
+    shared = next(row for uses, row in by_cases.items() if ("4096", "fwd") in uses)
+    assert {("4096", "bwd"), ("again", "fwd"), ("again", "bwd")} <= set(map(tuple, shared["uses"]))
+    assert shared["bench"]
+    assert shared["aligned"] == ["x_ptr", "y_ptr", "n"]
+    assert sass.widest(shared["loads"]) == "LDG.128"
+    # A view that starts at element 1 is not 16-byte aligned, which costs it the wide loads.
+    offset = by_cases[(("offset", "fwd"),)]
+    assert "x_ptr" not in offset["aligned"]
+    assert sass.widest(offset["loads"]) == "LDG.32"
+    assert not offset["bench"]
+    assert shared["types"] == {"x_ptr": "*fp32", "y_ptr": "*fp32", "n": "i32", "by": "fp32"}
+
+
+def test_launchers_see_the_gpu_that_is_compiled_for(samples):
+    multiprocessors = {
+        target: {row["constexprs"]["SMS"] for row in samples["scale", target].rows} for target in ("sm_80", "sm_90")
+    }
+    assert multiprocessors == {"sm_80": {108}, "sm_90": {132}}
+
+
+def test_a_case_that_the_target_cannot_run_is_skipped_with_its_reason(samples):
+    assert samples["scale", "sm_80"].skipped == ["sm_80 half: needs compute capability 9.0"]
+    assert samples["scale", "sm_90"].skipped == []
+    assert any(["half", "fwd"] in row["uses"] for row in samples["scale", "sm_90"].rows)
+
+
+def test_tensor_core_instructions_are_those_of_the_target(samples):
+    ampere, hopper = _only(samples["square", "sm_80"]), _only(samples["square", "sm_90"])
+    assert set(ampere["mma"]) == {"HMMA"}
+    assert set(hopper["mma"]) == {"HGMMA"}
+    assert ampere["shared_bytes"] > 0
+    assert ampere["threads"] == 128
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_gluon_takes_the_same_path(samples, target):
+    row = _only(samples["copy", target])
+    assert (row["jit"], row["constexprs"]["BLOCK"], row["mma"]) == ("_copy_kernel", 512, {})
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_a_spill_that_is_not_declared_fails(samples, target):
+    outcome = samples["spilling", target]
+    spilled = outcome.rows[0]["spill_bytes"]
+    assert spilled > 0
+    assert outcome.failures == [
+        f"{target} _spilling_kernel (2048 fwd) spills {spilled} bytes per thread, SPEC.spills grants none"
+    ]
+    granted = samples["granted", target]
+    assert granted.failures == []
+    assert granted.rows[0]["spill_bytes"] == spilled
+
+
+def test_a_kernel_that_no_multiprocessor_can_hold_fails(samples):
+    assert re.search(
+        r"does not fit .* for want of shared: .* it may have 232448", samples["greedy", "sm_90"].failures[0]
+    )
+    assert samples["greedy", "sm_90"].rows[0]["ctas_per_sm"] == 0
+
+
+def test_what_does_not_compile_fails_and_the_other_cases_stand(samples):
+    outcome = samples["broken", "sm_80"]
+    assert len(outcome.failures) == 1
+    assert outcome.failures[0].startswith("sm_80 broken.fwd.large.triton: ")
+    assert "the block is too large" in outcome.failures[0]
+    assert [row["uses"] for row in outcome.rows] == [[["fits", "fwd"]]]
+
+
+def test_an_op_that_launches_nothing_fails(samples):
+    assert samples["silent", "sm_90"].failures == ["sm_90: silent launched no Triton kernel in any case"]
+
+
+def test_spills_are_counted_as_ptxas_counts_them(samples, tmp_path):
+    script = (
+        "import sys, triton; from tests.ahead_samples import *; from harness import ahead, launches, sass\n"
+        "with launches.record((9, 0)) as seen:\n"
+        "    spilling(torch.empty(2048, device='cuda'))\n"
+        "print(sass.tool('ptxas'))\n"
+        "open(sys.argv[1], 'w').write(seen[0].compiled.asm['ptx'])\n"
+    )
+    ptx = tmp_path / "k.ptx"
+    run = _compiler_process("-c", script, str(ptx))
+    assert run.returncode == 0, run.stderr
+    command = [
+        run.stdout.strip(),
+        "-v",
+        "--regAllocOptLevel=2",
+        "--gpu-name=sm_90a",
+        str(ptx),
+        "-o",
+        str(tmp_path / "k"),
+    ]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    stores, loads = map(int, re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said).groups())
+    row = samples["spilling", "sm_90"].rows[0]
+    assert (row["spill_store_bytes"], row["spill_load_bytes"]) == (stores, loads)
+
+
+def test_everything_is_put_back():
+    script = (
+        "import torch, triton; from triton.runtime.jit import JITFunction; from triton.runtime.driver import driver\n"
+        "from torch._subclasses.fake_tensor import FakeTensor; from harness import launches\n"
+        "def state(): return (JITFunction.run, driver._active, torch.cuda.device, torch.cuda.get_device_properties,\n"
+        "    torch.cuda.current_stream, vars(FakeTensor)['device'], 'data_ptr' in vars(FakeTensor),\n"
+        "    torch._C._len_torch_dispatch_stack())\n"
+        "before = state()\n"
+        "try:\n"
+        "    with launches.record((9, 0)):\n"
+        "        assert state() != before; assert torch.empty(1, device='cuda').is_cuda; raise KeyError\n"
+        "except KeyError: pass\n"
+        "assert state() == before; print('as before')\n"
+    )
+    run = _compiler_process("-c", script)
+    assert run.stdout.strip() == "as before", run.stderr
+
+
+def test_the_interpreter_is_refused_with_the_remedy():
+    script = (
+        "import os; os.environ['TRITON_INTERPRET'] = '1'\n"
+        "from harness import launches\n"
+        "try:\n"
+        "    with launches.record((9, 0)): print('compiled')\n"
+        "except launches.Interpreted as error: print(error)\n"
+    )
+    run = _compiler_process("-c", script)
+    assert "unset TRITON_INTERPRET" in run.stdout, run.stderr
+
+
+def test_an_unknown_target_lists_the_known():
+    launches = pytest.importorskip("harness.launches", reason="needs Triton, which there is on Linux alone")
+    with pytest.raises(ValueError, match=r"known: 10\.0, 7\.5, 8\.0"):
+        launches.gpu_of((5, 2))
+
+
+# The command, its files and its exit code.
+
+
+def _built(samples, name: str) -> build_report.Built:
+    outcomes = [outcome for (kernel, _), outcome in samples.items() if kernel == name]
+    return build.merge(SimpleNamespace(name=name), outcomes)
+
+
+def test_the_report_is_the_same_whoever_makes_it(samples, tmp_path):
+    kernels = [_built(samples, name) for name in ("scale", "square", "spilling")]
+    build_report.write(tmp_path / "a", kernels)
+    build_report.write(tmp_path / "b", list(reversed(kernels)))
+    for file in sorted((tmp_path / "a").iterdir()):
+        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
+        assert "/tmp" not in file.read_text()
+        assert str(Path.home()) not in file.read_text()
+    assert build_report.load(tmp_path / "a") == sorted(kernels, key=lambda kernel: kernel["kernel"])
+
+
+def test_the_page_shows_bench_cases_first_and_what_failed(samples):
+    page = build_report.readme([_built(samples, "scale"), _built(samples, "spilling")])
+    assert page.index("4096 bwd, 4096 fwd and 3 more") < page.index("Compiled for the small cases alone")
+    assert "| _scale_kernel | sm_90 | 2 | " in page  # those of the cases offset and half
+    assert "- **Failed:** sm_90 _spilling_kernel (2048 fwd) spills" in page
+    assert "- Skipped: sm_80 half: needs compute capability 9.0" in page
+    assert "SMS=132 BLOCK=1024" in page
+
+
+def test_a_folder_of_another_schema_is_refused(tmp_path):
+    (tmp_path / "k.json").write_text('{"schema": 99}')
+    with pytest.raises(ValueError, match="schema 99"):
+        build_report.load(tmp_path)
+
+
+def _arguments(tmp_path: Path, **given) -> SimpleNamespace:
+    options = {"kernel": None, "case": None, "mode": None, "impl": None, "quick": False, "out": None}
+    return SimpleNamespace(**{**options, "worker": None, "pair": [], **given})
+
+
+@pytest.mark.parametrize(("kernel", "code"), [("square", 0), ("spilling", 1), ("silent", 1)])
+def test_exit_code(samples, tmp_path, monkeypatch, capsys, kernel, code):
+    spec = SimpleNamespace(name=kernel, compile_targets=(A100, H100))
+    outcomes = [outcome for (name, _), outcome in samples.items() if name == kernel]
+    monkeypatch.setattr(build, "_selections", lambda arguments: [SimpleNamespace(spec=spec)])
+    monkeypatch.setattr(build, "run_workers", lambda pairs, arguments: outcomes)
+    assert build.main(_arguments(tmp_path, out=tmp_path / "out")) == code
+    assert (tmp_path / "out" / f"{kernel}.json").is_file()
+    assert ("FAILED" in capsys.readouterr().err) == bool(code)
+
+
+@pytest.mark.parametrize("part", [{"quick": True}, {"case": ["64"]}, {"mode": ["fwd"]}])
+def test_a_part_of_a_kernel_does_not_overwrite_the_whole(samples, tmp_path, monkeypatch, part):
+    spec = SimpleNamespace(name="square", compile_targets=(A100,))
+    monkeypatch.setattr(build, "DEFAULT_OUT", tmp_path / "default")
+    monkeypatch.setattr(build, "_selections", lambda arguments: [SimpleNamespace(spec=spec)])
+    monkeypatch.setattr(build, "run_workers", lambda pairs, arguments: [samples["square", "sm_80"]])
+    assert build.main(_arguments(tmp_path, **part)) == 0
+    assert not (tmp_path / "default").exists()
+    assert build.main(_arguments(tmp_path)) == 0
+    assert (tmp_path / "default" / "README.md").is_file()
+
+
+def test_a_worker_that_dies_is_a_failure_of_its_pairs(tmp_path):
+    outcomes = build._collect(-9, [("square", A100), ("copy", H100)], tmp_path / "absent.json")
+    assert [(o.kernel, o.target) for o in outcomes] == [("square", "sm_80"), ("copy", "sm_90")]
+    assert all("exit code -9" in o.failures[0] for o in outcomes)
+
+
+def test_workers_neither_interpret_nor_see_a_gpu(tmp_path, monkeypatch):
+    started = {}
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **rest: started.update(command=command, **rest))
+    build._start([("rmsnorm", H100)], tmp_path / "f", _arguments(tmp_path, mode=["bwd"], quick=True))
+    assert "TRITON_INTERPRET" not in started["env"]
+    assert started["env"]["CUDA_VISIBLE_DEVICES"] == ""
+    assert started["command"][-5:] == ["--pair", "rmsnorm:9.0", "--mode", "bwd", "--quick"]
+    assert build._parse_pair("rmsnorm:9.0") == ("rmsnorm", H100)
+
+
+def test_plain_tables_are_aligned():
+    lines = tables.plain("title", ("name", ">n"), [["a", "1"], ["long", "100"]])
+    assert lines == ["title", "name    n", "a       1", "long  100"]
+
+
+@pytest.mark.gpu
+def test_the_build_compiles_what_a_launch_runs():
+    """The kernels that the stand-ins lead to are those, to the hash, that the same call launches on this GPU."""
+    from triton.runtime.jit import JITFunction
+
+    from harness import launches
+    from harness.execute import bind
+
+    capability = torch.cuda.get_device_capability()
+    spec = registry.load(registry.names()[0])
+    case = next(case for case in spec.cases if case.bench)
+    real: list[str] = []
+    original = JITFunction.run
+
+    def run(self, *args, **kwargs):
+        compiled = original(self, *args, **kwargs)
+        real.append(compiled.hash)
+        return compiled
+
+    fn = next(iter(spec.implementations.values()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", run)
+        bind(spec, fn, spec.make_inputs(case, "cuda", None), "bwd")()
+    with launches.record(capability) as seen:
+        bind(spec, fn, spec.make_inputs(case, "cuda", None), "bwd")()
+    assert [launch.compiled.hash for launch in seen] == real

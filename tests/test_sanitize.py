@@ -1,0 +1,248 @@
+"""`sanitize`: what the tools are asked, how their words are sorted, and the exit code."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness import options, rows_json, sanitize, sanitizer
+from harness.on_gpu import Place, place
+from harness.spec import Case, Cost, KernelSpec
+
+MEMCHECK = """\
+========= COMPUTE-SANITIZER
+ran toy.fwd.a.triton
+========= Invalid __global__ read of size 4 bytes
+=========     at _toy_fwd_kernel+0x1a0 in kernel.py:88
+=========     by thread (0,0,0) in block (0,0,0)
+=========     Address 0x7f0000000200 is out of bounds
+=========     and is 1 bytes after the nearest allocation at 0x7f0000000000 of size 512 bytes
+=========
+========= Invalid __global__ read of size 4 bytes
+=========     at _toy_fwd_kernel+0x1a0 in kernel.py:88
+=========     by thread (1,0,0) in block (0,0,0)
+=========     Address 0x7f0000000204 is out of bounds
+=========
+========= ERROR SUMMARY: 2 errors
+"""
+INITCHECK = """\
+========= COMPUTE-SANITIZER
+========= Uninitialized __global__ memory read of size 4 bytes
+=========     at void at::native::vectorized_elementwise_kernel<4, at::native::toy_functor>(int, T1)+0x240
+=========     by thread (31,0,0) in block (1,0,0)
+=========     Address 0x7f3c7ec000fc
+=========
+ran toy.fwd.a.triton
+========= ERROR SUMMARY: 1 error
+"""
+RACECHECK = """\
+========= COMPUTE-SANITIZER
+ran toy.fwd.a.triton
+========= Error: Race reported between Write access at _toy_bwd_kernel+0x90 in kernel.py:41
+=========     and Read access at _toy_bwd_kernel+0x100 in kernel.py:51 [508 hazards]
+=========
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+"""
+CLEAN = "========= COMPUTE-SANITIZER\nran toy.fwd.a.triton\nran toy.bwd.a.triton\n========= ERROR SUMMARY: 0 errors\n"
+
+
+def test_findings_of_our_kernels_are_counted_by_place():
+    found = sanitizer.parse(MEMCHECK, ["toy", "other"])
+    assert found.ours == [
+        {
+            "what": "Invalid __global__ read of size 4 bytes",
+            "kernel": "_toy_fwd_kernel",
+            "where": "kernel.py:88",
+            "count": 2,
+        }
+    ]
+    assert (found.others, found.failures) == ([], [])
+
+
+def test_findings_of_other_kernels_are_kept_apart():
+    found = sanitizer.parse(INITCHECK, ["toy"])
+    assert found.ours == []
+    assert found.others[0]["what"] == "Uninitialized __global__ memory read of size 4 bytes"
+    assert "vectorized_elementwise_kernel" in found.others[0]["kernel"]
+    # Another kernel of the same words in its name is not ours either.
+    assert sanitizer.parse(MEMCHECK, ["fwd"]).ours == []
+
+
+def test_races_name_the_kernel_in_their_first_line():
+    (race,) = sanitizer.parse(RACECHECK, ["toy"]).ours
+    assert race["kernel"] == "_toy_bwd_kernel"
+    assert race["where"] == "kernel.py:41"
+    assert race["what"].startswith("Error: Race reported between Write access")
+
+
+def test_a_divergent_barrier_is_a_finding():
+    text = (
+        "========= Barrier error detected. Divergent thread(s) in block.\n"
+        "=========     at _toy_fwd_kernel+0xf0 in kernel.py:79\n=========     by thread (37,0,0) in block (0,0,0)\n"
+    )
+    assert sanitizer.parse(text, ["toy"]).ours[0]["what"] == "Barrier error detected. Divergent thread(s) in block"
+
+
+def test_a_tool_that_could_not_do_its_work_is_a_failure():
+    text = (
+        "========= Internal Sanitizer Error: The Sanitizer encountered an error while launching _toy_fwd_kernel\n"
+        "========= Error: Target application terminated before first instrumented API call\n"
+    )
+    found = sanitizer.parse(text, ["toy"])
+    assert found.ours == []
+    assert len(found.failures) == 2
+
+
+@pytest.mark.parametrize("tool", sanitizer.TOOLS)
+def test_command_line(tool):
+    command = sanitizer.command(Path("cs"), tool, ["toy", "gmm"], ["python", "x"])
+    assert command[:3] == ["cs", "--tool", tool]
+    assert command[-2:] == ["python", "x"]
+    assert command[command.index("--error-exitcode") + 1] == "99"
+    filters = [command[i + 1] for i, word in enumerate(command) if word == "--kernel-name"]
+    # Memory that a kernel writes which initcheck does not look at counts as never written.
+    assert filters == ([] if tool == "initcheck" else ["kernel_substring=toy", "kernel_substring=gmm"])
+    assert ("--report-api-errors" in command) == (tool == "memcheck")
+
+
+def test_the_caching_allocator_is_off(monkeypatch, capsys):
+    program = "import os; print('=' * 9, 'quiet'); print(os.environ['PYTORCH_NO_CUDA_MEMORY_CACHING'])"
+    code, output = sanitizer.run([sys.executable, "-c", program])
+    assert (code, output) == (0, "========= quiet\n1\n")
+    assert capsys.readouterr().out == "1\n"  # the tool's own lines are summed up instead
+
+
+def test_without_the_tool_it_is_said_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(sanitizer, "INSTALLATIONS", ())
+    monkeypatch.setattr(sanitizer.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(FileNotFoundError, match="nvidia-cuda-sanitizer-api"):
+        sanitizer.find()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_without_a_gpu_it_is_said():
+    with pytest.raises(ValueError, match="sanitize needs an NVIDIA GPU, and none was found"):
+        place("sanitize", Namespace(gpu="auto", device=None, out=None))
+
+
+SPEC = KernelSpec(
+    name="toy",
+    implementations={"triton": lambda x: x},
+    reference=lambda x: x,
+    make_inputs=lambda case, device, generator: {"x": torch.ones(case.dims["n"], device=device)},
+    cost=lambda case, mode: Cost(1, 1),
+    cases=(Case("large", {"n": 4}, torch.float32, bench=True), Case("a", {"n": 1}, torch.float32)),
+    grads=("x",),
+    unit="elements",
+    items=lambda case: 1,
+    fuzz={},
+)
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    """Runs `sanitize` where each tool says what is given for it. Returns exit code and rows by tool."""
+
+    def run(outputs: dict[str, tuple[int, str]], **given) -> tuple[int, dict]:
+        monkeypatch.setattr(sanitizer, "run", lambda command: outputs[command[command.index("--tool") + 1]])
+        arguments = {"kernel": ["toy"], "case": None, "mode": None, "impl": None, "gpu": "auto", "device": None}
+        arguments |= {"out": tmp_path, "tool": list(outputs), "worker": False}
+        code = sanitize.main(Namespace(**{**arguments, **given}))
+        written = rows_json.read(tmp_path / "sanitize.json", sanitize.SCHEMA)
+        return code, {row["tool"]: row for row in written["rows"]}
+
+    monkeypatch.setattr(options.registry, "load", lambda name: SPEC)
+    monkeypatch.setattr(sanitize, "place", lambda command, arguments: Place(torch.device("cpu"), "h200", tmp_path))
+    monkeypatch.setattr(sanitize.environment, "capture", lambda device: {"commit": "abc", "time": str(tmp_path)})
+    monkeypatch.setattr(sanitizer, "find", lambda: Path("cs"))
+    monkeypatch.setattr(sanitizer, "version", lambda tool: "2025.3.1.0")
+    return run
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "status", "exit_code"),
+    [
+        (0, CLEAN, "ok", 0),
+        (sanitizer.FOUND, MEMCHECK, "findings", 1),
+        (sanitizer.FOUND, INITCHECK, "ok", 0),  # of PyTorch's kernels alone
+        (1, CLEAN, "failed", 1),  # a case raised
+        (-9, "", "failed", 1),
+        (0, "========= COMPUTE-SANITIZER\n", "failed", 1),  # nothing was run, so nothing was checked
+        (sanitizer.FOUND, CLEAN, "failed", 1),  # errors that were not understood are not taken for none
+    ],
+)
+def test_exit_code(toy, code, output, status, exit_code):
+    found, rows = toy({"memcheck": (code, output)})
+    assert (found, rows["memcheck"]["status"]) == (exit_code, status)
+    assert bool(rows["memcheck"]["reason"]) == (status == "failed")
+
+
+def test_a_second_call_keeps_the_other_tools(toy, capsys):
+    toy({"memcheck": (0, CLEAN), "initcheck": (sanitizer.FOUND, INITCHECK)})
+    code, rows = toy({"racecheck": (sanitizer.FOUND, RACECHECK)})
+    assert code == 1
+    assert list(rows) == ["memcheck", "initcheck", "racecheck"]
+    assert rows["memcheck"]["cases"] == 2
+    assert "racecheck: Error: Race reported between Write access" in capsys.readouterr().out
+
+
+def test_the_worker_runs_the_small_cases_of_ours(monkeypatch, capsys):
+    ran = []
+
+    def run(spec, case, mode, name, device) -> bool:
+        ran.append((case.name, mode, name))
+        return True
+
+    monkeypatch.setattr(sanitize, "_run", run)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    selection = options.Selection(SPEC, SPEC.cases[:1], SPEC.modes, ("triton", "eager"))
+    where = Place(torch.device("cpu"), "h200", Path())
+    assert sanitize._work([selection], Namespace(case=None), where) == 0
+    assert ran == [("a", "fwd", "triton"), ("a", "bwd", "triton")]
+    ran.clear()
+    sanitize._work([selection], Namespace(case=["large"]), where)
+    assert ran == [("large", "fwd", "triton"), ("large", "bwd", "triton")]
+
+
+PLANTED = """\
+import torch, triton, triton.language as tl
+
+@triton.jit
+def _toy_kernel(x_ptr, y_ptr, PAST: tl.constexpr):
+    at = tl.arange(0, 128)
+    tl.store(y_ptr + at, tl.load(x_ptr + at + PAST))
+
+x = torch.{make}(128, device="cuda")
+_toy_kernel[(1,)](x, torch.empty_like(x), PAST={past})
+torch.cuda.synchronize()
+print("ran toy")
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("tool", "make", "past", "finds"),
+    [
+        ("memcheck", "zeros", 0, False),
+        ("memcheck", "zeros", 1, True),
+        ("initcheck", "zeros", 0, False),
+        ("initcheck", "empty", 0, True),
+    ],
+)
+def test_planted_errors_are_found(tmp_path, tool, make, past, finds):
+    try:
+        program = sanitizer.find()
+    except FileNotFoundError:
+        pytest.skip("compute-sanitizer is not installed")
+    script = tmp_path / "planted.py"
+    script.write_text(PLANTED.format(make=make, past=past))
+    code, output = sanitizer.run(sanitizer.command(program, tool, ["toy"], [sys.executable, str(script)]))
+    found = sanitizer.parse(output, ["toy"])
+    assert bool(found.ours) == finds, output
+    assert (code == sanitizer.FOUND) == finds

@@ -1,0 +1,246 @@
+"""`tune`: a search that no failing or wrong candidate wins, and picks that hold against what is committed."""
+
+from __future__ import annotations
+
+import json
+import re
+from argparse import Namespace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from harness import options, registry, rows_json, tune, tuned
+from harness.on_gpu import Place, place
+from harness.spec import Case, Cost, KernelSpec, Tunable
+
+
+@dataclass(frozen=True)
+class Config:
+    block: int
+    warps: int = 4
+
+
+#: What a call takes with each block; others do not compile.
+TIMES = {64: 10.0, 128: 8.0, 256: 8.2, 512: 7.0}
+WRONG = 512
+
+kernel = ModuleType("toy_kernel")
+ran: list[int] = []
+
+
+def _pick(n: int, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
+    return Config(128 if dtype == torch.float32 and capability >= (8, 0) else 64)
+
+
+def _op(x: torch.Tensor) -> torch.Tensor:
+    config = kernel.pick_config(x.numel(), x.dtype, (9, 0))
+    if config.block not in TIMES:
+        raise RuntimeError(f"out of resources with {config.block}")
+    ran.append(config.block)
+    return x * (2.1 if config.block == WRONG else 2.0)
+
+
+CASE = Case("a", {"n": 8}, torch.float32, bench=True)
+BLOCKS = (64, 128, 256, 512, 1024)
+SPEC = KernelSpec(
+    name="toy",
+    implementations={"triton": _op},
+    reference=lambda x: x * 2,
+    make_inputs=lambda case, device, generator: {"x": torch.randn(8, device=device, generator=generator)},
+    cost=lambda case, mode: Cost(1, 1),
+    cases=(CASE,),
+    grads=("x",),
+    unit="elements",
+    items=lambda case: 8,
+    fuzz={},
+    tunables=(Tunable(kernel, "pick_config", "fwd", lambda case: [Config(block) for block in BLOCKS]),),
+)
+
+
+@pytest.fixture(autouse=True)
+def timed(monkeypatch):
+    """A GPU on which a call takes what TIMES says, and a clock that runs slower from group to group."""
+    state = SimpleNamespace(groups=[], drift=1.0, fails=set())
+
+    def median_times(clock, binds, sets):
+        medians = {}
+        for index, bind in binds.items():
+            ran.clear()
+            bind(0)()
+            if ran[-1] in state.fails:
+                return {}, "", (index, "RuntimeError: cannot be captured")
+            medians[index] = TIMES[ran[-1]] * state.drift
+        state.groups.append(list(binds))
+        state.drift *= 1.5
+        return medians, "cold", None
+
+    monkeypatch.setattr(kernel, "pick_config", _pick, raising=False)
+    monkeypatch.setattr(tune, "median_times", median_times)
+    monkeypatch.setattr(tune, "input_sets", lambda *_: 2)
+    monkeypatch.setattr(tune, "new_clock", lambda device: None)
+    return state
+
+
+def _search(spec: KernelSpec = SPEC) -> dict:
+    return tune.search(spec, spec.tunables[0], CASE, torch.device("cpu"), None)
+
+
+def _by_block(row: dict) -> dict[int, tuple]:
+    return {c["config"]["block"]: (c["median_us"], c["reason"]) for c in row["candidates"]}
+
+
+def test_every_candidate_is_timed_or_has_its_reason():
+    row = _search()
+    assert row["picked"] == {"block": 128, "warps": 4}
+    assert row["picked_us"] == 8.0
+    assert row["arguments"] == [8, {"dtype": "float32"}, [9, 0]]
+    found = _by_block(row)
+    assert found[64] == (10.0, None)
+    assert found[128] == (8.0, None)
+    assert found[256] == (8.2, None)
+    assert found[512] == (None, "gives another result than the picked configuration")  # or it would be the fastest
+    assert found[1024] == (None, "RuntimeError: out of resources with 1024")
+
+
+def test_a_drifting_clock_favours_no_group(timed, monkeypatch):
+    monkeypatch.setattr(tune, "GROUP", 1)
+    row = _search()
+    assert timed.groups == [[0, 1], [0, 2]]  # the picked one, index 0, in each
+    found = _by_block(row)
+    assert found[64][0] / found[128][0] == pytest.approx(10.0 / 8.0)
+    assert found[256][0] / found[128][0] == pytest.approx(8.2 / 8.0)
+
+
+def test_a_candidate_that_fails_while_timed_has_its_reason_and_the_others_go_on(timed):
+    timed.fails = {64}
+    found = _by_block(_search())
+    assert found[64] == (None, "RuntimeError: cannot be captured")
+    assert found[256] == (8.2, None)
+
+
+def test_a_picked_configuration_that_fails_is_an_error(timed):
+    timed.fails = {128}
+    with pytest.raises(ValueError, match="the picked configuration itself fails"):
+        _search()
+
+
+def test_the_pick_function_is_put_back():
+    _search()
+    assert kernel.pick_config is _pick
+
+
+def test_a_function_that_is_never_called_is_an_error(monkeypatch):
+    monkeypatch.setattr(kernel, "pick_other", lambda: Config(64), raising=False)
+    spec = replace(SPEC, tunables=(Tunable(kernel, "pick_other", "fwd", lambda case: []),))
+    with pytest.raises(ValueError, match="pick_other is not called in mode fwd"):
+        _search(spec)
+
+
+def test_a_backward_is_tuned_with_the_same_incoming_gradients():
+    tunable = replace(SPEC.tunables[0], mode="bwd")
+    row = tune.search(replace(SPEC, tunables=(tunable,)), tunable, CASE, torch.device("cpu"), None)
+    # In this toy the backward of the wrong candidate differs too: 2.1 dy for 2 dy.
+    assert _by_block(row)[512][1] == "gives another result than the picked configuration"
+    assert _by_block(row)[64] == (10.0, None)
+
+
+def _row(**times: float | None) -> dict:
+    candidates = [
+        {"config": {"block": int(b[1:]), "warps": 4}, "median_us": us, "reason": None if us else "did not compile"}
+        for b, us in times.items()
+    ]
+    first = candidates[0]
+    return {"kernel": "toy", "mode": "fwd", "case": "a", "function": "pick_config", "column": "cold"} | {
+        "arguments": [8, {"dtype": "float32"}, [9, 0]],
+        "picked": first["config"],
+        "picked_us": first["median_us"],
+        "candidates": candidates,
+    }
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (_row(b128=8.0, b64=10.0), None),
+        (_row(b128=10.0, b64=9.75), None),  # within the noise of the search
+        (_row(b128=10.0, b64=9.6), r"\(10\.00 µs\), 4\.2 % behind \{'block': 64, 'warps': 4\} \(9\.60 µs\)"),
+        (_row(b64=10.0), "not among the candidates measured: tune again"),
+        (_row(b128=None, b64=10.0), "which failed: did not compile"),
+    ],
+)
+def test_todays_pick_is_judged_by_what_was_measured(tmp_path, row, message):
+    file = tmp_path / "reports" / "h200" / "tune" / "toy.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"schema": tuned.SCHEMA, "rows": [row]}))
+    assert tuned.files(tmp_path) == [file]
+    wrong = tuned.behind(file, SPEC)
+    assert len(wrong) == (message is not None)
+    assert message is None or re.search(message, wrong[0])
+
+
+def test_a_changed_pick_or_signature_shows(tmp_path, monkeypatch):
+    file = tmp_path / "toy.json"
+    file.write_text(json.dumps({"schema": tuned.SCHEMA, "rows": [_row(b128=8.0, b64=10.0)]}))
+    assert tuned.behind(file, SPEC) == []
+    monkeypatch.setattr(kernel, "pick_config", lambda n, dtype, capability: Config(64))
+    assert "25.0 % behind" in tuned.behind(file, SPEC)[0]
+    monkeypatch.setattr(kernel, "pick_config", lambda n: Config(128))
+    assert "positional argument" in tuned.behind(file, SPEC)[0]
+    assert "tune again" in tuned.behind(file, replace(SPEC, tunables=()))[0]
+
+
+def test_arguments_survive_the_file():
+    arguments = (8, torch.bfloat16, (9, 0), None, True, 0.5, "x")
+    assert tuple(map(tuned.decode, json.loads(json.dumps([tuned.encode(a) for a in arguments])))) == arguments
+    with pytest.raises(TypeError, match="plain values"):
+        tuned.encode(object())
+
+
+def test_what_kernels_pick_today_holds_against_the_committed_measurements():
+    wrong = [verdict for path in tuned.files() for verdict in tuned.behind(path, registry.load(path.stem))]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    monkeypatch.setattr(options.registry, "load", lambda name: SPEC)
+    monkeypatch.setattr(tune, "place", lambda name, arguments: Place(torch.device("cpu"), "h200", tmp_path))
+    monkeypatch.setattr(tune.environment, "capture", lambda device: {"commit": "abc"})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    def run(**given) -> int:
+        selection = {"kernel": ["toy"], "case": None, "mode": None, "impl": None}
+        return tune.main(Namespace(**{**selection, **given}))
+
+    return run
+
+
+def test_the_command_writes_and_tells(command, tmp_path, capsys):
+    assert command() == 0
+    document = rows_json.read(tmp_path / "tune" / "toy.json", tuned.SCHEMA)
+    assert (document["kernel"], document["gpu"], document["environment"]["commit"]) == ("toy", "h200", "abc")
+    assert len(document["rows"]) == 1
+    said = capsys.readouterr().out
+    assert "5 candidates, 2 unfit; the picked one is among the best" in said
+    assert "block=128 warps=4" in said
+
+
+def test_a_pick_that_is_behind_is_exit_code_1(command, monkeypatch, capsys):
+    monkeypatch.setattr(kernel, "pick_config", lambda n, dtype, capability: Config(64))
+    assert command() == 1
+    assert "25.0 % behind {'block': 128, 'warps': 4}" in capsys.readouterr().out
+
+
+def test_nothing_to_tune_is_said(command, monkeypatch):
+    monkeypatch.setattr(options.registry, "load", lambda name: replace(SPEC, tunables=()))
+    with pytest.raises(ValueError, match="has tunables"):
+        command()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_without_a_gpu_it_is_said():
+    with pytest.raises(ValueError, match="tune needs an NVIDIA GPU, and none was found"):
+        place("tune", Namespace(gpu="auto", device=None, out=Path()))
