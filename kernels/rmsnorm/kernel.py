@@ -272,7 +272,7 @@ def rmsnorm_bwd(
     dh2 = None if dh is None else _rows(dh)
     rows = h2.shape[0]
     dx = torch.empty(h.shape, dtype=h.dtype, device=h.device) if need_dx else None
-    dw = torch.empty(dim, dtype=weight.dtype, device=h.device) if need_dw else None
+    dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if weight is not None and need_dw else None
     if h.numel() == 0:
         return dx, None if dw is None else dw.zero_()
     weight = None if weight is None else weight.contiguous()

@@ -10,6 +10,9 @@ from .kernel import rmsnorm_bwd, rmsnorm_fwd
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_DIM = 65536
 
+# As @triton.jit decided it when the kernels were imported; torch.compile cannot trace the knob itself.
+INTERPRETED: bool = triton.knobs.runtime.interpret
+
 # Named after the package, so that a copy of this folder under another name registers ops of its own.
 _NAMESPACE = __package__.replace(".", "_")
 
@@ -67,7 +70,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor 
             raise ValueError(f"rmsnorm: residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
         if residual.device != x.device:
             raise ValueError(f"rmsnorm: residual must be on x's device {x.device}, got {residual.device}")
-    if x.device.type == "cpu" and not triton.knobs.runtime.interpret:
+    if x.device.type == "cpu" and not INTERPRETED:
         raise RuntimeError("rmsnorm: x must be on a GPU; the CPU needs Triton's interpreter (TRITON_INTERPRET=1)")
 
 
