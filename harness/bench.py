@@ -81,7 +81,8 @@ class Session:
         self.recorded_ceilings = {"measured": measured, "datasheet": datasheet}
         self.clock = timing.Clock(self.device, timing.QUICK if self.arguments.quick else timing.Budget())
 
-    def options(self) -> dict[str, Any]:
+    def asked(self) -> dict[str, Any]:
+        """The command line, as the record has it."""
         a = self.arguments
         return {n: getattr(a, n) for n in ("gpu", "quick", "timer", "case", "mode", "impl", "resume")}
 
@@ -91,7 +92,7 @@ class Session:
         finished = record.Finished()
         if self.arguments.resume:
             finished = record.finished(
-                path, options=self.options(), commit=self.environment["commit"], gpu=self.environment["gpu"]["name"]
+                path, options=self.asked(), commit=self.environment["commit"], gpu=self.environment["gpu"]["name"]
             )
         groups = [(c, m) for c in selection.cases for m in selection.modes if (c.name, m) not in finished.done]
         failures = 0
@@ -103,7 +104,7 @@ class Session:
             write(
                 "run",
                 unit=spec.unit,
-                options=self.options(),
+                options=self.asked(),
                 environment=self.environment,
                 ceilings=self.recorded_ceilings,
             )

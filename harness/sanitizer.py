@@ -85,8 +85,9 @@ def command(sanitizer: Path, tool: str, kernels: Iterable[str], program: Sequenc
     if tool == "initcheck":
         filters = []
     specific = {
-        # PyTorch provokes errors of the API on purpose, to find out what a driver can do.
-        "memcheck": ["--report-api-errors", "no", "--destroy-on-device-error", "kernel"],
+        # PyTorch provokes errors of the API on purpose, to find out what a driver can do. The padding is a gap between
+        # neighbouring allocations: without it an access past the end of one is inside the next.
+        "memcheck": ["--report-api-errors", "no", "--destroy-on-device-error", "kernel", "--padding", "4096"],
         "racecheck": ["--racecheck-report", "analysis"],
     }.get(tool, [])
     return [

@@ -104,6 +104,7 @@ def test_command_line(tool):
     assert command[:3] == ["cs", "--tool", tool]
     assert command[-2:] == ["python", "x"]
     assert command[command.index("--error-exitcode") + 1] == "99"
+    assert ("--padding" in command) == (tool == "memcheck")
     filters = [command[i + 1] for i, word in enumerate(command) if word == "--kernel-name"]
     # Memory that a kernel writes which initcheck does not look at counts as never written.
     assert filters == ([] if tool == "initcheck" else ["kernel_substring=toy", "kernel_substring=gmm"])

@@ -133,11 +133,14 @@ def _fake_rstd(x: torch.Tensor, save: bool) -> torch.Tensor:
 
 
 def _save(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)  # rstd has no gradient: no kernel to fill one with zeros
     x, weight, _, ctx.weight_offset, _ = inputs
     ctx.save_for_backward(x, weight, output[1])
 
 
 def _backward(ctx, dy, _drstd):
+    if dy is None:
+        return None, None, None, None, None
     h, weight, rstd = ctx.saved_tensors
     need_dx, need_dw = ctx.needs_input_grad[:2]
     dx, dw = _bwd_op(dy, None, h, rstd, weight, ctx.weight_offset, need_dx, need_dw)
@@ -145,13 +148,16 @@ def _backward(ctx, dy, _drstd):
 
 
 def _add_save(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)
     _, _, weight, _, ctx.weight_offset, _ = inputs
     ctx.save_for_backward(output[1], weight, output[2])
 
 
 def _add_backward(ctx, dy, dh, _drstd):
-    h, weight, rstd = ctx.saved_tensors
     need_dx, need_dr, need_dw = ctx.needs_input_grad[:3]
+    if dy is None:  # y was not used: h's gradient passes through
+        return dh if need_dx else None, dh if need_dr else None, None, None, None, None
+    h, weight, rstd = ctx.saved_tensors
     need_dh = need_dx or need_dr
     d, dw = _bwd_op(dy, dh if need_dh else None, h, rstd, weight, ctx.weight_offset, need_dh, need_dw)
     return d if need_dx else None, d if need_dr else None, dw if need_dw else None, None, None, None

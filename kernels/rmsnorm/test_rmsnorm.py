@@ -69,6 +69,21 @@ def test_no_work_for_a_gradient_that_nobody_wants(needed, monkeypatch):
     assert all((tensors[n].grad is not None) == (n == needed) for n in tensors)
 
 
+@pytest.mark.parametrize("used", [0, 1])
+def test_one_output_alone_may_be_used(used):
+    tensors = [normal(3, 32, requires_grad=True), normal(32, requires_grad=True), normal(3, 32, requires_grad=True)]
+
+    def grads(norm):
+        x, weight, residual = tensors
+        loss = norm(x, weight, residual=residual)[used].square().sum()
+        return torch.autograd.grad(loss, tensors, allow_unused=True)
+
+    for mine, other in zip(grads(rmsnorm), grads(rmsnorm_reference), strict=True):
+        assert (mine is None) == (other is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
+
+
 def test_inference_saves_nothing(monkeypatch):
     launched = []
     monkeypatch.setattr(kernel, "_rmsnorm_fwd_kernel", _spy(kernel._rmsnorm_fwd_kernel, launched, "fwd"))
