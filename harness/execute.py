@@ -53,7 +53,7 @@ def _load_baseline(spec: KernelSpec, baseline: Baseline, case: Case, mode: str) 
 
 
 def outputs(result: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """An op's result as a tuple of tensors. A lazily evaluated tensor subclass is refused: it would be timed as free."""
+    """An op's result as a tuple of tensors. Raises LazyOutput for a tensor subclass."""
     tensors = (result,) if isinstance(result, torch.Tensor) else tuple(result)
     for tensor in tensors:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not _is_fake(tensor):
@@ -89,10 +89,12 @@ def bind(spec: KernelSpec, fn: Op, inputs: Inputs, mode: str, out_grads: Sequenc
     results = tuple(t for t in results if t.requires_grad)
     grads = random_like(results) if out_grads is None else list(out_grads)
 
-    def backward(results: tuple[torch.Tensor, ...] = results) -> tuple[torch.Tensor, ...]:
+    def backward(results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(results, list(wrt.values()), grads, retain_graph=mode == "bwd")
 
-    return backward if mode == "bwd" else lambda: backward(tuple(t for t in outputs(fn(**inputs)) if t.requires_grad))
+    if mode == "bwd":
+        return lambda: backward(results)
+    return lambda: backward(tuple(t for t in outputs(fn(**inputs)) if t.requires_grad))
 
 
 def random_like(tensors: Sequence[torch.Tensor], generator: torch.Generator | None = None) -> list[torch.Tensor]:

@@ -18,7 +18,7 @@ THROTTLE = {
 
 
 def handle(device: torch.device) -> Any:
-    """NVML's handle of a torch device, matched by UUID: CUDA_VISIBLE_DEVICES renumbers one of them and not the other."""
+    """NVML's handle of a torch device, matched by UUID: CUDA_VISIBLE_DEVICES renumbers only one of the two."""
     pynvml.nvmlInit()
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     return pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")

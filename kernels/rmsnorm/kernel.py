@@ -307,8 +307,10 @@ def rmsnorm_bwd(
             num_warps=config.num_warps,
         )
         if need_dw:
-            block = 32 if dim >= 4096 else 16  # enough CTAs to fill the GPU, each reading whole 64-byte sectors
-            _rmsnorm_dw_kernel[(triton.cdiv(dim, block),)](partial, dw, programs, dim, BLOCK_M=64, BLOCK_N=block)
+            # Latency alone counts here: enough CTAs to fill the GPU, each with all of its loads in flight at once.
+            block_m, block_n = min(256, triton.next_power_of_2(programs)), 32 if dim >= 4096 else 16
+            grid = (triton.cdiv(dim, block_n),)
+            _rmsnorm_dw_kernel[grid](partial, dw, programs, dim, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=8)
     return dx, dw
 
 
