@@ -143,8 +143,8 @@ def method(records: Records) -> list[str]:
         "- Implementations take turns (A B C A B C …) and speed-ups are paired by round: drift of the clocks cancels.",
         "- Throughput counts compulsory work alone: each input read once, each output written once, the useful FLOPs. "
         "The roofline is the least time for that work at the ceilings below.",
-        "- Our implementations and other libraries were checked against an fp64 oracle before they were timed, ours once "
-        "more after it. Eager and compile are made from the reference itself.",
+        "- Our implementations and other libraries were checked against an fp64 oracle before they were timed, ours "
+        "once more after it. Eager and compile are made from the reference itself.",
         "- Peak memory is what a call takes above its inputs.",
     ]
     return lines

@@ -20,7 +20,7 @@ from unittest import mock
 
 import torch
 
-from . import environment, execute, options, rows_json, tables, timing
+from . import environment, execute, options, precompile, rows_json, tables, timing
 from .on_gpu import Place, place
 from .spec import Case, KernelSpec, Tunable
 from .tuned import SCHEMA, encode, judge
@@ -45,6 +45,10 @@ def main(arguments: argparse.Namespace) -> int:
     if not selections:
         raise ValueError("nothing that is selected has tunables in its SPEC")
     captured = environment.capture(where.device)
+    if where.device.type == "cuda":
+        work = precompile.jobs(selections, torch.cuda.get_device_capability(where.device))
+        print(f"compiling {len(work)} candidates", flush=True)
+        precompile.run(work)
     behind = 0
     for selection in selections:
         rows = list(_rows(selection, where))

@@ -1,0 +1,60 @@
+"""Fills Triton's cache with every candidate that `tune` is about to time, on all cores.
+
+The compiler is most of what a search costs. What is compiled ahead of time and what a launch compiles have the same key
+in the cache, so the search then only loads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import multiprocessing
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import NamedTuple
+from unittest import mock
+
+from . import execute, launches, options, registry
+
+
+class Job(NamedTuple):
+    """One candidate of one tunable in one case."""
+
+    kernel: str
+    tunable: int
+    case: str
+    candidate: int
+    capability: tuple[int, int]
+
+
+def jobs(selections: Sequence[options.Selection], capability: tuple[int, int]) -> list[Job]:
+    """Everything that `tune` will try on a GPU of that capability."""
+    return [
+        Job(selection.spec.name, index, case.name, candidate, capability)
+        for selection in selections
+        for index, tunable in enumerate(selection.spec.tunables)
+        if tunable.mode in selection.modes
+        for case in selection.cases
+        if case.min_capability <= capability
+        for candidate in range(len(list(tunable.candidates(case))))
+    ]
+
+
+def run(work: Sequence[Job]) -> None:
+    """Compiles them all. A candidate that cannot be compiled is left for `tune` to report."""
+    context = multiprocessing.get_context("spawn")  # the CUDA context of this process does not survive a fork
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
+        list(pool.map(compile_candidate, work, chunksize=4))
+
+
+def compile_candidate(job: Job) -> None:
+    """Runs the launchers on fake tensors with the candidate in the place of the picked configuration."""
+    spec = registry.load(job.kernel)
+    tunable, case = spec.tunables[job.tunable], spec.case(job.case)
+    config = list(tunable.candidates(case))[job.candidate]
+    fn = next(iter(spec.implementations.values()))
+    picked = mock.patch.object(tunable.module, tunable.function, lambda *_: config)
+    silent = contextlib.redirect_stdout(io.StringIO())  # where ptxas refuses, Triton prints the whole PTX
+    with contextlib.suppress(Exception), silent, picked, launches.record(job.capability):
+        execute.bind(spec, fn, spec.make_inputs(case, "cuda", None), tunable.mode)()
