@@ -26,7 +26,9 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
 def add_target(parser: argparse.ArgumentParser) -> None:
     """--gpu and --device."""
     group = parser.add_argument_group("where")
-    group.add_argument("--gpu", default="auto", metavar="NAME", help="auto, or a GPU of the table, e.g. h200, h100, a100-80")
+    group.add_argument(
+        "--gpu", default="auto", metavar="NAME", help="auto, or a GPU of the table, e.g. h200, h100, a100-80"
+    )
     group.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
 
 

@@ -1,0 +1,41 @@
+"""`list`: what there is to choose from with --kernel, --case, --mode and --impl."""
+
+from __future__ import annotations
+
+import argparse
+
+from . import options, registry
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    options.add_selection(parser)
+    parser.add_argument("--all", action="store_true", help="also the cases that exist for correctness alone")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    if arguments.all and not arguments.case:
+        chosen = [registry.load(name) for name in arguments.kernel or registry.names()]
+        arguments.case = sorted({case.name for spec in chosen for case in spec.cases})
+    print("\n\n".join(describe(selection) for selection in options.select(arguments)) or "nothing matches")
+    return 0
+
+
+def describe(selection: options.Selection) -> str:
+    """The chosen part of one kernel: its modes, implementations and unit, then a line for each case."""
+    spec = selection.spec
+    width = max(len(case.name) for case in selection.cases)
+    ours = [name for name in selection.implementations if name in spec.implementations]
+    others = [name for name in selection.implementations if name not in spec.implementations]
+    lines = [
+        spec.name,
+        f"  modes            {', '.join(selection.modes)}",
+        f"  implementations  {', '.join(ours) or 'none'}",
+        f"  compared with    {', '.join(others) or 'none'}",
+        f"  throughput in    {spec.unit}/s",
+        "  cases",
+    ]
+    for case in selection.cases:
+        settings = {**case.dims, "dtype": str(case.dtype).removeprefix("torch."), **case.params}
+        shown = ", ".join(f"{key} {value}" for key, value in settings.items())
+        lines.append(f"    {case.name:<{width}}  {shown}{'' if case.bench else '  (correctness alone)'}")
+    return "\n".join(lines)

@@ -1,0 +1,69 @@
+"""Scaffolds a kernel: a copy of `template/` with the placeholder replaced. It works, so that one changes a thing that
+passes its tests, and it touches nothing but its own folder."""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import keyword
+import re
+import sys
+from pathlib import Path
+
+from . import registry
+
+TEMPLATE = Path(__file__).resolve().parent / "template"
+PLACEHOLDER = "TEMPLATE"
+LONGEST = 30  # the name stands in tables, file names and NVTX ranges
+MODULES = ("bench", "kernel", "op", "reference")  # a function of that name would hide the module beside it
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="folder, public function, op and SPEC.name: e.g. layer_norm")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    folder = scaffold(arguments.name)
+    shown = folder.relative_to(registry.ROOT)
+    print(f"{shown}: a working kernel, y = alpha · x. Make it yours, starting with reference.py and SPEC in bench.py.")
+    print(f"  nox -s test-{arguments.name}     its tests, and those of every SPEC")
+    print(f"  nox -s bench-{arguments.name}    correctness, then the time, or without a GPU the floor")
+    return 0
+
+
+def scaffold(name: str) -> Path:
+    """Writes kernels/<name> and returns it. ValueError says what is wrong with the name; nothing is written then."""
+    if reason := problem(name):
+        raise ValueError(f"cannot make a kernel named {name!r}: {reason}")
+    folder = registry.ROOT / "kernels" / name
+    write(name, folder)
+    return folder
+
+
+def write(name: str, folder: Path) -> None:
+    """The template, under that name, into a folder that is not there yet."""
+    folder.mkdir(parents=True)
+    for source in sorted(TEMPLATE.iterdir()):
+        if source.is_file():
+            target = folder / source.name.replace(PLACEHOLDER, name)
+            target.write_text(source.read_text(encoding="utf-8").replace(PLACEHOLDER, name), encoding="utf-8")
+
+
+def problem(name: str) -> str | None:
+    """Why `name` cannot be a kernel's name, or None."""
+    if not re.fullmatch("[a-z][a-z0-9_]*", name):
+        return "use lower-case letters, digits and underscores, a letter first"
+    if len(name) > LONGEST:
+        return f"at most {LONGEST} characters, it has {len(name)}"
+    if keyword.iskeyword(name) or keyword.issoftkeyword(name):
+        return "it is a keyword of Python"
+    if name in sys.stdlib_module_names or name in ("torch", "triton", "cupy"):
+        return "it would be taken for the module of that name"
+    if name in dir(builtins):
+        return "it would hide the builtin function"
+    if name in MODULES:
+        return "each kernel's folder has a module of that name"
+    for kind in registry.COLLECTIONS:
+        if (registry.ROOT / kind / name).exists():
+            return f"{kind}/{name} exists"
+    return None

@@ -1,0 +1,5 @@
+"""y = alpha · x, forward and backward."""
+
+from .op import TEMPLATE
+
+__all__ = ["TEMPLATE"]

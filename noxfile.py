@@ -1,0 +1,265 @@
+"""Sessions. `nox -l` lists them, `nox -s SESSION -- OPTIONS` runs one; a bare `nox` runs the tests.
+
+All sessions share one environment, `.venv`, which is made and filled when it is first needed. Where nothing can be
+downloaded, `nox --no-venv --no-install -s SESSION` uses the environment as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+# nox makes an environment for each session. One torch for each would be absurd, so `environment` makes one for all.
+nox.options.default_venv_backend = "none"
+
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+KERNELS = sorted(path.parent.name for kind in ("kernels", "workloads") for path in (ROOT / kind).glob("*/bench.py"))
+
+
+def environment(session: nox.Session) -> str:
+    """The Python that runs what a session runs.
+
+    Normally that of the shared environment, made and filled where that is needed. With --no-install the shared
+    environment as it is. With --no-venv --no-install the Python that runs nox or, if it has no torch, the one on PATH.
+    """
+    options = session._runner.global_config  # nox has no public way to ask for these two options
+    if options.force_venv_backend == "none":
+        if not options.no_install:
+            session.error("--no-venv would install into the environment in use: add --no-install to take it as it is")
+        if importlib.util.find_spec("torch"):
+            return sys.executable
+        python = shutil.which("python") or shutil.which("python3") or sys.executable
+        if not _has_module(python, "torch"):
+            session.error(f"neither {sys.executable} nor {python} has torch: activate the environment that has it")
+        return python
+    python = VENV / "bin" / "python"
+    if options.no_install:
+        if not python.exists():
+            session.error("--no-install needs a .venv that is there; add --no-venv for the environment in use")
+        return str(python)
+    if not python.exists():
+        _make_venv(session, VENV)
+    _fill_venv(session, str(python))
+    return str(python)
+
+
+def _make_venv(session: nox.Session, folder: Path) -> str:
+    # virtualenv comes with nox and brings a pip of its own: a Python without ensurepip will do.
+    session.run(sys.executable, "-m", "virtualenv", "--quiet", "--clear", "--no-periodic-update", str(folder))
+    return str(folder / "bin" / "python")
+
+
+def _fill_venv(session: nox.Session, python: str) -> None:
+    """Installs the dependency group `dev` and, where there is an NVIDIA driver, the peers; unless that was done."""
+    project = nox.project.load_toml("pyproject.toml")
+    dev = nox.project.dependency_groups(project, "dev")
+    peers = project["project"]["optional-dependencies"]["peers"] if _has_nvidia_driver() else []
+    wanted = "\n".join([*dev, *peers, (ROOT / "constraints.txt").read_text()])
+    stamp, digest = VENV / "ridgeline-installed", hashlib.sha256(wanted.encode()).hexdigest()
+    if stamp.is_file() and stamp.read_text() == digest:
+        return
+    stamp.unlink(missing_ok=True)
+    session.log("Filling .venv. The first time this downloads torch and takes some minutes.")
+    session.run(*_pip_install(python), *dev, log=False)
+    if peers and subprocess.run([*_pip_install(python), *peers]).returncode:
+        session.warn("The peers could not be installed: the reports will have them as skipped, with that reason.")
+    stamp.write_text(digest)
+
+
+def _pip_install(python: str) -> tuple[str, ...]:
+    return python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", str(ROOT / "constraints.txt")
+
+
+def _has_nvidia_driver() -> bool:
+    return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+
+
+def _has_module(python: str, name: str) -> bool:
+    probe = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({name!r}) is None)"
+    return subprocess.run([python, "-c", probe]).returncode == 0
+
+
+def harness(session: nox.Session, *arguments: str) -> None:
+    """python -m harness ARGUMENTS, then whatever stands after `--`."""
+    # On Ctrl-C the harness closes its record and prints what it has; nox would kill it after half a second.
+    session.run(environment(session), "-m", "harness", *arguments, *session.posargs, interrupt_timeout=60)
+
+
+def pytest(session: nox.Session, *arguments: str) -> None:
+    """pytest ARGUMENTS, then whatever stands after `--`."""
+    python = environment(session)
+    # conftest.py makes `auto` one process on a GPU.
+    workers = ("-n", "auto") if _has_module(python, "xdist") else ()
+    session.run(python, "-m", "pytest", *workers, *arguments, *session.posargs)
+
+
+def bench_and_report(session: nox.Session, *arguments: str) -> None:
+    """Runs the bench, and queues the report if records were written: without a GPU there is nothing to report."""
+    out = _option(session.posargs, "--out")
+    before = _records(out)
+    try:
+        harness(session, "bench", *arguments)
+    finally:  # a bench that failed, say on a row above the roofline, has rows worth reading too
+        if _records(out) != before:
+            session.notify("report", posargs=["--out", out] if out else [])
+
+
+def _option(arguments: list[str], name: str) -> str | None:
+    for index, argument in enumerate(arguments):
+        if argument == name:
+            return next(iter(arguments[index + 1 :]), None)
+        if argument.startswith(f"{name}="):
+            return argument.partition("=")[2]
+    return None
+
+
+def _records(out: str | None) -> dict[Path, int]:
+    """Every record and when it was last written."""
+    found = Path(out).glob("records/*.jsonl") if out else (ROOT / "reports").glob("*/records/*.jsonl")
+    return {path: path.stat().st_mtime_ns for path in found}
+
+
+@nox.session(default=False)
+def setup(session: nox.Session) -> None:
+    """Make the shared environment, .venv, and say what is in it."""
+    versions = "import torch, triton; print('torch', torch.__version__, '| triton', triton.__version__)"
+    python = environment(session)
+    session.log(python)
+    session.run(python, "-c", versions, log=False)
+
+
+@nox.session(tags=["check"])
+def test(session: nox.Session) -> None:
+    """Run all tests; those that need a GPU are skipped where there is none."""
+    pytest(session)
+
+
+@nox.session(default=False, tags=["check"])
+def build(session: nox.Session) -> None:
+    """Compile every JIT kernel for sm_80 and sm_90, no GPU needed; table registers, spills and shared memory."""
+    harness(session, "build")
+
+
+@nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """Check and time every kernel against its peers and the roofline; without a GPU: check, build and floors."""
+    bench_and_report(session)
+
+
+@nox.session(default=False, tags=["gpu"])
+def profile(session: nox.Session) -> None:
+    """Run Nsight Compute over every kernel: what limits it, and the bytes it really moved."""
+    harness(session, "profile")
+
+
+@nox.session(default=False, tags=["gpu"])
+def sanitize(session: nox.Session) -> None:
+    """Run compute-sanitizer over the small cases: memcheck and initcheck; racecheck and synccheck on demand."""
+    harness(session, "sanitize")
+
+
+@nox.session(default=False, tags=["gpu"])
+def tune(session: nox.Session) -> None:
+    """Time every candidate configuration beside the one that the kernel picks."""
+    harness(session, "tune")
+
+
+@nox.session(default=False)
+def report(session: nox.Session) -> None:
+    """Write Markdown and SVG from the records."""
+    harness(session, "report")
+
+
+@nox.session(default=False)
+def compare(session: nox.Session) -> None:
+    """Compare two sets of records: FASTER, SAME, SLOWER or UNSURE; fails on SLOWER."""
+    harness(session, "compare")
+
+
+@nox.session(default=False, tags=["check"])
+def lint(session: nox.Session) -> None:
+    """Run ruff: the rules, then the format."""
+    python = environment(session)
+    session.run(python, "-m", "ruff", "check", *(session.posargs or ["."]))
+    session.run(python, "-m", "ruff", "format", "--check", *(session.posargs or ["."]))
+
+
+@nox.session(default=False, tags=["check"])
+def types(session: nox.Session) -> None:
+    """Run mypy over the harness and the kernels."""
+    session.run(environment(session), "-m", "mypy", *session.posargs)
+
+
+@nox.session(default=False)
+def wheel(session: nox.Session) -> None:
+    """Build the wheel, install it into an empty environment and run every kernel from outside the checkout."""
+    python = environment(session)
+    standalone = ROOT / "tests" / "standalone.py"
+    with tempfile.TemporaryDirectory() as scratch:
+        inputs, site = Path(scratch, "inputs.pt"), Path(scratch, "site")
+        session.run(python, "-m", "tests.standalone", "inputs", str(inputs))
+        built = _build_wheel(session, python, Path(scratch))
+        if built is None:
+            session.warn("hatchling or pip is not in this environment: running the folder as a wheel would ship it")
+            session.run(python, "-m", "tests.standalone", "ship", str(site))
+        elif session._runner.global_config.no_install:
+            offline = ("--quiet", "--no-deps", "--no-index", "--disable-pip-version-check")
+            session.run(python, "-m", "pip", "install", *offline, "--target", str(site), str(built))
+        else:
+            python = _make_venv(session, Path(scratch, "empty"))
+            session.run(*_pip_install(python), "numpy<2.5", str(built), log=False)  # numpy for the interpreter
+        with session.chdir(scratch):
+            session.run(python, "-I", str(standalone), "run", "ridgeline", str(inputs), str(site))
+
+
+def _build_wheel(session: nox.Session, python: str, folder: Path) -> Path | None:
+    """Builds into `dist`, checks what is inside and returns the path; None where the tools are not there."""
+    if not (_has_module(python, "hatchling") and _has_module(python, "pip")):
+        return None
+    # Without isolation, because an isolated build downloads hatchling again.
+    flags = ("--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check")
+    session.run(python, "-m", "pip", "wheel", *flags, "--wheel-dir", str(folder), str(ROOT))
+    (built,) = folder.glob("*.whl")
+    session.run(python, "-m", "tests.standalone", "contents", str(built))
+    (ROOT / "dist").mkdir(exist_ok=True)
+    return Path(shutil.copy(built, ROOT / "dist"))
+
+
+@nox.session(default=False)
+def new(session: nox.Session) -> None:
+    """Scaffold a kernel that passes its tests at once: nox -s new -- NAME."""
+    # It copies files and no more, so it need not wait for torch to be installed.
+    session.run(sys.executable, "-m", "harness", "new", *session.posargs)
+
+
+def kernel_sessions(kernel: str) -> None:
+    """test-<kernel>, bench-<kernel> and profile-<kernel>."""
+    kind = "kernels" if (ROOT / "kernels" / kernel).is_dir() else "workloads"
+
+    def run_tests(session: nox.Session) -> None:
+        pytest(session, f"{kind}/{kernel}", "tests/test_specs.py", "--kernel", kernel)
+
+    def run_bench(session: nox.Session) -> None:
+        bench_and_report(session, "--kernel", kernel)
+
+    def run_profile(session: nox.Session) -> None:
+        harness(session, "profile", "--kernel", kernel)
+
+    run_tests.__doc__ = f"Run the tests of {kernel}."
+    run_bench.__doc__ = f"Check and time {kernel}."
+    run_profile.__doc__ = f"Run Nsight Compute over {kernel}."
+    for verb, run in (("test", run_tests), ("bench", run_bench), ("profile", run_profile)):
+        nox.session(name=f"{verb}-{kernel}", default=False, tags=["kernel"])(run)
+
+
+for name in KERNELS:
+    kernel_sessions(name)

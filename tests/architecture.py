@@ -1,0 +1,250 @@
+"""Who may import whom, and what a folder holds: rules read from the syntax trees. `violations` is the entry.
+
+Each rule is a generator of messages that begin with `path:line:` or `path:`. Nothing is imported, so a tree that
+does not even run can be judged; tests/test_architecture.py feeds bad ones to show that each rule can fail.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ALLOWED_IN_KERNELS = frozenset({*sys.stdlib_module_names, "torch", "triton", "cupy"})
+GPU_LIBRARIES = frozenset({"torch", "triton", "cupy"})
+# `report` and `compare` have to work where torch is not installed; the others are what they are reached through.
+TORCH_FREE = ("cli", "compare", "new", "options", "record", "registry", "report", "roofline")
+MEANINGLESS = ("utils.py", "helpers.py", "common.py")
+KERNEL_FILES = ("__init__.py", "op.py", "reference.py", "bench.py", "README.md")
+WORKLOAD_FILES = ("__init__.py", "bench.py", "README.md")
+
+
+@dataclass(frozen=True)
+class Import:
+    """`module` is dotted, without the leading dots, whose number is `level`. A `deferred` import does not run when
+    the file is imported: it stands in a function, or under `if TYPE_CHECKING`."""
+
+    module: str
+    names: tuple[str, ...]
+    level: int
+    line: int
+    deferred: bool
+
+    @property
+    def root(self) -> str:
+        return self.module.split(".")[0]
+
+
+def imports(path: Path) -> list[Import]:
+    """Every import statement of a file, and every import_module or __import__ of a constant name."""
+    found: list[Import] = []
+
+    def visit(node: ast.AST, deferred: bool) -> None:
+        if isinstance(node, ast.Import):
+            found.extend(Import(alias.name, (), 0, node.lineno, deferred) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names = tuple(alias.name for alias in node.names)
+            found.append(Import(node.module or "", names, node.level, node.lineno, deferred))
+        elif isinstance(node, ast.Call) and (name := _dynamic_import(node)):
+            found.append(Import(name.lstrip("."), (), len(name) - len(name.lstrip(".")), node.lineno, deferred))
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for child in node.body:
+                visit(child, True)
+            for child in node.orelse:
+                visit(child, deferred)
+            return
+        inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for child in ast.iter_child_nodes(node):
+            visit(child, deferred or inside)
+
+    visit(_tree(path), False)
+    return found
+
+
+def _dynamic_import(call: ast.Call) -> str | None:
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", None)
+    if name not in ("import_module", "__import__") or not call.args:
+        return None
+    argument = call.args[0]
+    return argument.value if isinstance(argument, ast.Constant) and isinstance(argument.value, str) else None
+
+
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def violations(root: Path) -> list[str]:
+    """Everything in the checkout at `root` that breaks a rule."""
+    found: list[str] = []
+    for folder in folders(root, "kernels"):
+        found += [*kernel_files(folder, KERNEL_FILES), *kernel_imports(folder), *kernel_order(folder)]
+        found += [*kernel_names(folder), *spec_name(folder)]
+    for folder in folders(root, "workloads"):
+        found += [*kernel_files(folder, WORKLOAD_FILES), *workload_imports(folder), *spec_name(folder)]
+    found += [*harness_finds_kernels_by_registry(root), *torch_free(root), *noxfile_is_light(root), *file_names(root)]
+    return [message.replace(f"{root}/", "") for message in found]
+
+
+def folders(root: Path, kind: str) -> list[Path]:
+    """The folders of kernels/ or workloads/. A folder without code is a leftover of a removed one: no business here."""
+    return sorted(path for path in (root / kind).glob("*") if path.is_dir() and any(path.glob("*.py")))
+
+
+def kernel_files(folder: Path, required: tuple[str, ...]) -> Iterator[str]:
+    """A reader finds everything about an op without searching."""
+    for name in (*required, f"test_{folder.name}.py"):
+        if not (folder / name).is_file():
+            yield f"{folder}: has no {name}"
+    if required is KERNEL_FILES and not any(_layer(path) == "kernel" for path in folder.glob("*.py")):
+        yield f"{folder}: has no kernel.py, nor another module for its kernels"
+
+
+def _layer(path: Path) -> str:
+    """bench and test_* are `outer`; every module that is none of the known ones is part of the kernel."""
+    if path.stem == "bench" or path.stem.startswith("test_"):
+        return "outer"
+    return path.stem if path.stem in ("__init__", "op", "reference") else "kernel"
+
+
+def kernel_imports(folder: Path) -> Iterator[str]:
+    """What makes a folder standalone: it works when it is copied out under another name."""
+    for path in sorted(folder.glob("*.py")):
+        for item in imports(path):
+            where = f"{path}:{item.line}"
+            if item.level > 1:
+                yield f"{where}: the import leaves the folder: kernels never import each other"
+            elif item.level == 0 and item.root in ("kernels", "workloads", "ridgeline"):
+                yield f"{where}: imports {item.module}: kernels never import each other; within a folder, relatively"
+            elif item.level == 0 and _layer(path) != "outer" and item.root not in ALLOWED_IN_KERNELS:
+                yield f"{where}: imports {item.module}: only the standard library, torch, triton and cupy may be"
+
+
+def kernel_order(folder: Path) -> Iterator[str]:
+    """kernel ← op ← __init__; reference stands alone."""
+    may = {"__init__": {"op"}, "op": {"kernel"}, "kernel": {"kernel"}, "reference": set()}
+    for path in sorted(folder.glob("*.py")):
+        for item in imports(path):
+            if _layer(path) == "outer" or item.level != 1:
+                continue
+            for module in [item.module.split(".")[0]] if item.module else item.names:
+                sibling = folder / f"{module}.py"
+                layer = _layer(sibling) if sibling.is_file() else "__init__"
+                if layer not in may[_layer(path)]:
+                    where = f"{path}:{item.line}"
+                    yield f"{where}: {path.stem} must not import {layer}: kernel ← op ← __init__ ← bench, test"
+
+
+def kernel_names(folder: Path) -> Iterator[str]:
+    """folder = public function = op; the oracle is `<folder>_reference`; a JIT kernel begins with `_<folder>`."""
+    name = folder.name
+    for file, function in (("op.py", name), ("reference.py", f"{name}_reference")):
+        if (folder / file).is_file() and function not in _functions(folder / file):
+            yield f"{folder / file}: defines no function {function}"
+    if (folder / "__init__.py").is_file() and _constant(folder / "__init__.py", "__all__") != [name]:
+        yield f'{folder / "__init__.py"}: must export the public op and nothing else: __all__ = ["{name}"]'
+    for path in sorted(folder.glob("*.py")):
+        for function, node in _functions(path).items():
+            jitted = any(ast.unparse(d).split("(")[0].endswith("jit") for d in node.decorator_list)
+            if jitted and function.endswith("_kernel") and not function.startswith(f"_{name}"):
+                yield f"{path}:{node.lineno}: the kernel {function} must be named _{name}…_kernel"
+
+
+def _functions(path: Path) -> dict[str, ast.FunctionDef]:
+    return {node.name: node for node in _tree(path).body if isinstance(node, ast.FunctionDef)}
+
+
+def _constant(path: Path, name: str) -> object:
+    """The value of a module-level assignment of a literal, or None."""
+    for node in _tree(path).body:
+        if isinstance(node, ast.Assign) and any(getattr(target, "id", None) == name for target in node.targets):
+            try:
+                return ast.literal_eval(node.value)
+            except ValueError:
+                return None
+    return None
+
+
+def spec_name(folder: Path) -> Iterator[str]:
+    """bench.py holds the declaration, under the folder's name."""
+    if not (folder / "bench.py").is_file():
+        return
+    for node in _tree(folder / "bench.py").body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if getattr(target, "id", None) == "SPEC" and isinstance(node.value, ast.Call):
+            name = next((k.value for k in node.value.keywords if k.arg == "name"), None)
+            if not isinstance(name, ast.Constant) or name.value != folder.name:
+                yield f'{folder / "bench.py"}:{node.lineno}: SPEC.name must be "{folder.name}", like the folder'
+            return
+    yield f"{folder / 'bench.py'}: declares no SPEC = KernelSpec(...)"
+
+
+def workload_imports(folder: Path) -> Iterator[str]:
+    """Workloads are built from the kernels' public ops."""
+    for path in sorted(folder.glob("*.py")):
+        for item in imports(path):
+            where = f"{path}:{item.line}"
+            if item.level > 1 or (item.level == 0 and item.root == "workloads"):
+                yield f"{where}: the import leaves the folder: workloads never import each other"
+            elif item.level == 0 and item.root == "kernels":
+                _, *inner = item.module.split(".")
+                if len(inner) > 1 or (inner and item.names and set(item.names) != set(inner)):
+                    yield f"{where}: imports {item.module}: of a kernel only the public op may be imported"
+            elif _layer(path) != "outer" and item.level == 0 and item.root not in ALLOWED_IN_KERNELS:
+                yield f"{where}: imports {item.module}: only the standard library, torch, triton, cupy and kernels may"
+
+
+def harness_finds_kernels_by_registry(root: Path) -> Iterator[str]:
+    """Otherwise adding a kernel would mean editing the harness."""
+    for path in sorted((root / "harness").glob("*.py")):
+        for item in imports(path):
+            if item.level == 0 and item.root in ("kernels", "workloads", "ridgeline", "tests"):
+                yield f"{path}:{item.line}: the harness must not import {item.module}: it finds kernels by registry"
+
+
+def torch_free(root: Path) -> Iterator[str]:
+    """No chain of imports that run when the module is imported leads from these to torch."""
+    for start in TORCH_FREE:
+        path = root / "harness" / f"{start}.py"
+        if path.is_file() and (chain := _chain_to_torch(path)):
+            yield f"{path}: imports torch: {' → '.join(chain)}"
+
+
+def _chain_to_torch(path: Path) -> tuple[str, ...]:
+    """The shortest chain of modules of the harness that ends in a GPU library; empty if there is none."""
+    queue, seen = [(path.stem,)], {path.stem}
+    while queue:
+        chain = queue.pop(0)
+        for item in imports(path.with_name(f"{chain[-1]}.py")):
+            if item.deferred:
+                continue
+            if item.level == 0 and item.root in GPU_LIBRARIES:
+                return (*chain, item.root)
+            new = [name for name in _siblings(path.parent, item) if name not in seen]
+            queue += [(*chain, name) for name in new]
+            seen.update(new)
+    return ()
+
+
+def _siblings(harness: Path, item: Import) -> list[str]:
+    """The modules of the harness that an import loads."""
+    if item.level == 0 and item.root != "harness":
+        return []
+    parts = [part for part in item.module.split(".") if part][item.level == 0 :]
+    return [name for name in (parts[:1] or item.names) if (harness / f"{name}.py").is_file()]
+
+
+def noxfile_is_light(root: Path) -> Iterator[str]:
+    """nox may be installed anywhere: the noxfile can count on nox and the standard library alone."""
+    for item in imports(root / "noxfile.py"):
+        if item.root not in sys.stdlib_module_names | {"nox"}:
+            yield f"{root / 'noxfile.py'}:{item.line}: imports {item.module}: only nox and the standard library may be"
+
+
+def file_names(root: Path) -> Iterator[str]:
+    """A name that says nothing collects everything."""
+    for kind in ("kernels", "workloads", "harness", "tests"):
+        for path in sorted((root / kind).rglob("*.py")):
+            if path.name in MEANINGLESS:
+                yield f"{path}: name the file after what it does"

@@ -1,0 +1,109 @@
+"""Runs kernels where there is no checkout: copied out under another name, or installed from the wheel.
+
+In the checkout, `python -m tests.standalone inputs FILE` writes inputs of every kernel, made from its SPEC. Outside,
+`python -I standalone.py run PACKAGE FILE SITE` imports PACKAGE.<kernel> with SITE in front of the path, runs it
+forward and backward on them and holds the results against PACKAGE.<kernel>.reference. That half imports torch alone,
+and triton through the kernels, so it proves that nothing else is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import os
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+
+IGNORED = shutil.ignore_patterns("bench.py", "test_*.py", "__pycache__")  # what the wheel leaves out
+
+
+def write_inputs(path: Path, names: list[str] | None = None) -> None:
+    """Inputs of the smallest fp32 case of each kernel that has elements, and which of them have a gradient."""
+    import torch
+
+    from harness import registry
+
+    everything = {}
+    for name in names or [n for n in registry.names() if registry.package(n).startswith("kernels.")]:
+        spec = registry.load(name)
+        cases = [case for case in spec.cases if case.dtype == torch.float32 and math.prod(case.dims.values()) > 100]
+        case = min(cases, key=lambda case: math.prod(case.dims.values()))
+        inputs = spec.make_inputs(case, "cpu", torch.Generator().manual_seed(0))
+        everything[name] = {"inputs": inputs, "grads": [g for g in spec.grads if g in inputs]}
+    torch.save(everything, path)
+
+
+def run(package: str, path: Path, site: Path | None) -> None:
+    """Every kernel of the file at `path`, from `package`. Raises AssertionError where a result is wrong."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+    if site:
+        sys.path.insert(0, str(site))
+    checkout = Path(__file__).resolve().parent.parent
+    assert checkout not in map(Path.resolve, map(Path, sys.path)), f"{checkout} is on the path: this proves nothing"
+    for name, case in torch.load(path).items():
+        module = importlib.import_module(f"{package}.{name}")
+        reference = importlib.import_module(f"{package}.{name}.reference")
+        got = results(getattr(module, name), case)
+        expected = results(getattr(reference, f"{name}_reference"), case)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        print(f"{package}.{name}: forward and {len(case['grads'])} gradients agree with the reference")
+
+
+def results(op, case: dict) -> list:
+    """Outputs and gradients of one case."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in case["inputs"].items()}
+    inputs |= {name: inputs[name].requires_grad_() for name in case["grads"]}
+    out = op(**inputs)
+    outputs = [out] if isinstance(out, torch.Tensor) else list(out)
+    loss = sum(o.sum() + o.square().sum() for o in outputs if o.requires_grad)
+    grads = torch.autograd.grad(loss, [inputs[n] for n in case["grads"]])
+    return [t.detach().cpu() for t in (*outputs, *grads)]
+
+
+def check_contents(wheel: Path) -> None:
+    """The wheel holds `ridgeline` and its metadata at top level, every kernel, and nothing that needs the harness."""
+    files = zipfile.ZipFile(wheel).namelist()
+    roots = {name.split("/")[0] for name in files}
+    assert {r for r in roots if not r.endswith(".dist-info")} == {"ridgeline"}, f"unexpected at top level: {roots}"
+    names = [Path(name).name for name in files]
+    unwanted = sorted(name for name in names if name == "bench.py" or name.startswith("test_"))
+    assert not unwanted, f"the wheel must not ship {unwanted}"
+    kernels = {path.parent.name for path in Path(__file__).resolve().parent.parent.glob("kernels/*/bench.py")}
+    missing = sorted(kernel for kernel in kernels if f"ridgeline/{kernel}/op.py" not in files)
+    assert not missing, f"the wheel lacks {missing}"
+    print(f"{wheel.name}: {len(kernels)} kernels, {len(files)} files")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("inputs").add_argument("file", type=Path)
+    commands.add_parser("contents").add_argument("wheel", type=Path)
+    commands.add_parser("ship").add_argument("site", type=Path)
+    outside = commands.add_parser("run")
+    outside.add_argument("package")
+    outside.add_argument("file", type=Path)
+    outside.add_argument("site", type=Path)
+    arguments = parser.parse_args()
+    if arguments.command == "inputs":
+        write_inputs(arguments.file)
+    elif arguments.command == "contents":
+        check_contents(arguments.wheel)
+    elif arguments.command == "ship":
+        source = Path(__file__).resolve().parent.parent / "kernels"
+        shutil.copytree(source, arguments.site / "ridgeline", ignore=IGNORED)
+    else:
+        run(arguments.package, arguments.file, arguments.site)
+
+
+if __name__ == "__main__":
+    main()

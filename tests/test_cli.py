@@ -1,0 +1,106 @@
+"""The command line: help for every command, unknown names answered with the known ones, and `list`."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from harness import cli, registry
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main([command, "--help"])
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    assert f"usage: python -m harness {command}" in shown
+    assert " ".join(cli.COMMANDS[command].split()) in " ".join(shown.split())
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--help"])
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    assert [command for command in cli.COMMANDS if not re.search(rf"^    {command}\s", shown, re.MULTILINE)] == []
+
+
+def test_unknown_command_lists_the_known(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bnech"])
+    assert stop.value.code == 2
+    shown = capsys.readouterr().err
+    assert "bnech" in shown
+    assert [command for command in cli.COMMANDS if command not in shown] == []
+
+
+@pytest.mark.parametrize("command", ["list", "check", "bench", "build"])
+def test_unknown_kernel_lists_the_known(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, "--kernel", "rmsnrom"]) == 2
+    shown = capsys.readouterr().err
+    assert "'rmsnrom'" in shown
+    assert [name for name in registry.names() if name not in shown] == []
+
+
+@pytest.mark.parametrize("option", ["--case", "--mode", "--impl"])
+def test_unknown_choice_lists_the_known(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name = registry.names()[0]
+    spec = registry.load(name)
+    known = {"--case": spec.cases[0].name, "--mode": spec.modes[0], "--impl": next(iter(spec.implementations))}[option]
+    assert cli.main(["list", "--kernel", name, option, "nonesuch"]) == 2
+    shown = capsys.readouterr().err
+    assert "'nonesuch'" in shown
+    assert known in shown
+
+
+def test_unknown_gpu_lists_the_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--gpu", "h300", "--device", "cpu"]) == 2
+    shown = capsys.readouterr().err
+    assert "'h300'" in shown
+    assert [gpu for gpu in ("h200", "h100", "a100-80", "b200", "rtx4090", "t4") if gpu not in shown] == []
+
+
+def test_list_shows_every_kernel_and_its_bench_cases(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list"]) == 0
+    shown = capsys.readouterr().out
+    for name in registry.names():
+        spec = registry.load(name)
+        assert name in shown.splitlines()
+        for case in spec.cases:
+            assert (f"    {case.name} " in shown) == (case.bench or any(_benched(case.name)))
+
+
+def _benched(case: str) -> list[bool]:
+    """Whether another kernel times a case of the same name."""
+    return [c.bench for name in registry.names() for c in registry.load(name).cases if c.name == case]
+
+
+def test_list_narrows(capsys: pytest.CaptureFixture[str]) -> None:
+    name = registry.names()[0]
+    spec = registry.load(name)
+    assert cli.main(["list", "--kernel", name, "--mode", spec.modes[0], "--impl", "eager", "--all"]) == 0
+    shown = capsys.readouterr().out
+    assert [line for line in shown.splitlines() if line and not line.startswith(" ")] == [name]
+    assert f"  modes            {spec.modes[0]}\n" in shown
+    assert "  compared with    eager\n" in shown
+    assert [case.name for case in spec.cases if f"    {case.name} " not in shown] == []
+
+
+@pytest.mark.parametrize("command", ["report", "compare", "new"])
+def test_works_where_torch_is_not_installed(command: str) -> None:
+    code = "import sys; sys.modules['torch'] = None; from harness.cli import main; main([sys.argv[1], '--help'])"
+    done = subprocess.run([sys.executable, "-c", code, command], cwd=registry.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"harness {command}" in done.stdout
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_a_command_is_a_module_with_two_functions(command: str) -> None:
+    module = importlib.import_module(f"harness.{'listing' if command == 'list' else command}")
+    assert callable(module.configure)
+    assert callable(module.main)

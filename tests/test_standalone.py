@@ -1,0 +1,130 @@
+"""A kernel's folder copied out under another name works with torch and triton alone, and beside the original."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness import new, registry
+
+from . import standalone
+
+TESTS = Path(__file__).parent
+KERNELS = [name for name in registry.names() if registry.package(name).startswith("kernels.")]
+
+# Registering an op under a name that is taken replaces it without a word: the original would then run the copy's code.
+# So the copy's launchers are broken in the end, and the original must not notice.
+BESIDE = """
+import importlib, inspect, os, sys, torch
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+original_root, site, name, inputs, tests = sys.argv[1:]
+sys.path[:0] = [site, original_root, tests]
+from standalone import results
+case = torch.load(inputs)[name]
+original = getattr(importlib.import_module(f"kernels.{name}"), name)
+copy = getattr(importlib.import_module(f"elsewhere.{name}"), name)
+expected = results(original, case)
+for mine, theirs in zip(results(copy, case), expected, strict=True):
+    assert torch.equal(mine, theirs), name
+def broken(*args, **kwargs):
+    raise RuntimeError("the original runs the code of the copy")
+op = sys.modules[f"elsewhere.{name}.op"]
+for attribute, value in list(vars(op).items()):
+    if inspect.isfunction(value) and value.__module__ != op.__name__ and value.__module__.startswith("elsewhere."):
+        setattr(op, attribute, broken)
+for mine, theirs in zip(results(original, case), expected, strict=True):
+    assert torch.equal(mine, theirs), name
+try:
+    results(copy, case)
+except RuntimeError:
+    print("two separate kernels")
+"""
+
+
+def copied(name: str, site: Path) -> None:
+    shutil.copytree(registry.folder(name), site / "elsewhere" / name, ignore=standalone.IGNORED)
+
+
+@pytest.fixture(scope="module", params=KERNELS)
+def kernel_name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def outside(kernel_name: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A directory that holds the copy, and a file of inputs."""
+    site = tmp_path_factory.mktemp(kernel_name)
+    copied(kernel_name, site)
+    standalone.write_inputs(site / "inputs.pt", [kernel_name])
+    return site, site / "inputs.pt"
+
+
+def write_scale_inputs(path: Path) -> None:
+    """Inputs of the scaffolded kernel."""
+    torch.save({"scale": {"inputs": {"x": torch.randn(5, 9), "alpha": 0.5}, "grads": ["x"]}}, path)
+
+
+def python(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter that knows the installed packages and neither this checkout nor PYTHONPATH."""
+    command = [sys.executable, "-I", *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+
+
+def test_works_elsewhere(kernel_name: str, outside: tuple[Path, Path]) -> None:
+    site, inputs = outside
+    done = python(standalone.__file__, "run", "elsewhere", inputs, site, cwd=site)
+    assert done.returncode == 0, done.stderr
+    assert f"elsewhere.{kernel_name}: forward and" in done.stdout
+
+
+def test_works_beside_the_original(kernel_name: str, outside: tuple[Path, Path]) -> None:
+    """Both in one process: their ops must not have the same name."""
+    site, inputs = outside
+    done = python("-c", BESIDE, registry.ROOT, site, kernel_name, inputs, TESTS, cwd=site)
+    assert done.returncode == 0, done.stderr
+    assert "two separate kernels" in done.stdout
+
+
+def test_the_checkout_is_really_out_of_reach(tmp_path: Path) -> None:
+    done = python("-c", "import harness.registry", cwd=tmp_path)
+    assert "No module named 'harness" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "right", "wrong", "message"),
+    [
+        ("op.py", "import torch\n", "import torch\nimport harness.registry\n", "No module named 'harness"),
+        ("op.py", "from .kernel", "from kernels.scale.kernel", "No module named 'kernels"),
+        ("kernel.py", "x * alpha", "x + alpha", "AssertionError: scale"),
+        ("kernel.py", "dy * alpha", "-dy * alpha", "AssertionError: scale"),
+    ],
+    ids=["needs the harness", "needs its old name", "wrong forward", "wrong backward"],
+)
+def test_what_is_wrong_is_caught(file: str, right: str, wrong: str, message: str, tmp_path: Path) -> None:
+    folder = tmp_path / "elsewhere" / "scale"
+    new.write("scale", folder)
+    text = (folder / file).read_text()
+    assert right in text
+    (folder / file).write_text(text.replace(right, wrong, 1))
+    write_scale_inputs(tmp_path / "inputs.pt")
+    done = python(standalone.__file__, "run", "elsewhere", tmp_path / "inputs.pt", tmp_path, cwd=tmp_path)
+    assert done.returncode != 0
+    assert message in done.stderr
+
+
+def test_a_clash_of_op_names_is_caught(tmp_path: Path) -> None:
+    for package in ("kernels", "elsewhere"):
+        folder = tmp_path / package / "scale"
+        new.write("scale", folder)
+        text = (folder / "op.py").read_text()
+        (folder / "op.py").write_text(text.replace('__package__.replace(".", "_")', '"ridgeline"'))
+    write_scale_inputs(tmp_path / "inputs.pt")
+    done = python("-c", BESIDE, tmp_path, tmp_path, "scale", tmp_path / "inputs.pt", TESTS, cwd=tmp_path)
+    assert done.returncode != 0
+    assert "the original runs the code of the copy" in done.stderr
