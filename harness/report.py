@@ -1,8 +1,8 @@
 """`report`: Markdown and SVG from the records, and from nothing else.
 
 For every folder of `reports/` that holds records: README.md (summary of all kernels), one page per kernel with its
-charts, and an overview chart. Running it twice writes the same bytes. `--readme` also rewrites the blocks of the top
-README.md between `<!-- report:begin FOLDER -->` and `<!-- report:end -->`.
+charts, and an overview chart. Running it twice writes the same bytes. `--readme` also rewrites the blocks between
+`<!-- report:begin FOLDER -->` and `<!-- report:end -->`: in the top README.md an overview, in a kernel's its own table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from . import charts, kernel_page, options, pages, record, roofline_charts
 from .entries import Records
 from .findings import Finding, findings
-from .registry import ROOT
+from .registry import COLLECTIONS, ROOT
 
 BLOCK = re.compile(r"(<!-- report:begin (?P<folder>[\w.-]+) -->\n).*?(\n?<!-- report:end -->)", re.DOTALL)
 
@@ -25,7 +25,7 @@ BLOCK = re.compile(r"(<!-- report:begin (?P<folder>[\w.-]+) -->\n).*?(\n?<!-- re
 def configure(parser: argparse.ArgumentParser) -> None:
     options.add_output(parser)
     parser.add_argument(
-        "--readme", action="store_true", help="also rewrite the blocks between the markers in README.md"
+        "--readme", action="store_true", help="also rewrite the marked blocks of README.md and of the kernels' READMEs"
     )
     parser.add_argument("--no-charts", action="store_true", help="pages without SVG, where matplotlib is not installed")
 
@@ -41,15 +41,27 @@ def main(arguments: argparse.Namespace) -> int:
         for path in write(folder, with_charts):
             print(path)
     if arguments.readme:
-        readme = ROOT / "README.md"
-        text = readme.read_text(encoding="utf-8")
-        updated = update_readme(text, ROOT / "reports")
-        if updated == text:
-            print(f"{readme} is up to date")
-        else:
-            _write(readme, updated)
-            print(readme)
+        for readme in readmes(ROOT):
+            text = readme.read_text(encoding="utf-8")
+            updated = update_readme(text, ROOT / "reports", kernel_of(readme, ROOT))
+            if updated != text:
+                print(_write(readme, updated))
     return 0
+
+
+def readmes(root: Path) -> list[Path]:
+    """Every README.md that may have a marked block: the top one and those of kernels and workloads."""
+    found = [root / "README.md", *(path for kind in COLLECTIONS for path in sorted(root.glob(f"{kind}/*/README.md")))]
+    return [path for path in found if path.is_file() and _marked(path)]
+
+
+def _marked(path: Path) -> bool:
+    return bool(BLOCK.search(path.read_text(encoding="utf-8")))
+
+
+def kernel_of(readme: Path, root: Path) -> str | None:
+    """The kernel that a README belongs to; None for the top one."""
+    return None if readme.parent == root else readme.parent.name
 
 
 def report_folders(root: Path) -> list[Path]:
@@ -104,11 +116,15 @@ def load_profile(folder: Path, kernel: str) -> dict[str, Any] | None:
     return profile
 
 
-def update_readme(text: str, reports: Path) -> str:
-    """`text` with every marked block made anew from the records of its folder; a folder without records empties it."""
+def update_readme(text: str, reports: Path, kernel: str | None = None) -> str:
+    """`text` with every marked block made anew from the records of its folder; a folder without records empties it.
+
+    The block is that of the top README or, with `kernel`, of that kernel's.
+    """
 
     def replace(match: re.Match[str]) -> str:
-        block = readme_block(reports / match["folder"])
+        folder = reports / match["folder"]
+        block = kernel_block(folder, kernel) if kernel else readme_block(folder)
         return match[1] + block + ("\n" if block else "") + "<!-- report:end -->"
 
     return BLOCK.sub(replace, text)
@@ -133,6 +149,25 @@ def readme_block(folder: Path) -> str:
         f"One {gpu_name(records)}, PyTorch {torch}, Triton {triton}. Means are geometric, over all cases; ranges are "
         f"the worst and the best. [The full report]({link}/README.md) has each case, its interval, peers, clocks and "
         "errors.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def kernel_block(folder: Path, kernel: str) -> str:
+    """What a kernel's README shows of one GPU: the chart against its peers and the summary. Empty without records."""
+    if not (folder / "records" / f"{kernel}.jsonl").is_file():
+        return ""
+    records = record.load(folder / "records" / f"{kernel}.jsonl")
+    link = f"../../reports/{folder.name}"
+    gpu = gpu_name(records)
+    lines = [
+        "",
+        f"![{kernel} and its peers on one {gpu}]({link}/{kernel}-throughput.svg)",
+        "",
+        *pages.summary(findings(records)),
+        "",
+        f"One {gpu}. [{kernel} in the report]({link}/{kernel}.md) has every implementation, interval, clock and error.",
         "",
     ]
     return "\n".join(lines)

@@ -264,12 +264,24 @@ def test_the_readme_block_of_a_folder_without_records_is_empty(tmp_path: Path) -
     )
 
 
-def test_this_readme_shows_what_these_records_say() -> None:
-    """Figures in README.md are never typed: the block must be what `report --readme` would write."""
-    readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
-    for block in report.BLOCK.finditer(text):
-        assert report.update_readme(block[0], ROOT / "reports") == block[0], "run: python -m harness report --readme"
+def test_a_kernels_block_holds_its_own_rows_alone(h200: Path) -> None:
+    text = report.update_readme(README, h200.parent, KERNEL)
+    assert f"(../../reports/h200/{KERNEL}-throughput.svg)" in text and "| bwd |" in text
+    assert report.update_readme(text, h200.parent, KERNEL) == text
+    assert "../../reports" not in report.update_readme(README, h200.parent, "no_such_kernel")
+
+
+@pytest.mark.parametrize("readme", report.readmes(ROOT), ids=lambda path: path.parent.name)
+def test_the_readmes_show_what_the_records_say(readme: Path) -> None:
+    """Figures in a README are never typed: the block must be what `report --readme` would write."""
+    kernel = report.kernel_of(readme, ROOT)
+    for block in report.BLOCK.finditer(readme.read_text(encoding="utf-8")):
+        updated = report.update_readme(block[0], ROOT / "reports", kernel)
+        assert updated == block[0], "run: python -m harness report --readme"
+
+
+def test_the_top_readme_has_a_block() -> None:
+    assert ROOT / "README.md" in report.readmes(ROOT)
 
 
 def test_the_command_writes_and_complains_clearly(

@@ -74,7 +74,8 @@ def pick_bwd_config(rows: int, dim: int, dtype: torch.dtype, tensors: int, capab
     block_n = triton.next_power_of_2(dim)
     padded = dim <= block_n * 3 // 4
     if block_n > MAX_BLOCK:
-        return BwdConfig(1, 4096, num_warps=16, programs_per_sm=2, stages=1)
+        narrow = dtype.itemsize == 2
+        return BwdConfig(1, MAX_BLOCK if narrow else 4096, 16, programs_per_sm=1 if narrow else 2, stages=1)
     if block_n == MAX_BLOCK:
         return BwdConfig(1, block_n, num_warps=16 if padded else 8, programs_per_sm=1, stages=1)
     block_m = max(1, 2048 // block_n)
