@@ -197,7 +197,9 @@ def workload_imports(folder: Path) -> Iterator[str]:
 
 def harness_finds_kernels_by_registry(root: Path) -> Iterator[str]:
     """Otherwise adding a kernel would mean editing the harness."""
-    for path in sorted((root / "harness").glob("*.py")):
+    for path in sorted((root / "harness").rglob("*.py")):
+        if "template" in path.relative_to(root).parts:
+            continue
         for item in imports(path):
             if item.level == 0 and item.root in ("kernels", "workloads", "ridgeline", "tests"):
                 yield f"{path}:{item.line}: the harness must not import {item.module}: it finds kernels by registry"
@@ -207,32 +209,43 @@ def torch_free(root: Path) -> Iterator[str]:
     """No chain of imports that run when the module is imported leads from these to torch."""
     for start in TORCH_FREE:
         path = root / "harness" / f"{start}.py"
-        if path.is_file() and (chain := _chain_to_torch(path)):
+        if path.is_file() and (chain := _chain_to_torch(root / "harness", start)):
             yield f"{path}: imports torch: {' → '.join(chain)}"
 
 
-def _chain_to_torch(path: Path) -> tuple[str, ...]:
+def _chain_to_torch(harness: Path, start: str) -> tuple[str, ...]:
     """The shortest chain of modules of the harness that ends in a GPU library; empty if there is none."""
-    queue, seen = [(path.stem,)], {path.stem}
+    queue, seen = [(start,)], {start}
     while queue:
         chain = queue.pop(0)
-        for item in imports(path.with_name(f"{chain[-1]}.py")):
+        for item in imports(_module_file(harness, chain[-1].split("."))):
             if item.deferred:
                 continue
             if item.level == 0 and item.root in GPU_LIBRARIES:
                 return (*chain, item.root)
-            new = [name for name in _siblings(path.parent, item) if name not in seen]
+            new = [name for name in _loaded(harness, chain[-1], item) if name not in seen]
             queue += [(*chain, name) for name in new]
             seen.update(new)
     return ()
 
 
-def _siblings(harness: Path, item: Import) -> list[str]:
-    """The modules of the harness that an import loads."""
-    if item.level == 0 and item.root != "harness":
-        return []
-    parts = [part for part in item.module.split(".") if part][item.level == 0 :]
-    return [name for name in (parts[:1] or item.names) if (harness / f"{name}.py").is_file()]
+def _loaded(harness: Path, importer: str, item: Import) -> list[str]:
+    """The modules of the harness that an import loads, as names below `harness`."""
+    parts = [part for part in item.module.split(".") if part]
+    if item.level == 0:
+        if item.root != "harness":
+            return []
+        base = parts[1:]
+    else:
+        package = importer.split(".")[:-1]
+        base = [*package[: len(package) - (item.level - 1)], *parts]
+    if base and _module_file(harness, base).is_file():
+        return [".".join(base)]
+    return [".".join([*base, name]) for name in item.names if _module_file(harness, [*base, name]).is_file()]
+
+
+def _module_file(harness: Path, parts: list[str]) -> Path:
+    return harness.joinpath(*parts).with_suffix(".py")
 
 
 def noxfile_is_light(root: Path) -> Iterator[str]:

@@ -17,9 +17,13 @@ GOOD_TREE = {
     "harness/registry.py": "import importlib\nimport importlib as i\ndef load(name): return i.import_module(name)\n",
     "harness/spec.py": "import torch\n",
     "harness/record.py": "import json\n",
+    "harness/reporting/__init__.py": "",
+    "harness/reporting/pages.py": "from .. import record\nfrom .tables import show\n",
+    "harness/reporting/tables.py": "import json\n",
     "harness/report.py": (
         "from typing import TYPE_CHECKING\n"
         "from . import record\n"
+        "from .reporting import pages\n"
         "if TYPE_CHECKING:\n    from .spec import Case\n"
         "def main():\n    import torch\n"
     ),
@@ -137,6 +141,16 @@ BAD = {
         "harness/record.py",
         "from .spec import Case\n",
         "report → record → spec → torch",
+    ),
+    "report imports torch through a package": (
+        "harness/reporting/tables.py",
+        "from ..spec import Case\n",
+        "report → reporting.pages → reporting.tables → spec → torch",
+    ),
+    "a package of the harness imports a kernel": (
+        "harness/reporting/tables.py",
+        "import kernels.alpha\n",
+        "must not import kernels.alpha",
     ),
     "record imports torch in a try": (
         "harness/record.py",
