@@ -50,7 +50,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """When a result is right (`harness.check.compare` has the rule in full).
+    """When a result is right (`harness.accuracy` has the rule in full).
 
     With e = |result − oracle| and e_eager = |eager in the same dtype − oracle|, both max and RMS must satisfy
     e <= ratio · e_eager + floor · scale, where scale is the largest finite |oracle| (max) or its RMS. `floor` is in
@@ -110,6 +110,7 @@ class KernelSpec:
     unit, items      the case's own throughput: "rows", (case) -> how many
     determinism      mode -> "run-to-run" (bit-wise equal repeats, tested) or "none"
     fuzz             dimension -> (low, high), from which Hypothesis draws sizes
+    limits           input -> the largest magnitude up to which the op is right, where that is not all of its dtype
     spills           JIT kernel -> bytes of register spill that are accepted, with the reason in the kernel's README
     tunables         what `tune` searches
     compile_targets  compute capabilities that `build` compiles for
@@ -129,6 +130,7 @@ class KernelSpec:
     modes: tuple[str, ...] = ("fwd", "bwd")
     determinism: Mapping[str, str] = field(default_factory=lambda: {"fwd": "run-to-run", "bwd": "run-to-run"})
     tolerance: Tolerance = Tolerance()
+    limits: Mapping[str, float] = field(default_factory=dict)
     spills: Mapping[str, int] = field(default_factory=dict)
     tunables: tuple[Tunable, ...] = ()
     compile_targets: tuple[tuple[int, int], ...] = ((8, 0), (9, 0))

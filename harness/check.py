@@ -1,0 +1,235 @@
+"""`check`: every implementation of every kernel against its oracle, by everything that SPEC says and nothing else.
+
+`plan` lists what is checked, `run` does one item of it, and tests/test_specs.py makes a test of each. What a check does
+stands in `battery` (numbers, determinism, layouts), `special_values`, `fuzz` (sizes), `refusal` (bad input) and
+`integration` (torch.library, torch.compile, CUDA graphs, streams, devices); when a tensor is right, in `accuracy`; what
+`bench` calls, in `verify`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from . import battery, execute, fuzz, integration, options, refusal, special_values
+from .accuracy import FP8, Verdict
+from .battery import Rejected, Skipped, Subject
+from .spec import Case, KernelSpec
+from .verify import verify
+
+__all__ = ["CHECKS", "Item", "Outcome", "Verdict", "configure", "main", "plan", "run", "verify"]
+
+# The interpreter takes a millisecond or so for each operation of each program.
+CPU_BYTES, CPU_DIM = 2 << 20, 24
+
+
+@dataclass(frozen=True)
+class Check:
+    """`scope` says on which cases a check is made:
+
+    every      all of them
+    kind       one for each dtype and set of parameters
+    structure  one for each dtype and set of tensors
+
+    `gpu_scope` replaces it on a GPU; "kind" and "structure" take cases that are not benched, and in the interpreter
+    shrink them to CPU_DIM. `both`: forward and backward on their own, else in the fullest mode alone, in which the
+    outputs are checked together with the gradients. `device`: "cuda" where it needs a GPU.
+    """
+
+    function: Callable[[Subject, str], Verdict | None]
+    scope: str
+    gpu_scope: str | None = None
+    both: bool = False
+    device: str = "any"
+    backward_only: bool = False
+
+
+CHECKS: dict[str, Check] = {
+    "accuracy": Check(battery.accuracy, "every", both=True),
+    "replay": Check(battery.replay, "kind", "every", both=True),
+    "repeat": Check(battery.repeat, "kind", "every", both=True),
+    "strides": Check(battery.strides, "kind"),
+    "leading": Check(battery.leading, "structure"),
+    "partial": Check(battery.partial, "kind", backward_only=True),
+    "refusal": Check(refusal.refusals, "kind"),
+    "values": Check(special_values.special_values, "structure", "kind"),
+    "sizes": Check(fuzz.sizes, "structure", "kind"),
+    "opcheck": Check(integration.opcheck, "kind"),
+    "compile": Check(integration.compiled, "kind"),
+    "stream": Check(integration.stream, "kind", both=True, device="cuda"),
+    "graph": Check(integration.graph, "kind", both=True, device="cuda"),
+    "device": Check(integration.second_device, "kind", device="cuda"),
+}
+
+
+@dataclass(frozen=True)
+class Item:
+    """One check of one implementation on one case; `skip` is the reason for which it is not made on this device."""
+
+    spec: KernelSpec
+    implementation: str
+    case: Case
+    mode: str
+    check: str
+    skip: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.spec.name}.{self.mode}.{self.case.name}.{self.implementation}-{self.check}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an item went: `status` is pass, fail or skip; `cause` is one of `accuracy.CAUSES` when it failed."""
+
+    item: Item
+    status: str
+    reason: str = ""
+    cause: str = ""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def plan(
+    spec: KernelSpec,
+    device: str,
+    cases: Sequence[Case] | None = None,
+    modes: Sequence[str] | None = None,
+    implementations: Sequence[str] | None = None,
+) -> list[Item]:
+    """What is checked, in the order in which it should be: the cheap and telling checks first."""
+    cases = spec.cases if cases is None else cases
+    found = [m for m in ("fwd", "bwd") if m == "fwd" or spec.grads]
+    chosen = [m for m in found if modes is None or m in modes or "fwd+bwd" in modes]
+    items = []
+    for implementation in implementations or spec.implementations:
+        for name, check in CHECKS.items():
+            for case, skip in _cases(spec, cases, check, device):
+                if chosen and not (check.backward_only and chosen[-1] == "fwd"):
+                    for mode in chosen if check.both else chosen[-1:]:
+                        items.append(Item(spec, implementation, case, mode, name, skip))
+    return items
+
+
+def _cases(spec: KernelSpec, cases: Sequence[Case], check: Check, device: str) -> Iterator[tuple[Case, str | None]]:
+    """The cases that a check is made on, with the reason why not; those outside its scope are left out."""
+    on_gpu = device.startswith("cuda")
+    needs_gpu = "needs a GPU" if check.device == "cuda" and not on_gpu else None
+    scope = check.gpu_scope or check.scope if on_gpu else check.scope
+    if scope == "every":
+        yield from ((case, needs_gpu or unable(spec, case, device)) for case in cases)
+        return
+    groups: dict[tuple, list[Case]] = {}
+    for case in [case for case in cases if not case.bench] or cases:
+        small = case if on_gpu else shrunk(spec, case)
+        by_tensors = scope == "structure" and unable(spec, small, device) is None
+        key = _tensors(spec, shrunk(spec, case)) if by_tensors else tuple(sorted(case.params.items()))
+        groups.setdefault((case.dtype, key), []).append(small)
+    for group in groups.values():
+        # The first that has rows and columns to get wrong: authors put the plain cases first.
+        best = next((case for case in group if min(case.dims.values()) > 1), group[0])
+        yield best, needs_gpu or unable(spec, best, device)
+
+
+def shrunk(spec: KernelSpec, case: Case) -> Case:
+    """The case with each dimension cut to CPU_DIM, or as near to it as SPEC.fuzz allows."""
+    wanted = {d: min(n, max(CPU_DIM, spec.fuzz[d][0])) for d, n in case.dims.items() if d in spec.fuzz}
+    return case if wanted == {d: case.dims[d] for d in wanted} else fuzz.resized(case, wanted, "small")
+
+
+def _tensors(spec: KernelSpec, case: Case) -> tuple[str, ...]:
+    inputs = spec.make_inputs(case, "cpu", torch.Generator())
+    return tuple(name for name, value in inputs.items() if isinstance(value, torch.Tensor))
+
+
+def unable(spec: KernelSpec, case: Case, device: str) -> str | None:
+    """Why a case cannot be checked on this device, or None."""
+    if device.startswith("cuda"):
+        capability = torch.cuda.get_device_capability(device)
+        needs = case.min_capability
+        return f"needs compute capability {needs}, found {capability}" if capability < needs else None
+    if case.dtype == torch.bfloat16 or case.dtype in FP8:
+        return f"Triton's interpreter computes {str(case.dtype).removeprefix('torch.')} wrongly"
+    if case.min_capability > (0, 0):
+        return f"needs a GPU of compute capability {case.min_capability}"
+    if case.bench or _bytes(spec, case) > CPU_BYTES:
+        return "too large for Triton's interpreter"
+    return None
+
+
+def _bytes(spec: KernelSpec, case: Case) -> int:
+    return spec.cost(case, spec.modes[0]).bytes
+
+
+def run(item: Item, device: str, seed: int = 0) -> Outcome:
+    """Makes one check. Whatever goes wrong in it is the outcome, never an exception."""
+    if item.skip:
+        return Outcome(item, "skip", item.skip)
+    start = time.perf_counter()
+
+    def outcome(status: str, verdict: Verdict) -> Outcome:
+        return Outcome(item, status, verdict.reason, verdict.cause, verdict.numbers, time.perf_counter() - start)
+
+    try:
+        fn = execute.load(item.spec, item.implementation, item.case, item.mode)
+        subject = Subject(item.spec, item.implementation, fn, item.case, device, seed)
+        return outcome("pass", CHECKS[item.check].function(subject, item.mode) or Verdict(True))
+    except (Skipped, execute.Unavailable) as skip:
+        return outcome("skip", Verdict(True, str(skip)))
+    except Rejected as rejected:
+        return outcome("fail", rejected.verdict)
+    except torch.cuda.OutOfMemoryError as error:
+        return outcome("skip", Verdict(True, f"out of memory: {str(error).splitlines()[0]}"))
+    except Exception as error:
+        return outcome("fail", Verdict(False, f"{type(error).__name__}: {str(error).strip()[:500]}", "raised"))
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    options.add_selection(parser)
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    parser.add_argument("--check", action="append", choices=tuple(CHECKS), help="only this check")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="another seed draws other data (default: 0)")
+    parser.add_argument("--quiet", action="store_true", help="print failures and the summary alone")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Prints a row for each item; 1 if one failed."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    device = arguments.device or ("cuda" if torch.cuda.is_available() and not interpreted else "cpu")
+    if device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the registry imports any
+        torch.set_num_threads(1)  # the interpreter is serial, and a pool makes small tensors slower
+    counts, skipped = dict.fromkeys(("pass", "fail", "skip"), 0), Counter[str]()
+    print(f"checks on {device}, seed {arguments.seed}")
+    print(f"{'':4}  {'kernel.mode.case.implementation-check':64}  {'s':>6}  reason")
+    for selection in options.select(arguments):
+        spec = selection.spec
+        cases = selection.cases if arguments.case else spec.cases
+        implementations = selection.implementations if arguments.impl else tuple(spec.implementations)
+        for item in plan(spec, device, cases, selection.modes, implementations):
+            if arguments.check and item.check not in arguments.check:
+                continue
+            outcome = run(item, device, arguments.seed)
+            counts[outcome.status] += 1
+            skipped[outcome.reason] += outcome.status == "skip"
+            if outcome.status == "fail" or not arguments.quiet:
+                print(row(outcome), flush=True)
+    print(", ".join(f"{count} {status}" for status, count in counts.items()))
+    for reason, count in (+skipped).most_common():
+        print(f"{count:5} skipped: {reason}")
+    if not sum(counts.values()):
+        raise ValueError("nothing matches the selection")
+    return 1 if counts["fail"] else 0
+
+
+def row(outcome: Outcome) -> str:
+    """One line of the table."""
+    cause = f"[{outcome.cause}] " if outcome.cause else ""
+    reason = f"  {cause}{' '.join(outcome.reason.split())}" if outcome.reason else ""
+    return f"{outcome.status:4}  {outcome.item.name:64}  {outcome.seconds:6.1f}{reason}"

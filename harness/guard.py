@@ -1,0 +1,217 @@
+"""Watches one call of an implementation: what it leaves unwritten, what it writes that it must not, and when.
+
+poisoned      fresh memory holds NaN, so that an element which is never written shows
+Snapshot      inputs, and the memory around them, must come back bit for bit
+Allocations   outputs are allocated between guard zones, so that a write past their end shows
+observe       the results as they are on the current stream when the call returns, and once everything has ended
+launches      whether any Triton kernel was launched
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import torch
+
+from . import execute
+from .accuracy import Verdict, same_bits
+from .layouts import PAD, POISON, view
+
+Run = Callable[[], Sequence[torch.Tensor]]
+DELAY_CYCLES = 40_000_000  # about 20 ms at 2 GHz: the host has enqueued the whole call before the GPU starts on it
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Every torch.empty is filled with NaN (integers: the largest value). PyTorch's deterministic mode does that, with
+    warnings in place of errors for ops that have no deterministic form; it is left as it was found."""
+    enabled, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+            torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+
+
+class Snapshot:
+    """The bits of some tensors and of the whole storages that they are views of."""
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        self._tensors = {name: t for name, t in tensors.items() if isinstance(t, torch.Tensor)}
+        self._storages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for tensor in self._tensors.values():
+            whole = _storage_bytes(tensor)
+            self._storages.setdefault(whole.data_ptr(), (whole, whole.clone()))
+
+    def verdict(self) -> Verdict:
+        """Names the tensor that was changed, or around which memory was."""
+        for name, tensor in self._tensors.items():
+            whole, before = self._storages[_storage_bytes(tensor).data_ptr()]
+            if torch.equal(whole, before):
+                continue
+            old = view(before, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+            if same_bits([tensor], [old]):
+                return Verdict(False, f"memory around {name} was written", "bounds")
+            return Verdict(False, f"{name} was changed in place", "inputs")
+        return Verdict(True)
+
+
+def refill(tensors: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """New contents at the same addresses. Autograd's version counters do not move: nothing but the values tells."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor):
+            tensor.data.copy_(values[name])
+
+
+def _storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+class Allocations:
+    """While it is active, what Python code allocates through torch lies between guard zones of PAD poisoned bytes.
+
+    Works by standing in for torch.empty and its relatives, because a dispatch mode does not see inside a custom op.
+    Memory that is allocated otherwise is not guarded.
+    """
+
+    FUNCTIONS = (
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "zeros",
+        "zeros_like",
+        "ones",
+        "ones_like",
+        "full",
+        "full_like",
+    )
+    METHODS = ("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full")
+
+    def __init__(self) -> None:
+        self._guarded: list[tuple[torch.Tensor, tuple[int, ...], int]] = []
+        self._stack = ExitStack()
+        self._full = torch.full
+
+    def __enter__(self) -> Allocations:
+        for owner, names in ((torch, self.FUNCTIONS), (torch.Tensor, self.METHODS)):
+            for name in names:
+                self._stack.enter_context(mock.patch.object(owner, name, self._standing_in_for(getattr(owner, name))))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def _standing_in_for(self, allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def guarded(*args: Any, **kwargs: Any) -> torch.Tensor:
+            tensor = allocate(*args, **kwargs)
+            plain = type(tensor) is torch.Tensor and tensor.device.type in ("cpu", "cuda") and not tensor.requires_grad
+            return self._move(tensor) if plain and tensor.numel() and "out" not in kwargs else tensor
+
+        return guarded
+
+    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
+        size = tensor.untyped_storage().nbytes()
+        buffer = self._full((size + 2 * PAD,), POISON, dtype=torch.uint8, device=tensor.device)
+        self._guarded.append((buffer, tuple(tensor.shape), size))
+        offset = PAD // tensor.element_size() + int(tensor.storage_offset())
+        return view(buffer, tensor.dtype, tensor.shape, tensor.stride(), offset).copy_(tensor)
+
+    def verdict(self) -> Verdict:
+        """Names the shape of the allocation outside which was written."""
+        for buffer, shape, size in self._guarded:
+            for zone, where in ((buffer[:PAD], "before"), (buffer[PAD + size :], "after")):
+                if not bool((zone == POISON).all()):
+                    return Verdict(False, f"memory {where} an allocation of shape {shape} was written", "bounds")
+        return Verdict(True)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a call returned, and copies of it made on the current stream at the moment when it did."""
+
+    results: tuple[torch.Tensor, ...]
+    copies: tuple[torch.Tensor, ...]
+
+    def verdict(self) -> Verdict:
+        """Whether the results were complete when the call returned. Says nothing unless all work has ended since."""
+        if same_bits(self.results, self.copies):
+            return Verdict(True)
+        return Verdict(
+            False, "the outputs changed after the call had returned: work on another stream or thread", "late"
+        )
+
+
+def observe(run: Run, prepare: Callable[[], None] = lambda: None) -> Observed:
+    """Calls `prepare` and `run`, copies the results at once, waits for all work.
+
+    On a GPU both are enqueued on a high-priority stream behind a delay. So work that `run` puts on a stream of its own
+    either waits for this one, and then loses the race against the copies, or does not, and then reads what was there
+    before `prepare` (refresh the inputs in it).
+    """
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        prepare()
+        results = execute.outputs(run())
+        return Observed(results, tuple(t.detach().clone() for t in results))
+    device = torch.cuda.current_device()
+    stream, caller = _stream(device), torch.cuda.current_stream(device)
+    torch.cuda.synchronize(device)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(DELAY_CYCLES)
+        prepare()
+        results = execute.outputs(run())
+        copies = tuple(t.detach().clone() for t in results)
+    for index in {device, *(t.device.index for t in results if t.is_cuda)}:
+        torch.cuda.synchronize(index)
+    caller.wait_stream(stream)
+    return Observed(results, copies)
+
+
+@cache
+def _stream(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
+
+
+@contextmanager
+def launches() -> Iterator[list[str]]:
+    """The names of the Triton (and Gluon) kernels that are launched meanwhile, compiled or interpreted."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    seen: list[str] = []
+    with ExitStack() as stack:
+        for owner in (JITFunction, InterpretedFunction):
+            stack.enter_context(mock.patch.object(owner, "run", _noting(owner.run, seen)))
+        yield seen
+
+
+def _noting(run: Callable[..., Any], seen: list[str]) -> Callable[..., Any]:
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(getattr(self, "__name__", "kernel"))
+        return run(self, *args, **kwargs)
+
+    return noted
+
+
+def first_failure(*verdicts: Callable[[], Verdict]) -> Verdict:
+    """The first verdict that is not ok, or the last one; later ones are not computed."""
+    verdict = Verdict(True)
+    for compute in verdicts:
+        verdict = compute()
+        if not verdict.ok:
+            break
+    return verdict

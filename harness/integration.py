@@ -1,0 +1,169 @@
+"""The checks on company: torch.library, torch.compile, CUDA graphs, streams and a second device."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from . import guard, registry
+from .accuracy import Verdict
+from .battery import Rejected, Skipped, Subject, as_rejection, contiguous, examine, grad_names, placed
+from .oracle import OutGrads, Tensors, backward, call, expected, forward
+from .spec import Inputs, Op
+
+# Namespaces of the ops that come with PyTorch.
+BUILT_IN = {"aten", "prim", "prims", "profiler", "inductor", "higher_order", "quantized", "_c10d_functional", "cuda"}
+
+
+def namespace(fn: Op) -> str | None:
+    """Where a kernel of the registry has its ops: its package with the dots replaced. None for any other function."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    package = getattr(fn, "__module__", "").rpartition(".")[0]
+    return package.replace(".", "_") if package.split(".")[0] in registry.COLLECTIONS else None
+
+
+class _CustomOps(TorchDispatchMode):
+    """Notes the custom ops that are called, each once, with copies of its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, tuple[Any, tuple, dict]] = {}
+        self.differentiated = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace not in BUILT_IN:
+            copies = tree_map_only(torch.Tensor, self._copy, (args, kwargs))
+            self.calls.setdefault(str(func), (func, *copies))
+        return func(*args, **kwargs)
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad and self.differentiated)
+
+
+def opcheck(s: Subject, mode: str) -> None:
+    """torch.library.opcheck (schema, autograd registration, fake tensors, AOT dispatch) of every custom op called."""
+    inputs = s.inputs()
+    recorder = _CustomOps()
+    with recorder:
+        outputs, leaves = forward(s.spec, s.fn, inputs)
+        recorder.differentiated = False  # saved leaves still say requires_grad, but a backward has no backward here
+        if mode != "fwd":
+            backward(outputs, leaves, s.out_grads(inputs))
+    home = namespace(s.fn)
+    found = {func.namespace for func, _, _ in recorder.calls.values()}
+    if home and home not in found:
+        reason = f"no op of the namespace {home} was called (found: {', '.join(sorted(found)) or 'none'})"
+        raise Rejected(Verdict(False, reason, "opcheck"))
+    if not recorder.calls:
+        raise Skipped("not a kernel of the registry, and it registers no op")
+    for name, (func, args, kwargs) in recorder.calls.items():
+        try:
+            torch.library.opcheck(func, args, kwargs)
+        except Exception as error:
+            raise Rejected(Verdict(False, f"{name}: {_short(error)}", "opcheck")) from error
+
+
+def compiled(s: Subject, mode: str) -> None:
+    """torch.compile(fullgraph=True), forward and backward, for these shapes and then for symbolic ones.
+
+    Without a GPU the backend is aot_eager, which traces everything but needs no C compiler.
+    """
+    backend = "inductor" if s.device.startswith("cuda") else "aot_eager"
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        fn = torch.compile(s.fn, fullgraph=True, backend=backend, dynamic=dynamic)
+        inputs = s.inputs()
+        out_grads = None if mode == "fwd" else s.out_grads(inputs)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                outputs, grads = call(s.spec, fn, inputs, out_grads)
+        except Exception as error:
+            raise Rejected(Verdict(False, f"dynamic={dynamic}: {_short(error)}", "compile")) from error
+        finally:
+            torch._dynamo.reset()
+        _judge(s, (*outputs, *grads), inputs, out_grads, f"compiled, dynamic={dynamic}")
+
+
+def graph(s: Subject, mode: str) -> None:
+    """Capture in a CUDA graph, then replays on new contents of the same inputs. The backward is captured together with
+    its forward. Work on a stream that is not joined is not in the graph, so it is found out here too."""
+    inputs = placed(s.inputs(), contiguous)
+    out_grads = None if mode == "fwd" else [contiguous("", g) for g in s.out_grads(inputs)]
+
+    def run() -> Tensors:
+        outputs, grads = call(s.spec, s.fn, inputs, out_grads)
+        return (*outputs, *grads)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    captured = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.stream(stream):
+            for _ in range(3):  # compiles, and fills the allocator's pools
+                run()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(captured):
+            results = run()
+    except Exception as error:
+        raise Rejected(Verdict(False, _short(error), "graph")) from error
+    for offset in (200, 201):
+        guard.refill(inputs, s.inputs(offset))
+        if out_grads is not None:
+            names = grad_names(out_grads)
+            fresh = dict(zip(names, s.out_grads(inputs, offset), strict=True))
+            guard.refill(dict(zip(names, out_grads, strict=True)), fresh)
+        for tensor in results:
+            tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor.zero_()
+        captured.replay()
+        torch.cuda.synchronize()
+        _judge(s, results, inputs, out_grads, "replay of the CUDA graph")
+
+
+def second_device(s: Subject, mode: str) -> None:
+    """Tensors on cuda:1 while device 0 is current."""
+    if torch.cuda.device_count() < 2:
+        raise Skipped("there is only one GPU")
+    other = Subject(s.spec, s.name, s.fn, s.case, "cuda:1", s.seed)
+    with torch.cuda.device(0):
+        examine(other, other.inputs(), mode, where="on cuda:1 with device 0 current")
+
+
+def stream(s: Subject, mode: str) -> None:
+    """A stream that is not the default, on which the inputs become ready only after a delay."""
+    inputs = placed(s.inputs(), contiguous)
+    out_grads = None if mode == "fwd" else [contiguous("", g) for g in s.out_grads(inputs)]
+    fresh = s.inputs(offset=300)
+
+    def run() -> Tensors:
+        outputs, grads = call(s.spec, s.fn, inputs, out_grads)
+        return (*outputs, *grads)
+
+    try:
+        run()  # compiles, so that the observed call does not wait for that
+        with guard.poisoned():
+            observed = guard.observe(run, lambda: guard.refill(inputs, fresh))
+    except Exception as error:
+        raise as_rejection(error) from error
+    verdict = observed.verdict()
+    if not verdict.ok:
+        raise Rejected(verdict)
+    _judge(s, observed.copies, inputs, out_grads, "on another stream")
+
+
+def _judge(s: Subject, results: Sequence[torch.Tensor], inputs: Inputs, out_grads: OutGrads | None, where: str) -> None:
+    verdict = expected(s.spec, inputs, out_grads).verdict(results, s.case, s.spec)
+    if not verdict.ok:
+        raise Rejected(verdict, where)
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"

@@ -1,0 +1,151 @@
+"""What the right answer is: the reference on the inputs in fp64, and, for the yardstick, in the case's own dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from . import execute
+from .accuracy import Verdict, compare_all, upcast
+from .spec import Case, Inputs, KernelSpec, Op
+
+Tensors = tuple[torch.Tensor, ...]
+# One incoming gradient for each output that has one; None where an output is not used.
+OutGrads = Sequence["torch.Tensor | None"]
+NOISE_SAMPLES, NOISE_ELEMENTS = 4, 10**7
+
+
+def call(
+    spec: KernelSpec, fn: Op, inputs: Inputs, out_grads: OutGrads | None = None, wrt: Sequence[str] | None = None
+) -> tuple[Tensors, Tensors]:
+    """(outputs, gradients) of one call: the gradients of `wrt`, by default `spec.grads`, in the order of the latter.
+
+    Without `out_grads` autograd is off and there are no gradients.
+    """
+    if out_grads is None:
+        with torch.no_grad():
+            return execute.outputs(fn(**inputs)), ()
+    outputs, leaves = forward(spec, fn, inputs, wrt)
+    return tuple(t.detach() for t in outputs), backward(outputs, leaves, out_grads)
+
+
+def forward(spec: KernelSpec, fn: Op, inputs: Inputs, wrt: Sequence[str] | None = None) -> tuple[Tensors, Tensors]:
+    """Outputs, with their autograd graph, and the leaves to be differentiated, which alias the inputs."""
+    leaves = execute.leaves(spec, inputs)
+    leaves = {n: t.detach().requires_grad_() for n, t in leaves.items() if wrt is None or n in wrt}
+    return execute.outputs(fn(**{**inputs, **leaves})), tuple(leaves.values())
+
+
+def backward(outputs: Tensors, leaves: Tensors, out_grads: OutGrads) -> Tensors:
+    """Gradients of the leaves; zeros where an output does not depend on a leaf."""
+    candidates = [t for t in outputs if t.is_floating_point()]
+    if len(candidates) != len(out_grads):
+        candidates = [t for t in candidates if t.requires_grad]  # the others are declared not differentiable
+    used = [(t, g) for t, g in zip(candidates, out_grads, strict=False) if g is not None and t.requires_grad]
+    if not used:
+        return tuple(torch.zeros_like(t) for t in leaves)
+    return torch.autograd.grad([t for t, _ in used], leaves, [g for _, g in used], materialize_grads=True)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Oracle and eager results side by side, with the names of the outputs and gradients."""
+
+    names: tuple[str, ...]
+    oracle: Tensors
+    eager: Tensors
+    perturbed: Callable[[int], Tensors]
+
+    def verdict(
+        self,
+        results: Sequence[torch.Tensor],
+        case: Case,
+        spec: KernelSpec,
+        where: Sequence[torch.Tensor] | None = None,
+        scale: Sequence[torch.Tensor] | None = None,
+    ) -> Verdict:
+        """The rule of `accuracy` over all of them.
+
+        Eager may be right by luck where the answer is the small difference of large numbers. So before a result is
+        called wrong for its error alone, the yardstick is taken again as the larger of eager's error and that of the
+        reference in fp64 with every intermediate result changed by a random ±1 fp32 epsilon (Monte Carlo arithmetic,
+        Parker 1997), which shows how far correct fp32 arithmetic may stray. There is no such luck in 10⁷ elements.
+        """
+
+        def judge(noise: Sequence[Tensors]) -> Verdict:
+            tolerance = spec.tolerance
+            return compare_all(results, self.oracle, self.eager, self.names, case.dtype, tolerance, where, noise, scale)
+
+        verdict = judge(())
+        if verdict.cause != "error" or sum(t.numel() for t in self.oracle) > NOISE_ELEMENTS:
+            return verdict
+        return judge([self.perturbed(seed) for seed in range(NOISE_SAMPLES)])
+
+
+def expected(
+    spec: KernelSpec,
+    inputs: Inputs,
+    out_grads: OutGrads | None = None,
+    wrt: Sequence[str] | None = None,
+    grads_only: bool = False,
+) -> Expected:
+    """Runs the reference twice. The oracle falls back to fp32 where fp64 does not fit into the GPU's memory."""
+    outputs, grads = call(spec, spec.reference, inputs, out_grads, wrt)
+    chosen = [n for n in execute.leaves(spec, inputs) if wrt is None or n in wrt] if grads else []
+    names = (*(f"output {i}" for i in range(len(outputs))), *(f"gradient of {n}" for n in chosen))
+    skip = len(outputs) if grads_only else 0
+    eager = (*outputs, *grads)[skip:]
+    del outputs, grads
+
+    def upcast_call(dtype: torch.dtype) -> Tensors:
+        wide = {n: upcast(t, dtype) if isinstance(t, torch.Tensor) else t for n, t in inputs.items()}
+        wide_grads = None if out_grads is None else [None if g is None else upcast(g, dtype) for g in out_grads]
+        outputs, grads = call(spec, spec.reference, wide, wide_grads, wrt)
+        return (*outputs, *grads)[skip:]
+
+    def perturbed(seed: int) -> Tensors:
+        with _Perturb(seed):
+            return upcast_call(torch.float64)
+
+    oracle = _unless_out_of_memory(lambda: upcast_call(torch.float64))
+    if oracle is None:
+        torch.cuda.empty_cache()
+        return Expected(names[skip:], upcast_call(torch.float32), eager, lambda seed: eager)
+    return Expected(names[skip:], oracle, eager, perturbed)
+
+
+def _unless_out_of_memory(compute: Callable[[], Tensors]) -> Tensors | None:
+    """None if memory runs out; the exception, which would keep the tensors of its frames alive, is gone by then."""
+    try:
+        return compute()
+    except torch.cuda.OutOfMemoryError:
+        return None
+
+
+class _Perturb(TorchDispatchMode):
+    """Changes every fp64 result by a relative random amount of at most one fp32 epsilon."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.is_view or func._schema.is_mutable:
+            return out
+        return tree_map_only(torch.Tensor, self._change, out)
+
+    def _change(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype != torch.float64:
+            return tensor
+        if tensor.device not in self._generators:
+            self._generators[tensor.device] = torch.Generator(tensor.device).manual_seed(self._seed)
+        generator = self._generators[tensor.device]
+        noise = torch.rand(tensor.shape, dtype=tensor.dtype, device=tensor.device, generator=generator)
+        return tensor * (1 + torch.finfo(torch.float32).eps * (2 * noise - 1))

@@ -1,0 +1,84 @@
+"""Huge, tiny, infinite and missing numbers, planted into one input at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from .accuracy import bits
+from .battery import Rejected, Subject, contiguous, guarded_call, placed
+from .oracle import Expected, OutGrads, expected
+from .spec import Inputs
+
+Plant = Callable[[torch.Tensor], object]
+
+
+def _row(tensor: torch.Tensor) -> torch.Tensor:
+    """The middle row (the last dimension) as a view."""
+    rows = tensor.view(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.view(1, -1)
+    return rows[rows.shape[0] // 2]
+
+
+def _element(tensor: torch.Tensor) -> torch.Tensor:
+    row = _row(tensor)
+    return row[row.shape[0] // 2]
+
+
+def _subnormal(tensor: torch.Tensor) -> None:
+    _row(tensor).sign_().mul_(torch.finfo(tensor.dtype).smallest_normal / 4)
+
+
+PLANTS: dict[str, Plant] = {
+    "one nan": lambda t: _element(t).fill_(torch.nan),
+    "one +inf": lambda t: _element(t).fill_(torch.inf),
+    "one -inf": lambda t: _element(t).fill_(-torch.inf),
+    "a row of -inf": lambda t: _row(t).fill_(-torch.inf),  # a fully masked row
+    "a row of zeros": lambda t: _row(t).zero_(),
+    "a row of subnormal numbers": _subnormal,
+    "a row times 1e-4": lambda t: _row(t).mul_(1e-4),
+    "a row times 100": lambda t: _row(t).mul_(100),
+    "one 1e4": lambda t: _element(t).fill_(1e4),
+    "one -1e4": lambda t: _element(t).fill_(-1e4),
+}
+
+
+def special_values(s: Subject, mode: str) -> None:
+    """Every plant in every floating-point input, within SPEC.limits; nan is planted everywhere."""
+    inputs = placed(s.inputs(), contiguous)
+    out_grads = None if mode == "fwd" else [contiguous("", g) for g in s.out_grads(inputs)]
+    clean = expected(s.spec, inputs, out_grads)
+    for name, tensor in inputs.items():
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or not tensor.numel():
+            continue
+        for what, plant in PLANTS.items():
+            changed = {**inputs, name: contiguous(name, tensor)}
+            plant(changed[name].view(-1) if tensor.dim() < 1 else changed[name])
+            if name in s.spec.limits:
+                changed[name].clamp_(-s.spec.limits[name], s.spec.limits[name])
+            _examine(s, changed, name, out_grads, clean, f"{what} in {name}")
+
+
+def _examine(s: Subject, inputs: Inputs, name: str, out_grads: OutGrads | None, clean: Expected, where: str) -> None:
+    truth = expected(s.spec, inputs, out_grads)
+    results = guarded_call(s, inputs, out_grads, where=where)
+    for part, text in _parts(truth, clean, name, inputs[name]):
+        verdict = truth.verdict(results, s.case, s.spec, part, clean.oracle)
+        if not verdict.ok:
+            raise Rejected(verdict, f"{where}, {text}")
+
+
+def _parts(truth: Expected, clean: Expected, name: str, planted: torch.Tensor) -> list[tuple[list[torch.Tensor], str]]:
+    """The elements that the plant reaches, and the others. Each part is judged by eager's error on that part alone:
+    else the error that eager makes on a huge value would excuse any error elsewhere. The scale, though, is at least
+    that of the clean answer: where a plant leaves nothing but zeros, an epsilon of the usual values is no error.
+
+    The derivative at +inf is left out, because it depends on how a formula is written; at -inf, which masks, it counts.
+    """
+    reached = [bits(a) != bits(b) for a, b in zip(truth.oracle, clean.oracle, strict=True)]
+    others = [~mask for mask in reached]
+    for index, output in enumerate(truth.names):
+        if output == f"gradient of {name}":
+            reached[index] = reached[index] & ~planted.isposinf()
+            others[index] = others[index] & ~planted.isposinf()
+    return [(reached, "where it reaches"), (others, "where it does not reach")]

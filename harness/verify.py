@@ -1,0 +1,112 @@
+"""Is what `bench` times right? Checks an implementation on the very inputs, through the very callable, that are timed.
+
+    out_grads = ...                                       # None for mode "fwd"
+    run = execute.bind(spec, fn, inputs, mode, out_grads)
+    before = verify(spec, case, mode, inputs, run, out_grads, seed=1)
+    ... time `run` ...
+    after = verify(spec, case, mode, inputs, run, out_grads, seed=2)
+
+Each `verify` calls `run` three times (the first to warm up) and rejects, in this order, with `Verdict.cause`
+
+lazy      outputs or gradients that are not plain tensors                              (lazy output)
+late      outputs that are not complete on the current stream when `run` returns       (side stream, thread)
+inputs    a changed input; `bounds`: memory around one                                 (mutated input)
+count, shape, dtype, nonfinite, error    a wrong answer, with fresh memory poisoned with NaN
+replay    the answer to the former contents after the inputs were refilled in place, at the same addresses and without
+          autograd's version counters moving                                           (cached replay)
+
+The inputs come back with fresh random contents from `spec.make_inputs` (seed + 1); addresses, shapes and strides stay,
+so `run` and CUDA graphs captured from it remain valid. In mode "bwd", whose forward ran when `run` was bound, only the
+incoming gradients are refilled. An exception of the implementation, out of memory included, goes to the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from . import execute
+from .accuracy import Verdict, same_bits
+from .guard import Observed, Snapshot, first_failure, observe, poisoned, refill
+from .oracle import expected
+from .spec import Case, Inputs, KernelSpec
+
+
+def verify(
+    spec: KernelSpec,
+    case: Case,
+    mode: str,
+    inputs: Inputs,
+    run: execute.Run,
+    out_grads: Sequence[torch.Tensor] | None = None,
+    seed: int = 0,
+) -> Verdict:
+    """Verdict over `run`, the callable that `execute.bind` made of `inputs`, `mode` and `out_grads`.
+
+    The numbers are those of the first answer. Raises ValueError if a mode with a backward comes without `out_grads`.
+    """
+    if mode != "fwd" and out_grads is None:
+        raise ValueError(f"verify: mode {mode} needs the out_grads that run was bound with")
+    grads = {f"incoming gradient {i}": g for i, g in enumerate(out_grads or ())}
+    try:
+        with poisoned():
+            run()  # compiles, so that the observed calls enqueue their work at once
+        verdict, first = _once(spec, case, mode, inputs, run, grads, seed)
+        if not verdict.ok:
+            return verdict
+        again, second = _once(spec, case, mode, inputs, run, grads, seed + 1, refresh=True)
+    except execute.LazyOutput as error:
+        return Verdict(False, str(error), "lazy")
+    if again.ok:
+        return verdict
+    if again.cause in ("error", "nonfinite") and first and same_bits(first.copies, second.copies):
+        return Verdict(
+            False, "gave the answer to earlier inputs after they were refilled in place", "replay", again.numbers
+        )
+    return Verdict(False, f"after the inputs were refilled in place: {again.reason}", again.cause, again.numbers)
+
+
+def _once(
+    spec: KernelSpec,
+    case: Case,
+    mode: str,
+    inputs: Inputs,
+    run: execute.Run,
+    grads: dict[str, torch.Tensor],
+    seed: int,
+    refresh: bool = False,
+) -> tuple[Verdict, Observed]:
+    """One observed call of `run`, judged; with `refresh`, on new contents."""
+    watched = {**inputs, **grads}
+    fresh = _fresh(spec, case, mode, inputs, grads, seed) if refresh else {}
+    snapshot = None if refresh else Snapshot(watched)
+    with poisoned():
+        observed = observe(run, lambda: refill({n: watched[n] for n in fresh}, fresh))
+
+    def unchanged() -> Verdict:
+        if snapshot is not None:
+            return snapshot.verdict()
+        changed = [n for n, t in fresh.items() if not same_bits([watched[n]], [t])]
+        return (
+            Verdict(not changed, f"{', '.join(changed)} was changed in place", "inputs") if changed else Verdict(True)
+        )
+
+    def right() -> Verdict:
+        truth = expected(spec, inputs, list(grads.values()) if grads else None, grads_only=mode != "fwd")
+        return truth.verdict(observed.copies, case, spec)
+
+    return first_failure(observed.verdict, unchanged, right), observed
+
+
+def _fresh(
+    spec: KernelSpec, case: Case, mode: str, inputs: Inputs, grads: dict[str, torch.Tensor], seed: int
+) -> dict[str, torch.Tensor]:
+    """New contents for what `run` reads at each call."""
+    device = next(t.device for t in inputs.values() if isinstance(t, torch.Tensor))
+    generator = torch.Generator(device).manual_seed(seed)
+    fresh = dict(zip(grads, execute.random_like(list(grads.values()), generator), strict=True))
+    if mode != "bwd":
+        made = spec.make_inputs(case, device, generator)
+        fresh |= {n: made[n] for n, t in inputs.items() if isinstance(t, torch.Tensor)}
+    return fresh

@@ -1,0 +1,375 @@
+"""When a tensor is right, and what watches a call: `harness.accuracy`, `oracle`, `guard`, `layouts` and `verify`."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import pytest
+import torch
+
+from harness import accuracy, execute, guard, layouts
+from harness.accuracy import compare, compare_all
+from harness.oracle import expected
+from harness.spec import Case, Cost, KernelSpec, Tolerance
+from harness.verify import verify
+from tests.wrong import wrappers
+
+EXACT = Tolerance(ratio=2.0, floor=0.0)
+INF, NAN = float("inf"), float("nan")
+
+
+def f64(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def f32(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def judge(result, oracle, eager, dtype=torch.float32, tolerance=EXACT, **kwargs):
+    return compare(result, oracle, eager, dtype, tolerance, **kwargs)
+
+
+def test_error_is_held_against_eagers():
+    oracle, eager = f64(1, 2, 3, 4), f32(1, 2, 3, 4.001)
+    assert judge(f32(1, 2, 3, 4.0019), oracle, eager).ok
+    verdict = judge(f32(1, 2, 3, 4.0021), oracle, eager)
+    assert (verdict.ok, verdict.cause) == (False, "error")
+    assert verdict.numbers["eager_max"] == pytest.approx(0.001, rel=1e-3)
+    assert verdict.numbers["max"] == pytest.approx(0.0021, rel=1e-3)
+
+
+def test_rms_counts_where_the_maximum_does_not():
+    oracle = torch.zeros(100, dtype=torch.float64)
+    eager, result = torch.zeros(100), torch.full((100,), 0.0019)
+    eager[7] = 0.001
+    assert "rms" in judge(result, oracle, eager).reason
+
+
+def test_floor_is_in_epsilons_of_the_scale():
+    oracle, eager = f64(1, 8), f32(1, 8)
+    step = 8 * torch.finfo(torch.float32).eps
+    tolerance = Tolerance(ratio=2.0, floor=4.0)
+    assert judge(f32(1, 8 + 3 * step), oracle, eager, tolerance=tolerance).ok
+    assert not judge(f32(1, 8 + 5 * step), oracle, eager, tolerance=tolerance).ok
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_nonfinite_results_are_rejected(bad):
+    verdict = judge(f32(1, bad), f64(1, 2), f32(1, 2))
+    assert verdict.cause == "nonfinite" and "element 1" in verdict.reason
+
+
+@pytest.mark.parametrize(("result", "ok"), [(NAN, True), (INF, False), (-INF, False), (0.0, False)])
+def test_nan_must_stand_where_the_oracle_has_it(result, ok):
+    assert judge(f32(1, result), f64(1, NAN), f32(1, NAN)).ok is ok
+
+
+def test_the_sign_of_an_infinity_counts():
+    assert judge(f32(INF, -INF), f64(INF, -INF), f32(INF, -INF)).ok
+    assert not judge(f32(INF, INF), f64(INF, -INF), f32(INF, -INF)).ok
+
+
+def test_overflow_at_the_last_rounding_is_expected():
+    half = torch.tensor([1.0, INF], dtype=torch.float16)
+    assert judge(half, f64(1, 1e5), half, torch.float16).ok
+    finite = torch.tensor([1.0, 65504.0], dtype=torch.float16)
+    assert judge(finite, f64(1, 1e5), half, torch.float16).cause == "nonfinite"
+
+
+def test_overflow_on_the_way_may_be_eagers_or_avoided():
+    oracle, eager = f64(1, 2), f32(1, INF)
+    assert judge(f32(1, INF), oracle, eager).ok
+    assert judge(f32(1, 2), oracle, eager).ok
+    assert not judge(f32(1, NAN), oracle, eager).ok
+    assert not judge(f32(1, 3), oracle, eager).ok
+
+
+def test_shape_dtype_and_count():
+    oracle, eager = torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, 3)
+    assert judge(torch.zeros(3, 2), oracle, eager).cause == "shape"
+    assert judge(torch.zeros(2, 3).half(), oracle, eager).cause == "dtype"
+    assert compare_all([eager, eager], [oracle], [eager], ["y"], torch.float32, EXACT).cause == "count"
+
+
+def test_empty_and_scalar_tensors():
+    assert judge(torch.zeros(0, 5), torch.zeros(0, 5, dtype=torch.float64), torch.zeros(0, 5)).ok
+    assert judge(torch.tensor(1.0), torch.tensor(1.0).double(), torch.tensor(1.0)).ok
+    assert not judge(torch.tensor(1.1), torch.tensor(1.0).double(), torch.tensor(1.0)).ok
+
+
+def test_integers_are_equal_or_wrong():
+    oracle = torch.tensor([1, 2, 3])
+    assert judge(oracle.clone(), oracle, oracle).ok
+    assert judge(oracle + 1, oracle, oracle).cause == "error"
+
+
+def test_bfloat16_has_bounds_of_its_own():
+    generator = torch.Generator().manual_seed(0)
+    oracle = torch.randn(1000, dtype=torch.float64, generator=generator)
+    eager = oracle.bfloat16()
+    loose = Tolerance(ratio=100.0, floor=100.0)
+    assert judge(eager, oracle, eager, torch.bfloat16, loose).ok
+    verdict = judge((oracle * 1.01).bfloat16(), oracle, eager, torch.bfloat16, loose)
+    assert not verdict.ok and "relative rms" in verdict.reason
+    one_off = eager.clone()
+    one_off[oracle.abs().argmax()] *= 1.04
+    assert "relative max" in judge(one_off, oracle, eager, torch.bfloat16, loose).reason
+
+
+def test_fp8_cases_are_held_to_their_distance():
+    generator = torch.Generator().manual_seed(0)
+    oracle = torch.randn(1000, dtype=torch.float64, generator=generator)
+    noise = torch.randn(1000, dtype=torch.float64, generator=generator)
+    eager = oracle.bfloat16()
+    near, far = (oracle + 0.02 * noise).bfloat16(), (oracle + 0.06 * noise).bfloat16()
+    assert judge(near, oracle, eager, torch.float8_e4m3fn).ok
+    assert "distance" in judge(far, oracle, eager, torch.float8_e4m3fn).reason
+    assert judge(torch.zeros_like(eager), oracle * 0, eager * 0, torch.float8_e4m3fn).ok
+
+
+def test_pieces_add_up(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    oracle = torch.randn(101, 3, dtype=torch.float64, generator=generator)
+    eager, result = oracle.float(), oracle.float() + 1e-3
+    whole = judge(result, oracle, eager)
+    monkeypatch.setattr(accuracy, "PIECE", 7)
+    pieces = judge(result, oracle, eager)
+    assert pieces.numbers == pytest.approx(whole.numbers)
+    result[100, 2] = NAN
+    assert "element 302" in judge(result, oracle, eager).reason
+
+
+def test_where_limits_the_comparison():
+    oracle, eager, result = f64(1, 2, 3), f32(1, 2, 3), f32(1, 2, NAN)
+    assert judge(result, oracle, eager, where=torch.tensor([True, True, False])).ok
+    assert not judge(result, oracle, eager, where=torch.tensor([False, False, True])).ok
+
+
+def cancel(x: torch.Tensor) -> torch.Tensor:
+    """Zero in exact arithmetic but for the last term; eager is right by luck where x is a power of two."""
+    return ((x * 3) / 3 - x) + x * 1e-6
+
+
+def times(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * weight
+
+
+def spec_of(reference, names=("x",), **changes) -> KernelSpec:
+    def make_inputs(case, device, generator):
+        shape, dtype = (case.dims["rows"], 8), case.dtype
+        return {n: torch.randn(shape, dtype=dtype, device=device, generator=generator) for n in names}
+
+    spec = KernelSpec(
+        name="toy",
+        implementations={"toy": reference},
+        reference=reference,
+        make_inputs=make_inputs,
+        cost=lambda case, mode: Cost(1, 1),
+        cases=(Case("5", dict(rows=5), torch.float32, bench=True),),
+        grads=tuple(names),
+        unit="rows",
+        items=lambda case: case.dims["rows"],
+        fuzz={},
+    )
+    return dataclasses.replace(spec, **changes)
+
+
+def test_luck_of_eager_is_not_held_against_a_result():
+    spec = spec_of(cancel)
+    inputs = {"x": 2.0 ** torch.arange(16.0)}
+    truth = expected(spec, inputs)
+    lucky = float((truth.eager[0].double() - truth.oracle[0]).abs().max())
+    assert lucky < 1e-5
+    one_rounding = truth.eager[0] + inputs["x"] * torch.finfo(torch.float32).eps
+    assert truth.verdict([one_rounding], spec.cases[0], spec).ok
+    assert not truth.verdict([one_rounding + inputs["x"] * 1e-5], spec.cases[0], spec).ok
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+@pytest.mark.parametrize("shape", [(), (5,), (4, 3), (2, 3, 5), (0, 4), (4, 1)])
+def test_layouts_hold_the_values_amid_poison(layout, shape):
+    values = torch.randn(shape, dtype=torch.float16)
+    placed = layouts.place(values, layout)
+    assert placed.shape == values.shape
+    if layout not in ("expanded", "scalar"):
+        assert torch.equal(placed, values)
+    buffer = torch.empty(0, dtype=torch.float16).set_(placed.untyped_storage())
+    assert int(buffer.isnan().sum()) >= layouts.PAD  # two sides, two bytes an element
+    assert placed.is_contiguous() or values.numel() < 2 or layout not in ("contiguous", "offset")
+
+
+def test_layouts_are_what_they_say():
+    values = torch.randn(4, 6)
+    assert layouts.place(values, "transposed").stride() == (1, 4)
+    assert layouts.place(values, "sliced").stride() == (6 + layouts.GAP, 1)
+    assert layouts.place(values, "strided").stride() == (12, 2)
+    assert layouts.place(values, "offset").data_ptr() % 16 == 4
+    assert layouts.place(values, "contiguous").data_ptr() % 16 == 0
+    assert layouts.place(values, "expanded").stride() == (0, 1)
+    assert layouts.place(values, "scalar").stride() == (0, 0)
+
+
+def test_rounds_give_each_tensor_each_layout():
+    seen = [assignment.layouts for assignment in layouts.rounds(["x", "weight"])]
+    for name in ("x", "weight"):
+        assert {assignment[name] for assignment in seen} == set(layouts.LAYOUTS)
+    assert all(assignment["x"] != assignment["weight"] for assignment in seen)
+
+
+def test_poison_fills_fresh_memory_and_is_switched_off_again():
+    before = torch.are_deterministic_algorithms_enabled()
+    with guard.poisoned():
+        assert torch.empty(1000).isnan().all()
+        assert torch.empty_like(torch.zeros(3, 3, dtype=torch.float16)).isnan().all()
+    assert torch.are_deterministic_algorithms_enabled() is before
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def test_snapshot_tells_an_input_from_its_surroundings():
+    inputs = {"x": layouts.place(torch.randn(4, 6), "sliced"), "eps": 1e-6, "y": torch.randn(3)}
+    snapshot = guard.Snapshot(inputs)
+    assert snapshot.verdict().ok
+    inputs["y"].data[1] += 1
+    assert (snapshot.verdict().cause, "y" in snapshot.verdict().reason) == ("inputs", True)
+    snapshot = guard.Snapshot(inputs)
+    torch.as_strided(inputs["x"], (1,), (1,), inputs["x"].storage_offset() + 6).zero_()
+    assert (snapshot.verdict().cause, "around x" in snapshot.verdict().reason) == ("bounds", True)
+
+
+def test_nan_inputs_count_as_unchanged():
+    snapshot = guard.Snapshot({"x": torch.full((3,), NAN)})
+    assert snapshot.verdict().ok
+
+
+@pytest.mark.parametrize("index", [-1, 12])
+def test_allocations_are_fenced(index):
+    with guard.Allocations() as allocations:
+        made = torch.empty(3, 4, dtype=torch.float16), torch.zeros(12), torch.ones(2, 6).new_empty(12)
+        assert torch.equal(made[1], torch.zeros(12))
+        assert allocations.verdict().ok
+        for tensor in made:
+            torch.as_strided(tensor, (1,), (1,), tensor.storage_offset() + 11).zero_()
+        assert allocations.verdict().ok
+        torch.as_strided(made[2], (1,), (1,), made[2].storage_offset() + index).zero_()
+        assert allocations.verdict().cause == "bounds"
+
+
+def test_observe_sees_results_that_change_later():
+    gate = threading.Event()
+
+    def run():
+        result = torch.zeros(3)
+
+        def fill() -> None:
+            gate.wait()
+            result.fill_(1)
+
+        thread = threading.Thread(target=fill)
+        thread.start()
+        threads.append(thread)
+        return (result,)
+
+    threads: list[threading.Thread] = []
+    observed = guard.observe(run)
+    gate.set()
+    threads[0].join()
+    assert observed.verdict().cause == "late"
+
+
+MODES = ("fwd", "bwd", "fwd+bwd")
+
+
+def verified(fn, mode: str, spec: KernelSpec | None = None):
+    spec = spec or spec_of(times, ("x", "weight"))
+    case = spec.cases[0]
+    inputs = spec.make_inputs(case, "cpu", torch.Generator().manual_seed(5))
+    out_grads = None if mode == "fwd" else execute.random_like([inputs["x"]])
+    run = execute.bind(spec, fn, inputs, mode, out_grads)
+    return verify(spec, case, mode, inputs, run, out_grads, seed=7), inputs
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_verify_accepts_what_is_right(mode):
+    verdict, _ = verified(times, mode)
+    assert verdict.ok and verdict.numbers["max"] <= verdict.numbers["limit_max"]
+
+
+@pytest.mark.parametrize(
+    ("cheat", "cause"),
+    [
+        (wrappers.cached, "replay"),
+        (wrappers.mutating, "inputs"),
+        (wrappers.lazy, "lazy"),
+        (wrappers.on_a_thread, "nonfinite"),
+        (wrappers.constant(0.0), "error"),
+        (wrappers.flattened, "shape"),
+    ],
+)
+def test_verify_catches_cheats_in_the_forward(cheat, cause):
+    # A lazy output is refused when it is bound only in the modes that call the forward then.
+    assert verified(cheat(times), "fwd")[0].cause == cause
+
+
+class _CachedBackward(torch.autograd.Function):
+    """Keeps its first gradients for ever."""
+
+    answer = None
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        if _CachedBackward.answer is None:
+            _CachedBackward.answer = (grad * weight, grad * x)
+        return _CachedBackward.answer
+
+
+def test_verify_catches_a_cached_backward():
+    _CachedBackward.answer = None
+    assert verified(_CachedBackward.apply_named, "bwd")[0].cause == "replay"
+
+
+_CachedBackward.apply_named = staticmethod(lambda x, weight: _CachedBackward.apply(x, weight))
+
+
+def test_verify_refills_in_place_and_keeps_addresses():
+    spec = spec_of(times, ("x", "weight"))
+    inputs = spec.make_inputs(spec.cases[0], "cpu", torch.Generator().manual_seed(5))
+    before = {n: (t.data_ptr(), t._version, t.clone()) for n, t in inputs.items()}
+    run = execute.bind(spec, times, inputs, "fwd")
+    assert verify(spec, spec.cases[0], "fwd", inputs, run).ok
+    for name, tensor in inputs.items():
+        address, version, values = before[name]
+        assert (tensor.data_ptr(), tensor._version) == (address, version)
+        assert not torch.equal(tensor, values)
+
+
+def test_verify_wants_the_gradients_that_run_was_bound_with():
+    spec = spec_of(times, ("x", "weight"))
+    inputs = spec.make_inputs(spec.cases[0], "cpu", None)
+    with pytest.raises(ValueError, match="out_grads"):
+        verify(spec, spec.cases[0], "bwd", inputs, lambda: ())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_verify_on_a_gpu(mode):
+    spec = spec_of(times, ("x", "weight"))
+    case = Case("big", dict(rows=1 << 16), torch.float32)
+    inputs = spec.make_inputs(case, "cuda", None)
+    for fn, cause in (
+        (times, ""),
+        (wrappers.on_a_side_stream(wait=True)(times), "late"),
+        (wrappers.on_a_side_stream(wait=False)(times), "error"),
+    ):
+        if cause and mode != "fwd":
+            continue
+        out_grads = None if mode == "fwd" else execute.random_like([inputs["x"]])
+        run = execute.bind(spec, fn, inputs, mode, out_grads)
+        assert verify(spec, case, mode, inputs, run, out_grads).cause == cause

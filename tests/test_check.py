@@ -1,0 +1,185 @@
+"""What `check` plans, what it skips and says so, and what the command line makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+
+import pytest
+import torch
+
+from harness import check, cli, registry
+from harness.spec import Case, Cost, KernelSpec
+
+
+def scale(x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
+    if not x.is_floating_point():
+        raise TypeError(f"x must be floating point, got {x.dtype}")
+    return x * factor
+
+
+def make_inputs(case, device, generator):
+    shape = (case.dims["rows"], case.dims["dim"])
+    return {"x": torch.randn(shape, dtype=case.dtype, device=device, generator=generator), **case.params}
+
+
+CASES = (
+    Case("big-fp32", dict(rows=1 << 20, dim=64), torch.float32, bench=True),
+    Case("1x1-fp32", dict(rows=1, dim=1), torch.float32),
+    Case("40x7-fp32", dict(rows=40, dim=7), torch.float32),
+    Case("5x7-fp32-triple", dict(rows=5, dim=7), torch.float32, dict(factor=3.0)),
+    Case("5x7-bf16", dict(rows=5, dim=7), torch.bfloat16),
+    Case("5x7-fp8", dict(rows=5, dim=7), torch.float8_e4m3fn),
+    Case("5x7-hopper", dict(rows=5, dim=7), torch.float32, dict(factor=4.0), min_capability=(9, 0)),
+    Case("wide-fp32", dict(rows=1, dim=1 << 20), torch.float32),
+)
+SPEC = KernelSpec(
+    name="scale",
+    implementations={"eager": scale},
+    reference=scale,
+    make_inputs=make_inputs,
+    cost=lambda case, mode: Cost(1, 8 * case.dims["rows"] * case.dims["dim"]),
+    cases=CASES,
+    grads=("x",),
+    unit="rows",
+    items=lambda case: case.dims["rows"],
+    fuzz={"rows": (0, 30), "dim": (1, 30)},
+)
+
+
+def planned(name: str, device: str = "cpu", **kwargs) -> dict[str, str | None]:
+    return {item.case.name: item.skip for item in check.plan(SPEC, device, **kwargs) if item.check == name}
+
+
+def test_accuracy_is_planned_for_every_case_with_a_reason_where_it_cannot_be_checked():
+    reasons = planned("accuracy")
+    assert list(reasons) == [case.name for case in CASES]
+    assert reasons["40x7-fp32"] is None and reasons["1x1-fp32"] is None
+    assert reasons["5x7-bf16"] == "Triton's interpreter computes bfloat16 wrongly"
+    assert reasons["5x7-fp8"] == "Triton's interpreter computes float8_e4m3fn wrongly"
+    assert reasons["5x7-hopper"] == "needs a GPU of compute capability (9, 0)"
+    assert reasons["big-fp32"] == reasons["wide-fp32"] == "too large for Triton's interpreter"
+
+
+def test_thorough_checks_take_one_case_of_a_kind_and_shrink_it():
+    reasons = planned("strides")
+    runnable = [name for name, reason in reasons.items() if reason is None]
+    assert runnable == ["40x7-fp32.small", "5x7-fp32-triple"]
+    assert [name for name, reason in planned("values").items() if reason is None] == ["40x7-fp32.small"]
+
+
+def test_checks_that_need_a_gpu_say_so():
+    assert set(planned("graph").values()) == set(planned("stream").values()) == {"needs a GPU"}
+
+
+def test_modes_and_cases_can_be_chosen():
+    items = check.plan(SPEC, "cpu", [CASES[2]], modes=("fwd",))
+    assert {item.mode for item in items} == {"fwd"} and "partial" not in {item.check for item in items}
+    both = {(i.check, i.mode) for i in check.plan(SPEC, "cpu", [CASES[2]])}
+    assert {("accuracy", "fwd"), ("accuracy", "bwd"), ("strides", "bwd")} <= both
+    assert ("strides", "fwd") not in both
+
+
+def test_names_are_unique_and_hold_the_case():
+    names = [item.name for item in check.plan(SPEC, "cpu")]
+    assert len(names) == len(set(names))
+    assert "scale.bwd.40x7-fp32.eager-accuracy" in names
+
+
+def test_everything_passes_for_what_is_right():
+    outcomes = [check.run(item, "cpu") for item in check.plan(SPEC, "cpu", CASES[1:4])]
+    assert not [check.row(outcome) for outcome in outcomes if outcome.status == "fail"]
+
+
+def test_an_exception_is_an_outcome():
+    def broken(x, factor=2.0):
+        raise ZeroDivisionError("division by zero")
+
+    spec = dataclasses.replace(SPEC, implementations={"broken": broken})
+    outcome = check.run(check.plan(spec, "cpu", [CASES[2]])[0], "cpu")
+    assert (outcome.status, outcome.cause) == ("fail", "raised") and "division by zero" in outcome.reason
+
+
+def test_determinism_that_is_not_declared_is_skipped():
+    spec = dataclasses.replace(SPEC, determinism={"fwd": "none", "bwd": "run-to-run"})
+    outcomes = {i.mode: check.run(i, "cpu") for i in check.plan(spec, "cpu", [CASES[2]]) if i.check == "repeat"}
+    assert (outcomes["fwd"].status, outcomes["bwd"].status) == ("skip", "pass")
+    assert "'none'" in outcomes["fwd"].reason
+
+
+def test_the_same_seed_gives_the_same_numbers():
+    item = check.plan(SPEC, "cpu", [CASES[2]])[0]
+    assert check.run(item, "cpu", seed=3).numbers == check.run(item, "cpu", seed=3).numbers
+    assert check.run(item, "cpu", seed=3).numbers != check.run(item, "cpu", seed=4).numbers
+
+
+def test_limits_keep_special_values_within_the_domain():
+    def fragile(x, factor=2.0):
+        if bool((x.nan_to_num(0.0).abs() > 50).any()):
+            raise OverflowError("too large")
+        return scale(x, factor)
+
+    def outcome(**changes):
+        spec = dataclasses.replace(SPEC, implementations={"fragile": fragile}, **changes)
+        (item,) = (i for i in check.plan(spec, "cpu", [CASES[2]]) if i.check == "values")
+        return check.run(item, "cpu")
+
+    assert outcome().cause == "raised"
+    assert outcome(limits={"x": 40.0}).status == "pass"
+
+
+def test_a_failing_draw_is_told_and_made_small():
+    def wrong(x, factor=2.0):
+        return scale(x, factor) + (x.stride(-1) == 2 and x.shape[0] > 1)
+
+    spec = dataclasses.replace(SPEC, implementations={"wrong": wrong})
+    (item,) = (i for i in check.plan(spec, "cpu", [CASES[2]]) if i.check == "sizes")
+    first, again = check.run(item, "cpu"), check.run(item, "cpu")
+    assert first.cause == "error" and first.reason.startswith("dims {'rows': 2, 'dim': 1}, seed 0")
+    assert first.reason == again.reason
+
+
+@pytest.fixture
+def toy_registry(monkeypatch):
+    def use(spec: KernelSpec) -> None:
+        monkeypatch.setattr(registry, "names", lambda: [spec.name])
+        monkeypatch.setattr(registry, "load", lambda name: spec)
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    return use
+
+
+def test_command_line_passes(toy_registry, capsys):
+    toy_registry(SPEC)
+    assert cli.main(["check", "--device", "cpu", "--case", "40x7-fp32", "--check", "accuracy", "--check", "graph"]) == 0
+    printed = capsys.readouterr().out
+    assert "pass  scale.fwd.40x7-fp32.eager-accuracy" in printed
+    assert "needs a GPU" in printed and "2 pass, 0 fail, 2 skip" in printed
+
+
+def test_command_line_fails(toy_registry, capsys):
+    toy_registry(dataclasses.replace(SPEC, implementations={"wrong": lambda x, factor=2.0: x}))
+    assert cli.main(["check", "--device", "cpu", "--case", "40x7-fp32", "--check", "accuracy", "--quiet"]) == 1
+    printed = capsys.readouterr().out
+    assert "fail  scale.fwd.40x7-fp32.wrong-accuracy" in printed and "[error]" in printed
+
+
+def test_command_line_names_what_it_does_not_know(toy_registry, capsys):
+    toy_registry(SPEC)
+    assert cli.main(["check", "--device", "cpu", "--case", "41x7"]) == 2
+    assert "40x7-fp32" in capsys.readouterr().err
+
+
+def test_a_kernel_that_does_not_import_fails_alone(monkeypatch):
+    from tests import test_specs
+
+    def load(name: str) -> KernelSpec:
+        if name == "broken":
+            raise ImportError("no such thing")
+        return SPEC
+
+    monkeypatch.setattr(test_specs, "registry", types.SimpleNamespace(load=load))
+    (broken,), *_ = test_specs._params("broken"), test_specs._params("scale")
+    with pytest.raises(ImportError, match="no such thing"):
+        test_specs.test_spec(*broken.values)

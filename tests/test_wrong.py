@@ -1,0 +1,77 @@
+"""The battery must reject every broken kernel, for the right reason, and accept every right one."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+
+import pytest
+import torch
+
+from harness import check, registry
+from harness.spec import KernelSpec
+
+KERNELS = ("rmsnorm", "gmm_logprob")
+EVERYWHERE = {"accuracy", "replay", "repeat", "strides", "partial", "refusal", "values", "sizes", "compile"}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ZOO = {kernel: importlib.import_module(f"tests.wrong.{kernel}") for kernel in KERNELS}
+
+
+def entries(attribute: str) -> list:
+    return [
+        pytest.param(kernel, wrong, id=f"{kernel}-{wrong.name.replace(' ', '-')}")
+        for kernel in KERNELS
+        for wrong in getattr(ZOO[kernel], attribute)
+    ]
+
+
+def spec_with(kernel: str, name: str, fn) -> KernelSpec:
+    """The real declaration with another implementation and cases small enough for the interpreter."""
+    spec = registry.load(kernel)
+    cases = (*ZOO[kernel].CASES, *ZOO[kernel].LONG_CASES, next(case for case in spec.cases if case.bench))
+    return dataclasses.replace(
+        spec, implementations={name: fn}, cases=cases, fuzz=ZOO[kernel].FUZZ, limits=ZOO[kernel].LIMITS
+    )
+
+
+def first_failure(spec: KernelSpec, case: str, only: str | None = None) -> check.Outcome | None:
+    for item in check.plan(spec, DEVICE, [spec.case(case)]):
+        if only not in (None, item.check):
+            continue
+        outcome = check.run(item, DEVICE)
+        if outcome.status == "fail":
+            return outcome
+    return None
+
+
+@pytest.mark.parametrize(("kernel_name", "wrong"), entries("WRONG"))
+def test_wrong_is_rejected(kernel_name, wrong):
+    outcome = first_failure(spec_with(kernel_name, "wrong", wrong.fn), wrong.case)
+    assert outcome is not None, f"{wrong.name} was accepted"
+    assert (outcome.item.check, outcome.cause) == (wrong.check, wrong.cause), check.row(outcome)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kernel_name", "wrong"), entries("ON_A_GPU"))
+def test_wrong_on_a_gpu_is_rejected(kernel_name, wrong):
+    outcome = first_failure(spec_with(kernel_name, "wrong", wrong.fn), wrong.case, only=wrong.check)
+    assert outcome is not None, f"{wrong.name} was accepted"
+    assert outcome.cause == wrong.cause, check.row(outcome)
+
+
+@pytest.mark.parametrize(
+    ("kernel_name", "control"), [(kernel, name) for kernel in KERNELS for name in ["kernel", *ZOO[kernel].CONTROLS]]
+)
+def test_right_is_accepted(kernel_name, control):
+    zoo = ZOO[kernel_name]
+    implementations = registry.load(kernel_name).implementations
+    fn = next(iter(implementations.values())) if control == "kernel" else zoo.CONTROLS[control]
+    outcomes = [check.run(i, DEVICE) for i in check.plan(spec_with(kernel_name, control, fn), DEVICE, zoo.CASES)]
+    assert not [check.row(o) for o in outcomes if o.status == "fail"]
+    assert {o.item.check for o in outcomes if o.status == "pass"} >= EVERYWHERE
+
+
+@pytest.mark.parametrize("kernel_name", KERNELS)
+def test_every_check_rejects_something(kernel_name):
+    rejecting = {wrong.check for wrong in ZOO[kernel_name].WRONG}
+    assert rejecting >= {"accuracy", "replay", "repeat", "strides", "values", "refusal", "opcheck", "compile"}

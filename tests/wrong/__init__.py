@@ -1,0 +1,22 @@
+"""Kernels that are wrong on purpose, each in one way, and others that are right in different ways.
+
+A checker is worth what it rejects. `test_wrong.py` runs every one of these through the battery of `harness.check`: each
+wrong one must be rejected, by the check and for the cause that its entry names, and each control accepted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.spec import Op
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """`fn` must be rejected first by `check`, for `cause`; `case` is where that is tried, and all that is tried."""
+
+    name: str
+    fn: Op
+    case: str
+    check: str
+    cause: str
