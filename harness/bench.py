@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
-from . import calibrate, environment, execute, options, record, registry, roofline, timing
-from .accuracy import Verdict
-from .entries import slug
-from .progress import Progress
+from . import calibrate, environment, execute, options, record, registry, roofline
+from .correctness.accuracy import Verdict
+from .correctness.verify import verify
+from .measure import timing
+from .reporting.entries import slug
+from .reporting.progress import Progress
 from .spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec
-from .verify import verify
 
 SUSTAINED_SECONDS = 1.0
 
@@ -34,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_output(parser)
     group = parser.add_argument_group("how")
     timers = ("auto", "events", "graph", "cupti")
-    group.add_argument("--timer", choices=timers, default="auto", help="see harness/timing.py")
+    group.add_argument("--timer", choices=timers, default="auto", help="see harness/measure/timing.py")
     group.add_argument("--quick", action="store_true", help="few samples, only the first bench case, into .out/")
     group.add_argument("--resume", action="store_true", help="go on after an interrupted bench with the same options")
 

@@ -16,8 +16,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from . import build_report, options, registry
-from .ahead import Outcome, compile_spec, target_name
+from . import options, registry
+from .compiling import build_report
+from .compiling.ahead import Outcome, compile_spec, target_name
 from .spec import KernelSpec
 
 DEFAULT_OUT = registry.ROOT / "reports" / "build"

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from . import environment, roofline, stats
+from . import environment, roofline
+from .measure import stats
 
 COPY_BYTES = 4 * 2**30
 GEMM_SIZES = (4096, 8192)

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import battery, execute, fuzz, integration, options, refusal, special_values
-from .accuracy import FP8, Verdict
-from .battery import Rejected, Skipped, Subject
+from . import execute, options
+from .correctness import battery, fuzz, integration, refusal, special_values
+from .correctness.accuracy import FP8, Verdict
+from .correctness.battery import Rejected, Skipped, Subject
+from .correctness.verify import verify
 from .spec import Case, KernelSpec
-from .verify import verify
 
 __all__ = ["CHECKS", "Item", "Outcome", "Verdict", "configure", "main", "plan", "run", "verify"]
 

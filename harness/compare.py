@@ -19,11 +19,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import markdown as md
 from . import record
-from .entries import Records, Row
 from .registry import ROOT
-from .verdicts import FASTER, SAME, SLOWER, THRESHOLD, UNSURE, Ratio, against, classify, noise_floor, ratio_of_medians
+from .reporting import markdown as md
+from .reporting.entries import Records, Row
+from .reporting.verdicts import (
+    FASTER,
+    SAME,
+    SLOWER,
+    THRESHOLD,
+    UNSURE,
+    Ratio,
+    against,
+    classify,
+    noise_floor,
+    ratio_of_medians,
+)
 
 FAILED = "FAILED"
 ORDER = (SLOWER, FAILED, UNSURE, FASTER, SAME)

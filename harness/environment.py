@@ -38,7 +38,7 @@ def gpu(device: torch.device) -> dict[str, Any]:
     """The card: name, table key or None, UUID, sizes, driver, highest clock and power limit."""
     import pynvml
 
-    from .gpu_state import handle
+    from .measure.gpu_state import handle
 
     properties = torch.cuda.get_device_properties(device)
     card = handle(device)

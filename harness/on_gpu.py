@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from . import environment, registry
-from .entries import slug
+from .reporting.entries import slug
 
 
 @dataclass(frozen=True)

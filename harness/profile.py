@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from . import environment, execute, ncu, nvtx, options, profile_report, record
+from . import environment, execute, nvtx, options, record
+from .nsight import ncu, profile_report
 from .on_gpu import Place, place
 from .spec import Case, KernelSpec
 

@@ -53,7 +53,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from .entries import Group, Records, Row, Run
+from .reporting.entries import Group, Records, Row, Run
 
 SCHEMA = 1
 

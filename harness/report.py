@@ -14,10 +14,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import charts, kernel_page, options, pages, record, roofline_charts
-from .entries import Records
-from .findings import Finding, findings
+from . import options, record
 from .registry import COLLECTIONS, ROOT
+from .reporting import charts, kernel_page, pages, roofline_charts
+from .reporting.entries import Records
+from .reporting.findings import Finding, findings
 
 BLOCK = re.compile(r"(<!-- report:begin (?P<folder>[\w.-]+) -->\n).*?(\n?<!-- report:end -->)", re.DOTALL)
 

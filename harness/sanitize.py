@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
-from . import environment, execute, options, rows_json, sanitizer, tables
+from . import environment, execute, options
+from .nsight import sanitizer
 from .nvtx import range_name
 from .on_gpu import Place, place
+from .reporting import rows_json, tables
 from .spec import Case, KernelSpec
 
 SCHEMA = 1

@@ -50,7 +50,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """When a result is right (`harness.accuracy` has the rule in full).
+    """When a result is right (`harness.correctness.accuracy` has the rule in full).
 
     With e = |result − oracle| and e_eager = |eager in the same dtype − oracle|, both max and RMS must satisfy
     e <= ratio · e_eager + floor · scale, where scale is the largest finite |oracle| (max) or its RMS. `floor` is in

@@ -20,8 +20,11 @@ from unittest import mock
 
 import torch
 
-from . import environment, execute, options, precompile, rows_json, tables, timing
+from . import environment, execute, options
+from .compiling import precompile
+from .measure import timing
 from .on_gpu import Place, place
+from .reporting import rows_json, tables
 from .spec import Case, KernelSpec, Tunable
 from .tuned import SCHEMA, encode, judge
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from . import registry, rows_json
+from . import registry
+from .reporting import rows_json
 from .spec import KernelSpec
 
 SCHEMA = 1

@@ -176,8 +176,8 @@ SPECS = (
 
 
 def compile_all() -> list[dict]:
-    """Every SPEC for every target, as `harness.ahead.compile_spec` reports it."""
-    from harness.ahead import compile_spec
+    """Every SPEC for every target, as `harness.compiling.ahead.compile_spec` reports it."""
+    from harness.compiling.ahead import compile_spec
 
     pairs = ((spec, capability) for spec in SPECS for capability in spec.compile_targets)
     return [asdict(compile_spec(spec, capability, spec.cases, spec.modes)) for spec, capability in pairs]

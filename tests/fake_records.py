@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import stats
+from harness.measure import stats
 from harness.record import Writer
 
 H200 = {

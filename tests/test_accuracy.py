@@ -1,4 +1,4 @@
-"""When a tensor is right, and what watches a call: `harness.accuracy`, `oracle`, `guard`, `layouts` and `verify`."""
+"""When a tensor is right, and what watches a call: `harness.correctness`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import threading
 import pytest
 import torch
 
-from harness import accuracy, execute, guard, layouts
-from harness.accuracy import compare, compare_all
-from harness.oracle import expected
+from harness import execute
+from harness.correctness import accuracy, guard, layouts
+from harness.correctness.accuracy import compare, compare_all
+from harness.correctness.oracle import expected
+from harness.correctness.verify import verify
 from harness.spec import Case, Cost, KernelSpec, Tolerance
-from harness.verify import verify
 from tests.wrong import wrappers
 
 EXACT = Tolerance(ratio=2.0, floor=0.0)

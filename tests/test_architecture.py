@@ -130,11 +130,11 @@ BAD = {
     "helpers": ("harness/helpers.py", "", "helpers.py: name the file"),
     "common": ("tests/wrong/common.py", "", "common.py: name the file"),
     "harness imports a kernel": (
-        "harness/stats.py",
+        "harness/measure/stats.py",
         "from kernels.alpha import alpha\n",
         "must not import kernels.alpha",
     ),
-    "harness imports a test": ("harness/stats.py", "import tests.wrong\n", "must not import tests.wrong"),
+    "harness imports a test": ("harness/measure/stats.py", "import tests.wrong\n", "must not import tests.wrong"),
     "record imports torch": ("harness/record.py", "import torch\n", "harness/record.py: imports torch: record → torch"),
     "report imports torch through record": ("harness/record.py", "import torch\n", "report → record → torch"),
     "report imports torch through two": (

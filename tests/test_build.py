@@ -13,7 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness import ahead, build, build_report, occupancy, registry, sass, tables
+from harness import build, registry
+from harness.compiling import ahead, build_report, occupancy, sass
+from harness.reporting import tables
 
 H100, A100, T4, RTX3090 = (9, 0), (8, 0), (7, 5), (8, 6)
 
@@ -210,7 +212,7 @@ def test_an_op_that_launches_nothing_fails(samples):
 
 def test_spills_are_counted_as_ptxas_counts_them(samples, tmp_path):
     script = (
-        "import sys, triton; from tests.ahead_samples import *; from harness import ahead, launches, sass\n"
+        "import sys, triton; from tests.ahead_samples import *; from harness.compiling import ahead, launches, sass\n"
         "with launches.record((9, 0)) as seen:\n"
         "    spilling(torch.empty(2048, device='cuda'))\n"
         "print(sass.tool('ptxas'))\n"
@@ -237,7 +239,7 @@ def test_spills_are_counted_as_ptxas_counts_them(samples, tmp_path):
 def test_everything_is_put_back():
     script = (
         "import torch, triton; from triton.runtime.jit import JITFunction; from triton.runtime.driver import driver\n"
-        "from torch._subclasses.fake_tensor import FakeTensor; from harness import launches\n"
+        "from torch._subclasses.fake_tensor import FakeTensor; from harness.compiling import launches\n"
         "def state(): return (JITFunction.run, driver._active, torch.cuda.device, torch.cuda.get_device_properties,\n"
         "    torch.cuda.current_stream, vars(FakeTensor)['device'], 'data_ptr' in vars(FakeTensor),\n"
         "    torch._C._len_torch_dispatch_stack())\n"
@@ -255,7 +257,7 @@ def test_everything_is_put_back():
 def test_the_interpreter_is_refused_with_the_remedy():
     script = (
         "import os; os.environ['TRITON_INTERPRET'] = '1'\n"
-        "from harness import launches\n"
+        "from harness.compiling import launches\n"
         "try:\n"
         "    with launches.record((9, 0)): print('compiled')\n"
         "except launches.Interpreted as error: print(error)\n"
@@ -265,7 +267,7 @@ def test_the_interpreter_is_refused_with_the_remedy():
 
 
 def test_an_unknown_target_lists_the_known():
-    launches = pytest.importorskip("harness.launches", reason="needs Triton, which there is on Linux alone")
+    launches = pytest.importorskip("harness.compiling.launches", reason="needs Triton, which there is on Linux alone")
     with pytest.raises(ValueError, match=r"known: 10\.0, 7\.5, 8\.0"):
         launches.gpu_of((5, 2))
 
@@ -359,7 +361,7 @@ def test_the_build_compiles_what_a_launch_runs():
     """The kernels that the stand-ins lead to are those, to the hash, that the same call launches on this GPU."""
     from triton.runtime.jit import JITFunction
 
-    from harness import launches
+    from harness.compiling import launches
     from harness.execute import bind
 
     capability = torch.cuda.get_device_capability()

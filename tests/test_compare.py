@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 
 from harness import cli, compare, record
-from harness.verdicts import FASTER, SAME, SLOWER, UNSURE, Ratio, against, classify, noise_floor, ratio_of_medians
+from harness.reporting.verdicts import (
+    FASTER,
+    SAME,
+    SLOWER,
+    UNSURE,
+    Ratio,
+    against,
+    classify,
+    noise_floor,
+    ratio_of_medians,
+)
 from tests.fake_records import bench, row, run_line, samples, write
 
 KERNEL = "rmsnorm"

@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness import ncu, nvtx, options, profile, profile_report, record
+from harness import nvtx, options, profile, record
+from harness.nsight import ncu, profile_report
 from harness.on_gpu import Place, place
 from harness.spec import Case, Cost, KernelSpec
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from harness import charts, cli, record, report
-from harness.findings import Finding, findings, verdict
+from harness import cli, record, report
 from harness.registry import ROOT
+from harness.reporting import charts
+from harness.reporting.findings import Finding, findings, verdict
 from tests.fake_records import MEASURED, bench, row, samples, with_ratios, world, write
 
 KERNEL = "rmsnorm"

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import options, rows_json, sanitize, sanitizer
+from harness import options, sanitize
+from harness.nsight import sanitizer
 from harness.on_gpu import Place, place
+from harness.reporting import rows_json
 from harness.spec import Case, Cost, KernelSpec
 
 MEMCHECK = """\

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from harness import stats
+from harness.measure import stats
 
 
 @pytest.mark.parametrize("n", [6, 7, 20, 101, 300])

@@ -25,7 +25,7 @@ SIZES = {"10us": 2**20 * 4, "100us": 2**20 * 50, "5ms": 2**20 * 2500}
 
 @pytest.fixture(scope="module")
 def clock():
-    from harness import timing
+    from harness.measure import timing
 
     return timing.Clock(torch.device("cuda", 0), timing.Budget(min_rounds=30, max_rounds=100, seconds=3))
 
@@ -41,7 +41,7 @@ def scaler(elements: int):
 
 
 def measured(clock, run, timer="auto", sets=2):
-    from harness import timing
+    from harness.measure import timing
 
     result = clock.measure([timing.Contender("run", lambda index: run)], timer, sets)
     return {name: column["median_us"] for name, column in result.columns["run"].items()}
@@ -124,7 +124,7 @@ def nsight_durations(text: str) -> list[float]:
 
 
 def test_the_gate_holds_work_back_and_then_lets_it_go():
-    from harness.driver import Gate
+    from harness.measure.driver import Gate
 
     stream = torch.cuda.Stream()
     x = torch.zeros(1, device="cuda")
@@ -140,7 +140,7 @@ def test_the_gate_holds_work_back_and_then_lets_it_go():
 
 
 def test_the_gate_opens_for_work_that_waits_for_the_host():
-    from harness.driver import Gate
+    from harness.measure.driver import Gate
 
     stream, gate = torch.cuda.Stream(), Gate(timeout=0.2)
     with gate.hold(stream), torch.cuda.stream(stream):
@@ -238,7 +238,7 @@ def test_an_overstated_cost_is_rejected(tmp_path):
 
 def test_a_slowdown_of_a_tenth_shows(tmp_path, clock):
     """A/A stays at 1; the same work plus a tenth is found slower, with the interval clear of 1."""
-    from harness import timing
+    from harness.measure import timing
 
     x, extra = torch.randn(2**26, device="cuda"), torch.randn(2**26 // 10, device="cuda")
     y, z = torch.empty_like(x), torch.empty_like(extra)

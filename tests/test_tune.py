@@ -12,8 +12,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from harness import options, registry, rows_json, tune, tuned
+from harness import options, registry, tune, tuned
 from harness.on_gpu import Place, place
+from harness.reporting import rows_json
 from harness.spec import Case, Cost, KernelSpec, Tunable
 
 

@@ -10,9 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from . import execute
+from .. import execute
+from ..spec import Case, Inputs, KernelSpec, Op
 from .accuracy import Verdict, compare_all, upcast
-from .spec import Case, Inputs, KernelSpec, Op
 
 Tensors = tuple[torch.Tensor, ...]
 # One incoming gradient for each output that has one; None where an output is not used.

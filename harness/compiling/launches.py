@@ -33,7 +33,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from . import occupancy, roofline
+from .. import roofline
+from . import occupancy
 
 #: Triton caches compiled kernels by device index; these indices are no real device's.
 _FIRST_INDEX = 1000

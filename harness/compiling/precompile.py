@@ -15,7 +15,8 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 from unittest import mock
 
-from . import execute, launches, options, registry
+from .. import execute, options, registry
+from . import launches
 
 
 class Job(NamedTuple):

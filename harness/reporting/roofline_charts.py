@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..roofline import floor_seconds
 from .charts import DATASHEET_LINE, GRID, MEASURED_LINE, MUTED, OURS, STYLE, legend, number, palette
 from .findings import Finding, geometric_mean
 from .markdown import times
-from .roofline import floor_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

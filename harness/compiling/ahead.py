@@ -19,10 +19,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..execute import bind
+from ..nvtx import range_name
+from ..spec import Case, KernelSpec
 from . import launches, occupancy, sass
-from .execute import bind
-from .nvtx import range_name
-from .spec import Case, KernelSpec
 
 Row = dict[str, Any]
 

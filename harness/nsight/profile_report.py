@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import markdown, rows_json, tables
+from ..reporting import markdown, rows_json, tables
 
 SCHEMA = 1
 

@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 
-from . import execute
+from .. import execute
 from .accuracy import Verdict, same_bits
 from .layouts import PAD, POISON, view
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from .execute import Run
+from ..execute import Run
 
 
 def kernel_times(runs: Mapping[str, Run], flush: Callable[[], None], rounds: int) -> dict[str, list[float]]:

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import ahead, markdown, rows_json, sass, tables
+from ..reporting import markdown, rows_json, tables
+from . import ahead, sass
 
 SCHEMA = 1
 

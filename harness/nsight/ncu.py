@@ -20,8 +20,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import registry
-from .nvtx import DOMAIN
+from .. import registry
+from ..nvtx import DOMAIN
 
 DURATION = "gpu__time_duration.sum"
 DRAM = ("dram__bytes_read.sum", "dram__bytes_write.sum")

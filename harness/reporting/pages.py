@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from .. import roofline
 from . import markdown as md
-from . import roofline
 from .entries import Records, Row, Run
 from .findings import Finding, Speedup, bound, geometric_mean
 

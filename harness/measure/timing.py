@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 
+from ..execute import Run
 from . import stats
 from .driver import Gate, evict_persisting_lines
-from .execute import Run
 from .gpu_state import Monitor
 
 GRAPH_HEADLINE_US = 50.0

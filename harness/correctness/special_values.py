@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
+from ..spec import Inputs
 from .accuracy import bits
 from .battery import Rejected, Subject, contiguous, guarded_call, placed
 from .oracle import Expected, OutGrads, expected
-from .spec import Inputs
 
 Plant = Callable[[torch.Tensor], object]
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..roofline import MEMORY
 from .findings import Finding
-from .roofline import MEMORY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

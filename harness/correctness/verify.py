@@ -26,11 +26,11 @@ from collections.abc import Sequence
 
 import torch
 
-from . import execute
+from .. import execute
+from ..spec import Case, Inputs, KernelSpec
 from .accuracy import Verdict, same_bits
 from .guard import Observed, Snapshot, first_failure, observe, poisoned, refill
 from .oracle import expected
-from .spec import Case, Inputs, KernelSpec
 
 
 def verify(

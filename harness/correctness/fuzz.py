@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+from ..spec import Case
 from . import layouts
 from .battery import Rejected, Skipped, Subject, examine, grad_names
-from .spec import Case
 
 EXAMPLES = {"cpu": 12, "cuda": 100}
 PRIMES = (2, 3, 7, 31, 127, 521)

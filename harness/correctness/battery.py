@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from . import execute, guard, layouts
+from .. import execute
+from ..spec import Case, Inputs, KernelSpec, Op
+from . import guard, layouts
 from .accuracy import Verdict, same_bits
 from .oracle import OutGrads, Tensors, call, expected
-from .spec import Case, Inputs, KernelSpec, Op
 
 REPEATS = {"cpu": 3, "cuda": 10}  # the interpreter runs programs one after the other
 

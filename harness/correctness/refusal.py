@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import torch
 
+from ..spec import Inputs
 from .accuracy import Verdict
 from .battery import Rejected, Subject
 from .guard import launches
 from .oracle import call
-from .spec import Inputs
 
 REFUSALS = (TypeError, ValueError, RuntimeError)
 

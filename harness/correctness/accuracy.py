@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .spec import Tolerance
+from ..spec import Tolerance
 
 PIECE = 1 << 24  # elements compared at a time: 128 MiB in fp64
 FP8 = tuple(getattr(torch, n) for n in dir(torch) if n.startswith("float8_") and n != "float8_e8m0fnu")

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..roofline import COMPUTE, MEMORY, Ceilings, floor_seconds, percent_of_roofline
 from .entries import Records, Row, Run
-from .roofline import COMPUTE, MEMORY, Ceilings, floor_seconds, percent_of_roofline
 
 EAGER = "eager"
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .. import roofline
 from . import markdown as md
-from . import pages, roofline
+from . import pages
 from .entries import Records, Row
 from .findings import Finding
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import registry
+from .. import registry
 
 TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
 FOUND = 99  # the exit code that we ask for where there are findings

@@ -11,11 +11,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from . import guard, registry
+from .. import registry
+from ..spec import Inputs, Op
+from . import guard
 from .accuracy import Verdict
 from .battery import Rejected, Skipped, Subject, as_rejection, contiguous, examine, grad_names, placed
 from .oracle import OutGrads, Tensors, backward, call, expected, forward
-from .spec import Inputs, Op
 
 # Namespaces of the ops that come with PyTorch.
 BUILT_IN = {"aten", "prim", "prims", "profiler", "inductor", "higher_order", "quantized", "_c10d_functional", "cuda"}

@@ -1,0 +1,1 @@
+"""NVIDIA's tools: Nsight Compute and compute-sanitizer, called and read."""
