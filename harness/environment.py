@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import subprocess
 from datetime import datetime, timezone
@@ -77,7 +78,8 @@ def target(name: str, device: str | None = None) -> tuple[torch.device, str | No
 
 
 def commit() -> dict[str, Any]:
-    """The commit of this checkout and whether it has changes; None outside a checkout."""
+    """The commit of this checkout and whether it has changes. In a copy without history the commit is what the variable
+    RIDGELINE_COMMIT says, and whether it has changes is not known; None where nothing says it."""
 
     def git(*arguments: str) -> str | None:
         try:
@@ -87,9 +89,11 @@ def commit() -> dict[str, Any]:
         return run.stdout.strip() if run.returncode == 0 else None
 
     head = git("rev-parse", "HEAD")
+    if head is None:
+        return {"commit": os.environ.get("RIDGELINE_COMMIT"), "dirty": None}
     # Reports are written by the very runs whose commit is asked for: they do not make the measured code another.
     changes = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!reports", ":!README.md")
-    return {"commit": head, "dirty": bool(changes) if head else None}
+    return {"commit": head, "dirty": bool(changes)}
 
 
 def _version(package: str) -> str | None:
