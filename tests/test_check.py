@@ -20,7 +20,7 @@ def scale(x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
 
 def make_inputs(case, device, generator):
     shape = (case.dims["rows"], case.dims["dim"])
-    return {"x": torch.randn(shape, dtype=case.dtype, device=device, generator=generator), **case.params}
+    return {"x": torch.randn(shape, device=device, generator=generator).to(case.dtype), **case.params}
 
 
 CASES = (

@@ -13,10 +13,15 @@ from harness.spec import Op
 
 @dataclass(frozen=True)
 class Wrong:
-    """`fn` must be rejected first by `check`, for `cause`; `case` is where that is tried, and all that is tried."""
+    """`fn` must be rejected first by `check`, for `cause`; `case` is where that is tried, and all that is tried.
+
+    `on_gpu` is the (check, cause) that comes first there, where the arithmetic, the tensors' addresses or what can be
+    launched make it another than in the interpreter.
+    """
 
     name: str
     fn: Op
     case: str
     check: str
     cause: str
+    on_gpu: tuple[str, str] | None = None

@@ -31,8 +31,8 @@ FUZZ = {"rows": (0, 5), "k": (1, 20)}
 LIMITS = {"log_sigma": 30.0}
 
 
-def _fault(name: str, case: str, check: str, cause: str) -> Wrong:
-    return Wrong(name, partial(gmm_logprob, fault=name), case, check, cause)
+def _fault(name: str, case: str, check: str, cause: str, on_gpu: tuple[str, str] | None = None) -> Wrong:
+    return Wrong(name, partial(gmm_logprob, fault=name), case, check, cause, on_gpu)
 
 
 def half_precision_sum(logits, mu, log_sigma, y, reduction="mean"):
@@ -64,7 +64,7 @@ WRONG = (
     _fault("stride of y ignored", ROWS, "strides", "nonfinite"),
     _fault("mean over padded rows", MEAN, "accuracy", "error"),
     Wrong("sum in the order of arrival", sum_by_arrival, SUM, "repeat", "repeat"),
-    Wrong("sum in half precision", half_precision_sum, LONG, "accuracy", "error"),
+    Wrong("sum in half precision", half_precision_sum, LONG, "accuracy", "error", on_gpu=("strides", "error")),
     # In the backward.
     _fault("incoming gradient taken for one", ROWS, "accuracy", "error"),
     _fault("stride of the incoming gradient ignored", ROWS, "strides", "nonfinite"),
@@ -76,11 +76,11 @@ WRONG = (
     # Around the kernel.
     Wrong("zeros", wrappers.constant(0.0)(gmm_logprob), ROWS, "accuracy", "error"),
     Wrong("nan", wrappers.constant(float("nan"))(gmm_logprob), MEAN, "accuracy", "nonfinite"),
-    Wrong("cached by address", wrappers.cached(gmm_logprob), ROWS, "replay", "replay"),
+    Wrong("cached by address", wrappers.cached(gmm_logprob), ROWS, "replay", "replay", on_gpu=("accuracy", "error")),
     Wrong("mutated input", wrappers.mutating(gmm_logprob), ROWS, "accuracy", "inputs"),
     Wrong("lazy output", wrappers.lazy(gmm_logprob), MEAN, "accuracy", "lazy"),
     Wrong("fp32 out of fp16", wrappers.single_precision(gmm_logprob), HALF, "accuracy", "dtype"),
-    _fault("no checks", ROWS, "refusal", "accepted"),
+    _fault("no checks", ROWS, "refusal", "accepted", on_gpu=("refusal", "launched")),
     _fault("dtype of the fake result", ROWS, "opcheck", "opcheck"),
     Wrong("looks at values", wrappers.looking_at_values(gmm_logprob), MEAN, "compile", "compile"),
 )

@@ -26,8 +26,8 @@ FUZZ = {"rows": (0, 9), "dim": (1, 40)}
 LIMITS: dict[str, float] = {}
 
 
-def _fault(name: str, case: str, check: str, cause: str) -> Wrong:
-    return Wrong(name, partial(rmsnorm, fault=name), case, check, cause)
+def _fault(name: str, case: str, check: str, cause: str, on_gpu: tuple[str, str] | None = None) -> Wrong:
+    return Wrong(name, partial(rmsnorm, fault=name), case, check, cause, on_gpu)
 
 
 class _HalfPrecisionDW(torch.autograd.Function):
@@ -76,7 +76,7 @@ WRONG = (
     _fault("sign of the mean in dx", FP32, "accuracy", "error"),
     _fault("sign of dW", FP32, "accuracy", "error"),
     _fault("dW without the last partial block of rows", FP32, "accuracy", "error"),
-    Wrong("dW summed in half precision", half_precision_dw, TALL, "accuracy", "error"),
+    Wrong("dW summed in half precision", half_precision_dw, TALL, "accuracy", "error", on_gpu=("replay", "error")),
     _fault("dW summed in the order of arrival", FP32, "repeat", "repeat"),
     _fault("incoming gradient taken for ones", FP32, "accuracy", "error"),
     _fault("stride of the incoming gradient ignored", FP32, "strides", "nonfinite"),
@@ -85,7 +85,7 @@ WRONG = (
     Wrong("zeros", wrappers.constant(0.0)(rmsnorm), FP32, "accuracy", "error"),
     Wrong("nan", wrappers.constant(float("nan"))(rmsnorm), FP32, "accuracy", "nonfinite"),
     Wrong("copy of the input", wrappers.input_copy(rmsnorm), FP32, "accuracy", "error"),
-    Wrong("cached by address", wrappers.cached(rmsnorm), FP32, "replay", "replay"),
+    Wrong("cached by address", wrappers.cached(rmsnorm), FP32, "replay", "replay", on_gpu=("accuracy", "error")),
     Wrong("mutated input", wrappers.mutating(rmsnorm), FP32, "accuracy", "inputs"),
     Wrong("writes into the gap after a row", wrappers.writing_into_gaps(rmsnorm), FP32, "accuracy", "bounds"),
     Wrong("lazy output", wrappers.lazy(rmsnorm), FP32, "accuracy", "lazy"),
@@ -94,7 +94,7 @@ WRONG = (
     Wrong("flattened output", wrappers.flattened(rmsnorm), FP32, "accuracy", "shape"),
     Wrong("one output too many", wrappers.repeated(rmsnorm), FP32, "accuracy", "count"),
     Wrong("raises", wrappers.raising(rmsnorm), FP32, "accuracy", "raised"),
-    _fault("no checks", FP32, "refusal", "accepted"),
+    _fault("no checks", FP32, "refusal", "accepted", on_gpu=("refusal", "launched")),
     Wrong("checks after the launch", checks_last, FP32, "refusal", "launched"),
     Wrong("nameless refusal", wrappers.nameless(rmsnorm), FP32, "refusal", "message"),
     _fault("shape of the fake result", FP32, "opcheck", "opcheck"),
