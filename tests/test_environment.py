@@ -44,5 +44,5 @@ def test_a_copy_without_history_can_be_told_its_commit(monkeypatch, tmp_path):
 
 
 def test_every_key_of_the_table_can_be_planned_for():
-    for key in roofline.keys():
+    for key in roofline.table():
         assert environment.target(key, "cpu")[1] == key
