@@ -254,3 +254,19 @@ def test_a_slowdown_of_a_tenth_shows(tmp_path, clock):
     ratios = clock.measure(contenders).ratios("a", "cold")
     assert ratios["b"]["median"] == pytest.approx(1, abs=0.01)
     assert ratios["slow"]["ci95"][0] > 1.05
+
+
+def test_waits_until_the_gpu_no_longer_throttles(clock, monkeypatch):
+    """Only what still throttles is waited for, and not for ever."""
+    import time
+
+    from harness.measure.gpu_state import Monitor
+
+    states = iter([frozenset({"sw_power_cap"})] * 3)
+    monkeypatch.setattr(Monitor, "_throttling", lambda self: next(states, frozenset()))
+    clock.monitor.settle()
+    assert next(states, None) is None
+    monkeypatch.setattr(Monitor, "_throttling", lambda self: frozenset({"sw_thermal"}))
+    began = time.perf_counter()
+    clock.monitor.settle(0.1)
+    assert 0.1 <= time.perf_counter() - began < 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pynvml
@@ -31,15 +32,24 @@ class Monitor:
         self._handle = handle(device)
         self.readings: list[tuple[int, int, float, frozenset[str]]] = []
 
+    def settle(self, seconds: float = 2.0) -> None:
+        """Waits, no longer than that, until the GPU no longer throttles for the sake of what ran before."""
+        deadline = time.perf_counter() + seconds
+        while self._throttling() and time.perf_counter() < deadline:
+            time.sleep(0.02)
+
+    def _throttling(self) -> frozenset[str]:
+        reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)
+        return frozenset(name for bit, name in THROTTLE.items() if reasons & bit)
+
     def read(self) -> None:
         """One reading; costs about 0.1 ms of the host's time."""
-        reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)
         self.readings.append(
             (
                 pynvml.nvmlDeviceGetClockInfo(self._handle, pynvml.NVML_CLOCK_SM),
                 pynvml.nvmlDeviceGetTemperature(self._handle, pynvml.NVML_TEMPERATURE_GPU),
                 pynvml.nvmlDeviceGetPowerUsage(self._handle) / 1000,
-                frozenset(name for bit, name in THROTTLE.items() if reasons & bit),
+                self._throttling(),
             )
         )
 

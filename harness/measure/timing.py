@@ -124,6 +124,7 @@ class Clock:
         Raises ContenderFailed for the first that cannot be bound or warmed up.
         """
         result = Measurement(warnings={c.name: [] for c in contenders})
+        self.monitor.settle()  # a sustained run before this one leaves the GPU at its power limit
         with self.stream():
             fresh = min(sets, FRESH_SETS)
             runs: list[dict[str, Run]] = [{} for _ in range(fresh)]
