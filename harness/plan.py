@@ -11,11 +11,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from . import options, registry, roofline
+from .reporting import tables
+
+FLOORS_HEAD = ("kernel", "case", "mode", ">bytes", ">FLOPs", ">floor", "set by")
 
 
 def main(selections: Sequence[options.Selection], key: str | None, arguments: argparse.Namespace) -> int:
@@ -30,7 +31,7 @@ def main(selections: Sequence[options.Selection], key: str | None, arguments: ar
         console.rule(step)
         failed |= _harness(step, [*_kernels(selections), *options_of_step], interpret=step == "check")
     console.rule("floors")
-    console.print(floors(selections, gpu))
+    tables.show(f"the least time on {gpu.title}", FLOORS_HEAD, floors(selections, gpu))
     console.print(notice, style="bold")
     return 1 if failed else 0
 
@@ -50,21 +51,15 @@ def _kernels(selections: Sequence[options.Selection]) -> list[str]:
     return [word for s in selections for word in ("--kernel", s.spec.name)]
 
 
-def floors(selections: Sequence[options.Selection], gpu: roofline.Gpu) -> Table:
-    """The least time of each case on that GPU, from the datasheet's ceilings."""
-    table = Table("kernel", "case", "mode", "bytes", "FLOPs", "floor", "set by", box=box.SIMPLE)
+def floors(selections: Sequence[options.Selection], gpu: roofline.Gpu) -> list[tuple[str, ...]]:
+    """A row for the least time of each case on that GPU, from the datasheet's ceilings."""
+    rows = []
     for selection in selections:
         for case in selection.cases:
             for mode in selection.modes:
                 cost = selection.spec.cost(case, mode)
                 floor = roofline.floor_seconds(cost.flops, cost.bytes, cost.pipe, gpu.ceilings)
-                table.add_row(
-                    selection.spec.name,
-                    case.name,
-                    mode,
-                    f"{cost.bytes / 1e6:.1f} MB",
-                    f"{cost.flops / 1e9:.2f} G",
-                    roofline.microseconds(floor.seconds),
-                    floor.limit,
-                )
-    return table
+                sizes = (f"{cost.bytes / 1e6:.1f} MB", f"{cost.flops / 1e9:.2f} G")
+                time = roofline.microseconds(floor.seconds)
+                rows.append((selection.spec.name, case.name, mode, *sizes, time, floor.limit))
+    return rows
