@@ -53,7 +53,7 @@ def _kernels(selections: Sequence[options.Selection]) -> list[str]:
 
 def floors(selections: Sequence[options.Selection], gpu: roofline.Gpu) -> list[tuple[str, ...]]:
     """A row for the least time of each case on that GPU, from the datasheet's ceilings."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for selection in selections:
         for case in selection.cases:
             for mode in selection.modes:
