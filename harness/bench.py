@@ -22,7 +22,7 @@ from . import calibrate, environment, execute, options, record, registry, roofli
 from .correctness.accuracy import Verdict
 from .correctness.verify import verify
 from .measure import timing
-from .reporting.entries import slug
+from .on_gpu import folder
 from .reporting.progress import Progress
 from .spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec
 
@@ -49,18 +49,12 @@ def main(arguments: argparse.Namespace) -> int:
         from . import plan
 
         return plan.main(selections, key, arguments)
-    out = arguments.out or registry.ROOT / (".out" if arguments.quick else "reports") / folder(device)
+    out = arguments.out or registry.ROOT / (".out" if arguments.quick else "reports") / folder(device, key)
     with torch.cuda.device(device):
         session = Session(device, arguments)
         failures = sum(session.bench(s, out / "records" / f"{s.spec.name}.jsonl") for s in selections)
     print(f"records in {out / 'records'}")
     return 1 if failures else 0
-
-
-def folder(device: torch.device) -> str:
-    """Name of the report's folder for a CUDA device."""
-    properties = torch.cuda.get_device_properties(device)
-    return roofline.identify(properties.name, properties.total_memory) or slug(properties.name)
 
 
 @dataclass
@@ -152,12 +146,15 @@ class Group:
     def rows(self) -> list[dict[str, Any]]:
         """Checks, times and describes every implementation."""
         try:
-            self._measure()
+            if reason := execute.unfit(self.case, torch.cuda.get_device_capability(self.session.device)):
+                self._close_all("skipped", reason)
+            else:
+                self._measure()
         except torch.cuda.OutOfMemoryError as error:
-            self._close_all("oom", _first_line(error))
+            self._close_all("oom", execute.first_line(error))
         except torch.AcceleratorError as error:
             # The CUDA context is lost, and with it every later group of this process.
-            self._close_all("error", _first_line(error))
+            self._close_all("error", execute.first_line(error))
         finally:
             gc.collect()
             torch.cuda.empty_cache()
@@ -173,7 +170,7 @@ class Group:
         free = torch.cuda.mem_get_info(device)[0]
         sets = timing.input_sets(self.cost.bytes, clock.l2_bytes, free)
         inputs = [self.spec.make_inputs(self.case, device, generator) for _ in range(sets)]
-        grads = [self._out_grads(i, generator) for i in inputs]
+        grads = [execute.out_grads(self.spec, self.spec.reference, i, self.mode, generator) for i in inputs]
         ready: dict[str, execute.Op] = {}
         for name in self.selection.implementations:
             with self._guarded(name), clock.stream():
@@ -205,13 +202,6 @@ class Group:
                 if name in self.spec.implementations:
                     self._check(name, fn, inputs[0], grads[0], seed=3, timed=True)
 
-    def _out_grads(self, inputs: Inputs, generator: torch.Generator) -> Sequence[torch.Tensor] | None:
-        if self.mode == "fwd":
-            return None
-        leaves = {n: t.detach().requires_grad_() for n, t in execute.leaves(self.spec, inputs).items()}
-        outputs = execute.outputs(self.spec.reference(**{**inputs, **leaves}))
-        return execute.random_like([t for t in outputs if t.requires_grad], generator)
-
     @contextmanager
     def _guarded(self, name: str) -> Iterator[None]:
         """Turns what goes wrong with one implementation into its row."""
@@ -222,12 +212,12 @@ class Group:
         except execute.LazyOutput as error:
             self.done[name] = self._row(name, "wrong", str(error))
         except torch.cuda.OutOfMemoryError as error:
-            self.done[name] = self._row(name, "oom", _first_line(error))
+            self.done[name] = self._row(name, "oom", execute.first_line(error))
             torch.cuda.empty_cache()
         except torch.AcceleratorError:
             raise
         except Exception as error:  # a peer may raise anything; its row says what
-            self.done[name] = self._row(name, "error", f"{type(error).__name__}: {_first_line(error)}")
+            self.done[name] = self._row(name, "error", f"{type(error).__name__}: {execute.first_line(error)}")
 
     def _check(
         self,
@@ -315,7 +305,3 @@ class Group:
             "items": self.spec.items(self.case),
             "unit": self.spec.unit,
         }
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

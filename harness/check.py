@@ -152,9 +152,7 @@ def _tensors(spec: KernelSpec, case: Case) -> tuple[str, ...]:
 def unable(spec: KernelSpec, case: Case, device: str) -> str | None:
     """Why a case cannot be checked on this device, or None."""
     if device.startswith("cuda"):
-        capability = torch.cuda.get_device_capability(device)
-        needs = case.min_capability
-        return f"needs compute capability {needs}, found {capability}" if capability < needs else None
+        return execute.unfit(case, torch.cuda.get_device_capability(device))
     if case.dtype == torch.bfloat16 or case.dtype in FP8:
         return f"Triton's interpreter computes {str(case.dtype).removeprefix('torch.')} wrongly"
     if case.min_capability > (0, 0):
@@ -186,7 +184,7 @@ def run(item: Item, device: str, seed: int = 0) -> Outcome:
     except Rejected as rejected:
         return outcome("fail", rejected.verdict)
     except torch.cuda.OutOfMemoryError as error:
-        return outcome("skip", Verdict(True, f"out of memory: {str(error).splitlines()[0]}"))
+        return outcome("skip", Verdict(True, f"out of memory: {execute.first_line(error)}"))
     except Exception as error:
         return outcome("fail", Verdict(False, f"{type(error).__name__}: {str(error).strip()[:500]}", "raised"))
 

@@ -97,6 +97,28 @@ def bind(spec: KernelSpec, fn: Op, inputs: Inputs, mode: str, out_grads: Sequenc
     return lambda: backward(tuple(t for t in outputs(fn(**inputs)) if t.requires_grad))
 
 
+def out_grads(
+    spec: KernelSpec, fn: Op, inputs: Inputs, mode: str, generator: torch.Generator | None
+) -> list[torch.Tensor] | None:
+    """Incoming gradients for the outputs of `fn` that autograd reaches, as `bind` takes them; None for fwd."""
+    if mode == "fwd":
+        return None
+    wrt = {n: t.detach().requires_grad_() for n, t in leaves(spec, inputs).items()}
+    return random_like([t for t in outputs(fn(**{**inputs, **wrt})) if t.requires_grad], generator)
+
+
+def unfit(case: Case, capability: tuple[int, int]) -> str | None:
+    """Why a GPU of that compute capability cannot run the case, or None."""
+    if capability >= case.min_capability:
+        return None
+    return "needs compute capability {}.{}".format(*case.min_capability)
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says, without the source code and stack that some append; its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
 def random_like(tensors: Sequence[torch.Tensor], generator: torch.Generator | None = None) -> list[torch.Tensor]:
     """Incoming gradients: standard normal, one per output."""
     return [torch.randn(t.shape, dtype=t.dtype, device=t.device, generator=generator) for t in tensors]

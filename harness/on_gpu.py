@@ -26,5 +26,10 @@ def place(command: str, arguments: argparse.Namespace) -> Place:
     device, key = environment.target(arguments.gpu, arguments.device)
     if device.type != "cuda":
         raise ValueError(f"{command} needs an NVIDIA GPU, and none was found (torch {torch.__version__})")
-    folder = key or slug(torch.cuda.get_device_name(device))
-    return Place(device, folder, arguments.out or registry.ROOT / "reports" / folder)
+    name = folder(device, key)
+    return Place(device, name, arguments.out or registry.ROOT / "reports" / name)
+
+
+def folder(device: torch.device, key: str | None) -> str:
+    """Name of a CUDA device's folder under reports/: its key in the table or, where it is not there, its own name."""
+    return key or slug(torch.cuda.get_device_name(device))

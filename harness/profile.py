@@ -183,8 +183,8 @@ def _work(selections: Sequence[options.Selection], where: Place, status: Path) -
 def _run(target: Target, device: torch.device) -> tuple[str, str | None]:
     """Status and reason of one target."""
     spec, case, mode = target.spec, target.case, target.mode
-    if case.min_capability > torch.cuda.get_device_capability(device):
-        return "skipped", "needs compute capability {}.{}".format(*case.min_capability)
+    if reason := execute.unfit(case, torch.cuda.get_device_capability(device)):
+        return "skipped", reason
     try:
         fn = execute.load(spec, target.implementation, case, mode)
         generator = torch.Generator(device).manual_seed(SEED)
@@ -198,7 +198,7 @@ def _run(target: Target, device: torch.device) -> tuple[str, str | None]:
     except execute.Unavailable as error:
         return "skipped", str(error)
     except torch.cuda.OutOfMemoryError as error:
-        return "oom", str(error).splitlines()[0]
+        return "oom", execute.first_line(error)
     except Exception as error:  # a peer may raise anything; the other targets still have their turn
-        return "error", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return "error", f"{type(error).__name__}: {execute.first_line(error)}"
     return "ok", None

@@ -118,8 +118,8 @@ def _work(selections: Sequence[options.Selection], arguments: argparse.Namespace
 
 def _run(spec: KernelSpec, case: Case, mode: str, name: str, device: torch.device) -> bool:
     label = range_name(spec.name, mode, case.name, name)
-    if case.min_capability > torch.cuda.get_device_capability(device):
-        print(f"skipped {label}: needs compute capability {'.'.join(map(str, case.min_capability))}", flush=True)
+    if reason := execute.unfit(case, torch.cuda.get_device_capability(device)):
+        print(f"skipped {label}: {reason}", flush=True)
         return True
     try:
         generator = torch.Generator(device).manual_seed(SEED)
@@ -129,7 +129,7 @@ def _run(spec: KernelSpec, case: Case, mode: str, name: str, device: torch.devic
     except execute.Unavailable as error:
         print(f"skipped {label}: {error}", flush=True)
     except Exception as error:  # the other cases are still worth a look
-        print(f"failed {label}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", flush=True)
+        print(f"failed {label}: {type(error).__name__}: {execute.first_line(error)}", flush=True)
         return False
     else:
         print(f"ran {label}", flush=True)

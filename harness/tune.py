@@ -71,7 +71,7 @@ def _rows(selection: options.Selection, where: Place) -> Iterator[dict[str, Any]
         if tunable.mode not in selection.modes:
             continue
         for case in selection.cases:
-            if case.min_capability > torch.cuda.get_device_capability(where.device):
+            if execute.unfit(case, torch.cuda.get_device_capability(where.device)):
                 continue
             row = search(selection.spec, tunable, case, where.device, clock)
             print(f"{row['kernel']} {row['mode']} {row['case']}: {_summary(row)}", flush=True)
@@ -86,7 +86,8 @@ def search(spec: KernelSpec, tunable: Tunable, case: Case, device: torch.device,
     fn, sets = execute.load(spec, name, case, tunable.mode), input_sets(spec, case, tunable.mode, clock)
     generator = torch.Generator(device).manual_seed(SEED)
     inputs = [spec.make_inputs(case, device, generator) for _ in range(sets)]
-    grads = _out_grads(spec, fn, inputs[0], tunable.mode, generator)
+    # The same incoming gradients for all, since their results are compared.
+    grads = execute.out_grads(spec, fn, inputs[0], tunable.mode, generator)
 
     def bind(config: Any) -> Callable[[int], execute.Run]:
         return lambda index: _bound(tunable, config, lambda: execute.bind(spec, fn, inputs[index], tunable.mode, grads))
@@ -114,17 +115,6 @@ def search(spec: KernelSpec, tunable: Tunable, case: Case, device: torch.device,
             for i, config in enumerate(configs)
         ],
     }
-
-
-def _out_grads(
-    spec: KernelSpec, fn: execute.Op, inputs: dict[str, Any], mode: str, generator: torch.Generator
-) -> Sequence[torch.Tensor] | None:
-    """The same incoming gradients for all, since their results are compared."""
-    if mode == "fwd":
-        return None
-    leaves = {n: t.detach().requires_grad_() for n, t in execute.leaves(spec, inputs).items()}
-    outputs = execute.outputs(fn(**{**inputs, **leaves}))
-    return execute.random_like([t for t in outputs if t.requires_grad], generator)
 
 
 def _bound(tunable: Tunable, config: Any, bind: Callable[[], execute.Run]) -> execute.Run:
@@ -165,7 +155,7 @@ def _unfit(bind: Callable[[int], execute.Run], expected: Sequence[torch.Tensor])
         if torch.cuda.is_available():
             torch.cuda.synchronize()
     except Exception as error:  # whatever a compiler raises is this candidate's reason, and the next has its turn
-        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+        return f"{type(error).__name__}: {execute.first_line(error)}"
     for mine, theirs in zip(result, expected, strict=True):
         if mine.numel() and not _agree(mine, theirs):
             return "gives another result than the picked configuration"

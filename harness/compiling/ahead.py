@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..execute import bind
+from .. import execute
 from ..nvtx import range_name
 from ..spec import Case, KernelSpec
 from . import launches, occupancy, sass
@@ -68,9 +68,8 @@ def compile_spec(
     wanted = {phase for mode in modes for phase in mode.split("+")}
     found: dict[str, _Compiled] = {}
     for case in cases:
-        if case.min_capability > capability:
-            needed = "{}.{}".format(*case.min_capability)
-            outcome.skipped.append(f"{outcome.target} {case.name}: needs compute capability {needed}")
+        if reason := execute.unfit(case, capability):
+            outcome.skipped.append(f"{outcome.target} {case.name}: {reason}")
             continue
         for name in (n for n in spec.implementations if implementations is None or n in implementations):
             for mode in (m for m in ("fwd", "bwd") if m in wanted):
@@ -101,7 +100,7 @@ def _trace(
         # Where ptxas refuses, Triton prints the whole PTX.
         with launches.record(capability) as seen, contextlib.redirect_stdout(io.StringIO()):
             inputs = spec.make_inputs(case, "cuda", None)
-            run = bind(spec, spec.implementations[name], inputs, mode)
+            run = execute.bind(spec, spec.implementations[name], inputs, mode)
             forward = len(seen)
             run()
     except launches.Interpreted:

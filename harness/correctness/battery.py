@@ -106,7 +106,7 @@ def guarded_call(
 def as_rejection(error: Exception, where: str = "") -> Exception:
     """What an exception of the implementation means."""
     if isinstance(error, torch.cuda.OutOfMemoryError):
-        return Skipped(f"out of memory: {str(error).splitlines()[0]}")
+        return Skipped(f"out of memory: {execute.first_line(error)}")
     if isinstance(error, execute.Unavailable):
         return Skipped(str(error))
     cause = "lazy" if isinstance(error, execute.LazyOutput) else "raised"

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from ..execute import Run
+from ..execute import Run, first_line
 from . import stats
 from .driver import Gate, evict_persisting_lines
 from .gpu_state import Monitor
@@ -204,21 +204,11 @@ class Clock:
 
         def one_round(index: int) -> dict[str, float]:
             runs = sets_of_runs[index % len(sets_of_runs)]
-            first = index % len(names)  # nobody always runs after the same neighbour
-            order = names[first:] + names[:first]
-            events = {n: (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for n in order}
-            with self._gate.hold(self._stream):
-                for name in order:
-                    if cold:
-                        self.flush()
-                    else:
-                        runs[name]()
-                    events[name][0].record(self._stream)
-                    runs[name]()
-                    events[name][1].record(self._stream)
-            self.monitor.read()
-            self._stream.synchronize()
-            return {n: start.elapsed_time(stop) * 1e3 for n, (start, stop) in events.items()}
+
+            def call(name: str) -> object:
+                return runs[name]()
+
+            return self._round(names, index, call, before=(lambda name: self.flush()) if cold else call)
 
         samples, stop = self._sample(names, one_round)
         if self._gate.forced:
@@ -235,23 +225,35 @@ class Clock:
             try:
                 graphs[contender.name] = self._capture(contender, sets)
             except RuntimeError as error:
-                result.warnings[contender.name].append(f"no CUDA graph: {str(error).splitlines()[0]}")
+                result.warnings[contender.name].append(f"no CUDA graph: {first_line(error)}")
         names = list(graphs)
 
         def one_round(index: int) -> dict[str, float]:
-            first = index % len(names)
-            order = names[first:] + names[:first]
-            events = {n: (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for n in order}
-            with self._gate.hold(self._stream):
-                for name in order:
-                    events[name][0].record(self._stream)
-                    graphs[name][0].replay()
-                    events[name][1].record(self._stream)
-            self.monitor.read()
-            self._stream.synchronize()
-            return {n: start.elapsed_time(stop) * 1e3 / sets for n, (start, stop) in events.items()}
+            times = self._round(names, index, lambda name: graphs[name][0].replay())
+            return {name: us / sets for name, us in times.items()}
 
         return self._sample(names, one_round) if names else ({}, "none")
+
+    def _round(
+        self,
+        names: Sequence[str],
+        index: int,
+        call: Callable[[str], object],
+        before: Callable[[str], object] = lambda name: None,
+    ) -> dict[str, float]:
+        """One sample of each in µs: `before` outside and `call` inside a pair of events, all queued before any runs."""
+        first = index % len(names)  # nobody always runs after the same neighbour
+        order = [*names[first:], *names[:first]]
+        events = {n: (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for n in order}
+        with self._gate.hold(self._stream):
+            for name in order:
+                before(name)
+                events[name][0].record(self._stream)
+                call(name)
+                events[name][1].record(self._stream)
+        self.monitor.read()
+        self._stream.synchronize()
+        return {n: start.elapsed_time(stop) * 1e3 for n, (start, stop) in events.items()}
 
     def _capture(self, contender: Contender, sets: int) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
         runs = [contender.bind(index) for index in range(sets)]

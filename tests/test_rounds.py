@@ -1,0 +1,101 @@
+"""The order of a round of timing, on a clock that needs no GPU: each launch takes as long as it is said to."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("pynvml")
+
+from harness.measure.timing import Budget, Clock, Measurement
+
+
+class Machine:
+    """A stream whose time goes by as work is queued, and a log of what happened."""
+
+    def __init__(self) -> None:
+        self.now, self.log, self.held = 0.0, [], False
+
+    def launch(self, name: str, ms: float):
+        def run():
+            assert self.held, "queued while the stream was not held"
+            self.now += ms
+            self.log.append(name)
+            return ()
+
+        return run
+
+    @contextmanager
+    def hold(self, stream):
+        self.held = True
+        yield
+        self.held = False
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    machine = Machine()
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self, stream):
+            self.at = machine.now
+
+        def elapsed_time(self, other):
+            return other.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    return machine
+
+
+def clock_of(machine: Machine, rounds: int) -> Clock:
+    clock = object.__new__(Clock)
+    clock.budget = Budget(min_rounds=rounds, max_rounds=rounds)
+    clock.monitor = SimpleNamespace(read=lambda: None)
+    clock._stream = SimpleNamespace(synchronize=lambda: None)
+    clock._gate = SimpleNamespace(hold=machine.hold, forced=False)
+    clock.flush = machine.launch("flush", 1000.0)
+    return clock
+
+
+def test_cold_flushes_before_each_call_and_outside_the_events(machine):
+    clock = clock_of(machine, rounds=3)
+    runs = {"a": machine.launch("a", 1.0), "b": machine.launch("b", 2.0)}
+    samples, stop = clock._events([runs], cold=True, result=Measurement())
+    assert (samples, stop) == ({"a": [1000.0] * 3, "b": [2000.0] * 3}, "rounds")
+    assert machine.log == ["flush", "a", "flush", "b", "flush", "b", "flush", "a", "flush", "a", "flush", "b"]
+
+
+def test_warm_calls_each_once_more_untimed_and_alternates_the_inputs(machine):
+    clock = clock_of(machine, rounds=2)
+    sets = [{"a": machine.launch("a0", 1.0)}, {"a": machine.launch("a1", 3.0)}]
+    samples, _ = clock._events(sets, cold=False, result=Measurement())
+    assert samples == {"a": [1000.0, 3000.0]}
+    assert machine.log == ["a0", "a0", "a1", "a1"]
+
+
+def test_a_graph_is_divided_by_the_calls_in_it(machine, monkeypatch):
+    clock = clock_of(machine, rounds=2)
+    graphs = {
+        "a": SimpleNamespace(replay=machine.launch("a", 4.0)),
+        "b": SimpleNamespace(replay=machine.launch("b", 8.0)),
+    }
+    monkeypatch.setattr(clock, "_capture", lambda contender, sets: (graphs[contender.name], []))
+    contenders = [SimpleNamespace(name="a"), SimpleNamespace(name="b")]
+    samples, _ = clock._graphs(contenders, sets=4, result=Measurement())
+    assert samples == {"a": [1000.0, 1000.0], "b": [2000.0, 2000.0]}
+    assert machine.log == ["a", "b", "b", "a"]
+
+
+def test_work_that_made_the_gate_open_is_warned_of(machine):
+    clock = clock_of(machine, rounds=1)
+    clock._gate.forced = True
+    result = Measurement(warnings={"a": []})
+    clock._events([{"a": machine.launch("a", 1.0)}], cold=True, result=result)
+    assert "waits for the host" in result.warnings["a"][0]
+    assert not clock._gate.forced
