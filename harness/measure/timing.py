@@ -3,7 +3,7 @@
 cold    L2 holds nothing of the inputs. CUDA events around the call. The flush before it writes twice the size of L2, so
         that the cache is full of dirty lines, as after any kernel of a real program: whatever the call brings in or
         writes pushes one of them out, and the traffic is that of the steady state. (After a flush that leaves L2 clean
-        a call ends with up to 50 MB of its output not yet written, and a copy passes its own bandwidth.) The pair of
+        a call ends with up to 50 MB of its output not yet written, and can seem faster than a copy.) The pair of
         events itself costs about 2 µs, which are never subtracted.
 warm    called again at once on the same inputs; what fits in L2 stays there.
 graph   N calls on N sets of inputs, together past twice the L2, captured in one CUDA graph; the replay divided by N.
