@@ -89,7 +89,7 @@ class Session:
             finished = record.finished(
                 path, options=self.asked(), commit=self.environment["commit"], gpu=self.environment["gpu"]["name"]
             )
-        groups = [(c, m) for c in selection.cases for m in selection.modes if (c.name, m) not in finished.done]
+        groups = [(c, m) for c, m in selection.groups() if (c.name, m) not in finished.done]
         failures = 0
         with record.Writer(path) as writer, Progress(spec.name, len(groups)) as progress:
 

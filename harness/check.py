@@ -22,7 +22,7 @@ from .correctness import battery, fuzz, integration, refusal, special_values
 from .correctness.accuracy import FP8, Verdict
 from .correctness.battery import Rejected, Skipped, Subject
 from .correctness.verify import verify
-from .spec import Case, KernelSpec
+from .spec import WITHOUT_AUTOGRAD, Case, KernelSpec
 
 __all__ = ["CHECKS", "Item", "Outcome", "Verdict", "configure", "main", "plan", "run", "verify"]
 
@@ -106,13 +106,14 @@ def plan(
 ) -> list[Item]:
     """What is checked, in the order in which it should be: the cheap and telling checks first."""
     cases = spec.cases if cases is None else cases
-    found = [m for m in ("fwd", "bwd") if m == "fwd" or spec.grads]
-    chosen = [m for m in found if modes is None or m in modes or "fwd+bwd" in modes]
+    phases = ("step",) if "step" in spec.modes else ("fwd", "bwd") if spec.grads else ("fwd",)
+    wanted = [m for m in phases if modes is None or m in modes or "fwd+bwd" in modes]
     items = []
     for implementation in implementations or spec.implementations:
         for name, check in CHECKS.items():
             for case, skip in _cases(spec, cases, check, device):
-                if chosen and not (check.backward_only and chosen[-1] == "fwd"):
+                chosen = [m for m in wanted if m in WITHOUT_AUTOGRAD or not case.mutates]
+                if chosen and not (check.backward_only and chosen[-1] in WITHOUT_AUTOGRAD):
                     for mode in chosen if check.both else chosen[-1:]:
                         items.append(Item(spec, implementation, case, mode, name, skip))
     return items
@@ -131,7 +132,7 @@ def _cases(spec: KernelSpec, cases: Sequence[Case], check: Check, device: str) -
         small = case if on_gpu else shrunk(spec, case)
         by_tensors = scope == "structure" and unable(spec, small, device) is None
         key = _tensors(spec, shrunk(spec, case)) if by_tensors else tuple(sorted(case.params.items()))
-        groups.setdefault((case.dtype, key), []).append(small)
+        groups.setdefault((case.dtype, case.mutates, key), []).append(small)
     for group in groups.values():
         # The first that has rows and columns to get wrong: authors put the plain cases first.
         best = next((case for case in group if min(case.dims.values()) > 1), group[0])

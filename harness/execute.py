@@ -3,6 +3,7 @@
 fwd      fn(**inputs) without autograd
 bwd      the backward alone: the forward ran when the callable was made, its graph is retained
 fwd+bwd  both, each time
+step     as fwd: an update in place
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .spec import COMPILED, EAGER, Baseline, Case, Inputs, KernelSpec, Op, Peer
+from .spec import COMPILED, EAGER, WITHOUT_AUTOGRAD, Baseline, Case, Inputs, KernelSpec, Op, Peer
 
 Run = Callable[[], tuple[torch.Tensor, ...]]
 
@@ -27,12 +28,19 @@ class Unavailable(Exception):
 def load(spec: KernelSpec, name: str, case: Case, mode: str) -> Op:
     """The callable behind an implementation's or baseline's name. Raises Unavailable with the reason, or ValueError."""
     if name in spec.implementations:
+        if (needed := spec.min_capability.get(name, (0, 0))) > _capability():
+            raise Unavailable(_needs(needed))
         return spec.implementations[name]
     for baseline in spec.baselines:
         if baseline.name == name:
             return _load_baseline(spec, baseline, case, mode)
     known = [*spec.implementations, *(b.name for b in spec.baselines)]
     raise ValueError(f"{spec.name} has no implementation {name!r}; known: {', '.join(known)}")
+
+
+def _capability() -> tuple[int, int]:
+    """Of the current GPU; nought where there is none."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
 def _load_baseline(spec: KernelSpec, baseline: Baseline, case: Case, mode: str) -> Op:
@@ -75,7 +83,7 @@ def bind(spec: KernelSpec, fn: Op, inputs: Inputs, mode: str, out_grads: Sequenc
 
     `out_grads` are the incoming gradients, by default `random_like` each output.
     """
-    if mode == "fwd":
+    if mode in WITHOUT_AUTOGRAD:
 
         def forward() -> tuple[torch.Tensor, ...]:
             with torch.no_grad():
@@ -100,8 +108,8 @@ def bind(spec: KernelSpec, fn: Op, inputs: Inputs, mode: str, out_grads: Sequenc
 def out_grads(
     spec: KernelSpec, fn: Op, inputs: Inputs, mode: str, generator: torch.Generator | None
 ) -> list[torch.Tensor] | None:
-    """Incoming gradients for the outputs of `fn` that autograd reaches, as `bind` takes them; None for fwd."""
-    if mode == "fwd":
+    """Incoming gradients for the outputs of `fn` that autograd reaches, as `bind` takes them; None without autograd."""
+    if mode in WITHOUT_AUTOGRAD:
         return None
     wrt = {n: t.detach().requires_grad_() for n, t in leaves(spec, inputs).items()}
     return random_like([t for t in outputs(fn(**{**inputs, **wrt})) if t.requires_grad], generator)
@@ -109,9 +117,11 @@ def out_grads(
 
 def unfit(case: Case, capability: tuple[int, int]) -> str | None:
     """Why a GPU of that compute capability cannot run the case, or None."""
-    if capability >= case.min_capability:
-        return None
-    return "needs compute capability {}.{}".format(*case.min_capability)
+    return None if capability >= case.min_capability else _needs(case.min_capability)
+
+
+def _needs(capability: tuple[int, int]) -> str:
+    return "needs compute capability {}.{}".format(*capability)
 
 
 def first_line(error: BaseException) -> str:

@@ -46,6 +46,10 @@ class Selection:
     modes: tuple[str, ...]
     implementations: tuple[str, ...]
 
+    def groups(self) -> list[tuple[Case, str]]:
+        """Every case in every mode in which it is run."""
+        return [(case, mode) for case in self.cases for mode in self.modes if mode in self.spec.modes_of(case)]
+
 
 def select(arguments: argparse.Namespace) -> list[Selection]:
     """The chosen part of every chosen kernel. An unknown name is a ValueError that lists the known ones."""

@@ -55,11 +55,10 @@ def floors(selections: Sequence[options.Selection], gpu: roofline.Gpu) -> list[t
     """A row for the least time of each case on that GPU, from the datasheet's ceilings."""
     rows: list[tuple[str, ...]] = []
     for selection in selections:
-        for case in selection.cases:
-            for mode in selection.modes:
-                cost = selection.spec.cost(case, mode)
-                floor = roofline.floor_seconds(cost.flops, cost.bytes, cost.pipe, gpu.ceilings)
-                sizes = (f"{cost.bytes / 1e6:.1f} MB", f"{cost.flops / 1e9:.2f} G")
-                time = roofline.microseconds(floor.seconds)
-                rows.append((selection.spec.name, case.name, mode, *sizes, time, floor.limit))
+        for case, mode in selection.groups():
+            cost = selection.spec.cost(case, mode)
+            floor = roofline.floor_seconds(cost.flops, cost.bytes, cost.pipe, gpu.ceilings)
+            sizes = (f"{cost.bytes / 1e6:.1f} MB", f"{cost.flops / 1e9:.2f} G")
+            time = roofline.microseconds(floor.seconds)
+            rows.append((selection.spec.name, case.name, mode, *sizes, time, floor.limit))
     return rows

@@ -74,11 +74,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _targets(selection: options.Selection, arguments: argparse.Namespace) -> Iterator[Target]:
-    for case in selection.cases:
-        for mode in selection.modes:
-            for implementation in selection.implementations:
-                if arguments.impl or implementation in selection.spec.implementations:
-                    yield Target(selection.spec, mode, case, implementation)
+    for case, mode in selection.groups():
+        for implementation in selection.implementations:
+            if arguments.impl or implementation in selection.spec.implementations:
+                yield Target(selection.spec, mode, case, implementation)
 
 
 def _profile(
@@ -168,15 +167,14 @@ def _work(selections: Sequence[options.Selection], where: Place, status: Path) -
     # A range belongs to a thread, and by default the backward of CUDA tensors has one of its own.
     with torch.cuda.device(where.device), torch.autograd.set_multithreading_enabled(False):
         for selection in selections:
-            for case in selection.cases:
-                for mode in selection.modes:
-                    for name in selection.implementations:
-                        target = Target(selection.spec, mode, case, name)
-                        print(f"profiling {target.name}", flush=True)
-                        statuses[target.name] = _run(target, where.device)
-                        status.write_text(json.dumps(statuses), encoding="utf-8")
-                        gc.collect()
-                        torch.cuda.empty_cache()
+            for case, mode in selection.groups():
+                for name in selection.implementations:
+                    target = Target(selection.spec, mode, case, name)
+                    print(f"profiling {target.name}", flush=True)
+                    statuses[target.name] = _run(target, where.device)
+                    status.write_text(json.dumps(statuses), encoding="utf-8")
+                    gc.collect()
+                    torch.cuda.empty_cache()
     return 0
 
 

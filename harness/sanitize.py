@@ -8,6 +8,7 @@ says of other kernels, PyTorch's for example, is listed and no more.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -109,10 +110,10 @@ def _work(selections: Sequence[options.Selection], arguments: argparse.Namespace
         for selection in selections:
             spec = selection.spec
             wanted = arguments.case or [case.name for case in spec.cases if not case.bench]
-            for case in (case for case in spec.cases if case.name in wanted):
-                for mode in selection.modes:
-                    for name in (n for n in selection.implementations if n in spec.implementations):
-                        failed += not _run(spec, case, mode, name, where.device)
+            chosen = dataclasses.replace(selection, cases=tuple(c for c in spec.cases if c.name in wanted))
+            for case, mode in chosen.groups():
+                for name in (n for n in selection.implementations if n in spec.implementations):
+                    failed += not _run(spec, case, mode, name, where.device)
     return 1 if failed else 0
 
 

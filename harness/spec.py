@@ -16,7 +16,8 @@ import torch
 Inputs = dict[str, Any]
 Op = Callable[..., "torch.Tensor | tuple[torch.Tensor, ...]"]
 
-MODES = ("fwd", "bwd", "fwd+bwd")
+MODES = ("fwd", "bwd", "fwd+bwd", "step")
+WITHOUT_AUTOGRAD = ("fwd", "step")
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,9 @@ class Case:
 
     `name` is used verbatim as pytest id, NVTX range, report row and file key, so it is unique within a kernel and made
     of letters, digits, '.', '_' and '-'. `bench=False` cases exist for correctness alone.
+
+    `mutates` names the inputs that the op updates in place. It must return them among its outputs, while the reference
+    computes their new values as new tensors. Such a case is run without autograd alone.
     """
 
     name: str
@@ -33,6 +37,7 @@ class Case:
     params: Mapping[str, Any] = field(default_factory=dict)
     bench: bool = False
     min_capability: tuple[int, int] = (0, 0)
+    mutates: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,9 @@ class KernelSpec:
     cost             (case, mode) -> Cost; no tensors
     cases            at least one with bench=True
     grads            names of the inputs that have a gradient
-    modes            what is timed: "fwd" (no autograd), "bwd" (the backward alone), "fwd+bwd"
+    modes            what is timed: "fwd" (no autograd), "bwd" (the backward alone), "fwd+bwd", or "step": one update of
+                     an optimizer, run like "fwd"
+    min_capability   implementation -> the compute capability that it needs, where that is more than the case's own
     unit, items      the case's own throughput: "rows", (case) -> how many
     determinism      mode -> "run-to-run" (bit-wise equal repeats, tested) or "none"
     fuzz             dimension -> (low, high), from which Hypothesis draws sizes
@@ -134,6 +141,7 @@ class KernelSpec:
     spills: Mapping[str, int] = field(default_factory=dict)
     tunables: tuple[Tunable, ...] = ()
     compile_targets: tuple[tuple[int, int], ...] = ((8, 0), (9, 0))
+    min_capability: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = [case.name for case in self.cases]
@@ -143,6 +151,14 @@ class KernelSpec:
             raise ValueError(f"{self.name}: at least one case must have bench=True")
         if unknown := set(self.modes) - set(MODES):
             raise ValueError(f"{self.name}: unknown modes {sorted(unknown)}, known are {MODES}")
+        if unknown := set(self.min_capability) - set(self.implementations):
+            raise ValueError(f"{self.name}: min_capability names {sorted(unknown)}, which are no implementations")
+        if idle := [case.name for case in self.cases if not self.modes_of(case)]:
+            raise ValueError(f"{self.name}: no mode without autograd for the cases {idle}, which mutate inputs")
+
+    def modes_of(self, case: Case) -> tuple[str, ...]:
+        """The modes in which a case is run."""
+        return tuple(mode for mode in self.modes if mode in WITHOUT_AUTOGRAD or not case.mutates)
 
     def case(self, name: str) -> Case:
         """The case of that name; ValueError lists the known ones."""

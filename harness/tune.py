@@ -71,7 +71,8 @@ def _rows(selection: options.Selection, where: Place) -> Iterator[dict[str, Any]
         if tunable.mode not in selection.modes:
             continue
         for case in selection.cases:
-            if execute.unfit(case, torch.cuda.get_device_capability(where.device)):
+            unfit = execute.unfit(case, torch.cuda.get_device_capability(where.device))
+            if unfit or tunable.mode not in selection.spec.modes_of(case):
                 continue
             row = search(selection.spec, tunable, case, where.device, clock)
             print(f"{row['kernel']} {row['mode']} {row['case']}: {_summary(row)}", flush=True)

@@ -71,8 +71,11 @@ def compile_spec(
         if reason := execute.unfit(case, capability):
             outcome.skipped.append(f"{outcome.target} {case.name}: {reason}")
             continue
+        phases = {phase for mode in spec.modes_of(case) for phase in mode.split("+")} & wanted
         for name in (n for n in spec.implementations if implementations is None or n in implementations):
-            for mode in (m for m in ("fwd", "bwd") if m in wanted):
+            if spec.min_capability.get(name, (0, 0)) > capability:
+                continue
+            for mode in (m for m in ("fwd", "step", "bwd") if m in phases):
                 _trace(spec, name, case, mode, capability, found, outcome)
     if not found and not outcome.failures:
         outcome.failures.append(f"{outcome.target}: {spec.name} launched no Triton kernel in any case")

@@ -37,7 +37,7 @@ def jobs(selections: Sequence[options.Selection], capability: tuple[int, int]) -
         for index, tunable in enumerate(selection.spec.tunables)
         if tunable.mode in selection.modes
         for case in selection.cases
-        if not execute.unfit(case, capability)
+        if not execute.unfit(case, capability) and tunable.mode in selection.spec.modes_of(case)
         for candidate in range(len(list(tunable.candidates(case))))
     ]
 

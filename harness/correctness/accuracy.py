@@ -12,7 +12,7 @@ error             With e_r = |r - o| and e_e = |e - o|, each over the elements w
                   finite elements. step is one subnormal step of that dtype and never less than the smallest normal
                   fp32 number, since GPUs may flush subnormals to zero.
 bfloat16          also max e_r <= 2e-2 · max |o| and (from 64 elements on, where an RMS means something)
-                  rms e_r <= 4e-3 · rms o, unless eager itself does not keep that bound.
+                  rms e_r <= 4e-3 · rms o, unless eager, or the noise in its place, does not keep that bound.
 fp8 cases         instead of the error rule: 1 - 2·Σ r·o / Σ (r² + o²) < 1e-3.
 integers, bool    equal to o.
 
@@ -40,7 +40,8 @@ _CLASSES = ("finite", "nan", "+inf", "-inf")
 @dataclass(frozen=True)
 class Verdict:
     """ok, or why not. `cause` is one word for the kind of fault (see `CAUSES`); `numbers` are the errors measured:
-    max, rms (of the result), eager_max, eager_rms, scale_max, scale_rms, limit_max, limit_rms."""
+    max, rms (of the result), eager_max, eager_rms, scale_max, scale_rms, yardstick_max, yardstick_rms (the larger of
+    eager's error and the noise), limit_max, limit_rms."""
 
     ok: bool
     reason: str = ""
@@ -258,6 +259,7 @@ def _numbers(
     }
     for index, kind in enumerate(("max", "rms")):
         yardstick = max([n[f"eager_{kind}"], *(errors[index] for errors in noise)])
+        n[f"yardstick_{kind}"] = yardstick
         n[f"limit_{kind}"] = tolerance.ratio * yardstick + tolerance.floor * info.eps * n[f"scale_{kind}"] + step
     return n
 
@@ -279,7 +281,7 @@ def _rules(
     if result_dtype == torch.bfloat16:
         for kind, bound, least in (("max", BF16_MAX, 1), ("rms", BF16_RMS, BF16_RMS_FROM)):
             limit = bound * n[f"scale_{kind}"]
-            applies = sums.count >= least and n[f"eager_{kind}"] <= limit
+            applies = sums.count >= least and n[f"yardstick_{kind}"] <= limit
             yield (
                 applies and n[kind] > limit,
                 f"relative {kind} error {n[kind]:.3g} exceeds {limit:.3g} (bfloat16: {bound})",

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial as bound
 from typing import Any
 
 import torch
 
 from .. import execute
-from ..spec import Case, Inputs, KernelSpec, Op
+from ..spec import WITHOUT_AUTOGRAD, Case, Inputs, KernelSpec, Op
 from . import guard, layouts
 from .accuracy import Verdict, same_bits
+from .in_place import OnCopies, overlapping
 from .oracle import OutGrads, Tensors, call, expected
 
 REPEATS = {"cpu": 3, "cuda": 10}  # the interpreter runs programs one after the other
@@ -57,6 +59,10 @@ class Subject:
         outputs, _ = call(self.spec, self.spec.reference, inputs)
         return execute.random_like([t for t in outputs if t.is_floating_point()], self.generator(offset + 1))
 
+    def on_copies(self) -> OnCopies:
+        """What is called in place of `fn`, so that inputs that it updates stay as they were."""
+        return OnCopies(self.fn, self.case.mutates)
+
     def differentiable(self, inputs: Inputs) -> bool:
         return bool(execute.leaves(self.spec, inputs))
 
@@ -68,6 +74,11 @@ def contiguous(name: str, values: torch.Tensor) -> torch.Tensor:
 def as_made(name: str, values: torch.Tensor) -> torch.Tensor:
     """Guarded where it is contiguous; a layout that `make_inputs` chose is part of the case and stays."""
     return contiguous(name, values) if values.is_contiguous() else values
+
+
+def writable(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or where its elements share memory the same values each in a place of its own."""
+    return contiguous(name, tensor) if overlapping(tensor) else tensor
 
 
 def placed(tensors: Mapping[str, Any], place: Callable[[str, torch.Tensor], torch.Tensor]) -> Inputs:
@@ -84,10 +95,10 @@ def guarded_call(
 ) -> Tensors:
     """Outputs and gradients of one watched call. Raises Rejected for whatever is wrong with it but the numbers."""
     named = dict(zip(grad_names(out_grads or ()), out_grads or (), strict=True))
-    snapshot = guard.Snapshot({**inputs, **named})
+    snapshot, fn = guard.Snapshot({**inputs, **named}), s.on_copies()
 
     def run() -> Tensors:
-        outputs, grads = call(s.spec, s.fn, inputs, out_grads, wrt)
+        outputs, grads = call(s.spec, fn, inputs, out_grads, wrt)
         return (*outputs, *grads)
 
     try:
@@ -97,7 +108,8 @@ def guarded_call(
             observed = guard.observe(run)
     except Exception as error:
         raise as_rejection(error, where) from error
-    verdict = guard.first_failure(observed.verdict, snapshot.verdict, allocations.verdict)
+    in_place = bound(fn.verdict, inputs)
+    verdict = guard.first_failure(observed.verdict, snapshot.verdict, in_place, allocations.verdict)
     if not verdict.ok:
         raise Rejected(verdict, where)
     return observed.copies
@@ -127,9 +139,9 @@ def examine(
     In mode "bwd" the outputs are checked as well as the gradients. `wrt` limits the inputs that are differentiated,
     `only` the outputs that have an incoming gradient.
     """
-    inputs = placed(inputs, place)
+    inputs = placed(inputs, lambda n, t: writable(n, place(n, t)) if n in s.case.mutates else place(n, t))
     out_grads: OutGrads | None = None
-    if mode != "fwd" and s.differentiable(inputs):
+    if mode not in WITHOUT_AUTOGRAD and s.differentiable(inputs):
         made = s.out_grads(inputs)
         spots = [place(n, g) for n, g in zip(grad_names(made), made, strict=True)]
         out_grads = [g if only in (None, i) else None for i, g in enumerate(spots)]
@@ -148,7 +160,7 @@ def accuracy(s: Subject, mode: str) -> Verdict:
 def replay(s: Subject, mode: str) -> None:
     """The same addresses with new contents must give the new answer."""
     inputs = placed(s.inputs(), contiguous)
-    out_grads = None if mode == "fwd" else [contiguous("", g) for g in s.out_grads(inputs)]
+    out_grads = None if mode in WITHOUT_AUTOGRAD else [contiguous("", g) for g in s.out_grads(inputs)]
     first = guarded_call(s, inputs, out_grads)
     guard.refill(inputs, s.inputs(offset=100))
     if out_grads is not None:
@@ -168,11 +180,11 @@ def repeat(s: Subject, mode: str) -> None:
     if declared != "run-to-run":
         raise Skipped(f"determinism of {mode} is declared as {declared!r}")
     inputs = s.inputs()
-    out_grads = None if mode == "fwd" else s.out_grads(inputs)
+    out_grads = None if mode in WITHOUT_AUTOGRAD else s.out_grads(inputs)
     first: Tensors = ()
     for number in range(REPEATS[s.device.split(":")[0]]):
         try:
-            outputs, grads = call(s.spec, s.fn, inputs, out_grads)
+            outputs, grads = call(s.spec, s.on_copies(), inputs, out_grads)
         except Exception as error:
             raise as_rejection(error) from error
         if number == 0:
@@ -185,7 +197,7 @@ def strides(s: Subject, mode: str) -> None:
     """Every layout of every input and incoming gradient, in mixtures."""
     inputs = s.inputs()
     names = [n for n, t in inputs.items() if isinstance(t, torch.Tensor)]
-    if mode != "fwd":
+    if mode not in WITHOUT_AUTOGRAD:
         names += grad_names(s.out_grads(inputs))
     for assignment in layouts.rounds(names):
         examine(s, inputs, mode, assignment, where=str(assignment))
@@ -242,7 +254,7 @@ def _examine_or_refusal(s: Subject, inputs: Inputs, mode: str, place: Any, where
         return  # the operation itself is not defined on such inputs
     with guard.launches() as launched:
         try:
-            call(s.spec, s.fn, inputs)
+            call(s.spec, s.on_copies(), inputs)
         except (TypeError, ValueError):
             if not launched:
                 return

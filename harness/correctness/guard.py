@@ -20,11 +20,13 @@ from unittest import mock
 import torch
 
 from .. import execute
+from ..measure.driver import Gate
 from .accuracy import Verdict, same_bits
 from .layouts import PAD, POISON, view
 
 Run = Callable[[], Sequence[torch.Tensor]]
-DELAY_CYCLES = 40_000_000  # about 20 ms at 2 GHz: the host has enqueued the whole call before the GPU starts on it
+# The longest that the GPU waits for a call to be enqueued, and what a call takes that itself waits for the GPU.
+HOLD_SECONDS = 0.5
 
 
 @contextmanager
@@ -54,13 +56,13 @@ class Snapshot:
         self._tensors = {name: t for name, t in tensors.items() if isinstance(t, torch.Tensor)}
         self._storages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for tensor in self._tensors.values():
-            whole = _storage_bytes(tensor)
+            whole = storage_bytes(tensor)
             self._storages.setdefault(whole.data_ptr(), (whole, whole.clone()))
 
     def verdict(self) -> Verdict:
         """Names the tensor that was changed, or around which memory was."""
         for name, tensor in self._tensors.items():
-            whole, before = self._storages[_storage_bytes(tensor).data_ptr()]
+            whole, before = self._storages[storage_bytes(tensor).data_ptr()]
             if torch.equal(whole, before):
                 continue
             old = view(before, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
@@ -77,7 +79,8 @@ def refill(tensors: Mapping[str, Any], values: Mapping[str, Any]) -> None:
             tensor.data.copy_(values[name])
 
 
-def _storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole storage that a tensor is a view of."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
@@ -159,9 +162,9 @@ class Observed:
 def observe(run: Run, prepare: Callable[[], None] = lambda: None) -> Observed:
     """Calls `prepare` and `run`, copies the results at once, waits for all work.
 
-    On a GPU both are enqueued on a high-priority stream behind a delay. So work that `run` puts on a stream of its own
-    either waits for this one, and then loses the race against the copies, or does not, and then reads what was there
-    before `prepare` (refresh the inputs in it).
+    On a GPU all of that is enqueued on a high-priority stream that is held meanwhile. So work that `run` puts on a
+    stream of its own either waits for this one, and then loses the race against the copies, or does not, and then reads
+    what was there before `prepare` (refresh the inputs in it).
     """
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         prepare()
@@ -170,8 +173,7 @@ def observe(run: Run, prepare: Callable[[], None] = lambda: None) -> Observed:
     device = torch.cuda.current_device()
     stream, caller = _stream(device), torch.cuda.current_stream(device)
     torch.cuda.synchronize(device)
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(DELAY_CYCLES)
+    with torch.cuda.stream(stream), Gate(HOLD_SECONDS).hold(stream):
         prepare()
         results = execute.outputs(run())
         copies = tuple(t.detach().clone() for t in results)

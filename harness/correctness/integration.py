@@ -12,10 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from .. import registry
-from ..spec import Inputs, Op
+from ..spec import WITHOUT_AUTOGRAD, Inputs, Op
 from . import guard
 from .accuracy import Verdict
 from .battery import Rejected, Skipped, Subject, as_rejection, contiguous, examine, grad_names, placed
+from .in_place import OnCopies
 from .oracle import OutGrads, Tensors, backward, call, expected, forward
 
 # Namespaces of the ops that come with PyTorch.
@@ -54,9 +55,9 @@ def opcheck(s: Subject, mode: str) -> None:
     inputs = s.inputs()
     recorder = _CustomOps()
     with recorder:
-        outputs, leaves = forward(s.spec, s.fn, inputs)
+        outputs, leaves = forward(s.spec, s.on_copies(), inputs)
         recorder.differentiated = False  # saved leaves still say requires_grad, but a backward has no backward here
-        if mode != "fwd":
+        if mode not in WITHOUT_AUTOGRAD:
             backward(outputs, leaves, s.out_grads(inputs))
     home = namespace(s.fn)
     found = {func.namespace for func, _, _ in recorder.calls.values()}
@@ -80,9 +81,9 @@ def compiled(s: Subject, mode: str) -> None:
     backend = "inductor" if s.device.startswith("cuda") else "aot_eager"
     for dynamic in (False, True):
         torch._dynamo.reset()
-        fn = torch.compile(s.fn, fullgraph=True, backend=backend, dynamic=dynamic)
+        fn = OnCopies(torch.compile(s.fn, fullgraph=True, backend=backend, dynamic=dynamic), s.case.mutates)
         inputs = s.inputs()
-        out_grads = None if mode == "fwd" else s.out_grads(inputs)
+        out_grads = None if mode in WITHOUT_AUTOGRAD else s.out_grads(inputs)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -97,11 +98,11 @@ def compiled(s: Subject, mode: str) -> None:
 def graph(s: Subject, mode: str) -> None:
     """Capture in a CUDA graph, then replays on new contents of the same inputs. The backward is captured together with
     its forward. Work on a stream that is not joined is not in the graph, so it is found out here too."""
-    inputs = placed(s.inputs(), contiguous)
-    out_grads = None if mode == "fwd" else [contiguous("", g) for g in s.out_grads(inputs)]
+    inputs, fn = placed(s.inputs(), contiguous), s.on_copies()
+    out_grads = None if mode in WITHOUT_AUTOGRAD else [contiguous("", g) for g in s.out_grads(inputs)]
 
     def run() -> Tensors:
-        outputs, grads = call(s.spec, s.fn, inputs, out_grads)
+        outputs, grads = call(s.spec, fn, inputs, out_grads)
         return (*outputs, *grads)
 
     stream = torch.cuda.Stream()
@@ -140,12 +141,12 @@ def second_device(s: Subject, mode: str) -> None:
 
 def stream(s: Subject, mode: str) -> None:
     """A stream that is not the default, on which the inputs become ready only after a delay."""
-    inputs = placed(s.inputs(), contiguous)
-    out_grads = None if mode == "fwd" else [contiguous("", g) for g in s.out_grads(inputs)]
+    inputs, fn = placed(s.inputs(), contiguous), s.on_copies()
+    out_grads = None if mode in WITHOUT_AUTOGRAD else [contiguous("", g) for g in s.out_grads(inputs)]
     fresh = s.inputs(offset=300)
 
     def run() -> Tensors:
-        outputs, grads = call(s.spec, s.fn, inputs, out_grads)
+        outputs, grads = call(s.spec, fn, inputs, out_grads)
         return (*outputs, *grads)
 
     try:

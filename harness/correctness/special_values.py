@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..spec import Inputs
+from ..spec import WITHOUT_AUTOGRAD, Inputs
 from .accuracy import bits
 from .battery import Rejected, Subject, contiguous, guarded_call, placed
 from .oracle import Expected, OutGrads, expected
@@ -46,7 +46,7 @@ PLANTS: dict[str, Plant] = {
 def special_values(s: Subject, mode: str) -> None:
     """Every plant in every floating-point input, within SPEC.limits; nan is planted everywhere."""
     inputs = placed(s.inputs(), contiguous)
-    out_grads = None if mode == "fwd" else [contiguous("", g) for g in s.out_grads(inputs)]
+    out_grads = None if mode in WITHOUT_AUTOGRAD else [contiguous("", g) for g in s.out_grads(inputs)]
     clean = expected(s.spec, inputs, out_grads)
     for name, tensor in inputs.items():
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or not tensor.numel():

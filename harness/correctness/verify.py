@@ -1,6 +1,6 @@
 """Is what `bench` times right? Checks an implementation on the very inputs, through the very callable, that are timed.
 
-    out_grads = ...                                       # None for mode "fwd"
+    out_grads = ...                                       # None without autograd
     run = execute.bind(spec, fn, inputs, mode, out_grads)
     before = verify(spec, case, mode, inputs, run, out_grads, seed=1)
     ... time `run` ...
@@ -10,7 +10,7 @@ Each `verify` calls `run` three times (the first to warm up) and rejects, in thi
 
 lazy      outputs or gradients that are not plain tensors                              (lazy output)
 late      outputs that are not complete on the current stream when `run` returns       (side stream, thread)
-inputs    a changed input; `bounds`: memory around one                                 (mutated input)
+inputs    a changed input that `Case.mutates` does not name; `bounds`: memory around one (mutated input)
 count, shape, dtype, nonfinite, error    a wrong answer, with fresh memory poisoned with NaN
 replay    the answer to the former contents after the inputs were refilled in place, at the same addresses and without
           autograd's version counters moving                                           (cached replay)
@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import torch
 
 from .. import execute
-from ..spec import Case, Inputs, KernelSpec
+from ..spec import WITHOUT_AUTOGRAD, Case, Inputs, KernelSpec
 from .accuracy import Verdict, same_bits
 from .guard import Observed, Snapshot, first_failure, observe, poisoned, refill
 from .oracle import expected
@@ -46,7 +46,7 @@ def verify(
 
     The numbers are those of the first answer. Raises ValueError if a mode with a backward comes without `out_grads`.
     """
-    if mode != "fwd" and out_grads is None:
+    if mode not in WITHOUT_AUTOGRAD and out_grads is None:
         raise ValueError(f"verify: mode {mode} needs the out_grads that run was bound with")
     grads = {f"incoming gradient {i}": g for i, g in enumerate(out_grads or ())}
     try:
@@ -80,20 +80,22 @@ def _once(
     """One observed call of `run`, judged; with `refresh`, on new contents."""
     watched = {**inputs, **grads}
     fresh = _fresh(spec, case, mode, inputs, grads, seed) if refresh else {}
-    snapshot = None if refresh else Snapshot(watched)
+    # What the op updates in place has its value from before the call; the rest must be as it was.
+    former = {n: fresh[n] if refresh else inputs[n].clone() for n in case.mutates}
+    snapshot = None if refresh else Snapshot({n: t for n, t in watched.items() if n not in former})
     with poisoned():
         observed = observe(run, lambda: refill({n: watched[n] for n in fresh}, fresh))
 
     def unchanged() -> Verdict:
         if snapshot is not None:
             return snapshot.verdict()
-        changed = [n for n, t in fresh.items() if not same_bits([watched[n]], [t])]
+        changed = [n for n, t in fresh.items() if n not in former and not same_bits([watched[n]], [t])]
         return (
             Verdict(not changed, f"{', '.join(changed)} was changed in place", "inputs") if changed else Verdict(True)
         )
 
     def right() -> Verdict:
-        truth = expected(spec, inputs, list(grads.values()) if grads else None, grads_only=mode != "fwd")
+        truth = expected(spec, {**inputs, **former}, list(grads.values()) if grads else None, grads_only=bool(grads))
         return truth.verdict(observed.copies, case, spec)
 
     return first_failure(observed.verdict, unchanged, right), observed

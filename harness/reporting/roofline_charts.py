@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MARKS = {"fwd": "o", "bwd": "s", "fwd+bwd": "D"}
+MARKS = {"fwd": "o", "bwd": "s", "fwd+bwd": "D", "step": "^"}
 
 
 def roofline(findings: Sequence[Finding], gpu: str) -> Figure:

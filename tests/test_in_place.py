@@ -1,0 +1,135 @@
+"""Ops that update inputs in place: what the checks and the bench's `verify` make of right and wrong ones."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from harness import check, execute, options
+from harness.correctness.verify import verify
+from harness.spec import Case, Cost, KernelSpec
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def reference(x, d, inplace=False):
+    return x + d, d * 2
+
+
+def right(x, d, inplace=False):
+    for name, t in (("x", x), ("d", d)):
+        if not t.is_floating_point():
+            raise TypeError(f"{name} must be floating point, got {t.dtype}")
+    if x.shape != d.shape or x.device != d.device:
+        raise ValueError("x and d must have one shape and device")
+    return (x.add_(d) if inplace else x + d), d * 2
+
+
+def returns_a_copy(x, d, inplace=False):
+    y, twice = right(x, d, inplace)
+    return y.clone(), twice
+
+
+def leaves_x_alone(x, d, inplace=False):
+    return right(x, d, False)
+
+
+def also_changes_d(x, d, inplace=False):
+    y, twice = right(x, d, inplace)
+    if inplace:
+        d.mul_(2)
+    return y, twice
+
+
+def writes_around_x(x, d, inplace=False):
+    y, twice = right(x, d, inplace)
+    if x.untyped_storage().nbytes() > x.numel() * x.element_size():
+        torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage(), 0, (1,), (1,)).fill_(1.0)
+    return y, twice
+
+
+def make_inputs(case, device, generator):
+    shape = (case.dims["rows"], 6)
+    made = {n: torch.randn(shape, device=device, generator=generator).to(case.dtype) for n in ("x", "d")}
+    return {**made, **case.params}
+
+
+IN_PLACE = Case("in-place", dict(rows=9), torch.float32, dict(inplace=True), mutates=("x",))
+SPEC = KernelSpec(
+    name="accumulate",
+    implementations={"eager": right},
+    reference=reference,
+    make_inputs=make_inputs,
+    cost=lambda case, mode: Cost(1, 96 * case.dims["rows"]),
+    cases=(Case("out-of-place", dict(rows=9), torch.float32, bench=True), IN_PLACE),
+    grads=("x", "d"),
+    unit="rows",
+    items=lambda case: case.dims["rows"],
+    fuzz={"rows": (0, 20)},
+)
+
+
+def failures(fn) -> dict[str, str]:
+    """check -> cause of everything that the battery rejects."""
+    items = check.plan(dataclasses.replace(SPEC, implementations={"fn": fn}), DEVICE, [IN_PLACE])
+    outcomes = [check.run(item, DEVICE) for item in items]
+    return {o.item.check: o.cause for o in outcomes if o.status == "fail"}
+
+
+def test_what_is_updated_in_place_is_no_changed_input():
+    assert failures(right) == {}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "cause"),
+    [
+        (returns_a_copy, "inputs"),
+        (leaves_x_alone, "inputs"),
+        (also_changes_d, "inputs"),
+        (writes_around_x, "bounds"),
+    ],
+)
+def test_the_battery_rejects(wrong, cause):
+    assert failures(wrong)["accuracy"] == cause
+
+
+def test_no_mode_with_autograd_is_run():
+    assert {item.mode for item in check.plan(SPEC, "cpu", [IN_PLACE])} == {"fwd"}
+    selection = options.Selection(SPEC, SPEC.cases, SPEC.modes, ("eager",))
+    groups = [(case.name, mode) for case, mode in selection.groups()]
+    assert groups == [("out-of-place", "fwd"), ("out-of-place", "bwd"), ("in-place", "fwd")]
+
+
+def test_a_case_without_a_mode_is_refused():
+    with pytest.raises(ValueError, match="in-place"):
+        dataclasses.replace(SPEC, modes=("bwd",))
+
+
+def test_a_step_is_run_without_autograd():
+    spec = dataclasses.replace(SPEC, modes=("step",), cases=(dataclasses.replace(IN_PLACE, bench=True),))
+    assert {item.mode for item in check.plan(spec, "cpu")} == {"step"}
+    inputs = make_inputs(IN_PLACE, DEVICE, None)
+    x, d = execute.bind(spec, right, inputs, "step")()
+    assert x.data_ptr() == inputs["x"].data_ptr() and not d.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("fn", "cause"), [(right, ""), (also_changes_d, "inputs"), (lambda x, d, inplace: (x.add_(d), d), "error")]
+)
+def test_verify_on_what_is_timed(fn, cause):
+    inputs = make_inputs(IN_PLACE, DEVICE, None)
+    run = execute.bind(SPEC, fn, inputs, "fwd")
+    run()
+    assert verify(SPEC, IN_PLACE, "fwd", inputs, run).cause == cause
+
+
+def test_an_implementation_may_need_a_newer_gpu():
+    spec = dataclasses.replace(SPEC, min_capability={"eager": (99, 0)})
+    with pytest.raises(execute.Unavailable, match=r"compute capability 99\.0"):
+        execute.load(spec, "eager", spec.cases[0], "fwd")
+    outcome = check.run(check.plan(spec, DEVICE, [IN_PLACE])[0], DEVICE)
+    assert (outcome.status, outcome.reason) == ("skip", "needs compute capability 99.0")
+    with pytest.raises(ValueError, match="no implementations"):
+        dataclasses.replace(SPEC, min_capability={"cuda": (9, 0)})
