@@ -370,10 +370,10 @@ def test_verify_on_a_gpu(mode):
     for fn, cause in (
         (times, ""),
         (wrappers.on_a_side_stream(wait=True)(times), "late"),
-        (wrappers.on_a_side_stream(wait=False)(times), "error"),
+        (wrappers.on_a_side_stream(wait=False)(times), "error or late"),
     ):
         if cause and mode != "fwd":
             continue
         out_grads = None if mode == "fwd" else execute.random_like([inputs["x"]])
         run = execute.bind(spec, fn, inputs, mode, out_grads)
-        assert verify(spec, case, mode, inputs, run, out_grads).cause == cause
+        assert verify(spec, case, mode, inputs, run, out_grads).cause in cause.split(" or ")

@@ -57,7 +57,7 @@ def test_wrong_is_rejected(kernel_name, wrong):
 def test_wrong_on_a_gpu_is_rejected(kernel_name, wrong):
     outcome = first_failure(spec_with(kernel_name, "wrong", wrong.fn), wrong.case, only=wrong.check)
     assert outcome is not None, f"{wrong.name} was accepted"
-    assert outcome.cause == wrong.cause, check.row(outcome)
+    assert outcome.cause in wrong.cause.split(" or "), check.row(outcome)
 
 
 @pytest.mark.parametrize(

@@ -9,24 +9,31 @@ launches      whether any Triton kernel was launched
 
 from __future__ import annotations
 
+import os
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 from unittest import mock
 
 import torch
 
 from .. import execute
-from ..measure.driver import Gate
 from .accuracy import Verdict, same_bits
 from .layouts import PAD, POISON, view
 
+# Streams that share one of the GPU's hardware queues run in the order in which they were filled, and so may seem to
+# have waited for one another. By default there are 8 queues. Read when CUDA starts.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
 Run = Callable[[], Sequence[torch.Tensor]]
-# The longest that the GPU waits for a call to be enqueued, and what a call takes that itself waits for the GPU.
-HOLD_SECONDS = 0.5
+# How long the GPU is kept from starting on a call until the host has enqueued all of it: 20 ms at 2 GHz, and longer
+# where a busy host took more than half of that. The gate of `measure.driver` is no use here: a stream that waits for a
+# word in memory may hold back others that share its hardware queue, and so hide that they did not wait.
+DELAY_CYCLES = (40_000_000, 200_000_000, 1_000_000_000)
+CYCLES_PER_SECOND = 2e9
 
 
 @contextmanager
@@ -123,7 +130,8 @@ class Allocations:
         def guarded(*args: Any, **kwargs: Any) -> torch.Tensor:
             tensor = allocate(*args, **kwargs)
             plain = type(tensor) is torch.Tensor and tensor.device.type in ("cpu", "cuda") and not tensor.requires_grad
-            return self._move(tensor) if plain and tensor.numel() and "out" not in kwargs else tensor
+            plain = plain and "out" not in kwargs and not kwargs.get("pin_memory")
+            return self._move(tensor) if plain and tensor.numel() else tensor
 
         return guarded
 
@@ -162,30 +170,37 @@ class Observed:
 def observe(run: Run, prepare: Callable[[], None] = lambda: None) -> Observed:
     """Calls `prepare` and `run`, copies the results at once, waits for all work.
 
-    On a GPU all of that is enqueued on a high-priority stream that is held meanwhile. So work that `run` puts on a
-    stream of its own either waits for this one, and then loses the race against the copies, or does not, and then reads
-    what was there before `prepare` (refresh the inputs in it).
+    On a GPU all of that is enqueued on a high-priority stream behind a delay. So work that `run` puts on a stream of
+    its own either waits for this one, and then loses the race against the copies, or does not, and then reads what was
+    there before `prepare` (refresh the inputs in it).
     """
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         prepare()
         results = execute.outputs(run())
         return Observed(results, tuple(t.detach().clone() for t in results))
+    for cycles in DELAY_CYCLES:
+        observed, seconds = _behind_a_delay(run, prepare, cycles)
+        if seconds < 0.5 * cycles / CYCLES_PER_SECOND:
+            break
+    return observed
+
+
+def _behind_a_delay(run: Run, prepare: Callable[[], None], cycles: int) -> tuple[Observed, float]:
+    """What was observed, and how long the host took to enqueue it."""
     device = torch.cuda.current_device()
-    stream, caller = _stream(device), torch.cuda.current_stream(device)
+    stream, caller = torch.cuda.Stream(device, priority=-1), torch.cuda.current_stream(device)
     torch.cuda.synchronize(device)
-    with torch.cuda.stream(stream), Gate(HOLD_SECONDS).hold(stream):
+    start = time.perf_counter()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(cycles)
         prepare()
         results = execute.outputs(run())
         copies = tuple(t.detach().clone() for t in results)
+    seconds = time.perf_counter() - start
     for index in {device, *(t.device.index for t in results if t.is_cuda)}:
         torch.cuda.synchronize(index)
     caller.wait_stream(stream)
-    return Observed(results, copies)
-
-
-@cache
-def _stream(device: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)
+    return Observed(results, copies), seconds
 
 
 @contextmanager

@@ -108,21 +108,32 @@ def _quack():
 
 
 def _tiles(case: Case) -> list[tuple[int, int, int]]:
-    """(block_m, block_n, num_warps) worth a try: 8 to 64 elements a thread."""
+    """(block_m, block_n, num_warps) worth a try for whole rows: 8 to 64 elements a thread."""
     block_n = 1 << (case.dims["dim"] - 1).bit_length()
-    if block_n > kernel.MAX_BLOCK:
-        return [(1, n, w) for n in (8192, 16384, 32768) for w in (8, 16, 32) if n // (32 * w) <= 64]
     shapes = [(m, block_n) for m in (1, 2, 4, 8) if max(block_n, 2048) <= m * block_n <= max(block_n, 4096)]
     return [(m, n, w) for m, n in shapes for w in (2, 4, 8, 16) if 8 <= m * n // (32 * w) <= 64]
 
 
 def _fwd_candidates(case: Case) -> list[kernel.FwdConfig]:
-    return [kernel.FwdConfig(*tile, eviction) for tile in _tiles(case) for eviction in ("", "evict_last")]
+    config, dim = kernel.FwdConfig, case.dims["dim"]
+    block_n = 1 << (dim - 1).bit_length()
+    policies = ("", "evict_last")
+    if block_n > kernel.MAX_BLOCK:
+        shapes = [(n, w) for n in (8192, 16384, 32768) for w in (8, 16, 32) if n // (32 * w) <= 64]
+        return [config(1, n, w, eviction) for n, w in shapes for eviction in policies]
+    whole = [config(*t, eviction, 0, first) for t in _tiles(case) for eviction in policies for first in (False, True)]
+    tail = 1 << (dim - block_n // 2 - 1).bit_length()
+    if not 16 <= tail <= block_n // 4:
+        return whole
+    return whole + [config(1, block_n // 2, w, eviction, tail) for w in (4, 8) for eviction in policies]
 
 
 def _bwd_candidates(case: Case) -> list[kernel.BwdConfig]:
     loops = ((1, 1), (1, 3), (1, 4), (2, 1), (2, 3), (4, 3))
-    return [kernel.BwdConfig(m, n, w, p, s) for m, n, w in _tiles(case) for p, s in loops if p * w <= 32]
+    tiles = _tiles(case)
+    if case.dims["dim"] > kernel.MAX_BLOCK:
+        tiles = [(m, n, w) for m, n in ((1, 2048), (2, 1024), (2, 2048), (4, 1024)) for w in (2, 4, 8)]
+    return [kernel.BwdConfig(m, n, w, p, s) for m, n, w in tiles for p, s in loops if p * w <= 32]
 
 
 SPEC = KernelSpec(

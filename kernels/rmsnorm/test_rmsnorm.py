@@ -116,6 +116,17 @@ def test_row_stride_is_read_in_place(monkeypatch):
     torch.testing.assert_close(rmsnorm(x), rmsnorm(x.contiguous()), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dim", [2049, 2560, 3072, 5120, 6144, 10240])
+def test_a_row_in_two_pieces_equals_pytorch(dim):
+    """One past the first piece, inside the second, and its end."""
+    assert kernel.pick_fwd_config(3, dim, torch.float32, (9, 0)).tail
+    x, weight, residual = normal(3, dim), normal(dim), normal(3, dim)
+    torch.testing.assert_close(rmsnorm(x, weight), F.rms_norm(x, (dim,), weight, 1e-6))
+    y, h = rmsnorm(x, weight, residual=residual)
+    assert torch.equal(h, x + residual)
+    torch.testing.assert_close(y, F.rms_norm(h, (dim,), weight, 1e-6))
+
+
 def test_weight_may_be_of_another_dtype():
     x, weight = normal(4, 64, dtype=torch.float16, requires_grad=True), normal(64, requires_grad=True)
     y = rmsnorm(x, weight)
@@ -164,7 +175,8 @@ def test_every_width_has_a_configuration_that_fits_the_shared_memory(dtype, capa
                 tile = config.block_m * config.block_n * dtype.itemsize * tensors
                 assert tile * config.stages * config.programs_per_sm <= kernel._shared_memory(capability)
             assert config.num_warps * config.programs_per_sm <= 64
-        assert kernel.pick_fwd_config(10_000, dim, dtype, capability).block_n >= min(dim, kernel.MAX_BLOCK)
+        forward = kernel.pick_fwd_config(10_000, dim, dtype, capability)
+        assert forward.block_n + forward.tail >= min(dim, kernel.MAX_BLOCK)
 
 
 @pytest.mark.gpu

@@ -94,7 +94,7 @@ ON_A_GPU = (
         wrappers.on_a_side_stream(wait=False)(gmm_logprob),
         ROWS,
         "stream",
-        "error",
+        "error or late",
     ),
 )
 
