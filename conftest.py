@@ -6,6 +6,8 @@ import os
 
 import pytest
 
+import harness  # noqa: F401  (before torch: it sets what CUDA reads when it starts)
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # The workers share the cores: a thread pool in each of them makes all of them slower. Read when torch is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

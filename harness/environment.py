@@ -78,8 +78,10 @@ def target(name: str, device: str | None = None) -> tuple[torch.device, str | No
 
 
 def commit() -> dict[str, Any]:
-    """The commit of this checkout and whether it has changes. In a copy without history the commit is what the variable
-    RIDGELINE_COMMIT says, and whether it has changes is not known; None where nothing says it."""
+    """The commit of this checkout and whether it has changes. Of a copy, whose history is missing or not that of its
+    files, the variable RIDGELINE_COMMIT says the commit, and whether it has changes is not known."""
+    if told := os.environ.get("RIDGELINE_COMMIT"):
+        return {"commit": told, "dirty": None}
 
     def git(*arguments: str) -> str | None:
         try:
@@ -90,7 +92,7 @@ def commit() -> dict[str, Any]:
 
     head = git("rev-parse", "HEAD")
     if head is None:
-        return {"commit": os.environ.get("RIDGELINE_COMMIT"), "dirty": None}
+        return {"commit": None, "dirty": None}
     # Reports are written by the very runs whose commit is asked for: they do not make the measured code another.
     changes = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!reports", ":!README.md")
     return {"commit": head, "dirty": bool(changes)}

@@ -108,11 +108,15 @@ def bind(spec: KernelSpec, fn: Op, inputs: Inputs, mode: str, out_grads: Sequenc
 def out_grads(
     spec: KernelSpec, fn: Op, inputs: Inputs, mode: str, generator: torch.Generator | None
 ) -> list[torch.Tensor] | None:
-    """Incoming gradients for the outputs of `fn` that autograd reaches, as `bind` takes them; None without autograd."""
+    """Incoming gradients for the outputs of `fn` that autograd reaches, as `bind` takes them; None without autograd.
+
+    Standard normal; that of a scalar is 1, as `loss.backward()` has it.
+    """
     if mode in WITHOUT_AUTOGRAD:
         return None
     wrt = {n: t.detach().requires_grad_() for n, t in leaves(spec, inputs).items()}
-    return random_like([t for t in outputs(fn(**{**inputs, **wrt})) if t.requires_grad], generator)
+    results = [t for t in outputs(fn(**{**inputs, **wrt})) if t.requires_grad]
+    return [torch.ones_like(t) if t.dim() == 0 else random_like([t], generator)[0] for t in results]
 
 
 def unfit(case: Case, capability: tuple[int, int]) -> str | None:

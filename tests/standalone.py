@@ -86,8 +86,10 @@ def results(op, case: dict) -> list:
     inputs |= {name: inputs[name].requires_grad_() for name in case["grads"]}
     out = op(**inputs)
     outputs = [out] if isinstance(out, torch.Tensor) else list(out)
-    loss = sum(o.sum() + o.square().sum() for o in outputs if o.requires_grad)
-    grads = torch.autograd.grad(loss, [inputs[n] for n in case["grads"]]) if case["grads"] else ()
+    grads: tuple[torch.Tensor, ...] = ()
+    if case["grads"]:
+        loss = torch.stack([o.sum() + o.square().sum() for o in outputs if o.requires_grad]).sum()
+        grads = torch.autograd.grad(loss, [inputs[n] for n in case["grads"]])
     # Triton's interpreter rounds to fp8 wrongly.
     kept = [o for o in outputs if device == "cuda" or o.element_size() > 1]
     return [t.detach().cpu() for t in (*kept, *grads)]

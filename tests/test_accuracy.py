@@ -188,6 +188,23 @@ def test_luck_of_eager_is_not_held_against_a_result():
     assert not truth.verdict([one_rounding + inputs["x"] * 1e-5], spec.cases[0], spec).ok
 
 
+def test_a_matrix_product_may_be_rounded_to_the_inputs_dtype():
+    """A sum over its elements in fp32, of which eager's is right by luck."""
+
+    def total(x, weight):
+        product = x @ weight
+        return product.float().sum() if x.dtype != torch.float64 else product.sum()
+
+    spec = spec_of(total, ("x", "weight"), cases=(Case("5", dict(rows=8), torch.float16, bench=True),))
+    inputs = {"x": torch.ones(8, 8).half(), "weight": torch.ones(8, 8).half()}
+    truth = expected(spec, inputs)
+    assert float(truth.eager[0]) == float(truth.oracle[0]) == 512
+    assert truth.verdict([truth.eager[0] + 0.02], spec.cases[0], spec).ok
+    assert not truth.verdict([truth.eager[0] + 2.0], spec.cases[0], spec).ok
+    wide = {n: t.float() for n, t in inputs.items()}
+    assert not expected(spec, wide).verdict([truth.eager[0] + 0.02], spec.cases[0], spec).ok
+
+
 @pytest.mark.parametrize("layout", layouts.LAYOUTS)
 @pytest.mark.parametrize("shape", [(), (5,), (4, 3), (2, 3, 5), (0, 4), (4, 1)])
 def test_layouts_hold_the_values_amid_poison(layout, shape):
@@ -365,7 +382,7 @@ def test_verify_wants_the_gradients_that_run_was_bound_with():
 @pytest.mark.parametrize("mode", MODES)
 def test_verify_on_a_gpu(mode):
     spec = spec_of(times, ("x", "weight"))
-    case = Case("big", dict(rows=1 << 16), torch.float32)
+    case = Case("big", dict(rows=1 << 20), torch.float32)  # long enough that two kernels do not end together by chance
     inputs = spec.make_inputs(case, "cuda", None)
     for fn, cause in (
         (times, ""),

@@ -35,7 +35,9 @@ def test_with_a_gpu_another_name_is_an_error_that_says_what_was_found(monkeypatc
     assert environment.target("h100", "cpu") == (torch.device("cpu"), "h100")
 
 
-def test_a_copy_without_history_can_be_told_its_commit(monkeypatch, tmp_path):
+def test_a_copy_can_be_told_its_commit(monkeypatch, tmp_path):
+    monkeypatch.setenv("RIDGELINE_COMMIT", "abc")
+    assert environment.commit() == {"commit": "abc", "dirty": None}
     monkeypatch.setattr(registry, "ROOT", tmp_path)
     monkeypatch.delenv("RIDGELINE_COMMIT", raising=False)
     assert environment.commit() == {"commit": None, "dirty": None}

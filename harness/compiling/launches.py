@@ -194,5 +194,6 @@ def _cuda(gpu: roofline.Gpu) -> dict[str, Any]:
         "get_device_capability": lambda device=None: gpu.capability,
         "get_device_properties": lambda device=None: properties,
         "get_device_name": lambda device=None: gpu.title,
+        "is_current_stream_capturing": lambda: False,
         "synchronize": lambda device=None: None,
     }

@@ -9,7 +9,6 @@ launches      whether any Triton kernel was launched
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,10 +22,6 @@ import torch
 from .. import execute
 from .accuracy import Verdict, same_bits
 from .layouts import PAD, POISON, view
-
-# Streams that share one of the GPU's hardware queues run in the order in which they were filled, and so may seem to
-# have waited for one another. By default there are 8 queues. Read when CUDA starts.
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 Run = Callable[[], Sequence[torch.Tensor]]
 # How long the GPU is kept from starting on a call until the host has enqueued all of it: 20 ms at 2 GHz, and longer

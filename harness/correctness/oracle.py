@@ -74,7 +74,8 @@ class Expected:
         Eager may be right by luck where the answer is the small difference of large numbers. So before a result is
         called wrong for its error alone, the yardstick is taken again as the larger of eager's error and that of the
         reference in fp64 with every intermediate result changed by a random ±1 fp32 epsilon (Monte Carlo arithmetic,
-        Parker 1997), which shows how far correct fp32 arithmetic may stray. There is no such luck in 10⁷ elements.
+        Parker 1997), which shows how far correct fp32 arithmetic may stray. A matrix product is changed by half an
+        epsilon of the inputs' dtype, to which it is rounded. There is no such luck in 10⁷ elements.
         """
 
         def judge(noise: Sequence[Tensors]) -> Verdict:
@@ -109,7 +110,7 @@ def expected(
         return (*outputs, *grads)[skip:]
 
     def perturbed(seed: int) -> Tensors:
-        with _Perturb(seed):
+        with _Perturb(seed, max((_epsilon(t) for t in inputs.values()), default=0.0) / 2):
             return upcast_call(torch.float64)
 
     oracle = _unless_out_of_memory(lambda: upcast_call(torch.float64))
@@ -127,25 +128,36 @@ def _unless_out_of_memory(compute: Callable[[], Tensors]) -> Tensors | None:
         return None
 
 
-class _Perturb(TorchDispatchMode):
-    """Changes every fp64 result by a relative random amount of at most one fp32 epsilon."""
+def _epsilon(value: Any) -> float:
+    """Of a floating-point tensor's dtype; nought for everything else."""
+    return torch.finfo(value.dtype).eps if isinstance(value, torch.Tensor) and value.is_floating_point() else 0.0
 
-    def __init__(self, seed: int) -> None:
+
+class _Perturb(TorchDispatchMode):
+    """Changes every fp64 result by a relative random amount of at most one fp32 epsilon, or `product` if that is more
+    and it is that of a matrix product."""
+
+    PRODUCTS = frozenset({torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm})
+
+    def __init__(self, seed: int, product: float) -> None:
         super().__init__()
         self._seed = seed
+        self._fp32 = torch.finfo(torch.float32).eps
+        self._product = max(self._fp32, product)
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.is_view or func._schema.is_mutable:
             return out
-        return tree_map_only(torch.Tensor, self._change, out)
+        amount = self._product if func.overloadpacket in self.PRODUCTS else self._fp32
+        return tree_map_only(torch.Tensor, lambda tensor: self._change(tensor, amount), out)
 
-    def _change(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _change(self, tensor: torch.Tensor, amount: float) -> torch.Tensor:
         if tensor.dtype != torch.float64:
             return tensor
         if tensor.device not in self._generators:
             self._generators[tensor.device] = torch.Generator(tensor.device).manual_seed(self._seed)
         generator = self._generators[tensor.device]
         noise = torch.rand(tensor.shape, dtype=tensor.dtype, device=tensor.device, generator=generator)
-        return tensor * (1 + torch.finfo(torch.float32).eps * (2 * noise - 1))
+        return tensor * (1 + amount * (2 * noise - 1))

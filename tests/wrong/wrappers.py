@@ -111,11 +111,18 @@ def on_a_thread(fn: Op) -> Op:
 
 
 def on_a_side_stream(wait: bool) -> Callable[[Op], Op]:
-    """Works on a stream that nobody waits for; with `wait` it at least waits for its inputs."""
+    """Works on a stream that nobody waits for; with `wait` it at least waits for its inputs.
+
+    Always the same stream: the first allocation for another would wait for the whole GPU, and hide the fault.
+    """
 
     def around(fn: Op) -> Op:
+        streams: list[torch.cuda.Stream] = []
+
         def wrong(**inputs):
-            stream = torch.cuda.Stream()
+            if not streams:
+                streams.append(torch.cuda.Stream())
+            (stream,) = streams
             if wait:
                 stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
