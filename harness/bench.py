@@ -24,7 +24,7 @@ from .correctness.verify import verify
 from .measure import timing
 from .on_gpu import folder
 from .reporting.progress import Progress
-from .spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec
+from .spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Yardstick
 
 SUSTAINED_SECONDS = 1.0
 
@@ -135,6 +135,9 @@ class Group:
     def __post_init__(self) -> None:
         self.spec: KernelSpec = self.selection.spec
         self.cost: Cost = self.spec.cost(self.case, self.mode)
+        self.yardsticks = {
+            b.name: b.cost(self.case, self.mode) for b in self.spec.baselines if isinstance(b, Yardstick)
+        }
         self.done: dict[str, dict[str, Any]] = {}
         self.verdicts: dict[str, Verdict] = {}
 
@@ -229,7 +232,7 @@ class Group:
         timed: bool = False,
     ) -> None:
         """Right, on the timed inputs? Ours must be; a peer that is not gets a warning beside its time."""
-        if name in (EAGER.name, COMPILED.name):  # made from the reference itself
+        if name in (EAGER.name, COMPILED.name) or name in self.yardsticks:  # the reference itself, or another op
             return
         run = execute.bind(self.spec, fn, inputs, self.mode, grads)
         verdict = verify(self.spec, self.case, self.mode, inputs, run, grads, seed)
@@ -266,7 +269,7 @@ class Group:
         over = [
             reason
             for column in ("cold", "warm", "graph")
-            if column in columns and (reason := self._over(columns[column]["median_us"], column))
+            if column in columns and (reason := self._over(name, columns[column]["median_us"], column))
         ]
         sustained = None
         if name == ours and not self.session.arguments.quick:
@@ -284,13 +287,16 @@ class Group:
             "warnings": warnings,
         }
 
-    def _over(self, microseconds: float, column: str) -> str | None:
-        cost, limits, l2 = self.cost, self.session.limits, self.session.clock.l2_bytes
+    def _over(self, name: str, microseconds: float, column: str) -> str | None:
+        cost = self.yardsticks.get(name, self.cost)
+        limits, l2 = self.session.limits, self.session.clock.l2_bytes
         return roofline.over_roofline(
             microseconds * 1e-6, cost.flops, cost.bytes, cost.pipe, limits, column=column, l2_bytes=l2
         )
 
     def _row(self, name: str, status: str, reason: str | None) -> dict[str, Any]:
+        cost = self.yardsticks.get(name, self.cost)
+        kind = "ours" if name in self.spec.implementations else "yardstick" if name in self.yardsticks else "baseline"
         return {
             "case": self.case.name,
             "mode": self.mode,
@@ -298,10 +304,10 @@ class Group:
             "dtype": str(self.case.dtype).removeprefix("torch."),
             "params": dict(self.case.params),
             "implementation": name,
-            "kind": "ours" if name in self.spec.implementations else "baseline",
+            "kind": kind,
             "status": status,
             "reason": reason,
-            "cost": {"flops": self.cost.flops, "bytes": self.cost.bytes, "pipe": self.cost.pipe},
+            "cost": {"flops": cost.flops, "bytes": cost.bytes, "pipe": cost.pipe},
             "items": self.spec.items(self.case),
             "unit": self.spec.unit,
         }

@@ -18,7 +18,7 @@ start  before the implementations of one case and mode are run: {"type": "start"
        A start without rows or a stop after it means that the process died there.
 row    one per implementation of that case and mode
        {"type": "row", "run", "kernel", "case", "mode", "dims": {"rows": 8192, ...}, "dtype": "bfloat16", "params": {},
-        "implementation": "triton", "kind": "ours"|"baseline",
+        "implementation": "triton", "kind": "ours"|"baseline"|"yardstick",
         "status": "ok"|"skipped"|"oom"|"error"|"wrong"|"over-roofline"|"crashed", "reason": null|"why not ok",
         "cost": {"flops": int, "bytes": int, "pipe": "fp32"}, "items": 8192, "unit": "rows",
         ... and for status "ok" (and "over-roofline"):

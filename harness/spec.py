@@ -85,6 +85,14 @@ class Peer(Baseline):
     supports: Callable[[Case, str], str | None] = field(kw_only=True, default=lambda case, mode: None)
 
 
+@dataclass(frozen=True)
+class Yardstick(Peer):
+    """Something else that is timed in the same rounds, such as a plain copy of the input: it is not checked, is no peer
+    and takes no part in the verdict. Its rate is that of its own `cost`; the report shows ours as a share of it."""
+
+    cost: Callable[[Case, str], Cost] = field(kw_only=True)
+
+
 EAGER = Baseline("eager")
 COMPILED = Baseline("compile")
 

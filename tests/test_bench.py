@@ -10,6 +10,7 @@ import torch
 
 from harness import execute, options, registry
 from harness.bench import Group
+from harness.spec import Cost, Yardstick
 
 
 def test_a_case_that_the_device_cannot_run_is_skipped_with_the_reason(monkeypatch):
@@ -33,3 +34,20 @@ def test_incoming_gradients_are_those_of_the_outputs_that_autograd_reaches():
 @pytest.mark.parametrize(("message", "line"), [("one\ntwo", "one"), ("", "ValueError"), ("\n  ", "ValueError")])
 def test_the_first_line_of_an_exception_is_never_missing(message, line):
     assert execute.first_line(ValueError(message)) == line
+
+
+def test_a_yardstick_is_neither_ours_nor_a_peer_and_has_a_cost_of_its_own():
+    copy = Yardstick("copy", load=lambda: lambda x, **_: x.clone(), cost=lambda case, mode: Cost(0, 123))
+    spec = registry.load("rmsnorm")
+    spec = dataclasses.replace(spec, baselines=(*spec.baselines, copy))
+    selection = options.Selection(spec, spec.cases[:1], ("fwd",), ("triton", "eager", "copy"))
+    group = Group(SimpleNamespace(), selection, spec.cases[0], "fwd")
+    group._check("copy", lambda **inputs: None, {}, None, seed=0)  # or it would run it and find fault
+    rows = {name: group._row(name, "ok", None) for name in selection.implementations}
+    assert {name: row["kind"] for name, row in rows.items()} == {
+        "triton": "ours",
+        "eager": "baseline",
+        "copy": "yardstick",
+    }
+    assert rows["copy"]["cost"]["bytes"] == 123 != rows["eager"]["cost"]["bytes"]
+    assert execute.load(spec, "copy", spec.cases[0], "fwd")(x=torch.ones(2)).tolist() == [1, 1]

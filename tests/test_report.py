@@ -98,6 +98,22 @@ def test_a_wrong_peer_and_our_other_implementation_are_no_peers(tmp_path: Path) 
     assert "- liger: **wrong**, off by one" in (tmp_path / "rmsnorm.md").read_text()
 
 
+def test_a_yardstick_shows_our_share_and_is_no_peer(tmp_path: Path) -> None:
+    """Half the bytes in 40 of our 100 µs: its rate is 1.25 times ours."""
+    half = {**COST, "bytes": COST["bytes"] // 2}
+    rows = [
+        row(KERNEL, "wide", "fwd", "triton", exact(100), cost=COST),
+        row(KERNEL, "wide", "fwd", "eager", exact(260), cost=COST),
+        row(KERNEL, "wide", "fwd", "copy", exact(40), cost=half, kind="yardstick"),
+    ]
+    found = only(one(tmp_path, rows))
+    assert [s.peer for s in found.speedups] == ["eager"] and found.verdict == "excellent"
+    report.write(tmp_path, with_charts=False)
+    page = (tmp_path / "rmsnorm.md").read_text()
+    assert "Ours reaches 80.0 % of the rate of **copy** in the same rounds." in page
+    assert "4250 GB/s" in line(page, "| copy |", "40.0 µs")
+
+
 def test_peers_of_a_superseded_row_still_count_for_the_run_they_were_in(tmp_path: Path) -> None:
     folder = one(tmp_path, [row(KERNEL, "wide", "fwd", n, exact(us)) for n, us in (("triton", 100), ("eager", 200))])
     alone = bench(KERNEL, {("wide", "fwd"): [row(KERNEL, "wide", "fwd", "eager", exact(50))]}, run="later")

@@ -179,7 +179,7 @@ def _pieces(first: torch.Tensor, *others: torch.Tensor | None) -> Iterator[tuple
 
 
 def _classes(tensor: torch.Tensor) -> torch.Tensor:
-    wide = tensor.float() if tensor.dtype in FP8 else tensor
+    wide = tensor.float() if tensor.dtype.is_floating_point and tensor.element_size() == 1 else tensor
     classes = torch.zeros(wide.shape, dtype=torch.uint8, device=wide.device)
     for number, test in enumerate((torch.isnan, torch.isposinf, torch.isneginf), start=1):
         classes[test(wide)] = number

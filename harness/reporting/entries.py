@@ -101,6 +101,10 @@ class Row:
         return self.data.get("kind") == "ours"
 
     @property
+    def yardstick(self) -> bool:
+        return self.data.get("kind") == "yardstick"
+
+    @property
     def status(self) -> str:
         return str(self.data["status"])
 

@@ -53,8 +53,7 @@ class Finding:
     @property
     def cost(self) -> tuple[float, float, str]:
         """FLOPs, bytes, pipe."""
-        cost = (self.best or self.rows[0]).get("cost", {})
-        return float(cost.get("flops", 0)), float(cost.get("bytes", 0)), str(cost.get("pipe", "fp32"))
+        return cost_of(self.best or self.rows[0])
 
     @property
     def limit(self) -> str:
@@ -90,12 +89,12 @@ class Finding:
     def percent(self, row: Row, ceilings: Ceilings | None) -> float | None:
         """Share of the roofline that a row reaches in this finding's column."""
         seconds = self.seconds(row)
-        return percent_of_roofline(seconds, *self.cost, ceilings) if seconds and ceilings else None
+        return percent_of_roofline(seconds, *cost_of(row), ceilings) if seconds and ceilings else None
 
     def rate(self, row: Row) -> float | None:
         """Bytes per second or FLOP per second, whichever limits."""
         seconds = self.seconds(row)
-        flops, moved, _ = self.cost
+        flops, moved, _ = cost_of(row)
         return (moved if self.limit == MEMORY else flops) / seconds if seconds else None
 
     def ceiling(self, ceilings: Ceilings | None) -> float | None:
@@ -104,10 +103,26 @@ class Finding:
             return None
         return ceilings.bandwidth if self.limit == MEMORY else ceilings.flops.get(self.cost[2])
 
+    def of_yardsticks(self) -> list[tuple[str, float]]:
+        """Our rate as a share of each yardstick's of the same run."""
+        found = []
+        for row in self.rows:
+            if self.best and row.yardstick and row.run.id == self.best.run.id:
+                ours, theirs = self.rate(self.best), self.rate(row)
+                if ours and theirs:
+                    found.append((row.implementation, ours / theirs))
+        return found
+
     def peer(self) -> Row | None:
         """The row of the best peer, where it is still among those that count."""
         best = self.over_best_peer
         return next((r for r in self.rows if best and r.implementation == best.peer and r.ok), None)
+
+
+def cost_of(row: Row) -> tuple[float, float, str]:
+    """FLOPs, bytes, pipe."""
+    cost = row.get("cost", {})
+    return float(cost.get("flops", 0)), float(cost.get("bytes", 0)), str(cost.get("pipe", "fp32"))
 
 
 def verdict(speedup: float) -> str:
@@ -143,7 +158,7 @@ def _speedups(records: Records, best: Row | None) -> list[Speedup]:
     found = []
     for name, ratio in best.get("ratios", {}).items():
         sibling = siblings.get(name)
-        peer = sibling.status == "ok" and not sibling.ours if sibling else name not in ours
+        peer = sibling.status == "ok" and not sibling.ours and not sibling.yardstick if sibling else name not in ours
         if peer and _interval(ratio):
             found.append(Speedup(name, ratio["median"], *_interval(ratio)))
     return found

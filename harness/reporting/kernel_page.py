@@ -9,7 +9,7 @@ from .. import roofline
 from . import markdown as md
 from . import pages
 from .entries import Records, Row
-from .findings import Finding
+from .findings import Finding, cost_of
 
 RESULT_HEAD = (
     "implementation", ">median", ">95 % CI", ">ours is faster by", ">throughput", ">% of measured roofline",
@@ -54,6 +54,8 @@ def case(finding: Finding) -> list[str]:
     first = finding.rows[0]
     settings = [f"{k} = {v}" for k, v in {**first.get("dims", {}), **first.get("params", {})}.items()]
     lines = [f"### {finding.case}", "", f"{', '.join([first.get('dtype', ''), *settings])}. {_work(finding)}", ""]
+    for name, share in finding.of_yardsticks():
+        lines += [f"Ours reaches {md.percent(100 * share)} of the rate of **{name}** in the same rounds.", ""]
     notes: set[str] = set()
     measured = [row for row in finding.rows if row.ok]
     if measured:
@@ -91,7 +93,7 @@ def _result(finding: Finding, row: Row, notes: set[str]) -> list[object]:
     column = row.column(finding.column)
     if seconds is None or column is None:
         return [name, f"no {finding.column} column", *[None] * 9]
-    flops, moved, _ = finding.cost
+    flops, moved, _ = cost_of(row)
     error = row.get("error", {})
     faster = next((s for s in finding.speedups if s.peer == row.implementation), None)
     return [
