@@ -1,0 +1,259 @@
+"""The declaration of adamw: cases, cost, peers. `python -m harness bench --kernel adamw`.
+
+The op takes lists and the harness single tensors, so the inputs are called p0, p1 … (params), g (grads), m (exp_avgs),
+v (exp_avg_sqs) and w (master_params), and a wrapper collects them. A step returns what it has updated, in that order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.adamw import adamw as pytorch_adamw
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from harness.spec import EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable
+
+from . import PointerTables, adamw, kernel
+from .reference import adamw_reference
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LISTS = {"params": "p", "grads": "g", "exp_avgs": "m", "exp_avg_sqs": "v", "master_params": "w"}
+BETAS = (0.9, 0.999)
+HYPER = dict(step=10, lr=1e-3, betas=BETAS, eps=1e-8, weight_decay=0.1)
+
+
+def make_case(name: str, dims: dict[str, int], dtype: torch.dtype, bench: bool = False, **params: Any) -> Case:
+    short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
+    case = Case(f"{name}-{short}", dims, dtype, params, bench)
+    count = len(_shapes(case))
+    written = [f"{x}{i}" for x in "pmv" for i in range(count)]
+    written += [f"w{i}" for i in range(count) if _has_master(case, i)]
+    return Case(case.name, dims, dtype, params, bench, mutates=tuple(written))
+
+
+def pieces(matrices: int, vectors: int, rows: int, cols: int) -> dict[str, int]:
+    return dict(matrices=matrices, vectors=vectors, rows=rows, cols=cols)
+
+
+def _shapes(case: Case) -> list[tuple[int, ...]]:
+    """Of the parameters of a case: a number of matrices and vectors, or layers of a Llama."""
+    dims = case.dims
+    if "layers" in dims:
+        hidden, inner = dims["hidden"], dims["inner"]
+        layer = [(hidden, hidden)] * 4 + [(inner, hidden)] * 2 + [(hidden, inner), (hidden,), (hidden,)]
+        return layer * dims["layers"]
+    return [(dims["rows"], dims["cols"])] * dims["matrices"] + [(dims["cols"],)] * dims["vectors"]
+
+
+def _dtype(case: Case, index: int) -> torch.dtype:
+    """Of a parameter and its gradient. In a mixed case the vectors are fp32, as norms often are."""
+    vector = len(_shapes(case)[index]) == 1
+    return FP32 if case.params.get("mixed") and vector else case.dtype
+
+
+def _has_master(case: Case, index: int) -> bool:
+    return bool(case.params.get("master")) and _dtype(case, index) != FP32
+
+
+LLAMA = dict(layers=2, hidden=4096, inner=11008)
+CASES = (
+    # 268 M parameters in one piece; two layers of Llama-2 7B, 405 M in 18 pieces; 200 pieces of TransformerNP's size.
+    make_case("268m", pieces(1, 0, 16384, 16384), FP32, bench=True),
+    make_case("llama", LLAMA, FP32, bench=True),
+    make_case("llama-master", LLAMA, BF16, bench=True, master=True),
+    make_case("llama-stochastic", LLAMA, BF16, bench=True, stochastic_rounding=True),
+    make_case("200-small", pieces(100, 100, 512, 512), FP32, bench=True),
+    # What goes wrong: an odd size, no element at all, one, a block and a rest, both kinds of addresses.
+    make_case("odd", pieces(2, 1, 5, 37), FP32),
+    make_case("empty", pieces(2, 1, 0, 3), FP32),
+    make_case("one", pieces(2, 1, 1, 1), FP32),
+    make_case("blocks", pieces(2, 1, 3, 1025), FP32),
+    make_case("even", pieces(2, 1, 8, 512), FP32),
+    make_case("first-step", pieces(2, 1, 9, 33), FP32, step=1, maximize=True, eps=1e-3, weight_decay=0.0),
+    make_case("on-device", pieces(2, 1, 9, 40), FP32, on_device=True, step=100_000, betas=(0.5, 0.99)),
+    make_case("scaled", pieces(2, 1, 9, 33), FP32, grad_scale=1000.0),
+    make_case("plain", pieces(2, 1, 7, 65), FP16),
+    make_case("mixed", pieces(2, 1, 7, 200), FP16, master=True, mixed=True),
+    make_case("plain", pieces(2, 1, 7, 65), BF16),
+    make_case("mixed", pieces(2, 1, 7, 200), BF16, master=True, mixed=True),
+    make_case("stochastic", pieces(2, 1, 9, 640), BF16, stochastic_rounding=True, mixed=True),
+)
+
+
+def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
+    params = {k: v for k, v in case.params.items() if k not in ("master", "mixed", "on_device")}
+    inputs: Inputs = {}
+
+    def fresh(draw: Callable[..., torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype = FP32) -> torch.Tensor:
+        return draw(shape, dtype=dtype, device=device, generator=generator)
+
+    for index, shape in enumerate(_shapes(case)):
+        dtype = _dtype(case, index)
+        if _has_master(case, index):
+            inputs[f"w{index}"] = fresh(torch.randn, shape)
+            inputs[f"p{index}"] = inputs[f"w{index}"].to(dtype)
+        else:
+            inputs[f"p{index}"] = fresh(torch.randn, shape, dtype)
+        inputs[f"g{index}"] = fresh(torch.randn, shape, dtype)
+        inputs[f"m{index}"] = fresh(torch.randn, shape)
+        inputs[f"v{index}"] = fresh(torch.rand, shape)
+    if "grad_scale" in params:
+        for index in range(len(_shapes(case))):
+            inputs[f"g{index}"].mul_(params["grad_scale"])
+    inputs |= {**HYPER, **params}
+    if case.params.get("on_device"):
+        # An integer, because what a step of -inf or 1e-40 should do is no question.
+        inputs["step"] = torch.tensor(inputs["step"], device=device)
+        inputs["lr"] = torch.tensor(inputs["lr"], device=device)
+    return inputs
+
+
+def cost(case: Case, mode: str) -> Cost:
+    """Reads p (or w), g, m and v; writes p, m, v and w."""
+    total = flops = 0
+    for index, shape in enumerate(_shapes(case)):
+        size, elements = _dtype(case, index).itemsize, torch.Size(shape).numel()
+        params = 4 + 4 + size if _has_master(case, index) else 2 * size
+        total += elements * (params + size + 16)
+        # m 3, v 4, decay 2, denominator 3, update 3.
+        flops += 15 * elements
+    return Cost(flops=flops, bytes=total)
+
+
+def _collected(inputs: Inputs) -> tuple[dict[str, Any], Inputs]:
+    """The lists of tensors, and the other arguments as the op takes them."""
+    count = sum(re.fullmatch(r"p\d+", name) is not None for name in inputs)
+    lists: dict[str, Any] = {name: [inputs.get(f"{x}{i}") for i in range(count)] for name, x in LISTS.items()}
+    tensors = {f"{x}{i}" for x in LISTS.values() for i in range(count)}
+    options = {k: v for k, v in inputs.items() if k not in tensors}
+    first = lists["params"][0]
+    if isinstance(options["step"], torch.Tensor):
+        options["step"] = options["step"].to(FP32)
+    if "grad_scale" in options:
+        options["grad_scale"] = torch.full((), options["grad_scale"], dtype=FP32, device=first.device)
+    return lists, options
+
+
+def _updated(lists: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    return tuple(
+        t for name in ("params", "exp_avgs", "exp_avg_sqs", "master_params") for t in lists[name] if t is not None
+    )
+
+
+def flat(op: Callable[..., None]) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """An op with the arguments of `adamw` as the harness calls it: with tensors, and with what it updates returned."""
+
+    def step(**inputs: Any) -> tuple[torch.Tensor, ...]:
+        lists, options = _collected(inputs)
+        if torch.compiler.is_compiling():
+            op(**lists, **options)
+            return _updated(lists)
+        try:
+            op(**lists, **options)
+        except (TypeError, ValueError, RuntimeError) as error:
+            if type(error) not in (TypeError, ValueError, RuntimeError):
+                raise
+            # The harness knows the inputs by their names here.
+            words = re.sub(r"(\w+)\[(\d+)\]", lambda found: LISTS.get(found[1], found[1]) + found[2], str(error))
+            raise type(error)(words) from None
+        return _updated(lists)
+
+    return step
+
+
+def _with_tables(params: list[torch.Tensor], **options: Any) -> None:
+    """`adamw`, with tables of addresses that stay as long as the parameters do, as an optimizer's."""
+    if not torch.compiler.is_compiling():
+        options["tables"] = _TABLES.setdefault(params[0], PointerTables())
+    adamw(params, **options)
+
+
+_TABLES = WeakTensorKeyDictionary()
+
+
+def _reference(**inputs: Any) -> tuple[torch.Tensor, ...]:
+    lists, options = _collected(inputs)
+    return tuple(t for column in adamw_reference(**lists, **options) for t in column)
+
+
+def _compile() -> Any:
+    torch._dynamo.reset()
+    return torch.compile(_reference, dynamic=False)
+
+
+def _one_graph(case: Case, mode: str) -> str | None:
+    return "a graph of 200 parameters takes minutes to compile" if len(_shapes(case)) > 100 else None
+
+
+def _torch(fused: bool) -> Callable[[], Any]:
+    """torch.optim.AdamW's implementations on the same tensors. Master weights are updated by the usual recipe: cast
+    the gradients, step, copy back."""
+
+    def load() -> Any:
+        steps: dict[Any, list[torch.Tensor]] = {}  # on the device, which the fused one reads and does not count up
+
+        def step(**inputs: Any) -> tuple[torch.Tensor, ...]:
+            lists, options = _collected(inputs)
+            params, grads, exp_avgs, exp_avg_sqs, masters = lists.values()
+            weights = params
+            if masters[0] is not None:
+                weights, grads = masters, [g.float() for g in grads]
+            beta1, beta2 = options["betas"]
+            rest = dict(lr=options["lr"], weight_decay=options["weight_decay"], eps=options["eps"])
+            rest |= dict(beta1=beta1, beta2=beta2, amsgrad=False, maximize=options.get("maximize", False))
+            number, count, device = options["step"], len(params), params[0].device
+            if fused:
+                key = (number, count, device)
+                if key not in steps:
+                    steps[key] = [torch.tensor(float(number), device=device) for _ in range(count)]
+                torch._fused_adamw_(weights, grads, exp_avgs, exp_avg_sqs, [], steps[key], **rest)
+            else:
+                own = [torch.tensor(number - 1.0) for _ in range(count)]
+                pytorch_adamw(weights, grads, exp_avgs, exp_avg_sqs, [], own, foreach=True, **rest)
+            if weights is masters:
+                torch._foreach_copy_(params, masters)
+            return _updated(lists)
+
+        return step
+
+    return load
+
+
+def _torch_can(case: Case, mode: str) -> str | None:
+    params = case.params
+    if params.get("stochastic_rounding"):
+        return "does not round at random"
+    if params.get("mixed") or (case.dtype != FP32 and not params.get("master")):
+        return "keeps the states in the dtype of the parameter"
+    return "not written for this case" if params.get("on_device") or "grad_scale" in params else None
+
+
+def _candidates(case: Case) -> list[kernel.Config]:
+    tiles = ((512, 4), (1024, 4), (1024, 8), (2048, 8), (2048, 16), (4096, 16))
+    return [kernel.Config(b, w, e) for b, w in tiles for e in ("", "evict_first", "evict_last")]
+
+
+SPEC = KernelSpec(
+    name="adamw",
+    implementations={"triton": flat(_with_tables)},
+    baselines=(
+        EAGER,
+        Peer("compile", load=_compile, supports=_one_graph),
+        Peer("fused", load=_torch(fused=True), supports=_torch_can),
+        Peer("foreach", load=_torch(fused=False), supports=_torch_can),
+    ),
+    reference=_reference,
+    make_inputs=make_inputs,
+    cost=cost,
+    cases=CASES,
+    grads=(),
+    modes=("step",),
+    determinism={"step": "run-to-run"},
+    unit="parameters",
+    items=lambda case: sum(torch.Size(shape).numel() for shape in _shapes(case)),
+    fuzz={"rows": (0, 20), "cols": (1, 130)},
+    tunables=(Tunable(kernel, "pick_config", "step", _candidates),),
+)

@@ -1,0 +1,50 @@
+"""The tensors of a parameter brought into one memory order, so that the kernel can walk them without strides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from .tables import Tensors
+
+
+@contextmanager
+def dense(tensors: Tensors) -> Iterator[Tensors]:
+    """The same tensors where they are dense and each parameter's in the same order. Others are replaced by copies, and
+    those of them that the step writes are copied back at the end."""
+    columns: list[list[Any]] = [tensors.params, tensors.grads, tensors.exp_avgs, tensors.exp_avg_sqs, tensors.masters]
+    if all(False not in [t is None or t.is_contiguous() for t in column] for column in columns):
+        yield tensors
+        return
+    back: list[tuple[torch.Tensor, torch.Tensor]] = []
+    new: list[list[Any]] = [list(column) for column in columns]
+    grads = new[1]
+    for index, param in enumerate(tensors.params):
+        order = _order(param)
+        for column in new:
+            tensor = column[index]
+            if tensor is None or _same_order(tensor.shape, tensor.stride(), order):
+                continue
+            copy = torch.empty_strided(tensor.shape, order, dtype=tensor.dtype, device=tensor.device)
+            column[index] = copy.copy_(tensor)
+            if column is not grads:
+                back.append((tensor, copy))
+    params, grads, exp_avgs, exp_avg_sqs, masters = new
+    yield replace(tensors, params=params, grads=grads, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs, masters=masters)
+    for tensor, copy in back:
+        tensor.copy_(copy)
+
+
+def _order(param: torch.Tensor) -> tuple[int, ...]:
+    """The parameter's own strides if they leave no gap, else those of a contiguous tensor or a permuted one."""
+    return torch.empty_like(param, device="meta").stride()
+
+
+def _same_order(shape: Sequence[int], strides: Sequence[int], order: Sequence[int]) -> bool:
+    if 0 in shape:
+        return True
+    return all(n == 1 or a == b for n, a, b in zip(shape, strides, order, strict=True))

@@ -1,0 +1,186 @@
+"""The public functions: checks, registration with torch.library. `AdamW` is in `optimizer`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .checks import check_hyperparameters, check_scalar, check_seed, check_tensors
+from .kernel import adamw_step
+from .memory import dense
+from .optimizer import AdamW as AdamW
+from .tables import PointerTables as PointerTables
+from .tables import Tensors
+
+# Named after the package, so that a copy of this folder under another name registers ops of its own.
+_NAMESPACE = __package__.replace(".", "_")
+
+
+def adamw(
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor],
+    step: int | torch.Tensor | Sequence[torch.Tensor],
+    *,
+    lr: float | torch.Tensor,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    maximize: bool = False,
+    master_params: Sequence[torch.Tensor | None] | None = None,
+    stochastic_rounding: bool = False,
+    seed: int = 0,
+    grad_scale: torch.Tensor | None = None,
+    found_inf: torch.Tensor | None = None,
+    tables: PointerTables | None = None,
+) -> None:
+    """One step of AdamW in place, all parameters in one launch (Loshchilov and Hutter 2019, arXiv:1711.05101, alg. 2).
+
+        g ← g / grad_scale, −g to maximise
+        θ ← θ − lr · weight_decay · θ
+        m ← β₁ · m + (1 − β₁) · g
+        v ← β₂ · v + (1 − β₂) · g²
+        θ ← θ − lr / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + eps)
+
+    in fp32, in PyTorch's order, where t is `step`, 1 for the first, and θ the master weight where there is one. The
+    host reads nothing: with tensors for lr and step a call can be captured in a CUDA graph and replayed as they change.
+    Repeats agree bit for bit, also the random rounding, which depends on the seed, the step, the parameter's place in
+    the list and the element's in its memory, and on nothing else.
+
+    params         fp32, fp16 or bf16, any shapes and any mixture, all on one device
+    grads          of the params' shapes; any of these dtypes
+    exp_avgs       m, fp32
+    exp_avg_sqs    v, fp32
+    step           a number from 1 on, a fp32 tensor of one element on the device, or such a tensor for each parameter
+    lr             a number, or a floating-point tensor of one element on the device
+    master_params  None, or for each parameter the fp32 weights that it is a rounded copy of, or None
+    stochastic_rounding
+                   bf16 parameters without master weights are rounded to one of the two neighbours, so that the mean is
+                   right (Gupta et al. 2015, arXiv:1502.02551, sec. 3); otherwise to the nearest
+    seed           0 <= seed < 2^63
+    grad_scale     None or a fp32 tensor of one element. The gradients themselves stay as they are.
+    found_inf      None or a fp32 tensor of one element; where it is not 0 nothing is changed
+    tables         a PointerTables that keeps the table of addresses from call to call; otherwise each call makes one
+
+    The tensors of a parameter are walked in their memory order if all have the same dense one; those that do not are
+    copied first, and back.
+
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong length, shape, device or range, RuntimeError for
+    CPU tensors outside Triton's interpreter.
+    """
+    check_hyperparameters(lr, betas, eps, weight_decay)
+    check_tensors(params, grads, exp_avgs, exp_avg_sqs, master_params, stochastic_rounding)
+    check_seed(seed)
+    if tables is not None and not isinstance(tables, PointerTables):
+        raise TypeError(f"adamw: tables must be a PointerTables, got {type(tables).__name__}")
+    if not params:
+        return
+    device = params[0].device
+    for name, scalar in (("grad_scale", grad_scale), ("found_inf", found_inf)):
+        if scalar is not None:
+            check_scalar(name, scalar, device)
+    lr_tensor = lr if isinstance(lr, torch.Tensor) else None
+    if lr_tensor is not None and lr_tensor.device != device:
+        raise ValueError(f"adamw: lr must be on the device of params, {device}, got {lr_tensor.device}")
+    number, steps = _steps(step, len(params), device)
+    masters = [] if master_params is None else list(master_params)
+    present = [i for i, master in enumerate(masters) if master is not None]
+    with torch.no_grad():
+        _adamw_op(
+            list(params),
+            list(grads),
+            list(exp_avgs),
+            list(exp_avg_sqs),
+            [masters[i] for i in present],
+            present,
+            steps,
+            number,
+            lr_tensor,
+            0.0 if lr_tensor is not None else float(lr),
+            float(betas[0]),
+            float(betas[1]),
+            float(eps),
+            float(weight_decay),
+            maximize,
+            stochastic_rounding,
+            seed,
+            grad_scale,
+            found_inf,
+            0 if tables is None else tables.handle,
+        )
+
+
+def _steps(step: object, count: int, device: torch.device) -> tuple[float, list[torch.Tensor]]:
+    """The step as a number, or as a tensor for each parameter."""
+    if isinstance(step, int) and not isinstance(step, bool):
+        if step < 1:
+            raise ValueError(f"adamw: step must be at least 1, got {step}")
+        return float(step), []
+    if isinstance(step, torch.Tensor):
+        check_scalar("step", step, device)
+        return 0.0, [step] * count
+    if not isinstance(step, list | tuple):
+        raise TypeError(f"adamw: step must be a number, a tensor or a list of tensors, got {type(step).__name__}")
+    if len(step) != count:
+        raise ValueError(f"adamw: step must be one or as many as params, {count}, got {len(step)}")
+    for index, tensor in enumerate(step):
+        check_scalar(f"step[{index}]", tensor, device)
+    return 0.0, list(step)
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::adamw", mutates_args=("params", "exp_avgs", "exp_avg_sqs", "master_params"))
+def _adamw_op(
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor],
+    master_params: Sequence[torch.Tensor],
+    master_of: Sequence[int],
+    steps: Sequence[torch.Tensor],
+    step: float,
+    lr_tensor: torch.Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool,
+    stochastic_rounding: bool,
+    seed: int,
+    grad_scale: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+    tables: int,
+) -> None:
+    """master_params are those that there are, master_of the parameters to which they belong."""
+    masters = dict(zip(master_of, master_params, strict=True))
+    given = Tensors(
+        list(params),
+        list(grads),
+        list(exp_avgs),
+        list(exp_avg_sqs),
+        [masters.get(i) for i in range(len(params))],
+        list(steps),
+        list(range(len(params))),
+        stochastic_rounding,
+    )
+    with dense(given) as tensors:
+        adamw_step(
+            tensors,
+            PointerTables.of(tables),
+            None if steps else step,
+            lr if lr_tensor is None else lr_tensor,
+            (beta1, beta2),
+            eps,
+            weight_decay,
+            maximize,
+            seed,
+            grad_scale,
+            found_inf,
+        )
+
+
+@_adamw_op.register_fake
+def _(*args):
+    return None

@@ -1,0 +1,176 @@
+"""The table by which one launch finds the tensors of many parameters, and how it comes to the GPU.
+
+A row for each parameter: the addresses of its tensors and what else the kernel must know of it. Beside it `owners`: for
+each CTA the row that it works on. Both are valid for as long as the addresses are, so `PointerTables` keeps them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import accumulate, count, repeat
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import triton.language as tl
+
+# The columns of the table. An absent tensor has the address 0.
+COLUMNS = tl.constexpr(10)
+PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MASTER, STEP, NUMEL, FIRST, KIND, STREAM = (tl.constexpr(i) for i in range(10))
+
+TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+# What is written to a parameter: the fp32 result rounded to its dtype; that of its fp32 master; one rounded at random.
+PLAIN, FROM_MASTER, STOCHASTIC = (tl.constexpr(i) for i in range(3))
+
+
+@dataclass
+class Tensors:
+    """The tensors of one launch, on one device, each column as long as `params` or empty. Dense, and the tensors of one
+    parameter in the same memory order. `streams` numbers the parameters for the random rounding."""
+
+    params: list[torch.Tensor]
+    grads: list[torch.Tensor]
+    exp_avgs: list[torch.Tensor]
+    exp_avg_sqs: list[torch.Tensor]
+    masters: list[torch.Tensor | None]
+    steps: list[torch.Tensor]
+    streams: list[int]
+    stochastic: bool
+
+    def addresses(self) -> tuple[list[int], ...]:
+        """In the order of the table's columns."""
+        columns = (self.params, self.grads, self.exp_avgs, self.exp_avg_sqs, self.masters, self.steps)
+        return tuple([0 if t is None else t.data_ptr() for t in column] for column in columns)
+
+    def kind(self, index: int) -> tuple[Any, Any, int]:
+        """Types of parameter and gradient, and how the parameter comes about: what the kernel is specialised for."""
+        dtype = self.params[index].dtype
+        how = PLAIN
+        if self.masters and self.masters[index] is not None:
+            how = FROM_MASTER
+        elif self.stochastic and dtype == torch.bfloat16:
+            how = STOCHASTIC
+        return TYPES[dtype], TYPES[self.grads[index].dtype], how.value
+
+
+@dataclass(frozen=True)
+class Table:
+    """On the device: `rows` int64 [parameters, COLUMNS], `owners` int32 [CTAs]. `kinds` is what the column KIND counts
+    through, `layout` what the owners follow from, `stream` the one on which the copies were queued, `pinned` the host
+    memory that they read."""
+
+    rows: torch.Tensor
+    owners: torch.Tensor
+    kinds: tuple[tuple[Any, Any, int], ...]
+    layout: tuple[Any, ...]
+    stream: int
+    pinned: tuple[torch.Tensor, ...]
+
+
+class PointerTables:
+    """The tables of an optimizer: built when an address is new, used again while all of them stay.
+
+    `capacity` is how many are kept: more than one, since the memory of the gradients may alternate. A table that a CUDA
+    graph has seen is kept for good, because each replay reads it, and the host memory behind it where the copy itself
+    was captured. `built` counts the tables made.
+    """
+
+    def __init__(self, capacity: int = 8) -> None:
+        self.capacity = capacity
+        self.built = 0
+        self._tables: OrderedDict[tuple[Any, ...], Table] = OrderedDict()
+        self._in_graphs: dict[int, Table] = {}
+        # A handle is what an op of torch.library can take in the place of an object.
+        self.handle = next(_handles)
+        _by_handle[self.handle] = self
+
+    @staticmethod
+    def of(handle: int) -> PointerTables:
+        """The tables with that handle; for 0 new ones, which keep nothing but what a graph needs."""
+        tables = _by_handle.get(handle)
+        if tables is None:
+            tables = PointerTables(capacity=0)
+            tables._in_graphs = _in_graphs_of_nobody
+        return tables
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PointerTables, (self.capacity,)  # the tensors of a copy lie elsewhere
+
+    def find(self, tensors: Tensors, block: int) -> Table:
+        """The table of these tensors, for CTAs of `block` elements. Never waits for the GPU."""
+        addresses = tensors.addresses()
+        sizes = tuple(t.numel() for t in tensors.params)
+        layout = (block, tensors.params[0].device, sizes)
+        dtypes = tuple(t.dtype for t in (*tensors.params, *tensors.grads))
+        key = (layout, dtypes, tensors.stochastic, tuple(tensors.streams), *map(tuple, addresses))
+        stream, capturing = _stream(tensors.params[0].device)
+        table = self._tables.get(key)
+        if table is None:
+            table = self._build(tensors, addresses, layout, stream)
+            # During capture the copies are recorded, not made: what they fill holds nothing until the first replay.
+            if not capturing:
+                self._tables[key] = table
+                if len(self._tables) > self.capacity:
+                    self._tables.popitem(last=False)
+        else:
+            self._tables.move_to_end(key)
+        if capturing:
+            self._in_graphs[id(table)] = table
+        elif stream != table.stream:
+            _used_on_another_stream(table.rows, table.owners)
+        return table
+
+    def _build(self, tensors: Tensors, addresses: tuple[list[int], ...], layout: tuple[Any, ...], stream: int) -> Table:
+        self.built += 1
+        block, device, sizes = layout
+        kinds: dict[tuple[Any, Any, int], int] = {}
+        numbers = [kinds.setdefault(tensors.kind(i), len(kinds)) for i in range(len(sizes))]
+        blocks = [-(-size // block) for size in sizes]
+        firsts = accumulate(blocks, initial=0)
+        columns = (*addresses, sizes, firsts, numbers, tensors.streams)
+        cells = array("q", [x for row in zip(*(c or repeat(0) for c in columns), strict=False) for x in row])
+        rows, *pinned = _upload(torch.frombuffer(cells, dtype=torch.int64).view(len(sizes), COLUMNS.value), device)
+        # A change of addresses alone leaves the owners as they are.
+        known = next((t.owners for t in self._tables.values() if t.layout == layout), None)
+        if known is None:
+            index = torch.arange(len(sizes), dtype=torch.int32)
+            repeats = torch.tensor(blocks)
+            owners, *more = _upload(torch.repeat_interleave(index, repeats, output_size=sum(blocks)), device)
+            pinned += more
+        else:
+            owners = known
+            if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+                _used_on_another_stream(owners)
+        return Table(rows, owners, tuple(kinds), layout, stream, tuple(pinned))
+
+
+_handles = count(1)
+# A few kilobytes for each capture of a call that was given no tables, for good: the graph reads them at each replay,
+# and nobody says when it is gone.
+_in_graphs_of_nobody: dict[int, Table] = {}
+_by_handle: WeakValueDictionary[int, PointerTables] = WeakValueDictionary()
+
+
+def _stream(device: torch.device) -> tuple[int, bool]:
+    """The current stream's handle, and whether it is being captured."""
+    if device.type != "cuda":
+        return 0, False
+    return torch.cuda.current_stream(device).cuda_stream, torch.cuda.is_current_stream_capturing()
+
+
+def _used_on_another_stream(*tensors: torch.Tensor) -> None:
+    """Tells the allocator, which would otherwise give the memory away while that stream still reads it."""
+    for tensor in tensors:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def _upload(host: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """The tensor on the device and the pinned memory that it comes from: a copy from there does not hold the host up.
+    PyTorch's caching host allocator does not give that memory away before the copy is made."""
+    if device.type != "cuda":
+        return (host.clone(),)
+    pinned = torch.empty(host.shape, dtype=host.dtype, pin_memory=True).copy_(host)
+    return pinned.to(device, non_blocking=True), pinned
