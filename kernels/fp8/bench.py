@@ -1,0 +1,138 @@
+"""The declaration of fp8: cases, cost, baselines. `python -m harness bench --kernel fp8`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Tunable, Yardstick
+
+from . import fp8, kernel
+from .reference import fp8_reference
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+def _case(rows: int, dim: int, dtype: torch.dtype, granularity: str, bench: bool = False, **params) -> Case:
+    """The name says all that is not the default: 16384x8192-bf16-1x128-pow2-transpose."""
+    short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
+    words = [f"{rows}x{dim}", short, granularity, *(v if isinstance(v, str) else k for k, v in params.items())]
+    return Case("-".join(words), {"rows": rows, "dim": dim}, dtype, {"granularity": granularity, **params}, bench)
+
+
+CASES = (
+    # Activations by row and by 1x128; the latter with what a weight gradient needs; a weight in blocks (Llama-2 70B).
+    _case(65536, 4096, BF16, "row", bench=True),
+    _case(65536, 4096, BF16, "1x128", bench=True),
+    _case(16384, 8192, BF16, "1x128", bench=True, scale_format="pow2", transpose=True),
+    _case(28672, 8192, BF16, "128x128", bench=True, transpose=True),
+    # What takes two reads, and the one read of delayed scaling.
+    _case(65536, 4096, BF16, "tensor", bench=True),
+    _case(65536, 4096, BF16, "tensor", bench=True, format="e5m2", scale=True, return_amax=True),
+    _case(16384, 11008, BF16, "column", bench=True),
+    # TransformerNP's rows, of which those of 1365 lie on no boundary; a problem that lives in L2; a wide one.
+    _case(205000, 512, BF16, "row", bench=True),
+    _case(205000, 1365, BF16, "row", bench=True),
+    _case(2048, 4096, BF16, "row", bench=True),
+    _case(8192, 28672, BF16, "row", bench=True),
+    # What goes wrong: nothing, one element, primes, one off a block, ragged blocks, rows in chunks, every option.
+    _case(31, 127, FP32, "row"),
+    _case(0, 64, FP32, "row"),
+    _case(1, 1, FP32, "row"),
+    _case(13, 512, FP16, "row"),
+    _case(7, 1, FP16, "row"),
+    _case(13, 513, FP16, "row", format="e5m2", scale_format="pow2"),
+    _case(3, 33000, FP16, "row", format="e5m2", scale_format="pow2"),
+    _case(37, 131, FP32, "row", transpose=True),
+    _case(31, 127, FP32, "tensor"),
+    _case(2, 4096, FP16, "tensor", transpose=True, scale_format="pow2", return_amax=True),
+    _case(17, 129, FP32, "tensor", format="e5m2", scale=True, return_amax=True),
+    _case(131, 37, FP32, "column"),
+    _case(131, 37, FP16, "column", transpose=True, format="e5m2"),
+    _case(31, 384, FP32, "1x128"),
+    _case(33, 257, FP32, "1x128"),
+    _case(129, 131, FP32, "1x128", transpose=True),
+    _case(131, 256, FP16, "1x128", transpose=True, scale_format="pow2", mn_major_scales=True, format="e5m2"),
+    _case(31, 257, FP32, "1x128", scale=True),
+    _case(129, 257, FP32, "128x128"),
+    _case(131, 129, FP16, "128x128", transpose=True, scale_format="pow2"),
+    _case(31, 257, FP32, "128x128", scale=True, transpose=True),
+    _case(257, 1023, BF16, "row"),
+    _case(3, 40000, BF16, "row"),
+    _case(257, 1023, BF16, "1x128", transpose=True),
+    _case(257, 1023, BF16, "128x128", format="e5m2"),
+    _case(257, 1024, BF16, "tensor", scale_format="pow2"),
+)
+
+
+def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
+    params = dict(case.params)
+    shape = (case.dims["rows"], case.dims["dim"])
+    inputs: Inputs = {"x": torch.randn(shape, dtype=case.dtype, device=device, generator=generator)}
+    if params.pop("scale", False):
+        groups = kernel.scale_shape(shape, params["granularity"])
+        inputs["scale"] = torch.rand(groups, dtype=FP32, device=device, generator=generator) / 128 + 1 / 256
+    inputs["dtype"] = FORMATS[params.pop("format", "e4m3")]
+    return {**inputs, **params}
+
+
+def cost(case: Case, mode: str) -> Cost:
+    rows, dim = case.dims["rows"], case.dims["dim"]
+    granularity, copies = case.params["granularity"], 2 if case.params.get("transpose") else 1
+    scales = math.prod(kernel.scale_shape((rows, dim), granularity))
+    if copies == 2 and granularity != "tensor" and not case.params.get("scale"):
+        scales += math.prod(kernel.scale_shape((dim, rows), granularity))
+    size = 1 if case.params.get("scale_format") == "e8m0" else 4
+    # A scale is written, or read if it is given. Of a tensor the largest must be known first: a second read that is
+    # not counted here, so that the share of the roofline shows it.
+    nbytes = rows * dim * (case.dtype.itemsize + copies) + scales * size + 4 * case.params.get("return_amax", False)
+    # A comparison for the maximum and a product. Where data_t has other scales, twice.
+    return Cost(flops=2 * rows * dim * (copies if granularity in ("row", "column", "1x128") else 1), bytes=nbytes)
+
+
+def _candidates(case: Case) -> list[kernel.Config]:
+    granularity, dim = case.params["granularity"], case.dims["dim"]
+    block_n = 1 << (dim - 1).bit_length()
+    if case.params.get("transpose") or granularity == "128x128":
+        shapes = [(128, 128, w) for w in (8, 16, 32)]
+    elif granularity == "row" and block_n > kernel.MAX_ROW:
+        shapes = [(1, n, w) for n in (8192, 16384) for w in (8, 16, 32)]
+    elif granularity == "row":
+        tiles = [(m, block_n) for m in (1, 2, 4, 8) if max(block_n, 2048) <= m * block_n <= max(block_n, 8192)]
+        shapes = [(m, n, w) for m, n in tiles for w in (4, 8, 16, 32) if 8 <= m * n // (32 * w) <= 64]
+    elif granularity == "1x128":
+        shapes = [(m, 128, w) for m in (16, 32, 64, 128) for w in (4, 8, 16) if 8 <= m * 4 // w <= 64]
+    elif granularity == "column":
+        shapes = [(m, n, w) for m in (64, 128, 256) for n in (64, 128) for w in (4, 8, 16) if m * n // (32 * w) <= 64]
+    else:
+        shapes = [(m, 4096, w) for m in (1, 2, 4) for w in (4, 8, 16) if m * 128 // w <= 64]
+    return [kernel.Config(*shape, eviction) for shape in shapes for eviction in ("", "evict_last")]
+
+
+def _copy_cost(case: Case, mode: str) -> Cost:
+    return Cost(flops=0, bytes=2 * case.dims["rows"] * case.dims["dim"] * case.dtype.itemsize)
+
+
+# What the literature holds a quantisation against: a plain copy of its input.
+COPY = Yardstick("copy", load=lambda: lambda x, **_: x.clone(), cost=_copy_cost)
+
+
+SPEC = KernelSpec(
+    name="fp8",
+    implementations={"triton": fp8},
+    baselines=(EAGER, COMPILED, COPY),
+    reference=fp8_reference,
+    make_inputs=make_inputs,
+    cost=cost,
+    cases=CASES,
+    grads=(),
+    modes=("fwd",),
+    determinism={"fwd": "run-to-run"},
+    unit="rows",
+    items=lambda case: case.dims["rows"],
+    fuzz={"rows": (0, 140), "dim": (1, 300)},
+    spills={"_fp8_tile_kernel": 32},
+    tunables=(Tunable(kernel, "pick_config", "fwd", _candidates),),
+)

@@ -1,0 +1,226 @@
+"""The public functions: checks and registration with torch.library."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from .kernel import GRANULARITIES, allocate, dequantize, quantize, result_names, scale_shape
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+SCALE_FORMATS = ("fp32", "pow2", "e8m0")
+SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32 number: it has an inverse, and no GPU flushes it to zero
+
+# As @triton.jit decided it when the kernels were imported; torch.compile cannot trace the knob itself.
+INTERPRETED: bool = triton.knobs.runtime.interpret
+
+# Named after the package, so that a copy of this folder under another name registers ops of its own.
+_NAMESPACE = __package__.replace(".", "_")
+
+
+def fp8(
+    x: torch.Tensor,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    granularity: str = "row",
+    *,
+    scale_format: str = "fp32",
+    transpose: bool = False,
+    scale: torch.Tensor | None = None,
+    mn_major_scales: bool = False,
+    return_amax: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """Quantises to 8-bit floating point: x ≈ data · scale (`fp8_dequantize`), with a scale for each group of elements.
+
+        amax  = max |x| over the finite elements of the group
+        scale = max(amax · (1 / largest), 2^-126)      largest = 448 for e4m3, 57344 for e5m2;  1 where amax is 0
+        data  = x · (1 / scale), rounded to nearest, ties to even
+
+    1 / largest and 1 / scale are rounded to fp32, and all arithmetic is fp32: results are defined to the bit. The
+    scale is what the data are multiplied by, which is the convention of DeepGEMM and of torch._scaled_mm. It is never
+    0 nor inf: a group of zeros has scale 1, a group of subnormal numbers 2^-126. A number that is not finite has no
+    part in its group's scale and comes out as NaN, an infinity too: e4m3 has none, GEMMs would make NaN of it anyway,
+    and an overflow must not pass for the largest number. Finite numbers never become NaN: with a scale that is given
+    they saturate. The formats are those of Micikevicius et al. 2022 (arXiv:2209.05433), the blocks those of DeepSeek-V3
+    (arXiv:2412.19437, section 3.3.2), power-of-two scales those of the OCP Microscaling specification, rounded up.
+
+    x            [..., D] fp32, fp16 or bf16, any strides: R rows of D. Rows are read in place when the leading
+                 dimensions flatten to one stride and the last stride is 1; otherwise they are copied first.
+    dtype        of the data: torch.float8_e4m3fn or torch.float8_e5m2
+    granularity  what shares a scale, and the scale's shape:
+                 "tensor"  (), "row"  [..., 1], "column"  [1, ..., 1, D]
+                 "1x128"    128 elements of a row             [..., ceil(D / 128)]
+                 "128x128"  128 rows (of R) by 128 columns    [ceil(R / 128), ceil(D / 128)]
+                 The last block of a row or column may be smaller.
+    scale_format "fp32"; "pow2": fp32 again, the smallest power of two that lets nothing overflow; "e8m0": the same
+                 numbers as torch.float8_e8m0fnu
+    transpose    also return data_t and scale_t: to the bit what fp8 returns for x as [R, D] transposed, contiguous.
+                 So data_t is [D, R], and its 1x128 blocks are 128 rows of x by one column. In the same pass over x,
+                 except that "row" and "column", which then need both sets of maxima, take two.
+    scale        given, not sought: one read of x for every granularity (delayed scaling). Of the shape above, on x's
+                 device, fp32 or float8_e8m0fnu, and returned as it is. Its values must be positive; that is not
+                 checked. With transpose, for "tensor" and "128x128" alone.
+    mn_major_scales  for "1x128": scales laid out column by column, each column on a boundary of 16 bytes, which is how
+                 DeepGEMM and torch._scaled_mm read them through TMA. Shape and values stay.
+    return_amax  for "tensor": also return max |x| over the finite elements, fp32 (), for a history of them
+
+    Returns data (x's shape) and scale; with transpose data_t and scale_t; with return_amax the maximum as the last.
+    Nothing is differentiable: what to let through is a matter of the layer (straight-through).
+
+    "row" and blocks read x once, "tensor" and "column" twice unless the scale is given. Rows of more than 32768
+    elements are read a second time from L2. Repeats agree bit for bit.
+
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
+    outside Triton's interpreter.
+    """
+    _check(x, dtype, granularity, scale_format, transpose, mn_major_scales, return_amax)
+    if scale is not None:
+        _check_scale("fp8", scale, x, granularity)
+        if transpose and granularity not in ("tensor", "128x128"):
+            raise ValueError(f"fp8: scale must not be given with transpose for granularity {granularity!r}: x's is not "
+                             "that of its transpose")  # fmt: skip
+    bits = None if scale is None else _bits(scale)
+    e4m3 = dtype == torch.float8_e4m3fn
+    made = _quantize_op(x.detach(), bits, e4m3, granularity, scale_format, transpose, mn_major_scales, return_amax)
+    out = dict(zip(result_names(granularity, transpose, scale is not None, return_amax), made, strict=True))
+    for name in ("scale", "scale_t"):
+        if name in out and scale_format == "e8m0":
+            out[name] = out[name].view(torch.float8_e8m0fnu)
+    found = out["scale"] if scale is None else scale
+    result = [out["data"].view(dtype), found]
+    if transpose:
+        # A tensor has the same scale either way, and a block of 128x128 too.
+        result += [out["data_t"].view(dtype), out["scale_t"] if "scale_t" in out else found.t()]
+    return (*result, out["amax"]) if return_amax else tuple(result)
+
+
+def fp8_dequantize(
+    data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32, granularity: str = "row"
+) -> torch.Tensor:
+    """data · scale in fp32, rounded to dtype: the way back from `fp8`, for data or data_t.
+
+    data         [..., D] float8_e4m3fn or float8_e5m2, any strides
+    scale        of the shape that `fp8` gives for this granularity; fp32 or float8_e8m0fnu
+    dtype        of the result: fp32 (the product is exact but for fp32's own rounding), fp16 (which may overflow), bf16
+
+    Returns a tensor of data's shape, contiguous; NaN where data are NaN. Nothing is differentiable. Raises as `fp8`.
+    """
+    if not isinstance(data, torch.Tensor) or data.dtype not in LARGEST:
+        raise TypeError(f"fp8_dequantize: data must be a tensor of float8_e4m3fn or float8_e5m2, got {_kind(data)}")
+    if data.dim() == 0:
+        raise ValueError("fp8_dequantize: data must be [..., D], got a tensor without dimensions")
+    if dtype not in DTYPES:
+        raise TypeError(f"fp8_dequantize: dtype must be float32, float16 or bfloat16, got {dtype}")
+    _one_of("fp8_dequantize", "granularity", granularity, GRANULARITIES)
+    _check_scale("fp8_dequantize", scale, data, granularity)
+    _check_device("fp8_dequantize", "data", data)
+    e4m3 = data.dtype == torch.float8_e4m3fn
+    return _dequantize_op(data.detach().view(torch.uint8), _bits(scale), e4m3, granularity, dtype)
+
+
+def fp8_scale(amax: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn, scale_format: str = "fp32") -> torch.Tensor:
+    """The scale that `fp8` would give a group of that largest magnitude: for delayed scaling, from a history of amax.
+
+    amax is fp32 of any shape, not negative; the result has its shape. Plain PyTorch.
+    """
+    if not isinstance(amax, torch.Tensor) or amax.dtype != torch.float32:
+        raise TypeError(f"fp8_scale: amax must be a tensor of float32, got {_kind(amax)}")
+    if dtype not in LARGEST:
+        raise TypeError(f"fp8_scale: dtype must be float8_e4m3fn or float8_e5m2, got {dtype}")
+    _one_of("fp8_scale", "scale_format", scale_format, SCALE_FORMATS)
+    if scale_format == "fp32":
+        scale = (amax * (1 / LARGEST[dtype])).clamp(min=SMALLEST_SCALE)
+    else:
+        # largest = 1.75 · 2^8 or 1.75 · 2^15: up to the next power of two from a mantissa over 1.75 on.
+        bits = (amax.view(torch.int32) + 0x1FFFFF) & 0x7F800000
+        scale = (bits - ((8 if dtype == torch.float8_e4m3fn else 15) << 23)).clamp(min=1 << 23).view(torch.float32)
+    scale = torch.where(amax > 0, scale, 1.0)
+    return scale.to(torch.float8_e8m0fnu) if scale_format == "e8m0" else scale
+
+
+def _check(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    granularity: str,
+    scale_format: str,
+    transpose: bool,
+    mn_major_scales: bool,
+    return_amax: bool,
+) -> None:
+    if not isinstance(x, torch.Tensor) or x.dtype not in DTYPES:
+        raise TypeError(f"fp8: x must be a tensor of float32, float16 or bfloat16, got {_kind(x)}")
+    if x.dim() == 0:
+        raise ValueError("fp8: x must be [..., D], got a tensor without dimensions")
+    if dtype not in LARGEST:
+        raise TypeError(f"fp8: dtype must be float8_e4m3fn or float8_e5m2, got {dtype}")
+    _one_of("fp8", "granularity", granularity, GRANULARITIES)
+    _one_of("fp8", "scale_format", scale_format, SCALE_FORMATS)
+    if mn_major_scales and (granularity != "1x128" or scale_format == "e8m0"):
+        wrong = f"granularity {granularity!r} and scale_format {scale_format!r}"
+        raise ValueError(f"fp8: mn_major_scales must go with granularity '1x128' and scales in fp32, got {wrong}")
+    if return_amax and granularity != "tensor":
+        raise ValueError(f"fp8: return_amax must go with granularity 'tensor', got {granularity!r}")
+    _check_device("fp8", "x", x)
+
+
+def _check_scale(function: str, scale: torch.Tensor, of: torch.Tensor, granularity: str) -> None:
+    if not isinstance(scale, torch.Tensor) or scale.dtype not in (torch.float32, torch.float8_e8m0fnu):
+        raise TypeError(f"{function}: scale must be a tensor of float32 or float8_e8m0fnu, got {_kind(scale)}")
+    if scale.shape != scale_shape(of.shape, granularity):
+        wanted = f"{list(scale_shape(of.shape, granularity))} for granularity {granularity!r}"
+        raise ValueError(f"{function}: scale must be {wanted}, got {list(scale.shape)}")
+    if scale.device != of.device:
+        raise ValueError(f"{function}: scale must be on {of.device} like what it scales, got {scale.device}")
+
+
+def _check_device(function: str, name: str, tensor: torch.Tensor) -> None:
+    if not tensor.is_cuda and not (tensor.device.type == "cpu" and INTERPRETED):
+        where = "on a GPU; the CPU needs Triton's interpreter (TRITON_INTERPRET=1)"
+        raise RuntimeError(f"{function}: {name} must be {where}, got {tensor.device}")
+
+
+def _one_of(function: str, name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{function}: {name} must be one of {', '.join(map(repr, known))}, got {value!r}")
+
+
+def _kind(value: object) -> str:
+    return str(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def _bits(scale: torch.Tensor) -> torch.Tensor:
+    """As the kernels read it: Triton has no type for UE8M0."""
+    scale = scale.detach()
+    return scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::fp8_quantize", mutates_args=())
+def _quantize_op(
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    e4m3: bool,
+    granularity: str,
+    scale_format: str,
+    transpose: bool,
+    mn_major: bool,
+    return_amax: bool,
+) -> list[torch.Tensor]:
+    return quantize(x, scale, e4m3, granularity, scale_format, transpose, mn_major, return_amax)
+
+
+@_quantize_op.register_fake
+def _(x, scale, e4m3, granularity, scale_format, transpose, mn_major, return_amax):
+    names = result_names(granularity, transpose, scale is not None, return_amax)
+    return list(allocate(x, names, granularity, scale_format, mn_major).values())
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::fp8_dequantize", mutates_args=())
+def _dequantize_op(
+    data: torch.Tensor, scale: torch.Tensor, e4m3: bool, granularity: str, dtype: torch.dtype
+) -> torch.Tensor:
+    return dequantize(data, scale, e4m3, granularity, dtype)
+
+
+@_dequantize_op.register_fake
+def _(data, scale, e4m3, granularity, dtype):
+    return data.new_empty(data.shape, dtype=dtype)

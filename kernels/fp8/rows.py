@@ -1,0 +1,79 @@
+"""One scale a row: a row stays in registers between its maximum and its output, so x is read once.
+
+Napkin maths, bf16, R rows of D, one NVIDIA H200 that copies 4254 GB/s: 2 bytes an element read, 1 written.
+65536 x 4096: 805 MB, 189 us. An element costs about five instructions (unpack, 0·x + x, max, product, half a
+conversion), and four bytes an element would leave time for twenty.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .formats import encode, finite_or_nan, inverse, scale_of, store_scale
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _fp8_row_kernel(
+    x_ptr,
+    data_ptr,
+    scale_ptr,
+    rows,
+    dim,
+    stride_xm,
+    E4M3: tl.constexpr,
+    POW2: tl.constexpr,
+    NATIVE: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EVICTION: tl.constexpr,
+):
+    cols = tl.arange(0, BLOCK_N)
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # Without a mask the loads and stores need no predicate, and fewer registers.
+    mask = None if EVEN else (row < rows)[:, None] & (cols < dim)[None, :]
+    other = None if EVEN else 0.0
+    x = tl.load(x_ptr + row[:, None] * stride_xm + cols[None, :], mask=mask, other=other, eviction_policy=EVICTION)
+    x = finite_or_nan(x)
+    scale = scale_of(tl.max(tl.abs(x), axis=1), E4M3, POW2)
+    bits = encode(x * inverse(scale, POW2)[:, None], E4M3, NATIVE)
+    tl.store(data_ptr + row[:, None] * dim + cols[None, :], bits, mask=mask)
+    store_scale(scale_ptr + row, scale, row < rows)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _fp8_wide_row_kernel(
+    x_ptr,
+    data_ptr,
+    scale_ptr,
+    rows,
+    dim,
+    stride_xm,
+    E4M3: tl.constexpr,
+    POW2: tl.constexpr,
+    NATIVE: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EVICTION: tl.constexpr,
+):
+    """A row too wide for registers, in chunks, twice: the second time it comes from L2."""
+    tl.static_assert(BLOCK_M == 1)
+    row = tl.program_id(0).to(tl.int64)
+    largest = tl.zeros([BLOCK_N], dtype=tl.float32)
+    for start in range(0, dim, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        mask = None if EVEN else cols < dim
+        other = None if EVEN else 0.0
+        x = tl.load(x_ptr + row * stride_xm + cols, mask=mask, other=other, eviction_policy=EVICTION)
+        largest = tl.maximum(largest, tl.abs(finite_or_nan(x)))
+    scale = scale_of(tl.max(largest), E4M3, POW2)
+    inv = inverse(scale, POW2)
+    for start in range(0, dim, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        mask = None if EVEN else cols < dim
+        other = None if EVEN else 0.0
+        x = tl.load(x_ptr + row * stride_xm + cols, mask=mask, other=other, eviction_policy="evict_first")
+        tl.store(data_ptr + row * dim + cols, encode(finite_or_nan(x) * inv, E4M3, NATIVE), mask=mask)
+    store_scale(scale_ptr + row, scale, row < rows)
