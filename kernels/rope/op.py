@@ -1,0 +1,244 @@
+"""The public function: checks, registration with torch.library, autograd."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from .kernel import rope_into
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LAYOUTS = ("bshd", "bhsd")
+MAX_DIM = 1024
+
+# Read once, like @triton.jit does. torch.compile cannot trace the reading.
+INTERPRETED: bool = triton.knobs.runtime.interpret
+
+# Named after the package, so that a copy of this folder under another name registers ops of its own.
+_NAMESPACE = __package__.replace(".", "_")
+
+
+def rope(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    position_ids: torch.Tensor | None = None,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    layout: str = "bshd",
+    inplace: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Rotary position embedding of q and k in one launch (Su et al. 2021, RoFormer, arXiv:2104.09864, eq. 34).
+
+    The first R columns of each head are R / 2 pairs (a, b); pair i of a token at position p becomes
+
+        a' = a · cos[p, i] − b · sin[p, i]
+        b' = b · cos[p, i] + a · sin[p, i]
+
+    where pair i is columns (i, i + R/2), the halves of Llama and GPT-NeoX, or, `interleaved`, columns (2i, 2i + 1) as
+    in RoFormer and GPT-J. The other D − R columns are passed through. All arithmetic is fp32.
+
+    q, k          [B, S, heads, D] (layout="bshd") or [B, heads, S, D] ("bhsd"), or either without B; D <= 1024; fp32,
+                  fp16 or bf16; any strides, all are read in place. k may have another number of heads and other
+                  strides; with k=None q alone is rotated.
+    cos, sin      [P, W] with P >= S, or [B, S, W] or [1, S, W]; fp32, fp16 or bf16, whatever q is. W is R / 2, or R
+                  with each value twice, as Hugging Face has it (halves: cat(c, c); interleaved:
+                  c.repeat_interleave(2)); the second of the two is not read. They get no gradient.
+    position_ids  [S], [1, S] or [B, S], int32 or int64: the row of the table [P, W] for each token, otherwise
+                  0 .. S − 1. A position outside the table reads nothing and gives NaN in the rotated columns.
+    rotary_dim    R. By default R = D if W = D, else R = 2 W; so it is needed for tables of width R < D alone.
+    inplace       q and k are overwritten, and returned. No gradient may then be asked for: autograd would copy what is
+                  saved in place, and rope needs neither q nor k for its backward.
+
+    Returns (q', k'), or q' without k, in shape and dtype of the inputs; packed, in the order of heads and tokens that
+    the input has in memory. Differentiable in q and k, any number of times.
+
+    Raises TypeError for a wrong dtype; ValueError for a wrong shape, device, layout or rotary_dim, or a tensor that
+    overlaps itself in place; RuntimeError for a gradient in place, or a CPU tensor outside Triton's interpreter.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"rope: layout must be one of {LAYOUTS}, got {layout!r}")
+    tokens = -3 if layout == "bshd" else -2
+    given = {"q": q} if k is None else {"q": q, "k": k}
+    _check_rows(given, tokens)
+    half = _check_tables(q, cos, sin, position_ids, tokens, rotary_dim)
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        raise RuntimeError("rope: cos and sin get no gradient, so they must not require one: detach them")
+    if cos.shape[-1] != half:
+        step = slice(0, 2 * half, 2) if interleaved else slice(0, half)
+        cos, sin = cos[..., step], sin[..., step]
+    rows = [_as_bshd(x, layout) for x in given.values()]
+    k_rows = None if k is None else rows[1]
+    if inplace:
+        _check_in_place(given)
+        _rope_inplace_op(rows[0], k_rows, cos, sin, position_ids, interleaved)
+        return q if k is None else (q, k)
+    q_out, k_out = _rope_op(rows[0], k_rows, cos, sin, position_ids, interleaved, False)
+    q_out = _from_bshd(q_out, q.dim(), layout)
+    return q_out if k is None else (q_out, _from_bshd(k_out, q.dim(), layout))
+
+
+def _as_bshd(x: torch.Tensor, layout: str) -> torch.Tensor:
+    x = x if x.dim() == 4 else x.unsqueeze(0)
+    return x if layout == "bshd" else x.transpose(1, 2)
+
+
+def _from_bshd(x: torch.Tensor, dims: int, layout: str) -> torch.Tensor:
+    x = x if layout == "bshd" else x.transpose(1, 2)
+    return x if dims == 4 else x.squeeze(0)
+
+
+def _check_rows(given: dict[str, torch.Tensor], tokens: int) -> None:
+    q, heads = given["q"], -5 - tokens
+    for name, x in given.items():
+        if not isinstance(x, torch.Tensor) or x.dtype not in DTYPES:
+            raise TypeError(f"rope: {name} must be a tensor of float32, float16 or bfloat16, got {_kind(x)}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"rope: k must have q's dtype {q.dtype}, got {x.dtype}")
+        if x.dim() not in (3, 4) or not 2 <= x.shape[-1] <= MAX_DIM:
+            order = "S, heads" if tokens == -3 else "heads, S"
+            expected = f"[B, {order}, D] or [{order}, D] with 2 <= D <= {MAX_DIM}"
+            raise ValueError(f"rope: {name} must be {expected}, got shape {tuple(x.shape)}")
+        if x.device != q.device:
+            raise ValueError(f"rope: k must be on q's device {q.device}, got {x.device}")
+        if _but_for(x, heads) != _but_for(q, heads):
+            raise ValueError(f"rope: k must have q's shape {tuple(q.shape)} but for the heads, got {tuple(x.shape)}")
+    if q.device.type == "cpu" and not INTERPRETED:
+        raise RuntimeError("rope: q must be on a GPU; the CPU needs Triton's interpreter (TRITON_INTERPRET=1)")
+
+
+def _check_tables(
+    q: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    tokens: int,
+    rotary_dim: int | None,
+) -> int:
+    """R / 2."""
+    batch, seq, dim = 1 if q.dim() == 3 else q.shape[0], q.shape[tokens], q.shape[-1]
+    for name, table in (("cos", cos), ("sin", sin)):
+        if not isinstance(table, torch.Tensor) or table.dtype not in DTYPES:
+            raise TypeError(f"rope: {name} must be a tensor of float32, float16 or bfloat16, got {_kind(table)}")
+        if table.dtype != cos.dtype:
+            raise TypeError(f"rope: sin must have cos's dtype {cos.dtype}, got {table.dtype}")
+        if table.device != q.device:
+            raise ValueError(f"rope: {name} must be on q's device {q.device}, got {table.device}")
+        if table.shape != cos.shape:
+            raise ValueError(f"rope: sin must have cos's shape {tuple(cos.shape)}, got {tuple(table.shape)}")
+    width = cos.shape[-1] if cos.dim() else 0
+    rotary = rotary_dim if rotary_dim is not None else dim if width == dim else 2 * width
+    if rotary % 2 or not 2 <= rotary <= dim or width not in (rotary, rotary // 2):
+        raise ValueError(
+            f"rope: cos and sin must be R / 2 or R wide with rotary_dim = R even and 2 <= R <= D = {dim}, "
+            f"got {width} and rotary_dim={rotary_dim}"
+        )
+    if cos.dim() not in (2, 3) or (cos.dim() == 3 and (cos.shape[0] not in (1, batch) or cos.shape[1] != seq)):
+        expected = f"[P, W], [1, {seq}, W] or [{batch}, {seq}, W]"
+        raise ValueError(f"rope: cos and sin must be {expected} for q {tuple(q.shape)}, got {tuple(cos.shape)}")
+    if position_ids is None:
+        if cos.shape[-2] < seq:
+            raise ValueError(f"rope: cos and sin must have a row for each of {seq} positions, got {cos.shape[-2]}")
+        return rotary // 2
+    if not isinstance(position_ids, torch.Tensor) or position_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"rope: position_ids must be a tensor of int32 or int64, got {_kind(position_ids)}")
+    if cos.dim() == 3:
+        raise ValueError(f"rope: position_ids need tables [P, W], but cos is {tuple(cos.shape)}")
+    if tuple(position_ids.shape) not in ((seq,), (1, seq), (batch, seq)):
+        expected = f"[{seq}], [1, {seq}] or [{batch}, {seq}]"
+        raise ValueError(f"rope: position_ids must be {expected}, got {tuple(position_ids.shape)}")
+    if position_ids.device != q.device:
+        raise ValueError(f"rope: position_ids must be on q's device {q.device}, got {position_ids.device}")
+    return rotary // 2
+
+
+def _check_in_place(given: dict[str, torch.Tensor]) -> None:
+    for name, x in given.items():
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise RuntimeError(
+                f"rope: {name} requires a gradient, which inplace=True does not record: "
+                "use inplace=False, or torch.no_grad()"
+            )
+        if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+            raise ValueError(f"rope: {name} must not be expanded with inplace=True, its strides are {x.stride()}")
+    if given.get("k") is given["q"]:
+        raise ValueError("rope: k must not be q itself with inplace=True")
+
+
+def _but_for(x: torch.Tensor, dim: int) -> list[int]:
+    """The shape without a dimension, counted from the end."""
+    return [*x.shape[:dim], *x.shape[x.dim() + dim + 1 :]]
+
+
+def _kind(value: object) -> str:
+    return str(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def _empty_like(x: torch.Tensor) -> torch.Tensor:
+    """[B, S, heads, D], packed, with heads and tokens in the order in which x has them in memory."""
+    if x.stride(2) > x.stride(1):
+        return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::rope", mutates_args=())
+def _rope_op(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    interleaved: bool,
+    inverse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k [B, S, heads, D], with any strides, rotated by the angle or, `inverse`, by its negative."""
+    q_out = _empty_like(q)
+    k_out = q.new_empty(0) if k is None else _empty_like(k)
+    rope_into(q, q_out, k, k_out, cos, sin, position_ids, interleaved, inverse)
+    return q_out, k_out
+
+
+@_rope_op.register_fake
+def _(q, k, cos, sin, position_ids, interleaved, inverse):
+    return _empty_like(q), q.new_empty(0) if k is None else _empty_like(k)
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::rope_", mutates_args=("q", "k"))
+def _rope_inplace_op(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    interleaved: bool,
+) -> None:
+    rope_into(q, q, k, k, cos, sin, position_ids, interleaved, False)
+
+
+@_rope_inplace_op.register_fake
+def _(q, k, cos, sin, position_ids, interleaved):
+    return None
+
+
+def _save(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)
+    _, _, cos, sin, position_ids, ctx.interleaved, ctx.inverse = inputs
+    ctx.save_for_backward(cos, sin, position_ids)  # a rotation's gradient is the rotation back: no q, no k
+
+
+def _backward(ctx, dq, dk):
+    dq, dk = (d if needed else None for d, needed in zip((dq, dk), ctx.needs_input_grad, strict=False))
+    if dq is not None or dk is not None:
+        options = (*ctx.saved_tensors, ctx.interleaved, not ctx.inverse)
+        if dq is None:
+            dk, _ = _rope_op(dk, None, *options)
+        elif dk is None:
+            dq, _ = _rope_op(dq, None, *options)
+        else:
+            dq, dk = _rope_op(dq, dk, *options)
+    return dq, dk, None, None, None, None, None
+
+
+_rope_op.register_autograd(_backward, setup_context=_save)
