@@ -1,0 +1,83 @@
+"""The declaration of gelu: cases, cost, peers. `python -m harness bench --kernel gelu`."""
+
+from __future__ import annotations
+
+import torch
+
+from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Tunable
+
+from . import gelu, kernel
+from .reference import gelu_reference
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def _case(rows: int, dim: int, dtype: torch.dtype, form: str, bench: bool = False, **params) -> Case:
+    short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
+    suffix = "-wide" if "spread" in params else ""
+    name = f"{rows}x{dim}-{short}-{'exact' if form == 'none' else form}{suffix}"
+    return Case(name, dict(rows=rows, dim=dim), dtype, dict(approximate=form, **params), bench)
+
+
+CASES = (
+    # The width of a small transformer, Llama-2 7B's hidden one, TransformerNP's 512 and 1365; one that lives in L2.
+    _case(65536, 4096, BF16, "tanh", bench=True),
+    _case(65536, 4096, BF16, "none", bench=True),
+    _case(2048, 4096, BF16, "tanh", bench=True),
+    _case(16384, 11008, BF16, "tanh", bench=True),
+    _case(205000, 512, BF16, "none", bench=True),
+    _case(205000, 1365, BF16, "none", bench=True),
+    _case(32768, 8192, FP16, "none", bench=True),
+    _case(32768, 4096, FP32, "none", bench=True),
+    _case(32768, 4096, FP32, "tanh", bench=True),
+    # What goes wrong: nothing, one element, primes, one off a power of two, more than one tile, the tails.
+    _case(0, 64, FP32, "none"),
+    _case(1, 1, FP32, "none"),
+    _case(31, 127, FP32, "none"),
+    _case(31, 127, FP32, "tanh"),
+    _case(33, 257, FP16, "none"),
+    _case(33, 257, FP16, "tanh"),
+    _case(3, 4097, FP32, "tanh"),
+    _case(64, 256, FP32, "none", spread=8.0),
+    _case(64, 256, FP16, "tanh", spread=8.0),
+    _case(257, 1023, BF16, "none", spread=8.0),
+    _case(257, 1023, BF16, "tanh", spread=8.0),
+)
+
+
+def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
+    params = dict(case.params)
+    shape = (case.dims["rows"], case.dims["dim"])
+    x = torch.randn(shape, dtype=case.dtype, device=device, generator=generator)
+    return {"x": x * params.pop("spread", 1.0), **params}
+
+
+def cost(case: Case, mode: str) -> Cost:
+    elements = case.dims["rows"] * case.dims["dim"]
+    # forward: x and y. backward: dy, x and dx.
+    tensors = {"fwd": 2, "bwd": 3}[mode]
+    # As the formulas are written, an exponential, erf or tanh counting as one.
+    flops = {"none": {"fwd": 5, "bwd": 11}, "tanh": {"fwd": 9, "bwd": 19}}[case.params["approximate"]][mode]
+    return Cost(flops=flops * elements, bytes=tensors * elements * case.dtype.itemsize)
+
+
+def _candidates(case: Case) -> list[kernel.Config]:
+    """8 to 32 elements a thread."""
+    tiles = [(n, w) for n in (1024, 2048, 4096, 8192) for w in (4, 8, 16) if 8 <= n // (32 * w) <= 32]
+    return [kernel.Config(1, n, w, eviction) for n, w in tiles for eviction in ("", "evict_last")]
+
+
+SPEC = KernelSpec(
+    name="gelu",
+    implementations={"triton": gelu},
+    baselines=(EAGER, COMPILED),
+    reference=gelu_reference,
+    make_inputs=make_inputs,
+    cost=cost,
+    cases=CASES,
+    grads=("x",),
+    unit="elements",
+    items=lambda case: case.dims["rows"] * case.dims["dim"],
+    fuzz={"rows": (0, 40), "dim": (1, 700)},
+    tunables=tuple(Tunable(kernel, "pick_config", mode, _candidates) for mode in ("fwd", "bwd")),
+)
