@@ -1,0 +1,165 @@
+"""The declaration of linear_cross_entropy: cases, cost, peers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable
+
+from . import kernel, linear_cross_entropy
+from .reference import linear_cross_entropy_reference
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def _case(rows: int, dim: int, vocab: int, dtype: torch.dtype, suffix: str = "", bench: bool = False, **params) -> Case:
+    short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
+    dims = dict(rows=rows, dim=dim, vocab=vocab)
+    return Case(f"{rows}x{dim}x{vocab}-{short}{suffix}", dims, dtype, params, bench)
+
+
+ALL: dict[str, Any] = dict(bias=True, label_smoothing=0.1, softcap=5.0, z_loss=1e-3)
+
+CASES = (
+    # Llama 3 8B's head and Llama 2 7B's, 8192 tokens; a small one. "roomy": all logits may be in memory.
+    _case(8192, 4096, 128256, BF16, bench=True),
+    _case(8192, 4096, 128256, BF16, "-roomy", bench=True, scratch_bytes=1 << 32),
+    _case(8192, 4096, 32000, BF16, bench=True),
+    _case(2048, 2048, 32000, BF16, bench=True),
+    # What goes wrong: one of everything, nothing, primes, slices and chunks with remainders, every option.
+    _case(23, 14, 130, FP32),
+    _case(23, 14, 130, FP32, "-tight", scratch_bytes=0),
+    _case(23, 14, 130, FP32, "-tight-all", scratch_bytes=0, reduction="sum", **ALL),
+    _case(23, 14, 130, FP16, "-all", **ALL),
+    _case(23, 14, 130, FP32, "-tight-none", scratch_bytes=0, reduction="none"),
+    _case(0, 16, 9, FP32),
+    _case(1, 1, 1, FP32),
+    _case(5, 31, 1, FP32, "-tight", scratch_bytes=0),
+    _case(67, 3, 57, FP32, "-tight", scratch_bytes=0),
+    _case(131, 67, 300, FP16, "-all", **ALL),
+    _case(257, 129, 1031, FP32),
+    _case(300, 128, 2050, BF16),
+    _case(300, 128, 2050, BF16, "-tight", scratch_bytes=150_000),
+    _case(300, 128, 2050, BF16, "-tight-all", scratch_bytes=150_000, **ALL),
+    _case(700, 256, 1000, BF16, "-tight-none", scratch_bytes=0, reduction="none"),
+)
+
+
+def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
+    """Logits of variance 1, and every tenth row or so without a target."""
+    rows, dim, vocab = (case.dims[n] for n in ("rows", "dim", "vocab"))
+    params = dict(case.params)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=case.dtype, device=device, generator=generator)
+
+    target = torch.randint(0, vocab, (rows,), device=device, generator=generator)
+    ignored = torch.rand(rows, device=device, generator=generator) < 0.1
+    inputs: Inputs = {
+        "hidden": normal(rows, dim),
+        "weight": normal(vocab, dim).mul_(dim**-0.5),
+        "target": target.masked_fill_(ignored, -100),
+    }
+    if params.pop("bias", False):
+        inputs["bias"] = normal(vocab)
+    return {**inputs, **params}
+
+
+def cost(case: Case, mode: str) -> Cost:
+    rows, dim, vocab = (case.dims[n] for n in ("rows", "dim", "vocab"))
+    size, bias = case.dtype.itemsize, case.params.get("bias", False)
+    tensors = size * (rows * dim + vocab * dim + vocab * bias)
+    # forward: the logits. backward: the products for hidden's gradient and for weight's. Recomputing is not useful.
+    products, passes = {"fwd": (1, 1), "bwd": (2, 2), "fwd+bwd": (3, 2)}[mode]
+    pipe = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[case.dtype]
+    return Cost(flops=2 * products * rows * dim * vocab, bytes=passes * tensors + 8 * rows, pipe=pipe)
+
+
+def _torch():
+    def function(hidden, weight, target, bias=None, scratch_bytes=None, **options):
+        return F.cross_entropy(F.linear(hidden, weight, bias).float(), target, **options)
+
+    return function
+
+
+def _liger():
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    def function(
+        hidden,
+        weight,
+        target,
+        bias=None,
+        ignore_index=-100,
+        label_smoothing=0.0,
+        softcap=None,
+        z_loss=0.0,
+        reduction="mean",
+        scratch_bytes=None,
+    ):
+        arguments = (ignore_index, z_loss, label_smoothing, reduction, softcap)
+        return LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, target, bias, None, *arguments)[0]
+
+    return function
+
+
+def _quack():
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    def function(hidden, weight, target, ignore_index=-100, reduction="mean", scratch_bytes=None):
+        return chunked_linear_cross_entropy(hidden, weight, target, ignore_index=ignore_index, reduction=reduction)
+
+    return function
+
+
+def _only(*known: str):
+    """The reason why a peer cannot run a case with other options than these."""
+
+    def supports(case: Case, mode: str) -> str | None:
+        unknown = set(case.params) - {"scratch_bytes", *known}
+        return f"has no {', '.join(sorted(unknown))}" if unknown else None
+
+    return supports
+
+
+def _stats_candidates(case: Case) -> list[kernel.StatsConfig]:
+    return [
+        kernel.StatsConfig(r, elements // r, unroll, span, warps)
+        for r in (64, 128, 256)
+        for elements, warps in ((1024, 4), (2048, 8))
+        for unroll in (2, 4, 8)
+        for span in (512, 1024, 2048)
+    ]
+
+
+def _tile_candidates(case: Case) -> list[kernel.TileConfig]:
+    return [kernel.TileConfig(r, elements // r, w) for r in (64, 128, 256) for elements in (2048, 4096) for w in (4, 8)]
+
+
+SPEC = KernelSpec(
+    name="linear_cross_entropy",
+    implementations={"triton": linear_cross_entropy},
+    baselines=(
+        EAGER,
+        COMPILED,
+        Peer("torch", load=_torch, supports=_only("bias", "label_smoothing", "reduction", "ignore_index")),
+        Peer("liger", load=_liger),
+        Peer("quack", load=_quack, supports=_only("reduction", "ignore_index")),
+    ),
+    reference=linear_cross_entropy_reference,
+    make_inputs=make_inputs,
+    cost=cost,
+    cases=CASES,
+    grads=("hidden", "weight", "bias"),
+    modes=("fwd", "fwd+bwd"),
+    unit="tokens",
+    items=lambda case: case.dims["rows"],
+    fuzz={"rows": (0, 30), "dim": (1, 70), "vocab": (1, 80)},
+    tunables=(
+        Tunable(kernel, "pick_stats_config", "fwd", _stats_candidates),
+        Tunable(kernel, "pick_tile_config", "fwd+bwd", _tile_candidates),
+    ),
+)

@@ -1,0 +1,278 @@
+"""Linear cross entropy: the kernels on logits. They lie transposed, zᵀ[V, N]; `kernel` says why, and launches these."""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(math.log2(math.e))
+LN2 = tl.constexpr(math.log(2))
+# Below any logit but -inf: a maximum that starts here needs no care for rows of -inf, and exp2(-inf - LOWEST) is 0.
+LOWEST = tl.constexpr(-1e38)
+
+
+@triton.jit
+def _exp(x):
+    return tl.exp2(x * LOG2E)
+
+
+@triton.jit
+def _tanh(x):
+    """tanh in fp32: a polynomial near 0 (Cephes, tanhf.c), where 1 - 2 / (1 + e^2x) would lose all digits."""
+    square = x * x
+    near = square * -5.70498872745e-3 + 2.06390887954e-2
+    near = near * square - 5.37397155531e-2
+    near = near * square + 1.33314422036e-1
+    near = near * square - 3.33332819422e-1
+    near = near * square * x + x
+    far = 1 - 2 / (1 + _exp(2 * x))
+    return tl.where(tl.abs(x) < 0.625, near, far)
+
+
+@triton.jit
+def _linear_cross_entropy_count_kernel(
+    target_ptr, factor_ptr, rows, vocab, ignore_index, MEAN: tl.constexpr, BLOCK: tl.constexpr
+):
+    """factor = 1 / (how many rows have a target), or 1. A target out of range traps here, before it is read with."""
+    counts = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        target = tl.load(target_ptr + row, mask=row < rows, other=ignore_index)
+        counted = target != ignore_index
+        tl.device_assert((target >= 0) & (target < vocab) | (counted == 0), "linear_cross_entropy: target out of range")
+        counts += counted.to(tl.float32)
+    tl.store(factor_ptr, 1 / tl.sum(counts) if MEAN else 1.0)
+
+
+@triton.jit
+def _linear_cross_entropy_stats_kernel(
+    z_ptr,
+    target_ptr,
+    max_ptr,
+    sum_ptr,
+    total_ptr,
+    at_target_ptr,
+    first,
+    vocab,
+    rows,
+    stride_zv,
+    stride_p,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    UNROLL: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """Of SPAN vocabulary entries: each row's maximum, its sum of exponentials less that, its sum of logits, and the
+    logit of the target if it is here. Each thread has maxima and sums of its own until the end, where they are merged.
+    """
+    across = tl.cdiv(rows, BLOCK_R)
+    r = tl.program_id(0) % across * BLOCK_R + tl.arange(0, BLOCK_R)
+    span = tl.program_id(0) // across
+    end = min(span * SPAN + SPAN, vocab)
+    # Whole vectors of GROUP, although the last may reach past the last row: what lies there is the caller's padding.
+    in_row = (r // GROUP * GROUP < rows)[None, :]
+    peak = tl.full([BLOCK_V, BLOCK_R], LOWEST, dtype=tl.float32)
+    sums = tl.zeros([BLOCK_V, BLOCK_R], dtype=tl.float32)
+    if SMOOTHING:
+        totals = tl.zeros([BLOCK_V, BLOCK_R], dtype=tl.float32)
+    for start in range(span * SPAN, end, UNROLL * BLOCK_V):
+        # A tuple of tiles, not a tensor of three dimensions: each thread then is sure to have the same place in all.
+        tiles = ()
+        higher = peak
+        for i in tl.static_range(UNROLL):
+            v = (start + i * BLOCK_V + tl.arange(0, BLOCK_V))[:, None]
+            z_ptrs = z_ptr + v.to(tl.int64) * stride_zv + r[None, :]
+            z = tl.load(z_ptrs, mask=(v < end) & in_row, other=float("-inf")).to(tl.float32)
+            if HAS_SOFTCAP:
+                z = tl.where(v < end, softcap * _tanh(z / softcap), float("-inf"))
+            if SMOOTHING:
+                totals += tl.where(v < end, z, 0.0)
+            higher = tl.maximum(higher, z)
+            tiles += (z,)
+        sums *= _exp(peak - higher)
+        for i in tl.static_range(UNROLL):
+            sums += _exp(tiles[i] - higher)
+        peak = higher
+    highest = tl.max(peak, axis=0)
+    to = span.to(tl.int64) * stride_p + r
+    tl.store(max_ptr + to, highest, mask=r < rows)
+    tl.store(sum_ptr + to, tl.sum(sums * _exp(peak - highest[None, :]), axis=0), mask=r < rows)
+    if SMOOTHING:
+        tl.store(total_ptr + to, tl.sum(totals, axis=0), mask=r < rows)
+    target = tl.load(target_ptr + r, mask=r < rows, other=-1) - first
+    here = (target >= span * SPAN) & (target < end) & (r < rows)
+    z = tl.load(z_ptr + target.to(tl.int64) * stride_zv + r, mask=here, other=0.0).to(tl.float32)
+    if HAS_SOFTCAP:
+        z = softcap * _tanh(z / softcap)
+    tl.store(at_target_ptr + r, z, mask=here)
+
+
+@triton.jit
+def _linear_cross_entropy_loss_kernel(
+    max_ptr,
+    sum_ptr,
+    total_ptr,
+    at_target_ptr,
+    target_ptr,
+    lse_ptr,
+    loss_ptr,
+    parts,
+    vocab,
+    rows,
+    stride_p,
+    stride_l,
+    ignore_index,
+    label_smoothing,
+    z_loss,
+    SMOOTHING: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Loss of each row from the stats of all parts of the vocabulary, and its lse as the maximum and 1 / the sum of
+    exponentials less that: lse in one number loses digits where the maximum is large and the sum is next to 1.
+    """
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    peak = tl.full([BLOCK_P, BLOCK_R], LOWEST, dtype=tl.float32)
+    sums = tl.zeros([BLOCK_P, BLOCK_R], dtype=tl.float32)
+    totals = tl.zeros([BLOCK_P, BLOCK_R], dtype=tl.float32)
+    for start in range(0, parts, BLOCK_P):
+        part = (start + tl.arange(0, BLOCK_P))[:, None]
+        at = part.to(tl.int64) * stride_p + r[None, :]
+        mask = (part < parts) & (r < rows)[None, :]
+        other = tl.load(max_ptr + at, mask=mask, other=LOWEST)
+        higher = tl.maximum(peak, other)
+        sums = sums * _exp(peak - higher) + tl.load(sum_ptr + at, mask=mask, other=0.0) * _exp(other - higher)
+        peak = higher
+        if SMOOTHING:
+            totals += tl.load(total_ptr + at, mask=mask, other=0.0)
+    highest = tl.max(peak, axis=0)
+    total = tl.sum(sums * _exp(peak - highest[None, :]), axis=0)
+    log_sum = tl.log2(total) * LN2
+    target = tl.load(target_ptr + r, mask=r < rows, other=ignore_index)
+    below = highest - tl.load(at_target_ptr + r, mask=target != ignore_index, other=0.0)
+    if SMOOTHING:
+        below = (1 - label_smoothing) * below + label_smoothing * (highest - tl.sum(totals, axis=0) / vocab)
+    lse = highest + log_sum
+    loss = below + log_sum + z_loss * lse * lse
+    tl.store(lse_ptr + r, highest, mask=r < rows)
+    # Rounded as it should be: of equal logits all have the same error, and their sum must be 1.
+    tl.store(lse_ptr + stride_l + r, tl.div_rn(tl.full([BLOCK_R], 1.0, dtype=tl.float32), total), mask=r < rows)
+    tl.store(loss_ptr + r, tl.where(target == ignore_index, 0.0, loss), mask=r < rows)
+
+
+@triton.jit
+def _linear_cross_entropy_sum_kernel(row_ptr, factor_ptr, loss_ptr, rows, BLOCK: tl.constexpr):
+    """The loss of all rows, in a fixed order."""
+    sums = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        sums += tl.load(row_ptr + row, mask=row < rows, other=0.0)
+    # Without a single target this is 0 · inf = nan, as in PyTorch.
+    tl.store(loss_ptr, tl.sum(sums) * tl.load(factor_ptr))
+
+
+@triton.jit
+def _linear_cross_entropy_grad_kernel(
+    z_ptr,
+    target_ptr,
+    lse_ptr,
+    factor_ptr,
+    dloss_ptr,
+    dbias_ptr,
+    first,
+    vocab,
+    all_vocab,
+    rows,
+    stride_zv,
+    stride_l,
+    stride_d,
+    ignore_index,
+    label_smoothing,
+    softcap,
+    z_loss,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_DLOSS: tl.constexpr,
+    HAS_DBIAS: tl.constexpr,
+    PLAIN: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """z becomes its gradient, in place: (softmax · (1 + 2 · z_loss · lse) − target distribution) · factor · dloss.
+
+    dbias [tiles of rows, vocab] gets the sum over each tile's rows, before rounding.
+    """
+    across = tl.cdiv(rows, BLOCK_R)
+    r = tl.program_id(0) % across * BLOCK_R + tl.arange(0, BLOCK_R)
+    v = tl.program_id(0) // across * BLOCK_V + tl.arange(0, BLOCK_V)
+    target = tl.load(target_ptr + r, mask=r < rows, other=ignore_index)
+    highest = tl.load(lse_ptr + r, mask=r < rows, other=0.0)
+    scale = tl.load(lse_ptr + stride_l + r, mask=r < rows, other=1.0)
+    weight = tl.load(factor_ptr)
+    if HAS_DLOSS:
+        weight = weight * tl.load(dloss_ptr + r.to(tl.int64) * stride_d, mask=r < rows, other=0.0).to(tl.float32)
+    weight = tl.where(target == ignore_index, 0.0, weight)
+    hit = (target - first).to(tl.int32)
+
+    ptrs = z_ptr + v.to(tl.int64)[:, None] * stride_zv + r[None, :]
+    mask = (v < vocab)[:, None] & (r // GROUP * GROUP < rows)[None, :]
+    z = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    if HAS_SOFTCAP:
+        capped = _tanh(z / softcap)
+        z = softcap * capped
+    g = _exp(z - highest[None, :])
+    is_target = v[:, None] == hit[None, :]
+    if PLAIN:
+        g *= (weight * scale)[None, :]
+        g = tl.where(is_target, g - weight[None, :], g)
+    else:
+        softmax = g * scale[None, :]
+        g = softmax - label_smoothing / all_vocab
+        g = tl.where(is_target, g - (1 - label_smoothing), g)
+        g += softmax * (2 * z_loss * (highest - tl.log2(scale) * LN2))[None, :]
+        g *= weight[None, :]
+    if HAS_SOFTCAP:
+        g *= 1 - capped * capped
+    tl.store(ptrs, g.to(z_ptr.dtype.element_ty), mask=mask)
+    if HAS_DBIAS:
+        over_rows = tl.sum(tl.where((r < rows)[None, :], g, 0.0), axis=1)
+        tl.store(dbias_ptr + tl.program_id(0).to(tl.int64) % across * vocab + v, over_rows, mask=v < vocab)
+
+
+@triton.jit
+def _linear_cross_entropy_move_kernel(
+    from_ptr,
+    to_ptr,
+    vocab,
+    rows,
+    stride_from,
+    stride_to,
+    GROUP: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """A copy, where PyTorch's would not use wide loads: neither side is contiguous."""
+    across = tl.cdiv(rows, BLOCK_R)
+    r = (tl.program_id(0) % across * BLOCK_R + tl.arange(0, BLOCK_R))[None, :]
+    v = (tl.program_id(0) // across * BLOCK_V + tl.arange(0, BLOCK_V))[:, None]
+    mask = (v < vocab) & (r // GROUP * GROUP < rows)
+    values = tl.load(from_ptr + v.to(tl.int64) * stride_from + r, mask=mask)
+    tl.store(to_ptr + v.to(tl.int64) * stride_to + r, values, mask=mask)
+
+
+@triton.jit
+def _linear_cross_entropy_scale_kernel(x_ptr, dloss_ptr, size, SPAN: tl.constexpr, BLOCK: tl.constexpr):
+    """x *= dloss, in place; nothing but the reading of dloss where that is 1, as after loss.backward()."""
+    dloss = tl.load(dloss_ptr).to(tl.float32)
+    if dloss != 1:
+        first = tl.program_id(0).to(tl.int64) * SPAN
+        for start in range(0, SPAN, BLOCK):
+            at = first + start + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + at, mask=at < size)
+            tl.store(x_ptr + at, (x.to(tl.float32) * dloss).to(x_ptr.dtype.element_ty), mask=at < size)
