@@ -1,0 +1,169 @@
+"""The backward kernels: the gradient from the logits and what the forward saved, and the scaling of a gradient that the
+forward wrote."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .forward import body, fringe, load_weights
+from .terms import logit_gradient, row_coefficients, softcapped
+
+
+@triton.jit
+def _cross_entropy_bwd_kernel(
+    logits_ptr,
+    target_ptr,
+    weight_ptr,
+    weight_sum_ptr,
+    stats_ptr,
+    scale_ptr,
+    g_loss_ptr,
+    g_z_ptr,
+    g_lse_ptr,
+    grad_ptr,
+    rows,
+    vocab,
+    tiles_n,
+    stride_row,
+    skip,
+    stride_target,
+    stride_g_loss,
+    stride_g_z,
+    stride_g_lse,
+    stride_grad,
+    skip_grad,
+    ignore_index,
+    smoothing,
+    z_loss,
+    softcap,
+    MEAN: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    HAS_Z: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    EXACT: tl.constexpr,
+    HAS_G_LOSS: tl.constexpr,
+    HAS_G_Z: tl.constexpr,
+    HAS_G_LSE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    ALIGNED_GRAD: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EVICTION: tl.constexpr,
+):
+    """A tile of BLOCK_M rows by BLOCK_N columns to a program, of one row where LAYOUT is fringed.
+
+    stride_g_loss and stride_g_z are 0 where a sum or a mean has one gradient for all rows.
+    """
+    tl.static_assert(BLOCK_M == 1 or LAYOUT != "fringed")
+    REST: tl.constexpr = SMOOTH or HAS_Z or HAS_G_LSE
+    tile = tl.program_id(0)
+    row = tile // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
+    start = tile % tiles_n * BLOCK_N
+    here, wide_row = row < rows, row.to(tl.int64)
+    target = tl.load(target_ptr + wide_row * stride_target, mask=here, other=ignore_index)
+    live = target != ignore_index
+    column = tl.where(live, target, 0).to(tl.int32)
+    m = tl.load(stats_ptr + row, mask=here, other=0.0)
+    s = tl.load(stats_ptr + rows + row, mask=here, other=1.0)
+    g_loss, g_z, g_lse = 0.0, 0.0, 0.0
+    if HAS_G_LOSS:
+        g_loss = tl.load(g_loss_ptr + wide_row * stride_g_loss, mask=here, other=0.0).to(tl.float32)
+        g_z = g_loss
+    if HAS_G_Z:
+        g_z += tl.load(g_z_ptr + wide_row * stride_g_z, mask=here, other=0.0).to(tl.float32)
+    if HAS_G_LSE:
+        g_lse = tl.load(g_lse_ptr + wide_row * stride_g_lse, mask=here, other=0.0).to(tl.float32)
+    if MEAN:
+        g_loss *= tl.load(scale_ptr)
+        g_z *= tl.load(scale_ptr + 1)
+    w_target, w_sum = 1.0, vocab * 1.0
+    if HAS_WEIGHT:
+        w_target = tl.load(weight_ptr + column, mask=live, other=0.0).to(tl.float32)
+        if SMOOTH:
+            w_sum = tl.load(weight_sum_ptr)
+    read = live | (g_lse != 0) if HAS_G_LSE else live
+    m, inverse_s, at_target, rest, each = row_coefficients(
+        m, s, live, w_target, w_sum, g_loss, g_z, g_lse, vocab, smoothing, z_loss, SMOOTH, HAS_Z, HAS_G_LSE
+    )
+
+    base = skip + wide_row * stride_row
+    base_grad = skip_grad + wide_row * stride_grad
+    first, head, length = body(base, vocab, LAYOUT, VECTOR)
+    first_grad = base_grad + head
+    if ALIGNED_GRAD and LAYOUT != "any":
+        first_grad = first_grad // VECTOR * VECTOR
+    at = (start + tl.arange(0, BLOCK_N))[None, :]
+    if LAYOUT == "fringed":
+        columns, inside = head[:, None] + at, here[:, None] & (at < length[:, None])
+    else:
+        columns, inside = at, here[:, None] & (at < length)
+    x = tl.load(logits_ptr + first[:, None] + at, mask=inside & read[:, None], other=0.0, eviction_policy=EVICTION)
+    w = load_weights(weight_ptr, columns, inside & live[:, None], SMOOTH and HAS_WEIGHT)
+    d = logit_gradient(
+        softcapped(x.to(tl.float32), softcap, HAS_SOFTCAP, EXACT),
+        columns,
+        m[:, None],
+        inverse_s[:, None],
+        column[:, None],
+        at_target[:, None],
+        rest[:, None],
+        each[:, None],
+        w,
+        softcap,
+        SMOOTH,
+        REST,
+        HAS_SOFTCAP,
+    )
+    tl.store(grad_ptr + first_grad[:, None] + at, d.to(grad_ptr.dtype.element_ty), mask=inside)
+    if LAYOUT == "fringed":  # noqa: SIM102 — this condition is the compiler's, the next one the program's
+        if start == 0:
+            beyond = fringe(head, length, vocab, VECTOR)
+            outside = beyond < vocab
+            x_fringe = tl.load(logits_ptr + base + beyond, mask=outside & read, other=0.0).to(tl.float32)
+            w_fringe = load_weights(weight_ptr, beyond, outside & live, SMOOTH and HAS_WEIGHT)
+            y_fringe = softcapped(x_fringe, softcap, HAS_SOFTCAP, EXACT)
+            d_fringe = logit_gradient(
+                y_fringe,
+                beyond,
+                m,
+                inverse_s,
+                column,
+                at_target,
+                rest,
+                each,
+                w_fringe,
+                softcap,
+                SMOOTH,
+                REST,
+                HAS_SOFTCAP,
+            )
+            tl.store(grad_ptr + base_grad + beyond, d_fringe.to(grad_ptr.dtype.element_ty), mask=outside)
+
+
+@triton.jit
+def _cross_entropy_scale_kernel(
+    grad_ptr,
+    g_loss_ptr,
+    out_ptr,
+    rows,
+    vocab,
+    tiles_n,
+    stride_grad,
+    stride_g_loss,
+    stride_out,
+    IN_PLACE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """out = g_loss · grad. In place a row whose factor is 1 is left as it is, unread: the programs stay and loop, so
+    that there are few to start for nothing."""
+    for tile in tl.range(tl.program_id(0), rows * tiles_n, tl.num_programs(0)):
+        row = (tile // tiles_n).to(tl.int64)
+        g = tl.load(g_loss_ptr + row * stride_g_loss).to(tl.float32)
+        if (g != 1.0) | (not IN_PLACE):
+            at = tile % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            mask = at < vocab
+            d = tl.load(grad_ptr + row * stride_grad + at, mask=mask).to(tl.float32) * g
+            tl.store(out_ptr + row * stride_out + at, d.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,207 @@
+"""The declaration of cross_entropy: cases, cost, peers. `python -m harness bench --kernel cross_entropy`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable
+
+from . import cross_entropy, cross_entropy_and_grad, kernel
+from .reference import cross_entropy_reference
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def _case(rows: int, vocab: int, dtype: torch.dtype, suffix: str = "", bench: bool = False, **params) -> Case:
+    short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
+    mutates = ("logits",) if params.get("with_grad") else ()
+    return Case(f"{rows}x{vocab}-{short}{suffix}", dict(rows=rows, vocab=vocab), dtype, params, bench, mutates=mutates)
+
+
+EVERYTHING: dict[str, Any] = dict(
+    weight=True, ignored=True, label_smoothing=0.1, z_loss=1e-2, softcap=5.0, return_z_loss=True, return_lse=True
+)
+
+CASES = (
+    # Vocabularies of Llama 2 and 3, GPT-2 (odd: no row but the first starts on a 16-byte boundary), Gemma 2 with its
+    # softcap, and a small one.
+    _case(4096, 32000, BF16, bench=True),
+    _case(16384, 32000, BF16, bench=True),
+    _case(8192, 128256, BF16, bench=True),
+    _case(8192, 50257, BF16, bench=True),
+    _case(4096, 256000, BF16, "-softcap", bench=True, softcap=30.0),
+    _case(205000, 512, BF16, bench=True),
+    # The loss and its gradient in one pass, in place.
+    _case(4096, 32000, BF16, "-inplace", bench=True, with_grad=True),
+    _case(16384, 32000, BF16, "-inplace", bench=True, with_grad=True),
+    _case(8192, 128256, BF16, "-inplace", bench=True, with_grad=True),
+    # What goes wrong: nothing, one row, one class, primes, one off a power of two, rows in chunks, rows off alignment.
+    _case(0, 64, FP32),
+    _case(1, 1, FP32),
+    _case(7, 1, FP16),
+    _case(31, 127, FP32),
+    _case(24, 24, FP32, "-none", reduction="none", ignored=True),
+    _case(13, 257, FP32, "-sum", reduction="sum", z_loss=1e-2, return_lse=True),
+    _case(13, 96, FP16, "-smooth", label_smoothing=0.1, ignored=True),
+    _case(19, 65, FP32, "-weight", weight=True, ignored=True, z_loss=1e-3),
+    _case(19, 64, FP32, "-softcap", softcap=5.0),
+    _case(11, 131, FP32, "-everything", **EVERYTHING),
+    _case(11, 131, FP16, "-everything-none", reduction="none", **EVERYTHING),
+    _case(11, 130, FP32, "-fused", grad_in_forward=True, ignored=True),
+    _case(11, 131, FP32, "-fused-everything-sum", grad_in_forward=True, reduction="sum", **EVERYTHING),
+    _case(9, 72, FP16, "-inplace", with_grad=True, ignored=True),
+    _case(9, 71, FP32, "-inplace-everything", with_grad=True, **EVERYTHING),
+    _case(5, 8192, FP32, ignored=True),
+    _case(5, 8201, FP16, "-everything", **EVERYTHING),
+    _case(4, 20003, FP32, "-smooth-none", reduction="none", label_smoothing=0.2),
+    _case(3, 32000, FP16, "-inplace", with_grad=True),
+    _case(3, 5003, FP32, "-inplace-everything", with_grad=True, **EVERYTHING),
+    _case(2, 262144, FP16),
+    _case(257, 1023, BF16, ignored=True),
+    _case(19, 9001, BF16, "-everything", **EVERYTHING),
+    _case(19, 8200, BF16, "-inplace-everything", with_grad=True, **EVERYTHING),
+)
+
+
+def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
+    rows, vocab = case.dims["rows"], case.dims["vocab"]
+    params = dict(case.params)
+    inputs: Inputs = {"logits": 2 * torch.randn(rows, vocab, dtype=case.dtype, device=device, generator=generator)}
+    target = torch.randint(0, max(vocab, 1), (rows,), device=device, generator=generator)
+    if params.pop("ignored", False):
+        # Not the row in the middle: there the checks put NaN and inf, and PyTorch lets them through an ignored row.
+        row = torch.arange(rows, device=device)
+        target = torch.where((row % 5 == 1) & (row != rows // 2), -100, target)
+    inputs["target"] = target
+    if params.pop("weight", False):
+        inputs["weight"] = 0.5 + torch.rand(vocab, dtype=torch.float32, device=device, generator=generator).to(
+            case.dtype
+        )
+    return {**inputs, **params}
+
+
+def cost(case: Case, mode: str) -> Cost:
+    rows, vocab, size = case.dims["rows"], case.dims["vocab"], case.dtype.itemsize
+    with_grad = case.params.get("with_grad", False)
+    # The logits are read; the backward, or the forward that makes the gradient as well, writes as much.
+    matrices = 2 if with_grad or mode == "bwd" else 1
+    vectors = 8 * rows + (vocab * size if case.params.get("weight", False) else 0)
+    if case.params.get("reduction") == "none":
+        vectors += size * rows
+    # forward: maximum, difference, exponential, sum. backward: difference, exponential, scale, one more at the target.
+    flops = {"fwd": 8 if with_grad else 4, "bwd": 4}[mode]
+    return Cost(flops=flops * rows * vocab, bytes=matrices * size * rows * vocab + vectors)
+
+
+def _op(logits, target, with_grad=False, **options):
+    """Either public function: the cases with_grad are in place and without autograd."""
+    if with_grad:
+        return cross_entropy_and_grad(logits, target, inplace=True, **options)
+    return cross_entropy(logits, target, **options)
+
+
+def _torch():
+    def loss(logits, target, **options):
+        return F.cross_entropy(logits, target, **options)
+
+    return loss
+
+
+def _torch_supports(case: Case, mode: str) -> str | None:
+    unknown = {"with_grad", "softcap", "z_loss", "return_lse", "return_z_loss"} & set(case.params)
+    return f"has no {', '.join(sorted(unknown))}" if unknown else None
+
+
+def _liger():
+    from liger_kernel.ops.cross_entropy import cross_entropy_forward
+
+    def loss(logits, target, *, reduction="mean", softcap=None, with_grad=False):
+        # The function under LigerCrossEntropyFunction. It writes the gradient where a gradient is asked for.
+        logits = logits.detach().requires_grad_(with_grad)
+        with torch.no_grad():
+            value, *_, gradient = cross_entropy_forward(logits, target, None, -100, 0.0, 0.0, reduction, softcap, False)
+        return (value, gradient.detach()) if with_grad else value
+
+    return loss
+
+
+def _liger_supports(case: Case, mode: str) -> str | None:
+    if mode == "bwd":
+        return "makes the gradient in the forward, in place: see the cases in place"
+    unknown = set(case.params) - {"with_grad", "softcap", "reduction"}
+    return f"not compared with {', '.join(sorted(unknown))}" if unknown else None
+
+
+def _quack():
+    import quack
+
+    def loss(logits, target, *, with_grad=False):
+        if not with_grad:
+            return quack.cross_entropy(logits, target, reduction="mean").to(logits.dtype)
+        with torch.enable_grad():
+            leaf = logits.detach().requires_grad_()
+            value = quack.cross_entropy(leaf, target, reduction="mean", inplace_backward=True)
+            (gradient,) = torch.autograd.grad(value, leaf)
+        return value.detach().to(logits.dtype), gradient
+
+    return loss
+
+
+def _quack_supports(case: Case, mode: str) -> str | None:
+    if case.params.keys() - {"with_grad"}:
+        return f"has no {', '.join(sorted(case.params.keys() - {'with_grad'}))}"
+    return None
+
+
+def _fwd_candidates(case: Case) -> list[kernel.FwdConfig]:
+    vocab, grad = case.dims["vocab"], case.params.get("with_grad", False)
+    if vocab <= kernel.NARROW:
+        block_n = 1 << (vocab - 1).bit_length()
+        return [kernel.FwdConfig(m, 0, 0, w, "") for m in (1, 2, 4, 8, 16) for w in (2, 4, 8) if m * block_n <= 8192]
+    return [
+        kernel.FwdConfig(1, unroll, grad_unroll, warps, eviction)
+        for unroll in (1, 2, 4, 8)
+        for grad_unroll in ((1, 2, 4) if grad else (0,))
+        for warps in ((8, 16, 32) if grad else (4, 8, 16))
+        for eviction in ("", "evict_last")
+    ]
+
+
+def _bwd_candidates(case: Case) -> list[kernel.BwdConfig]:
+    vocab = case.dims["vocab"]
+    tiles = [(1, n) for n in (2048, 4096, 8192)]
+    if vocab <= kernel.NARROW:
+        block_n = 1 << (vocab - 1).bit_length()
+        tiles = [(m, block_n) for m in (1, 2, 4, 8, 16) if m * block_n <= 8192]
+    return [
+        kernel.BwdConfig(m, n, w, e) for m, n in tiles for w in (4, 8, 16) for e in ("", "evict_first", "evict_last")
+    ]
+
+
+SPEC = KernelSpec(
+    name="cross_entropy",
+    implementations={"triton": _op},
+    baselines=(
+        EAGER,
+        COMPILED,
+        Peer("torch", load=_torch, supports=_torch_supports),
+        Peer("liger", load=_liger, supports=_liger_supports),
+        Peer("quack", load=_quack, supports=_quack_supports),
+    ),
+    reference=cross_entropy_reference,
+    make_inputs=make_inputs,
+    cost=cost,
+    cases=CASES,
+    grads=("logits",),
+    unit="rows",
+    items=lambda case: case.dims["rows"],
+    fuzz={"rows": (0, 40), "vocab": (1, 700)},
+    limits={"weight": 1e4},  # an infinite one gives NaN under label smoothing, where PyTorch may give inf
+    tunables=(
+        Tunable(kernel, "pick_fwd_config", "fwd", _fwd_candidates),
+        Tunable(kernel, "pick_bwd_config", "bwd", _bwd_candidates),
+    ),
+)

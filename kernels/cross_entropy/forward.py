@@ -1,0 +1,414 @@
+"""The forward kernels: rows that are held whole (`narrow`), and rows walked in chunks (`wide`).
+
+Either can write the gradient as well. Then the loss is taken to have the gradient 1, and `count_ptr` has what the mean
+divides by.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .sums import inverse_counts
+from .terms import LOG2_E, anchor, finite_or_zero, logit_gradient, row_coefficients, row_terms, softcapped
+
+
+@triton.jit
+def load_target(target_ptr, row, rows, stride_target, vocab, ignore_index):
+    """(column of the target, whether the row counts). A row that does not is given column 0."""
+    target = tl.load(target_ptr + row.to(tl.int64) * stride_target, mask=row < rows, other=ignore_index)
+    live = target != ignore_index
+    tl.device_assert(
+        (target >= 0) & (target < vocab) | (target == ignore_index),
+        "cross_entropy: target must be ignore_index or in [0, vocabulary)",
+    )
+    return tl.where(live, target, 0).to(tl.int32), live
+
+
+@triton.jit
+def load_weights(weight_ptr, columns, mask, WEIGHTED: tl.constexpr):
+    """The weights of those columns, or 1."""
+    w = 1.0
+    if WEIGHTED:
+        w = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    return w
+
+
+@triton.jit
+def store_row(
+    row,
+    rows,
+    loss,
+    z,
+    lse,
+    m,
+    s,
+    live,
+    w_target,
+    loss_ptr,
+    z_ptr,
+    lse_ptr,
+    stats_ptr,
+    partial_ptr,
+    REDUCTION: tl.constexpr,
+    HAS_Z: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    RETURN_Z: tl.constexpr,
+    RETURN_LSE: tl.constexpr,
+    SAVE: tl.constexpr,
+):
+    """What a tile of rows [M] leaves behind."""
+    here = row < rows
+    if RETURN_LSE:
+        tl.store(lse_ptr + row, lse, mask=here)
+    if SAVE:
+        tl.store(stats_ptr + row, m, mask=here)
+        tl.store(stats_ptr + rows + row, s, mask=here)
+    if REDUCTION == "none":
+        tl.store(loss_ptr + row, (loss + z).to(loss_ptr.dtype.element_ty), mask=here)
+        if RETURN_Z:
+            tl.store(z_ptr + row, z.to(z_ptr.dtype.element_ty), mask=here)
+    else:
+        program, programs = tl.program_id(0), tl.num_programs(0)
+        tl.store(partial_ptr + program, tl.sum(loss, 0))
+        if HAS_Z:
+            tl.store(partial_ptr + programs + program, tl.sum(z, 0))
+        if REDUCTION == "mean":
+            tl.store(partial_ptr + 2 * programs + program, tl.sum(tl.where(live, 1.0, 0.0), 0))
+            if HAS_WEIGHT:
+                tl.store(partial_ptr + 3 * programs + program, tl.sum(tl.where(live, w_target, 0.0), 0))
+
+
+@triton.jit(debug=True)
+def _cross_entropy_narrow_kernel(
+    logits_ptr,
+    target_ptr,
+    weight_ptr,
+    weight_sum_ptr,
+    count_ptr,
+    loss_ptr,
+    z_ptr,
+    lse_ptr,
+    stats_ptr,
+    partial_ptr,
+    grad_ptr,
+    rows,
+    vocab,
+    stride_row,
+    skip,
+    stride_target,
+    stride_grad,
+    skip_grad,
+    ignore_index,
+    smoothing,
+    z_loss,
+    softcap,
+    REDUCTION: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    HAS_Z: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    EXACT: tl.constexpr,
+    RETURN_Z: tl.constexpr,
+    RETURN_LSE: tl.constexpr,
+    SAVE: tl.constexpr,
+    GRAD: tl.constexpr,
+    COUNTS: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, BLOCK_N)[None, :]
+    column, live = load_target(target_ptr, row, rows, stride_target, vocab, ignore_index)
+    base = skip + row.to(tl.int64) * stride_row
+    # Rows that do not count are not read.
+    read = row < rows if RETURN_LSE else live
+    first, _, length = body(base, vocab, LAYOUT, VECTOR)
+    y = tl.load(logits_ptr + first[:, None] + columns, mask=read[:, None] & (columns < length), other=0.0).to(
+        tl.float32
+    )
+    y_target = tl.load(logits_ptr + base + column, mask=read, other=0.0).to(tl.float32)
+    y, y_target = softcapped(y, softcap, HAS_SOFTCAP, EXACT), softcapped(y_target, softcap, HAS_SOFTCAP, EXACT)
+    y = tl.where(columns < length, y, float("-inf"))
+    m = tl.max(y, 1)
+    s = tl.sum(tl.exp2((y - finite_or_zero(m)[:, None]) * LOG2_E), 1)
+    w = load_weights(weight_ptr, columns, columns < vocab, SMOOTH and HAS_WEIGHT)
+    w_target, w_sum, y_sum = tl.where(live, 1.0, 0.0), vocab * 1.0, 0.0
+    if HAS_WEIGHT:
+        w_target = tl.load(weight_ptr + column).to(tl.float32)
+    if SMOOTH:
+        if HAS_WEIGHT:
+            w_sum = tl.load(weight_sum_ptr)
+        y_sum = tl.sum(tl.where(columns < vocab, w * (y - anchor(y_target)[:, None]), 0.0), 1)
+    loss, z, lse = row_terms(m, s, y_target, live, w_target, w_sum, y_sum, vocab, smoothing, z_loss, SMOOTH, HAS_Z)
+    store_row(
+        row,
+        rows,
+        loss,
+        z,
+        lse,
+        m,
+        s,
+        live,
+        w_target,
+        loss_ptr,
+        z_ptr,
+        lse_ptr,
+        stats_ptr,
+        partial_ptr,
+        REDUCTION,
+        HAS_Z,
+        HAS_WEIGHT,
+        RETURN_Z,
+        RETURN_LSE,
+        SAVE,
+    )
+    if GRAD:
+        g_loss, g_z = 1.0, 1.0
+        if REDUCTION == "mean":
+            g_loss, g_z = inverse_counts(count_ptr, COUNTS)
+        m, inverse_s, target, rest, each = row_coefficients(
+            m, s, live, w_target, w_sum, g_loss, g_z, 0.0, vocab, smoothing, z_loss, SMOOTH, HAS_Z, False
+        )
+        d = logit_gradient(
+            tl.where(live[:, None], y, 0.0),
+            columns,
+            m[:, None],
+            inverse_s[:, None],
+            column[:, None],
+            target[:, None],
+            rest[:, None],
+            each[:, None],
+            tl.where(live[:, None], w, 0.0),
+            softcap,
+            SMOOTH,
+            SMOOTH or HAS_Z,
+            HAS_SOFTCAP,
+        )
+        first, _, _ = body(skip_grad + row.to(tl.int64) * stride_grad, vocab, LAYOUT, VECTOR)
+        inside = (row < rows)[:, None] & (columns < length)
+        tl.store(grad_ptr + first[:, None] + columns, d.to(grad_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(debug=True)
+def _cross_entropy_wide_kernel(
+    logits_ptr,
+    target_ptr,
+    weight_ptr,
+    weight_sum_ptr,
+    count_ptr,
+    loss_ptr,
+    z_ptr,
+    lse_ptr,
+    stats_ptr,
+    partial_ptr,
+    grad_ptr,
+    rows,
+    vocab,
+    stride_row,
+    skip,
+    stride_target,
+    stride_grad,
+    skip_grad,
+    ignore_index,
+    smoothing,
+    z_loss,
+    softcap,
+    REDUCTION: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    HAS_Z: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    EXACT: tl.constexpr,
+    RETURN_Z: tl.constexpr,
+    RETURN_LSE: tl.constexpr,
+    SAVE: tl.constexpr,
+    GRAD: tl.constexpr,
+    COUNTS: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    ALIGNED_GRAD: tl.constexpr,
+    VECTOR: tl.constexpr,
+    LANES: tl.constexpr,
+    UNROLL: tl.constexpr,
+    GRAD_UNROLL: tl.constexpr,
+    EVICTION: tl.constexpr,
+):
+    """One row to a program, in chunks of UNROLL · LANES · VECTOR, LANES being the threads.
+
+    Each thread keeps a maximum and a sum of its own and scales the sum once a chunk, so that a row is read once and the
+    threads meet once, at its end. A row of an odd length starts off a 16-byte boundary: its body, from the first
+    boundary to the last, is read in vectors, and the fringe of fewer than VECTOR columns at either end on its own.
+    """
+    CHUNK: tl.constexpr = UNROLL * LANES * VECTOR
+    row = tl.program_id(0)
+    rows_of_one = row + tl.arange(0, 1)
+    column, live = load_target(target_ptr, row, rows, stride_target, vocab, ignore_index)
+    base = skip + row.to(tl.int64) * stride_row
+    first, head, length = body(base, vocab, LAYOUT, VECTOR)
+    read = tl.full([], True, tl.int1) if RETURN_LSE else live
+    # Rows that do not count are not read.
+    to_read = tl.where(read, length, 0)
+    positions = tl.arange(0, CHUNK)
+    y_target = tl.load(logits_ptr + base + column, mask=read, other=0.0).to(tl.float32)
+    y_target = softcapped(y_target, softcap, HAS_SOFTCAP, EXACT)
+
+    m = tl.full([LANES], float("-inf"), tl.float32)
+    s = tl.zeros([LANES], tl.float32)
+    y_sum = tl.zeros([LANES], tl.float32)
+    for start in range(0, to_read, CHUNK):
+        at = start + positions
+        mask = at < length
+        x = tl.load(logits_ptr + first + at, mask=mask, other=float("-inf"), eviction_policy=EVICTION).to(tl.float32)
+        y = softcapped(x, softcap, HAS_SOFTCAP, EXACT)
+        if HAS_SOFTCAP:
+            y = tl.where(mask, y, float("-inf"))
+        if SMOOTH:
+            w = load_weights(weight_ptr, head + at, mask, HAS_WEIGHT)
+            y_sum += by_lane_sum(tl.where(mask, w * (y - anchor(y_target)), 0.0), UNROLL, LANES, VECTOR)
+        y = tl.reshape(y, [UNROLL, LANES, VECTOR])
+        new = tl.maximum(m, tl.max(tl.max(y, 2), 0))
+        safe = finite_or_zero(new)
+        e = tl.exp2((y - safe[None, :, None]) * LOG2_E)
+        s = s * tl.exp2((m - safe) * LOG2_E) + tl.sum(tl.sum(e, 2), 0)
+        m = new
+
+    m_row = tl.max(m, 0)
+    if LAYOUT == "fringed":
+        beyond = fringe(head, length, vocab, VECTOR)
+        outside = read & (beyond < vocab)
+        x_fringe = tl.load(logits_ptr + base + beyond, mask=outside, other=0.0).to(tl.float32)
+        y_fringe = tl.where(outside, softcapped(x_fringe, softcap, HAS_SOFTCAP, EXACT), float("-inf"))
+        m_row = tl.maximum(m_row, tl.max(y_fringe, 0))
+    safe_row = finite_or_zero(m_row)
+    s_row = tl.sum(s * tl.exp2((m - safe_row) * LOG2_E), 0)
+    y_total = tl.sum(y_sum, 0)
+    if LAYOUT == "fringed":
+        s_row += tl.sum(tl.exp2((y_fringe - safe_row) * LOG2_E), 0)
+        if SMOOTH:
+            w_fringe = load_weights(weight_ptr, beyond, outside, HAS_WEIGHT)
+            y_total += tl.sum(tl.where(outside, w_fringe * (y_fringe - anchor(y_target)), 0.0), 0)
+
+    w_target, w_sum = tl.where(live, 1.0, 0.0), vocab * 1.0
+    if HAS_WEIGHT:
+        w_target = tl.load(weight_ptr + column).to(tl.float32)
+        if SMOOTH:
+            w_sum = tl.load(weight_sum_ptr)
+    loss, z, lse = row_terms(
+        m_row, s_row, y_target, live, w_target, w_sum, y_total, vocab, smoothing, z_loss, SMOOTH, HAS_Z
+    )
+    one = tl.zeros([1], tl.float32)
+    store_row(
+        rows_of_one,
+        rows,
+        loss + one,
+        z + one,
+        lse + one,
+        m_row + one,
+        s_row + one,
+        live & (one == 0),
+        w_target + one,
+        loss_ptr,
+        z_ptr,
+        lse_ptr,
+        stats_ptr,
+        partial_ptr,
+        REDUCTION,
+        HAS_Z,
+        HAS_WEIGHT,
+        RETURN_Z,
+        RETURN_LSE,
+        SAVE,
+    )
+    if GRAD:
+        g_loss, g_z = 1.0, 1.0
+        if REDUCTION == "mean":
+            g_loss, g_z = inverse_counts(count_ptr, COUNTS)
+        m_row, inverse_s, target, rest, each = row_coefficients(
+            m_row, s_row, live, w_target, w_sum, g_loss, g_z, 0.0, vocab, smoothing, z_loss, SMOOTH, HAS_Z, False
+        )
+        base_grad = skip_grad + row.to(tl.int64) * stride_grad
+        first_grad = base_grad + head
+        if ALIGNED_GRAD:
+            first_grad = first_grad // VECTOR * VECTOR
+        GRAD_CHUNK: tl.constexpr = GRAD_UNROLL * LANES * VECTOR
+        for start in range(0, length, GRAD_CHUNK):
+            at = start + tl.arange(0, GRAD_CHUNK)
+            mask = at < length
+            x = tl.load(logits_ptr + first + at, mask=mask & live, other=0.0, eviction_policy="evict_first")
+            y = softcapped(x.to(tl.float32), softcap, HAS_SOFTCAP, EXACT)
+            w = load_weights(weight_ptr, head + at, mask & live, SMOOTH and HAS_WEIGHT)
+            d = logit_gradient(
+                y,
+                head + at,
+                m_row,
+                inverse_s,
+                column,
+                target,
+                rest,
+                each,
+                w,
+                softcap,
+                SMOOTH,
+                SMOOTH or HAS_Z,
+                HAS_SOFTCAP,
+            )
+            # What is written is not read again here: it must not push out the rows that are.
+            tl.store(
+                grad_ptr + first_grad + at, d.to(grad_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first"
+            )
+        if LAYOUT == "fringed":
+            y_fringe = tl.where(live, y_fringe, 0.0)
+            w_beyond = load_weights(weight_ptr, beyond, (beyond < vocab) & live, SMOOTH and HAS_WEIGHT)
+            d_fringe = logit_gradient(
+                y_fringe,
+                beyond,
+                m_row,
+                inverse_s,
+                column,
+                target,
+                rest,
+                each,
+                w_beyond,
+                softcap,
+                SMOOTH,
+                SMOOTH or HAS_Z,
+                HAS_SOFTCAP,
+            )
+            tl.store(grad_ptr + base_grad + beyond, d_fringe.to(grad_ptr.dtype.element_ty), mask=beyond < vocab)
+
+
+@triton.jit
+def body(base, vocab, LAYOUT: tl.constexpr, VECTOR: tl.constexpr):
+    """(offset of the first vector of the row that begins at `base`, columns before it, columns in vectors). LAYOUT:
+
+    aligned  every row begins and ends on a boundary of VECTOR elements
+    fringed  rows need not; the body is what lies between two boundaries
+    any      as fringed, but the row is read as if it were all body, an element at a time
+
+    The multiplications tell the compiler what is aligned.
+    """
+    first, head, length = base, 0, vocab
+    if LAYOUT == "aligned":
+        first, length = base // VECTOR * VECTOR, vocab // VECTOR * VECTOR
+    if LAYOUT == "fringed":
+        first = (base + VECTOR - 1) // VECTOR * VECTOR
+        head = (first - base).to(tl.int32)
+        length = ((base + vocab) // VECTOR - first // VECTOR).to(tl.int32) * VECTOR
+    return first, head, length
+
+
+@triton.jit
+def fringe(head, length, vocab, VECTOR: tl.constexpr):
+    """The columns of a row that are not in its body, [2 · VECTOR]; what is too many is `vocab`."""
+    i = tl.arange(0, 2 * VECTOR)
+    before = tl.where(i < head, i, vocab)
+    after = tl.minimum(head + length + i - VECTOR, vocab)
+    return tl.where(i < VECTOR, before, after)
+
+
+@triton.jit
+def by_lane_sum(values, UNROLL: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr):
+    """[UNROLL · LANES · VECTOR] summed over what a thread holds."""
+    return tl.sum(tl.sum(tl.reshape(values, [UNROLL, LANES, VECTOR]), 2), 0)

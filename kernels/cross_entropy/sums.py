@@ -1,0 +1,90 @@
+"""From the rows to the batch: Σ loss, Σ z-loss, and what the mean divides by. Everything in a fixed order.
+
+`partial` is [4, n] in fp32, a column for each program of the forward: its cross entropy, its z-loss, its rows that are
+not ignored, and their weights. Rows of it that are not needed are not written.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _cross_entropy_sum_kernel(
+    partial_ptr,
+    loss_ptr,
+    z_ptr,
+    scale_ptr,
+    n,
+    REDUCTION: tl.constexpr,
+    HAS_Z: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    RETURN_Z: tl.constexpr,
+    SAVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The loss and the z-loss in it; scale = 1 / Σ weights, 1 / rows that are not ignored. One program."""
+    lanes = tl.arange(0, BLOCK)
+    losses = tl.zeros([BLOCK], tl.float32)
+    zs = tl.zeros([BLOCK], tl.float32)
+    counts = tl.zeros([BLOCK], tl.float32)
+    weights = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, n, BLOCK):
+        at, mask = partial_ptr + start + lanes, start + lanes < n
+        losses += tl.load(at, mask=mask, other=0.0)
+        if HAS_Z:
+            zs += tl.load(at + n, mask=mask, other=0.0)
+        if REDUCTION == "mean":
+            counts += tl.load(at + 2 * n, mask=mask, other=0.0)
+            if HAS_WEIGHT:
+                weights += tl.load(at + 3 * n, mask=mask, other=0.0)
+    loss, z = tl.sum(losses, 0), tl.sum(zs, 0)
+    if REDUCTION == "mean":
+        count = tl.sum(counts, 0)
+        weight = tl.sum(weights, 0) if HAS_WEIGHT else count
+        loss, z = loss / weight, z / count
+        if SAVE:
+            tl.store(scale_ptr, 1 / weight)
+            tl.store(scale_ptr + 1, 1 / count)
+    tl.store(loss_ptr, (loss + z).to(loss_ptr.dtype.element_ty) if HAS_Z else loss.to(loss_ptr.dtype.element_ty))
+    if RETURN_Z:
+        tl.store(z_ptr, z.to(z_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _cross_entropy_count_kernel(
+    target_ptr,
+    weight_ptr,
+    count_ptr,
+    rows,
+    vocab,
+    stride_target,
+    ignore_index,
+    HAS_WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Each program's share of Σ weights and of the rows that are not ignored, into [2, programs]: what a mean divides
+    by, before there is a loss."""
+    programs = tl.num_programs(0)
+    counts = tl.zeros([BLOCK], tl.float32)
+    weights = tl.zeros([BLOCK], tl.float32)
+    for start in range(tl.program_id(0) * BLOCK, rows, programs * BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        target = tl.load(target_ptr + row.to(tl.int64) * stride_target, mask=row < rows, other=ignore_index)
+        live = target != ignore_index
+        counts += tl.where(live, 1.0, 0.0)
+        if HAS_WEIGHT:
+            # A target out of range is not followed here; the forward says so.
+            known = live & (target >= 0) & (target < vocab)
+            weights += tl.load(weight_ptr + target, mask=known, other=0.0).to(tl.float32)
+    count = tl.sum(counts, 0)
+    tl.store(count_ptr + tl.program_id(0), tl.sum(weights, 0) if HAS_WEIGHT else count)
+    tl.store(count_ptr + programs + tl.program_id(0), count)
+
+
+@triton.jit
+def inverse_counts(count_ptr, COUNTS: tl.constexpr):
+    """1 / Σ weights and 1 / rows that are not ignored, from what `_cross_entropy_count_kernel` wrote."""
+    lanes = tl.arange(0, COUNTS)
+    return 1 / tl.sum(tl.load(count_ptr + lanes), 0), 1 / tl.sum(tl.load(count_ptr + COUNTS + lanes), 0)
