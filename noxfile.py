@@ -98,7 +98,8 @@ def pytest(session: nox.Session, *arguments: str) -> None:
     """pytest ARGUMENTS, then whatever stands after `--`."""
     python = environment(session)
     # conftest.py makes `auto` one process on a GPU.
-    workers = ("-n", "auto") if _has_module(python, "xdist") else ()
+    # Some tests take a minute: a worker that has nothing left takes over from the other.
+    workers = ("-n", "auto", "--dist", "worksteal") if _has_module(python, "xdist") else ()
     session.run(python, "-m", "pytest", *workers, *arguments, *session.posargs)
 
 

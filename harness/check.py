@@ -184,9 +184,9 @@ def run(item: Item, device: str, seed: int = 0) -> Outcome:
         return outcome("skip", Verdict(True, str(skip)))
     except Rejected as rejected:
         return outcome("fail", rejected.verdict)
-    except torch.cuda.OutOfMemoryError as error:
-        return outcome("skip", Verdict(True, f"out of memory: {execute.first_line(error)}"))
     except Exception as error:
+        if execute.out_of_memory(error):
+            return outcome("skip", Verdict(True, f"out of memory: {execute.first_line(error)}"))
         return outcome("fail", Verdict(False, f"{type(error).__name__}: {str(error).strip()[:500]}", "raised"))
 
 

@@ -128,6 +128,13 @@ def _needs(capability: tuple[int, int]) -> str:
     return "needs compute capability {}.{}".format(*capability)
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether that is what an exception says: PyTorch's allocator, or CUDA itself where others hold the memory."""
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "CUDA error: out of memory" in str(error)
+
+
 def first_line(error: BaseException) -> str:
     """What an exception says, without the source code and stack that some append; its type where it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

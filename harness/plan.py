@@ -27,7 +27,8 @@ def main(selections: Sequence[options.Selection], key: str | None, arguments: ar
     notice = f"No GPU found: nothing is timed. Correctness, build and floors for {gpu.title}."
     console.print(notice, style="bold")
     failed = 0
-    for step, options_of_step in (("check", ["--quiet"]), ("build", ["--quick"])):
+    # The errors of every case. The rest of the battery takes longer than all else here together, and is `nox -s test`.
+    for step, options_of_step in (("check", ["--quiet", "--check", "accuracy"]), ("build", ["--quick"])):
         console.rule(step)
         failed |= _harness(step, [*_kernels(selections), *options_of_step], interpret=step == "check")
     console.rule("floors")

@@ -117,7 +117,7 @@ def guarded_call(
 
 def as_rejection(error: Exception, where: str = "") -> Exception:
     """What an exception of the implementation means."""
-    if isinstance(error, torch.cuda.OutOfMemoryError):
+    if execute.out_of_memory(error):
         return Skipped(f"out of memory: {execute.first_line(error)}")
     if isinstance(error, execute.Unavailable):
         return Skipped(str(error))
