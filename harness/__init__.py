@@ -7,6 +7,5 @@ What the commands are made of lies in packages: `correctness`, `measure`, `compi
 import os
 
 # Streams that share one of the GPU's hardware queues run in the order in which they were filled, and so may seem to
-# have waited for one another. By default there are 8 queues. Read when CUDA starts, so this
-# comes before the first `import torch` that asks for a GPU.
+# have waited for one another. By default there are 8 queues. Read when CUDA starts, so before anything asks for a GPU.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")

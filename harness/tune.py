@@ -22,6 +22,7 @@ import torch
 
 from . import environment, execute, options
 from .compiling import precompile
+from .correctness.in_place import OnCopies
 from .measure import timing
 from .on_gpu import Place, place
 from .reporting import rows_json, tables
@@ -90,16 +91,18 @@ def search(spec: KernelSpec, tunable: Tunable, case: Case, device: torch.device,
     # The same incoming gradients for all, since their results are compared.
     grads = execute.out_grads(spec, fn, inputs[0], tunable.mode, generator)
 
-    def bind(config: Any) -> Callable[[int], execute.Run]:
-        return lambda index: _bound(tunable, config, lambda: execute.bind(spec, fn, inputs[index], tunable.mode, grads))
+    def bind(config: Any, op: execute.Op = fn) -> Callable[[int], execute.Run]:
+        return lambda index: _bound(tunable, config, lambda: execute.bind(spec, op, inputs[index], tunable.mode, grads))
 
+    # On copies of what it updates in place: else each result would be the input of the next, and compared with itself.
+    compared = OnCopies(fn, case.mutates)
     with _listening(tunable) as calls:
-        expected = execute.bind(spec, fn, inputs[0], tunable.mode, grads)()
+        expected = execute.bind(spec, compared, inputs[0], tunable.mode, grads)()
     if not calls:
         raise ValueError(f"{spec.name}: {tunable.function} is not called in mode {tunable.mode}, so cannot be tuned")
     arguments, picked = calls[-1]
     configs = [picked, *(config for config in tunable.candidates(case) if config != picked)]
-    reasons = {i: reason for i, c in enumerate(configs) if i and (reason := _unfit(bind(c), expected))}
+    reasons = {i: reason for i, c in enumerate(configs) if i and (reason := _unfit(bind(c, compared), expected))}
     del expected
     medians, column = _timed([bind(c) for c in configs], reasons, sets, clock)
     return {

@@ -106,6 +106,14 @@ def test_every_candidate_is_timed_or_has_its_reason():
     assert found[1024] == (None, "RuntimeError: out of resources with 1024")
 
 
+def test_a_wrong_candidate_is_found_out_in_place_too():
+    case = replace(CASE, mutates=("x",))
+    spec = replace(SPEC, implementations={"triton": lambda x: x.copy_(_op(x))}, cases=(case,))
+    found = _by_block(tune.search(spec, spec.tunables[0], case, torch.device("cpu"), None))
+    assert found[256] == (8.2, None)
+    assert found[512] == (None, "gives another result than the picked configuration")
+
+
 def test_a_drifting_clock_favours_no_group(timed, monkeypatch):
     monkeypatch.setattr(tune, "GROUP", 1)
     row = _search()
