@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -18,6 +19,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 HAS_GPU = torch.cuda.is_available()
+MEMORY_KEPT = 1 << 30  # bytes
 if not HAS_GPU:
     # Triton decides when @triton.jit is reached, so this comes before the first import of a kernel.
     os.environ["TRITON_INTERPRET"] = "1"
@@ -48,6 +50,15 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """`-n auto`: one process on a GPU, where workers would fight over its memory; else xdist's choice, the cores."""
     return 0 if HAS_GPU else None
+
+
+@pytest.fixture(autouse=HAS_GPU)
+def _gives_memory_back():
+    """Workers share a GPU's memory: what a test leaves unused in PyTorch's cache would be lacking elsewhere."""
+    yield
+    if torch.cuda.memory_reserved() > MEMORY_KEPT:
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -153,11 +153,9 @@ class Group:
                 self._close_all("skipped", reason)
             else:
                 self._measure()
-        except torch.cuda.OutOfMemoryError as error:
-            self._close_all("oom", execute.first_line(error))
-        except torch.AcceleratorError as error:
-            # The CUDA context is lost, and with it every later group of this process.
-            self._close_all("error", execute.first_line(error))
+        except (torch.cuda.OutOfMemoryError, torch.AcceleratorError) as error:
+            # After any other error of CUDA the context is lost, and with it every later group of this process.
+            self._close_all("oom" if execute.out_of_memory(error) else "error", execute.first_line(error))
         finally:
             gc.collect()
             torch.cuda.empty_cache()
@@ -214,12 +212,13 @@ class Group:
             self.done[name] = self._row(name, "skipped", str(error))
         except execute.LazyOutput as error:
             self.done[name] = self._row(name, "wrong", str(error))
-        except torch.cuda.OutOfMemoryError as error:
-            self.done[name] = self._row(name, "oom", execute.first_line(error))
-            torch.cuda.empty_cache()
-        except torch.AcceleratorError:
-            raise
         except Exception as error:  # a peer may raise anything; its row says what
+            if execute.out_of_memory(error):
+                self.done[name] = self._row(name, "oom", execute.first_line(error))
+                torch.cuda.empty_cache()
+                return
+            if isinstance(error, torch.AcceleratorError):
+                raise
             self.done[name] = self._row(name, "error", f"{type(error).__name__}: {execute.first_line(error)}")
 
     def _check(

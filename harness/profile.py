@@ -195,8 +195,8 @@ def _run(target: Target, device: torch.device) -> tuple[str, str | None]:
             torch.cuda.synchronize()
     except execute.Unavailable as error:
         return "skipped", str(error)
-    except torch.cuda.OutOfMemoryError as error:
-        return "oom", execute.first_line(error)
     except Exception as error:  # a peer may raise anything; the other targets still have their turn
+        if execute.out_of_memory(error):
+            return "oom", execute.first_line(error)
         return "error", f"{type(error).__name__}: {execute.first_line(error)}"
     return "ok", None

@@ -117,6 +117,8 @@ def test_bfloat16_has_bounds_of_its_own():
     one_off = eager.clone()
     one_off[oracle.abs().argmax()] *= 1.04
     assert "relative max" in judge(one_off, oracle, eager, torch.bfloat16, loose).reason
+    twice_rounded = (oracle + 2.5e-3 * torch.randn(1000, dtype=torch.float64, generator=generator)).bfloat16()
+    assert judge((oracle * 1.0045).bfloat16(), oracle, twice_rounded, torch.bfloat16).ok
 
 
 def test_fp8_cases_are_held_to_their_distance():
@@ -203,6 +205,20 @@ def test_a_matrix_product_may_be_rounded_to_the_inputs_dtype():
     assert not truth.verdict([truth.eager[0] + 2.0], spec.cases[0], spec).ok
     wide = {n: t.float() for n, t in inputs.items()}
     assert not expected(spec, wide).verdict([truth.eager[0] + 0.02], spec.cases[0], spec).ok
+
+
+def test_the_sum_in_a_log_softmax_has_one_error_for_the_whole_row():
+    """Which does not average out over the row, as errors of its elements would. Equal logits: the answer is 0."""
+
+    def excess(x):
+        return torch.log_softmax(x, -1).exp().sum(-1) - 1
+
+    spec = spec_of(excess)
+    inputs = {"x": torch.ones(1, 64)}
+    truth = expected(spec, inputs)
+    log_sum = 4.16  # log 64
+    assert truth.verdict([torch.full((1,), log_sum * torch.finfo(torch.float32).eps)], spec.cases[0], spec).ok
+    assert not truth.verdict([torch.full((1,), 1e-5)], spec.cases[0], spec).ok
 
 
 @pytest.mark.parametrize("layout", layouts.LAYOUTS)

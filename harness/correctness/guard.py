@@ -39,16 +39,24 @@ def poisoned() -> Iterator[None]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _filling(True):
         warnings.simplefilter("ignore")
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
         try:
             yield
         finally:
             torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-            torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _filling(wanted: bool) -> Iterator[None]:
+    """Whether the deterministic mode fills fresh memory."""
+    before = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.utils.deterministic.fill_uninitialized_memory = wanted  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = before  # type: ignore[attr-defined]
 
 
 class Snapshot:
@@ -190,7 +198,8 @@ def _behind_a_delay(run: Run, prepare: Callable[[], None], cycles: int) -> tuple
         torch.cuda._sleep(cycles)
         prepare()
         results = execute.outputs(run())
-        copies = tuple(t.detach().clone() for t in results)
+        with _filling(False):  # copies that are filled first would come too late for the race
+            copies = tuple(t.detach().clone() for t in results)
     seconds = time.perf_counter() - start
     for index in {device, *(t.device.index for t in results if t.is_cuda)}:
         torch.cuda.synchronize(index)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -75,7 +76,9 @@ class Expected:
         called wrong for its error alone, the yardstick is taken again as the larger of eager's error and that of the
         reference in fp64 with every intermediate result changed by a random ±1 fp32 epsilon (Monte Carlo arithmetic,
         Parker 1997), which shows how far correct fp32 arithmetic may stray. A matrix product is changed by half an
-        epsilon of the inputs' dtype, to which it is rounded. There is no such luck in 10⁷ elements.
+        epsilon of the inputs' dtype, to which it is rounded, and a log-softmax step by step: its sum has one error for
+        the whole row, which is no small one where a gradient is the sum of the row. There is no such luck in 10⁷
+        elements.
         """
 
         def judge(noise: Sequence[Tensors]) -> Verdict:
@@ -124,7 +127,9 @@ def _unless_out_of_memory(compute: Callable[[], Tensors]) -> Tensors | None:
     """None if memory runs out; the exception, which would keep the tensors of its frames alive, is gone by then."""
     try:
         return compute()
-    except torch.cuda.OutOfMemoryError:
+    except RuntimeError as error:
+        if not execute.out_of_memory(error):
+            raise
         return None
 
 
@@ -138,6 +143,7 @@ class _Perturb(TorchDispatchMode):
     and it is that of a matrix product."""
 
     PRODUCTS = frozenset({torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm})
+    STEPS = get_decompositions([torch.ops.aten._log_softmax, torch.ops.aten._softmax])
 
     def __init__(self, seed: int, product: float) -> None:
         super().__init__()
@@ -147,6 +153,9 @@ class _Perturb(TorchDispatchMode):
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.STEPS:
+            with self:
+                return self.STEPS[func](*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         if func.is_view or func._schema.is_mutable:
             return out

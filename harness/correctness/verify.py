@@ -6,7 +6,7 @@
     ... time `run` ...
     after = verify(spec, case, mode, inputs, run, out_grads, seed=2)
 
-Each `verify` calls `run` three times (the first to warm up) and rejects, in this order, with `Verdict.cause`
+Each `verify` calls `run` four times (the first two to warm up) and rejects, in this order, with `Verdict.cause`
 
 lazy      outputs or gradients that are not plain tensors                              (lazy output)
 late      outputs that are not complete on the current stream when `run` returns       (side stream, thread)
@@ -51,7 +51,11 @@ def verify(
     grads = {f"incoming gradient {i}": g for i, g in enumerate(out_grads or ())}
     try:
         with poisoned():
-            run()  # compiles, so that the observed calls enqueue their work at once
+            # Compiles, so that the observed calls enqueue their work at once. Twice, holding the results, as the second
+            # of them will find the first one's held: memory that a stream of its own must first be given by the driver
+            # would make it wait for the whole GPU, and so hide that it does not wait for this one.
+            held = [run() for _ in range(2)]
+            del held
         verdict, first = _once(spec, case, mode, inputs, run, grads, seed)
         if not verdict.ok:
             return verdict

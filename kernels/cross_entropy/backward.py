@@ -60,14 +60,14 @@ def _cross_entropy_bwd_kernel(
     tl.static_assert(BLOCK_M == 1 or LAYOUT != "fringed")
     REST: tl.constexpr = SMOOTH or HAS_Z or HAS_G_LSE
     tile = tl.program_id(0)
-    row = tile // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
+    # A column from the first: Triton 3.6 and 3.7 fail in TritonGPURemoveLayoutConversions where a mask of rows, made
+    # from loads of different strides, becomes one of the tile.
+    row = (tile // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     start = tile % tiles_n * BLOCK_N
     here, wide_row = row < rows, row.to(tl.int64)
     target = tl.load(target_ptr + wide_row * stride_target, mask=here, other=ignore_index)
     live = target != ignore_index
     column = tl.where(live, target, 0).to(tl.int32)
-    m = tl.load(stats_ptr + row, mask=here, other=0.0)
-    s = tl.load(stats_ptr + rows + row, mask=here, other=1.0)
     g_loss, g_z, g_lse = 0.0, 0.0, 0.0
     if HAS_G_LOSS:
         g_loss = tl.load(g_loss_ptr + wide_row * stride_g_loss, mask=here, other=0.0).to(tl.float32)
@@ -85,7 +85,9 @@ def _cross_entropy_bwd_kernel(
         if SMOOTH:
             w_sum = tl.load(weight_sum_ptr)
     read = live | (g_lse != 0) if HAS_G_LSE else live
-    m, inverse_s, at_target, rest, each = row_coefficients(
+    m = tl.load(stats_ptr + row, mask=read, other=0.0)
+    s = tl.load(stats_ptr + rows + row, mask=read, other=1.0)
+    inverse_s, at_target, rest, each = row_coefficients(
         m, s, live, w_target, w_sum, g_loss, g_z, g_lse, vocab, smoothing, z_loss, SMOOTH, HAS_Z, HAS_G_LSE
     )
 
@@ -97,27 +99,27 @@ def _cross_entropy_bwd_kernel(
         first_grad = first_grad // VECTOR * VECTOR
     at = (start + tl.arange(0, BLOCK_N))[None, :]
     if LAYOUT == "fringed":
-        columns, inside = head[:, None] + at, here[:, None] & (at < length[:, None])
+        columns, inside = head + at, here & (at < length)
     else:
-        columns, inside = at, here[:, None] & (at < length)
-    x = tl.load(logits_ptr + first[:, None] + at, mask=inside & read[:, None], other=0.0, eviction_policy=EVICTION)
-    w = load_weights(weight_ptr, columns, inside & live[:, None], SMOOTH and HAS_WEIGHT)
+        columns, inside = at, here & (at < length)
+    x = tl.load(logits_ptr + first + at, mask=inside & read, other=0.0, eviction_policy=EVICTION)
+    w = load_weights(weight_ptr, columns, inside & live, SMOOTH and HAS_WEIGHT)
     d = logit_gradient(
         softcapped(x.to(tl.float32), softcap, HAS_SOFTCAP, EXACT),
         columns,
-        m[:, None],
-        inverse_s[:, None],
-        column[:, None],
-        at_target[:, None],
-        rest[:, None],
-        each[:, None],
+        m,
+        inverse_s,
+        column,
+        at_target,
+        rest,
+        each,
         w,
         softcap,
         SMOOTH,
         REST,
         HAS_SOFTCAP,
     )
-    tl.store(grad_ptr + first_grad[:, None] + at, d.to(grad_ptr.dtype.element_ty), mask=inside)
+    tl.store(grad_ptr + first_grad + at, d.to(grad_ptr.dtype.element_ty), mask=inside)
     if LAYOUT == "fringed":  # noqa: SIM102 — this condition is the compiler's, the next one the program's
         if start == 0:
             beyond = fringe(head, length, vocab, VECTOR)

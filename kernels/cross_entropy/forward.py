@@ -169,7 +169,8 @@ def _cross_entropy_narrow_kernel(
         g_loss, g_z = 1.0, 1.0
         if REDUCTION == "mean":
             g_loss, g_z = inverse_counts(count_ptr, COUNTS)
-        m, inverse_s, target, rest, each = row_coefficients(
+        m, s = tl.where(live, m, 0.0), tl.where(live, s, 1.0)
+        inverse_s, target, rest, each = row_coefficients(
             m, s, live, w_target, w_sum, g_loss, g_z, 0.0, vocab, smoothing, z_loss, SMOOTH, HAS_Z, False
         )
         d = logit_gradient(
@@ -325,7 +326,8 @@ def _cross_entropy_wide_kernel(
         g_loss, g_z = 1.0, 1.0
         if REDUCTION == "mean":
             g_loss, g_z = inverse_counts(count_ptr, COUNTS)
-        m_row, inverse_s, target, rest, each = row_coefficients(
+        m_row, s_row = tl.where(live, m_row, 0.0), tl.where(live, s_row, 1.0)
+        inverse_s, target, rest, each = row_coefficients(
             m_row, s_row, live, w_target, w_sum, g_loss, g_z, 0.0, vocab, smoothing, z_loss, SMOOTH, HAS_Z, False
         )
         base_grad = skip_grad + row.to(tl.int64) * stride_grad

@@ -53,7 +53,9 @@ def row_terms(
 ):
     """(cross entropy, z-loss, lse). y_sum is Σ w_c (y_c − anchor), w_sum is Σ w_c. Rows that are not live give 0, 0."""
     log_s = tl.log(s)
-    loss = w_target * ((m - y_target) + log_s)
+    # With the softcap's product inside it the subtraction would become one fma, of a y_target that is not rounded as m
+    # is. A select between them keeps the difference of equal logits 0.
+    loss = w_target * ((m - tl.where(live, y_target, 0.0)) + log_s)
     if SMOOTH:
         spread = w_sum * ((m - anchor(y_target)) + log_s) - y_sum
         loss = (1 - smoothing) * loss + smoothing / vocab * spread
@@ -80,9 +82,9 @@ def row_coefficients(
     HAS_Z: tl.constexpr,
     HAS_G_LSE: tl.constexpr,
 ):
-    """(m, 1 / s, target, rest, each) with which `logit_gradient` makes d loss / d y of a row. g_loss, g_z and g_lse are
-    the gradients that come in for the row's cross entropy, z-loss and lse. A row without a gradient gets zeros
-    throughout, so that its logits need not be read."""
+    """(1 / s, target, rest, each) with which `logit_gradient` makes d loss / d y of a row. g_loss, g_z and g_lse are
+    the gradients that come in for the row's cross entropy, z-loss and lse. A row without a gradient gets zeros for the
+    last three; if the caller gives 0 and 1 as its m and s, its logits need not be read."""
     target = g_loss * w_target
     rest, each = 0.0, 0.0
     if SMOOTH:
@@ -92,11 +94,9 @@ def row_coefficients(
     if HAS_Z:
         rest += g_z * 2 * z_loss * (m + tl.log(s))
     target, rest, each = tl.where(live, target, 0.0), tl.where(live, rest, 0.0), tl.where(live, each, 0.0)
-    used = live
     if HAS_G_LSE:
         rest += g_lse
-        used = live | (g_lse != 0)
-    return tl.where(used, m, 0.0), tl.where(used, 1 / s, 0.0), target, rest, each
+    return 1 / s, target, rest, each
 
 
 @triton.jit

@@ -58,7 +58,13 @@ def _gauss(x, IS_WIDE: tl.constexpr):
     Φ(−z) = exp(−z²/2) · P(t), t = 1 / (1 + p · z), for z >= 0. P is fitted to the least relative error over
     0 <= z <= 13.3, where Φ(−z) leaves fp32: 1.1e-5 for 16-bit dtypes (degree 5), 5.7e-8 for fp32 (degree 8).
     """
-    exponential = tl.exp2(x * (x * (-0.5 * LOG2_E)))
+    power = x * (x * (-0.5 * LOG2_E))
+    if IS_WIDE:
+        # The instruction gives 0 for what is below the normal numbers, where PyTorch's derivative is not 0 yet.
+        low = power < -126.0
+        exponential = tl.exp2(tl.where(low, power + 64.0, power)) * tl.where(low, 2.0**-64, 1.0)
+    else:
+        exponential = tl.exp2(power)
     z = tl.abs(x)
     if IS_WIDE:
         t = _reciprocal(1.0 + 0.3 * z, IS_WIDE)
