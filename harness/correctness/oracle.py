@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from .accuracy import Verdict, compare_all, upcast
 Tensors = tuple[torch.Tensor, ...]
 # One incoming gradient for each output that has one; None where an output is not used.
 OutGrads = Sequence["torch.Tensor | None"]
-NOISE_SAMPLES, NOISE_ELEMENTS = 4, 10**7
+NOISE_SAMPLES, NOISE_ELEMENTS = 6, 10**7
 
 
 def call(
@@ -75,10 +75,11 @@ class Expected:
         Eager may be right by luck where the answer is the small difference of large numbers. So before a result is
         called wrong for its error alone, the yardstick is taken again as the larger of eager's error and that of the
         reference in fp64 with every intermediate result changed by a random ±1 fp32 epsilon (Monte Carlo arithmetic,
-        Parker 1997), which shows how far correct fp32 arithmetic may stray. A matrix product is changed by half an
-        epsilon of the inputs' dtype, to which it is rounded, and a log-softmax step by step: its sum has one error for
-        the whole row, which is no small one where a gradient is the sum of the row. There is no such luck in 10⁷
-        elements.
+        Parker 1997), which shows how far correct fp32 arithmetic may stray. In every other sample the elements of a
+        result are all changed by the same amount: equal numbers have equal errors, which do not average out. A matrix
+        product is changed by half an epsilon of the inputs' dtype, to which it is rounded, and so are those of its
+        factors that do not fit into that dtype; a log-softmax step by step, for its sum has one error for the whole
+        row. There is no such luck in 10⁷ elements.
         """
 
         def judge(noise: Sequence[Tensors]) -> Verdict:
@@ -113,7 +114,7 @@ def expected(
         return (*outputs, *grads)[skip:]
 
     def perturbed(seed: int) -> Tensors:
-        with _Perturb(seed, max((_epsilon(t) for t in inputs.values()), default=0.0) / 2):
+        with _Perturb(seed, _coarsest(inputs.values())):
             return upcast_call(torch.float64)
 
     oracle = _unless_out_of_memory(lambda: upcast_call(torch.float64))
@@ -133,34 +134,43 @@ def _unless_out_of_memory(compute: Callable[[], Tensors]) -> Tensors | None:
         return None
 
 
-def _epsilon(value: Any) -> float:
-    """Of a floating-point tensor's dtype; nought for everything else."""
-    return torch.finfo(value.dtype).eps if isinstance(value, torch.Tensor) and value.is_floating_point() else 0.0
+def _coarsest(values: Iterable[Any]) -> torch.dtype:
+    """The floating-point dtype among those of some tensors that has the largest epsilon, of fp32 and coarser ones."""
+    dtypes = {t.dtype for t in values if isinstance(t, torch.Tensor) and t.is_floating_point()}
+    return max(dtypes - {torch.float64} | {torch.float32}, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 class _Perturb(TorchDispatchMode):
-    """Changes every fp64 result by a relative random amount of at most one fp32 epsilon, or `product` if that is more
-    and it is that of a matrix product."""
+    """Changes every fp64 result by a relative random amount of at most one fp32 epsilon: each element by its own or,
+    where the seed is odd, all by the same. Matrix products work in `dtype`: they, and factors that are no numbers of
+    that dtype, are changed by half its epsilon if that is more."""
 
     PRODUCTS = frozenset({torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm})
     STEPS = get_decompositions([torch.ops.aten._log_softmax, torch.ops.aten._softmax])
 
-    def __init__(self, seed: int, product: float) -> None:
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self._seed = seed
+        self._seed, self._dtype = seed, dtype
         self._fp32 = torch.finfo(torch.float32).eps
-        self._product = max(self._fp32, product)
+        self._product = max(self._fp32, torch.finfo(dtype).eps / 2)
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.STEPS:
             with self:
                 return self.STEPS[func](*args, **(kwargs or {}))
+        amount = self._fp32
+        if func.overloadpacket in self.PRODUCTS:
+            amount = self._product
+            args = tree_map_only(torch.Tensor, self._factor, args)
         out = func(*args, **(kwargs or {}))
         if func.is_view or func._schema.is_mutable:
             return out
-        amount = self._product if func.overloadpacket in self.PRODUCTS else self._fp32
         return tree_map_only(torch.Tensor, lambda tensor: self._change(tensor, amount), out)
+
+    def _factor(self, tensor: torch.Tensor) -> torch.Tensor:
+        fits = torch.equal(tensor.to(self._dtype).to(tensor.dtype), tensor)
+        return tensor if fits else self._change(tensor, self._product)
 
     def _change(self, tensor: torch.Tensor, amount: float) -> torch.Tensor:
         if tensor.dtype != torch.float64:
@@ -168,5 +178,6 @@ class _Perturb(TorchDispatchMode):
         if tensor.device not in self._generators:
             self._generators[tensor.device] = torch.Generator(tensor.device).manual_seed(self._seed)
         generator = self._generators[tensor.device]
-        noise = torch.rand(tensor.shape, dtype=tensor.dtype, device=tensor.device, generator=generator)
+        shape = () if self._seed % 2 else tensor.shape
+        noise = torch.rand(shape, dtype=tensor.dtype, device=tensor.device, generator=generator)
         return tensor * (1 + amount * (2 * noise - 1))

@@ -335,7 +335,8 @@ def _cross_entropy_wide_kernel(
         if ALIGNED_GRAD:
             first_grad = first_grad // VECTOR * VECTOR
         GRAD_CHUNK: tl.constexpr = GRAD_UNROLL * LANES * VECTOR
-        for start in range(0, length, GRAD_CHUNK):
+        # From the end back: what was read last is still in L2.
+        for start in range((length - 1) // GRAD_CHUNK * GRAD_CHUNK, -1, -GRAD_CHUNK):
             at = start + tl.arange(0, GRAD_CHUNK)
             mask = at < length
             x = tl.load(logits_ptr + first + at, mask=mask & live, other=0.0, eviction_policy="evict_first")
