@@ -8,6 +8,7 @@ implementation, loses what is measured already.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ from .reporting.progress import Progress
 from .spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Yardstick
 
 SUSTAINED_SECONDS = 1.0
+STUCK_SECONDS = 120.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -148,6 +150,7 @@ class Group:
 
     def rows(self) -> list[dict[str, Any]]:
         """Checks, times and describes every implementation."""
+        faulthandler.dump_traceback_later(STUCK_SECONDS, repeat=True)  # says where it is
         try:
             if reason := execute.unfit(self.case, torch.cuda.get_device_capability(self.session.device)):
                 self._close_all("skipped", reason)
@@ -157,6 +160,7 @@ class Group:
             # After any other error of CUDA the context is lost, and with it every later group of this process.
             self._close_all("oom" if execute.out_of_memory(error) else "error", execute.first_line(error))
         finally:
+            faulthandler.cancel_dump_traceback_later()
             gc.collect()
             torch.cuda.empty_cache()
         return [self.done[n] for n in self.selection.implementations]
@@ -179,6 +183,9 @@ class Group:
                 self._check(name, fn, inputs[0], grads[0], seed=1)
                 if name not in self.done:
                     ready[name] = fn
+        # What the checks leave in PyTorch's cache would be lacking under the gate, where giving it back cannot wait.
+        gc.collect()
+        torch.cuda.empty_cache()
 
         def contender(name: str, fn: execute.Op) -> timing.Contender:
             return timing.Contender(name, lambda i: execute.bind(self.spec, fn, inputs[i], self.mode, grads[i]))

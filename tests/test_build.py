@@ -106,6 +106,10 @@ Resource usage:
         /*0090*/                   HFMA2.MMA R1, -RZ, RZ, 0, 0 ;           /* 0x0000000000007919 */
         /*00a0*/              @UP0 UTMALDG.2D [UR8], [UR4] ;               /* 0x0000000000007919 */
         /*00b0*/                   STG.E.64 desc[UR4][R2.64], R4 ;         /* 0x0000000000007919 */
+        /*00c0*/                   F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R7, R34, R7, RZ ; /* 0x0000000000007919 */
+        /*00d0*/                   F2FP.SATFINITE.E5M2.F32.PACK_AB_MERGE_C R7, R34, R7, R7 ; /* 0x0000000000007919 */
+        /*00e0*/                   F2FP.BF16.F32.PACK_AB R7, R34, R7 ;     /* 0x0000000000007919 */
+        /*00f0*/                   F2FP.F16.E4M3.UNPACK_B R7, R34 ;        /* 0x0000000000007919 */
 """
 
 
@@ -119,6 +123,17 @@ def test_sass_is_counted():
     assert sass.widest({"LDG.64": 9, "LDG.128": 1}) == "LDG.128"
     assert sass.widest(usage.stores) == "STG.64"
     assert sass.widest({}) == ""
+    assert usage.to_fp8 == 2
+
+
+def test_a_conversion_to_fp8_that_ptxas_makes_twice_fails(samples):
+    row = _only(samples["square", "sm_90"])
+    assert row["to_fp8"] == [0, 0]
+    assert ahead.faults({**row, "to_fp8": [8, 8]}, (9, 0)) == []
+    assert ahead.faults({**row, "to_fp8": [8, 2]}, (9, 0)) == []  # of equal ones, one is enough
+    (fault,) = ahead.faults({**row, "to_fp8": [8, 10]}, (9, 0))
+    assert "converts to fp8 8 times in PTX and 10 times in SASS" in fault
+    assert sass.to_fp8("cvt.rn.satfinite.e4m3x2.f32  %rs1, %r2, %r3; cvt.rn.f16x2.e4m3x2 %r1, %rs1;") == 1
 
 
 def test_output_that_is_not_sass_is_refused():

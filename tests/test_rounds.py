@@ -31,6 +31,7 @@ class Machine:
     @contextmanager
     def hold(self, stream):
         self.held = True
+        self.gate.forced = False
         yield
         self.held = False
 
@@ -58,7 +59,8 @@ def clock_of(machine: Machine, rounds: int) -> Clock:
     clock.budget = Budget(min_rounds=rounds, max_rounds=rounds)
     clock.monitor = SimpleNamespace(read=lambda: None)
     clock._stream = SimpleNamespace(synchronize=lambda: None)
-    clock._gate = SimpleNamespace(hold=machine.hold, forced=False)
+    clock._gate = machine.gate = SimpleNamespace(hold=machine.hold, forced=False)
+    clock._unheld = set()
     clock.flush = machine.launch("flush", 1000.0)
     return clock
 
@@ -66,7 +68,7 @@ def clock_of(machine: Machine, rounds: int) -> Clock:
 def test_cold_flushes_before_each_call_and_outside_the_events(machine):
     clock = clock_of(machine, rounds=3)
     runs = {"a": machine.launch("a", 1.0), "b": machine.launch("b", 2.0)}
-    samples, stop = clock._events([runs], cold=True, result=Measurement())
+    samples, stop = clock._events([runs], cold=True)
     assert (samples, stop) == ({"a": [1000.0] * 3, "b": [2000.0] * 3}, "rounds")
     assert machine.log == ["flush", "a", "flush", "b", "flush", "b", "flush", "a", "flush", "a", "flush", "b"]
 
@@ -74,7 +76,7 @@ def test_cold_flushes_before_each_call_and_outside_the_events(machine):
 def test_warm_calls_each_once_more_untimed_and_alternates_the_inputs(machine):
     clock = clock_of(machine, rounds=2)
     sets = [{"a": machine.launch("a0", 1.0)}, {"a": machine.launch("a1", 3.0)}]
-    samples, _ = clock._events(sets, cold=False, result=Measurement())
+    samples, _ = clock._events(sets, cold=False)
     assert samples == {"a": [1000.0, 3000.0]}
     assert machine.log == ["a0", "a0", "a1", "a1"]
 
@@ -92,10 +94,21 @@ def test_a_graph_is_divided_by_the_calls_in_it(machine, monkeypatch):
     assert machine.log == ["a", "b", "b", "a"]
 
 
-def test_work_that_made_the_gate_open_is_warned_of(machine):
-    clock = clock_of(machine, rounds=1)
-    clock._gate.forced = True
-    result = Measurement(warnings={"a": []})
-    clock._events([{"a": machine.launch("a", 1.0)}], cold=True, result=result)
-    assert "waits for the host" in result.warnings["a"][0]
-    assert not clock._gate.forced
+def test_what_cannot_be_queued_is_found_out_and_measured_outside_the_gate(machine):
+    clock = clock_of(machine, rounds=2)
+    queued = []
+
+    def waits():
+        queued.append(machine.held)
+        machine.now += 5.0
+        machine.log.append("waits")
+        clock._gate.forced = machine.held  # what holds the stream has had to let go
+        return ()
+
+    runs = {"a": machine.launch("a", 1.0), "waits": waits, "b": machine.launch("b", 2.0)}
+    clock.flush = lambda: None
+    samples, _ = clock._events([runs], cold=True)
+    assert samples == {"a": [1000.0] * 2, "waits": [5000.0] * 2, "b": [2000.0] * 2}
+    assert queued == [True, False, False]
+    assert machine.log == ["a", "waits", "b", "a", "b", "waits", "b", "a", "waits"]
+    assert clock._unheld == {"waits"}

@@ -157,6 +157,7 @@ def describe(spec: KernelSpec, jit: str, compiled: Any, capability: tuple[int, i
         "mma": usage.mma,
         "loads": usage.loads,
         "stores": usage.stores,
+        "to_fp8": [sass.to_fp8(compiled.asm["ptx"]), usage.to_fp8],
     }
 
 
@@ -167,6 +168,11 @@ def faults(row: Row, capability: tuple[int, int]) -> list[str]:
     if row["spill_bytes"] > row["spill_allowed"]:
         granted = f"{row['spill_allowed']} bytes" if row["spill_allowed"] else "none"
         wrong.append(f"{where} spills {row['spill_bytes']} bytes per thread, SPEC.spills grants {granted}")
+    if row["to_fp8"][1] > row["to_fp8"][0]:
+        wrong.append(
+            f"{where} converts to fp8 {row['to_fp8'][0]} times in PTX and {row['to_fp8'][1]} times in SASS: ptxas 12.8 "
+            "has been seen to make a conversion twice and to use the first one's result before it is there"
+        )
     if row["ctas_per_sm"] == 0:
         sm = occupancy.limits(capability)
         wrong.append(

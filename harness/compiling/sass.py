@@ -28,9 +28,11 @@ _TMA_STORES = {"UTMASTG", "UTMAREDG"}
 _LOCAL_STORES, _LOCAL_LOADS = "STL", "LDL"
 
 #: Changes whenever `parse` counts otherwise, so that what was remembered is not taken for it.
-SCHEMA = b"1"
+SCHEMA = b"2"
 
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<code>[A-Z][\w.]*)", re.MULTILINE)
+_TO_FP8 = re.compile(r"F2FP\.(?:\w+\.)*E[45]M[23]\.F32\.")
+_PTX_TO_FP8 = re.compile(r"\bcvt\.rn\.satfinite\.(?:relu\.)?e[45]m[23]x2\.f32\b")
 _USAGE = re.compile(r"\bREG:(?P<registers>\d+)\s+STACK:(?P<stack>\d+)")
 _THREADS = re.compile(r"\.(?:reqntid|maxntid)\s+([\d, ]+)")
 
@@ -38,7 +40,7 @@ _THREADS = re.compile(r"\.(?:reqntid|maxntid)\s+([\d, ]+)")
 @dataclass(frozen=True)
 class Usage:
     """`registers` per thread; `stack`, `spill_stores` and `spill_loads` in bytes per thread. `mma`, `loads` and
-    `stores` count instructions: {"HGMMA": 8}, {"LDG.128": 4}."""
+    `stores` count instructions: {"HGMMA": 8}, {"LDG.128": 4}; `to_fp8` those that turn fp32 into fp8."""
 
     registers: int
     stack: int
@@ -47,6 +49,7 @@ class Usage:
     mma: dict[str, int] = field(default_factory=dict)
     loads: dict[str, int] = field(default_factory=dict)
     stores: dict[str, int] = field(default_factory=dict)
+    to_fp8: int = 0
 
     @property
     def spills(self) -> int:
@@ -108,6 +111,7 @@ def parse(text: str) -> Usage:
         mma=_count(p[0] for p in parts if _MMA.match(p[0])),
         loads=_count(_access(p, _LOADS, _TMA_LOADS) for p in parts),
         stores=_count(_access(p, _STORES, _TMA_STORES) for p in parts),
+        to_fp8=sum(_TO_FP8.match(code) is not None for code in codes),
     )
 
 
@@ -135,6 +139,11 @@ def _count(names: Iterable[str | None]) -> dict[str, int]:
 def widest(accesses: dict[str, int]) -> str:
     """The widest of `loads` or `stores`: "TMA", "LDG.128", or "" where there is none."""
     return max(accesses, key=lambda name: (name == "TMA", int(name.partition(".")[2] or 0), name), default="")
+
+
+def to_fp8(ptx: str) -> int:
+    """How many instructions of a kernel turn fp32 into fp8 before ptxas has seen it."""
+    return len(_PTX_TO_FP8.findall(ptx))
 
 
 def threads(ptx: str, num_warps: int) -> int:

@@ -103,7 +103,7 @@ def guarded_call(
 
     try:
         if s.device.startswith("cuda"):
-            run()  # compiles, so that the observed call enqueues its work at once
+            guard.rehearse(run)
         with guard.poisoned(), guard.Allocations() as allocations:
             observed = guard.observe(run)
     except Exception as error:

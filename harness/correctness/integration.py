@@ -150,7 +150,7 @@ def stream(s: Subject, mode: str) -> None:
         return (*outputs, *grads)
 
     try:
-        run()  # compiles, so that the observed call does not wait for that
+        guard.rehearse(run)
         with guard.poisoned():
             observed = guard.observe(run, lambda: guard.refill(inputs, fresh))
     except Exception as error:

@@ -6,7 +6,7 @@
     ... time `run` ...
     after = verify(spec, case, mode, inputs, run, out_grads, seed=2)
 
-Each `verify` calls `run` four times (the first two to warm up) and rejects, in this order, with `Verdict.cause`
+Each `verify` calls `run` some times (the first two to warm up) and rejects, in this order, with `Verdict.cause`
 
 lazy      outputs or gradients that are not plain tensors                              (lazy output)
 late      outputs that are not complete on the current stream when `run` returns       (side stream, thread)
@@ -29,7 +29,7 @@ import torch
 from .. import execute
 from ..spec import WITHOUT_AUTOGRAD, Case, Inputs, KernelSpec
 from .accuracy import Verdict, same_bits
-from .guard import Observed, Snapshot, first_failure, observe, poisoned, refill
+from .guard import Observed, Snapshot, first_failure, observe, poisoned, refill, rehearse
 from .oracle import expected
 
 
@@ -51,11 +51,7 @@ def verify(
     grads = {f"incoming gradient {i}": g for i, g in enumerate(out_grads or ())}
     try:
         with poisoned():
-            # Compiles, so that the observed calls enqueue their work at once. Twice, holding the results, as the second
-            # of them will find the first one's held: memory that a stream of its own must first be given by the driver
-            # would make it wait for the whole GPU, and so hide that it does not wait for this one.
-            held = [run() for _ in range(2)]
-            del held
+            rehearse(run)
         verdict, first = _once(spec, case, mode, inputs, run, grads, seed)
         if not verdict.ok:
             return verdict
@@ -86,9 +82,10 @@ def _once(
     fresh = _fresh(spec, case, mode, inputs, grads, seed) if refresh else {}
     # What the op updates in place has its value from before the call; the rest must be as it was.
     former = {n: fresh[n] if refresh else inputs[n].clone() for n in case.mutates}
+    start = fresh if refresh else former
     snapshot = None if refresh else Snapshot({n: t for n, t in watched.items() if n not in former})
     with poisoned():
-        observed = observe(run, lambda: refill({n: watched[n] for n in fresh}, fresh))
+        observed = observe(run, lambda: refill({n: watched[n] for n in start}, start))
 
     def unchanged() -> Verdict:
         if snapshot is not None:

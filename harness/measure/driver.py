@@ -37,10 +37,11 @@ class Gate:
 
     The stream waits for a word of pinned memory (cuStreamWaitValue32): unlike a spinning kernel that takes no
     multiprocessor and its length need not be guessed. Work that synchronises with the host while the stream is held
-    would wait for ever; after `timeout` seconds the gate opens by itself and says so in `forced`.
+    would wait for ever, and so would more launches than its queue takes; after `timeout` seconds the gate opens by
+    itself and says so in `forced`, until the next time.
     """
 
-    def __init__(self, timeout: float = 5.0) -> None:
+    def __init__(self, timeout: float = 2.0) -> None:
         self.timeout = timeout
         self.forced = False
         self._ticket = 0
@@ -51,6 +52,7 @@ class Gate:
     def hold(self, stream: torch.cuda.Stream) -> Iterator[None]:
         """Work queued on `stream` inside the block starts when the block ends."""
         self._ticket += 1
+        self.forced = False
         timer = threading.Timer(self.timeout, self._force)
         timer.daemon = True
         timer.start()

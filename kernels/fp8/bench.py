@@ -59,6 +59,9 @@ CASES = (
     _case(129, 257, FP32, "128x128"),
     _case(131, 129, FP16, "128x128", transpose=True, scale_format="pow2"),
     _case(31, 257, FP32, "128x128", scale=True, transpose=True),
+    # Both stored in another layout than computed in (`formats.encode` says what may happen).
+    _case(31, 1024, FP32, "128x128", transpose=True),
+    _case(31, 1024, FP32, "tensor", transpose=True),
     _case(257, 1023, BF16, "row"),
     _case(3, 40000, BF16, "row"),
     _case(257, 1023, BF16, "1x128", transpose=True),

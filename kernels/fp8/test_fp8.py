@@ -57,6 +57,17 @@ def test_every_bit_is_that_of_pytorchs_own_cast(dtype, granularity, transpose):
         assert_same(fp8(x, dtype, granularity, **options), fp8_reference(x, dtype, granularity, **options))
 
 
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_rows_on_boundaries_and_data_off_them(granularity, transpose):
+    """Rows 272 apart can be read in vectors, while data of 257 or 264 a row cannot be written so."""
+    for x_dtype, dim in itertools.product(XDTYPES, (256, 257, 264)):
+        padded = wild(31, 272, dtype=x_dtype)[:, :dim]
+        for x in (padded, padded[:1].expand(31, dim)):
+            mine = fp8(x, granularity=granularity, transpose=transpose)
+            assert_same(mine, fp8_reference(x, E4M3, granularity, transpose=transpose))
+
+
 @pytest.mark.parametrize("x_dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_every_number_of_16_bits_is_rounded_as_pytorch_rounds_it(dtype, x_dtype):

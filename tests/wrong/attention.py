@@ -1,0 +1,121 @@
+"""What is wrong with each broken attention, and the controls."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+
+from harness.spec import Case
+from kernels.attention.reference import attention_reference
+
+from . import Wrong, wrappers
+from .plain_attention import attention, check
+
+PLAIN, CAUSAL, TALL, WINDOW, CONTEXT = (
+    "b1-h2-1-q7-k19-d5-fp32",
+    "b1-h2-q7-k19-d5-causal-fp32",
+    "b1-h2-q19-k7-d5-causal-fp32",
+    "b1-h2-q19-k17-d5-fp32-window",
+    "b1-h2-q7-k19-d5-fp32-context",
+)
+
+
+def _case(name: str, kv_heads: int, queries: int, keys: int, **params) -> Case:
+    dims = dict(batch=1, kv_heads=kv_heads, group=2 // kv_heads, queries=queries, keys=keys, dim=5)
+    return Case(name, dims, torch.float32, params)
+
+
+CASES = (
+    _case(PLAIN, 1, 7, 19),
+    _case(CAUSAL, 2, 7, 19, causal=True),
+    _case(TALL, 2, 19, 7, causal=True),
+    _case(WINDOW, 2, 19, 17, window=(4, 2), scale=0.7),
+    _case(CONTEXT, 2, 7, 19, num_context=11, return_lse=True),
+)
+LONG_CASES: tuple[Case, ...] = ()
+FUZZ = {"queries": (0, 9), "keys": (12, 20)}
+LIMITS: dict[str, float] = {}
+
+
+def _fault(name: str, case: str, check: str, cause: str, on_gpu: tuple[str, str] | None = None) -> Wrong:
+    return Wrong(name, partial(attention, fault=name), case, check, cause, on_gpu)
+
+
+WRONG = (
+    # Which pairs see each other.
+    _fault("mask aligned at the top left", CAUSAL, "accuracy", "error"),
+    _fault("mask off by one", CAUSAL, "accuracy", "error"),
+    _fault("not causal", CAUSAL, "accuracy", "error"),
+    _fault("empty rows not a number", TALL, "accuracy", "nonfinite"),
+    _fault("left bound off by one", WINDOW, "accuracy", "error"),
+    _fault("left bound ignored", WINDOW, "accuracy", "error"),
+    _fault("padded keys counted", PLAIN, "accuracy", "error"),
+    _fault("last key dropped", PLAIN, "accuracy", "error"),
+    _fault("context ignored", CONTEXT, "accuracy", "error"),
+    _fault("key heads interleaved", PLAIN, "accuracy", "error"),
+    _fault("v read with the strides of k", PLAIN, "strides", "nonfinite"),
+    # The online softmax.
+    _fault("accumulator not rescaled", PLAIN, "accuracy", "error"),
+    _fault("not divided by the sum", PLAIN, "accuracy", "error"),
+    _fault("no maximum", PLAIN, "values", "nonfinite"),
+    _fault("maximum of the first tile", PLAIN, "values", "nonfinite"),
+    _fault("probabilities rounded to fp16", PLAIN, "accuracy", "error"),
+    _fault("scale dropped", PLAIN, "accuracy", "error"),
+    _fault("scale ignored", WINDOW, "accuracy", "error"),
+    _fault("lse in base 2", CONTEXT, "accuracy", "error"),
+    # The backward.
+    _fault("context ignored in the backward", CONTEXT, "accuracy", "error"),
+    _fault("no mask in the backward", CAUSAL, "accuracy", "error"),
+    _fault("dk of one head of the group", PLAIN, "accuracy", "error"),
+    _fault("delta dropped", PLAIN, "accuracy", "error"),
+    _fault("gradient of lse dropped", CONTEXT, "accuracy", "error"),
+    _fault("scale missing in dq", PLAIN, "accuracy", "error"),
+    _fault("dq rounded at each tile", PLAIN, "accuracy", "error"),
+    _fault("incoming gradient taken for ones", PLAIN, "accuracy", "error"),
+    _fault("tiles in the order of arrival", PLAIN, "repeat", "repeat"),
+    # Around the kernel.
+    Wrong("zeros", wrappers.constant(0.0)(attention), PLAIN, "accuracy", "error"),
+    Wrong("nan", wrappers.constant(float("nan"))(attention), PLAIN, "accuracy", "nonfinite"),
+    Wrong("copy of the input", wrappers.input_copy(attention), PLAIN, "accuracy", "error"),
+    Wrong("cached by address", wrappers.cached(attention), PLAIN, "replay", "replay", on_gpu=("accuracy", "error")),
+    Wrong("mutated input", wrappers.mutating(attention), PLAIN, "accuracy", "inputs"),
+    Wrong("lazy output", wrappers.lazy(attention), PLAIN, "accuracy", "lazy"),
+    Wrong("one output too many", wrappers.repeated(attention), PLAIN, "accuracy", "count"),
+    _fault("no checks", PLAIN, "refusal", "accepted", on_gpu=("refusal", "message")),
+    _fault("shape of the fake result", PLAIN, "opcheck", "opcheck"),
+    Wrong("looks at values", wrappers.looking_at_values(attention), PLAIN, "compile", "compile"),
+)
+
+# Each tried by the check that it names alone: what other checks see of an unjoined stream is a matter of luck.
+ON_A_GPU = (
+    Wrong("side stream", wrappers.on_a_side_stream(wait=True)(attention), PLAIN, "stream", "late"),
+    Wrong("side stream that is not joined", wrappers.on_a_side_stream(wait=True)(attention), PLAIN, "graph", "graph"),
+)
+
+
+def reference(q, k, v, **options):
+    """The reference itself, behind the checks of a public function."""
+    check(q, k, v)
+    return attention_reference(q, k, v, **options)
+
+
+def softmax(q, k, v, *, causal=False, scale=None, num_context=None, window=None, return_lse=False):
+    """By PyTorch's softmax and log-sum-exp, with the scores scaled after the product."""
+    check(q, k, v)
+    keys = k.shape[2] if num_context is None else num_context
+    (queries, dim), group = q.shape[2:], q.shape[1] // k.shape[1]
+    k, v = (t[:, :, :keys].float().repeat_interleave(group, dim=1) for t in (k, v))
+    s = q.float() @ k.transpose(-1, -2) * (dim**-0.5 if scale is None else scale)
+    left, right = (-1, -1) if window is None else window
+    right = 0 if causal else right
+    apart = torch.arange(keys, device=q.device) - torch.arange(queries, device=q.device)[:, None] - (keys - queries)
+    hidden = (apart < -left) & (left >= 0) | (apart > right) & (right >= 0)
+    empty = hidden.all(-1, keepdim=True)
+    s = s.masked_fill(hidden & ~empty, -math.inf)
+    out = (s.softmax(-1).masked_fill(empty, 0) @ v).to(q.dtype)
+    return (out, torch.logsumexp(s, -1).masked_fill(empty[..., 0], -math.inf)) if return_lse else out
+
+
+CONTROLS = {"plain": attention, "reference": reference, "softmax": softmax}
