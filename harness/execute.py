@@ -44,16 +44,16 @@ def _capability() -> tuple[int, int]:
 
 
 def _load_baseline(spec: KernelSpec, baseline: Baseline, case: Case, mode: str) -> Op:
-    if baseline == EAGER:
+    if reason := baseline.supports(case, mode):
+        raise Unavailable(reason)
+    if not isinstance(baseline, Peer) and baseline.name == EAGER.name:
         return spec.reference
-    if baseline == COMPILED:
+    if not isinstance(baseline, Peer) and baseline.name == COMPILED.name:
         # A compiled graph is bound to its shapes: recompiling for each case keeps dynamic shapes out of the figures.
         torch._dynamo.reset()
         torch._functorch.config.donated_buffer = False  # a retained graph may be run backward more than once
         return torch.compile(spec.reference, dynamic=False)
     assert isinstance(baseline, Peer)
-    if reason := baseline.supports(case, mode):
-        raise Unavailable(reason)
     try:
         return baseline.load()
     except ImportError as error:

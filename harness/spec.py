@@ -29,6 +29,8 @@ class Case:
 
     `mutates` names the inputs that the op updates in place. It must return them among its outputs, while the reference
     computes their new values as new tensors. Such a case is run without autograd alone.
+
+    `modes` are those of SPEC's in which it is run; all of them where it is empty.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Case:
     bench: bool = False
     min_capability: tuple[int, int] = (0, 0)
     mutates: tuple[str, ...] = ()
+    modes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,11 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Baseline:
-    """Something to be compared with. Use EAGER and COMPILED (made from `reference`) or `Peer`."""
+    """Something to be compared with. Use EAGER and COMPILED, which are made from `reference`, or `Peer`. `supports`
+    gives the reason why a case cannot be run, or None; `dataclasses.replace(EAGER, supports=...)` has one."""
 
     name: str
+    supports: Callable[[Case, str], str | None] = field(kw_only=True, default=lambda case, mode: None)
 
 
 @dataclass(frozen=True)
@@ -78,11 +83,10 @@ class Peer(Baseline):
     """Another library's implementation with the signature of the public op.
 
     `load` imports the library and returns the callable, so that an absent one costs nothing until it is asked for;
-    its ImportError becomes a skipped row. `supports` gives the reason why a case cannot be run, or None.
+    its ImportError becomes a skipped row.
     """
 
     load: Callable[[], Op] = field(kw_only=True)
-    supports: Callable[[Case, str], str | None] = field(kw_only=True, default=lambda case, mode: None)
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,7 @@ class KernelSpec:
     unit, items      the case's own throughput: "rows", (case) -> how many
     determinism      mode -> "run-to-run" (bit-wise equal repeats, tested) or "none"
     fuzz             dimension -> (low, high), from which Hypothesis draws sizes
+    finite_only      (case) -> whether its inputs must be finite, because what the op masks it may or may not read
     limits           input -> the largest magnitude up to which the op is right, where that is not all of its dtype
     spills           JIT kernel -> bytes of register spill that are accepted, with the reason in the kernel's README
     tunables         what `tune` searches
@@ -145,6 +150,7 @@ class KernelSpec:
     modes: tuple[str, ...] = ("fwd", "bwd")
     determinism: Mapping[str, str] = field(default_factory=lambda: {"fwd": "run-to-run", "bwd": "run-to-run"})
     tolerance: Tolerance = Tolerance()
+    finite_only: Callable[[Case], bool] = lambda case: False
     limits: Mapping[str, float] = field(default_factory=dict)
     spills: Mapping[str, int] = field(default_factory=dict)
     tunables: tuple[Tunable, ...] = ()
@@ -162,11 +168,14 @@ class KernelSpec:
         if unknown := set(self.min_capability) - set(self.implementations):
             raise ValueError(f"{self.name}: min_capability names {sorted(unknown)}, which are no implementations")
         if idle := [case.name for case in self.cases if not self.modes_of(case)]:
-            raise ValueError(f"{self.name}: no mode without autograd for the cases {idle}, which mutate inputs")
+            raise ValueError(
+                f"{self.name}: no mode for the cases {idle}; those that mutate inputs need one without autograd"
+            )
 
     def modes_of(self, case: Case) -> tuple[str, ...]:
         """The modes in which a case is run."""
-        return tuple(mode for mode in self.modes if mode in WITHOUT_AUTOGRAD or not case.mutates)
+        wanted = [mode for mode in self.modes if mode in (case.modes or self.modes)]
+        return tuple(mode for mode in wanted if mode in WITHOUT_AUTOGRAD or not case.mutates)
 
     def case(self, name: str) -> Case:
         """The case of that name; ValueError lists the known ones."""

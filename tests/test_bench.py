@@ -10,7 +10,7 @@ import torch
 
 from harness import execute, options, registry
 from harness.bench import Group
-from harness.spec import Cost, Yardstick
+from harness.spec import EAGER, Cost, Yardstick
 
 
 def test_a_case_that_the_device_cannot_run_is_skipped_with_the_reason(monkeypatch):
@@ -34,6 +34,18 @@ def test_incoming_gradients_are_those_of_the_outputs_that_autograd_reaches():
 @pytest.mark.parametrize(("message", "line"), [("one\ntwo", "one"), ("", "ValueError"), ("\n  ", "ValueError")])
 def test_the_first_line_of_an_exception_is_never_missing(message, line):
     assert execute.first_line(ValueError(message)) == line
+
+
+def test_eager_too_may_be_unfit_for_a_case():
+    spec = registry.load("rmsnorm")
+    case = spec.cases[0]
+    unfit = dataclasses.replace(EAGER, supports=lambda case, mode: "too long" if case.dims["rows"] > 2 else None)
+    spec = dataclasses.replace(spec, baselines=(unfit,))
+    assert (
+        execute.load(spec, "eager", dataclasses.replace(case, dims={**case.dims, "rows": 2}), "fwd") is spec.reference
+    )
+    with pytest.raises(execute.Unavailable, match="too long"):
+        execute.load(spec, "eager", case, "fwd")
 
 
 def test_a_yardstick_is_neither_ours_nor_a_peer_and_has_a_cost_of_its_own():

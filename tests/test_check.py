@@ -128,6 +128,22 @@ def test_limits_keep_special_values_within_the_domain():
     assert outcome(limits={"x": 40.0}).status == "pass"
 
 
+def test_a_case_that_masks_is_not_asked_about_what_is_not_finite():
+    def fragile(x, factor=2.0):
+        if not bool(x.isfinite().all()):
+            raise OverflowError("not finite")
+        return scale(x, factor)
+
+    def outcome(**changes):
+        spec = dataclasses.replace(SPEC, implementations={"fragile": fragile}, **changes)
+        (item,) = (i for i in check.plan(spec, "cpu", [CASES[2]]) if i.check == "values")
+        return check.run(item, "cpu")
+
+    assert outcome().cause == "raised"
+    assert outcome(finite_only=lambda case: case.dtype == torch.float32).status == "pass"
+    assert outcome(finite_only=lambda case: case.dtype != torch.float32).cause == "raised"
+
+
 def test_a_failing_draw_is_told_and_made_small():
     def wrong(x, factor=2.0):
         return scale(x, factor) + (x.stride(-1) == 2 and x.shape[0] > 1)

@@ -102,6 +102,12 @@ def test_no_mode_with_autograd_is_run():
     assert groups == [("out-of-place", "fwd"), ("out-of-place", "bwd"), ("in-place", "fwd")]
 
 
+def test_a_case_may_have_fewer_modes():
+    forward = dataclasses.replace(SPEC.cases[0], modes=("fwd",))
+    assert dataclasses.replace(SPEC, cases=(forward, IN_PLACE)).modes_of(forward) == ("fwd",)
+    assert SPEC.modes_of(SPEC.cases[0]) == ("fwd", "bwd")
+
+
 def test_a_case_without_a_mode_is_refused():
     with pytest.raises(ValueError, match="in-place"):
         dataclasses.replace(SPEC, modes=("bwd",))

@@ -43,8 +43,11 @@ PLANTS: dict[str, Plant] = {
 }
 
 
+NOT_FINITE = frozenset({"one nan", "one +inf", "one -inf", "a row of -inf"})
+
+
 def special_values(s: Subject, mode: str) -> None:
-    """Every plant in every floating-point input, within SPEC.limits; nan is planted everywhere."""
+    """Every plant in every floating-point input, within SPEC.limits; nan everywhere, unless the case is finite_only."""
     inputs = placed(s.inputs(), contiguous)
     out_grads = None if mode in WITHOUT_AUTOGRAD else [contiguous("", g) for g in s.out_grads(inputs)]
     clean = expected(s.spec, inputs, out_grads)
@@ -52,6 +55,8 @@ def special_values(s: Subject, mode: str) -> None:
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or not tensor.numel():
             continue
         for what, plant in PLANTS.items():
+            if what in NOT_FINITE and s.spec.finite_only(s.case):
+                continue
             changed = {**inputs, name: contiguous(name, tensor)}
             plant(changed[name].view(-1) if tensor.dim() < 1 else changed[name])
             if name in s.spec.limits:

@@ -6,6 +6,7 @@ v (exp_avg_sqs) and w (master_params), and a wrapper collects them. A step retur
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch.optim.adamw import adamw as pytorch_adamw
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from harness.spec import EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable
+from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable
 
 from . import PointerTables, adamw, kernel
 from .reference import adamw_reference
@@ -179,11 +180,6 @@ def _reference(**inputs: Any) -> tuple[torch.Tensor, ...]:
     return tuple(t for column in adamw_reference(**lists, **options) for t in column)
 
 
-def _compile() -> Any:
-    torch._dynamo.reset()
-    return torch.compile(_reference, dynamic=False)
-
-
 def _one_graph(case: Case, mode: str) -> str | None:
     return "a graph of 200 parameters takes minutes to compile" if len(_shapes(case)) > 100 else None
 
@@ -241,7 +237,7 @@ SPEC = KernelSpec(
     implementations={"triton": flat(_with_tables)},
     baselines=(
         EAGER,
-        Peer("compile", load=_compile, supports=_one_graph),
+        dataclasses.replace(COMPILED, supports=_one_graph),
         Peer("fused", load=_torch(fused=True), supports=_torch_can),
         Peer("foreach", load=_torch(fused=False), supports=_torch_can),
     ),
