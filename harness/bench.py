@@ -11,6 +11,7 @@ import argparse
 import faulthandler
 import gc
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -115,7 +116,7 @@ class Session:
                     for row in rows:
                         write("row", **row)
                     failures += sum(r["kind"] == "ours" and r["status"] not in ("ok", "skipped", "oom") for r in rows)
-                    progress.group(case.name, mode, rows, self.ceilings)
+                    progress.group(case.name, mode, rows, self.ceilings, group.seconds)
                 write("stop", reason="complete")
             except KeyboardInterrupt:
                 write("stop", reason="interrupted")
@@ -140,6 +141,7 @@ class Group:
         self.yardsticks = {
             b.name: b.cost(self.case, self.mode) for b in self.spec.baselines if isinstance(b, Yardstick)
         }
+        self.seconds: dict[str, float] = {}  # of the host's time, by what it went to
         self.done: dict[str, dict[str, Any]] = {}
         self.verdicts: dict[str, Verdict] = {}
 
@@ -174,13 +176,19 @@ class Group:
         generator = torch.Generator(device).manual_seed(torch.seed() % 2**63)
         free = torch.cuda.mem_get_info(device)[0]
         sets = timing.input_sets(self.cost.bytes, clock.l2_bytes, free)
-        inputs = [self.spec.make_inputs(self.case, device, generator) for _ in range(sets)]
-        grads = [execute.out_grads(self.spec, self.spec.reference, i, self.mode, generator) for i in inputs]
+        with self._stage("inputs"):
+            inputs = [self.spec.make_inputs(self.case, device, generator) for _ in range(sets)]
+            grads = [execute.out_grads(self.spec, self.spec.reference, i, self.mode, generator) for i in inputs]
+            torch.cuda.synchronize()
         ready: dict[str, execute.Op] = {}
         for name in self.selection.implementations:
             with self._guarded(name), clock.stream():
                 fn = execute.load(self.spec, name, self.case, self.mode)
-                self._check(name, fn, inputs[0], grads[0], seed=1)
+                with self._stage("compilation"):
+                    execute.bind(self.spec, fn, inputs[0], self.mode, grads[0])()
+                    torch.cuda.synchronize()
+                with self._stage("checks"):
+                    self._check(name, fn, inputs[0], grads[0], seed=1)
                 if name not in self.done:
                     ready[name] = fn
         # What the checks leave in PyTorch's cache would be lacking under the gate, where giving it back cannot wait.
@@ -197,7 +205,8 @@ class Group:
             if again:
                 contenders.append(contender(again + timing.AA, ready[again]))
             try:
-                measurement = clock.measure(contenders, self.session.arguments.timer, sets)
+                with self._stage("timing"):
+                    measurement = clock.measure(contenders, self.session.arguments.timer, sets)
             except timing.ContenderFailed as failed:
                 name = failed.name.removesuffix(timing.AA)
                 with self._guarded(name):
@@ -206,9 +215,20 @@ class Group:
         for name, fn in ready.items():
             with self._guarded(name), clock.stream():
                 assert measurement is not None
-                self._describe(name, contender(name, fn), measurement)
+                with self._stage("timing"):
+                    self._describe(name, contender(name, fn), measurement)
                 if name in self.spec.implementations:
-                    self._check(name, fn, inputs[0], grads[0], seed=3, timed=True)
+                    with self._stage("checks"):
+                        self._check(name, fn, inputs[0], grads[0], seed=3, timed=True)
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        """Adds the time that passes to that of the stage."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     @contextmanager
     def _guarded(self, name: str) -> Iterator[None]:

@@ -38,8 +38,15 @@ class Progress:
     ) -> None:
         self._bar.stop()
 
-    def group(self, case: str, mode: str, rows: Sequence[Mapping[str, Any]], ceilings: roofline.Ceilings) -> None:
-        """One group is measured: a line of medians, with the share of the roofline and each speed-up."""
+    def group(
+        self,
+        case: str,
+        mode: str,
+        rows: Sequence[Mapping[str, Any]],
+        ceilings: roofline.Ceilings,
+        spent: Mapping[str, float],
+    ) -> None:
+        """One group is measured: a line of medians, with the share of the roofline, and what took how many seconds."""
         parts = []
         for row in rows:
             if row["status"] not in ("ok", "over-roofline"):
@@ -50,7 +57,10 @@ class Progress:
             text = f"{row['implementation']} {roofline.microseconds(seconds)}"
             parts.append(text + (f" ({share:.1f} %)" if share else ""))
         self._bar.update(self._task, advance=1)
-        self._console.print(f"{self._kernel} {mode:<7} {case}: " + ", ".join(parts), markup=False)
+        line = f"{self._kernel} {mode:<7} {case}: " + ", ".join(parts)
+        if spent:
+            line += f" [{sum(spent.values()):.1f} s: {', '.join(f'{n} {s:.1f}' for n, s in spent.items())}]"
+        self._console.print(line, markup=False)
         for row in rows:
             if row["kind"] == "ours" and row["status"] not in ("ok", "skipped"):
                 self._console.print(f"  {row['implementation']}: {row['reason']}", markup=False)
