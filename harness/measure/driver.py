@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -32,43 +34,73 @@ def evict_persisting_lines() -> None:
     _call("cuCtxResetPersistingL2Cache")
 
 
+class Alarm:
+    """Writes 1 into eight bytes of memory after some seconds, whatever the interpreter is doing.
+
+    A thread of Python's could not: a launch that waits for room in the queue may hold the interpreter's lock. So the
+    kernel does it, for a thread that sits in a read() of a timer, whose result is how often the timer has gone off.
+    """
+
+    def __init__(self, address: int, seconds: float) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._timer = self._libc.timerfd_create(time.CLOCK_MONOTONIC, 0)
+        if self._timer < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_create")
+        self._set(seconds)
+        self._thread = threading.Thread(target=self._libc.read, args=(self._timer, ctypes.c_void_p(address), 8))
+        self._thread.daemon = True
+        self._thread.start()
+        time.sleep(2e-4)  # without the interpreter's lock, so that the thread gets as far as its read()
+
+    def _set(self, seconds: float) -> None:
+        whole = int(seconds)
+        setting = (ctypes.c_long * 4)(0, 0, whole, int((seconds - whole) * 1e9))  # no repeat; the first time
+        if self._libc.timerfd_settime(self._timer, 0, setting, None):
+            raise OSError(ctypes.get_errno(), "timerfd_settime")
+
+    def stop(self) -> None:
+        """Lets it go off now, and waits until it has written."""
+        self._set(1e-9)
+        self._thread.join()
+        os.close(self._timer)
+
+
 class Gate:
     """Holds a stream back until everything of a round is queued, so that no launch waits for the host.
 
     The stream waits for a word of pinned memory (cuStreamWaitValue32): unlike a spinning kernel that takes no
     multiprocessor and its length need not be guessed. Work that synchronises with the host while the stream is held
-    would wait for ever, and so would more launches than its queue takes; after `timeout` seconds the gate opens by
-    itself and says so in `forced`, until the next time.
+    would wait for ever, and so would more launches than its queue takes; after `timeout` seconds an alarm opens the
+    gate, and `forced` says so until the next time.
     """
 
     def __init__(self, timeout: float = 2.0) -> None:
         self.timeout = timeout
-        self.forced = False
-        self._ticket = 0
-        self._word = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        self._view = ctypes.c_int32.from_address(self._word.data_ptr())
+        self._was_forced = False
+        self._held = False
+        self._word = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self._view = ctypes.c_int64.from_address(self._word.data_ptr())
+
+    @property
+    def forced(self) -> bool:
+        """Whether the alarm has opened the gate, now or at the end of the last block."""
+        return bool(self._view.value) if self._held else self._was_forced
 
     @contextmanager
     def hold(self, stream: torch.cuda.Stream) -> Iterator[None]:
         """Work queued on `stream` inside the block starts when the block ends."""
-        self._ticket += 1
-        self.forced = False
-        timer = threading.Timer(self.timeout, self._force)
-        timer.daemon = True
-        timer.start()
+        stream.synchronize()  # it must have passed the gate of the last time
+        self._view.value = 0
+        alarm, self._held = Alarm(self._word.data_ptr(), self.timeout), True
         try:
             _call(
                 "cuStreamWaitValue32_v2",
                 ctypes.c_void_p(stream.cuda_stream),
                 ctypes.c_uint64(self._word.data_ptr()),
-                ctypes.c_uint32(self._ticket),
+                ctypes.c_uint32(1),
                 CU_STREAM_WAIT_VALUE_GEQ,
             )
             yield
         finally:
-            timer.cancel()
-            self._view.value = self._ticket
-
-    def _force(self) -> None:
-        self.forced = True
-        self._view.value = self._ticket
+            self._was_forced, self._held = self.forced, False
+            alarm.stop()
