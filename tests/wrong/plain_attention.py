@@ -128,6 +128,14 @@ def _bwd(
         delta = delta - dlse.unsqueeze(-1)
     if fault == "incoming gradient taken for ones":
         do = torch.ones_like(do)
+    if keys:
+        # Anew and in fp64: the rounding of a large lse would be all of p's error.
+        s = q.double() @ wide_k[:, :, :keys].double().transpose(-1, -2) * scale
+        s = s.masked_fill(
+            ~_visible(range(queries), slice(0, keys), queries, keys, left, right, fault).to(q.device), -math.inf
+        )
+        peak = torch.where(s.amax(-1, keepdim=True) == -math.inf, 0, s.amax(-1, keepdim=True))
+        lse = (peak + (s - peak).exp().sum(-1, keepdim=True).log()).squeeze(-1)
     dq, dk, dv = torch.zeros_like(wide_q), torch.zeros(wide_k.shape), torch.zeros(wide_v.shape)
     dk, dv = dk.to(q.device), dv.to(q.device)
     tiles = _tiles(keys, "")
@@ -137,7 +145,7 @@ def _bwd(
         kt, vt = _part(wide_k, tile, keys), _part(wide_v, tile, keys)
         seen = _visible(range(queries), tile, queries, keys, left, right, fault).to(q.device)
         shift = torch.where(lse == -math.inf, math.inf, lse).unsqueeze(-1)
-        p = (wide_q @ kt.transpose(-1, -2) * scale - shift).exp()
+        p = (q.double() @ kt.double().transpose(-1, -2) * scale - shift).exp().float()
         p = p if fault == "no mask in the backward" else torch.where(seen, p, 0)
         dv[:, :, tile] += p.transpose(-1, -2) @ do
         ds = p * (do @ vt.transpose(-1, -2) - delta)

@@ -1,0 +1,248 @@
+"""The declaration of attention: cases, cost, peers. `python -m harness bench --kernel attention`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, Tunable
+
+from . import attention, dispatch
+from .reference import MOST_SCORES, attention_reference
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def _case(
+    batch: int,
+    heads: int | tuple[int, int],
+    queries: int,
+    keys: int,
+    dim: int,
+    dtype: torch.dtype = BF16,
+    suffix: str = "",
+    **params,
+) -> Case:
+    """`heads` are the query heads, or the query heads and the key heads. Bench cases have no suffix for their dtype."""
+    query_heads, kv_heads = heads if isinstance(heads, tuple) else (heads, heads)
+    short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
+    shared = f"-{kv_heads}" if kv_heads != query_heads else ""
+    words = ("causal" if params.get("causal") else "", short, suffix)
+    name = "-".join((f"b{batch}-h{query_heads}{shared}-q{queries}-k{keys}-d{dim}", *filter(None, words)))
+    dims = dict(batch=batch, kv_heads=kv_heads, group=query_heads // kv_heads, queries=queries, keys=keys, dim=dim)
+    bench = dtype == BF16 and not suffix
+    return Case(name, dims, dtype, params, bench, modes=("fwd",) if bench and queries == 1 else ())  # decoding
+
+
+def _context(batch: int, queries: int, keys: int) -> Case:
+    """TransformerNP: queries for context and targets, of which the context alone is attended to."""
+    return _case(batch, 8, queries, keys, 64, context=True)
+
+
+CASES = (
+    # TransformerNP, M context points and N targets: (10k, 1k), (200k, 5k), (64, 500).
+    _context(4, 11000, 10000),
+    _context(1, 205000, 200000),
+    _context(64, 564, 64),
+    # Llama-2 7B's heads, and 70B's.
+    _case(4, 32, 512, 512, 128, causal=True),
+    _case(4, 32, 2048, 2048, 128, causal=True),
+    _case(4, 32, 4096, 4096, 128, causal=True),
+    _case(1, 32, 16384, 16384, 128, causal=True),
+    _case(1, 32, 8192, 8192, 128),
+    _case(1, (64, 8), 8192, 8192, 128, causal=True),
+    # Few queries: decoding, and targets against a long context.
+    _case(1, 8, 1, 200000, 64),
+    _case(8, (64, 8), 1, 32768, 128),
+    _case(1, 8, 564, 64000, 64),
+    # What goes wrong: plain first, then every option, nothing, one of everything, every width, ragged tiles.
+    _case(1, (2, 1), 37, 41, 24, FP32),
+    _case(1, (2, 1), 41, 37, 24, FP16),
+    _case(1, 2, 37, 29, 16, FP32, causal=True, return_lse=True),
+    _case(2, 1, 37, 45, 24, FP16, causal=True),
+    _case(1, 2, 40, 33, 24, FP32, "window", window=(7, 3)),
+    _case(1, (2, 1), 33, 40, 24, FP16, "options", window=(5, -1), causal=True, scale=0.3, return_lse=True),
+    _case(2, 1, 41, 29, 24, FP32, "context", context=True, return_lse=True),
+    _case(1, 2, 0, 5, 16, FP32),
+    _case(1, 2, 5, 0, 16, FP32),
+    _case(1, 1, 1, 1, 1, FP32),
+    _case(1, 1, 150, 70, 32, FP16, causal=True),
+    _case(1, (2, 1), 40, 70, 32, FP32, "window", window=(7, 3)),
+    _case(1, 2, 3, 600, 32, FP16),
+    _case(1, (6, 1), 4, 600, 16, FP16, causal=True),
+    *(_case(1, 1, 20, 66, dim, FP16) for dim in (64, 80, 96, 128, 256)),
+    *(_case(1, 1, 20, 35, dim, FP32) for dim in (64, 80, 128)),
+    *(_case(2, (4, 2), 333, 517, dim, BF16, "small") for dim in (32, 64, 80, 96, 128, 256)),
+    *(_case(2, (4, 2), 333, 517, dim, BF16, "small", causal=True, return_lse=True) for dim in (64, 128, 256)),
+    _case(1, (8, 2), 3, 3000, 128, BF16, "small"),
+    _case(1, 2, 517, 333, 64, BF16, "window", window=(100, 20)),
+)
+
+
+def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
+    """`context`: k and v have a row for each query as well, of which the first `keys` count."""
+    d, params = case.dims, dict(case.params)
+
+    def normal(heads: int, rows: int) -> torch.Tensor:
+        shape = (d["batch"], heads, rows, d["dim"])
+        return torch.randn(shape, dtype=case.dtype, device=device, generator=generator)
+
+    rows = d["keys"]
+    if params.pop("context", False):
+        params["num_context"], rows = d["keys"], max(d["queries"], d["keys"])
+    q = normal(d["kv_heads"] * d["group"], d["queries"])
+    return {"q": q, "k": normal(d["kv_heads"], rows), "v": normal(d["kv_heads"], rows), **params}
+
+
+def visible(queries: int, keys: int, left: int, right: int) -> int:
+    """How many pairs of query and key see each other in the band."""
+
+    def below(shift: int) -> int:
+        """Sum over the queries i of min(max(i + shift, 0), keys)."""
+
+        def upto(n: int) -> int:
+            n = max(n, 0)
+            return n * (n - 1) // 2 if n <= keys else keys * (keys - 1) // 2 + (n - keys) * keys
+
+        return upto(shift + queries) - upto(shift)
+
+    first = below(keys - queries - left) if left >= 0 else 0
+    return (below(keys - queries + right + 1) if right >= 0 else queries * keys) - first
+
+
+def cost(case: Case, mode: str) -> Cost:
+    d, params, size = case.dims, case.params, case.dtype.itemsize
+    left, right = params.get("window", (-1, -1))
+    keys = params.get("num_context", d["keys"])
+    pairs = visible(d["queries"], keys, left, 0 if params.get("causal") else right)
+    heads = d["batch"] * d["kv_heads"]
+    # q and out like k and v; lse. The gradients of keys that do not count are zeros, which are not counted either.
+    rows = heads * (d["group"] * d["queries"] * 2 + keys * 2)
+    lse = 4 * heads * d["group"] * d["queries"]
+    # Two products of 2·D a pair and head forward; backward five, of which one is that of the forward again.
+    products, tensors = {"fwd": (2, 1), "bwd": (5, 2)}[mode]
+    pipe = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[case.dtype]
+    flops = products * 2 * d["dim"] * pairs * heads * d["group"]
+    return Cost(flops=flops, bytes=tensors * rows * d["dim"] * size + lse, pipe=pipe)
+
+
+def _square_if_causal(case: Case) -> str | None:
+    if case.params.get("window"):
+        return "has no window"
+    if case.params.get("causal") and case.dims["queries"] != case.dims["keys"]:
+        return "aligns a causal mask at the top left"
+    return None
+
+
+def _fits(case: Case, mode: str) -> str | None:
+    """The reference takes such a problem in pieces, each twice in the backward; that is no baseline."""
+    scores = case.dims["batch"] * case.dims["kv_heads"] * case.dims["group"] * case.dims["queries"] * case.dims["keys"]
+    return f"the scores alone would be {4 * scores / 1e9:.0f} GB" if scores > MOST_SCORES else None
+
+
+def _sdpa(backend: SDPBackend) -> Callable[[], Op]:
+    """PyTorch's, by that backend or not at all: where it does not support a problem, PyTorch raises."""
+
+    def attend(q, k, v, *, causal=False, scale=None, num_context=None, window=None):
+        k, v = (k, v) if num_context is None else (k[:, :, :num_context], v[:, :, :num_context])
+        with sdpa_kernel(backend):
+            shared = q.shape[1] != k.shape[1]
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=shared)
+
+    return lambda: attend
+
+
+@functools.cache
+def _block_mask(queries: int, keys: int, device: str):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def below(batch, head, query, key):
+        return key <= query + (keys - queries)
+
+    return create_block_mask(below, None, None, queries, keys, device=device)
+
+
+def _flex() -> Op:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch._dynamo.reset()
+    torch._functorch.config.donated_buffer = False
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def attend(q, k, v, *, causal=False, scale=None, num_context=None, window=None):
+        k, v = (k, v) if num_context is None else (k[:, :, :num_context], v[:, :, :num_context])
+        mask = _block_mask(q.shape[2], k.shape[2], str(q.device)) if causal else None
+        return compiled(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+    return attend
+
+
+def _fa4() -> Op:
+    from flash_attn.cute import flash_attn_func
+
+    def attend(q, k, v, *, causal=False, scale=None, num_context=None, window=None):
+        k, v = (k, v) if num_context is None else (k[:, :, :num_context], v[:, :, :num_context])
+        window = (None, None) if window is None else tuple(None if bound < 0 else bound for bound in window)
+        # Its layout is [B, S, H, D].
+        out = flash_attn_func(
+            *(t.transpose(1, 2) for t in (q, k, v)), softmax_scale=scale, causal=causal, window_size=window
+        )
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return attend
+
+
+def _fwd_candidates(case: Case) -> list[dispatch.Config]:
+    shapes = [(64, 64), (64, 128), (128, 32), (128, 64), (128, 128), (192, 64), (256, 64)]
+    return _candidates(case, shapes, (4, 8, 16), (2, 3, 4))
+
+
+def _dkdv_candidates(case: Case) -> list[dispatch.Config]:
+    return _candidates(case, [(32, 64), (32, 128), (64, 64), (64, 128), (128, 64)], (4, 8), (1, 2, 3))
+
+
+def _dq_candidates(case: Case) -> list[dispatch.Config]:
+    return _candidates(case, [(64, 32), (64, 64), (128, 32), (128, 64), (128, 128)], (4, 8), (1, 2, 3))
+
+
+def _candidates(case: Case, shapes, warps, stages) -> list[dispatch.Config]:
+    block_d = dispatch.padded(case.dims["dim"])
+    tiles = [(m, n) for m, n in shapes if m & (m - 1) == 0]
+    return [dispatch.Config(m, n, block_d, w, s) for m, n in tiles for w in warps for s in stages]
+
+
+SPEC = KernelSpec(
+    name="attention",
+    implementations={"triton": attention, "triton-fused": partial(attention, backward="fused")},
+    # On the CPU the interpreter would take minutes for the battery of both; there test_attention.py compares them.
+    min_capability={"triton-fused": (8, 0)},
+    baselines=(
+        dataclasses.replace(EAGER, supports=_fits),
+        dataclasses.replace(COMPILED, supports=_fits),
+        Peer("sdpa-flash", load=_sdpa(SDPBackend.FLASH_ATTENTION), supports=lambda case, mode: _square_if_causal(case)),
+        Peer("cudnn", load=_sdpa(SDPBackend.CUDNN_ATTENTION), supports=lambda case, mode: _square_if_causal(case)),
+        Peer("flex", load=_flex),
+        Peer("fa4", load=_fa4),
+    ),
+    reference=attention_reference,
+    make_inputs=make_inputs,
+    cost=cost,
+    cases=CASES,
+    grads=("q", "k", "v"),
+    unit="queries",
+    items=lambda case: case.dims["batch"] * case.dims["queries"],
+    # Whether a masked number is multiplied by 0 or not read at all depends on the tiles: 0 · NaN is NaN.
+    finite_only=lambda case: bool(case.params.get("causal") or case.params.get("window")),
+    fuzz={"queries": (0, 40), "keys": (0, 40), "dim": (1, 40)},
+    tunables=(
+        Tunable(dispatch, "pick_fwd_config", "fwd", _fwd_candidates),
+        Tunable(dispatch, "pick_dkdv_config", "bwd", _dkdv_candidates),
+        Tunable(dispatch, "pick_dq_config", "bwd", _dq_candidates),
+    ),
+)

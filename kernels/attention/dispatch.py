@@ -1,0 +1,143 @@
+"""Which version runs, and with which tiles. Pure functions of sizes, dtype and GPU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+
+
+@dataclass(frozen=True)
+class Config:
+    """A CTA of `num_warps` warps goes over tiles of block_m queries by block_n keys, `num_stages` of them in flight.
+    block_d is the head's width padded to a power of two."""
+
+    block_m: int
+    block_n: int
+    block_d: int
+    num_warps: int
+    num_stages: int
+
+
+def pick_forward(
+    version: str, dtype: torch.dtype, queries: int, keys: int, kv_heads: int, group: int, multiprocessors: int
+) -> tuple[str, int]:
+    """The version of the forward that runs, and among how many CTAs it shares out the keys. `kv_heads` of all batches.
+
+    Splitting fills the GPU where queries are few, at the price of a second kernel. With the heads of a group packed
+    into one tile it also reads keys and values once for all of them, which pays where a tile holds them all. Not for
+    fp32: there the backward counts on tiles that round scores as the forward's did.
+    """
+    rows = queries * group
+    splits = pick_splits(rows, keys, kv_heads, multiprocessors)
+    if version == "auto":
+        pays = splits > 1 or (group > 1 and rows <= 64)
+        version = "split" if pays and dtype != torch.float32 else "portable"
+    return version, splits
+
+
+def pick_splits(rows: int, keys: int, kv_heads: int, multiprocessors: int) -> int:
+    """The fewest CTAs to a tile of queries that keep the multiprocessors nearly as busy as any number would: they take
+    turns in waves of two on each, and the last wave is only partly full. 256 keys a CTA at least."""
+    tiles = kv_heads * triton.cdiv(rows, block_of_rows(rows))
+    room = 2 * multiprocessors
+    most = min(128, keys // 256)
+    if tiles >= 2 * room or most < 2:
+        return 1
+
+    def busy(splits: int) -> float:
+        waves = tiles * splits / room
+        return waves / math.ceil(waves)
+
+    target = 0.85 * max(busy(splits) for splits in range(1, most + 1))
+    return next(splits for splits in range(1, most + 1) if busy(splits) >= target)
+
+
+def block_of_rows(rows: int) -> int:
+    """Rows of a tile of the split forward: 16, 32, 64 or 128."""
+    return max(16, min(128, triton.next_power_of_2(rows)))
+
+
+def pick_backward(version: str) -> str:
+    """The form of the backward that runs. The fused one has fewer FLOPs but more traffic (see `fused_backward`)."""
+    return "separate" if version == "auto" else version
+
+
+def pick_fused_splits(kv_heads: int, tiles: int, multiprocessors: int) -> int:
+    """Into how many CTAs the tiles of keys of each key head are shared out: as many as there is room for at a time, for
+    each costs a dQ in fp32, and never more than 16."""
+    return max(1, min(multiprocessors // kv_heads, tiles, 16))
+
+
+# The tiles below are the largest without a register spill under Triton 3.6 and 3.7 (README, what was tried).
+
+
+def pick_fwd_config(dim: int, banded: bool, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
+    block_d = padded(dim)
+    if dtype == torch.float32:
+        return _fp32(block_d, capability)
+    if block_d <= 128:
+        return Config(128, 128 if block_d <= 32 else 64, block_d, 8, 3)
+    return Config(64, 64, block_d, 8, 2)
+
+
+def pick_split_config(rows: int, dim: int, banded: bool, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
+    block_m, block_d = block_of_rows(rows), padded(dim)
+    if block_m == 128 or dtype == torch.float32:
+        return pick_fwd_config(dim, banded, dtype, capability)
+    return Config(block_m, 64 if block_d <= 128 else 32, block_d, 4, 3 if block_d <= 128 else 2)
+
+
+def pick_dkdv_config(dim: int, banded: bool, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
+    block_d = padded(dim)
+    if dtype == torch.float32:
+        return _fp32(block_d, capability)
+    if block_d == 256:
+        return Config(32, 32, block_d, 8, 2)
+    if block_d == 128:
+        # A mask takes registers: 32 by 128 would spill.
+        return Config(64, 64, block_d, 8, 2) if banded or capability < (9, 0) else Config(32, 128, block_d, 8, 2)
+    return Config(64 if capability >= (9, 0) else 32, 128, block_d, 8, 2)
+
+
+def pick_dq_config(dim: int, banded: bool, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
+    block_d = padded(dim)
+    if dtype == torch.float32:
+        return _fp32(block_d, capability)
+    if block_d == 256:
+        return Config(64, 32, block_d, 8, 2)
+    if capability < (9, 0) and block_d != 64:
+        return Config(64, 64 if block_d == 128 else 32, block_d, 4, 2)
+    return Config(128, 64, block_d, 8, 2)
+
+
+def pick_fused_config(dim: int, banded: bool, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
+    """Many keys, because dQ is read and written once for each tile of them."""
+    block_d = padded(dim)
+    if dtype == torch.float32:
+        return _fp32(block_d, capability)
+    if block_d == 256:
+        return Config(16, 32, block_d, 8, 2) if capability >= (9, 0) else Config(16, 16, block_d, 8, 2)
+    if capability >= (9, 0):
+        return Config(64, 128, block_d, 8, 2) if block_d <= 64 else Config(16, 64, block_d, 8, 2)
+    return Config(32 if block_d <= 64 else 16, 64, block_d, 8, 2)
+
+
+def _fp32(block_d: int, capability: tuple[int, int]) -> Config:
+    """Without tensor cores. Each thread has whole rows of both factors in registers, so wider tiles spill. The same
+    tile everywhere, so that the backward rounds scores as the forward did."""
+    if capability < (8, 0):
+        return Config(32, 32, block_d, 4, 1)  # the interpreter, where tiles cost time and registers nothing
+    return Config(16, 16, block_d, 4 if block_d <= 32 else 8, 1)
+
+
+def precision(dtype: torch.dtype) -> str:
+    """Of matrix products: that of fp32 for fp32."""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def padded(dim: int) -> int:
+    """The width of a tile for heads of that width."""
+    return max(16, triton.next_power_of_2(dim))

@@ -1,0 +1,184 @@
+"""The public function: checks, registration with torch.library, autograd."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+
+from .launch import BACKWARD, FORWARD, attention_bwd, attention_fwd, empty_statistics
+from .problem import empty_like
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_DIM = 256
+
+# As @triton.jit decided it when the kernels were imported; torch.compile cannot trace the knob itself.
+INTERPRETED: bool = triton.knobs.runtime.interpret
+
+# Named after the package, so that a copy of this folder under another name registers ops of its own.
+_NAMESPACE = __package__.replace(".", "_")
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    num_context: int | None = None,
+    window: tuple[int, int] | None = None,
+    return_lse: bool = False,
+    forward: str = "auto",
+    backward: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Scaled dot-product attention, exact, without its matrix of scores (Dao et al. 2022, arXiv:2205.14135).
+
+        s = scale · q kᵀ        out = softmax(s) v        lse = log Σ exp(s)          over the keys that a query sees
+
+    q            [B, Hq, Sq, D], 1 <= D <= 256; fp32, fp16 or bf16. [B, S, H, D] is passed as x.transpose(1, 2): tensors
+                 of any strides are read in place if the rows of D are contiguous, and otherwise copied.
+    k, v         [B, Hkv, Sk, D], dtype and device of q. Hq is a multiple of Hkv: query head h uses key head
+                 h // (Hq // Hkv).
+    causal       Query i sees keys j <= i + Sk − Sq: the last query sees all, and the first queries none if Sq > Sk.
+    scale        a positive number, by default 1 / sqrt(D)
+    num_context  only the first num_context rows of k and v count; everything else is as if they were all there are
+    window       (left, right) as FlashAttention's: query i sees i + Sk − Sq − left <= j <= i + Sk − Sq + right; −1 is
+                 no bound. With causal, right is 0.
+    return_lse   also return lse [B, Hq, Sq], fp32, natural logarithm. Both outputs are differentiable.
+    forward      "portable" or "split" (the keys shared out over CTAs, then combined); "auto" picks one
+    backward     "separate" (dQ in a kernel of its own) or "fused" (everything in one pass); "auto" picks one
+
+    Returns out, in shape and dtype of q and in its memory order (row-major if q is copied). A query that sees no key
+    has out 0, lse −inf and no gradient. Sums are fp32; p and ds are rounded to the dtype for the matrix products, as in
+    FlashAttention. All results are the same bit for bit in each run. Saved for the backward: q, k, v, out, lse.
+
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
+    outside Triton's interpreter, or for a version that this GPU or problem does not have.
+    """
+    _check(q, k, v)
+    keys = k.shape[2]
+    if num_context is not None:
+        if not 0 <= num_context <= keys:
+            raise ValueError(f"attention: num_context must be from 0 to k's {keys} rows, got {num_context}")
+        keys = num_context
+    left, right = _window(window)
+    if causal:
+        right = 0
+    if scale is None:
+        scale = 1 / math.sqrt(q.shape[3])
+    elif not 0 < scale < math.inf:
+        raise ValueError(f"attention: scale must be a positive number, got {scale}")
+    for name, version, known in (("forward", forward, FORWARD), ("backward", backward, BACKWARD)):
+        if version not in known:
+            raise ValueError(f"attention: {name} must be one of {', '.join(known)}, got {version!r}")
+    out, lse, _ = _fwd_op(q, k, v, float(scale), left, right, keys, forward, backward)
+    return (out, lse) if return_lse else out
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    if not isinstance(q, torch.Tensor) or q.dtype not in DTYPES:
+        raise TypeError(f"attention: q must be a tensor of float32, float16 or bfloat16, got {_kind(q)}")
+    if q.dim() != 4 or not 1 <= q.shape[3] <= MAX_DIM:
+        raise ValueError(f"attention: q must be [B, H, S, D] with 1 <= D <= {MAX_DIM}, got shape {tuple(q.shape)}")
+    for name, tensor in (("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != q.dtype:
+            raise TypeError(f"attention: {name} must be a tensor of q's dtype {q.dtype}, got {_kind(tensor)}")
+        if tensor.device != q.device:
+            raise ValueError(f"attention: {name} must be on q's device {q.device}, got {tensor.device}")
+        if tensor.dim() != 4 or tensor.shape[0] != q.shape[0] or tensor.shape[3] != q.shape[3]:
+            wanted = f"[{q.shape[0]}, Hkv, Sk, {q.shape[3]}] like q"
+            raise ValueError(f"attention: {name} must be {wanted}, got shape {tuple(tensor.shape)}")
+    if v.shape != k.shape:
+        raise ValueError(f"attention: v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"attention: q's {q.shape[1]} heads must be a multiple of k's, which has {k.shape[1]}")
+    if not q.is_cuda and not (q.device.type == "cpu" and INTERPRETED):
+        needed = "on a GPU, or on the CPU with TRITON_INTERPRET=1"
+        raise RuntimeError(f"attention: q must be {needed}, got {q.device}")
+
+
+def _window(window: tuple[int, int] | None) -> tuple[int, int]:
+    if window is None:
+        return -1, -1
+    left, right = window
+    if left < -1 or right < -1:
+        raise ValueError(f"attention: window must be (left, right), each -1 or more, got {window}")
+    return left, right
+
+
+def _kind(value: object) -> str:
+    return str(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::attention_fwd", mutates_args=())
+def _fwd_op(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    left: int,
+    right: int,
+    keys: int,
+    forward: str,
+    backward: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return attention_fwd(q, k, v, scale, left, right, keys, forward)
+
+
+@_fwd_op.register_fake
+def _(q, k, v, scale, left, right, keys, forward, backward):
+    return empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32), empty_statistics(q)
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::attention_bwd", mutates_args=())
+def _bwd_op(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    statistics: torch.Tensor,
+    scale: float,
+    left: int,
+    right: int,
+    keys: int,
+    backward: str,
+    need_dq: bool,
+    need_dkv: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return attention_bwd(
+        dout, dlse, q, k, v, out, lse, statistics, scale, left, right, keys, backward, need_dq, need_dkv
+    )
+
+
+@_bwd_op.register_fake
+def _(dout, dlse, q, k, v, out, lse, statistics, scale, left, right, keys, backward, need_dq, need_dkv):
+    def like(tensor: torch.Tensor, needed: bool) -> torch.Tensor:
+        return empty_like(tensor) if needed else tensor.new_empty(0)
+
+    return like(q, need_dq), like(k, need_dkv), like(v, need_dkv)
+
+
+def _save(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)  # most of the time lse has no gradient
+    q, k, v, *ctx.options, _, ctx.form = inputs
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _backward(ctx, dout, dlse, _):
+    q, k, v, out, lse, statistics = ctx.saved_tensors
+    need_dq, need_dk, need_dv = ctx.needs_input_grad[:3]
+    if dout is None and dlse is None:
+        return (None,) * 9
+    if dout is None:
+        dout = torch.zeros_like(out)
+    need_dkv = need_dk or need_dv
+    dq, dk, dv = _bwd_op(dout, dlse, q, k, v, out, lse, statistics, *ctx.options, ctx.form, need_dq, need_dkv)
+    return dq if need_dq else None, dk if need_dk else None, dv if need_dv else None, *(None,) * 6
+
+
+_fwd_op.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,326 @@
+"""What is special to attention; `tests/test_specs.py` checks the rest from SPEC."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from . import attention, band, delta, dispatch, forward, fused_backward, key_gradients, query_gradient, split
+from .bench import visible
+from .dispatch import Config
+from .reference import attention_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FORMS = ("separate", "fused")
+CAPABILITIES = ((8, 0), (8, 6), (9, 0), (10, 0))
+
+
+def normal(*shape: int, **options) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE, **options)
+
+
+def tensors(queries: int, keys: int, heads: int = 2, kv_heads: int = 1, dim: int = 16) -> list[torch.Tensor]:
+    return [normal(1, heads, queries, dim), normal(1, kv_heads, keys, dim), normal(1, kv_heads, keys, dim)]
+
+
+def everything(op, leaves: list[torch.Tensor], **options) -> tuple[torch.Tensor, ...]:
+    """out, lse, and the gradients under fixed incoming ones."""
+    leaves = [t.detach().requires_grad_() for t in leaves]
+    out, lse = op(*leaves, return_lse=True, **options)
+    dout = torch.linspace(-2, 2, out.numel(), device=DEVICE).view(out.shape).to(out.dtype)
+    dlse = torch.linspace(1, -1, lse.numel(), device=DEVICE).view(lse.shape)
+    return out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (dout, dlse))
+
+
+def close(mine, other) -> None:
+    for a, b in zip(mine, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+
+
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many tiles in a small problem."""
+    for name in ("pick_fwd_config", "pick_dkdv_config", "pick_dq_config", "pick_fused_config"):
+        monkeypatch.setattr(dispatch, name, lambda dim, *_: Config(16, 16, dispatch.padded(dim), 4, 1))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_equals_pytorch(causal):
+    leaves = [t.requires_grad_() for t in (normal(2, 2, 20, 16), normal(2, 2, 20, 16), normal(2, 2, 20, 16))]
+    mine, other = attention(*leaves, causal=causal), F.scaled_dot_product_attention(*leaves, is_causal=causal)
+    close((mine, *torch.autograd.grad(mine.sum(), leaves)), (other, *torch.autograd.grad(other.sum(), leaves)))
+
+
+BANDS = [(-1, 0), (0, 0), (5, -1), (20, 3), (3, 40)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("window", BANDS)
+def test_bands_over_many_tiles(window, form, monkeypatch):
+    """Rows before the first key, the diagonal through the middle of tiles, and bands narrower than a tile."""
+    small_tiles(monkeypatch)
+    queries, keys = ((50, 35), (20, 50))[BANDS.index(window) % 2]
+    leaves = tensors(queries, keys)
+    mine = everything(attention, leaves, window=window, forward="portable", backward=form)
+    close(mine, everything(attention_reference, leaves, window=window))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("queries", "keys", "heads", "kv_heads"), [(1, 70, 6, 2), (20, 60, 2, 1), (3, 33, 2, 2)])
+def test_any_number_of_splits(queries, keys, heads, kv_heads, causal, monkeypatch):
+    """Some of them see nothing, and the last one is ragged."""
+    small_tiles(monkeypatch)
+    monkeypatch.setattr(dispatch, "pick_split_config", lambda rows, dim, *_: Config(16, 16, dispatch.padded(dim), 4, 1))
+    leaves = tensors(queries, keys, heads, kv_heads)
+    expected = attention_reference(*leaves, causal=causal, return_lse=True)
+    for splits in (1, 3, 50):
+        monkeypatch.setattr(dispatch, "pick_splits", lambda *_, splits=splits: splits)
+        close(attention(*leaves, causal=causal, return_lse=True, forward="split"), expected)
+
+
+@pytest.mark.parametrize("splits", [1, 3, 16])
+def test_the_fused_backward_with_any_number_of_parts(splits, monkeypatch):
+    small_tiles(monkeypatch)
+    monkeypatch.setattr(dispatch, "pick_fused_splits", lambda heads, tiles, _: min(splits, tiles))
+    leaves = tensors(35, 50, heads=4, kv_heads=2)
+    mine = everything(attention, leaves, causal=True, backward="fused")
+    close(mine, everything(attention_reference, leaves, causal=True))
+
+
+def test_queries_that_see_no_key():
+    leaves = tensors(40, 10)
+    out, lse, dq, dk, dv = everything(attention, leaves, causal=True)
+    assert not out[:, :, :30].any()
+    assert (lse[:, :, :30] == -math.inf).all()
+    assert not dq[:, :, :30].any()
+    assert all(t.isfinite().all() for t in (out, lse[:, :, 30:], dq, dk, dv))
+
+
+def test_context_is_a_prefix_bit_for_bit():
+    q, k, v = tensors(20, 45)
+    poisoned = [torch.cat((t[:, :, :29], torch.full_like(t[:, :, 29:], math.nan)), dim=2) for t in (k, v)]
+    alone = everything(attention, [q, k[:, :, :29].contiguous(), v[:, :, :29].contiguous()])
+    for form in FORMS:
+        *same, dk, dv = everything(attention, [q, *poisoned], num_context=29, backward=form)
+        assert all(torch.equal(a, b) for a, b in zip(same[:2], alone[:2], strict=True))
+        close((same[2], dk[:, :, :29], dv[:, :, :29]), alone[2:])
+        assert not dk[:, :, 29:].any()
+        assert not dv[:, :, 29:].any()
+
+
+def test_heads_inside_rows_are_read_in_place(monkeypatch):
+    """[B, S, H, D] and the parts of one packed projection: no copy, and the output in the same order."""
+    packed = normal(2, 20, 3, 2, 16)
+    q, k, v = (packed[:, :, i].transpose(1, 2) for i in range(3))
+    copies = []
+    original = torch.Tensor.contiguous
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda t, *a: copies.append(t) or original(t, *a))
+    out, lse, *grads = everything(attention, [q, k, v])
+    assert not [t for t in copies if t.shape == q.shape and t.stride(3) == 1]
+    monkeypatch.undo()
+    assert out.transpose(1, 2).is_contiguous()
+    close((out, lse, *grads), everything(attention, [t.contiguous() for t in (q, k, v)]))
+
+
+def test_a_layout_without_unit_stride_is_copied_once():
+    q, k, v = (t.transpose(2, 3).contiguous().transpose(2, 3) for t in tensors(20, 33))
+    close(everything(attention, [q, k, v]), everything(attention, [t.contiguous() for t in (q, k, v)]))
+
+
+def test_gradient_of_lse_alone():
+    q, k, v = tensors(9, 20)
+    leaf = q.requires_grad_()
+    (mine,) = torch.autograd.grad(attention(leaf, k, v, return_lse=True)[1].sum(), leaf)
+    (other,) = torch.autograd.grad(attention_reference(leaf, k, v, return_lse=True)[1].sum(), leaf)
+    close((mine,), (other,))
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("form", FORMS)
+def test_all_scores_far_below_zero(form, monkeypatch):
+    """exp(-lse) overflows, and keys that only pad a tile have the score 0."""
+    small_tiles(monkeypatch)
+    leaves = [20 * torch.ones(1, 1, 5, 16), -20 * torch.ones(1, 1, 20, 16) + 0.01 * torch.randn(1, 1, 20, 16)]
+    leaves = [t.to(DEVICE) for t in (*leaves, torch.randn(1, 1, 20, 16))]
+    mine = everything(attention, leaves, backward=form)
+    assert mine[1].max() < -100
+    for a, b in zip(mine, everything(attention_reference, leaves), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("needed", ["q", "k"])
+def test_no_kernel_for_a_gradient_that_nobody_wants(needed, monkeypatch):
+    called = []
+    from . import backward
+
+    for name in ("key_gradients", "query_gradient"):
+        original = getattr(backward, name)
+        monkeypatch.setattr(
+            backward, name, lambda *a, name=name, original=original: called.append(name) or original(*a)
+        )
+    inputs = dict(zip("qkv", tensors(5, 7), strict=True))
+    inputs[needed].requires_grad_()
+    attention(**inputs).sum().backward()
+    assert called == [{"q": "query_gradient", "k": "key_gradients"}[needed]]
+
+
+def test_memory_of_the_backward_does_not_grow_with_the_keys():
+    """Parts of dQ: no more than 16, whatever the number of key tiles."""
+    for heads, tiles, multiprocessors in itertools.product((1, 8, 32, 500), (1, 7, 2000), (4, 108, 132)):
+        splits = dispatch.pick_fused_splits(heads, tiles, multiprocessors)
+        assert 1 <= splits <= min(tiles, 16)
+        assert splits == 1 or splits * heads <= multiprocessors
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "kv_heads", "group", "version"),
+    [
+        (11000, 10000, 32, 1, "portable"),
+        (205000, 200000, 8, 1, "portable"),
+        (564, 64, 512, 1, "portable"),
+        (512, 512, 128, 1, "portable"),
+        (8192, 8192, 8, 8, "portable"),
+        (1, 200000, 8, 1, "split"),
+        (1, 32768, 64, 8, "split"),
+        (564, 64000, 8, 1, "split"),
+        (1, 64, 8, 1, "portable"),
+        (1, 64, 8, 8, "split"),  # a group in one tile, though nothing is shared out
+    ],
+)
+def test_version_by_shape(queries, keys, kv_heads, group, version):
+    chosen, splits = dispatch.pick_forward("auto", torch.bfloat16, queries, keys, kv_heads, group, multiprocessors=132)
+    assert chosen == version
+    assert dispatch.pick_forward("auto", torch.float32, queries, keys, kv_heads, group, 132) == ("portable", splits)
+    assert splits == 1 or keys // splits >= 256
+    for forced in ("portable", "split"):
+        assert dispatch.pick_forward(forced, torch.float32, queries, keys, kv_heads, group, 132)[0] == forced
+
+
+def test_splits_fill_the_gpu():
+    for rows, keys, heads in itertools.product((1, 8, 100, 564), (4096, 65536, 200_000), (1, 2, 8, 40)):
+        splits = dispatch.pick_splits(rows, keys, heads, 132)
+        ctas = heads * -(-rows // dispatch.block_of_rows(rows)) * splits
+        most = min(128, keys // 256) * heads
+        assert ctas >= min(0.8 * 264, 0.8 * most)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_width_has_a_tile(dtype, capability):
+    picks = (
+        dispatch.pick_fwd_config,
+        dispatch.pick_dkdv_config,
+        dispatch.pick_dq_config,
+        dispatch.pick_fused_config,
+        lambda *kind: dispatch.pick_split_config(5, *kind),
+    )
+    for dim, banded, pick in itertools.product((1, 16, 24, 32, 64, 80, 96, 128, 256), (False, True), picks):
+        config = pick(dim, banded, dtype, capability)
+        assert dim <= config.block_d <= max(16, 2 * dim)
+        assert delta.ROWS % config.block_m == 0
+        # Scores, in fp32, over the threads: what is in registers beside the accumulators.
+        assert config.block_m * config.block_n <= 64 * 32 * config.num_warps
+
+
+def test_sections_keep_keys_in_l2():
+    assert band.section(32, 1 << 20, banded=False) == 1
+    assert band.section(32, 1 << 20, banded=True) == int(band.SECTION_BYTES) >> 20
+    assert band.section(4, 1, banded=True) == 4
+    assert band.section(4, 1 << 40, banded=True) == 1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_sections_of_heads_that_do_not_divide_them(form, monkeypatch):
+    """Every tile of every head is visited, each once."""
+    small_tiles(monkeypatch)
+    for module in (forward, key_gradients, query_gradient):
+        monkeypatch.setattr(module, "section", lambda *_: 2)
+    leaves = tensors(20, 35, heads=3, kv_heads=3)
+    mine = everything(attention, leaves, causal=True, forward="portable", backward=form)
+    close(mine, everything(attention_reference, leaves, causal=True))
+
+
+def test_visible_pairs_are_counted():
+    for queries, keys in ((0, 3), (1, 1), (5, 9), (9, 5), (7, 7)):
+        for left, right in itertools.product((-1, 0, 2, 100), (-1, 0, 3, 100)):
+            pairs = sum(
+                (left < 0 or j >= i + keys - queries - left) and (right < 0 or j <= i + keys - queries + right)
+                for i in range(queries)
+                for j in range(keys)
+            )
+            assert visible(queries, keys, left, right) == pairs
+
+
+def test_the_reference_in_pieces(monkeypatch):
+    from . import reference
+
+    leaves = tensors(13, 21)
+    whole = everything(attention_reference, leaves, causal=True)
+    monkeypatch.setattr(reference, "MOST_SCORES", 300)
+    close(everything(attention_reference, leaves, causal=True), whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "error", "words"),
+    [
+        (dict(q=lambda t: t.double()), {}, TypeError, "q must be a tensor of .*, got torch.float64"),
+        (dict(k=lambda t: t.half()), {}, TypeError, "k must be a tensor of q's dtype"),
+        (dict(v=lambda t: None), {}, TypeError, "v must be .*, got NoneType"),
+        (dict(q=lambda t: t[0]), {}, ValueError, r"q must be \[B, H, S, D\]"),
+        (dict(q=lambda t: t[..., :0]), {}, ValueError, "1 <= D <= 256"),
+        (dict(k=lambda t: t[..., :8]), {}, ValueError, "k must be .* like q"),
+        (dict(v=lambda t: t[:, :, :3]), {}, ValueError, "v must have k's shape"),
+        (dict(q=lambda t: t[:, :1]), {}, ValueError, "q's 1 heads must be a multiple of k's, which has 2"),
+        (dict(v=lambda t: t.to("meta")), {}, ValueError, "v must be on q's device"),
+        ({}, dict(scale=-1.0), ValueError, "scale must be a positive number, got -1.0"),
+        ({}, dict(scale=math.nan), ValueError, "scale must be a positive number"),
+        ({}, dict(num_context=8), ValueError, "num_context must be from 0 to k's 7 rows, got 8"),
+        ({}, dict(window=(-2, 0)), ValueError, "window must be"),
+        ({}, dict(forward="best"), ValueError, "forward must be one of auto, .*, got 'best'"),
+        ({}, dict(backward="both"), ValueError, "backward must be one of auto, separate, fused, got 'both'"),
+    ],
+)
+def test_says_what_is_wrong(change, options, error, words):
+    inputs = dict(zip("qkv", tensors(5, 7, heads=4, kv_heads=2), strict=True))
+    inputs = {n: change.get(n, lambda t: t)(t) for n, t in inputs.items()}
+    with pytest.raises(error, match=words):
+        attention(**inputs, **options)
+
+
+def test_kernels_are_not_specialised_for_sizes():
+    for kernel in (
+        forward._attention_fwd_kernel,
+        split._attention_split_fwd_kernel,
+        fused_backward._attention_fused_bwd_kernel,
+    ):
+        params = getattr(kernel, "params", None)
+        if params is None:
+            pytest.skip("the interpreter specialises nothing")
+        for param in params:
+            if not param.is_constexpr and not param.name.endswith("_ptr"):
+                assert param.do_not_specialize, param.name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+def test_fifty_equal_repeats(form):
+    leaves = [normal(2, 8, 1000, 64, dtype=torch.bfloat16) for _ in range(3)]
+    first = everything(attention, leaves, backward=form)
+    for _ in range(49):
+        assert all(torch.equal(a, b) for a, b in zip(everything(attention, leaves, backward=form), first, strict=True))
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements():
+    """Offsets are 64 bits wide: the last heads lie past what 32 reach."""
+    q, k, v = (
+        torch.randn(1, 2**31 // (4096 * 64) + 2, 4096, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)
+    )
+    out = attention(q, k, v)
+    for part in (slice(0, 1), slice(-1, None)):
+        torch.testing.assert_close(
+            out[:, part], attention_reference(q[:, part], k[:, part], v[:, part]), rtol=2e-2, atol=1e-3
+        )
