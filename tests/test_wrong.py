@@ -30,7 +30,12 @@ def spec_with(kernel: str, name: str, fn) -> KernelSpec:
     spec = registry.load(kernel)
     cases = (*ZOO[kernel].CASES, *ZOO[kernel].LONG_CASES, next(case for case in spec.cases if case.bench))
     return dataclasses.replace(
-        spec, implementations={name: fn}, cases=cases, fuzz=ZOO[kernel].FUZZ, limits=ZOO[kernel].LIMITS
+        spec,
+        implementations={name: fn},
+        min_capability={},
+        cases=cases,
+        fuzz=ZOO[kernel].FUZZ,
+        limits=ZOO[kernel].LIMITS,
     )
 
 
