@@ -46,21 +46,20 @@ class Alarm:
         self._timer = self._libc.timerfd_create(time.CLOCK_MONOTONIC, 0)
         if self._timer < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create")
-        self._set(seconds)
+        self._set(int(seconds * 1e9))
         self._thread = threading.Thread(target=self._libc.read, args=(self._timer, ctypes.c_void_p(address), 8))
         self._thread.daemon = True
         self._thread.start()
         time.sleep(2e-4)  # without the interpreter's lock, so that the thread gets as far as its read()
 
-    def _set(self, seconds: float) -> None:
-        whole = int(seconds)
-        setting = (ctypes.c_long * 4)(0, 0, whole, int((seconds - whole) * 1e9))  # no repeat; the first time
+    def _set(self, nanoseconds: int) -> None:
+        setting = (ctypes.c_long * 4)(0, 0, *divmod(nanoseconds, 10**9))  # no repeat; the first time
         if self._libc.timerfd_settime(self._timer, 0, setting, None):
             raise OSError(ctypes.get_errno(), "timerfd_settime")
 
     def stop(self) -> None:
         """Lets it go off now, and waits until it has written."""
-        self._set(1e-9)
+        self._set(1)
         self._thread.join()
         os.close(self._timer)
 

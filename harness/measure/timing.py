@@ -247,28 +247,33 @@ class Clock:
         first = index % len(names)  # nobody always runs after the same neighbour
         order = [*names[first:], *names[:first]]
         while True:
-            events = {n: (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for n in order}
-
-            def queue(name: str, events: Mapping[str, tuple[torch.cuda.Event, torch.cuda.Event]] = events) -> None:
-                before(name)
-                events[name][0].record(self._stream)
-                call(name)
-                events[name][1].record(self._stream)
-
-            culprit = None
-            with self._gate.hold(self._stream):
-                for name in order:
-                    if name not in self._unheld:
-                        queue(name)
-                        culprit = culprit or (name if self._gate.forced else None)
-            for name in order:
-                if name in self._unheld:
-                    queue(name)
-            self.monitor.read()
-            self._stream.synchronize()
+            times, culprit = self._attempt(order, call, before)
             if culprit is None:
-                return {n: start.elapsed_time(stop) * 1e3 for n, (start, stop) in events.items()}
+                return times
             self._unheld.add(culprit)
+
+    def _attempt(
+        self, order: Sequence[str], call: Callable[[str], object], before: Callable[[str], object]
+    ) -> tuple[dict[str, float], str | None]:
+        """The times of a round, and the first whose queueing made the gate open by itself."""
+        events = {n: (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for n in order}
+
+        def queue(name: str) -> None:
+            before(name)
+            events[name][0].record(self._stream)
+            call(name)
+            events[name][1].record(self._stream)
+
+        culprit = None
+        with self._gate.hold(self._stream):
+            for name in (n for n in order if n not in self._unheld):
+                queue(name)
+                culprit = culprit or (name if self._gate.forced else None)
+        for name in (n for n in order if n in self._unheld):
+            queue(name)
+        self.monitor.read()
+        self._stream.synchronize()
+        return {n: start.elapsed_time(stop) * 1e3 for n, (start, stop) in events.items()}, culprit
 
     def _capture(self, contender: Contender, sets: int) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
         runs = [contender.bind(index) for index in range(sets)]
