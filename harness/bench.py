@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -60,6 +61,29 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
+class Interrupt:
+    """Ctrl-C that is not lost. Raised in a destructor or in the callback of a weak reference, KeyboardInterrupt is
+    printed and forgotten; `raise_if_lost` raises it again."""
+
+    def __init__(self) -> None:
+        self._seen = False
+
+    def __enter__(self) -> Interrupt:
+        self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _note(self, *_: object) -> None:
+        self._seen = True
+        raise KeyboardInterrupt
+
+    def raise_if_lost(self) -> None:
+        if self._seen:
+            raise KeyboardInterrupt
+
+
 @dataclass
 class Session:
     """What all kernels of one call share: the device, its ceilings and the clock."""
@@ -94,7 +118,7 @@ class Session:
             )
         groups = [(c, m) for c, m in selection.groups() if (c.name, m) not in finished.done]
         failures = 0
-        with record.Writer(path) as writer, Progress(spec.name, len(groups)) as progress:
+        with record.Writer(path) as writer, Progress(spec.name, len(groups)) as progress, Interrupt() as interrupt:
 
             def write(kind: str, /, **entry: Any) -> None:
                 writer.write({"type": kind, "run": run_id, "kernel": spec.name, **entry})
@@ -117,6 +141,7 @@ class Session:
                         write("row", **row)
                     failures += sum(r["kind"] == "ours" and r["status"] not in ("ok", "skipped", "oom") for r in rows)
                     progress.group(case.name, mode, rows, self.ceilings, group.seconds)
+                    interrupt.raise_if_lost()
                 write("stop", reason="complete")
             except KeyboardInterrupt:
                 write("stop", reason="interrupted")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from harness import execute, options, registry
-from harness.bench import Group
+from harness.bench import Group, Interrupt
 from harness.spec import EAGER, Cost, Yardstick
 
 
@@ -63,3 +64,18 @@ def test_a_yardstick_is_neither_ours_nor_a_peer_and_has_a_cost_of_its_own():
     }
     assert rows["copy"]["cost"]["bytes"] == 123 != rows["eager"]["cost"]["bytes"]
     assert execute.load(spec, "copy", spec.cases[0], "fwd")(x=torch.ones(2)).tolist() == [1, 1]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_in_a_destructor_is_not_lost():
+    class Dying:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    with Interrupt() as interrupt:
+        interrupt.raise_if_lost()
+        Dying()  # Python prints the KeyboardInterrupt and goes on
+        with pytest.raises(KeyboardInterrupt):
+            interrupt.raise_if_lost()
+    assert signal.getsignal(signal.SIGINT) is before

@@ -31,6 +31,7 @@ Run = Callable[[], Sequence[torch.Tensor]]
 # word in memory may hold back others that share its hardware queue, and so hide that they did not wait.
 DELAY_CYCLES = (40_000_000, 200_000_000, 1_000_000_000)
 CYCLES_PER_SECOND = 2e9
+END = 4096  # elements
 
 
 @contextmanager
@@ -158,18 +159,35 @@ class Allocations:
 
 @dataclass(frozen=True)
 class Observed:
-    """What a call returned, and copies of it made on the current stream at the moment when it did."""
+    """What a call returned, and copies of it made on the current stream at the moment when it did: of a few last
+    elements, and after that of everything."""
 
     results: tuple[torch.Tensor, ...]
+    ends: tuple[torch.Tensor, ...]
     copies: tuple[torch.Tensor, ...]
 
     def verdict(self) -> Verdict:
         """Whether the results were complete when the call returned. Says nothing unless all work has ended since."""
-        if same_bits(self.results, self.copies):
+        ends = [_end(t) for t in self.results]
+        if same_bits(self.results, self.copies) and same_bits(ends, self.ends):
             return Verdict(True)
         return Verdict(
             False, "the outputs changed after the call had returned: work on another stream or thread", "late"
         )
+
+
+def _end(tensor: torch.Tensor) -> torch.Tensor:
+    """At most END elements, the last in every dimension: what a kernel writes at the very end, as a rule."""
+    while tensor.ndim > 1 and tensor.numel():
+        tensor = tensor[-1]
+    return tensor[-END:] if tensor.ndim else tensor
+
+
+def _copies(results: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """`ends` and `copies` of Observed. The ends are few bytes, read before late work can have come that far even if it
+    has started. That they are expanded makes the copy a kernel; copies by the driver may start later."""
+    ends = [_end(t.detach()) for t in results]
+    return tuple(t.expand(2, *t.shape).clone()[0] for t in ends), tuple(t.detach().clone() for t in results)
 
 
 @cache
@@ -181,8 +199,8 @@ def _stream(device: int) -> torch.cuda.Stream:
 
 def rehearse(run: Run) -> None:
     """To be called before `observe`, which is to meet nothing for the first time: compiles, and gives every stream that
-    `run` uses the memory for two sets of results, of which the observed call will find one in use. The inputs that an
-    op updates in place are others afterwards."""
+    `run` uses, and that of the observation, the memory for two sets of results, of which the observed call may find one
+    in use. The inputs that an op updates in place are others afterwards."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         run()
         return
@@ -191,7 +209,7 @@ def rehearse(run: Run) -> None:
     stream.wait_stream(caller)
     with torch.cuda.stream(stream):
         held = [execute.outputs(run()) for _ in range(2)]
-        copies = [t.detach().clone() for t in held[0]]
+        copies = [_copies(results) for results in held]
     torch.cuda.synchronize(device)
     del held, copies
 
@@ -209,12 +227,13 @@ def observe(run: Run, prepare: Callable[[], None] = lambda: None) -> Observed:
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         prepare()
         results = execute.outputs(run())
-        return Observed(results, tuple(t.detach().clone() for t in results))
-    for cycles in DELAY_CYCLES:
+        return Observed(results, *_copies(results))
+    for cycles in DELAY_CYCLES[:-1]:
         observed, seconds = _behind_a_delay(run, prepare, cycles)
         if seconds < 0.5 * cycles / CYCLES_PER_SECOND:
-            break
-    return observed
+            return observed
+        del observed  # its memory is that of the next attempt
+    return _behind_a_delay(run, prepare, DELAY_CYCLES[-1])[0]
 
 
 def _behind_a_delay(run: Run, prepare: Callable[[], None], cycles: int) -> tuple[Observed, float]:
@@ -228,12 +247,12 @@ def _behind_a_delay(run: Run, prepare: Callable[[], None], cycles: int) -> tuple
         prepare()
         results = execute.outputs(run())
         with _filling(False):  # copies that are filled first would come too late for the race
-            copies = tuple(t.detach().clone() for t in results)
+            ends, copies = _copies(results)
     seconds = time.perf_counter() - start
     for index in {device, *(t.device.index for t in results if t.is_cuda)}:
         torch.cuda.synchronize(index)
     caller.wait_stream(stream)
-    return Observed(results, copies), seconds
+    return Observed(results, ends, copies), seconds
 
 
 @contextmanager
