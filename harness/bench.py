@@ -352,8 +352,8 @@ class Group:
             "case": self.case.name,
             "mode": self.mode,
             "dims": dict(self.case.dims),
-            "dtype": str(self.case.dtype).removeprefix("torch."),
-            "params": dict(self.case.params),
+            "dtype": _written(self.case.dtype),
+            "params": {name: _written(value) for name, value in self.case.params.items()},
             "implementation": name,
             "kind": kind,
             "status": status,
@@ -362,3 +362,8 @@ class Group:
             "items": self.spec.items(self.case),
             "unit": self.spec.unit,
         }
+
+
+def _written(value: Any) -> Any:
+    """As a record has it: a dtype by its name."""
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value

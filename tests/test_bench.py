@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness import execute, options, registry
+from harness import execute, options, record, registry
 from harness.bench import Group, Interrupt
 from harness.spec import EAGER, Cost, Yardstick
 
@@ -22,6 +22,16 @@ def test_a_case_that_the_device_cannot_run_is_skipped_with_the_reason(monkeypatc
     rows = Group(SimpleNamespace(device=torch.device("cuda", 0)), selection, case, "fwd").rows()
     assert [(row["implementation"], row["status"]) for row in rows] == [("triton", "skipped"), ("eager", "skipped")]
     assert {row["reason"] for row in rows} == {"needs compute capability 9.0"}
+
+
+@pytest.mark.parametrize("kernel", registry.names())
+def test_what_a_row_says_of_any_case_can_be_recorded(kernel):
+    spec = registry.load(kernel)
+    name = next(iter(spec.implementations))
+    for case in spec.cases:
+        selection = options.Selection(spec, (case,), spec.modes_of(case), (name,))
+        group = Group(SimpleNamespace(), selection, case, spec.modes_of(case)[0])
+        record.dumps(group._row(name, "skipped", "why"))
 
 
 def test_incoming_gradients_are_those_of_the_outputs_that_autograd_reaches():
