@@ -203,7 +203,9 @@ class Group:
         sets = timing.input_sets(self.cost.bytes, clock.l2_bytes, free)
         with self._stage("inputs"):
             inputs = [self.spec.make_inputs(self.case, device, generator) for _ in range(sets)]
-            grads = [execute.out_grads(self.spec, self.spec.reference, i, self.mode, generator) for i in inputs]
+            grads = [
+                execute.out_grads(self.spec, self.case, self.spec.reference, i, self.mode, generator) for i in inputs
+            ]
             torch.cuda.synchronize()
         ready: dict[str, execute.Op] = {}
         for name in self.selection.implementations:

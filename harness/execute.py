@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from . import sampling
 from .spec import COMPILED, EAGER, WITHOUT_AUTOGRAD, Baseline, Case, Inputs, KernelSpec, Op, Peer
 
 Run = Callable[[], tuple[torch.Tensor, ...]]
@@ -106,7 +107,7 @@ def bind(spec: KernelSpec, fn: Op, inputs: Inputs, mode: str, out_grads: Sequenc
 
 
 def out_grads(
-    spec: KernelSpec, fn: Op, inputs: Inputs, mode: str, generator: torch.Generator | None
+    spec: KernelSpec, case: Case, fn: Op, inputs: Inputs, mode: str, generator: torch.Generator | None
 ) -> list[torch.Tensor] | None:
     """Incoming gradients for the outputs of `fn` that autograd reaches, as `bind` takes them; None without autograd.
 
@@ -114,8 +115,11 @@ def out_grads(
     """
     if mode in WITHOUT_AUTOGRAD:
         return None
+    sample = sampling.draw(spec, case, inputs)
+    inputs = sample.inputs(inputs) if sample else inputs
     wrt = {n: t.detach().requires_grad_() for n, t in leaves(spec, inputs).items()}
     results = [t for t in outputs(fn(**{**inputs, **wrt})) if t.requires_grad]
+    results = [sample.whole(t) for t in results] if sample else results
     return [torch.ones_like(t) if t.dim() == 0 else random_like([t], generator)[0] for t in results]
 
 

@@ -112,6 +112,16 @@ class Tunable:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Rows that an op treats apart: they lie along dimension inputs[name] of those inputs, and along dimension
+    `outputs` of every output. `count` of them are held against the reference (`harness.sampling`)."""
+
+    count: int
+    inputs: Mapping[str, int]
+    outputs: int
+
+
+@dataclass(frozen=True)
 class KernelSpec:
     """Everything the harness knows of a kernel.
 
@@ -130,6 +140,7 @@ class KernelSpec:
     determinism      mode -> "run-to-run" (bit-wise equal repeats, tested) or "none"
     fuzz             dimension -> (low, high), from which Hypothesis draws sizes
     finite_only      (case) -> whether its inputs must be finite, because what the op masks it may or may not read
+    sampled          (case) -> Rows where the problem is too large for the reference, else None
     limits           input -> the largest magnitude up to which the op is right, where that is not all of its dtype
     spills           JIT kernel -> bytes of register spill that are accepted, with the reason in the kernel's README
     tunables         what `tune` searches
@@ -151,6 +162,7 @@ class KernelSpec:
     determinism: Mapping[str, str] = field(default_factory=lambda: {"fwd": "run-to-run", "bwd": "run-to-run"})
     tolerance: Tolerance = Tolerance()
     finite_only: Callable[[Case], bool] = lambda case: False
+    sampled: Callable[[Case], Rows | None] = lambda case: None
     limits: Mapping[str, float] = field(default_factory=dict)
     spills: Mapping[str, int] = field(default_factory=dict)
     tunables: tuple[Tunable, ...] = ()

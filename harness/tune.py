@@ -89,7 +89,7 @@ def search(spec: KernelSpec, tunable: Tunable, case: Case, device: torch.device,
     generator = torch.Generator(device).manual_seed(SEED)
     inputs = [spec.make_inputs(case, device, generator) for _ in range(sets)]
     # The same incoming gradients for all, since their results are compared.
-    grads = execute.out_grads(spec, fn, inputs[0], tunable.mode, generator)
+    grads = execute.out_grads(spec, case, fn, inputs[0], tunable.mode, generator)
 
     def bind(config: Any, op: execute.Op = fn) -> Callable[[int], execute.Run]:
         return lambda index: _bound(tunable, config, lambda: execute.bind(spec, op, inputs[index], tunable.mode, grads))

@@ -36,10 +36,11 @@ def test_what_a_row_says_of_any_case_can_be_recorded(kernel):
 
 def test_incoming_gradients_are_those_of_the_outputs_that_autograd_reaches():
     spec = registry.load("rmsnorm")
-    inputs = spec.make_inputs(spec.case("33x257-fp16-residual"), "cpu", torch.Generator().manual_seed(0))
-    grads = execute.out_grads(spec, spec.reference, inputs, "bwd", None)
+    case = spec.case("33x257-fp16-residual")
+    inputs = spec.make_inputs(case, "cpu", torch.Generator().manual_seed(0))
+    grads = execute.out_grads(spec, case, spec.reference, inputs, "bwd", None)
     assert [g.shape for g in grads] == [inputs["x"].shape] * 2
-    assert execute.out_grads(spec, spec.reference, inputs, "fwd", None) is None
+    assert execute.out_grads(spec, case, spec.reference, inputs, "fwd", None) is None
 
 
 @pytest.mark.parametrize(("message", "line"), [("one\ntwo", "one"), ("", "ValueError"), ("\n  ", "ValueError")])

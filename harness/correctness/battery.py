@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from .. import execute
+from ..sampling import Sample, draw
 from ..spec import WITHOUT_AUTOGRAD, Case, Inputs, KernelSpec, Op
 from . import guard, layouts
 from .accuracy import Verdict, same_bits
 from .in_place import OnCopies, overlapping
-from .oracle import OutGrads, Tensors, call, expected
+from .oracle import OutGrads, Tensors, call, judge
 
 REPEATS = {"cpu": 3, "cuda": 10}  # the interpreter runs programs one after the other
 
@@ -55,9 +56,27 @@ class Subject:
         return self.spec.make_inputs(case or self.case, self.device, self.generator(offset))
 
     def out_grads(self, inputs: Inputs, offset: int = 0) -> list[torch.Tensor]:
-        """Incoming gradients for the outputs that the reference has on these inputs."""
-        outputs, _ = call(self.spec, self.spec.reference, inputs)
-        return execute.random_like([t for t in outputs if t.is_floating_point()], self.generator(offset + 1))
+        """Incoming gradients for the outputs that the reference has on these inputs; 0 in the rows outside a sample."""
+        sample = self.sample(inputs)
+        outputs, _ = call(self.spec, self.spec.reference, sample.inputs(inputs) if sample else inputs)
+        like = [t for t in outputs if t.is_floating_point()]
+        grads = execute.random_like([sample.whole(t) for t in like] if sample else like, self.generator(offset + 1))
+        if sample:
+            sample.silence_others(grads)
+        return grads
+
+    def sample(self, inputs: Inputs) -> Sample | None:
+        """The rows that are held against the reference, where not all are."""
+        return draw(self.spec, self.case, inputs, self.seed)
+
+    def judge(
+        self,
+        inputs: Inputs,
+        out_grads: OutGrads | None,
+        results: Sequence[torch.Tensor],
+        wrt: Sequence[str] | None = None,
+    ) -> Verdict:
+        return judge(self.spec, self.case, inputs, out_grads, results, wrt, sample=self.sample(inputs))
 
     def on_copies(self) -> OnCopies:
         """What is called in place of `fn`, so that inputs that it updates stay as they were."""
@@ -145,8 +164,7 @@ def examine(
         made = s.out_grads(inputs)
         spots = [place(n, g) for n, g in zip(grad_names(made), made, strict=True)]
         out_grads = [g if only in (None, i) else None for i, g in enumerate(spots)]
-    truth = expected(s.spec, inputs, out_grads, wrt)
-    verdict = truth.verdict(guarded_call(s, inputs, out_grads, wrt, where), s.case, s.spec)
+    verdict = s.judge(inputs, out_grads, guarded_call(s, inputs, out_grads, wrt, where), wrt)
     if not verdict.ok:
         raise Rejected(verdict, where)
     return verdict
@@ -167,7 +185,7 @@ def replay(s: Subject, mode: str) -> None:
         names = grad_names(out_grads)
         guard.refill(dict(zip(names, out_grads, strict=True)), dict(zip(names, s.out_grads(inputs, 100), strict=True)))
     second = guarded_call(s, inputs, out_grads, where="after the inputs were refilled in place")
-    verdict = expected(s.spec, inputs, out_grads).verdict(second, s.case, s.spec)
+    verdict = s.judge(inputs, out_grads, second)
     if not verdict.ok and same_bits(first, second):
         verdict = Verdict(False, "gave the answer to earlier inputs after they were refilled in place", "replay")
     if not verdict.ok:

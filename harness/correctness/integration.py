@@ -17,7 +17,7 @@ from . import guard
 from .accuracy import Verdict
 from .battery import Rejected, Skipped, Subject, as_rejection, contiguous, examine, grad_names, placed
 from .in_place import OnCopies
-from .oracle import OutGrads, Tensors, backward, call, expected, forward
+from .oracle import OutGrads, Tensors, backward, call, forward
 
 # Namespaces of the ops that come with PyTorch.
 BUILT_IN = {"aten", "prim", "prims", "profiler", "inductor", "higher_order", "quantized", "_c10d_functional", "cuda"}
@@ -162,7 +162,7 @@ def stream(s: Subject, mode: str) -> None:
 
 
 def _judge(s: Subject, results: Sequence[torch.Tensor], inputs: Inputs, out_grads: OutGrads | None, where: str) -> None:
-    verdict = expected(s.spec, inputs, out_grads).verdict(results, s.case, s.spec)
+    verdict = s.judge(inputs, out_grads, results)
     if not verdict.ok:
         raise Rejected(verdict, where)
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from .. import execute
+from ..sampling import Sample
 from ..spec import Case, Inputs, KernelSpec, Op
 from .accuracy import Verdict, compare_all, upcast
 
@@ -122,6 +123,24 @@ def expected(
         torch.cuda.empty_cache()
         return Expected(names[skip:], upcast_call(torch.float32), eager, lambda seed: eager)
     return Expected(names[skip:], oracle, eager, perturbed)
+
+
+def judge(
+    spec: KernelSpec,
+    case: Case,
+    inputs: Inputs,
+    out_grads: OutGrads | None,
+    results: Sequence[torch.Tensor],
+    wrt: Sequence[str] | None = None,
+    grads_only: bool = False,
+    sample: Sample | None = None,
+) -> Verdict:
+    """Results of one call against the reference, or those of the sample's rows, all others having had no gradient."""
+    if sample is None:
+        return expected(spec, inputs, out_grads, wrt, grads_only).verdict(results, case, spec)
+    few = None if out_grads is None else sample.outputs(out_grads)
+    truth = expected(spec, sample.inputs(inputs), few, wrt, grads_only)
+    return truth.verdict(sample.results(results, truth.names), case, spec)
 
 
 def _unless_out_of_memory(compute: Callable[[], Tensors]) -> Tensors | None:

@@ -17,7 +17,9 @@ replay    the answer to the former contents after the inputs were refilled in pl
 
 The inputs come back with fresh random contents from `spec.make_inputs` (seed + 1); addresses, shapes and strides stay,
 so `run` and CUDA graphs captured from it remain valid. In mode "bwd", whose forward ran when `run` was bound, only the
-incoming gradients are refilled. An exception of the implementation, out of memory included, goes to the caller.
+incoming gradients are refilled. Of a problem that SPEC samples, some rows are held against the reference, and the
+incoming gradients of all others are 0 meanwhile. An exception of the implementation, out of memory included, goes to
+the caller.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from collections.abc import Sequence
 
 import torch
 
-from .. import execute
+from .. import execute, sampling
 from ..spec import WITHOUT_AUTOGRAD, Case, Inputs, KernelSpec
 from .accuracy import Verdict, same_bits
 from .guard import Observed, Snapshot, first_failure, observe, poisoned, refill, rehearse
-from .oracle import expected
+from .oracle import judge
 
 
 def verify(
@@ -58,6 +60,9 @@ def verify(
         again, second = _once(spec, case, mode, inputs, run, grads, seed + 1, refresh=True)
     except execute.LazyOutput as error:
         return Verdict(False, str(error), "lazy")
+    finally:
+        if spec.sampled(case):  # what is timed next has a gradient in every row
+            refill(grads, dict(zip(grads, execute.random_like(list(grads.values())), strict=True)))
     if again.ok:
         return verdict
     if again.cause in ("error", "nonfinite") and first and same_bits(first.copies, second.copies):
@@ -79,7 +84,12 @@ def _once(
 ) -> tuple[Verdict, Observed]:
     """One observed call of `run`, judged; with `refresh`, on new contents."""
     watched = {**inputs, **grads}
+    sample = sampling.draw(spec, case, inputs, seed)
+    if sample:
+        sample.silence_others(list(grads.values()))
     fresh = _fresh(spec, case, mode, inputs, grads, seed) if refresh else {}
+    if sample:
+        sample.silence_others([fresh[n] for n in grads if n in fresh])
     # What the op updates in place has its value from before the call; the rest must be as it was.
     former = {n: fresh[n] if refresh else inputs[n].clone() for n in case.mutates}
     start = fresh if refresh else former
@@ -96,8 +106,9 @@ def _once(
         )
 
     def right() -> Verdict:
-        truth = expected(spec, {**inputs, **former}, list(grads.values()) if grads else None, grads_only=bool(grads))
-        return truth.verdict(observed.copies, case, spec)
+        incoming = list(grads.values()) if grads else None
+        start = {**inputs, **former}
+        return judge(spec, case, start, incoming, observed.copies, grads_only=bool(grads), sample=sample)
 
     return first_failure(observed.verdict, unchanged, right), observed
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, Tunable
+from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, Rows, Tunable
 
 from . import attention, dispatch
 from .reference import MOST_SCORES, attention_reference
@@ -81,6 +81,11 @@ CASES = (
     *(_case(2, (4, 2), 333, 517, dim, BF16, "small") for dim in (32, 64, 80, 96, 128, 256)),
     *(_case(2, (4, 2), 333, 517, dim, BF16, "small", causal=True, return_lse=True) for dim in (64, 128, 256)),
     _case(1, (8, 2), 3, 3000, 128, BF16, "small"),
+    # More tiles than multiprocessors; queries that see nothing; keys that do not count.
+    _case(2, (8, 4), 3000, 3100, 64, BF16, "small", causal=True, return_lse=True),
+    _case(2, (8, 4), 3000, 2777, 128, FP16, "small"),
+    _case(1, 2, 300, 130, 128, BF16, "small", causal=True),
+    _case(1, 3, 130, 900, 64, BF16, "small", context=True, return_lse=True),
     _case(1, 2, 517, 333, 64, BF16, "window", window=(100, 20)),
 )
 
@@ -138,6 +143,13 @@ def _square_if_causal(case: Case) -> str | None:
     if case.params.get("causal") and case.dims["queries"] != case.dims["keys"]:
         return "aligns a causal mask at the top left"
     return None
+
+
+def _sampled(case: Case) -> Rows | None:
+    """Queries are rows that nothing ties together, unless a mask goes by their position."""
+    d, masked = case.dims, case.params.get("causal") or case.params.get("window")
+    large = d["batch"] * d["kv_heads"] * d["group"] * d["queries"] * d["keys"] > 32 * MOST_SCORES
+    return Rows(128, {"q": 2}, 2) if large and not masked else None
 
 
 def _fits(case: Case, mode: str) -> str | None:
@@ -219,9 +231,14 @@ def _candidates(case: Case, shapes, warps, stages) -> list[dispatch.Config]:
 
 SPEC = KernelSpec(
     name="attention",
-    implementations={"triton": attention, "triton-fused": partial(attention, backward="fused")},
-    # On the CPU the interpreter would take minutes for the battery of both; there test_attention.py compares them.
-    min_capability={"triton-fused": (8, 0)},
+    implementations={
+        "triton": attention,
+        "triton-portable": partial(attention, forward="portable"),
+        "triton-fused": partial(attention, backward="fused"),
+    },
+    # On the CPU the first is portable, and the interpreter would take minutes for the battery of the last; there
+    # test_attention.py compares them.
+    min_capability={"triton-portable": (9, 0), "triton-fused": (8, 0)},
     baselines=(
         dataclasses.replace(EAGER, supports=_fits),
         dataclasses.replace(COMPILED, supports=_fits),
@@ -239,6 +256,7 @@ SPEC = KernelSpec(
     items=lambda case: case.dims["batch"] * case.dims["queries"],
     # Whether a masked number is multiplied by 0 or not read at all depends on the tiles: 0 · NaN is NaN.
     finite_only=lambda case: bool(case.params.get("causal") or case.params.get("window")),
+    sampled=_sampled,
     fuzz={"queries": (0, 40), "keys": (0, 40), "dim": (1, 40)},
     tunables=(
         Tunable(dispatch, "pick_fwd_config", "fwd", _fwd_candidates),
