@@ -21,10 +21,43 @@ class Config:
     num_stages: int
 
 
+@dataclass(frozen=True)
+class HopperConfig:
+    """A CTA has `consumers` warp groups of 64 queries each, with that many registers a thread, and rings of `stages`
+    blocks of block_n keys and values. ping_pong: consumers take turns at issuing. share: results leave through the
+    shared memory of their queries, which makes room for keys and delays the next queries."""
+
+    block_n: int
+    stages: int
+    consumers: int
+    registers: int
+    ping_pong: bool
+    share: bool
+
+
+def pick_hopper_config(dim: int, causal: bool) -> HopperConfig:
+    """The fastest of what was tried (README)."""
+    if dim <= 64:
+        return HopperConfig(128, 4, 3, 160, False, False)
+    if dim > 128:
+        return HopperConfig(64, 2, 2, 240, True, True)
+    if causal:
+        return HopperConfig(64, 4, 3, 160, True, True)
+    return HopperConfig(128, 2, 2, 240, True, False)
+
+
 def pick_forward(
-    version: str, dtype: torch.dtype, queries: int, keys: int, kv_heads: int, group: int, multiprocessors: int
+    version: str,
+    dtype: torch.dtype,
+    queries: int,
+    keys: int,
+    kv_heads: int,
+    group: int,
+    multiprocessors: int,
+    hopper: bool = False,
 ) -> tuple[str, int]:
-    """The version of the forward that runs, and among how many CTAs it shares out the keys. `kv_heads` of all batches.
+    """The version of the forward that runs, and among how many CTAs it shares out the keys. `kv_heads` of all batches;
+    `hopper`: whether that version takes the problem.
 
     Splitting fills the GPU where queries are few, at the price of a second kernel. With the heads of a group packed
     into one tile it also reads keys and values once for all of them, which pays where a tile holds them all. Not for
@@ -34,7 +67,7 @@ def pick_forward(
     splits = pick_splits(rows, keys, kv_heads, multiprocessors)
     if version == "auto":
         pays = splits > 1 or (group > 1 and rows <= 64)
-        version = "split" if pays and dtype != torch.float32 else "portable"
+        version = "split" if pays and dtype != torch.float32 else "hopper" if hopper else "portable"
     return version, splits
 
 

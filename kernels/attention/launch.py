@@ -11,10 +11,11 @@ from .backward import separate_bwd
 from .delta import Saved
 from .forward import portable_fwd
 from .fused_backward import fused_bwd
+from .hopper_launch import hopper_fwd, hopper_refuses
 from .problem import Problem, empty_like, readable
 from .split import split_fwd
 
-FORWARD = ("auto", "portable", "split")
+FORWARD = ("auto", "portable", "split", "hopper")
 BACKWARD = ("auto", "separate", "fused")
 
 
@@ -36,10 +37,22 @@ def attention_fwd(
     if out.numel() == 0 or keys == 0:
         return out.zero_(), lse.fill_(-math.inf), statistics.zero_()
     problem = _problem(q, k, v, scale, left, right, keys)
+    refused = hopper_refuses(problem)
+    if version == "hopper" and refused:
+        raise RuntimeError(f"attention: the forward for Hopper cannot run here: {refused}")
     version, splits = dispatch.pick_forward(
-        version, q.dtype, problem.queries, keys, problem.all_kv_heads, problem.group, problem.multiprocessors()
+        version,
+        q.dtype,
+        problem.queries,
+        keys,
+        problem.all_kv_heads,
+        problem.group,
+        problem.multiprocessors(),
+        refused is None,
     )
-    if version == "split":
+    if version == "hopper":
+        hopper_fwd(problem, out, lse)
+    elif version == "split":
         split_fwd(problem, out, lse, statistics if statistics.numel() else None, splits)
     else:
         portable_fwd(problem, out, lse, statistics if statistics.numel() else None)

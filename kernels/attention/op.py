@@ -47,7 +47,8 @@ def attention(
     window       (left, right) as FlashAttention's: query i sees i + Sk − Sq − left <= j <= i + Sk − Sq + right; −1 is
                  no bound. With causal, right is 0.
     return_lse   also return lse [B, Hq, Sq], fp32, natural logarithm. Both outputs are differentiable.
-    forward      "portable" or "split" (the keys shared out over CTAs, then combined); "auto" picks one
+    forward      "hopper" (compute capability 9.0; fp16 or bf16, D >= 32, no window, 16-byte boundaries), "portable" or
+                 "split" (the keys shared out over CTAs, then combined); "auto" picks one
     backward     "separate" (dQ in a kernel of its own) or "fused" (everything in one pass); "auto" picks one
 
     Returns out, in shape and dtype of q and in its memory order (row-major if q is copied). A query that sees no key

@@ -195,6 +195,8 @@ def test_version_by_shape(queries, keys, kv_heads, group, version):
     assert chosen == version
     assert dispatch.pick_forward("auto", torch.float32, queries, keys, kv_heads, group, 132) == ("portable", splits)
     assert splits == 1 or keys // splits >= 256
+    on_hopper = dispatch.pick_forward("auto", torch.bfloat16, queries, keys, kv_heads, group, 132, hopper=True)
+    assert on_hopper == ({"portable": "hopper", "split": "split"}[version], splits)
     for forced in ("portable", "split"):
         assert dispatch.pick_forward(forced, torch.float32, queries, keys, kv_heads, group, 132)[0] == forced
 
@@ -280,6 +282,7 @@ def test_the_reference_in_pieces(monkeypatch):
         ({}, dict(num_context=8), ValueError, "num_context must be from 0 to k's 7 rows, got 8"),
         ({}, dict(window=(-2, 0)), ValueError, "window must be"),
         ({}, dict(forward="best"), ValueError, "forward must be one of auto, .*, got 'best'"),
+        ({}, dict(forward="hopper"), RuntimeError, "the forward for Hopper cannot run here: it (needs|takes)"),
         ({}, dict(backward="both"), ValueError, "backward must be one of auto, separate, fused, got 'both'"),
     ],
 )
@@ -311,6 +314,27 @@ def test_fifty_equal_repeats(form):
     first = everything(attention, leaves, backward=form)
     for _ in range(49):
         assert all(torch.equal(a, b) for a, b in zip(everything(attention, leaves, backward=form), first, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
+def test_versions_of_the_forward_agree(dim, causal, dtype):
+    """Ragged, with more tiles than multiprocessors, heads inside rows, and keys that do not count."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0 (Hopper)")
+    q = normal(3, 1333, 16, dim, dtype=dtype).transpose(1, 2)
+    k, v = (normal(3, 1717, 8, dim, dtype=dtype).transpose(1, 2) for _ in range(2))
+    options = dict(causal=causal, num_context=1511, return_lse=True)
+    out, lse = attention(q, k, v, forward="hopper", **options)
+    other, other_lse = attention(q, k, v, forward="portable", **options)
+    assert out.stride() == q.stride()
+    # Both round p to the dtype, each by a maximum of its own.
+    torch.testing.assert_close(out, other, rtol=2e-2, atol=2e-3)
+    torch.testing.assert_close(lse, other_lse, rtol=1e-5, atol=1e-4)
+    again, _ = attention(q, k, v, forward="hopper", **options)
+    assert torch.equal(out, again)
 
 
 @pytest.mark.gpu
