@@ -335,9 +335,11 @@ def _cross_entropy_wide_kernel(
         if ALIGNED_GRAD:
             first_grad = first_grad // VECTOR * VECTOR
         GRAD_CHUNK: tl.constexpr = GRAD_UNROLL * LANES * VECTOR
-        # From the end back: what was read last is still in L2.
-        for start in range((length - 1) // GRAD_CHUNK * GRAD_CHUNK, -1, -GRAD_CHUNK):
-            at = start + tl.arange(0, GRAD_CHUNK)
+        # From the end back: what was read last is still in L2. A loop with a negative step would hide from the compiler
+        # that chunks are aligned, and read an element at a time.
+        chunks = (length + GRAD_CHUNK - 1) // GRAD_CHUNK
+        for chunk in range(chunks):
+            at = (chunks - 1 - chunk) * GRAD_CHUNK + tl.arange(0, GRAD_CHUNK)
             mask = at < length
             x = tl.load(logits_ptr + first + at, mask=mask & live, other=0.0, eviction_policy="evict_first")
             y = softcapped(x.to(tl.float32), softcap, HAS_SOFTCAP, EXACT)
