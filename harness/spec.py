@@ -6,7 +6,7 @@ but the timing itself can be tested on a machine without a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -103,12 +103,19 @@ COMPILED = Baseline("compile")
 
 @dataclass(frozen=True)
 class Tunable:
-    """A `pick_*` function of a kernel's module and the configurations that `tune` tries in its place."""
+    """A `pick_*` function of a kernel's module and the configurations that `tune` tries in its place: over `cases`, by
+    default SPEC's that are benched, in `implementation`, by default SPEC's first."""
 
     module: ModuleType
     function: str
     mode: str
     candidates: Callable[[Case], Iterable[Any]]
+    cases: tuple[Case, ...] = ()
+    implementation: str = ""
+
+    def cases_of(self, selected: Sequence[Case], named: bool = False) -> Sequence[Case]:
+        """The cases to be tried where those were selected, which the user may have `named`."""
+        return self.cases if self.cases and not named else selected
 
 
 @dataclass(frozen=True)

@@ -50,12 +50,12 @@ def main(arguments: argparse.Namespace) -> int:
         raise ValueError("nothing that is selected has tunables in its SPEC")
     captured = environment.capture(where.device)
     if where.device.type == "cuda":
-        work = precompile.jobs(selections, torch.cuda.get_device_capability(where.device))
+        work = precompile.jobs(selections, torch.cuda.get_device_capability(where.device), bool(arguments.case))
         print(f"compiling {len(work)} candidates", flush=True)
         precompile.run(work)
     behind = 0
     for selection in selections:
-        rows = list(_rows(selection, where))
+        rows = list(_rows(selection, where, bool(arguments.case)))
         name = selection.spec.name
         document = {"schema": SCHEMA, "kernel": name, "gpu": where.folder, "environment": captured, "rows": rows}
         path = where.out / "tune" / f"{name}.json"
@@ -66,12 +66,12 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if behind else 0
 
 
-def _rows(selection: options.Selection, where: Place) -> Iterator[dict[str, Any]]:
+def _rows(selection: options.Selection, where: Place, named: bool = False) -> Iterator[dict[str, Any]]:
     clock = new_clock(where.device)
     for tunable in selection.spec.tunables:
         if tunable.mode not in selection.modes:
             continue
-        for case in selection.cases:
+        for case in tunable.cases_of(selection.cases, named):
             unfit = execute.unfit(case, torch.cuda.get_device_capability(where.device))
             if unfit or tunable.mode not in selection.spec.modes_of(case):
                 continue
@@ -84,7 +84,7 @@ def _rows(selection: options.Selection, where: Place) -> Iterator[dict[str, Any]
 
 def search(spec: KernelSpec, tunable: Tunable, case: Case, device: torch.device, clock: Any) -> dict[str, Any]:
     """Times every candidate of one case. The row of the file."""
-    name = next(iter(spec.implementations))
+    name = tunable.implementation or next(iter(spec.implementations))
     fn, sets = execute.load(spec, name, case, tunable.mode), input_sets(spec, case, tunable.mode, clock)
     generator = torch.Generator(device).manual_seed(SEED)
     inputs = [spec.make_inputs(case, device, generator) for _ in range(sets)]

@@ -136,6 +136,16 @@ def test_a_picked_configuration_that_fails_is_an_error(timed):
         _search()
 
 
+def test_a_tunable_may_have_cases_and_an_implementation_of_its_own(timed):
+    elsewhere = replace(CASE, name="elsewhere")
+    own = replace(SPEC.tunables[0], cases=(elsewhere,), implementation="other")
+    spec = replace(SPEC, implementations={"triton": None, "other": _op}, tunables=(own,))
+    selection = options.Selection(spec, spec.cases, ("fwd",), ("triton",))
+    assert own.cases_of(selection.cases) == (elsewhere,)
+    assert own.cases_of(selection.cases, named=True) == spec.cases
+    assert _by_block(_search(spec))[256] == (8.2, None)
+
+
 def test_the_pick_function_is_put_back():
     _search()
     assert kernel.pick_config is _pick

@@ -29,14 +29,14 @@ class Job(NamedTuple):
     capability: tuple[int, int]
 
 
-def jobs(selections: Sequence[options.Selection], capability: tuple[int, int]) -> list[Job]:
+def jobs(selections: Sequence[options.Selection], capability: tuple[int, int], named: bool = False) -> list[Job]:
     """Everything that `tune` will try on a GPU of that capability."""
     return [
         Job(selection.spec.name, index, case.name, candidate, capability)
         for selection in selections
         for index, tunable in enumerate(selection.spec.tunables)
         if tunable.mode in selection.modes
-        for case in selection.cases
+        for case in tunable.cases_of(selection.cases, named)
         if not execute.unfit(case, capability) and tunable.mode in selection.spec.modes_of(case)
         for candidate in range(len(list(tunable.candidates(case))))
     ]
@@ -52,9 +52,10 @@ def run(work: Sequence[Job]) -> None:
 def compile_candidate(job: Job) -> None:
     """Runs the launchers on fake tensors with the candidate in the place of the picked configuration."""
     spec = registry.load(job.kernel)
-    tunable, case = spec.tunables[job.tunable], spec.case(job.case)
+    tunable = spec.tunables[job.tunable]
+    case = next(case for case in (*tunable.cases, *spec.cases) if case.name == job.case)
     config = list(tunable.candidates(case))[job.candidate]
-    fn = next(iter(spec.implementations.values()))
+    fn = spec.implementations[tunable.implementation or next(iter(spec.implementations))]
     picked = mock.patch.object(tunable.module, tunable.function, lambda *_: config)
     silent = contextlib.redirect_stdout(io.StringIO())  # where ptxas refuses, Triton prints the whole PTX
     with contextlib.suppress(Exception), silent, picked, launches.record(job.capability):

@@ -210,6 +210,18 @@ def _fa4() -> Op:
     return attend
 
 
+# The versions of the forward against each other, from a few queries and keys to many.
+LENGTHS = (32, 128, 512, 2048, 8192, 32768, 200_000)
+GRID = tuple(
+    _case(1, 8, queries, keys, 64) for queries in LENGTHS for keys in LENGTHS if queries * keys <= 32768 * 200_000
+)
+
+
+def _versions(case: Case) -> list[tuple[str, int]]:
+    splits = (2, 4, 8, 16, 32, 64, 128)
+    return [("hopper", 1), ("portable", 1), *(("split", n) for n in splits if 256 * n <= case.dims["keys"])]
+
+
 def _fwd_candidates(case: Case) -> list[dispatch.Config]:
     shapes = [(64, 64), (64, 128), (128, 32), (128, 64), (128, 128), (192, 64), (256, 64)]
     return _candidates(case, shapes, (4, 8, 16), (2, 3, 4))
@@ -259,7 +271,8 @@ SPEC = KernelSpec(
     sampled=_sampled,
     fuzz={"queries": (0, 40), "keys": (0, 40), "dim": (1, 40)},
     tunables=(
-        Tunable(dispatch, "pick_fwd_config", "fwd", _fwd_candidates),
+        Tunable(dispatch, "pick_forward", "fwd", _versions, GRID),
+        Tunable(dispatch, "pick_fwd_config", "fwd", _fwd_candidates, implementation="triton-portable"),
         Tunable(dispatch, "pick_dkdv_config", "bwd", _dkdv_candidates),
         Tunable(dispatch, "pick_dq_config", "bwd", _dq_candidates),
     ),
