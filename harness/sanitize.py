@@ -1,16 +1,20 @@
 """`python -m harness sanitize`: compute-sanitizer over the small cases of our own implementations, on a GPU.
 
-Each tool runs this module again as a worker, which does every small case forward and backward and checks nothing: that
-is the tools' work. Exit code 1 on a finding in one of our kernels, or where a tool could not do its work; what a tool
-says of other kernels, PyTorch's for example, is listed and no more.
+For each kernel each tool runs this module again as a worker, which does every small case forward and backward and
+checks nothing: that is the tools' work. Some of these processes run side by side. Exit code 1 on a finding in one of
+our kernels, or where a tool could not do its work; what a tool says of other kernels, PyTorch's for example, is listed
+and no more.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +26,10 @@ from .on_gpu import Place, place
 from .reporting import rows_json, tables
 from .spec import Case, KernelSpec
 
-SCHEMA = 1
+SCHEMA = 2
 SEED = 20261121
 DEFAULT_TOOLS = ("memcheck", "initcheck")
+MOST_JOBS = 8
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +39,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how")
     help_line = "may be given more than once (default: memcheck and initcheck)"
     group.add_argument("--tool", action="append", choices=sanitizer.TOOLS, help=help_line)
+    group.add_argument(
+        "--jobs", type=int, metavar="N", help="processes side by side (default: one for two cores, 8 at most)"
+    )
     group.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
 
 
@@ -43,32 +51,36 @@ def main(arguments: argparse.Namespace) -> int:
     where = place("sanitize", arguments)
     if arguments.worker:
         return _work(selections, arguments, where)
-    tool = sanitizer.find()
-    kernels = [selection.spec.name for selection in selections]
-    program = worker_command(arguments, kernels)
-    tools = arguments.tool or DEFAULT_TOOLS
-    rows = [check(name, sanitizer.command(tool, name, kernels, program), kernels) for name in tools]
-    captured = {**environment.capture(where.device), "compute-sanitizer": sanitizer.version(tool)}
+    program, kernels = sanitizer.find(), [selection.spec.name for selection in selections]
+    pairs = [(tool, kernel) for tool in arguments.tool or DEFAULT_TOOLS for kernel in kernels]
+    with ThreadPoolExecutor(arguments.jobs or max(1, min(MOST_JOBS, (os.cpu_count() or 1) // 2))) as pool:
+        rows = list(pool.map(lambda pair: check(program, pair[0], pair[1], arguments), pairs))
+    captured = {**environment.capture(where.device), "compute-sanitizer": sanitizer.version(program)}
     path = where.out / "sanitize.json"
-    document = {"schema": SCHEMA, "gpu": where.folder, "environment": captured, "kernels": kernels, "rows": rows}
-    rows_json.merge(path, document, SCHEMA, key=lambda row: row["tool"])
+    document = {"schema": SCHEMA, "gpu": where.folder, "environment": captured, "rows": rows}
+    rows_json.merge(path, document, SCHEMA, key=lambda row: (row["tool"], row["kernel"]))
     show(rows)
     print(f"written: {path}")
     return 0 if all(row["status"] == "ok" for row in rows) else 1
 
 
-def worker_command(arguments: argparse.Namespace, kernels: Sequence[str]) -> list[str]:
+def worker_command(arguments: argparse.Namespace, kernel: str) -> list[str]:
     """The program that a tool runs: this command as a worker, on the same selection."""
     command = [sys.executable, "-m", "harness", "sanitize", "--worker", "--gpu", arguments.gpu]
-    chosen = (("--kernel", kernels), ("--case", arguments.case), ("--mode", arguments.mode), ("--impl", arguments.impl))
+    chosen = (
+        ("--kernel", [kernel]),
+        ("--case", arguments.case),
+        ("--mode", arguments.mode),
+        ("--impl", arguments.impl),
+    )
     return command + [word for option, values in chosen for value in values or () for word in (option, value)]
 
 
-def check(tool: str, command: Sequence[str], kernels: Sequence[str]) -> dict[str, Any]:
-    """One tool over everything: its row. "findings" are ours, "others" are of kernels that are not."""
-    print(f"{tool} …", flush=True)
-    code, output = sanitizer.run(command)
-    found = sanitizer.parse(output, kernels)
+def check(program: Path, tool: str, kernel: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One tool over one kernel: its row. "findings" are ours, "others" are of kernels that are not."""
+    print(f"{tool} {kernel} …", flush=True)
+    code, output = sanitizer.run(sanitizer.command(program, tool, [kernel], worker_command(arguments, kernel)))
+    found = sanitizer.parse(output, [kernel])
     ran = sum(line.startswith("ran ") for line in output.splitlines())
     reasons = list(found.failures)
     if code not in (0, sanitizer.FOUND):
@@ -81,6 +93,7 @@ def check(tool: str, command: Sequence[str], kernels: Sequence[str]) -> dict[str
     status = "findings" if found.ours else "failed" if reasons else "ok"
     return {
         "tool": tool,
+        "kernel": kernel,
         "status": status,
         "reason": "; ".join(reasons) or None,
         "cases": ran,
@@ -91,16 +104,16 @@ def check(tool: str, command: Sequence[str], kernels: Sequence[str]) -> dict[str
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """A line per tool, then every finding."""
-    head = ("tool", "status", ">cases", ">findings", ">in other kernels", "reason")
-    tables.show(
-        "compute-sanitizer",
-        head,
-        [(r["tool"], r["status"], r["cases"], len(r["findings"]), len(r["others"]), r["reason"]) for r in rows],
-    )
+    head = ("tool", "kernel", "status", ">cases", ">findings", ">in other kernels", "reason")
+    cells = [
+        (r["tool"], r["kernel"], r["status"], r["cases"], len(r["findings"]), len(r["others"]), r["reason"])
+        for r in rows
+    ]
+    tables.show("compute-sanitizer", head, cells)
     for row in rows:
         for finding in row["findings"]:
             place_of = f"{finding['kernel']} {finding['where']}".strip()
-            print(f"{row['tool']}: {finding['what']} in {place_of}, {finding['count']} times")
+            print(f"{row['tool']} {row['kernel']}: {finding['what']} in {place_of}, {finding['count']} times")
 
 
 def _work(selections: Sequence[options.Selection], arguments: argparse.Namespace, where: Place) -> int:

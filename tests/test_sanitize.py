@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from argparse import Namespace
 from contextlib import nullcontext
@@ -155,7 +156,7 @@ def toy(tmp_path, monkeypatch):
     def run(outputs: dict[str, tuple[int, str]], **given) -> tuple[int, dict]:
         monkeypatch.setattr(sanitizer, "run", lambda command: outputs[command[command.index("--tool") + 1]])
         arguments = {"kernel": ["toy"], "case": None, "mode": None, "impl": None, "gpu": "auto", "device": None}
-        arguments |= {"out": tmp_path, "tool": list(outputs), "worker": False}
+        arguments |= {"out": tmp_path, "tool": list(outputs), "jobs": None, "worker": False}
         code = sanitize.main(Namespace(**{**arguments, **given}))
         written = rows_json.read(tmp_path / "sanitize.json", sanitize.SCHEMA)
         return code, {row["tool"]: row for row in written["rows"]}
@@ -191,8 +192,19 @@ def test_a_second_call_keeps_the_other_tools(toy, capsys):
     code, rows = toy({"racecheck": (sanitizer.FOUND, RACECHECK)})
     assert code == 1
     assert list(rows) == ["memcheck", "initcheck", "racecheck"]
+    assert {row["kernel"] for row in rows.values()} == {"toy"}
     assert rows["memcheck"]["cases"] == 2
-    assert "racecheck: Error: Race reported between Write access" in capsys.readouterr().out
+    assert "racecheck toy: Error: Race reported between Write access" in capsys.readouterr().out
+
+
+def test_each_kernel_has_a_process_and_a_row(toy, monkeypatch):
+    monkeypatch.setattr(options.registry, "load", lambda name: dataclasses.replace(SPEC, name=name))
+    monkeypatch.setattr(options.registry, "names", lambda: ["other", "toy"])
+    seen = []
+    command = sanitizer.command
+    monkeypatch.setattr(sanitizer, "command", lambda *parts: seen.append((parts[1], *parts[2])) or command(*parts))
+    toy({"memcheck": (0, CLEAN), "racecheck": (0, CLEAN)}, kernel=None)
+    assert sorted(seen) == [("memcheck", "other"), ("memcheck", "toy"), ("racecheck", "other"), ("racecheck", "toy")]
 
 
 def test_the_worker_runs_the_small_cases_of_ours(monkeypatch, capsys):
