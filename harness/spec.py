@@ -144,7 +144,8 @@ class KernelSpec:
                      an optimizer, run like "fwd"
     min_capability   implementation -> the compute capability that it needs, where that is more than the case's own
     unit, items      the case's own throughput: "rows", (case) -> how many
-    determinism      mode -> "run-to-run" (bit-wise equal repeats, tested) or "none"
+    determinism      mode -> "run-to-run" (bit-wise equal repeats, tested), "on request" (the same under
+                     torch.use_deterministic_algorithms(True)) or "none"
     fuzz             dimension -> (low, high), from which Hypothesis draws sizes
     finite_only      (case) -> whether its inputs must be finite, because what the op masks it may or may not read
     sampled          (case) -> Rows where the problem is too large for the reference, else None

@@ -107,6 +107,18 @@ def test_determinism_that_is_not_declared_is_skipped():
     assert "'none'" in outcomes["fwd"].reason
 
 
+def test_determinism_on_request_is_tested_in_the_deterministic_mode():
+    def unsteady(**inputs):
+        noise = 0 if torch.get_deterministic_debug_mode() == 2 else 1e-7 * torch.rand(())
+        return scale(**inputs) * (1 + noise)
+
+    for declared, status in (("on request", "pass"), ("run-to-run", "fail")):
+        spec = dataclasses.replace(SPEC, implementations={"eager": unsteady}, determinism={"fwd": declared})
+        (item,) = [i for i in check.plan(spec, "cpu", [CASES[2]], ["fwd"]) if i.check == "repeat"]
+        assert check.run(item, "cpu").status == status
+    assert torch.get_deterministic_debug_mode() == 0
+
+
 def test_the_same_seed_gives_the_same_numbers():
     item = check.plan(SPEC, "cpu", [CASES[2]])[0]
     assert check.run(item, "cpu", seed=3).numbers == check.run(item, "cpu", seed=3).numbers

@@ -38,17 +38,20 @@ END = 4096  # elements
 def poisoned() -> Iterator[None]:
     """Every torch.empty is filled with NaN (integers: the largest value). PyTorch's deterministic mode does that, with
     warnings in place of errors for ops that have no deterministic form; it is left as it was found."""
-    enabled, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    with warnings.catch_warnings(), _filling(True):
+    with warnings.catch_warnings(), _filling(True), deterministic(warn_only=True):
         warnings.simplefilter("ignore")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        yield
+
+
+@contextmanager
+def deterministic(warn_only: bool = False) -> Iterator[None]:
+    """torch.use_deterministic_algorithms(True), and back to what was there."""
+    before = torch.get_deterministic_debug_mode()
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
 
 
 @contextmanager

@@ -219,7 +219,7 @@ GRID = tuple(
 
 def _versions(case: Case) -> list[tuple[str, int]]:
     splits = (2, 4, 8, 16, 32, 64, 128)
-    return [("hopper", 1), ("portable", 1), *(("split", n) for n in splits if 256 * n <= case.dims["keys"])]
+    return [("cuda", 1), ("gluon", 1), ("portable", 1), *(("split", n) for n in splits if 256 * n <= case.dims["keys"])]
 
 
 def _fwd_candidates(case: Case) -> list[dispatch.Config]:
@@ -244,13 +244,13 @@ def _candidates(case: Case, shapes, warps, stages) -> list[dispatch.Config]:
 SPEC = KernelSpec(
     name="attention",
     implementations={
-        "triton": attention,
-        "triton-portable": partial(attention, forward="portable"),
+        "auto": attention,
+        "triton": partial(attention, forward="portable", backward="separate"),
         "triton-fused": partial(attention, backward="fused"),
     },
-    # On the CPU the first is portable, and the interpreter would take minutes for the battery of the last; there
+    # On the CPU the first is the second, and the interpreter would take minutes for the battery of the last; there
     # test_attention.py compares them.
-    min_capability={"triton-portable": (9, 0), "triton-fused": (8, 0)},
+    min_capability={"triton": (9, 0), "triton-fused": (8, 0)},
     baselines=(
         dataclasses.replace(EAGER, supports=_fits),
         dataclasses.replace(COMPILED, supports=_fits),
@@ -264,6 +264,7 @@ SPEC = KernelSpec(
     cost=cost,
     cases=CASES,
     grads=("q", "k", "v"),
+    determinism={"fwd": "run-to-run", "bwd": "on request"},
     unit="queries",
     items=lambda case: case.dims["batch"] * case.dims["queries"],
     # Whether a masked number is multiplied by 0 or not read at all depends on the tiles: 0 · NaN is NaN.
@@ -272,7 +273,7 @@ SPEC = KernelSpec(
     fuzz={"queries": (0, 40), "keys": (0, 40), "dim": (1, 40)},
     tunables=(
         Tunable(dispatch, "pick_forward", "fwd", _versions, GRID),
-        Tunable(dispatch, "pick_fwd_config", "fwd", _fwd_candidates, implementation="triton-portable"),
+        Tunable(dispatch, "pick_fwd_config", "fwd", _fwd_candidates, implementation="triton"),
         Tunable(dispatch, "pick_dkdv_config", "bwd", _dkdv_candidates),
         Tunable(dispatch, "pick_dq_config", "bwd", _dq_candidates),
     ),

@@ -22,7 +22,7 @@ class Config:
 
 
 @dataclass(frozen=True)
-class HopperConfig:
+class GluonConfig:
     """A CTA has `consumers` warp groups of 64 queries each, with that many registers a thread, and rings of `stages`
     blocks of block_n keys and values. ping_pong: consumers take turns at issuing. share: results leave through the
     shared memory of their queries, which makes room for keys and delays the next queries."""
@@ -35,15 +35,39 @@ class HopperConfig:
     share: bool
 
 
-def pick_hopper_config(dim: int, causal: bool) -> HopperConfig:
+def pick_gluon_config(dim: int, causal: bool) -> GluonConfig:
     """The fastest of what was tried (README)."""
     if dim <= 64:
-        return HopperConfig(128, 4, 3, 160, False, False)
+        return GluonConfig(128, 4, 3, 160, False, False)
     if dim > 128:
-        return HopperConfig(64, 2, 2, 240, True, True)
+        return GluonConfig(64, 2, 2, 240, True, True)
     if causal:
-        return HopperConfig(64, 4, 3, 160, True, True)
-    return HopperConfig(128, 2, 2, 240, True, False)
+        return GluonConfig(64, 4, 3, 160, True, True)
+    return GluonConfig(128, 2, 2, 240, True, False)
+
+
+@dataclass(frozen=True)
+class CudaConfig:
+    """block_n keys a block in rings of `stages`, consumers · 64 rows of queries a tile. turns: consumers issue their
+    products in turn, 1 as soon as the one before has issued its own, 2 once its scores are there; 0: as they come.
+    q_registers: queries are held in registers for the length of a tile. q_buffers: 2 lets the next tile's queries come
+    while a tile's are in use, at the cost of a stage. cluster: CTAs that share keys and values."""
+
+    block_n: int
+    stages: int
+    consumers: int
+    turns: int
+    q_registers: bool
+    q_buffers: int = 1
+    cluster: int = 1
+
+
+def pick_cuda_config(dim: int, keys: int) -> CudaConfig:
+    """Three consumers won over two everywhere (fewer reads of keys and values for each query). With D = 64, 112 keys
+    and queries in registers won over 128 keys and queries in shared memory; turns cost there and paid with D = 128."""
+    if dim == 64:
+        return CudaConfig(112 if keys > 64 else 64, 4, 3, 0, True)
+    return CudaConfig(80, 4, 3, 1, False)
 
 
 def pick_forward(
@@ -54,10 +78,10 @@ def pick_forward(
     kv_heads: int,
     group: int,
     multiprocessors: int,
-    hopper: bool = False,
+    hopper: str = "",
 ) -> tuple[str, int]:
     """The version of the forward that runs, and among how many CTAs it shares out the keys. `kv_heads` of all batches;
-    `hopper`: whether that version takes the problem.
+    `hopper`: the best version for Hopper that takes the problem, if there is one.
 
     Splitting fills the GPU where queries are few, at the price of a second kernel. With the heads of a group packed
     into one tile it also reads keys and values once for all of them, which pays where a tile holds them all. Not for
@@ -67,7 +91,7 @@ def pick_forward(
     splits = pick_splits(rows, keys, kv_heads, multiprocessors)
     if version == "auto":
         pays = splits > 1 or (group > 1 and rows <= 64)
-        version = "split" if pays and dtype != torch.float32 else "hopper" if hopper else "portable"
+        version = "split" if pays and dtype != torch.float32 else hopper or "portable"
     return version, splits
 
 
@@ -93,15 +117,65 @@ def block_of_rows(rows: int) -> int:
     return max(16, min(128, triton.next_power_of_2(rows)))
 
 
-def pick_backward(version: str) -> str:
-    """The form of the backward that runs. The fused one has fewer FLOPs but more traffic (see `fused_backward`)."""
-    return "separate" if version == "auto" else version
+def pick_backward(version: str, hopper: str = "", repeatable: bool = False) -> str:
+    """The form of the backward that runs. `hopper`: the one for Hopper if it takes the problem; not where results must
+    be `repeatable`. The portable fused form has fewer FLOPs but more traffic (see `fused_backward`)."""
+    if version != "auto":
+        return version
+    return hopper if hopper and not repeatable else "separate"
 
 
 def pick_fused_splits(kv_heads: int, tiles: int, multiprocessors: int) -> int:
     """Into how many CTAs the tiles of keys of each key head are shared out: as many as there is room for at a time, for
     each costs a dQ in fp32, and never more than 16."""
     return max(1, min(multiprocessors // kv_heads, tiles, 16))
+
+
+@dataclass(frozen=True)
+class CudaBackwardConfig:
+    """How blocks of 128 keys are given to CTAs.
+
+    section: how many key heads' CTAs run together, longest first. The last `shared` blocks have `splits` CTAs each.
+    """
+
+    section: int
+    shared: int = 0
+    splits: int = 1
+
+
+def cuda_query_tile(dim: int) -> int:
+    """Queries of a tile of the backward in CUDA C++; as BM in the source."""
+    return 128 if dim == 64 else 64
+
+
+def pick_cuda_bwd_config(
+    queries: int, keys: int, dim: int, kv_heads: int, group: int, causal: bool, multiprocessors: int
+) -> CudaBackwardConfig:
+    """Without a mask all CTAs take as long: heads go one by one, and the last round is shared out over all SMs.
+
+    With one, a few heads at a time, as long as their q, dout and fp32 dQ fit half of L2; a last section of fewer heads
+    would begin long CTAs late, so the count that leaves the fewest over. `kv_heads` of all batches.
+    """
+    if not causal:
+        tiles = triton.cdiv(queries, cuda_query_tile(dim)) * group
+        return CudaBackwardConfig(1, *_pick_shares(triton.cdiv(keys, 128) * kv_heads, tiles, multiprocessors))
+    most = max(1, min(kv_heads, 32 * 2**20 // (8 * dim * queries)))
+    least = most // 2 + 1
+    return CudaBackwardConfig(section=min(range(most, least - 1, -1), key=lambda s: -kv_heads % s))
+
+
+def _pick_shares(blocks: int, tiles: int, multiprocessors: int) -> tuple[int, int]:
+    """How many blocks are shared, by how many CTAs each: what makes the last round shortest, in tiles."""
+    shared = blocks % multiprocessors
+    if not shared:
+        return 0, 1
+
+    def last_round(splits: int) -> int:
+        start = 3 if splits == 1 else 5  # of a CTA, in tiles, and with parts to write and to add up
+        return triton.cdiv(shared * splits, multiprocessors) * (triton.cdiv(tiles, splits) + start)
+
+    splits = min(range(1, min(tiles, 16) + 1), key=last_round)
+    return (shared, splits) if splits > 1 else (0, 1)
 
 
 # The tiles below are the largest without a register spill under Triton 3.6 and 3.7 (README, what was tried).

@@ -8,15 +8,17 @@ import torch
 
 from . import dispatch
 from .backward import separate_bwd
+from .cuda_backward import cuda_bwd
+from .cuda_forward import cuda_fwd, cuda_refuses
 from .delta import Saved
 from .forward import portable_fwd
 from .fused_backward import fused_bwd
-from .hopper_launch import hopper_fwd, hopper_refuses
+from .gluon_launch import gluon_fwd, gluon_refuses
 from .problem import Problem, empty_like, readable
 from .split import split_fwd
 
-FORWARD = ("auto", "portable", "split", "hopper")
-BACKWARD = ("auto", "separate", "fused")
+FORWARD = ("auto", "portable", "split", "gluon", "cuda")
+BACKWARD = ("auto", "separate", "fused", "cuda")
 
 
 def _problem(
@@ -37,9 +39,6 @@ def attention_fwd(
     if out.numel() == 0 or keys == 0:
         return out.zero_(), lse.fill_(-math.inf), statistics.zero_()
     problem = _problem(q, k, v, scale, left, right, keys)
-    refused = hopper_refuses(problem)
-    if version == "hopper" and refused:
-        raise RuntimeError(f"attention: the forward for Hopper cannot run here: {refused}")
     version, splits = dispatch.pick_forward(
         version,
         q.dtype,
@@ -48,15 +47,30 @@ def attention_fwd(
         problem.all_kv_heads,
         problem.group,
         problem.multiprocessors(),
-        refused is None,
+        _hopper_fwd(problem, version),
     )
-    if version == "hopper":
-        hopper_fwd(problem, out, lse)
+    exact = statistics if statistics.numel() else None
+    if version == "cuda":
+        cuda_fwd(problem, out, lse)
+    elif version == "gluon":
+        gluon_fwd(problem, out, lse)
     elif version == "split":
-        split_fwd(problem, out, lse, statistics if statistics.numel() else None, splits)
+        split_fwd(problem, out, lse, exact, splits)
     else:
-        portable_fwd(problem, out, lse, statistics if statistics.numel() else None)
+        portable_fwd(problem, out, lse, exact)
     return out, lse, statistics
+
+
+def _hopper_fwd(problem: Problem, version: str) -> str:
+    """The best version for Hopper that takes the problem, or none. RuntimeError where the one asked for does not."""
+    for name, refuses in (("cuda", cuda_refuses), ("gluon", gluon_refuses)):
+        if version in (name, "auto"):
+            refused = refuses(problem)
+            if refused is None:
+                return name
+            if version == name:
+                raise RuntimeError(f'attention: forward="{name}" cannot run here: {refused}')
+    return ""
 
 
 def empty_statistics(q: torch.Tensor) -> torch.Tensor:
@@ -95,12 +109,24 @@ def attention_bwd(
                 gradient[:, :, keys:].zero_()
         exact = statistics if statistics.numel() else None
         saved = Saved(readable(out), lse, exact, readable(dout), None if dlse is None else dlse.contiguous())
-        if dispatch.pick_backward(version) == "fused" and dq is not None and dk is not None and dv is not None:
-            fused_bwd(problem, saved, dq, dk, dv)
-        else:
+        if dq is None or dk is None or dv is None:
             separate_bwd(problem, saved, dq, dk, dv)
+        else:
+            _everything(problem, saved, dq, dk, dv, version)
     return (
         q.new_empty(0) if dq is None else dq,
         k.new_empty(0) if dk is None else dk,
         v.new_empty(0) if dv is None else dv,
     )
+
+
+def _everything(
+    problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, version: str
+) -> None:
+    """All three gradients. RuntimeError where the form asked for does not take the problem."""
+    refused = cuda_refuses(problem, saved.out, saved.dout, dq, dk, dv) if version in ("auto", "cuda") else "not asked"
+    if version == "cuda" and refused:
+        raise RuntimeError(f'attention: backward="cuda" cannot run here: {refused}')
+    repeatable = torch.get_deterministic_debug_mode() == 2  # 1: nothing but a warning is wanted
+    form = dispatch.pick_backward(version, "" if refused else "cuda", repeatable)
+    {"cuda": cuda_bwd, "fused": fused_bwd, "separate": separate_bwd}[form](problem, saved, dq, dk, dv)

@@ -47,13 +47,17 @@ def attention(
     window       (left, right) as FlashAttention's: query i sees i + Sk − Sq − left <= j <= i + Sk − Sq + right; −1 is
                  no bound. With causal, right is 0.
     return_lse   also return lse [B, Hq, Sq], fp32, natural logarithm. Both outputs are differentiable.
-    forward      "hopper" (compute capability 9.0; fp16 or bf16, D >= 32, no window, 16-byte boundaries), "portable" or
-                 "split" (the keys shared out over CTAs, then combined); "auto" picks one
-    backward     "separate" (dQ in a kernel of its own) or "fused" (everything in one pass); "auto" picks one
+    forward      "cuda" (CUDA C++ for compute capability 9.0: fp16 or bf16, D of 64 or 128, no window, 16-byte
+                 boundaries; CuPy compiles it), "gluon" (the same for any D >= 32), "portable" or "split" (the keys
+                 shared out over CTAs, then combined); "auto" picks one
+    backward     "separate" (dQ in a kernel of its own), "fused" (everything in one pass) or "cuda" (fused, in CUDA C++,
+                 for what the forward of that name takes); "auto" picks one
 
     Returns out, in shape and dtype of q and in its memory order (row-major if q is copied). A query that sees no key
     has out 0, lse −inf and no gradient. Sums are fp32; p and ds are rounded to the dtype for the matrix products, as in
-    FlashAttention. All results are the same bit for bit in each run. Saved for the backward: q, k, v, out, lse.
+    FlashAttention. Saved for the backward: q, k, v, out, lse. Results are the same bit for bit in each run, but for dq
+    of backward "cuda", whose sums have no fixed order: under torch.use_deterministic_algorithms(True) "auto" does not
+    pick it.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
     outside Triton's interpreter, or for a version that this GPU or problem does not have.

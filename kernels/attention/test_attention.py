@@ -195,8 +195,8 @@ def test_version_by_shape(queries, keys, kv_heads, group, version):
     assert chosen == version
     assert dispatch.pick_forward("auto", torch.float32, queries, keys, kv_heads, group, 132) == ("portable", splits)
     assert splits == 1 or keys // splits >= 256
-    on_hopper = dispatch.pick_forward("auto", torch.bfloat16, queries, keys, kv_heads, group, 132, hopper=True)
-    assert on_hopper == ({"portable": "hopper", "split": "split"}[version], splits)
+    on_hopper = dispatch.pick_forward("auto", torch.bfloat16, queries, keys, kv_heads, group, 132, hopper="cuda")
+    assert on_hopper == ({"portable": "cuda", "split": "split"}[version], splits)
     for forced in ("portable", "split"):
         assert dispatch.pick_forward(forced, torch.float32, queries, keys, kv_heads, group, 132)[0] == forced
 
@@ -282,8 +282,9 @@ def test_the_reference_in_pieces(monkeypatch):
         ({}, dict(num_context=8), ValueError, "num_context must be from 0 to k's 7 rows, got 8"),
         ({}, dict(window=(-2, 0)), ValueError, "window must be"),
         ({}, dict(forward="best"), ValueError, "forward must be one of auto, .*, got 'best'"),
-        ({}, dict(forward="hopper"), RuntimeError, "the forward for Hopper cannot run here: it (needs|takes)"),
-        ({}, dict(backward="both"), ValueError, "backward must be one of auto, separate, fused, got 'both'"),
+        ({}, dict(forward="gluon"), RuntimeError, 'forward="gluon" cannot run here: it (needs|takes)'),
+        ({}, dict(forward="cuda"), RuntimeError, 'forward="cuda" cannot run here: it (needs|takes)'),
+        ({}, dict(backward="both"), ValueError, "backward must be one of auto, .*, got 'both'"),
     ],
 )
 def test_says_what_is_wrong(change, options, error, words):
@@ -316,25 +317,84 @@ def test_fifty_equal_repeats(form):
         assert all(torch.equal(a, b) for a, b in zip(everything(attention, leaves, backward=form), first, strict=True))
 
 
+def on_hopper(dim: int, causal: bool, dtype: torch.dtype) -> tuple[list[torch.Tensor], dict]:
+    """Ragged, with more tiles than multiprocessors, heads inside rows, shared heads, and keys that do not count."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0 (Hopper)")
+    leaves = [
+        normal(3, rows, heads, dim, dtype=dtype).transpose(1, 2) for rows, heads in ((1333, 16), (1717, 8), (1717, 8))
+    ]
+    return leaves, dict(causal=causal, num_context=1511)
+
+
+def attend(leaves: list[torch.Tensor], version: str, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse by that version of the forward, if it can be had here."""
+    try:
+        return attention(*leaves, forward=version, return_lse=True, **options)
+    except RuntimeError as error:
+        if "comes with CuPy" in str(error):
+            pytest.skip(str(error))
+        raise
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
-def test_versions_of_the_forward_agree(dim, causal, dtype):
-    """Ragged, with more tiles than multiprocessors, heads inside rows, and keys that do not count."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a GPU of compute capability 9.0 (Hopper)")
-    q = normal(3, 1333, 16, dim, dtype=dtype).transpose(1, 2)
-    k, v = (normal(3, 1717, 8, dim, dtype=dtype).transpose(1, 2) for _ in range(2))
-    options = dict(causal=causal, num_context=1511, return_lse=True)
-    out, lse = attention(q, k, v, forward="hopper", **options)
-    other, other_lse = attention(q, k, v, forward="portable", **options)
-    assert out.stride() == q.stride()
+@pytest.mark.parametrize(
+    ("version", "dim"), [*(("gluon", d) for d in (32, 64, 80, 96, 128, 256)), ("cuda", 64), ("cuda", 128)]
+)
+def test_versions_of_the_forward_agree(version, dim, causal, dtype):
+    leaves, options = on_hopper(dim, causal, dtype)
+    out, lse = attend(leaves, version, **options)
+    other, other_lse = attend(leaves, "portable", **options)
+    assert out.stride() == leaves[0].stride()
     # Both round p to the dtype, each by a maximum of its own.
     torch.testing.assert_close(out, other, rtol=2e-2, atol=2e-3)
     torch.testing.assert_close(lse, other_lse, rtol=1e-5, atol=1e-4)
-    again, _ = attention(q, k, v, forward="hopper", **options)
-    assert torch.equal(out, again)
+    assert torch.equal(out, attend(leaves, version, **options)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_backward_in_cuda_agrees(dim, causal, dtype):
+    leaves, options = on_hopper(dim, causal, dtype)
+    attend(leaves, "cuda", **options)
+    mine = everything(attention, leaves, backward="cuda", **options)
+    other = everything(attention, leaves, backward="separate", **options)
+    for a, b in zip(mine, other, strict=True):
+        scale = b.float().square().mean().sqrt().item()
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=3e-2 * scale)
+
+
+@pytest.mark.gpu
+def test_the_deterministic_mode_picks_a_repeatable_backward():
+    leaves, options = on_hopper(64, False, torch.bfloat16)
+    separate = everything(attention, leaves, backward="separate", **options)
+    torch.use_deterministic_algorithms(True)
+    try:
+        picked = everything(attention, leaves, **options)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(picked, separate, strict=True))
+
+
+def test_a_repeatable_backward_is_picked_where_it_is_wanted():
+    assert dispatch.pick_backward("auto", "cuda") == "cuda"
+    assert dispatch.pick_backward("auto", "cuda", repeatable=True) == "separate"
+    assert dispatch.pick_backward("auto") == "separate"
+    assert dispatch.pick_backward("fused", "cuda", repeatable=True) == "fused"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_shares_of_the_backward_in_cuda(causal):
+    for queries, keys, heads, group in itertools.product((1, 200, 8192), (1, 128, 4096, 200_000), (1, 8, 32), (1, 8)):
+        config = dispatch.pick_cuda_bwd_config(queries, keys, 64, heads, group, causal, 132)
+        blocks, tiles = heads * -(-keys // 128), group * -(-queries // 128)
+        assert 1 <= config.section <= heads
+        assert 0 <= config.shared <= blocks and 1 <= config.splits <= min(16, tiles)
+        assert config.shared == 0 or (config.splits > 1 and not causal)
 
 
 @pytest.mark.gpu

@@ -321,7 +321,7 @@ def _barriers(count: gl.constexpr, arrivals: gl.constexpr):
 
 # One compiled kernel for all lengths: none of these numbers is worth a specialisation.
 @_jit(do_not_specialize=["num_tiles", "num_m", "section", "batches", "q_heads", "group", "num_q", "num_keys"])
-def _attention_hopper_fwd_kernel(
+def _attention_gluon_fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, next_tile_ptr, scale_log2,
     num_tiles, num_m, section, batches, q_heads, group, num_q, num_keys,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, DYNAMIC: gl.constexpr,

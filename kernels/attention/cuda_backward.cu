@@ -1,0 +1,443 @@
+// The backward of attention on Hopper in its fused form: the probabilities are computed once, five products a tile.
+//
+//   delta = rowsum(dout * out) - dlse    p = exp(scale * q k^T - lse)     ds = p * (dout v^T - delta)
+//   dv = p^T dout                        dk = scale * ds^T q              dq = scale * ds k
+//
+// Three kernels: `prepare` (delta, lse in base 2, zeros in dq's fp32 sum), `backward`, `finish` (dq = scale * sum);
+// and `finish_keys` where CTAs shared the keys of a last round.
+//
+// `backward`: a CTA owns 128 keys and goes over the queries that see them, 128 (D = 64) or 64 (D = 128) at a time. One
+// warp loads by TMA; two warp groups own 64 keys each: dk and dv stay in their registers.
+//   S^T = K Q^T and dP^T = V dO^T have the keys as rows. So P^T and dS^T come out as the register operand of
+//   dV += P^T dO and dK += dS^T Q; dS alone goes through shared memory, for dQ = dS K, which needs both groups' keys.
+//   A group computes dQ for half of the tile (64 queries x 64 columns) and each of its warps adds 4 KB to the fp32 sum
+//   in the order of its registers, which `finish` knows.
+//
+// A tile of 128 x 128 x 64 or 64 x 128 x 128 (10 * 2^20 FLOP) in clocks of one SM:
+//                                      D = 64    D = 128
+//   tensor cores, 4096 FLOP/clk           2560      2560
+//   shared memory, 128 B/clk              2560      2560   operands of wgmma, dS, TMA, lse and delta; with DIRECT = 0
+//                                                          dq goes in and out: 512 more
+//   exponentials, 16/clk                  1024       512
+//   instructions, 4/clk                  ~1000      ~900
+// So neither may wait for the other: the two groups run apart. dQ of a tile is computed one tile later, when the other
+// group's dS has long arrived, with two buffers of dS; and the next S is issued before the exponentials of anything.
+//
+// The order in which CTAs add to dq is not fixed: dq is not repeatable bit for bit; dk and dv are.
+
+#include "cuda_backward_ptx.cuh"
+
+#ifndef HEAD_DIM
+#define HEAD_DIM 64
+#endif
+#ifndef IS_CAUSAL
+#define IS_CAUSAL 0
+#endif
+
+constexpr int D = HEAD_DIM;
+constexpr bool CAUSAL = IS_CAUSAL;
+constexpr int BM = D == 64 ? 128 : 64;  // queries of a tile: S and dP need BM registers beside dk's and dv's D
+constexpr int BN = 128;                 // keys of a CTA
+constexpr int SLABS = D / 64;           // a row of 64 columns is the 128 bytes that TMA and wgmma swizzle
+#ifndef TURNS  // 1: the groups take turns in issuing their products
+#define TURNS 1
+#endif
+#ifndef DIRECT  // 1: dq is added to global memory from registers; 0: through shared memory, by bulk reductions
+#define DIRECT 1
+#endif
+#ifndef KV_REGISTERS  // 1: K, 2: V is kept in registers
+#define KV_REGISTERS 0
+#endif
+constexpr int Q_STAGES = 3, DO_STAGES = DIRECT ? 3 : 2;
+constexpr int CONSUMER_WARPS = 8;
+constexpr int KEYS_DONE = 1, ROWS_WRITTEN = 2, FIRST_TURN = 4;  // named barriers; the last two have one for each group
+constexpr int PIECE = 1024;             // fp32 values of dq that one warp makes of one tile
+
+constexpr u32 Q_SLAB = BM * 128, K_SLAB = BN * 128;
+constexpr u32 Q_BYTES = SLABS * Q_SLAB, K_BYTES = SLABS * K_SLAB, DS_BYTES = 2 * BM * 128;
+constexpr u32 K_AT = 0, V_AT = K_AT + K_BYTES, Q_AT = V_AT + K_BYTES, DO_AT = Q_AT + Q_STAGES * Q_BYTES;
+constexpr u32 DS_AT = DO_AT + DO_STAGES * Q_BYTES, DQ_AT = DS_AT + 2 * DS_BYTES;
+constexpr u32 LSE_AT = DQ_AT + (DIRECT ? 0 : CONSUMER_WARPS * PIECE * 4), DELTA_AT = LSE_AT + Q_STAGES * BM * 4;
+constexpr u32 BAR_AT = DELTA_AT + DO_STAGES * BM * 4;
+constexpr u32 K_FULL = BAR_AT, V_FULL = K_FULL + 8, Q_FULL = V_FULL + 8, Q_EMPTY = Q_FULL + 8 * Q_STAGES;
+constexpr u32 DO_FULL = Q_EMPTY + 8 * Q_STAGES, DO_EMPTY = DO_FULL + 8 * DO_STAGES;
+constexpr u32 DS_FULL = DO_EMPTY + 8 * DO_STAGES, DS_EMPTY = DS_FULL + 16, SHARED_END = DS_EMPTY + 16;
+static_assert(SHARED_END + 1024 <= 232448, "a CTA has 227 KB of shared memory, and 1 KB goes to the alignment");
+
+struct Problem {
+    float* dq_sum;       // [B * Hq, m_tiles, BM * D], in the order that the consumers' registers have
+    const float* lse2;   // [B * Hq, m_tiles * BM], log2(e) * lse; +inf where a query sees nothing or does not exist
+    const float* delta;  // the same shape; 0 there
+    float* parts;        // [blocks - whole, splits, 2, 128 * D]: dv and dk of shared blocks, in register order
+    int queries, keys, m_tiles, n_blocks, kv_heads, group, all_kv_heads, section, whole, splits;
+    float scale, scale_log2;
+};
+
+// --------------------------------------------------------------------------------------------- the work of a CTA
+
+// The 128 keys of this CTA and the tiles of queries that see some of them, for each query head that shares the keys.
+// Blocks from `whole` on, a last round that would leave most SMs without work, are shared by `splits` CTAs each.
+struct Work {
+    int head, batch, first_key, low, begin, tiles, part;  // `part`: which place of `parts` dv and dk go to, or -1
+
+    __device__ __forceinline__ explicit Work(const Problem& p) {
+        int index = blockIdx.x, share = 0, shares = 1;
+        part = -1;
+        if (index >= p.whole) {
+            part = index - p.whole;
+            shares = p.splits, share = part % shares, index = p.whole + part / shares;
+        }
+        // Sections of heads whose queries, gradients and sums fit L2; in each, the longest work first.
+        int of_section = p.section * p.n_blocks, section = index / of_section, i = index % of_section;
+        int heads = min(p.section, p.all_kv_heads - section * p.section);
+        int all = section * p.section + i % heads;
+        batch = all / p.kv_heads, head = all % p.kv_heads;
+        first_key = i / heads * BN;
+        low = CAUSAL ? max(0, first_key - (p.keys - p.queries)) / BM : 0;
+        int of_block = (p.m_tiles - low) * p.group;
+        begin = of_block * share / shares;
+        tiles = of_block * (share + 1) / shares - begin;
+    }
+};
+struct Tile {
+    int m, all_heads;  // `all_heads`: this query head counted over the batch
+
+    __device__ __forceinline__ Tile(const Work& w, const Problem& p) {
+        int of_head = p.m_tiles - w.low;
+        m = w.low + w.begin % of_head;
+        all_heads = (w.batch * p.kv_heads + w.head) * p.group + w.begin / of_head;
+    }
+    __device__ __forceinline__ void next(const Work& w, const Problem& p) {
+        if (++m == p.m_tiles) m = w.low, ++all_heads;
+    }
+};
+template <int stages>
+struct Ring {
+    int slot = 0;
+    u32 parity = 0;
+    __device__ __forceinline__ void next() {
+        if (++slot == stages) slot = 0, parity ^= 1;
+    }
+};
+
+__device__ __forceinline__ void produce(const TensorMap& q_map, const TensorMap& do_map, const TensorMap& k_map,
+                                        const TensorMap& v_map, const Problem& p, const Work& w, u32 base) {
+    auto load_keys = [&](const TensorMap& map, u32 at, u32 bar) {
+        bar_expect(base + bar, K_BYTES);
+        for (int slab = 0; slab < SLABS; slab++)
+            for (int half = 0; half < 2; half++)
+                load_box(map, base + at + slab * K_SLAB + half * 64 * 128, base + bar, slab * 64,
+                         w.first_key + half * 64, w.head, w.batch);
+    };
+    Tile tile(w, p);
+    Ring<Q_STAGES> q;
+    Ring<DO_STAGES> g;
+    int first_head = w.batch * p.kv_heads * p.group;
+    for (int t = 0; t < w.tiles; t++) {
+        int head = tile.all_heads - first_head, row = tile.m * BM;
+        long long at = (long long)tile.all_heads * p.m_tiles * BM + row;
+        if (t == 0) load_keys(k_map, K_AT, K_FULL);
+        u32 bar = base + Q_FULL + 8 * q.slot;
+        bar_wait(base + Q_EMPTY + 8 * q.slot, q.parity ^ 1);
+        bar_expect(bar, Q_BYTES + BM * 4);
+        for (int slab = 0; slab < SLABS; slab++)
+            load_box(q_map, base + Q_AT + q.slot * Q_BYTES + slab * Q_SLAB, bar, slab * 64, row, head, w.batch);
+        load_row(p.lse2 + at, base + LSE_AT + q.slot * BM * 4, bar, BM * 4);
+        if (t == 0) load_keys(v_map, V_AT, V_FULL);
+        bar = base + DO_FULL + 8 * g.slot;
+        bar_wait(base + DO_EMPTY + 8 * g.slot, g.parity ^ 1);
+        bar_expect(bar, Q_BYTES + BM * 4);
+        for (int slab = 0; slab < SLABS; slab++)
+            load_box(do_map, base + DO_AT + g.slot * Q_BYTES + slab * Q_SLAB, bar, slab * 64, row, head, w.batch);
+        load_row(p.delta + at, base + DELTA_AT + g.slot * BM * 4, bar, BM * 4);
+        q.next(), g.next(), tile.next(w, p);
+    }
+}
+
+// --------------------------------------------------------------------------------------------- consumers
+
+// A loop's products have few addresses that change; the compiler would keep all the others in registers that it lacks.
+__device__ __forceinline__ void anew(u32& at) { asm volatile("" : "+r"(at)); }
+
+// S^T or dP^T of 64 keys x BM queries; `rows` and `columns` in shared memory.
+__device__ __forceinline__ void scores(float (&c)[BM / 2], u32 rows, u32 columns) {
+    anew(rows);
+#pragma unroll
+    for (int k = 0; k < D / 16; k++)
+        mma<0>(c, along(rows + k / 4 * (K_SLAB / 16) + k % 4 * 2), along(columns + k / 4 * (Q_SLAB / 16) + k % 4 * 2),
+               k != 0);
+    mma_commit();
+}
+// The same with K or V from registers.
+__device__ __forceinline__ void scores(float (&c)[BM / 2], const u32 (&rows)[D / 4], u32 columns) {
+#pragma unroll
+    for (int k = 0; k < D / 16; k++)
+        mma<0>(c, rows + 4 * k, along(columns + k / 4 * (Q_SLAB / 16) + k % 4 * 2), k != 0);
+    mma_commit();
+}
+// dV += P^T dO or dK += dS^T Q
+__device__ __forceinline__ void gradient(float (&c)[D / 2], const u32 (&a)[BM / 4], u32 columns) {
+#pragma unroll
+    for (int k = 0; k < BM / 16; k++) mma<1>(c, a + 4 * k, across<Q_SLAB>(columns + k * 128), 1);
+    mma_commit();
+}
+// dQ = dS K of 64 queries x 64 columns, over all 128 keys.
+__device__ __forceinline__ void query_gradient(float (&c)[32], u32 ds, u32 keys) {
+    anew(keys);
+#pragma unroll
+    for (int k = 0; k < BN / 16; k++)
+        mma<1>(c, along(ds + k / 4 * (BM * 8) + k % 4 * 2), across<K_SLAB>(keys + k * 128), k != 0);
+    mma_commit();
+}
+
+// Two keys' bounds: query column c of the tile sees key `row` when c >= limit.
+__device__ __forceinline__ void mask(float (&s)[BM / 2], int limit0, int limit1, float hidden) {
+#pragma unroll
+    for (int j = 0; j < BM / 8; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            if (8 * j + (e & 1) < (e < 2 ? limit0 : limit1)) s[4 * j + e] = hidden;
+}
+__device__ __forceinline__ void probabilities(float (&s)[BM / 2], u32 lse, float scale_log2) {
+#pragma unroll
+    for (int j = 0; j < BM / 8; j++) {
+        Float2 l = shared_pair(lse + j * 32);
+#pragma unroll
+        for (int e = 0; e < 4; e++) s[4 * j + e] = exp2_fast(s[4 * j + e] * scale_log2 - (e & 1 ? l.y : l.x));
+    }
+}
+__device__ __forceinline__ void score_gradients(const float (&s)[BM / 2], const float (&dp)[BM / 2], u32 (&p)[BM / 4],
+                                                u32 (&ds)[BM / 4], u32 delta) {
+#pragma unroll
+    for (int j = 0; j < BM / 8; j++) {
+        Float2 d = shared_pair(delta + j * 32);
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            int i = 4 * j + 2 * e;
+            p[i / 2] = pack(s[i], s[i + 1]);
+            ds[i / 2] = pack(s[i] * (dp[i] - d.x), s[i + 1] * (dp[i + 1] - d.y));
+        }
+    }
+}
+
+__device__ __forceinline__ void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Problem& p,
+                                        const Work& w, u32 base) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const int wg = __shfl_sync(~0u, (int)threadIdx.x / 128 - 1, 0);  // known to be one to the warp
+    const u32 k_rows = base + K_AT + wg * 64 * 128, v_rows = base + V_AT + wg * 64 * 128;
+    const u32 pairs = lane % 4 * 8;
+    // dS is kept as [group][query][64 keys]: matrix i of a transposed store is keys 8 (i % 2) .., queries 8 (i / 2) ..
+    const u32 ds_store = base + DS_AT + wg * (BM * 128) + (lane / 16 * 8 + lane % 8) * 128 +
+                         (((2 * warp + lane / 8 % 2) ^ (lane % 8)) * 16);
+    const u32 ds_rows = base + DS_AT + (D == 64 ? wg * 64 * 128 : 0);
+    const u32 dq_keys = base + K_AT + (D == 64 ? 0 : wg * K_SLAB);
+    const u32 dq_piece = base + DQ_AT + (wg * 4 + warp) * PIECE * 4;
+    const int key = w.first_key + wg * 64 + warp * 16 + lane / 4;  // and key + 8
+    const int offset = p.keys - p.queries;
+    const bool alone = p.n_blocks == 1;  // nobody else has a part of these sums, which are not zeroed then
+
+    float dk[D / 2], dv[D / 2], s[BM / 2], dp[BM / 2], dq[32];
+    u32 pt[BM / 4], dst[BM / 4];
+#pragma unroll
+    for (int i = 0; i < D / 2; i++) dk[i] = dv[i] = 0;
+
+    Tile tile(w, p);
+    Ring<Q_STAGES> q;
+    Ring<DO_STAGES> g;
+    // Four 8x8 matrices of 16 rows x columns 16 k .. of this warp's part of a tile of keys, as the products have them.
+    auto matrices = [&](int k) {
+        u32 row = warp * 16 + lane / 8 % 2 * 8 + lane % 8;
+        return k / 4 * K_SLAB + row * 128 + (((k % 4 * 2 + lane / 16) ^ (lane % 8)) * 16);
+    };
+    auto place = [&] { return tile.all_heads * p.m_tiles + tile.m; };
+    auto release = [&](u32 bar) {
+        if (lane == 0) bar_arrive(base + bar);
+    };
+    auto hide = [&] {
+        bool tail = w.first_key + wg * 64 + 64 > p.keys;
+        bool diagonal = CAUSAL && tile.m * BM < w.first_key + wg * 64 + 63 - offset;
+        if (tail || diagonal) {
+            int shift = CAUSAL ? key - offset - tile.m * BM : 0, pair = lane % 4 * 2;
+            float hidden = p.scale > 0 ? -INFINITE : INFINITE;  // the scale comes after
+            int limit0 = key < p.keys ? shift : BM, limit1 = key + 8 < p.keys ? shift + (CAUSAL ? 8 : 0) : BM;
+            mask(s, limit0 - pair, limit1 - pair, hidden);
+        }
+    };
+    // S done: the probabilities, while dP is under way; then dS, kept in registers and written for both groups.
+    auto softmax = [&](int t) {
+        mma_wait<1>();
+        keep(s);
+        hide();
+        probabilities(s, base + LSE_AT + q.slot * BM * 4 + pairs, p.scale_log2);
+        mma_wait<0>();
+        keep(dp);
+        score_gradients(s, dp, pt, dst, base + DELTA_AT + g.slot * BM * 4 + pairs);
+        bar_wait(base + DS_EMPTY + (t & 1) * 8, ((t - 1) >> 1) & 1);
+#pragma unroll
+        for (int k = 0; k < BM / 16; k++)
+            store_transposed(ds_store + (t & 1) * DS_BYTES + k * 16 * 128, dst[4 * k], dst[4 * k + 1], dst[4 * k + 2],
+                             dst[4 * k + 3]);
+        fence_async();
+        __syncwarp();
+        release(DS_FULL + (t & 1) * 8);
+    };
+    // One warp's 16 queries x 64 columns of dq: its own 4 KB of shared memory, its own reduction.
+    auto add_dq = [&](int tile_place, bool real) {
+        float* to = p.dq_sum + (long long)tile_place * (BM * D) + (wg * 4 + warp) * PIECE;
+#if DIRECT
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            if (real) {
+                float* at = to + j * 128 + lane * 4;
+                if (alone) *(Float4*)at = {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]};
+                else add_global(at, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+            }
+#else
+        if (lane == 0) bulk_wait_read();
+        __syncwarp();
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            store_four(dq_piece + j * 512 + lane * 16, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+        fence_async();
+        __syncwarp();
+                if (lane == 0 && real) reduce_bulk(to, dq_piece, PIECE * 4), bulk_commit();
+#endif
+    };
+    auto wait_ds = [&](int t) { bar_wait(base + DS_FULL + (t & 1) * 8, (t >> 1) & 1); };
+
+    bar_wait(base + K_FULL, 0);
+    bar_wait(base + Q_FULL, 0);
+#if KV_REGISTERS & 1
+    u32 k_own[D / 4];
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) load_matrices(k_own + 4 * k, k_rows + matrices(k));
+#else
+    const u32 k_own = k_rows / 16;
+#endif
+    mma_fence();
+    scores(s, k_own, (base + Q_AT) / 16);
+    bar_wait(base + V_FULL, 0);
+#if KV_REGISTERS & 2
+    u32 v_own[D / 4];
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) load_matrices(v_own + 4 * k, v_rows + matrices(k));
+#else
+    const u32 v_own = v_rows / 16;
+#endif
+    bar_wait(base + DO_FULL, 0);
+    mma_fence();
+    scores(dp, v_own, (base + DO_AT) / 16);
+    softmax(0);
+
+    if (TURNS && wg == 1 && w.tiles > 1) named_arrive(FIRST_TURN, 256);
+    int at = place(), at_before = at;
+    // Tile t is in registers as pt and dst. Nothing is in flight where the loop closes.
+    for (int t = 0; t + 1 < w.tiles; t++) {
+        if (TURNS) named_sync(FIRST_TURN + wg, 256);
+        keep(pt), keep(dst), keep(dk), keep(dv);
+        mma_fence();
+        gradient(dv, pt, (base + DO_AT + g.slot * Q_BYTES) / 16);
+        gradient(dk, dst, (base + Q_AT + q.slot * Q_BYTES) / 16);
+        wait_ds(t - 1);  // before tile 0 it is open: dq of nothing is computed there and thrown away
+        mma_fence();
+        query_gradient(dq, (ds_rows + (~t & 1) * DS_BYTES) / 16, dq_keys / 16);
+        u32 old_q = q.slot;
+        q.next(), tile.next(w, p);
+        bar_wait(base + Q_FULL + 8 * q.slot, q.parity);
+        mma_wait<2>();
+        keep(pt), keep(dv);
+        release(DO_EMPTY + 8 * g.slot);
+        g.next();
+        mma_fence();
+        scores(s, k_own, (base + Q_AT + q.slot * Q_BYTES) / 16);
+        if (TURNS && (wg == 0 || t + 2 < w.tiles)) named_arrive(FIRST_TURN + (wg ^ 1), 256);
+        mma_wait<2>();
+        keep(dst), keep(dk);
+        release(Q_EMPTY + 8 * old_q);
+        mma_wait<1>();
+        keep(dq);
+        release(DS_EMPTY + (~t & 1) * 8);
+        add_dq(at_before, t > 0);
+        at_before = at, at = place();
+        bar_wait(base + DO_FULL + 8 * g.slot, g.parity);
+        mma_fence();
+        scores(dp, v_own, (base + DO_AT + g.slot * Q_BYTES) / 16);
+        softmax(t + 1);
+    }
+    const int last = w.tiles - 1;
+    keep(pt), keep(dst), keep(dk), keep(dv);
+    mma_fence();
+    gradient(dv, pt, (base + DO_AT + g.slot * Q_BYTES) / 16);
+    gradient(dk, dst, (base + Q_AT + q.slot * Q_BYTES) / 16);
+    wait_ds(last - 1);
+    mma_fence();
+    query_gradient(dq, (ds_rows + (~last & 1) * DS_BYTES) / 16, dq_keys / 16);
+    mma_wait<0>();
+    keep(pt), keep(dst), keep(dk), keep(dv), keep(dq);
+    add_dq(at_before, last > 0);
+    wait_ds(last);
+    mma_fence();
+    query_gradient(dq, (ds_rows + (last & 1) * DS_BYTES) / 16, dq_keys / 16);
+    mma_wait<0>();
+    keep(dq);
+    add_dq(at, true);
+
+    if (w.part >= 0) {
+        if (!DIRECT && lane == 0) bulk_wait();
+        float* to = p.parts + (long long)w.part * (2 * BN * D) + (wg * 4 + warp) * (16 * D) + lane * 4;
+#pragma unroll
+        for (int j = 0; j < D / 8; j++) {
+            *(Float4*)(to + j * 128) = {dv[4 * j], dv[4 * j + 1], dv[4 * j + 2], dv[4 * j + 3]};
+            *(Float4*)(to + j * 128 + BN * D) = {dk[4 * j], dk[4 * j + 1], dk[4 * j + 2], dk[4 * j + 3]};
+        }
+        return;
+    }
+    // Both groups are done with K and V: dk and dv take their places, and TMA leaves out the rows that do not exist.
+    named_sync(KEYS_DONE, 256);
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) {
+        u32 to = matrices(k);
+        const float *a = dv + 8 * k, *b = dk + 8 * k;
+        store_matrices(v_rows + to, pack(a[0], a[1]), pack(a[2], a[3]), pack(a[4], a[5]), pack(a[6], a[7]));
+        store_matrices(k_rows + to, pack(b[0] * p.scale, b[1] * p.scale), pack(b[2] * p.scale, b[3] * p.scale),
+                       pack(b[4] * p.scale, b[5] * p.scale), pack(b[6] * p.scale, b[7] * p.scale));
+    }
+    fence_async();
+    named_sync(ROWS_WRITTEN + wg, 128);
+    if (threadIdx.x % 128 == 0) {
+        for (int slab = 0; slab < SLABS; slab++) {
+            store_box(dv_map, v_rows + slab * K_SLAB, slab * 64, w.first_key + wg * 64, w.head, w.batch);
+            store_box(dk_map, k_rows + slab * K_SLAB, slab * 64, w.first_key + wg * 64, w.head, w.batch);
+        }
+        bulk_commit();
+    }
+    if (lane == 0) bulk_wait();
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+backward(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map,
+         const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
+         const __grid_constant__ TensorMap dk_map, const __grid_constant__ TensorMap dv_map, const Problem p) {
+    extern __shared__ char memory[];
+    const u32 base = (shared_address(memory) + 1023) & ~1023u;
+    if (threadIdx.x == 0) {
+        auto init = [&](u32 bar, int slots, u32 arrivals) {
+            for (int i = 0; i < slots; i++) bar_init(base + bar + 8 * i, arrivals);
+        };
+        init(K_FULL, 1, 1), init(V_FULL, 1, 1), init(Q_FULL, Q_STAGES, 1), init(DO_FULL, DO_STAGES, 1);
+        init(Q_EMPTY, Q_STAGES, CONSUMER_WARPS), init(DO_EMPTY, DO_STAGES, CONSUMER_WARPS);
+        init(DS_FULL, 2, CONSUMER_WARPS), init(DS_EMPTY, 2, CONSUMER_WARPS);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    const Work w(p);
+    if (threadIdx.x < 128) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        if (threadIdx.x == 0) produce(q_map, do_map, k_map, v_map, p, w, base);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        consume(dk_map, dv_map, p, w, base);
+    }
+}
+
+#include "cuda_backward_ends.cuh"

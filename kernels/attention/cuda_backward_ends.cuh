@@ -1,0 +1,106 @@
+// Before and after the main kernel of cuda_backward.cu, which includes this: memory-bound, a few bytes a query.
+#pragma once
+
+struct Rows { const void* at; long long batch, head, row; };  // strides in elements
+
+__device__ __forceinline__ const Uint4* chunk(const Rows& x, int batch, int head, int row, int column) {
+    return (const Uint4*)((const u16*)x.at + batch * x.batch + head * x.head + row * x.row + column);
+}
+
+constexpr int HELPER_ROWS = 64;  // of a CTA of 256 threads; 16 bytes a thread
+
+// lse, dlse: [B * heads, queries]; dlse may be null. Writes lse2 and delta and zeros the same rows of dq's sum.
+extern "C" __global__ void __launch_bounds__(256)
+prepare(const Rows out, const Rows dout, const float* lse, const float* dlse, float* lse2, float* delta, float* dq_sum,
+        int queries, int padded, int heads, int zero) {
+    constexpr int ACROSS = D / 8, AT_ONCE = 256 / ACROSS, PASSES = HELPER_ROWS / AT_ONCE;
+    int tiles = padded / HELPER_ROWS, all = blockIdx.x / tiles, start = blockIdx.x % tiles * HELPER_ROWS;
+    int batch = all / heads, head = all % heads, column = threadIdx.x % ACROSS * 8;
+    Float4* zeros = (Float4*)(dq_sum + ((long long)all * padded + start) * D);
+    for (int i = 0; i < zero * HELPER_ROWS * D / 1024; i++) zeros[i * 256 + threadIdx.x] = {0, 0, 0, 0};
+    Uint4 a[PASSES], b[PASSES];
+#pragma unroll
+    for (int i = 0; i < PASSES; i++) {
+        int row = start + i * AT_ONCE + threadIdx.x / ACROSS;
+        a[i] = b[i] = {0, 0, 0, 0};
+        if (row < queries) a[i] = *chunk(out, batch, head, row, column), b[i] = *chunk(dout, batch, head, row, column);
+    }
+#pragma unroll
+    for (int i = 0; i < PASSES; i++) {
+        const u32 x[4] = {a[i].x, a[i].y, a[i].z, a[i].w}, y[4] = {b[i].x, b[i].y, b[i].z, b[i].w};
+        float sum = 0;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            Float2 u = unpack(x[j]), v = unpack(y[j]);
+            sum += u.x * v.x + u.y * v.y;
+        }
+#pragma unroll
+        for (int step = ACROSS / 2; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        int row = start + i * AT_ONCE + threadIdx.x / ACROSS;
+        if (column == 0) {
+            long long from = (long long)all * queries + row, to = (long long)all * padded + row;
+            float line = row < queries ? lse[from] : -INFINITE;
+            bool empty = line == -INFINITE;
+            if (dlse != nullptr && row < queries) sum -= dlse[from];
+            // An empty row has delta 0 even where its incoming gradients are not finite: 0 * inf would be NaN.
+            lse2[to] = empty ? INFINITE : line * 1.4426950408889634f;
+            delta[to] = empty ? 0 : sum;
+        }
+    }
+}
+
+// Sums lie in pieces of 16 rows, each as [column / 8][row % 8][column % 8 / 2][4]: of the last four, two columns of the
+// row and two of the row 8 rows on. Adds up 8 columns of both rows over `count` sums that lie `step` apart, and casts.
+__device__ __forceinline__ void cast_pair(const float* from, int count, long long step, float scale, Uint4& upper,
+                                          Uint4& lower) {
+    Float4 sum[4] = {};
+    for (int i = 0; i < count; i++) {
+#pragma unroll
+        for (int t = 0; t < 4; t++) {
+            Float4 x = ((const Float4*)(from + i * step))[t];
+            sum[t].x += x.x, sum[t].y += x.y, sum[t].z += x.z, sum[t].w += x.w;
+        }
+    }
+    u32 a[4], b[4];
+#pragma unroll
+    for (int t = 0; t < 4; t++) {
+        a[t] = pack(sum[t].x * scale, sum[t].y * scale);
+        b[t] = pack(sum[t].z * scale, sum[t].w * scale);
+    }
+    upper = {a[0], a[1], a[2], a[3]}, lower = {b[0], b[1], b[2], b[3]};
+}
+
+// dq = scale * its sum.
+extern "C" __global__ void __launch_bounds__(256)
+finish(const Rows dq, const float* dq_sum, int queries, int padded, int heads, float scale) {
+    constexpr int ACROSS = D / 8;
+    int tiles = padded / HELPER_ROWS, all = blockIdx.x / tiles, start = blockIdx.x % tiles * HELPER_ROWS;
+    int batch = all / heads, head = all % heads;
+    const float* tile = dq_sum + ((long long)all * padded + start / BM * BM) * D;
+#pragma unroll
+    for (int i = 0; i < HELPER_ROWS / 2 * ACROSS / 256; i++) {
+        int unit = i * 256 + threadIdx.x, j = unit % ACROSS, pair = unit / ACROSS;
+        int row = start + pair / 8 * 16 + pair % 8;
+        Uint4 upper, lower;
+        cast_pair(tile + (j / 8 * 4 + row % BM / 16) * PIECE + j % 8 * 128 + row % 8 * 16, 1, 0, scale, upper, lower);
+        if (row < queries) *(Uint4*)chunk(dq, batch, head, row, j * 8) = upper;
+        if (row + 8 < queries) *(Uint4*)chunk(dq, batch, head, row + 8, j * 8) = lower;
+    }
+}
+
+// dv (even CTAs) and dk (odd ones) of the blocks that several CTAs shared, summed in the order of the shares.
+extern "C" __global__ void __launch_bounds__(256)
+finish_keys(const Rows dv, const Rows dk, const Problem p) {
+    int odd = blockIdx.x % 2, slot = blockIdx.x / 2, index = p.whole + slot, all = index / p.n_blocks;
+    int batch = all / p.kv_heads, head = all % p.kv_heads, first_key = index % p.n_blocks * BN;
+    const float* sums = p.parts + ((long long)slot * p.splits * 2 + odd) * (BN * D);
+    for (int unit = threadIdx.x; unit < BN / 2 * D / 8; unit += 256) {
+        int j = unit % (D / 8), pair = unit / (D / 8), row = pair / 8 * 16 + pair % 8;
+        Uint4 upper, lower;
+        cast_pair(sums + row / 16 * (16 * D) + j * 128 + row % 8 * 16, p.splits, 2 * BN * D, odd ? p.scale : 1, upper,
+                  lower);
+        const Rows& to = odd ? dk : dv;
+        if (first_key + row < p.keys) *(Uint4*)chunk(to, batch, head, first_key + row, j * 8) = upper;
+        if (first_key + row + 8 < p.keys) *(Uint4*)chunk(to, batch, head, first_key + row + 8, j * 8) = lower;
+    }
+}

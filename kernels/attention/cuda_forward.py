@@ -1,0 +1,101 @@
+"""The forward for Hopper in CUDA C++ (cuda_forward.cu): which problems it takes, and its launch."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from . import cuda_driver, dispatch
+from .cuda_driver import launch, tensor_map
+from .hopper import L2_BYTES, ROWS, hopper_refuses, whole
+from .problem import LOG2_E, Problem
+
+SLACK = 8.0  # a row's maximum is kept while no score is above it by more than this, in powers of 2
+SHORT = 16, 1024  # up to so many tiles for each CTA and keys, tiles go in a fixed order: a counter needs zeroing first
+
+
+class _Problem(ctypes.Structure):
+    """As in cuda_forward.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("lse", "out")),
+        *((name, ctypes.c_uint64) for name in ("out_batch", "out_head", "out_row")),
+        ("next_tile", ctypes.c_void_p),
+        *((name, ctypes.c_float) for name in ("scale_log2", "slack")),
+        *((name, ctypes.c_int) for name in ("num_tiles", "num_m", "section", "heads", "q_heads", "group")),
+        *((name, ctypes.c_int) for name in ("num_q", "num_keys")),
+    ]
+
+
+def cuda_refuses(problem: Problem, *others: torch.Tensor) -> str | None:
+    """Why the kernels in CUDA C++ cannot run a problem with these other tensors of its layout, or None."""
+    if problem.dim not in (64, 128):
+        return f"it takes heads of 64 and 128 numbers, not {problem.dim}"
+    if reason := hopper_refuses(problem, *others):
+        return reason
+    if isinstance(problem.q, FakeTensor):
+        return "it needs tensors with memory"
+    return cuda_driver.no_compiler()
+
+
+def cuda_fwd(problem: Problem, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Writes out and lse of a problem that `cuda_refuses` does not."""
+    q, k, v = (whole(x) for x in (problem.q, problem.k, problem.v))
+    dim, causal = problem.dim, problem.right == 0
+    config = dispatch.pick_cuda_config(dim, problem.keys)
+    # The CTAs of a cluster share keys and values: with causal they have the same rows of two heads, else other rows of
+    # one head.
+    cluster = 1 if causal and problem.group % config.cluster else config.cluster
+    heads = problem.all_heads // (cluster if causal else 1)
+    num_m = -(-problem.queries // (ROWS * config.consumers * (1 if causal else cluster)))
+    num_tiles = heads * num_m
+    queries = config.consumers * config.q_buffers
+    shared = 2 * dim * (ROWS * queries + 2 * config.block_n * config.stages)
+    shared += 8 * (2 * queries + 4 * config.stages + 2) + 8  # barriers, and the number of the next tile
+    places = problem.multiprocessors() // cluster
+    fixed = num_tiles <= places or (num_tiles <= SHORT[0] * places and problem.keys <= SHORT[1])
+    with torch.cuda.device_of(q):
+        counter = None if fixed else torch.zeros(1, dtype=torch.int32, device=q.device)
+        described = _Problem(
+            lse.data_ptr(),
+            out.data_ptr(),
+            *out.stride()[:3],
+            None if counter is None else counter.data_ptr(),
+            problem.scale * LOG2_E,
+            SLACK / (problem.scale * LOG2_E),
+            num_tiles,
+            num_m,
+            heads if fixed else max(1, _section(problem) * heads // problem.all_heads),
+            heads,
+            q.shape[1],
+            problem.group,
+            problem.queries,
+            problem.keys,
+        )
+        defines = (
+            f"HEAD_DIM={dim}",
+            f"CAUSAL={int(causal)}",
+            f"FP16={int(q.dtype == torch.float16)}",
+            f"BLOCK_N={config.block_n}",
+            f"STAGES={config.stages}",
+            f"CONSUMERS={config.consumers}",
+            f"TURNS={config.turns}",
+            f"Q_REGISTERS={int(config.q_registers)}",
+            f"Q_BUFFERS={config.q_buffers}",
+            f"CLUSTER={cluster}",
+        )
+        (kernel,) = cuda_driver.kernels(q.device.index, "cuda_forward.cu", ("attention_fwd",), defines, shared)
+        maps = [
+            tensor_map(q, problem.queries, ROWS),
+            *(tensor_map(x, problem.keys, config.block_n // cluster) for x in (k, v)),
+        ]
+        launch(kernel, cluster * min(places, num_tiles), 128 * (config.consumers + 1), shared, [*maps, described])
+
+
+def _section(problem: Problem) -> int:
+    """How many heads go at a time where the longest row blocks of each come first: as their keys and values fit L2."""
+    fitting = L2_BYTES / (4 * problem.keys * problem.dim)
+    return min(problem.all_heads, problem.group * 2 ** int(math.log2(max(1.0, fitting))))

@@ -1,0 +1,140 @@
+// The PTX that the Hopper kernels are made of: wgmma, mbarriers, TMA. Included after FP16 and CLUSTER are defined.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+#define DEVICE __device__ __forceinline__
+
+struct alignas(64) TensorMap { char bytes[128]; };  // CUtensorMap
+
+#if FP16
+#define TYPE "f16"
+#else
+#define TYPE "bf16"
+#endif
+
+// ---- wgmma --------------------------------------------------------------------------------------------------------
+
+#define ROW8(b) "+f"(d[b]), "+f"(d[b + 1]), "+f"(d[b + 2]), "+f"(d[b + 3]), \
+                "+f"(d[b + 4]), "+f"(d[b + 5]), "+f"(d[b + 6]), "+f"(d[b + 7])
+#define ROW32(b) ROW8(b), ROW8(b + 8), ROW8(b + 16), ROW8(b + 24)
+#define L8(a, b, c, d, e, f, g, h) "%" #a ",%" #b ",%" #c ",%" #d ",%" #e ",%" #f ",%" #g ",%" #h
+#define L16 L8(0, 1, 2, 3, 4, 5, 6, 7) "," L8(8, 9, 10, 11, 12, 13, 14, 15)
+#define L32 L16 "," L8(16, 17, 18, 19, 20, 21, 22, 23) "," L8(24, 25, 26, 27, 28, 29, 30, 31)
+#define L40 L32 "," L8(32, 33, 34, 35, 36, 37, 38, 39)
+#define L56 L40 "," L8(40, 41, 42, 43, 44, 45, 46, 47) "," L8(48, 49, 50, 51, 52, 53, 54, 55)
+#define L64 L56 "," L8(56, 57, 58, 59, 60, 61, 62, 63)
+
+// d (64 x N, fp32) = a b, or d + a b, over 16 columns of a. _ss: a from shared memory; _rs: from registers. b is
+// K-major, or TRANSPOSED. I0 ... I6 number the operands behind d.
+#define DEFINE_WGMMA(N, LIST, I0, I1, I2, I3, I4, I5, I6, ...)                                                        \
+    DEVICE void wgmma_ss(float (&d)[N / 2], u64 a, u64 b, int add) {                                                  \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #I2 ", 0;\n"                                                  \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                                  \
+                     " {" LIST "}, %" #I0 ", %" #I1 ", p, 1, 1, 0, 0; }"                                              \
+                     : __VA_ARGS__ : "l"(a), "l"(b), "r"(add));                                                       \
+    }                                                                                                                 \
+    template <int TRANSPOSED> DEVICE void wgmma_rs(float (&d)[N / 2], const u32* a, u64 b, int add) {                 \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #I5 ", 0;\n"                                                  \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                                  \
+                     " {" LIST "}, {%" #I0 ",%" #I1 ",%" #I2 ",%" #I3 "}, %" #I4 ", p, 1, 1, %" #I6 "; }"             \
+                     : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(TRANSPOSED));  \
+    }
+DEFINE_WGMMA(64, L32, 32, 33, 34, 35, 36, 37, 38, ROW32(0))
+DEFINE_WGMMA(80, L40, 40, 41, 42, 43, 44, 45, 46, ROW32(0), ROW8(32))
+DEFINE_WGMMA(112, L56, 56, 57, 58, 59, 60, 61, 62, ROW32(0), ROW8(32), ROW8(40), ROW8(48))
+DEFINE_WGMMA(128, L64, 64, 65, 66, 67, 68, 69, 70, ROW32(0), ROW32(32))
+
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING> DEVICE void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+// Nothing is computed from these registers before this point, nor moved behind it: a wgmma is reading or writing them.
+template <int N> DEVICE void pin(float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
+}
+template <int N> DEVICE void pin(u32 (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+r"(x[i])::"memory");
+}
+
+// wgmma's description of an operand in shared memory with 128-byte swizzle: groups of 8 rows 1024 bytes apart and, if
+// it is transposed, panels of 64 columns `panel` bytes apart. Bits 24 and up of an address are the CTA's rank.
+DEVICE u64 describe(u32 address, u32 panel) {
+    return (u64)(1u << 30 | 1024 >> 4) << 32 | panel >> 4 << 16 | (address & 0x3ffff) >> 4;
+}
+
+// ---- Barriers -----------------------------------------------------------------------------------------------------
+
+DEVICE void bar_init(u32 bar, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
+}
+DEVICE void bar_wait(u32 bar, u32 parity) {
+    asm volatile("{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra again; }"
+                 ::"r"(bar), "r"(parity) : "memory");
+}
+DEVICE void bar_wait_cluster(u32 bar, u32 parity) {  // for what another CTA has written
+    asm volatile("{ .reg .pred p;\nagain: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
+                 "@!p bra again; }" ::"r"(bar), "r"(parity) : "memory");
+}
+DEVICE void bar_arrive(u32 bar) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory"); }
+DEVICE void bar_expect(u32 bar, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+DEVICE u32 address_in(u32 address, int rank) {  // the same place in another CTA of the cluster
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+DEVICE void bar_arrive_in(u32 there) {  // of address_in() where there are clusters
+    if (CLUSTER == 1) bar_arrive(there);
+    else asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
+}
+// Writes a number beside a barrier, maybe of another CTA, and arrives so that who waits there sees the number.
+DEVICE void tell(u32 there, u32 bar_there, int x) {
+    if (CLUSTER == 1) {
+        asm volatile("st.shared::cta.u32 [%0], %1;" ::"r"(there), "r"(x) : "memory");
+        bar_arrive(bar_there);
+    } else {
+        asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(there), "r"(x) : "memory");
+        asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(bar_there) : "memory");
+    }
+}
+DEVICE int load_shared(u32 address) {
+    int x;
+    asm volatile("ld.shared::cta.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+    return x;
+}
+DEVICE void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
+}
+DEVICE int cluster_rank() {
+    u32 rank = 0;
+    if (CLUSTER > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// ---- TMA and numbers ----------------------------------------------------------------------------------------------
+
+DEVICE void tma_load(u32 to, const TensorMap* map, int column, int row, int head, int batch, u32 bar) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2,%3,%4,%5}], [%6];"
+                 ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(bar) : "memory");
+}
+// To the same place in all CTAs of the cluster, and each one's own barrier hears of it.
+DEVICE void tma_load_all(u32 to, const TensorMap* map, int column, int row, int head, int batch, u32 bar) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%2,%3,%4,%5}], [%6], %7;" ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(head),
+                 "r"(batch), "r"(bar), "h"((unsigned short)((1 << CLUSTER) - 1)) : "memory");
+}
+DEVICE float exp2_(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEVICE u32 pack(float low, float high) {
+    u32 y;
+    asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+}

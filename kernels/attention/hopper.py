@@ -1,0 +1,32 @@
+"""What the versions for Hopper have in common: the problems that TMA and wgmma take."""
+
+from __future__ import annotations
+
+import torch
+
+from .problem import Problem
+
+ROWS = 64  # of queries for each warp group: one wgmma is 64 rows high
+L2_BYTES = 32e6  # what the keys and values of the heads in flight may take up of an H100's or H200's 50 MB
+
+
+def hopper_refuses(problem: Problem, *others: torch.Tensor) -> str | None:
+    """Why no version for Hopper can run a problem with these other tensors of its layout, or None."""
+    if problem.capability() != (9, 0):
+        return "it needs a GPU of compute capability 9.0 (Hopper)"
+    if problem.q.dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes float16 and bfloat16, not {problem.q.dtype}"
+    if problem.left >= 0 or problem.right > 0:
+        return "it has no window"
+    if problem.unit(*others) != 8:
+        return "TMA wants rows, heads and batches on 16-byte boundaries"
+    tiles = problem.all_heads * -(-problem.queries // ROWS)
+    if max(tiles, problem.queries + problem.k.shape[2]) >= 2**31:
+        return "it counts tiles in 32 bits"
+    return None
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """x, copied if it is expanded (a stride of 0): CUDA's documentation leaves open what TMA makes of that."""
+    expanded = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.contiguous() if expanded else x
