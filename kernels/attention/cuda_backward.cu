@@ -39,14 +39,8 @@ constexpr bool CAUSAL = IS_CAUSAL;
 constexpr int BM = D == 64 ? 128 : 64;  // queries of a tile: S and dP need BM registers beside dk's and dv's D
 constexpr int BN = 128;                 // keys of a CTA
 constexpr int SLABS = D / 64;           // a row of 64 columns is the 128 bytes that TMA and wgmma swizzle
-#ifndef TURNS  // 1: the groups take turns in issuing their products
-#define TURNS 1
-#endif
 #ifndef DIRECT  // 1: dq is added to global memory from registers; 0: through shared memory, by bulk reductions
 #define DIRECT 1
-#endif
-#ifndef KV_REGISTERS  // 1: K, 2: V is kept in registers
-#define KV_REGISTERS 0
 #endif
 constexpr int Q_STAGES = 3, DO_STAGES = DIRECT ? 3 : 2;
 constexpr int CONSUMER_WARPS = 8;
@@ -168,7 +162,7 @@ __device__ __forceinline__ void scores(float (&c)[BM / 2], u32 rows, u32 columns
                k != 0);
     mma_commit();
 }
-// The same with K or V from registers.
+// The same with V from registers.
 __device__ __forceinline__ void scores(float (&c)[BM / 2], const u32 (&rows)[D / 4], u32 columns) {
 #pragma unroll
     for (int k = 0; k < D / 16; k++)
@@ -300,24 +294,17 @@ __device__ __forceinline__ void consume(const TensorMap& dk_map, const TensorMap
             store_four(dq_piece + j * 512 + lane * 16, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
         fence_async();
         __syncwarp();
-                if (lane == 0 && real) reduce_bulk(to, dq_piece, PIECE * 4), bulk_commit();
+        if (lane == 0 && real) reduce_bulk(to, dq_piece, PIECE * 4), bulk_commit();
 #endif
     };
     auto wait_ds = [&](int t) { bar_wait(base + DS_FULL + (t & 1) * 8, (t >> 1) & 1); };
 
     bar_wait(base + K_FULL, 0);
     bar_wait(base + Q_FULL, 0);
-#if KV_REGISTERS & 1
-    u32 k_own[D / 4];
-#pragma unroll
-    for (int k = 0; k < D / 16; k++) load_matrices(k_own + 4 * k, k_rows + matrices(k));
-#else
-    const u32 k_own = k_rows / 16;
-#endif
     mma_fence();
-    scores(s, k_own, (base + Q_AT) / 16);
+    scores(s, k_rows / 16, (base + Q_AT) / 16);
     bar_wait(base + V_FULL, 0);
-#if KV_REGISTERS & 2
+#if HEAD_DIM == 64  // there are registers for V, which shared memory need not be asked for again
     u32 v_own[D / 4];
 #pragma unroll
     for (int k = 0; k < D / 16; k++) load_matrices(v_own + 4 * k, v_rows + matrices(k));
@@ -329,11 +316,11 @@ __device__ __forceinline__ void consume(const TensorMap& dk_map, const TensorMap
     scores(dp, v_own, (base + DO_AT) / 16);
     softmax(0);
 
-    if (TURNS && wg == 1 && w.tiles > 1) named_arrive(FIRST_TURN, 256);
+    if (wg == 1 && w.tiles > 1) named_arrive(FIRST_TURN, 256);
     int at = place(), at_before = at;
     // Tile t is in registers as pt and dst. Nothing is in flight where the loop closes.
     for (int t = 0; t + 1 < w.tiles; t++) {
-        if (TURNS) named_sync(FIRST_TURN + wg, 256);
+        named_sync(FIRST_TURN + wg, 256);
         keep(pt), keep(dst), keep(dk), keep(dv);
         mma_fence();
         gradient(dv, pt, (base + DO_AT + g.slot * Q_BYTES) / 16);
@@ -349,8 +336,8 @@ __device__ __forceinline__ void consume(const TensorMap& dk_map, const TensorMap
         release(DO_EMPTY + 8 * g.slot);
         g.next();
         mma_fence();
-        scores(s, k_own, (base + Q_AT + q.slot * Q_BYTES) / 16);
-        if (TURNS && (wg == 0 || t + 2 < w.tiles)) named_arrive(FIRST_TURN + (wg ^ 1), 256);
+        scores(s, k_rows / 16, (base + Q_AT + q.slot * Q_BYTES) / 16);
+        if (wg == 0 || t + 2 < w.tiles) named_arrive(FIRST_TURN + (wg ^ 1), 256);
         mma_wait<2>();
         keep(dst), keep(dk);
         release(Q_EMPTY + 8 * old_q);

@@ -52,16 +52,17 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
         causal,
         problem.multiprocessors(),
     )
-    whole = problem.all_kv_heads * n_blocks - config.shared
+    unshared = problem.all_kv_heads * n_blocks - config.shared
     dq_sum = torch.empty(problem.all_heads, padded, dim, dtype=torch.float32, device=q.device)
     parts = torch.empty(config.shared * config.splits, 2, KEYS, dim, dtype=torch.float32, device=q.device)
     lse2, delta = torch.empty(2, problem.all_heads, padded, dtype=torch.float32, device=q.device)
     sizes = [ctypes.c_int(x) for x in (problem.queries, padded, q.shape[1])]
     helpers = problem.all_heads * (padded // HELPER_ROWS)
     with torch.cuda.device_of(q):
-        defines = (f"HEAD_DIM={dim}", f"IS_CAUSAL={int(causal)}", *(["IS_FP16=1"] if q.dtype == torch.float16 else []))
+        defines = [f"HEAD_DIM={dim}", f"IS_CAUSAL={int(causal)}", f"DIRECT={int(config.direct)}"]
+        defines += ["IS_FP16=1"] if q.dtype == torch.float16 else []
         backward, prepare, finish, finish_keys = cuda_driver.kernels(
-            q.device.index, "cuda_backward.cu", NAMES, defines, SHARED_BYTES
+            q.device.index, "cuda_backward.cu", NAMES, tuple(defines), SHARED_BYTES
         )
         incoming = [Rows.of(saved.out), Rows.of(dout), pointer(saved.lse), pointer(saved.dlse)]
         terms = [pointer(lse2), pointer(delta), pointer(dq_sum)]
@@ -79,14 +80,14 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
             problem.group,
             problem.all_kv_heads,
             config.section,
-            whole,
+            unshared,
             config.splits,
             problem.scale,
             problem.scale * LOG2_E,
         )
         maps = [tensor_map(x, problem.queries, tile) for x in (q, dout)]
         maps += [tensor_map(x, problem.keys, 64) for x in (k, v, dk, dv)]
-        launch(backward, whole + config.shared * config.splits, 384, SHARED_BYTES, [*maps, described])
+        launch(backward, unshared + config.shared * config.splits, 384, SHARED_BYTES, [*maps, described])
         if config.shared:
             launch(finish_keys, 2 * config.shared, 256, 0, [Rows.of(dv), Rows.of(dk), described])
         launch(finish, helpers, 256, 0, [Rows.of(dq), pointer(dq_sum), *sizes, ctypes.c_float(problem.scale)])

@@ -45,16 +45,14 @@ def cuda_fwd(problem: Problem, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Writes out and lse of a problem that `cuda_refuses` does not."""
     q, k, v = (whole(x) for x in (problem.q, problem.k, problem.v))
     dim, causal = problem.dim, problem.right == 0
-    config = dispatch.pick_cuda_config(dim, problem.keys)
+    config = dispatch.pick_cuda_config(dim, problem.queries, problem.keys, causal)
     # The CTAs of a cluster share keys and values: with causal they have the same rows of two heads, else other rows of
     # one head.
     cluster = 1 if causal and problem.group % config.cluster else config.cluster
     heads = problem.all_heads // (cluster if causal else 1)
     num_m = -(-problem.queries // (ROWS * config.consumers * (1 if causal else cluster)))
     num_tiles = heads * num_m
-    queries = config.consumers * config.q_buffers
-    shared = 2 * dim * (ROWS * queries + 2 * config.block_n * config.stages)
-    shared += 8 * (2 * queries + 4 * config.stages + 2) + 8  # barriers, and the number of the next tile
+    shared = shared_bytes(dim, config)
     places = problem.multiprocessors() // cluster
     fixed = num_tiles <= places or (num_tiles <= SHORT[0] * places and problem.keys <= SHORT[1])
     with torch.cuda.device_of(q):
@@ -93,6 +91,13 @@ def cuda_fwd(problem: Problem, out: torch.Tensor, lse: torch.Tensor) -> None:
             *(tensor_map(x, problem.keys, config.block_n // cluster) for x in (k, v)),
         ]
         launch(kernel, cluster * min(places, num_tiles), 128 * (config.consumers + 1), shared, [*maps, described])
+
+
+def shared_bytes(dim: int, config: dispatch.CudaConfig) -> int:
+    """Of a CTA: queries, rings of keys and values, barriers, and the number of the next tile."""
+    queries = config.consumers * config.q_buffers
+    barriers = 2 * queries + 4 * config.stages + 2
+    return 2 * dim * (ROWS * queries + 2 * config.block_n * config.stages) + 8 * barriers + 8
 
 
 def _section(problem: Problem) -> int:

@@ -62,12 +62,15 @@ class CudaConfig:
     cluster: int = 1
 
 
-def pick_cuda_config(dim: int, keys: int) -> CudaConfig:
+def pick_cuda_config(dim: int, queries: int, keys: int, causal: bool) -> CudaConfig:
     """Three consumers won over two everywhere (fewer reads of keys and values for each query). With D = 64, 112 keys
-    and queries in registers won over 128 keys and queries in shared memory; turns cost there and paid with D = 128."""
+    and queries in registers won over 128 keys and queries in shared memory; turns cost there and paid with D = 128.
+    Clusters paid without a mask at D = 128 alone, a second set of queries where tiles are short."""
     if dim == 64:
         return CudaConfig(112 if keys > 64 else 64, 4, 3, 0, True)
-    return CudaConfig(80, 4, 3, 1, False)
+    if keys <= 512:
+        return CudaConfig(64, 4, 3, 1, False, q_buffers=2)
+    return CudaConfig(80, 4, 3, 1, False, cluster=1 if causal or queries < 1024 else 2)
 
 
 def pick_forward(
@@ -136,9 +139,11 @@ class CudaBackwardConfig:
     """How blocks of 128 keys are given to CTAs.
 
     section: how many key heads' CTAs run together, longest first. The last `shared` blocks have `splits` CTAs each.
+    direct: dQ is added from registers, not through shared memory by bulk reductions.
     """
 
     section: int
+    direct: bool
     shared: int = 0
     splits: int = 1
 
@@ -153,15 +158,17 @@ def pick_cuda_bwd_config(
 ) -> CudaBackwardConfig:
     """Without a mask all CTAs take as long: heads go one by one, and the last round is shared out over all SMs.
 
-    With one, a few heads at a time, as long as their q, dout and fp32 dQ fit half of L2; a last section of fewer heads
-    would begin long CTAs late, so the count that leaves the fewest over. `kv_heads` of all batches.
+    With one, a few heads at a time, as long as their q, dout and fp32 dQ fit a third of L2; a last section of fewer
+    heads would begin long CTAs late, so the count that leaves the fewest over. `kv_heads` of all batches.
     """
+    # A single block of keys stores its dQ, which no bulk reduction does.
+    direct = dim == 64 or keys <= 128
     if not causal:
         tiles = triton.cdiv(queries, cuda_query_tile(dim)) * group
-        return CudaBackwardConfig(1, *_pick_shares(triton.cdiv(keys, 128) * kv_heads, tiles, multiprocessors))
-    most = max(1, min(kv_heads, 32 * 2**20 // (8 * dim * queries)))
+        return CudaBackwardConfig(1, direct, *_pick_shares(triton.cdiv(keys, 128) * kv_heads, tiles, multiprocessors))
+    most = max(1, min(kv_heads, 16 * 2**20 // (8 * dim * queries)))
     least = most // 2 + 1
-    return CudaBackwardConfig(section=min(range(most, least - 1, -1), key=lambda s: -kv_heads % s))
+    return CudaBackwardConfig(min(range(most, least - 1, -1), key=lambda s: -kv_heads % s), direct)
 
 
 def _pick_shares(blocks: int, tiles: int, multiprocessors: int) -> tuple[int, int]:

@@ -9,7 +9,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from . import attention, band, delta, dispatch, forward, fused_backward, key_gradients, query_gradient, split
+from . import (
+    attention,
+    band,
+    cuda_forward,
+    delta,
+    dispatch,
+    forward,
+    fused_backward,
+    key_gradients,
+    query_gradient,
+    split,
+)
 from .bench import visible
 from .dispatch import Config
 from .reference import attention_reference
@@ -385,6 +396,15 @@ def test_a_repeatable_backward_is_picked_where_it_is_wanted():
     assert dispatch.pick_backward("auto", "cuda", repeatable=True) == "separate"
     assert dispatch.pick_backward("auto") == "separate"
     assert dispatch.pick_backward("fused", "cuda", repeatable=True) == "fused"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_forward_in_cuda_fits(dim, causal):
+    for queries, keys in itertools.product((1, 512, 8192), (1, 64, 512, 513, 200_000)):
+        config = dispatch.pick_cuda_config(dim, queries, keys, causal)
+        assert cuda_forward.shared_bytes(dim, config) <= 232_448
+        assert config.block_n % (8 * config.cluster) == 0
 
 
 @pytest.mark.parametrize("causal", [False, True])
