@@ -1,0 +1,308 @@
+"""The declaration of block_sparse_attention: cases, cost, peers.
+`python -m harness bench --kernel block_sparse_attention`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, Tunable, Yardstick
+
+from . import BlockIndex, block_index, block_sparse_attention, dispatch
+from .masks import sliding_window_blocks
+from .reference import MOST_SCORES, block_sparse_attention_reference
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def _case(
+    batch: int,
+    heads: int | tuple[int, int],
+    queries: int,
+    keys: int,
+    dim: int,
+    kept: int,
+    dtype: torch.dtype = BF16,
+    suffix: str = "",
+    masks: tuple[int, int] | None = None,
+    window: tuple[int, int] | None = None,
+    empty: int = 0,
+    **params,
+) -> Case:
+    """`heads` are the query heads, or the query heads and the key heads. Of each row of the mask `kept` per cent of the
+    blocks that it can see are kept, or those of `window`: how many before the diagonal, how many at the beginning. Of
+    every `empty` rows the first keeps nothing. There are as many masks as batches and query heads, or `masks`. Bench
+    cases have no suffix for their dtype."""
+    query_heads, kv_heads = heads if isinstance(heads, tuple) else (heads, heads)
+    short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
+    shared = f"-{kv_heads}" if kv_heads != query_heads else ""
+    pattern = f"window{window[0]}" if window else f"kept{kept}"
+    block = f"block{params['block_size']}" if params.get("block_size", 128) != 128 else ""
+    words = ("causal" if params.get("causal") else "", pattern, block, "bias" if params.get("bias") else "", short)
+    name = "-".join((f"b{batch}-h{query_heads}{shared}-q{queries}-k{keys}-d{dim}", *filter(None, (*words, suffix))))
+    dims = dict(batch=batch, kv_heads=kv_heads, group=query_heads // kv_heads, queries=queries, keys=keys, dim=dim)
+    dims["mask_batch"], dims["mask_heads"] = masks or (batch, query_heads)
+    dims |= dict(zip(("window", "first"), window, strict=True)) if window else dict(kept=kept, empty=empty)
+    return Case(name, dims, dtype, params, bench=dtype == BF16 and not suffix)
+
+
+SMALL: dict[str, Any] = dict(block_size=64)
+
+CASES = (
+    # Random blocks of each head, as a dynamic mask has them; Llama-2's heads and TransformerNP's.
+    *(_case(1, 32, 8192, 8192, 128, kept) for kept in (50, 25, 10)),
+    *(_case(1, 8, 16384, 16384, 64, kept) for kept in (50, 25, 10)),
+    _case(1, 32, 4096, 4096, 128, 25),
+    _case(1, (64, 8), 8192, 8192, 128, 25),
+    _case(1, 32, 8192, 8192, 128, 25, block_size=64),
+    _case(1, 32, 8192, 8192, 128, 25, causal=True),
+    _case(1, 32, 8192, 8192, 128, 25, bias=True),
+    # 4096 tokens before each block and the first block of all, one mask for all heads.
+    _case(1, (32, 8), 16384, 16384, 128, 0, masks=(1, 1), window=(32, 1), causal=True),
+    # What goes wrong: plain first, then every option, nothing, one of everything, every width, ragged blocks.
+    _case(1, 1, 100, 120, 24, 50, FP32, **SMALL),
+    _case(1, 1, 100, 70, 16, 50, FP16, causal=True, **SMALL),
+    _case(1, 1, 100, 120, 16, 50, FP32, "options", bias=True, causal=True, scale=0.3, return_lse=True, **SMALL),
+    _case(2, (4, 2), 130, 150, 16, 50, FP32, bias=True, causal=True, scale=0.3, return_lse=True, **SMALL),
+    _case(2, 1, 200, 130, 16, 50, FP32, empty=2, **SMALL),
+    _case(1, 2, 150, 200, 16, 50, FP32, "shared", masks=(1, 1), empty=3, **SMALL),
+    _case(2, (2, 1), 70, 200, 16, 34, FP32, "heads", masks=(1, 2), **SMALL),
+    _case(2, 2, 130, 70, 16, 50, FP16, "batches", masks=(2, 1), causal=True, **SMALL),
+    _case(1, 2, 0, 5, 16, 50, FP32, **SMALL),
+    _case(1, 2, 5, 0, 16, 50, FP32, **SMALL),
+    _case(1, 1, 1, 1, 1, 100, FP32, **SMALL),
+    *(_case(1, 1, 70, 130, dim, 50, FP16, causal=True, **SMALL) for dim in (80, 96, 256)),
+    *(_case(2, (4, 2), 1000, 1300, dim, 40, BF16, "small") for dim in (32, 64, 80, 96, 128, 256)),
+    *(_case(2, (4, 2), 1000, 1300, dim, 40, BF16, "small", causal=True, **SMALL) for dim in (32, 64, 128, 256)),
+    *(_case(2, (4, 2), 1300, 1000, d, 40, BF16, "small", causal=True, bias=True, return_lse=True) for d in (64, 128)),
+    _case(1, 2, 1300, 1300, 64, 0, BF16, "small", masks=(1, 1), window=(2, 1), causal=True),
+    *(_case(1, 1, 130, 100, dim, 50, FP32, **SMALL) for dim in (64, 128)),
+)
+
+
+def kept_of_rows(case: Case) -> list[tuple[int, int]]:
+    """Of each row of the mask: how many blocks it keeps, and how many it can see."""
+    d, block = case.dims, case.params.get("block_size", 128)
+    rows, columns = -(-d["queries"] // block), -(-d["keys"] // block)
+    result = []
+    for row in range(rows):
+        last = min((row + 1) * block, d["queries"]) - 1 + d["keys"] - d["queries"]
+        visible = min(columns, max(last // block + 1, 0)) if case.params.get("causal") else columns
+        if "window" in d:
+            here = row + columns - rows
+            seen = range(visible)
+            kept = sum(here - d["window"] <= j <= here or j < d["first"] or row < d["first"] for j in seen)
+        elif d["empty"] and row % d["empty"] == 0:
+            kept = 0
+        else:
+            kept = min(visible, max(1, round(visible * d["kept"] / 100)))
+        result.append((kept, visible))
+    return result
+
+
+def make_mask(case: Case, device: torch.device | str, generator: torch.Generator | None) -> torch.Tensor:
+    """The mask of a case. Under a causal mask each row keeps the last block that it sees, the one on the diagonal."""
+    d, block = case.dims, case.params.get("block_size", 128)
+    rows, columns = -(-d["queries"] // block), -(-d["keys"] // block)
+    if "window" in d:
+        return sliding_window_blocks(rows, columns, d["window"], 0, d["first"], device=device)
+    counts = _moved(torch.tensor(kept_of_rows(case), dtype=torch.int64).reshape(rows, 2), device)
+    shape = (d["mask_batch"], d["mask_heads"], rows, columns)
+    scores = torch.rand(shape, device=device, generator=generator)
+    column = torch.arange(columns, device=device)
+    scores = scores.masked_fill(column >= counts[:, 1:], -1.0)
+    if case.params.get("causal"):
+        scores = scores.masked_fill(column == counts[:, 1:] - 1, 2.0)
+    return scores.argsort(-1, descending=True).argsort(-1) < counts[:, :1]
+
+
+def _moved(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A copy on the device, made as the ahead-of-time build understands it, which has a GPU in name alone."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor)
+
+
+def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
+    """A bench case has one mask at every call, so that peers can prepare theirs once, as one does in a model."""
+    d, params = case.dims, dict(case.params)
+
+    def normal(heads: int, rows: int) -> torch.Tensor:
+        shape = (d["batch"], heads, rows, d["dim"])
+        return torch.randn(shape, dtype=case.dtype, device=device, generator=generator)
+
+    query_heads = d["kv_heads"] * d["group"]
+    inputs: Inputs = {"q": normal(query_heads, d["queries"])}
+    inputs |= {"k": normal(d["kv_heads"], d["keys"]), "v": normal(d["kv_heads"], d["keys"])}
+    if case.bench:
+        inputs["block_mask"] = _moved(make_mask(case, "cpu", torch.Generator().manual_seed(0)), device)
+    else:
+        inputs["block_mask"] = make_mask(case, device, generator)
+    if params.pop("bias", False):
+        shape = (d["mask_batch"], query_heads, *inputs["block_mask"].shape[-2:])
+        inputs["block_bias"] = torch.randn(shape, device=device, generator=generator)
+    return {**inputs, **params}
+
+
+def kept_pairs(case: Case) -> int:
+    """Pairs of query and key in kept blocks, of one head; where blocks are whole, exactly."""
+    d, block = case.dims, case.params.get("block_size", 128)
+    shift, pairs = d["keys"] - d["queries"], 0
+    for row, (kept, visible) in enumerate(kept_of_rows(case)):
+        queries = range(row * block, min((row + 1) * block, d["queries"]))
+        seen = len(queries) * d["keys"]
+        if case.params.get("causal"):
+            seen = sum(min(max(query + shift + 1, 0), d["keys"]) for query in queries)
+        pairs += max(0, seen - (visible - kept) * block * len(queries)) if kept else 0
+    return pairs
+
+
+def _cost(case: Case, mode: str, pairs: int) -> Cost:
+    d, size = case.dims, case.dtype.itemsize
+    heads = d["batch"] * d["kv_heads"]
+    # q and out like k and v; lse; the mask, and the bias with its gradient.
+    rows = heads * (d["group"] * d["queries"] * 2 + d["keys"] * 2)
+    lse = 4 * heads * d["group"] * d["queries"]
+    block = case.params.get("block_size", 128)
+    blocks = -(-d["queries"] // block) * -(-d["keys"] // block)
+    mask = d["mask_batch"] * d["mask_heads"] * blocks
+    products, tensors = {"fwd": (2, 1), "bwd": (5, 2)}[mode]
+    bias = 4 * d["mask_batch"] * d["kv_heads"] * d["group"] * blocks * tensors if case.params.get("bias") else 0
+    pipe = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[case.dtype]
+    flops = products * 2 * d["dim"] * pairs * heads * d["group"]
+    return Cost(flops=flops, bytes=tensors * rows * d["dim"] * size + lse + mask + bias, pipe=pipe)
+
+
+def cost(case: Case, mode: str) -> Cost:
+    """Two products of 2·D a kept pair forward; backward five, of which one is that of the forward again."""
+    return _cost(case, mode, kept_pairs(case))
+
+
+def _dense_cost(case: Case, mode: str) -> Cost:
+    d = case.dims
+    shift = d["keys"] - d["queries"]
+    seen = [min(max(i + shift + 1, 0), d["keys"]) for i in range(d["queries"])] if case.params.get("causal") else None
+    return _cost(case, mode, d["queries"] * d["keys"] if seen is None else sum(seen))
+
+
+def _fits(case: Case, mode: str) -> str | None:
+    """The reference takes such a problem in pieces, each twice in the backward; that is no baseline."""
+    scores = case.dims["batch"] * case.dims["kv_heads"] * case.dims["group"] * case.dims["queries"] * case.dims["keys"]
+    return f"the scores alone would be {4 * scores / 1e9:.0f} GB" if scores > MOST_SCORES else None
+
+
+def _prepared(case: Case, mode: str) -> str | None:
+    return None if case.bench else "keeps what it made of the first mask, and this case's masks differ"
+
+
+def _square_if_causal(case: Case, mode: str) -> str | None:
+    if case.params.get("causal") and case.dims["queries"] != case.dims["keys"]:
+        return "aligns a causal mask at the top left"
+    return None
+
+
+def _flex() -> Op:
+    """FlexAttention, with the same blocks; its BlockMask is made at the first call."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch._dynamo.reset()
+    torch._functorch.config.donated_buffer = False
+    compiled = torch.compile(flex_attention, dynamic=False)
+    made: list[Any] = []
+
+    def attend(q, k, v, block_mask, *, block_size=128, scale=None, causal=False, block_bias=None):
+        (batch, heads, queries), keys = q.shape[:3], k.shape[2]
+        masks = block_mask[(None,) * (4 - block_mask.dim())].expand(batch, heads, -1, -1)
+
+        def kept(b, h, i, j):
+            here = masks[b, h, i // block_size, j // block_size]
+            return here & (j <= i + (keys - queries)) if causal else here
+
+        def biased(score, b, h, i, j):
+            return score + biases[b, h, i // block_size, j // block_size]
+
+        if not made:
+            own = [n if whole > 1 else None for n, whole in zip((batch, heads), _leading(block_mask), strict=True)]
+            made.append(create_block_mask(kept, *own, queries, keys, device=q.device, BLOCK_SIZE=block_size))
+        biases = None if block_bias is None else block_bias.expand(batch, heads, -1, -1)
+        return compiled(
+            q,
+            k,
+            v,
+            score_mod=None if biases is None else biased,
+            block_mask=made[0],
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+            # Its own tiles are larger than such blocks.
+            kernel_options=FLEX_64 if block_size == 64 else None,
+        )
+
+    return attend
+
+
+FLEX_64 = dict(BLOCK_M=64, BLOCK_N=64, BLOCK_M1=32, BLOCK_N1=64, BLOCK_M2=64, BLOCK_N2=32)
+
+
+def _leading(mask: torch.Tensor) -> tuple[int, int]:
+    return tuple(mask[(None,) * (4 - mask.dim())].shape[:2])  # type: ignore[return-value]
+
+
+def _dense() -> Op:
+    """All blocks, by PyTorch's FlashAttention."""
+
+    def attend(q, k, v, block_mask, *, block_size=128, scale=None, causal=False, block_bias=None):
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            shared = q.shape[1] != k.shape[1]
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=shared)
+
+    return attend
+
+
+def _indexed() -> Op:
+    """Ours, with the mask compressed once: what the two small launches cost."""
+    made: list[BlockIndex] = []
+
+    def attend(q, k, v, block_mask, *, block_size=128, causal=False, **options):
+        if not made:
+            made.append(block_index(block_mask, q.shape[2], k.shape[2], block_size=block_size, causal=causal))
+        return block_sparse_attention(q, k, v, made[0], block_size=block_size, causal=causal, **options)
+
+    return attend
+
+
+def _candidates(case: Case, warps, stages) -> list[dispatch.Config]:
+    block_d, block = dispatch.padded(case.dims["dim"]), case.params.get("block_size", 128)
+    shapes = [(m, n) for m in (32, 64, 128) for n in (32, 64, 128) if max(m, n) <= block]
+    return [dispatch.Config(m, n, block_d, w, s) for m, n in shapes for w in warps for s in stages]
+
+
+SPEC = KernelSpec(
+    name="block_sparse_attention",
+    implementations={"triton": block_sparse_attention},
+    baselines=(
+        dataclasses.replace(EAGER, supports=_fits),
+        dataclasses.replace(COMPILED, supports=_fits),
+        Peer("flex", load=_flex, supports=_prepared),
+        Yardstick("dense-sdpa", load=_dense, cost=_dense_cost, supports=_square_if_causal),
+        Yardstick("indexed", load=_indexed, cost=cost, supports=_prepared),
+    ),
+    reference=block_sparse_attention_reference,
+    make_inputs=make_inputs,
+    cost=cost,
+    cases=CASES,
+    grads=("q", "k", "v", "block_bias"),
+    unit="queries",
+    items=lambda case: case.dims["batch"] * case.dims["queries"],
+    # What is dropped is not read; in the reference it is multiplied by 0, and 0 · NaN is NaN.
+    finite_only=lambda case: True,
+    # Under a causal mask and Triton 3.6 (README, what was tried).
+    spills={"_block_sparse_attention_dkdv_kernel": 32},
+    fuzz={"queries": (65, 128), "keys": (65, 128), "dim": (1, 24)},
+    tunables=(
+        Tunable(dispatch, "pick_fwd_config", "fwd", lambda case: _candidates(case, (4, 8), (2, 3, 4))),
+        Tunable(dispatch, "pick_dkdv_config", "bwd", lambda case: _candidates(case, (4, 8), (1, 2, 3))),
+        Tunable(dispatch, "pick_dq_config", "bwd", lambda case: _candidates(case, (4, 8), (1, 2, 3))),
+    ),
+)

@@ -1,0 +1,90 @@
+"""A learned mask: a small gate that scores blocks from the means of their queries and keys."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from .masks import best_blocks, pooled, visible_blocks
+
+
+class GatedBlocks(NamedTuple):
+    """What a `BlockGate` says of each block, [B, Hq, nq, nk]: mask, bool, and bias and score, fp32, differentiable."""
+
+    mask: torch.Tensor
+    bias: torch.Tensor
+    score: torch.Tensor
+
+
+class BlockGate(torch.nn.Module):
+    """Which blocks to keep, learned: `block_sparse_attention(q, k, v, gate.mask, block_bias=gate.bias)`.
+
+        score = (W_q · mean of the block's queries) · (W_k · mean of its keys) / sqrt(gate_dim) + offset
+        bias  = log sigmoid(score)              mask = the blocks of the highest scores, as many as `sparsity` says
+
+    The maps are of each head, as in SeerAttention (Gao et al. 2024, arXiv:2410.13276); the bias multiplies what a kept
+    block has in the softmax by its gate, sigmoid(score), as the gates of Native Sparse Attention (Yuan et al. 2025,
+    arXiv:2502.11089) multiply its branches.
+
+    The estimator of the gradient: which blocks are chosen counts as constant, and the gradient through the bias of the
+    kept blocks is that of the output exactly. So the loss teaches the gate to rank what it keeps, and tells it nothing
+    of what it drops. For that there are `explore`, which adds Gumbel noise of that size to the scores before the choice
+    while the module is in training, and `distillation`, SeerAttention's own objective.
+
+    heads, kv_heads   Hq and Hkv. Scores are of each query head
+    offset            at the beginning; 4 gives gates of 0.98, so that a new gate hardly changes the attention
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        gate_dim: int = 64,
+        *,
+        sparsity: float,
+        block_size: int = 128,
+        causal: bool = False,
+        explore: float = 0.0,
+        offset: float = 4.0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if kv_heads < 1 or heads % kv_heads:
+            raise ValueError(f"BlockGate: heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
+        if not 0 <= sparsity <= 1:
+            raise ValueError(f"BlockGate: sparsity must be from 0 to 1, got {sparsity}")
+        self.sparsity, self.block_size, self.causal, self.explore = sparsity, block_size, causal, explore
+        self.query_map = torch.nn.Parameter(torch.randn(heads, dim, gate_dim, device=device) / math.sqrt(dim))
+        self.key_map = torch.nn.Parameter(torch.randn(kv_heads, dim, gate_dim, device=device) / math.sqrt(dim))
+        self.offset = torch.nn.Parameter(torch.full((heads, 1, 1), offset, device=device))
+
+    def score(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        """fp32 [B, Hq, nq, nk] for q [B, Hq, Sq, D] and k [B, Hkv, Sk, D]. Differentiable in the gate's parameters
+        alone: the means are taken without a gradient, so that the gate does not pull at the queries and keys."""
+        queries = pooled(q.detach(), self.block_size) @ self.query_map
+        keys = pooled(k.detach(), self.block_size) @ self.key_map
+        keys = keys.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        return queries @ keys.transpose(-1, -2) / math.sqrt(queries.shape[-1]) + self.offset
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor) -> GatedBlocks:
+        score = self.score(q, k)
+        visible = visible_blocks(q.shape[2], k.shape[2], self.block_size, self.causal, device=q.device)
+        ranked = score.detach()
+        if self.training and self.explore:
+            uniform = torch.rand_like(ranked).clamp(1e-6, 1 - 1e-6)
+            ranked = ranked - self.explore * (-uniform.log()).log()
+        mask = best_blocks(ranked, sparsity=self.sparsity, visible=visible, diagonal=self.causal)
+        return GatedBlocks(mask, F.logsigmoid(score), score)
+
+    def distillation(self, score: torch.Tensor, shares: torch.Tensor, queries: int, keys: int) -> torch.Tensor:
+        """How far the scores are from the attention itself: the mean over rows of KL(shares ‖ softmax of the scores),
+        with `shares` from `masks.block_shares` and sequences of these lengths. Reaches dropped blocks too."""
+        visible = visible_blocks(queries, keys, self.block_size, self.causal, device=score.device)
+        # A finite number in place of −inf, whose product with a share of 0 would not be a number.
+        estimate = score.masked_fill(~visible, -1e4).log_softmax(-1)
+        rows = max(1, int(math.prod(shares.shape[:-1])))
+        return F.kl_div(estimate, shares, reduction="sum") / rows

@@ -1,0 +1,208 @@
+"""The mask compressed into lists: which blocks of keys a block of queries keeps, and the other way round.
+
+A line of the table stands for a row of the mask, or for one of its columns:
+
+    count      how many blocks are kept
+    whole      how many of them, from the first, every query sees whole: the others, at the end of a row, are cut by the
+               causal mask or by the last key (rows alone)
+    turn       which line is worked on in this line's place: lines in order of falling count
+    blocks     the kept blocks in ascending order, then -1
+
+Two small launches: the lists, then the order, by counting for each line how many go before it. A mask of
+64 by 64 blocks and 32 heads is 128 KiB and its table 1 MiB, so both are bound by the launch itself. Nothing of this
+is read by the host: the lists have room for every block.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+HEADER = tl.constexpr(3)
+LIST_LINES, CHUNK = 8, 128  # lines that a CTA lists, and how many blocks of them at a time
+TURN_LINES = 64  # lines whose turns a CTA finds
+
+# Arguments that kernels are not specialised for being 1 or a multiple of 16.
+PLAIN = ["queries", "keys", "rows", "columns", "parts", "all_parts", "heads", *(f"stride_m{axis}" for axis in "bhmn")]
+
+
+class BlockIndex(NamedTuple):
+    """A compressed mask, made by `block_index` for sequences of these lengths; on the mask's device.
+
+    table  int32 [1 or B, 1 or Hq, nq · (3 + nk) + nk · (3 + nq)], as the module says: lines of rows, then of columns
+    """
+
+    table: torch.Tensor
+    queries: int
+    keys: int
+    block_size: int
+    causal: bool
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """[1 or B, 1 or Hq, nq, 3 + nk]: count, whole, turn and the kept key blocks of each query block."""
+        rows, columns = _blocks(self.queries, self.block_size), _blocks(self.keys, self.block_size)
+        return self.table[..., : rows * (3 + columns)].unflatten(-1, (rows, 3 + columns))
+
+    @property
+    def columns(self) -> torch.Tensor:
+        """[1 or B, 1 or Hq, nk, 3 + nq]: the same for the query blocks that keep each key block."""
+        rows, columns = _blocks(self.queries, self.block_size), _blocks(self.keys, self.block_size)
+        return self.table[..., rows * (3 + columns) :].unflatten(-1, (columns, 3 + rows))
+
+
+def _blocks(length: int, block: int) -> int:
+    return (length + block - 1) // block
+
+
+def table_size(queries: int, keys: int, block: int) -> int:
+    """Numbers in the table of one head."""
+    rows, columns = _blocks(queries, block), _blocks(keys, block)
+    return rows * (3 + columns) + columns * (3 + rows)
+
+
+@triton.jit
+def _lists(
+    mask_ptr,
+    table_ptr,
+    part,
+    lines,
+    length,
+    queries,
+    keys,
+    stride_own,
+    stride_other,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    LINES: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Everything of LINES lines but their turns. A line, row of the mask if ROWS, else column, has `length` blocks."""
+    own = (part * LINES + tl.arange(0, LINES))[:, None]
+    table_ptr += own * (length + HEADER)
+    mask_ptr += own.to(tl.int64) * stride_own
+    count = tl.full([LINES, 1], 0, dtype=tl.int32)
+    whole = tl.full([LINES, 1], 0, dtype=tl.int32)
+    for start in tl.range(0, length, CHUNK):
+        other = start + tl.arange(0, CHUNK)[None, :]
+        here = (own < lines) & (other < length)
+        row, column = own, other
+        if not ROWS:
+            row, column = other, own
+        keep = tl.load(mask_ptr + other.to(tl.int64) * stride_other, mask=here, other=0) != 0
+        inside = (column + 1) * BLOCK <= keys
+        if CAUSAL:
+            shift = keys - queries
+            keep = keep & (column * BLOCK <= tl.minimum((row + 1) * BLOCK, queries) - 1 + shift)
+            inside = inside & ((column + 1) * BLOCK - 1 <= row * BLOCK + shift)
+        one = keep.to(tl.int32)
+        before = count + tl.cumsum(one, 1) - one
+        # What is dropped fills the list from its end.
+        slot = tl.where(keep, before, length - 1 - other + before)
+        tl.store(table_ptr + HEADER + slot, tl.where(keep, other, -1), mask=here)
+        count += tl.sum(one, 1, keep_dims=True)
+        whole += tl.sum((keep & inside).to(tl.int32), 1, keep_dims=True)
+    tl.store(table_ptr, count, mask=own < lines)
+    tl.store(table_ptr + 1, whole, mask=own < lines)
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def _block_sparse_attention_index_kernel(
+    mask_ptr,
+    table_ptr,
+    queries,
+    keys,
+    rows,
+    columns,
+    parts,
+    all_parts,
+    heads,
+    stride_mb,
+    stride_mh,
+    stride_mm,
+    stride_mn,
+    BLOCK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    LINES: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The lists of the rows, in the first `parts` CTAs of a head, and of the columns, in the others. `heads` are those
+    of the mask."""
+    head, part = tl.program_id(0) // all_parts, tl.program_id(0) % all_parts
+    mask_ptr += (head // heads).to(tl.int64) * stride_mb + (head % heads).to(tl.int64) * stride_mh
+    table_ptr += head.to(tl.int64) * (2 * rows * columns + HEADER * (rows + columns))
+    if part < parts:
+        _lists(
+            mask_ptr, table_ptr, part, rows, columns, queries, keys, stride_mm, stride_mn,
+            True, BLOCK, CAUSAL, LINES, CHUNK,
+        )  # fmt: skip
+    else:
+        _lists(
+            mask_ptr, table_ptr + rows * (columns + HEADER), part - parts, columns, rows, queries, keys, stride_mn,
+            stride_mm, False, BLOCK, CAUSAL, LINES, CHUNK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _turns(table_ptr, part, lines, width, LINES: tl.constexpr):
+    """The turns of LINES lines among all: the longer first, equal ones as they come."""
+    own = part * LINES + tl.arange(0, LINES)
+    count = tl.load(table_ptr + own * width, mask=own < lines, other=-1)
+    turn = tl.full([LINES], 0, dtype=tl.int32)
+    for start in tl.range(0, lines, LINES):
+        other = start + tl.arange(0, LINES)
+        theirs = tl.load(table_ptr + other * width, mask=other < lines, other=-1)
+        ahead = theirs[None, :] > count[:, None]
+        ahead = ahead | ((theirs[None, :] == count[:, None]) & (other[None, :] < own[:, None]))
+        turn += tl.sum(ahead.to(tl.int32), 1)
+    tl.store(table_ptr + turn * width + 2, own, mask=own < lines)
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def _block_sparse_attention_order_kernel(table_ptr, rows, columns, parts, all_parts, LINES: tl.constexpr):
+    """The turns. A GPU takes CTAs in ascending order, so those that start last should be short."""
+    head, part = tl.program_id(0) // all_parts, tl.program_id(0) % all_parts
+    table_ptr += head.to(tl.int64) * (2 * rows * columns + HEADER * (rows + columns))
+    if part < parts:
+        _turns(table_ptr, part, rows, columns + HEADER, LINES)
+    else:
+        _turns(table_ptr + rows * (columns + HEADER), part - parts, columns, rows + HEADER, LINES)
+
+
+def make_table(mask: torch.Tensor, queries: int, keys: int, block: int, causal: bool) -> torch.Tensor:
+    """The table of mask, bool [B, H, nq, nk] of any strides: int32 [B, H, table_size]."""
+    batch, heads = mask.shape[:2]
+    table = torch.empty(batch, heads, table_size(queries, keys, block), dtype=torch.int32, device=mask.device)
+    rows, columns = mask.shape[2:]
+    if batch * heads == 0 or rows == 0 or columns == 0:
+        return table.zero_()
+    with torch.cuda.device_of(mask):
+        parts = triton.cdiv(rows, LIST_LINES)
+        all_parts = parts + triton.cdiv(columns, LIST_LINES)
+        _block_sparse_attention_index_kernel[(batch * heads * all_parts,)](
+            mask.view(torch.uint8),
+            table,
+            queries,
+            keys,
+            rows,
+            columns,
+            parts,
+            all_parts,
+            heads,
+            *mask.stride(),
+            BLOCK=block,
+            CAUSAL=causal,
+            LINES=LIST_LINES,
+            CHUNK=CHUNK,
+            num_warps=4,
+        )
+        parts = triton.cdiv(rows, TURN_LINES)
+        all_parts = parts + triton.cdiv(columns, TURN_LINES)
+        _block_sparse_attention_order_kernel[(batch * heads * all_parts,)](
+            table, rows, columns, parts, all_parts, LINES=TURN_LINES, num_warps=4
+        )
+    return table

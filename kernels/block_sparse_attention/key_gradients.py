@@ -1,0 +1,215 @@
+"""dK and dV of a tile of keys, which goes over the blocks of queries that keep its block: one of the two kernels of the
+backward.
+
+It works on transposed tiles, [keys, queries], so that k and v stay where they are and the products take p and ds from
+registers. The query heads that share a key head are gone over in one CTA, each by its own list: their gradients add up
+in registers, where otherwise there would be partial sums or atomics.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from . import dispatch
+from .delta import ROWS, RowTerms
+from .forward import LOG2_E, _load_rows, _store_rows, _tile_and_head
+from .index import HEADER
+from .problem import PLAIN, Problem, section, strides
+
+
+@triton.jit
+def _add_key_gradients(
+    dk,
+    dv,
+    k,
+    v,
+    q_ptr,
+    dout_ptr,
+    lse_ptr,
+    delta_ptr,
+    inverse_ptr,
+    list_ptr,
+    bias_ptr,
+    count,
+    key,
+    queries,
+    keys,
+    dim,
+    stride_qm,
+    stride_gm,
+    stride_bm,
+    scale_log2,
+    CAUSAL: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """What the first `count` blocks of queries of a list give to dk and dv of the keys in `key`.
+
+    Registers are what is scarce: dk, dv and the two tiles of scores take up all that there are. So under a causal mask
+    every tile is masked (a loop for the diagonal and one for the rest have two sets of addresses), and what does not
+    change in the loop is computed again in it.
+    """
+    cols = tl.arange(0, k.shape[1])
+    row = tl.arange(0, BLOCK_M)
+    SPLIT: tl.constexpr = BLOCK // BLOCK_M
+    for step in tl.range(0, count * SPLIT, disable_licm=True):
+        block = tl.load(list_ptr + step // SPLIT)
+        start = block * BLOCK + step % SPLIT * BLOCK_M
+        wide = start.to(tl.int64)
+        q = _load_rows(q_ptr + wide * stride_qm, row, cols, stride_qm, queries - start, dim, not EVEN_M, EVEN_D)
+        if PRECISION == "ieee":
+            # As in the forward, so that both round alike: p would else be off by the last bit of a score.
+            s = tl.trans(tl.dot(q, tl.trans(k), input_precision=PRECISION))
+        else:
+            s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        lse = tl.load(lse_ptr + start + row)
+        if bias_ptr is not None:
+            lse -= tl.load(bias_ptr + block.to(tl.int64) * stride_bm) * LOG2_E
+        s = s * scale_log2 - lse[None, :]
+        if CAUSAL:
+            s = tl.where(key[:, None] <= (start + row + keys - queries)[None, :], s, float("-inf"))
+        p = tl.exp2(s)
+        if inverse_ptr is not None:
+            p *= tl.load(inverse_ptr + start + row)[None, :]
+        dout = _load_rows(dout_ptr + wide * stride_gm, row, cols, stride_gm, queries - start, dim, not EVEN_M, EVEN_D)
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+        ds = (p * (dp - tl.load(delta_ptr + start + row)[None, :])).to(q.dtype)
+        dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def _block_sparse_attention_dkdv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    bias_ptr,
+    dout_ptr,
+    lse_ptr,
+    delta_ptr,
+    inverse_ptr,
+    dk_ptr,
+    dv_ptr,
+    queries,
+    padded,
+    keys,
+    rows,
+    columns,
+    dim,
+    heads,
+    all_heads,
+    group,
+    section,
+    scale,
+    scale_log2,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_gb,
+    stride_gh,
+    stride_gm,
+    stride_db,
+    stride_dh,
+    stride_dn,
+    stride_eb,
+    stride_eh,
+    stride_en,
+    stride_tb,
+    stride_th,
+    stride_bb,
+    stride_bh,
+    stride_bm,
+    stride_bn,
+    UNIT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`heads` and `all_heads` are those of the keys. Turns are by the list of a group's first head."""
+    SPLIT: tl.constexpr = BLOCK // BLOCK_N
+    turn, head = _tile_and_head(tl.program_id(0), columns * SPLIT, all_heads, section)
+    batch, shared = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
+    own = shared * group
+    table_ptr += batch * stride_tb + own * stride_th + rows * (HEADER + columns)
+    block = tl.load(table_ptr + turn // SPLIT * (HEADER + rows) + 2)
+    table_ptr += block * (HEADER + rows)
+    if bias_ptr is not None:
+        bias_ptr += batch * stride_bb + own * stride_bh + block.to(tl.int64) * stride_bn
+    start = block * BLOCK + turn % SPLIT * BLOCK_N
+    wide = start.to(tl.int64)
+    dim *= UNIT
+    padded *= ROWS
+    row, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    k_ptr += (batch * stride_kb + shared * stride_kh + wide * stride_kn) * UNIT
+    v_ptr += (batch * stride_vb + shared * stride_vh + wide * stride_vn) * UNIT
+    k = _load_rows(k_ptr, row, cols, stride_kn * UNIT, keys - start, dim, True, EVEN_D)
+    v = _load_rows(v_ptr, row, cols, stride_vn * UNIT, keys - start, dim, True, EVEN_D)
+    q_ptr += (batch * stride_qb + own * stride_qh) * UNIT
+    dout_ptr += (batch * stride_gb + own * stride_gh) * UNIT
+    rows_before = head.to(tl.int64) * group * padded
+    lse_ptr += rows_before
+    delta_ptr += rows_before
+    if inverse_ptr is not None:
+        inverse_ptr += rows_before
+    dk = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
+    for _ in tl.range(0, group, disable_licm=True):
+        dk, dv = _add_key_gradients(
+            dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, inverse_ptr, table_ptr + HEADER, bias_ptr,
+            tl.load(table_ptr), start + row, queries, keys, dim, stride_qm * UNIT, stride_gm * UNIT, stride_bm,
+            scale_log2, CAUSAL, EVEN_M, EVEN_D, BLOCK, BLOCK_M, PRECISION,
+        )  # fmt: skip
+        q_ptr += stride_qh.to(tl.int64) * UNIT
+        dout_ptr += stride_gh.to(tl.int64) * UNIT
+        table_ptr += stride_th
+        lse_ptr += padded
+        delta_ptr += padded
+        if inverse_ptr is not None:
+            inverse_ptr += padded
+        if bias_ptr is not None:
+            bias_ptr += stride_bh
+    dk_ptr += (batch * stride_db + shared * stride_dh + wide * stride_dn) * UNIT
+    dv_ptr += (batch * stride_eb + shared * stride_eh + wide * stride_en) * UNIT
+    _store_rows(dk_ptr, dk * scale, row, cols, stride_dn * UNIT, keys - start, dim, EVEN_D)
+    _store_rows(dv_ptr, dv, row, cols, stride_en * UNIT, keys - start, dim, EVEN_D)
+
+
+def key_gradients(problem: Problem, dout: torch.Tensor, terms: RowTerms, dk: torch.Tensor, dv: torch.Tensor) -> None:
+    """Writes dk and dv. There is at least one key and one query."""
+    config = dispatch.pick_dkdv_config(*problem.kind())
+    unit = problem.unit(dout, dk, dv)
+    with torch.cuda.device_of(problem.q):
+        _block_sparse_attention_dkdv_kernel[(problem.column_tiles(config) * problem.all_kv_heads,)](
+            dout_ptr=dout,
+            dk_ptr=dk,
+            dv_ptr=dv,
+            heads=problem.k.shape[1],
+            all_heads=problem.all_kv_heads,
+            section=section(problem.all_kv_heads, problem.query_bytes()),
+            scale=problem.scale,
+            **strides("g", dout, unit),
+            **strides("d", dk, unit, "n"),
+            **strides("e", dv, unit, "n"),
+            EVEN_M=problem.even_rows(),
+            **terms.arguments(),
+            **problem.arguments(unit),
+            **problem.tiles(config),
+        )

@@ -1,0 +1,90 @@
+"""Forward and backward as the op calls them: empty problems, what runs for which gradient, memory of the results."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .delta import Saved, row_terms
+from .forward import portable_fwd
+from .key_gradients import key_gradients
+from .problem import Problem, empty_like, readable
+from .query_gradient import query_gradient
+
+
+def sparse_fwd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+    block: int,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """out and lse of `block_sparse_attention`, whose arguments are checked, and the statistics that the backward wants
+    in fp32."""
+    out = empty_like(q)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    statistics = empty_statistics(q)
+    if out.numel() == 0 or k.shape[2] == 0:
+        return out.zero_(), lse.fill_(-math.inf), statistics.zero_()
+    problem = Problem(readable(q), readable(k), readable(v), table, bias, scale, block, causal)
+    portable_fwd(problem, out, lse, statistics if statistics.numel() else None)
+    return out, lse, statistics
+
+
+def empty_statistics(q: torch.Tensor) -> torch.Tensor:
+    """Maximum and sum of each row, [2, B, Hq, Sq], for fp32; for other dtypes, which do with lse, no element."""
+    return q.new_empty((2, *q.shape[:3]) if q.dtype == torch.float32 else 0, dtype=torch.float32)
+
+
+def sparse_bwd(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    statistics: torch.Tensor,
+    scale: float,
+    block: int,
+    causal: bool,
+    need_dq: bool,
+    need_dkv: bool,
+    need_dbias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv, dbias; tensors of no element for what is not needed.
+
+    Two kernels, one for dK and dV and one for dQ and dbias, each over its own lists. No atomics, so repeats agree bit
+    for bit. Both compute s and dp: seven products of 2·D a kept pair, where five would be needed. Nothing of size
+    queries × keys is stored.
+    """
+    dq = empty_like(q) if need_dq or need_dbias else None
+    dk, dv = (empty_like(k), empty_like(v)) if need_dkv else (None, None)
+    dbias = None
+    if q.numel() == 0 or k.shape[2] == 0:
+        for gradient in (dq, dk, dv):
+            if gradient is not None:
+                gradient.zero_()
+        if bias is not None and need_dbias:
+            dbias = torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
+    else:
+        problem = Problem(readable(q), readable(k), readable(v), table, bias, scale, block, causal)
+        exact = statistics if statistics.numel() else None
+        saved = Saved(readable(out), lse, exact, readable(dout), None if dlse is None else dlse.contiguous())
+        terms = row_terms(problem, saved)
+        if dk is not None and dv is not None:
+            key_gradients(problem, saved.dout, terms, dk, dv)
+        if dq is not None:
+            dbias = query_gradient(problem, saved.dout, terms, dq, need_dbias)
+    return (
+        dq if dq is not None and need_dq else q.new_empty(0),
+        k.new_empty(0) if dk is None else dk,
+        v.new_empty(0) if dv is None else dv,
+        q.new_empty(0, dtype=torch.float32) if dbias is None else dbias,
+    )

@@ -1,0 +1,278 @@
+"""The public functions: checks, registration with torch.library, autograd."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+
+from .index import BlockIndex, make_table, table_size
+from .launch import empty_statistics, sparse_bwd, sparse_fwd
+from .problem import empty_like
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_DIM = 256
+BLOCK_SIZES = (64, 128)
+
+# As @triton.jit decided it when the kernels were imported; torch.compile cannot trace the knob itself.
+INTERPRETED: bool = triton.knobs.runtime.interpret
+
+# Named after the package, so that a copy of this folder under another name registers ops of its own.
+_NAMESPACE = __package__.replace(".", "_")
+
+
+def block_sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block_mask: torch.Tensor | BlockIndex,
+    *,
+    block_size: int = 128,
+    scale: float | None = None,
+    causal: bool = False,
+    return_lse: bool = False,
+    block_bias: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention over those blocks of the scores that a mask keeps; the others cost nothing (Dao et al. 2022,
+    arXiv:2205.14135, algorithm 5; Child et al. 2019, arXiv:1904.10509).
+
+        s = scale · q kᵀ + bias of the block      out = softmax(s) v      lse = log Σ exp(s)      over the kept blocks
+
+    q            [B, Hq, Sq, D], 1 <= D <= 256; fp32, fp16 or bf16. [B, S, H, D] is passed as x.transpose(1, 2): tensors
+                 of any strides are read in place if the rows of D are contiguous, and otherwise copied.
+    k, v         [B, Hkv, Sk, D], dtype and device of q. Hq is a multiple of Hkv: query head h uses key head
+                 h // (Hq // Hkv).
+    block_mask   bool [nq, nk], [1 or Hq, nq, nk] or [1 or B, 1 or Hq, nq, nk], True where a block is kept: block (i, j)
+                 has the queries from i · block_size on and the keys from j · block_size on; the last ones are shorter.
+                 Or a `BlockIndex`, which is such a mask already compressed.
+    block_size   64 or 128
+    scale        a positive number, by default 1 / sqrt(D)
+    causal       Of a kept block, query i sees the keys j <= i + Sk − Sq: the last query sees all.
+    return_lse   also return lse [B, Hq, Sq], fp32, natural logarithm. Both outputs are differentiable.
+    block_bias   fp32, of a mask's shape: added to all scores of a block, and differentiable, as the logarithm of a gate
+                 is. −inf is as good as dropped, but costs what a kept block does.
+
+    Returns out, in shape and dtype of q and in its memory order (row-major if q is copied). A query that sees no key
+    has out 0, lse −inf and no gradient; a dropped block's bias has none. Sums are fp32; p and ds are rounded to the
+    dtype for the matrix products, as in FlashAttention. All results are the same bit for bit in each run. Saved for the
+    backward: q, k, v, out, lse, the table of the mask, the bias.
+
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
+    outside Triton's interpreter.
+    """
+    _check(q, k, v, block_size)
+    if scale is None:
+        scale = 1 / math.sqrt(q.shape[3])
+    elif not 0 < scale < math.inf:
+        raise ValueError(f"block_sparse_attention: scale must be a positive number, got {scale}")
+    queries, keys = q.shape[2], k.shape[2]
+    shape = (q.shape[0], q.shape[1], -(-queries // block_size), -(-keys // block_size))
+    if block_bias is not None:
+        block_bias = _blocks("block_bias", block_bias, torch.float32, q, shape).expand(shape)
+    if isinstance(block_mask, BlockIndex):
+        table = _table(block_mask, q, keys, block_size, causal)
+    else:
+        mask = _blocks("block_mask", block_mask, torch.bool, q, shape)
+        table = _index_op(_distinct(mask), queries, keys, block_size, causal)
+    out, lse, _ = _fwd_op(q, k, v, table, block_bias, float(scale), block_size, causal)
+    return (out, lse) if return_lse else out
+
+
+def block_index(
+    block_mask: torch.Tensor, queries: int, keys: int, *, block_size: int = 128, causal: bool = False
+) -> BlockIndex:
+    """A mask compressed into lists, to be used in its place any number of times; two small launches on the mask's
+    device, and nothing that waits for them.
+
+    block_mask   bool [nq, nk], [H, nq, nk] or [B, H, nq, nk] with B and H 1 or those of q
+    queries      Sq, of which nq = ceil(Sq / block_size)
+    keys         Sk
+    block_size   64 or 128
+    causal       blocks that a causal mask hides are dropped from the lists; the calls must be causal as well
+
+    Heads or batches that share their mask, by size 1 or stride 0, share its lists. Raises as `block_sparse_attention`.
+    """
+    _check_block_size(block_size)
+    if not isinstance(block_mask, torch.Tensor) or block_mask.dtype != torch.bool:
+        raise TypeError(f"block_index: block_mask must be a tensor of bool, got {_kind(block_mask)}")
+    wanted = (-(-queries // block_size), -(-keys // block_size))
+    if queries < 0 or keys < 0 or not 2 <= block_mask.dim() <= 4 or block_mask.shape[-2:] != wanted:
+        raise ValueError(
+            f"block_index: block_mask must be [.., {wanted[0]}, {wanted[1]}] for {queries} queries and {keys} keys in "
+            f"blocks of {block_size}, got shape {tuple(block_mask.shape)}"
+        )
+    _check_device("block_index: block_mask", block_mask)
+    table = _index_op(_distinct(_four(block_mask)), queries, keys, block_size, causal)
+    return BlockIndex(table, queries, keys, block_size, causal)
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_size: int) -> None:
+    name = "block_sparse_attention"
+    if not isinstance(q, torch.Tensor) or q.dtype not in DTYPES:
+        raise TypeError(f"{name}: q must be a tensor of float32, float16 or bfloat16, got {_kind(q)}")
+    if q.dim() != 4 or not 1 <= q.shape[3] <= MAX_DIM:
+        raise ValueError(f"{name}: q must be [B, H, S, D] with 1 <= D <= {MAX_DIM}, got shape {tuple(q.shape)}")
+    for other, tensor in (("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != q.dtype:
+            raise TypeError(f"{name}: {other} must be a tensor of q's dtype {q.dtype}, got {_kind(tensor)}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name}: {other} must be on q's device {q.device}, got {tensor.device}")
+        if tensor.dim() != 4 or tensor.shape[0] != q.shape[0] or tensor.shape[3] != q.shape[3]:
+            wanted = f"[{q.shape[0]}, Hkv, Sk, {q.shape[3]}] like q"
+            raise ValueError(f"{name}: {other} must be {wanted}, got shape {tuple(tensor.shape)}")
+    if v.shape != k.shape:
+        raise ValueError(f"{name}: v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"{name}: q's {q.shape[1]} heads must be a multiple of k's, which has {k.shape[1]}")
+    _check_block_size(block_size)
+    _check_device(f"{name}: q", q)
+
+
+def _check_block_size(block_size: int) -> None:
+    if block_size not in BLOCK_SIZES:
+        raise ValueError(f"block_sparse_attention: block_size must be 64 or 128, got {block_size}")
+
+
+def _check_device(what: str, tensor: torch.Tensor) -> None:
+    if not tensor.is_cuda and not (tensor.device.type == "cpu" and INTERPRETED):
+        raise RuntimeError(
+            f"{what} must be on a GPU, or on the CPU with TRITON_INTERPRET=1, got a tensor on {tensor.device}"
+        )
+
+
+def _blocks(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, q: torch.Tensor, shape: tuple[int, int, int, int]
+) -> torch.Tensor:
+    """A number for each block, checked, in four dimensions."""
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype:
+        raise TypeError(f"block_sparse_attention: {name} must be a tensor of {dtype}, got {_kind(tensor)}")
+    if tensor.device != q.device:
+        raise ValueError(f"block_sparse_attention: {name} must be on q's device {q.device}, got {tensor.device}")
+    leading = tensor.shape[:-2]
+    fits = all(size in (1, whole) for size, whole in zip(reversed(leading), (shape[1], shape[0]), strict=False))
+    if not 2 <= tensor.dim() <= 4 or tensor.shape[-2:] != shape[2:] or not fits:
+        wanted = f"[{shape[0]} or 1, {shape[1]} or 1, {shape[2]}, {shape[3]}], or without the first of them"
+        raise ValueError(f"block_sparse_attention: {name} must be {wanted}, got shape {tuple(tensor.shape)}")
+    return _four(tensor)
+
+
+def _four(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[(None,) * (4 - tensor.dim())]
+
+
+def _distinct(mask: torch.Tensor) -> torch.Tensor:
+    """The mask without its copies: one batch, or one head, stands for all that share its memory."""
+    for axis in (0, 1):
+        if mask.shape[axis] > 1 and mask.stride(axis) == 0:
+            mask = mask.narrow(axis, 0, 1)
+    return mask
+
+
+def _table(index: BlockIndex, q: torch.Tensor, keys: int, block_size: int, causal: bool) -> torch.Tensor:
+    """The table of an index that was made for such a call."""
+    made, wanted = index[1:], (q.shape[2], keys, block_size, causal)
+    if made != wanted:
+        raise ValueError(
+            f"block_sparse_attention: block_mask is an index made for (queries, keys, block_size, causal) = {made}, "
+            f"got a call for {wanted}"
+        )
+    table = index.table
+    if table.device != q.device:
+        raise ValueError(f"block_sparse_attention: block_mask must be on q's device {q.device}, got {table.device}")
+    if table.shape[0] not in (1, q.shape[0]) or table.shape[1] not in (1, q.shape[1]):
+        raise ValueError(
+            f"block_sparse_attention: block_mask must be an index for {q.shape[0]} or 1 batches and {q.shape[1]} or 1 "
+            f"heads, got one for {table.shape[0]} and {table.shape[1]}"
+        )
+    return table
+
+
+def _kind(value: object) -> str:
+    return str(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::block_sparse_attention_index", mutates_args=())
+def _index_op(mask: torch.Tensor, queries: int, keys: int, block: int, causal: bool) -> torch.Tensor:
+    return make_table(mask, queries, keys, block, causal)
+
+
+@_index_op.register_fake
+def _(mask, queries, keys, block, causal):
+    return mask.new_empty((*mask.shape[:2], table_size(queries, keys, block)), dtype=torch.int32)
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::block_sparse_attention_fwd", mutates_args=())
+def _fwd_op(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+    block: int,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return sparse_fwd(q, k, v, table, bias, scale, block, causal)
+
+
+@_fwd_op.register_fake
+def _(q, k, v, table, bias, scale, block, causal):
+    return empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32), empty_statistics(q)
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::block_sparse_attention_bwd", mutates_args=())
+def _bwd_op(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    statistics: torch.Tensor,
+    scale: float,
+    block: int,
+    causal: bool,
+    need_dq: bool,
+    need_dkv: bool,
+    need_dbias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return sparse_bwd(
+        dout, dlse, q, k, v, table, bias, out, lse, statistics, scale, block, causal, need_dq, need_dkv, need_dbias
+    )
+
+
+@_bwd_op.register_fake
+def _(
+    dout, dlse, q, k, v, table, bias, out, lse, statistics, scale, block, causal, need_dq, need_dkv, need_dbias
+):  # fmt: skip
+    def like(tensor: torch.Tensor, needed: bool) -> torch.Tensor:
+        return empty_like(tensor) if needed else tensor.new_empty(0)
+
+    dbias = q.new_empty(bias.shape if bias is not None and need_dbias else 0, dtype=torch.float32)
+    return like(q, need_dq), like(k, need_dkv), like(v, need_dkv), dbias
+
+
+def _save(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)  # most of the time lse has no gradient
+    q, k, v, table, bias, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, table, bias, *output)
+
+
+def _backward(ctx, dout, dlse, _):
+    need_dq, need_dk, need_dv, _, need_dbias = ctx.needs_input_grad[:5]
+    if dout is None and dlse is None:
+        return (None,) * 8
+    saved = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(saved[5])
+    need_dkv = need_dk or need_dv
+    dq, dk, dv, dbias = _bwd_op(dout, dlse, *saved, *ctx.options, need_dq, need_dkv, need_dbias)
+    gradients = (dq, need_dq), (dk, need_dk), (dv, need_dv), (None, False), (dbias, need_dbias)
+    return *(gradient if needed else None for gradient, needed in gradients), None, None, None
+
+
+_fwd_op.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,185 @@
+"""What the launchers share: tensors in their memory order, sizes, and the arguments of kernels made from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from .dispatch import Config, precision
+
+LOG2_E = 1.4426950408889634
+
+# A tile of 256 rows must be reached by 32-bit offsets from its first.
+MOST_STRIDE = 1 << 22
+
+# What of K and V the CTAs that run at one time should read: well under the 40 to 60 MB of an A100's or H100's L2.
+SECTION_BYTES = 24e6
+
+# Arguments that kernels are not specialised for being 1 or a multiple of 16; `Problem.unit` says what is to be known.
+_SIZES = ("queries", "padded", "keys", "rows", "columns", "dim", "heads", "all_heads", "group", "section")
+_STRIDES = ("qb", "qh", "qm", "kb", "kh", "kn", "vb", "vh", "vn", "ob", "oh", "om", "gb", "gh", "gm")
+_MORE_STRIDES = ("db", "dh", "dm", "dn", "eb", "eh", "en", "tb", "th", "bb", "bh", "bm", "bn")
+PLAIN = [*_SIZES, "scale", "scale_log2", *(f"stride_{name}" for name in (*_STRIDES, *_MORE_STRIDES))]
+
+
+def readable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself where rows of D are contiguous, else a copy that is contiguous throughout."""
+    return tensor if _in_place(tensor) else tensor.contiguous()
+
+
+def empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Uninitialised, in the tensor's own memory order if its rows of D are contiguous, else row-major."""
+    if _in_place(tensor):
+        return torch.empty_like(tensor)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _in_place(tensor: torch.Tensor) -> bool:
+    return tensor.stride(3) == 1 and tensor.stride(2) <= MOST_STRIDE
+
+
+def strides(name: str, tensor: torch.Tensor, unit: int, row: str = "m") -> dict[str, int]:
+    """The strides of batch, head and row as a kernel has them, in units."""
+    return {f"stride_{name}{axis}": tensor.stride(i) // unit for i, axis in enumerate(("b", "h", row))}
+
+
+def section(heads: int, bytes_per_head: int) -> int:
+    """How many heads CTAs take turns in: as many as fit in L2 together, so that the long lines of them go first."""
+    return max(1, min(heads, int(SECTION_BYTES // max(1, bytes_per_head))))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Attention of q [B, Hq, Sq, D] to k and v [B, Hkv, Sk, D], all `readable`, over the blocks of `table`.
+
+    table   as `index` makes it, int32 [1 or B, 1 or Hq, :]
+    bias    None, or fp32 [B, Hq, nq, nk] of any strides: added to the scores, which are multiplied by `scale` before
+    block   queries, and keys, of a block
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    table: torch.Tensor
+    bias: torch.Tensor | None
+    scale: float
+    block: int
+    causal: bool
+
+    @property
+    def queries(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def keys(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def dim(self) -> int:
+        return self.q.shape[3]
+
+    @property
+    def all_heads(self) -> int:
+        """Of all batches."""
+        return self.q.shape[0] * self.q.shape[1]
+
+    @property
+    def all_kv_heads(self) -> int:
+        return self.k.shape[0] * self.k.shape[1]
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[1] // self.k.shape[1]
+
+    @property
+    def rows(self) -> int:
+        """Blocks of queries."""
+        return triton.cdiv(self.queries, self.block)
+
+    @property
+    def columns(self) -> int:
+        """Blocks of keys."""
+        return triton.cdiv(self.keys, self.block)
+
+    def row_tiles(self, config: Config) -> int:
+        """Tiles of queries, among them those of the last block that lie past its end."""
+        return self.rows * (self.block // config.block_m)
+
+    def column_tiles(self, config: Config) -> int:
+        """Tiles of keys, likewise."""
+        return self.columns * (self.block // config.block_n)
+
+    def key_bytes(self) -> int:
+        """Of k and v, for each query head."""
+        return 2 * self.keys * self.dim * self.k.element_size() // self.group
+
+    def query_bytes(self) -> int:
+        """Of q and the incoming gradient, for each key head."""
+        return 2 * self.queries * self.dim * self.q.element_size() * self.group
+
+    def unit(self, *others: torch.Tensor) -> int:
+        """The number of elements in which D and every stride are handed to a kernel: 16 bytes of them, from which the
+        compiler sees that rows are aligned, or 1 if some are not. So there are two kernels, not one for each
+        combination of strides that happen to be multiples of 16."""
+        tensors = (self.q, self.k, self.v, *others)
+        elements = 16 // self.q.element_size()
+        sizes = {size for t in tensors for size in (t.shape[3], *t.stride()[:3])}
+        aligned = all(size % elements == 0 for size in sizes) and all(t.data_ptr() % 16 == 0 for t in tensors)
+        return elements if aligned else 1
+
+    def arguments(self, unit: int) -> dict[str, Any]:
+        """q, k, v, the table, the bias, and the sizes."""
+        bias_strides = (0, 0, 0, 0) if self.bias is None else self.bias.stride()
+        return {
+            "q_ptr": self.q,
+            "k_ptr": self.k,
+            "v_ptr": self.v,
+            "table_ptr": self.table,
+            "bias_ptr": self.bias,
+            "queries": self.queries,
+            "keys": self.keys,
+            "rows": self.rows,
+            "columns": self.columns,
+            "dim": self.dim // unit,
+            "group": self.group,
+            "scale_log2": self.scale * LOG2_E,
+            **strides("q", self.q, unit),
+            **strides("k", self.k, unit, "n"),
+            **strides("v", self.v, unit, "n"),
+            # A table that batches or heads share is read again by each of them.
+            "stride_tb": self.table.stride(0) if self.table.shape[0] > 1 else 0,
+            "stride_th": self.table.stride(1) if self.table.shape[1] > 1 else 0,
+            **{f"stride_b{axis}": stride for axis, stride in zip("bhmn", bias_strides, strict=True)},
+            "UNIT": unit,
+            "CAUSAL": self.causal,
+            "BLOCK": self.block,
+        }
+
+    def tiles(self, config: Config) -> dict[str, Any]:
+        """The tile and how it is compiled."""
+        return {
+            "EVEN_D": self.dim == config.block_d,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "BLOCK_D": config.block_d,
+            "PRECISION": precision(self.q.dtype),
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+            # Without it ptxas spills a few bytes of some fp32 kernels, to fit one more CTA on a multiprocessor.
+            "maxnreg": 255 if self.q.dtype == torch.float32 else None,
+        }
+
+    def even_rows(self) -> bool:
+        """Whether the last block of queries is a whole one."""
+        return self.queries % self.block == 0
+
+    def kind(self) -> tuple[int, int, bool, torch.dtype, tuple[int, int]]:
+        """What the configurations of `dispatch` depend on."""
+        return self.dim, self.block, self.causal, self.q.dtype, self.capability()
+
+    def capability(self) -> tuple[int, int]:
+        """Of the GPU; the interpreter has none."""
+        return torch.cuda.get_device_capability(self.q.device) if self.q.is_cuda else (0, 0)
