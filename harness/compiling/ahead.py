@@ -22,7 +22,7 @@ from typing import Any
 from .. import execute
 from ..nvtx import range_name
 from ..spec import Case, KernelSpec
-from . import launches, occupancy, sass
+from . import launches, nvrtc, occupancy, sass
 
 Row = dict[str, Any]
 
@@ -42,8 +42,7 @@ class Outcome:
 class _Compiled:
     """One compiled kernel and the (case, mode) pairs that launch it."""
 
-    jit: str
-    compiled: Any
+    launch: launches.Launch | nvrtc.Launch
     uses: dict[tuple[str, str], None] = field(default_factory=dict)
 
 
@@ -78,9 +77,9 @@ def compile_spec(
             for mode in (m for m in ("fwd", "step", "bwd") if m in phases):
                 _trace(spec, name, case, mode, capability, found, outcome)
     if not found and not outcome.failures:
-        outcome.failures.append(f"{outcome.target}: {spec.name} launched no Triton kernel in any case")
+        outcome.failures.append(f"{outcome.target}: {spec.name} launched no kernel in any case")
     for entry in found.values():
-        row = describe(spec, entry.jit, entry.compiled, capability)
+        row = describe(spec, entry.launch, capability)
         row["uses"] = sorted([case, mode] for case, mode in entry.uses)
         row["bench"] = any(spec.case(case).bench for case, _ in entry.uses)
         outcome.rows.append(row)
@@ -99,9 +98,21 @@ def _trace(
     outcome: Outcome,
 ) -> None:
     """Adds what one implementation launches in one case and mode to `found`, or why it cannot to `outcome`."""
+    package = spec.reference.__module__.rpartition(".")[0]
+    driver = nvrtc.driver_of(package) if package else None
+    if (
+        driver
+        and nvrtc.library() is None
+        and (reason := f"{outcome.target} CUDA C++: {nvrtc.MISSING}") not in outcome.skipped
+    ):
+        outcome.skipped.append(reason)
     try:
         # Where ptxas refuses, Triton prints the whole PTX.
-        with launches.record(capability) as seen, contextlib.redirect_stdout(io.StringIO()):
+        with (
+            launches.record(capability) as seen,
+            nvrtc.recording(driver, capability, seen.append) if driver else contextlib.nullcontext(),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
             inputs = spec.make_inputs(case, "cuda", None)
             run = execute.bind(spec, spec.implementations[name], inputs, mode)
             forward = len(seen)
@@ -113,7 +124,12 @@ def _trace(
         outcome.failures.append(f"{where}: {type(error).__name__}: {_brief(error)}")
         return
     for index, launch in enumerate(seen):
-        entry = found.setdefault(launch.compiled.hash, _Compiled(launch.jit, launch.compiled))
+        key = (
+            repr((launch.source, launch.name, launch.defines))
+            if isinstance(launch, nvrtc.Launch)
+            else launch.compiled.hash
+        )
+        entry = found.setdefault(key, _Compiled(launch))
         entry.uses[case.name, "fwd" if index < forward else mode] = None
 
 
@@ -125,39 +141,67 @@ def _brief(error: Exception) -> str:
     return " … ".join(fatal or ([lines[0], lines[-1]] if len(lines) > 1 else lines))
 
 
-def describe(spec: KernelSpec, jit: str, compiled: Any, capability: tuple[int, int]) -> Row:
+def describe(spec: KernelSpec, launch: launches.Launch | nvrtc.Launch, capability: tuple[int, int]) -> Row:
     """The row of one compiled kernel, without its uses."""
-    metadata, source = compiled.metadata, compiled.src
-    usage = _usage(compiled.asm["cubin"])
-    threads = sass.threads(compiled.asm["ptx"], metadata.num_warps)
-    fit = occupancy.calculate(capability, threads, usage.registers, metadata.shared)
-    names = source.fn.arg_names
-    constants = {".".join([names[path[0]], *map(str, path[1:])]): v for path, v in source.constants.items()}
+    said = _of_cuda(launch) if isinstance(launch, nvrtc.Launch) else _of_triton(launch)
+    usage: sass.Usage = said.pop("usage")
+    fit = occupancy.calculate(capability, said["threads"], usage.registers, said["shared_bytes"])
     return {
         "kernel": spec.name,
-        "jit": jit,
         "target": target_name(capability),
-        "types": {name: _type(kind) for name, kind in source.signature.items() if kind != "constexpr"},
-        "aligned": [names[path[0]] for path, attrs in sorted(source.attrs.items()) if ["tt.divisibility", 16] in attrs],
-        "constexprs": {name: _plain(value) for name, value in constants.items()},
-        "num_warps": metadata.num_warps,
-        "num_stages": metadata.num_stages,
-        "num_ctas": metadata.num_ctas,
-        "threads": threads,
+        **said,
         "registers": usage.registers,
         "stack_bytes": usage.stack,
         "spill_bytes": usage.spills,
         "spill_store_bytes": usage.spill_stores,
         "spill_load_bytes": usage.spill_loads,
-        "spill_allowed": spec.spills.get(jit, 0),
-        "shared_bytes": metadata.shared,
+        "spill_allowed": spec.spills.get(said["jit"], 0),
         "ctas_per_sm": fit.ctas,
         "occupancy_percent": fit.percent,
         "occupancy_limit": fit.limit,
         "mma": usage.mma,
         "loads": usage.loads,
         "stores": usage.stores,
-        "to_fp8": [sass.to_fp8(compiled.asm["ptx"]), usage.to_fp8],
+    }
+
+
+def _of_triton(launch: launches.Launch) -> dict[str, Any]:
+    """What Triton's compiler knows of a kernel, and the `usage` of the machine code."""
+    metadata, source, asm = launch.compiled.metadata, launch.compiled.src, launch.compiled.asm
+    usage = _usage(asm["cubin"])
+    names = source.fn.arg_names
+    constants = {".".join([names[path[0]], *map(str, path[1:])]): v for path, v in source.constants.items()}
+    return {
+        "jit": launch.jit,
+        "types": {name: _type(kind) for name, kind in source.signature.items() if kind != "constexpr"},
+        "aligned": [names[path[0]] for path, attrs in sorted(source.attrs.items()) if ["tt.divisibility", 16] in attrs],
+        "constexprs": {name: _plain(value) for name, value in constants.items()},
+        "num_warps": metadata.num_warps,
+        "num_stages": metadata.num_stages,
+        "num_ctas": metadata.num_ctas,
+        "threads": sass.threads(asm["ptx"], metadata.num_warps),
+        "shared_bytes": metadata.shared,
+        "to_fp8": [sass.to_fp8(asm["ptx"]), usage.to_fp8],
+        "usage": usage,
+    }
+
+
+def _of_cuda(launch: nvrtc.Launch) -> dict[str, Any]:
+    """The same of a kernel in CUDA C++, of which there is no PTX and whose types are its source's."""
+    defines = dict(define.split("=", 1) for define in launch.defines)
+    usage = sass.inspect(launch.cubin, launch.name)
+    return {
+        "jit": launch.name,
+        "types": {},
+        "aligned": [],
+        "constexprs": {name: int(value) for name, value in defines.items()},
+        "num_warps": launch.threads // 32,
+        "num_stages": int(defines.get("STAGES", 1)),
+        "num_ctas": int(defines.get("CLUSTER", 1)),
+        "threads": launch.threads,
+        "shared_bytes": launch.shared,
+        "to_fp8": [usage.to_fp8, usage.to_fp8],
+        "usage": usage,
     }
 
 

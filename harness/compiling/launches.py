@@ -125,7 +125,7 @@ def _to_cpu(device: torch.device) -> torch.device:
 
 
 @contextmanager
-def record(capability: tuple[int, int]) -> Iterator[list[Launch]]:
+def record(capability: tuple[int, int]) -> Iterator[list[Any]]:
     """Yields the list of launches, which grows as the block makes them; a kernel launched twice is there twice.
 
     Raises Interpreted in a process that runs Triton's interpreter, and ValueError for a capability that no GPU of the

@@ -81,8 +81,8 @@ def ptxas_version() -> str:
     return found.group(1) if found else "unknown"
 
 
-def inspect(cubin: bytes) -> Usage:
-    """Reads one kernel's cubin with cuobjdump."""
+def inspect(cubin: bytes, function: str | None = None) -> Usage:
+    """Reads a kernel's cubin with cuobjdump; of one that holds several kernels that `function`."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -93,7 +93,15 @@ def inspect(cubin: bytes) -> Usage:
         run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if run.returncode:
         raise RuntimeError(f"cuobjdump failed: {run.stderr.strip() or run.stdout.strip()}")
-    return parse(run.stdout)
+    return parse(run.stdout if function is None else _only(run.stdout, function))
+
+
+def _only(text: str, function: str) -> str:
+    """What cuobjdump says of one function: `Function name:` before its resources, `Function : name` before its code."""
+    sections = re.split(r"^(?=\s*Function\s*:?\s*\S+)", text, flags=re.MULTILINE)
+    return "".join(
+        s for s in sections if re.match(rf"\s*Function\s*:?\s*{re.escape(function)}\s*:?\s*$", s.split("\n")[0])
+    )
 
 
 def parse(text: str) -> Usage:

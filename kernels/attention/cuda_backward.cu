@@ -402,7 +402,7 @@ __device__ __forceinline__ void consume(const TensorMap& dk_map, const TensorMap
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-backward(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map,
+attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map,
          const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
          const __grid_constant__ TensorMap dk_map, const __grid_constant__ TensorMap dv_map, const Problem p) {
     extern __shared__ char memory[];

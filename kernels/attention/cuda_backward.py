@@ -22,7 +22,7 @@ from .problem import LOG2_E, Problem
 KEYS = 128  # of a CTA
 HELPER_ROWS = 64  # of a CTA of the other kernels
 SHARED_BYTES = 212 * 1024  # SHARED_END of the source, and up to 1 KB of alignment
-NAMES = ("backward", "prepare", "finish", "finish_keys")
+NAMES = tuple(f"attention_cuda_bwd{part}" for part in ("", "_prepare", "_finish", "_finish_keys"))
 
 
 class _Problem(ctypes.Structure):

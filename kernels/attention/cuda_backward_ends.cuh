@@ -11,7 +11,7 @@ constexpr int HELPER_ROWS = 64;  // of a CTA of 256 threads; 16 bytes a thread
 
 // lse, dlse: [B * heads, queries]; dlse may be null. Writes lse2 and delta and zeros the same rows of dq's sum.
 extern "C" __global__ void __launch_bounds__(256)
-prepare(const Rows out, const Rows dout, const float* lse, const float* dlse, float* lse2, float* delta, float* dq_sum,
+attention_cuda_bwd_prepare(const Rows out, const Rows dout, const float* lse, const float* dlse, float* lse2, float* delta, float* dq_sum,
         int queries, int padded, int heads, int zero) {
     constexpr int ACROSS = D / 8, AT_ONCE = 256 / ACROSS, PASSES = HELPER_ROWS / AT_ONCE;
     int tiles = padded / HELPER_ROWS, all = blockIdx.x / tiles, start = blockIdx.x % tiles * HELPER_ROWS;
@@ -72,7 +72,7 @@ __device__ __forceinline__ void cast_pair(const float* from, int count, long lon
 
 // dq = scale * its sum.
 extern "C" __global__ void __launch_bounds__(256)
-finish(const Rows dq, const float* dq_sum, int queries, int padded, int heads, float scale) {
+attention_cuda_bwd_finish(const Rows dq, const float* dq_sum, int queries, int padded, int heads, float scale) {
     constexpr int ACROSS = D / 8;
     int tiles = padded / HELPER_ROWS, all = blockIdx.x / tiles, start = blockIdx.x % tiles * HELPER_ROWS;
     int batch = all / heads, head = all % heads;
@@ -90,16 +90,17 @@ finish(const Rows dq, const float* dq_sum, int queries, int padded, int heads, f
 
 // dv (even CTAs) and dk (odd ones) of the blocks that several CTAs shared, summed in the order of the shares.
 extern "C" __global__ void __launch_bounds__(256)
-finish_keys(const Rows dv, const Rows dk, const Problem p) {
+attention_cuda_bwd_finish_keys(const Rows dv, const Rows dk, const Problem p) {
     int odd = blockIdx.x % 2, slot = blockIdx.x / 2, index = p.whole + slot, all = index / p.n_blocks;
     int batch = all / p.kv_heads, head = all % p.kv_heads, first_key = index % p.n_blocks * BN;
+    // Member by member: a choice between the two would put both into local memory.
+    const Rows to = {odd ? dk.at : dv.at, odd ? dk.batch : dv.batch, odd ? dk.head : dv.head, odd ? dk.row : dv.row};
     const float* sums = p.parts + ((long long)slot * p.splits * 2 + odd) * (BN * D);
     for (int unit = threadIdx.x; unit < BN / 2 * D / 8; unit += 256) {
         int j = unit % (D / 8), pair = unit / (D / 8), row = pair / 8 * 16 + pair % 8;
         Uint4 upper, lower;
         cast_pair(sums + row / 16 * (16 * D) + j * 128 + row % 8 * 16, p.splits, 2 * BN * D, odd ? p.scale : 1, upper,
                   lower);
-        const Rows& to = odd ? dk : dv;
         if (first_key + row < p.keys) *(Uint4*)chunk(to, batch, head, first_key + row, j * 8) = upper;
         if (first_key + row + 8 < p.keys) *(Uint4*)chunk(to, batch, head, first_key + row + 8, j * 8) = lower;
     }

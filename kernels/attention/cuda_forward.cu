@@ -439,7 +439,7 @@ DEVICE void consume(const Problem& a, int number, u32 smem) {
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
-attention_fwd(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+attention_cuda_fwd(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
               const __grid_constant__ TensorMap v_map, const __grid_constant__ Problem problem) {
     extern __shared__ __align__(1024) char shared[];
     const u32 smem = (u32)__cvta_generic_to_shared(shared);

@@ -6,7 +6,6 @@ import ctypes
 import math
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from . import cuda_driver, dispatch
 from .cuda_driver import launch, tensor_map
@@ -34,11 +33,7 @@ def cuda_refuses(problem: Problem, *others: torch.Tensor) -> str | None:
     """Why the kernels in CUDA C++ cannot run a problem with these other tensors of its layout, or None."""
     if problem.dim not in (64, 128):
         return f"it takes heads of 64 and 128 numbers, not {problem.dim}"
-    if reason := hopper_refuses(problem, *others):
-        return reason
-    if isinstance(problem.q, FakeTensor):
-        return "it needs tensors with memory"
-    return cuda_driver.no_compiler()
+    return hopper_refuses(problem, *others) or cuda_driver.no_compiler()
 
 
 def cuda_fwd(problem: Problem, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -85,7 +80,7 @@ def cuda_fwd(problem: Problem, out: torch.Tensor, lse: torch.Tensor) -> None:
             f"Q_BUFFERS={config.q_buffers}",
             f"CLUSTER={cluster}",
         )
-        (kernel,) = cuda_driver.kernels(q.device.index, "cuda_forward.cu", ("attention_fwd",), defines, shared)
+        (kernel,) = cuda_driver.kernels(q.device.index, "cuda_forward.cu", ("attention_cuda_fwd",), defines, shared)
         maps = [
             tensor_map(q, problem.queries, ROWS),
             *(tensor_map(x, problem.keys, config.block_n // cluster) for x in (k, v)),

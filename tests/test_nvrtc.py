@@ -1,0 +1,135 @@
+"""CUDA C++ in the build: what launchers compile and launch is recorded, and nothing runs."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from harness import registry
+from harness.compiling import ahead, nvrtc, sass
+from harness.spec import Case, Cost, KernelSpec
+
+needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
+
+DRIVER = """\
+def no_compiler():
+    return "the true one"
+def kernels(device, source, names, defines, shared):
+    raise AssertionError("compiled for a GPU that is not there")
+def tensor_map(*arguments):
+    raise AssertionError("made a tensor map")
+def launch(handle, grid, threads, shared, arguments):
+    raise AssertionError("launched")
+"""
+LAUNCHER = """\
+import torch
+from . import cuda_driver
+from .cuda_driver import launch
+def op(x):
+    if cuda_driver.no_compiler():
+        return x
+    grow, shrink = cuda_driver.kernels(0, "two.cu", ("toy_grow", "toy_shrink"), ("FACTOR=3",), 4096)
+    launch(grow, 1, 128, 4096, [cuda_driver.tensor_map(x)])
+    launch(shrink, 1, 64, 0, [])
+    return x
+def reference(x):
+    return x
+"""
+SOURCE = """\
+#include "factor.cuh"
+extern "C" __global__ void toy_grow(float* x) { x[threadIdx.x] *= FACTOR; }
+extern "C" __global__ void toy_shrink(float* x) {
+    float y[2048];
+    for (int i = 0; i < 2048; i++) y[(i * (int)x[3]) & 2047] = x[i];
+    x[0] = y[(int)x[1] & 2047] + y[(int)x[2] & 2047];
+}
+"""
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    """A kernel folder with CUDA C++, imported."""
+    folder = tmp_path / "toy_with_cuda"
+    folder.mkdir()
+    for name, text in {
+        "__init__.py": "",
+        "cuda_driver.py": DRIVER,
+        "launcher.py": LAUNCHER,
+        "two.cu": SOURCE,
+        "factor.cuh": "#ifndef FACTOR\n#define FACTOR 2\n#endif\n",
+    }.items():
+        (folder / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("toy_with_cuda.launcher")
+    for name in [name for name in sys.modules if name.startswith("toy_with_cuda")]:
+        del sys.modules[name]
+
+
+def test_only_a_package_with_a_driver_has_one(toy):
+    assert nvrtc.driver_of("toy_with_cuda").__name__ == "toy_with_cuda.cuda_driver"
+    assert nvrtc.driver_of("kernels.gelu") is None
+    assert nvrtc.driver_of(registry.package("attention")) is not None
+
+
+@needs_nvrtc
+def test_launches_are_compiled_and_noted(toy):
+    driver, seen = nvrtc.driver_of("toy_with_cuda"), []
+    before = dict(vars(driver)), toy.launch
+    with nvrtc.recording(driver, (9, 0), seen.append):
+        toy.op(torch.ones(4))
+    assert [(launch.name, launch.threads, launch.shared, launch.defines) for launch in seen] == [
+        ("toy_grow", 128, 4096, ("FACTOR=3",)),
+        ("toy_shrink", 64, 0, ("FACTOR=3",)),
+    ]
+    assert (dict(vars(driver)), toy.launch) == before
+    grow, shrink = (sass.inspect(launch.cubin, launch.name) for launch in seen)
+    assert grow.spills == 0 and shrink.spills > 0  # an array that is indexed by data lies in local memory
+    assert sass.inspect(seen[0].cubin, "toy_shrink") == shrink
+
+
+def test_without_nvrtc_launchers_are_told(toy, monkeypatch):
+    monkeypatch.setattr(nvrtc, "library", lambda: None)
+    seen = []
+    with nvrtc.recording(nvrtc.driver_of("toy_with_cuda"), (9, 0), seen.append):
+        toy.op(torch.ones(4))
+    assert seen == []
+    with pytest.raises(RuntimeError, match="pip install nvidia-cuda-nvrtc"):
+        nvrtc.compiled.__wrapped__(SimpleNamespace(), "sm_90a", ())
+
+
+@needs_nvrtc
+def test_what_nvrtc_refuses_says_why(tmp_path):
+    (tmp_path / "bad.cu").write_text("__global__ void f() { undeclared(); }")
+    with pytest.raises(RuntimeError, match=r"NVRTC does not compile bad.cu: (?s:.*)undeclared"):
+        nvrtc.compiled(tmp_path / "bad.cu", "sm_90a", ())
+
+
+@needs_nvrtc
+def test_rows_of_the_build(toy):
+    spec = KernelSpec(
+        name="toy",
+        implementations={"cuda": toy.op},
+        reference=toy.reference,
+        make_inputs=lambda case, device, generator: {"x": torch.ones(4, device=device)},
+        cost=lambda case, mode: Cost(1, 1),
+        cases=(Case("a", {}, torch.float32, bench=True),),
+        grads=(),
+        unit="elements",
+        items=lambda case: 1,
+        fuzz={},
+    )
+    rows = [
+        ahead.describe(spec, nvrtc.Launch(name, "two.cu", ("FACTOR=3",), 128, 4096, cubin), (9, 0))
+        for name in ("toy_grow", "toy_shrink")
+        for cubin in [nvrtc.compiled(registry.ROOT.joinpath(toy.__file__).with_name("two.cu"), "sm_90a", ("FACTOR=3",))]
+    ]
+    assert [(row["jit"], row["constexprs"], row["num_warps"], row["spill_bytes"]) for row in rows] == [
+        ("toy_grow", {"FACTOR": 3}, 4, 0),
+        ("toy_shrink", {"FACTOR": 3}, 4, rows[1]["spill_bytes"]),
+    ]
+    rows[1]["uses"] = [["a", "fwd"]]
+    assert rows[1]["spill_bytes"] > 0 and " spills " in ahead.faults(rows[1], (9, 0))[0]
