@@ -20,7 +20,9 @@ from . import dispatch
 from .forward import _load_rows
 from .problem import PLAIN, Problem, strides
 
-ROWS = 128  # the results end with a whole number of the largest tiles, so that they are read without a mask
+# Results have room for a whole number of these, which every tile divides: they are read without a mask. Kernels are
+# given their number, from which the compiler sees that the results of each head are aligned.
+ROWS = tl.constexpr(128)
 INFINITY = tl.constexpr(float("inf"))
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -52,9 +54,9 @@ def _attention_delta_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """delta, and lse in base 2, where rows that see nothing or do not exist have +inf: p is then 0 without a mask."""
-    tiles = padded // BLOCK_M
-    head = tl.program_id(0) // tiles
-    start = tl.program_id(0) % tiles * BLOCK_M
+    head = tl.program_id(0) // padded
+    start = tl.program_id(0) % padded * ROWS
+    padded *= ROWS
     dim *= UNIT
     batch, own, wide = (head // heads).to(tl.int64), (head % heads).to(tl.int64), start.to(tl.int64)
     out_ptr += (batch * stride_ob + own * stride_oh + wide * stride_om) * UNIT
@@ -94,7 +96,7 @@ class RowTerms(NamedTuple):
             "lse_ptr": self.lse2,
             "delta_ptr": self.delta,
             "inverse_ptr": self.inverse,
-            "padded": self.lse2.shape[1],
+            "padded": self.lse2.shape[1] // ROWS.value,
         }
 
 
@@ -111,14 +113,14 @@ class Saved:
 
 def row_terms(problem: Problem, saved: Saved) -> RowTerms:
     queries, heads = problem.queries, problem.all_heads
-    padded = triton.cdiv(queries, ROWS) * ROWS
-    lse2 = torch.empty(heads, padded, dtype=torch.float32, device=saved.lse.device)
+    padded = triton.cdiv(queries, ROWS.value)
+    lse2 = torch.empty(heads, padded * ROWS.value, dtype=torch.float32, device=saved.lse.device)
     terms = RowTerms(lse2, torch.empty_like(lse2), None if saved.statistics is None else torch.empty_like(lse2))
     peak, total = (None, None) if saved.statistics is None else saved.statistics
     block_d = dispatch.padded(problem.dim)
     unit = problem.unit(saved.out, saved.dout)
     with torch.cuda.device_of(lse2):
-        _attention_delta_kernel[(padded // ROWS * heads,)](
+        _attention_delta_kernel[(padded * heads,)](
             saved.out,
             saved.dout,
             saved.lse,
@@ -136,7 +138,7 @@ def row_terms(problem: Problem, saved: Saved) -> RowTerms:
             **strides("g", saved.dout, unit),
             UNIT=unit,
             EVEN_D=problem.dim == block_d,
-            BLOCK_M=ROWS,
+            BLOCK_M=ROWS.value,
             BLOCK_D=block_d,
             num_warps=8,
         )

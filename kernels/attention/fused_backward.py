@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from . import dispatch
-from .delta import Saved, row_terms
+from .delta import ROWS, Saved, row_terms
 from .forward import _load_rows, _store_rows
 from .key_gradients import _key_gradients
 from .problem import PLAIN, Problem, strides
@@ -74,7 +74,8 @@ def _attention_fused_bwd_kernel(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`heads` and `all_heads` are those of the keys. dq_ptr: [splits, B·Hq, padded, D] in fp32, zeros at first."""
+    """`heads` and `all_heads` are those of the keys. dq_ptr: [splits, B·Hq, padded · ROWS, D], fp32, zeros at first."""
+    padded *= ROWS
     # CTAs that run together are the splits of one head: they read the same queries at about the same time.
     head = tl.program_id(0) // splits
     split = tl.program_id(0) % splits
@@ -138,6 +139,7 @@ def _attention_sum_dq_kernel(
     start = tl.program_id(0) % tiles * BLOCK_M
     dim *= UNIT
     row, cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    padded *= ROWS
     part_ptr += (head.to(tl.int64) * padded + start) * dim
     total = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     for _ in range(splits):
@@ -188,7 +190,7 @@ def _sum_parts(problem: Problem, parts: torch.Tensor, dq: torch.Tensor, block_d:
             parts,
             dq,
             problem.queries,
-            parts.shape[2],
+            parts.shape[2] // ROWS.value,
             problem.dim // unit,
             problem.q.shape[1],
             problem.all_heads,

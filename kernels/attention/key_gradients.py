@@ -14,7 +14,7 @@ import triton.language as tl
 
 from . import dispatch
 from .band import _queries_seeing, _tile_and_head, section
-from .delta import RowTerms
+from .delta import ROWS, RowTerms
 from .forward import _load_rows, _store_rows
 from .problem import PLAIN, Problem, strides
 
@@ -201,6 +201,7 @@ def _attention_dkdv_kernel(
     PRECISION: tl.constexpr,
 ):
     """`heads` and `all_heads` are those of the keys."""
+    padded *= ROWS
     # Under a causal mask the first keys are seen by the most queries, so the longest tiles come first.
     tile, head = _tile_and_head(tl.program_id(0), tl.cdiv(keys, BLOCK_N), all_heads, section)
     batch, shared = (head // heads).to(tl.int64), (head % heads).to(tl.int64)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from . import dispatch
 from .band import _bounds, _keys_seen, _keys_seen_by_all, _tile_and_head, section
-from .delta import RowTerms
+from .delta import ROWS, RowTerms
 from .forward import _load_rows, _store_rows
 from .problem import PLAIN, Problem, strides
 
@@ -122,7 +122,7 @@ def _attention_dq_kernel(
     v_ptr += (batch * stride_vb + shared * stride_vh) * UNIT
     q = _load_rows(q_ptr, row, cols, stride_qm * UNIT, queries - start, dim, True, EVEN_D)
     dout = _load_rows(dout_ptr, row, cols, stride_gm * UNIT, queries - start, dim, True, EVEN_D)
-    rows_before = head.to(tl.int64) * padded + start
+    rows_before = head.to(tl.int64) * (padded * ROWS) + start
     lse = tl.load(lse_ptr + rows_before + row)
     delta = tl.load(delta_ptr + rows_before + row)
     inverse = None

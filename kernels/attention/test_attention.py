@@ -233,7 +233,7 @@ def test_every_width_has_a_tile(dtype, capability):
     for dim, banded, pick in itertools.product((1, 16, 24, 32, 64, 80, 96, 128, 256), (False, True), picks):
         config = pick(dim, banded, dtype, capability)
         assert dim <= config.block_d <= max(16, 2 * dim)
-        assert delta.ROWS % config.block_m == 0
+        assert delta.ROWS.value % config.block_m == 0
         # Scores, in fp32, over the threads: what is in registers beside the accumulators.
         assert config.block_m * config.block_n <= 64 * 32 * config.num_warps
 
