@@ -79,7 +79,7 @@ def test_only_a_package_with_a_driver_has_one(toy):
 def test_launches_are_compiled_and_noted(toy):
     driver, seen = nvrtc.driver_of("toy_with_cuda"), []
     before = dict(vars(driver)), toy.launch
-    with nvrtc.recording(driver, (9, 0), seen.append):
+    with nvrtc.recording("toy_with_cuda", (9, 0), seen.append):
         toy.op(torch.ones(4))
     assert [(launch.name, launch.threads, launch.shared, launch.defines) for launch in seen] == [
         ("toy_grow", 128, 4096, ("FACTOR=3",)),
@@ -94,7 +94,7 @@ def test_launches_are_compiled_and_noted(toy):
 def test_without_nvrtc_launchers_are_told(toy, monkeypatch):
     monkeypatch.setattr(nvrtc, "library", lambda: None)
     seen = []
-    with nvrtc.recording(nvrtc.driver_of("toy_with_cuda"), (9, 0), seen.append):
+    with nvrtc.recording("toy_with_cuda", (9, 0), seen.append):
         toy.op(torch.ones(4))
     assert seen == []
     with pytest.raises(RuntimeError, match="pip install nvidia-cuda-nvrtc"):

@@ -99,18 +99,14 @@ def _trace(
 ) -> None:
     """Adds what one implementation launches in one case and mode to `found`, or why it cannot to `outcome`."""
     package = spec.reference.__module__.rpartition(".")[0]
-    driver = nvrtc.driver_of(package) if package else None
-    if (
-        driver
-        and nvrtc.library() is None
-        and (reason := f"{outcome.target} CUDA C++: {nvrtc.MISSING}") not in outcome.skipped
-    ):
-        outcome.skipped.append(reason)
+    missing = f"{outcome.target} CUDA C++: {nvrtc.MISSING}"
+    if nvrtc.driver_of(package) and nvrtc.library() is None and missing not in outcome.skipped:
+        outcome.skipped.append(missing)
     try:
         # Where ptxas refuses, Triton prints the whole PTX.
         with (
             launches.record(capability) as seen,
-            nvrtc.recording(driver, capability, seen.append) if driver else contextlib.nullcontext(),
+            nvrtc.recording(package, capability, seen.append),
             contextlib.redirect_stdout(io.StringIO()),
         ):
             inputs = spec.make_inputs(case, "cuda", None)
@@ -124,13 +120,15 @@ def _trace(
         outcome.failures.append(f"{where}: {type(error).__name__}: {_brief(error)}")
         return
     for index, launch in enumerate(seen):
-        key = (
-            repr((launch.source, launch.name, launch.defines))
-            if isinstance(launch, nvrtc.Launch)
-            else launch.compiled.hash
-        )
-        entry = found.setdefault(key, _Compiled(launch))
+        entry = found.setdefault(_identity(launch), _Compiled(launch))
         entry.uses[case.name, "fwd" if index < forward else mode] = None
+
+
+def _identity(launch: launches.Launch | nvrtc.Launch) -> str:
+    """The same for launches of the same machine code."""
+    if isinstance(launch, nvrtc.Launch):
+        return repr((launch.source, launch.name, launch.defines))
+    return launch.compiled.hash
 
 
 def _brief(error: Exception) -> str:

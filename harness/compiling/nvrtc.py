@@ -48,13 +48,19 @@ class _Handle:
 
 def driver_of(package: str) -> ModuleType | None:
     """The `cuda_driver` of a kernel's package, if it has one."""
+    if not package:
+        return None
     name = f"{package}.cuda_driver"
     return importlib.import_module(name) if name in sys.modules or importlib.util.find_spec(name) else None
 
 
 @contextmanager
-def recording(driver: ModuleType, capability: tuple[int, int], note: Callable[[Launch], None]) -> Iterator[None]:
-    """Notes the launches that go through that module. Where NVRTC is missing, launchers are told so."""
+def recording(package: str, capability: tuple[int, int], note: Callable[[Launch], None]) -> Iterator[None]:
+    """Notes the launches of a kernel's package. Where NVRTC is missing, its launchers are told so."""
+    driver = driver_of(package)
+    if driver is None:
+        yield
+        return
     folder = Path(str(driver.__file__)).parent
     architecture = f"sm_{capability[0]}{capability[1]}" + "a" * (capability >= (9, 0))
 
@@ -121,13 +127,3 @@ def compiled(source: Path, architecture: str, defines: tuple[str, ...]) -> bytes
         return cubin.raw
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-
-
-def version() -> str:
-    """Of NVRTC, such as '13.0'; 'none' without it."""
-    nvrtc = library()
-    if nvrtc is None:
-        return "none"
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    return f"{major.value}.{minor.value}"

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from unittest import mock
 
 from .. import execute, options, registry
-from . import launches
+from . import launches, nvrtc
 
 
 class Job(NamedTuple):
@@ -58,5 +58,7 @@ def compile_candidate(job: Job) -> None:
     fn = spec.implementations[tunable.implementation or next(iter(spec.implementations))]
     picked = mock.patch.object(tunable.module, tunable.function, lambda *_: config)
     silent = contextlib.redirect_stdout(io.StringIO())  # where ptxas refuses, Triton prints the whole PTX
-    with contextlib.suppress(Exception), silent, picked, launches.record(job.capability):
+    package = spec.reference.__module__.rpartition(".")[0]
+    elsewhere = nvrtc.recording(package, job.capability, lambda launch: None)
+    with contextlib.suppress(Exception), silent, picked, launches.record(job.capability), elsewhere:
         execute.bind(spec, fn, spec.make_inputs(case, "cuda", None), tunable.mode)()
