@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable
+from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable, Yardstick
 
 from . import kernel, rope
 from .reference import rope_reference
@@ -112,6 +112,27 @@ def cost(case: Case, mode: str) -> Cost:
     return Cost(flops=flops, bytes=2 * tokens * heads * moved * case.dtype.itemsize + table * size + positions)
 
 
+def _copy(q, k=None, *tables, **options):
+    return q.clone() if k is None else (q.clone(), k.clone())
+
+
+def _copy_cost(case: Case, mode: str) -> Cost:
+    batch, seq, heads, kv_heads, dim = (case.dims[n] for n in ("batch", "seq", "heads", "kv_heads", "dim"))
+    heads += 0 if case.params.get("alone") else kv_heads
+    return Cost(flops=0, bytes=2 * batch * seq * heads * dim * case.dtype.itemsize)
+
+
+# The floor is the time of a copy: two of PyTorch's, of q and of k.
+COPY = Yardstick(
+    "copy",
+    load=lambda: _copy,
+    cost=_copy_cost,
+    supports=lambda case, mode: (
+        None if mode == "fwd" and not case.params.get("inplace") else "copies inputs to results"
+    ),
+)
+
+
 def _liger():
     from liger_kernel.ops.rope import LigerRopeFunction
 
@@ -172,6 +193,7 @@ SPEC = KernelSpec(
         COMPILED,
         Peer("liger", load=_liger, supports=_liger_supports),
         Peer("quack", load=_quack, supports=_quack_supports),
+        COPY,
     ),
     reference=rope_reference,
     make_inputs=make_inputs,
