@@ -6,7 +6,7 @@ but the timing itself can be tested on a machine without a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -112,10 +112,6 @@ class Tunable:
     candidates: Callable[[Case], Iterable[Any]]
     cases: tuple[Case, ...] = ()
     implementation: str = ""
-
-    def cases_of(self, selected: Sequence[Case], named: bool = False) -> Sequence[Case]:
-        """The cases to be tried where those were selected, which the user may have `named`."""
-        return self.cases if self.cases and not named else selected
 
 
 @dataclass(frozen=True)

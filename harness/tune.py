@@ -22,6 +22,7 @@ import torch
 
 from . import environment, execute, options
 from .compiling import precompile
+from .compiling.precompile import Wanted
 from .correctness.in_place import OnCopies
 from .measure import timing
 from .on_gpu import Place, place
@@ -40,22 +41,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_selection(parser)
     options.add_target(parser)
     options.add_output(parser)
+    group = parser.add_argument_group("what")
+    group.add_argument(
+        "--function", action="append", metavar="NAME", help="only this `pick_*` function; may be repeated"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
     """0, or 1 where what a kernel picks is more than MARGIN behind the best candidate."""
-    selections = [s for s in options.select(arguments) if s.spec.tunables]
+    wanted = Wanted(arguments)
+    selections = [s for s in options.select(arguments) if wanted.tunables(s)]
     where = place("tune", arguments)
     if not selections:
         raise ValueError("nothing that is selected has tunables in its SPEC")
     captured = environment.capture(where.device)
     if where.device.type == "cuda":
-        work = precompile.jobs(selections, torch.cuda.get_device_capability(where.device), bool(arguments.case))
+        work = precompile.jobs(selections, torch.cuda.get_device_capability(where.device), wanted)
         print(f"compiling {len(work)} candidates", flush=True)
         precompile.run(work)
     behind = 0
     for selection in selections:
-        rows = list(_rows(selection, where, bool(arguments.case)))
+        rows = list(_rows(selection, where, wanted))
         name = selection.spec.name
         document = {"schema": SCHEMA, "kernel": name, "gpu": where.folder, "environment": captured, "rows": rows}
         path = where.out / "tune" / f"{name}.json"
@@ -66,12 +72,10 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if behind else 0
 
 
-def _rows(selection: options.Selection, where: Place, named: bool = False) -> Iterator[dict[str, Any]]:
+def _rows(selection: options.Selection, where: Place, wanted: Wanted) -> Iterator[dict[str, Any]]:
     clock = new_clock(where.device)
-    for tunable in selection.spec.tunables:
-        if tunable.mode not in selection.modes:
-            continue
-        for case in tunable.cases_of(selection.cases, named):
+    for _, tunable in wanted.tunables(selection):
+        for case in wanted.cases(selection, tunable):
             unfit = execute.unfit(case, torch.cuda.get_device_capability(where.device))
             if unfit or tunable.mode not in selection.spec.modes_of(case):
                 continue

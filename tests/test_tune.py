@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from harness import options, registry, tune, tuned
+from harness.compiling.precompile import Wanted
 from harness.on_gpu import Place, place
 from harness.reporting import rows_json
 from harness.spec import Case, Cost, KernelSpec, Tunable
@@ -141,8 +142,11 @@ def test_a_tunable_may_have_cases_and_an_implementation_of_its_own(timed):
     own = replace(SPEC.tunables[0], cases=(elsewhere,), implementation="other")
     spec = replace(SPEC, implementations={"triton": None, "other": _op}, tunables=(own,))
     selection = options.Selection(spec, spec.cases, ("fwd",), ("triton",))
-    assert own.cases_of(selection.cases) == (elsewhere,)
-    assert own.cases_of(selection.cases, named=True) == spec.cases
+    asked = Wanted(Namespace(function=None, case=None))
+    assert asked.tunables(selection) == [(0, own)]
+    assert asked.cases(selection, own) == (elsewhere,)
+    assert Wanted(Namespace(function=None, case=["a"])).cases(selection, own) == spec.cases
+    assert Wanted(Namespace(function=["pick_other"], case=None)).tunables(selection) == []
     assert _by_block(_search(spec))[256] == (8.2, None)
 
 
@@ -232,7 +236,7 @@ def command(tmp_path, monkeypatch):
 
     def run(**given) -> int:
         selection = {"kernel": ["toy"], "case": None, "mode": None, "impl": None}
-        return tune.main(Namespace(**{**selection, **given}))
+        return tune.main(Namespace(**{**selection, "function": None, **given}))
 
     return run
 

@@ -6,6 +6,7 @@ in the cache, so the search then only loads.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import multiprocessing
@@ -16,6 +17,7 @@ from typing import NamedTuple
 from unittest import mock
 
 from .. import execute, options, registry
+from ..spec import Case, Tunable
 from . import launches, nvrtc
 
 
@@ -29,14 +31,31 @@ class Job(NamedTuple):
     capability: tuple[int, int]
 
 
-def jobs(selections: Sequence[options.Selection], capability: tuple[int, int], named: bool = False) -> list[Job]:
+class Wanted:
+    """What a command line asks `tune` for: functions by name, cases by name or each tunable's own."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._functions, self._named = arguments.function, bool(arguments.case)
+
+    def tunables(self, selection: options.Selection) -> list[tuple[int, Tunable]]:
+        """With their places in SPEC."""
+        return [
+            (index, tunable)
+            for index, tunable in enumerate(selection.spec.tunables)
+            if tunable.mode in selection.modes and (not self._functions or tunable.function in self._functions)
+        ]
+
+    def cases(self, selection: options.Selection, tunable: Tunable) -> Sequence[Case]:
+        return tunable.cases if tunable.cases and not self._named else selection.cases
+
+
+def jobs(selections: Sequence[options.Selection], capability: tuple[int, int], wanted: Wanted) -> list[Job]:
     """Everything that `tune` will try on a GPU of that capability."""
     return [
         Job(selection.spec.name, index, case.name, candidate, capability)
         for selection in selections
-        for index, tunable in enumerate(selection.spec.tunables)
-        if tunable.mode in selection.modes
-        for case in tunable.cases_of(selection.cases, named)
+        for index, tunable in wanted.tunables(selection)
+        for case in wanted.cases(selection, tunable)
         if not execute.unfit(case, capability) and tunable.mode in selection.spec.modes_of(case)
         for candidate in range(len(list(tunable.candidates(case))))
     ]
