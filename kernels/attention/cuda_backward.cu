@@ -74,7 +74,7 @@ struct Problem {
 struct Work {
     int head, batch, first_key, low, begin, tiles, part;  // `part`: which place of `parts` dv and dk go to, or -1
 
-    __device__ __forceinline__ explicit Work(const Problem& p) {
+    DEVICE explicit Work(const Problem& p) {
         int index = blockIdx.x, share = 0, shares = 1;
         part = -1;
         if (index >= p.whole) {
@@ -96,12 +96,12 @@ struct Work {
 struct Tile {
     int m, all_heads;  // `all_heads`: this query head counted over the batch
 
-    __device__ __forceinline__ Tile(const Work& w, const Problem& p) {
+    DEVICE Tile(const Work& w, const Problem& p) {
         int of_head = p.m_tiles - w.low;
         m = w.low + w.begin % of_head;
         all_heads = (w.batch * p.kv_heads + w.head) * p.group + w.begin / of_head;
     }
-    __device__ __forceinline__ void next(const Work& w, const Problem& p) {
+    DEVICE void next(const Work& w, const Problem& p) {
         if (++m == p.m_tiles) m = w.low, ++all_heads;
     }
 };
@@ -109,19 +109,19 @@ template <int stages>
 struct Ring {
     int slot = 0;
     u32 parity = 0;
-    __device__ __forceinline__ void next() {
+    DEVICE void next() {
         if (++slot == stages) slot = 0, parity ^= 1;
     }
 };
 
-__device__ __forceinline__ void produce(const TensorMap& q_map, const TensorMap& do_map, const TensorMap& k_map,
+DEVICE void produce(const TensorMap& q_map, const TensorMap& do_map, const TensorMap& k_map,
                                         const TensorMap& v_map, const Problem& p, const Work& w, u32 base) {
     auto load_keys = [&](const TensorMap& map, u32 at, u32 bar) {
         bar_expect(base + bar, K_BYTES);
         for (int slab = 0; slab < SLABS; slab++)
             for (int half = 0; half < 2; half++)
-                load_box(map, base + at + slab * K_SLAB + half * 64 * 128, base + bar, slab * 64,
-                         w.first_key + half * 64, w.head, w.batch);
+                tma_load(base + at + slab * K_SLAB + half * 64 * 128, &map, slab * 64, w.first_key + half * 64, w.head,
+                         w.batch, base + bar);
     };
     Tile tile(w, p);
     Ring<Q_STAGES> q;
@@ -135,14 +135,14 @@ __device__ __forceinline__ void produce(const TensorMap& q_map, const TensorMap&
         bar_wait(base + Q_EMPTY + 8 * q.slot, q.parity ^ 1);
         bar_expect(bar, Q_BYTES + BM * 4);
         for (int slab = 0; slab < SLABS; slab++)
-            load_box(q_map, base + Q_AT + q.slot * Q_BYTES + slab * Q_SLAB, bar, slab * 64, row, head, w.batch);
+            tma_load(base + Q_AT + q.slot * Q_BYTES + slab * Q_SLAB, &q_map, slab * 64, row, head, w.batch, bar);
         load_row(p.lse2 + at, base + LSE_AT + q.slot * BM * 4, bar, BM * 4);
         if (t == 0) load_keys(v_map, V_AT, V_FULL);
         bar = base + DO_FULL + 8 * g.slot;
         bar_wait(base + DO_EMPTY + 8 * g.slot, g.parity ^ 1);
         bar_expect(bar, Q_BYTES + BM * 4);
         for (int slab = 0; slab < SLABS; slab++)
-            load_box(do_map, base + DO_AT + g.slot * Q_BYTES + slab * Q_SLAB, bar, slab * 64, row, head, w.batch);
+            tma_load(base + DO_AT + g.slot * Q_BYTES + slab * Q_SLAB, &do_map, slab * 64, row, head, w.batch, bar);
         load_row(p.delta + at, base + DELTA_AT + g.slot * BM * 4, bar, BM * 4);
         q.next(), g.next(), tile.next(w, p);
     }
@@ -151,56 +151,56 @@ __device__ __forceinline__ void produce(const TensorMap& q_map, const TensorMap&
 // --------------------------------------------------------------------------------------------- consumers
 
 // A loop's products have few addresses that change; the compiler would keep all the others in registers that it lacks.
-__device__ __forceinline__ void anew(u32& at) { asm volatile("" : "+r"(at)); }
+DEVICE void anew(u32& at) { asm volatile("" : "+r"(at)); }
 
 // S^T or dP^T of 64 keys x BM queries; `rows` and `columns` in shared memory.
-__device__ __forceinline__ void scores(float (&c)[BM / 2], u32 rows, u32 columns) {
+DEVICE void scores(float (&c)[BM / 2], u32 rows, u32 columns) {
     anew(rows);
 #pragma unroll
     for (int k = 0; k < D / 16; k++)
         mma<0>(c, along(rows + k / 4 * (K_SLAB / 16) + k % 4 * 2), along(columns + k / 4 * (Q_SLAB / 16) + k % 4 * 2),
                k != 0);
-    mma_commit();
+    wgmma_commit();
 }
 // The same with V from registers.
-__device__ __forceinline__ void scores(float (&c)[BM / 2], const u32 (&rows)[D / 4], u32 columns) {
+DEVICE void scores(float (&c)[BM / 2], const u32 (&rows)[D / 4], u32 columns) {
 #pragma unroll
     for (int k = 0; k < D / 16; k++)
         mma<0>(c, rows + 4 * k, along(columns + k / 4 * (Q_SLAB / 16) + k % 4 * 2), k != 0);
-    mma_commit();
+    wgmma_commit();
 }
 // dV += P^T dO or dK += dS^T Q
-__device__ __forceinline__ void gradient(float (&c)[D / 2], const u32 (&a)[BM / 4], u32 columns) {
+DEVICE void gradient(float (&c)[D / 2], const u32 (&a)[BM / 4], u32 columns) {
 #pragma unroll
     for (int k = 0; k < BM / 16; k++) mma<1>(c, a + 4 * k, across<Q_SLAB>(columns + k * 128), 1);
-    mma_commit();
+    wgmma_commit();
 }
 // dQ = dS K of 64 queries x 64 columns, over all 128 keys.
-__device__ __forceinline__ void query_gradient(float (&c)[32], u32 ds, u32 keys) {
+DEVICE void query_gradient(float (&c)[32], u32 ds, u32 keys) {
     anew(keys);
 #pragma unroll
     for (int k = 0; k < BN / 16; k++)
         mma<1>(c, along(ds + k / 4 * (BM * 8) + k % 4 * 2), across<K_SLAB>(keys + k * 128), k != 0);
-    mma_commit();
+    wgmma_commit();
 }
 
 // Two keys' bounds: query column c of the tile sees key `row` when c >= limit.
-__device__ __forceinline__ void mask(float (&s)[BM / 2], int limit0, int limit1, float hidden) {
+DEVICE void mask(float (&s)[BM / 2], int limit0, int limit1, float hidden) {
 #pragma unroll
     for (int j = 0; j < BM / 8; j++)
 #pragma unroll
         for (int e = 0; e < 4; e++)
             if (8 * j + (e & 1) < (e < 2 ? limit0 : limit1)) s[4 * j + e] = hidden;
 }
-__device__ __forceinline__ void probabilities(float (&s)[BM / 2], u32 lse, float scale_log2) {
+DEVICE void probabilities(float (&s)[BM / 2], u32 lse, float scale_log2) {
 #pragma unroll
     for (int j = 0; j < BM / 8; j++) {
         Float2 l = shared_pair(lse + j * 32);
 #pragma unroll
-        for (int e = 0; e < 4; e++) s[4 * j + e] = exp2_fast(s[4 * j + e] * scale_log2 - (e & 1 ? l.y : l.x));
+        for (int e = 0; e < 4; e++) s[4 * j + e] = exp2_(s[4 * j + e] * scale_log2 - (e & 1 ? l.y : l.x));
     }
 }
-__device__ __forceinline__ void score_gradients(const float (&s)[BM / 2], const float (&dp)[BM / 2], u32 (&p)[BM / 4],
+DEVICE void score_gradients(const float (&s)[BM / 2], const float (&dp)[BM / 2], u32 (&p)[BM / 4],
                                                 u32 (&ds)[BM / 4], u32 delta) {
 #pragma unroll
     for (int j = 0; j < BM / 8; j++) {
@@ -214,7 +214,7 @@ __device__ __forceinline__ void score_gradients(const float (&s)[BM / 2], const 
     }
 }
 
-__device__ __forceinline__ void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Problem& p,
+DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Problem& p,
                                         const Work& w, u32 base) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const int wg = __shfl_sync(~0u, (int)threadIdx.x / 128 - 1, 0);  // known to be one to the warp
@@ -225,7 +225,7 @@ __device__ __forceinline__ void consume(const TensorMap& dk_map, const TensorMap
                          (((2 * warp + lane / 8 % 2) ^ (lane % 8)) * 16);
     const u32 ds_rows = base + DS_AT + (D == 64 ? wg * 64 * 128 : 0);
     const u32 dq_keys = base + K_AT + (D == 64 ? 0 : wg * K_SLAB);
-    const u32 dq_piece = base + DQ_AT + (wg * 4 + warp) * PIECE * 4;
+    [[maybe_unused]] const u32 dq_piece = base + DQ_AT + (wg * 4 + warp) * PIECE * 4;  // where DIRECT is 0
     const int key = w.first_key + wg * 64 + warp * 16 + lane / 4;  // and key + 8
     const int offset = p.keys - p.queries;
     const bool alone = p.n_blocks == 1;  // nobody else has a part of these sums, which are not zeroed then
@@ -259,12 +259,12 @@ __device__ __forceinline__ void consume(const TensorMap& dk_map, const TensorMap
     };
     // S done: the probabilities, while dP is under way; then dS, kept in registers and written for both groups.
     auto softmax = [&](int t) {
-        mma_wait<1>();
-        keep(s);
+        wgmma_wait<1>();
+        pin(s);
         hide();
         probabilities(s, base + LSE_AT + q.slot * BM * 4 + pairs, p.scale_log2);
-        mma_wait<0>();
-        keep(dp);
+        wgmma_wait<0>();
+        pin(dp);
         score_gradients(s, dp, pt, dst, base + DELTA_AT + g.slot * BM * 4 + pairs);
         bar_wait(base + DS_EMPTY + (t & 1) * 8, ((t - 1) >> 1) & 1);
 #pragma unroll
@@ -301,7 +301,7 @@ __device__ __forceinline__ void consume(const TensorMap& dk_map, const TensorMap
 
     bar_wait(base + K_FULL, 0);
     bar_wait(base + Q_FULL, 0);
-    mma_fence();
+    wgmma_fence();
     scores(s, k_rows / 16, (base + Q_AT) / 16);
     bar_wait(base + V_FULL, 0);
 #if HEAD_DIM == 64  // there are registers for V, which shared memory need not be asked for again
@@ -312,7 +312,7 @@ __device__ __forceinline__ void consume(const TensorMap& dk_map, const TensorMap
     const u32 v_own = v_rows / 16;
 #endif
     bar_wait(base + DO_FULL, 0);
-    mma_fence();
+    wgmma_fence();
     scores(dp, v_own, (base + DO_AT) / 16);
     softmax(0);
 
@@ -321,52 +321,52 @@ __device__ __forceinline__ void consume(const TensorMap& dk_map, const TensorMap
     // Tile t is in registers as pt and dst. Nothing is in flight where the loop closes.
     for (int t = 0; t + 1 < w.tiles; t++) {
         named_sync(FIRST_TURN + wg, 256);
-        keep(pt), keep(dst), keep(dk), keep(dv);
-        mma_fence();
+        pin(pt), pin(dst), pin(dk), pin(dv);
+        wgmma_fence();
         gradient(dv, pt, (base + DO_AT + g.slot * Q_BYTES) / 16);
         gradient(dk, dst, (base + Q_AT + q.slot * Q_BYTES) / 16);
         wait_ds(t - 1);  // before tile 0 it is open: dq of nothing is computed there and thrown away
-        mma_fence();
+        wgmma_fence();
         query_gradient(dq, (ds_rows + (~t & 1) * DS_BYTES) / 16, dq_keys / 16);
         u32 old_q = q.slot;
         q.next(), tile.next(w, p);
         bar_wait(base + Q_FULL + 8 * q.slot, q.parity);
-        mma_wait<2>();
-        keep(pt), keep(dv);
+        wgmma_wait<2>();
+        pin(pt), pin(dv);
         release(DO_EMPTY + 8 * g.slot);
         g.next();
-        mma_fence();
+        wgmma_fence();
         scores(s, k_rows / 16, (base + Q_AT + q.slot * Q_BYTES) / 16);
         if (wg == 0 || t + 2 < w.tiles) named_arrive(FIRST_TURN + (wg ^ 1), 256);
-        mma_wait<2>();
-        keep(dst), keep(dk);
+        wgmma_wait<2>();
+        pin(dst), pin(dk);
         release(Q_EMPTY + 8 * old_q);
-        mma_wait<1>();
-        keep(dq);
+        wgmma_wait<1>();
+        pin(dq);
         release(DS_EMPTY + (~t & 1) * 8);
         add_dq(at_before, t > 0);
         at_before = at, at = place();
         bar_wait(base + DO_FULL + 8 * g.slot, g.parity);
-        mma_fence();
+        wgmma_fence();
         scores(dp, v_own, (base + DO_AT + g.slot * Q_BYTES) / 16);
         softmax(t + 1);
     }
     const int last = w.tiles - 1;
-    keep(pt), keep(dst), keep(dk), keep(dv);
-    mma_fence();
+    pin(pt), pin(dst), pin(dk), pin(dv);
+    wgmma_fence();
     gradient(dv, pt, (base + DO_AT + g.slot * Q_BYTES) / 16);
     gradient(dk, dst, (base + Q_AT + q.slot * Q_BYTES) / 16);
     wait_ds(last - 1);
-    mma_fence();
+    wgmma_fence();
     query_gradient(dq, (ds_rows + (~last & 1) * DS_BYTES) / 16, dq_keys / 16);
-    mma_wait<0>();
-    keep(pt), keep(dst), keep(dk), keep(dv), keep(dq);
+    wgmma_wait<0>();
+    pin(pt), pin(dst), pin(dk), pin(dv), pin(dq);
     add_dq(at_before, last > 0);
     wait_ds(last);
-    mma_fence();
+    wgmma_fence();
     query_gradient(dq, (ds_rows + (last & 1) * DS_BYTES) / 16, dq_keys / 16);
-    mma_wait<0>();
-    keep(dq);
+    wgmma_wait<0>();
+    pin(dq);
     add_dq(at, true);
 
     if (w.part >= 0) {

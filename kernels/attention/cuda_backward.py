@@ -59,10 +59,14 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
     sizes = [ctypes.c_int(x) for x in (problem.queries, padded, q.shape[1])]
     helpers = problem.all_heads * (padded // HELPER_ROWS)
     with torch.cuda.device_of(q):
-        defines = [f"HEAD_DIM={dim}", f"IS_CAUSAL={int(causal)}", f"DIRECT={int(config.direct)}"]
-        defines += ["IS_FP16=1"] if q.dtype == torch.float16 else []
+        defines = (
+            f"HEAD_DIM={dim}",
+            f"IS_CAUSAL={int(causal)}",
+            f"FP16={int(q.dtype == torch.float16)}",
+            f"DIRECT={int(config.direct)}",
+        )
         backward, prepare, finish, finish_keys = cuda_driver.kernels(
-            q.device.index, "cuda_backward.cu", NAMES, tuple(defines), SHARED_BYTES
+            q.device.index, "cuda_backward.cu", NAMES, defines, SHARED_BYTES
         )
         incoming = [Rows.of(saved.out), Rows.of(dout), pointer(saved.lse), pointer(saved.dlse)]
         terms = [pointer(lse2), pointer(delta), pointer(dq_sum)]

@@ -3,7 +3,7 @@
 
 struct Rows { const void* at; long long batch, head, row; };  // strides in elements
 
-__device__ __forceinline__ const Uint4* chunk(const Rows& x, int batch, int head, int row, int column) {
+DEVICE const Uint4* chunk(const Rows& x, int batch, int head, int row, int column) {
     return (const Uint4*)((const u16*)x.at + batch * x.batch + head * x.head + row * x.row + column);
 }
 
@@ -51,7 +51,7 @@ attention_cuda_bwd_prepare(const Rows out, const Rows dout, const float* lse, co
 
 // Sums lie in pieces of 16 rows, each as [column / 8][row % 8][column % 8 / 2][4]: of the last four, two columns of the
 // row and two of the row 8 rows on. Adds up 8 columns of both rows over `count` sums that lie `step` apart, and casts.
-__device__ __forceinline__ void cast_pair(const float* from, int count, long long step, float scale, Uint4& upper,
+DEVICE void cast_pair(const float* from, int count, long long step, float scale, Uint4& upper,
                                           Uint4& lower) {
     Float4 sum[4] = {};
     for (int i = 0; i < count; i++) {

@@ -1,18 +1,7 @@
-// The PTX that the Hopper kernels are made of: wgmma, mbarriers, TMA. Included after FP16 and CLUSTER are defined.
+// The PTX of cuda_forward.cu beside what all have: its products, and clusters. Included after CLUSTER is defined.
+#pragma once
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-#define DEVICE __device__ __forceinline__
-
-struct alignas(64) TensorMap { char bytes[128]; };  // CUtensorMap
-
-#if FP16
-#define TYPE "f16"
-#else
-#define TYPE "bf16"
-#endif
-
-// ---- wgmma --------------------------------------------------------------------------------------------------------
+#include "cuda_ptx.cuh"
 
 #define ROW8(b) "+f"(d[b]), "+f"(d[b + 1]), "+f"(d[b + 2]), "+f"(d[b + 3]), \
                 "+f"(d[b + 4]), "+f"(d[b + 5]), "+f"(d[b + 6]), "+f"(d[b + 7])
@@ -44,43 +33,17 @@ DEFINE_WGMMA(80, L40, 40, 41, 42, 43, 44, 45, 46, ROW32(0), ROW8(32))
 DEFINE_WGMMA(112, L56, 56, 57, 58, 59, 60, 61, 62, ROW32(0), ROW8(32), ROW8(40), ROW8(48))
 DEFINE_WGMMA(128, L64, 64, 65, 66, 67, 68, 69, 70, ROW32(0), ROW32(32))
 
-DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING> DEVICE void wgmma_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
-// Nothing is computed from these registers before this point, nor moved behind it: a wgmma is reading or writing them.
-template <int N> DEVICE void pin(float (&x)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
-}
-template <int N> DEVICE void pin(u32 (&x)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; i++) asm volatile("" : "+r"(x[i])::"memory");
-}
-
 // wgmma's description of an operand in shared memory with 128-byte swizzle: groups of 8 rows 1024 bytes apart and, if
 // it is transposed, panels of 64 columns `panel` bytes apart. Bits 24 and up of an address are the CTA's rank.
 DEVICE u64 describe(u32 address, u32 panel) {
     return (u64)(1u << 30 | 1024 >> 4) << 32 | panel >> 4 << 16 | (address & 0x3ffff) >> 4;
 }
 
-// ---- Barriers -----------------------------------------------------------------------------------------------------
+// ---- Clusters ------------------------------------------------------------------------------------------------------
 
-DEVICE void bar_init(u32 bar, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
-}
-DEVICE void bar_wait(u32 bar, u32 parity) {
-    asm volatile("{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra again; }"
-                 ::"r"(bar), "r"(parity) : "memory");
-}
 DEVICE void bar_wait_cluster(u32 bar, u32 parity) {  // for what another CTA has written
     asm volatile("{ .reg .pred p;\nagain: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
                  "@!p bra again; }" ::"r"(bar), "r"(parity) : "memory");
-}
-DEVICE void bar_arrive(u32 bar) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory"); }
-DEVICE void bar_expect(u32 bar, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
 DEVICE u32 address_in(u32 address, int rank) {  // the same place in another CTA of the cluster
     u32 there;
@@ -114,27 +77,9 @@ DEVICE int cluster_rank() {
     if (CLUSTER > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
-
-// ---- TMA and numbers ----------------------------------------------------------------------------------------------
-
-DEVICE void tma_load(u32 to, const TensorMap* map, int column, int row, int head, int batch, u32 bar) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
-                 "[%0], [%1, {%2,%3,%4,%5}], [%6];"
-                 ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(bar) : "memory");
-}
 // To the same place in all CTAs of the cluster, and each one's own barrier hears of it.
 DEVICE void tma_load_all(u32 to, const TensorMap* map, int column, int row, int head, int batch, u32 bar) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
                  "[%0], [%1, {%2,%3,%4,%5}], [%6], %7;" ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(head),
                  "r"(batch), "r"(bar), "h"((unsigned short)((1 << CLUSTER) - 1)) : "memory");
-}
-DEVICE float exp2_(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-DEVICE u32 pack(float low, float high) {
-    u32 y;
-    asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-    return y;
 }
