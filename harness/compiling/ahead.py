@@ -98,7 +98,7 @@ def _trace(
     outcome: Outcome,
 ) -> None:
     """Adds what one implementation launches in one case and mode to `found`, or why it cannot to `outcome`."""
-    package = spec.reference.__module__.rpartition(".")[0]
+    package = nvrtc.package_of(spec)
     missing = f"{outcome.target} CUDA C++: {nvrtc.MISSING}"
     if nvrtc.driver_of(package) and nvrtc.library() is None and missing not in outcome.skipped:
         outcome.skipped.append(missing)

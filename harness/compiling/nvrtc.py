@@ -23,6 +23,8 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+from ..spec import KernelSpec
+
 MISSING = "NVRTC is not installed (pip install nvidia-cuda-nvrtc)"
 
 
@@ -44,6 +46,11 @@ class _Handle:
     source: str
     defines: tuple[str, ...]
     cubin: bytes
+
+
+def package_of(spec: KernelSpec) -> str:
+    """The package of a kernel's folder."""
+    return spec.reference.__module__.rpartition(".")[0]
 
 
 def driver_of(package: str) -> ModuleType | None:

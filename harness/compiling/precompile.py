@@ -77,7 +77,6 @@ def compile_candidate(job: Job) -> None:
     fn = spec.implementations[tunable.implementation or next(iter(spec.implementations))]
     picked = mock.patch.object(tunable.module, tunable.function, lambda *_: config)
     silent = contextlib.redirect_stdout(io.StringIO())  # where ptxas refuses, Triton prints the whole PTX
-    package = spec.reference.__module__.rpartition(".")[0]
-    elsewhere = nvrtc.recording(package, job.capability, lambda launch: None)
+    elsewhere = nvrtc.recording(nvrtc.package_of(spec), job.capability, lambda launch: None)
     with contextlib.suppress(Exception), silent, picked, launches.record(job.capability), elsewhere:
         execute.bind(spec, fn, spec.make_inputs(case, "cuda", None), tunable.mode)()

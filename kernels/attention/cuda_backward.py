@@ -16,10 +16,10 @@ import torch
 from . import cuda_driver, dispatch
 from .cuda_driver import Rows, launch, pointer, tensor_map
 from .delta import Saved
+from .dispatch import CUDA_BWD_KEYS as KEYS
 from .hopper import whole
 from .problem import LOG2_E, Problem
 
-KEYS = 128  # of a CTA
 HELPER_ROWS = 64  # of a CTA of the other kernels
 SHARED_BYTES = 212 * 1024  # SHARED_END of the source, and up to 1 KB of alignment
 NAMES = tuple(f"attention_cuda_bwd{part}" for part in ("", "_prepare", "_finish", "_finish_keys"))

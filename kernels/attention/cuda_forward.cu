@@ -372,9 +372,8 @@ DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer,
         wgmma_fence();
         start_scores(s, q, q_desc, k_base + slot * (KV_BYTES / 16));
         start_values(o, p, v_base + last * (KV_BYTES / 16));
-        if (TURNS == 1) turn_pass(me.number);
+        if (TURNS) turn_pass(me.number);
         wgmma_wait<1>();
-        if (TURNS == 2) turn_pass(me.number);
         pin(s);
         if (me.teller) bar_arrive_in(me.bars_there + 8 * (K_EMPTY + slot));
         if (CAUSAL && j >= full) mask(s, limit0 - j * BLOCK_N, limit1 - j * BLOCK_N);

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import math
 
 import torch
 
 from . import cuda_driver, dispatch
 from .cuda_driver import launch, tensor_map
-from .hopper import L2_BYTES, ROWS, hopper_refuses, whole
+from .hopper import ROWS, hopper_refuses, section, whole
 from .problem import LOG2_E, Problem
 
 SLACK = 8.0  # a row's maximum is kept while no score is above it by more than this, in powers of 2
@@ -61,7 +60,7 @@ def cuda_fwd(problem: Problem, out: torch.Tensor, lse: torch.Tensor) -> None:
             SLACK / (problem.scale * LOG2_E),
             num_tiles,
             num_m,
-            heads if fixed else max(1, _section(problem) * heads // problem.all_heads),
+            heads if fixed else max(1, section(problem) * heads // problem.all_heads),
             heads,
             q.shape[1],
             problem.group,
@@ -75,7 +74,7 @@ def cuda_fwd(problem: Problem, out: torch.Tensor, lse: torch.Tensor) -> None:
             f"BLOCK_N={config.block_n}",
             f"STAGES={config.stages}",
             f"CONSUMERS={config.consumers}",
-            f"TURNS={config.turns}",
+            f"TURNS={int(config.turns)}",
             f"Q_REGISTERS={int(config.q_registers)}",
             f"Q_BUFFERS={config.q_buffers}",
             f"CLUSTER={cluster}",
@@ -93,9 +92,3 @@ def shared_bytes(dim: int, config: dispatch.CudaConfig) -> int:
     queries = config.consumers * config.q_buffers
     barriers = 2 * queries + 4 * config.stages + 2
     return 2 * dim * (ROWS * queries + 2 * config.block_n * config.stages) + 8 * barriers + 8
-
-
-def _section(problem: Problem) -> int:
-    """How many heads go at a time where the longest row blocks of each come first: as their keys and values fit L2."""
-    fitting = L2_BYTES / (4 * problem.keys * problem.dim)
-    return min(problem.all_heads, problem.group * 2 ** int(math.log2(max(1.0, fitting))))

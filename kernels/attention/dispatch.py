@@ -49,14 +49,14 @@ def pick_gluon_config(dim: int, causal: bool) -> GluonConfig:
 @dataclass(frozen=True)
 class CudaConfig:
     """block_n keys a block in rings of `stages`, consumers · 64 rows of queries a tile. turns: consumers issue their
-    products in turn, 1 as soon as the one before has issued its own, 2 once its scores are there; 0: as they come.
-    q_registers: queries are held in registers for the length of a tile. q_buffers: 2 lets the next tile's queries come
-    while a tile's are in use, at the cost of a stage. cluster: CTAs that share keys and values."""
+    products in turn, each as soon as the one before has issued its own. q_registers: queries are held in registers for
+    the length of a tile. q_buffers: 2 lets the next tile's queries come while a tile's are in use, at the cost of a
+    stage. cluster: CTAs that share keys and values."""
 
     block_n: int
     stages: int
     consumers: int
-    turns: int
+    turns: bool
     q_registers: bool
     q_buffers: int = 1
     cluster: int = 1
@@ -67,10 +67,10 @@ def pick_cuda_config(dim: int, queries: int, keys: int, causal: bool) -> CudaCon
     and queries in registers won over 128 keys and queries in shared memory; turns cost there and paid with D = 128.
     Clusters paid without a mask at D = 128 alone, a second set of queries where tiles are short."""
     if dim == 64:
-        return CudaConfig(112 if keys > 64 else 64, 4, 3, 0, True)
+        return CudaConfig(112 if keys > 64 else 64, 4, 3, False, True)
     if keys <= 512:
-        return CudaConfig(64, 4, 3, 1, False, q_buffers=2)
-    return CudaConfig(80, 4, 3, 1, False, cluster=1 if causal or queries < 1024 else 2)
+        return CudaConfig(64, 4, 3, True, False, q_buffers=2)
+    return CudaConfig(80, 4, 3, True, False, cluster=1 if causal or queries < 1024 else 2)
 
 
 def pick_forward(
@@ -148,6 +148,9 @@ class CudaBackwardConfig:
     splits: int = 1
 
 
+CUDA_BWD_KEYS = 128  # of a CTA of the backward in CUDA C++; as BN in the source
+
+
 def cuda_query_tile(dim: int) -> int:
     """Queries of a tile of the backward in CUDA C++; as BM in the source."""
     return 128 if dim == 64 else 64
@@ -162,10 +165,12 @@ def pick_cuda_bwd_config(
     heads would begin long CTAs late, so the count that leaves the fewest over. `kv_heads` of all batches.
     """
     # A single block of keys stores its dQ, which no bulk reduction does.
-    direct = dim == 64 or keys <= 128
+    direct = dim == 64 or keys <= CUDA_BWD_KEYS
     if not causal:
         tiles = triton.cdiv(queries, cuda_query_tile(dim)) * group
-        return CudaBackwardConfig(1, direct, *_pick_shares(triton.cdiv(keys, 128) * kv_heads, tiles, multiprocessors))
+        return CudaBackwardConfig(
+            1, direct, *_pick_shares(triton.cdiv(keys, CUDA_BWD_KEYS) * kv_heads, tiles, multiprocessors)
+        )
     most = max(1, min(kv_heads, 16 * 2**20 // (8 * dim * queries)))
     least = most // 2 + 1
     return CudaBackwardConfig(min(range(most, least - 1, -1), key=lambda s: -kv_heads % s), direct)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import triton
 
 from .dispatch import padded, pick_gluon_config
 from .gluon_forward import NO_GLUON, _attention_gluon_fwd_kernel
-from .hopper import L2_BYTES, ROWS, hopper_refuses, whole
+from .hopper import ROWS, hopper_refuses, section, whole
 from .problem import LOG2_E, Problem
 
 if NO_GLUON is None:
@@ -34,9 +33,6 @@ def gluon_fwd(problem: Problem, out: torch.Tensor, lse: torch.Tensor) -> None:
     num_m = triton.cdiv(problem.queries, ROWS * config.consumers)
     num_tiles = problem.all_heads * num_m
     sms = problem.multiprocessors()
-    section = problem.group
-    if causal:
-        section *= 2 ** int(math.log2(max(1.0, L2_BYTES / (2 * problem.keys * problem.dim * q.element_size()))))
     dynamic = causal and num_tiles > sms
     with torch.cuda.device_of(q):
         _attention_gluon_fwd_kernel[(min(sms, num_tiles),)](
@@ -49,7 +45,7 @@ def gluon_fwd(problem: Problem, out: torch.Tensor, lse: torch.Tensor) -> None:
             problem.scale * LOG2_E,
             num_tiles,
             num_m,
-            min(section, problem.all_heads),
+            section(problem),
             q.shape[0],
             q.shape[1],
             problem.group,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from .problem import Problem
@@ -24,6 +26,12 @@ def hopper_refuses(problem: Problem, *others: torch.Tensor) -> str | None:
     if max(tiles, problem.queries + problem.k.shape[2]) >= 2**31:
         return "it counts tiles in 32 bits"
     return None
+
+
+def section(problem: Problem) -> int:
+    """How many heads go at a time where the longest row blocks of each come first: as their keys and values fit L2."""
+    fitting = L2_BYTES / (4 * problem.keys * problem.dim)
+    return min(problem.all_heads, problem.group * 2 ** int(math.log2(max(1.0, fitting))))
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
