@@ -82,7 +82,7 @@ def recording(package: str, capability: tuple[int, int], note: Callable[[Launch]
         "no_compiler": lambda: None if library() else MISSING,
         "kernels": kernels,
         "launch": launch,
-        "tensor_map": lambda *_: None,
+        "tensor_map": lambda *_, **__: None,
     }
     with ExitStack() as stack:
         users = [m for n, m in sys.modules.items() if n.startswith(f"{driver.__package__}.") and m is not None]

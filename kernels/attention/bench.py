@@ -33,11 +33,14 @@ def _case(
     query_heads, kv_heads = heads if isinstance(heads, tuple) else (heads, heads)
     short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
     shared = f"-{kv_heads}" if kv_heads != query_heads else ""
-    words = ("causal" if params.get("causal") else "", short, suffix)
+    fp8 = params.get("fp8", False)
+    words = ("causal" if params.get("causal") else "", short, "fp8" if fp8 else "", suffix)
     name = "-".join((f"b{batch}-h{query_heads}{shared}-q{queries}-k{keys}-d{dim}", *filter(None, words)))
     dims = dict(batch=batch, kv_heads=kv_heads, group=query_heads // kv_heads, queries=queries, keys=keys, dim=dim)
     bench = dtype == BF16 and not suffix
-    return Case(name, dims, dtype, params, bench, modes=("fwd",) if bench and queries == 1 else ())  # decoding
+    forward_alone = fp8 or (bench and queries == 1)  # decoding
+    needed = (9, 0) if fp8 else (0, 0)
+    return Case(name, dims, dtype, params, bench, needed, modes=("fwd",) if forward_alone else ())
 
 
 def _context(batch: int, queries: int, keys: int) -> Case:
@@ -61,6 +64,12 @@ CASES = (
     _case(1, 8, 1, 200000, 64),
     _case(8, (64, 8), 1, 32768, 128),
     _case(1, 8, 564, 64000, 64),
+    # In e4m3, against the same peers in bf16.
+    *(_case(1, 16, 16384, 16384, dim, causal=causal, fp8=True) for dim in (64, 128) for causal in (False, True)),
+    _case(4, 8, 11000, 10000, 64, context=True, fp8=True),
+    *(_case(2, (4, 2), 333, 517, dim, BF16, "small", fp8=True, return_lse=True) for dim in (64, 80, 128)),
+    *(_case(2, (4, 2), 517, 333, dim, FP16, "small", fp8=True, causal=True) for dim in (64, 128)),
+    _case(1, 3, 130, 900, 64, BF16, "small", fp8=True, context=True),
     # What goes wrong: plain first, then every option, nothing, one of everything, every width, ragged tiles.
     _case(1, (2, 1), 37, 41, 24, FP32),
     _case(1, (2, 1), 41, 37, 24, FP16),
@@ -132,7 +141,7 @@ def cost(case: Case, mode: str) -> Cost:
     lse = 4 * heads * d["group"] * d["queries"]
     # Two products of 2·D a pair and head forward; backward five, of which one is that of the forward again.
     products, tensors = {"fwd": (2, 1), "bwd": (5, 2)}[mode]
-    pipe = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[case.dtype]
+    pipe = "fp8" if params.get("fp8") else {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[case.dtype]
     flops = products * 2 * d["dim"] * pairs * heads * d["group"]
     return Cost(flops=flops, bytes=tensors * rows * d["dim"] * size + lse, pipe=pipe)
 
@@ -161,7 +170,7 @@ def _fits(case: Case, mode: str) -> str | None:
 def _sdpa(backend: SDPBackend) -> Callable[[], Op]:
     """PyTorch's, by that backend or not at all: where it does not support a problem, PyTorch raises."""
 
-    def attend(q, k, v, *, causal=False, scale=None, num_context=None, window=None):
+    def attend(q, k, v, *, causal=False, scale=None, num_context=None, window=None, fp8=False):
         k, v = (k, v) if num_context is None else (k[:, :, :num_context], v[:, :, :num_context])
         with sdpa_kernel(backend):
             shared = q.shape[1] != k.shape[1]
@@ -187,7 +196,7 @@ def _flex() -> Op:
     torch._functorch.config.donated_buffer = False
     compiled = torch.compile(flex_attention, dynamic=False)
 
-    def attend(q, k, v, *, causal=False, scale=None, num_context=None, window=None):
+    def attend(q, k, v, *, causal=False, scale=None, num_context=None, window=None, fp8=False):
         k, v = (k, v) if num_context is None else (k[:, :, :num_context], v[:, :, :num_context])
         mask = _block_mask(q.shape[2], k.shape[2], str(q.device)) if causal else None
         return compiled(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
@@ -198,7 +207,7 @@ def _flex() -> Op:
 def _fa4() -> Op:
     from flash_attn.cute import flash_attn_func
 
-    def attend(q, k, v, *, causal=False, scale=None, num_context=None, window=None):
+    def attend(q, k, v, *, causal=False, scale=None, num_context=None, window=None, fp8=False):
         k, v = (k, v) if num_context is None else (k[:, :, :num_context], v[:, :, :num_context])
         window = (None, None) if window is None else tuple(None if bound < 0 else bound for bound in window)
         # Its layout is [B, S, H, D].
@@ -268,7 +277,8 @@ SPEC = KernelSpec(
     unit="queries",
     items=lambda case: case.dims["batch"] * case.dims["queries"],
     # Whether a masked number is multiplied by 0 or not read at all depends on the tiles: 0 · NaN is NaN.
-    finite_only=lambda case: bool(case.params.get("causal") or case.params.get("window")),
+    # In e4m3 an infinity is NaN.
+    finite_only=lambda case: any(case.params.get(name) for name in ("causal", "window", "fp8")),
     sampled=_sampled,
     fuzz={"queries": (0, 40), "keys": (0, 40), "dim": (1, 40)},
     tunables=(

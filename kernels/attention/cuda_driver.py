@@ -16,11 +16,10 @@ import torch
 from triton.runtime.cache import get_cache_manager
 
 OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", "-lineinfo")
-SWIZZLED = 64  # columns of a box: with two bytes each, the 128 bytes that TMA swizzles
-# CUtensorMapDataType, and what else a tensor map is made with: 128 bytes of swizzle, promotion to 256 bytes in L2,
-# zeros beyond the tensor.
-_TYPES = {torch.float16: 6, torch.bfloat16: 9}
-_NO_INTERLEAVE, _SWIZZLE_128B, _PROMOTE_256B, _FILL_ZEROS = 0, 3, 3, 0
+# CUtensorMapDataType, and what else a tensor map is made with: swizzles by the bytes of a box's row, promotion to 256
+# bytes in L2, zeros beyond the tensor.
+_TYPES = {torch.uint8: 0, torch.float16: 6, torch.bfloat16: 9}
+_NO_INTERLEAVE, _SWIZZLES, _PROMOTE_256B, _FILL_ZEROS = 0, {32: 1, 64: 2, 128: 3}, 3, 0
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -82,8 +81,9 @@ def _compiled(source: str, defines: tuple[str, ...]) -> bytes:
     return code
 
 
-def tensor_map(x: torch.Tensor, rows: int, block_rows: int) -> ctypes.Array:
-    """CUtensorMap of the first `rows` rows of a [B, H, S, D] tensor, in boxes of block_rows by SWIZZLED.
+def tensor_map(x: torch.Tensor, rows: int, block_rows: int, columns: int = 64) -> ctypes.Array:
+    """CUtensorMap of the first `rows` rows of a [B, H, S, D] tensor, in boxes of block_rows by `columns`. A box's row
+    has 32, 64 or 128 bytes and is swizzled.
 
     Strides of more than one element are multiples of 16 bytes; what is beyond the tensor reads as zeros.
     """
@@ -100,10 +100,10 @@ def tensor_map(x: torch.Tensor, rows: int, block_rows: int) -> ctypes.Array:
         ctypes.c_void_p(x.data_ptr()),
         (ctypes.c_uint64 * 4)(*sizes),
         (ctypes.c_uint64 * 3)(*strides),
-        (ctypes.c_uint32 * 4)(SWIZZLED, block_rows, 1, 1),
+        (ctypes.c_uint32 * 4)(columns, block_rows, 1, 1),
         (ctypes.c_uint32 * 4)(1, 1, 1, 1),
         _NO_INTERLEAVE,
-        _SWIZZLE_128B,
+        _SWIZZLES[columns * x.element_size()],
         _PROMOTE_256B,
         _FILL_ZEROS,
     )

@@ -73,6 +73,26 @@ def pick_cuda_config(dim: int, queries: int, keys: int, causal: bool) -> CudaCon
     return CudaConfig(80, 4, 3, True, False, cluster=1 if causal or queries < 1024 else 2)
 
 
+@dataclass(frozen=True)
+class Fp8Config:
+    """As CudaConfig. section: blocks whose values share a scale and are summed in the accumulator. polynomial: one
+    exponential in so many on the FMA units, 0 for none. exact_lse: lse comes from the probabilities before rounding."""
+
+    block_n: int
+    stages: int
+    consumers: int
+    turns: int
+    q_registers: bool
+    section: int = 8
+    polynomial: int = 0
+    exact_lse: bool = True
+
+
+def pick_fp8_config(dim: int) -> Fp8Config:
+    """By head dimension."""
+    return Fp8Config(128, 6, 3, 0, False) if dim <= 64 else Fp8Config(128, 4, 2, 1, True)
+
+
 def pick_forward(
     version: str,
     dtype: torch.dtype,

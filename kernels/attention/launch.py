@@ -10,6 +10,7 @@ from . import dispatch
 from .backward import separate_bwd
 from .cuda_backward import cuda_bwd
 from .cuda_forward import cuda_fwd, cuda_refuses
+from .cuda_fp8 import fp8_fwd, fp8_refuses
 from .delta import Saved
 from .forward import portable_fwd
 from .fused_backward import fused_bwd
@@ -59,6 +60,21 @@ def attention_fwd(
     else:
         portable_fwd(problem, out, lse, exact)
     return out, lse, statistics
+
+
+def attention_fp8_fwd(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, right: int, keys: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of `attention` with fp8=True. RuntimeError where that cannot be had."""
+    out = empty_like(q)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    problem = _problem(q, k, v, scale, -1, right, keys)
+    if refused := fp8_refuses(problem, out):
+        raise RuntimeError(f"attention: fp8=True cannot run here: {refused}")
+    if out.numel() == 0 or keys == 0:
+        return out.zero_(), lse.fill_(-math.inf)
+    fp8_fwd(problem, out, lse)
+    return out, lse
 
 
 def _hopper_fwd(problem: Problem, version: str) -> str:

@@ -7,7 +7,7 @@ import math
 import torch
 import triton
 
-from .launch import BACKWARD, FORWARD, attention_bwd, attention_fwd, empty_statistics
+from .launch import BACKWARD, FORWARD, attention_bwd, attention_fp8_fwd, attention_fwd, empty_statistics
 from .problem import empty_like
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -30,6 +30,7 @@ def attention(
     num_context: int | None = None,
     window: tuple[int, int] | None = None,
     return_lse: bool = False,
+    fp8: bool = False,
     forward: str = "auto",
     backward: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -47,6 +48,9 @@ def attention(
     window       (left, right) as FlashAttention's: query i sees i + Sk − Sq − left <= j <= i + Sk − Sq + right; −1 is
                  no bound. With causal, right is 0.
     return_lse   also return lse [B, Hq, Sq], fp32, natural logarithm. Both outputs are differentiable.
+    fp8          q, k and v are rounded to e4m3, with a scale for 64 queries, 128 keys and 1024 values, and so are the
+                 probabilities; sums are fp32. For fp16 and bf16, D up to 128, compute capability 9.0, without a window
+                 and without a gradient. ±inf counts as NaN.
     forward      "cuda" (CUDA C++ for compute capability 9.0: fp16 or bf16, D of 64 or 128, no window, 16-byte
                  boundaries; CuPy compiles it), "gluon" (the same for any D >= 32), "portable" or "split" (the keys
                  shared out over CTAs, then combined); "auto" picks one
@@ -78,6 +82,13 @@ def attention(
     for name, version, known in (("forward", forward, FORWARD), ("backward", backward, BACKWARD)):
         if version not in known:
             raise ValueError(f"attention: {name} must be one of {', '.join(known)}, got {version!r}")
+    if fp8:
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+            raise RuntimeError("attention: fp8=True has no gradient: detach q, k and v, or use torch.no_grad()")
+        if left >= 0 or right > 0:
+            raise ValueError(f"attention: fp8=True has no window, got {window}")
+        out, lse = _fp8_op(q, k, v, float(scale), right, keys)
+        return (out, lse) if return_lse else out
     out, lse, _ = _fwd_op(q, k, v, float(scale), left, right, keys, forward, backward)
     return (out, lse) if return_lse else out
 
@@ -135,6 +146,18 @@ def _fwd_op(
 @_fwd_op.register_fake
 def _(q, k, v, scale, left, right, keys, forward, backward):
     return empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32), empty_statistics(q)
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::attention_fp8_fwd", mutates_args=())
+def _fp8_op(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, right: int, keys: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return attention_fp8_fwd(q, k, v, scale, right, keys)
+
+
+@_fp8_op.register_fake
+def _(q, k, v, scale, right, keys):
+    return empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::attention_bwd", mutates_args=())

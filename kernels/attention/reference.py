@@ -21,9 +21,12 @@ def attention_reference(
     num_context: int | None = None,
     window: tuple[int, int] | None = None,
     return_lse: bool = False,
+    fp8: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The definition of `attention`. Where the scores are too many for memory, a piece of the queries at a time, and
-    again in the backward."""
+    again in the backward. fp8: of what e4m3 makes of q, k and v; fp64 is exact."""
+    if fp8 and q.dtype != torch.float64:
+        q, k, v = _to_e4m3(q, 64), _to_e4m3(k, 128), _to_e4m3(v, 1024)
     batch, heads, queries, dim = q.shape
     kv_heads = k.shape[1]
     if k.shape != v.shape or (k.shape[0], k.shape[3]) != (batch, dim) or heads % kv_heads:
@@ -80,3 +83,14 @@ def _rows(
 def _log(total: torch.Tensor) -> torch.Tensor:
     """log, and of nought -inf with a gradient of nought."""
     return torch.where(total == 0, -math.inf, torch.where(total == 0, 1, total).log())
+
+
+def _to_e4m3(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """x rounded to e4m3, with a power of two for so many rows: the smallest by which the largest magnitude fits."""
+    blocks = [block.to(torch.promote_types(x.dtype, torch.float32)) for block in x.split(rows, dim=2)]
+    rounded = []
+    for block in blocks:
+        largest = block.abs().amax((2, 3), keepdim=True)
+        scale = torch.where(largest > 0, torch.exp2(torch.ceil(torch.log2(largest / 448))), 1.0)
+        rounded.append((block / scale).to(torch.float8_e4m3fn).to(block.dtype) * scale)
+    return torch.cat(rounded, dim=2).to(x.dtype) if rounded else x
