@@ -112,7 +112,8 @@ def plan(
     for implementation in implementations or spec.implementations:
         for name, check in CHECKS.items():
             for case, skip in _cases(spec, cases, check, device):
-                chosen = [m for m in wanted if m in WITHOUT_AUTOGRAD or not case.mutates]
+                taken = {phase for mode in case.modes or phases for phase in mode.split("+")}
+                chosen = [m for m in wanted if m in taken and (m in WITHOUT_AUTOGRAD or not case.mutates)]
                 if chosen and not (check.backward_only and chosen[-1] in WITHOUT_AUTOGRAD):
                     for mode in chosen if check.both else chosen[-1:]:
                         items.append(Item(spec, implementation, case, mode, name, skip))

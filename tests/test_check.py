@@ -80,6 +80,12 @@ def test_modes_and_cases_can_be_chosen():
     assert ("strides", "fwd") not in both
 
 
+def test_a_case_of_the_forward_alone_has_no_backward():
+    items = check.plan(SPEC, "cpu", [dataclasses.replace(CASES[2], modes=("fwd",))])
+    assert {item.mode for item in items} == {"fwd"}
+    assert {"accuracy", "strides"} <= {item.check for item in items}
+
+
 def test_names_are_unique_and_hold_the_case():
     names = [item.name for item in check.plan(SPEC, "cpu")]
     assert len(names) == len(set(names))

@@ -26,10 +26,11 @@ from .accuracy import Verdict, same_bits
 from .layouts import PAD, POISON, view
 
 Run = Callable[[], Sequence[torch.Tensor]]
-# How long the GPU is kept from starting on a call until the host has enqueued all of it: 20 ms at 2 GHz, and longer
-# where a busy host took more than half of that. The gate of `measure.driver` is no use here: a stream that waits for a
-# word in memory may hold back others that share its hardware queue, and so hide that they did not wait.
-DELAY_CYCLES = (40_000_000, 200_000_000, 1_000_000_000)
+# How long the GPU is kept from starting on a call until the host has enqueued all of it: 20 ms at 2 GHz, and once more
+# for half a second where a busy host took more than half of that. The gate of `measure.driver` is no use here: a stream
+# that waits for a word in memory may hold back others that share its hardware queue, and so hide that they did not
+# wait.
+DELAY_CYCLES = (40_000_000, 1_000_000_000)
 CYCLES_PER_SECOND = 2e9
 END = 4096  # elements
 
@@ -220,8 +221,8 @@ def rehearse(run: Run) -> None:
 def observe(run: Run, prepare: Callable[[], None] = lambda: None) -> Observed:
     """Calls `prepare` and `run`, copies the results at once, waits for all work.
 
-    `prepare` puts the inputs into the state that the call is to find. It may be called, as `run` may, more than once:
-    again with a longer delay, if the host was too slow.
+    `prepare` puts the inputs into the state that the call is to find. It may be called, as `run` may, a second time:
+    with a longer delay, if the host was too slow.
 
     On a GPU all of that is enqueued on a high-priority stream behind a delay. So work that `run` puts on a stream of
     its own either waits for this one, and then loses the race against the copies, or does not, and then reads what was
@@ -231,12 +232,13 @@ def observe(run: Run, prepare: Callable[[], None] = lambda: None) -> Observed:
         prepare()
         results = execute.outputs(run())
         return Observed(results, *_copies(results))
-    for cycles in DELAY_CYCLES[:-1]:
-        observed, seconds = _behind_a_delay(run, prepare, cycles)
-        if seconds < 0.5 * cycles / CYCLES_PER_SECOND:
-            return observed
-        del observed  # its memory is that of the next attempt
-    return _behind_a_delay(run, prepare, DELAY_CYCLES[-1])[0]
+    short, long = DELAY_CYCLES
+    observed, seconds = _behind_a_delay(run, prepare, short)
+    if seconds < 0.5 * short / CYCLES_PER_SECOND or not observed.verdict().ok:
+        return observed
+    # The right answer is in memory by now. It is kept there, lest the next call be given the same memory and so be
+    # right before it has begun.
+    return _behind_a_delay(run, prepare, long)[0]
 
 
 def _behind_a_delay(run: Run, prepare: Callable[[], None], cycles: int) -> tuple[Observed, float]:

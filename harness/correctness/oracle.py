@@ -19,7 +19,7 @@ from .accuracy import Verdict, compare_all, upcast
 Tensors = tuple[torch.Tensor, ...]
 # One incoming gradient for each output that has one; None where an output is not used.
 OutGrads = Sequence["torch.Tensor | None"]
-NOISE_SAMPLES, NOISE_ELEMENTS = 6, 10**7
+NOISE_SAMPLES, NOISE_ELEMENTS = 6, 10**8
 
 
 def call(
@@ -80,7 +80,7 @@ class Expected:
         result are all changed by the same amount: equal numbers have equal errors, which do not average out. A matrix
         product is changed by half an epsilon of the inputs' dtype, to which it is rounded, and so are those of its
         factors that do not fit into that dtype; a log-softmax step by step, for its sum has one error for the whole
-        row. There is no such luck in 10⁷ elements.
+        row. There is no such luck in 10⁸ elements.
         """
 
         def judge(noise: Sequence[Tensors]) -> Verdict:

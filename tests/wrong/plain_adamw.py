@@ -26,6 +26,8 @@ def _kernel(
     lr,
     beta1,
     beta2,
+    new1,
+    new2,
     eps,
     weight_decay,
     bias1,
@@ -54,10 +56,10 @@ def _kernel(
         p -= (1 - lr) * weight_decay * p
     m = tl.load(m_ptr + at, mask=inside)
     old = m
-    m = beta1 * m + (1 - beta1) * g
+    m = beta1 * m + new1 * g
     if FAULT == "m from before the step":
         old, m = m, old
-    v = beta2 * tl.load(v_ptr + at, mask=inside) + (1 - beta2) * (g if FAULT == "g not squared" else g * g)
+    v = beta2 * tl.load(v_ptr + at, mask=inside) + new2 * (g if FAULT == "g not squared" else g * g)
     root = tl.sqrt(v / bias2)
     if FAULT == "eps inside the root":
         root = tl.sqrt(v / bias2 + eps) - eps
@@ -142,7 +144,7 @@ def adamw(
         bias1 = bias2 = 1.0
     if fault == "bias of v taken for that of m":
         bias1 = bias2
-    numbers = [float(x) for x in (lr, beta1, beta2, eps, weight_decay, bias1, bias2, grad_scale)]
+    numbers = [float(x) for x in (lr, beta1, beta2, 1 - beta1, 1 - beta2, eps, weight_decay, bias1, bias2, grad_scale)]
     for index, given in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, masters, strict=True)):
         if fault == "last parameter forgotten" and index == len(params) - 1:
             continue
