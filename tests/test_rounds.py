@@ -112,3 +112,18 @@ def test_what_cannot_be_queued_is_found_out_and_measured_outside_the_gate(machin
     assert queued == [True, False, False]
     assert machine.log == ["a", "waits", "b", "a", "b", "waits", "b", "a", "waits"]
     assert clock._unheld == {"waits"}
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.01, 20), (1.0, 9), (20.0, 7)])
+def test_long_runs_are_sampled_less(machine, monkeypatch, seconds, rounds):
+    """An interval of no width at all is never reached, so that a bound decides."""
+    clock = clock_of(machine, rounds=1)
+    clock.budget = Budget(seconds=0.0, width=0.0)
+    monkeypatch.setattr("harness.measure.timing.time.perf_counter", lambda: machine.now)
+
+    def one_round(index: int) -> dict[str, float]:
+        machine.now += seconds
+        return {"a": 1e6 * seconds + index % 3}
+
+    samples, stop = clock._sample(["a"], one_round)
+    assert (len(samples["a"]), stop) == (rounds, "time")

@@ -39,9 +39,15 @@ AA = "#again"  # the second instance of an implementation, for the A/A pair
 
 @dataclass(frozen=True)
 class Budget:
-    """When sampling stops: every interval of a median narrower than `width`, or a bound on rounds or seconds."""
+    """When sampling stops: every interval of a median narrower than `width`, or a bound on rounds or seconds.
+
+    `few_rounds` are enough where `min_rounds` take longer than `patience` seconds: runs of a tenth of a second scatter
+    little, and are as long as many short ones.
+    """
 
     min_rounds: int = 20
+    few_rounds: int = 7
+    patience: float = 8.0
     max_rounds: int = 300
     seconds: float = 1.5
     width: float = 0.01
@@ -292,11 +298,13 @@ class Clock:
     ) -> tuple[dict[str, list[float]], str]:
         budget = self.budget
         samples: dict[str, list[float]] = {name: [] for name in names}
-        deadline = time.perf_counter() + budget.seconds
+        begin = time.perf_counter()
+        deadline = begin + budget.seconds
         for index in range(budget.max_rounds):
             for name, sample in one_round(index).items():
                 samples[name].append(sample)
-            if index + 1 < budget.min_rounds:
+            impatient = time.perf_counter() - begin > budget.patience
+            if index + 1 < (budget.few_rounds if impatient else budget.min_rounds):
                 continue
             if index % 5 == 4 and all(stats.converged(s, budget.width) for s in samples.values()):
                 return samples, "converged"
