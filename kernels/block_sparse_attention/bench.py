@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,11 +76,16 @@ CASES = (
     _case(1, 2, 0, 5, 16, 50, FP32, **SMALL),
     _case(1, 2, 5, 0, 16, 50, FP32, **SMALL),
     _case(1, 1, 1, 1, 1, 100, FP32, **SMALL),
-    *(_case(1, 1, 70, 130, dim, 50, FP16, causal=True, **SMALL) for dim in (80, 96, 256)),
-    *(_case(2, (4, 2), 1000, 1300, dim, 40, BF16, "small") for dim in (32, 64, 80, 96, 128, 256)),
-    *(_case(2, (4, 2), 1000, 1300, dim, 40, BF16, "small", causal=True, **SMALL) for dim in (32, 64, 128, 256)),
+    *(_case(1, 1, 70, 130, dim, 50, FP16, causal=True, **SMALL) for dim in (64, 80, 96, 128, 256)),
+    # Many checks take the first case of a kind: one that the version for Hopper takes.
+    *(_case(2, (4, 2), 1000, 1300, dim, 40, BF16, "small") for dim in (64, 32, 80, 96, 128, 256)),
+    *(_case(2, (4, 2), 1000, 1300, dim, 40, BF16, "small", causal=True, **SMALL) for dim in (64, 32, 128, 256)),
     *(_case(2, (4, 2), 1300, 1000, d, 40, BF16, "small", causal=True, bias=True, return_lse=True) for d in (64, 128)),
     _case(1, 2, 1300, 1300, 64, 0, BF16, "small", masks=(1, 1), window=(2, 1), causal=True),
+    # More rows of blocks than a GPU works on at a time, in a fixed order and by a counter; some keep nothing.
+    *(_case(2, (8, 4), 1500, 1000, dim, 40, BF16, "many", empty=3) for dim in (64, 128)),
+    *(_case(2, (8, 4), 3000, 3100, dim, 30, BF16, "many", causal=True, return_lse=True) for dim in (64, 128)),
+    *(_case(2, (8, 4), 1600, 1500, dim, 30, BF16, "many", bias=True, empty=5, **SMALL) for dim in (64, 128)),
     *(_case(1, 1, 130, 100, dim, 50, FP32, **SMALL) for dim in (64, 128)),
 )
 
@@ -278,9 +284,53 @@ def _candidates(case: Case, warps, stages) -> list[dispatch.Config]:
     return [dispatch.Config(m, n, block_d, w, s) for m, n in shapes for w in warps for s in stages]
 
 
+# What the version for Hopper has to choose from, by head dimension and block.
+CUDA_CANDIDATES = {
+    (128, 128): (
+        dispatch.CudaConfig(128, 3, True, True),
+        dispatch.CudaConfig(128, 3, False, True),
+        dispatch.CudaConfig(128, 3, True, False),
+        dispatch.CudaConfig(128, 2, True, False, q_buffers=2),
+        dispatch.CudaConfig(64, 6, True, True),
+    ),
+    (64, 128): (
+        dispatch.CudaConfig(64, 6, False, False, teams=2),
+        dispatch.CudaConfig(64, 5, False, False, q_buffers=2, teams=2),
+        dispatch.CudaConfig(128, 6, False, True),
+        dispatch.CudaConfig(128, 6, True, True),
+    ),
+    (128, 64): (
+        dispatch.CudaConfig(64, 3, False, True, teams=2),
+        dispatch.CudaConfig(64, 2, False, False, q_buffers=2, teams=2),
+    ),
+    (64, 64): (
+        dispatch.CudaConfig(64, 4, False, True, teams=3),
+        dispatch.CudaConfig(64, 2, False, False, q_buffers=2, teams=4),
+    ),
+}
+CUDA_CASES = tuple(
+    dataclasses.replace(case, min_capability=(9, 0))
+    for case in (
+        *(_case(1, 32, 8192, 8192, 128, kept) for kept in (50, 25, 10)),
+        *(_case(1, 8, 16384, 16384, 64, kept) for kept in (50, 25, 10)),
+        _case(1, 32, 8192, 8192, 128, 25, block_size=64),
+        _case(1, 8, 16384, 16384, 64, 25, block_size=64),
+    )
+)
+
+
+def _cuda_candidates(case: Case) -> tuple[dispatch.CudaConfig, ...]:
+    return CUDA_CANDIDATES[case.dims["dim"], case.params.get("block_size", 128)]
+
+
 SPEC = KernelSpec(
     name="block_sparse_attention",
-    implementations={"triton": block_sparse_attention},
+    implementations={
+        "auto": block_sparse_attention,
+        "triton": partial(block_sparse_attention, forward="portable"),
+    },
+    # Elsewhere the first is the second.
+    min_capability={"triton": (9, 0)},
     baselines=(
         dataclasses.replace(EAGER, supports=_fits),
         dataclasses.replace(COMPILED, supports=_fits),
@@ -301,7 +351,15 @@ SPEC = KernelSpec(
     spills={"_block_sparse_attention_dkdv_kernel": 32},
     fuzz={"queries": (65, 128), "keys": (65, 128), "dim": (1, 24)},
     tunables=(
-        Tunable(dispatch, "pick_fwd_config", "fwd", lambda case: _candidates(case, (4, 8), (2, 3, 4))),
+        Tunable(dispatch, "pick_forward", "fwd", lambda case: ("cuda", "portable")),
+        Tunable(dispatch, "pick_cuda_config", "fwd", _cuda_candidates, CUDA_CASES),
+        Tunable(
+            dispatch,
+            "pick_fwd_config",
+            "fwd",
+            lambda case: _candidates(case, (4, 8), (2, 3, 4)),
+            implementation="triton",
+        ),
         Tunable(dispatch, "pick_dkdv_config", "bwd", lambda case: _candidates(case, (4, 8), (1, 2, 3))),
         Tunable(dispatch, "pick_dq_config", "bwd", lambda case: _candidates(case, (4, 8), (1, 2, 3))),
     ),

@@ -1,4 +1,4 @@
-"""With which tiles the kernels run. Pure functions of sizes, dtype and GPU."""
+"""Which version runs, and with which tiles. Pure functions of sizes, dtype and GPU."""
 
 from __future__ import annotations
 
@@ -18,6 +18,34 @@ class Config:
     block_d: int
     num_warps: int
     num_stages: int
+
+
+@dataclass(frozen=True)
+class CudaConfig:
+    """A CTA has `teams` of one warp group for each 64 rows of a block, which go over lists of their own in steps of
+    block_n keys, in rings of `stages`. turns: the two warp groups of a team issue their products in turn. q_registers:
+    queries are held in registers for the length of a tile. q_buffers: 2 lets the next tile's queries come while a
+    tile's are in use, as q_registers does, at the cost of shared memory."""
+
+    block_n: int
+    stages: int
+    turns: bool
+    q_registers: bool
+    q_buffers: int = 1
+    teams: int = 1
+
+
+def pick_cuda_config(dim: int, block: int) -> CudaConfig:
+    """The largest rings without a register spill (README, what was tried). Four warp groups with D = 64, or three where
+    blocks have 64 rows: a round is short there and its latencies are not."""
+    if block == 64:
+        return CudaConfig(64, 4, False, True, teams=3) if dim == 64 else CudaConfig(64, 3, False, True, teams=2)
+    return CudaConfig(64, 6, False, False, teams=2) if dim == 64 else CudaConfig(128, 3, True, True)
+
+
+def pick_forward(version: str, hopper: str = "") -> str:
+    """The version of the forward that runs. `hopper`: the one for Hopper if it takes the problem."""
+    return version if version != "auto" else hopper or "portable"
 
 
 # The largest tiles without a register spill under Triton 3.6 and 3.7, but for a few bytes of which the README

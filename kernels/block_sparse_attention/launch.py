@@ -1,4 +1,5 @@
-"""Forward and backward as the op calls them: empty problems, what runs for which gradient, memory of the results."""
+"""Forward and backward as the op calls them: empty problems, the choice of a version, what runs for which gradient,
+the memory of the results."""
 
 from __future__ import annotations
 
@@ -6,11 +7,15 @@ import math
 
 import torch
 
+from . import dispatch
+from .cuda_forward import cuda_fwd, cuda_refuses
 from .delta import Saved, row_terms
 from .forward import portable_fwd
 from .key_gradients import key_gradients
 from .problem import Problem, empty_like, readable
 from .query_gradient import query_gradient
+
+FORWARD = ("auto", "portable", "cuda")
 
 
 def sparse_fwd(
@@ -22,6 +27,7 @@ def sparse_fwd(
     scale: float,
     block: int,
     causal: bool,
+    version: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """out and lse of `block_sparse_attention`, whose arguments are checked, and the statistics that the backward wants
     in fp32."""
@@ -31,8 +37,21 @@ def sparse_fwd(
     if out.numel() == 0 or k.shape[2] == 0:
         return out.zero_(), lse.fill_(-math.inf), statistics.zero_()
     problem = Problem(readable(q), readable(k), readable(v), table, bias, scale, block, causal)
-    portable_fwd(problem, out, lse, statistics if statistics.numel() else None)
+    if dispatch.pick_forward(version, _hopper_fwd(problem, version, out)) == "cuda":
+        cuda_fwd(problem, out, lse)
+    else:
+        portable_fwd(problem, out, lse, statistics if statistics.numel() else None)
     return out, lse, statistics
+
+
+def _hopper_fwd(problem: Problem, version: str, out: torch.Tensor) -> str:
+    """The version for Hopper if it takes the problem. RuntimeError where it was asked for and does not."""
+    if version == "portable":
+        return ""
+    refused = cuda_refuses(problem, out)
+    if refused and version == "cuda":
+        raise RuntimeError(f'block_sparse_attention: forward="cuda" cannot run here: {refused}')
+    return "" if refused else "cuda"
 
 
 def empty_statistics(q: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 import triton
 
 from .index import BlockIndex, make_table, table_size
-from .launch import empty_statistics, sparse_bwd, sparse_fwd
+from .launch import FORWARD, empty_statistics, sparse_bwd, sparse_fwd
 from .problem import empty_like
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -33,6 +33,7 @@ def block_sparse_attention(
     causal: bool = False,
     return_lse: bool = False,
     block_bias: torch.Tensor | None = None,
+    forward: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention over those blocks of the scores that a mask keeps; the others cost nothing (Dao et al. 2022,
     arXiv:2205.14135, algorithm 5; Child et al. 2019, arXiv:1904.10509).
@@ -52,6 +53,8 @@ def block_sparse_attention(
     return_lse   also return lse [B, Hq, Sq], fp32, natural logarithm. Both outputs are differentiable.
     block_bias   fp32, of a mask's shape: added to all scores of a block, and differentiable, as the logarithm of a gate
                  is. −inf is as good as dropped, but costs what a kept block does.
+    forward      "cuda" (CUDA C++ for compute capability 9.0: fp16 or bf16, D of 64 or 128, 16-byte boundaries; CuPy
+                 compiles it) or "portable"; "auto" picks one. The backward is the same for both.
 
     Returns out, in shape and dtype of q and in its memory order (row-major if q is copied). A query that sees no key
     has out 0, lse −inf and no gradient; a dropped block's bias has none. Sums are fp32; p and ds are rounded to the
@@ -59,13 +62,15 @@ def block_sparse_attention(
     backward: q, k, v, out, lse, the table of the mask, the bias.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
-    outside Triton's interpreter.
+    outside Triton's interpreter, or for a version that this GPU or problem does not have.
     """
     _check(q, k, v, block_size)
     if scale is None:
         scale = 1 / math.sqrt(q.shape[3])
     elif not 0 < scale < math.inf:
         raise ValueError(f"block_sparse_attention: scale must be a positive number, got {scale}")
+    if forward not in FORWARD:
+        raise ValueError(f"block_sparse_attention: forward must be one of {', '.join(FORWARD)}, got {forward!r}")
     queries, keys = q.shape[2], k.shape[2]
     shape = (q.shape[0], q.shape[1], -(-queries // block_size), -(-keys // block_size))
     if block_bias is not None:
@@ -75,7 +80,7 @@ def block_sparse_attention(
     else:
         mask = _blocks("block_mask", block_mask, torch.bool, q, shape)
         table = _index_op(_distinct(mask), queries, keys, block_size, causal)
-    out, lse, _ = _fwd_op(q, k, v, table, block_bias, float(scale), block_size, causal)
+    out, lse, _ = _fwd_op(q, k, v, table, block_bias, float(scale), block_size, causal, forward)
     return (out, lse) if return_lse else out
 
 
@@ -212,12 +217,13 @@ def _fwd_op(
     scale: float,
     block: int,
     causal: bool,
+    forward: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return sparse_fwd(q, k, v, table, bias, scale, block, causal)
+    return sparse_fwd(q, k, v, table, bias, scale, block, causal, forward)
 
 
 @_fwd_op.register_fake
-def _(q, k, v, table, bias, scale, block, causal):
+def _(q, k, v, table, bias, scale, block, causal, forward):
     return empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32), empty_statistics(q)
 
 
@@ -258,21 +264,21 @@ def _(
 
 def _save(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)  # most of the time lse has no gradient
-    q, k, v, table, bias, *ctx.options = inputs
+    q, k, v, table, bias, *ctx.options, _ = inputs
     ctx.save_for_backward(q, k, v, table, bias, *output)
 
 
 def _backward(ctx, dout, dlse, _):
     need_dq, need_dk, need_dv, _, need_dbias = ctx.needs_input_grad[:5]
     if dout is None and dlse is None:
-        return (None,) * 8
+        return (None,) * 9
     saved = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(saved[5])
     need_dkv = need_dk or need_dv
     dq, dk, dv, dbias = _bwd_op(dout, dlse, *saved, *ctx.options, need_dq, need_dkv, need_dbias)
     gradients = (dq, need_dq), (dk, need_dk), (dv, need_dv), (None, False), (dbias, need_dbias)
-    return *(gradient if needed else None for gradient, needed in gradients), None, None, None
+    return *(gradient if needed else None for gradient, needed in gradients), *(None,) * 4
 
 
 _fwd_op.register_autograd(_backward, setup_context=_save)

@@ -183,3 +183,7 @@ class Problem:
     def capability(self) -> tuple[int, int]:
         """Of the GPU; the interpreter has none."""
         return torch.cuda.get_device_capability(self.q.device) if self.q.is_cuda else (0, 0)
+
+    def multiprocessors(self) -> int:
+        """Of the GPU; the interpreter stands for a small one."""
+        return torch.cuda.get_device_properties(self.q.device).multi_processor_count if self.q.is_cuda else 4

@@ -288,6 +288,8 @@ def test_the_reference_in_pieces(monkeypatch):
         ({}, dict(scale=-1.0), ValueError, "scale must be a positive number, got -1.0"),
         ({}, dict(scale=math.nan), ValueError, "scale must be a positive number"),
         ({}, dict(block_size=32), ValueError, "block_size must be 64 or 128, got 32"),
+        ({}, dict(forward="best"), ValueError, "forward must be one of auto, .*, got 'best'"),
+        ({}, dict(forward="cuda"), RuntimeError, 'forward="cuda" cannot run here: it takes heads of 64 and 128'),
     ],
 )
 def test_says_what_is_wrong(change, options, error, words):
@@ -331,23 +333,26 @@ def test_kernels_are_not_specialised_for_sizes():
 
 
 @pytest.mark.gpu
-def test_nothing_waits_for_the_gpu():
+@pytest.mark.parametrize("version", ["auto", "portable"])
+def test_nothing_waits_for_the_gpu(version):
     leaves = [*(normal(1, 2, 1000, 64, dtype=torch.bfloat16).requires_grad_() for _ in range(3))]
     mask = random_mask(2, 8, 8)
+    block_sparse_attention(*leaves, mask, forward=version)  # what is compiled and loaded may wait
     torch.cuda.set_sync_debug_mode("error")
     try:
-        block_sparse_attention(*leaves, mask).sum().backward()
+        block_sparse_attention(*leaves, mask, forward=version).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
-def test_fifty_equal_repeats():
+@pytest.mark.parametrize("version", ["auto", "portable"])
+def test_fifty_equal_repeats(version):
     leaves = [*(normal(2, 8, 1000, 64, dtype=torch.bfloat16) for _ in range(3)), normal(2, 8, 8, 8)]
     mask = random_mask(2, 8, 8, 8)
-    first = everything(block_sparse_attention, leaves, mask)
+    first = everything(block_sparse_attention, leaves, mask, forward=version)
     for _ in range(49):
-        again = everything(block_sparse_attention, leaves, mask)
+        again = everything(block_sparse_attention, leaves, mask, forward=version)
         assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
 
 

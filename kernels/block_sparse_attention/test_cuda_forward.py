@@ -1,0 +1,193 @@
+"""The forward in CUDA C++: when it runs and what it is told, anywhere; what it computes, on a GPU that has it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from . import block_sparse_attention, cuda_driver, cuda_forward, dispatch, index, launch
+from . import problem as problems
+from .bench import CUDA_CANDIDATES
+from .reference import block_sparse_attention_reference
+from .test_block_sparse_attention import DEVICE, SMALL, everything, normal, random_mask, tensors
+
+DIMS, BLOCKS = (64, 128), (64, 128)
+
+
+def test_which_version_runs():
+    assert dispatch.pick_forward("auto") == "portable"
+    assert dispatch.pick_forward("auto", "cuda") == "cuda"
+    assert dispatch.pick_forward("portable", "cuda") == "portable"
+    assert dispatch.pick_forward("cuda", "cuda") == "cuda"
+
+
+def test_what_is_refused_runs_in_the_portable_version(monkeypatch):
+    ran, original = [], launch.portable_fwd
+    monkeypatch.setattr(launch, "portable_fwd", lambda *arguments: ran.append(1) or original(*arguments))
+    for version in ("auto", "portable"):
+        block_sparse_attention(*tensors(70, 130, dim=24), random_mask(2, 3), forward=version, **SMALL)
+    assert len(ran) == 2
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A GPU of compute capability 9.0 with 4 multiprocessors, and a compiler, for what asks for them."""
+    monkeypatch.setattr(problems.Problem, "capability", lambda self: (9, 0))
+    monkeypatch.setattr(problems.Problem, "multiprocessors", lambda self: 4)
+    monkeypatch.setattr(cuda_driver, "no_compiler", lambda: None)
+
+
+def problem_of(q, k, v, mask, block: int = 64, bias: torch.Tensor | None = None) -> problems.Problem:
+    table = index.make_table(mask[None], q.shape[2], k.shape[2], block, False)
+    return problems.Problem(q, k, v, table, bias, 0.1, block, False)
+
+
+def test_why_it_refuses(hopper, monkeypatch):
+    mask = random_mask(1, 2, 3)
+
+    def refused(dim: int = 64, dtype: torch.dtype = torch.float16, change=lambda t: t) -> str | None:
+        q, k, v = (change(t.to(dtype)) for t in tensors(70, 130, dim=dim))
+        return cuda_forward.cuda_refuses(problem_of(q, k, v, mask), problems.empty_like(q))
+
+    for dim, dtype in itertools.product(DIMS, (torch.float16, torch.bfloat16)):
+        assert refused(dim, dtype) is None
+    assert refused(change=lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)) is None  # [B, S, H, D]
+    assert refused(dim=80) == "it takes heads of 64 and 128 numbers, not 80"
+    assert refused(dtype=torch.float32) == "it takes float16 and bfloat16, not torch.float32"
+    unaligned = "TMA wants rows, heads and batches on 16-byte boundaries"
+    assert refused(change=lambda t: F.pad(t, (0, 3))[..., :64]) == unaligned
+    assert refused(change=lambda t: torch.cat((t.flatten()[:1], t.flatten()))[1:].view(t.shape)) == unaligned
+    monkeypatch.setattr(cuda_driver, "no_compiler", lambda: "it is compiled by NVRTC, which comes with CuPy")
+    assert refused() == "it is compiled by NVRTC, which comes with CuPy"
+    monkeypatch.setattr(problems.Problem, "capability", lambda self: (10, 0))
+    assert refused() == "it needs a GPU of compute capability 9.0 (Hopper)"
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("dim", DIMS)
+def test_configurations_fit(dim, block):
+    assert dispatch.pick_cuda_config(dim, block) in CUDA_CANDIDATES[dim, block]
+    for config in CUDA_CANDIDATES[dim, block]:
+        assert cuda_forward.shared_bytes(dim, block, config) <= 232_448
+        assert block % config.block_n == 0
+        assert 2 <= config.teams * block // cuda_forward.ROWS <= 4  # warp groups that there are registers for
+        assert not config.turns or block == 128
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("dim", DIMS)
+def test_what_it_is_told(dim, block, shared, hopper, monkeypatch):
+    """Launched on nothing: sizes, lists that are shared or not, the bias, and a counter where there are many rows."""
+    compiled, launched = [], []
+    monkeypatch.setattr(cuda_driver, "kernels", lambda *arguments: compiled.append(arguments) or (None,))
+    monkeypatch.setattr(cuda_forward, "tensor_map", lambda *arguments: arguments)
+    monkeypatch.setattr(cuda_forward, "launch", lambda *arguments: launched.append(arguments))
+    queries, keys = 20 * block - 3, 1100
+    rows, columns = 20, -(-keys // block)
+    q, k, v = (t.half() for t in tensors(queries, keys, heads=6, kv_heads=2, dim=dim))
+    bias = normal(1, 1, rows, columns).expand(1, 6, rows, columns) if shared else None
+    problem = problem_of(q, k, v, random_mask(1 if shared else 6, rows, columns), block, bias)
+    cuda_forward.cuda_fwd(problem, problems.empty_like(q), torch.empty(1, 6, queries, device=DEVICE))
+    ((_, _, names, defines, room),), ((_, grid, threads, shared_bytes, (*maps, told)),) = compiled, launched
+    config = dispatch.pick_cuda_config(dim, block)
+    assert names == ("block_sparse_attention_cuda_fwd",)
+    assert {f"HEAD_DIM={dim}", f"BLOCK={block}", f"BIAS={int(shared)}", "CAUSAL=0", "FP16=1"} <= set(defines)
+    assert room == shared_bytes == cuda_forward.shared_bytes(dim, block, config)
+    assert (grid, threads) == (4, 128 * (config.teams * block // 64 + 1))
+    assert [made[1:] for made in maps] == [(queries, 64), (keys, config.block_n), (keys, config.block_n)]
+    assert (told.num_tiles, told.rows, told.columns) == (6 * rows, rows, columns)
+    assert (told.heads, told.q_heads, told.group, told.num_q, told.num_keys) == (6, 6, 3, queries, keys)
+    assert (told.table, told.table_head) == (problem.table.data_ptr(), 0 if shared else problem.table.stride(1))
+    assert told.bias == (bias.data_ptr() if bias is not None else None)
+    assert (told.bias_head, told.bias_row, told.bias_column) == ((0, columns, 1) if shared else (0, 0, 0))
+    assert told.section % 3 == 0  # whole groups
+    assert told.next_tile  # 120 rows of the mask, for 12 teams at the most, of more keys than SHORT
+
+
+def on_hopper(dim: int, block: int, dtype: torch.dtype, bias: bool = False) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Tensors, of which the bias is the fourth, and a mask: ragged, with more rows of the mask than teams, heads inside
+    rows, shared heads, and rows that keep nothing."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0 (Hopper)")
+    if reason := cuda_driver.no_compiler():
+        pytest.skip(reason)
+    sizes = (1333, 16), (1717, 8), (1717, 8)
+    leaves = [normal(3, rows, heads, dim, dtype=dtype).transpose(1, 2) for rows, heads in sizes]
+    shape = (16, -(-1333 // block), -(-1717 // block))
+    mask = random_mask(*shape, kept=0.4)
+    mask[:, ::4] = False
+    return [*leaves, normal(*shape)] if bias else leaves, mask
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("dim", DIMS)
+def test_agrees_with_the_portable_version(dim, block, causal, dtype, bias):
+    """And so do the gradients, for which the backward takes out and lse from either."""
+    leaves, mask = on_hopper(dim, block, dtype, bias)
+    options = dict(block_size=block, causal=causal)
+    out, lse, *grads = everything(block_sparse_attention, leaves, mask, forward="cuda", **options)
+    other, other_lse, *other_grads = everything(block_sparse_attention, leaves, mask, forward="portable", **options)
+    assert out.stride() == leaves[0].stride()
+    assert not out[:, :, :block].any() and (lse[:, :, :block] == -math.inf).all()
+    # Both round p to the dtype, each by a maximum of its own, and some queries see few keys.
+    torch.testing.assert_close(out, other, rtol=2e-2, atol=4 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(lse, other_lse, rtol=1e-5, atol=1e-4)
+    for mine, theirs in zip(grads, other_grads, strict=True):
+        assert (mine.double() - theirs.double()).norm() <= 2e-2 * theirs.double().norm()
+    again = everything(block_sparse_attention, leaves, mask, forward="cuda", **options)
+    assert all(torch.equal(a, b) for a, b in zip(again, (out, lse, *grads), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("dim", DIMS)
+def test_in_a_fixed_order_and_by_a_counter(dim, block, monkeypatch):
+    leaves, mask = on_hopper(dim, block, torch.bfloat16)
+    results = []
+    for short in ((0, 0), (10**6, 10**6)):
+        monkeypatch.setattr(cuda_forward, "SHORT", short)
+        results.append(block_sparse_attention(*leaves, mask, forward="cuda", block_size=block, return_lse=True))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [(key, c) for key, chosen in CUDA_CANDIDATES.items() for c in chosen], ids=str)
+def test_every_configuration(config, monkeypatch):
+    (dim, block), chosen = config
+    leaves, mask = on_hopper(dim, block, torch.bfloat16, bias=True)
+    monkeypatch.setattr(dispatch, "pick_cuda_config", lambda *_: chosen)
+    options = dict(block_bias=leaves[3], block_size=block, causal=True)
+    out, other = (block_sparse_attention(*leaves[:3], mask, forward=f, **options) for f in ("cuda", "portable"))
+    torch.testing.assert_close(out, other, rtol=2e-2, atol=4 * torch.finfo(torch.bfloat16).eps)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("kind", ["rising", "falling", "negative", "infinite", "not a number"])
+def test_scores_that_a_kept_maximum_could_get_wrong(kind, dim, block):
+    """A maximum is kept while it is not far exceeded, and found by comparing integers; NaN stands where it should."""
+    leaves, mask = on_hopper(dim, block, torch.bfloat16)
+    q, k, v = (t.clone() for t in leaves)
+    ramp = torch.linspace(-30, 30, k.shape[2], device=DEVICE).to(k.dtype)[:, None]
+    if kind in ("rising", "falling"):
+        q[..., :1], k[..., :1] = 20, ramp if kind == "rising" else -ramp
+    elif kind == "negative":
+        q[..., 0], k[..., 0] = 8, -60
+    else:
+        q[0, 1, 500, 3] = math.inf if kind == "infinite" else math.nan
+        k[..., 3] = k[..., 3].abs() + 0.1
+    options = dict(block_size=block, return_lse=True)
+    out, lse = block_sparse_attention(q, k, v, mask, forward="cuda", **options)
+    want, want_lse = block_sparse_attention_reference(*(t.double() for t in (q, k, v)), mask, **options)
+    torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=3e-2, equal_nan=True)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-3, equal_nan=True)
