@@ -123,9 +123,10 @@ DEVICE void produce(const Problem& a, const TensorMap* q_map, const TensorMap* k
     int tile = place;
     for (int round = 1; tile < a.num_tiles; round++, turn ^= 1, queries.next()) {
         int head, first_row, end, full;
-        // Without a counter there and back again, which evens out where the tiles get shorter and shorter.
-        int following = round * places + (round % 2 ? places - 1 - place : place);
-        if (a.next_tile && rank == 0) following = atomicAdd(a.next_tile, 1) + places;
+        // Without a counter there and back again, which evens out where the tiles get shorter and shorter. `places` are
+        // added where the number is needed, for an addition here would wait for the counter.
+        int following = round % 2 ? places - 1 - place : place;
+        if (a.next_tile && rank == 0) following = draw(a.next_tile);
         find_tile(a, tile, rank, head, first_row);
         find_blocks(a, first_row, BLOCK_M, end, full);
         int batch = head / a.q_heads;
@@ -154,6 +155,7 @@ DEVICE void produce(const Problem& a, const TensorMap* q_map, const TensorMap* k
             }
         }
         if (rank == 0) {
+            following += (a.next_tile ? 1 : round) * places;
             bar_wait(bars + 8 * TILE_EMPTY, turn ^ 1);
 #pragma unroll
             for (int r = 0; r < CLUSTER; r++) {
@@ -306,7 +308,7 @@ DEVICE void finish(const float (&o)[O_REGS], const Rows& rows, const Problem& a,
 #pragma unroll
             for (int g = 0; g < 4; g++) w[g] = none ? 0 : pack(o[i + 4 * g] * factor, o[i + 4 * g + 1] * factor);
             uint4 piece = transpose(w[0], w[1], w[2], w[3], lane % 4);
-            if (inside) *(uint4*)(out + row * a.out_row + i / 4 * 8 + lane % 4 * 8) = piece;
+            if (inside) store_global4(out + row * a.out_row + i / 4 * 8 + lane % 4 * 8, piece);
         }
     }
 }

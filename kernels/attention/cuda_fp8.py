@@ -43,9 +43,9 @@ def fp8_refuses(problem: Problem, out: torch.Tensor) -> str | None:
     return hopper_refuses(problem, out) or cuda_driver.no_compiler()
 
 
-def fp8_fwd(problem: Problem, out: torch.Tensor, lse: torch.Tensor) -> None:
+def fp8_fwd(problem: Problem, out: torch.Tensor, lse: torch.Tensor, exact_lse: bool) -> None:
     """Writes out and lse of a problem that `fp8_refuses` does not."""
-    config = dispatch.pick_fp8_config(problem.dim)
+    config = dispatch.pick_fp8_config(problem.dim, exact_lse)
     operands = quantise(problem.q, problem.k, problem.v, problem.keys, config.block_n, config.section)
     fp8_attend(operands, out, lse, problem.scale, problem.right == 0, config)
 

@@ -63,9 +63,10 @@ def attention_fwd(
 
 
 def attention_fp8_fwd(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, right: int, keys: int
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, right: int, keys: int, exact_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of `attention` with fp8=True. RuntimeError where that cannot be had."""
+    """out and lse of `attention` with fp8=True; without `exact_lse` the latter errs as e4m3 does. RuntimeError where
+    that cannot be had."""
     out = empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     problem = _problem(q, k, v, scale, -1, right, keys)
@@ -73,7 +74,7 @@ def attention_fp8_fwd(
         raise RuntimeError(f"attention: fp8=True cannot run here: {refused}")
     if out.numel() == 0 or keys == 0:
         return out.zero_(), lse.fill_(-math.inf)
-    fp8_fwd(problem, out, lse)
+    fp8_fwd(problem, out, lse, exact_lse)
     return out, lse
 
 

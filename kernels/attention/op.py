@@ -48,9 +48,9 @@ def attention(
     window       (left, right) as FlashAttention's: query i sees i + Sk − Sq − left <= j <= i + Sk − Sq + right; −1 is
                  no bound. With causal, right is 0.
     return_lse   also return lse [B, Hq, Sq], fp32, natural logarithm. Both outputs are differentiable.
-    fp8          q, k and v are rounded to e4m3, with a scale for 64 queries, 128 keys and 1024 values, and so are the
-                 probabilities; sums are fp32. For fp16 and bf16, D up to 128, compute capability 9.0, without a window
-                 and without a gradient. ±inf counts as NaN.
+    fp8          q, k and v are rounded to e4m3, with scales for 64 queries, 96 or 128 keys and 768 to 2048 values, and
+                 so are the probabilities; sums are fp32. For fp16 and bf16, D up to 128, compute capability 9.0, without
+                 a window and without a gradient. ±inf counts as NaN.
     forward      "cuda" (CUDA C++ for compute capability 9.0: fp16 or bf16, D of 64 or 128, no window, 16-byte
                  boundaries; CuPy compiles it), "gluon" (the same for any D >= 32), "portable" or "split" (the keys
                  shared out over CTAs, then combined); "auto" picks one
@@ -87,7 +87,7 @@ def attention(
             raise RuntimeError("attention: fp8=True has no gradient: detach q, k and v, or use torch.no_grad()")
         if left >= 0 or right > 0:
             raise ValueError(f"attention: fp8=True has no window, got {window}")
-        out, lse = _fp8_op(q, k, v, float(scale), right, keys)
+        out, lse = _fp8_op(q, k, v, float(scale), right, keys, return_lse)
         return (out, lse) if return_lse else out
     out, lse, _ = _fwd_op(q, k, v, float(scale), left, right, keys, forward, backward)
     return (out, lse) if return_lse else out
@@ -150,13 +150,13 @@ def _(q, k, v, scale, left, right, keys, forward, backward):
 
 @torch.library.custom_op(f"{_NAMESPACE}::attention_fp8_fwd", mutates_args=())
 def _fp8_op(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, right: int, keys: int
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, right: int, keys: int, exact_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return attention_fp8_fwd(q, k, v, scale, right, keys)
+    return attention_fp8_fwd(q, k, v, scale, right, keys, exact_lse)
 
 
 @_fp8_op.register_fake
-def _(q, k, v, scale, right, keys):
+def _(q, k, v, scale, right, keys, exact_lse):
     return empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 

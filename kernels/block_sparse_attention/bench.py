@@ -304,8 +304,8 @@ CUDA_CANDIDATES = {
         dispatch.CudaConfig(64, 2, False, False, q_buffers=2, teams=2),
     ),
     (64, 64): (
-        dispatch.CudaConfig(64, 4, False, True, teams=3),
         dispatch.CudaConfig(64, 2, False, False, q_buffers=2, teams=4),
+        dispatch.CudaConfig(64, 4, False, True, teams=3),
     ),
 }
 CUDA_CASES = tuple(
