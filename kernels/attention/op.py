@@ -48,9 +48,9 @@ def attention(
     window       (left, right) as FlashAttention's: query i sees i + Sk − Sq − left <= j <= i + Sk − Sq + right; −1 is
                  no bound. With causal, right is 0.
     return_lse   also return lse [B, Hq, Sq], fp32, natural logarithm. Both outputs are differentiable.
-    fp8          q, k and v are rounded to e4m3, with scales for 64 queries, 96 or 128 keys and 768 to 2048 values, and
-                 so are the probabilities; sums are fp32. For fp16 and bf16, D up to 128, compute capability 9.0, without
-                 a window and without a gradient. ±inf counts as NaN.
+    fp8          q, k and v are rounded to e4m3, with scales for 64 queries, 96 or 128 keys and 768 or 1024 values, and
+                 so are the probabilities; sums are fp32. For fp16 and bf16, D up to 128, compute capability 9.0, with
+                 neither a window nor a gradient. ±inf counts as NaN.
     forward      "cuda" (CUDA C++ for compute capability 9.0: fp16 or bf16, D of 64 or 128, no window, 16-byte
                  boundaries; CuPy compiles it), "gluon" (the same for any D >= 32), "portable" or "split" (the keys
                  shared out over CTAs, then combined); "auto" picks one
