@@ -55,7 +55,8 @@ def opcheck(s: Subject, mode: str) -> None:
     inputs = s.inputs()
     recorder = _CustomOps()
     with recorder:
-        outputs, leaves = forward(s.spec, s.on_copies(), inputs)
+        wrt: tuple[str, ...] | None = () if mode in WITHOUT_AUTOGRAD else None
+        outputs, leaves = forward(s.spec, s.on_copies(), inputs, wrt)
         recorder.differentiated = False  # saved leaves still say requires_grad, but a backward has no backward here
         if mode not in WITHOUT_AUTOGRAD:
             backward(outputs, leaves, s.out_grads(inputs))

@@ -14,7 +14,7 @@ import torch
 from . import cuda_driver, dispatch
 from .cuda_driver import launch, pointer, tensor_map
 from .dispatch import Fp8Config
-from .hopper import L2_BYTES, ROWS, hopper_refuses
+from .hopper import L2_BYTES, ROWS, hopper_lacks
 from .problem import LOG2_E, Problem
 from .quantise import Operands, quantise
 
@@ -36,18 +36,22 @@ class _Problem(ctypes.Structure):
     ]
 
 
-def fp8_refuses(problem: Problem, out: torch.Tensor) -> str | None:
+def fp8_refuses(problem: Problem) -> str | None:
     """Why the forward in e4m3 cannot run a problem, or None."""
     if problem.dim > 128:
         return f"it takes heads of up to 128 numbers, not {problem.dim}"
-    return hopper_refuses(problem, out) or cuda_driver.no_compiler()
+    return hopper_lacks(problem) or cuda_driver.no_compiler()
 
 
 def fp8_fwd(problem: Problem, out: torch.Tensor, lse: torch.Tensor, exact_lse: bool) -> None:
     """Writes out and lse of a problem that `fp8_refuses` does not."""
     config = dispatch.pick_fp8_config(problem.dim, exact_lse)
     operands = quantise(problem.q, problem.k, problem.v, problem.keys, config.block_n, config.section)
-    fp8_attend(operands, out, lse, problem.scale, problem.right == 0, config)
+    columns = -(-problem.dim // 8) * 8  # it stores 16 bytes at a time
+    to = out if columns == problem.dim else out.new_empty(*out.shape[:3], columns)
+    fp8_attend(operands, to, lse, problem.scale, problem.right == 0, config)
+    if to is not out:
+        out.copy_(to[..., : problem.dim])
 
 
 def fp8_attend(

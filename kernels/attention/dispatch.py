@@ -65,12 +65,13 @@ class CudaConfig:
 def pick_cuda_config(dim: int, queries: int, keys: int, causal: bool) -> CudaConfig:
     """Three consumers won over two everywhere (fewer reads of keys and values for each query). With D = 64, 112 keys
     and queries in registers won over 128 keys and queries in shared memory; turns cost there and paid with D = 128.
-    Clusters paid without a mask at D = 128 alone, a second set of queries where tiles are short."""
+    Clusters paid without a mask at D = 128 alone, a second set of queries where tiles are short, and there, under a
+    causal mask, turns no longer where tiles are long."""
     if dim == 64:
         return CudaConfig(112 if keys > 64 else 64, 4, 3, False, True)
     if keys <= 512:
         return CudaConfig(64, 4, 3, True, False, q_buffers=2)
-    return CudaConfig(80, 4, 3, True, False, cluster=1 if causal or queries < 1024 else 2)
+    return CudaConfig(80, 4, 3, not causal, False, cluster=1 if causal or queries < 1024 else 2)
 
 
 @dataclass(frozen=True)

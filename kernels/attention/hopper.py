@@ -13,15 +13,21 @@ L2_BYTES = 32e6  # what the keys and values of the heads in flight may take up o
 
 
 def hopper_refuses(problem: Problem, *others: torch.Tensor) -> str | None:
-    """Why no version for Hopper can run a problem with these other tensors of its layout, or None."""
+    """Why no version for Hopper can read a problem and these other tensors of its layout by TMA, or None."""
+    refused = hopper_lacks(problem)
+    if refused is None and problem.unit(*others) != 8:
+        refused = "TMA wants rows, heads and batches on 16-byte boundaries"
+    return refused
+
+
+def hopper_lacks(problem: Problem) -> str | None:
+    """The same, wherever the tensors lie."""
     if problem.capability() != (9, 0):
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     if problem.q.dtype not in (torch.float16, torch.bfloat16):
         return f"it takes float16 and bfloat16, not {problem.q.dtype}"
     if problem.left >= 0 or problem.right > 0:
         return "it has no window"
-    if problem.unit(*others) != 8:
-        return "TMA wants rows, heads and batches on 16-byte boundaries"
     tiles = problem.all_heads * -(-problem.queries // ROWS)
     if max(tiles, problem.queries + problem.k.shape[2]) >= 2**31:
         return "it counts tiles in 32 bits"

@@ -70,7 +70,7 @@ def attention_fp8_fwd(
     out = empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     problem = _problem(q, k, v, scale, -1, right, keys)
-    if refused := fp8_refuses(problem, out):
+    if refused := fp8_refuses(problem):
         raise RuntimeError(f"attention: fp8=True cannot run here: {refused}")
     if out.numel() == 0 or keys == 0:
         return out.zero_(), lse.fill_(-math.inf)

@@ -87,10 +87,12 @@ def _log(total: torch.Tensor) -> torch.Tensor:
 
 def _to_e4m3(x: torch.Tensor, rows: int) -> torch.Tensor:
     """x rounded to e4m3, with a power of two for so many rows: the smallest by which the largest magnitude fits."""
+    if x.numel() == 0:
+        return x
     blocks = [block.to(torch.promote_types(x.dtype, torch.float32)) for block in x.split(rows, dim=2)]
     rounded = []
     for block in blocks:
         largest = block.abs().amax((2, 3), keepdim=True)
         scale = torch.where(largest > 0, torch.exp2(torch.ceil(torch.log2(largest / 448))), 1.0)
         rounded.append((block / scale).to(torch.float8_e4m3fn).to(block.dtype) * scale)
-    return torch.cat(rounded, dim=2).to(x.dtype) if rounded else x
+    return torch.cat(rounded, dim=2).to(x.dtype)

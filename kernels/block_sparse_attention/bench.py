@@ -61,7 +61,7 @@ CASES = (
     _case(1, (64, 8), 8192, 8192, 128, 25),
     _case(1, 32, 8192, 8192, 128, 25, block_size=64),
     _case(1, 32, 8192, 8192, 128, 25, causal=True),
-    _case(1, 32, 8192, 8192, 128, 25, bias=True),
+    _case(1, 8, 8192, 8192, 128, 25, bias=True),
     # 4096 tokens before each block and the first block of all, one mask for all heads.
     _case(1, (32, 8), 16384, 16384, 128, 0, masks=(1, 1), window=(32, 1), causal=True),
     # What goes wrong: plain first, then every option, nothing, one of everything, every width, ragged blocks.
