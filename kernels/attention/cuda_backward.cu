@@ -6,22 +6,25 @@
 // Three kernels: `prepare` (delta, lse in base 2, zeros in dq's fp32 sum), `backward`, `finish` (dq = scale * sum);
 // and `finish_keys` where CTAs shared the keys of a last round.
 //
-// `backward`: a CTA owns 128 keys and goes over the queries that see them, 128 (D = 64) or 64 (D = 128) at a time. One
-// warp loads by TMA; two warp groups own 64 keys each: dk and dv stay in their registers.
+// `backward`: a CTA owns 128 keys and goes over the queries that see them, 128 (D = 64), 64 or 80 (D = 128) at a time.
+// One warp loads by TMA; two warp groups own 64 keys each: dk and dv stay in their registers.
 //   S^T = K Q^T and dP^T = V dO^T have the keys as rows. So P^T and dS^T come out as the register operand of
 //   dV += P^T dO and dK += dS^T Q; dS alone goes through shared memory, for dQ = dS K, which needs both groups' keys.
-//   A group computes dQ for half of the tile (64 queries x 64 columns) and each of its warps adds 4 KB to the fp32 sum
-//   in the order of its registers, which `finish` knows.
+//   A group computes dQ for half of the tile (64 queries x 64 columns; of 80 queries dQ^T, whose 64 rows are columns of
+//   the head) and each of its warps adds an eighth of the tile to the fp32 sum in the order of its registers, which
+//   `finish` knows.
 //
-// A tile of 128 x 128 x 64 or 64 x 128 x 128 (10 * 2^20 FLOP) in clocks of one SM:
-//                                      D = 64    D = 128
-//   tensor cores, 4096 FLOP/clk           2560      2560
-//   shared memory, 128 B/clk              2560      2560   operands of wgmma, dS, TMA, lse and delta; with DIRECT = 0
-//                                                          dq goes in and out: 512 more
-//   exponentials, 16/clk                  1024       512
-//   instructions, 4/clk                  ~1000      ~900
-// So neither may wait for the other: the two groups run apart. dQ of a tile is computed one tile later, when the other
+// A tile of 128 x 128 x 64 or 64 x 128 x 128 (10 * 2^20 FLOP) or 80 x 128 x 128 (12.5 * 2^20) in clocks of one SM:
+//                                      D = 64   D = 128, 64   D = 128, 80
+//   tensor cores, 4096 FLOP/clk           2560          2560          3200
+//   shared memory, 128 B/clk              2560          3072          3648   operands of wgmma, dS, TMA, lse and delta;
+//                                                                            with DIRECT = 0 dq goes in and out
+//   exponentials, 16/clk                  1024           512           640
+//   instructions, 4/clk                  ~1000          ~900         ~1050
+// So none may wait for the others: the two groups run apart. dQ of a tile is computed one tile later, when the other
 // group's dS has long arrived, with two buffers of dS; and the next S is issued before the exponentials of anything.
+// With 80 queries keys are read from shared memory a fifth less often for each query, at two prices. Registers: dQ is
+// added before the next S begins, beside dK, for there is no room for both. Shared memory: q has two stages, not three.
 //
 // The order in which CTAs add to dq is not fixed: dq is not repeatable bit for bit; dk and dv are.
 
@@ -36,16 +39,22 @@
 
 constexpr int D = HEAD_DIM;
 constexpr bool CAUSAL = IS_CAUSAL;
-constexpr int BM = D == 64 ? 128 : 64;  // queries of a tile: S and dP need BM registers beside dk's and dv's D
+#ifndef QUERIES
+#define QUERIES (HEAD_DIM == 64 ? 128 : 64)
+#endif
+constexpr int BM = QUERIES;             // queries of a tile: S and dP need BM registers beside dk's and dv's D
+constexpr bool TIGHT = BM == 80;        // S, dP, dk and dv leave no registers for dQ beside them
+constexpr bool TURNED = BM % 64 != 0;   // dQ^T = K^T dS: the rows of a wgmma are 64
+constexpr int DQ_REGISTERS = TURNED ? BM / 2 : 32;
 constexpr int BN = 128;                 // keys of a CTA
 constexpr int SLABS = D / 64;           // a row of 64 columns is the 128 bytes that TMA and wgmma swizzle
 #ifndef DIRECT  // 1: dq is added to global memory from registers; 0: through shared memory, by bulk reductions
 #define DIRECT 1
 #endif
-constexpr int Q_STAGES = 3, DO_STAGES = DIRECT ? 3 : 2;
+constexpr int Q_STAGES = TIGHT ? 2 : 3, DO_STAGES = DIRECT ? 3 : 2;
 constexpr int CONSUMER_WARPS = 8;
 constexpr int KEYS_DONE = 1, ROWS_WRITTEN = 2, FIRST_TURN = 4;  // named barriers; the last two have one for each group
-constexpr int PIECE = 1024;             // fp32 values of dq that one warp makes of one tile
+constexpr int PIECE = BM * D / CONSUMER_WARPS;  // fp32 values of dq that one warp makes of one tile
 
 constexpr u32 Q_SLAB = BM * 128, K_SLAB = BN * 128;
 constexpr u32 Q_BYTES = SLABS * Q_SLAB, K_BYTES = SLABS * K_SLAB, DS_BYTES = 2 * BM * 128;
@@ -56,6 +65,7 @@ constexpr u32 BAR_AT = DELTA_AT + DO_STAGES * BM * 4;
 constexpr u32 K_FULL = BAR_AT, V_FULL = K_FULL + 8, Q_FULL = V_FULL + 8, Q_EMPTY = Q_FULL + 8 * Q_STAGES;
 constexpr u32 DO_FULL = Q_EMPTY + 8 * Q_STAGES, DO_EMPTY = DO_FULL + 8 * DO_STAGES;
 constexpr u32 DS_FULL = DO_EMPTY + 8 * DO_STAGES, DS_EMPTY = DS_FULL + 16, SHARED_END = DS_EMPTY + 16;
+static_assert(BM == 128 ? D == 64 : D == 128 && (BM == 64 || (BM == 80 && !DIRECT)), "64 by 128, 128 by 64 or 80");
 static_assert(SHARED_END + 1024 <= 232448, "a CTA has 227 KB of shared memory, and 1 KB goes to the alignment");
 
 struct Problem {
@@ -63,7 +73,7 @@ struct Problem {
     const float* lse2;   // [B * Hq, m_tiles * BM], log2(e) * lse; +inf where a query sees nothing or does not exist
     const float* delta;  // the same shape; 0 there
     float* parts;        // [blocks - whole, splits, 2, 128 * D]: dv and dk of shared blocks, in register order
-    int queries, keys, m_tiles, n_blocks, kv_heads, group, all_kv_heads, section, whole, splits;
+    int queries, keys, m_tiles, n_blocks, kv_heads, group, all_kv_heads, section, whole, splits, alternate;
     float scale, scale_log2;
 };
 
@@ -73,6 +83,7 @@ struct Problem {
 // Blocks from `whole` on, a last round that would leave most SMs without work, are shared by `splits` CTAs each.
 struct Work {
     int head, batch, first_key, low, begin, tiles, part;  // `part`: which place of `parts` dv and dk go to, or -1
+    bool down;                                            // from the last queries to the first
 
     DEVICE explicit Work(const Problem& p) {
         int index = blockIdx.x, share = 0, shares = 1;
@@ -91,18 +102,25 @@ struct Work {
         int of_block = (p.m_tiles - low) * p.group;
         begin = of_block * share / shares;
         tiles = of_block * (share + 1) / shares - begin;
+        // CTAs of a first section start together: from the last query down they are at the same tile all the time, and
+        // end one by one, the last keys first. Those of the next start as these end, the first keys first, each so much
+        // later as its first query lies further on: upwards they are at the same tile again, and end together.
+        down = p.alternate && section % 2 == 0;
     }
 };
+// Tile by tile of queries, all heads of the group at each: CTAs that share keys' heads then read the same queries.
 struct Tile {
-    int m, all_heads;  // `all_heads`: this query head counted over the batch
+    int m, all_heads, g;  // `all_heads`: this query head counted over the batch, `g`: in its group
 
     DEVICE Tile(const Work& w, const Problem& p) {
-        int of_head = p.m_tiles - w.low;
-        m = w.low + w.begin % of_head;
-        all_heads = (w.batch * p.kv_heads + w.head) * p.group + w.begin / of_head;
+        int i = w.begin / p.group;
+        m = w.down ? p.m_tiles - 1 - i : w.low + i;
+        g = w.begin % p.group;
+        all_heads = (w.batch * p.kv_heads + w.head) * p.group + g;
     }
     DEVICE void next(const Work& w, const Problem& p) {
-        if (++m == p.m_tiles) m = w.low, ++all_heads;
+        ++all_heads;
+        if (++g == p.group) g = 0, all_heads -= p.group, m += w.down ? -1 : 1;
     }
 };
 template <int stages>
@@ -162,6 +180,7 @@ DEVICE void scores(float (&c)[BM / 2], u32 rows, u32 columns) {
                k != 0);
     wgmma_commit();
 }
+#if HEAD_DIM == 64
 // The same with V from registers.
 DEVICE void scores(float (&c)[BM / 2], const u32 (&rows)[D / 4], u32 columns) {
 #pragma unroll
@@ -169,18 +188,22 @@ DEVICE void scores(float (&c)[BM / 2], const u32 (&rows)[D / 4], u32 columns) {
         mma<0>(c, rows + 4 * k, along(columns + k / 4 * (Q_SLAB / 16) + k % 4 * 2), k != 0);
     wgmma_commit();
 }
+#endif
 // dV += P^T dO or dK += dS^T Q
 DEVICE void gradient(float (&c)[D / 2], const u32 (&a)[BM / 4], u32 columns) {
 #pragma unroll
     for (int k = 0; k < BM / 16; k++) mma<1>(c, a + 4 * k, across<Q_SLAB>(columns + k * 128), 1);
     wgmma_commit();
 }
-// dQ = dS K of 64 queries x 64 columns, over all 128 keys.
-DEVICE void query_gradient(float (&c)[32], u32 ds, u32 keys) {
+// dQ = dS K of 64 queries x 64 columns, or dQ^T = K^T dS of 64 columns x BM queries, over all 128 keys.
+DEVICE void query_gradient(float (&c)[DQ_REGISTERS], u32 ds, u32 keys) {
     anew(keys);
 #pragma unroll
-    for (int k = 0; k < BN / 16; k++)
-        mma<1>(c, along(ds + k / 4 * (BM * 8) + k % 4 * 2), across<K_SLAB>(keys + k * 128), k != 0);
+    for (int k = 0; k < BN / 16; k++) {
+        u64 a = along(ds + k / 4 * (BM * 8) + k % 4 * 2), b = across<K_SLAB>(keys + k * 128);
+        if constexpr (TURNED) mma<0, 1>(c, b, a, k != 0);
+        else mma<1>(c, a, b, k != 0);
+    }
     wgmma_commit();
 }
 
@@ -199,6 +222,16 @@ DEVICE void probabilities(float (&s)[BM / 2], u32 lse, float scale_log2) {
 #pragma unroll
         for (int e = 0; e < 4; e++) s[4 * j + e] = exp2_(s[4 * j + e] * scale_log2 - (e & 1 ? l.y : l.x));
     }
+}
+// The probabilities are computed before what follows. `pin` binds the front end alone: ptxas sinks exponentials, but for
+// a few, behind the wait for dP, where nothing runs beside them. It moves nothing over a branch, so here is one that
+// depends on each of them. None is negative; were the sign of a NaN set, it would wait for a barrier that is open.
+DEVICE void settle(float (&p)[BM / 2], u32 open) {
+    pin(p);
+    int bits = 0;
+#pragma unroll
+    for (int i = 0; i < BM / 2; i++) bits |= __float_as_int(p[i]);
+    if (bits < 0) bar_wait(open, 0);
 }
 DEVICE void score_gradients(const float (&s)[BM / 2], const float (&dp)[BM / 2], u32 (&p)[BM / 4],
                                                 u32 (&ds)[BM / 4], u32 delta) {
@@ -230,7 +263,7 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
     const int offset = p.keys - p.queries;
     const bool alone = p.n_blocks == 1;  // nobody else has a part of these sums, which are not zeroed then
 
-    float dk[D / 2], dv[D / 2], s[BM / 2], dp[BM / 2], dq[32];
+    float dk[D / 2], dv[D / 2], s[BM / 2], dp[BM / 2], dq[DQ_REGISTERS];
     u32 pt[BM / 4], dst[BM / 4];
 #pragma unroll
     for (int i = 0; i < D / 2; i++) dk[i] = dv[i] = 0;
@@ -263,6 +296,7 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
         pin(s);
         hide();
         probabilities(s, base + LSE_AT + q.slot * BM * 4 + pairs, p.scale_log2);
+        if (TIGHT) settle(s, base + K_FULL);
         wgmma_wait<0>();
         pin(dp);
         score_gradients(s, dp, pt, dst, base + DELTA_AT + g.slot * BM * 4 + pairs);
@@ -275,12 +309,12 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
         __syncwarp();
         release(DS_FULL + (t & 1) * 8);
     };
-    // One warp's 16 queries x 64 columns of dq: its own 4 KB of shared memory, its own reduction.
+    // One warp's piece of dq, 16 queries x 64 columns or 80 queries x 16: its own shared memory, its own reduction.
     auto add_dq = [&](int tile_place, bool real) {
         float* to = p.dq_sum + (long long)tile_place * (BM * D) + (wg * 4 + warp) * PIECE;
 #if DIRECT
 #pragma unroll
-        for (int j = 0; j < 8; j++)
+        for (int j = 0; j < DQ_REGISTERS / 4; j++)
             if (real) {
                 float* at = to + j * 128 + lane * 4;
                 if (alone) *(Float4*)at = {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]};
@@ -290,7 +324,7 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
         if (lane == 0) bulk_wait_read();
         __syncwarp();
 #pragma unroll
-        for (int j = 0; j < 8; j++)
+        for (int j = 0; j < DQ_REGISTERS / 4; j++)
             store_four(dq_piece + j * 512 + lane * 16, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
         fence_async();
         __syncwarp();
@@ -314,20 +348,34 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
     bar_wait(base + DO_FULL, 0);
     wgmma_fence();
     scores(dp, v_own, (base + DO_AT) / 16);
-    softmax(0);
+    auto add_to_dv = [&] { gradient(dv, pt, (base + DO_AT + g.slot * Q_BYTES) / 16); };
+    auto add_to_dk = [&] { gradient(dk, dst, (base + Q_AT + q.slot * Q_BYTES) / 16); };
+    auto multiply_ds = [&](int t) {
+        wait_ds(t);
+        wgmma_fence();
+        query_gradient(dq, (ds_rows + (t & 1) * DS_BYTES) / 16, dq_keys / 16);
+    };
 
+    softmax(0);
     if (wg == 1 && w.tiles > 1) named_arrive(FIRST_TURN, 256);
     int at = place(), at_before = at;
-    // Tile t is in registers as pt and dst. Nothing is in flight where the loop closes.
+    // Tile t is in registers as pt and dst. Nothing is in flight where the loop closes. In flight, oldest first:
+    //   dV | dV dK dQ | dK dQ | dK dQ S | dQ S | S | S dP            and where registers are tight
+    //   dV | dV dQ dK | dQ dK | dK | dK S | S | S dP
     for (int t = 0; t + 1 < w.tiles; t++) {
+        auto finish_dq = [&] {
+            wgmma_wait<1>();
+            pin(dq);
+            release(DS_EMPTY + (~t & 1) * 8);
+            add_dq(at_before, t > 0);
+        };
         named_sync(FIRST_TURN + wg, 256);
         pin(pt), pin(dst), pin(dk), pin(dv);
         wgmma_fence();
-        gradient(dv, pt, (base + DO_AT + g.slot * Q_BYTES) / 16);
-        gradient(dk, dst, (base + Q_AT + q.slot * Q_BYTES) / 16);
-        wait_ds(t - 1);  // before tile 0 it is open: dq of nothing is computed there and thrown away
-        wgmma_fence();
-        query_gradient(dq, (ds_rows + (~t & 1) * DS_BYTES) / 16, dq_keys / 16);
+        add_to_dv();
+        if (!TIGHT) add_to_dk();
+        multiply_ds(t - 1);  // before tile 0 it is open: dq of nothing is computed there and thrown away
+        if (TIGHT) add_to_dk();
         u32 old_q = q.slot;
         q.next(), tile.next(w, p);
         bar_wait(base + Q_FULL + 8 * q.slot, q.parity);
@@ -335,16 +383,14 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
         pin(pt), pin(dv);
         release(DO_EMPTY + 8 * g.slot);
         g.next();
+        if (TIGHT) finish_dq();
         wgmma_fence();
         scores(s, k_rows / 16, (base + Q_AT + q.slot * Q_BYTES) / 16);
         if (wg == 0 || t + 2 < w.tiles) named_arrive(FIRST_TURN + (wg ^ 1), 256);
-        wgmma_wait<2>();
+        wgmma_wait<TIGHT ? 1 : 2>();
         pin(dst), pin(dk);
         release(Q_EMPTY + 8 * old_q);
-        wgmma_wait<1>();
-        pin(dq);
-        release(DS_EMPTY + (~t & 1) * 8);
-        add_dq(at_before, t > 0);
+        if (!TIGHT) finish_dq();
         at_before = at, at = place();
         bar_wait(base + DO_FULL + 8 * g.slot, g.parity);
         wgmma_fence();
@@ -354,17 +400,11 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
     const int last = w.tiles - 1;
     pin(pt), pin(dst), pin(dk), pin(dv);
     wgmma_fence();
-    gradient(dv, pt, (base + DO_AT + g.slot * Q_BYTES) / 16);
-    gradient(dk, dst, (base + Q_AT + q.slot * Q_BYTES) / 16);
-    wait_ds(last - 1);
-    wgmma_fence();
-    query_gradient(dq, (ds_rows + (~last & 1) * DS_BYTES) / 16, dq_keys / 16);
+    add_to_dv(), add_to_dk(), multiply_ds(last - 1);
     wgmma_wait<0>();
     pin(pt), pin(dst), pin(dk), pin(dv), pin(dq);
     add_dq(at_before, last > 0);
-    wait_ds(last);
-    wgmma_fence();
-    query_gradient(dq, (ds_rows + (last & 1) * DS_BYTES) / 16, dq_keys / 16);
+    multiply_ds(last);
     wgmma_wait<0>();
     pin(dq);
     add_dq(at, true);

@@ -20,8 +20,7 @@ from .dispatch import CUDA_BWD_KEYS as KEYS
 from .hopper import whole
 from .problem import LOG2_E, Problem
 
-HELPER_ROWS = 64  # of a CTA of the other kernels
-SHARED_BYTES = 212 * 1024  # SHARED_END of the source, and up to 1 KB of alignment
+SHARED_BYTES = 227 * 1024  # all that a CTA can have: tiles of 80 queries need it, and two CTAs never fit
 NAMES = tuple(f"attention_cuda_bwd{part}" for part in ("", "_prepare", "_finish", "_finish_keys"))
 
 
@@ -31,18 +30,21 @@ class _Problem(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("dq_sum", "lse2", "delta", "parts")),
         *((name, ctypes.c_int) for name in ("queries", "keys", "m_tiles", "n_blocks", "kv_heads", "group")),
-        *((name, ctypes.c_int) for name in ("all_kv_heads", "section", "whole", "splits")),
+        *((name, ctypes.c_int) for name in ("all_kv_heads", "section", "whole", "splits", "alternate")),
         *((name, ctypes.c_float) for name in ("scale", "scale_log2")),
     ]
+
+
+def helper_rows(tile: int) -> int:
+    """Rows of a CTA of the other kernels; as HELPER_ROWS in the source."""
+    return tile if tile % 64 else 64
 
 
 def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
     """Writes dq, and the rows of dk and dv that count, of a problem that `cuda_refuses` does not."""
     q, k, v, dout = (whole(x) for x in (problem.q, problem.k, problem.v, saved.dout))
     kv_heads, dim = k.shape[1], problem.dim
-    tile, causal = dispatch.cuda_query_tile(dim), problem.right == 0
-    m_tiles, n_blocks = -(-problem.queries // tile), -(-problem.keys // KEYS)
-    padded = m_tiles * tile
+    causal = problem.right == 0
     config = dispatch.pick_cuda_bwd_config(
         problem.queries,
         problem.keys,
@@ -52,17 +54,21 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
         causal,
         problem.multiprocessors(),
     )
+    tile, n_blocks = config.queries, -(-problem.keys // KEYS)
+    m_tiles = -(-problem.queries // tile)
+    padded = m_tiles * tile
     unshared = problem.all_kv_heads * n_blocks - config.shared
     dq_sum = torch.empty(problem.all_heads, padded, dim, dtype=torch.float32, device=q.device)
     parts = torch.empty(config.shared * config.splits, 2, KEYS, dim, dtype=torch.float32, device=q.device)
     lse2, delta = torch.empty(2, problem.all_heads, padded, dtype=torch.float32, device=q.device)
     sizes = [ctypes.c_int(x) for x in (problem.queries, padded, q.shape[1])]
-    helpers = problem.all_heads * (padded // HELPER_ROWS)
+    helpers = problem.all_heads * (padded // helper_rows(tile))
     with torch.cuda.device_of(q):
         defines = (
             f"HEAD_DIM={dim}",
             f"IS_CAUSAL={int(causal)}",
             f"FP16={int(q.dtype == torch.float16)}",
+            f"QUERIES={tile}",
             f"DIRECT={int(config.direct)}",
         )
         backward, prepare, finish, finish_keys = cuda_driver.kernels(
@@ -70,7 +76,8 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
         )
         incoming = [Rows.of(saved.out), Rows.of(dout), pointer(saved.lse), pointer(saved.dlse)]
         terms = [pointer(lse2), pointer(delta), pointer(dq_sum)]
-        launch(prepare, helpers, 256, 0, [*incoming, *terms, *sizes, ctypes.c_int(n_blocks > 1)])
+        stored = n_blocks == 1 and config.direct  # not added to, so that nothing need be zeroed
+        launch(prepare, helpers, 256, 0, [*incoming, *terms, *sizes, ctypes.c_int(not stored)])
         described = _Problem(
             dq_sum.data_ptr(),
             lse2.data_ptr(),
@@ -86,6 +93,7 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
             config.section,
             unshared,
             config.splits,
+            config.alternate,
             problem.scale,
             problem.scale * LOG2_E,
         )

@@ -7,7 +7,7 @@ DEVICE const Uint4* chunk(const Rows& x, int batch, int head, int row, int colum
     return (const Uint4*)((const u16*)x.at + batch * x.batch + head * x.head + row * x.row + column);
 }
 
-constexpr int HELPER_ROWS = 64;  // of a CTA of 256 threads; 16 bytes a thread
+constexpr int HELPER_ROWS = TURNED ? BM : 64;  // of a CTA of 256 threads; 16 bytes a thread
 
 // lse, dlse: [B * heads, queries]; dlse may be null. Writes lse2 and delta and zeros the same rows of dq's sum.
 extern "C" __global__ void __launch_bounds__(256)
@@ -77,6 +77,29 @@ attention_cuda_bwd_finish(const Rows dq, const float* dq_sum, int queries, int p
     int tiles = padded / HELPER_ROWS, all = blockIdx.x / tiles, start = blockIdx.x % tiles * HELPER_ROWS;
     int batch = all / heads, head = all % heads;
     const float* tile = dq_sum + ((long long)all * padded + start / BM * BM) * D;
+    if constexpr (TURNED) {
+        // Each warp has one piece: 16 columns of the tile, [query / 8][column % 8][query % 8 / 2][4], of the last four
+        // two queries of a column and two of the column 8 on. They turn in shared memory, in rows that lie 16 bytes
+        // apart from a multiple of 128.
+        __shared__ Uint4 turned[BM][D / 8 + 1];
+        int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const Float4* piece = (const Float4*)(tile + warp * PIECE) + lane;
+        u32 to = shared_address(&turned[lane / 16 * 8 + lane % 8][warp * 2 + lane / 8 % 2]);
+#pragma unroll
+        for (int j = 0; j < BM / 8; j += 2) {
+            Float4 x = piece[j * 32], y = piece[j * 32 + 32];
+            store_transposed(to + j * 8 * sizeof(turned[0]), pack(x.x * scale, x.y * scale),
+                             pack(x.z * scale, x.w * scale), pack(y.x * scale, y.y * scale),
+                             pack(y.z * scale, y.w * scale));
+        }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < BM * ACROSS / 256; i++) {
+            int unit = i * 256 + threadIdx.x, row = start + unit / ACROSS, j = unit % ACROSS;
+            if (row < queries) *(Uint4*)chunk(dq, batch, head, row, j * 8) = turned[row - start][j];
+        }
+        return;
+    }
 #pragma unroll
     for (int i = 0; i < HELPER_ROWS / 2 * ACROSS / 256; i++) {
         int unit = i * 256 + threadIdx.x, j = unit % ACROSS, pair = unit / ACROSS;

@@ -90,19 +90,26 @@ DEVICE u64 across(u32 at) { return descriptor(at + ((slab >> 4) << 16)); }
 #define R4(c, i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
 #define R16(c, i) R4(c, i), R4(c, i + 4), R4(c, i + 8), R4(c, i + 12)
 #define R32(c, i) R16(c, i), R16(c, i + 16)
+#define R40(c) R32(c, 0), R4(c, 32), R4(c, 36)
 #define D32 \
-    "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"  \
+    "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define D40 D32 ",%32,%33,%34,%35,%36,%37,%38,%39"
 #define D64 D32 \
     ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
     "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define MMA(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " "
 
-// c (64 x 2 * count) = or += a b^T, both from shared memory; across_b: b's rows are the inner dimension.
-template <int across_b>
+// c (64 x 2 * count) = or += a b^T, both from shared memory; across_a, across_b: their rows are the inner dimension.
+template <int across_b, int across_a = 0>
 DEVICE void mma(float (&c)[32], u64 a, u64 b, int add) {
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0;\n" MMA(64) D32 "}, %32, %33, p, 1, 1, 0, %35; }"
-                 : R32(c, 0) : "l"(a), "l"(b), "r"(add), "n"(across_b));
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0;\n" MMA(64) D32 "}, %32, %33, p, 1, 1, %36, %35; }"
+                 : R32(c, 0) : "l"(a), "l"(b), "r"(add), "n"(across_b), "n"(across_a));
+}
+template <int across_b, int across_a = 0>
+DEVICE void mma(float (&c)[40], u64 a, u64 b, int add) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %42, 0;\n" MMA(80) D40 "}, %40, %41, p, 1, 1, %44, %43; }"
+                 : R40(c) : "l"(a), "l"(b), "r"(add), "n"(across_b), "n"(across_a));
 }
 template <int across_b>
 DEVICE void mma(float (&c)[64], u64 a, u64 b, int add) {

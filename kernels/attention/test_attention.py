@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from . import (
     attention,
     band,
+    cuda_backward,
     cuda_forward,
     cuda_fp8,
     delta,
@@ -424,18 +425,57 @@ def test_versions_of_the_forward_agree(version, dim, causal, dtype):
     assert torch.equal(out, attend(leaves, version, **options)[0])
 
 
+QUERY_TILES = [(64, 128), (128, 64), (128, 80)]  # with the width of the head
+
+
+def near(mine, other) -> None:
+    """Both rounded p and ds to 16 bits; the smallest numbers may be sums of larger ones."""
+    for a, b in zip(mine, other, strict=True):
+        scale = b[b.isfinite()].float().square().mean().sqrt().item()
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=3e-2 * scale)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_backward_in_cuda_agrees(dim, causal, dtype):
+@pytest.mark.parametrize(("dim", "tile"), QUERY_TILES)
+def test_backward_in_cuda_agrees(dim, tile, causal, dtype, monkeypatch):
     leaves, options = on_hopper(dim, causal, dtype)
     attend(leaves, "cuda", **options)
+    monkeypatch.setattr(dispatch, "cuda_query_tile", lambda *_: tile)
     mine = everything(attention, leaves, backward="cuda", **options)
-    other = everything(attention, leaves, backward="separate", **options)
-    for a, b in zip(mine, other, strict=True):
-        scale = b.float().square().mean().sqrt().item()
-        torch.testing.assert_close(a, b, rtol=2e-2, atol=3e-2 * scale)
+    near(mine, everything(attention, leaves, backward="separate", **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(6, 6), (6, 2)])
+@pytest.mark.parametrize(("queries", "keys"), [(700, 333), (333, 700), (1, 129)])
+@pytest.mark.parametrize(("dim", "tile"), QUERY_TILES)
+def test_sections_and_directions_of_the_backward_in_cuda(dim, tile, queries, keys, heads, monkeypatch):
+    """Under a causal mask: queries that see nothing, and sections of which the last is not full; up, and by turns."""
+    on_hopper(dim, True, torch.bfloat16)
+    shapes = ((heads[0], queries), (heads[1], keys), (heads[1], keys))
+    leaves = [normal(2, *shape, dim, dtype=torch.bfloat16) for shape in shapes]
+    attend(leaves, "cuda", causal=True)
+    other = everything(attention, leaves, causal=True, backward="separate")
+    for section, alternate in itertools.product((1, 3, 2 * heads[1]), (False, True)):
+        config = dispatch.CudaBackwardConfig(tile, section, dim == 64, alternate=alternate)
+        monkeypatch.setattr(dispatch, "pick_cuda_bwd_config", lambda *_, config=config: config)
+        near(everything(attention, leaves, causal=True, backward="cuda"), other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dim", "tile"), QUERY_TILES)
+def test_shared_blocks_of_the_backward_in_cuda(dim, tile, monkeypatch):
+    """Shares that begin in the middle of a group, more of them than there are heads, or all blocks."""
+    on_hopper(dim, False, torch.float16)
+    leaves = [normal(1, heads, rows, dim, dtype=torch.float16) for heads, rows in ((6, 405), (2, 517), (2, 517))]
+    attend(leaves, "cuda")
+    other = everything(attention, leaves, backward="separate")
+    for shared, splits in ((1, 2), (7, 5), (10, 9)):
+        config = dispatch.CudaBackwardConfig(tile, 1, dim == 64, shared, splits)
+        monkeypatch.setattr(dispatch, "pick_cuda_bwd_config", lambda *_, config=config: config)
+        near(everything(attention, leaves, backward="cuda"), other)
 
 
 @pytest.mark.gpu
@@ -467,13 +507,41 @@ def test_the_forward_in_cuda_fits(dim, causal):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_shares_of_the_backward_in_cuda(causal):
+@pytest.mark.parametrize("dim", [64, 128])
+def test_shares_of_the_backward_in_cuda(dim, causal):
     for queries, keys, heads, group in itertools.product((1, 200, 8192), (1, 128, 4096, 200_000), (1, 8, 32), (1, 8)):
-        config = dispatch.pick_cuda_bwd_config(queries, keys, 64, heads, group, causal, 132)
-        blocks, tiles = heads * -(-keys // 128), group * -(-queries // 128)
+        config = dispatch.pick_cuda_bwd_config(queries, keys, dim, heads, group, causal, 132)
+        blocks, tiles = heads * -(-keys // 128), group * -(-queries // config.queries)
         assert 1 <= config.section <= heads
         assert 0 <= config.shared <= blocks and 1 <= config.splits <= min(16, tiles)
         assert config.shared == 0 or (config.splits > 1 and not causal)
+        assert config.alternate == (causal and group > 1)
+        assert (dim, config.queries) in QUERY_TILES
+        # A single block's dQ is stored from registers; tiles of 80 have none left for that.
+        assert config.direct == (dim == 64 or keys <= 128) and not (config.direct and config.queries == 80)
+        assert config.queries % cuda_backward.helper_rows(config.queries) == 0
+
+
+@pytest.mark.parametrize(
+    ("dim", "keys", "group", "causal", "tile"),
+    [
+        (64, 200_000, 1, False, 128),
+        (128, 8192, 1, False, 80),
+        (128, 129, 8, False, 80),
+        (128, 128, 1, False, 64),
+        (128, 4096, 1, True, 64),
+        (128, 16_384, 1, True, 80),
+        (128, 16_384, 8, True, 64),
+    ],
+)
+def test_queries_of_a_tile_of_the_backward_in_cuda(dim, keys, group, causal, tile):
+    assert dispatch.cuda_query_tile(dim, keys, group, causal) == tile
+
+
+@pytest.mark.parametrize(("keys", "section"), [(2048, 8), (4096, 4), (8192, 2), (16_384, 1), (100_000, 1)])
+def test_a_section_of_shared_heads_has_a_block_for_each_multiprocessor(keys, section):
+    config = dispatch.pick_cuda_bwd_config(keys, keys, 128, 8, 8, True, 132)
+    assert (config.section, config.alternate) == (section, True)
 
 
 @pytest.mark.gpu
