@@ -116,6 +116,12 @@ def test_a_large_problem_cannot_beat_its_floor() -> None:
         assert "the timing or the cost is wrong" in str(over(floor * 0.97, 0, 4e9, column))
 
 
+def test_a_matrix_product_at_a_higher_clock_is_no_error() -> None:
+    floor = 8e14 / H200.flops["bf16"]
+    assert over(floor * 0.95, 8e14, 0, "cold", "bf16") is None
+    assert over(floor * 0.89, 8e14, 0, "cold", "bf16")
+
+
 def test_an_overstated_cost_is_caught() -> None:
     honest = 4e9 / 4e12
     assert over(honest, 0, 4e9, "cold") is None

@@ -25,6 +25,7 @@ the caller.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -43,21 +44,24 @@ def verify(
     run: execute.Run,
     out_grads: Sequence[torch.Tensor] | None = None,
     seed: int = 0,
+    poison: bool = True,
 ) -> Verdict:
     """Verdict over `run`, the callable that `execute.bind` made of `inputs`, `mode` and `out_grads`.
 
+    `poison=False` leaves fresh memory as it is: to poison it takes PyTorch's deterministic mode, under which a backward
+    that torch.compile made outside it refuses to run.
     The numbers are those of the first answer. Raises ValueError if a mode with a backward comes without `out_grads`.
     """
     if mode not in WITHOUT_AUTOGRAD and out_grads is None:
         raise ValueError(f"verify: mode {mode} needs the out_grads that run was bound with")
     grads = {f"incoming gradient {i}": g for i, g in enumerate(out_grads or ())}
     try:
-        with poisoned():
+        with poisoned() if poison else nullcontext():
             rehearse(run)
-        verdict, first = _once(spec, case, mode, inputs, run, grads, seed)
+        verdict, first = _once(spec, case, mode, inputs, run, grads, seed, poison)
         if not verdict.ok:
             return verdict
-        again, second = _once(spec, case, mode, inputs, run, grads, seed + 1, refresh=True)
+        again, second = _once(spec, case, mode, inputs, run, grads, seed + 1, poison, refresh=True)
     except execute.LazyOutput as error:
         return Verdict(False, str(error), "lazy")
     finally:
@@ -80,6 +84,7 @@ def _once(
     run: execute.Run,
     grads: dict[str, torch.Tensor],
     seed: int,
+    poison: bool,
     refresh: bool = False,
 ) -> tuple[Verdict, Observed]:
     """One observed call of `run`, judged; with `refresh`, on new contents."""
@@ -96,7 +101,7 @@ def _once(
     former = {n: fresh[n] if refresh else inputs[n].clone() for n in case.mutates}
     start = fresh if refresh else former
     snapshot = None if refresh else Snapshot({n: t for n, t in watched.items() if n not in former})
-    with poisoned():
+    with poisoned() if poison else nullcontext():
         observed = observe(run, lambda: refill({n: watched[n] for n in start}, start))
 
     def unchanged() -> Verdict:

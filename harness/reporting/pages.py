@@ -94,11 +94,12 @@ def speedup(found: Speedup | None, named: bool = False) -> str | None:
 def share(finding: Finding, row: Row, notes: set[str]) -> str:
     """Percent of the measured roofline, with a mark where it passes 100."""
     value = finding.percent(row, finding.measured)
-    if value is None or value <= 100 * (1 + roofline.MARGIN):
+    if value is None or value <= 100 * (1 + roofline.MARGIN[roofline.MEMORY]):
         return md.percent(value)
     notes.add(
-        "† Above 100 % without being an error: L2 kept part of the compulsory bytes from DRAM, or the case hardly "
-        "writes and a read is faster than the copy that gave the ceiling (`harness/roofline.py` has the rule)."
+        "† Above 100 % without being an error: L2 kept part of the compulsory bytes from DRAM, the case hardly writes "
+        "and a read is faster than the copy that gave the ceiling, or, bound by the tensor cores, it ran at a higher "
+        "clock than the matrix product that gave it (`harness/roofline.py` has the rule)."
     )
     return f"{md.percent(value)} †"
 

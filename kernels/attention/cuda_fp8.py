@@ -46,11 +46,14 @@ def fp8_refuses(problem: Problem) -> str | None:
 def fp8_fwd(problem: Problem, out: torch.Tensor, lse: torch.Tensor, exact_lse: bool) -> None:
     """Writes out and lse of a problem that `fp8_refuses` does not."""
     config = dispatch.pick_fp8_config(problem.dim, exact_lse)
-    operands = quantise(problem.q, problem.k, problem.v, problem.keys, config.block_n, config.section)
-    columns = -(-problem.dim // 8) * 8  # it stores 16 bytes at a time
-    to = out if columns == problem.dim else out.new_empty(*out.shape[:3], columns)
+    q, k, v, to = problem.q, problem.k, problem.v, out
+    missing = -problem.dim % 8  # 16 bytes at a time are stored, and are loaded best
+    if missing:
+        q, k, v = (torch.nn.functional.pad(t, (0, missing)) for t in (q, k, v))
+        to = torch.empty_like(q)
+    operands = quantise(q, k, v, problem.keys, config.block_n, config.section)
     fp8_attend(operands, to, lse, problem.scale, problem.right == 0, config)
-    if to is not out:
+    if missing:
         out.copy_(to[..., : problem.dim])
 
 
