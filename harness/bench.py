@@ -210,6 +210,7 @@ class Group:
         ready: dict[str, execute.Op] = {}
         for name in self.selection.implementations:
             with self._guarded(name), clock.stream():
+                self._once(name)
                 fn = execute.load(self.spec, name, self.case, self.mode)
                 with self._stage("compilation"):
                     execute.bind(self.spec, fn, inputs[0], self.mode, grads[0])()
@@ -247,6 +248,11 @@ class Group:
                 if name in self.spec.implementations:
                     with self._stage("checks"):
                         self._check(name, fn, inputs[0], grads[0], seed=3, timed=True)
+
+    def _once(self, name: str) -> None:
+        """Raises Unavailable where an implementation is another one once more."""
+        if name in self.spec.implementations and (reason := self.spec.repeats(name, self.case, self.mode)):
+            raise execute.Unavailable(reason)
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:

@@ -139,6 +139,8 @@ class KernelSpec:
     modes            what is timed: "fwd" (no autograd), "bwd" (the backward alone), "fwd+bwd", or "step": one update of
                      an optimizer, run like "fwd"
     min_capability   implementation -> the compute capability that it needs, where that is more than the case's own
+    repeats          (implementation, case, mode) -> why it is another implementation once more there, so that timing it
+                     would tell nothing; else None
     unit, items      the case's own throughput: "rows", (case) -> how many
     determinism      mode -> "run-to-run" (bit-wise equal repeats, tested), "on request" (the same under
                      torch.use_deterministic_algorithms(True)) or "none"
@@ -172,6 +174,7 @@ class KernelSpec:
     tunables: tuple[Tunable, ...] = ()
     compile_targets: tuple[tuple[int, int], ...] = ((8, 0), (9, 0))
     min_capability: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    repeats: Callable[[str, Case, str], str | None] = lambda implementation, case, mode: None
 
     def __post_init__(self) -> None:
         names = [case.name for case in self.cases]

@@ -24,6 +24,18 @@ def test_a_case_that_the_device_cannot_run_is_skipped_with_the_reason(monkeypatc
     assert {row["reason"] for row in rows} == {"needs compute capability 9.0"}
 
 
+def test_an_implementation_that_is_another_one_once_more_is_not_timed():
+    spec = registry.load("attention")
+    case = next(case for case in spec.cases if case.bench and not case.modes)
+    selection = options.Selection(spec, (case,), ("fwd",), ("auto", "triton-fused"))
+    group = Group(SimpleNamespace(), selection, case, "fwd")
+    for name in selection.implementations:
+        with group._guarded(name):
+            group._once(name)
+    assert list(group.done) == ["triton-fused"]
+    assert group.done["triton-fused"]["reason"] == "its forward is that of auto"
+
+
 @pytest.mark.parametrize("kernel", registry.names())
 def test_what_a_row_says_of_any_case_can_be_recorded(kernel):
     spec = registry.load(kernel)

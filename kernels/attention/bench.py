@@ -250,6 +250,14 @@ def _candidates(case: Case, shapes, warps, stages) -> list[dispatch.Config]:
     return [dispatch.Config(m, n, block_d, w, s) for m, n in tiles for w in warps for s in stages]
 
 
+def _repeats(implementation: str, case: Case, mode: str) -> str | None:
+    if implementation != "auto" and case.params.get("fp8"):
+        return "in e4m3 there is one version"
+    if implementation == "triton-fused" and mode == "fwd":
+        return "its forward is that of auto"
+    return None
+
+
 SPEC = KernelSpec(
     name="attention",
     implementations={
@@ -260,6 +268,7 @@ SPEC = KernelSpec(
     # On the CPU the first is the second, and the interpreter would take minutes for the battery of the last; there
     # test_attention.py compares them.
     min_capability={"triton": (9, 0), "triton-fused": (8, 0)},
+    repeats=_repeats,
     baselines=(
         dataclasses.replace(EAGER, supports=_fits),
         dataclasses.replace(COMPILED, supports=_fits),
