@@ -89,6 +89,8 @@ CASES = (
     *(_case(1, 1, 20, 35, dim, FP32) for dim in (64, 80, 128)),
     *(_case(2, (4, 2), 333, 517, dim, BF16, "small") for dim in (32, 64, 80, 96, 128, 256)),
     *(_case(2, (4, 2), 333, 517, dim, BF16, "small", causal=True, return_lse=True) for dim in (64, 128, 256)),
+    # One block of keys, and tiles of queries that see none of them.
+    *(_case(2, (4, 2), 700, 100, dim, BF16, "small", causal=True) for dim in (64, 128)),
     _case(1, (8, 2), 3, 3000, 128, BF16, "small"),
     # More tiles than multiprocessors; queries that see nothing; keys that do not count.
     _case(2, (8, 4), 3000, 3100, 64, BF16, "small", causal=True, return_lse=True),

@@ -76,7 +76,9 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
         )
         incoming = [Rows.of(saved.out), Rows.of(dout), pointer(saved.lse), pointer(saved.dlse)]
         terms = [pointer(lse2), pointer(delta), pointer(dq_sum)]
-        stored = n_blocks == 1 and config.direct  # not added to, so that nothing need be zeroed
+        # A single block of keys stores its dQ and adds to nothing, but does not come by tiles that see no key.
+        blind = causal and problem.queries - problem.keys >= tile
+        stored = n_blocks == 1 and config.direct and not blind
         launch(prepare, helpers, 256, 0, [*incoming, *terms, *sizes, ctypes.c_int(not stored)])
         described = _Problem(
             dq_sum.data_ptr(),

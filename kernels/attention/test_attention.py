@@ -449,7 +449,7 @@ def test_backward_in_cuda_agrees(dim, tile, causal, dtype, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [(6, 6), (6, 2)])
-@pytest.mark.parametrize(("queries", "keys"), [(700, 333), (333, 700), (1, 129)])
+@pytest.mark.parametrize(("queries", "keys"), [(700, 333), (333, 700), (1, 129), (700, 100)])
 @pytest.mark.parametrize(("dim", "tile"), QUERY_TILES)
 def test_sections_and_directions_of_the_backward_in_cuda(dim, tile, queries, keys, heads, monkeypatch):
     """Under a causal mask: queries that see nothing, and sections of which the last is not full; up, and by turns."""
