@@ -91,6 +91,17 @@ def test_launches_are_compiled_and_noted(toy):
     assert sass.inspect(seen[0].cubin, "toy_shrink") == shrink
 
 
+@needs_nvrtc
+def test_a_driver_may_do_without_tensor_maps(toy, monkeypatch):
+    driver, seen = nvrtc.driver_of("toy_with_cuda"), []
+    monkeypatch.delattr(driver, "tensor_map")
+    with nvrtc.recording("toy_with_cuda", (9, 0), seen.append):
+        (grow,) = driver.kernels(0, "two.cu", ("toy_grow",), ("FACTOR=3",), 0)
+        driver.launch(grow, 1, 128, 0, [])
+    assert [launch.name for launch in seen] == ["toy_grow"]
+    assert not hasattr(driver, "tensor_map")
+
+
 def test_without_nvrtc_launchers_are_told(toy, monkeypatch):
     monkeypatch.setattr(nvrtc, "library", lambda: None)
     seen = []

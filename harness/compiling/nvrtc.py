@@ -3,9 +3,9 @@
 A kernel folder with CUDA C++ has a module `cuda_driver`, through which its launchers compile and launch:
 
     no_compiler() -> reason or None          kernels(device, source, names, defines, shared) -> a handle for each name
-    tensor_map(...)                          launch(handle, grid, threads, shared, arguments)
+    launch(handle, grid, threads, shared, arguments)         tensor_map(...), where there is need of one
 
-`recording` stands in for these four: what is launched is compiled and noted, and nothing runs.
+`recording` stands in for these: what is launched is compiled and noted, and nothing runs.
 """
 
 from __future__ import annotations
@@ -78,12 +78,13 @@ def recording(package: str, capability: tuple[int, int], note: Callable[[Launch]
     def launch(handle: _Handle, grid: int, threads: int, shared: int, arguments: Any) -> None:
         note(Launch(handle.name, handle.source, handle.defines, threads, shared, handle.cubin))
 
-    stand_ins = {
+    stand_ins: dict[str, Callable[..., Any]] = {
         "no_compiler": lambda: None if library() else MISSING,
         "kernels": kernels,
         "launch": launch,
-        "tensor_map": lambda *_, **__: None,
     }
+    if hasattr(driver, "tensor_map"):
+        stand_ins["tensor_map"] = lambda *_, **__: None
     with ExitStack() as stack:
         users = [m for n, m in sys.modules.items() if n.startswith(f"{driver.__package__}.") and m is not None]
         for module in users:  # some have imported the functions by name

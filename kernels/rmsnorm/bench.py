@@ -28,7 +28,10 @@ CASES = (
     _case(32768, 4096, FP16, bench=True),
     _case(32768, 4096, FP32, bench=True),
     _case(16384, 8192, BF16, "-residual", bench=True, residual=True),
+    # Wide: over a cluster of CTAs on Hopper.
     _case(2048, 65536, BF16, bench=True),
+    _case(2048, 49152, BF16, bench=True),
+    _case(8192, 20480, BF16, bench=True),
     # What goes wrong: nothing, one row, one column, primes, one off a power of two, rows in chunks, no weight.
     _case(0, 64, FP32),
     _case(1, 1, FP32),
@@ -45,6 +48,11 @@ CASES = (
     _case(257, 1023, BF16),
     _case(19, 2048, BF16, "-residual", residual=True),
     _case(5, 20480, BF16, "-residual", residual=True),
+    # Wide, with parameters of their own, so that the checks made once for each kind of case are made on these too. The
+    # last is ragged: one CTA of its cluster has less than the others.
+    _case(5, 20480, BF16, "-eps", eps=1e-5),
+    _case(3, 49152, FP32, "-eps-residual", eps=1e-5, residual=True),
+    _case(2, 20488, FP16, "-eps-noweight", eps=1e-5, weight=False),
 )
 
 
@@ -136,6 +144,8 @@ def _bwd_candidates(case: Case) -> list[kernel.BwdConfig]:
     return [kernel.BwdConfig(m, n, w, p, s) for m, n, w in tiles for p, s in loops if p * w <= 32]
 
 
+NARROW = tuple(case for case in CASES if case.bench and case.dims["dim"] <= kernel.MAX_BLOCK)
+
 SPEC = KernelSpec(
     name="rmsnorm",
     implementations={"triton": rmsnorm},
@@ -149,7 +159,8 @@ SPEC = KernelSpec(
     items=lambda case: case.dims["rows"],
     fuzz={"rows": (0, 40), "dim": (1, 700)},
     tunables=(
-        Tunable(kernel, "pick_fwd_config", "fwd", _fwd_candidates),
+        # Wider ones are not asked for on Hopper, where a cluster takes them.
+        Tunable(kernel, "pick_fwd_config", "fwd", _fwd_candidates, NARROW),
         Tunable(kernel, "pick_bwd_config", "bwd", _bwd_candidates),
     ),
 )

@@ -1,7 +1,8 @@
 """RMSNorm for rows too wide for the registers of a CTA. The parameters are those of the kernels in `kernel.py`.
 
-forward   One row at a time, in chunks, in two passes. A row of 65536 bf16 is 128 KiB; the second pass finds it in L2
-          (132 CTAs hold 17 MiB of rows in flight, the cache of an H200 is 50 MiB), so device memory sees x once.
+forward   Where `cluster.py` does not take the rows. One row at a time, in chunks, in two passes. A row of 65536 bf16
+          is 128 KiB; the second pass finds it in L2 (132 CTAs hold 17 MiB of rows in flight, the cache of an H200 is
+          50 MiB), so device memory sees x once.
 backward  The mean of each row here, then the kernel for narrow rows on slices of the columns. It carries dW of its
           slice in registers over many rows, which no CTA could do for a whole row. h and dy are read twice: 10·R·D
           bytes rather than 6, against partial sums of dW that would go through L2 for each row.

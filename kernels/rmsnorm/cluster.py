@@ -1,0 +1,79 @@
+"""The forward of wide rows for Hopper in CUDA C++ (cluster.cu): which problems it takes, and its launch."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import cuda_driver
+from .cuda_driver import launch, pointer
+
+if TYPE_CHECKING:
+    from .kernel import ClusterConfig
+
+WIDTHS = range(16385, 65537)  # narrower rows fit one CTA
+VECTOR = 16  # bytes
+_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # TYPE in cluster.cu
+
+
+def cluster_refuses(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, capability: tuple[int, int]
+) -> str | None:
+    """Why no cluster of CTAs can take the rows of x and residual, [rows, dim] with a last stride of 1, and a contiguous
+    weight. None if it can."""
+    if capability != (9, 0):
+        return "it needs a GPU of compute capability 9.0 (Hopper)"
+    rows, dim = x.shape
+    if dim not in WIDTHS:
+        return f"it takes rows of {WIDTHS.start} to {WIDTHS.stop - 1} numbers, not {dim}"
+    if weight is not None and weight.dtype != x.dtype:
+        return f"it takes a weight of x's dtype {x.dtype}, not {weight.dtype}"
+    read = [t for t in (x, residual) if t is not None]
+    starts = [t.data_ptr() for t in (*read, weight) if t is not None]
+    # The stride of a single row is arbitrary. y and h are contiguous, so that their rows lie dim apart.
+    strides = [dim, *(t.stride(0) for t in read if rows > 1)]
+    if any(start % VECTOR for start in starts) or any(s * x.element_size() % VECTOR for s in strides):
+        return "it wants rows on 16-byte boundaries"
+    return cuda_driver.no_compiler()
+
+
+def cluster_fwd(
+    config: ClusterConfig,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    y: torch.Tensor,
+    h: torch.Tensor | None,
+    rstd: torch.Tensor | None,
+    eps: float,
+    weight_offset: float,
+) -> None:
+    """Writes y, h where there is a residual, and rstd where it is given, of rows that `cluster_refuses` does not. x's
+    device is the current one."""
+    (rows, dim), per_vector = x.shape, VECTOR // x.element_size()
+    vectors = dim // per_vector
+    defines = (
+        f"CLUSTER={config.ctas}",
+        f"THREADS={config.threads}",
+        f"VECTORS={config.vectors}",
+        f"RESIDENT={config.resident}",
+        f"EVEN={int(config.ctas * config.threads * config.vectors == vectors)}",
+        f"TYPE={_TYPES[x.dtype]}",
+        f"RESIDUAL={int(residual is not None)}",
+        f"WEIGHT={int(weight is not None)}",
+    )
+    shared = 4 * max(32, config.ctas * config.threads // 32) + 8  # the warps' sums and an mbarrier
+    (kernel,) = cuda_driver.kernels(x.device.index, "cluster.cu", ("rmsnorm_cluster_fwd",), defines, shared)
+    arguments = (
+        *(pointer(t) for t in (x, residual, weight, y, h, rstd)),
+        ctypes.c_int(vectors),
+        ctypes.c_int(config.slice),
+        ctypes.c_longlong(x.stride(0) // per_vector),
+        ctypes.c_longlong(0 if residual is None else residual.stride(0) // per_vector),
+        ctypes.c_float(1 / dim),
+        ctypes.c_float(eps),
+        ctypes.c_float(weight_offset),
+    )
+    launch(kernel, rows * config.ctas, config.threads, shared, arguments)
