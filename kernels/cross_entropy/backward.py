@@ -1,5 +1,5 @@
-"""The backward kernels: the gradient from the logits and what the forward saved, and the scaling of a gradient that the
-forward wrote."""
+"""The backward kernel of rows that are not narrow: the gradient from the logits and what the forward saved. And, for
+rows of any width, the scaling of a gradient that the forward wrote."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ def _cross_entropy_bwd_kernel(
     grad_ptr,
     rows,
     vocab,
-    tiles_n,
     stride_row,
     skip,
     stride_target,
@@ -37,7 +36,7 @@ def _cross_entropy_bwd_kernel(
     smoothing,
     z_loss,
     softcap,
-    MEAN: tl.constexpr,
+    REDUCTION: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     SMOOTH: tl.constexpr,
     HAS_Z: tl.constexpr,
@@ -49,34 +48,30 @@ def _cross_entropy_bwd_kernel(
     LAYOUT: tl.constexpr,
     ALIGNED_GRAD: tl.constexpr,
     VECTOR: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    """A tile of BLOCK_M rows by BLOCK_N columns to a program, of one row where LAYOUT is fringed.
+    """A tile of BLOCK_N columns of one row to a program.
 
     stride_g_loss and stride_g_z are 0 where a sum or a mean has one gradient for all rows.
     """
-    tl.static_assert(BLOCK_M == 1 or LAYOUT != "fringed")
     REST: tl.constexpr = SMOOTH or HAS_Z or HAS_G_LSE
-    tile = tl.program_id(0)
-    # A column from the first: Triton 3.6 and 3.7 fail in TritonGPURemoveLayoutConversions where a mask of rows, made
-    # from loads of different strides, becomes one of the tile.
-    row = (tile // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
-    start = tile % tiles_n * BLOCK_N
-    here, wide_row = row < rows, row.to(tl.int64)
-    target = tl.load(target_ptr + wide_row * stride_target, mask=here, other=ignore_index)
+    tiles_n = (vocab + BLOCK_N - 1) // BLOCK_N
+    row = tl.program_id(0) // tiles_n
+    start = tl.program_id(0) % tiles_n * BLOCK_N
+    wide_row = row.to(tl.int64)
+    target = tl.load(target_ptr + wide_row * stride_target)
     live = target != ignore_index
     column = tl.where(live, target, 0).to(tl.int32)
     g_loss, g_z, g_lse = 0.0, 0.0, 0.0
     if HAS_G_LOSS:
-        g_loss = tl.load(g_loss_ptr + wide_row * stride_g_loss, mask=here, other=0.0).to(tl.float32)
+        g_loss = tl.load(g_loss_ptr + wide_row * stride_g_loss).to(tl.float32)
         g_z = g_loss
     if HAS_G_Z:
-        g_z += tl.load(g_z_ptr + wide_row * stride_g_z, mask=here, other=0.0).to(tl.float32)
+        g_z += tl.load(g_z_ptr + wide_row * stride_g_z).to(tl.float32)
     if HAS_G_LSE:
-        g_lse = tl.load(g_lse_ptr + wide_row * stride_g_lse, mask=here, other=0.0).to(tl.float32)
-    if MEAN:
+        g_lse = tl.load(g_lse_ptr + wide_row * stride_g_lse).to(tl.float32)
+    if REDUCTION == "mean":
         g_loss *= tl.load(scale_ptr)
         g_z *= tl.load(scale_ptr + 1)
     w_target, w_sum = 1.0, vocab * 1.0
@@ -84,6 +79,7 @@ def _cross_entropy_bwd_kernel(
         w_target = tl.load(weight_ptr + column, mask=live, other=0.0).to(tl.float32)
         if SMOOTH:
             w_sum = tl.load(weight_sum_ptr)
+    # Rows without a gradient are not read.
     read = live | (g_lse != 0) if HAS_G_LSE else live
     m = tl.load(stats_ptr + row, mask=read, other=0.0)
     s = tl.load(stats_ptr + rows + row, mask=read, other=1.0)
@@ -97,11 +93,8 @@ def _cross_entropy_bwd_kernel(
     first_grad = base_grad + head
     if ALIGNED_GRAD and LAYOUT != "any":
         first_grad = first_grad // VECTOR * VECTOR
-    at = (start + tl.arange(0, BLOCK_N))[None, :]
-    if LAYOUT == "fringed":
-        columns, inside = head + at, here & (at < length)
-    else:
-        columns, inside = at, here & (at < length)
+    at = start + tl.arange(0, BLOCK_N)
+    columns, inside = head + at, at < length
     x = tl.load(logits_ptr + first + at, mask=inside & read, other=0.0, eviction_policy=EVICTION)
     w = load_weights(weight_ptr, columns, inside & live, SMOOTH and HAS_WEIGHT)
     d = logit_gradient(

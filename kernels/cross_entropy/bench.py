@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable
 
-from . import cross_entropy, cross_entropy_and_grad, kernel
+from . import configs, cross_entropy, cross_entropy_and_grad, kernel
 from .reference import cross_entropy_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -61,6 +61,10 @@ CASES = (
     _case(3, 5003, FP32, "-inplace-everything", with_grad=True, **EVERYTHING),
     _case(2, 262144, FP16),
     _case(257, 1023, BF16, ignored=True),
+    # More tiles of whole rows than programs stay, in the interpreter and on a GPU.
+    _case(41, 2500, FP32, "-everything", **EVERYTHING),
+    _case(17001, 504, BF16, "-everything", **EVERYTHING),
+    _case(17001, 504, BF16, "-inplace-everything", with_grad=True, **EVERYTHING),
     _case(19, 9001, BF16, "-everything", **EVERYTHING),
     _case(19, 8200, BF16, "-inplace-everything", with_grad=True, **EVERYTHING),
 )
@@ -156,13 +160,29 @@ def _quack_supports(case: Case, mode: str) -> str | None:
     return None
 
 
-def _fwd_candidates(case: Case) -> list[kernel.FwdConfig]:
-    vocab, grad = case.dims["vocab"], case.params.get("with_grad", False)
-    if vocab <= kernel.NARROW:
-        block_n = 1 << (vocab - 1).bit_length()
-        return [kernel.FwdConfig(m, 0, 0, w, "") for m in (1, 2, 4, 8, 16) for w in (2, 4, 8) if m * block_n <= 8192]
+def _narrow_candidates(case: Case) -> list[configs.NarrowConfig]:
+    vocab, size = case.dims["vocab"], case.dtype.itemsize
+    block_n = 1 << (vocab - 1).bit_length()
+    vector = 1 if vocab * size % 16 else min(block_n, 16 // size)
     return [
-        kernel.FwdConfig(1, unroll, grad_unroll, warps, eviction)
+        configs.NarrowConfig(lanes, vector, 32 * warps // lanes * rows_a_thread, warps)
+        for lanes in (8, 16, 32, 64)
+        for warps in (2, 4, 8)
+        for rows_a_thread in (1, 2)
+        if lanes * vector <= block_n and lanes <= 32 * warps
+    ]
+
+
+def _fwd_candidates(case: Case) -> list[configs.NarrowFwdConfig | configs.WideFwdConfig]:
+    if case.dims["vocab"] <= configs.NARROW:
+        return [
+            configs.NarrowFwdConfig(t.lanes, t.vector, t.block_m, t.num_warps, registers)
+            for t in _narrow_candidates(case)
+            for registers in (40, 64, 96, 128)
+        ]
+    grad = case.params.get("with_grad", False)
+    return [
+        configs.WideFwdConfig(unroll, grad_unroll, warps, eviction)
         for unroll in (1, 2, 4, 8)
         for grad_unroll in ((1, 2, 4) if grad else (0,))
         for warps in ((8, 16, 32) if grad else (4, 8, 16))
@@ -170,14 +190,14 @@ def _fwd_candidates(case: Case) -> list[kernel.FwdConfig]:
     ]
 
 
-def _bwd_candidates(case: Case) -> list[kernel.BwdConfig]:
-    vocab = case.dims["vocab"]
-    tiles = [(1, n) for n in (2048, 4096, 8192)]
-    if vocab <= kernel.NARROW:
-        block_n = 1 << (vocab - 1).bit_length()
-        tiles = [(m, block_n) for m in (1, 2, 4, 8, 16) if m * block_n <= 8192]
+def _bwd_candidates(case: Case) -> list[configs.NarrowConfig | configs.WideBwdConfig]:
+    if case.dims["vocab"] <= configs.NARROW:
+        return [*_narrow_candidates(case)]
     return [
-        kernel.BwdConfig(m, n, w, e) for m, n in tiles for w in (4, 8, 16) for e in ("", "evict_first", "evict_last")
+        configs.WideBwdConfig(block_n, warps, eviction)
+        for block_n in (2048, 4096, 8192)
+        for warps in (4, 8, 16)
+        for eviction in ("", "evict_first", "evict_last")
     ]
 
 

@@ -1,4 +1,4 @@
-"""The forward kernels: rows that are held whole (`narrow`), and rows walked in chunks (`wide`).
+"""The forward kernel of rows that are walked in chunks, and what it shares with that of `narrow` rows.
 
 Either can write the gradient as well. Then the loss is taken to have the gradient 1, and `count_ptr` has what the mean
 divides by.
@@ -14,9 +14,9 @@ from .terms import LOG2_E, anchor, finite_or_zero, logit_gradient, row_coefficie
 
 
 @triton.jit
-def load_target(target_ptr, row, rows, stride_target, vocab, ignore_index):
+def load_target(target_ptr, row, stride_target, vocab, ignore_index):
     """(column of the target, whether the row counts). A row that does not is given column 0."""
-    target = tl.load(target_ptr + row.to(tl.int64) * stride_target, mask=row < rows, other=ignore_index)
+    target = tl.load(target_ptr + row.to(tl.int64) * stride_target)
     live = target != ignore_index
     tl.device_assert(
         (target >= 0) & (target < vocab) | (target == ignore_index),
@@ -35,30 +35,25 @@ def load_weights(weight_ptr, columns, mask, WEIGHTED: tl.constexpr):
 
 
 @triton.jit
-def store_row(
+def store_rows(
     row,
     rows,
+    here,
     loss,
     z,
     lse,
     m,
     s,
-    live,
-    w_target,
     loss_ptr,
     z_ptr,
     lse_ptr,
     stats_ptr,
-    partial_ptr,
     REDUCTION: tl.constexpr,
-    HAS_Z: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
     RETURN_Z: tl.constexpr,
     RETURN_LSE: tl.constexpr,
     SAVE: tl.constexpr,
 ):
-    """What a tile of rows [M] leaves behind."""
-    here = row < rows
+    """What each row leaves behind, of those that are `here`."""
     if RETURN_LSE:
         tl.store(lse_ptr + row, lse, mask=here)
     if SAVE:
@@ -68,129 +63,21 @@ def store_row(
         tl.store(loss_ptr + row, (loss + z).to(loss_ptr.dtype.element_ty), mask=here)
         if RETURN_Z:
             tl.store(z_ptr + row, z.to(z_ptr.dtype.element_ty), mask=here)
-    else:
-        program, programs = tl.program_id(0), tl.num_programs(0)
-        tl.store(partial_ptr + program, tl.sum(loss, 0))
-        if HAS_Z:
-            tl.store(partial_ptr + programs + program, tl.sum(z, 0))
-        if REDUCTION == "mean":
-            tl.store(partial_ptr + 2 * programs + program, tl.sum(tl.where(live, 1.0, 0.0), 0))
-            if HAS_WEIGHT:
-                tl.store(partial_ptr + 3 * programs + program, tl.sum(tl.where(live, w_target, 0.0), 0))
 
 
-@triton.jit(debug=True)
-def _cross_entropy_narrow_kernel(
-    logits_ptr,
-    target_ptr,
-    weight_ptr,
-    weight_sum_ptr,
-    count_ptr,
-    loss_ptr,
-    z_ptr,
-    lse_ptr,
-    stats_ptr,
-    partial_ptr,
-    grad_ptr,
-    rows,
-    vocab,
-    stride_row,
-    skip,
-    stride_target,
-    stride_grad,
-    skip_grad,
-    ignore_index,
-    smoothing,
-    z_loss,
-    softcap,
-    REDUCTION: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    SMOOTH: tl.constexpr,
-    HAS_Z: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    EXACT: tl.constexpr,
-    RETURN_Z: tl.constexpr,
-    RETURN_LSE: tl.constexpr,
-    SAVE: tl.constexpr,
-    GRAD: tl.constexpr,
-    COUNTS: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+@triton.jit
+def store_sums(
+    loss, z, count, weight, partial_ptr, REDUCTION: tl.constexpr, HAS_Z: tl.constexpr, HAS_WEIGHT: tl.constexpr
 ):
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = tl.arange(0, BLOCK_N)[None, :]
-    column, live = load_target(target_ptr, row, rows, stride_target, vocab, ignore_index)
-    base = skip + row.to(tl.int64) * stride_row
-    # Rows that do not count are not read.
-    read = row < rows if RETURN_LSE else live
-    first, _, length = body(base, vocab, LAYOUT, VECTOR)
-    y = tl.load(logits_ptr + first[:, None] + columns, mask=read[:, None] & (columns < length), other=0.0).to(
-        tl.float32
-    )
-    y_target = tl.load(logits_ptr + base + column, mask=read, other=0.0).to(tl.float32)
-    y, y_target = softcapped(y, softcap, HAS_SOFTCAP, EXACT), softcapped(y_target, softcap, HAS_SOFTCAP, EXACT)
-    y = tl.where(columns < length, y, float("-inf"))
-    m = tl.max(y, 1)
-    s = tl.sum(tl.exp2((y - finite_or_zero(m)[:, None]) * LOG2_E), 1)
-    w = load_weights(weight_ptr, columns, columns < vocab, SMOOTH and HAS_WEIGHT)
-    w_target, w_sum, y_sum = tl.where(live, 1.0, 0.0), vocab * 1.0, 0.0
-    if HAS_WEIGHT:
-        w_target = tl.load(weight_ptr + column).to(tl.float32)
-    if SMOOTH:
+    """What a program leaves behind for a sum or a mean."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    tl.store(partial_ptr + program, loss)
+    if HAS_Z:
+        tl.store(partial_ptr + programs + program, z)
+    if REDUCTION == "mean":
+        tl.store(partial_ptr + 2 * programs + program, count)
         if HAS_WEIGHT:
-            w_sum = tl.load(weight_sum_ptr)
-        y_sum = tl.sum(tl.where(columns < vocab, w * (y - anchor(y_target)[:, None]), 0.0), 1)
-    loss, z, lse = row_terms(m, s, y_target, live, w_target, w_sum, y_sum, vocab, smoothing, z_loss, SMOOTH, HAS_Z)
-    store_row(
-        row,
-        rows,
-        loss,
-        z,
-        lse,
-        m,
-        s,
-        live,
-        w_target,
-        loss_ptr,
-        z_ptr,
-        lse_ptr,
-        stats_ptr,
-        partial_ptr,
-        REDUCTION,
-        HAS_Z,
-        HAS_WEIGHT,
-        RETURN_Z,
-        RETURN_LSE,
-        SAVE,
-    )
-    if GRAD:
-        g_loss, g_z = 1.0, 1.0
-        if REDUCTION == "mean":
-            g_loss, g_z = inverse_counts(count_ptr, COUNTS)
-        m, s = tl.where(live, m, 0.0), tl.where(live, s, 1.0)
-        inverse_s, target, rest, each = row_coefficients(
-            m, s, live, w_target, w_sum, g_loss, g_z, 0.0, vocab, smoothing, z_loss, SMOOTH, HAS_Z, False
-        )
-        d = logit_gradient(
-            tl.where(live[:, None], y, 0.0),
-            columns,
-            m[:, None],
-            inverse_s[:, None],
-            column[:, None],
-            target[:, None],
-            rest[:, None],
-            each[:, None],
-            tl.where(live[:, None], w, 0.0),
-            softcap,
-            SMOOTH,
-            SMOOTH or HAS_Z,
-            HAS_SOFTCAP,
-        )
-        first, _, _ = body(skip_grad + row.to(tl.int64) * stride_grad, vocab, LAYOUT, VECTOR)
-        inside = (row < rows)[:, None] & (columns < length)
-        tl.store(grad_ptr + first[:, None] + columns, d.to(grad_ptr.dtype.element_ty), mask=inside)
+            tl.store(partial_ptr + 3 * programs + program, weight)
 
 
 @triton.jit(debug=True)
@@ -244,8 +131,7 @@ def _cross_entropy_wide_kernel(
     """
     CHUNK: tl.constexpr = UNROLL * LANES * VECTOR
     row = tl.program_id(0)
-    rows_of_one = row + tl.arange(0, 1)
-    column, live = load_target(target_ptr, row, rows, stride_target, vocab, ignore_index)
+    column, live = load_target(target_ptr, row, stride_target, vocab, ignore_index)
     base = skip + row.to(tl.int64) * stride_row
     first, head, length = body(base, vocab, LAYOUT, VECTOR)
     read = tl.full([], True, tl.int1) if RETURN_LSE else live
@@ -299,29 +185,27 @@ def _cross_entropy_wide_kernel(
     loss, z, lse = row_terms(
         m_row, s_row, y_target, live, w_target, w_sum, y_total, vocab, smoothing, z_loss, SMOOTH, HAS_Z
     )
-    one = tl.zeros([1], tl.float32)
-    store_row(
-        rows_of_one,
+    store_rows(
+        row,
         rows,
-        loss + one,
-        z + one,
-        lse + one,
-        m_row + one,
-        s_row + one,
-        live & (one == 0),
-        w_target + one,
+        True,
+        loss,
+        z,
+        lse,
+        m_row,
+        s_row,
         loss_ptr,
         z_ptr,
         lse_ptr,
         stats_ptr,
-        partial_ptr,
         REDUCTION,
-        HAS_Z,
-        HAS_WEIGHT,
         RETURN_Z,
         RETURN_LSE,
         SAVE,
     )
+    if REDUCTION != "none":
+        count = tl.where(live, 1.0, 0.0)
+        store_sums(loss, z, count, tl.where(live, w_target, 0.0), partial_ptr, REDUCTION, HAS_Z, HAS_WEIGHT)
     if GRAD:
         g_loss, g_z = 1.0, 1.0
         if REDUCTION == "mean":

@@ -17,12 +17,13 @@ import torch
 import triton
 
 from .backward import _cross_entropy_bwd_kernel, _cross_entropy_scale_kernel
-from .forward import _cross_entropy_narrow_kernel, _cross_entropy_wide_kernel
+from .configs import NARROW, NarrowConfig, NarrowFwdConfig, pick_bwd_config, pick_fwd_config
+from .forward import _cross_entropy_wide_kernel
 from .layout import alignment, matrix_of, rows_of, same_alignment, vector, vector_of
+from .narrow import _cross_entropy_narrow_bwd_kernel, _cross_entropy_narrow_kernel
 from .sums import _cross_entropy_count_kernel, _cross_entropy_sum_kernel
 
 REDUCTIONS = ("none", "sum", "mean")
-NARROW = 4096  # the widest row that is held whole
 SCALE_BLOCK = 4096
 
 
@@ -42,63 +43,6 @@ class Loss:
     @property
     def has_z(self) -> bool:
         return self.z_loss != 0 or self.return_z_loss
-
-
-@dataclass(frozen=True)
-class FwdConfig:
-    """block_m whole rows to a CTA; or, where `unroll` is not 0, one row in chunks of so many 16-byte vectors a thread,
-    and of grad_unroll in the second pass that writes the gradient. `eviction` is the L2 policy of the first pass."""
-
-    block_m: int
-    unroll: int
-    grad_unroll: int
-    num_warps: int
-    eviction: str
-
-
-@dataclass(frozen=True)
-class BwdConfig:
-    """A tile of block_m rows by block_n columns to a CTA. `eviction` is the L2 policy of the loads of the logits."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    eviction: str
-
-
-def pick_fwd_config(rows: int, vocab: int, dtype: torch.dtype, grad: bool, capability: tuple[int, int]) -> FwdConfig:
-    """Configuration of the forward, with or without the gradient. Pure. The figures are of one NVIDIA H200, bf16.
-
-    The forward alone is a stream: with 4 vectors a thread 4170 and 4160 GB/s for 4 and 8 warps at 16384 x 32000, 4239
-    and 4342 at 8192 x 128256. 16 warps lose up to 18 %, and no policy of L2 does better than none.
-
-    With the gradient each row is read twice, and what counts is that the second time it is still near. 16 warps in 32
-    registers are four rows of 64 KiB to a multiprocessor, 34 MB in flight, which L2 holds: 3952 GB/s at 16384 x 32000,
-    against 3240 of 8 warps. Of rows beyond that only one fits: 32 warps with so many registers that no second CTA does.
-    """
-    if vocab <= NARROW:
-        # Less with the gradient, and on sm_80, where ptxas would rather spill than give a thread the 97th register.
-        elements = 4096 if capability >= (9, 0) and not grad else 2048
-        return FwdConfig(max(1, elements // triton.next_power_of_2(vocab)), 0, 0, 8 if grad else 4, "")
-    if not grad:
-        return FwdConfig(1, 4, 0, 8, "")
-    if vocab * dtype.itemsize <= 65536:
-        return FwdConfig(1, 2, 1, 16, "evict_last")
-    return FwdConfig(1, 4, 2, 32, "evict_last")
-
-
-def pick_bwd_config(rows: int, vocab: int, dtype: torch.dtype, capability: tuple[int, int]) -> BwdConfig:
-    """Configuration of the backward. Pure. The figures are of one NVIDIA H200, bf16.
-
-    4096 columns with 8 warps: 4277 GB/s at 16384 x 32000, 4314 at 8192 x 128256, 4127 at 8192 x 50257. The logits are
-    dead once read, and yet evict_last gains 2 % over no policy and 6 % over evict_first: what leaves L2 in their place
-    is the gradient, so that writes go out early and in order.
-    """
-    if vocab <= NARROW:
-        block_n = triton.next_power_of_2(vocab)
-        return BwdConfig(max(1, 4096 // block_n), block_n, 8, "evict_last")
-    # On sm_80 ptxas would rather spill than give a thread of 16 columns with all features the 65th register.
-    return BwdConfig(1, 4096 if capability >= (9, 0) else 2048, 8, "evict_last")
 
 
 def cross_entropy_fwd(
@@ -144,22 +88,25 @@ def _forward(
         return out, z, lse, stats, scale.fill_(float("nan"))
     _check_target(target, vocab, loss.ignore_index)
     with torch.cuda.device_of(logits):
-        config = pick_fwd_config(rows, vocab, logits.dtype, grad is not None, _capability(logits))
         target, stride_target = vector_of(target)
         matrix, grads = rows_of(logits), None if grad is None else rows_of(grad)
-        programs = triton.cdiv(rows, config.block_m)
-        partial = None if none else torch.empty(4, programs, dtype=torch.float32, device=device)
-        weight = None if weight is None else weight.contiguous()
-        counts = _counts(target, stride_target, weight, vocab, loss) if mean and grad is not None else None
+        layout = alignment(rows, vocab, vocab <= NARROW, matrix, grads or matrix)
+        spread = weight is not None and loss.label_smoothing != 0
+        asked = (grad is not None, spread, loss.softcap is not None)
+        config = pick_fwd_config(vocab, logits.dtype, layout == "aligned", *asked, _capability(logits))
         constants: dict[str, Any]
-        if config.unroll:
-            kernel = _cross_entropy_wide_kernel
+        if isinstance(config, NarrowFwdConfig):
+            kernel, constants = _cross_entropy_narrow_kernel, _tile(config, vocab)
+            constants["maxnreg"] = config.registers
+            programs = _staying(triton.cdiv(rows, config.block_m), config.programs_per_sm, logits)
+        else:
+            kernel, programs = _cross_entropy_wide_kernel, rows
             constants = dict(LANES=32 * config.num_warps, UNROLL=config.unroll, EVICTION=config.eviction)
             constants["GRAD_UNROLL"] = config.grad_unroll
             constants["ALIGNED_GRAD"] = grads is None or same_alignment(matrix, grads)
-        else:
-            kernel = _cross_entropy_narrow_kernel
-            constants = dict(BLOCK_M=config.block_m, BLOCK_N=triton.next_power_of_2(vocab))
+        partial = None if none else torch.empty(4, programs, dtype=torch.float32, device=device)
+        weight = None if weight is None else weight.contiguous()
+        counts = _counts(target, stride_target, weight, vocab, loss) if mean and grad is not None else None
         kernel[(programs,)](
             matrix.pointer,
             target,
@@ -190,7 +137,7 @@ def _forward(
             SAVE=save,
             GRAD=grad is not None,
             COUNTS=0 if counts is None else counts.shape[1],
-            LAYOUT=alignment(rows, vocab, not config.unroll, matrix, grads or matrix),
+            LAYOUT=layout,
             VECTOR=vector(logits),
             **constants,
             num_warps=config.num_warps,
@@ -235,13 +182,21 @@ def cross_entropy_bwd(
     if rows == 0:
         return grad
     with torch.cuda.device_of(logits):
-        config = pick_bwd_config(rows, vocab, logits.dtype, _capability(logits))
         target, stride_target = vector_of(target)
         (g_loss, stride_g_loss), (g_z, stride_g_z), (g_lse, stride_g_lse) = map(_gradient, (g_loss, g_z, g_lse))
         matrix, grads = rows_of(given), rows_of(grad)
+        layout = alignment(rows, vocab, vocab <= NARROW, matrix, grads)
+        config = pick_bwd_config(vocab, logits.dtype, layout == "aligned", _capability(logits))
         weight = None if weight is None else weight.contiguous()
-        tiles_n = triton.cdiv(vocab, config.block_n)
-        _cross_entropy_bwd_kernel[(triton.cdiv(rows, config.block_m) * tiles_n,)](
+        constants: dict[str, Any]
+        if isinstance(config, NarrowConfig):
+            kernel, constants = _cross_entropy_narrow_bwd_kernel, _tile(config, vocab)
+            programs = triton.cdiv(rows, config.block_m)
+        else:
+            kernel, programs = _cross_entropy_bwd_kernel, rows * triton.cdiv(vocab, config.block_n)
+            constants = dict(BLOCK_N=config.block_n, EVICTION=config.eviction)
+            constants["ALIGNED_GRAD"] = same_alignment(matrix, grads)
+        kernel[(programs,)](
             matrix.pointer,
             target,
             weight,
@@ -254,7 +209,6 @@ def cross_entropy_bwd(
             grads.pointer,
             rows,
             vocab,
-            tiles_n,
             matrix.stride,
             matrix.skip,
             stride_target,
@@ -267,17 +221,14 @@ def cross_entropy_bwd(
             loss.label_smoothing,
             loss.z_loss,
             1.0 if loss.softcap is None else loss.softcap,
-            MEAN=loss.reduction == "mean",
+            REDUCTION=loss.reduction,
             **_what(loss, weight, logits.dtype),
             HAS_G_LOSS=g_loss is not None,
             HAS_G_Z=g_z is not None,
             HAS_G_LSE=g_lse is not None,
-            LAYOUT=alignment(rows, vocab, config.block_m > 1, matrix, grads),
-            ALIGNED_GRAD=same_alignment(matrix, grads),
+            LAYOUT=layout,
             VECTOR=vector(logits),
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            EVICTION=config.eviction,
+            **constants,
             num_warps=config.num_warps,
         )
     if copied:
@@ -345,6 +296,18 @@ def _what(loss: Loss, weight: torch.Tensor | None, dtype: torch.dtype) -> dict[s
         HAS_SOFTCAP=loss.softcap is not None,
         EXACT=dtype == torch.float32,
     )
+
+
+def _tile(config: NarrowConfig, vocab: int) -> dict[str, Any]:
+    """The constants of the narrow kernels."""
+    block_n = triton.next_power_of_2(vocab)
+    width = config.lanes * config.vector
+    return dict(BLOCK_M=config.block_m, BLOCK_N=block_n, WIDTH=width, FULL=vocab == block_n)
+
+
+def _staying(tiles: int, per_sm: int, tensor: torch.Tensor) -> int:
+    """How many programs share the tiles; so few that the number of a tile past the last one fits into 32 bits."""
+    return min(tiles, per_sm * _multiprocessors(tensor), max(1, 2**31 - tiles))
 
 
 def _weight_sum(weight: torch.Tensor | None, loss: Loss) -> torch.Tensor | None:

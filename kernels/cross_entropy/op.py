@@ -41,8 +41,9 @@ def cross_entropy(
         z_i  = z_loss · lse²
 
     "none": ce_i + z_i. "sum": their sum. "mean": Σ ce_i / Σ w_t + Σ z_i / R, over the R rows whose target is not
-    ignore_index. Rows that are ignored count 0, have a gradient of 0 and are not read: without any other, the sum is 0
-    and the mean NaN. All arithmetic is fp32, and every sum has a fixed order: repeats agree bit for bit.
+    ignore_index. Rows that are ignored count 0 and have a gradient of 0, whatever is in them; the forward does not read
+    them, the backward may. Without any other, the sum is 0 and the mean NaN. All arithmetic is fp32, and every sum has
+    a fixed order: repeats agree bit for bit.
 
     logits           [..., V], 1 <= V <= 2²⁴, fp32, fp16 or bf16, any strides. Rows are read in place when the leading
                      dimensions flatten to one stride and the last stride is 1; otherwise they are copied first.

@@ -1,0 +1,123 @@
+"""Configurations: what is chosen by size, dtype and compute capability, and the measurement that chose it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+NARROW = 4096  # the widest row that is held whole
+
+
+@dataclass(frozen=True)
+class NarrowConfig:
+    """Tiles of block_m whole rows. A row belongs to `lanes` threads, each with `vector` columns next to each other."""
+
+    lanes: int
+    vector: int
+    block_m: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class NarrowFwdConfig(NarrowConfig):
+    """`registers` a thread. As many programs as then fit on a multiprocessor stay there and go from tile to tile."""
+
+    registers: int
+
+    @property
+    def programs_per_sm(self) -> int:
+        return 65536 // (32 * self.num_warps * self.registers)
+
+
+@dataclass(frozen=True)
+class WideFwdConfig:
+    """One row to a CTA, in chunks of so many 16-byte vectors a thread, and of grad_unroll in the second pass that
+    writes the gradient. `eviction` is the L2 policy of the first pass."""
+
+    unroll: int
+    grad_unroll: int
+    num_warps: int
+    eviction: str
+
+
+@dataclass(frozen=True)
+class WideBwdConfig:
+    """A tile of block_n columns to a CTA. `eviction` is the L2 policy of the loads of the logits."""
+
+    block_n: int
+    num_warps: int
+    eviction: str
+
+
+def pick_fwd_config(
+    vocab: int,
+    dtype: torch.dtype,
+    aligned: bool,
+    grad: bool,
+    spread: bool,
+    softcap: bool,
+    capability: tuple[int, int],
+) -> NarrowFwdConfig | WideFwdConfig:
+    """Configuration of the forward, with or without the gradient. Pure. The figures are of one NVIDIA H200, bf16.
+
+    `aligned` says whether every row begins and ends on a 16-byte boundary, `spread` whether the loss is spread over the
+    classes by their weights (label smoothing with weights).
+
+    Narrow rows, 205000 x 512: 32 columns and 64 registers a thread are 16 lanes a row and 8 CTAs of 4 warps, 63.8 us,
+    with the logits evict_first; without a policy 66.4, evict_last 67.4. A tile of twice the size, 8 warps, 65.8; one of
+    half the size, 2 warps, 66.1; 64 columns 66.4; 16 columns 77.4, because what goes by rows is then done twice as
+    often. 5 CTAs 72.8, 16 of which half have to wait 69.5, a program a tile 73.7. With the gradient a thread holds
+    twice as much a column, and has half the columns; the weights of its columns halve them as well. With these or with
+    a softcap 64 registers would spill in some cases, and 128 do not. What they cost was not measured.
+
+    Wide rows, the forward alone, is a stream: with 4 vectors a thread 4170 and 4160 GB/s for 4 and 8 warps at
+    16384 x 32000, 4239 and 4342 at 8192 x 128256. 16 warps lose up to 18 %, and no policy of L2 does better than none.
+
+    With the gradient each wide row is read twice, and what counts is that the second time it is still near. 16 warps in
+    32 registers are four rows of 64 KiB to a multiprocessor, 34 MB in flight, which L2 holds: 3952 GB/s at
+    16384 x 32000, against 3240 of 8 warps. Of rows beyond that only one fits: 32 warps with so many registers that no
+    second CTA does.
+    """
+    if vocab <= NARROW:
+        tile = _tile(vocab, dtype, aligned, 32 >> grad + spread)
+        return NarrowFwdConfig(tile.lanes, tile.vector, tile.block_m, tile.num_warps, 128 if spread or softcap else 64)
+    if not grad:
+        return WideFwdConfig(4, 0, 8, "")
+    if vocab * dtype.itemsize <= 65536:
+        return WideFwdConfig(2, 1, 16, "evict_last")
+    return WideFwdConfig(4, 2, 32, "evict_last")
+
+
+def pick_bwd_config(
+    vocab: int, dtype: torch.dtype, aligned: bool, capability: tuple[int, int]
+) -> NarrowConfig | WideBwdConfig:
+    """Configuration of the backward. Pure. The figures are of one NVIDIA H200, bf16.
+
+    Narrow rows, 205000 x 512: 16 columns a thread and 4 warps 105.5 us, 2 warps 105.7, 8 warps 105.9; 32 columns 106.6.
+    No policy of L2 makes a difference beyond 1 us.
+
+    Wide rows: 4096 columns with 8 warps: 4277 GB/s at 16384 x 32000, 4314 at 8192 x 128256, 4127 at 8192 x 50257. The
+    logits are dead once read, and yet evict_last gains 2 % over no policy and 6 % over evict_first: what leaves L2 in
+    their place is the gradient, so that writes go out early and in order.
+    """
+    if vocab <= NARROW:
+        return _tile(vocab, dtype, aligned, 16)
+    # On sm_80 ptxas would rather spill than give a thread of 16 columns with all features the 65th register.
+    return WideBwdConfig(4096 if capability >= (9, 0) else 2048, 8, "evict_last")
+
+
+def _tile(vocab: int, dtype: torch.dtype, aligned: bool, columns: int) -> NarrowConfig:
+    """A tile of which each thread has so many columns of a row; of two rows, where they are short.
+
+    At least two lanes a row, which read a sector of 32 bytes at a time. Rows off alignment are read an element at a
+    time, with a predicate for each: fewer columns, and 32 neighbours of a row to a warp.
+    """
+    block_n = triton.next_power_of_2(vocab)
+    vector, least = (min(block_n, 16 // dtype.itemsize), 2) if aligned else (1, 32)
+    columns = columns if aligned else max(8, columns // 2)
+    lanes = min(max(least, block_n // columns), block_n // vector)
+    num_warps = max(4, lanes // 32)
+    rows_a_thread = max(1, min(2, columns * lanes // block_n))
+    return NarrowConfig(lanes, vector, 32 * num_warps // lanes * rows_a_thread, num_warps)
