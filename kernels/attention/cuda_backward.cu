@@ -5,6 +5,9 @@
 //
 // Three kernels: `prepare` (delta, lse in base 2, zeros in dq's fp32 sum), `backward`, `finish` (dq = scale * sum);
 // and `finish_keys` where CTAs shared the keys of a last round.
+// A single block of keys (SINGLE) has all of a query's work in one CTA. `backward` then does without the first and the
+// last: two warps that would be idle compute lse and delta from tiles of out, and dq is written scaled and cast. What
+// belongs to an element of q crosses memory in 8 bytes (q, dout, out, dq), not in 18 (dout twice, the sum in and out).
 //
 // `backward`: a CTA owns 128 keys and goes over the queries that see them, 128 (D = 64), 64 or 80 (D = 128) at a time.
 // One warp loads by TMA; two warp groups own 64 keys each: dk and dv stay in their registers.
@@ -26,7 +29,7 @@
 // With 80 queries keys are read from shared memory a fifth less often for each query, at two prices. Registers: dQ is
 // added before the next S begins, beside dK, for there is no room for both. Shared memory: q has two stages, not three.
 //
-// The order in which CTAs add to dq is not fixed: dq is not repeatable bit for bit; dk and dv are.
+// The order in which CTAs add to dq is not fixed: dq is not repeatable bit for bit, but for SINGLE; dk and dv are.
 
 #include "cuda_backward_ptx.cuh"
 
@@ -51,27 +54,36 @@ constexpr int SLABS = D / 64;           // a row of 64 columns is the 128 bytes 
 #ifndef DIRECT  // 1: dq is added to global memory from registers; 0: through shared memory, by bulk reductions
 #define DIRECT 1
 #endif
-constexpr int Q_STAGES = TIGHT ? 2 : 3, DO_STAGES = DIRECT ? 3 : 2;
+#ifndef SINGLE  // 1: there is one block of keys, and its CTA alone sees its queries
+#define SINGLE 0
+#endif
+#define V_IN_REGISTERS (HEAD_DIM == 64 && !SINGLE)  // there is room, and shared memory is not asked for it again
+constexpr int Q_STAGES = TIGHT || SINGLE ? 2 : 3, DO_STAGES = DIRECT && !SINGLE ? 3 : 2;
 constexpr int CONSUMER_WARPS = 8;
 constexpr int KEYS_DONE = 1, ROWS_WRITTEN = 2, FIRST_TURN = 4;  // named barriers; the last two have one for each group
-constexpr int PIECE = BM * D / CONSUMER_WARPS;  // fp32 values of dq that one warp makes of one tile
+constexpr int PIECE = BM * D / CONSUMER_WARPS;  // values of dq that one warp makes of one tile
+constexpr u32 PIECE_BYTES = PIECE * (SINGLE ? 2 : 4);
 
 constexpr u32 Q_SLAB = BM * 128, K_SLAB = BN * 128;
 constexpr u32 Q_BYTES = SLABS * Q_SLAB, K_BYTES = SLABS * K_SLAB, DS_BYTES = 2 * BM * 128;
 constexpr u32 K_AT = 0, V_AT = K_AT + K_BYTES, Q_AT = V_AT + K_BYTES, DO_AT = Q_AT + Q_STAGES * Q_BYTES;
 constexpr u32 DS_AT = DO_AT + DO_STAGES * Q_BYTES, DQ_AT = DS_AT + 2 * DS_BYTES;
-constexpr u32 LSE_AT = DQ_AT + (DIRECT ? 0 : CONSUMER_WARPS * PIECE * 4), DELTA_AT = LSE_AT + Q_STAGES * BM * 4;
+constexpr u32 OUT_AT = DQ_AT + (DIRECT && !SINGLE ? 0 : CONSUMER_WARPS * PIECE_BYTES);  // beside dout, where SINGLE
+constexpr u32 LSE_AT = OUT_AT + (SINGLE ? DO_STAGES * Q_BYTES : 0);
+constexpr u32 DELTA_AT = LSE_AT + Q_STAGES * BM * 4;
 constexpr u32 BAR_AT = DELTA_AT + DO_STAGES * BM * 4;
 constexpr u32 K_FULL = BAR_AT, V_FULL = K_FULL + 8, Q_FULL = V_FULL + 8, Q_EMPTY = Q_FULL + 8 * Q_STAGES;
 constexpr u32 DO_FULL = Q_EMPTY + 8 * Q_STAGES, DO_EMPTY = DO_FULL + 8 * DO_STAGES;
-constexpr u32 DS_FULL = DO_EMPTY + 8 * DO_STAGES, DS_EMPTY = DS_FULL + 16, SHARED_END = DS_EMPTY + 16;
+constexpr u32 DS_FULL = DO_EMPTY + 8 * DO_STAGES, DS_EMPTY = DS_FULL + 16;
+constexpr u32 ROWS_FULL = DS_EMPTY + 16, SHARED_END = ROWS_FULL + (SINGLE ? 8 * DO_STAGES : 0);
 static_assert(BM == 128 ? D == 64 : D == 128 && (BM == 64 || (BM == 80 && !DIRECT)), "64 by 128, 128 by 64 or 80");
+static_assert(!SINGLE || PIECE == 16 * 64, "a warp's part of dq is a box of rows that TMA swizzles");
 static_assert(SHARED_END + 1024 <= 232448, "a CTA has 227 KB of shared memory, and 1 KB goes to the alignment");
 
 struct Problem {
     float* dq_sum;       // [B * Hq, m_tiles, BM * D], in the order that the consumers' registers have
     const float* lse2;   // [B * Hq, m_tiles * BM], log2(e) * lse; +inf where a query sees nothing or does not exist
-    const float* delta;  // the same shape; 0 there
+    const float* delta;  // the same shape; 0 there. Where SINGLE these two are lse and dlse, or null, [B * Hq, queries]
     float* parts;        // [blocks - whole, splits, 2, 128 * D]: dv and dk of shared blocks, in register order
     int queries, keys, m_tiles, n_blocks, kv_heads, group, all_kv_heads, section, whole, splits, alternate;
     float scale, scale_log2;
@@ -97,7 +109,7 @@ struct Work {
         int heads = min(p.section, p.all_kv_heads - section * p.section);
         int all = section * p.section + i % heads;
         batch = all / p.kv_heads, head = all % p.kv_heads;
-        first_key = i / heads * BN;
+        first_key = SINGLE ? 0 : i / heads * BN;
         low = CAUSAL ? max(0, first_key - (p.keys - p.queries)) / BM : 0;
         int of_block = (p.m_tiles - low) * p.group;
         begin = of_block * share / shares;
@@ -105,7 +117,7 @@ struct Work {
         // CTAs of a first section start together: from the last query down they are at the same tile all the time, and
         // end one by one, the last keys first. Those of the next start as these end, the first keys first, each so much
         // later as its first query lies further on: upwards they are at the same tile again, and end together.
-        down = p.alternate && section % 2 == 0;
+        down = !SINGLE && p.alternate && section % 2 == 0;
     }
 };
 // Tile by tile of queries, all heads of the group at each: CTAs that share keys' heads then read the same queries.
@@ -166,10 +178,12 @@ DEVICE void produce(const TensorMap& q_map, const TensorMap& do_map, const Tenso
     }
 }
 
-// --------------------------------------------------------------------------------------------- consumers
-
 // A loop's products have few addresses that change; the compiler would keep all the others in registers that it lacks.
 DEVICE void anew(u32& at) { asm volatile("" : "+r"(at)); }
+
+#include "cuda_backward_single.cuh"
+
+// --------------------------------------------------------------------------------------------- consumers
 
 // S^T or dP^T of 64 keys x BM queries; `rows` and `columns` in shared memory.
 DEVICE void scores(float (&c)[BM / 2], u32 rows, u32 columns) {
@@ -180,7 +194,7 @@ DEVICE void scores(float (&c)[BM / 2], u32 rows, u32 columns) {
                k != 0);
     wgmma_commit();
 }
-#if HEAD_DIM == 64
+#if V_IN_REGISTERS
 // The same with V from registers.
 DEVICE void scores(float (&c)[BM / 2], const u32 (&rows)[D / 4], u32 columns) {
 #pragma unroll
@@ -247,7 +261,7 @@ DEVICE void score_gradients(const float (&s)[BM / 2], const float (&dp)[BM / 2],
     }
 }
 
-DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Problem& p,
+DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const TensorMap& dq_map, const Problem& p,
                                         const Work& w, u32 base) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const int wg = __shfl_sync(~0u, (int)threadIdx.x / 128 - 1, 0);  // known to be one to the warp
@@ -258,10 +272,10 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
                          (((2 * warp + lane / 8 % 2) ^ (lane % 8)) * 16);
     const u32 ds_rows = base + DS_AT + (D == 64 ? wg * 64 * 128 : 0);
     const u32 dq_keys = base + K_AT + (D == 64 ? 0 : wg * K_SLAB);
-    [[maybe_unused]] const u32 dq_piece = base + DQ_AT + (wg * 4 + warp) * PIECE * 4;  // where DIRECT is 0
+    [[maybe_unused]] const u32 dq_piece = base + DQ_AT + (wg * 4 + warp) * PIECE_BYTES;  // where DIRECT is 0 or SINGLE
     const int key = w.first_key + wg * 64 + warp * 16 + lane / 4;  // and key + 8
     const int offset = p.keys - p.queries;
-    const bool alone = p.n_blocks == 1;  // nobody else has a part of these sums, which are not zeroed then
+    [[maybe_unused]] const bool alone = p.n_blocks == 1;  // nobody else has a part of these sums
 
     float dk[D / 2], dv[D / 2], s[BM / 2], dp[BM / 2], dq[DQ_REGISTERS];
     u32 pt[BM / 4], dst[BM / 4];
@@ -295,7 +309,8 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
         wgmma_wait<1>();
         pin(s);
         hide();
-        probabilities(s, base + LSE_AT + q.slot * BM * 4 + pairs, p.scale_log2);
+        if (SINGLE) bar_wait(base + ROWS_FULL + 8 * g.slot, g.parity);
+        probabilities(s, base + LSE_AT + (SINGLE ? g.slot : q.slot) * BM * 4 + pairs, p.scale_log2);
         if (TIGHT) settle(s, base + K_FULL);
         wgmma_wait<0>();
         pin(dp);
@@ -311,6 +326,26 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
     };
     // One warp's piece of dq, 16 queries x 64 columns or 80 queries x 16: its own shared memory, its own reduction.
     auto add_dq = [&](int tile_place, bool real) {
+#if SINGLE
+        if (lane == 0) bulk_wait_read();
+        __syncwarp();
+        u32 to = dq_piece + (matrices(0) - warp * PIECE_BYTES);  // of lane 0: the piece itself
+        anew(to);
+#pragma unroll
+        for (int k = 0; k < DQ_REGISTERS / 8; k++) {
+            const float* a = dq + 8 * k;
+            store_matrices(to ^ (k * 32), pack(a[0] * p.scale, a[1] * p.scale), pack(a[2] * p.scale, a[3] * p.scale),
+                           pack(a[4] * p.scale, a[5] * p.scale), pack(a[6] * p.scale, a[7] * p.scale));
+        }
+        fence_async();
+        __syncwarp();
+        if (lane == 0 && real) {
+            int head = tile_place / p.m_tiles - w.batch * p.kv_heads * p.group, row = tile_place % p.m_tiles * BM;
+            if (D == 64) store_box(dq_map, to, 0, row + wg * 64 + warp * 16, head, w.batch);
+            else store_box(dq_map, to, wg * 64, row + warp * 16, head, w.batch);
+            bulk_commit();
+        }
+#else
         float* to = p.dq_sum + (long long)tile_place * (BM * D) + (wg * 4 + warp) * PIECE;
 #if DIRECT
 #pragma unroll
@@ -328,7 +363,8 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
             store_four(dq_piece + j * 512 + lane * 16, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
         fence_async();
         __syncwarp();
-        if (lane == 0 && real) reduce_bulk(to, dq_piece, PIECE * 4), bulk_commit();
+        if (lane == 0 && real) reduce_bulk(to, dq_piece, PIECE_BYTES), bulk_commit();
+#endif
 #endif
     };
     auto wait_ds = [&](int t) { bar_wait(base + DS_FULL + (t & 1) * 8, (t >> 1) & 1); };
@@ -338,7 +374,7 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
     wgmma_fence();
     scores(s, k_rows / 16, (base + Q_AT) / 16);
     bar_wait(base + V_FULL, 0);
-#if HEAD_DIM == 64  // there are registers for V, which shared memory need not be asked for again
+#if V_IN_REGISTERS
     u32 v_own[D / 4];
 #pragma unroll
     for (int k = 0; k < D / 16; k++) load_matrices(v_own + 4 * k, v_rows + matrices(k));
@@ -410,7 +446,7 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
     add_dq(at, true);
 
     if (w.part >= 0) {
-        if (!DIRECT && lane == 0) bulk_wait();
+        if ((SINGLE || !DIRECT) && lane == 0) bulk_wait();
         float* to = p.parts + (long long)w.part * (2 * BN * D) + (wg * 4 + warp) * (16 * D) + lane * 4;
 #pragma unroll
         for (int j = 0; j < D / 8; j++) {
@@ -444,7 +480,8 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
 extern "C" __global__ void __launch_bounds__(384, 1)
 attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map,
          const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
-         const __grid_constant__ TensorMap dk_map, const __grid_constant__ TensorMap dv_map, const Problem p) {
+         const __grid_constant__ TensorMap dk_map, const __grid_constant__ TensorMap dv_map, const Problem p,
+         const __grid_constant__ TensorMap dq_map, const __grid_constant__ TensorMap out_map) {  // read where SINGLE
     extern __shared__ char memory[];
     const u32 base = (shared_address(memory) + 1023) & ~1023u;
     if (threadIdx.x == 0) {
@@ -454,16 +491,22 @@ attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const __grid_constan
         init(K_FULL, 1, 1), init(V_FULL, 1, 1), init(Q_FULL, Q_STAGES, 1), init(DO_FULL, DO_STAGES, 1);
         init(Q_EMPTY, Q_STAGES, CONSUMER_WARPS), init(DO_EMPTY, DO_STAGES, CONSUMER_WARPS);
         init(DS_FULL, 2, CONSUMER_WARPS), init(DS_EMPTY, 2, CONSUMER_WARPS);
+        if (SINGLE) init(ROWS_FULL, DO_STAGES, ROW_WARPS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
     const Work w(p);
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+#if SINGLE
+        if (threadIdx.x == 0) produce_single(q_map, do_map, k_map, v_map, out_map, p, w, base);
+        if (threadIdx.x >= 32 && threadIdx.x < 32 + 32 * ROW_WARPS) prepare_tiles(p, w, base);
+#else
         if (threadIdx.x == 0) produce(q_map, do_map, k_map, v_map, p, w, base);
+#endif
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-        consume(dk_map, dv_map, p, w, base);
+        consume(dk_map, dv_map, dq_map, p, w, base);
     }
 }
 

@@ -1,7 +1,8 @@
 """The fused backward for Hopper in CUDA C++ (cuda_backward.cu): one pass over the tiles makes dQ, dK and dV.
 
 Three launches: what the main kernel needs of each query, the main kernel, and dQ's cast; where the last round of CTAs
-is shared out, a fourth adds up its dK and dV.
+is shared out, a fourth adds up its dK and dV. Up to 128 keys each query is one CTA's alone: the main kernel then does
+the work of the first and of the third itself, and needs no memory beside the results and shares.
 
 Memory beside the results: fp32 dQ, 4·D bytes a query and head, and 8 bytes a query and head.
 CTAs add to that dQ in no fixed order: dQ is not the same bit for bit in each run; dK and dV are.
@@ -21,6 +22,7 @@ from .hopper import whole
 from .problem import LOG2_E, Problem
 
 SHARED_BYTES = 227 * 1024  # all that a CTA can have: tiles of 80 queries need it, and two CTAs never fit
+DQ_ROWS = 16  # of a warp of the main kernel: what it stores of dq at a time
 NAMES = tuple(f"attention_cuda_bwd{part}" for part in ("", "_prepare", "_finish", "_finish_keys"))
 
 
@@ -42,7 +44,7 @@ def helper_rows(tile: int) -> int:
 
 def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
     """Writes dq, and the rows of dk and dv that count, of a problem that `cuda_refuses` does not."""
-    q, k, v, dout = (whole(x) for x in (problem.q, problem.k, problem.v, saved.dout))
+    q, k, v, dout, out = (whole(x) for x in (problem.q, problem.k, problem.v, saved.dout, saved.out))
     kv_heads, dim = k.shape[1], problem.dim
     causal = problem.right == 0
     config = dispatch.pick_cuda_bwd_config(
@@ -55,12 +57,14 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
         problem.multiprocessors(),
     )
     tile, n_blocks = config.queries, -(-problem.keys // KEYS)
+    single = n_blocks == 1
+    summed = 0 if single else problem.all_heads
     m_tiles = -(-problem.queries // tile)
     padded = m_tiles * tile
     unshared = problem.all_kv_heads * n_blocks - config.shared
-    dq_sum = torch.empty(problem.all_heads, padded, dim, dtype=torch.float32, device=q.device)
+    dq_sum = torch.empty(summed, padded, dim, dtype=torch.float32, device=q.device)
     parts = torch.empty(config.shared * config.splits, 2, KEYS, dim, dtype=torch.float32, device=q.device)
-    lse2, delta = torch.empty(2, problem.all_heads, padded, dtype=torch.float32, device=q.device)
+    lse2, delta = torch.empty(2, summed, padded, dtype=torch.float32, device=q.device)
     sizes = [ctypes.c_int(x) for x in (problem.queries, padded, q.shape[1])]
     helpers = problem.all_heads * (padded // helper_rows(tile))
     with torch.cuda.device_of(q):
@@ -70,20 +74,19 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
             f"FP16={int(q.dtype == torch.float16)}",
             f"QUERIES={tile}",
             f"DIRECT={int(config.direct)}",
+            f"SINGLE={int(single)}",
         )
         backward, prepare, finish, finish_keys = cuda_driver.kernels(
             q.device.index, "cuda_backward.cu", NAMES, defines, SHARED_BYTES
         )
-        incoming = [Rows.of(saved.out), Rows.of(dout), pointer(saved.lse), pointer(saved.dlse)]
+        incoming = [Rows.of(out), Rows.of(dout), pointer(saved.lse), pointer(saved.dlse)]
         terms = [pointer(lse2), pointer(delta), pointer(dq_sum)]
-        # A single block of keys stores its dQ and adds to nothing, but does not come by tiles that see no key.
-        blind = causal and problem.queries - problem.keys >= tile
-        stored = n_blocks == 1 and config.direct and not blind
-        launch(prepare, helpers, 256, 0, [*incoming, *terms, *sizes, ctypes.c_int(not stored)])
+        if not single:
+            launch(prepare, helpers, 256, 0, [*incoming, *terms, *sizes, ctypes.c_int(1)])
         described = _Problem(
             dq_sum.data_ptr(),
-            lse2.data_ptr(),
-            delta.data_ptr(),
+            pointer(saved.lse if single else lse2),
+            pointer(saved.dlse if single else delta),
             parts.data_ptr(),
             problem.queries,
             problem.keys,
@@ -101,7 +104,13 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
         )
         maps = [tensor_map(x, problem.queries, tile) for x in (q, dout)]
         maps += [tensor_map(x, problem.keys, 64) for x in (k, v, dk, dv)]
-        launch(backward, unshared + config.shared * config.splits, 384, SHARED_BYTES, [*maps, described])
+        others = maps[:2]  # which are read for a single block alone
+        if single:
+            others = [tensor_map(x, problem.queries, rows) for x, rows in ((dq, DQ_ROWS), (out, tile))]
+        launch(backward, unshared + config.shared * config.splits, 384, SHARED_BYTES, [*maps, described, *others])
         if config.shared:
             launch(finish_keys, 2 * config.shared, 256, 0, [Rows.of(dv), Rows.of(dk), described])
-        launch(finish, helpers, 256, 0, [Rows.of(dq), pointer(dq_sum), *sizes, ctypes.c_float(problem.scale)])
+        if not single:
+            launch(finish, helpers, 256, 0, [Rows.of(dq), pointer(dq_sum), *sizes, ctypes.c_float(problem.scale)])
+        elif causal:  # tiles that see no key are no CTA's
+            dq[:, :, : max(0, problem.queries - problem.keys) // tile * tile].zero_()

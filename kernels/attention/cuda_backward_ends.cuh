@@ -27,13 +27,7 @@ attention_cuda_bwd_prepare(const Rows out, const Rows dout, const float* lse, co
     }
 #pragma unroll
     for (int i = 0; i < PASSES; i++) {
-        const u32 x[4] = {a[i].x, a[i].y, a[i].z, a[i].w}, y[4] = {b[i].x, b[i].y, b[i].z, b[i].w};
-        float sum = 0;
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            Float2 u = unpack(x[j]), v = unpack(y[j]);
-            sum += u.x * v.x + u.y * v.y;
-        }
+        float sum = dot(a[i], b[i]);
 #pragma unroll
         for (int step = ACROSS / 2; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
         int row = start + i * AT_ONCE + threadIdx.x / ACROSS;
@@ -43,7 +37,7 @@ attention_cuda_bwd_prepare(const Rows out, const Rows dout, const float* lse, co
             bool empty = line == -INFINITE;
             if (dlse != nullptr && row < queries) sum -= dlse[from];
             // An empty row has delta 0 even where its incoming gradients are not finite: 0 * inf would be NaN.
-            lse2[to] = empty ? INFINITE : line * 1.4426950408889634f;
+            lse2[to] = empty ? INFINITE : line * LOG2_E;
             delta[to] = empty ? 0 : sum;
         }
     }

@@ -163,8 +163,8 @@ class CudaBackwardConfig:
     """How blocks of 128 keys are given to CTAs, which go over tiles of so many queries.
 
     section: how many key heads' CTAs run together, longest first. The last `shared` blocks have `splits` CTAs each.
-    direct: dQ is added from registers, not through shared memory by bulk reductions. alternate: sections go from the
-    last queries to the first and from the first to the last, in turn.
+    direct: dQ is added from registers, not through shared memory by bulk reductions; that of a single block is stored.
+    alternate: sections go from the last queries to the first and from the first to the last, in turn.
     """
 
     queries: int
@@ -183,8 +183,8 @@ def cuda_query_tile(dim: int, keys: int, group: int, causal: bool) -> int:
 
     64 and 80 at D = 128, in TFLOP/s on an H200: 586 and 602 without a mask at 8192 keys; causal 511 and 496 at 4096,
     561 and 579 at 16 384, where longer tiles on the diagonal matter less. With shared heads under a mask 64 had 570
-    at 8192 and 80, in other orders of products, 549 at the most. A single block of keys stores its dQ from registers,
-    which tiles of 80 do not.
+    at 8192 and 80, in other orders of products, 549 at the most. A single block of keys stores its dQ by rows, which
+    tiles of 80, whose dQ has columns for rows, do not.
     """
     if dim == 64:
         return 128
@@ -205,8 +205,7 @@ def pick_cuda_bwd_config(
     the same queries all the time, which L2 holds whatever the size of the group. On an H200, 64 heads and 8 key
     heads, 8192 keys: 570 TFLOP/s, against 494 with each query head from its first query on, one after the other.
     """
-    # A single block of keys stores its dQ, which no bulk reduction does.
-    direct = dim == 64 or keys <= CUDA_BWD_KEYS
+    direct = dim == 64
     tile, blocks = cuda_query_tile(dim, keys, group, causal), triton.cdiv(keys, CUDA_BWD_KEYS)
     if not causal:
         shares = _pick_shares(blocks * kv_heads, triton.cdiv(queries, tile) * group, multiprocessors)

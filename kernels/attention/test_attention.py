@@ -26,6 +26,7 @@ from . import (
 )
 from .bench import visible
 from .dispatch import Config
+from .problem import Problem
 from .reference import attention_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -479,6 +480,41 @@ def test_shared_blocks_of_the_backward_in_cuda(dim, tile, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(564, 64), (77, 128), (128, 1), (1, 100)])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_single_block_of_the_backward_in_cuda(dim, queries, keys, causal, dtype):
+    """One launch: last tiles that are not full, heads inside rows, shared heads, and, under a causal mask, tiles of
+    queries that see nothing. No CTAs add to one sum, so that all is the same bit for bit."""
+    on_hopper(dim, causal, dtype)
+    leaves = [
+        normal(3, rows, heads, dim, dtype=dtype).transpose(1, 2) for rows, heads in ((queries, 6), (keys, 2), (keys, 2))
+    ]
+    attend(leaves, "cuda", causal=causal)
+    mine = everything(attention, leaves, causal=causal, backward="cuda")
+    near(mine, everything(attention, leaves, causal=causal, backward="separate"))
+    again = everything(attention, leaves, causal=causal, backward="cuda")
+    assert all(torch.equal(a, b) for a, b in zip(mine, again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_rows_that_a_single_block_of_the_backward_in_cuda_writes(dim, causal):
+    """All that there are, those that see nothing too, and none beyond: 311 is not a multiple of the 16 of a store."""
+    (q, k, v), _ = on_hopper(dim, causal, torch.bfloat16)
+    q, k, v = q[:, :, :311], k[:, :, :100], v[:, :, :100]
+    out, lse = attend([q, k, v], "cuda", causal=causal)
+    dq, dk, dv = (torch.full((*x.shape[:2], x.shape[2] + 60, dim), math.nan).to(x) for x in (q, k, v))
+    problem = Problem(q, k, v, dim**-0.5, -1, 0 if causal else -1, 100)
+    saved = delta.Saved(out, lse, None, torch.ones_like(out), None)
+    cuda_backward.cuda_bwd(problem, saved, dq[:, :, :311], dk[:, :, :100], dv[:, :, :100])
+    for x, rows in ((dq, 311), (dk, 100), (dv, 100)):
+        assert x[:, :, :rows].isfinite().all() and x[:, :, rows:].isnan().all()
+
+
+@pytest.mark.gpu
 def test_the_deterministic_mode_picks_a_repeatable_backward():
     leaves, options = on_hopper(64, False, torch.bfloat16)
     separate = everything(attention, leaves, backward="separate", **options)
@@ -517,8 +553,9 @@ def test_shares_of_the_backward_in_cuda(dim, causal):
         assert config.shared == 0 or (config.splits > 1 and not causal)
         assert config.alternate == (causal and group > 1)
         assert (dim, config.queries) in QUERY_TILES
-        # A single block's dQ is stored from registers; tiles of 80 have none left for that.
-        assert config.direct == (dim == 64 or keys <= 128) and not (config.direct and config.queries == 80)
+        # Tiles of 80 have no registers left to add dQ from, nor rows of dQ that a single block could store.
+        assert config.direct == (dim == 64)
+        assert config.queries != 80 or (dim == 128 and keys > 128)
         assert config.queries % cuda_backward.helper_rows(config.queries) == 0
 
 
