@@ -275,7 +275,6 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
     [[maybe_unused]] const u32 dq_piece = base + DQ_AT + (wg * 4 + warp) * PIECE_BYTES;  // where DIRECT is 0 or SINGLE
     const int key = w.first_key + wg * 64 + warp * 16 + lane / 4;  // and key + 8
     const int offset = p.keys - p.queries;
-    [[maybe_unused]] const bool alone = p.n_blocks == 1;  // nobody else has a part of these sums
 
     float dk[D / 2], dv[D / 2], s[BM / 2], dp[BM / 2], dq[DQ_REGISTERS];
     u32 pt[BM / 4], dst[BM / 4];
@@ -350,11 +349,7 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
 #if DIRECT
 #pragma unroll
         for (int j = 0; j < DQ_REGISTERS / 4; j++)
-            if (real) {
-                float* at = to + j * 128 + lane * 4;
-                if (alone) *(Float4*)at = {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]};
-                else add_global(at, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
-            }
+            if (real) add_global(to + j * 128 + lane * 4, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
 #else
         if (lane == 0) bulk_wait_read();
         __syncwarp();

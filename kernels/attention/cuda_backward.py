@@ -82,7 +82,7 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
         incoming = [Rows.of(out), Rows.of(dout), pointer(saved.lse), pointer(saved.dlse)]
         terms = [pointer(lse2), pointer(delta), pointer(dq_sum)]
         if not single:
-            launch(prepare, helpers, 256, 0, [*incoming, *terms, *sizes, ctypes.c_int(1)])
+            launch(prepare, helpers, 256, 0, [*incoming, *terms, *sizes])
         described = _Problem(
             dq_sum.data_ptr(),
             pointer(saved.lse if single else lse2),

@@ -12,12 +12,12 @@ constexpr int HELPER_ROWS = TURNED ? BM : 64;  // of a CTA of 256 threads; 16 by
 // lse, dlse: [B * heads, queries]; dlse may be null. Writes lse2 and delta and zeros the same rows of dq's sum.
 extern "C" __global__ void __launch_bounds__(256)
 attention_cuda_bwd_prepare(const Rows out, const Rows dout, const float* lse, const float* dlse, float* lse2, float* delta, float* dq_sum,
-        int queries, int padded, int heads, int zero) {
+        int queries, int padded, int heads) {
     constexpr int ACROSS = D / 8, AT_ONCE = 256 / ACROSS, PASSES = HELPER_ROWS / AT_ONCE;
     int tiles = padded / HELPER_ROWS, all = blockIdx.x / tiles, start = blockIdx.x % tiles * HELPER_ROWS;
     int batch = all / heads, head = all % heads, column = threadIdx.x % ACROSS * 8;
     Float4* zeros = (Float4*)(dq_sum + ((long long)all * padded + start) * D);
-    for (int i = 0; i < zero * HELPER_ROWS * D / 1024; i++) zeros[i * 256 + threadIdx.x] = {0, 0, 0, 0};
+    for (int i = 0; i < HELPER_ROWS * D / 1024; i++) zeros[i * 256 + threadIdx.x] = {0, 0, 0, 0};
     Uint4 a[PASSES], b[PASSES];
 #pragma unroll
     for (int i = 0; i < PASSES; i++) {
