@@ -38,6 +38,7 @@ def no_compiler() -> str | None:
 def kernels(device: int, source: str, names: tuple[str, ...], defines: tuple[str, ...], shared: int) -> tuple:
     """The kernels of a source file of this folder, on a device, which is the current one. The first of them may have
     `shared` bytes of dynamic shared memory."""
+    _enter_context()
     module, functions = ctypes.c_void_p(), []
     _call("cuModuleLoadData", ctypes.byref(module), _compiled(source, defines))
     for name in names:
@@ -102,9 +103,20 @@ def tensor_map(x: torch.Tensor, rows: int, block_rows: int) -> ctypes.Array:
 
 def launch(function: ctypes.c_void_p, grid: int, threads: int, shared: int, arguments: Sequence) -> None:
     """One launch on the current stream of the current device. Arguments are ctypes objects, passed by value."""
+    _enter_context()
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(x) for x in arguments))
     _call("cuLaunchKernel", function, grid, 1, 1, threads, 1, 1, shared, stream, pointers, None)
+
+
+def _enter_context() -> None:
+    """A thread that PyTorch has served from its cache alone has no context yet. The runtime would make the device's own
+    current; the driver does not."""
+    context = ctypes.c_void_p()
+    _call("cuCtxGetCurrent", ctypes.byref(context))
+    if not context.value:
+        _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), torch.cuda.current_device())
+        _call("cuCtxSetCurrent", context)
 
 
 @functools.cache

@@ -15,8 +15,8 @@ from harness.spec import Op
 class Wrong:
     """`fn` must be rejected first by `check`, for `cause`; `case` is where that is tried, and all that is tried.
 
-    `on_gpu` is the (check, cause) that comes first there, where the arithmetic, the tensors' addresses or what can be
-    launched make it another than in the interpreter.
+    `on_gpu` is the (check, cause) that may come first there, where the arithmetic, the random numbers, the tensors'
+    addresses or what can be launched are other than in the interpreter.
     """
 
     name: str

@@ -43,7 +43,7 @@ WRONG = (
     _fault("padding counted", BLOCKS, "accuracy", "error"),
     _fault("power of two rounded down", POW2, "accuracy", "error"),
     _fault("no smallest scale", BLOCKS, "values", "error"),
-    _fault("nan counted", BLOCKS, "values", "nonfinite"),
+    _fault("nan counted", BLOCKS, "values", "nonfinite", on_gpu=("values", "error")),
     _fault("inf counted", BLOCKS, "values", "error"),
     # The data.
     _fault("not divided by the scale", BLOCKS, "accuracy", "error"),
@@ -62,7 +62,7 @@ WRONG = (
     Wrong("mutated input", wrappers.mutating(fp8), BLOCKS, "accuracy", "inputs"),
     Wrong("lazy output", wrappers.lazy(fp8), FP16, "accuracy", "lazy"),
     Wrong("fp32 out of fp8", wrappers.single_precision(fp8), FP16, "accuracy", "dtype"),
-    _fault("no checks", BLOCKS, "refusal", "accepted", on_gpu=("refusal", "launched")),
+    _fault("no checks", BLOCKS, "refusal", "accepted"),
     Wrong("checks after the launch", checks_last, BLOCKS, "refusal", "launched"),
     _fault("shape of the fake result", BLOCKS, "opcheck", "opcheck"),
     Wrong("looks at values", wrappers.looking_at_values(fp8), BLOCKS, "compile", "compile"),
