@@ -528,6 +528,21 @@ def test_rows_that_a_single_block_of_the_backward_in_cuda_writes(dim, causal):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("dim", "causal"), [(64, False), (128, True)])
+def test_the_separate_backward_is_the_same_fifty_times(dim, causal):
+    """Bit for bit, while copies of another size move the CTAs against each other."""
+    leaves = [normal(2, heads, rows, dim, dtype=torch.bfloat16) for heads, rows in ((16, 1100), (8, 1000), (8, 1000))]
+    noise, stream = normal(1 << 24), torch.cuda.Stream()
+    first = everything(attention, leaves, causal=causal, backward="separate")
+    for repeat in range(50):
+        with torch.cuda.stream(stream):
+            noise[: 1 << (repeat % 25)].mul_(1.0)
+        again = everything(attention, leaves, causal=causal, backward="separate")
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), repeat
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
 def test_the_deterministic_mode_picks_a_repeatable_backward():
     leaves, options = on_hopper(64, False, torch.bfloat16)
     separate = everything(attention, leaves, backward="separate", **options)
