@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import itertools
 import shutil
 import subprocess
 import sys
@@ -59,19 +60,24 @@ def _make_venv(session: nox.Session, folder: Path) -> str:
 
 
 def _fill_venv(session: nox.Session, python: str) -> None:
-    """Installs the dependency group `dev` and, where there is an NVIDIA driver, the peers; unless that was done."""
+    """Installs the dependency group `dev` and, where there is an NVIDIA driver, CuPy and the peers; unless done."""
     project = nox.project.load_toml("pyproject.toml")
     dev = nox.project.dependency_groups(project, "dev")
-    peers = project["project"]["optional-dependencies"]["peers"] if _has_nvidia_driver() else []
-    wanted = "\n".join([*dev, *peers, (ROOT / "constraints.txt").read_text()])
+    missed = {
+        "cuda": "CuPy could not be installed: kernels in CUDA C++ leave their work to the Triton ones.",
+        "peers": "The peers could not be installed: the reports will have them as skipped, with that reason.",
+    }
+    extras = {name: project["project"]["optional-dependencies"][name] for name in missed if _has_nvidia_driver()}
+    wanted = "\n".join([*dev, *itertools.chain(*extras.values()), (ROOT / "constraints.txt").read_text()])
     stamp, digest = VENV / "ridgeline-installed", hashlib.sha256(wanted.encode()).hexdigest()
     if stamp.is_file() and stamp.read_text() == digest:
         return
     stamp.unlink(missing_ok=True)
     session.log("Filling .venv. The first time this downloads torch and takes some minutes.")
     session.run(*_pip_install(python), *dev, log=False)
-    if peers and subprocess.run([*_pip_install(python), *peers]).returncode:
-        session.warn("The peers could not be installed: the reports will have them as skipped, with that reason.")
+    for name, packages in extras.items():
+        if subprocess.run([*_pip_install(python), *packages]).returncode:
+            session.warn(missed[name])
     stamp.write_text(digest)
 
 

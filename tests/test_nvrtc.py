@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from harness import registry
-from harness.compiling import ahead, nvrtc, sass
+from harness.compiling import ahead, launches, nvrtc, sass
 from harness.spec import Case, Cost, KernelSpec
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
@@ -119,13 +120,12 @@ def test_what_nvrtc_refuses_says_why(tmp_path):
         nvrtc.compiled(tmp_path / "bad.cu", "sm_90a", ())
 
 
-@needs_nvrtc
-def test_rows_of_the_build(toy):
-    spec = KernelSpec(
+def spec_of(toy, op) -> KernelSpec:
+    return KernelSpec(
         name="toy",
-        implementations={"cuda": toy.op},
+        implementations={"cuda": op},
         reference=toy.reference,
-        make_inputs=lambda case, device, generator: {"x": torch.ones(4, device=device)},
+        make_inputs=lambda case, device, generator: {"x": torch.ones(4)},
         cost=lambda case, mode: Cost(1, 1),
         cases=(Case("a", {}, torch.float32, bench=True),),
         grads=(),
@@ -133,6 +133,30 @@ def test_rows_of_the_build(toy):
         items=lambda case: 1,
         fuzz={},
     )
+
+
+@pytest.mark.parametrize("reason", [nvrtc.MISSING, "another"])
+def test_what_only_cuda_computes_is_skipped_without_nvrtc(toy, reason, monkeypatch):
+    """And nothing else is."""
+
+    def refused(x):
+        raise RuntimeError(f"toy cannot run here: {reason}")
+
+    monkeypatch.setattr(nvrtc, "library", lambda: None)
+    spec, outcome = spec_of(toy, refused), ahead.Outcome("toy", "sm_90")
+    # Instead of what refuses to work where Triton's interpreter is on.
+    monkeypatch.setattr(launches, "record", lambda capability: nullcontext([]))
+    ahead._trace(spec, "cuda", spec.cases[0], "fwd", (9, 0), {}, outcome)
+    said, other = outcome.skipped[1:], outcome.failures
+    if reason != nvrtc.MISSING:
+        said, other = other, said
+    assert len(said) == 1 and reason in said[0] and "toy.fwd.a.cuda" in said[0]
+    assert other == []
+
+
+@needs_nvrtc
+def test_rows_of_the_build(toy):
+    spec = spec_of(toy, toy.op)
     rows = [
         ahead.describe(spec, nvrtc.Launch(name, "two.cu", ("FACTOR=3",), 128, 4096, cubin), (9, 0))
         for name in ("toy_grow", "toy_shrink")

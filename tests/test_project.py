@@ -162,7 +162,8 @@ def test_every_dependency_of_the_environment_is_pinned() -> None:
     pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
     assert all(re.match(r"[\w.-]+==[\w.]+(; python_version (>=|<) \"3\.\d+\")?$", pin) for pin in pins)
     pinned = {name_of(pin) for pin in pins}
-    assert {name_of(requirement) for requirement in groups("dev")} - pinned == set()
+    by_torch = {"nvidia-cuda-nvrtc"}  # whose CUDA builds want one version of it, each another
+    assert {name_of(requirement) for requirement in groups("dev")} - pinned == by_torch
 
 
 def test_the_extra_dev_is_the_group_dev() -> None:
