@@ -292,7 +292,7 @@ SPEC = KernelSpec(
     finite_only=lambda case: any(case.params.get(name) for name in ("causal", "window", "fp8")),
     sampled=_sampled,
     fuzz={"queries": (0, 40), "keys": (0, 40), "dim": (1, 40)},
-    spills={"attention_fp8_fwd": 48},
+    spills={"attention_fp8_fwd": 52},  # with NVRTC 13.5; 48 with 13.0, which was measured
     tunables=(
         Tunable(dispatch, "pick_forward", "fwd", _versions, GRID),
         Tunable(dispatch, "pick_fwd_config", "fwd", _fwd_candidates, implementation="triton"),
