@@ -125,7 +125,9 @@ def _work(selections: Sequence[options.Selection], arguments: argparse.Namespace
             wanted = arguments.case or [case.name for case in spec.cases if not case.bench]
             chosen = dataclasses.replace(selection, cases=tuple(c for c in spec.cases if c.name in wanted))
             for case, mode in chosen.groups():
-                for name in (n for n in selection.implementations if n in spec.implementations):
+                for name in selection.implementations:
+                    if name not in spec.implementations or spec.repeats(name, case, mode):
+                        continue
                     failed += not _run(spec, case, mode, name, where.device)
     return 1 if failed else 0
 

@@ -139,8 +139,8 @@ class KernelSpec:
     modes            what is timed: "fwd" (no autograd), "bwd" (the backward alone), "fwd+bwd", or "step": one update of
                      an optimizer, run like "fwd"
     min_capability   implementation -> the compute capability that it needs, where that is more than the case's own
-    repeats          (implementation, case, mode) -> why it is another implementation once more there, so that timing it
-                     would tell nothing; else None
+    repeats          (implementation, case, mode) -> why it is another implementation once more there, so that checking
+                     and timing it would tell nothing; else None
     unit, items      the case's own throughput: "rows", (case) -> how many
     determinism      mode -> "run-to-run" (bit-wise equal repeats, tested), "on request" (the same under
                      torch.use_deterministic_algorithms(True)) or "none"

@@ -86,6 +86,17 @@ def test_a_case_of_the_forward_alone_has_no_backward():
     assert {"accuracy", "strides"} <= {item.check for item in items}
 
 
+def test_what_is_another_implementation_once_more_is_checked_once():
+    both = {"first": scale, "second": scale}
+    spec = dataclasses.replace(
+        SPEC,
+        implementations=both,
+        repeats=lambda name, case, mode: "again" if (name, mode) == ("second", "fwd") else None,
+    )
+    items = check.plan(spec, "cpu", [CASES[2]])
+    assert {(i.implementation, i.mode) for i in items} == {("first", "fwd"), ("first", "bwd"), ("second", "bwd")}
+
+
 def test_names_are_unique_and_hold_the_case():
     names = [item.name for item in check.plan(SPEC, "cpu")]
     assert len(names) == len(set(names))

@@ -33,6 +33,7 @@ def spec_with(kernel: str, name: str, fn) -> KernelSpec:
         spec,
         implementations={name: fn},
         min_capability={},
+        repeats=lambda *_: None,
         cases=cases,
         fuzz=ZOO[kernel].FUZZ,
         limits=ZOO[kernel].LIMITS,
