@@ -123,8 +123,8 @@ def pick_forward(
 
 
 def pick_splits(rows: int, keys: int, kv_heads: int, multiprocessors: int) -> int:
-    """The fewest CTAs to a tile of queries that keep the multiprocessors nearly as busy as any number would: they take
-    turns in waves of two on each, and the last wave is only partly full. 256 keys a CTA at least."""
+    """CTAs to a tile of queries: as few waves of them, two to a multiprocessor, as keep these nearly as busy as any
+    number would, and then as many as these waves have room for. 256 keys a CTA at least."""
     tiles = kv_heads * triton.cdiv(rows, block_of_rows(rows))
     room = 2 * multiprocessors
     most = min(128, keys // 256)
@@ -136,7 +136,8 @@ def pick_splits(rows: int, keys: int, kv_heads: int, multiprocessors: int) -> in
         return waves / math.ceil(waves)
 
     target = 0.85 * max(busy(splits) for splits in range(1, most + 1))
-    return next(splits for splits in range(1, most + 1) if busy(splits) >= target)
+    fewest = next(splits for splits in range(1, most + 1) if busy(splits) >= target)
+    return min(most, math.ceil(tiles * fewest / room) * room // tiles)
 
 
 def block_of_rows(rows: int) -> int:
@@ -244,9 +245,13 @@ def pick_fwd_config(dim: int, banded: bool, dtype: torch.dtype, capability: tupl
 
 
 def pick_split_config(rows: int, dim: int, banded: bool, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
+    """Few rows are bound by memory: at Q 1 and 200 000 keys, 8 heads of D 64, an H200 took 114.1 us with 64 keys a tile
+    and 112.5 with 128, of which sm_80 has no room for three stages twice."""
     block_m, block_d = block_of_rows(rows), padded(dim)
     if block_m == 128 or dtype == torch.float32:
         return pick_fwd_config(dim, banded, dtype, capability)
+    if block_m == 16 and block_d <= 64 and capability >= (9, 0):
+        return Config(block_m, 128, block_d, 4, 3)
     return Config(block_m, 64 if block_d <= 128 else 32, block_d, 4, 3 if block_d <= 128 else 2)
 
 
