@@ -95,7 +95,7 @@ struct Problem {
     const float* delta;  // the same shape; 0 there. Where SINGLE these two are lse and dlse, or null, [B * Hq, queries]
     float* parts;        // [blocks - whole, splits, 2, 128 * D]: dv and dk of shared blocks, in register order
     u32* turns;          // [B * Hq, m_tiles]: how far the sum of a tile of dq is, where HANDED, as the next two
-    u32* queue;          // complete tiles (cuda_backward_sum.cuh)
+    u32* queue;          // how many places were pushed, how many halves taken; then the places + 1 of complete tiles
     Rows dq;
     int queries, keys, m_tiles, n_blocks, kv_heads, group, all_kv_heads, section, whole, splits, alternate;
     float scale, scale_log2;

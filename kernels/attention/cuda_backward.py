@@ -69,7 +69,7 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
     parts = torch.empty(config.shared * config.splits, 2, KEYS, dim, dtype=torch.float32, device=q.device)
     lse2, delta = torch.empty(2, summed, padded, dtype=torch.float32, device=q.device)
     handed = 0 if config.direct else summed * m_tiles  # tiles whose sums the main kernel casts
-    turns, queue = (torch.empty(n, dtype=torch.int32, device=q.device) for n in (handed, handed + 4))
+    turns, queue = (torch.empty(n, dtype=torch.int32, device=q.device) for n in (handed, handed + 2))
     sizes = [ctypes.c_int(x) for x in (problem.queries, padded, q.shape[1])]
     helpers = problem.all_heads * (padded // helper_rows(tile))
     with torch.cuda.device_of(q):

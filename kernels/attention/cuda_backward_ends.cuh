@@ -12,8 +12,8 @@ attention_cuda_bwd_prepare(const Rows out, const Rows dout, const float* lse, co
     int tiles = padded / HELPER_ROWS, all = blockIdx.x / tiles, start = blockIdx.x % tiles * HELPER_ROWS;
     int batch = all / heads, head = all % heads, column = threadIdx.x % ACROSS * 8;
     if constexpr (HANDED) {
-        if (threadIdx.x == 0) turns[blockIdx.x] = 0, queue[PLACES + blockIdx.x] = 0;
-        if (blockIdx.x == 0 && threadIdx.x < PLACES) queue[threadIdx.x] = 0;
+        if (threadIdx.x == 0) turns[blockIdx.x] = 0, queue[2 + blockIdx.x] = 0;
+        if (blockIdx.x == 0 && threadIdx.x < 2) queue[threadIdx.x] = 0;
     } else {
         Float4* zeros = (Float4*)(dq_sum + ((long long)all * padded + start) * D);
         for (int i = 0; i < HELPER_ROWS * D / 1024; i++) zeros[i * 256 + threadIdx.x] = {0, 0, 0, 0};

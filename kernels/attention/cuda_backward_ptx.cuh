@@ -76,9 +76,6 @@ DEVICE u32 add_relaxed(u32* at, u32 x) {
     asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(y) : "l"(at), "r"(x) : "memory");
     return y;
 }
-DEVICE void count_relaxed(u32* at, u32 x) {
-    asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(at), "r"(x) : "memory");
-}
 DEVICE u32 add_release(u32* at, u32 x) {
     u32 y;
     asm volatile("atom.release.gpu.global.add.u32 %0, [%1], %2;" : "=r"(y) : "l"(at), "r"(x) : "memory");

@@ -21,9 +21,6 @@
 #ifndef DISCARD  // 1: lines of a sum that has been read are dropped from L2 and not written back to memory
 #define DISCARD 1
 #endif
-// Words of the queue: how many places were pushed, how many halves taken, how many may be (nobody compares and swaps:
-// of many who try, one at a time would get through), and the places + 1 of complete tiles.
-constexpr u32 FREE = 2, PLACES = 4;
 #if HANDED
 constexpr u32 HALF_BYTES = 4 * PIECE_BYTES;  // of a tile of dq: what a group of consumers makes, 64 of 128 columns
 constexpr u32 READY = 2;                     // a turn from which on addends are added
@@ -35,19 +32,13 @@ DEVICE int blocks_of_tile(const Problem& p, int m) {
 
 // Adds this CTA's addends to dq's sums, tile by tile, each group's half as soon as it is there: one lane.
 DEVICE void add_tiles(const Problem& p, const Work& w, u32 base) {
-    auto turn_of = [&](u32 place) {  // computed where it is used: there are 24 registers
-        anew(place);
-        return p.turns + place;
-    };
     // One addend more has arrived. Who adds the last one acquires what all others released.
-    auto count = [&](int place) { return (int)add_release(turn_of(place), 1); };
+    auto count = [&](int place) { return (int)add_release(p.turns + place, 1); };
     auto push = [&](int place, int before) {
         anew(place);
         if (before != blocks_of_tile(p, place % p.m_tiles)) return;
         fence_gpu();
-        u32 at = add_relaxed(p.queue, 1);
-        store_release(p.queue + PLACES + at, place + 1);
-        count_relaxed(p.queue + FREE, 2);
+        store_release(p.queue + 2 + add_relaxed(p.queue, 1), place + 1);
     };
     const Tile tile(w, p);
     int uncounted = -1, next = tile.all_heads * p.m_tiles + tile.m, g = tile.g;
@@ -61,9 +52,9 @@ DEVICE void add_tiles(const Problem& p, const Work& w, u32 base) {
             u32 bar = base + 8 * half, from = base + DQ_AT + half * HALF_BYTES;
             bar_wait(bar + DQ_FULL, t & 1);
             if (half == 0) {
-                if (turn == 0) turn = exchange(turn_of(place), 0, 1), first = turn == 0;
+                if (turn == 0) turn = exchange(p.turns + place, 0, 1), first = turn == 0;
                 if (!first)
-                    while (turn < READY) turn = load_acquire(turn_of(place));
+                    while (turn < READY) turn = load_acquire(p.turns + place);
                 fence_async_global();
             }
             u32 which = 2 * place + half;
@@ -87,8 +78,9 @@ DEVICE void add_tiles(const Problem& p, const Work& w, u32 base) {
             }
         }
         uncounted = place;
-        if (first || t + 1 == w.tiles) bulk_wait<0>(), push(place, count(place)), uncounted = -1;
+        if (first) bulk_wait<0>(), push(place, count(place)), uncounted = -1;
     }
+    if (uncounted >= 0) bulk_wait<0>(), push(uncounted, count(uncounted));
     bar_arrive(base + DQ_ENDED);
 }
 
@@ -168,12 +160,8 @@ DEVICE void cast_tiles(const Problem& p, u32 base) {
             for (;;) {
                 Pair now = load_pair(p.queue);
                 if (now.y >= 2 * now.x) break;
-                if ((int)add_relaxed(p.queue + FREE, ~0u) <= 0) {
-                    count_relaxed(p.queue + FREE, 1);
-                    continue;
-                }
-                now.y = add_relaxed(p.queue + 1, 1);
-                do found = 2 * load_acquire(p.queue + PLACES + now.y / 2);
+                if (exchange(p.queue + 1, now.y, now.y + 1) != now.y) continue;
+                do found = 2 * load_acquire(p.queue + 2 + now.y / 2);
                 while (found == 0);
                 found += now.y % 2;
                 break;
