@@ -3,12 +3,8 @@
 //   delta = rowsum(dout * out) - dlse    p = exp(scale * q k^T - lse)     ds = p * (dout v^T - delta)
 //   dv = p^T dout                        dk = scale * ds^T q              dq = scale * ds k
 //
-// D = 64 has three kernels: `prepare` (delta, lse in base 2, zeros in dq's fp32 sum), `backward`, `finish` (dq = scale
-// * sum). D = 128 has two: the first addend of a tile is stored, so nothing is zeroed, and warps that would be idle
-// cast a tile as soon as its last addend is there (cuda_backward_sum.cuh). An element of the sum then crosses memory
-// only where L2 evicts it before it is cast, and not three times: zeros, the sum written, the sum read. At B4 H32 S4096
-// an fp32 dq is 268 MB, 64 us of an H200's memory each way. `finish_keys` follows where CTAs shared the keys of a last
-// round.
+// Three kernels: `prepare` (delta, lse in base 2, zeros in dq's fp32 sum), `backward`, `finish` (dq = scale * sum);
+// and `finish_keys` where CTAs shared the keys of a last round.
 // A single block of keys (SINGLE) has all of a query's work in one CTA. `backward` then does without the first and the
 // last: two warps that would be idle compute lse and delta from tiles of out, and dq is written scaled and cast. What
 // belongs to an element of q crosses memory in 8 bytes (q, dout, out, dq), not in 18 (dout twice, the sum in and out).
@@ -18,8 +14,8 @@
 //   S^T = K Q^T and dP^T = V dO^T have the keys as rows. So P^T and dS^T come out as the register operand of
 //   dV += P^T dO and dK += dS^T Q; dS alone goes through shared memory, for dQ = dS K, which needs both groups' keys.
 //   A group computes dQ for half of the tile (64 queries x 64 columns; of 80 queries dQ^T, whose 64 rows are columns of
-//   the head) and each of its warps has an eighth of the tile in the order of its registers. That is the sum's order,
-//   and whoever casts the sum knows it.
+//   the head) and each of its warps adds an eighth of the tile to the fp32 sum in the order of its registers, which
+//   `finish` knows.
 //
 // A tile of 128 x 128 x 64 or 64 x 128 x 128 (10 * 2^20 FLOP) or 80 x 128 x 128 (12.5 * 2^20) in clocks of one SM:
 //                                      D = 64   D = 128, 64   D = 128, 80
@@ -61,7 +57,6 @@ constexpr int SLABS = D / 64;           // a row of 64 columns is the 128 bytes 
 #ifndef SINGLE  // 1: there is one block of keys, and its CTA alone sees its queries
 #define SINGLE 0
 #endif
-#define HANDED (!DIRECT && !SINGLE)  // consumers hand dq to a warp that adds it to the sums, and others cast these
 #define V_IN_REGISTERS (HEAD_DIM == 64 && !SINGLE)  // there is room, and shared memory is not asked for it again
 constexpr int Q_STAGES = TIGHT || SINGLE ? 2 : 3, DO_STAGES = DIRECT && !SINGLE ? 3 : 2;
 constexpr int CONSUMER_WARPS = 8;
@@ -74,18 +69,14 @@ constexpr u32 Q_BYTES = SLABS * Q_SLAB, K_BYTES = SLABS * K_SLAB, DS_BYTES = 2 *
 constexpr u32 K_AT = 0, V_AT = K_AT + K_BYTES, Q_AT = V_AT + K_BYTES, DO_AT = Q_AT + Q_STAGES * Q_BYTES;
 constexpr u32 DS_AT = DO_AT + DO_STAGES * Q_BYTES, DQ_AT = DS_AT + 2 * DS_BYTES;
 constexpr u32 OUT_AT = DQ_AT + (DIRECT && !SINGLE ? 0 : CONSUMER_WARPS * PIECE_BYTES);  // beside dout, where SINGLE
-constexpr u32 STAGED_BYTES = HANDED && !TIGHT ? 8192 : 0;  // of sums that one of two warps casts; if there is room
-constexpr u32 STAGED_AT = OUT_AT + (SINGLE ? DO_STAGES * Q_BYTES : 0), LSE_AT = STAGED_AT + 2 * STAGED_BYTES;
+constexpr u32 LSE_AT = OUT_AT + (SINGLE ? DO_STAGES * Q_BYTES : 0);
 constexpr u32 DELTA_AT = LSE_AT + Q_STAGES * BM * 4;
 constexpr u32 BAR_AT = DELTA_AT + DO_STAGES * BM * 4;
 constexpr u32 K_FULL = BAR_AT, V_FULL = K_FULL + 8, Q_FULL = V_FULL + 8, Q_EMPTY = Q_FULL + 8 * Q_STAGES;
 constexpr u32 DO_FULL = Q_EMPTY + 8 * Q_STAGES, DO_EMPTY = DO_FULL + 8 * DO_STAGES;
 constexpr u32 DS_FULL = DO_EMPTY + 8 * DO_STAGES, DS_EMPTY = DS_FULL + 16;
-constexpr u32 ROWS_FULL = DS_EMPTY + 16, DQ_FULL = ROWS_FULL + (SINGLE ? 8 * DO_STAGES : 0);
-constexpr u32 DQ_EMPTY = DQ_FULL + 16, DQ_ENDED = DQ_EMPTY + 16, STAGED_FULL = DQ_ENDED + 8;
-constexpr u32 SHARED_END = STAGED_FULL + 16;
+constexpr u32 ROWS_FULL = DS_EMPTY + 16, SHARED_END = ROWS_FULL + (SINGLE ? 8 * DO_STAGES : 0);
 static_assert(BM == 128 ? D == 64 : D == 128 && (BM == 64 || (BM == 80 && !DIRECT)), "64 by 128, 128 by 64 or 80");
-static_assert(!DIRECT || D == 64, "`finish` knows the order of 64 columns");
 static_assert(!SINGLE || PIECE == 16 * 64, "a warp's part of dq is a box of rows that TMA swizzles");
 static_assert(SHARED_END + 1024 <= 232448, "a CTA has 227 KB of shared memory, and 1 KB goes to the alignment");
 
@@ -94,9 +85,6 @@ struct Problem {
     const float* lse2;   // [B * Hq, m_tiles * BM], log2(e) * lse; +inf where a query sees nothing or does not exist
     const float* delta;  // the same shape; 0 there. Where SINGLE these two are lse and dlse, or null, [B * Hq, queries]
     float* parts;        // [blocks - whole, splits, 2, 128 * D]: dv and dk of shared blocks, in register order
-    u32* turns;          // [B * Hq, m_tiles]: how far the sum of a tile of dq is, where HANDED, as the next two
-    u32* queue;          // how many places were pushed, how many halves taken; then the places + 1 of complete tiles
-    Rows dq;
     int queries, keys, m_tiles, n_blocks, kv_heads, group, all_kv_heads, section, whole, splits, alternate;
     float scale, scale_log2;
 };
@@ -169,7 +157,6 @@ DEVICE void produce(const TensorMap& q_map, const TensorMap& do_map, const Tenso
     Ring<Q_STAGES> q;
     Ring<DO_STAGES> g;
     int first_head = w.batch * p.kv_heads * p.group;
-#pragma unroll 1  // a first round of its own would not fit 24 registers
     for (int t = 0; t < w.tiles; t++) {
         int head = tile.all_heads - first_head, row = tile.m * BM;
         long long at = (long long)tile.all_heads * p.m_tiles * BM + row;
@@ -192,10 +179,9 @@ DEVICE void produce(const TensorMap& q_map, const TensorMap& do_map, const Tenso
 }
 
 // A loop's products have few addresses that change; the compiler would keep all the others in registers that it lacks.
-template <class T> DEVICE void anew(T& at) { asm volatile("" : "+r"(at)); }
+DEVICE void anew(u32& at) { asm volatile("" : "+r"(at)); }
 
 #include "cuda_backward_single.cuh"
-#include "cuda_backward_sum.cuh"
 
 // --------------------------------------------------------------------------------------------- consumers
 
@@ -337,10 +323,8 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
         __syncwarp();
         release(DS_FULL + (t & 1) * 8);
     };
-    // One warp's piece of dq of the tile before tile t, 16 queries x 64 columns or 80 queries x 16, has its own place
-    // in shared memory. Before tile 0 there is nothing to add.
-    auto add_dq = [&]([[maybe_unused]] int tile_place, int t) {
-        const bool real = t > 0;
+    // One warp's piece of dq, 16 queries x 64 columns or 80 queries x 16: its own shared memory, its own reduction.
+    auto add_dq = [&](int tile_place, bool real) {
 #if SINGLE
         if (lane == 0) bulk_wait_read();
         __syncwarp();
@@ -361,20 +345,20 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
             bulk_commit();
         }
 #else
-#if DIRECT
         float* to = p.dq_sum + (long long)tile_place * (BM * D) + (wg * 4 + warp) * PIECE;
+#if DIRECT
 #pragma unroll
         for (int j = 0; j < DQ_REGISTERS / 4; j++)
             if (real) add_global(to + j * 128 + lane * 4, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
 #else
-        if (lane == 0) bar_wait(base + DQ_EMPTY + wg * 8, (t & 1) | !real);  // all lanes: ptxas lacks registers
+        if (lane == 0) bulk_wait_read();
         __syncwarp();
 #pragma unroll
         for (int j = 0; j < DQ_REGISTERS / 4; j++)
             store_four(dq_piece + j * 512 + lane * 16, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
         fence_async();
         __syncwarp();
-        if (real) release(DQ_FULL + wg * 8);
+        if (lane == 0 && real) reduce_bulk(to, dq_piece, PIECE_BYTES), bulk_commit();
 #endif
 #endif
     };
@@ -414,7 +398,7 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
             wgmma_wait<1>();
             pin(dq);
             release(DS_EMPTY + (~t & 1) * 8);
-            add_dq(at_before, t);
+            add_dq(at_before, t > 0);
         };
         named_sync(FIRST_TURN + wg, 256);
         pin(pt), pin(dst), pin(dk), pin(dv);
@@ -450,14 +434,14 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
     add_to_dv(), add_to_dk(), multiply_ds(last - 1);
     wgmma_wait<0>();
     pin(pt), pin(dst), pin(dk), pin(dv), pin(dq);
-    add_dq(at_before, last);
+    add_dq(at_before, last > 0);
     multiply_ds(last);
     wgmma_wait<0>();
     pin(dq);
-    add_dq(at, last + 1);
+    add_dq(at, true);
 
     if (w.part >= 0) {
-        if (SINGLE && lane == 0) bulk_wait<0>();
+        if ((SINGLE || !DIRECT) && lane == 0) bulk_wait();
         float* to = p.parts + (long long)w.part * (2 * BN * D) + (wg * 4 + warp) * (16 * D) + lane * 4;
 #pragma unroll
         for (int j = 0; j < D / 8; j++) {
@@ -485,7 +469,7 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
         }
         bulk_commit();
     }
-    if (lane == 0) bulk_wait<0>();
+    if (lane == 0) bulk_wait();
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
@@ -503,10 +487,6 @@ attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const __grid_constan
         init(Q_EMPTY, Q_STAGES, CONSUMER_WARPS), init(DO_EMPTY, DO_STAGES, CONSUMER_WARPS);
         init(DS_FULL, 2, CONSUMER_WARPS), init(DS_EMPTY, 2, CONSUMER_WARPS);
         if (SINGLE) init(ROWS_FULL, DO_STAGES, ROW_WARPS);
-        if (HANDED) {
-            init(DQ_FULL, 2, CONSUMER_WARPS / 2), init(DQ_EMPTY, 2, 1);
-            init(DQ_ENDED, 1, 1), init(STAGED_FULL, 2, 1);
-        }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
@@ -517,11 +497,6 @@ attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const __grid_constan
         if (threadIdx.x == 0) produce_single(q_map, do_map, k_map, v_map, out_map, p, w, base);
         if (threadIdx.x >= 32 && threadIdx.x < 32 + 32 * ROW_WARPS) prepare_tiles(p, w, base);
 #else
-        const int warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0);
-#if HANDED
-        if (warp >= 2) { cast_tiles(p, base); return; }
-        if (warp == 1) { if (threadIdx.x == 32) add_tiles(p, w, base); return; }
-#endif
         if (threadIdx.x == 0) produce(q_map, do_map, k_map, v_map, p, w, base);
 #endif
     } else {

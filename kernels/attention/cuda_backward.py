@@ -1,11 +1,10 @@
 """The fused backward for Hopper in CUDA C++ (cuda_backward.cu): one pass over the tiles makes dQ, dK and dV.
 
-At D = 128 two launches: what the main kernel needs of each query, and the main kernel, which casts dQ's sums as they
-are completed; at D = 64 a third one casts them. Where the last round of CTAs is shared out, another adds up its dK and
-dV. Up to 128 keys each query is one CTA's alone: the main kernel then does the work of the first and of the third
-itself, and needs no memory beside the results and shares.
+Three launches: what the main kernel needs of each query, the main kernel, and dQ's cast; where the last round of CTAs
+is shared out, a fourth adds up its dK and dV. Up to 128 keys each query is one CTA's alone: the main kernel then does
+the work of the first and of the third itself, and needs no memory beside the results and shares.
 
-Memory beside the results: fp32 dQ, 4·D bytes a query and head, and 8 bytes a query and head; 8 bytes a tile.
+Memory beside the results: fp32 dQ, 4·D bytes a query and head, and 8 bytes a query and head.
 CTAs add to that dQ in no fixed order: dQ is not the same bit for bit in each run; dK and dV are.
 """
 
@@ -24,16 +23,14 @@ from .problem import LOG2_E, Problem
 
 SHARED_BYTES = 227 * 1024  # all that a CTA can have: tiles of 80 queries need it, and two CTAs never fit
 DQ_ROWS = 16  # of a warp of the main kernel: what it stores of dq at a time
-NAMES = tuple(f"attention_cuda_bwd{part}" for part in ("", "_prepare", "_finish_keys"))
-FINISH = "attention_cuda_bwd_finish"  # where dQ is added from registers
+NAMES = tuple(f"attention_cuda_bwd{part}" for part in ("", "_prepare", "_finish", "_finish_keys"))
 
 
 class _Problem(ctypes.Structure):
     """As in cuda_backward.cu."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("dq_sum", "lse2", "delta", "parts", "turns", "queue")),
-        ("dq", Rows),
+        *((name, ctypes.c_void_p) for name in ("dq_sum", "lse2", "delta", "parts")),
         *((name, ctypes.c_int) for name in ("queries", "keys", "m_tiles", "n_blocks", "kv_heads", "group")),
         *((name, ctypes.c_int) for name in ("all_kv_heads", "section", "whole", "splits", "alternate")),
         *((name, ctypes.c_float) for name in ("scale", "scale_log2")),
@@ -41,7 +38,7 @@ class _Problem(ctypes.Structure):
 
 
 def helper_rows(tile: int) -> int:
-    """Rows of a CTA of the other kernels; as HELPER_ROWS in the source. Tiles of 64 and 80 have one each."""
+    """Rows of a CTA of the other kernels; as HELPER_ROWS in the source."""
     return tile if tile % 64 else 64
 
 
@@ -68,8 +65,6 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
     dq_sum = torch.empty(summed, padded, dim, dtype=torch.float32, device=q.device)
     parts = torch.empty(config.shared * config.splits, 2, KEYS, dim, dtype=torch.float32, device=q.device)
     lse2, delta = torch.empty(2, summed, padded, dtype=torch.float32, device=q.device)
-    handed = 0 if config.direct else summed * m_tiles  # tiles whose sums the main kernel casts
-    turns, queue = (torch.empty(n, dtype=torch.int32, device=q.device) for n in (handed, handed + 2))
     sizes = [ctypes.c_int(x) for x in (problem.queries, padded, q.shape[1])]
     helpers = problem.all_heads * (padded // helper_rows(tile))
     with torch.cuda.device_of(q):
@@ -81,12 +76,11 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
             f"DIRECT={int(config.direct)}",
             f"SINGLE={int(single)}",
         )
-        names = (*NAMES, FINISH) if config.direct else NAMES
-        backward, prepare, finish_keys, *finish = cuda_driver.kernels(
-            q.device.index, "cuda_backward.cu", names, defines, SHARED_BYTES
+        backward, prepare, finish, finish_keys = cuda_driver.kernels(
+            q.device.index, "cuda_backward.cu", NAMES, defines, SHARED_BYTES
         )
         incoming = [Rows.of(out), Rows.of(dout), pointer(saved.lse), pointer(saved.dlse)]
-        terms = [pointer(x) for x in (lse2, delta, dq_sum, turns, queue)]
+        terms = [pointer(lse2), pointer(delta), pointer(dq_sum)]
         if not single:
             launch(prepare, helpers, 256, 0, [*incoming, *terms, *sizes])
         described = _Problem(
@@ -94,9 +88,6 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
             pointer(saved.lse if single else lse2),
             pointer(saved.dlse if single else delta),
             parts.data_ptr(),
-            turns.data_ptr(),
-            queue.data_ptr(),
-            Rows.of(dq),
             problem.queries,
             problem.keys,
             m_tiles,
@@ -119,7 +110,7 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
         launch(backward, unshared + config.shared * config.splits, 384, SHARED_BYTES, [*maps, described, *others])
         if config.shared:
             launch(finish_keys, 2 * config.shared, 256, 0, [Rows.of(dv), Rows.of(dk), described])
-        if config.direct and not single:
-            launch(finish[0], helpers, 256, 0, [Rows.of(dq), pointer(dq_sum), *sizes, ctypes.c_float(problem.scale)])
+        if not single:
+            launch(finish, helpers, 256, 0, [Rows.of(dq), pointer(dq_sum), *sizes, ctypes.c_float(problem.scale)])
         elif causal:  # tiles that see no key are no CTA's
             dq[:, :, : max(0, problem.queries - problem.keys) // tile * tile].zero_()

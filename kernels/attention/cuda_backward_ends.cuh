@@ -1,23 +1,23 @@
 // Before and after the main kernel of cuda_backward.cu, which includes this: memory-bound, a few bytes a query.
 #pragma once
 
-constexpr int HELPER_ROWS = HANDED ? BM : 64;  // of a CTA of 256 threads; 16 bytes a thread
+struct Rows { const void* at; long long batch, head, row; };  // strides in elements
 
-// lse, dlse: [B * heads, queries]; dlse may be null. Writes lse2 and delta, and zeros the same rows of dq's sum
-// or, where that is stored before it is added to, their tile's turn and a place of the queue.
+DEVICE const Uint4* chunk(const Rows& x, int batch, int head, int row, int column) {
+    return (const Uint4*)((const u16*)x.at + batch * x.batch + head * x.head + row * x.row + column);
+}
+
+constexpr int HELPER_ROWS = TURNED ? BM : 64;  // of a CTA of 256 threads; 16 bytes a thread
+
+// lse, dlse: [B * heads, queries]; dlse may be null. Writes lse2 and delta and zeros the same rows of dq's sum.
 extern "C" __global__ void __launch_bounds__(256)
-attention_cuda_bwd_prepare(const Rows out, const Rows dout, const float* lse, const float* dlse, float* lse2,
-        float* delta, float* dq_sum, u32* turns, u32* queue, int queries, int padded, int heads) {
+attention_cuda_bwd_prepare(const Rows out, const Rows dout, const float* lse, const float* dlse, float* lse2, float* delta, float* dq_sum,
+        int queries, int padded, int heads) {
     constexpr int ACROSS = D / 8, AT_ONCE = 256 / ACROSS, PASSES = HELPER_ROWS / AT_ONCE;
     int tiles = padded / HELPER_ROWS, all = blockIdx.x / tiles, start = blockIdx.x % tiles * HELPER_ROWS;
     int batch = all / heads, head = all % heads, column = threadIdx.x % ACROSS * 8;
-    if constexpr (HANDED) {
-        if (threadIdx.x == 0) turns[blockIdx.x] = 0, queue[2 + blockIdx.x] = 0;
-        if (blockIdx.x == 0 && threadIdx.x < 2) queue[threadIdx.x] = 0;
-    } else {
-        Float4* zeros = (Float4*)(dq_sum + ((long long)all * padded + start) * D);
-        for (int i = 0; i < HELPER_ROWS * D / 1024; i++) zeros[i * 256 + threadIdx.x] = {0, 0, 0, 0};
-    }
+    Float4* zeros = (Float4*)(dq_sum + ((long long)all * padded + start) * D);
+    for (int i = 0; i < HELPER_ROWS * D / 1024; i++) zeros[i * 256 + threadIdx.x] = {0, 0, 0, 0};
     Uint4 a[PASSES], b[PASSES];
 #pragma unroll
     for (int i = 0; i < PASSES; i++) {
@@ -64,7 +64,6 @@ DEVICE void cast_pair(const float* from, int count, long long step, float scale,
     upper = {a[0], a[1], a[2], a[3]}, lower = {b[0], b[1], b[2], b[3]};
 }
 
-#if DIRECT
 // dq = scale * its sum.
 extern "C" __global__ void __launch_bounds__(256)
 attention_cuda_bwd_finish(const Rows dq, const float* dq_sum, int queries, int padded, int heads, float scale) {
@@ -72,17 +71,39 @@ attention_cuda_bwd_finish(const Rows dq, const float* dq_sum, int queries, int p
     int tiles = padded / HELPER_ROWS, all = blockIdx.x / tiles, start = blockIdx.x % tiles * HELPER_ROWS;
     int batch = all / heads, head = all % heads;
     const float* tile = dq_sum + ((long long)all * padded + start / BM * BM) * D;
+    if constexpr (TURNED) {
+        // Each warp has one piece: 16 columns of the tile, [query / 8][column % 8][query % 8 / 2][4], of the last four
+        // two queries of a column and two of the column 8 on. They turn in shared memory, in rows that lie 16 bytes
+        // apart from a multiple of 128.
+        __shared__ Uint4 turned[BM][D / 8 + 1];
+        int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const Float4* piece = (const Float4*)(tile + warp * PIECE) + lane;
+        u32 to = shared_address(&turned[lane / 16 * 8 + lane % 8][warp * 2 + lane / 8 % 2]);
+#pragma unroll
+        for (int j = 0; j < BM / 8; j += 2) {
+            Float4 x = piece[j * 32], y = piece[j * 32 + 32];
+            store_transposed(to + j * 8 * sizeof(turned[0]), pack(x.x * scale, x.y * scale),
+                             pack(x.z * scale, x.w * scale), pack(y.x * scale, y.y * scale),
+                             pack(y.z * scale, y.w * scale));
+        }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < BM * ACROSS / 256; i++) {
+            int unit = i * 256 + threadIdx.x, row = start + unit / ACROSS, j = unit % ACROSS;
+            if (row < queries) *(Uint4*)chunk(dq, batch, head, row, j * 8) = turned[row - start][j];
+        }
+        return;
+    }
 #pragma unroll
     for (int i = 0; i < HELPER_ROWS / 2 * ACROSS / 256; i++) {
         int unit = i * 256 + threadIdx.x, j = unit % ACROSS, pair = unit / ACROSS;
         int row = start + pair / 8 * 16 + pair % 8;
         Uint4 upper, lower;
-        cast_pair(tile + row % BM / 16 * PIECE + j * 128 + row % 8 * 16, 1, 0, scale, upper, lower);
+        cast_pair(tile + (j / 8 * 4 + row % BM / 16) * PIECE + j % 8 * 128 + row % 8 * 16, 1, 0, scale, upper, lower);
         if (row < queries) *(Uint4*)chunk(dq, batch, head, row, j * 8) = upper;
         if (row + 8 < queries) *(Uint4*)chunk(dq, batch, head, row + 8, j * 8) = lower;
     }
 }
-#endif
 
 // dv (even CTAs) and dk (odd ones) of the blocks that several CTAs shared, summed in the order of the shares.
 extern "C" __global__ void __launch_bounds__(256)

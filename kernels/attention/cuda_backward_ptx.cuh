@@ -8,11 +8,6 @@
 struct alignas(16) Float4 { float x, y, z, w; };
 struct alignas(16) Uint4 { u32 x, y, z, w; };
 struct alignas(8) Float2 { float x, y; };
-struct Rows { const void* at; long long batch, head, row; };  // strides in elements
-
-DEVICE const Uint4* chunk(const Rows& x, int batch, int head, int row, int column) {
-    return (const Uint4*)((const u16*)x.at + batch * x.batch + head * x.head + row * x.row + column);
-}
 
 DEVICE u32 shared_address(const void* p) {
     u32 a;
@@ -35,10 +30,6 @@ DEVICE void store_box(const TensorMap& map, u32 from, int column, int row, int h
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
                  ::"l"(&map), "r"(from), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
 }
-DEVICE void store_bulk(float* to, u32 from, u32 bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
-                 ::"l"(to), "r"(from), "r"(bytes) : "memory");
-}
 DEVICE void reduce_bulk(float* to, u32 from, u32 bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
                  ::"l"(to), "r"(from), "r"(bytes) : "memory");
@@ -49,63 +40,7 @@ DEVICE void add_global(float* to, float a, float b, float c, float d) {
 }
 DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-template <int PENDING> DEVICE void bulk_wait() {
-    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
-}
-
-// ---- Words that CTAs share
-
-struct Pair { u32 x, y; };
-
-DEVICE Pair load_pair(const u32* at) {
-    Pair p;
-    asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];" : "=r"(p.x), "=r"(p.y) : "l"(at) : "memory");
-    return p;
-}
-DEVICE u32 load_acquire(const u32* at) {
-    u32 x;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
-    return x;
-}
-DEVICE void store_release(u32* at, u32 x) {
-    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(x) : "memory");
-}
-// These answer with what was there before.
-DEVICE u32 add_relaxed(u32* at, u32 x) {
-    u32 y;
-    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(y) : "l"(at), "r"(x) : "memory");
-    return y;
-}
-DEVICE u32 add_release(u32* at, u32 x) {
-    u32 y;
-    asm volatile("atom.release.gpu.global.add.u32 %0, [%1], %2;" : "=r"(y) : "l"(at), "r"(x) : "memory");
-    return y;
-}
-DEVICE u32 exchange(u32* at, u32 from, u32 to) {
-    u32 y;
-    asm volatile("atom.acquire.gpu.global.cas.b32 %0, [%1], %2, %3;"
-                 : "=r"(y) : "l"(at), "r"(from), "r"(to) : "memory");
-    return y;
-}
-DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
-DEVICE bool bar_wait_for(u32 bar, u32 parity, u32 nanoseconds) {
-    u32 done;
-    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2, %3; selp.u32 %0, 1, 0, p; }"
-                 : "=r"(done) : "r"(bar), "r"(parity), "r"(nanoseconds) : "memory");
-    return done;
-}
-DEVICE Float4 load_four(const float* at) {  // written by other CTAs while this one runs
-    Float4 x;
-    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(at) : "memory");
-    return x;
-}
-DEVICE void store_four(u16* at, const u32 (&x)[4]) {
-    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
-                 : "memory");
-}
-DEVICE void discard(const float* line) { asm volatile("discard.global.L2 [%0], 128;" ::"l"(line) : "memory"); }
+DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 DEVICE Float2 unpack(u32 x) {
 #if FP16
@@ -128,12 +63,6 @@ DEVICE Uint4 shared_chunk(u32 at) {
                  : "memory");
     return y;
 }
-DEVICE Float4 shared_four(u32 at) {
-    Float4 y;
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(y.x), "=f"(y.y), "=f"(y.z), "=f"(y.w) : "r"(at)
-                 : "memory");
-    return y;
-}
 DEVICE void store_one(u32 at, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory"); }
 DEVICE void store_four(u32 at, float a, float b, float c, float d) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
@@ -149,12 +78,6 @@ DEVICE void store_matrices(u32 at, u32 a, u32 b, u32 c, u32 d) {
 DEVICE void store_transposed(u32 at, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                  ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-}
-// An 8x8 matrix, of which each lane has two neighbours of a row.
-DEVICE u32 turn_matrix(u32 x) {
-    u32 y;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-    return y;
 }
 
 // --------------------------------------------------------------------------------------------- wgmma
