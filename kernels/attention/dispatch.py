@@ -75,6 +75,25 @@ def pick_cuda_config(dim: int, queries: int, keys: int, causal: bool) -> CudaCon
 
 
 @dataclass(frozen=True)
+class DecodeConfig:
+    """A CTA of so many warps, each with a ring of `stages` blocks of block_n keys and values; `ctas` of them to a
+    multiprocessor."""
+
+    block_n: int
+    stages: int
+    warps: int
+    ctas: int
+
+
+DECODE_ROWS = 16  # queries times heads of a group, at most: a tile of mma.sync
+
+
+def pick_decode_config(dim: int, rows: int) -> DecodeConfig:
+    """All of the shared memory beside what the warps' sums take is for keys and values on their way: 192 KB."""
+    return DecodeConfig(64, 3, 4, 1) if dim == 64 else DecodeConfig(32, 3, 4, 1)
+
+
+@dataclass(frozen=True)
 class Fp8Config:
     """As CudaConfig. section: blocks whose values share a scale and are summed in the accumulator. polynomial: one
     exponential in so many on the FMA units, 0 for none. exact_lse: lse comes from the probabilities before rounding."""
@@ -106,19 +125,27 @@ def pick_forward(
     group: int,
     multiprocessors: int,
     hopper: str = "",
+    decode: bool = False,
 ) -> tuple[str, int]:
-    """The version of the forward that runs, and among how many CTAs it shares out the keys. `kv_heads` of all batches;
-    `hopper`: the best version for Hopper that takes the problem, if there is one.
+    """The version of the forward that runs, and among how many CTAs the split form shares out the keys. `kv_heads` of
+    all batches; `hopper`: the best version for Hopper that takes the problem, if there is one; `decode`: whether the
+    one for decoding does.
 
     Splitting fills the GPU where queries are few, at the price of a second kernel. With the heads of a group packed
     into one tile it also reads keys and values once for all of them, which pays where a tile holds them all. Not for
-    fp32: there the backward counts on tiles that round scores as the forward's did.
+    fp32: there the backward counts on tiles that round scores as the forward's did. The form for decoding does both in
+    one launch, and fills the GPU whatever the number of heads.
     """
     rows = queries * group
     splits = pick_splits(rows, keys, kv_heads, multiprocessors)
     if version == "auto":
         pays = splits > 1 or (group > 1 and rows <= 64)
-        version = "split" if pays and dtype != torch.float32 else hopper or "portable"
+        if decode and (pays or keys >= 256):
+            version = "decode"
+        elif pays and dtype != torch.float32:
+            version = "split"
+        else:
+            version = hopper or "portable"
     return version, splits
 
 

@@ -9,6 +9,7 @@ import torch
 from . import dispatch
 from .backward import separate_bwd
 from .cuda_backward import cuda_bwd
+from .cuda_decode import decode_fwd, decode_refuses
 from .cuda_forward import cuda_fwd, cuda_refuses
 from .cuda_fp8 import fp8_fwd, fp8_refuses
 from .delta import Saved
@@ -18,7 +19,7 @@ from .gluon_launch import gluon_fwd, gluon_refuses
 from .problem import Problem, empty_like, readable
 from .split import split_fwd
 
-FORWARD = ("auto", "portable", "split", "gluon", "cuda")
+FORWARD = ("auto", "portable", "split", "decode", "gluon", "cuda")
 BACKWARD = ("auto", "separate", "fused", "cuda")
 
 
@@ -49,10 +50,13 @@ def attention_fwd(
         problem.group,
         problem.multiprocessors(),
         _hopper_fwd(problem, version),
+        _decodes(problem, version),
     )
     exact = statistics if statistics.numel() else None
     if version == "cuda":
         cuda_fwd(problem, out, lse)
+    elif version == "decode":
+        decode_fwd(problem, out, lse)
     elif version == "gluon":
         gluon_fwd(problem, out, lse)
     elif version == "split":
@@ -88,6 +92,14 @@ def _hopper_fwd(problem: Problem, version: str) -> str:
             if version == name:
                 raise RuntimeError(f'attention: forward="{name}" cannot run here: {refused}')
     return ""
+
+
+def _decodes(problem: Problem, version: str) -> bool:
+    """Whether the version for decoding takes the problem. RuntimeError where it was asked for and does not."""
+    refused = decode_refuses(problem) if version in ("auto", "decode") else "not asked"
+    if version == "decode" and refused:
+        raise RuntimeError(f'attention: forward="decode" cannot run here: {refused}')
+    return refused is None
 
 
 def empty_statistics(q: torch.Tensor) -> torch.Tensor:

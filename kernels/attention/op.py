@@ -52,8 +52,9 @@ def attention(
                  so are the probabilities; sums are fp32. For fp16 and bf16, D up to 128, compute capability 9.0, with
                  neither a window nor a gradient. ±inf counts as NaN.
     forward      "cuda" (CUDA C++ for compute capability 9.0: fp16 or bf16, D of 64 or 128, no window, 16-byte
-                 boundaries; CuPy compiles it), "gluon" (the same for any D >= 32), "portable" or "split" (the keys
-                 shared out over CTAs, then combined); "auto" picks one
+                 boundaries; CuPy compiles it), "decode" (for what that takes, up to 16 queries times heads of a group;
+                 the keys shared out over CTAs), "gluon" (as "cuda", for any D >= 32), "portable" or "split" (the
+                 keys shared out over CTAs, then combined); "auto" picks one
     backward     "separate" (dQ in a kernel of its own), "fused" (everything in one pass) or "cuda" (fused, in CUDA C++,
                  for what the forward of that name takes); "auto" picks one
 

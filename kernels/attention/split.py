@@ -110,40 +110,41 @@ def _attention_combine_kernel(
     stride_om,
     UNIT: tl.constexpr,
     EVEN_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """`heads` are those of the keys."""
+    """A CTA for each row, which reads BLOCK_S parts at a time: one after the other each would wait for memory.
+    `heads` are those of the keys."""
     rows = queries * group
-    tiles = tl.cdiv(rows, BLOCK_M)
-    head = tl.program_id(0) // tiles
+    head = tl.program_id(0) // rows
+    row = tl.program_id(0) % rows
     batch, shared = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
     dim *= UNIT
-    row = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_D)
-    each = tl.arange(0, BLOCK_S)
-    before = head.to(tl.int64) * splits * rows
-    all_at = before + each[:, None].to(tl.int64) * rows + row[None, :]
-    mask = (each < splits)[:, None] & (row < rows)[None, :]
-    part_peak = tl.load(part_peak_ptr + all_at, mask=mask, other=float("-inf"))
-    peak = tl.max(part_peak, 0)
-    shift = tl.where(peak == float("-inf"), 0.0, peak)
-    part_total = tl.load(part_total_ptr + all_at, mask=mask, other=0.0)
-    total = tl.sum(tl.exp2(part_peak - shift[None, :]) * part_total, 0)
+    first = head.to(tl.int64) * splits * rows + row
+    peak = tl.full([1], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([1], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_D], dtype=tl.float32)
+    for start in range(0, splits, BLOCK_S):
+        split = start + tl.arange(0, BLOCK_S)
+        at = first + split.to(tl.int64) * rows
+        part_peak = tl.load(part_peak_ptr + at, mask=split < splits, other=float("-inf"))
+        part_total = tl.load(part_total_ptr + at, mask=split < splits, other=0.0)
+        here = (split < splits)[:, None] if EVEN_D else (split < splits)[:, None] & (cols < dim)[None, :]
+        part = tl.load(part_ptr + at[:, None] * dim + cols[None, :], mask=here, other=0.0)
+        higher = tl.maximum(peak, tl.max(part_peak, 0))
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        rescale = tl.exp2(peak - shift)
+        weight = tl.exp2(part_peak - shift)
+        total = total * rescale + tl.sum(weight * part_total, 0)
+        acc = acc * rescale + tl.sum(weight[:, None] * part, 0)
+        peak = higher
     total = tl.where(total == 0.0, 1.0, total)
-    here = (row < rows)[:, None] if EVEN_D else (row < rows)[:, None] & (cols < dim)[None, :]
-    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    for split in range(splits):
-        at = before + tl.cast(split, tl.int64) * rows + row
-        weight = tl.exp2(tl.load(part_peak_ptr + at, mask=row < rows, other=float("-inf")) - shift)
-        acc += tl.load(part_ptr + at[:, None] * dim + cols[None, :], mask=here, other=0.0) * weight[:, None]
     query, member = (row // group).to(tl.int64), (row % group).to(tl.int64)
-    offsets = (batch * stride_ob + (shared * group + member) * stride_oh + query * stride_om) * UNIT
-    out = acc / total[:, None]
-    tl.store(out_ptr + offsets[:, None] + cols[None, :], out.to(out_ptr.dtype.element_ty), mask=here)
-    out_at = (head.to(tl.int64) * group + member) * queries + query
-    _store_statistics(lse_ptr, peak_ptr, total_ptr, out_at, peak, total, row < rows)
+    to = out_ptr + (batch * stride_ob + (shared * group + member) * stride_oh + query * stride_om) * UNIT + cols
+    tl.store(to, (acc / total).to(out_ptr.dtype.element_ty), mask=cols < dim)
+    out_at = (head.to(tl.int64) * group + member) * queries + query + tl.arange(0, 1)
+    _store_statistics(lse_ptr, peak_ptr, total_ptr, out_at, peak, total, None)
 
 
 def split_fwd(
@@ -171,8 +172,8 @@ def split_fwd(
             **problem.tiles(config),
         )
         unit = problem.unit(out)
-        block_m = max(1, 1024 // config.block_d)
-        _attention_combine_kernel[(triton.cdiv(rows, block_m) * heads,)](
+        block_s = min(triton.next_power_of_2(splits), 4096 // config.block_d)
+        _attention_combine_kernel[(rows * heads,)](
             part,
             part_peak,
             part_total,
@@ -188,8 +189,7 @@ def split_fwd(
             **strides("o", out, unit),
             UNIT=unit,
             EVEN_D=problem.dim == config.block_d,
-            BLOCK_M=block_m,
             BLOCK_D=config.block_d,
-            BLOCK_S=triton.next_power_of_2(splits),
-            num_warps=4,
+            BLOCK_S=block_s,
+            num_warps=max(1, block_s * config.block_d // 1024),
         )

@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from . import (
+    arrival,
     attention,
     band,
     cuda_backward,
+    cuda_decode,
     cuda_forward,
     cuda_fp8,
     delta,
@@ -213,7 +215,9 @@ def test_version_by_shape(queries, keys, kv_heads, group, version):
     assert splits == 1 or keys // splits >= 256
     on_hopper = dispatch.pick_forward("auto", torch.bfloat16, queries, keys, kv_heads, group, 132, hopper="cuda")
     assert on_hopper == ({"portable": "cuda", "split": "split"}[version], splits)
-    for forced in ("portable", "split"):
+    decoding = dispatch.pick_forward("auto", torch.bfloat16, queries, keys, kv_heads, group, 132, "cuda", decode=True)
+    assert decoding[0] == ("decode" if version == "split" or keys >= 256 else "cuda")
+    for forced in ("portable", "split", "decode"):
         assert dispatch.pick_forward(forced, torch.float32, queries, keys, kv_heads, group, 132)[0] == forced
 
 
@@ -308,6 +312,13 @@ def test_the_reference_in_pieces(monkeypatch):
         (dict(q=lambda t: t.requires_grad_()), dict(fp8=True), RuntimeError, "fp8=True has no gradient"),
         ({}, dict(forward="gluon"), RuntimeError, 'forward="gluon" cannot run here: it (needs|takes)'),
         ({}, dict(forward="cuda"), RuntimeError, 'forward="cuda" cannot run here: it (needs|takes)'),
+        ({}, dict(forward="decode"), RuntimeError, 'forward="decode" cannot run here: it (needs|takes)'),
+        (
+            {"q": lambda t: t.repeat(1, 4, 1, 1)},
+            dict(forward="decode"),
+            RuntimeError,
+            "it takes 16 queries at most, counting each head of a group, not 40",
+        ),
         ({}, dict(backward="both"), ValueError, "backward must be one of auto, .*, got 'both'"),
     ],
 )
@@ -621,6 +632,92 @@ def test_the_forward_in_cuda_fits(dim, causal):
         config = dispatch.pick_cuda_config(dim, queries, keys, causal)
         assert cuda_forward.shared_bytes(dim, config) <= 232_448
         assert config.block_n % (8 * config.cluster) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "queries"), [(4, 4, 1), (16, 2, 1), (6, 2, 4), (2, 2, 16)])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_decoding_agrees(dim, heads, kv_heads, queries, causal, dtype):
+    """Heads inside rows, keys that do not count, CTAs that end in the middle of a head or hold several, queries that
+    see nothing."""
+    on_hopper(dim, causal, dtype)
+    for batch, keys in ((1, 20_011), (2, 1511), (300, 130), (1, 3)):
+        leaves = [
+            normal(batch, rows, n, dim, dtype=dtype).transpose(1, 2)
+            for rows, n in ((queries, heads), (keys + 9, kv_heads), (keys + 9, kv_heads))
+        ]
+        out, lse = attend(leaves, "decode", causal=causal, num_context=keys)
+        other, other_lse = attend(leaves, "portable", causal=causal, num_context=keys)
+        assert out.stride() == leaves[0].stride()
+        torch.testing.assert_close(out, other, rtol=2e-2, atol=2e-3)
+        torch.testing.assert_close(lse, other_lse, rtol=1e-5, atol=1e-4)
+
+
+def decoding() -> list[torch.Tensor]:
+    """Heads that several CTAs share, and some of whose keys stand out, wherever they are."""
+    on_hopper(64, False, torch.bfloat16)
+    q, k, v = (normal(3, 8, rows, 64, dtype=torch.bfloat16) for rows in (1, 30_000, 30_000))
+    k[:, ::2, ::997] *= 20
+    return [q, k, v]
+
+
+@pytest.mark.gpu
+def test_fifty_equal_repeats_of_decoding():
+    """Which CTA of a head adds up is another each time; counters are 0 again after each launch, whoever shares them."""
+    leaves = decoding()
+    first = attend(leaves, "decode")
+    for _ in range(49):
+        assert all(torch.equal(a, b) for a, b in zip(attend(leaves, "decode"), first, strict=True))
+    other = attend([t[:1, :, :900] for t in leaves], "decode")
+    assert all(torch.equal(a, b) for a, b in zip(attend(leaves, "decode"), first, strict=True))
+    assert all(t.isfinite().all() for t in other)
+    torch.cuda.synchronize()
+    assert not arrival._devices[leaves[0].device].array.any()
+
+
+@pytest.mark.gpu
+def test_decoding_in_graphs_beside_eager_launches():
+    """A graph has counters of its own: replays may overlap launches of other streams."""
+    leaves = decoding()
+    wanted, _ = attend(leaves, "decode")
+    torch.cuda.synchronize()
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        captured, _ = attend(leaves, "decode")
+    for _ in range(10):
+        captured.zero_()
+        side.wait_stream(torch.cuda.current_stream())
+        graph.replay()
+        with torch.cuda.stream(side):
+            beside, _ = attend(leaves, "decode")
+        eager, _ = attend(leaves, "decode")
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, wanted) for out in (captured, beside, eager))
+
+
+def test_counters_belong_to_streams_and_graphs():
+    mine = arrival._Counters(torch.zeros(4 * arrival.STREAM, dtype=torch.int32))
+
+    def first(count: int, stream: int | None) -> int:
+        return mine.take(count, stream).storage_offset()
+
+    assert first(5, 7) == first(9, 7) == 0
+    assert first(5, None) == arrival.STREAM
+    assert first(5, None) == arrival.STREAM + 5  # another launch of a graph
+    assert first(5, 8) == arrival.STREAM + 10
+    assert mine.take(2 * arrival.STREAM, None) is None
+    assert first(5, 7) == 0
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_decoding_fits(dim):
+    for rows in range(1, dispatch.DECODE_ROWS + 1):
+        config = dispatch.pick_decode_config(dim, rows)
+        bytes_each = cuda_decode.shared_bytes(dim, rows <= 8, config)
+        assert bytes_each <= 232_448 and config.ctas * (bytes_each + 1024) <= 233_472
+        assert config.block_n % 16 == 0 and config.warps & (config.warps - 1) == 0
 
 
 @pytest.mark.parametrize("causal", [False, True])
