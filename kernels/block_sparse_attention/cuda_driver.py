@@ -78,6 +78,7 @@ def tensor_map(x: torch.Tensor, rows: int, block_rows: int) -> ctypes.Array:
 
     Strides of more than one element are multiples of 16 bytes; what is beyond the tensor reads as zeros.
     """
+    _enter_context()
     room = (ctypes.c_char * 192)()
     aligned = (ctypes.c_char * 128).from_buffer(room, -ctypes.addressof(room) % 64)
     sizes = (x.shape[3], rows, x.shape[1], x.shape[0])
