@@ -19,7 +19,7 @@ from .cuda_driver import Rows, launch, pointer, tensor_map
 from .delta import Saved
 from .dispatch import CUDA_BWD_KEYS as KEYS
 from .hopper import whole
-from .problem import LOG2_E, Problem
+from .problem import LOG2_E, Problem, zero
 
 SHARED_BYTES = 227 * 1024  # all that a CTA can have: tiles of 80 queries need it, and two CTAs never fit
 DQ_ROWS = 16  # of a warp of the main kernel: what it stores of dq at a time
@@ -113,4 +113,4 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
         if not single:
             launch(finish, helpers, 256, 0, [Rows.of(dq), pointer(dq_sum), *sizes, ctypes.c_float(problem.scale)])
         elif causal:  # tiles that see no key are no CTA's
-            dq[:, :, : max(0, problem.queries - problem.keys) // tile * tile].zero_()
+            zero(dq[:, :, : max(0, problem.queries - problem.keys) // tile * tile])

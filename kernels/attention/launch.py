@@ -15,7 +15,7 @@ from .delta import Saved
 from .forward import portable_fwd
 from .fused_backward import fused_bwd
 from .gluon_launch import gluon_fwd, gluon_refuses
-from .problem import Problem, empty_like, readable
+from .problem import Problem, empty_like, readable, zero
 from .split import split_fwd
 
 FORWARD = ("auto", "portable", "split", "gluon", "cuda")
@@ -123,7 +123,7 @@ def attention_bwd(
         problem = _problem(q, k, v, scale, left, right, keys)
         for gradient in (dk, dv):
             if gradient is not None:
-                gradient[:, :, keys:].zero_()
+                zero(gradient[:, :, keys:])
         exact = statistics if statistics.numel() else None
         saved = Saved(readable(out), lse, exact, readable(dout), None if dlse is None else dlse.contiguous())
         if dq is None or dk is None or dv is None:

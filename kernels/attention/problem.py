@@ -28,6 +28,15 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if _in_place(tensor) else tensor.contiguous()
 
 
+def zero(x: torch.Tensor) -> None:
+    """Fills with zeros some rows of each head. PyTorch fills what is not contiguous element by element: 22 us for 33 MB
+    of bf16 on an H200, which writes them in 8. So 8 bytes at a time wherever rows allow it."""
+    wide = 8 // x.element_size()
+    if x.stride(-1) == 1 and not any(n % wide for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1])):
+        x = x.view(torch.int64)
+    x.zero_()
+
+
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:
     """Uninitialised, in the tensor's own memory order if its rows of D are contiguous, else row-major."""
     if _in_place(tensor):

@@ -27,7 +27,7 @@ from . import (
 )
 from .bench import visible
 from .dispatch import Config
-from .problem import Problem
+from .problem import Problem, zero
 from .reference import attention_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -68,6 +68,19 @@ def test_equals_pytorch(causal):
     leaves = [t.requires_grad_() for t in (normal(2, 2, 20, 16), normal(2, 2, 20, 16), normal(2, 2, 20, 16))]
     mine, other = attention(*leaves, causal=causal), F.scaled_dot_product_attention(*leaves, is_causal=causal)
     close((mine, *torch.autograd.grad(mine.sum(), leaves)), (other, *torch.autograd.grad(other.sum(), leaves)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dim", [1, 2, 4, 6, 64])
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("first", [0, 3, 7])
+def test_rows_are_zeroed_and_no_others(dtype, dim, inside, first):
+    shape = (2, 7, 3, dim) if inside else (2, 3, 7, dim)
+    x = torch.ones(torch.Size(shape).numel() + first, dtype=dtype, device=DEVICE)[first:].view(shape)
+    x, expected = ((t.transpose(1, 2) if inside else t) for t in (x, torch.ones(shape, dtype=dtype, device=DEVICE)))
+    zero(x[:, :, first:])
+    expected[:, :, first:] = 0
+    assert torch.equal(x, expected)
 
 
 BANDS = [(-1, 0), (0, 0), (5, -1), (20, 3), (3, 40)]
