@@ -203,10 +203,10 @@ def _prepared(case: Case, mode: str) -> str | None:
     return None if case.bench else "keeps what it made of the first mask, and this case's masks differ"
 
 
-def _square_if_causal(case: Case, mode: str) -> str | None:
+def _dense_takes(case: Case, mode: str) -> str | None:
     if case.params.get("causal") and case.dims["queries"] != case.dims["keys"]:
         return "aligns a causal mask at the top left"
-    return None
+    return "has no bias to differentiate" if case.params.get("bias") and mode == "bwd" else None
 
 
 def _flex() -> Op:
@@ -336,7 +336,7 @@ SPEC = KernelSpec(
         dataclasses.replace(EAGER, supports=_fits),
         dataclasses.replace(COMPILED, supports=_fits),
         Peer("flex", load=_flex, supports=_prepared),
-        Yardstick("dense-sdpa", load=_dense, cost=_dense_cost, supports=_square_if_causal),
+        Yardstick("dense-sdpa", load=_dense, cost=_dense_cost, supports=_dense_takes),
         Yardstick("indexed", load=_indexed, cost=cost, supports=_prepared),
     ),
     reference=block_sparse_attention_reference,
