@@ -1,9 +1,10 @@
 """`python -m harness sanitize`: compute-sanitizer over the small cases of our own implementations, on a GPU.
 
 For each kernel each tool runs this module again as a worker, which does every small case forward and backward and
-checks nothing: that is the tools' work. Some of these processes run side by side. Exit code 1 on a finding in one of
-our kernels, or where a tool could not do its work; what a tool says of other kernels, PyTorch's for example, is listed
-and no more.
+checks nothing: that is the tools' work. Kernels with many cases are shared out among several such processes, and some
+processes run side by side. Exit code 1 on a finding in one of our kernels, or where a tool could not do its work; what
+a tool says of other kernels, PyTorch's for example, is listed and no more. Rows that are complete are in the file even
+when the rest is interrupted.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ SCHEMA = 2
 SEED = 20261121
 DEFAULT_TOOLS = ("memcheck", "initcheck")
 MOST_JOBS = 8
+RUNS_A_PROCESS = 32
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--jobs", type=int, metavar="N", help="processes side by side (default: one for two cores, 8 at most)"
     )
-    group.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    group.add_argument("--worker", metavar="PART/PARTS", help=argparse.SUPPRESS)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -51,22 +54,36 @@ def main(arguments: argparse.Namespace) -> int:
     where = place("sanitize", arguments)
     if arguments.worker:
         return _work(selections, arguments, where)
-    program, kernels = sanitizer.find(), [selection.spec.name for selection in selections]
-    pairs = [(tool, kernel) for tool in arguments.tool or DEFAULT_TOOLS for kernel in kernels]
-    with ThreadPoolExecutor(arguments.jobs or max(1, min(MOST_JOBS, (os.cpu_count() or 1) // 2))) as pool:
-        rows = list(pool.map(lambda pair: check(program, pair[0], pair[1], arguments), pairs))
+    program = sanitizer.find()
     captured = {**environment.capture(where.device), "compute-sanitizer": sanitizer.version(program)}
-    path = where.out / "sanitize.json"
-    document = {"schema": SCHEMA, "gpu": where.folder, "environment": captured, "rows": rows}
-    rows_json.merge(path, document, SCHEMA, key=lambda row: (row["tool"], row["kernel"]))
+    path, rows = where.out / "sanitize.json", []
+    with ThreadPoolExecutor(arguments.jobs or max(1, min(MOST_JOBS, (os.cpu_count() or 1) // 2))) as pool:
+        under_way = {
+            (tool, selection.spec.name): [
+                pool.submit(inspect, program, tool, worker_command(arguments, selection.spec.name, part))
+                for part in parts(len(_runs(selection, arguments)))
+            ]
+            for tool in arguments.tool or DEFAULT_TOOLS
+            for selection in selections
+        }
+        for (tool, kernel), inspections in under_way.items():
+            rows.append(judge(tool, kernel, [inspection.result() for inspection in inspections]))
+            document = {"schema": SCHEMA, "gpu": where.folder, "environment": captured, "rows": rows[-1:]}
+            rows_json.merge(path, document, SCHEMA, key=lambda row: (row["tool"], row["kernel"]))
     show(rows)
     print(f"written: {path}")
     return 0 if all(row["status"] == "ok" for row in rows) else 1
 
 
-def worker_command(arguments: argparse.Namespace, kernel: str) -> list[str]:
-    """The program that a tool runs: this command as a worker, on the same selection."""
-    command = [sys.executable, "-m", "harness", "sanitize", "--worker", "--gpu", arguments.gpu]
+def parts(runs: int) -> list[str]:
+    """Names of the parts into which so many runs are shared out: "1/3", "2/3", "3/3"."""
+    count = max(1, -(-runs // RUNS_A_PROCESS))
+    return [f"{part}/{count}" for part in range(1, count + 1)]
+
+
+def worker_command(arguments: argparse.Namespace, kernel: str, part: str) -> list[str]:
+    """The program that a tool runs: this command as a worker, on a part of the same selection."""
+    command = [sys.executable, "-m", "harness", "sanitize", "--worker", part, "--gpu", arguments.gpu]
     chosen = (
         ("--kernel", [kernel]),
         ("--case", arguments.case),
@@ -76,30 +93,56 @@ def worker_command(arguments: argparse.Namespace, kernel: str) -> list[str]:
     return command + [word for option, values in chosen for value in values or () for word in (option, value)]
 
 
-def check(program: Path, tool: str, kernel: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One tool over one kernel: its row. "findings" are ours, "others" are of kernels that are not."""
-    print(f"{tool} {kernel} …", flush=True)
-    code, output = sanitizer.run(sanitizer.command(program, tool, [kernel], worker_command(arguments, kernel)))
+@dataclass(frozen=True)
+class Inspection:
+    """What a tool said of one process: findings in our kernels and in others, why it failed, how many runs it saw."""
+
+    findings: list[dict[str, Any]]
+    others: list[dict[str, Any]]
+    reasons: list[str]
+    runs: int
+
+
+def inspect(program: Path, tool: str, worker: Sequence[str]) -> Inspection:
+    """One tool over one process."""
+    kernel, part = (worker[worker.index(option) + 1] for option in ("--kernel", "--worker"))
+    print(f"{tool} {kernel} {part} …", flush=True)
+    code, output = sanitizer.run(sanitizer.command(program, tool, [kernel], worker))
     found = sanitizer.parse(output, [kernel])
-    ran = sum(line.startswith("ran ") for line in output.splitlines())
     reasons = list(found.failures)
     if code not in (0, sanitizer.FOUND):
         lines = [line for line in output.splitlines() if line.strip() and not line.startswith("=========")]
         reasons.append(f"exit code {code}: {lines[-1] if lines else 'no output'}")
     elif code == sanitizer.FOUND and not (found.ours or found.others):
         reasons.append("the tool counts errors that its output does not name")
+    return Inspection(found.ours, found.others, reasons, sum(line.startswith("ran ") for line in output.splitlines()))
+
+
+def judge(tool: str, kernel: str, inspections: Sequence[Inspection]) -> dict[str, Any]:
+    """The row of one tool and kernel. "findings" are ours, "others" are of kernels that are not."""
+    findings = _together(finding for inspection in inspections for finding in inspection.findings)
+    reasons = list(dict.fromkeys(reason for inspection in inspections for reason in inspection.reasons))
+    ran = sum(inspection.runs for inspection in inspections)
     if not ran:
         reasons.append("no case was run")
-    status = "findings" if found.ours else "failed" if reasons else "ok"
     return {
         "tool": tool,
         "kernel": kernel,
-        "status": status,
+        "status": "findings" if findings else "failed" if reasons else "ok",
         "reason": "; ".join(reasons) or None,
         "cases": ran,
-        "findings": found.ours,
-        "others": found.others,
+        "findings": findings,
+        "others": _together(finding for inspection in inspections for finding in inspection.others),
     }
+
+
+def _together(findings: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Findings of the same kind in the same place as one, with the sum of their counts."""
+    counts: dict[tuple[tuple[str, Any], ...], int] = {}
+    for finding in findings:
+        key = tuple((name, value) for name, value in finding.items() if name != "count")
+        counts[key] = counts.get(key, 0) + finding["count"]
+    return [{**dict(key), "count": count} for key, count in counts.items()]
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
@@ -116,19 +159,27 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
             print(f"{row['tool']} {row['kernel']}: {finding['what']} in {place_of}, {finding['count']} times")
 
 
+def _runs(selection: options.Selection, arguments: argparse.Namespace) -> list[tuple[Case, str, str]]:
+    """(case, mode, implementation): every small case, or those named, of our implementations."""
+    spec = selection.spec
+    wanted = arguments.case or [case.name for case in spec.cases if not case.bench]
+    chosen = dataclasses.replace(selection, cases=tuple(c for c in spec.cases if c.name in wanted))
+    return [
+        (case, mode, name)
+        for case, mode in chosen.groups()
+        for name in selection.implementations
+        if name in spec.implementations and not spec.repeats(name, case, mode)
+    ]
+
+
 def _work(selections: Sequence[options.Selection], arguments: argparse.Namespace, where: Place) -> int:
-    """Under a tool: every small case, or those named, of our implementations. 1 where one raises."""
+    """Under a tool: a part of the runs. 1 where one raises."""
+    part, count = (int(word) for word in arguments.worker.split("/"))
     failed = 0
     with torch.cuda.device(where.device):
         for selection in selections:
-            spec = selection.spec
-            wanted = arguments.case or [case.name for case in spec.cases if not case.bench]
-            chosen = dataclasses.replace(selection, cases=tuple(c for c in spec.cases if c.name in wanted))
-            for case, mode in chosen.groups():
-                for name in selection.implementations:
-                    if name not in spec.implementations or spec.repeats(name, case, mode):
-                        continue
-                    failed += not _run(spec, case, mode, name, where.device)
+            for case, mode, name in _runs(selection, arguments)[part - 1 :: count]:
+                failed += not _run(selection.spec, case, mode, name, where.device)
     return 1 if failed else 0
 
 

@@ -153,10 +153,11 @@ SPEC = KernelSpec(
 def toy(tmp_path, monkeypatch):
     """Runs `sanitize` where each tool says what is given for it. Returns exit code and rows by tool."""
 
-    def run(outputs: dict[str, tuple[int, str]], **given) -> tuple[int, dict]:
-        monkeypatch.setattr(sanitizer, "run", lambda command: outputs[command[command.index("--tool") + 1]])
+    def sanitized(outputs: dict[str, tuple[int, str]], run=None, **given) -> tuple[int, dict]:
+        answer = run or (lambda command: outputs[command[command.index("--tool") + 1]])
+        monkeypatch.setattr(sanitizer, "run", answer)
         arguments = {"kernel": ["toy"], "case": None, "mode": None, "impl": None, "gpu": "auto", "device": None}
-        arguments |= {"out": tmp_path, "tool": list(outputs), "jobs": None, "worker": False}
+        arguments |= {"out": tmp_path, "tool": list(outputs), "jobs": None, "worker": None}
         code = sanitize.main(Namespace(**{**arguments, **given}))
         written = rows_json.read(tmp_path / "sanitize.json", sanitize.SCHEMA)
         return code, {row["tool"]: row for row in written["rows"]}
@@ -166,7 +167,7 @@ def toy(tmp_path, monkeypatch):
     monkeypatch.setattr(sanitize.environment, "capture", lambda device: {"commit": "abc", "time": str(tmp_path)})
     monkeypatch.setattr(sanitizer, "find", lambda: Path("cs"))
     monkeypatch.setattr(sanitizer, "version", lambda tool: "2025.3.1.0")
-    return run
+    return sanitized
 
 
 @pytest.mark.parametrize(
@@ -218,11 +219,29 @@ def test_the_worker_runs_the_small_cases_of_ours(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     selection = options.Selection(SPEC, SPEC.cases[:1], SPEC.modes, ("triton", "eager"))
     where = Place(torch.device("cpu"), "h200", Path())
-    assert sanitize._work([selection], Namespace(case=None), where) == 0
+    assert sanitize._work([selection], Namespace(case=None, worker="1/1"), where) == 0
     assert ran == [("a", "fwd", "triton"), ("a", "bwd", "triton")]
     ran.clear()
-    sanitize._work([selection], Namespace(case=["large"]), where)
+    sanitize._work([selection], Namespace(case=["large"], worker="1/1"), where)
     assert ran == [("large", "fwd", "triton"), ("large", "bwd", "triton")]
+    ran.clear()
+    for part in sanitize.parts(2 * sanitize.RUNS_A_PROCESS):
+        sanitize._work([selection], Namespace(case=None, worker=part), where)
+    assert ran == [("a", "fwd", "triton"), ("a", "bwd", "triton")]
+
+
+def test_many_runs_are_shared_out_and_judged_together(toy, monkeypatch):
+    monkeypatch.setattr(sanitize, "RUNS_A_PROCESS", 1)  # forward and backward of one case
+    outputs = iter([(sanitizer.FOUND, MEMCHECK), (1, MEMCHECK)])
+    with monkeypatch.context() as patch:
+        parts = []
+        command = sanitizer.command
+        patch.setattr(sanitizer, "command", lambda *words: parts.append(words[3]) or command(*words))
+        code, rows = toy({"memcheck": (0, "")}, run=lambda command: next(outputs), jobs=1)
+    assert [part[part.index("--worker") + 1] for part in parts] == ["1/2", "2/2"]
+    assert (code, rows["memcheck"]["status"], rows["memcheck"]["cases"]) == (1, "findings", 2)
+    assert [finding["count"] for finding in rows["memcheck"]["findings"]] == [4]
+    assert rows["memcheck"]["reason"].startswith("exit code 1")
 
 
 PLANTED = """\
