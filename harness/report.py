@@ -8,7 +8,6 @@ charts, and an overview chart. Running it twice writes the same bytes. `--readme
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 from . import options, record
 from .registry import COLLECTIONS, ROOT
-from .reporting import charts, kernel_page, pages, roofline_charts
+from .reporting import charts, kernel_page, pages, roofline_charts, rows_json
 from .reporting.entries import Records
 from .reporting.findings import Finding, findings
 
@@ -80,7 +79,8 @@ def write(folder: Path, with_charts: bool = True) -> list[Path]:
     written = [_write_lines(folder / "README.md", pages.index(gpu, records, found, with_charts))]
     for kernel in records.kernels():
         mine = [f for f in found if f.kernel == kernel]
-        lines = kernel_page.page(kernel, gpu, records, mine, load_profile(folder, kernel), with_charts)
+        extras = (load(folder / kind / f"{kernel}.json") for kind in ("profile", "tune"))
+        lines = kernel_page.page(kernel, gpu, records, mine, *extras, with_charts)
         written.append(_write_lines(folder / f"{kernel}.md", lines))
     if with_charts:
         written += _draw(folder, gpu, records.kernels(), found)
@@ -106,15 +106,9 @@ def gpu_name(records: Records) -> str:
     return next(iter(names))
 
 
-def load_profile(folder: Path, kernel: str) -> dict[str, Any] | None:
-    """profile/<kernel>.json, or None. ValueError for a schema that this version does not read."""
-    path = folder / "profile" / f"{kernel}.json"
-    if not path.is_file():
-        return None
-    profile = json.loads(path.read_text(encoding="utf-8"))
-    if profile.get("schema") != 1:
-        raise ValueError(f"{path}: schema {profile.get('schema')!r}, this version reads schema 1")
-    return profile
+def load(path: Path) -> dict[str, Any] | None:
+    """A file of `profile` or `tune`, or None. ValueError for a schema that this version does not read."""
+    return rows_json.read(path, 1) if path.is_file() else None
 
 
 def update_readme(text: str, reports: Path, kernel: str | None = None) -> str:

@@ -26,7 +26,7 @@ from .compiling.precompile import Wanted
 from .correctness.in_place import OnCopies
 from .measure import timing
 from .on_gpu import Place, place
-from .reporting import rows_json, tables
+from .reporting import choices, rows_json, tables
 from .spec import Case, KernelSpec, Tunable
 from .tuned import SCHEMA, encode, judge
 
@@ -235,15 +235,4 @@ def _summary(row: Mapping[str, Any]) -> str:
 
 def show(kernel: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """The best against the picked, a line for each case."""
-    head = ("mode", "case", ">picked", ">best", ">behind", "picked configuration", "best configuration")
-    cells = []
-    for row in rows:
-        best = min((c for c in row["candidates"] if c["median_us"] is not None), key=lambda c: c["median_us"])
-        behind = 100 * (row["picked_us"] / best["median_us"] - 1)
-        times = (f"{row['picked_us']:.2f} µs", f"{best['median_us']:.2f} µs", f"{behind:.1f} %")
-        cells.append((row["mode"], row["case"], *times, _short(row["picked"]), _short(best["config"])))
-    tables.show(f"{kernel}: picked and best", head, cells)
-
-
-def _short(config: Any) -> str:
-    return " ".join(f"{name}={value}" for name, value in config.items()) if isinstance(config, dict) else str(config)
+    tables.show(f"{kernel}: picked and best", choices.HEAD, [choices.cells(row) for row in rows])

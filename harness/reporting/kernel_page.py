@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import roofline
+from . import choices, pages
 from . import markdown as md
-from . import pages
 from .entries import Records, Row
 from .findings import Finding, cost_of
 
@@ -30,9 +30,15 @@ PROFILE_HEAD = (
 
 
 def page(
-    kernel: str, gpu: str, records: Records, found: Sequence[Finding], profile: Mapping[str, Any] | None, charts: bool
+    kernel: str,
+    gpu: str,
+    records: Records,
+    found: Sequence[Finding],
+    profile: Mapping[str, Any] | None,
+    tuned: Mapping[str, Any] | None,
+    charts: bool,
 ) -> list[str]:
-    """<kernel>.md."""
+    """<kernel>.md. `profile` and `tuned` are the files of these names, where there are any."""
     lines = [f"# {kernel} on one {gpu}", "", pages.GENERATED, "", "[All kernels](README.md)", ""]
     if charts:
         lines += [f"![{kernel}: throughput by case and implementation]({kernel}-throughput.svg)", ""]
@@ -44,6 +50,8 @@ def page(
             lines += [*case(finding), ""]
     if profile:
         lines += ["## Profile", "", *profiled(profile), ""]
+    if tuned:
+        lines += ["## Configurations", "", *choices.section(tuned)]
     runs = [run for run in records.used_runs() if run.kernel == kernel]
     lines += ["## Runs", "", *pages.run_table(runs), ""]
     return lines

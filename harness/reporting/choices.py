@@ -1,0 +1,48 @@
+"""What a kernel picks by itself against the best of all candidates, from what `tune` has measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from . import markdown as md
+
+HEAD = ("mode", "case", ">candidates", ">picked", ">best", ">behind", "picked configuration", "best configuration")
+
+
+def cells(row: Mapping[str, Any]) -> list[object]:
+    """One case under HEAD. Times are medians; candidates that failed have none."""
+    timed = [candidate for candidate in row["candidates"] if candidate["median_us"] is not None]
+    best = min(timed, key=lambda candidate: candidate["median_us"])
+    return [
+        row["mode"],
+        row["case"],
+        len(timed),
+        md.figures(row["picked_us"], " µs"),
+        md.figures(best["median_us"], " µs"),
+        md.percent(100 * (row["picked_us"] / best["median_us"] - 1)),
+        short(row["picked"]),
+        short(best["config"]),
+    ]
+
+
+def section(document: Mapping[str, Any]) -> list[str]:
+    """A table for each `pick_*` function of a kernel's tune file."""
+    lines = [
+        "`tune` runs each case with every candidate in the place of what the kernel picks, and lists here what it "
+        "picked and what was fastest. Candidates that do not compile, do not run or give another result are not "
+        "counted.",
+        "",
+    ]
+    rows = document["rows"]
+    for function in dict.fromkeys(row["function"] for row in rows):
+        table = md.table(HEAD, [cells(row) for row in rows if row["function"] == function])
+        lines += [f"### {function}", "", *table, ""]
+    return lines
+
+
+def short(config: Any) -> str:
+    """A configuration in a few words: `block_m=64 num_warps=4`, `split 8`."""
+    if isinstance(config, Mapping):
+        return " ".join(f"{name}={value}" for name, value in config.items())
+    return " ".join(map(str, config)) if isinstance(config, list | tuple) else str(config)
