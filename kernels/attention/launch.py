@@ -144,6 +144,7 @@ def _everything(
     refused = cuda_refuses(problem, saved.out, saved.dout, dq, dk, dv) if version in ("auto", "cuda") else "not asked"
     if version == "cuda" and refused:
         raise RuntimeError(f'attention: backward="cuda" cannot run here: {refused}')
-    repeatable = torch.get_deterministic_debug_mode() == 2  # 1: nothing but a warning is wanted
+    # 1: nothing but a warning is wanted. A single block of keys is the same each time in CUDA C++ too.
+    repeatable = torch.get_deterministic_debug_mode() == 2 and problem.keys > dispatch.CUDA_BWD_KEYS
     form = dispatch.pick_backward(version, "" if refused else "cuda", repeatable)
     {"cuda": cuda_bwd, "fused": fused_bwd, "separate": separate_bwd}[form](problem, saved, dq, dk, dv)
