@@ -79,8 +79,8 @@ def write(folder: Path, with_charts: bool = True) -> list[Path]:
     written = [_write_lines(folder / "README.md", pages.index(gpu, records, found, with_charts))]
     for kernel in records.kernels():
         mine = [f for f in found if f.kernel == kernel]
-        extras = (load(folder / kind / f"{kernel}.json") for kind in ("profile", "tune"))
-        lines = kernel_page.page(kernel, gpu, records, mine, *extras, with_charts)
+        profile, tuned = (load(folder / kind / f"{kernel}.json") for kind in ("profile", "tune"))
+        lines = kernel_page.page(kernel, gpu, records, mine, profile, tuned, with_charts)
         written.append(_write_lines(folder / f"{kernel}.md", lines))
     if with_charts:
         written += _draw(folder, gpu, records.kernels(), found)
