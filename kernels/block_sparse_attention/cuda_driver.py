@@ -34,11 +34,18 @@ def no_compiler() -> str | None:
     return None
 
 
-@functools.cache
 def kernels(device: int, source: str, names: tuple[str, ...], defines: tuple[str, ...], shared: int) -> tuple:
     """The kernels of a source file of this folder, on a device, which is the current one. The first of them may have
-    `shared` bytes of dynamic shared memory."""
+    `shared` bytes of dynamic shared memory.
+
+    Launchers ask for them first: from then on their thread has a context, which launches need.
+    """
     _enter_context()
+    return _loaded(device, source, names, defines, shared)
+
+
+@functools.cache
+def _loaded(device: int, source: str, names: tuple[str, ...], defines: tuple[str, ...], shared: int) -> tuple:
     module, functions = ctypes.c_void_p(), []
     _call("cuModuleLoadData", ctypes.byref(module), _compiled(source, defines))
     for name in names:
@@ -78,7 +85,6 @@ def tensor_map(x: torch.Tensor, rows: int, block_rows: int) -> ctypes.Array:
 
     Strides of more than one element are multiples of 16 bytes; what is beyond the tensor reads as zeros.
     """
-    _enter_context()
     room = (ctypes.c_char * 192)()
     aligned = (ctypes.c_char * 128).from_buffer(room, -ctypes.addressof(room) % 64)
     sizes = (x.shape[3], rows, x.shape[1], x.shape[0])
@@ -104,7 +110,6 @@ def tensor_map(x: torch.Tensor, rows: int, block_rows: int) -> ctypes.Array:
 
 def launch(function: ctypes.c_void_p, grid: int, threads: int, shared: int, arguments: Sequence) -> None:
     """One launch on the current stream of the current device. Arguments are ctypes objects, passed by value."""
-    _enter_context()
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(x) for x in arguments))
     _call("cuLaunchKernel", function, grid, 1, 1, threads, 1, 1, shared, stream, pointers, None)
