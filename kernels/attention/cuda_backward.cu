@@ -54,11 +54,11 @@ constexpr int SLABS = D / 64;           // a row of 64 columns is the 128 bytes 
 #ifndef DIRECT  // 1: dq is added to global memory from registers; 0: through shared memory, by bulk reductions
 #define DIRECT 1
 #endif
-#ifndef SINGLE  // 1: there is one block of keys, and its CTA alone sees its queries
+#ifndef SINGLE  // 1: there is one block of keys, and its CTA alone sees its queries; with DIRECT = 0
 #define SINGLE 0
 #endif
 #define V_IN_REGISTERS (HEAD_DIM == 64 && !SINGLE)  // there is room, and shared memory is not asked for it again
-constexpr int Q_STAGES = TIGHT || SINGLE ? 2 : 3, DO_STAGES = DIRECT && !SINGLE ? 3 : 2;
+constexpr int Q_STAGES = TIGHT || SINGLE ? 2 : 3, DO_STAGES = DIRECT ? 3 : 2;
 constexpr int CONSUMER_WARPS = 8;
 constexpr int KEYS_DONE = 1, ROWS_WRITTEN = 2, FIRST_TURN = 4;  // named barriers; the last two have one for each group
 constexpr int PIECE = BM * D / CONSUMER_WARPS;  // values of dq that one warp makes of one tile
@@ -68,7 +68,7 @@ constexpr u32 Q_SLAB = BM * 128, K_SLAB = BN * 128;
 constexpr u32 Q_BYTES = SLABS * Q_SLAB, K_BYTES = SLABS * K_SLAB, DS_BYTES = 2 * BM * 128;
 constexpr u32 K_AT = 0, V_AT = K_AT + K_BYTES, Q_AT = V_AT + K_BYTES, DO_AT = Q_AT + Q_STAGES * Q_BYTES;
 constexpr u32 DS_AT = DO_AT + DO_STAGES * Q_BYTES, DQ_AT = DS_AT + 2 * DS_BYTES;
-constexpr u32 OUT_AT = DQ_AT + (DIRECT && !SINGLE ? 0 : CONSUMER_WARPS * PIECE_BYTES);  // beside dout, where SINGLE
+constexpr u32 OUT_AT = DQ_AT + (DIRECT ? 0 : CONSUMER_WARPS * PIECE_BYTES);  // beside dout, where SINGLE
 constexpr u32 LSE_AT = OUT_AT + (SINGLE ? DO_STAGES * Q_BYTES : 0);
 constexpr u32 DELTA_AT = LSE_AT + Q_STAGES * BM * 4;
 constexpr u32 BAR_AT = DELTA_AT + DO_STAGES * BM * 4;
@@ -77,7 +77,7 @@ constexpr u32 DO_FULL = Q_EMPTY + 8 * Q_STAGES, DO_EMPTY = DO_FULL + 8 * DO_STAG
 constexpr u32 DS_FULL = DO_EMPTY + 8 * DO_STAGES, DS_EMPTY = DS_FULL + 16;
 constexpr u32 ROWS_FULL = DS_EMPTY + 16, SHARED_END = ROWS_FULL + (SINGLE ? 8 * DO_STAGES : 0);
 static_assert(BM == 128 ? D == 64 : D == 128 && (BM == 64 || (BM == 80 && !DIRECT)), "64 by 128, 128 by 64 or 80");
-static_assert(!SINGLE || PIECE == 16 * 64, "a warp's part of dq is a box of rows that TMA swizzles");
+static_assert(!SINGLE || (PIECE == 16 * 64 && !DIRECT), "a warp's part of dq is a box of rows that TMA swizzles");
 static_assert(SHARED_END + 1024 <= 232448, "a CTA has 227 KB of shared memory, and 1 KB goes to the alignment");
 
 struct Problem {
@@ -272,7 +272,7 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
                          (((2 * warp + lane / 8 % 2) ^ (lane % 8)) * 16);
     const u32 ds_rows = base + DS_AT + (D == 64 ? wg * 64 * 128 : 0);
     const u32 dq_keys = base + K_AT + (D == 64 ? 0 : wg * K_SLAB);
-    [[maybe_unused]] const u32 dq_piece = base + DQ_AT + (wg * 4 + warp) * PIECE_BYTES;  // where DIRECT is 0 or SINGLE
+    [[maybe_unused]] const u32 dq_piece = base + DQ_AT + (wg * 4 + warp) * PIECE_BYTES;  // where DIRECT is 0
     const int key = w.first_key + wg * 64 + warp * 16 + lane / 4;  // and key + 8
     const int offset = p.keys - p.queries;
 
@@ -441,7 +441,7 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
     add_dq(at, true);
 
     if (w.part >= 0) {
-        if ((SINGLE || !DIRECT) && lane == 0) bulk_wait();
+        if (!DIRECT && lane == 0) bulk_wait();
         float* to = p.parts + (long long)w.part * (2 * BN * D) + (wg * 4 + warp) * (16 * D) + lane * 4;
 #pragma unroll
         for (int j = 0; j < D / 8; j++) {

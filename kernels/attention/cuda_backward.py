@@ -73,7 +73,7 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
             f"IS_CAUSAL={int(causal)}",
             f"FP16={int(q.dtype == torch.float16)}",
             f"QUERIES={tile}",
-            f"DIRECT={int(config.direct)}",
+            f"DIRECT={int(config.direct and not single)}",
             f"SINGLE={int(single)}",
         )
         backward, prepare, finish, finish_keys = cuda_driver.kernels(
