@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from . import options, record
+from .nsight import profile_report
 from .registry import COLLECTIONS, ROOT
-from .reporting import charts, kernel_page, pages, roofline_charts, rows_json
+from .reporting import charts, choices, kernel_page, pages, roofline_charts, rows_json
 from .reporting.entries import Records
 from .reporting.findings import Finding, findings
 
@@ -79,7 +80,8 @@ def write(folder: Path, with_charts: bool = True) -> list[Path]:
     written = [_write_lines(folder / "README.md", pages.index(gpu, records, found, with_charts))]
     for kernel in records.kernels():
         mine = [f for f in found if f.kernel == kernel]
-        profile, tuned = (load(folder / kind / f"{kernel}.json") for kind in ("profile", "tune"))
+        profile = load(folder / "profile" / f"{kernel}.json", profile_report.SCHEMA)
+        tuned = load(folder / "tune" / f"{kernel}.json", choices.SCHEMA)
         lines = kernel_page.page(kernel, gpu, records, mine, profile, tuned, with_charts)
         written.append(_write_lines(folder / f"{kernel}.md", lines))
     if with_charts:
@@ -106,9 +108,9 @@ def gpu_name(records: Records) -> str:
     return next(iter(names))
 
 
-def load(path: Path) -> dict[str, Any] | None:
-    """A file of `profile` or `tune`, or None. ValueError for a schema that this version does not read."""
-    return rows_json.read(path, 1) if path.is_file() else None
+def load(path: Path, schema: int) -> dict[str, Any] | None:
+    """A file of `profile` or `tune`, or None. ValueError for another schema."""
+    return rows_json.read(path, schema) if path.is_file() else None
 
 
 def update_readme(text: str, reports: Path, kernel: str | None = None) -> str:

@@ -60,7 +60,7 @@ def main(arguments: argparse.Namespace) -> int:
     with ThreadPoolExecutor(arguments.jobs or max(1, min(MOST_JOBS, (os.cpu_count() or 1) // 2))) as pool:
         under_way = {
             (tool, selection.spec.name): [
-                pool.submit(inspect, program, tool, worker_command(arguments, selection.spec.name, part))
+                pool.submit(inspect, program, tool, selection.spec.name, part, arguments)
                 for part in parts(len(_runs(selection, arguments)))
             ]
             for tool in arguments.tool or DEFAULT_TOOLS
@@ -103,11 +103,10 @@ class Inspection:
     runs: int
 
 
-def inspect(program: Path, tool: str, worker: Sequence[str]) -> Inspection:
+def inspect(program: Path, tool: str, kernel: str, part: str, arguments: argparse.Namespace) -> Inspection:
     """One tool over one process."""
-    kernel, part = (worker[worker.index(option) + 1] for option in ("--kernel", "--worker"))
     print(f"{tool} {kernel} {part} …", flush=True)
-    code, output = sanitizer.run(sanitizer.command(program, tool, [kernel], worker))
+    code, output = sanitizer.run(sanitizer.command(program, tool, [kernel], worker_command(arguments, kernel, part)))
     found = sanitizer.parse(output, [kernel])
     reasons = list(found.failures)
     if code not in (0, sanitizer.FOUND):

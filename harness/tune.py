@@ -27,8 +27,9 @@ from .correctness.in_place import OnCopies
 from .measure import timing
 from .on_gpu import Place, place
 from .reporting import choices, rows_json, tables
+from .reporting.choices import SCHEMA
 from .spec import Case, KernelSpec, Tunable
-from .tuned import SCHEMA, encode, judge
+from .tuned import encode, judge
 
 SEED = 20261121
 GROUP = 7

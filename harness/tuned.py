@@ -18,9 +18,9 @@ import torch
 
 from . import registry
 from .reporting import rows_json
+from .reporting.choices import SCHEMA
 from .spec import KernelSpec
 
-SCHEMA = 1
 #: The picked configuration may be this much slower than the best one measured: about the noise of such a search.
 MARGIN = 0.03
 

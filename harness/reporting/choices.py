@@ -7,6 +7,7 @@ from typing import Any
 
 from . import markdown as md
 
+SCHEMA = 1  # of a tune file
 HEAD = ("mode", "case", ">candidates", ">picked", ">best", ">behind", "picked configuration", "best configuration")
 
 
