@@ -319,6 +319,25 @@ CUDA_CASES = tuple(
 )
 
 
+# In which order the backward for Hopper may go over the blocks of keys.
+CUDA_BWD_CANDIDATES = tuple(dispatch.CudaBackwardConfig(s, early) for s in (1, 2, 3, 4, 8) for early in (0, 1, 2))
+CUDA_BWD_CASES = tuple(
+    dataclasses.replace(case, min_capability=(9, 0))
+    for case in CASES
+    if case.bench and case.params.get("block_size", 128) == 128 and not case.params.get("bias")
+)
+
+
+def _backward_versions(case: Case) -> tuple[str, ...]:
+    return ("cuda", "portable") if case.name in {c.name for c in CUDA_BWD_CASES} else ("portable",)
+
+
+def _repeats(implementation: str, case: Case, mode: str) -> str | None:
+    """Of blocks of 64, and with a bias, there is one backward."""
+    small = case.params.get("block_size", 128) == 64 or case.params.get("bias")
+    return "its backward is that of auto" if (implementation, mode) == ("triton", "bwd") and small else None
+
+
 def _cuda_candidates(case: Case) -> tuple[dispatch.CudaConfig, ...]:
     return CUDA_CANDIDATES[case.dims["dim"], case.params.get("block_size", 128)]
 
@@ -327,11 +346,11 @@ SPEC = KernelSpec(
     name="block_sparse_attention",
     implementations={
         "auto": block_sparse_attention,
-        "triton": partial(block_sparse_attention, forward="portable"),
+        "triton": partial(block_sparse_attention, forward="portable", backward="portable"),
     },
     # Elsewhere the first is the second.
     min_capability={"triton": (9, 0)},
-    repeats=lambda name, case, mode: "its backward is that of auto" if (name, mode) == ("triton", "bwd") else None,
+    repeats=_repeats,
     baselines=(
         dataclasses.replace(EAGER, supports=_fits),
         dataclasses.replace(COMPILED, supports=_fits),
@@ -344,6 +363,7 @@ SPEC = KernelSpec(
     cost=cost,
     cases=CASES,
     grads=("q", "k", "v", "block_bias"),
+    determinism={"fwd": "run-to-run", "bwd": "on request"},
     unit="queries",
     items=lambda case: case.dims["batch"] * case.dims["queries"],
     # What is dropped is not read; in the reference it is multiplied by 0, and 0 · NaN is NaN.
@@ -361,7 +381,17 @@ SPEC = KernelSpec(
             lambda case: _candidates(case, (4, 8), (2, 3, 4)),
             implementation="triton",
         ),
-        Tunable(dispatch, "pick_dkdv_config", "bwd", lambda case: _candidates(case, (4, 8), (1, 2, 3))),
-        Tunable(dispatch, "pick_dq_config", "bwd", lambda case: _candidates(case, (4, 8), (1, 2, 3))),
+        Tunable(dispatch, "pick_backward", "bwd", _backward_versions),
+        Tunable(dispatch, "pick_cuda_bwd_config", "bwd", lambda case: CUDA_BWD_CANDIDATES, CUDA_BWD_CASES),
+        *(
+            Tunable(
+                dispatch,
+                name,
+                "bwd",
+                lambda case: _candidates(case, (4, 8), (1, 2, 3)),
+                implementation="triton",
+            )
+            for name in ("pick_dkdv_config", "pick_dq_config")
+        ),
     ),
 )

@@ -24,6 +24,16 @@ _NO_INTERLEAVE, _SWIZZLE_128B, _PROMOTE_256B, _FILL_ZEROS = 0, 3, 3, 0
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
+class Rows(ctypes.Structure):
+    """Address and strides, in elements, of a [B, H, S, D] tensor."""
+
+    _fields_ = [("at", ctypes.c_void_p), *((name, ctypes.c_longlong) for name in ("batch", "head", "row"))]
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> Rows:
+        return cls(x.data_ptr(), x.stride(0), x.stride(1), x.stride(2))
+
+
 @functools.cache
 def no_compiler() -> str | None:
     """Why nothing can be compiled here, or None."""
@@ -113,6 +123,10 @@ def launch(function: ctypes.c_void_p, grid: int, threads: int, shared: int, argu
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(x) for x in arguments))
     _call("cuLaunchKernel", function, grid, 1, 1, threads, 1, 1, shared, stream, pointers, None)
+
+
+def pointer(x: torch.Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(0 if x is None else x.data_ptr())
 
 
 def _enter_context() -> None:

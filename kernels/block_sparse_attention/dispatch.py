@@ -50,6 +50,37 @@ def pick_forward(version: str, hopper: str = "") -> str:
     return version if version != "auto" else hopper or "portable"
 
 
+def pick_backward(version: str, hopper: str = "", repeatable: bool = False) -> str:
+    """The version of the backward that runs. `hopper`: the one for Hopper if it takes the problem, of which dq cannot
+    be `repeatable`."""
+    if version != "auto":
+        return version
+    return hopper if hopper and not repeatable else "portable"
+
+
+@dataclass(frozen=True)
+class CudaBackwardConfig:
+    """In which order blocks of 128 keys are given to CTAs.
+
+    section: how many key heads' CTAs run together, those of the longest lists first
+    early: so many of the longest lists of each head come before all sections, for the list of a global block takes many
+           times as long as the others, and would otherwise be begun when most heads are done
+    """
+
+    section: int
+    early: int = 1
+
+
+BWD_SECTION_BYTES = 24e6  # what q, dout and fp32 dQ of the heads in flight may take up of an H100's or H200's 50 MB
+
+
+def pick_cuda_bwd_config(queries: int, dim: int, kv_heads: int, group: int) -> CudaBackwardConfig:
+    """As many heads at a time as have their queries, gradients and fp32 dQ in L2 together. Of the heads of a group one
+    counts: CTAs take their lists one after the other. `kv_heads` of all batches."""
+    fitting = int(BWD_SECTION_BYTES // (8 * dim * queries))
+    return CudaBackwardConfig(max(1, min(kv_heads, fitting)))
+
+
 # The largest tiles without a register spill under Triton 3.6 and 3.7, but for a few bytes of which the README
 # speaks (what was tried). On Hopper eight warps have at least 128 rows, four at least 64: with fewer, groups of
 # four warps compute the same scores twice. Causal kernels have a second loop, so that they may want tiles of their own.

@@ -8,6 +8,7 @@ import math
 import torch
 
 from . import dispatch
+from .cuda_backward import cuda_bwd, cuda_bwd_refuses
 from .cuda_forward import cuda_fwd, cuda_refuses
 from .delta import Saved, row_terms
 from .forward import portable_fwd
@@ -15,7 +16,7 @@ from .key_gradients import key_gradients
 from .problem import Problem, empty_like, readable
 from .query_gradient import query_gradient
 
-FORWARD = ("auto", "portable", "cuda")
+FORWARD = BACKWARD = ("auto", "portable", "cuda")
 
 
 def sparse_fwd(
@@ -73,15 +74,13 @@ def sparse_bwd(
     scale: float,
     block: int,
     causal: bool,
+    version: str,
     need_dq: bool,
     need_dkv: bool,
     need_dbias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv, dbias; tensors of no element for what is not needed.
-
-    Two kernels, one for dK and dV and one for dQ and dbias, each over its own lists. No atomics, so repeats agree bit
-    for bit. Both compute s and dp: seven products of 2·D a kept pair, where five would be needed. Nothing of size
-    queries × keys is stored.
+    """dq, dk, dv, dbias; tensors of no element for what is not needed. RuntimeError where the version asked for does
+    not take the problem. Where less is needed than dq, dk and dv, the portable one runs, which leaves out the rest.
     """
     dq = empty_like(q) if need_dq or need_dbias else None
     dk, dv = (empty_like(k), empty_like(v)) if need_dkv else (None, None)
@@ -96,14 +95,42 @@ def sparse_bwd(
         problem = Problem(readable(q), readable(k), readable(v), table, bias, scale, block, causal)
         exact = statistics if statistics.numel() else None
         saved = Saved(readable(out), lse, exact, readable(dout), None if dlse is None else dlse.contiguous())
-        terms = row_terms(problem, saved)
-        if dk is not None and dv is not None:
-            key_gradients(problem, saved.dout, terms, dk, dv)
-        if dq is not None:
-            dbias = query_gradient(problem, saved.dout, terms, dq, need_dbias)
+        if dq is not None and dk is not None and dv is not None and _in_cuda(problem, saved, version, dq, dk, dv):
+            cuda_bwd(problem, saved, dq, dk, dv)
+        else:
+            dbias = _portable_bwd(problem, saved, dq, dk, dv, need_dbias)
     return (
         dq if dq is not None and need_dq else q.new_empty(0),
         k.new_empty(0) if dk is None else dk,
         v.new_empty(0) if dv is None else dv,
         q.new_empty(0, dtype=torch.float32) if dbias is None else dbias,
     )
+
+
+def _in_cuda(problem: Problem, saved: Saved, version: str, *gradients: torch.Tensor) -> bool:
+    """Whether the version for Hopper runs. RuntimeError where it was asked for and does not take the problem."""
+    refused = "not asked" if version == "portable" else cuda_bwd_refuses(problem, saved.out, saved.dout, *gradients)
+    if refused and version == "cuda":
+        raise RuntimeError(f'block_sparse_attention: backward="cuda" cannot run here: {refused}')
+    repeatable = torch.get_deterministic_debug_mode() == 2  # 1: nothing but a warning is wanted
+    return dispatch.pick_backward(version, "" if refused else "cuda", repeatable) == "cuda"
+
+
+def _portable_bwd(
+    problem: Problem,
+    saved: Saved,
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+    need_dbias: bool,
+) -> torch.Tensor | None:
+    """Writes dq unless it is None, and dk and dv unless these are; returns dbias if it is needed.
+
+    Two kernels, one for dK and dV and one for dQ and dbias, each over its own lists. No atomics, so repeats agree bit
+    for bit. Both compute s and dp: seven products of 2·D a kept pair, where five would be needed. Nothing of size
+    queries × keys is stored.
+    """
+    terms = row_terms(problem, saved)
+    if dk is not None and dv is not None:
+        key_gradients(problem, saved.dout, terms, dk, dv)
+    return None if dq is None else query_gradient(problem, saved.dout, terms, dq, need_dbias)

@@ -8,7 +8,7 @@ import torch
 import triton
 
 from .index import BlockIndex, make_table, table_size
-from .launch import FORWARD, empty_statistics, sparse_bwd, sparse_fwd
+from .launch import BACKWARD, FORWARD, empty_statistics, sparse_bwd, sparse_fwd
 from .problem import empty_like
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -34,6 +34,7 @@ def block_sparse_attention(
     return_lse: bool = False,
     block_bias: torch.Tensor | None = None,
     forward: str = "auto",
+    backward: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention over those blocks of the scores that a mask keeps; the others cost nothing (Dao et al. 2022,
     arXiv:2205.14135, algorithm 5; Child et al. 2019, arXiv:1904.10509).
@@ -54,12 +55,15 @@ def block_sparse_attention(
     block_bias   fp32, of a mask's shape: added to all scores of a block, and differentiable, as the logarithm of a gate
                  is. −inf is as good as dropped, but costs what a kept block does.
     forward      "cuda" (CUDA C++ for compute capability 9.0: fp16 or bf16, D of 64 or 128, 16-byte boundaries; CuPy
-                 compiles it) or "portable"; "auto" picks one. The backward is the same for both.
+                 compiles it) or "portable"; "auto" picks one
+    backward     likewise; "cuda" for blocks of 128 and no block_bias alone. Either takes what either forward leaves.
+                 Where q, or k and v, need no gradient, the portable one runs
 
     Returns out, in shape and dtype of q and in its memory order (row-major if q is copied). A query that sees no key
     has out 0, lse −inf and no gradient; a dropped block's bias has none. Sums are fp32; p and ds are rounded to the
-    dtype for the matrix products, as in FlashAttention. All results are the same bit for bit in each run. Saved for the
-    backward: q, k, v, out, lse, the table of the mask, the bias.
+    dtype for the matrix products, as in FlashAttention. Results are the same bit for bit in each run, but for dq of
+    backward "cuda", whose sums have no fixed order: under torch.use_deterministic_algorithms(True) "auto" does not pick
+    it. Saved for the backward: q, k, v, out, lse, the table of the mask, the bias.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
     outside Triton's interpreter, or for a version that this GPU or problem does not have.
@@ -69,8 +73,9 @@ def block_sparse_attention(
         scale = 1 / math.sqrt(q.shape[3])
     elif not 0 < scale < math.inf:
         raise ValueError(f"block_sparse_attention: scale must be a positive number, got {scale}")
-    if forward not in FORWARD:
-        raise ValueError(f"block_sparse_attention: forward must be one of {', '.join(FORWARD)}, got {forward!r}")
+    for name, version, versions in (("forward", forward, FORWARD), ("backward", backward, BACKWARD)):
+        if version not in versions:
+            raise ValueError(f"block_sparse_attention: {name} must be one of {', '.join(versions)}, got {version!r}")
     queries, keys = q.shape[2], k.shape[2]
     shape = (q.shape[0], q.shape[1], -(-queries // block_size), -(-keys // block_size))
     if block_bias is not None:
@@ -80,7 +85,7 @@ def block_sparse_attention(
     else:
         mask = _blocks("block_mask", block_mask, torch.bool, q, shape)
         table = _index_op(_distinct(mask), queries, keys, block_size, causal)
-    out, lse, _ = _fwd_op(q, k, v, table, block_bias, float(scale), block_size, causal, forward)
+    out, lse, _ = _fwd_op(q, k, v, table, block_bias, float(scale), block_size, causal, backward, forward)
     return (out, lse) if return_lse else out
 
 
@@ -217,13 +222,14 @@ def _fwd_op(
     scale: float,
     block: int,
     causal: bool,
+    backward: str,
     forward: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return sparse_fwd(q, k, v, table, bias, scale, block, causal, forward)
 
 
 @_fwd_op.register_fake
-def _(q, k, v, table, bias, scale, block, causal, forward):
+def _(q, k, v, table, bias, scale, block, causal, backward, forward):
     return empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32), empty_statistics(q)
 
 
@@ -242,18 +248,21 @@ def _bwd_op(
     scale: float,
     block: int,
     causal: bool,
+    backward: str,
     need_dq: bool,
     need_dkv: bool,
     need_dbias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return sparse_bwd(
-        dout, dlse, q, k, v, table, bias, out, lse, statistics, scale, block, causal, need_dq, need_dkv, need_dbias
-    )
+        dout, dlse, q, k, v, table, bias, out, lse, statistics, scale, block, causal, backward,
+        need_dq, need_dkv, need_dbias,
+    )  # fmt: skip
 
 
 @_bwd_op.register_fake
 def _(
-    dout, dlse, q, k, v, table, bias, out, lse, statistics, scale, block, causal, need_dq, need_dkv, need_dbias
+    dout, dlse, q, k, v, table, bias, out, lse, statistics, scale, block, causal, backward,
+    need_dq, need_dkv, need_dbias,
 ):  # fmt: skip
     def like(tensor: torch.Tensor, needed: bool) -> torch.Tensor:
         return empty_like(tensor) if needed else tensor.new_empty(0)
@@ -271,14 +280,14 @@ def _save(ctx, inputs, output) -> None:
 def _backward(ctx, dout, dlse, _):
     need_dq, need_dk, need_dv, _, need_dbias = ctx.needs_input_grad[:5]
     if dout is None and dlse is None:
-        return (None,) * 9
+        return (None,) * 10
     saved = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(saved[5])
     need_dkv = need_dk or need_dv
     dq, dk, dv, dbias = _bwd_op(dout, dlse, *saved, *ctx.options, need_dq, need_dkv, need_dbias)
     gradients = (dq, need_dq), (dk, need_dk), (dv, need_dv), (None, False), (dbias, need_dbias)
-    return *(gradient if needed else None for gradient, needed in gradients), *(None,) * 4
+    return *(gradient if needed else None for gradient, needed in gradients), *(None,) * 5
 
 
 _fwd_op.register_autograd(_backward, setup_context=_save)

@@ -289,6 +289,7 @@ def test_the_reference_in_pieces(monkeypatch):
         ({}, dict(scale=math.nan), ValueError, "scale must be a positive number"),
         ({}, dict(block_size=32), ValueError, "block_size must be 64 or 128, got 32"),
         ({}, dict(forward="best"), ValueError, "forward must be one of auto, .*, got 'best'"),
+        ({}, dict(backward="best"), ValueError, "backward must be one of auto, .*, got 'best'"),
         ({}, dict(forward="cuda"), RuntimeError, 'forward="cuda" cannot run here: it takes heads of 64 and 128'),
     ],
 )
@@ -337,10 +338,11 @@ def test_kernels_are_not_specialised_for_sizes():
 def test_nothing_waits_for_the_gpu(version):
     leaves = [*(normal(1, 2, 1000, 64, dtype=torch.bfloat16).requires_grad_() for _ in range(3))]
     mask = random_mask(2, 8, 8)
-    block_sparse_attention(*leaves, mask, forward=version)  # what is compiled and loaded may wait
+    options = dict(forward=version, backward=version)
+    block_sparse_attention(*leaves, mask, **options).sum().backward()  # what is compiled and loaded may wait
     torch.cuda.set_sync_debug_mode("error")
     try:
-        block_sparse_attention(*leaves, mask, forward=version).sum().backward()
+        block_sparse_attention(*leaves, mask, **options).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -350,9 +352,10 @@ def test_nothing_waits_for_the_gpu(version):
 def test_fifty_equal_repeats(version):
     leaves = [*(normal(2, 8, 1000, 64, dtype=torch.bfloat16) for _ in range(3)), normal(2, 8, 8, 8)]
     mask = random_mask(2, 8, 8, 8)
-    first = everything(block_sparse_attention, leaves, mask, forward=version)
+    options = dict(forward=version, backward="portable")
+    first = everything(block_sparse_attention, leaves, mask, **options)
     for _ in range(49):
-        again = everything(block_sparse_attention, leaves, mask, forward=version)
+        again = everything(block_sparse_attention, leaves, mask, **options)
         assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
 
 

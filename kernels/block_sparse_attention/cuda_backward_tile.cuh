@@ -1,0 +1,68 @@
+// What a warp group of cuda_backward.cu, which includes this, computes of a tile: products, and what is between them.
+#pragma once
+
+// A loop's products have few addresses that change; the compiler would keep all the others in registers that it lacks.
+DEVICE void anew(u32& at) { asm volatile("" : "+r"(at)); }
+
+// S^T or dP^T of 64 keys x BM queries; `rows` and `columns` in shared memory.
+DEVICE void scores(float (&c)[BM / 2], u32 rows, u32 columns) {
+    anew(rows);
+#pragma unroll
+    for (int k = 0; k < D / 16; k++)
+        mma<0>(c, along(rows + k / 4 * (K_SLAB / 16) + k % 4 * 2), along(columns + k / 4 * (Q_SLAB / 16) + k % 4 * 2),
+               k != 0);
+    wgmma_commit();
+}
+#if SMALL_HEAD
+// The same with V from registers.
+DEVICE void scores(float (&c)[BM / 2], const u32 (&rows)[D / 4], u32 columns) {
+#pragma unroll
+    for (int k = 0; k < D / 16; k++)
+        mma<0>(c, rows + 4 * k, along(columns + k / 4 * (Q_SLAB / 16) + k % 4 * 2), k != 0);
+    wgmma_commit();
+}
+#endif
+// dV += P^T dO or dK += dS^T Q
+DEVICE void gradient(float (&c)[D / 2], const u32 (&a)[BM / 4], u32 columns) {
+#pragma unroll
+    for (int k = 0; k < BM / 16; k++) mma<1>(c, a + 4 * k, across<Q_SLAB>(columns + k * 128), 1);
+    wgmma_commit();
+}
+// dQ = dS K of 64 queries x 64 columns, over all 128 keys.
+DEVICE void query_gradient(float (&c)[32], u32 ds, u32 keys) {
+    anew(keys);
+#pragma unroll
+    for (int k = 0; k < BN / 16; k++)
+        mma<1>(c, along(ds + k / 4 * (BM * 8) + k % 4 * 2), across<K_SLAB>(keys + k * 128), k != 0);
+    wgmma_commit();
+}
+
+// Two keys' bounds: query column c of the tile sees key `row` when c >= limit.
+DEVICE void mask(float (&s)[BM / 2], int limit0, int limit1) {
+#pragma unroll
+    for (int j = 0; j < BM / 8; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            if (8 * j + (e & 1) < (e < 2 ? limit0 : limit1)) s[4 * j + e] = -INFINITE;
+}
+DEVICE void probabilities(float (&s)[BM / 2], u32 lse, float scale_log2) {
+#pragma unroll
+    for (int j = 0; j < BM / 8; j++) {
+        Float2 l = shared_pair(lse + j * 32);
+#pragma unroll
+        for (int e = 0; e < 4; e++) s[4 * j + e] = exp2_(s[4 * j + e] * scale_log2 - (e & 1 ? l.y : l.x));
+    }
+}
+DEVICE void score_gradients(const float (&s)[BM / 2], const float (&dp)[BM / 2], u32 (&p)[BM / 4], u32 (&ds)[BM / 4],
+                            u32 delta) {
+#pragma unroll
+    for (int j = 0; j < BM / 8; j++) {
+        Float2 d = shared_pair(delta + j * 32);
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            int i = 4 * j + 2 * e;
+            p[i / 2] = pack(s[i], s[i + 1]);
+            ds[i / 2] = pack(s[i] * (dp[i] - d.x), s[i + 1] * (dp[i + 1] - d.y));
+        }
+    }
+}

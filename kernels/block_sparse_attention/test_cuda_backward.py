@@ -1,0 +1,221 @@
+"""The backward in CUDA C++: when it runs and what it is told, anywhere; what it computes, on a GPU that has it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from . import block_sparse_attention, cuda_backward, cuda_driver, dispatch, index, launch
+from . import problem as problems
+from .bench import CUDA_BWD_CANDIDATES
+from .delta import Saved
+from .reference import block_sparse_attention_reference
+from .test_block_sparse_attention import DEVICE, SMALL, everything, normal, random_mask, tensors
+
+DIMS, BLOCK = (64, 128), 128
+
+
+def test_which_version_runs():
+    assert dispatch.pick_backward("auto") == "portable"
+    assert dispatch.pick_backward("auto", "cuda") == "cuda"
+    assert dispatch.pick_backward("auto", "cuda", repeatable=True) == "portable"
+    assert dispatch.pick_backward("portable", "cuda") == "portable"
+    assert dispatch.pick_backward("cuda", "cuda", repeatable=True) == "cuda"
+
+
+def test_what_is_refused_runs_in_the_portable_version(monkeypatch):
+    ran, original = [], launch.row_terms
+    monkeypatch.setattr(launch, "row_terms", lambda *arguments: ran.append(1) or original(*arguments))
+    leaves, mask = tensors(70, 130, dim=24), random_mask(2, 3)
+    for version in ("auto", "portable"):
+        everything(block_sparse_attention, leaves, mask, backward=version, **SMALL)
+    assert len(ran) == 2
+    with pytest.raises(RuntimeError, match='backward="cuda" cannot run here: it takes blocks of 128, not 64'):
+        everything(block_sparse_attention, leaves, mask, backward="cuda", **SMALL)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A GPU of compute capability 9.0 with 4 multiprocessors, and a compiler, for what asks for them."""
+    monkeypatch.setattr(problems.Problem, "capability", lambda self: (9, 0))
+    monkeypatch.setattr(problems.Problem, "multiprocessors", lambda self: 4)
+    monkeypatch.setattr(cuda_driver, "no_compiler", lambda: None)
+
+
+def problem_of(q, k, v, mask, block: int = BLOCK, bias: torch.Tensor | None = None) -> problems.Problem:
+    table = index.make_table(mask[None], q.shape[2], k.shape[2], block, False)
+    return problems.Problem(q, k, v, table, bias, 0.1, block, False)
+
+
+def test_why_it_refuses(hopper):
+    def refused(dim: int = 64, dtype: torch.dtype = torch.float16, block: int = BLOCK, bias: bool = False):
+        q, k, v = (t.to(dtype) for t in tensors(200, 300, dim=dim))
+        shape = (1, -(-200 // block), -(-300 // block))
+        problem = problem_of(q, k, v, random_mask(*shape), block, normal(1, *shape) if bias else None)
+        return cuda_backward.cuda_bwd_refuses(problem, *(problems.empty_like(t) for t in (q, q, k, v)))
+
+    for dim, dtype in itertools.product(DIMS, (torch.float16, torch.bfloat16)):
+        assert refused(dim, dtype) is None
+    assert refused(block=64) == "it takes blocks of 128, not 64"
+    assert refused(bias=True) == "it takes no bias of blocks"
+    assert refused(dim=80) == "it takes heads of 64 and 128 numbers, not 80"
+    assert refused(dtype=torch.float32) == "it takes float16 and bfloat16, not torch.float32"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("dim", DIMS)
+def test_what_it_is_told(dim, shared, hopper, monkeypatch):
+    """Launched on nothing: sizes, the lines of the columns, lists that are shared or not."""
+    compiled, launched = [], []
+    monkeypatch.setattr(cuda_driver, "kernels", lambda *arguments: compiled.append(arguments) or (None,) * 3)
+    monkeypatch.setattr(cuda_backward, "tensor_map", lambda *arguments: arguments)
+    monkeypatch.setattr(cuda_backward, "launch", lambda *arguments: launched.append(arguments))
+    q, k, v = (t.half() for t in tensors(397, 600, heads=6, kv_heads=2, dim=dim))
+    problem = problem_of(q, k, v, random_mask(1 if shared else 6, 4, 5))
+    dq, dk, dv = (problems.empty_like(t) for t in (q, k, v))
+    saved = Saved(torch.empty_like(q), torch.empty(1, 6, 397, device=DEVICE), None, torch.empty_like(q), None)
+    cuda_backward.cuda_bwd(problem, saved, dq, dk, dv)
+    ((_, source, names, defines, room),) = compiled
+    assert (source, names, room) == ("cuda_backward.cu", cuda_backward.NAMES, 232_448)
+    assert defines == (f"HEAD_DIM={dim}", "IS_CAUSAL=0", "FP16=1")
+    prepare, main, finish = launched
+    assert prepare[1:4] == finish[1:4] == (6 * 4 * 2, 256, 0)  # 64 rows a CTA, whole blocks of 128
+    assert main[1:4] == (5 * 2, 384, room)
+    *maps, told = main[4]
+    tile = 128 if dim == 64 else 64
+    assert [made[1:] for made in maps] == [(397, tile)] * 2 + [(600, 64)] * 4
+    assert [made[0] for made in maps] == [q, saved.dout, k, v, dk, dv]
+    table = problem.table
+    assert told.table == table.data_ptr() + 4 * 4 * (3 + 5)
+    assert (told.table_batch, told.table_head) == (0, 0 if shared else table.stride(1))
+    assert (told.queries, told.keys, told.rows, told.columns) == (397, 600, 4, 5)
+    assert (told.kv_heads, told.group, told.all_kv_heads) == (2, 3, 2)
+    assert 1 <= told.section <= 2 and 0 <= told.early <= 5
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_sections_fit(dim):
+    for queries, heads, group in itertools.product((1, 700, 8192, 200_000), (1, 5, 32), (1, 8)):
+        config = dispatch.pick_cuda_bwd_config(queries, dim, heads, group)
+        assert 1 <= config.section <= heads
+        assert config.section == 1 or 8 * dim * queries * config.section <= dispatch.BWD_SECTION_BYTES
+
+
+def needs_hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0 (Hopper)")
+    if reason := cuda_driver.no_compiler():
+        pytest.skip(reason)
+
+
+def on_hopper(dim: int, dtype: torch.dtype, batch: int = 3, heads: tuple[int, int] = (16, 8), sizes=(1333, 1717)):
+    """Tensors and a mask: ragged, heads inside rows, shared heads, rows and columns that keep nothing."""
+    needs_hopper()
+    shapes = (sizes[0], heads[0]), (sizes[1], heads[1]), (sizes[1], heads[1])
+    leaves = [normal(batch, *shape, dim, dtype=dtype).transpose(1, 2) for shape in shapes]
+    mask = random_mask(heads[0], -(-sizes[0] // BLOCK), -(-sizes[1] // BLOCK), kept=0.4)
+    mask[:, ::4] = False
+    mask[:, :, ::5] = False
+    return leaves, mask
+
+
+def near(mine, other) -> None:
+    """Both rounded p and ds to 16 bits; the smallest numbers may be sums of larger ones."""
+    for a, b in zip(mine, other, strict=True):
+        scale = b[b.isfinite()].float().square().mean().sqrt().item()
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=3e-2 * scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", DIMS)
+def test_agrees_with_the_portable_version(dim, causal, dtype):
+    """dk and dv the same bit for bit in each run, and dq but for the order of its sums."""
+    leaves, mask = on_hopper(dim, dtype)
+    mine = everything(block_sparse_attention, leaves, mask, causal=causal, backward="cuda")
+    near(mine, everything(block_sparse_attention, leaves, mask, causal=causal, backward="portable"))
+    _, _, dq, dk, dv = mine
+    assert [g.stride() for g in (dq, dk, dv)] == [t.stride() for t in leaves]
+    assert not dq[:, :, :BLOCK].any() and not dk[:, :, :BLOCK].any() and not dv[:, :, :BLOCK].any()
+    _, _, _, *again = everything(block_sparse_attention, leaves, mask, causal=causal, backward="cuda")
+    assert torch.equal(again[0], dk) and torch.equal(again[1], dv)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(6, 6), (6, 2), (6, 1)])
+@pytest.mark.parametrize(("queries", "keys"), [(700, 333), (333, 700), (1, 129), (700, 100), (64, 1)])
+@pytest.mark.parametrize("dim", DIMS)
+def test_sizes_and_orders(dim, queries, keys, heads, monkeypatch):
+    """Under a causal mask, by which some queries see nothing; sections of which the last is not full."""
+    leaves, mask = on_hopper(dim, torch.bfloat16, 2, heads, (queries, keys))
+    mask |= random_mask(*mask.shape)
+    other = everything(block_sparse_attention, leaves, mask, causal=True, backward="portable")
+    for section, early in itertools.product((1, 3, 100), (0, 1, 100)):
+        config = dispatch.CudaBackwardConfig(section, early)
+        monkeypatch.setattr(dispatch, "pick_cuda_bwd_config", lambda *_, config=config: config)
+        near(everything(block_sparse_attention, leaves, mask, causal=True, backward="cuda"), other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("masks", [(1, 1), (1, 16), (3, 1)])
+@pytest.mark.parametrize("dim", DIMS)
+def test_shared_masks(dim, masks):
+    leaves, _ = on_hopper(dim, torch.float16)
+    mask = random_mask(*masks, 11, 14, kept=0.3)
+    mine = everything(block_sparse_attention, leaves, mask, backward="cuda")
+    near(mine, everything(block_sparse_attention, leaves, mask, backward="portable"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kept", [0.0, 1.0])
+@pytest.mark.parametrize("dim", DIMS)
+def test_nothing_and_everything_kept(dim, kept):
+    leaves, mask = on_hopper(dim, torch.bfloat16, 1, (4, 2), (400, 600))
+    mask = torch.full_like(mask, kept > 0)
+    _, _, *mine = everything(block_sparse_attention, leaves, mask, backward="cuda")
+    _, _, *want = everything(block_sparse_attention_reference, [t.double() for t in leaves], mask)
+    for a, b in zip(mine, want, strict=True):
+        assert (a.double() - b).norm() <= 1e-2 * b.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", DIMS)
+def test_keys_that_do_not_exist_count_for_nothing(dim, causal):
+    """Scores are so low that the 0 of a key beyond the last would have an infinite probability."""
+    leaves, mask = on_hopper(dim, torch.bfloat16, 1, (4, 2), (300, 333))
+    q, k, v = (t.clone() for t in leaves)
+    q[..., 0], k[..., 0] = 40, -60
+    mine, other = (
+        everything(block_sparse_attention, [q, k, v], mask, causal=causal, backward=version)[2:]
+        for version in ("cuda", "portable")
+    )
+    assert all(gradient.isfinite().all() for gradient in mine)
+    # dq of the first column is -60 times a sum of ds that would be 0 without rounding.
+    near(*([gradient[..., 1:] for gradient in gradients] for gradients in (mine, other)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", CUDA_BWD_CANDIDATES, ids=str)
+def test_every_configuration(config, monkeypatch):
+    leaves, mask = on_hopper(128, torch.bfloat16)
+    other = everything(block_sparse_attention, leaves, mask, backward="portable")
+    monkeypatch.setattr(dispatch, "pick_cuda_bwd_config", lambda *_: config)
+    near(everything(block_sparse_attention, leaves, mask, backward="cuda"), other)
+
+
+@pytest.mark.gpu
+def test_the_deterministic_mode_picks_a_repeatable_backward():
+    leaves, mask = on_hopper(64, torch.bfloat16)
+    portable = everything(block_sparse_attention, leaves, mask, backward="portable")
+    torch.use_deterministic_algorithms(True)
+    try:
+        picked = everything(block_sparse_attention, leaves, mask)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(picked, portable, strict=True))
+    with pytest.raises(RuntimeError, match='backward="cuda" cannot run here: it takes no bias of blocks'):
+        everything(block_sparse_attention, [*leaves, normal(*mask.shape)], mask, backward="cuda")
