@@ -48,7 +48,13 @@ CASES = (
     _case(23, 129, FP32, layout="halves"),
     _case(23, 1040, FP16, layout="halves"),
     _case(257, 1023, BF16, spread=8.0),
+    # Rows on any boundary that fill their warps: CUDA C++ on Hopper.
+    *(_case(37, 1365, BF16, activation, layout="packed") for activation in ACTIVATIONS),
+    *(_case(29, 703, FP16, activation, layout="halves") for activation in ACTIVATIONS),
 )
+# Of the benched ones, those on any boundary: kernels and configurations of their own on Hopper.
+ODD = tuple(case for case in CASES if case.bench and case.dims["dim"] % 8 and "layout" in case.params)
+EVEN = tuple(case for case in CASES if case.bench and case not in ODD)
 
 
 def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
@@ -124,6 +130,13 @@ def _candidates(case: Case) -> list[kernel.Config]:
     return [kernel.Config(*tile, eviction) for tile in tiles for eviction in ("", "evict_last")]
 
 
+def _unaligned_candidates(case: Case) -> list[kernel.UnalignedConfig]:
+    """As many CTAs as registers allow without spills: about 32 a thread and 24 for a further slot in the forward."""
+    sizes = [(n, 1, r * 256 // n) for n in (128, 256, 512) for r in (4, 5, 6, 8)]
+    sizes += [(n, 2, r * 256 // n) for n in (128, 256) for r in (2, 3, 4)]
+    return [kernel.UnalignedConfig(*size, eviction) for size in sizes for eviction in ("", "evict_last")]
+
+
 SPEC = KernelSpec(
     name="swiglu",
     implementations={"triton": swiglu},
@@ -136,5 +149,8 @@ SPEC = KernelSpec(
     unit="elements",
     items=lambda case: case.dims["rows"] * case.dims["dim"],
     fuzz={"rows": (0, 40), "dim": (1, 700)},
-    tunables=tuple(Tunable(kernel, "pick_config", mode, _candidates) for mode in ("fwd", "bwd")),
+    tunables=(
+        *(Tunable(kernel, "pick_config", mode, _candidates, EVEN) for mode in ("fwd", "bwd")),
+        *(Tunable(kernel, "pick_unaligned_config", mode, _unaligned_candidates, ODD) for mode in ("fwd", "bwd")),
+    ),
 )

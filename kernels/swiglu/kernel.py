@@ -4,18 +4,21 @@ Napkin maths, bf16, n elements of output, one NVIDIA H200 that copies 4254 GB/s:
   forward   reads gate and up, writes y                      6·n bytes   16384 x 11008: 1.08 GB, 254 us
   backward  reads dy, gate and up, writes dgate and dup     10·n bytes   16384 x 11008: 1.80 GB, 424 us
 In the time in which its bytes cross the bus an element of the forward has 42 instructions of one lane, of the backward
-70. The formulas in `activation` take about a third of that.
+70. The formulas in `activation` take about a third of that. Rows on any boundary have kernels of their own on Hopper
+(unaligned.cu).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from . import unaligned
 from .activation import _activation, _activation_and_slope
 from .layout import Walk, walk
 
@@ -29,6 +32,17 @@ class Config:
     block_m: int
     block_n: int
     num_warps: int
+    eviction: str
+
+
+@dataclass(frozen=True)
+class UnalignedConfig:
+    """A CTA of `threads`; a lane has `slots` vectors of 16 bytes of each tensor. Registers are limited so that
+    `resident` CTAs fit on a multiprocessor. `eviction` is the L2 policy of the loads."""
+
+    threads: int
+    slots: int
+    resident: int
     eviction: str
 
 
@@ -53,6 +67,26 @@ def pick_config(
     # 0.8 % of that.
     block_n = min(triton.next_power_of_2(cols), 1024)
     return Config(4096 // block_n, block_n, 8, eviction)
+
+
+def pick_unaligned_config(
+    rows: int, cols: int, dtype: torch.dtype, gradients: int, capability: tuple[int, int]
+) -> UnalignedConfig | None:
+    """Configuration of unaligned.cu for rows that are not aligned, of the forward or with 1 or 2 gradients; None where
+    Triton takes them. Pure.
+
+    Chosen by count, not by measurement: registers and bytes on their way (unaligned.cu).
+    """
+    if capability != (9, 0) or dtype.itemsize != 2 or rows < 2:
+        return None
+    eviction = "evict_last" if rows * cols * dtype.itemsize > EVICT_LAST_BYTES else ""
+    lanes = unaligned.pieces(cols, 1, gradients == 2) * unaligned.WARP
+    # A warp has vectors of one row alone. With fewer of its lanes at work the instructions would take longer than the
+    # bytes.
+    if cols < 0.7 * lanes * unaligned.VECTOR:
+        return None
+    # 32 registers forward, 48 backward: 64 and 40 warps, 64 and 60 KB on their way to a multiprocessor.
+    return UnalignedConfig(256, 1, 5 if gradients else 8, eviction)
 
 
 @triton.jit
@@ -285,6 +319,8 @@ def _launch(kernel: triton.JITFunction, steps: Walk, places: Sequence[int | None
     with torch.cuda.device_of(first):
         # The interpreter stands for an sm_80.
         capability = torch.cuda.get_device_capability(first.device) if first.is_cuda else (8, 0)
+        if not steps.aligned and _launched_unaligned(steps, places, capability, flags):
+            return
         config = pick_config(steps.rows, steps.cols, first.dtype, steps.aligned, steps.transposed, capability)
         tiles = triton.cdiv(steps.rows, config.block_m) * triton.cdiv(steps.cols, config.block_n)
         kernel[(tiles,)](
@@ -299,3 +335,15 @@ def _launch(kernel: triton.JITFunction, steps: Walk, places: Sequence[int | None
             EVICTION=config.eviction,
             num_warps=config.num_warps,
         )
+
+
+def _launched_unaligned(
+    steps: Walk, places: Sequence[int | None], capability: tuple[int, int], flags: dict[str, Any]
+) -> bool:
+    """Launches unaligned.cu if it takes the walk."""
+    needs = flags.get("NEED_DGATE", False), flags.get("NEED_DUP", False)
+    config = pick_unaligned_config(steps.rows, steps.cols, steps.tensors[0].dtype, sum(needs), capability)
+    if config is None or unaligned.unaligned_refuses(steps, capability) is not None:
+        return False
+    unaligned.unaligned_launch(config, steps, places, flags["ACTIVATION"], *needs)
+    return True

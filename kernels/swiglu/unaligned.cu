@@ -1,0 +1,300 @@
+// Gated linear units on rows that begin on any boundary, for Hopper (sm_90a): memory is read and written by aligned
+// vectors of 16 bytes, which are shifted into place in registers. unaligned.py compiles and launches it.
+//
+// Napkin maths, 205000 x 1365 packed in bf16 on one NVIDIA H200 (132 multiprocessors, a copy at 4254 GB/s, 1980 MHz).
+// Rows of the packed tensor are 5460 bytes apart, up begins 2730 bytes after gate, rows of y are 2730 bytes.
+//   floor      forward 1.68 GB, 395 us; backward 2.80 GB, 658 us.
+//   requests   by single elements 64 bytes a warp, by vectors 512: an eighth of them for the stores, a quarter for the
+//              loads, of which each is made twice (below).
+//   issue      in the time of its bytes a vector of 8 elements has 380 instructions of one lane in the forward, 630 in
+//              the backward. By the machine code of silu it has some 240 and 400, of which a stream that is read takes
+//              35 (two loads, 15 to shift) and the walk 40 to 60, divided by the share of lanes at work, 0.9.
+//   in flight  a thread asks for all of its vectors before it uses one, 32 bytes of its own forward and 48 backward.
+//              With 32 and 48 registers 64 and 40 warps fit: 64 and 60 KB a multiprocessor, where 2836 and 2552 GB/s
+//              that are read, times 0.8 us, are 17 and 16 KB.
+//
+// The walk: a warp has a piece of one row, a lane the elements of one aligned vector of the output, its slot. Where
+// they begin in an input is the same number of bytes past a boundary for a whole row. So a slot lies in two aligned
+// vectors of each input, of which the second is the first of the next lane: it is loaded again rather than shuffled,
+// since it comes from L1, takes no more of that than four shuffles would, and the last lane is like the others.
+// The gradients are two outputs, rarely on the same boundary. The lanes have slots of dgate; a vector of dup is made of
+// what a lane has and what the next one has, by shuffles. The last lane of a warp only serves its neighbour, and has
+// the first slot of the next piece; to compute dup anew in slots of its own would be some 200 instructions more.
+// The first and the last slot of a row are stored by elements.
+//
+// What is read: the aligned vectors that hold a part of a row, if they lie between the first byte of the first row and
+// the last byte of the last row of that tensor; elements, if not. What is written: the rows.
+//
+// Defined by the launcher, see UnalignedConfig in kernel.py: THREADS, SLOTS (of a lane), RESIDENT (CTAs of a
+// multiprocessor, for which registers are limited), TYPE of all tensors (0: bf16, 1: fp16), ACTIVATION (its place in
+// ACTIVATIONS), EVICT_LAST (the L2 policy of the loads), NEED_DGATE, NEED_DUP (0 both: the forward).
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+constexpr int EACH = 8;  // elements of a vector
+constexpr bool EXCHANGE = NEED_DGATE && NEED_DUP;
+constexpr int STEP = EXCHANGE ? 31 : 32;  // slots that a warp writes at a time
+enum { SILU, GELU, GELU_TANH, RELU, SIGMOID, IDENTITY };
+
+struct Vector {
+    u32 words[4];
+};
+
+// Instructions: begin
+__device__ u64 policy_of_loads() {
+    u64 policy = 0;
+    if (EVICT_LAST) asm volatile("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(policy));
+    return policy;
+}
+__device__ Vector load(u64 from, u64 policy) {
+    Vector v;
+    if (EVICT_LAST)
+        asm volatile("ld.global.nc.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;"
+            : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3]) : "l"(from), "l"(policy));
+    else
+        asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
+            : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3]) : "l"(from));
+    return v;
+}
+__device__ void store(u64 to, const Vector& v) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
+        ::"l"(to), "r"(v.words[0]), "r"(v.words[1]), "r"(v.words[2]), "r"(v.words[3]) : "memory");
+}
+__device__ u32 load_element(u64 from) {
+    u16 element;
+    asm volatile("ld.global.nc.b16 %0, [%1];" : "=h"(element) : "l"(from));
+    return element;
+}
+__device__ void store_element(u64 to, u32 element) {
+    asm volatile("st.global.b16 [%0], %1;" ::"l"(to), "h"(u16(element)) : "memory");
+}
+__device__ float exp2_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ float rsqrt_of(float x) {
+    float y;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ void unpack(u32 word, float (&out)[2]) {
+    if constexpr (TYPE == 1)
+        asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}"
+            : "=f"(out[0]), "=f"(out[1]) : "r"(word));
+    else
+        out[0] = __uint_as_float(word << 16), out[1] = __uint_as_float(word & 0xffff0000u);
+}
+__device__ u32 pack(const float (&in)[2]) {
+    u32 word;
+    if constexpr (TYPE == 1) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(in[1]), "f"(in[0]));
+    else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(in[1]), "f"(in[0]));
+    return word;
+}
+// Instructions: end
+
+// The formulas of activation.py for dtypes of 16 bits, in the same order.
+constexpr float LOG2_E = 1.4426950408889634f, INV_SQRT_2PI = 0.3989422804014327f;
+constexpr double SLOPE = 1.5957691216057308, CUBIC = 0.044715;
+constexpr float MAX_SQUARE = 1024;
+
+struct Gate {
+    float value, slope;
+};
+
+__device__ float reciprocal(float d) {
+    const float root = rsqrt_of(d);
+    return root * root;
+}
+__device__ float logistic(float x) { return reciprocal(1 + exp2_of(x * -LOG2_E)); }
+
+// The slope is dead code in the forward.
+__device__ Gate activation(float x) {
+    constexpr bool SLOPED = NEED_DGATE || NEED_DUP;
+    if constexpr (ACTIVATION == SILU) {
+        const float s = logistic(x), y = x * s;
+        return {y, s + y * (1 - s)};
+    } else if constexpr (ACTIVATION == GELU) {
+        const float exponential = exp2_of(x * (x * (-0.5f * LOG2_E))), t = reciprocal(1 + 0.36f * fabsf(x));
+        float p = t * -0.0991919081f + 0.256174119f;
+        p = p * t + 0.0333454452f;
+        p = p * t + 0.169512853f;
+        p = p * t + 0.13994963f;
+        p = p * t + 0.000205041823f;
+        const float tail = p * exponential, cdf = x > 0 ? 1 - tail : tail;
+        return {x * cdf, cdf + x * (exponential * INV_SQRT_2PI)};
+    } else if constexpr (ACTIVATION == GELU_TANH) {
+        const float square = SLOPED ? fminf(x * x, MAX_SQUARE) : x * x;
+        constexpr float linear = -1.4426950408889634 * SLOPE, cubic = -1.4426950408889634 * SLOPE * CUBIC;
+        const float s = reciprocal(1 + exp2_of(x * (linear + cubic * square))), y = x * s;
+        return {y, s + y * ((1 - s) * (float(SLOPE) + float(3 * SLOPE * CUBIC) * square))};
+    } else if constexpr (ACTIVATION == RELU) {
+        return {x <= 0 ? 0 : x, x <= 0 ? 0.0f : 1.0f};  // NaN stays
+    } else if constexpr (ACTIVATION == SIGMOID) {
+        const float s = logistic(x);
+        return {s, s * (1 - s)};
+    } else {
+        return {x, 1};
+    }
+}
+
+// A row of a tensor that is read, by addresses. Between `low` and `high` everything belongs to the tensor's rows or
+// lies between two of them; `inner` says that this holds for 48 bytes before the row and behind it.
+struct Row {
+    u64 start, low, high;
+    bool inner;
+};
+__device__ Row row_of(const u16* tensor, i64 stride, i64 row, i64 rows, int cols) {
+    const u64 low = reinterpret_cast<u64>(tensor);
+    return {low + 2 * row * stride, low, low + 2 * ((rows - 1) * stride + cols),
+            row > 0 && row + 1 < rows && stride >= 24};
+}
+
+struct Pair {  // aligned vectors, and how many bytes into them 8 elements begin
+    Vector first, second;
+    u32 skip;
+};
+// Elements start … start + 7 of a row, of which some may lie outside: what comes in their place is not used.
+__device__ Pair ask(const Row& row, int start, int cols, u64 policy) {
+    Pair pair = {};
+    if (start <= -EACH || start >= cols) return pair;
+    const u64 from = row.start + 2 * i64(start), first = from & ~u64(15), second = (from + 15) & ~u64(15);
+    if (row.inner || (first >= row.low && second + 16 <= row.high)) {
+        pair.first = load(first, policy), pair.second = load(second, policy), pair.skip = u32(from) & 15;
+    } else {
+#pragma unroll
+        for (int k = 0; k < EACH; ++k)
+            if (u32(start + k) < u32(cols))
+                pair.first.words[k / 2] |= load_element(from + 2 * k) << k % 2 * 16;
+    }
+    return pair;
+}
+// 16 bytes from byte `skip` on, an even number below 16.
+__device__ Vector shifted(const Vector& first, const Vector& second, u32 skip) {
+    u32 by_two[6], by_one[5];
+    Vector out;
+#pragma unroll
+    for (int i = 0; i < 6; ++i) {
+        const u32 near = i < 4 ? first.words[i & 3] : second.words[i & 3];
+        const u32 far = i < 2 ? first.words[(i + 2) & 3] : second.words[(i + 2) & 3];
+        by_two[i] = skip & 8 ? far : near;
+    }
+#pragma unroll
+    for (int i = 0; i < 5; ++i) by_one[i] = skip & 4 ? by_two[i + 1] : by_two[i];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) out.words[i] = __funnelshift_r(by_one[i], by_one[i + 1], skip * 8);  // modulo 32
+    return out;
+}
+__device__ Vector shifted(const Pair& pair) { return shifted(pair.first, pair.second, pair.skip); }
+
+// Elements start … start + 7 of a row of an output, of which those outside are left out.
+__device__ void put(u64 row, int start, int cols, const Vector& v) {
+    const u64 to = row + 2 * i64(start);
+    if (start >= 0 && start + EACH <= cols) return store(to, v);
+#pragma unroll
+    for (int k = 0; k < EACH; ++k)
+        if (u32(start + k) < u32(cols)) store_element(to + 2 * k, v.words[k / 2] >> k % 2 * 16);
+}
+__device__ int past_boundary(u64 row) { return int(row >> 1) & 7; }  // elements
+
+// Which row and which piece of it a warp has; pieces are the slots that it writes.
+struct Piece {
+    i64 row;
+    int slot;  // the lane's first
+};
+__device__ Piece piece_of_warp(u32 pieces) {
+    const u32 warp = blockIdx.x * (THREADS / 32) + threadIdx.x / 32, row = warp / pieces;
+    return {i64(row), int((warp - row * pieces) * (STEP * SLOTS) + threadIdx.x % 32)};
+}
+
+#if !NEED_DGATE && !NEED_DUP
+
+// y = act(gate) · up. Strides are in elements, `pieces` is the number of them in a row.
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+swiglu_unaligned_fwd(const u16* gate, const u16* up, u16* y, i64 rows, int cols, u32 pieces, i64 stride_g, i64 stride_u,
+                     i64 stride_y) {
+    const Piece piece = piece_of_warp(pieces);
+    if (piece.row >= rows) return;
+    const Row gates = row_of(gate, stride_g, piece.row, rows, cols), ups = row_of(up, stride_u, piece.row, rows, cols);
+    const u64 out = reinterpret_cast<u64>(y) + 2 * piece.row * stride_y, policy = policy_of_loads();
+    const int first = piece.slot * EACH - past_boundary(out);
+    Pair asked[SLOTS][2];
+#pragma unroll
+    for (int i = 0; i < SLOTS; ++i) {
+        asked[i][0] = ask(gates, first + i * STEP * EACH, cols, policy);
+        asked[i][1] = ask(ups, first + i * STEP * EACH, cols, policy);
+    }
+#pragma unroll
+    for (int i = 0; i < SLOTS; ++i) {
+        const Vector g = shifted(asked[i][0]), u = shifted(asked[i][1]);
+        Vector result;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            float a[2], b[2];
+            unpack(g.words[j], a), unpack(u.words[j], b);
+            for (int k = 0; k < 2; ++k) a[k] = activation(a[k]).value * b[k];
+            result.words[j] = pack(a);
+        }
+        put(out, first + i * STEP * EACH, cols, result);
+    }
+}
+
+#else
+
+// dgate = dy · up · act'(gate), dup = dy · act(gate). Without NEED_DGATE up and dgate are null, without NEED_DUP dup.
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+swiglu_unaligned_bwd(const u16* dy, const u16* gate, const u16* up, u16* dgate, u16* dup, i64 rows, int cols,
+                     u32 pieces, i64 stride_dy, i64 stride_g, i64 stride_u, i64 stride_dg, i64 stride_du) {
+    const Piece piece = piece_of_warp(pieces);
+    if (piece.row >= rows) return;
+    const Row dys = row_of(dy, stride_dy, piece.row, rows, cols), gates = row_of(gate, stride_g, piece.row, rows, cols);
+    const Row ups = row_of(up, stride_u, piece.row, rows, cols);
+    const u64 policy = policy_of_loads();
+    const u64 dgates = reinterpret_cast<u64>(dgate) + 2 * piece.row * stride_dg;
+    const u64 dups = reinterpret_cast<u64>(dup) + 2 * piece.row * stride_du;
+    // A vector of dup begins `later` elements after the slot. Where the first one after the row's first slot leaves out
+    // the row's beginning, a slot before the row makes the vector that holds it.
+    const int past = past_boundary(NEED_DGATE ? dgates : dups);
+    const int later = EXCHANGE ? (past - past_boundary(dups)) & 7 : 0;
+    const int first = (piece.slot - (later > past)) * EACH - past;
+    Pair asked[SLOTS][3];
+#pragma unroll
+    for (int i = 0; i < SLOTS; ++i) {
+        asked[i][0] = ask(dys, first + i * STEP * EACH, cols, policy);
+        asked[i][1] = ask(gates, first + i * STEP * EACH, cols, policy);
+        if (NEED_DGATE) asked[i][2] = ask(ups, first + i * STEP * EACH, cols, policy);
+    }
+#pragma unroll
+    for (int i = 0; i < SLOTS; ++i) {
+        const int start = first + i * STEP * EACH;
+        const Vector d = shifted(asked[i][0]), g = shifted(asked[i][1]);
+        const Vector u = NEED_DGATE ? shifted(asked[i][2]) : Vector{};
+        Vector of_gate, of_up;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            float a[2], b[2], c[2], value[2];
+            unpack(d.words[j], a), unpack(g.words[j], b), unpack(u.words[j], c);
+            for (int k = 0; k < 2; ++k) {
+                const Gate act = activation(b[k]);
+                value[k] = a[k] * act.value;
+                c[k] = a[k] * c[k] * act.slope;
+                if (ACTIVATION == RELU && act.slope == 0) c[k] = 0;  // also where dy or up is inf or NaN
+            }
+            of_gate.words[j] = pack(c), of_up.words[j] = pack(value);
+        }
+        if (EXCHANGE) {
+            Vector next;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) next.words[j] = __shfl_down_sync(~0u, of_up.words[j], 1);
+            of_up = shifted(of_up, next, 2 * later);
+            if (threadIdx.x % 32 == STEP) continue;
+        }
+        if (NEED_DGATE) put(dgates, start, cols, of_gate);
+        if (NEED_DUP) put(dups, start + later, cols, of_up);
+    }
+}
+
+#endif
