@@ -29,11 +29,18 @@ def no_compiler() -> str | None:
     return None
 
 
-@functools.cache
 def kernels(device: int, source: str, names: tuple[str, ...], defines: tuple[str, ...], shared: int) -> tuple:
     """The kernels of a source file of this folder, on a device, which is the current one. They may have `shared` bytes
-    of dynamic shared memory."""
+    of dynamic shared memory.
+
+    Launchers ask for them first: from then on their thread has a context, which launches need.
+    """
     _enter_context()
+    return _loaded(device, source, names, defines, shared)
+
+
+@functools.cache
+def _loaded(device: int, source: str, names: tuple[str, ...], defines: tuple[str, ...], shared: int) -> tuple:
     module, functions = ctypes.c_void_p(), []
     _call("cuModuleLoadData", ctypes.byref(module), _compiled(source, defines))
     for name in names:
@@ -69,7 +76,6 @@ def _compiled(source: str, defines: tuple[str, ...]) -> bytes:
 
 def launch(function: ctypes.c_void_p, grid: int, threads: int, shared: int, arguments: Sequence) -> None:
     """One launch on the current stream of the current device. Arguments are ctypes objects, passed by value."""
-    _enter_context()
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(x) for x in arguments))
     _call("cuLaunchKernel", function, grid, 1, 1, threads, 1, 1, shared, stream, pointers, None)
