@@ -75,10 +75,13 @@ BWD_SECTION_BYTES = 24e6  # what q, dout and fp32 dQ of the heads in flight may 
 
 
 def pick_cuda_bwd_config(queries: int, dim: int, kv_heads: int, group: int) -> CudaBackwardConfig:
-    """As many heads at a time as have their queries, gradients and fp32 dQ in L2 together. Of the heads of a group one
-    counts: CTAs take their lists one after the other. `kv_heads` of all batches."""
+    """As many heads at a time as have their queries, gradients and fp32 dQ in L2 together, in sections of one size. Of
+    the heads of a group one counts: CTAs take their lists one after the other. `kv_heads` of all batches."""
     fitting = int(BWD_SECTION_BYTES // (8 * dim * queries))
-    return CudaBackwardConfig(max(1, min(kv_heads, fitting)))
+    section = max(1, min(kv_heads, fitting))
+    while kv_heads % section:  # a smaller one at the end would leave multiprocessors without work
+        section -= 1
+    return CudaBackwardConfig(section)
 
 
 # The largest tiles without a register spill under Triton 3.6 and 3.7, but for a few bytes of which the README

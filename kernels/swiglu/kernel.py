@@ -75,7 +75,7 @@ def pick_unaligned_config(
     """Configuration of unaligned.cu for rows that are not aligned, of the forward or with 1 or 2 gradients; None where
     Triton takes them. Pure.
 
-    Chosen by count, not by measurement: registers and bytes on their way (unaligned.cu).
+    Chosen by count, registers and bytes on their way (unaligned.cu), and by measurement (README).
     """
     if capability != (9, 0) or dtype.itemsize != 2 or rows < 2:
         return None
@@ -85,8 +85,9 @@ def pick_unaligned_config(
     # bytes.
     if cols < 0.7 * lanes * unaligned.VECTOR:
         return None
-    # 32 registers forward, 48 backward: 64 and 40 warps, 64 and 60 KB on their way to a multiprocessor.
-    return UnalignedConfig(256, 1, 5 if gradients else 8, eviction)
+    # 32 registers forward, 48 backward: 64 and 40 warps, 64 and 60 KB on their way to a multiprocessor. In small CTAs:
+    # one that ends makes room for the next sooner.
+    return UnalignedConfig(128, 1, 10 if gradients else 16, eviction)
 
 
 @triton.jit

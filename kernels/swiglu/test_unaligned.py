@@ -34,9 +34,9 @@ def test_pieces_cover_a_row_on_every_boundary(cols, slots, both):
 
 def test_which_rows_it_is_picked_for():
     pick = kernel.pick_unaligned_config
-    assert pick(205000, 1365, BF16, 0, HOPPER) == kernel.UnalignedConfig(256, 1, 8, "evict_last")
-    assert pick(205000, 1365, BF16, 2, HOPPER) == kernel.UnalignedConfig(256, 1, 5, "evict_last")
-    assert pick(100, 1365, FP16, 1, HOPPER) == kernel.UnalignedConfig(256, 1, 5, "")
+    assert pick(205000, 1365, BF16, 0, HOPPER) == kernel.UnalignedConfig(128, 1, 16, "evict_last")
+    assert pick(205000, 1365, BF16, 2, HOPPER) == kernel.UnalignedConfig(128, 1, 10, "evict_last")
+    assert pick(100, 1365, FP16, 1, HOPPER) == kernel.UnalignedConfig(128, 1, 10, "")
     for gradients in (0, 1, 2):
         assert all(pick(100, cols, BF16, gradients, HOPPER) for cols in (703, 1365, 2047, 11007, 2**20 + 1))
         assert not any(pick(100, cols, BF16, gradients, HOPPER) for cols in (1, 7, 127, 257, 300))
