@@ -32,7 +32,7 @@ SCHEMA = 2
 SEED = 20261121
 DEFAULT_TOOLS = ("memcheck", "initcheck")
 MOST_JOBS = 8
-RUNS_A_PROCESS = 32
+RUNS_A_PROCESS = 12
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -62,11 +62,12 @@ def main(arguments: argparse.Namespace) -> int:
         precompile.run(work)
     behind = 0
     for selection in selections:
-        rows = list(_rows(selection, where, wanted))
-        name = selection.spec.name
-        document = {"schema": SCHEMA, "kernel": name, "gpu": where.folder, "environment": captured, "rows": rows}
+        name, rows = selection.spec.name, []
         path = where.out / "tune" / f"{name}.json"
-        rows_json.merge(path, document, SCHEMA, key=lambda row: (row["case"], row["mode"], row["function"]))
+        for row in _rows(selection, where, wanted):  # each is written at once, so that an interrupt keeps it
+            rows.append(row)
+            document = {"schema": SCHEMA, "kernel": name, "gpu": where.folder, "environment": captured, "rows": [row]}
+            rows_json.merge(path, document, SCHEMA, key=lambda row: (row["case"], row["mode"], row["function"]))
         print(f"written: {path}")
         show(name, rows)
         behind += sum(judge(row, row["picked"]) is not None for row in rows)

@@ -257,6 +257,21 @@ def test_a_pick_that_is_behind_is_exit_code_1(command, monkeypatch, capsys):
     assert "25.0 % behind {'block': 128, 'warps': 4}" in capsys.readouterr().out
 
 
+def test_an_interrupt_keeps_the_rows_that_are_complete(command, tmp_path, monkeypatch):
+    search = tune.search
+
+    def twice(*arguments):
+        yield search(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tune, "_rows", lambda selection, where, wanted: twice(
+        SPEC, SPEC.tunables[0], SPEC.cases[0], where.device, tune.new_clock(where.device)
+    ))  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        command()
+    assert len(rows_json.read(tmp_path / "tune" / "toy.json", tuned.SCHEMA)["rows"]) == 1
+
+
 def test_nothing_to_tune_is_said(command, monkeypatch):
     monkeypatch.setattr(options.registry, "load", lambda name: replace(SPEC, tunables=()))
     with pytest.raises(ValueError, match="has tunables"):
