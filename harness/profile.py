@@ -65,9 +65,8 @@ def main(arguments: argparse.Namespace) -> int:
         if not targets:
             continue
         rows = _profile(tool, selection.spec, targets, where, arguments)
-        profiled = profile_report.profiled(selection.spec.name, where.folder, captured, rows)
-        profile_report.write(where.out / "profile", profiled)
-        profile_report.show(profiled)
+        profile_report.write(where.out / "profile", selection.spec.name, where.folder, captured, rows)
+        profile_report.show(selection.spec.name, rows, captured)
         failed += sum(row["status"] not in ("ok", "skipped") for row in rows)
     print(f"written: {where.out / 'profile'}")
     return 1 if failed else 0

@@ -3,8 +3,8 @@
 For each kernel each tool runs this module again as a worker, which does every small case forward and backward and
 checks nothing: that is the tools' work. Kernels with many cases are shared out among several such processes, and some
 processes run side by side. Exit code 1 on a finding in one of our kernels, or where a tool could not do its work; what
-a tool says of other kernels, PyTorch's for example, is listed and no more. Rows that are complete are in the file even
-when the rest is interrupted.
+a tool says of other kernels, PyTorch's for example, is listed and no more, and so is what the SPEC says is a false
+alarm, with its reason. The file has what was found at any time, also when the rest is interrupted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from .on_gpu import Place, place
 from .reporting import rows_json, tables
 from .spec import Case, KernelSpec
 
-SCHEMA = 2
+SCHEMA = 3
 SEED = 20261121
 DEFAULT_TOOLS = ("memcheck", "initcheck")
 MOST_JOBS = 8
@@ -56,23 +56,31 @@ def main(arguments: argparse.Namespace) -> int:
         return _work(selections, arguments, where)
     program = sanitizer.find()
     captured = {**environment.capture(where.device), "compute-sanitizer": sanitizer.version(program)}
-    path, rows = where.out / "sanitize.json", []
+    path, head = where.out / "sanitize.json", {"schema": SCHEMA, "gpu": where.folder}
+    wanted = [(tool, selection) for tool in arguments.tool or DEFAULT_TOOLS for selection in selections]
+    shares = [parts(len(_runs(selection, arguments))) for _, selection in wanted]
+    found: list[list[Inspection]] = [[] for _ in wanted]
+    rows: dict[int, dict[str, Any]] = {}
     with ThreadPoolExecutor(arguments.jobs or max(1, min(MOST_JOBS, (os.cpu_count() or 1) // 2))) as pool:
         under_way = {
-            (tool, selection.spec.name): [
-                pool.submit(inspect, program, tool, selection.spec.name, part, arguments)
-                for part in parts(len(_runs(selection, arguments)))
-            ]
-            for tool in arguments.tool or DEFAULT_TOOLS
-            for selection in selections
+            pool.submit(inspect, program, tool, selection.spec.name, part, arguments): i
+            for i, (tool, selection) in enumerate(wanted)
+            for part in shares[i]
         }
-        for (tool, kernel), inspections in under_way.items():
-            rows.append(judge(tool, kernel, [inspection.result() for inspection in inspections]))
-            document = {"schema": SCHEMA, "gpu": where.folder, "environment": captured, "rows": rows[-1:]}
-            rows_json.merge(path, document, SCHEMA, key=lambda row: (row["tool"], row["kernel"]))
-    show(rows)
+        try:
+            for inspection in as_completed(under_way):
+                i = under_way[inspection]
+                tool, selection = wanted[i]
+                found[i].append(inspection.result())
+                rows[i] = judge(tool, selection.spec, found[i], len(shares[i]))
+                rows_json.merge(path, head, captured, [rows[i]], lambda row: (row["tool"], row["kernel"]))
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            sanitizer.stop()
+            raise
+    show([rows[i] for i in range(len(wanted))])
     print(f"written: {path}")
-    return 0 if all(row["status"] == "ok" for row in rows) else 1
+    return 0 if all(row["status"] == "ok" for row in rows.values()) else 1
 
 
 def parts(runs: int) -> list[str]:
@@ -117,20 +125,27 @@ def inspect(program: Path, tool: str, kernel: str, part: str, arguments: argpars
     return Inspection(found.ours, found.others, reasons, sum(line.startswith("ran ") for line in output.splitlines()))
 
 
-def judge(tool: str, kernel: str, inspections: Sequence[Inspection]) -> dict[str, Any]:
-    """The row of one tool and kernel. "findings" are ours, "others" are of kernels that are not."""
-    findings = _together(finding for inspection in inspections for finding in inspection.findings)
+def judge(tool: str, spec: KernelSpec, inspections: Sequence[Inspection], parts: int) -> dict[str, Any]:
+    """The row of one tool and kernel, of which so many `parts` were to be inspected. "findings" are ours, "others" are
+    of kernels that are not, "false_alarms" have the SPEC's reason."""
+    findings, alarms = [], []
+    for finding in _together(finding for inspection in inspections for finding in inspection.findings):
+        why = spec.false_alarms.get((tool, finding["kernel"].split("(")[0]))
+        findings.append(finding) if why is None else alarms.append({**finding, "why": why})
     reasons = list(dict.fromkeys(reason for inspection in inspections for reason in inspection.reasons))
+    if len(inspections) < parts:
+        reasons.append(f"{len(inspections)} of {parts} parts were inspected")
     ran = sum(inspection.runs for inspection in inspections)
     if not ran:
         reasons.append("no case was run")
     return {
         "tool": tool,
-        "kernel": kernel,
+        "kernel": spec.name,
         "status": "findings" if findings else "failed" if reasons else "ok",
         "reason": "; ".join(reasons) or None,
         "cases": ran,
         "findings": findings,
+        "false_alarms": alarms,
         "others": _together(finding for inspection in inspections for finding in inspection.others),
     }
 
@@ -146,16 +161,18 @@ def _together(findings: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """A line per tool, then every finding."""
-    head = ("tool", "kernel", "status", ">cases", ">findings", ">in other kernels", "reason")
+    head = ("tool", "kernel", "status", ">cases", ">findings", ">false alarms", ">in other kernels", "reason")
+    counted = ("findings", "false_alarms", "others")
     cells = [
-        (r["tool"], r["kernel"], r["status"], r["cases"], len(r["findings"]), len(r["others"]), r["reason"])
+        (r["tool"], r["kernel"], r["status"], r["cases"], *(len(r[which]) for which in counted), r["reason"])
         for r in rows
     ]
     tables.show("compute-sanitizer", head, cells)
     for row in rows:
-        for finding in row["findings"]:
+        for finding in (*row["findings"], *row["false_alarms"]):
             place_of = f"{finding['kernel']} {finding['where']}".strip()
-            print(f"{row['tool']} {row['kernel']}: {finding['what']} in {place_of}, {finding['count']} times")
+            why = f"; a false alarm: {finding['why']}" if "why" in finding else ""
+            print(f"{row['tool']} {row['kernel']}: {finding['what']} in {place_of}, {finding['count']} times{why}")
 
 
 def _runs(selection: options.Selection, arguments: argparse.Namespace) -> list[tuple[Case, str, str]]:

@@ -149,6 +149,7 @@ class KernelSpec:
     sampled          (case) -> Rows where the problem is too large for the reference, else None
     limits           input -> the largest magnitude up to which the op is right, where that is not all of its dtype
     spills           JIT kernel -> bytes of register spill that are accepted, with the reason in the kernel's README
+    false_alarms     (tool of compute-sanitizer, JIT kernel) -> why what the tool finds there is not so
     tunables         what `tune` searches
     compile_targets  compute capabilities that `build` compiles for
     """
@@ -171,6 +172,7 @@ class KernelSpec:
     sampled: Callable[[Case], Rows | None] = lambda case: None
     limits: Mapping[str, float] = field(default_factory=dict)
     spills: Mapping[str, int] = field(default_factory=dict)
+    false_alarms: Mapping[tuple[str, str], str] = field(default_factory=dict)
     tunables: tuple[Tunable, ...] = ()
     compile_targets: tuple[tuple[int, int], ...] = ((8, 0), (9, 0))
     min_capability: Mapping[str, tuple[int, int]] = field(default_factory=dict)

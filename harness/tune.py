@@ -2,7 +2,8 @@
 
 The kernel's `pick_*` function is replaced while a candidate runs, and nothing else: same inputs, same launcher. A
 candidate counts only if it gives what the picked one gives. The results are committed under reports/<gpu>/tune/; their
-format, and how a test without a GPU uses them, is in `tuned`.
+format, and how a test without a GPU uses them, is in `tuned`. Where a `pick_*` function has changed since, --replay
+judges it by these results.
 
 Candidates are timed in groups, the picked one in each: times are scaled by what it took in its group, so that a clock
 that drifts between groups favours none.
@@ -20,7 +21,7 @@ from unittest import mock
 
 import torch
 
-from . import environment, execute, options
+from . import environment, execute, options, tuned
 from .compiling import precompile
 from .compiling.precompile import Wanted
 from .correctness.in_place import OnCopies
@@ -46,10 +47,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--function", action="append", metavar="NAME", help="only this `pick_*` function; may be repeated"
     )
+    group.add_argument(
+        "--replay",
+        action="store_true",
+        help="measure nothing: write into the committed files what kernels pick today, by the times that are there",
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
     """0, or 1 where what a kernel picks is more than MARGIN behind the best candidate."""
+    if arguments.replay:
+        return _replay(options.select(arguments))
     wanted = Wanted(arguments)
     selections = [s for s in options.select(arguments) if wanted.tunables(s)]
     where = place("tune", arguments)
@@ -63,14 +71,25 @@ def main(arguments: argparse.Namespace) -> int:
     behind = 0
     for selection in selections:
         name, rows = selection.spec.name, []
-        path = where.out / "tune" / f"{name}.json"
+        path, head = where.out / "tune" / f"{name}.json", {"schema": SCHEMA, "kernel": name, "gpu": where.folder}
         for row in _rows(selection, where, wanted):  # each is written at once, so that an interrupt keeps it
             rows.append(row)
-            document = {"schema": SCHEMA, "kernel": name, "gpu": where.folder, "environment": captured, "rows": [row]}
-            rows_json.merge(path, document, SCHEMA, key=lambda row: (row["case"], row["mode"], row["function"]))
+            rows_json.merge(path, head, captured, [row], lambda row: (row["case"], row["mode"], row["function"]))
         print(f"written: {path}")
         show(name, rows)
         behind += sum(judge(row, row["picked"]) is not None for row in rows)
+    return 1 if behind else 0
+
+
+def _replay(selections: Sequence[options.Selection]) -> int:
+    """`main` without a GPU, on every committed file of these kernels."""
+    behind = 0
+    for selection in selections:
+        for path in tuned.files():
+            if path.stem == selection.spec.name:
+                rows = tuned.replay(path, selection.spec)
+                show(f"{path.stem} on {path.parent.parent.name}", rows)
+                behind += sum(judge(row, row["picked"]) is not None for row in rows)
     return 1 if behind else 0
 
 

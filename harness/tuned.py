@@ -1,7 +1,7 @@
 """What `tune` has measured, and whether what a kernel picks today is still among the best of it. Needs no GPU.
 
 reports/<gpu>/tune/<kernel>.json:
-{"schema": 1, "kernel", "gpu", "environment", "rows": [{"kernel", "mode", "case", "function": "pick_fwd_config",
+{"schema": 2, "kernel", "gpu", "environments", "rows": [{"kernel", "mode", "case", "function": "pick_fwd_config", "run",
  "arguments": [as `pick_*` was called], "column": "cold" | "graph", "picked": {...}, "picked_us",
  "candidates": [{"config": {...}, "median_us": time | null, "reason": why there is none}, ...]}]}
 The configuration that was picked then is among the candidates.
@@ -41,6 +41,20 @@ def behind(path: Path, spec: KernelSpec) -> list[str]:
         if verdict:
             wrong.append(verdict)
     return wrong
+
+
+def replay(path: Path, spec: KernelSpec) -> list[dict[str, Any]]:
+    """Writes what is picked today, and its time then, into a file. Returns its rows. ValueError or TypeError where that
+    was not measured."""
+    document = rows_json.read(path, SCHEMA)
+    for row in document["rows"]:
+        row["picked"] = pick_today(spec, row)
+        times = [c["median_us"] for c in row["candidates"] if c["config"] == row["picked"]]
+        if times in ([], [None]):
+            raise ValueError(judge(row, row["picked"]))
+        row["picked_us"] = times[0]
+    path.write_text(rows_json.dumps(document), encoding="utf-8")
+    return document["rows"]
 
 
 def encode(value: Any) -> Any:

@@ -304,9 +304,9 @@ def test_rows_compare_with_cost_and_with_the_record(toy, capsys):
     assert [launch["name"] for launch in backward["launches"]] == ["_dx", "_dw"]
     assert backward["duration_us"] == pytest.approx(40.96)
     assert (backward["dram_bytes"], backward["bytes_ratio"], backward["harness_us"]) == (None, None, None)
-    assert written["environment"]["ncu"] == "2025.3.1.0"
+    assert [run["ncu"] for run in written["environments"]] == ["2025.3.1.0"]
     page = (toy.out / "profile" / "README.md").read_text()
-    assert "| a | fwd | triton | 1 | 20.5 µs | 25.6 µs | 0.800 | 68.1 MB | 1.00 MB | 68.1 |" in page
+    assert "| a | fwd | triton | 1 | 20.5 µs | 25.6 µs | 0.800 | 68.1 MB | 1.00 MB | 68.1 | abc |" in page
     assert "long_scoreboard 75, barrier 19" in page
     assert "profiling toy.fwd.a.triton" in capsys.readouterr().out
 
@@ -333,14 +333,17 @@ def test_a_failure_of_ncu_is_the_reason_of_every_row(toy):
     assert all("NVreg_RestrictProfilingToAdminUsers" in row["reason"] for row in written["rows"])
 
 
-def test_a_part_keeps_the_other_rows_of_the_same_commit_alone(toy):
+def test_a_part_keeps_the_other_rows_and_their_commit(toy):
     page = _raw_page([("_k", FWD, {}), ("_dx", BWD, {})])
     toy.run(page, OK)
     _, written = toy.run(page, OK, mode=["bwd"])
     assert [row["mode"] for row in written["rows"]] == ["fwd", "bwd"]
     toy.environment["commit"] = "def"
     _, written = toy.run(page, OK, mode=["bwd"])
-    assert [row["mode"] for row in written["rows"]] == ["bwd"]
+    commits = [run["commit"] for run in written["environments"]]
+    assert [(row["mode"], commits[row["run"]]) for row in written["rows"]] == [("fwd", "abc"), ("bwd", "def")]
+    _, written = toy.run(page, OK)
+    assert [run["commit"] for run in written["environments"]] == ["def"]
 
 
 def test_reports_can_be_kept_for_the_user_interface(toy, tmp_path):
@@ -360,7 +363,7 @@ def test_the_worker_is_given_the_same_selection(toy):
 def test_a_file_of_another_schema_is_refused(tmp_path):
     (tmp_path / "toy.json").write_text('{"schema": 0, "rows": []}')
     with pytest.raises(ValueError, match="schema 0"):
-        profile_report.write(tmp_path, profile_report.profiled("toy", "h200", {}, []))
+        profile_report.write(tmp_path, "toy", "h200", {}, [])
 
 
 @pytest.mark.gpu

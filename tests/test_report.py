@@ -251,7 +251,7 @@ def test_the_profile_is_shown_beside_the_bench(h200: Path, tmp_path: Path) -> No
     ]  # fmt: skip
     (folder / "profile").mkdir()
     (folder / "profile" / "rmsnorm.json").write_text(
-        json.dumps({"schema": 1, "gpu": "h200", "environment": {}, "rows": rows})
+        json.dumps({"schema": 2, "gpu": "h200", "environments": [], "rows": rows})
     )
     report.write(folder, with_charts=False)
     text = (folder / "rmsnorm.md").read_text()
@@ -272,7 +272,7 @@ def test_what_was_tuned_is_shown_beside_the_bench(h200: Path, tmp_path: Path) ->
             {"config": {"warps": 4}, "median_us": 3.0}, {"config": {"warps": 8}, "median_us": None}]},
     ]  # fmt: skip
     (folder / "tune").mkdir()
-    (folder / "tune" / "rmsnorm.json").write_text(json.dumps({"schema": 1, "rows": rows}))
+    (folder / "tune" / "rmsnorm.json").write_text(json.dumps({"schema": 2, "rows": rows}))
     report.write(folder, with_charts=False)
     text = (folder / "rmsnorm.md").read_text()
     assert "## Configurations" in text and "### pick_version" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import time
 from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
@@ -242,6 +243,44 @@ def test_many_runs_are_shared_out_and_judged_together(toy, monkeypatch):
     assert (code, rows["memcheck"]["status"], rows["memcheck"]["cases"]) == (1, "findings", 2)
     assert [finding["count"] for finding in rows["memcheck"]["findings"]] == [4]
     assert rows["memcheck"]["reason"].startswith("exit code 1")
+
+
+def test_a_false_alarm_has_its_reason_and_does_not_count(toy, monkeypatch, capsys):
+    alarms = {("memcheck", "_toy_fwd_kernel"): "the tool is wrong", ("racecheck", "_toy_fwd_kernel"): "not this"}
+    monkeypatch.setattr(options.registry, "load", lambda name: dataclasses.replace(SPEC, false_alarms=alarms))
+    code, rows = toy({"memcheck": (sanitizer.FOUND, MEMCHECK), "racecheck": (sanitizer.FOUND, RACECHECK)})
+    assert (code, rows["memcheck"]["status"], rows["memcheck"]["findings"]) == (1, "ok", [])
+    assert [(a["count"], a["why"]) for a in rows["memcheck"]["false_alarms"]] == [(2, "the tool is wrong")]
+    assert (rows["racecheck"]["status"], rows["racecheck"]["false_alarms"]) == ("findings", [])
+    assert "_toy_fwd_kernel kernel.py:88, 2 times; a false alarm: the tool is wrong" in capsys.readouterr().out
+
+
+def test_an_interrupt_keeps_what_was_found_and_ends_what_runs(toy, tmp_path, monkeypatch):
+    monkeypatch.setattr(sanitize, "RUNS_A_PROCESS", 1)
+    long = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(600)"]
+    run, judge, processes = sanitizer.run, sanitize.judge, []
+
+    def once(command) -> tuple[int, str]:
+        return (sanitizer.FOUND, MEMCHECK) if "1/2" in command else run(long)
+
+    def interrupted(*arguments):
+        judged = judge(*arguments)
+        monkeypatch.setattr(rows_json, "merge", lambda *rest: merge(*rest) or press())
+        return judged
+
+    def press() -> None:
+        while not sanitizer._running:
+            time.sleep(0.01)
+        processes.extend(sanitizer._running)
+        raise KeyboardInterrupt
+
+    merge = rows_json.merge
+    monkeypatch.setattr(sanitize, "judge", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        toy({"memcheck": (0, "")}, run=once, jobs=2)
+    (row,) = rows_json.read(tmp_path / "sanitize.json", sanitize.SCHEMA)["rows"]
+    assert (row["status"], row["reason"]) == ("findings", "1 of 2 parts were inspected")
+    assert [process.poll() is not None for process in processes] == [True]
 
 
 PLANTED = """\

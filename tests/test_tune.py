@@ -215,6 +215,21 @@ def test_a_changed_pick_or_signature_shows(tmp_path, monkeypatch):
     assert "tune again" in tuned.behind(file, replace(SPEC, tunables=()))[0]
 
 
+def test_a_changed_pick_is_replayed_into_the_file(command, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "reports" / "h200" / "tune" / "toy.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"schema": tuned.SCHEMA, "rows": [_row(b128=8.0, b64=10.0)]}))
+    monkeypatch.setattr(tuned, "files", lambda: [file])
+    monkeypatch.setattr(kernel, "pick_config", lambda n, dtype, capability: Config(64))
+    assert command(replay=True) == 1
+    (row,) = rows_json.read(file, tuned.SCHEMA)["rows"]
+    assert (row["picked"], row["picked_us"]) == ({"block": 64, "warps": 4}, 10.0)
+    assert "25.0 %" in capsys.readouterr().out
+    monkeypatch.setattr(kernel, "pick_config", lambda n, dtype, capability: Config(32))
+    with pytest.raises(ValueError, match="not among the candidates measured: tune again"):
+        command(replay=True)
+
+
 def test_arguments_survive_the_file():
     arguments = (8, torch.bfloat16, (9, 0), None, True, 0.5, "x")
     assert tuple(map(tuned.decode, json.loads(json.dumps([tuned.encode(a) for a in arguments])))) == arguments
@@ -236,7 +251,7 @@ def command(tmp_path, monkeypatch):
 
     def run(**given) -> int:
         selection = {"kernel": ["toy"], "case": None, "mode": None, "impl": None}
-        return tune.main(Namespace(**{**selection, "function": None, **given}))
+        return tune.main(Namespace(**{**selection, "function": None, "replay": False, **given}))
 
     return run
 
@@ -244,7 +259,7 @@ def command(tmp_path, monkeypatch):
 def test_the_command_writes_and_tells(command, tmp_path, capsys):
     assert command() == 0
     document = rows_json.read(tmp_path / "tune" / "toy.json", tuned.SCHEMA)
-    assert (document["kernel"], document["gpu"], document["environment"]["commit"]) == ("toy", "h200", "abc")
+    assert (document["kernel"], document["gpu"], document["environments"]) == ("toy", "h200", [{"commit": "abc"}])
     assert len(document["rows"]) == 1
     said = capsys.readouterr().out
     assert "5 candidates, 2 unfit; the picked one is among the best" in said

@@ -8,13 +8,13 @@ from typing import Any
 
 from ..reporting import markdown, rows_json, tables
 
-SCHEMA = 1
+SCHEMA = 2
 
 Profiled = dict[str, Any]
 
 ROW_HEAD = (
     "case", "mode", "implementation", ">kernels", ">ncu", ">harness", ">ncu / harness", ">DRAM", ">cost",
-    ">DRAM / cost", "what went wrong",
+    ">DRAM / cost", "commit", "what went wrong",
 )  # fmt: skip
 LAUNCH_HEAD = (
     "case", "mode", "implementation", "kernel", ">duration", ">DRAM %", ">L2 %", ">SM %", ">tensor %", ">occupancy %",
@@ -37,15 +37,11 @@ Nsight Compute over every bench case: `python -m harness profile`. Clocks as the
 """
 
 
-def profiled(kernel: str, gpu: str, environment: Mapping[str, Any], rows: list[dict[str, Any]]) -> Profiled:
-    """One kernel as it is written."""
-    return {"schema": SCHEMA, "kernel": kernel, "gpu": gpu, "environment": dict(environment), "rows": rows}
-
-
-def write(out: Path, kernel: Profiled) -> None:
+def write(out: Path, kernel: str, gpu: str, environment: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
     """Writes the kernel's file (see `rows_json.merge` for what stays of an earlier one), and README.md of all there."""
-    path = out / f"{kernel['kernel']}.json"
-    rows_json.merge(path, kernel, SCHEMA, key=lambda row: (row["case"], row["mode"], row["implementation"]))
+    head = {"schema": SCHEMA, "kernel": kernel, "gpu": gpu}
+    path = out / f"{kernel}.json"
+    rows_json.merge(path, head, environment, rows, lambda row: (row["case"], row["mode"], row["implementation"]))
     kernels = [rows_json.read(file, SCHEMA) for file in sorted(out.glob("*.json"))]
     (out / "README.md").write_text(readme(kernels), encoding="utf-8")
 
@@ -54,15 +50,12 @@ def readme(kernels: Sequence[Profiled]) -> str:
     """The page: two tables per kernel, one of calls and one of kernels."""
     lines = [INTRODUCTION]
     for kernel in kernels:
-        environment = kernel["environment"]
-        gpu = environment.get("gpu") or {}
-        versions = ", ".join(f"{n} {environment.get(n)}" for n in ("ncu", "torch", "triton", "commit"))
         lines += [
             f"## {kernel['kernel']}",
             "",
-            f"{gpu.get('name')}, driver {gpu.get('driver')}, {versions}.",
+            *dict.fromkeys(f"{_told(environment)}.  " for environment in kernel["environments"]),
             "",
-            *markdown.table(ROW_HEAD, map(row_cells, kernel["rows"])),
+            *markdown.table(ROW_HEAD, [row_cells(row, kernel["environments"][row["run"]]) for row in kernel["rows"]]),
             "",
         ]
         launches = [cells for row in kernel["rows"] for cells in launch_cells(row)]
@@ -71,15 +64,21 @@ def readme(kernels: Sequence[Profiled]) -> str:
     return "\n".join(lines)
 
 
-def show(kernel: Profiled) -> None:
+def _told(environment: Mapping[str, Any]) -> str:
+    gpu = environment.get("gpu") or {}
+    versions = ", ".join(f"{n} {environment.get(n)}" for n in ("ncu", "torch", "triton"))
+    return f"{gpu.get('name')}, driver {gpu.get('driver')}, {versions}"
+
+
+def show(kernel: str, rows: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> None:
     """The same on the console."""
-    tables.show(f"{kernel['kernel']}: calls", ROW_HEAD, [row_cells(row) for row in kernel["rows"]])
-    launches = [cells for row in kernel["rows"] for cells in launch_cells(row)]
+    tables.show(f"{kernel}: calls", ROW_HEAD, [row_cells(row, environment) for row in rows])
+    launches = [cells for row in rows for cells in launch_cells(row)]
     if launches:
-        tables.show(f"{kernel['kernel']}: kernels", LAUNCH_HEAD, launches)
+        tables.show(f"{kernel}: kernels", LAUNCH_HEAD, launches)
 
 
-def row_cells(row: Mapping[str, Any]) -> list[object]:
+def row_cells(row: Mapping[str, Any], environment: Mapping[str, Any]) -> list[object]:
     """One call under ROW_HEAD."""
     return [
         row["case"],
@@ -92,6 +91,7 @@ def row_cells(row: Mapping[str, Any]) -> list[object]:
         _megabytes(row["dram_bytes"]),
         _megabytes(row["cost_bytes"]),
         markdown.figures(row["bytes_ratio"]),
+        str(environment.get("commit") or "unknown")[:7],
         None if row["status"] == "ok" else f"{row['status']}: {row['reason']}",
     ]
 

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -96,6 +97,15 @@ def command(sanitizer: Path, tool: str, kernels: Iterable[str], program: Sequenc
     ]  # fmt: skip
 
 
+_running: set[subprocess.Popen] = set()
+
+
+def stop() -> None:
+    """Ends what `run` has started and waits for in other threads."""
+    for process in tuple(_running):
+        os.killpg(process.pid, signal.SIGTERM)  # the tool and the program under it
+
+
 def run(command_line: Sequence[str]) -> tuple[int, str]:
     """Exit code and output; the program's own lines are printed as they come.
 
@@ -105,12 +115,20 @@ def run(command_line: Sequence[str]) -> tuple[int, str]:
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     output = []
     with subprocess.Popen(
-        command_line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=registry.ROOT
+        command_line,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        cwd=registry.ROOT,
+        start_new_session=True,
     ) as process:
+        _running.add(process)
         for line in process.stdout or ():
             output.append(line)
             if not line.startswith(_PREFIX):
                 print(line, end="", flush=True)
+    _running.discard(process)
     return process.returncode, "".join(output)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from . import markdown as md
 
-SCHEMA = 1  # of a tune file
+SCHEMA = 2  # of a tune file
 HEAD = ("mode", "case", ">candidates", ">picked", ">best", ">behind", "picked configuration", "best configuration")
 
 
@@ -31,7 +31,7 @@ def section(document: Mapping[str, Any]) -> list[str]:
     """A table for each `pick_*` function of a kernel's tune file."""
     lines = [
         "`tune` runs each case with every candidate in the place of what the kernel picks, and lists here what it "
-        "picked and what was fastest. Candidates that do not compile, do not run or give another result are not "
+        "picks and what was fastest. Candidates that do not compile, do not run or give another result are not "
         "counted.",
         "",
     ]

@@ -1,9 +1,13 @@
-"""The JSON files of build, profile and tune: an object with a schema version and `rows`, a line for each row."""
+"""The JSON files of build, profile, tune and sanitize: an object with a schema version and `rows`, a line for each row.
+
+Rows of a GPU gather over several runs: `environments` has what each of those was on, and "run" of a row is the place
+of its own in that list.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +27,25 @@ def read(path: Path, schema: int) -> dict[str, Any]:
     return document
 
 
-def merge(path: Path, document: dict[str, Any], schema: int, key: Callable[[dict[str, Any]], object]) -> None:
-    """Writes the document to `path`, with the rows that are there already and are not replaced by one of the same key.
-
-    Earlier rows stay only where they are of the same card, commit and versions: the file has one `environment` for all.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
+def merge(
+    path: Path,
+    head: Mapping[str, Any],
+    environment: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    key: Callable[[Mapping[str, Any]], object],
+) -> None:
+    """Writes a document to `path`: `head`, which has its schema, these rows, and those that are there already and are
+    not replaced by one of the same key."""
+    fresh = {key(row) for row in rows}
+    together: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
     if path.is_file():
-        earlier = read(path, schema)
-        if _identity(earlier) == _identity(document):
-            fresh = {key(row) for row in document["rows"]}
-            document = {**document, "rows": [r for r in earlier["rows"] if key(r) not in fresh] + document["rows"]}
-    path.write_text(dumps(document), encoding="utf-8")
-
-
-def _identity(document: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in document["environment"].items() if name != "time"}
+        earlier = read(path, head["schema"])
+        together = [(earlier["environments"][row["run"]], row) for row in earlier["rows"] if key(row) not in fresh]
+    together += [(environment, row) for row in rows]
+    environments: list[Mapping[str, Any]] = []
+    for own, _ in together:
+        if own not in environments:
+            environments.append(own)
+    numbered = [{**row, "run": environments.index(own)} for own, row in together]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(dumps({**head, "environments": environments, "rows": numbered}), encoding="utf-8")

@@ -224,12 +224,16 @@ def _fa4() -> Op:
 # The versions of the forward against each other, from a few queries and keys to many.
 LENGTHS = (32, 128, 512, 2048, 8192, 32768, 200_000)
 GRID = tuple(
-    _case(1, 8, queries, keys, 64) for queries in LENGTHS for keys in LENGTHS if queries * keys <= 32768 * 200_000
+    _case(1, 8, queries, keys, dim)
+    for dim, lengths in ((64, LENGTHS), (128, LENGTHS[:-1]))
+    for queries in lengths
+    for keys in lengths
+    if queries * keys <= 32768 * 200_000
 )
 
 
 def _versions(case: Case) -> list[tuple[str, int]]:
-    splits = (2, 4, 8, 16, 32, 64, 128)
+    splits = (2, 4, 8, 16, 32, 64)
     return [("cuda", 1), ("gluon", 1), ("portable", 1), *(("split", n) for n in splits if 256 * n <= case.dims["keys"])]
 
 
@@ -292,6 +296,11 @@ SPEC = KernelSpec(
     finite_only=lambda case: any(case.params.get(name) for name in ("causal", "window", "fp8")),
     sampled=_sampled,
     fuzz={"queries": (0, 40), "keys": (0, 40), "dim": (1, 40)},
+    false_alarms={
+        ("initcheck", "_attention_delta_kernel"): (
+            "it reads out, all of which the forward in Gluon has stored by TMA; initcheck does not see these stores"
+        ),
+    },
     spills={"attention_fp8_fwd": 52},  # with NVRTC 13.5; 48 with 13.0, which was measured
     tunables=(
         Tunable(dispatch, "pick_forward", "fwd", _versions, GRID),

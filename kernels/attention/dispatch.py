@@ -97,6 +97,14 @@ def pick_fp8_config(dim: int, exact_lse: bool) -> Fp8Config:
     return Fp8Config(96, 4, 3, 0, False, exact_lse=exact_lse)
 
 
+# What the forward takes in microseconds, as measured on one H200 at D = 64 without a mask (`pick_forward` in
+# reports/h200/attention.md), within a tenth. Only the ratios matter: they decide which version runs elsewhere too.
+WHOLE_LAUNCH, WHOLE_KEY = 3.5, 0.0102  # of tiles of 192 queries, and for each key of a wave of them
+SPLIT_LAUNCHES, SPLIT_ROW, SPLIT_PART = 7.0, 0.0004, 0.0001  # two launches, and for each row and part of a row
+SPLIT_KEY = {1: 0.0122, 2: 0.0192, 4: 0.0352}  # for each key of a wave with so many CTAs to a multiprocessor
+SHORT_KEYS, SHORTEST_KEYS = 512, 128  # up to so many the start and the end of a CTA count for more than its rate
+
+
 def pick_forward(
     version: str,
     dtype: torch.dtype,
@@ -106,9 +114,11 @@ def pick_forward(
     group: int,
     multiprocessors: int,
     hopper: str = "",
+    dim: int = 64,
+    causal: bool = False,
 ) -> tuple[str, int]:
-    """The version of the forward that runs, and among how many CTAs it shares out the keys. `kv_heads` of all batches;
-    `hopper`: the best version for Hopper that takes the problem, if there is one.
+    """The version of the forward that runs, and among how many CTAs a tile's keys are shared out: 1 but for "split".
+    `kv_heads` of all batches; `hopper`: the best version for Hopper that takes the problem, if there is one.
 
     Splitting fills the GPU where queries are few, at the price of a second kernel. With the heads of a group packed
     into one tile it also reads keys and values once for all of them, which pays where a tile holds them all. Not for
@@ -116,28 +126,51 @@ def pick_forward(
     """
     rows = queries * group
     splits = pick_splits(rows, keys, kv_heads, multiprocessors)
-    if version == "auto":
-        pays = splits > 1 or (group > 1 and rows <= 64)
-        version = "split" if pays and dtype != torch.float32 else hopper or "portable"
-    return version, splits
+    if version != "auto":
+        return version, splits if version == "split" else 1
+    waves = kv_heads * group * triton.cdiv(queries, 192) / multiprocessors
+    if dtype != torch.float32:
+        whole = WHOLE_LAUNCH + math.ceil(waves) * WHOLE_KEY * keys
+        pays = splits > 1 and split_time(rows, keys, kv_heads, multiprocessors, splits) < whole
+        if pays or (group > 1 and rows <= 64):
+            return "split", splits
+    if hopper == "cuda" and dim == 64 and not causal:
+        return _short_forward(queries, keys, waves), 1
+    return hopper or "portable", 1
+
+
+def _short_forward(queries: int, keys: int, waves: float) -> str:
+    """Where the version in CUDA C++ takes a problem, but others are faster: its CTAs take longer to start, which counts
+    where each does little, and its blocks of 112 keys leave most of a second one empty up to 128."""
+    if waves <= 1:
+        return "portable" if keys <= (SHORT_KEYS if queries > 128 else SHORTEST_KEYS) else "cuda"
+    if 112 < keys <= 128:
+        return "portable" if waves <= 4 else "gluon"
+    return "cuda"
+
+
+def split_time(rows: int, keys: int, kv_heads: int, multiprocessors: int, splits: int) -> float:
+    """Microseconds of the split forward, by the constants above. Up to 32 rows a multiprocessor holds four CTAs."""
+    block = block_of_rows(rows)
+    ctas = kv_heads * triton.cdiv(rows, block) * splits
+    together = 1 if ctas <= multiprocessors else 2 if block != 32 or ctas <= 2 * multiprocessors else 4
+    waves = math.ceil(ctas / (together * multiprocessors))
+    combined = kv_heads * rows * (SPLIT_ROW + SPLIT_PART * splits)
+    keys_each = triton.cdiv(keys, 128 * splits) * 128
+    return SPLIT_LAUNCHES + combined + waves * SPLIT_KEY[together] * keys_each
 
 
 def pick_splits(rows: int, keys: int, kv_heads: int, multiprocessors: int) -> int:
-    """CTAs to a tile of queries: as few waves of them, two to a multiprocessor, as keep these nearly as busy as any
-    number would, and then as many as these waves have room for. 256 keys a CTA at least."""
+    """CTAs to a tile of queries: a power of two, or as many as fill the multiprocessors once, twice or four times; the
+    fewest of those that take no more than 1 % above the least time. 64 at most, with 256 keys each at least."""
     tiles = kv_heads * triton.cdiv(rows, block_of_rows(rows))
-    room = 2 * multiprocessors
-    most = min(128, keys // 256)
-    if tiles >= 2 * room or most < 2:
-        return 1
-
-    def busy(splits: int) -> float:
-        waves = tiles * splits / room
-        return waves / math.ceil(waves)
-
-    target = 0.85 * max(busy(splits) for splits in range(1, most + 1))
-    fewest = next(splits for splits in range(1, most + 1) if busy(splits) >= target)
-    return min(most, math.ceil(tiles * fewest / room) * room // tiles)
+    numbers = {1, 2, 4, 8, 16, 32, 64, *(full * multiprocessors // tiles for full in SPLIT_KEY)}
+    times = {
+        splits: split_time(rows, keys, kv_heads, multiprocessors, splits)
+        for splits in sorted(numbers)
+        if splits == 1 or (0 < splits <= 64 and 256 * splits <= keys)
+    }
+    return next(splits for splits, time in times.items() if time <= 1.01 * min(times.values()))
 
 
 def block_of_rows(rows: int) -> int:

@@ -68,9 +68,6 @@ def _descriptor(x: torch.Tensor, rows: int, block_rows: int, block_d: int) -> An
     element = gl.float16 if x.dtype == torch.float16 else gl.bfloat16
     layout = gl.NVMMASharedLayout.get_default_for([1, 1, block_rows, block_d], element)
     shape = [x.shape[0], x.shape[1], rows, x.shape[3]]
-    strides = [1]
-    for i in (2, 1, 0):
-        # The stride of a dimension of one element is arbitrary in PyTorch, but TMA wants a multiple of 16 bytes. So it
-        # is that of a dense tensor, from which initcheck of compute-sanitizer knows what a store has written.
-        strides.insert(0, strides[0] * shape[i + 1] if shape[i] == 1 else x.stride(i))
+    # The stride of a dimension of one element is arbitrary in PyTorch, but TMA wants a multiple of 16 bytes.
+    strides = [8 if size == 1 else stride for size, stride in zip(shape[:-1], x.stride()[:-1], strict=True)] + [1]
     return TensorDescriptor(x, shape, strides, [1, 1, block_rows, block_d], layout)

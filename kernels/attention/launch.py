@@ -40,6 +40,7 @@ def attention_fwd(
     if out.numel() == 0 or keys == 0:
         return out.zero_(), lse.fill_(-math.inf), statistics.zero_()
     problem = _problem(q, k, v, scale, left, right, keys)
+    hopper = _hopper_fwd(problem, version)
     version, splits = dispatch.pick_forward(
         version,
         q.dtype,
@@ -48,8 +49,12 @@ def attention_fwd(
         problem.all_kv_heads,
         problem.group,
         problem.multiprocessors(),
-        _hopper_fwd(problem, version),
+        hopper,
+        problem.dim,
+        problem.right == 0,
     )
+    if version == "gluon" and hopper == "cuda" and gluon_refuses(problem):
+        version = hopper
     exact = statistics if statistics.numel() else None
     if version == "cuda":
         cuda_fwd(problem, out, lse)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -222,20 +223,40 @@ def test_memory_of_the_backward_does_not_grow_with_the_keys():
 def test_version_by_shape(queries, keys, kv_heads, group, version):
     chosen, splits = dispatch.pick_forward("auto", torch.bfloat16, queries, keys, kv_heads, group, multiprocessors=132)
     assert chosen == version
-    assert dispatch.pick_forward("auto", torch.float32, queries, keys, kv_heads, group, 132) == ("portable", splits)
-    assert splits == 1 or keys // splits >= 256
-    on_hopper = dispatch.pick_forward("auto", torch.bfloat16, queries, keys, kv_heads, group, 132, hopper="cuda")
+    assert dispatch.pick_forward("auto", torch.float32, queries, keys, kv_heads, group, 132) == ("portable", 1)
+    assert splits == 1 or (version == "split" and keys // splits >= 256)
+    on_hopper = dispatch.pick_forward("auto", torch.bfloat16, queries, keys, kv_heads, group, 132, "cuda", dim=128)
     assert on_hopper == ({"portable": "cuda", "split": "split"}[version], splits)
     for forced in ("portable", "split"):
         assert dispatch.pick_forward(forced, torch.float32, queries, keys, kv_heads, group, 132)[0] == forced
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "version"),
+    [
+        (512, 128, "portable"),
+        (2048, 512, "portable"),
+        (32, 512, "cuda"),
+        (8192, 128, "portable"),
+        (200_000, 128, "gluon"),
+        (200_000, 112, "cuda"),
+        (200_000, 129, "cuda"),
+        (8192, 512, "cuda"),
+    ],
+)
+def test_short_problems_at_64(queries, keys, version):
+    pick = functools.partial(dispatch.pick_forward, "auto", torch.bfloat16, queries, keys, 8, 1, 132, "cuda")
+    assert pick(dim=64) == (version, 1)
+    assert pick(dim=64, causal=True)[0] == pick(dim=128)[0] == "cuda"
 
 
 def test_splits_fill_the_gpu():
     for rows, keys, heads in itertools.product((1, 8, 100, 564), (4096, 65536, 200_000), (1, 2, 8, 40)):
         splits = dispatch.pick_splits(rows, keys, heads, 132)
         ctas = heads * -(-rows // dispatch.block_of_rows(rows)) * splits
-        most = min(128, keys // 256) * heads
-        assert ctas >= min(0.8 * 264, 0.8 * most)
+        most = min(64, keys // 256) * heads
+        assert 1 <= splits <= max(1, min(64, keys // 256))
+        assert ctas >= min(0.8 * 132, 0.8 * most)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
