@@ -109,7 +109,8 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
             others = [tensor_map(x, problem.queries, rows) for x, rows in ((dq, DQ_ROWS), (out, tile))]
         launch(backward, unshared + config.shared * config.splits, 384, SHARED_BYTES, [*maps, described, *others])
         if config.shared:
-            launch(finish_keys, 2 * config.shared, 256, 0, [Rows.of(dv), Rows.of(dk), described])
+            ctas = config.shared * KEYS * dim // (8 * 256)  # 16 numbers of dv or of dk a thread
+            launch(finish_keys, ctas, 256, 0, [Rows.of(dv), Rows.of(dk), described])
         if not single:
             launch(finish, helpers, 256, 0, [Rows.of(dq), pointer(dq_sum), *sizes, ctypes.c_float(problem.scale)])
         elif causal:  # tiles that see no key are no CTA's

@@ -105,20 +105,20 @@ attention_cuda_bwd_finish(const Rows dq, const float* dq_sum, int queries, int p
     }
 }
 
-// dv (even CTAs) and dk (odd ones) of the blocks that several CTAs shared, summed in the order of the shares.
+// dv (even CTAs) and dk (odd ones) of the blocks that several CTAs shared, summed in the order of the shares: two rows'
+// 8 columns a thread, for as many loads in flight as there can be.
 extern "C" __global__ void __launch_bounds__(256)
 attention_cuda_bwd_finish_keys(const Rows dv, const Rows dk, const Problem p) {
-    int odd = blockIdx.x % 2, slot = blockIdx.x / 2, index = p.whole + slot, all = index / p.n_blocks;
+    constexpr int CTAS = BN / 2 * D / 8 / 256;  // to a block's dv or dk
+    int odd = blockIdx.x % 2, slot = blockIdx.x / (2 * CTAS), index = p.whole + slot, all = index / p.n_blocks;
     int batch = all / p.kv_heads, head = all % p.kv_heads, first_key = index % p.n_blocks * BN;
     // Member by member: a choice between the two would put both into local memory.
     const Rows to = {odd ? dk.at : dv.at, odd ? dk.batch : dv.batch, odd ? dk.head : dv.head, odd ? dk.row : dv.row};
     const float* sums = p.parts + ((long long)slot * p.splits * 2 + odd) * (BN * D);
-    for (int unit = threadIdx.x; unit < BN / 2 * D / 8; unit += 256) {
-        int j = unit % (D / 8), pair = unit / (D / 8), row = pair / 8 * 16 + pair % 8;
-        Uint4 upper, lower;
-        cast_pair(sums + row / 16 * (16 * D) + j * 128 + row % 8 * 16, p.splits, 2 * BN * D, odd ? p.scale : 1, upper,
-                  lower);
-        if (first_key + row < p.keys) *(Uint4*)chunk(to, batch, head, first_key + row, j * 8) = upper;
-        if (first_key + row + 8 < p.keys) *(Uint4*)chunk(to, batch, head, first_key + row + 8, j * 8) = lower;
-    }
+    int unit = blockIdx.x / 2 % CTAS * 256 + threadIdx.x, j = unit % (D / 8), pair = unit / (D / 8);
+    int row = pair / 8 * 16 + pair % 8;
+    Uint4 upper, lower;
+    cast_pair(sums + row / 16 * (16 * D) + j * 128 + row % 8 * 16, p.splits, 2 * BN * D, odd ? p.scale : 1, upper, lower);
+    if (first_key + row < p.keys) *(Uint4*)chunk(to, batch, head, first_key + row, j * 8) = upper;
+    if (first_key + row + 8 < p.keys) *(Uint4*)chunk(to, batch, head, first_key + row + 8, j * 8) = lower;
 }
