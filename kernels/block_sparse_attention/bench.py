@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from harness import registry
 from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, Tunable, Yardstick
 
 from . import BlockIndex, block_index, block_sparse_attention, dispatch
@@ -203,10 +204,14 @@ def _prepared(case: Case, mode: str) -> str | None:
     return None if case.bench else "keeps what it made of the first mask, and this case's masks differ"
 
 
+def _unbiased(case: Case, mode: str) -> str | None:
+    return "has no bias to differentiate" if case.params.get("bias") and mode == "bwd" else None
+
+
 def _dense_takes(case: Case, mode: str) -> str | None:
     if case.params.get("causal") and case.dims["queries"] != case.dims["keys"]:
         return "aligns a causal mask at the top left"
-    return "has no bias to differentiate" if case.params.get("bias") and mode == "bwd" else None
+    return _unbiased(case, mode)
 
 
 def _flex() -> Op:
@@ -256,6 +261,16 @@ def _leading(mask: torch.Tensor) -> tuple[int, int]:
 
 
 def _dense() -> Op:
+    """All blocks, by the folder `attention` of this collection."""
+    attention = registry.load("attention").implementations["auto"]
+
+    def attend(q, k, v, block_mask, *, block_size=128, scale=None, causal=False, block_bias=None):
+        return attention(q, k, v, causal=causal, scale=scale)
+
+    return attend
+
+
+def _dense_sdpa() -> Op:
     """All blocks, by PyTorch's FlashAttention."""
 
     def attend(q, k, v, block_mask, *, block_size=128, scale=None, causal=False, block_bias=None):
@@ -355,7 +370,8 @@ SPEC = KernelSpec(
         dataclasses.replace(EAGER, supports=_fits),
         dataclasses.replace(COMPILED, supports=_fits),
         Peer("flex", load=_flex, supports=_prepared),
-        Yardstick("dense-sdpa", load=_dense, cost=_dense_cost, supports=_dense_takes),
+        Yardstick("dense", load=_dense, cost=_dense_cost, supports=_unbiased),
+        Yardstick("dense-sdpa", load=_dense_sdpa, cost=_dense_cost, supports=_dense_takes),
         Yardstick("indexed", load=_indexed, cost=cost, supports=_prepared),
     ),
     reference=block_sparse_attention_reference,
