@@ -233,7 +233,7 @@ GRID = tuple(
 
 
 def _versions(case: Case) -> list[tuple[str, int]]:
-    splits = (2, 4, 8, 16, 32, 64)
+    splits = (2, 4, 8, 16, 32, 64, 128)
     return [("cuda", 1), ("gluon", 1), ("portable", 1), *(("split", n) for n in splits if 256 * n <= case.dims["keys"])]
 
 

@@ -118,7 +118,8 @@ attention_cuda_bwd_finish_keys(const Rows dv, const Rows dk, const Problem p) {
     int unit = blockIdx.x / 2 % CTAS * 256 + threadIdx.x, j = unit % (D / 8), pair = unit / (D / 8);
     int row = pair / 8 * 16 + pair % 8;
     Uint4 upper, lower;
-    cast_pair(sums + row / 16 * (16 * D) + j * 128 + row % 8 * 16, p.splits, 2 * BN * D, odd ? p.scale : 1, upper, lower);
+    cast_pair(sums + row / 16 * (16 * D) + j * 128 + row % 8 * 16, p.splits, 2 * BN * D, odd ? p.scale : 1, upper,
+              lower);
     if (first_key + row < p.keys) *(Uint4*)chunk(to, batch, head, first_key + row, j * 8) = upper;
     if (first_key + row + 8 < p.keys) *(Uint4*)chunk(to, batch, head, first_key + row + 8, j * 8) = lower;
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -125,26 +126,28 @@ def pick_forward(
     fp32: there the backward counts on tiles that round scores as the forward's did.
     """
     rows = queries * group
-    splits = pick_splits(rows, keys, kv_heads, multiprocessors)
+    if version == "split":
+        return version, pick_splits(rows, keys, kv_heads, multiprocessors)
     if version != "auto":
-        return version, splits if version == "split" else 1
-    waves = kv_heads * group * triton.cdiv(queries, 192) / multiprocessors
+        return version, 1
+    waves = kv_heads * group * -(-queries // 192) / multiprocessors
     if dtype != torch.float32:
+        splits = pick_splits(rows, keys, kv_heads, multiprocessors)
         whole = WHOLE_LAUNCH + math.ceil(waves) * WHOLE_KEY * keys
         pays = splits > 1 and split_time(rows, keys, kv_heads, multiprocessors, splits) < whole
         if pays or (group > 1 and rows <= 64):
             return "split", splits
     if hopper == "cuda" and dim == 64 and not causal:
-        return _short_forward(queries, keys, waves), 1
+        return _short_forward(queries, keys, waves, pick_cuda_config(dim, queries, keys, causal).block_n), 1
     return hopper or "portable", 1
 
 
-def _short_forward(queries: int, keys: int, waves: float) -> str:
+def _short_forward(queries: int, keys: int, waves: float, block: int) -> str:
     """Where the version in CUDA C++ takes a problem, but others are faster: its CTAs take longer to start, which counts
     where each does little, and its blocks of 112 keys leave most of a second one empty up to 128."""
     if waves <= 1:
         return "portable" if keys <= (SHORT_KEYS if queries > 128 else SHORTEST_KEYS) else "cuda"
-    if 112 < keys <= 128:
+    if block < keys <= SHORTEST_KEYS:
         return "portable" if waves <= 4 else "gluon"
     return "cuda"
 
@@ -152,30 +155,33 @@ def _short_forward(queries: int, keys: int, waves: float) -> str:
 def split_time(rows: int, keys: int, kv_heads: int, multiprocessors: int, splits: int) -> float:
     """Microseconds of the split forward, by the constants above. Up to 32 rows a multiprocessor holds four CTAs."""
     block = block_of_rows(rows)
-    ctas = kv_heads * triton.cdiv(rows, block) * splits
+    ctas = kv_heads * -(-rows // block) * splits
     together = 1 if ctas <= multiprocessors else 2 if block != 32 or ctas <= 2 * multiprocessors else 4
     waves = math.ceil(ctas / (together * multiprocessors))
     combined = kv_heads * rows * (SPLIT_ROW + SPLIT_PART * splits)
-    keys_each = triton.cdiv(keys, 128 * splits) * 128
+    keys_each = -(-keys // (128 * splits)) * 128
     return SPLIT_LAUNCHES + combined + waves * SPLIT_KEY[together] * keys_each
 
 
+@functools.lru_cache(1024)
 def pick_splits(rows: int, keys: int, kv_heads: int, multiprocessors: int) -> int:
-    """CTAs to a tile of queries: a power of two, or as many as fill the multiprocessors once, twice or four times; the
-    fewest of those that take no more than 1 % above the least time. 64 at most, with 256 keys each at least."""
-    tiles = kv_heads * triton.cdiv(rows, block_of_rows(rows))
-    numbers = {1, 2, 4, 8, 16, 32, 64, *(full * multiprocessors // tiles for full in SPLIT_KEY)}
+    """CTAs to a tile of queries: a power of two up to 128, or up to 64 as many as fill the multiprocessors once, twice
+    or four times; the fewest of those that take no more than 1 % above the least time. 256 keys each at least.
+
+    Every forward waits for it: hence the cache, and no triton.cdiv, which takes microseconds."""
+    tiles = kv_heads * -(-rows // block_of_rows(rows))
+    numbers = {1, 2, 4, 8, 16, 32, 64, 128, *(min(64, full * multiprocessors // tiles) for full in SPLIT_KEY)}
     times = {
         splits: split_time(rows, keys, kv_heads, multiprocessors, splits)
         for splits in sorted(numbers)
-        if splits == 1 or (0 < splits <= 64 and 256 * splits <= keys)
+        if splits == 1 or 0 < 256 * splits <= keys
     }
     return next(splits for splits, time in times.items() if time <= 1.01 * min(times.values()))
 
 
 def block_of_rows(rows: int) -> int:
     """Rows of a tile of the split forward: 16, 32, 64 or 128."""
-    return max(16, min(128, triton.next_power_of_2(rows)))
+    return max(16, min(128, 1 << (rows - 1).bit_length()))
 
 
 def pick_backward(version: str, hopper: str = "", repeatable: bool = False) -> str:

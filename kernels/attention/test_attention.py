@@ -254,9 +254,9 @@ def test_splits_fill_the_gpu():
     for rows, keys, heads in itertools.product((1, 8, 100, 564), (4096, 65536, 200_000), (1, 2, 8, 40)):
         splits = dispatch.pick_splits(rows, keys, heads, 132)
         ctas = heads * -(-rows // dispatch.block_of_rows(rows)) * splits
-        most = min(64, keys // 256) * heads
-        assert 1 <= splits <= max(1, min(64, keys // 256))
-        assert ctas >= min(0.8 * 132, 0.8 * most)
+        most = min(128, keys // 256) * heads
+        assert 1 <= splits <= max(1, min(128, keys // 256))
+        assert ctas >= min(0.75 * 264, 0.8 * most)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
