@@ -49,10 +49,10 @@ def replay(path: Path, spec: KernelSpec) -> list[dict[str, Any]]:
     document = rows_json.read(path, SCHEMA)
     for row in document["rows"]:
         row["picked"] = pick_today(spec, row)
-        times = [c["median_us"] for c in row["candidates"] if c["config"] == row["picked"]]
-        if times in ([], [None]):
+        mine = _measured(row, row["picked"])
+        if mine is None or mine["median_us"] is None:
             raise ValueError(judge(row, row["picked"]))
-        row["picked_us"] = times[0]
+        row["picked_us"] = mine["median_us"]
     path.write_text(rows_json.dumps(document), encoding="utf-8")
     return document["rows"]
 
@@ -85,10 +85,14 @@ def pick_today(spec: KernelSpec, row: Mapping[str, Any]) -> Any:
     raise ValueError(f"{spec.name} has no tunable {row['function']!r} in mode {row['mode']!r} any more: tune again")
 
 
+def _measured(row: Mapping[str, Any], config: Any) -> Mapping[str, Any] | None:
+    return next((c for c in row["candidates"] if c["config"] == config), None)
+
+
 def judge(row: Mapping[str, Any], picked: Any) -> str | None:
     """Why picking this configuration is wrong by what was measured, or None."""
     times = [c["median_us"] for c in row["candidates"] if c["median_us"] is not None]
-    mine = next((c for c in row["candidates"] if c["config"] == picked), None)
+    mine = _measured(row, picked)
     where = f"{row['kernel']} {row['mode']} {row['case']}"
     if mine is None:
         return f"{where}: {row['function']} picks {picked}, which was not among the candidates measured: tune again"

@@ -6,6 +6,7 @@ how many threads or accesses said the same.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -103,7 +104,8 @@ _running: set[subprocess.Popen] = set()
 def stop() -> None:
     """Ends what `run` has started and waits for in other threads."""
     for process in tuple(_running):
-        os.killpg(process.pid, signal.SIGTERM)  # the tool and the program under it
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.killpg(process.pid, signal.SIGTERM)  # the tool and the program under it
 
 
 def run(command_line: Sequence[str]) -> tuple[int, str]:
@@ -124,11 +126,13 @@ def run(command_line: Sequence[str]) -> tuple[int, str]:
         start_new_session=True,
     ) as process:
         _running.add(process)
-        for line in process.stdout or ():
-            output.append(line)
-            if not line.startswith(_PREFIX):
-                print(line, end="", flush=True)
-    _running.discard(process)
+        try:
+            for line in process.stdout or ():
+                output.append(line)
+                if not line.startswith(_PREFIX):
+                    print(line, end="", flush=True)
+        finally:
+            _running.discard(process)
     return process.returncode, "".join(output)
 
 

@@ -336,21 +336,24 @@ CUDA_CASES = tuple(
 
 # In which order the backward for Hopper may go over the blocks of keys.
 CUDA_BWD_CANDIDATES = tuple(dispatch.CudaBackwardConfig(s, early) for s in (1, 2, 3, 4, 8) for early in (0, 1, 2))
+
+
+def _has_two_backwards(case: Case) -> bool:
+    return case.params.get("block_size", 128) == 128 and not case.params.get("bias")
+
+
 CUDA_BWD_CASES = tuple(
-    dataclasses.replace(case, min_capability=(9, 0))
-    for case in CASES
-    if case.bench and case.params.get("block_size", 128) == 128 and not case.params.get("bias")
+    dataclasses.replace(case, min_capability=(9, 0)) for case in CASES if case.bench and _has_two_backwards(case)
 )
 
 
 def _backward_versions(case: Case) -> tuple[str, ...]:
-    return ("cuda", "portable") if case.name in {c.name for c in CUDA_BWD_CASES} else ("portable",)
+    return ("cuda", "portable") if _has_two_backwards(case) else ("portable",)
 
 
 def _repeats(implementation: str, case: Case, mode: str) -> str | None:
-    """Of blocks of 64, and with a bias, there is one backward."""
-    small = case.params.get("block_size", 128) == 64 or case.params.get("bias")
-    return "its backward is that of auto" if (implementation, mode) == ("triton", "bwd") and small else None
+    one = (implementation, mode) == ("triton", "bwd") and not _has_two_backwards(case)
+    return "its backward is that of auto" if one else None
 
 
 def _cuda_candidates(case: Case) -> tuple[dispatch.CudaConfig, ...]:

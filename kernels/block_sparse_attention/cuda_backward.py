@@ -57,7 +57,7 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
     """Writes dq, dk and dv of a problem that `cuda_bwd_refuses` does not. There is at least one query and one key."""
     q, k, v, dout, out = (whole(x) for x in (problem.q, problem.k, problem.v, saved.dout, saved.out))
     table, dim = problem.table, problem.dim
-    config = dispatch.pick_cuda_bwd_config(problem.queries, dim, problem.all_kv_heads, problem.group)
+    config = dispatch.pick_cuda_bwd_config(problem.queries, dim, problem.all_kv_heads)
     padded = problem.rows * BLOCK
     dq_sum = torch.empty(problem.all_heads, padded, dim, dtype=torch.float32, device=q.device)
     lse2, delta = torch.empty(2, problem.all_heads, padded, dtype=torch.float32, device=q.device)

@@ -74,7 +74,7 @@ class CudaBackwardConfig:
 BWD_SECTION_BYTES = 24e6  # what q, dout and fp32 dQ of the heads in flight may take up of an H100's or H200's 50 MB
 
 
-def pick_cuda_bwd_config(queries: int, dim: int, kv_heads: int, group: int) -> CudaBackwardConfig:
+def pick_cuda_bwd_config(queries: int, dim: int, kv_heads: int) -> CudaBackwardConfig:
     """As many heads at a time as have their queries, gradients and fp32 dQ in L2 together, in sections of one size. Of
     the heads of a group one counts: CTAs take their lists one after the other. `kv_heads` of all batches."""
     fitting = int(BWD_SECTION_BYTES // (8 * dim * queries))

@@ -97,8 +97,8 @@ def test_what_it_is_told(dim, shared, hopper, monkeypatch):
 
 @pytest.mark.parametrize("dim", DIMS)
 def test_sections_fit(dim):
-    for queries, heads, group in itertools.product((1, 700, 8192, 200_000), (1, 5, 32), (1, 8)):
-        config = dispatch.pick_cuda_bwd_config(queries, dim, heads, group)
+    for queries, heads in itertools.product((1, 700, 8192, 200_000), (1, 5, 32)):
+        config = dispatch.pick_cuda_bwd_config(queries, dim, heads)
         assert 1 <= config.section <= heads and heads % config.section == 0
         assert config.section == 1 or 8 * dim * queries * config.section <= dispatch.BWD_SECTION_BYTES
 
