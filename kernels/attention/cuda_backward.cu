@@ -8,6 +8,8 @@
 // A single block of keys (SINGLE) has all of a query's work in one CTA. `backward` then does without the first and the
 // last: two warps that would be idle compute lse and delta from tiles of out, and dq is written scaled and cast. What
 // belongs to an element of q crosses memory in 8 bytes (q, dout, out, dq), not in 18 (dout twice, the sum in and out).
+// Where a CTA has all blocks of keys of a head, one after the other (WHOLE, cuda_backward_whole.cuh), it knows the first
+// and the last visit to a tile of queries: `prepare` zeros nothing, and `finish` is not called.
 //
 // `backward`: a CTA owns 128 keys and goes over the queries that see them, 128 (D = 64), 64 or 80 (D = 128) at a time.
 // One warp loads by TMA; two warp groups own 64 keys each: dk and dv stay in their registers.
@@ -29,7 +31,8 @@
 // With 80 queries keys are read from shared memory a fifth less often for each query, at two prices. Registers: dQ is
 // added before the next S begins, beside dK, for there is no room for both. Shared memory: q has two stages, not three.
 //
-// The order in which CTAs add to dq is not fixed: dq is not repeatable bit for bit, but for SINGLE; dk and dv are.
+// The order in which CTAs add to dq is not fixed: dq is not repeatable bit for bit, but for SINGLE and WHOLE;
+// dk and dv are.
 
 #include "cuda_backward_ptx.cuh"
 
@@ -57,6 +60,9 @@ constexpr int SLABS = D / 64;           // a row of 64 columns is the 128 bytes 
 #ifndef SINGLE  // 1: there is one block of keys, and its CTA alone sees its queries; with DIRECT = 0
 #define SINGLE 0
 #endif
+#ifndef WHOLE  // 1: a CTA has all blocks of keys of a head; with DIRECT = 0
+#define WHOLE 0
+#endif
 #define V_IN_REGISTERS (HEAD_DIM == 64 && !SINGLE)  // there is room, and shared memory is not asked for it again
 constexpr int Q_STAGES = TIGHT || SINGLE ? 2 : 3, DO_STAGES = DIRECT ? 3 : 2;
 constexpr int CONSUMER_WARPS = 8;
@@ -69,80 +75,21 @@ constexpr u32 Q_BYTES = SLABS * Q_SLAB, K_BYTES = SLABS * K_SLAB, DS_BYTES = 2 *
 constexpr u32 K_AT = 0, V_AT = K_AT + K_BYTES, Q_AT = V_AT + K_BYTES, DO_AT = Q_AT + Q_STAGES * Q_BYTES;
 constexpr u32 DS_AT = DO_AT + DO_STAGES * Q_BYTES, DQ_AT = DS_AT + 2 * DS_BYTES;
 constexpr u32 OUT_AT = DQ_AT + (DIRECT ? 0 : CONSUMER_WARPS * PIECE_BYTES);  // beside dout, where SINGLE
-constexpr u32 LSE_AT = OUT_AT + (SINGLE ? DO_STAGES * Q_BYTES : 0);
+constexpr u32 ROWS_BYTES = 16 * 128, CAST_AT = OUT_AT;  // of 16 rows of a slab; for each warp, where WHOLE
+constexpr u32 LSE_AT = OUT_AT + (SINGLE ? DO_STAGES * Q_BYTES : WHOLE ? CONSUMER_WARPS * ROWS_BYTES : 0);
 constexpr u32 DELTA_AT = LSE_AT + Q_STAGES * BM * 4;
 constexpr u32 BAR_AT = DELTA_AT + DO_STAGES * BM * 4;
 constexpr u32 K_FULL = BAR_AT, V_FULL = K_FULL + 8, Q_FULL = V_FULL + 8, Q_EMPTY = Q_FULL + 8 * Q_STAGES;
 constexpr u32 DO_FULL = Q_EMPTY + 8 * Q_STAGES, DO_EMPTY = DO_FULL + 8 * DO_STAGES;
 constexpr u32 DS_FULL = DO_EMPTY + 8 * DO_STAGES, DS_EMPTY = DS_FULL + 16;
-constexpr u32 ROWS_FULL = DS_EMPTY + 16, SHARED_END = ROWS_FULL + (SINGLE ? 8 * DO_STAGES : 0);
+constexpr u32 ROWS_FULL = DS_EMPTY + 16, K_EMPTY = ROWS_FULL + (SINGLE ? 8 * DO_STAGES : 0), V_EMPTY = K_EMPTY + 8;
+constexpr u32 SUM_FULL = V_EMPTY + 8, SHARED_END = WHOLE ? SUM_FULL + 8 * CONSUMER_WARPS : K_EMPTY;
 static_assert(BM == 128 ? D == 64 : D == 128 && (BM == 64 || (BM == 80 && !DIRECT)), "64 by 128, 128 by 64 or 80");
 static_assert(!SINGLE || (PIECE == 16 * 64 && !DIRECT), "a warp's part of dq is a box of rows that TMA swizzles");
+static_assert(!WHOLE || (BM == 64 && !DIRECT && !SINGLE), "a warp's part of dq is a box of rows, and an fp32 sum");
 static_assert(SHARED_END + 1024 <= 232448, "a CTA has 227 KB of shared memory, and 1 KB goes to the alignment");
 
-struct Problem {
-    float* dq_sum;       // [B * Hq, m_tiles, BM * D], in the order that the consumers' registers have
-    const float* lse2;   // [B * Hq, m_tiles * BM], log2(e) * lse; +inf where a query sees nothing or does not exist
-    const float* delta;  // the same shape; 0 there. Where SINGLE these two are lse and dlse, or null, [B * Hq, queries]
-    float* parts;        // [blocks - whole, splits, 2, 128 * D]: dv and dk of shared blocks, in register order
-    int queries, keys, m_tiles, n_blocks, kv_heads, group, all_kv_heads, section, whole, splits, alternate;
-    float scale, scale_log2;
-};
-
-// --------------------------------------------------------------------------------------------- the work of a CTA
-
-// The 128 keys of this CTA and the tiles of queries that see some of them, for each query head that shares the keys.
-// Blocks from `whole` on, a last round that would leave most SMs without work, are shared by `splits` CTAs each.
-struct Work {
-    int head, batch, first_key, low, begin, tiles, part;  // `part`: which place of `parts` dv and dk go to, or -1
-    bool down;                                            // from the last queries to the first
-
-    DEVICE explicit Work(const Problem& p) {
-        int index = blockIdx.x, share = 0, shares = 1;
-        part = -1;
-        if (index >= p.whole) {
-            part = index - p.whole;
-            shares = p.splits, share = part % shares, index = p.whole + part / shares;
-        }
-        // Sections of heads whose queries, gradients and sums fit L2; in each, the longest work first.
-        int of_section = p.section * p.n_blocks, section = index / of_section, i = index % of_section;
-        int heads = min(p.section, p.all_kv_heads - section * p.section);
-        int all = section * p.section + i % heads;
-        batch = all / p.kv_heads, head = all % p.kv_heads;
-        first_key = SINGLE ? 0 : i / heads * BN;
-        low = CAUSAL ? max(0, first_key - (p.keys - p.queries)) / BM : 0;
-        int of_block = (p.m_tiles - low) * p.group;
-        begin = of_block * share / shares;
-        tiles = of_block * (share + 1) / shares - begin;
-        // CTAs of a first section start together: from the last query down they are at the same tile all the time, and
-        // end one by one, the last keys first. Those of the next start as these end, the first keys first, each so much
-        // later as its first query lies further on: upwards they are at the same tile again, and end together.
-        down = !SINGLE && p.alternate && section % 2 == 0;
-    }
-};
-// Tile by tile of queries, all heads of the group at each: CTAs that share keys' heads then read the same queries.
-struct Tile {
-    int m, all_heads, g;  // `all_heads`: this query head counted over the batch, `g`: in its group
-
-    DEVICE Tile(const Work& w, const Problem& p) {
-        int i = w.begin / p.group;
-        m = w.down ? p.m_tiles - 1 - i : w.low + i;
-        g = w.begin % p.group;
-        all_heads = (w.batch * p.kv_heads + w.head) * p.group + g;
-    }
-    DEVICE void next(const Work& w, const Problem& p) {
-        ++all_heads;
-        if (++g == p.group) g = 0, all_heads -= p.group, m += w.down ? -1 : 1;
-    }
-};
-template <int stages>
-struct Ring {
-    int slot = 0;
-    u32 parity = 0;
-    DEVICE void next() {
-        if (++slot == stages) slot = 0, parity ^= 1;
-    }
-};
+#include "cuda_backward_work.cuh"
 
 DEVICE void produce(const TensorMap& q_map, const TensorMap& do_map, const TensorMap& k_map,
                                         const TensorMap& v_map, const Problem& p, const Work& w, u32 base) {
@@ -182,6 +129,7 @@ DEVICE void produce(const TensorMap& q_map, const TensorMap& do_map, const Tenso
 DEVICE void anew(u32& at) { asm volatile("" : "+r"(at)); }
 
 #include "cuda_backward_single.cuh"
+#include "cuda_backward_whole.cuh"
 
 // --------------------------------------------------------------------------------------------- consumers
 
@@ -262,7 +210,7 @@ DEVICE void score_gradients(const float (&s)[BM / 2], const float (&dp)[BM / 2],
 }
 
 DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const TensorMap& dq_map, const Problem& p,
-                                        const Work& w, u32 base) {
+                    const Work& w, Progress& now, u32 base) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const int wg = __shfl_sync(~0u, (int)threadIdx.x / 128 - 1, 0);  // known to be one to the warp
     const u32 k_rows = base + K_AT + wg * 64 * 128, v_rows = base + V_AT + wg * 64 * 128;
@@ -282,14 +230,17 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
     for (int i = 0; i < D / 2; i++) dk[i] = dv[i] = 0;
 
     Tile tile(w, p);
-    Ring<Q_STAGES> q;
-    Ring<DO_STAGES> g;
+    Ring<Q_STAGES>& q = now.q;
+    Ring<DO_STAGES>& g = now.g;
     // Four 8x8 matrices of 16 rows x columns 16 k .. of this warp's part of a tile of keys, as the products have them.
     auto matrices = [&](int k) {
         u32 row = warp * 16 + lane / 8 % 2 * 8 + lane % 8;
         return k / 4 * K_SLAB + row * 128 + (((k % 4 * 2 + lane / 16) ^ (lane % 8)) * 16);
     };
-    auto place = [&] { return tile.all_heads * p.m_tiles + tile.m; };
+    auto place = [&] {
+        int i = tile.all_heads * p.m_tiles + tile.m;
+        return WHOLE ? i * 2 + last_visit(w, p, tile.m) : i;
+    };
     auto release = [&](u32 bar) {
         if (lane == 0) bar_arrive(base + bar);
     };
@@ -325,7 +276,9 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
     };
     // One warp's piece of dq, 16 queries x 64 columns or 80 queries x 16: its own shared memory, its own reduction.
     auto add_dq = [&](int tile_place, bool real) {
-#if SINGLE
+#if WHOLE
+        if (tile_place >= 0) add_whole(dq_map, p, w, now, dq, tile_place, base);
+#elif SINGLE
         if (lane == 0) bulk_wait_read();
         __syncwarp();
         u32 to = dq_piece + (matrices(0) - warp * PIECE_BYTES);  // of lane 0: the piece itself
@@ -364,11 +317,12 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
     };
     auto wait_ds = [&](int t) { bar_wait(base + DS_FULL + (t & 1) * 8, (t >> 1) & 1); };
 
-    bar_wait(base + K_FULL, 0);
-    bar_wait(base + Q_FULL, 0);
+    const u32 keys_parity = WHOLE ? w.first_key / BN & 1 : 0;
+    bar_wait(base + K_FULL, keys_parity);
+    bar_wait(base + Q_FULL + 8 * q.slot, q.parity);
     wgmma_fence();
-    scores(s, k_rows / 16, (base + Q_AT) / 16);
-    bar_wait(base + V_FULL, 0);
+    scores(s, k_rows / 16, (base + Q_AT + q.slot * Q_BYTES) / 16);
+    bar_wait(base + V_FULL, keys_parity);
 #if V_IN_REGISTERS
     u32 v_own[D / 4];
 #pragma unroll
@@ -376,9 +330,9 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
 #else
     const u32 v_own = v_rows / 16;
 #endif
-    bar_wait(base + DO_FULL, 0);
+    bar_wait(base + DO_FULL + 8 * g.slot, g.parity);
     wgmma_fence();
-    scores(dp, v_own, (base + DO_AT) / 16);
+    scores(dp, v_own, (base + DO_AT + g.slot * Q_BYTES) / 16);
     auto add_to_dv = [&] { gradient(dv, pt, (base + DO_AT + g.slot * Q_BYTES) / 16); };
     auto add_to_dk = [&] { gradient(dk, dst, (base + Q_AT + q.slot * Q_BYTES) / 16); };
     auto multiply_ds = [&](int t) {
@@ -387,19 +341,25 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
         query_gradient(dq, (ds_rows + (t & 1) * DS_BYTES) / 16, dq_keys / 16);
     };
 
-    softmax(0);
-    if (wg == 1 && w.tiles > 1) named_arrive(FIRST_TURN, 256);
-    int at = place(), at_before = at;
+    const int first = now.tiles, end = first + w.tiles;
+    softmax(first);
+    if (WHOLE) {  // what the block before has added to sums is there
+        if (lane == 0) bulk_wait();
+        __syncwarp();
+    }
+    if (wg == 1 && end - first > 1) named_arrive(FIRST_TURN, 256);
+    int at = place(), at_before = WHOLE ? -1 : at;
     // Tile t is in registers as pt and dst. Nothing is in flight where the loop closes. In flight, oldest first:
     //   dV | dV dK dQ | dK dQ | dK dQ S | dQ S | S | S dP            and where registers are tight
     //   dV | dV dQ dK | dQ dK | dK | dK S | S | S dP
-    for (int t = 0; t + 1 < w.tiles; t++) {
+    for (int t = first; t + 1 < end; t++) {
         auto finish_dq = [&] {
             wgmma_wait<1>();
             pin(dq);
             release(DS_EMPTY + (~t & 1) * 8);
-            add_dq(at_before, t > 0);
+            add_dq(at_before, t > first);
         };
+        if (WHOLE) load_sum(p, w, at_before, base);
         named_sync(FIRST_TURN + wg, 256);
         pin(pt), pin(dst), pin(dk), pin(dv);
         wgmma_fence();
@@ -417,7 +377,7 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
         if (TIGHT) finish_dq();
         wgmma_fence();
         scores(s, k_rows / 16, (base + Q_AT + q.slot * Q_BYTES) / 16);
-        if (wg == 0 || t + 2 < w.tiles) named_arrive(FIRST_TURN + (wg ^ 1), 256);
+        if (wg == 0 || t + 2 < end) named_arrive(FIRST_TURN + (wg ^ 1), 256);
         wgmma_wait<TIGHT ? 1 : 2>();
         pin(dst), pin(dk);
         release(Q_EMPTY + 8 * old_q);
@@ -428,17 +388,32 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
         scores(dp, v_own, (base + DO_AT + g.slot * Q_BYTES) / 16);
         softmax(t + 1);
     }
-    const int last = w.tiles - 1;
+    const int last = end - 1;
+    if (WHOLE) {
+        release(V_EMPTY);
+        load_sum(p, w, at_before, base);
+    }
     pin(pt), pin(dst), pin(dk), pin(dv);
     wgmma_fence();
     add_to_dv(), add_to_dk(), multiply_ds(last - 1);
     wgmma_wait<0>();
     pin(pt), pin(dst), pin(dk), pin(dv), pin(dq);
-    add_dq(at_before, last > 0);
+    if (WHOLE) {
+        release(DS_EMPTY + (~last & 1) * 8), release(Q_EMPTY + 8 * q.slot);
+        release(DO_EMPTY + 8 * g.slot);
+    }
+    add_dq(at_before, last > first);
+    if (WHOLE) load_sum(p, w, at, base);
     multiply_ds(last);
     wgmma_wait<0>();
     pin(dq);
+    if (WHOLE) release(K_EMPTY);
     add_dq(at, true);
+    if (WHOLE) {  // the next block's K and V are on their way to where these were: dv and dk leave as dq does
+        store_rows(dv_map, w, dv, 1, base), store_rows(dk_map, w, dk, p.scale, base);
+        q.next(), g.next(), now.tiles = end;
+        return;
+    }
 
     if (w.part >= 0) {
         if (!DIRECT && lane == 0) bulk_wait();
@@ -487,21 +462,27 @@ attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const __grid_constan
         init(Q_EMPTY, Q_STAGES, CONSUMER_WARPS), init(DO_EMPTY, DO_STAGES, CONSUMER_WARPS);
         init(DS_FULL, 2, CONSUMER_WARPS), init(DS_EMPTY, 2, CONSUMER_WARPS);
         if (SINGLE) init(ROWS_FULL, DO_STAGES, ROW_WARPS);
+        if (WHOLE) init(K_EMPTY, 2, CONSUMER_WARPS), init(SUM_FULL, CONSUMER_WARPS, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    const Work w(p);
+    Work w(p);
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
 #if SINGLE
         if (threadIdx.x == 0) produce_single(q_map, do_map, k_map, v_map, out_map, p, w, base);
         if (threadIdx.x >= 32 && threadIdx.x < 32 + 32 * ROW_WARPS) prepare_tiles(p, w, base);
+#elif WHOLE
+        if (threadIdx.x == 0) produce_whole(q_map, do_map, k_map, v_map, p, w, base);
 #else
         if (threadIdx.x == 0) produce(q_map, do_map, k_map, v_map, p, w, base);
 #endif
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-        consume(dk_map, dv_map, dq_map, p, w, base);
+        Progress now;
+        do consume(dk_map, dv_map, dq_map, p, w, now, base);
+        while (WHOLE && next_block(w, p));
+        if (WHOLE && threadIdx.x % 32 == 0) bulk_wait();
     }
 }
 

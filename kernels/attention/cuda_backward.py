@@ -2,10 +2,12 @@
 
 Three launches: what the main kernel needs of each query, the main kernel, and dQ's cast; where the last round of CTAs
 is shared out, a fourth adds up its dK and dV. Up to 128 keys each query is one CTA's alone: the main kernel then does
-the work of the first and of the third itself, and needs no memory beside the results and shares.
+the work of the first and of the third itself, and needs no memory beside the results and shares. Where a CTA has whole
+heads it does the work of the third.
 
 Memory beside the results: fp32 dQ, 4·D bytes a query and head, and 8 bytes a query and head.
-CTAs add to that dQ in no fixed order: dQ is not the same bit for bit in each run; dK and dV are.
+CTAs add to that dQ in no fixed order: dQ is not the same bit for bit in each run, unless a CTA has all keys of a head;
+dK and dV are.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from .hopper import whole
 from .problem import LOG2_E, Problem, zero
 
 SHARED_BYTES = 227 * 1024  # all that a CTA can have: tiles of 80 queries need it, and two CTAs never fit
-DQ_ROWS = 16  # of a warp of the main kernel: what it stores of dq at a time
+WARP_ROWS = 16  # of a warp of the main kernel: what it stores at a time of dq, and of dk and dv of whole heads
 NAMES = tuple(f"attention_cuda_bwd{part}" for part in ("", "_prepare", "_finish", "_finish_keys"))
 
 
@@ -42,20 +44,29 @@ def helper_rows(tile: int) -> int:
     return tile if tile % 64 else 64
 
 
+def configuration(problem: Problem) -> dispatch.CudaBackwardConfig:
+    return dispatch.pick_cuda_bwd_config(
+        problem.queries,
+        problem.keys,
+        problem.dim,
+        problem.all_kv_heads,
+        problem.group,
+        problem.right == 0,
+        problem.multiprocessors(),
+    )
+
+
+def cuda_bwd_repeats(problem: Problem) -> bool:
+    """Whether dQ is the same bit for bit in each run, as dK and dV are: one CTA makes all of a tile's."""
+    return problem.keys <= KEYS or configuration(problem).whole_heads
+
+
 def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
     """Writes dq, and the rows of dk and dv that count, of a problem that `cuda_refuses` does not."""
     q, k, v, dout, out = (whole(x) for x in (problem.q, problem.k, problem.v, saved.dout, saved.out))
     kv_heads, dim = k.shape[1], problem.dim
     causal = problem.right == 0
-    config = dispatch.pick_cuda_bwd_config(
-        problem.queries,
-        problem.keys,
-        dim,
-        problem.all_kv_heads,
-        problem.group,
-        causal,
-        problem.multiprocessors(),
-    )
+    config = configuration(problem)
     tile, n_blocks = config.queries, -(-problem.keys // KEYS)
     single = n_blocks == 1
     summed = 0 if single else problem.all_heads
@@ -75,6 +86,7 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
             f"QUERIES={tile}",
             f"DIRECT={int(config.direct and not single)}",
             f"SINGLE={int(single)}",
+            f"WHOLE={int(config.whole_heads)}",
         )
         backward, prepare, finish, finish_keys = cuda_driver.kernels(
             q.device.index, "cuda_backward.cu", NAMES, defines, SHARED_BYTES
@@ -103,15 +115,17 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
             problem.scale * LOG2_E,
         )
         maps = [tensor_map(x, problem.queries, tile) for x in (q, dout)]
-        maps += [tensor_map(x, problem.keys, 64) for x in (k, v, dk, dv)]
-        others = maps[:2]  # which are read for a single block alone
-        if single:
-            others = [tensor_map(x, problem.queries, rows) for x, rows in ((dq, DQ_ROWS), (out, tile))]
-        launch(backward, unshared + config.shared * config.splits, 384, SHARED_BYTES, [*maps, described, *others])
+        rows = WARP_ROWS if config.whole_heads else 64
+        maps += [tensor_map(x, problem.keys, n) for x, n in ((k, 64), (v, 64), (dk, rows), (dv, rows))]
+        others = maps[:2]  # which are read for a single block and for whole heads alone
+        if single or config.whole_heads:
+            others = [tensor_map(x, problem.queries, n) for x, n in ((dq, WARP_ROWS), (out, tile))]
+        ctas = problem.all_kv_heads if config.whole_heads else unshared + config.shared * config.splits
+        launch(backward, ctas, 384, SHARED_BYTES, [*maps, described, *others])
         if config.shared:
             ctas = config.shared * KEYS * dim // (8 * 256)  # 16 numbers of dv or of dk a thread
             launch(finish_keys, ctas, 256, 0, [Rows.of(dv), Rows.of(dk), described])
-        if not single:
+        if not (single or config.whole_heads):
             launch(finish, helpers, 256, 0, [Rows.of(dq), pointer(dq_sum), *sizes, ctypes.c_float(problem.scale)])
         elif causal:  # tiles that see no key are no CTA's
             zero(dq[:, :, : max(0, problem.queries - problem.keys) // tile * tile])

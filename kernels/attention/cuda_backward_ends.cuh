@@ -9,15 +9,18 @@ DEVICE const Uint4* chunk(const Rows& x, int batch, int head, int row, int colum
 
 constexpr int HELPER_ROWS = TURNED ? BM : 64;  // of a CTA of 256 threads; 16 bytes a thread
 
-// lse, dlse: [B * heads, queries]; dlse may be null. Writes lse2 and delta and zeros the same rows of dq's sum.
+// lse, dlse: [B * heads, queries]; dlse may be null. Writes lse2 and delta and zeros the same rows of dq's sum, but where
+// WHOLE, for there the first block of keys stores what others add to.
 extern "C" __global__ void __launch_bounds__(256)
 attention_cuda_bwd_prepare(const Rows out, const Rows dout, const float* lse, const float* dlse, float* lse2, float* delta, float* dq_sum,
         int queries, int padded, int heads) {
     constexpr int ACROSS = D / 8, AT_ONCE = 256 / ACROSS, PASSES = HELPER_ROWS / AT_ONCE;
     int tiles = padded / HELPER_ROWS, all = blockIdx.x / tiles, start = blockIdx.x % tiles * HELPER_ROWS;
     int batch = all / heads, head = all % heads, column = threadIdx.x % ACROSS * 8;
+#if !WHOLE
     Float4* zeros = (Float4*)(dq_sum + ((long long)all * padded + start) * D);
     for (int i = 0; i < HELPER_ROWS * D / 1024; i++) zeros[i * 256 + threadIdx.x] = {0, 0, 0, 0};
+#endif
     Uint4 a[PASSES], b[PASSES];
 #pragma unroll
     for (int i = 0; i < PASSES; i++) {

@@ -20,15 +20,32 @@ DEVICE void named_sync(int id, int threads) {
 DEVICE void named_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 DEVICE void load_row(const float* from, u32 to, u32 bar, u32 bytes) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %3, [%2];"
                  ::"r"(to), "l"(from), "r"(bar), "r"(bytes) : "memory");
 }
+// The same as tma_load and store_box, of lines that L2 gives up before others.
+#define EVICT_FIRST "{ .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0; "
+DEVICE void tma_load_once(u32 to, const TensorMap* map, int column, int row, int head, int batch, u32 bar) {
+    asm volatile(EVICT_FIRST "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1, {%2,%3,%4,%5}], [%6], policy; }"
+                 ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(bar) : "memory");
+}
+DEVICE void store_box_once(const TensorMap& map, u32 from, int column, int row, int head, int batch) {
+    asm volatile(EVICT_FIRST "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group.L2::cache_hint "
+                 "[%0, {%2, %3, %4, %5}], [%1], policy; }"
+                 ::"l"(&map), "r"(from), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
+}
 DEVICE void store_box(const TensorMap& map, u32 from, int column, int row, int head, int batch) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
                  ::"l"(&map), "r"(from), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
+}
+DEVICE void store_bulk(float* to, u32 from, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+                 ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }
 DEVICE void reduce_bulk(float* to, u32 from, u32 bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
@@ -60,6 +77,12 @@ DEVICE Float2 shared_pair(u32 at) {
 DEVICE Uint4 shared_chunk(u32 at) {
     Uint4 y;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(y.x), "=r"(y.y), "=r"(y.z), "=r"(y.w) : "r"(at)
+                 : "memory");
+    return y;
+}
+DEVICE Float4 shared_four(u32 at) {
+    Float4 y;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(y.x), "=f"(y.y), "=f"(y.z), "=f"(y.w) : "r"(at)
                  : "memory");
     return y;
 }

@@ -186,7 +186,7 @@ def block_of_rows(rows: int) -> int:
 
 def pick_backward(version: str, hopper: str = "", repeatable: bool = False) -> str:
     """The form of the backward that runs. `hopper`: the one for Hopper if it takes the problem; not where results must
-    be `repeatable`. The portable fused form has fewer FLOPs but more traffic (see `fused_backward`)."""
+    be `repeatable` and its own are not. The portable fused form has fewer FLOPs but more traffic (`fused_backward`)."""
     if version != "auto":
         return version
     return hopper if hopper and not repeatable else "separate"
@@ -205,6 +205,8 @@ class CudaBackwardConfig:
     section: how many key heads' CTAs run together, longest first. The last `shared` blocks have `splits` CTAs each.
     direct: dQ is added from registers, not through shared memory by bulk reductions; that of a single block is stored.
     alternate: sections go from the last queries to the first and from the first to the last, in turn.
+    whole_heads: a CTA has all blocks of a key head, one after the other, and casts dQ itself. It is then the same bit
+    for bit in each run.
     """
 
     queries: int
@@ -213,9 +215,11 @@ class CudaBackwardConfig:
     shared: int = 0
     splits: int = 1
     alternate: bool = False
+    whole_heads: bool = False
 
 
-CUDA_BWD_KEYS = 128  # of a CTA of the backward in CUDA C++; as BN in the source
+CUDA_BWD_KEYS = 128  # of a block of the backward in CUDA C++; as BN in the source
+WHOLE_HEADS_BYTES = 40e6  # of fp32 sums, that L2 keeps of its 50 MB on an H100 or H200
 
 
 def cuda_query_tile(dim: int, keys: int, group: int, causal: bool) -> int:
@@ -244,8 +248,12 @@ def pick_cuda_bwd_config(
     With one and shared heads, a section has a CTA to a multiprocessor, and sections alternate: its CTAs are then at
     the same queries all the time, which L2 holds whatever the size of the group. On an H200, 64 heads and 8 key
     heads, 8192 keys: 570 TFLOP/s, against 494 with each query head from its first query on, one after the other.
+
+    Whole heads go to CTAs where there are as many as multiprocessors, or a multiple, and few queries (`_whole_heads`).
     """
     direct = dim == 64
+    if dim == 128 and keys > CUDA_BWD_KEYS and _whole_heads(queries, dim, kv_heads, group, causal, multiprocessors):
+        return CudaBackwardConfig(64, 1, direct, whole_heads=True)
     tile, blocks = cuda_query_tile(dim, keys, group, causal), triton.cdiv(keys, CUDA_BWD_KEYS)
     if not causal:
         shares = _pick_shares(blocks * kv_heads, triton.cdiv(queries, tile) * group, multiprocessors)
@@ -256,6 +264,16 @@ def pick_cuda_bwd_config(
     most = max(1, min(kv_heads, 16 * 2**20 // (8 * dim * queries)))
     least = most // 2 + 1
     return CudaBackwardConfig(tile, min(range(most, least - 1, -1), key=lambda s: -kv_heads % s), direct)
+
+
+def _whole_heads(queries: int, dim: int, kv_heads: int, group: int, causal: bool, multiprocessors: int) -> bool:
+    """Whether CTAs with a key head each keep nine tenths of the multiprocessors busy, and whether L2 keeps dQ's fp32
+    sums, which all heads that run at once go over for each block of keys, under a causal mask half of them in the mean.
+    Memory is slower than the products: a visit to a tile of 64 queries is 96 KB, of which 64 are its sum, read and
+    written."""
+    rounds = triton.cdiv(kv_heads, multiprocessors)
+    sums = min(kv_heads, multiprocessors) * group * queries * 4 * dim / (2 if causal else 1)
+    return kv_heads >= 0.9 * rounds * multiprocessors and sums <= WHOLE_HEADS_BYTES
 
 
 def _pick_shares(blocks: int, tiles: int, multiprocessors: int) -> tuple[int, int]:

@@ -8,7 +8,7 @@ import torch
 
 from . import dispatch
 from .backward import separate_bwd
-from .cuda_backward import cuda_bwd
+from .cuda_backward import cuda_bwd, cuda_bwd_repeats
 from .cuda_forward import cuda_fwd, cuda_refuses
 from .cuda_fp8 import fp8_fwd, fp8_refuses
 from .delta import Saved
@@ -149,7 +149,7 @@ def _everything(
     refused = cuda_refuses(problem, saved.out, saved.dout, dq, dk, dv) if version in ("auto", "cuda") else "not asked"
     if version == "cuda" and refused:
         raise RuntimeError(f'attention: backward="cuda" cannot run here: {refused}')
-    # 1: nothing but a warning is wanted. A single block of keys is the same each time in CUDA C++ too.
-    repeatable = torch.get_deterministic_debug_mode() == 2 and problem.keys > dispatch.CUDA_BWD_KEYS
+    # 1: nothing but a warning is wanted.
+    repeatable = torch.get_deterministic_debug_mode() == 2 and (refused is not None or not cuda_bwd_repeats(problem))
     form = dispatch.pick_backward(version, "" if refused else "cuda", repeatable)
     {"cuda": cuda_bwd, "fused": fused_bwd, "separate": separate_bwd}[form](problem, saved, dq, dk, dv)

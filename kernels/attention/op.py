@@ -60,8 +60,8 @@ def attention(
     Returns out, in shape and dtype of q and in its memory order (row-major if q is copied). A query that sees no key
     has out 0, lse −inf and no gradient. Sums are fp32; p and ds are rounded to the dtype for the matrix products, as in
     FlashAttention. Saved for the backward: q, k, v, out, lse. Results are the same bit for bit in each run, but for dq
-    of backward "cuda", whose sums have no fixed order: under torch.use_deterministic_algorithms(True) "auto" does not
-    pick it.
+    of backward "cuda", whose sums have no fixed order where several CTAs add to them: there "auto" does not pick it
+    under torch.use_deterministic_algorithms(True).
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
     outside Triton's interpreter, or for a version that this GPU or problem does not have.
