@@ -10,6 +10,7 @@
 // belongs to an element of q crosses memory in 8 bytes (q, dout, out, dq), not in 18 (dout twice, the sum in and out).
 // Where a CTA has all blocks of keys of a head, one after the other (WHOLE, cuda_backward_whole.cuh), it knows the first
 // and the last visit to a tile of queries: `prepare` zeros nothing, and `finish` is not called.
+// Many blocks of keys without a mask at D = 64 (CHAINED): a CTA stays on each SM and does one after another.
 //
 // `backward`: a CTA owns 128 keys and goes over the queries that see them, 128 (D = 64), 64 or 80 (D = 128) at a time.
 // One warp loads by TMA; two warp groups own 64 keys each: dk and dv stay in their registers.
@@ -62,6 +63,9 @@ constexpr int SLABS = D / 64;           // a row of 64 columns is the 128 bytes 
 #endif
 #ifndef WHOLE  // 1: a CTA has all blocks of keys of a head; with DIRECT = 0
 #define WHOLE 0
+#endif
+#ifndef CHAINED  // 1: a CTA does blocks of keys one after the other; D = 64, without a mask, with DIRECT = 1
+#define CHAINED 0
 #endif
 #define V_IN_REGISTERS (HEAD_DIM == 64 && !SINGLE)  // there is room, and shared memory is not asked for it again
 constexpr int Q_STAGES = TIGHT || SINGLE ? 2 : 3, DO_STAGES = DIRECT ? 3 : 2;
@@ -209,6 +213,7 @@ DEVICE void score_gradients(const float (&s)[BM / 2], const float (&dp)[BM / 2],
     }
 }
 
+#if !CHAINED  // else cuda_backward_chained.cuh has a loop and a kernel of its own
 DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const TensorMap& dq_map, const Problem& p,
                     const Work& w, Progress& now, u32 base) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
@@ -486,4 +491,7 @@ attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const __grid_constan
     }
 }
 
+#endif
+
 #include "cuda_backward_ends.cuh"
+#include "cuda_backward_chained.cuh"

@@ -1,9 +1,10 @@
 """The fused backward for Hopper in CUDA C++ (cuda_backward.cu): one pass over the tiles makes dQ, dK and dV.
 
 Three launches: what the main kernel needs of each query, the main kernel, and dQ's cast; where the last round of CTAs
-is shared out, a fourth adds up its dK and dV. Up to 128 keys each query is one CTA's alone: the main kernel then does
-the work of the first and of the third itself, and needs no memory beside the results and shares. Where a CTA has whole
-heads it does the work of the third.
+is shared out, a fourth adds up its dK and dV. Many blocks of keys without a mask at D = 64 go to CTAs that stay and do
+one after the other (cuda_backward_chained.cuh). Where a CTA has whole heads at D = 128 (cuda_backward_whole.cuh) it
+casts dQ itself. Up to 128 keys each query is one CTA's alone: the main kernel then does the work of the first and of
+the third launch, and needs no memory beside the results and shares.
 
 Memory beside the results: fp32 dQ, 4·D bytes a query and head, and 8 bytes a query and head.
 CTAs add to that dQ in no fixed order: dQ is not the same bit for bit in each run, unless a CTA has all keys of a head;
@@ -73,6 +74,7 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
     m_tiles = -(-problem.queries // tile)
     padded = m_tiles * tile
     unshared = problem.all_kv_heads * n_blocks - config.shared
+    ctas = unshared + config.shared * config.splits
     dq_sum = torch.empty(summed, padded, dim, dtype=torch.float32, device=q.device)
     parts = torch.empty(config.shared * config.splits, 2, KEYS, dim, dtype=torch.float32, device=q.device)
     lse2, delta = torch.empty(2, summed, padded, dtype=torch.float32, device=q.device)
@@ -87,6 +89,7 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
             f"DIRECT={int(config.direct and not single)}",
             f"SINGLE={int(single)}",
             f"WHOLE={int(config.whole_heads)}",
+            f"CHAINED={int(config.chained)}",
         )
         backward, prepare, finish, finish_keys = cuda_driver.kernels(
             q.device.index, "cuda_backward.cu", NAMES, defines, SHARED_BYTES
@@ -115,13 +118,17 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
             problem.scale * LOG2_E,
         )
         maps = [tensor_map(x, problem.queries, tile) for x in (q, dout)]
-        rows = WARP_ROWS if config.whole_heads else 64
-        maps += [tensor_map(x, problem.keys, n) for x, n in ((k, 64), (v, 64), (dk, rows), (dv, rows))]
-        others = maps[:2]  # which are read for a single block and for whole heads alone
-        if single or config.whole_heads:
-            others = [tensor_map(x, problem.queries, n) for x, n in ((dq, WARP_ROWS), (out, tile))]
-        ctas = problem.all_kv_heads if config.whole_heads else unshared + config.shared * config.splits
-        launch(backward, ctas, 384, SHARED_BYTES, [*maps, described, *others])
+        maps += [tensor_map(x, problem.keys, 64) for x in (k, v)]
+        if config.chained:
+            ctas = min(ctas, problem.multiprocessors())
+            arguments = [*maps, Rows.of(dk), Rows.of(dv), described]
+        else:
+            others = maps[:2]  # which are read for a single block and for whole heads alone
+            if single or config.whole_heads:
+                others = [tensor_map(x, problem.queries, rows) for x, rows in ((dq, WARP_ROWS), (out, tile))]
+            rows = WARP_ROWS if config.whole_heads else 64
+            arguments = [*maps, *(tensor_map(x, problem.keys, rows) for x in (dk, dv)), described, *others]
+        launch(backward, problem.all_kv_heads if config.whole_heads else ctas, 384, SHARED_BYTES, arguments)
         if config.shared:
             ctas = config.shared * KEYS * dim // (8 * 256)  # 16 numbers of dv or of dk a thread
             launch(finish_keys, ctas, 256, 0, [Rows.of(dv), Rows.of(dk), described])

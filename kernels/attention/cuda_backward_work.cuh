@@ -22,8 +22,8 @@ struct Work {
     int head, batch, first_key, low, begin, tiles, part;  // `part`: which place of `parts` dv and dk go to, or -1
     bool down;                                            // from the last queries to the first
 
-    DEVICE explicit Work(const Problem& p) {
-        int index = blockIdx.x, share = 0, shares = 1;
+    DEVICE explicit Work(const Problem& p, int index = blockIdx.x) {
+        int share = 0, shares = 1;
         part = -1;
         if (!WHOLE && index >= p.whole) {
             part = index - p.whole;

@@ -207,6 +207,7 @@ class CudaBackwardConfig:
     alternate: sections go from the last queries to the first and from the first to the last, in turn.
     whole_heads: a CTA has all blocks of a key head, one after the other, and casts dQ itself. It is then the same bit
     for bit in each run.
+    chained: there is a CTA to a multiprocessor, which does one block or share after the other without a pause.
     """
 
     queries: int
@@ -216,6 +217,7 @@ class CudaBackwardConfig:
     splits: int = 1
     alternate: bool = False
     whole_heads: bool = False
+    chained: bool = False
 
 
 CUDA_BWD_KEYS = 128  # of a block of the backward in CUDA C++; as BN in the source
@@ -240,7 +242,8 @@ def cuda_query_tile(dim: int, keys: int, group: int, causal: bool) -> int:
 def pick_cuda_bwd_config(
     queries: int, keys: int, dim: int, kv_heads: int, group: int, causal: bool, multiprocessors: int
 ) -> CudaBackwardConfig:
-    """Without a mask all CTAs take as long: heads go one by one, and the last round is shared out over all SMs.
+    """Without a mask all CTAs take as long: heads go one by one, and the last round is shared out over all SMs. At
+    D = 64, where shared memory has room for the keys of two blocks, one round of chains takes the place of several.
 
     With one, a few heads at a time, as long as their q, dout and fp32 dQ fit a third of L2; a last section of fewer
     heads would begin long CTAs late, so the count that leaves the fewest over. `kv_heads` of all batches.
@@ -256,8 +259,9 @@ def pick_cuda_bwd_config(
         return CudaBackwardConfig(64, 1, direct, whole_heads=True)
     tile, blocks = cuda_query_tile(dim, keys, group, causal), triton.cdiv(keys, CUDA_BWD_KEYS)
     if not causal:
-        shares = _pick_shares(blocks * kv_heads, triton.cdiv(queries, tile) * group, multiprocessors)
-        return CudaBackwardConfig(tile, 1, direct, *shares)
+        shared, splits = _pick_shares(blocks * kv_heads, triton.cdiv(queries, tile) * group, multiprocessors)
+        chained = dim == 64 and blocks > 1 and blocks * kv_heads + shared * (splits - 1) > multiprocessors
+        return CudaBackwardConfig(tile, 1, direct, shared, splits, chained=chained)
     if group > 1:
         section = max(1, min(kv_heads, round(multiprocessors / blocks)))
         return CudaBackwardConfig(tile, section, direct, alternate=True)

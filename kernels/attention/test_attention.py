@@ -15,6 +15,7 @@ from . import (
     attention,
     band,
     cuda_backward,
+    cuda_driver,
     cuda_forward,
     cuda_fp8,
     delta,
@@ -510,10 +511,56 @@ def test_shared_blocks_of_the_backward_in_cuda(dim, tile, monkeypatch):
     leaves = [normal(1, heads, rows, dim, dtype=torch.float16) for heads, rows in ((6, 405), (2, 517), (2, 517))]
     attend(leaves, "cuda")
     other = everything(attention, leaves, backward="separate")
-    for shared, splits in ((1, 2), (7, 5), (10, 9)):
-        config = dispatch.CudaBackwardConfig(tile, 1, dim == 64, shared, splits)
+    monkeypatch.setattr(Problem, "multiprocessors", lambda self: 3)
+    for (shared, splits), chained in itertools.product(((1, 2), (7, 5), (10, 9)), {False, dim == 64}):
+        config = dispatch.CudaBackwardConfig(tile, 1, dim == 64, shared, splits, chained=chained)
         monkeypatch.setattr(dispatch, "pick_cuda_bwd_config", lambda *_, config=config: config)
         near(everything(attention, leaves, backward="cuda"), other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("keys", [129, 1000, 20_000])
+@pytest.mark.parametrize("queries", [1, 100, 564, 700])
+def test_chains_of_the_backward_in_cuda(queries, keys, group, dtype, monkeypatch):
+    """On few multiprocessors, so that chains are long; of one tile a block and of many; with shares at the end of a
+    chain or without. Against the portable backward in fp32. Memory is NaN before, and stays so beyond the rows."""
+    on_hopper(64, False, dtype)
+    q, k, v = (
+        normal(2, rows, heads, 64, dtype=dtype).transpose(1, 2)
+        for rows, heads in ((queries, 2 * group), (keys, 2), (keys, 2))
+    )
+    out, lse = attend([q, k, v], "cuda")
+    dout = torch.randn_like(out)
+    exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
+    wanted = torch.autograd.grad(attention(*exact, forward="portable", backward="separate"), exact, dout.float())
+    problem, saved = Problem(q, k, v, 64**-0.5, -1, -1, keys), delta.Saved(out, lse, None, dout, None)
+    for multiprocessors in (1, 3, 7):
+        monkeypatch.setattr(Problem, "multiprocessors", lambda self, count=multiprocessors: count)
+        grads = [torch.full((*x.shape[:2], x.shape[2] + 60, 64), math.nan).to(x) for x in (q, k, v)]
+        poison = [torch.full((size,), math.nan, device="cuda") for size in (1 << 20, 1 << 22, 1 << 24)]
+        del poison
+        cuda_backward.cuda_bwd(problem, saved, *(x[:, :, :-60] for x in grads))
+        near([x[:, :, :-60].float() for x in grads], wanted)
+        assert all(x[:, :, -60:].isnan().all() for x in grads)
+
+
+@pytest.mark.gpu
+def test_chains_of_the_backward_in_cuda_change_nothing(monkeypatch):
+    """dK and dV are those of a CTA for each block bit for bit, and the same in each run."""
+    on_hopper(64, False, torch.bfloat16)
+    shapes = ((4, 564), (2, 2999), (2, 2999))
+    leaves = [normal(2, heads, rows, 64, dtype=torch.bfloat16) for heads, rows in shapes]
+    attend(leaves, "cuda")
+    monkeypatch.setattr(Problem, "multiprocessors", lambda self: 5)
+    found = []
+    for chained in (False, True, True, True):
+        config = dispatch.CudaBackwardConfig(128, 1, True, 3, 4, chained=chained)
+        monkeypatch.setattr(dispatch, "pick_cuda_bwd_config", lambda *_, config=config: config)
+        found.append(everything(attention, leaves, backward="cuda"))
+    for _, _, _, dk, dv in found[1:]:
+        assert torch.equal(dk, found[0][3]) and torch.equal(dv, found[0][4])
 
 
 @pytest.mark.gpu
@@ -619,6 +666,59 @@ def test_shares_of_the_backward_in_cuda(dim, causal):
         assert config.direct == (dim == 64)
         assert config.queries != 80 or (dim == 128 and keys > 128)
         assert config.queries % cuda_backward.helper_rows(config.queries) == 0
+        # Shared memory has room for a second block's keys at D = 64 alone.
+        rounds = blocks + config.shared * (config.splits - 1) > 132
+        assert config.chained == (dim == 64 and not causal and keys > 128 and rounds)
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_the_backward_in_cuda_is_told(chained, dtype, monkeypatch):
+    """Launched on nothing. A chain has a CTA to a multiprocessor and stores dK and dV from registers."""
+    compiled, launched = [], []
+    monkeypatch.setattr(cuda_driver, "kernels", lambda *arguments: compiled.append(arguments) or (None,) * 4)
+    monkeypatch.setattr(cuda_backward, "tensor_map", lambda *arguments: arguments)
+    monkeypatch.setattr(cuda_backward, "launch", lambda *arguments: launched.append(arguments))
+    monkeypatch.setattr(Problem, "multiprocessors", lambda self: 4 if chained else 100)
+    q, k, v = (normal(2, heads, rows, 64, dtype=dtype) for heads, rows in ((6, 1000), (2, 600), (2, 600)))
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    saved = delta.Saved(torch.empty_like(q), torch.empty(2, 6, 1000, device=DEVICE), None, torch.empty_like(q), None)
+    cuda_backward.cuda_bwd(Problem(q, k, v, 0.125, -1, -1, 515), saved, dq, dk, dv)
+    ((_, source, names, defines, room),) = compiled
+    assert (source, names, room) == ("cuda_backward.cu", cuda_backward.NAMES, 232_448)
+    sizes = ("HEAD_DIM=64", "IS_CAUSAL=0", f"FP16={int(dtype == torch.float16)}", "QUERIES=128")
+    assert defines == (*sizes, "DIRECT=1", "SINGLE=0", "WHOLE=0", f"CHAINED={int(chained)}")
+    # 20 blocks of 24 tiles: five rounds of four, or, with more multiprocessors, shares of less than a round.
+    told = next(x for x in launched[1][4] if isinstance(x, cuda_backward._Problem))
+    assert (told.queries, told.keys, told.m_tiles, told.n_blocks) == (1000, 515, 8, 5)
+    assert (told.kv_heads, told.group, told.all_kv_heads, told.section) == (2, 3, 4, 1)
+    assert (told.whole, told.splits) == ((20, 1) if chained else (0, 5))
+    assert len(launched) == (3 if chained else 4)
+    assert launched[1][1:4] == (4 if chained else 100, 384, room)
+    made = [x for x in launched[1][4] if isinstance(x, tuple)]
+    loaded = [(q, 1000, 128), (saved.dout, 1000, 128), (k, 515, 64), (v, 515, 64)]
+    if chained:
+        rows = [x for x in launched[1][4] if isinstance(x, cuda_driver.Rows)]
+        assert [x[1:] for x in made] == [x[1:] for x in loaded]
+        assert [x.at for x in rows] == [dk.data_ptr(), dv.data_ptr()]
+        assert [(x.batch, x.head, x.row) for x in rows] == [dk.stride()[:3], dv.stride()[:3]]
+        assert launched[1][4] == [*made, *rows, told]
+    else:
+        assert [x[1:] for x in made[:6]] == [x[1:] for x in [*loaded, (dk, 515, 64), (dv, 515, 64)]]
+        assert launched[1][4] == [*made[:6], told, *made[:2]]
+    assert all(x[0] is y[0] for x, y in zip(made, loaded, strict=False))
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "heads", "chained"),
+    [(564, 64_000, 8, True), (11_000, 10_000, 32, True), (564, 1000, 512, True), (2048, 2048, 8, False)],
+)
+def test_where_the_backward_in_cuda_is_chained(queries, keys, heads, chained):
+    """At D = 64, where there are more blocks and shares than multiprocessors, of more than one block of keys."""
+    assert dispatch.pick_cuda_bwd_config(queries, keys, 64, heads, 1, False, 132).chained == chained
+    assert not dispatch.pick_cuda_bwd_config(queries, 128, 64, heads, 1, False, 132).chained
+    assert not dispatch.pick_cuda_bwd_config(queries, keys, 128, heads, 1, False, 132).chained
+    assert not dispatch.pick_cuda_bwd_config(queries, keys, 64, heads, 1, True, 132).chained
 
 
 @pytest.mark.parametrize(
