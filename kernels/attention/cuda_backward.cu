@@ -11,6 +11,7 @@
 // Where a CTA has all blocks of keys of a head, one after the other (WHOLE, cuda_backward_whole.cuh), it knows the first
 // and the last visit to a tile of queries: `prepare` zeros nothing, and `finish` is not called.
 // Many blocks of keys without a mask at D = 64 (CHAINED): a CTA stays on each SM and does one after another.
+// With ROLES (cuda_backward_roles.cuh) CTAs of `backward` itself do the work of the first and of the last.
 //
 // `backward`: a CTA owns 128 keys and goes over the queries that see them, 128 (D = 64), 64 or 80 (D = 128) at a time.
 // One warp loads by TMA; two warp groups own 64 keys each: dk and dv stay in their registers.
@@ -67,6 +68,9 @@ constexpr int SLABS = D / 64;           // a row of 64 columns is the 128 bytes 
 #ifndef CHAINED  // 1: a CTA does blocks of keys one after the other; D = 64, without a mask, with DIRECT = 1
 #define CHAINED 0
 #endif
+#ifndef ROLES  // 1: CTAs of the same launch do what `prepare` and `finish` do; with DIRECT = 0
+#define ROLES 0
+#endif
 #define V_IN_REGISTERS (HEAD_DIM == 64 && !SINGLE)  // there is room, and shared memory is not asked for it again
 constexpr int Q_STAGES = TIGHT || SINGLE ? 2 : 3, DO_STAGES = DIRECT ? 3 : 2;
 constexpr int CONSUMER_WARPS = 8;
@@ -91,12 +95,15 @@ constexpr u32 SUM_FULL = V_EMPTY + 8, SHARED_END = WHOLE ? SUM_FULL + 8 * CONSUM
 static_assert(BM == 128 ? D == 64 : D == 128 && (BM == 64 || (BM == 80 && !DIRECT)), "64 by 128, 128 by 64 or 80");
 static_assert(!SINGLE || (PIECE == 16 * 64 && !DIRECT), "a warp's part of dq is a box of rows that TMA swizzles");
 static_assert(!WHOLE || (BM == 64 && !DIRECT && !SINGLE), "a warp's part of dq is a box of rows, and an fp32 sum");
+static_assert(!ROLES || (D == 128 && !DIRECT && !SINGLE && !WHOLE), "tiles of 64 or 80 queries, summed by all");
 static_assert(SHARED_END + 1024 <= 232448, "a CTA has 227 KB of shared memory, and 1 KB goes to the alignment");
 
 #include "cuda_backward_work.cuh"
 
-DEVICE void produce(const TensorMap& q_map, const TensorMap& do_map, const TensorMap& k_map,
-                                        const TensorMap& v_map, const Problem& p, const Work& w, u32 base) {
+// `await` is called before the first of lse and delta is loaded.
+template <class Await>
+DEVICE void produce(const TensorMap& q_map, const TensorMap& do_map, const TensorMap& k_map, const TensorMap& v_map,
+                    const Problem& p, const Work& w, u32 base, Await await) {
     auto load_keys = [&](const TensorMap& map, u32 at, u32 bar) {
         bar_expect(base + bar, K_BYTES);
         for (int slab = 0; slab < SLABS; slab++)
@@ -117,6 +124,7 @@ DEVICE void produce(const TensorMap& q_map, const TensorMap& do_map, const Tenso
         bar_expect(bar, Q_BYTES + BM * 4);
         for (int slab = 0; slab < SLABS; slab++)
             tma_load(base + Q_AT + q.slot * Q_BYTES + slab * Q_SLAB, &q_map, slab * 64, row, head, w.batch, bar);
+        if (t == 0) await();
         load_row(p.lse2 + at, base + LSE_AT + q.slot * BM * 4, bar, BM * 4);
         if (t == 0) load_keys(v_map, V_AT, V_FULL);
         bar = base + DO_FULL + 8 * g.slot;
@@ -134,6 +142,7 @@ DEVICE void anew(u32& at) { asm volatile("" : "+r"(at)); }
 
 #include "cuda_backward_single.cuh"
 #include "cuda_backward_whole.cuh"
+#include "cuda_backward_roles.cuh"
 
 // --------------------------------------------------------------------------------------------- consumers
 
@@ -456,9 +465,19 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map,
          const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
          const __grid_constant__ TensorMap dk_map, const __grid_constant__ TensorMap dv_map, const Problem p,
-         const __grid_constant__ TensorMap dq_map, const __grid_constant__ TensorMap out_map) {  // read where SINGLE
+         const __grid_constant__ TensorMap dq_map, const __grid_constant__ TensorMap out_map  // SINGLE, WHOLE, ROLES
+#if ROLES
+         , const __grid_constant__ Roles roles) {
+#else
+         ) {
+#endif
     extern __shared__ char memory[];
     const u32 base = (shared_address(memory) + 1023) & ~1023u;
+#if ROLES
+    const Place place(roles);
+    if (place.role == PREPARE) return prepare_span(out_map, do_map, p, roles, place, base);
+    if (place.role == FINISH) return finish_span(dq_map, p, roles, place, base);
+#endif
     if (threadIdx.x == 0) {
         auto init = [&](u32 bar, int slots, u32 arrivals) {
             for (int i = 0; i < slots; i++) bar_init(base + bar + 8 * i, arrivals);
@@ -471,7 +490,11 @@ attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const __grid_constan
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
+#if ROLES
+    Work w(p, place.item);
+#else
     Work w(p);
+#endif
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
 #if SINGLE
@@ -480,7 +503,12 @@ attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const __grid_constan
 #elif WHOLE
         if (threadIdx.x == 0) produce_whole(q_map, do_map, k_map, v_map, p, w, base);
 #else
-        if (threadIdx.x == 0) produce(q_map, do_map, k_map, v_map, p, w, base);
+        auto await = [&] {
+#if ROLES
+            wait_for(roles.ready + place.span, place.awaited);
+#endif
+        };
+        if (threadIdx.x == 0) produce(q_map, do_map, k_map, v_map, p, w, base, await);
 #endif
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
@@ -488,6 +516,9 @@ attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const __grid_constan
         do consume(dk_map, dv_map, dq_map, p, w, now, base);
         while (WHOLE && next_block(w, p));
         if (WHOLE && threadIdx.x % 32 == 0) bulk_wait();
+#if ROLES
+        if (threadIdx.x % 32 == 0) announce(roles.done + place.span);
+#endif
     }
 }
 

@@ -1,10 +1,12 @@
 """The fused backward for Hopper in CUDA C++ (cuda_backward.cu): one pass over the tiles makes dQ, dK and dV.
 
 Three launches: what the main kernel needs of each query, the main kernel, and dQ's cast; where the last round of CTAs
-is shared out, a fourth adds up its dK and dV. Many blocks of keys without a mask at D = 64 go to CTAs that stay and do
-one after the other (cuda_backward_chained.cuh). Where a CTA has whole heads at D = 128 (cuda_backward_whole.cuh) it
-casts dQ itself. Up to 128 keys each query is one CTA's alone: the main kernel then does the work of the first and of
-the third launch, and needs no memory beside the results and shares.
+is shared out, a fourth adds up its dK and dV. At D = 128 CTAs of the main launch do the work of the other two for some
+heads while others multiply (cuda_backward_roles.cuh); counters in device memory, zeroed before, say how far they are.
+Where a CTA has whole heads (cuda_backward_whole.cuh) it casts dQ itself. Many blocks of keys without a mask at D = 64
+go to CTAs that stay and do one after the other (cuda_backward_chained.cuh). Up to 128 keys each query is one CTA's
+alone: the main kernel then does the work of the first and of the third launch, and needs no memory beside the results
+and shares.
 
 Memory beside the results: fp32 dQ, 4·D bytes a query and head, and 8 bytes a query and head.
 CTAs add to that dQ in no fixed order: dQ is not the same bit for bit in each run, unless a CTA has all keys of a head;
@@ -17,8 +19,8 @@ import ctypes
 
 import torch
 
-from . import cuda_driver, dispatch
-from .cuda_driver import Rows, launch, pointer, tensor_map
+from . import cuda_backward_roles, cuda_driver, dispatch
+from .cuda_driver import Rows, clear, launch, pointer, tensor_map
 from .delta import Saved
 from .dispatch import CUDA_BWD_KEYS as KEYS
 from .hopper import whole
@@ -78,6 +80,11 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
     dq_sum = torch.empty(summed, padded, dim, dtype=torch.float32, device=q.device)
     parts = torch.empty(config.shared * config.splits, 2, KEYS, dim, dtype=torch.float32, device=q.device)
     lse2, delta = torch.empty(2, summed, padded, dtype=torch.float32, device=q.device)
+    plan = None
+    if config.span:
+        heads, multiprocessors = problem.all_kv_heads, problem.multiprocessors()
+        plan = cuda_backward_roles.plan(config, heads, problem.group, m_tiles, n_blocks, multiprocessors)
+        counters = torch.empty(2, plan.spans, dtype=torch.int32, device=q.device)
     sizes = [ctypes.c_int(x) for x in (problem.queries, padded, q.shape[1])]
     helpers = problem.all_heads * (padded // helper_rows(tile))
     with torch.cuda.device_of(q):
@@ -90,13 +97,14 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
             f"SINGLE={int(single)}",
             f"WHOLE={int(config.whole_heads)}",
             f"CHAINED={int(config.chained)}",
+            f"ROLES={int(plan is not None)}",
         )
         backward, prepare, finish, finish_keys = cuda_driver.kernels(
             q.device.index, "cuda_backward.cu", NAMES, defines, SHARED_BYTES
         )
         incoming = [Rows.of(out), Rows.of(dout), pointer(saved.lse), pointer(saved.dlse)]
         terms = [pointer(lse2), pointer(delta), pointer(dq_sum)]
-        if not single:
+        if not (single or plan):
             launch(prepare, helpers, 256, 0, [*incoming, *terms, *sizes])
         described = _Problem(
             dq_sum.data_ptr(),
@@ -123,16 +131,20 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
             ctas = min(ctas, problem.multiprocessors())
             arguments = [*maps, Rows.of(dk), Rows.of(dv), described]
         else:
-            others = maps[:2]  # which are read for a single block and for whole heads alone
-            if single or config.whole_heads:
-                others = [tensor_map(x, problem.queries, rows) for x, rows in ((dq, WARP_ROWS), (out, tile))]
+            others = maps[:2]  # which are not read where `prepare` and `finish` are launched
+            if single or config.whole_heads or plan:
+                rows = tile if plan else WARP_ROWS
+                others = [tensor_map(x, problem.queries, n) for x, n in ((dq, rows), (out, tile))]
             rows = WARP_ROWS if config.whole_heads else 64
             arguments = [*maps, *(tensor_map(x, problem.keys, rows) for x in (dk, dv)), described, *others]
+        if plan:
+            clear(counters)
+            ctas, arguments = plan.ctas, [*arguments, plan.told(saved.lse, saved.dlse, counters)]
         launch(backward, problem.all_kv_heads if config.whole_heads else ctas, 384, SHARED_BYTES, arguments)
         if config.shared:
             ctas = config.shared * KEYS * dim // (8 * 256)  # 16 numbers of dv or of dk a thread
             launch(finish_keys, ctas, 256, 0, [Rows.of(dv), Rows.of(dk), described])
-        if not (single or config.whole_heads):
+        if not (single or config.whole_heads or plan):
             launch(finish, helpers, 256, 0, [Rows.of(dq), pointer(dq_sum), *sizes, ctypes.c_float(problem.scale)])
-        elif causal:  # tiles that see no key are no CTA's
+        elif causal and not plan:  # tiles that see no key are no CTA's
             zero(dq[:, :, : max(0, problem.queries - problem.keys) // tile * tile])

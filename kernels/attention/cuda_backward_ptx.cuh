@@ -64,6 +64,17 @@ DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memo
 DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
+// Counters that CTAs share.
+DEVICE u32 load_acquire(const u32* at) {
+    u32 x;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
+    return x;
+}
+DEVICE void add_release(u32* at, u32 x) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(at), "r"(x) : "memory");
+}
+DEVICE void doze(u32 nanoseconds) { asm volatile("nanosleep.u32 %0;" ::"r"(nanoseconds) : "memory"); }
+
 DEVICE Float2 unpack(u32 x) {
 #if FP16
     Float2 y;
@@ -73,6 +84,11 @@ DEVICE Float2 unpack(u32 x) {
 #else
     return {__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)};
 #endif
+}
+DEVICE float shared_one(u32 at) {
+    float y;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(y) : "r"(at) : "memory");
+    return y;
 }
 DEVICE Float2 shared_pair(u32 at) {
     Float2 y;

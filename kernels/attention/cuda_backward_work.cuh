@@ -22,8 +22,8 @@ struct Work {
     int head, batch, first_key, low, begin, tiles, part;  // `part`: which place of `parts` dv and dk go to, or -1
     bool down;                                            // from the last queries to the first
 
-    DEVICE explicit Work(const Problem& p, int index = blockIdx.x) {
-        int share = 0, shares = 1;
+    DEVICE explicit Work(const Problem& p, int cta = blockIdx.x) {
+        int index = cta, share = 0, shares = 1;
         part = -1;
         if (!WHOLE && index >= p.whole) {
             part = index - p.whole;
@@ -32,7 +32,7 @@ struct Work {
         // Sections of heads whose queries, gradients and sums fit L2; in each, the longest work first.
         int of_section = p.section * p.n_blocks, section = index / of_section, i = index % of_section;
         int heads = min(p.section, p.all_kv_heads - section * p.section);
-        int all = WHOLE ? blockIdx.x : section * p.section + i % heads;
+        int all = WHOLE ? cta : section * p.section + i % heads;
         batch = all / p.kv_heads, head = all % p.kv_heads;
         first_key = SINGLE || WHOLE ? 0 : i / heads * BN;
         low = first_tile(p, first_key);

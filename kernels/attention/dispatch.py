@@ -208,6 +208,8 @@ class CudaBackwardConfig:
     whole_heads: a CTA has all blocks of a key head, one after the other, and casts dQ itself. It is then the same bit
     for bit in each run.
     chained: there is a CTA to a multiprocessor, which does one block or share after the other without a pause.
+    span: what the main kernel needs of each query is made, and dQ is cast, by CTAs of its own launch, for so many key
+    heads at a time, while others multiply those before. 0: by launches of their own.
     """
 
     queries: int
@@ -218,8 +220,10 @@ class CudaBackwardConfig:
     alternate: bool = False
     whole_heads: bool = False
     chained: bool = False
+    span: int = 0
 
 
+CUDA_BWD_SPANS = 61  # of heads at most, in a launch of several roles; with LAG as MOST_ROUNDS in the source
 CUDA_BWD_KEYS = 128  # of a block of the backward in CUDA C++; as BN in the source
 WHOLE_HEADS_BYTES = 40e6  # of fp32 sums, that L2 keeps of its 50 MB on an H100 or H200
 
@@ -252,22 +256,39 @@ def pick_cuda_bwd_config(
     the same queries all the time, which L2 holds whatever the size of the group. On an H200, 64 heads and 8 key
     heads, 8192 keys: 570 TFLOP/s, against 494 with each query head from its first query on, one after the other.
 
+    At D = 128 CTAs of the same launch prepare and finish spans of heads (`_pick_span`). What is done for the first and
+    the last has nothing to run beside: sections that do not alternate are no more than a quarter of the heads.
+
     Whole heads go to CTAs where there are as many as multiprocessors, or a multiple, and few queries (`_whole_heads`).
     """
     direct = dim == 64
-    if dim == 128 and keys > CUDA_BWD_KEYS and _whole_heads(queries, dim, kv_heads, group, causal, multiprocessors):
+    roles = dim == 128 and keys > CUDA_BWD_KEYS
+    if roles and _whole_heads(queries, dim, kv_heads, group, causal, multiprocessors):
         return CudaBackwardConfig(64, 1, direct, whole_heads=True)
     tile, blocks = cuda_query_tile(dim, keys, group, causal), triton.cdiv(keys, CUDA_BWD_KEYS)
+
+    def span(section: int) -> int:
+        return _pick_span(section, kv_heads, blocks, multiprocessors) if roles else 0
+
     if not causal:
         shared, splits = _pick_shares(blocks * kv_heads, triton.cdiv(queries, tile) * group, multiprocessors)
         chained = dim == 64 and blocks > 1 and blocks * kv_heads + shared * (splits - 1) > multiprocessors
-        return CudaBackwardConfig(tile, 1, direct, shared, splits, chained=chained)
+        return CudaBackwardConfig(tile, 1, direct, shared, splits, chained=chained, span=span(1))
     if group > 1:
         section = max(1, min(kv_heads, round(multiprocessors / blocks)))
-        return CudaBackwardConfig(tile, section, direct, alternate=True)
-    most = max(1, min(kv_heads, 16 * 2**20 // (8 * dim * queries)))
+        return CudaBackwardConfig(tile, section, direct, alternate=True, span=span(section))
+    most = max(1, min(triton.cdiv(kv_heads, 4) if roles else kv_heads, 16 * 2**20 // (8 * dim * queries)))
     least = most // 2 + 1
-    return CudaBackwardConfig(tile, min(range(most, least - 1, -1), key=lambda s: -kv_heads % s), direct)
+    section = min(range(most, least - 1, -1), key=lambda s: -kv_heads % s)
+    return CudaBackwardConfig(tile, section, direct, span=span(section))
+
+
+def _pick_span(section: int, kv_heads: int, blocks: int, multiprocessors: int) -> int:
+    """Key heads of a span, as many sections as have a CTA for nine tenths of the multiprocessors: what a span waits for
+    then began more than a round of CTAs before. But four spans, where there are as many sections, and not too many."""
+    sections = triton.cdiv(9 * multiprocessors, 10 * section * blocks)
+    least = triton.cdiv(kv_heads, CUDA_BWD_SPANS * section)
+    return section * max(least, min(sections, kv_heads // (4 * section)))
 
 
 def _whole_heads(queries: int, dim: int, kv_heads: int, group: int, causal: bool, multiprocessors: int) -> bool:

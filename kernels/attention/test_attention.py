@@ -687,7 +687,7 @@ def test_what_the_backward_in_cuda_is_told(chained, dtype, monkeypatch):
     ((_, source, names, defines, room),) = compiled
     assert (source, names, room) == ("cuda_backward.cu", cuda_backward.NAMES, 232_448)
     sizes = ("HEAD_DIM=64", "IS_CAUSAL=0", f"FP16={int(dtype == torch.float16)}", "QUERIES=128")
-    assert defines == (*sizes, "DIRECT=1", "SINGLE=0", "WHOLE=0", f"CHAINED={int(chained)}")
+    assert defines == (*sizes, "DIRECT=1", "SINGLE=0", "WHOLE=0", f"CHAINED={int(chained)}", "ROLES=0")
     # 20 blocks of 24 tiles: five rounds of four, or, with more multiprocessors, shares of less than a round.
     told = next(x for x in launched[1][4] if isinstance(x, cuda_backward._Problem))
     assert (told.queries, told.keys, told.m_tiles, told.n_blocks) == (1000, 515, 8, 5)

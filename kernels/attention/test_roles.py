@@ -1,0 +1,308 @@
+"""The backward in CUDA C++ whose CTAs have three roles: when, which does what, what it is told, what it computes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from . import attention, cuda_backward, cuda_backward_roles, cuda_driver, delta, dispatch
+from .cuda_backward_roles import Plan, plan
+from .dispatch import CudaBackwardConfig
+from .problem import Problem
+from .reference import attention_reference
+from .test_attention import DEVICE, attend, everything, near, normal, on_hopper
+
+Place = tuple[str, int, int, int]  # role, span, item, awaited
+
+
+def places(plan: Plan, kv_heads: int, group: int, blocks: int, shared: int = 0, splits: int = 1) -> list[Place]:
+    """What the CTA at each place of the grid does, as cuda_backward_roles.cuh finds it, span by span."""
+    whole = kv_heads * blocks - shared
+    owned = [*range(whole), *(whole + i // splits for i in range(shared * splits))]  # the block of each that multiplies
+    multiplies: list[list[int]] = [[] for _ in range(plan.spans)]
+    for i, block in enumerate(owned):
+        multiplies[block // blocks // plan.span].append(i)
+    heads = [group * min(plan.span, kv_heads - s * plan.span) for s in range(plan.spans)]
+    prepares = [n * (plan.chunks if s else plan.end_chunks) for s, n in enumerate(heads)]
+    finishes = [n * (plan.chunks if s < plan.spans - 2 else plan.end_chunks) for s, n in enumerate(heads)]
+    result: list[Place] = []
+
+    def strew(others: list[Place], among: list[Place]) -> None:
+        stride = (len(others) + len(among)) // max(len(others), 1)
+        for i in itertools.count():
+            if not others and not among:
+                return
+            result.append(others.pop(0) if others and i % stride == 0 else among.pop(0))
+
+    for turn in range(plan.spans + 3):
+        first, second, third = turn < plan.spans, 1 <= turn <= plan.spans, turn >= 3
+        prepare = [("prepare", turn, i, 0) for i in range(prepares[turn])] if first else []
+        multiply = [("multiply", turn - 1, i, prepares[turn - 1]) for i in multiplies[turn - 1]] if second else []
+        awaited = cuda_backward_roles.WARPS * len(multiplies[turn - 3]) if third else 0
+        finish = [("finish", turn - 3, i, awaited) for i in range(finishes[turn - 3])] if third else []
+        strew(prepare + finish, multiply)
+    return result
+
+
+PROBLEMS = [  # span, key heads, group, tiles of queries of a head, their queries, blocks of keys, shared, splits
+    (1, 1, 1, 1, 64, 2, 0, 1),
+    (3, 2, 1, 5, 64, 3, 0, 1),
+    (2, 7, 1, 9, 80, 3, 0, 1),
+    (1, 3, 4, 30, 64, 2, 0, 1),
+    (2, 8, 8, 128, 64, 64, 0, 1),
+    (8, 128, 1, 32, 64, 16, 0, 1),
+    (1, 40, 1, 17, 80, 5, 0, 1),
+    (2, 32, 1, 103, 80, 64, 68, 5),
+    (1, 3, 2, 5, 80, 3, 8, 3),
+]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("multiprocessors", [1, 4, 132])
+def test_nobody_waits_for_a_higher_place(problem, multiprocessors):
+    span, kv_heads, group, m_tiles, tile, blocks, shared, splits = problem
+    config = CudaBackwardConfig(tile, 1, False, shared, splits, span=span)
+    made = plan(config, kv_heads, group, m_tiles, blocks, multiprocessors)
+    grid = places(made, kv_heads, group, blocks, shared, splits)
+    ctas = kv_heads * blocks - shared + shared * splits
+    assert len(set(grid)) == len(grid) == made.ctas
+    # Those that multiply keep their order.
+    assert [item for role, _, item, _ in grid if role == "multiply"] == list(range(ctas))
+    # What each awaits is all that there is of it, at lower places; who multiplies announces it warp by warp.
+    before = {"multiply": ("prepare", 1), "finish": ("multiply", cuda_backward_roles.WARPS)}
+    seen: dict[tuple[str, int], int] = {}
+    for role, of_span, _, awaited in grid:
+        if role in before:
+            other, each = before[role]
+            assert seen[other, of_span] * each == awaited > 0
+        seen[role, of_span] = seen.get((role, of_span), 0) + 1
+
+
+@pytest.mark.parametrize("tile", [64, 80])
+def test_chunks_cover_all_tiles(tile):
+    for m_tiles, heads, group, multiprocessors in itertools.product(
+        (1, 2, 7, 8, 9, 31, 256), (1, 3, 64), (1, 8), (1, 132)
+    ):
+        made = plan(CudaBackwardConfig(tile, 1, False, span=2), heads, group, m_tiles, 3, multiprocessors)
+        for chunk, chunks in ((made.chunk, made.chunks), (made.end_chunk, made.end_chunks)):
+            assert (chunks - 1) * chunk < m_tiles <= chunks * chunk
+            assert chunk * tile <= cuda_backward_roles.CHUNK_ROWS <= 1152
+        assert made.end_chunk <= made.chunk
+        assert (made.spans - 1) * made.span < heads <= made.spans * made.span
+
+
+@pytest.mark.parametrize(
+    ("queries", "kv_heads", "group", "causal", "section", "span"),
+    [
+        (2048, 128, 1, True, 8, 8),
+        (4096, 128, 1, True, 4, 4),
+        (16_384, 32, 1, True, 1, 1),
+        (8192, 32, 1, False, 1, 2),
+        (8192, 8, 8, True, 2, 2),
+        (2048, 8, 8, True, 8, 8),  # alternating sections stay as they are
+        (512, 100, 1, True, 25, 25),  # a section of 32 would leave three spans and a few heads
+        (1024, 8, 1, True, 2, 2),
+        (512, 128, 1, True, 1, 0),  # whole heads
+        (128, 128, 1, True, 32, 0),  # a single block of keys
+    ],
+)
+def test_how_many_heads_a_span_has(queries, kv_heads, group, causal, section, span):
+    config = dispatch.pick_cuda_bwd_config(queries, queries, 128, kv_heads, group, causal, 132)
+    assert config.span == span
+    assert span == 0 or config.section == section
+    assert dispatch.pick_cuda_bwd_config(queries, queries, 64, kv_heads, group, causal, 132).span == 0
+
+
+def test_spans_are_whole_sections():
+    sizes = itertools.product(
+        (1, 300, 2000), (129, 700, 5000), (1, 3, 8, 32, 100, 1000), (1, 4), (False, True), (4, 132)
+    )
+    for queries, keys, kv_heads, group, causal, multiprocessors in sizes:
+        config = dispatch.pick_cuda_bwd_config(queries, keys, 128, kv_heads, group, causal, multiprocessors)
+        assert config.whole_heads == (config.span == 0)
+        assert config.span % config.section == 0 and config.span <= kv_heads
+        assert config.whole_heads or -(-kv_heads // config.span) <= dispatch.CUDA_BWD_SPANS
+
+
+def problem_of(queries: int, keys: int, heads: int, kv_heads: int, causal: bool) -> tuple[Problem, delta.Saved]:
+    q, k, v = (normal(2, h, n, 128).half() for h, n in ((heads, queries), (kv_heads, keys), (kv_heads, keys)))
+    lse = torch.zeros(q.shape[:3], device=DEVICE)
+    dlse = torch.ones_like(lse)
+    return Problem(q, k, v, 0.1, -1, 0 if causal else -1, keys), delta.Saved(q, lse, None, torch.ones_like(q), dlse)
+
+
+@pytest.mark.parametrize(("tile", "shared", "splits"), [(64, 0, 1), (80, 5, 3)])
+def test_what_it_is_told(tile, shared, splits, monkeypatch):
+    """Launched on nothing: one kernel, after its counters are zeroed, and one more where blocks are shared."""
+    compiled, happened = [], []
+    names = ("main", "prepare", "finish", "finish_keys")
+    config = CudaBackwardConfig(tile, 1, False, shared, splits, span=3)
+    monkeypatch.setattr(Problem, "multiprocessors", lambda self: 4)
+    monkeypatch.setattr(dispatch, "pick_cuda_bwd_config", lambda *_: config)
+    monkeypatch.setattr(cuda_driver, "kernels", lambda *arguments: compiled.append(arguments) or names)
+    monkeypatch.setattr(cuda_backward, "tensor_map", lambda *arguments: arguments)
+    monkeypatch.setattr(cuda_backward, "launch", lambda *arguments: happened.append(arguments))
+    monkeypatch.setattr(cuda_backward, "clear", lambda counters: happened.append(("clear", counters)))
+    problem, saved = problem_of(400, 300, 8, 4, causal=not shared)
+    dq, dk, dv = (torch.full_like(x, math.nan) for x in (problem.q, problem.k, problem.v))
+    cuda_backward.cuda_bwd(problem, saved, dq, dk, dv)
+    assert {"ROLES=1", "WHOLE=0", "SINGLE=0", "DIRECT=0", f"QUERIES={tile}"} <= set(compiled[0][3])
+    assert [x[0] for x in happened] == ["clear", "main", *(["finish_keys"] if shared else [])]
+    counters, main = happened[0][1], happened[1]
+    made = plan(config, 8, 2, -(-400 // tile), 3, 4)
+    assert made.spans == 3 and counters.shape == (2, 3) and counters.dtype == torch.int32
+    assert main[1:4] == (len(places(made, 8, 2, 3, shared, splits)), 384, 232_448)
+    *maps, described, third, fourth, roles = main[4]
+    assert [x[1:] for x in maps] == [(400, tile)] * 2 + [(300, 64)] * 4
+    assert third[0] is dq and fourth[0] is saved.out and third[1:] == fourth[1:] == (400, tile)
+    assert (described.section, described.whole, described.splits) == (1, 24 - shared, splits)
+    assert (roles.lse, roles.dlse) == (saved.lse.data_ptr(), saved.dlse.data_ptr())
+    assert (roles.ready, roles.done) == (counters.data_ptr(), counters.data_ptr() + 12)
+    for name in ("span", "spans", "chunk", "chunks", "end_chunk", "end_chunks"):
+        assert getattr(roles, name) == getattr(made, name)
+    assert [tuple(getattr(x, name) for name, _ in x._fields_) for x in roles.round[:6]] == list(made.rounds)
+    assert dq.isnan().all()  # the rows that see nothing are zeros by the kernel
+
+
+def test_counters_are_zeroed_on_the_stream(monkeypatch):
+    called = []
+    monkeypatch.setattr(cuda_driver, "_call", lambda *arguments: called.append(arguments))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: type("Stream", (), {"cuda_stream": 77}))
+    x = torch.empty(2, 5, dtype=torch.int32)
+    cuda_driver.clear(x)
+    name, *arguments = called[0]
+    assert (name, [a.value for a in arguments]) == ("cuMemsetD32Async", [x.data_ptr(), 0, 10, 77])
+
+
+CONFIGS = [
+    CudaBackwardConfig(64, 1, False, span=1),
+    CudaBackwardConfig(80, 1, False, span=1),
+    CudaBackwardConfig(64, 2, False, alternate=True, span=2),
+    CudaBackwardConfig(80, 2, False, span=4),
+]
+SIZES = [(333, 700), (700, 333), (512, 512), (1, 129), (64, 500), (1500, 257), (60, 1000)]
+
+
+def picked(monkeypatch: pytest.MonkeyPatch, config: CudaBackwardConfig) -> None:
+    monkeypatch.setattr(dispatch, "pick_cuda_bwd_config", lambda *_: config)
+
+
+def leaves_of(queries: int, keys: int, heads: tuple[int, int], dtype: torch.dtype, batch: int = 2):
+    """Heads inside rows."""
+    shapes = (heads[0], queries), (heads[1], keys), (heads[1], keys)
+    return [normal(batch, n, h, 128, dtype=dtype).transpose(1, 2) for h, n in shapes]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads", [(3, 3), (8, 2)])
+@pytest.mark.parametrize(("queries", "keys"), SIZES)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_agrees_with_the_reference(config, queries, keys, heads, causal, dtype, monkeypatch):
+    on_hopper(128, causal, dtype)
+    picked(monkeypatch, config)
+    leaves = leaves_of(queries, keys, heads, dtype)
+    attend(leaves, "cuda", causal=causal)
+    mine = everything(attention, leaves, causal=causal, backward="cuda")
+    exact = everything(attention_reference, [x.float() for x in leaves], causal=causal)
+    near(mine, [b.to(a.dtype) for a, b in zip(mine, exact, strict=True)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [64, 80])
+@pytest.mark.parametrize(("shared", "splits"), [(1, 2), (7, 5), (10, 9)])
+def test_shared_blocks(tile, shared, splits, monkeypatch):
+    on_hopper(128, False, torch.float16)
+    leaves = [normal(1, heads, rows, 128, dtype=torch.float16) for heads, rows in ((6, 405), (2, 517), (2, 517))]
+    attend(leaves, "cuda")
+    other = everything(attention, leaves, backward="separate")
+    picked(monkeypatch, CudaBackwardConfig(tile, 1, False, shared, splits, span=1))
+    near(everything(attention, leaves, backward="cuda"), other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_keys_that_do_not_count(causal, monkeypatch):
+    leaves, options = on_hopper(128, causal, torch.bfloat16)
+    attend(leaves, "cuda", **options)
+    picked(monkeypatch, CONFIGS[0])
+    mine = everything(attention, leaves, backward="cuda", **options)
+    near(mine, everything(attention, leaves, backward="separate", **options))
+    assert not mine[3][:, :, options["num_context"] :].any() and not mine[4][:, :, options["num_context"] :].any()
+
+
+def on_the_gpu(causal: bool, heads: int = 3) -> tuple[Problem, delta.Saved]:
+    on_hopper(128, causal, torch.bfloat16)
+    q, k, v = leaves_of(711, 300, (heads, heads), torch.bfloat16)
+    out, lse = attend([q, k, v], "cuda", causal=causal)
+    return Problem(q, k, v, 128**-0.5, -1, 0 if causal else -1, 300), delta.Saved(
+        out, lse, None, normal(*q.shape).to(q), None
+    )
+
+
+def gradients(problem: Problem, saved: delta.Saved) -> list[torch.Tensor]:
+    grads = [torch.full_like(x, math.nan) for x in (problem.q, problem.k, problem.v)]
+    cuda_backward.cuda_bwd(problem, saved, *grads)
+    return grads
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("multiprocessors", [1, 132])
+def test_rows_that_it_writes(multiprocessors, config, causal, monkeypatch):
+    """All that there are, also those that see nothing, and none beyond, whatever was in memory before. With chunks for
+    one multiprocessor rings of shared memory are filled more than once."""
+    problem, saved = on_the_gpu(causal)
+    monkeypatch.setattr(Problem, "multiprocessors", lambda self: multiprocessors)
+    picked(monkeypatch, replace(config, span=0))
+    other = gradients(problem, saved)
+    picked(monkeypatch, config)
+    for _ in range(20):
+        poison = [torch.full((n,), math.nan, device="cuda") for n in (6 * 800 * 128, 6 * 800 * 2, 64)]
+        del poison  # to the caching allocator, which hands it out again
+        made = [torch.full((*x.shape[:2], x.shape[2] + 90, 128), math.nan).to(x) for x in other]
+        cuda_backward.cuda_bwd(problem, saved, *(a[:, :, : b.shape[2]] for a, b in zip(made, other, strict=True)))
+        for a, b in zip(made, other, strict=True):
+            assert a[:, :, b.shape[2] :].isnan().all()
+            torch.testing.assert_close(a[:, :, : b.shape[2]], b, rtol=2e-2, atol=2e-2)
+        assert not causal or not made[0][:, :, : 711 - 300].any()
+
+
+@pytest.mark.gpu
+def test_a_graph_counts_from_zero_each_time(monkeypatch):
+    problem, saved = on_the_gpu(True)
+    picked(monkeypatch, CONFIGS[0])
+    expected = gradients(problem, saved)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured = gradients(problem, saved)
+    for _ in range(5):
+        for x in captured:
+            x.fill_(math.nan)
+        graph.replay()
+        for a, b in zip(captured, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+def test_two_streams_at_once(monkeypatch):
+    """Each call has counters of its own, and CTAs of two launches hold multiprocessors while they wait."""
+    problem, saved = on_the_gpu(True, heads=40)
+    picked(monkeypatch, CONFIGS[2])
+    expected = gradients(problem, saved)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    made = []
+    for repeat in range(20):
+        with torch.cuda.stream(streams[repeat % 2]):
+            made.append(gradients(problem, saved))
+    torch.cuda.synchronize()
+    for a, b in ((a, b) for grads in made for a, b in zip(grads, expected, strict=True)):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
