@@ -55,11 +55,14 @@ def _attention_split_fwd_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """part: [B·Hkv, splits, group·Sq, D], sums that are not yet normalised; peak and total without D. `heads` are those
     of the keys; keys_per_split is a multiple of BLOCK_N."""
     rows = queries * group
     tiles = tl.cdiv(rows, BLOCK_M)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()  # CTAs that combine may start when all of these have, and wait there
     # CTAs that run together have the same split of one head, if there is more than one tile of queries.
     tile = tl.program_id(0) % tiles
     split = tl.program_id(0) // tiles % splits
@@ -112,6 +115,7 @@ def _attention_combine_kernel(
     EVEN_D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """A CTA for each row, which reads BLOCK_S parts at a time: one after the other each would wait for memory.
     `heads` are those of the keys."""
@@ -125,6 +129,8 @@ def _attention_combine_kernel(
     peak = tl.full([1], float("-inf"), dtype=tl.float32)
     total = tl.zeros([1], dtype=tl.float32)
     acc = tl.zeros([BLOCK_D], dtype=tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()  # until the parts are written
     for start in range(0, splits, BLOCK_S):
         split = start + tl.arange(0, BLOCK_S)
         at = first + split.to(tl.int64) * rows
@@ -160,6 +166,8 @@ def split_fwd(
     part_total = torch.empty_like(part_peak)
     peak, total = (None, None) if statistics is None else statistics
     unit = problem.unit()
+    # Programmatic dependent launch: the second kernel is under way before the first one ends.
+    overlap = problem.capability() >= (9, 0)
     with torch.cuda.device_of(out):
         _attention_split_fwd_kernel[(triton.cdiv(rows, config.block_m) * splits * heads,)](
             part_ptr=part,
@@ -170,6 +178,7 @@ def split_fwd(
             keys_per_split=keys_per_split,
             **problem.arguments(unit),
             **problem.tiles(config),
+            OVERLAP=overlap,
         )
         unit = problem.unit(out)
         block_s = min(triton.next_power_of_2(splits), 4096 // config.block_d)
@@ -191,5 +200,7 @@ def split_fwd(
             EVEN_D=problem.dim == config.block_d,
             BLOCK_D=config.block_d,
             BLOCK_S=block_s,
+            OVERLAP=overlap,
             num_warps=max(1, block_s * config.block_d // 1024),
+            **({"launch_pdl": True} if overlap else {}),
         )
