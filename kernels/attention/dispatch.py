@@ -67,9 +67,12 @@ def pick_cuda_config(dim: int, queries: int, keys: int, causal: bool) -> CudaCon
     """Three consumers won over two everywhere (fewer reads of keys and values for each query). With D = 64, 112 keys
     and queries in registers won over 128 keys and queries in shared memory; turns cost there and paid with D = 128.
     Clusters paid without a mask at D = 128 alone, a second set of queries where tiles are short, and there, under a
-    causal mask, turns no longer where tiles are long."""
+    causal mask, turns no longer where tiles are long. With few keys what counts is how many of the last block's are
+    not there: a block of 112 took as long as 1.63 of 64, and a tile as long as 2.7 and 2.5 more."""
     if dim == 64:
-        return CudaConfig(112 if keys > 64 else 64, 4, 3, False, True)
+        blocks_64, blocks_112 = -(-keys // 64), -(-keys // 112)
+        narrow = keys <= 64 if causal else 2.5 + blocks_64 <= 2.7 + 1.63 * blocks_112
+        return CudaConfig(64 if narrow else 112, 4, 3, False, True)
     if keys <= 512:
         return CudaConfig(64, 4, 3, True, False, q_buffers=2)
     return CudaConfig(80, 4, 3, not causal, False, cluster=1 if causal or queries < 1024 else 2)
@@ -138,18 +141,10 @@ def pick_forward(
         if pays or (group > 1 and rows <= 64):
             return "split", splits
     if hopper == "cuda" and dim == 64 and not causal:
-        return _short_forward(queries, keys, waves, pick_cuda_config(dim, queries, keys, causal).block_n), 1
+        # The CTAs of the version in CUDA C++ take longer to start, which counts where each does little.
+        short = waves <= 1 and keys <= (SHORT_KEYS if queries > 128 else SHORTEST_KEYS)
+        return "portable" if short else "cuda", 1
     return hopper or "portable", 1
-
-
-def _short_forward(queries: int, keys: int, waves: float, block: int) -> str:
-    """Where the version in CUDA C++ takes a problem, but others are faster: its CTAs take longer to start, which counts
-    where each does little, and its blocks of 112 keys leave most of a second one empty up to 128."""
-    if waves <= 1:
-        return "portable" if keys <= (SHORT_KEYS if queries > 128 else SHORTEST_KEYS) else "cuda"
-    if block < keys <= SHORTEST_KEYS:
-        return "portable" if waves <= 4 else "gluon"
-    return "cuda"
 
 
 def split_time(rows: int, keys: int, kv_heads: int, multiprocessors: int, splits: int) -> float:
@@ -223,6 +218,7 @@ class CudaBackwardConfig:
     span: int = 0
 
 
+ROLES_KEYS = 8192  # for more, preparing and casting take less time than what it costs to have them beside the products
 CUDA_BWD_SPANS = 61  # of heads at most, in a launch of several roles; with LAG as MOST_ROUNDS in the source
 CUDA_BWD_KEYS = 128  # of a block of the backward in CUDA C++; as BN in the source
 WHOLE_HEADS_BYTES = 40e6  # of fp32 sums, that L2 keeps of its 50 MB on an H100 or H200
@@ -256,14 +252,16 @@ def pick_cuda_bwd_config(
     the same queries all the time, which L2 holds whatever the size of the group. On an H200, 64 heads and 8 key
     heads, 8192 keys: 570 TFLOP/s, against 494 with each query head from its first query on, one after the other.
 
-    At D = 128 CTAs of the same launch prepare and finish spans of heads (`_pick_span`). What is done for the first and
-    the last has nothing to run beside: sections that do not alternate are no more than a quarter of the heads.
+    At D = 128, up to ROLES_KEYS, CTAs of the same launch prepare and finish spans of heads (`_pick_span`). What is done
+    for the first and the last has nothing to run beside: sections that do not alternate are no more than a quarter of
+    the heads.
 
     Whole heads go to CTAs where there are as many as multiprocessors, or a multiple, and few queries (`_whole_heads`).
     """
     direct = dim == 64
-    roles = dim == 128 and keys > CUDA_BWD_KEYS
-    if roles and _whole_heads(queries, dim, kv_heads, group, causal, multiprocessors):
+    wide = dim == 128 and keys > CUDA_BWD_KEYS
+    roles = wide and keys <= ROLES_KEYS
+    if wide and _whole_heads(queries, dim, kv_heads, group, causal, multiprocessors):
         return CudaBackwardConfig(64, 1, direct, whole_heads=True)
     tile, blocks = cuda_query_tile(dim, keys, group, causal), triton.cdiv(keys, CUDA_BWD_KEYS)
 

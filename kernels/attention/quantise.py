@@ -26,7 +26,7 @@ import triton.language as tl
 
 Q_ROWS = 64  # of queries with one scale: a warp group's
 CHUNK = 128  # keys of v that are turned round at once
-WARPS = 8
+WARPS = 4
 
 # Four at a time and not y.to(float8): ptxas 12.8 takes pairs apart and together again there, and where they are stored
 # in two layouts it may use some before they are computed.
