@@ -39,7 +39,9 @@ def cuda_fwd(problem: Problem, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Writes out and lse of a problem that `cuda_refuses` does not."""
     q, k, v = (whole(x) for x in (problem.q, problem.k, problem.v))
     dim, causal = problem.dim, problem.right == 0
-    config = dispatch.pick_cuda_config(dim, problem.queries, problem.keys, causal)
+    config = dispatch.pick_cuda_config(
+        dim, problem.queries, problem.keys, causal, problem.all_heads, problem.multiprocessors()
+    )
     # The CTAs of a cluster share keys and values: with causal they have the same rows of two heads, else other rows of
     # one head.
     cluster = 1 if causal and problem.group % config.cluster else config.cluster

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 
 import torch
@@ -63,12 +62,24 @@ class CudaConfig:
     cluster: int = 1
 
 
-def pick_cuda_config(dim: int, queries: int, keys: int, causal: bool) -> CudaConfig:
-    """Three consumers won over two everywhere (fewer reads of keys and values for each query). With D = 64, 112 keys
-    and queries in registers won over 128 keys and queries in shared memory; turns cost there and paid with D = 128.
-    Clusters paid without a mask at D = 128 alone, a second set of queries where tiles are short, and there, under a
-    causal mask, turns no longer where tiles are long. With few keys what counts is how many of the last block's are
-    not there: a block of 112 took as long as 1.63 of 64, and a tile as long as 2.7 and 2.5 more."""
+TWO_CONSUMERS = 0.83  # what a tile of two takes of the time of one of three, with few or no other tiles behind it
+
+
+def pick_cuda_config(dim: int, queries: int, keys: int, causal: bool, heads: int, multiprocessors: int) -> CudaConfig:
+    """Three consumers won over two where tiles are many (fewer reads of keys and values for each query): so two are for
+    when they take fewer or shorter rounds (README). `heads` of all batches.
+
+    With D = 64, 112 keys and queries in registers won over 128 keys and queries in shared memory; turns cost there and
+    paid with D = 128. Clusters paid without a mask at D = 128 alone, a second set of queries where tiles are short, and
+    there, under a causal mask, turns no longer where tiles are long. With few keys what counts is how many of the last
+    block's are not there: a block of 112 took as long as 1.63 of 64, and a tile as long as 2.7 and 2.5 more.
+    """
+    if _two_consumers(dim, queries, causal, heads, multiprocessors):
+        if dim == 64:
+            return CudaConfig(64 if keys <= 768 else 128, 4, 2, False, True)
+        if keys <= 1024 and not causal:
+            return CudaConfig(64, 4, 2, True, False, q_buffers=2)
+        return CudaConfig(128, 2, 2, True, False)
     if dim == 64:
         blocks_64, blocks_112 = -(-keys // 64), -(-keys // 112)
         narrow = keys <= 64 if causal else 2.5 + blocks_64 <= 2.7 + 1.63 * blocks_112
@@ -76,6 +87,20 @@ def pick_cuda_config(dim: int, queries: int, keys: int, causal: bool) -> CudaCon
     if keys <= 512:
         return CudaConfig(64, 4, 3, True, False, q_buffers=2)
     return CudaConfig(80, 4, 3, not causal, False, cluster=1 if causal or queries < 1024 else 2)
+
+
+def _two_consumers(dim: int, queries: int, causal: bool, heads: int, multiprocessors: int) -> bool:
+    """Under a causal mask tiles of different lengths even out, so that rounds are no measure: two won up to one, and at
+    D = 128 up to two, tiles of 128 queries to a multiprocessor."""
+    if causal:
+        return rounds_of(128, queries, heads, multiprocessors) <= (1 if dim == 64 else 2)
+    three = rounds_of(192, queries, heads, multiprocessors)
+    return TWO_CONSUMERS * rounds_of(128, queries, heads, multiprocessors) < three
+
+
+def rounds_of(rows: int, queries: int, heads: int, multiprocessors: int) -> int:
+    """Tiles of so many queries to a multiprocessor, at the most."""
+    return -(-heads * -(-queries // rows) // multiprocessors)
 
 
 @dataclass(frozen=True)
@@ -101,12 +126,16 @@ def pick_fp8_config(dim: int, exact_lse: bool) -> Fp8Config:
     return Fp8Config(96, 4, 3, 0, False, exact_lse=exact_lse)
 
 
-# What the forward takes in microseconds, as measured on one H200 at D = 64 without a mask (`pick_forward` in
-# reports/h200/attention.md), within a tenth. Only the ratios matter: they decide which version runs elsewhere too.
-WHOLE_LAUNCH, WHOLE_KEY = 3.5, 0.0102  # of tiles of 192 queries, and for each key of a wave of them
-SPLIT_LAUNCHES, SPLIT_ROW, SPLIT_PART = 7.0, 0.0004, 0.0001  # two launches, and for each row and part of a row
-SPLIT_KEY = {1: 0.0122, 2: 0.0192, 4: 0.0352}  # for each key of a wave with so many CTAs to a multiprocessor
-SHORT_KEYS, SHORTEST_KEYS = 512, 128  # up to so many the start and the end of a CTA count for more than its rate
+# What the forward takes in microseconds, as measured on one H200 without a mask (`pick_forward` in the report of
+# attention), for heads of up to 64 numbers and of more. Only the ratios matter: they decide which version runs on other
+# GPUs too.
+WHOLE_LAUNCH = 3.5
+WHOLE_KEY = {64: 0.0102, 128: 0.0145}  # for each key of a round of tiles of 192 queries
+SPLIT_LAUNCHES = 7.0  # both
+SPLIT_CTA, SPLIT_ROW = 0.25, 0.0004  # for each CTA that a multiprocessor starts, for each row
+SPLIT_PART = {64: 0.0001, 128: 0.00024}  # for each part of a row
+# For each key of a round with so many CTAs to a multiprocessor.
+SPLIT_KEY = {64: {1: 0.0122, 2: 0.0188, 4: 0.0352}, 128: {1: 0.0205, 2: 0.0385}}
 
 
 def pick_forward(
@@ -119,7 +148,6 @@ def pick_forward(
     multiprocessors: int,
     hopper: str = "",
     dim: int = 64,
-    causal: bool = False,
 ) -> tuple[str, int]:
     """The version of the forward that runs, and among how many CTAs a tile's keys are shared out: 1 but for "split".
     `kv_heads` of all batches; `hopper`: the best version for Hopper that takes the problem, if there is one.
@@ -130,44 +158,45 @@ def pick_forward(
     """
     rows = queries * group
     if version == "split":
-        return version, pick_splits(rows, keys, kv_heads, multiprocessors)
-    if version != "auto":
-        return version, 1
-    waves = kv_heads * group * -(-queries // 192) / multiprocessors
-    if dtype != torch.float32:
-        splits = pick_splits(rows, keys, kv_heads, multiprocessors)
-        whole = WHOLE_LAUNCH + math.ceil(waves) * WHOLE_KEY * keys
-        pays = splits > 1 and split_time(rows, keys, kv_heads, multiprocessors, splits) < whole
+        return version, pick_splits(rows, keys, kv_heads, multiprocessors, dim)
+    if version == "auto" and dtype != torch.float32:
+        splits = pick_splits(rows, keys, kv_heads, multiprocessors, dim)
+        whole = whole_time(queries, keys, kv_heads * group, multiprocessors, dim)
+        pays = splits > 1 and split_time(rows, keys, kv_heads, multiprocessors, dim, splits) < whole
         if pays or (group > 1 and rows <= 64):
             return "split", splits
-    if hopper == "cuda" and dim == 64 and not causal:
-        # The CTAs of the version in CUDA C++ take longer to start, which counts where each does little.
-        short = waves <= 1 and keys <= (SHORT_KEYS if queries > 128 else SHORTEST_KEYS)
-        return "portable" if short else "cuda", 1
-    return hopper or "portable", 1
+    return (hopper or "portable") if version == "auto" else version, 1
 
 
-def split_time(rows: int, keys: int, kv_heads: int, multiprocessors: int, splits: int) -> float:
-    """Microseconds of the split forward, by the constants above. Up to 32 rows a multiprocessor holds four CTAs."""
-    block = block_of_rows(rows)
+def whole_time(queries: int, keys: int, heads: int, multiprocessors: int, dim: int) -> float:
+    """Microseconds of the forward in which a CTA has all keys of a tile of queries, by the constants above."""
+    three, two = (rounds_of(rows, queries, heads, multiprocessors) for rows in (192, 128))
+    return WHOLE_LAUNCH + min(three, TWO_CONSUMERS * two) * WHOLE_KEY[64 if dim <= 64 else 128] * keys
+
+
+def split_time(rows: int, keys: int, kv_heads: int, multiprocessors: int, dim: int, splits: int) -> float:
+    """Microseconds of the split forward, by the constants above. A multiprocessor has shared memory for one CTA, two or
+    four."""
+    block, width = block_of_rows(rows), 64 if dim <= 64 else 128
+    room = (4 if block == 32 else 2) if width == 64 else (2 if block <= 32 else 1)
     ctas = kv_heads * -(-rows // block) * splits
-    together = 1 if ctas <= multiprocessors else 2 if block != 32 or ctas <= 2 * multiprocessors else 4
-    waves = math.ceil(ctas / (together * multiprocessors))
-    combined = kv_heads * rows * (SPLIT_ROW + SPLIT_PART * splits)
+    together = next(n for n in (1, 2, 4) if n == room or ctas <= n * multiprocessors)
+    rounds = -(-ctas // (together * multiprocessors))
+    combined = kv_heads * rows * (SPLIT_ROW + SPLIT_PART[width] * splits)
     keys_each = -(-keys // (128 * splits)) * 128
-    return SPLIT_LAUNCHES + combined + waves * SPLIT_KEY[together] * keys_each
+    return SPLIT_LAUNCHES + combined + rounds * (together * SPLIT_CTA + SPLIT_KEY[width][together] * keys_each)
 
 
 @functools.lru_cache(1024)
-def pick_splits(rows: int, keys: int, kv_heads: int, multiprocessors: int) -> int:
+def pick_splits(rows: int, keys: int, kv_heads: int, multiprocessors: int, dim: int) -> int:
     """CTAs to a tile of queries: a power of two up to 128, or up to 64 as many as fill the multiprocessors once, twice
     or four times; the fewest of those that take no more than 1 % above the least time. 256 keys each at least.
 
     Every forward waits for it: hence the cache, and no triton.cdiv, which takes microseconds."""
     tiles = kv_heads * -(-rows // block_of_rows(rows))
-    numbers = {1, 2, 4, 8, 16, 32, 64, 128, *(min(64, full * multiprocessors // tiles) for full in SPLIT_KEY)}
+    numbers = {1, 2, 4, 8, 16, 32, 64, 128, *(min(64, full * multiprocessors // tiles) for full in (1, 2, 4))}
     times = {
-        splits: split_time(rows, keys, kv_heads, multiprocessors, splits)
+        splits: split_time(rows, keys, kv_heads, multiprocessors, dim, splits)
         for splits in sorted(numbers)
         if splits == 1 or 0 < 256 * splits <= keys
     }

@@ -51,10 +51,7 @@ def attention_fwd(
         problem.multiprocessors(),
         hopper,
         problem.dim,
-        problem.right == 0,
     )
-    if version == "gluon" and hopper == "cuda" and gluon_refuses(problem):
-        version = hopper
     exact = statistics if statistics.numel() else None
     if version == "cuda":
         cuda_fwd(problem, out, lse)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -232,37 +231,44 @@ def test_version_by_shape(queries, keys, kv_heads, group, version):
         assert dispatch.pick_forward(forced, torch.float32, queries, keys, kv_heads, group, 132)[0] == forced
 
 
-@pytest.mark.parametrize(
-    ("queries", "keys", "version"),
-    [
-        (512, 128, "portable"),
-        (2048, 512, "portable"),
-        (32, 512, "cuda"),
-        (512, 513, "cuda"),
-        (8192, 128, "cuda"),
-    ],
-)
-def test_short_problems_at_64(queries, keys, version):
-    pick = functools.partial(dispatch.pick_forward, "auto", torch.bfloat16, queries, keys, 8, 1, 132, "cuda")
-    assert pick(dim=64) == (version, 1)
-    assert pick(dim=64, causal=True)[0] == pick(dim=128)[0] == "cuda"
+def forward_config(dim, queries, keys, causal=False, heads=8):
+    return dispatch.pick_cuda_config(dim, queries, keys, causal, heads, 132)
 
 
 def test_blocks_of_keys_at_64():
     """112 are the fastest, but where they leave too much of the last block empty."""
     for block, several in ((64, (1, 64, 128, 192, 256, 512)), (112, (65, 112, 224, 448, 3000, 10_000, 200_000))):
         for keys in several:
-            assert dispatch.pick_cuda_config(64, 1, keys, False).block_n == block
-    assert dispatch.pick_cuda_config(64, 1, 128, True).block_n == 112
+            assert forward_config(64, 8192, keys).block_n == block
+    assert forward_config(64, 8192, 128, causal=True).block_n == 112
+
+
+@pytest.mark.parametrize(
+    ("queries", "heads", "full", "causal_64", "causal_128"),
+    [
+        (2048, 8, 2, 2, 2),  # 88 tiles of 192 queries, 128 of 128
+        (3000, 8, 3, 3, 2),  # 128 and 192
+        (1024, 32, 2, 3, 2),  # 192 and 256: two rounds of either
+        (4096, 8, 2, 3, 2),
+        (8192, 8, 3, 3, 3),  # three rounds and four
+        (200_000, 8, 3, 3, 3),
+    ],
+)
+def test_two_consumers_where_tiles_are_few(queries, heads, full, causal_64, causal_128):
+    for dim in (64, 128):
+        assert forward_config(dim, queries, 2048, False, heads).consumers == full
+    assert forward_config(64, queries, 2048, True, heads).consumers == causal_64
+    assert forward_config(128, queries, 2048, True, heads).consumers == causal_128
 
 
 def test_splits_fill_the_gpu():
-    for rows, keys, heads in itertools.product((1, 8, 100, 564), (4096, 65536, 200_000), (1, 2, 8, 40)):
-        splits = dispatch.pick_splits(rows, keys, heads, 132)
+    sizes = itertools.product((1, 8, 100, 564), (4096, 65536, 200_000), (1, 2, 8, 40), (64, 128))
+    for rows, keys, heads, dim in sizes:
+        splits = dispatch.pick_splits(rows, keys, heads, 132, dim)
         ctas = heads * -(-rows // dispatch.block_of_rows(rows)) * splits
         most = min(128, keys // 256) * heads
         assert 1 <= splits <= max(1, min(128, keys // 256))
-        assert ctas >= min(0.75 * 264, 0.8 * most)
+        assert ctas >= min(0.75 * 264 if dim == 64 else 0.75 * 132, 0.8 * most)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -650,8 +656,8 @@ def test_a_repeatable_backward_is_picked_where_it_is_wanted():
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_the_forward_in_cuda_fits(dim, causal):
-    for queries, keys in itertools.product((1, 512, 8192), (1, 64, 512, 513, 200_000)):
-        config = dispatch.pick_cuda_config(dim, queries, keys, causal)
+    for queries, keys, heads in itertools.product((1, 512, 8192), (1, 64, 512, 513, 200_000), (1, 32)):
+        config = forward_config(dim, queries, keys, causal, heads)
         assert cuda_forward.shared_bytes(dim, config) <= 232_448
         assert config.block_n % (8 * config.cluster) == 0
 
