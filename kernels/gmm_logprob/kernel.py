@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .arrival import counter
+from .arrival import MAX_PROGRAMS, arrive, fixed_point, words
 from .mixture import LN_2, gradients, mixture
 from .tiles import load_columns, store_columns
 
@@ -72,9 +72,9 @@ def _loads(itemsize: int) -> int:
 def pick_fwd_config(rows: int, k: int, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
     """Configuration of the forward kernel. Pure.
 
-    Large batches: CTAs stay and loop, which bounds the number of partial sums that the last one adds up. Small ones,
-    where a multiprocessor has a few warps at most and their latency is all that counts: a row a thread, and from about
-    a CTA a multiprocessor on, eight warps in each, so that there are few to wait for.
+    Large batches: CTAs stay and loop, which bounds the number of additions to one word. Small ones, where a
+    multiprocessor has a few warps at most and their latency is all that counts: a row a thread, and from about a CTA a
+    multiprocessor on, eight warps in each, so that there are few to wait for.
     """
     if rows * k <= 1 << 22:
         width = hold_width(k, dtype.itemsize, 5)
@@ -104,8 +104,9 @@ def _gmm_logprob_fwd_kernel(
     log_sigma_ptr,
     y_ptr,
     out_ptr,
-    partial_ptr,
-    counter_ptr,
+    words_ptr,
+    scale,
+    unit,
     rows,
     STRIDE_LOGITS: tl.constexpr,
     STRIDE_MU: tl.constexpr,
@@ -120,45 +121,45 @@ def _gmm_logprob_fwd_kernel(
     BLOCK_M: tl.constexpr,
     LOAD: tl.constexpr,
     HOLD: tl.constexpr,
-    PARTIALS: tl.constexpr,
+    LOOP: tl.constexpr,
 ):
     COUNT: tl.constexpr = (K + HOLD - 1) // HOLD
-    r = tl.arange(0, BLOCK_M)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.num_programs(0)):
+    # A single turn, known to be one, leaves no loop.
+    start, stop, step = (tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.num_programs(0)) if LOOP else (0, 1, 1)
+    for turn in tl.range(start, stop, step):
         # 64-bit where the tile begins, 32-bit within it.
-        first = tl.cast(tile, tl.int64) * BLOCK_M
-        live = r < rows - first
-        y = tl.load(y_ptr + first * STRIDE_Y + r * STRIDE_Y, mask=live).to(tl.float32)[:, None]
+        first = tl.cast(turn if LOOP else tl.program_id(0), tl.int64) * BLOCK_M
+        lanes = tl.arange(0, BLOCK_M)
+        live = lanes < rows - first
+        if LOOP:
+            r, in_range = lanes, live
+        else:
+            # Lanes without a row read the last one. Masked loads have to set their registers first, and ptxas then puts
+            # a third of them off until the others have come.
+            r, in_range = tl.minimum(lanes, tl.minimum(rows - 1 - first, BLOCK_M - 1).to(tl.int32)), None
+        y = tl.load(y_ptr + first * STRIDE_Y + r * STRIDE_Y, mask=in_range).to(tl.float32)[:, None]
         at = logits_ptr + SKIP_LOGITS + first * STRIDE_LOGITS
-        logits = load_columns(at, r, live, STRIDE_LOGITS, float("-inf"), K, LOAD, HOLD, BLOCK_M)
+        logits = load_columns(at, r, in_range, STRIDE_LOGITS, float("-inf"), K, LOAD, HOLD, BLOCK_M)
         at = mu_ptr + SKIP_MU + first * STRIDE_MU
-        mu = load_columns(at, r, live, STRIDE_MU, 0.0, K, LOAD, HOLD, BLOCK_M)
+        mu = load_columns(at, r, in_range, STRIDE_MU, 0.0, K, LOAD, HOLD, BLOCK_M)
         at = log_sigma_ptr + SKIP_LOG_SIGMA + first * STRIDE_LOG_SIGMA
-        log_sigma = load_columns(at, r, live, STRIDE_LOG_SIGMA, 0.0, K, LOAD, HOLD, BLOCK_M)
+        log_sigma = load_columns(at, r, in_range, STRIDE_LOG_SIGMA, 0.0, K, LOAD, HOLD, BLOCK_M)
         _, _, _, _, m, weight_sum, density_sum = mixture(logits, mu, log_sigma, y, COUNT, RESIDUAL)
         log_p = (m + tl.log2(density_sum / weight_sum)) * LN_2 - HALF_LOG_2PI
         if REDUCTION == "none":
-            tl.store(out_ptr + first + r, log_p.to(out_ptr.dtype.element_ty), mask=live)
+            tl.store(out_ptr + first + lanes, log_p.to(out_ptr.dtype.element_ty), mask=live)
         else:
             total += tl.where(live, log_p, 0.0)
     if REDUCTION != "none":
-        # The release of the atomic publishes this program's partial, its acquire shows the last program all others';
-        # .cg keeps a stale line of L1 out of it. The order of the sum depends on the grid alone, not on who is last.
-        programs = tl.num_programs(0)
-        tl.store(partial_ptr + tl.program_id(0), tl.sum(total, 0))
-        if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == programs - 1:
-            lanes = tl.arange(0, PARTIALS)
-            sums = tl.zeros([PARTIALS], dtype=tl.float32)
-            for start in tl.range(0, programs, PARTIALS):
-                sums += tl.load(
-                    partial_ptr + start + lanes, mask=start + lanes < programs, other=0.0, cache_modifier=".cg"
-                )
-            result = tl.sum(sums, 0)
+        result = tl.sum(total, 0)
+        last = True
+        if words_ptr is not None:
+            last, result = arrive(words_ptr, result, scale, unit)
+        if last:
             if REDUCTION == "mean":
                 result = result / rows
             tl.store(out_ptr, result.to(out_ptr.dtype.element_ty))
-            tl.store(counter_ptr, 0)
 
 
 @triton.jit
@@ -234,11 +235,13 @@ def gmm_logprob_fwd(
     with torch.cuda.device_of(y):
         capability, multiprocessors = _device(y)
         config = pick_fwd_config(rows, k, y.dtype, capability)
-        programs = _programs(rows, config, multiprocessors)
-        partials = arrivals = None
+        programs, tiles = _programs(rows, config, multiprocessors), triton.cdiv(rows, config.block_m)
+        launch_words, scale, unit = None, 1.0, 1.0
         if reduction != "none":
-            partials = torch.empty(programs, dtype=torch.float32, device=y.device)
-            arrivals = counter(partials)
+            programs = min(programs, MAX_PROGRAMS)
+            if programs > 1:
+                launch_words = words(out)
+                scale, unit = fixed_point(triton.cdiv(tiles, programs) * config.block_m)
         (logits, mu, log_sigma), layout = _layout(logits, mu, log_sigma)
         y, stride_y = _vector(y)
         _gmm_logprob_fwd_kernel[(programs,)](
@@ -247,8 +250,9 @@ def gmm_logprob_fwd(
             log_sigma,
             y,
             out,
-            partials,
-            arrivals,
+            launch_words,
+            scale,
+            unit,
             rows,
             **layout,
             STRIDE_Y=stride_y,
@@ -258,7 +262,7 @@ def gmm_logprob_fwd(
             BLOCK_M=config.block_m,
             LOAD=config.load_n,
             HOLD=config.hold_n,
-            PARTIALS=min(triton.next_power_of_2(programs), 512 * config.num_warps),
+            LOOP=programs < tiles,
             num_warps=config.num_warps,
         )
     return out

@@ -28,8 +28,9 @@ def gmm_logprob(
                            flatten to one stride and the last stride is 1, so the chunks of one [..., 3K] are not
                            copied; otherwise they are copied first.
     y                      [...], the leading dimensions of logits, any strides
-    reduction              "none": [...], contiguous. "mean" and "sum" over all rows: a scalar, accumulated in fp32 in
-                           a fixed order, so repeats agree bit for bit. Without rows they are NaN and 0.
+    reduction              "none": [...], contiguous. "mean" and "sum" over all rows: a scalar, accumulated in fp32
+                           within a program and in fixed point between them, whatever their order, so repeats agree
+                           bit for bit. Without rows they are NaN and 0.
 
     All inputs are fp32, all fp16 or all bf16, on one device; the result has their dtype, as in PyTorch.
 

@@ -1,14 +1,17 @@
-"""The sum in the launch itself: who is last, which launches share a counter, graphs and streams."""
+"""The sum in the launch itself: any order of arrival, any size; which launches share words, graphs and streams."""
 
 from __future__ import annotations
 
 import math
+import random
 import threading
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
-from . import arrival, gmm_logprob
+from . import arrival, gmm_logprob, kernel
 from .reference import gmm_logprob_reference
 from .test_gmm_logprob import DEVICE, assert_right, inputs, needs_memory, with_grads
 
@@ -25,36 +28,186 @@ def test_the_sum_is_bitwise_repeatable():
         assert all(map(torch.equal, first, with_grads(gmm_logprob, tensors, "mean")))
 
 
-def test_counters_are_back_at_zero_whatever_the_sizes():
+@triton.jit
+def _gmm_logprob_add_up_kernel(partials_ptr, order_ptr, words_ptr, out_ptr, scale, unit):
+    partial = tl.load(partials_ptr + tl.load(order_ptr + tl.program_id(0)))
+    last, total = arrival.arrive(words_ptr, partial, scale, unit)
+    if last:
+        tl.store(out_ptr, total)
+
+
+def _add_up(partials: list[float], order: list[int], rows_per_program: int = 256) -> float:
+    """The sum as `arrive` makes it; the interpreter runs programs one after the other, so in that order."""
+    words = torch.zeros(arrival.WORDS, dtype=torch.int64, device=DEVICE)
+    out = torch.full((), -12345.0, device=DEVICE)
+    values, places = torch.tensor(partials, device=DEVICE), torch.tensor(order, device=DEVICE)
+    _gmm_logprob_add_up_kernel[(len(order),)](values, places, words, out, *arrival.fixed_point(rows_per_program))
+    assert not words.any()
+    return out.item()
+
+
+def _shuffled(count: int, times: int = 4) -> list[list[int]]:
+    generator = random.Random(count)
+    return [generator.sample(range(count), count) for _ in range(times)]
+
+
+LIMIT = 512 * 256  # of a partial sum that fits, with 256 rows a program
+
+
+@pytest.mark.parametrize(
+    "partials",
+    [
+        [1.5, -2.25],
+        [-0.5] * 20,
+        [-LIMIT + 1.0] * 9 + [3.0],
+        [LIMIT - 1.0, -LIMIT + 1.0, -7.0],
+        [-LIMIT * 1.0, LIMIT * 1.0, 17.0],
+        [LIMIT + 1.0, -300.0, 5.0, 1e7, -123456.0, 100.0],
+        [3e38, -3e38, 1e30, -(2.0**97), 65.0, 2.0**45, 1e-3 * LIMIT],
+        [2.0**127, -(2.0**127), 2.0**32, -(2.0**32 - 2**8), 2.0**80, -(2.0**80 - 2**56)],
+        [-1e6 - i / 8 for i in range(40)],
+    ],
+    ids=["few", "negative", "at the limit", "cancelling", "over it", "some large", "any size", "pieces", "all large"],
+)
+def test_partial_sums_add_up_in_any_order(partials):
+    """Bit for bit the same, and as exact as fp32 shows: what is cut off is less than a unit a program."""
+    partials = torch.tensor(partials).tolist()
+    results = {_add_up(partials, order) for order in _shuffled(len(partials))}
+    assert len(results) == 1
+    truth, (_, unit) = math.fsum(partials), arrival.fixed_point(256)
+    error, ulp = abs(results.pop() - truth), abs(truth) * torch.finfo(torch.float32).eps
+    inexact = sum(x % unit != 0 for x in partials)
+    assert error <= ulp / 2 + unit * inexact + 1e-15 * max(map(abs, partials))
+
+
+@pytest.mark.parametrize(
+    ("partials", "expected"),
+    [
+        ([math.inf, 1.0, -3.0], math.inf),
+        ([-math.inf, 1.0, -math.inf], -math.inf),
+        ([-math.inf, 1e30, 5.0], -math.inf),
+        ([math.inf, 1.0, -math.inf], math.nan),
+        ([math.nan, 1.0, 2.0], math.nan),
+        ([-math.inf, math.nan, 1e25], math.nan),
+        ([3.4e38, 3.4e38, 3.4e38], math.inf),
+    ],
+)
+def test_partial_sums_that_are_not_finite(partials, expected):
+    for order in _shuffled(len(partials)):
+        result = _add_up(partials, order)
+        assert result == expected or (math.isnan(result) and math.isnan(expected))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_grid_at_the_limit_overflows_nothing(sign):
+    """The arithmetic of `arrive` in Python: every program brings all that it may, or as much and a flag."""
+    bits = arrival.SUM_BITS.value
+    share, mask = int(arrival.SHARE.value), (1 << bits) - 1
+    flags = [getattr(arrival, name).value % 2**64 for name in ("LARGE", "PLUS_INF", "MINUS_INF")]
+    assert sum(flags) == 7 << arrival.FLAGS_AT.value
+    assert arrival.ARRIVED.value == 1 << bits
+    word, held = 0, 0
+    for program in range(arrival.MAX_PROGRAMS):
+        if program in (7, 100, 1000):
+            word |= flags.pop()
+        held += sign * (share - 1)
+        word = (word + (1 << bits) + sign * (share - 1)) % 2**64
+        low = word & mask
+        fixed_sum = low - (1 << bits) * (low >> (bits - 1))
+        assert fixed_sum == held
+        assert (word - fixed_sum) >> bits & arrival.ARRIVED_MASK.value == program + 1
+        assert word >> arrival.FLAGS_AT.value == (0, 4, 6, 7)[sum(program >= at for at in (7, 100, 1000))]
+
+
+@pytest.mark.parametrize("rows", [1, 31, 255, 256, 8_000, 1 << 20])
+def test_a_unit_is_a_power_of_two_and_no_larger_than_said(rows):
+    scale, unit = arrival.fixed_point(rows)
+    assert scale * unit == 1
+    assert math.frexp(unit)[0] == 0.5
+    assert arrival.MOST_PER_ROW * rows <= arrival.SHARE.value * unit < 2 * arrival.MOST_PER_ROW * rows
+    # A partial sum too large for the low bits has no bits below the last piece's.
+    assert arrival.SHARE.value * unit * 2.0**-23 >= arrival.PIECES.value[-1]
+
+
+@pytest.mark.parametrize(
+    "rows", [1, 255, 256, 257, *(pytest.param(rows, marks=pytest.mark.gpu) for rows in (5_000, 205_000, 1_000_003))]
+)
+def test_the_sum_against_fp64(rows):
+    tensors = inputs(rows, 10)
+    truth = gmm_logprob_reference(*(t.double() for t in tensors), "none")
+    scale = 1 + truth.abs().mean().item()
+    assert abs(gmm_logprob(*tensors).item() - truth.mean().item()) <= 5e-7 * scale
+    assert abs(gmm_logprob(*tensors, "sum").item() - truth.sum().item()) <= 5e-7 * scale * rows
+
+
+@pytest.mark.parametrize("far", [[3], [3, 40, 41, 250], list(range(0, 300, 7)), list(range(300))], ids=len)
+def test_rows_far_from_their_mixture(far):
+    """y = 1e15: log p of such a row is about -1e30, and its partial sum is set aside. Twice, and then without."""
+    tensors = inputs(300, 10)
+    near = gmm_logprob(*tensors)
+    away = [t.clone() for t in tensors]
+    away[3][far] *= 1e15
+    truth = gmm_logprob_reference(*(t.double() for t in away))
+    first = gmm_logprob(*away)
+    assert math.isclose(first.item(), truth.item(), rel_tol=2e-6)
+    assert torch.equal(gmm_logprob(*away), first)
+    assert torch.equal(gmm_logprob(*tensors), near)
+    assert not arrival._devices[tensors[0].device].array.any()
+
+
+@pytest.mark.parametrize(("value", "expected"), [(1e30, -math.inf), (math.nan, math.nan)])
+def test_a_row_without_a_finite_density_decides_the_sum(value, expected):
+    tensors = inputs(300, 10)
+    near = gmm_logprob(*tensors, "sum")
+    away = [t.clone() for t in tensors]
+    away[3][77] = value
+    for reduction in ("sum", "mean"):
+        for _ in range(2):
+            torch.testing.assert_close(gmm_logprob(*away, reduction).item(), expected, equal_nan=True)
+    away[3][150] = 1e15  # and a large one beside it
+    torch.testing.assert_close(gmm_logprob(*away, "sum").item(), expected, equal_nan=True)
+    assert torch.equal(gmm_logprob(*tensors, "sum"), near)
+
+
+def test_a_grid_is_no_larger_than_the_count_can_be(monkeypatch):
+    """The programs loop then."""
+    monkeypatch.setattr(kernel, "MAX_PROGRAMS", 3)
+    for rows in (97, 300):  # 4 and 10 tiles
+        tensors = inputs(rows, 10)
+        truth = gmm_logprob_reference(*(t.double() for t in tensors), "sum")
+        torch.testing.assert_close(gmm_logprob(*tensors, "sum").double(), truth, rtol=1e-5, atol=1e-4)
+
+
+def test_words_are_back_at_zero_whatever_the_sizes():
     """Different numbers of programs one after the other, and a launch in between that does not reduce."""
     for rows in (200, 1, 64, 0, 200):
         tensors = inputs(rows, 3)
         truth = gmm_logprob_reference(*(t.double() for t in tensors), "sum")
         torch.testing.assert_close(gmm_logprob(*tensors, "sum").double(), truth, rtol=1e-5, atol=1e-4)
         gmm_logprob(*tensors, "none")
-    counters = arrival._devices[tensors[0].device]
-    assert not counters.array.any()
-    assert counters.taken == len(counters.by_stream)  # one for the stream, however often it is used
+    words = arrival._devices[tensors[0].device]
+    assert not words.array.any()
+    assert words.taken == len(words.by_stream)  # one set for the stream, however often it is used
 
 
-def test_a_counter_belongs_to_one_stream_or_to_one_captured_launch():
-    counters = arrival._Counters(torch.zeros(arrival.COUNTERS * arrival.SPACING, dtype=torch.int32))
-    eager = [counters.index(stream) for stream in (11, 12, 11, 12)]
-    captured = [counters.index(None) for _ in range(3)]
+def test_words_belong_to_one_stream_or_to_one_captured_launch():
+    words = arrival._Words(torch.zeros(arrival.LAUNCHES * arrival.WORDS, dtype=torch.int64))
+    eager = [words.index(stream) for stream in (11, 12, 11, 12)]
+    captured = [words.index(None) for _ in range(3)]
     assert eager[:2] == eager[2:]
     assert len({*eager, *captured}) == 5
-    while counters.index(None) is not None:
+    while words.index(None) is not None:
         pass
-    assert counters.taken == arrival.COUNTERS
-    assert counters.index(13) is None
-    assert counters.index(11) == eager[0]
+    assert words.taken == arrival.LAUNCHES
+    assert words.index(13) is None
+    assert words.index(11) == eager[0]
 
 
-def test_exhausted_counters_are_replaced_by_fresh_zeros(monkeypatch):
-    partials = torch.empty(4, device=DEVICE)
-    full = arrival._Counters(torch.ones(1, dtype=torch.int32, device=DEVICE), taken=arrival.COUNTERS)
-    monkeypatch.setitem(arrival._devices, partials.device, full)
-    assert arrival.counter(partials).tolist() == [0]
+def test_exhausted_words_are_replaced_by_fresh_zeros(monkeypatch):
+    out = torch.empty((), device=DEVICE)
+    full = arrival._Words(torch.ones(4, dtype=torch.int64, device=DEVICE), taken=arrival.LAUNCHES)
+    monkeypatch.setitem(arrival._devices, out.device, full)
+    assert arrival.words(out).tolist() == [0] * arrival.WORDS
     tensors = inputs(300, 10)
     torch.testing.assert_close(gmm_logprob(*tensors), gmm_logprob_reference(*tensors), rtol=1e-5, atol=1e-5)
 
@@ -62,17 +215,17 @@ def test_exhausted_counters_are_replaced_by_fresh_zeros(monkeypatch):
 def test_fake_tensors_leave_no_trace(monkeypatch):
     monkeypatch.setattr(arrival, "_devices", {})
     with torch._subclasses.FakeTensorMode():
-        fake = arrival.counter(torch.empty(4, device=DEVICE))
+        fake = arrival.words(torch.empty((), device=DEVICE))
     assert type(fake) is not torch.Tensor
     assert arrival._devices == {}
-    assert type(arrival.counter(torch.empty(4, device=DEVICE))) is torch.Tensor
+    assert type(arrival.words(torch.empty((), device=DEVICE))) is torch.Tensor
 
 
 def test_threads_share_a_stream():
-    """On one stream launches are in order, so one counter serves them; taking it must not race."""
+    """On one stream launches are in order, so the same words serve them; taking them must not race."""
     got = []
-    partials = torch.empty(1, device=DEVICE)
-    threads = [threading.Thread(target=lambda: got.append(arrival.counter(partials).data_ptr())) for _ in range(8)]
+    out = torch.empty((), device=DEVICE)
+    threads = [threading.Thread(target=lambda: got.append(arrival.words(out).data_ptr())) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -99,9 +252,33 @@ def test_the_sum_over_8_4_million_rows(reduction):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("every", [1, 3, 10_007])
+def test_many_programs_set_their_sums_aside(every):
+    """Some of 801 programs, or all, eagerly and in a graph; the order in which they arrive is another one each time."""
+    tensors = inputs(205_000, 10)
+    near = gmm_logprob(*tensors)
+    away = [t.clone() for t in tensors]
+    away[3][::every] *= 1e8
+    truth = gmm_logprob_reference(*(t.double() for t in away))
+    first = gmm_logprob(*away)
+    assert math.isclose(first.item(), truth.item(), rel_tol=2e-6)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        graphed = [gmm_logprob(*away), gmm_logprob(*tensors)]
+    for _ in range(50):
+        assert torch.equal(gmm_logprob(*away), first)
+        assert torch.equal(gmm_logprob(*tensors), near)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(graphed[0], first)
+        assert torch.equal(graphed[1], near)
+    assert not arrival._devices[tensors[0].device].array.any()
+
+
+@pytest.mark.gpu
 def test_graphs_replayed_on_other_streams_beside_eager_launches():
-    """Two captured launches and eager ones, all in flight at once: a counter shared between any two would be seen as a
-    sum that is missing, early or late."""
+    """Two captured launches and eager ones, all in flight at once: words shared between any two would be seen as a sum
+    that is missing, early or late."""
     small, large = inputs(5_000, 10), inputs(205_000, 10)
     expected_small, expected_large = gmm_logprob(*small, "sum"), gmm_logprob(*large, "sum")
     torch.cuda.synchronize()
@@ -136,7 +313,7 @@ def test_graphs_replayed_on_other_streams_beside_eager_launches():
 
 @pytest.mark.gpu
 def test_a_captured_launch_is_one_node_and_a_training_step_is_captured():
-    """No memset beside the kernel: the counter is zero already. Then forward and backward together on fresh data."""
+    """No memset beside the kernel: the words are zero already. Then forward and backward together on fresh data."""
     tensors = inputs(20_000, 10, grad=True)
     gmm_logprob(*tensors).backward()
     side = torch.cuda.Stream()

@@ -29,12 +29,18 @@ def load_columns(
     HOLD: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """ceil(K / HOLD) tiles [BLOCK_M, HOLD] in fp32; columns beyond K hold FILL, rows out of range anything."""
+    """ceil(K / HOLD) tiles [BLOCK_M, HOLD] in fp32; columns beyond K hold FILL, rows out of range anything. in_range is
+    None where all rows are in range."""
     tiles = ()
     cols = tl.arange(0, LOAD)[None, :]
     for start in tl.static_range(0, K, LOAD):
         at = ptr + (rows[:, None] * STRIDE + (start + cols))
-        if start + LOAD > K:
+        if in_range is None:
+            if start + LOAD > K:
+                tile = tl.load(at, mask=start + cols < K, other=FILL)
+            else:
+                tile = tl.load(at)
+        elif start + LOAD > K:
             tile = tl.load(at, mask=in_range[:, None] & (start + cols < K), other=FILL)
         else:
             tile = tl.load(at, mask=in_range[:, None])
