@@ -114,6 +114,15 @@ def test_what_cannot_be_queued_is_found_out_and_measured_outside_the_gate(machin
     assert clock._unheld == {"waits"}
 
 
+def test_the_first_flush_is_before_the_stream_is_held(machine):
+    """The launch that loads its kernel waits for the device, and would open the gate and mark whoever comes next."""
+    clock = clock_of(machine, rounds=1)
+    held = []
+    clock.flush = lambda: held.append(machine.held)
+    clock._warm_up([])
+    assert held == [False]
+
+
 @pytest.mark.parametrize(("seconds", "rounds"), [(0.01, 20), (1.0, 9), (20.0, 7)])
 def test_long_runs_are_sampled_less(machine, monkeypatch, seconds, rounds):
     """An interval of no width at all is never reached, so that a bound decides."""

@@ -477,10 +477,12 @@ QUERY_TILES = [(64, 128), (128, 64), (128, 80)]  # with the width of the head
 
 
 def near(mine, other) -> None:
-    """Both rounded p and ds to 16 bits; the smallest numbers may be sums of larger ones."""
+    """Both rounded p and ds to 16 bits; the smallest numbers may be sums of larger ones. One element in a million may
+    be off by three times as much."""
     for a, b in zip(mine, other, strict=True):
         scale = b[b.isfinite()].float().square().mean().sqrt().item()
-        torch.testing.assert_close(a, b, rtol=2e-2, atol=3e-2 * scale)
+        torch.testing.assert_close(a, b, rtol=6e-2, atol=9e-2 * scale)
+        assert (~torch.isclose(a, b, rtol=2e-2, atol=3e-2 * scale)).sum().item() <= a.numel() // 1_000_000
 
 
 @pytest.mark.gpu
