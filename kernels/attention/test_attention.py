@@ -485,6 +485,12 @@ def near(mine, other) -> None:
         assert (~torch.isclose(a, b, rtol=2e-2, atol=3e-2 * scale)).sum().item() <= a.numel() // 1_000_000
 
 
+def leaves_of(queries: int, keys: int, heads: tuple[int, int], dtype: torch.dtype, batch: int = 2):
+    """q, k and v for D = 128, heads inside rows."""
+    shapes = (heads[0], queries), (heads[1], keys), (heads[1], keys)
+    return [normal(batch, n, h, 128, dtype=dtype).transpose(1, 2) for h, n in shapes]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("causal", [False, True])

@@ -13,7 +13,7 @@ from . import attention, cuda_backward, cuda_backward_roles, cuda_driver, delta,
 from .cuda_backward_roles import Plan, plan
 from .dispatch import CudaBackwardConfig
 from .problem import Problem
-from .test_attention import DEVICE, attend, everything, near, normal, on_hopper
+from .test_attention import DEVICE, attend, everything, leaves_of, near, normal, on_hopper
 
 Place = tuple[str, int, int, int]  # role, span, item, awaited
 
@@ -188,12 +188,6 @@ SIZES = [(333, 700), (700, 333), (512, 512), (1, 129), (64, 500), (1500, 257), (
 
 def picked(monkeypatch: pytest.MonkeyPatch, config: CudaBackwardConfig) -> None:
     monkeypatch.setattr(dispatch, "pick_cuda_bwd_config", lambda *_: config)
-
-
-def leaves_of(queries: int, keys: int, heads: tuple[int, int], dtype: torch.dtype, batch: int = 2):
-    """Heads inside rows."""
-    shapes = (heads[0], queries), (heads[1], keys), (heads[1], keys)
-    return [normal(batch, n, h, 128, dtype=dtype).transpose(1, 2) for h, n in shapes]
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import torch
 
 from . import attention, cuda_backward, cuda_driver, delta, dispatch, launch
 from .problem import Problem
-from .test_attention import DEVICE, attend, everything, near, normal, on_hopper
+from .test_attention import DEVICE, attend, everything, leaves_of, near, normal, on_hopper
 
 WHOLE = dispatch.CudaBackwardConfig(64, 1, False, whole_heads=True)
 SIZES = [(333, 700), (700, 333), (512, 512), (1, 129), (64, 500), (60, 1000), (1000, 257)]
@@ -98,12 +98,6 @@ def test_it_is_repeatable(kv_heads, keys, form, four_multiprocessors, monkeypatc
     finally:
         torch.use_deterministic_algorithms(False)
     assert ran == [form, "separate"]
-
-
-def leaves_of(queries: int, keys: int, heads: tuple[int, int], dtype: torch.dtype, batch: int = 2):
-    """Heads inside rows."""
-    shapes = (heads[0], queries), (heads[1], keys), (heads[1], keys)
-    return [normal(batch, n, h, 128, dtype=dtype).transpose(1, 2) for h, n in shapes]
 
 
 @pytest.mark.gpu
