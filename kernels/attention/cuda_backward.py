@@ -20,7 +20,7 @@ import ctypes
 import torch
 
 from . import cuda_backward_roles, cuda_driver, dispatch
-from .cuda_driver import Rows, clear, launch, pointer, tensor_map
+from .cuda_driver import Rows, launch, pointer, tensor_map
 from .delta import Saved
 from .dispatch import CUDA_BWD_KEYS as KEYS
 from .hopper import whole
@@ -84,7 +84,7 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
     if config.span:
         heads, multiprocessors = problem.all_kv_heads, problem.multiprocessors()
         plan = cuda_backward_roles.plan(config, heads, problem.group, m_tiles, n_blocks, multiprocessors)
-        counters = torch.empty(2, plan.spans, dtype=torch.int32, device=q.device)
+        counters = torch.zeros(2, plan.spans, dtype=torch.int32, device=q.device)
     sizes = [ctypes.c_int(x) for x in (problem.queries, padded, q.shape[1])]
     helpers = problem.all_heads * (padded // helper_rows(tile))
     with torch.cuda.device_of(q):
@@ -138,7 +138,6 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
             rows = WARP_ROWS if config.whole_heads else 64
             arguments = [*maps, *(tensor_map(x, problem.keys, rows) for x in (dk, dv)), described, *others]
         if plan:
-            clear(counters)
             ctas, arguments = plan.ctas, [*arguments, plan.told(saved.lse, saved.dlse, counters)]
         launch(backward, problem.all_kv_heads if config.whole_heads else ctas, 384, SHARED_BYTES, arguments)
         if config.shared:

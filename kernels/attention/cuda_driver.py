@@ -125,12 +125,6 @@ def launch(function: ctypes.c_void_p, grid: int, threads: int, shared: int, argu
     _call("cuLaunchKernel", function, grid, 1, 1, threads, 1, 1, shared, stream, pointers, None)
 
 
-def clear(x: torch.Tensor) -> None:
-    """Zeros a contiguous tensor of 32-bit numbers on the current stream."""
-    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    _call("cuMemsetD32Async", ctypes.c_uint64(x.data_ptr()), ctypes.c_uint(0), ctypes.c_size_t(x.numel()), stream)
-
-
 def pointer(x: torch.Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(0 if x is None else x.data_ptr())
 

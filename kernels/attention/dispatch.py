@@ -78,7 +78,7 @@ def pick_cuda_config(dim: int, queries: int, keys: int, causal: bool, heads: int
         if dim == 64:
             return CudaConfig(64 if keys <= 768 else 128, 4, 2, False, True)
         if keys <= 1024 and not causal:
-            return CudaConfig(64, 4, 2, True, False, q_buffers=2)
+            return CudaConfig(64, 4, 2, True, False)
         return CudaConfig(128, 2, 2, True, False)
     if dim == 64:
         blocks_64, blocks_112 = -(-keys // 64), -(-keys // 112)
@@ -397,7 +397,8 @@ def pick_fused_config(dim: int, banded: bool, dtype: torch.dtype, capability: tu
         return Config(16, 32, block_d, 8, 2) if capability >= (9, 0) else Config(16, 16, block_d, 8, 2)
     if capability >= (9, 0):
         return Config(64, 128, block_d, 8, 2) if block_d <= 64 else Config(16, 64, block_d, 8, 2)
-    return Config(32 if block_d <= 64 else 16, 64, block_d, 8, 2)
+    # 32 rows at D = 16 spill 12 bytes under Triton 3.7.
+    return Config(32 if block_d in (32, 64) else 16, 64, block_d, 8, 2)
 
 
 def _fp32(block_d: int, capability: tuple[int, int]) -> Config:

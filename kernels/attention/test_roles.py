@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 from dataclasses import replace
@@ -136,45 +137,40 @@ def problem_of(queries: int, keys: int, heads: int, kv_heads: int, causal: bool)
 
 @pytest.mark.parametrize(("tile", "shared", "splits"), [(64, 0, 1), (80, 5, 3)])
 def test_what_it_is_told(tile, shared, splits, monkeypatch):
-    """Launched on nothing: one kernel, after its counters are zeroed, and one more where blocks are shared."""
-    compiled, happened = [], []
+    """Launched on nothing: one kernel, whose counters are zeros, and one more where blocks are shared."""
+    compiled, launched, counted = [], [], []
+
+    def launch(*arguments):
+        launched.append(arguments)
+        if arguments[0] == "main":
+            counted.extend((ctypes.c_int * 6).from_address(arguments[4][-1].ready))
+
     names = ("main", "prepare", "finish", "finish_keys")
     config = CudaBackwardConfig(tile, 1, False, shared, splits, span=3)
     monkeypatch.setattr(Problem, "multiprocessors", lambda self: 4)
     monkeypatch.setattr(dispatch, "pick_cuda_bwd_config", lambda *_: config)
     monkeypatch.setattr(cuda_driver, "kernels", lambda *arguments: compiled.append(arguments) or names)
     monkeypatch.setattr(cuda_backward, "tensor_map", lambda *arguments: arguments)
-    monkeypatch.setattr(cuda_backward, "launch", lambda *arguments: happened.append(arguments))
-    monkeypatch.setattr(cuda_backward, "clear", lambda counters: happened.append(("clear", counters)))
+    monkeypatch.setattr(cuda_backward, "launch", launch)
     problem, saved = problem_of(400, 300, 8, 4, causal=not shared)
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (problem.q, problem.k, problem.v))
     cuda_backward.cuda_bwd(problem, saved, dq, dk, dv)
     assert {"ROLES=1", "WHOLE=0", "SINGLE=0", "DIRECT=0", f"QUERIES={tile}"} <= set(compiled[0][3])
-    assert [x[0] for x in happened] == ["clear", "main", *(["finish_keys"] if shared else [])]
-    counters, main = happened[0][1], happened[1]
+    assert [x[0] for x in launched] == ["main", *(["finish_keys"] if shared else [])]
+    main = launched[0]
     made = plan(config, 8, 2, -(-400 // tile), 3, 4)
-    assert made.spans == 3 and counters.shape == (2, 3) and counters.dtype == torch.int32
+    assert made.spans == 3 and counted == [0] * 6
     assert main[1:4] == (len(places(made, 8, 2, 3, shared, splits)), 384, 232_448)
     *maps, described, third, fourth, roles = main[4]
     assert [x[1:] for x in maps] == [(400, tile)] * 2 + [(300, 64)] * 4
     assert third[0] is dq and fourth[0] is saved.out and third[1:] == fourth[1:] == (400, tile)
     assert (described.section, described.whole, described.splits) == (1, 24 - shared, splits)
     assert (roles.lse, roles.dlse) == (saved.lse.data_ptr(), saved.dlse.data_ptr())
-    assert (roles.ready, roles.done) == (counters.data_ptr(), counters.data_ptr() + 12)
+    assert roles.done == roles.ready + 12
     for name in ("span", "spans", "chunk", "chunks", "end_chunk", "end_chunks"):
         assert getattr(roles, name) == getattr(made, name)
     assert [tuple(getattr(x, name) for name, _ in x._fields_) for x in roles.round[:6]] == list(made.rounds)
     assert dq.isnan().all()  # the rows that see nothing are zeros by the kernel
-
-
-def test_counters_are_zeroed_on_the_stream(monkeypatch):
-    called = []
-    monkeypatch.setattr(cuda_driver, "_call", lambda *arguments: called.append(arguments))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: type("Stream", (), {"cuda_stream": 77}))
-    x = torch.empty(2, 5, dtype=torch.int32)
-    cuda_driver.clear(x)
-    name, *arguments = called[0]
-    assert (name, [a.value for a in arguments]) == ("cuMemsetD32Async", [x.data_ptr(), 0, 10, 77])
 
 
 CONFIGS = [
