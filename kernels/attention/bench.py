@@ -301,7 +301,8 @@ SPEC = KernelSpec(
             "it reads out, all of which the forward in Gluon has stored by TMA; initcheck does not see these stores"
         ),
     },
-    spills={"attention_fp8_fwd": 52},  # with NVRTC 13.5; 48 with 13.0, which was measured
+    # With NVRTC 13.5. With 13.0, which was measured, 48 and none; the 32 are those of launches with roles.
+    spills={"attention_fp8_fwd": 52, "attention_cuda_bwd": 32},
     tunables=(
         Tunable(dispatch, "pick_forward", "fwd", _versions, GRID),
         Tunable(dispatch, "pick_fwd_config", "fwd", _fwd_candidates, implementation="triton"),
