@@ -26,6 +26,7 @@ from . import (
     query_gradient,
     split,
 )
+from .backward import separate_bwd
 from .bench import visible
 from .dispatch import Config
 from .problem import Problem, zero
@@ -477,12 +478,10 @@ QUERY_TILES = [(64, 128), (128, 64), (128, 80)]  # with the width of the head
 
 
 def near(mine, other) -> None:
-    """Both rounded p and ds to 16 bits; the smallest numbers may be sums of larger ones. One element in a million may
-    be off by three times as much."""
+    """Both rounded p and ds to 16 bits; the smallest numbers may be sums of larger ones."""
     for a, b in zip(mine, other, strict=True):
         scale = b[b.isfinite()].float().square().mean().sqrt().item()
-        torch.testing.assert_close(a, b, rtol=6e-2, atol=9e-2 * scale)
-        assert (~torch.isclose(a, b, rtol=2e-2, atol=3e-2 * scale)).sum().item() <= a.numel() // 1_000_000
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=3e-2 * scale)
 
 
 def leaves_of(queries: int, keys: int, heads: tuple[int, int], dtype: torch.dtype, batch: int = 2):
@@ -544,7 +543,7 @@ def test_shared_blocks_of_the_backward_in_cuda(dim, tile, monkeypatch):
 @pytest.mark.parametrize("queries", [1, 100, 564, 700])
 def test_chains_of_the_backward_in_cuda(queries, keys, group, dtype, monkeypatch):
     """On few multiprocessors, so that chains are long; of one tile a block and of many; with shares at the end of a
-    chain or without. Against the portable backward in fp32. Memory is NaN before, and stays so beyond the rows."""
+    chain or without. Against the separate form. Memory is NaN before, and stays so beyond the rows."""
     on_hopper(64, False, dtype)
     q, k, v = (
         normal(2, rows, heads, 64, dtype=dtype).transpose(1, 2)
@@ -552,16 +551,16 @@ def test_chains_of_the_backward_in_cuda(queries, keys, group, dtype, monkeypatch
     )
     out, lse = attend([q, k, v], "cuda")
     dout = torch.randn_like(out)
-    exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
-    wanted = torch.autograd.grad(attention(*exact, forward="portable", backward="separate"), exact, dout.float())
     problem, saved = Problem(q, k, v, 64**-0.5, -1, -1, keys), delta.Saved(out, lse, None, dout, None)
+    wanted = [torch.empty_like(x) for x in (q, k, v)]
+    separate_bwd(problem, saved, *wanted)
     for multiprocessors in (1, 3, 7):
         monkeypatch.setattr(Problem, "multiprocessors", lambda self, count=multiprocessors: count)
         grads = [torch.full((*x.shape[:2], x.shape[2] + 60, 64), math.nan).to(x) for x in (q, k, v)]
         poison = [torch.full((size,), math.nan, device="cuda") for size in (1 << 20, 1 << 22, 1 << 24)]
         del poison
         cuda_backward.cuda_bwd(problem, saved, *(x[:, :, :-60] for x in grads))
-        near([x[:, :, :-60].float() for x in grads], wanted)
+        near([x[:, :, :-60] for x in grads], wanted)
         assert all(x[:, :, -60:].isnan().all() for x in grads)
 
 
