@@ -58,10 +58,12 @@ def main(arguments: argparse.Namespace) -> int:
     captured = {**environment.capture(where.device), "compute-sanitizer": sanitizer.version(program)}
     path, head = where.out / "sanitize.json", {"schema": SCHEMA, "gpu": where.folder}
     wanted = [(tool, selection) for tool in arguments.tool or DEFAULT_TOOLS for selection in selections]
-    shares = [parts(len(_runs(selection, arguments))) for _, selection in wanted]
+    jobs = arguments.jobs or max(1, min(MOST_JOBS, (os.cpu_count() or 1) // 2))
+    runs = [len(_runs(selection, arguments)) for _, selection in wanted]
+    shares = [parts(count, sum(runs), jobs) for count in runs]
     found: list[list[Inspection]] = [[] for _ in wanted]
     rows: dict[int, dict[str, Any]] = {}
-    with ThreadPoolExecutor(arguments.jobs or max(1, min(MOST_JOBS, (os.cpu_count() or 1) // 2))) as pool:
+    with ThreadPoolExecutor(jobs) as pool:
         under_way = {
             pool.submit(inspect, program, tool, selection.spec.name, part, arguments): i
             for i, (tool, selection) in enumerate(wanted)
@@ -83,9 +85,11 @@ def main(arguments: argparse.Namespace) -> int:
     return 0 if all(row["status"] == "ok" for row in rows.values()) else 1
 
 
-def parts(runs: int) -> list[str]:
-    """Names of the parts into which so many runs are shared out: "1/3", "2/3", "3/3"."""
-    count = max(1, -(-runs // RUNS_A_PROCESS))
+def parts(runs: int, of_all: int, jobs: int) -> list[str]:
+    """Names of the parts into which so many runs are shared out: "1/3", "2/3", "3/3". No process has more runs than
+    RUNS_A_PROCESS, and where there are few in all each job has some."""
+    a_process = min(RUNS_A_PROCESS, max(1, -(-of_all // jobs)))
+    count = max(1, -(-runs // a_process))
     return [f"{part}/{count}" for part in range(1, count + 1)]
 
 

@@ -226,9 +226,16 @@ def test_the_worker_runs_the_small_cases_of_ours(monkeypatch, capsys):
     sanitize._work([selection], Namespace(case=["large"], worker="1/1"), where)
     assert ran == [("large", "fwd", "triton"), ("large", "bwd", "triton")]
     ran.clear()
-    for part in sanitize.parts(2 * sanitize.RUNS_A_PROCESS):
+    for part in sanitize.parts(2, of_all=2, jobs=2):
         sanitize._work([selection], Namespace(case=None, worker=part), where)
     assert ran == [("a", "fwd", "triton"), ("a", "bwd", "triton")]
+
+
+def test_few_runs_are_shared_out_over_all_jobs_and_many_by_twelve():
+    assert sanitize.parts(0, of_all=0, jobs=8) == ["1/1"]
+    assert len(sanitize.parts(30, of_all=30, jobs=14)) == 10  # three to a process
+    assert len(sanitize.parts(30, of_all=300, jobs=14)) == 3
+    assert len(sanitize.parts(1, of_all=300, jobs=14)) == 1
 
 
 def test_many_runs_are_shared_out_and_judged_together(toy, monkeypatch):
