@@ -5,7 +5,8 @@ cold    L2 holds nothing of the inputs. CUDA events around the call. The flush b
         writes pushes one of them out, and the traffic is that of the steady state. (After a flush that leaves L2 clean
         a call ends with up to 50 MB of its output not yet written, and can seem faster than a copy.) The pair of
         events itself costs about 2 µs, which are never subtracted.
-warm    called again at once on the same inputs; what fits in L2 stays there.
+warm    called again at once on the same inputs; what fits in L2 stays there. Not where each takes a tenth of a second,
+        of which the 15 µs that L2 takes to fill are nothing.
 graph   N calls on N sets of inputs, together past twice the L2, captured in one CUDA graph; the replay divided by N.
         Nothing of the host is left in it and no event overhead, so it is the headline for calls under 50 µs. The gap
         between two dependent kernels of a graph (about 1 µs) is part of it, as it is in any training step.
@@ -32,6 +33,7 @@ from .driver import Gate, evict_persisting_lines
 from .gpu_state import Monitor
 
 GRAPH_HEADLINE_US = 50.0
+NEVER_WARM_US = 1e5
 MAX_GRAPH_CALLS = 256
 FRESH_SETS = 2  # sets of inputs, and so addresses, that the cold and warm columns alternate between
 AA = "#again"  # the second instance of an implementation, for the A/A pair
@@ -147,11 +149,12 @@ class Clock:
             self._warm_up(runs)
             self.monitor.readings.clear()
             self._add(result, "cold", self._events(runs, cold=True))
-            self._add(result, "warm", self._events(runs, cold=False))
+            shortest = min(c["cold"]["median_us"] for c in result.columns.values())
+            if shortest < NEVER_WARM_US:
+                self._add(result, "warm", self._events(runs, cold=False))
             for name in self._unheld:
                 result.warnings[name].append("cannot be queued before it runs: the host's time may be in its times")
             self._unheld.clear()  # a graph can
-            shortest = min(c["cold"]["median_us"] for c in result.columns.values())
             if timer == "graph" or (timer == "auto" and shortest < GRAPH_HEADLINE_US):
                 self._add(result, "graph", self._graphs(contenders, sets, result))
             if timer == "cupti":
@@ -168,8 +171,8 @@ class Clock:
         Replays of a CUDA graph of some calls, since the host could not keep up with short ones; None where `run` cannot
         be captured.
         """
-        calls = 20
         with self.stream():
+            calls = calls_within(seconds / 20, run)
             graph = torch.cuda.CUDAGraph()
             try:
                 with torch.cuda.graph(graph, stream=self._stream):
@@ -327,14 +330,23 @@ def input_sets(footprint_bytes: int, l2_bytes: int, free_bytes: int) -> int:
     return max(2, min(wanted, MAX_GRAPH_CALLS, free_bytes // (4 * max(footprint_bytes, 1)) or 2))
 
 
-def share_on_stream(run: Run, stream: torch.cuda.Stream, calls: int = 20) -> float:
-    """Share of the wall time of `calls` back-to-back calls that events on the stream account for.
+def calls_within(seconds: float, run: Run, most: int = 20) -> int:
+    """How many calls, of `most`, take so long; 1 if one takes longer."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return max(1, min(most, int(seconds / (time.perf_counter() - began))))
+
+
+def share_on_stream(run: Run, stream: torch.cuda.Stream) -> float:
+    """Share of the wall time of some back-to-back calls that events on the stream account for.
 
     About 1 for honest work, which is done when the stream's last event is. Near 0 when the work runs on another stream
     that this one does not wait for, and goes on after its last event.
     """
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
+    calls = calls_within(0.5, run)
     began = time.perf_counter()
     start.record(stream)
     for _ in range(calls):
