@@ -16,8 +16,9 @@ from typing import Any
 import torch
 import triton
 
+from . import cluster
 from .backward import _cross_entropy_bwd_kernel, _cross_entropy_scale_kernel
-from .configs import NARROW, NarrowConfig, NarrowFwdConfig, pick_bwd_config, pick_fwd_config
+from .configs import NARROW, NarrowConfig, NarrowFwdConfig, pick_bwd_config, pick_cluster_config, pick_fwd_config
 from .forward import _cross_entropy_wide_kernel
 from .layout import alignment, matrix_of, rows_of, same_alignment, vector, vector_of
 from .narrow import _cross_entropy_narrow_bwd_kernel, _cross_entropy_narrow_kernel
@@ -92,8 +93,10 @@ def _forward(
         matrix, grads = rows_of(logits), None if grad is None else rows_of(grad)
         layout = alignment(rows, vocab, vocab <= NARROW, matrix, grads or matrix)
         spread = weight is not None and loss.label_smoothing != 0
-        asked = (grad is not None, spread, loss.softcap is not None)
-        config = pick_fwd_config(vocab, logits.dtype, layout == "aligned", *asked, _capability(logits))
+        softcap, capability = loss.softcap is not None, _capability(logits)
+        config = pick_fwd_config(
+            vocab, logits.dtype, layout == "aligned", grad is not None, spread, softcap, capability
+        )
         constants: dict[str, Any]
         if isinstance(config, NarrowFwdConfig):
             kernel, constants = _cross_entropy_narrow_kernel, _tile(config, vocab)
@@ -107,42 +110,48 @@ def _forward(
         partial = None if none else torch.empty(4, programs, dtype=torch.float32, device=device)
         weight = None if weight is None else weight.contiguous()
         counts = _counts(target, stride_target, weight, vocab, loss) if mean and grad is not None else None
-        kernel[(programs,)](
-            matrix.pointer,
-            target,
-            weight,
-            _weight_sum(weight, loss),
-            counts,
-            out,
-            z,
-            lse,
-            stats,
-            partial,
-            None if grads is None else grads.pointer,
-            rows,
-            vocab,
-            matrix.stride,
-            matrix.skip,
-            stride_target,
-            0 if grads is None else grads.stride,
-            0 if grads is None else grads.skip,
-            loss.ignore_index,
-            loss.label_smoothing,
-            loss.z_loss,
-            1.0 if loss.softcap is None else loss.softcap,
-            REDUCTION=loss.reduction,
-            **_what(loss, weight, logits.dtype),
-            RETURN_Z=loss.return_z_loss,
-            RETURN_LSE=loss.return_lse,
-            SAVE=save,
-            GRAD=grad is not None,
-            COUNTS=0 if counts is None else counts.shape[1],
-            LAYOUT=layout,
-            VECTOR=vector(logits),
-            **constants,
-            num_warps=config.num_warps,
-            sanitize_overflow=False,  # which debug=True would turn on together with the check of the target
-        )
+        given = (vocab, logits.dtype, layout, weight is not None, softcap, capability)
+        if grads is not None and cluster.cluster_refuses(*given) is None:
+            split = pick_cluster_config(vocab, logits.dtype, loss.label_smoothing != 0 or loss.has_z)
+            results = (out, z, lse, partial, grads)
+            cluster.cluster_fwd_grad(split, matrix, target, stride_target, counts, *results, vocab, loss)
+        else:
+            kernel[(programs,)](
+                matrix.pointer,
+                target,
+                weight,
+                _weight_sum(weight, loss),
+                counts,
+                out,
+                z,
+                lse,
+                stats,
+                partial,
+                None if grads is None else grads.pointer,
+                rows,
+                vocab,
+                matrix.stride,
+                matrix.skip,
+                stride_target,
+                0 if grads is None else grads.stride,
+                0 if grads is None else grads.skip,
+                loss.ignore_index,
+                loss.label_smoothing,
+                loss.z_loss,
+                1.0 if loss.softcap is None else loss.softcap,
+                REDUCTION=loss.reduction,
+                **_what(loss, weight, logits.dtype),
+                RETURN_Z=loss.return_z_loss,
+                RETURN_LSE=loss.return_lse,
+                SAVE=save,
+                GRAD=grad is not None,
+                COUNTS=0 if counts is None else counts.shape[1],
+                LAYOUT=layout,
+                VECTOR=vector(logits),
+                **constants,
+                num_warps=config.num_warps,
+                sanitize_overflow=False,  # which debug=True would turn on together with the check of the target
+            )
         if not none:
             block = min(8192, triton.next_power_of_2(programs))
             _cross_entropy_sum_kernel[(1,)](

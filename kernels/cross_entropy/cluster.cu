@@ -1,0 +1,324 @@
+// Cross entropy and its gradient in one pass for Hopper (sm_90a): each row over a cluster of small CTAs, in registers
+// from load to store. cluster.py compiles and launches it; terms.py has the arithmetic in Triton.
+//
+// Napkin maths, 8192 x 128256 bf16 on one NVIDIA H200 (132 multiprocessors, a copy at 4254 GB/s, 1980 MHz):
+//   floor      2.1 GB read and 2.1 GB written, 988 us: 16 KB in and 16 KB out a microsecond and multiprocessor.
+//   in flight  8 CTAs a row, 256 threads, 8 vectors of 16 bytes each: a CTA has 32 KB of a row. With 64 registers 4 of
+//              them fit, so a CTA may take 8 us from its first load to its last store. The target takes 0.5 us, a load
+//              1 us, the exchange 0.5 to 1 us.
+//   issue      an element costs 0.4 instructions for the maximum, 4 for the sum and 4.5 for the gradient, a thread 320
+//              more: 1800 cycles of 4000 a CTA.
+//   special    an exponential for the sum and one for the gradient, 8.2 of the 16 a cycle. To keep the first one would
+//              take registers that hold another CTA's row.
+//
+// CTAs do not stay: a multiprocessor has CTAs of several rows, which load, wait and store at different times. Protocol:
+//   1 arrive at the cluster's barrier, ask for the target and then for the whole slice of a row that counts
+//   2 wait at the barrier: by now all CTAs of the cluster have begun, and so can be written to
+//   3 each warp finds its maximum m and then s = sum of exp(x - m), and writes both into every CTA of the cluster by
+//     st.async, whose bytes count on the receiver's mbarrier
+//   4 each CTA waits for all warps of the cluster. After that nobody writes to it, and it may leave.
+// In place: what a thread overwrites only that thread has read, so rows need no other order.
+//
+// Loads are ld.global, not ld.global.nc: for want of anything that orders those, ptxas moves them behind the wait of 2.
+//
+// Defined by the launcher, see ClusterConfig in configs.py: CLUSTER (CTAs of a row), THREADS, VECTORS (of a thread),
+// RESIDENT (CTAs of a multiprocessor, for which registers are limited), TYPE of the logits and LOSS of the loss (0: bf16,
+// 1: fp16, 2: fp32), TARGET (bits of one), SMOOTH and Z (there is label smoothing, z-loss).
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+constexpr int WARPS = THREADS / 32, PARTS = CLUSTER * WARPS;
+constexpr int PER_WORD = TYPE == 2 ? 1 : 2, PER_VECTOR = 4 * PER_WORD;  // elements of 32 bits, of 16 bytes
+constexpr u32 LOWEST = TYPE == 2 ? 0xff800000u : TYPE == 1 ? 0xfc00fc00u : 0xff80ff80u;  // a word of -inf
+constexpr float LOG2_E = 1.4426950408889634f;
+
+struct Vector {
+    u32 words[4];
+};
+// What a warp, or the row, has: maximum, sum of exp(x - m); with SMOOTH sum of x - m and the number of x.
+struct alignas(16) Part {
+    float m, s, sum, count;
+};
+struct Exchange {
+    Part parts[PARTS];
+    u64 full;      // the mbarrier on which they arrive
+    float target;  // the logit at the row's target, then the gradient there: for one thread, which saves registers
+};
+
+extern "C" __device__ __attribute__((noreturn)) void __assertfail(const char*, const char*, u32, const char*, size_t);
+
+__device__ u32 at(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
+// A vector where `there`. Logits are used once: they pass by L1. evict_last, because what leaves L2 in their place is the
+// gradient (README). Not a branch, behind which ptxas would make each address anew.
+__device__ void load(Vector& v, const Vector* from, bool there, u64 policy) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
+        "@p ld.global.L1::no_allocate.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %6;\n}"
+        : "+r"(v.words[0]), "+r"(v.words[1]), "+r"(v.words[2]), "+r"(v.words[3])
+        : "l"(from), "r"(static_cast<int>(there)), "l"(policy));
+}
+__device__ void store(Vector* to, const Vector& v) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
+        ::"l"(to), "r"(v.words[0]), "r"(v.words[1]), "r"(v.words[2]), "r"(v.words[3]) : "memory");
+}
+
+__device__ void unpack(u32 word, float (&out)[PER_WORD]) {
+    if constexpr (TYPE == 2) {
+        out[0] = __uint_as_float(word);
+    } else if constexpr (TYPE == 1) {
+        asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}"
+            : "=f"(out[0]), "=f"(out[PER_WORD - 1]) : "r"(word));
+    } else {
+        out[0] = __uint_as_float(word << 16), out[PER_WORD - 1] = __uint_as_float(word & 0xffff0000u);
+    }
+}
+template <int KIND> __device__ u32 pack(float first, float second) {
+    u32 word = 0;
+    if constexpr (KIND == 2) return __float_as_uint(first);
+    if constexpr (KIND == 1) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
+    if constexpr (KIND == 0) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
+    return word;
+}
+// One element by its index.
+__device__ float element(const void* from, i64 i) {
+    u32 word;
+    float out[PER_WORD];
+    if constexpr (TYPE == 2)
+        asm volatile("ld.global.b32 %0, [%1];" : "=r"(word) : "l"(static_cast<const u32*>(from) + i));
+    else
+        asm volatile("{\n.reg .b16 a;\nld.global.b16 a, [%1];\nmov.b32 %0, {a, a};\n}"
+            : "=r"(word) : "l"(static_cast<const unsigned short*>(from) + i));
+    unpack(word, out);
+    return out[0];
+}
+template <int KIND> __device__ void put(void* to, i64 i, float x) {
+    if constexpr (KIND == 2)
+        static_cast<float*>(to)[i] = x;
+    else
+        static_cast<unsigned short*>(to)[i] = static_cast<unsigned short>(pack<KIND>(x, x));
+}
+// The compiler must not keep the fp32 of a word from its first use to its second: that is twice the registers.
+__device__ u32 hidden(u32 word) {
+    asm volatile("" : "+r"(word));
+    return word;
+}
+
+// The larger of two, in each half of a word of 16-bit elements. A NaN loses against a number, and finds its way into s.
+__device__ u32 larger(u32 a, u32 b) {
+    if constexpr (TYPE == 2) return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
+    u32 c = 0;
+    if constexpr (TYPE == 1) asm("max.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+    if constexpr (TYPE == 0) asm("max.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+    return c;
+}
+__device__ float two_to(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ float warp_max(float x) {
+#pragma unroll
+    for (int lane = 16; lane; lane /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, lane));
+    return x;
+}
+__device__ float warp_sum(float x) {
+#pragma unroll
+    for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
+    return x;
+}
+// What to subtract where everything is masked, so that -inf - m is -inf and not NaN.
+__device__ float finite_or_zero(float m) { return __float_as_uint(m) == 0xff800000u ? 0 : m; }
+
+// exp(x - m) = two_to(x * by + plus) * back, in one instruction before the exponential. The product is not rounded,
+// plus is: `back` makes up for that, so that no digits of x - m are lost however large both are. From 2^29 on different
+// numbers are so far apart that their exponential is 0 on any base, and what rounding adds to plus could overflow.
+struct Exponent {
+    float by, plus, back;
+};
+__device__ Exponent relative_to(float m) {
+    Exponent e;
+    e.by = fabsf(m) < 536870912.0f ? LOG2_E : 1;
+    e.plus = __fmul_rn(-m, e.by);
+    e.back = two_to(-fmaf(m, e.by, e.plus));
+    return e;
+}
+
+__device__ void begin(Exchange& e) {
+    constexpr int BYTES = PARTS * (SMOOTH ? 16 : 8);
+    if (threadIdx.x == 0) {
+        asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(at(&e.full)) : "memory");
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(at(&e.full)), "r"(BYTES) : "memory");
+    }
+    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
+__device__ void all_have_begun() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
+
+// A warp's part to CTA `lane` of the cluster.
+__device__ void send(Exchange& e, const Part& mine, int slot) {
+    const int lane = threadIdx.x % 32;
+    if (lane >= CLUSTER) return;
+    if constexpr (SMOOTH)
+        asm volatile(
+            "{\n.reg .b32 a, b;\nmapa.shared::cluster.u32 a, %0, %2;\nmapa.shared::cluster.u32 b, %1, %2;\n"
+            "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [a], {%3, %4, %5, %6}, [b];\n}"
+            ::"r"(at(&e.parts[slot])), "r"(at(&e.full)), "r"(lane), "f"(mine.m), "f"(mine.s), "f"(mine.sum),
+            "f"(mine.count) : "memory");
+    else
+        asm volatile(
+            "{\n.reg .b32 a, b;\nmapa.shared::cluster.u32 a, %0, %2;\nmapa.shared::cluster.u32 b, %1, %2;\n"
+            "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [a], {%3, %4}, [b];\n}"
+            ::"r"(at(&e.parts[slot])), "r"(at(&e.full)), "r"(lane), "f"(mine.m), "f"(mine.s) : "memory");
+}
+__device__ void wait(Exchange& e) {
+    asm volatile(
+        "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared.b64 p, [%0], 0;\n@p bra DONE;\nbra AGAIN;\nDONE:\n}"
+        ::"r"(at(&e.full)) : "memory");
+}
+// What the row has: all warps put the parts together in one order, so that all agree, and repeats do.
+__device__ Part receive(Exchange& e) {
+    constexpr int EACH = (PARTS + 31) / 32;  // of a lane
+    const int lane = threadIdx.x % 32;
+    const volatile Part* const parts = e.parts;  // read twice: there are no registers for four of them beside the row
+    Part row = {-__int_as_float(0x7f800000), 0, 0, 0};
+    wait(e);
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+        if (PARTS % 32 == 0 || i * 32 + lane < PARTS) row.m = fmaxf(row.m, parts[i * 32 + lane].m);
+    row.m = warp_max(row.m);
+    const float m = finite_or_zero(row.m);
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        if (PARTS % 32 && i * 32 + lane >= PARTS) break;
+        const volatile Part& part = parts[i * 32 + lane];
+        const float its = part.m;
+        row.s += part.s * two_to((its - m) * LOG2_E);
+        if (SMOOTH) row.sum += part.sum + part.count * (finite_or_zero(its) - m);
+    }
+    row.s = warp_sum(row.s);
+    if (SMOOTH) row.sum = warp_sum(row.sum);
+    return row;
+}
+
+// Rows are vocab / PER_VECTOR vectors of 16 bytes, of which a CTA has `slice` and the last CTA what is left; stride and
+// stride_grad are in vectors. With partial it is for a sum, else for each row: loss, and z if it is not null. With
+// counts, whose sum is the number of rows that count, it is for a mean. lse may be null. spread = smoothing / vocab.
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, RESIDENT)
+cross_entropy_cluster_fwd_grad(const Vector* logits, const void* targets, const float* counts, void* loss_ptr,
+                               void* z_ptr, float* lse_ptr, float* partial, Vector* grad, int rows, int vocab,
+                               int slice, int shares, i64 stride, i64 stride_target, i64 stride_grad, i64 ignore_index,
+                               float smoothing, float spread, float z_loss) {
+    __shared__ Exchange exchange;
+    const int thread = threadIdx.x, lane = thread % 32, part = blockIdx.x % CLUSTER, row = blockIdx.x / CLUSTER;
+    const int start = part * slice, count = min(slice, vocab / PER_VECTOR - start);  // vectors of this CTA
+    const Vector* const from = logits + row * stride + start;
+    Vector* const to = grad + row * stride_grad + start;
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(policy));
+    Vector v[VECTORS];
+
+    begin(exchange);
+#pragma unroll
+    for (int i = 0; i < 4 * VECTORS; ++i) v[i / 4].words[i % 4] = LOWEST;
+    const i64 target = TARGET == 64 ? static_cast<const i64*>(targets)[row * stride_target]
+                                    : static_cast<const int*>(targets)[row * stride_target];
+    const bool live = target != ignore_index;
+    if (live && (target < 0 || target >= vocab) && part == 0 && thread == 0)
+        __assertfail("cross_entropy: target must be ignore_index or in [0, vocabulary)", "cluster.cu", __LINE__,
+                     "cross_entropy_cluster_fwd_grad", 1);
+    const int wanted = live || lse_ptr ? count - thread : 0;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) load(v[i], from + thread + i * THREADS, i * THREADS < wanted, policy);
+    // The thread that has the target, or column 0 where there is none, does what goes by rows.
+    const u32 column = (live ? static_cast<u32>(target) : 0) - start * PER_VECTOR;
+    const bool owner = column < count * PER_VECTOR && column / PER_VECTOR % THREADS == thread;
+    if (owner && live) exchange.target = element(from, column);
+    all_have_begun();
+
+    u32 best[4] = {LOWEST, LOWEST, LOWEST, LOWEST};
+#pragma unroll
+    for (int i = 0; i < 4 * VECTORS; ++i) best[i % 4] = larger(best[i % 4], v[i / 4].words[i % 4]);
+    float pair[PER_WORD], s[4] = {}, sum[4] = {}, n = 0;
+    unpack(larger(larger(best[0], best[1]), larger(best[2], best[3])), pair);
+    const float m_warp = warp_max(fmaxf(pair[0], pair[PER_WORD - 1])), shift = finite_or_zero(m_warp);
+    const Exponent to_warp = relative_to(shift);
+    // With a branch for each vector ptxas does not unpack all of them first, which would take registers that it lacks.
+    int end = hidden(count - thread);
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        if (i * THREADS >= end) break;
+        n += PER_VECTOR;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            float x[PER_WORD];
+            unpack(v[i].words[j], x);
+            for (int k = 0; k < PER_WORD; ++k) {
+                s[j] += two_to(fmaf(x[k], to_warp.by, to_warp.plus));
+                if (SMOOTH) sum[j] += x[k] - shift;
+            }
+        }
+    }
+    Part found = {m_warp, warp_sum((s[0] + s[1]) + (s[2] + s[3])) * to_warp.back, 0, 0};
+    if (SMOOTH) found.sum = warp_sum((sum[0] + sum[1]) + (sum[2] + sum[3])), found.count = warp_sum(n);
+    send(exchange, found, part * WARPS + thread / 32);
+
+    float g = 1;  // the gradient of the row's loss
+    if (counts)
+        g = __fdividef(1, warp_sum((lane < shares ? counts[lane] : 0) + (lane + 32 < shares ? counts[lane + 32] : 0)));
+    found = receive(exchange);
+
+    // The gradient is (p - [this is the target]) * at_target + p * rest - each, with p = exp(x - m) / s.
+    const Exponent to_row = relative_to(found.m);
+    const float scale = to_row.back * __fdividef(1, found.s);
+    const float at_target = SMOOTH ? g * (1 - smoothing) : g, each = SMOOTH ? g * spread : 0;
+    float rest = SMOOTH ? each * vocab : 0;
+    if (Z) rest += g * 2 * z_loss * (found.m + logf(found.s));
+    if (owner) {
+        const float log_s = logf(found.s), lse = found.m == __int_as_float(0x7f800000) ? found.m : found.m + log_s;
+        float loss = 0, z = 0;
+        if (live) {
+            const float x = exchange.target, p = two_to(fmaf(x, to_row.by, to_row.plus)) * scale;
+            exchange.target = (p - 1) * at_target + p * rest - each;
+            loss = (found.m - x) + log_s;
+            if (SMOOTH) loss = (1 - smoothing) * loss + spread * (vocab * log_s - found.sum);
+            if (Z) z = z_loss * lse * lse;
+        }
+        if (lse_ptr) lse_ptr[row] = lse;
+        if (partial) {
+            partial[row] = loss;
+            if (Z) partial[rows + row] = z;
+            if (counts) partial[2 * static_cast<i64>(rows) + row] = live;
+        } else {
+            put<LOSS>(loss_ptr, row, loss + z);
+            if (z_ptr) put<LOSS>(z_ptr, row, z);
+        }
+    }
+    end = hidden(end);
+    if (!live) {
+        const Vector zeros = {};
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            if (i * THREADS >= end) break;
+            store(to + thread + i * THREADS, zeros);
+        }
+        return;
+    }
+    const float factor = scale * (at_target + rest);
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        if (i * THREADS >= end) break;
+        Vector out;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            float x[PER_WORD];
+            unpack(hidden(v[i].words[j]), x);
+            for (int k = 0; k < PER_WORD; ++k)
+                x[k] = two_to(fmaf(x[k], to_row.by, to_row.plus)) * factor - each;
+            out.words[j] = pack<TYPE>(x[0], x[PER_WORD - 1]);
+        }
+        store(to + thread + i * THREADS, out);
+    }
+    if (owner) put<TYPE>(to, column, exchange.target);
+}
