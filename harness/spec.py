@@ -149,7 +149,7 @@ class KernelSpec:
     sampled          (case) -> Rows where the problem is too large for the reference, else None
     limits           input -> the largest magnitude up to which the op is right, where that is not all of its dtype
     spills           JIT kernel -> bytes of register spill that are accepted, with the reason in the kernel's README
-    false_alarms     (tool of compute-sanitizer, JIT kernel) -> why what the tool finds there is not so
+    false_alarms     (tool of compute-sanitizer, JIT kernel or device function) -> why what it finds there is not so
     tunables         what `tune` searches
     compile_targets  compute capabilities that `build` compiles for
     """

@@ -84,6 +84,15 @@ def test_races_name_the_kernel_in_their_first_line():
     assert race["what"].startswith("Error: Race reported between Write access")
 
 
+def test_races_in_functions_of_a_kernel_are_its_own():
+    text = (
+        "========= Error: Race reported between Write access at load_row(const float *)+0x90 in ptx.cuh:28\n"
+        "=========     and Read access at shared_pair(unsigned int)+0x100 in ptx.cuh:51 [508 hazards]\n"
+    )
+    (race,) = sanitizer.parse(text, ["toy"]).ours
+    assert (race["kernel"], race["where"]) == ("load_row(const float *)", "ptx.cuh:28")
+
+
 def test_a_divergent_barrier_is_a_finding():
     text = (
         "========= Barrier error detected. Divergent thread(s) in block.\n"

@@ -41,6 +41,8 @@ _ABOUT = (
     "COMPUTE-SANITIZER", "ERROR SUMMARY", "RACECHECK SUMMARY", "LEAK SUMMARY", "Target application", "Program hit",
     "This tool is", "Warning: Detected overflow",
 )  # fmt: skip
+#: racecheck names functions that may be inlined, and no kernel; but it looks at ours alone.
+_RACES = ("Error: Race reported", "Warning: Race reported")
 _FAILURES = (
     "Internal Sanitizer Error", "Error: process didn't terminate", "Error: couldn't find exit code", "Error: Target",
 )  # fmt: skip
@@ -147,7 +149,8 @@ def parse(output: str, kernels: Iterable[str]) -> Findings:
         elif not record[0].startswith(_ABOUT):
             places = [found for line in record for found in _AT.finditer(line)]
             functions = [found["function"][:200] for found in places]
-            ours = any(name.fullmatch(function) for name in names for function in functions)
+            named = any(name.fullmatch(function) for name in names for function in functions)
+            ours = named or record[0].startswith(_RACES)
             where = next((found["where"] for found in places if found["where"]), "")
             counted[ours, _what(record[0]), functions[0] if functions else "", where or ""] += 1
     for (ours, what, kernel, where), count in sorted(counted.items()):
