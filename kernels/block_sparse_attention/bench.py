@@ -360,7 +360,7 @@ def _cuda_candidates(case: Case) -> tuple[dispatch.CudaConfig, ...]:
     return CUDA_CANDIDATES[case.dims["dim"], case.params.get("block_size", 128)]
 
 
-# Of racecheck. tests/test_false_alarms.py shows it on a kernel of a few lines.
+# What racecheck finds. tests/test_false_alarms.py shows it on a kernel of a few lines.
 HANDED_OVER = "a bulk copy or a warp hands it over through an mbarrier, and racecheck does not know who waits for those"
 
 SPEC = KernelSpec(

@@ -156,10 +156,9 @@ __device__ void begin(Exchange& e) {
 }
 __device__ void all_have_begun() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
 
-// The same place in another CTA of the cluster. Of a CTA alone it is its own, and memcheck knows no other.
-__device__ u32 in_cta(u32 address, int rank) {
-    u32 there = address;
-    if constexpr (CLUSTER > 1) asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+__device__ u32 in_cta(u32 address, int rank) {  // the same place in another CTA of the cluster
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
     return there;
 }
 // A warp's part to CTA `lane` of the cluster.

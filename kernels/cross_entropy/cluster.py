@@ -15,8 +15,8 @@ from .layout import Rows, vector
 if TYPE_CHECKING:
     from .kernel import Loss
 
-NARROWEST = 8193  # columns: narrower rows find the second pass of the Triton version in L2 soon enough
-WIDEST = 16 * 256 * 8  # vectors of 16 bytes: 16 CTAs is the largest cluster
+# Vectors of 16 bytes. What one CTA would hold is in L2 when the second pass of the Triton version comes to it.
+NARROWEST, WIDEST = 256 * 8 + 1, 16 * 256 * 8  # 16 CTAs is the largest cluster
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # TYPE and LOSS in cluster.cu
 
 
@@ -26,9 +26,9 @@ def cluster_refuses(
     """Why no cluster of CTAs can take such rows, or None. `layout` as `layout.alignment` found it."""
     if capability != (9, 0):
         return "it needs a GPU of compute capability 9.0 (Hopper)"
-    widest = WIDEST * 16 // dtype.itemsize
-    if not NARROWEST <= vocab <= widest:
-        return f"it takes rows of {NARROWEST} to {widest} columns, not {vocab}"
+    narrowest, widest = (vectors * 16 // dtype.itemsize for vectors in (NARROWEST, WIDEST))
+    if not narrowest <= vocab <= widest:
+        return f"it takes rows of {narrowest} to {widest} columns, not {vocab}"
     if layout != "aligned":
         return "it wants rows that begin and end on 16-byte boundaries"
     if weighted:
