@@ -145,7 +145,9 @@ class Problem:
 
     def slab(self, vocab: int, rows: int) -> torch.Tensor:
         """Memory for logits of [vocab, rows], each vocabulary entry on a 16-byte boundary."""
-        return torch.empty(vocab, _up(rows, 64), dtype=self.hidden.dtype, device=self.hidden.device)[:, :rows]
+        # On a CPU with AMX oneDNN multiplies what lies behind a row of fp16 by 0, and so it must not be NaN.
+        create = torch.empty if self.hidden.is_cuda else torch.zeros
+        return create(vocab, _up(rows, 64), dtype=self.hidden.dtype, device=self.hidden.device)[:, :rows]
 
     def slices(self, size: int) -> Iterator[slice]:
         """The vocabulary, `size` entries at a time."""
