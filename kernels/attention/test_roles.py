@@ -14,7 +14,8 @@ from . import attention, cuda_backward, cuda_backward_roles, cuda_driver, delta,
 from .cuda_backward_roles import Plan, plan
 from .dispatch import CudaBackwardConfig
 from .problem import Problem
-from .test_attention import DEVICE, attend, everything, leaves_of, near, normal, on_hopper
+from .test_attention import DEVICE, everything, normal
+from .test_cuda import attend, leaves_of, near, on_hopper
 
 Place = tuple[str, int, int, int]  # role, span, item, awaited
 

@@ -9,7 +9,8 @@ import torch
 
 from . import attention, cuda_backward, cuda_driver, delta, dispatch, launch
 from .problem import Problem
-from .test_attention import DEVICE, attend, everything, leaves_of, near, normal, on_hopper
+from .test_attention import DEVICE, everything, normal
+from .test_cuda import attend, leaves_of, near, on_hopper
 
 WHOLE = dispatch.CudaBackwardConfig(64, 1, False, whole_heads=True)
 SIZES = [(333, 700), (700, 333), (512, 512), (1, 129), (64, 500), (60, 1000), (1000, 257)]

@@ -1,0 +1,62 @@
+"""The forward in e4m3: its operands, its reference, its memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from . import cuda_fp8, dispatch, quantise
+from .reference import attention_reference
+from .test_attention import normal, tensors
+
+
+def e4m3(x: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bits of x [S, D] in e4m3 with a scale for so many rows, and the scales."""
+    blocks = x.float().split(rows)
+    scales = [2.0 ** math.ceil(math.log2(b.abs().max().item() / 448)) if b.abs().max() > 0 else 1.0 for b in blocks]
+    bits = [(b / s).to(torch.float8_e4m3fn).view(torch.uint8) for b, s in zip(blocks, scales, strict=True)]
+    return torch.cat(bits), torch.tensor(scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("queries", "keys", "dim"), [(70, 300, 64), (1, 129, 24), (130, 2100, 80)])
+def test_operands_of_the_forward_in_e4m3(queries, keys, dim, dtype):
+    q, k, v = (normal(2, heads, rows, dim, dtype=dtype) for heads, rows in ((4, queries), (2, keys + 5), (2, keys + 5)))
+    k[0, 0, :128] = 0
+    v[1, 1, 7] *= 300
+    made = quantise.quantise(q, k, v, keys, 128, 8)
+    place = torch.arange(16)
+    order = place // 8 * 2 + place % 8 // 2 * 4 + place % 2  # the column of each key of 16
+    for b, h in itertools.product(range(2), range(2)):
+        for x, y, scales, rows in (
+            (q[b, 2 * h], made.q[b, 2 * h], made.q_scale[b, 2 * h], 64),
+            (k[b, h, :keys], made.k[b, h], made.k_scale[b, h], 128),
+        ):
+            bits, wanted = e4m3(x.cpu(), rows)
+            assert torch.equal(scales.cpu(), wanted)
+            assert torch.equal(y[:, :dim].cpu(), bits) and not y[:, dim:].any()
+        bits, wanted = e4m3(v[b, h, :keys].cpu(), 1024)
+        assert torch.equal(made.v_scale[b, h].cpu(), wanted)
+        columns = torch.arange(keys) // 16 * 16 + order[torch.arange(keys) % 16]
+        values = made.v[b, h].cpu()
+        assert torch.equal(values[:dim, columns].T, bits)
+        values[:, columns] = 0
+        assert not values.any()  # what pads keys and widths
+
+
+def test_the_reference_in_e4m3_rounds_but_in_fp64():
+    q, k, v = (t.cpu() for t in tensors(70, 150, dim=32))
+    exact = attention_reference(q.double(), k.double(), v.double(), fp8=True)
+    assert torch.equal(exact, attention_reference(q.double(), k.double(), v.double()))
+    rounded = attention_reference(q, k, v, fp8=True)
+    error = (rounded - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+    assert 0.005 < error < 0.1
+
+
+def test_the_forward_in_e4m3_fits():
+    for dim in (32, 64, 80, 128):
+        width, config = 64 if dim <= 64 else 128, dispatch.pick_fp8_config(dim, exact_lse=True)
+        assert cuda_fp8.shared_bytes(width, config) <= 232_448
