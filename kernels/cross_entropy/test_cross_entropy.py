@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from . import configs, cross_entropy, cross_entropy_and_grad, forward, kernel, layout
+from . import configs, cross_entropy, cross_entropy_and_grad, kernel, layout
 from .reference import cross_entropy_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -151,89 +151,6 @@ def test_the_gradient_that_the_reference_writes_out_is_that_of_autograd(reductio
     torch.testing.assert_close(cross_entropy_reference(logits, target, with_grad=True, **options)[1], expected)
 
 
-@pytest.mark.parametrize("vocab", [40, 4100, 4101])
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_the_gradient_of_the_forward_is_that_of_the_backward(vocab, reduction):
-    logits, target = batch(6, vocab)
-    options = dict(reduction=reduction, label_smoothing=0.1, z_loss=1e-3)
-    leaf = logits.detach().requires_grad_()
-    value = cross_entropy(leaf, target, **options)
-    (gradient,) = torch.autograd.grad(value.sum(), leaf)
-    for inplace in (False, True):
-        given = logits.clone()
-        found = cross_entropy_and_grad(given, target, inplace=inplace, **options)
-        assert_close(found, (value.detach(), gradient), rtol=1e-5, atol=1e-7)
-        assert (found[1] is given) == inplace
-        assert torch.equal(given, logits) != inplace
-    scaled = (with_grad(cross_entropy, logits, target, grad_in_forward=fused, **options) for fused in (True, False))
-    assert_close(*scaled, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("grad_in_forward", [False, True])
-@pytest.mark.parametrize("columns", [slice(0, 40), slice(3, 36), slice(0, 80, 2)])
-def test_in_place_the_gradient_takes_the_memory_of_the_logits(grad_in_forward, columns):
-    """Also of a slice of rows, and of logits without a unit stride, which are copied to and fro."""
-    stored, target = batch(6, 80)
-    target %= 33
-    given = stored.detach().requires_grad_()
-    logits = (given * 1)[:, columns]
-    before = logits.detach().clone()
-    loss = cross_entropy(logits, target, grad_in_forward=grad_in_forward, inplace=True)
-    assert torch.equal(logits, before) != grad_in_forward
-    loss.backward()
-    expected = torch.zeros_like(stored)
-    expected[:, columns] = with_grad_of_one(before, target)
-    torch.testing.assert_close(given.grad, expected)
-    torch.testing.assert_close(logits, expected[:, columns])
-
-
-def with_grad_of_one(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    leaf = logits.detach().requires_grad_()
-    return torch.autograd.grad(F.cross_entropy(leaf, target), leaf)[0]
-
-
-def test_an_incoming_gradient_of_one_costs_nothing(monkeypatch):
-    """The kernel finds it out by itself: the host does not wait to see."""
-    logits, target = batch(5, 30)
-    made = through(logits)
-    loss = cross_entropy(made, target, grad_in_forward=True, inplace=True)
-    written = made.detach().clone()
-    made_by_hand = torch.autograd.grad(loss, made, torch.ones_like(loss))[0]
-    assert made_by_hand.data_ptr() == made.data_ptr()
-    assert torch.equal(made_by_hand, written)
-
-
-@pytest.mark.parametrize("grad_in_forward", [False, True])
-@pytest.mark.parametrize("inplace", [False, True])
-def test_a_retained_graph_may_be_run_again(grad_in_forward, inplace):
-    logits, target = batch(5, 30)
-    made = through(logits)
-    loss = cross_entropy(made, target, grad_in_forward=grad_in_forward, inplace=inplace)
-    expected = with_grad_of_one(logits, target)
-    for factor in (3.0, 1.0, 0.5):
-        incoming = torch.full_like(loss, factor)
-        (gradient,) = torch.autograd.grad(loss, made, incoming, retain_graph=factor != 0.5)
-        torch.testing.assert_close(gradient, factor * expected, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("grad_in_forward", [False, True])
-def test_autograd_notices_that_logits_were_overwritten_which_it_needs(grad_in_forward):
-    """exp keeps its output."""
-    logits, target = batch(5, 30)
-    loss = cross_entropy(logits.requires_grad_().exp(), target, grad_in_forward=grad_in_forward, inplace=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_inplace_leaves_logits_alone_where_no_gradient_is_wanted():
-    logits, target = batch(5, 30)
-    before = logits.clone()
-    cross_entropy(logits, target, grad_in_forward=True, inplace=True)
-    with torch.no_grad():
-        cross_entropy(through(logits), target, grad_in_forward=True, inplace=True)
-    assert torch.equal(logits, before)
-
-
 class _spy:
     """Stands in for a JIT kernel and notes the options of each launch."""
 
@@ -352,27 +269,6 @@ def test_autocast_gives_fp32_like_pytorch():
     torch.testing.assert_close(value - z, F.cross_entropy(logits.float(), target), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_the_gradient_in_the_forward_compiles(inplace, reduction):
-    """Where torch.compile looks after memory, inplace asks for nothing."""
-    logits, target = batch(5, 30)
-
-    def step(x):
-        made = x * 2
-        loss = cross_entropy(made, target, grad_in_forward=True, inplace=inplace, reduction=reduction)
-        return (loss.sum() * 3, made.sum())
-
-    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
-    results = []
-    for fn in (step, torch.compile(step, fullgraph=True, backend=backend)):
-        leaf = logits.detach().requires_grad_()
-        loss, _ = fn(leaf)
-        loss.backward()
-        results.append((loss.detach(), leaf.grad))
-    assert_close(*results, rtol=1e-5, atol=1e-7)
-
-
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
@@ -409,98 +305,6 @@ def test_bad_input_is_refused_by_name(change, error, words):
         cross_entropy(**given)
 
 
-def test_what_cannot_be_overwritten_is_refused():
-    logits, target = batch(3, 8)
-    with pytest.raises(ValueError, match="inplace needs logits that are not a leaf"):
-        cross_entropy(logits.requires_grad_(), target, inplace=True)
-    with pytest.raises(ValueError, match="inplace needs logits whose elements do not share memory"):
-        cross_entropy_and_grad(logits.detach()[:1].expand(3, 8), target, inplace=True)
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("spread", [False, True])
-def test_every_vocabulary_has_a_configuration(dtype, capability, grad, spread):
-    for vocab in (1, 2, 3, 8, 10, 17, 64, 131, 512, 1000, 1024, 2048, 4096, 4097, 32000, 50257, 128256, 262144):
-        for aligned in {False, vocab % (16 // dtype.itemsize) == 0}:
-            fwd = configs.pick_fwd_config(vocab, dtype, aligned, grad, spread, False, capability)
-            bwd = configs.pick_bwd_config(vocab, dtype, aligned, capability)
-            if vocab > configs.NARROW:
-                assert isinstance(fwd, configs.WideFwdConfig)
-                assert isinstance(bwd, configs.WideBwdConfig)
-                assert bool(fwd.grad_unroll) == grad
-                continue
-            for config in (fwd, bwd):
-                # What keeps a row within a warp wherever it fits into one: else warps would share it, and wait.
-                assert config.block_m * config.lanes >= 32 * config.num_warps
-                assert config.lanes * config.vector <= 2 ** (vocab - 1).bit_length()
-            assert fwd.programs_per_sm * fwd.num_warps * 32 * fwd.registers == 65536
-
-
-def test_the_narrow_forward_of_plain_rows_is_as_measured():
-    fwd = configs.pick_fwd_config(512, torch.bfloat16, True, False, False, False, (9, 0))
-    assert (fwd.lanes, fwd.block_m, fwd.num_warps, fwd.programs_per_sm) == (16, 8, 4, 8)
-    bwd = configs.pick_bwd_config(512, torch.bfloat16, True, (9, 0))
-    assert (bwd.lanes, bwd.block_m, bwd.num_warps) == (32, 4, 4)
-
-
-@pytest.mark.parametrize("vocab", [5, 24, 512, 2500])
-@pytest.mark.parametrize("options", [dict(), dict(label_smoothing=0.1, z_loss=1e-2, softcap=5.0, return_lse=True)])
-def test_programs_of_the_narrow_forward_go_from_tile_to_tile(monkeypatch, vocab, options):
-    """So few programs that each has several tiles, and that of the last round not all have one."""
-    monkeypatch.setattr(kernel, "_multiprocessors", lambda tensor: 1)
-    rows = (
-        5 * 8 * configs.pick_fwd_config(vocab, torch.float32, vocab % 4 == 0, False, False, False, (9, 0)).block_m // 2
-        + 1
-    )
-    logits, target = batch(rows, vocab)
-    for reduction in ("none", "mean"):
-        ours, theirs = (
-            loss(logits, target, reduction=reduction, **options) for loss in (cross_entropy, cross_entropy_reference)
-        )
-        assert_close(*(t if isinstance(t, tuple) else (t,) for t in (ours, theirs)), rtol=1e-5, atol=1e-5)
-        found = cross_entropy_and_grad(logits.clone(), target, inplace=True, reduction=reduction, **options)
-        assert_close(
-            found[:2],
-            cross_entropy_reference(logits, target, with_grad=True, reduction=reduction, **options)[:2],
-            rtol=1e-4,
-            atol=1e-6,
-        )
-
-
-def test_so_few_programs_stay_that_no_tile_has_a_number_beyond_32_bits(monkeypatch):
-    monkeypatch.setattr(kernel, "_multiprocessors", lambda tensor: 132)
-    tensor = torch.empty(0)
-    for tiles in (1, 1055, 2**31 - 2000, 2**31 - 3, 2**31 + 5):
-        programs = kernel._staying(tiles, 8, tensor)
-        assert 1 <= programs <= min(tiles, 1056)
-        assert tiles - 1 + programs < 2**31 or tiles > 2**31
-
-
-def test_a_row_of_the_fringe_is_covered_once():
-    """`body` and `fringe` share out the columns of a row wherever it begins."""
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def _cover_kernel(out_ptr, base, vocab, VECTOR: tl.constexpr, BLOCK: tl.constexpr):
-        base += tl.zeros([], tl.int64)  # an argument of 1 comes as a constant
-        first, head, length = forward.body(base, vocab, "fringed", VECTOR)
-        at = tl.arange(0, BLOCK)
-        tl.store(out_ptr + head + at, 1, mask=at < length)
-        tl.store(out_ptr + 64 + (first - base), (first % VECTOR).to(tl.int32))
-        beyond = forward.fringe(head, length, vocab, VECTOR)
-        tl.store(out_ptr + beyond, 1 + tl.load(out_ptr + beyond, mask=beyond < vocab), mask=beyond < vocab)
-
-    for base in range(8):
-        for vocab in range(15, 33):
-            out = torch.zeros(80, dtype=torch.int32, device=DEVICE)
-            _cover_kernel[(1,)](out, base, vocab, VECTOR=8, BLOCK=64)
-            assert out[:vocab].tolist() == [1] * vocab
-            assert not out[vocab:].any()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [False, True])
 def test_more_than_two_to_the_31_logits(fused):
@@ -519,34 +323,3 @@ def test_more_than_two_to_the_31_logits(fused):
         torch.testing.assert_close(value[part].float(), expected, rtol=1e-2, atol=1e-2)
         (wanted,) = torch.autograd.grad(expected, leaf, incoming.float())
         torch.testing.assert_close(gradient[part].float(), wanted, rtol=2e-2, atol=1e-6)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_training_step_in_a_cuda_graph(fused):
-    """Forward and backward captured together, on logits that are made anew and overwritten."""
-    hidden, target = batch(64, 32, dtype=torch.bfloat16)
-    head = torch.randn(5000, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    target = torch.randint(0, 5000, (64,), device="cuda")
-
-    def step() -> torch.Tensor:
-        head.grad = None
-        loss = cross_entropy(hidden @ head.T, target, grad_in_forward=fused, inplace=True)
-        loss.backward()
-        return loss
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = step()
-    captured = head.grad
-    hidden.copy_(torch.randn_like(hidden))
-    graph.replay()
-    torch.cuda.synchronize()
-    value, wanted = loss.clone(), captured.clone()
-    torch.testing.assert_close(step(), value)
-    torch.testing.assert_close(head.grad, wanted)
