@@ -18,7 +18,16 @@ import triton
 
 from . import cluster
 from .backward import _cross_entropy_bwd_kernel, _cross_entropy_scale_kernel
-from .configs import NARROW, NarrowConfig, NarrowFwdConfig, pick_bwd_config, pick_cluster_config, pick_fwd_config
+from .configs import (
+    NARROW,
+    ClusterConfig,
+    NarrowConfig,
+    NarrowFwdConfig,
+    WideFwdConfig,
+    pick_bwd_config,
+    pick_cluster_config,
+    pick_fwd_config,
+)
 from .forward import _cross_entropy_wide_kernel
 from .layout import alignment, matrix_of, rows_of, same_alignment, vector, vector_of
 from .narrow import _cross_entropy_narrow_bwd_kernel, _cross_entropy_narrow_kernel
@@ -92,29 +101,32 @@ def _forward(
         target, stride_target = vector_of(target)
         matrix, grads = rows_of(logits), None if grad is None else rows_of(grad)
         layout = alignment(rows, vocab, vocab <= NARROW, matrix, grads or matrix)
-        spread = weight is not None and loss.label_smoothing != 0
-        softcap, capability = loss.softcap is not None, _capability(logits)
-        config = pick_fwd_config(
-            vocab, logits.dtype, layout == "aligned", grad is not None, spread, softcap, capability
-        )
-        constants: dict[str, Any]
+        spread, terms = weight is not None and loss.label_smoothing != 0, loss.label_smoothing != 0 or loss.has_z
+        softcap, capability, programs = loss.softcap is not None, _capability(logits), rows
+        config: ClusterConfig | NarrowFwdConfig | WideFwdConfig
+        given = (vocab, logits.dtype, layout, weight is not None, softcap, capability)
+        if grads is not None and cluster.cluster_refuses(*given) is None:
+            config = pick_cluster_config(vocab, logits.dtype, terms)
+        else:
+            asked = (grads is not None, spread, softcap)
+            config = pick_fwd_config(vocab, logits.dtype, layout == "aligned", *asked, capability)
+        constants: dict[str, Any] = {}
         if isinstance(config, NarrowFwdConfig):
             kernel, constants = _cross_entropy_narrow_kernel, _tile(config, vocab)
             constants["maxnreg"] = config.registers
             programs = _staying(triton.cdiv(rows, config.block_m), config.programs_per_sm, logits)
-        else:
-            kernel, programs = _cross_entropy_wide_kernel, rows
+        elif isinstance(config, WideFwdConfig):
+            kernel = _cross_entropy_wide_kernel
             constants = dict(LANES=32 * config.num_warps, UNROLL=config.unroll, EVICTION=config.eviction)
             constants["GRAD_UNROLL"] = config.grad_unroll
             constants["ALIGNED_GRAD"] = grads is None or same_alignment(matrix, grads)
         partial = None if none else torch.empty(4, programs, dtype=torch.float32, device=device)
         weight = None if weight is None else weight.contiguous()
         counts = _counts(target, stride_target, weight, vocab, loss) if mean and grad is not None else None
-        given = (vocab, logits.dtype, layout, weight is not None, softcap, capability)
-        if grads is not None and cluster.cluster_refuses(*given) is None:
-            split = pick_cluster_config(vocab, logits.dtype, loss.label_smoothing != 0 or loss.has_z)
+        if isinstance(config, ClusterConfig):
+            assert grads is not None
             results = (out, z, lse, partial, grads)
-            cluster.cluster_fwd_grad(split, matrix, target, stride_target, counts, *results, vocab, loss)
+            cluster.cluster_fwd_grad(config, matrix, target, stride_target, counts, *results, vocab, loss)
         else:
             kernel[(programs,)](
                 matrix.pointer,
