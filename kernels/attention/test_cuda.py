@@ -60,6 +60,15 @@ def near(mine, other) -> None:
         torch.testing.assert_close(a, b, rtol=2e-2, atol=3e-2 * scale)
 
 
+def agrees_and_repeats(leaves: list[torch.Tensor], causal: bool) -> None:
+    """The backward in CUDA C++ is near the separate one, and the same bit for bit in the next run."""
+    attend(leaves, "cuda", causal=causal)
+    mine = everything(attention, leaves, causal=causal, backward="cuda")
+    near(mine, everything(attention, leaves, causal=causal, backward="separate"))
+    again = everything(attention, leaves, causal=causal, backward="cuda")
+    assert all(torch.equal(a, b) for a, b in zip(mine, again, strict=True))
+
+
 def leaves_of(queries: int, keys: int, heads: tuple[int, int], dtype: torch.dtype, batch: int = 2):
     """q, k and v for D = 128, heads inside rows."""
     shapes = (heads[0], queries), (heads[1], keys), (heads[1], keys)
@@ -169,11 +178,7 @@ def test_a_single_block_of_the_backward_in_cuda(dim, queries, keys, causal, dtyp
     leaves = [
         normal(3, rows, heads, dim, dtype=dtype).transpose(1, 2) for rows, heads in ((queries, 6), (keys, 2), (keys, 2))
     ]
-    attend(leaves, "cuda", causal=causal)
-    mine = everything(attention, leaves, causal=causal, backward="cuda")
-    near(mine, everything(attention, leaves, causal=causal, backward="separate"))
-    again = everything(attention, leaves, causal=causal, backward="cuda")
-    assert all(torch.equal(a, b) for a, b in zip(mine, again, strict=True))
+    agrees_and_repeats(leaves, causal)
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ import torch
 from . import attention, cuda_backward, cuda_driver, delta, dispatch, launch
 from .problem import Problem
 from .test_attention import DEVICE, everything, normal
-from .test_cuda import attend, leaves_of, near, on_hopper
+from .test_cuda import agrees_and_repeats, attend, leaves_of, near, on_hopper
 
 WHOLE = dispatch.CudaBackwardConfig(64, 1, False, whole_heads=True)
 SIZES = [(333, 700), (700, 333), (512, 512), (1, 129), (64, 500), (60, 1000), (1000, 257)]
@@ -110,11 +110,7 @@ def test_agrees_with_the_separate_form(queries, keys, heads, causal, dtype, monk
     on_hopper(128, causal, dtype)
     monkeypatch.setattr(dispatch, "pick_cuda_bwd_config", lambda *_: WHOLE)
     leaves = leaves_of(queries, keys, heads, dtype)
-    attend(leaves, "cuda", causal=causal)
-    mine = everything(attention, leaves, causal=causal, backward="cuda")
-    near(mine, everything(attention, leaves, causal=causal, backward="separate"))
-    again = everything(attention, leaves, causal=causal, backward="cuda")
-    assert all(torch.equal(a, b) for a, b in zip(mine, again, strict=True))
+    agrees_and_repeats(leaves, causal)
 
 
 @pytest.mark.gpu

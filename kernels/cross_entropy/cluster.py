@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import cuda_driver
-from .configs import ClusterConfig
+from .configs import CLUSTER_THREADS, CLUSTER_VECTORS, ClusterConfig
 from .cuda_driver import launch, pointer
 from .layout import Rows, vector
 
 if TYPE_CHECKING:
     from .kernel import Loss
 
-# Vectors of 16 bytes. What one CTA would hold is in L2 when the second pass of the Triton version comes to it.
-NARROWEST, WIDEST = 256 * 8 + 1, 16 * 256 * 8  # 16 CTAs is the largest cluster
+# Vectors of 16 bytes: more than one CTA holds, and what those of the largest cluster do.
+NARROWEST, WIDEST = CLUSTER_THREADS * CLUSTER_VECTORS + 1, 16 * CLUSTER_THREADS * CLUSTER_VECTORS
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # TYPE and LOSS in cluster.cu
 
 

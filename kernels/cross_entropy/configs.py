@@ -8,6 +8,7 @@ import torch
 import triton
 
 NARROW = 4096  # the widest row that one CTA of Triton holds whole
+CLUSTER_THREADS, CLUSTER_VECTORS = 256, 8  # of a CTA of a cluster, and at most of 16 bytes that each of them has
 
 
 @dataclass(frozen=True)
@@ -103,17 +104,17 @@ def pick_fwd_config(
 
 
 def pick_cluster_config(vocab: int, dtype: torch.dtype, terms: bool) -> ClusterConfig:
-    """Configuration of the forward with the gradient over clusters on Hopper: the fewest CTAs of 256 threads with at
-    most 8 vectors each. Pure. What a thread does once a row is some 320 instructions, as much as 36 elements cost.
+    """Configuration of the forward with the gradient over clusters on Hopper: the fewest CTAs that hold the row.
+    Pure. What a thread does once a row is some 320 instructions, as much as 36 elements cost.
 
     `terms` says whether there is label smoothing or a z-loss. 96 to 140 KB of logits are then on their way to a
     multiprocessor, whose 3 to 6 CTAs load, wait and store at different times. In one run, in us: 8192 x 128256 in place
     1017 (3 resident the same), 4 CTAs of 512 threads 1038, 10 with 7 vectors 1043, 16 of 128 threads 1030, of 256 with
     4 vectors 1131, 8 of 512 with 4 vectors 1165 to 1343; 16384 x 32000 503, 3 CTAs 523, 4 with 4 vectors 533.
     """
-    threads, most, line = 256, 8, 8  # vectors in a line of L2
+    threads, line = CLUSTER_THREADS, 8  # vectors in a line of L2
     vectors = vocab * dtype.itemsize // 16  # of a row
-    ctas = triton.next_power_of_2(triton.cdiv(vectors, threads * most))
+    ctas = triton.next_power_of_2(triton.cdiv(vectors, threads * CLUSTER_VECTORS))
     part = triton.cdiv(triton.cdiv(vectors, ctas), line) * line
     each = triton.cdiv(part, threads)
     # What ptxas needs without a spill.

@@ -101,15 +101,16 @@ def _forward(
         target, stride_target = vector_of(target)
         matrix, grads = rows_of(logits), None if grad is None else rows_of(grad)
         layout = alignment(rows, vocab, vocab <= NARROW, matrix, grads or matrix)
-        spread, terms = weight is not None and loss.label_smoothing != 0, loss.label_smoothing != 0 or loss.has_z
-        softcap, capability, programs = loss.softcap is not None, _capability(logits), rows
+        weighted, smooth, softcap = weight is not None, loss.label_smoothing != 0, loss.softcap is not None
         config: ClusterConfig | NarrowFwdConfig | WideFwdConfig
-        given = (vocab, logits.dtype, layout, weight is not None, softcap, capability)
+        capability = _capability(logits)
+        given = (vocab, logits.dtype, layout, weighted, softcap, capability)
         if grads is not None and cluster.cluster_refuses(*given) is None:
-            config = pick_cluster_config(vocab, logits.dtype, terms)
+            config = pick_cluster_config(vocab, logits.dtype, smooth or loss.has_z)
         else:
-            asked = (grads is not None, spread, softcap)
+            asked = (grads is not None, weighted and smooth, softcap)
             config = pick_fwd_config(vocab, logits.dtype, layout == "aligned", *asked, capability)
+        programs = rows
         constants: dict[str, Any] = {}
         if isinstance(config, NarrowFwdConfig):
             kernel, constants = _cross_entropy_narrow_kernel, _tile(config, vocab)
