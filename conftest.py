@@ -1,9 +1,10 @@
-"""What every test needs before anything else: the interpreter where there is no GPU, and one thread per worker."""
+"""What every test needs before anything else: the interpreter where there is no GPU, one thread per worker, a seed."""
 
 from __future__ import annotations
 
 import gc
 import os
+import zlib
 
 import pytest
 
@@ -50,6 +51,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """`-n auto`: one process on a GPU, where workers would fight over its memory; else xdist's choice, the cores."""
     return 0 if HAS_GPU else None
+
+
+@pytest.fixture(autouse=True)
+def _draws_the_same_numbers(request: pytest.FixtureRequest):
+    """A test that fails does so again when it is run alone, by another worker or in another order."""
+    torch.manual_seed(zlib.crc32(request.node.name.encode()))
 
 
 @pytest.fixture(autouse=HAS_GPU)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,15 +51,19 @@ class Selection:
         return [(case, mode) for case in self.cases for mode in self.modes if mode in self.spec.modes_of(case)]
 
 
-def select(arguments: argparse.Namespace) -> list[Selection]:
-    """The chosen part of every chosen kernel. An unknown name is a ValueError that lists the known ones."""
+def select(
+    arguments: argparse.Namespace, nameable: Callable[[KernelSpec], Sequence[Case]] = lambda spec: spec.cases
+) -> list[Selection]:
+    """The chosen part of every chosen kernel; `nameable` are the cases that --case may name. An unknown name is a
+    ValueError that lists the known ones."""
     chosen = [registry.load(name) for name in arguments.kernel or registry.names()]
-    _known(arguments.case, {c.name for s in chosen for c in s.cases}, "case")
+    _known(arguments.case, {c.name for s in chosen for c in nameable(s)}, "case")
     _known(arguments.mode, {m for s in chosen for m in s.modes}, "mode")
     _known(arguments.impl, {i for s in chosen for i in implementations(s)}, "implementation")
     selections = []
     for spec in chosen:
-        cases = tuple(c for c in spec.cases if (c.name in arguments.case if arguments.case else c.bench))
+        named = [c for c in nameable(spec) if c.name in arguments.case] if arguments.case else None
+        cases = tuple(c for c in spec.cases if c.bench) if named is None else tuple(named)
         modes = tuple(m for m in spec.modes if not arguments.mode or m in arguments.mode)
         impls = tuple(i for i in implementations(spec) if not arguments.impl or i in arguments.impl)
         if cases and modes and impls:

@@ -59,7 +59,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.replay:
         return _replay(options.select(arguments))
     wanted = Wanted(arguments)
-    selections = [s for s in options.select(arguments) if wanted.tunables(s)]
+    selections = [s for s in options.select(arguments, precompile.nameable) if wanted.tunables(s)]
     where = place("tune", arguments)
     if not selections:
         raise ValueError("nothing that is selected has tunables in its SPEC")

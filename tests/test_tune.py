@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from harness import options, registry, tune, tuned
-from harness.compiling.precompile import Wanted
+from harness.compiling.precompile import Wanted, nameable
 from harness.on_gpu import Place, place
 from harness.reporting import rows_json
 from harness.spec import Case, Cost, KernelSpec, Tunable
@@ -145,9 +145,26 @@ def test_a_tunable_may_have_cases_and_an_implementation_of_its_own(timed):
     asked = Wanted(Namespace(function=None, case=None))
     assert asked.tunables(selection) == [(0, own)]
     assert asked.cases(selection, own) == (elsewhere,)
-    assert Wanted(Namespace(function=None, case=["a"])).cases(selection, own) == spec.cases
     assert Wanted(Namespace(function=["pick_other"], case=None)).tunables(selection) == []
     assert _by_block(_search(spec))[256] == (8.2, None)
+
+
+def test_cases_of_a_tunable_can_be_named(monkeypatch):
+    """One of its own is for it alone, one of SPEC's for all."""
+    elsewhere = replace(CASE, name="elsewhere")
+    other, own = SPEC.tunables[0], replace(SPEC.tunables[0], cases=(elsewhere,))
+    spec = replace(SPEC, tunables=(other, own))
+    monkeypatch.setattr(options.registry, "load", lambda name: spec)
+
+    def asked(case: str) -> list[list[str]]:
+        arguments = Namespace(kernel=["toy"], case=[case], mode=None, impl=None, function=None)
+        (selection,) = options.select(arguments, nameable)
+        return [[c.name for c in Wanted(arguments).cases(selection, tunable)] for tunable in spec.tunables]
+
+    assert asked("elsewhere") == [[], ["elsewhere"]]
+    assert asked(CASE.name) == [[CASE.name], [CASE.name]]
+    with pytest.raises(ValueError, match="unknown case 'nowhere'; known: .*elsewhere"):
+        asked("nowhere")
 
 
 def test_the_pick_function_is_put_back():

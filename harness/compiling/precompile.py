@@ -17,7 +17,7 @@ from typing import NamedTuple
 from unittest import mock
 
 from .. import execute, options, registry
-from ..spec import Case, Tunable
+from ..spec import Case, KernelSpec, Tunable
 from . import launches, nvrtc
 
 
@@ -32,7 +32,8 @@ class Job(NamedTuple):
 
 
 class Wanted:
-    """What a command line asks `tune` for: functions by name, cases by name or each tunable's own."""
+    """What a command line asks `tune` for: functions by name, cases by name or each tunable's own. A case that only a
+    tunable has is for that one alone."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._functions, self._named = arguments.function, bool(arguments.case)
@@ -46,7 +47,15 @@ class Wanted:
         ]
 
     def cases(self, selection: options.Selection, tunable: Tunable) -> Sequence[Case]:
-        return tunable.cases if tunable.cases and not self._named else selection.cases
+        if not self._named:
+            return tunable.cases or selection.cases
+        return [case for case in selection.cases if case in selection.spec.cases or case in tunable.cases]
+
+
+def nameable(spec: KernelSpec) -> list[Case]:
+    """The cases that `tune --case` may name: SPEC's and its tunables' own."""
+    own = (case for tunable in spec.tunables for case in tunable.cases)
+    return list({case.name: case for case in (*own, *spec.cases)}.values())
 
 
 def jobs(selections: Sequence[options.Selection], capability: tuple[int, int], wanted: Wanted) -> list[Job]:
