@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from . import environment, execute, nvtx, options, record
+from . import environment, execute, nvtx, options
 from .nsight import ncu, profile_report
 from .on_gpu import Place, place
 from .spec import Case, KernelSpec
@@ -64,9 +64,9 @@ def main(arguments: argparse.Namespace) -> int:
         targets = list(_targets(selection, arguments))
         if not targets:
             continue
-        rows = _profile(tool, selection.spec, targets, where, arguments)
-        profile_report.write(where.out / "profile", selection.spec.name, where.folder, captured, rows)
-        profile_report.show(selection.spec.name, rows, captured)
+        name, rows = selection.spec.name, _profile(tool, selection.spec, targets, where, arguments)
+        profile_report.write(where.out / "profile", name, where.folder, captured, rows)
+        profile_report.show(name, profile_report.compared(where.out, name, rows), captured)
         failed += sum(row["status"] not in ("ok", "skipped") for row in rows)
     print(f"written: {where.out / 'profile'}")
     return 1 if failed else 0
@@ -95,8 +95,7 @@ def _profile(
         except ncu.NcuError as error:
             launches, failure = {}, str(error)
         statuses = json.loads(status_file.read_text(encoding="utf-8")) if status_file.is_file() else {}
-    measured = harness_medians(where.out / "records" / f"{spec.name}.jsonl")
-    return [row(target, launches.get(target.name, []), statuses, failure, measured) for target in targets]
+    return [row(target, launches.get(target.name, []), statuses, failure) for target in targets]
 
 
 def worker_command(targets: Sequence[Target], arguments: argparse.Namespace, status: Path) -> list[str]:
@@ -117,15 +116,13 @@ def row(
     launches: list[dict[str, Any]],
     statuses: dict[str, list[str]],
     failure: str | None,
-    measured: dict[tuple[str, str, str], float],
 ) -> dict[str, Any]:
-    """One row of the file: what happened, the launches, their sums, and both comparisons."""
+    """One row of the file: what happened, the launches, their sums, and the bytes beside those of the cost."""
     status, reason = statuses.get(target.name, ["error", failure or "the worker ended before it came to this"])
     if status == "ok" and not launches:
         status, reason = "error", failure or "no launch inside the range was profiled"
     duration, moved = _total(launches, "duration_us"), _total(launches, "dram_bytes")
     cost = target.spec.cost(target.case, target.mode).bytes
-    harness = measured.get((target.case.name, target.mode, target.implementation))
     return {
         "kernel": target.spec.name,
         "mode": target.mode,
@@ -138,26 +135,12 @@ def row(
         "dram_bytes": moved,
         "cost_bytes": cost,
         "bytes_ratio": moved / cost if moved is not None and cost else None,
-        "harness_us": harness,
-        "duration_ratio": duration / harness if duration and harness else None,
     }
 
 
 def _total(launches: Sequence[dict[str, Any]], field: str) -> float | None:
     values = [launch[field] for launch in launches]
     return None if not values or None in values else sum(values)
-
-
-def harness_medians(path: Path) -> dict[tuple[str, str, str], float]:
-    """(case, mode, implementation) -> the cold median of the record in µs: ncu flushes the caches too."""
-    if not path.is_file():
-        return {}
-    rows = record.load(path).rows
-    return {
-        (r.case, r.mode, r.implementation): column["median_us"]
-        for r in rows
-        if r.status == "ok" and (column := r.column("cold"))
-    }
 
 
 def _work(selections: Sequence[options.Selection], where: Place, status: Path) -> int:

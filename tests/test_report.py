@@ -242,18 +242,21 @@ def test_the_profile_is_shown_beside_the_bench(h200: Path, tmp_path: Path) -> No
         "sm_pct": 22.0, "tensor_pct": 0.0, "occupancy_pct": 61.0, "registers": 40, "shared_bytes": 1024,
         "spill_bytes": 0, "stalls": [["long_scoreboard", 71.0], ["barrier", 8.0]],
     }  # fmt: skip
-    shared = {"kernel": KERNEL, "mode": "fwd", "case": "wide"}
+    shared = {"kernel": KERNEL, "mode": "fwd", "case": "wide", "run": 0}
+    unknown = dict.fromkeys(("duration_us", "dram_bytes", "cost_bytes", "bytes_ratio"))
     rows = [
         {**shared, "implementation": "triton", "status": "ok", "reason": None, "launches": [launch],
-         "duration_us": 97.5, "dram_bytes": 3.57e8, "cost_bytes": 3.4e8, "bytes_ratio": 1.05, "harness_us": 100.0,
-         "duration_ratio": 0.975},
-        {**shared, "implementation": "quack", "status": "skipped", "reason": "quack is not installed"},
+         "duration_us": 97.5, "dram_bytes": 3.57e8, "cost_bytes": 3.4e8, "bytes_ratio": 1.05},
+        {**shared, "implementation": "quack", "status": "skipped", "reason": "quack is not installed", "launches": [],
+         **unknown},
     ]  # fmt: skip
     (folder / "profile").mkdir()
     (folder / "profile" / "rmsnorm.json").write_text(
-        json.dumps({"schema": 2, "gpu": "h200", "environments": [], "rows": rows})
+        json.dumps({"schema": 2, "kernel": KERNEL, "gpu": "h200", "environments": [{}], "rows": rows})
     )
-    report.write(folder, with_charts=False)
+    written = report.write(folder, with_charts=False)
+    assert folder / "profile" / "README.md" in written
+    assert "| wide | fwd | triton | 1 | 97.5 µs | 100 µs | 0.975 |" in (folder / "profile" / "README.md").read_text()
     text = (folder / "rmsnorm.md").read_text()
     assert "| wide | fwd | triton | 340 MiB | 324 MiB | 1.05× | 97.5 µs | 100 µs | 0.97× | ok |" in text
     assert "long_scoreboard 71 %, barrier 8 %" in text and "skipped: quack is not installed" in text

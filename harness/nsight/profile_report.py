@@ -1,4 +1,8 @@
-"""What `profile` writes: reports/<gpu>/profile/<kernel>.json, and README.md made from every JSON file there."""
+"""What `profile` writes: reports/<gpu>/profile/<kernel>.json, and README.md made from every JSON file there.
+
+The files have what ncu said. What the bench's clock said of the same calls is taken from the records beside them
+whenever a page is made, so that it does not matter which of the two ran first, or where.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .. import record
 from ..reporting import markdown, rows_json, tables
 
 SCHEMA = 2
@@ -42,8 +47,36 @@ def write(out: Path, kernel: str, gpu: str, environment: Mapping[str, Any], rows
     head = {"schema": SCHEMA, "kernel": kernel, "gpu": gpu}
     path = out / f"{kernel}.json"
     rows_json.merge(path, head, environment, rows, lambda row: (row["case"], row["mode"], row["implementation"]))
-    kernels = [rows_json.read(file, SCHEMA) for file in sorted(out.glob("*.json"))]
-    (out / "README.md").write_text(readme(kernels), encoding="utf-8")
+    write_readme(out)
+
+
+def write_readme(out: Path) -> Path:
+    """README.md of all files in `out`. Returns its path."""
+    path = out / "README.md"
+    path.write_text(readme([load(out.parent, file.stem) for file in sorted(out.glob("*.json"))]), encoding="utf-8")
+    return path
+
+
+def load(folder: Path, kernel: str) -> Profiled:
+    """A kernel's file below the folder of a GPU's report, its rows compared with the bench's."""
+    document = rows_json.read(folder / "profile" / f"{kernel}.json", SCHEMA)
+    return {**document, "rows": compared(folder, kernel, document["rows"])}
+
+
+def compared(folder: Path, kernel: str, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with "harness_us", the cold median of the kernel's record in that folder (ncu flushes the caches too),
+    and "duration_ratio", ncu's duration over it; None where that lacks."""
+    medians: dict[tuple[str, str, str], float] = {}
+    if (path := folder / "records" / f"{kernel}.jsonl").is_file():
+        for r in record.load(path).rows:
+            if r.status == "ok" and (column := r.column("cold")):
+                medians[r.case, r.mode, r.implementation] = column["median_us"]
+    found = []
+    for row in rows:
+        duration, median = row.get("duration_us"), medians.get((row["case"], row["mode"], row["implementation"]))
+        ratio = duration / median if duration and median else None
+        found.append({**row, "harness_us": median, "duration_ratio": ratio})
+    return found
 
 
 def readme(kernels: Sequence[Profiled]) -> str:
