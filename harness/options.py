@@ -62,8 +62,10 @@ def select(
     _known(arguments.impl, {i for s in chosen for i in implementations(s)}, "implementation")
     selections = []
     for spec in chosen:
-        named = [c for c in nameable(spec) if c.name in arguments.case] if arguments.case else None
-        cases = tuple(c for c in spec.cases if c.bench) if named is None else tuple(named)
+        if arguments.case:
+            cases = tuple(c for c in nameable(spec) if c.name in arguments.case)
+        else:
+            cases = tuple(c for c in spec.cases if c.bench)
         modes = tuple(m for m in spec.modes if not arguments.mode or m in arguments.mode)
         impls = tuple(i for i in implementations(spec) if not arguments.impl or i in arguments.impl)
         if cases and modes and impls:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from . import environment, execute, nvtx, options
+from . import environment, execute, nvtx, options, record
 from .nsight import ncu, profile_report
 from .on_gpu import Place, place
 from .spec import Case, KernelSpec
@@ -59,14 +59,16 @@ def main(arguments: argparse.Namespace) -> int:
         return _work(selections, where, arguments.worker)
     tool = ncu.find()
     captured = {**environment.capture(where.device), "ncu": ncu.version(tool)}
+    records = where.out / "records"
+    measured = profile_report.medians(record.load(records).rows if records.is_dir() else [])
     failed = 0
     for selection in selections:
         targets = list(_targets(selection, arguments))
         if not targets:
             continue
         name, rows = selection.spec.name, _profile(tool, selection.spec, targets, where, arguments)
-        profile_report.write(where.out / "profile", name, where.folder, captured, rows)
-        profile_report.show(name, profile_report.compared(where.out, name, rows), captured)
+        profile_report.write(where.out / "profile", name, where.folder, captured, rows, measured)
+        profile_report.show(name, profile_report.compared(rows, measured), captured)
         failed += sum(row["status"] not in ("ok", "skipped") for row in rows)
     print(f"written: {where.out / 'profile'}")
     return 1 if failed else 0

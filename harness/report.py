@@ -11,6 +11,7 @@ import argparse
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from . import options, record
 from .nsight import profile_report
@@ -76,16 +77,18 @@ def write(folder: Path, with_charts: bool = True) -> list[Path]:
         raise FileNotFoundError(f"the records in {folder} hold no rows: run bench first")
     found = findings(records)
     gpu = gpu_name(records)
+    measured = profile_report.medians(records.rows)
     written = [_write_lines(folder / "README.md", pages.index(gpu, records, found, with_charts))]
     for kernel in records.kernels():
         mine = [f for f in found if f.kernel == kernel]
-        profile = profile_report.load(folder, kernel) if (folder / "profile" / f"{kernel}.json").is_file() else None
-        tuning = folder / "tune" / f"{kernel}.json"
-        tuned = rows_json.read(tuning, choices.SCHEMA) if tuning.is_file() else None
+        profile = load(folder / "profile" / f"{kernel}.json", profile_report.SCHEMA)
+        if profile:
+            profile["rows"] = profile_report.compared(profile["rows"], measured)
+        tuned = load(folder / "tune" / f"{kernel}.json", choices.SCHEMA)
         lines = kernel_page.page(kernel, gpu, records, mine, profile, tuned, with_charts)
         written.append(_write_lines(folder / f"{kernel}.md", lines))
     if (folder / "profile").is_dir():
-        written.append(profile_report.write_readme(folder / "profile"))
+        written.append(profile_report.write_readme(folder / "profile", measured))
     if with_charts:
         written += _draw(folder, gpu, records.kernels(), found)
     return written
@@ -108,6 +111,11 @@ def gpu_name(records: Records) -> str:
     if len(names) > 1:
         raise ValueError(f"the records of one report come from different GPUs: {', '.join(names)}")
     return next(iter(names))
+
+
+def load(path: Path, schema: int) -> dict[str, Any] | None:
+    """A file of `profile` or `tune`, or None. ValueError for another schema."""
+    return rows_json.read(path, schema) if path.is_file() else None
 
 
 def update_readme(text: str, reports: Path, kernel: str | None = None) -> str:

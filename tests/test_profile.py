@@ -291,18 +291,23 @@ def _write_record(path: Path) -> None:
         writer.write({"type": "row", "run": "r", **row, "headline": "cold", "columns": {"cold": column}})
 
 
+def _measured(out: Path) -> profile_report.Medians:
+    return profile_report.medians(record.load(out / "records").rows)
+
+
 def test_rows_compare_with_cost_and_with_the_record(toy, capsys):
     _write_record(toy.out / "records" / "toy.jsonl")
     page = _raw_page([("_k", FWD, {}), ("_dx", BWD, {}), ("_dw", BWD, {"dram__bytes_write.sum": "n/a"})])
     code, written = toy.run(page, OK)
-    forward, backward = written["rows"]
+    forward, backward = profile_report.compared(written["rows"], _measured(toy.out))
     assert code == 0
     assert (forward["status"], forward["reason"], forward["cost_bytes"]) == ("ok", None, 1_000_000)
     assert forward["bytes_ratio"] == pytest.approx(68.125248)
+    assert (forward["harness_us"], forward["duration_ratio"]) == (25.6, pytest.approx(0.8))
     # Two kernels in one call add up; a figure that is missing for one of them is missing for the call.
     assert [launch["name"] for launch in backward["launches"]] == ["_dx", "_dw"]
     assert backward["duration_us"] == pytest.approx(40.96)
-    assert (backward["dram_bytes"], backward["bytes_ratio"]) == (None, None)
+    assert (backward["dram_bytes"], backward["bytes_ratio"], backward["harness_us"]) == (None, None, None)
     assert [run["ncu"] for run in written["environments"]] == ["2025.3.1.0"]
     page = (toy.out / "profile" / "README.md").read_text()
     assert "| a | fwd | triton | 1 | 20.5 µs | 25.6 µs | 0.800 | 68.1 MB | 1.00 MB | 68.1 | abc |" in page
@@ -317,11 +322,9 @@ def test_a_record_that_comes_later_is_compared_too(toy):
     path.write_text(path.read_text().replace('"mode": "bwd"', '"mode": "bwd", "harness_us": 1.0'))
     assert "| a | fwd | triton | 1 | 20.5 µs | – | – |" in (toy.out / "profile" / "README.md").read_text()
     _write_record(toy.out / "records" / "toy.jsonl")
-    page = profile_report.write_readme(toy.out / "profile").read_text()
+    page = profile_report.write_readme(toy.out / "profile", _measured(toy.out)).read_text()
     assert "| a | fwd | triton | 1 | 20.5 µs | 25.6 µs | 0.800 |" in page
-    forward, backward = profile_report.load(toy.out, "toy")["rows"]
-    assert (forward["harness_us"], forward["duration_ratio"]) == (25.6, pytest.approx(0.8))
-    assert (backward["harness_us"], backward["duration_ratio"]) == (None, None)
+    assert "| a | bwd | triton | 1 | 20.5 µs | – | – |" in page
 
 
 def test_what_was_not_profiled_has_its_reason(toy):
@@ -376,7 +379,7 @@ def test_the_worker_is_given_the_same_selection(toy):
 def test_a_file_of_another_schema_is_refused(tmp_path):
     (tmp_path / "toy.json").write_text('{"schema": 0, "rows": []}')
     with pytest.raises(ValueError, match="schema 0"):
-        profile_report.write(tmp_path, "toy", "h200", {}, [])
+        profile_report.write(tmp_path, "toy", "h200", {}, [], {})
 
 
 @pytest.mark.gpu

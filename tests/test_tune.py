@@ -145,6 +145,7 @@ def test_a_tunable_may_have_cases_and_an_implementation_of_its_own(timed):
     asked = Wanted(Namespace(function=None, case=None))
     assert asked.tunables(selection) == [(0, own)]
     assert asked.cases(selection, own) == (elsewhere,)
+    assert Wanted(Namespace(function=None, case=["a"])).cases(selection, own) == spec.cases
     assert Wanted(Namespace(function=["pick_other"], case=None)).tunables(selection) == []
     assert _by_block(_search(spec))[256] == (8.2, None)
 

@@ -49,7 +49,7 @@ class Wanted:
     def cases(self, selection: options.Selection, tunable: Tunable) -> Sequence[Case]:
         if not self._named:
             return tunable.cases or selection.cases
-        return [case for case in selection.cases if case in selection.spec.cases or case in tunable.cases]
+        return tuple(c for c in selection.cases if c in selection.spec.cases or c in tunable.cases)
 
 
 def nameable(spec: KernelSpec) -> list[Case]:

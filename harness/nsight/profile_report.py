@@ -6,16 +6,19 @@ whenever a page is made, so that it does not matter which of the two ran first, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import record
 from ..reporting import markdown, rows_json, tables
+from ..reporting.entries import Row
 
 SCHEMA = 2
+KEY = ("kernel", "case", "mode", "implementation")  # of a row, as `entries.Row.key`
 
 Profiled = dict[str, Any]
+#: the key of a row -> µs
+Medians = Mapping[tuple[str, ...], float]
 
 ROW_HEAD = (
     "case", "mode", "implementation", ">kernels", ">ncu", ">harness", ">ncu / harness", ">DRAM", ">cost",
@@ -42,38 +45,41 @@ Nsight Compute over every bench case: `python -m harness profile`. Clocks as the
 """
 
 
-def write(out: Path, kernel: str, gpu: str, environment: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+def write(
+    out: Path,
+    kernel: str,
+    gpu: str,
+    environment: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    measured: Medians,
+) -> None:
     """Writes the kernel's file (see `rows_json.merge` for what stays of an earlier one), and README.md of all there."""
     head = {"schema": SCHEMA, "kernel": kernel, "gpu": gpu}
     path = out / f"{kernel}.json"
     rows_json.merge(path, head, environment, rows, lambda row: (row["case"], row["mode"], row["implementation"]))
-    write_readme(out)
+    write_readme(out, measured)
 
 
-def write_readme(out: Path) -> Path:
+def write_readme(out: Path, measured: Medians) -> Path:
     """README.md of all files in `out`. Returns its path."""
     path = out / "README.md"
-    path.write_text(readme([load(out.parent, file.stem) for file in sorted(out.glob("*.json"))]), encoding="utf-8")
+    kernels = [rows_json.read(file, SCHEMA) for file in sorted(out.glob("*.json"))]
+    for kernel in kernels:
+        kernel["rows"] = compared(kernel["rows"], measured)
+    path.write_text(readme(kernels), encoding="utf-8")
     return path
 
 
-def load(folder: Path, kernel: str) -> Profiled:
-    """A kernel's file below the folder of a GPU's report, its rows compared with the bench's."""
-    document = rows_json.read(folder / "profile" / f"{kernel}.json", SCHEMA)
-    return {**document, "rows": compared(folder, kernel, document["rows"])}
+def medians(rows: Iterable[Row]) -> Medians:
+    """The cold ones of a record's rows, for ncu flushes the caches too."""
+    return {row.key: column["median_us"] for row in rows if row.status == "ok" and (column := row.column("cold"))}
 
 
-def compared(folder: Path, kernel: str, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with "harness_us", the cold median of the kernel's record in that folder (ncu flushes the caches too),
-    and "duration_ratio", ncu's duration over it; None where that lacks."""
-    medians: dict[tuple[str, str, str], float] = {}
-    if (path := folder / "records" / f"{kernel}.jsonl").is_file():
-        for r in record.load(path).rows:
-            if r.status == "ok" and (column := r.column("cold")):
-                medians[r.case, r.mode, r.implementation] = column["median_us"]
+def compared(rows: Iterable[Mapping[str, Any]], measured: Medians) -> list[dict[str, Any]]:
+    """The rows with "harness_us", the bench's time, and "duration_ratio", ncu's over it; None where one is missing."""
     found = []
     for row in rows:
-        duration, median = row.get("duration_us"), medians.get((row["case"], row["mode"], row["implementation"]))
+        duration, median = row["duration_us"], measured.get(tuple(row[name] for name in KEY))
         ratio = duration / median if duration and median else None
         found.append({**row, "harness_us": median, "duration_ratio": ratio})
     return found
