@@ -56,23 +56,20 @@ constexpr bool TURNED = BM % 64 != 0;   // dQ^T = K^T dS: the rows of a wgmma ar
 constexpr int DQ_REGISTERS = TURNED ? BM / 2 : 32;
 constexpr int BN = 128;                 // keys of a CTA
 constexpr int SLABS = D / 64;           // a row of 64 columns is the 128 bytes that TMA and wgmma swizzle
-#ifndef DIRECT  // 1: dq is added to global memory from registers; 0: through shared memory, by bulk reductions
-#define DIRECT 1
-#endif
-#ifndef SINGLE  // 1: there is one block of keys, and its CTA alone sees its queries; with DIRECT = 0
+#ifndef SINGLE  // 1: there is one block of keys, and its CTA alone sees its queries
 #define SINGLE 0
 #endif
-#ifndef WHOLE  // 1: a CTA has all blocks of keys of a head; with DIRECT = 0
+#ifndef WHOLE  // 1: a CTA has all blocks of keys of a head
 #define WHOLE 0
 #endif
-#ifndef CHAINED  // 1: a CTA does blocks of keys one after the other; D = 64, without a mask, with DIRECT = 1
+#ifndef CHAINED  // 1: a CTA does blocks of keys one after the other; D = 64, without a mask
 #define CHAINED 0
 #endif
-#ifndef ROLES  // 1: CTAs of the same launch do what `prepare` and `finish` do; with DIRECT = 0
+#ifndef ROLES  // 1: CTAs of the same launch do what `prepare` and `finish` do
 #define ROLES 0
 #endif
-#define V_IN_REGISTERS (HEAD_DIM == 64 && !SINGLE)  // there is room, and shared memory is not asked for it again
-constexpr int Q_STAGES = TIGHT || SINGLE ? 2 : 3, DO_STAGES = DIRECT ? 3 : 2;
+#define V_IN_REGISTERS (HEAD_DIM == 64 && !SINGLE && !IS_CAUSAL)  // where there is room: it is read once
+constexpr int Q_STAGES = TIGHT || SINGLE ? 2 : 3, DO_STAGES = 2;
 constexpr int CONSUMER_WARPS = 8;
 constexpr int KEYS_DONE = 1, ROWS_WRITTEN = 2, FIRST_TURN = 4;  // named barriers; the last two have one for each group
 constexpr int PIECE = BM * D / CONSUMER_WARPS;  // values of dq that one warp makes of one tile
@@ -80,9 +77,9 @@ constexpr u32 PIECE_BYTES = PIECE * (SINGLE ? 2 : 4);
 
 constexpr u32 Q_SLAB = BM * 128, K_SLAB = BN * 128;
 constexpr u32 Q_BYTES = SLABS * Q_SLAB, K_BYTES = SLABS * K_SLAB, DS_BYTES = 2 * BM * 128;
-constexpr u32 K_AT = 0, V_AT = K_AT + K_BYTES, Q_AT = V_AT + K_BYTES, DO_AT = Q_AT + Q_STAGES * Q_BYTES;
+constexpr u32 K_AT = 0, V_AT = K_AT + (CHAINED ? 2 : 1) * K_BYTES, Q_AT = V_AT + K_BYTES, DO_AT = Q_AT + Q_STAGES * Q_BYTES;
 constexpr u32 DS_AT = DO_AT + DO_STAGES * Q_BYTES, DQ_AT = DS_AT + 2 * DS_BYTES;
-constexpr u32 OUT_AT = DQ_AT + (DIRECT ? 0 : CONSUMER_WARPS * PIECE_BYTES);  // beside dout, where SINGLE
+constexpr u32 OUT_AT = DQ_AT + CONSUMER_WARPS * PIECE_BYTES;  // beside dout, where SINGLE
 constexpr u32 ROWS_BYTES = 16 * 128, CAST_AT = OUT_AT;  // of 16 rows of a slab; for each warp, where WHOLE
 constexpr u32 LSE_AT = OUT_AT + (SINGLE ? DO_STAGES * Q_BYTES : WHOLE ? CONSUMER_WARPS * ROWS_BYTES : 0);
 constexpr u32 DELTA_AT = LSE_AT + Q_STAGES * BM * 4;
@@ -91,14 +88,21 @@ constexpr u32 K_FULL = BAR_AT, V_FULL = K_FULL + 8, Q_FULL = V_FULL + 8, Q_EMPTY
 constexpr u32 DO_FULL = Q_EMPTY + 8 * Q_STAGES, DO_EMPTY = DO_FULL + 8 * DO_STAGES;
 constexpr u32 DS_FULL = DO_EMPTY + 8 * DO_STAGES, DS_EMPTY = DS_FULL + 16;
 constexpr u32 ROWS_FULL = DS_EMPTY + 16, K_EMPTY = ROWS_FULL + (SINGLE ? 8 * DO_STAGES : 0), V_EMPTY = K_EMPTY + 8;
-constexpr u32 SUM_FULL = V_EMPTY + 8, SHARED_END = WHOLE ? SUM_FULL + 8 * CONSUMER_WARPS : K_EMPTY;
-static_assert(BM == 128 ? D == 64 : D == 128 && (BM == 64 || (BM == 80 && !DIRECT)), "64 by 128, 128 by 64 or 80");
-static_assert(!SINGLE || (PIECE == 16 * 64 && !DIRECT), "a warp's part of dq is a box of rows that TMA swizzles");
-static_assert(!WHOLE || (BM == 64 && !DIRECT && !SINGLE), "a warp's part of dq is a box of rows, and an fp32 sum");
-static_assert(!ROLES || (D == 128 && !DIRECT && !SINGLE && !WHOLE), "tiles of 64 or 80 queries, summed by all");
-static_assert(SHARED_END + 1024 <= 232448, "a CTA has 227 KB of shared memory, and 1 KB goes to the alignment");
+constexpr u32 SUM_FULL = V_EMPTY + 8, TOLD_AT = WHOLE ? SUM_FULL + 8 * CONSUMER_WARPS : K_EMPTY;
+constexpr u32 SHARED_END = TOLD_AT + 8 * Q_STAGES;
+static_assert(BM == 128 ? D == 64 : D == 128 && (BM == 64 || BM == 80), "64 by 128, 128 by 64 or 80");
+static_assert(!SINGLE || PIECE == 16 * 64, "a warp's part of dq is a box of rows that TMA swizzles");
+static_assert(!WHOLE || (BM == 64 && !SINGLE), "a warp's part of dq is a box of rows, and an fp32 sum");
+static_assert(!ROLES || (D == 128 && !SINGLE && !WHOLE), "tiles of 64 or 80 queries, summed by all");
+static_assert(SHARED_END <= 232448, "a CTA has 227 KB of shared memory");
 
 #include "cuda_backward_work.cuh"
+
+// What the producer tells consumers of each tile of queries, beside its stage of q: where its dq goes (of WHOLE twice
+// that, and 1 more at the last visit), and which of the tiles it is.
+DEVICE void tell(u32 base, u32 slot, int place, int m) { store_pair(base + TOLD_AT + 8 * slot, place, m); }
+DEVICE int told_place(u32 base, u32 slot) { return shared_word(base + TOLD_AT + 8 * slot); }
+DEVICE int told_tile(u32 base, u32 slot) { return shared_word(base + TOLD_AT + 8 * slot + 4); }
 
 // `await` is called before the first of lse and delta is loaded.
 template <class Await>
@@ -121,6 +125,7 @@ DEVICE void produce(const TensorMap& q_map, const TensorMap& do_map, const Tenso
         if (t == 0) load_keys(k_map, K_AT, K_FULL);
         u32 bar = base + Q_FULL + 8 * q.slot;
         bar_wait(base + Q_EMPTY + 8 * q.slot, q.parity ^ 1);
+        tell(base, q.slot, tile.all_heads * p.m_tiles + tile.m, tile.m);
         bar_expect(bar, Q_BYTES + BM * 4);
         for (int slab = 0; slab < SLABS; slab++)
             tma_load(base + Q_AT + q.slot * Q_BYTES + slab * Q_SLAB, &q_map, slab * 64, row, head, w.batch, bar);
@@ -182,6 +187,22 @@ DEVICE void query_gradient(float (&c)[DQ_REGISTERS], u32 ds, u32 keys) {
     wgmma_commit();
 }
 
+// One warp's piece of dq, 16 queries x 64 columns or 80 queries x 16, is added to the sum of the tile at `place`, by a
+// reduction of its own from shared memory of its own. Unless it is `real`, it is thrown away.
+DEVICE void add_to_sum(const Problem& p, const float (&dq)[DQ_REGISTERS], int place, bool real, u32 base) {
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4;
+    float* to = p.dq_sum + (long long)place * (BM * D) + warp * PIECE;
+    const u32 piece = base + DQ_AT + warp * PIECE_BYTES;
+    if (lane == 0) bulk_wait_read();
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < DQ_REGISTERS / 4; j++)
+        store_four(piece + j * 512 + lane * 16, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+    fence_async();
+    __syncwarp();
+    if (lane == 0 && real) reduce_bulk(to, piece, PIECE_BYTES), bulk_commit();
+}
+
 // Two keys' bounds: query column c of the tile sees key `row` when c >= limit.
 DEVICE void mask(float (&s)[BM / 2], int limit0, int limit1, float hidden) {
 #pragma unroll
@@ -234,7 +255,7 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
                          (((2 * warp + lane / 8 % 2) ^ (lane % 8)) * 16);
     const u32 ds_rows = base + DS_AT + (D == 64 ? wg * 64 * 128 : 0);
     const u32 dq_keys = base + K_AT + (D == 64 ? 0 : wg * K_SLAB);
-    [[maybe_unused]] const u32 dq_piece = base + DQ_AT + (wg * 4 + warp) * PIECE_BYTES;  // where DIRECT is 0
+    [[maybe_unused]] const u32 dq_piece = base + DQ_AT + (wg * 4 + warp) * PIECE_BYTES;  // where SINGLE
     const int key = w.first_key + wg * 64 + warp * 16 + lane / 4;  // and key + 8
     const int offset = p.keys - p.queries;
 
@@ -243,7 +264,6 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
 #pragma unroll
     for (int i = 0; i < D / 2; i++) dk[i] = dv[i] = 0;
 
-    Tile tile(w, p);
     Ring<Q_STAGES>& q = now.q;
     Ring<DO_STAGES>& g = now.g;
     // Four 8x8 matrices of 16 rows x columns 16 k .. of this warp's part of a tile of keys, as the products have them.
@@ -251,18 +271,15 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
         u32 row = warp * 16 + lane / 8 % 2 * 8 + lane % 8;
         return k / 4 * K_SLAB + row * 128 + (((k % 4 * 2 + lane / 16) ^ (lane % 8)) * 16);
     };
-    auto place = [&] {
-        int i = tile.all_heads * p.m_tiles + tile.m;
-        return WHOLE ? i * 2 + last_visit(w, p, tile.m) : i;
-    };
+    auto place = [&] { return told_place(base, q.slot); };
     auto release = [&](u32 bar) {
         if (lane == 0) bar_arrive(base + bar);
     };
-    auto hide = [&] {
+    auto hide = [&](int m) {
         bool tail = w.first_key + wg * 64 + 64 > p.keys;
-        bool diagonal = CAUSAL && tile.m * BM < w.first_key + wg * 64 + 63 - offset;
+        bool diagonal = CAUSAL && m * BM < w.first_key + wg * 64 + 63 - offset;
         if (tail || diagonal) {
-            int shift = CAUSAL ? key - offset - tile.m * BM : 0, pair = lane % 4 * 2;
+            int shift = CAUSAL ? key - offset - m * BM : 0, pair = lane % 4 * 2;
             float hidden = p.scale > 0 ? -INFINITE : INFINITE;  // the scale comes after
             int limit0 = key < p.keys ? shift : BM, limit1 = key + 8 < p.keys ? shift + (CAUSAL ? 8 : 0) : BM;
             mask(s, limit0 - pair, limit1 - pair, hidden);
@@ -270,9 +287,10 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
     };
     // S done: the probabilities, while dP is under way; then dS, kept in registers and written for both groups.
     auto softmax = [&](int t) {
+        const int m = CAUSAL ? told_tile(base, q.slot) : 0;
         wgmma_wait<1>();
         pin(s);
-        hide();
+        hide(m);
         if (SINGLE) bar_wait(base + ROWS_FULL + 8 * g.slot, g.parity);
         probabilities(s, base + LSE_AT + (SINGLE ? g.slot : q.slot) * BM * 4 + pairs, p.scale_log2);
         if (TIGHT) settle(s, base + K_FULL);
@@ -288,7 +306,6 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
         __syncwarp();
         release(DS_FULL + (t & 1) * 8);
     };
-    // One warp's piece of dq, 16 queries x 64 columns or 80 queries x 16: its own shared memory, its own reduction.
     auto add_dq = [&](int tile_place, bool real) {
 #if WHOLE
         if (tile_place >= 0) add_whole(dq_map, p, w, now, dq, tile_place, base);
@@ -312,21 +329,7 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
             bulk_commit();
         }
 #else
-        float* to = p.dq_sum + (long long)tile_place * (BM * D) + (wg * 4 + warp) * PIECE;
-#if DIRECT
-#pragma unroll
-        for (int j = 0; j < DQ_REGISTERS / 4; j++)
-            if (real) add_global(to + j * 128 + lane * 4, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
-#else
-        if (lane == 0) bulk_wait_read();
-        __syncwarp();
-#pragma unroll
-        for (int j = 0; j < DQ_REGISTERS / 4; j++)
-            store_four(dq_piece + j * 512 + lane * 16, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
-        fence_async();
-        __syncwarp();
-        if (lane == 0 && real) reduce_bulk(to, dq_piece, PIECE_BYTES), bulk_commit();
-#endif
+        add_to_sum(p, dq, tile_place, real, base);
 #endif
     };
     auto wait_ds = [&](int t) { bar_wait(base + DS_FULL + (t & 1) * 8, (t >> 1) & 1); };
@@ -382,7 +385,7 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
         multiply_ds(t - 1);  // before tile 0 it is open: dq of nothing is computed there and thrown away
         if (TIGHT) add_to_dk();
         u32 old_q = q.slot;
-        q.next(), tile.next(w, p);
+        q.next();
         bar_wait(base + Q_FULL + 8 * q.slot, q.parity);
         wgmma_wait<2>();
         pin(pt), pin(dv);
@@ -430,7 +433,7 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
     }
 
     if (w.part >= 0) {
-        if (!DIRECT && lane == 0) bulk_wait();
+        if (lane == 0) bulk_wait();
         float* to = p.parts + (long long)w.part * (2 * BN * D) + (wg * 4 + warp) * (16 * D) + lane * 4;
 #pragma unroll
         for (int j = 0; j < D / 8; j++) {
@@ -471,8 +474,7 @@ attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const __grid_constan
 #else
          ) {
 #endif
-    extern __shared__ char memory[];
-    const u32 base = (shared_address(memory) + 1023) & ~1023u;
+    const u32 base = shared_memory();
 #if ROLES
     const Place place(roles);
     if (place.role == PREPARE) return prepare_span(out_map, do_map, p, roles, place, base);

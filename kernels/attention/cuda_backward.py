@@ -37,7 +37,7 @@ class _Problem(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("dq_sum", "lse2", "delta", "parts")),
         *((name, ctypes.c_int) for name in ("queries", "keys", "m_tiles", "n_blocks", "kv_heads", "group")),
-        *((name, ctypes.c_int) for name in ("all_kv_heads", "section", "whole", "splits", "alternate")),
+        *((name, ctypes.c_int) for name in ("all_kv_heads", "section", "whole", "splits", "alternate", "stagger")),
         *((name, ctypes.c_float) for name in ("scale", "scale_log2")),
     ]
 
@@ -93,7 +93,6 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
             f"IS_CAUSAL={int(causal)}",
             f"FP16={int(q.dtype == torch.float16)}",
             f"QUERIES={tile}",
-            f"DIRECT={int(config.direct and not single)}",
             f"SINGLE={int(single)}",
             f"WHOLE={int(config.whole_heads)}",
             f"CHAINED={int(config.chained)}",
@@ -122,6 +121,7 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
             unshared,
             config.splits,
             config.alternate,
+            config.stagger,
             problem.scale,
             problem.scale * LOG2_E,
         )

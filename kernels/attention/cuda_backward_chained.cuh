@@ -11,14 +11,15 @@
 #pragma once
 
 #if CHAINED
-static_assert(D == 64 && DIRECT && !CAUSAL && !SINGLE, "without a mask all items take as long, so none is handed out");
+static_assert(D == 64 && !CAUSAL && !SINGLE, "without a mask all items take as long, so none is handed out");
 
-constexpr u32 K_OTHER = (SHARED_END + 1023) / 1024 * 1024;  // from one buffer of K to the other
-constexpr u32 K2_FULL = K_OTHER + K_BYTES, K2_EMPTY = K2_FULL + 16, V1_EMPTY = K2_EMPTY + 16, ITEM_AT = V1_EMPTY + 16;
-static_assert(K_AT == 0 && ITEM_AT + 64 + 1024 <= 232448, "the second K and its barriers fit behind all else");
+constexpr u32 K_OTHER = K_BYTES;  // from one buffer of K to the other
+constexpr u32 K2_FULL = (SHARED_END + 15) / 16 * 16, K2_EMPTY = K2_FULL + 16, V1_EMPTY = K2_EMPTY + 16;
+constexpr u32 ITEM_AT = V1_EMPTY + 16;
+static_assert(K_AT == 0 && ITEM_AT + 64 <= 232448, "the barriers for two blocks of keys fit behind all else");
 
-// What consumers know of an item, which costs the producer many divisions: first key, tiles, place and head in the
-// group of the first tile; part, head and batch. Written before its keys are announced, it stays as long as they do.
+// What consumers know of an item, which costs the producer many divisions: first key, tiles, part, head; batch. Written
+// before its keys are announced, it stays as long as they do.
 DEVICE u32 item_slot(u32 base, u32 n) { return base + ITEM_AT + n % 2 * 32; }
 
 DEVICE void produce_chained(const TensorMap& q_map, const TensorMap& do_map, const TensorMap& k_map,
@@ -41,12 +42,13 @@ DEVICE void produce_chained(const TensorMap& q_map, const TensorMap& do_map, con
             if (t == 0) {
                 bar_wait(base + K2_EMPTY + n % 2 * 8, n / 2 & 1 ^ 1);
                 u32 slot = item_slot(base, n);
-                store_words(slot, w.first_key, w.tiles, tile.all_heads * p.m_tiles + tile.m, tile.g);
-                store_words(slot + 16, w.part, w.head, w.batch, 0);
+                store_words(slot, w.first_key, w.tiles, w.part, w.head);
+                store_words(slot + 16, w.batch, 0, 0, 0);
                 load_keys(k_map, base + n % 2 * K_OTHER, base + K2_FULL + n % 2 * 8);
             }
             u32 bar = base + Q_FULL + 8 * q.slot;
             bar_wait(base + Q_EMPTY + 8 * q.slot, q.parity ^ 1);
+            tell(base, q.slot, tile.all_heads * p.m_tiles + tile.m, tile.m);
             bar_expect(bar, Q_BYTES + BM * 4);
             tma_load(base + Q_AT + q.slot * Q_BYTES, &q_map, 0, row, head, w.batch, bar);
             load_row(p.lse2 + at, base + LSE_AT + q.slot * BM * 4, bar, BM * 4);
@@ -118,7 +120,7 @@ DEVICE void consume_chained(const Rows& dk_rows, const Rows& dv_rows, const Prob
     Ring<DO_STAGES> g;
     u32 n = 0;                         // the item of the scores, counted from this CTA's first
     int item = blockIdx.x;             // the same, counted over all CTAs
-    int first_key, left, place, head;  // of it: tiles that are left with this one, where its dq goes, its query head
+    int first_key, left;               // of it; tiles that are left with this one
 
     auto release = [&](u32 bar) {
         if (lane == 0) bar_arrive(base + bar);
@@ -127,8 +129,8 @@ DEVICE void consume_chained(const Rows& dk_rows, const Rows& dv_rows, const Prob
         bar_wait(base + K2_FULL + n % 2 * 8, n / 2 & 1);
         Uint4 x = shared_chunk(item_slot(base, n));
         first_key = __shfl_sync(~0u, (int)x.x, 0), left = __shfl_sync(~0u, (int)x.y, 0);
-        place = __shfl_sync(~0u, (int)x.z, 0), head = __shfl_sync(~0u, (int)x.w, 0);
     };
+    auto place = [&] { return told_place(base, q.slot); };
     auto begin_scores = [&] {
         bar_wait(base + Q_FULL + 8 * q.slot, q.parity);
         wgmma_fence();
@@ -166,31 +168,24 @@ DEVICE void consume_chained(const Rows& dk_rows, const Rows& dv_rows, const Prob
         __syncwarp();
         release(DS_FULL + (t & 1) * 8);
     };
-    auto add_dq = [&](int to_place, bool real) {
-        float* to = p.dq_sum + (long long)to_place * (BM * D) + (wg * 4 + warp) * PIECE;
-#pragma unroll
-        for (int j = 0; j < DQ_REGISTERS / 4; j++)
-            if (real) add_global(to + j * 128 + lane * 4, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
-    };
     auto multiply_ds = [&](int t, u32 of_item) {
         bar_wait(base + DS_FULL + (t & 1) * 8, (t >> 1) & 1);
         wgmma_fence();
         query_gradient(dq, (ds_rows + (t & 1) * DS_BYTES) / 16, (base + of_item % 2 * K_OTHER) / 16);
     };
     auto store_keys = [&](u32 of_item) {
-        u32 slot = item_slot(base, of_item);
-        Uint4 x = shared_chunk(slot + 16);
-        if ((int)x.x >= 0) {
-            float* to = p.parts + (long long)(int)x.x * (2 * BN * D) + (wg * 4 + warp) * (16 * D) + lane * 4;
+        Uint4 x = shared_chunk(item_slot(base, of_item));
+        if ((int)x.z >= 0) {
+            float* to = p.parts + (long long)(int)x.z * (2 * BN * D) + (wg * 4 + warp) * (16 * D) + lane * 4;
 #pragma unroll
             for (int j = 0; j < D / 8; j++) {
                 *(Float4*)(to + j * 128) = {dv[4 * j], dv[4 * j + 1], dv[4 * j + 2], dv[4 * j + 3]};
                 *(Float4*)(to + j * 128 + BN * D) = {dk[4 * j], dk[4 * j + 1], dk[4 * j + 2], dk[4 * j + 3]};
             }
         } else {
-            int row = (int)shared_chunk(slot).x + wg * 64 + warp * 16 + lane / 4;
-            store_rows(dv_rows, x.z, x.y, row, p.keys, dv, 1);
-            store_rows(dk_rows, x.z, x.y, row, p.keys, dk, p.scale);
+            int row = (int)x.x + wg * 64 + warp * 16 + lane / 4, batch = shared_word(item_slot(base, of_item) + 16);
+            store_rows(dv_rows, batch, x.w, row, p.keys, dv, 1);
+            store_rows(dk_rows, batch, x.w, row, p.keys, dk, p.scale);
         }
     };
     auto last_of_all = [&] { return left == 1 && item + (int)gridDim.x >= items; };
@@ -203,7 +198,7 @@ DEVICE void consume_chained(const Rows& dk_rows, const Rows& dv_rows, const Prob
     softmax(0);
     bool more = !last_of_all(), fresh = true;  // fresh: tile t is the first of its item
     if (wg == 1 && more) named_arrive(FIRST_TURN, 256);
-    int at = place, at_before = at, t = 0;
+    int at = place(), at_before = at, t = 0;
     // As the loop of `consume`, of which this is the order of products; t counts the tiles of all items.
     for (; more; t++) {
         const bool ends = left == 1, freed = fresh && t > 0;  // freed: after this step nobody reads the keys before
@@ -226,8 +221,7 @@ DEVICE void consume_chained(const Rows& dk_rows, const Rows& dv_rows, const Prob
             n++, item += gridDim.x;
             enter();
         } else {
-            left--, place += p.m_tiles;
-            if (++head == p.group) head = 0, place += 1 - p.group * p.m_tiles;
+            left--;
         }
         more = !last_of_all();
         wgmma_wait<2>();
@@ -243,8 +237,8 @@ DEVICE void consume_chained(const Rows& dk_rows, const Rows& dv_rows, const Prob
         pin(dq);
         release(DS_EMPTY + (~t & 1) * 8);
         if (freed && !alone) release(K2_EMPTY + (n ^ 1) % 2 * 8);
-        add_dq(at_before, t > 0);
-        at_before = at, at = place;
+        add_to_sum(p, dq, at_before, t > 0, base);
+        at_before = at, at = place();
         if (ends) store_keys(n - 1), load_values();  // in registers that dP takes next
         begin_dp();
         if (ends) release(V1_EMPTY);
@@ -258,20 +252,20 @@ DEVICE void consume_chained(const Rows& dk_rows, const Rows& dv_rows, const Prob
     multiply_ds(t - 1, n ^ (u32)fresh);
     wgmma_wait<0>();
     pin(pt), pin(dst), pin(dk), pin(dv), pin(dq);
-    add_dq(at_before, t > 0);
+    add_to_sum(p, dq, at_before, t > 0, base);
     multiply_ds(t, n);
     store_keys(n);
     wgmma_wait<0>();
     pin(dq);
-    add_dq(at, true);
+    add_to_sum(p, dq, at, true, base);
+    if (lane == 0) bulk_wait();
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
 attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map,
          const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map, const Rows dk, const Rows dv,
          const Problem p) {
-    extern __shared__ char memory[];
-    const u32 base = (shared_address(memory) + 1023) & ~1023u;
+    const u32 base = shared_memory();
     if (threadIdx.x == 0) {
         auto init = [&](u32 bar, int slots, u32 arrivals) {
             for (int i = 0; i < slots; i++) bar_init(base + bar + 8 * i, arrivals);

@@ -14,6 +14,11 @@ DEVICE u32 shared_address(const void* p) {
     asm("{ .reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t; }" : "=r"(a) : "l"(p));
     return a;
 }
+// The dynamic shared memory, from a multiple of 1024 bytes on, as tiles with swizzled rows must lie.
+DEVICE u32 shared_memory() {
+    extern __shared__ __align__(1024) char memory[];
+    return shared_address(memory);
+}
 DEVICE void named_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -50,10 +55,6 @@ DEVICE void store_bulk(float* to, u32 from, u32 bytes) {
 DEVICE void reduce_bulk(float* to, u32 from, u32 bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
                  ::"l"(to), "r"(from), "r"(bytes) : "memory");
-}
-DEVICE void add_global(float* to, float a, float b, float c, float d) {
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
-                 ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 // The compiler does not always keep a store of 16 bytes in one piece.
 DEVICE void store_global(const Uint4* to, const u32 (&x)[4]) {
@@ -110,6 +111,14 @@ DEVICE Float4 shared_four(u32 at) {
 DEVICE void store_one(u32 at, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory"); }
 DEVICE void store_four(u32 at, float a, float b, float c, float d) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+DEVICE int shared_word(u32 at) {
+    int y;
+    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(y) : "r"(at) : "memory");
+    return y;
+}
+DEVICE void store_pair(u32 at, int x, int y) {
+    asm volatile("st.shared.v2.s32 [%0], {%1, %2};" ::"r"(at), "r"(x), "r"(y) : "memory");
 }
 DEVICE void store_words(u32 at, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");

@@ -39,6 +39,7 @@ DEVICE void produce_single(const TensorMap& q_map, const TensorMap& do_map, cons
         int i = w.begin + t, row = (w.low + i / p.group) * BM, head = w.head * p.group + i % p.group;
         u32 slot = t % DO_STAGES, to = base + slot * Q_BYTES, bar = base + 8 * slot, open = t / DO_STAGES & 1 ^ 1;
         bar_wait(bar + Q_EMPTY, open);
+        tell(base, slot, (w.batch * p.kv_heads * p.group + head) * p.m_tiles + row / BM, row / BM);
         bar_expect(bar + Q_FULL, Q_BYTES);
         load(q_map, to + Q_AT, Q_SLAB, row, head, bar + Q_FULL);
         bar_wait(bar + DO_EMPTY, open);

@@ -20,9 +20,9 @@
 // nothing beside them, and until K has come ~1500, in which dv and dk leave.
 #pragma once
 
-// Whether no later block of keys is seen by tile m.
-DEVICE bool last_visit(const Work& w, const Problem& p, int m) {
-    return w.first_key + BN >= p.keys || m < first_tile(p, w.first_key + BN);
+// Whether no later block of keys than this one is seen by tile m.
+DEVICE bool last_visit(const Problem& p, int first_key, int m) {
+    return first_key + BN >= p.keys || m < first_tile(p, first_key + BN);
 }
 // To the head's next block of keys, if there is one.
 DEVICE bool next_block(Work& w, const Problem& p) {
@@ -30,7 +30,6 @@ DEVICE bool next_block(Work& w, const Problem& p) {
     if (w.first_key >= p.keys) return false;
     w.low = first_tile(p, w.first_key);
     w.tiles = (p.m_tiles - w.low) * p.group;
-    w.down = !w.down;
     return true;
 }
 
@@ -62,6 +61,8 @@ DEVICE void produce_whole(const TensorMap& q_map, const TensorMap& do_map, const
                 load_row(line + ((long long)blockIdx.x * p.group + head) * p.m_tiles * BM + row, line_to, bar, BM * 4);
             };
             bar_wait(base + Q_EMPTY + 8 * q.slot, q.parity ^ 1);
+            int place = (blockIdx.x * p.group + head) * p.m_tiles + m;
+            tell(base, q.slot, place * 2 + last_visit(p, first_key, m), m);
             load(q_map, base + Q_AT + q.slot * Q_BYTES, p.lse2, base + LSE_AT + q.slot * BM * 4,
                  base + Q_FULL + 8 * q.slot);
             bar_wait(base + DO_EMPTY + 8 * g.slot, g.parity ^ 1);

@@ -227,7 +227,7 @@ class CudaBackwardConfig:
     """How blocks of 128 keys are given to CTAs, which go over tiles of so many queries.
 
     section: how many key heads' CTAs run together, longest first. The last `shared` blocks have `splits` CTAs each.
-    direct: dQ is added from registers, not through shared memory by bulk reductions; that of a single block is stored.
+    stagger: CTAs of one key head begin so many tiles, or query heads of a group, apart.
     alternate: sections go from the last queries to the first and from the first to the last, in turn.
     whole_heads: a CTA has all blocks of a key head, one after the other, and casts dQ itself. It is then the same bit
     for bit in each run.
@@ -238,13 +238,13 @@ class CudaBackwardConfig:
 
     queries: int
     section: int
-    direct: bool
     shared: int = 0
     splits: int = 1
     alternate: bool = False
     whole_heads: bool = False
     chained: bool = False
     span: int = 0
+    stagger: int = 1
 
 
 ROLES_KEYS = 8192  # for more, preparing and casting take less time than what it costs to have them beside the products
@@ -287,11 +287,10 @@ def pick_cuda_bwd_config(
 
     Whole heads go to CTAs where there are as many as multiprocessors, or a multiple, and few queries (`_whole_heads`).
     """
-    direct = dim == 64
     wide = dim == 128 and keys > CUDA_BWD_KEYS
     roles = wide and keys <= ROLES_KEYS
     if wide and _whole_heads(queries, dim, kv_heads, group, causal, multiprocessors):
-        return CudaBackwardConfig(64, 1, direct, whole_heads=True)
+        return CudaBackwardConfig(64, 1, whole_heads=True)
     tile, blocks = cuda_query_tile(dim, keys, group, causal), triton.cdiv(keys, CUDA_BWD_KEYS)
 
     def span(section: int) -> int:
@@ -300,14 +299,14 @@ def pick_cuda_bwd_config(
     if not causal:
         shared, splits = _pick_shares(blocks * kv_heads, triton.cdiv(queries, tile) * group, multiprocessors)
         chained = dim == 64 and blocks > 1 and blocks * kv_heads + shared * (splits - 1) > multiprocessors
-        return CudaBackwardConfig(tile, 1, direct, shared, splits, chained=chained, span=span(1))
+        return CudaBackwardConfig(tile, 1, shared, splits, chained=chained, span=span(1))
     if group > 1:
         section = max(1, min(kv_heads, round(multiprocessors / blocks)))
-        return CudaBackwardConfig(tile, section, direct, alternate=True, span=span(section))
+        return CudaBackwardConfig(tile, section, alternate=True, span=span(section))
     most = max(1, min(triton.cdiv(kv_heads, 4) if roles else kv_heads, 16 * 2**20 // (8 * dim * queries)))
     least = most // 2 + 1
     section = min(range(most, least - 1, -1), key=lambda s: -kv_heads % s)
-    return CudaBackwardConfig(tile, section, direct, span=span(section))
+    return CudaBackwardConfig(tile, section, span=span(section))
 
 
 def _pick_span(section: int, kv_heads: int, blocks: int, multiprocessors: int) -> int:

@@ -92,7 +92,8 @@ def test_backward_in_cuda_agrees(dim, tile, causal, dtype, monkeypatch):
 @pytest.mark.parametrize(("queries", "keys"), [(700, 333), (333, 700), (1, 129), (700, 100)])
 @pytest.mark.parametrize(("dim", "tile"), QUERY_TILES)
 def test_sections_and_directions_of_the_backward_in_cuda(dim, tile, queries, keys, heads, monkeypatch):
-    """Under a causal mask: queries that see nothing, and sections of which the last is not full; up, and by turns."""
+    """Under a causal mask: queries that see nothing, and sections of which the last is not full; up, and by turns; each
+    CTA from the first head of a group or from one of its own."""
     on_hopper(dim, True, torch.bfloat16)
     if tile == 80 and keys <= dispatch.CUDA_BWD_KEYS:
         pytest.skip("tiles of 80 are not for a single block of keys")
@@ -100,23 +101,27 @@ def test_sections_and_directions_of_the_backward_in_cuda(dim, tile, queries, key
     leaves = [normal(2, *shape, dim, dtype=torch.bfloat16) for shape in shapes]
     attend(leaves, "cuda", causal=True)
     other = everything(attention, leaves, causal=True, backward="separate")
-    for section, alternate in itertools.product((1, 3, 2 * heads[1]), (False, True)):
-        config = dispatch.CudaBackwardConfig(tile, section, dim == 64, alternate=alternate)
+    for section, alternate, stagger in itertools.product((1, 3, 2 * heads[1]), (False, True), (0, 1, 2)):
+        config = dispatch.CudaBackwardConfig(tile, section, alternate=alternate, stagger=stagger)
         monkeypatch.setattr(dispatch, "pick_cuda_bwd_config", lambda *_, config=config: config)
         near(everything(attention, leaves, causal=True, backward="cuda"), other)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("heads", [6, 2])
 @pytest.mark.parametrize(("dim", "tile"), QUERY_TILES)
-def test_shared_blocks_of_the_backward_in_cuda(dim, tile, monkeypatch):
-    """Shares that begin in the middle of a group, more of them than there are heads, or all blocks."""
+def test_shared_blocks_of_the_backward_in_cuda(dim, tile, heads, monkeypatch):
+    """Shares that begin in the middle of a group, more of them than there are heads, or all blocks; blocks that are not
+    shared begin at tiles or heads of their own."""
     on_hopper(dim, False, torch.float16)
-    leaves = [normal(1, heads, rows, dim, dtype=torch.float16) for heads, rows in ((6, 405), (2, 517), (2, 517))]
+    leaves = [normal(1, heads, rows, dim, dtype=torch.float16) for heads, rows in ((heads, 405), (2, 517), (2, 517))]
     attend(leaves, "cuda")
     other = everything(attention, leaves, backward="separate")
     monkeypatch.setattr(Problem, "multiprocessors", lambda self: 3)
-    for (shared, splits), chained in itertools.product(((1, 2), (7, 5), (10, 9)), {False, dim == 64}):
-        config = dispatch.CudaBackwardConfig(tile, 1, dim == 64, shared, splits, chained=chained)
+    shares = ((0, 1), (1, 2), (7, 5), (10, 9))
+    for (shared, splits), chained, stagger in itertools.product(shares, {False, dim == 64}, (0, 1, 3)):
+        splits = min(splits, heads // 2 * -(-405 // tile))
+        config = dispatch.CudaBackwardConfig(tile, 1, shared, splits, chained=chained, stagger=stagger)
         monkeypatch.setattr(dispatch, "pick_cuda_bwd_config", lambda *_, config=config: config)
         near(everything(attention, leaves, backward="cuda"), other)
 
@@ -159,7 +164,7 @@ def test_chains_of_the_backward_in_cuda_change_nothing(monkeypatch):
     monkeypatch.setattr(Problem, "multiprocessors", lambda self: 5)
     found = []
     for chained in (False, True, True, True):
-        config = dispatch.CudaBackwardConfig(128, 1, True, 3, 4, chained=chained)
+        config = dispatch.CudaBackwardConfig(128, 1, 3, 4, chained=chained)
         monkeypatch.setattr(dispatch, "pick_cuda_bwd_config", lambda *_, config=config: config)
         found.append(everything(attention, leaves, backward="cuda"))
     for _, _, _, dk, dv in found[1:]:
@@ -235,12 +240,12 @@ def test_what_the_backward_in_cuda_is_told(chained, dtype, monkeypatch):
     ((_, source, names, defines, room),) = compiled
     assert (source, names, room) == ("cuda_backward.cu", cuda_backward.NAMES, 232_448)
     sizes = ("HEAD_DIM=64", "IS_CAUSAL=0", f"FP16={int(dtype == torch.float16)}", "QUERIES=128")
-    assert defines == (*sizes, "DIRECT=1", "SINGLE=0", "WHOLE=0", f"CHAINED={int(chained)}", "ROLES=0")
+    assert defines == (*sizes, "SINGLE=0", "WHOLE=0", f"CHAINED={int(chained)}", "ROLES=0")
     # 20 blocks of 24 tiles: five rounds of four, or, with more multiprocessors, shares of less than a round.
     told = next(x for x in launched[1][4] if isinstance(x, cuda_backward._Problem))
     assert (told.queries, told.keys, told.m_tiles, told.n_blocks) == (1000, 515, 8, 5)
     assert (told.kv_heads, told.group, told.all_kv_heads, told.section) == (2, 3, 4, 1)
-    assert (told.whole, told.splits) == ((20, 1) if chained else (0, 5))
+    assert (told.whole, told.splits, told.stagger) == ((20, 1, 1) if chained else (0, 5, 1))
     assert len(launched) == (3 if chained else 4)
     assert launched[1][1:4] == (4 if chained else 100, 384, room)
     made = [x for x in launched[1][4] if isinstance(x, tuple)]

@@ -131,8 +131,7 @@ def test_shares_of_the_backward_in_cuda(dim, causal):
         assert config.shared == 0 or (config.splits > 1 and not causal)
         assert config.alternate == (causal and group > 1)
         assert (dim, config.queries) in QUERY_TILES
-        # Tiles of 80 have no registers left to add dQ from, nor rows of dQ that a single block could store.
-        assert config.direct == (dim == 64)
+        # Tiles of 80 have no rows of dQ that a single block could store.
         assert config.queries != 80 or (dim == 128 and keys > 128)
         assert config.queries % cuda_backward.helper_rows(config.queries) == 0
         # Shared memory has room for a second block's keys at D = 64 alone.

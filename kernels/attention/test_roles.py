@@ -66,7 +66,7 @@ PROBLEMS = [  # span, key heads, group, tiles of queries of a head, their querie
 @pytest.mark.parametrize("multiprocessors", [1, 4, 132])
 def test_nobody_waits_for_a_higher_place(problem, multiprocessors):
     span, kv_heads, group, m_tiles, tile, blocks, shared, splits = problem
-    config = CudaBackwardConfig(tile, 1, False, shared, splits, span=span)
+    config = CudaBackwardConfig(tile, 1, shared, splits, span=span)
     made = plan(config, kv_heads, group, m_tiles, blocks, multiprocessors)
     grid = places(made, kv_heads, group, blocks, shared, splits)
     ctas = kv_heads * blocks - shared + shared * splits
@@ -88,7 +88,7 @@ def test_chunks_cover_all_tiles(tile):
     for m_tiles, heads, group, multiprocessors in itertools.product(
         (1, 2, 7, 8, 9, 31, 256), (1, 3, 64), (1, 8), (1, 132)
     ):
-        made = plan(CudaBackwardConfig(tile, 1, False, span=2), heads, group, m_tiles, 3, multiprocessors)
+        made = plan(CudaBackwardConfig(tile, 1, span=2), heads, group, m_tiles, 3, multiprocessors)
         for chunk, chunks in ((made.chunk, made.chunks), (made.end_chunk, made.end_chunks)):
             assert (chunks - 1) * chunk < m_tiles <= chunks * chunk
             assert chunk * tile <= cuda_backward_roles.CHUNK_ROWS <= 1152
@@ -147,7 +147,7 @@ def test_what_it_is_told(tile, shared, splits, monkeypatch):
             counted.extend((ctypes.c_int * 6).from_address(arguments[4][-1].ready))
 
     names = ("main", "prepare", "finish", "finish_keys")
-    config = CudaBackwardConfig(tile, 1, False, shared, splits, span=3)
+    config = CudaBackwardConfig(tile, 1, shared, splits, span=3)
     monkeypatch.setattr(Problem, "multiprocessors", lambda self: 4)
     monkeypatch.setattr(dispatch, "pick_cuda_bwd_config", lambda *_: config)
     monkeypatch.setattr(cuda_driver, "kernels", lambda *arguments: compiled.append(arguments) or names)
@@ -156,7 +156,7 @@ def test_what_it_is_told(tile, shared, splits, monkeypatch):
     problem, saved = problem_of(400, 300, 8, 4, causal=not shared)
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (problem.q, problem.k, problem.v))
     cuda_backward.cuda_bwd(problem, saved, dq, dk, dv)
-    assert {"ROLES=1", "WHOLE=0", "SINGLE=0", "DIRECT=0", f"QUERIES={tile}"} <= set(compiled[0][3])
+    assert {"ROLES=1", "WHOLE=0", "SINGLE=0", f"QUERIES={tile}"} <= set(compiled[0][3])
     assert [x[0] for x in launched] == ["main", *(["finish_keys"] if shared else [])]
     main = launched[0]
     made = plan(config, 8, 2, -(-400 // tile), 3, 4)
@@ -175,10 +175,10 @@ def test_what_it_is_told(tile, shared, splits, monkeypatch):
 
 
 CONFIGS = [
-    CudaBackwardConfig(64, 1, False, span=1),
-    CudaBackwardConfig(80, 1, False, span=1),
-    CudaBackwardConfig(64, 2, False, alternate=True, span=2),
-    CudaBackwardConfig(80, 2, False, span=4),
+    CudaBackwardConfig(64, 1, span=1),
+    CudaBackwardConfig(80, 1, span=1),
+    CudaBackwardConfig(64, 2, alternate=True, span=2),
+    CudaBackwardConfig(80, 2, span=4),
 ]
 SIZES = [(333, 700), (700, 333), (512, 512), (1, 129), (64, 500), (1500, 257), (60, 1000)]
 
@@ -210,7 +210,7 @@ def test_shared_blocks(tile, shared, splits, monkeypatch):
     leaves = [normal(1, heads, rows, 128, dtype=torch.float16) for heads, rows in ((6, 405), (2, 517), (2, 517))]
     attend(leaves, "cuda")
     other = everything(attention, leaves, backward="separate")
-    picked(monkeypatch, CudaBackwardConfig(tile, 1, False, shared, splits, span=1))
+    picked(monkeypatch, CudaBackwardConfig(tile, 1, shared, splits, span=1))
     near(everything(attention, leaves, backward="cuda"), other)
 
 

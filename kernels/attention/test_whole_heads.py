@@ -12,7 +12,7 @@ from .problem import Problem
 from .test_attention import DEVICE, everything, normal
 from .test_cuda import agrees_and_repeats, attend, leaves_of, near, on_hopper
 
-WHOLE = dispatch.CudaBackwardConfig(64, 1, False, whole_heads=True)
+WHOLE = dispatch.CudaBackwardConfig(64, 1, whole_heads=True)
 SIZES = [(333, 700), (700, 333), (512, 512), (1, 129), (64, 500), (60, 1000), (1000, 257)]
 
 
@@ -63,11 +63,11 @@ def test_what_it_is_told(heads, causal, four_multiprocessors, monkeypatch):
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (problem.q, problem.k, problem.v))
     whole = heads == 4  # with 2 batches, twice as many as multiprocessors
     if not whole:
-        config = dispatch.CudaBackwardConfig(64, 1, False)
+        config = dispatch.CudaBackwardConfig(64, 1)
         monkeypatch.setattr(dispatch, "pick_cuda_bwd_config", lambda *_: config)
     cuda_backward.cuda_bwd(problem, saved, dq, dk, dv)
     defines = compiled[0][3]
-    assert f"WHOLE={int(whole)}" in defines and {"QUERIES=64", "DIRECT=0", "SINGLE=0"} <= set(defines)
+    assert f"WHOLE={int(whole)}" in defines and {"QUERIES=64", "SINGLE=0"} <= set(defines)
     assert [x[0] for x in launched] == ["prepare", "main", *(() if whole else ("finish",))]
     prepare, main = launched[:2]
     assert prepare[1] == 2 * 3 * heads * 7
