@@ -24,8 +24,8 @@
 // A tile of 128 x 128 x 64 or 64 x 128 x 128 (10 * 2^20 FLOP) or 80 x 128 x 128 (12.5 * 2^20) in clocks of one SM:
 //                                      D = 64   D = 128, 64   D = 128, 80
 //   tensor cores, 4096 FLOP/clk           2560          2560          3200
-//   shared memory, 128 B/clk              2560          3072          3648   operands of wgmma, dS, TMA, lse and delta;
-//                                                                            with DIRECT = 0 dq goes in and out
+//   shared memory, 128 B/clk              3072          3072          3648   operands of wgmma, dS, TMA, lse and delta;
+//                                                                            dq in and out
 //   exponentials, 16/clk                  1024           512           640
 //   instructions, 4/clk                  ~1000          ~900         ~1050
 // So none may wait for the others: the two groups run apart. dQ of a tile is computed one tile later, when the other

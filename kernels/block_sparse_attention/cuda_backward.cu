@@ -17,7 +17,7 @@
 // A tile of 128 x 128 x 64 or 64 x 128 x 128 (10 * 2^20 FLOP) in clocks of one SM:
 //                                      D = 64   D = 128
 //   tensor cores, 4096 FLOP/clk           2560      2560
-//   shared memory, 128 B/clk              2560      3072   operands of wgmma, dS, TMA, lse, delta; at 128 dq too
+//   shared memory, 128 B/clk              3072      3072   operands of wgmma, dS, TMA, lse, delta; dq in and out
 //   exponentials, 16/clk                  1024       512
 //   instructions, 4/clk                  ~1000      ~900
 // So none may wait for the others: the two groups run apart. dQ of a tile is computed one tile later, when the other
@@ -52,10 +52,8 @@ constexpr int BN = 128;                 // keys of a CTA, and queries of a block
 constexpr int SPLIT = BN / BM;          // tiles of a block
 constexpr int SLABS = D / 64;           // a row of 64 columns is the 128 bytes that TMA and wgmma swizzle
 constexpr int HEADER = 3;               // count, whole and turn stand before the blocks of a line of the table
-// At D = 64 there are registers for V, and shared memory is not asked for it again; and dq is added to global memory
-// from registers, at D = 128 through shared memory, by bulk reductions.
-#define SMALL_HEAD (HEAD_DIM == 64)
-constexpr int Q_STAGES = 3, DO_STAGES = SMALL_HEAD ? 3 : 2;
+#define V_IN_REGISTERS (HEAD_DIM == 64)  // where there is room: it is read once
+constexpr int Q_STAGES = 3, DO_STAGES = 2;
 constexpr int CONSUMER_WARPS = 8, PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 constexpr int KEYS_DONE = 1, ROWS_WRITTEN = 2, FIRST_TURN = 4;  // named barriers; the last two have one for each group
 constexpr int PIECE = BM * D / CONSUMER_WARPS;                  // values of dq that one warp makes of one tile
@@ -65,7 +63,7 @@ constexpr u32 Q_SLAB = BM * 128, K_SLAB = BN * 128;
 constexpr u32 Q_BYTES = SLABS * Q_SLAB, K_BYTES = SLABS * K_SLAB, DS_BYTES = 2 * BM * 128;
 constexpr u32 K_AT = 0, V_AT = K_AT + K_BYTES, Q_AT = V_AT + K_BYTES, DO_AT = Q_AT + Q_STAGES * Q_BYTES;
 constexpr u32 DS_AT = DO_AT + DO_STAGES * Q_BYTES, DQ_AT = DS_AT + 2 * DS_BYTES;
-constexpr u32 LSE_AT = DQ_AT + (SMALL_HEAD ? 0 : CONSUMER_WARPS * PIECE_BYTES), DELTA_AT = LSE_AT + Q_STAGES * BM * 4;
+constexpr u32 LSE_AT = DQ_AT + CONSUMER_WARPS * PIECE_BYTES, DELTA_AT = LSE_AT + Q_STAGES * BM * 4;
 constexpr u32 TILE_AT = DELTA_AT + DO_STAGES * BM * 4;  // of each stage of queries the tile's first, and its place
 constexpr u32 K_FULL = TILE_AT + 8 * Q_STAGES, V_FULL = K_FULL + 8, Q_FULL = V_FULL + 8;
 constexpr u32 Q_EMPTY = Q_FULL + 8 * Q_STAGES, DO_FULL = Q_EMPTY + 8 * Q_STAGES, DO_EMPTY = DO_FULL + 8 * DO_STAGES;
@@ -204,7 +202,7 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
                          (((2 * warp + lane / 8 % 2) ^ (lane % 8)) * 16);
     const u32 ds_rows = base + DS_AT + (D == 64 ? wg * 64 * 128 : 0);
     const u32 dq_keys = base + K_AT + (D == 64 ? 0 : wg * K_SLAB);
-    [[maybe_unused]] const u32 dq_piece = base + DQ_AT + (wg * 4 + warp) * PIECE_BYTES;
+    const u32 dq_piece = base + DQ_AT + (wg * 4 + warp) * PIECE_BYTES;
     const int offset = p.keys - p.queries;
 
     float dk[D / 2], dv[D / 2], s[BM / 2], dp[BM / 2], dq[32];
@@ -257,11 +255,6 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
     // One warp's piece of dq, 16 queries x 64 columns.
     auto add_dq = [&](int place, bool real) {
         float* to = p.dq_sum + (long long)place * (BM * D) + (wg * 4 + warp) * PIECE;
-#if SMALL_HEAD
-#pragma unroll
-        for (int j = 0; j < 8; j++)
-            if (real) add_global(to + j * 128 + lane * 4, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
-#else
         if (lane == 0) bulk_wait_read();
         __syncwarp();
 #pragma unroll
@@ -270,7 +263,6 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
         fence_async();
         __syncwarp();
         if (lane == 0 && real) reduce_bulk(to, dq_piece, PIECE_BYTES), bulk_commit();
-#endif
     };
     auto add_to_dv = [&] { gradient(dv, pt, (base + DO_AT + g.slot * Q_BYTES) / 16); };
     auto add_to_dk = [&] { gradient(dk, dst, (base + Q_AT + q.slot * Q_BYTES) / 16); };
@@ -285,7 +277,7 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
     wgmma_fence();
     scores(s, k_rows / 16, (base + Q_AT) / 16);
     bar_wait(base + V_FULL, 0);
-#if SMALL_HEAD
+#if V_IN_REGISTERS
     u32 v_own[D / 4];
 #pragma unroll
     for (int k = 0; k < D / 16; k++) load_matrices(v_own + 4 * k, v_rows + matrices(k));

@@ -43,10 +43,6 @@ DEVICE void reduce_bulk(float* to, u32 from, u32 bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
                  ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }
-DEVICE void add_global(float* to, float a, float b, float c, float d) {
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
-                 ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
-}
 DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }

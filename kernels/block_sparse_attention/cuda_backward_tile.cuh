@@ -13,7 +13,7 @@ DEVICE void scores(float (&c)[BM / 2], u32 rows, u32 columns) {
                k != 0);
     wgmma_commit();
 }
-#if SMALL_HEAD
+#if V_IN_REGISTERS
 // The same with V from registers.
 DEVICE void scores(float (&c)[BM / 2], const u32 (&rows)[D / 4], u32 columns) {
 #pragma unroll
