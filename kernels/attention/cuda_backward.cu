@@ -77,8 +77,8 @@ constexpr u32 PIECE_BYTES = PIECE * (SINGLE ? 2 : 4);
 
 constexpr u32 Q_SLAB = BM * 128, K_SLAB = BN * 128;
 constexpr u32 Q_BYTES = SLABS * Q_SLAB, K_BYTES = SLABS * K_SLAB, DS_BYTES = 2 * BM * 128;
-constexpr u32 K_AT = 0, V_AT = K_AT + (CHAINED ? 2 : 1) * K_BYTES, Q_AT = V_AT + K_BYTES, DO_AT = Q_AT + Q_STAGES * Q_BYTES;
-constexpr u32 DS_AT = DO_AT + DO_STAGES * Q_BYTES, DQ_AT = DS_AT + 2 * DS_BYTES;
+constexpr u32 K_AT = 0, V_AT = K_AT + (CHAINED ? 2 : 1) * K_BYTES, Q_AT = V_AT + K_BYTES;
+constexpr u32 DO_AT = Q_AT + Q_STAGES * Q_BYTES, DS_AT = DO_AT + DO_STAGES * Q_BYTES, DQ_AT = DS_AT + 2 * DS_BYTES;
 constexpr u32 OUT_AT = DQ_AT + CONSUMER_WARPS * PIECE_BYTES;  // beside dout, where SINGLE
 constexpr u32 ROWS_BYTES = 16 * 128, CAST_AT = OUT_AT;  // of 16 rows of a slab; for each warp, where WHOLE
 constexpr u32 LSE_AT = OUT_AT + (SINGLE ? DO_STAGES * Q_BYTES : WHOLE ? CONSUMER_WARPS * ROWS_BYTES : 0);

@@ -43,7 +43,7 @@ DEVICE void produce_chained(const TensorMap& q_map, const TensorMap& do_map, con
                 bar_wait(base + K2_EMPTY + n % 2 * 8, n / 2 & 1 ^ 1);
                 u32 slot = item_slot(base, n);
                 store_words(slot, w.first_key, w.tiles, w.part, w.head);
-                store_words(slot + 16, w.batch, 0, 0, 0);
+                store_pair(slot + 16, w.batch, 0);
                 load_keys(k_map, base + n % 2 * K_OTHER, base + K2_FULL + n % 2 * 8);
             }
             u32 bar = base + Q_FULL + 8 * q.slot;
