@@ -95,6 +95,17 @@ def encode(y, E4M3: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def encode_four(a, b, c, d, E4M3: tl.constexpr, NATIVE: tl.constexpr):
+    """Their bits as the bytes of one int32, a's the lowest."""
+    if NATIVE:
+        return tl.inline_asm_elementwise(
+            _FOUR_E4M3 if E4M3 else _FOUR_E5M2, "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1
+        )
+    low = encode(a, E4M3, NATIVE).to(tl.int32) | encode(b, E4M3, NATIVE).to(tl.int32) << 8
+    return low | encode(c, E4M3, NATIVE).to(tl.int32) << 16 | encode(d, E4M3, NATIVE).to(tl.int32) << 24
+
+
+@triton.jit
 def decode(bits, E4M3: tl.constexpr, NATIVE: tl.constexpr):
     """fp32 of e4m3 or e5m2 bits; exact."""
     if E4M3 and NATIVE:

@@ -12,6 +12,7 @@ import triton
 from .dequantize import _fp8_dequantize_kernel
 from .rows import _fp8_row_kernel, _fp8_wide_row_kernel
 from .tiles import _fp8_amax_kernel, _fp8_tile_kernel
+from .turned import _fp8_turned_kernel
 
 BLOCK = 128  # the side of a block that has a scale of its own
 GRANULARITIES = ("tensor", "row", "column", "1x128", "128x128")
@@ -58,10 +59,10 @@ def pick_config(
         return _row_config(dim, eviction)
     # The predicates of a ragged tile need registers: with 64 elements a thread it would spill hundreds of bytes.
     ragged = rows % BLOCK or dim % BLOCK
-    if "128" in granularity and (transpose or granularity == "128x128"):
-        # Triton 3.6 turns a 128x128 tile round before it is encoded, and holds it twice: 211 registers with 8 warps.
-        both = transpose and granularity == "128x128"
-        return Config(BLOCK, BLOCK, 32 if ragged else 16 if both else 8, eviction)
+    if transpose and "128" in granularity:
+        return Config(BLOCK, BLOCK, 16 if ragged else 8, eviction)
+    if granularity == "128x128":
+        return Config(BLOCK, BLOCK, 32 if ragged else 8, eviction)
     if transpose or granularity == "column":
         return Config(64 if ragged else BLOCK, BLOCK, 16 if ragged else 8, eviction)
     if granularity == "1x128":
@@ -223,13 +224,24 @@ def _quantize_tiles(
         flags = {"PER_ROW": per_row, "PER_COLUMN": per_column}
         _fp8_amax_kernel[grid](x, row_amax, col_amax, rows, dim, x.stride(0), **flags, **launch)
     scale = out["scale"] if scale is None else scale.contiguous()
+    launch |= {
+        "GROUPS": {"row": "rows", "1x128": "rows", "column": "columns"}.get(granularity, "tile"),
+        "SOURCE": source,
+        "RAISE_AMAX": "amax" in out and source == "given",
+        **numbers,
+    }
+    if not transpose:
+        of_columns, count = granularity == "column", dim if granularity == "column" else rows
+        amax, strides = col_amax if of_columns else row_amax, _strides(scale, count, granularity)
+        _fp8_tile_kernel[grid](x, out["data"], scale, amax, rows, dim, x.stride(0), *strides, **launch)
+        return
     scale_t = out.get("scale_t")
     # In data_t a column of x is a row.
     by_row, by_col = (scale_t, scale) if granularity == "column" else (scale, scale_t)
-    _fp8_tile_kernel[grid](
+    _fp8_turned_kernel[grid](
         x,
         out["data"],
-        out.get("data_t"),
+        out["data_t"],
         by_row,
         by_col,
         row_amax,
@@ -239,11 +251,7 @@ def _quantize_tiles(
         x.stride(0),
         *_strides(by_row, rows, granularity),
         *_strides(by_col, dim, granularity),
-        GROUPS={"row": "rows", "1x128": "rows", "column": "columns"}.get(granularity, "tile"),
-        SOURCE=source,
-        TRANSPOSE=transpose,
-        RAISE_AMAX="amax" in out and source == "given",
-        **numbers,
+        WORDS=rows % 4 == 0,
         **launch,
     )
 

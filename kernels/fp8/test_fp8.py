@@ -47,8 +47,8 @@ def assert_same(mine: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_every_bit_is_that_of_pytorchs_own_cast(dtype, granularity, transpose):
     for shape, scale_format, x_dtype in zip(
-        [(5, 130), (2, 3, 256), (7,), (131, 1), (130, 257), (128, 256)],
-        ["fp32", "pow2", "e8m0", "fp32", "pow2", "fp32"],
+        [(5, 130), (2, 3, 256), (7,), (131, 1), (130, 257), (128, 256), (132, 130)],
+        ["fp32", "pow2", "e8m0", "fp32", "pow2", "fp32", "fp32"],
         itertools.cycle(XDTYPES),
         strict=False,
     ):
@@ -263,18 +263,19 @@ class _Spy:
     ("granularity", "options", "launches"),
     [
         ("row", {}, ["row"]),
-        ("1x128", {"transpose": True}, ["tile"]),
-        ("128x128", {"transpose": True}, ["tile"]),
+        ("1x128", {}, ["tile"]),
+        ("1x128", {"transpose": True}, ["turned"]),
+        ("128x128", {"transpose": True}, ["turned"]),
         ("tensor", {}, ["amax", "tile"]),
-        ("column", {"transpose": True}, ["amax", "tile"]),
-        ("row", {"transpose": True}, ["amax", "tile"]),
-        ("tensor", {"given": True, "return_amax": True, "transpose": True}, ["tile"]),
+        ("column", {"transpose": True}, ["amax", "turned"]),
+        ("row", {"transpose": True}, ["amax", "turned"]),
+        ("tensor", {"given": True, "return_amax": True, "transpose": True}, ["turned"]),
         ("column", {"given": True}, ["tile"]),
     ],
 )
 def test_how_often_x_is_read_and_that_rows_are_read_in_place(granularity, options, launches, monkeypatch):
     launched: list[tuple[str, int]] = []
-    for name in ("_fp8_row_kernel", "_fp8_tile_kernel", "_fp8_amax_kernel"):
+    for name in ("_fp8_row_kernel", "_fp8_tile_kernel", "_fp8_turned_kernel", "_fp8_amax_kernel"):
         monkeypatch.setattr(kernel, name, _Spy(getattr(kernel, name), launched))
     x = torch.randn(20, 96, device=DEVICE)[:, 32:64]
     if options.pop("given", False):

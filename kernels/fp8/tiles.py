@@ -1,8 +1,7 @@
-"""Everything but a scale a row: a CTA for each tile of x.
+"""Everything but a scale a row: a CTA for each tile of x. With a transposed copy: `turned`.
 
 Blocks of 128, whose scale a tile finds for itself: one read. Napkin maths, bf16, 65536 x 4096, one NVIDIA H200 that
-copies 4254 GB/s: 1x128 reads 2 and writes 1 byte an element and 4 bytes a block: 814 MB, 191 us; with the transposed
-copy 4 bytes an element: 1.09 GB, 256 us.
+copies 4254 GB/s: 1x128 reads 2 and writes 1 byte an element and 4 bytes a block: 814 MB, 191 us.
 
 A scale for the whole tensor or for a column must be known before the first element is written, so x is read twice:
 5 bytes an element, 315 us; or once, if the scale is given.
@@ -17,28 +16,28 @@ from .formats import encode, finite_or_nan, inverse, load_scale, scale_of, store
 
 
 @triton.jit
-def _rectangle(ptr, m, n, stride_m):
+def tile_of(dim, BLOCK_N: tl.constexpr, SOURCE: tl.constexpr):
+    """This CTA's tile, and its row and column of tiles. The second reader of x goes backwards: what the first one read
+    last is still in L2."""
+    tiles_n = tl.cdiv(dim, BLOCK_N)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0) if SOURCE == "amax" else tl.program_id(0)
+    return tile, (tile // tiles_n).to(tl.int64), (tile % tiles_n).to(tl.int64)
+
+
+@triton.jit
+def rectangle(ptr, m, n, stride_m):
     """Pointers to rows m by columns n. m is widened, not n: a tile's rows may be far from each other."""
     return ptr + m.to(tl.int64)[:, None] * stride_m + n[None, :]
 
 
 @triton.jit
-def _inside(m, n, height, width):
+def inside(m, n, height, width):
     """The mask of a tile of which height by width elements are there."""
     return (m < height)[:, None] & (n < width)[None, :]
 
 
 @triton.jit
-def _store(ptr, bits, row, col, m, n, height, width, stride_m, EVEN: tl.constexpr):
-    tl.store(
-        _rectangle(ptr + row * stride_m + col, m, n, stride_m),
-        bits,
-        mask=None if EVEN else _inside(m, n, height, width),
-    )
-
-
-@triton.jit
-def _raise_to(ptr, amax, mask=None):
+def raise_to(ptr, amax, mask=None):
     """Maximum into memory. On the bits, which order like the numbers where none is negative or NaN; the order in which
     CTAs arrive changes nothing."""
     bits = tl.where(amax > 0, amax, 0.0).to(tl.int32, bitcast=True)
@@ -46,8 +45,8 @@ def _raise_to(ptr, amax, mask=None):
 
 
 @triton.jit
-def _scale(
-    x,
+def group_scale(
+    magnitudes,
     AXIS: tl.constexpr,
     amax_ptr,
     index,
@@ -65,7 +64,7 @@ def _scale(
     if SOURCE == "amax":
         amax = tl.load(amax_ptr + index, mask=valid, other=0).to(tl.float32, bitcast=True)
     else:
-        amax = tl.max(tl.abs(x), axis=AXIS)
+        amax = tl.max(magnitudes, axis=AXIS)
     scale = scale_of(amax, E4M3, POW2)
     store_scale(at, scale, valid if SOURCE == "tile" else valid & first)
     return scale
@@ -91,37 +90,31 @@ def _fp8_amax_kernel(
     m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     row, col = (tl.program_id(0) // tiles_n).to(tl.int64) * BLOCK_M, (tl.program_id(0) % tiles_n).to(tl.int64) * BLOCK_N
     height, width = tl.minimum(rows - row, BLOCK_M).to(tl.int32), tl.minimum(dim - col, BLOCK_N).to(tl.int32)
-    x_ptrs = _rectangle(x_ptr + row * stride_xm + col, m, n, stride_xm)
-    mask = None if EVEN else _inside(m, n, height, width)
+    x_ptrs = rectangle(x_ptr + row * stride_xm + col, m, n, stride_xm)
+    mask = None if EVEN else inside(m, n, height, width)
     x = tl.abs(finite_or_nan(tl.load(x_ptrs, mask=mask, other=None if EVEN else 0.0, eviction_policy=EVICTION)))
     if PER_ROW:
-        _raise_to(row_amax_ptr + row + m, tl.max(x, axis=1), m < height)
+        raise_to(row_amax_ptr + row + m, tl.max(x, axis=1), m < height)
     if PER_COLUMN:
-        _raise_to(col_amax_ptr + col + n, tl.max(x, axis=0), n < width)
+        raise_to(col_amax_ptr + col + n, tl.max(x, axis=0), n < width)
     if not PER_ROW and not PER_COLUMN:
-        _raise_to(row_amax_ptr, tl.max(x))
+        raise_to(row_amax_ptr, tl.max(x))
 
 
 # The strides of scales are left alone: a variant of the kernel for each would buy nothing.
-@triton.jit(do_not_specialize=["stride_rm", "stride_rn", "stride_cn", "stride_cm"])
+@triton.jit(do_not_specialize=["stride_sm", "stride_sn"])
 def _fp8_tile_kernel(
     x_ptr,
     data_ptr,
-    data_t_ptr,
-    row_scale_ptr,
-    col_scale_ptr,
-    row_amax_ptr,
-    col_amax_ptr,
+    scale_ptr,
+    amax_ptr,
     rows,
     dim,
     stride_xm,
-    stride_rm,
-    stride_rn,
-    stride_cn,
-    stride_cm,
+    stride_sm,
+    stride_sn,
     GROUPS: tl.constexpr,
     SOURCE: tl.constexpr,
-    TRANSPOSE: tl.constexpr,
     RAISE_AMAX: tl.constexpr,
     E4M3: tl.constexpr,
     POW2: tl.constexpr,
@@ -131,50 +124,35 @@ def _fp8_tile_kernel(
     BLOCK_N: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    """data and, with TRANSPOSE, data_t.
+    """data.
 
-    GROUPS   "tile": one scale for all of a tile, in data and data_t. "rows": data has a scale for each row of the tile,
-             data_t for each column; "columns": the reverse.
+    GROUPS   "tile": one scale for all of a tile. "rows": one for each of its rows; "columns": for each of its columns.
     SOURCE   of the scales: "tile", the tile itself; "amax", the kernel above, before; "given", by the caller.
 
-    The scale of a row lies at row · stride_rm + tile_n · stride_rn of row_scale_ptr, that of a column at
-    col · stride_cn + tile_m · stride_cm of col_scale_ptr; of a tile, at tile_m · stride_rm + tile_n · stride_rn and,
-    for data_t, at tile_n · stride_cn + tile_m · stride_cm.
+    The scale of a row lies at row · stride_sm + tile_n · stride_sn, that of a column at col · stride_sm + tile_m ·
+    stride_sn, that of a tile at tile_m · stride_sm + tile_n · stride_sn.
     """
     SMALL: tl.constexpr = POW2 and SOURCE != "given"  # the scale is a power of two with an inverse in fp32
-    tiles_n = tl.cdiv(dim, BLOCK_N)
-    # The second reader goes backwards: what the first one read last is still in L2.
-    tile = tl.num_programs(0) - 1 - tl.program_id(0) if SOURCE == "amax" else tl.program_id(0)
-    tile_m, tile_n = (tile // tiles_n).to(tl.int64), (tile % tiles_n).to(tl.int64)
+    tile, tile_m, tile_n = tile_of(dim, BLOCK_N, SOURCE)
     row, col, m, n = tile_m * BLOCK_M, tile_n * BLOCK_N, tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     height, width = tl.minimum(rows - row, BLOCK_M).to(tl.int32), tl.minimum(dim - col, BLOCK_N).to(tl.int32)
-    mask = None if EVEN else _inside(m, n, height, width)
-    x_ptrs = _rectangle(x_ptr + row * stride_xm + col, m, n, stride_xm)
+    mask = None if EVEN else inside(m, n, height, width)
+    x_ptrs = rectangle(x_ptr + row * stride_xm + col, m, n, stride_xm)
     x = finite_or_nan(tl.load(x_ptrs, mask=mask, other=None if EVEN else 0.0, eviction_policy=EVICTION))
+    magnitudes = tl.abs(x)
     if RAISE_AMAX:
-        _raise_to(row_amax_ptr, tl.max(tl.abs(x)))
+        raise_to(amax_ptr, tl.max(magnitudes))
     if GROUPS == "tile":
-        at = row_scale_ptr + tile_m * stride_rm + tile_n * stride_rn
-        scale = _scale(x, None, row_amax_ptr, 0, at, tile >= 0, tile == 0, SOURCE, E4M3, POW2)
-        bits = encode(x * inverse(scale, SMALL), E4M3, NATIVE)
-        _store(data_ptr, bits, row, col, m, n, height, width, dim, EVEN)
-        if TRANSPOSE:
-            if SOURCE == "tile":
-                store_scale(col_scale_ptr + tile_n * stride_cn + tile_m * stride_cm, scale, tile >= 0)
-            _store(data_t_ptr, tl.trans(bits), col, row, n, m, width, height, rows, EVEN)
-    if GROUPS == "rows" or (GROUPS == "columns" and TRANSPOSE):
-        at = row_scale_ptr + (row + m) * stride_rm + tile_n * stride_rn
-        scale = _scale(x, 1, row_amax_ptr, row + m, at, m < height, tile_n == 0, SOURCE, E4M3, POW2)
-        bits = encode(x * inverse(scale, SMALL)[:, None], E4M3, NATIVE)
-        if GROUPS == "rows":
-            _store(data_ptr, bits, row, col, m, n, height, width, dim, EVEN)
-        else:
-            _store(data_t_ptr, tl.trans(bits), col, row, n, m, width, height, rows, EVEN)
-    if GROUPS == "columns" or (GROUPS == "rows" and TRANSPOSE):
-        at = col_scale_ptr + (col + n) * stride_cn + tile_m * stride_cm
-        scale = _scale(x, 0, col_amax_ptr, col + n, at, n < width, tile_m == 0, SOURCE, E4M3, POW2)
-        bits = encode(x * inverse(scale, SMALL)[None, :], E4M3, NATIVE)
-        if GROUPS == "columns":
-            _store(data_ptr, bits, row, col, m, n, height, width, dim, EVEN)
-        else:
-            _store(data_t_ptr, tl.trans(bits), col, row, n, m, width, height, rows, EVEN)
+        at = scale_ptr + tile_m * stride_sm + tile_n * stride_sn
+        scale = group_scale(magnitudes, None, amax_ptr, 0, at, tile >= 0, tile == 0, SOURCE, E4M3, POW2)
+        factor = inverse(scale, SMALL)
+    if GROUPS == "rows":
+        at = scale_ptr + (row + m) * stride_sm + tile_n * stride_sn
+        scale = group_scale(magnitudes, 1, amax_ptr, row + m, at, m < height, tile_n == 0, SOURCE, E4M3, POW2)
+        factor = inverse(scale, SMALL)[:, None]
+    if GROUPS == "columns":
+        at = scale_ptr + (col + n) * stride_sm + tile_m * stride_sn
+        scale = group_scale(magnitudes, 0, amax_ptr, col + n, at, n < width, tile_m == 0, SOURCE, E4M3, POW2)
+        factor = inverse(scale, SMALL)[None, :]
+    data_ptrs = rectangle(data_ptr + row * dim + col, m, n, dim)
+    tl.store(data_ptrs, encode(x * factor, E4M3, NATIVE), mask=mask)
