@@ -10,13 +10,15 @@ import torch
 import triton
 
 from .dequantize import _fp8_dequantize_kernel
-from .rows import _fp8_row_kernel, _fp8_wide_row_kernel
+from .rows import _fp8_odd_row_kernel, _fp8_row_kernel, _fp8_wide_row_kernel
 from .tiles import _fp8_amax_kernel, _fp8_tile_kernel
 from .turned import _fp8_turned_kernel
 
 BLOCK = 128  # the side of a block that has a scale of its own
 GRANULARITIES = ("tensor", "row", "column", "1x128", "128x128")
 MAX_ROW = 32768  # the widest row that is kept in the registers of one CTA
+VECTOR = 16  # elements of a store of data
+ODD_ROW = 1024  # the least tile of a row that begins on no boundary and has a CTA of its own
 FLAT = 4096  # the tile of a tensor whose rows do not matter
 EVICT_LAST_BYTES = 100e6  # twice the L2 of an H100 or H200
 
@@ -72,10 +74,14 @@ def pick_config(
 
 
 def _row_config(dim: int, eviction: str) -> Config:
-    """Sixteen elements a thread, and thirty-two where a row is so wide that there are no more threads."""
+    """Sixteen elements a thread, and thirty-two where a row is so wide that there are no more threads. Rows that are
+    not whole vectors begin each on another boundary: a CTA for each, but where they are so short that it would idle.
+    """
     block_n = max(32, triton.next_power_of_2(dim))
     if block_n > MAX_ROW:
         return Config(1, 16384, 32, "evict_last")
+    if dim % VECTOR and block_n >= ODD_ROW:
+        return Config(1, block_n, max(2, min(32, block_n // 512)), eviction)
     block_m = max(1, 2048 // block_n)
     return Config(block_m, block_n, max(4, min(32, block_m * block_n // 512)), eviction)
 
@@ -176,6 +182,18 @@ def quantize(
 def _quantize_rows(x: torch.Tensor, out: dict[str, torch.Tensor], numbers: dict[str, bool]) -> None:
     rows, dim = x.shape
     config = pick_config("row", False, "tile", rows, dim, x.dtype, _capability(x))
+    if dim % VECTOR and config.block_m == 1 and config.block_n >= dim and x.stride(0) == dim:
+        _fp8_odd_row_kernel[(rows,)](
+            x,
+            out["data"],
+            out["scale"],
+            dim,
+            **numbers,
+            BLOCK_N=config.block_n,
+            EVICTION=config.eviction,
+            num_warps=config.num_warps,
+        )
+        return
     kernel = _fp8_row_kernel if config.block_n >= dim else _fp8_wide_row_kernel
     kernel[(triton.cdiv(rows, config.block_m),)](
         x,

@@ -42,6 +42,38 @@ def _fp8_row_kernel(
     store_scale(scale_ptr + row, scale, row < rows)
 
 
+@triton.jit
+def _fp8_odd_row_kernel(
+    x_ptr,
+    data_ptr,
+    scale_ptr,
+    dim,
+    E4M3: tl.constexpr,
+    POW2: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EVICTION: tl.constexpr,
+):
+    """One of rows that lie one behind the other, but not on boundaries of 16 elements. What lies between two of these
+    goes in whole vectors, of x and of data alike; up to 15 elements before and behind go one by one."""
+    begin = tl.program_id(0).to(tl.int64) * dim
+    end = begin + dim
+    first, last = (begin + 15) // 16 * 16, end // 16 * 16
+    cols, side = tl.arange(0, BLOCK_N), tl.arange(0, 32)
+    inner = cols < (last - first).to(tl.int32)
+    at = tl.where(side < 16, first, last) - 16 + side
+    outer = (at >= begin) & (at < end) & ((side < 16) | (at >= first))
+    x = finite_or_nan(tl.load(x_ptr + first + cols, mask=inner, other=0.0, eviction_policy=EVICTION))
+    y = finite_or_nan(tl.load(x_ptr + at, mask=outer, other=0.0, eviction_policy=EVICTION))
+    amax, amax_outer = tl.max(tl.abs(x)), tl.max(tl.abs(y))
+    amax = tl.where(amax >= amax_outer, amax, tl.where(amax_outer >= 0, amax_outer, amax))  # either may be NaN
+    scale = scale_of(amax, E4M3, POW2)
+    inv = inverse(scale, POW2)
+    tl.store(data_ptr + first + cols, encode(x * inv, E4M3, NATIVE), mask=inner)
+    tl.store(data_ptr + at, encode(y * inv, E4M3, NATIVE), mask=outer)
+    store_scale(scale_ptr + tl.program_id(0), scale, None)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _fp8_wide_row_kernel(
     x_ptr,

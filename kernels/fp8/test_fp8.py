@@ -47,8 +47,8 @@ def assert_same(mine: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_every_bit_is_that_of_pytorchs_own_cast(dtype, granularity, transpose):
     for shape, scale_format, x_dtype in zip(
-        [(5, 130), (2, 3, 256), (7,), (131, 1), (130, 257), (128, 256), (132, 130)],
-        ["fp32", "pow2", "e8m0", "fp32", "pow2", "fp32", "fp32"],
+        [(5, 130), (2, 3, 256), (7,), (131, 1), (130, 257), (128, 256), (132, 130), (9, 1365), (3, 523)],
+        ["fp32", "pow2", "e8m0", "fp32", "pow2", "fp32", "fp32", "pow2", "e8m0"],
         itertools.cycle(XDTYPES),
         strict=False,
     ):
