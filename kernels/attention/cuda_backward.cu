@@ -104,6 +104,9 @@ DEVICE void tell(u32 base, u32 slot, int place, int m) { store_pair(base + TOLD_
 DEVICE int told_place(u32 base, u32 slot) { return shared_word(base + TOLD_AT + 8 * slot); }
 DEVICE int told_tile(u32 base, u32 slot) { return shared_word(base + TOLD_AT + 8 * slot + 4); }
 
+// A loop has few addresses that change; the compiler would keep all the others in registers that it lacks.
+DEVICE void anew(u32& at) { asm volatile("" : "+r"(at)); }
+
 // `await` is called before the first of lse and delta is loaded.
 template <class Await>
 DEVICE void produce(const TensorMap& q_map, const TensorMap& do_map, const TensorMap& k_map, const TensorMap& v_map,
@@ -119,7 +122,9 @@ DEVICE void produce(const TensorMap& q_map, const TensorMap& do_map, const Tenso
     Ring<Q_STAGES> q;
     Ring<DO_STAGES> g;
     int first_head = w.batch * p.kv_heads * p.group;
+#pragma unroll 1
     for (int t = 0; t < w.tiles; t++) {
+        anew(base);
         int head = tile.all_heads - first_head, row = tile.m * BM;
         long long at = (long long)tile.all_heads * p.m_tiles * BM + row;
         if (t == 0) load_keys(k_map, K_AT, K_FULL);
@@ -141,9 +146,6 @@ DEVICE void produce(const TensorMap& q_map, const TensorMap& do_map, const Tenso
         q.next(), g.next(), tile.next(w, p);
     }
 }
-
-// A loop's products have few addresses that change; the compiler would keep all the others in registers that it lacks.
-DEVICE void anew(u32& at) { asm volatile("" : "+r"(at)); }
 
 #include "cuda_backward_single.cuh"
 #include "cuda_backward_whole.cuh"
@@ -275,7 +277,8 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
     auto release = [&](u32 bar) {
         if (lane == 0) bar_arrive(base + bar);
     };
-    auto hide = [&](int m) {
+    auto hide = [&] {
+        const int m = CAUSAL ? told_tile(base, q.slot) : 0;
         bool tail = w.first_key + wg * 64 + 64 > p.keys;
         bool diagonal = CAUSAL && m * BM < w.first_key + wg * 64 + 63 - offset;
         if (tail || diagonal) {
@@ -287,10 +290,9 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
     };
     // S done: the probabilities, while dP is under way; then dS, kept in registers and written for both groups.
     auto softmax = [&](int t) {
-        const int m = CAUSAL ? told_tile(base, q.slot) : 0;
         wgmma_wait<1>();
         pin(s);
-        hide(m);
+        hide();
         if (SINGLE) bar_wait(base + ROWS_FULL + 8 * g.slot, g.parity);
         probabilities(s, base + LSE_AT + (SINGLE ? g.slot : q.slot) * BM * 4 + pairs, p.scale_log2);
         if (TIGHT) settle(s, base + K_FULL);

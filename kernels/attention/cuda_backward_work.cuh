@@ -17,7 +17,8 @@ DEVICE int first_tile(const Problem& p, int first_key) {
     return CAUSAL ? max(0, first_key - (p.keys - p.queries)) / BM : 0;
 }
 // The 128 keys of this CTA and the tiles of queries that see some of them, for each query head that shares the keys.
-// Blocks from `whole` on, a last round that would leave most SMs without work, are shared by `splits` CTAs each.
+// Blocks from `whole` on, a last round that would leave most SMs without work, are shared by `splits` CTAs each, where
+// there is no mask.
 struct Work {
     int head, batch, first_key, low, begin, tiles, part;  // `part`: which place of `parts` dv and dk go to, or -1
     int ahead, first_head;                                // tiles and heads of the group that come last, not first
@@ -26,7 +27,7 @@ struct Work {
     DEVICE explicit Work(const Problem& p, int cta = blockIdx.x) {
         int index = cta, share = 0, shares = 1;
         part = -1;
-        if (!WHOLE && index >= p.whole) {
+        if (!WHOLE && !CAUSAL && index >= p.whole) {
             part = index - p.whole;
             shares = p.splits, share = part % shares, index = p.whole + part / shares;
         }
