@@ -58,7 +58,8 @@ def _fp8_turned_kernel(
     SMALL: tl.constexpr = POW2 and SOURCE != "given"  # the scale is a power of two with an inverse in fp32
     tile, tile_m, tile_n = tile_of(dim, BLOCK_N, SOURCE)
     row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
-    m, n = tl.arange(0, BLOCK_M // ROWS) * ROWS, tl.arange(0, BLOCK_N)
+    word_m, n = tl.arange(0, BLOCK_M // ROWS), tl.arange(0, BLOCK_N)
+    m = word_m * ROWS
     height, width = tl.minimum(rows - row, BLOCK_M).to(tl.int32), tl.minimum(dim - col, BLOCK_N).to(tl.int32)
     parts, magnitudes = (), ()
     for i in tl.static_range(ROWS):
@@ -95,7 +96,7 @@ def _fp8_turned_kernel(
     word = encode_four(turned[0], turned[1], turned[2], turned[3], E4M3, NATIVE)
     corner = data_t_ptr + col * rows + row
     if WORDS:
-        words = rectangle(corner.to(tl.pointer_type(tl.int32)), n, m // ROWS, rows // ROWS)
+        words = rectangle(corner.to(tl.pointer_type(tl.int32)), n, word_m, rows // ROWS)
         tl.store(words, tl.trans(word), mask=None if EVEN else inside(n, m, width, height))
     else:
         for i in tl.static_range(ROWS):
