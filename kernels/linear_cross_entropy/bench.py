@@ -41,10 +41,10 @@ CASES = (
     _case(67, 3, 57, FP32, "-tight", scratch_bytes=0),
     _case(131, 67, 300, FP16, "-all", **ALL),
     _case(257, 129, 1031, FP32),
-    _case(300, 128, 2050, BF16),
-    _case(300, 128, 2050, BF16, "-tight", scratch_bytes=150_000),
-    _case(300, 128, 2050, BF16, "-tight-all", scratch_bytes=150_000, **ALL),
-    _case(700, 256, 1000, BF16, "-tight-none", scratch_bytes=0, reduction="none"),
+    _case(72, 128, 2050, BF16),
+    _case(300, 128, 522, BF16, "-tight", scratch_bytes=100_000),
+    _case(300, 128, 522, BF16, "-tight-all", scratch_bytes=100_000, **ALL),
+    _case(300, 128, 264, BF16, "-tight-none", scratch_bytes=0, reduction="none"),
 )
 
 
