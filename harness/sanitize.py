@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 
 from . import environment, execute, options
 from .nsight import sanitizer
+from .nsight.plain_products import plain_products
 from .nvtx import range_name
 from .on_gpu import Place, place
 from .reporting import rows_json, tables
@@ -93,9 +95,9 @@ def parts(runs: int, of_all: int, jobs: int) -> list[str]:
     return [f"{part}/{count}" for part in range(1, count + 1)]
 
 
-def worker_command(arguments: argparse.Namespace, kernel: str, part: str) -> list[str]:
+def worker_command(arguments: argparse.Namespace, tool: str, kernel: str, part: str) -> list[str]:
     """The program that a tool runs: this command as a worker, on a part of the same selection."""
-    command = [sys.executable, "-m", "harness", "sanitize", "--worker", part, "--gpu", arguments.gpu]
+    command = [sys.executable, "-m", "harness", "sanitize", "--worker", part, "--tool", tool, "--gpu", arguments.gpu]
     chosen = (
         ("--kernel", [kernel]),
         ("--case", arguments.case),
@@ -118,7 +120,8 @@ class Inspection:
 def inspect(program: Path, tool: str, kernel: str, part: str, arguments: argparse.Namespace) -> Inspection:
     """One tool over one process."""
     print(f"{tool} {kernel} {part} …", flush=True)
-    code, output = sanitizer.run(sanitizer.command(program, tool, [kernel], worker_command(arguments, kernel, part)))
+    worker = worker_command(arguments, tool, kernel, part)
+    code, output = sanitizer.run(sanitizer.command(program, tool, [kernel], worker))
     found = sanitizer.parse(output, [kernel])
     reasons = list(found.failures)
     if code not in (0, sanitizer.FOUND):
@@ -196,7 +199,7 @@ def _work(selections: Sequence[options.Selection], arguments: argparse.Namespace
     """Under a tool: a part of the runs. 1 where one raises."""
     part, count = (int(word) for word in arguments.worker.split("/"))
     failed = 0
-    with torch.cuda.device(where.device):
+    with torch.cuda.device(where.device), plain_products() if arguments.tool == ["initcheck"] else nullcontext():
         for selection in selections:
             for case, mode, name in _runs(selection, arguments)[part - 1 :: count]:
                 failed += not _run(selection.spec, case, mode, name, where.device)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from harness import options, sanitize
-from harness.nsight import sanitizer
+from harness.nsight import plain_products, sanitizer
 from harness.on_gpu import Place, place
 from harness.reporting import rows_json
 from harness.spec import Case, Cost, KernelSpec
@@ -229,15 +229,54 @@ def test_the_worker_runs_the_small_cases_of_ours(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     selection = options.Selection(SPEC, SPEC.cases[:1], SPEC.modes, ("triton", "eager"))
     where = Place(torch.device("cpu"), "h200", Path())
-    assert sanitize._work([selection], Namespace(case=None, worker="1/1"), where) == 0
+    assert sanitize._work([selection], Namespace(case=None, tool=None, worker="1/1"), where) == 0
     assert ran == [("a", "fwd", "triton"), ("a", "bwd", "triton")]
     ran.clear()
-    sanitize._work([selection], Namespace(case=["large"], worker="1/1"), where)
+    sanitize._work([selection], Namespace(case=["large"], tool=None, worker="1/1"), where)
     assert ran == [("large", "fwd", "triton"), ("large", "bwd", "triton")]
     ran.clear()
     for part in sanitize.parts(2, of_all=2, jobs=2):
-        sanitize._work([selection], Namespace(case=None, worker=part), where)
+        sanitize._work([selection], Namespace(case=None, tool=None, worker=part), where)
     assert ran == [("a", "fwd", "triton"), ("a", "bwd", "triton")]
+
+
+@pytest.mark.parametrize("tool", ["initcheck", "memcheck"])
+def test_products_are_plain_under_initcheck_alone(tool, monkeypatch):
+    replaced = []
+    plain = nullcontext()
+    monkeypatch.setattr(sanitize, "plain_products", lambda: replaced.append(True) or plain)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    program = sanitize.worker_command(Namespace(gpu="h200", case=None, mode=None, impl=None), tool, "toy", "1/1")
+    assert program[program.index("--tool") + 1] == tool
+    assert sanitize._work([], Namespace(tool=[tool], worker="1/1"), Place(torch.device("cpu"), "h200", Path())) == 0
+    assert replaced == [True] * (tool == "initcheck")
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+def test_plain_products(monkeypatch):
+    """Of strided operands, into strided memory and in a backward; and no longer afterwards."""
+    calls = []
+    product = plain_products.product
+    monkeypatch.setattr(plain_products, "product", lambda a, b: calls.append(a.shape) or product(a, b))
+    a, b, c = torch.randn(5, 7).t(), torch.randn(5, 9), torch.randn(7, 1)
+    wanted = torch.mm(a, b)
+    with plain_products.plain_products("CPU"):
+        torch.testing.assert_close(torch.mm(a, b), wanted)
+        torch.testing.assert_close(torch.mm(a, b, out=torch.empty(9, 7).t()), wanted)
+        torch.testing.assert_close(torch.bmm(a[None], b[None]), wanted[None])
+        torch.testing.assert_close(torch.bmm(a[None], b[None], out=torch.empty(1, 7, 9)), wanted[None])
+        torch.testing.assert_close(torch.addmm(c, a, b, beta=2, alpha=3), 2 * c + 3 * wanted)
+        torch.testing.assert_close(torch.addmm(c, a, b, out=torch.empty(7, 9)), c + wanted)
+        half = torch.mm(a.bfloat16(), b.bfloat16())
+        torch.testing.assert_close(half, (a.bfloat16().float() @ b.bfloat16().float()).bfloat16())
+        before = len(calls)
+        leaf = a.clone().requires_grad_()
+        (leaf @ b).sum().backward()
+        assert len(calls) - before == 2
+        torch.testing.assert_close(leaf.grad, b.sum(1).expand(7, 5))
+    before = len(calls)
+    torch.mm(a, b)
+    assert len(calls) == before
 
 
 def test_few_runs_are_shared_out_over_all_jobs_and_many_by_twelve():

@@ -273,16 +273,18 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
         u32 row = warp * 16 + lane / 8 % 2 * 8 + lane % 8;
         return k / 4 * K_SLAB + row * 128 + (((k % 4 * 2 + lane / 16) ^ (lane % 8)) * 16);
     };
-    auto place = [&] { return told_place(base, q.slot); };
+    bool diagonal = false;  // whether the mask cuts through the tile of which `place` was
+    auto place = [&] {
+        if (CAUSAL) diagonal = told_tile(base, q.slot) * BM < w.first_key + wg * 64 + 63 - offset;
+        return told_place(base, q.slot);
+    };
     auto release = [&](u32 bar) {
         if (lane == 0) bar_arrive(base + bar);
     };
     auto hide = [&] {
-        const int m = CAUSAL ? told_tile(base, q.slot) : 0;
         bool tail = w.first_key + wg * 64 + 64 > p.keys;
-        bool diagonal = CAUSAL && m * BM < w.first_key + wg * 64 + 63 - offset;
         if (tail || diagonal) {
-            int shift = CAUSAL ? key - offset - m * BM : 0, pair = lane % 4 * 2;
+            int shift = CAUSAL ? key - offset - told_tile(base, q.slot) * BM : 0, pair = lane % 4 * 2;
             float hidden = p.scale > 0 ? -INFINITE : INFINITE;  // the scale comes after
             int limit0 = key < p.keys ? shift : BM, limit1 = key + 8 < p.keys ? shift + (CAUSAL ? 8 : 0) : BM;
             mask(s, limit0 - pair, limit1 - pair, hidden);
@@ -361,13 +363,13 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
     };
 
     const int first = now.tiles, end = first + w.tiles;
+    int at = place(), at_before = WHOLE ? -1 : at;
     softmax(first);
     if (WHOLE) {  // what the block before has added to sums is there
         if (lane == 0) bulk_wait();
         __syncwarp();
     }
     if (wg == 1 && end - first > 1) named_arrive(FIRST_TURN, 256);
-    int at = place(), at_before = WHOLE ? -1 : at;
     // Tile t is in registers as pt and dst. Nothing is in flight where the loop closes. In flight, oldest first:
     //   dV | dV dK dQ | dK dQ | dK dQ S | dQ S | S | S dP            and where registers are tight
     //   dV | dV dQ dK | dQ dK | dK | dK S | S | S dP

@@ -37,7 +37,7 @@ class _Problem(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("dq_sum", "lse2", "delta", "parts")),
         *((name, ctypes.c_int) for name in ("queries", "keys", "m_tiles", "n_blocks", "kv_heads", "group")),
-        *((name, ctypes.c_int) for name in ("all_kv_heads", "section", "whole", "splits", "alternate", "stagger")),
+        *((name, ctypes.c_int) for name in ("all_kv_heads", "section", "whole", "splits", "alternate")),
         *((name, ctypes.c_float) for name in ("scale", "scale_log2")),
     ]
 
@@ -121,7 +121,6 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
             unshared,
             config.splits,
             config.alternate,
-            config.stagger,
             problem.scale,
             problem.scale * LOG2_E,
         )

@@ -6,7 +6,7 @@ struct Problem {
     const float* lse2;   // [B * Hq, m_tiles * BM], log2(e) * lse; +inf where a query sees nothing or does not exist
     const float* delta;  // the same shape; 0 there. Where SINGLE these two are lse and dlse, or null, [B * Hq, queries]
     float* parts;        // [blocks - whole, splits, 2, 128 * D]: dv and dk of shared blocks, in register order
-    int queries, keys, m_tiles, n_blocks, kv_heads, group, all_kv_heads, section, whole, splits, alternate, stagger;
+    int queries, keys, m_tiles, n_blocks, kv_heads, group, all_kv_heads, section, whole, splits, alternate;
     float scale, scale_log2;
 };
 
@@ -21,7 +21,7 @@ DEVICE int first_tile(const Problem& p, int first_key) {
 // there is no mask.
 struct Work {
     int head, batch, first_key, low, begin, tiles, part;  // `part`: which place of `parts` dv and dk go to, or -1
-    int ahead, first_head;                                // tiles and heads of the group that come last, not first
+    int ahead;                                            // tiles that come last, not first
     bool down;                                            // from the last queries to the first
 
     DEVICE explicit Work(const Problem& p, int cta = blockIdx.x) {
@@ -42,9 +42,8 @@ struct Work {
         begin = of_block * share / shares;
         tiles = of_block * (share + 1) / shares - begin;
         // CTAs that start together would all add to the sum of one tile at a time, where L2 takes one addend after the
-        // other. So they go round: through a group's heads at each tile, and where there is no mask through the tiles.
-        int apart = part >= 0 ? 0 : i / heads * p.stagger;
-        first_head = apart % p.group, ahead = CAUSAL ? 0 : apart / p.group % p.m_tiles;
+        // other. So each begins at a tile of its own and goes round.
+        ahead = CAUSAL || WHOLE || part >= 0 ? 0 : i / heads % p.m_tiles;
         // CTAs of a first section start together: from the last query down they are at the same tile all the time, and
         // end one by one, the last keys first. Those of the next start as these end, the first keys first, each so much
         // later as its first query lies further on: upwards they are at the same tile again, and end together.
@@ -58,14 +57,13 @@ struct Tile {
     DEVICE Tile(const Work& w, const Problem& p) {
         int i = w.begin / p.group;
         m = w.down ? p.m_tiles - 1 - i : w.low + i + w.ahead;
-        g = w.begin % p.group + w.first_head;
+        g = w.begin % p.group;
         all_heads = (w.batch * p.kv_heads + w.head) * p.group + g;
     }
     DEVICE void next(const Work& w, const Problem& p) {
         ++g, ++all_heads;
-        if (g == p.group) g = 0, all_heads -= p.group;
-        if (g != w.first_head) return;
-        m += w.down ? -1 : 1;
+        if (g < p.group) return;
+        g = 0, all_heads -= p.group, m += w.down ? -1 : 1;
         if (!CAUSAL && m == p.m_tiles) m = 0;
     }
 };

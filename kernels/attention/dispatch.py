@@ -227,7 +227,6 @@ class CudaBackwardConfig:
     """How blocks of 128 keys are given to CTAs, which go over tiles of so many queries.
 
     section: how many key heads' CTAs run together, longest first. The last `shared` blocks have `splits` CTAs each.
-    stagger: CTAs of one key head begin so many tiles, or query heads of a group, apart.
     alternate: sections go from the last queries to the first and from the first to the last, in turn.
     whole_heads: a CTA has all blocks of a key head, one after the other, and casts dQ itself. It is then the same bit
     for bit in each run.
@@ -244,10 +243,10 @@ class CudaBackwardConfig:
     whole_heads: bool = False
     chained: bool = False
     span: int = 0
-    stagger: int = 1
 
 
 ROLES_KEYS = 8192  # for more, preparing and casting take less time than what it costs to have them beside the products
+CHAIN_TILES = 128  # of a block of keys: with as many a CTA for each block is as fast or faster
 CUDA_BWD_SPANS = 61  # of heads at most, in a launch of several roles; with LAG as MOST_ROUNDS in the source
 CUDA_BWD_KEYS = 128  # of a block of the backward in CUDA C++; as BN in the source
 WHOLE_HEADS_BYTES = 40e6  # of fp32 sums, that L2 keeps of its 50 MB on an H100 or H200
@@ -272,7 +271,8 @@ def pick_cuda_bwd_config(
     queries: int, keys: int, dim: int, kv_heads: int, group: int, causal: bool, multiprocessors: int
 ) -> CudaBackwardConfig:
     """Without a mask all CTAs take as long: heads go one by one, and the last round is shared out over all SMs. At
-    D = 64, where shared memory has room for the keys of two blocks, one round of chains takes the place of several.
+    D = 64, where shared memory has room for the keys of two blocks, one round of chains takes the place of several,
+    unless the start of a CTA is little beside its tiles.
 
     With one, a few heads at a time, as long as their q, dout and fp32 dQ fit a third of L2; a last section of fewer
     heads would begin long CTAs late, so the count that leaves the fewest over. `kv_heads` of all batches.
@@ -297,8 +297,10 @@ def pick_cuda_bwd_config(
         return _pick_span(section, kv_heads, blocks, multiprocessors) if roles else 0
 
     if not causal:
-        shared, splits = _pick_shares(blocks * kv_heads, triton.cdiv(queries, tile) * group, multiprocessors)
-        chained = dim == 64 and blocks > 1 and blocks * kv_heads + shared * (splits - 1) > multiprocessors
+        tiles = triton.cdiv(queries, tile) * group
+        shared, splits = _pick_shares(blocks * kv_heads, tiles, multiprocessors)
+        rounds = blocks * kv_heads + shared * (splits - 1) > multiprocessors
+        chained = dim == 64 and blocks > 1 and rounds and tiles < CHAIN_TILES
         return CudaBackwardConfig(tile, 1, shared, splits, chained=chained, span=span(1))
     if group > 1:
         section = max(1, min(kv_heads, round(multiprocessors / blocks)))

@@ -101,8 +101,8 @@ def test_sections_and_directions_of_the_backward_in_cuda(dim, tile, queries, key
     leaves = [normal(2, *shape, dim, dtype=torch.bfloat16) for shape in shapes]
     attend(leaves, "cuda", causal=True)
     other = everything(attention, leaves, causal=True, backward="separate")
-    for section, alternate, stagger in itertools.product((1, 3, 2 * heads[1]), (False, True), (0, 1, 2)):
-        config = dispatch.CudaBackwardConfig(tile, section, alternate=alternate, stagger=stagger)
+    for section, alternate in itertools.product((1, 3, 2 * heads[1]), (False, True)):
+        config = dispatch.CudaBackwardConfig(tile, section, alternate=alternate)
         monkeypatch.setattr(dispatch, "pick_cuda_bwd_config", lambda *_, config=config: config)
         near(everything(attention, leaves, causal=True, backward="cuda"), other)
 
@@ -112,16 +112,16 @@ def test_sections_and_directions_of_the_backward_in_cuda(dim, tile, queries, key
 @pytest.mark.parametrize(("dim", "tile"), QUERY_TILES)
 def test_shared_blocks_of_the_backward_in_cuda(dim, tile, heads, monkeypatch):
     """Shares that begin in the middle of a group, more of them than there are heads, or all blocks; blocks that are not
-    shared begin at tiles or heads of their own."""
+    shared begin at tiles of their own."""
     on_hopper(dim, False, torch.float16)
     leaves = [normal(1, heads, rows, dim, dtype=torch.float16) for heads, rows in ((heads, 405), (2, 517), (2, 517))]
     attend(leaves, "cuda")
     other = everything(attention, leaves, backward="separate")
     monkeypatch.setattr(Problem, "multiprocessors", lambda self: 3)
     shares = ((0, 1), (1, 2), (7, 5), (10, 9))
-    for (shared, splits), chained, stagger in itertools.product(shares, {False, dim == 64}, (0, 1, 3)):
+    for (shared, splits), chained in itertools.product(shares, {False, dim == 64}):
         splits = min(splits, heads // 2 * -(-405 // tile))
-        config = dispatch.CudaBackwardConfig(tile, 1, shared, splits, chained=chained, stagger=stagger)
+        config = dispatch.CudaBackwardConfig(tile, 1, shared, splits, chained=chained)
         monkeypatch.setattr(dispatch, "pick_cuda_bwd_config", lambda *_, config=config: config)
         near(everything(attention, leaves, backward="cuda"), other)
 
@@ -245,7 +245,7 @@ def test_what_the_backward_in_cuda_is_told(chained, dtype, monkeypatch):
     told = next(x for x in launched[1][4] if isinstance(x, cuda_backward._Problem))
     assert (told.queries, told.keys, told.m_tiles, told.n_blocks) == (1000, 515, 8, 5)
     assert (told.kv_heads, told.group, told.all_kv_heads, told.section) == (2, 3, 4, 1)
-    assert (told.whole, told.splits, told.stagger) == ((20, 1, 1) if chained else (0, 5, 1))
+    assert (told.whole, told.splits) == ((20, 1) if chained else (0, 5))
     assert len(launched) == (3 if chained else 4)
     assert launched[1][1:4] == (4 if chained else 100, 384, room)
     made = [x for x in launched[1][4] if isinstance(x, tuple)]

@@ -136,15 +136,23 @@ def test_shares_of_the_backward_in_cuda(dim, causal):
         assert config.queries % cuda_backward.helper_rows(config.queries) == 0
         # Shared memory has room for a second block's keys at D = 64 alone.
         rounds = blocks + config.shared * (config.splits - 1) > 132
-        assert config.chained == (dim == 64 and not causal and keys > 128 and rounds)
+        few = tiles < dispatch.CHAIN_TILES
+        assert config.chained == (dim == 64 and not causal and keys > 128 and rounds and few)
 
 
 @pytest.mark.parametrize(
     ("queries", "keys", "heads", "chained"),
-    [(564, 64_000, 8, True), (11_000, 10_000, 32, True), (564, 1000, 512, True), (2048, 2048, 8, False)],
+    [
+        (564, 64_000, 8, True),
+        (11_000, 10_000, 32, True),
+        (564, 1000, 512, True),
+        (2048, 2048, 8, False),
+        (205_000, 200_000, 8, False),
+    ],
 )
 def test_where_the_backward_in_cuda_is_chained(queries, keys, heads, chained):
-    """At D = 64, where there are more blocks and shares than multiprocessors, of more than one block of keys."""
+    """At D = 64, where there are more blocks and shares than multiprocessors, of more than one block of keys, and few
+    tiles of queries."""
     assert dispatch.pick_cuda_bwd_config(queries, keys, 64, heads, 1, False, 132).chained == chained
     assert not dispatch.pick_cuda_bwd_config(queries, 128, 64, heads, 1, False, 132).chained
     assert not dispatch.pick_cuda_bwd_config(queries, keys, 128, heads, 1, False, 132).chained

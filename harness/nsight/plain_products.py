@@ -1,0 +1,48 @@
+"""PyTorch's matrix products without cuBLAS, for initcheck.
+
+initcheck must look at every kernel that writes, and it does not see what one of cuBLAS stores by TMA: all of such a
+product counts as never written. It also takes minutes to instrument cuBLAS. So under initcheck a product is a sum of
+products element by element, in kernels that it sees through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a b of [..., M, K] and [..., K, N], summed in fp32 at least. Needs memory for M·K·N sums."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return (a.to(wide).unsqueeze(-1) * b.to(wide).unsqueeze(-3)).sum(-2)
+
+
+@contextmanager
+def plain_products(device: str = "CUDA") -> Iterator[None]:
+    """mm, bmm and addmm, also of kernels under test, are `product` on this device, a dispatch key of PyTorch."""
+
+    def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return product(a, b).to(a.dtype)
+
+    def mm_out(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        return out.copy_(product(a, b))
+
+    def addmm(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
+        return (beta * c + alpha * product(a, b)).to(c.dtype)
+
+    def addmm_out(
+        c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1, out: torch.Tensor
+    ) -> torch.Tensor:
+        return out.copy_(beta * c + alpha * product(a, b))
+
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for name, function in {"mm": mm, "bmm": mm, "addmm": addmm}.items():
+            library.impl(name, function, device)
+        for name, function in {"mm.out": mm_out, "bmm.out": mm_out, "addmm.out": addmm_out}.items():
+            library.impl(name, function, device)
+        yield
+    finally:
+        library._destroy()
