@@ -112,7 +112,7 @@ DEVICE void consume_chained(const Rows& dk_rows, const Rows& dv_rows, const Prob
     const u32 rows = base + wg * 64 * 128, pairs = lane % 4 * 8;
     const u32 ds_store = base + DS_AT + wg * (BM * 128) + (lane / 16 * 8 + lane % 8) * 128 +
                          (((2 * warp + lane / 8 % 2) ^ (lane % 8)) * 16);
-    const u32 ds_rows = base + DS_AT + wg * 64 * 128;
+    const u32 ds_rows = base + DS_AT + wg * 64 * 128, dq_piece = base + DQ_AT + (wg * 4 + warp) * PIECE_BYTES;
 
     float dk[D / 2], dv[D / 2], s[BM / 2], dp[BM / 2], dq[DQ_REGISTERS];
     u32 pt[BM / 4], dst[BM / 4], v_own[D / 4];
@@ -237,7 +237,7 @@ DEVICE void consume_chained(const Rows& dk_rows, const Rows& dv_rows, const Prob
         pin(dq);
         release(DS_EMPTY + (~t & 1) * 8);
         if (freed && !alone) release(K2_EMPTY + (n ^ 1) % 2 * 8);
-        add_to_sum(p, dq, at_before, t > 0, base);
+        add_to_sum(p, dq, at_before, t > 0, dq_piece, wg * 4 + warp);
         at_before = at, at = place();
         if (ends) store_keys(n - 1), load_values();  // in registers that dP takes next
         begin_dp();
@@ -252,12 +252,12 @@ DEVICE void consume_chained(const Rows& dk_rows, const Rows& dv_rows, const Prob
     multiply_ds(t - 1, n ^ (u32)fresh);
     wgmma_wait<0>();
     pin(pt), pin(dst), pin(dk), pin(dv), pin(dq);
-    add_to_sum(p, dq, at_before, t > 0, base);
+    add_to_sum(p, dq, at_before, t > 0, dq_piece, wg * 4 + warp);
     multiply_ds(t, n);
     store_keys(n);
     wgmma_wait<0>();
     pin(dq);
-    add_to_sum(p, dq, at, true, base);
+    add_to_sum(p, dq, at, true, dq_piece, wg * 4 + warp);
     if (lane == 0) bulk_wait();
 }
 
