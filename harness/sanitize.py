@@ -33,7 +33,7 @@ from .spec import Case, KernelSpec
 SCHEMA = 3
 SEED = 20261121
 DEFAULT_TOOLS = ("memcheck", "initcheck")
-MOST_JOBS = 8
+MOST_JOBS = 4  # with more of them on one GPU each waits for the others at every launch, and all of them take longer
 RUNS_A_PROCESS = 12
 
 
@@ -45,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     help_line = "may be given more than once (default: memcheck and initcheck)"
     group.add_argument("--tool", action="append", choices=sanitizer.TOOLS, help=help_line)
     group.add_argument(
-        "--jobs", type=int, metavar="N", help="processes side by side (default: one for two cores, 8 at most)"
+        "--jobs", type=int, metavar="N", help="processes side by side (default: one for two cores, 4 at most)"
     )
     group.add_argument("--worker", metavar="PART/PARTS", help=argparse.SUPPRESS)
 

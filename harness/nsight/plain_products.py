@@ -1,8 +1,8 @@
 """PyTorch's matrix products without cuBLAS, for initcheck.
 
 initcheck must look at every kernel that writes, and it does not see what one of cuBLAS stores by TMA: all of such a
-product counts as never written. It also takes minutes to instrument cuBLAS. So under initcheck a product is a sum of
-products element by element, in kernels that it sees through.
+product counts as never written, and of whoever reads it nothing could be learnt. So under initcheck a product is a sum
+of products element by element, in kernels that it sees through.
 """
 
 from __future__ import annotations
