@@ -10,7 +10,7 @@
 // belongs to an element of q crosses memory in 8 bytes (q, dout, out, dq), not in 18 (dout twice, the sum in and out).
 // Where a CTA has all blocks of keys of a head, one after the other (WHOLE, cuda_backward_whole.cuh), it knows the first
 // and the last visit to a tile of queries: `prepare` zeros nothing, and `finish` is not called.
-// Many blocks of keys without a mask at D = 64 (CHAINED): a CTA stays on each SM and does one after another.
+// Many short blocks of keys without a mask at D = 64 (CHAINED): a CTA stays on each SM and does one after another.
 // With ROLES (cuda_backward_roles.cuh) CTAs of `backward` itself do the work of the first and of the last.
 //
 // `backward`: a CTA owns 128 keys and goes over the queries that see them, 128 (D = 64), 64 or 80 (D = 128) at a time.
