@@ -92,8 +92,7 @@ def test_backward_in_cuda_agrees(dim, tile, causal, dtype, monkeypatch):
 @pytest.mark.parametrize(("queries", "keys"), [(700, 333), (333, 700), (1, 129), (700, 100)])
 @pytest.mark.parametrize(("dim", "tile"), QUERY_TILES)
 def test_sections_and_directions_of_the_backward_in_cuda(dim, tile, queries, keys, heads, monkeypatch):
-    """Under a causal mask: queries that see nothing, and sections of which the last is not full; up, and by turns; each
-    CTA from the first head of a group or from one of its own."""
+    """Under a causal mask: queries that see nothing, and sections of which the last is not full; up, and by turns."""
     on_hopper(dim, True, torch.bfloat16)
     if tile == 80 and keys <= dispatch.CUDA_BWD_KEYS:
         pytest.skip("tiles of 80 are not for a single block of keys")
