@@ -67,7 +67,8 @@ def _fp8_turned_kernel(
         mask = None if EVEN else inside(m + i, n, height, width)
         x = finite_or_nan(tl.load(x_ptrs, mask=mask, other=None if EVEN else 0.0, eviction_policy=EVICTION))
         parts += (x,)
-        magnitudes += (tl.where(x == x, tl.abs(x), -1.0),)  # for the interpreter's maximum of a number and NaN is NaN
+        # Of a number and NaN the number is the larger one; but not in the interpreter.
+        magnitudes += (tl.abs(x) if NATIVE else tl.where(x == x, tl.abs(x), -1.0),)
     largest = tl.maximum(tl.maximum(magnitudes[0], magnitudes[1]), tl.maximum(magnitudes[2], magnitudes[3]))
     if RAISE_AMAX:
         raise_to(row_amax_ptr, tl.max(largest))
