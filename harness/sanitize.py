@@ -118,18 +118,27 @@ class Inspection:
 
 
 def inspect(program: Path, tool: str, kernel: str, part: str, arguments: argparse.Namespace) -> Inspection:
-    """One tool over one process."""
+    """One tool over one process, which has run without it before, so that its kernels are compiled: of several tools
+    side by side whose programs had kernels to compile, some were seen to stand still."""
     print(f"{tool} {kernel} {part} …", flush=True)
     worker = worker_command(arguments, tool, kernel, part)
+    code, output = sanitizer.run(worker, echo=False)
+    if code:
+        return Inspection([], [], [f"without {tool} exit code {code}: {_last_line(output)}"], 0)
     code, output = sanitizer.run(sanitizer.command(program, tool, [kernel], worker))
     found = sanitizer.parse(output, [kernel])
     reasons = list(found.failures)
     if code not in (0, sanitizer.FOUND):
-        lines = [line for line in output.splitlines() if line.strip() and not line.startswith("=========")]
-        reasons.append(f"exit code {code}: {lines[-1] if lines else 'no output'}")
+        reasons.append(f"exit code {code}: {_last_line(output)}")
     elif code == sanitizer.FOUND and not (found.ours or found.others):
         reasons.append("the tool counts errors that its output does not name")
     return Inspection(found.ours, found.others, reasons, sum(line.startswith("ran ") for line in output.splitlines()))
+
+
+def _last_line(output: str) -> str:
+    """Of the program, not of the tool."""
+    lines = [line for line in output.splitlines() if line.strip() and not line.startswith("=========")]
+    return lines[-1] if lines else "no output"
 
 
 def judge(tool: str, spec: KernelSpec, inspections: Sequence[Inspection], parts: int) -> dict[str, Any]:

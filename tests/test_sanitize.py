@@ -163,8 +163,12 @@ SPEC = KernelSpec(
 def toy(tmp_path, monkeypatch):
     """Runs `sanitize` where each tool says what is given for it. Returns exit code and rows by tool."""
 
-    def sanitized(outputs: dict[str, tuple[int, str]], run=None, **given) -> tuple[int, dict]:
-        answer = run or (lambda command: outputs[command[command.index("--tool") + 1]])
+    def sanitized(outputs: dict[str, tuple[int, str]], run=None, alone=(0, ""), **given) -> tuple[int, dict]:
+        def answer(command: list[str], echo: bool = True) -> tuple[int, str]:
+            if command[0] == sys.executable:
+                return alone
+            return run(command) if run else outputs[command[command.index("--tool") + 1]]
+
         monkeypatch.setattr(sanitizer, "run", answer)
         arguments = {"kernel": ["toy"], "case": None, "mode": None, "impl": None, "gpu": "auto", "device": None}
         arguments |= {"out": tmp_path, "tool": list(outputs), "jobs": None, "worker": None}
@@ -196,6 +200,14 @@ def test_exit_code(toy, code, output, status, exit_code):
     found, rows = toy({"memcheck": (code, output)})
     assert (found, rows["memcheck"]["status"]) == (exit_code, status)
     assert bool(rows["memcheck"]["reason"]) == (status == "failed")
+
+
+def test_what_fails_without_a_tool_is_not_given_to_one(toy):
+    code, rows = toy({"memcheck": (0, CLEAN)}, alone=(1, "failed toy.fwd.a.triton: ValueError: no\n"))
+    assert (code, rows["memcheck"]["status"], rows["memcheck"]["cases"]) == (1, "failed", 0)
+    assert rows["memcheck"]["reason"].startswith(
+        "without memcheck exit code 1: failed toy.fwd.a.triton: ValueError: no"
+    )
 
 
 def test_a_second_call_keeps_the_other_tools(toy, capsys):

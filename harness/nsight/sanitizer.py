@@ -114,8 +114,8 @@ def stop() -> None:
             os.killpg(process.pid, signal.SIGTERM)  # the tool and the program under it
 
 
-def run(command_line: Sequence[str]) -> tuple[int, str]:
-    """Exit code and output; the program's own lines are printed as they come.
+def run(command_line: Sequence[str], echo: bool = True) -> tuple[int, str]:
+    """Exit code and output; with `echo` the program's own lines are printed as they come.
 
     Without the caching allocator each tensor is an allocation of its own: in a block of the cache's, an access past the
     end of one tensor is inside another, and memory that was ever written counts as written.
@@ -135,7 +135,7 @@ def run(command_line: Sequence[str]) -> tuple[int, str]:
         try:
             for line in process.stdout or ():
                 output.append(line)
-                if not line.startswith(_PREFIX):
+                if echo and not line.startswith(_PREFIX):
                     print(line, end="", flush=True)
         finally:
             _running.discard(process)
