@@ -14,7 +14,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ from .spec import Case, KernelSpec
 SCHEMA = 3
 SEED = 20261121
 DEFAULT_TOOLS = ("memcheck", "initcheck")
-MOST_JOBS = 4  # with more of them on one GPU each waits for the others at every launch, and all of them take longer
+MOST_JOBS = 4  # more of them on one GPU took longer together
 RUNS_A_PROCESS = 12
 
 
@@ -66,9 +66,16 @@ def main(arguments: argparse.Namespace) -> int:
     found: list[list[Inspection]] = [[] for _ in wanted]
     rows: dict[int, dict[str, Any]] = {}
     with ThreadPoolExecutor(jobs) as pool:
+        # Once without a tool, so that kernels are compiled: of several tools side by side whose programs had kernels to
+        # compile, some were seen to stand still. What is submitted first is begun first, so nobody waits for ever.
+        alone: dict[tuple[str, str], Future[tuple[int, str]]] = {}
+        for i, (_, selection) in enumerate(wanted):
+            for part in shares[i]:
+                if (key := (selection.spec.name, part)) not in alone:
+                    alone[key] = pool.submit(sanitizer.run, worker_command(arguments, None, *key), echo=False)
         under_way = {
-            pool.submit(inspect, program, tool, selection.spec.name, part, arguments): i
-            for i, (tool, selection) in enumerate(wanted)
+            pool.submit(inspect, program, tool, kernel, part, arguments, alone[kernel, part]): i
+            for i, (tool, kernel) in enumerate((tool, selection.spec.name) for tool, selection in wanted)
             for part in shares[i]
         }
         try:
@@ -95,10 +102,11 @@ def parts(runs: int, of_all: int, jobs: int) -> list[str]:
     return [f"{part}/{count}" for part in range(1, count + 1)]
 
 
-def worker_command(arguments: argparse.Namespace, tool: str, kernel: str, part: str) -> list[str]:
-    """The program that a tool runs: this command as a worker, on a part of the same selection."""
-    command = [sys.executable, "-m", "harness", "sanitize", "--worker", part, "--tool", tool, "--gpu", arguments.gpu]
+def worker_command(arguments: argparse.Namespace, tool: str | None, kernel: str, part: str) -> list[str]:
+    """The program that a tool runs, or that runs without one: this command as a worker, on a part of the selection."""
+    command = [sys.executable, "-m", "harness", "sanitize", "--worker", part, "--gpu", arguments.gpu]
     chosen = (
+        ("--tool", [tool] if tool else None),
         ("--kernel", [kernel]),
         ("--case", arguments.case),
         ("--mode", arguments.mode),
@@ -117,14 +125,15 @@ class Inspection:
     runs: int
 
 
-def inspect(program: Path, tool: str, kernel: str, part: str, arguments: argparse.Namespace) -> Inspection:
-    """One tool over one process, which has run without it before, so that its kernels are compiled: of several tools
-    side by side whose programs had kernels to compile, some were seen to stand still."""
-    print(f"{tool} {kernel} {part} …", flush=True)
-    worker = worker_command(arguments, tool, kernel, part)
-    code, output = sanitizer.run(worker, echo=False)
+def inspect(
+    program: Path, tool: str, kernel: str, part: str, arguments: argparse.Namespace, alone: Future[tuple[int, str]]
+) -> Inspection:
+    """One tool over one process, whose exit code and output without it are `alone`."""
+    code, output = alone.result()
     if code:
         return Inspection([], [], [f"without {tool} exit code {code}: {_last_line(output)}"], 0)
+    print(f"{tool} {kernel} {part} …", flush=True)
+    worker = worker_command(arguments, tool, kernel, part)
     code, output = sanitizer.run(sanitizer.command(program, tool, [kernel], worker))
     found = sanitizer.parse(output, [kernel])
     reasons = list(found.failures)

@@ -210,6 +210,14 @@ def test_what_fails_without_a_tool_is_not_given_to_one(toy):
     )
 
 
+def test_a_program_runs_once_without_a_tool_whatever_their_number(toy, monkeypatch):
+    command, tools = sanitize.worker_command, []
+    monkeypatch.setattr(sanitize, "worker_command", lambda *words: tools.append(words[1]) or command(*words))
+    toy({"memcheck": (0, CLEAN), "initcheck": (0, CLEAN)})
+    assert sorted(tools, key=str) == [None, "initcheck", "memcheck"]
+    assert "--tool" not in command(Namespace(gpu="h200", case=None, mode=None, impl=None), None, "toy", "1/1")
+
+
 def test_a_second_call_keeps_the_other_tools(toy, capsys):
     toy({"memcheck": (0, CLEAN), "initcheck": (sanitizer.FOUND, INITCHECK)})
     code, rows = toy({"racecheck": (sanitizer.FOUND, RACECHECK)})

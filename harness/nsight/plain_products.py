@@ -39,10 +39,12 @@ def plain_products(device: str = "CUDA") -> Iterator[None]:
 
     library = torch.library.Library("aten", "IMPL")
     try:
-        for name, function in {"mm": mm, "bmm": mm, "addmm": addmm}.items():
-            library.impl(name, function, device)
-        for name, function in {"mm.out": mm_out, "bmm.out": mm_out, "addmm.out": addmm_out}.items():
-            library.impl(name, function, device)
+        library.impl("mm", mm, device)
+        library.impl("mm.out", mm_out, device)
+        library.impl("bmm", mm, device)
+        library.impl("bmm.out", mm_out, device)
+        library.impl("addmm", addmm, device)
+        library.impl("addmm.out", addmm_out, device)
         yield
     finally:
         library._destroy()

@@ -85,8 +85,7 @@ def command(sanitizer: Path, tool: str, kernels: Iterable[str], program: Sequenc
     kernel, for memory that one writes which it does not look at counts as never written. What it says of others is
     told apart afterwards.
 
-    Only `program` itself is followed, not the compilers that it starts; and tools that run side by side do not wait for
-    one of the ten ports that they have by default.
+    Only `program` itself is followed, not what it starts.
     """
     filters = [word for name in kernels for word in ("--kernel-name", f"kernel_substring={name}")]
     if tool == "initcheck":
@@ -100,7 +99,7 @@ def command(sanitizer: Path, tool: str, kernels: Iterable[str], program: Sequenc
     return [
         str(sanitizer), "--tool", tool, *specific, *filters, "--error-exitcode", str(FOUND), "--print-limit", "0",
         "--show-backtrace", "device", "--launch-timeout", "300", "--target-processes", "application-only",
-        "--max-connections", "100", *program,
+        *program,
     ]  # fmt: skip
 
 
