@@ -11,6 +11,7 @@
 // Where a CTA has all blocks of keys of a head, one after the other (WHOLE, cuda_backward_whole.cuh), it knows the first
 // and the last visit to a tile of queries: `prepare` zeros nothing, and `finish` is not called.
 // Many short blocks of keys without a mask at D = 64 (CHAINED): a CTA stays on each SM and does one after another.
+// With TICKETS (cuda_backward_tickets.cuh) one stays too, and draws the next block when it is done with one.
 // With ROLES (cuda_backward_roles.cuh) CTAs of `backward` itself do the work of the first and of the last.
 //
 // `backward`: a CTA owns 128 keys and goes over the queries that see them, 128 (D = 64), 64 or 80 (D = 128) at a time.
@@ -65,10 +66,14 @@ constexpr int SLABS = D / 64;           // a row of 64 columns is the 128 bytes 
 #ifndef CHAINED  // 1: a CTA does blocks of keys one after the other; D = 64, without a mask
 #define CHAINED 0
 #endif
+#ifndef TICKETS  // 1: a CTA stays, and draws one block of keys after the other
+#define TICKETS 0
+#endif
+#define STAYS (WHOLE || TICKETS)
 #ifndef ROLES  // 1: CTAs of the same launch do what `prepare` and `finish` do
 #define ROLES 0
 #endif
-#define V_IN_REGISTERS (HEAD_DIM == 64 && !SINGLE && !IS_CAUSAL)  // where there is room: it is read once
+#define V_IN_REGISTERS (HEAD_DIM == 64 && !SINGLE && !IS_CAUSAL && !TICKETS)  // where there is room: it is read once
 constexpr int Q_STAGES = TIGHT || SINGLE ? 2 : 3, DO_STAGES = 2;
 constexpr int CONSUMER_WARPS = 8;
 constexpr int KEYS_DONE = 1, ROWS_WRITTEN = 2, FIRST_TURN = 4;  // named barriers; the last two have one for each group
@@ -88,12 +93,15 @@ constexpr u32 K_FULL = BAR_AT, V_FULL = K_FULL + 8, Q_FULL = V_FULL + 8, Q_EMPTY
 constexpr u32 DO_FULL = Q_EMPTY + 8 * Q_STAGES, DO_EMPTY = DO_FULL + 8 * DO_STAGES;
 constexpr u32 DS_FULL = DO_EMPTY + 8 * DO_STAGES, DS_EMPTY = DS_FULL + 16;
 constexpr u32 ROWS_FULL = DS_EMPTY + 16, K_EMPTY = ROWS_FULL + (SINGLE ? 8 * DO_STAGES : 0), V_EMPTY = K_EMPTY + 8;
-constexpr u32 SUM_FULL = V_EMPTY + 8, TOLD_AT = WHOLE ? SUM_FULL + 8 * CONSUMER_WARPS : K_EMPTY;
-constexpr u32 SHARED_END = TOLD_AT + 8 * Q_STAGES;
+constexpr u32 SUM_FULL = V_EMPTY + 8;
+constexpr u32 TOLD_AT = WHOLE ? SUM_FULL + 8 * CONSUMER_WARPS : TICKETS ? SUM_FULL : K_EMPTY;
+constexpr u32 ITEM_AT = (TOLD_AT + 8 * Q_STAGES + 15) / 16 * 16, ITEM_END = ITEM_AT + (TICKETS || CHAINED ? 64 : 0);
+constexpr u32 TURN_AT = ITEM_END, SHARED_END = TURN_AT + (TICKETS ? 16 : 0);
 static_assert(BM == 128 ? D == 64 : D == 128 && (BM == 64 || BM == 80), "64 by 128, 128 by 64 or 80");
 static_assert(!SINGLE || PIECE == 16 * 64, "a warp's part of dq is a box of rows that TMA swizzles");
 static_assert(!WHOLE || (BM == 64 && !SINGLE), "a warp's part of dq is a box of rows, and an fp32 sum");
-static_assert(!ROLES || (D == 128 && !SINGLE && !WHOLE), "tiles of 64 or 80 queries, summed by all");
+static_assert(!ROLES || (D == 128 && !SINGLE && !STAYS), "tiles of 64 or 80 queries, summed by all");
+static_assert(!TICKETS || !(SINGLE || WHOLE || CHAINED), "many blocks of keys, each by itself");
 static_assert(SHARED_END <= 232448, "a CTA has 227 KB of shared memory");
 
 #include "cuda_backward_work.cuh"
@@ -104,51 +112,65 @@ DEVICE void tell(u32 base, u32 slot, int place, int m) { store_pair(base + TOLD_
 DEVICE int told_place(u32 base, u32 slot) { return shared_word(base + TOLD_AT + 8 * slot); }
 DEVICE int told_tile(u32 base, u32 slot) { return shared_word(base + TOLD_AT + 8 * slot + 4); }
 
-// A loop has few addresses that change; the compiler would keep all the others in registers that it lacks.
-DEVICE void anew(u32& at) { asm volatile("" : "+r"(at)); }
+// Where a CTA does many blocks of keys, the producer tells consumers of each what costs many divisions (Work::store).
+// Written before its keys are announced, it stays as long as they do.
+DEVICE u32 item_slot(u32 base, u32 n) { return base + ITEM_AT + n % 2 * 32; }
 
-// `await` is called before the first of lse and delta is loaded.
+// Loads of a block of keys. `await` is called before the first of lse and delta is loaded. With TICKETS keys and
+// values are loaded behind the first queries, for they wait until consumers are done with those before.
 template <class Await>
 DEVICE void produce(const TensorMap& q_map, const TensorMap& do_map, const TensorMap& k_map, const TensorMap& v_map,
-                    const Problem& p, const Work& w, u32 base, Await await) {
+                    const Problem& p, const Work& w, Ring<Q_STAGES>& q, Ring<DO_STAGES>& g, u32 base, Await await) {
+    auto turn = [&] { return shared_word(base + TURN_AT); };
     auto load_keys = [&](const TensorMap& map, u32 at, u32 bar) {
+        int first_key = w.first_key, head = w.head;
+        if (TICKETS) {  // once a block: not kept in registers, which are few
+            Uint4 x = shared_chunk(item_slot(base, turn()));
+            first_key = x.x, head = x.w;
+        }
         bar_expect(base + bar, K_BYTES);
         for (int slab = 0; slab < SLABS; slab++)
             for (int half = 0; half < 2; half++)
-                tma_load(base + at + slab * K_SLAB + half * 64 * 128, &map, slab * 64, w.first_key + half * 64, w.head,
+                tma_load(base + at + slab * K_SLAB + half * 64 * 128, &map, slab * 64, first_key + half * 64, head,
                          w.batch, base + bar);
     };
     Tile tile(w, p);
-    Ring<Q_STAGES> q;
-    Ring<DO_STAGES> g;
-    int first_head = w.batch * p.kv_heads * p.group;
+    bool first = true;
 #pragma unroll 1
-    for (int t = 0; t < w.tiles; t++) {
+    for (int left = w.tiles; left; left--, first = false) {
         anew(base);
-        int head = tile.all_heads - first_head, row = tile.m * BM;
-        long long at = (long long)tile.all_heads * p.m_tiles * BM + row;
-        if (t == 0) load_keys(k_map, K_AT, K_FULL);
+        const int head = tile.all_heads - w.batch * p.kv_heads * p.group, row = tile.m * BM;
+        const int place = tile.all_heads * p.m_tiles + tile.m;
+        const long long at = (long long)place * BM;
+        if (!TICKETS && first) load_keys(k_map, K_AT, K_FULL);
         u32 bar = base + Q_FULL + 8 * q.slot;
         bar_wait(base + Q_EMPTY + 8 * q.slot, q.parity ^ 1);
-        tell(base, q.slot, tile.all_heads * p.m_tiles + tile.m, tile.m);
+        tell(base, q.slot, place, tile.m);
         bar_expect(bar, Q_BYTES + BM * 4);
         for (int slab = 0; slab < SLABS; slab++)
             tma_load(base + Q_AT + q.slot * Q_BYTES + slab * Q_SLAB, &q_map, slab * 64, row, head, w.batch, bar);
-        if (t == 0) await();
+        if (first) await();
         load_row(p.lse2 + at, base + LSE_AT + q.slot * BM * 4, bar, BM * 4);
-        if (t == 0) load_keys(v_map, V_AT, V_FULL);
+        if (!TICKETS && first) load_keys(v_map, V_AT, V_FULL);
         bar = base + DO_FULL + 8 * g.slot;
         bar_wait(base + DO_EMPTY + 8 * g.slot, g.parity ^ 1);
         bar_expect(bar, Q_BYTES + BM * 4);
         for (int slab = 0; slab < SLABS; slab++)
             tma_load(base + DO_AT + g.slot * Q_BYTES + slab * Q_SLAB, &do_map, slab * 64, row, head, w.batch, bar);
         load_row(p.delta + at, base + DELTA_AT + g.slot * BM * 4, bar, BM * 4);
+        if (TICKETS && first) {
+            bar_wait(base + V_EMPTY, turn() & 1 ^ 1);
+            load_keys(v_map, V_AT, V_FULL);
+            bar_wait(base + K_EMPTY, turn() & 1 ^ 1);
+            load_keys(k_map, K_AT, K_FULL);
+        }
         q.next(), g.next(), tile.next(w, p);
     }
 }
 
 #include "cuda_backward_single.cuh"
 #include "cuda_backward_whole.cuh"
+#include "cuda_backward_tickets.cuh"
 #include "cuda_backward_roles.cuh"
 
 // --------------------------------------------------------------------------------------------- consumers
@@ -224,12 +246,12 @@ DEVICE void probabilities(float (&s)[BM / 2], u32 lse, float scale_log2) {
 // The probabilities are computed before what follows. `pin` binds the front end alone: ptxas sinks exponentials, but for
 // a few, behind the wait for dP, where nothing runs beside them. It moves nothing over a branch, so here is one that
 // depends on each of them. None is negative; were the sign of a NaN set, it would wait for a barrier that is open.
-DEVICE void settle(float (&p)[BM / 2], u32 open) {
+DEVICE void settle(float (&p)[BM / 2], u32 open, u32 parity) {
     pin(p);
     int bits = 0;
 #pragma unroll
     for (int i = 0; i < BM / 2; i++) bits |= __float_as_int(p[i]);
-    if (bits < 0) bar_wait(open, 0);
+    if (bits < 0) bar_wait(open, parity);
 }
 DEVICE void score_gradients(const float (&s)[BM / 2], const float (&dp)[BM / 2], u32 (&p)[BM / 4],
                                                 u32 (&ds)[BM / 4], u32 delta) {
@@ -259,6 +281,7 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
     const u32 dq_keys = base + K_AT + (D == 64 ? 0 : wg * K_SLAB);
     [[maybe_unused]] const u32 dq_piece = base + DQ_AT + (wg * 4 + warp) * PIECE_BYTES;
     const int offset = p.keys - p.queries;
+    const u32 keys_parity = STAYS ? now.blocks & 1 : 0;
 
     float dk[D / 2], dv[D / 2], s[BM / 2], dp[BM / 2], dq[DQ_REGISTERS];
     u32 pt[BM / 4], dst[BM / 4];
@@ -297,7 +320,7 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
         hide();
         if (SINGLE) bar_wait(base + ROWS_FULL + 8 * g.slot, g.parity);
         probabilities(s, base + LSE_AT + (SINGLE ? g.slot : q.slot) * BM * 4 + pairs, p.scale_log2);
-        if (TIGHT) settle(s, base + K_FULL);
+        if (TIGHT) settle(s, base + K_FULL, keys_parity);
         wgmma_wait<0>();
         pin(dp);
         score_gradients(s, dp, pt, dst, base + DELTA_AT + g.slot * BM * 4 + pairs);
@@ -338,8 +361,7 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
     };
     auto wait_ds = [&](int t) { bar_wait(base + DS_FULL + (t & 1) * 8, (t >> 1) & 1); };
 
-    const u32 keys_parity = WHOLE ? w.first_key / BN & 1 : 0;
-    bar_wait(base + K_FULL, keys_parity);
+    if (!TICKETS) bar_wait(base + K_FULL, keys_parity);
     bar_wait(base + Q_FULL + 8 * q.slot, q.parity);
     wgmma_fence();
     scores(s, k_rows / 16, (base + Q_AT + q.slot * Q_BYTES) / 16);
@@ -410,16 +432,14 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
         softmax(t + 1);
     }
     const int last = end - 1;
-    if (WHOLE) {
-        release(V_EMPTY);
-        load_sum(p, w, at_before, base);
-    }
+    if (STAYS) release(V_EMPTY);
+    if (WHOLE) load_sum(p, w, at_before, base);
     pin(pt), pin(dst), pin(dk), pin(dv);
     wgmma_fence();
     add_to_dv(), add_to_dk(), multiply_ds(last - 1);
     wgmma_wait<0>();
     pin(pt), pin(dst), pin(dk), pin(dv), pin(dq);
-    if (WHOLE) {
+    if (STAYS) {
         release(DS_EMPTY + (~last & 1) * 8), release(Q_EMPTY + 8 * q.slot);
         release(DO_EMPTY + 8 * g.slot);
     }
@@ -428,16 +448,12 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
     multiply_ds(last);
     wgmma_wait<0>();
     pin(dq);
-    if (WHOLE) release(K_EMPTY);
+    if (STAYS) release(K_EMPTY);
     add_dq(at, true);
-    if (WHOLE) {  // the next block's K and V are on their way to where these were: dv and dk leave as dq does
-        store_rows(dv_map, w, dv, 1, base), store_rows(dk_map, w, dk, p.scale, base);
-        q.next(), g.next(), now.tiles = end;
-        return;
-    }
+    if (STAYS) q.next(), g.next(), now.tiles = end, now.blocks++;
 
     if (w.part >= 0) {
-        if (lane == 0) bulk_wait();
+        if (!STAYS && lane == 0) bulk_wait_read();
         float* to = p.parts + (long long)w.part * (2 * BN * D) + (wg * 4 + warp) * (16 * D) + lane * 4;
 #pragma unroll
         for (int j = 0; j < D / 8; j++) {
@@ -446,6 +462,9 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
         }
         return;
     }
+#if STAYS  // the next block's K and V are on their way to where these were: dv and dk leave as dq does
+    store_rows(dv_map, w, dv, 1, base), store_rows(dk_map, w, dk, p.scale, base);
+#else
     // Both groups are done with K and V: dk and dv take their places, and TMA leaves out the rows that do not exist.
     named_sync(KEYS_DONE, 256);
 #pragma unroll
@@ -465,7 +484,11 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
         }
         bulk_commit();
     }
-    if (lane == 0) bulk_wait();
+    if (lane == 0) {
+        if (ROLES) bulk_wait();  // others are told that dq is there
+        else bulk_wait_read();
+    }
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
@@ -475,6 +498,8 @@ attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const __grid_constan
          const __grid_constant__ TensorMap dq_map, const __grid_constant__ TensorMap out_map  // SINGLE, WHOLE, ROLES
 #if ROLES
          , const __grid_constant__ Roles roles) {
+#elif TICKETS
+         , u32* ticket, int items) {
 #else
          ) {
 #endif
@@ -492,36 +517,46 @@ attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const __grid_constan
         init(Q_EMPTY, Q_STAGES, CONSUMER_WARPS), init(DO_EMPTY, DO_STAGES, CONSUMER_WARPS);
         init(DS_FULL, 2, CONSUMER_WARPS), init(DS_EMPTY, 2, CONSUMER_WARPS);
         if (SINGLE) init(ROWS_FULL, DO_STAGES, ROW_WARPS);
-        if (WHOLE) init(K_EMPTY, 2, CONSUMER_WARPS), init(SUM_FULL, CONSUMER_WARPS, 1);
+        if (STAYS) init(K_EMPTY, 2, CONSUMER_WARPS);
+        if (WHOLE) init(SUM_FULL, CONSUMER_WARPS, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
 #if ROLES
     Work w(p, place.item);
-#else
+#elif !TICKETS
     Work w(p);
 #endif
     if (threadIdx.x < 128) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(24));
 #if SINGLE
         if (threadIdx.x == 0) produce_single(q_map, do_map, k_map, v_map, out_map, p, w, base);
         if (threadIdx.x >= 32 && threadIdx.x < 32 + 32 * ROW_WARPS) prepare_tiles(p, w, base);
 #elif WHOLE
         if (threadIdx.x == 0) produce_whole(q_map, do_map, k_map, v_map, p, w, base);
+#elif TICKETS
+        if (threadIdx.x == 0) produce_tickets(q_map, do_map, k_map, v_map, p, ticket, items, base);
 #else
         auto await = [&] {
 #if ROLES
             wait_for(roles.ready + place.span, place.awaited);
 #endif
         };
-        if (threadIdx.x == 0) produce(q_map, do_map, k_map, v_map, p, w, base, await);
+        Ring<Q_STAGES> q;
+        Ring<DO_STAGES> g;
+        if (threadIdx.x == 0) produce(q_map, do_map, k_map, v_map, p, w, q, g, base, await);
 #endif
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(240));
         Progress now;
+#if TICKETS
+        for (Work w = next_item(now, base); w.tiles; w = next_item(now, base))
+            consume(dk_map, dv_map, dq_map, p, w, now, base);
+#else
         do consume(dk_map, dv_map, dq_map, p, w, now, base);
         while (WHOLE && next_block(w, p));
-        if (WHOLE && threadIdx.x % 32 == 0) bulk_wait();
+#endif
+        if (STAYS && threadIdx.x % 32 == 0) bulk_wait_read();
 #if ROLES
         if (threadIdx.x % 32 == 0) announce(roles.done + place.span);
 #endif

@@ -76,10 +76,13 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
     m_tiles = -(-problem.queries // tile)
     padded = m_tiles * tile
     unshared = problem.all_kv_heads * n_blocks - config.shared
-    ctas = unshared + config.shared * config.splits
+    items = ctas = unshared + config.shared * config.splits
+    if config.chained or config.tickets:
+        ctas = min(items, problem.multiprocessors())
     dq_sum = torch.empty(summed, padded, dim, dtype=torch.float32, device=q.device)
     parts = torch.empty(config.shared * config.splits, 2, KEYS, dim, dtype=torch.float32, device=q.device)
     lse2, delta = torch.empty(2, summed, padded, dtype=torch.float32, device=q.device)
+    ticket = torch.empty(1, dtype=torch.int32, device=q.device) if config.tickets else None
     plan = None
     if config.span:
         heads, multiprocessors = problem.all_kv_heads, problem.multiprocessors()
@@ -96,6 +99,7 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
             f"SINGLE={int(single)}",
             f"WHOLE={int(config.whole_heads)}",
             f"CHAINED={int(config.chained)}",
+            f"TICKETS={int(config.tickets)}",
             f"ROLES={int(plan is not None)}",
         )
         backward, prepare, finish, finish_keys = cuda_driver.kernels(
@@ -104,7 +108,7 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
         incoming = [Rows.of(out), Rows.of(dout), pointer(saved.lse), pointer(saved.dlse)]
         terms = [pointer(lse2), pointer(delta), pointer(dq_sum)]
         if not (single or plan):
-            launch(prepare, helpers, 256, 0, [*incoming, *terms, *sizes])
+            launch(prepare, helpers, 256, 0, [*incoming, *terms, *sizes, pointer(ticket), ctypes.c_int(ctas)])
         described = _Problem(
             dq_sum.data_ptr(),
             pointer(saved.lse if single else lse2),
@@ -127,15 +131,16 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
         maps = [tensor_map(x, problem.queries, tile) for x in (q, dout)]
         maps += [tensor_map(x, problem.keys, 64) for x in (k, v)]
         if config.chained:
-            ctas = min(ctas, problem.multiprocessors())
             arguments = [*maps, Rows.of(dk), Rows.of(dv), described]
         else:
             others = maps[:2]  # which are not read where `prepare` and `finish` are launched
             if single or config.whole_heads or plan:
                 rows = tile if plan else WARP_ROWS
                 others = [tensor_map(x, problem.queries, n) for x, n in ((dq, rows), (out, tile))]
-            rows = WARP_ROWS if config.whole_heads else 64
+            rows = WARP_ROWS if config.whole_heads or config.tickets else 64
             arguments = [*maps, *(tensor_map(x, problem.keys, rows) for x in (dk, dv)), described, *others]
+        if config.tickets:
+            arguments += [pointer(ticket), ctypes.c_int(items)]
         if plan:
             ctas, arguments = plan.ctas, [*arguments, plan.told(saved.lse, saved.dlse, counters)]
         launch(backward, problem.all_kv_heads if config.whole_heads else ctas, 384, SHARED_BYTES, arguments)

@@ -14,13 +14,8 @@
 static_assert(D == 64 && !CAUSAL && !SINGLE, "without a mask all items take as long, so none is handed out");
 
 constexpr u32 K_OTHER = K_BYTES;  // from one buffer of K to the other
-constexpr u32 K2_FULL = (SHARED_END + 15) / 16 * 16, K2_EMPTY = K2_FULL + 16, V1_EMPTY = K2_EMPTY + 16;
-constexpr u32 ITEM_AT = V1_EMPTY + 16;
-static_assert(K_AT == 0 && ITEM_AT + 64 <= 232448, "the barriers for two blocks of keys fit behind all else");
-
-// What consumers know of an item, which costs the producer many divisions: first key, tiles, part, head; batch. Written
-// before its keys are announced, it stays as long as they do.
-DEVICE u32 item_slot(u32 base, u32 n) { return base + ITEM_AT + n % 2 * 32; }
+constexpr u32 K2_FULL = SHARED_END, K2_EMPTY = K2_FULL + 16, V1_EMPTY = K2_EMPTY + 16;
+static_assert(K_AT == 0 && V1_EMPTY + 16 <= 232448, "the barriers for two blocks of keys fit behind all else");
 
 DEVICE void produce_chained(const TensorMap& q_map, const TensorMap& do_map, const TensorMap& k_map,
                             const TensorMap& v_map, const Problem& p, int items, u32 base) {
@@ -41,9 +36,7 @@ DEVICE void produce_chained(const TensorMap& q_map, const TensorMap& do_map, con
             long long at = (long long)tile.all_heads * p.m_tiles * BM + row;
             if (t == 0) {
                 bar_wait(base + K2_EMPTY + n % 2 * 8, n / 2 & 1 ^ 1);
-                u32 slot = item_slot(base, n);
-                store_words(slot, w.first_key, w.tiles, w.part, w.head);
-                store_pair(slot + 16, w.batch, 0);
+                w.store(item_slot(base, n));
                 load_keys(k_map, base + n % 2 * K_OTHER, base + K2_FULL + n % 2 * 8);
             }
             u32 bar = base + Q_FULL + 8 * q.slot;

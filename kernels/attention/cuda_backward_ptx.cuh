@@ -9,6 +9,9 @@ struct alignas(16) Float4 { float x, y, z, w; };
 struct alignas(16) Uint4 { u32 x, y, z, w; };
 struct alignas(8) Float2 { float x, y; };
 
+// For the compiler, from now on another number. A loop has few addresses that change; it would keep all that is worked out
+// of those that do not in registers that it lacks.
+DEVICE void anew(u32& x) { asm volatile("" : "+r"(x)); }
 DEVICE u32 shared_address(const void* p) {
     u32 a;
     asm("{ .reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t; }" : "=r"(a) : "l"(p));
@@ -38,6 +41,11 @@ DEVICE void tma_load_once(u32 to, const TensorMap* map, int column, int row, int
     asm volatile(EVICT_FIRST "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
                  "[%0], [%1, {%2,%3,%4,%5}], [%6], policy; }"
                  ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(bar) : "memory");
+}
+// Into L2 alone.
+DEVICE void tma_prefetch(const TensorMap* map, int column, int row, int head, int batch) {
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];"
+                 ::"l"(map), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
 }
 DEVICE void store_box_once(const TensorMap& map, u32 from, int column, int row, int head, int batch) {
     asm volatile(EVICT_FIRST "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group.L2::cache_hint "
@@ -73,6 +81,11 @@ DEVICE u32 load_acquire(const u32* at) {
 }
 DEVICE void add_release(u32* at, u32 x) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(at), "r"(x) : "memory");
+}
+DEVICE u32 draw(u32* at) {
+    u32 x;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(x) : "l"(at) : "memory");
+    return x;
 }
 DEVICE void doze(u32 nanoseconds) { asm volatile("nanosleep.u32 %0;" ::"r"(nanoseconds) : "memory"); }
 

@@ -49,6 +49,22 @@ struct Work {
         // later as its first query lies further on: upwards they are at the same tile again, and end together.
         down = !SINGLE && !WHOLE && p.alternate && section % 2 == 0;
     }
+
+    // What consumers need, by way of shared memory: 32 bytes.
+    DEVICE void store(u32 at) const {
+        store_words(at, first_key, tiles, part, head);
+        store_pair(at + 16, batch, 0);
+    }
+    DEVICE static Work load(u32 at) {
+        Uint4 x = shared_chunk(at);
+        Work w;
+        w.first_key = __shfl_sync(~0u, (int)x.x, 0), w.tiles = __shfl_sync(~0u, (int)x.y, 0);  // known to be one to the warp
+        w.part = x.z, w.head = x.w, w.batch = shared_word(at + 16);
+        return w;
+    }
+
+private:
+    DEVICE Work() {}
 };
 // Tile by tile of queries, all heads of the group at each: CTAs that share keys' heads then read the same queries.
 struct Tile {
@@ -75,10 +91,10 @@ struct Ring {
         if (++slot == stages) slot = 0, parity ^= 1;
     }
 };
-// What consumers have behind them, for the parities of barriers: none of it but where WHOLE.
+// What consumers have behind them, for the parities of barriers: none of it but where a CTA stays.
 struct Progress {
     Ring<DO_STAGES> g;
     Ring<Q_STAGES> q;
     int tiles = 0;
-    u32 sums = 0;
+    u32 blocks = 0, sums = 0;
 };

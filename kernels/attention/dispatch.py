@@ -231,6 +231,7 @@ class CudaBackwardConfig:
     whole_heads: a CTA has all blocks of a key head, one after the other, and casts dQ itself. It is then the same bit
     for bit in each run.
     chained: there is a CTA to a multiprocessor, which does one block or share after the other without a pause.
+    tickets: the same, but each draws its next block or share when it is done with one.
     span: what the main kernel needs of each query is made, and dQ is cast, by CTAs of its own launch, for so many key
     heads at a time, while others multiply those before. 0: by launches of their own.
     """
@@ -242,6 +243,7 @@ class CudaBackwardConfig:
     alternate: bool = False
     whole_heads: bool = False
     chained: bool = False
+    tickets: bool = False
     span: int = 0
 
 
