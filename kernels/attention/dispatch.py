@@ -248,7 +248,7 @@ class CudaBackwardConfig:
 
 
 ROLES_KEYS = 8192  # for more, preparing and casting take less time than what it costs to have them beside the products
-CHAIN_TILES = 128  # of a block of keys: with as many a CTA for each block is as fast or faster
+CHAIN_TILES = 128  # of a block of keys, at D = 64: with as many a CTA for each block is as fast or faster
 CUDA_BWD_SPANS = 61  # of heads at most, in a launch of several roles; with LAG as MOST_ROUNDS in the source
 CUDA_BWD_KEYS = 128  # of a block of the backward in CUDA C++; as BN in the source
 WHOLE_HEADS_BYTES = 40e6  # of fp32 sums, that L2 keeps of its 50 MB on an H100 or H200
@@ -287,6 +287,9 @@ def pick_cuda_bwd_config(
     for the first and the last has nothing to run beside: sections that do not alternate are no more than a quarter of
     the heads.
 
+    Under a mask CTAs stay and draw their blocks by tickets where the tiles of a block are few at D = 64, as without a
+    mask, and, at D = 128, where heads share keys for which there are no roles.
+
     Whole heads go to CTAs where there are as many as multiprocessors, or a multiple, and few queries (`_whole_heads`).
     """
     wide = dim == 128 and keys > CUDA_BWD_KEYS
@@ -298,19 +301,21 @@ def pick_cuda_bwd_config(
     def span(section: int) -> int:
         return _pick_span(section, kv_heads, blocks, multiprocessors) if roles else 0
 
+    tiles = triton.cdiv(queries, tile) * group
+    stay = tiles < CHAIN_TILES if dim == 64 else wide and not roles and group > 1
+    tickets = stay and blocks > 1 and blocks * kv_heads > multiprocessors
     if not causal:
-        tiles = triton.cdiv(queries, tile) * group
         shared, splits = _pick_shares(blocks * kv_heads, tiles, multiprocessors)
         rounds = blocks * kv_heads + shared * (splits - 1) > multiprocessors
         chained = dim == 64 and blocks > 1 and rounds and tiles < CHAIN_TILES
         return CudaBackwardConfig(tile, 1, shared, splits, chained=chained, span=span(1))
     if group > 1:
         section = max(1, min(kv_heads, round(multiprocessors / blocks)))
-        return CudaBackwardConfig(tile, section, alternate=True, span=span(section))
+        return CudaBackwardConfig(tile, section, alternate=True, tickets=tickets, span=span(section))
     most = max(1, min(triton.cdiv(kv_heads, 4) if roles else kv_heads, 16 * 2**20 // (8 * dim * queries)))
     least = most // 2 + 1
     section = min(range(most, least - 1, -1), key=lambda s: -kv_heads % s)
-    return CudaBackwardConfig(tile, section, span=span(section))
+    return CudaBackwardConfig(tile, section, tickets=tickets, span=span(section))
 
 
 def _pick_span(section: int, kv_heads: int, blocks: int, multiprocessors: int) -> int:

@@ -138,6 +138,9 @@ def test_shares_of_the_backward_in_cuda(dim, causal):
         rounds = blocks + config.shared * (config.splits - 1) > 132
         few = tiles < dispatch.CHAIN_TILES
         assert config.chained == (dim == 64 and not causal and keys > 128 and rounds and few)
+        long = group > 1 and keys > dispatch.ROLES_KEYS and not config.whole_heads
+        assert config.tickets == (causal and keys > 128 and rounds and (few if dim == 64 else long))
+        assert not (config.tickets and config.span)
 
 
 @pytest.mark.parametrize(

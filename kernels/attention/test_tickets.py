@@ -31,7 +31,7 @@ def test_what_it_is_told(monkeypatch):
     saved = delta.Saved(torch.empty_like(q), torch.empty(2, 6, 400), None, torch.empty_like(q), None)
     cuda_backward.cuda_bwd(Problem(q, k, v, 0.1, -1, 0, 600), saved, *(torch.empty_like(x) for x in (q, k, v)))
     assert {"TICKETS=1", "CHAINED=0", "WHOLE=0", "ROLES=0"} <= set(compiled[0][3])
-    prepare, main, finish = launched
+    prepare, main, _ = launched
     ticket, items = main[4][-2:]
     assert [x.value for x in prepare[4][-2:]] == [ticket.value, main[1]] and ticket.value
     assert (main[1], items.value) == (4, 4 * 5) and [x[1:] for x in main[4][4:6]] == [(600, 16)] * 2
