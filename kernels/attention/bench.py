@@ -303,7 +303,10 @@ SPEC = KernelSpec(
         ("initcheck", "_attention_delta_kernel"): (
             "it reads out, all of which the forward in Gluon has stored by TMA; initcheck does not see these stores"
         ),
-        **{("racecheck", where): HANDED_OVER for where in ("load_row", "store_one", "_attention_gluon_fwd_kernel")},
+        **{
+            ("racecheck", where): HANDED_OVER
+            for where in ("load_row", "store_one", "store_pair", "_attention_gluon_fwd_kernel")
+        },
     },
     spills={"attention_fp8_fwd": 52},  # with NVRTC 13.5; with 13.0, which was measured, 48
     tunables=(
