@@ -258,15 +258,15 @@ def cuda_query_tile(dim: int, keys: int, group: int, causal: bool) -> int:
     """Queries of a tile of the backward in CUDA C++; as BM in the source.
 
     64 and 80 at D = 128, in TFLOP/s on an H200: 586 and 602 without a mask at 8192 keys; causal 511 and 496 at 4096,
-    561 and 579 at 16 384, where longer tiles on the diagonal matter less. With shared heads under a mask 64 had 570
-    at 8192 and 80, in other orders of products, 549 at the most. A single block of keys stores its dQ by rows, which
-    tiles of 80, whose dQ has columns for rows, do not.
+    561 and 579 at 16 384, where longer tiles on the diagonal matter less. With shared heads under a mask, by tickets,
+    593 and 610 at 16 384. A single block of keys stores its dQ by rows, which tiles of 80, whose dQ has columns for
+    rows, do not.
     """
     if dim == 64:
         return 128
     if keys <= CUDA_BWD_KEYS:
         return 64
-    return 80 if not causal or (group == 1 and keys >= 8192) else 64
+    return 80 if not causal or keys >= (8192 if group == 1 else ROLES_KEYS + 1) else 64
 
 
 def pick_cuda_bwd_config(

@@ -171,7 +171,8 @@ def test_where_the_backward_in_cuda_is_chained(queries, keys, heads, chained):
         (128, 128, 1, False, 64),
         (128, 4096, 1, True, 64),
         (128, 16_384, 1, True, 80),
-        (128, 16_384, 8, True, 64),
+        (128, 8192, 8, True, 64),
+        (128, 16_384, 8, True, 80),
     ],
 )
 def test_queries_of_a_tile_of_the_backward_in_cuda(dim, keys, group, causal, tile):
