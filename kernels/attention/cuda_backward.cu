@@ -528,7 +528,7 @@ attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const __grid_constan
     Work w(p);
 #endif
     if (threadIdx.x < 128) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(24));
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
 #if SINGLE
         if (threadIdx.x == 0) produce_single(q_map, do_map, k_map, v_map, out_map, p, w, base);
         if (threadIdx.x >= 32 && threadIdx.x < 32 + 32 * ROW_WARPS) prepare_tiles(p, w, base);
@@ -547,7 +547,7 @@ attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const __grid_constan
         if (threadIdx.x == 0) produce(q_map, do_map, k_map, v_map, p, w, q, g, base, await);
 #endif
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(240));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
         Progress now;
 #if TICKETS
         for (Work w = next_item(now, base); w.tiles; w = next_item(now, base))
