@@ -69,7 +69,7 @@ constexpr int SLABS = D / 64;           // a row of 64 columns is the 128 bytes 
 #ifndef TICKETS  // 1: a CTA stays, and draws one block of keys after the other
 #define TICKETS 0
 #endif
-#define STAYS (WHOLE || TICKETS)
+#define STAYS (WHOLE || TICKETS)  // `consume` is called for one block of keys after the other
 #ifndef ROLES  // 1: CTAs of the same launch do what `prepare` and `finish` do
 #define ROLES 0
 #endif
@@ -95,8 +95,8 @@ constexpr u32 DS_FULL = DO_EMPTY + 8 * DO_STAGES, DS_EMPTY = DS_FULL + 16;
 constexpr u32 ROWS_FULL = DS_EMPTY + 16, K_EMPTY = ROWS_FULL + (SINGLE ? 8 * DO_STAGES : 0), V_EMPTY = K_EMPTY + 8;
 constexpr u32 SUM_FULL = V_EMPTY + 8;
 constexpr u32 TOLD_AT = WHOLE ? SUM_FULL + 8 * CONSUMER_WARPS : TICKETS ? SUM_FULL : K_EMPTY;
-constexpr u32 ITEM_AT = (TOLD_AT + 8 * Q_STAGES + 15) / 16 * 16, ITEM_END = ITEM_AT + (TICKETS || CHAINED ? 64 : 0);
-constexpr u32 TURN_AT = ITEM_END, SHARED_END = TURN_AT + (TICKETS ? 16 : 0);
+constexpr u32 ITEM_AT = (TOLD_AT + 8 * Q_STAGES + 15) / 16 * 16, TURN_AT = ITEM_AT + (TICKETS || CHAINED ? 64 : 0);
+constexpr u32 SHARED_END = TURN_AT + (TICKETS ? 16 : 0);
 static_assert(BM == 128 ? D == 64 : D == 128 && (BM == 64 || BM == 80), "64 by 128, 128 by 64 or 80");
 static_assert(!SINGLE || PIECE == 16 * 64, "a warp's part of dq is a box of rows that TMA swizzles");
 static_assert(!WHOLE || (BM == 64 && !SINGLE), "a warp's part of dq is a box of rows, and an fp32 sum");

@@ -5,9 +5,8 @@ is shared out, a fourth adds up its dK and dV. At D = 128 CTAs of the main launc
 heads while others multiply (cuda_backward_roles.cuh); counters in device memory, zeroed before, say how far they are.
 Where a CTA has whole heads (cuda_backward_whole.cuh) it casts dQ itself. Many short blocks of keys, without a mask at
 D = 64, go to CTAs that stay and do one after the other (cuda_backward_chained.cuh); under a mask such CTAs draw them
-(cuda_backward_tickets.cuh). Up to 128 keys each query is one
-CTA's alone: the main kernel then does the work of the first and of the third launch, and needs no memory beside the
-results and shares.
+(cuda_backward_tickets.cuh). Up to 128 keys each query is one CTA's alone: the main kernel then does the work of the
+first and of the third launch, and needs no memory beside the results and shares.
 
 Memory beside the results: fp32 dQ, 4·D bytes a query and head, and 8 bytes a query and head.
 CTAs add to that dQ in no fixed order: dQ is not the same bit for bit in each run, unless a CTA has all keys of a head;

@@ -302,13 +302,12 @@ def pick_cuda_bwd_config(
         return _pick_span(section, kv_heads, blocks, multiprocessors) if roles else 0
 
     tiles = triton.cdiv(queries, tile) * group
-    stay = tiles < CHAIN_TILES if dim == 64 else wide and not roles and group > 1
-    tickets = stay and blocks > 1 and blocks * kv_heads > multiprocessors
+    shared, splits = (0, 1) if causal else _pick_shares(blocks * kv_heads, tiles, multiprocessors)
+    rounds = blocks > 1 and blocks * kv_heads + shared * (splits - 1) > multiprocessors
+    short = dim == 64 and tiles < CHAIN_TILES
     if not causal:
-        shared, splits = _pick_shares(blocks * kv_heads, tiles, multiprocessors)
-        rounds = blocks * kv_heads + shared * (splits - 1) > multiprocessors
-        chained = dim == 64 and blocks > 1 and rounds and tiles < CHAIN_TILES
-        return CudaBackwardConfig(tile, 1, shared, splits, chained=chained, span=span(1))
+        return CudaBackwardConfig(tile, 1, shared, splits, chained=rounds and short, span=span(1))
+    tickets = rounds and (short or (wide and not roles and group > 1))
     if group > 1:
         section = max(1, min(kv_heads, round(multiprocessors / blocks)))
         return CudaBackwardConfig(tile, section, alternate=True, tickets=tickets, span=span(section))
