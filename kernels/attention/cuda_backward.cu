@@ -10,8 +10,7 @@
 // belongs to an element of q crosses memory in 8 bytes (q, dout, out, dq), not in 18 (dout twice, the sum in and out).
 // Where a CTA has all blocks of keys of a head, one after the other (WHOLE, cuda_backward_whole.cuh), it knows the first
 // and the last visit to a tile of queries: `prepare` zeros nothing, and `finish` is not called.
-// Many short blocks of keys without a mask at D = 64 (CHAINED): a CTA stays on each SM and does one after another.
-// With TICKETS (cuda_backward_tickets.cuh) one stays too, and draws the next block when it is done with one.
+// Many short blocks of keys (CHAINED, cuda_backward_chained.cuh): a CTA stays on each SM and does one after another.
 // With ROLES (cuda_backward_roles.cuh) CTAs of `backward` itself do the work of the first and of the last.
 //
 // `backward`: a CTA owns 128 keys and goes over the queries that see them, 128 (D = 64), 64 or 80 (D = 128) at a time.
@@ -63,18 +62,14 @@ constexpr int SLABS = D / 64;           // a row of 64 columns is the 128 bytes 
 #ifndef WHOLE  // 1: a CTA has all blocks of keys of a head
 #define WHOLE 0
 #endif
-#ifndef CHAINED  // 1: a CTA does blocks of keys one after the other; D = 64, without a mask
+#ifndef CHAINED  // 1: a CTA does blocks of keys one after the other
 #define CHAINED 0
 #endif
-#ifndef TICKETS  // 1: a CTA stays, and draws one block of keys after the other
-#define TICKETS 0
-#endif
-#define STAYS (WHOLE || TICKETS)  // `consume` is called for one block of keys after the other
 #ifndef ROLES  // 1: CTAs of the same launch do what `prepare` and `finish` do
 #define ROLES 0
 #endif
-#define V_IN_REGISTERS (HEAD_DIM == 64 && !SINGLE && !IS_CAUSAL && !TICKETS)  // where there is room: it is read once
-constexpr int Q_STAGES = TIGHT || SINGLE ? 2 : 3, DO_STAGES = 2;
+#define V_IN_REGISTERS (HEAD_DIM == 64 && !SINGLE && !IS_CAUSAL)  // where there is room: it is read once
+constexpr int Q_STAGES = TIGHT || SINGLE || (CHAINED && D == 128) ? 2 : 3, DO_STAGES = 2;
 constexpr int CONSUMER_WARPS = 8;
 constexpr int KEYS_DONE = 1, ROWS_WRITTEN = 2, FIRST_TURN = 4;  // named barriers; the last two have one for each group
 constexpr int PIECE = BM * D / CONSUMER_WARPS;  // values of dq that one warp makes of one tile
@@ -93,15 +88,12 @@ constexpr u32 K_FULL = BAR_AT, V_FULL = K_FULL + 8, Q_FULL = V_FULL + 8, Q_EMPTY
 constexpr u32 DO_FULL = Q_EMPTY + 8 * Q_STAGES, DO_EMPTY = DO_FULL + 8 * DO_STAGES;
 constexpr u32 DS_FULL = DO_EMPTY + 8 * DO_STAGES, DS_EMPTY = DS_FULL + 16;
 constexpr u32 ROWS_FULL = DS_EMPTY + 16, K_EMPTY = ROWS_FULL + (SINGLE ? 8 * DO_STAGES : 0), V_EMPTY = K_EMPTY + 8;
-constexpr u32 SUM_FULL = V_EMPTY + 8;
-constexpr u32 TOLD_AT = WHOLE ? SUM_FULL + 8 * CONSUMER_WARPS : TICKETS ? SUM_FULL : K_EMPTY;
-constexpr u32 ITEM_AT = (TOLD_AT + 8 * Q_STAGES + 15) / 16 * 16, TURN_AT = ITEM_AT + (TICKETS || CHAINED ? 64 : 0);
-constexpr u32 SHARED_END = TURN_AT + (TICKETS ? 16 : 0);
+constexpr u32 SUM_FULL = V_EMPTY + 8, TOLD_AT = WHOLE ? SUM_FULL + 8 * CONSUMER_WARPS : K_EMPTY;
+constexpr u32 SHARED_END = TOLD_AT + 8 * Q_STAGES;
 static_assert(BM == 128 ? D == 64 : D == 128 && (BM == 64 || BM == 80), "64 by 128, 128 by 64 or 80");
 static_assert(!SINGLE || PIECE == 16 * 64, "a warp's part of dq is a box of rows that TMA swizzles");
 static_assert(!WHOLE || (BM == 64 && !SINGLE), "a warp's part of dq is a box of rows, and an fp32 sum");
-static_assert(!ROLES || (D == 128 && !SINGLE && !STAYS), "tiles of 64 or 80 queries, summed by all");
-static_assert(!TICKETS || !(SINGLE || WHOLE || CHAINED), "many blocks of keys, each by itself");
+static_assert(!ROLES || (D == 128 && !SINGLE && !WHOLE), "tiles of 64 or 80 queries, summed by all");
 static_assert(SHARED_END <= 232448, "a CTA has 227 KB of shared memory");
 
 #include "cuda_backward_work.cuh"
@@ -112,65 +104,48 @@ DEVICE void tell(u32 base, u32 slot, int place, int m) { store_pair(base + TOLD_
 DEVICE int told_place(u32 base, u32 slot) { return shared_word(base + TOLD_AT + 8 * slot); }
 DEVICE int told_tile(u32 base, u32 slot) { return shared_word(base + TOLD_AT + 8 * slot + 4); }
 
-// Where a CTA does many blocks of keys, the producer tells consumers of each what costs many divisions (Work::store).
-// Written before its keys are announced, it stays as long as they do.
-DEVICE u32 item_slot(u32 base, u32 n) { return base + ITEM_AT + n % 2 * 32; }
-
-// Loads of a block of keys. `await` is called before the first of lse and delta is loaded. With TICKETS keys and
-// values are loaded behind the first queries, for they wait until consumers are done with those before.
+// `await` is called before the first of lse and delta is loaded.
 template <class Await>
 DEVICE void produce(const TensorMap& q_map, const TensorMap& do_map, const TensorMap& k_map, const TensorMap& v_map,
-                    const Problem& p, const Work& w, Ring<Q_STAGES>& q, Ring<DO_STAGES>& g, u32 base, Await await) {
-    auto turn = [&] { return shared_word(base + TURN_AT); };
+                    const Problem& p, const Work& w, u32 base, Await await) {
     auto load_keys = [&](const TensorMap& map, u32 at, u32 bar) {
-        int first_key = w.first_key, head = w.head;
-        if (TICKETS) {  // once a block: not kept in registers, which are few
-            Uint4 x = shared_chunk(item_slot(base, turn()));
-            first_key = x.x, head = x.w;
-        }
         bar_expect(base + bar, K_BYTES);
         for (int slab = 0; slab < SLABS; slab++)
             for (int half = 0; half < 2; half++)
-                tma_load(base + at + slab * K_SLAB + half * 64 * 128, &map, slab * 64, first_key + half * 64, head,
+                tma_load(base + at + slab * K_SLAB + half * 64 * 128, &map, slab * 64, w.first_key + half * 64, w.head,
                          w.batch, base + bar);
     };
     Tile tile(w, p);
-    bool first = true;
+    Ring<Q_STAGES> q;
+    Ring<DO_STAGES> g;
+    int first_head = w.batch * p.kv_heads * p.group;
 #pragma unroll 1
-    for (int left = w.tiles; left; left--, first = false) {
+    for (int t = 0; t < w.tiles; t++) {
         anew(base);
-        const int head = tile.all_heads - w.batch * p.kv_heads * p.group, row = tile.m * BM;
-        const int place = tile.all_heads * p.m_tiles + tile.m;
-        const long long at = (long long)place * BM;
-        if (!TICKETS && first) load_keys(k_map, K_AT, K_FULL);
+        int head = tile.all_heads - first_head, row = tile.m * BM;
+        long long at = (long long)tile.all_heads * p.m_tiles * BM + row;
+        if (t == 0) load_keys(k_map, K_AT, K_FULL);
         u32 bar = base + Q_FULL + 8 * q.slot;
         bar_wait(base + Q_EMPTY + 8 * q.slot, q.parity ^ 1);
-        tell(base, q.slot, place, tile.m);
+        tell(base, q.slot, tile.all_heads * p.m_tiles + tile.m, tile.m);
         bar_expect(bar, Q_BYTES + BM * 4);
         for (int slab = 0; slab < SLABS; slab++)
             tma_load(base + Q_AT + q.slot * Q_BYTES + slab * Q_SLAB, &q_map, slab * 64, row, head, w.batch, bar);
-        if (first) await();
+        if (t == 0) await();
         load_row(p.lse2 + at, base + LSE_AT + q.slot * BM * 4, bar, BM * 4);
-        if (!TICKETS && first) load_keys(v_map, V_AT, V_FULL);
+        if (t == 0) load_keys(v_map, V_AT, V_FULL);
         bar = base + DO_FULL + 8 * g.slot;
         bar_wait(base + DO_EMPTY + 8 * g.slot, g.parity ^ 1);
         bar_expect(bar, Q_BYTES + BM * 4);
         for (int slab = 0; slab < SLABS; slab++)
             tma_load(base + DO_AT + g.slot * Q_BYTES + slab * Q_SLAB, &do_map, slab * 64, row, head, w.batch, bar);
         load_row(p.delta + at, base + DELTA_AT + g.slot * BM * 4, bar, BM * 4);
-        if (TICKETS && first) {
-            bar_wait(base + V_EMPTY, turn() & 1 ^ 1);
-            load_keys(v_map, V_AT, V_FULL);
-            bar_wait(base + K_EMPTY, turn() & 1 ^ 1);
-            load_keys(k_map, K_AT, K_FULL);
-        }
         q.next(), g.next(), tile.next(w, p);
     }
 }
 
 #include "cuda_backward_single.cuh"
 #include "cuda_backward_whole.cuh"
-#include "cuda_backward_tickets.cuh"
 #include "cuda_backward_roles.cuh"
 
 // --------------------------------------------------------------------------------------------- consumers
@@ -246,12 +221,12 @@ DEVICE void probabilities(float (&s)[BM / 2], u32 lse, float scale_log2) {
 // The probabilities are computed before what follows. `pin` binds the front end alone: ptxas sinks exponentials, but for
 // a few, behind the wait for dP, where nothing runs beside them. It moves nothing over a branch, so here is one that
 // depends on each of them. None is negative; were the sign of a NaN set, it would wait for a barrier that is open.
-DEVICE void settle(float (&p)[BM / 2], u32 open, u32 parity) {
+DEVICE void settle(float (&p)[BM / 2], u32 open) {
     pin(p);
     int bits = 0;
 #pragma unroll
     for (int i = 0; i < BM / 2; i++) bits |= __float_as_int(p[i]);
-    if (bits < 0) bar_wait(open, parity);
+    if (bits < 0) bar_wait(open, 0);
 }
 DEVICE void score_gradients(const float (&s)[BM / 2], const float (&dp)[BM / 2], u32 (&p)[BM / 4],
                                                 u32 (&ds)[BM / 4], u32 delta) {
@@ -281,7 +256,6 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
     const u32 dq_keys = base + K_AT + (D == 64 ? 0 : wg * K_SLAB);
     [[maybe_unused]] const u32 dq_piece = base + DQ_AT + (wg * 4 + warp) * PIECE_BYTES;
     const int offset = p.keys - p.queries;
-    const u32 keys_parity = STAYS ? now.blocks & 1 : 0;
 
     float dk[D / 2], dv[D / 2], s[BM / 2], dp[BM / 2], dq[DQ_REGISTERS];
     u32 pt[BM / 4], dst[BM / 4];
@@ -320,7 +294,7 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
         hide();
         if (SINGLE) bar_wait(base + ROWS_FULL + 8 * g.slot, g.parity);
         probabilities(s, base + LSE_AT + (SINGLE ? g.slot : q.slot) * BM * 4 + pairs, p.scale_log2);
-        if (TIGHT) settle(s, base + K_FULL, keys_parity);
+        if (TIGHT) settle(s, base + K_FULL);
         wgmma_wait<0>();
         pin(dp);
         score_gradients(s, dp, pt, dst, base + DELTA_AT + g.slot * BM * 4 + pairs);
@@ -361,7 +335,8 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
     };
     auto wait_ds = [&](int t) { bar_wait(base + DS_FULL + (t & 1) * 8, (t >> 1) & 1); };
 
-    if (!TICKETS) bar_wait(base + K_FULL, keys_parity);
+    const u32 keys_parity = WHOLE ? w.first_key / BN & 1 : 0;
+    bar_wait(base + K_FULL, keys_parity);
     bar_wait(base + Q_FULL + 8 * q.slot, q.parity);
     wgmma_fence();
     scores(s, k_rows / 16, (base + Q_AT + q.slot * Q_BYTES) / 16);
@@ -432,14 +407,16 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
         softmax(t + 1);
     }
     const int last = end - 1;
-    if (STAYS) release(V_EMPTY);
-    if (WHOLE) load_sum(p, w, at_before, base);
+    if (WHOLE) {
+        release(V_EMPTY);
+        load_sum(p, w, at_before, base);
+    }
     pin(pt), pin(dst), pin(dk), pin(dv);
     wgmma_fence();
     add_to_dv(), add_to_dk(), multiply_ds(last - 1);
     wgmma_wait<0>();
     pin(pt), pin(dst), pin(dk), pin(dv), pin(dq);
-    if (STAYS) {
+    if (WHOLE) {
         release(DS_EMPTY + (~last & 1) * 8), release(Q_EMPTY + 8 * q.slot);
         release(DO_EMPTY + 8 * g.slot);
     }
@@ -448,12 +425,16 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
     multiply_ds(last);
     wgmma_wait<0>();
     pin(dq);
-    if (STAYS) release(K_EMPTY);
+    if (WHOLE) release(K_EMPTY);
     add_dq(at, true);
-    if (STAYS) q.next(), g.next(), now.tiles = end, now.blocks++;
+    if (WHOLE) {  // the next block's K and V are on their way to where these were: dv and dk leave as dq does
+        store_rows(dv_map, w, dv, 1, base), store_rows(dk_map, w, dk, p.scale, base);
+        q.next(), g.next(), now.tiles = end;
+        return;
+    }
 
     if (w.part >= 0) {
-        if (!STAYS && lane == 0) bulk_wait_read();
+        if (lane == 0) bulk_wait_read();
         float* to = p.parts + (long long)w.part * (2 * BN * D) + (wg * 4 + warp) * (16 * D) + lane * 4;
 #pragma unroll
         for (int j = 0; j < D / 8; j++) {
@@ -462,9 +443,6 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
         }
         return;
     }
-#if STAYS  // the next block's K and V are on their way to where these were: dv and dk leave as dq does
-    store_rows(dv_map, w, dv, 1, base), store_rows(dk_map, w, dk, p.scale, base);
-#else
     // Both groups are done with K and V: dk and dv take their places, and TMA leaves out the rows that do not exist.
     named_sync(KEYS_DONE, 256);
 #pragma unroll
@@ -488,7 +466,6 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
         if (ROLES) bulk_wait();  // others are told that dq is there
         else bulk_wait_read();
     }
-#endif
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
@@ -498,8 +475,6 @@ attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const __grid_constan
          const __grid_constant__ TensorMap dq_map, const __grid_constant__ TensorMap out_map  // SINGLE, WHOLE, ROLES
 #if ROLES
          , const __grid_constant__ Roles roles) {
-#elif TICKETS
-         , u32* ticket, int items) {
 #else
          ) {
 #endif
@@ -517,14 +492,13 @@ attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const __grid_constan
         init(Q_EMPTY, Q_STAGES, CONSUMER_WARPS), init(DO_EMPTY, DO_STAGES, CONSUMER_WARPS);
         init(DS_FULL, 2, CONSUMER_WARPS), init(DS_EMPTY, 2, CONSUMER_WARPS);
         if (SINGLE) init(ROWS_FULL, DO_STAGES, ROW_WARPS);
-        if (STAYS) init(K_EMPTY, 2, CONSUMER_WARPS);
-        if (WHOLE) init(SUM_FULL, CONSUMER_WARPS, 1);
+        if (WHOLE) init(K_EMPTY, 2, CONSUMER_WARPS), init(SUM_FULL, CONSUMER_WARPS, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
 #if ROLES
     Work w(p, place.item);
-#elif !TICKETS
+#else
     Work w(p);
 #endif
     if (threadIdx.x < 128) {
@@ -534,29 +508,20 @@ attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const __grid_constan
         if (threadIdx.x >= 32 && threadIdx.x < 32 + 32 * ROW_WARPS) prepare_tiles(p, w, base);
 #elif WHOLE
         if (threadIdx.x == 0) produce_whole(q_map, do_map, k_map, v_map, p, w, base);
-#elif TICKETS
-        if (threadIdx.x == 0) produce_tickets(q_map, do_map, k_map, v_map, p, ticket, items, base);
 #else
         auto await = [&] {
 #if ROLES
             wait_for(roles.ready + place.span, place.awaited);
 #endif
         };
-        Ring<Q_STAGES> q;
-        Ring<DO_STAGES> g;
-        if (threadIdx.x == 0) produce(q_map, do_map, k_map, v_map, p, w, q, g, base, await);
+        if (threadIdx.x == 0) produce(q_map, do_map, k_map, v_map, p, w, base, await);
 #endif
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
         Progress now;
-#if TICKETS
-        for (Work w = next_item(now, base); w.tiles; w = next_item(now, base))
-            consume(dk_map, dv_map, dq_map, p, w, now, base);
-#else
         do consume(dk_map, dv_map, dq_map, p, w, now, base);
         while (WHOLE && next_block(w, p));
-#endif
-        if (STAYS && threadIdx.x % 32 == 0) bulk_wait_read();
+        if (WHOLE && threadIdx.x % 32 == 0) bulk_wait();
 #if ROLES
         if (threadIdx.x % 32 == 0) announce(roles.done + place.span);
 #endif

@@ -3,10 +3,10 @@
 Three launches: what the main kernel needs of each query, the main kernel, and dQ's cast; where the last round of CTAs
 is shared out, a fourth adds up its dK and dV. At D = 128 CTAs of the main launch do the work of the other two for some
 heads while others multiply (cuda_backward_roles.cuh); counters in device memory, zeroed before, say how far they are.
-Where a CTA has whole heads (cuda_backward_whole.cuh) it casts dQ itself. Many short blocks of keys, without a mask at
-D = 64, go to CTAs that stay and do one after the other (cuda_backward_chained.cuh); under a mask such CTAs draw them
-(cuda_backward_tickets.cuh). Up to 128 keys each query is one CTA's alone: the main kernel then does the work of the
-first and of the third launch, and needs no memory beside the results and shares.
+Where a CTA has whole heads (cuda_backward_whole.cuh) it casts dQ itself. Many short blocks of keys go to CTAs that
+stay, draw them and do one after the other (cuda_backward_chained.cuh). Up to 128 keys each query is one CTA's alone:
+the main kernel then does the work of the first and of the third launch, and needs no memory beside the results and
+shares.
 
 Memory beside the results: fp32 dQ, 4·D bytes a query and head, and 8 bytes a query and head.
 CTAs add to that dQ in no fixed order: dQ is not the same bit for bit in each run, unless a CTA has all keys of a head;
@@ -77,12 +77,12 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
     padded = m_tiles * tile
     unshared = problem.all_kv_heads * n_blocks - config.shared
     items = ctas = unshared + config.shared * config.splits
-    if config.chained or config.tickets:
+    if config.chained:
         ctas = min(items, problem.multiprocessors())
     dq_sum = torch.empty(summed, padded, dim, dtype=torch.float32, device=q.device)
     parts = torch.empty(config.shared * config.splits, 2, KEYS, dim, dtype=torch.float32, device=q.device)
     lse2, delta = torch.empty(2, summed, padded, dtype=torch.float32, device=q.device)
-    ticket = torch.empty(1, dtype=torch.int32, device=q.device) if config.tickets else None
+    ticket = torch.empty(1, dtype=torch.int32, device=q.device) if config.chained else None
     plan = None
     if config.span:
         heads, multiprocessors = problem.all_kv_heads, problem.multiprocessors()
@@ -99,7 +99,6 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
             f"SINGLE={int(single)}",
             f"WHOLE={int(config.whole_heads)}",
             f"CHAINED={int(config.chained)}",
-            f"TICKETS={int(config.tickets)}",
             f"ROLES={int(plan is not None)}",
         )
         backward, prepare, finish, finish_keys = cuda_driver.kernels(
@@ -131,16 +130,14 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
         maps = [tensor_map(x, problem.queries, tile) for x in (q, dout)]
         maps += [tensor_map(x, problem.keys, 64) for x in (k, v)]
         if config.chained:
-            arguments = [*maps, Rows.of(dk), Rows.of(dv), described]
+            arguments = [*maps, Rows.of(dk), Rows.of(dv), described, pointer(ticket), ctypes.c_int(items)]
         else:
             others = maps[:2]  # which are not read where `prepare` and `finish` are launched
             if single or config.whole_heads or plan:
                 rows = tile if plan else WARP_ROWS
                 others = [tensor_map(x, problem.queries, n) for x, n in ((dq, rows), (out, tile))]
-            rows = WARP_ROWS if config.whole_heads or config.tickets else 64
+            rows = WARP_ROWS if config.whole_heads else 64
             arguments = [*maps, *(tensor_map(x, problem.keys, rows) for x in (dk, dv)), described, *others]
-        if config.tickets:
-            arguments += [pointer(ticket), ctypes.c_int(items)]
         if plan:
             ctas, arguments = plan.ctas, [*arguments, plan.told(saved.lse, saved.dlse, counters)]
         launch(backward, problem.all_kv_heads if config.whole_heads else ctas, 384, SHARED_BYTES, arguments)

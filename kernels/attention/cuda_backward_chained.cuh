@@ -1,62 +1,91 @@
 // What cuda_backward.cu, which includes this, does otherwise where a CTA takes many blocks of keys (CHAINED).
 //
 // With few queries a block of keys has few tiles, and starting a CTA, loading K and V, filling the pipeline, draining
-// it and storing dK and dV count beside them. Here there is a CTA to a multiprocessor. It does the items (a block of
-// keys or a share of one) blockIdx.x, blockIdx.x + gridDim.x and so on, and their tiles, counted through, are one loop:
-// in the step from the last tile of an item to the first of the next, S and dP are of the new keys and values, dQ, a
-// tile late, of the old keys, and dK and dV leave from registers while the new S is under way.
+// it and storing dK and dV count beside them. Here there is a CTA to a multiprocessor. It does one item (a block of keys
+// or a share of one) after the other, and their tiles, counted through, are one loop: in the step from the last tile of an
+// item to the first of the next, S and dP are of the new keys and values, dQ, a tile late, of the old keys, and dK and dV
+// leave from registers while the new S is under way.
 //
-// K has two buffers, for in the step after that dQ is of the old keys still. V has one: consumers hold it in registers,
-// so that the next can come as soon as they have begun an item.
+// Under a mask items differ in length, the longest of a section come first, and whoever is done takes the next, as the
+// hardware gives out CTAs: the producer draws a ticket when the last loads of an item are under way, not earlier, for who
+// draws long before it can begin takes the item from one who could.
+//
+// K has two buffers, for in the step after that dQ is of the old keys still. V has one. At D = 64 without a mask consumers
+// hold it in registers, so that the next can come as soon as they have begun an item, else when the last dP of one is done.
 #pragma once
 
 #if CHAINED
-static_assert(D == 64 && !CAUSAL && !SINGLE, "without a mask all items take as long, so none is handed out");
+static_assert(BM == (D == 64 ? 128 : 64) && !SINGLE && !WHOLE && !ROLES, "shared memory has room for two blocks of keys");
 
 constexpr u32 K_OTHER = K_BYTES;  // from one buffer of K to the other
-constexpr u32 K2_FULL = SHARED_END, K2_EMPTY = K2_FULL + 16, V1_EMPTY = K2_EMPTY + 16;
-static_assert(K_AT == 0 && V1_EMPTY + 16 <= 232448, "the barriers for two blocks of keys fit behind all else");
+constexpr u32 ITEMS = 4;          // the producer is up to three ahead of the one whose dK and dV are stored
+constexpr u32 K2_FULL = (SHARED_END + 15) / 16 * 16, K2_EMPTY = K2_FULL + 16, V1_EMPTY = K2_EMPTY + 16;
+constexpr u32 ITEM_FULL = V1_EMPTY + 16, ITEM_AT = ITEM_FULL + 8 * ITEMS, COUNT_AT = ITEM_AT + 32 * ITEMS;
+static_assert(K_AT == 0 && COUNT_AT + 8 <= 232448, "the barriers for two blocks of keys fit behind all else");
 
+// What consumers know of an item, which costs the producer many divisions: first key, tiles, part, head; batch.
+DEVICE u32 item_slot(u32 base, u32 n) { return base + ITEM_AT + n % ITEMS * 32; }
+
+// ticket: the next item that nobody has; the first ones are those that have the CTAs' own numbers. How many items there
+// were before is kept in shared memory: registers are few.
 DEVICE void produce_chained(const TensorMap& q_map, const TensorMap& do_map, const TensorMap& k_map,
-                            const TensorMap& v_map, const Problem& p, int items, u32 base) {
+                            const TensorMap& v_map, const Problem& p, u32* ticket, int items, u32 base) {
     Ring<Q_STAGES> q;
     Ring<DO_STAGES> g;
+    auto count = [&] { return shared_word(base + COUNT_AT); };
+    auto announce = [&] { bar_arrive(base + ITEM_FULL + count() % ITEMS * 8); };
+    auto load_keys = [&](const TensorMap& map, u32 to, u32 bar) {
+        const u32 slot = item_slot(base, count());
+        const Uint4 x = shared_chunk(slot);
+        const int batch = shared_word(slot + 16);
+        bar_expect(bar, K_BYTES);
+        for (int part = 0; part < 2 * SLABS; part++)
+            tma_load(to + part * 64 * 128, &map, part / 2 * 64, x.x + part % 2 * 64, x.w, batch, bar);
+    };
+    store_pair(base + COUNT_AT, 0, 0);
 #pragma unroll 1
-    for (u32 n = 0, item = blockIdx.x; item < items; n++, item += gridDim.x) {
+    for (u32 item = blockIdx.x; item < items; item = draw(ticket)) {
         const Work w(p, item);
+        const u32 slot = item_slot(base, count());
+        store_words(slot, w.first_key, w.tiles, w.part, w.head);
+        store_pair(slot + 16, w.batch, 0);
+        announce();
         Tile tile(w, p);
-        auto load_keys = [&](const TensorMap& map, u32 to, u32 bar) {
-            bar_expect(bar, K_BYTES);
-            for (int half = 0; half < 2; half++)
-                tma_load(to + half * 64 * 128, &map, 0, w.first_key + half * 64, w.head, w.batch, bar);
-        };
+        bool first = true;
 #pragma unroll 1
-        for (int t = 0; t < w.tiles; t++) {
-            int head = tile.all_heads - w.batch * p.kv_heads * p.group, row = tile.m * BM;
-            long long at = (long long)tile.all_heads * p.m_tiles * BM + row;
-            if (t == 0) {
+        for (int left = w.tiles; left; left--, first = false) {
+            anew(base);
+            const int head = tile.all_heads - w.batch * p.kv_heads * p.group, row = tile.m * BM;
+            const int place = tile.all_heads * p.m_tiles + tile.m;
+            const long long at = (long long)place * BM;
+            if (first) {
+                const u32 n = count();
                 bar_wait(base + K2_EMPTY + n % 2 * 8, n / 2 & 1 ^ 1);
-                w.store(item_slot(base, n));
                 load_keys(k_map, base + n % 2 * K_OTHER, base + K2_FULL + n % 2 * 8);
             }
             u32 bar = base + Q_FULL + 8 * q.slot;
             bar_wait(base + Q_EMPTY + 8 * q.slot, q.parity ^ 1);
-            tell(base, q.slot, tile.all_heads * p.m_tiles + tile.m, tile.m);
+            tell(base, q.slot, place, tile.m);
             bar_expect(bar, Q_BYTES + BM * 4);
-            tma_load(base + Q_AT + q.slot * Q_BYTES, &q_map, 0, row, head, w.batch, bar);
+            for (int slab = 0; slab < SLABS; slab++)
+                tma_load(base + Q_AT + q.slot * Q_BYTES + slab * Q_SLAB, &q_map, slab * 64, row, head, w.batch, bar);
             load_row(p.lse2 + at, base + LSE_AT + q.slot * BM * 4, bar, BM * 4);
-            if (t == 0) {
-                bar_wait(base + V1_EMPTY, n & 1 ^ 1);
+            if (first) {
+                bar_wait(base + V1_EMPTY, count() & 1 ^ 1);
                 load_keys(v_map, base + V_AT, base + V_FULL);
             }
             bar = base + DO_FULL + 8 * g.slot;
             bar_wait(base + DO_EMPTY + 8 * g.slot, g.parity ^ 1);
             bar_expect(bar, Q_BYTES + BM * 4);
-            tma_load(base + DO_AT + g.slot * Q_BYTES, &do_map, 0, row, head, w.batch, bar);
+            for (int slab = 0; slab < SLABS; slab++)
+                tma_load(base + DO_AT + g.slot * Q_BYTES + slab * Q_SLAB, &do_map, slab * 64, row, head, w.batch, bar);
             load_row(p.delta + at, base + DELTA_AT + g.slot * BM * 4, bar, BM * 4);
             q.next(), g.next(), tile.next(w, p);
         }
+        store_pair(base + COUNT_AT, count() + 1, 0);
     }
+    store_words(item_slot(base, count()), 0, 0, 0, 0);  // an item without tiles is the end
+    announce();
 }
 
 // dV or dK as in cuda_backward.cu, but begun anew at the first tile of an item.
@@ -99,55 +128,74 @@ DEVICE void store_rows(const Rows& to, int batch, int head, int row, int keys, c
     }
 }
 
-DEVICE void consume_chained(const Rows& dk_rows, const Rows& dv_rows, const Problem& p, int items, u32 base) {
+DEVICE void consume_chained(const Rows& dk_rows, const Rows& dv_rows, const Problem& p, u32 base) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const int wg = __shfl_sync(~0u, (int)threadIdx.x / 128 - 1, 0);  // known to be one to the warp
     const u32 rows = base + wg * 64 * 128, pairs = lane % 4 * 8;
     const u32 ds_store = base + DS_AT + wg * (BM * 128) + (lane / 16 * 8 + lane % 8) * 128 +
                          (((2 * warp + lane / 8 % 2) ^ (lane % 8)) * 16);
-    const u32 ds_rows = base + DS_AT + wg * 64 * 128, dq_piece = base + DQ_AT + (wg * 4 + warp) * PIECE_BYTES;
+    const u32 ds_rows = base + DS_AT + (D == 64 ? wg * 64 * 128 : 0), dq_keys = base + (D == 64 ? 0 : wg * K_SLAB);
+    const u32 dq_piece = base + DQ_AT + (wg * 4 + warp) * PIECE_BYTES;
+    const int offset = p.keys - p.queries;
 
     float dk[D / 2], dv[D / 2], s[BM / 2], dp[BM / 2], dq[DQ_REGISTERS];
-    u32 pt[BM / 4], dst[BM / 4], v_own[D / 4];
+    u32 pt[BM / 4], dst[BM / 4];
+#if V_IN_REGISTERS
+    u32 v_own[D / 4];
+#endif
     Ring<Q_STAGES> q;
     Ring<DO_STAGES> g;
-    u32 n = 0;                         // the item of the scores, counted from this CTA's first
-    int item = blockIdx.x;             // the same, counted over all CTAs
-    int first_key, left;               // of it; tiles that are left with this one
+    u32 n = 0;      // the item of the scores, counted from this CTA's first
+    int left;       // tiles of it that are left with this one
+    bool diagonal;  // whether the mask cuts through the tile of which `place` was
 
     auto release = [&](u32 bar) {
         if (lane == 0) bar_arrive(base + bar);
     };
-    auto enter = [&] {
-        bar_wait(base + K2_FULL + n % 2 * 8, n / 2 & 1);
-        Uint4 x = shared_chunk(item_slot(base, n));
-        first_key = __shfl_sync(~0u, (int)x.x, 0), left = __shfl_sync(~0u, (int)x.y, 0);
+    auto told = [&](u32 item, int word) { return shared_word(item_slot(base, item) + 4 * word); };
+    auto tiles_of = [&](u32 item) { return __shfl_sync(~0u, told(item, 1), 0); };  // known to be one to the warp
+    auto first_row = [&] { return told(n, 0) + wg * 64; };                         // of this group's keys
+    auto place = [&] {
+        if (CAUSAL) diagonal = told_tile(base, q.slot) * BM < first_row() + 63 - offset;
+        return told_place(base, q.slot);
     };
-    auto place = [&] { return told_place(base, q.slot); };
     auto begin_scores = [&] {
         bar_wait(base + Q_FULL + 8 * q.slot, q.parity);
         wgmma_fence();
         scores(s, (rows + n % 2 * K_OTHER) / 16, (base + Q_AT + q.slot * Q_BYTES) / 16);
     };
-    auto load_values = [&] {
+    auto enter_values = [&] {
         bar_wait(base + V_FULL, n & 1);
+#if V_IN_REGISTERS
         u32 row = warp * 16 + lane / 8 % 2 * 8 + lane % 8;
 #pragma unroll
         for (int k = 0; k < D / 16; k++)
             load_matrices(v_own + 4 * k, rows + V_AT + row * 128 + (((k * 2 + lane / 16) ^ (lane % 8)) * 16));
+#endif
     };
     auto begin_dp = [&] {
         bar_wait(base + DO_FULL + 8 * g.slot, g.parity);
         wgmma_fence();
+#if !V_IN_REGISTERS
+        const u32 v_own = (rows + V_AT) / 16;
+#endif
         scores(dp, v_own, (base + DO_AT + g.slot * Q_BYTES) / 16);
+    };
+    auto hide = [&] {
+        const int first = first_row();
+        bool tail = first + 64 > p.keys;
+        if (tail || (CAUSAL && diagonal)) {
+            const int key = first + warp * 16 + lane / 4;  // and key + 8
+            int shift = CAUSAL ? key - offset - told_tile(base, q.slot) * BM : 0, pair = CAUSAL ? lane % 4 * 2 : 0;
+            float hidden = p.scale > 0 ? -INFINITE : INFINITE;  // the scale comes after
+            int limit0 = key < p.keys ? shift : BM, limit1 = key + 8 < p.keys ? shift + (CAUSAL ? 8 : 0) : BM;
+            mask(s, limit0 - pair, limit1 - pair, hidden);
+        }
     };
     auto softmax = [&](int t) {
         wgmma_wait<1>();
         pin(s);
-        if (first_key + wg * 64 + 64 > p.keys) {
-            int key = first_key + wg * 64 + warp * 16 + lane / 4;
-            mask(s, key < p.keys ? 0 : BM, key + 8 < p.keys ? 0 : BM, p.scale > 0 ? -INFINITE : INFINITE);
-        }
+        hide();
         probabilities(s, base + LSE_AT + q.slot * BM * 4 + pairs, p.scale_log2);
         wgmma_wait<0>();
         pin(dp);
@@ -160,38 +208,49 @@ DEVICE void consume_chained(const Rows& dk_rows, const Rows& dv_rows, const Prob
         fence_async();
         __syncwarp();
         release(DS_FULL + (t & 1) * 8);
+        if (!V_IN_REGISTERS && left == 1) release(V1_EMPTY);
     };
     auto multiply_ds = [&](int t, u32 of_item) {
         bar_wait(base + DS_FULL + (t & 1) * 8, (t >> 1) & 1);
         wgmma_fence();
-        query_gradient(dq, (ds_rows + (t & 1) * DS_BYTES) / 16, (base + of_item % 2 * K_OTHER) / 16);
+        query_gradient(dq, (ds_rows + (t & 1) * DS_BYTES) / 16, (dq_keys + of_item % 2 * K_OTHER) / 16);
     };
     auto store_keys = [&](u32 of_item) {
         Uint4 x = shared_chunk(item_slot(base, of_item));
+        u32 thread = threadIdx.x - 128;
+        anew(thread);  // else where its rows are is kept in a register from the first item to the last
         if ((int)x.z >= 0) {
-            float* to = p.parts + (long long)(int)x.z * (2 * BN * D) + (wg * 4 + warp) * (16 * D) + lane * 4;
+            float* to = p.parts + (long long)(int)x.z * (2 * BN * D) + thread / 32 * (16 * D) + thread % 32 * 4;
 #pragma unroll
             for (int j = 0; j < D / 8; j++) {
                 *(Float4*)(to + j * 128) = {dv[4 * j], dv[4 * j + 1], dv[4 * j + 2], dv[4 * j + 3]};
                 *(Float4*)(to + j * 128 + BN * D) = {dk[4 * j], dk[4 * j + 1], dk[4 * j + 2], dk[4 * j + 3]};
             }
         } else {
-            int row = (int)x.x + wg * 64 + warp * 16 + lane / 4, batch = shared_word(item_slot(base, of_item) + 16);
+            int row = (int)x.x + thread / 32 * 16 + thread % 32 / 4, batch = told(of_item, 4);
             store_rows(dv_rows, batch, x.w, row, p.keys, dv, 1);
             store_rows(dk_rows, batch, x.w, row, p.keys, dk, p.scale);
         }
     };
-    auto last_of_all = [&] { return left == 1 && item + (int)gridDim.x >= items; };
+    auto enter = [&] {
+        bar_wait(base + K2_FULL + n % 2 * 8, n / 2 & 1);
+        left = tiles_of(n);
+    };
+    auto any_more = [&] {  // whether a tile comes behind this one
+        if (left > 1) return true;
+        bar_wait(base + ITEM_FULL + (n + 1) % ITEMS * 8, (n + 1) / ITEMS & 1);
+        return tiles_of(n + 1) != 0;
+    };
 
     enter();
     begin_scores();
-    load_values();
+    enter_values();
     begin_dp();
-    release(V1_EMPTY);
-    softmax(0);
-    bool more = !last_of_all(), fresh = true;  // fresh: tile t is the first of its item
-    if (wg == 1 && more) named_arrive(FIRST_TURN, 256);
+    if (V_IN_REGISTERS) release(V1_EMPTY);
     int at = place(), at_before = at, t = 0;
+    softmax(0);
+    bool more = any_more(), fresh = true;  // fresh: tile t is the first of its item
+    if (wg == 1 && more) named_arrive(FIRST_TURN, 256);
     // As the loop of `consume`, of which this is the order of products; t counts the tiles of all items.
     for (; more; t++) {
         const bool ends = left == 1, freed = fresh && t > 0;  // freed: after this step nobody reads the keys before
@@ -210,18 +269,14 @@ DEVICE void consume_chained(const Rows& dk_rows, const Rows& dv_rows, const Prob
         }
         u32 old_q = q.slot;
         q.next();
-        if (ends) {
-            n++, item += gridDim.x;
-            enter();
-        } else {
-            left--;
-        }
-        more = !last_of_all();
+        if (ends) n++, enter();
+        else left--;
         wgmma_wait<2>();
         pin(pt), pin(dv);
         release(DO_EMPTY + 8 * g.slot);
         g.next();
         begin_scores();
+        more = any_more();
         if (wg == 0 ? !alone : more) named_arrive(FIRST_TURN + (wg ^ 1), 256);
         wgmma_wait<2>();
         pin(dst), pin(dk);
@@ -232,9 +287,9 @@ DEVICE void consume_chained(const Rows& dk_rows, const Rows& dv_rows, const Prob
         if (freed && !alone) release(K2_EMPTY + (n ^ 1) % 2 * 8);
         add_to_sum(p, dq, at_before, t > 0, dq_piece, wg * 4 + warp);
         at_before = at, at = place();
-        if (ends) store_keys(n - 1), load_values();  // in registers that dP takes next
+        if (ends) store_keys(n - 1), enter_values();  // in registers that dP takes next
         begin_dp();
-        if (ends) release(V1_EMPTY);
+        if (V_IN_REGISTERS && ends) release(V1_EMPTY);
         softmax(t + 1);
         fresh = ends;
     }
@@ -251,32 +306,31 @@ DEVICE void consume_chained(const Rows& dk_rows, const Rows& dv_rows, const Prob
     wgmma_wait<0>();
     pin(dq);
     add_to_sum(p, dq, at, true, dq_piece, wg * 4 + warp);
-    if (lane == 0) bulk_wait();
+    if (lane == 0) bulk_wait_read();
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
 attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map,
          const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map, const Rows dk, const Rows dv,
-         const Problem p) {
+         const Problem p, u32* ticket, int items) {
     const u32 base = shared_memory();
     if (threadIdx.x == 0) {
         auto init = [&](u32 bar, int slots, u32 arrivals) {
             for (int i = 0; i < slots; i++) bar_init(base + bar + 8 * i, arrivals);
         };
         init(K2_FULL, 2, 1), init(V_FULL, 1, 1), init(Q_FULL, Q_STAGES, 1), init(DO_FULL, DO_STAGES, 1);
-        init(K2_EMPTY, 2, CONSUMER_WARPS), init(V1_EMPTY, 1, CONSUMER_WARPS);
+        init(K2_EMPTY, 2, CONSUMER_WARPS), init(V1_EMPTY, 1, CONSUMER_WARPS), init(ITEM_FULL, ITEMS, 1);
         init(Q_EMPTY, Q_STAGES, CONSUMER_WARPS), init(DO_EMPTY, DO_STAGES, CONSUMER_WARPS);
         init(DS_FULL, 2, CONSUMER_WARPS), init(DS_EMPTY, 2, CONSUMER_WARPS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    const int items = p.whole + (p.all_kv_heads * p.n_blocks - p.whole) * p.splits;
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        if (threadIdx.x == 0) produce_chained(q_map, do_map, k_map, v_map, p, items, base);
+        if (threadIdx.x == 0) produce_chained(q_map, do_map, k_map, v_map, p, ticket, items, base);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-        consume_chained(dk, dv, p, items, base);
+        consume_chained(dk, dv, p, base);
     }
 }
 #endif

@@ -15,7 +15,7 @@ struct Problem {
 // p.m_tiles, but nothing that is worked out of it is kept in a register, of which a producer has few, from block to block.
 DEVICE int all_tiles(const Problem& p) {
     u32 tiles = p.m_tiles;
-    if (TICKETS) anew(tiles);
+    if (CHAINED) anew(tiles);
     return tiles;
 }
 // The first tile of queries that sees a block of keys.
@@ -55,22 +55,6 @@ struct Work {
         // later as its first query lies further on: upwards they are at the same tile again, and end together.
         down = !SINGLE && !WHOLE && p.alternate && section % 2 == 0;
     }
-
-    // What consumers need, by way of shared memory: 32 bytes.
-    DEVICE void store(u32 at) const {
-        store_words(at, first_key, tiles, part, head);
-        store_pair(at + 16, batch, 0);
-    }
-    DEVICE static Work load(u32 at) {
-        Uint4 x = shared_chunk(at);
-        Work w;
-        w.first_key = __shfl_sync(~0u, (int)x.x, 0), w.tiles = __shfl_sync(~0u, (int)x.y, 0);  // known to be one to the warp
-        w.part = x.z, w.head = x.w, w.batch = shared_word(at + 16);
-        return w;
-    }
-
-private:
-    DEVICE Work() {}
 };
 // Tile by tile of queries, all heads of the group at each: CTAs that share keys' heads then read the same queries.
 struct Tile {
@@ -97,10 +81,10 @@ struct Ring {
         if (++slot == stages) slot = 0, parity ^= 1;
     }
 };
-// What consumers have behind them, for the parities of barriers: none of it but where a CTA stays.
+// What consumers have behind them, for the parities of barriers: none of it but where WHOLE.
 struct Progress {
     Ring<DO_STAGES> g;
     Ring<Q_STAGES> q;
     int tiles = 0;
-    u32 blocks = 0, sums = 0;
+    u32 sums = 0;
 };

@@ -230,8 +230,8 @@ class CudaBackwardConfig:
     alternate: sections go from the last queries to the first and from the first to the last, in turn.
     whole_heads: a CTA has all blocks of a key head, one after the other, and casts dQ itself. It is then the same bit
     for bit in each run.
-    chained: there is a CTA to a multiprocessor, which does one block or share after the other without a pause.
-    tickets: the same, but each draws its next block or share when it is done with one.
+    chained: there is a CTA to a multiprocessor, which draws one block or share after the other and does them without a
+    pause.
     span: what the main kernel needs of each query is made, and dQ is cast, by CTAs of its own launch, for so many key
     heads at a time, while others multiply those before. 0: by launches of their own.
     """
@@ -243,7 +243,6 @@ class CudaBackwardConfig:
     alternate: bool = False
     whole_heads: bool = False
     chained: bool = False
-    tickets: bool = False
     span: int = 0
 
 
@@ -272,9 +271,10 @@ def cuda_query_tile(dim: int, keys: int, group: int, causal: bool) -> int:
 def pick_cuda_bwd_config(
     queries: int, keys: int, dim: int, kv_heads: int, group: int, causal: bool, multiprocessors: int
 ) -> CudaBackwardConfig:
-    """Without a mask all CTAs take as long: heads go one by one, and the last round is shared out over all SMs. At
-    D = 64, where shared memory has room for the keys of two blocks, one round of chains takes the place of several,
-    unless the start of a CTA is little beside its tiles.
+    """At D = 64, where there are several rounds of CTAs, one of chains takes their place, unless the start of a CTA is
+    little beside its tiles.
+
+    Without a mask all CTAs take as long: heads go one by one, and the last round is shared out over all SMs.
 
     With one, a few heads at a time, as long as their q, dout and fp32 dQ fit a third of L2; a last section of fewer
     heads would begin long CTAs late, so the count that leaves the fewest over. `kv_heads` of all batches.
@@ -286,9 +286,6 @@ def pick_cuda_bwd_config(
     At D = 128, up to ROLES_KEYS, CTAs of the same launch prepare and finish spans of heads (`_pick_span`). What is done
     for the first and the last has nothing to run beside: sections that do not alternate are no more than a quarter of
     the heads.
-
-    Under a mask CTAs stay and draw their blocks by tickets where the tiles of a block are few at D = 64, as without a
-    mask, and, at D = 128, where heads share keys for which there are no roles.
 
     Whole heads go to CTAs where there are as many as multiprocessors, or a multiple, and few queries (`_whole_heads`).
     """
@@ -303,18 +300,17 @@ def pick_cuda_bwd_config(
 
     tiles = triton.cdiv(queries, tile) * group
     shared, splits = (0, 1) if causal else _pick_shares(blocks * kv_heads, tiles, multiprocessors)
-    rounds = blocks > 1 and blocks * kv_heads + shared * (splits - 1) > multiprocessors
-    short = dim == 64 and tiles < CHAIN_TILES
+    rounds = blocks * kv_heads + shared * (splits - 1) > multiprocessors
+    chained = dim == 64 and blocks > 1 and rounds and tiles < CHAIN_TILES
     if not causal:
-        return CudaBackwardConfig(tile, 1, shared, splits, chained=rounds and short, span=span(1))
-    tickets = rounds and (short or (wide and not roles and group > 1))
+        return CudaBackwardConfig(tile, 1, shared, splits, chained=chained, span=span(1))
     if group > 1:
         section = max(1, min(kv_heads, round(multiprocessors / blocks)))
-        return CudaBackwardConfig(tile, section, alternate=True, tickets=tickets, span=span(section))
+        return CudaBackwardConfig(tile, section, alternate=True, chained=chained, span=span(section))
     most = max(1, min(triton.cdiv(kv_heads, 4) if roles else kv_heads, 16 * 2**20 // (8 * dim * queries)))
     least = most // 2 + 1
     section = min(range(most, least - 1, -1), key=lambda s: -kv_heads % s)
-    return CudaBackwardConfig(tile, section, tickets=tickets, span=span(section))
+    return CudaBackwardConfig(tile, section, chained=chained, span=span(section))
 
 
 def _pick_span(section: int, kv_heads: int, blocks: int, multiprocessors: int) -> int:

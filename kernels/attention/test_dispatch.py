@@ -134,13 +134,9 @@ def test_shares_of_the_backward_in_cuda(dim, causal):
         # Tiles of 80 have no rows of dQ that a single block could store.
         assert config.queries != 80 or (dim == 128 and keys > 128)
         assert config.queries % cuda_backward.helper_rows(config.queries) == 0
-        # Shared memory has room for a second block's keys at D = 64 alone.
         rounds = blocks + config.shared * (config.splits - 1) > 132
         few = tiles < dispatch.CHAIN_TILES
-        assert config.chained == (dim == 64 and not causal and keys > 128 and rounds and few)
-        long = group > 1 and keys > dispatch.ROLES_KEYS and not config.whole_heads
-        assert config.tickets == (causal and keys > 128 and rounds and (few if dim == 64 else long))
-        assert not (config.tickets and config.span)
+        assert config.chained == (dim == 64 and keys > 128 and rounds and few)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +155,7 @@ def test_where_the_backward_in_cuda_is_chained(queries, keys, heads, chained):
     assert dispatch.pick_cuda_bwd_config(queries, keys, 64, heads, 1, False, 132).chained == chained
     assert not dispatch.pick_cuda_bwd_config(queries, 128, 64, heads, 1, False, 132).chained
     assert not dispatch.pick_cuda_bwd_config(queries, keys, 128, heads, 1, False, 132).chained
-    assert not dispatch.pick_cuda_bwd_config(queries, keys, 64, heads, 1, True, 132).chained
+    assert dispatch.pick_cuda_bwd_config(queries, keys, 64, heads, 1, True, 132).chained == chained
 
 
 @pytest.mark.parametrize(
