@@ -60,10 +60,11 @@ CASES = (
     _case(1, 32, 16384, 16384, 128, causal=True),
     _case(1, 32, 8192, 8192, 128),
     _case(1, (64, 8), 8192, 8192, 128, causal=True),
-    # Few queries: decoding, and targets against a long context.
+    # Few queries: decoding, targets against a long context, a decoder's against an encoder's keys.
     _case(1, 8, 1, 200000, 64),
     _case(8, (64, 8), 1, 32768, 128),
     _case(1, 8, 564, 64000, 64),
+    _case(4, 32, 512, 4096, 128),
     # In e4m3, against the same peers in bf16.
     *(_case(1, 16, 16384, 16384, dim, causal=causal, fp8=True) for dim in (64, 128) for causal in (False, True)),
     _case(4, 8, 11000, 10000, 64, context=True, fp8=True),

@@ -231,7 +231,7 @@ class CudaBackwardConfig:
     whole_heads: a CTA has all blocks of a key head, one after the other, and casts dQ itself. It is then the same bit
     for bit in each run.
     chained: there is a CTA to a multiprocessor, which draws one block or share after the other and does them without a
-    pause.
+    pause. Tiles then have 128 queries at D = 64, 64 at D = 128.
     span: what the main kernel needs of each query is made, and dQ is cast, by CTAs of its own launch, for so many key
     heads at a time, while others multiply those before. 0: by launches of their own.
     """
@@ -246,33 +246,38 @@ class CudaBackwardConfig:
     span: int = 0
 
 
-ROLES_KEYS = 8192  # for more, preparing and casting take less time than what it costs to have them beside the products
-CHAIN_TILES = 128  # of a block of keys, at D = 64: with as many a CTA for each block is as fast or faster
-CUDA_BWD_SPANS = 61  # of heads at most, in a launch of several roles; with LAG as MOST_ROUNDS in the source
 CUDA_BWD_KEYS = 128  # of a block of the backward in CUDA C++; as BN in the source
+ROLES_KEYS = 8192  # for more, preparing and casting take less time than what it costs to have them beside the products
+CHAIN_TILES = {64: 127, 128: 16}  # of a block of keys: with more a CTA for each block is as fast or faster
+CHAIN_KEYS = {
+    64: CUDA_BWD_KEYS + 1,
+    128: 2048,
+}  # with fewer at D = 128 whole heads are 3 to 5 % faster, where they are picked
+CUDA_BWD_SPANS = 61  # of heads at most, in a launch of several roles; with LAG as MOST_ROUNDS in the source
 WHOLE_HEADS_BYTES = 40e6  # of fp32 sums, that L2 keeps of its 50 MB on an H100 or H200
 
 
-def cuda_query_tile(dim: int, keys: int, group: int, causal: bool) -> int:
-    """Queries of a tile of the backward in CUDA C++; as BM in the source.
+def cuda_query_tile(dim: int, queries: int, keys: int, group: int, causal: bool) -> int:
+    """Queries of a tile of the backward in CUDA C++ where there are no chains; as BM in the source.
 
-    64 and 80 at D = 128, in TFLOP/s on an H200: 586 and 602 without a mask at 8192 keys; causal 511 and 496 at 4096,
-    561 and 579 at 16 384, where longer tiles on the diagonal matter less. With shared heads under a mask, by tickets,
-    593 and 610 at 16 384. A single block of keys stores its dQ by rows, which tiles of 80, whose dQ has columns for
-    rows, do not.
+    64 and 80 at D = 128, in TFLOP/s on an H200: 586 and 602 without a mask at 8192 keys; causal 493 and 484 at 2048,
+    579 and 583 at 4096, 585 and 606 at 6144, where longer tiles on the diagonal matter less. With shared heads under a
+    mask 587 and 574 at 4096, 619 and 606 at 8192, 593 and 610 at 16 384. Few queries are rounded up to more by 80: 256
+    and 2048 keys take 0.182 ms with 64 and 0.204 with 80. A single block of keys stores its dQ by rows, which tiles of
+    80, whose dQ has columns for rows, do not.
     """
     if dim == 64:
         return 128
-    if keys <= CUDA_BWD_KEYS:
-        return 64
-    return 80 if not causal or keys >= (8192 if group == 1 else ROLES_KEYS + 1) else 64
+    long = not causal or keys >= (3072 if group == 1 else ROLES_KEYS + 1)
+    padded = {tile: triton.cdiv(queries, tile) * tile for tile in (64, 80)}
+    return 80 if keys > CUDA_BWD_KEYS and long and padded[80] <= 1.03 * padded[64] else 64
 
 
 def pick_cuda_bwd_config(
     queries: int, keys: int, dim: int, kv_heads: int, group: int, causal: bool, multiprocessors: int
 ) -> CudaBackwardConfig:
-    """At D = 64, where there are several rounds of CTAs, one of chains takes their place, unless the start of a CTA is
-    little beside its tiles.
+    """Where blocks have few tiles and there are several rounds of CTAs, one of chains takes their place: what starts
+    and ends a CTA counts beside its tiles.
 
     Without a mask all CTAs take as long: heads go one by one, and the last round is shared out over all SMs.
 
@@ -287,21 +292,30 @@ def pick_cuda_bwd_config(
     for the first and the last has nothing to run beside: sections that do not alternate are no more than a quarter of
     the heads.
 
-    Whole heads go to CTAs where there are as many as multiprocessors, or a multiple, and few queries (`_whole_heads`).
+    Else whole heads go to CTAs where there are as many as multiprocessors, or a multiple, and few queries
+    (`_whole_heads`).
     """
-    wide = dim == 128 and keys > CUDA_BWD_KEYS
-    roles = wide and keys <= ROLES_KEYS
-    if wide and _whole_heads(queries, dim, kv_heads, group, causal, multiprocessors):
-        return CudaBackwardConfig(64, 1, whole_heads=True)
-    tile, blocks = cuda_query_tile(dim, keys, group, causal), triton.cdiv(keys, CUDA_BWD_KEYS)
+    blocks = triton.cdiv(keys, CUDA_BWD_KEYS)
+
+    def shares(tile: int) -> tuple[int, int]:
+        tiles = triton.cdiv(queries, tile) * group
+        return (0, 1) if causal else _pick_shares(blocks * kv_heads, tiles, multiprocessors)
+
+    tile = 128 if dim == 64 else 64
+    shared, splits = shares(tile)
+    rounds = blocks * kv_heads + shared * (splits - 1) > multiprocessors
+    chained = rounds and keys >= CHAIN_KEYS[dim] and triton.cdiv(queries, tile) * group <= CHAIN_TILES[dim]
+    roles = False
+    if not chained:
+        wide = dim == 128 and blocks > 1
+        if wide and _whole_heads(queries, keys, dim, kv_heads, group, causal, multiprocessors):
+            return CudaBackwardConfig(64, 1, whole_heads=True)
+        tile, roles = cuda_query_tile(dim, queries, keys, group, causal), wide and keys <= ROLES_KEYS
+        shared, splits = shares(tile)
 
     def span(section: int) -> int:
         return _pick_span(section, kv_heads, blocks, multiprocessors) if roles else 0
 
-    tiles = triton.cdiv(queries, tile) * group
-    shared, splits = (0, 1) if causal else _pick_shares(blocks * kv_heads, tiles, multiprocessors)
-    rounds = blocks * kv_heads + shared * (splits - 1) > multiprocessors
-    chained = dim == 64 and blocks > 1 and rounds and tiles < CHAIN_TILES
     if not causal:
         return CudaBackwardConfig(tile, 1, shared, splits, chained=chained, span=span(1))
     if group > 1:
@@ -321,13 +335,18 @@ def _pick_span(section: int, kv_heads: int, blocks: int, multiprocessors: int) -
     return section * max(least, min(sections, kv_heads // (4 * section)))
 
 
-def _whole_heads(queries: int, dim: int, kv_heads: int, group: int, causal: bool, multiprocessors: int) -> bool:
+def _whole_heads(
+    queries: int, keys: int, dim: int, kv_heads: int, group: int, causal: bool, multiprocessors: int
+) -> bool:
     """Whether CTAs with a key head each keep nine tenths of the multiprocessors busy, and whether L2 keeps dQ's fp32
-    sums, which all heads that run at once go over for each block of keys, under a causal mask half of them in the mean.
+    sums, which all heads that run at once go over for each block of keys, under a causal mask those of the queries that
+    see it: of m = min(queries, keys) queries at its end all but half of what the diagonal cuts off, m² / 2 pairs.
     Memory is slower than the products: a visit to a tile of 64 queries is 96 KB, of which 64 are its sum, read and
     written."""
     rounds = triton.cdiv(kv_heads, multiprocessors)
-    sums = min(kv_heads, multiprocessors) * group * queries * 4 * dim / (2 if causal else 1)
+    seen = min(queries, keys)
+    seen = seen - seen * seen / (2 * keys) if causal else queries
+    sums = min(kv_heads, multiprocessors) * group * seen * 4 * dim
     return kv_heads >= 0.9 * rounds * multiprocessors and sums <= WHOLE_HEADS_BYTES
 
 

@@ -135,44 +135,54 @@ def test_shares_of_the_backward_in_cuda(dim, causal):
         assert config.queries != 80 or (dim == 128 and keys > 128)
         assert config.queries % cuda_backward.helper_rows(config.queries) == 0
         rounds = blocks + config.shared * (config.splits - 1) > 132
-        few = tiles < dispatch.CHAIN_TILES
-        assert config.chained == (dim == 64 and keys > 128 and rounds and few)
+        few, chains = tiles <= dispatch.CHAIN_TILES[dim], config.queries == (128 if dim == 64 else 64)
+        assert config.chained == (chains and keys >= dispatch.CHAIN_KEYS[dim] and rounds and few)
+        assert not config.chained or config.span == 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("dim", "queries", "keys", "heads", "chained"),
+    [
+        (64, 564, 64_000, 8, True),
+        (64, 11_000, 10_000, 32, True),
+        (64, 564, 1000, 512, True),
+        (64, 2048, 2048, 8, False),  # fewer blocks than multiprocessors
+        (64, 205_000, 200_000, 8, False),
+        (64, 564, 128, 512, False),  # a single block of keys
+        (128, 564, 64_000, 8, True),
+        (128, 512, 4096, 128, True),  # rather than whole heads
+        (128, 1024, 2048, 128, True),
+        (128, 1025, 2048, 128, False),
+        (128, 512, 2047, 128, False),
+        (128, 564, 2048, 8, False),
+    ],
+)
+def test_where_the_backward_in_cuda_is_chained(dim, queries, keys, heads, chained, causal):
+    """Where there are more blocks and shares than multiprocessors, and few tiles of queries."""
+    config = dispatch.pick_cuda_bwd_config(queries, keys, dim, heads, 1, causal, 132)
+    assert config.chained == chained
+    assert not chained or (config.queries == (128 if dim == 64 else 64) and not config.whole_heads and not config.span)
 
 
 @pytest.mark.parametrize(
-    ("queries", "keys", "heads", "chained"),
+    ("dim", "queries", "keys", "group", "causal", "tile"),
     [
-        (564, 64_000, 8, True),
-        (11_000, 10_000, 32, True),
-        (564, 1000, 512, True),
-        (2048, 2048, 8, False),
-        (205_000, 200_000, 8, False),
+        (64, 8192, 200_000, 1, False, 128),
+        (128, 8192, 8192, 1, False, 80),
+        (128, 8192, 129, 8, False, 80),
+        (128, 8192, 128, 1, False, 64),
+        (128, 2048, 2048, 1, True, 64),
+        (128, 4096, 4096, 1, True, 80),
+        (128, 8192, 8192, 8, True, 64),
+        (128, 16_384, 16_384, 8, True, 80),
+        (128, 1000, 1500, 1, False, 80),
+        (128, 512, 4096, 4, False, 64),  # 8 tiles of 64, 560 rows in tiles of 80
+        (128, 1, 4096, 1, True, 64),
     ],
 )
-def test_where_the_backward_in_cuda_is_chained(queries, keys, heads, chained):
-    """At D = 64, where there are more blocks and shares than multiprocessors, of more than one block of keys, and few
-    tiles of queries."""
-    assert dispatch.pick_cuda_bwd_config(queries, keys, 64, heads, 1, False, 132).chained == chained
-    assert not dispatch.pick_cuda_bwd_config(queries, 128, 64, heads, 1, False, 132).chained
-    assert not dispatch.pick_cuda_bwd_config(queries, keys, 128, heads, 1, False, 132).chained
-    assert dispatch.pick_cuda_bwd_config(queries, keys, 64, heads, 1, True, 132).chained == chained
-
-
-@pytest.mark.parametrize(
-    ("dim", "keys", "group", "causal", "tile"),
-    [
-        (64, 200_000, 1, False, 128),
-        (128, 8192, 1, False, 80),
-        (128, 129, 8, False, 80),
-        (128, 128, 1, False, 64),
-        (128, 4096, 1, True, 64),
-        (128, 16_384, 1, True, 80),
-        (128, 8192, 8, True, 64),
-        (128, 16_384, 8, True, 80),
-    ],
-)
-def test_queries_of_a_tile_of_the_backward_in_cuda(dim, keys, group, causal, tile):
-    assert dispatch.cuda_query_tile(dim, keys, group, causal) == tile
+def test_queries_of_a_tile_of_the_backward_in_cuda(dim, queries, keys, group, causal, tile):
+    assert dispatch.cuda_query_tile(dim, queries, keys, group, causal) == tile
 
 
 @pytest.mark.parametrize(("keys", "section"), [(2048, 8), (4096, 4), (8192, 2), (16_384, 1), (100_000, 1)])

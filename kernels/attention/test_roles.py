@@ -124,9 +124,10 @@ def test_spans_are_whole_sections():
     )
     for queries, keys, kv_heads, group, causal, multiprocessors in sizes:
         config = dispatch.pick_cuda_bwd_config(queries, keys, 128, kv_heads, group, causal, multiprocessors)
-        assert config.whole_heads == (config.span == 0)
+        roles = not (config.whole_heads or config.chained)
+        assert roles == (config.span > 0)
         assert config.span % config.section == 0 and config.span <= kv_heads
-        assert config.whole_heads or -(-kv_heads // config.span) <= dispatch.CUDA_BWD_SPANS
+        assert not roles or -(-kv_heads // config.span) <= dispatch.CUDA_BWD_SPANS
 
 
 def problem_of(queries: int, keys: int, heads: int, kv_heads: int, causal: bool) -> tuple[Problem, delta.Saved]:

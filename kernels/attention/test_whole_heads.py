@@ -32,6 +32,8 @@ SIZES = [(333, 700), (700, 333), (512, 512), (1, 129), (64, 500), (60, 1000), (1
         (512, 128, 128, 128, 1, True, False),  # a single block of keys
         (512, 129, 128, 128, 1, True, True),
         (512, 512, 64, 128, 1, True, False),
+        (900, 1900, 128, 128, 1, True, False),  # most blocks of keys are seen by all queries
+        (16_384, 1000, 128, 128, 1, True, True),  # most queries see none
     ],
 )
 def test_which_problems_have_whole_heads(queries, keys, dim, kv_heads, group, causal, picked):
