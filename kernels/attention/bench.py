@@ -306,7 +306,10 @@ SPEC = KernelSpec(
         ),
         **{
             ("racecheck", where): HANDED_OVER
-            for where in ("load_row", "store_one", "store_pair", "_attention_gluon_fwd_kernel")
+            for where in (
+                *("load_row", "store_one", "store_pair", "shared_word", "shared_chunk", "load_shared"),
+                "_attention_gluon_fwd_kernel",
+            )
         },
     },
     spills={"attention_fp8_fwd": 52},  # with NVRTC 13.5; with 13.0, which was measured, 48

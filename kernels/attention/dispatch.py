@@ -249,10 +249,7 @@ class CudaBackwardConfig:
 CUDA_BWD_KEYS = 128  # of a block of the backward in CUDA C++; as BN in the source
 ROLES_KEYS = 8192  # for more, preparing and casting take less time than what it costs to have them beside the products
 CHAIN_TILES = {64: 127, 128: 16}  # of a block of keys: with more a CTA for each block is as fast or faster
-CHAIN_KEYS = {
-    64: CUDA_BWD_KEYS + 1,
-    128: 2048,
-}  # with fewer at D = 128 whole heads are 3 to 5 % faster, where they are picked
+CHAIN_KEYS = {64: CUDA_BWD_KEYS + 1, 128: 2048}  # with fewer, whole heads are 3 to 5 % faster
 CUDA_BWD_SPANS = 61  # of heads at most, in a launch of several roles; with LAG as MOST_ROUNDS in the source
 WHOLE_HEADS_BYTES = 40e6  # of fp32 sums, that L2 keeps of its 50 MB on an H100 or H200
 
@@ -261,14 +258,14 @@ def cuda_query_tile(dim: int, queries: int, keys: int, group: int, causal: bool)
     """Queries of a tile of the backward in CUDA C++ where there are no chains; as BM in the source.
 
     64 and 80 at D = 128, in TFLOP/s on an H200: 586 and 602 without a mask at 8192 keys; causal 493 and 484 at 2048,
-    579 and 583 at 4096, 585 and 606 at 6144, where longer tiles on the diagonal matter less. With shared heads under a
-    mask 587 and 574 at 4096, 619 and 606 at 8192, 593 and 610 at 16 384. Few queries are rounded up to more by 80: 256
-    and 2048 keys take 0.182 ms with 64 and 0.204 with 80. A single block of keys stores its dQ by rows, which tiles of
-    80, whose dQ has columns for rows, do not.
+    520 and 530 at 2560, 579 and 583 at 4096, 585 and 606 at 6144, where longer tiles on the diagonal matter less. With
+    shared heads under a mask 587 and 574 at 4096, 619 and 606 at 8192, 593 and 610 at 16 384. Few queries are rounded
+    up to more by 80: 256 and 2048 keys take 0.182 ms with 64 and 0.204 with 80. A single block of keys stores its dQ by
+    rows, which tiles of 80, whose dQ has columns for rows, do not.
     """
     if dim == 64:
         return 128
-    long = not causal or keys >= (3072 if group == 1 else ROLES_KEYS + 1)
+    long = not causal or keys >= (2560 if group == 1 else ROLES_KEYS + 1)
     padded = {tile: triton.cdiv(queries, tile) * tile for tile in (64, 80)}
     return 80 if keys > CUDA_BWD_KEYS and long and padded[80] <= 1.03 * padded[64] else 64
 
@@ -290,7 +287,8 @@ def pick_cuda_bwd_config(
 
     At D = 128, up to ROLES_KEYS, CTAs of the same launch prepare and finish spans of heads (`_pick_span`). What is done
     for the first and the last has nothing to run beside: sections that do not alternate are no more than a quarter of
-    the heads.
+    the heads. Not where without a mask all blocks are one round of CTAs, which they would make two: 8 heads of 2048
+    queries and keys took 145 µs, and 91 by three launches.
 
     Else whole heads go to CTAs where there are as many as multiprocessors, or a multiple, and few queries
     (`_whole_heads`).
@@ -310,7 +308,8 @@ def pick_cuda_bwd_config(
         wide = dim == 128 and blocks > 1
         if wide and _whole_heads(queries, keys, dim, kv_heads, group, causal, multiprocessors):
             return CudaBackwardConfig(64, 1, whole_heads=True)
-        tile, roles = cuda_query_tile(dim, queries, keys, group, causal), wide and keys <= ROLES_KEYS
+        roles = wide and keys <= ROLES_KEYS and (causal or blocks * kv_heads > multiprocessors)
+        tile = cuda_query_tile(dim, queries, keys, group, causal)
         shared, splits = shares(tile)
 
     def span(section: int) -> int:
