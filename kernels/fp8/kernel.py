@@ -62,7 +62,7 @@ def pick_config(
     # The predicates of a ragged tile need registers: with 64 elements a thread it would spill hundreds of bytes.
     ragged = rows % BLOCK or dim % BLOCK
     if transpose and "128" in granularity:
-        return Config(BLOCK, BLOCK, 8 if granularity == "1x128" and not ragged else 16, eviction)
+        return Config(BLOCK, BLOCK, 16 if ragged else 8, eviction)
     if granularity == "128x128":
         return Config(BLOCK, BLOCK, 32 if ragged else 8, eviction)
     if granularity == "column" and not (transpose or ragged):
