@@ -22,15 +22,14 @@
 //
 // Barriers, with their arrivals per phase. The n-th use of a full one waits for parity n & 1, that of an empty one for
 // the opposite, so that the first pass finds every slot empty. Arrivals on empty ones come from one lane of each warp,
-// for a wait for wgmma is each warp's own. In a cluster each CTA loads a share of each block for all of them, so that
-// k_empty, v_empty and tile_empty count the warps of all its CTAs.
+// for a wait for wgmma is each warp's own.
 //   q_full[c] 1, q_empty[c] 4                  the 64 query rows of consumer c, once a tile, in Q_BUFFERS sets in turn
 //   k_full[s] 1, k_empty[s] 4 * CONSUMERS      a block of keys; v_full, v_empty: of values
 //   tile_full 1, tile_empty 4 * CONSUMERS      the number of the next tile
 // Named barriers 1 ... CONSUMERS: consumer c may issue its products (TURNS).
 //
 // Defined by the launcher, see CudaConfig in dispatch.py: HEAD_DIM (64, 128), BLOCK_N, STAGES, CONSUMERS (2, 3), CAUSAL, FP16,
-// TURNS, Q_REGISTERS, Q_BUFFERS, CLUSTER.
+// TURNS, Q_REGISTERS, Q_BUFFERS.
 
 #include "cuda_forward_ptx.cuh"
 
@@ -40,7 +39,6 @@ constexpr int BLOCK_M = ROWS * CONSUMERS;
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int Q_BYTES = ROWS * HEAD_DIM * 2;   // of one consumer
 constexpr int KV_BYTES = BLOCK_N * HEAD_DIM * 2;
-constexpr int SHARE_ROWS = BLOCK_N / CLUSTER;  // of each block of keys and of values that a CTA loads for its cluster
 constexpr int S_REGS = BLOCK_N / 2, O_REGS = HEAD_DIM / 2, P_REGS = BLOCK_N / 4;
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 24 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 240 : 160;
@@ -73,22 +71,25 @@ DEVICE void turn_pass(int consumer) {
 
 // Head (batches counted in) and first row of this CTA in a tile. With causal `section` heads at a time, as many as have
 // their keys and values in L2, and in these the rows with the most keys first; row blocks are counted from the end, so
-// that the block which is not full has the fewest keys, and may begin before row 0. Else head by head, and last of all
-// the row blocks that are not full, which take less time: they fill what the last round of tiles leaves free.
-// The CTAs of a cluster share keys, so with causal they have the same row block of two heads, else two row blocks.
-DEVICE void find_tile(const Problem& a, int index, int rank, int& head, int& first_row) {
+// that the block which is not full has the fewest keys, and may begin before row 0. Else head by head, but of the heads
+// from `section` on the row blocks that are not full come last of all: they take less time, and fill what the last round
+// of tiles leaves free. Not of all heads, for there each reads keys and values that it shares with no other.
+DEVICE void find_tile(const Problem& a, int index, int& head, int& first_row) {
     if (CAUSAL) {
         int first = index / (a.section * a.num_m) * a.section;
         int inside = index - first * a.num_m;
         int width = min(a.section, a.heads - first);
         int step = inside / width;
-        head = (first + inside - step * width) * CLUSTER + rank;
+        head = first + inside - step * width;
         first_row = a.num_q - (step + 1) * BLOCK_M;
     } else {
-        int whole = a.num_q / (BLOCK_M * CLUSTER);
-        bool ragged = index >= whole * a.heads;
-        head = ragged ? index - whole * a.heads : index / whole;
-        first_row = ((ragged ? whole : index - head * whole) * CLUSTER + rank) * BLOCK_M;
+        const int all = a.section * a.num_m, later = index - all, full = a.num_q / BLOCK_M;
+        const bool ragged = later >= (a.heads - a.section) * full;
+        int block;
+        if (later < 0) head = index / a.num_m, block = index - head * a.num_m;
+        else if (ragged) head = later - (a.heads - a.section) * full + a.section, block = full;
+        else head = later / full, block = later - head * full, head += a.section;
+        first_row = block * BLOCK_M;
     }
 }
 
@@ -116,7 +117,7 @@ using Ring = Position<STAGES>;  // of keys, and of values
 DEVICE void produce(const Problem& a, const TensorMap* q_map, const TensorMap* k_map, const TensorMap* v_map,
                     u32 smem) {
     const u32 bars = smem + BARRIER_OFFSET;
-    const int rank = cluster_rank(), place = blockIdx.x / CLUSTER, places = gridDim.x / CLUSTER;
+    const int place = blockIdx.x, places = gridDim.x;
     Ring ring;
     Position<Q_BUFFERS> queries;
     u32 turn = 0;
@@ -126,8 +127,8 @@ DEVICE void produce(const Problem& a, const TensorMap* q_map, const TensorMap* k
         // Without a counter there and back again, which evens out where the tiles get shorter and shorter. `places` are
         // added where the number is needed, for an addition here would wait for the counter.
         int following = round % 2 ? places - 1 - place : place;
-        if (a.next_tile && rank == 0) following = draw(a.next_tile);
-        find_tile(a, tile, rank, head, first_row);
+        if (a.next_tile) following = draw(a.next_tile);
+        find_tile(a, tile, head, first_row);
         find_blocks(a, first_row, BLOCK_M, end, full);
         int batch = head / a.q_heads;
         head -= batch * a.q_heads;
@@ -146,27 +147,17 @@ DEVICE void produce(const Problem& a, const TensorMap* q_map, const TensorMap* k
 #pragma unroll
             for (int which = 0; which < 2; which++) {
                 const u32 arrived = bars + 8 * ((which ? V_FULL : K_FULL) + ring.slot);
-                const u32 to = smem + (which ? V_OFFSET : K_OFFSET) + ring.slot * KV_BYTES + rank * SHARE_ROWS * 128;
+                const u32 to = smem + (which ? V_OFFSET : K_OFFSET) + ring.slot * KV_BYTES;
                 bar_wait(bars + 8 * ((which ? V_EMPTY : K_EMPTY) + ring.slot), ring.phase ^ 1);
                 bar_expect(arrived, KV_BYTES);
                 for (int p = 0; p < PANELS; p++)
-                    (CLUSTER == 1 ? tma_load : tma_load_all)(to + p * BLOCK_N * 128, which ? v_map : k_map, p * 64,
-                                                             j * BLOCK_N + rank * SHARE_ROWS, head, batch, arrived);
+                    tma_load(to + p * BLOCK_N * 128, which ? v_map : k_map, p * 64, j * BLOCK_N, head, batch, arrived);
             }
         }
-        if (rank == 0) {
-            following += (a.next_tile ? 1 : round) * places;
-            bar_wait(bars + 8 * TILE_EMPTY, turn ^ 1);
-#pragma unroll
-            for (int r = 0; r < CLUSTER; r++) {
-                const u32 there = CLUSTER == 1 ? smem : address_in(smem, r);
-                tell(there + TILE_OFFSET, there + BARRIER_OFFSET + 8 * TILE_FULL, following);
-            }
-        } else {
-            bar_wait_cluster(bars + 8 * TILE_FULL, turn);
-            following = load_shared(smem + TILE_OFFSET);
-            bar_arrive_in(address_in(bars + 8 * TILE_EMPTY, 0));
-        }
+        following += (a.next_tile ? 1 : round) * places;
+        bar_wait(bars + 8 * TILE_EMPTY, turn ^ 1);
+        store_shared(smem + TILE_OFFSET, following);
+        bar_arrive(bars + 8 * TILE_FULL);
         tile = following;
     }
 }
@@ -314,9 +305,9 @@ DEVICE void finish(const float (&o)[O_REGS], const Rows& rows, const Problem& a,
 }
 
 struct Consumer {  // what a warp knows of itself
-    u32 smem, bars, bars_there;  // bars_there: in the CTA of the cluster in which this lane arrives for its warp
+    u32 smem, bars;
     int number, warp, lane;
-    bool leader, teller;         // the lanes that arrive in this CTA, and in all of the cluster
+    bool leader;  // the lane that arrives for its warp
 };
 
 // Steps over blocks: they count as used.
@@ -325,8 +316,8 @@ DEVICE void skip(const Consumer& me, Ring& ring, int blocks, int turns) {
         if (TURNS && j < turns) { turn_wait(me.number); turn_pass(me.number); }
         bar_wait(me.bars + 8 * (K_FULL + ring.slot), ring.phase);
         bar_wait(me.bars + 8 * (V_FULL + ring.slot), ring.phase);
-        if (me.teller) bar_arrive_in(me.bars_there + 8 * (K_EMPTY + ring.slot));
-        if (me.teller) bar_arrive_in(me.bars_there + 8 * (V_EMPTY + ring.slot));
+        if (me.leader) bar_arrive(me.bars + 8 * (K_EMPTY + ring.slot));
+        if (me.leader) bar_arrive(me.bars + 8 * (V_EMPTY + ring.slot));
     }
 }
 
@@ -354,7 +345,7 @@ DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer,
     start_scores(s, q, q_desc, k_base + ring.slot * (KV_BYTES / 16));
     wgmma_wait<0>();
     pin(s);
-    if (me.teller) bar_arrive_in(me.bars_there + 8 * (K_EMPTY + ring.slot));
+    if (me.leader) bar_arrive(me.bars + 8 * (K_EMPTY + ring.slot));
     mask(s, limit0 - (end - 1) * BLOCK_N, limit1 - (end - 1) * BLOCK_N);
     update(s, rows, a);
     exponentials(s, rows, a);
@@ -377,7 +368,7 @@ DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer,
         if (TURNS) turn_pass(me.number);
         wgmma_wait<1>();
         pin(s);
-        if (me.teller) bar_arrive_in(me.bars_there + 8 * (K_EMPTY + slot));
+        if (me.leader) bar_arrive(me.bars + 8 * (K_EMPTY + slot));
         if (CAUSAL && j >= full) mask(s, limit0 - j * BLOCK_N, limit1 - j * BLOCK_N);
         const bool rescale = update(s, rows, a);
         exponentials(s, rows, a);
@@ -390,7 +381,7 @@ DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer,
         pin(o);
         pin(p);
         pin(s);
-        if (me.teller) bar_arrive_in(me.bars_there + 8 * (V_EMPTY + last));
+        if (me.leader) bar_arrive(me.bars + 8 * (V_EMPTY + last));
         if (rescale) {
 #pragma unroll
             for (int i = 0; i < O_REGS; i++) o[i] *= rows.alpha[i / 2 % 2];
@@ -406,22 +397,21 @@ DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer,
     start_values(o, p, v_base + last * (KV_BYTES / 16));
     wgmma_wait<0>();
     pin(o);
-    if (me.teller) bar_arrive_in(me.bars_there + 8 * (V_EMPTY + last));
+    if (me.leader) bar_arrive(me.bars + 8 * (V_EMPTY + last));
     finish(o, rows, a, head, first_row + me.warp * 16, me.lane);
 }
 
 DEVICE void consume(const Problem& a, int number, u32 smem) {
     const u32 bars = smem + BARRIER_OFFSET;
-    const int lane = threadIdx.x % 32, rank = cluster_rank();
-    const u32 bars_there = CLUSTER == 1 ? bars : address_in(bars, lane % CLUSTER);
-    const Consumer me = {smem, bars, bars_there, number, (int)threadIdx.x / 32 % 4, lane, lane == 0, lane < CLUSTER};
+    const int lane = threadIdx.x % 32;
+    const Consumer me = {smem, bars, number, (int)threadIdx.x / 32 % 4, lane, lane == 0};
     Ring ring;
     Position<Q_BUFFERS> queries;
     u32 turn = 0;
     if (TURNS && number == CONSUMERS - 1) turn_pass(number);
-    for (int tile = blockIdx.x / CLUSTER; tile < a.num_tiles; turn ^= 1, queries.next()) {
+    for (int tile = blockIdx.x; tile < a.num_tiles; turn ^= 1, queries.next()) {
         int head, first_row, end, full, all_blocks;
-        find_tile(a, tile, rank, head, first_row);
+        find_tile(a, tile, head, first_row);
         find_blocks(a, first_row, BLOCK_M, all_blocks, full);
         first_row += number * ROWS;
         find_blocks(a, first_row, ROWS, end, full);
@@ -432,29 +422,25 @@ DEVICE void consume(const Problem& a, int number, u32 smem) {
         skip(me, ring, all_blocks - end, all_blocks - 1);  // the first block of a tile is nobody's turn
         if (end > 0) attend(a, me, ring, buffer, head, first_row, end, full);
         else if (me.leader) bar_arrive(bars + 8 * (Q_EMPTY + buffer));
-        if (CLUSTER == 1) bar_wait(bars + 8 * TILE_FULL, turn);
-        else bar_wait_cluster(bars + 8 * TILE_FULL, turn);
+        bar_wait(bars + 8 * TILE_FULL, turn);
         tile = __shfl_sync(~0u, load_shared(smem + TILE_OFFSET), 0);
-        if (me.leader) bar_arrive_in((CLUSTER == 1 ? bars : address_in(bars, 0)) + 8 * TILE_EMPTY);
+        if (me.leader) bar_arrive(bars + 8 * TILE_EMPTY);
     }
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_cuda_fwd(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
               const __grid_constant__ TensorMap v_map, const __grid_constant__ Problem problem) {
     extern __shared__ __align__(1024) char shared[];
     const u32 smem = (u32)__cvta_generic_to_shared(shared);
     if (threadIdx.x == 0) {
         for (int i = 0; i < BARRIERS; i++) {
-            bool ring = (i >= K_EMPTY && i < V_FULL) || (i >= V_EMPTY && i < TILE_FULL);
-            int arrivals = ring ? 4 * CONSUMERS * CLUSTER : i >= Q_EMPTY && i < K_FULL ? 4 : 1;
-            if (i == TILE_EMPTY) arrivals = 4 * CONSUMERS * CLUSTER + CLUSTER - 1;
-            bar_init(smem + BARRIER_OFFSET + 8 * i, arrivals);
+            bool by_all = (i >= K_EMPTY && i < V_FULL) || (i >= V_EMPTY && i < TILE_FULL) || i == TILE_EMPTY;
+            bar_init(smem + BARRIER_OFFSET + 8 * i, by_all ? 4 * CONSUMERS : i >= Q_EMPTY && i < K_FULL ? 4 : 1);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    if (CLUSTER == 1) __syncthreads();
-    else cluster_sync();
+    __syncthreads();
     // The same in all lanes, and the compiler is to know it: descriptors then live in uniform registers.
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (group == 0) {
@@ -464,5 +450,4 @@ attention_cuda_fwd(const __grid_constant__ TensorMap q_map, const __grid_constan
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
         consume(problem, group - 1, smem);
     }
-    if (CLUSTER > 1) cluster_sync();  // until then another CTA may write here
 }

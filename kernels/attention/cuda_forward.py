@@ -12,6 +12,7 @@ from .hopper import ROWS, hopper_refuses, section, whole
 from .problem import LOG2_E, Problem
 
 SLACK = 8.0  # a row's maximum is kept while no score is above it by more than this, in powers of 2
+WHOLE_FIRST = 3 / 8  # of the heads, without a mask, go first with all of their row blocks, also one that is not full
 SHORT = 16, 1024  # up to so many tiles for each CTA and keys, tiles go in a fixed order: a counter needs zeroing first
 
 
@@ -42,15 +43,16 @@ def cuda_fwd(problem: Problem, out: torch.Tensor, lse: torch.Tensor) -> None:
     config = dispatch.pick_cuda_config(
         dim, problem.queries, problem.keys, causal, problem.all_heads, problem.multiprocessors()
     )
-    # The CTAs of a cluster share keys and values: with causal they have the same rows of two heads, else other rows of
-    # one head.
-    cluster = 1 if causal and problem.group % config.cluster else config.cluster
-    heads = problem.all_heads // (cluster if causal else 1)
-    num_m = -(-problem.queries // (ROWS * config.consumers * (1 if causal else cluster)))
+    heads = problem.all_heads
+    num_m = -(-problem.queries // (ROWS * config.consumers))
     num_tiles = heads * num_m
     shared = shared_bytes(dim, config)
-    places = problem.multiprocessors() // cluster
+    places = problem.multiprocessors()
     fixed = num_tiles <= places or (num_tiles <= SHORT[0] * places and problem.keys <= SHORT[1])
+    if causal:
+        of_section = heads if fixed else section(problem)
+    else:
+        of_section = int(WHOLE_FIRST * heads)
     with torch.cuda.device_of(q):
         counter = None if fixed else torch.zeros(1, dtype=torch.int32, device=q.device)
         described = _Problem(
@@ -62,7 +64,7 @@ def cuda_fwd(problem: Problem, out: torch.Tensor, lse: torch.Tensor) -> None:
             SLACK / (problem.scale * LOG2_E),
             num_tiles,
             num_m,
-            heads if fixed else max(1, section(problem) * heads // problem.all_heads),
+            of_section,
             heads,
             q.shape[1],
             problem.group,
@@ -79,14 +81,13 @@ def cuda_fwd(problem: Problem, out: torch.Tensor, lse: torch.Tensor) -> None:
             f"TURNS={int(config.turns)}",
             f"Q_REGISTERS={int(config.q_registers)}",
             f"Q_BUFFERS={config.q_buffers}",
-            f"CLUSTER={cluster}",
         )
         (kernel,) = cuda_driver.kernels(q.device.index, "cuda_forward.cu", ("attention_cuda_fwd",), defines, shared)
         maps = [
             tensor_map(q, problem.queries, ROWS),
-            *(tensor_map(x, problem.keys, config.block_n // cluster) for x in (k, v)),
+            *(tensor_map(x, problem.keys, config.block_n) for x in (k, v)),
         ]
-        launch(kernel, cluster * min(places, num_tiles), 128 * (config.consumers + 1), shared, [*maps, described])
+        launch(kernel, min(places, num_tiles), 128 * (config.consumers + 1), shared, [*maps, described])
 
 
 def shared_bytes(dim: int, config: dispatch.CudaConfig) -> int:

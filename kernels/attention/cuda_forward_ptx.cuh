@@ -1,4 +1,4 @@
-// The PTX of cuda_forward.cu beside what all have: its products, and clusters. Included after CLUSTER is defined.
+// The PTX of cuda_forward.cu beside what all have: its products, and the number of the next tile.
 #pragma once
 
 #include "cuda_ptx.cuh"
@@ -34,7 +34,7 @@ DEFINE_WGMMA(112, L56, 56, 57, 58, 59, 60, 61, 62, ROW32(0), ROW8(32), ROW8(40),
 DEFINE_WGMMA(128, L64, 64, 65, 66, 67, 68, 69, 70, ROW32(0), ROW32(32))
 
 // wgmma's description of an operand in shared memory with 128-byte swizzle: groups of 8 rows 1024 bytes apart and, if
-// it is transposed, panels of 64 columns `panel` bytes apart. Bits 24 and up of an address are the CTA's rank.
+// it is transposed, panels of 64 columns `panel` bytes apart.
 DEVICE u64 describe(u32 address, u32 panel) {
     return (u64)(1u << 30 | 1024 >> 4) << 32 | panel >> 4 << 16 | (address & 0x3ffff) >> 4;
 }
@@ -50,48 +50,11 @@ DEVICE int draw(int* counter) {
 DEVICE void store_global4(void* to, uint4 x) {
     asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
-
-// ---- Clusters ------------------------------------------------------------------------------------------------------
-
-DEVICE void bar_wait_cluster(u32 bar, u32 parity) {  // for what another CTA has written
-    asm volatile("{ .reg .pred p;\nagain: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
-                 "@!p bra again; }" ::"r"(bar), "r"(parity) : "memory");
-}
-DEVICE u32 address_in(u32 address, int rank) {  // the same place in another CTA of the cluster
-    u32 there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    return there;
-}
-DEVICE void bar_arrive_in(u32 there) {  // of address_in() where there are clusters
-    if (CLUSTER == 1) bar_arrive(there);
-    else asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
-}
-// Writes a number beside a barrier, maybe of another CTA, and arrives so that who waits there sees the number.
-DEVICE void tell(u32 there, u32 bar_there, int x) {
-    if (CLUSTER == 1) {
-        asm volatile("st.shared::cta.u32 [%0], %1;" ::"r"(there), "r"(x) : "memory");
-        bar_arrive(bar_there);
-    } else {
-        asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(there), "r"(x) : "memory");
-        asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(bar_there) : "memory");
-    }
+DEVICE void store_shared(u32 address, int x) {
+    asm volatile("st.shared::cta.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
 DEVICE int load_shared(u32 address) {
     int x;
     asm volatile("ld.shared::cta.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
     return x;
-}
-DEVICE void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
-}
-DEVICE int cluster_rank() {
-    u32 rank = 0;
-    if (CLUSTER > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-// To the same place in all CTAs of the cluster, and each one's own barrier hears of it.
-DEVICE void tma_load_all(u32 to, const TensorMap* map, int column, int row, int head, int batch, u32 bar) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-                 "[%0], [%1, {%2,%3,%4,%5}], [%6], %7;" ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(head),
-                 "r"(batch), "r"(bar), "h"((unsigned short)((1 << CLUSTER) - 1)) : "memory");
 }

@@ -51,7 +51,7 @@ class CudaConfig:
     """block_n keys a block in rings of `stages`, consumers · 64 rows of queries a tile. turns: consumers issue their
     products in turn, each as soon as the one before has issued its own. q_registers: queries are held in registers for
     the length of a tile. q_buffers: 2 lets the next tile's queries come while a tile's are in use, at the cost of a
-    stage. cluster: CTAs that share keys and values."""
+    stage."""
 
     block_n: int
     stages: int
@@ -59,7 +59,6 @@ class CudaConfig:
     turns: bool
     q_registers: bool
     q_buffers: int = 1
-    cluster: int = 1
 
 
 TWO_CONSUMERS = 0.83  # what a tile of two takes of the time of one of three, with few or no other tiles behind it
@@ -70,9 +69,9 @@ def pick_cuda_config(dim: int, queries: int, keys: int, causal: bool, heads: int
     when they take fewer or shorter rounds (README). `heads` of all batches.
 
     With D = 64, 112 keys and queries in registers won over 128 keys and queries in shared memory; turns cost there and
-    paid with D = 128. Clusters paid without a mask at D = 128 alone, a second set of queries where tiles are short, and
-    there, under a causal mask, turns no longer where tiles are long. With few keys what counts is how many of the last
-    block's are not there: a block of 112 took as long as 1.63 of 64, and a tile as long as 2.7 and 2.5 more.
+    paid with D = 128, but under a causal mask no longer where tiles are long. A second set of queries paid where tiles
+    are short. With few keys what counts is how many of the last block's are not there: a block of 112 took as long as
+    1.63 of 64, and a tile as long as 2.7 and 2.5 more.
     """
     if _two_consumers(dim, queries, causal, heads, multiprocessors):
         if dim == 64:
@@ -86,7 +85,7 @@ def pick_cuda_config(dim: int, queries: int, keys: int, causal: bool, heads: int
         return CudaConfig(64 if narrow else 112, 4, 3, False, True)
     if keys <= 512:
         return CudaConfig(64, 4, 3, True, False, q_buffers=2)
-    return CudaConfig(80, 4, 3, not causal, False, cluster=1 if causal or queries < 1024 else 2)
+    return CudaConfig(80, 4, 3, not causal, False)
 
 
 def _two_consumers(dim: int, queries: int, causal: bool, heads: int, multiprocessors: int) -> bool:
