@@ -269,6 +269,7 @@ def cuda_query_tile(dim: int, queries: int, keys: int, group: int, causal: bool)
     return 80 if keys > CUDA_BWD_KEYS and long and padded[80] <= 1.03 * padded[64] else 64
 
 
+@functools.lru_cache(1024)
 def pick_cuda_bwd_config(
     queries: int, keys: int, dim: int, kv_heads: int, group: int, causal: bool, multiprocessors: int
 ) -> CudaBackwardConfig:
@@ -291,6 +292,8 @@ def pick_cuda_bwd_config(
 
     Else whole heads go to CTAs where there are as many as multiprocessors, or a multiple, and few queries
     (`_whole_heads`).
+
+    Every backward waits for it, up to 0.1 ms: hence the cache.
     """
     blocks = triton.cdiv(keys, CUDA_BWD_KEYS)
 
