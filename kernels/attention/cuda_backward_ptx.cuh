@@ -42,11 +42,6 @@ DEVICE void tma_load_once(u32 to, const TensorMap* map, int column, int row, int
                  "[%0], [%1, {%2,%3,%4,%5}], [%6], policy; }"
                  ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(bar) : "memory");
 }
-// Into L2 alone.
-DEVICE void tma_prefetch(const TensorMap* map, int column, int row, int head, int batch) {
-    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];"
-                 ::"l"(map), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
-}
 DEVICE void store_box_once(const TensorMap& map, u32 from, int column, int row, int head, int batch) {
     asm volatile(EVICT_FIRST "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group.L2::cache_hint "
                  "[%0, {%2, %3, %4, %5}], [%1], policy; }"

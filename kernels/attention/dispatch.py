@@ -248,7 +248,7 @@ class CudaBackwardConfig:
 CUDA_BWD_KEYS = 128  # of a block of the backward in CUDA C++; as BN in the source
 ROLES_KEYS = 8192  # for more, preparing and casting take less time than what it costs to have them beside the products
 CHAIN_TILES = {64: 127, 128: 16}  # of a block of keys: with more a CTA for each block is as fast or faster
-CHAIN_KEYS = {64: CUDA_BWD_KEYS + 1, 128: 2048}  # with fewer, whole heads are 3 to 5 % faster
+CHAIN_KEYS = {64: CUDA_BWD_KEYS + 1, 128: 2048}  # two blocks; with fewer at D = 128 whole heads are 3 to 5 % faster
 CUDA_BWD_SPANS = 61  # of heads at most, in a launch of several roles; with LAG as MOST_ROUNDS in the source
 WHOLE_HEADS_BYTES = 40e6  # of fp32 sums, that L2 keeps of its 50 MB on an H100 or H200
 
@@ -340,14 +340,13 @@ def _whole_heads(
     queries: int, keys: int, dim: int, kv_heads: int, group: int, causal: bool, multiprocessors: int
 ) -> bool:
     """Whether CTAs with a key head each keep nine tenths of the multiprocessors busy, and whether L2 keeps dQ's fp32
-    sums, which all heads that run at once go over for each block of keys, under a causal mask those of the queries that
-    see it: of m = min(queries, keys) queries at its end all but half of what the diagonal cuts off, m² / 2 pairs.
-    Memory is slower than the products: a visit to a tile of 64 queries is 96 KB, of which 64 are its sum, read and
-    written."""
+    sums, which all heads that run at once go over for each block of keys: those of all queries, under a causal mask of
+    m - m² / (2 keys) in the mean, where m = min(queries, keys) of them see any. Memory is slower than the products: a
+    visit to a tile of 64 queries is 96 KB, of which 64 are its sum, read and written."""
     rounds = triton.cdiv(kv_heads, multiprocessors)
-    seen = min(queries, keys)
-    seen = seen - seen * seen / (2 * keys) if causal else queries
-    sums = min(kv_heads, multiprocessors) * group * seen * 4 * dim
+    seeing = min(queries, keys)
+    visited = seeing - seeing * seeing / (2 * keys) if causal else queries
+    sums = min(kv_heads, multiprocessors) * group * visited * 4 * dim
     return kv_heads >= 0.9 * rounds * multiprocessors and sums <= WHOLE_HEADS_BYTES
 
 
