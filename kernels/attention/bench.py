@@ -308,7 +308,7 @@ SPEC = KernelSpec(
             ("racecheck", where): HANDED_OVER
             for where in (
                 *("load_row", "store_one", "store_pair", "store_shared"),
-                *("shared_word", "shared_chunk", "load_shared", "_attention_gluon_fwd_kernel"),
+                *("shared_chunk", "load_shared", "_attention_gluon_fwd_kernel"),
             )
         },
     },

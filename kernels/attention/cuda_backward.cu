@@ -101,8 +101,8 @@ static_assert(SHARED_END <= 232448, "a CTA has 227 KB of shared memory");
 // What the producer tells consumers of each tile of queries, beside its stage of q: where its dq goes (of WHOLE twice
 // that, and 1 more at the last visit), and which of the tiles it is.
 DEVICE void tell(u32 base, u32 slot, int place, int m) { store_pair(base + TOLD_AT + 8 * slot, place, m); }
-DEVICE int told_place(u32 base, u32 slot) { return shared_word(base + TOLD_AT + 8 * slot); }
-DEVICE int told_tile(u32 base, u32 slot) { return shared_word(base + TOLD_AT + 8 * slot + 4); }
+DEVICE int told_place(u32 base, u32 slot) { return load_shared(base + TOLD_AT + 8 * slot); }
+DEVICE int told_tile(u32 base, u32 slot) { return load_shared(base + TOLD_AT + 8 * slot + 4); }
 
 // `await` is called before the first of lse and delta is loaded.
 template <class Await>

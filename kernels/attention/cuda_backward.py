@@ -82,7 +82,7 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
     dq_sum = torch.empty(summed, padded, dim, dtype=torch.float32, device=q.device)
     parts = torch.empty(config.shared * config.splits, 2, KEYS, dim, dtype=torch.float32, device=q.device)
     lse2, delta = torch.empty(2, summed, padded, dtype=torch.float32, device=q.device)
-    ticket = torch.empty(1, dtype=torch.int32, device=q.device) if config.chained else None
+    ticket = torch.empty(1, dtype=torch.int32, device=q.device) if config.chained and causal else None
     plan = None
     if config.span:
         heads, multiprocessors = problem.all_kv_heads, problem.multiprocessors()

@@ -6,9 +6,10 @@
 // item to the first of the next, S and dP are of the new keys and values, dQ, a tile late, of the old keys, and dK and dV
 // leave from registers while the new S is under way.
 //
-// Under a mask items differ in length, the longest of a section come first, and whoever is done takes the next, as the
-// hardware gives out CTAs: the producer draws a ticket when the last loads of an item are under way, not earlier, for who
-// draws long before it can begin takes the item from one who could.
+// Without a mask items take as long as each other, and a CTA does each gridDim.x-th. Under one they do not, the longest
+// of a section come first, and whoever is done takes the next, as the hardware gives out CTAs: the producer draws a ticket
+// when the last loads of an item are under way, not earlier, for who draws long before it can begin takes the item from
+// one who could.
 //
 // K has two buffers, for in the step after that dQ is of the old keys still. V has one. At D = 64 without a mask consumers
 // hold it in registers, so that the next can come as soon as they have begun an item, else when the last dP of one is done.
@@ -20,46 +21,39 @@ static_assert(BM == (D == 64 ? 128 : 64) && !SINGLE && !WHOLE && !ROLES, "shared
 constexpr u32 K_OTHER = K_BYTES;  // from one buffer of K to the other
 constexpr u32 ITEMS = 4;          // the producer is up to three ahead of the one whose dK and dV are stored
 constexpr u32 K2_FULL = (SHARED_END + 15) / 16 * 16, K2_EMPTY = K2_FULL + 16, V1_EMPTY = K2_EMPTY + 16;
-constexpr u32 ITEM_FULL = V1_EMPTY + 16, ITEM_AT = ITEM_FULL + 8 * ITEMS, COUNT_AT = ITEM_AT + 32 * ITEMS;
-static_assert(K_AT == 0 && COUNT_AT + 8 <= 232448, "the barriers for two blocks of keys fit behind all else");
+constexpr u32 ITEM_FULL = V1_EMPTY + 16, ITEM_AT = ITEM_FULL + 8 * ITEMS;
+static_assert(K_AT == 0 && ITEM_AT + 32 * ITEMS <= 232448, "the barriers for two blocks of keys fit behind all else");
 
 // What consumers know of an item, which costs the producer many divisions: first key, tiles, part, head; batch.
 DEVICE u32 item_slot(u32 base, u32 n) { return base + ITEM_AT + n % ITEMS * 32; }
 
-// ticket: the next item that nobody has; the first ones are those that have the CTAs' own numbers. How many items there
-// were before is kept in shared memory: registers are few.
+// ticket: the next item that nobody has; the first ones are those that have the CTAs' own numbers. Null without a mask.
+// One thread runs this, but what it draws is shuffled: then ptxas knows that all that comes of it is one to the warp, and
+// keeps it in uniform registers, of which there are enough, else in those that it lacks.
 DEVICE void produce_chained(const TensorMap& q_map, const TensorMap& do_map, const TensorMap& k_map,
-                            const TensorMap& v_map, const Problem& p, u32* ticket, int items, u32 base) {
+                            const TensorMap& v_map, const Problem& p, int* ticket, int items, u32 base) {
     Ring<Q_STAGES> q;
     Ring<DO_STAGES> g;
-    auto count = [&] { return shared_word(base + COUNT_AT); };
-    auto announce = [&] { bar_arrive(base + ITEM_FULL + count() % ITEMS * 8); };
-    auto load_keys = [&](const TensorMap& map, u32 to, u32 bar) {
-        const u32 slot = item_slot(base, count());
-        const Uint4 x = shared_chunk(slot);
-        const int batch = shared_word(slot + 16);
-        bar_expect(bar, K_BYTES);
-        for (int part = 0; part < 2 * SLABS; part++)
-            tma_load(to + part * 64 * 128, &map, part / 2 * 64, x.x + part % 2 * 64, x.w, batch, bar);
-    };
-    store_pair(base + COUNT_AT, 0, 0);
+    u32 n = 0;  // items before this one
+    auto announce = [&] { bar_arrive(base + ITEM_FULL + n % ITEMS * 8); };
 #pragma unroll 1
-    for (u32 item = blockIdx.x; item < items; item = draw(ticket)) {
+    for (u32 item = blockIdx.x; item < items; item = CAUSAL ? __shfl_sync(1u, draw(ticket), 0) : item + gridDim.x) {
         const Work w(p, item);
-        const u32 slot = item_slot(base, count());
-        store_words(slot, w.first_key, w.tiles, w.part, w.head);
-        store_pair(slot + 16, w.batch, 0);
+        store_words(item_slot(base, n), w.first_key, w.tiles, w.part, w.head);
+        store_pair(item_slot(base, n) + 16, w.batch, 0);
         announce();
+        auto load_keys = [&](const TensorMap& map, u32 to, u32 bar) {
+            bar_expect(bar, K_BYTES);
+            for (int part = 0; part < 2 * SLABS; part++)
+                tma_load(to + part * 64 * 128, &map, part / 2 * 64, w.first_key + part % 2 * 64, w.head, w.batch, bar);
+        };
         Tile tile(w, p);
-        bool first = true;
 #pragma unroll 1
-        for (int left = w.tiles; left; left--, first = false) {
-            anew(base);
+        for (int t = 0; t < w.tiles; t++) {
             const int head = tile.all_heads - w.batch * p.kv_heads * p.group, row = tile.m * BM;
             const int place = tile.all_heads * p.m_tiles + tile.m;
             const long long at = (long long)place * BM;
-            if (first) {
-                const u32 n = count();
+            if (t == 0) {
                 bar_wait(base + K2_EMPTY + n % 2 * 8, n / 2 & 1 ^ 1);
                 load_keys(k_map, base + n % 2 * K_OTHER, base + K2_FULL + n % 2 * 8);
             }
@@ -70,8 +64,8 @@ DEVICE void produce_chained(const TensorMap& q_map, const TensorMap& do_map, con
             for (int slab = 0; slab < SLABS; slab++)
                 tma_load(base + Q_AT + q.slot * Q_BYTES + slab * Q_SLAB, &q_map, slab * 64, row, head, w.batch, bar);
             load_row(p.lse2 + at, base + LSE_AT + q.slot * BM * 4, bar, BM * 4);
-            if (first) {
-                bar_wait(base + V1_EMPTY, count() & 1 ^ 1);
+            if (t == 0) {
+                bar_wait(base + V1_EMPTY, n & 1 ^ 1);
                 load_keys(v_map, base + V_AT, base + V_FULL);
             }
             bar = base + DO_FULL + 8 * g.slot;
@@ -82,9 +76,9 @@ DEVICE void produce_chained(const TensorMap& q_map, const TensorMap& do_map, con
             load_row(p.delta + at, base + DELTA_AT + g.slot * BM * 4, bar, BM * 4);
             q.next(), g.next(), tile.next(w, p);
         }
-        store_pair(base + COUNT_AT, count() + 1, 0);
+        n++;
     }
-    store_words(item_slot(base, count()), 0, 0, 0, 0);  // an item without tiles is the end
+    store_words(item_slot(base, n), 0, 0, 0, 0);  // an item without tiles is the end
     announce();
 }
 
@@ -146,15 +140,16 @@ DEVICE void consume_chained(const Rows& dk_rows, const Rows& dv_rows, const Prob
     Ring<Q_STAGES> q;
     Ring<DO_STAGES> g;
     u32 n = 0;      // the item of the scores, counted from this CTA's first
+    int first_key;  // of it
     int left;       // tiles of it that are left with this one
     bool diagonal;  // whether the mask cuts through the tile of which `place` was
 
     auto release = [&](u32 bar) {
         if (lane == 0) bar_arrive(base + bar);
     };
-    auto told = [&](u32 item, int word) { return shared_word(item_slot(base, item) + 4 * word); };
-    auto tiles_of = [&](u32 item) { return __shfl_sync(~0u, told(item, 1), 0); };  // known to be one to the warp
-    auto first_row = [&] { return told(n, 0) + wg * 64; };                         // of this group's keys
+    auto told = [&](u32 item, int word) { return load_shared(item_slot(base, item) + 4 * word); };
+    auto told_all = [&](u32 item, int word) { return __shfl_sync(~0u, told(item, word), 0); };  // one to the warp
+    auto first_row = [&] { return first_key + wg * 64; };                                       // of this group's keys
     auto place = [&] {
         if (CAUSAL) diagonal = told_tile(base, q.slot) * BM < first_row() + 63 - offset;
         return told_place(base, q.slot);
@@ -217,29 +212,29 @@ DEVICE void consume_chained(const Rows& dk_rows, const Rows& dv_rows, const Prob
     };
     auto store_keys = [&](u32 of_item) {
         Uint4 x = shared_chunk(item_slot(base, of_item));
-        u32 thread = threadIdx.x - 128;
-        anew(thread);  // else where its rows are is kept in a register from the first item to the last
         if ((int)x.z >= 0) {
-            float* to = p.parts + (long long)(int)x.z * (2 * BN * D) + thread / 32 * (16 * D) + thread % 32 * 4;
+            float* to = p.parts + (long long)(int)x.z * (2 * BN * D) + (wg * 4 + warp) * (16 * D) + lane * 4;
 #pragma unroll
             for (int j = 0; j < D / 8; j++) {
                 *(Float4*)(to + j * 128) = {dv[4 * j], dv[4 * j + 1], dv[4 * j + 2], dv[4 * j + 3]};
                 *(Float4*)(to + j * 128 + BN * D) = {dk[4 * j], dk[4 * j + 1], dk[4 * j + 2], dk[4 * j + 3]};
             }
         } else {
-            int row = (int)x.x + thread / 32 * 16 + thread % 32 / 4, batch = told(of_item, 4);
+            int row = (int)x.x + wg * 64 + warp * 16 + lane / 4, batch = told(of_item, 4);
             store_rows(dv_rows, batch, x.w, row, p.keys, dv, 1);
             store_rows(dk_rows, batch, x.w, row, p.keys, dk, p.scale);
         }
     };
     auto enter = [&] {
         bar_wait(base + K2_FULL + n % 2 * 8, n / 2 & 1);
-        left = tiles_of(n);
+        first_key = told_all(n, 0), left = told_all(n, 1);
     };
-    auto any_more = [&] {  // whether a tile comes behind this one
-        if (left > 1) return true;
+    // Whether no tile comes behind this one. Asked the other way around, whether one does, ptxas kept what is worked out
+    // of the thread's number nowhere, and worked it out in each tile: 2 % slower.
+    auto is_last = [&] {
+        if (left > 1) return false;
         bar_wait(base + ITEM_FULL + (n + 1) % ITEMS * 8, (n + 1) / ITEMS & 1);
-        return tiles_of(n + 1) != 0;
+        return told_all(n + 1, 1) == 0;
     };
 
     enter();
@@ -249,10 +244,10 @@ DEVICE void consume_chained(const Rows& dk_rows, const Rows& dv_rows, const Prob
     if (V_IN_REGISTERS) release(V1_EMPTY);
     int at = place(), at_before = at, t = 0;
     softmax(0);
-    bool more = any_more(), fresh = true;  // fresh: tile t is the first of its item
-    if (wg == 1 && more) named_arrive(FIRST_TURN, 256);
+    bool last = is_last(), fresh = true;  // fresh: tile t is the first of its item
+    if (wg == 1 && !last) named_arrive(FIRST_TURN, 256);
     // As the loop of `consume`, of which this is the order of products; t counts the tiles of all items.
-    for (; more; t++) {
+    for (; !last; t++) {
         const bool ends = left == 1, freed = fresh && t > 0;  // freed: after this step nobody reads the keys before
         const bool alone = ends && freed;  // an item of one tile: the next one's keys come where those before it lie
         named_sync(FIRST_TURN + wg, 256);
@@ -271,13 +266,13 @@ DEVICE void consume_chained(const Rows& dk_rows, const Rows& dv_rows, const Prob
         q.next();
         if (ends) n++, enter();
         else left--;
+        last = is_last();
         wgmma_wait<2>();
         pin(pt), pin(dv);
         release(DO_EMPTY + 8 * g.slot);
         g.next();
         begin_scores();
-        more = any_more();
-        if (wg == 0 ? !alone : more) named_arrive(FIRST_TURN + (wg ^ 1), 256);
+        if (wg == 0 ? !alone : !last) named_arrive(FIRST_TURN + (wg ^ 1), 256);
         wgmma_wait<2>();
         pin(dst), pin(dk);
         release(Q_EMPTY + 8 * old_q);
@@ -312,7 +307,7 @@ DEVICE void consume_chained(const Rows& dk_rows, const Rows& dv_rows, const Prob
 extern "C" __global__ void __launch_bounds__(384, 1)
 attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map,
          const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map, const Rows dk, const Rows dv,
-         const Problem p, u32* ticket, int items) {
+         const Problem p, int* ticket, int items) {
     const u32 base = shared_memory();
     if (threadIdx.x == 0) {
         auto init = [&](u32 bar, int slots, u32 arrivals) {

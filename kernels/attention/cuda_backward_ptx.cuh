@@ -77,11 +77,6 @@ DEVICE u32 load_acquire(const u32* at) {
 DEVICE void add_release(u32* at, u32 x) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(at), "r"(x) : "memory");
 }
-DEVICE u32 draw(u32* at) {
-    u32 x;
-    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(x) : "l"(at) : "memory");
-    return x;
-}
 DEVICE void doze(u32 nanoseconds) { asm volatile("nanosleep.u32 %0;" ::"r"(nanoseconds) : "memory"); }
 
 DEVICE Float2 unpack(u32 x) {
@@ -119,11 +114,6 @@ DEVICE Float4 shared_four(u32 at) {
 DEVICE void store_one(u32 at, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory"); }
 DEVICE void store_four(u32 at, float a, float b, float c, float d) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
-}
-DEVICE int shared_word(u32 at) {
-    int y;
-    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(y) : "r"(at) : "memory");
-    return y;
 }
 DEVICE void store_pair(u32 at, int x, int y) {
     asm volatile("st.shared.v2.s32 [%0], {%1, %2};" ::"r"(at), "r"(x), "r"(y) : "memory");

@@ -12,12 +12,6 @@ struct Problem {
 
 // --------------------------------------------------------------------------------------------- the work of a CTA
 
-// p.m_tiles, but nothing that is worked out of it is kept in a register, of which a producer has few, from block to block.
-DEVICE int all_tiles(const Problem& p) {
-    u32 tiles = p.m_tiles;
-    if (CHAINED) anew(tiles);
-    return tiles;
-}
 // The first tile of queries that sees a block of keys.
 DEVICE int first_tile(const Problem& p, int first_key) {
     return CAUSAL ? max(0, first_key - (p.keys - p.queries)) / BM : 0;
@@ -44,7 +38,7 @@ struct Work {
         batch = all / p.kv_heads, head = all % p.kv_heads;
         first_key = SINGLE || WHOLE ? 0 : i / heads * BN;
         low = first_tile(p, first_key);
-        int of_block = (all_tiles(p) - low) * p.group;
+        int of_block = (p.m_tiles - low) * p.group;
         begin = of_block * share / shares;
         tiles = of_block * (share + 1) / shares - begin;
         // CTAs that start together would all add to the sum of one tile at a time, where L2 takes one addend after the
@@ -62,7 +56,7 @@ struct Tile {
 
     DEVICE Tile(const Work& w, const Problem& p) {
         int i = w.begin / p.group;
-        m = w.down ? all_tiles(p) - 1 - i : w.low + i + w.ahead;
+        m = w.down ? p.m_tiles - 1 - i : w.low + i + w.ahead;
         g = w.begin % p.group;
         all_heads = (w.batch * p.kv_heads + w.head) * p.group + g;
     }

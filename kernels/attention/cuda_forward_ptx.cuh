@@ -39,22 +39,7 @@ DEVICE u64 describe(u32 address, u32 panel) {
     return (u64)(1u << 30 | 1024 >> 4) << 32 | panel >> 4 << 16 | (address & 0x3ffff) >> 4;
 }
 
-// Takes a number from a counter. Of an addition ptxas may make one for all active threads, with a shuffle that waits;
-// of this, which counts up to a bound, it does not.
-DEVICE int draw(int* counter) {
-    int number;
-    asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7fffffff;" : "=r"(number) : "l"(counter) : "memory");
-    return number;
-}
 // One store of 16 bytes, which ptxas would take apart for want of four registers in a row.
 DEVICE void store_global4(void* to, uint4 x) {
     asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
-}
-DEVICE void store_shared(u32 address, int x) {
-    asm volatile("st.shared::cta.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
-}
-DEVICE int load_shared(u32 address) {
-    int x;
-    asm volatile("ld.shared::cta.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
-    return x;
 }

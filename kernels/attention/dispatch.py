@@ -246,27 +246,38 @@ class CudaBackwardConfig:
 
 
 CUDA_BWD_KEYS = 128  # of a block of the backward in CUDA C++; as BN in the source
-ROLES_KEYS = 8192  # for more, preparing and casting take less time than what it costs to have them beside the products
 CHAIN_TILES = {64: 127, 128: 16}  # of a block of keys: with more a CTA for each block is as fast or faster
 CHAIN_KEYS = {64: CUDA_BWD_KEYS + 1, 128: 2048}  # two blocks; with fewer at D = 128 whole heads are 3 to 5 % faster
 CUDA_BWD_SPANS = 61  # of heads at most, in a launch of several roles; with LAG as MOST_ROUNDS in the source
 WHOLE_HEADS_BYTES = 40e6  # of fp32 sums, that L2 keeps of its 50 MB on an H100 or H200
 
 
-def cuda_query_tile(dim: int, queries: int, keys: int, group: int, causal: bool) -> int:
-    """Queries of a tile of the backward in CUDA C++ where there are no chains; as BM in the source.
+def cuda_query_tile(dim: int, queries: int, keys: int, group: int, causal: bool, rounds: float) -> int:
+    """Queries of a tile of the backward in CUDA C++ where there are no chains; as BM in the source. `rounds`: blocks of
+    keys to a multiprocessor.
 
     64 and 80 at D = 128, in TFLOP/s on an H200: 586 and 602 without a mask at 8192 keys; causal 493 and 484 at 2048,
     520 and 530 at 2560, 579 and 583 at 4096, 585 and 606 at 6144, where longer tiles on the diagonal matter less. With
-    shared heads under a mask 587 and 574 at 4096, 619 and 606 at 8192, 593 and 610 at 16 384. Few queries are rounded
-    up to more by 80: 256 and 2048 keys take 0.182 ms with 64 and 0.204 with 80. A single block of keys stores its dQ by
-    rows, which tiles of 80, whose dQ has columns for rows, do not.
+    shared heads under a mask 587 and 574 at 4096, 619 and 606 at 8192, 593 and 610 at 16 384. With few rounds the
+    longest CTA decides, and that is faster with 80: 8 heads of causal 2048 241 and 256, 20 heads 340 and 353, 16 and 2
+    of 8192 329 and 338. Few queries are rounded up to more by 80: 256 and 2048 keys take 0.182 ms with 64 and 0.204
+    with 80. A single block of keys stores its dQ by rows, which tiles of 80, whose dQ has columns for rows, do not.
     """
     if dim == 64:
         return 128
-    long = not causal or keys >= (2560 if group == 1 else ROLES_KEYS + 1)
+    few = keys >= 1024 and rounds <= (3 if group == 1 else 1)
+    long = not causal or few or keys >= (2560 if group == 1 else 8193)
     padded = {tile: triton.cdiv(queries, tile) * tile for tile in (64, 80)}
     return 80 if keys > CUDA_BWD_KEYS and long and padded[80] <= 1.03 * padded[64] else 64
+
+
+def _pick_roles(rounds: float, causal: bool) -> bool:
+    """Whether CTAs of one launch have roles, at D = 128. With a few rounds they make one more, that of those who finish
+    behind those who multiply; under a mask CTAs of a single round are short, and leave room for them. By roles and by
+    three launches, in microseconds on an H200: causal 8 heads of 2048 84 and 88, 12 heads, 1.5 rounds, 118 and 94, 10
+    heads of 3072, 1.8, 193 and 175, 10 of 4096, 2.4, 271 and 286; without a mask 10 heads of 3072 296 and 227, 13 of
+    4096, 3.2, 526 and 469, 20 of 3072, 3.6, 415 and 426."""
+    return rounds <= 1 or rounds >= 2.3 if causal else rounds >= 3.5
 
 
 @functools.lru_cache(1024)
@@ -285,10 +296,9 @@ def pick_cuda_bwd_config(
     the same queries all the time, which L2 holds whatever the size of the group. On an H200, 64 heads and 8 key
     heads, 8192 keys: 570 TFLOP/s, against 494 with each query head from its first query on, one after the other.
 
-    At D = 128, up to ROLES_KEYS, CTAs of the same launch prepare and finish spans of heads (`_pick_span`). What is done
+    At D = 128, CTAs of the same launch prepare and finish spans of heads (`_pick_roles`, `_pick_span`). What is done
     for the first and the last has nothing to run beside: sections that do not alternate are no more than a quarter of
-    the heads. Not where without a mask all blocks are one round of CTAs, which they would make two: 8 heads of 2048
-    queries and keys took 145 µs, and 91 by three launches.
+    the heads.
 
     Else whole heads go to CTAs where there are as many as multiprocessors, or a multiple, and few queries
     (`_whole_heads`).
@@ -303,15 +313,16 @@ def pick_cuda_bwd_config(
 
     tile = 128 if dim == 64 else 64
     shared, splits = shares(tile)
-    rounds = blocks * kv_heads + shared * (splits - 1) > multiprocessors
-    chained = rounds and keys >= CHAIN_KEYS[dim] and triton.cdiv(queries, tile) * group <= CHAIN_TILES[dim]
+    several = blocks * kv_heads + shared * (splits - 1) > multiprocessors
+    chained = several and keys >= CHAIN_KEYS[dim] and triton.cdiv(queries, tile) * group <= CHAIN_TILES[dim]
     roles = False
     if not chained:
         wide = dim == 128 and blocks > 1
         if wide and _whole_heads(queries, keys, dim, kv_heads, group, causal, multiprocessors):
             return CudaBackwardConfig(64, 1, whole_heads=True)
-        roles = wide and keys <= ROLES_KEYS and (causal or blocks * kv_heads > multiprocessors)
-        tile = cuda_query_tile(dim, queries, keys, group, causal)
+        rounds = blocks * kv_heads / multiprocessors
+        roles = wide and _pick_roles(rounds, causal)
+        tile = cuda_query_tile(dim, queries, keys, group, causal, rounds)
         shared, splits = shares(tile)
 
     def span(section: int) -> int:

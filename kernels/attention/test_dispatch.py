@@ -166,23 +166,26 @@ def test_where_the_backward_in_cuda_is_chained(dim, queries, keys, heads, chaine
 
 
 @pytest.mark.parametrize(
-    ("dim", "queries", "keys", "group", "causal", "tile"),
+    ("dim", "queries", "keys", "group", "causal", "rounds", "tile"),
     [
-        (64, 8192, 200_000, 1, False, 128),
-        (128, 8192, 8192, 1, False, 80),
-        (128, 8192, 129, 8, False, 80),
-        (128, 8192, 128, 1, False, 64),
-        (128, 2048, 2048, 1, True, 64),
-        (128, 4096, 4096, 1, True, 80),
-        (128, 8192, 8192, 8, True, 64),
-        (128, 16_384, 16_384, 8, True, 80),
-        (128, 1000, 1500, 1, False, 80),
-        (128, 512, 4096, 4, False, 64),  # 8 tiles of 64, 560 rows in tiles of 80
-        (128, 1, 4096, 1, True, 64),
+        (64, 8192, 200_000, 1, False, 9, 128),
+        (128, 8192, 8192, 1, False, 9, 80),
+        (128, 8192, 129, 8, False, 9, 80),
+        (128, 8192, 128, 1, False, 1, 64),
+        (128, 2048, 2048, 1, True, 9, 64),
+        (128, 2048, 2048, 1, True, 3, 80),
+        (128, 512, 512, 1, True, 1, 64),
+        (128, 4096, 4096, 1, True, 9, 80),
+        (128, 8192, 8192, 8, True, 2, 64),
+        (128, 8192, 8192, 8, True, 1, 80),
+        (128, 16_384, 16_384, 8, True, 9, 80),
+        (128, 1000, 1500, 1, False, 9, 80),
+        (128, 512, 4096, 4, False, 9, 64),  # 8 tiles of 64, 560 rows in tiles of 80
+        (128, 1, 4096, 1, True, 1, 64),
     ],
 )
-def test_queries_of_a_tile_of_the_backward_in_cuda(dim, queries, keys, group, causal, tile):
-    assert dispatch.cuda_query_tile(dim, queries, keys, group, causal) == tile
+def test_queries_of_a_tile_of_the_backward_in_cuda(dim, queries, keys, group, causal, rounds, tile):
+    assert dispatch.cuda_query_tile(dim, queries, keys, group, causal, rounds) == tile
 
 
 @pytest.mark.parametrize(("keys", "section"), [(2048, 8), (4096, 4), (8192, 2), (16_384, 1), (100_000, 1)])

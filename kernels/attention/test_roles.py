@@ -101,9 +101,13 @@ def test_chunks_cover_all_tiles(tile):
     [
         (2048, 128, 1, True, 8, 8),
         (4096, 128, 1, True, 4, 4),
-        (16_384, 32, 1, True, 1, 0),  # preparing and casting are too little
+        (16_384, 32, 1, True, 1, 1),
         (8192, 32, 1, False, 1, 2),
-        (2048, 8, 1, False, 1, 0),  # all blocks at a time
+        (2048, 8, 1, False, 1, 0),  # one round of CTAs
+        (4096, 13, 1, False, 1, 0),  # 3.2
+        (8192, 8, 1, False, 1, 2),  # 3.9
+        (4096, 8, 1, True, 2, 0),  # 1.9 under a mask
+        (4096, 10, 1, True, 2, 2),  # 2.4
         (8192, 8, 8, True, 2, 2),
         (2048, 8, 8, True, 8, 8),  # alternating sections stay as they are
         (512, 100, 1, True, 25, 25),  # a section of 32 would leave three spans and a few heads
@@ -125,8 +129,9 @@ def test_spans_are_whole_sections():
     )
     for queries, keys, kv_heads, group, causal, multiprocessors in sizes:
         config = dispatch.pick_cuda_bwd_config(queries, keys, 128, kv_heads, group, causal, multiprocessors)
-        one_round = not causal and -(-keys // 128) * kv_heads <= multiprocessors
-        roles = not (config.whole_heads or config.chained or one_round)
+        rounds = -(-keys // 128) * kv_heads / multiprocessors
+        few = 1 < rounds < 2.3 if causal else rounds < 3.5
+        roles = not (config.whole_heads or config.chained or few)
         assert roles == (config.span > 0)
         assert config.span % config.section == 0 and config.span <= kv_heads
         assert not roles or -(-kv_heads // config.span) <= dispatch.CUDA_BWD_SPANS

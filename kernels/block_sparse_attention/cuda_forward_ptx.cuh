@@ -38,19 +38,11 @@ DEVICE u64 describe(u32 address, u32 panel) {
 
 // ---- What warps tell each other -------------------------------------------------------------------------------------
 
-DEVICE int load_shared(u32 address) {
-    int x;
-    asm volatile("ld.shared::cta.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
-    return x;
-}
 DEVICE int4 load_shared4(u32 address) {
     int4 x;
     asm volatile("ld.shared::cta.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");
     return x;
-}
-DEVICE void store_shared(u32 address, int x) {
-    asm volatile("st.shared::cta.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
 DEVICE void store_shared4(u32 address, int4 x) {
     asm volatile("st.shared::cta.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
@@ -70,13 +62,6 @@ DEVICE void load_matrices(u32* x, u32 address) {
 }
 template <int COUNT> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
-// Takes a number from a counter. Of an addition ptxas makes one for all active threads, with a shuffle that waits; of
-// this, which counts up to a bound, it does not.
-DEVICE int draw(int* counter) {
-    int number;
-    asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7fffffff;" : "=r"(number) : "l"(counter) : "memory");
-    return number;
-}
 // One store of 16 bytes, which ptxas would take apart for want of four registers in a row.
 DEVICE void store_global4(void* to, uint4 x) {
     asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
