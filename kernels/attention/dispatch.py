@@ -258,26 +258,17 @@ def cuda_query_tile(dim: int, queries: int, keys: int, group: int, causal: bool,
 
     64 and 80 at D = 128, in TFLOP/s on an H200: 586 and 602 without a mask at 8192 keys; causal 493 and 484 at 2048,
     520 and 530 at 2560, 579 and 583 at 4096, 585 and 606 at 6144, where longer tiles on the diagonal matter less. With
-    shared heads under a mask 587 and 574 at 4096, 619 and 606 at 8192, 593 and 610 at 16 384. With few rounds the
-    longest CTA decides, and that is faster with 80: 8 heads of causal 2048 241 and 256, 20 heads 340 and 353, 16 and 2
-    of 8192 329 and 338. Few queries are rounded up to more by 80: 256 and 2048 keys take 0.182 ms with 64 and 0.204
+    shared heads under a mask 587 and 574 at 4096, 619 and 606 at 8192, 593 and 610 at 16 384. With one or two
+    rounds the longest CTA decides, and that is faster with 80: 8 heads of causal 2048 241 and 256, 16 and 2 of 8192 329
+    and 338. Few queries are rounded up to more by 80: 256 and 2048 keys take 0.182 ms with 64 and 0.204
     with 80. A single block of keys stores its dQ by rows, which tiles of 80, whose dQ has columns for rows, do not.
     """
     if dim == 64:
         return 128
-    few = keys >= 1024 and rounds <= (3 if group == 1 else 1)
+    few = keys >= 1024 and rounds <= (2 if group == 1 else 1)
     long = not causal or few or keys >= (2560 if group == 1 else 8193)
     padded = {tile: triton.cdiv(queries, tile) * tile for tile in (64, 80)}
     return 80 if keys > CUDA_BWD_KEYS and long and padded[80] <= 1.03 * padded[64] else 64
-
-
-def _pick_roles(rounds: float, causal: bool) -> bool:
-    """Whether CTAs of one launch have roles, at D = 128. With a few rounds they make one more, that of those who finish
-    behind those who multiply; under a mask CTAs of a single round are short, and leave room for them. By roles and by
-    three launches, in microseconds on an H200: causal 8 heads of 2048 84 and 88, 12 heads, 1.5 rounds, 118 and 94, 10
-    heads of 3072, 1.8, 193 and 175, 10 of 4096, 2.4, 271 and 286; without a mask 10 heads of 3072 296 and 227, 13 of
-    4096, 3.2, 526 and 469, 20 of 3072, 3.6, 415 and 426."""
-    return rounds <= 1 or rounds >= 2.3 if causal else rounds >= 3.5
 
 
 @functools.lru_cache(1024)
@@ -290,15 +281,19 @@ def pick_cuda_bwd_config(
     Without a mask all CTAs take as long: heads go one by one, and the last round is shared out over all SMs.
 
     With one, a few heads at a time, as long as their q, dout and fp32 dQ fit a third of L2; a last section of fewer
-    heads would begin long CTAs late, so the count that leaves the fewest over. `kv_heads` of all batches.
+    heads would begin long CTAs late, so the count that leaves the fewest over. Where there are few rounds, half of the
+    heads: 10 heads of 4096 take 214 µs, and 268 by two at a time; all, if they are few and odd. `kv_heads` of all
+    batches.
 
     With one and shared heads, a section has a CTA to a multiprocessor, and sections alternate: its CTAs are then at
     the same queries all the time, which L2 holds whatever the size of the group. On an H200, 64 heads and 8 key
     heads, 8192 keys: 570 TFLOP/s, against 494 with each query head from its first query on, one after the other.
 
-    At D = 128, CTAs of the same launch prepare and finish spans of heads (`_pick_roles`, `_pick_span`). What is done
-    for the first and the last has nothing to run beside: sections that do not alternate are no more than a quarter of
-    the heads.
+    At D = 128, CTAs of the same launch prepare and finish spans of heads (`_pick_span`). What is done for the first and
+    the last has nothing to run beside: sections that do not alternate are no more than a quarter of the heads, but for
+    few rounds. Not where CTAs without a mask, which are all as long, are few rounds, of which these would make one
+    more: 10 heads of 3072 queries and keys, 1.8 rounds, took 296 µs, and 227 by three launches; 13 of 4096, 3.2, 526
+    and 469; 20 of 3072, 3.6, 415 and 426.
 
     Else whole heads go to CTAs where there are as many as multiprocessors, or a multiple, and few queries
     (`_whole_heads`).
@@ -315,13 +310,12 @@ def pick_cuda_bwd_config(
     shared, splits = shares(tile)
     several = blocks * kv_heads + shared * (splits - 1) > multiprocessors
     chained = several and keys >= CHAIN_KEYS[dim] and triton.cdiv(queries, tile) * group <= CHAIN_TILES[dim]
-    roles = False
+    roles, rounds = False, blocks * kv_heads / multiprocessors
     if not chained:
         wide = dim == 128 and blocks > 1
         if wide and _whole_heads(queries, keys, dim, kv_heads, group, causal, multiprocessors):
             return CudaBackwardConfig(64, 1, whole_heads=True)
-        rounds = blocks * kv_heads / multiprocessors
-        roles = wide and _pick_roles(rounds, causal)
+        roles = wide and (causal or rounds >= 3.5)
         tile = cuda_query_tile(dim, queries, keys, group, causal, rounds)
         shared, splits = shares(tile)
 
@@ -333,9 +327,12 @@ def pick_cuda_bwd_config(
     if group > 1:
         section = max(1, min(kv_heads, round(multiprocessors / blocks)))
         return CudaBackwardConfig(tile, section, alternate=True, chained=chained, span=span(section))
-    most = max(1, min(triton.cdiv(kv_heads, 4) if roles else kv_heads, 16 * 2**20 // (8 * dim * queries)))
-    least = most // 2 + 1
-    section = min(range(most, least - 1, -1), key=lambda s: -kv_heads % s)
+    if roles and rounds < 4.5:
+        section = kv_heads if kv_heads % 2 and kv_heads < 8 else triton.cdiv(kv_heads, 2)
+    else:
+        most = max(1, min(triton.cdiv(kv_heads, 4) if roles else kv_heads, 16 * 2**20 // (8 * dim * queries)))
+        least = most // 2 + 1
+        section = min(range(most, least - 1, -1), key=lambda s: -kv_heads % s)
     return CudaBackwardConfig(tile, section, chained=chained, span=span(section))
 
 

@@ -106,12 +106,14 @@ def test_chunks_cover_all_tiles(tile):
         (2048, 8, 1, False, 1, 0),  # one round of CTAs
         (4096, 13, 1, False, 1, 0),  # 3.2
         (8192, 8, 1, False, 1, 2),  # 3.9
-        (4096, 8, 1, True, 2, 0),  # 1.9 under a mask
-        (4096, 10, 1, True, 2, 2),  # 2.4
+        (4096, 10, 1, True, 5, 5),  # 2.4 under a mask: half of the heads
+        (8192, 5, 1, True, 5, 5),  # or all, if they are few and odd
+        (8192, 9, 1, True, 5, 5),
+        (8192, 10, 1, True, 2, 2),  # 4.8
         (8192, 8, 8, True, 2, 2),
         (2048, 8, 8, True, 8, 8),  # alternating sections stay as they are
-        (512, 100, 1, True, 25, 25),  # a section of 32 would leave three spans and a few heads
-        (1024, 8, 1, True, 2, 2),
+        (512, 200, 1, True, 25, 50),  # by 32 the last section would have 8
+        (1024, 8, 1, True, 4, 4),
         (512, 128, 1, True, 1, 0),  # whole heads
         (128, 128, 1, True, 32, 0),  # a single block of keys
     ],
@@ -129,8 +131,7 @@ def test_spans_are_whole_sections():
     )
     for queries, keys, kv_heads, group, causal, multiprocessors in sizes:
         config = dispatch.pick_cuda_bwd_config(queries, keys, 128, kv_heads, group, causal, multiprocessors)
-        rounds = -(-keys // 128) * kv_heads / multiprocessors
-        few = 1 < rounds < 2.3 if causal else rounds < 3.5
+        few = not causal and -(-keys // 128) * kv_heads < 3.5 * multiprocessors
         roles = not (config.whole_heads or config.chained or few)
         assert roles == (config.span > 0)
         assert config.span % config.section == 0 and config.span <= kv_heads
