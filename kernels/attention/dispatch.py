@@ -278,12 +278,14 @@ def pick_cuda_bwd_config(
     """Where blocks have few tiles and there are several rounds of CTAs, one of chains takes their place: what starts
     and ends a CTA counts beside its tiles.
 
-    Without a mask all CTAs take as long: heads go one by one, and the last round is shared out over all SMs.
+    Without a mask all CTAs take as long: heads go one by one, and the last round is shared out over all SMs. Where
+    there are few rounds, spans are halves, else who finishes waits for what has just begun: 10 heads of 3072 queries
+    and keys, 1.8 rounds, took 298 µs in five spans, 218 in two, and 225 by three launches; 13 of 4096, 3.2, 528, 458
+    and 466; 8 of 2048, 143, 86 and 90.
 
     With one, a few heads at a time, as long as their q, dout and fp32 dQ fit a third of L2; a last section of fewer
-    heads would begin long CTAs late, so the count that leaves the fewest over. Where there are few rounds, half of the
-    heads: 10 heads of 4096 take 214 µs, and 268 by two at a time; all, if they are few and odd. `kv_heads` of all
-    batches.
+    heads would begin long CTAs late, so the count that leaves the fewest over. With few rounds balance counts more than
+    L2 (`_balanced`): 10 heads of 4096 take 214 µs in halves, and 268 by two at a time. `kv_heads` of all batches.
 
     With one and shared heads, a section has a CTA to a multiprocessor, and sections alternate: its CTAs are then at
     the same queries all the time, which L2 holds whatever the size of the group. On an H200, 64 heads and 8 key
@@ -291,9 +293,7 @@ def pick_cuda_bwd_config(
 
     At D = 128, CTAs of the same launch prepare and finish spans of heads (`_pick_span`). What is done for the first and
     the last has nothing to run beside: sections that do not alternate are no more than a quarter of the heads, but for
-    few rounds. Not where CTAs without a mask, which are all as long, are few rounds, of which these would make one
-    more: 10 heads of 3072 queries and keys, 1.8 rounds, took 296 µs, and 227 by three launches; 13 of 4096, 3.2, 526
-    and 469; 20 of 3072, 3.6, 415 and 426.
+    few rounds.
 
     Else whole heads go to CTAs where there are as many as multiprocessors, or a multiple, and few queries
     (`_whole_heads`).
@@ -310,12 +310,11 @@ def pick_cuda_bwd_config(
     shared, splits = shares(tile)
     several = blocks * kv_heads + shared * (splits - 1) > multiprocessors
     chained = several and keys >= CHAIN_KEYS[dim] and triton.cdiv(queries, tile) * group <= CHAIN_TILES[dim]
-    roles, rounds = False, blocks * kv_heads / multiprocessors
+    rounds = blocks * kv_heads / multiprocessors
+    roles = not chained and dim == 128 and blocks > 1
+    if roles and _whole_heads(queries, keys, dim, kv_heads, group, causal, multiprocessors):
+        return CudaBackwardConfig(64, 1, whole_heads=True)
     if not chained:
-        wide = dim == 128 and blocks > 1
-        if wide and _whole_heads(queries, keys, dim, kv_heads, group, causal, multiprocessors):
-            return CudaBackwardConfig(64, 1, whole_heads=True)
-        roles = wide and (causal or rounds >= 3.5)
         tile = cuda_query_tile(dim, queries, keys, group, causal, rounds)
         shared, splits = shares(tile)
 
@@ -323,17 +322,33 @@ def pick_cuda_bwd_config(
         return _pick_span(section, kv_heads, blocks, multiprocessors) if roles else 0
 
     if not causal:
-        return CudaBackwardConfig(tile, 1, shared, splits, chained=chained, span=span(1))
+        few = roles and rounds < FEW_ROUNDS
+        heads = triton.cdiv(kv_heads, 2) if few else span(1)
+        return CudaBackwardConfig(tile, 1, shared, splits, chained=chained, span=heads)
     if group > 1:
         section = max(1, min(kv_heads, round(multiprocessors / blocks)))
         return CudaBackwardConfig(tile, section, alternate=True, chained=chained, span=span(section))
-    if roles and rounds < 4.5:
-        section = kv_heads if kv_heads % 2 and kv_heads < 8 else triton.cdiv(kv_heads, 2)
-    else:
-        most = max(1, min(triton.cdiv(kv_heads, 4) if roles else kv_heads, 16 * 2**20 // (8 * dim * queries)))
-        least = most // 2 + 1
-        section = min(range(most, least - 1, -1), key=lambda s: -kv_heads % s)
+    most = max(1, min(triton.cdiv(kv_heads, 4) if roles else kv_heads, 16 * 2**20 // (8 * dim * queries)))
+    least = most // 2 + 1
+    section = min(range(most, least - 1, -1), key=lambda s: -kv_heads % s)
+    section = _balanced(section, kv_heads, rounds, section * blocks / multiprocessors)
     return CudaBackwardConfig(tile, section, chained=chained, span=span(section))
+
+
+FEW_ROUNDS = 3.5  # of CTAs
+
+
+def _balanced(section: int, kv_heads: int, rounds: float, of_section: float) -> int:
+    """Heads of a section under a causal mask, of whose blocks there are `rounds`, `of_section` of them in one section.
+    The longest of a last section begin when those before it are done, and with few rounds that is felt: then halves,
+    or all, if heads are few and odd. That is what a list schedule of CTAs on multiprocessors says, within 2 %. With
+    half of the heads, and with what L2 has room for, on an H200 in microseconds: 4 heads of 8192 285 and 425, 10 of
+    4096 214 and 268, 16 of 2048 107 and 139, 21 of 4096, 5.1 rounds, 412 and 438; but 8 of 8192, 3.9 rounds, which go
+    by two to a round, 564 and 559."""
+    whole_rounds = kv_heads % section == 0 and of_section >= 0.9
+    if rounds >= (8 if not whole_rounds else FEW_ROUNDS):
+        return section
+    return kv_heads if kv_heads % 2 and kv_heads < 8 else triton.cdiv(kv_heads, 2)
 
 
 def _pick_span(section: int, kv_heads: int, blocks: int, multiprocessors: int) -> int:

@@ -103,16 +103,18 @@ def test_chunks_cover_all_tiles(tile):
         (4096, 128, 1, True, 4, 4),
         (16_384, 32, 1, True, 1, 1),
         (8192, 32, 1, False, 1, 2),
-        (2048, 8, 1, False, 1, 0),  # one round of CTAs
-        (4096, 13, 1, False, 1, 0),  # 3.2
+        (2048, 8, 1, False, 1, 4),  # one round of CTAs: half of the heads
+        (4096, 13, 1, False, 1, 7),  # 3.2
         (8192, 8, 1, False, 1, 2),  # 3.9
         (4096, 10, 1, True, 5, 5),  # 2.4 under a mask: half of the heads
         (8192, 5, 1, True, 5, 5),  # or all, if they are few and odd
-        (8192, 9, 1, True, 5, 5),
+        (8192, 9, 1, True, 5, 5),  # 4.4, which two at a time do not divide
         (8192, 10, 1, True, 2, 2),  # 4.8
+        (4096, 21, 1, True, 11, 11),  # 5.1: three at a time leave a third of the multiprocessors idle
         (8192, 8, 8, True, 2, 2),
         (2048, 8, 8, True, 8, 8),  # alternating sections stay as they are
-        (512, 200, 1, True, 25, 50),  # by 32 the last section would have 8
+        (512, 200, 1, True, 100, 100),  # 6.1: by 32 the last section would have 8
+        (512, 300, 1, True, 30, 30),  # 9.1: there the 12 of a last one by 32 do not matter
         (1024, 8, 1, True, 4, 4),
         (512, 128, 1, True, 1, 0),  # whole heads
         (128, 128, 1, True, 32, 0),  # a single block of keys
@@ -131,8 +133,7 @@ def test_spans_are_whole_sections():
     )
     for queries, keys, kv_heads, group, causal, multiprocessors in sizes:
         config = dispatch.pick_cuda_bwd_config(queries, keys, 128, kv_heads, group, causal, multiprocessors)
-        few = not causal and -(-keys // 128) * kv_heads < 3.5 * multiprocessors
-        roles = not (config.whole_heads or config.chained or few)
+        roles = not (config.whole_heads or config.chained)
         assert roles == (config.span > 0)
         assert config.span % config.section == 0 and config.span <= kv_heads
         assert not roles or -(-kv_heads // config.span) <= dispatch.CUDA_BWD_SPANS
