@@ -322,7 +322,7 @@ def pick_cuda_bwd_config(
         return _pick_span(section, kv_heads, blocks, multiprocessors) if roles else 0
 
     if not causal:
-        few = roles and rounds < FEW_ROUNDS
+        few = roles and rounds < _few_rounds(blocks)
         heads = triton.cdiv(kv_heads, 2) if few else span(1)
         return CudaBackwardConfig(tile, 1, shared, splits, chained=chained, span=heads)
     if group > 1:
@@ -331,22 +331,26 @@ def pick_cuda_bwd_config(
     most = max(1, min(triton.cdiv(kv_heads, 4) if roles else kv_heads, 16 * 2**20 // (8 * dim * queries)))
     least = most // 2 + 1
     section = min(range(most, least - 1, -1), key=lambda s: -kv_heads % s)
-    section = _balanced(section, kv_heads, rounds, section * blocks / multiprocessors)
+    section = _balanced(section, kv_heads, blocks, multiprocessors)
     return CudaBackwardConfig(tile, section, chained=chained, span=span(section))
 
 
-FEW_ROUNDS = 3.5  # of CTAs
+def _few_rounds(blocks: int) -> float:
+    """How many rounds of CTAs are few. Of short sequences fewer: what is done before the first and after the last span
+    is more beside what is multiplied in the longer ones. 200 heads of causal 512, 6.1 rounds, took 181 µs in halves,
+    157 by 25."""
+    return 3.5 if blocks >= 16 else 2
 
 
-def _balanced(section: int, kv_heads: int, rounds: float, of_section: float) -> int:
-    """Heads of a section under a causal mask, of whose blocks there are `rounds`, `of_section` of them in one section.
-    The longest of a last section begin when those before it are done, and with few rounds that is felt: then halves,
-    or all, if heads are few and odd. That is what a list schedule of CTAs on multiprocessors says, within 2 %. With
-    half of the heads, and with what L2 has room for, on an H200 in microseconds: 4 heads of 8192 285 and 425, 10 of
-    4096 214 and 268, 16 of 2048 107 and 139, 21 of 4096, 5.1 rounds, 412 and 438; but 8 of 8192, 3.9 rounds, which go
-    by two to a round, 564 and 559."""
-    whole_rounds = kv_heads % section == 0 and of_section >= 0.9
-    if rounds >= (8 if not whole_rounds else FEW_ROUNDS):
+def _balanced(section: int, kv_heads: int, blocks: int, multiprocessors: int) -> int:
+    """Heads of a section under a causal mask, of which L2 has room for `section`. The longest CTAs of a last one begin
+    when those before it are done, and with few rounds that is felt: then halves, or all, if heads are few and odd. That
+    is what a list schedule of CTAs on multiprocessors says, within 2 %. With half of the heads and with what L2 has
+    room for, on an H200 in microseconds: 4 heads of 8192 285 and 425, 10 of 4096 214 and 268, 16 of 2048 107 and 139,
+    21 of 4096, 5.1 rounds, 412 and 438; but 8 of 8192, 3.9 rounds, which go by two to a round, 564 and 559."""
+    rounds, few = kv_heads * blocks / multiprocessors, _few_rounds(blocks)
+    by_rounds = kv_heads % section == 0 and section * blocks >= 0.9 * multiprocessors
+    if rounds >= few and (by_rounds or blocks < 16 or rounds >= 8):
         return section
     return kv_heads if kv_heads % 2 and kv_heads < 8 else triton.cdiv(kv_heads, 2)
 

@@ -113,8 +113,9 @@ def test_chunks_cover_all_tiles(tile):
         (4096, 21, 1, True, 11, 11),  # 5.1: three at a time leave a third of the multiprocessors idle
         (8192, 8, 8, True, 2, 2),
         (2048, 8, 8, True, 8, 8),  # alternating sections stay as they are
-        (512, 200, 1, True, 100, 100),  # 6.1: by 32 the last section would have 8
-        (512, 300, 1, True, 30, 30),  # 9.1: there the 12 of a last one by 32 do not matter
+        (512, 200, 1, True, 25, 50),  # by 32 the last section would have 8
+        (512, 60, 1, True, 30, 30),  # 1.8
+        (1024, 48, 1, True, 12, 12),  # 2.9 rounds of short CTAs
         (1024, 8, 1, True, 4, 4),
         (512, 128, 1, True, 1, 0),  # whole heads
         (128, 128, 1, True, 32, 0),  # a single block of keys
