@@ -347,9 +347,10 @@ def _balanced(section: int, kv_heads: int, blocks: int, multiprocessors: int) ->
     when those before it are done, and with few rounds that is felt: then halves, or all, if heads are few and odd. That
     is what a list schedule of CTAs on multiprocessors says, within 2 %. With half of the heads and with what L2 has
     room for, on an H200 in microseconds: 4 heads of 8192 285 and 425, 10 of 4096 214 and 268, 16 of 2048 107 and 139,
-    21 of 4096, 5.1 rounds, 412 and 438; but 8 of 8192, 3.9 rounds, which go by two to a round, 564 and 559."""
+    21 of 4096, 5.1 rounds, 412 and 438; but 8 of 8192, 3.9 rounds, which go by two to a round, 564 and 559: where each
+    section has a CTA for nearly all multiprocessors, and they are an even number, each second one fills the gaps."""
     rounds, few = kv_heads * blocks / multiprocessors, _few_rounds(blocks)
-    by_rounds = kv_heads % section == 0 and section * blocks >= 0.9 * multiprocessors
+    by_rounds = kv_heads % (2 * section) == 0 and section * blocks >= 0.9 * multiprocessors
     if rounds >= few and (by_rounds or blocks < 16 or rounds >= 8):
         return section
     return kv_heads if kv_heads % 2 and kv_heads < 8 else triton.cdiv(kv_heads, 2)

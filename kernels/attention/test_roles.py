@@ -109,7 +109,8 @@ def test_chunks_cover_all_tiles(tile):
         (4096, 10, 1, True, 5, 5),  # 2.4 under a mask: half of the heads
         (8192, 5, 1, True, 5, 5),  # or all, if they are few and odd
         (8192, 9, 1, True, 5, 5),  # 4.4, which two at a time do not divide
-        (8192, 10, 1, True, 2, 2),  # 4.8
+        (8192, 8, 1, True, 2, 2),  # 3.9: two at a time are a CTA to a multiprocessor, and four sections two pairs
+        (8192, 10, 1, True, 5, 5),  # 4.8
         (4096, 21, 1, True, 11, 11),  # 5.1: three at a time leave a third of the multiprocessors idle
         (8192, 8, 8, True, 2, 2),
         (2048, 8, 8, True, 8, 8),  # alternating sections stay as they are
