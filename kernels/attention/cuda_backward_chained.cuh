@@ -229,8 +229,8 @@ DEVICE void consume_chained(const Rows& dk_rows, const Rows& dv_rows, const Prob
         bar_wait(base + K2_FULL + n % 2 * 8, n / 2 & 1);
         first_key = told_all(n, 0), left = told_all(n, 1);
     };
-    // Whether no tile comes behind this one. Asked the other way around, whether one does, ptxas kept what is worked out
-    // of the thread's number nowhere, and worked it out in each tile: 2 % slower.
+    // Whether no tile comes behind this one. Asked the other way around, whether one does, ptxas 13.0 keeps nothing that
+    // is worked out of the thread's number, and works it out in each tile.
     auto is_last = [&] {
         if (left > 1) return false;
         bar_wait(base + ITEM_FULL + (n + 1) % ITEMS * 8, (n + 1) / ITEMS & 1);

@@ -1,4 +1,4 @@
-// The PTX of cuda_forward.cu beside what all have: its products, and the number of the next tile.
+// The PTX of cuda_forward.cu beside what all have: its products.
 #pragma once
 
 #include "cuda_ptx.cuh"

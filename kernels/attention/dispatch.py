@@ -258,10 +258,10 @@ def cuda_query_tile(dim: int, queries: int, keys: int, group: int, causal: bool,
 
     64 and 80 at D = 128, in TFLOP/s on an H200: 586 and 602 without a mask at 8192 keys; causal 493 and 484 at 2048,
     520 and 530 at 2560, 579 and 583 at 4096, 585 and 606 at 6144, where longer tiles on the diagonal matter less. With
-    shared heads under a mask 587 and 574 at 4096, 619 and 606 at 8192, 593 and 610 at 16 384. With one or two
-    rounds the longest CTA decides, and that is faster with 80: 8 heads of causal 2048 241 and 256, 16 and 2 of 8192 329
-    and 338. Few queries are rounded up to more by 80: 256 and 2048 keys take 0.182 ms with 64 and 0.204
-    with 80. A single block of keys stores its dQ by rows, which tiles of 80, whose dQ has columns for rows, do not.
+    shared heads under a mask 587 and 574 at 4096, 619 and 606 at 8192, 593 and 610 at 16 384. With one or two rounds
+    the longest CTA decides, and that is faster with 80: 8 heads of causal 2048 241 and 256, 16 and 2 of 8192 329 and
+    338. Few queries are rounded up to more by 80: 256 and 2048 keys take 0.182 ms with 64 and 0.204 with 80. A single
+    block of keys stores its dQ by rows, which tiles of 80, whose dQ has columns for rows, do not.
     """
     if dim == 64:
         return 128
