@@ -104,17 +104,16 @@ DEVICE void tell(u32 base, u32 slot, int place, int m) { store_pair(base + TOLD_
 DEVICE int told_place(u32 base, u32 slot) { return load_shared(base + TOLD_AT + 8 * slot); }
 DEVICE int told_tile(u32 base, u32 slot) { return load_shared(base + TOLD_AT + 8 * slot + 4); }
 
+// The keys or values of a block.
+DEVICE void load_block(const TensorMap& map, const Work& w, u32 to, u32 bar) {
+    bar_expect(bar, K_BYTES);
+    for (int part = 0; part < 2 * SLABS; part++)
+        tma_load(to + part * 64 * 128, &map, part / 2 * 64, w.first_key + part % 2 * 64, w.head, w.batch, bar);
+}
 // `await` is called before the first of lse and delta is loaded.
 template <class Await>
 DEVICE void produce(const TensorMap& q_map, const TensorMap& do_map, const TensorMap& k_map, const TensorMap& v_map,
                     const Problem& p, const Work& w, u32 base, Await await) {
-    auto load_keys = [&](const TensorMap& map, u32 at, u32 bar) {
-        bar_expect(base + bar, K_BYTES);
-        for (int slab = 0; slab < SLABS; slab++)
-            for (int half = 0; half < 2; half++)
-                tma_load(base + at + slab * K_SLAB + half * 64 * 128, &map, slab * 64, w.first_key + half * 64, w.head,
-                         w.batch, base + bar);
-    };
     Tile tile(w, p);
     Ring<Q_STAGES> q;
     Ring<DO_STAGES> g;
@@ -124,7 +123,7 @@ DEVICE void produce(const TensorMap& q_map, const TensorMap& do_map, const Tenso
         anew(base);
         int head = tile.all_heads - first_head, row = tile.m * BM;
         long long at = (long long)tile.all_heads * p.m_tiles * BM + row;
-        if (t == 0) load_keys(k_map, K_AT, K_FULL);
+        if (t == 0) load_block(k_map, w, base + K_AT, base + K_FULL);
         u32 bar = base + Q_FULL + 8 * q.slot;
         bar_wait(base + Q_EMPTY + 8 * q.slot, q.parity ^ 1);
         tell(base, q.slot, tile.all_heads * p.m_tiles + tile.m, tile.m);
@@ -133,7 +132,7 @@ DEVICE void produce(const TensorMap& q_map, const TensorMap& do_map, const Tenso
             tma_load(base + Q_AT + q.slot * Q_BYTES + slab * Q_SLAB, &q_map, slab * 64, row, head, w.batch, bar);
         if (t == 0) await();
         load_row(p.lse2 + at, base + LSE_AT + q.slot * BM * 4, bar, BM * 4);
-        if (t == 0) load_keys(v_map, V_AT, V_FULL);
+        if (t == 0) load_block(v_map, w, base + V_AT, base + V_FULL);
         bar = base + DO_FULL + 8 * g.slot;
         bar_wait(base + DO_EMPTY + 8 * g.slot, g.parity ^ 1);
         bar_expect(bar, Q_BYTES + BM * 4);

@@ -42,11 +42,6 @@ DEVICE void produce_chained(const TensorMap& q_map, const TensorMap& do_map, con
         store_words(item_slot(base, n), w.first_key, w.tiles, w.part, w.head);
         store_pair(item_slot(base, n) + 16, w.batch, 0);
         announce();
-        auto load_keys = [&](const TensorMap& map, u32 to, u32 bar) {
-            bar_expect(bar, K_BYTES);
-            for (int part = 0; part < 2 * SLABS; part++)
-                tma_load(to + part * 64 * 128, &map, part / 2 * 64, w.first_key + part % 2 * 64, w.head, w.batch, bar);
-        };
         Tile tile(w, p);
 #pragma unroll 1
         for (int t = 0; t < w.tiles; t++) {
@@ -55,7 +50,7 @@ DEVICE void produce_chained(const TensorMap& q_map, const TensorMap& do_map, con
             const long long at = (long long)place * BM;
             if (t == 0) {
                 bar_wait(base + K2_EMPTY + n % 2 * 8, n / 2 & 1 ^ 1);
-                load_keys(k_map, base + n % 2 * K_OTHER, base + K2_FULL + n % 2 * 8);
+                load_block(k_map, w, base + n % 2 * K_OTHER, base + K2_FULL + n % 2 * 8);
             }
             u32 bar = base + Q_FULL + 8 * q.slot;
             bar_wait(base + Q_EMPTY + 8 * q.slot, q.parity ^ 1);
@@ -66,7 +61,7 @@ DEVICE void produce_chained(const TensorMap& q_map, const TensorMap& do_map, con
             load_row(p.lse2 + at, base + LSE_AT + q.slot * BM * 4, bar, BM * 4);
             if (t == 0) {
                 bar_wait(base + V1_EMPTY, n & 1 ^ 1);
-                load_keys(v_map, base + V_AT, base + V_FULL);
+                load_block(v_map, w, base + V_AT, base + V_FULL);
             }
             bar = base + DO_FULL + 8 * g.slot;
             bar_wait(base + DO_EMPTY + 8 * g.slot, g.parity ^ 1);

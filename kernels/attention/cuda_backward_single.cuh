@@ -23,17 +23,13 @@ static_assert(Q_STAGES == DO_STAGES);
 DEVICE void produce_single(const TensorMap& q_map, const TensorMap& do_map, const TensorMap& k_map,
                            const TensorMap& v_map, const TensorMap& out_map, const Problem& p, const Work& w,
                            u32 base) {
-    auto load = [&](const TensorMap& map, u32 at, u32 bytes, int row, int head, u32 bar) {
+    load_block(k_map, w, base + K_AT, base + K_FULL);
+    load_block(v_map, w, base + V_AT, base + V_FULL);
+    auto load = [&](const TensorMap& map, u32 at, int row, int head, u32 bar) {
 #pragma unroll
         for (int slab = 0; slab < SLABS; slab++)
-            tma_load(at + slab * bytes, &map, slab * 64, row, head, w.batch, bar);
+            tma_load(at + slab * Q_SLAB, &map, slab * 64, row, head, w.batch, bar);
     };
-    auto load_keys = [&](const TensorMap& map, u32 at, u32 bar) {
-        bar_expect(bar, K_BYTES);
-        load(map, at, K_SLAB, 0, w.head, bar), load(map, at + 64 * 128, K_SLAB, 64, w.head, bar);
-    };
-    load_keys(k_map, base + K_AT, base + K_FULL);
-    load_keys(v_map, base + V_AT, base + V_FULL);
 #pragma unroll 1
     for (int t = 0; t < w.tiles; t++) {
         int i = w.begin + t, row = (w.low + i / p.group) * BM, head = w.head * p.group + i % p.group;
@@ -41,11 +37,11 @@ DEVICE void produce_single(const TensorMap& q_map, const TensorMap& do_map, cons
         bar_wait(bar + Q_EMPTY, open);
         tell(base, slot, (w.batch * p.kv_heads * p.group + head) * p.m_tiles + row / BM, row / BM);
         bar_expect(bar + Q_FULL, Q_BYTES);
-        load(q_map, to + Q_AT, Q_SLAB, row, head, bar + Q_FULL);
+        load(q_map, to + Q_AT, row, head, bar + Q_FULL);
         bar_wait(bar + DO_EMPTY, open);
         bar_expect(bar + DO_FULL, 2 * Q_BYTES);
-        load(do_map, to + DO_AT, Q_SLAB, row, head, bar + DO_FULL);
-        load(out_map, to + OUT_AT, Q_SLAB, row, head, bar + DO_FULL);
+        load(do_map, to + DO_AT, row, head, bar + DO_FULL);
+        load(out_map, to + OUT_AT, row, head, bar + DO_FULL);
     }
 }
 
