@@ -19,10 +19,10 @@ import ctypes
 
 import torch
 
-from . import cuda_backward_roles, cuda_driver, dispatch
+from . import cuda_backward_config, cuda_backward_roles, cuda_driver
+from .cuda_backward_config import CUDA_BWD_KEYS as KEYS
 from .cuda_driver import Rows, launch, pointer, tensor_map
 from .delta import Saved
-from .dispatch import CUDA_BWD_KEYS as KEYS
 from .hopper import whole
 from .problem import LOG2_E, Problem, zero
 
@@ -47,8 +47,8 @@ def helper_rows(tile: int) -> int:
     return tile if tile % 64 else 64
 
 
-def configuration(problem: Problem) -> dispatch.CudaBackwardConfig:
-    return dispatch.pick_cuda_bwd_config(
+def configuration(problem: Problem) -> cuda_backward_config.CudaBackwardConfig:
+    return cuda_backward_config.pick_cuda_bwd_config(
         problem.queries,
         problem.keys,
         problem.dim,

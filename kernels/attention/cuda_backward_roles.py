@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .cuda_backward_config import CUDA_BWD_SPANS, CudaBackwardConfig
 from .cuda_driver import pointer
-from .dispatch import CUDA_BWD_SPANS, CudaBackwardConfig
 
 CHUNK_ROWS = 1024  # of a CTA that prepares or finishes, at most; cuda_backward_roles.cuh has room for 1152
 # As in cuda_backward_roles.cuh.

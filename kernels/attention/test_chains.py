@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from . import attention, delta, dispatch
+from . import attention, cuda_backward_config, delta
 from .backward import separate_bwd
 from .problem import Problem
 from .test_attention import everything, normal
@@ -44,8 +44,8 @@ def test_agrees(dim, tile, queries, keys, group, causal, dtype, monkeypatch):
     for multiprocessors, way in itertools.product((1, 3, 7), ways):
         if way.get("splits") == 1:
             continue
-        config = dispatch.CudaBackwardConfig(tile, chained=True, **way)
-        monkeypatch.setattr(dispatch, "pick_cuda_bwd_config", lambda *_, config=config: config)
+        config = cuda_backward_config.CudaBackwardConfig(tile, chained=True, **way)
+        monkeypatch.setattr(cuda_backward_config, "pick_cuda_bwd_config", lambda *_, config=config: config)
         monkeypatch.setattr(Problem, "multiprocessors", lambda self, count=multiprocessors: count)
         writes_all_and_no_more(problem, saved, wanted)
 
@@ -60,11 +60,11 @@ def test_who_draws_a_block_changes_nothing(dim, tile, causal, monkeypatch):
     attend(leaves, "cuda", causal=causal)
     monkeypatch.setattr(Problem, "multiprocessors", lambda self: 5)
     shares = {} if causal else dict(shared=3, splits=4)
-    config = dispatch.CudaBackwardConfig(tile, 2 if causal else 1, **shares)
+    config = cuda_backward_config.CudaBackwardConfig(tile, 2 if causal else 1, **shares)
     found = []
     for chained in (False, True, True, True):
         way = dataclasses.replace(config, chained=chained)
-        monkeypatch.setattr(dispatch, "pick_cuda_bwd_config", lambda *_, way=way: way)
+        monkeypatch.setattr(cuda_backward_config, "pick_cuda_bwd_config", lambda *_, way=way: way)
         found.append(everything(attention, leaves, causal=causal, backward="cuda"))
     for _, _, _, dk, dv in found[1:]:
         assert torch.equal(dk, found[0][3]) and torch.equal(dv, found[0][4])

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from . import attention, cuda_backward, cuda_driver, delta, dispatch
+from . import attention, cuda_backward, cuda_backward_config, cuda_driver, delta
 from .problem import Problem
 from .test_attention import DEVICE, everything, normal
-from .test_dispatch import QUERY_TILES
+from .test_cuda_backward_config import QUERY_TILES
 
 
 def on_hopper(dim: int, causal: bool, dtype: torch.dtype) -> tuple[list[torch.Tensor], dict]:
@@ -91,8 +91,10 @@ def leaves_of(queries: int, keys: int, heads: tuple[int, int], dtype: torch.dtyp
 def test_backward_in_cuda_agrees(dim, tile, causal, dtype, monkeypatch):
     leaves, options = on_hopper(dim, causal, dtype)
     attend(leaves, "cuda", **options)
-    monkeypatch.setattr(dispatch, "cuda_query_tile", lambda *_: tile)
-    monkeypatch.setattr(dispatch, "pick_cuda_bwd_config", dispatch.pick_cuda_bwd_config.__wrapped__)  # not cached
+    monkeypatch.setattr(cuda_backward_config, "cuda_query_tile", lambda *_: tile)
+    monkeypatch.setattr(
+        cuda_backward_config, "pick_cuda_bwd_config", cuda_backward_config.pick_cuda_bwd_config.__wrapped__
+    )  # not cached
     mine = everything(attention, leaves, backward="cuda", **options)
     near(mine, everything(attention, leaves, backward="separate", **options))
 
@@ -104,15 +106,15 @@ def test_backward_in_cuda_agrees(dim, tile, causal, dtype, monkeypatch):
 def test_sections_and_directions_of_the_backward_in_cuda(dim, tile, queries, keys, heads, monkeypatch):
     """Under a causal mask: queries that see nothing, and sections of which the last is not full; up, and by turns."""
     on_hopper(dim, True, torch.bfloat16)
-    if tile == 80 and keys <= dispatch.CUDA_BWD_KEYS:
+    if tile == 80 and keys <= cuda_backward_config.CUDA_BWD_KEYS:
         pytest.skip("tiles of 80 are not for a single block of keys")
     shapes = ((heads[0], queries), (heads[1], keys), (heads[1], keys))
     leaves = [normal(2, *shape, dim, dtype=torch.bfloat16) for shape in shapes]
     attend(leaves, "cuda", causal=True)
     other = everything(attention, leaves, causal=True, backward="separate")
     for section, alternate in itertools.product((1, 3, 2 * heads[1]), (False, True)):
-        config = dispatch.CudaBackwardConfig(tile, section, alternate=alternate)
-        monkeypatch.setattr(dispatch, "pick_cuda_bwd_config", lambda *_, config=config: config)
+        config = cuda_backward_config.CudaBackwardConfig(tile, section, alternate=alternate)
+        monkeypatch.setattr(cuda_backward_config, "pick_cuda_bwd_config", lambda *_, config=config: config)
         near(everything(attention, leaves, causal=True, backward="cuda"), other)
 
 
@@ -130,8 +132,8 @@ def test_shared_blocks_of_the_backward_in_cuda(dim, tile, heads, monkeypatch):
     shares = ((0, 1), (1, 2), (7, 5), (10, 9))
     for (shared, splits), chained in itertools.product(shares, {False, dim == 64}):
         splits = min(splits, heads // 2 * -(-405 // tile))
-        config = dispatch.CudaBackwardConfig(tile, 1, shared, splits, chained=chained)
-        monkeypatch.setattr(dispatch, "pick_cuda_bwd_config", lambda *_, config=config: config)
+        config = cuda_backward_config.CudaBackwardConfig(tile, 1, shared, splits, chained=chained)
+        monkeypatch.setattr(cuda_backward_config, "pick_cuda_bwd_config", lambda *_, config=config: config)
         near(everything(attention, leaves, backward="cuda"), other)
 
 

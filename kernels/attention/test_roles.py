@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from . import attention, cuda_backward, cuda_backward_roles, cuda_driver, delta, dispatch
+from . import attention, cuda_backward, cuda_backward_config, cuda_backward_roles, cuda_driver, delta
+from .cuda_backward_config import CudaBackwardConfig
 from .cuda_backward_roles import Plan, plan
-from .dispatch import CudaBackwardConfig
 from .problem import Problem
 from .test_attention import everything, normal
 from .test_cuda import attend, leaves_of, near, on_hopper
@@ -123,10 +123,10 @@ def test_chunks_cover_all_tiles(tile):
     ],
 )
 def test_how_many_heads_a_span_has(queries, kv_heads, group, causal, section, span):
-    config = dispatch.pick_cuda_bwd_config(queries, queries, 128, kv_heads, group, causal, 132)
+    config = cuda_backward_config.pick_cuda_bwd_config(queries, queries, 128, kv_heads, group, causal, 132)
     assert config.span == span
     assert span == 0 or config.section == section
-    assert dispatch.pick_cuda_bwd_config(queries, queries, 64, kv_heads, group, causal, 132).span == 0
+    assert cuda_backward_config.pick_cuda_bwd_config(queries, queries, 64, kv_heads, group, causal, 132).span == 0
 
 
 def test_spans_are_whole_sections():
@@ -134,11 +134,11 @@ def test_spans_are_whole_sections():
         (1, 300, 2000), (129, 700, 5000), (1, 3, 8, 32, 100, 1000), (1, 4), (False, True), (4, 132)
     )
     for queries, keys, kv_heads, group, causal, multiprocessors in sizes:
-        config = dispatch.pick_cuda_bwd_config(queries, keys, 128, kv_heads, group, causal, multiprocessors)
+        config = cuda_backward_config.pick_cuda_bwd_config(queries, keys, 128, kv_heads, group, causal, multiprocessors)
         roles = not (config.whole_heads or config.chained)
         assert roles == (config.span > 0)
         assert config.span % config.section == 0 and config.span <= kv_heads
-        assert not roles or -(-kv_heads // config.span) <= dispatch.CUDA_BWD_SPANS
+        assert not roles or -(-kv_heads // config.span) <= cuda_backward_config.CUDA_BWD_SPANS
 
 
 def problem_of(queries: int, keys: int, heads: int, kv_heads: int, causal: bool) -> tuple[Problem, delta.Saved]:
@@ -163,7 +163,7 @@ def test_what_it_is_told(tile, shared, splits, monkeypatch):
     names = ("main", "prepare", "finish", "finish_keys")
     config = CudaBackwardConfig(tile, 1, shared, splits, span=3)
     monkeypatch.setattr(Problem, "multiprocessors", lambda self: 4)
-    monkeypatch.setattr(dispatch, "pick_cuda_bwd_config", lambda *_: config)
+    monkeypatch.setattr(cuda_backward_config, "pick_cuda_bwd_config", lambda *_: config)
     monkeypatch.setattr(cuda_driver, "kernels", lambda *arguments: compiled.append(arguments) or names)
     monkeypatch.setattr(cuda_backward, "tensor_map", lambda *arguments: arguments)
     monkeypatch.setattr(cuda_backward, "launch", launch)
@@ -198,7 +198,7 @@ SIZES = [(333, 700), (700, 333), (512, 512), (1, 129), (64, 500), (1500, 257), (
 
 
 def picked(monkeypatch: pytest.MonkeyPatch, config: CudaBackwardConfig) -> None:
-    monkeypatch.setattr(dispatch, "pick_cuda_bwd_config", lambda *_: config)
+    monkeypatch.setattr(cuda_backward_config, "pick_cuda_bwd_config", lambda *_: config)
 
 
 @pytest.mark.gpu

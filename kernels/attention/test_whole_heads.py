@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-from . import attention, cuda_backward, cuda_driver, delta, dispatch, launch
+from . import attention, cuda_backward, cuda_backward_config, cuda_driver, delta, launch
 from .problem import Problem
 from .test_attention import DEVICE, everything, normal
 from .test_cuda import agrees_and_repeats, attend, leaves_of, near, on_hopper
 
-WHOLE = dispatch.CudaBackwardConfig(64, 1, whole_heads=True)
+WHOLE = cuda_backward_config.CudaBackwardConfig(64, 1, whole_heads=True)
 SIZES = [(333, 700), (700, 333), (512, 512), (1, 129), (64, 500), (60, 1000), (1000, 257)]
 
 
@@ -37,7 +37,7 @@ SIZES = [(333, 700), (700, 333), (512, 512), (1, 129), (64, 500), (60, 1000), (1
     ],
 )
 def test_which_problems_have_whole_heads(queries, keys, dim, kv_heads, group, causal, picked):
-    config = dispatch.pick_cuda_bwd_config(queries, keys, dim, kv_heads, group, causal, 132)
+    config = cuda_backward_config.pick_cuda_bwd_config(queries, keys, dim, kv_heads, group, causal, 132)
     assert config == WHOLE if picked else not config.whole_heads
 
 
@@ -65,8 +65,8 @@ def test_what_it_is_told(heads, causal, four_multiprocessors, monkeypatch):
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (problem.q, problem.k, problem.v))
     whole = heads == 4  # with 2 batches, twice as many as multiprocessors
     if not whole:
-        config = dispatch.CudaBackwardConfig(64, 1)
-        monkeypatch.setattr(dispatch, "pick_cuda_bwd_config", lambda *_: config)
+        config = cuda_backward_config.CudaBackwardConfig(64, 1)
+        monkeypatch.setattr(cuda_backward_config, "pick_cuda_bwd_config", lambda *_: config)
     cuda_backward.cuda_bwd(problem, saved, dq, dk, dv)
     defines = compiled[0][3]
     assert f"WHOLE={int(whole)}" in defines and {"QUERIES=64", "SINGLE=0"} <= set(defines)
@@ -110,7 +110,7 @@ def test_it_is_repeatable(kv_heads, keys, form, four_multiprocessors, monkeypatc
 @pytest.mark.parametrize(("queries", "keys"), SIZES)
 def test_agrees_with_the_separate_form(queries, keys, heads, causal, dtype, monkeypatch):
     on_hopper(128, causal, dtype)
-    monkeypatch.setattr(dispatch, "pick_cuda_bwd_config", lambda *_: WHOLE)
+    monkeypatch.setattr(cuda_backward_config, "pick_cuda_bwd_config", lambda *_: WHOLE)
     leaves = leaves_of(queries, keys, heads, dtype)
     agrees_and_repeats(leaves, causal)
 
@@ -120,7 +120,7 @@ def test_agrees_with_the_separate_form(queries, keys, heads, causal, dtype, monk
 def test_keys_that_do_not_count(causal, monkeypatch):
     leaves, options = on_hopper(128, causal, torch.bfloat16)
     attend(leaves, "cuda", **options)
-    monkeypatch.setattr(dispatch, "pick_cuda_bwd_config", lambda *_: WHOLE)
+    monkeypatch.setattr(cuda_backward_config, "pick_cuda_bwd_config", lambda *_: WHOLE)
     mine = everything(attention, leaves, backward="cuda", **options)
     near(mine, everything(attention, leaves, backward="separate", **options))
     assert not mine[3][:, :, options["num_context"] :].any() and not mine[4][:, :, options["num_context"] :].any()
@@ -133,7 +133,7 @@ def test_rows_that_it_writes(causal, monkeypatch):
     (q, k, v), _ = on_hopper(128, causal, torch.bfloat16)
     q, k, v = q[:, :, :711], k[:, :, :300], v[:, :, :300]
     out, lse = attend([q, k, v], "cuda", causal=causal)
-    monkeypatch.setattr(dispatch, "pick_cuda_bwd_config", lambda *_: WHOLE)
+    monkeypatch.setattr(cuda_backward_config, "pick_cuda_bwd_config", lambda *_: WHOLE)
     problem = Problem(q, k, v, 128**-0.5, -1, 0 if causal else -1, 300)
     saved = delta.Saved(out, lse, None, torch.ones_like(out), None)
     for _ in range(10):
