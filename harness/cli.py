@@ -1,6 +1,6 @@
 """`python -m harness COMMAND …`: one command line for everything the nox sessions do.
 
-A command is a module of this package with `configure(parser)` and `main(arguments) -> exit code`.
+A command is a module of `harness.commands` with `configure(parser)` and `main(arguments) -> exit code`.
 It is imported when it is asked for, so `report` and `compare` work where torch is not installed.
 """
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, help_line in COMMANDS.items():
         command = commands.add_parser(name, help=help_line, description=help_line)
         if name == chosen:
-            module = importlib.import_module(f".{name}" if name != "list" else ".listing", __package__)
+            module = importlib.import_module(f".commands.{'listing' if name == 'list' else name}", __package__)
             module.configure(command)
             command.set_defaults(main=module.main)
     arguments = parser.parse_args(argv)

@@ -15,7 +15,7 @@ from pathlib import Path
 ALLOWED_IN_KERNELS = frozenset({*sys.stdlib_module_names, "torch", "triton", "cupy"})
 GPU_LIBRARIES = frozenset({"torch", "triton", "cupy"})
 # `report` and `compare` have to work where torch is not installed; the others are what they are reached through.
-TORCH_FREE = ("cli", "compare", "new", "options", "record", "registry", "report", "roofline")
+TORCH_FREE = ("cli", "commands.compare", "commands.new", "commands.report", "options", "record", "registry", "roofline")
 MEANINGLESS = ("utils.py", "helpers.py", "common.py")
 KERNEL_FILES = ("__init__.py", "op.py", "reference.py", "bench.py", "README.md")
 WORKLOAD_FILES = ("__init__.py", "bench.py", "README.md")
@@ -208,7 +208,7 @@ def harness_finds_kernels_by_registry(root: Path) -> Iterator[str]:
 def torch_free(root: Path) -> Iterator[str]:
     """No chain of imports that run when the module is imported leads from these to torch."""
     for start in TORCH_FREE:
-        path = root / "harness" / f"{start}.py"
+        path = _module_file(root / "harness", start.split("."))
         if path.is_file() and (chain := _chain_to_torch(root / "harness", start)):
             yield f"{path}: imports torch: {' → '.join(chain)}"
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from harness import execute, options, record, registry
-from harness.bench import Group, Interrupt
+from harness.commands.bench import Group, Interrupt
 from harness.spec import EAGER, Cost, Yardstick
 
 

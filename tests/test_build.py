@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness import build, registry
+from harness import registry
+from harness.commands import build
 from harness.compiling import ahead, build_report, occupancy, sass
 from harness.reporting import tables
 

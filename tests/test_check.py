@@ -8,7 +8,8 @@ import types
 import pytest
 import torch
 
-from harness import check, cli, registry
+from harness import cli, registry
+from harness.commands import check
 from harness.spec import Case, Cost, KernelSpec
 
 

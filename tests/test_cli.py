@@ -101,6 +101,6 @@ def test_works_where_torch_is_not_installed(command: str) -> None:
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_a_command_is_a_module_with_two_functions(command: str) -> None:
-    module = importlib.import_module(f"harness.{'listing' if command == 'list' else command}")
+    module = importlib.import_module(f"harness.commands.{'listing' if command == 'list' else command}")
     assert callable(module.configure)
     assert callable(module.main)

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness import cli, compare, record
+from harness import cli, record
+from harness.commands import compare
 from harness.reporting.verdicts import (
     FASTER,
     SAME,

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from harness import check, execute, options
+from harness import execute, options
+from harness.commands import check
 from harness.correctness.verify import verify
 from harness.spec import Case, Cost, KernelSpec
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from harness import new, registry
+from harness import registry
+from harness.commands import new
 
 from .architecture import violations
 

@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness import nvtx, options, profile, record
+from harness import nvtx, options, record
+from harness.commands import profile
 from harness.nsight import ncu, profile_report
 from harness.on_gpu import Place, place
 from harness.spec import Case, Cost, KernelSpec

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from harness import cli, record, report
+from harness import cli, record
+from harness.commands import report
 from harness.registry import ROOT
 from harness.reporting import charts
 from harness.reporting.findings import Finding, findings, verdict

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from harness import execute, registry, sampling
-from harness.check import Item, run
+from harness.commands.check import Item, run
 from harness.correctness.verify import verify
 from harness.spec import Case, Cost, KernelSpec, Rows
 

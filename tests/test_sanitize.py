@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import options, sanitize
+from harness import options
+from harness.commands import sanitize
 from harness.nsight import plain_products, sanitizer
 from harness.on_gpu import Place, place
 from harness.reporting import rows_json

@@ -1,11 +1,12 @@
-"""The battery of `harness.check` over every SPEC found: one test for each check of each implementation on each case."""
+"""`check` over every SPEC found: one test for each check of each implementation on each case."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from harness import check, registry
+from harness import registry
+from harness.commands import check
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -57,7 +57,7 @@ def test_an_empty_kernel_costs_a_few_microseconds(clock):
 
 def test_a_copy_reaches_the_calibrated_bandwidth(clock):
     """Known bandwidth through the real path. Within 5 % of `calibrate`, which times it in another way."""
-    from harness import calibrate
+    from harness.commands import calibrate
 
     x = torch.randint(0, 2**31, (2**28,), dtype=torch.int32, device="cuda")
     y = torch.empty_like(x)
@@ -157,7 +157,7 @@ def honest(x):
 
 def bench(tmp_path, implementation, cost=lambda case, mode: Cost(0, case.dims["n"] * 8)) -> dict:
     """The record's row of `implementation` in a bench of a one-case kernel."""
-    from harness.bench import Session
+    from harness.commands.bench import Session
 
     spec = KernelSpec(
         name="scale",

@@ -12,7 +12,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from harness import options, registry, tune, tuned
+from harness import options, registry, tuned
+from harness.commands import tune
 from harness.compiling.precompile import Wanted, nameable
 from harness.on_gpu import Place, place
 from harness.reporting import rows_json

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import check, registry
+from harness import registry
+from harness.commands import check
 from harness.spec import KernelSpec
 
 KERNELS = tuple(name for name in registry.names() if Path(__file__).parent.joinpath("wrong", f"{name}.py").is_file())

@@ -1,6 +1,6 @@
 """Kernels that are wrong on purpose, each in one way, and others that are right in different ways.
 
-A checker is worth what it rejects. `test_wrong.py` runs every one of these through the battery of `harness.check`: each
+A checker is worth what it rejects. `test_wrong.py` runs every one of these through `harness.commands.check`: each
 wrong one must be rejected, by the check and for the cause that its entry names, and each control accepted.
 """
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from . import environment, roofline
-from .measure import stats
+from .. import environment, roofline
+from ..measure import stats
 
 COPY_BYTES = 4 * 2**30
 GEMM_SIZES = (4096, 8192)
@@ -21,7 +21,7 @@ REPEATS = 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    from .options import add_target
+    from ..options import add_target
 
     add_target(parser)
 

@@ -21,13 +21,14 @@ from typing import Any
 
 import torch
 
-from . import calibrate, environment, execute, options, record, registry, roofline
-from .correctness.accuracy import Verdict
-from .correctness.verify import verify
-from .measure import timing
-from .on_gpu import folder
-from .reporting.progress import Progress
-from .spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Yardstick
+from .. import environment, execute, options, record, registry, roofline
+from ..correctness.accuracy import Verdict
+from ..correctness.verify import verify
+from ..measure import timing
+from ..on_gpu import folder
+from ..reporting.progress import Progress
+from ..spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Yardstick
+from . import calibrate
 
 SUSTAINED_SECONDS = 1.0
 STUCK_SECONDS = 120.0
@@ -50,7 +51,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.quick and not arguments.case:
         selections = [options.Selection(s.spec, s.cases[:1], s.modes, s.implementations) for s in selections]
     if device.type != "cuda":
-        from . import plan
+        from .. import plan
 
         return plan.main(selections, key, arguments)
     out = arguments.out or registry.ROOT / (".out" if arguments.quick else "reports") / folder(device, key)

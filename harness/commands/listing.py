@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from . import options, registry
+from .. import options, registry
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from . import options, registry
-from .compiling import build_report
-from .compiling.ahead import Outcome, compile_spec, target_name
-from .spec import KernelSpec
+from .. import options, registry
+from ..compiling import build_report
+from ..compiling.ahead import Outcome, compile_spec, target_name
+from ..spec import KernelSpec
 
 DEFAULT_OUT = registry.ROOT / "reports" / "build"
 MAX_WORKERS = 8

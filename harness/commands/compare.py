@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import record
-from .registry import ROOT
-from .reporting import markdown as md
-from .reporting.entries import Records, Row
-from .reporting.verdicts import (
+from .. import record
+from ..registry import ROOT
+from ..reporting import markdown as md
+from ..reporting.entries import Records, Row
+from ..reporting.verdicts import (
     FASTER,
     SAME,
     SLOWER,

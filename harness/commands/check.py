@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import execute, options
-from .correctness import battery, fuzz, integration, refusal, special_values
-from .correctness.accuracy import FP8, Verdict
-from .correctness.battery import Rejected, Skipped, Subject
-from .correctness.verify import verify
-from .spec import WITHOUT_AUTOGRAD, Case, KernelSpec
+from .. import execute, options
+from ..correctness import battery, fuzz, integration, refusal, special_values
+from ..correctness.accuracy import FP8, Verdict
+from ..correctness.battery import Rejected, Skipped, Subject
+from ..correctness.verify import verify
+from ..spec import WITHOUT_AUTOGRAD, Case, KernelSpec
 
 __all__ = ["CHECKS", "Item", "Outcome", "Verdict", "configure", "main", "plan", "run", "verify"]
 

@@ -21,16 +21,16 @@ from unittest import mock
 
 import torch
 
-from . import environment, execute, options, tuned
-from .compiling import precompile
-from .compiling.precompile import Wanted
-from .correctness.in_place import OnCopies
-from .measure import timing
-from .on_gpu import Place, place
-from .reporting import choices, rows_json, tables
-from .reporting.choices import SCHEMA
-from .spec import Case, KernelSpec, Tunable
-from .tuned import encode, judge
+from .. import environment, execute, options, tuned
+from ..compiling import precompile
+from ..compiling.precompile import Wanted
+from ..correctness.in_place import OnCopies
+from ..measure import timing
+from ..on_gpu import Place, place
+from ..reporting import choices, rows_json, tables
+from ..reporting.choices import SCHEMA
+from ..spec import Case, KernelSpec, Tunable
+from ..tuned import encode, judge
 
 SEED = 20261121
 GROUP = 7

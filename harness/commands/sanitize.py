@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-from . import environment, execute, options
-from .nsight import sanitizer
-from .nsight.plain_products import plain_products
-from .nvtx import range_name
-from .on_gpu import Place, place
-from .reporting import rows_json, tables
-from .spec import Case, KernelSpec
+from .. import environment, execute, options
+from ..nsight import sanitizer
+from ..nsight.plain_products import plain_products
+from ..nvtx import range_name
+from ..on_gpu import Place, place
+from ..reporting import rows_json, tables
+from ..spec import Case, KernelSpec
 
 SCHEMA = 3
 SEED = 20261121

@@ -13,12 +13,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import options, record
-from .nsight import profile_report
-from .registry import COLLECTIONS, ROOT
-from .reporting import charts, choices, kernel_page, pages, roofline_charts, rows_json
-from .reporting.entries import Records
-from .reporting.findings import Finding, findings
+from .. import options, record
+from ..nsight import profile_report
+from ..registry import COLLECTIONS, ROOT
+from ..reporting import charts, choices, kernel_page, pages, roofline_charts, rows_json
+from ..reporting.entries import Records
+from ..reporting.findings import Finding, findings
 
 BLOCK = re.compile(r"(<!-- report:begin (?P<folder>[\w.-]+) -->\n).*?(\n?<!-- report:end -->)", re.DOTALL)
 

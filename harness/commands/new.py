@@ -10,9 +10,9 @@ import re
 import sys
 from pathlib import Path
 
-from . import registry
+from .. import registry
 
-TEMPLATE = Path(__file__).resolve().parent / "template"
+TEMPLATE = Path(__file__).resolve().parent.parent / "template"
 PLACEHOLDER = "TEMPLATE"
 LONGEST = 30  # the name stands in tables, file names and NVTX ranges
 MODULES = ("bench", "kernel", "op", "reference")  # a function of that name would hide the module beside it

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from . import environment, execute, nvtx, options, record
-from .nsight import ncu, profile_report
-from .on_gpu import Place, place
-from .spec import Case, KernelSpec
+from .. import environment, execute, nvtx, options, record
+from ..nsight import ncu, profile_report
+from ..on_gpu import Place, place
+from ..spec import Case, KernelSpec
 
 SEED = 20261121
 
