@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import zlib
 
 import pytest
@@ -57,6 +58,15 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 def _draws_the_same_numbers(request: pytest.FixtureRequest):
     """A test that fails does so again when it is run alone, by another worker or in another order."""
     torch.manual_seed(zlib.crc32(request.node.name.encode()))
+
+
+@pytest.fixture(autouse=True)
+def _makes_launch_plans_anew():
+    """A test that replaces a part of a kernel finds no plan that was made with the original, and leaves none."""
+    yield
+    for name, module in list(sys.modules.items()):
+        if name.startswith("kernels.") and name.endswith(".launch") and hasattr(module, "forget"):
+            module.forget()
 
 
 @pytest.fixture(autouse=HAS_GPU)

@@ -3,7 +3,7 @@
 A kernel folder with CUDA C++ has a module `cuda_driver`, through which its launchers compile and launch:
 
     no_compiler() -> reason or None          kernels(device, source, names, defines, shared) -> a handle for each name
-    launch(handle, grid, threads, shared, arguments)         tensor_map(...), where there is need of one
+    launch(handle, grid, threads, shared, stream, parameters)         tensor_map(...) -> bytes
 
 `recording` stands in for these: what is launched is compiled and noted, and nothing runs.
 """
@@ -75,7 +75,7 @@ def recording(package: str, capability: tuple[int, int], note: Callable[[Launch]
         cubin = compiled(folder / source, architecture, defines)
         return tuple(_Handle(name, source, defines, cubin) for name in names)
 
-    def launch(handle: _Handle, grid: int, threads: int, shared: int, arguments: Any) -> None:
+    def launch(handle: _Handle, grid: int, threads: int, shared: int, *_: Any) -> None:
         note(Launch(handle.name, handle.source, handle.defines, threads, shared, handle.cubin))
 
     stand_ins: dict[str, Callable[..., Any]] = {
@@ -84,7 +84,7 @@ def recording(package: str, capability: tuple[int, int], note: Callable[[Launch]
         "launch": launch,
     }
     if hasattr(driver, "tensor_map"):
-        stand_ins["tensor_map"] = lambda *_, **__: None
+        stand_ins["tensor_map"] = lambda *_, **__: b""
     with ExitStack() as stack:
         users = [m for n, m in sys.modules.items() if n.startswith(f"{driver.__package__}.") and m is not None]
         for module in users:  # some have imported the functions by name

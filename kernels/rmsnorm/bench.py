@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable
 
-from . import kernel, rmsnorm
+from . import configs, rmsnorm
 from .reference import rmsnorm_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -122,11 +122,11 @@ def _tiles(case: Case) -> list[tuple[int, int, int]]:
     return [(m, n, w) for m, n in shapes for w in (2, 4, 8, 16) if 8 <= m * n // (32 * w) <= 64]
 
 
-def _fwd_candidates(case: Case) -> list[kernel.FwdConfig]:
-    config, dim = kernel.FwdConfig, case.dims["dim"]
+def _fwd_candidates(case: Case) -> list[configs.FwdConfig]:
+    config, dim = configs.FwdConfig, case.dims["dim"]
     block_n = 1 << (dim - 1).bit_length()
     policies = ("", "evict_last")
-    if block_n > kernel.MAX_BLOCK:
+    if block_n > configs.MAX_BLOCK:
         shapes = [(n, w) for n in (8192, 16384, 32768) for w in (8, 16, 32) if n // (32 * w) <= 64]
         return [config(1, n, w, eviction) for n, w in shapes for eviction in policies]
     whole = [config(*t, eviction, 0, first) for t in _tiles(case) for eviction in policies for first in (False, True)]
@@ -136,15 +136,15 @@ def _fwd_candidates(case: Case) -> list[kernel.FwdConfig]:
     return whole + [config(1, block_n // 2, w, eviction, tail) for w in (4, 8) for eviction in policies]
 
 
-def _bwd_candidates(case: Case) -> list[kernel.BwdConfig]:
+def _bwd_candidates(case: Case) -> list[configs.BwdConfig]:
     loops = ((1, 1), (1, 3), (1, 4), (2, 1), (2, 3), (4, 3))
     tiles = _tiles(case)
-    if case.dims["dim"] > kernel.MAX_BLOCK:
+    if case.dims["dim"] > configs.MAX_BLOCK:
         tiles = [(m, n, w) for m, n in ((1, 2048), (2, 1024), (2, 2048), (4, 1024)) for w in (2, 4, 8)]
-    return [kernel.BwdConfig(m, n, w, p, s) for m, n, w in tiles for p, s in loops if p * w <= 32]
+    return [configs.BwdConfig(m, n, w, p, s) for m, n, w in tiles for p, s in loops if p * w <= 32]
 
 
-NARROW = tuple(case for case in CASES if case.bench and case.dims["dim"] <= kernel.MAX_BLOCK)
+NARROW = tuple(case for case in CASES if case.bench and case.dims["dim"] <= configs.MAX_BLOCK)
 
 SPEC = KernelSpec(
     name="rmsnorm",
@@ -160,7 +160,7 @@ SPEC = KernelSpec(
     fuzz={"rows": (0, 40), "dim": (1, 700)},
     tunables=(
         # Wider ones are not asked for on Hopper, where a cluster takes them.
-        Tunable(kernel, "pick_fwd_config", "fwd", _fwd_candidates, NARROW),
-        Tunable(kernel, "pick_bwd_config", "bwd", _bwd_candidates),
+        Tunable(configs, "pick_fwd_config", "fwd", _fwd_candidates, NARROW),
+        Tunable(configs, "pick_bwd_config", "bwd", _bwd_candidates),
     ),
 )

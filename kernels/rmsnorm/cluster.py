@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 
 from . import cuda_driver
-from .cuda_driver import launch, pointer
-
-if TYPE_CHECKING:
-    from .kernel import ClusterConfig
+from .configs import VECTOR, ClusterConfig
+from .cuda_driver import address
 
 WIDTHS = range(16385, 65537)  # narrower rows fit one CTA
-VECTOR = 16  # bytes
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # TYPE in cluster.cu
+# x, residual, weight, y, h, rstd; vectors a row and a CTA; the strides of x and residual; 1 / dim, eps, weight_offset
+_LAYOUT = "PPPPPPiiqqfff"
 
 
-def cluster_refuses(
+def unsupported_reason(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, capability: tuple[int, int]
 ) -> str | None:
     """Why no cluster of CTAs can take the rows of x and residual, [rows, dim] with a last stride of 1, and a contiguous
@@ -39,19 +37,17 @@ def cluster_refuses(
     return cuda_driver.no_compiler()
 
 
-def cluster_fwd(
+def cluster_launch(
     config: ClusterConfig,
     x: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor | None,
-    y: torch.Tensor,
-    h: torch.Tensor | None,
-    rstd: torch.Tensor | None,
+    save_rstd: bool,
     eps: float,
     weight_offset: float,
-) -> None:
-    """Writes y, h where there is a residual, and rstd where it is given, of rows that `cluster_refuses` does not. x's
-    device is the current one."""
+) -> Callable[..., None]:
+    """Writes y, h where there is a residual, and rstd where it is to be saved, given (x, residual, weight, y, h, rstd)
+    like these, which `unsupported_reason` takes."""
     (rows, dim), per_vector = x.shape, VECTOR // x.element_size()
     vectors = dim // per_vector
     defines = (
@@ -65,15 +61,22 @@ def cluster_fwd(
         f"WEIGHT={int(weight is not None)}",
     )
     shared = 4 * max(32, config.ctas * config.threads // 32) + 8  # the warps' sums and an mbarrier
-    (kernel,) = cuda_driver.kernels(x.device.index, "cluster.cu", ("rmsnorm_cluster_fwd",), defines, shared)
-    arguments = (
-        *(pointer(t) for t in (x, residual, weight, y, h, rstd)),
-        ctypes.c_int(vectors),
-        ctypes.c_int(config.slice),
-        ctypes.c_longlong(x.stride(0) // per_vector),
-        ctypes.c_longlong(0 if residual is None else residual.stride(0) // per_vector),
-        ctypes.c_float(1 / dim),
-        ctypes.c_float(eps),
-        ctypes.c_float(weight_offset),
-    )
-    launch(kernel, rows * config.ctas, config.threads, shared, arguments)
+    device, added = x.device.index, residual is not None
+    with torch.cuda.device_of(x):
+        (kernel,) = cuda_driver.kernels(device, "cluster.cu", ("rmsnorm_cluster_fwd",), defines, shared)
+    launch = cuda_driver.Launch(device, kernel, rows * config.ctas, config.threads, shared, _LAYOUT)
+    stride = 0 if residual is None else residual.stride(0) // per_vector
+    fixed = (vectors, config.slice, x.stride(0) // per_vector, stride, 1 / dim, eps, weight_offset)
+
+    def run(
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        y: torch.Tensor,
+        h: torch.Tensor,
+        rstd: torch.Tensor | None,
+    ) -> None:
+        written = y.data_ptr(), h.data_ptr() if added else 0, address(rstd)
+        launch(x.data_ptr(), address(residual), address(weight), *written, *fixed)
+
+    return run

@@ -1,20 +1,18 @@
-"""The public function: checks, registration with torch.library, autograd."""
+"""The public function: checks, the lean eager call, registration with torch.library, autograd."""
 
 from __future__ import annotations
 
 import torch
-import triton
 
-from .kernel import rmsnorm_bwd, rmsnorm_fwd
+from .checks import FLOATS, kind, runnable
+from .launch import Plans, lean, signature
+from .plans import BACKENDS, bwd_plan, fwd_plan
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_DIM = 65536
-
-# As @triton.jit decided it when the kernels were imported; torch.compile cannot trace the knob itself.
-INTERPRETED: bool = triton.knobs.runtime.interpret
 
 # Named after the package, so that a copy of this folder under another name registers ops of its own.
 _NAMESPACE = __package__.replace(".", "_")
+_FORWARD, _BACKWARD = Plans(), Plans()
 
 
 def rmsnorm(
@@ -23,6 +21,7 @@ def rmsnorm(
     eps: float = 1e-6,
     residual: torch.Tensor | None = None,
     weight_offset: float = 0.0,
+    backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Root-mean-square normalisation over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4).
 
@@ -36,58 +35,129 @@ def rmsnorm(
               place when the leading dimensions flatten to one stride and the last stride is 1; otherwise copied first.
     weight    [D], floating point; may be of another dtype than x
     residual  shape and dtype of x
+    backend   of the forward: "triton", "cuda" (CUDA C++, compiled by CuPy: rows of 16 385 to 65 536 numbers on 16-byte
+              boundaries, on compute capability 9.0, a weight of x's dtype), or "auto", which takes "cuda" where it can
 
     Returns y, in shape and dtype of x, contiguous; with a residual (y, h), where h is the next layer's residual.
 
-    Raises TypeError for a wrong dtype, ValueError for a wrong shape or device, RuntimeError for a CPU tensor outside
-    Triton's interpreter.
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or backend, RuntimeError for a CPU tensor
+    outside Triton's interpreter and for backend="cuda" where it cannot run.
     """
-    _check(x, weight, residual)
-    given = (x, weight, residual)
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
+    if lean(x, weight, residual):
+        save = torch.is_grad_enabled() and (
+            x.requires_grad
+            or (weight is not None and weight.requires_grad)
+            or (residual is not None and residual.requires_grad)
+        )
+        plan = _fwd_plan(x, weight, residual, eps, weight_offset, save, backend)
+        if save:
+            return _apply(x, weight, residual, plan, weight_offset)
+        y, h, _ = plan(x, weight, residual)
+        return y if residual is None else (y, h)
+    _check(x, weight, residual, eps, weight_offset, backend)
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, residual))
     if residual is None:
-        return _fwd_op(x, weight, eps, weight_offset, save)[0]
-    y, h, _ = _add_fwd_op(x, residual, weight, eps, weight_offset, save)
+        return _fwd_op(x, weight, eps, weight_offset, save, backend)[0]
+    y, h, _ = _add_fwd_op(x, residual, weight, eps, weight_offset, save, backend)
     return y, h
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None) -> None:
-    if not isinstance(x, torch.Tensor) or x.dtype not in DTYPES:
-        raise TypeError(f"rmsnorm: x must be a tensor of float32, float16 or bfloat16, got {_kind(x)}")
+def _check(x, weight, residual, eps, weight_offset, backend) -> None:
+    if not isinstance(x, torch.Tensor) or x.dtype not in FLOATS:
+        raise TypeError(f"rmsnorm: x must be a tensor of float32, float16 or bfloat16, got {kind(x)}")
     if x.dim() == 0 or x.shape[-1] > MAX_DIM:
         raise ValueError(f"rmsnorm: x must be [..., D] with D <= {MAX_DIM}, got shape {tuple(x.shape)}")
     if weight is not None:
-        if not isinstance(weight, torch.Tensor) or weight.dtype not in DTYPES:
-            raise TypeError(f"rmsnorm: weight must be a tensor of float32, float16 or bfloat16, got {_kind(weight)}")
+        if not isinstance(weight, torch.Tensor) or weight.dtype not in FLOATS:
+            raise TypeError(f"rmsnorm: weight must be a tensor of float32, float16 or bfloat16, got {kind(weight)}")
         if weight.shape != x.shape[-1:]:
             raise ValueError(f"rmsnorm: weight must be [{x.shape[-1]}] like x's rows, got {tuple(weight.shape)}")
         if weight.device != x.device:
             raise ValueError(f"rmsnorm: weight must be on x's device {x.device}, got {weight.device}")
     if residual is not None:
         if not isinstance(residual, torch.Tensor) or residual.dtype != x.dtype:
-            raise TypeError(f"rmsnorm: residual must be a tensor of x's dtype {x.dtype}, got {_kind(residual)}")
+            raise TypeError(f"rmsnorm: residual must be a tensor of x's dtype {x.dtype}, got {kind(residual)}")
         if residual.shape != x.shape:
             raise ValueError(f"rmsnorm: residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
         if residual.device != x.device:
             raise ValueError(f"rmsnorm: residual must be on x's device {x.device}, got {residual.device}")
-    if x.device.type == "cpu" and not INTERPRETED:
-        raise RuntimeError("rmsnorm: x must be on a GPU; the CPU needs Triton's interpreter (TRITON_INTERPRET=1)")
+    for name, number in (("eps", eps), ("weight_offset", weight_offset)):
+        if not isinstance(number, int | float):
+            raise TypeError(f"rmsnorm: {name} must be a number, got {kind(number)}")
+    if backend not in BACKENDS:
+        raise ValueError(f"rmsnorm: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    runnable("rmsnorm", "x", x)
 
 
-def _kind(value: object) -> str:
-    return str(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
+def _fwd_plan(x, weight, residual, eps, weight_offset, save, backend):
+    """The plan for these arguments, kept if they are plain tensors: elsewhere shapes are not all that counts."""
+    key = (signature(x), signature(weight), signature(residual), eps, weight_offset, save, backend)
+    plan = _FORWARD.find(key)
+    if plan is None:
+        _check(x, weight, residual, eps, weight_offset, backend)
+        plan = _FORWARD.keep(key, fwd_plan(x, weight, residual, eps, weight_offset, save, backend))
+    return plan
+
+
+def _forward(x, weight, residual, eps, weight_offset, save, backend):
+    make = _fwd_plan if lean(x, weight, residual) else fwd_plan
+    return make(x, weight, residual, eps, weight_offset, save, backend)(x, weight, residual)
+
+
+def _backward(dy, dh, h, rstd, weight, weight_offset, need_dx, need_dw):
+    if not lean(dy, dh, h, rstd, weight):
+        return bwd_plan(dy, dh, h, weight, weight_offset, need_dx, need_dw)(dy, dh, h, rstd, weight)
+    key = (signature(dy), signature(dh), signature(h), signature(weight), weight_offset, need_dx, need_dw)
+    plan = _BACKWARD.find(key)
+    if plan is None:
+        plan = _BACKWARD.keep(key, bwd_plan(dy, dh, h, weight, weight_offset, need_dx, need_dw))
+    return plan(dy, dh, h, rstd, weight)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Of eager calls. The gradient goes through torch.library where something traces, transforms or derives it."""
+
+    @staticmethod
+    def forward(ctx, x, weight, residual, plan, weight_offset):
+        y, h, rstd = plan(x, weight, residual)
+        ctx.set_materialize_grads(False)
+        ctx.weight_offset, ctx.added = weight_offset, residual is not None
+        ctx.save_for_backward(h, weight, rstd)
+        return (y, h) if ctx.added else y
+
+    @staticmethod
+    def backward(ctx, dy, dh=None):
+        need_dx, need_dw, need_dr, *_ = ctx.needs_input_grad
+        d, dw = _gradients(ctx, dy, dh, need_dx or need_dr, need_dw)
+        return d if need_dx else None, dw, d if need_dr else None, None, None
+
+
+# What torch.autograd.Function.apply does before this is for functorch, and `lean` has seen that it is not at work.
+_apply = super(torch.autograd.Function, _RMSNorm).apply
+
+
+def _gradients(ctx, dy, dh, need_dh, need_dw):
+    """dh and dw, each None if it is not needed or zero."""
+    if dy is None:  # y was not used: h's gradient passes through
+        return (dh if need_dh else None), None
+    h, weight, rstd = ctx.saved_tensors
+    dh = dh if need_dh else None
+    if lean(dy, dh, h, rstd, weight) and not torch.is_grad_enabled():
+        return _backward(dy, dh, h, rstd, weight, ctx.weight_offset, need_dh, need_dw)
+    d, dw = _bwd_op(dy, dh, h, rstd, weight, ctx.weight_offset, need_dh, need_dw)
+    return d if need_dh else None, dw if need_dw else None
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::rmsnorm_fwd", mutates_args=())
 def _fwd_op(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, weight_offset: float, save_rstd: bool
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, weight_offset: float, save_rstd: bool, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    y, _, rstd = rmsnorm_fwd(x, weight, None, eps, weight_offset, save_rstd)
-    return y, rstd
+    y, _, rstd = _forward(x, weight, None, eps, weight_offset, save_rstd, backend)
+    return y, _fake_rstd(x, False) if rstd is None else rstd
 
 
 @_fwd_op.register_fake
-def _(x, weight, eps, weight_offset, save_rstd):
+def _(x, weight, eps, weight_offset, save_rstd, backend):
     return x.new_empty(x.shape), _fake_rstd(x, save_rstd)
 
 
@@ -99,12 +169,14 @@ def _add_fwd_op(
     eps: float,
     weight_offset: float,
     save_rstd: bool,
+    backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return rmsnorm_fwd(x, weight, residual, eps, weight_offset, save_rstd)
+    y, h, rstd = _forward(x, weight, residual, eps, weight_offset, save_rstd, backend)
+    return y, h, _fake_rstd(x, False) if rstd is None else rstd
 
 
 @_add_fwd_op.register_fake
-def _(x, residual, weight, eps, weight_offset, save_rstd):
+def _(x, residual, weight, eps, weight_offset, save_rstd, backend):
     return x.new_empty(x.shape), x.new_empty(x.shape), _fake_rstd(x, save_rstd)
 
 
@@ -119,7 +191,7 @@ def _bwd_op(
     need_dx: bool,
     need_dw: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    dx, dw = rmsnorm_bwd(dy, dh, h, rstd, weight, weight_offset, need_dx, need_dw)
+    dx, dw = _backward(dy, dh, h, rstd, weight, weight_offset, need_dx, need_dw)
     return h.new_empty(0) if dx is None else dx, h.new_empty(0) if dw is None else dw
 
 
@@ -134,34 +206,27 @@ def _fake_rstd(x: torch.Tensor, save: bool) -> torch.Tensor:
 
 def _save(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)  # rstd has no gradient: no kernel to fill one with zeros
-    x, weight, _, ctx.weight_offset, _ = inputs
+    x, weight, _, ctx.weight_offset, *_ = inputs
     ctx.save_for_backward(x, weight, output[1])
 
 
-def _backward(ctx, dy, _drstd):
-    if dy is None:
-        return None, None, None, None, None
-    h, weight, rstd = ctx.saved_tensors
+def _autograd(ctx, dy, _drstd):
     need_dx, need_dw = ctx.needs_input_grad[:2]
-    dx, dw = _bwd_op(dy, None, h, rstd, weight, ctx.weight_offset, need_dx, need_dw)
-    return dx if need_dx else None, dw if need_dw else None, None, None, None
+    dx, dw = _gradients(ctx, dy, None, need_dx, need_dw)
+    return dx, dw, None, None, None, None
 
 
 def _add_save(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
-    _, _, weight, _, ctx.weight_offset, _ = inputs
+    _, _, weight, _, ctx.weight_offset, *_ = inputs
     ctx.save_for_backward(output[1], weight, output[2])
 
 
-def _add_backward(ctx, dy, dh, _drstd):
+def _add_autograd(ctx, dy, dh, _drstd):
     need_dx, need_dr, need_dw = ctx.needs_input_grad[:3]
-    if dy is None:  # y was not used: h's gradient passes through
-        return dh if need_dx else None, dh if need_dr else None, None, None, None, None
-    h, weight, rstd = ctx.saved_tensors
-    need_dh = need_dx or need_dr
-    d, dw = _bwd_op(dy, dh if need_dh else None, h, rstd, weight, ctx.weight_offset, need_dh, need_dw)
-    return d if need_dx else None, d if need_dr else None, dw if need_dw else None, None, None, None
+    d, dw = _gradients(ctx, dy, dh, need_dx or need_dr, need_dw)
+    return d if need_dx else None, d if need_dr else None, dw, None, None, None, None
 
 
-_fwd_op.register_autograd(_backward, setup_context=_save)
-_add_fwd_op.register_autograd(_add_backward, setup_context=_add_save)
+_fwd_op.register_autograd(_autograd, setup_context=_save)
+_add_fwd_op.register_autograd(_add_autograd, setup_context=_add_save)

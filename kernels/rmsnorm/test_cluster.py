@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import struct
 import threading
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 
 from harness.compiling import nvrtc, sass
 
-from . import cluster, cuda_driver, kernel, rmsnorm
+from . import cluster, configs, cuda_driver, plans, rmsnorm
 from .op import MAX_DIM
 from .reference import rmsnorm_reference
 
@@ -25,7 +26,7 @@ WIDTHS = (16392, 20480, 24576, 24584, 32760, 32768, 40968, 49152, 49160, 65528, 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_every_width_is_covered_once(dtype):
     for dim in range(16384 + 16 // dtype.itemsize, MAX_DIM + 1, 16 // dtype.itemsize):
-        config, vectors = kernel.pick_cluster_config(dim, dtype, True, False), dim * dtype.itemsize // 16
+        config, vectors = configs.pick_cluster_config(dim, dtype, True, False), dim * dtype.itemsize // 16
         assert config.ctas in (2, 4, 8, 16) and 4 <= config.vectors <= 6
         assert config.slice % 8 == 0 and config.slice <= config.threads * config.vectors
         assert config.slice * (config.ctas - 1) < vectors <= config.slice * config.ctas  # the last has something
@@ -35,7 +36,7 @@ def test_every_width_is_covered_once(dtype):
 
 def test_the_configurations_that_were_measured():
     def picked(dim: int, residual: bool = False) -> tuple[int, int, int]:
-        config = kernel.pick_cluster_config(dim, BF16, True, residual)
+        config = configs.pick_cluster_config(dim, BF16, True, residual)
         return config.ctas, config.vectors, config.resident
 
     widths = (20480, 24576, 32768, 49152, 65536)
@@ -44,14 +45,14 @@ def test_the_configurations_that_were_measured():
 
 
 def test_it_begins_where_one_cta_ends():
-    assert (cluster.WIDTHS.start, cluster.WIDTHS.stop) == (kernel.MAX_BLOCK + 1, MAX_DIM + 1)
+    assert (cluster.WIDTHS.start, cluster.WIDTHS.stop) == (configs.MAX_BLOCK + 1, MAX_DIM + 1)
 
 
-def test_why_it_refuses(monkeypatch):
+def test_what_it_does_not_take(monkeypatch):
     monkeypatch.setattr(cuda_driver, "no_compiler", lambda: None)
 
     def refused(x, residual=None, weight=None, capability=(9, 0)) -> str | None:
-        return cluster.cluster_refuses(x, residual, weight, capability)
+        return cluster.unsupported_reason(x, residual, weight, capability)
 
     def rows(dim: int, stride: int | None = None, start: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
         room = torch.empty(3 * (stride or dim) + start, dtype=dtype)
@@ -87,23 +88,25 @@ def test_why_it_refuses(monkeypatch):
 def test_what_it_is_told(weight, residual, save, monkeypatch):
     """Launched on nothing: pointers or none, sizes and strides in vectors."""
     compiled, launched = [], []
-    monkeypatch.setattr(kernel, "_device", lambda x: ((9, 0), 132))
+    monkeypatch.setattr(plans, "_device", lambda x: ((9, 0), 132))
     monkeypatch.setattr(cuda_driver, "no_compiler", lambda: None)
     monkeypatch.setattr(cuda_driver, "kernels", lambda *arguments: compiled.append(arguments) or (None,))
-    monkeypatch.setattr(cluster, "launch", lambda *arguments: launched.append(arguments))
+    monkeypatch.setattr(cuda_driver, "_current_device", lambda: None)  # a CPU tensor has that index
+    monkeypatch.setattr(cuda_driver, "launch", lambda *arguments: launched.append(arguments))
     x = torch.empty(3, 40968 + 64, dtype=BF16, device=DEVICE)[:, 8:40976]
     r = torch.empty(3, 40968, dtype=BF16, device=DEVICE) if residual else None
     w = torch.empty(40968, dtype=BF16, device=DEVICE) if weight else None
-    y, h, rstd = kernel.rmsnorm_fwd(x, w, r, 0.5, 1.0, save)
-    ((_, source, names, defines, room),), ((_, grid, threads, shared, arguments),) = compiled, launched
+    y, h, rstd = plans.fwd_plan(x, w, r, 0.5, 1.0, save, "auto")(x, w, r)
+    ((_, source, names, defines, room),), ((_, grid, threads, shared, _, parameters),) = compiled, launched
     assert (source, names) == ("cluster.cu", ("rmsnorm_cluster_fwd",))
     assert {"CLUSTER=4", "THREADS=256", "VECTORS=6", "EVEN=0", "TYPE=0"} <= set(defines)
     assert {f"RESIDUAL={int(residual)}", f"WEIGHT={int(weight)}"} <= set(defines)
     assert (grid, threads, room, shared) == (12, 256, 4 * 32 + 8, 4 * 32 + 8)
-    tensors = (x, r, w, y, h if residual else None, rstd if save else None)
-    assert [a.value for a in arguments[:6]] == [None if t is None else t.data_ptr() for t in tensors]
-    assert [a.value for a in arguments[6:10]] == [5121, 1288, 41032 // 8, 5121 if residual else 0]
-    assert [a.value for a in arguments[10:]] == [pytest.approx(1 / 40968), 0.5, 1.0]
+    values = struct.unpack("6Q2i2q3f", parameters)
+    tensors = (x, r, w, y, h if residual else None, rstd)
+    assert list(values[:6]) == [0 if t is None else t.data_ptr() for t in tensors]
+    assert list(values[6:10]) == [5121, 1288, 41032 // 8, 5121 if residual else 0]
+    assert list(values[10:]) == [pytest.approx(1 / 40968), 0.5, 1.0]
 
 
 @pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
@@ -119,12 +122,11 @@ def test_nothing_spills(vectors, dtype, monkeypatch):
         return (None,)
 
     monkeypatch.setattr(cuda_driver, "kernels", kernels)
-    monkeypatch.setattr(cluster, "launch", lambda *_: None)
     for less, weight, residual in ((0, True, False), (1, True, True), (1, False, True)):
         x = torch.empty(1, (8 * 256 * vectors - less) * 16 // dtype.itemsize, dtype=dtype)
-        config = kernel.pick_cluster_config(x.shape[1], dtype, weight, residual)
+        config = configs.pick_cluster_config(x.shape[1], dtype, weight, residual)
         given = x if residual else None, x[0] if weight else None
-        cluster.cluster_fwd(config, x, *given, x, given[0], None, 1e-6, 0.0)
+        cluster.cluster_launch(config, x, *given, False, 1e-6, 0.0)
         defines, usage = found[-1]
         assert f"VECTORS={vectors}" in defines and usage.spills == 0, (defines, usage)
         assert usage.registers * config.threads * config.resident <= 65536
@@ -132,14 +134,14 @@ def test_nothing_spills(vectors, dtype, monkeypatch):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The configurations of what runs over a cluster. Skips where nothing does."""
+    """The launches over a cluster. Skips where there is none."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a GPU of compute capability 9.0 (Hopper)")
     if reason := cuda_driver.no_compiler():
         pytest.skip(reason)
-    configs, original = [], cluster.cluster_fwd
-    monkeypatch.setattr(cluster, "cluster_fwd", lambda *a: configs.append(a[0]) or original(*a))
-    return configs
+    launched, original = [], cuda_driver.launch
+    monkeypatch.setattr(cuda_driver, "launch", lambda *a: launched.append(a) or original(*a))
+    return launched
 
 
 def rows_of(rows: int, dim: int, dtype: torch.dtype, padding: int = 0) -> torch.Tensor:
@@ -150,7 +152,8 @@ def rows_of(rows: int, dim: int, dtype: torch.dtype, padding: int = 0) -> torch.
 
 def check(x, weight=None, residual=None, offset: float = 0.0, save: bool = True) -> None:
     """Against fp64, from h as it is stored; h bit for bit. Repeats agree bit for bit."""
-    y, h, rstd = kernel.rmsnorm_fwd(x, weight, residual, 1e-6, offset, save)
+    plan = plans.fwd_plan(x, weight, residual, 1e-6, offset, save, "auto")
+    y, h, rstd = plan(x, weight, residual)
     if residual is not None:
         assert torch.equal(h, x + residual)
     want_rstd = torch.rsqrt(h.double().square().mean(-1) + 1e-6)
@@ -163,9 +166,9 @@ def check(x, weight=None, residual=None, offset: float = 0.0, save: bool = True)
     if save:
         torch.testing.assert_close(rstd.double(), want_rstd, rtol=4e-6, atol=0)
     else:
-        assert rstd.numel() == 0
-    again = kernel.rmsnorm_fwd(x, weight, residual, 1e-6, offset, save)
-    assert all(torch.equal(a, b) for a, b in zip(again, (y, h, rstd), strict=True))
+        assert rstd is None
+    again = plan(x, weight, residual)
+    assert all(torch.equal(a, b) for a, b in zip(again, (y, h, rstd), strict=True) if a is not None)
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from . import kernel, rmsnorm
+from . import configs, plans, rmsnorm
 from .reference import rmsnorm_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -56,8 +56,8 @@ def test_h_is_rounded_to_the_dtype_before_it_is_normalised():
 @pytest.mark.parametrize("needed", ["x", "weight", "residual"])
 def test_no_work_for_a_gradient_that_nobody_wants(needed, monkeypatch):
     launched = []
-    monkeypatch.setattr(kernel, "_rmsnorm_dw_kernel", _spy(kernel._rmsnorm_dw_kernel, launched, "dw"))
-    monkeypatch.setattr(kernel, "_rmsnorm_bwd_kernel", _spy(kernel._rmsnorm_bwd_kernel, launched, "bwd"))
+    monkeypatch.setattr(plans, "_rmsnorm_dw_kernel", _spy(plans._rmsnorm_dw_kernel, launched, "dw"))
+    monkeypatch.setattr(plans, "_rmsnorm_bwd_kernel", _spy(plans._rmsnorm_bwd_kernel, launched, "bwd"))
     tensors = {"x": normal(3, 32), "weight": normal(32), "residual": normal(3, 32)}
     tensors[needed].requires_grad_()
     y, h = rmsnorm(**tensors)
@@ -86,7 +86,7 @@ def test_one_output_alone_may_be_used(used):
 
 def test_inference_saves_nothing(monkeypatch):
     launched = []
-    monkeypatch.setattr(kernel, "_rmsnorm_fwd_kernel", _spy(kernel._rmsnorm_fwd_kernel, launched, "fwd"))
+    monkeypatch.setattr(plans, "_rmsnorm_fwd_kernel", _spy(plans._rmsnorm_fwd_kernel, launched, "fwd"))
     x = normal(3, 32, requires_grad=True)
     rmsnorm(x)
     with torch.no_grad():
@@ -112,14 +112,14 @@ def test_row_stride_is_read_in_place(monkeypatch):
     """A column slice, as of a fused projection's output, is not copied first."""
     packed = normal(10, 96)
     x = packed[:, 32:64]
-    assert kernel._rows(x).data_ptr() == x.data_ptr()
+    assert plans._rows(x).data_ptr() == x.data_ptr()
     torch.testing.assert_close(rmsnorm(x), rmsnorm(x.contiguous()), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dim", [2049, 2560, 3072, 5120, 6144, 10240])
 def test_a_row_in_two_pieces_equals_pytorch(dim):
     """One past the first piece, inside the second, and its end."""
-    assert kernel.pick_fwd_config(3, dim, torch.float32, (9, 0)).tail
+    assert configs.pick_fwd_config(3, dim, torch.float32, (9, 0)).tail
     x, weight, residual = normal(3, dim), normal(dim), normal(3, dim)
     torch.testing.assert_close(rmsnorm(x, weight), F.rms_norm(x, (dim,), weight, 1e-6))
     y, h = rmsnorm(x, weight, residual=residual)
@@ -170,13 +170,13 @@ def test_bad_input_is_refused_by_name(change, error, words):
 def test_every_width_has_a_configuration_that_fits_the_shared_memory(dtype, capability):
     for dim in (1, 7, 512, 4096, 5120, 8192, 11008, 16384, 16385, 28672, 65536):
         for tensors in (2, 3):
-            config = kernel.pick_bwd_config(10_000, dim, dtype, tensors, capability)
+            config = configs.pick_bwd_config(10_000, dim, dtype, tensors, capability)
             if config.stages > 1:
                 tile = config.block_m * config.block_n * dtype.itemsize * tensors
-                assert tile * config.stages * config.programs_per_sm <= kernel._shared_memory(capability)
+                assert tile * config.stages * config.programs_per_sm <= configs._shared_memory(capability)
             assert config.num_warps * config.programs_per_sm <= 64
-        forward = kernel.pick_fwd_config(10_000, dim, dtype, capability)
-        assert forward.block_n + forward.tail >= min(dim, kernel.MAX_BLOCK)
+        forward = configs.pick_fwd_config(10_000, dim, dtype, capability)
+        assert forward.block_n + forward.tail >= min(dim, configs.MAX_BLOCK)
 
 
 @pytest.mark.gpu
