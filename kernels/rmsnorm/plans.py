@@ -40,7 +40,7 @@ def fwd_plan(
     def run(x: torch.Tensor, weight: Optional, residual: Optional) -> tuple[torch.Tensor, torch.Tensor, Optional]:
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         h = x if residual is None else torch.empty_like(y)
-        rstd = torch.empty(rows, dtype=torch.float32, device=device) if save_rstd else None
+        rstd = torch.empty_strided((rows,), (1,), dtype=torch.float32, device=device) if save_rstd else None
         if write is not None:
             write(
                 _rows(x) if x_copied else x,
@@ -106,7 +106,7 @@ def bwd_plan(
     if h.numel() == 0:
         return lambda dy, dh, h, rstd, weight: (
             torch.empty_like(h, memory_format=torch.contiguous_format) if need_dx else None,
-            torch.zeros_like(weight, memory_format=torch.contiguous_format) if need_dw else None,
+            torch.zeros_like(weight, memory_format=torch.contiguous_format) if need_dw else None,  # type: ignore[arg-type]
         )
     rows = h.numel() // dim
     capability, sms = _device(h)
@@ -131,7 +131,7 @@ def bwd_plan(
         num_warps=config.num_warps,
     )
     means = _mean_launch(rows, dim, device, strides, weight_offset) if slices > 1 and need_dx else None
-    add_up = _dw_launch(programs, dim, device) if need_dw else None
+    add_up = _dw_launch(programs, dim, device) if need_dw and programs > 1 else None  # of one there is no sum
 
     def run(
         dy: torch.Tensor, dh: Optional, h: torch.Tensor, rstd: torch.Tensor, weight: Optional
@@ -146,8 +146,9 @@ def bwd_plan(
             mean = torch.empty_like(rstd)
             means(dy, h, rstd, weight, mean)
         if need_dw:
-            partial = torch.empty((programs, dim), dtype=torch.float32, device=device)
-            dw = torch.empty_like(weight)  # type: ignore[arg-type]
+            partial = dw = torch.empty_like(weight)  # type: ignore[arg-type]
+            if add_up is not None:
+                partial = torch.empty_strided((programs, dim), (dim, 1), dtype=torch.float32, device=device)
         write(dy, h, rstd, mean, weight, dh, dx, partial)
         if add_up is not None:
             add_up(partial, dw)

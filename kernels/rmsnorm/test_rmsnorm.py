@@ -58,7 +58,7 @@ def test_no_work_for_a_gradient_that_nobody_wants(needed, monkeypatch):
     launched = []
     monkeypatch.setattr(plans, "_rmsnorm_dw_kernel", _spy(plans._rmsnorm_dw_kernel, launched, "dw"))
     monkeypatch.setattr(plans, "_rmsnorm_bwd_kernel", _spy(plans._rmsnorm_bwd_kernel, launched, "bwd"))
-    tensors = {"x": normal(3, 32), "weight": normal(32), "residual": normal(3, 32)}
+    tensors = {"x": normal(300, 32), "weight": normal(32), "residual": normal(300, 32)}  # of more rows than a CTA takes
     tensors[needed].requires_grad_()
     y, h = rmsnorm(**tensors)
     (y.sum() + h.sum()).backward()
