@@ -243,9 +243,15 @@ def _build_wheel(session: nox.Session, python: str, folder: Path) -> Path | None
 
 @nox.session(default=False)
 def new(session: nox.Session) -> None:
-    """Scaffold a kernel that passes its tests at once: nox -s new -- NAME."""
+    """Scaffold a kernel that passes its tests at once: nox -s new -- NAME [--cuda]."""
     # It copies files and no more, so it need not wait for torch to be installed.
     session.run(sys.executable, "-m", "harness", "new", *session.posargs)
+
+
+@nox.session(default=False)
+def vendor(session: nox.Session) -> None:
+    """Rewrite the copies of parts/ in the kernels' folders; -- --check only looks."""
+    session.run(sys.executable, "-m", "harness", "vendor", *session.posargs)
 
 
 def kernel_sessions(kernel: str) -> None:

@@ -23,6 +23,7 @@ COMMANDS = {
     "report": "Markdown and SVG from the records",
     "compare": "FASTER, SAME, SLOWER or UNSURE between two sets of records; exit code 1 on SLOWER",
     "new": "scaffold a kernel",
+    "vendor": "rewrite the copies of parts/ in the kernels' folders",
 }
 
 

@@ -15,7 +15,17 @@ from pathlib import Path
 ALLOWED_IN_KERNELS = frozenset({*sys.stdlib_module_names, "torch", "triton", "cupy"})
 GPU_LIBRARIES = frozenset({"torch", "triton", "cupy"})
 # `report` and `compare` have to work where torch is not installed; the others are what they are reached through.
-TORCH_FREE = ("cli", "commands.compare", "commands.new", "commands.report", "options", "record", "registry", "roofline")
+TORCH_FREE = (
+    "cli",
+    "commands.compare",
+    "commands.new",
+    "commands.report",
+    "commands.vendor",
+    "options",
+    "record",
+    "registry",
+    "roofline",
+)
 MEANINGLESS = ("utils.py", "helpers.py", "common.py")
 KERNEL_FILES = ("__init__.py", "op.py", "reference.py", "bench.py", "README.md")
 WORKLOAD_FILES = ("__init__.py", "bench.py", "README.md")

@@ -161,8 +161,8 @@ def _rmsnorm_bwd_kernel(
                 dx += dh.to(tl.float32)
             tl.store(dx_ptr + wide_row * dim + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if NEED_DW:
-        # One row of partial sums per CTA, added up in a fixed order by the next kernel: no atomics, so repeatable. Where
-        # there is a single CTA, its row is dw itself.
+        # One row of partial sums per CTA, added up in a fixed order by the next kernel: no atomics, so repeatable.
+        # Where there is a single CTA, its row is dw itself.
         partial_ptr = dw_ptr + tl.program_id(0).to(tl.int64) * dim + cols
         tl.store(partial_ptr, tl.sum(dw, axis=0).to(dw_ptr.dtype.element_ty), mask=cols < dim)
 

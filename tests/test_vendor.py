@@ -1,0 +1,77 @@
+"""Copies of `parts/` in kernels' folders equal their parts, byte for byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness import cli, registry
+from harness.commands import vendor
+
+
+def test_no_copy_differs_from_its_part() -> None:
+    found = list(vendor.copies(registry.ROOT))
+    assert found, "a rule over copies that are not recognised would always hold"
+    stale = [path for path, text in found if path.read_text(encoding="utf-8") != text]
+    assert not stale, "run `nox -s vendor`; a change belongs into parts/"
+
+
+def test_no_folder_holds_a_file_of_a_part_s_name_that_is_no_copy() -> None:
+    """An unmarked copy would drift unseen."""
+    names = vendor.names(registry.ROOT)
+    unmarked = [
+        path
+        for name in names
+        for path in registry.ROOT.glob(f"kernels/*/**/{Path(name).name}")
+        if vendor.part_of(path) not in names
+    ]
+    assert not unmarked
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, text in {
+        "parts/launch.py": "A = 1\n",
+        "parts/sm90/tma.cuh": "int a;\n",
+        "kernels/alpha/op.py": "B = 2\n",
+        "kernels/alpha/checks.py": "# no copy\n",
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(registry, "ROOT", tmp_path)
+    return tmp_path
+
+
+def test_a_copy_is_made_checked_and_rewritten(tree: Path) -> None:
+    assert cli.main(["vendor", "alpha", "launch.py"]) == cli.main(["vendor", "alpha", "sm90/tma.cuh"]) == 0
+    launch, tma = tree / "kernels/alpha/launch.py", tree / "kernels/alpha/sm90/tma.cuh"
+    assert launch.read_text() == "# A copy of parts/launch.py, made by `nox -s vendor`: change it there.\nA = 1\n"
+    assert tma.read_text().startswith("// A copy of parts/sm90/tma.cuh, ")
+    assert cli.main(["vendor", "--check"]) == 0
+    launch.write_text(launch.read_text() + "A = 3\n")
+    assert cli.main(["vendor", "--check"]) == 1
+    assert "A = 3" in launch.read_text()
+    assert cli.main(["vendor"]) == 0
+    assert "A = 3" not in launch.read_text()
+    assert (tree / "kernels/alpha/checks.py").read_text() == "# no copy\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["beta", "launch.py"], "no kernel 'beta'"),
+        (["alpha", "nothing.py"], "no parts/nothing.py; there are launch.py, sm90/tma.cuh"),
+        (["alpha"], "name the part"),
+    ],
+)
+def test_says_what_cannot_be_copied(tree: Path, arguments: list[str], reason: str, capsys) -> None:
+    assert cli.main(["vendor", *arguments]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_copy_is_left_alone(tree: Path, capsys) -> None:
+    (tree / "parts/checks.py").write_text("C = 1\n")
+    assert cli.main(["vendor", "alpha", "checks.py"]) == 2
+    assert "is no copy" in capsys.readouterr().err
