@@ -16,7 +16,7 @@ from harness.commands import new
 from .architecture import violations
 
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
-COPIED = ("harness", "tests", "conftest.py", "noxfile.py", "pyproject.toml")
+COPIED = ("harness", "parts", "tests", "conftest.py", "noxfile.py", "pyproject.toml")
 
 
 def run(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -28,9 +28,9 @@ def contents(tree: Path) -> dict[str, bytes]:
     return {str(path.relative_to(tree)): path.read_bytes() for path in files}
 
 
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkout without its kernels, and `scale` made in it."""
+@pytest.fixture(scope="module", params=["triton", "cuda"])
+def tree(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkout without its kernels, and `scale` made in it: in Triton alone, and with CUDA C++ beside it."""
     root = tmp_path_factory.mktemp("checkout")
     for name in COPIED:
         source = registry.ROOT / name
@@ -41,7 +41,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "kernels").mkdir()
     shutil.copy(registry.ROOT / "kernels" / "__init__.py", root / "kernels")
     before = contents(root)
-    done = run(root, "-m", "harness", "new", "scale")
+    flags = ["--cuda"] if request.param == "cuda" else []
+    done = run(root, "-m", "harness", "new", "scale", *flags)
     assert done.returncode == 0, done.stderr
     after = contents(root)
     assert {name: text for name, text in after.items() if not name.startswith("kernels/scale/")} == before
@@ -75,11 +76,12 @@ def test_a_changed_sign_fails_its_tests(tree: Path, tmp_path: Path) -> None:
     assert "test_gradient_is_alpha" in done.stdout
 
 
+@pytest.mark.parametrize("cuda", [False, True], ids=["triton", "cuda"])
 @pytest.mark.parametrize("name", ["a", "scale", "x" * new.LONGEST])
-def test_is_clean_under_ruff(name: str, tmp_path: Path) -> None:
+def test_is_clean_under_ruff(name: str, cuda: bool, tmp_path: Path) -> None:
     if importlib.util.find_spec("ruff") is None:
         pytest.skip("ruff is not installed")
-    new.write(name, tmp_path / "kernels" / name)
+    new.write(name, tmp_path / "kernels" / name, cuda)
     shutil.copy(registry.ROOT / "pyproject.toml", tmp_path)
     for check in (("check",), ("format", "--check")):
         done = run(tmp_path, "-m", "ruff", *check, "--no-cache", ".")

@@ -1,5 +1,9 @@
-"""Scaffolds a kernel: a copy of `template/` with the placeholder replaced. It works, so that one changes a thing that
-passes its tests, and it touches nothing but its own folder."""
+"""Scaffolds a kernel: a copy of `template/` with the placeholder replaced, and of the parts that it needs. It works, so
+that one changes a thing that passes its tests, and it touches nothing but its own folder.
+
+In the template a line that ends in `#cuda` is for a kernel with a version in CUDA C++, one that ends in `#triton` for a
+kernel without. `template/cuda/` has the files of the former alone.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +15,25 @@ import sys
 from pathlib import Path
 
 from .. import registry
+from . import vendor
 
 TEMPLATE = Path(__file__).resolve().parent.parent / "template"
 PLACEHOLDER = "TEMPLATE"
 LONGEST = 30  # the name stands in tables, file names and NVTX ranges
-MODULES = ("bench", "kernel", "op", "reference")  # a function of that name would hide the module beside it
+SUFFIX = ".in"
+PARTS = ("checks.py", "launch.py")
+CUDA_PARTS = ("cuda_driver.py", "sm90/vectors.cuh")
+# A function of that name would hide the module beside it.
+MODULES = ("bench", "checks", "configs", "cuda_driver", "kernel", "launch", "op", "plans", "reference", "sm90")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="folder, public function, op and SPEC.name: e.g. layer_norm")
+    parser.add_argument("--cuda", action="store_true", help="with a version for Hopper in CUDA C++ beside Triton's")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    folder = scaffold(arguments.name)
+    folder = scaffold(arguments.name, arguments.cuda)
     shown = folder.relative_to(registry.ROOT)
     print(f"{shown}: a working kernel, y = alpha · x. Make it yours, starting with reference.py and SPEC in bench.py.")
     print(f"  nox -s test-{arguments.name}     its tests, and those of every SPEC")
@@ -31,22 +41,35 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def scaffold(name: str) -> Path:
+def scaffold(name: str, cuda: bool = False) -> Path:
     """Writes kernels/<name> and returns it. ValueError says what is wrong with the name; nothing is written then."""
     if reason := problem(name):
         raise ValueError(f"cannot make a kernel named {name!r}: {reason}")
     folder = registry.ROOT / "kernels" / name
-    write(name, folder)
+    write(name, folder, cuda)
     return folder
 
 
-def write(name: str, folder: Path) -> None:
+def write(name: str, folder: Path, cuda: bool = False) -> None:
     """The template, under that name, into a folder that is not there yet."""
     folder.mkdir(parents=True)
-    for source in sorted(TEMPLATE.iterdir()):
-        if source.is_file():
-            target = folder / source.name.replace(PLACEHOLDER, name)
-            target.write_text(source.read_text(encoding="utf-8").replace(PLACEHOLDER, name), encoding="utf-8")
+    sources = [*TEMPLATE.glob(f"*{SUFFIX}"), *((TEMPLATE / "cuda").glob(f"*{SUFFIX}") if cuda else ())]
+    for source in sorted(sources):
+        target = folder / source.name.removesuffix(SUFFIX).replace(PLACEHOLDER, name)
+        target.write_text(_filled(source.read_text(encoding="utf-8"), name, cuda), encoding="utf-8")
+    for part in (*PARTS, *(CUDA_PARTS if cuda else ())):
+        (folder / Path(part).name).write_text(vendor.text_of(registry.ROOT, part), encoding="utf-8")
+
+
+def _filled(text: str, name: str, cuda: bool) -> str:
+    kept = []
+    for line in text.splitlines():
+        code, marker, chosen = line.rpartition("#")
+        if not marker or chosen not in ("cuda", "triton"):
+            kept.append(line)
+        elif (chosen == "cuda") == cuda:
+            kept.append(code.rstrip())
+    return "\n".join(kept).replace(PLACEHOLDER, name) + "\n"
 
 
 def problem(name: str) -> str | None:

@@ -42,7 +42,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def copies(root: Path) -> Iterator[tuple[Path, str]]:
-    """Every copy in the kernels' folders, and what it should hold. ValueError for a copy of a part that is not there."""
+    """Every copy in the kernels' folders, and what it should hold. ValueError for a copy of what is no part."""
     for kind in registry.COLLECTIONS:
         for path in sorted((root / kind).rglob("*")):
             if path.suffix in _COMMENTS and (part := part_of(path)):

@@ -1,17 +1,17 @@
 // RMSNorm forward of wide rows for Hopper (sm_90a): each row over a cluster of small CTAs, in registers from load to
 // store. cluster.py compiles and launches it.
 //
-// Napkin maths, 2048 x 65536 bf16 on one NVIDIA H200 (132 multiprocessors, a copy at 4254 GB/s, 1980 MHz):
-//   floor      537 MB, 126 us: 16 KB of x and 16 KB of y a microsecond and multiprocessor.
+// Napkin maths, 2048 x 65536 bf16 on one NVIDIA H200 (132 SMs, a copy at 4254 GB/s, 1980 MHz):
+//   floor      537 MB, 126 us: 16 KB of x and 16 KB of y a microsecond and SM.
 //   in flight  8 CTAs a row, 256 threads, 4 vectors of 16 bytes each: a CTA has 16 KB of a row. With 48 registers 5 of
 //              them fit, 80 KB of x, so a CTA may take 5 us from its first load to its last store. A load takes 1 us,
 //              the exchange of sums 0.5 to 1 us.
 //   issue      8 elements cost 17 instructions of the sum and 46 of the result: 4000 cycles of 16000 a row.
 //   weight     128 KB, the same for all rows, and yet it comes from L2 for each of them: behind the wait at the
-//              cluster's barrier the compiler empties L1 (CCTL.IVALL), for all CTAs of the multiprocessor. So L2 gives
+//              cluster's barrier the compiler empties L1 (CCTL.IVALL), for all CTAs of the SM. So L2 gives
 //              as many bytes of weight as memory gives of x. They are asked for while sums are exchanged.
 //
-// CTAs do not stay: a multiprocessor has CTAs of several rows, which load, wait and store at different times. Protocol:
+// CTAs do not stay: a SM has CTAs of several rows, which load, wait and store at different times. Protocol:
 //   1 arrive at the cluster's barrier, ask for the whole slice
 //   2 wait at the barrier: by now all CTAs of the cluster have begun, and so can be written to
 //   3 add up the squares; each warp writes its sum into every CTA of the cluster by st.async, whose bytes count on the
@@ -20,20 +20,15 @@
 //
 // Loads are ld.global, not ld.global.nc: for want of anything that orders those, ptxas moves them behind the wait of 2.
 //
-// Defined by the launcher, see ClusterConfig in kernel.py: CLUSTER (CTAs of a row), THREADS, VECTORS (of a thread),
-// RESIDENT (CTAs of a multiprocessor, for which registers are limited), EVEN (CLUSTER * THREADS * VECTORS is the whole
+// Defined by the launcher, see ClusterConfig in configs.py: CLUSTER (CTAs of a row), THREADS, VECTORS (of a thread),
+// RESIDENT (CTAs of a SM, for which registers are limited), EVEN (CLUSTER * THREADS * VECTORS is the whole
 // row), TYPE of all tensors (0: bf16, 1: fp16, 2: fp32), RESIDUAL, WEIGHT.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
+#include "vectors.cuh"
 
 constexpr int WARPS = THREADS / 32, SUMS = CLUSTER * WARPS;
-constexpr int PER_WORD = TYPE == 2 ? 1 : 2;  // elements of 32 bits
+constexpr int PER_WORD = ELEMENTS_PER_WORD<TYPE>;
 
-struct Vector {
-    u32 words[4];
-};
 struct Exchange {
     float sums[SUMS < 32 ? 32 : SUMS];  // of the squares of each warp of the cluster
     u64 full;                           // the mbarrier on which they arrive
@@ -53,33 +48,6 @@ __device__ Vector load_weight(const Vector* from) {
     asm volatile("ld.global.L1::evict_last.v4.b32 {%0, %1, %2, %3}, [%4];"
         : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3]) : "l"(from));
     return v;
-}
-__device__ void store(Vector* to, const Vector& v) {
-    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
-        ::"l"(to), "r"(v.words[0]), "r"(v.words[1]), "r"(v.words[2]), "r"(v.words[3]) : "memory");
-}
-
-__device__ void unpack(u32 word, float (&out)[PER_WORD]) {
-    if constexpr (TYPE == 2) {
-        out[0] = __uint_as_float(word);
-    } else if constexpr (TYPE == 1) {
-        asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}"
-            : "=f"(out[0]), "=f"(out[PER_WORD - 1]) : "r"(word));
-    } else {
-        out[0] = __uint_as_float(word << 16), out[PER_WORD - 1] = __uint_as_float(word & 0xffff0000u);
-    }
-}
-__device__ u32 pack(const float (&in)[PER_WORD]) {
-    u32 word = 0;
-    if constexpr (TYPE == 2) return __float_as_uint(in[0]);
-    if constexpr (TYPE == 1) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(in[PER_WORD - 1]), "f"(in[0]));
-    if constexpr (TYPE == 0) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(in[PER_WORD - 1]), "f"(in[0]));
-    return word;
-}
-// The compiler must not keep the fp32 of a word from its first use to its second: that is twice the registers.
-__device__ u32 hidden(u32 word) {
-    asm volatile("" : "+r"(word));
-    return word;
 }
 
 __device__ float warp_sum(float x) {
@@ -153,12 +121,12 @@ rmsnorm_cluster_fwd(const Vector* x, const Vector* residual, const Vector* weigh
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             float a[PER_WORD], b[PER_WORD];
-            unpack(v[i].words[j], a);
+            unpack<TYPE>(v[i].words[j], a);
             if (RESIDUAL) {  // y is made from h as it is stored, so that the backward, which reads h, sees the same
-                unpack(added[i].words[j], b);
+                unpack<TYPE>(added[i].words[j], b);
                 for (int k = 0; k < PER_WORD; ++k) a[k] += b[k];
-                v[i].words[j] = pack(a);
-                unpack(v[i].words[j], a);
+                v[i].words[j] = pack<TYPE>(a[0], a[PER_WORD - 1]);
+                unpack<TYPE>(v[i].words[j], a);
             }
             for (int k = 0; k < PER_WORD; ++k) total[j] += a[k] * a[k];
         }
@@ -179,10 +147,10 @@ rmsnorm_cluster_fwd(const Vector* x, const Vector* residual, const Vector* weigh
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             float a[PER_WORD], w[PER_WORD];
-            unpack(hidden(v[i].words[j]), a);
-            if (WEIGHT) unpack(hidden(weights[i].words[j]), w);
+            unpack<TYPE>(hidden(v[i].words[j]), a);
+            if (WEIGHT) unpack<TYPE>(hidden(weights[i].words[j]), w);
             for (int k = 0; k < PER_WORD; ++k) a[k] *= rstd, a[k] *= WEIGHT ? w[k] + weight_offset : 1;
-            out.words[j] = pack(a);
+            out.words[j] = pack<TYPE>(a[0], a[PER_WORD - 1]);
         }
         if (mine(i)) store(y + row * vectors + column(i), out);
     }
