@@ -35,6 +35,8 @@ row    one per implementation of that case and mode
         "warnings": ["..."]}
        COLUMN = {"samples_us": [...], "n", "median_us", "mean_us", "std_us", "min_us", "max_us", "p95_us", "p99_us",
                  "ci95_us": [lo, hi], "outliers", "stop": "converged"|"rounds"|"time"}
+       Host time is a row of a mode that begins with "host-" (`harness/host.py`): its only column is "host", its timer
+       "host" and its cost nothing.
 stop   {"type": "stop", "run", "kernel", "reason": "complete"|"interrupted"}
 
 A row supersedes an earlier row of the same (kernel, case, mode, implementation).

@@ -151,6 +151,8 @@ class KernelSpec:
     spills           JIT kernel -> bytes of register spill that are accepted, with the reason in the kernel's README
     false_alarms     (tool of compute-sanitizer, JIT kernel or device function) -> why what it finds there is not so
     tunables         what `tune` searches
+    host_cases       problems so small that the host's time of a call is all that counts; every peer takes them
+    host_ops         implementation or peer -> what is called on host cases in its place, e.g. the step of an optimizer
     compile_targets  compute capabilities that `build` compiles for
     """
 
@@ -177,6 +179,8 @@ class KernelSpec:
     compile_targets: tuple[tuple[int, int], ...] = ((8, 0), (9, 0))
     min_capability: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     repeats: Callable[[str, Case, str], str | None] = lambda implementation, case, mode: None
+    host_cases: tuple[Case, ...] = ()
+    host_ops: Mapping[str, Op] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = [case.name for case in self.cases]

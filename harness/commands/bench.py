@@ -13,7 +13,7 @@ import gc
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .. import environment, execute, options, record, registry, roofline
+from .. import environment, execute, host, options, record, registry, roofline
 from ..correctness.accuracy import Verdict
 from ..correctness.verify import verify
 from ..measure import timing
@@ -42,6 +42,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     timers = ("auto", "events", "graph", "cupti")
     group.add_argument("--timer", choices=timers, default="auto", help="see harness/measure/timing.py")
     group.add_argument("--quick", action="store_true", help="few samples, only the first bench case, into .out/")
+    group.add_argument("--host", choices=("yes", "no", "only"), default="yes", help="host time a call as well, or only")
+    group.add_argument("--host-compiled", action="store_true", help="host time under torch.compile too: some minutes")
     group.add_argument("--resume", action="store_true", help="go on after an interrupted bench with the same options")
 
 
@@ -107,7 +109,8 @@ class Session:
     def asked(self) -> dict[str, Any]:
         """The command line, as the record has it."""
         a = self.arguments
-        return {n: getattr(a, n) for n in ("gpu", "quick", "timer", "case", "mode", "impl", "resume")}
+        names = ("gpu", "quick", "timer", "case", "mode", "impl", "host", "host_compiled", "resume")
+        return {name: getattr(a, name) for name in names}
 
     def bench(self, selection: options.Selection, path: Path) -> int:
         """All groups of one kernel into its record. Returns how many rows of our own failed."""
@@ -118,6 +121,8 @@ class Session:
                 path, options=self.asked(), commit=self.environment["commit"], gpu=self.environment["gpu"]["name"]
             )
         groups = [(c, m) for c, m in selection.groups() if (c.name, m) not in finished.done]
+        if self.arguments.host == "only":
+            groups = []
         failures = 0
         with record.Writer(path) as writer, Progress(spec.name, len(groups)) as progress, Interrupt() as interrupt:
 
@@ -143,6 +148,9 @@ class Session:
                     failures += sum(r["kind"] == "ours" and r["status"] not in ("ok", "skipped", "oom") for r in rows)
                     progress.group(case.name, mode, rows, self.ceilings, group.seconds)
                     interrupt.raise_if_lost()
+                if self.arguments.host != "no":
+                    failures += self._host(selection, write)
+                    interrupt.raise_if_lost()
                 write("stop", reason="complete")
             except KeyboardInterrupt:
                 write("stop", reason="interrupted")
@@ -150,6 +158,20 @@ class Session:
                 raise SystemExit(130) from None
         record.compact(path)
         return failures
+
+    def _host(self, selection: options.Selection, write: Callable[..., None]) -> int:
+        """Host time of every implementation into the record. Returns how many of our own failed."""
+        failed = 0
+        a = self.arguments
+        for case, way, rows in host.rows(selection, self.device, a.host_compiled, a.quick):
+            write("start", case=case.name, mode=way)
+            for row in rows:
+                write("row", **row)
+            medians = {r["implementation"]: r["columns"]["host"]["median_us"] for r in rows if r["status"] == "ok"}
+            said = ", ".join(f"{name} {median:.1f}" for name, median in medians.items())
+            print(f"{selection.spec.name} {case.name} {way}, us a call: {said}", flush=True)
+            failed += sum(r["kind"] == "ours" and r["status"] not in ("ok", "skipped") for r in rows)
+        return failed
 
 
 @dataclass

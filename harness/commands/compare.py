@@ -25,6 +25,7 @@ from ..reporting import markdown as md
 from ..reporting.entries import Records, Row
 from ..reporting.verdicts import (
     FASTER,
+    HOST_THRESHOLD,
     SAME,
     SLOWER,
     THRESHOLD,
@@ -251,6 +252,7 @@ def judge(baseline: Row, current: Row, threshold: float = THRESHOLD, peers: Iter
     ratio = ratio_of_medians(samples[0], samples[1], floor)
     if ratio is None:
         return Pair(baseline, current, column, UNSURE, None, None, None, "fewer than six samples on a side")
+    threshold = max(threshold, HOST_THRESHOLD) if current.host else threshold
     verdict = classify(ratio, threshold)
     reference, relative = _relative(baseline, current, column, peers)
     note = _note(verdict, reference, relative, threshold)
@@ -259,6 +261,8 @@ def judge(baseline: Row, current: Row, threshold: float = THRESHOLD, peers: Iter
 
 def _column(baseline: Row, current: Row) -> str | None:
     """The current headline, else the first column that both have."""
+    if baseline.host != current.host:
+        return None
     for name in (current.headline, "cold", "graph", "cupti", "warm"):
         if name and baseline.column(name) and current.column(name):
             return name

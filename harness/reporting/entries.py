@@ -10,6 +10,9 @@ from typing import Any
 #: a case and a mode
 Group = tuple[str, str]
 
+#: how the modes of host time begin, and how those under torch.compile end
+HOST, HOST_COMPILED = "host-", "-compiled"
+
 
 def slug(text: str) -> str:
     """'NVIDIA RTX 6000 Ada' -> 'nvidia-rtx-6000-ada': a name for a folder."""
@@ -103,6 +106,11 @@ class Row:
     @property
     def yardstick(self) -> bool:
         return self.data.get("kind") == "yardstick"
+
+    @property
+    def host(self) -> bool:
+        """Whether this is host time, which has neither cost nor roofline."""
+        return self.mode.startswith(HOST)
 
     @property
     def status(self) -> str:

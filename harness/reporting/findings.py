@@ -133,10 +133,11 @@ def verdict(speedup: float) -> str:
 
 
 def findings(records: Records) -> list[Finding]:
-    """One per kernel, case and mode, in the order of the records."""
+    """One per kernel, case and mode, in the order of the records. Host time has pages' sections of its own."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in sorted(records.rows, key=lambda row: row.kernel):
-        groups.setdefault(row.group, []).append(row)
+        if not row.host:
+            groups.setdefault(row.group, []).append(row)
     return [_finding(records, rows) for rows in groups.values()]
 
 

@@ -28,6 +28,7 @@ import numpy as np
 
 FASTER, SAME, SLOWER, UNSURE = "FASTER", "SAME", "SLOWER", "UNSURE"
 THRESHOLD = 0.03
+HOST_THRESHOLD = 0.10  # of host time, which depends on what else the processor does
 RESAMPLES = 2000
 FEWEST = 6
 

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable
 
-from . import PointerTables, adamw, kernel
+from . import AdamW, PointerTables, adamw, kernel
 from .reference import adamw_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -218,6 +218,23 @@ def _torch(fused: bool) -> Callable[[], Any]:
     return load
 
 
+def _optimizer(made: Any, **options: Any) -> Any:
+    """The step of an optimizer over the parameters, which keeps its states itself."""
+    optimizers: dict[int, Any] = {}
+
+    def step(**inputs: Any) -> None:
+        first = inputs["p0"]
+        optimizer = optimizers.get(id(first))
+        if optimizer is None:
+            lists, _ = _collected(inputs)
+            for param, grad in zip(lists["params"], lists["grads"], strict=True):
+                param.grad = grad
+            optimizer = optimizers[id(first)] = made(lists["params"], lr=HYPER["lr"], **options)
+        optimizer.step()
+
+    return step
+
+
 def _torch_can(case: Case, mode: str) -> str | None:
     params = case.params
     if params.get("stochastic_rounding"):
@@ -252,4 +269,6 @@ SPEC = KernelSpec(
     items=lambda case: sum(torch.Size(shape).numel() for shape in _shapes(case)),
     fuzz={"rows": (0, 20), "cols": (1, 130)},
     tunables=(Tunable(kernel, "pick_config", "step", _candidates),),
+    host_cases=(make_case("100-small-host", pieces(100, 0, 4, 64), FP32),),
+    host_ops={"triton": _optimizer(AdamW), "fused": _optimizer(torch.optim.AdamW, fused=True)},
 )

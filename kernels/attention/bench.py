@@ -268,6 +268,22 @@ def _repeats(implementation: str, case: Case, mode: str) -> str | None:
 # What racecheck finds. tests/test_false_alarms.py shows it on a kernel of a few lines.
 HANDED_OVER = "a bulk copy or a warp hands it over through an mbarrier, and racecheck does not know who waits for those"
 
+HOST_CASES = (_case(1, 2, 128, 128, 64, suffix="host", causal=True),)
+
+
+def _sdpa_as_called() -> Op:
+    """With the backend that PyTorch chooses; to name one takes a context, which takes the host's time."""
+
+    def attend(q, k, v, *, causal=False, **_):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    return attend
+
+
+def _only_host(case: Case, mode: str) -> str | None:
+    return None if case in HOST_CASES else "its backends stand for it"
+
+
 SPEC = KernelSpec(
     name="attention",
     implementations={
@@ -284,6 +300,7 @@ SPEC = KernelSpec(
         dataclasses.replace(COMPILED, supports=_fits),
         Peer("sdpa-flash", load=_sdpa(SDPBackend.FLASH_ATTENTION), supports=lambda case, mode: _square_if_causal(case)),
         Peer("cudnn", load=_sdpa(SDPBackend.CUDNN_ATTENTION), supports=lambda case, mode: _square_if_causal(case)),
+        Peer("torch", load=_sdpa_as_called, supports=_only_host),
         Peer("flex", load=_flex),
         Peer("fa4", load=_fa4),
     ),
@@ -319,4 +336,5 @@ SPEC = KernelSpec(
         Tunable(dispatch, "pick_dkdv_config", "bwd", _dkdv_candidates),
         Tunable(dispatch, "pick_dq_config", "bwd", _dq_candidates),
     ),
+    host_cases=HOST_CASES,
 )

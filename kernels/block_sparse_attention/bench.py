@@ -420,4 +420,5 @@ SPEC = KernelSpec(
             for name in ("pick_dkdv_config", "pick_dq_config")
         ),
     ),
+    host_cases=(_case(1, 2, 512, 512, 64, 50, suffix="host"),),
 )

@@ -229,4 +229,5 @@ SPEC = KernelSpec(
         Tunable(kernel, "pick_fwd_config", "fwd", _fwd_candidates, ALONE),
         Tunable(kernel, "pick_bwd_config", "bwd", _bwd_candidates),
     ),
+    host_cases=(_case(4, 512, BF16, "-host"),),
 )

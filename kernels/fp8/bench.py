@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
@@ -138,4 +139,5 @@ SPEC = KernelSpec(
     fuzz={"rows": (0, 140), "dim": (1, 300)},
     spills={"_fp8_tile_kernel": 24},
     tunables=(Tunable(kernel, "pick_config", "fwd", _candidates),),
+    host_cases=(dataclasses.replace(_case(128, 256, BF16, "row"), name="128x256-bf16-row-host"),),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Tunable
@@ -80,4 +82,5 @@ SPEC = KernelSpec(
     items=lambda case: case.dims["rows"] * case.dims["dim"],
     fuzz={"rows": (0, 40), "dim": (1, 700)},
     tunables=tuple(Tunable(kernel, "pick_config", mode, _candidates) for mode in ("fwd", "bwd")),
+    host_cases=(dataclasses.replace(_case(4, 256, BF16, "tanh"), name="4x256-bf16-tanh-host"),),
 )

@@ -135,4 +135,5 @@ SPEC = KernelSpec(
         Tunable(kernel, "pick_fwd_config", "fwd", lambda case: _candidates(case, backward=False)),
         Tunable(kernel, "pick_bwd_config", "bwd", lambda case: _candidates(case, backward=True)),
     ),
+    host_cases=(_case(8, 10, FP32, "-host"),),
 )

@@ -165,4 +165,5 @@ SPEC = KernelSpec(
         Tunable(kernel, "pick_stats_config", "fwd", _stats_candidates),
         Tunable(kernel, "pick_tile_config", "fwd+bwd", _tile_candidates),
     ),
+    host_cases=(_case(16, 64, 512, BF16, "-host"),),
 )

@@ -163,4 +163,5 @@ SPEC = KernelSpec(
         Tunable(configs, "pick_fwd_config", "fwd", _fwd_candidates, NARROW),
         Tunable(configs, "pick_bwd_config", "bwd", _bwd_candidates),
     ),
+    host_cases=(_case(4, 256, BF16, "-host"),),
 )

@@ -205,4 +205,5 @@ SPEC = KernelSpec(
     # Few head dimensions: each is a kernel to compile. 31 to 36 has odd ones, and halves on both sides of 16.
     fuzz={"batch": (0, 3), "seq": (0, 40), "heads": (1, 5), "kv_heads": (0, 2), "dim": (31, 36)},
     tunables=tuple(Tunable(kernel, "pick_config", mode, _candidates) for mode in ("fwd", "bwd")),
+    host_cases=(_case((1, 4, 2, 2, 64), BF16, "-host"),),
 )

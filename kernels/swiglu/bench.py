@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import torch.nn.functional as F
 
@@ -153,4 +155,5 @@ SPEC = KernelSpec(
         *(Tunable(kernel, "pick_config", mode, _candidates, EVEN) for mode in ("fwd", "bwd")),
         *(Tunable(kernel, "pick_unaligned_config", mode, _unaligned_candidates, ODD) for mode in ("fwd", "bwd")),
     ),
+    host_cases=(dataclasses.replace(_case(4, 256, BF16), name="4x256-bf16-host"),),
 )

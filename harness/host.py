@@ -1,0 +1,142 @@
+"""The host column: host time of every implementation on a SPEC's host cases, as rows of the record.
+
+A row's mode names the way: `host-nograd` (forward without gradients), `host-fwd` (forward that saves for a backward),
+`host-fwd+bwd`, or `host-step` for what updates in place; with `-compiled`, the same under torch.compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from . import execute, options
+from .measure import host, stats
+from .measure.timing import AA
+from .reporting.entries import HOST, HOST_COMPILED
+from .spec import COMPILED, EAGER, Case, KernelSpec, Yardstick
+
+Rows = list[dict[str, Any]]
+
+
+def ways(spec: KernelSpec, case: Case) -> tuple[str, ...]:
+    """In which ways a host case is called."""
+    modes = spec.modes_of(case)
+    if "step" in modes:
+        return (f"{HOST}step",)
+    differentiable = any(mode in ("bwd", "fwd+bwd") for mode in modes)
+    return (f"{HOST}nograd", *((f"{HOST}fwd", f"{HOST}fwd+bwd") if differentiable else ()))
+
+
+def rows(
+    selection: options.Selection, device: torch.device, compiled: bool, quick: bool = False
+) -> Iterator[tuple[Case, str, Rows]]:
+    """(case, way, rows) of a kernel, eager ways first; with `compiled` also those under torch.compile."""
+    spec = selection.spec
+    for case in spec.host_cases:
+        for way in ways(spec, case):
+            yield case, way, _group(selection, case, way, device, False, quick)
+        for way in ways(spec, case) if compiled else ():
+            if way != f"{HOST}fwd":
+                yield case, way + HOST_COMPILED, _group(selection, case, way, device, True, quick)
+                torch._dynamo.reset()
+
+
+def _group(
+    selection: options.Selection, case: Case, way: str, device: torch.device, compiled: bool, quick: bool
+) -> Rows:
+    spec, mode = selection.spec, way.removeprefix(HOST)
+    generator = torch.Generator(device).manual_seed(1)
+    inputs = spec.make_inputs(case, device, generator)
+    grads = execute.out_grads(spec, case, spec.reference, inputs, "fwd+bwd" if "+" in mode else "fwd", generator)
+    ready: list[host.Contender] = []
+    done: dict[str, dict[str, Any]] = {}
+
+    def row(name: str, status: str, reason: str | None) -> dict[str, Any]:
+        return {
+            "case": case.name,
+            "mode": way + (HOST_COMPILED if compiled else ""),
+            "dims": dict(case.dims),
+            "dtype": str(case.dtype).removeprefix("torch."),
+            "params": {key: str(value) for key, value in case.params.items()},
+            "implementation": name,
+            "kind": "ours" if name in spec.implementations else "baseline",
+            "status": status,
+            "reason": reason,
+            "cost": {"flops": 0, "bytes": 0, "pipe": "fp32"},
+            "items": 1,
+            "unit": "calls",
+        }
+
+    yardsticks = {b.name for b in spec.baselines if isinstance(b, Yardstick)}
+    names = [name for name in selection.implementations if name not in yardsticks]
+    for name in names:
+        try:
+            call = _call(spec, name, case, mode, inputs, grads, compiled)
+            call()
+            ready.append(host.Contender(name, call))
+        except execute.Unavailable as error:
+            done[name] = row(name, "skipped", str(error))
+        except torch.AcceleratorError:
+            raise  # the context is lost
+        except Exception as error:  # a peer may raise anything; its row says what
+            done[name] = row(name, "error", f"{type(error).__name__}: {execute.first_line(error)}")
+    ours = next((c for c in ready if c.name in spec.implementations), None)
+    if ours:
+        ready.append(host.Contender(ours.name + AA, ours.call))
+    synchronise = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    with torch.no_grad() if mode in ("nograd", "step") else nullcontext():
+        host.measure(ready, synchronise, rounds=5 if quick else 21)
+    samples = {contender.name: contender.samples_us for contender in ready}
+    for contender in ready:
+        others = {n: s for n, s in samples.items() if n != contender.name and not n.endswith(AA)}
+        ratios = {name: stats.ratio(other, contender.samples_us) for name, other in others.items()}
+        again = samples.get(contender.name + AA)
+        done[contender.name] = row(contender.name, "ok", None) | {
+            "timer": "host",
+            "headline": "host",
+            "columns": {"host": stats.column(contender.samples_us, "rounds")},
+            "ratios": ratios,
+            "noise": stats.ratio(again, contender.samples_us) if again else None,
+            "warnings": ["the device was the limit: this is no host time"] if contender.device_bound else [],
+        }
+    return [done[name] for name in names if name in done]
+
+
+def _call(
+    spec: KernelSpec, name: str, case: Case, mode: str, inputs: dict, grads: list | None, compiled: bool
+) -> Callable[[], object]:
+    """One call of an implementation, with nothing around it that a user's loop would not have."""
+    if name in spec.implementations and (reason := spec.repeats(name, case, "fwd")):
+        raise execute.Unavailable(reason)
+    if name == COMPILED.name and not compiled:
+        raise execute.Unavailable("it stands with the compiled ones")
+    if name == EAGER.name and compiled:
+        raise execute.Unavailable("compiled, it is `compile`")
+    fn = execute.load(spec, name, case, "step" if mode == "step" else "fwd+bwd" if "+" in mode else "fwd")
+    fn = spec.host_ops.get(name, fn)
+    if spec.host_ops and name not in spec.host_ops:
+        raise execute.Unavailable("it is no optimizer")
+    if compiled and name != COMPILED.name:
+        torch._dynamo.reset()
+        fn = torch.compile(fn, fullgraph=True, dynamic=False)
+    if mode in ("nograd", "step"):
+        with torch.no_grad():
+            fn(**inputs)
+        return _without_autograd(fn, inputs)
+    wrt = {n: t.detach().requires_grad_() for n, t in execute.leaves(spec, inputs).items()}
+    inputs, leaves = {**inputs, **wrt}, list(wrt.values())
+    if mode == "fwd":
+        return lambda: fn(**inputs)
+    first = execute.outputs(fn(**inputs))
+    differentiated = [place for place, output in enumerate(first) if output.requires_grad]
+    if isinstance(fn(**inputs), torch.Tensor):
+        (grad,) = grads or [None]
+        return lambda: torch.autograd.grad(fn(**inputs), leaves, grad)
+    return lambda: torch.autograd.grad([r for p, r in enumerate(fn(**inputs)) if p in differentiated], leaves, grads)
+
+
+def _without_autograd(fn: Callable[..., object], inputs: dict) -> Callable[[], object]:
+    return lambda: fn(**inputs)

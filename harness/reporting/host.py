@@ -1,0 +1,106 @@
+"""Tables of host time: microseconds of the calling thread for a call of each implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from . import markdown as md
+from .entries import HOST, HOST_COMPILED, Records, Row
+
+PYTORCH = ("torch", "fused", "eager")  # what a PyTorch user would write: the first of these that a SPEC has
+NOT_LIBRARIES = (*PYTORCH, "compile", "foreach", "sdpa-flash", "cudnn", "flex")  # PyTorch's own, and the reference
+
+WAYS = {
+    "nograd": "forward without gradients",
+    "fwd": "forward that saves for a backward",
+    "fwd+bwd": "forward and backward",
+    "step": "a step",
+}
+
+EXPLAINED = (
+    "µs a call that the calling thread is busy, on inputs so small that the device never limits; median of 21 rounds "
+    "of 40 calls, implementations in turns, eager unless it says compiled. In forward and backward the wait for "
+    "autograd's thread is in it."
+)
+
+
+def way(row: Row) -> str:
+    """A row's way in words."""
+    name = row.mode.removeprefix(HOST)
+    plain = name.removesuffix(HOST_COMPILED)
+    return WAYS.get(plain, plain) + (", compiled" if plain != name else "")
+
+
+def groups(records: Records, kernel: str | None = None) -> list[list[Row]]:
+    """Host rows by kernel, case and way, in the order of the records."""
+    found: dict[tuple[str, str, str], list[Row]] = {}
+    for row in records.rows:
+        if row.host and kernel in (None, row.kernel):
+            found.setdefault(row.group, []).append(row)
+    return list(found.values())
+
+
+def section(records: Records, kernel: str) -> list[str]:
+    """Of one kernel: a line for each way, a column for each implementation. Empty without host rows."""
+    found = groups(records, kernel)
+    if not found:
+        return []
+    names = list(dict.fromkeys(r.implementation for rows in found for r in sorted(rows, key=lambda r: not r.ours)))
+    names = [n for n in names if any(r.implementation == n and r.ok for rows in found for r in rows)]
+    lines = ["## Host time a call", "", EXPLAINED, ""]
+    table = []
+    for rows in found:
+        medians = {r.implementation: _median(r) for r in rows if r.ok}
+        table.append([way(rows[0]), rows[0].case, *(medians.get(name) for name in names)])
+    ours = {r.implementation for rows in found for r in rows if r.ours}
+    head = ("way", "case", *(f">**{name}**" if name in ours else f">{name}" for name in names))
+    lines += [*md.table(head, table), ""]
+    absent = dict.fromkeys(
+        f"- {r.implementation}, {way(r)}: **{r.status}**, {r.get('reason', '')}"
+        for rows in found
+        for r in rows
+        if not r.ok and not r.get("reason", "").startswith(("it stands with", "compiled, it is"))
+    )
+    said = [f"- {r.implementation}, {way(r)}: {w}" for rows in found for r in rows for w in r.get("warnings", [])]
+    return [*lines, *absent, *said, *([""] if absent or said else [])]
+
+
+def overview(records: Records) -> list[str]:
+    """Of all kernels: our best against PyTorch and against the fastest library. Empty without host rows."""
+    table = []
+    for rows in groups(records):
+        if rows[0].mode.endswith(HOST_COMPILED):
+            continue
+        ours = _fastest([r for r in rows if r.ours])
+        if ours is None:
+            continue
+        pytorch = next((r for name in PYTORCH for r in rows if r.ok and r.implementation == name), None)
+        library = _fastest([r for r in rows if not r.ours and r.implementation not in NOT_LIBRARIES])
+        table.append(
+            [
+                ours.kernel,
+                way(ours),
+                f"{_median(ours)}",
+                *(_against(ours, pytorch)),
+                *(_against(ours, library)),
+            ]
+        )
+    if not table:
+        return []
+    head = ("kernel", "way", ">ours µs", ">PyTorch µs", ">ours / PyTorch", ">fastest library µs", ">ours / library")
+    return ["## Host time a call", "", EXPLAINED, "", *md.table(head, table), ""]
+
+
+def _against(ours: Row, other: Row | None) -> tuple[str | None, str | None]:
+    """The other's time, and ours as a share of it."""
+    if other is None:
+        return None, None
+    return f"{other.implementation} {_median(other)}", f"{ours.seconds() / other.seconds():.2f}"
+
+
+def _fastest(rows: Sequence[Row]) -> Row | None:
+    return min((r for r in rows if r.ok), key=lambda r: r.seconds(), default=None)
+
+
+def _median(row: Row) -> str:
+    return f"{1e6 * row.seconds():.1f}"
