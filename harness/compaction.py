@@ -4,8 +4,8 @@
   that were timed. What a row has of its own wins.
 - A ratio that the stored samples give again, to the last bit, is null. Any other stays, as one over a row that was
   measured again since.
-- The statistics of a column and the errors have seven digits. A CUDA event's time is a float32 and has no more.
-  Samples, ratios and A/A pairs keep every digit.
+- The statistics of a column and the errors have nine digits, which tell any two float32 apart: a CUDA event's time is
+  one. Samples, ratios and A/A pairs keep every digit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .measure import stats
 Entry = dict[str, Any]
 Group = tuple[str, str, str]
 
-DIGITS = 7
+DIGITS = 9
 SHARED = ("dims", "dtype", "params", "cost", "items", "unit")
 MEASURED = ("timer", "headline", "clocks")
 

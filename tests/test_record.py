@@ -212,7 +212,7 @@ def test_resume_after_a_complete_run_has_nothing_left_and_does_not_look_behind_i
 
 
 def assert_same(before: record.Records, after: record.Records) -> None:
-    """What a verdict rests on to the last bit, statistics to seven digits, and the rest."""
+    """What a verdict rests on to the last bit, statistics to nine digits, and the rest."""
     rounded = ("columns", "error", "sustained")
     assert [row.key for row in after.rows] == [row.key for row in before.rows]
     for old, new in zip(before.rows, after.rows, strict=True):
@@ -220,10 +220,10 @@ def assert_same(before: record.Records, after: record.Records) -> None:
         for name, column in (old.get("columns") or {}).items():
             assert new["columns"][name]["samples_us"] == column["samples_us"]
             for figure, value in column.items():
-                same = value if isinstance(value, str) else pytest.approx(value, rel=1e-6)
+                same = value if isinstance(value, str) else pytest.approx(value, rel=1e-8)
                 assert new["columns"][name][figure] == same
         if old.ok:
-            assert new.get("error", {}) == pytest.approx(old.get("error", {}), rel=1e-6)
+            assert new.get("error", {}) == pytest.approx(old.get("error", {}), rel=1e-8)
     verdicts = [[(f.speedups, f.verdict, f.column) for f in findings(records)] for records in (before, after)]
     assert verdicts[0] == verdicts[1]
 
