@@ -17,7 +17,7 @@ from typing import Any
 from .. import options, record
 from ..nsight import profile_report
 from ..registry import COLLECTIONS, ROOT
-from ..reporting import charts, choices, kernel_page, pages, roofline_charts, rows_json
+from ..reporting import charts, choices, kernel_page, pages, roofline_charts, rows_json, short_tables
 from ..reporting.entries import Records
 from ..reporting.findings import Finding, findings, modes_of
 
@@ -158,7 +158,7 @@ def readme_block(folder: Path) -> str:
         "",
         f"![How near our kernels come to the limit of one {gpu_name(records)}]({link}/overview.svg)",
         "",
-        *pages.short_table(findings(records), link),
+        *short_tables.of_kernels(findings(records), link),
         "",
         f"One {gpu_name(records)}, PyTorch {torch}, Triton {triton}. Means are geometric, over all cases; ranges are "
         f"the worst and the best. [The full report]({link}/README.md) has each case, its interval, peers, clocks and "
@@ -180,7 +180,7 @@ def kernel_block(folder: Path, kernel: str) -> str:
     lines = [""]
     for mode in modes_of(found):
         lines += [f"**{mode}**", "", *pages.chart(kernel, found, mode, gpu, f"{link}/")]
-        lines += [*pages.short_summary([f for f in found if f.mode == mode]), ""]
+        lines += [*short_tables.of_mode([f for f in found if f.mode == mode]), ""]
     lines += [
         f"One {gpu}. [The report]({link}/{kernel}.md) has every implementation, interval, clock and error, and says "
         "what the signs mean.",
