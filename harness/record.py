@@ -4,7 +4,7 @@
 has. Every line is an object with a `type` and a `run` (the id that joins them):
 
 run    once per bench of a kernel, first
-       {"type": "run", "schema": 1, "run": "20261121T083106Z-3f2a", "kernel": "rmsnorm", "unit": "rows",
+       {"type": "run", "schema": 2, "run": "20261121T083106Z-3f2a", "kernel": "rmsnorm", "unit": "rows",
         "options": {"gpu": "h200", "quick": false, "timer": "auto", ...},
         "environment": {"gpu": {"key": "h200"|null, "name": "NVIDIA H200", "uuid": ..., "capability": [9, 0],
                                 "sms": 132, "memory_bytes": ..., "l2_bytes": ..., "driver": "580.159",
@@ -39,7 +39,8 @@ row    one per implementation of that case and mode
        "host" and its cost nothing.
 stop   {"type": "stop", "run", "kernel", "reason": "complete"|"interrupted"}
 
-A row supersedes an earlier row of the same (kernel, case, mode, implementation).
+A row supersedes an earlier row of the same (kernel, case, mode, implementation). A bench that ends leaves its file
+compact (`compaction.py` says how); `load` gives the whole rows back. Schema 1 had no compact files.
 """
 
 from __future__ import annotations
@@ -55,9 +56,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from .compaction import restore, shorten
 from .reporting.entries import Group, Records, Row, Run
 
-SCHEMA = 1
+SCHEMA = 2
+#: what `load` understands
+READABLE = (1, SCHEMA)
 
 #: How a bench was asked for, not what it measured: these do not make two runs different.
 NOT_IDENTITY = frozenset({"resume", "out"})
@@ -179,9 +183,19 @@ def files(path: Path) -> list[Path]:
 
 def parse(texts: Iterable[tuple[str, str]]) -> Records:
     """Records from (name, content) pairs; the later of two rows supersedes, across files by the time of their runs."""
-    sources = [(name, list(_lines(name, text))) for name, text in texts]
+    sources = [(name, _whole(name, text)) for name, text in texts]
     sources.sort(key=lambda source: (_first_time(source[1]), source[0]))
     return _collect(line for _, lines in sources for line in lines)
+
+
+def _whole(name: str, text: str) -> list[Line]:
+    """The lines of one file with what compaction left out."""
+    lines = list(_lines(name, text))
+    try:
+        restore(entry for _, entry in lines)
+    except ValueError as error:
+        raise RecordError(f"{name}: {error}") from None
+    return lines
 
 
 def _collect(lines: Iterable[Line]) -> Records:
@@ -223,8 +237,9 @@ def _take(runs: dict[str, Run], where: str, entry: Mapping[str, Any]) -> Row | N
     """Enters one line into `runs` and returns its row, if it is one."""
     kind, id = entry["type"], str(entry["run"])
     if kind == "run":
-        if entry.get("schema") != SCHEMA:
-            raise RecordError(f"{where}: schema {entry.get('schema')!r}, this version reads schema {SCHEMA}")
+        if entry.get("schema") not in READABLE:
+            readable = " and ".join(map(str, READABLE))
+            raise RecordError(f"{where}: schema {entry.get('schema')!r}, this version reads schema {readable}")
         runs[id] = Run(entry)
         return None
     if id not in runs:
@@ -288,12 +303,13 @@ def _identity(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compact(path: Path | str) -> int:
-    """Rewrites a record file without superseded rows, and without runs that have no row left. Returns lines dropped.
+    """Rewrites a record file without superseded rows, without runs that have no row left, and with nothing in it twice
+    (`compaction.shorten`). Returns lines dropped.
 
     Atomic: the file is the old one or the new one at any time.
     """
     path = Path(path)
-    lines = list(_lines(str(path), path.read_text(encoding="utf-8")))
+    lines = _whole(str(path), path.read_text(encoding="utf-8"))
     records = _collect(lines)
     runs = {row.run.id for row in records.rows}
     rows = {id(row.data) for row in records.rows}
@@ -306,10 +322,10 @@ def compact(path: Path | str) -> int:
         group = (entry["run"], entry.get("case"), entry.get("mode"))
         return entry["run"] in runs and not (entry["type"] == "start" and group in emptied)
 
-    remaining = [dumps(entry) for _, entry in lines if kept(entry)]
+    remaining = [{**entry, "schema": SCHEMA} if entry["type"] == "run" else entry for _, entry in lines if kept(entry)]
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     with scratch.open("w", encoding="utf-8") as file:
-        file.writelines(line + "\n" for line in remaining)
+        file.writelines(dumps(entry) + "\n" for entry in shorten(remaining))
         file.flush()
         os.fsync(file.fileno())
     os.replace(scratch, path)

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from harness import record
-from tests.fake_records import bench, row, run_line, samples, write
+from harness.reporting.findings import findings
+from tests.fake_records import bench, row, run_line, samples, world, write
 
 KERNEL = "rmsnorm"
 
@@ -121,8 +122,8 @@ def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
 
 
 def test_another_schema_version_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "x.jsonl", [{**run_line(KERNEL), "schema": 2}, measured("a")])
-    with pytest.raises(record.RecordError, match=r"x\.jsonl:1: schema 2, this version reads schema 1"):
+    path = write(tmp_path / "x.jsonl", [{**run_line(KERNEL), "schema": 3}, measured("a")])
+    with pytest.raises(record.RecordError, match=r"x\.jsonl:1: schema 3, this version reads schema 1 and 2"):
         record.load(path)
 
 
@@ -210,6 +211,70 @@ def test_resume_after_a_complete_run_has_nothing_left_and_does_not_look_behind_i
     assert progress(tmp_path / "absent.jsonl") == record.Finished()
 
 
+def assert_same(before: record.Records, after: record.Records) -> None:
+    """What a verdict rests on to the last bit, statistics to nine digits, and the rest."""
+    rounded = ("columns", "error", "sustained")
+    assert [row.key for row in after.rows] == [row.key for row in before.rows]
+    for old, new in zip(before.rows, after.rows, strict=True):
+        assert {**old.data, **dict.fromkeys(rounded)} == {**new.data, **dict.fromkeys(rounded)}
+        for name, column in (old.get("columns") or {}).items():
+            assert new["columns"][name]["samples_us"] == column["samples_us"]
+            for figure, value in column.items():
+                same = value if isinstance(value, str) else pytest.approx(value, rel=1e-8)
+                assert new["columns"][name][figure] == same
+        if old.ok:
+            assert new.get("error", {}) == pytest.approx(old.get("error", {}), rel=1e-8)
+    verdicts = [[(f.speedups, f.verdict, f.column) for f in findings(records)] for records in (before, after)]
+    assert verdicts[0] == verdicts[1]
+
+
+def test_compact_loses_nothing_that_a_verdict_rests_on(tmp_path: Path) -> None:
+    world(tmp_path)
+    before = record.load(tmp_path)
+    size = sum(path.stat().st_size for path in record.files(tmp_path))
+    for path in record.files(tmp_path):
+        assert record.compact(path) == 0
+    assert_same(before, record.load(tmp_path))
+    assert sum(path.stat().st_size for path in record.files(tmp_path)) < 0.8 * size
+
+
+def test_a_compact_file_says_a_thing_once(tmp_path: Path) -> None:
+    yardstick = row(KERNEL, "a", "fwd", "copy", samples(5, n=8), kind="yardstick", cost={"flops": 0, "bytes": 1})
+    skipped = row(KERNEL, "a", "fwd", "quack")
+    group = {("a", "fwd"): [measured("a"), measured("a", name="eager", us=20), yardstick, skipped]}
+    path = write(tmp_path / "x.jsonl", bench(KERNEL, group))
+    record.compact(path)
+    run, first, ours, eager, copy, _absent, _ = map(json.loads, path.read_text().splitlines())
+    assert run["schema"] == record.SCHEMA
+    assert first["shared"]["dims"] == {"rows": 8192, "dim": 4096} and first["measured"]["headline"] == "cold"
+    assert not {"dims", "cost", "headline", "clocks"} & (ours.keys() | eager.keys())
+    assert ours["ratios"] == {"eager": None, "copy": None}
+    assert copy["cost"] == {"flops": 0, "bytes": 1}  # its own, not the group's
+    loaded = {r.implementation: r for r in record.load(path).rows}
+    assert loaded["copy"]["cost"]["bytes"] == 1 and loaded["triton"]["cost"]["bytes"] > 1
+    assert "clocks" not in loaded["quack"].data and loaded["triton"]["clocks"]["samples"] == 8
+
+
+def test_a_ratio_over_a_row_that_was_measured_again_is_kept(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "x.jsonl", bench(KERNEL, {("a", "fwd"): [measured("a"), measured("a", name="eager", us=20)]})
+    )
+    record.compact(path)
+    ratio = record.load(path).rows[0]["ratios"]["eager"]
+    write(path, bench(KERNEL, {("a", "fwd"): [measured("a", name="eager", us=50)]}, run="later"))
+    for _ in range(2):
+        record.compact(path)
+        (ours,) = [r for r in record.load(path).rows if r.ours]
+        assert ours["ratios"]["eager"] == ratio
+
+
+def test_a_ratio_whose_samples_are_gone_is_an_error(tmp_path: Path) -> None:
+    lines = bench(KERNEL, {("a", "fwd"): [measured("a")]})
+    lines[2]["ratios"] = {"eager": None}
+    with pytest.raises(record.RecordError, match=r"x\.jsonl: .*a/fwd/triton: its ratio over 'eager'"):
+        record.load(write(tmp_path / "x.jsonl", lines))
+
+
 def test_compact_drops_superseded_rows_and_empty_runs_and_nothing_else(tmp_path: Path) -> None:
     first = bench(KERNEL, {("a", "fwd"): [measured("a", us=10)], ("b", "fwd"): [measured("b")]}, run="first")
     empty = [run_line(KERNEL, run="empty"), start("a", "empty"), stop("interrupted", "empty")]
@@ -217,10 +282,10 @@ def test_compact_drops_superseded_rows_and_empty_runs_and_nothing_else(tmp_path:
     path = write(tmp_path / "x.jsonl", [*first, *empty, *second])
     with path.open("a") as file:
         file.write('{"type": "row", "ru')
-    before = {r.key: dict(r.data) for r in record.load(path).rows}
+    before = record.load(path)
     assert record.compact(path) == 5  # the row of a and its start, and the three lines of the empty run
     after = record.load(path)
-    assert {r.key: dict(r.data) for r in after.rows} == before
+    assert_same(before, after)
     assert not after.superseded and list(after.runs) == ["first", "second"]
     assert record.compact(path) == 0
     assert [p.name for p in tmp_path.iterdir()] == ["x.jsonl"]

@@ -13,7 +13,7 @@ import pytest
 from harness import cli, record
 from harness.commands import report
 from harness.registry import ROOT
-from harness.reporting import charts
+from harness.reporting import charts, svg
 from harness.reporting.findings import Finding, findings, verdict
 from tests.fake_records import MEASURED, bench, row, samples, with_ratios, world, write
 
@@ -96,7 +96,7 @@ def test_a_wrong_peer_and_our_other_implementation_are_no_peers(tmp_path: Path) 
     assert [s.peer for s in found.speedups] == ["eager"]
     report.write(tmp_path, with_charts=False)
     assert "| rmsnorm | liger | wrong | off by one | wide fwd |" in (tmp_path / "README.md").read_text()
-    assert "- liger: **wrong**, off by one" in (tmp_path / "rmsnorm.md").read_text()
+    assert "- liger: **wrong**, off by one" in (tmp_path / "rmsnorm-fwd.md").read_text()
 
 
 def test_a_yardstick_shows_our_share_and_is_no_peer(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_yardstick_shows_our_share_and_is_no_peer(tmp_path: Path) -> None:
     found = only(one(tmp_path, rows))
     assert [s.peer for s in found.speedups] == ["eager"] and found.verdict == "excellent"
     report.write(tmp_path, with_charts=False)
-    page = (tmp_path / "rmsnorm.md").read_text()
+    page = (tmp_path / "rmsnorm-fwd.md").read_text()
     assert "Ours reaches 80.0 % of the rate of **copy** in the same rounds." in page
     assert "4250 GB/s" in line(page, "| copy |", "40.0 µs")
 
@@ -130,7 +130,7 @@ def test_throttled_and_warned_rows_are_marked(tmp_path: Path) -> None:
     partly["clocks"] |= {"throttled_samples": 3, "throttle": ["sw_power_cap"]}
     partly["warnings"] = ["something synchronises"]
     report.write(one(tmp_path, [partly]), with_charts=False)
-    index, page = (tmp_path / "README.md").read_text(), (tmp_path / "rmsnorm.md").read_text()
+    index, page = (tmp_path / "README.md").read_text(), (tmp_path / "rmsnorm-fwd.md").read_text()
     assert "**triton** ‡ §" in index and "‡ Some samples" in index
     assert "3 of 10 samples (sw_power_cap)" in page and "- triton: something synchronises" in page
     partly["clocks"]["throttled_samples"] = 10
@@ -186,7 +186,10 @@ def test_twice_is_the_same_bytes(h200: Path, tmp_path: Path) -> None:
 
 def test_links_and_images_lead_somewhere(h200: Path) -> None:
     pages = [p for p in h200.iterdir() if p.suffix == ".md"]
-    assert {p.name for p in pages} == {"README.md", "attention.md", "gmm_logprob.md", "rmsnorm.md"}
+    kernels = ("attention", "gmm_logprob", "rmsnorm")
+    assert {p.name for p in pages} == {
+        "README.md", *(f"{kernel}{part}.md" for kernel in kernels for part in ("", "-fwd", "-bwd"))
+    }  # fmt: skip
     for page in pages:
         targets = re.findall(r"\]\(([^)]+)\)", page.read_text())
         assert targets
@@ -208,8 +211,8 @@ def test_every_table_has_as_many_cells_as_headings(h200: Path) -> None:
 
 def test_every_row_of_the_records_is_on_its_page(h200: Path) -> None:
     for measured in record.load(h200).rows:
-        section = (h200 / f"{measured.kernel}.md").read_text().split(f"\n## {measured.mode}\n")[1]
-        section = section.split(f"\n### {measured.case}\n")[1].split("\n### ")[0].split("\n## ")[0]
+        page = (h200 / f"{measured.kernel}-{measured.mode}.md").read_text()
+        section = page.split(f"\n## {measured.case}\n")[1].split("\n## ")[0]
         assert re.search(rf"^[|-] (\*\*)?{re.escape(measured.implementation)}\b", section, re.MULTILINE)
         if measured.ok:
             for name, column in measured["columns"].items():
@@ -218,22 +221,66 @@ def test_every_row_of_the_records_is_on_its_page(h200: Path) -> None:
                 )
 
 
-def test_svg_is_well_formed_on_white_and_without_dates(h200: Path) -> None:
+def test_svg_is_short_well_formed_on_white_and_without_dates(h200: Path) -> None:
     drawings = sorted(h200.glob("*.svg"))
-    assert len(drawings) == 7
+    assert len(drawings) == 10  # the overview, and for three kernels the roofline and two modes
     for path in drawings:
         root = xml.etree.ElementTree.parse(path).getroot()
         text = path.read_text()
-        assert root.tag.endswith("svg") and "fill: #ffffff" in text
-        assert "<dc:date>" not in text and "matplotlib.org/\n" not in text.lower()
-        assert len(text) < 300_000
+        assert root.tag.endswith("svg") and "fill:#ffffff" in text
+        assert "<dc:date>" not in text and "matplotlib" not in text.lower() and "clip" not in text
+        assert not re.search(r"\d\.\d{3}", re.sub(r">[^<]*<", "><", text)), "more digits than can be seen"
+        assert len(text) < 20_000
 
 
-def test_implementations_keep_their_colour_and_ours_is_the_strong_one(h200: Path) -> None:
+def words(path: Path) -> list[str]:
+    """The texts of a drawing."""
+    return [e.text or "" for e in xml.etree.ElementTree.parse(path).getroot().iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_a_chart_of_peers_has_a_line_a_case_and_a_point_an_implementation(h200: Path) -> None:
+    found = [f for f in findings(record.load(h200)) if (f.kernel, f.mode) == ("rmsnorm", "fwd")]
+    text = words(h200 / "rmsnorm-fwd.svg")
+    for finding in found:
+        assert charts.case_label(finding) in text
+    assert text.count("triton (ours)") == text.count("quack") - len(found) + 1 == 1  # the best peer of all is quack
+    drawing = (h200 / "rmsnorm-fwd.svg").read_text()
+    # A <use> each; a legend entry each; liger skips one case.
+    assert drawing.count("<use") == sum(len(f.shares()) for f in found) + 5
+    height = float(re.search(r'viewBox="0 0 \d+ ([\d.]+)"', drawing)[1])
+    assert height < 72 * (2 + charts.LINE * len(found))
+
+
+def test_points_that_would_hide_each_other_go_to_different_levels() -> None:
+    shares = {"ours": 97.0, "quack": 96.5, "liger": 96.8, "compile": 70.0, "eager": 7.0}
+    placed = charts.spread(shares, 1.5, list(shares))
+    assert {name: share for name, (share, _) in placed.items()} == shares
+    assert placed["ours"][1] == placed["compile"][1] == placed["eager"][1] == 0
+    assert len({placed[name][1] for name in ("ours", "quack", "liger")}) == 3
+
+
+def test_an_implementation_looks_the_same_everywhere_and_ours_is_the_strong_one(h200: Path) -> None:
     found = [f for f in findings(record.load(h200)) if f.kernel == "attention"]
-    colours = charts.palette(found)
-    assert list(colours) == ["gluon", "triton", "eager", "cudnn", "fa4"]
-    assert colours["gluon"] == charts.OURS[0] and len(set(colours.values())) == 5
+    looks = charts.looks(found)
+    assert list(looks) == ["gluon", "triton", "eager", "cudnn", "fa4"]
+    assert looks["gluon"] == charts.OURS[0] and max(look.size for look in looks.values()) == looks["gluon"].size
+    assert len({look.mark for look in looks.values()}) == len({look.colour for look in looks.values()}) == 5
+
+
+def test_a_shortened_svg_keeps_its_text_and_what_is_referred_to() -> None:
+    drawn = """<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">
+      <metadata>made today</metadata><defs><clipPath id="c"><rect/></clipPath></defs><!-- a comment -->
+      <g id="axes"><g><path id="mark" d="M 1.23456 -0.0001 L 2.0 3"/></g><g id="empty"/></g>
+      <g clip-path="url(#c)"><use xlink:href="#mark" x="0.125" style="fill: red"/></g>
+      <text style="font: bold 8.5px 'DejaVu Sans'; text-anchor: end" transform="rotate(-0 1 2)">1.0295</text>
+    </svg>"""
+    short = svg.shortened(drawn)
+    assert short.splitlines()[1:] == [
+        '<path id="mark" d="M 1.23 0 L 2 3"/>',
+        '<use xlink:href="#mark" x="0.12" style="fill:red"/>',
+        '<text style="font-weight:bold;font-size:8.5px;text-anchor:end">1.0295</text>',
+        "</svg>",
+    ]
 
 
 def test_the_profile_is_shown_beside_the_bench(h200: Path, tmp_path: Path) -> None:
@@ -291,7 +338,7 @@ def test_the_readme_block_is_made_from_the_records(h200: Path) -> None:
     text = report.update_readme(README, h200.parent)
     assert text.startswith("# Top\n\n<!-- report:begin h200 -->\n") and text.endswith("<!-- report:end -->\n\nEnd.\n")
     assert "old figures" not in text and "(reports/h200/overview.svg)" in text
-    assert "[rmsnorm](reports/h200/rmsnorm.md) | bwd | 5 | memory |" in text
+    assert "[rmsnorm](reports/h200/rmsnorm.md) | [bwd](reports/h200/rmsnorm-bwd.md) | 5 | memory |" in text
     assert report.update_readme(text, h200.parent) == text
     assert report.update_readme("no markers\n", h200.parent) == "no markers\n"
 
@@ -305,7 +352,8 @@ def test_the_readme_block_of_a_folder_without_records_is_empty(tmp_path: Path) -
 
 def test_a_kernels_block_holds_its_own_rows_alone(h200: Path) -> None:
     text = report.update_readme(README, h200.parent, KERNEL)
-    assert f"(../../reports/h200/{KERNEL}-throughput.svg)" in text and "| bwd |" in text
+    assert f"(../../reports/h200/{KERNEL}-fwd.svg)" in text and f"(../../reports/h200/{KERNEL}-bwd.svg)" in text
+    assert text.count("| llama-7b |") == 2 and "| attention" not in text
     assert report.update_readme(text, h200.parent, KERNEL) == text
     assert "../../reports" not in report.update_readme(README, h200.parent, "no_such_kernel")
 
@@ -328,7 +376,7 @@ def test_the_command_writes_and_complains_clearly(
 ) -> None:
     folder = one(tmp_path / "h200", [row(KERNEL, "wide", "fwd", "triton", samples(100))])
     assert cli.main(["report", "--out", str(folder)]) == 0
-    assert str(folder / "rmsnorm-throughput.svg") in capsys.readouterr().out
+    assert str(folder / "rmsnorm-fwd.svg") in capsys.readouterr().out
     assert cli.main(["report", "--out", str(tmp_path / "empty")]) == 2
     assert "no record" in capsys.readouterr().err
     monkeypatch.setattr(charts, "available", lambda: False)
@@ -341,3 +389,39 @@ def test_the_command_writes_and_complains_clearly(
 def test_report_without_records_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(report, "ROOT", tmp_path)
     assert cli.main(["report"]) == 2
+
+
+def test_compacted_records_give_the_same_pages(tmp_path: Path) -> None:
+    folder = world(tmp_path / "h200")
+    report.write(folder)
+    first = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    size = sum(path.stat().st_size for path in record.files(folder))
+    assert cli.main(["report", "--out", str(folder), "--compact"]) == 0
+    assert sum(path.stat().st_size for path in record.files(folder)) < 0.8 * size
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == first
+
+
+def committed() -> list[Path]:
+    return sorted(path for path in (ROOT / "reports").iterdir() if path.is_dir())
+
+
+@pytest.mark.parametrize("folder", committed(), ids=lambda folder: folder.name)
+def test_a_committed_report_is_small(folder: Path) -> None:
+    """4 MB a card, 2 MB what the compiler says: a clone is not to be mostly reports."""
+    limit = 2e6 if folder.name == "build" else 4e6
+    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= limit
+
+
+@pytest.mark.parametrize("folder", [f for f in committed() if f.name != "build"], ids=lambda folder: folder.name)
+def test_every_page_and_chart_of_a_committed_report_is_linked(folder: Path) -> None:
+    """What a report no longer writes is deleted by hand."""
+    linked = {name for page in folder.glob("*.md") for name in re.findall(r"\]\(([^)#]+)", page.read_text("utf-8"))}
+    assert {path.name for path in folder.iterdir() if path.suffix in (".md", ".svg")} - linked == set()
+
+
+@pytest.mark.parametrize(
+    "page", sorted(ROOT.glob("kernels/*/*.md")), ids=lambda page: f"{page.parent.name}/{page.name}"
+)
+def test_links_into_the_reports_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)#]*reports/[^)#]+)", page.read_text(encoding="utf-8")):
+        assert (page.parent / link).exists(), f"{page.name} links to {link}"

@@ -1,8 +1,9 @@
 """`report`: Markdown and SVG from the records, and from nothing else.
 
-For every folder of `reports/` that holds records: README.md (summary of all kernels), one page per kernel with its
-charts, and an overview chart. Running it twice writes the same bytes. `--readme` also rewrites the blocks between
-`<!-- report:begin FOLDER -->` and `<!-- report:end -->`: in the top README.md an overview, in a kernel's its own table.
+For every folder of `reports/` that holds records: README.md (summary of all kernels), a page per kernel and one for
+each of its modes, with their charts, and an overview chart. Running it twice writes the same bytes. `--readme` also
+rewrites the blocks between `<!-- report:begin FOLDER -->` and `<!-- report:end -->`: in the top README.md an overview,
+in a kernel's its own table. `--compact` first rewrites the records with nothing in them twice.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Any
 from .. import options, record
 from ..nsight import profile_report
 from ..registry import COLLECTIONS, ROOT
-from ..reporting import charts, choices, kernel_page, pages, roofline_charts, rows_json
+from ..reporting import charts, choices, kernel_page, pages, roofline_charts, rows_json, short_tables
 from ..reporting.entries import Records
-from ..reporting.findings import Finding, findings
+from ..reporting.findings import Finding, findings, modes_of
 
 BLOCK = re.compile(r"(<!-- report:begin (?P<folder>[\w.-]+) -->\n).*?(\n?<!-- report:end -->)", re.DOTALL)
 
@@ -27,6 +28,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_output(parser)
     parser.add_argument(
         "--readme", action="store_true", help="also rewrite the marked blocks of README.md and of the kernels' READMEs"
+    )
+    parser.add_argument(
+        "--compact", action="store_true", help="first drop from the records what is superseded or follows from the rest"
     )
     parser.add_argument("--no-charts", action="store_true", help="pages without SVG, where matplotlib is not installed")
 
@@ -38,6 +42,9 @@ def main(arguments: argparse.Namespace) -> int:
     with_charts = not arguments.no_charts
     if with_charts and not charts.available():
         raise ValueError("the charts need matplotlib, which is not installed; --no-charts writes the pages alone")
+    if arguments.compact:
+        for path in (path for folder in folders for path in record.files(folder)):
+            record.compact(path)
     for folder in folders:
         for path in write(folder, with_charts):
             print(path)
@@ -87,6 +94,9 @@ def write(folder: Path, with_charts: bool = True) -> list[Path]:
         tuned = load(folder / "tune" / f"{kernel}.json", choices.SCHEMA)
         lines = kernel_page.page(kernel, gpu, records, mine, profile, tuned, with_charts)
         written.append(_write_lines(folder / f"{kernel}.md", lines))
+        for mode in modes_of(mine):
+            lines = kernel_page.mode_page(kernel, mode, gpu, mine, with_charts)
+            written.append(_write_lines(folder / f"{pages.stem(kernel, mode)}.md", lines))
     if (folder / "profile").is_dir():
         written.append(profile_report.write_readme(folder / "profile", measured))
     if with_charts:
@@ -98,8 +108,10 @@ def _draw(folder: Path, gpu: str, kernels: Iterable[str], found: Sequence[Findin
     drawn = [(folder / "overview.svg", roofline_charts.overview(found, gpu))]
     for kernel in kernels:
         mine = [f for f in found if f.kernel == kernel]
-        drawn.append((folder / f"{kernel}-throughput.svg", charts.throughput(mine, gpu)))
         drawn.append((folder / f"{kernel}-roofline.svg", roofline_charts.roofline(mine, gpu)))
+        for mode in modes_of(mine):
+            if any(f.shares() for f in mine if f.mode == mode):
+                drawn.append((folder / f"{pages.stem(kernel, mode)}.svg", charts.peers(mine, mode, gpu)))
     for path, figure in drawn:
         charts.save(figure, path)
     return [path for path, _ in drawn]
@@ -146,7 +158,7 @@ def readme_block(folder: Path) -> str:
         "",
         f"![How near our kernels come to the limit of one {gpu_name(records)}]({link}/overview.svg)",
         "",
-        *pages.short_table(findings(records), link),
+        *short_tables.of_kernels(findings(records), link),
         "",
         f"One {gpu_name(records)}, PyTorch {torch}, Triton {triton}. Means are geometric, over all cases; ranges are "
         f"the worst and the best. [The full report]({link}/README.md) has each case, its interval, peers, clocks and "
@@ -157,19 +169,21 @@ def readme_block(folder: Path) -> str:
 
 
 def kernel_block(folder: Path, kernel: str) -> str:
-    """What a kernel's README shows of one GPU: the chart against its peers and the summary. Empty without records."""
+    """What a kernel's README shows of one GPU: by mode a chart of its peers and a short table. Empty without
+    records."""
     if not (folder / "records" / f"{kernel}.jsonl").is_file():
         return ""
     records = record.load(folder / "records" / f"{kernel}.jsonl")
     link = f"../../reports/{folder.name}"
     gpu = gpu_name(records)
-    lines = [
-        "",
-        f"![{kernel} and its peers on one {gpu}]({link}/{kernel}-throughput.svg)",
-        "",
-        *pages.summary(findings(records)),
-        "",
-        f"One {gpu}. [{kernel} in the report]({link}/{kernel}.md) has every implementation, interval, clock and error.",
+    found = findings(records)
+    lines = [""]
+    for mode in modes_of(found):
+        lines += [f"**{mode}**", "", *pages.chart(kernel, found, mode, gpu, f"{link}/")]
+        lines += [*short_tables.of_mode([f for f in found if f.mode == mode]), ""]
+    lines += [
+        f"One {gpu}. [The report]({link}/{kernel}.md) has every implementation, interval, clock and error, and says "
+        "what the signs mean.",
         "",
     ]
     return "\n".join(lines)

@@ -12,7 +12,13 @@ from typing import Any
 from ..reporting import markdown, rows_json, tables
 from . import ahead, sass
 
-SCHEMA = 1
+SCHEMA = 2
+
+#: what a file has of a row of `ahead`, besides "types" and "aligned"; the rest is for the checks of the build itself
+WRITTEN = (
+    "target", "jit", "constexprs", "num_warps", "num_stages", "registers", "spill_bytes", "shared_bytes", "ctas_per_sm",
+    "occupancy_percent", "occupancy_limit", "mma", "loads", "stores", "uses", "bench",
+)  # fmt: skip
 
 Built = dict[str, Any]
 
@@ -30,7 +36,7 @@ Every JIT kernel that the cases of a SPEC launch, compiled for each target witho
 
 - **registers** per thread. **spills**: bytes per thread stored to or loaded from local memory, the larger of the two,
   counted over the instructions as `ptxas -v` does. The build fails on a spill that the SPEC does not declare.
-- **shared**: bytes per CTA. **occupancy**: warps that fit on a multiprocessor, of the most it holds, and the resource
+- **shared**: bytes per CTA. **occupancy**: warps that fit on an SM, of the most it holds, and the resource
   that runs out first. It is the theoretical one; the profile has the achieved.
 - **MMA**: tensor-core instructions by kind (HGMMA and QGMMA are Hopper's warp-group instructions). **load**, **store**:
   the widest access to global memory in bits; TMA moves tiles.
@@ -50,8 +56,18 @@ def built(name: str, rows: list[dict[str, Any]], failures: Sequence[str], skippe
         "ptxas": sass.ptxas_version(),
         "failures": sorted(failures),
         "skipped": sorted(skipped),
-        "rows": sorted(rows, key=ahead.order),
+        "rows": [written(row) for row in sorted(rows, key=ahead.order)],
     }
+
+
+def written(row: ahead.Row) -> dict[str, Any]:
+    """A row of `ahead` as a file has it: {"types": {"*bf16": "x_ptr out_ptr", "i32": "rows"}, "aligned": "x_ptr rows",
+    ...}, arguments by their type."""
+    types: dict[str, list[str]] = {}
+    for argument, kind in row["types"].items():
+        types.setdefault(kind, []).append(argument)
+    arguments = {kind: " ".join(names) for kind, names in types.items()}
+    return {"types": arguments, "aligned": " ".join(row["aligned"]), **{name: row[name] for name in WRITTEN}}
 
 
 def write(out: Path, kernels: Iterable[Built]) -> None:
@@ -143,8 +159,7 @@ def small_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[object]]:
 
 def _types(types: Mapping[str, str]) -> str:
     """What the pointers point to, each once."""
-    pointers = [kind.removeprefix("*") for kind in types.values() if kind.startswith("*")]
-    return " ".join(dict.fromkeys(pointers))
+    return " ".join(kind.removeprefix("*") for kind in types if kind.startswith("*"))
 
 
 def _constexprs(constexprs: Mapping[str, Any]) -> str:

@@ -1,31 +1,36 @@
-"""The charts of a report, drawn with matplotlib and written as SVG.
+"""What the charts of a report have in common, and the chart of a kernel's implementations; written as SVG.
 
-White ground of their own, so that they read the same on a light and on a dark page; Okabe and Ito's palette, which
-colour-blind readers can tell apart; ours in the one strong blue, everything else paler. The same records give the same
-bytes: text becomes outlines, ids come from a fixed salt and no date is written.
+They have a white background, so that they read the same on a light and on a dark page. Each implementation has a mark
+of its own and a colour that colour-blind readers can tell apart (after Okabe and Ito); ours is the one strong blue. The
+same records give the same bytes: ids come from a fixed salt and no date is written.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..roofline import MEMORY
+from ..roofline import microseconds
+from . import svg
 from .findings import Finding
+from .markdown import times
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-OURS = ("#0072B2", "#56B4E9", "#004C77")
-PEERS = ("#B9BEC6", "#E8A33D", "#5FB49C", "#D79BBE", "#8A6D3B", "#7F8792")
 INK, MUTED, GRID = "#1F2328", "#656D76", "#E4E8EC"
+BLUE, ORANGE, GREEN, PINK, BROWN, GREY, PURPLE, OLIVE = (
+    "#0072B2", "#E08A00", "#009E73", "#CC6699", "#8A6D3B", "#8C959F", "#6F4FB0", "#A89A00",
+)  # fmt: skip
 MEASURED_LINE, DATASHEET_LINE = "#B23A00", "#8C959F"
 
 STYLE: Any = {
     "svg.hashsalt": "ridgeline",
-    "svg.fonttype": "path",
+    "svg.fonttype": "none",
     "font.family": "DejaVu Sans",
     "font.size": 9.0,
     "text.color": INK,
@@ -51,6 +56,32 @@ STYLE: Any = {
     "savefig.facecolor": "white",
 }
 
+#: inches: the width of every chart, and of one line of a chart of points
+WIDTH, LINE = 10.5, 0.27
+#: how far points are moved off the middle of their line where they would hide each other, in lines
+LEVELS = (0.0, 0.27, -0.27)
+
+
+@dataclass(frozen=True)
+class Look:
+    """Colour, mark and size of an implementation, the same in all charts of its kernel. A yardstick's is hollow."""
+
+    colour: str
+    mark: str
+    size: float
+    hollow: bool = False
+
+
+OURS = (Look(BLUE, "o", 8.5), Look("#56B4E9", "D", 5.8), Look("#004C77", "h", 6.8), Look("#7FA9D9", "8", 6.8))
+PEERS = tuple(
+    Look(colour, mark, size)
+    for colour, mark, size in (
+        (GREY, "s", 5.6), (ORANGE, "^", 6.8), (GREEN, "v", 6.8), (PINK, "P", 7.2), (BROWN, "X", 7.0),
+        (PURPLE, "<", 6.8), (OLIVE, ">", 6.8), (INK, "*", 8.0), (ORANGE, "p", 6.8), (GREEN, "s", 5.6),
+    )
+)  # fmt: skip
+YARDSTICKS = tuple(Look(INK, mark, size, hollow=True) for mark, size in (("o", 5.6), ("s", 5.2), ("D", 5.0)))
+
 
 def available() -> bool:
     """Whether matplotlib is installed."""
@@ -66,122 +97,130 @@ def save(figure: Figure, path: Path) -> None:
     import matplotlib
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    svg = path.suffix == ".svg"
+    drawing = path.suffix == ".svg"
     with matplotlib.rc_context(STYLE):
-        figure.savefig(path, metadata={"Date": None, "Creator": None} if svg else None)
-    if svg:  # matplotlib ends many lines of path data with a space
-        lines = path.read_text(encoding="utf-8").splitlines()
-        path.write_text("\n".join(line.rstrip() for line in lines) + "\n", encoding="utf-8")
+        figure.savefig(path, metadata={"Date": None, "Creator": None} if drawing else None)
+    if drawing:
+        path.write_text(svg.shortened(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
-def palette(findings: Sequence[Finding]) -> dict[str, str]:
-    """A colour for each implementation of a kernel, the same in all its charts: ours first, in the record's order."""
-    ours = list(dict.fromkeys(r.implementation for f in findings for r in f.rows if r.ours))
-    peers = list(dict.fromkeys(r.implementation for f in findings for r in f.rows if not r.ours))
-    colours = {name: OURS[index % len(OURS)] for index, name in enumerate(ours)}
-    return colours | {name: PEERS[index % len(PEERS)] for index, name in enumerate(peers)}
+def looks(findings: Sequence[Finding]) -> dict[str, Look]:
+    """A look for each implementation of a kernel: ours first, in the record's order, then peers, then yardsticks."""
+    rows = [row for finding in findings for row in finding.rows]
+    ours = dict.fromkeys(row.implementation for row in rows if row.ours)
+    yardsticks = dict.fromkeys(row.implementation for row in rows if row.yardstick)
+    peers = dict.fromkeys(row.implementation for row in rows if not row.ours and not row.yardstick)
+    found = {name: OURS[index % len(OURS)] for index, name in enumerate(ours)}
+    found |= {name: PEERS[index % len(PEERS)] for index, name in enumerate(peers)}
+    return found | {name: YARDSTICKS[index % len(YARDSTICKS)] for index, name in enumerate(yardsticks)}
 
 
-def throughput(findings: Sequence[Finding], gpu: str) -> Figure:
-    """Horizontal bars: GB/s where memory is the limit, TFLOP/s where compute is, one panel per mode and limit."""
+def peers(findings: Sequence[Finding], mode: str, gpu: str) -> Figure:
+    """One mode of a kernel: a line for each case, on it a point for each implementation at its share of the roofline.
+
+    `findings` are those of all modes, so that an implementation looks the same in each chart of the kernel.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
-    panels = _panels(findings)
-    colours = palette(findings)
-    names = [name for name in colours if any(f.rate(r) for f in findings for r in f.rows if r.implementation == name)]
-    columns = min(2, len(panels)) or 1
-    rows_of_panels = [panels[i : i + columns] for i in range(0, len(panels), columns)]
-    heights = [max(len(fs) for _, _, fs in line) * (len(names) * 0.17 + 0.2) + 0.75 for line in rows_of_panels]
+    shown = [finding for finding in findings if finding.mode == mode and finding.shares()]
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(11.0, sum(heights) + 0.85), layout="constrained")
-        grid = figure.add_gridspec(len(rows_of_panels), columns, height_ratios=heights)
-        for index, line in enumerate(rows_of_panels):
-            for place, (mode, limit, group) in enumerate(line):
-                axes = figure.add_subplot(grid[index, place])
-                _bars(axes, group, names, colours)
-                axes.set_ylim(max(len(fs) for _, _, fs in line) - 0.45, -0.55)
-                what = "GB/s of compulsory traffic" if limit == MEMORY else "TFLOP/s of useful work"
-                axes.set_title(f"{mode}: {what}")
-        legend(figure, names, colours, findings)
-        figure.suptitle(f"{findings[0].kernel} on one {gpu}", x=0.012, ha="left", fontsize=13, fontweight="bold")
+        figure = Figure(figsize=(WIDTH, 1.75 + LINE * len(shown)), layout="constrained")
+        axes = figure.add_subplot()
+        _lines(axes, shown)
+        _points(axes, shown, looks(findings))
+        _margin(axes, shown)
+        axes.set_xlabel("% of the measured roofline: copy bandwidth or GEMM rate of this card")
+        title = f"{findings[0].kernel} {mode} on one {gpu}"
+        figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
+        _legend(figure, shown, looks(findings))
     return figure
 
 
-def _panels(findings: Sequence[Finding]) -> list[tuple[str, str, list[Finding]]]:
-    panels: dict[tuple[str, str], list[Finding]] = {}
-    for finding in findings:
-        if any(finding.rate(row) for row in finding.rows):
-            panels.setdefault((finding.mode, finding.limit), []).append(finding)
-    return [(mode, limit, group) for (mode, limit), group in panels.items()]
-
-
-def _bars(axes: Axes, group: Sequence[Finding], names: Sequence[str], colours: dict[str, str]) -> None:
-    """One cluster per case, ours on top; ceilings as a line across each cluster, since pipes may differ by case."""
-    scale = 1e9 if group[0].limit == MEMORY else 1e12
-    height = 0.84 / max(len(names), 1)
-    peak = max((f.ceiling(c) or 0) for f in group for c in (f.measured, f.datasheet)) / scale
-    peak = max(peak, *((f.rate(r) or 0) / scale for f in group for r in f.rows))
-    for at, finding in enumerate(group):
-        present = {row.implementation: row for row in finding.rows if finding.rate(row)}
-        for slot, name in enumerate(names):
-            y = at - 0.42 + (slot + 0.5) * height
-            row = present.get(name)
-            if row is None:
-                axes.text(peak * 0.006, y, f"{name}: not measured", va="center", fontsize=6.5, color=MUTED)
-                continue
-            value = (finding.rate(row) or 0) / scale
-            axes.barh(y, value, height=height * 0.88, color=colours[name], zorder=2)
-            _bar_label(axes, finding, row, value, y, peak)
-        for ceilings, colour, dashes in (
-            (finding.measured, MEASURED_LINE, "-"),
-            (finding.datasheet, DATASHEET_LINE, (0, (4, 2))),
-        ):
-            ceiling = finding.ceiling(ceilings)
-            if ceiling:
-                axes.plot([ceiling / scale] * 2, [at - 0.46, at + 0.46], color=colour, lw=1.3, ls=dashes, zorder=3)
-    axes.set_yticks(range(len(group)), [_case(f) for f in group])
-    axes.set_xlim(0, peak * 1.04)
+def _lines(axes: Axes, shown: Sequence[Finding]) -> None:
+    """The axes: a line from the lowest to the highest point of each case, and the ceiling."""
+    shares = [list(finding.shares().values()) for finding in shown]
+    places = range(len(shown))
+    axes.hlines(places, [min(s) for s in shares], [max(s) for s in shares], color=GRID, lw=2.2, zorder=1)
+    axes.axvline(100, color=MEASURED_LINE, lw=1.4, zorder=1)
+    axes.set_xlim(0, max(100, *(max(s) for s in shares)) + 4)
+    axes.set_ylim(len(shown) - 0.4, -0.6)
+    axes.set_yticks(places, [case_label(finding) for finding in shown])
     axes.grid(axis="x", color=GRID, lw=0.8)
     axes.spines["left"].set_visible(False)
 
 
-def _bar_label(axes: Axes, finding: Finding, row: Any, value: float, y: float, peak: float) -> None:
-    share = finding.percent(row, finding.measured)
-    text = number(value) + (f"  ({share:.0f} %)" if share is not None else "")
-    inside = value > 0.3 * peak
-    if not inside:  # far from the ceiling a case is about latency
-        text += f"  {number((finding.seconds(row) or 0) * 1e6)} µs"
-    axes.text(
-        value - peak * 0.008 if inside else value + peak * 0.008,
-        y,
-        text,
-        ha="right" if inside else "left",
-        va="center",
-        fontsize=7.2,
-        fontweight="bold" if row.ours else "normal",
-        color="white" if inside and row.ours else INK,
-        zorder=4,
-    )
+def case_label(finding: Finding) -> str:
+    """The case, and the column where that is not the cold one."""
+    return finding.case if finding.column == "cold" else f"{finding.case} ({finding.column})"
 
 
-def _case(finding: Finding) -> str:
-    return finding.case if finding.column == "cold" else f"{finding.case}\n({finding.column})"
+def _points(axes: Axes, shown: Sequence[Finding], looks: dict[str, Look]) -> None:
+    """One series for each implementation; ours last, so that nothing hides it."""
+    series: dict[str, tuple[list[float], list[float]]] = {}
+    low, high = axes.get_xlim()
+    for at, finding in enumerate(shown):
+        for name, (share, level) in spread(finding.shares(), 0.016 * (high - low), list(looks)).items():
+            xs, ys = series.setdefault(name, ([], []))
+            xs.append(share)
+            ys.append(at + level)
+    for depth, name in enumerate(reversed([name for name in looks if name in series])):
+        look = looks[name]
+        axes.plot(*series[name], zorder=3 + 0.1 * depth, **_marker(look))
 
 
-def number(value: float) -> str:
-    """Three figures."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+def _marker(look: Look) -> dict[str, Any]:
+    face, edge, width = ("white", look.colour, 1.1) if look.hollow else (look.colour, "white", 0.7)
+    return {"ls": "", "marker": look.mark, "ms": look.size, "mfc": face, "mec": edge, "mew": width, "clip_on": False}
 
 
-def legend(figure: Figure, names: Sequence[str], colours: dict[str, str], findings: Sequence[Finding]) -> None:
-    """Implementations and ceilings, below the axes."""
+def spread(shares: dict[str, float], width: float, order: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """(share, level) by name: points nearer than `width` to each other go to different levels, as far as these last.
+
+    Names that come first in `order` keep the middle.
+    """
+    placed: dict[str, tuple[float, float]] = {}
+    for name in sorted(shares, key=order.index):
+        share = shares[name]
+
+        def room(level: float, share: float = share) -> float:
+            return min((abs(share - x) for x, y in placed.values() if y == level), default=float("inf"))
+
+        free = [level for level in LEVELS if room(level) >= width]
+        placed[name] = share, free[0] if free else max(LEVELS, key=room)
+    return placed
+
+
+def _margin(axes: Axes, shown: Sequence[Finding]) -> None:
+    """Right of the axes: our time, the speed-up over the best peer, and which that is."""
+
+    def write(line: float, points: float, text: str, **look: Any) -> None:
+        place: Any = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points", "va": "center"}
+        axes.annotate(text, (1, line), (points, 0), **{"fontsize": 8.5, "annotation_clip": False, **place, **look})
+
+    faint = {"color": MUTED, "fontsize": 8}
+    write(-0.9, 46, "ours", ha="right", **faint)
+    write(-0.9, 53, "over the best peer", **faint)
+    for at, finding in enumerate(shown):
+        if finding.best is None:
+            write(at, 10, "ours not measured", **faint)
+            continue
+        write(at, 46, microseconds(finding.best.seconds(finding.column)), ha="right")
+        if speedup := finding.over_best_peer:
+            write(at, 53, times(speedup.median), fontweight="bold")
+            write(at, 92, speedup.peer, **faint)
+
+
+def _legend(figure: Figure, shown: Sequence[Finding], looks: dict[str, Look]) -> None:
+    """Implementations with a point in this chart, and the ceiling, below the axes."""
     from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
 
-    ours = {row.implementation for f in findings for row in f.rows if row.ours}
-    handles: list[Any] = [Patch(color=colours[n], label=f"{n} (ours)" if n in ours else n) for n in names]
-    handles.append(Line2D([], [], color=MEASURED_LINE, lw=1.3, label="measured ceiling"))
-    if any(f.datasheet for f in findings):
-        handles.append(Line2D([], [], color=DATASHEET_LINE, lw=1.3, ls=(0, (4, 2)), label="data sheet"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 8), handlelength=1.4)
+    rows = {row.implementation: row for finding in shown for row in finding.rows}
+    drawn = [name for name in looks if any(name in finding.shares() for finding in shown)]
+    handles: list[Any] = []
+    for name in drawn:
+        kind = " (ours)" if rows[name].ours else " (yardstick)" if rows[name].yardstick else ""
+        handles.append(Line2D([], [], label=name + kind, **_marker(looks[name])))
+    handles.append(Line2D([], [], color=MEASURED_LINE, lw=1.4, label="measured ceiling"))
+    columns = math.ceil(len(handles) / math.ceil(len(handles) / 7))
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, handletextpad=0.4, columnspacing=1.6)

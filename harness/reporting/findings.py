@@ -6,7 +6,7 @@ Pages, charts and the README block all draw on these, so that a figure is comput
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from ..roofline import COMPUTE, MEMORY, Ceilings, floor_seconds, percent_of_roof
 from .entries import Records, Row, Run
 
 EAGER = "eager"
+#: the order in which modes are shown; others follow
+MODES = ("fwd", "bwd", "fwd+bwd", "step", "train")
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,11 @@ class Finding:
         seconds = self.seconds(row)
         return percent_of_roofline(seconds, *cost_of(row), ceilings) if seconds and ceilings else None
 
+    def shares(self) -> dict[str, float]:
+        """Percent of the measured roofline by implementation, for those measured in this finding's column."""
+        found = {row.implementation: self.percent(row, self.measured) for row in self.rows}
+        return {name: share for name, share in found.items() if share is not None}
+
     def rate(self, row: Row) -> float | None:
         """Bytes per second or FLOP per second, whichever limits."""
         seconds = self.seconds(row)
@@ -133,12 +140,22 @@ def verdict(speedup: float) -> str:
 
 
 def findings(records: Records) -> list[Finding]:
-    """One per kernel, case and mode, in the order of the records. Host time has pages' sections of its own."""
+    """One per kernel, case and mode: kernels by name, forward before backward, cases in the order of the records. Host
+    time is none of them: `host.py` has its tables."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
-    for row in sorted(records.rows, key=lambda row: row.kernel):
+    for row in sorted(records.rows, key=lambda row: (row.kernel, _place(row.mode))):
         if not row.host:
             groups.setdefault(row.group, []).append(row)
     return [_finding(records, rows) for rows in groups.values()]
+
+
+def modes_of(found: Iterable[Finding]) -> list[str]:
+    """The modes of findings, forward before backward."""
+    return sorted(dict.fromkeys(f.mode for f in found), key=_place)
+
+
+def _place(mode: str) -> int:
+    return MODES.index(mode) if mode in MODES else len(MODES)
 
 
 def _finding(records: Records, rows: Sequence[Row]) -> Finding:

@@ -1,4 +1,5 @@
-"""The page of one kernel: every implementation, every case, every column, and the profile where there is one."""
+"""The pages of one kernel: one with its charts, summary, profile and configurations, and one for each mode with every
+implementation, case and column."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from .. import roofline
 from . import choices, pages
 from . import markdown as md
 from .entries import Records, Row
-from .findings import Finding, cost_of
+from .findings import Finding, cost_of, modes_of
 
 RESULT_HEAD = (
     "implementation", ">median", ">95 % CI", ">ours is faster by", ">throughput", ">% of measured roofline",
@@ -29,6 +30,12 @@ PROFILE_HEAD = (
 )  # fmt: skip
 
 
+CHART_TEXT = (
+    "One line a case, one point an implementation that was measured there; the tables say why another was not. "
+    "*(graph)* or *(warm)* after a case names the column of its points where that is not the cold one."
+)
+
+
 def page(
     kernel: str,
     gpu: str,
@@ -39,15 +46,12 @@ def page(
     charts: bool,
 ) -> list[str]:
     """<kernel>.md. `profile` and `tuned` are the files of these names, where there are any."""
-    lines = [f"# {kernel} on one {gpu}", "", pages.GENERATED, "", "[All kernels](README.md)", ""]
+    modes = modes_of(found)
+    links = " · ".join(f"[{mode}: every implementation]({pages.stem(kernel, mode)}.md)" for mode in modes)
+    lines = [f"# {kernel} on one {gpu}", "", pages.GENERATED, "", f"[All kernels](README.md) · {links}", ""]
     if charts:
-        lines += [f"![{kernel}: throughput by case and implementation]({kernel}-throughput.svg)", ""]
-        lines += [f"![{kernel}: roofline]({kernel}-roofline.svg)", ""]
+        lines += _charts(kernel, gpu, found)
     lines += ["## Summary", "", *pages.summary(found), ""]
-    for mode in dict.fromkeys(f.mode for f in found):
-        lines += [f"## {mode}", ""]
-        for finding in (f for f in found if f.mode == mode):
-            lines += [*case(finding), ""]
     if profile:
         lines += ["## Profile", "", *profiled(profile), ""]
     if tuned:
@@ -57,11 +61,29 @@ def page(
     return lines
 
 
+def _charts(kernel: str, gpu: str, found: Sequence[Finding]) -> list[str]:
+    lines = [line for mode in modes_of(found) for line in pages.chart(kernel, found, mode, gpu)]
+    lines = [*lines, CHART_TEXT, ""] if lines else []
+    return [*lines, f"![{kernel}: roofline]({kernel}-roofline.svg)", ""]
+
+
+def mode_page(kernel: str, mode: str, gpu: str, found: Sequence[Finding], charts: bool) -> list[str]:
+    """<kernel>-<mode>.md: every implementation of every case, in every column. `found` has the kernel's findings."""
+    links = [f"[{kernel}]({kernel}.md)", "[All kernels](README.md)"]
+    links += [f"[{other}]({pages.stem(kernel, other)}.md)" for other in modes_of(found) if other != mode]
+    lines = [f"# {kernel} {mode} on one {gpu}", "", pages.GENERATED, "", " · ".join(links), ""]
+    if charts and (image := pages.chart(kernel, found, mode, gpu)):
+        lines += [*image, CHART_TEXT, ""]
+    for finding in (f for f in found if f.mode == mode):
+        lines += [*case(finding), ""]
+    return lines
+
+
 def case(finding: Finding) -> list[str]:
     """One case in one mode."""
     first = finding.rows[0]
     settings = [f"{k} = {v}" for k, v in {**first.get("dims", {}), **first.get("params", {})}.items()]
-    lines = [f"### {finding.case}", "", f"{', '.join([first.get('dtype', ''), *settings])}. {_work(finding)}", ""]
+    lines = [f"## {finding.case}", "", f"{', '.join([first.get('dtype', ''), *settings])}. {_work(finding)}", ""]
     for name, share in finding.of_yardsticks():
         lines += [f"Ours reaches {md.percent(100 * share)} of the rate of **{name}** in the same rounds.", ""]
     notes: set[str] = set()

@@ -14,7 +14,7 @@ from typing import Any
 
 def dumps(document: Mapping[str, Any]) -> str:
     """The rows last and one to a line, so that the difference between two files reads as one."""
-    rows = ",\n".join("  " + json.dumps(row, ensure_ascii=False) for row in document["rows"])
+    rows = ",\n".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) for row in document["rows"])
     head = json.dumps({key: value for key, value in document.items() if key != "rows"}, indent=1, ensure_ascii=False)
     return head.removesuffix("\n}") + (f',\n "rows": [\n{rows}\n ]\n}}\n' if rows else ',\n "rows": []\n}\n')
 

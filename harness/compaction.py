@@ -1,0 +1,117 @@
+"""A record's lines without what follows from the others, and back. Nothing that a verdict rests on is rounded.
+
+- What all rows of a group have in common stands once, in its start line: "shared" for every row, "measured" for those
+  that were timed. What a row has of its own wins.
+- A ratio that the stored samples give again, to the last bit, is null. Any other stays, as one over a row that was
+  measured again since.
+- The statistics of a column and the errors have nine digits, which tell any two float32 apart: a CUDA event's time is
+  one. Samples, ratios and A/A pairs keep every digit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .measure import stats
+
+Entry = dict[str, Any]
+Group = tuple[str, str, str]
+
+DIGITS = 9
+SHARED = ("dims", "dtype", "params", "cost", "items", "unit")
+MEASURED = ("timer", "headline", "clocks")
+
+
+def restore(entries: Iterable[Entry]) -> None:
+    """Gives the rows of one file, in place, what `shorten` left out. ValueError where a ratio's samples are not
+    there."""
+    starts: dict[Group, Entry] = {}
+    groups: dict[Group, dict[str, Entry]] = {}
+    for entry in entries:
+        if entry["type"] == "start":
+            starts[_group(entry)] = {name: entry.pop(name, {}) for name in ("shared", "measured")}
+        elif entry["type"] == "row":
+            _inherit(entry, starts.get(_group(entry), {}))
+            groups.setdefault(_group(entry), {})[str(entry.get("implementation"))] = entry
+    for group, rows in groups.items():
+        for name, row in rows.items():
+            ratios = row.get("ratios") or {}
+            for other in [other for other, ratio in ratios.items() if ratio is None]:
+                ratios[other] = _ratio(row, rows.get(other))
+                if ratios[other] is None:
+                    where = "/".join((*group, name))
+                    raise ValueError(f"{where}: its ratio over {other!r} is neither stored nor given by samples")
+
+
+def _inherit(row: Entry, start: Mapping[str, Any]) -> None:
+    for name, value in start.get("shared", {}).items():
+        row.setdefault(name, value)
+    if "columns" in row:
+        for name, value in start.get("measured", {}).items():
+            row.setdefault(name, value)
+
+
+def shorten(entries: Iterable[Entry]) -> list[Entry]:
+    """The lines of one file with nothing in them twice. `restore` is the way back."""
+    entries = list(entries)
+    groups: dict[Group, list[Entry]] = {}
+    for entry in entries:
+        if entry["type"] == "row":
+            groups.setdefault(_group(entry), []).append(entry)
+    common: dict[Group, Entry] = {}
+    shortened = []
+    for entry in entries:
+        rows = groups.get(_group(entry), [])
+        if entry["type"] == "start" and rows:
+            measured = [row for row in rows if "columns" in row]
+            common[_group(entry)] = {"shared": _common(rows, SHARED), "measured": _common(measured, MEASURED)}
+            entry = {**entry, **common[_group(entry)]}
+        elif entry["type"] == "row":
+            entry = _shortened(entry, rows, common.get(_group(entry), {}))
+        shortened.append(entry)
+    return shortened
+
+
+def _group(entry: Mapping[str, Any]) -> Group:
+    return str(entry["run"]), str(entry.get("case")), str(entry.get("mode"))
+
+
+def _common(rows: list[Entry], names: Iterable[str]) -> Entry:
+    """The first row's value of each of these fields that every row has."""
+    return {name: rows[0][name] for name in names if rows and all(name in row for row in rows)}
+
+
+def _shortened(row: Entry, rows: Iterable[Entry], common: Mapping[str, Entry]) -> Entry:
+    inherited = {**common.get("shared", {}), **(common.get("measured", {}) if "columns" in row else {})}
+    short = {name: value for name, value in row.items() if not (name in inherited and inherited[name] == value)}
+    if "columns" in row:
+        short["columns"] = {name: _rounded(column) for name, column in row["columns"].items()}
+    for name in ("sustained", "error"):
+        if row.get(name):
+            short[name] = _rounded(row[name])
+    if row.get("ratios"):
+        others = {other["implementation"]: other for other in rows}
+        short["ratios"] = {
+            name: None if ratio == _ratio(row, others.get(name)) else ratio for name, ratio in row["ratios"].items()
+        }
+    return short
+
+
+def _ratio(row: Mapping[str, Any], other: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Time of `other` over the row's in its headline column, as the bench computes it."""
+    headline = row.get("headline")
+    mine, theirs = (((r or {}).get("columns") or {}).get(headline) for r in (row, other))
+    if not mine or not theirs or len(mine["samples_us"]) != len(theirs["samples_us"]):
+        return None
+    return stats.ratio(theirs["samples_us"], mine["samples_us"])
+
+
+def _rounded(figures: Mapping[str, Any]) -> Entry:
+    return {name: value if name == "samples_us" else _digits(value) for name, value in figures.items()}
+
+
+def _digits(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_digits(item) for item in value]
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
