@@ -70,8 +70,9 @@ def _group(
             "unit": "calls",
         }
 
-    yardsticks = {b.name for b in spec.baselines if isinstance(b, Yardstick)}
-    names = [name for name in selection.implementations if name not in yardsticks]
+    # A yardstick is another op; the reference compiled is `compile`, and stands with what is compiled.
+    left_out = {b.name for b in spec.baselines if isinstance(b, Yardstick)} | {(COMPILED, EAGER)[compiled].name}
+    names = [name for name in spec.host_ops or selection.implementations if name not in left_out]
     for name in names:
         try:
             call = _call(spec, name, case, mode, inputs, grads, compiled)
@@ -111,14 +112,8 @@ def _call(
     """One call of an implementation, with nothing around it that a user's loop would not have."""
     if name in spec.implementations and (reason := spec.repeats(name, case, "fwd")):
         raise execute.Unavailable(reason)
-    if name == COMPILED.name and not compiled:
-        raise execute.Unavailable("it stands with the compiled ones")
-    if name == EAGER.name and compiled:
-        raise execute.Unavailable("compiled, it is `compile`")
     fn = execute.load(spec, name, case, "step" if mode == "step" else "fwd+bwd" if "+" in mode else "fwd")
     fn = spec.host_ops.get(name, fn)
-    if spec.host_ops and name not in spec.host_ops:
-        raise execute.Unavailable("it is no optimizer")
     if compiled and name != COMPILED.name:
         torch._dynamo.reset()
         fn = torch.compile(fn, fullgraph=True, dynamic=False)

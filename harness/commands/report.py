@@ -17,7 +17,7 @@ from typing import Any
 from .. import options, record
 from ..nsight import profile_report
 from ..registry import COLLECTIONS, ROOT
-from ..reporting import charts, choices, kernel_page, pages, roofline_charts, rows_json, short_tables
+from ..reporting import charts, choices, host, kernel_page, pages, roofline_charts, rows_json, short_tables
 from ..reporting.entries import Records
 from ..reporting.findings import Finding, findings, modes_of
 
@@ -181,6 +181,7 @@ def kernel_block(folder: Path, kernel: str) -> str:
     for mode in modes_of(found):
         lines += [f"**{mode}**", "", *pages.chart(kernel, found, mode, gpu, f"{link}/")]
         lines += [*short_tables.of_mode([f for f in found if f.mode == mode]), ""]
+    lines += host.short(records)
     lines += [
         f"One {gpu}. [The report]({link}/{kernel}.md) has every implementation, interval, clock and error, and says "
         "what the signs mean.",

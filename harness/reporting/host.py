@@ -59,7 +59,7 @@ def section(records: Records, kernel: str) -> list[str]:
         f"- {r.implementation}, {way(r)}: **{r.status}**, {r.get('reason', '')}"
         for rows in found
         for r in rows
-        if not r.ok and not r.get("reason", "").startswith(("it stands with", "compiled, it is"))
+        if not r.ok
     )
     said = [f"- {r.implementation}, {way(r)}: {w}" for rows in found for r in rows for w in r.get("warnings", [])]
     return [*lines, *absent, *said, *([""] if absent or said else [])]
@@ -67,7 +67,23 @@ def section(records: Records, kernel: str) -> list[str]:
 
 def overview(records: Records) -> list[str]:
     """Of all kernels: our best against PyTorch and against the fastest library. Empty without host rows."""
-    table = []
+    table = _against_others(records)
+    if not table:
+        return []
+    return ["## Host time a call", "", EXPLAINED, "", *md.table(("kernel", *HEAD), table), ""]
+
+
+def short(records: Records) -> list[str]:
+    """The same of one kernel, for its README."""
+    table = [line[1:] for line in _against_others(records)]
+    return ["**Host time a call**", "", *md.table(HEAD, table), ""] if table else []
+
+
+HEAD = ("way", ">ours µs", ">PyTorch µs", ">ours / PyTorch", ">fastest library µs", ">ours / library")
+
+
+def _against_others(records: Records) -> list[list[object]]:
+    table: list[list[object]] = []
     for rows in groups(records):
         if rows[0].mode.endswith(HOST_COMPILED):
             continue
@@ -80,15 +96,12 @@ def overview(records: Records) -> list[str]:
             [
                 ours.kernel,
                 way(ours),
-                f"{_median(ours)}",
-                *(_against(ours, pytorch)),
-                *(_against(ours, library)),
+                _median(ours),
+                *_against(ours, pytorch),
+                *_against(ours, library),
             ]
         )
-    if not table:
-        return []
-    head = ("kernel", "way", ">ours µs", ">PyTorch µs", ">ours / PyTorch", ">fastest library µs", ">ours / library")
-    return ["## Host time a call", "", EXPLAINED, "", *md.table(head, table), ""]
+    return table
 
 
 def _against(ours: Row, other: Row | None) -> tuple[str | None, str | None]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import roofline
+from . import host
 from . import markdown as md
 from .entries import Records, Row, Run
 from .findings import Finding, Speedup, modes_of
@@ -44,6 +45,7 @@ def index(gpu: str, records: Records, found: Sequence[Finding], charts: bool) ->
         mine = [f for f in found if f.kernel == kernel]
         modes = ", ".join(f"[{mode}]({stem(kernel, mode)}.md)" for mode in modes_of(mine))
         lines += [f"## [{kernel}]({kernel}.md)", "", f"Every implementation: {modes}.", "", *summary(mine), ""]
+    lines += host.overview(records)
     lines += ["## Not measured", "", *not_measured(records), ""]
     lines += ["## How it was measured", "", *method(records), ""]
     lines += ["## Environment", "", *environment(records.used_runs()), ""]
