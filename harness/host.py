@@ -110,7 +110,7 @@ def _call(
     spec: KernelSpec, name: str, case: Case, mode: str, inputs: dict, grads: list | None, compiled: bool
 ) -> Callable[[], object]:
     """One call of an implementation, with nothing around it that a user's loop would not have."""
-    if name in spec.implementations and (reason := spec.repeats(name, case, "fwd")):
+    if name in spec.implementations and (reason := spec.skip_reason(name, case, "fwd")):
         raise execute.Unavailable(reason)
     fn = execute.load(spec, name, case, "step" if mode == "step" else "fwd+bwd" if "+" in mode else "fwd")
     fn = spec.host_ops.get(name, fn)

@@ -139,9 +139,10 @@ class KernelSpec:
     modes            what is timed: "fwd" (no autograd), "bwd" (the backward alone), "fwd+bwd", or "step": one update of
                      an optimizer, run like "fwd"
     min_capability   implementation -> the compute capability that it needs, where that is more than the case's own
-    repeats          (implementation, case, mode) -> why it is another implementation once more there, so that checking
+    alias_reason     (implementation, case, mode) -> why it is another implementation once more there, so that checking
                      and timing it would tell nothing; else None
     unit, items      the case's own throughput: "rows", (case) -> how many
+    unsupported_reason  (implementation, case, mode) -> why it cannot take the case (beyond min_capability) or None
     determinism      mode -> "run-to-run" (bit-wise equal repeats, tested), "on request" (the same under
                      torch.use_deterministic_algorithms(True)) or "none"
     fuzz             dimension -> (low, high), from which Hypothesis draws sizes
@@ -178,7 +179,8 @@ class KernelSpec:
     tunables: tuple[Tunable, ...] = ()
     compile_targets: tuple[tuple[int, int], ...] = ((8, 0), (9, 0))
     min_capability: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    repeats: Callable[[str, Case, str], str | None] = lambda implementation, case, mode: None
+    alias_reason: Callable[[str, Case, str], str | None] = lambda implementation, case, mode: None
+    unsupported_reason: Callable[[str, Case, str], str | None] = lambda implementation, case, mode: None
     host_cases: tuple[Case, ...] = ()
     host_ops: Mapping[str, Op] = field(default_factory=dict)
 
@@ -196,6 +198,10 @@ class KernelSpec:
             raise ValueError(
                 f"{self.name}: no mode for the cases {idle}; those that mutate inputs need one without autograd"
             )
+
+    def skip_reason(self, implementation: str, case: Case, mode: str) -> str | None:
+        """Why one of our implementations is neither checked nor timed on a case, or None."""
+        return self.unsupported_reason(implementation, case, mode) or self.alias_reason(implementation, case, mode)
 
     def modes_of(self, case: Case) -> tuple[str, ...]:
         """The modes in which a case is run."""

@@ -92,7 +92,7 @@ def test_what_is_another_implementation_once_more_is_checked_once():
     spec = dataclasses.replace(
         SPEC,
         implementations=both,
-        repeats=lambda name, case, mode: "again" if (name, mode) == ("second", "fwd") else None,
+        alias_reason=lambda name, case, mode: "again" if (name, mode) == ("second", "fwd") else None,
     )
     items = check.plan(spec, "cpu", [CASES[2]])
     assert {(i.implementation, i.mode) for i in items} == {("first", "fwd"), ("first", "bwd"), ("second", "bwd")}

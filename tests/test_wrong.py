@@ -34,7 +34,7 @@ def spec_with(kernel: str, name: str, fn) -> KernelSpec:
         spec,
         implementations={name: fn},
         min_capability={},
-        repeats=lambda *_: None,
+        alias_reason=lambda *_: None,
         cases=cases,
         fuzz=ZOO[kernel].FUZZ,
         limits=ZOO[kernel].LIMITS,

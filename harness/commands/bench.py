@@ -274,7 +274,7 @@ class Group:
 
     def _once(self, name: str) -> None:
         """Raises Unavailable where an implementation is another one once more."""
-        if name in self.spec.implementations and (reason := self.spec.repeats(name, self.case, self.mode)):
+        if name in self.spec.implementations and (reason := self.spec.skip_reason(name, self.case, self.mode)):
             raise execute.Unavailable(reason)
 
     @contextmanager

@@ -114,7 +114,7 @@ def plan(
             for case, skip in _cases(spec, cases, check, device):
                 taken = {phase for mode in case.modes or phases for phase in mode.split("+")}
                 chosen = [m for m in wanted if m in taken and (m in WITHOUT_AUTOGRAD or not case.mutates)]
-                chosen = [m for m in chosen if not spec.repeats(implementation, case, m)]
+                chosen = [m for m in chosen if not spec.skip_reason(implementation, case, m)]
                 if chosen and not (check.backward_only and chosen[-1] in WITHOUT_AUTOGRAD):
                     for mode in chosen if check.both else chosen[-1:]:
                         items.append(Item(spec, implementation, case, mode, name, skip))

@@ -209,7 +209,7 @@ def _runs(selection: options.Selection, arguments: argparse.Namespace) -> list[t
         (case, mode, name)
         for case, mode in chosen.groups()
         for name in selection.implementations
-        if name in spec.implementations and not spec.repeats(name, case, mode)
+        if name in spec.implementations and not spec.skip_reason(name, case, mode)
     ]
 
 

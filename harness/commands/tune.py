@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 
-from .. import environment, execute, options, tuned
+from .. import environment, execute, options, plans, tuned
 from ..compiling import precompile
 from ..compiling.precompile import Wanted
 from ..correctness.in_place import OnCopies
@@ -117,11 +117,13 @@ def search(spec: KernelSpec, tunable: Tunable, case: Case, device: torch.device,
     grads = execute.out_grads(spec, case, fn, inputs[0], tunable.mode, generator)
 
     def bind(config: Any, op: execute.Op = fn) -> Callable[[int], execute.Run]:
-        return lambda index: _bound(tunable, config, lambda: execute.bind(spec, op, inputs[index], tunable.mode, grads))
+        return lambda index: _bound(
+            spec, tunable, config, lambda: execute.bind(spec, op, inputs[index], tunable.mode, grads)
+        )
 
     # On copies of what it updates in place: else each result would be the input of the next, and compared with itself.
     compared = OnCopies(fn, case.mutates)
-    with _listening(tunable) as calls:
+    with _listening(spec, tunable) as calls:
         expected = execute.bind(spec, compared, inputs[0], tunable.mode, grads)()
     if not calls:
         raise ValueError(f"{spec.name}: {tunable.function} is not called in mode {tunable.mode}, so cannot be tuned")
@@ -146,11 +148,15 @@ def search(spec: KernelSpec, tunable: Tunable, case: Case, device: torch.device,
     }
 
 
-def _bound(tunable: Tunable, config: Any, bind: Callable[[], execute.Run]) -> execute.Run:
+def _bound(spec: KernelSpec, tunable: Tunable, config: Any, bind: Callable[[], execute.Run]) -> execute.Run:
     """A callable under which `pick_*` gives `config`, both in the forward that `bind` may run and in each call."""
+    own: plans.Kept = []
 
-    def chosen() -> Any:
-        return mock.patch.object(tunable.module, tunable.function, lambda *_, **__: config)
+    @contextmanager
+    def chosen() -> Iterator[None]:
+        picked = mock.patch.object(tunable.module, tunable.function, lambda *_, **__: config)
+        with picked, plans.apart(spec, own):
+            yield
 
     with chosen():
         inner = bind()
@@ -163,7 +169,7 @@ def _bound(tunable: Tunable, config: Any, bind: Callable[[], execute.Run]) -> ex
 
 
 @contextmanager
-def _listening(tunable: Tunable) -> Iterator[list[tuple[tuple[Any, ...], Any]]]:
+def _listening(spec: KernelSpec, tunable: Tunable) -> Iterator[list[tuple[tuple[Any, ...], Any]]]:
     """Collects (arguments, result) of each call of `pick_*`. Raises TypeError where it is called with keywords."""
     original = getattr(tunable.module, tunable.function)
     calls: list[tuple[tuple[Any, ...], Any]] = []
@@ -173,7 +179,7 @@ def _listening(tunable: Tunable) -> Iterator[list[tuple[tuple[Any, ...], Any]]]:
         calls.append((arguments, result))
         return result
 
-    with mock.patch.object(tunable.module, tunable.function, listen):
+    with mock.patch.object(tunable.module, tunable.function, listen), plans.apart(spec, []):
         yield calls
 
 

@@ -257,7 +257,7 @@ def _candidates(case: Case, shapes, warps, stages) -> list[dispatch.Config]:
     return [dispatch.Config(m, n, block_d, w, s) for m, n in tiles for w in warps for s in stages]
 
 
-def _repeats(implementation: str, case: Case, mode: str) -> str | None:
+def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
     if implementation != "auto" and case.params.get("fp8"):
         return "in e4m3 there is one version"
     if implementation == "triton-fused" and mode == "fwd":
@@ -294,7 +294,7 @@ SPEC = KernelSpec(
     # On the CPU the first is the second, and the interpreter would take minutes for the battery of the last; there
     # test_attention.py compares them.
     min_capability={"triton": (9, 0), "triton-fused": (8, 0)},
-    repeats=_repeats,
+    alias_reason=_alias_reason,
     baselines=(
         dataclasses.replace(EAGER, supports=_fits),
         dataclasses.replace(COMPILED, supports=_fits),

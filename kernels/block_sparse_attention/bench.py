@@ -351,7 +351,7 @@ def _backward_versions(case: Case) -> tuple[str, ...]:
     return ("cuda", "portable") if _has_two_backwards(case) else ("portable",)
 
 
-def _repeats(implementation: str, case: Case, mode: str) -> str | None:
+def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
     one = (implementation, mode) == ("triton", "bwd") and not _has_two_backwards(case)
     return "its backward is that of auto" if one else None
 
@@ -371,7 +371,7 @@ SPEC = KernelSpec(
     },
     # Elsewhere the first is the second.
     min_capability={"triton": (9, 0)},
-    repeats=_repeats,
+    alias_reason=_alias_reason,
     baselines=(
         dataclasses.replace(EAGER, supports=_fits),
         dataclasses.replace(COMPILED, supports=_fits),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
 from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable
 
-from . import configs, rmsnorm
+from . import cluster, configs, rmsnorm
 from .reference import rmsnorm_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -144,11 +146,48 @@ def _bwd_candidates(case: Case) -> list[configs.BwdConfig]:
     return [configs.BwdConfig(m, n, w, p, s) for m, n, w in tiles for p, s in loops if p * w <= 32]
 
 
-NARROW = tuple(case for case in CASES if case.bench and case.dims["dim"] <= configs.MAX_BLOCK)
+def _cluster_candidates(case: Case) -> list[configs.ClusterConfig]:
+    """2 to 16 CTAs of 128 to 512 threads, with 2 to 8 vectors a thread that are no more than the row has."""
+    vectors, line = case.dims["dim"] * case.dtype.itemsize // configs.VECTOR, 128 // configs.VECTOR
+    found = []
+    for ctas in (2, 4, 8, 16):
+        part = -(-vectors // ctas // line) * line if vectors % (ctas * line) else vectors // ctas
+        for threads in (128, 256, 512):
+            each = -(-part // threads)
+            if 2 <= each <= 8 and part * (ctas - 1) < vectors:
+                residents = sorted({max(1, 65536 // (threads * r)) for r in (32, 40, 48, 56, 64, 80)})
+                found += [configs.ClusterConfig(ctas, threads, each, part, r) for r in residents if r * threads <= 2048]
+    return found
+
+
+WIDE = tuple(case for case in CASES if case.bench and case.dims["dim"] > configs.MAX_BLOCK)
+
+
+def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | None:
+    dim, vector = case.dims["dim"], cluster.VECTOR // case.dtype.itemsize
+    if implementation != "cuda" or (dim in cluster.WIDTHS and dim % vector == 0):
+        return None
+    return "it takes rows of 16 385 to 65 536 numbers on 16-byte boundaries"
+
+
+def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
+    if implementation != "auto" and mode == "bwd":
+        return "its backward is that of auto"
+    if implementation == "triton" and _unsupported_reason("cuda", case, mode):
+        return "it is what auto takes"
+    return None
+
 
 SPEC = KernelSpec(
     name="rmsnorm",
-    implementations={"triton": rmsnorm},
+    implementations={
+        "auto": rmsnorm,
+        "triton": partial(rmsnorm, backend="triton"),
+        "cuda": partial(rmsnorm, backend="cuda"),
+    },
+    min_capability={"cuda": (9, 0)},
+    unsupported_reason=_unsupported_reason,
+    alias_reason=_alias_reason,
     baselines=(EAGER, COMPILED, Peer("torch", load=_torch), Peer("liger", load=_liger), Peer("quack", load=_quack)),
     reference=rmsnorm_reference,
     make_inputs=make_inputs,
@@ -159,8 +198,8 @@ SPEC = KernelSpec(
     items=lambda case: case.dims["rows"],
     fuzz={"rows": (0, 40), "dim": (1, 700)},
     tunables=(
-        # Wider ones are not asked for on Hopper, where a cluster takes them.
-        Tunable(configs, "pick_fwd_config", "fwd", _fwd_candidates, NARROW),
+        Tunable(configs, "pick_fwd_config", "fwd", _fwd_candidates, implementation="triton"),
+        Tunable(configs, "pick_cluster_config", "fwd", _cluster_candidates, WIDE, implementation="cuda"),
         Tunable(configs, "pick_bwd_config", "bwd", _bwd_candidates),
     ),
     host_cases=(_case(4, 256, BF16, "-host"),),

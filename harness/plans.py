@@ -1,0 +1,39 @@
+"""The launch plans that a kernel's folder keeps (`launch.Plans`), seen from outside."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from .spec import KernelSpec
+
+Kept = list[dict[Any, Any]]
+
+
+def kept_by(spec: KernelSpec) -> list[Any]:
+    """Every `Plans` of a kernel's folder; none where it keeps no plans."""
+    package = spec.reference.__module__.rpartition(".")[0]
+    return list(getattr(sys.modules.get(f"{package}.launch"), "_EVERY", ()))
+
+
+@contextmanager
+def apart(spec: KernelSpec, own: Kept) -> Iterator[None]:
+    """Inside, the kernel has the plans of `own` alone, which gets what it makes there: whoever puts something in the
+    place of a `pick_*` function must neither find plans that were made without it nor leave some behind."""
+    every = kept_by(spec)
+    before = [dict(plans) for plans in every]
+    own.extend({} for _ in range(len(every) - len(own)))
+    _put(every, own)
+    try:
+        yield
+    finally:
+        own[:] = [dict(plans) for plans in every]
+        _put(every, before)
+
+
+def _put(every: list[Any], contents: Kept) -> None:
+    for plans, content in zip(every, contents, strict=True):
+        plans.clear()
+        plans.update(content)
