@@ -124,8 +124,11 @@ def out_grads(
 
 
 def unfit(case: Case, capability: tuple[int, int]) -> str | None:
-    """Why a GPU of that compute capability cannot run the case, or None."""
-    return None if capability >= case.min_capability else _needs(case.min_capability)
+    """Why a host with GPUs of that compute capability cannot run the case, or None."""
+    if capability < case.min_capability:
+        return _needs(case.min_capability)
+    found = torch.cuda.device_count()
+    return f"needs {case.world_size} GPUs of one host, found {found}" if found < case.world_size else None
 
 
 def _needs(capability: tuple[int, int]) -> str:

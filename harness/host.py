@@ -65,7 +65,7 @@ def _group(
             "kind": "ours" if name in spec.implementations else "baseline",
             "status": status,
             "reason": reason,
-            "cost": {"flops": 0, "bytes": 0, "pipe": "fp32"},
+            "cost": {"flops": {}, "bytes": 0},
             "items": 1,
             "unit": "calls",
         }

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from . import environment, registry
-from .reporting.entries import slug
+from .reporting.entries import of_several, slug
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ def place(command: str, arguments: argparse.Namespace) -> Place:
     return Place(device, name, arguments.out or registry.ROOT / "reports" / name)
 
 
-def folder(device: torch.device, key: str | None) -> str:
-    """Name of a CUDA device's folder under reports/: its key in the table or, where it is not there, its own name."""
-    return key or slug(torch.cuda.get_device_name(device))
+def folder(device: torch.device, key: str | None, world_size: int = 1) -> str:
+    """Name of a CUDA device's folder under reports/: its key in the table or, where it is not there, its own name; of
+    several such GPUs with their number, `h200-x2`."""
+    return of_several(key or slug(torch.cuda.get_device_name(device)), world_size)

@@ -58,8 +58,8 @@ def floors(selections: Sequence[options.Selection], gpu: roofline.Gpu) -> list[t
     for selection in selections:
         for case, mode in selection.groups():
             cost = selection.spec.cost(case, mode)
-            floor = roofline.floor_seconds(cost.flops, cost.bytes, cost.pipe, gpu.ceilings)
-            sizes = (f"{cost.bytes / 1e6:.1f} MB", f"{cost.flops / 1e9:.2f} G")
+            floor = roofline.floor_seconds(cost, gpu.ceilings)
+            sizes = (f"{cost.bytes / 1e6:.1f} MB", f"{cost.total_flops / 1e9:.2f} G")
             time = roofline.microseconds(floor.seconds)
             rows.append((selection.spec.name, case.name, mode, *sizes, time, floor.limit))
     return rows

@@ -11,6 +11,7 @@ run    once per bench of a kernel, first
                                 "sm_clock_max_mhz": 1980, "power_limit_w": 700},
                         "python": ..., "torch": ..., "cuda": ..., "triton": ..., "packages": {"liger-kernel": "0.8.5"},
                         "commit": "<sha>"|null, "dirty": bool, "os": ..., "time": ISO-8601 UTC},
+        "world_size": 2,                                                     # GPUs of one host, where more than one
         "ceilings": {"measured": {"bandwidth": B/s of a copy, "bandwidth_read": B/s of a pure read,
                                   "flops": {"bf16": FLOP/s, "fp16": ..., "tf32": ..., "fp32": ...}},
                      "datasheet": {"bandwidth", "flops"}, or null for a card that is not in the table}}
@@ -20,7 +21,8 @@ row    one per implementation of that case and mode
        {"type": "row", "run", "kernel", "case", "mode", "dims": {"rows": 8192, ...}, "dtype": "bfloat16", "params": {},
         "implementation": "triton", "kind": "ours"|"baseline"|"yardstick",
         "status": "ok"|"skipped"|"oom"|"error"|"wrong"|"over-roofline"|"crashed", "reason": null|"why not ok",
-        "cost": {"flops": int, "bytes": int, "pipe": "fp32"}, "items": 8192, "unit": "rows",
+        "cost": {"flops": {"fp32": int, ...}, "bytes": int, "link_bytes": int, "host_bytes": int},  # links where used;
+        "items": 8192, "unit": "rows",                                       # in schema 1 FLOPs were of one "pipe"
         ... and for status "ok" (and "over-roofline"):
         "timer": "events"|"graph"|"cupti", "headline": "cold"|"warm"|"graph",
         "columns": {"cold": COLUMN, "warm": COLUMN, "graph": COLUMN, "cupti": COLUMN},  # those that were measured

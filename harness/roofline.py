@@ -1,8 +1,8 @@
 """The roofline: the least time that a cost can take, and how near a measurement comes to it.
 
-    floor = max(bytes / bandwidth, FLOPs / rate of the pipe)
+    floor = max(bytes / bandwidth, FLOPs / rate of each pipe, bytes over a link / its rate)
 
-`bytes` and `FLOPs` are the compulsory work of `Cost`, so the floor is a bound on any implementation and not an
+These are the compulsory work of `Cost`, so the floor is a bound on any implementation and not an
 estimate of this one. Ceilings come from two places: `gpus.toml` holds what the vendor promises (dense), `calibrate`
 measures what this card does. The measured ones decide; the vendor's stand beside them.
 
@@ -26,7 +26,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,21 +38,72 @@ else:
 
 TABLE = Path(__file__).with_name("gpus.toml")
 
-MEMORY, COMPUTE = "memory", "compute"
+#: What may set the floor, besides a pipe by its name: DRAM, the links between GPUs, the link to the host.
+MEMORY, LINK, HOST = "memory", "link", "host"
 #: Measured ceilings are medians of a noisy thing: this much above them is not yet an error. A matrix product is held
 #: back by the power limit, so its rate is that of the clock it was measured at (792 and 701 TFLOP/s at two sizes on one
 #: card), and what leaves the tensor cores idle more often runs at a higher one.
-MARGIN = {MEMORY: 0.02, COMPUTE: 0.1}
+MARGIN, COMPUTE_MARGIN = {MEMORY: 0.02, LINK: 0.05, HOST: 0.05}, 0.1
 COLUMNS = ("cold", "warm", "graph", "cupti")
 
 
 @dataclass(frozen=True)
+class Cost:
+    """Compulsory work of one GPU: every input read once, every output written once, the useful FLOPs.
+
+    flops       by pipe: "fp32" is the CUDA cores; "tf32", "bf16", "fp16" and "fp8" are the tensor cores. A number is
+                the FLOPs of `pipe`.
+    bytes       to and from DRAM
+    link_bytes  that this GPU sends to others or receives from them, whichever is more: links work both ways at once
+    host_bytes  the same between it and the host
+    """
+
+    flops: Mapping[str, float] | float
+    bytes: int
+    pipe: InitVar[str] = "fp32"
+    link_bytes: int = 0
+    host_bytes: int = 0
+
+    def __post_init__(self, pipe: str) -> None:
+        if not isinstance(self.flops, Mapping):
+            object.__setattr__(self, "flops", {pipe: self.flops})
+
+    @property
+    def by_pipe(self) -> Mapping[str, float]:
+        assert isinstance(self.flops, Mapping)
+        return self.flops
+
+    @property
+    def total_flops(self) -> float:
+        return sum(self.by_pipe.values())
+
+    @property
+    def main_pipe(self) -> str:
+        """The pipe with the most FLOPs."""
+        return max(self.by_pipe, key=self.by_pipe.__getitem__, default="fp32")
+
+    @classmethod
+    def from_record(cls, entry: Mapping[str, Any]) -> Cost:
+        """The `cost` of a row. Before schema 2 it had the FLOPs of one pipe."""
+        links = {name: entry.get(name, 0) for name in ("link_bytes", "host_bytes")}
+        return cls(entry.get("flops", 0), entry.get("bytes", 0), entry.get("pipe", "fp32"), **links)
+
+    def to_record(self) -> dict[str, Any]:
+        """The shape of a row's `cost`; links stand there where they are used."""
+        links = {name: getattr(self, name) for name in ("link_bytes", "host_bytes") if getattr(self, name)}
+        return {"flops": dict(self.by_pipe), "bytes": self.bytes, **links}
+
+
+@dataclass(frozen=True)
 class Ceilings:
-    """`bandwidth` in bytes per second; `flops` by pipe ("fp32", "tf32", "bf16", "fp16", "fp8") in FLOP per second."""
+    """`bandwidth` in bytes per second; `flops` by pipe ("fp32", "tf32", "bf16", "fp16", "fp8") in FLOP per second;
+    `link` and `host` in bytes per second and direction, None where there is none."""
 
     bandwidth: float
     flops: Mapping[str, float]
     source: str = "measured"
+    link: float | None = None
+    host: float | None = None
 
     @classmethod
     def from_record(cls, entry: Mapping[str, Any] | None, source: str) -> Ceilings | None:
@@ -60,11 +111,12 @@ class Ceilings:
         if not entry or not entry.get("bandwidth"):
             return None
         flops = {pipe: float(rate) for pipe, rate in (entry.get("flops") or {}).items() if rate}
-        return cls(float(entry["bandwidth"]), flops, source)
+        return cls(float(entry["bandwidth"]), flops, source, entry.get("link"), entry.get("host"))
 
     def to_record(self) -> dict[str, Any]:
         """The shape of the record's `ceilings`."""
-        return {"bandwidth": self.bandwidth, "flops": dict(self.flops)}
+        links = {name: rate for name, rate in (("link", self.link), ("host", self.host)) if rate}
+        return {"bandwidth": self.bandwidth, "flops": dict(self.flops), **links}
 
 
 @dataclass(frozen=True)
@@ -85,7 +137,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Floor:
-    """The least time, and what sets it: "memory" or "compute"."""
+    """The least time, and what sets it: MEMORY, LINK, HOST or a pipe by its name."""
 
     seconds: float
     limit: str
@@ -115,10 +167,16 @@ def _gpu(key: str, row: Mapping[str, Any]) -> Gpu:
         sms=row["sms"],
         memory_bytes=row["memory_gib"] * 2**30,
         l2_bytes=int(row["l2_mib"] * 2**20),
-        ceilings=Ceilings(row["bandwidth_gbs"] * 1e9, flops, row["source"]),
+        ceilings=Ceilings(
+            row["bandwidth_gbs"] * 1e9, flops, row["source"], _gb(row.get("link_gbs")), _gb(row.get("host_gbs"))
+        ),
         source=row["source"],
         url=row["url"],
     )
+
+
+def _gb(rate: float | None) -> float | None:
+    return None if rate is None else rate * 1e9
 
 
 def keys() -> list[str]:
@@ -152,17 +210,22 @@ def get(key: str, device_name: str | None = None) -> Gpu:
     return board if board and board.key == key else table()[key][0]
 
 
-def floor_seconds(flops: float, bytes: float, pipe: str, ceilings: Ceilings) -> Floor:
-    """The least time for this work. A pipe without a ceiling bounds nothing: the bytes alone do then."""
-    memory = bytes / ceilings.bandwidth
-    rate = ceilings.flops.get(pipe)
-    compute = flops / rate if rate else 0.0
-    return Floor(compute, COMPUTE) if compute > memory else Floor(memory, MEMORY)
+def floor_seconds(cost: Cost, ceilings: Ceilings) -> Floor:
+    """The least time for this work: the largest of its terms. What has no ceiling bounds nothing."""
+    terms = {MEMORY: cost.bytes / ceilings.bandwidth}
+    for name, moved, bandwidth in ((LINK, cost.link_bytes, ceilings.link), (HOST, cost.host_bytes, ceilings.host)):
+        if bandwidth:
+            terms[name] = moved / bandwidth
+    for pipe, flops in cost.by_pipe.items():
+        if rate := ceilings.flops.get(pipe):
+            terms[pipe] = flops / rate
+    limit = max(terms, key=terms.__getitem__)  # memory is first, so it is the limit where all are nothing
+    return Floor(terms[limit], limit)
 
 
-def percent_of_roofline(seconds: float, flops: float, bytes: float, pipe: str, ceilings: Ceilings) -> float | None:
+def percent_of_roofline(seconds: float, cost: Cost, ceilings: Ceilings) -> float | None:
     """100 · floor / time; None where the work or the time is nil."""
-    floor = floor_seconds(flops, bytes, pipe, ceilings).seconds
+    floor = floor_seconds(cost, ceilings).seconds
     return 100 * floor / seconds if floor > 0 and seconds > 0 else None
 
 
@@ -175,22 +238,20 @@ def bytes_that_must_move(bytes: float, column: str, l2_bytes: float) -> float:
 
 
 def over_roofline(
-    seconds: float,
-    flops: float,
-    bytes: float,
-    pipe: str,
-    ceilings: Ceilings,
-    *,
-    column: str = "cold",
-    l2_bytes: float = 0,
+    seconds: float, cost: Cost, ceilings: Ceilings, *, column: str = "cold", l2_bytes: float = 0
 ) -> str | None:
     """Why this time cannot be true, or None. Give the *measured* ceilings; `column` is one of COLUMNS."""
-    moved = bytes_that_must_move(bytes, column, l2_bytes)
-    floor = floor_seconds(flops, moved, pipe, ceilings)
-    if seconds >= floor.seconds * (1 - MARGIN[floor.limit]):
+    moved = replace(cost, bytes=int(bytes_that_must_move(cost.bytes, column, l2_bytes)), pipe=cost.main_pipe)
+    floor = floor_seconds(moved, ceilings)
+    if seconds >= floor.seconds * (1 - MARGIN.get(floor.limit, COMPUTE_MARGIN)):
         return None
-    work = f"{moved:.4g} bytes" if floor.limit == MEMORY else f"{flops:.4g} {pipe} FLOPs"
-    rate = gbps(ceilings.bandwidth) if floor.limit == MEMORY else tflops(ceilings.flops[pipe])
+    amounts = {MEMORY: moved.bytes, LINK: moved.link_bytes, HOST: moved.host_bytes}
+    rates = {MEMORY: ceilings.bandwidth, LINK: ceilings.link, HOST: ceilings.host}
+    if floor.limit in amounts:
+        over = "" if floor.limit == MEMORY else f" over the {floor.limit}"
+        work, rate = f"{amounts[floor.limit]:.4g} bytes{over}", gbps(rates[floor.limit] or 0)
+    else:
+        work, rate = f"{moved.by_pipe[floor.limit]:.4g} {floor.limit} FLOPs", tflops(ceilings.flops[floor.limit])
     return (
         f"{column}: {microseconds(seconds)} for {work} is {100 * floor.seconds / seconds:.0f} % of the ceiling "
         f"({rate}, {ceilings.source}), whose floor is {microseconds(floor.seconds)}: the timing or the cost is wrong"
@@ -222,9 +283,16 @@ def rate(items: float, seconds: float, unit: str) -> str:
     return f"{_figures(value)} {unit}/s"
 
 
-def throughput(seconds: float, flops: float, bytes: float, limit: str) -> str:
-    """GB/s of compulsory bytes where memory is the limit, TFLOP/s of useful FLOPs where compute is."""
-    return gbps(bytes / seconds) if limit == MEMORY else tflops(flops / seconds)
+def rate_of(seconds: float, cost: Cost, limit: str) -> float:
+    """Compulsory bytes per second where DRAM or a link is the limit, useful FLOPs per second where a pipe is."""
+    moved = {MEMORY: cost.bytes, LINK: cost.link_bytes, HOST: cost.host_bytes}
+    return moved.get(limit, cost.total_flops) / seconds
+
+
+def throughput(seconds: float, cost: Cost, limit: str) -> str:
+    """`rate_of` in GB/s or TFLOP/s."""
+    rate = rate_of(seconds, cost, limit)
+    return gbps(rate) if limit in MARGIN else tflops(rate)
 
 
 def _figures(value: float) -> str:

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
+from .roofline import Cost as Cost
+
 Inputs = dict[str, Any]
 Op = Callable[..., "torch.Tensor | tuple[torch.Tensor, ...]"]
 
-MODES = ("fwd", "bwd", "fwd+bwd", "step")
-WITHOUT_AUTOGRAD = ("fwd", "step")
+MODES = ("fwd", "bwd", "fwd+bwd", "step", "train")
+WITHOUT_AUTOGRAD = ("fwd", "step", "train")  # whose own autograd, if any, is none of the harness's business
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Case:
     computes their new values as new tensors. Such a case is run without autograd alone.
 
     `modes` are those of SPEC's in which it is run; all of them where it is empty.
+
+    `world_size` is the number of GPUs that it takes, which are of one host. Its records lie in a folder of their own.
     """
 
     name: str
@@ -41,19 +45,7 @@ class Case:
     min_capability: tuple[int, int] = (0, 0)
     mutates: tuple[str, ...] = ()
     modes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Compulsory work: every input read once, every output written once, the useful FLOPs.
-
-    `pipe` names the ceiling that the FLOPs are held against: "fp32" is the CUDA cores, "tf32", "bf16", "fp16" and "fp8"
-    are the tensor cores.
-    """
-
-    flops: int
-    bytes: int
-    pipe: str = "fp32"
+    world_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -137,7 +129,8 @@ class KernelSpec:
     cases            at least one with bench=True
     grads            names of the inputs that have a gradient
     modes            what is timed: "fwd" (no autograd), "bwd" (the backward alone), "fwd+bwd", or "step": one update of
-                     an optimizer, run like "fwd"
+                     an optimizer, or "train": one step of a model's training, with its own forward, backward and
+                     optimizer. The last two are run like "fwd".
     min_capability   implementation -> the compute capability that it needs, where that is more than the case's own
     alias_reason     (implementation, case, mode) -> why it is another implementation once more there, so that checking
                      and timing it would tell nothing; else None
@@ -194,6 +187,11 @@ class KernelSpec:
             raise ValueError(f"{self.name}: unknown modes {sorted(unknown)}, known are {MODES}")
         if unknown := set(self.min_capability) - set(self.implementations):
             raise ValueError(f"{self.name}: min_capability names {sorted(unknown)}, which are no implementations")
+        hosts = [case.name for case in self.host_cases]
+        if len(set(names + hosts)) != len(names) + len(hosts):
+            raise ValueError(f"{self.name}: names of host cases must be unique too, got {sorted(hosts)}")
+        if alone := [case.name for case in self.cases if case.world_size < 1]:
+            raise ValueError(f"{self.name}: a case takes one GPU at least, got {alone}")
         if idle := [case.name for case in self.cases if not self.modes_of(case)]:
             raise ValueError(
                 f"{self.name}: no mode for the cases {idle}; those that mutate inputs need one without autograd"

@@ -11,7 +11,7 @@ import torch
 
 from harness import execute, options, record, registry
 from harness.commands.bench import Group, Interrupt
-from harness.spec import EAGER, Cost, Yardstick
+from harness.spec import EAGER, Case, Cost, Yardstick
 
 
 def test_a_case_that_the_device_cannot_run_is_skipped_with_the_reason(monkeypatch):
@@ -102,3 +102,11 @@ def test_ctrl_c_in_a_destructor_is_not_lost():
         with pytest.raises(KeyboardInterrupt):
             interrupt.raise_if_lost()
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_case_of_several_gpus_is_skipped_with_its_reason_where_there_are_fewer(monkeypatch):
+    case = Case("two", {}, torch.float32, world_size=2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert execute.unfit(case, (9, 0)) == "needs 2 GPUs of one host, found 1"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert execute.unfit(case, (9, 0)) is None

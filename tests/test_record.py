@@ -303,3 +303,8 @@ def test_an_interrupted_compaction_leaves_the_old_file(tmp_path: Path, monkeypat
     with pytest.raises(OSError, match="no space"):
         record.compact(path)
     assert path.read_bytes() == content
+
+
+def test_records_of_several_gpus_have_a_folder_of_their_own() -> None:
+    one, two = ({"environment": {"gpu": {"key": "h200"}}, "world_size": n} for n in (1, 2))
+    assert (record.Run(one).gpu_folder, record.Run(two).gpu_folder) == ("h200", "h200-x2")

@@ -66,7 +66,7 @@ def test_the_summary_is_what_a_reader_would_compute(tmp_path: Path) -> None:
 def test_a_compute_bound_case_is_in_flops(tmp_path: Path) -> None:
     cost = {"flops": int(78e9), "bytes": 1_000_000, "pipe": "bf16"}  # 100 µs at the measured 780 TFLOP/s
     found = only(one(tmp_path, [row(KERNEL, "wide", "fwd", "triton", exact(125), cost=cost)]))
-    assert found.best is not None and found.limit == "compute"
+    assert found.best is not None and found.limit == "bf16"
     assert found.rate(found.best) == pytest.approx(624e12)
     assert found.percent(found.best, found.measured) == pytest.approx(80)
     report.write(tmp_path, with_charts=False)

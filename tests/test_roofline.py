@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from harness import roofline
-from harness.roofline import COMPUTE, MEMORY, Ceilings
+from harness.roofline import HOST, LINK, MEMORY, Ceilings, Cost, Floor
 
 KEYS = ["h200", "h100", "h100-pcie", "a100-80", "a100-40", "l4", "l40s", "t4", "rtx3090", "rtx4090", "b200"]
 H200 = Ceilings(bandwidth=4.0e12, flops={"fp32": 60e12, "bf16": 800e12})
@@ -91,20 +91,43 @@ def test_every_card_has_a_source(key: str) -> None:
 
 
 def test_floor_by_hand() -> None:
-    memory = roofline.floor_seconds(1e9, 4e9, "fp32", H200)  # 1 ms of bytes, 17 µs of FLOPs
+    memory = roofline.floor_seconds(Cost(1e9, 4e9), H200)  # 1 ms of bytes, 17 µs of FLOPs
     assert (memory.seconds, memory.limit) == (pytest.approx(1e-3), MEMORY)
-    compute = roofline.floor_seconds(8e11, 4e8, "bf16", H200)  # 1 ms of FLOPs, 100 µs of bytes
-    assert (compute.seconds, compute.limit) == (pytest.approx(1e-3), COMPUTE)
-    assert roofline.floor_seconds(8e11, 4e8, "fp8", H200).seconds == pytest.approx(1e-4)  # a pipe without a ceiling
+    compute = roofline.floor_seconds(Cost(8e11, 4e8, "bf16"), H200)  # 1 ms of FLOPs, 100 µs of bytes
+    assert (compute.seconds, compute.limit) == (pytest.approx(1e-3), "bf16")
+    assert roofline.floor_seconds(Cost(8e11, 4e8, "fp8"), H200).seconds == pytest.approx(
+        1e-4
+    )  # a pipe without a ceiling
+
+
+def test_the_floor_is_the_largest_of_its_terms() -> None:
+    ceilings = Ceilings(4e12, {"bf16": 800e12, "fp32": 60e12}, "made up", link=400e9, host=50e9)
+    work = dict(bytes=4e9, link_bytes=200e6, host_bytes=20e6)  # 1 ms, 0.5 ms, 0.4 ms
+    assert roofline.floor_seconds(Cost({"bf16": 4e11, "fp32": 6e10}, **work), ceilings) == Floor(1e-3, MEMORY)
+    both = roofline.floor_seconds(Cost({"bf16": 4e11, "fp32": 1.2e11}, **work), ceilings)
+    assert both == Floor(2e-3, "fp32")  # the tensor cores would take 0.5 ms
+    assert roofline.floor_seconds(Cost(0, 0, link_bytes=8e8), ceilings) == Floor(2e-3, LINK)
+    assert roofline.floor_seconds(Cost(0, 0, host_bytes=1e8), ceilings) == Floor(2e-3, HOST)
+    assert roofline.floor_seconds(Cost(0, 0, host_bytes=1e8), H200).seconds == 0  # without a ceiling it bounds nothing
+    assert roofline.throughput(1e-3, Cost(0, 0, link_bytes=4e8), LINK) == "400 GB/s"
+    why = roofline.over_roofline(1e-3, Cost(0, 0, link_bytes=8e8), ceilings)
+    assert why and "8e+08 bytes over the link is 200 % of the ceiling (400 GB/s, made up)" in why
+
+
+def test_a_cost_goes_into_a_record_and_back() -> None:
+    cost = Cost({"bf16": 5, "fp32": 7}, 11, link_bytes=13)
+    assert cost.to_record() == {"flops": {"bf16": 5, "fp32": 7}, "bytes": 11, "link_bytes": 13}
+    assert Cost.from_record(cost.to_record()) == cost and (cost.total_flops, cost.main_pipe) == (12, "fp32")
+    assert Cost.from_record({"flops": 3, "bytes": 4, "pipe": "fp8"}) == Cost({"fp8": 3}, 4), "as in schema 1"
 
 
 def test_percent_of_roofline_by_hand() -> None:
-    assert roofline.percent_of_roofline(1.25e-3, 1e9, 4e9, "fp32", H200) == pytest.approx(80)
-    assert roofline.percent_of_roofline(1.25e-3, 0, 0, "fp32", H200) is None
+    assert roofline.percent_of_roofline(1.25e-3, Cost(1e9, 4e9), H200) == pytest.approx(80)
+    assert roofline.percent_of_roofline(1.25e-3, Cost(0, 0), H200) is None
 
 
 def over(seconds: float, flops: float, bytes: float, column: str, pipe: str = "fp32") -> str | None:
-    return roofline.over_roofline(seconds, flops, bytes, pipe, H200, column=column, l2_bytes=L2)
+    return roofline.over_roofline(seconds, Cost(flops, bytes, pipe), H200, column=column, l2_bytes=L2)
 
 
 def test_a_large_problem_cannot_beat_its_floor() -> None:
@@ -161,8 +184,8 @@ def test_an_unknown_column_is_an_error() -> None:
         (roofline.microseconds(0.0321), "32.1 ms"),
         (roofline.rate(8192, 34.4e-6, "rows"), "238 M rows/s"),
         (roofline.rate(5, 1.0, "steps"), "5.00 steps/s"),
-        (roofline.throughput(1e-3, 1e9, 4e9, MEMORY), "4000 GB/s"),
-        (roofline.throughput(1e-3, 5e11, 4e9, COMPUTE), "500 TFLOP/s"),
+        (roofline.throughput(1e-3, Cost(1e9, 4e9), MEMORY), "4000 GB/s"),
+        (roofline.throughput(1e-3, Cost(5e11, 4e9, "bf16"), "bf16"), "500 TFLOP/s"),
     ],
 )
 def test_figures_read_well(text: str, expected: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
+import os
 import signal
 import sys
 import time
@@ -56,9 +57,10 @@ def main(arguments: argparse.Namespace) -> int:
         from .. import plan
 
         return plan.main(selections, key, arguments)
-    out = arguments.out or registry.ROOT / (".out" if arguments.quick else "reports") / folder(device, key)
     with torch.cuda.device(device):
         session = Session(device, arguments)
+        where = registry.ROOT / (".out" if arguments.quick else "reports") / folder(device, key, session.world_size)
+        out = arguments.out or where
         failures = sum(session.bench(s, out / "records" / f"{s.spec.name}.jsonl") for s in selections)
     print(f"records in {out / 'records'}")
     return 1 if failures else 0
@@ -96,6 +98,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.environment = environment.capture(self.device)
+        self.world_size = int(os.environ.get("WORLD_SIZE", 1))  # as torchrun gives it
         measured = calibrate.measure(self.device)
         self.ceilings = calibrate.ceilings(measured)
         # A kernel that hardly writes may pass the rate of a copy; none may pass that of a pure read.
@@ -134,6 +137,7 @@ class Session:
                 unit=spec.unit,
                 options=self.asked(),
                 environment=self.environment,
+                world_size=self.world_size,
                 ceilings=self.recorded_ceilings,
             )
             try:
@@ -373,9 +377,7 @@ class Group:
     def _over(self, name: str, microseconds: float, column: str) -> str | None:
         cost = self.yardsticks.get(name, self.cost)
         limits, l2 = self.session.limits, self.session.clock.l2_bytes
-        return roofline.over_roofline(
-            microseconds * 1e-6, cost.flops, cost.bytes, cost.pipe, limits, column=column, l2_bytes=l2
-        )
+        return roofline.over_roofline(microseconds * 1e-6, cost, limits, column=column, l2_bytes=l2)
 
     def _row(self, name: str, status: str, reason: str | None) -> dict[str, Any]:
         cost = self.yardsticks.get(name, self.cost)
@@ -390,7 +392,7 @@ class Group:
             "kind": kind,
             "status": status,
             "reason": reason,
-            "cost": {"flops": cost.flops, "bytes": cost.bytes, "pipe": cost.pipe},
+            "cost": cost.to_record(),
             "items": self.spec.items(self.case),
             "unit": self.spec.unit,
         }

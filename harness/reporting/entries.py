@@ -19,6 +19,11 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "unknown"
 
 
+def of_several(folder: str, world_size: int) -> str:
+    """'h200' -> 'h200-x2': the folder for records of several GPUs of one host."""
+    return folder if world_size == 1 else f"{folder}-x{world_size}"
+
+
 @dataclass
 class Run:
     """One bench of a kernel: its first line, and what followed."""
@@ -58,7 +63,8 @@ class Run:
     @property
     def gpu_folder(self) -> str:
         """Name of the report's folder: the key of the table, or the device's name where it is not in it."""
-        return str(self.gpu.get("key") or slug(str(self.gpu.get("name") or "cpu")))
+        name = str(self.gpu.get("key") or slug(str(self.gpu.get("name") or "cpu")))
+        return of_several(name, int(self.data.get("world_size") or 1))
 
 
 @dataclass(frozen=True)

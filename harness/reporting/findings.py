@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..roofline import COMPUTE, MEMORY, Ceilings, floor_seconds, percent_of_roofline
+from ..roofline import HOST, LINK, MEMORY, Ceilings, Cost, floor_seconds, percent_of_roofline, rate_of
 from .entries import Records, Row, Run
 
 EAGER = "eager"
@@ -53,8 +53,7 @@ class Finding:
         return Ceilings.from_record(self.run.ceilings.get("datasheet"), "data sheet")
 
     @property
-    def cost(self) -> tuple[float, float, str]:
-        """FLOPs, bytes, pipe."""
+    def cost(self) -> Cost:
         return cost_of(self.best or self.rows[0])
 
     @property
@@ -63,13 +62,12 @@ class Finding:
         ceilings = self.measured or self.datasheet
         if ceilings is None:
             return MEMORY
-        return floor_seconds(*self.cost, ceilings).limit
+        return floor_seconds(self.cost, ceilings).limit
 
     @property
     def intensity(self) -> float:
         """FLOPs per compulsory byte."""
-        flops, moved, _ = self.cost
-        return flops / moved if moved else math.inf
+        return self.cost.total_flops / self.cost.bytes if self.cost.bytes else math.inf
 
     @property
     def over_best_peer(self) -> Speedup | None:
@@ -91,7 +89,7 @@ class Finding:
     def percent(self, row: Row, ceilings: Ceilings | None) -> float | None:
         """Share of the roofline that a row reaches in this finding's column."""
         seconds = self.seconds(row)
-        return percent_of_roofline(seconds, *cost_of(row), ceilings) if seconds and ceilings else None
+        return percent_of_roofline(seconds, cost_of(row), ceilings) if seconds and ceilings else None
 
     def shares(self) -> dict[str, float]:
         """Percent of the measured roofline by implementation, for those measured in this finding's column."""
@@ -101,14 +99,14 @@ class Finding:
     def rate(self, row: Row) -> float | None:
         """Bytes per second or FLOP per second, whichever limits."""
         seconds = self.seconds(row)
-        flops, moved, _ = cost_of(row)
-        return (moved if self.limit == MEMORY else flops) / seconds if seconds else None
+        return rate_of(seconds, cost_of(row), self.limit) if seconds else None
 
     def ceiling(self, ceilings: Ceilings | None) -> float | None:
         """The ceiling in the unit of `rate`."""
         if ceilings is None:
             return None
-        return ceilings.bandwidth if self.limit == MEMORY else ceilings.flops.get(self.cost[2])
+        others = {MEMORY: ceilings.bandwidth, LINK: ceilings.link, HOST: ceilings.host}
+        return others[self.limit] if self.limit in others else ceilings.flops.get(self.limit)
 
     def of_yardsticks(self) -> list[tuple[str, float]]:
         """Our rate as a share of each yardstick's of the same run."""
@@ -126,10 +124,9 @@ class Finding:
         return next((r for r in self.rows if best and r.implementation == best.peer and r.ok), None)
 
 
-def cost_of(row: Row) -> tuple[float, float, str]:
-    """FLOPs, bytes, pipe."""
-    cost = row.get("cost", {})
-    return float(cost.get("flops", 0)), float(cost.get("bytes", 0)), str(cost.get("pipe", "fp32"))
+def cost_of(row: Row) -> Cost:
+    """The compulsory work of a row's case."""
+    return Cost.from_record(row.get("cost", {}))
 
 
 def verdict(speedup: float) -> str:
@@ -190,8 +187,3 @@ def _interval(ratio: dict[str, Any]) -> tuple[float, ...]:
 def geometric_mean(values: Sequence[float]) -> float:
     """The mean of ratios. Needs at least one value."""
     return math.exp(sum(map(math.log, values)) / len(values))
-
-
-def bound(finding: Finding) -> str:
-    """'memory' or the pipe that computes."""
-    return finding.cost[2] if finding.limit == COMPUTE else MEMORY

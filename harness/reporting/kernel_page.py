@@ -104,17 +104,24 @@ def case(finding: Finding) -> list[str]:
 
 
 def _work(finding: Finding) -> str:
-    flops, moved, pipe = finding.cost
+    cost = finding.cost
+    work = [md.size(cost.bytes)]
+    work += [f"{md.size(moved)} over the {name}" for name, moved in _links(cost) if moved]
+    work += [f"{md.prefixed(flops, 'FLOP')} ({pipe})" for pipe, flops in cost.by_pipe.items()]
     intensity = f"{md.figures(finding.intensity)} FLOP per byte"
     floors = []
     for name, ceilings in (("measured ceilings", finding.measured), ("data sheet", finding.datasheet)):
         if ceilings:
-            floor = roofline.floor_seconds(flops, moved, pipe, ceilings)
+            floor = roofline.floor_seconds(finding.cost, ceilings)
             floors.append(f"{roofline.microseconds(floor.seconds)} by the {name}")
     return (
-        f"Compulsory: {md.size(moved)} and {md.prefixed(flops, 'FLOP')} ({pipe}), {intensity}; "
+        f"Compulsory: {', '.join(work[:-1])} and {work[-1]}, {intensity}; "
         f"bound by {finding.limit}; floor {', '.join(floors) or 'unknown'}. Headline: {finding.column}."
     )
+
+
+def _links(cost: roofline.Cost) -> list[tuple[str, float]]:
+    return [("links between GPUs", cost.link_bytes), ("link to the host", cost.host_bytes)]
 
 
 def _result(finding: Finding, row: Row, notes: set[str]) -> list[object]:
@@ -124,7 +131,6 @@ def _result(finding: Finding, row: Row, notes: set[str]) -> list[object]:
     column = row.column(finding.column)
     if seconds is None or column is None:
         return [name, f"no {finding.column} column", *[None] * 9]
-    flops, moved, _ = cost_of(row)
     error = row.get("error", {})
     faster = next((s for s in finding.speedups if s.peer == row.implementation), None)
     return [
@@ -132,7 +138,7 @@ def _result(finding: Finding, row: Row, notes: set[str]) -> list[object]:
         roofline.microseconds(seconds),
         md.interval(column.get("ci95_us")) + " µs",
         pages.speedup(faster),
-        roofline.throughput(seconds, flops, moved, finding.limit),
+        roofline.throughput(seconds, cost_of(row), finding.limit),
         pages.share(finding, row, notes),
         md.percent(finding.percent(row, finding.datasheet)),
         roofline.rate(row["items"], seconds, row["unit"]),

@@ -83,14 +83,13 @@ def _summary_row(finding: Finding, notes: set[str]) -> list[object]:
         return [*head, f"not measured ({reasons})" if reasons else "not measured", *[None] * 9]
     seconds = best.seconds(finding.column)
     column = "" if finding.column == "cold" else f" ({finding.column})"
-    flops, moved, _ = finding.cost
     return [
         *head,
         f"**{best.implementation}**{marks(best, notes)}",
         f"**{roofline.microseconds(seconds)}**{column}",
         speedup(finding.over_best_peer, named=True),
         speedup(finding.over_eager),
-        roofline.throughput(seconds, flops, moved, finding.limit),
+        roofline.throughput(seconds, finding.cost, finding.limit),
         share(finding, best, notes),
         md.percent(finding.percent(best, finding.datasheet)),
         roofline.rate(best["items"], seconds, best["unit"]),

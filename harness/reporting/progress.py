@@ -53,7 +53,7 @@ class Progress:
                 parts.append(f"{row['implementation']} {row['status']}")
                 continue
             seconds, cost = row["columns"][row["headline"]]["median_us"] * 1e-6, row["cost"]
-            share = roofline.percent_of_roofline(seconds, cost["flops"], cost["bytes"], cost["pipe"], ceilings)
+            share = roofline.percent_of_roofline(seconds, roofline.Cost.from_record(cost), ceilings)
             text = f"{row['implementation']} {roofline.microseconds(seconds)}"
             parts.append(text + (f" ({share:.1f} %)" if share else ""))
         self._bar.update(self._task, advance=1)

@@ -37,7 +37,7 @@ def _landscape(axes: Axes, shown: Sequence[Finding]) -> None:
     """The roofs, measured and promised, and a point for each case: ours and its best peer."""
     measured, datasheet = shown[0].measured, shown[0].datasheet
     assert measured is not None
-    pipes = [pipe for pipe in dict.fromkeys(f.cost[2] for f in shown) if pipe in measured.flops]
+    pipes = [pipe for pipe in dict.fromkeys(f.cost.main_pipe for f in shown) if pipe in measured.flops]
     intensities = [f.intensity for f in shown if 0 < f.intensity < math.inf]
     ridges = [measured.flops[pipe] / measured.bandwidth for pipe in pipes]
     low = min(intensities + ridges, default=1) / 8
@@ -86,7 +86,7 @@ def _points(axes: Axes, shown: Sequence[Finding]) -> None:
             seconds = finding.seconds(row) if row else None
             if row and seconds and 0 < finding.intensity < math.inf:
                 axes.plot(
-                    finding.intensity, finding.cost[0] / seconds / 1e12, MARKS.get(finding.mode, "o"),
+                    finding.intensity, finding.cost.total_flops / seconds / 1e12, MARKS.get(finding.mode, "o"),
                     ms=7 if ours else 6, mfc=BLUE if ours else "white",
                     mec="white" if ours else MUTED, mew=0.8 if ours else 1.1, zorder=5 if ours else 4,
                 )  # fmt: skip

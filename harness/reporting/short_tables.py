@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from .. import roofline
 from . import markdown as md
 from . import pages
-from .findings import Finding, Speedup, bound, geometric_mean
+from .findings import Finding, Speedup, geometric_mean
 
 MODE_HEAD = ("case", ">ours", ">over the best peer", ">of the measured roofline")
 
@@ -43,7 +43,7 @@ def of_kernels(found: Sequence[Finding], link: str) -> list[str]:
                 f"[{kernel}]({link}/{kernel}.md)",
                 f"[{mode}]({link}/{pages.stem(kernel, mode)}.md)",
                 len(group),
-                ", ".join(dict.fromkeys(bound(f) for f in group)),
+                ", ".join(dict.fromkeys(f.limit for f in group)),
                 f"{min(shares):.0f} to {max(shares):.0f} %" if shares else None,
                 _mean(f.over_best_peer for f in group),
                 _mean(f.over_eager for f in group),
