@@ -13,7 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, Rows, Tunable
 
-from . import attention, dispatch
+from . import attention
+from .configs import forward as forward_configs
+from .configs import portable as portable_configs
 from .reference import MOST_SCORES, attention_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -93,7 +95,7 @@ CASES = (
     # One block of keys, and tiles of queries that see none of them.
     *(_case(2, (4, 2), 700, 100, dim, BF16, "small", causal=True) for dim in (64, 128)),
     _case(1, (8, 2), 3, 3000, 128, BF16, "small"),
-    # More tiles than multiprocessors; queries that see nothing; keys that do not count.
+    # More tiles than SMs; queries that see nothing; keys that do not count.
     _case(2, (8, 4), 3000, 3100, 64, BF16, "small", causal=True, return_lse=True),
     _case(2, (8, 4), 3000, 2777, 128, FP16, "small"),
     _case(1, 2, 300, 130, 128, BF16, "small", causal=True),
@@ -238,23 +240,23 @@ def _versions(case: Case) -> list[tuple[str, int]]:
     return [("cuda", 1), ("gluon", 1), ("portable", 1), *(("split", n) for n in splits if 256 * n <= case.dims["keys"])]
 
 
-def _fwd_candidates(case: Case) -> list[dispatch.Config]:
+def _fwd_candidates(case: Case) -> list[portable_configs.Config]:
     shapes = [(64, 64), (64, 128), (128, 32), (128, 64), (128, 128), (192, 64), (256, 64)]
     return _candidates(case, shapes, (4, 8, 16), (2, 3, 4))
 
 
-def _dkdv_candidates(case: Case) -> list[dispatch.Config]:
+def _dkdv_candidates(case: Case) -> list[portable_configs.Config]:
     return _candidates(case, [(32, 64), (32, 128), (64, 64), (64, 128), (128, 64)], (4, 8), (1, 2, 3))
 
 
-def _dq_candidates(case: Case) -> list[dispatch.Config]:
+def _dq_candidates(case: Case) -> list[portable_configs.Config]:
     return _candidates(case, [(64, 32), (64, 64), (128, 32), (128, 64), (128, 128)], (4, 8), (1, 2, 3))
 
 
-def _candidates(case: Case, shapes, warps, stages) -> list[dispatch.Config]:
-    block_d = dispatch.padded(case.dims["dim"])
+def _candidates(case: Case, shapes, warps, stages) -> list[portable_configs.Config]:
+    block_d = portable_configs.padded(case.dims["dim"])
     tiles = [(m, n) for m, n in shapes if m & (m - 1) == 0]
-    return [dispatch.Config(m, n, block_d, w, s) for m, n in tiles for w in warps for s in stages]
+    return [portable_configs.Config(m, n, block_d, w, s) for m, n in tiles for w in warps for s in stages]
 
 
 def _repeats(implementation: str, case: Case, mode: str) -> str | None:
@@ -314,9 +316,9 @@ SPEC = KernelSpec(
     },
     spills={"attention_fp8_fwd": 52},  # with NVRTC 13.5; with 13.0, which was measured, 48
     tunables=(
-        Tunable(dispatch, "pick_forward", "fwd", _versions, GRID),
-        Tunable(dispatch, "pick_fwd_config", "fwd", _fwd_candidates, implementation="triton"),
-        Tunable(dispatch, "pick_dkdv_config", "bwd", _dkdv_candidates),
-        Tunable(dispatch, "pick_dq_config", "bwd", _dq_candidates),
+        Tunable(forward_configs, "pick_forward", "fwd", _versions, GRID),
+        Tunable(portable_configs, "pick_fwd_config", "fwd", _fwd_candidates, implementation="triton"),
+        Tunable(portable_configs, "pick_dkdv_config", "bwd", _dkdv_candidates),
+        Tunable(portable_configs, "pick_dq_config", "bwd", _dq_candidates),
     ),
 )
