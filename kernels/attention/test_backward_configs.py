@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 
 from .configs import backward as backward_configs
+from .configs.backward import Schedule
 from .sm90 import backward
 
 QUERY_TILES = [(64, 128), (128, 64), (128, 80)]  # with the width of the head
@@ -28,14 +31,17 @@ def test_shares_of_the_backward_in_cuda(dim, causal):
         assert config.queries != 80 or (dim == 128 and keys > 128)
         assert config.queries % backward.helper_rows(config.queries) == 0
         rounds = blocks + config.shared * (config.splits - 1) > 132
-        few, chains = tiles <= backward_configs.CHAIN_TILES[dim], config.queries == (128 if dim == 64 else 64)
-        assert config.chained == (chains and keys >= backward_configs.CHAIN_KEYS[dim] and rounds and few)
-        assert not config.chained or config.span == 0
+        few = tiles <= backward_configs.PERSISTENT_TILES[dim]
+        tile = config.queries == backward_configs.PERSISTENT_QUERIES[dim]
+        enough = keys >= backward_configs.PERSISTENT_KEYS[dim]
+        assert (config.schedule is Schedule.PERSISTENT) == (tile and enough and rounds and few)
+        assert (config.schedule is Schedule.SINGLE_BLOCK) == (keys <= 128)
+        assert (config.schedule is Schedule.ROLES) == (config.span > 0)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    ("dim", "queries", "keys", "heads", "chained"),
+    ("dim", "queries", "keys", "heads", "persistent"),
     [
         (64, 564, 64_000, 8, True),
         (64, 11_000, 10_000, 32, True),
@@ -44,18 +50,18 @@ def test_shares_of_the_backward_in_cuda(dim, causal):
         (64, 205_000, 200_000, 8, False),
         (64, 564, 128, 512, False),  # a single block of keys
         (128, 564, 64_000, 8, True),
-        (128, 512, 4096, 128, True),  # rather than whole heads
+        (128, 512, 4096, 128, True),  # rather than CTA_PER_KV_HEAD
         (128, 1024, 2048, 128, True),
         (128, 1025, 2048, 128, False),
         (128, 512, 2047, 128, False),
         (128, 564, 2048, 8, False),
     ],
 )
-def test_where_the_backward_in_cuda_is_chained(dim, queries, keys, heads, chained, causal):
+def test_where_the_backward_in_cuda_is_persistent(dim, queries, keys, heads, persistent, causal):
     """Where there are more blocks and shares than SMs, and few tiles of queries."""
     config = backward_configs.pick_cuda_bwd_config(queries, keys, dim, heads, 1, causal, 132)
-    assert config.chained == chained
-    assert not chained or (config.queries == (128 if dim == 64 else 64) and not config.whole_heads and not config.span)
+    assert (config.schedule is Schedule.PERSISTENT) == persistent
+    assert not persistent or config.queries == (128 if dim == 64 else 64)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +84,7 @@ def test_where_the_backward_in_cuda_is_chained(dim, queries, keys, heads, chaine
     ],
 )
 def test_queries_of_a_tile_of_the_backward_in_cuda(dim, queries, keys, group, causal, rounds, tile):
-    assert backward_configs.cuda_query_tile(dim, queries, keys, group, causal, rounds) == tile
+    assert backward_configs.pick_query_tile(dim, queries, keys, group, causal, rounds) == tile
 
 
 def schedule(keys: int, heads: int, section: int, tile: int, sms: int) -> int:
@@ -100,7 +106,7 @@ def test_sections_of_the_backward_are_balanced(keys, sms):
     behind = []
     for heads in range(1, 8 * sms * 128 // keys):
         config = backward_configs.pick_cuda_bwd_config(keys, keys, 128, heads, 1, True, sms)
-        if config.whole_heads:
+        if config.schedule is Schedule.CTA_PER_KV_HEAD:
             continue
         ends = {
             section: schedule(keys, heads, section, config.queries, sms)
@@ -116,8 +122,14 @@ def test_a_section_of_shared_heads_has_a_block_for_each_sm(keys, section):
     assert (config.section, config.alternate) == (section, True)
 
 
-def test_a_repeatable_backward_is_picked_where_it_is_wanted():
+def test_a_deterministic_backward_is_picked_where_it_is_wanted():
     assert backward_configs.pick_backward("auto", "cuda") == "cuda"
-    assert backward_configs.pick_backward("auto", "cuda", repeatable=True) == "separate"
+    assert backward_configs.pick_backward("auto", "cuda", deterministic=True) == "separate"
     assert backward_configs.pick_backward("auto") == "separate"
-    assert backward_configs.pick_backward("fused", "cuda", repeatable=True) == "fused"
+    assert backward_configs.pick_backward("fused", "cuda", deterministic=True) == "fused"
+
+
+def test_schedules_have_the_same_numbers_in_the_source():
+    header = Path(backward.__file__).with_name("backward_schedule.cuh").read_text(encoding="utf-8")
+    numbers = dict(re.findall(r"^#define (\w+) (\d+)", header, flags=re.MULTILINE))
+    assert numbers == {schedule.name: str(schedule.value) for schedule in Schedule}

@@ -9,12 +9,13 @@ import torch
 
 from . import attention, versions
 from .configs import backward as backward_configs
+from .configs.backward import Schedule
 from .problem import Problem, Saved
 from .sm90 import backward, cuda_driver
 from .test_attention import DEVICE, everything, normal
 from .test_sm90 import agrees_and_repeats, attend, leaves_of, near, on_hopper
 
-WHOLE = backward_configs.CudaBackwardConfig(64, 1, whole_heads=True)
+CONFIG = backward_configs.CudaBackwardConfig(64, 1, schedule=Schedule.CTA_PER_KV_HEAD)
 SIZES = [(333, 700), (700, 333), (512, 512), (1, 129), (64, 500), (60, 1000), (1000, 257)]
 
 
@@ -38,9 +39,9 @@ SIZES = [(333, 700), (700, 333), (512, 512), (1, 129), (64, 500), (60, 1000), (1
         (16_384, 1000, 128, 128, 1, True, True),  # most queries see none
     ],
 )
-def test_which_problems_have_whole_heads(queries, keys, dim, kv_heads, group, causal, picked):
+def test_which_problems_have_kv_head(queries, keys, dim, kv_heads, group, causal, picked):
     config = backward_configs.pick_cuda_bwd_config(queries, keys, dim, kv_heads, group, causal, 132)
-    assert config == WHOLE if picked else not config.whole_heads
+    assert config == CONFIG if picked else config.schedule is not Schedule.CTA_PER_KV_HEAD
 
 
 def problem_of(queries: int, keys: int, heads: int, kv_heads: int, causal: bool) -> tuple[Problem, Saved]:
@@ -59,36 +60,36 @@ def four_sms(monkeypatch):
 def test_what_it_is_told(heads, causal, four_sms, monkeypatch):
     """Launched on nothing: two kernels of a CTA for each head, boxes of 16 rows of results; three and 64 otherwise."""
     compiled, launched = [], []
-    names = ("main", "prepare", "finish", "finish_keys")
+    names = ("main", "preprocess", "postprocess", "sum_shares")
     monkeypatch.setattr(cuda_driver, "kernels", lambda *arguments: compiled.append(arguments) or names)
     monkeypatch.setattr(backward, "tensor_map", lambda *arguments: arguments)
     monkeypatch.setattr(backward, "launch", lambda *arguments: launched.append(arguments))
     problem, saved = problem_of(400, 300, 3 * heads, heads, causal)
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (problem.q, problem.k, problem.v))
-    whole = heads == 4  # with 2 batches, twice as many as SMs
-    if not whole:
+    per_head = heads == 4  # with 2 batches, twice as many as SMs
+    if not per_head:
         config = backward_configs.CudaBackwardConfig(64, 1)
         monkeypatch.setattr(backward_configs, "pick_cuda_bwd_config", lambda *_: config)
     backward.cuda_bwd(problem, saved, dq, dk, dv)
     defines = compiled[0][3]
-    assert f"WHOLE={int(whole)}" in defines and {"QUERIES=64", "SINGLE=0"} <= set(defines)
-    assert [x[0] for x in launched] == ["prepare", "main", *(() if whole else ("finish",))]
-    prepare, main = launched[:2]
-    assert prepare[1] == 2 * 3 * heads * 7
-    assert main[1:4] == (2 * heads * (1 if whole else 3), 384, 232_448)
+    assert {"QUERIES=64", f"SCHEDULE={2 if per_head else 0}"} <= set(defines)
+    assert [x[0] for x in launched] == ["preprocess", "main", *(() if per_head else ("postprocess",))]
+    preprocess, main = launched[:2]
+    assert preprocess[1] == 2 * 3 * heads * 7
+    assert main[1:4] == (2 * heads * (1 if per_head else 3), 384, 232_448)
     *maps, told, third, _ = main[4]
-    rows = 16 if whole else 64
+    rows = 16 if per_head else 64
     assert [x[1:] for x in maps] == [(400, 64)] * 2 + [(300, 64)] * 2 + [(300, rows)] * 2
     assert [x[0] for x in maps] == [problem.q, saved.dout, problem.k, problem.v, dk, dv]
-    assert (third[0] is dq and third[1:] == (400, 16)) or not whole
+    assert (third[0] is dq and third[1:] == (400, 16)) or not per_head
     assert (told.queries, told.keys, told.m_tiles, told.kv_heads, told.group) == (400, 300, 7, heads, 3)
     # Tiles whose queries all see nothing are no CTA's.
-    zeros = 64 if whole and causal else 0
+    zeros = 64 if per_head and causal else 0
     assert not dq[:, :, :zeros].any() and dq[:, :, zeros:].isnan().all()
 
 
 @pytest.mark.parametrize(("kv_heads", "keys", "form"), [(2, 300, "cuda"), (1, 300, "separate"), (1, 128, "cuda")])
-def test_it_is_repeatable(kv_heads, keys, form, four_sms, monkeypatch):
+def test_it_is_deterministic(kv_heads, keys, form, four_sms, monkeypatch):
     """And so is a single block of keys; where neither runs, the deterministic mode has the separate backward."""
     ran = []
     monkeypatch.setattr(versions, "cuda_unsupported_reason", lambda *_: None)
@@ -112,7 +113,7 @@ def test_it_is_repeatable(kv_heads, keys, form, four_sms, monkeypatch):
 @pytest.mark.parametrize(("queries", "keys"), SIZES)
 def test_agrees_with_the_separate_form(queries, keys, heads, causal, dtype, monkeypatch):
     on_hopper(128, causal, dtype)
-    monkeypatch.setattr(backward_configs, "pick_cuda_bwd_config", lambda *_: WHOLE)
+    monkeypatch.setattr(backward_configs, "pick_cuda_bwd_config", lambda *_: CONFIG)
     leaves = leaves_of(queries, keys, heads, dtype)
     agrees_and_repeats(leaves, causal)
 
@@ -122,7 +123,7 @@ def test_agrees_with_the_separate_form(queries, keys, heads, causal, dtype, monk
 def test_keys_that_do_not_count(causal, monkeypatch):
     leaves, options = on_hopper(128, causal, torch.bfloat16)
     attend(leaves, "cuda", **options)
-    monkeypatch.setattr(backward_configs, "pick_cuda_bwd_config", lambda *_: WHOLE)
+    monkeypatch.setattr(backward_configs, "pick_cuda_bwd_config", lambda *_: CONFIG)
     mine = everything(attention, leaves, backward="cuda", **options)
     near(mine, everything(attention, leaves, backward="separate", **options))
     assert not mine[3][:, :, options["num_context"] :].any() and not mine[4][:, :, options["num_context"] :].any()
@@ -135,7 +136,7 @@ def test_rows_that_it_writes(causal, monkeypatch):
     (q, k, v), _ = on_hopper(128, causal, torch.bfloat16)
     q, k, v = q[:, :, :711], k[:, :, :300], v[:, :, :300]
     out, lse = attend([q, k, v], "cuda", causal=causal)
-    monkeypatch.setattr(backward_configs, "pick_cuda_bwd_config", lambda *_: WHOLE)
+    monkeypatch.setattr(backward_configs, "pick_cuda_bwd_config", lambda *_: CONFIG)
     problem = Problem(q, k, v, 128**-0.5, -1, 0 if causal else -1, 300)
     saved = Saved(out, lse, None, torch.ones_like(out), None)
     for _ in range(10):

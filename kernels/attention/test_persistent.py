@@ -10,6 +10,7 @@ import torch
 
 from . import attention
 from .configs import backward as backward_configs
+from .configs.backward import Schedule
 from .portable.backward import separate_bwd
 from .problem import Problem, Saved
 from .test_attention import everything, normal
@@ -45,7 +46,7 @@ def test_agrees(dim, tile, queries, keys, group, causal, dtype, monkeypatch):
     for sms, way in itertools.product((1, 3, 7), ways):
         if way.get("splits") == 1:
             continue
-        config = backward_configs.CudaBackwardConfig(tile, chained=True, **way)
+        config = backward_configs.CudaBackwardConfig(tile, schedule=Schedule.PERSISTENT, **way)
         monkeypatch.setattr(backward_configs, "pick_cuda_bwd_config", lambda *_, config=config: config)
         monkeypatch.setattr(Problem, "sms", lambda self, count=sms: count)
         writes_all_and_no_more(problem, saved, wanted)
@@ -63,8 +64,8 @@ def test_who_draws_a_block_changes_nothing(dim, tile, causal, monkeypatch):
     shares = {} if causal else dict(shared=3, splits=4)
     config = backward_configs.CudaBackwardConfig(tile, 2 if causal else 1, **shares)
     found = []
-    for chained in (False, True, True, True):
-        way = dataclasses.replace(config, chained=chained)
+    for schedule in (Schedule.CTA_PER_BLOCK, *(Schedule.PERSISTENT,) * 3):
+        way = dataclasses.replace(config, schedule=schedule)
         monkeypatch.setattr(backward_configs, "pick_cuda_bwd_config", lambda *_, way=way: way)
         found.append(everything(attention, leaves, causal=causal, backward="cuda"))
     for _, _, _, dk, dv in found[1:]:

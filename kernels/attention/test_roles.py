@@ -13,7 +13,7 @@ import torch
 from . import attention
 from .configs import backward as backward_configs
 from .configs import roles as roles_configs
-from .configs.backward import CudaBackwardConfig
+from .configs.backward import CudaBackwardConfig, Schedule
 from .configs.roles import RolesPlan, pick_roles_plan
 from .problem import Problem, Saved
 from .sm90 import backward, cuda_driver
@@ -31,11 +31,11 @@ def places(plan: RolesPlan, kv_heads: int, group: int, blocks: int, shared: int 
     for i, block in enumerate(owned):
         multiplies[block // blocks // plan.span].append(i)
     heads = [group * min(plan.span, kv_heads - s * plan.span) for s in range(plan.spans)]
-    prepares = [n * (plan.chunks if s else plan.end_chunks) for s, n in enumerate(heads)]
-    finishes = [n * (plan.chunks if s < plan.spans - 2 else plan.end_chunks) for s, n in enumerate(heads)]
+    preprocesses = [n * (plan.chunks if s else plan.end_chunks) for s, n in enumerate(heads)]
+    postprocesses = [n * (plan.chunks if s < plan.spans - 2 else plan.end_chunks) for s, n in enumerate(heads)]
     result: list[Place] = []
 
-    def strew(others: list[Place], among: list[Place]) -> None:
+    def interleave(others: list[Place], among: list[Place]) -> None:
         stride = (len(others) + len(among)) // max(len(others), 1)
         for i in itertools.count():
             if not others and not among:
@@ -44,11 +44,11 @@ def places(plan: RolesPlan, kv_heads: int, group: int, blocks: int, shared: int 
 
     for turn in range(plan.spans + 3):
         first, second, third = turn < plan.spans, 1 <= turn <= plan.spans, turn >= 3
-        prepare = [("prepare", turn, i, 0) for i in range(prepares[turn])] if first else []
-        multiply = [("multiply", turn - 1, i, prepares[turn - 1]) for i in multiplies[turn - 1]] if second else []
+        before = [("preprocess", turn, i, 0) for i in range(preprocesses[turn])] if first else []
+        multiply = [("multiply", turn - 1, i, preprocesses[turn - 1]) for i in multiplies[turn - 1]] if second else []
         awaited = roles_configs.WARPS * len(multiplies[turn - 3]) if third else 0
-        finish = [("finish", turn - 3, i, awaited) for i in range(finishes[turn - 3])] if third else []
-        strew(prepare + finish, multiply)
+        after = [("postprocess", turn - 3, i, awaited) for i in range(postprocesses[turn - 3])] if third else []
+        interleave(before + after, multiply)
     return result
 
 
@@ -69,7 +69,7 @@ PROBLEMS = [  # span, key heads, group, tiles of queries of a head, their querie
 @pytest.mark.parametrize("sms", [1, 4, 132])
 def test_nobody_waits_for_a_higher_place(problem, sms):
     span, kv_heads, group, m_tiles, tile, blocks, shared, splits = problem
-    config = CudaBackwardConfig(tile, 1, shared, splits, span=span)
+    config = CudaBackwardConfig(tile, 1, shared, splits, schedule=Schedule.ROLES, span=span)
     made = pick_roles_plan(config, kv_heads, group, m_tiles, blocks, sms)
     grid = places(made, kv_heads, group, blocks, shared, splits)
     ctas = kv_heads * blocks - shared + shared * splits
@@ -77,7 +77,7 @@ def test_nobody_waits_for_a_higher_place(problem, sms):
     # Those that multiply keep their order.
     assert [item for role, _, item, _ in grid if role == "multiply"] == list(range(ctas))
     # What each awaits is all that there is of it, at lower places; who multiplies announces it warp by warp.
-    before = {"multiply": ("prepare", 1), "finish": ("multiply", roles_configs.WARPS)}
+    before = {"multiply": ("preprocess", 1), "postprocess": ("multiply", roles_configs.WARPS)}
     seen: dict[tuple[str, int], int] = {}
     for role, of_span, _, awaited in grid:
         if role in before:
@@ -89,7 +89,9 @@ def test_nobody_waits_for_a_higher_place(problem, sms):
 @pytest.mark.parametrize("tile", [64, 80])
 def test_chunks_cover_all_tiles(tile):
     for m_tiles, heads, group, sms in itertools.product((1, 2, 7, 8, 9, 31, 256), (1, 3, 64), (1, 8), (1, 132)):
-        made = pick_roles_plan(CudaBackwardConfig(tile, 1, span=2), heads, group, m_tiles, 3, sms)
+        made = pick_roles_plan(
+            CudaBackwardConfig(tile, 1, schedule=Schedule.ROLES, span=2), heads, group, m_tiles, 3, sms
+        )
         for chunk, chunks in ((made.chunk, made.chunks), (made.end_chunk, made.end_chunks)):
             assert (chunks - 1) * chunk < m_tiles <= chunks * chunk
             assert chunk * tile <= roles_configs.CHUNK_ROWS <= 1152
@@ -119,7 +121,7 @@ def test_chunks_cover_all_tiles(tile):
         (512, 60, 1, True, 30, 30),  # 1.8
         (1024, 48, 1, True, 12, 12),  # 2.9 rounds of short CTAs
         (1024, 8, 1, True, 4, 4),
-        (512, 128, 1, True, 1, 0),  # whole heads
+        (512, 128, 1, True, 1, 0),  # one CTA a KV head
         (128, 128, 1, True, 32, 0),  # a single block of keys
     ],
 )
@@ -136,7 +138,7 @@ def test_spans_are_whole_sections():
     )
     for queries, keys, kv_heads, group, causal, sms in sizes:
         config = backward_configs.pick_cuda_bwd_config(queries, keys, 128, kv_heads, group, causal, sms)
-        roles = not (config.whole_heads or config.chained)
+        roles = config.schedule is Schedule.ROLES
         assert roles == (config.span > 0)
         assert config.span % config.section == 0 and config.span <= kv_heads
         assert not roles or -(-kv_heads // config.span) <= backward_configs.CUDA_BWD_SPANS
@@ -161,8 +163,8 @@ def test_what_it_is_told(tile, shared, splits, monkeypatch):
         if arguments[0] == "main":
             counted.extend((ctypes.c_int * 6).from_address(arguments[4][-1].ready))
 
-    names = ("main", "prepare", "finish", "finish_keys")
-    config = CudaBackwardConfig(tile, 1, shared, splits, span=3)
+    names = ("main", "preprocess", "postprocess", "sum_shares")
+    config = CudaBackwardConfig(tile, 1, shared, splits, schedule=Schedule.ROLES, span=3)
     monkeypatch.setattr(Problem, "sms", lambda self: 4)
     monkeypatch.setattr(backward_configs, "pick_cuda_bwd_config", lambda *_: config)
     monkeypatch.setattr(cuda_driver, "kernels", lambda *arguments: compiled.append(arguments) or names)
@@ -171,8 +173,8 @@ def test_what_it_is_told(tile, shared, splits, monkeypatch):
     problem, saved = problem_of(400, 300, 8, 4, causal=not shared)
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (problem.q, problem.k, problem.v))
     backward.cuda_bwd(problem, saved, dq, dk, dv)
-    assert {"ROLES=1", "WHOLE=0", "SINGLE=0", f"QUERIES={tile}"} <= set(compiled[0][3])
-    assert [x[0] for x in launched] == ["main", *(["finish_keys"] if shared else [])]
+    assert {"SCHEDULE=4", f"QUERIES={tile}"} <= set(compiled[0][3])
+    assert [x[0] for x in launched] == ["main", *(["sum_shares"] if shared else [])]
     main = launched[0]
     made = pick_roles_plan(config, 8, 2, -(-400 // tile), 3, 4)
     assert made.spans == 3 and counted == [0] * 6
@@ -180,7 +182,7 @@ def test_what_it_is_told(tile, shared, splits, monkeypatch):
     *maps, described, third, fourth, roles = main[4]
     assert [x[1:] for x in maps] == [(400, tile)] * 2 + [(300, 64)] * 4
     assert third[0] is dq and fourth[0] is saved.out and third[1:] == fourth[1:] == (400, tile)
-    assert (described.section, described.whole, described.splits) == (1, 24 - shared, splits)
+    assert (described.section, described.unshared, described.splits) == (1, 24 - shared, splits)
     assert (roles.lse, roles.dlse) == (saved.lse.data_ptr(), saved.dlse.data_ptr())
     assert roles.done == roles.ready + 12
     for name in ("span", "spans", "chunk", "chunks", "end_chunk", "end_chunks"):
@@ -190,10 +192,10 @@ def test_what_it_is_told(tile, shared, splits, monkeypatch):
 
 
 CONFIGS = [
-    CudaBackwardConfig(64, 1, span=1),
-    CudaBackwardConfig(80, 1, span=1),
-    CudaBackwardConfig(64, 2, alternate=True, span=2),
-    CudaBackwardConfig(80, 2, span=4),
+    CudaBackwardConfig(64, 1, schedule=Schedule.ROLES, span=1),
+    CudaBackwardConfig(80, 1, schedule=Schedule.ROLES, span=1),
+    CudaBackwardConfig(64, 2, alternate=True, schedule=Schedule.ROLES, span=2),
+    CudaBackwardConfig(80, 2, schedule=Schedule.ROLES, span=4),
 ]
 SIZES = [(333, 700), (700, 333), (512, 512), (1, 129), (64, 500), (1500, 257), (60, 1000)]
 
@@ -225,7 +227,7 @@ def test_shared_blocks(tile, shared, splits, monkeypatch):
     leaves = [normal(1, heads, rows, 128, dtype=torch.float16) for heads, rows in ((6, 405), (2, 517), (2, 517))]
     attend(leaves, "cuda")
     other = everything(attention, leaves, backward="separate")
-    picked(monkeypatch, CudaBackwardConfig(tile, 1, shared, splits, span=1))
+    picked(monkeypatch, CudaBackwardConfig(tile, 1, shared, splits, schedule=Schedule.ROLES, span=1))
     near(everything(attention, leaves, backward="cuda"), other)
 
 
@@ -264,7 +266,7 @@ def test_rows_that_it_writes(sms, config, causal, monkeypatch):
     one SM rings of shared memory are filled more than once."""
     problem, saved = on_the_gpu(causal)
     monkeypatch.setattr(Problem, "sms", lambda self: sms)
-    picked(monkeypatch, replace(config, span=0))
+    picked(monkeypatch, replace(config, schedule=Schedule.CTA_PER_BLOCK, span=0))
     other = gradients(problem, saved)
     picked(monkeypatch, config)
     for _ in range(20):

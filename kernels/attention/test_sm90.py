@@ -11,6 +11,7 @@ import torch
 
 from . import attention
 from .configs import backward as backward_configs
+from .configs.backward import Schedule
 from .problem import Problem, Saved
 from .sm90 import backward, cuda_driver
 from .test_attention import DEVICE, everything, normal
@@ -93,7 +94,7 @@ def leaves_of(queries: int, keys: int, heads: tuple[int, int], dtype: torch.dtyp
 def test_backward_in_cuda_agrees(dim, tile, causal, dtype, monkeypatch):
     leaves, options = on_hopper(dim, causal, dtype)
     attend(leaves, "cuda", **options)
-    monkeypatch.setattr(backward_configs, "cuda_query_tile", lambda *_: tile)
+    monkeypatch.setattr(backward_configs, "pick_query_tile", lambda *_: tile)
     monkeypatch.setattr(
         backward_configs, "pick_cuda_bwd_config", backward_configs.pick_cuda_bwd_config.__wrapped__
     )  # not cached
@@ -114,8 +115,9 @@ def test_sections_and_directions_of_the_backward_in_cuda(dim, tile, queries, key
     leaves = [normal(2, *shape, dim, dtype=torch.bfloat16) for shape in shapes]
     attend(leaves, "cuda", causal=True)
     other = everything(attention, leaves, causal=True, backward="separate")
+    schedule = Schedule.SINGLE_BLOCK if keys <= backward_configs.CUDA_BWD_KEYS else Schedule.CTA_PER_BLOCK
     for section, alternate in itertools.product((1, 3, 2 * heads[1]), (False, True)):
-        config = backward_configs.CudaBackwardConfig(tile, section, alternate=alternate)
+        config = backward_configs.CudaBackwardConfig(tile, section, alternate=alternate, schedule=schedule)
         monkeypatch.setattr(backward_configs, "pick_cuda_bwd_config", lambda *_, config=config: config)
         near(everything(attention, leaves, causal=True, backward="cuda"), other)
 
@@ -132,9 +134,10 @@ def test_shared_blocks_of_the_backward_in_cuda(dim, tile, heads, monkeypatch):
     other = everything(attention, leaves, backward="separate")
     monkeypatch.setattr(Problem, "sms", lambda self: 3)
     shares = ((0, 1), (1, 2), (7, 5), (10, 9))
-    for (shared, splits), chained in itertools.product(shares, {False, dim == 64}):
+    schedules = (Schedule.CTA_PER_BLOCK, *((Schedule.PERSISTENT,) if dim == 64 else ()))
+    for (shared, splits), schedule in itertools.product(shares, schedules):
         splits = min(splits, heads // 2 * -(-405 // tile))
-        config = backward_configs.CudaBackwardConfig(tile, 1, shared, splits, chained=chained)
+        config = backward_configs.CudaBackwardConfig(tile, 1, shared, splits, schedule=schedule)
         monkeypatch.setattr(backward_configs, "pick_cuda_bwd_config", lambda *_, config=config: config)
         near(everything(attention, leaves, backward="cuda"), other)
 
@@ -192,15 +195,15 @@ def test_the_deterministic_mode_picks_a_repeatable_backward():
     assert all(torch.equal(a, b) for a, b in zip(picked, separate, strict=True))
 
 
-@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_what_the_backward_in_cuda_is_told(chained, dtype, monkeypatch):
+def test_what_the_backward_in_cuda_is_told(persistent, dtype, monkeypatch):
     """Launched on nothing. A chain has a CTA to an SM and stores dK and dV from registers."""
     compiled, launched = [], []
     monkeypatch.setattr(cuda_driver, "kernels", lambda *arguments: compiled.append(arguments) or (None,) * 4)
     monkeypatch.setattr(backward, "tensor_map", lambda *arguments: arguments)
     monkeypatch.setattr(backward, "launch", lambda *arguments: launched.append(arguments))
-    monkeypatch.setattr(Problem, "sms", lambda self: 4 if chained else 100)
+    monkeypatch.setattr(Problem, "sms", lambda self: 4 if persistent else 100)
     q, k, v = (normal(2, heads, rows, 64, dtype=dtype) for heads, rows in ((6, 1000), (2, 600), (2, 600)))
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     saved = Saved(torch.empty_like(q), torch.empty(2, 6, 1000, device=DEVICE), None, torch.empty_like(q), None)
@@ -208,17 +211,17 @@ def test_what_the_backward_in_cuda_is_told(chained, dtype, monkeypatch):
     ((_, source, names, defines, room),) = compiled
     assert (source, names, room) == ("backward.cu", backward.NAMES, 232_448)
     sizes = ("HEAD_DIM=64", "IS_CAUSAL=0", f"FP16={int(dtype == torch.float16)}", "QUERIES=128")
-    assert defines == (*sizes, "SINGLE=0", "WHOLE=0", f"CHAINED={int(chained)}", "ROLES=0")
+    assert defines == (*sizes, f"SCHEDULE={3 if persistent else 0}")
     # 20 blocks of 24 tiles: five rounds of four, or, with more SMs, shares of less than a round.
     told = next(x for x in launched[1][4] if isinstance(x, backward._Problem))
     assert (told.queries, told.keys, told.m_tiles, told.n_blocks) == (1000, 515, 8, 5)
     assert (told.kv_heads, told.group, told.all_kv_heads, told.section) == (2, 3, 4, 1)
-    assert (told.whole, told.splits) == ((20, 1) if chained else (0, 5))
-    assert len(launched) == (3 if chained else 4)
-    assert launched[1][1:4] == (4 if chained else 100, 384, room)
+    assert (told.unshared, told.splits) == ((20, 1) if persistent else (0, 5))
+    assert len(launched) == (3 if persistent else 4)
+    assert launched[1][1:4] == (4 if persistent else 100, 384, room)
     made = [x for x in launched[1][4] if isinstance(x, tuple)]
     loaded = [(q, 1000, 128), (saved.dout, 1000, 128), (k, 515, 64), (v, 515, 64)]
-    if chained:
+    if persistent:
         rows = [x for x in launched[1][4] if isinstance(x, cuda_driver.Rows)]
         assert [x[1:] for x in made] == [x[1:] for x in loaded]
         assert [x.at for x in rows] == [dk.data_ptr(), dv.data_ptr()]

@@ -13,7 +13,7 @@ from .portable.forward import portable_fwd
 from .portable.fused_backward import fused_bwd
 from .portable.split import split_fwd
 from .problem import Problem, Saved, empty_like, readable, zero
-from .sm90.backward import cuda_bwd, cuda_bwd_repeats
+from .sm90.backward import cuda_bwd, cuda_bwd_is_deterministic
 from .sm90.forward import cuda_fwd, cuda_unsupported_reason
 from .sm90.fp8 import fp8_fwd, fp8_unsupported_reason
 from .sm90.gluon_launch import gluon_fwd, gluon_unsupported_reason
@@ -151,6 +151,8 @@ def _everything(
     if version == "cuda" and reason:
         raise RuntimeError(f'attention: backward="cuda" cannot run here: {reason}')
     # 1: nothing but a warning is wanted.
-    repeatable = torch.get_deterministic_debug_mode() == 2 and (reason is not None or not cuda_bwd_repeats(problem))
-    form = backward_configs.pick_backward(version, "" if reason else "cuda", repeatable)
+    deterministic = torch.get_deterministic_debug_mode() == 2 and (
+        reason is not None or not cuda_bwd_is_deterministic(problem)
+    )
+    form = backward_configs.pick_backward(version, "" if reason else "cuda", deterministic)
     {"cuda": cuda_bwd, "fused": fused_bwd, "separate": separate_bwd}[form](problem, saved, dq, dk, dv)

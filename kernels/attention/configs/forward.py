@@ -41,15 +41,15 @@ def pick_gluon_config(dim: int, causal: bool) -> GluonConfig:
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """block_n keys a block in rings of `stages`, consumers · 64 rows of queries a tile. turns: consumers issue their
-    products in turn, each as soon as the one before has issued its own. q_registers: queries are held in registers for
-    the length of a tile. q_buffers: 2 lets the next tile's queries come while a tile's are in use, at the cost of a
-    stage."""
+    """block_n keys a block in rings of `stages`, consumers · 64 rows of queries a tile. ping_pong: consumers issue
+    their products in turn, each as soon as the one before has issued its own. q_registers: queries are held in
+    registers for the length of a tile. q_buffers: 2 lets the next tile's queries come while a tile's are in use, at the
+    cost of a stage."""
 
     block_n: int
     stages: int
     consumers: int
-    turns: bool
+    ping_pong: bool
     q_registers: bool
     q_buffers: int = 1
 
@@ -103,7 +103,7 @@ class Fp8Config:
     block_n: int
     stages: int
     consumers: int
-    turns: int
+    ping_pong: bool
     q_registers: bool
     section: int = 8
     polynomial: int = 0
@@ -114,8 +114,8 @@ def pick_fp8_config(dim: int, exact_lse: bool) -> Fp8Config:
     """The fastest of what was tried (README), but for sections of 16 blocks, which double what the tensor cores' short
     sums lose. Without `exact_lse` an addition for each probability is saved."""
     if dim <= 64:
-        return Fp8Config(128, 6, 3, 0, False, exact_lse=exact_lse)
-    return Fp8Config(96, 4, 3, 0, False, exact_lse=exact_lse)
+        return Fp8Config(128, 6, 3, False, False, exact_lse=exact_lse)
+    return Fp8Config(96, 4, 3, False, False, exact_lse=exact_lse)
 
 
 # What the forward takes in microseconds, as measured on one H200 without a mask (`pick_forward` in the report of

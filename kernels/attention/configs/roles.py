@@ -8,17 +8,18 @@ from dataclasses import dataclass
 
 from .backward import CudaBackwardConfig
 
-CHUNK_ROWS = 1024  # of a CTA that prepares or finishes, at most; backward_roles.cuh has room for 1152
+CHUNK_ROWS = 1024  # of a CTA that preprocesses or postprocesses, at most; backward_roles.cuh has room for 1152
 # As in backward_roles.cuh.
-LAG = 3  # rounds from the one that prepares a span to the one that finishes it
-LAST = LAG - 1  # spans that are finished when nothing else runs any more
+LAG = 3  # rounds from the one that preprocesses a span to the one that postprocesses it
+LAST = LAG - 1  # spans that are postprocessed when nothing else runs any more
 WARPS = 8  # of a CTA that multiplies, each of which announces that it is done
 
 
 @dataclass(frozen=True)
 class RolesPlan:
-    """Spans of key heads, and the chunks of tiles of queries that CTAs prepare and finish: `chunks` of `chunk` tiles to
-    a query head; at the ends, which nothing runs beside, `end_chunks` of `end_chunk`. `ctas` of all roles."""
+    """Spans of key heads, and the chunks of tiles of queries that CTAs preprocess and postprocess: `chunks` of `chunk`
+    tiles to a query head; at the ends, which nothing is overlapped with, `end_chunks` of `end_chunk`. `ctas` of all
+    roles."""
 
     span: int
     spans: int
@@ -44,24 +45,25 @@ def pick_roles_plan(
     def heads(s: int) -> int:  # before span s, as all below
         return min(max(s, 0) * span, kv_heads)
 
-    def prepares(s: int) -> int:
+    def preprocesses(s: int) -> int:
         first = heads(min(s, 1))
         return group * (first * end_chunks + (heads(s) - first) * chunks)
 
     def multiplies(s: int) -> int:
         return heads(s) * blocks + max(0, heads(s) * blocks - unshared) * (config.splits - 1)
 
-    def finishes(s: int) -> int:
+    def postprocesses(s: int) -> int:
         others = heads(min(s, spans - LAST))
         return group * (others * chunks + (heads(s) - others) * end_chunks)
 
     rounds, start = [], 0
     for r in range(spans + LAG):
-        prepare, finish = prepares(r + 1) - prepares(r), finishes(r - LAG + 1) - finishes(r - LAG)
-        multiply, others = multiplies(r) - multiplies(r - 1), prepare + finish
-        prepared, multiplied = prepares(r) - prepares(r - 1), multiplies(r - LAG + 1) - multiplies(r - LAG)
+        before = preprocesses(r + 1) - preprocesses(r)
+        after = postprocesses(r - LAG + 1) - postprocesses(r - LAG)
+        multiply, others = multiplies(r) - multiplies(r - 1), before + after
+        preprocessed, multiplied = preprocesses(r) - preprocesses(r - 1), multiplies(r - LAG + 1) - multiplies(r - LAG)
         stride = max(1, (others + multiply) // max(others, 1))
-        rounds.append((start, prepare, others, stride, multiplies(r - 1), prepared, WARPS * multiplied))
+        rounds.append((start, before, others, stride, multiplies(r - 1), preprocessed, WARPS * multiplied))
         start += others + multiply
     return RolesPlan(span, spans, chunk, chunks, end_chunk, end_chunks, start, tuple(rounds))
 

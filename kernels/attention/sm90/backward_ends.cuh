@@ -7,18 +7,18 @@ DEVICE const Uint4* chunk(const Rows& x, int batch, int head, int row, int colum
     return (const Uint4*)((const u16*)x.at + batch * x.batch + head * x.head + row * x.row + column);
 }
 
-constexpr int HELPER_ROWS = TURNED ? BM : 64;  // of a CTA of 256 threads; 16 bytes a thread
+constexpr int HELPER_ROWS = DQ_TRANSPOSED ? BM : 64;  // of a CTA of 256 threads; 16 bytes a thread
 
 // lse, dlse: [B * heads, queries]; dlse may be null. Writes lse2 and delta and zeros the same rows of dq's sum, but where
-// WHOLE, for there the first block of keys stores what others add to; and, unless it is null, where tickets begin.
+// CTA_PER_KV_HEAD, for there the first block of keys stores what others add to; and, unless it is null, where tickets begin.
 extern "C" __global__ void __launch_bounds__(256)
-attention_cuda_bwd_prepare(const Rows out, const Rows dout, const float* lse, const float* dlse, float* lse2, float* delta, float* dq_sum,
+attention_cuda_bwd_preprocess(const Rows out, const Rows dout, const float* lse, const float* dlse, float* lse2, float* delta, float* dq_sum,
         int queries, int padded, int heads, int* ticket, int drawn) {
     if (ticket != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *ticket = drawn;
     constexpr int ACROSS = D / 8, AT_ONCE = 256 / ACROSS, PASSES = HELPER_ROWS / AT_ONCE;
     int tiles = padded / HELPER_ROWS, all = blockIdx.x / tiles, start = blockIdx.x % tiles * HELPER_ROWS;
     int batch = all / heads, head = all % heads, column = threadIdx.x % ACROSS * 8;
-#if !WHOLE
+#if SCHEDULE != CTA_PER_KV_HEAD
     Float4* zeros = (Float4*)(dq_sum + ((long long)all * padded + start) * D);
     for (int i = 0; i < HELPER_ROWS * D / 1024; i++) zeros[i * 256 + threadIdx.x] = {0, 0, 0, 0};
 #endif
@@ -70,23 +70,23 @@ DEVICE void cast_pair(const float* from, int count, long long step, float scale,
 
 // dq = scale * its sum.
 extern "C" __global__ void __launch_bounds__(256)
-attention_cuda_bwd_finish(const Rows dq, const float* dq_sum, int queries, int padded, int heads, float scale) {
+attention_cuda_bwd_postprocess(const Rows dq, const float* dq_sum, int queries, int padded, int heads, float scale) {
     constexpr int ACROSS = D / 8;
     int tiles = padded / HELPER_ROWS, all = blockIdx.x / tiles, start = blockIdx.x % tiles * HELPER_ROWS;
     int batch = all / heads, head = all % heads;
     const float* tile = dq_sum + ((long long)all * padded + start / BM * BM) * D;
-    if constexpr (TURNED) {
+    if constexpr (DQ_TRANSPOSED) {
         // Each warp has one piece: 16 columns of the tile, [query / 8][column % 8][query % 8 / 2][4], of the last four
         // two queries of a column and two of the column 8 on. They turn in shared memory, in rows that lie 16 bytes
         // apart from a multiple of 128.
-        __shared__ Uint4 turned[BM][D / 8 + 1];
+        __shared__ Uint4 transposed[BM][D / 8 + 1];
         int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const Float4* piece = (const Float4*)(tile + warp * PIECE) + lane;
-        u32 to = shared_address(&turned[lane / 16 * 8 + lane % 8][warp * 2 + lane / 8 % 2]);
+        u32 to = shared_address(&transposed[lane / 16 * 8 + lane % 8][warp * 2 + lane / 8 % 2]);
 #pragma unroll
         for (int j = 0; j < BM / 8; j += 2) {
             Float4 x = piece[j * 32], y = piece[j * 32 + 32];
-            store_transposed(to + j * 8 * sizeof(turned[0]), pack(x.x * scale, x.y * scale),
+            store_transposed(to + j * 8 * sizeof(transposed[0]), pack(x.x * scale, x.y * scale),
                              pack(x.z * scale, x.w * scale), pack(y.x * scale, y.y * scale),
                              pack(y.z * scale, y.w * scale));
         }
@@ -94,7 +94,7 @@ attention_cuda_bwd_finish(const Rows dq, const float* dq_sum, int queries, int p
 #pragma unroll
         for (int i = 0; i < BM * ACROSS / 256; i++) {
             int unit = i * 256 + threadIdx.x, row = start + unit / ACROSS, j = unit % ACROSS;
-            if (row < queries) *(Uint4*)chunk(dq, batch, head, row, j * 8) = turned[row - start][j];
+            if (row < queries) *(Uint4*)chunk(dq, batch, head, row, j * 8) = transposed[row - start][j];
         }
         return;
     }
@@ -112,9 +112,9 @@ attention_cuda_bwd_finish(const Rows dq, const float* dq_sum, int queries, int p
 // dv (even CTAs) and dk (odd ones) of the blocks that several CTAs shared, summed in the order of the shares: two rows'
 // 8 columns a thread, for as many loads in flight as there can be.
 extern "C" __global__ void __launch_bounds__(256)
-attention_cuda_bwd_finish_keys(const Rows dv, const Rows dk, const Problem p) {
+attention_cuda_bwd_sum_shares(const Rows dv, const Rows dk, const Problem p) {
     constexpr int CTAS = BN / 2 * D / 8 / 256;  // to a block's dv or dk
-    int odd = blockIdx.x % 2, slot = blockIdx.x / (2 * CTAS), index = p.whole + slot, all = index / p.n_blocks;
+    int odd = blockIdx.x % 2, slot = blockIdx.x / (2 * CTAS), index = p.unshared + slot, all = index / p.n_blocks;
     int batch = all / p.kv_heads, head = all % p.kv_heads, first_key = index % p.n_blocks * BN;
     // Member by member: a choice between the two would put both into local memory.
     const Rows to = {odd ? dk.at : dv.at, odd ? dk.batch : dv.batch, odd ? dk.head : dv.head, odd ? dk.row : dv.row};

@@ -1,4 +1,4 @@
-// What backward.cu, which includes this, does otherwise where a CTA has all blocks of keys of a head (WHOLE).
+// What backward.cu, which includes this, does otherwise where a CTA has all blocks of keys of a head (CTA_PER_KV_HEAD).
 //
 // Each consumer warp makes the same eighth of every tile of dq, and the lane that hands it to the fp32 sum is always the
 // same. So nobody waits for another about sums: the first block of keys stores, later ones add, and at the last visit to
@@ -34,7 +34,7 @@ DEVICE bool next_block(Work& w, const Problem& p) {
 }
 
 // As `produce`. Later blocks' K comes last: it is the last that consumers release.
-DEVICE void produce_whole(const TensorMap& q_map, const TensorMap& do_map, const TensorMap& k_map,
+DEVICE void produce_kv_head(const TensorMap& q_map, const TensorMap& do_map, const TensorMap& k_map,
                           const TensorMap& v_map, const Problem& p, const Work& w, u32 base) {
     Ring<Q_STAGES> q;
     Ring<DO_STAGES> g;
@@ -62,7 +62,7 @@ DEVICE void produce_whole(const TensorMap& q_map, const TensorMap& do_map, const
             };
             bar_wait(base + Q_EMPTY + 8 * q.slot, q.parity ^ 1);
             int place = (blockIdx.x * p.group + head) * p.m_tiles + m;
-            tell(base, q.slot, place * 2 + last_visit(p, first_key, m), m);
+            publish_tile(base, q.slot, place * 2 + last_visit(p, first_key, m), m);
             load(q_map, base + Q_AT + q.slot * Q_BYTES, p.lse2, base + LSE_AT + q.slot * BM * 4,
                  base + Q_FULL + 8 * q.slot);
             bar_wait(base + DO_EMPTY + 8 * g.slot, g.parity ^ 1);
@@ -98,7 +98,7 @@ DEVICE void load_sum(const Problem& p, const Work& w, int place, u32 base) {
 }
 
 // One warp's part of dq, 16 queries x 64 columns: to the sum, or from it to dq.
-DEVICE void add_whole(const TensorMap& dq_map, const Problem& p, const Work& w, Progress& now,
+DEVICE void add_kv_head(const TensorMap& dq_map, const Problem& p, const Work& w, Progress& now,
                       float (&dq)[DQ_REGISTERS], int place, u32 base) {
     const u32 lane = threadIdx.x % 32, piece = dq_piece(base) + lane * 16;
     if (lane == 0) bulk_wait_read();

@@ -1,4 +1,4 @@
-// What backward.cu, which includes this, does otherwise where a CTA takes many blocks of keys (CHAINED).
+// What backward.cu, which includes this, does otherwise where a CTA takes many blocks of keys (PERSISTENT).
 //
 // With few queries a block of keys has few tiles, and starting a CTA, loading K and V, filling the pipeline, draining
 // it and storing dK and dV count beside them. Here there is a CTA to an SM. It does one item (a block of keys
@@ -15,8 +15,8 @@
 // hold it in registers, so that the next can come as soon as they have begun an item, else when the last dP of one is done.
 #pragma once
 
-#if CHAINED
-static_assert(BM == (D == 64 ? 128 : 64) && !SINGLE && !WHOLE && !ROLES, "shared memory has room for two blocks of keys");
+#if SCHEDULE == PERSISTENT
+static_assert(BM == (D == 64 ? 128 : 64) && SCHEDULE != SINGLE_BLOCK && SCHEDULE != CTA_PER_KV_HEAD && SCHEDULE != ROLES, "shared memory has room for two blocks of keys");
 
 constexpr u32 K_OTHER = K_BYTES;  // from one buffer of K to the other
 constexpr u32 ITEMS = 4;          // the producer is up to three ahead of the one whose dK and dV are stored
@@ -30,7 +30,7 @@ DEVICE u32 item_slot(u32 base, u32 n) { return base + ITEM_AT + n % ITEMS * 32; 
 // ticket: the next item that nobody has; the first ones are those that have the CTAs' own numbers. Null without a mask.
 // One thread runs this, but what it draws is shuffled: then ptxas knows that all that comes of it is one to the warp, and
 // keeps it in uniform registers, of which there are enough, else in those that it lacks.
-DEVICE void produce_chained(const TensorMap& q_map, const TensorMap& do_map, const TensorMap& k_map,
+DEVICE void produce_persistent(const TensorMap& q_map, const TensorMap& do_map, const TensorMap& k_map,
                             const TensorMap& v_map, const Problem& p, int* ticket, int items, u32 base) {
     Ring<Q_STAGES> q;
     Ring<DO_STAGES> g;
@@ -54,7 +54,7 @@ DEVICE void produce_chained(const TensorMap& q_map, const TensorMap& do_map, con
             }
             u32 bar = base + Q_FULL + 8 * q.slot;
             bar_wait(base + Q_EMPTY + 8 * q.slot, q.parity ^ 1);
-            tell(base, q.slot, place, tile.m);
+            publish_tile(base, q.slot, place, tile.m);
             bar_expect(bar, Q_BYTES + BM * 4);
             for (int slab = 0; slab < SLABS; slab++)
                 tma_load(base + Q_AT + q.slot * Q_BYTES + slab * Q_SLAB, &q_map, slab * 64, row, head, w.batch, bar);
@@ -85,7 +85,7 @@ DEVICE void gradient(float (&c)[D / 2], const u32 (&a)[BM / 4], u32 columns, boo
 }
 
 // x[i] of lane j of four becomes x[j] of lane i.
-DEVICE void turn_quad(u32 (&x)[4], int own) {
+DEVICE void transpose_quad(u32 (&x)[4], int own) {
 #pragma unroll
     for (int step = 1; step < 4; step *= 2)
 #pragma unroll
@@ -111,13 +111,13 @@ DEVICE void store_rows(const Rows& to, int batch, int head, int row, int keys, c
                 const float* a = c + 4 * (j + i) + 2 * half;
                 x[i] = pack(a[0] * scale, a[1] * scale);
             }
-            turn_quad(x, own);
+            transpose_quad(x, own);
             if (key < keys) store_global(chunk(to, batch, head, key, (j + own) * 8), x);
         }
     }
 }
 
-DEVICE void consume_chained(const Rows& dk_rows, const Rows& dv_rows, const Problem& p, u32 base) {
+DEVICE void consume_persistent(const Rows& dk_rows, const Rows& dv_rows, const Problem& p, u32 base) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const int wg = __shfl_sync(~0u, (int)threadIdx.x / 128 - 1, 0);  // known to be one to the warp
     const u32 rows = base + wg * 64 * 128, pairs = lane % 4 * 8;
@@ -146,8 +146,8 @@ DEVICE void consume_chained(const Rows& dk_rows, const Rows& dv_rows, const Prob
     auto told_all = [&](u32 item, int word) { return __shfl_sync(~0u, told(item, word), 0); };  // one to the warp
     auto first_row = [&] { return first_key + wg * 64; };                                       // of this group's keys
     auto place = [&] {
-        if (CAUSAL) diagonal = told_tile(base, q.slot) * BM < first_row() + 63 - offset;
-        return told_place(base, q.slot);
+        if (CAUSAL) diagonal = tile_index(base, q.slot) * BM < first_row() + 63 - offset;
+        return tile_place(base, q.slot);
     };
     auto begin_scores = [&] {
         bar_wait(base + Q_FULL + 8 * q.slot, q.parity);
@@ -176,7 +176,7 @@ DEVICE void consume_chained(const Rows& dk_rows, const Rows& dv_rows, const Prob
         bool tail = first + 64 > p.keys;
         if (tail || (CAUSAL && diagonal)) {
             const int key = first + warp * 16 + lane / 4;  // and key + 8
-            int shift = CAUSAL ? key - offset - told_tile(base, q.slot) * BM : 0, pair = CAUSAL ? lane % 4 * 2 : 0;
+            int shift = CAUSAL ? key - offset - tile_index(base, q.slot) * BM : 0, pair = CAUSAL ? lane % 4 * 2 : 0;
             float hidden = p.scale > 0 ? -INFINITE : INFINITE;  // the scale comes after
             int limit0 = key < p.keys ? shift : BM, limit1 = key + 8 < p.keys ? shift + (CAUSAL ? 8 : 0) : BM;
             mask(s, limit0 - pair, limit1 - pair, hidden);
@@ -240,12 +240,12 @@ DEVICE void consume_chained(const Rows& dk_rows, const Rows& dv_rows, const Prob
     int at = place(), at_before = at, t = 0;
     softmax(0);
     bool last = is_last(), fresh = true;  // fresh: tile t is the first of its item
-    if (wg == 1 && !last) named_arrive(FIRST_TURN, 256);
+    if (wg == 1 && !last) named_arrive(PING_PONG, 256);
     // As the loop of `consume`, of which this is the order of products; t counts the tiles of all items.
     for (; !last; t++) {
         const bool ends = left == 1, freed = fresh && t > 0;  // freed: after this step nobody reads the keys before
         const bool alone = ends && freed;  // an item of one tile: the next one's keys come where those before it lie
-        named_sync(FIRST_TURN + wg, 256);
+        named_sync(PING_PONG + wg, 256);
         pin(pt), pin(dst), pin(dk), pin(dv);
         wgmma_fence();
         gradient(dv, pt, (base + DO_AT + g.slot * Q_BYTES) / 16, fresh);
@@ -255,7 +255,7 @@ DEVICE void consume_chained(const Rows& dk_rows, const Rows& dv_rows, const Prob
             // They come when the other group's dQ is done too: it has its turn before they are waited for.
             wgmma_wait<0>();
             release(K2_EMPTY + (n ^ 1) % 2 * 8);
-            if (wg == 0) named_arrive(FIRST_TURN + 1, 256);
+            if (wg == 0) named_arrive(PING_PONG + 1, 256);
         }
         u32 old_q = q.slot;
         q.next();
@@ -267,7 +267,7 @@ DEVICE void consume_chained(const Rows& dk_rows, const Rows& dv_rows, const Prob
         release(DO_EMPTY + 8 * g.slot);
         g.next();
         begin_scores();
-        if (wg == 0 ? !alone : !last) named_arrive(FIRST_TURN + (wg ^ 1), 256);
+        if (wg == 0 ? !alone : !last) named_arrive(PING_PONG + (wg ^ 1), 256);
         wgmma_wait<2>();
         pin(dst), pin(dk);
         release(Q_EMPTY + 8 * old_q);
@@ -317,10 +317,10 @@ attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const __grid_constan
     __syncthreads();
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        if (threadIdx.x == 0) produce_chained(q_map, do_map, k_map, v_map, p, ticket, items, base);
+        if (threadIdx.x == 0) produce_persistent(q_map, do_map, k_map, v_map, p, ticket, items, base);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-        consume_chained(dk, dv, p, base);
+        consume_persistent(dk, dv, p, base);
     }
 }
 #endif

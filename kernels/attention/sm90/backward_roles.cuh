@@ -1,6 +1,6 @@
 // What backward.cu, which includes this, does where one launch has CTAs of three roles (ROLES).
 //
-// `prepare` and `finish` move bytes and multiply nothing, `backward` multiplies and moves few. As launches of their own
+// `preprocess` and `postprocess` move bytes and multiply nothing, `backward` multiplies and moves few. As launches of their own
 // the first two leave the tensor cores idle, and the third the memory. Here some SMs do the one while the
 // others do the other. Heads of keys go in spans, and places in the grid in rounds: round r prepares span r, multiplies
 // in span r - 1 and finishes span r - 3. Those that prepare, and then those that finish, are strewn evenly among those
@@ -30,8 +30,8 @@
 // ones, for then all SMs are to take part.
 #pragma once
 
-#if ROLES
-enum Role { PREPARE, MULTIPLY, FINISH };
+#if SCHEDULE == ROLES
+enum Role { PREPROCESS, MULTIPLY, POSTPROCESS };
 
 constexpr int LAG = 3;         // rounds from the one that prepares a span to the one that finishes it
 constexpr int LAST = LAG - 1;  // so many spans are finished when nobody multiplies any more
@@ -39,8 +39,8 @@ constexpr int MOST_ROUNDS = 64;
 
 // CTAs from place `start` on. All but `others` multiply, items from `multiplies_from` on; of the others, one at each
 // `stride` places until there are no more, the first so many prepare and the rest finish. Who multiplies awaits
-// `prepared` of `ready`, who finishes `multiplied` of `done`.
-struct Round { int start, prepares, others, stride, multiplies_from, prepared, multiplied; };
+// `preprocessed` of `ready`, who finishes `multiplied` of `done`.
+struct Round { int start, preprocesses, others, stride, multiplies_from, preprocessed, multiplied; };
 
 struct Roles {
     const float *lse, *dlse;  // [B * Hq, queries]; dlse may be null
@@ -66,11 +66,11 @@ struct Place {
         int turn = (u32)i / (u32)round.stride;
         if (turn >= round.others || i != turn * round.stride) {
             role = MULTIPLY, span = at - 1, item = round.multiplies_from + i - min(turn + 1, round.others);
-            awaited = round.prepared;
-        } else if (turn < round.prepares) {
-            role = PREPARE, span = at, item = turn, awaited = 0;
+            awaited = round.preprocessed;
+        } else if (turn < round.preprocesses) {
+            role = PREPROCESS, span = at, item = turn, awaited = 0;
         } else {
-            role = FINISH, span = at - LAG, item = turn - round.prepares, awaited = round.multiplied;
+            role = POSTPROCESS, span = at - LAG, item = turn - round.preprocesses, awaited = round.multiplied;
         }
     }
 };
@@ -113,8 +113,8 @@ constexpr int ROWS_EACH = 3, MOST_ROWS = ROWS_EACH * THREADS;  // of a chunk
 static_assert(DELTAS_AT + MOST_ROWS * 4 <= ZEROS_AT && ZEROS_AT + SUM_BYTES <= BAR_AT, "rings, deltas and zeros");
 static_assert(SUM_STAGES * SUM_BYTES <= BAR_AT && SUM_STAGES <= 16 && PAIR_STAGES <= 16, "the ring of sums");
 
-// As `prepare`: lse2, delta and zeros of a chunk of tiles.
-DEVICE void prepare_span(const TensorMap& out_map, const TensorMap& do_map, const Problem& p, const Roles& r,
+// As `preprocess`: lse2, delta and zeros of a chunk of tiles.
+DEVICE void preprocess_span(const TensorMap& out_map, const TensorMap& do_map, const Problem& p, const Roles& r,
                          const Place& place, u32 base) {
     const Chunk chunk(p, r, place, place.span == 0);
     const int thread = threadIdx.x, heads = p.kv_heads * p.group, batch = chunk.head / heads, head = chunk.head % heads;
@@ -170,7 +170,7 @@ DEVICE void prepare_span(const TensorMap& out_map, const TensorMap& do_map, cons
         if (row >= rows) continue;
         long long to = ((long long)chunk.head * p.m_tiles + chunk.first) * BM + row;
         bool empty = line[e] == -INFINITE;
-        // As in `prepare`: an empty row has delta 0 even where its incoming gradients are not finite.
+        // As in `preprocess`: an empty row has delta 0 even where its incoming gradients are not finite.
         ((float*)p.lse2)[to] = empty ? INFINITE : line[e] * LOG2_E;
         ((float*)p.delta)[to] = empty ? 0 : shared_one(base + DELTAS_AT + row * 4) - minus[e];
     }
@@ -180,8 +180,8 @@ DEVICE void prepare_span(const TensorMap& out_map, const TensorMap& do_map, cons
     if (thread == 0) announce(r.ready + place.span);
 }
 
-// As `finish`: dq of a chunk of tiles. The tile of sums is cast where it lies, into the tile that TMA stores.
-DEVICE void finish_span(const TensorMap& dq_map, const Problem& p, const Roles& r, const Place& place, u32 base) {
+// As `postprocess`: dq of a chunk of tiles. The tile of sums is cast where it lies, into the tile that TMA stores.
+DEVICE void postprocess_span(const TensorMap& dq_map, const Problem& p, const Roles& r, const Place& place, u32 base) {
     const Chunk chunk(p, r, place, place.span >= r.spans - LAST);
     const int heads = p.kv_heads * p.group, batch = chunk.head / heads, head = chunk.head % heads;
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, eighth = lane % 8;
@@ -215,10 +215,10 @@ DEVICE void finish_span(const TensorMap& dq_map, const Problem& p, const Roles& 
             for (int k = 0; k < DQ_REGISTERS / 8; k++) {
                 const u32* four = x + 4 * k;
                 // Four 8x8 matrices. Of 64 queries: 16 rows of queries and 16 columns; of 80 the same, turned.
-                u32 row = TURNED ? k * 16 + lane / 16 * 8 + eighth : warp % 4 * 16 + lane % 16;
-                u32 column = TURNED ? warp % 4 * 2 + lane / 8 % 2 : k * 2 + lane / 16;
+                u32 row = DQ_TRANSPOSED ? k * 16 + lane / 16 * 8 + eighth : warp % 4 * 16 + lane % 16;
+                u32 column = DQ_TRANSPOSED ? warp % 4 * 2 + lane / 8 % 2 : k * 2 + lane / 16;
                 u32 to = slab + row * 128 + (column ^ eighth) * 16;
-                if constexpr (TURNED) store_transposed(to, four[0], four[1], four[2], four[3]);
+                if constexpr (DQ_TRANSPOSED) store_transposed(to, four[0], four[1], four[2], four[3]);
                 else store_matrices(to, four[0], four[1], four[2], four[3]);
             }
         }

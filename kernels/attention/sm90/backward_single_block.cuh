@@ -1,7 +1,7 @@
-// What backward.cu, which includes this, does otherwise where there is a single block of keys (SINGLE).
+// What backward.cu, which includes this, does otherwise where there is a single block of keys (SINGLE_BLOCK).
 #pragma once
 
-constexpr int ROW_WARPS = 2;  // of `prepare_tiles`
+constexpr int ROW_WARPS = 2;  // of `preprocess_tiles`
 constexpr float LOG2_E = 1.4426950408889634f;
 
 // Of 8 numbers each.
@@ -16,10 +16,10 @@ DEVICE float dot(const Uint4& a, const Uint4& b) {
     return sum;
 }
 
-#if SINGLE
+#if SCHEDULE == SINGLE_BLOCK
 static_assert(Q_STAGES == DO_STAGES);
 
-// As `produce`, with out beside dout, and without lse and delta, which `prepare_tiles` makes.
+// As `produce`, with out beside dout, and without lse and delta, which `preprocess_tiles` makes.
 DEVICE void produce_single(const TensorMap& q_map, const TensorMap& do_map, const TensorMap& k_map,
                            const TensorMap& v_map, const TensorMap& out_map, const Problem& p, const Work& w,
                            u32 base) {
@@ -35,7 +35,7 @@ DEVICE void produce_single(const TensorMap& q_map, const TensorMap& do_map, cons
         int i = w.begin + t, row = (w.low + i / p.group) * BM, head = w.head * p.group + i % p.group;
         u32 slot = t % DO_STAGES, to = base + slot * Q_BYTES, bar = base + 8 * slot, open = t / DO_STAGES & 1 ^ 1;
         bar_wait(bar + Q_EMPTY, open);
-        tell(base, slot, (w.batch * p.kv_heads * p.group + head) * p.m_tiles + row / BM, row / BM);
+        publish_tile(base, slot, (w.batch * p.kv_heads * p.group + head) * p.m_tiles + row / BM, row / BM);
         bar_expect(bar + Q_FULL, Q_BYTES);
         load(q_map, to + Q_AT, row, head, bar + Q_FULL);
         bar_wait(bar + DO_EMPTY, open);
@@ -45,11 +45,11 @@ DEVICE void produce_single(const TensorMap& q_map, const TensorMap& do_map, cons
     }
 }
 
-// lse in base 2 and delta of each tile, as `prepare` makes them of all others: two warps that have nothing else to do,
+// lse in base 2 and delta of each tile, as `preprocess` makes them of all others: two warps that have nothing else to do,
 // a row a lane. Swizzled as rows are, eight lanes read the same column of eight rows from all banks at once.
 // Their slots are dout's: consumers release one after they have read lse and delta, and had these after out was read.
 // So the barrier that says that a slot of dout is empty says it of the other three.
-DEVICE void prepare_tiles(const Problem& p, const Work& w, u32 base) {
+DEVICE void preprocess_tiles(const Problem& p, const Work& w, u32 base) {
     const int first_head = (w.batch * p.kv_heads + w.head) * p.group, end = w.begin + w.tiles;
     u32 turn = 0;
     auto slot = [&] {  // computed where it is used, as of_query's place: there are 24 registers

@@ -26,10 +26,10 @@
 //   q_full[c] 1, q_empty[c] 4                  the 64 query rows of consumer c, once a tile, in Q_BUFFERS sets in turn
 //   k_full[s] 1, k_empty[s] 4 * CONSUMERS      a block of keys; v_full, v_empty: of values
 //   tile_full 1, tile_empty 4 * CONSUMERS      the number of the next tile
-// Named barriers 1 ... CONSUMERS: consumer c may issue its products (TURNS).
+// Named barriers 1 ... CONSUMERS: consumer c may issue its products (PING_PONG).
 //
 // Defined by the launcher, see CudaConfig in configs/forward.py: HEAD_DIM (64, 128), BLOCK_N, STAGES, CONSUMERS (2, 3), CAUSAL, FP16,
-// TURNS, Q_REGISTERS, Q_BUFFERS.
+// PING_PONG, Q_REGISTERS, Q_BUFFERS.
 
 #include "forward_ptx.cuh"
 
@@ -313,7 +313,7 @@ struct Consumer {  // what a warp knows of itself
 // Steps over blocks: they count as used.
 DEVICE void skip(const Consumer& me, Ring& ring, int blocks, int turns) {
     for (int j = 0; j < blocks; j++, ring.next()) {
-        if (TURNS && j < turns) { turn_wait(me.number); turn_pass(me.number); }
+        if (PING_PONG && j < turns) { turn_wait(me.number); turn_pass(me.number); }
         bar_wait(me.bars + 8 * (K_FULL + ring.slot), ring.phase);
         bar_wait(me.bars + 8 * (V_FULL + ring.slot), ring.phase);
         if (me.leader) bar_arrive(me.bars + 8 * (K_EMPTY + ring.slot));
@@ -359,13 +359,13 @@ DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer,
         const int slot = __shfl_sync(~0u, ring.slot, 0);  // for the compiler to know that it is the same in all lanes
         const int last = slot ? slot - 1 : STAGES - 1;
         bar_wait(me.bars + 8 * (K_FULL + slot), ring.phase);
-        if (TURNS) turn_wait(me.number);
+        if (PING_PONG) turn_wait(me.number);
         pin(o);
         pin(p);
         wgmma_fence();
         start_scores(s, q, q_desc, k_base + slot * (KV_BYTES / 16));
         start_values(o, p, v_base + last * (KV_BYTES / 16));
-        if (TURNS) turn_pass(me.number);
+        if (PING_PONG) turn_pass(me.number);
         wgmma_wait<1>();
         pin(s);
         if (me.leader) bar_arrive(me.bars + 8 * (K_EMPTY + slot));
@@ -408,7 +408,7 @@ DEVICE void consume(const Problem& a, int number, u32 smem) {
     Ring ring;
     Position<Q_BUFFERS> queries;
     u32 turn = 0;
-    if (TURNS && number == CONSUMERS - 1) turn_pass(number);
+    if (PING_PONG && number == CONSUMERS - 1) turn_pass(number);
     for (int tile = blockIdx.x; tile < a.num_tiles; turn ^= 1, queries.next()) {
         int head, first_row, end, full, all_blocks;
         find_tile(a, tile, head, first_row);

@@ -77,7 +77,7 @@ def cuda_fwd(problem: Problem, out: torch.Tensor, lse: torch.Tensor) -> None:
             f"BLOCK_N={config.block_n}",
             f"STAGES={config.stages}",
             f"CONSUMERS={config.consumers}",
-            f"TURNS={int(config.turns)}",
+            f"PING_PONG={int(config.ping_pong)}",
             f"Q_REGISTERS={int(config.q_registers)}",
             f"Q_BUFFERS={config.q_buffers}",
         )

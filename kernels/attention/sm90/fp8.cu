@@ -42,10 +42,10 @@
 //   q_full[c] 1, q_empty[c] 4                  the 64 query rows of consumer c, once a tile
 //   k_full[s] 1, k_empty[s] 4 * CONSUMERS      a block of keys; v_full, v_empty: of values
 //   tile_full 1, tile_empty 4 * CONSUMERS      the number of the next tile
-// Named barriers 1 ... CONSUMERS: consumer c may issue its products (TURNS).
+// Named barriers 1 ... CONSUMERS: consumer c may issue its products (PING_PONG).
 //
 // Defined by the launcher: HEAD_DIM (64, 128), BLOCK_N, STAGES, CONSUMERS (2, 3), CAUSAL, FP16 (the type of out),
-// TURNS, Q_REGISTERS, SECTION (blocks of keys), POLYNOMIAL (one exponential in so many; 0: none), EXACT_LSE.
+// PING_PONG, Q_REGISTERS, SECTION (blocks of keys), POLYNOMIAL (one exponential in so many; 0: none), EXACT_LSE.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -519,7 +519,7 @@ __device__ __forceinline__ void consume(const Problem& a, int c, u32 smem) {
     u32 turn = 0;
 #pragma unroll
     for (int i = 0; i < O_REGS + 4; i++) o[i] = 0.0f;
-    if (TURNS && c == CONSUMERS - 1) turn_pass(c);
+    if (PING_PONG && c == CONSUMERS - 1) turn_pass(c);
     for (int tile = blockIdx.x; tile < a.num_tiles; turn ^= 1) {
         int head, block, end, full, all_blocks;
         find_tile(a, tile, head, block);
@@ -531,7 +531,7 @@ __device__ __forceinline__ void consume(const Problem& a, int c, u32 smem) {
         bar_wait(bars + 8 * (Q_FULL + c), turn);
 #pragma unroll 1
         for (int j = all_blocks; j > end; j--, ring.next()) {
-            if (TURNS && j > 1) { turn_wait(c); turn_pass(c); }
+            if (PING_PONG && j > 1) { turn_wait(c); turn_pass(c); }
             bar_wait(bars + 8 * (K_FULL + ring.slot), ring.phase);
             bar_wait(bars + 8 * (V_FULL + ring.slot), ring.phase);
             if (leader) bar_arrive(bars + 8 * (K_EMPTY + ring.slot));
@@ -579,17 +579,17 @@ __device__ __forceinline__ void consume(const Problem& a, int c, u32 smem) {
                 const int slot = __shfl_sync(~0u, ring.slot, 0);  // the same in all lanes, for the compiler
                 const int last = slot ? slot - 1 : STAGES - 1;
                 bar_wait(bars + 8 * (K_FULL + slot), ring.phase);
-                if (TURNS) turn_wait(c);
+                if (PING_PONG) turn_wait(c);
                 pin(o);
                 pin(p);
                 wgmma_fence();
                 start_scores(s, q, q_desc, k_base + slot * (KV_BYTES / 16));
                 start_values(o, p, v_base + last * (V_BYTES / 16), add);
-                if (TURNS == 1) turn_pass(c);
+                if (PING_PONG == 1) turn_pass(c);
                 factor = q_factor * k_next;
                 k_next = load_scale(k_scale + max(j - 1, 0));
                 wgmma_wait<1>();
-                if (TURNS == 2) turn_pass(c);
+                if (PING_PONG == 2) turn_pass(c);
                 pin(s);
                 if (leader) bar_arrive(bars + 8 * (K_EMPTY + slot));
                 if (CAUSAL && j >= full) mask(s, limit0 - j * BLOCK_N, limit1 - j * BLOCK_N);

@@ -101,7 +101,7 @@ def fp8_attend(
             f"BLOCK_N={config.block_n}",
             f"STAGES={config.stages}",
             f"CONSUMERS={config.consumers}",
-            f"TURNS={config.turns}",
+            f"PING_PONG={int(config.ping_pong)}",
             f"Q_REGISTERS={int(config.q_registers)}",
             f"SECTION={config.section}",
             f"POLYNOMIAL={config.polynomial}",

@@ -17,7 +17,7 @@ class Round(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_int)
-        for name in ("start", "prepares", "others", "stride", "multiplies_from", "prepared", "multiplied")
+        for name in ("start", "preprocesses", "others", "stride", "multiplies_from", "preprocessed", "multiplied")
     ]
 
 
