@@ -161,7 +161,7 @@ def test_what_it_is_told(tile, shared, splits, monkeypatch):
     def launch(*arguments):
         launched.append(arguments)
         if arguments[0] == "main":
-            counted.extend((ctypes.c_int * 6).from_address(arguments[4][-1].ready))
+            counted.extend((ctypes.c_int * 7).from_address(arguments[4][-1].ready))
 
     names = ("main", "preprocess", "postprocess", "sum_shares")
     config = CudaBackwardConfig(tile, 1, shared, splits, schedule=Schedule.ROLES, span=3)
@@ -177,14 +177,14 @@ def test_what_it_is_told(tile, shared, splits, monkeypatch):
     assert [x[0] for x in launched] == ["main", *(["sum_shares"] if shared else [])]
     main = launched[0]
     made = pick_roles_plan(config, 8, 2, -(-400 // tile), 3, 4)
-    assert made.spans == 3 and counted == [0] * 6
+    assert made.spans == 3 and counted == [0] * 7
     assert main[1:4] == (len(places(made, 8, 2, 3, shared, splits)), 384, 232_448)
     *maps, described, third, fourth, roles = main[4]
     assert [x[1:] for x in maps] == [(400, tile)] * 2 + [(300, 64)] * 4
     assert third[0] is dq and fourth[0] is saved.out and third[1:] == fourth[1:] == (400, tile)
     assert (described.section, described.unshared, described.splits) == (1, 24 - shared, splits)
     assert (roles.lse, roles.dlse) == (saved.lse.data_ptr(), saved.dlse.data_ptr())
-    assert roles.done == roles.ready + 12
+    assert (roles.done, roles.drawn) == (roles.ready + 12, roles.ready + 24)
     for name in ("span", "spans", "chunk", "chunks", "end_chunk", "end_chunks"):
         assert getattr(roles, name) == getattr(made, name)
     assert [tuple(getattr(x, name) for name, _ in x._fields_) for x in roles.round[:6]] == list(made.rounds)
@@ -312,3 +312,30 @@ def test_two_streams_at_once(monkeypatch):
     torch.cuda.synchronize()
     for a, b in ((a, b) for grads in made for a, b in zip(grads, expected, strict=True)):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_it_ends_whatever_the_order_in_which_ctas_start(config, causal, monkeypatch):
+    """CTAs that are delayed the longer the lower their blockIdx draw their places in another order. More CTAs than SMs,
+    each of which draws once."""
+    problem, saved = on_the_gpu(causal, heads=40)
+    picked(monkeypatch, config)
+    expected = gradients(problem, saved)
+    original, counters = cuda_driver.kernels, []
+
+    def delayed(device, source, names, defines, shared):
+        return original(device, source, names, (*defines, "START_DELAY=1"), shared)
+
+    def told(plan, lse, dlse, counted, told=backward.roles.told):
+        counters.append((plan, counted))
+        return told(plan, lse, dlse, counted)
+
+    monkeypatch.setattr(cuda_driver, "kernels", delayed)
+    monkeypatch.setattr(backward.roles, "told", told)
+    for _ in range(3):
+        for a, b in zip(gradients(problem, saved), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+    for plan, counted in counters:
+        assert counted[-1] == plan.ctas > problem.sms()

@@ -105,7 +105,7 @@ attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const __grid_constan
 #endif
     const u32 base = shared_memory();
 #if SCHEDULE == ROLES
-    const Place place(roles);
+    const Place place(roles, draw_place(roles, base));
     if (place.role == PREPROCESS) return preprocess_span(out_map, do_map, p, roles, place, base);
     if (place.role == POSTPROCESS) return postprocess_span(dq_map, p, roles, place, base);
 #endif

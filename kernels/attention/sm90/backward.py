@@ -13,7 +13,7 @@ CTAs add to that dQ in no fixed order: dQ is deterministic only where one CTA co
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -67,7 +67,7 @@ class _Workspace(NamedTuple):
     @classmethod
     def of(cls, problem: Problem, config: CudaBackwardConfig, padded: int) -> _Workspace:
         heads = 0 if config.schedule is Schedule.SINGLE_BLOCK else problem.all_heads
-        fp32 = dict(dtype=torch.float32, device=problem.q.device)
+        fp32: dict[str, Any] = dict(dtype=torch.float32, device=problem.q.device)
         return cls(
             torch.empty(heads, padded, problem.dim, **fp32),
             torch.empty(config.shared * config.splits, 2, KEYS, problem.dim, **fp32),
@@ -125,7 +125,7 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
             ctas = problem.all_kv_heads
         if schedule is Schedule.ROLES:
             plan = _plan(problem, config, sizes)
-            counters = torch.zeros(2, plan.spans, dtype=torch.int32, device=device)
+            counters = torch.zeros(2 * plan.spans + 1, dtype=torch.int32, device=device)
             ctas, arguments = plan.ctas, [*arguments, roles.told(plan, saved.lse, saved.dlse, counters)]
         if schedule not in (Schedule.SINGLE_BLOCK, Schedule.ROLES):
             incoming = [Rows.of(out), Rows.of(dout), pointer(saved.lse), pointer(saved.dlse)]

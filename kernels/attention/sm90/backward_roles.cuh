@@ -1,17 +1,17 @@
 // What backward.cu, which includes this, does where one launch has CTAs of three roles (ROLES).
 //
-// `preprocess` and `postprocess` move bytes and multiply nothing, `backward` multiplies and moves few. As launches of their own
-// the first two leave the tensor cores idle, and the third the memory. Here some SMs do the one while the
-// others do the other. Heads of keys go in spans, and places in the grid in rounds: round r prepares span r, multiplies
-// in span r - 1 and finishes span r - 3. Those that prepare, and then those that finish, are strewn evenly among those
-// that multiply, whose order is the one that they have alone. So memory is asked for a little all the time, and who
-// waits does it for what began long before. Under a causal mask the longest CTA takes twice as long as they do on
-// average: a span of a CTA to an SM is not done before two more rounds are over.
+// `preprocess` and `postprocess` move bytes and multiply nothing, `backward` multiplies and moves few. As launches of
+// their own the first two leave the tensor cores idle, and the third the memory. Here they are overlapped on different
+// SMs. Key heads go in spans, and places in rounds: round r preprocesses span r, multiplies in span r - 1 and
+// postprocesses span r - 3. CTAs that preprocess, and then those that postprocess, are spread evenly among those that
+// multiply, whose order is the one that they have alone. So memory traffic is spread over the launch, and a CTA that
+// waits does so for what started long before.
 //
-// Nobody waits for ever: SMs take places of a grid in their order, who prepares waits for nobody, who
-// multiplies for those who prepare its span, and who finishes for those who multiply in it, all of them at lower places.
-// Of the places that are taken and not done the lowest waits for nothing that is not done. So it ends whatever the
-// number of SMs, and whatever else runs on them.
+// Deadlock freedom. A CTA draws its place from a counter when it starts, as a persistent tile scheduler does: CUDA does
+// not promise that thread blocks start in the order of blockIdx. A CTA that preprocesses waits for none, one that
+// multiplies for those that preprocess its span, one that postprocesses for those that multiply in it, all of them at
+// lower places, whose CTAs have started. Of the places that are drawn and not done the lowest waits for nothing that is
+// not done. So the launch ends whatever the order in which CTAs start, the number of SMs, and what else runs on them.
 //
 // What is written by one CTA and read by another, each through a counter in global memory that is 0 at first:
 //   lse2, delta  written by threads, read by bulk copies. Every writer has a proxy fence before the CTA's barrier; one
@@ -44,19 +44,35 @@ struct Round { int start, preprocesses, others, stride, multiplies_from, preproc
 
 struct Roles {
     const float *lse, *dlse;  // [B * Hq, queries]; dlse may be null
-    u32 *ready, *done;        // of each span: CTAs that have prepared, and consumer warps that have multiplied
+    u32 *ready, *done;        // of each span: CTAs that have preprocessed, and consumer warps that have multiplied
+    int* drawn;               // how many places are drawn; as `ready` and `done` it is 0 before the launch
     int span, spans;          // key heads of a span
     int chunk, chunks, end_chunk, end_chunks;  // tiles of a CTA, CTAs of a query head; those at the ends
     Round round[MOST_ROUNDS];  // worked out by the host, for a CTA would begin later by it
 };
+
+constexpr u32 PLACE_AT = SHARED_END;
+static_assert(PLACE_AT + 4 <= 232448, "the place of a CTA fits behind all else");
+
+// The place of this CTA: how many have started before it. All threads call it. START_DELAY is for a test, in which CTAs
+// draw in another order than that of blockIdx.
+#ifndef START_DELAY
+#define START_DELAY 0
+#endif
+DEVICE int draw_place(const Roles& r, u32 base) {
+    if (START_DELAY && threadIdx.x == 0) doze((127 - blockIdx.x % 128) * 4096);
+    if (threadIdx.x == 0) store_shared(base + PLACE_AT, draw(r.drawn));
+    __syncthreads();
+    return __shfl_sync(~0u, load_shared(base + PLACE_AT), 0);  // for the compiler to know that it is warp-uniform
+}
 
 // What the CTA at a place does: the item-th of all that multiply, or of those of its role in its span.
 struct Place {
     Role role;
     int span, item, awaited;
 
-    DEVICE explicit Place(const Roles& r) {
-        int i = blockIdx.x, rounds = r.spans + LAG, at = -1;
+    DEVICE Place(const Roles& r, int i) {
+        int rounds = r.spans + LAG, at = -1;
         for (int first = 0; first < rounds; first += 32) {  // each lane looks at one round
             int mine = first + (int)threadIdx.x % 32;
             at += __popc(__ballot_sync(~0u, mine < rounds && r.round[mine].start <= i));

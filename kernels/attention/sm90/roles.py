@@ -25,16 +25,17 @@ class Roles(ctypes.Structure):
     """As in backward_roles.cuh."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("lse", "dlse", "ready", "done")),
+        *((name, ctypes.c_void_p) for name in ("lse", "dlse", "ready", "done", "drawn")),
         *((name, ctypes.c_int) for name in ("span", "spans", "chunk", "chunks", "end_chunk", "end_chunks")),
         ("round", Round * (CUDA_BWD_SPANS + LAG)),
     ]
 
 
 def told(plan: RolesPlan, lse: torch.Tensor, dlse: torch.Tensor | None, counters: torch.Tensor) -> Roles:
-    """counters: [2, spans] of 32 bits, 0."""
+    """counters: 2 · spans + 1 zeros of 32 bits, for `ready`, `done` and `drawn`."""
     sizes = (plan.span, plan.spans, plan.chunk, plan.chunks, plan.end_chunk, plan.end_chunks)
-    return Roles(pointer(lse), pointer(dlse), *(pointer(x) for x in counters), *sizes, _table(plan.rounds))
+    counts = (pointer(counters[at:]) for at in (0, plan.spans, 2 * plan.spans))
+    return Roles(pointer(lse), pointer(dlse), *counts, *sizes, _table(plan.rounds))
 
 
 @functools.lru_cache(maxsize=256)
