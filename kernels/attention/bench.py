@@ -268,7 +268,7 @@ def _repeats(implementation: str, case: Case, mode: str) -> str | None:
 
 
 # What racecheck finds. tests/test_false_alarms.py shows it on a kernel of a few lines.
-HANDED_OVER = "a bulk copy or a warp hands it over through an mbarrier, and racecheck does not know who waits for those"
+HANDED_OVER = "a bulk copy or a warp hands it over through an mbarrier, and racecheck does not know which threads wait for those"
 
 SPEC = KernelSpec(
     name="attention",

@@ -17,7 +17,7 @@ L2_BYTES = 32e6  # what the keys and values of the heads in flight may take up o
 @dataclass(frozen=True)
 class GluonConfig:
     """A CTA has `consumers` warp groups of 64 queries each, with that many registers a thread, and rings of `stages`
-    blocks of block_n keys and values. ping_pong: consumers take turns at issuing. share: results leave through the
+    blocks of block_n keys and values. ping_pong: consumers issue in turn. share: results leave through the
     shared memory of their queries, which makes room for keys and delays the next queries."""
 
     block_n: int
@@ -29,7 +29,8 @@ class GluonConfig:
 
 
 def pick_gluon_config(dim: int, causal: bool) -> GluonConfig:
-    """The fastest of what was tried (README)."""
+    """Three consumers up to D = 64 and under a causal mask up to D = 128, else two. Record: the tables of the forward in
+    EXPERIMENTS.md (H200)."""
     if dim <= 64:
         return GluonConfig(128, 4, 3, 160, False, False)
     if dim > 128:
@@ -58,13 +59,14 @@ TWO_CONSUMERS = 0.83  # what a tile of two takes of the time of one of three, wi
 
 
 def pick_cuda_config(dim: int, queries: int, keys: int, causal: bool, heads: int, sms: int) -> CudaConfig:
-    """Three consumers won over two where tiles are many (fewer reads of keys and values for each query): so two are for
-    when they take fewer or shorter rounds (README). `heads` of all batches.
+    """Three consumers where tiles are many, for keys and values are then read less often for each query; two where they
+    take fewer or shorter rounds (`_two_consumers`). `heads` of all batches.
 
-    With D = 64, 112 keys and queries in registers won over 128 keys and queries in shared memory; turns cost there and
-    paid with D = 128, but under a causal mask no longer where tiles are long. A second set of queries paid where tiles
-    are short. With few keys what counts is how many of the last block's are not there: a block of 112 took as long as
-    1.63 of 64, and a tile as long as 2.7 and 2.5 more.
+    With three, at D = 64 112 keys and queries in registers, but 64 where 112 leave too much of the last block empty: a
+    block of 112 takes as long as 1.63 of 64, a tile as long as 2.7 and 2.5 more. At D = 128 80 keys, ping-pong without
+    a mask, and a second set of queries where tiles are short. With two, blocks of 64 or 128 keys.
+
+    Record: "Forward" and the tables of the forward in EXPERIMENTS.md (H200).
     """
     if _two_consumers(dim, queries, causal, heads, sms):
         if dim == 64:
@@ -82,8 +84,8 @@ def pick_cuda_config(dim: int, queries: int, keys: int, causal: bool, heads: int
 
 
 def _two_consumers(dim: int, queries: int, causal: bool, heads: int, sms: int) -> bool:
-    """Under a causal mask tiles of different lengths even out, so that rounds are no measure: two won up to one, and at
-    D = 128 up to two, tiles of 128 queries to an SM."""
+    """Under a causal mask tiles of different lengths even out, so that rounds are no measure: two up to one, and at
+    D = 128 up to two, tiles of 128 queries for each SM."""
     if causal:
         return rounds_of(128, queries, heads, sms) <= (1 if dim == 64 else 2)
     three = rounds_of(192, queries, heads, sms)
@@ -111,8 +113,9 @@ class Fp8Config:
 
 
 def pick_fp8_config(dim: int, exact_lse: bool) -> Fp8Config:
-    """The fastest of what was tried (README), but for sections of 16 blocks, which double what the tensor cores' short
-    sums lose. Without `exact_lse` an addition for each probability is saved."""
+    """Three consumers, and sections of 8 blocks: 16 are faster, but double what the tensor cores' short sums lose.
+    Without `exact_lse` an addition for each probability is saved. Record: the table of e4m3 in EXPERIMENTS.md (H200).
+    """
     if dim <= 64:
         return Fp8Config(128, 6, 3, False, False, exact_lse=exact_lse)
     return Fp8Config(96, 4, 3, False, False, exact_lse=exact_lse)

@@ -33,8 +33,8 @@ def pick_fwd_config(dim: int, banded: bool, dtype: torch.dtype, capability: tupl
 
 
 def pick_split_config(rows: int, dim: int, banded: bool, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
-    """Few rows are bound by memory: at Q 1 and 200 000 keys, 8 heads of D 64, an H200 took 114.1 us with 64 keys a tile
-    and 112.5 with 128, of which sm_80 has no room for three stages twice."""
+    """Few rows are bound by memory: 128 keys a tile up to D = 64 on sm_90, for which sm_80 has no room. Record: "Split"
+    in EXPERIMENTS.md (H200)."""
     block_m, block_d = block_of_rows(rows), padded(dim)
     if block_m == 128 or dtype == torch.float32:
         return pick_fwd_config(dim, banded, dtype, capability)

@@ -3,15 +3,16 @@
 //   delta = rowsum(dout * out) - dlse    p = exp(scale * q k^T - lse)     ds = p * (dout v^T - delta)
 //   dv = p^T dout                        dk = scale * ds^T q              dq = scale * ds k
 //
-// Three kernels: `preprocess` (delta, lse in base 2, zeros in dq's fp32 sum), `backward`, `postprocess` (dq = scale * sum);
-// and `sum_shares` where CTAs shared the keys of a last round.
-// A single block of keys (SINGLE_BLOCK) has all of a query's work in one CTA. `backward` then does without the first and the
-// last: two warps that would be idle compute lse and delta from tiles of out, and dq is written scaled and cast. What
-// belongs to an element of q crosses memory in 8 bytes (q, dout, out, dq), not in 18 (dout twice, the sum in and out).
-// Where a CTA has all blocks of keys of a head, one after the other (CTA_PER_KV_HEAD, backward_kv_head.cuh), it knows the first
-// and the last visit to a tile of queries: `preprocess` zeros nothing, and `postprocess` is not called.
-// Many short blocks of keys (PERSISTENT, backward_persistent.cuh): a CTA stays on each SM and does one after another.
-// With ROLES (backward_roles.cuh) CTAs of `backward` itself do the work of the first and of the last.
+// Kernels: `preprocess` (delta, lse in base 2, zeros in dq's fp32 sum), `backward`, `postprocess` (dq = scale * sum),
+// and `sum_shares` where CTAs shared the keys of a last round. SCHEDULE says which CTA computes which blocks of keys:
+//   CTA_PER_BLOCK    each CTA one block
+//   SINGLE_BLOCK     there is one block, so one CTA has all of a query's work. `backward` is the only kernel: two warps
+//                    that would be idle compute lse and delta from tiles of out, and dq is written scaled and cast.
+//                    What belongs to an element of q crosses memory in 8 bytes (q, dout, out, dq), not in 18
+//   CTA_PER_KV_HEAD  a CTA has all blocks of a head and knows the first and the last visit to a tile of queries:
+//                    `preprocess` zeros nothing, and `postprocess` is not launched
+//   PERSISTENT       a CTA stays on each SM and computes one block after the other
+//   ROLES            CTAs of `backward` itself do the work of `preprocess` and `postprocess`
 //
 // `backward`: a CTA owns 128 keys and goes over the queries that see them, 128 (D = 64), 64 or 80 (D = 128) at a time.
 // One warp loads by TMA; two warp groups own 64 keys each: dk and dv stay in their registers.
@@ -33,16 +34,16 @@
 // With 80 queries keys are read from shared memory a fifth less often for each query, at two prices. Registers: dQ is
 // added before the next S begins, beside dK, for there is no room for both. Shared memory: q has two stages, not three.
 //
-// The order in which CTAs add to dq is not fixed: dq is not repeatable bit for bit, but for SINGLE_BLOCK and CTA_PER_KV_HEAD;
-// dk and dv are.
+// The order in which CTAs add to dq is not fixed: dq is deterministic with SINGLE_BLOCK and CTA_PER_KV_HEAD alone; dk
+// and dv always are.
 
 #include "backward_ptx.cuh"
 
 #include "backward_layout.cuh"
 #include "backward_work.cuh"
 
-// What the producer tells consumers of each tile of queries, beside its stage of q: where its dq goes (of CTA_PER_KV_HEAD twice
-// that, and 1 more at the last visit), and which of the tiles it is.
+// What the producer tells consumers of each tile of queries, beside its stage of q: where its dq goes (with
+// CTA_PER_KV_HEAD twice that, and 1 more at the last visit), and which of the tiles it is.
 DEVICE void publish_tile(u32 base, u32 slot, int place, int m) { store_pair(base + TILE_AT + 8 * slot, place, m); }
 DEVICE int tile_place(u32 base, u32 slot) { return load_shared(base + TILE_AT + 8 * slot); }
 DEVICE int tile_index(u32 base, u32 slot) { return load_shared(base + TILE_AT + 8 * slot + 4); }
@@ -97,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map,
          const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
          const __grid_constant__ TensorMap dk_map, const __grid_constant__ TensorMap dv_map, const Problem p,
-         const __grid_constant__ TensorMap dq_map, const __grid_constant__ TensorMap out_map  // SINGLE_BLOCK, CTA_PER_KV_HEAD, ROLES
+         const __grid_constant__ TensorMap dq_map, const __grid_constant__ TensorMap out_map  // not CTA_PER_BLOCK
 #if SCHEDULE == ROLES
          , const __grid_constant__ Roles roles) {
 #else

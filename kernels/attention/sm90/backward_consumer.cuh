@@ -16,7 +16,8 @@ struct Consumer {
         wg = __shfl_sync(~0u, (int)threadIdx.x / 128 - 1, 0);  // for the compiler to know that it is warp-uniform
         k_rows = base + K_AT + wg * 64 * 128, v_rows = base + V_AT + wg * 64 * 128;
         pairs = lane % 4 * 8;
-        // dS is kept as [group][query][64 keys]: matrix i of a transposed store is keys 8 (i % 2) .., queries 8 (i / 2) ..
+        // dS is kept as [group][query][64 keys]: matrix i of a transposed store is keys 8 (i % 2) .., queries 8 (i / 2)
+        // ..
         ds_store = base + DS_AT + wg * (BM * 128) + (lane / 16 * 8 + lane % 8) * 128 +
                    (((2 * warp + lane / 8 % 2) ^ (lane % 8)) * 16);
         ds_rows = base + DS_AT + (D == 64 ? wg * 64 * 128 : 0);
@@ -106,7 +107,7 @@ DEVICE void store_keys(const Consumer& me, const TensorMap& dk_map, const Tensor
 }
 
 #if SCHEDULE == SINGLE_BLOCK
-// The warp's part of dq of the tile at `place`, scaled and cast: nobody else adds to it.
+// The warp's part of dq of the tile at `place`, scaled and cast: no other CTA adds to it.
 DEVICE void store_query_gradient(const Consumer& me, const TensorMap& dq_map, const Problem& p, const Work& w,
                                  const float (&dq)[DQ_REGISTERS], int place, bool real) {
     if (me.lane == 0) bulk_wait_read();
@@ -167,7 +168,8 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
         pin(s);
         hide(me, p, s, w.first_key + me.wg * 64, offset, diagonal, q.slot);
         if (SCHEDULE == SINGLE_BLOCK) bar_wait(base + ROWS_FULL + 8 * g.slot, g.parity);
-        probabilities(s, base + LSE_AT + (SCHEDULE == SINGLE_BLOCK ? g.slot : q.slot) * BM * 4 + me.pairs, p.scale_log2);
+        probabilities(s, base + LSE_AT + (SCHEDULE == SINGLE_BLOCK ? g.slot : q.slot) * BM * 4 + me.pairs,
+                      p.scale_log2);
         if (TIGHT) settle(s, base + K_FULL);
         wgmma_wait<0>();
         pin(dp);
@@ -207,7 +209,8 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
     }
     if (me.wg == 1 && end - first > 1) named_arrive(PING_PONG, 256);
 
-    // Main loop. Tile t is in registers as pt and dst. Nothing is in flight where the loop closes. In flight, oldest first:
+    // Main loop. Tile t is in registers as pt and dst. Nothing is in flight where the loop closes. In flight, oldest
+    // first:
     //   dV | dV dK dQ | dK dQ | dK dQ S | dQ S | S | S dP            and where registers are tight
     //   dV | dV dQ dK | dQ dK | dK | dK S | S | S dP
     for (int t = first; t + 1 < end; t++) {

@@ -9,11 +9,13 @@ DEVICE const Uint4* chunk(const Rows& x, int batch, int head, int row, int colum
 
 constexpr int HELPER_ROWS = DQ_TRANSPOSED ? BM : 64;  // of a CTA of 256 threads; 16 bytes a thread
 
-// lse, dlse: [B * heads, queries]; dlse may be null. Writes lse2 and delta and zeros the same rows of dq's sum, but where
-// CTA_PER_KV_HEAD, for there the first block of keys stores what others add to; and, unless it is null, where tickets begin.
+// lse, dlse: [B * heads, queries]; dlse may be null. Writes lse2 and delta and zeros the same rows of dq's sum, but
+// where CTA_PER_KV_HEAD, for there the first block of keys stores what others add to; and, unless it is null, where
+// tickets begin.
 extern "C" __global__ void __launch_bounds__(256)
-attention_cuda_bwd_preprocess(const Rows out, const Rows dout, const float* lse, const float* dlse, float* lse2, float* delta, float* dq_sum,
-        int queries, int padded, int heads, int* ticket, int drawn) {
+attention_cuda_bwd_preprocess(const Rows out, const Rows dout, const float* lse, const float* dlse, float* lse2,
+                              float* delta, float* dq_sum, int queries, int padded, int heads, int* ticket,
+                              int drawn) {
     if (ticket != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *ticket = drawn;
     constexpr int ACROSS = D / 8, AT_ONCE = 256 / ACROSS, PASSES = HELPER_ROWS / AT_ONCE;
     int tiles = padded / HELPER_ROWS, all = blockIdx.x / tiles, start = blockIdx.x % tiles * HELPER_ROWS;

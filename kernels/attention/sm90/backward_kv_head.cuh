@@ -1,20 +1,20 @@
 // What backward.cu, which includes this, does otherwise where a CTA has all blocks of keys of a head (CTA_PER_KV_HEAD).
 //
-// Each consumer warp makes the same eighth of every tile of dq, and the lane that hands it to the fp32 sum is always the
-// same. So nobody waits for another about sums: the first block of keys stores, later ones add, and at the last visit to
-// a tile (under a mask, at the diagonal) the warp has its part of the sum brought to shared memory ahead, adds what is in
-// its registers, and stores dq by rows as it is to be. Additions to an element have the order of the blocks: dq is the
-// same bit for bit in each run.
-// Bulk operations of a thread may overtake each other. A tile comes once to a block, so that all that must be waited for
-// is what the blocks before have added: once a block, a tile's work later.
+// Each consumer warp makes the same eighth of every tile of dq, and the lane that hands it to the fp32 sum is always
+// the same. So no CTA or warp waits for another about sums: the first block of keys stores, later ones add, and at the
+// last visit to a tile (under a mask, at the diagonal) the warp has its part of the sum brought to shared memory ahead,
+// adds what is in its registers, and stores dq by rows as it is to be. Additions to an element have the order of the
+// blocks: dq is the same bit for bit in each run. Bulk operations of a thread may overtake each other. A tile comes
+// once to a block, so that all that must be waited for is what the blocks before have added: once a block, a tile's
+// work later.
 //
 // K and V are loaded anew when both groups are done with them, V a product of a tile before K; the next tiles of q and
 // dout are there by then. dv and dk leave meanwhile.
 //
-// All heads that run at once go over all of their queries for each block of keys: a visit to a tile reads 32 KB of q and
-// dout, and reads and writes 32 KB of sums. L2 is to keep the sums, a line of which saves two of memory's: everything
-// else leaves it first. Where it does not hold all of them, blocks that go up and down the queries by turns meet first
-// what it still has.
+// All heads that run at once go over all of their queries for each block of keys: a visit to a tile reads 32 KB of q
+// and dout, and reads and writes 32 KB of sums. L2 is to keep the sums, a line of which saves two of memory's:
+// everything else leaves it first. Where it does not hold all of them, blocks that go up and down the queries
+// alternately meet first what it still has.
 //
 // Clocks of a block beside its tiles, by count: the first scores and probabilities ~1500 and the last dq ~1000 with
 // nothing beside them, and until K has come ~1500, in which dv and dk leave.

@@ -12,7 +12,8 @@
 #ifndef QUERIES
 #define QUERIES (HEAD_DIM == 64 ? 128 : 64)
 #endif
-#define V_IN_REGISTERS (HEAD_DIM == 64 && SCHEDULE != SINGLE_BLOCK && !IS_CAUSAL)  // where there is room: it is read once
+// Where there is room V is held in registers: it is read once.
+#define V_IN_REGISTERS (HEAD_DIM == 64 && SCHEDULE != SINGLE_BLOCK && !IS_CAUSAL)
 
 constexpr int D = HEAD_DIM;
 constexpr bool CAUSAL = IS_CAUSAL;

@@ -1,22 +1,23 @@
-// What backward.cu, which includes this, does otherwise where a CTA takes many blocks of keys (PERSISTENT).
+// What backward.cu, which includes this, does otherwise where CTAs are persistent (PERSISTENT).
 //
-// With few queries a block of keys has few tiles, and starting a CTA, loading K and V, filling the pipeline, draining
-// it and storing dK and dV count beside them. Here there is a CTA to an SM. It does one item (a block of keys
-// or a share of one) after the other, and their tiles, counted through, are one loop: in the step from the last tile of an
-// item to the first of the next, S and dP are of the new keys and values, dQ, a tile late, of the old keys, and dK and dV
-// leave from registers while the new S is under way.
+// With few queries a block of keys has few tiles, and the prologue and epilogue of a CTA (loading K and V, filling the
+// pipeline, draining it, storing dK and dV) count beside them. Here there is a CTA for each SM. It computes one item (a
+// block of keys or a share of one) after the other, and the tiles of all its items are one main loop: in the step from
+// the last tile of an item to the first of the next, S and dP are of the new keys and values, dQ, a tile late, of the
+// old keys, and dK and dV leave from registers while the new S is under way.
 //
-// Without a mask items take as long as each other, and a CTA does each gridDim.x-th. Under one they do not, the longest
-// of a section come first, and whoever is done takes the next, as the hardware gives out CTAs: the producer draws a ticket
-// when the last loads of an item are under way, not earlier, for who draws long before it can begin takes the item from
-// one who could.
+// Without a mask items take as long as each other, and a CTA computes each gridDim.x-th. With one they do not, and the
+// longest of a section come first; a dynamic tile scheduler then gives the next item to the CTA that is done: the
+// producer draws a ticket when the last loads of an item are under way. Not earlier: a CTA that draws long before it
+// can begin takes the item from one that could begin it.
 //
-// K has two buffers, for in the step after that dQ is of the old keys still. V has one. At D = 64 without a mask consumers
-// hold it in registers, so that the next can come as soon as they have begun an item, else when the last dP of one is done.
+// K has two buffers, for in the step after that dQ is of the old keys still. V has one. At D = 64 without a mask
+// consumers hold it in registers, so that the next can come as soon as they have begun an item, else when the last dP
+// of one is done.
 #pragma once
 
 #if SCHEDULE == PERSISTENT
-static_assert(BM == (D == 64 ? 128 : 64) && SCHEDULE != SINGLE_BLOCK && SCHEDULE != CTA_PER_KV_HEAD && SCHEDULE != ROLES, "shared memory has room for two blocks of keys");
+static_assert(BM == (D == 64 ? 128 : 64), "shared memory has room for two blocks of keys");
 
 constexpr u32 K_OTHER = K_BYTES;  // from one buffer of K to the other
 constexpr u32 ITEMS = 4;          // the producer is up to three ahead of the one whose dK and dV are stored
@@ -27,9 +28,9 @@ static_assert(K_AT == 0 && ITEM_AT + 32 * ITEMS <= 232448, "the barriers for two
 // What consumers know of an item, which costs the producer many divisions: first key, tiles, part, head; batch.
 DEVICE u32 item_slot(u32 base, u32 n) { return base + ITEM_AT + n % ITEMS * 32; }
 
-// ticket: the next item that nobody has; the first ones are those that have the CTAs' own numbers. Null without a mask.
-// One thread runs this, but what it draws is shuffled: then ptxas knows that all that comes of it is one to the warp, and
-// keeps it in uniform registers, of which there are enough, else in those that it lacks.
+// ticket: the next item that no CTA has; the first items have the CTAs' own numbers. Null without a mask.
+// One thread runs this, but what it draws is shuffled: then ptxas knows that all that depends on it is warp-uniform,
+// and keeps it in uniform registers, of which there are enough, else in those that it lacks.
 DEVICE void produce_persistent(const TensorMap& q_map, const TensorMap& do_map, const TensorMap& k_map,
                             const TensorMap& v_map, const Problem& p, int* ticket, int items, u32 base) {
     Ring<Q_STAGES> q;
@@ -119,7 +120,7 @@ DEVICE void store_rows(const Rows& to, int batch, int head, int row, int keys, c
 
 DEVICE void consume_persistent(const Rows& dk_rows, const Rows& dv_rows, const Problem& p, u32 base) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const int wg = __shfl_sync(~0u, (int)threadIdx.x / 128 - 1, 0);  // known to be one to the warp
+    const int wg = __shfl_sync(~0u, (int)threadIdx.x / 128 - 1, 0);  // for the compiler to know that it is warp-uniform
     const u32 rows = base + wg * 64 * 128, pairs = lane % 4 * 8;
     const u32 ds_store = base + DS_AT + wg * (BM * 128) + (lane / 16 * 8 + lane % 8) * 128 +
                          (((2 * warp + lane / 8 % 2) ^ (lane % 8)) * 16);
@@ -143,8 +144,8 @@ DEVICE void consume_persistent(const Rows& dk_rows, const Rows& dv_rows, const P
         if (lane == 0) bar_arrive(base + bar);
     };
     auto told = [&](u32 item, int word) { return load_shared(item_slot(base, item) + 4 * word); };
-    auto told_all = [&](u32 item, int word) { return __shfl_sync(~0u, told(item, word), 0); };  // one to the warp
-    auto first_row = [&] { return first_key + wg * 64; };                                       // of this group's keys
+    auto told_all = [&](u32 item, int word) { return __shfl_sync(~0u, told(item, word), 0); };  // warp-uniform
+    auto first_row = [&] { return first_key + wg * 64; };  // of this group's keys
     auto place = [&] {
         if (CAUSAL) diagonal = tile_index(base, q.slot) * BM < first_row() + 63 - offset;
         return tile_place(base, q.slot);
@@ -224,8 +225,8 @@ DEVICE void consume_persistent(const Rows& dk_rows, const Rows& dv_rows, const P
         bar_wait(base + K2_FULL + n % 2 * 8, n / 2 & 1);
         first_key = told_all(n, 0), left = told_all(n, 1);
     };
-    // Whether no tile comes behind this one. Asked the other way around, whether one does, ptxas 13.0 keeps nothing that
-    // is worked out of the thread's number, and works it out in each tile.
+    // Whether no tile comes behind this one. Asked the other way around, whether one does, ptxas 13.0 keeps nothing
+    // that is worked out of the thread's number, and works it out in each tile.
     auto is_last = [&] {
         if (left > 1) return false;
         bar_wait(base + ITEM_FULL + (n + 1) % ITEMS * 8, (n + 1) / ITEMS & 1);
@@ -243,7 +244,7 @@ DEVICE void consume_persistent(const Rows& dk_rows, const Rows& dv_rows, const P
     if (wg == 1 && !last) named_arrive(PING_PONG, 256);
     // As the loop of `consume`, of which this is the order of products; t counts the tiles of all items.
     for (; !last; t++) {
-        const bool ends = left == 1, freed = fresh && t > 0;  // freed: after this step nobody reads the keys before
+        const bool ends = left == 1, freed = fresh && t > 0;  // freed: after this step no warp reads the keys before
         const bool alone = ends && freed;  // an item of one tile: the next one's keys come where those before it lie
         named_sync(PING_PONG + wg, 256);
         pin(pt), pin(dst), pin(dk), pin(dv);

@@ -69,9 +69,9 @@ DEVICE void probabilities(float (&s)[BM / 2], u32 lse, float scale_log2) {
         for (int e = 0; e < 4; e++) s[4 * j + e] = exp2_(s[4 * j + e] * scale_log2 - (e & 1 ? l.y : l.x));
     }
 }
-// The probabilities are computed before what follows. `pin` binds the front end alone: ptxas sinks exponentials, but for
-// a few, behind the wait for dP, where nothing runs beside them. It moves nothing over a branch, so here is one that
-// depends on each of them. None is negative; were the sign of a NaN set, it would wait for a barrier that is open.
+// The probabilities are computed before what follows. `pin` binds the front end alone: ptxas sinks exponentials, but
+// for a few, behind the wait for dP, where nothing runs beside them. It moves nothing over a branch, so here is one
+// that depends on each of them. None is negative; were the sign of a NaN set, it would wait for a barrier that is open.
 DEVICE void settle(float (&p)[BM / 2], u32 open) {
     pin(p);
     int bits = 0;

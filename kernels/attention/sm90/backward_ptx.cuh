@@ -9,8 +9,8 @@ struct alignas(16) Float4 { float x, y, z, w; };
 struct alignas(16) Uint4 { u32 x, y, z, w; };
 struct alignas(8) Float2 { float x, y; };
 
-// For the compiler, from now on another number. A loop has few addresses that change; it would keep all that is worked out
-// of those that do not in registers that it lacks.
+// For the compiler, from now on another number. A loop has few addresses that change; it would keep all that is worked
+// out of those that do not in registers that it lacks.
 DEVICE void anew(u32& x) { asm volatile("" : "+r"(x)); }
 DEVICE u32 shared_address(const void* p) {
     u32 a;

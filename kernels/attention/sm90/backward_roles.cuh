@@ -21,25 +21,25 @@
 //                adds to `ready`. Consumers add to them after they have waited for dout's barrier, on which the producer
 //                arrives after its acquire: release and acquire at each step from the zeros to the reductions.
 //   sums of dq   added to by bulk reductions, one thread of each consumer warp. It waits until its own are complete and
-//                adds to `done` with release: so `done` counts warps. Who finishes reads it with acquire, has a proxy
+//                adds to `done` with release: so `done` counts warps. A CTA that postprocesses reads it with acquire, has a proxy
 //                fence, and reads the sums by bulk copies, which do not see L1 and what it may still have of them.
 //
 // A CTA fills its SM by its shared memory, so that it must keep memory busy alone: out and dout come by TMA
 // into a ring of 160 KB, sums into one of 192 KB (of 80 queries 200). A chunk of tiles is as much as pays for the start
-// of a CTA; the first span to be prepared and the last two to be finished, beside which nobody multiplies, have shorter
-// ones, for then all SMs are to take part.
+// of a CTA; the first span to be preprocessed and the last two to be postprocessed, beside which no CTA multiplies,
+// have shorter ones, for then all SMs are to take part.
 #pragma once
 
 #if SCHEDULE == ROLES
 enum Role { PREPROCESS, MULTIPLY, POSTPROCESS };
 
-constexpr int LAG = 3;         // rounds from the one that prepares a span to the one that finishes it
-constexpr int LAST = LAG - 1;  // so many spans are finished when nobody multiplies any more
+constexpr int LAG = 3;         // rounds from the one that preprocesses a span to the one that postprocesses it
+constexpr int LAST = LAG - 1;  // so many spans are postprocessed when no CTA multiplies any more
 constexpr int MOST_ROUNDS = 64;
 
 // CTAs from place `start` on. All but `others` multiply, items from `multiplies_from` on; of the others, one at each
-// `stride` places until there are no more, the first so many prepare and the rest finish. Who multiplies awaits
-// `preprocessed` of `ready`, who finishes `multiplied` of `done`.
+// `stride` places until there are no more, the first so many preprocess and the rest postprocess. A CTA that
+// multiplies awaits `preprocessed` of `ready`, one that postprocesses `multiplied` of `done`.
 struct Round { int start, preprocesses, others, stride, multiplies_from, preprocessed, multiplied; };
 
 struct Roles {
@@ -102,7 +102,7 @@ DEVICE void announce(u32* counter) {
     add_release(counter, 1);
 }
 
-// The tiles of a CTA that prepares or finishes: of one query head, counted over all batches.
+// The tiles of a CTA that preprocesses or postprocesses: of one query head, counted over all batches.
 struct Chunk {
     int head, first, tiles;
 
@@ -230,7 +230,7 @@ DEVICE void postprocess_span(const TensorMap& dq_map, const Problem& p, const Ro
 #pragma unroll
             for (int k = 0; k < DQ_REGISTERS / 8; k++) {
                 const u32* four = x + 4 * k;
-                // Four 8x8 matrices. Of 64 queries: 16 rows of queries and 16 columns; of 80 the same, turned.
+                // Four 8x8 matrices. Of 64 queries: 16 rows of queries and 16 columns; of 80 the same, transposed.
                 u32 row = DQ_TRANSPOSED ? k * 16 + lane / 16 * 8 + eighth : warp % 4 * 16 + lane % 16;
                 u32 column = DQ_TRANSPOSED ? warp % 4 * 2 + lane / 8 % 2 : k * 2 + lane / 16;
                 u32 to = slab + row * 128 + (column ^ eighth) * 16;

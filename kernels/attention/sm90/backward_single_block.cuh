@@ -45,10 +45,10 @@ DEVICE void produce_single(const TensorMap& q_map, const TensorMap& do_map, cons
     }
 }
 
-// lse in base 2 and delta of each tile, as `preprocess` makes them of all others: two warps that have nothing else to do,
-// a row a lane. Swizzled as rows are, eight lanes read the same column of eight rows from all banks at once.
-// Their slots are dout's: consumers release one after they have read lse and delta, and had these after out was read.
-// So the barrier that says that a slot of dout is empty says it of the other three.
+// lse in base 2 and delta of each tile, as `preprocess` makes them of all others: two warps that have nothing else to
+// do, a row a lane. Swizzled as rows are, eight lanes read the same column of eight rows from all banks at once. Their
+// slots are dout's: consumers release one after they have read lse and delta, and had these after out was read. So the
+// barrier that says that a slot of dout is empty says it of the other three.
 DEVICE void preprocess_tiles(const Problem& p, const Work& w, u32 base) {
     const int first_head = (w.batch * p.kv_heads + w.head) * p.group, end = w.begin + w.tiles;
     u32 turn = 0;

@@ -17,8 +17,8 @@ DEVICE int first_tile(const Problem& p, int first_key) {
     return CAUSAL ? max(0, first_key - (p.keys - p.queries)) / BM : 0;
 }
 // The 128 keys of this CTA and the tiles of queries that see some of them, for each query head that shares the keys.
-// Blocks from `unshared` on, a last round that would leave most SMs without work, are shared by `splits` CTAs each, where
-// there is no mask.
+// Blocks from `unshared` on, a last round that would leave most SMs without work, are shared by `splits` CTAs each,
+// where there is no mask.
 struct Work {
     int head, batch, first_key, low, begin, tiles, part;  // `part`: which place of `parts` dv and dk go to, or -1
     int ahead;                                            // tiles that come last, not first

@@ -14,7 +14,7 @@
 //
 // A CTA is one producer warp and CONSUMERS warp groups with 64 query rows each, all running one copy of the code. The
 // producer fills rings of key and value blocks. A consumer issues the product of queries and keys of block j and that
-// of probabilities and values of block j - 1 together, and computes the softmax of block j in the shade of the second
+// of probabilities and values of block j - 1 together, and overlaps the softmax of block j with the second
 // (Shah et al. 2024, FlashAttention-3, sections 3.1, 3.2). Scores, probabilities and accumulator stay in registers.
 //
 // Key blocks are walked from the last to the first, for the last ones alone need masks: those that the diagonal
@@ -28,8 +28,8 @@
 //   tile_full 1, tile_empty 4 * CONSUMERS      the number of the next tile
 // Named barriers 1 ... CONSUMERS: consumer c may issue its products (PING_PONG).
 //
-// Defined by the launcher, see CudaConfig in configs/forward.py: HEAD_DIM (64, 128), BLOCK_N, STAGES, CONSUMERS (2, 3), CAUSAL, FP16,
-// PING_PONG, Q_REGISTERS, Q_BUFFERS.
+// Defined by the launcher, see CudaConfig in configs/forward.py: HEAD_DIM (64, 128), BLOCK_N, STAGES, CONSUMERS (2, 3),
+// CAUSAL, FP16, PING_PONG, Q_REGISTERS, Q_BUFFERS.
 
 #include "forward_ptx.cuh"
 
@@ -72,8 +72,8 @@ DEVICE void turn_pass(int consumer) {
 // Head (batches counted in) and first row of this CTA in a tile. With causal `section` heads at a time, as many as have
 // their keys and values in L2, and in these the rows with the most keys first; row blocks are counted from the end, so
 // that the block which is not full has the fewest keys, and may begin before row 0. Else head by head, but of the heads
-// from `section` on the row blocks that are not full come last of all: they take less time, and fill what the last round
-// of tiles leaves free. Not of all heads, for there each reads keys and values that it shares with no other.
+// from `section` on the row blocks that are not full come last of all: they take less time, and fill what the last
+// round of tiles leaves free. Not of all heads, for there each reads keys and values that it shares with no other.
 DEVICE void find_tile(const Problem& a, int index, int& head, int& first_row) {
     if (CAUSAL) {
         int first = index / (a.section * a.num_m) * a.section;
@@ -279,7 +279,7 @@ DEVICE uint4 transpose(u32 w0, u32 w1, u32 w2, u32 w3, int t) {
 }
 
 // Writes rows first_row ... first_row + 15 of out and lse, as far as they are rows of the queries.
-DEVICE void finish(const float (&o)[O_REGS], const Rows& rows, const Problem& a, int all_head, int first_row,
+DEVICE void epilogue(const float (&o)[O_REGS], const Rows& rows, const Problem& a, int all_head, int first_row,
                    int lane) {
     int batch = all_head / a.q_heads;
     unsigned short* out = a.out + batch * a.out_batch + (all_head - batch * a.q_heads) * a.out_head;
@@ -398,7 +398,7 @@ DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer,
     wgmma_wait<0>();
     pin(o);
     if (me.leader) bar_arrive(me.bars + 8 * (V_EMPTY + last));
-    finish(o, rows, a, head, first_row + me.warp * 16, me.lane);
+    epilogue(o, rows, a, head, first_row + me.warp * 16, me.lane);
 }
 
 DEVICE void consume(const Problem& a, int number, u32 smem) {
@@ -419,7 +419,7 @@ DEVICE void consume(const Problem& a, int number, u32 smem) {
         all_blocks = __shfl_sync(~0u, all_blocks, 0);
         const int buffer = __shfl_sync(~0u, queries.slot, 0) * CONSUMERS + number;
         bar_wait(bars + 8 * (Q_FULL + buffer), queries.phase);
-        skip(me, ring, all_blocks - end, all_blocks - 1);  // the first block of a tile is nobody's turn
+        skip(me, ring, all_blocks - end, all_blocks - 1);  // the first block of a tile has no turn
         if (end > 0) attend(a, me, ring, buffer, head, first_row, end, full);
         else if (me.leader) bar_arrive(bars + 8 * (Q_EMPTY + buffer));
         bar_wait(bars + 8 * TILE_FULL, turn);

@@ -30,7 +30,7 @@
 //
 // A CTA is one producer warp and CONSUMERS warp groups with 64 query rows each, all running one copy of the code. The
 // producer fills rings of key and value blocks. A consumer issues the product of queries and keys of block j and that
-// of probabilities and values of block j - 1 together, and computes the softmax of block j in the shade of the second
+// of probabilities and values of block j - 1 together, and overlaps the softmax of block j with the second
 // (Shah et al. 2024, FlashAttention-3, sections 3.1 to 3.3). Scores, probabilities and accumulator stay in registers.
 //
 // Key blocks are walked from the last to the first, for the last ones alone need masks: those that the diagonal
@@ -469,7 +469,7 @@ __device__ __forceinline__ uint4 transpose(u32 w0, u32 w1, u32 w2, u32 w3, int t
 }
 
 // Writes rows first_row ... first_row + 15 of out and lse: the total, with the last section's accumulator.
-__device__ __forceinline__ void finish(float (&o)[O_REGS + 4], const Rows& rows, float v_scale, u32 total, bool written,
+__device__ __forceinline__ void epilogue(float (&o)[O_REGS + 4], const Rows& rows, float v_scale, u32 total, bool written,
                                        const Problem& a, int all_head, int first_row, int lane) {
     int batch = all_head / a.q_heads;
     u16* out = a.out + batch * a.out_batch + (all_head - batch * a.q_heads) * a.out_head;
@@ -630,7 +630,7 @@ __device__ __forceinline__ void consume(const Problem& a, int c, u32 smem) {
             wgmma_wait<0>();
             pin(o);
             if (leader) bar_arrive(bars + 8 * (V_EMPTY + last));
-            finish(o, rows, v_now, total, written, a, head, first_row + warp * 16, lane);
+            epilogue(o, rows, v_now, total, written, a, head, first_row + warp * 16, lane);
         } else if (leader) {
             bar_arrive(bars + 8 * (Q_EMPTY + c));
         }

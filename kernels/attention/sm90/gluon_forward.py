@@ -4,13 +4,13 @@ Napkin maths for one block of 128 keys and one warp group of 64 query rows, in c
 (4096 FLOP a cycle, dense), its exponential unit (16 a cycle) and its four schedulers (one instruction a cycle each):
   D = 128   tensor 1024   exp2 512   issue about 460
   D =  64   tensor  512   exp2 512   issue about 420
-So at D = 128 all else hides behind the tensor cores once two warp groups take turns. At D = 64 the exponential unit is
+So at D = 128 all else is overlapped with the tensor cores once two warp groups ping-pong. At D = 64 the exponential unit is
 as long as they are: three warp groups share an SM, which also cuts the traffic of keys and values from L2 to
 two thirds.
 
 A CTA is one producer warp and CONSUMERS warp groups with 64 rows of queries each. The producer fills rings of key and
 value blocks by TMA. A consumer issues the product of queries and keys of block j and that of probabilities and values
-of block j - 1 together, and computes the softmax of block j in the shade of the second. Scores, probabilities and
+of block j - 1 together, and overlaps the softmax of block j with the second. Scores, probabilities and
 accumulator never leave the registers. The scheme is FlashAttention-3's (Shah et al. 2024, sections 3.1 and 3.2).
 
 Key blocks are walked from the last to the first, for the last ones alone need masks: those that the diagonal crosses,
@@ -198,7 +198,7 @@ def _step(
     state, q, bufs, bars, my_turn, next_turn, scale_log2, limit, first_key, masked,
     CAUSAL: gl.constexpr, PING_PONG: gl.constexpr,
 ):  # fmt: skip
-    """Scores and softmax of block number `it` and, in their shade, the values of the block before."""
+    """Scores and softmax of block number `it` overlapped with the values of the block before."""
     o, p, m, total, it, turn_phase = state
     _, k_smem, v_smem, _, _ = bufs
     _, _, k_full, k_empty, v_full, v_empty, _, _ = bars

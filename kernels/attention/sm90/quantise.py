@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 Q_ROWS = 64  # of queries with one scale: a warp group's
-CHUNK = 128  # keys of v that are turned round at once
+CHUNK = 128  # keys of v that are transposed at once
 WARPS = 4
 
 # Four at a time and not y.to(float8): ptxas 12.8 takes pairs apart and together again there, and where they are stored
@@ -118,7 +118,7 @@ def _quantise_section(
     v_ptr, y_ptr, scale_ptr, section, stride, num_keys, dim, padded,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """A section of values: its largest magnitude, and again from L2 what is turned round."""
+    """A section of values: its largest magnitude, and again from L2 what is transposed."""
     p, n = tl.arange(0, CHUNK), tl.arange(0, WIDTH)
     first = section * ROWS
     limit = tl.minimum(num_keys, first + ROWS)
