@@ -14,6 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, Rows, Tunable
 
 from . import attention
+from .configs import backward as backward_configs
+from .configs import candidates
 from .configs import forward as forward_configs
 from .configs import portable as portable_configs
 from .reference import MOST_SCORES, attention_reference
@@ -235,31 +237,57 @@ GRID = tuple(
 )
 
 
-def _versions(case: Case) -> list[tuple[str, int]]:
-    splits = (2, 4, 8, 16, 32, 64, 128)
-    return [("cuda", 1), ("gluon", 1), ("portable", 1), *(("split", n) for n in splits if 256 * n <= case.dims["keys"])]
+H200_SMS = 132
+FP8 = tuple(case for case in CASES if case.bench and case.params.get("fp8"))
+PLAIN = tuple(case for case in CASES if case.bench and not case.params.get("fp8"))
+
+
+def _picks_cuda(case: Case) -> bool:
+    """Whether the forward in CUDA C++ runs on an H200."""
+    d = case.dims
+    sizes = (d["queries"], d["keys"], d["batch"] * d["kv_heads"], d["group"])
+    return forward_configs.pick_forward("auto", case.dtype, *sizes, H200_SMS, "cuda", d["dim"])[0] == "cuda"
 
 
 def _fwd_candidates(case: Case) -> list[portable_configs.Config]:
     shapes = [(64, 64), (64, 128), (128, 32), (128, 64), (128, 128), (192, 64), (256, 64)]
-    return _candidates(case, shapes, (4, 8, 16), (2, 3, 4))
+    return candidates.tiles(case.dims["dim"], shapes, (4, 8, 16), (2, 3, 4))
 
 
 def _dkdv_candidates(case: Case) -> list[portable_configs.Config]:
-    return _candidates(case, [(32, 64), (32, 128), (64, 64), (64, 128), (128, 64)], (4, 8), (1, 2, 3))
+    shapes = [(32, 64), (32, 128), (64, 64), (64, 128), (128, 64)]
+    return candidates.tiles(case.dims["dim"], shapes, (4, 8), (1, 2, 3))
 
 
 def _dq_candidates(case: Case) -> list[portable_configs.Config]:
-    return _candidates(case, [(64, 32), (64, 64), (128, 32), (128, 64), (128, 128)], (4, 8), (1, 2, 3))
+    shapes = [(64, 32), (64, 64), (128, 32), (128, 64), (128, 128)]
+    return candidates.tiles(case.dims["dim"], shapes, (4, 8), (1, 2, 3))
 
 
-def _candidates(case: Case, shapes, warps, stages) -> list[portable_configs.Config]:
-    block_d = portable_configs.padded(case.dims["dim"])
-    tiles = [(m, n) for m, n in shapes if m & (m - 1) == 0]
-    return [portable_configs.Config(m, n, block_d, w, s) for m, n in tiles for w in warps for s in stages]
+def _cuda_bwd_candidates(case: Case) -> list[backward_configs.CudaBackwardConfig]:
+    d = case.dims
+    heads = d["batch"] * d["kv_heads"]
+    return candidates.cuda_bwd(d["keys"], d["dim"], heads, d["group"], bool(case.params.get("causal")))
 
 
-def _repeats(implementation: str, case: Case, mode: str) -> str | None:
+TUNABLES = (
+    Tunable(forward_configs, "pick_forward", "fwd", lambda case: candidates.versions(case.dims["keys"]), GRID),
+    Tunable(
+        forward_configs,
+        "pick_cuda_config",
+        "fwd",
+        lambda case: candidates.cuda(case.dims["dim"]),
+        tuple(filter(_picks_cuda, PLAIN)),
+    ),
+    Tunable(forward_configs, "pick_fp8_config", "fwd", lambda case: candidates.fp8(case.dims["dim"]), FP8),
+    Tunable(portable_configs, "pick_fwd_config", "fwd", _fwd_candidates, PLAIN, "triton"),
+    Tunable(portable_configs, "pick_dkdv_config", "bwd", _dkdv_candidates, PLAIN, "triton"),
+    Tunable(portable_configs, "pick_dq_config", "bwd", _dq_candidates, PLAIN, "triton"),
+    Tunable(backward_configs, "pick_cuda_bwd_config", "bwd", _cuda_bwd_candidates, PLAIN),
+)
+
+
+def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
     if implementation != "auto" and case.params.get("fp8"):
         return "in e4m3 there is one version"
     if implementation == "triton-fused" and mode == "fwd":
@@ -268,7 +296,9 @@ def _repeats(implementation: str, case: Case, mode: str) -> str | None:
 
 
 # What racecheck finds. tests/test_false_alarms.py shows it on a kernel of a few lines.
-HANDED_OVER = "a bulk copy or a warp hands it over through an mbarrier, and racecheck does not know which threads wait for those"
+HANDED_OVER = (
+    "a bulk copy or a warp hands it over through an mbarrier, and racecheck does not know which threads wait for those"
+)
 
 SPEC = KernelSpec(
     name="attention",
@@ -280,7 +310,7 @@ SPEC = KernelSpec(
     # On the CPU the first is the second, and the interpreter would take minutes for the battery of the last; there
     # test_attention.py compares them.
     min_capability={"triton": (9, 0), "triton-fused": (8, 0)},
-    repeats=_repeats,
+    repeats=_alias_reason,
     baselines=(
         dataclasses.replace(EAGER, supports=_fits),
         dataclasses.replace(COMPILED, supports=_fits),
@@ -315,10 +345,5 @@ SPEC = KernelSpec(
         },
     },
     spills={"attention_fp8_fwd": 52},  # with NVRTC 13.5; with 13.0, which was measured, 48
-    tunables=(
-        Tunable(forward_configs, "pick_forward", "fwd", _versions, GRID),
-        Tunable(portable_configs, "pick_fwd_config", "fwd", _fwd_candidates, implementation="triton"),
-        Tunable(portable_configs, "pick_dkdv_config", "bwd", _dkdv_candidates),
-        Tunable(portable_configs, "pick_dq_config", "bwd", _dq_candidates),
-    ),
+    tunables=TUNABLES,
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from .configs import backward as backward_configs
+from .configs import candidates
 from .configs.backward import Schedule
 from .sm90 import backward
 
@@ -133,3 +134,15 @@ def test_schedules_have_the_same_numbers_in_the_source():
     header = Path(backward.__file__).with_name("backward_schedule.cuh").read_text(encoding="utf-8")
     numbers = dict(re.findall(r"^#define (\w+) (\d+)", header, flags=re.MULTILINE))
     assert numbers == {schedule.name: str(schedule.value) for schedule in Schedule}
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_candidates_of_the_backward_are_what_the_source_takes(dim):
+    for keys, kv_heads, group, causal in itertools.product((100, 4096), (1, 8, 1000), (1, 8), (False, True)):
+        for config in candidates.cuda_bwd(keys, dim, kv_heads, group, causal):
+            assert (dim, config.queries) in QUERY_TILES and 1 <= config.section <= kv_heads
+            assert (config.schedule is Schedule.SINGLE_BLOCK) == (keys <= 128)
+            assert (config.schedule is Schedule.ROLES) == (config.span > 0)
+            assert config.span == 0 or -(-kv_heads // config.span) <= backward_configs.CUDA_BWD_SPANS
+            if config.schedule is Schedule.PERSISTENT:
+                assert config.queries == backward_configs.PERSISTENT_QUERIES[dim]

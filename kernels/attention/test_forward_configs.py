@@ -7,10 +7,11 @@ import itertools
 import pytest
 import torch
 
+from .configs import candidates
 from .configs import forward as configs
 from .configs import portable as tiles
 from .portable import band, delta
-from .sm90 import forward
+from .sm90 import forward, fp8
 
 CAPABILITIES = ((8, 0), (8, 6), (9, 0), (10, 0))
 
@@ -113,3 +114,9 @@ def test_the_forward_in_cuda_fits(dim, causal):
         config = forward_config(dim, queries, keys, causal, heads)
         assert forward.shared_bytes(dim, config) <= 232_448
         assert config.block_n % 8 == 0
+
+
+def test_candidates_fit():
+    for dim in (64, 128):
+        assert all(forward.shared_bytes(dim, config) <= 232_448 for config in candidates.cuda(dim))
+        assert all(fp8.shared_bytes(dim, config) <= 232_448 for config in candidates.fp8(dim))

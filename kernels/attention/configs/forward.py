@@ -29,8 +29,8 @@ class GluonConfig:
 
 
 def pick_gluon_config(dim: int, causal: bool) -> GluonConfig:
-    """Three consumers up to D = 64 and under a causal mask up to D = 128, else two. Record: the tables of the forward in
-    EXPERIMENTS.md (H200)."""
+    """Three consumers up to D = 64 and under a causal mask up to D = 128, else two. Record: the tables of the forward
+    in EXPERIMENTS.md (H200)."""
     if dim <= 64:
         return GluonConfig(128, 4, 3, 160, False, False)
     if dim > 128:
