@@ -5,8 +5,8 @@ Napkin maths for one block of 128 keys and one warp group of 64 query rows, in c
   D = 128   tensor 1024   exp2 512   issue about 460
   D =  64   tensor  512   exp2 512   issue about 420
 So at D = 128 all else is overlapped with the tensor cores once two warp groups ping-pong. At D = 64 the exponential
-unit is as long as they are: three warp groups share an SM, which also cuts the traffic of keys and values from L2 to two
-thirds.
+unit is as long as they are: three warp groups share an SM, which also cuts the traffic of keys and values from L2 to
+two thirds.
 
 A CTA is one producer warp and CONSUMERS warp groups with 64 rows of queries each. The producer fills rings of key and
 value blocks by TMA. A consumer issues the product of queries and keys of block j and that of probabilities and values
