@@ -67,7 +67,7 @@ PROBLEMS = [  # span, key heads, group, tiles of queries of a head, their querie
 
 @pytest.mark.parametrize("problem", PROBLEMS)
 @pytest.mark.parametrize("sms", [1, 4, 132])
-def test_nobody_waits_for_a_higher_place(problem, sms):
+def test_a_cta_waits_for_lower_places_alone(problem, sms):
     span, kv_heads, group, m_tiles, tile, blocks, shared, splits = problem
     config = CudaBackwardConfig(tile, 1, shared, splits, schedule=Schedule.ROLES, span=span)
     made = pick_roles_plan(config, kv_heads, group, m_tiles, blocks, sms)
@@ -328,12 +328,12 @@ def test_it_ends_whatever_the_order_in_which_ctas_start(config, causal, monkeypa
     def delayed(device, source, names, defines, shared):
         return original(device, source, names, (*defines, "START_DELAY=1"), shared)
 
-    def told(plan, lse, dlse, counted, told=backward.roles.told):
+    def argument(plan, lse, dlse, counted, original=backward.roles.roles_argument):
         counters.append((plan, counted))
-        return told(plan, lse, dlse, counted)
+        return original(plan, lse, dlse, counted)
 
     monkeypatch.setattr(cuda_driver, "kernels", delayed)
-    monkeypatch.setattr(backward.roles, "told", told)
+    monkeypatch.setattr(backward.roles, "roles_argument", argument)
     for _ in range(3):
         for a, b in zip(gradients(problem, saved), expected, strict=True):
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)

@@ -126,7 +126,7 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
         if schedule is Schedule.ROLES:
             plan = _plan(problem, config, sizes)
             counters = torch.zeros(2 * plan.spans + 1, dtype=torch.int32, device=device)
-            ctas, arguments = plan.ctas, [*arguments, roles.told(plan, saved.lse, saved.dlse, counters)]
+            ctas, arguments = plan.ctas, [*arguments, roles.roles_argument(plan, saved.lse, saved.dlse, counters)]
         if schedule not in (Schedule.SINGLE_BLOCK, Schedule.ROLES):
             incoming = [Rows.of(out), Rows.of(dout), pointer(saved.lse), pointer(saved.dlse)]
             terms = [pointer(work.lse2), pointer(work.delta), pointer(work.dq_sum)]

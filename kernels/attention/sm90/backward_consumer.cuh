@@ -101,7 +101,7 @@ DEVICE void store_keys(const Consumer& me, const TensorMap& dk_map, const Tensor
         bulk_commit();
     }
     if (me.lane == 0) {
-        if (SCHEDULE == ROLES) bulk_wait();  // others are told that dq is there
+        if (SCHEDULE == ROLES) bulk_wait();  // before `announce` says that dq is there
         else bulk_wait_read();
     }
 }

@@ -46,8 +46,8 @@ DEVICE void produce_kv_head(const TensorMap& q_map, const TensorMap& do_map, con
             bar_expect(base + full, K_BYTES);
 #pragma unroll
             for (int part = 0; part < 2 * SLABS; part++)
-                tma_load_once(base + at + part * 64 * 128, &map, part / 2 * 64, first_key + part % 2 * 64, w.head, w.batch,
-                         base + full);
+                tma_load_once(base + at + part * 64 * 128, &map, part / 2 * 64, first_key + part % 2 * 64, w.head,
+                              w.batch, base + full);
         };
         if (first_key == 0) load_keys(k_map, K_AT, K_FULL, K_EMPTY);
 #pragma unroll 1
@@ -136,7 +136,8 @@ DEVICE void add_kv_head(const TensorMap& dq_map, const Problem& p, const Work& w
     __syncwarp();
     if (lane == 0) {
         const int i = place >> 1, head = i / p.m_tiles - w.batch * p.kv_heads * p.group, row = i % p.m_tiles * BM;
-        store_box_once(dq_map, to, consumer() / 4 * 64, row + consumer() % 4 * 16, head, w.batch);  // of lane 0: the box
+        // Of lane 0 `to` is the box.
+        store_box_once(dq_map, to, consumer() / 4 * 64, row + consumer() % 4 * 16, head, w.batch);
         bulk_commit();
     }
 }

@@ -21,8 +21,8 @@
 //                adds to `ready`. Consumers add to them after they have waited for dout's barrier, on which the producer
 //                arrives after its acquire: release and acquire at each step from the zeros to the reductions.
 //   sums of dq   added to by bulk reductions, one thread of each consumer warp. It waits until its own are complete and
-//                adds to `done` with release: so `done` counts warps. A CTA that postprocesses reads it with acquire, has a proxy
-//                fence, and reads the sums by bulk copies, which do not see L1 and what it may still have of them.
+//                adds to `done` with release: so `done` counts warps. A CTA that postprocesses reads it with acquire, has
+//                a proxy fence, and reads the sums by bulk copies, which do not see L1 and what it may still have of them.
 //
 // A CTA fills its SM by its shared memory, so that it must keep memory busy alone: out and dout come by TMA
 // into a ring of 160 KB, sums into one of 192 KB (of 80 queries 200). A chunk of tiles is as much as pays for the start
@@ -221,7 +221,8 @@ DEVICE void postprocess_span(const TensorMap& dq_map, const Problem& p, const Ro
 #pragma unroll
             for (int j = 0; j < DQ_REGISTERS / 4; j++) {
                 Float4 four = shared_four(tile + warp * PIECE_BYTES + j * 512 + lane * 16);
-                x[2 * j] = pack(four.x * p.scale, four.y * p.scale), x[2 * j + 1] = pack(four.z * p.scale, four.w * p.scale);
+                x[2 * j] = pack(four.x * p.scale, four.y * p.scale);
+                x[2 * j + 1] = pack(four.z * p.scale, four.w * p.scale);
             }
         }
         __syncthreads();

@@ -4,7 +4,7 @@
 struct Problem {
     float* dq_sum;       // [B * Hq, m_tiles, BM * D], in the order that the consumers' registers have
     const float* lse2;   // [B * Hq, m_tiles * BM], log2(e) * lse; +inf where a query sees nothing or does not exist
-    const float* delta;  // the same shape; 0 there. Where SINGLE_BLOCK these two are lse and dlse, or null, [B * Hq, queries]
+    const float* delta;  // the same shape; 0 there. With SINGLE_BLOCK these are lse and dlse (or null), [B * Hq, queries]
     float* parts;        // [blocks - unshared, splits, 2, 128 * D]: dv and dk of shared blocks, in register order
     int queries, keys, m_tiles, n_blocks, kv_heads, group, all_kv_heads, section, unshared, splits, alternate;
     float scale, scale_log2;
@@ -42,7 +42,7 @@ struct Work {
         begin = of_block * share / shares;
         tiles = of_block * (share + 1) / shares - begin;
         // CTAs that start together would all add to the sum of one tile at a time, where L2 takes one addend after the
-        // other. So each begins at a tile of its own and goes round.
+        // other. So each begins at a tile of its own and wraps around.
         ahead = CAUSAL || SCHEDULE == CTA_PER_KV_HEAD || part >= 0 ? 0 : i / heads % p.m_tiles;
         // CTAs of a first section start together: from the last query down they are at the same tile all the time, and
         // end one by one, the last keys first. Those of the next start as these end, the first keys first, each so much

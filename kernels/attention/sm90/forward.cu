@@ -375,7 +375,8 @@ DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer,
         pin(s);
         // Needed in the next round only. It stands here because ptxas would move the wait for the second product in
         // front of the softmax, as no register connects the two, but moves nothing across this wait's loop. And it
-        // would move the sums behind both, where nothing hides them: hence a parity that needs them (none is negative).
+        // would move the sums behind both, where nothing is overlapped with them: hence a parity that needs them (none
+        // is negative).
         bar_wait(me.bars + 8 * (V_FULL + slot), ring.phase ^ (rows.sum[0] + rows.sum[1] < -1.0f));
         wgmma_wait<0>();
         pin(o);

@@ -598,8 +598,8 @@ __device__ __forceinline__ void consume(const Problem& a, int c, u32 smem) {
                 pin(s);
                 // Needed in the next round only. It stands here because ptxas would move the wait for the second
                 // product in front of the softmax, as no register connects the two, but moves nothing across this
-                // wait's loop. And it would move the sums behind both, where nothing hides them: hence a parity that
-                // needs them (sums are not negative).
+                // wait's loop. And it would move the sums behind both, where nothing is overlapped with them: hence a
+                // parity that needs them (sums are not negative).
                 const float hidden = EXACT_LSE ? rows.sum[0] + rows.sum[1] : s[S_REGS - 2] + s[S_REGS - 1];
                 bar_wait(bars + 8 * (V_FULL + slot), ring.phase ^ (hidden < -1.0f));
                 wgmma_wait<0>();

@@ -1,4 +1,4 @@
-"""What a launch of backward.cu is told whose CTAs have three roles (backward_roles.cuh)."""
+"""The argument of a launch of backward.cu whose CTAs have three roles (backward_roles.cuh)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Roles(ctypes.Structure):
     ]
 
 
-def told(plan: RolesPlan, lse: torch.Tensor, dlse: torch.Tensor | None, counters: torch.Tensor) -> Roles:
+def roles_argument(plan: RolesPlan, lse: torch.Tensor, dlse: torch.Tensor | None, counters: torch.Tensor) -> Roles:
     """counters: 2 · spans + 1 zeros of 32 bits, for `ready`, `done` and `drawn`."""
     sizes = (plan.span, plan.spans, plan.chunk, plan.chunks, plan.end_chunk, plan.end_chunks)
     counts = (pointer(counters[at:]) for at in (0, plan.spans, 2 * plan.spans))
