@@ -140,7 +140,7 @@ def kernel_order(folder: Path) -> Iterator[str]:
                 continue
             for module in [item.module.split(".")[0]] if item.module else item.names:
                 sibling = folder / f"{module}.py"
-                layer = _layer(sibling) if sibling.is_file() else "__init__"
+                layer = _layer(sibling) if sibling.is_file() or (folder / module).is_dir() else "__init__"
                 if layer not in may[_layer(path)]:
                     where = f"{path}:{item.line}"
                     yield f"{where}: {path.stem} must not import {layer}: kernel ← op ← __init__ ← bench, test"

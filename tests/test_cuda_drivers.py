@@ -9,14 +9,17 @@ import torch
 
 from harness import registry
 
-DRIVERS = sorted(path.parent.name for path in registry.ROOT.glob("kernels/*/cuda_driver.py"))
+DRIVERS = sorted(
+    ".".join(path.relative_to(registry.ROOT).with_suffix("").parts)
+    for path in registry.ROOT.glob("kernels/**/cuda_driver.py")
+)
 
 
-@pytest.mark.parametrize("kernel", DRIVERS)
+@pytest.mark.parametrize("name", DRIVERS)
 @pytest.mark.parametrize("has_context", [False, True])
-def test_who_asks_for_kernels_has_a_context_each_time(kernel, has_context, monkeypatch):
+def test_who_asks_for_kernels_has_a_context_each_time(name, has_context, monkeypatch):
     """Not the first time alone, when they are loaded: another thread may have loaded them."""
-    driver, called = importlib.import_module(f"kernels.{kernel}.cuda_driver"), []
+    driver, called = importlib.import_module(name), []
 
     class Library:
         def __getattr__(self, name):
@@ -32,6 +35,6 @@ def test_who_asks_for_kernels_has_a_context_each_time(kernel, has_context, monke
     monkeypatch.setattr(driver, "_compiled", lambda source, defines: b"")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     for _ in range(2):
-        driver.kernels(-1, f"{kernel}.cu", ("kernel",), (f"HAS_CONTEXT={has_context}",), 0)
+        driver.kernels(-1, "source.cu", ("kernel",), (f"HAS_CONTEXT={has_context}",), 0)
     assert called.count("cuModuleLoadData") == 1
     assert called.count("cuCtxSetCurrent") == (0 if has_context else 2)

@@ -1,6 +1,7 @@
 """CUDA C++ compiled for a GPU that is not there, by the NVRTC that comes with PyTorch's CUDA builds or as a wheel.
 
-A kernel folder with CUDA C++ has a module `cuda_driver`, through which its launchers compile and launch:
+A kernel folder with CUDA C++ has a module `cuda_driver`, in itself or in its folder sm90/ beside the sources, through
+which its launchers compile and launch:
 
     no_compiler() -> reason or None          kernels(device, source, names, defines, shared) -> a handle for each name
     launch(handle, grid, threads, shared, stream, parameters)         tensor_map(...) -> bytes
@@ -57,8 +58,15 @@ def driver_of(package: str) -> ModuleType | None:
     """The `cuda_driver` of a kernel's package, if it has one."""
     if not package:
         return None
-    name = f"{package}.cuda_driver"
-    return importlib.import_module(name) if name in sys.modules or importlib.util.find_spec(name) else None
+    for folder in (package, f"{package}.sm90"):
+        name = f"{folder}.cuda_driver"
+        if name in sys.modules or (_exists(folder) and _exists(name)):
+            return importlib.import_module(name)
+    return None
+
+
+def _exists(module: str) -> bool:
+    return module in sys.modules or importlib.util.find_spec(module) is not None
 
 
 @contextmanager
@@ -86,7 +94,7 @@ def recording(package: str, capability: tuple[int, int], note: Callable[[Launch]
     if hasattr(driver, "tensor_map"):
         stand_ins["tensor_map"] = lambda *_, **__: b""
     with ExitStack() as stack:
-        users = [m for n, m in sys.modules.items() if n.startswith(f"{driver.__package__}.") and m is not None]
+        users = [m for n, m in sys.modules.items() if n.startswith(f"{package}.") and m is not None]
         for module in users:  # some have imported the functions by name
             for name, stand_in in stand_ins.items():
                 if getattr(module, name, None) is getattr(driver, name) and module is not driver:

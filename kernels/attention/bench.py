@@ -13,7 +13,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, Rows, Tunable
 
-from . import attention, dispatch
+from . import attention
+from .configs import backward as backward_configs
+from .configs import candidates
+from .configs import forward as forward_configs
+from .configs import portable as portable_configs
 from .reference import MOST_SCORES, attention_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -93,7 +97,7 @@ CASES = (
     # One block of keys, and tiles of queries that see none of them.
     *(_case(2, (4, 2), 700, 100, dim, BF16, "small", causal=True) for dim in (64, 128)),
     _case(1, (8, 2), 3, 3000, 128, BF16, "small"),
-    # More tiles than multiprocessors; queries that see nothing; keys that do not count.
+    # More tiles than SMs; queries that see nothing; keys that do not count.
     _case(2, (8, 4), 3000, 3100, 64, BF16, "small", causal=True, return_lse=True),
     _case(2, (8, 4), 3000, 2777, 128, FP16, "small"),
     _case(1, 2, 300, 130, 128, BF16, "small", causal=True),
@@ -233,28 +237,54 @@ GRID = tuple(
 )
 
 
-def _versions(case: Case) -> list[tuple[str, int]]:
-    splits = (2, 4, 8, 16, 32, 64, 128)
-    return [("cuda", 1), ("gluon", 1), ("portable", 1), *(("split", n) for n in splits if 256 * n <= case.dims["keys"])]
+H200_SMS = 132
+FP8 = tuple(case for case in CASES if case.bench and case.params.get("fp8"))
+PLAIN = tuple(case for case in CASES if case.bench and not case.params.get("fp8"))
 
 
-def _fwd_candidates(case: Case) -> list[dispatch.Config]:
+def _picks_cuda(case: Case) -> bool:
+    """Whether the forward in CUDA C++ runs on an H200."""
+    d = case.dims
+    sizes = (d["queries"], d["keys"], d["batch"] * d["kv_heads"], d["group"])
+    return forward_configs.pick_forward("auto", case.dtype, *sizes, H200_SMS, "cuda", d["dim"])[0] == "cuda"
+
+
+def _fwd_candidates(case: Case) -> list[portable_configs.Config]:
     shapes = [(64, 64), (64, 128), (128, 32), (128, 64), (128, 128), (192, 64), (256, 64)]
-    return _candidates(case, shapes, (4, 8, 16), (2, 3, 4))
+    return candidates.tiles(case.dims["dim"], shapes, (4, 8, 16), (2, 3, 4))
 
 
-def _dkdv_candidates(case: Case) -> list[dispatch.Config]:
-    return _candidates(case, [(32, 64), (32, 128), (64, 64), (64, 128), (128, 64)], (4, 8), (1, 2, 3))
+def _dkdv_candidates(case: Case) -> list[portable_configs.Config]:
+    shapes = [(32, 64), (32, 128), (64, 64), (64, 128), (128, 64)]
+    return candidates.tiles(case.dims["dim"], shapes, (4, 8), (1, 2, 3))
 
 
-def _dq_candidates(case: Case) -> list[dispatch.Config]:
-    return _candidates(case, [(64, 32), (64, 64), (128, 32), (128, 64), (128, 128)], (4, 8), (1, 2, 3))
+def _dq_candidates(case: Case) -> list[portable_configs.Config]:
+    shapes = [(64, 32), (64, 64), (128, 32), (128, 64), (128, 128)]
+    return candidates.tiles(case.dims["dim"], shapes, (4, 8), (1, 2, 3))
 
 
-def _candidates(case: Case, shapes, warps, stages) -> list[dispatch.Config]:
-    block_d = dispatch.padded(case.dims["dim"])
-    tiles = [(m, n) for m, n in shapes if m & (m - 1) == 0]
-    return [dispatch.Config(m, n, block_d, w, s) for m, n in tiles for w in warps for s in stages]
+def _cuda_bwd_candidates(case: Case) -> list[backward_configs.CudaBackwardConfig]:
+    d = case.dims
+    heads = d["batch"] * d["kv_heads"]
+    return candidates.cuda_bwd(d["keys"], d["dim"], heads, d["group"], bool(case.params.get("causal")))
+
+
+TUNABLES = (
+    Tunable(forward_configs, "pick_forward", "fwd", lambda case: candidates.versions(case.dims["keys"]), GRID),
+    Tunable(
+        forward_configs,
+        "pick_cuda_config",
+        "fwd",
+        lambda case: candidates.cuda(case.dims["dim"]),
+        tuple(filter(_picks_cuda, PLAIN)),
+    ),
+    Tunable(forward_configs, "pick_fp8_config", "fwd", lambda case: candidates.fp8(case.dims["dim"]), FP8),
+    Tunable(portable_configs, "pick_fwd_config", "fwd", _fwd_candidates, PLAIN, "triton"),
+    Tunable(portable_configs, "pick_dkdv_config", "bwd", _dkdv_candidates, PLAIN, "triton"),
+    Tunable(portable_configs, "pick_dq_config", "bwd", _dq_candidates, PLAIN, "triton"),
+    Tunable(backward_configs, "pick_cuda_bwd_config", "bwd", _cuda_bwd_candidates, PLAIN),
+)
 
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
@@ -266,7 +296,9 @@ def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
 
 
 # What racecheck finds. tests/test_false_alarms.py shows it on a kernel of a few lines.
-HANDED_OVER = "a bulk copy or a warp hands it over through an mbarrier, and racecheck does not know who waits for those"
+HANDED_OVER = (
+    "a bulk copy or a warp hands it over through an mbarrier, and racecheck does not know which threads wait for those"
+)
 
 HOST_CASES = (_case(1, 2, 128, 128, 64, suffix="host", causal=True),)
 
@@ -330,11 +362,6 @@ SPEC = KernelSpec(
         },
     },
     spills={"attention_fp8_fwd": 52},  # with NVRTC 13.5; with 13.0, which was measured, 48
-    tunables=(
-        Tunable(dispatch, "pick_forward", "fwd", _versions, GRID),
-        Tunable(dispatch, "pick_fwd_config", "fwd", _fwd_candidates, implementation="triton"),
-        Tunable(dispatch, "pick_dkdv_config", "bwd", _dkdv_candidates),
-        Tunable(dispatch, "pick_dq_config", "bwd", _dq_candidates),
-    ),
+    tunables=TUNABLES,
     host_cases=HOST_CASES,
 )

@@ -7,8 +7,8 @@ import math
 import torch
 import triton
 
-from .launch import BACKWARD, FORWARD, attention_bwd, attention_fp8_fwd, attention_fwd, empty_statistics
 from .problem import empty_like
+from .versions import BACKWARD, FORWARD, attention_bwd, attention_fp8_fwd, attention_fwd, empty_statistics
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_DIM = 256

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from .dispatch import Config, precision
+from .configs.forward import ROWS as HOPPER_ROWS
+from .configs.portable import Config, precision
 
 LOG2_E = 1.4426950408889634
 
@@ -142,18 +143,57 @@ class Problem:
             "PRECISION": precision(self.q.dtype),
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
-            # Without it ptxas spills a few bytes of some fp32 kernels, to fit one more CTA on a multiprocessor.
+            # Without it ptxas spills a few bytes of some fp32 kernels, to fit one more CTA on an SM.
             "maxnreg": 255 if self.q.dtype == torch.float32 else None,
         }
 
     def kind(self) -> tuple[int, bool, torch.dtype, tuple[int, int]]:
-        """What the configurations of `dispatch` depend on."""
+        """What the tiles of the Triton kernels depend on."""
         return self.dim, self.banded, self.q.dtype, self.capability()
 
     def capability(self) -> tuple[int, int]:
         """Of the GPU; the interpreter has none."""
         return torch.cuda.get_device_capability(self.q.device) if self.q.is_cuda else (0, 0)
 
-    def multiprocessors(self) -> int:
+    def sms(self) -> int:
         """Of the GPU; the interpreter stands for a small one, so that small problems show all ways to fill it."""
         return torch.cuda.get_device_properties(self.q.device).multi_processor_count if self.q.is_cuda else 4
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What the forward left and the gradients that came in: out and dout readable, the others contiguous."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    statistics: torch.Tensor | None
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
+
+
+def tma_unsupported_reason(problem: Problem, *others: torch.Tensor) -> str | None:
+    """Why no version for Hopper can read a problem and these other tensors of its layout by TMA, or None."""
+    reason = hopper_unsupported_reason(problem)
+    if reason is None and problem.unit(*others) != 8:
+        reason = "TMA wants rows, heads and batches on 16-byte boundaries"
+    return reason
+
+
+def hopper_unsupported_reason(problem: Problem) -> str | None:
+    """The same, wherever the tensors lie."""
+    if problem.capability() != (9, 0):
+        return "it needs a GPU of compute capability 9.0 (Hopper)"
+    if problem.q.dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes float16 and bfloat16, not {problem.q.dtype}"
+    if problem.left >= 0 or problem.right > 0:
+        return "it has no window"
+    tiles = problem.all_heads * -(-problem.queries // HOPPER_ROWS)
+    if max(tiles, problem.queries + problem.k.shape[2]) >= 2**31:
+        return "it counts tiles in 32 bits"
+    return None
+
+
+def unexpanded(x: torch.Tensor) -> torch.Tensor:
+    """x, copied if it is expanded (a stride of 0): CUDA's documentation leaves open what TMA makes of that."""
+    expanded = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.contiguous() if expanded else x

@@ -9,17 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from . import (
-    attention,
-    dispatch,
-    forward,
-    fused_backward,
-    key_gradients,
-    query_gradient,
-    split,
-)
+from . import attention
 from .bench import visible
-from .dispatch import Config
+from .configs import forward as forward_configs
+from .configs import portable as configs
+from .configs.portable import Config
+from .portable import forward, fused_backward, key_gradients, query_gradient, split
 from .problem import zero
 from .reference import attention_reference
 
@@ -52,7 +47,7 @@ def close(mine, other) -> None:
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many tiles in a small problem."""
     for name in ("pick_fwd_config", "pick_dkdv_config", "pick_dq_config", "pick_fused_config"):
-        monkeypatch.setattr(dispatch, name, lambda dim, *_: Config(16, 16, dispatch.padded(dim), 4, 1))
+        monkeypatch.setattr(configs, name, lambda dim, *_: Config(16, 16, configs.padded(dim), 4, 1))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -94,18 +89,18 @@ def test_bands_over_many_tiles(window, form, monkeypatch):
 def test_any_number_of_splits(queries, keys, heads, kv_heads, causal, monkeypatch):
     """Some of them see nothing, and the last one is ragged."""
     small_tiles(monkeypatch)
-    monkeypatch.setattr(dispatch, "pick_split_config", lambda rows, dim, *_: Config(16, 16, dispatch.padded(dim), 4, 1))
+    monkeypatch.setattr(configs, "pick_split_config", lambda rows, dim, *_: Config(16, 16, configs.padded(dim), 4, 1))
     leaves = tensors(queries, keys, heads, kv_heads)
     expected = attention_reference(*leaves, causal=causal, return_lse=True)
     for splits in (1, 3, 50):
-        monkeypatch.setattr(dispatch, "pick_splits", lambda *_, splits=splits: splits)
+        monkeypatch.setattr(forward_configs, "pick_splits", lambda *_, splits=splits: splits)
         close(attention(*leaves, causal=causal, return_lse=True, forward="split"), expected)
 
 
 @pytest.mark.parametrize("splits", [1, 3, 16])
 def test_the_fused_backward_with_any_number_of_parts(splits, monkeypatch):
     small_tiles(monkeypatch)
-    monkeypatch.setattr(dispatch, "pick_fused_splits", lambda heads, tiles, _: min(splits, tiles))
+    monkeypatch.setattr(configs, "pick_fused_splits", lambda heads, tiles, _: min(splits, tiles))
     leaves = tensors(35, 50, heads=4, kv_heads=2)
     mine = everything(attention, leaves, causal=True, backward="fused")
     close(mine, everything(attention_reference, leaves, causal=True))
@@ -175,7 +170,7 @@ def test_all_scores_far_below_zero(form, monkeypatch):
 @pytest.mark.parametrize("needed", ["q", "k"])
 def test_no_kernel_for_a_gradient_that_nobody_wants(needed, monkeypatch):
     called = []
-    from . import backward
+    from .portable import backward
 
     for name in ("key_gradients", "query_gradient"):
         original = getattr(backward, name)
@@ -190,10 +185,10 @@ def test_no_kernel_for_a_gradient_that_nobody_wants(needed, monkeypatch):
 
 def test_memory_of_the_backward_does_not_grow_with_the_keys():
     """Parts of dQ: no more than 16, whatever the number of key tiles."""
-    for heads, tiles, multiprocessors in itertools.product((1, 8, 32, 500), (1, 7, 2000), (4, 108, 132)):
-        splits = dispatch.pick_fused_splits(heads, tiles, multiprocessors)
+    for heads, tiles, sms in itertools.product((1, 8, 32, 500), (1, 7, 2000), (4, 108, 132)):
+        splits = configs.pick_fused_splits(heads, tiles, sms)
         assert 1 <= splits <= min(tiles, 16)
-        assert splits == 1 or splits * heads <= multiprocessors
+        assert splits == 1 or splits * heads <= sms
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -8,8 +8,9 @@ import math
 import pytest
 import torch
 
-from . import cuda_fp8, dispatch, quantise
+from .configs.forward import pick_fp8_config
 from .reference import attention_reference
+from .sm90 import fp8, quantise
 from .test_attention import normal, tensors
 
 
@@ -58,5 +59,5 @@ def test_the_reference_in_e4m3_rounds_but_in_fp64():
 
 def test_the_forward_in_e4m3_fits():
     for dim in (32, 64, 80, 128):
-        width, config = 64 if dim <= 64 else 128, dispatch.pick_fp8_config(dim, exact_lse=True)
-        assert cuda_fp8.shared_bytes(width, config) <= 232_448
+        width, config = 64 if dim <= 64 else 128, pick_fp8_config(dim, exact_lse=True)
+        assert fp8.shared_bytes(width, config) <= 232_448

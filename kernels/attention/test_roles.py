@@ -10,29 +10,32 @@ from dataclasses import replace
 import pytest
 import torch
 
-from . import attention, cuda_backward, cuda_backward_config, cuda_backward_roles, cuda_driver, delta
-from .cuda_backward_config import CudaBackwardConfig
-from .cuda_backward_roles import Plan, plan
-from .problem import Problem
+from . import attention
+from .configs import backward as backward_configs
+from .configs import roles as roles_configs
+from .configs.backward import CudaBackwardConfig, Schedule
+from .configs.roles import RolesPlan, pick_roles_plan
+from .problem import Problem, Saved
+from .sm90 import backward, cuda_driver
 from .test_attention import everything, normal
-from .test_cuda import attend, leaves_of, near, on_hopper
+from .test_sm90 import attend, leaves_of, near, on_hopper
 
 Place = tuple[str, int, int, int]  # role, span, item, awaited
 
 
-def places(plan: Plan, kv_heads: int, group: int, blocks: int, shared: int = 0, splits: int = 1) -> list[Place]:
-    """What the CTA at each place of the grid does, as cuda_backward_roles.cuh finds it, span by span."""
+def places(plan: RolesPlan, kv_heads: int, group: int, blocks: int, shared: int = 0, splits: int = 1) -> list[Place]:
+    """What the CTA at each place of the grid does, as backward_roles.cuh finds it, span by span."""
     whole = kv_heads * blocks - shared
     owned = [*range(whole), *(whole + i // splits for i in range(shared * splits))]  # the block of each that multiplies
     multiplies: list[list[int]] = [[] for _ in range(plan.spans)]
     for i, block in enumerate(owned):
         multiplies[block // blocks // plan.span].append(i)
     heads = [group * min(plan.span, kv_heads - s * plan.span) for s in range(plan.spans)]
-    prepares = [n * (plan.chunks if s else plan.end_chunks) for s, n in enumerate(heads)]
-    finishes = [n * (plan.chunks if s < plan.spans - 2 else plan.end_chunks) for s, n in enumerate(heads)]
+    preprocesses = [n * (plan.chunks if s else plan.end_chunks) for s, n in enumerate(heads)]
+    postprocesses = [n * (plan.chunks if s < plan.spans - 2 else plan.end_chunks) for s, n in enumerate(heads)]
     result: list[Place] = []
 
-    def strew(others: list[Place], among: list[Place]) -> None:
+    def interleave(others: list[Place], among: list[Place]) -> None:
         stride = (len(others) + len(among)) // max(len(others), 1)
         for i in itertools.count():
             if not others and not among:
@@ -41,11 +44,11 @@ def places(plan: Plan, kv_heads: int, group: int, blocks: int, shared: int = 0, 
 
     for turn in range(plan.spans + 3):
         first, second, third = turn < plan.spans, 1 <= turn <= plan.spans, turn >= 3
-        prepare = [("prepare", turn, i, 0) for i in range(prepares[turn])] if first else []
-        multiply = [("multiply", turn - 1, i, prepares[turn - 1]) for i in multiplies[turn - 1]] if second else []
-        awaited = cuda_backward_roles.WARPS * len(multiplies[turn - 3]) if third else 0
-        finish = [("finish", turn - 3, i, awaited) for i in range(finishes[turn - 3])] if third else []
-        strew(prepare + finish, multiply)
+        before = [("preprocess", turn, i, 0) for i in range(preprocesses[turn])] if first else []
+        multiply = [("multiply", turn - 1, i, preprocesses[turn - 1]) for i in multiplies[turn - 1]] if second else []
+        awaited = roles_configs.WARPS * len(multiplies[turn - 3]) if third else 0
+        after = [("postprocess", turn - 3, i, awaited) for i in range(postprocesses[turn - 3])] if third else []
+        interleave(before + after, multiply)
     return result
 
 
@@ -63,18 +66,18 @@ PROBLEMS = [  # span, key heads, group, tiles of queries of a head, their querie
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
-@pytest.mark.parametrize("multiprocessors", [1, 4, 132])
-def test_nobody_waits_for_a_higher_place(problem, multiprocessors):
+@pytest.mark.parametrize("sms", [1, 4, 132])
+def test_a_cta_waits_for_lower_places_alone(problem, sms):
     span, kv_heads, group, m_tiles, tile, blocks, shared, splits = problem
-    config = CudaBackwardConfig(tile, 1, shared, splits, span=span)
-    made = plan(config, kv_heads, group, m_tiles, blocks, multiprocessors)
+    config = CudaBackwardConfig(tile, 1, shared, splits, schedule=Schedule.ROLES, span=span)
+    made = pick_roles_plan(config, kv_heads, group, m_tiles, blocks, sms)
     grid = places(made, kv_heads, group, blocks, shared, splits)
     ctas = kv_heads * blocks - shared + shared * splits
     assert len(set(grid)) == len(grid) == made.ctas
     # Those that multiply keep their order.
     assert [item for role, _, item, _ in grid if role == "multiply"] == list(range(ctas))
     # What each awaits is all that there is of it, at lower places; who multiplies announces it warp by warp.
-    before = {"multiply": ("prepare", 1), "finish": ("multiply", cuda_backward_roles.WARPS)}
+    before = {"multiply": ("preprocess", 1), "postprocess": ("multiply", roles_configs.WARPS)}
     seen: dict[tuple[str, int], int] = {}
     for role, of_span, _, awaited in grid:
         if role in before:
@@ -85,13 +88,13 @@ def test_nobody_waits_for_a_higher_place(problem, multiprocessors):
 
 @pytest.mark.parametrize("tile", [64, 80])
 def test_chunks_cover_all_tiles(tile):
-    for m_tiles, heads, group, multiprocessors in itertools.product(
-        (1, 2, 7, 8, 9, 31, 256), (1, 3, 64), (1, 8), (1, 132)
-    ):
-        made = plan(CudaBackwardConfig(tile, 1, span=2), heads, group, m_tiles, 3, multiprocessors)
+    for m_tiles, heads, group, sms in itertools.product((1, 2, 7, 8, 9, 31, 256), (1, 3, 64), (1, 8), (1, 132)):
+        made = pick_roles_plan(
+            CudaBackwardConfig(tile, 1, schedule=Schedule.ROLES, span=2), heads, group, m_tiles, 3, sms
+        )
         for chunk, chunks in ((made.chunk, made.chunks), (made.end_chunk, made.end_chunks)):
             assert (chunks - 1) * chunk < m_tiles <= chunks * chunk
-            assert chunk * tile <= cuda_backward_roles.CHUNK_ROWS <= 1152
+            assert chunk * tile <= roles_configs.CHUNK_ROWS <= 1152
         assert made.end_chunk <= made.chunk
         assert (made.spans - 1) * made.span < heads <= made.spans * made.span
 
@@ -109,45 +112,45 @@ def test_chunks_cover_all_tiles(tile):
         (4096, 10, 1, True, 5, 5),  # 2.4 under a mask: half of the heads
         (8192, 5, 1, True, 5, 5),  # or all, if they are few and odd
         (8192, 9, 1, True, 5, 5),  # 4.4, which two at a time do not divide
-        (8192, 8, 1, True, 2, 2),  # 3.9: two at a time are a CTA to a multiprocessor, and four sections two pairs
+        (8192, 8, 1, True, 2, 2),  # 3.9: two at a time are a CTA to an SM, and four sections two pairs
         (8192, 10, 1, True, 5, 5),  # 4.8
-        (4096, 21, 1, True, 11, 11),  # 5.1: three at a time leave a third of the multiprocessors idle
+        (4096, 21, 1, True, 11, 11),  # 5.1: three at a time leave a third of the SMs idle
         (8192, 8, 8, True, 2, 2),
         (2048, 8, 8, True, 8, 8),  # alternating sections stay as they are
         (512, 200, 1, True, 25, 50),  # by 32 the last section would have 8
         (512, 60, 1, True, 30, 30),  # 1.8
         (1024, 48, 1, True, 12, 12),  # 2.9 rounds of short CTAs
         (1024, 8, 1, True, 4, 4),
-        (512, 128, 1, True, 1, 0),  # whole heads
+        (512, 128, 1, True, 1, 0),  # one CTA a KV head
         (128, 128, 1, True, 32, 0),  # a single block of keys
     ],
 )
 def test_how_many_heads_a_span_has(queries, kv_heads, group, causal, section, span):
-    config = cuda_backward_config.pick_cuda_bwd_config(queries, queries, 128, kv_heads, group, causal, 132)
+    config = backward_configs.pick_cuda_bwd_config(queries, queries, 128, kv_heads, group, causal, 132)
     assert config.span == span
     assert span == 0 or config.section == section
-    assert cuda_backward_config.pick_cuda_bwd_config(queries, queries, 64, kv_heads, group, causal, 132).span == 0
+    assert backward_configs.pick_cuda_bwd_config(queries, queries, 64, kv_heads, group, causal, 132).span == 0
 
 
 def test_spans_are_whole_sections():
     sizes = itertools.product(
         (1, 300, 2000), (129, 700, 5000), (1, 3, 8, 32, 100, 1000), (1, 4), (False, True), (4, 132)
     )
-    for queries, keys, kv_heads, group, causal, multiprocessors in sizes:
-        config = cuda_backward_config.pick_cuda_bwd_config(queries, keys, 128, kv_heads, group, causal, multiprocessors)
-        roles = not (config.whole_heads or config.chained)
+    for queries, keys, kv_heads, group, causal, sms in sizes:
+        config = backward_configs.pick_cuda_bwd_config(queries, keys, 128, kv_heads, group, causal, sms)
+        roles = config.schedule is Schedule.ROLES
         assert roles == (config.span > 0)
         assert config.span % config.section == 0 and config.span <= kv_heads
-        assert not roles or -(-kv_heads // config.span) <= cuda_backward_config.CUDA_BWD_SPANS
+        assert not roles or -(-kv_heads // config.span) <= backward_configs.CUDA_BWD_SPANS
 
 
-def problem_of(queries: int, keys: int, heads: int, kv_heads: int, causal: bool) -> tuple[Problem, delta.Saved]:
+def problem_of(queries: int, keys: int, heads: int, kv_heads: int, causal: bool) -> tuple[Problem, Saved]:
     """In host memory, where counters that no kernel has written can be read."""
     shapes = ((heads, queries), (kv_heads, keys), (kv_heads, keys))
     q, k, v = (normal(2, h, n, 128).half().cpu() for h, n in shapes)
     lse = torch.zeros(q.shape[:3])
     dlse = torch.ones_like(lse)
-    return Problem(q, k, v, 0.1, -1, 0 if causal else -1, keys), delta.Saved(q, lse, None, torch.ones_like(q), dlse)
+    return Problem(q, k, v, 0.1, -1, 0 if causal else -1, keys), Saved(q, lse, None, torch.ones_like(q), dlse)
 
 
 @pytest.mark.parametrize(("tile", "shared", "splits"), [(64, 0, 1), (80, 5, 3)])
@@ -158,30 +161,30 @@ def test_what_it_is_told(tile, shared, splits, monkeypatch):
     def launch(*arguments):
         launched.append(arguments)
         if arguments[0] == "main":
-            counted.extend((ctypes.c_int * 6).from_address(arguments[4][-1].ready))
+            counted.extend((ctypes.c_int * 7).from_address(arguments[4][-1].ready))
 
-    names = ("main", "prepare", "finish", "finish_keys")
-    config = CudaBackwardConfig(tile, 1, shared, splits, span=3)
-    monkeypatch.setattr(Problem, "multiprocessors", lambda self: 4)
-    monkeypatch.setattr(cuda_backward_config, "pick_cuda_bwd_config", lambda *_: config)
+    names = ("main", "preprocess", "postprocess", "sum_shares")
+    config = CudaBackwardConfig(tile, 1, shared, splits, schedule=Schedule.ROLES, span=3)
+    monkeypatch.setattr(Problem, "sms", lambda self: 4)
+    monkeypatch.setattr(backward_configs, "pick_cuda_bwd_config", lambda *_: config)
     monkeypatch.setattr(cuda_driver, "kernels", lambda *arguments: compiled.append(arguments) or names)
-    monkeypatch.setattr(cuda_backward, "tensor_map", lambda *arguments: arguments)
-    monkeypatch.setattr(cuda_backward, "launch", launch)
+    monkeypatch.setattr(backward, "tensor_map", lambda *arguments: arguments)
+    monkeypatch.setattr(backward, "launch", launch)
     problem, saved = problem_of(400, 300, 8, 4, causal=not shared)
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (problem.q, problem.k, problem.v))
-    cuda_backward.cuda_bwd(problem, saved, dq, dk, dv)
-    assert {"ROLES=1", "WHOLE=0", "SINGLE=0", f"QUERIES={tile}"} <= set(compiled[0][3])
-    assert [x[0] for x in launched] == ["main", *(["finish_keys"] if shared else [])]
+    backward.cuda_bwd(problem, saved, dq, dk, dv)
+    assert {"SCHEDULE=4", f"QUERIES={tile}"} <= set(compiled[0][3])
+    assert [x[0] for x in launched] == ["main", *(["sum_shares"] if shared else [])]
     main = launched[0]
-    made = plan(config, 8, 2, -(-400 // tile), 3, 4)
-    assert made.spans == 3 and counted == [0] * 6
+    made = pick_roles_plan(config, 8, 2, -(-400 // tile), 3, 4)
+    assert made.spans == 3 and counted == [0] * 7
     assert main[1:4] == (len(places(made, 8, 2, 3, shared, splits)), 384, 232_448)
     *maps, described, third, fourth, roles = main[4]
     assert [x[1:] for x in maps] == [(400, tile)] * 2 + [(300, 64)] * 4
     assert third[0] is dq and fourth[0] is saved.out and third[1:] == fourth[1:] == (400, tile)
-    assert (described.section, described.whole, described.splits) == (1, 24 - shared, splits)
+    assert (described.section, described.unshared, described.splits) == (1, 24 - shared, splits)
     assert (roles.lse, roles.dlse) == (saved.lse.data_ptr(), saved.dlse.data_ptr())
-    assert roles.done == roles.ready + 12
+    assert (roles.done, roles.drawn) == (roles.ready + 12, roles.ready + 24)
     for name in ("span", "spans", "chunk", "chunks", "end_chunk", "end_chunks"):
         assert getattr(roles, name) == getattr(made, name)
     assert [tuple(getattr(x, name) for name, _ in x._fields_) for x in roles.round[:6]] == list(made.rounds)
@@ -189,16 +192,16 @@ def test_what_it_is_told(tile, shared, splits, monkeypatch):
 
 
 CONFIGS = [
-    CudaBackwardConfig(64, 1, span=1),
-    CudaBackwardConfig(80, 1, span=1),
-    CudaBackwardConfig(64, 2, alternate=True, span=2),
-    CudaBackwardConfig(80, 2, span=4),
+    CudaBackwardConfig(64, 1, schedule=Schedule.ROLES, span=1),
+    CudaBackwardConfig(80, 1, schedule=Schedule.ROLES, span=1),
+    CudaBackwardConfig(64, 2, alternate=True, schedule=Schedule.ROLES, span=2),
+    CudaBackwardConfig(80, 2, schedule=Schedule.ROLES, span=4),
 ]
 SIZES = [(333, 700), (700, 333), (512, 512), (1, 129), (64, 500), (1500, 257), (60, 1000)]
 
 
 def picked(monkeypatch: pytest.MonkeyPatch, config: CudaBackwardConfig) -> None:
-    monkeypatch.setattr(cuda_backward_config, "pick_cuda_bwd_config", lambda *_: config)
+    monkeypatch.setattr(backward_configs, "pick_cuda_bwd_config", lambda *_: config)
 
 
 @pytest.mark.gpu
@@ -224,7 +227,7 @@ def test_shared_blocks(tile, shared, splits, monkeypatch):
     leaves = [normal(1, heads, rows, 128, dtype=torch.float16) for heads, rows in ((6, 405), (2, 517), (2, 517))]
     attend(leaves, "cuda")
     other = everything(attention, leaves, backward="separate")
-    picked(monkeypatch, CudaBackwardConfig(tile, 1, shared, splits, span=1))
+    picked(monkeypatch, CudaBackwardConfig(tile, 1, shared, splits, schedule=Schedule.ROLES, span=1))
     near(everything(attention, leaves, backward="cuda"), other)
 
 
@@ -239,38 +242,38 @@ def test_keys_that_do_not_count(causal, monkeypatch):
     assert not mine[3][:, :, options["num_context"] :].any() and not mine[4][:, :, options["num_context"] :].any()
 
 
-def on_the_gpu(causal: bool, heads: int = 3) -> tuple[Problem, delta.Saved]:
+def on_the_gpu(causal: bool, heads: int = 3) -> tuple[Problem, Saved]:
     on_hopper(128, causal, torch.bfloat16)
     q, k, v = leaves_of(711, 300, (heads, heads), torch.bfloat16)
     out, lse = attend([q, k, v], "cuda", causal=causal)
-    return Problem(q, k, v, 128**-0.5, -1, 0 if causal else -1, 300), delta.Saved(
+    return Problem(q, k, v, 128**-0.5, -1, 0 if causal else -1, 300), Saved(
         out, lse, None, normal(*q.shape).to(q), None
     )
 
 
-def gradients(problem: Problem, saved: delta.Saved) -> list[torch.Tensor]:
+def gradients(problem: Problem, saved: Saved) -> list[torch.Tensor]:
     grads = [torch.full_like(x, math.nan) for x in (problem.q, problem.k, problem.v)]
-    cuda_backward.cuda_bwd(problem, saved, *grads)
+    backward.cuda_bwd(problem, saved, *grads)
     return grads
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("multiprocessors", [1, 132])
-def test_rows_that_it_writes(multiprocessors, config, causal, monkeypatch):
+@pytest.mark.parametrize("sms", [1, 132])
+def test_rows_that_it_writes(sms, config, causal, monkeypatch):
     """All that there are, also those that see nothing, and none beyond, whatever was in memory before. With chunks for
-    one multiprocessor rings of shared memory are filled more than once."""
+    one SM rings of shared memory are filled more than once."""
     problem, saved = on_the_gpu(causal)
-    monkeypatch.setattr(Problem, "multiprocessors", lambda self: multiprocessors)
-    picked(monkeypatch, replace(config, span=0))
+    monkeypatch.setattr(Problem, "sms", lambda self: sms)
+    picked(monkeypatch, replace(config, schedule=Schedule.CTA_PER_BLOCK, span=0))
     other = gradients(problem, saved)
     picked(monkeypatch, config)
     for _ in range(20):
         poison = [torch.full((n,), math.nan, device="cuda") for n in (6 * 800 * 128, 6 * 800 * 2, 64)]
         del poison  # to the caching allocator, which hands it out again
         made = [torch.full((*x.shape[:2], x.shape[2] + 90, 128), math.nan).to(x) for x in other]
-        cuda_backward.cuda_bwd(problem, saved, *(a[:, :, : b.shape[2]] for a, b in zip(made, other, strict=True)))
+        backward.cuda_bwd(problem, saved, *(a[:, :, : b.shape[2]] for a, b in zip(made, other, strict=True)))
         for a, b in zip(made, other, strict=True):
             assert a[:, :, b.shape[2] :].isnan().all()
             torch.testing.assert_close(a[:, :, : b.shape[2]], b, rtol=2e-2, atol=2e-2)
@@ -296,7 +299,7 @@ def test_a_graph_counts_from_zero_each_time(monkeypatch):
 
 @pytest.mark.gpu
 def test_two_streams_at_once(monkeypatch):
-    """Each call has counters of its own, and CTAs of two launches hold multiprocessors while they wait."""
+    """Each call has counters of its own, and CTAs of two launches hold SMs while they wait."""
     problem, saved = on_the_gpu(True, heads=40)
     picked(monkeypatch, CONFIGS[2])
     expected = gradients(problem, saved)
@@ -309,3 +312,30 @@ def test_two_streams_at_once(monkeypatch):
     torch.cuda.synchronize()
     for a, b in ((a, b) for grads in made for a, b in zip(grads, expected, strict=True)):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_it_ends_whatever_the_order_in_which_ctas_start(config, causal, monkeypatch):
+    """CTAs that are delayed the longer the lower their blockIdx draw their places in another order. More CTAs than SMs,
+    each of which draws once."""
+    problem, saved = on_the_gpu(causal, heads=40)
+    picked(monkeypatch, config)
+    expected = gradients(problem, saved)
+    original, counters = cuda_driver.kernels, []
+
+    def delayed(device, source, names, defines, shared):
+        return original(device, source, names, (*defines, "START_DELAY=1"), shared)
+
+    def argument(plan, lse, dlse, counted, original=backward.roles.roles_argument):
+        counters.append((plan, counted))
+        return original(plan, lse, dlse, counted)
+
+    monkeypatch.setattr(cuda_driver, "kernels", delayed)
+    monkeypatch.setattr(backward.roles, "roles_argument", argument)
+    for _ in range(3):
+        for a, b in zip(gradients(problem, saved), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+    for plan, counted in counters:
+        assert counted[-1] == plan.ctas > problem.sms()

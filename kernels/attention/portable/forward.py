@@ -1,0 +1,241 @@
+"""The portable forward: one CTA for each tile of queries, which goes over the keys that it sees.
+
+FLOPs: 4·D for each visible pair of query and key. At H8 D64, Q = 205 000, K = 200 000 that is 84 TFLOP, and on one
+NVIDIA H200, whose matrix products reach some 700 TFLOP/s, 120 ms; q, k, v and the output are 0.8 GB, or 0.2 ms. One
+exponential a pair is 3.3e11 of them: at 16 a clock on each SM 79 ms, to be overlapped with the products.
+
+With s = q·k the probabilities are exp2(s·c − m), c = scale·log2(e), one fused multiply-add and one exponential each.
+m is the running maximum of s·c. (Dao et al. 2022, arXiv:2205.14135, algorithm 1, and 2023, arXiv:2307.08691.)
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..configs import portable as configs
+from ..problem import PLAIN, Problem, strides
+from .band import _bounds, _keys_seen, _keys_seen_by_all, _tile_and_head, section
+
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _load_rows(ptr, row, cols, stride, count, dim, MASK: tl.constexpr, EVEN_D: tl.constexpr):
+    """[rows, cols] of a matrix of `count` rows; 0 outside of it. Without a mask the loads are asynchronous copies."""
+    ptrs = ptr + row[:, None] * stride + cols[None, :]
+    if MASK and EVEN_D:
+        tile = tl.load(ptrs, mask=(row < count)[:, None], other=0.0)
+    elif MASK:
+        tile = tl.load(ptrs, mask=(row < count)[:, None] & (cols < dim)[None, :], other=0.0)
+    elif EVEN_D:
+        tile = tl.load(ptrs)
+    else:
+        tile = tl.load(ptrs, mask=(cols < dim)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def _store_rows(ptr, tile, row, cols, stride, count, dim, EVEN_D: tl.constexpr):
+    mask = (row < count)[:, None] if EVEN_D else (row < count)[:, None] & (cols < dim)[None, :]
+    tl.store(ptr + row[:, None] * stride + cols[None, :], tile.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _attend(
+    acc,
+    peak,
+    total,
+    q,
+    k_ptr,
+    v_ptr,
+    first,
+    last,
+    low,
+    high,
+    keys,
+    dim,
+    stride_kn,
+    stride_vn,
+    scale_log2,
+    MASK: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The online softmax over the key tiles from `first` up to `last`. A query sees keys low <= j < high.
+
+    acc and total are sums of exp2(s·c − peak)·v and of exp2(s·c − peak).
+    """
+    cols = tl.arange(0, q.shape[1])
+    row = tl.arange(0, BLOCK_N)
+    for start in tl.range(first, last, BLOCK_N):
+        wide = tl.cast(start, tl.int64)
+        k = _load_rows(k_ptr + wide * stride_kn, row, cols, stride_kn, keys - start, dim, MASK, EVEN_D)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if MASK:
+            key = start + row
+            visible = key[None, :] < high[:, None]
+            if HAS_LEFT:
+                visible = visible & (key[None, :] >= low[:, None])
+            s = tl.where(visible, s, float("-inf"))
+        higher = tl.maximum(peak, tl.max(s, 1) * scale_log2)
+        # A row that has seen no key yet: exp2(-inf - 0) is 0, where exp2(-inf - -inf) would not be a number.
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        p = tl.exp2(s * scale_log2 - shift[:, None])
+        rescale = tl.exp2(peak - shift)
+        total = total * rescale + tl.sum(p, 1)
+        v = _load_rows(v_ptr + wide * stride_vn, row, cols, stride_vn, keys - start, dim, MASK, EVEN_D)
+        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+        peak = higher
+    return acc, peak, total
+
+
+@triton.jit
+def _attend_all(
+    q,
+    k_ptr,
+    v_ptr,
+    position,
+    first,
+    last,
+    begin,
+    end,
+    keys,
+    dim,
+    left,
+    right,
+    stride_kn,
+    stride_vn,
+    scale_log2,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """acc, peak and total of a tile of queries over the keys in [begin, end), which is where some of them are seen.
+
+    `position` is where each query stands (see `band`), `first` and `last` the positions of the first and the last one.
+    """
+    acc = tl.zeros([q.shape[0], q.shape[1]], dtype=tl.float32)
+    peak = tl.full([q.shape[0]], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([q.shape[0]], dtype=tl.float32)
+    low, high = _bounds(position, keys, left, right, HAS_LEFT, HAS_RIGHT)
+    inner, outer = _keys_seen_by_all(begin, end, first, last, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N)
+    if HAS_LEFT:
+        acc, peak, total = _attend(
+            acc, peak, total, q, k_ptr, v_ptr, begin, inner, low, high, keys, dim, stride_kn, stride_vn, scale_log2,
+            True, HAS_LEFT, EVEN_D, BLOCK_N, PRECISION,
+        )  # fmt: skip
+    acc, peak, total = _attend(
+        acc, peak, total, q, k_ptr, v_ptr, inner, outer, low, high, keys, dim, stride_kn, stride_vn, scale_log2,
+        False, HAS_LEFT, EVEN_D, BLOCK_N, PRECISION,
+    )  # fmt: skip
+    return _attend(
+        acc, peak, total, q, k_ptr, v_ptr, outer, end, low, high, keys, dim, stride_kn, stride_vn, scale_log2,
+        True, HAS_LEFT, EVEN_D, BLOCK_N, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_statistics(lse_ptr, peak_ptr, total_ptr, at, peak, total, mask):
+    """lse, and for fp32 what it was made of: log2(e)·lse is a rounding apart from the sum, which a huge score shows."""
+    tl.store(lse_ptr + at, (peak + tl.log2(total)) * LN_2, mask=mask)
+    if peak_ptr is not None:
+        tl.store(peak_ptr + at, peak, mask=mask)
+        tl.store(total_ptr + at, total, mask=mask)
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def _attention_fwd_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    peak_ptr,
+    total_ptr,
+    queries,
+    keys,
+    dim,
+    heads,
+    all_heads,
+    group,
+    section,
+    left,
+    right,
+    scale_log2,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_ob,
+    stride_oh,
+    stride_om,
+    UNIT: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    tiles = tl.cdiv(queries, BLOCK_M)
+    tile, head = _tile_and_head(tl.program_id(0), tiles, all_heads, section)
+    if HAS_RIGHT:
+        tile = tiles - 1 - tile  # the longest first: what is left at the end are short ones
+    batch = (head // heads).to(tl.int64)
+    own = (head % heads).to(tl.int64)
+    shared = own // group
+    dim *= UNIT
+    start = tile * BLOCK_M
+    row = tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_D)
+    wide = start.to(tl.int64)
+    q_ptr += (batch * stride_qb + own * stride_qh + wide * stride_qm) * UNIT
+    k_ptr += (batch * stride_kb + shared * stride_kh) * UNIT
+    v_ptr += (batch * stride_vb + shared * stride_vh) * UNIT
+    out_ptr += (batch * stride_ob + own * stride_oh + wide * stride_om) * UNIT
+    q = _load_rows(q_ptr, row, cols, stride_qm * UNIT, queries - start, dim, True, EVEN_D)
+    first = start + keys - queries
+    last = tl.minimum(start + BLOCK_M, queries) - 1 + keys - queries
+    begin, end = _keys_seen(first, last, keys, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_N)
+    acc, peak, total = _attend_all(
+        q, k_ptr, v_ptr, first + row, first, last, begin, end, keys, dim, left, right,
+        stride_kn * UNIT, stride_vn * UNIT, scale_log2, HAS_LEFT, HAS_RIGHT, EVEN_D, BLOCK_N, PRECISION,
+    )  # fmt: skip
+    total = tl.where(total == 0.0, 1.0, total)  # no key seen: the output is 0, and the peak's -inf is that of lse
+    out = acc / total[:, None]
+    _store_rows(out_ptr, out, row, cols, stride_om * UNIT, queries - start, dim, EVEN_D)
+    at = head.to(tl.int64) * queries + start + row
+    _store_statistics(lse_ptr, peak_ptr, total_ptr, at, peak, total, row < queries - start)
+
+
+def portable_fwd(problem: Problem, out: torch.Tensor, lse: torch.Tensor, statistics: torch.Tensor | None) -> None:
+    """Writes out [B, Hq, Sq, D], readable, lse [B, Hq, Sq], contiguous, and unless it is None `statistics`
+    [2, B, Hq, Sq]: the running maximum and sum at the end. There is at least one query."""
+    peak, total = (None, None) if statistics is None else statistics
+    config = configs.pick_fwd_config(*problem.kind())
+    unit = problem.unit(out)
+    with torch.cuda.device_of(problem.q):
+        _attention_fwd_kernel[(triton.cdiv(problem.queries, config.block_m) * problem.all_heads,)](
+            out_ptr=out,
+            lse_ptr=lse,
+            peak_ptr=peak,
+            total_ptr=total,
+            heads=problem.q.shape[1],
+            all_heads=problem.all_heads,
+            section=section(problem.all_heads, problem.key_bytes(), problem.banded),
+            **strides("o", out, unit),
+            **problem.arguments(unit),
+            **problem.tiles(config),
+        )

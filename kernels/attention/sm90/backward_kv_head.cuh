@@ -1,0 +1,165 @@
+// What backward.cu, which includes this, does otherwise where a CTA has all blocks of keys of a head (CTA_PER_KV_HEAD).
+//
+// Each consumer warp makes the same eighth of every tile of dq, and the lane that hands it to the fp32 sum is always
+// the same. So no CTA or warp waits for another about sums: the first block of keys stores, later ones add, and at the
+// last visit to a tile (under a mask, at the diagonal) the warp has its part of the sum brought to shared memory ahead,
+// adds what is in its registers, and stores dq by rows as it is to be. Additions to an element have the order of the
+// blocks: dq is the same bit for bit in each run. Bulk operations of a thread may overtake each other. A tile comes
+// once to a block, so that all that must be waited for is what the blocks before have added: once a block, a tile's
+// work later.
+//
+// K and V are loaded anew when both groups are done with them, V a product of a tile before K; the next tiles of q and
+// dout are there by then. dv and dk leave meanwhile.
+//
+// All heads that run at once go over all of their queries for each block of keys: a visit to a tile reads 32 KB of q
+// and dout, and reads and writes 32 KB of sums. L2 is to keep the sums, a line of which saves two of memory's:
+// everything else leaves it first. Where it does not hold all of them, blocks that go up and down the queries
+// alternately meet first what it still has.
+//
+// Clocks of a block beside its tiles, by count: the first scores and probabilities ~1500 and the last dq ~1000 with
+// nothing beside them, and until K has come ~1500, in which dv and dk leave.
+#pragma once
+
+// Whether no later block of keys than this one is seen by tile m.
+DEVICE bool last_visit(const Problem& p, int first_key, int m) {
+    return first_key + BN >= p.keys || m < first_tile(p, first_key + BN);
+}
+// To the head's next block of keys, if there is one.
+DEVICE bool next_block(Work& w, const Problem& p) {
+    w.first_key += BN;
+    if (w.first_key >= p.keys) return false;
+    w.low = first_tile(p, w.first_key);
+    w.tiles = (p.m_tiles - w.low) * p.group;
+    return true;
+}
+
+// As `produce`. Later blocks' K comes last: it is the last that consumers release.
+DEVICE void produce_kv_head(const TensorMap& q_map, const TensorMap& do_map, const TensorMap& k_map,
+                          const TensorMap& v_map, const Problem& p, const Work& w, u32 base) {
+    Ring<Q_STAGES> q;
+    Ring<DO_STAGES> g;
+#pragma unroll 1
+    for (int first_key = 0; first_key < p.keys; first_key += BN) {
+        const int low = first_tile(p, first_key);
+        auto load_keys = [&](const TensorMap& map, u32 at, u32 full, u32 empty) {
+            bar_wait(base + empty, first_key / BN & 1 ^ 1);
+            bar_expect(base + full, K_BYTES);
+#pragma unroll
+            for (int part = 0; part < 2 * SLABS; part++)
+                tma_load_once(base + at + part * 64 * 128, &map, part / 2 * 64, first_key + part % 2 * 64, w.head,
+                              w.batch, base + full);
+        };
+        if (first_key == 0) load_keys(k_map, K_AT, K_FULL, K_EMPTY);
+#pragma unroll 1
+        for (int i = low * p.group; i < p.m_tiles * p.group; i++) {
+            const int up = i / p.group, head = i % p.group, m = first_key / BN & 1 ? p.m_tiles - 1 + low - up : up;
+            const int row = m * BM;
+            auto load = [&](const TensorMap& map, u32 to, const float* line, u32 line_to, u32 bar) {
+                bar_expect(bar, Q_BYTES + BM * 4);
+                for (int slab = 0; slab < SLABS; slab++)
+                    tma_load_once(to + slab * Q_SLAB, &map, slab * 64, row, w.head * p.group + head, w.batch, bar);
+                load_row(line + ((long long)blockIdx.x * p.group + head) * p.m_tiles * BM + row, line_to, bar, BM * 4);
+            };
+            bar_wait(base + Q_EMPTY + 8 * q.slot, q.parity ^ 1);
+            int place = (blockIdx.x * p.group + head) * p.m_tiles + m;
+            publish_tile(base, q.slot, place * 2 + last_visit(p, first_key, m), m);
+            load(q_map, base + Q_AT + q.slot * Q_BYTES, p.lse2, base + LSE_AT + q.slot * BM * 4,
+                 base + Q_FULL + 8 * q.slot);
+            bar_wait(base + DO_EMPTY + 8 * g.slot, g.parity ^ 1);
+            load(do_map, base + DO_AT + g.slot * Q_BYTES, p.delta, base + DELTA_AT + g.slot * BM * 4,
+                 base + DO_FULL + 8 * g.slot);
+            if (i == low * p.group) load_keys(v_map, V_AT, V_FULL, V_EMPTY);
+            if (i == low * p.group && first_key) load_keys(k_map, K_AT, K_FULL, K_EMPTY);
+            q.next(), g.next();
+        }
+    }
+}
+
+DEVICE u32 consumer() { return threadIdx.x / 32 - 4; }  // of 8 warps
+DEVICE u32 dq_piece(u32 base) { return base + DQ_AT + consumer() * PIECE_BYTES; }
+DEVICE float* sum_piece(const Problem& p, int place) {
+    return p.dq_sum + (long long)(place >> 1) * (BM * D) + consumer() * PIECE;
+}
+// Where a lane stores four 8x8 matrices of 16 rows of a slab; columns 16 k on lie at ^ (k * 32).
+DEVICE u32 matrices_of_rows() { return threadIdx.x % 16 * 128 + ((threadIdx.x % 32 / 16) ^ (threadIdx.x % 8)) * 16; }
+
+// Places count tiles of all heads of queries, twice, and 1 more where the visit is the last. The sum that a last visit
+// adds to is brought to where the warp's part of dq leaves from. Nothing else is on its way there: a product is.
+DEVICE void load_sum(const Problem& p, const Work& w, int place, u32 base) {
+    if (w.first_key == 0 || place < 0 || !(place & 1)) return;
+    if (threadIdx.x % 32 == 0) {
+        bulk_wait_read();
+        fence_async_global();
+        const u32 bar = base + SUM_FULL + 8 * consumer();
+        bar_expect(bar, PIECE_BYTES);
+        load_row(sum_piece(p, place), dq_piece(base), bar, PIECE_BYTES);
+    }
+    __syncwarp();
+}
+
+// One warp's part of dq, 16 queries x 64 columns: to the sum, or from it to dq.
+DEVICE void add_kv_head(const TensorMap& dq_map, const Problem& p, const Work& w, Progress& now,
+                      float (&dq)[DQ_REGISTERS], int place, u32 base) {
+    const u32 lane = threadIdx.x % 32, piece = dq_piece(base) + lane * 16;
+    if (lane == 0) bulk_wait_read();
+    __syncwarp();
+    if (!(place & 1)) {
+#pragma unroll
+        for (int j = 0; j < DQ_REGISTERS / 4; j++)
+            store_four(piece + j * 512, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+        fence_async();
+        __syncwarp();
+        if (lane == 0) {
+            if (w.first_key == 0) store_bulk(sum_piece(p, place), piece, PIECE_BYTES);
+            else reduce_bulk(sum_piece(p, place), piece, PIECE_BYTES);
+            bulk_commit();
+        }
+        return;
+    }
+    if (w.first_key) {
+        bar_wait(base + SUM_FULL + 8 * consumer(), now.sums++ & 1);
+#pragma unroll
+        for (int j = 0; j < DQ_REGISTERS / 4; j++) {
+            Float4 x = shared_four(piece + j * 512);
+            dq[4 * j] += x.x, dq[4 * j + 1] += x.y, dq[4 * j + 2] += x.z, dq[4 * j + 3] += x.w;
+        }
+    }
+    u32 to = base + CAST_AT + consumer() * ROWS_BYTES + matrices_of_rows();
+    anew(to);
+#pragma unroll
+    for (int k = 0; k < DQ_REGISTERS / 8; k++) {
+        const float* a = dq + 8 * k;
+        store_matrices(to ^ (k * 32), pack(a[0] * p.scale, a[1] * p.scale), pack(a[2] * p.scale, a[3] * p.scale),
+                       pack(a[4] * p.scale, a[5] * p.scale), pack(a[6] * p.scale, a[7] * p.scale));
+    }
+    fence_async();
+    __syncwarp();
+    if (lane == 0) {
+        const int i = place >> 1, head = i / p.m_tiles - w.batch * p.kv_heads * p.group, row = i % p.m_tiles * BM;
+        // Of lane 0 `to` is the box.
+        store_box_once(dq_map, to, consumer() / 4 * 64, row + consumer() % 4 * 16, head, w.batch);
+        bulk_commit();
+    }
+}
+
+// A warp's 16 rows of dv or dk, scaled.
+DEVICE void store_rows(const TensorMap& map, const Work& w, const float (&c)[D / 2], float scale, u32 base) {
+    u32 to = dq_piece(base) + matrices_of_rows();
+    anew(to);
+    if (threadIdx.x % 32 == 0) bulk_wait_read();
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) {
+        const float* a = c + 8 * k;
+        store_matrices((to ^ (k % 4 * 32)) + k / 4 * ROWS_BYTES, pack(a[0] * scale, a[1] * scale),
+                       pack(a[2] * scale, a[3] * scale), pack(a[4] * scale, a[5] * scale),
+                       pack(a[6] * scale, a[7] * scale));
+    }
+    fence_async();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+        for (int slab = 0; slab < SLABS; slab++)
+            store_box_once(map, to + slab * ROWS_BYTES, slab * 64, w.first_key + consumer() * 16, w.head, w.batch);
+        bulk_commit();
+    }
+}

@@ -1,0 +1,94 @@
+// The products and elementwise steps of backward.cu's consumers, on tiles in registers.
+#pragma once
+
+// S^T or dP^T of 64 keys x BM queries; `rows` and `columns` in shared memory.
+DEVICE void scores(float (&c)[BM / 2], u32 rows, u32 columns) {
+    anew(rows);
+#pragma unroll
+    for (int k = 0; k < D / 16; k++)
+        mma<0>(c, along(rows + k / 4 * (K_SLAB / 16) + k % 4 * 2), along(columns + k / 4 * (Q_SLAB / 16) + k % 4 * 2),
+               k != 0);
+    wgmma_commit();
+}
+#if V_IN_REGISTERS
+// The same with V from registers.
+DEVICE void scores(float (&c)[BM / 2], const u32 (&rows)[D / 4], u32 columns) {
+#pragma unroll
+    for (int k = 0; k < D / 16; k++)
+        mma<0>(c, rows + 4 * k, along(columns + k / 4 * (Q_SLAB / 16) + k % 4 * 2), k != 0);
+    wgmma_commit();
+}
+#endif
+// dV += P^T dO or dK += dS^T Q
+DEVICE void gradient(float (&c)[D / 2], const u32 (&a)[BM / 4], u32 columns) {
+#pragma unroll
+    for (int k = 0; k < BM / 16; k++) mma<1>(c, a + 4 * k, across<Q_SLAB>(columns + k * 128), 1);
+    wgmma_commit();
+}
+// dQ = dS K of 64 queries x 64 columns, or dQ^T = K^T dS of 64 columns x BM queries, over all 128 keys.
+DEVICE void query_gradient(float (&c)[DQ_REGISTERS], u32 ds, u32 keys) {
+    anew(keys);
+#pragma unroll
+    for (int k = 0; k < BN / 16; k++) {
+        u64 a = along(ds + k / 4 * (BM * 8) + k % 4 * 2), b = across<K_SLAB>(keys + k * 128);
+        if constexpr (DQ_TRANSPOSED) mma<0, 1>(c, b, a, k != 0);
+        else mma<1>(c, a, b, k != 0);
+    }
+    wgmma_commit();
+}
+
+// The piece of dq of this warp of 8, 16 queries x 64 columns or 80 queries x 16, is added to the sum of the tile at
+// `place`, by a reduction of its own from `piece` of shared memory, its own. Unless it is `real`, it is thrown away.
+// Callers know both: worked out here, for every tile, they cost 1 to 2 % of the backward under a mask.
+DEVICE void add_to_sum(const Problem& p, const float (&dq)[DQ_REGISTERS], int place, bool real, u32 piece, int warp) {
+    const int lane = threadIdx.x % 32;
+    float* to = p.dq_sum + (long long)place * (BM * D) + warp * PIECE;
+    if (lane == 0) bulk_wait_read();
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < DQ_REGISTERS / 4; j++)
+        store_four(piece + j * 512 + lane * 16, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+    fence_async();
+    __syncwarp();
+    if (lane == 0 && real) reduce_bulk(to, piece, PIECE_BYTES), bulk_commit();
+}
+
+// Two keys' bounds: query column c of the tile sees key `row` when c >= limit.
+DEVICE void mask(float (&s)[BM / 2], int limit0, int limit1, float hidden) {
+#pragma unroll
+    for (int j = 0; j < BM / 8; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            if (8 * j + (e & 1) < (e < 2 ? limit0 : limit1)) s[4 * j + e] = hidden;
+}
+DEVICE void probabilities(float (&s)[BM / 2], u32 lse, float scale_log2) {
+#pragma unroll
+    for (int j = 0; j < BM / 8; j++) {
+        Float2 l = shared_pair(lse + j * 32);
+#pragma unroll
+        for (int e = 0; e < 4; e++) s[4 * j + e] = exp2_(s[4 * j + e] * scale_log2 - (e & 1 ? l.y : l.x));
+    }
+}
+// The probabilities are computed before what follows. `pin` binds the front end alone: ptxas sinks exponentials, but
+// for a few, behind the wait for dP, where nothing runs beside them. It moves nothing over a branch, so here is one
+// that depends on each of them. None is negative; were the sign of a NaN set, it would wait for a barrier that is open.
+DEVICE void settle(float (&p)[BM / 2], u32 open) {
+    pin(p);
+    int bits = 0;
+#pragma unroll
+    for (int i = 0; i < BM / 2; i++) bits |= __float_as_int(p[i]);
+    if (bits < 0) bar_wait(open, 0);
+}
+DEVICE void score_gradients(const float (&s)[BM / 2], const float (&dp)[BM / 2], u32 (&p)[BM / 4],
+                                                u32 (&ds)[BM / 4], u32 delta) {
+#pragma unroll
+    for (int j = 0; j < BM / 8; j++) {
+        Float2 d = shared_pair(delta + j * 32);
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            int i = 4 * j + 2 * e;
+            p[i / 2] = pack(s[i], s[i + 1]);
+            ds[i / 2] = pack(s[i] * (dp[i] - d.x), s[i + 1] * (dp[i + 1] - d.y));
+        }
+    }
+}

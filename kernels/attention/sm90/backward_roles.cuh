@@ -1,0 +1,254 @@
+// What backward.cu, which includes this, does where one launch has CTAs of three roles (ROLES).
+//
+// `preprocess` and `postprocess` move bytes and multiply nothing, `backward` multiplies and moves few. As launches of
+// their own the first two leave the tensor cores idle, and the third the memory. Here they are overlapped on different
+// SMs. Key heads go in spans, and places in rounds: round r preprocesses span r, multiplies in span r - 1 and
+// postprocesses span r - 3. CTAs that preprocess, and then those that postprocess, are spread evenly among those that
+// multiply, whose order is the one that they have alone. So memory traffic is spread over the launch, and a CTA that
+// waits does so for what started long before.
+//
+// Deadlock freedom. A CTA draws its place from a counter when it starts, as a persistent tile scheduler does: CUDA does
+// not promise that thread blocks start in the order of blockIdx. A CTA that preprocesses waits for none, one that
+// multiplies for those that preprocess its span, one that postprocesses for those that multiply in it, all of them at
+// lower places, whose CTAs have started. Of the places that are drawn and not done the lowest waits for nothing that is
+// not done. So the launch ends whatever the order in which CTAs start, the number of SMs, and what else runs on them.
+//
+// What is written by one CTA and read by another, each through a counter in global memory that is 0 at first:
+//   lse2, delta  written by threads, read by bulk copies. Every writer has a proxy fence before the CTA's barrier; one
+//                thread adds to `ready` with release. The producer of a CTA that multiplies reads it with acquire, has a
+//                proxy fence, and only then issues the first of these copies.
+//   zeros of dq  written by bulk stores of one thread, which waits until they are complete, not read alone, before it
+//                adds to `ready`. Consumers add to them after they have waited for dout's barrier, on which the producer
+//                arrives after its acquire: release and acquire at each step from the zeros to the reductions.
+//   sums of dq   added to by bulk reductions, one thread of each consumer warp. It waits until its own are complete and
+//                adds to `done` with release: so `done` counts warps. A CTA that postprocesses reads it with acquire, has
+//                a proxy fence, and reads the sums by bulk copies, which do not see L1 and what it may still have of them.
+//
+// A CTA fills its SM by its shared memory, so that it must keep memory busy alone: out and dout come by TMA
+// into a ring of 160 KB, sums into one of 192 KB (of 80 queries 200). A chunk of tiles is as much as pays for the start
+// of a CTA; the first span to be preprocessed and the last two to be postprocessed, beside which no CTA multiplies,
+// have shorter ones, for then all SMs are to take part.
+#pragma once
+
+#if SCHEDULE == ROLES
+enum Role { PREPROCESS, MULTIPLY, POSTPROCESS };
+
+constexpr int LAG = 3;         // rounds from the one that preprocesses a span to the one that postprocesses it
+constexpr int LAST = LAG - 1;  // so many spans are postprocessed when no CTA multiplies any more
+constexpr int MOST_ROUNDS = 64;
+
+// CTAs from place `start` on. All but `others` multiply, items from `multiplies_from` on; of the others, one at each
+// `stride` places until there are no more, the first so many preprocess and the rest postprocess. A CTA that
+// multiplies awaits `preprocessed` of `ready`, one that postprocesses `multiplied` of `done`.
+struct Round { int start, preprocesses, others, stride, multiplies_from, preprocessed, multiplied; };
+
+struct Roles {
+    const float *lse, *dlse;  // [B * Hq, queries]; dlse may be null
+    u32 *ready, *done;        // of each span: CTAs that have preprocessed, and consumer warps that have multiplied
+    int* drawn;               // how many places are drawn; as `ready` and `done` it is 0 before the launch
+    int span, spans;          // key heads of a span
+    int chunk, chunks, end_chunk, end_chunks;  // tiles of a CTA, CTAs of a query head; those at the ends
+    Round round[MOST_ROUNDS];  // worked out by the host, for a CTA would begin later by it
+};
+
+constexpr u32 PLACE_AT = SHARED_END;
+static_assert(PLACE_AT + 4 <= 232448, "the place of a CTA fits behind all else");
+
+// The place of this CTA: how many have started before it. All threads call it. START_DELAY is for a test, in which CTAs
+// draw in another order than that of blockIdx.
+#ifndef START_DELAY
+#define START_DELAY 0
+#endif
+DEVICE int draw_place(const Roles& r, u32 base) {
+    if (START_DELAY && threadIdx.x == 0) doze((127 - blockIdx.x % 128) * 4096);
+    if (threadIdx.x == 0) store_shared(base + PLACE_AT, draw(r.drawn));
+    __syncthreads();
+    return __shfl_sync(~0u, load_shared(base + PLACE_AT), 0);  // for the compiler to know that it is warp-uniform
+}
+
+// What the CTA at a place does: the item-th of all that multiply, or of those of its role in its span.
+struct Place {
+    Role role;
+    int span, item, awaited;
+
+    DEVICE Place(const Roles& r, int i) {
+        int rounds = r.spans + LAG, at = -1;
+        for (int first = 0; first < rounds; first += 32) {  // each lane looks at one round
+            int mine = first + (int)threadIdx.x % 32;
+            at += __popc(__ballot_sync(~0u, mine < rounds && r.round[mine].start <= i));
+        }
+        const Round& round = r.round[at];
+        i -= round.start;
+        int turn = (u32)i / (u32)round.stride;
+        if (turn >= round.others || i != turn * round.stride) {
+            role = MULTIPLY, span = at - 1, item = round.multiplies_from + i - min(turn + 1, round.others);
+            awaited = round.preprocessed;
+        } else if (turn < round.preprocesses) {
+            role = PREPROCESS, span = at, item = turn, awaited = 0;
+        } else {
+            role = POSTPROCESS, span = at - LAG, item = turn - round.preprocesses, awaited = round.multiplied;
+        }
+    }
+};
+
+// Waits until so many have announced what they wrote, for bulk copies of this thread to read it.
+DEVICE void wait_for(const u32* counter, u32 count) {
+    while (load_acquire(counter) < count) doze(64);
+    fence_async_global();
+}
+// What this thread's bulk operations, which are complete, have written, and what it knows to be written.
+DEVICE void announce(u32* counter) {
+    fence_async_global();
+    add_release(counter, 1);
+}
+
+// The tiles of a CTA that preprocesses or postprocesses: of one query head, counted over all batches.
+struct Chunk {
+    int head, first, tiles;
+
+    DEVICE Chunk(const Problem& p, const Roles& r, const Place& place, bool at_end) {
+        int size = at_end ? r.end_chunk : r.chunk, number = at_end ? r.end_chunks : r.chunks;
+        head = place.span * r.span * p.group + place.item / number;
+        first = place.item % number * size;
+        tiles = min(size, p.m_tiles - first);
+    }
+};
+// A ring of `stages` barriers that copies complete; those of CTAs that multiply are not used.
+template <int stages>
+DEVICE void init_ring(u32 base) {
+    for (int i = 0; i < stages; i++) bar_init(base + BAR_AT + 8 * i, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+constexpr int THREADS = 384;
+constexpr u32 SUM_BYTES = BM * D * 4;  // of a tile
+constexpr u32 ZEROS_AT = DQ_AT;
+constexpr int PAIR_STAGES = ZEROS_AT / (2 * Q_BYTES), SUM_STAGES = LSE_AT / SUM_BYTES;
+constexpr u32 DELTAS_AT = PAIR_STAGES * 2 * Q_BYTES;
+constexpr int ROWS_EACH = 3, MOST_ROWS = ROWS_EACH * THREADS;  // of a chunk
+static_assert(DELTAS_AT + MOST_ROWS * 4 <= ZEROS_AT && ZEROS_AT + SUM_BYTES <= BAR_AT, "rings, deltas and zeros");
+static_assert(SUM_STAGES * SUM_BYTES <= BAR_AT && SUM_STAGES <= 16 && PAIR_STAGES <= 16, "the ring of sums");
+
+// As `preprocess`: lse2, delta and zeros of a chunk of tiles.
+DEVICE void preprocess_span(const TensorMap& out_map, const TensorMap& do_map, const Problem& p, const Roles& r,
+                         const Place& place, u32 base) {
+    const Chunk chunk(p, r, place, place.span == 0);
+    const int thread = threadIdx.x, heads = p.kv_heads * p.group, batch = chunk.head / heads, head = chunk.head % heads;
+    const int rows = chunk.tiles * BM;
+    auto load = [&](int i) {
+        u32 slot = i % PAIR_STAGES, to = base + slot * 2 * Q_BYTES, bar = base + BAR_AT + 8 * slot;
+        bar_expect(bar, 2 * Q_BYTES);
+        for (int slab = 0; slab < SLABS; slab++) {
+            int row = (chunk.first + i) * BM;
+            tma_load(to + slab * Q_SLAB, &out_map, slab * 64, row, head, batch, bar);
+            tma_load(to + Q_BYTES + slab * Q_SLAB, &do_map, slab * 64, row, head, batch, bar);
+        }
+    };
+    if (thread == 0) {
+        init_ring<PAIR_STAGES>(base);
+        for (int i = 0; i < min(PAIR_STAGES, chunk.tiles); i++) load(i);
+    }
+    float line[ROWS_EACH], minus[ROWS_EACH];
+#pragma unroll
+    for (int e = 0; e < ROWS_EACH; e++) {
+        int row = e * THREADS + thread, query = chunk.first * BM + row;
+        bool real = row < rows && query < p.queries;
+        long long from = (long long)chunk.head * p.queries + query;
+        line[e] = real ? r.lse[from] : -INFINITE;
+        minus[e] = real && r.dlse != nullptr ? r.dlse[from] : 0;
+    }
+    for (u32 i = thread; i < SUM_BYTES / 16; i += THREADS) store_four(base + ZEROS_AT + i * 16, 0, 0, 0, 0);
+    fence_async();
+    __syncthreads();
+
+    float* sums = p.dq_sum + ((long long)chunk.head * p.m_tiles + chunk.first) * (BM * D);
+    for (int i = 0; i < chunk.tiles; i++) {
+        u32 slot = i % PAIR_STAGES;
+        if (thread == 0) store_bulk(sums + (long long)i * (BM * D), base + ZEROS_AT, SUM_BYTES), bulk_commit();
+        bar_wait(base + BAR_AT + 8 * slot, i / PAIR_STAGES & 1);
+#pragma unroll
+        for (int row = thread / 8; row < BM; row += THREADS / 8) {  // swizzled, eight lanes read a row from all banks
+            u32 at = base + slot * 2 * Q_BYTES + row * 128 + ((thread ^ row) % 8) * 16;
+            float sum = 0;
+#pragma unroll
+            for (int slab = 0; slab < SLABS; slab++, at += Q_SLAB)
+                sum += dot(shared_chunk(at), shared_chunk(at + Q_BYTES));
+#pragma unroll
+            for (int step = 4; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+            if (thread % 8 == 0) store_one(base + DELTAS_AT + (i * BM + row) * 4, sum);
+        }
+        __syncthreads();
+        if (thread == 0 && i + PAIR_STAGES < chunk.tiles) load(i + PAIR_STAGES);
+    }
+#pragma unroll
+    for (int e = 0; e < ROWS_EACH; e++) {
+        int row = e * THREADS + thread;
+        if (row >= rows) continue;
+        long long to = ((long long)chunk.head * p.m_tiles + chunk.first) * BM + row;
+        bool empty = line[e] == -INFINITE;
+        // As in `preprocess`: an empty row has delta 0 even where its incoming gradients are not finite.
+        ((float*)p.lse2)[to] = empty ? INFINITE : line[e] * LOG2_E;
+        ((float*)p.delta)[to] = empty ? 0 : shared_one(base + DELTAS_AT + row * 4) - minus[e];
+    }
+    fence_async_global();
+    if (thread == 0) bulk_wait();
+    __syncthreads();
+    if (thread == 0) announce(r.ready + place.span);
+}
+
+// As `postprocess`: dq of a chunk of tiles. The tile of sums is cast where it lies, into the tile that TMA stores.
+DEVICE void postprocess_span(const TensorMap& dq_map, const Problem& p, const Roles& r, const Place& place, u32 base) {
+    const Chunk chunk(p, r, place, place.span >= r.spans - LAST);
+    const int heads = p.kv_heads * p.group, batch = chunk.head / heads, head = chunk.head % heads;
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, eighth = lane % 8;
+    const float* sums = p.dq_sum + ((long long)chunk.head * p.m_tiles + chunk.first) * (BM * D);
+    auto load = [&](int i) {
+        u32 slot = i % SUM_STAGES, bar = base + BAR_AT + 8 * slot;
+        bar_expect(bar, SUM_BYTES);
+        load_row(sums + (long long)i * (BM * D), base + slot * SUM_BYTES, bar, SUM_BYTES);
+    };
+    if (threadIdx.x == 0) {
+        init_ring<SUM_STAGES>(base);
+        wait_for(r.done + place.span, place.awaited);
+        for (int i = 0; i < min(SUM_STAGES, chunk.tiles); i++) load(i);
+    }
+    __syncthreads();
+    for (int i = 0; i < chunk.tiles; i++) {
+        const u32 tile = base + i % SUM_STAGES * SUM_BYTES;
+        bar_wait(base + BAR_AT + 8 * (i % SUM_STAGES), i / SUM_STAGES & 1);
+        u32 x[DQ_REGISTERS / 2];  // the piece of one consumer warp, as it was in its registers
+        if (warp < CONSUMER_WARPS) {
+#pragma unroll
+            for (int j = 0; j < DQ_REGISTERS / 4; j++) {
+                Float4 four = shared_four(tile + warp * PIECE_BYTES + j * 512 + lane * 16);
+                x[2 * j] = pack(four.x * p.scale, four.y * p.scale);
+                x[2 * j + 1] = pack(four.z * p.scale, four.w * p.scale);
+            }
+        }
+        __syncthreads();
+        if (warp < CONSUMER_WARPS) {
+            const u32 slab = tile + warp / 4 * Q_SLAB;
+#pragma unroll
+            for (int k = 0; k < DQ_REGISTERS / 8; k++) {
+                const u32* four = x + 4 * k;
+                // Four 8x8 matrices. Of 64 queries: 16 rows of queries and 16 columns; of 80 the same, transposed.
+                u32 row = DQ_TRANSPOSED ? k * 16 + lane / 16 * 8 + eighth : warp % 4 * 16 + lane % 16;
+                u32 column = DQ_TRANSPOSED ? warp % 4 * 2 + lane / 8 % 2 : k * 2 + lane / 16;
+                u32 to = slab + row * 128 + (column ^ eighth) * 16;
+                if constexpr (DQ_TRANSPOSED) store_transposed(to, four[0], four[1], four[2], four[3]);
+                else store_matrices(to, four[0], four[1], four[2], four[3]);
+            }
+        }
+        fence_async();
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            bulk_wait_read();  // of the tile before, whose place is free now
+            if (i > 0 && i - 1 + SUM_STAGES < chunk.tiles) load(i - 1 + SUM_STAGES);
+            for (int part = 0; part < SLABS; part++)
+                store_box(dq_map, tile + part * Q_SLAB, part * 64, (chunk.first + i) * BM, head, batch);
+            bulk_commit();
+        }
+    }
+    if (threadIdx.x == 0) bulk_wait();
+}
+#endif

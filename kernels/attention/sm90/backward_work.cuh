@@ -1,0 +1,84 @@
+// The problem of backward.cu, which includes this, and what of it is a CTA's.
+#pragma once
+
+struct Problem {
+    float* dq_sum;       // [B * Hq, m_tiles, BM * D], in the order that the consumers' registers have
+    const float* lse2;   // [B * Hq, m_tiles * BM], log2(e) * lse; +inf where a query sees nothing or does not exist
+    const float* delta;  // the same shape; 0 there. With SINGLE_BLOCK these are lse and dlse (or null), [B * Hq, queries]
+    float* parts;        // [blocks - unshared, splits, 2, 128 * D]: dv and dk of shared blocks, in register order
+    int queries, keys, m_tiles, n_blocks, kv_heads, group, all_kv_heads, section, unshared, splits, alternate;
+    float scale, scale_log2;
+};
+
+// --------------------------------------------------------------------------------------------- the work of a CTA
+
+// The first tile of queries that sees a block of keys.
+DEVICE int first_tile(const Problem& p, int first_key) {
+    return CAUSAL ? max(0, first_key - (p.keys - p.queries)) / BM : 0;
+}
+// The 128 keys of this CTA and the tiles of queries that see some of them, for each query head that shares the keys.
+// Blocks from `unshared` on, a last round that would leave most SMs without work, are shared by `splits` CTAs each,
+// where there is no mask.
+struct Work {
+    int head, batch, first_key, low, begin, tiles, part;  // `part`: which place of `parts` dv and dk go to, or -1
+    int ahead;                                            // tiles that come last, not first
+    bool down;                                            // from the last queries to the first
+
+    DEVICE explicit Work(const Problem& p, int cta = blockIdx.x) {
+        int index = cta, share = 0, shares = 1;
+        part = -1;
+        if (SCHEDULE != CTA_PER_KV_HEAD && !CAUSAL && index >= p.unshared) {
+            part = index - p.unshared;
+            shares = p.splits, share = part % shares, index = p.unshared + part / shares;
+        }
+        // Sections of heads whose queries, gradients and sums fit L2; in each, the longest work first.
+        int of_section = p.section * p.n_blocks, section = index / of_section, i = index % of_section;
+        int heads = min(p.section, p.all_kv_heads - section * p.section);
+        int all = SCHEDULE == CTA_PER_KV_HEAD ? cta : section * p.section + i % heads;
+        batch = all / p.kv_heads, head = all % p.kv_heads;
+        first_key = SCHEDULE == SINGLE_BLOCK || SCHEDULE == CTA_PER_KV_HEAD ? 0 : i / heads * BN;
+        low = first_tile(p, first_key);
+        int of_block = (p.m_tiles - low) * p.group;
+        begin = of_block * share / shares;
+        tiles = of_block * (share + 1) / shares - begin;
+        // CTAs that start together would all add to the sum of one tile at a time, where L2 takes one addend after the
+        // other. So each begins at a tile of its own and wraps around.
+        ahead = CAUSAL || SCHEDULE == CTA_PER_KV_HEAD || part >= 0 ? 0 : i / heads % p.m_tiles;
+        // CTAs of a first section start together: from the last query down they are at the same tile all the time, and
+        // end one by one, the last keys first. Those of the next start as these end, the first keys first, each so much
+        // later as its first query lies further on: upwards they are at the same tile again, and end together.
+        down = SCHEDULE != SINGLE_BLOCK && SCHEDULE != CTA_PER_KV_HEAD && p.alternate && section % 2 == 0;
+    }
+};
+// Tile by tile of queries, all heads of the group at each: CTAs that share keys' heads then read the same queries.
+struct Tile {
+    int m, all_heads, g;  // `all_heads`: this query head counted over the batch, `g`: in its group
+
+    DEVICE Tile(const Work& w, const Problem& p) {
+        int i = w.begin / p.group;
+        m = w.down ? p.m_tiles - 1 - i : w.low + i + w.ahead;
+        g = w.begin % p.group;
+        all_heads = (w.batch * p.kv_heads + w.head) * p.group + g;
+    }
+    DEVICE void next(const Work& w, const Problem& p) {
+        ++g, ++all_heads;
+        if (g < p.group) return;
+        g = 0, all_heads -= p.group, m += w.down ? -1 : 1;
+        if (!CAUSAL && m == p.m_tiles) m = 0;
+    }
+};
+template <int stages>
+struct Ring {
+    int slot = 0;
+    u32 parity = 0;
+    DEVICE void next() {
+        if (++slot == stages) slot = 0, parity ^= 1;
+    }
+};
+// What consumers have behind them, for the parities of barriers: none of it but where CTA_PER_KV_HEAD.
+struct Progress {
+    Ring<DO_STAGES> g;
+    Ring<Q_STAGES> q;
+    int tiles = 0;
+    u32 sums = 0;
+};

@@ -1,0 +1,454 @@
+// Attention forward for Hopper (sm_90a): TMA, wgmma, warp specialisation. forward.py compiles and launches it.
+//
+// Napkin maths for one block of 128 keys and one warp group of 64 query rows, in cycles of an SM's tensor
+// cores (4096 FLOP a cycle, dense), its exponential unit (16 a cycle) and each of its schedulers (one instruction):
+//   D = 128   tensor 1024   exp2 512   issue about 300
+//   D =  64   tensor  512   exp2 512   issue about 270
+// What the loop does beside the products decides how close the tensor cores get to their peak, so it is to be little:
+// 64 FFMA, 64 MUFU, 64 FADD, 32 F2FP and 32 VIMNMX3 for 128 keys, and as few other instructions as can be.
+//  - The maximum of a row is kept while no score rises above it by more than SLACK (in powers of 2): probabilities up
+//    to 2^SLACK do as well as those up to 1, and neither accumulator nor sum needs rescaling (one vote of the warp).
+//  - To see whether a score rises, scores are compared as integers, three at a time: with 0 among them, the largest
+//    integer is that of the largest float, or 0 if all are negative, which can only make the test stricter. NaN with a
+//    positive sign is the largest of all and fails the test; one with a negative sign reaches the sum in any case.
+//
+// A CTA is one producer warp and CONSUMERS warp groups with 64 query rows each, all running one copy of the code. The
+// producer fills rings of key and value blocks. A consumer issues the product of queries and keys of block j and that
+// of probabilities and values of block j - 1 together, and overlaps the softmax of block j with the second
+// (Shah et al. 2024, FlashAttention-3, sections 3.1, 3.2). Scores, probabilities and accumulator stay in registers.
+//
+// Key blocks are walked from the last to the first, for the last ones alone need masks: those that the diagonal
+// crosses, and the one in which the keys end. A consumer steps over blocks of which its rows see nothing.
+//
+// Barriers, with their arrivals per phase. The n-th use of a full one waits for parity n & 1, that of an empty one for
+// the opposite, so that the first pass finds every slot empty. Arrivals on empty ones come from one lane of each warp,
+// for a wait for wgmma is each warp's own.
+//   q_full[c] 1, q_empty[c] 4                  the 64 query rows of consumer c, once a tile, in Q_BUFFERS sets in turn
+//   k_full[s] 1, k_empty[s] 4 * CONSUMERS      a block of keys; v_full, v_empty: of values
+//   tile_full 1, tile_empty 4 * CONSUMERS      the number of the next tile
+// Named barriers 1 ... CONSUMERS: consumer c may issue its products (PING_PONG).
+//
+// Defined by the launcher, see CudaConfig in configs/forward.py: HEAD_DIM (64, 128), BLOCK_N, STAGES, CONSUMERS (2, 3),
+// CAUSAL, FP16, PING_PONG, Q_REGISTERS, Q_BUFFERS.
+
+#include "forward_ptx.cuh"
+
+constexpr int ROWS = 64;                       // of queries for each consumer: one wgmma is 64 rows high
+constexpr int PANELS = HEAD_DIM / 64;          // a row of 64 elements is the 128 bytes that TMA swizzles
+constexpr int BLOCK_M = ROWS * CONSUMERS;
+constexpr int THREADS = 128 * (CONSUMERS + 1);
+constexpr int Q_BYTES = ROWS * HEAD_DIM * 2;   // of one consumer
+constexpr int KV_BYTES = BLOCK_N * HEAD_DIM * 2;
+constexpr int S_REGS = BLOCK_N / 2, O_REGS = HEAD_DIM / 2, P_REGS = BLOCK_N / 4;
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 24 : 32;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 240 : 160;
+#define NEGATIVE_INFINITY __int_as_float(0xff800000)
+
+constexpr int K_OFFSET = Q_BUFFERS * CONSUMERS * Q_BYTES;
+constexpr int V_OFFSET = K_OFFSET + STAGES * KV_BYTES;
+constexpr int BARRIER_OFFSET = V_OFFSET + STAGES * KV_BYTES;
+enum Barrier {
+    Q_FULL = 0, Q_EMPTY = Q_BUFFERS * CONSUMERS, K_FULL = 2 * Q_EMPTY, K_EMPTY = K_FULL + STAGES,
+    V_FULL = K_EMPTY + STAGES, V_EMPTY = V_FULL + STAGES, TILE_FULL = V_EMPTY + STAGES, TILE_EMPTY, BARRIERS
+};
+constexpr int TILE_OFFSET = BARRIER_OFFSET + 8 * BARRIERS;  // the number of the next tile
+
+struct Problem {
+    float* lse;
+    unsigned short* out;
+    u64 out_batch, out_head, out_row;  // strides in elements
+    int* next_tile;                    // a counter that starts at 0, or null where the order of tiles is fixed
+    float scale_log2, slack;           // slack: SLACK in units of raw scores
+    int num_tiles, num_m, section, heads, q_heads, group, num_q, num_keys;
+};
+
+DEVICE void turn_wait(int consumer) { asm volatile("bar.sync %0, 256;" ::"r"(1 + consumer) : "memory"); }
+DEVICE void turn_pass(int consumer) {
+    asm volatile("bar.arrive %0, 256;" ::"r"(consumer + 1 == CONSUMERS ? 1 : consumer + 2) : "memory");
+}
+
+// ---- Tiles --------------------------------------------------------------------------------------------------------
+
+// Head (batches counted in) and first row of this CTA in a tile. With causal `section` heads at a time, as many as have
+// their keys and values in L2, and in these the rows with the most keys first; row blocks are counted from the end, so
+// that the block which is not full has the fewest keys, and may begin before row 0. Else head by head, but of the heads
+// from `section` on the row blocks that are not full come last of all: they take less time, and fill what the last
+// round of tiles leaves free. Not of all heads, for there each reads keys and values that it shares with no other.
+DEVICE void find_tile(const Problem& a, int index, int& head, int& first_row) {
+    if (CAUSAL) {
+        int first = index / (a.section * a.num_m) * a.section;
+        int inside = index - first * a.num_m;
+        int width = min(a.section, a.heads - first);
+        int step = inside / width;
+        head = first + inside - step * width;
+        first_row = a.num_q - (step + 1) * BLOCK_M;
+    } else {
+        const int all = a.section * a.num_m, later = index - all, full = a.num_q / BLOCK_M;
+        const bool ragged = later >= (a.heads - a.section) * full;
+        int block;
+        if (later < 0) head = index / a.num_m, block = index - head * a.num_m;
+        else if (ragged) head = later - (a.heads - a.section) * full + a.section, block = full;
+        else head = later / full, block = later - head * full, head += a.section;
+        first_row = block * BLOCK_M;
+    }
+}
+
+// Rows first_row ... first_row + rows - 1 see key blocks 0 ... end - 1, and each of them sees all of 0 ... full - 1.
+// At least one block, masked where no row sees a key: that gives such rows 0 and -inf without a path of their own.
+DEVICE void find_blocks(const Problem& a, int first_row, int rows, int& end, int& full) {
+    int shift = a.num_keys - a.num_q + first_row;
+    int last = CAUSAL ? min(a.num_keys, shift + rows) : a.num_keys;
+    int first = CAUSAL ? min(a.num_keys, max(shift + 1, 0)) : a.num_keys;
+    end = max((last + BLOCK_N - 1) / BLOCK_N, 1);
+    full = first / BLOCK_N;
+}
+
+template <int SLOTS> struct Position {  // in a ring
+    int slot = 0;
+    u32 phase = 0;
+    DEVICE void next() {
+        if (++slot == SLOTS) { slot = 0; phase ^= 1; }
+    }
+};
+using Ring = Position<STAGES>;  // of keys, and of values
+
+// ---- Producer -----------------------------------------------------------------------------------------------------
+
+DEVICE void produce(const Problem& a, const TensorMap* q_map, const TensorMap* k_map, const TensorMap* v_map,
+                    u32 smem) {
+    const u32 bars = smem + BARRIER_OFFSET;
+    const int place = blockIdx.x, places = gridDim.x;
+    Ring ring;
+    Position<Q_BUFFERS> queries;
+    u32 turn = 0;
+    int tile = place;
+    for (int round = 1; tile < a.num_tiles; round++, turn ^= 1, queries.next()) {
+        int head, first_row, end, full;
+        // Without a counter there and back again, which evens out where the tiles get shorter and shorter. `places` are
+        // added where the number is needed, for an addition here would wait for the counter.
+        int following = round % 2 ? places - 1 - place : place;
+        if (a.next_tile) following = draw(a.next_tile);
+        find_tile(a, tile, head, first_row);
+        find_blocks(a, first_row, BLOCK_M, end, full);
+        int batch = head / a.q_heads;
+        head -= batch * a.q_heads;
+#pragma unroll 1
+        for (int c = 0; c < CONSUMERS; c++) {
+            const int buffer = queries.slot * CONSUMERS + c;
+            bar_wait(bars + 8 * (Q_EMPTY + buffer), queries.phase ^ 1);
+            bar_expect(bars + 8 * (Q_FULL + buffer), Q_BYTES);
+            for (int p = 0; p < PANELS; p++)
+                tma_load(smem + buffer * Q_BYTES + p * ROWS * 128, q_map, p * 64, first_row + c * ROWS, head, batch,
+                         bars + 8 * (Q_FULL + buffer));
+        }
+        head /= a.group;
+#pragma unroll 1
+        for (int j = end - 1; j >= 0; j--, ring.next()) {
+#pragma unroll
+            for (int which = 0; which < 2; which++) {
+                const u32 arrived = bars + 8 * ((which ? V_FULL : K_FULL) + ring.slot);
+                const u32 to = smem + (which ? V_OFFSET : K_OFFSET) + ring.slot * KV_BYTES;
+                bar_wait(bars + 8 * ((which ? V_EMPTY : K_EMPTY) + ring.slot), ring.phase ^ 1);
+                bar_expect(arrived, KV_BYTES);
+                for (int p = 0; p < PANELS; p++)
+                    tma_load(to + p * BLOCK_N * 128, which ? v_map : k_map, p * 64, j * BLOCK_N, head, batch, arrived);
+            }
+        }
+        following += (a.next_tile ? 1 : round) * places;
+        bar_wait(bars + 8 * TILE_EMPTY, turn ^ 1);
+        store_shared(smem + TILE_OFFSET, following);
+        bar_arrive(bars + 8 * TILE_FULL);
+        tile = following;
+    }
+}
+
+// ---- Consumers ----------------------------------------------------------------------------------------------------
+
+// Starts s = q kT.
+DEVICE void start_scores(float (&s)[S_REGS], const u32* q, u64 q_desc, u64 k_desc) {
+#pragma unroll
+    for (int k = 0; k < HEAD_DIM / 16; k++) {
+        u64 k_step = k_desc + (k / 4 * BLOCK_N * 128 + k % 4 * 32) / 16;
+        if (Q_REGISTERS) wgmma_rs<0>(s, q + 4 * k, k_step, k > 0);
+        else wgmma_ss(s, q_desc + (k / 4 * ROWS * 128 + k % 4 * 32) / 16, k_step, k > 0);
+    }
+    wgmma_commit();
+}
+
+// Starts o += p v.
+DEVICE void start_values(float (&o)[O_REGS], const u32 (&p)[P_REGS], u64 v_desc) {
+#pragma unroll
+    for (int k = 0; k < BLOCK_N / 16; k++) wgmma_rs<1>(o, p + 4 * k, v_desc + k * 16 * 128 / 16, 1);
+    wgmma_commit();
+}
+
+struct Rows {  // of the two rows of a thread, row 0 and row 8 of its group of four lanes
+    float max[2];     // largest score, raw; kept while no score is above it by more than SLACK
+    float scaled[2];  // the same in powers of 2, and 0 where no key has been seen (-inf - -inf would be NaN)
+    float sum[2];     // of the probabilities of this thread's own columns
+    float alpha[2];   // what the accumulator is to be multiplied with, where update() has said so
+};
+
+DEVICE int max3(int a, int b, int c) { return max(max(a, b), c); }
+DEVICE float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+DEVICE float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// Brings the maxima of the warp's 16 rows up to date where that is needed. True if the accumulator must be rescaled.
+DEVICE bool update(const float (&s)[S_REGS], Rows& rows, const Problem& a) {
+    int top[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < S_REGS; i += 8) {
+        top[0] = max3(top[0], __float_as_int(s[i]), __float_as_int(s[i + 1]));
+        top[1] = max3(top[1], __float_as_int(s[i + 2]), __float_as_int(s[i + 3]));
+        top[2] = max3(top[2], __float_as_int(s[i + 4]), __float_as_int(s[i + 5]));
+        top[3] = max3(top[3], __float_as_int(s[i + 6]), __float_as_int(s[i + 7]));
+    }
+    bool fits = __int_as_float(max(top[0], top[2])) <= rows.max[0] + a.slack &&
+                __int_as_float(max(top[1], top[3])) <= rows.max[1] + a.slack;
+    if (__all_sync(~0u, fits)) return false;
+    bool risen = false;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float most = NEGATIVE_INFINITY;
+#pragma unroll
+        for (int i = 2 * r; i < S_REGS; i += 4) most = fmaxf(most, fmaxf(s[i], s[i + 1]));
+        most = fmaxf(rows.max[r], quad_max(most));
+        risen |= most > rows.max[r];
+        rows.scaled[r] = most == NEGATIVE_INFINITY ? 0.0f : most * a.scale_log2;
+        rows.alpha[r] = exp2_(rows.max[r] * a.scale_log2 - rows.scaled[r]);
+        rows.max[r] = most;
+        rows.sum[r] *= rows.alpha[r];
+    }
+    return __any_sync(~0u, risen);
+}
+
+// Scores become probabilities, and are added to the sums.
+DEVICE void exponentials(float (&s)[S_REGS], Rows& rows, const Problem& a) {
+    float odd[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < S_REGS; i += 4) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float x = exp2_(s[i + 2 * r] * a.scale_log2 - rows.scaled[r]);
+            float y = exp2_(s[i + 2 * r + 1] * a.scale_log2 - rows.scaled[r]);
+            s[i + 2 * r] = x;
+            s[i + 2 * r + 1] = y;
+            rows.sum[r] += x;
+            odd[r] += y;
+        }
+    }
+    rows.sum[0] += odd[0];
+    rows.sum[1] += odd[1];
+}
+
+// Columns at or behind `limit`, counted from this thread's first one, become -inf.
+DEVICE void mask(float (&s)[S_REGS], int limit0, int limit1) {
+#pragma unroll
+    for (int i = 0; i < S_REGS; i++) {
+        int column = i / 4 * 8 + i % 2;
+        if (column >= (i & 2 ? limit1 : limit0)) s[i] = NEGATIVE_INFINITY;
+    }
+}
+
+// Queries as registers of a first operand of wgmma, for one whole tile.
+DEVICE void load_queries(u32* q, u32 address, int warp, int lane) {
+    int row = warp * 16 + lane % 16;
+#pragma unroll
+    for (int k = 0; k < HEAD_DIM / 16; k++) {
+        int chunk = (k % 4 * 2 + lane / 16) ^ (row % 8);
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(q[4 * k]), "=r"(q[4 * k + 1]), "=r"(q[4 * k + 2]), "=r"(q[4 * k + 3])
+                     : "r"(address + k / 4 * ROWS * 128 + row * 128 + chunk * 16) : "memory");
+    }
+}
+
+// Lane t of a quad gives w[i], columns 8 i + 2 t and the one behind it, and gets columns 8 t ... 8 t + 7.
+DEVICE uint4 transpose(u32 w0, u32 w1, u32 w2, u32 w3, int t) {
+    bool odd = t & 1, upper = t & 2;
+    u32 x = __shfl_xor_sync(~0u, odd ? w0 : w1, 1), y = __shfl_xor_sync(~0u, odd ? w2 : w3, 1);
+    if (odd) { w0 = x; w2 = y; } else { w1 = x; w3 = y; }
+    x = __shfl_xor_sync(~0u, upper ? w0 : w2, 2), y = __shfl_xor_sync(~0u, upper ? w1 : w3, 2);
+    if (upper) { w0 = x; w1 = y; } else { w2 = x; w3 = y; }
+    return make_uint4(w0, w1, w2, w3);
+}
+
+// Writes rows first_row ... first_row + 15 of out and lse, as far as they are rows of the queries.
+DEVICE void epilogue(const float (&o)[O_REGS], const Rows& rows, const Problem& a, int all_head, int first_row,
+                   int lane) {
+    int batch = all_head / a.q_heads;
+    unsigned short* out = a.out + batch * a.out_batch + (all_head - batch * a.q_heads) * a.out_head;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        int row = first_row + lane / 4 + 8 * r;
+        float sum = quad_sum(rows.sum[r]);
+        bool none = sum == 0.0f;  // and not NaN: no key was seen
+        float factor = none ? 0.0f : 1.0f / sum;
+        const bool inside = (u32)row < (u32)a.num_q;
+        float lse = none ? NEGATIVE_INFINITY : (rows.scaled[r] + __log2f(sum)) * 0.6931471805599453f;
+        if (rows.max[r] == -NEGATIVE_INFINITY) lse = rows.max[r];  // as PyTorch has it, though out is NaN
+        if (lane % 4 == 0 && inside) a.lse[(u64)all_head * a.num_q + row] = lse;
+#pragma unroll
+        for (int i = 2 * r; i < O_REGS; i += 16) {
+            u32 w[4];
+#pragma unroll
+            for (int g = 0; g < 4; g++) w[g] = none ? 0 : pack(o[i + 4 * g] * factor, o[i + 4 * g + 1] * factor);
+            uint4 piece = transpose(w[0], w[1], w[2], w[3], lane % 4);
+            if (inside) store_global4(out + row * a.out_row + i / 4 * 8 + lane % 4 * 8, piece);
+        }
+    }
+}
+
+struct Consumer {  // what a warp knows of itself
+    u32 smem, bars;
+    int number, warp, lane;
+    bool leader;  // the lane that arrives for its warp
+};
+
+// Steps over blocks: they count as used.
+DEVICE void skip(const Consumer& me, Ring& ring, int blocks, int turns) {
+    for (int j = 0; j < blocks; j++, ring.next()) {
+        if (PING_PONG && j < turns) { turn_wait(me.number); turn_pass(me.number); }
+        bar_wait(me.bars + 8 * (K_FULL + ring.slot), ring.phase);
+        bar_wait(me.bars + 8 * (V_FULL + ring.slot), ring.phase);
+        if (me.leader) bar_arrive(me.bars + 8 * (K_EMPTY + ring.slot));
+        if (me.leader) bar_arrive(me.bars + 8 * (V_EMPTY + ring.slot));
+    }
+}
+
+// One consumer's rows of a tile: blocks end - 1 ... 0.
+DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer, int head, int first_row, int end,
+                   int full) {
+    const u64 q_desc = describe(me.smem + buffer * Q_BYTES, 16);
+    const u64 k_base = describe(me.smem + K_OFFSET, 16), v_base = describe(me.smem + V_OFFSET, BLOCK_N * 128);
+    float s[S_REGS], o[O_REGS];
+    u32 p[P_REGS], q[Q_REGISTERS ? HEAD_DIM / 4 : 1];
+    const int row = first_row + me.warp * 16 + me.lane / 4;
+    const int seen = CAUSAL ? row + 1 + a.num_keys - a.num_q : a.num_keys;
+    int limit0 = min(seen, a.num_keys) - me.lane % 4 * 2;
+    int limit1 = min(seen + (CAUSAL ? 8 : 0), a.num_keys) - me.lane % 4 * 2;
+    // Else the compiler works out the last block's mask once for all tiles, and spills it.
+    asm volatile("" : "+r"(limit0), "+r"(limit1));
+    Rows rows = {{NEGATIVE_INFINITY, NEGATIVE_INFINITY}, {0.0f, 0.0f}, {0.0f, 0.0f}, {1.0f, 1.0f}};
+    if (Q_REGISTERS) {  // and the producer may fetch the next tile's
+        load_queries(q, me.smem + buffer * Q_BYTES, me.warp, me.lane);
+        if (me.leader) bar_arrive(me.bars + 8 * (Q_EMPTY + buffer));
+    }
+    // The last block: there are no values yet to multiply by probabilities.
+    bar_wait(me.bars + 8 * (K_FULL + ring.slot), ring.phase);
+    wgmma_fence();
+    start_scores(s, q, q_desc, k_base + ring.slot * (KV_BYTES / 16));
+    wgmma_wait<0>();
+    pin(s);
+    if (me.leader) bar_arrive(me.bars + 8 * (K_EMPTY + ring.slot));
+    mask(s, limit0 - (end - 1) * BLOCK_N, limit1 - (end - 1) * BLOCK_N);
+    update(s, rows, a);
+    exponentials(s, rows, a);
+#pragma unroll
+    for (int i = 0; i < P_REGS; i++) p[i] = pack(s[2 * i], s[2 * i + 1]);
+#pragma unroll
+    for (int i = 0; i < O_REGS; i++) o[i] = 0.0f;
+    bar_wait(me.bars + 8 * (V_FULL + ring.slot), ring.phase);
+    ring.next();
+    for (int j = end - 2; j >= 0; j--, ring.next()) {
+        const int slot = __shfl_sync(~0u, ring.slot, 0);  // for the compiler to know that it is the same in all lanes
+        const int last = slot ? slot - 1 : STAGES - 1;
+        bar_wait(me.bars + 8 * (K_FULL + slot), ring.phase);
+        if (PING_PONG) turn_wait(me.number);
+        pin(o);
+        pin(p);
+        wgmma_fence();
+        start_scores(s, q, q_desc, k_base + slot * (KV_BYTES / 16));
+        start_values(o, p, v_base + last * (KV_BYTES / 16));
+        if (PING_PONG) turn_pass(me.number);
+        wgmma_wait<1>();
+        pin(s);
+        if (me.leader) bar_arrive(me.bars + 8 * (K_EMPTY + slot));
+        if (CAUSAL && j >= full) mask(s, limit0 - j * BLOCK_N, limit1 - j * BLOCK_N);
+        const bool rescale = update(s, rows, a);
+        exponentials(s, rows, a);
+        pin(s);
+        // Needed in the next round only. It stands here because ptxas would move the wait for the second product in
+        // front of the softmax, as no register connects the two, but moves nothing across this wait's loop. And it
+        // would move the sums behind both, where nothing is overlapped with them: hence a parity that needs them (none
+        // is negative).
+        bar_wait(me.bars + 8 * (V_FULL + slot), ring.phase ^ (rows.sum[0] + rows.sum[1] < -1.0f));
+        wgmma_wait<0>();
+        pin(o);
+        pin(p);
+        pin(s);
+        if (me.leader) bar_arrive(me.bars + 8 * (V_EMPTY + last));
+        if (rescale) {
+#pragma unroll
+            for (int i = 0; i < O_REGS; i++) o[i] *= rows.alpha[i / 2 % 2];
+        }
+#pragma unroll
+        for (int i = 0; i < P_REGS; i++) p[i] = pack(s[2 * i], s[2 * i + 1]);
+    }
+    const int last = ring.slot ? ring.slot - 1 : STAGES - 1;
+    if (!Q_REGISTERS && me.leader) bar_arrive(me.bars + 8 * (Q_EMPTY + buffer));
+    pin(o);
+    pin(p);
+    wgmma_fence();
+    start_values(o, p, v_base + last * (KV_BYTES / 16));
+    wgmma_wait<0>();
+    pin(o);
+    if (me.leader) bar_arrive(me.bars + 8 * (V_EMPTY + last));
+    epilogue(o, rows, a, head, first_row + me.warp * 16, me.lane);
+}
+
+DEVICE void consume(const Problem& a, int number, u32 smem) {
+    const u32 bars = smem + BARRIER_OFFSET;
+    const int lane = threadIdx.x % 32;
+    const Consumer me = {smem, bars, number, (int)threadIdx.x / 32 % 4, lane, lane == 0};
+    Ring ring;
+    Position<Q_BUFFERS> queries;
+    u32 turn = 0;
+    if (PING_PONG && number == CONSUMERS - 1) turn_pass(number);
+    for (int tile = blockIdx.x; tile < a.num_tiles; turn ^= 1, queries.next()) {
+        int head, first_row, end, full, all_blocks;
+        find_tile(a, tile, head, first_row);
+        find_blocks(a, first_row, BLOCK_M, all_blocks, full);
+        first_row += number * ROWS;
+        find_blocks(a, first_row, ROWS, end, full);
+        end = __shfl_sync(~0u, first_row < a.num_q && first_row + ROWS > 0 ? end : 0, 0);
+        all_blocks = __shfl_sync(~0u, all_blocks, 0);
+        const int buffer = __shfl_sync(~0u, queries.slot, 0) * CONSUMERS + number;
+        bar_wait(bars + 8 * (Q_FULL + buffer), queries.phase);
+        skip(me, ring, all_blocks - end, all_blocks - 1);  // the first block of a tile has no turn
+        if (end > 0) attend(a, me, ring, buffer, head, first_row, end, full);
+        else if (me.leader) bar_arrive(bars + 8 * (Q_EMPTY + buffer));
+        bar_wait(bars + 8 * TILE_FULL, turn);
+        tile = __shfl_sync(~0u, load_shared(smem + TILE_OFFSET), 0);
+        if (me.leader) bar_arrive(bars + 8 * TILE_EMPTY);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+attention_cuda_fwd(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+              const __grid_constant__ TensorMap v_map, const __grid_constant__ Problem problem) {
+    extern __shared__ __align__(1024) char shared[];
+    const u32 smem = (u32)__cvta_generic_to_shared(shared);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < BARRIERS; i++) {
+            bool by_all = (i >= K_EMPTY && i < V_FULL) || (i >= V_EMPTY && i < TILE_FULL) || i == TILE_EMPTY;
+            bar_init(smem + BARRIER_OFFSET + 8 * i, by_all ? 4 * CONSUMERS : i >= Q_EMPTY && i < K_FULL ? 4 : 1);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    // The same in all lanes, and the compiler is to know it: descriptors then live in uniform registers.
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    if (group == 0) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+        if (threadIdx.x == 0) produce(problem, &q_map, &k_map, &v_map, smem);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+        consume(problem, group - 1, smem);
+    }
+}

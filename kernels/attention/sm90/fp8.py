@@ -1,0 +1,122 @@
+"""The forward in e4m3 for Hopper, in CUDA C++ (fp8.cu): which problems it takes, and its launch.
+
+Two steps, of use apart: `quantise` makes e4m3 operands with scales from fp16 or bf16, and `fp8_attend` computes
+attention from them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import torch
+
+from ..configs import forward as configs
+from ..configs.forward import ROWS, Fp8Config
+from ..problem import LOG2_E, Problem, hopper_unsupported_reason
+from . import cuda_driver
+from .cuda_driver import launch, pointer, tensor_map
+from .quantise import Operands, quantise
+
+# A row's maximum is kept while no score is above it by more than SLACK, in powers of 2. A probability is 2^OFFSET where
+# the score is the maximum: 2^(SLACK + OFFSET) is to be just below e4m3's largest, 448.
+SLACK, OFFSET = 3.0, math.log2(448) - 0.001 - 3.0
+
+
+class _Problem(ctypes.Structure):
+    """As in fp8.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("lse", "out", "q_scale", "k_scale", "v_scale")),
+        *((name, ctypes.c_uint64) for name in ("out_batch", "out_head", "out_row")),
+        ("next_tile", ctypes.c_void_p),
+        *((name, ctypes.c_float) for name in ("scale_log2", "slack", "offset")),
+        *((name, ctypes.c_int) for name in ("num_tiles", "num_m", "section", "heads", "q_heads", "group")),
+        *((name, ctypes.c_int) for name in ("num_q", "num_keys", "q_blocks", "k_blocks", "v_blocks", "dim")),
+    ]
+
+
+def fp8_unsupported_reason(problem: Problem) -> str | None:
+    """Why the forward in e4m3 cannot run a problem, or None."""
+    if problem.dim > 128:
+        return f"it takes heads of up to 128 numbers, not {problem.dim}"
+    return hopper_unsupported_reason(problem) or cuda_driver.no_compiler()
+
+
+def fp8_fwd(problem: Problem, out: torch.Tensor, lse: torch.Tensor, exact_lse: bool) -> None:
+    """Writes out and lse of a problem that has no `fp8_unsupported_reason`."""
+    config = configs.pick_fp8_config(problem.dim, exact_lse)
+    q, k, v, to = problem.q, problem.k, problem.v, out
+    missing = -problem.dim % 8  # 16 bytes at a time are stored, and are loaded best
+    if missing:
+        q, k, v = (torch.nn.functional.pad(t, (0, missing)) for t in (q, k, v))
+        to = torch.empty_like(q)
+    operands = quantise(q, k, v, problem.keys, config.block_n, config.section)
+    fp8_attend(operands, to, lse, problem.scale, problem.right == 0, config)
+    if missing:
+        out.copy_(to[..., : problem.dim])
+
+
+def fp8_attend(
+    x: Operands, out: torch.Tensor, lse: torch.Tensor, scale: float, causal: bool, config: Fp8Config
+) -> None:
+    """Writes out = softmax(scale · q kᵀ) v of e4m3 operands made for `config`, and lse, the log of the softmax's sum.
+
+    out [B, Hq, Sq, D], fp16 or bf16: stride 1 in D, other strides and the address multiples of 16 bytes. lse
+    [B, Hq, Sq], fp32, contiguous. Sums are fp32 over sections, and the tensor cores' 14 bits or so within one.
+    Shah et al. 2024, FlashAttention-3, section 3.3.
+    """
+    batches, heads, num_q, width = x.q.shape
+    group = heads // x.k.shape[1]
+    num_m = -(-num_q // (ROWS * config.consumers))
+    num_tiles = batches * heads * num_m
+    shared = shared_bytes(width, config)
+    with torch.cuda.device_of(out):
+        sms = torch.cuda.get_device_properties(out.device).multi_processor_count
+        counter = torch.zeros(1, dtype=torch.int32, device=out.device) if num_tiles > sms else None
+        described = _Problem(
+            *(t.data_ptr() for t in (lse, out, x.q_scale, x.k_scale, x.v_scale)),
+            *out.stride()[:3],
+            pointer(counter).value,
+            scale * LOG2_E,
+            SLACK,
+            OFFSET,
+            num_tiles,
+            num_m,
+            configs.pick_section(x.num_keys, 2 * width, group, batches * heads),
+            batches * heads,
+            heads,
+            group,
+            num_q,
+            x.num_keys,
+            x.q_scale.shape[2],
+            x.k_scale.shape[2],
+            x.v_scale.shape[2],
+            out.shape[3],
+        )
+        defines = (
+            f"HEAD_DIM={width}",
+            f"CAUSAL={int(causal)}",
+            f"FP16={int(out.dtype == torch.float16)}",
+            f"BLOCK_N={config.block_n}",
+            f"STAGES={config.stages}",
+            f"CONSUMERS={config.consumers}",
+            f"PING_PONG={int(config.ping_pong)}",
+            f"Q_REGISTERS={int(config.q_registers)}",
+            f"SECTION={config.section}",
+            f"POLYNOMIAL={config.polynomial}",
+            f"EXACT_LSE={int(config.exact_lse)}",
+        )
+        (kernel,) = cuda_driver.kernels(out.device.index, "fp8.cu", ("attention_fp8_fwd",), defines, shared)
+        maps = [
+            tensor_map(x.q, num_q, ROWS, width),
+            tensor_map(x.k, x.num_keys, config.block_n, width),
+            tensor_map(x.v, width, width, math.gcd(config.block_n, 128)),
+        ]
+        launch(kernel, min(sms, num_tiles), 128 * (config.consumers + 1), shared, [*maps, described])
+
+
+def shared_bytes(width: int, config: Fp8Config) -> int:
+    """Of a CTA: queries, totals in fp32, rings of keys, of values and their ones, barriers, and the next tile."""
+    rows, barriers = ROWS * config.consumers, 2 * config.consumers + 4 * config.stages + 2
+    return rows * width * 5 + config.stages * config.block_n * (2 * width + 8) + 8 * barriers + 8

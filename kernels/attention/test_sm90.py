@@ -1,0 +1,235 @@
+"""The versions for Hopper, in Gluon and CUDA C++: that they agree with the portable ones, and what they are told."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from . import attention
+from .configs import backward as backward_configs
+from .configs.backward import Schedule
+from .problem import Problem, Saved
+from .sm90 import backward, cuda_driver
+from .test_attention import DEVICE, everything, normal
+from .test_backward_configs import QUERY_TILES
+
+
+def on_hopper(dim: int, causal: bool, dtype: torch.dtype) -> tuple[list[torch.Tensor], dict]:
+    """Ragged, with more tiles than SMs, heads inside rows, shared heads, and keys that do not count."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0 (Hopper)")
+    leaves = [
+        normal(3, rows, heads, dim, dtype=dtype).transpose(1, 2) for rows, heads in ((1333, 16), (1717, 8), (1717, 8))
+    ]
+    return leaves, dict(causal=causal, num_context=1511)
+
+
+def attend(leaves: list[torch.Tensor], version: str, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse by that version of the forward, if it can be had here."""
+    try:
+        return attention(*leaves, forward=version, return_lse=True, **options)
+    except RuntimeError as error:
+        if "comes with CuPy" in str(error):
+            pytest.skip(str(error))
+        raise
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("version", "dim"), [*(("gluon", d) for d in (32, 64, 80, 96, 128, 256)), ("cuda", 64), ("cuda", 128)]
+)
+def test_versions_of_the_forward_agree(version, dim, causal, dtype):
+    leaves, options = on_hopper(dim, causal, dtype)
+    out, lse = attend(leaves, version, **options)
+    other, other_lse = attend(leaves, "portable", **options)
+    assert out.stride() == leaves[0].stride()
+    # Both round p to the dtype, each by a maximum of its own.
+    torch.testing.assert_close(out, other, rtol=2e-2, atol=2e-3)
+    torch.testing.assert_close(lse, other_lse, rtol=1e-5, atol=1e-4)
+    assert torch.equal(out, attend(leaves, version, **options)[0])
+
+
+def near(mine, other) -> None:
+    """Both rounded p and ds to 16 bits; the smallest numbers may be sums of larger ones."""
+    for a, b in zip(mine, other, strict=True):
+        scale = b.where(b.isfinite(), 0).float().square().mean().sqrt().item()
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=3e-2 * scale)
+
+
+def writes_all_and_no_more(problem: Problem, saved: Saved, wanted: list[torch.Tensor]) -> None:
+    """The backward in CUDA C++ gives near these, where memory is NaN before, which it stays beyond their rows."""
+    grads = [torch.full((*x.shape[:2], x.shape[2] + 60, x.shape[3]), math.nan).to(x) for x in wanted]
+    poison = [torch.full((size,), math.nan, device="cuda") for size in (1 << 20, 1 << 22, 1 << 24)]
+    del poison  # to the caching allocator, which hands it out again
+    backward.cuda_bwd(problem, saved, *(x[:, :, :-60] for x in grads))
+    near([x[:, :, :-60] for x in grads], wanted)
+    assert all(x[:, :, -60:].isnan().all() for x in grads)
+
+
+def agrees_and_repeats(leaves: list[torch.Tensor], causal: bool) -> None:
+    """The backward in CUDA C++ is near the separate one, and the same bit for bit in the next run."""
+    attend(leaves, "cuda", causal=causal)
+    mine = everything(attention, leaves, causal=causal, backward="cuda")
+    near(mine, everything(attention, leaves, causal=causal, backward="separate"))
+    again = everything(attention, leaves, causal=causal, backward="cuda")
+    assert all(torch.equal(a, b) for a, b in zip(mine, again, strict=True))
+
+
+def leaves_of(queries: int, keys: int, heads: tuple[int, int], dtype: torch.dtype, batch: int = 2):
+    """q, k and v for D = 128, heads inside rows."""
+    shapes = (heads[0], queries), (heads[1], keys), (heads[1], keys)
+    return [normal(batch, n, h, 128, dtype=dtype).transpose(1, 2) for h, n in shapes]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("dim", "tile"), QUERY_TILES)
+def test_backward_in_cuda_agrees(dim, tile, causal, dtype, monkeypatch):
+    leaves, options = on_hopper(dim, causal, dtype)
+    attend(leaves, "cuda", **options)
+    monkeypatch.setattr(backward_configs, "pick_query_tile", lambda *_: tile)
+    monkeypatch.setattr(
+        backward_configs, "pick_cuda_bwd_config", backward_configs.pick_cuda_bwd_config.__wrapped__
+    )  # not cached
+    mine = everything(attention, leaves, backward="cuda", **options)
+    near(mine, everything(attention, leaves, backward="separate", **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(6, 6), (6, 2)])
+@pytest.mark.parametrize(("queries", "keys"), [(700, 333), (333, 700), (1, 129), (700, 100)])
+@pytest.mark.parametrize(("dim", "tile"), QUERY_TILES)
+def test_sections_and_directions_of_the_backward_in_cuda(dim, tile, queries, keys, heads, monkeypatch):
+    """Under a causal mask: queries that see nothing, and sections of which the last is not full; up, and by turns."""
+    on_hopper(dim, True, torch.bfloat16)
+    if tile == 80 and keys <= backward_configs.CUDA_BWD_KEYS:
+        pytest.skip("tiles of 80 are not for a single block of keys")
+    shapes = ((heads[0], queries), (heads[1], keys), (heads[1], keys))
+    leaves = [normal(2, *shape, dim, dtype=torch.bfloat16) for shape in shapes]
+    attend(leaves, "cuda", causal=True)
+    other = everything(attention, leaves, causal=True, backward="separate")
+    schedule = Schedule.SINGLE_BLOCK if keys <= backward_configs.CUDA_BWD_KEYS else Schedule.CTA_PER_BLOCK
+    for section, alternate in itertools.product((1, 3, 2 * heads[1]), (False, True)):
+        config = backward_configs.CudaBackwardConfig(tile, section, alternate=alternate, schedule=schedule)
+        monkeypatch.setattr(backward_configs, "pick_cuda_bwd_config", lambda *_, config=config: config)
+        near(everything(attention, leaves, causal=True, backward="cuda"), other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [6, 2])
+@pytest.mark.parametrize(("dim", "tile"), QUERY_TILES)
+def test_shared_blocks_of_the_backward_in_cuda(dim, tile, heads, monkeypatch):
+    """Shares that begin in the middle of a group, more of them than there are heads, or all blocks; blocks that are not
+    shared begin at tiles of their own."""
+    on_hopper(dim, False, torch.float16)
+    leaves = [normal(1, heads, rows, dim, dtype=torch.float16) for heads, rows in ((heads, 405), (2, 517), (2, 517))]
+    attend(leaves, "cuda")
+    other = everything(attention, leaves, backward="separate")
+    monkeypatch.setattr(Problem, "sms", lambda self: 3)
+    shares = ((0, 1), (1, 2), (7, 5), (10, 9))
+    schedules = (Schedule.CTA_PER_BLOCK, *((Schedule.PERSISTENT,) if dim == 64 else ()))
+    for (shared, splits), schedule in itertools.product(shares, schedules):
+        splits = min(splits, heads // 2 * -(-405 // tile))
+        config = backward_configs.CudaBackwardConfig(tile, 1, shared, splits, schedule=schedule)
+        monkeypatch.setattr(backward_configs, "pick_cuda_bwd_config", lambda *_, config=config: config)
+        near(everything(attention, leaves, backward="cuda"), other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(564, 64), (77, 128), (128, 1), (1, 100)])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_single_block_of_the_backward_in_cuda(dim, queries, keys, causal, dtype):
+    """One launch: last tiles that are not full, heads inside rows, shared heads, and, under a causal mask, tiles of
+    queries that see nothing. No CTAs add to one sum, so that all is the same bit for bit."""
+    on_hopper(dim, causal, dtype)
+    leaves = [
+        normal(3, rows, heads, dim, dtype=dtype).transpose(1, 2) for rows, heads in ((queries, 6), (keys, 2), (keys, 2))
+    ]
+    agrees_and_repeats(leaves, causal)
+
+
+@pytest.mark.gpu
+def test_a_thread_without_a_context_launches_in_cuda():
+    """As one of autograd's is, where all memory that it asked for came from the cache."""
+    leaves, options = on_hopper(64, False, torch.bfloat16)
+    wanted, _ = attend(leaves, "cuda", **options)
+    with ThreadPoolExecutor(1) as threads, torch.no_grad():
+        found, _ = threads.submit(attend, leaves, "cuda", **options).result()
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_rows_that_a_single_block_of_the_backward_in_cuda_writes(dim, causal):
+    """All that there are, those that see nothing too, and none beyond: 311 is not a multiple of the 16 of a store."""
+    (q, k, v), _ = on_hopper(dim, causal, torch.bfloat16)
+    q, k, v = q[:, :, :311], k[:, :, :100], v[:, :, :100]
+    out, lse = attend([q, k, v], "cuda", causal=causal)
+    dq, dk, dv = (torch.full((*x.shape[:2], x.shape[2] + 60, dim), math.nan).to(x) for x in (q, k, v))
+    problem = Problem(q, k, v, dim**-0.5, -1, 0 if causal else -1, 100)
+    saved = Saved(out, lse, None, torch.ones_like(out), None)
+    backward.cuda_bwd(problem, saved, dq[:, :, :311], dk[:, :, :100], dv[:, :, :100])
+    for x, rows in ((dq, 311), (dk, 100), (dv, 100)):
+        assert x[:, :, :rows].isfinite().all() and x[:, :, rows:].isnan().all()
+
+
+@pytest.mark.gpu
+def test_the_deterministic_mode_picks_a_repeatable_backward():
+    leaves, options = on_hopper(64, False, torch.bfloat16)
+    separate = everything(attention, leaves, backward="separate", **options)
+    torch.use_deterministic_algorithms(True)
+    try:
+        picked = everything(attention, leaves, **options)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(picked, separate, strict=True))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_the_backward_in_cuda_is_told(persistent, dtype, monkeypatch):
+    """Launched on nothing. A chain has a CTA to an SM and stores dK and dV from registers."""
+    compiled, launched = [], []
+    monkeypatch.setattr(cuda_driver, "kernels", lambda *arguments: compiled.append(arguments) or (None,) * 4)
+    monkeypatch.setattr(backward, "tensor_map", lambda *arguments: arguments)
+    monkeypatch.setattr(backward, "launch", lambda *arguments: launched.append(arguments))
+    monkeypatch.setattr(Problem, "sms", lambda self: 4 if persistent else 100)
+    q, k, v = (normal(2, heads, rows, 64, dtype=dtype) for heads, rows in ((6, 1000), (2, 600), (2, 600)))
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    saved = Saved(torch.empty_like(q), torch.empty(2, 6, 1000, device=DEVICE), None, torch.empty_like(q), None)
+    backward.cuda_bwd(Problem(q, k, v, 0.125, -1, -1, 515), saved, dq, dk, dv)
+    ((_, source, names, defines, room),) = compiled
+    assert (source, names, room) == ("backward.cu", backward.NAMES, 232_448)
+    sizes = ("HEAD_DIM=64", "IS_CAUSAL=0", f"FP16={int(dtype == torch.float16)}", "QUERIES=128")
+    assert defines == (*sizes, f"SCHEDULE={3 if persistent else 0}")
+    # 20 blocks of 24 tiles: five rounds of four, or, with more SMs, shares of less than a round.
+    told = next(x for x in launched[1][4] if isinstance(x, backward._Problem))
+    assert (told.queries, told.keys, told.m_tiles, told.n_blocks) == (1000, 515, 8, 5)
+    assert (told.kv_heads, told.group, told.all_kv_heads, told.section) == (2, 3, 4, 1)
+    assert (told.unshared, told.splits) == ((20, 1) if persistent else (0, 5))
+    assert len(launched) == (3 if persistent else 4)
+    assert launched[1][1:4] == (4 if persistent else 100, 384, room)
+    made = [x for x in launched[1][4] if isinstance(x, tuple)]
+    loaded = [(q, 1000, 128), (saved.dout, 1000, 128), (k, 515, 64), (v, 515, 64)]
+    if persistent:
+        rows = [x for x in launched[1][4] if isinstance(x, cuda_driver.Rows)]
+        assert [x[1:] for x in made] == [x[1:] for x in loaded]
+        assert [x.at for x in rows] == [dk.data_ptr(), dv.data_ptr()]
+        assert [(x.batch, x.head, x.row) for x in rows] == [dk.stride()[:3], dv.stride()[:3]]
+        ticket, items = launched[1][4][-2:]
+        assert launched[1][4] == [*made, *rows, told, ticket, items] and items.value == 20
+        assert [x.value for x in launched[0][4][-2:]] == [ticket.value, 4] and not ticket.value  # nothing is drawn
+    else:
+        assert [x[1:] for x in made[:6]] == [x[1:] for x in [*loaded, (dk, 515, 64), (dv, 515, 64)]]
+        assert launched[1][4] == [*made[:6], told, *made[:2]]
+    assert all(x[0] is y[0] for x, y in zip(made, loaded, strict=False))
