@@ -4,7 +4,7 @@ A kernel folder with CUDA C++ has a module `cuda_driver`, in itself or in its fo
 which its launchers compile and launch:
 
     no_compiler() -> reason or None          kernels(device, source, names, defines, shared) -> a handle for each name
-    launch(handle, grid, threads, shared, stream, parameters)         tensor_map(...) -> bytes
+    launch(handle, grid, threads, shared, stream, parameters)         tensor_map(...)
 
 `recording` stands in for these: what is launched is compiled and noted, and nothing runs.
 """
@@ -92,7 +92,7 @@ def recording(package: str, capability: tuple[int, int], note: Callable[[Launch]
         "launch": launch,
     }
     if hasattr(driver, "tensor_map"):
-        stand_ins["tensor_map"] = lambda *_, **__: b""
+        stand_ins["tensor_map"] = lambda *_, **__: lambda address: b""
     with ExitStack() as stack:
         users = [m for n, m in sys.modules.items() if n.startswith(f"{package}.") and m is not None]
         for module in users:  # some have imported the functions by name

@@ -1,23 +1,21 @@
-"""The public function: checks, registration with torch.library, autograd."""
+"""The public function: checks, the lean eager call, registration with torch.library, autograd."""
 
 from __future__ import annotations
 
 import math
 
 import torch
-import triton
 
+from .checks import FLOATS, kind, runnable
+from .launch import Plans, lean, signature
 from .problem import empty_like
-from .versions import BACKWARD, FORWARD, attention_bwd, attention_fp8_fwd, attention_fwd, empty_statistics
+from .versions import BACKWARD, FORWARD, attention_fp8_fwd, bwd_plan, empty_statistics, fwd_plan
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_DIM = 256
-
-# As @triton.jit decided it when the kernels were imported; torch.compile cannot trace the knob itself.
-INTERPRETED: bool = triton.knobs.runtime.interpret
 
 # Named after the package, so that a copy of this folder under another name registers ops of its own.
 _NAMESPACE = __package__.replace(".", "_")
+_FORWARD, _BACKWARD = Plans(), Plans()
 
 
 def attention(
@@ -66,7 +64,36 @@ def attention(
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
     outside Triton's interpreter, or for a version that this GPU or problem does not have.
     """
+    if lean(q, k, v) and not fp8:
+        given = (causal, scale, num_context, window, forward, backward)
+        key = (signature(q), signature(k), signature(v), given)
+        made = _FORWARD.find(key)
+        if made is None:
+            _check(q, k, v)
+            options = _options(q, k, *given)
+            made = _FORWARD.keep(key, (fwd_plan(q, k, v, *options[:-1]), options))
+        plan, options = made
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return _apply(q, k, v, plan, options, return_lse)
+        out, lse, _ = plan(q, k, v)
+        return (out, lse) if return_lse else out
     _check(q, k, v)
+    options = _options(q, k, causal, scale, num_context, window, forward, backward)
+    if fp8:
+        scale, left, right, keys, *_ = options
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+            raise RuntimeError("attention: fp8=True has no gradient: detach q, k and v, or use torch.no_grad()")
+        if left >= 0 or right > 0:
+            raise ValueError(f"attention: fp8=True has no window, got {window}")
+        run = attention_fp8_fwd if lean(q, k, v) else _fp8_op
+        out, lse = run(q, k, v, scale, right, keys, return_lse)
+    else:
+        out, lse, _ = _fwd_op(q, k, v, *options)
+    return (out, lse) if return_lse else out
+
+
+def _options(q, k, causal, scale, num_context, window, forward, backward):
+    """(scale, left, right, keys, forward, backward) as the op has them. ValueError for what is wrong with one."""
     keys = k.shape[2]
     if num_context is not None:
         if not 0 <= num_context <= keys:
@@ -82,25 +109,17 @@ def attention(
     for name, version, known in (("forward", forward, FORWARD), ("backward", backward, BACKWARD)):
         if version not in known:
             raise ValueError(f"attention: {name} must be one of {', '.join(known)}, got {version!r}")
-    if fp8:
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
-            raise RuntimeError("attention: fp8=True has no gradient: detach q, k and v, or use torch.no_grad()")
-        if left >= 0 or right > 0:
-            raise ValueError(f"attention: fp8=True has no window, got {window}")
-        out, lse = _fp8_op(q, k, v, float(scale), right, keys, return_lse)
-        return (out, lse) if return_lse else out
-    out, lse, _ = _fwd_op(q, k, v, float(scale), left, right, keys, forward, backward)
-    return (out, lse) if return_lse else out
+    return float(scale), left, right, keys, forward, backward
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    if not isinstance(q, torch.Tensor) or q.dtype not in DTYPES:
-        raise TypeError(f"attention: q must be a tensor of float32, float16 or bfloat16, got {_kind(q)}")
+    if not isinstance(q, torch.Tensor) or q.dtype not in FLOATS:
+        raise TypeError(f"attention: q must be a tensor of float32, float16 or bfloat16, got {kind(q)}")
     if q.dim() != 4 or not 1 <= q.shape[3] <= MAX_DIM:
         raise ValueError(f"attention: q must be [B, H, S, D] with 1 <= D <= {MAX_DIM}, got shape {tuple(q.shape)}")
     for name, tensor in (("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != q.dtype:
-            raise TypeError(f"attention: {name} must be a tensor of q's dtype {q.dtype}, got {_kind(tensor)}")
+            raise TypeError(f"attention: {name} must be a tensor of q's dtype {q.dtype}, got {kind(tensor)}")
         if tensor.device != q.device:
             raise ValueError(f"attention: {name} must be on q's device {q.device}, got {tensor.device}")
         if tensor.dim() != 4 or tensor.shape[0] != q.shape[0] or tensor.shape[3] != q.shape[3]:
@@ -110,9 +129,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ValueError(f"attention: v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"attention: q's {q.shape[1]} heads must be a multiple of k's, which has {k.shape[1]}")
-    if not q.is_cuda and not (q.device.type == "cpu" and INTERPRETED):
-        needed = "on a GPU, or on the CPU with TRITON_INTERPRET=1"
-        raise RuntimeError(f"attention: q must be {needed}, got {q.device}")
+    runnable("attention", "q", q)
 
 
 def _window(window: tuple[int, int] | None) -> tuple[int, int]:
@@ -124,8 +141,63 @@ def _window(window: tuple[int, int] | None) -> tuple[int, int]:
     return left, right
 
 
-def _kind(value: object) -> str:
-    return str(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
+def _forward(q, k, v, options):
+    """out, lse and statistics, by a plan that is kept if these are plain tensors."""
+    if not lean(q, k, v):
+        return fwd_plan(q, k, v, *options[:-1])(q, k, v)
+    key = signature(q), signature(k), signature(v), options
+    made = _FORWARD.find(key) or _FORWARD.keep(key, (fwd_plan(q, k, v, *options[:-1]), options))
+    return made[0](q, k, v)
+
+
+def _backward(tensors, options, need_dq, need_dkv):
+    """dq, dk and dv. `tensors`: dout, dlse, q, k, v, out, lse, statistics."""
+    rest = (*options[:4], options[5], need_dq, need_dkv)
+    if not lean(*tensors):
+        return bwd_plan(*tensors, *rest)(*tensors)
+    key = (*map(signature, tensors), rest, torch.get_deterministic_debug_mode())
+    plan = _BACKWARD.find(key) or _BACKWARD.keep(key, bwd_plan(*tensors, *rest))
+    return plan(*tensors)
+
+
+class _Attention(torch.autograd.Function):
+    """Of eager calls. The gradient goes through torch.library where something traces, transforms or derives it."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, plan, options, return_lse):
+        out, lse, statistics = plan(q, k, v)
+        ctx.set_materialize_grads(False)  # most of the time lse has no gradient
+        ctx.options = options
+        ctx.save_for_backward(q, k, v, out, lse, statistics)
+        return (out, lse) if return_lse else out
+
+    @staticmethod
+    def backward(ctx, dout, dlse=None):
+        return *_gradients(ctx, dout, dlse, ctx.options), None, None, None
+
+
+# What torch.autograd.Function.apply does before this is for functorch, and `lean` has seen that it is not at work.
+_apply = super(torch.autograd.Function, _Attention).apply
+
+
+def _gradients(ctx, dout, dlse, options):
+    """dq, dk and dv, each None if it is not needed or zero."""
+    if dout is None and dlse is None:
+        return None, None, None
+    q, k, v, out, lse, statistics = ctx.saved_tensors
+    need_dq, need_dk, need_dv = ctx.needs_input_grad[:3]
+    need_dkv = need_dk or need_dv
+    if dout is None:
+        dout = torch.zeros_like(out)
+    if lean(dout, dlse, q, k, v, out, lse, statistics) and not torch.is_grad_enabled():
+        dq, dk, dv = _backward((dout, dlse, q, k, v, out, lse, statistics), options, need_dq, need_dkv)
+    else:
+        if statistics is None:
+            statistics = empty_statistics(q)
+        scale, left, right, keys, _, backward = options
+        given = (dout, dlse, q, k, v, out, lse, statistics, scale, left, right, keys, backward)
+        dq, dk, dv = _bwd_op(*given, need_dq, need_dkv)
+    return dq if need_dq else None, dk if need_dk else None, dv if need_dv else None
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::attention_fwd", mutates_args=())
@@ -140,7 +212,8 @@ def _fwd_op(
     forward: str,
     backward: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return attention_fwd(q, k, v, scale, left, right, keys, forward)
+    out, lse, statistics = _forward(q, k, v, (scale, left, right, keys, forward, backward))
+    return out, lse, empty_statistics(q) if statistics is None else statistics
 
 
 @_fwd_op.register_fake
@@ -178,9 +251,9 @@ def _bwd_op(
     need_dq: bool,
     need_dkv: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return attention_bwd(
-        dout, dlse, q, k, v, out, lse, statistics, scale, left, right, keys, backward, need_dq, need_dkv
-    )
+    tensors = (dout, dlse, q, k, v, out, lse, statistics if statistics.numel() else None)
+    found = _backward(tensors, (scale, left, right, keys, "auto", backward), need_dq, need_dkv)
+    return tuple(q.new_empty(0) if gradient is None else gradient for gradient in found)
 
 
 @_bwd_op.register_fake
@@ -193,20 +266,14 @@ def _(dout, dlse, q, k, v, out, lse, statistics, scale, left, right, keys, backw
 
 def _save(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)  # most of the time lse has no gradient
-    q, k, v, *ctx.options, _, ctx.form = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    q, k, v, *options = inputs
+    ctx.options = tuple(options)
+    out, lse, statistics = output
+    ctx.save_for_backward(q, k, v, out, lse, statistics if statistics.numel() else None)
 
 
-def _backward(ctx, dout, dlse, _):
-    q, k, v, out, lse, statistics = ctx.saved_tensors
-    need_dq, need_dk, need_dv = ctx.needs_input_grad[:3]
-    if dout is None and dlse is None:
-        return (None,) * 9
-    if dout is None:
-        dout = torch.zeros_like(out)
-    need_dkv = need_dk or need_dv
-    dq, dk, dv = _bwd_op(dout, dlse, q, k, v, out, lse, statistics, *ctx.options, ctx.form, need_dq, need_dkv)
-    return dq if need_dq else None, dk if need_dk else None, dv if need_dv else None, *(None,) * 6
+def _autograd(ctx, dout, dlse, _):
+    return *_gradients(ctx, dout, dlse, ctx.options), *(None,) * 6
 
 
-_fwd_op.register_autograd(_backward, setup_context=_save)
+_fwd_op.register_autograd(_autograd, setup_context=_save)

@@ -1,8 +1,9 @@
-"""Forward and backward as the op calls them: empty problems, the choice of a version, the memory of the results."""
+"""Launch plans of the forward and the backward: empty problems, the choice of a version, the memory of the results."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -13,11 +14,15 @@ from .portable.forward import portable_fwd
 from .portable.fused_backward import fused_bwd
 from .portable.split import split_fwd
 from .problem import Problem, Saved, empty_like, readable, zero
-from .sm90.backward import cuda_bwd, cuda_bwd_is_deterministic
-from .sm90.forward import cuda_fwd, cuda_unsupported_reason
+from .sm90.backward import cuda_bwd_is_deterministic, cuda_bwd_plan
+from .sm90.forward import cuda_fwd_plan, cuda_unsupported_reason
 from .sm90.fp8 import fp8_fwd, fp8_unsupported_reason
 from .sm90.gluon_launch import gluon_fwd, gluon_unsupported_reason
 
+Optional = torch.Tensor | None
+Results = tuple[torch.Tensor, torch.Tensor, Optional]
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Results]
+Backward = Callable[..., tuple[Optional, ...]]
 FORWARD = ("auto", "portable", "split", "gluon", "cuda")
 BACKWARD = ("auto", "separate", "fused", "cuda")
 
@@ -30,38 +35,57 @@ def _problem(
     return Problem(readable(q), readable(k), readable(v), scale, min(left, farthest), min(right, farthest), keys)
 
 
-def attention_fwd(
+def fwd_plan(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, left: int, right: int, keys: int, version: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """out and lse of `attention`, whose arguments are checked, and the statistics that the backward wants in fp32."""
-    out = empty_like(q)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    statistics = empty_statistics(q)
-    if out.numel() == 0 or keys == 0:
-        return out.zero_(), lse.fill_(-math.inf), statistics.zero_()
+) -> Forward:
+    """Takes (q, k, v) like these, which are checked, and returns out and lse of `attention`, and in fp32 the statistics
+    that the backward wants, otherwise None."""
+    shape, device = q.shape[:3], q.device
+    lse_strides = (shape[1] * shape[2], shape[2], 1)
+    exact = q.dtype == torch.float32
+
+    def allocated(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        out = torch.empty_like(q) if in_place else empty_like(q)
+        lse = torch.empty_strided(shape, lse_strides, dtype=torch.float32, device=device)
+        return out, lse, empty_statistics(q) if exact else None
+
+    in_place = readable(q) is q
+    if q.numel() == 0 or keys == 0:
+
+        def nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Results:
+            out, lse, statistics = allocated(q)
+            return out.zero_(), lse.fill_(-math.inf), None if statistics is None else statistics.zero_()
+
+        return nothing
     problem = _problem(q, k, v, scale, left, right, keys)
+    sizes = (problem.queries, keys, problem.all_kv_heads, problem.group, problem.sms())
     hopper = _hopper_fwd(problem, version)
-    version, splits = forward_configs.pick_forward(
-        version,
-        q.dtype,
-        problem.queries,
-        keys,
-        problem.all_kv_heads,
-        problem.group,
-        problem.sms(),
-        hopper,
-        problem.dim,
-    )
-    exact = statistics if statistics.numel() else None
+    version, splits = forward_configs.pick_forward(version, q.dtype, *sizes, hopper, problem.dim)
     if version == "cuda":
-        cuda_fwd(problem, out, lse)
-    elif version == "gluon":
-        gluon_fwd(problem, out, lse)
-    elif version == "split":
-        split_fwd(problem, out, lse, exact, splits)
-    else:
-        portable_fwd(problem, out, lse, exact)
-    return out, lse, statistics
+        write = cuda_fwd_plan(problem, allocated(q)[0])
+        copied = any(readable(t) is not t for t in (q, k, v))
+
+        def by_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Results:
+            out, lse, _ = allocated(q)
+            if copied:
+                q, k, v = readable(q), readable(k), readable(v)
+            write(q, k, v, out, lse)
+            return out, lse, None
+
+        return by_cuda
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Results:
+        out, lse, statistics = allocated(q)
+        problem = _problem(q, k, v, scale, left, right, keys)
+        if version == "gluon":
+            gluon_fwd(problem, out, lse)
+        elif version == "split":
+            split_fwd(problem, out, lse, statistics, splits)
+        else:
+            portable_fwd(problem, out, lse, statistics)
+        return out, lse, statistics
+
+    return run
 
 
 def attention_fp8_fwd(
@@ -97,7 +121,7 @@ def empty_statistics(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty((2, *q.shape[:3]) if q.dtype == torch.float32 else 0, dtype=torch.float32)
 
 
-def attention_bwd(
+def bwd_plan(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     q: torch.Tensor,
@@ -105,7 +129,7 @@ def attention_bwd(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    statistics: torch.Tensor,
+    statistics: torch.Tensor | None,
     scale: float,
     left: int,
     right: int,
@@ -113,46 +137,66 @@ def attention_bwd(
     version: str,
     need_dq: bool,
     need_dkv: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv; tensors of no element for what is not needed."""
-    dq = empty_like(q) if need_dq else None
-    dk, dv = (empty_like(k), empty_like(v)) if need_dkv else (None, None)
+) -> Backward:
+    """Takes (dout, dlse, q, k, v, out, lse, statistics) like these and returns dq, dk and dv, None for what is not
+    needed."""
+
+    def allocated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Optional, Optional, Optional]:
+        dq = empty_like(q) if need_dq else None
+        return (dq, empty_like(k), empty_like(v)) if need_dkv else (dq, None, None)
+
     if q.numel() == 0 or keys == 0:
-        for gradient in (dq, dk, dv):
-            if gradient is not None:
-                gradient.zero_()
-    else:
+        return lambda dout, dlse, q, k, v, out, lse, statistics: tuple(
+            None if gradient is None else gradient.zero_() for gradient in allocated(q, k, v)
+        )
+    tail = keys < k.shape[2]  # rows of k and v that do not count
+    form, write = "separate", None
+    if need_dq and need_dkv:
         problem = _problem(q, k, v, scale, left, right, keys)
-        for gradient in (dk, dv):
-            if gradient is not None:
-                zero(gradient[:, :, keys:])
-        exact = statistics if statistics.numel() else None
-        saved = Saved(readable(out), lse, exact, readable(dout), None if dlse is None else dlse.contiguous())
-        if dq is None or dk is None or dv is None:
-            separate_bwd(problem, saved, dq, dk, dv)
-        else:
-            _everything(problem, saved, dq, dk, dv, version)
-    return (
-        q.new_empty(0) if dq is None else dq,
-        k.new_empty(0) if dk is None else dk,
-        v.new_empty(0) if dv is None else dv,
-    )
+        saved = _saved(dout, dlse, out, lse, statistics)
+        gradients = allocated(q, k, v)
+        form = _form(problem, saved, *gradients, version)
+        if form == "cuda":
+            write = cuda_bwd_plan(problem, saved, *gradients)
+            copied = any(readable(t) is not t for t in (q, k, v, out, dout)) or (
+                dlse is not None and not dlse.is_contiguous()
+            )
+
+    def run(dout, dlse, q, k, v, out, lse, statistics):
+        dq, dk, dv = allocated(q, k, v)
+        if tail and need_dkv:
+            zero(dk[:, :, keys:])
+            zero(dv[:, :, keys:])
+        if write is not None:
+            if copied:
+                q, k, v, out, dout = map(readable, (q, k, v, out, dout))
+                dlse = None if dlse is None else dlse.contiguous()
+            write(q, k, v, out, lse, dout, dlse, dq, dk, dv)
+            return dq, dk, dv
+        problem = _problem(q, k, v, scale, left, right, keys)
+        saved = _saved(dout, dlse, out, lse, statistics)
+        (fused_bwd if form == "fused" else separate_bwd)(problem, saved, dq, dk, dv)
+        return dq, dk, dv
+
+    return run
 
 
-def _everything(
-    problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, version: str
-) -> None:
-    """All three gradients. RuntimeError where the form asked for does not take the problem."""
-    reason = (
-        cuda_unsupported_reason(problem, saved.out, saved.dout, dq, dk, dv)
-        if version in ("auto", "cuda")
-        else "not asked"
-    )
+def _saved(
+    dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, statistics: Optional
+) -> Saved:
+    return Saved(readable(out), lse, statistics, readable(dout), None if dlse is None else dlse.contiguous())
+
+
+def _form(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, version: str) -> str:
+    """The form of the backward that computes all three gradients. RuntimeError where the one asked for does not take
+    the problem."""
+    reason: str | None = "not asked"
+    if version in ("auto", "cuda"):
+        reason = cuda_unsupported_reason(problem, saved.out, saved.dout, dq, dk, dv)
     if version == "cuda" and reason:
         raise RuntimeError(f'attention: backward="cuda" cannot run here: {reason}')
     # 1: nothing but a warning is wanted.
     deterministic = torch.get_deterministic_debug_mode() == 2 and (
         reason is not None or not cuda_bwd_is_deterministic(problem)
     )
-    form = backward_configs.pick_backward(version, "" if reason else "cuda", deterministic)
-    {"cuda": cuda_bwd, "fused": fused_bwd, "separate": separate_bwd}[form](problem, saved, dq, dk, dv)
+    return backward_configs.pick_backward(version, "" if reason else "cuda", deterministic)

@@ -12,7 +12,7 @@ CTAs add to that dQ in no fixed order: dQ is deterministic only where one CTA co
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -23,23 +23,41 @@ from ..configs.backward import CudaBackwardConfig, Schedule
 from ..configs.roles import RolesPlan, pick_roles_plan
 from ..problem import LOG2_E, Problem, Saved, unexpanded, zero
 from . import cuda_driver, roles
-from .cuda_driver import Rows, launch, pointer, tensor_map
+from .cuda_driver import TensorMap, address, tensor_map
 
+Backward = Callable[..., None]
 SHARED_BYTES = 227 * 1024  # all that a CTA can have: tiles of 80 queries need it, and two CTAs never fit
 WARP_ROWS = 16  # of a warp of the main kernel: what it stores at a time of dq, and of dk and dv with CTA_PER_KV_HEAD
 NAMES = tuple(f"attention_cuda_bwd{part}" for part in ("", "_preprocess", "_postprocess", "_sum_shares"))
 DETERMINISTIC = (Schedule.SINGLE_BLOCK, Schedule.CTA_PER_KV_HEAD)  # one CTA computes all of a tile's dQ
 
 
-class _Problem(ctypes.Structure):
-    """As in backward_work.cuh."""
+class Described(NamedTuple):
+    """Problem of backward_work.cuh; the first four are addresses, which change from call to call."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("dq_sum", "lse2", "delta", "parts")),
-        *((name, ctypes.c_int) for name in ("queries", "keys", "m_tiles", "n_blocks", "kv_heads", "group")),
-        *((name, ctypes.c_int) for name in ("all_kv_heads", "section", "unshared", "splits", "alternate")),
-        *((name, ctypes.c_float) for name in ("scale", "scale_log2")),
-    ]
+    dq_sum: int
+    lse2: int
+    delta: int
+    parts: int
+    queries: int
+    keys: int
+    m_tiles: int
+    n_blocks: int
+    kv_heads: int
+    group: int
+    all_kv_heads: int
+    section: int
+    unshared: int
+    splits: int
+    alternate: int
+    scale: float
+    scale_log2: float
+
+
+_DESCRIBED, _ROWS = "|PPPPiiiiiiiiiiiff|", "Pqqq"  # a Problem; address and strides of a tensor
+_MAIN, _PERSISTENT = f"MMMMMM{_DESCRIBED}MM", f"MMMM{_ROWS}{_ROWS}{_DESCRIBED}Pi"
+_PREPROCESS, _POSTPROCESS = f"{_ROWS}{_ROWS}PPPPPiiiPi", f"{_ROWS}Piiif"
+_SUM_SHARES = f"{_ROWS}{_ROWS}{_DESCRIBED}"
 
 
 class _Sizes(NamedTuple):
@@ -57,22 +75,22 @@ class _Sizes(NamedTuple):
 
 
 class _Workspace(NamedTuple):
-    """Memory beside the results: fp32 sums of dQ, dK and dV of shares, and lse2 and delta of each query."""
+    """Memory beside the results, in one piece: fp32 sums of dQ, of dK and dV of shares, lse2 and delta of each query,
+    and a counter. In numbers of 4 bytes: where each begins, and how many there are."""
 
-    dq_sum: torch.Tensor
-    parts: torch.Tensor
-    lse2: torch.Tensor
-    delta: torch.Tensor
+    parts: int
+    lse2: int
+    delta: int
+    ticket: int
+    size: int
 
     @classmethod
     def of(cls, problem: Problem, config: CudaBackwardConfig, padded: int) -> _Workspace:
-        heads = 0 if config.schedule is Schedule.SINGLE_BLOCK else problem.all_heads
-        fp32: dict[str, Any] = dict(dtype=torch.float32, device=problem.q.device)
-        return cls(
-            torch.empty(heads, padded, problem.dim, **fp32),
-            torch.empty(config.shared * config.splits, 2, KEYS, problem.dim, **fp32),
-            *torch.empty(2, heads, padded, **fp32),
-        )
+        rows = 0 if config.schedule is Schedule.SINGLE_BLOCK else problem.all_heads * padded
+        parts = rows * problem.dim
+        lse2 = parts + config.shared * config.splits * 2 * KEYS * problem.dim
+        ticket = lse2 + 2 * rows
+        return cls(parts, lse2, lse2 + rows, ticket, ticket + (config.schedule is Schedule.PERSISTENT))
 
 
 def helper_rows(tile: int) -> int:
@@ -97,49 +115,122 @@ def cuda_bwd_is_deterministic(problem: Problem) -> bool:
     return configuration(problem).schedule in DETERMINISTIC
 
 
-def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
-    """Writes dq, and the rows of dk and dv that count, of a problem that has no `cuda_unsupported_reason`."""
+def cuda_bwd_plan(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Backward:
+    """Writes dq, and the rows of dk and dv that count, given (q, k, v, out, lse, dout, dlse, dq, dk, dv) like those of
+    a problem that has no `cuda_unsupported_reason`."""
     config = configuration(problem)
-    schedule, causal = config.schedule, problem.right == 0
+    schedule, causal, device = config.schedule, problem.right == 0, problem.q.device
     sizes = _Sizes.of(problem, config)
     work = _Workspace.of(problem, config, sizes.padded)
-    items = sizes.unshared + config.shared * config.splits
-    device, dout, out = problem.q.device, unexpanded(saved.dout), unexpanded(saved.out)
-    counts = [ctypes.c_int(x) for x in (problem.queries, sizes.padded, problem.q.shape[1])]
-    helpers = problem.all_heads * (sizes.padded // helper_rows(config.queries))
+    read = (problem.q, problem.k, problem.v, saved.out, saved.dout)
+    expanded = any(unexpanded(x) is not x for x in read)
+    q, k, v, out, dout = map(unexpanded, read)
+    single, roles_played = schedule is Schedule.SINGLE_BLOCK, schedule is Schedule.ROLES
     apart = schedule in (Schedule.CTA_PER_BLOCK, Schedule.PERSISTENT)  # dQ is cast by a launch of its own
-    with torch.cuda.device_of(problem.q):
-        main, preprocess, postprocess, sum_shares = cuda_driver.kernels(
-            device.index, "backward.cu", NAMES, _defines(problem, config), SHARED_BYTES
+    launches = _Launches.of(problem, config, sizes)
+    maps = _maps(problem, config, q, k, v, dout, out, dq, dk, dv)
+    numbers = _numbers(problem, config, sizes)
+    rows = tuple(x.stride()[:3] for x in (dq, dk, dv, out, dout))
+    counts = (problem.queries, sizes.padded, problem.q.shape[1])
+    plan = _roles_plan(problem, config, sizes) if roles_played else None
+    role_numbers = roles.numbers(plan) if plan else ()
+    unseen = causal and not (apart or roles_played)  # tiles that see no key are no CTA's
+    scale = problem.scale
+    zeros = max(0, problem.queries - problem.keys) // config.queries * config.queries if unseen else 0
+
+    def run(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        dq: torch.Tensor,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+    ) -> None:
+        if expanded:
+            q, k, v, out, dout = map(unexpanded, (q, k, v, out, dout))
+        room, base = None, 0
+        if work.size:
+            room = torch.empty_strided((work.size,), (1,), dtype=torch.float32, device=device)
+            base = room.data_ptr()
+        lse_at, dlse_at, dq_at, dk_at, dv_at = (
+            lse.data_ptr(),
+            address(dlse),
+            dq.data_ptr(),
+            dk.data_ptr(),
+            dv.data_ptr(),
         )
-        described = _described(problem, saved, config, sizes, work)
-        ctas, arguments, ticket = items, [], None
-        maps = _maps(problem, config, dout, out, dq, dk, dv)
+        lse2 = lse_at if single else base + 4 * work.lse2
+        delta = dlse_at if single else base + 4 * work.delta
+        described = (base, lse2, delta, base + 4 * work.parts, *numbers)
+        ticket = base + 4 * work.ticket if causal and schedule is Schedule.PERSISTENT else 0
+        at = (q.data_ptr(), dout.data_ptr(), k.data_ptr(), v.data_ptr(), dk_at, dv_at, dq_at, out.data_ptr())
+        made = [one(where) for one, where in zip(maps, at, strict=False)]
+        if launches.preprocess is not None:
+            incoming = (at[7], *rows[3], at[1], *rows[4], lse_at, dlse_at)
+            launches.preprocess(*incoming, lse2, delta, base, *counts, ticket, launches.ctas)
         if schedule is Schedule.PERSISTENT:
-            ticket = torch.empty(1, dtype=torch.int32, device=device) if causal else None
-            ctas = min(items, problem.sms())
-            arguments = [*maps[:4], Rows.of(dk), Rows.of(dv), described, pointer(ticket), ctypes.c_int(items)]
-        else:
-            arguments = [*maps[:6], described, *maps[6:]]
-        if schedule is Schedule.CTA_PER_KV_HEAD:
-            ctas = problem.all_kv_heads
-        if schedule is Schedule.ROLES:
-            plan = _plan(problem, config, sizes)
+            launches.main(*made, dk_at, *rows[1], dv_at, *rows[2], *described, ticket, launches.items)
+        elif plan is not None:
             counters = torch.zeros(2 * plan.spans + 1, dtype=torch.int32, device=device)
-            ctas, arguments = plan.ctas, [*arguments, roles.roles_argument(plan, saved.lse, saved.dlse, counters)]
-        if schedule not in (Schedule.SINGLE_BLOCK, Schedule.ROLES):
-            incoming = [Rows.of(out), Rows.of(dout), pointer(saved.lse), pointer(saved.dlse)]
-            terms = [pointer(work.lse2), pointer(work.delta), pointer(work.dq_sum)]
-            launch(preprocess, helpers, 256, 0, [*incoming, *terms, *counts, pointer(ticket), ctypes.c_int(ctas)])
-        launch(main, ctas, 384, SHARED_BYTES, arguments)
-        if config.shared:
-            sums = config.shared * KEYS * problem.dim // (8 * 256)  # 16 numbers of dv or of dk a thread
-            launch(sum_shares, sums, 256, 0, [Rows.of(dv), Rows.of(dk), described])
-        if apart:
-            cast = [Rows.of(dq), pointer(work.dq_sum), *counts, ctypes.c_float(problem.scale)]
-            launch(postprocess, helpers, 256, 0, cast)
-        elif causal and schedule is not Schedule.ROLES:  # tiles that see no key are no CTA's
-            zero(dq[:, :, : max(0, problem.queries - problem.keys) // config.queries * config.queries])
+            places = roles.pointers(plan, lse_at, dlse_at, counters.data_ptr())
+            launches.main(*made[:6], *described, *made[6:], *places, *role_numbers)
+        else:
+            launches.main(*made[:6], *described, *(made[6:] or made[:2]))  # without dq and out, which are not read
+        if launches.sum_shares is not None:
+            launches.sum_shares(dv_at, *rows[2], dk_at, *rows[1], *described)
+        if launches.postprocess is not None:
+            launches.postprocess(dq_at, *rows[0], base, *counts, scale)
+        elif zeros:
+            zero(dq[:, :, :zeros])
+
+    return run
+
+
+class _Launches(NamedTuple):
+    """The launches of a backward, in their order; None for those that its schedule does without."""
+
+    preprocess: cuda_driver.Launch | None
+    main: cuda_driver.Launch
+    sum_shares: cuda_driver.Launch | None
+    postprocess: cuda_driver.Launch | None
+    ctas: int  # of the main launch
+    items: int  # that these CTAs compute
+
+    @classmethod
+    def of(cls, problem: Problem, config: CudaBackwardConfig, sizes: _Sizes) -> _Launches:
+        schedule, device = config.schedule, problem.q.device.index
+        items = sizes.unshared + config.shared * config.splits
+        ctas, layout = items, _MAIN
+        if schedule is Schedule.PERSISTENT:
+            ctas, layout = min(items, problem.sms()), _PERSISTENT
+        elif schedule is Schedule.CTA_PER_KV_HEAD:
+            ctas = problem.all_kv_heads
+        elif schedule is Schedule.ROLES:
+            ctas, layout = _roles_plan(problem, config, sizes).ctas, _MAIN + roles.LAYOUT
+        with torch.cuda.device_of(problem.q):
+            main, preprocess, postprocess, sum_shares = cuda_driver.kernels(
+                device, "backward.cu", NAMES, _defines(problem, config), SHARED_BYTES
+            )
+
+        def helper(handle: Any, ctas: int, layout: str) -> cuda_driver.Launch:
+            return cuda_driver.Launch(device, handle, ctas, 256, 0, layout)
+
+        helpers = problem.all_heads * (sizes.padded // helper_rows(config.queries))
+        sums = config.shared * KEYS * problem.dim // (8 * 256)  # 16 numbers of dv or of dk a thread
+        before = schedule not in (Schedule.SINGLE_BLOCK, Schedule.ROLES)
+        after = schedule in (Schedule.CTA_PER_BLOCK, Schedule.PERSISTENT)
+        return cls(
+            helper(preprocess, helpers, _PREPROCESS) if before else None,
+            cuda_driver.Launch(device, main, ctas, 384, SHARED_BYTES, layout),
+            helper(sum_shares, sums, _SUM_SHARES) if config.shared else None,
+            helper(postprocess, helpers, _POSTPROCESS) if after else None,
+            ctas,
+            items,
+        )
 
 
 def _defines(problem: Problem, config: CudaBackwardConfig) -> tuple[str, ...]:
@@ -152,13 +243,9 @@ def _defines(problem: Problem, config: CudaBackwardConfig) -> tuple[str, ...]:
     )
 
 
-def _described(problem: Problem, saved: Saved, config: CudaBackwardConfig, sizes: _Sizes, work: _Workspace) -> _Problem:
-    single = config.schedule is Schedule.SINGLE_BLOCK
-    return _Problem(
-        work.dq_sum.data_ptr(),
-        pointer(saved.lse if single else work.lse2),
-        pointer(saved.dlse if single else work.delta),
-        work.parts.data_ptr(),
+def _numbers(problem: Problem, config: CudaBackwardConfig, sizes: _Sizes) -> tuple[float, ...]:
+    """Described without its addresses."""
+    return (
         problem.queries,
         problem.keys,
         sizes.m_tiles,
@@ -175,18 +262,11 @@ def _described(problem: Problem, saved: Saved, config: CudaBackwardConfig, sizes
     )
 
 
-def _maps(
-    problem: Problem,
-    config: CudaBackwardConfig,
-    dout: torch.Tensor,
-    out: torch.Tensor,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-) -> list[ctypes.Array]:
-    """Tensor maps of q, dout, k, v, dk, dv, dq and out, as far as the schedule uses them."""
+def _maps(problem: Problem, config: CudaBackwardConfig, *tensors: torch.Tensor) -> list[TensorMap]:
+    """Of q, dout, k, v, dk, dv, dq and out, as far as the schedule uses them. `tensors`: q, k, v, dout, out, dq, dk and
+    dv, none of them expanded."""
+    q, k, v, dout, out, dq, dk, dv = tensors
     tile, schedule = config.queries, config.schedule
-    q, k, v = (unexpanded(x) for x in (problem.q, problem.k, problem.v))
     maps = [tensor_map(x, problem.queries, tile) for x in (q, dout)]
     maps += [tensor_map(x, problem.keys, 64) for x in (k, v)]
     if schedule is Schedule.PERSISTENT:
@@ -194,10 +274,10 @@ def _maps(
     rows = WARP_ROWS if schedule is Schedule.CTA_PER_KV_HEAD else 64
     maps += [tensor_map(x, problem.keys, rows) for x in (dk, dv)]
     if schedule is Schedule.CTA_PER_BLOCK:
-        return [*maps, *maps[:2]]  # of dq and out, which are not read
+        return maps
     rows = tile if schedule is Schedule.ROLES else WARP_ROWS
     return [*maps, *(tensor_map(x, problem.queries, n) for x, n in ((dq, rows), (out, tile)))]
 
 
-def _plan(problem: Problem, config: CudaBackwardConfig, sizes: _Sizes) -> RolesPlan:
+def _roles_plan(problem: Problem, config: CudaBackwardConfig, sizes: _Sizes) -> RolesPlan:
     return pick_roles_plan(config, problem.all_kv_heads, problem.group, sizes.m_tiles, sizes.n_blocks, problem.sms())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Callable
 
 import torch
 
@@ -10,24 +10,15 @@ from ..configs import forward as configs
 from ..configs.forward import ROWS
 from ..problem import LOG2_E, Problem, tma_unsupported_reason, unexpanded
 from . import cuda_driver
-from .cuda_driver import launch, tensor_map
+from .cuda_driver import address, tensor_map
 
 SLACK = 8.0  # a row's maximum is kept while no score is above it by more than this, in powers of 2
 WHOLE_FIRST = 3 / 8  # of the heads, without a mask, go first with all of their row blocks, also one that is not full
 SHORT = 16, 1024  # up to so many tiles for each CTA and keys, tiles go in a fixed order: a counter needs zeroing first
 
 
-class _Problem(ctypes.Structure):
-    """As in forward.cu."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("lse", "out")),
-        *((name, ctypes.c_uint64) for name in ("out_batch", "out_head", "out_row")),
-        ("next_tile", ctypes.c_void_p),
-        *((name, ctypes.c_float) for name in ("scale_log2", "slack")),
-        *((name, ctypes.c_int) for name in ("num_tiles", "num_m", "section", "heads", "q_heads", "group")),
-        *((name, ctypes.c_int) for name in ("num_q", "num_keys")),
-    ]
+# Three tensor maps and forward.cu's Problem: lse, out and its strides, the counter, two floats, eight integers.
+_LAYOUT = "MMM|PPqqqPffiiiiiiii|"
 
 
 def cuda_unsupported_reason(problem: Problem, *others: torch.Tensor) -> str | None:
@@ -37,56 +28,63 @@ def cuda_unsupported_reason(problem: Problem, *others: torch.Tensor) -> str | No
     return tma_unsupported_reason(problem, *others) or cuda_driver.no_compiler()
 
 
-def cuda_fwd(problem: Problem, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Writes out and lse of a problem that has no `cuda_unsupported_reason`."""
+def cuda_fwd_plan(problem: Problem, out: torch.Tensor) -> Callable[..., None]:
+    """Writes out and lse, given (q, k, v, out, lse) like those of a problem without `cuda_unsupported_reason`."""
     q, k, v = (unexpanded(x) for x in (problem.q, problem.k, problem.v))
+    expanded = q is not problem.q or k is not problem.k or v is not problem.v
     dim, causal = problem.dim, problem.right == 0
     config = configs.pick_cuda_config(dim, problem.queries, problem.keys, causal, problem.all_heads, problem.sms())
-    heads = problem.all_heads
+    heads, places = problem.all_heads, problem.sms()
     num_m = -(-problem.queries // (ROWS * config.consumers))
     num_tiles = heads * num_m
-    shared = shared_bytes(dim, config)
-    places = problem.sms()
+    shared, device = shared_bytes(dim, config), q.device
     fixed = num_tiles <= places or (num_tiles <= SHORT[0] * places and problem.keys <= SHORT[1])
     if causal:
         of_section = heads if fixed else configs.pick_section(problem.keys, 4 * dim, problem.group, heads)
     else:
         of_section = int(WHOLE_FIRST * heads)
     with torch.cuda.device_of(q):
-        counter = None if fixed else torch.zeros(1, dtype=torch.int32, device=q.device)
-        described = _Problem(
+        defines = _defines(problem, config)
+        (kernel,) = cuda_driver.kernels(device.index, "forward.cu", ("attention_cuda_fwd",), defines, shared)
+    ctas, threads = min(places, num_tiles), 128 * (config.consumers + 1)
+    launch = cuda_driver.Launch(device.index, kernel, ctas, threads, shared, _LAYOUT)
+    q_map = tensor_map(q, problem.queries, ROWS)
+    k_map, v_map = (tensor_map(x, problem.keys, config.block_n) for x in (k, v))
+    scale_log2, out_strides = problem.scale * LOG2_E, out.stride()[:3]
+    sizes = (num_tiles, num_m, of_section, heads, q.shape[1], problem.group, problem.queries, problem.keys)
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+        if expanded:
+            q, k, v = unexpanded(q), unexpanded(k), unexpanded(v)
+        counter = None if fixed else torch.zeros(1, dtype=torch.int32, device=device)
+        launch(
+            q_map(q.data_ptr()),
+            k_map(k.data_ptr()),
+            v_map(v.data_ptr()),
             lse.data_ptr(),
             out.data_ptr(),
-            *out.stride()[:3],
-            None if counter is None else counter.data_ptr(),
-            problem.scale * LOG2_E,
-            SLACK / (problem.scale * LOG2_E),
-            num_tiles,
-            num_m,
-            of_section,
-            heads,
-            q.shape[1],
-            problem.group,
-            problem.queries,
-            problem.keys,
+            *out_strides,
+            address(counter),
+            scale_log2,
+            SLACK / scale_log2,
+            *sizes,
         )
-        defines = (
-            f"HEAD_DIM={dim}",
-            f"CAUSAL={int(causal)}",
-            f"FP16={int(q.dtype == torch.float16)}",
-            f"BLOCK_N={config.block_n}",
-            f"STAGES={config.stages}",
-            f"CONSUMERS={config.consumers}",
-            f"PING_PONG={int(config.ping_pong)}",
-            f"Q_REGISTERS={int(config.q_registers)}",
-            f"Q_BUFFERS={config.q_buffers}",
-        )
-        (kernel,) = cuda_driver.kernels(q.device.index, "forward.cu", ("attention_cuda_fwd",), defines, shared)
-        maps = [
-            tensor_map(q, problem.queries, ROWS),
-            *(tensor_map(x, problem.keys, config.block_n) for x in (k, v)),
-        ]
-        launch(kernel, min(places, num_tiles), 128 * (config.consumers + 1), shared, [*maps, described])
+
+    return run
+
+
+def _defines(problem: Problem, config: configs.CudaConfig) -> tuple[str, ...]:
+    return (
+        f"HEAD_DIM={problem.dim}",
+        f"CAUSAL={int(problem.right == 0)}",
+        f"FP16={int(problem.q.dtype == torch.float16)}",
+        f"BLOCK_N={config.block_n}",
+        f"STAGES={config.stages}",
+        f"CONSUMERS={config.consumers}",
+        f"PING_PONG={int(config.ping_pong)}",
+        f"Q_REGISTERS={int(config.q_registers)}",
+        f"Q_BUFFERS={config.q_buffers}",
+    )
 
 
 def shared_bytes(dim: int, config: configs.CudaConfig) -> int:

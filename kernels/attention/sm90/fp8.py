@@ -6,7 +6,6 @@ attention from them.
 
 from __future__ import annotations
 
-import ctypes
 import math
 
 import torch
@@ -15,7 +14,7 @@ from ..configs import forward as configs
 from ..configs.forward import ROWS, Fp8Config
 from ..problem import LOG2_E, Problem, hopper_unsupported_reason
 from . import cuda_driver
-from .cuda_driver import launch, pointer, tensor_map
+from .cuda_driver import address, tensor_map
 from .quantise import Operands, quantise
 
 # A row's maximum is kept while no score is above it by more than SLACK, in powers of 2. A probability is 2^OFFSET where
@@ -23,17 +22,8 @@ from .quantise import Operands, quantise
 SLACK, OFFSET = 3.0, math.log2(448) - 0.001 - 3.0
 
 
-class _Problem(ctypes.Structure):
-    """As in fp8.cu."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("lse", "out", "q_scale", "k_scale", "v_scale")),
-        *((name, ctypes.c_uint64) for name in ("out_batch", "out_head", "out_row")),
-        ("next_tile", ctypes.c_void_p),
-        *((name, ctypes.c_float) for name in ("scale_log2", "slack", "offset")),
-        *((name, ctypes.c_int) for name in ("num_tiles", "num_m", "section", "heads", "q_heads", "group")),
-        *((name, ctypes.c_int) for name in ("num_q", "num_keys", "q_blocks", "k_blocks", "v_blocks", "dim")),
-    ]
+# Three tensor maps and fp8.cu's Problem: lse, out, three scales, out's strides, the counter, three floats, integers.
+_LAYOUT = "MMM|PPPPPqqqPfffiiiiiiiiiiii|"
 
 
 def fp8_unsupported_reason(problem: Problem) -> str | None:
@@ -74,10 +64,10 @@ def fp8_attend(
     with torch.cuda.device_of(out):
         sms = torch.cuda.get_device_properties(out.device).multi_processor_count
         counter = torch.zeros(1, dtype=torch.int32, device=out.device) if num_tiles > sms else None
-        described = _Problem(
+        described = (
             *(t.data_ptr() for t in (lse, out, x.q_scale, x.k_scale, x.v_scale)),
             *out.stride()[:3],
-            pointer(counter).value,
+            address(counter),
             scale * LOG2_E,
             SLACK,
             OFFSET,
@@ -108,12 +98,12 @@ def fp8_attend(
             f"EXACT_LSE={int(config.exact_lse)}",
         )
         (kernel,) = cuda_driver.kernels(out.device.index, "fp8.cu", ("attention_fp8_fwd",), defines, shared)
-        maps = [
-            tensor_map(x.q, num_q, ROWS, width),
-            tensor_map(x.k, x.num_keys, config.block_n, width),
-            tensor_map(x.v, width, width, math.gcd(config.block_n, 128)),
-        ]
-        launch(kernel, min(sms, num_tiles), 128 * (config.consumers + 1), shared, [*maps, described])
+        boxes = ((x.q, num_q, ROWS), (x.k, x.num_keys, config.block_n), (x.v, width, width))
+        columns = (width, width, math.gcd(config.block_n, 128))
+        maps = [tensor_map(*box, count)(box[0].data_ptr()) for box, count in zip(boxes, columns, strict=True)]
+        ctas, threads = min(sms, num_tiles), 128 * (config.consumers + 1)
+        launch = cuda_driver.Launch(out.device.index, kernel, ctas, threads, shared, _LAYOUT)
+        launch(*maps, *described)
 
 
 def shared_bytes(width: int, config: Fp8Config) -> int:
