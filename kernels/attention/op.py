@@ -253,7 +253,8 @@ def _bwd_op(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     tensors = (dout, dlse, q, k, v, out, lse, statistics if statistics.numel() else None)
     found = _backward(tensors, (scale, left, right, keys, "auto", backward), need_dq, need_dkv)
-    return tuple(q.new_empty(0) if gradient is None else gradient for gradient in found)
+    dq, dk, dv = (q.new_empty(0) if gradient is None else gradient for gradient in found)
+    return dq, dk, dv
 
 
 @_bwd_op.register_fake

@@ -11,9 +11,8 @@ from . import attention, versions
 from .configs import backward as backward_configs
 from .configs.backward import Schedule
 from .problem import Problem, Saved
-from .sm90 import backward, cuda_driver
 from .test_attention import DEVICE, everything, normal
-from .test_sm90 import agrees_and_repeats, attend, leaves_of, near, on_hopper
+from .test_sm90 import agrees_and_repeats, attend, cuda_bwd, leaves_of, near, on_hopper, recorded
 
 CONFIG = backward_configs.CudaBackwardConfig(64, 1, schedule=Schedule.CTA_PER_KV_HEAD)
 SIZES = [(333, 700), (700, 333), (512, 512), (1, 129), (64, 500), (60, 1000), (1000, 257)]
@@ -59,30 +58,32 @@ def four_sms(monkeypatch):
 @pytest.mark.parametrize("heads", [4, 2])
 def test_what_it_is_told(heads, causal, four_sms, monkeypatch):
     """Launched on nothing: two kernels of a CTA for each head, boxes of 16 rows of results; three and 64 otherwise."""
-    compiled, launched = [], []
-    names = ("main", "preprocess", "postprocess", "sum_shares")
-    monkeypatch.setattr(cuda_driver, "kernels", lambda *arguments: compiled.append(arguments) or names)
-    monkeypatch.setattr(backward, "tensor_map", lambda *arguments: arguments)
-    monkeypatch.setattr(backward, "launch", lambda *arguments: launched.append(arguments))
+    compiled, told = recorded(monkeypatch)
     problem, saved = problem_of(400, 300, 3 * heads, heads, causal)
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (problem.q, problem.k, problem.v))
     per_head = heads == 4  # with 2 batches, twice as many as SMs
     if not per_head:
         config = backward_configs.CudaBackwardConfig(64, 1)
         monkeypatch.setattr(backward_configs, "pick_cuda_bwd_config", lambda *_: config)
-    backward.cuda_bwd(problem, saved, dq, dk, dv)
+    cuda_bwd(problem, saved, dq, dk, dv)
     defines = compiled[0][3]
     assert {"QUERIES=64", f"SCHEDULE={2 if per_head else 0}"} <= set(defines)
-    assert [x[0] for x in launched] == ["preprocess", "main", *(() if per_head else ("postprocess",))]
-    preprocess, main = launched[:2]
-    assert preprocess[1] == 2 * 3 * heads * 7
-    assert main[1:4] == (2 * heads * (1 if per_head else 3), 384, 232_448)
-    *maps, told, third, _ = main[4]
+    assert [x.name for x in told] == ["preprocess", "main", *(() if per_head else ("postprocess",))]
+    preprocess, main = told[:2]
+    assert preprocess.grid == 2 * 3 * heads * 7
+    assert (main.grid, main.threads, main.shared) == (2 * heads * (1 if per_head else 3), 384, 232_448)
+    maps, described, third = main.values[:6], main.described(), main.values[-2]
     rows = 16 if per_head else 64
     assert [x[1:] for x in maps] == [(400, 64)] * 2 + [(300, 64)] * 2 + [(300, rows)] * 2
     assert [x[0] for x in maps] == [problem.q, saved.dout, problem.k, problem.v, dk, dv]
     assert (third[0] is dq and third[1:] == (400, 16)) or not per_head
-    assert (told.queries, told.keys, told.m_tiles, told.kv_heads, told.group) == (400, 300, 7, heads, 3)
+    assert (described.queries, described.keys, described.m_tiles, described.kv_heads, described.group) == (
+        400,
+        300,
+        7,
+        heads,
+        3,
+    )
     # Tiles whose queries all see nothing are no CTA's.
     zeros = 64 if per_head and causal else 0
     assert not dq[:, :, :zeros].any() and dq[:, :, zeros:].isnan().all()
@@ -91,19 +92,16 @@ def test_what_it_is_told(heads, causal, four_sms, monkeypatch):
 @pytest.mark.parametrize(("kv_heads", "keys", "form"), [(2, 300, "cuda"), (1, 300, "separate"), (1, 128, "cuda")])
 def test_it_is_deterministic(kv_heads, keys, form, four_sms, monkeypatch):
     """And so is a single block of keys; where neither runs, the deterministic mode has the separate backward."""
-    ran = []
     monkeypatch.setattr(versions, "cuda_unsupported_reason", lambda *_: None)
-    monkeypatch.setattr(versions, "cuda_bwd", lambda *_: ran.append("cuda"))
-    monkeypatch.setattr(versions, "separate_bwd", lambda *_: ran.append("separate"))
     problem, saved = problem_of(200, keys, 2, kv_heads, causal=True)
     torch.use_deterministic_algorithms(True)
     try:
-        versions._everything(problem, saved, problem.q, problem.k, problem.v, "auto")
+        picked = versions._form(problem, saved, (problem.q, problem.k, problem.v), "auto")
         monkeypatch.setattr(versions, "cuda_unsupported_reason", lambda *_: "for some reason")
-        versions._everything(problem, saved, problem.q, problem.k, problem.v, "auto")
+        otherwise = versions._form(problem, saved, (problem.q, problem.k, problem.v), "auto")
     finally:
         torch.use_deterministic_algorithms(False)
-    assert ran == [form, "separate"]
+    assert (picked, otherwise) == (form, "separate")
 
 
 @pytest.mark.gpu
@@ -143,7 +141,7 @@ def test_rows_that_it_writes(causal, monkeypatch):
         poison = [torch.full((3 * 16 * 768 * 128,), math.nan, device="cuda") for _ in range(3)]
         del poison  # to the caching allocator, which hands it out again
         dq, dk, dv = (torch.full((*x.shape[:2], x.shape[2] + 60, 128), math.nan).to(x) for x in (q, k, v))
-        backward.cuda_bwd(problem, saved, dq[:, :, :711], dk[:, :, :300], dv[:, :, :300])
+        cuda_bwd(problem, saved, dq[:, :, :711], dk[:, :, :300], dv[:, :, :300])
         for x, rows in ((dq, 711), (dk, 300), (dv, 300)):
             assert x[:, :, :rows].isfinite().all() and x[:, :, rows:].isnan().all()
         assert not causal or not dq[:, :, : 711 - 300].any()

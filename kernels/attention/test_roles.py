@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
 from dataclasses import replace
@@ -18,7 +17,7 @@ from .configs.roles import RolesPlan, pick_roles_plan
 from .problem import Problem, Saved
 from .sm90 import backward, cuda_driver
 from .test_attention import everything, normal
-from .test_sm90 import attend, leaves_of, near, on_hopper
+from .test_sm90 import attend, cuda_bwd, leaves_of, near, on_hopper, recorded
 
 Place = tuple[str, int, int, int]  # role, span, item, awaited
 
@@ -156,38 +155,34 @@ def problem_of(queries: int, keys: int, heads: int, kv_heads: int, causal: bool)
 @pytest.mark.parametrize(("tile", "shared", "splits"), [(64, 0, 1), (80, 5, 3)])
 def test_what_it_is_told(tile, shared, splits, monkeypatch):
     """Launched on nothing: one kernel, whose counters are zeros, and one more where blocks are shared."""
-    compiled, launched, counted = [], [], []
-
-    def launch(*arguments):
-        launched.append(arguments)
-        if arguments[0] == "main":
-            counted.extend((ctypes.c_int * 7).from_address(arguments[4][-1].ready))
-
-    names = ("main", "preprocess", "postprocess", "sum_shares")
+    compiled, told = recorded(monkeypatch)
+    counters, zeros = [], torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *n, **options: counters.append(zeros(*n, **options)) or counters[-1])
     config = CudaBackwardConfig(tile, 1, shared, splits, schedule=Schedule.ROLES, span=3)
     monkeypatch.setattr(Problem, "sms", lambda self: 4)
     monkeypatch.setattr(backward_configs, "pick_cuda_bwd_config", lambda *_: config)
-    monkeypatch.setattr(cuda_driver, "kernels", lambda *arguments: compiled.append(arguments) or names)
-    monkeypatch.setattr(backward, "tensor_map", lambda *arguments: arguments)
-    monkeypatch.setattr(backward, "launch", launch)
     problem, saved = problem_of(400, 300, 8, 4, causal=not shared)
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (problem.q, problem.k, problem.v))
-    backward.cuda_bwd(problem, saved, dq, dk, dv)
+    counters.clear()
+    cuda_bwd(problem, saved, dq, dk, dv)
     assert {"SCHEDULE=4", f"QUERIES={tile}"} <= set(compiled[0][3])
-    assert [x[0] for x in launched] == ["main", *(["sum_shares"] if shared else [])]
-    main = launched[0]
+    assert [x.name for x in told] == ["main", *(["sum_shares"] if shared else [])]
+    main = told[0]
     made = pick_roles_plan(config, 8, 2, -(-400 // tile), 3, 4)
-    assert made.spans == 3 and counted == [0] * 7
-    assert main[1:4] == (len(places(made, 8, 2, 3, shared, splits)), 384, 232_448)
-    *maps, described, third, fourth, roles = main[4]
+    (counted,) = counters
+    assert made.spans == 3 and counted.tolist() == [0] * 7
+    assert (main.grid, main.threads, main.shared) == (len(places(made, 8, 2, 3, shared, splits)), 384, 232_448)
+    first = 6 + len(backward.Described._fields)
+    maps, described, role = main.values[:6], main.described(), main.values[first + 2 :]
+    third, fourth = main.values[first : first + 2]
     assert [x[1:] for x in maps] == [(400, tile)] * 2 + [(300, 64)] * 4
     assert third[0] is dq and fourth[0] is saved.out and third[1:] == fourth[1:] == (400, tile)
     assert (described.section, described.unshared, described.splits) == (1, 24 - shared, splits)
-    assert (roles.lse, roles.dlse) == (saved.lse.data_ptr(), saved.dlse.data_ptr())
-    assert (roles.done, roles.drawn) == (roles.ready + 12, roles.ready + 24)
-    for name in ("span", "spans", "chunk", "chunks", "end_chunk", "end_chunks"):
-        assert getattr(roles, name) == getattr(made, name)
-    assert [tuple(getattr(x, name) for name, _ in x._fields_) for x in roles.round[:6]] == list(made.rounds)
+    ready = counted.data_ptr()
+    assert role[:5] == (saved.lse.data_ptr(), saved.dlse.data_ptr(), ready, ready + 12, ready + 24)
+    assert role[5:11] == (made.span, made.spans, made.chunk, made.chunks, made.end_chunk, made.end_chunks)
+    assert [role[at : at + 7] for at in range(11, 53, 7)] == list(made.rounds)
+    assert len(role) == sum(letter in "Pi" for letter in backward.roles.LAYOUT)
     assert dq.isnan().all()  # the rows that see nothing are zeros by the kernel
 
 
@@ -253,7 +248,7 @@ def on_the_gpu(causal: bool, heads: int = 3) -> tuple[Problem, Saved]:
 
 def gradients(problem: Problem, saved: Saved) -> list[torch.Tensor]:
     grads = [torch.full_like(x, math.nan) for x in (problem.q, problem.k, problem.v)]
-    backward.cuda_bwd(problem, saved, *grads)
+    cuda_bwd(problem, saved, *grads)
     return grads
 
 
@@ -273,7 +268,7 @@ def test_rows_that_it_writes(sms, config, causal, monkeypatch):
         poison = [torch.full((n,), math.nan, device="cuda") for n in (6 * 800 * 128, 6 * 800 * 2, 64)]
         del poison  # to the caching allocator, which hands it out again
         made = [torch.full((*x.shape[:2], x.shape[2] + 90, 128), math.nan).to(x) for x in other]
-        backward.cuda_bwd(problem, saved, *(a[:, :, : b.shape[2]] for a, b in zip(made, other, strict=True)))
+        cuda_bwd(problem, saved, *(a[:, :, : b.shape[2]] for a, b in zip(made, other, strict=True)))
         for a, b in zip(made, other, strict=True):
             assert a[:, :, b.shape[2] :].isnan().all()
             torch.testing.assert_close(a[:, :, : b.shape[2]], b, rtol=2e-2, atol=2e-2)
@@ -328,14 +323,18 @@ def test_it_ends_whatever_the_order_in_which_ctas_start(config, causal, monkeypa
     def delayed(device, source, names, defines, shared):
         return original(device, source, names, (*defines, "START_DELAY=1"), shared)
 
-    def argument(plan, lse, dlse, counted, original=backward.roles.roles_argument):
-        counters.append((plan, counted))
-        return original(plan, lse, dlse, counted)
+    def zeros(*size, original=torch.zeros, **options):
+        counters.append(original(*size, **options))
+        return counters[-1]
 
     monkeypatch.setattr(cuda_driver, "kernels", delayed)
-    monkeypatch.setattr(backward.roles, "roles_argument", argument)
+    monkeypatch.setattr(torch, "zeros", zeros)
+    config_of = backward.configuration(problem)
+    plan = backward._roles_plan(problem, config_of, backward._Sizes.of(problem, config_of))
     for _ in range(3):
         for a, b in zip(gradients(problem, saved), expected, strict=True):
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
-    for plan, counted in counters:
-        assert counted[-1] == plan.ctas > problem.sms()
+    counted = [counter for counter in counters if counter.shape == (2 * plan.spans + 1,)]
+    assert len(counted) == 3
+    for counter in counted:
+        assert counter[-1] == plan.ctas > problem.sms()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -67,9 +68,48 @@ def writes_all_and_no_more(problem: Problem, saved: Saved, wanted: list[torch.Te
     grads = [torch.full((*x.shape[:2], x.shape[2] + 60, x.shape[3]), math.nan).to(x) for x in wanted]
     poison = [torch.full((size,), math.nan, device="cuda") for size in (1 << 20, 1 << 22, 1 << 24)]
     del poison  # to the caching allocator, which hands it out again
-    backward.cuda_bwd(problem, saved, *(x[:, :, :-60] for x in grads))
+    cuda_bwd(problem, saved, *(x[:, :, :-60] for x in grads))
     near([x[:, :, :-60] for x in grads], wanted)
     assert all(x[:, :, -60:].isnan().all() for x in grads)
+
+
+def cuda_bwd(problem: Problem, saved: Saved, *gradients: torch.Tensor) -> None:
+    """Writes dq, dk and dv by a plan that is made for this call."""
+    plan = backward.cuda_bwd_plan(problem, saved, *gradients)
+    plan(problem.q, problem.k, problem.v, saved.out, saved.lse, saved.dout, saved.dlse, *gradients)
+
+
+@dataclass
+class Told:
+    """A launch on nothing: the kernel's name, its grid, threads and shared memory, and the parameters' values. A tensor
+    map is (tensor, rows, rows of a box)."""
+
+    name: str
+    grid: int
+    threads: int
+    shared: int
+    layout: str
+    values: tuple = ()
+
+    def described(self) -> backward.Described:
+        at = self.layout.index("|")
+        before = len(self.layout[:at])
+        return backward.Described(*self.values[before : before + len(backward.Described._fields)])
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> tuple[list, list[Told]]:
+    """What is compiled, and what is launched, with nothing behind it."""
+    compiled: list = []
+    told: list[Told] = []
+    names = ("main", "preprocess", "postprocess", "sum_shares")
+
+    def launch(device, handle, grid, threads, shared, layout):
+        return lambda *values: told.append(Told(handle, grid, threads, shared, layout, values))
+
+    monkeypatch.setattr(cuda_driver, "kernels", lambda *arguments: compiled.append(arguments) or names)
+    monkeypatch.setattr(cuda_driver, "Launch", launch)
+    monkeypatch.setattr(backward, "tensor_map", lambda *arguments: lambda address: arguments)
+    return compiled, told
 
 
 def agrees_and_repeats(leaves: list[torch.Tensor], causal: bool) -> None:
@@ -178,7 +218,7 @@ def test_rows_that_a_single_block_of_the_backward_in_cuda_writes(dim, causal):
     dq, dk, dv = (torch.full((*x.shape[:2], x.shape[2] + 60, dim), math.nan).to(x) for x in (q, k, v))
     problem = Problem(q, k, v, dim**-0.5, -1, 0 if causal else -1, 100)
     saved = Saved(out, lse, None, torch.ones_like(out), None)
-    backward.cuda_bwd(problem, saved, dq[:, :, :311], dk[:, :, :100], dv[:, :, :100])
+    cuda_bwd(problem, saved, dq[:, :, :311], dk[:, :, :100], dv[:, :, :100])
     for x, rows in ((dq, 311), (dk, 100), (dv, 100)):
         assert x[:, :, :rows].isfinite().all() and x[:, :, rows:].isnan().all()
 
@@ -198,38 +238,33 @@ def test_the_deterministic_mode_picks_a_repeatable_backward():
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_what_the_backward_in_cuda_is_told(persistent, dtype, monkeypatch):
-    """Launched on nothing. A chain has a CTA to an SM and stores dK and dV from registers."""
-    compiled, launched = [], []
-    monkeypatch.setattr(cuda_driver, "kernels", lambda *arguments: compiled.append(arguments) or (None,) * 4)
-    monkeypatch.setattr(backward, "tensor_map", lambda *arguments: arguments)
-    monkeypatch.setattr(backward, "launch", lambda *arguments: launched.append(arguments))
+    """Persistent CTAs are one to an SM and store dK and dV from registers."""
+    compiled, told = recorded(monkeypatch)
     monkeypatch.setattr(Problem, "sms", lambda self: 4 if persistent else 100)
     q, k, v = (normal(2, heads, rows, 64, dtype=dtype) for heads, rows in ((6, 1000), (2, 600), (2, 600)))
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     saved = Saved(torch.empty_like(q), torch.empty(2, 6, 1000, device=DEVICE), None, torch.empty_like(q), None)
-    backward.cuda_bwd(Problem(q, k, v, 0.125, -1, -1, 515), saved, dq, dk, dv)
+    cuda_bwd(Problem(q, k, v, 0.125, -1, -1, 515), saved, dq, dk, dv)
     ((_, source, names, defines, room),) = compiled
     assert (source, names, room) == ("backward.cu", backward.NAMES, 232_448)
     sizes = ("HEAD_DIM=64", "IS_CAUSAL=0", f"FP16={int(dtype == torch.float16)}", "QUERIES=128")
     assert defines == (*sizes, f"SCHEDULE={3 if persistent else 0}")
     # 20 blocks of 24 tiles: five rounds of four, or, with more SMs, shares of less than a round.
-    told = next(x for x in launched[1][4] if isinstance(x, backward._Problem))
-    assert (told.queries, told.keys, told.m_tiles, told.n_blocks) == (1000, 515, 8, 5)
-    assert (told.kv_heads, told.group, told.all_kv_heads, told.section) == (2, 3, 4, 1)
-    assert (told.unshared, told.splits) == ((20, 1) if persistent else (0, 5))
-    assert len(launched) == (3 if persistent else 4)
-    assert launched[1][1:4] == (4 if persistent else 100, 384, room)
-    made = [x for x in launched[1][4] if isinstance(x, tuple)]
+    main, described = told[1], told[1].described()
+    assert (described.queries, described.keys, described.m_tiles, described.n_blocks) == (1000, 515, 8, 5)
+    assert (described.kv_heads, described.group, described.all_kv_heads, described.section) == (2, 3, 4, 1)
+    assert (described.unshared, described.splits) == ((20, 1) if persistent else (0, 5))
+    assert [x.name for x in told] == ["preprocess", "main", *(() if persistent else ("sum_shares",)), "postprocess"]
+    assert (main.grid, main.threads, main.shared) == (4 if persistent else 100, 384, room)
     loaded = [(q, 1000, 128), (saved.dout, 1000, 128), (k, 515, 64), (v, 515, 64)]
+    stored = [(dk, 515, 64), (dv, 515, 64)]
     if persistent:
-        rows = [x for x in launched[1][4] if isinstance(x, cuda_driver.Rows)]
-        assert [x[1:] for x in made] == [x[1:] for x in loaded]
-        assert [x.at for x in rows] == [dk.data_ptr(), dv.data_ptr()]
-        assert [(x.batch, x.head, x.row) for x in rows] == [dk.stride()[:3], dv.stride()[:3]]
-        ticket, items = launched[1][4][-2:]
-        assert launched[1][4] == [*made, *rows, told, ticket, items] and items.value == 20
-        assert [x.value for x in launched[0][4][-2:]] == [ticket.value, 4] and not ticket.value  # nothing is drawn
+        assert _same(main.values[:4], loaded)
+        assert main.values[4:12] == (dk.data_ptr(), *dk.stride()[:3], dv.data_ptr(), *dv.stride()[:3])
+        assert main.values[-2:] == (0, 20) and told[0].values[-2:] == (0, 4)  # nothing is drawn
     else:
-        assert [x[1:] for x in made[:6]] == [x[1:] for x in [*loaded, (dk, 515, 64), (dv, 515, 64)]]
-        assert launched[1][4] == [*made[:6], told, *made[:2]]
-    assert all(x[0] is y[0] for x, y in zip(made, loaded, strict=False))
+        assert _same(main.values[:6], [*loaded, *stored]) and _same(main.values[-2:], loaded[:2])
+
+
+def _same(maps, tensors) -> bool:
+    return all(a[0] is b[0] and a[1:] == b[1:] for a, b in zip(maps, tensors, strict=True))

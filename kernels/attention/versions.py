@@ -154,8 +154,8 @@ def bwd_plan(
     if need_dq and need_dkv:
         problem = _problem(q, k, v, scale, left, right, keys)
         saved = _saved(dout, dlse, out, lse, statistics)
-        gradients = allocated(q, k, v)
-        form = _form(problem, saved, *gradients, version)
+        gradients = empty_like(q), empty_like(k), empty_like(v)
+        form = _form(problem, saved, gradients, version)
         if form == "cuda":
             write = cuda_bwd_plan(problem, saved, *gradients)
             copied = any(readable(t) is not t for t in (q, k, v, out, dout)) or (
@@ -187,12 +187,12 @@ def _saved(
     return Saved(readable(out), lse, statistics, readable(dout), None if dlse is None else dlse.contiguous())
 
 
-def _form(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, version: str) -> str:
+def _form(problem: Problem, saved: Saved, gradients: tuple[torch.Tensor, ...], version: str) -> str:
     """The form of the backward that computes all three gradients. RuntimeError where the one asked for does not take
     the problem."""
     reason: str | None = "not asked"
     if version in ("auto", "cuda"):
-        reason = cuda_unsupported_reason(problem, saved.out, saved.dout, dq, dk, dv)
+        reason = cuda_unsupported_reason(problem, saved.out, saved.dout, *gradients)
     if version == "cuda" and reason:
         raise RuntimeError(f'attention: backward="cuda" cannot run here: {reason}')
     # 1: nothing but a warning is wanted.
