@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .checks import FLOATS, kind, runnable
+from .checks import FLOATS, kind, no_tangent, runnable
 from .launch import Plans, lean, signature
 from .plans import Backward, Forward, bwd_plan, fwd_plan
 
@@ -43,6 +43,7 @@ def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
             return _apply(x, plan, approximate)
         return plan(x)
     _check(x, approximate)
+    no_tangent("gelu", x)
     return _fwd_op(x, approximate == "tanh")
 
 

@@ -173,11 +173,15 @@ def test_many_gradients_at_once():
     assert torch.equal(together, torch.stack(alone))
 
 
-def test_vmap_and_forward_ad_see_an_operator():
+def test_vmap_sees_an_operator_and_forward_mode_is_refused():
     x = normal(3, 8)
     assert torch.equal(torch.vmap(gelu)(x), gelu(x))
     with torch.autograd.forward_ad.dual_level():
-        assert torch.equal(gelu(torch.autograd.forward_ad.make_dual(x, x)), gelu(x))
+        torch.testing.assert_close(gelu(x), F.gelu(x), rtol=1e-5, atol=1e-6)
+        with pytest.raises(NotImplementedError, match="gelu: has no forward-mode derivative"):
+            gelu(torch.autograd.forward_ad.make_dual(x, x))
+    with pytest.raises(NotImplementedError, match="gelu: has no forward-mode derivative"):
+        torch.func.jvp(gelu, (x,), (x,))
 
 
 def test_what_was_saved_may_come_back_elsewhere():

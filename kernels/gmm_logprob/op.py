@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .checks import FLOATS, kind, runnable
+from .checks import FLOATS, kind, no_tangent, runnable
 from .configs import MAX_K
 from .launch import Plans, lean, signature
 from .plans import REDUCTIONS, Backward, Forward, bwd_plan, fwd_plan, skipped
@@ -46,6 +46,7 @@ def gmm_logprob(
             return _apply(logits, mu, log_sigma, y, plan, reduction)
         return plan(logits, mu, log_sigma, y)
     _check(logits, mu, log_sigma, y, reduction)
+    no_tangent("gmm_logprob", logits, mu, log_sigma, y)
     return _fwd_op(logits, mu, log_sigma, y, reduction)
 
 

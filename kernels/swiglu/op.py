@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .activation import ACTIVATIONS
-from .checks import FLOATS, kind, runnable
+from .checks import FLOATS, kind, no_tangent, runnable
 from .launch import Plans, lean, signature
 from .plans import BACKENDS, Backward, Forward, bwd_plan, fwd_plan
 
@@ -55,6 +55,7 @@ def swiglu(
             return _apply(gate, up, plan, activation, backend)
         return plan(gate, up)
     _check(gate, up, activation, backend)
+    no_tangent("swiglu", gate, up)
     return _fwd_op(gate, up, activation, backend)
 
 
