@@ -8,7 +8,7 @@ import torch
 
 from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Tunable
 
-from . import gelu, kernel
+from . import configs, gelu
 from .reference import gelu_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -63,10 +63,10 @@ def cost(case: Case, mode: str) -> Cost:
     return Cost(flops=flops * elements, bytes=tensors * elements * case.dtype.itemsize)
 
 
-def _candidates(case: Case) -> list[kernel.Config]:
+def _candidates(case: Case) -> list[configs.Config]:
     """8 to 32 elements a thread."""
     tiles = [(n, w) for n in (1024, 2048, 4096, 8192) for w in (4, 8, 16) if 8 <= n // (32 * w) <= 32]
-    return [kernel.Config(1, n, w, eviction) for n, w in tiles for eviction in ("", "evict_last")]
+    return [configs.Config(1, n, w, eviction) for n, w in tiles for eviction in ("", "evict_last")]
 
 
 SPEC = KernelSpec(
@@ -81,6 +81,6 @@ SPEC = KernelSpec(
     unit="elements",
     items=lambda case: case.dims["rows"] * case.dims["dim"],
     fuzz={"rows": (0, 40), "dim": (1, 700)},
-    tunables=tuple(Tunable(kernel, "pick_config", mode, _candidates) for mode in ("fwd", "bwd")),
+    tunables=tuple(Tunable(configs, "pick_config", mode, _candidates) for mode in ("fwd", "bwd")),
     host_cases=(dataclasses.replace(_case(4, 256, BF16, "tanh"), name="4x256-bf16-tanh-host"),),
 )

@@ -1,4 +1,4 @@
-"""GELU: the kernels and their launchers.
+"""GELU: the kernels.
 
 Napkin maths, bf16, n elements, one NVIDIA H200 that copies 4254 GB/s:
   forward   reads x, writes y           4·n bytes   65536 x 4096: 1.07 GB, 252 us
@@ -9,15 +9,8 @@ tanhf 20, so the formulas below are made for few instructions: one exponential a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
-
-from .layout import Walk, walk
-
-EVICT_LAST_BYTES = 20e6  # a tensor
 
 # tanh form, with σ the logistic function: (1 + tanh(u)) / 2 = σ(2u), 2u = SLOPE · (x + CUBIC · x³).
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -27,32 +20,6 @@ CUBIC = tl.constexpr(0.044715)
 MAX_SQUARE = tl.constexpr(1024.0)
 
 INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
-
-
-@dataclass(frozen=True)
-class Config:
-    """Each CTA has a tile of `block_m` rows by `block_n` columns. `eviction` is the L2 policy of the loads."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    eviction: str
-
-
-def pick_config(
-    rows: int, cols: int, dtype: torch.dtype, reads: int, transposed: bool, capability: tuple[int, int]
-) -> Config:
-    """Configuration of both kernels; `reads` is how many tensors are read. Pure."""
-    if transposed:
-        return Config(64, 64, 8, "")  # square, because the tile crosses shared memory
-    # 65536 x 4096 bf16 on one H200, tanh and exact: forward 4261 and 4254 GB/s with 4 warps (8: 4258 and 4107),
-    # backward 4371 and 4375 with 8. fp32 with 8: 4253 and 4350. No other tile is more than 0.6 % faster.
-    block_n = 2048 if rows == 1 else min(triton.next_power_of_2(cols), 512)
-    num_warps = 4 if reads == 1 and dtype.itemsize == 2 else 8
-    # What is read is dead, and yet it should stay in L2: what leaves in its place is what is written, early and in
-    # order. Worth 1.5 % forward and 1 % backward there; evict_first costs 2 to 5 %.
-    eviction = "evict_last" if rows * cols * dtype.itemsize > EVICT_LAST_BYTES else ""
-    return Config(2048 // block_n, block_n, num_warps, eviction)
 
 
 @triton.jit
@@ -244,42 +211,3 @@ def _gelu_bwd_kernel(
             odd = limit + tl.arange(0, 16).to(tl.int64)[None, :]
             in_row = (m < rows - first_m) & (odd < cols - first_n)
             _gelu_bwd_tile(dy_ptr, x_ptr, dx_ptr, m, odd, in_row, *strides, TANH, EVICTION)
-
-
-def gelu_fwd(x: torch.Tensor, tanh: bool) -> torch.Tensor:
-    """y. Inputs as `op` has checked them."""
-    y = torch.empty_like(x)
-    if x.numel():
-        steps = walk((y,), (x,))
-        _launch(_gelu_fwd_kernel, steps, steps.tensors[::-1], steps.strides[::-1], tanh)
-    return y
-
-
-def gelu_bwd(dy: torch.Tensor, x: torch.Tensor, tanh: bool) -> torch.Tensor:
-    """dx."""
-    dx = torch.empty_like(x)
-    if x.numel():
-        steps = walk((dx,), (x, dy))
-        _launch(_gelu_bwd_kernel, steps, steps.tensors[::-1], steps.strides[::-1], tanh)
-    return dx
-
-
-def _launch(kernel: triton.JITFunction, steps: Walk, tensors: tuple, strides: tuple, tanh: bool) -> None:
-    x = tensors[0]
-    with torch.cuda.device_of(x):
-        # The interpreter stands for an sm_80.
-        capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else (8, 0)
-        config = pick_config(steps.rows, steps.cols, x.dtype, len(tensors) - 1, steps.transposed, capability)
-        tiles = triton.cdiv(steps.rows, config.block_m) * triton.cdiv(steps.cols, config.block_n)
-        kernel[(tiles,)](
-            *tensors,
-            steps.rows,
-            steps.cols,
-            *(stride for pair in strides for stride in pair),
-            TANH=tanh,
-            SPLIT=steps.aligned,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            EVICTION=config.eviction,
-            num_warps=config.num_warps,
-        )

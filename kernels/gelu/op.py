@@ -1,20 +1,19 @@
-"""The public function: checks, registration with torch.library, autograd."""
+"""The public function: checks, the lean eager call, registration with torch.library, autograd."""
 
 from __future__ import annotations
 
 import torch
-import triton
 
-from .kernel import gelu_bwd, gelu_fwd
+from .checks import FLOATS, kind, no_tangent, runnable
+from .launch import Plans, lean, signature
+from .plans import Backward, Forward, bwd_plan, fwd_plan
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FORMS = ("none", "tanh")
-
-# As @triton.jit decided it when the kernels were imported; torch.compile cannot trace the knob itself.
-INTERPRETED: bool = triton.knobs.runtime.interpret
 
 # Named after the package, so that a copy of this folder under another name registers ops of its own.
 _NAMESPACE = __package__.replace(".", "_")
+_FORWARD, _BACKWARD = Plans(), Plans()
+_grad_enabled = torch.is_grad_enabled  # asked in every call
 
 
 def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -38,20 +37,75 @@ def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     Raises TypeError for a wrong dtype, ValueError for another `approximate`, RuntimeError for a CPU tensor outside
     Triton's interpreter.
     """
-    if not isinstance(x, torch.Tensor) or x.dtype not in DTYPES:
-        kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
-        raise TypeError(f"gelu: x must be a tensor of float32, float16 or bfloat16, got {kind}")
+    if lean(x):
+        plan = _fwd_plan(x, approximate)
+        if x.requires_grad and _grad_enabled():
+            return _apply(x, plan, approximate)
+        return plan(x)
+    _check(x, approximate)
+    no_tangent("gelu", x)
+    return _fwd_op(x, approximate == "tanh")
+
+
+def _check(x: torch.Tensor, approximate: str) -> None:
+    if not isinstance(x, torch.Tensor) or x.dtype not in FLOATS:
+        raise TypeError(f"gelu: x must be a tensor of float32, float16 or bfloat16, got {kind(x)}")
     if approximate not in FORMS:
         raise ValueError(f"gelu: approximate must be 'none' or 'tanh', got {approximate!r}")
-    if not x.is_cuda and not (x.device.type == "cpu" and INTERPRETED):
-        needed = "on a GPU, or on the CPU with TRITON_INTERPRET=1"
-        raise RuntimeError(f"gelu: x must be {needed}, got {x.device}")
-    return _fwd_op(x, approximate == "tanh")
+    runnable("gelu", "x", x)
+
+
+def _fwd_plan(x: torch.Tensor, approximate: str) -> Forward:
+    """The plan of a lean call."""
+    key = (signature(x), approximate)
+    plan = _FORWARD.find(key)
+    if plan is None:
+        _check(x, approximate)
+        plan = _FORWARD.keep(key, fwd_plan(x, approximate == "tanh"))
+    return plan
+
+
+def _bwd_plan(dy: torch.Tensor, x: torch.Tensor, tanh: bool) -> Backward:
+    key = (signature(dy), signature(x), tanh)
+    plan = _BACKWARD.find(key)
+    if plan is None:
+        plan = _BACKWARD.keep(key, bwd_plan(dy, x, tanh))
+    return plan
+
+
+class _GELU(torch.autograd.Function):
+    """Of eager calls. The gradient goes through torch.library where something traces, transforms or derives it."""
+
+    @staticmethod
+    def forward(ctx, x, plan, approximate):
+        ctx.set_materialize_grads(False)
+        ctx.tanh = approximate == "tanh"
+        ctx.save_for_backward(x)
+        return plan(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return _gradient(ctx, dy), None, None
+
+
+# What torch.autograd.Function.apply does before this is for functorch, and `lean` has seen that it is not at work.
+_apply = super(torch.autograd.Function, _GELU).apply
+
+
+def _gradient(ctx, dy):
+    """dx; None where y has no gradient."""
+    if dy is None:
+        return None
+    (x,) = ctx.saved_tensors
+    if lean(dy, x) and not _grad_enabled():
+        return _bwd_plan(dy, x, ctx.tanh)(dy, x)
+    return _bwd_op(dy, x, ctx.tanh)
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::gelu_fwd", mutates_args=())
 def _fwd_op(x: torch.Tensor, tanh: bool) -> torch.Tensor:
-    return gelu_fwd(x, tanh)
+    plan = _fwd_plan(x, "tanh" if tanh else "none") if lean(x) else fwd_plan(x, tanh)
+    return plan(x)
 
 
 @_fwd_op.register_fake
@@ -61,7 +115,8 @@ def _(x, tanh):
 
 @torch.library.custom_op(f"{_NAMESPACE}::gelu_bwd", mutates_args=())
 def _bwd_op(dy: torch.Tensor, x: torch.Tensor, tanh: bool) -> torch.Tensor:
-    return gelu_bwd(dy, x, tanh)
+    plan = _bwd_plan if lean(dy, x) else bwd_plan
+    return plan(dy, x, tanh)(dy, x)
 
 
 @_bwd_op.register_fake
@@ -70,13 +125,13 @@ def _(dy, x, tanh):
 
 
 def _save(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)
     x, ctx.tanh = inputs
     ctx.save_for_backward(x)
 
 
-def _backward(ctx, dy):
-    (x,) = ctx.saved_tensors
-    return _bwd_op(dy, x, ctx.tanh), None
+def _autograd(ctx, dy):
+    return _gradient(ctx, dy), None
 
 
-_fwd_op.register_autograd(_backward, setup_context=_save)
+_fwd_op.register_autograd(_autograd, setup_context=_save)

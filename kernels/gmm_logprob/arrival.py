@@ -33,11 +33,14 @@ Words come from one array per device, zeroed once; the four of a launch are a se
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 import triton
 import triton.language as tl
+
+from .launch import raw_stream
 
 LAUNCHES = 4096
 WORDS = 4
@@ -111,47 +114,60 @@ def _with_what_was_set_aside(words_ptr, fixed_sum, unit):
 
 
 _lock = threading.Lock()
+# By a name each, for they are asked in every call.
+_capturing = torch.cuda.is_current_stream_capturing
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
 
 
 @dataclass
 class _Words:
     array: torch.Tensor
     taken: int = 0
-    by_stream: dict[int, int] = field(default_factory=dict)
+    by_stream: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def index(self, stream: int | None) -> int | None:
+    def of(self, stream: int | None) -> torch.Tensor | None:
         """The stream's words, or some never used before where `stream` is None; None when there are none left."""
         if stream in self.by_stream:
             return self.by_stream[stream]
         if self.taken == LAUNCHES:
             return None
-        index = self.taken
+        found = self.array[self.taken * WORDS :]
         self.taken += 1
         if stream is not None:
-            self.by_stream[stream] = index
-        return index
+            self.by_stream[stream] = found
+        return found
 
 
 _devices: dict[torch.device, _Words] = {}
 
 
 def words(out: torch.Tensor) -> torch.Tensor:
-    """Zeros for a launch on the current stream of the current device, where `out` was just allocated."""
+    """Zeros for a launch on the current stream of the device on which `out` was just allocated."""
     device = out.device
     if type(out) is not torch.Tensor:
         # A FakeTensor: shapes alone, for ahead-of-time compilation. It must not meet real memory, nor outlive its mode.
         return torch.zeros(WORDS, dtype=torch.int64, device=device)
-    on_gpu = device.type == "cuda"
-    capturing = on_gpu and torch.cuda.is_current_stream_capturing()
+    index = device.index
+    if index is None:  # the interpreter's
+        return _taken(device, 0)
+    if index != _current_device():
+        with torch.cuda.device(index):
+            return words(out)
+    if _capturing():
+        return _taken(device, None)
+    stream, known = raw_stream(index), _devices.get(device)
+    found = None if known is None else known.by_stream.get(stream)
+    return _taken(device, stream) if found is None else found
+
+
+def _taken(device: torch.device, stream: int | None) -> torch.Tensor:
+    """The stream's words, or where `stream` is None, because it is being captured, some that no other launch uses."""
     with _lock:
-        all_words = _devices.get(device)
-        if all_words is None and not capturing:
-            all_words = _devices[device] = _allocate(device)
-        stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
-        index = None if all_words is None else all_words.index(None if capturing else stream)
-    if all_words is None or index is None:
-        return torch.zeros(WORDS, dtype=torch.int64, device=device)
-    return all_words.array[index * WORDS :]
+        known = _devices.get(device)
+        if known is None and stream is not None:
+            known = _devices[device] = _allocate(device)
+        found = None if known is None else known.of(stream)
+    return torch.zeros(WORDS, dtype=torch.int64, device=device) if found is None else found
 
 
 def _allocate(device: torch.device) -> _Words:

@@ -7,7 +7,7 @@ import triton
 
 from harness.spec import Case, Cost, Inputs, KernelSpec, Tunable
 
-from . import gmm_logprob, kernel
+from . import configs, gmm_logprob
 from .reference import gmm_logprob_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -93,15 +93,15 @@ def cost(case: Case, mode: str) -> Cost:
 
 def _widths(k: int, itemsize: int) -> list[tuple[int, int]]:
     """(load_n, hold_n): a row to a thread and wider, loaded as held; then whole rows, split through shared memory."""
-    vector, whole = kernel.vector(k, itemsize), triton.next_power_of_2(k)
+    vector, whole = configs.vector(k, itemsize), triton.next_power_of_2(k)
     widths = [(w, w) for w in (vector, 2 * vector, 4 * vector) if w <= whole and -(-k // w) <= 16]
     if vector < whole <= 16 * vector:
         widths.append((whole, vector))
     return widths or [(whole, whole)]
 
 
-def _candidates(case: Case, backward: bool) -> list[kernel.Config]:
-    k, vector = case.dims["k"], kernel.vector(case.dims["k"], case.dtype.itemsize)
+def _candidates(case: Case, backward: bool) -> list[configs.Config]:
+    k, vector = case.dims["k"], configs.vector(case.dims["k"], case.dtype.itemsize)
     whole = triton.next_power_of_2(k)
     if case.dims["rows"] <= 1 << 18:
         shapes = [(1, w, 0) for w in (1, 2, 4, 8)]  # rows a thread, warps, programs per SM
@@ -109,13 +109,13 @@ def _candidates(case: Case, backward: bool) -> list[kernel.Config]:
         shapes = [(1, 1, 0), (1, 2, 0), (1, 4, 0), (1, 4, 5), (1, 8, 0), (2, 4, 0)]
     else:
         shapes = [(1, 1, 32), (1, 4, 8), (1, 4, 10), (1, 4, 40), (1, 8, 5), (2, 4, 8), (2, 4, 32)]
-    configs: dict[kernel.Config, None] = {}
+    found: dict[configs.Config, None] = {}
     for load, hold in _widths(k, case.dtype.itemsize):
         for store in sorted({hold, max(hold, whole)}) if backward else (hold,):
             for per_thread, warps, programs in shapes:
                 block = max(1, per_thread * 32 * warps * vector // hold)
-                configs[kernel.Config(block, load, hold, store, warps, programs)] = None
-    return list(configs)
+                found[configs.Config(block, load, hold, store, warps, programs)] = None
+    return list(found)
 
 
 SPEC = KernelSpec(
@@ -132,8 +132,8 @@ SPEC = KernelSpec(
     items=lambda case: case.dims["rows"],
     fuzz={"rows": (0, 70), "k": (1, 128)},
     tunables=(
-        Tunable(kernel, "pick_fwd_config", "fwd", lambda case: _candidates(case, backward=False)),
-        Tunable(kernel, "pick_bwd_config", "bwd", lambda case: _candidates(case, backward=True)),
+        Tunable(configs, "pick_fwd_config", "fwd", lambda case: _candidates(case, backward=False)),
+        Tunable(configs, "pick_bwd_config", "bwd", lambda case: _candidates(case, backward=True)),
     ),
     host_cases=(_case(8, 10, FP32, "-host"),),
 )

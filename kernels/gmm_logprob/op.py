@@ -1,15 +1,18 @@
-"""The public function: checks, registration with torch.library, autograd."""
+"""The public function: checks, the lean eager call, registration with torch.library, autograd."""
 
 from __future__ import annotations
 
 import torch
 
-from .kernel import INTERPRETED, MAX_K, REDUCTIONS, gmm_logprob_bwd, gmm_logprob_fwd
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+from .checks import FLOATS, kind, no_tangent, runnable
+from .configs import MAX_K
+from .launch import Plans, lean, signature
+from .plans import REDUCTIONS, Backward, Forward, bwd_plan, fwd_plan, skipped
 
 # Named after the package, so that a copy of this folder under another name registers ops of its own.
 _NAMESPACE = __package__.replace(".", "_")
+_FORWARD, _BACKWARD = Plans(), Plans()
+_grad_enabled = torch.is_grad_enabled  # asked in every call
 
 
 def gmm_logprob(
@@ -37,22 +40,26 @@ def gmm_logprob(
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape, device or reduction, RuntimeError for CPU
     tensors outside Triton's interpreter.
     """
+    if lean(logits, mu, log_sigma, y):
+        plan = _fwd_plan(logits, mu, log_sigma, y, reduction)
+        if _grad_enabled() and (logits.requires_grad or mu.requires_grad or log_sigma.requires_grad or y.requires_grad):
+            return _apply(logits, mu, log_sigma, y, plan, reduction)
+        return plan(logits, mu, log_sigma, y)
     _check(logits, mu, log_sigma, y, reduction)
+    no_tangent("gmm_logprob", logits, mu, log_sigma, y)
     return _fwd_op(logits, mu, log_sigma, y, reduction)
 
 
 def _check(logits: torch.Tensor, mu: torch.Tensor, log_sigma: torch.Tensor, y: torch.Tensor, reduction: str) -> None:
-    if not isinstance(logits, torch.Tensor) or logits.dtype not in DTYPES:
-        raise TypeError(f"gmm_logprob: logits must be a tensor of float32, float16 or bfloat16, got {_kind(logits)}")
+    if not isinstance(logits, torch.Tensor) or logits.dtype not in FLOATS:
+        raise TypeError(f"gmm_logprob: logits must be a tensor of float32, float16 or bfloat16, got {kind(logits)}")
     if logits.dim() == 0 or not 1 <= logits.shape[-1] <= MAX_K:
         raise ValueError(
             f"gmm_logprob: logits must be [..., K] with 1 <= K <= {MAX_K}, got shape {tuple(logits.shape)}"
         )
     for name, tensor in (("mu", mu), ("log_sigma", log_sigma), ("y", y)):
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != logits.dtype:
-            raise TypeError(
-                f"gmm_logprob: {name} must be a tensor of logits' dtype {logits.dtype}, got {_kind(tensor)}"
-            )
+            raise TypeError(f"gmm_logprob: {name} must be a tensor of logits' dtype {logits.dtype}, got {kind(tensor)}")
         shape = logits.shape[:-1] if name == "y" else logits.shape
         if tensor.shape != shape:
             whose = "logits' leading dimensions" if name == "y" else "logits' shape"
@@ -61,22 +68,70 @@ def _check(logits: torch.Tensor, mu: torch.Tensor, log_sigma: torch.Tensor, y: t
             raise ValueError(f"gmm_logprob: {name} must be on logits' device {logits.device}, got {tensor.device}")
     if reduction not in REDUCTIONS:
         raise ValueError(f"gmm_logprob: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
-    if logits.device.type != "cuda" and not (logits.device.type == "cpu" and INTERPRETED):
-        raise RuntimeError(
-            f"gmm_logprob: logits must be on a GPU, got {logits.device}; "
-            "on the CPU it runs only in Triton's interpreter (TRITON_INTERPRET=1)"
-        )
+    runnable("gmm_logprob", "logits", logits)
 
 
-def _kind(value: object) -> str:
-    return str(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
+def _signature(tensor):
+    """With the distance from the last 16-byte boundary, which is a constant of the kernel."""
+    plain = signature(tensor)
+    return plain if plain is None or plain[-1] else (plain, skipped(tensor))
+
+
+def _fwd_plan(logits, mu, log_sigma, y, reduction) -> Forward:
+    """The plan of a lean call."""
+    key = (_signature(logits), _signature(mu), _signature(log_sigma), signature(y), reduction)
+    plan = _FORWARD.find(key)
+    if plan is None:
+        _check(logits, mu, log_sigma, y, reduction)
+        plan = _FORWARD.keep(key, fwd_plan(logits, mu, log_sigma, y, reduction))
+    return plan
+
+
+def _bwd_plan(grad, logits, mu, log_sigma, y, reduction, needed) -> Backward:
+    inputs = _signature(logits), _signature(mu), _signature(log_sigma), signature(y)
+    key = (signature(grad), inputs, reduction, needed)
+    plan = _BACKWARD.find(key)
+    if plan is None:
+        plan = _BACKWARD.keep(key, bwd_plan(grad, logits, mu, log_sigma, y, reduction, needed))
+    return plan
+
+
+class _GMMLogProb(torch.autograd.Function):
+    """Of eager calls. The gradient goes through torch.library where something traces, transforms or derives it."""
+
+    @staticmethod
+    def forward(ctx, logits, mu, log_sigma, y, plan, reduction):
+        ctx.set_materialize_grads(False)
+        ctx.reduction = reduction
+        ctx.save_for_backward(logits, mu, log_sigma, y)
+        return plan(logits, mu, log_sigma, y)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return *_gradients(ctx, grad), None, None
+
+
+# What torch.autograd.Function.apply does before this is for functorch, and `lean` has seen that it is not at work.
+_apply = super(torch.autograd.Function, _GMMLogProb).apply
+
+
+def _gradients(ctx, grad):
+    """Those of the four inputs, each None if it is not needed or the output has no gradient."""
+    if grad is None:
+        return None, None, None, None
+    needed, inputs = ctx.needs_input_grad[:4], ctx.saved_tensors
+    if lean(grad, *inputs) and not _grad_enabled():
+        return _bwd_plan(grad, *inputs, ctx.reduction, needed)(grad, *inputs)
+    grads = _bwd_op(grad, *inputs, ctx.reduction, list(needed))
+    return tuple(grad if need else None for grad, need in zip(grads, needed, strict=True))
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::gmm_logprob_fwd", mutates_args=())
 def _fwd_op(
     logits: torch.Tensor, mu: torch.Tensor, log_sigma: torch.Tensor, y: torch.Tensor, reduction: str
 ) -> torch.Tensor:
-    return gmm_logprob_fwd(logits, mu, log_sigma, y, reduction)
+    make = _fwd_plan if lean(logits, mu, log_sigma, y) else fwd_plan
+    return make(logits, mu, log_sigma, y, reduction)(logits, mu, log_sigma, y)
 
 
 @_fwd_op.register_fake
@@ -94,8 +149,10 @@ def _bwd_op(
     reduction: str,
     needed: list[bool],
 ) -> list[torch.Tensor]:
+    inputs = logits, mu, log_sigma, y
+    make = _bwd_plan if lean(grad, *inputs) else bwd_plan
+    grads = make(grad, *inputs, reduction, tuple(needed))(grad, *inputs)
     # An op may not return None among tensors: a gradient that nobody needs is an empty tensor, without elements.
-    grads = gmm_logprob_bwd(grad, logits, mu, log_sigma, y, reduction, needed)
     return [logits.new_empty(0) if grad is None else grad for grad in grads]
 
 
@@ -106,14 +163,13 @@ def _(grad, logits, mu, log_sigma, y, reduction, needed):
 
 
 def _save(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)
     *tensors, ctx.reduction = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx, grad):
-    needed = list(ctx.needs_input_grad[:4])
-    grads = _bwd_op(grad, *ctx.saved_tensors, ctx.reduction, needed)
-    return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), None
+def _autograd(ctx, grad):
+    return *_gradients(ctx, grad), None
 
 
-_fwd_op.register_autograd(_backward, setup_context=_save)
+_fwd_op.register_autograd(_autograd, setup_context=_save)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import arrival, gmm_logprob, kernel
+from . import arrival, gmm_logprob, plans
 from .reference import gmm_logprob_reference
 from .test_gmm_logprob import DEVICE, assert_right, inputs, needs_memory, with_grads
 
@@ -171,7 +171,7 @@ def test_a_row_without_a_finite_density_decides_the_sum(value, expected):
 
 def test_a_grid_is_no_larger_than_the_count_can_be(monkeypatch):
     """The programs loop then."""
-    monkeypatch.setattr(kernel, "MAX_PROGRAMS", 3)
+    monkeypatch.setattr(plans, "MAX_PROGRAMS", 3)
     for rows in (97, 300):  # 4 and 10 tiles
         tensors = inputs(rows, 10)
         truth = gmm_logprob_reference(*(t.double() for t in tensors), "sum")
@@ -192,15 +192,16 @@ def test_words_are_back_at_zero_whatever_the_sizes():
 
 def test_words_belong_to_one_stream_or_to_one_captured_launch():
     words = arrival._Words(torch.zeros(arrival.LAUNCHES * arrival.WORDS, dtype=torch.int64))
-    eager = [words.index(stream) for stream in (11, 12, 11, 12)]
-    captured = [words.index(None) for _ in range(3)]
+    eager = [words.of(stream).data_ptr() for stream in (11, 12, 11, 12)]
+    captured = [words.of(None).data_ptr() for _ in range(3)]
     assert eager[:2] == eager[2:]
-    assert len({*eager, *captured}) == 5
-    while words.index(None) is not None:
+    places = sorted({*eager, *captured})
+    assert [place - places[0] for place in places] == [8 * arrival.WORDS * i for i in range(5)]
+    while words.of(None) is not None:
         pass
     assert words.taken == arrival.LAUNCHES
-    assert words.index(13) is None
-    assert words.index(11) == eager[0]
+    assert words.of(13) is None
+    assert words.of(11).data_ptr() == eager[0]
 
 
 def test_exhausted_words_are_replaced_by_fresh_zeros(monkeypatch):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable
 
-from . import kernel, swiglu
+from . import configs, swiglu
 from .activation import ACTIVATIONS
 from .reference import swiglu_reference
 
@@ -122,26 +123,51 @@ def _liger_supports(case: Case, mode: str) -> str | None:
     return None
 
 
-def _candidates(case: Case) -> list[kernel.Config]:
+def _candidates(case: Case) -> list[configs.Config]:
     """4 to 32 elements a thread, in a single row or, for a packed tensor, in rows of the half."""
     sizes = [(n, w) for n in (1024, 2048, 4096, 8192) for w in (4, 8, 16) if 4 <= n // (32 * w) <= 32]
     if case.params.get("layout") != "packed":
         tiles = [(1, n, w) for n, w in sizes]
     else:
         tiles = [(size // n, n, w) for size, w in sizes for n in (256, 512, 1024, 2048) if n <= size]
-    return [kernel.Config(*tile, eviction) for tile in tiles for eviction in ("", "evict_last")]
+    return [configs.Config(*tile, eviction) for tile in tiles for eviction in ("", "evict_last")]
 
 
-def _unaligned_candidates(case: Case) -> list[kernel.UnalignedConfig]:
+def _unaligned_candidates(case: Case) -> list[configs.UnalignedConfig]:
     """As many CTAs as registers allow without spills: about 32 a thread and 24 for a further slot in the forward."""
     sizes = [(n, 1, r * 256 // n) for n in (128, 256, 512) for r in (4, 5, 6, 8)]
     sizes += [(n, 2, r * 256 // n) for n in (128, 256) for r in (2, 3, 4)]
-    return [kernel.UnalignedConfig(*size, eviction) for size in sizes for eviction in ("", "evict_last")]
+    return [configs.UnalignedConfig(*size, eviction) for size in sizes for eviction in ("", "evict_last")]
+
+
+def _taken(case: Case) -> bool:
+    """Whether CUDA C++ takes the rows of a case on Hopper."""
+    return case.dtype != FP32 and case.dims["rows"] > 1 and case.dims["dim"] % 16 != 0 and "layout" in case.params
+
+
+def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | None:
+    return "it takes rows of 16-bit dtypes on any boundary" if implementation == "cuda" and not _taken(case) else None
+
+
+def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
+    """Of "cuda" always, since the checks try layouts that it does not take; test_unaligned.py has its own."""
+    faster = _taken(case) and configs.fills_warps(case.dims["dim"], 2 * (mode == "bwd"))
+    if implementation == "triton":
+        return None if faster else "it is what auto takes here"
+    if implementation == "cuda":
+        return "it is what auto takes here" if faster else "auto takes triton at this width"
+    return None
 
 
 SPEC = KernelSpec(
     name="swiglu",
-    implementations={"triton": swiglu},
+    implementations={
+        "auto": swiglu,
+        "triton": partial(swiglu, backend="triton"),
+        "cuda": partial(swiglu, backend="cuda"),
+    },
+    min_capability={"cuda": (9, 0)},
+    repeats=lambda *which: _unsupported_reason(*which) or _alias_reason(*which),
     baselines=(EAGER, COMPILED, Peer("torch", load=_torch), Peer("liger", load=_liger, supports=_liger_supports)),
     reference=swiglu_reference,
     make_inputs=make_inputs,
@@ -152,8 +178,8 @@ SPEC = KernelSpec(
     items=lambda case: case.dims["rows"] * case.dims["dim"],
     fuzz={"rows": (0, 40), "dim": (1, 700)},
     tunables=(
-        *(Tunable(kernel, "pick_config", mode, _candidates, EVEN) for mode in ("fwd", "bwd")),
-        *(Tunable(kernel, "pick_unaligned_config", mode, _unaligned_candidates, ODD) for mode in ("fwd", "bwd")),
+        *(Tunable(configs, "pick_config", mode, _candidates, EVEN) for mode in ("fwd", "bwd")),
+        *(Tunable(configs, "pick_unaligned_config", mode, _unaligned_candidates, ODD) for mode in ("fwd", "bwd")),
     ),
     host_cases=(dataclasses.replace(_case(4, 256, BF16), name="4x256-bf16-host"),),
 )

@@ -1,4 +1,4 @@
-"""Gated linear units: the kernels and their launchers.
+"""Gated linear units: the kernels in Triton.
 
 Napkin maths, bf16, n elements of output, one NVIDIA H200 that copies 4254 GB/s:
   forward   reads gate and up, writes y                      6·n bytes   16384 x 11008: 1.08 GB, 254 us
@@ -10,84 +10,10 @@ In the time in which its bytes cross the bus an element of the forward has 42 in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 
-from . import unaligned
 from .activation import _activation, _activation_and_slope
-from .layout import Walk, walk
-
-EVICT_LAST_BYTES = 20e6  # a tensor
-
-
-@dataclass(frozen=True)
-class Config:
-    """Each CTA has a tile of `block_m` rows by `block_n` columns. `eviction` is the L2 policy of the loads."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    eviction: str
-
-
-@dataclass(frozen=True)
-class UnalignedConfig:
-    """A CTA of `threads`; a lane has `slots` vectors of 16 bytes of each tensor. Registers are limited so that
-    `resident` CTAs fit on a multiprocessor. `eviction` is the L2 policy of the loads."""
-
-    threads: int
-    slots: int
-    resident: int
-    eviction: str
-
-
-def pick_config(
-    rows: int, cols: int, dtype: torch.dtype, aligned: bool, transposed: bool, capability: tuple[int, int]
-) -> Config:
-    """Configuration of both kernels. Pure."""
-    if transposed:
-        return Config(64, 64, 8, "")  # square, because the tile crosses shared memory
-    if not aligned:
-        # Every element is an access of its own: small tiles, little padding. 205000 x 1365 packed, bf16, on one H200:
-        # 3719 GB/s forward, 3640 backward; 2 x 2048 columns and 8 warps 2997 and 1951.
-        block_n = min(triton.next_power_of_2(cols), 512)
-        return Config(2048 // block_n, block_n, 4, "")
-    # What is read is dead, and yet it should stay in L2: what leaves in its place is what is written, early and in
-    # order. 16384 x 11008 bf16 on one H200: 4349 GB/s forward with it, 4294 without; evict_first 4097.
-    eviction = "evict_last" if rows * cols * dtype.itemsize > EVICT_LAST_BYTES else ""
-    if rows == 1:
-        # Best forward at 2048 x 11008 and 16384 x 11008, 3853 and 4349 GB/s; 4328 backward, 0.2 % behind the best.
-        return Config(1, 2048, 8, eviction)
-    # Packed halves, same size: 4334 forward, 4338 backward; any 2048 to 4096 elements of 256 to 2048 columns are within
-    # 0.8 % of that.
-    block_n = min(triton.next_power_of_2(cols), 1024)
-    return Config(4096 // block_n, block_n, 8, eviction)
-
-
-def pick_unaligned_config(
-    rows: int, cols: int, dtype: torch.dtype, gradients: int, capability: tuple[int, int]
-) -> UnalignedConfig | None:
-    """Configuration of unaligned.cu for rows that are not aligned, of the forward or with 1 or 2 gradients; None where
-    Triton takes them. Pure.
-
-    Chosen by count, registers and bytes on their way (unaligned.cu), and by measurement (README).
-    """
-    if capability != (9, 0) or dtype.itemsize != 2 or rows < 2:
-        return None
-    eviction = "evict_last" if rows * cols * dtype.itemsize > EVICT_LAST_BYTES else ""
-    lanes = unaligned.pieces(cols, 1, gradients == 2) * unaligned.WARP
-    # A warp has vectors of one row alone. With fewer of its lanes at work the instructions would take longer than the
-    # bytes.
-    if cols < 0.7 * lanes * unaligned.VECTOR:
-        return None
-    # 32 registers forward, 48 backward: 64 and 40 warps, 64 and 60 KB on their way to a multiprocessor. In small CTAs:
-    # one that ends makes room for the next sooner.
-    return UnalignedConfig(128, 1, 10 if gradients else 16, eviction)
 
 
 @triton.jit
@@ -260,91 +186,3 @@ def _swiglu_bwd_kernel(
             odd = limit + tl.arange(0, 16).to(tl.int64)[None, :]
             in_row = (m < rows - first_m) & (odd < cols - first_n)
             _swiglu_bwd_tile(*ptrs, m, odd, in_row, *strides, ACTIVATION, NEED_DGATE, NEED_DUP, EVICTION)
-
-
-def swiglu_fwd(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
-    """y. Without `up`, `gate` has both, one after the other in its last dimension. Inputs as `op` has checked them."""
-    if up is None:
-        gate, up = gate.chunk(2, dim=-1)
-    y = torch.empty_like(gate)
-    if y.numel():
-        steps = walk((y,), (gate, up))
-        _launch(_swiglu_fwd_kernel, steps, (1, 2, 0), ACTIVATION=activation)
-    return y
-
-
-def swiglu_bwd(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, activation: str, need_dgate: bool, need_dup: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """dgate and dup, each None unless it is needed; without `up` the gradient of the packed tensor, and None."""
-    if up is None:
-        packed = torch.empty_like(gate)
-        (gate, up), (dgate, dup) = gate.chunk(2, dim=-1), packed.chunk(2, dim=-1)
-        _backward(dy, gate, up, dgate, dup, activation)
-        return packed, None
-    # In one memory order, that of gate, so that one walk goes through both.
-    dgate = torch.empty_like(gate) if need_dgate else None
-    dup = torch.empty_like(gate) if need_dup else None
-    _backward(dy, gate, up, dgate, dup, activation)
-    return dgate, dup
-
-
-def _backward(
-    dy: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    dgate: torch.Tensor | None,
-    dup: torch.Tensor | None,
-    activation: str,
-) -> None:
-    outputs = [t for t in (dgate, dup) if t is not None]
-    inputs = [dy, gate] if dgate is None else [dy, gate, up]  # dup alone does not need up
-    if not gate.numel() or not outputs:
-        return
-    steps = walk(outputs, inputs)
-    first = len(outputs)
-    places = (
-        first,
-        first + 1,
-        None if dgate is None else first + 2,
-        None if dgate is None else 0,
-        None if dup is None else first - 1,
-    )
-    flags = dict(ACTIVATION=activation, NEED_DGATE=dgate is not None, NEED_DUP=dup is not None)
-    _launch(_swiglu_bwd_kernel, steps, places, **flags)
-
-
-def _launch(kernel: triton.JITFunction, steps: Walk, places: Sequence[int | None], **flags) -> None:
-    """`places` says which tensors of the walk are the kernel's pointers, in order; None stands for one not used."""
-    first = steps.tensors[0]
-    with torch.cuda.device_of(first):
-        # The interpreter stands for an sm_80.
-        capability = torch.cuda.get_device_capability(first.device) if first.is_cuda else (8, 0)
-        if not steps.aligned and _launched_unaligned(steps, places, capability, flags):
-            return
-        config = pick_config(steps.rows, steps.cols, first.dtype, steps.aligned, steps.transposed, capability)
-        tiles = triton.cdiv(steps.rows, config.block_m) * triton.cdiv(steps.cols, config.block_n)
-        kernel[(tiles,)](
-            *(None if place is None else steps.tensors[place] for place in places),
-            steps.rows,
-            steps.cols,
-            *(stride for place in places for stride in ((0, 0) if place is None else steps.strides[place])),
-            **flags,
-            SPLIT=steps.aligned,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            EVICTION=config.eviction,
-            num_warps=config.num_warps,
-        )
-
-
-def _launched_unaligned(
-    steps: Walk, places: Sequence[int | None], capability: tuple[int, int], flags: dict[str, Any]
-) -> bool:
-    """Launches unaligned.cu if it takes the walk."""
-    needs = flags.get("NEED_DGATE", False), flags.get("NEED_DUP", False)
-    config = pick_unaligned_config(steps.rows, steps.cols, steps.tensors[0].dtype, sum(needs), capability)
-    if config is None or unaligned.unaligned_refuses(steps, capability) is not None:
-        return False
-    unaligned.unaligned_launch(config, steps, places, flags["ACTIVATION"], *needs)
-    return True

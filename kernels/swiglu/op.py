@@ -1,23 +1,23 @@
-"""The public function: checks, registration with torch.library, autograd."""
+"""The public function: checks, the lean eager call, registration with torch.library, autograd."""
 
 from __future__ import annotations
 
 import torch
-import triton
 
 from .activation import ACTIVATIONS
-from .kernel import swiglu_bwd, swiglu_fwd
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-# As @triton.jit decided it when the kernels were imported; torch.compile cannot trace the knob itself.
-INTERPRETED: bool = triton.knobs.runtime.interpret
+from .checks import FLOATS, kind, no_tangent, runnable
+from .launch import Plans, lean, signature
+from .plans import BACKENDS, Backward, Forward, bwd_plan, fwd_plan
 
 # Named after the package, so that a copy of this folder under another name registers ops of its own.
 _NAMESPACE = __package__.replace(".", "_")
+_FORWARD, _BACKWARD = Plans(), Plans()
+_grad_enabled = torch.is_grad_enabled  # asked in every call
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor | None = None, *, activation: str = "silu") -> torch.Tensor:
+def swiglu(
+    gate: torch.Tensor, up: torch.Tensor | None = None, *, activation: str = "silu", backend: str = "auto"
+) -> torch.Tensor:
     """A gated linear unit without its matrices (Shazeer 2020, arXiv:2002.05202, equations 5 and 6), in fp32.
 
         y = act(gate) · up                                    up given
@@ -36,6 +36,9 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor | None = None, *, activation: st
 
     gate    any shape and strides, or [..., 2·D] without `up`; fp32, fp16 or bf16
     up      shape, dtype and device of gate
+    backend "triton", "cuda" (CUDA C++, compiled by CuPy: rows of fp16 or bf16 that begin on any boundary, as the halves
+            of a packed tensor of an odd width, on compute capability 9.0), or "auto", which takes "cuda" where it can
+            and is faster. With "cuda" the gradient still comes from Triton where the incoming one has other strides.
 
     Tensors are read in place where all of them can be walked as rows of one stride each: any slices of rows or columns,
     hence the two halves of one projection, and the halves of a packed tensor; dense tensors in any order of their
@@ -43,11 +46,22 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor | None = None, *, activation: st
 
     Returns y in shape and dtype of gate (of its half) and in gate's memory order, as torch.empty_like.
 
-    Raises TypeError for a wrong dtype, ValueError for a wrong shape or device or an unknown activation, RuntimeError
-    for a CPU tensor outside Triton's interpreter.
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape or device or an unknown activation or backend,
+    RuntimeError for a CPU tensor outside Triton's interpreter and for backend="cuda" where it cannot run.
     """
-    if not isinstance(gate, torch.Tensor) or gate.dtype not in DTYPES:
-        raise TypeError(f"swiglu: gate must be a tensor of float32, float16 or bfloat16, got {_kind(gate)}")
+    if lean(gate, up):
+        plan = _fwd_plan(gate, up, activation, backend)
+        if _grad_enabled() and (gate.requires_grad or (up is not None and up.requires_grad)):
+            return _apply(gate, up, plan, activation, backend)
+        return plan(gate, up)
+    _check(gate, up, activation, backend)
+    no_tangent("swiglu", gate, up)
+    return _fwd_op(gate, up, activation, backend)
+
+
+def _check(gate: torch.Tensor, up: torch.Tensor | None, activation: str, backend: str) -> None:
+    if not isinstance(gate, torch.Tensor) or gate.dtype not in FLOATS:
+        raise TypeError(f"swiglu: gate must be a tensor of float32, float16 or bfloat16, got {kind(gate)}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"swiglu: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     if up is None:
@@ -55,28 +69,80 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor | None = None, *, activation: st
             raise ValueError(f"swiglu: gate must be [..., 2·D] where up is not given, got shape {tuple(gate.shape)}")
     else:
         if not isinstance(up, torch.Tensor) or up.dtype != gate.dtype:
-            raise TypeError(f"swiglu: up must be a tensor of gate's dtype {gate.dtype}, got {_kind(up)}")
+            raise TypeError(f"swiglu: up must be a tensor of gate's dtype {gate.dtype}, got {kind(up)}")
         if up.shape != gate.shape:
             raise ValueError(f"swiglu: up must have gate's shape {tuple(gate.shape)}, got {tuple(up.shape)}")
         if up.device != gate.device:
             raise ValueError(f"swiglu: up must be on gate's device {gate.device}, got {up.device}")
-    if not gate.is_cuda and not (gate.device.type == "cpu" and INTERPRETED):
-        needed = "on a GPU, or on the CPU with TRITON_INTERPRET=1"
-        raise RuntimeError(f"swiglu: gate must be {needed}, got {gate.device}")
-    return _fwd_op(gate, up, activation)
+    if backend not in BACKENDS:
+        raise ValueError(f"swiglu: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    runnable("swiglu", "gate", gate)
 
 
-def _kind(value: object) -> str:
-    return str(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
+def _signature(gate, up):
+    """Where both are in one tensor, what boundary `up` begins on depends on how far gate is past one."""
+    return signature(gate), gate.data_ptr() % 16 if up is None else signature(up)
+
+
+def _fwd_plan(gate, up, activation, backend) -> Forward:
+    """The plan of a lean call."""
+    key = (_signature(gate, up), activation, backend)
+    plan = _FORWARD.find(key)
+    if plan is None:
+        _check(gate, up, activation, backend)
+        plan = _FORWARD.keep(key, fwd_plan(gate, up, activation, backend))
+    return plan
+
+
+def _bwd_plan(dy, gate, up, *options) -> Backward:
+    key = (signature(dy), _signature(gate, up), options)
+    plan = _BACKWARD.find(key)
+    if plan is None:
+        plan = _BACKWARD.keep(key, bwd_plan(dy, gate, up, *options))
+    return plan
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Of eager calls. The gradient goes through torch.library where something traces, transforms or derives it."""
+
+    @staticmethod
+    def forward(ctx, gate, up, plan, activation, backend):
+        ctx.set_materialize_grads(False)
+        ctx.options = activation, backend
+        ctx.save_for_backward(gate, up)
+        return plan(gate, up)
+
+    @staticmethod
+    def backward(ctx, dy):
+        dgate, dup = _gradients(ctx, dy)
+        return dgate, dup, None, None, None
+
+
+# What torch.autograd.Function.apply does before this is for functorch, and `lean` has seen that it is not at work.
+_apply = super(torch.autograd.Function, _SwiGLU).apply
+
+
+def _gradients(ctx, dy):
+    """dgate and dup, each None if it is not needed or y has no gradient."""
+    if dy is None:
+        return None, None
+    gate, up = ctx.saved_tensors
+    options = (*ctx.options, *ctx.needs_input_grad[:2])
+    if lean(dy, gate, up) and not _grad_enabled():
+        return _bwd_plan(dy, gate, up, *options)(dy, gate, up)
+    dgate, dup = _bwd_op(dy, gate, up, *options)
+    need_dgate, need_dup = ctx.needs_input_grad[:2]
+    return dgate if need_dgate else None, dup if need_dup else None
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::swiglu_fwd", mutates_args=())
-def _fwd_op(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
-    return swiglu_fwd(gate, up, activation)
+def _fwd_op(gate: torch.Tensor, up: torch.Tensor | None, activation: str, backend: str) -> torch.Tensor:
+    make = _fwd_plan if lean(gate, up) else fwd_plan
+    return make(gate, up, activation, backend)(gate, up)
 
 
 @_fwd_op.register_fake
-def _(gate, up, activation):
+def _(gate, up, activation, backend):
     return torch.empty_like(gate.chunk(2, dim=-1)[0] if up is None else gate)
 
 
@@ -86,15 +152,17 @@ def _bwd_op(
     gate: torch.Tensor,
     up: torch.Tensor | None,
     activation: str,
+    backend: str,
     need_dgate: bool,
     need_dup: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    dgate, dup = swiglu_bwd(dy, gate, up, activation, need_dgate, need_dup)
+    make = _bwd_plan if lean(dy, gate, up) else bwd_plan
+    dgate, dup = make(dy, gate, up, activation, backend, need_dgate, need_dup)(dy, gate, up)
     return gate.new_empty(0) if dgate is None else dgate, gate.new_empty(0) if dup is None else dup
 
 
 @_bwd_op.register_fake
-def _(dy, gate, up, activation, need_dgate, need_dup):
+def _(dy, gate, up, activation, backend, need_dgate, need_dup):
     def like(needed: bool) -> torch.Tensor:
         return torch.empty_like(gate) if needed else gate.new_empty(0)
 
@@ -102,15 +170,13 @@ def _(dy, gate, up, activation, need_dgate, need_dup):
 
 
 def _save(ctx, inputs, output) -> None:
-    gate, up, ctx.activation = inputs
+    ctx.set_materialize_grads(False)
+    gate, up, *ctx.options = inputs
     ctx.save_for_backward(gate, up)
 
 
-def _backward(ctx, dy):
-    gate, up = ctx.saved_tensors
-    need_dgate, need_dup = ctx.needs_input_grad[:2]
-    dgate, dup = _bwd_op(dy, gate, up, ctx.activation, need_dgate, need_dup)
-    return dgate if need_dgate else None, dup if need_dup else None, None
+def _autograd(ctx, dy):
+    return *_gradients(ctx, dy), None, None
 
 
-_fwd_op.register_autograd(_backward, setup_context=_save)
+_fwd_op.register_autograd(_autograd, setup_context=_save)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from . import kernel, swiglu
+from . import configs, plans, swiglu
 from .activation import ACTIVATIONS
 from .layout import walk
 from .reference import swiglu_reference
@@ -71,23 +71,22 @@ def test_packed_halves_and_pair_agree_bit_for_bit(dim):
 
 
 def test_halves_of_a_projection_are_read_in_place_and_so_is_a_packed_tensor(monkeypatch):
-    read = []
-    original = kernel.walk
-
-    def watched(outputs, inputs):
-        steps = original(outputs, inputs)
-        read.append([t.untyped_storage().data_ptr() for t in steps.tensors])
-        return steps
-
-    monkeypatch.setattr(kernel, "walk", watched)
+    launched: list[tuple] = []
+    for name in ("_swiglu_fwd_kernel", "_swiglu_bwd_kernel"):
+        monkeypatch.setattr(plans, name, _spy(getattr(plans, name), launched))
     packed = normal(2, 5, 48)
     home = packed.untyped_storage().data_ptr()
+
+    def storages() -> list[list[int]]:
+        pointers = [[t for t in arguments if isinstance(t, torch.Tensor)] for arguments, _ in launched]
+        return [[t.untyped_storage().data_ptr() for t in tensors] for tensors in pointers]
+
     everything(swiglu, *packed.chunk(2, dim=-1))
-    assert [storages.count(home) for storages in read] == [2, 2]
-    read.clear()
+    assert [read.count(home) for read in storages()] == [2, 2]
+    launched.clear()
     _, dpacked = everything(swiglu, packed)
-    assert [storages.count(home) for storages in read] == [2, 2]
-    assert read[1].count(dpacked.untyped_storage().data_ptr()) == 2  # both halves of the gradient, no copy
+    assert [read.count(home) for read in storages()] == [2, 2]
+    assert storages()[1].count(dpacked.untyped_storage().data_ptr()) == 2  # both halves of the gradient, no copy
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 0, 1), (2, 1, 0), (1, 2, 0)])
@@ -108,7 +107,7 @@ def test_gate_and_up_in_different_orders():
 @pytest.mark.parametrize("needed", ["gate", "up"])
 def test_no_work_for_a_gradient_that_nobody_wants(needed, monkeypatch):
     launched = []
-    monkeypatch.setattr(kernel, "_swiglu_bwd_kernel", _spy(kernel._swiglu_bwd_kernel, launched))
+    monkeypatch.setattr(plans, "_swiglu_bwd_kernel", _spy(plans._swiglu_bwd_kernel, launched))
     tensors = {"gate": normal(3, 32), "up": normal(3, 32)}
     tensors[needed].requires_grad_()
     swiglu(**tensors).sum().backward()
@@ -193,6 +192,7 @@ def test_autocast():
         (lambda g, u: swiglu(g[:, :7]), ValueError, r"gate must be \[..., 2·D\]"),
         (lambda g, u: swiglu(g[0, 0]), ValueError, r"gate must be \[..., 2·D\]"),
         (lambda g, u: swiglu(g, u, activation="swish"), ValueError, "activation must be one of silu, .*, got 'swish'"),
+        (lambda g, u: swiglu(g, u, backend="hip"), ValueError, "backend must be one of auto, triton, cuda, got 'hip'"),
         (lambda g, u: swiglu(g.to("meta"), u.to("meta")), RuntimeError, "gate must be on a GPU"),
     ],
 )
@@ -209,7 +209,7 @@ def test_a_tile_narrower_than_16_columns_has_a_whole_row(rows, cols, dtype, capa
     """The kernel cuts rows at a multiple of 16, so a tile must not end between two."""
     for aligned in (False, True):
         for transposed in (False, True):
-            config = kernel.pick_config(rows, cols, dtype, aligned, transposed, capability)
+            config = configs.pick_config(rows, cols, dtype, aligned, transposed, capability)
             assert config.block_n >= min(cols, 16)
             assert 8 <= config.block_m * config.block_n // (32 * config.num_warps) <= 32
 

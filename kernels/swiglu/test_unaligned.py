@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from pathlib import Path
 
@@ -10,9 +11,9 @@ import torch
 
 from harness.compiling import nvrtc, sass
 
-from . import cuda_driver, kernel, swiglu, unaligned
+from . import configs, cuda_driver, plans, swiglu, unaligned
 from .activation import ACTIVATIONS
-from .layout import walk
+from .layout import Walk, walk
 from .reference import swiglu_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -24,7 +25,7 @@ COMPILED = pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("cols", [1, 8, 9, 247, 248, 249, 250, 256, 257, 1365, 11007])
 def test_pieces_cover_a_row_on_every_boundary(cols, slots, both):
-    written = (31 if both else 32) * slots * unaligned.pieces(cols, slots, both)
+    written = (31 if both else 32) * slots * configs.pieces(cols, slots, both)
     for past in range(8):
         for other in range(8) if both else (past,):
             before = (past - other) % 8 > past  # a vector of dup before the row's first slot
@@ -33,71 +34,112 @@ def test_pieces_cover_a_row_on_every_boundary(cols, slots, both):
 
 
 def test_which_rows_it_is_picked_for():
-    pick = kernel.pick_unaligned_config
-    assert pick(205000, 1365, BF16, 0, HOPPER) == kernel.UnalignedConfig(128, 1, 16, "evict_last")
-    assert pick(205000, 1365, BF16, 2, HOPPER) == kernel.UnalignedConfig(128, 1, 10, "evict_last")
-    assert pick(100, 1365, FP16, 1, HOPPER) == kernel.UnalignedConfig(128, 1, 10, "")
+    pick = configs.pick_unaligned_config
+    assert pick(205000, 1365, BF16, 0, HOPPER) == configs.UnalignedConfig(128, 1, 16, "evict_last")
+    assert pick(205000, 1365, BF16, 2, HOPPER) == configs.UnalignedConfig(128, 1, 10, "evict_last")
+    assert pick(100, 1365, FP16, 1, HOPPER) == configs.UnalignedConfig(128, 1, 10, "")
     for gradients in (0, 1, 2):
-        assert all(pick(100, cols, BF16, gradients, HOPPER) for cols in (703, 1365, 2047, 11007, 2**20 + 1))
-        assert not any(pick(100, cols, BF16, gradients, HOPPER) for cols in (1, 7, 127, 257, 300))
-        assert pick(100, 1365, FP32, gradients, HOPPER) is None
-        assert pick(1, 1365, BF16, gradients, HOPPER) is None
-        assert pick(100, 1365, BF16, gradients, (8, 0)) is pick(100, 1365, BF16, gradients, (10, 0)) is None
+        assert all(configs.fills_warps(cols, gradients) for cols in (538, 703, 1365, 2047, 11007, 2**20 + 1))
+        assert not any(configs.fills_warps(cols, gradients) for cols in (1, 7, 127, 257, 300))
 
 
-def test_why_it_refuses(monkeypatch):
+def test_why_it_is_not_supported(monkeypatch):
     monkeypatch.setattr(cuda_driver, "no_compiler", lambda: None)
 
-    def refused(*tensors: torch.Tensor, capability: tuple[int, int] = HOPPER) -> str | None:
-        return unaligned.unaligned_refuses(walk(tensors[:1], tensors[1:]), capability)
+    def reason(*tensors: torch.Tensor, capability: tuple[int, int] = HOPPER) -> str | None:
+        return unaligned.unsupported_reason(walk(tensors[:1], tensors[1:]), tensors[0].dtype, capability)
 
     packed = torch.empty(6, 2 * 1365, dtype=BF16)
     y, (gate, up) = torch.empty(6, 1365, dtype=BF16), packed.chunk(2, dim=-1)
-    assert refused(y, gate, up) is refused(y.half(), gate.half(), up.half()) is None
-    assert refused(y, gate, up[:1].expand(6, 1365)) is None  # rows of stride 0
-    assert refused(packed[1:5, 3:1000], gate[:4, :997], up[2:6, 368:]) is None
-    assert refused(y, gate, up, capability=(8, 0)) == "it needs a GPU of compute capability 9.0 (Hopper)"
-    assert refused(y.float(), gate.float(), up.float()) == "it takes bfloat16 and float16, not torch.float32"
-    side = "it wants elements of a row side by side"
-    assert refused(y, gate, up[:, :1].expand(6, 1365)) == side
-    assert refused(y, gate, torch.empty(1365, 6, dtype=BF16).t()) == side
-    assert refused(packed[:, ::2], gate, up) == side
-    long = torch.empty(1, dtype=BF16).expand(2, 2**30 + 1)
-    steps = unaligned.Walk(2, 2**30 + 1, (long,) * 3, ((2**31 + 1, 1),) * 3)
-    assert "rows of up to 1073741824 elements" in unaligned.unaligned_refuses(steps, HOPPER)
-    steps = unaligned.Walk(2**29, 1365, (long,) * 3, ((2731, 1),) * 3)
-    assert "fewer than 2147483648 pieces" in unaligned.unaligned_refuses(steps, HOPPER)
+    assert reason(y, gate, up) is reason(y.half(), gate.half(), up[:1].half().expand(6, 1365)) is None
+    assert reason(y, gate, up[:1].expand(6, 1365)) is None  # rows of stride 0
+    assert reason(packed[1:5, 3:1000], gate[:4, :997], up[2:6, 368:]) is None
+    assert reason(y, gate, up, capability=(8, 0)) == "it needs a GPU of compute capability 9.0 (Hopper)"
+    assert reason(y.float(), gate.float(), up.float()) == "it takes bfloat16 and float16, not torch.float32"
+    for t in (y, torch.empty(6, 64, dtype=BF16)[:, :32]):  # one row, and rows on boundaries
+        assert "not a single row nor strides that are multiples of 16" in reason(t, t, t)
+    contiguous = "it takes rows whose elements are contiguous"
+    assert reason(y, gate, up[:, :1].expand(6, 1365)) == contiguous
+    assert reason(y, gate, torch.empty(1365, 6, dtype=BF16).t()) == contiguous
+    assert reason(packed[:, ::2], gate, up) == contiguous
+    steps = Walk(2, 2**30 + 1, ((2**31 + 1, 1),) * 3, (False, False))
+    assert "rows of up to 1073741824 elements" in unaligned.unsupported_reason(steps, BF16, HOPPER)
+    steps = Walk(2**29, 1365, ((2731, 1),) * 3, (False, False))
+    assert "fewer than 2147483648 pieces" in unaligned.unsupported_reason(steps, BF16, HOPPER)
     monkeypatch.setattr(cuda_driver, "no_compiler", lambda: "it is compiled by NVRTC, which comes with CuPy")
-    assert refused(y, gate, up) == "it is compiled by NVRTC, which comes with CuPy"
+    assert reason(y, gate, up) == "it is compiled by NVRTC, which comes with CuPy"
 
 
-def test_what_it_is_told(monkeypatch):
-    """Launched on nothing: pointers or none, sizes, and strides in elements."""
+def test_a_backend_that_cannot_run_says_why():
+    """Before any launch. On a GPU for the dtype, elsewhere for the device."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    packed = torch.randn(3, 2 * 1365, device=device)
+    with pytest.raises(RuntimeError, match='swiglu: backend="cuda" cannot run here: it (needs|takes)'):
+        swiglu(packed, backend="cuda")
+    assert torch.equal(swiglu(packed, backend="triton"), swiglu(packed))
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """A Hopper GPU that launches nothing: what was compiled and what was launched."""
     compiled, launched = [], []
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: HOPPER)
     monkeypatch.setattr(cuda_driver, "no_compiler", lambda: None)
     monkeypatch.setattr(cuda_driver, "kernels", lambda *arguments: compiled.append(arguments) or (None,))
-    monkeypatch.setattr(unaligned, "launch", lambda *arguments: launched.append(arguments))
+    monkeypatch.setattr(cuda_driver, "_current_device", lambda: None)  # a CPU tensor has that index
+    monkeypatch.setattr(cuda_driver, "_raw_stream", lambda device: 0)
+    monkeypatch.setattr(cuda_driver, "launch", lambda *arguments: launched.append(arguments))
+    return compiled, launched
+
+
+def test_what_it_is_told(pretended, monkeypatch):
+    """Pointers or none, sizes, and strides in elements."""
+    compiled, launched = pretended
     packed, out = torch.empty(100, 2730, dtype=FP16), torch.empty(100, 1365, dtype=FP16)
     gate, up = packed.chunk(2, dim=-1)
-    config = kernel.UnalignedConfig(256, 1, 5, "")
+    config = configs.UnalignedConfig(256, 1, 5, "")
 
-    unaligned.unaligned_launch(config, walk((out,), (gate, up)), (1, 2, 0), "gelu_tanh")
-    (_, source, names, defines, _), (_, grid, threads, shared, arguments) = compiled.pop(), launched.pop()
+    steps = walk((out,), (gate, up))
+    unaligned.unaligned_launch(config, steps, (2730, 2730, 1365), gate, "gelu_tanh")(gate, up, out)
+    (_, source, names, defines, _), (_, grid, threads, shared, _, parameters) = compiled.pop(), launched.pop()
     assert (source, names) == ("unaligned.cu", ("swiglu_unaligned_fwd",))
     assert {"THREADS=256", "SLOTS=1", "RESIDENT=5", "TYPE=1", "ACTIVATION=2", "EVICT_LAST=0"} <= set(defines)
     assert {"NEED_DGATE=0", "NEED_DUP=0"} <= set(defines)
     assert (grid, threads, shared) == (75, 256, 0)  # 6 pieces of 32 slots, 8 of them to a CTA
-    assert [a.value for a in arguments[:3]] == [t.data_ptr() for t in (gate, up, out)]
-    assert [a.value for a in arguments[3:]] == [100, 1365, 6, 2730, 2730, 1365]
+    values = struct.unpack("=3QqiI3q", parameters)
+    assert list(values) == [*(t.data_ptr() for t in (gate, up, out)), 100, 1365, 6, 2730, 2730, 1365]
 
-    steps = walk((packed.clone()[:, 1365:],), (out, gate))
-    unaligned.unaligned_launch(config, steps, (1, 2, None, None, 0), "relu", False, True)
-    (_, _, names, defines, _), (*_, arguments) = compiled.pop(), launched.pop()
+    dup, strides = packed.clone()[:, 1365:], (1365, 2730, 0, 0, 2730)
+    launch = unaligned.unaligned_launch(config, walk((dup,), (out, gate)), strides, gate, "relu", False, True)
+    launch(out, gate, None, None, dup)
+    (_, _, names, defines, _), (*_, parameters) = compiled.pop(), launched.pop()
     assert names == ("swiglu_unaligned_bwd",)
     assert {"ACTIVATION=3", "NEED_DGATE=0", "NEED_DUP=1"} <= set(defines)
-    pointers = out.data_ptr(), gate.data_ptr(), None, None, steps.tensors[0].data_ptr()
-    assert [a.value for a in arguments] == [*pointers, 100, 1365, 6, 1365, 2730, 0, 0, 2730]
+    values = struct.unpack("=5QqiI5q", parameters)
+    assert list(values) == [out.data_ptr(), gate.data_ptr(), 0, 0, dup.data_ptr(), 100, 1365, 6, *strides]
+
+
+def test_what_a_plan_tells_it(pretended, monkeypatch):
+    """Of a packed tensor: both halves of it and of its gradient, where they lie."""
+    compiled, launched = pretended
+    monkeypatch.setattr(plans, "_capability", lambda tensor: HOPPER)
+    packed, dy = torch.empty(100, 2730, dtype=BF16), torch.empty(100, 1365, dtype=BF16)
+    y = plans.fwd_plan(packed, None, "silu", "auto")(packed, None)
+    start = packed.data_ptr()
+    (*_, parameters) = launched.pop()
+    values = struct.unpack("=3QqiI3q", parameters)
+    assert list(values) == [start, start + 2 * 1365, y.data_ptr(), 100, 1365, 6, 2730, 2730, 1365]
+    grad, _ = plans.bwd_plan(dy, packed, None, "silu", "auto", True, True)(dy, packed, None)
+    (*_, parameters) = launched.pop()
+    values = struct.unpack("=5QqiI5q", parameters)
+    halves = start, start + 2 * 1365, grad.data_ptr(), grad.data_ptr() + 2 * 1365
+    assert list(values) == [dy.data_ptr(), *halves, 100, 1365, 6, 1365, *(2730,) * 4]
+    assert grad.shape == packed.shape and len(compiled) == 2
+    # An incoming gradient of stride 0 is for Triton, whatever the backend.
+    expanded = dy[:1, :1].expand(100, 1365)
+    monkeypatch.setattr(plans, "Launch", lambda kernel, *_, **__: lambda *tensors: launched.append(kernel))
+    plans.bwd_plan(expanded, packed, None, "silu", "cuda", True, True)(expanded, packed, None)
+    plans.fwd_plan(packed, None, "silu", "triton")(packed, None)
+    assert launched == [plans._swiglu_bwd_kernel, plans._swiglu_fwd_kernel]
 
 
 @COMPILED
@@ -113,16 +155,11 @@ def test_nothing_spills(activation, dtype, monkeypatch):
         return (None,)
 
     monkeypatch.setattr(cuda_driver, "kernels", kernels)
-    monkeypatch.setattr(unaligned, "launch", lambda *_: None)
-    t = torch.empty(2, 1365, dtype=dtype)
-    for needs, places in (
-        ((False, False), (1, 2, 0)),
-        ((True, True), (2, 3, 4, 0, 1)),
-        ((True, False), (2, 3, 4, 0, None)),
-        ((False, True), (2, 3, None, None, 0)),
-    ):
-        config = kernel.pick_unaligned_config(2, 1365, dtype, sum(needs), HOPPER)
-        unaligned.unaligned_launch(config, walk((t, t), (t, t, t)), places, activation, *needs)
+    steps, like = Walk(2, 1365, ((1365, 1),) * 5, (False,) * 3), torch.empty(0, dtype=dtype)
+    for needs in ((False, False), (True, True), (True, False), (False, True)):
+        config = configs.pick_unaligned_config(2, 1365, dtype, sum(needs), HOPPER)
+        count = 5 if any(needs) else 3
+        unaligned.unaligned_launch(config, steps, (1365,) * count, like, activation, *needs)
         usage = found[-1]
         assert usage.spills == usage.stack == 0, usage
         assert usage.registers * config.threads * config.resident <= 65536
@@ -136,21 +173,13 @@ def launched(monkeypatch):
         pytest.skip("needs a GPU of compute capability 9.0 (Hopper)")
     if reason := cuda_driver.no_compiler():
         pytest.skip(reason)
-    calls, original = [], unaligned.unaligned_launch
-    monkeypatch.setattr(unaligned, "unaligned_launch", lambda *a: calls.append(a) or original(*a))
+    calls, original = [], cuda_driver.launch
+    monkeypatch.setattr(cuda_driver, "launch", lambda *a: calls.append(a) or original(*a))
     return calls
 
 
 def normal(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return (torch.randn(shape, device="cuda") * 2).to(dtype)
-
-
-def both_ways(run, monkeypatch) -> list[tuple[torch.Tensor, ...]]:
-    """What `run` gives by CUDA C++ and by Triton."""
-    mine = run()
-    with monkeypatch.context() as patch:
-        patch.setattr(unaligned, "unaligned_refuses", lambda *_: "not now")
-        return [mine, run()]
 
 
 def agree(mine: tuple[torch.Tensor, ...], triton: tuple[torch.Tensor, ...]) -> None:
@@ -163,7 +192,7 @@ def agree(mine: tuple[torch.Tensor, ...], triton: tuple[torch.Tensor, ...]) -> N
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_agrees_with_triton(activation, dtype, launched, monkeypatch):
+def test_agrees_with_triton(activation, dtype, launched):
     """Packed and halves, every gradient, special values among the others."""
     packed = normal(67, 2 * 1365, dtype=dtype)
     special = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 3e2, -3e2, 1e-7], dtype=dtype, device="cuda")
@@ -171,19 +200,21 @@ def test_agrees_with_triton(activation, dtype, launched, monkeypatch):
     gate, up = packed.chunk(2, dim=-1)
     dy = normal(67, 1365, dtype=dtype)
 
-    def run() -> tuple[torch.Tensor, ...]:
-        y, halves = kernel.swiglu_fwd(packed, None, activation), kernel.swiglu_fwd(gate, up, activation)
-        whole, _ = kernel.swiglu_bwd(dy, packed, None, activation, True, True)
-        pair = kernel.swiglu_bwd(dy, gate, up, activation, True, True)
-        alone = (
-            kernel.swiglu_bwd(dy, gate, up, activation, True, False)[0],
-            kernel.swiglu_bwd(dy, gate, up, activation, False, True)[1],
-        )
+    def backward(backend: str, gate: torch.Tensor, up: torch.Tensor | None, *needs: bool) -> tuple:
+        return plans.bwd_plan(dy, gate, up, activation, backend, *needs)(dy, gate, up)
+
+    def run(backend: str) -> tuple[torch.Tensor, ...]:
+        y = plans.fwd_plan(packed, None, activation, backend)(packed, None)
+        halves = plans.fwd_plan(gate, up, activation, backend)(gate, up)
+        whole, _ = backward(backend, packed, None, True, True)
+        pair = backward(backend, gate, up, True, True)
+        alone = backward(backend, gate, up, True, False)[0], backward(backend, gate, up, False, True)[1]
         return y, halves, whole, *pair, *alone
 
-    mine, triton = both_ways(run, monkeypatch)
+    mine = run("cuda")
     assert len(launched) == 6
-    agree(mine, triton)
+    agree(mine, run("triton"))
+    assert len(launched) == 6
     y, halves, whole, dgate, dup, *alone = mine
     for a, b in ((y, halves), (dgate, alone[0]), (dup, alone[1]), (whole, torch.cat((dgate, dup), -1))):
         assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
@@ -193,7 +224,7 @@ def test_agrees_with_triton(activation, dtype, launched, monkeypatch):
 @pytest.mark.parametrize("cols", [*range(1, 40), 247, 248, 249, 257, 1365])
 def test_every_boundary_and_nothing_beyond_the_rows(cols, launched):
     """Launched on views between guards, at widths of which Triton takes some."""
-    config = kernel.UnalignedConfig(128, 2, 2, "")
+    config = configs.UnalignedConfig(128, 2, 2, "")
     for past in range(8):
         rooms = [torch.full((5 * (cols + 9) + 32,), 77.0, dtype=BF16, device="cuda") for _ in range(5)]
         firsts = [16 + (past * factor + shift) % 8 for factor, shift in ((1, 0), (3, 1), (5, 2), (1, 5), (7, 3))]
@@ -203,8 +234,11 @@ def test_every_boundary_and_nothing_beyond_the_rows(cols, launched):
         for t in (dy, gate, up):
             t.copy_(normal(5, cols))
         before = [room.clone() for room in rooms]
-        steps = kernel.Walk(5, cols, tuple(views), tuple((s, 1) for s in strides))
-        unaligned.unaligned_launch(config, steps, (2, 3, 4, 0, 1), "silu", True, True)
+        steps = Walk(5, cols, tuple((s, 1) for s in strides), (False,) * 3)
+        of_dgate, of_dup, of_dy, of_gate, of_up = strides
+        ordered = of_dy, of_gate, of_up, of_dgate, of_dup
+        launch = unaligned.unaligned_launch(config, steps, ordered, gate, "silu", True, True)
+        launch(dy, gate, up, dgate, dup)
         leaves = [t.double().requires_grad_() for t in (gate, up)]
         wanted = torch.autograd.grad(swiglu_reference(*leaves), leaves, dy.double())
         for mine, want in zip((dgate, dup), wanted, strict=True):
@@ -212,7 +246,8 @@ def test_every_boundary_and_nothing_beyond_the_rows(cols, launched):
         for t, old in zip(views[:2], before, strict=False):
             old.as_strided(t.shape, t.stride(), t.storage_offset()).copy_(t)
         assert all(torch.equal(room, old) for room, old in zip(rooms, before, strict=True))
-        unaligned.unaligned_launch(config, kernel.Walk(5, cols, tuple(views), steps.strides), (3, 4, 0), "silu")
+        launch = unaligned.unaligned_launch(config, steps, (of_gate, of_up, of_dgate), gate, "silu")
+        launch(gate, up, dgate)
         want = swiglu_reference(gate.double(), up.double())
         torch.testing.assert_close(dgate.double(), want.double(), rtol=2.0**-7, atol=1e-5)
 
@@ -234,7 +269,9 @@ def test_in_a_graph_on_a_stream_and_in_a_thread(launched):
     packed, dy, results = normal(300, 2 * 1365), normal(300, 1365), []
 
     def run() -> None:
-        results.append((swiglu(packed), kernel.swiglu_bwd(dy, packed, None, "silu", True, True)[0]))
+        leaf = packed.detach().requires_grad_()
+        y = swiglu(leaf)
+        results.append((y.detach(), torch.autograd.grad(y, leaf, dy)[0]))
 
     run()
     torch.cuda.synchronize()
@@ -261,7 +298,7 @@ def test_more_than_two_to_the_31_elements(launched):
     """Offsets are 64 bits wide: the last rows lie past what 32 reach."""
     packed = torch.randn(2**31 // 2730 + 3, 2730, device="cuda", dtype=BF16)
     y = swiglu(packed)
-    grad, _ = kernel.swiglu_bwd(y, packed, None, "silu", True, True)
+    grad, _ = plans.bwd_plan(y, packed, None, "silu", "cuda", True, True)(y, packed, None)
     assert len(launched) == 2
     for part in (slice(0, 2), slice(-3, None)):
         few = packed[part].clone().requires_grad_()

@@ -1,7 +1,7 @@
 // Gated linear units on rows that begin on any boundary, for Hopper (sm_90a): memory is read and written by aligned
 // vectors of 16 bytes, which are shifted into place in registers. unaligned.py compiles and launches it.
 //
-// Napkin maths, 205000 x 1365 packed in bf16 on one NVIDIA H200 (132 multiprocessors, a copy at 4254 GB/s, 1980 MHz).
+// Napkin maths, 205000 x 1365 packed in bf16 on one NVIDIA H200 (132 SMs, a copy at 4254 GB/s, 1980 MHz).
 // Rows of the packed tensor are 5460 bytes apart, up begins 2730 bytes after gate, rows of y are 2730 bytes.
 //   floor      forward 1.68 GB, 395 us; backward 2.80 GB, 658 us.
 //   requests   by single elements 64 bytes a warp, by vectors 512: an eighth of them for the stores, a quarter for the
@@ -10,7 +10,7 @@
 //              the backward. By the machine code of silu it has some 240 and 400, of which a stream that is read takes
 //              35 (two loads, 15 to shift) and the walk 40 to 60, divided by the share of lanes at work, 0.9.
 //   in flight  a thread asks for all of its vectors before it uses one, 32 bytes of its own forward and 48 backward.
-//              With 32 and 48 registers 64 and 40 warps fit: 64 and 60 KB a multiprocessor, where 2836 and 2552 GB/s
+//              With 32 and 48 registers 64 and 40 warps fit: 64 and 60 KB an SM, where 2836 and 2552 GB/s
 //              that are read, times 0.8 us, are 17 and 16 KB.
 //
 // The walk: a warp has a piece of one row, a lane the elements of one aligned vector of the output, its slot. Where
@@ -25,23 +25,18 @@
 // What is read: the aligned vectors that hold a part of a row, if they lie between the first byte of the first row and
 // the last byte of the last row of that tensor; elements, if not. What is written: the rows.
 //
-// Defined by the launcher, see UnalignedConfig in kernel.py: THREADS, SLOTS (of a lane), RESIDENT (CTAs of a
-// multiprocessor, for which registers are limited), TYPE of all tensors (0: bf16, 1: fp16), ACTIVATION (its place in
+// Defined by the launcher, see UnalignedConfig in configs.py: THREADS, SLOTS (of a lane), RESIDENT (CTAs of an
+// SM, for which registers are limited), TYPE of all tensors (0: bf16, 1: fp16), ACTIVATION (its place in
 // ACTIVATIONS), EVICT_LAST (the L2 policy of the loads), NEED_DGATE, NEED_DUP (0 both: the forward).
 
+#include "vectors.cuh"
+
 typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
 
 constexpr int EACH = 8;  // elements of a vector
 constexpr bool EXCHANGE = NEED_DGATE && NEED_DUP;
 constexpr int STEP = EXCHANGE ? 31 : 32;  // slots that a warp writes at a time
 enum { SILU, GELU, GELU_TANH, RELU, SIGMOID, IDENTITY };
-
-struct Vector {
-    u32 words[4];
-};
 
 // Instructions: begin
 __device__ u64 policy_of_loads() {
@@ -58,10 +53,6 @@ __device__ Vector load(u64 from, u64 policy) {
         asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
             : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3]) : "l"(from));
     return v;
-}
-__device__ void store(u64 to, const Vector& v) {
-    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
-        ::"l"(to), "r"(v.words[0]), "r"(v.words[1]), "r"(v.words[2]), "r"(v.words[3]) : "memory");
 }
 __device__ u32 load_element(u64 from) {
     u16 element;
@@ -80,19 +71,6 @@ __device__ float rsqrt_of(float x) {
     float y;
     asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
-}
-__device__ void unpack(u32 word, float (&out)[2]) {
-    if constexpr (TYPE == 1)
-        asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}"
-            : "=f"(out[0]), "=f"(out[1]) : "r"(word));
-    else
-        out[0] = __uint_as_float(word << 16), out[1] = __uint_as_float(word & 0xffff0000u);
-}
-__device__ u32 pack(const float (&in)[2]) {
-    u32 word;
-    if constexpr (TYPE == 1) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(in[1]), "f"(in[0]));
-    else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(in[1]), "f"(in[0]));
-    return word;
 }
 // Instructions: end
 
@@ -193,7 +171,7 @@ __device__ Vector shifted(const Pair& pair) { return shifted(pair.first, pair.se
 // Elements start … start + 7 of a row of an output, of which those outside are left out.
 __device__ void put(u64 row, int start, int cols, const Vector& v) {
     const u64 to = row + 2 * i64(start);
-    if (start >= 0 && start + EACH <= cols) return store(to, v);
+    if (start >= 0 && start + EACH <= cols) return store(reinterpret_cast<Vector*>(to), v);
 #pragma unroll
     for (int k = 0; k < EACH; ++k)
         if (u32(start + k) < u32(cols)) store_element(to + 2 * k, v.words[k / 2] >> k % 2 * 16);
@@ -234,9 +212,9 @@ swiglu_unaligned_fwd(const u16* gate, const u16* up, u16* y, i64 rows, int cols,
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             float a[2], b[2];
-            unpack(g.words[j], a), unpack(u.words[j], b);
+            unpack<TYPE>(g.words[j], a), unpack<TYPE>(u.words[j], b);
             for (int k = 0; k < 2; ++k) a[k] = activation(a[k]).value * b[k];
-            result.words[j] = pack(a);
+            result.words[j] = pack<TYPE>(a[0], a[1]);
         }
         put(out, first + i * STEP * EACH, cols, result);
     }
@@ -276,14 +254,14 @@ swiglu_unaligned_bwd(const u16* dy, const u16* gate, const u16* up, u16* dgate, 
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             float a[2], b[2], c[2], value[2];
-            unpack(d.words[j], a), unpack(g.words[j], b), unpack(u.words[j], c);
+            unpack<TYPE>(d.words[j], a), unpack<TYPE>(g.words[j], b), unpack<TYPE>(u.words[j], c);
             for (int k = 0; k < 2; ++k) {
                 const Gate act = activation(b[k]);
                 value[k] = a[k] * act.value;
                 c[k] = a[k] * c[k] * act.slope;
                 if (ACTIVATION == RELU && act.slope == 0) c[k] = 0;  // also where dy or up is inf or NaN
             }
-            of_gate.words[j] = pack(c), of_up.words[j] = pack(value);
+            of_gate.words[j] = pack<TYPE>(c[0], c[1]), of_up.words[j] = pack<TYPE>(value[0], value[1]);
         }
         if (EXCHANGE) {
             Vector next;

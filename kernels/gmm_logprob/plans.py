@@ -1,0 +1,220 @@
+"""Launch plans of gmm_logprob: all of a call that does not change with the tensors' contents and addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+
+from . import checks, configs
+from .arrival import MAX_PROGRAMS, fixed_point, words
+from .kernel import _gmm_logprob_bwd_kernel, _gmm_logprob_fwd_kernel
+from .launch import Launch
+
+REDUCTIONS = ("none", "sum", "mean")
+MAX_STRIDE = 1 << 20  # a tile of at most 1024 rows stays within 32-bit offsets
+ALIGNMENT = 16  # bytes
+
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Backward = Callable[..., tuple[torch.Tensor | None, ...]]  # of the incoming gradient and the four inputs
+Handed = Callable[[torch.Tensor], torch.Tensor] | None
+
+
+def fwd_plan(
+    logits: torch.Tensor, mu: torch.Tensor, log_sigma: torch.Tensor, y: torch.Tensor, reduction: str
+) -> Forward:
+    """Takes (logits, mu, log_sigma, y) like these and returns log p(y) by row, its sum or its mean, in their dtype.
+    Inputs as `op` has checked them."""
+    rows, k, dtype, device = y.numel(), logits.shape[-1], y.dtype, y.device
+    size, stride = _contiguous(y) if reduction == "none" else ((), ())
+    if rows == 0:
+        nothing = {"none": None, "sum": 0.0, "mean": float("nan")}[reduction]
+
+        def empty(*inputs: torch.Tensor) -> torch.Tensor:
+            out = torch.empty_strided(size, stride, dtype=dtype, device=device)
+            return out if nothing is None else out.fill_(nothing)
+
+        return empty
+    capability, sms = _device(y)
+    config = configs.pick_fwd_config(rows, k, dtype, capability)
+    programs, tiles = _programs(rows, config, sms), triton.cdiv(rows, config.block_m)
+    scale = unit = 1.0
+    if reduction != "none":
+        programs = min(programs, MAX_PROGRAMS)
+        if programs > 1:
+            scale, unit = fixed_point(triton.cdiv(tiles, programs) * config.block_m)
+    counted = reduction != "none" and programs > 1
+    handed, layout = _layout(logits, mu, log_sigma)
+    of_y, stride_y = _vector(y)
+    write = Launch(
+        _gmm_logprob_fwd_kernel,
+        (programs,),
+        device,
+        (scale, unit, rows),
+        **layout,
+        STRIDE_Y=stride_y,
+        REDUCTION=reduction,
+        RESIDUAL=_residual(dtype),
+        K=k,
+        BLOCK_M=config.block_m,
+        LOAD=config.load_n,
+        HOLD=config.hold_n,
+        LOOP=programs < tiles,
+        num_warps=config.num_warps,
+    )
+    changes = (*handed, of_y)
+    changed = any(change is not None for change in changes)
+
+    def run(logits: torch.Tensor, mu: torch.Tensor, log_sigma: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_strided(size, stride, dtype=dtype, device=device)
+        if changed:
+            logits, mu, log_sigma, y = _changed((logits, mu, log_sigma, y), changes)
+        write(logits, mu, log_sigma, y, out, words(out) if counted else None)
+        return out
+
+    return run
+
+
+def bwd_plan(
+    grad: torch.Tensor,
+    logits: torch.Tensor,
+    mu: torch.Tensor,
+    log_sigma: torch.Tensor,
+    y: torch.Tensor,
+    reduction: str,
+    needed: Sequence[bool],
+) -> Backward:
+    """Takes (grad, logits, mu, log_sigma, y) like these and returns the gradients of those of the four inputs that are
+    `needed`, contiguous; None for the others. `grad` is [...] for "none", a scalar otherwise, of any strides."""
+    rows, k, dtype = y.numel(), logits.shape[-1], y.dtype
+    need_logits, need_mu, need_log_sigma, need_y = needed
+    write, changed = None, False
+    changes: tuple[Handed, ...] = ()
+    if rows and any(needed):
+        capability, sms = _device(y)
+        config = configs.pick_bwd_config(rows, k, dtype, capability)
+        handed, layout = _layout(logits, mu, log_sigma)
+        (of_grad, stride_grad), (of_y, stride_y) = _vector(grad), _vector(y)
+        write = Launch(
+            _gmm_logprob_bwd_kernel,
+            (_programs(rows, config, sms),),
+            y.device,
+            (rows,),
+            **layout,
+            STRIDE_GRAD=stride_grad,
+            STRIDE_Y=stride_y,
+            REDUCTION=reduction,
+            RESIDUAL=_residual(dtype),
+            NEED_LOGITS=need_logits,
+            NEED_MU=need_mu,
+            NEED_LOG_SIGMA=need_log_sigma,
+            NEED_Y=need_y,
+            K=k,
+            BLOCK_M=config.block_m,
+            LOAD=config.load_n,
+            HOLD=config.hold_n,
+            STORE=config.store_n,
+            num_warps=config.num_warps,
+        )
+        changes = (of_grad, *handed, of_y)
+        changed = any(change is not None for change in changes)
+
+    def run(
+        grad: torch.Tensor, logits: torch.Tensor, mu: torch.Tensor, log_sigma: torch.Tensor, y: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        grads = (
+            torch.empty_like(logits, memory_format=torch.contiguous_format) if need_logits else None,
+            torch.empty_like(mu, memory_format=torch.contiguous_format) if need_mu else None,
+            torch.empty_like(log_sigma, memory_format=torch.contiguous_format) if need_log_sigma else None,
+            torch.empty_like(y, memory_format=torch.contiguous_format) if need_y else None,
+        )
+        if write is not None:
+            if changed:
+                grad, logits, mu, log_sigma, y = _changed((grad, logits, mu, log_sigma, y), changes)
+            write(grad, logits, mu, log_sigma, y, *grads)
+        return grads
+
+    return run
+
+
+def skipped(tensor: torch.Tensor) -> int:
+    """Elements between the last 16-byte boundary and the tensor's first one; 0 where that boundary is not within its
+    storage."""
+    past = tensor.data_ptr() % ALIGNMENT
+    if not past:
+        return 0
+    elements, rest = divmod(past, tensor.element_size())
+    return elements if not rest and elements <= tensor.storage_offset() else 0
+
+
+def _layout(*tensors: torch.Tensor) -> tuple[list[Handed], dict[str, int]]:
+    """How logits, mu and log_sigma are made what the kernels take, None for as they are; and STRIDE_* and SKIP_*.
+
+    The strides are constants of the kernel, so that the compiler can prove how far rows are aligned and load more than
+    one element at a time. For the same reason a view into a larger tensor (mu of a packed [rows, 3K]) is passed as an
+    address rounded down to 16 bytes and a constant number of elements to SKIP.
+    """
+    handed: list[Handed] = []
+    layout: dict[str, int] = {}
+    for name, tensor in zip(("LOGITS", "MU", "LOG_SIGMA"), tensors, strict=True):
+        matrix = _matrix(tensor)
+        copied = matrix.data_ptr() != tensor.data_ptr()
+        skip = 0 if copied else skipped(tensor)
+        handed.append(_matrix if copied else _rounded_down(skip) if skip else None)
+        layout[f"STRIDE_{name}"] = matrix.stride(0) if matrix.shape[0] > 1 else matrix.shape[1]
+        layout[f"SKIP_{name}"] = skip
+    return handed, layout
+
+
+def _rounded_down(skip: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: tensor.as_strided((1,), (1,), tensor.storage_offset() - skip)
+
+
+def _matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """[rows, K] with unit inner stride: a view where the strides allow it, otherwise a copy."""
+    tensor = tensor.reshape(-1, tensor.shape[-1])
+    in_place = tensor.shape[1] == 1 or tensor.stride(1) == 1
+    return tensor if in_place and tensor.stride(0) <= MAX_STRIDE else tensor.contiguous()
+
+
+def _vector(tensor: torch.Tensor) -> tuple[Handed, int]:
+    """How a tensor is made [rows], None for as it is, and the stride of its rows."""
+    flat = _flat(tensor)
+    return None if flat.data_ptr() == tensor.data_ptr() else _flat, flat.stride(0) if flat.shape[0] > 1 else 1
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """[rows]: a view where the strides allow it, otherwise a copy."""
+    tensor = tensor.reshape(-1)
+    return tensor.contiguous() if tensor.stride(0) > MAX_STRIDE else tensor
+
+
+def _changed(tensors: Sequence[torch.Tensor], changes: Sequence[Handed]) -> tuple[Any, ...]:
+    return tuple(t if change is None else change(t) for t, change in zip(tensors, changes, strict=True))
+
+
+def _contiguous(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Size and stride of a contiguous tensor of that shape."""
+    return tensor.shape, torch.empty(tensor.shape, device="meta").stride()
+
+
+def _programs(rows: int, config: configs.Config, sms: int) -> int:
+    tiles = triton.cdiv(rows, config.block_m)
+    return min(tiles, sms * config.programs_per_sm) if config.programs_per_sm else tiles
+
+
+def _device(tensor: torch.Tensor) -> tuple[tuple[int, int], int]:
+    """Compute capability and number of SMs; the interpreter stands for a small sm_80."""
+    if not tensor.is_cuda:
+        return (8, 0), 2
+    properties = torch.cuda.get_device_properties(tensor.device)
+    return (properties.major, properties.minor), properties.multi_processor_count
+
+
+def _residual(dtype: torch.dtype) -> str:
+    """How `mixture` corrects 1/sigma."""
+    if dtype != torch.float32:
+        return "none"
+    return "fp64" if checks.INTERPRETED else "fma"
