@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 
 from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable
 
-from . import configs, cross_entropy, cross_entropy_and_grad, kernel
+from . import cluster, configs, cross_entropy, cross_entropy_and_grad
 from .reference import cross_entropy_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -104,11 +105,11 @@ def cost(case: Case, mode: str) -> Cost:
     return Cost(flops=flops * rows * vocab, bytes=matrices * size * rows * vocab + vectors)
 
 
-def _op(logits, target, with_grad=False, **options):
+def _op(logits, target, with_grad=False, backend="auto", **options):
     """Either public function: the cases with_grad are in place and without autograd."""
     if with_grad:
-        return cross_entropy_and_grad(logits, target, inplace=True, **options)
-    return cross_entropy(logits, target, **options)
+        return cross_entropy_and_grad(logits, target, inplace=True, backend=backend, **options)
+    return cross_entropy(logits, target, backend=backend, **options)
 
 
 def _torch():
@@ -203,11 +204,41 @@ def _bwd_candidates(case: Case) -> list[configs.NarrowConfig | configs.WideBwdCo
     ]
 
 
+def _cluster_candidates(case: Case) -> list[configs.ClusterConfig]:
+    vocab, dtype = case.dims["vocab"], case.dtype
+    terms = bool(case.params.get("label_smoothing") or case.params.get("z_loss"))
+    vectors = vocab * dtype.itemsize // 16
+    splits = {(-(-vectors // (threads * most)), threads) for threads in (128, 256, 512) for most in range(4, 9)}
+    return [
+        configs.cluster_config(ctas, threads, vocab, dtype, terms)
+        for ctas, threads in sorted(splits)
+        if 2 <= ctas <= 16
+    ]
+
+
+def _on_clusters(case: Case) -> bool:
+    """Whether "auto" takes the version in CUDA C++ on Hopper."""
+    params, vectors = case.params, case.dims["vocab"] * case.dtype.itemsize / 16
+    gradient = params.get("with_grad") or params.get("grad_in_forward")
+    plain = not (params.get("weight") or params.get("softcap"))
+    return bool(gradient and plain and vectors.is_integer() and cluster.NARROWEST <= vectors <= cluster.WIDEST)
+
+
+def _repeats(implementation: str, case: Case, mode: str) -> str | None:
+    taken = _on_clusters(case) and mode == "fwd"
+    if implementation == "cuda":
+        return "auto is CUDA C++ here" if taken else "CUDA C++ has no version of this"
+    return "auto is Triton here" if implementation == "triton" and not taken else None
+
+
 ALONE = tuple(case for case in CASES if case.bench and not case.params.get("with_grad"))
+IN_PLACE = tuple(case for case in CASES if case.bench and case.params.get("with_grad"))
 
 SPEC = KernelSpec(
     name="cross_entropy",
-    implementations={"triton": _op},
+    implementations={"auto": _op, "triton": partial(_op, backend="triton"), "cuda": partial(_op, backend="cuda")},
+    min_capability={"triton": (9, 0), "cuda": (9, 0)},  # elsewhere auto is Triton
+    repeats=_repeats,
     baselines=(
         EAGER,
         COMPILED,
@@ -226,7 +257,8 @@ SPEC = KernelSpec(
     limits={"weight": 1e4},  # an infinite one gives NaN under label smoothing, where PyTorch may give inf
     tunables=(
         # With the gradient wide ones are not asked for on Hopper, where a cluster takes them.
-        Tunable(kernel, "pick_fwd_config", "fwd", _fwd_candidates, ALONE),
-        Tunable(kernel, "pick_bwd_config", "bwd", _bwd_candidates),
+        Tunable(configs, "pick_fwd_config", "fwd", _fwd_candidates, ALONE),
+        Tunable(configs, "pick_cluster_config", "fwd", _cluster_candidates, IN_PLACE),
+        Tunable(configs, "pick_bwd_config", "bwd", _bwd_candidates),
     ),
 )
