@@ -46,7 +46,7 @@ def eager_plan(
         check(logits, target, weight, ignore_index, label_smoothing, reduction, z_loss, softcap, backend)
         if inplace:
             check_inplace(logits)
-        loss = loss_of(logits, ignore_index, *options)
+        loss = loss_of(logits, ignore_index, options)
         found = fwd_plan(logits, target, weight, loss, save, gradient, backend), loss
         # A number that is a tensor is another one after it was written to.
         if all(isinstance(option, _SCALARS) for option in options):
@@ -54,18 +54,9 @@ def eager_plan(
     return found
 
 
-def loss_of(
-    logits: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-    z_loss: float,
-    softcap: float | None,
-    return_z_loss: bool,
-    return_lse: bool,
-    autocast: bool,
-) -> Loss:
-    """What a call of a public function computes."""
+def loss_of(logits: torch.Tensor, ignore_index: int, options: tuple) -> Loss:
+    """What a call of a public function computes. `options` as `eager_plan` takes them."""
+    label_smoothing, reduction, z_loss, softcap, return_z_loss, return_lse, autocast = options
     dtype = torch.float32 if autocast else logits.dtype
     softcap = None if softcap is None else float(softcap)
     return Loss(

@@ -47,7 +47,7 @@ def fresh_rows(vocab: int) -> Rows:
 
 def place(tensor: torch.Tensor) -> tuple[int, int]:
     """What `rows_of` depends on besides a tensor's `signature`."""
-    return tensor.data_ptr() % BOUNDARY, tensor.storage_offset() % BOUNDARY
+    return tensor.data_ptr() % BOUNDARY, int(tensor.storage_offset()) % BOUNDARY
 
 
 def matrix_of(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
@@ -100,9 +100,10 @@ def same_alignment(a: Rows, b: Rows, dtype: torch.dtype) -> bool:
 class Scratch:
     """The fp32 scratch of a forward, one allocation of `size` numbers.
 
-    It begins with the stats that the backward reads (the maximum of each row, the sum of exponentials of each row, of a
-    mean 1 / Σ weights and 1 / rows that are not ignored) or, where the forward writes the gradient of a mean, with what the
-    mean divides by, in [2, shares]. From partial_at on, for a sum or a mean: what each program found, [4, programs].
+    It begins with the stats that the backward reads: the maxima of the rows, their sums of exponentials, and for a mean
+    1 / Σ weights and 1 / rows that are not ignored. Where the forward writes the gradient of a mean, it begins with
+    what the mean divides by, [2, shares]. From partial_at on, for a sum or a mean: what each program found,
+    [4, programs].
     """
 
     size: int

@@ -124,7 +124,10 @@ def cross_entropy_and_grad(
             grad = logits
         else:
             out, z, lse, grad = library.fwd_grad_op(logits.detach(), target, weight, backend, *loss)
-    return (out, grad, *(t for t, wanted in ((z, return_z_loss), (lse, return_lse)) if wanted))
+    results = [out, grad]
+    results += [z] if return_z_loss else []
+    results += [lse] if return_lse else []
+    return tuple(results)
 
 
 def _autocast(logits: torch.Tensor) -> bool:
@@ -145,7 +148,7 @@ def _checked(logits, target, weight, ignore_index, options, inplace, backend) ->
     check(logits, target, weight, ignore_index, label_smoothing, reduction, z_loss, softcap, backend)
     if inplace:
         check_inplace(logits)
-    return calls.loss_of(logits, ignore_index, *options, _autocast(logits))
+    return calls.loss_of(logits, ignore_index, (*options, _autocast(logits)))
 
 
 def _through_library(logits, target, weight, ignore_index, options, wanted, ready, inplace, backend):

@@ -4,6 +4,7 @@ that eager calls share with them."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -100,18 +101,20 @@ def _(dloss, dhidden, dweight, dbias):
 
 
 def gradients(
-    dloss: Optional, saved: Sequence[Optional], loss: Loss, needs: tuple[bool, bool, bool]
+    dloss: Optional, saved: Any, loss: Loss, needs: tuple[bool, bool, bool]
 ) -> tuple[Optional, Optional, Optional]:
-    """Those of hidden, weight and bias, None where not needed. An eager call goes to the plan; what traces, transforms
-    or derives it sees an op."""
+    """Those of hidden, weight and bias, None where not needed. `saved` are hidden, weight, target and bias.
+
+    An eager call goes to the plan; what traces, transforms or derives it sees an op."""
     if dloss is None:
         return None, None, None
+    hidden, weight, target, bias = saved
     if lean(dloss, *saved) and not torch.is_grad_enabled():
-        _, hidden, weight, bias = calls.loss_and_gradients(dloss, *saved, loss, needs)
+        _, hidden, weight, bias = calls.loss_and_gradients(dloss, hidden, weight, target, bias, loss, needs)
     else:
         grads = bwd_op(dloss, *saved, *loss, *needs)
         hidden, weight, bias = (grad if need else None for grad, need in zip(grads, needs, strict=True))
-    return hidden, weight, None if bias is None else bias.to(saved[3].dtype)  # type: ignore[union-attr]
+    return hidden, weight, None if bias is None else bias.to(saved[3].dtype)
 
 
 def scaled(dloss: torch.Tensor, ready: Sequence[Optional], scale: Launch | None) -> Sequence[Optional]:

@@ -22,8 +22,8 @@ class Problem:
     dtype: torch.dtype
     device: torch.device
     capability: tuple[int, int]
-    hidden: tuple[tuple[int, ...], tuple[int, int]]
-    weight: tuple[tuple[int, ...], tuple[int, int]]
+    hidden: tuple[tuple[int, ...], tuple[int, ...]]
+    weight: tuple[tuple[int, ...], tuple[int, ...]]
     biased: bool
     copied: bool
     bounds: tuple[int, int] | None
