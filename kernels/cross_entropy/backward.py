@@ -151,8 +151,8 @@ def _cross_entropy_scale_kernel(
     IN_PLACE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """out = g_loss · grad. In place a row whose factor is 1 is left as it is, unread: the programs stay and loop, so
-    that there are few to start for nothing."""
+    """out = g_loss · grad. In place a row whose factor is 1 is left as it is, unread. Persistent, so that few
+    programs are started for nothing."""
     for tile in tl.range(tl.program_id(0), rows * tiles_n, tl.num_programs(0)):
         row = (tile // tiles_n).to(tl.int64)
         g = tl.load(g_loss_ptr + row * stride_g_loss).to(tl.float32)

@@ -116,7 +116,7 @@ def _cross_entropy_narrow_kernel(
     BLOCK_N: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Programs stay and go from tile to tile; FULL says that the rows have BLOCK_N columns.
+    """A persistent kernel: programs go from tile to tile. FULL says that the rows have BLOCK_N columns.
 
     The targets of the next tile are loaded while this one is computed: a target decides whether its row is read at all,
     and otherwise each tile would wait for memory twice. The sums of the batch stay in registers until the end.

@@ -40,18 +40,18 @@ class Chunk:
 @dataclass(frozen=True)
 class Config:
     """`chunk` rows at a time have all their logits in memory, `slice` vocabulary entries of them come from one product.
-    `lodged`: in the memory of the weight's gradient, else in a scratch. `spare` rows, a multiple of `unit` unless they
-    are all, have a scratch of their own besides."""
+    `in_gradient`: in the memory of the weight's gradient, else in a scratch. `spare` rows, a multiple of `unit` unless
+    they are all, have a scratch of their own besides."""
 
     chunk: int
     slice: int
-    lodged: bool
+    in_gradient: bool
     spare: int = 0
     unit: int = 1
 
     def chunks(self, rows: int) -> Iterator[Chunk]:
         """In the order in which they are computed, which is also that of the rows."""
-        if not self.lodged:
+        if not self.in_gradient:
             for start in range(0, rows, max(1, self.chunk)):
                 yield Chunk(start, min(start + self.chunk, rows), spare=True, kept=True)
         elif rows:
@@ -78,9 +78,9 @@ def pick_config(
         results = (vocab * weight_too + rows) * dim * size
         scratch_bytes = max(640 * MIB - results, results // 16, 1024 * columns * size * weight_too)
     if vocab * columns * size <= scratch_bytes:
-        return Config(rows, _slice(vocab), lodged=False)
+        return Config(rows, _slice(vocab), in_gradient=False)
     if not weight_too:
-        return Config(min(rows, max(64, _down(scratch_bytes // (vocab * size), 64))), _slice(vocab), lodged=False)
+        return Config(min(rows, max(64, _down(scratch_bytes // (vocab * size), 64))), _slice(vocab), in_gradient=False)
     unit = 64 if dim >= 64 else 8 if dim >= 8 else 1
     chunk = _down(dim, unit)
     excess = _up(max(0, rows - chunk), unit)
@@ -93,7 +93,7 @@ def pick_forward_config(rows: int, vocab: int, dtype: torch.dtype, scratch_bytes
     """How the loss alone is computed: a slice for all rows of a chunk. Pure."""
     chunk = min(max(rows, 1), 8192)
     part = (64 * MIB if scratch_bytes is None else scratch_bytes) // (_up(chunk, 64) * dtype.itemsize)
-    return Config(chunk, max(MIN_SLICE, min(vocab, _down(part, 128))), lodged=False)
+    return Config(chunk, max(MIN_SLICE, min(vocab, _down(part, 128))), in_gradient=False)
 
 
 def _slice(most: int) -> int:

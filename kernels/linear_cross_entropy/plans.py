@@ -117,7 +117,7 @@ class _Result:
 class _Step:
     """Step 1 of a chunk, whose logits and then their gradient lie in weight's gradient or in the spare slab."""
 
-    lodged: bool
+    in_gradient: bool
     hidden_t: View
     products: list[Product]
     stats_size: int
@@ -158,7 +158,7 @@ def gradient_plan(
     dloss_stride, dloss_copied = _incoming(dloss)
     steps = [_step(p, chunk, config, slab, needs, dloss_stride) for chunk in chunks]
     second = Slab.of(min(config.slice, p.vocab), p.rows)
-    walk = _walk(p, chunks, config, slab, second, dloss_stride) if needs[1] and config.lodged and chunks else None
+    walk = _walk(p, chunks, config, slab, second, dloss_stride) if needs[1] and config.in_gradient and chunks else None
     whole = part_of(*p.hidden, slice(0, p.rows), slice(0, p.dim))
     z_whole = slab.part(slice(0, p.vocab), slice(0, p.rows)) if slab else WHOLE
     count, result = count_launch(p), _Result(p, target)
@@ -180,7 +180,7 @@ def gradient_plan(
         spare = None if new_slab is None else new_slab()
         count(target, held)
         for step in steps:
-            z = dweight if step.lodged else spare
+            z = dweight if step.in_gradient else spare
             dbias = _first_pass(step, p, z, hidden, weight, target, bias, dloss, held, losses, dhidden, dbias)
         if dweight is not None:
             if walk is not None:
@@ -221,9 +221,9 @@ def _second_pass(walk, g, spare, whole, hidden, weight, target, bias, dloss, hel
     """Step 2. The gradient of the last chunk's logits lies in `dweight`."""
     rows = whole.of(hidden)
     for part in walk:
-        for lodged, hidden_t, product, launch in part.parts:
+        for in_gradient, hidden_t, product, launch in part.parts:
             if product is None:
-                launch(dweight if lodged else spare, g)
+                launch(dweight if in_gradient else spare, g)
             else:
                 product(weight, hidden_t.of(hidden), bias, g)
                 launch(g, target, held, dloss, None)

@@ -154,7 +154,7 @@ def test_the_scratch_keeps_to_its_bound():
         chunks = list(config.chunks(rows))
         assert [c.start for c in chunks] == [0, *(c.stop for c in chunks[:-1])]
         assert chunks[-1].stop == rows
-        if not config.lodged:
+        if not config.in_gradient:
             return config, vocab * -(-max(c.count for c in chunks) // 64) * 64 * dtype.itemsize
         assert all(c.count <= dim for c in chunks if not c.spare)
         assert all(c.kept for c in chunks if c.spare) and chunks[-1].kept
@@ -173,7 +173,7 @@ def test_the_scratch_keeps_to_its_bound():
 
 def test_the_large_case_stays_below_a_gigabyte_and_a_fifth():
     config = configs.pick_config(**LLAMA3, weight_too=True)
-    assert config == configs.Config(chunk=4096, slice=2048, lodged=True, spare=0, unit=64)
+    assert config == configs.Config(chunk=4096, slice=2048, in_gradient=True, spare=0, unit=64)
     gradients = (128256 + 8192) * 4096 * 2
     stats = configs.pick_stats_config(4096, 128256, torch.bfloat16, (9, 0))
     parts = 2 * 4 * 4096 * -(-128256 // stats.span)
