@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .forward import body, fringe, load_weights
+from .rows import body, fringe, load_weights
 from .terms import logit_gradient, row_coefficients, softcapped
 
 
@@ -17,7 +17,6 @@ def _cross_entropy_bwd_kernel(
     weight_ptr,
     weight_sum_ptr,
     stats_ptr,
-    scale_ptr,
     g_loss_ptr,
     g_z_ptr,
     g_lse_ptr,
@@ -72,8 +71,8 @@ def _cross_entropy_bwd_kernel(
     if HAS_G_LSE:
         g_lse = tl.load(g_lse_ptr + wide_row * stride_g_lse).to(tl.float32)
     if REDUCTION == "mean":
-        g_loss *= tl.load(scale_ptr)
-        g_z *= tl.load(scale_ptr + 1)
+        g_loss *= tl.load(stats_ptr + rows + rows)
+        g_z *= tl.load(stats_ptr + rows + rows + 1)
     w_target, w_sum = 1.0, vocab * 1.0
     if HAS_WEIGHT:
         w_target = tl.load(weight_ptr + column, mask=live, other=0.0).to(tl.float32)
@@ -152,8 +151,8 @@ def _cross_entropy_scale_kernel(
     IN_PLACE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """out = g_loss · grad. In place a row whose factor is 1 is left as it is, unread: the programs stay and loop, so
-    that there are few to start for nothing."""
+    """out = g_loss · grad. In place a row whose factor is 1 is left as it is, unread. Persistent, so that few
+    programs are started for nothing."""
     for tile in tl.range(tl.program_id(0), rows * tiles_n, tl.num_programs(0)):
         row = (tile // tiles_n).to(tl.int64)
         g = tl.load(g_loss_ptr + row * stride_g_loss).to(tl.float32)

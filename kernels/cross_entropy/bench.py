@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 
 from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable
 
-from . import configs, cross_entropy, cross_entropy_and_grad, kernel
+from . import cluster, configs, cross_entropy, cross_entropy_and_grad
 from .reference import cross_entropy_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -61,7 +62,7 @@ CASES = (
     _case(3, 5003, FP32, "-inplace-everything", with_grad=True, **EVERYTHING),
     _case(2, 262144, FP16),
     _case(257, 1023, BF16, ignored=True),
-    # More tiles of whole rows than programs stay, in the interpreter and on a GPU.
+    # More tiles of whole rows than programs are resident, in the interpreter and on a GPU.
     _case(41, 2500, FP32, "-everything", **EVERYTHING),
     _case(17001, 504, BF16, "-everything", **EVERYTHING),
     _case(17001, 504, BF16, "-inplace-everything", with_grad=True, **EVERYTHING),
@@ -104,11 +105,11 @@ def cost(case: Case, mode: str) -> Cost:
     return Cost(flops=flops * rows * vocab, bytes=matrices * size * rows * vocab + vectors)
 
 
-def _op(logits, target, with_grad=False, **options):
+def _op(logits, target, with_grad=False, backend="auto", **options):
     """Either public function: the cases with_grad are in place and without autograd."""
     if with_grad:
-        return cross_entropy_and_grad(logits, target, inplace=True, **options)
-    return cross_entropy(logits, target, **options)
+        return cross_entropy_and_grad(logits, target, inplace=True, backend=backend, **options)
+    return cross_entropy(logits, target, backend=backend, **options)
 
 
 def _torch():
@@ -203,11 +204,48 @@ def _bwd_candidates(case: Case) -> list[configs.NarrowConfig | configs.WideBwdCo
     ]
 
 
+def _cluster_candidates(case: Case) -> list[configs.ClusterConfig]:
+    vocab, dtype = case.dims["vocab"], case.dtype
+    terms = bool(case.params.get("label_smoothing") or case.params.get("z_loss"))
+    vectors = vocab * dtype.itemsize // 16
+    splits = {(-(-vectors // (threads * most)), threads) for threads in (128, 256, 512) for most in range(4, 9)}
+    return [
+        configs.cluster_config(ctas, threads, vocab, dtype, terms)
+        for ctas, threads in sorted(splits)
+        if 2 <= ctas <= 16
+    ]
+
+
+def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | None:
+    vectors = case.dims["vocab"] * case.dtype.itemsize / configs.VECTOR
+    if implementation != "cuda":
+        return None
+    if not case.params.get("with_grad"):
+        return "CUDA C++ has the loss together with its gradient alone"
+    if case.params.get("weight") or case.params.get("softcap"):
+        return "CUDA C++ takes neither weights of the classes nor a softcap"
+    whole = vectors.is_integer() and cluster.NARROWEST <= vectors <= cluster.WIDEST
+    return None if whole else "CUDA C++ takes rows of more than 32 and up to 512 KiB on 16-byte boundaries"
+
+
+def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
+    if implementation == "triton" and _unsupported_reason("cuda", case, mode):
+        return "it is what auto takes"
+    return None
+
+
+def _repeats(implementation: str, case: Case, mode: str) -> str | None:
+    return _unsupported_reason(implementation, case, mode) or _alias_reason(implementation, case, mode)
+
+
 ALONE = tuple(case for case in CASES if case.bench and not case.params.get("with_grad"))
+IN_PLACE = tuple(case for case in CASES if case.bench and case.params.get("with_grad"))
 
 SPEC = KernelSpec(
     name="cross_entropy",
-    implementations={"triton": _op},
+    implementations={"auto": _op, "triton": partial(_op, backend="triton"), "cuda": partial(_op, backend="cuda")},
+    min_capability={"cuda": (9, 0)},
+    repeats=_repeats,
     baselines=(
         EAGER,
         COMPILED,
@@ -226,8 +264,9 @@ SPEC = KernelSpec(
     limits={"weight": 1e4},  # an infinite one gives NaN under label smoothing, where PyTorch may give inf
     tunables=(
         # With the gradient wide ones are not asked for on Hopper, where a cluster takes them.
-        Tunable(kernel, "pick_fwd_config", "fwd", _fwd_candidates, ALONE),
-        Tunable(kernel, "pick_bwd_config", "bwd", _bwd_candidates),
+        Tunable(configs, "pick_fwd_config", "fwd", _fwd_candidates, ALONE),
+        Tunable(configs, "pick_cluster_config", "fwd", _cluster_candidates, IN_PLACE),
+        Tunable(configs, "pick_bwd_config", "bwd", _bwd_candidates),
     ),
     host_cases=(_case(4, 512, BF16, "-host"),),
 )

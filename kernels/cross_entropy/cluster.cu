@@ -1,8 +1,8 @@
 // Cross entropy and its gradient in one pass for Hopper (sm_90a): each row over a cluster of small CTAs, in registers
 // from load to store. cluster.py compiles and launches it; terms.py has the arithmetic in Triton.
 //
-// Napkin maths, 8192 x 128256 bf16 on one NVIDIA H200 (132 multiprocessors, a copy at 4254 GB/s, 1980 MHz):
-//   floor      2.1 GB read and 2.1 GB written, 988 us: 16 KB in and 16 KB out a microsecond and multiprocessor.
+// Napkin maths, 8192 x 128256 bf16 on one NVIDIA H200 (132 SMs, a copy at 4254 GB/s, 1980 MHz):
+//   floor      2.1 GB read and 2.1 GB written, 988 us: 16 KB in and 16 KB out a microsecond and SM.
 //   in flight  8 CTAs a row, 256 threads, 8 vectors of 16 bytes each: a CTA has 32 KB of a row. With 64 registers 4 of
 //              them fit, so a CTA may take 8 us from its first load to its last store. The target takes 0.5 us, a load
 //              1 us, the exchange 0.5 to 1 us.
@@ -11,7 +11,7 @@
 //   special    an exponential for the sum and one for the gradient, 8.2 of the 16 a cycle. To keep the first one would
 //              take registers that hold another CTA's row.
 //
-// CTAs do not stay: a multiprocessor has CTAs of several rows, which load, wait and store at different times. Protocol:
+// The kernel is not persistent: an SM has CTAs of several rows, whose loads, waits and stores overlap. Protocol:
 //   1 arrive at the cluster's barrier, ask for the target and then for the whole slice of a row that counts
 //   2 wait at the barrier: by now all CTAs of the cluster have begun, and so can be written to
 //   3 each warp finds its maximum m and then s = sum of exp(x - m), and writes both into every CTA of the cluster by
@@ -22,7 +22,7 @@
 // Loads are ld.global, not ld.global.nc: for want of anything that orders those, ptxas moves them behind the wait of 2.
 //
 // Defined by the launcher, see ClusterConfig in configs.py: CLUSTER (CTAs of a row), THREADS, VECTORS (of a thread),
-// RESIDENT (CTAs of a multiprocessor, for which registers are limited), TYPE of the logits and LOSS of the loss (0: bf16,
+// RESIDENT (CTAs of an SM, for which registers are limited), TYPE of the logits and LOSS of the loss (0: bf16,
 // 1: fp16, 2: fp32), TARGET (bits of one), SMOOTH and Z (there is label smoothing, z-loss).
 
 typedef unsigned int u32;
@@ -52,7 +52,7 @@ extern "C" __device__ __attribute__((noreturn)) void __assertfail(const char*, c
 __device__ u32 at(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
 // A vector where `there`. Logits are used once: they pass by L1. evict_last, because what leaves L2 in their place is the
-// gradient (README). Not a branch, behind which ptxas would make each address anew.
+// gradient (EXPERIMENTS.md). Not a branch, behind which ptxas would make each address anew.
 __device__ void load(Vector& v, const Vector* from, bool there, u64 policy) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
         "@p ld.global.L1::no_allocate.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %6;\n}"

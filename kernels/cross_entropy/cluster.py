@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import ctypes
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 
 from . import cuda_driver
 from .configs import CLUSTER_THREADS, CLUSTER_VECTORS, ClusterConfig
-from .cuda_driver import launch, pointer
-from .layout import Rows, vector
-
-if TYPE_CHECKING:
-    from .kernel import Loss
+from .cuda_driver import address
+from .layout import Rows, Scratch, Vector, vector
+from .loss import Loss
 
 # Vectors of 16 bytes: more than one CTA holds, and what those of the largest cluster do.
 NARROWEST, WIDEST = CLUSTER_THREADS * CLUSTER_VECTORS + 1, 16 * CLUSTER_THREADS * CLUSTER_VECTORS
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # TYPE and LOSS in cluster.cu
+# logits, target, counts, loss, z-loss, lse, partial sums, gradient; rows, vocab, vectors of a CTA, shares of counts;
+# the strides of logits, target and gradient, ignore_index; smoothing, smoothing / vocab, z_loss
+_LAYOUT = "PPPPPPPPiiiiqqqqfff"
 
 
-def cluster_refuses(
+def unsupported_reason(
     vocab: int, dtype: torch.dtype, layout: str, weighted: bool, softcap: bool, capability: tuple[int, int]
 ) -> str | None:
     """Why no cluster of CTAs can take such rows, or None. `layout` as `layout.alignment` found it."""
@@ -38,24 +38,20 @@ def cluster_refuses(
     return cuda_driver.no_compiler()
 
 
-def cluster_fwd_grad(
+def cluster_launch(
     config: ClusterConfig,
-    matrix: Rows,
+    logits: torch.Tensor,
     target: torch.Tensor,
-    stride_target: int,
-    counts: torch.Tensor | None,
-    out: torch.Tensor,
-    z: torch.Tensor,
-    lse: torch.Tensor,
-    partial: torch.Tensor | None,
-    grads: Rows,
-    vocab: int,
+    targets: Vector,
+    at: Rows,
+    to: Rows,
     loss: Loss,
-) -> None:
-    """Writes the gradient, lse if it is not empty, and with `partial` a column of it for each row, else out and z, of
-    rows that `cluster_refuses` does not. Their device is the current one."""
-    logits, rows = matrix.pointer, target.numel()
-    per_vector, smoothing = vector(logits), loss.label_smoothing
+    layout: Scratch,
+) -> Callable[..., None]:
+    """Writes the gradient, lse if it is asked for, and the partial sums or the loss and z-loss of each row, given
+    (logits, target, weight, sum of weights, loss, z-loss, lse, scratch, gradient) like these, which
+    `unsupported_reason` takes. `at` and `to` say how the rows of logits and gradient are addressed."""
+    rows, vocab, per_vector = target.numel(), logits.shape[-1], vector(logits.dtype)
     defines = (
         f"CLUSTER={config.ctas}",
         f"THREADS={config.threads}",
@@ -64,23 +60,32 @@ def cluster_fwd_grad(
         f"TYPE={_TYPES[logits.dtype]}",
         f"LOSS={_TYPES[loss.dtype]}",
         f"TARGET={8 * target.element_size()}",
-        f"SMOOTH={int(smoothing != 0)}",
+        f"SMOOTH={int(loss.label_smoothing != 0)}",
         f"Z={int(loss.has_z)}",
     )
-    names = ("cross_entropy_cluster_fwd_grad",)
-    (kernel,) = cuda_driver.kernels(logits.device.index, "cluster.cu", names, defines, 0)
-    arguments = (
-        *(pointer(t) for t in (logits, target, counts, out, z, lse, partial, grads.pointer)),
-        ctypes.c_int(rows),
-        ctypes.c_int(vocab),
-        ctypes.c_int(config.slice),
-        ctypes.c_int(0 if counts is None else counts.shape[1]),
-        ctypes.c_longlong(matrix.stride // per_vector),
-        ctypes.c_longlong(stride_target),
-        ctypes.c_longlong(grads.stride // per_vector),
-        ctypes.c_longlong(loss.ignore_index),
-        ctypes.c_float(smoothing),
-        ctypes.c_float(smoothing / vocab),
-        ctypes.c_float(loss.z_loss),
-    )
-    launch(kernel, rows * config.ctas, config.threads, 0, arguments)
+    device, smoothing = logits.device.index, loss.label_smoothing
+    with torch.cuda.device_of(logits):
+        (kernel,) = cuda_driver.kernels(device, "cluster.cu", ("cross_entropy_cluster_fwd_grad",), defines, 0)
+    launch = cuda_driver.Launch(device, kernel, rows * config.ctas, config.threads, 0, _LAYOUT)
+    strides = at.stride // per_vector, targets.stride, to.stride // per_vector
+    numbers = smoothing, smoothing / vocab, loss.z_loss
+    fixed = (rows, vocab, config.slice, layout.shares, *strides, loss.ignore_index, *numbers)
+    sums, mean, partial_at = loss.reduction != "none", layout.shares > 0, 4 * layout.partial_at
+
+    def run(
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        weight: None,
+        weight_sum: None,
+        out: torch.Tensor,
+        z: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        scratch: torch.Tensor | None,
+        grad: torch.Tensor,
+    ) -> None:
+        start = address(scratch)
+        counts, partial = start if mean else 0, start + partial_at if sums else 0
+        written = out.data_ptr(), address(z), address(lse), partial, grad.data_ptr()
+        launch(logits.data_ptr(), target.data_ptr(), counts, *written, *fixed)
+
+    return run

@@ -1,4 +1,7 @@
-"""Configurations: what is chosen by size, dtype and compute capability, and the measurement that chose it."""
+"""How each kernel of cross_entropy is launched: every choice is a pure function of the problem and the GPU.
+
+What was measured for these choices, and against what, is in EXPERIMENTS.md.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ import triton
 
 NARROW = 4096  # the widest row that one CTA of Triton holds whole
 CLUSTER_THREADS, CLUSTER_VECTORS = 256, 8  # of a CTA of a cluster, and at most of 16 bytes that each of them has
+VECTOR, LINE = 16, 128  # bytes of the widest load, and of a line of L2
+REGISTERS = 65536  # of an SM
 
 
 @dataclass(frozen=True)
@@ -23,13 +28,13 @@ class NarrowConfig:
 
 @dataclass(frozen=True)
 class NarrowFwdConfig(NarrowConfig):
-    """`registers` a thread. As many programs as then fit on a multiprocessor stay there and go from tile to tile."""
+    """`registers` a thread. A persistent kernel of as many CTAs as then fit on an SM."""
 
     registers: int
 
     @property
     def programs_per_sm(self) -> int:
-        return 65536 // (32 * self.num_warps * self.registers)
+        return REGISTERS // (32 * self.num_warps * self.registers)
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class WideBwdConfig:
 @dataclass(frozen=True)
 class ClusterConfig:
     """A row is split over `ctas` CTAs of a cluster: `slice` vectors of 16 bytes each, the last what is left. A thread
-    has `vectors` of them. Registers are limited so that `resident` CTAs fit on a multiprocessor."""
+    has `vectors` of them. Registers are limited so that `resident` CTAs fit on an SM."""
 
     ctas: int
     threads: int
@@ -73,25 +78,20 @@ def pick_fwd_config(
     softcap: bool,
     capability: tuple[int, int],
 ) -> NarrowFwdConfig | WideFwdConfig:
-    """Configuration of the forward, with or without the gradient. Pure. The figures are of one NVIDIA H200, bf16.
+    """Configuration of the forward in Triton, with or without the gradient. Pure.
 
     `aligned` says whether every row begins and ends on a 16-byte boundary, `spread` whether the loss is spread over the
     classes by their weights (label smoothing with weights).
 
-    Narrow rows, 205000 x 512: 32 columns and 64 registers a thread are 16 lanes a row and 8 CTAs of 4 warps, 63.8 us,
-    with the logits evict_first; without a policy 66.4, evict_last 67.4. A tile of twice the size, 8 warps, 65.8; one of
-    half the size, 2 warps, 66.1; 64 columns 66.4; 16 columns 77.4, because what goes by rows is then done twice as
-    often. 5 CTAs 72.8, 16 of which half have to wait 69.5, a program a tile 73.7. With the gradient a thread holds
-    twice as much a column, and has half the columns; the weights of its columns halve them as well. With these or with
-    a softcap 64 registers would spill in some cases, and 128 do not. What they cost was not measured.
+    Up to 4096 columns: whole rows. A thread has 32 columns, half of that with the gradient, which takes twice the
+    registers a column, and half with `spread`, whose weights do; 64 registers, or 128 with `spread` or a softcap, which
+    would spill otherwise.
 
-    Wide rows, the forward alone, is a stream: with 4 vectors a thread 4170 and 4160 GB/s for 4 and 8 warps at
-    16384 x 32000, 4239 and 4342 at 8192 x 128256. 16 warps lose up to 18 %, and no policy of L2 does better than none.
+    Beyond: a row a CTA, in chunks. The loss alone is a stream, for which 8 warps with 4 vectors a thread are enough.
+    With the gradient a row is read twice and should still be in L2 the second time: up to 64 KiB four rows of 16 warps
+    fit on an SM; of longer ones only one, of 32 warps, so that L2 holds those in flight.
 
-    With the gradient each wide row is read twice, and what counts is that the second time it is still near. 16 warps in
-    32 registers are four rows of 64 KiB to a multiprocessor, 34 MB in flight, which L2 holds: 3952 GB/s at
-    16384 x 32000, against 3240 of 8 warps. Of rows beyond that only one fits: 32 warps with so many registers that no
-    second CTA does.
+    Measured: EXPERIMENTS.md, "Chunks of the forward", "The gradient in the forward" and "Narrow rows".
     """
     if vocab <= NARROW:
         tile = _tile(vocab, dtype, aligned, 32 >> grad + spread)
@@ -104,40 +104,44 @@ def pick_fwd_config(
 
 
 def pick_cluster_config(vocab: int, dtype: torch.dtype, terms: bool) -> ClusterConfig:
-    """Configuration of the forward with the gradient over clusters on Hopper: the fewest CTAs that hold the row.
-    Pure. What a thread does once a row is some 320 instructions, as much as 36 elements cost.
+    """Configuration of the forward with the gradient over clusters on Hopper. Pure.
 
-    `terms` says whether there is label smoothing or a z-loss. 96 to 140 KB of logits are then on their way to a
-    multiprocessor, whose 3 to 6 CTAs load, wait and store at different times. In one run, in us: 8192 x 128256 in place
-    1017 (3 resident the same), 4 CTAs of 512 threads 1038, 10 with 7 vectors 1043, 16 of 128 threads 1030, of 256 with
-    4 vectors 1131, 8 of 512 with 4 vectors 1165 to 1343; 16384 x 32000 503, 3 CTAs 523, 4 with 4 vectors 533.
+    The fewest CTAs, a power of two, of 256 threads that hold the row in 8 vectors a thread: what a thread does once a
+    row is some 320 instructions, as much as 36 elements cost. `terms`: whether there is label smoothing or a z-loss.
+
+    Measured: EXPERIMENTS.md, "The gradient in the forward over clusters".
     """
-    threads, line = CLUSTER_THREADS, 8  # vectors in a line of L2
-    vectors = vocab * dtype.itemsize // 16  # of a row
-    ctas = triton.next_power_of_2(triton.cdiv(vectors, threads * CLUSTER_VECTORS))
+    vectors = vocab * dtype.itemsize // VECTOR  # of a row
+    ctas = triton.next_power_of_2(triton.cdiv(vectors, CLUSTER_THREADS * CLUSTER_VECTORS))
+    return cluster_config(ctas, CLUSTER_THREADS, vocab, dtype, terms)
+
+
+def cluster_config(ctas: int, threads: int, vocab: int, dtype: torch.dtype, terms: bool) -> ClusterConfig:
+    """A row over that many CTAs, in whole lines of L2. As many are resident as fit without a spill."""
+    line = LINE // VECTOR
+    vectors = vocab * dtype.itemsize // VECTOR
     part = triton.cdiv(triton.cdiv(vectors, ctas), line) * line
     each = triton.cdiv(part, threads)
     # What ptxas needs without a spill.
     registers = 20 + 4 * each + ((8 if dtype.itemsize == 2 else 16) if terms else 0)
-    resident = 65536 // (threads * triton.cdiv(registers, 8) * 8)
+    resident = REGISTERS // (threads * triton.cdiv(registers, 8) * 8)
     return ClusterConfig(ctas, threads, each, part, resident)
 
 
 def pick_bwd_config(
     vocab: int, dtype: torch.dtype, aligned: bool, capability: tuple[int, int]
 ) -> NarrowConfig | WideBwdConfig:
-    """Configuration of the backward. Pure. The figures are of one NVIDIA H200, bf16.
+    """Configuration of the backward. Pure.
 
-    Narrow rows, 205000 x 512: 16 columns a thread and 4 warps 105.5 us, 2 warps 105.7, 8 warps 105.9; 32 columns 106.6.
-    No policy of L2 makes a difference beyond 1 us.
+    Up to 4096 columns: whole rows, 16 columns a thread. Beyond: tiles of 4096 columns and 8 warps; of 2048 before
+    sm_90, where ptxas would rather spill than give a thread of 16 columns with all features the 65th register. The
+    logits are dead once read, and yet evict_last gains 2 %: what leaves L2 in their place is the gradient, so that
+    writes go out early and in order.
 
-    Wide rows: 4096 columns with 8 warps: 4277 GB/s at 16384 x 32000, 4314 at 8192 x 128256, 4127 at 8192 x 50257. The
-    logits are dead once read, and yet evict_last gains 2 % over no policy and 6 % over evict_first: what leaves L2 in
-    their place is the gradient, so that writes go out early and in order.
+    Measured: EXPERIMENTS.md, "Tiles of the backward" and "Narrow rows".
     """
     if vocab <= NARROW:
         return _tile(vocab, dtype, aligned, 16)
-    # On sm_80 ptxas would rather spill than give a thread of 16 columns with all features the 65th register.
     return WideBwdConfig(4096 if capability >= (9, 0) else 2048, 8, "evict_last")
 
 
@@ -148,7 +152,7 @@ def _tile(vocab: int, dtype: torch.dtype, aligned: bool, columns: int) -> Narrow
     time, with a predicate for each: fewer columns, and 32 neighbours of a row to a warp.
     """
     block_n = triton.next_power_of_2(vocab)
-    vector, least = (min(block_n, 16 // dtype.itemsize), 2) if aligned else (1, 32)
+    vector, least = (min(block_n, VECTOR // dtype.itemsize), 2) if aligned else (1, 32)
     columns = columns if aligned else max(8, columns // 2)
     lanes = min(max(least, block_n // columns), block_n // vector)
     num_warps = max(4, lanes // 32)

@@ -1,29 +1,53 @@
-"""How tensors are addressed: rows at a stride, and where 16-byte boundaries lie in them."""
+"""How tensors are addressed: rows at a stride, where 16-byte boundaries lie in them, what lies where in the scratch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+import triton
+
+from .loss import Loss
+
+BOUNDARY = 16  # bytes of the widest load
+COUNT_BLOCK, MAX_SHARES = 1024, 64  # targets that a program counts at a time, and how many programs do so
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A matrix with unit inner stride. `pointer` starts `skip` elements before its first row, on a 16-byte boundary
-    where `aligned`, so that the compiler may read vectors from there on."""
+    """A matrix with unit inner stride, as kernels address it: from a pointer `skip` elements before its first row,
+    which is on a 16-byte boundary where `aligned`. `copied` says that a tensor has to be copied to be such a matrix."""
 
-    pointer: torch.Tensor
     stride: int
     skip: int
     aligned: bool
+    copied: bool
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor's rows, in place where strides allow it."""
+        return matrix_of(tensor)[0] if self.copied else tensor
+
+    def pointer(self, matrix: torch.Tensor) -> torch.Tensor:
+        """What a kernel is given to address the rows of `of(tensor)`."""
+        return matrix.as_strided((1,), (1,), matrix.storage_offset() - self.skip) if self.skip else matrix
 
 
 def rows_of(tensor: torch.Tensor) -> Rows:
-    """[..., V] as rows: in place where the strides allow it, otherwise a copy."""
-    matrix, _ = matrix_of(tensor)
-    skip = int(matrix.storage_offset() % vector(matrix))
-    pointer = matrix.as_strided((1,), (1,), matrix.storage_offset() - skip) if skip else matrix
-    return Rows(pointer, matrix.stride(0), skip, pointer.data_ptr() % 16 == 0)
+    """How the rows of [..., V] are addressed."""
+    matrix, copied = matrix_of(tensor)
+    skip = int(matrix.storage_offset() % vector(tensor.dtype))
+    start = matrix.data_ptr() - skip * tensor.element_size()
+    return Rows(matrix.stride(0), skip, start % BOUNDARY == 0, copied)
+
+
+def fresh_rows(vocab: int) -> Rows:
+    """How the rows of a new contiguous [..., V] are addressed."""
+    return Rows(vocab, 0, True, False)
+
+
+def place(tensor: torch.Tensor) -> tuple[int, int]:
+    """What `rows_of` depends on besides a tensor's `signature`."""
+    return tensor.data_ptr() % BOUNDARY, int(tensor.storage_offset()) % BOUNDARY
 
 
 def matrix_of(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
@@ -31,23 +55,35 @@ def matrix_of(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
     matrix = tensor.reshape(-1, tensor.shape[-1])
     if matrix.stride(1) != 1 and matrix.shape[1] != 1:
         matrix = matrix.contiguous()
-    return matrix, matrix.untyped_storage()._cdata != tensor.untyped_storage()._cdata
+    return matrix, _copied(matrix, tensor)
 
 
-def vector_of(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """[...] as one dimension, and its stride: in place where the strides allow it, otherwise a copy."""
-    tensor = tensor.reshape(-1)
-    return tensor, tensor.stride(0)
+@dataclass(frozen=True)
+class Vector:
+    """[...] as one dimension of that stride. `copied` says that a tensor has to be copied for that."""
+
+    stride: int
+    copied: bool
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a kernel is given: the tensor, or a copy."""
+        return tensor.reshape(-1) if self.copied else tensor
 
 
-def vector(tensor: torch.Tensor) -> int:
+def vector_of(tensor: torch.Tensor) -> Vector:
+    """How the elements of [...] are addressed one after the other."""
+    flat = tensor.reshape(-1)
+    return Vector(flat.stride(0), _copied(flat, tensor))
+
+
+def vector(dtype: torch.dtype) -> int:
     """Elements in 16 bytes."""
-    return 16 // tensor.element_size()
+    return BOUNDARY // dtype.itemsize
 
 
-def alignment(rows: int, vocab: int, narrow: bool, *matrices: Rows) -> str:
-    """The LAYOUT that `forward.body` explains, for kernels that address all of these matrices alike."""
-    per_vector = vector(matrices[0].pointer)
+def alignment(rows: int, vocab: int, dtype: torch.dtype, narrow: bool, *matrices: Rows) -> str:
+    """The LAYOUT that `rows.body` explains, for kernels that address all of these matrices alike."""
+    per_vector = vector(dtype)
     if not all(m.aligned for m in matrices):
         return "any"
     if vocab % per_vector == 0 and all(m.skip == 0 and (rows == 1 or m.stride % per_vector == 0) for m in matrices):
@@ -55,6 +91,41 @@ def alignment(rows: int, vocab: int, narrow: bool, *matrices: Rows) -> str:
     return "any" if narrow else "fringed"
 
 
-def same_alignment(a: Rows, b: Rows) -> bool:
+def same_alignment(a: Rows, b: Rows, dtype: torch.dtype) -> bool:
     """Whether each row of `a` and the same row of `b` lie alike between 16-byte boundaries."""
-    return a.aligned and b.aligned and a.skip == b.skip and (a.stride - b.stride) % vector(a.pointer) == 0
+    return a.aligned and b.aligned and a.skip == b.skip and (a.stride - b.stride) % vector(dtype) == 0
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """The fp32 scratch of a forward, one allocation of `size` numbers.
+
+    It begins with the stats that the backward reads: the maxima of the rows, their sums of exponentials, and for a mean
+    1 / Σ weights and 1 / rows that are not ignored. Where the forward writes the gradient of a mean, it begins with
+    what the mean divides by, [2, shares]. From partial_at on, for a sum or a mean: what each program found,
+    [4, programs].
+    """
+
+    size: int
+    partial_at: int
+    shares: int
+
+    @classmethod
+    def of(cls, rows: int, programs: int, loss: Loss, save: bool, gradient: bool) -> Scratch:
+        shares = 0
+        if gradient and loss.reduction == "mean":
+            shares = min(MAX_SHARES, triton.next_power_of_2(triton.cdiv(rows, COUNT_BLOCK)))
+        first = stats_size(rows, loss.reduction) if save else 2 * shares
+        if loss.reduction == "none":
+            return cls(first, 0, shares)
+        partial_at = triton.cdiv(first, 16) * 16  # partial sums are read in vectors
+        return cls(partial_at + 4 * programs, partial_at, shares)
+
+
+def stats_size(rows: int, reduction: str) -> int:
+    """How many numbers the stats of so many rows are."""
+    return 2 * rows + 2 if reduction == "mean" else 2 * rows
+
+
+def _copied(other: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return other.untyped_storage()._cdata != tensor.untyped_storage()._cdata

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .forward import body, load_weights, store_rows, store_sums
+from .rows import body, load_weights, store_rows, store_sums
 from .sums import inverse_counts
 from .terms import LOG2_E, anchor, finite_or_zero, logit_gradient, row_coefficients, row_terms, softcapped
 
@@ -81,12 +81,10 @@ def _cross_entropy_narrow_kernel(
     target_ptr,
     weight_ptr,
     weight_sum_ptr,
-    count_ptr,
     loss_ptr,
     z_ptr,
     lse_ptr,
-    stats_ptr,
-    partial_ptr,
+    scratch_ptr,
     grad_ptr,
     rows,
     vocab,
@@ -95,6 +93,7 @@ def _cross_entropy_narrow_kernel(
     stride_target,
     stride_grad,
     skip_grad,
+    partial_at,
     ignore_index,
     smoothing,
     z_loss,
@@ -117,7 +116,7 @@ def _cross_entropy_narrow_kernel(
     BLOCK_N: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Programs stay and go from tile to tile; FULL says that the rows have BLOCK_N columns.
+    """A persistent kernel: programs go from tile to tile. FULL says that the rows have BLOCK_N columns.
 
     The targets of the next tile are loaded while this one is computed: a target decides whether its row is read at all,
     and otherwise each tile would wait for memory twice. The sums of the batch stay in registers until the end.
@@ -136,7 +135,7 @@ def _cross_entropy_narrow_kernel(
     if SMOOTH and HAS_WEIGHT:
         w_sum = tl.load(weight_sum_ptr)
     if GRAD and REDUCTION == "mean":
-        g_loss, g_z = inverse_counts(count_ptr, COUNTS)
+        g_loss, g_z = inverse_counts(scratch_ptr, COUNTS)
     target = tile_targets(target_ptr, program, True, within, rows, stride_target, ignore_index, BLOCK_M)
     # rows + BLOCK_M could overflow; tile + programs cannot, for the launcher sees to it.
     tiles = (rows - 1) // BLOCK_M + 1
@@ -179,24 +178,8 @@ def _cross_entropy_narrow_kernel(
             y_sum = row_sum(tl.where(columns < vocab, w * (y - anchor(y_target)), 0.0))
         loss, z, lse = row_terms(m, s, y_target, live, w_target, w_sum, y_sum, vocab, smoothing, z_loss, SMOOTH, HAS_Z)
         m, s = tl.where(read, m, 0.0), tl.where(read, s, 1.0)
-        store_rows(
-            row,
-            rows,
-            here,
-            loss,
-            z,
-            lse,
-            m,
-            s,
-            loss_ptr,
-            z_ptr,
-            lse_ptr,
-            stats_ptr,
-            REDUCTION,
-            RETURN_Z,
-            RETURN_LSE,
-            SAVE,
-        )
+        results = (loss_ptr, z_ptr, lse_ptr, scratch_ptr)
+        store_rows(row, rows, here, loss, z, lse, m, s, results, REDUCTION, RETURN_Z, RETURN_LSE, SAVE)
         if REDUCTION != "none":
             losses += loss
             if HAS_Z:
@@ -240,7 +223,7 @@ def _cross_entropy_narrow_kernel(
             tile_sum(zs),
             tile_sum(counts),
             tile_sum(weights),
-            partial_ptr,
+            scratch_ptr + partial_at,
             REDUCTION,
             HAS_Z,
             HAS_WEIGHT,
@@ -254,7 +237,6 @@ def _cross_entropy_narrow_bwd_kernel(
     weight_ptr,
     weight_sum_ptr,
     stats_ptr,
-    scale_ptr,
     g_loss_ptr,
     g_z_ptr,
     g_lse_ptr,
@@ -322,8 +304,8 @@ def _cross_entropy_narrow_bwd_kernel(
         if HAS_G_Z:
             g_z += tl.load(g_z_ptr).to(tl.float32)
     if REDUCTION == "mean":
-        g_loss *= tl.load(scale_ptr)
-        g_z *= tl.load(scale_ptr + 1)
+        g_loss *= tl.load(stats_ptr + rows + rows)
+        g_z *= tl.load(stats_ptr + rows + rows + 1)
     if HAS_G_LSE:
         g_lse = tl.load(g_lse_ptr + wide_row * stride_g_lse, mask=here, other=0.0).to(tl.float32)
     w_target, w_sum = 1.0, vocab * 1.0

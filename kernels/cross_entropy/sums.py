@@ -12,11 +12,12 @@ import triton.language as tl
 
 @triton.jit
 def _cross_entropy_sum_kernel(
-    partial_ptr,
+    scratch_ptr,
     loss_ptr,
     z_ptr,
-    scale_ptr,
     n,
+    partial_at,
+    scale_at,
     REDUCTION: tl.constexpr,
     HAS_Z: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -31,7 +32,7 @@ def _cross_entropy_sum_kernel(
     counts = tl.zeros([BLOCK], tl.float32)
     weights = tl.zeros([BLOCK], tl.float32)
     for start in range(0, n, BLOCK):
-        at, mask = partial_ptr + start + lanes, start + lanes < n
+        at, mask = scratch_ptr + partial_at + start + lanes, start + lanes < n
         losses += tl.load(at, mask=mask, other=0.0)
         if HAS_Z:
             zs += tl.load(at + n, mask=mask, other=0.0)
@@ -45,8 +46,8 @@ def _cross_entropy_sum_kernel(
         weight = tl.sum(weights, 0) if HAS_WEIGHT else count
         loss, z = loss / weight, z / count
         if SAVE:
-            tl.store(scale_ptr, 1 / weight)
-            tl.store(scale_ptr + 1, 1 / count)
+            tl.store(scratch_ptr + scale_at, 1 / weight)
+            tl.store(scratch_ptr + scale_at + 1, 1 / count)
     tl.store(loss_ptr, (loss + z).to(loss_ptr.dtype.element_ty) if HAS_Z else loss.to(loss_ptr.dtype.element_ty))
     if RETURN_Z:
         tl.store(z_ptr, z.to(z_ptr.dtype.element_ty))

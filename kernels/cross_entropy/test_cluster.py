@@ -4,6 +4,7 @@ Hopper."""
 from __future__ import annotations
 
 import itertools
+import struct
 import subprocess
 import sys
 import threading
@@ -15,7 +16,8 @@ import torch
 
 from harness.compiling import nvrtc, sass
 
-from . import cluster, configs, cross_entropy, cross_entropy_and_grad, cuda_driver, kernel, layout
+from . import cluster, configs, cross_entropy, cross_entropy_and_grad, cuda_driver, layout, plans
+from .loss import Loss
 from .reference import cross_entropy_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -52,11 +54,11 @@ def test_the_configurations_of_the_benched_cases():
     assert picked(32000, FP32) == (4, 8, 4) and picked(32000, FP32, terms=True) == (4, 8, 3)
 
 
-def test_why_it_refuses(monkeypatch):
+def test_what_it_does_not_take(monkeypatch):
     monkeypatch.setattr(cuda_driver, "no_compiler", lambda: None)
 
     def refused(vocab, dtype=BF16, layout="aligned", weighted=False, softcap=False, capability=(9, 0)) -> str | None:
-        return cluster.cluster_refuses(vocab, dtype, layout, weighted, softcap, capability)
+        return cluster.unsupported_reason(vocab, dtype, layout, weighted, softcap, capability)
 
     for vocab, dtype in itertools.product((16392, 32000, 131072), DTYPES):
         assert refused(vocab, dtype) is None
@@ -79,10 +81,11 @@ def test_why_it_refuses(monkeypatch):
 def told(monkeypatch):
     """What is compiled and launched, on nothing."""
     compiled, launched = [], []
-    monkeypatch.setattr(kernel, "_capability", lambda tensor: (9, 0))
+    monkeypatch.setattr(plans, "_device", lambda tensor: ((9, 0), 132))
     monkeypatch.setattr(cuda_driver, "no_compiler", lambda: None)
     monkeypatch.setattr(cuda_driver, "kernels", lambda *arguments: compiled.append(arguments) or (None,))
-    monkeypatch.setattr(cluster, "launch", lambda *arguments: launched.append(arguments))
+    monkeypatch.setattr(cuda_driver, "_current_device", lambda: None)  # a CPU tensor has that index
+    monkeypatch.setattr(cuda_driver, "launch", lambda *arguments: launched.append(arguments))
     return compiled, launched
 
 
@@ -93,20 +96,48 @@ def test_what_it_is_told(smoothing, has_z, in_place, told):
     compiled, launched = told
     logits = torch.empty(3, 40968 + 64, dtype=BF16, device=DEVICE)[:, 8:40976]
     target = torch.zeros(3, 2, dtype=torch.int32, device=DEVICE)[:, 1]
-    loss = kernel.Loss(7, smoothing, "none", 0.25 if has_z else 0.0, None, FP32, has_z, has_z)
-    out, z, lse, grad = kernel.cross_entropy_fwd_grad(logits, target, None, loss, in_place)
-    ((_, source, names, defines, room),), ((_, grid, threads, shared, arguments),) = compiled, launched
+    loss = Loss(7, smoothing, "none", 0.25 if has_z else 0.0, None, FP32, has_z, has_z)
+    given = logits, target, None
+    plan = plans.fwd_plan(*given, loss, False, "inplace" if in_place else "new", "auto")
+    out, z, lse, scratch, grad = plan(*given)
+    ((_, source, names, defines, room),), ((_, grid, threads, shared, _, parameters),) = compiled, launched
+    assert scratch is None and (grad is logits) == in_place
     assert (source, names, room, shared) == ("cluster.cu", ("cross_entropy_cluster_fwd_grad",), 0, 0)
     config = configs.pick_cluster_config(40968, BF16, has_z)
     assert {f"CLUSTER={config.ctas}", "THREADS=256", f"VECTORS={config.vectors}"} <= set(defines)
     assert {"TYPE=0", "LOSS=2", "TARGET=32", f"SMOOTH={int(has_z)}", f"Z={int(has_z)}"} <= set(defines)
     assert all(define.partition("=")[2].isdecimal() for define in defines)
     assert (grid, threads) == (3 * config.ctas, 256)
-    tensors = (logits, target, None, out, z if has_z else None, lse if has_z else None, None, grad)
-    assert [a.value for a in arguments[:8]] == [None if t is None else t.data_ptr() for t in tensors]
+    values = struct.unpack("8Q4i4q3f4x", parameters + bytes(-len(parameters) % 8))
+    tensors = (logits, target, None, out, z, lse, None, grad)
+    assert list(values[:8]) == [0 if t is None else t.data_ptr() for t in tensors]
     stride_grad = 41032 // 8 if in_place else 5121
-    assert [a.value for a in arguments[8:16]] == [3, 40968, config.slice, 0, 41032 // 8, 2, stride_grad, 7]
-    assert [a.value for a in arguments[16:]] == [smoothing, pytest.approx(smoothing / 40968), loss.z_loss]
+    assert list(values[8:16]) == [3, 40968, config.slice, 0, 41032 // 8, 2, stride_grad, 7]
+    assert list(values[16:]) == [smoothing, pytest.approx(smoothing / 40968), loss.z_loss]
+
+
+def test_where_the_mean_and_its_sums_lie(told):
+    _, launched = told
+    logits, target = torch.empty(5, 16392, dtype=BF16, device=DEVICE), torch.zeros(5, dtype=torch.int64, device=DEVICE)
+    loss = Loss(-100, 0.0, "mean", 0.0, None, BF16, False, False)
+    _, _, _, scratch, _ = plans.fwd_plan(logits, target, None, loss, False, "new", "cuda")(logits, target, None)
+    pointers = struct.unpack_from("8Q", launched[0][-1])
+    assert (pointers[2], pointers[6]) == (scratch.data_ptr(), scratch.data_ptr() + 4 * 16)
+    assert scratch.numel() == 16 + 4 * 5
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_its_backend_runs_or_says_why_not(reduction, told):
+    logits, target = torch.randn(3, 8200, device=DEVICE), torch.tensor([0, 1, 2], device=DEVICE)
+    options = dict(backend="cuda", reduction=reduction)
+    cross_entropy_and_grad(logits, target, **options)
+    assert len(told[1]) == 1
+    cross_entropy_and_grad(logits, target, **{**options, "backend": "triton"})
+    assert len(told[1]) == 1
+    with pytest.raises(RuntimeError, match="cannot run here: it takes no softcap"):
+        cross_entropy_and_grad(logits, target, softcap=5.0, **options)
+    with pytest.raises(RuntimeError, match="cannot run here: it needs grad_in_forward"):
+        cross_entropy(logits, target, **options)
 
 
 def test_the_forward_alone_is_not_for_it(told):
@@ -134,13 +165,12 @@ def test_nothing_spills(vectors, dtype, monkeypatch):
         return (None,)
 
     monkeypatch.setattr(cuda_driver, "kernels", kernels)
-    monkeypatch.setattr(cluster, "launch", lambda *_: None)
     for smoothing, z_loss in ((0.0, 0.0), (0.1, 0.0), (0.1, 0.1)):
         logits, target = torch.empty(1, 16 * 256 * vectors * 16 // dtype.itemsize, dtype=dtype), torch.zeros(1).long()
         config = configs.pick_cluster_config(logits.shape[1], dtype, smoothing + z_loss > 0)
-        loss = kernel.Loss(-100, smoothing, "none", z_loss, None, dtype, False, False)
-        rows, empty = layout.rows_of(logits), torch.empty(1)
-        cluster.cluster_fwd_grad(config, rows, target, 1, None, empty, empty, empty, None, rows, logits.shape[1], loss)
+        loss = Loss(-100, smoothing, "none", z_loss, None, dtype, False, False)
+        at, scratch = layout.rows_of(logits), layout.Scratch(0, 0, 0)
+        cluster.cluster_launch(config, logits, target, layout.vector_of(target), at, at, loss, scratch)
         defines, usage = found[-1]
         assert f"VECTORS={vectors}" in defines and usage.spills == 0, (defines, usage)
         assert usage.registers * config.threads * config.resident <= 65536
@@ -149,14 +179,14 @@ def test_nothing_spills(vectors, dtype, monkeypatch):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The configurations of what runs over a cluster. Skips where nothing does."""
+    """The launches over a cluster. Skips where there is none."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a GPU of compute capability 9.0 (Hopper)")
     if reason := cuda_driver.no_compiler():
         pytest.skip(reason)
-    found, original = [], cluster.cluster_fwd_grad
-    monkeypatch.setattr(cluster, "cluster_fwd_grad", lambda *a: found.append(a[0]) or original(*a))
-    return found
+    launched, original = [], cuda_driver.launch
+    monkeypatch.setattr(cuda_driver, "launch", lambda *a: launched.append(a) or original(*a))
+    return launched
 
 
 def batch(rows: int, vocab: int, dtype: torch.dtype, padding: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -233,7 +263,7 @@ def test_what_is_not_aligned_runs_in_triton(launched):
 
 
 @pytest.mark.gpu
-def test_masked_and_huge_logits(launched, monkeypatch):
+def test_masked_and_huge_logits(launched):
     """As the Triton version has them, NaN and inf in the same places."""
     for dtype, smoothing in itertools.product((FP32, BF16), (0.0, 0.1)):
         logits, target = batch(9, 50304, dtype)
@@ -245,9 +275,7 @@ def test_masked_and_huge_logits(launched, monkeypatch):
         logits[6], logits[7, 3], logits[8, 9] = -torch.inf, torch.inf, torch.nan
         options = dict(reduction="none", label_smoothing=smoothing, z_loss=smoothing / 100, return_lse=True)
         mine = cross_entropy_and_grad(logits, target, **options)
-        with monkeypatch.context() as without:
-            without.setattr(cluster, "cluster_refuses", lambda *_: "not now")
-            other = cross_entropy_and_grad(logits, target, **options)
+        other = cross_entropy_and_grad(logits, target, backend="triton", **options)
         for a, b in zip(mine, other, strict=True):
             rtol = 1e-4 if a.dtype == FP32 else 1e-2
             torch.testing.assert_close(a, b, rtol=rtol, atol=1e-6, equal_nan=True)

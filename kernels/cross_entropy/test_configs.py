@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from . import configs, cross_entropy, cross_entropy_and_grad, forward, kernel
+from . import configs, cross_entropy, cross_entropy_and_grad, plans, rows
 from .reference import cross_entropy_reference
 from .test_cross_entropy import DEVICE, assert_close, batch
 
@@ -47,12 +47,12 @@ def test_the_narrow_forward_of_plain_rows_is_as_measured():
 @pytest.mark.parametrize("options", [dict(), dict(label_smoothing=0.1, z_loss=1e-2, softcap=5.0, return_lse=True)])
 def test_programs_of_the_narrow_forward_go_from_tile_to_tile(monkeypatch, vocab, options):
     """So few programs that each has several tiles, and that of the last round not all have one."""
-    monkeypatch.setattr(kernel, "_multiprocessors", lambda tensor: 1)
-    rows = (
+    monkeypatch.setattr(plans, "_device", lambda tensor: ((8, 0), 1))
+    count = (
         5 * 8 * configs.pick_fwd_config(vocab, torch.float32, vocab % 4 == 0, False, False, False, (9, 0)).block_m // 2
         + 1
     )
-    logits, target = batch(rows, vocab)
+    logits, target = batch(count, vocab)
     for reduction in ("none", "mean"):
         ours, theirs = (
             loss(logits, target, reduction=reduction, **options) for loss in (cross_entropy, cross_entropy_reference)
@@ -67,11 +67,9 @@ def test_programs_of_the_narrow_forward_go_from_tile_to_tile(monkeypatch, vocab,
         )
 
 
-def test_so_few_programs_stay_that_no_tile_has_a_number_beyond_32_bits(monkeypatch):
-    monkeypatch.setattr(kernel, "_multiprocessors", lambda tensor: 132)
-    tensor = torch.empty(0)
+def test_so_few_programs_are_resident_that_no_tile_has_a_number_beyond_32_bits():
     for tiles in (1, 1055, 2**31 - 2000, 2**31 - 3, 2**31 + 5):
-        programs = kernel._staying(tiles, 8, tensor)
+        programs = plans._persistent(tiles, 8 * 132)
         assert 1 <= programs <= min(tiles, 1056)
         assert tiles - 1 + programs < 2**31 or tiles > 2**31
 
@@ -84,11 +82,11 @@ def test_a_row_of_the_fringe_is_covered_once():
     @triton.jit
     def _cover_kernel(out_ptr, base, vocab, VECTOR: tl.constexpr, BLOCK: tl.constexpr):
         base += tl.zeros([], tl.int64)  # an argument of 1 comes as a constant
-        first, head, length = forward.body(base, vocab, "fringed", VECTOR)
+        first, head, length = rows.body(base, vocab, "fringed", VECTOR)
         at = tl.arange(0, BLOCK)
         tl.store(out_ptr + head + at, 1, mask=at < length)
         tl.store(out_ptr + 64 + (first - base), (first % VECTOR).to(tl.int32))
-        beyond = forward.fringe(head, length, vocab, VECTOR)
+        beyond = rows.fringe(head, length, vocab, VECTOR)
         tl.store(out_ptr + beyond, 1 + tl.load(out_ptr + beyond, mask=beyond < vocab), mask=beyond < vocab)
 
     for base in range(8):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from . import configs, cross_entropy, cross_entropy_and_grad, kernel, layout
+from . import configs, cross_entropy, cross_entropy_and_grad, layout, plans
 from .reference import cross_entropy_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -167,7 +167,7 @@ class _spy:
 
 def test_inference_saves_nothing(monkeypatch):
     launched: list[dict] = []
-    monkeypatch.setattr(kernel, "_cross_entropy_narrow_kernel", _spy(kernel._cross_entropy_narrow_kernel, launched))
+    monkeypatch.setattr(plans, "_cross_entropy_narrow_kernel", _spy(plans._cross_entropy_narrow_kernel, launched))
     logits, target = batch(3, 32)
     cross_entropy(logits, target)
     cross_entropy(logits.requires_grad_(), target)
@@ -180,8 +180,8 @@ def test_rows_are_read_in_place():
     """A slice of a padded vocabulary is not copied first; its pointer is rounded down to 16 bytes."""
     padded, target = batch(5, 96)
     rows = layout.rows_of(padded[:, 33:90])
-    assert rows.pointer.data_ptr() == padded.data_ptr() + 4 * 32
-    assert (rows.stride, rows.skip, rows.aligned) == (96, 1, True)
+    assert rows.pointer(rows.of(padded[:, 33:90])).data_ptr() == padded.data_ptr() + 4 * 32
+    assert rows == layout.Rows(stride=96, skip=1, aligned=True, copied=False)
     target %= 57
     ours = with_grad(cross_entropy, padded[:, 33:90], target)
     assert_close(ours, with_grad(F.cross_entropy, padded[:, 33:90].clone(), target), rtol=1e-5, atol=1e-6)
@@ -286,6 +286,7 @@ def test_autocast_gives_fp32_like_pytorch():
         (dict(label_smoothing=lambda t: 1.5), ValueError, "label_smoothing must be"),
         (dict(z_loss=lambda t: -1.0), ValueError, "z_loss must be"),
         (dict(softcap=lambda t: 0.0), ValueError, "softcap must be"),
+        (dict(backend=lambda t: "cutlass"), ValueError, "backend must be"),
     ],
 )
 def test_bad_input_is_refused_by_name(change, error, words):
@@ -299,6 +300,7 @@ def test_bad_input_is_refused_by_name(change, error, words):
         label_smoothing=0.0,
         z_loss=0.0,
         softcap=None,
+        backend="auto",
     )
     given = {n: change.get(n, lambda t: t)(t) for n, t in given.items()}
     with pytest.raises(error, match=words):

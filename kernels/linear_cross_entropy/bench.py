@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable
 
-from . import kernel, linear_cross_entropy
+from . import configs, linear_cross_entropy
 from .reference import linear_cross_entropy_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -125,9 +125,9 @@ def _only(*known: str):
     return supports
 
 
-def _stats_candidates(case: Case) -> list[kernel.StatsConfig]:
+def _stats_candidates(case: Case) -> list[configs.StatsConfig]:
     return [
-        kernel.StatsConfig(r, elements // r, unroll, span, warps)
+        configs.StatsConfig(r, elements // r, unroll, span, warps)
         for r in (64, 128, 256)
         for elements, warps in ((1024, 4), (2048, 8))
         for unroll in (2, 4, 8)
@@ -135,8 +135,10 @@ def _stats_candidates(case: Case) -> list[kernel.StatsConfig]:
     ]
 
 
-def _tile_candidates(case: Case) -> list[kernel.TileConfig]:
-    return [kernel.TileConfig(r, elements // r, w) for r in (64, 128, 256) for elements in (2048, 4096) for w in (4, 8)]
+def _tile_candidates(case: Case) -> list[configs.TileConfig]:
+    return [
+        configs.TileConfig(r, elements // r, w) for r in (64, 128, 256) for elements in (2048, 4096) for w in (4, 8)
+    ]
 
 
 PADDING = "behind the last row it reads padding, for whole vectors, which it does not use"
@@ -162,8 +164,8 @@ SPEC = KernelSpec(
     fuzz={"rows": (0, 30), "dim": (1, 70), "vocab": (1, 80)},
     false_alarms={("initcheck", f"_linear_cross_entropy_{part}_kernel"): PADDING for part in ("stats", "grad", "move")},
     tunables=(
-        Tunable(kernel, "pick_stats_config", "fwd", _stats_candidates),
-        Tunable(kernel, "pick_tile_config", "fwd+bwd", _tile_candidates),
+        Tunable(configs, "pick_stats_config", "fwd", _stats_candidates),
+        Tunable(configs, "pick_tile_config", "fwd+bwd", _tile_candidates),
     ),
     host_cases=(_case(16, 64, 512, BF16, "-host"),),
 )

@@ -1,5 +1,4 @@
-"""Linear cross entropy: the launchers of the kernels on logits (`logits`), which are memory-bound. The products of
-matrices are cuBLAS's; `passes` puts both together.
+"""The kernels of linear_cross_entropy, all of them memory-bound. The products of matrices are cuBLAS's.
 
 Logits lie transposed, zᵀ[V, N]: a row of it belongs to one vocabulary entry, as a row of the weight does. So a part of
 the vocabulary is contiguous, an odd vocabulary (50257) misaligns nothing, and zᵀ of N <= H rows fits into the memory of
@@ -11,266 +10,326 @@ Napkin maths, bf16, n = V·N logits, one NVIDIA H200 that copies 4254 GB/s, 8192
   move      reads g, writes g     4·n bytes   4.2 GB, 0.99 ms
   scale     reads dW, writes dW, unless its factor is 1
 beside 12.3 ms for each product of 8.6 TFLOP at 700 TFLOP/s.
+
+What the kernels exchange beside logits lies in two fp32 buffers, at offsets (`x_at`) that the plan fixes:
+  stats  of a chunk of rows: maxima and sums of exponentials [parts, rows] each, with label smoothing sums of logits
+         [parts, rows], the logit at the target [rows]. A part is what one CTA walked over.
+  held   of a call: for each chunk its lse as two rows (maximum, 1 / sum of exponentials), the losses of all rows unless
+         they are returned, and the factor of the mean
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 
-import torch
 import triton
+import triton.language as tl
 
-from .logits import (
-    _linear_cross_entropy_count_kernel,
-    _linear_cross_entropy_grad_kernel,
-    _linear_cross_entropy_loss_kernel,
-    _linear_cross_entropy_move_kernel,
-    _linear_cross_entropy_scale_kernel,
-    _linear_cross_entropy_stats_kernel,
-    _linear_cross_entropy_sum_kernel,
-)
+LOG2E = tl.constexpr(math.log2(math.e))
+LN2 = tl.constexpr(math.log(2))
+# Below any logit but -inf: a maximum that starts here needs no care for rows of -inf, and exp2(-inf - LOWEST) is 0.
+LOWEST = tl.constexpr(-1e38)
 
 
-@dataclass(frozen=True)
-class Loss:
-    """What is computed, less the tensors."""
-
-    ignore_index: int
-    label_smoothing: float
-    softcap: float | None
-    z_loss: float
-    reduction: str
+@triton.jit
+def _exp(x):
+    return tl.exp2(x * LOG2E)
 
 
-@dataclass(frozen=True)
-class StatsConfig:
-    """A CTA walks over `span` vocabulary entries of `block_r` rows, `unroll` · `block_v` entries at a time."""
-
-    block_r: int
-    block_v: int
-    unroll: int
-    span: int
-    num_warps: int
-
-
-@dataclass(frozen=True)
-class TileConfig:
-    """A CTA for each tile of `block_v` vocabulary entries by `block_r` rows."""
-
-    block_r: int
-    block_v: int
-    num_warps: int
+@triton.jit
+def _tanh(x):
+    """tanh in fp32: a polynomial near 0 (Cephes, tanhf.c), where 1 - 2 / (1 + e^2x) would lose all digits."""
+    square = x * x
+    near = square * -5.70498872745e-3 + 2.06390887954e-2
+    near = near * square - 5.37397155531e-2
+    near = near * square + 1.33314422036e-1
+    near = near * square - 3.33332819422e-1
+    near = near * square * x + x
+    far = 1 - 2 / (1 + _exp(2 * x))
+    return tl.where(tl.abs(x) < 0.625, near, far)
 
 
-def pick_stats_config(rows: int, vocab: int, dtype: torch.dtype, capability: tuple[int, int]) -> StatsConfig:
-    """Configuration of the stats kernel. Pure."""
-    block_r = min(128, max(16, triton.next_power_of_2(rows)))
-    return StatsConfig(block_r, block_v=1024 // block_r, unroll=4, span=1024, num_warps=4)
+@triton.jit
+def _linear_cross_entropy_count_kernel(
+    target_ptr, held_ptr, rows, vocab, ignore_index, factor_at, MEAN: tl.constexpr, BLOCK: tl.constexpr
+):
+    """factor = 1 / (how many rows have a target), or 1. A target out of range traps here, before it is read with."""
+    counts = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        target = tl.load(target_ptr + row, mask=row < rows, other=ignore_index)
+        counted = target != ignore_index
+        tl.device_assert((target >= 0) & (target < vocab) | (counted == 0), "linear_cross_entropy: target out of range")
+        counts += counted.to(tl.float32)
+    tl.store(held_ptr + factor_at, 1 / tl.sum(counts) if MEAN else 1.0)
 
 
-def pick_tile_config(rows: int, vocab: int, dtype: torch.dtype, capability: tuple[int, int]) -> TileConfig:
-    """Configuration of the gradient and move kernels. Pure. Of 4096 elements with few rows Triton 3.6 makes spills."""
-    block_r = min(128, max(16, triton.next_power_of_2(rows)))
-    return TileConfig(block_r, block_v=max(32, 2048 // block_r), num_warps=4)
-
-
-def count(target: torch.Tensor, vocab: int, loss: Loss) -> torch.Tensor:
-    """What each row's loss is multiplied with, fp32 [1]: one over the number of rows with a target for "mean", else 1.
-
-    A target out of range is a ValueError on the CPU and a device-side assertion on a GPU, which waits for nothing.
+@triton.jit
+def _linear_cross_entropy_stats_kernel(
+    z_ptr,
+    target_ptr,
+    stats_ptr,
+    row_at,
+    max_at,
+    sum_at,
+    total_at,
+    hit_at,
+    first,
+    vocab,
+    rows,
+    stride_zv,
+    stride_p,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    UNROLL: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """Of SPAN vocabulary entries: each row's maximum, its sum of exponentials less that, its sum of logits, and the
+    logit of the target if it is here. Each thread has maxima and sums of its own until the end, where they are merged.
     """
-    factor = torch.empty(1, dtype=torch.float32, device=target.device)
-    if not target.is_cuda:
-        wrong = target[(target != loss.ignore_index) & ((target < 0) | (target >= vocab))]
-        if wrong.numel():
-            expected = f"in [0, {vocab}) or ignore_index = {loss.ignore_index}"
-            raise ValueError(f"linear_cross_entropy: target must be {expected}, got {int(wrong[0])}")
-    with torch.cuda.device_of(target):
-        _linear_cross_entropy_count_kernel[(1,)](
-            target,
-            factor,
-            target.numel(),
-            vocab,
-            loss.ignore_index,
-            MEAN=loss.reduction == "mean",
-            BLOCK=1024,
-            num_warps=4,
-            debug=True,  # else Triton leaves the assertion out
-        )
-    return factor
+    across = tl.cdiv(rows, BLOCK_R)
+    r = tl.program_id(0) % across * BLOCK_R + tl.arange(0, BLOCK_R)
+    span = tl.program_id(0) // across
+    end = min(span * SPAN + SPAN, vocab)
+    # Whole vectors of GROUP, although the last may reach past the last row: what lies there is the caller's padding.
+    in_row = (r // GROUP * GROUP < rows)[None, :]
+    peak = tl.full([BLOCK_V, BLOCK_R], LOWEST, dtype=tl.float32)
+    sums = tl.zeros([BLOCK_V, BLOCK_R], dtype=tl.float32)
+    if SMOOTHING:
+        totals = tl.zeros([BLOCK_V, BLOCK_R], dtype=tl.float32)
+    for start in range(span * SPAN, end, UNROLL * BLOCK_V):
+        # A tuple of tiles, not a tensor of three dimensions: each thread then is sure to have the same place in all.
+        tiles = ()
+        higher = peak
+        for i in tl.static_range(UNROLL):
+            v = (start + i * BLOCK_V + tl.arange(0, BLOCK_V))[:, None]
+            z_ptrs = z_ptr + v.to(tl.int64) * stride_zv + r[None, :]
+            z = tl.load(z_ptrs, mask=(v < end) & in_row, other=float("-inf")).to(tl.float32)
+            if HAS_SOFTCAP:
+                z = tl.where(v < end, softcap * _tanh(z / softcap), float("-inf"))
+            if SMOOTHING:
+                totals += tl.where(v < end, z, 0.0)
+            higher = tl.maximum(higher, z)
+            tiles += (z,)
+        sums *= _exp(peak - higher)
+        for i in tl.static_range(UNROLL):
+            sums += _exp(tiles[i] - higher)
+        peak = higher
+    highest = tl.max(peak, axis=0)
+    to = span.to(tl.int64) * stride_p + r
+    tl.store(stats_ptr + max_at + to, highest, mask=r < rows)
+    tl.store(stats_ptr + sum_at + to, tl.sum(sums * _exp(peak - highest[None, :]), axis=0), mask=r < rows)
+    if SMOOTHING:
+        tl.store(stats_ptr + total_at + to, tl.sum(totals, axis=0), mask=r < rows)
+    target = tl.load(target_ptr + row_at + r, mask=r < rows, other=-1) - first
+    here = (target >= span * SPAN) & (target < end) & (r < rows)
+    z = tl.load(z_ptr + target.to(tl.int64) * stride_zv + r, mask=here, other=0.0).to(tl.float32)
+    if HAS_SOFTCAP:
+        z = softcap * _tanh(z / softcap)
+    tl.store(stats_ptr + hit_at + r, z, mask=here)
 
 
-class Stats:
-    """The stats of `rows` rows, gathered over parts of the vocabulary that may come in any order."""
-
-    def __init__(self, target: torch.Tensor, vocab: int, part: int, loss: Loss) -> None:
-        rows = target.numel()
-        self.target, self.vocab, self.loss = target, vocab, loss
-        self.config = pick_stats_config(rows, vocab, torch.float32, _capability(target))
-        self.filled = 0
-
-        def empty(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=torch.float32, device=target.device)
-
-        parts = triton.cdiv(vocab, part) * triton.cdiv(part, self.config.span)
-        self.max, self.sum, self.at_target = empty(parts, rows), empty(parts, rows), empty(rows)
-        self.total = empty(parts, rows) if loss.label_smoothing else None
-
-    def add(self, z: torch.Tensor, first: int) -> None:
-        """Takes in zᵀ [part, rows], the logits of the vocabulary from `first` on."""
-        vocab, rows = z.shape
-        config, spans = self.config, triton.cdiv(vocab, self.config.span)
-        at = slice(self.filled, self.filled + spans)
-        self.filled += spans
-        with torch.cuda.device_of(z):
-            _linear_cross_entropy_stats_kernel[(spans * triton.cdiv(rows, config.block_r),)](
-                z,
-                self.target,
-                self.max[at],
-                self.sum[at],
-                None if self.total is None else self.total[at],
-                self.at_target,
-                first,
-                vocab,
-                rows,
-                z.stride(0),
-                self.max.stride(0),
-                self.loss.softcap or 0.0,
-                HAS_SOFTCAP=self.loss.softcap is not None,
-                SMOOTHING=self.total is not None,
-                GROUP=_group(z),
-                BLOCK_R=config.block_r,
-                BLOCK_V=config.block_v,
-                UNROLL=config.unroll,
-                SPAN=config.span,
-                num_warps=config.num_warps,
-            )
-
-    def finish(self, losses: torch.Tensor) -> torch.Tensor:
-        """Writes the loss of each row. Gives their lse [2, rows] as `grad_` takes it."""
-        rows, block_r = losses.numel(), 32
-        lse = torch.empty(2, rows, dtype=torch.float32, device=losses.device)
-        with torch.cuda.device_of(losses):
-            _linear_cross_entropy_loss_kernel[(triton.cdiv(rows, block_r),)](
-                self.max,
-                self.sum,
-                self.total,
-                self.at_target,
-                self.target,
-                lse,
-                losses,
-                self.filled,
-                self.vocab,
-                rows,
-                self.max.stride(0),
-                lse.stride(0),
-                self.loss.ignore_index,
-                self.loss.label_smoothing,
-                self.loss.z_loss,
-                SMOOTHING=self.total is not None,
-                BLOCK_P=32,
-                BLOCK_R=block_r,
-                num_warps=4,
-            )
-        return lse
-
-
-def sum_rows(losses: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """factor · Σ losses, a scalar."""
-    loss = torch.empty((), dtype=torch.float32, device=losses.device)
-    with torch.cuda.device_of(losses):
-        _linear_cross_entropy_sum_kernel[(1,)](losses, factor, loss, losses.numel(), BLOCK=1024, num_warps=4)
-    return loss
-
-
-def grad_(
-    z: torch.Tensor,
-    first: int,
-    vocab: int,
-    target: torch.Tensor,
-    lse: torch.Tensor,
-    factor: torch.Tensor,
-    dloss: torch.Tensor | None,
-    loss: Loss,
-    dbias: torch.Tensor | None = None,
-) -> None:
-    """Makes zᵀ [part, rows] its own gradient. `dloss` is that of each row, or None for 1. To `dbias` [part] the sum of
-    all rows is added."""
-    part, rows = z.shape
-    config = pick_tile_config(rows, part, z.dtype, _capability(z))
-    tiles = triton.cdiv(rows, config.block_r)
-    sums = None if dbias is None else torch.empty(tiles, part, dtype=torch.float32, device=z.device)
-    with torch.cuda.device_of(z):
-        _linear_cross_entropy_grad_kernel[(tiles * triton.cdiv(part, config.block_v),)](
-            z,
-            target,
-            lse,
-            factor,
-            dloss,
-            sums,
-            first,
-            part,
-            vocab,
-            rows,
-            z.stride(0),
-            lse.stride(0),
-            0 if dloss is None else dloss.stride(0),
-            loss.ignore_index,
-            loss.label_smoothing,
-            loss.softcap or 0.0,
-            loss.z_loss,
-            HAS_SOFTCAP=loss.softcap is not None,
-            HAS_DLOSS=dloss is not None,
-            HAS_DBIAS=dbias is not None,
-            PLAIN=loss.label_smoothing == 0 and loss.z_loss == 0,
-            GROUP=_group(z),
-            BLOCK_R=config.block_r,
-            BLOCK_V=config.block_v,
-            num_warps=config.num_warps,
-        )
-    if dbias is not None and sums is not None:
-        dbias += sums.sum(dim=0)
-
-
-def move(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copies [part, rows], neither side contiguous."""
-    part, rows = source.shape
-    config = pick_tile_config(rows, part, source.dtype, _capability(source))
-    with torch.cuda.device_of(source):
-        _linear_cross_entropy_move_kernel[(triton.cdiv(rows, config.block_r) * triton.cdiv(part, config.block_v),)](
-            source,
-            target,
-            part,
-            rows,
-            source.stride(0),
-            target.stride(0),
-            GROUP=min(_group(source), _group(target)),
-            BLOCK_R=config.block_r,
-            BLOCK_V=config.block_v,
-            num_warps=config.num_warps,
-        )
-
-
-def scale_(x: torch.Tensor, dloss: torch.Tensor) -> None:
-    """x *= dloss, in place. `x` is contiguous, `dloss` one number."""
-    # Few enough CTAs that starting them for nothing takes microseconds, and enough for the tail not to show.
-    block, span = 4096, 65536
-    if x.numel():
-        with torch.cuda.device_of(x):
-            _linear_cross_entropy_scale_kernel[(triton.cdiv(x.numel(), span),)](
-                x, dloss, x.numel(), SPAN=span, BLOCK=block, num_warps=4
-            )
-
-
-def _group(z: torch.Tensor) -> int:
-    """How many neighbouring rows a kernel may treat as one: their number is rounded up to it.
-
-    Where the stride is a multiple of it and z starts at one, what is touched past the last row is padding, or a column
-    that is written only afterwards.
+@triton.jit
+def _linear_cross_entropy_loss_kernel(
+    stats_ptr,
+    target_ptr,
+    held_ptr,
+    loss_ptr,
+    row_at,
+    sum_at,
+    total_at,
+    hit_at,
+    lse_at,
+    loss_at,
+    parts,
+    vocab,
+    rows,
+    stride_p,
+    ignore_index,
+    label_smoothing,
+    z_loss,
+    SMOOTHING: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Loss of each row from the stats of all parts of the vocabulary, and its lse as the maximum and 1 / the sum of
+    exponentials less that: lse in one number loses digits where the maximum is large and the sum is next to 1.
     """
-    return 8 if z.stride(0) % 8 == 0 and z.data_ptr() // z.element_size() % 8 == 0 else 1
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    peak = tl.full([BLOCK_P, BLOCK_R], LOWEST, dtype=tl.float32)
+    sums = tl.zeros([BLOCK_P, BLOCK_R], dtype=tl.float32)
+    totals = tl.zeros([BLOCK_P, BLOCK_R], dtype=tl.float32)
+    for start in range(0, parts, BLOCK_P):
+        part = (start + tl.arange(0, BLOCK_P))[:, None]
+        at = part.to(tl.int64) * stride_p + r[None, :]
+        mask = (part < parts) & (r < rows)[None, :]
+        other = tl.load(stats_ptr + at, mask=mask, other=LOWEST)
+        higher = tl.maximum(peak, other)
+        more = tl.load(stats_ptr + sum_at + at, mask=mask, other=0.0)
+        sums = sums * _exp(peak - higher) + more * _exp(other - higher)
+        peak = higher
+        if SMOOTHING:
+            totals += tl.load(stats_ptr + total_at + at, mask=mask, other=0.0)
+    highest = tl.max(peak, axis=0)
+    total = tl.sum(sums * _exp(peak - highest[None, :]), axis=0)
+    log_sum = tl.log2(total) * LN2
+    target = tl.load(target_ptr + row_at + r, mask=r < rows, other=ignore_index)
+    below = highest - tl.load(stats_ptr + hit_at + r, mask=target != ignore_index, other=0.0)
+    if SMOOTHING:
+        below = (1 - label_smoothing) * below + label_smoothing * (highest - tl.sum(totals, axis=0) / vocab)
+    lse = highest + log_sum
+    loss = below + log_sum + z_loss * lse * lse
+    lse_ptr = held_ptr + lse_at
+    tl.store(lse_ptr + r, highest, mask=r < rows)
+    # Rounded as it should be: of equal logits all have the same error, and their sum must be 1.
+    tl.store(lse_ptr + rows + r, tl.div_rn(tl.full([BLOCK_R], 1.0, dtype=tl.float32), total), mask=r < rows)
+    tl.store(loss_ptr + loss_at + r, tl.where(target == ignore_index, 0.0, loss), mask=r < rows)
 
 
-def _capability(tensor: torch.Tensor) -> tuple[int, int]:
-    """Compute capability; the interpreter stands for an sm_80."""
-    return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else (8, 0)
+@triton.jit
+def _linear_cross_entropy_sum_kernel(held_ptr, loss_ptr, rows, loss_at, factor_at, BLOCK: tl.constexpr):
+    """The loss of all rows, in a fixed order."""
+    sums = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        sums += tl.load(held_ptr + loss_at + row, mask=row < rows, other=0.0)
+    # Without a single target this is 0 · inf = nan, as in PyTorch.
+    tl.store(loss_ptr, tl.sum(sums) * tl.load(held_ptr + factor_at))
+
+
+@triton.jit
+def _linear_cross_entropy_grad_kernel(
+    z_ptr,
+    target_ptr,
+    held_ptr,
+    dloss_ptr,
+    dbias_ptr,
+    z_at,
+    row_at,
+    lse_at,
+    factor_at,
+    first,
+    vocab,
+    all_vocab,
+    rows,
+    stride_zv,
+    stride_d,
+    ignore_index,
+    label_smoothing,
+    softcap,
+    z_loss,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_DLOSS: tl.constexpr,
+    HAS_DBIAS: tl.constexpr,
+    PLAIN: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """z becomes its gradient, in place: (softmax · (1 + 2 · z_loss · lse) − target distribution) · factor · dloss.
+
+    dbias [tiles of rows, vocab] gets the sum over each tile's rows, before rounding.
+    """
+    across = tl.cdiv(rows, BLOCK_R)
+    r = tl.program_id(0) % across * BLOCK_R + tl.arange(0, BLOCK_R)
+    v = tl.program_id(0) // across * BLOCK_V + tl.arange(0, BLOCK_V)
+    target = tl.load(target_ptr + row_at + r, mask=r < rows, other=ignore_index)
+    highest = tl.load(held_ptr + lse_at + r, mask=r < rows, other=0.0)
+    scale = tl.load(held_ptr + lse_at + rows + r, mask=r < rows, other=1.0)
+    weight = tl.load(held_ptr + factor_at)
+    if HAS_DLOSS:
+        weight = weight * tl.load(dloss_ptr + (row_at + r.to(tl.int64)) * stride_d, mask=r < rows, other=0.0).to(
+            tl.float32
+        )
+    weight = tl.where(target == ignore_index, 0.0, weight)
+    hit = (target - first).to(tl.int32)
+
+    # The division tells the compiler that groups stay aligned.
+    ptrs = z_ptr + z_at // GROUP * GROUP + v.to(tl.int64)[:, None] * stride_zv + r[None, :]
+    mask = (v < vocab)[:, None] & (r // GROUP * GROUP < rows)[None, :]
+    z = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    if HAS_SOFTCAP:
+        capped = _tanh(z / softcap)
+        z = softcap * capped
+    g = _exp(z - highest[None, :])
+    is_target = v[:, None] == hit[None, :]
+    if PLAIN:
+        g *= (weight * scale)[None, :]
+        g = tl.where(is_target, g - weight[None, :], g)
+    else:
+        softmax = g * scale[None, :]
+        g = softmax - label_smoothing / all_vocab
+        g = tl.where(is_target, g - (1 - label_smoothing), g)
+        g += softmax * (2 * z_loss * (highest - tl.log2(scale) * LN2))[None, :]
+        g *= weight[None, :]
+    if HAS_SOFTCAP:
+        g *= 1 - capped * capped
+    tl.store(ptrs, g.to(z_ptr.dtype.element_ty), mask=mask)
+    if HAS_DBIAS:
+        over_rows = tl.sum(tl.where((r < rows)[None, :], g, 0.0), axis=1)
+        tl.store(dbias_ptr + tl.program_id(0).to(tl.int64) % across * vocab + v, over_rows, mask=v < vocab)
+
+
+@triton.jit
+def _linear_cross_entropy_move_kernel(
+    from_ptr,
+    to_ptr,
+    from_at,
+    to_at,
+    vocab,
+    rows,
+    stride_from,
+    stride_to,
+    GROUP: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """A copy, where PyTorch's would not use wide loads: neither side is contiguous."""
+    across = tl.cdiv(rows, BLOCK_R)
+    r = (tl.program_id(0) % across * BLOCK_R + tl.arange(0, BLOCK_R))[None, :]
+    v = (tl.program_id(0) // across * BLOCK_V + tl.arange(0, BLOCK_V))[:, None]
+    mask = (v < vocab) & (r // GROUP * GROUP < rows)
+    values = tl.load(from_ptr + from_at // GROUP * GROUP + v.to(tl.int64) * stride_from + r, mask=mask)
+    tl.store(to_ptr + to_at // GROUP * GROUP + v.to(tl.int64) * stride_to + r, values, mask=mask)
+
+
+@triton.jit
+def _linear_cross_entropy_scale_kernel(
+    dloss_ptr,
+    dhidden_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    hidden_size,
+    weight_size,
+    bias_size,
+    SPAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Three gradients times dloss, in place; it reads nothing but dloss where that is 1, as after loss.backward().
+
+    The first programs have the spans of dhidden, the next those of dweight, the last those of dbias."""
+    dloss = tl.load(dloss_ptr).to(tl.float32)
+    if dloss != 1:
+        span = tl.program_id(0)
+        of_hidden, of_weight = tl.cdiv(hidden_size, SPAN), tl.cdiv(weight_size, SPAN)
+        if span < of_hidden:
+            if dhidden_ptr is not None:
+                scale_span(dhidden_ptr, dloss, span, hidden_size, SPAN, BLOCK)
+        elif span < of_hidden + of_weight:
+            if dweight_ptr is not None:
+                scale_span(dweight_ptr, dloss, span - of_hidden, weight_size, SPAN, BLOCK)
+        elif dbias_ptr is not None:
+            scale_span(dbias_ptr, dloss, span - of_hidden - of_weight, bias_size, SPAN, BLOCK)
+
+
+@triton.jit
+def scale_span(x_ptr, factor, span, size, SPAN: tl.constexpr, BLOCK: tl.constexpr):
+    first = span.to(tl.int64) * SPAN
+    for start in range(0, SPAN, BLOCK):
+        at = first + start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + at, mask=at < size)
+        tl.store(x_ptr + at, (x.to(tl.float32) * factor).to(x_ptr.dtype.element_ty), mask=at < size)

@@ -1,22 +1,13 @@
-"""The public function: checks, registration with torch.library, autograd."""
+"""The public function: the lean eager call, autograd."""
 
 from __future__ import annotations
 
 import torch
-import triton
-from torch._subclasses.functional_tensor import FunctionalTensor
 
-from .kernel import Loss, scale_, sum_rows
-from .passes import Gradients, Problem, loss_alone, loss_and_gradients
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-REDUCTIONS = ("mean", "sum", "none")
-
-# As @triton.jit decided it when the kernels were imported; torch.compile cannot trace the knob itself.
-INTERPRETED: bool = triton.knobs.runtime.interpret
-
-# Named after the package, so that a copy of this folder under another name registers ops of its own.
-_NAMESPACE = __package__.replace(".", "_")
+from . import calls, library
+from .checks import FLOATS
+from .launch import lean
+from .loss import Loss, check, check_options
 
 
 def linear_cross_entropy(
@@ -61,255 +52,88 @@ def linear_cross_entropy(
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
     outside Triton's interpreter. A target out of range is a ValueError on the CPU and a device-side assertion on a GPU.
     """
-    hidden, weight, bias = _autocast(hidden), _autocast(weight), _autocast(bias)
-    _check(hidden, weight, target, bias)
-    _check_options(label_smoothing, softcap, reduction, scratch_bytes)
-    options = (
-        ignore_index,
-        float(label_smoothing),
-        None if softcap is None else float(softcap),
-        float(z_loss),
-        reduction,
-        scratch_bytes,
-    )
+    if _autocast(hidden):
+        dtype = torch.get_autocast_dtype("cuda" if hidden.is_cuda else "cpu")
+        hidden, weight, bias = (_cast(t, dtype) for t in (hidden, weight, bias))
+    if weight is None or not lean(hidden, weight, target, bias):
+        loss = Loss(ignore_index, label_smoothing, softcap, z_loss, reduction, scratch_bytes)
+        return _through_library(hidden, weight, target, bias, loss)
+    needs = (False, False, False)
+    if torch.is_grad_enabled():
+        needs = hidden.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad
+    options = ignore_index, label_smoothing, softcap, z_loss, reduction, scratch_bytes
+    plan = calls.eager_plan(hidden, weight, target, bias, options, needs)
+    if True not in needs:
+        return plan.run(hidden, weight, target, bias)
+    return (_apply_ready if plan.ready else _apply)(hidden, weight, target, bias, plan)
+
+
+def _autocast(hidden) -> bool:
+    """Whether autocast is on for hidden's device."""
+    if not isinstance(hidden, torch.Tensor):
+        return False
+    return torch.is_autocast_enabled("cuda") if hidden.is_cuda else hidden.is_cpu and torch.is_autocast_enabled("cpu")
+
+
+def _cast(tensor, dtype: torch.dtype):
+    """What autocast makes of a linear layer's operand. What is no such thing is left for the checks to reject."""
+    known = isinstance(tensor, torch.Tensor) and tensor.dtype in FLOATS and (tensor.is_cuda or tensor.is_cpu)
+    return tensor.to(dtype) if known else tensor
+
+
+def _through_library(hidden, weight, target, bias, loss: Loss) -> torch.Tensor:
+    """A call that is traced or transformed, or whose tensors are not plain ones."""
+    check(hidden, weight, target, bias)
+    check_options(loss.label_smoothing, loss.softcap, loss.reduction, loss.scratch_bytes)
+    loss = calls.in_floats(loss)
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
-    if any(needs) and reduction != "none" and hidden.dtype != torch.float16:
-        return _ready_op(hidden, weight, target, bias, *options, *needs)[0]
-    return _fwd_op(hidden, weight, target, bias, *options)
+    if any(needs) and calls.ready_in_forward(hidden, loss):
+        return library.ready_op(hidden, weight, target, bias, *loss, *needs)[0]
+    return library.fwd_op(hidden, weight, target, bias, *loss)
 
 
-def _autocast(tensor):
-    """What autocast makes of a linear layer's operand. What is no such thing is left for `_check` to refuse."""
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in DTYPES or tensor.device.type not in ("cuda", "cpu"):
-        return tensor
-    kind = tensor.device.type
-    return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Of eager calls. The gradient goes through torch.library where something traces, transforms or derives it."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, target, bias, plan):
+        ctx.set_materialize_grads(False)
+        ctx.loss = plan.loss
+        ctx.save_for_backward(hidden, weight, target, bias)
+        return plan.run(hidden, weight, target, bias)
+
+    @staticmethod
+    def backward(ctx, dloss):
+        needs = ctx.needs_input_grad
+        hidden, weight, bias = library.gradients(dloss, ctx.saved_tensors, ctx.loss, (needs[0], needs[1], needs[3]))
+        return hidden, weight, None, bias, None
 
 
-def _check(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None) -> None:
-    name = "linear_cross_entropy"
-    if not isinstance(hidden, torch.Tensor) or hidden.dtype not in DTYPES:
-        raise TypeError(f"{name}: hidden must be a tensor of float32, float16 or bfloat16, got {_kind(hidden)}")
-    if hidden.dim() == 0 or hidden.shape[-1] == 0:
-        raise ValueError(f"{name}: hidden must be [..., H] with H >= 1, got shape {tuple(hidden.shape)}")
-    for what, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is None and what == "bias":
-            continue
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype != hidden.dtype:
-            raise TypeError(f"{name}: {what} must be a tensor of hidden's dtype {hidden.dtype}, got {_kind(tensor)}")
-        if tensor.device != hidden.device:
-            raise ValueError(f"{name}: {what} must be on hidden's device {hidden.device}, got {tensor.device}")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
-        expected = f"[V, {hidden.shape[-1]}] with V >= 1 like hidden's rows"
-        raise ValueError(f"{name}: weight must be {expected}, got {tuple(weight.shape)}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"{name}: bias must be [{weight.shape[0]}] like weight's rows, got {tuple(bias.shape)}")
-    if not isinstance(target, torch.Tensor) or target.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"{name}: target must be a tensor of int64 or int32, got {_kind(target)}")
-    if target.shape != hidden.shape[:-1]:
-        expected = f"{tuple(hidden.shape[:-1])} like hidden without its last dimension"
-        raise ValueError(f"{name}: target must be {expected}, got {tuple(target.shape)}")
-    if target.device != hidden.device:
-        raise ValueError(f"{name}: target must be on hidden's device {hidden.device}, got {target.device}")
-    if hidden.device.type == "cpu" and not INTERPRETED:
-        raise RuntimeError(f"{name}: hidden must be on a GPU; the CPU needs Triton's interpreter (TRITON_INTERPRET=1)")
+class _ReadyGradients(torch.autograd.Function):
+    """The same where the forward computes the gradients as well."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, target, bias, plan):
+        loss, *grads = plan.run(hidden, weight, target, bias, None)
+        ctx.set_materialize_grads(False)
+        ctx.loss, ctx.scale = plan.loss, plan.scale
+        # Not saved for backward: they are scaled in place and handed out, so they serve once.
+        ctx.ready = grads
+        ctx.save_for_backward(hidden, weight, target, bias)
+        return loss
+
+    @staticmethod
+    def backward(ctx, dloss):
+        ready = ctx.ready
+        if ready is None or dloss is None:
+            return _LinearCrossEntropy.backward(ctx, dloss)
+        ctx.ready = None
+        hidden, weight, bias = library.scaled(dloss, ready, ctx.scale)
+        if bias is not None:
+            bias = bias.to(ctx.saved_tensors[3].dtype)
+        return hidden, weight, None, bias, None
 
 
-def _check_options(label_smoothing: float, softcap: float | None, reduction: str, scratch_bytes: int | None) -> None:
-    name = "linear_cross_entropy"
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"{name}: label_smoothing must be in [0, 1], got {label_smoothing}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"{name}: softcap must be positive or None, got {softcap}")
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"{name}: reduction must be one of {REDUCTIONS}, got {reduction!r}")
-    if scratch_bytes is not None and scratch_bytes < 0:
-        raise ValueError(f"{name}: scratch_bytes must not be negative, got {scratch_bytes}")
-
-
-def _kind(value: object) -> str:
-    return str(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
-
-
-def _loss(losses: torch.Tensor, factor: torch.Tensor, target: torch.Tensor, reduction: str) -> torch.Tensor:
-    return losses.view(target.shape) if reduction == "none" else sum_rows(losses, factor)
-
-
-def _flat(grads: Gradients, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As an op returns them: hidden's in its shape, and an empty tensor for one that is not wanted."""
-    hidden = None if grads.hidden is None else grads.hidden.view(like.shape)
-    a, b, c = (like.new_empty(0) if t is None else t for t in (hidden, grads.weight, grads.bias))
-    return a, b, c
-
-
-def _fake_loss(hidden, reduction):
-    return hidden.new_empty(hidden.shape[:-1] if reduction == "none" else (), dtype=torch.float32)
-
-
-def _fake_gradients(hidden, weight, bias, *needs):
-    dtypes = (hidden.dtype, hidden.dtype, torch.float32)
-    return tuple(
-        like.new_empty(like.shape, dtype=dtype) if need else hidden.new_empty(0)
-        for like, dtype, need in zip((hidden, weight, bias), dtypes, needs, strict=True)
-    )
-
-
-@torch.library.custom_op(f"{_NAMESPACE}::linear_cross_entropy_fwd", mutates_args=())
-def _fwd_op(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float | None,
-    z_loss: float,
-    reduction: str,
-    scratch_bytes: int | None,
-) -> torch.Tensor:
-    p = Problem.of(hidden, weight, target, bias, Loss(ignore_index, label_smoothing, softcap, z_loss, reduction))
-    return _loss(*loss_alone(p, scratch_bytes), target, reduction)
-
-
-@_fwd_op.register_fake
-def _(hidden, weight, target, bias, ignore_index, label_smoothing, softcap, z_loss, reduction, scratch_bytes):
-    return _fake_loss(hidden, reduction)
-
-
-@torch.library.custom_op(f"{_NAMESPACE}::linear_cross_entropy_ready", mutates_args=())
-def _ready_op(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float | None,
-    z_loss: float,
-    reduction: str,
-    scratch_bytes: int | None,
-    need_hidden: bool,
-    need_weight: bool,
-    need_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The loss, and the gradients of hidden, weight and bias for an incoming gradient of 1."""
-    p = Problem.of(hidden, weight, target, bias, Loss(ignore_index, label_smoothing, softcap, z_loss, reduction))
-    losses, factor, grads = loss_and_gradients(p, None, (need_hidden, need_weight, need_bias), scratch_bytes)
-    return _loss(losses, factor, target, reduction), *_flat(grads, hidden)
-
-
-@_ready_op.register_fake
-def _(
-    hidden,
-    weight,
-    target,
-    bias,
-    ignore_index,
-    label_smoothing,
-    softcap,
-    z_loss,
-    reduction,
-    scratch_bytes,
-    need_hidden,
-    need_weight,
-    need_bias,
-):
-    grads = _fake_gradients(hidden, weight, bias, need_hidden, need_weight, need_bias)
-    return _fake_loss(hidden, reduction), *grads
-
-
-@torch.library.custom_op(f"{_NAMESPACE}::linear_cross_entropy_bwd", mutates_args=())
-def _bwd_op(
-    dloss: torch.Tensor,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float | None,
-    z_loss: float,
-    reduction: str,
-    scratch_bytes: int | None,
-    need_hidden: bool,
-    need_weight: bool,
-    need_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of hidden, weight and bias, from nothing but the inputs."""
-    p = Problem.of(hidden, weight, target, bias, Loss(ignore_index, label_smoothing, softcap, z_loss, reduction))
-    dloss = dloss.reshape(-1).expand(target.numel())
-    return _flat(loss_and_gradients(p, dloss, (need_hidden, need_weight, need_bias), scratch_bytes)[2], hidden)
-
-
-@_bwd_op.register_fake
-def _(
-    dloss,
-    hidden,
-    weight,
-    target,
-    bias,
-    ignore_index,
-    label_smoothing,
-    softcap,
-    z_loss,
-    reduction,
-    scratch_bytes,
-    need_hidden,
-    need_weight,
-    need_bias,
-):
-    return _fake_gradients(hidden, weight, bias, need_hidden, need_weight, need_bias)
-
-
-@torch.library.custom_op(f"{_NAMESPACE}::linear_cross_entropy_scale_", mutates_args=("dhidden", "dweight", "dbias"))
-def _scale_op(dloss: torch.Tensor, dhidden: torch.Tensor, dweight: torch.Tensor, dbias: torch.Tensor) -> None:
-    for grad in (dhidden, dweight, dbias):
-        scale_(grad, dloss)
-
-
-@_scale_op.register_fake
-def _(dloss, dhidden, dweight, dbias):
-    return None
-
-
-def _save(ctx, inputs, output) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.options = inputs[4:]
-    ctx.save_for_backward(*inputs[:4])
-
-
-def _backward(ctx, dloss, *_):
-    if dloss is None:
-        return (None,) * (4 + len(ctx.options))
-    needs = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
-    return _handed_out(ctx, _bwd_op(dloss, *ctx.saved_tensors, *ctx.options[:6], *needs), needs)
-
-
-def _ready_save(ctx, inputs, output) -> None:
-    _save(ctx, inputs, output)
-    ctx.mark_non_differentiable(*output[1:])
-    # Not saved for backward: they are scaled in place and handed out, so they serve once.
-    ctx.ready = output[1:]
-
-
-def _ready_backward(ctx, dloss, *_):
-    if dloss is None or ctx.ready is None:
-        return _backward(ctx, dloss)
-    grads, ctx.ready = ctx.ready, None
-    if isinstance(dloss, FunctionalTensor):
-        # torch.compile traces: what may be overwritten is for it to see, and it fuses a multiplication by itself.
-        grads = [grad * dloss for grad in grads]
-    else:
-        _scale_op(dloss, *grads)
-    return _handed_out(ctx, grads, ctx.options[6:])
-
-
-def _handed_out(ctx, grads, needs):
-    """What autograd is given: a gradient or None for each input. bias's is fp32 until here."""
-    hidden, weight, bias = (grad if need else None for grad, need in zip(grads, needs, strict=True))
-    bias = None if bias is None else bias.to(ctx.saved_tensors[3].dtype)
-    return hidden, weight, None, bias, *(None,) * len(ctx.options)
-
-
-_fwd_op.register_autograd(_backward, setup_context=_save)
-_ready_op.register_autograd(_ready_backward, setup_context=_ready_save)
+# What torch.autograd.Function.apply does before this is for functorch, and `lean` has seen that it is not at work.
+_apply = super(torch.autograd.Function, _LinearCrossEntropy).apply
+_apply_ready = super(torch.autograd.Function, _ReadyGradients).apply

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from . import kernel, linear_cross_entropy, passes
+from . import configs, launches, layout, linear_cross_entropy
 from .reference import linear_cross_entropy_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -86,12 +86,15 @@ def test_products_are_only_those_that_are_needed(monkeypatch):
 
 
 def test_an_incoming_gradient_of_one_changes_nothing():
-    x = torch.randn(70_001, device=DEVICE)
-    before = x.clone()
-    kernel.scale_(x, torch.ones((), device=DEVICE))
-    assert torch.equal(x, before)
-    kernel.scale_(x, torch.full((), -3.0, device=DEVICE))
-    assert torch.equal(x, before * -3)
+    """Of each of the gradients; one that is not wanted, or empty, is passed over."""
+    for sizes in ((70_001, 9, 131_073), (None, 70_001, None), (5, None, 7), (0, 3, 0)):
+        grads = [None if n is None else torch.randn(n, device=DEVICE) for n in sizes]
+        before = [None if g is None else g.clone() for g in grads]
+        scale = launches.scale_launch(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu"), *grads)
+        for factor in (1.0, -3.0):
+            scale(torch.full((), factor, device=DEVICE), *grads)
+            assert all(g is None or torch.equal(g, b * factor) for g, b in zip(grads, before, strict=True))
+    assert launches.scale_launch(torch.device("cpu"), torch.empty(0), None, None) is None
 
 
 def test_half_precision_gradients_survive_a_loss_scale():
@@ -137,21 +140,21 @@ def test_no_target_at_all():
 
 def test_an_odd_vocabulary_and_a_column_major_weight_are_read_in_place(monkeypatch):
     hidden, weight, target = problem(20, 16, 51, grad=False)
-    turned = weight.t().contiguous().t()
-    assert passes._operand(turned).data_ptr() == turned.data_ptr()
-    assert passes._operand(weight[3:, 2:]).data_ptr() == weight[3:, 2:].data_ptr()
+    transposed = weight.t().contiguous().t()
+    assert layout.operand(transposed).data_ptr() == transposed.data_ptr()
+    assert layout.operand(weight[3:, 2:]).data_ptr() == weight[3:, 2:].data_ptr()
     torch.testing.assert_close(
-        linear_cross_entropy(hidden, turned, target), linear_cross_entropy(hidden, weight, target)
+        linear_cross_entropy(hidden, transposed, target), linear_cross_entropy(hidden, weight, target)
     )
 
 
 def test_the_scratch_keeps_to_its_bound():
     def scratch(rows, dim, vocab, dtype, weight_too, bound):
-        config = passes.pick_config(rows, dim, vocab, dtype, weight_too, bound)
+        config = configs.pick_config(rows, dim, vocab, dtype, weight_too, bound)
         chunks = list(config.chunks(rows))
         assert [c.start for c in chunks] == [0, *(c.stop for c in chunks[:-1])]
         assert chunks[-1].stop == rows
-        if not config.lodged:
+        if not config.in_gradient:
             return config, vocab * -(-max(c.count for c in chunks) // 64) * 64 * dtype.itemsize
         assert all(c.count <= dim for c in chunks if not c.spare)
         assert all(c.kept for c in chunks if c.spare) and chunks[-1].kept
@@ -169,10 +172,10 @@ def test_the_scratch_keeps_to_its_bound():
 
 
 def test_the_large_case_stays_below_a_gigabyte_and_a_fifth():
-    config = passes.pick_config(**LLAMA3, weight_too=True)
-    assert config == passes.Config(chunk=4096, slice=2048, lodged=True, spare=0, unit=64)
+    config = configs.pick_config(**LLAMA3, weight_too=True)
+    assert config == configs.Config(chunk=4096, slice=2048, in_gradient=True, spare=0, unit=64)
     gradients = (128256 + 8192) * 4096 * 2
-    stats = kernel.pick_stats_config(4096, 128256, torch.bfloat16, (9, 0))
+    stats = configs.pick_stats_config(4096, 128256, torch.bfloat16, (9, 0))
     parts = 2 * 4 * 4096 * -(-128256 // stats.span)
     assert gradients + max(config.slice * 8192 * 2, parts) < 1.2e9
 

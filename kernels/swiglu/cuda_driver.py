@@ -30,7 +30,7 @@ _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 # bytes in L2, zeros beyond the tensor.
 _TYPES = {torch.uint8: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 _NO_INTERLEAVE, _SWIZZLES, _PROMOTE_256B, _FILL_ZEROS = 0, {32: 1, 64: 2, 128: 3}, 3, 0
-_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+_MAP_BYTES, _MAP_ALIGNMENT, _MAPS_KEPT = 128, 64, 64
 # By the letter of a parameter: its code for `struct`, its size and what its place is a multiple of.
 _PARAMETERS = {
     "M": (f"{_MAP_BYTES}s", _MAP_BYTES, _MAP_ALIGNMENT),
@@ -100,8 +100,29 @@ def _compiled(source: str, defines: tuple[str, ...]) -> bytes:
     return code
 
 
-def tensor_map(x: torch.Tensor, rows: int, block_rows: int, columns: int = 64) -> bytes:
-    """CUtensorMap of the first `rows` rows of a [B, H, S, D] tensor, in boxes of block_rows by `columns`. A box's row
+class TensorMap:
+    """CUtensorMaps of tensors that lie alike: called with an address, it gives the map of the tensor there, as bytes.
+
+    Allocations return to the same addresses, so that most maps have been made before.
+    """
+
+    __slots__ = ("_layout", "_made")
+
+    def __init__(self, *layout: Any) -> None:
+        self._layout = layout
+        self._made: dict[int, bytes] = {}
+
+    def __call__(self, address: int) -> bytes:
+        found = self._made.get(address)
+        if found is None:
+            if len(self._made) >= _MAPS_KEPT:
+                self._made.clear()
+            found = self._made[address] = _encoded(address, *self._layout)
+        return found
+
+
+def tensor_map(x: torch.Tensor, rows: int, block_rows: int, columns: int = 64) -> TensorMap:
+    """Maps of the first `rows` rows of [B, H, S, D] tensors like x, in boxes of block_rows by `columns`. A box's row
     has 32, 64 or 128 bytes and is swizzled.
 
     Strides of more than one element are multiples of 16 bytes; what is beyond the tensor reads as zeros.
@@ -111,14 +132,13 @@ def tensor_map(x: torch.Tensor, rows: int, block_rows: int, columns: int = 64) -
     # The stride of a dimension of one element is arbitrary in PyTorch, but TMA wants a multiple of 16 bytes.
     strides = tuple(16 if n == 1 else x.stride(i) * size for n, i in ((rows, 2), (heads, 1), (batch, 0)))
     sizes, box = (dim, rows, heads, batch), (columns, block_rows, 1, 1)
-    return _encoded(x.data_ptr(), _TYPES[x.dtype], sizes, strides, box, _SWIZZLES[columns * size])
+    return TensorMap(_TYPES[x.dtype], sizes, strides, box, _SWIZZLES[columns * size])
 
 
-@functools.lru_cache(maxsize=4096)
 def _encoded(
     address: int, kind: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
 ) -> bytes:
-    """A tensor map depends on nothing but these. Allocations return to the same addresses, so most are found here."""
+    """A tensor map. It depends on nothing but these."""
     room = (ctypes.c_char * (_MAP_BYTES + _MAP_ALIGNMENT))()
     aligned = (ctypes.c_char * _MAP_BYTES).from_buffer(room, -ctypes.addressof(room) % _MAP_ALIGNMENT)
     rank = len(sizes)

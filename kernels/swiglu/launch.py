@@ -32,7 +32,7 @@ _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda
 raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 
 # Triton releases whose compiled kernels are launched as `Launch` does it. Under any other it leaves that to Triton.
-_KNOWN_TRITON = triton.__version__.split(".")[:2] in (["3", "6"], ["3", "7"])
+_TRITON, _KNOWN = ".".join(triton.__version__.split(".")[:2]), ("3.6", "3.7")
 _RUNTIME = triton.knobs.runtime
 
 
@@ -127,24 +127,30 @@ class Launch:
             with torch.cuda.device(device):
                 return self(*arguments)
         held = self._held
-        if held is None or _hooked() or self._kernel.pre_run_hooks:
+        if held is None or device is None or _hooked() or self._kernel.pre_run_hooks:
             compiled = self._kernel[self._grid](*arguments, *self._fixed, **self._options)
             if held is None and device is not None:
                 self._held = self._hold(compiled, len(arguments))
             return None
-        run, x, y, z, function, metadata, rest = held
-        # No launch metadata and no hooks: nobody listens.
-        return run(x, y, z, raw_stream(device), function, metadata, None, None, None, *arguments, *rest)
+        call, x, y, z, launched, rest = held
+        return call(x, y, z, raw_stream(device), *launched, *arguments, *rest)
 
     def _hold(self, compiled: Any, given: int) -> tuple[Any, ...] | None:
         """What a later call needs; None where this Triton is not known to launch so."""
         function = getattr(compiled, "function", None)
-        if not _KNOWN_TRITON or not isinstance(function, int):
+        if _TRITON not in _KNOWN or not isinstance(function, int):
             return None
         names = self._kernel.arg_names[given + len(self._fixed) :]
-        constexprs = (self._options[name] for name in names)
+        rest = (*self._fixed, *(self._options[name] for name in names))
+        run, metadata = compiled.run, compiled.packed_metadata
+        # Neither launch metadata nor hooks: nobody listens.
+        call, launched = run, (function, metadata, None, None, None)
+        if _TRITON == "3.6" and not run.global_scratch_size and not run.profile_scratch_size:
+            # `run` looks whether the kernel needs scratch memory, and calls this.
+            cluster = run.launch_cooperative_grid, run.launch_pdl
+            call, launched = run.launch, (function, *cluster, None, None, metadata, None, None, None)
         x, y, z = (*self._grid, 1, 1)[:3]
-        return compiled.run, x, y, z, function, compiled.packed_metadata, (*self._fixed, *constexprs)
+        return call, x, y, z, launched, rest
 
 
 def _hooked() -> bool:

@@ -1,0 +1,109 @@
+"""Finds or makes the plan of a call, and calls it: from the eager path and from the ops of torch.library alike."""
+
+from __future__ import annotations
+
+import torch
+
+from .launch import Plans, lean, signature
+from .layout import place
+from .loss import Loss, check, check_inplace
+from .plans import Forward, bwd_plan, fwd_plan, scale_plan
+
+_EAGER, _FORWARD, _BACKWARD, _SCALE = Plans(), Plans(), Plans(), Plans()
+_SCALARS = (int, float, str, bool, type(None))
+
+
+def eager_plan(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    ignore_index: int,
+    options: tuple,
+    save: bool,
+    gradient: str | None,
+    inplace: bool,
+    backend: str,
+) -> tuple[Forward, Loss]:
+    """The plan of an eager call and the loss that it computes. `options` are the arguments of the public functions from
+    label_smoothing to return_lse, and after them whether autocast is on. Checks what makes a new plan."""
+    key = (
+        signature(logits),
+        place(logits),
+        signature(target),
+        signature(weight),
+        weight is not None and weight.requires_grad,
+        ignore_index,
+        ignore_index.__class__,
+        options,
+        save,
+        gradient,
+        inplace,
+        backend,
+    )
+    found = _EAGER.find(key)
+    if found is None:
+        label_smoothing, reduction, z_loss, softcap, *_ = options
+        check(logits, target, weight, ignore_index, label_smoothing, reduction, z_loss, softcap, backend)
+        if inplace:
+            check_inplace(logits)
+        loss = loss_of(logits, ignore_index, options)
+        found = fwd_plan(logits, target, weight, loss, save, gradient, backend), loss
+        # A number that is a tensor is another one after it was written to.
+        if all(isinstance(option, _SCALARS) for option in options):
+            _EAGER.keep(key, found)
+    return found
+
+
+def loss_of(logits: torch.Tensor, ignore_index: int, options: tuple) -> Loss:
+    """What a call of a public function computes. `options` as `eager_plan` takes them."""
+    label_smoothing, reduction, z_loss, softcap, return_z_loss, return_lse, autocast = options
+    dtype = torch.float32 if autocast else logits.dtype
+    softcap = None if softcap is None else float(softcap)
+    return Loss(
+        ignore_index, float(label_smoothing), reduction, float(z_loss), softcap, dtype, return_z_loss, return_lse
+    )
+
+
+def forward(logits, target, weight, loss: Loss, save: bool, gradient: str | None, backend: str):
+    """What `fwd_plan` says. The plan is kept if the tensors are plain: elsewhere a signature is not all that counts."""
+    if not lean(logits, target, weight):
+        return fwd_plan(logits, target, weight, loss, save, gradient, backend)(logits, target, weight)
+    key = (signature(logits), place(logits), signature(target), signature(weight), loss, save, gradient, backend)
+    plan = _FORWARD.find(key)
+    if plan is None:
+        plan = _FORWARD.keep(key, fwd_plan(logits, target, weight, loss, save, gradient, backend))
+    return plan(logits, target, weight)
+
+
+def backward(g_loss, g_z, g_lse, logits, target, weight, stats, loss: Loss, inplace: bool) -> torch.Tensor:
+    """What `bwd_plan` says."""
+    given = (g_loss, g_z, g_lse, logits, target, weight)
+    if not lean(logits, g_loss, g_z, g_lse, target, weight, stats):
+        return bwd_plan(*given, loss, inplace)(*given, stats)
+    key = (
+        signature(g_loss),
+        signature(g_z),
+        signature(g_lse),
+        signature(logits),
+        place(logits),
+        signature(target),
+        signature(weight),
+        stats.data_ptr() % 16,
+        loss,
+        inplace,
+    )
+    plan = _BACKWARD.find(key)
+    if plan is None:
+        plan = _BACKWARD.keep(key, bwd_plan(*given, loss, inplace))
+    return plan(*given, stats)
+
+
+def scale(grad: torch.Tensor, g_loss: torch.Tensor, inplace: bool) -> torch.Tensor:
+    """What `scale_plan` says."""
+    if not lean(grad, g_loss):
+        return scale_plan(grad, g_loss, inplace)(grad, g_loss)
+    key = signature(grad), signature(g_loss), inplace
+    plan = _SCALE.find(key)
+    if plan is None:
+        plan = _SCALE.keep(key, scale_plan(grad, g_loss, inplace))
+    return plan(grad, g_loss)

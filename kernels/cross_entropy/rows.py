@@ -1,0 +1,104 @@
+"""Which columns of a row lie in whole vectors, and what goes by rows: targets, weights, what rows and programs store.
+
+Shared by the kernels of every width.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def body(base, vocab, LAYOUT: tl.constexpr, VECTOR: tl.constexpr):
+    """(offset of the first vector of the row that begins at `base`, columns before it, columns in vectors). LAYOUT:
+
+    aligned  every row begins and ends on a boundary of VECTOR elements
+    fringed  rows need not; the body is what lies between two boundaries
+    any      as fringed, but the row is read as if it were all body, an element at a time
+
+    The multiplications tell the compiler what is aligned.
+    """
+    first, head, length = base, 0, vocab
+    if LAYOUT == "aligned":
+        first, length = base // VECTOR * VECTOR, vocab // VECTOR * VECTOR
+    if LAYOUT == "fringed":
+        first = (base + VECTOR - 1) // VECTOR * VECTOR
+        head = (first - base).to(tl.int32)
+        length = ((base + vocab) // VECTOR - first // VECTOR).to(tl.int32) * VECTOR
+    return first, head, length
+
+
+@triton.jit
+def fringe(head, length, vocab, VECTOR: tl.constexpr):
+    """The columns of a row that are not in its body, [2 · VECTOR]; what is too many is `vocab`."""
+    i = tl.arange(0, 2 * VECTOR)
+    before = tl.where(i < head, i, vocab)
+    after = tl.minimum(head + length + i - VECTOR, vocab)
+    return tl.where(i < VECTOR, before, after)
+
+
+@triton.jit
+def load_target(target_ptr, row, stride_target, vocab, ignore_index):
+    """(column of the target, whether the row counts). A row that does not is given column 0."""
+    target = tl.load(target_ptr + row.to(tl.int64) * stride_target)
+    live = target != ignore_index
+    tl.device_assert(
+        (target >= 0) & (target < vocab) | (target == ignore_index),
+        "cross_entropy: target must be ignore_index or in [0, vocabulary)",
+    )
+    return tl.where(live, target, 0).to(tl.int32), live
+
+
+@triton.jit
+def load_weights(weight_ptr, columns, mask, WEIGHTED: tl.constexpr):
+    """The weights of those columns, or 1."""
+    w = 1.0
+    if WEIGHTED:
+        w = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    return w
+
+
+@triton.jit
+def store_rows(
+    row,
+    rows,
+    here,
+    loss,
+    z,
+    lse,
+    m,
+    s,
+    results,
+    REDUCTION: tl.constexpr,
+    RETURN_Z: tl.constexpr,
+    RETURN_LSE: tl.constexpr,
+    SAVE: tl.constexpr,
+):
+    """What each row that is `here` stores. `results`: pointers to loss, z-loss, lse and the scratch, which begins with
+    the maxima of all rows and then their sums."""
+    loss_ptr, z_ptr, lse_ptr, scratch_ptr = results
+    if RETURN_LSE:
+        tl.store(lse_ptr + row, lse, mask=here)
+    if SAVE:
+        tl.store(scratch_ptr + row, m, mask=here)
+        tl.store(scratch_ptr + rows + row, s, mask=here)
+    if REDUCTION == "none":
+        tl.store(loss_ptr + row, (loss + z).to(loss_ptr.dtype.element_ty), mask=here)
+        if RETURN_Z:
+            tl.store(z_ptr + row, z.to(z_ptr.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def store_sums(
+    loss, z, count, weight, partial_ptr, REDUCTION: tl.constexpr, HAS_Z: tl.constexpr, HAS_WEIGHT: tl.constexpr
+):
+    """What a program stores for a sum or a mean: its column of the partial sums."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    tl.store(partial_ptr + program, loss)
+    if HAS_Z:
+        tl.store(partial_ptr + programs + program, z)
+    if REDUCTION == "mean":
+        tl.store(partial_ptr + 2 * programs + program, count)
+        if HAS_WEIGHT:
+            tl.store(partial_ptr + 3 * programs + program, weight)

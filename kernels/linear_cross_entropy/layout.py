@@ -1,0 +1,116 @@
+"""How tensors are addressed: operands as cuBLAS reads them, views of them, and what lies where in the fp32 buffers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+Optional = torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class View:
+    """Part of a matrix, its strides and where it begins; of `size` None it is the matrix itself."""
+
+    size: tuple[int, ...] | None
+    stride: tuple[int, ...] = ()
+    start: int = 0
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """That part of a tensor."""
+        if self.size is None:
+            return tensor
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.start)
+
+
+WHOLE = View(None)
+
+
+def part_of(
+    shape: tuple[int, ...], stride: tuple[int, ...], rows: slice, columns: slice, transposed: bool = False
+) -> View:
+    """matrix[rows, columns] of a matrix of those strides, which belongs to a tensor of that shape."""
+    size, start = (
+        (rows.stop - rows.start, columns.stop - columns.start),
+        rows.start * stride[0] + columns.start * stride[1],
+    )
+    if transposed:
+        return View(size[::-1], stride[::-1], start)
+    return WHOLE if size == tuple(shape) else View(size, stride, start)
+
+
+def operands(
+    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: Optional
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Optional]:
+    """hidden [N, H] and weight [V, H] as cuBLAS reads them, target [N] and bias [V] contiguous: in place where strides
+    allow it, otherwise copies."""
+    flat = operand(hidden.reshape(-1, hidden.shape[-1]))
+    return flat, operand(weight), target.reshape(-1).contiguous(), None if bias is None else bias.contiguous()
+
+
+def operand(matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix itself where cuBLAS can read it by a leading dimension, transposed or not; otherwise a copy."""
+    for size, (inner, outer) in zip(matrix.shape[::-1], (matrix.stride()[::-1], matrix.stride()), strict=True):
+        if inner == 1 and outer >= max(1, size):
+            return matrix
+    return matrix.contiguous()
+
+
+def copied(given: tuple[Optional, ...], used: tuple[Optional, ...]) -> bool:
+    """Whether any of the operands that are used is a copy of the one that was given."""
+    pairs = [(a, b) for a, b in zip(given, used, strict=True) if a is not None and b is not None]
+    return any(a.untyped_storage()._cdata != b.untyped_storage()._cdata for a, b in pairs)
+
+
+def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def group(stride: int, *starts: int) -> int:
+    """How many neighbouring rows a kernel may treat as one: their number is rounded up to it.
+
+    Where the stride is a multiple of it and what is read starts at one, what is touched past the last row is padding,
+    or a column that is written only afterwards.
+    """
+    return 8 if stride % 8 == 0 and all(start % 8 == 0 for start in starts) else 1
+
+
+@dataclass(frozen=True)
+class Held:
+    """The buffer `held` of a call (`kernel` has its parts): a chunk's lse lies at twice its first row."""
+
+    loss_at: int
+    factor_at: int
+    size: int
+
+    @classmethod
+    def of(cls, rows: int, returned: bool) -> Held:
+        """`returned`: the losses of the rows are a result of their own."""
+        loss_at = -(-2 * rows // 16) * 16
+        factor_at = loss_at + (0 if returned else rows)
+        return cls(loss_at, factor_at, factor_at + 1)
+
+
+@dataclass(frozen=True)
+class Stats:
+    """The buffer `stats` of a chunk of rows whose vocabulary is walked over in so many parts."""
+
+    parts: int
+    rows: int
+    smoothing: bool
+
+    @property
+    def offsets(self) -> tuple[int, int, int]:
+        """Where the sums of exponentials, the sums of logits and the logits at the targets begin."""
+        plane = -(-self.parts * self.rows // 16) * 16  # stores of vectors stay aligned
+        return plane, 2 * plane, (3 if self.smoothing else 2) * plane
+
+    @property
+    def size(self) -> int:
+        return self.offsets[2] + self.rows

@@ -1,0 +1,313 @@
+"""Launch plans of linear_cross_entropy: how products of matrices and kernels follow each other, and where the logits
+are meanwhile. All of that is fixed by the key of a call; a call allocates, multiplies and launches.
+
+The gradient needs the logits twice: for the sum of exponentials of a row, then to become the gradient. And it needs the
+gradient twice: along rows for hidden's, along the vocabulary for weight's. For N rows these are V·N numbers, which is
+what must not be in memory. So
+
+  1  Rows are taken in chunks of H or fewer. The logits of a chunk zᵀ [V, H] lie *in the memory of the weight's
+     gradient* [V, H], which is not written yet. There they become the gradient, and hidden's gradient follows, in one
+     product over the whole vocabulary.
+  2  The gradient of the last chunk stays there. The vocabulary is walked in slices: into a scratch [slice, N] the
+     logits of the other chunks are computed again, that gradient is moved, and the product with hidden, over all rows
+     at once, overwrites the slice that it came from.
+
+Of the logits of N rows, N - H are computed twice (fewer, if there is memory for a spare chunk); nothing is added up
+outside a product, where sums are fp32. The products that are repeated are the same in shape, so that cuBLAS computes
+the same numbers: else a softmax of 1 might come out as e to the difference of two roundings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from . import configs
+from .configs import Chunk, Config
+from .launch import Launch
+from .launches import count_launch, grad_launch, loss_launch, move_launch, stats_launch, sum_launch
+from .layout import WHOLE, Optional, Stats, View, copied, dense_strides, operands, part_of
+from .loss import Loss
+from .problem import Problem, Product, Slab
+
+Gradients = tuple[Optional, Optional, Optional]
+LossPlan = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Optional], torch.Tensor]
+# (hidden, weight, target, bias, gradient of the loss or None for 1) -> loss, gradients of hidden, weight and bias
+GradientPlan = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, Optional, Optional], tuple[torch.Tensor, Optional, Optional, Optional]
+]
+FP32 = torch.float32
+
+
+def loss_plan(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: Optional, loss: Loss) -> LossPlan:
+    """Takes (hidden, weight, target, bias) like these and returns the loss."""
+    p = Problem.of(hidden, weight, target, bias, loss)
+    config = configs.pick_forward_config(p.rows, p.vocab, p.dtype, loss.scratch_bytes)
+    slab = Slab.of(config.slice, config.chunk)
+    count, steps = count_launch(p), [_loss_step(p, chunk, config, slab) for chunk in config.chunks(p.rows)]
+    result, new_slab = _Result(p, target), _slab_of(p, slab)
+
+    def run(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: Optional) -> torch.Tensor:
+        if p.bounds is not None:
+            _check_target(target, *p.bounds)
+        if p.copied:
+            hidden, weight, target, bias = operands(hidden, weight, target, bias)
+        held, losses = result.buffers()
+        z = new_slab()
+        count(target, held)
+        for rows, stats_size, parts, add_up in steps:
+            hidden_t = rows.of(hidden)
+            stats = torch.empty_strided((stats_size,), (1,), dtype=FP32, device=p.device)
+            for product, gather in parts:
+                product(weight, hidden_t, bias, z)
+                gather(z, target, stats)
+            add_up(stats, target, held, losses)
+        return result.reduced(held, losses)
+
+    return run
+
+
+def _loss_step(
+    p: Problem, chunk: Chunk, config: Config, slab: Slab
+) -> tuple[View, int, list[tuple[Product, Launch]], Launch]:
+    """Of the loss of a chunk of rows: hidden's part, the size of the stats, products and stats by slices, the loss."""
+    stats_config = configs.pick_stats_config(chunk.count, p.vocab, FP32, p.capability)
+    each = triton.cdiv(config.slice, stats_config.span)
+    stats = Stats(triton.cdiv(p.vocab, config.slice) * each, chunk.count, p.loss.label_smoothing != 0)
+    parts, filled = [], 0
+    for entries in p.slices(config.slice):
+        size = entries.stop - entries.start
+        product = Product.of(p, entries, slab.part(slice(0, size), slice(0, chunk.count)))
+        parts.append((product, stats_launch(p, chunk, stats, stats_config, filled, entries.start, size, slab.shape[1])))
+        filled += triton.cdiv(size, stats_config.span)
+    return _hidden_t(p, chunk), stats.size, parts, loss_launch(p, chunk, stats, filled)
+
+
+class _Result:
+    """The losses of the rows, and what becomes of them."""
+
+    def __init__(self, p: Problem, target: torch.Tensor) -> None:
+        self._device, self._size = p.device, p.held.size
+        self._shape = tuple(target.shape) if p.loss.reduction == "none" else None
+        self._strides = dense_strides(tuple(target.shape))
+        self._sum = None
+        if self._shape is None:
+            self._sum = sum_launch(p)
+
+    def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`held`, and where the loss of each row is written."""
+        held = torch.empty_strided((self._size,), (1,), dtype=FP32, device=self._device)
+        if self._shape is None:
+            return held, held
+        return held, torch.empty_strided(self._shape, self._strides, dtype=FP32, device=self._device)
+
+    def reduced(self, held: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:
+        """The loss as it is returned."""
+        if self._sum is None:
+            return losses
+        loss = torch.empty_strided((), (), dtype=FP32, device=self._device)
+        self._sum(held, loss)
+        return loss
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Step 1 of a chunk, whose logits and then their gradient lie in weight's gradient or in the spare slab."""
+
+    in_gradient: bool
+    hidden_t: View
+    products: list[Product]
+    stats_size: int
+    stats: Launch
+    loss: Launch
+    grad: Launch | None
+    sums: tuple[int, ...] | None  # shape of the partial sums of bias's gradient
+    z_t: View
+    dhidden: View
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """Step 2 of a slice of the vocabulary: for each chunk the move of its gradient or, with hidden's part, the product
+    and the launch that compute it again; then the product for weight's gradient."""
+
+    parts: list[tuple[bool, View, Product | None, Launch]]
+    gradient: View
+    out: View
+
+
+def gradient_plan(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: Optional,
+    dloss: Optional,
+    loss: Loss,
+    needs: tuple[bool, bool, bool],
+) -> GradientPlan:
+    """Takes (hidden, weight, target, bias, dloss) like these and returns the loss and the gradients of hidden and
+    weight, in their dtype, and of bias in fp32; None where not wanted. `dloss` is that of the loss, or None for 1."""
+    p = Problem.of(hidden, weight, target, bias, loss)
+    config = configs.pick_config(p.rows, p.dim, p.vocab, p.dtype, needs[1], loss.scratch_bytes)
+    chunks = list(config.chunks(p.rows))
+    spare = [chunk.count for chunk in chunks if chunk.spare]
+    slab = Slab.of(p.vocab, max(config.spare, spare[0])) if spare else None
+    dloss_stride, dloss_copied = _incoming(dloss)
+    steps = [_step(p, chunk, config, slab, needs, dloss_stride) for chunk in chunks]
+    second = Slab.of(min(config.slice, p.vocab), p.rows)
+    walk = _walk(p, chunks, config, slab, second, dloss_stride) if needs[1] and config.in_gradient and chunks else None
+    whole = part_of(*p.hidden, slice(0, p.rows), slice(0, p.dim))
+    z_whole = slab.part(slice(0, p.vocab), slice(0, p.rows)) if slab else WHOLE
+    count, result = count_launch(p), _Result(p, target)
+    new_slab, new_second = (None if slab is None else _slab_of(p, slab)), _slab_of(p, second)
+
+    def run(
+        hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: Optional, dloss: Optional
+    ) -> tuple[torch.Tensor, Optional, Optional, Optional]:
+        if p.bounds is not None:
+            _check_target(target, *p.bounds)
+        dhidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs[0] else None
+        dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs[1] else None
+        dbias = None
+        if p.copied:
+            hidden, weight, target, bias = operands(hidden, weight, target, bias)
+        if dloss_copied:
+            dloss = dloss.reshape(-1)  # type: ignore[union-attr]
+        held, losses = result.buffers()
+        spare = None if new_slab is None else new_slab()
+        count(target, held)
+        for step in steps:
+            z = dweight if step.in_gradient else spare
+            dbias = _first_pass(step, p, z, hidden, weight, target, bias, dloss, held, losses, dhidden, dbias)
+        if dweight is not None:
+            if walk is not None:
+                _second_pass(walk, new_second(), spare, whole, hidden, weight, target, bias, dloss, held, dweight)
+            elif steps:
+                torch.mm(z_whole.of(spare), whole.of(hidden), out=dweight)  # type: ignore[arg-type]
+            else:
+                dweight.zero_()
+        if needs[2] and dbias is None:
+            dbias = torch.zeros((p.vocab,), dtype=FP32, device=p.device)
+        return result.reduced(held, losses), dhidden, dweight, dbias
+
+    return run
+
+
+def _first_pass(step, p, z, hidden, weight, target, bias, dloss, held, losses, dhidden, dbias) -> Optional:
+    """Step 1 for one chunk. Returns the gradient of bias so far."""
+    hidden_t = step.hidden_t.of(hidden)
+    for product in step.products:
+        product(weight, hidden_t, bias, z)
+    stats = torch.empty_strided((step.stats_size,), (1,), dtype=FP32, device=p.device)
+    step.stats(z, target, stats)
+    step.loss(stats, target, held, losses)
+    if step.grad is not None:
+        sums = None
+        if step.sums is not None:
+            sums = torch.empty_strided(step.sums, dense_strides(step.sums), dtype=FP32, device=p.device)
+        step.grad(z, target, held, dloss, sums)
+        if sums is not None:
+            sums = sums if sums.dim() == 1 else sums.sum(dim=0)
+            dbias = sums if dbias is None else dbias.add_(sums)
+    if dhidden is not None:
+        torch.mm(step.z_t.of(z), weight, out=step.dhidden.of(dhidden))
+    return dbias
+
+
+def _second_pass(walk, g, spare, whole, hidden, weight, target, bias, dloss, held, dweight) -> None:
+    """Step 2. The gradient of the last chunk's logits lies in `dweight`."""
+    rows = whole.of(hidden)
+    for part in walk:
+        for in_gradient, hidden_t, product, launch in part.parts:
+            if product is None:
+                launch(dweight if in_gradient else spare, g)
+            else:
+                product(weight, hidden_t.of(hidden), bias, g)
+                launch(g, target, held, dloss, None)
+        torch.mm(part.gradient.of(g), rows, out=part.out.of(dweight))
+
+
+def _step(
+    p: Problem,
+    chunk: Chunk,
+    config: Config,
+    slab: Slab | None,
+    needs: tuple[bool, bool, bool],
+    dloss_stride: int | None,
+) -> _Step:
+    z = slab if chunk.spare and slab is not None else Slab((p.vocab, p.dim))
+    columns, entries = slice(0, chunk.count), slice(0, p.vocab)
+    stats_config = configs.pick_stats_config(chunk.count, p.vocab, FP32, p.capability)
+    stats = Stats(triton.cdiv(p.vocab, stats_config.span), chunk.count, p.loss.label_smoothing != 0)
+    grad, sums = None, None
+    if chunk.kept or needs[0] or needs[2]:
+        grad, tiles = grad_launch(p, chunk, 0, p.vocab, z.shape[1], 0, dloss_stride, needs[2])
+        sums = None if not needs[2] else (p.vocab,) if tiles == 1 else (tiles, p.vocab)
+    return _Step(
+        not chunk.spare,
+        _hidden_t(p, chunk),
+        [Product.of(p, part, z.part(part, columns)) for part in p.slices(config.slice)],
+        stats.size,
+        stats_launch(p, chunk, stats, stats_config, 0, 0, p.vocab, z.shape[1]),
+        loss_launch(p, chunk, stats, stats.parts),
+        grad,
+        sums,
+        z.part(entries, columns, transposed=True),
+        part_of(p.hidden[0] if not p.copied else (), (p.dim, 1), chunk.rows, slice(0, p.dim)),
+    )
+
+
+def _walk(
+    p: Problem, chunks: list[Chunk], config: Config, slab: Slab | None, second: Slab, dloss_stride: int | None
+) -> list[_Slice]:
+    walk = []
+    for entries in p.slices(config.slice):
+        size, parts = entries.stop - entries.start, []
+        for chunk in chunks:
+            hidden_t, product = _hidden_t(p, chunk), None
+            if chunk.kept:
+                stride = slab.shape[1] if chunk.spare and slab is not None else p.dim
+                launch = move_launch(p, chunk, entries, stride, second.shape[1])
+            else:
+                product = Product.of(p, entries, second.part(slice(0, size), chunk.rows))
+                launch, _ = grad_launch(
+                    p, chunk, entries.start, size, second.shape[1], chunk.start, dloss_stride, False
+                )
+            parts.append((not chunk.spare, hidden_t, product, launch))
+        gradient = second.part(slice(0, size), slice(0, p.rows))
+        walk.append(_Slice(parts, gradient, part_of((p.vocab, p.dim), (p.dim, 1), entries, slice(0, p.dim))))
+    return walk
+
+
+def _hidden_t(p: Problem, chunk: Chunk) -> View:
+    return part_of(*p.hidden, chunk.rows, slice(0, p.dim), transposed=True)
+
+
+def _slab_of(p: Problem, slab: Slab) -> Callable[[], torch.Tensor]:
+    """Makes that memory. On a CPU with AMX oneDNN multiplies what lies behind a row of fp16 by 0, and so it must not be
+    NaN."""
+    shape, dtype, device = slab.shape, p.dtype, p.device
+    if device.type != "cuda":
+        return lambda: torch.zeros(shape, dtype=dtype, device=device)
+    return lambda: torch.empty_strided(shape, (shape[1], 1), dtype=dtype, device=device)
+
+
+def _incoming(dloss: Optional) -> tuple[int | None, bool]:
+    """The stride of an incoming gradient by rows, 0 where there is one for all, None without any; and whether it has to
+    be copied."""
+    if dloss is None:
+        return None, False
+    if dloss.dim() == 0:
+        return 0, False
+    flat = dloss.reshape(-1)
+    return flat.stride(0), copied((dloss,), (flat,))
+
+
+def _check_target(target: torch.Tensor, vocab: int, ignore_index: int) -> None:
+    wrong = target[(target != ignore_index) & ((target < 0) | (target >= vocab))]
+    if wrong.numel():
+        expected = f"in [0, {vocab}) or ignore_index = {ignore_index}"
+        raise ValueError(f"linear_cross_entropy: target must be {expected}, got {int(wrong[0])}")

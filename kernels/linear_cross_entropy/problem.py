@@ -1,0 +1,95 @@
+"""What a plan is made for, and the products of matrices in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from .layout import Held, Optional, View, copied, operands, part_of
+from .loss import Loss
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes, and the strides of the matrices as cuBLAS reads them. `bounds` of the targets are checked on a CPU alone,
+    where looking costs nothing."""
+
+    rows: int
+    dim: int
+    vocab: int
+    dtype: torch.dtype
+    device: torch.device
+    capability: tuple[int, int]
+    hidden: tuple[tuple[int, ...], tuple[int, ...]]
+    weight: tuple[tuple[int, ...], tuple[int, ...]]
+    biased: bool
+    copied: bool
+    bounds: tuple[int, int] | None
+    loss: Loss
+
+    @classmethod
+    def of(
+        cls, hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: Optional, loss: Loss
+    ) -> Problem:
+        """From arguments as `loss.check` has checked them."""
+        used = operands(hidden, weight, target, bias)
+        moved, (flat, matrix) = copied((hidden, weight, target, bias), used), used[:2]
+        return cls(
+            flat.shape[0],
+            flat.shape[1],
+            matrix.shape[0],
+            hidden.dtype,
+            hidden.device,
+            torch.cuda.get_device_capability(hidden.device) if hidden.is_cuda else (8, 0),  # the interpreter's
+            (tuple(flat.shape) if moved else tuple(hidden.shape), flat.stride()),
+            (tuple(matrix.shape), matrix.stride()),
+            bias is not None,
+            moved,
+            None if hidden.is_cuda else (matrix.shape[0], loss.ignore_index),
+            loss,
+        )
+
+    @property
+    def held(self) -> Held:
+        return Held.of(self.rows, self.loss.reduction == "none")
+
+    def slices(self, size: int) -> Iterator[slice]:
+        """The vocabulary, `size` entries at a time."""
+        for first in range(0, self.vocab, size):
+            yield slice(first, min(first + size, self.vocab))
+
+
+@dataclass(frozen=True)
+class Slab:
+    """Memory for logits zᵀ: [vocab, columns] of which a vocabulary entry begins on a 16-byte boundary."""
+
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, vocab: int, rows: int) -> Slab:
+        return cls((vocab, -(-rows // 64) * 64))
+
+    def part(self, entries: slice, rows: slice, transposed: bool = False) -> View:
+        return part_of(self.shape, (self.shape[1], 1), entries, rows, transposed)
+
+
+@dataclass(frozen=True)
+class Product:
+    """zᵀ of some vocabulary entries and rows, rounded once, so that it is what a linear layer gives."""
+
+    weight: View
+    bias: View | None
+    out: View
+
+    @classmethod
+    def of(cls, p: Problem, entries: slice, out: View) -> Product:
+        bias = View((entries.stop - entries.start, 1), (1, 1), entries.start) if p.biased else None
+        return cls(part_of(*p.weight, entries, slice(0, p.dim)), bias, out)
+
+    def __call__(self, weight: torch.Tensor, hidden_t: torch.Tensor, bias: Optional, z: torch.Tensor) -> None:
+        if self.bias is None or bias is None:
+            torch.mm(self.weight.of(weight), hidden_t, out=self.out.of(z))
+        else:
+            torch.addmm(self.bias.of(bias), self.weight.of(weight), hidden_t, out=self.out.of(z))
