@@ -256,23 +256,36 @@ def test_a_retained_graph_gives_the_same_again(kernel_name: str, leaves) -> None
     assert equal(first, torch.autograd.grad(loss, wrt))
 
 
-def test_a_second_derivative_is_refused_and_not_wrong(kernel_name: str, leaves) -> None:
-    _, fn, inputs, wrt = leaves
-    gradients = torch.autograd.grad(loss_of(fn, inputs), wrt, create_graph=True)
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        torch.autograd.grad(sum(g.sum() for g in gradients), wrt)
+def test_a_second_derivative_is_refused_or_right(kernel_name: str, leaves) -> None:
+    spec, fn, inputs, wrt = leaves
+
+    def second(op: Op) -> tuple[torch.Tensor, ...]:
+        gradients = torch.autograd.grad(loss_of(op, inputs), wrt, create_graph=True)
+        return torch.autograd.grad(sum((g * g).sum() for g in gradients), wrt)
+
+    try:
+        got = second(fn)
+    except (RuntimeError, NotImplementedError):
+        return
+    for ours, expected in zip(got, second(spec.reference), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_an_input_that_was_changed_since_is_noticed(kernel_name: str, leaves) -> None:
+def test_an_input_that_was_changed_since_is_noticed_or_does_not_matter(kernel_name: str, leaves) -> None:
     _, fn, inputs, wrt = leaves
+    want = torch.autograd.grad(loss_of(fn, inputs), wrt)
     scaled = {n: t * 1 if t is not None and any(t is w for w in wrt) else t for n, t in inputs.items()}
     loss = loss_of(fn, scaled)
     for name, value in scaled.items():
         if isinstance(value, torch.Tensor) and value.grad_fn is not None:
             with torch.no_grad():
                 scaled[name].mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(loss, wrt)
+    try:
+        got = torch.autograd.grad(loss, wrt)
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)  # noqa: PT017 (it need not raise)
+    else:
+        assert equal(want, got)
 
 
 def test_functorch_gives_what_autograd_gives_or_says_that_it_cannot(kernel_name: str, leaves) -> None:

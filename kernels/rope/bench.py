@@ -9,7 +9,7 @@ import torch
 
 from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable, Yardstick
 
-from . import kernel, rope
+from . import configs, rope
 from .reference import rope_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -175,13 +175,13 @@ def _quack_supports(case: Case, mode: str) -> str | None:
     return "needs dimensions divisible by 8" if _rotary(case) % 8 or case.dims["dim"] % 8 else None
 
 
-def _candidates(case: Case) -> list[kernel.Config]:
+def _candidates(case: Case) -> list[configs.Config]:
     heads, kv_heads = case.dims["heads"], case.dims["kv_heads"]
     found = []
     for rows in (16, 32, 64, 128):
         for most in (1, 4, 8, 32, 64):
-            q_tile, k_tile = (min(kernel._tile_heads(h, rows), most) for h in (heads, kv_heads))
-            found += [kernel.Config(rows, q_tile, k_tile, w, e) for w in (4, 8) for e in ("", "evict_last")]
+            q_tile, k_tile = (min(configs.tile_heads(h, rows), most) for h in (heads, kv_heads))
+            found += [configs.Config(rows, q_tile, k_tile, w, e) for w in (4, 8) for e in ("", "evict_last")]
     return list(dict.fromkeys(found))
 
 
@@ -204,6 +204,6 @@ SPEC = KernelSpec(
     items=lambda case: case.dims["batch"] * case.dims["seq"],
     # Few head dimensions: each is a kernel to compile. 31 to 36 has odd ones, and halves on both sides of 16.
     fuzz={"batch": (0, 3), "seq": (0, 40), "heads": (1, 5), "kv_heads": (0, 2), "dim": (31, 36)},
-    tunables=tuple(Tunable(kernel, "pick_config", mode, _candidates) for mode in ("fwd", "bwd")),
+    tunables=tuple(Tunable(configs, "pick_config", mode, _candidates) for mode in ("fwd", "bwd")),
     host_cases=(_case((1, 4, 2, 2, 64), BF16, "-host"),),
 )

@@ -1,21 +1,19 @@
-"""The public function: checks, registration with torch.library, autograd."""
+"""The public function: checks, the lean eager call, registration with torch.library, autograd."""
 
 from __future__ import annotations
 
 import torch
-import triton
 
-from .kernel import rope_into
+from .checks import FLOATS, kind, runnable
+from .launch import Plans, lean, signature
+from .plans import rope_plan
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LAYOUTS = ("bshd", "bhsd")
 MAX_DIM = 1024
 
-# Read once, like @triton.jit does. torch.compile cannot trace the reading.
-INTERPRETED: bool = triton.knobs.runtime.interpret
-
 # Named after the package, so that a copy of this folder under another name registers ops of its own.
 _NAMESPACE = __package__.replace(".", "_")
+_PLANS = Plans()
 
 
 def rope(
@@ -58,26 +56,67 @@ def rope(
     Raises TypeError for a wrong dtype; ValueError for a wrong shape, device, layout or rotary_dim, or a tensor that
     overlaps itself in place; RuntimeError for a gradient in place, or a CPU tensor outside Triton's interpreter.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"rope: layout must be one of {LAYOUTS}, got {layout!r}")
-    tokens = -3 if layout == "bshd" else -2
-    given = {"q": q} if k is None else {"q": q, "k": k}
-    _check_rows(given, tokens)
-    half = _check_tables(q, cos, sin, position_ids, tokens, rotary_dim)
-    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+    if lean(q, k, cos, sin, position_ids):
+        plan = _plan(q, k, cos, sin, position_ids, rotary_dim, interleaved, layout, inplace, False)
+        recorded = torch.is_grad_enabled() and _requires_grad(q, k, cos, sin, inplace)
+        if inplace:
+            _check_distinct(q, k)
+            plan(q, k, cos, sin, position_ids)
+            torch.autograd.graph.increment_version((q,) if k is None else (q, k))
+            return q if k is None else (q, k)
+        if recorded:
+            return _apply(q, k, cos, sin, position_ids, plan, rotary_dim, interleaved, layout)
+        rotated = plan(q, k, cos, sin, position_ids)
+        return rotated[0] if k is None else rotated
+    half = _check(q, k, cos, sin, position_ids, rotary_dim, layout, inplace)
+    if torch.is_grad_enabled():
+        _requires_grad(q, k, cos, sin, inplace)
+    if inplace:
+        _check_distinct(q, k)
+        _by_library(_rope_inplace_op, q, k, cos, sin, position_ids, half, interleaved, layout)
+        return q if k is None else (q, k)
+    rotated = _by_library(_rope_op, q, k, cos, sin, position_ids, half, interleaved, layout, False)
+    return rotated[0] if k is None else rotated
+
+
+def _plan(q, k, cos, sin, position_ids, rotary_dim, interleaved, layout, inplace, inverse):
+    """The plan for these arguments. Only for plain tensors: of others a plan would outlive what it was made from."""
+    tensors = (signature(q), signature(k), signature(cos), signature(sin), signature(position_ids))
+    key = (*tensors, rotary_dim, interleaved, layout, inplace, inverse)
+    plan = _PLANS.find(key)
+    if plan is None:
+        half = _check(q, k, cos, sin, position_ids, rotary_dim, layout, inplace)
+        plan = rope_plan(q, k, cos, sin, position_ids, interleaved, half, layout, inplace, inverse)
+        _PLANS.keep(key, plan)
+    return plan
+
+
+def _requires_grad(q, k, cos, sin, inplace) -> bool:
+    """Whether autograd has to record the call. RuntimeError for a gradient that there is not."""
+    if cos.requires_grad or sin.requires_grad:
         raise RuntimeError("rope: cos and sin get no gradient, so they must not require one: detach them")
+    if not q.requires_grad and (k is None or not k.requires_grad):
+        return False
+    if inplace:
+        name = "q" if q.requires_grad else "k"
+        raise RuntimeError(
+            f"rope: {name} requires a gradient, which inplace=True does not record: "
+            "use inplace=False, or torch.no_grad()"
+        )
+    return True
+
+
+def _by_library(op, q, k, cos, sin, position_ids, half, interleaved, layout, *inverse):
+    """Calls an op of torch.library, which takes q and k [B, S, heads, D] and tables of width R / 2."""
     if cos.shape[-1] != half:
         step = slice(0, 2 * half, 2) if interleaved else slice(0, half)
         cos, sin = cos[..., step], sin[..., step]
-    rows = [_as_bshd(x, layout) for x in given.values()]
-    k_rows = None if k is None else rows[1]
-    if inplace:
-        _check_in_place(given)
-        _rope_inplace_op(rows[0], k_rows, cos, sin, position_ids, interleaved)
-        return q if k is None else (q, k)
-    q_out, k_out = _rope_op(rows[0], k_rows, cos, sin, position_ids, interleaved, False)
-    q_out = _from_bshd(q_out, q.dim(), layout)
-    return q_out if k is None else (q_out, _from_bshd(k_out, q.dim(), layout))
+    k_rows = None if k is None else _as_bshd(k, layout)
+    made = op(_as_bshd(q, layout), k_rows, cos, sin, position_ids, interleaved, *inverse)
+    if made is None:
+        return None
+    q_out, k_out = made
+    return _from_bshd(q_out, q.dim(), layout), None if k is None else _from_bshd(k_out, q.dim(), layout)
 
 
 def _as_bshd(x: torch.Tensor, layout: str) -> torch.Tensor:
@@ -90,11 +129,26 @@ def _from_bshd(x: torch.Tensor, dims: int, layout: str) -> torch.Tensor:
     return x if dims == 4 else x.squeeze(0)
 
 
+def _check(q, k, cos, sin, position_ids, rotary_dim, layout, inplace) -> int:
+    """R / 2. What depends on more than a plan's key is checked by `_requires_grad` and `_check_distinct`."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"rope: layout must be one of {LAYOUTS}, got {layout!r}")
+    tokens = -3 if layout == "bshd" else -2
+    given = {"q": q} if k is None else {"q": q, "k": k}
+    _check_rows(given, tokens)
+    half = _check_tables(q, cos, sin, position_ids, tokens, rotary_dim)
+    if inplace:
+        for name, x in given.items():
+            if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+                raise ValueError(f"rope: {name} must not be expanded with inplace=True, its strides are {x.stride()}")
+    return half
+
+
 def _check_rows(given: dict[str, torch.Tensor], tokens: int) -> None:
     q, heads = given["q"], -5 - tokens
     for name, x in given.items():
-        if not isinstance(x, torch.Tensor) or x.dtype not in DTYPES:
-            raise TypeError(f"rope: {name} must be a tensor of float32, float16 or bfloat16, got {_kind(x)}")
+        if not isinstance(x, torch.Tensor) or x.dtype not in FLOATS:
+            raise TypeError(f"rope: {name} must be a tensor of float32, float16 or bfloat16, got {kind(x)}")
         if x.dtype != q.dtype:
             raise TypeError(f"rope: k must have q's dtype {q.dtype}, got {x.dtype}")
         if x.dim() not in (3, 4) or not 2 <= x.shape[-1] <= MAX_DIM:
@@ -105,8 +159,7 @@ def _check_rows(given: dict[str, torch.Tensor], tokens: int) -> None:
             raise ValueError(f"rope: k must be on q's device {q.device}, got {x.device}")
         if _but_for(x, heads) != _but_for(q, heads):
             raise ValueError(f"rope: k must have q's shape {tuple(q.shape)} but for the heads, got {tuple(x.shape)}")
-    if q.device.type == "cpu" and not INTERPRETED:
-        raise RuntimeError("rope: q must be on a GPU; the CPU needs Triton's interpreter (TRITON_INTERPRET=1)")
+    runnable("rope", "q", q)
 
 
 def _check_tables(
@@ -120,8 +173,8 @@ def _check_tables(
     """R / 2."""
     batch, seq, dim = 1 if q.dim() == 3 else q.shape[0], q.shape[tokens], q.shape[-1]
     for name, table in (("cos", cos), ("sin", sin)):
-        if not isinstance(table, torch.Tensor) or table.dtype not in DTYPES:
-            raise TypeError(f"rope: {name} must be a tensor of float32, float16 or bfloat16, got {_kind(table)}")
+        if not isinstance(table, torch.Tensor) or table.dtype not in FLOATS:
+            raise TypeError(f"rope: {name} must be a tensor of float32, float16 or bfloat16, got {kind(table)}")
         if table.dtype != cos.dtype:
             raise TypeError(f"rope: sin must have cos's dtype {cos.dtype}, got {table.dtype}")
         if table.device != q.device:
@@ -129,7 +182,7 @@ def _check_tables(
         if table.shape != cos.shape:
             raise ValueError(f"rope: sin must have cos's shape {tuple(cos.shape)}, got {tuple(table.shape)}")
     width = cos.shape[-1] if cos.dim() else 0
-    rotary = rotary_dim if rotary_dim is not None else dim if width == dim else 2 * width
+    rotary = _rotary(dim, width, rotary_dim)
     if rotary % 2 or not 2 <= rotary <= dim or width not in (rotary, rotary // 2):
         raise ValueError(
             f"rope: cos and sin must be R / 2 or R wide with rotary_dim = R even and 2 <= R <= D = {dim}, "
@@ -143,7 +196,7 @@ def _check_tables(
             raise ValueError(f"rope: cos and sin must have a row for each of {seq} positions, got {cos.shape[-2]}")
         return rotary // 2
     if not isinstance(position_ids, torch.Tensor) or position_ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"rope: position_ids must be a tensor of int32 or int64, got {_kind(position_ids)}")
+        raise TypeError(f"rope: position_ids must be a tensor of int32 or int64, got {kind(position_ids)}")
     if cos.dim() == 3:
         raise ValueError(f"rope: position_ids need tables [P, W], but cos is {tuple(cos.shape)}")
     if tuple(position_ids.shape) not in ((seq,), (1, seq), (batch, seq)):
@@ -154,17 +207,16 @@ def _check_tables(
     return rotary // 2
 
 
-def _check_in_place(given: dict[str, torch.Tensor]) -> None:
-    for name, x in given.items():
-        if torch.is_grad_enabled() and x.requires_grad:
-            raise RuntimeError(
-                f"rope: {name} requires a gradient, which inplace=True does not record: "
-                "use inplace=False, or torch.no_grad()"
-            )
-        if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
-            raise ValueError(f"rope: {name} must not be expanded with inplace=True, its strides are {x.stride()}")
-    if given.get("k") is given["q"]:
+def _check_distinct(q: torch.Tensor, k: torch.Tensor | None) -> None:
+    if k is q:
         raise ValueError("rope: k must not be q itself with inplace=True")
+
+
+def _rotary(dim: int, width: int, rotary_dim: int | None) -> int:
+    """R."""
+    if rotary_dim is not None:
+        return rotary_dim
+    return dim if width == dim else 2 * width
 
 
 def _but_for(x: torch.Tensor, dim: int) -> list[int]:
@@ -172,8 +224,48 @@ def _but_for(x: torch.Tensor, dim: int) -> list[int]:
     return [*x.shape[:dim], *x.shape[x.dim() + dim + 1 :]]
 
 
-def _kind(value: object) -> str:
-    return str(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
+class _Rope(torch.autograd.Function):
+    """Of eager calls. The gradient goes through torch.library where something traces, transforms or derives it."""
+
+    @staticmethod
+    def forward(ctx, q, k, cos, sin, position_ids, plan, rotary_dim, interleaved, layout):
+        ctx.set_materialize_grads(False)
+        ctx.options = rotary_dim, interleaved, layout
+        ctx.save_for_backward(cos, sin, position_ids)  # a rotation's gradient is the rotation back: no q, no k
+        rotated = plan(q, k, cos, sin, position_ids)
+        return rotated[0] if k is None else rotated
+
+    @staticmethod
+    def backward(ctx, dq, dk=None):
+        need_dq, need_dk, *_ = ctx.needs_input_grad
+        dq, dk = dq if need_dq else None, dk if need_dk else None
+        if dq is not None:
+            dq, dk = _gradients(dq, dk, *ctx.saved_tensors, *ctx.options)
+        elif dk is not None:
+            dk, _ = _gradients(dk, None, *ctx.saved_tensors, *ctx.options)
+        return dq, dk, None, None, None, None, None, None, None
+
+
+# What torch.autograd.Function.apply does before this is for functorch, and `lean` has seen that it is not at work.
+_apply = super(torch.autograd.Function, _Rope).apply
+
+
+def _gradients(dq, dk, cos, sin, position_ids, rotary_dim, interleaved, layout):
+    """dq and dk (which may be None) rotated back."""
+    if lean(dq, dk, cos, sin, position_ids) and not torch.is_grad_enabled():
+        plan = _plan(dq, dk, cos, sin, position_ids, rotary_dim, interleaved, layout, False, True)
+        return plan(dq, dk, cos, sin, position_ids)
+    half = _rotary(dq.shape[-1], cos.shape[-1], rotary_dim) // 2
+    return _by_library(_rope_op, dq, dk, cos, sin, position_ids, half, interleaved, layout, True)
+
+
+def _run(q, k, cos, sin, position_ids, interleaved, inplace, inverse):
+    half = cos.shape[-1]
+    if lean(q, k, cos, sin, position_ids):
+        plan = _plan(q, k, cos, sin, position_ids, 2 * half, interleaved, "bshd", inplace, inverse)
+    else:
+        plan = rope_plan(q, k, cos, sin, position_ids, interleaved, half, "bshd", inplace, inverse)
+    return plan(q, k, cos, sin, position_ids)
 
 
 def _empty_like(x: torch.Tensor) -> torch.Tensor:
@@ -194,10 +286,8 @@ def _rope_op(
     inverse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q and k [B, S, heads, D], with any strides, rotated by the angle or, `inverse`, by its negative."""
-    q_out = _empty_like(q)
-    k_out = q.new_empty(0) if k is None else _empty_like(k)
-    rope_into(q, q_out, k, k_out, cos, sin, position_ids, interleaved, inverse)
-    return q_out, k_out
+    q_out, k_out = _run(q, k, cos, sin, position_ids, interleaved, False, inverse)
+    return q_out, q.new_empty(0) if k_out is None else k_out
 
 
 @_rope_op.register_fake
@@ -214,7 +304,7 @@ def _rope_inplace_op(
     position_ids: torch.Tensor | None,
     interleaved: bool,
 ) -> None:
-    rope_into(q, q, k, k, cos, sin, position_ids, interleaved, False)
+    _run(q, k, cos, sin, position_ids, interleaved, True, False)
 
 
 @_rope_inplace_op.register_fake

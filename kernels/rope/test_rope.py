@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from . import kernel, rope
+from . import configs, plans, rope
 from .reference import rope_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -93,7 +93,7 @@ def test_slices_of_a_projection_are_read_and_written_in_place(inplace, launched)
     turned = rope(q, k, cos, sin, layout="bhsd", inplace=inplace)
     torch.testing.assert_close(turned, expected)
     (args, _) = launched[0]
-    assert (args[0].data_ptr(), args[4].data_ptr()) == (q.data_ptr(), k.data_ptr())
+    assert (args[0].data_ptr(), args[2].data_ptr()) == (q.data_ptr(), k.data_ptr())
     if inplace:
         assert turned[0] is q and turned[1] is k
         assert torch.equal(v, before[..., 96:].unflatten(-1, (-1, 16)).transpose(1, 2))
@@ -223,14 +223,14 @@ def test_the_same_tensor_twice_is_refused_in_place() -> None:
 def test_every_config_covers_its_rows_with_little_padding(heads, dims) -> None:
     for kv_heads in (0, 1, heads):
         outer = (heads % 2 == 0, kv_heads % 2 == 0)
-        config = kernel.pick_config(3, 777, (heads, kv_heads), outer, dims, torch.bfloat16, (9, 0))
+        config = configs.pick_config(3, 777, (heads, kv_heads), outer, dims, torch.bfloat16, (9, 0))
         for block, count in ((config.q_heads, heads), (config.k_heads, kv_heads)):
             assert block <= config.rows and config.rows % block == 0
             assert math.ceil(count / block) * block <= count * 9 / 8
 
 
 def test_a_step_of_decoding_needs_two_tiles_a_sequence() -> None:
-    config = kernel.pick_config(64, 1, (32, 1), (True, True), (128, 0), torch.bfloat16, (9, 0))
+    config = configs.pick_config(64, 1, (32, 1), (True, True), (128, 0), torch.bfloat16, (9, 0))
     assert config.q_heads == config.k_heads == config.rows
 
 
@@ -264,6 +264,6 @@ def launched(monkeypatch) -> list:
 
             return launch
 
-    jit = kernel._rope_kernel
-    monkeypatch.setattr(kernel, "_rope_kernel", Spy())
+    jit = plans._rope_kernel
+    monkeypatch.setattr(plans, "_rope_kernel", Spy())
     return calls
