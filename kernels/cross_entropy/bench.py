@@ -234,10 +234,6 @@ def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
     return None
 
 
-def _repeats(implementation: str, case: Case, mode: str) -> str | None:
-    return _unsupported_reason(implementation, case, mode) or _alias_reason(implementation, case, mode)
-
-
 ALONE = tuple(case for case in CASES if case.bench and not case.params.get("with_grad"))
 IN_PLACE = tuple(case for case in CASES if case.bench and case.params.get("with_grad"))
 
@@ -245,7 +241,8 @@ SPEC = KernelSpec(
     name="cross_entropy",
     implementations={"auto": _op, "triton": partial(_op, backend="triton"), "cuda": partial(_op, backend="cuda")},
     min_capability={"cuda": (9, 0)},
-    repeats=_repeats,
+    unsupported_reason=_unsupported_reason,
+    alias_reason=_alias_reason,
     baselines=(
         EAGER,
         COMPILED,

@@ -124,7 +124,7 @@ def cross_entropy_and_grad(
             grad = logits
         else:
             out, z, lse, grad = library.fwd_grad_op(logits.detach(), target, weight, backend, *loss)
-    results = [out, grad]
+    results: list[torch.Tensor | None] = [out, grad]
     results += [z] if return_z_loss else []
     results += [lse] if return_lse else []
     return tuple(results)
