@@ -127,8 +127,9 @@ def unfit(case: Case, capability: tuple[int, int]) -> str | None:
     """Why a host with GPUs of that compute capability cannot run the case, or None."""
     if capability < case.min_capability:
         return _needs(case.min_capability)
-    found = torch.cuda.device_count()
-    return f"needs {case.world_size} GPUs of one host, found {found}" if found < case.world_size else None
+    if case.world_size > 1 and (found := torch.cuda.device_count()) < case.world_size:
+        return f"needs {case.world_size} GPUs of one host, found {found}"
+    return None
 
 
 def _needs(capability: tuple[int, int]) -> str:

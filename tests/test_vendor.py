@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import SequenceMatcher
 from pathlib import Path
 
 import pytest
@@ -17,16 +18,14 @@ def test_no_copy_differs_from_its_part() -> None:
     assert not stale, "run `nox -s vendor`; a change belongs into parts/"
 
 
-def test_no_folder_holds_a_file_of_a_part_s_name_that_is_no_copy() -> None:
-    """An unmarked copy would drift unseen."""
-    names = vendor.names(registry.ROOT)
-    unmarked = [
-        path
-        for name in names
-        for path in registry.ROOT.glob(f"kernels/*/**/{Path(name).name}")
-        if vendor.part_of(path) not in names
-    ]
-    assert not unmarked
+def test_no_folder_holds_an_unmarked_copy() -> None:
+    """It would drift unseen. A file of a part's name that is half the part is one."""
+    for name in vendor.names(registry.ROOT):
+        part = (registry.ROOT / "parts" / name).read_text(encoding="utf-8").splitlines()
+        for path in registry.ROOT.glob(f"kernels/*/**/{Path(name).name}"):
+            if vendor.part_of(path) is None:
+                lines = path.read_text(encoding="utf-8").splitlines()
+                assert SequenceMatcher(None, part, lines, autojunk=False).ratio() < 0.5, path
 
 
 @pytest.fixture

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from . import calls, library
+from .checks import no_tangent
 from .launch import lean
 from .loss import Loss, check, check_inplace
 
@@ -124,7 +127,7 @@ def cross_entropy_and_grad(
             grad = logits
         else:
             out, z, lse, grad = library.fwd_grad_op(logits.detach(), target, weight, backend, *loss)
-    results: list[torch.Tensor | None] = [out, grad]
+    results: list[Any] = [out, grad]
     results += [z] if return_z_loss else []
     results += [lse] if return_lse else []
     return tuple(results)
@@ -144,6 +147,7 @@ def _asked(out: torch.Tensor, z: torch.Tensor | None, lse: torch.Tensor | None):
 
 def _checked(logits, target, weight, ignore_index, options, inplace, backend) -> Loss:
     """Raises what the docstrings of the public functions name."""
+    no_tangent("cross_entropy", logits, weight)
     label_smoothing, reduction, z_loss, softcap, *_ = options
     check(logits, target, weight, ignore_index, label_smoothing, reduction, z_loss, softcap, backend)
     if inplace:
