@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable
 
-from . import AdamW, PointerTables, adamw, kernel
+from . import AdamW, PointerTables, adamw, configs
 from .reference import adamw_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -244,9 +244,9 @@ def _torch_can(case: Case, mode: str) -> str | None:
     return "not written for this case" if params.get("on_device") or "grad_scale" in params else None
 
 
-def _candidates(case: Case) -> list[kernel.Config]:
+def _candidates(case: Case) -> list[configs.Config]:
     tiles = ((512, 4), (1024, 4), (1024, 8), (2048, 8), (2048, 16), (4096, 16))
-    return [kernel.Config(b, w, e) for b, w in tiles for e in ("", "evict_first", "evict_last")]
+    return [configs.Config(b, w, e) for b, w in tiles for e in ("", "evict_first", "evict_last")]
 
 
 SPEC = KernelSpec(
@@ -268,7 +268,7 @@ SPEC = KernelSpec(
     unit="parameters",
     items=lambda case: sum(torch.Size(shape).numel() for shape in _shapes(case)),
     fuzz={"rows": (0, 20), "cols": (1, 130)},
-    tunables=(Tunable(kernel, "pick_config", "step", _candidates),),
+    tunables=(Tunable(configs, "pick_config", "step", _candidates),),
     host_cases=(make_case("100-small-host", pieces(100, 0, 4, 64), FP32),),
     host_ops={"triton": _optimizer(AdamW), "fused": _optimizer(torch.optim.AdamW, fused=True)},
 )

@@ -1,4 +1,4 @@
-"""AdamW: the kernels, which find their tensors in a table of addresses (`tables`), and their launchers.
+"""AdamW: the kernels, which find their tensors in a table of addresses (`tables`).
 
 Napkin maths, one NVIDIA H200 that copies 4254 GB/s: with fp32 states every element of every kind costs
   fp32 parameters                 reads p g m v (16), writes p m v (12)       28 bytes    268 M: 7.5 GB, 1.77 ms
@@ -9,10 +9,6 @@ and about 25 FLOPs, of which a GPU has a hundred to spare in that time. So it is
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
 
@@ -30,33 +26,7 @@ from .tables import (
     STEP,
     STOCHASTIC,
     STREAM,
-    PointerTables,
-    Tensors,
 )
-
-STEP_BLOCK = 1024  # steps that one CTA counts up
-EVICT_LAST_ELEMENTS = 4_000_000  # about 110 MB, twice the L2 of an H100 or H200
-
-
-@dataclass(frozen=True)
-class Config:
-    """A CTA for each `block` elements of a tensor. `eviction` is the L2 policy of the loads."""
-
-    block: int
-    num_warps: int
-    eviction: str
-
-
-def pick_config(elements: int, capability: tuple[int, int]) -> Config:
-    """Configuration for that many elements in all. Pure.
-
-    Four elements a thread are one access of 16 bytes to each tensor in fp32 and leave the kernel at 32 registers, so
-    that a multiprocessor is full of threads. On an H200 that moved 268 M fp32 parameters at 4255 GB/s, as fast as a
-    copy; eight elements at 4115 to 4255, and in half precision those cost exchanges through shared memory. With
-    evict_last it was 4327 GB/s, presumably because the results then leave L2 early and in order. Where all fits in L2
-    that would be no gain; how small is too small for it was not measured.
-    """
-    return Config(1024, 8, "evict_last" if elements > EVICT_LAST_ELEMENTS else "")
 
 
 @triton.jit
@@ -175,7 +145,7 @@ def _adamw_kernel(
     log_beta2,
     eps,
     weight_decay,
-    seed,
+    seed: tl.int64,  # of one type whatever its value: Triton would compile the kernel again for a seed past 2^31
     KINDS: tl.constexpr,
     LR_IN_MEMORY: tl.constexpr,
     STEP_IN_TABLE: tl.constexpr,
@@ -236,59 +206,3 @@ def _adamw_step_kernel(rows_ptr, found_inf_ptr, tensors, BLOCK: tl.constexpr):
     mask = row < tensors
     step_ptr = tl.load(rows_ptr + row * COLUMNS + STEP, mask=mask, other=0).to(tl.pointer_type(tl.float32))
     tl.store(step_ptr, tl.load(step_ptr, mask=mask) + 1.0, mask=mask)
-
-
-def adamw_step(
-    tensors: Tensors,
-    tables: PointerTables,
-    step: float | None,
-    lr: float | torch.Tensor,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    maximize: bool,
-    seed: int,
-    grad_scale: torch.Tensor | None,
-    found_inf: torch.Tensor | None,
-    advance: bool = False,
-) -> None:
-    """One step of all tensors in one launch; before it, with `advance`, another that counts their steps up. A `step` of
-    None stands in the table. Everything as `op` has checked it."""
-    if not tensors.params:
-        return
-    first = tensors.params[0]
-    with torch.cuda.device_of(first):
-        # The interpreter stands for an sm_80.
-        capability = torch.cuda.get_device_capability(first.device) if first.is_cuda else (8, 0)
-        config = pick_config(sum(t.numel() for t in tensors.params), capability)
-        table = tables.find(tensors, config.block)
-        if advance:
-            grid = (triton.cdiv(len(table.rows), STEP_BLOCK),)
-            _adamw_step_kernel[grid](table.rows, found_inf, len(table.rows), BLOCK=STEP_BLOCK)
-        if not len(table.owners):
-            return
-        _adamw_kernel[(len(table.owners),)](
-            table.rows,
-            table.owners,
-            lr,
-            step,
-            grad_scale,
-            found_inf,
-            betas[0],
-            betas[1],
-            1 - betas[0],
-            1 - betas[1],
-            *(math.log(beta) if beta else -math.inf for beta in betas),
-            eps,
-            weight_decay,
-            seed,
-            KINDS=table.kinds,
-            LR_IN_MEMORY=isinstance(lr, torch.Tensor),
-            STEP_IN_TABLE=step is None,
-            DECAY=weight_decay != 0,
-            MAXIMIZE=maximize,
-            BLOCK=config.block,
-            SMALL=32 * config.num_warps,
-            EVICTION=config.eviction,
-            num_warps=config.num_warps,
-        )

@@ -20,6 +20,7 @@ def dense(tensors: Tensors) -> Iterator[Tensors]:
     if all(False not in [t is None or t.is_contiguous() for t in column] for column in columns):
         yield tensors
         return
+    copied = False
     back: list[tuple[torch.Tensor, torch.Tensor]] = []
     new: list[list[Any]] = [list(column) for column in columns]
     grads = new[1]
@@ -30,9 +31,12 @@ def dense(tensors: Tensors) -> Iterator[Tensors]:
             if tensor is None or _same_order(tensor.shape, tensor.stride(), order):
                 continue
             copy = torch.empty_strided(tensor.shape, order, dtype=tensor.dtype, device=tensor.device)
-            column[index] = copy.copy_(tensor)
+            column[index], copied = copy.copy_(tensor), True
             if column is not grads:
                 back.append((tensor, copy))
+    if not copied:
+        yield tensors
+        return
     params, grads, exp_avgs, exp_avg_sqs, masters = new
     yield replace(tensors, params=params, grads=grads, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs, masters=masters)
     for tensor, copy in back:

@@ -1,20 +1,25 @@
-"""The public functions: checks, registration with torch.library. `AdamW` is in `optimizer`."""
+"""The public function: checks, the lean eager call, registration with torch.library. `AdamW` is in `optimizer`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from operator import attrgetter
+from typing import Any
 
 import torch
 
 from .checks import check_hyperparameters, check_scalar, check_seed, check_tensors
-from .kernel import adamw_step
+from .launch import Plans, lean
 from .memory import dense
 from .optimizer import AdamW as AdamW
+from .plans import update_of
 from .tables import PointerTables as PointerTables
 from .tables import Tensors
 
 # Named after the package, so that a copy of this folder under another name registers ops of its own.
 _NAMESPACE = __package__.replace(".", "_")
+# Lists of tensors that have been checked, by all that the checks look at. Few, for a key is as long as the lists.
+_CHECKED = Plans(size=16)
 
 
 def adamw(
@@ -71,7 +76,12 @@ def adamw(
     CPU tensors outside Triton's interpreter.
     """
     check_hyperparameters(lr, betas, eps, weight_decay)
-    check_tensors(params, grads, exp_avgs, exp_avg_sqs, master_params, stochastic_rounding)
+    plain = _plain(params, grads, exp_avgs, exp_avg_sqs, master_params)
+    key = _key(params, grads, exp_avgs, exp_avg_sqs, master_params, stochastic_rounding) if plain else None
+    if key is None or _CHECKED.find(key) is None:
+        check_tensors(params, grads, exp_avgs, exp_avg_sqs, master_params, stochastic_rounding)
+        if key is not None:
+            _CHECKED.keep(key, True)
     check_seed(seed)
     if tables is not None and not isinstance(tables, PointerTables):
         raise TypeError(f"adamw: tables must be a PointerTables, got {type(tables).__name__}")
@@ -85,9 +95,16 @@ def adamw(
     if lr_tensor is not None and lr_tensor.device != device:
         raise ValueError(f"adamw: lr must be on the device of params, {device}, got {lr_tensor.device}")
     number, steps = _steps(step, len(params), device)
-    masters = [] if master_params is None else list(master_params)
-    present = [i for i, master in enumerate(masters) if master is not None]
+    masters = [None] * len(params) if master_params is None else list(master_params)
     with torch.no_grad():
+        if plain and lean(params[0], lr_tensor, grad_scale, found_inf, *steps):
+            columns = (list(params), list(grads), list(exp_avgs), list(exp_avg_sqs), masters, steps)
+            rates = (lr, betas, eps, weight_decay, maximize, seed, grad_scale, found_inf)
+            _step(columns, stochastic_rounding, tables or PointerTables.of(0), None if steps else number, rates)
+            written = [*params, *exp_avgs, *exp_avg_sqs, *(t for t in masters if t is not None)]
+            torch.autograd.graph.increment_version(written)
+            return
+        present = [i for i, master in enumerate(masters) if master is not None]
         _adamw_op(
             list(params),
             list(grads),
@@ -110,6 +127,44 @@ def adamw(
             found_inf,
             0 if tables is None else tables.handle,
         )
+
+
+def _plain(*lists: Any) -> bool:
+    """Whether these are lists of plain tensors in an eager call."""
+    if not all(isinstance(tensors, list | tuple) for tensors in lists[:-1]) or not lists[0]:
+        return False
+    masters = lists[-1]
+    if masters is not None and not isinstance(masters, list | tuple):
+        return False
+    first, *others = (tensor for tensors in lists if tensors for tensor in tensors)
+    return lean(first, *others)
+
+
+def _key(*lists: Any) -> Hashable:
+    """All that `check_tensors` looks at. None for tensors without strides, which it rejects."""
+    *columns, masters, stochastic_rounding = lists
+    tensors = [tensor for column in columns for tensor in column]
+    present = None if masters is None else tuple([master is not None for master in masters])
+    if masters is not None:
+        tensors += [master for master in masters if master is not None]
+    try:
+        strides = tuple(map(torch.Tensor.stride, tensors))
+    except (RuntimeError, TypeError):  # a sparse tensor, or none
+        return None
+    counts = tuple(map(len, columns))
+    return (counts, present, bool(stochastic_rounding), strides, *map(_SHAPE_AND_MORE, tensors))
+
+
+_SHAPE_AND_MORE = attrgetter("shape", "dtype", "device")
+
+
+def _step(
+    columns: tuple[list[Any], ...], stochastic: bool, tables: PointerTables, step: float | None, rates: tuple[Any, ...]
+) -> None:
+    """One step of checked tensors, params to steps in the order of `Tensors`."""
+    given = Tensors(*columns, list(range(len(columns[0]))), stochastic)
+    with dense(given) as tensors:
+        update_of(tensors, tables)(step, *rates)
 
 
 def _steps(step: object, count: int, device: torch.device) -> tuple[float, list[torch.Tensor]]:
@@ -155,30 +210,11 @@ def _adamw_op(
 ) -> None:
     """master_params are those that there are, master_of the parameters to which they belong."""
     masters = dict(zip(master_of, master_params, strict=True))
-    given = Tensors(
-        list(params),
-        list(grads),
-        list(exp_avgs),
-        list(exp_avg_sqs),
-        [masters.get(i) for i in range(len(params))],
-        list(steps),
-        list(range(len(params))),
-        stochastic_rounding,
-    )
-    with dense(given) as tensors:
-        adamw_step(
-            tensors,
-            PointerTables.of(tables),
-            None if steps else step,
-            lr if lr_tensor is None else lr_tensor,
-            (beta1, beta2),
-            eps,
-            weight_decay,
-            maximize,
-            seed,
-            grad_scale,
-            found_inf,
-        )
+    every = [masters.get(i) for i in range(len(params))]
+    columns = (list(params), list(grads), list(exp_avgs), list(exp_avg_sqs), every, list(steps))
+    rate = lr if lr_tensor is None else lr_tensor
+    rates = (rate, (beta1, beta2), eps, weight_decay, maximize, seed, grad_scale, found_inf)
+    _step(columns, stochastic_rounding, PointerTables.of(tables), None if steps else step, rates)
 
 
 @_adamw_op.register_fake

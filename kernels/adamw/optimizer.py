@@ -10,12 +10,19 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .checks import DTYPES, NAMES, check_hyperparameters, check_kind, check_seed
-from .kernel import adamw_step
 from .memory import dense
+from .plans import Update, update_of
 from .tables import PointerTables, Tensors
 
 # What a parameter has in `state`, all of it fp32 whatever its own dtype. A master weight only where it was asked for.
 STATES = ("step", "exp_avg", "exp_avg_sq", "master_param")
+
+
+TABLES_OF_A_GROUP = 8  # the memory of the gradients may alternate
+
+_NO_STATE: dict[str, Any] = {}
+_address, _dense = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
+_size, _strides = torch.Tensor.numel, torch.Tensor.stride
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,7 @@ class AdamW(torch.optim.Optimizer):
         """Like PyTorch's; refuses what this optimizer cannot do."""
         _check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
+        self._tables.capacity = TABLES_OF_A_GROUP * len(self.param_groups)
         group = self.param_groups[-1]
         try:
             _check_params(group)
@@ -126,65 +134,130 @@ class AdamW(torch.optim.Optimizer):
                 loss = closure()
         first = 0
         for group in self.param_groups:
-            for device, tensors in self._with_grads(group, first).items():
-                self._update(group, device, tensors)
+            self._update(group, first)
             first += len(group["params"])
         return loss
 
-    def _with_grads(self, group: dict[str, Any], first: int) -> dict[torch.device, Tensors]:
-        """What of a group is to be updated, by device. `first` is the number of its first parameter."""
-        master_weights = group["master_weights"]
-        found: dict[torch.device, list[int]] = {}
-        params, grads = group["params"], [param.grad for param in group["params"]]
-        for index, grad in enumerate(grads):
-            if grad is None:
-                continue
-            if grad.is_sparse:
-                raise RuntimeError("AdamW: params must have dense gradients, got a sparse one")
-            found.setdefault(params[index].device, []).append(index)
-        tensors = {}
-        for device, chosen in found.items():
+    @torch.compiler.disable
+    def _update(self, group: dict[str, Any], first: int) -> None:
+        """A step of one group, `first` being the number of its first parameter.
+
+        What is the same as in an earlier step is found by the addresses of all tensors and by whatever else a table
+        depends on; nothing is built, checked or copied then.
+        """
+        params = group["params"]
+        grads = [grad for param in params if (grad := param.grad) is not None]
+        chosen: tuple[int, ...] | None = None  # all of them
+        if len(grads) != len(params):
+            chosen = tuple([index for index, param in enumerate(params) if param.grad is not None])
+            params = [params[index] for index in chosen]
+        if not grads:
+            return
+        try:
+            key, written = self._key(group, params, grads)
+        except (KeyError, RuntimeError):  # a parameter without its states; a sparse gradient
+            self._begin(group, params, grads)
+            key, written = self._key(group, params, grads)
+        key = (first, chosen, *key)
+        updates = self._tables.find(key)
+        if updates is not None:
+            for update in updates:
+                self._run(group, update)
+        else:
+            numbers = range(len(params)) if chosen is None else chosen
+            self._first_run(group, key, params, grads, [first + index for index in numbers])
+        # As any operation in place does: autograd then refuses a backward through what was there before.
+        torch.autograd.graph.increment_version(written)
+
+    def _key(
+        self, group: dict[str, Any], params: list[torch.Tensor], grads: list[torch.Tensor]
+    ) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
+        """All that an update of these parameters depends on, and the tensors that it writes. KeyError where a state is
+        missing. The ids tell apart tensors of other strides or dtype at one address."""
+        state, none = self.state, _NO_STATE
+        states = [state.get(param, none) for param in params]
+        exp_avgs, exp_avg_sqs = [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
+        written = [*params, *exp_avgs, *exp_avg_sqs, *[s["step"] for s in states]]
+        if group["master_weights"]:
+            written += [s["master_param"] for s, p in zip(states, params, strict=True) if p.dtype != torch.float32]
+        strides: tuple[Any, ...] = ()
+        if not (all(map(_dense, params)) and all(map(_dense, grads))):
+            strides = (*map(_strides, params), *map(_strides, grads))
+        key = (
+            group["master_weights"],
+            group["stochastic_rounding"],
+            params[0].device,
+            *[p.dtype for p in params],
+            *[g.dtype for g in grads],
+            *map(id, params),
+            *map(id, exp_avgs),
+            *map(id, exp_avg_sqs),
+            *map(_size, params),
+            *map(_address, written),
+            *map(_address, grads),
+            *strides,
+        )
+        return key, written
+
+    def _begin(self, group: dict[str, Any], params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+        if any(grad.layout != torch.strided for grad in grads):
+            raise RuntimeError("AdamW: params must have dense gradients, got a sparse one")
+        for param in params:
+            _begin(self.state[param], param, group["master_weights"])
+
+    def _first_run(
+        self,
+        group: dict[str, Any],
+        key: tuple[Any, ...],
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        numbers: list[int],
+    ) -> None:
+        """The step of a group whose tensors are not known yet. What it makes is kept under `key`, unless tensors had to
+        be copied to be dense, which each step must do again."""
+        of_device: dict[torch.device, list[int]] = {}
+        for index, param in enumerate(params):
+            of_device.setdefault(param.device, []).append(index)
+        updates, copied = [], False
+        for chosen in of_device.values():
             states = [self.state[params[i]] for i in chosen]
-            for i, state in zip(chosen, states, strict=True):
-                if len(state) < 3 or (master_weights and "master_param" not in state):
-                    _begin(state, params[i], master_weights)
-            tensors[device] = Tensors(
+            masters = [state.get("master_param") if group["master_weights"] else None for state in states]
+            tensors = Tensors(
                 [params[i] for i in chosen],
                 [grads[i] for i in chosen],
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
-                [state.get("master_param") for state in states] if master_weights else [None] * len(states),
+                masters,
                 [state["step"] for state in states],
-                [first + i for i in chosen],
+                [numbers[i] for i in chosen],
                 group["stochastic_rounding"],
             )
-        return tensors
+            with dense(tensors) as given:
+                update = Update(given, self._tables) if given is tensors else update_of(given, self._tables)
+                self._run(group, update)
+            updates.append(update)
+            copied = copied or given is not tensors
+        if not copied:
+            self._tables.keep(key, updates)
+
+    def _run(self, group: dict[str, Any], update: Update) -> None:
+        device = update.device
+        update(
+            None,
+            _lr_on(group["lr"], device),
+            group["betas"],
+            group["eps"],
+            group["weight_decay"],
+            group["maximize"],
+            group["seed"],
+            self._of_scaler("grad_scale", device),
+            self._of_scaler("found_inf", device),
+            advance=True,
+        )
 
     def _of_scaler(self, name: str, device: torch.device) -> torch.Tensor | None:
         tensor = getattr(self, name, None)
         return None if tensor is None else tensor.to(device, non_blocking=True)
-
-    @torch.compiler.disable
-    def _update(self, group: dict[str, Any], device: torch.device, tensors: Tensors) -> None:
-        written = [*tensors.params, *tensors.exp_avgs, *tensors.exp_avg_sqs, *tensors.steps]
-        written += [t for t in tensors.masters if t is not None]
-        with dense(tensors) as given:
-            adamw_step(
-                given,
-                self._tables,
-                None,
-                _lr_on(group["lr"], device),
-                group["betas"],
-                group["eps"],
-                group["weight_decay"],
-                group["maximize"],
-                group["seed"],
-                self._of_scaler("grad_scale", device),
-                self._of_scaler("found_inf", device),
-                advance=True,
-            )
-        # As any operation in place does: autograd then refuses a backward through what was there before.
-        torch.autograd.graph.increment_version(written)
 
 
 def _check_group(group: dict[str, Any]) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Hashable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, count, repeat
 from typing import Any
@@ -15,6 +17,8 @@ from weakref import WeakValueDictionary
 
 import torch
 import triton.language as tl
+
+from .launch import raw_stream
 
 # The columns of the table. An absent tensor has the address 0.
 COLUMNS = tl.constexpr(10)
@@ -45,6 +49,12 @@ class Tensors:
         columns = (self.params, self.grads, self.exp_avgs, self.exp_avg_sqs, self.masters, self.steps)
         return tuple([0 if t is None else t.data_ptr() for t in column] for column in columns)
 
+    def key(self) -> tuple[Any, ...]:
+        """All that a table depends on."""
+        dtypes = tuple(t.dtype for t in (*self.params, *self.grads))
+        sizes = tuple(t.numel() for t in self.params)
+        return (self.params[0].device, self.stochastic, tuple(self.streams), sizes, dtypes, *map(tuple, self.addresses()))
+
     def kind(self, index: int) -> tuple[Any, Any, int]:
         """Types of parameter and gradient, and how the parameter comes about: what the kernel is specialised for."""
         dtype = self.params[index].dtype
@@ -59,13 +69,11 @@ class Tensors:
 @dataclass(frozen=True)
 class Table:
     """On the device: `rows` int64 [parameters, COLUMNS], `owners` int32 [CTAs]. `kinds` is what the column KIND counts
-    through, `layout` what the owners follow from, `stream` the one on which the copies were queued, `pinned` the host
-    memory that they read."""
+    through, `stream` the one on which the copies were queued, `pinned` the host memory that they read."""
 
     rows: torch.Tensor
     owners: torch.Tensor
     kinds: tuple[tuple[Any, Any, int], ...]
-    layout: tuple[Any, ...]
     stream: int
     pinned: tuple[torch.Tensor, ...]
 
@@ -81,7 +89,8 @@ class PointerTables:
     def __init__(self, capacity: int = 8) -> None:
         self.capacity = capacity
         self.built = 0
-        self._tables: OrderedDict[tuple[Any, ...], Table] = OrderedDict()
+        self._kept: OrderedDict[Hashable, Any] = OrderedDict()
+        self._owners: WeakValueDictionary[Hashable, torch.Tensor] = WeakValueDictionary()
         self._in_graphs: dict[int, Table] = {}
         # A handle is what an op of torch.library can take in the place of an object.
         self.handle = next(_handles)
@@ -99,52 +108,78 @@ class PointerTables:
     def __reduce__(self) -> tuple[Any, ...]:
         return PointerTables, (self.capacity,)  # the tensors of a copy lie elsewhere
 
-    def find(self, tensors: Tensors, block: int) -> Table:
-        """The table of these tensors, for CTAs of `block` elements. Never waits for the GPU."""
-        addresses = tensors.addresses()
-        sizes = tuple(t.numel() for t in tensors.params)
-        layout = (block, tensors.params[0].device, sizes)
-        dtypes = tuple(t.dtype for t in (*tensors.params, *tensors.grads))
-        key = (layout, dtypes, tensors.stochastic, tuple(tensors.streams), *map(tuple, addresses))
-        stream, capturing = _stream(tensors.params[0].device)
-        table = self._tables.get(key)
-        if table is None:
-            table = self._build(tensors, addresses, layout, stream)
-            # During capture the copies are recorded, not made: what they fill holds nothing until the first replay.
-            if not capturing:
-                self._tables[key] = table
-                if len(self._tables) > self.capacity:
-                    self._tables.popitem(last=False)
-        else:
-            self._tables.move_to_end(key)
-        if capturing:
-            self._in_graphs[id(table)] = table
-        elif stream != table.stream:
-            _used_on_another_stream(table.rows, table.owners)
-        return table
+    def __len__(self) -> int:
+        return len(self._kept)
 
-    def _build(self, tensors: Tensors, addresses: tuple[list[int], ...], layout: tuple[Any, ...], stream: int) -> Table:
+    def __bool__(self) -> bool:
+        return True
+
+    def find(self, key: Hashable) -> Any:
+        """What was kept under a key, or None."""
+        found = self._kept.get(key)
+        if found is not None:
+            with suppress(KeyError):  # another thread was faster
+                self._kept.move_to_end(key)
+        return found
+
+    def keep(self, key: Hashable, made: Any) -> None:
+        """Enters what launches with a table; the oldest goes first. During the capture of a CUDA graph nothing is kept:
+        the copies to the device are recorded, not made, and what they fill holds nothing until the first replay."""
+        if _capturing():
+            return
+        self._kept[key] = made
+        while len(self._kept) > self.capacity:
+            with suppress(KeyError):  # another thread was faster
+                self._kept.popitem(last=False)
+
+    def use(self, table: Table) -> None:
+        """To be called before each launch that reads a table. Never waits for the GPU."""
+        device = table.rows.device
+        if device.type != "cuda" or not torch.cuda.is_initialized():  # an ahead-of-time build has no GPU
+            return None
+        if device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self.use(table)
+        if _capturing():
+            self._in_graphs[id(table)] = table
+        elif raw_stream(device.index) != table.stream:
+            _used_on_another_stream(table.rows, table.owners)
+        return None
+
+    def build(self, tensors: Tensors, block: int) -> Table:
+        """The table of these tensors, for CTAs of `block` elements, with their device current."""
         self.built += 1
-        block, device, sizes = layout
+        device = tensors.params[0].device
+        sizes = [t.numel() for t in tensors.params]
         kinds: dict[tuple[Any, Any, int], int] = {}
         numbers = [kinds.setdefault(tensors.kind(i), len(kinds)) for i in range(len(sizes))]
         blocks = [-(-size // block) for size in sizes]
         firsts = accumulate(blocks, initial=0)
-        columns = (*addresses, sizes, firsts, numbers, tensors.streams)
+        columns = (*tensors.addresses(), sizes, firsts, numbers, tensors.streams)
         cells = array("q", [x for row in zip(*(c or repeat(0) for c in columns), strict=False) for x in row])
         rows, *pinned = _upload(torch.frombuffer(cells, dtype=torch.int64).view(len(sizes), COLUMNS.value), device)
         # A change of addresses alone leaves the owners as they are.
-        known = next((t.owners for t in self._tables.values() if t.layout == layout), None)
-        if known is None:
+        layout = (device, *blocks)
+        owners = self._owners.get(layout)
+        capturing = _capturing()
+        if owners is None:
             index = torch.arange(len(sizes), dtype=torch.int32)
             repeats = torch.tensor(blocks)
             owners, *more = _upload(torch.repeat_interleave(index, repeats, output_size=sum(blocks)), device)
             pinned += more
-        else:
-            owners = known
-            if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-                _used_on_another_stream(owners)
-        return Table(rows, owners, tuple(kinds), layout, stream, tuple(pinned))
+            if not capturing:
+                self._owners[layout] = owners
+        elif device.type == "cuda" and not capturing:
+            _used_on_another_stream(owners)
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        return Table(rows, owners, tuple(kinds), stream, tuple(pinned))
+
+
+
+
+def _capturing() -> bool:
+    """Whether the current stream is being captured."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 _handles = count(1)
@@ -152,13 +187,6 @@ _handles = count(1)
 # and nobody says when it is gone.
 _in_graphs_of_nobody: dict[int, Table] = {}
 _by_handle: WeakValueDictionary[int, PointerTables] = WeakValueDictionary()
-
-
-def _stream(device: torch.device) -> tuple[int, bool]:
-    """The current stream's handle, and whether it is being captured."""
-    if device.type != "cuda":
-        return 0, False
-    return torch.cuda.current_stream(device).cuda_stream, torch.cuda.is_current_stream_capturing()
 
 
 def _used_on_another_stream(*tensors: torch.Tensor) -> None:
