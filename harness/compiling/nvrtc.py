@@ -4,7 +4,7 @@ A kernel folder with CUDA C++ has a module `cuda_driver`, in itself or in its fo
 which its launchers compile and launch:
 
     no_compiler() -> reason or None          kernels(device, source, names, defines, shared) -> a handle for each name
-    launch(handle, grid, threads, shared, stream, parameters)         tensor_map(...)
+    Launch(device, handle, grid, threads, shared, layout)(*values)           tensor_map(...)(address)
 
 `recording` stands in for these: what is launched is compiled and noted, and nothing runs.
 """
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -90,9 +90,10 @@ def recording(package: str, capability: tuple[int, int], note: Callable[[Launch]
         "no_compiler": lambda: None if library() else MISSING,
         "kernels": kernels,
         "launch": launch,
+        "Launch": lambda device, handle, grid, threads, shared, layout: partial(launch, handle, grid, threads, shared),
     }
-    if hasattr(driver, "tensor_map"):
-        stand_ins["tensor_map"] = lambda *_, **__: lambda address: b""
+    stand_ins["tensor_map"] = lambda *_, **__: lambda address: b""
+    stand_ins = {name: stand_in for name, stand_in in stand_ins.items() if hasattr(driver, name)}
     with ExitStack() as stack:
         users = [m for n, m in sys.modules.items() if n.startswith(f"{package}.") and m is not None]
         for module in users:  # some have imported the functions by name

@@ -92,8 +92,7 @@ class Told:
     values: tuple = ()
 
     def described(self) -> backward.Described:
-        at = self.layout.index("|")
-        before = len(self.layout[:at])
+        before = len(self.layout.partition(backward._DESCRIBED)[0].replace("(", "").replace(")", ""))
         return backward.Described(*self.values[before : before + len(backward.Described._fields)])
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from . import calls, library
@@ -118,6 +116,7 @@ def cross_entropy_and_grad(
         gradient = "inplace" if inplace else "new"
         run, _ = calls.eager_plan(logits, target, weight, ignore_index, options, False, gradient, inplace, backend)
         out, z, lse, _, grad = run(logits, target, weight)
+        assert grad is not None
         if inplace:
             _written(logits)
     else:
@@ -127,10 +126,8 @@ def cross_entropy_and_grad(
             grad = logits
         else:
             out, z, lse, grad = library.fwd_grad_op(logits.detach(), target, weight, backend, *loss)
-    results: list[Any] = [out, grad]
-    results += [z] if return_z_loss else []
-    results += [lse] if return_lse else []
-    return tuple(results)
+    asked = z if return_z_loss else None, lse if return_lse else None
+    return (out, grad, *(t for t in asked if t is not None))
 
 
 def _autocast(logits: torch.Tensor) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import struct
 import threading
 from pathlib import Path
 
@@ -91,18 +90,19 @@ def test_what_it_is_told(weight, residual, save, monkeypatch):
     monkeypatch.setattr(plans, "_device", lambda x: ((9, 0), 132))
     monkeypatch.setattr(cuda_driver, "no_compiler", lambda: None)
     monkeypatch.setattr(cuda_driver, "kernels", lambda *arguments: compiled.append(arguments) or (None,))
+    monkeypatch.setattr(cuda_driver, "parameters", lambda function: ())
+    monkeypatch.setattr(cuda_driver, "_packer", lambda layout, places: lambda *values: values)
     monkeypatch.setattr(cuda_driver, "_current_device", lambda: None)  # a CPU tensor has that index
     monkeypatch.setattr(cuda_driver, "launch", lambda *arguments: launched.append(arguments))
     x = torch.empty(3, 40968 + 64, dtype=BF16, device=DEVICE)[:, 8:40976]
     r = torch.empty(3, 40968, dtype=BF16, device=DEVICE) if residual else None
     w = torch.empty(40968, dtype=BF16, device=DEVICE) if weight else None
     y, h, rstd = plans.fwd_plan(x, w, r, 0.5, 1.0, save, "auto")(x, w, r)
-    ((_, source, names, defines, room),), ((_, grid, threads, shared, _, parameters),) = compiled, launched
+    ((_, source, names, defines, room),), ((_, grid, threads, shared, _, values),) = compiled, launched
     assert (source, names) == ("cluster.cu", ("rmsnorm_cluster_fwd",))
     assert {"CLUSTER=4", "THREADS=256", "VECTORS=6", "EVEN=0", "TYPE=0"} <= set(defines)
     assert {f"RESIDUAL={int(residual)}", f"WEIGHT={int(weight)}"} <= set(defines)
     assert (grid, threads, room, shared) == (12, 256, 4 * 32 + 8, 4 * 32 + 8)
-    values = struct.unpack("6Q2i2q3f", parameters)
     tensors = (x, r, w, y, h if residual else None, rstd)
     assert list(values[:6]) == [0 if t is None else t.data_ptr() for t in tensors]
     assert list(values[6:10]) == [5121, 1288, 41032 // 8, 5121 if residual else 0]
@@ -122,6 +122,7 @@ def test_nothing_spills(vectors, dtype, monkeypatch):
         return (None,)
 
     monkeypatch.setattr(cuda_driver, "kernels", kernels)
+    monkeypatch.setattr(cuda_driver, "Launch", lambda *_: None)
     for less, weight, residual in ((0, True, False), (1, True, True), (1, False, True)):
         x = torch.empty(1, (8 * 256 * vectors - less) * 16 // dtype.itemsize, dtype=dtype)
         config = configs.pick_cluster_config(x.shape[1], dtype, weight, residual)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import threading
 from pathlib import Path
 
@@ -87,6 +86,8 @@ def pretended(monkeypatch):
     monkeypatch.setattr(cuda_driver, "kernels", lambda *arguments: compiled.append(arguments) or (None,))
     monkeypatch.setattr(cuda_driver, "_current_device", lambda: None)  # a CPU tensor has that index
     monkeypatch.setattr(cuda_driver, "_raw_stream", lambda device: 0)
+    monkeypatch.setattr(cuda_driver, "parameters", lambda function: ())
+    monkeypatch.setattr(cuda_driver, "_packer", lambda layout, places: lambda *values: values)
     monkeypatch.setattr(cuda_driver, "launch", lambda *arguments: launched.append(arguments))
     return compiled, launched
 
@@ -100,21 +101,19 @@ def test_what_it_is_told(pretended, monkeypatch):
 
     steps = walk((out,), (gate, up))
     unaligned.unaligned_launch(config, steps, (2730, 2730, 1365), gate, "gelu_tanh")(gate, up, out)
-    (_, source, names, defines, _), (_, grid, threads, shared, _, parameters) = compiled.pop(), launched.pop()
+    (_, source, names, defines, _), (_, grid, threads, shared, _, values) = compiled.pop(), launched.pop()
     assert (source, names) == ("unaligned.cu", ("swiglu_unaligned_fwd",))
     assert {"THREADS=256", "SLOTS=1", "RESIDENT=5", "TYPE=1", "ACTIVATION=2", "EVICT_LAST=0"} <= set(defines)
     assert {"NEED_DGATE=0", "NEED_DUP=0"} <= set(defines)
     assert (grid, threads, shared) == (75, 256, 0)  # 6 pieces of 32 slots, 8 of them to a CTA
-    values = struct.unpack("=3QqiI3q", parameters)
     assert list(values) == [*(t.data_ptr() for t in (gate, up, out)), 100, 1365, 6, 2730, 2730, 1365]
 
     dup, strides = packed.clone()[:, 1365:], (1365, 2730, 0, 0, 2730)
     launch = unaligned.unaligned_launch(config, walk((dup,), (out, gate)), strides, gate, "relu", False, True)
     launch(out, gate, None, None, dup)
-    (_, _, names, defines, _), (*_, parameters) = compiled.pop(), launched.pop()
+    (_, _, names, defines, _), (*_, values) = compiled.pop(), launched.pop()
     assert names == ("swiglu_unaligned_bwd",)
     assert {"ACTIVATION=3", "NEED_DGATE=0", "NEED_DUP=1"} <= set(defines)
-    values = struct.unpack("=5QqiI5q", parameters)
     assert list(values) == [out.data_ptr(), gate.data_ptr(), 0, 0, dup.data_ptr(), 100, 1365, 6, *strides]
 
 
@@ -125,12 +124,10 @@ def test_what_a_plan_tells_it(pretended, monkeypatch):
     packed, dy = torch.empty(100, 2730, dtype=BF16), torch.empty(100, 1365, dtype=BF16)
     y = plans.fwd_plan(packed, None, "silu", "auto")(packed, None)
     start = packed.data_ptr()
-    (*_, parameters) = launched.pop()
-    values = struct.unpack("=3QqiI3q", parameters)
+    (*_, values) = launched.pop()
     assert list(values) == [start, start + 2 * 1365, y.data_ptr(), 100, 1365, 6, 2730, 2730, 1365]
     grad, _ = plans.bwd_plan(dy, packed, None, "silu", "auto", True, True)(dy, packed, None)
-    (*_, parameters) = launched.pop()
-    values = struct.unpack("=5QqiI5q", parameters)
+    (*_, values) = launched.pop()
     halves = start, start + 2 * 1365, grad.data_ptr(), grad.data_ptr() + 2 * 1365
     assert list(values) == [dy.data_ptr(), *halves, 100, 1365, 6, 1365, *(2730,) * 4]
     assert grad.shape == packed.shape and len(compiled) == 2
@@ -155,6 +152,8 @@ def test_nothing_spills(activation, dtype, monkeypatch):
         return (None,)
 
     monkeypatch.setattr(cuda_driver, "kernels", kernels)
+    monkeypatch.setattr(cuda_driver, "parameters", lambda function: ())
+    monkeypatch.setattr(cuda_driver, "_packer", lambda layout, places: None)
     steps, like = Walk(2, 1365, ((1365, 1),) * 5, (False,) * 3), torch.empty(0, dtype=dtype)
     for needs in ((False, False), (True, True), (True, False), (False, True)):
         config = configs.pick_unaligned_config(2, 1365, dtype, sum(needs), HOPPER)

@@ -54,7 +54,7 @@ class Described(NamedTuple):
     scale_log2: float
 
 
-_DESCRIBED, _ROWS = "|PPPPiiiiiiiiiiiff|", "Pqqq"  # a Problem; address and strides of a tensor
+_DESCRIBED, _ROWS = "(PPPPiiiiiiiiiiiff)", "(Pqqq)"  # a Problem; address and strides of a tensor
 _MAIN, _PERSISTENT = f"MMMMMM{_DESCRIBED}MM", f"MMMM{_ROWS}{_ROWS}{_DESCRIBED}Pi"
 _PREPROCESS, _POSTPROCESS = f"{_ROWS}{_ROWS}PPPPPiiiPi", f"{_ROWS}Piiif"
 _SUM_SHARES = f"{_ROWS}{_ROWS}{_DESCRIBED}"

@@ -18,7 +18,7 @@ SHORT = 16, 1024  # up to so many tiles for each CTA and keys, tiles go in a fix
 
 
 # Three tensor maps and forward.cu's Problem: lse, out and its strides, the counter, two floats, eight integers.
-_LAYOUT = "MMM|PPqqqPffiiiiiiii|"
+_LAYOUT = "MMM(PPqqqPffiiiiiiii)"
 
 
 def cuda_unsupported_reason(problem: Problem, *others: torch.Tensor) -> str | None:

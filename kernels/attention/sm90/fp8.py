@@ -23,7 +23,7 @@ SLACK, OFFSET = 3.0, math.log2(448) - 0.001 - 3.0
 
 
 # Three tensor maps and fp8.cu's Problem: lse, out, three scales, out's strides, the counter, three floats, integers.
-_LAYOUT = "MMM|PPPPPqqqPfffiiiiiiiiiiii|"
+_LAYOUT = "MMM(PPPPPqqqPfffiiiiiiiiiiii)"
 
 
 def fp8_unsupported_reason(problem: Problem) -> str | None:

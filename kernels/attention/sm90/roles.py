@@ -8,7 +8,7 @@ from ..configs.roles import LAG, RolesPlan
 _ROUND = 7  # integers of a Round
 _ROUNDS = CUDA_BWD_SPANS + LAG
 # lse, dlse, ready, done, drawn; span, spans, chunk, chunks, end_chunk, end_chunks; the rounds.
-LAYOUT = "|PPPPP" + "i" * (6 + _ROUND * _ROUNDS) + "|"
+LAYOUT = f"(PPPPP{'i' * (6 + _ROUND * _ROUNDS)})"
 
 
 def numbers(plan: RolesPlan) -> tuple[int, ...]:
