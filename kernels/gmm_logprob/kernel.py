@@ -51,18 +51,18 @@ def _gmm_logprob_fwd_kernel(
 ):
     COUNT: tl.constexpr = (K + HOLD - 1) // HOLD
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    # A single turn, known to be one, leaves no loop.
+    # A loop of one iteration, which the compiler knows to be one, is no loop.
     start, stop, step = (tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.num_programs(0)) if LOOP else (0, 1, 1)
-    for turn in tl.range(start, stop, step):
+    for tile in tl.range(start, stop, step):
         # 64-bit where the tile begins, 32-bit within it.
-        first = tl.cast(turn if LOOP else tl.program_id(0), tl.int64) * BLOCK_M
+        first = tl.cast(tile if LOOP else tl.program_id(0), tl.int64) * BLOCK_M
         lanes = tl.arange(0, BLOCK_M)
         live = lanes < rows - first
         if LOOP:
             r, in_range = lanes, live
         else:
-            # Lanes without a row read the last one. Masked loads have to set their registers first, and ptxas then puts
-            # a third of them off until the others have come.
+            # Lanes without a row read the last one. Masked loads have to set their registers first, and ptxas then
+            # issues a third of them only after the others have completed.
             r, in_range = tl.minimum(lanes, tl.minimum(rows - 1 - first, BLOCK_M - 1).to(tl.int32)), None
         y = tl.load(y_ptr + first * STRIDE_Y + r * STRIDE_Y, mask=in_range).to(tl.float32)[:, None]
         at = logits_ptr + SKIP_LOGITS + first * STRIDE_LOGITS

@@ -6,20 +6,20 @@
 //   floor      forward 1.68 GB, 395 us; backward 2.80 GB, 658 us.
 //   requests   by single elements 64 bytes a warp, by vectors 512: an eighth of them for the stores, a quarter for the
 //              loads, of which each is made twice (below).
-//   issue      in the time of its bytes a vector of 8 elements has 380 instructions of one lane in the forward, 630 in
-//              the backward. By the machine code of silu it has some 240 and 400, of which a stream that is read takes
-//              35 (two loads, 15 to shift) and the walk 40 to 60, divided by the share of lanes at work, 0.9.
-//   in flight  a thread asks for all of its vectors before it uses one, 32 bytes of its own forward and 48 backward.
-//              With 32 and 48 registers 64 and 40 warps fit: 64 and 60 KB an SM, where 2836 and 2552 GB/s
-//              that are read, times 0.8 us, are 17 and 16 KB.
+//   issue      while the bytes of 8 elements cross the bus, an SM issues 380 instructions of one lane for them in the
+//              forward, 630 in the backward. The SASS of silu has some 240 and 400. An input takes 35 of them (two
+//              loads, 15 to shift), the indices 40 to 60, divided by the share of busy lanes, 0.9.
+//   in flight  a thread issues all of its loads before it uses one, 32 bytes of its own forward and 48 backward. With
+//              32 and 48 registers 64 and 40 warps fit: 64 and 60 KB an SM. Little's law asks for 17 and 16 KB: 2836
+//              and 2552 GB/s are read, at a latency of 0.8 us.
 //
-// The walk: a warp has a piece of one row, a lane the elements of one aligned vector of the output, its slot. Where
-// they begin in an input is the same number of bytes past a boundary for a whole row. So a slot lies in two aligned
-// vectors of each input, of which the second is the first of the next lane: it is loaded again rather than shuffled,
-// since it comes from L1, takes no more of that than four shuffles would, and the last lane is like the others.
-// The gradients are two outputs, rarely on the same boundary. The lanes have slots of dgate; a vector of dup is made of
-// what a lane has and what the next one has, by shuffles. The last lane of a warp only serves its neighbour, and has
-// the first slot of the next piece; to compute dup anew in slots of its own would be some 200 instructions more.
+// Mapping: a warp has a piece of one row, a lane the elements of one aligned vector of the output, its slot. In an
+// input a slot begins the same number of bytes past a 16-byte boundary for the whole row. So it lies in two aligned
+// vectors of each input. The second of them is the first of the next lane. It is loaded again rather than shuffled: it
+// comes from L1, costs no more there than four shuffles, and the last lane is like the others.
+// The gradients are two outputs, rarely on the same boundary. Lanes have slots of dgate. A vector of dup is put together
+// from the values of a lane and of the next one, by shuffles. The last lane of a warp computes for its neighbour alone;
+// its slot is the first of the next piece. To compute dup in slots of its own would take some 200 instructions more.
 // The first and the last slot of a row are stored by elements.
 //
 // What is read: the aligned vectors that hold a part of a row, if they lie between the first byte of the first row and
@@ -38,7 +38,6 @@ constexpr bool EXCHANGE = NEED_DGATE && NEED_DUP;
 constexpr int STEP = EXCHANGE ? 31 : 32;  // slots that a warp writes at a time
 enum { SILU, GELU, GELU_TANH, RELU, SIGMOID, IDENTITY };
 
-// Instructions: begin
 __device__ u64 policy_of_loads() {
     u64 policy = 0;
     if (EVICT_LAST) asm volatile("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(policy));
@@ -72,7 +71,6 @@ __device__ float rsqrt_of(float x) {
     asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-// Instructions: end
 
 // The formulas of activation.py for dtypes of 16 bits, in the same order.
 constexpr float LOG2_E = 1.4426950408889634f, INV_SQRT_2PI = 0.3989422804014327f;
