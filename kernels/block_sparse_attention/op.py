@@ -8,8 +8,8 @@ import torch
 import triton
 
 from .index import BlockIndex, make_table, table_size
-from .launch import BACKWARD, FORWARD, empty_statistics, sparse_bwd, sparse_fwd
 from .problem import empty_like
+from .versions import BACKWARD, FORWARD, empty_statistics, sparse_bwd, sparse_fwd
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_DIM = 256

@@ -1,24 +1,23 @@
-"""The forward for Hopper in CUDA C++ (cuda_forward.cu): which problems it takes, and its launch."""
+"""The forward for Hopper in CUDA C++ (forward.cu): which problems it takes, and its launch."""
 
 from __future__ import annotations
 
 import ctypes
-import math
 
 import torch
 
-from . import cuda_driver, dispatch
+from .. import configs
+from ..problem import LOG2_E, Problem, unexpanded
+from . import cuda_driver
 from .cuda_driver import launch, tensor_map
-from .problem import LOG2_E, Problem
 
 ROWS = 64  # of queries for each warp group: one wgmma is 64 rows high
-L2_BYTES = 32e6  # what the keys and values of the heads in flight may take up of an H100's or H200's 50 MB
 SLACK = 8.0  # a row's maximum is kept while no score is above it by more than this, in powers of 2
 SHORT = 16, 1024  # up to so many tiles a team and keys, tiles go in a fixed order: setting a counter is a launch
 
 
 class _Problem(ctypes.Structure):
-    """As in cuda_forward.cu."""
+    """As in forward.cu."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("lse", "out")),
@@ -34,7 +33,7 @@ class _Problem(ctypes.Structure):
     ]
 
 
-def cuda_refuses(problem: Problem, *others: torch.Tensor) -> str | None:
+def cuda_unsupported_reason(problem: Problem, *others: torch.Tensor) -> str | None:
     """Why the kernel in CUDA C++ cannot run a problem with these other tensors of its layout, or None."""
     if problem.dim not in (64, 128):
         return f"it takes heads of 64 and 128 numbers, not {problem.dim}"
@@ -52,27 +51,27 @@ def cuda_refuses(problem: Problem, *others: torch.Tensor) -> str | None:
 
 
 def cuda_fwd(problem: Problem, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Writes out [B, Hq, Sq, D] and lse [B, Hq, Sq], contiguous, of a problem that `cuda_refuses` does not. There is at
+    """Writes out [B, Hq, Sq, D] and lse [B, Hq, Sq], contiguous, of a problem without `cuda_unsupported_reason`. There is at
     least one query and one key."""
-    q, k, v = (whole(x) for x in (problem.q, problem.k, problem.v))
-    config = dispatch.pick_cuda_config(problem.dim, problem.block)
+    q, k, v = (unexpanded(x) for x in (problem.q, problem.k, problem.v))
+    config = configs.pick_cuda_config(problem.dim, problem.block)
     num_tiles = problem.all_heads * problem.rows
-    multiprocessors = problem.multiprocessors()
-    teams = multiprocessors * config.teams
+    sms = problem.sms()
+    teams = sms * config.teams
     fixed = num_tiles <= teams or (num_tiles <= SHORT[0] * teams and problem.keys <= SHORT[1])
     shared = shared_bytes(problem.dim, problem.block, config)
     with torch.cuda.device_of(q):
         counter = None if fixed else torch.full((1,), teams, dtype=torch.int32, device=q.device)
         described = _described(problem, out, lse, counter)
         (kernel,) = cuda_driver.kernels(
-            q.device.index, "cuda_forward.cu", ("block_sparse_attention_cuda_fwd",), _defines(problem, config), shared
+            q.device.index, "forward.cu", ("block_sparse_attention_cuda_fwd",), _defines(problem, config), shared
         )
         maps = [
             tensor_map(q, problem.queries, ROWS),
             *(tensor_map(x, problem.keys, config.block_n) for x in (k, v)),
         ]
         groups = config.teams * problem.block // ROWS
-        launch(kernel, min(multiprocessors, num_tiles), 128 * (groups + 1), shared, [*maps, described])
+        launch(kernel, min(sms, num_tiles), 128 * (groups + 1), shared, [*maps, described])
 
 
 def _described(problem: Problem, out: torch.Tensor, lse: torch.Tensor, counter: torch.Tensor | None) -> _Problem:
@@ -94,7 +93,7 @@ def _described(problem: Problem, out: torch.Tensor, lse: torch.Tensor, counter: 
         problem.all_heads * problem.rows,
         problem.rows,
         problem.columns,
-        _section(problem),
+        configs.pick_cuda_section(problem.keys, problem.dim, problem.group, problem.all_heads),
         problem.all_heads,
         problem.q.shape[1],
         problem.group,
@@ -103,7 +102,7 @@ def _described(problem: Problem, out: torch.Tensor, lse: torch.Tensor, counter: 
     )
 
 
-def _defines(problem: Problem, config: dispatch.CudaConfig) -> tuple[str, ...]:
+def _defines(problem: Problem, config: configs.CudaConfig) -> tuple[str, ...]:
     return (
         f"HEAD_DIM={problem.dim}",
         f"BLOCK={problem.block}",
@@ -112,28 +111,16 @@ def _defines(problem: Problem, config: dispatch.CudaConfig) -> tuple[str, ...]:
         f"FP16={int(problem.q.dtype == torch.float16)}",
         f"BLOCK_N={config.block_n}",
         f"STAGES={config.stages}",
-        f"TURNS={int(config.turns)}",
+        f"PING_PONG={int(config.ping_pong)}",
         f"Q_REGISTERS={int(config.q_registers)}",
         f"Q_BUFFERS={config.q_buffers}",
         f"TEAMS={config.teams}",
     )
 
 
-def shared_bytes(dim: int, block: int, config: dispatch.CudaConfig) -> int:
+def shared_bytes(dim: int, block: int, config: configs.CudaConfig) -> int:
     """Of a CTA: for each team queries, rings of keys and values, what is told of a tile and of steps, and barriers."""
     queries = block // ROWS * config.q_buffers
     told, barriers = 16 + 8 * config.stages, 2 * queries + 4 * config.stages + 2
     team = 2 * dim * (ROWS * queries + 2 * config.block_n * config.stages) + told + 8 * barriers
     return team + (config.teams - 1) * (-(-team // 1024) * 1024)
-
-
-def _section(problem: Problem) -> int:
-    """How many heads go at a time, of which the longest lists come first: as their keys and values fit L2."""
-    fitting = L2_BYTES / (4 * problem.keys * problem.dim)
-    return min(problem.all_heads, problem.group * 2 ** int(math.log2(max(1.0, fitting))))
-
-
-def whole(x: torch.Tensor) -> torch.Tensor:
-    """x, copied if it is expanded (a stride of 0): CUDA's documentation leaves open what TMA makes of that."""
-    expanded = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.contiguous() if expanded else x

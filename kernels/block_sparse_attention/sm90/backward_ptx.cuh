@@ -1,7 +1,7 @@
-// The PTX of cuda_backward.cu beside what all have: reductions, matrices between registers and shared memory, products.
+// The PTX of backward.cu beside what all have: reductions, matrices between registers and shared memory, products.
 #pragma once
 
-#include "cuda_ptx.cuh"
+#include "ptx.cuh"
 
 #define INFINITE __int_as_float(0x7f800000)
 

@@ -9,25 +9,26 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from . import block_sparse_attention, cuda_driver, cuda_forward, dispatch, index, launch
+from . import block_sparse_attention, configs, index, versions
 from . import problem as problems
-from .bench import CUDA_CANDIDATES
+from .configs import CUDA_CANDIDATES
 from .reference import block_sparse_attention_reference
+from .sm90 import cuda_driver, forward
 from .test_block_sparse_attention import DEVICE, SMALL, everything, normal, random_mask, tensors
 
 DIMS, BLOCKS = (64, 128), (64, 128)
 
 
 def test_which_version_runs():
-    assert dispatch.pick_forward("auto") == "portable"
-    assert dispatch.pick_forward("auto", "cuda") == "cuda"
-    assert dispatch.pick_forward("portable", "cuda") == "portable"
-    assert dispatch.pick_forward("cuda", "cuda") == "cuda"
+    assert configs.pick_forward("auto") == "portable"
+    assert configs.pick_forward("auto", "cuda") == "cuda"
+    assert configs.pick_forward("portable", "cuda") == "portable"
+    assert configs.pick_forward("cuda", "cuda") == "cuda"
 
 
 def test_what_is_refused_runs_in_the_portable_version(monkeypatch):
-    ran, original = [], launch.portable_fwd
-    monkeypatch.setattr(launch, "portable_fwd", lambda *arguments: ran.append(1) or original(*arguments))
+    ran, original = [], versions.portable_fwd
+    monkeypatch.setattr(versions, "portable_fwd", lambda *arguments: ran.append(1) or original(*arguments))
     for version in ("auto", "portable"):
         block_sparse_attention(*tensors(70, 130, dim=24), random_mask(2, 3), forward=version, **SMALL)
     assert len(ran) == 2
@@ -35,9 +36,9 @@ def test_what_is_refused_runs_in_the_portable_version(monkeypatch):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """A GPU of compute capability 9.0 with 4 multiprocessors, and a compiler, for what asks for them."""
+    """A GPU of compute capability 9.0 with 4 SMs, and a compiler, for what asks for them."""
     monkeypatch.setattr(problems.Problem, "capability", lambda self: (9, 0))
-    monkeypatch.setattr(problems.Problem, "multiprocessors", lambda self: 4)
+    monkeypatch.setattr(problems.Problem, "sms", lambda self: 4)
     monkeypatch.setattr(cuda_driver, "no_compiler", lambda: None)
 
 
@@ -51,7 +52,7 @@ def test_why_it_refuses(hopper, monkeypatch):
 
     def refused(dim: int = 64, dtype: torch.dtype = torch.float16, change=lambda t: t) -> str | None:
         q, k, v = (change(t.to(dtype)) for t in tensors(70, 130, dim=dim))
-        return cuda_forward.cuda_refuses(problem_of(q, k, v, mask), problems.empty_like(q))
+        return forward.cuda_unsupported_reason(problem_of(q, k, v, mask), problems.empty_like(q))
 
     for dim, dtype in itertools.product(DIMS, (torch.float16, torch.bfloat16)):
         assert refused(dim, dtype) is None
@@ -70,12 +71,12 @@ def test_why_it_refuses(hopper, monkeypatch):
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("dim", DIMS)
 def test_configurations_fit(dim, block):
-    assert dispatch.pick_cuda_config(dim, block) in CUDA_CANDIDATES[dim, block]
+    assert configs.pick_cuda_config(dim, block) in CUDA_CANDIDATES[dim, block]
     for config in CUDA_CANDIDATES[dim, block]:
-        assert cuda_forward.shared_bytes(dim, block, config) <= 232_448
+        assert forward.shared_bytes(dim, block, config) <= 232_448
         assert block % config.block_n == 0
-        assert 2 <= config.teams * block // cuda_forward.ROWS <= 4  # warp groups that there are registers for
-        assert not config.turns or block == 128
+        assert 2 <= config.teams * block // forward.ROWS <= 4  # warp groups that there are registers for
+        assert not config.ping_pong or block == 128
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -85,19 +86,19 @@ def test_what_it_is_told(dim, block, shared, hopper, monkeypatch):
     """Launched on nothing: sizes, lists that are shared or not, the bias, and a counter where there are many rows."""
     compiled, launched = [], []
     monkeypatch.setattr(cuda_driver, "kernels", lambda *arguments: compiled.append(arguments) or (None,))
-    monkeypatch.setattr(cuda_forward, "tensor_map", lambda *arguments: arguments)
-    monkeypatch.setattr(cuda_forward, "launch", lambda *arguments: launched.append(arguments))
+    monkeypatch.setattr(forward, "tensor_map", lambda *arguments: arguments)
+    monkeypatch.setattr(forward, "launch", lambda *arguments: launched.append(arguments))
     queries, keys = 20 * block - 3, 1100
     rows, columns = 20, -(-keys // block)
     q, k, v = (t.half() for t in tensors(queries, keys, heads=6, kv_heads=2, dim=dim))
     bias = normal(1, 1, rows, columns).expand(1, 6, rows, columns) if shared else None
     problem = problem_of(q, k, v, random_mask(1 if shared else 6, rows, columns), block, bias)
-    cuda_forward.cuda_fwd(problem, problems.empty_like(q), torch.empty(1, 6, queries, device=DEVICE))
+    forward.cuda_fwd(problem, problems.empty_like(q), torch.empty(1, 6, queries, device=DEVICE))
     ((_, _, names, defines, room),), ((_, grid, threads, shared_bytes, (*maps, told)),) = compiled, launched
-    config = dispatch.pick_cuda_config(dim, block)
+    config = configs.pick_cuda_config(dim, block)
     assert names == ("block_sparse_attention_cuda_fwd",)
     assert {f"HEAD_DIM={dim}", f"BLOCK={block}", f"BIAS={int(shared)}", "CAUSAL=0", "FP16=1"} <= set(defines)
-    assert room == shared_bytes == cuda_forward.shared_bytes(dim, block, config)
+    assert room == shared_bytes == forward.shared_bytes(dim, block, config)
     assert (grid, threads) == (4, 128 * (config.teams * block // 64 + 1))
     assert [made[1:] for made in maps] == [(queries, 64), (keys, config.block_n), (keys, config.block_n)]
     assert (told.num_tiles, told.rows, told.columns) == (6 * rows, rows, columns)
@@ -154,7 +155,7 @@ def test_in_a_fixed_order_and_by_a_counter(dim, block, monkeypatch):
     leaves, mask = on_hopper(dim, block, torch.bfloat16)
     results = []
     for short in ((0, 0), (10**6, 10**6)):
-        monkeypatch.setattr(cuda_forward, "SHORT", short)
+        monkeypatch.setattr(forward, "SHORT", short)
         results.append(block_sparse_attention(*leaves, mask, forward="cuda", block_size=block, return_lse=True))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -164,7 +165,7 @@ def test_in_a_fixed_order_and_by_a_counter(dim, block, monkeypatch):
 def test_every_configuration(config, monkeypatch):
     (dim, block), chosen = config
     leaves, mask = on_hopper(dim, block, torch.bfloat16, bias=True)
-    monkeypatch.setattr(dispatch, "pick_cuda_config", lambda *_: chosen)
+    monkeypatch.setattr(configs, "pick_cuda_config", lambda *_: chosen)
     options = dict(block_bias=leaves[3], block_size=block, causal=True)
     out, other = (block_sparse_attention(*leaves[:3], mask, forward=f, **options) for f in ("cuda", "portable"))
     torch.testing.assert_close(out, other, rtol=2e-2, atol=4 * torch.finfo(torch.bfloat16).eps)

@@ -7,14 +7,12 @@ import math
 
 import torch
 
-from . import dispatch
-from .cuda_backward import cuda_bwd, cuda_bwd_refuses
-from .cuda_forward import cuda_fwd, cuda_refuses
-from .delta import Saved, row_terms
-from .forward import portable_fwd
-from .key_gradients import key_gradients
-from .problem import Problem, empty_like, readable
-from .query_gradient import query_gradient
+from . import configs
+from .portable.backward import portable_bwd
+from .portable.forward import portable_fwd
+from .problem import Problem, Saved, empty_like, readable
+from .sm90.backward import cuda_bwd, cuda_bwd_unsupported_reason
+from .sm90.forward import cuda_fwd, cuda_unsupported_reason
 
 FORWARD = BACKWARD = ("auto", "portable", "cuda")
 
@@ -38,7 +36,7 @@ def sparse_fwd(
     if out.numel() == 0 or k.shape[2] == 0:
         return out.zero_(), lse.fill_(-math.inf), statistics.zero_()
     problem = Problem(readable(q), readable(k), readable(v), table, bias, scale, block, causal)
-    if dispatch.pick_forward(version, _hopper_fwd(problem, version, out)) == "cuda":
+    if configs.pick_forward(version, _hopper_fwd(problem, version, out)) == "cuda":
         cuda_fwd(problem, out, lse)
     else:
         portable_fwd(problem, out, lse, statistics if statistics.numel() else None)
@@ -49,10 +47,10 @@ def _hopper_fwd(problem: Problem, version: str, out: torch.Tensor) -> str:
     """The version for Hopper if it takes the problem. RuntimeError where it was asked for and does not."""
     if version == "portable":
         return ""
-    refused = cuda_refuses(problem, out)
-    if refused and version == "cuda":
-        raise RuntimeError(f'block_sparse_attention: forward="cuda" cannot run here: {refused}')
-    return "" if refused else "cuda"
+    reason = cuda_unsupported_reason(problem, out)
+    if reason and version == "cuda":
+        raise RuntimeError(f'block_sparse_attention: forward="cuda" cannot run here: {reason}')
+    return "" if reason else "cuda"
 
 
 def empty_statistics(q: torch.Tensor) -> torch.Tensor:
@@ -98,7 +96,7 @@ def sparse_bwd(
         if dq is not None and dk is not None and dv is not None and _in_cuda(problem, saved, version, dq, dk, dv):
             cuda_bwd(problem, saved, dq, dk, dv)
         else:
-            dbias = _portable_bwd(problem, saved, dq, dk, dv, need_dbias)
+            dbias = portable_bwd(problem, saved, dq, dk, dv, need_dbias)
     return (
         dq if dq is not None and need_dq else q.new_empty(0),
         k.new_empty(0) if dk is None else dk,
@@ -109,28 +107,12 @@ def sparse_bwd(
 
 def _in_cuda(problem: Problem, saved: Saved, version: str, *gradients: torch.Tensor) -> bool:
     """Whether the version for Hopper runs. RuntimeError where it was asked for and does not take the problem."""
-    refused = "not asked" if version == "portable" else cuda_bwd_refuses(problem, saved.out, saved.dout, *gradients)
-    if refused and version == "cuda":
-        raise RuntimeError(f'block_sparse_attention: backward="cuda" cannot run here: {refused}')
+    reason = (
+        "not asked"
+        if version == "portable"
+        else cuda_bwd_unsupported_reason(problem, saved.out, saved.dout, *gradients)
+    )
+    if reason and version == "cuda":
+        raise RuntimeError(f'block_sparse_attention: backward="cuda" cannot run here: {reason}')
     repeatable = torch.get_deterministic_debug_mode() == 2  # 1: nothing but a warning is wanted
-    return dispatch.pick_backward(version, "" if refused else "cuda", repeatable) == "cuda"
-
-
-def _portable_bwd(
-    problem: Problem,
-    saved: Saved,
-    dq: torch.Tensor | None,
-    dk: torch.Tensor | None,
-    dv: torch.Tensor | None,
-    need_dbias: bool,
-) -> torch.Tensor | None:
-    """Writes dq unless it is None, and dk and dv unless these are; returns dbias if it is needed.
-
-    Two kernels, one for dK and dV and one for dQ and dbias, each over its own lists. No atomics, so repeats agree bit
-    for bit. Both compute s and dp: seven products of 2·D a kept pair, where five would be needed. Nothing of size
-    queries × keys is stored.
-    """
-    terms = row_terms(problem, saved)
-    if dk is not None and dv is not None:
-        key_gradients(problem, saved.dout, terms, dk, dv)
-    return None if dq is None else query_gradient(problem, saved.dout, terms, dq, need_dbias)
+    return configs.pick_backward(version, "" if reason else "cuda", repeatable) == "cuda"

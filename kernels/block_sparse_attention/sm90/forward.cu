@@ -1,4 +1,4 @@
-// Block-sparse attention forward for Hopper (sm_90a): TMA, wgmma, warp specialisation. cuda_forward.py launches it.
+// Block-sparse attention forward for Hopper (sm_90a): TMA, wgmma, warp specialisation. forward.py launches it.
 //
 // Napkin maths for one warp group of 64 query rows and 128 keys, in cycles of a multiprocessor's tensor cores (4096
 // FLOP a cycle, dense), its exponential unit (16 a cycle) and each of its schedulers (one instruction):
@@ -38,12 +38,12 @@
 //   q_full[c] 1, q_empty[c] 4                the 64 query rows of consumer c, once a tile with steps, Q_BUFFERS in turn
 //   k_full[s] 1, k_empty[s] 4 * CONSUMERS    a step's keys, its first key and bias; v_full, v_empty: its values
 //   tile_full 1, tile_empty 4 * CONSUMERS    what consumers are told of a tile
-// Named barriers 1 + 2 t and 2 + 2 t: the first, or second, consumer of team t may issue its products (TURNS).
+// Named barriers 1 + 2 t and 2 + 2 t: the first, or second, consumer of team t may issue its products (PING_PONG).
 //
-// Defined by the launcher, see CudaConfig in dispatch.py: HEAD_DIM (64, 128), BLOCK (64, 128), BLOCK_N, STAGES, TURNS
+// Defined by the launcher, see CudaConfig in configs.py: HEAD_DIM (64, 128), BLOCK (64, 128), BLOCK_N, STAGES, PING_PONG
 // (0, or 1 where BLOCK is 128), Q_REGISTERS, Q_BUFFERS, TEAMS, CAUSAL, BIAS, FP16.
 
-#include "cuda_forward_ptx.cuh"
+#include "forward_ptx.cuh"
 
 constexpr int ROWS = 64;                       // of queries for each consumer: one wgmma is 64 rows high
 constexpr int CONSUMERS = BLOCK / ROWS;
@@ -58,7 +58,7 @@ constexpr int PRODUCER_REGISTERS = GROUPS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = GROUPS == 2 ? 232 : GROUPS == 3 ? 160 : 112;
 constexpr int HEADER = 3;                      // count, whole and turn stand before the blocks of a line of the table
 #define NEGATIVE_INFINITY __int_as_float(0xff800000)
-static_assert(!TURNS || CONSUMERS == 2, "turns are taken by two");
+static_assert(!PING_PONG || CONSUMERS == 2, "turns are taken by two");
 static_assert(GROUPS >= 2 && GROUPS <= 4, "registers for two to four groups of consumers");
 
 constexpr int K_OFFSET = Q_BUFFERS * CONSUMERS * Q_BYTES;
@@ -388,13 +388,13 @@ DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer,
         const int slot = __shfl_sync(~0u, ring.slot, 0);  // for the compiler to know that it is the same in all lanes
         const int last = slot ? slot - 1 : STAGES - 1;
         bar_wait(me.bars + 8 * (K_FULL + slot), ring.phase);
-        if (TURNS) turn_wait(me.group);
+        if (PING_PONG) turn_wait(me.group);
         pin(o);
         pin(p);
         wgmma_fence();
         start_scores(s, q, q_desc, k_base + slot * (KV_BYTES / 16));
         start_values(o, p, v_base + last * (KV_BYTES / 16));
-        if (TURNS) turn_pass(me.group);
+        if (PING_PONG) turn_pass(me.group);
         const bool cut = (CAUSAL || SPLIT > 1) && step >= tile.whole;  // else only the first step is ever cut
         if (cut) first_key = told(me.smem + STEP_OFFSET + 8 * slot);
         if (BIAS) bias = __int_as_float(told(me.smem + STEP_OFFSET + 8 * slot + 4));
@@ -439,7 +439,7 @@ DEVICE void consume(const Problem& a, int group, u32 smem) {
     const Consumer me = {smem, bars, group, (int)threadIdx.x / 32 % 4, lane, lane == 0};
     Ring ring;
     Position<Q_BUFFERS> queries;
-    if (TURNS && number == CONSUMERS - 1) turn_pass(group);
+    if (PING_PONG && number == CONSUMERS - 1) turn_pass(group);
     for (u32 turn = 0;; turn ^= 1) {
         bar_wait(bars + 8 * TILE_FULL, turn);
         const int4 x = load_shared4(smem + TILE_OFFSET);

@@ -1,4 +1,4 @@
-"""The backward for Hopper in CUDA C++ (cuda_backward.cu): which problems it takes, and its launches.
+"""The backward for Hopper in CUDA C++ (backward.cu): which problems it takes, and its launches.
 
 One pass over the kept blocks makes dQ, dK and dV, five products of 2·D a kept pair. Three launches: what the main
 kernel needs of each query, the main kernel, and dQ's cast.
@@ -13,12 +13,12 @@ import ctypes
 
 import torch
 
-from . import cuda_driver, dispatch
+from .. import configs
+from ..index import HEADER
+from ..problem import LOG2_E, Problem, Saved, unexpanded
+from . import cuda_driver
 from .cuda_driver import Rows, launch, pointer, tensor_map
-from .cuda_forward import cuda_refuses, whole
-from .delta import Saved
-from .index import HEADER
-from .problem import LOG2_E, Problem
+from .forward import cuda_unsupported_reason
 
 BLOCK = 128  # queries and keys of a block of the mask; a CTA has the keys of one
 GROUP_KEYS = 64  # of a warp group, and of a box in which keys are read and their gradients written
@@ -28,7 +28,7 @@ NAMES = tuple(f"block_sparse_attention_cuda_bwd{part}" for part in ("", "_prepar
 
 
 class _Problem(ctypes.Structure):
-    """As in cuda_backward.cu."""
+    """As in backward.cu."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("dq_sum", "lse2", "delta", "table")),
@@ -39,13 +39,13 @@ class _Problem(ctypes.Structure):
     ]
 
 
-def cuda_bwd_refuses(problem: Problem, *others: torch.Tensor) -> str | None:
+def cuda_bwd_unsupported_reason(problem: Problem, *others: torch.Tensor) -> str | None:
     """Why the kernel in CUDA C++ cannot run a problem with these other tensors of its layout, or None."""
     if problem.block != BLOCK:
         return f"it takes blocks of {BLOCK}, not {problem.block}"
     if problem.bias is not None:
         return "it takes no bias of blocks"
-    return cuda_refuses(problem, *others)
+    return cuda_unsupported_reason(problem, *others)
 
 
 def query_tile(dim: int) -> int:
@@ -54,10 +54,10 @@ def query_tile(dim: int) -> int:
 
 
 def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
-    """Writes dq, dk and dv of a problem that `cuda_bwd_refuses` does not. There is at least one query and one key."""
-    q, k, v, dout, out = (whole(x) for x in (problem.q, problem.k, problem.v, saved.dout, saved.out))
+    """Writes dq, dk and dv of a problem without `cuda_bwd_unsupported_reason`. There is at least one query and one key."""
+    q, k, v, dout, out = (unexpanded(x) for x in (problem.q, problem.k, problem.v, saved.dout, saved.out))
     table, dim = problem.table, problem.dim
-    config = dispatch.pick_cuda_bwd_config(problem.queries, dim, problem.all_kv_heads)
+    config = configs.pick_cuda_bwd_config(problem.queries, dim, problem.all_kv_heads)
     padded = problem.rows * BLOCK
     dq_sum = torch.empty(problem.all_heads, padded, dim, dtype=torch.float32, device=q.device)
     lse2, delta = torch.empty(2, problem.all_heads, padded, dtype=torch.float32, device=q.device)
@@ -85,9 +85,7 @@ def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor,
     )
     with torch.cuda.device_of(q):
         defines = (f"HEAD_DIM={dim}", f"IS_CAUSAL={int(problem.causal)}", f"FP16={int(q.dtype == torch.float16)}")
-        backward, prepare, finish = cuda_driver.kernels(
-            q.device.index, "cuda_backward.cu", NAMES, defines, SHARED_BYTES
-        )
+        backward, prepare, finish = cuda_driver.kernels(q.device.index, "backward.cu", NAMES, defines, SHARED_BYTES)
         incoming = [Rows.of(out), Rows.of(dout), pointer(saved.lse), pointer(saved.dlse)]
         launch(prepare, helpers, 256, 0, [*incoming, pointer(lse2), pointer(delta), pointer(dq_sum), *sizes])
         maps = [tensor_map(x, problem.queries, query_tile(dim)) for x in (q, dout)]

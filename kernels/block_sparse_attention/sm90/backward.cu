@@ -36,7 +36,7 @@
 //
 // Defined by the launcher: HEAD_DIM (64, 128), IS_CAUSAL, FP16.
 
-#include "cuda_backward_ptx.cuh"
+#include "backward_ptx.cuh"
 
 #ifndef HEAD_DIM
 #define HEAD_DIM 128
@@ -167,7 +167,7 @@ DEVICE void produce(const TensorMap& q_map, const TensorMap& do_map, const Tenso
 
 // --------------------------------------------------------------------------------------------- consumers
 
-#include "cuda_backward_tile.cuh"
+#include "backward_tile.cuh"
 
 // dv and dk of a group lie where its values and keys did, and TMA leaves out the rows that do not exist.
 DEVICE void write_keys(const TensorMap& dk_map, const TensorMap& dv_map, const Work& w, int wg, u32 base) {
@@ -374,4 +374,4 @@ block_sparse_attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const _
     }
 }
 
-#include "cuda_backward_ends.cuh"
+#include "backward_ends.cuh"

@@ -7,27 +7,29 @@ import itertools
 import pytest
 import torch
 
-from . import block_sparse_attention, cuda_backward, cuda_driver, dispatch, index, launch
+from . import block_sparse_attention, configs, index
 from . import problem as problems
-from .bench import CUDA_BWD_CANDIDATES
-from .delta import Saved
+from .configs import CUDA_BWD_CANDIDATES
+from .portable import backward as portable_backward
+from .problem import Saved
 from .reference import block_sparse_attention_reference
+from .sm90 import backward, cuda_driver
 from .test_block_sparse_attention import DEVICE, SMALL, everything, normal, random_mask, tensors
 
 DIMS, BLOCK = (64, 128), 128
 
 
 def test_which_version_runs():
-    assert dispatch.pick_backward("auto") == "portable"
-    assert dispatch.pick_backward("auto", "cuda") == "cuda"
-    assert dispatch.pick_backward("auto", "cuda", repeatable=True) == "portable"
-    assert dispatch.pick_backward("portable", "cuda") == "portable"
-    assert dispatch.pick_backward("cuda", "cuda", repeatable=True) == "cuda"
+    assert configs.pick_backward("auto") == "portable"
+    assert configs.pick_backward("auto", "cuda") == "cuda"
+    assert configs.pick_backward("auto", "cuda", repeatable=True) == "portable"
+    assert configs.pick_backward("portable", "cuda") == "portable"
+    assert configs.pick_backward("cuda", "cuda", repeatable=True) == "cuda"
 
 
 def test_what_is_refused_runs_in_the_portable_version(monkeypatch):
-    ran, original = [], launch.row_terms
-    monkeypatch.setattr(launch, "row_terms", lambda *arguments: ran.append(1) or original(*arguments))
+    ran, original = [], portable_backward.row_terms
+    monkeypatch.setattr(portable_backward, "row_terms", lambda *arguments: ran.append(1) or original(*arguments))
     leaves, mask = tensors(70, 130, dim=24), random_mask(2, 3)
     for version in ("auto", "portable"):
         everything(block_sparse_attention, leaves, mask, backward=version, **SMALL)
@@ -38,9 +40,9 @@ def test_what_is_refused_runs_in_the_portable_version(monkeypatch):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """A GPU of compute capability 9.0 with 4 multiprocessors, and a compiler, for what asks for them."""
+    """A GPU of compute capability 9.0 with 4 SMs, and a compiler, for what asks for them."""
     monkeypatch.setattr(problems.Problem, "capability", lambda self: (9, 0))
-    monkeypatch.setattr(problems.Problem, "multiprocessors", lambda self: 4)
+    monkeypatch.setattr(problems.Problem, "sms", lambda self: 4)
     monkeypatch.setattr(cuda_driver, "no_compiler", lambda: None)
 
 
@@ -54,7 +56,7 @@ def test_why_it_refuses(hopper):
         q, k, v = (t.to(dtype) for t in tensors(200, 300, dim=dim))
         shape = (1, -(-200 // block), -(-300 // block))
         problem = problem_of(q, k, v, random_mask(*shape), block, normal(1, *shape) if bias else None)
-        return cuda_backward.cuda_bwd_refuses(problem, *(problems.empty_like(t) for t in (q, q, k, v)))
+        return backward.cuda_bwd_unsupported_reason(problem, *(problems.empty_like(t) for t in (q, q, k, v)))
 
     for dim, dtype in itertools.product(DIMS, (torch.float16, torch.bfloat16)):
         assert refused(dim, dtype) is None
@@ -70,15 +72,15 @@ def test_what_it_is_told(dim, shared, hopper, monkeypatch):
     """Launched on nothing: sizes, the lines of the columns, lists that are shared or not."""
     compiled, launched = [], []
     monkeypatch.setattr(cuda_driver, "kernels", lambda *arguments: compiled.append(arguments) or (None,) * 3)
-    monkeypatch.setattr(cuda_backward, "tensor_map", lambda *arguments: arguments)
-    monkeypatch.setattr(cuda_backward, "launch", lambda *arguments: launched.append(arguments))
+    monkeypatch.setattr(backward, "tensor_map", lambda *arguments: arguments)
+    monkeypatch.setattr(backward, "launch", lambda *arguments: launched.append(arguments))
     q, k, v = (t.half() for t in tensors(397, 600, heads=6, kv_heads=2, dim=dim))
     problem = problem_of(q, k, v, random_mask(1 if shared else 6, 4, 5))
     dq, dk, dv = (problems.empty_like(t) for t in (q, k, v))
     saved = Saved(torch.empty_like(q), torch.empty(1, 6, 397, device=DEVICE), None, torch.empty_like(q), None)
-    cuda_backward.cuda_bwd(problem, saved, dq, dk, dv)
+    backward.cuda_bwd(problem, saved, dq, dk, dv)
     ((_, source, names, defines, room),) = compiled
-    assert (source, names, room) == ("cuda_backward.cu", cuda_backward.NAMES, 232_448)
+    assert (source, names, room) == ("backward.cu", backward.NAMES, 232_448)
     assert defines == (f"HEAD_DIM={dim}", "IS_CAUSAL=0", "FP16=1")
     prepare, main, finish = launched
     assert prepare[1:4] == finish[1:4] == (6 * 4 * 2, 256, 0)  # 64 rows a CTA, whole blocks of 128
@@ -98,9 +100,9 @@ def test_what_it_is_told(dim, shared, hopper, monkeypatch):
 @pytest.mark.parametrize("dim", DIMS)
 def test_sections_fit(dim):
     for queries, heads in itertools.product((1, 700, 8192, 200_000), (1, 5, 32)):
-        config = dispatch.pick_cuda_bwd_config(queries, dim, heads)
+        config = configs.pick_cuda_bwd_config(queries, dim, heads)
         assert 1 <= config.section <= heads and heads % config.section == 0
-        assert config.section == 1 or 8 * dim * queries * config.section <= dispatch.BWD_SECTION_BYTES
+        assert config.section == 1 or 8 * dim * queries * config.section <= configs.BWD_SECTION_BYTES
 
 
 def needs_hopper() -> None:
@@ -155,8 +157,8 @@ def test_sizes_and_orders(dim, queries, keys, heads, monkeypatch):
     mask |= random_mask(*mask.shape)
     other = everything(block_sparse_attention, leaves, mask, causal=True, backward="portable")
     for section, early in itertools.product((1, 3, 100), (0, 1, 100)):
-        config = dispatch.CudaBackwardConfig(section, early)
-        monkeypatch.setattr(dispatch, "pick_cuda_bwd_config", lambda *_, config=config: config)
+        config = configs.CudaBackwardConfig(section, early)
+        monkeypatch.setattr(configs, "pick_cuda_bwd_config", lambda *_, config=config: config)
         near(everything(block_sparse_attention, leaves, mask, causal=True, backward="cuda"), other)
 
 
@@ -204,7 +206,7 @@ def test_keys_that_do_not_exist_count_for_nothing(dim, causal):
 def test_every_configuration(config, monkeypatch):
     leaves, mask = on_hopper(128, torch.bfloat16)
     other = everything(block_sparse_attention, leaves, mask, backward="portable")
-    monkeypatch.setattr(dispatch, "pick_cuda_bwd_config", lambda *_: config)
+    monkeypatch.setattr(configs, "pick_cuda_bwd_config", lambda *_: config)
     near(everything(block_sparse_attention, leaves, mask, backward="cuda"), other)
 
 
