@@ -68,12 +68,12 @@ def pick_forward(version: str, hopper: str = "") -> str:
     return version if version != "auto" else hopper or "portable"
 
 
-def pick_backward(version: str, hopper: str = "", repeatable: bool = False) -> str:
+def pick_backward(version: str, hopper: str = "", deterministic: bool = False) -> str:
     """The version of the backward that runs. `hopper`: the one for Hopper if it takes the problem, of which dq cannot
-    be `repeatable`."""
+    be `deterministic`."""
     if version != "auto":
         return version
-    return hopper if hopper and not repeatable else "portable"
+    return hopper if hopper and not deterministic else "portable"
 
 
 @dataclass(frozen=True)

@@ -122,9 +122,16 @@ class Problem:
         aligned = all(size % elements == 0 for size in sizes) and all(t.data_ptr() % 16 == 0 for t in tensors)
         return elements if aligned else 1
 
+    def table_strides(self) -> tuple[int, int]:
+        """Of batch and head. A table that batches or heads share is read again by each of them."""
+        batches, heads = self.table.shape[:2]
+        return self.table.stride(0) if batches > 1 else 0, self.table.stride(1) if heads > 1 else 0
+
+    def bias_strides(self) -> tuple[int, ...]:
+        return (0, 0, 0, 0) if self.bias is None else self.bias.stride()
+
     def arguments(self, unit: int) -> dict[str, Any]:
         """q, k, v, the table, the bias, and the sizes."""
-        bias_strides = (0, 0, 0, 0) if self.bias is None else self.bias.stride()
         return {
             "q_ptr": self.q,
             "k_ptr": self.k,
@@ -141,10 +148,8 @@ class Problem:
             **strides("q", self.q, unit),
             **strides("k", self.k, unit, "n"),
             **strides("v", self.v, unit, "n"),
-            # A table that batches or heads share is read again by each of them.
-            "stride_tb": self.table.stride(0) if self.table.shape[0] > 1 else 0,
-            "stride_th": self.table.stride(1) if self.table.shape[1] > 1 else 0,
-            **{f"stride_b{axis}": stride for axis, stride in zip("bhmn", bias_strides, strict=True)},
+            **dict(zip(("stride_tb", "stride_th"), self.table_strides(), strict=True)),
+            **{f"stride_b{axis}": stride for axis, stride in zip("bhmn", self.bias_strides(), strict=True)},
             "UNIT": unit,
             "CAUSAL": self.causal,
             "BLOCK": self.block,

@@ -1,7 +1,7 @@
 """The backward for Hopper in CUDA C++ (backward.cu): which problems it takes, and its launches.
 
-One pass over the kept blocks makes dQ, dK and dV, five products of 2·D a kept pair. Three launches: what the main
-kernel needs of each query, the main kernel, and dQ's cast.
+One pass over the kept blocks computes dQ, dK and dV, five products of 2·D a kept pair. Three launches: preprocess
+computes what the main kernel needs of each query, the main kernel follows, and postprocess casts dQ.
 
 Memory beside the results: fp32 dQ, 4·D bytes a query and head, and 8 bytes a query and head.
 CTAs add to that dQ in no fixed order: dQ is not the same bit for bit in each run; dK and dV are.
@@ -9,7 +9,7 @@ CTAs add to that dQ in no fixed order: dQ is not the same bit for bit in each ru
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Callable
 
 import torch
 
@@ -17,7 +17,7 @@ from .. import configs
 from ..index import HEADER
 from ..problem import LOG2_E, Problem, Saved, unexpanded
 from . import cuda_driver
-from .cuda_driver import Rows, launch, pointer, tensor_map
+from .cuda_driver import address, tensor_map
 from .forward import cuda_unsupported_reason
 
 BLOCK = 128  # queries and keys of a block of the mask; a CTA has the keys of one
@@ -26,17 +26,10 @@ HELPER_ROWS = 64  # of a CTA of the other kernels; as in the source
 SHARED_BYTES = 227 * 1024  # all that a CTA can have: two CTAs never fit
 NAMES = tuple(f"block_sparse_attention_cuda_bwd{part}" for part in ("", "_prepare", "_finish"))
 
-
-class _Problem(ctypes.Structure):
-    """As in backward.cu."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("dq_sum", "lse2", "delta", "table")),
-        *((name, ctypes.c_longlong) for name in ("table_batch", "table_head")),
-        *((name, ctypes.c_int) for name in ("queries", "keys", "rows", "columns", "kv_heads", "group")),
-        *((name, ctypes.c_int) for name in ("all_kv_heads", "section", "early")),
-        *((name, ctypes.c_float) for name in ("scale", "scale_log2")),
-    ]
+_ROWS = "Pqqq"  # address and strides, in elements, of a [B, H, S, D] tensor
+# Six tensor maps and backward.cu's Problem: four addresses, the table's strides, nine integers, two floats.
+_MAIN = "MMMMMM|PPPPqqiiiiiiiiiff|"
+_PREPROCESS, _POSTPROCESS = f"{_ROWS}{_ROWS}PPPPPiii", f"{_ROWS}Piiif"
 
 
 def cuda_bwd_unsupported_reason(problem: Problem, *others: torch.Tensor) -> str | None:
@@ -53,42 +46,94 @@ def query_tile(dim: int) -> int:
     return 128 if dim == 64 else 64
 
 
-def cuda_bwd(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
-    """Writes dq, dk and dv of a problem without `cuda_bwd_unsupported_reason`. There is at least one query and one key."""
-    q, k, v, dout, out = (unexpanded(x) for x in (problem.q, problem.k, problem.v, saved.dout, saved.out))
-    table, dim = problem.table, problem.dim
-    config = configs.pick_cuda_bwd_config(problem.queries, dim, problem.all_kv_heads)
-    padded = problem.rows * BLOCK
-    dq_sum = torch.empty(problem.all_heads, padded, dim, dtype=torch.float32, device=q.device)
-    lse2, delta = torch.empty(2, problem.all_heads, padded, dtype=torch.float32, device=q.device)
-    sizes = [ctypes.c_int(x) for x in (problem.queries, padded, q.shape[1])]
-    helpers = problem.all_heads * (padded // HELPER_ROWS)
-    described = _Problem(
-        dq_sum.data_ptr(),
-        lse2.data_ptr(),
-        delta.data_ptr(),
-        table.data_ptr() + table.element_size() * problem.rows * (HEADER.value + problem.columns),
-        # A table that batches or heads share is read again by each of them.
-        table.stride(0) if table.shape[0] > 1 else 0,
-        table.stride(1) if table.shape[1] > 1 else 0,
+def cuda_bwd_plan(
+    problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
+) -> Callable[..., None]:
+    """Writes dq, dk and dv, given (q, k, v, table, out, lse, dout, dlse, dq, dk, dv) like those of a problem without
+    `cuda_bwd_unsupported_reason`. There is at least one query and one key."""
+    read = (problem.q, problem.k, problem.v, saved.out, saved.dout)
+    expanded = any(unexpanded(x) is not x for x in read)
+    q, k, v, out, dout = map(unexpanded, read)
+    device, padded = q.device, problem.rows * BLOCK
+    # In one piece and in numbers of 4 bytes: the sums of dQ, then lse2 and delta of each query.
+    rows = problem.all_heads * padded
+    lse2_at, delta_at, room = rows * problem.dim, rows * (problem.dim + 1), rows * (problem.dim + 2)
+    preprocess, main, postprocess = _launches(problem, rows // HELPER_ROWS)
+    tile = query_tile(problem.dim)
+    q_map, dout_map = (tensor_map(x, problem.queries, tile) for x in (q, dout))
+    k_map, v_map, dk_map, dv_map = (tensor_map(x, problem.keys, GROUP_KEYS) for x in (k, v, dk, dv))
+    out_strides, dout_strides, dq_strides = (x.stride()[:3] for x in (out, dout, dq))
+    columns_at = problem.table.element_size() * problem.rows * (HEADER.value + problem.columns)
+    numbers = (*problem.table_strides(), *_sizes(problem), problem.scale, problem.scale * LOG2_E)
+    counts, scale = (problem.queries, padded, q.shape[1]), problem.scale
+
+    def run(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        table: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        dq: torch.Tensor,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+    ) -> None:
+        if expanded:
+            q, k, v, out, dout = map(unexpanded, (q, k, v, out, dout))
+        workspace = torch.empty_strided((room,), (1,), dtype=torch.float32, device=device)
+        base, dout_at = workspace.data_ptr(), dout.data_ptr()
+        lse2, delta = base + 4 * lse2_at, base + 4 * delta_at
+        incoming = (out.data_ptr(), *out_strides, dout_at, *dout_strides, lse.data_ptr(), address(dlse))
+        preprocess(*incoming, lse2, delta, base, *counts)
+        main(
+            q_map(q.data_ptr()),
+            dout_map(dout_at),
+            k_map(k.data_ptr()),
+            v_map(v.data_ptr()),
+            dk_map(dk.data_ptr()),
+            dv_map(dv.data_ptr()),
+            base,
+            lse2,
+            delta,
+            table.data_ptr() + columns_at,
+            *numbers,
+        )
+        postprocess(dq.data_ptr(), *dq_strides, base, *counts, scale)
+
+    return run
+
+
+def _launches(problem: Problem, helpers: int) -> tuple[cuda_driver.Launch, cuda_driver.Launch, cuda_driver.Launch]:
+    """In their order; `helpers` are the CTAs of the first and the last."""
+    device = problem.q.device.index
+    defines = (
+        f"HEAD_DIM={problem.dim}",
+        f"IS_CAUSAL={int(problem.causal)}",
+        f"FP16={int(problem.q.dtype == torch.float16)}",
+    )
+    with torch.cuda.device_of(problem.q):
+        main, before, after = cuda_driver.kernels(device, "backward.cu", NAMES, defines, SHARED_BYTES)
+    ctas = problem.columns * problem.all_kv_heads
+    return (
+        cuda_driver.Launch(device, before, helpers, 256, 0, _PREPROCESS),
+        cuda_driver.Launch(device, main, ctas, 384, SHARED_BYTES, _MAIN),
+        cuda_driver.Launch(device, after, helpers, 256, 0, _POSTPROCESS),
+    )
+
+
+def _sizes(problem: Problem) -> tuple[int, ...]:
+    """The integers of backward.cu's Problem."""
+    config = configs.pick_cuda_bwd_config(problem.queries, problem.dim, problem.all_kv_heads)
+    return (
         problem.queries,
         problem.keys,
         problem.rows,
         problem.columns,
-        k.shape[1],
+        problem.k.shape[1],
         problem.group,
         problem.all_kv_heads,
         min(config.section, problem.all_kv_heads),
         min(config.early, problem.columns),
-        problem.scale,
-        problem.scale * LOG2_E,
     )
-    with torch.cuda.device_of(q):
-        defines = (f"HEAD_DIM={dim}", f"IS_CAUSAL={int(problem.causal)}", f"FP16={int(q.dtype == torch.float16)}")
-        backward, prepare, finish = cuda_driver.kernels(q.device.index, "backward.cu", NAMES, defines, SHARED_BYTES)
-        incoming = [Rows.of(out), Rows.of(dout), pointer(saved.lse), pointer(saved.dlse)]
-        launch(prepare, helpers, 256, 0, [*incoming, pointer(lse2), pointer(delta), pointer(dq_sum), *sizes])
-        maps = [tensor_map(x, problem.queries, query_tile(dim)) for x in (q, dout)]
-        maps += [tensor_map(x, problem.keys, GROUP_KEYS) for x in (k, v, dk, dv)]
-        launch(backward, problem.columns * problem.all_kv_heads, 384, SHARED_BYTES, [*maps, described])
-        launch(finish, helpers, 256, 0, [Rows.of(dq), pointer(dq_sum), *sizes, ctypes.c_float(problem.scale)])

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Callable
 
 import torch
 
 from .. import configs
 from ..problem import LOG2_E, Problem, unexpanded
 from . import cuda_driver
-from .cuda_driver import launch, tensor_map
+from .cuda_driver import address, tensor_map
 
 ROWS = 64  # of queries for each warp group: one wgmma is 64 rows high
 SLACK = 8.0  # a row's maximum is kept while no score is above it by more than this, in powers of 2
 SHORT = 16, 1024  # up to so many tiles a team and keys, tiles go in a fixed order: setting a counter is a launch
 
-
-class _Problem(ctypes.Structure):
-    """As in forward.cu."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("lse", "out")),
-        *((name, ctypes.c_uint64) for name in ("out_batch", "out_head", "out_row")),
-        ("table", ctypes.c_void_p),
-        *((name, ctypes.c_uint64) for name in ("table_batch", "table_head")),
-        ("bias", ctypes.c_void_p),
-        *((name, ctypes.c_uint64) for name in ("bias_batch", "bias_head", "bias_row", "bias_column")),
-        ("next_tile", ctypes.c_void_p),
-        *((name, ctypes.c_float) for name in ("scale_log2", "per_scale_log2", "slack")),
-        *((name, ctypes.c_int) for name in ("num_tiles", "rows", "columns", "section", "heads", "q_heads", "group")),
-        *((name, ctypes.c_int) for name in ("num_q", "num_keys")),
-    ]
+# Three tensor maps and forward.cu's Problem: lse, out and its strides, the table and its strides, the bias and its
+# strides, the counter, three floats, nine integers.
+_LAYOUT = "MMM|PPqqqPqqPqqqqPfffiiiiiiiii|"
 
 
 def cuda_unsupported_reason(problem: Problem, *others: torch.Tensor) -> str | None:
@@ -50,46 +37,60 @@ def cuda_unsupported_reason(problem: Problem, *others: torch.Tensor) -> str | No
     return cuda_driver.no_compiler()
 
 
-def cuda_fwd(problem: Problem, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Writes out [B, Hq, Sq, D] and lse [B, Hq, Sq], contiguous, of a problem without `cuda_unsupported_reason`. There is at
-    least one query and one key."""
+def cuda_fwd_plan(problem: Problem, out: torch.Tensor) -> Callable[..., None]:
+    """Writes out [B, Hq, Sq, D] and lse [B, Hq, Sq], contiguous, given (q, k, v, table, bias, out, lse) like those of a
+    problem without `cuda_unsupported_reason`. There is at least one query and one key."""
     q, k, v = (unexpanded(x) for x in (problem.q, problem.k, problem.v))
+    expanded = q is not problem.q or k is not problem.k or v is not problem.v
     config = configs.pick_cuda_config(problem.dim, problem.block)
-    num_tiles = problem.all_heads * problem.rows
-    sms = problem.sms()
+    num_tiles, sms, device = problem.all_heads * problem.rows, problem.sms(), q.device
     teams = sms * config.teams
     fixed = num_tiles <= teams or (num_tiles <= SHORT[0] * teams and problem.keys <= SHORT[1])
     shared = shared_bytes(problem.dim, problem.block, config)
     with torch.cuda.device_of(q):
-        counter = None if fixed else torch.full((1,), teams, dtype=torch.int32, device=q.device)
-        described = _described(problem, out, lse, counter)
-        (kernel,) = cuda_driver.kernels(
-            q.device.index, "forward.cu", ("block_sparse_attention_cuda_fwd",), _defines(problem, config), shared
+        names, defines = ("block_sparse_attention_cuda_fwd",), _defines(problem, config)
+        (kernel,) = cuda_driver.kernels(device.index, "forward.cu", names, defines, shared)
+    threads = 128 * (config.teams * problem.block // ROWS + 1)
+    launch = cuda_driver.Launch(device.index, kernel, min(sms, num_tiles), threads, shared, _LAYOUT)
+    q_map = tensor_map(q, problem.queries, ROWS)
+    k_map, v_map = (tensor_map(x, problem.keys, config.block_n) for x in (k, v))
+    out_strides, table_strides, bias_strides = out.stride()[:3], problem.table_strides(), problem.bias_strides()
+    scale_log2 = problem.scale * LOG2_E
+    numbers = (scale_log2, 1 / scale_log2, SLACK / scale_log2, *_sizes(problem))
+
+    def run(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        table: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        if expanded:
+            q, k, v = unexpanded(q), unexpanded(k), unexpanded(v)
+        counter = None if fixed else torch.full((1,), teams, dtype=torch.int32, device=device)
+        launch(
+            q_map(q.data_ptr()),
+            k_map(k.data_ptr()),
+            v_map(v.data_ptr()),
+            lse.data_ptr(),
+            out.data_ptr(),
+            *out_strides,
+            table.data_ptr(),
+            *table_strides,
+            address(bias),
+            *bias_strides,
+            address(counter),
+            *numbers,
         )
-        maps = [
-            tensor_map(q, problem.queries, ROWS),
-            *(tensor_map(x, problem.keys, config.block_n) for x in (k, v)),
-        ]
-        groups = config.teams * problem.block // ROWS
-        launch(kernel, min(sms, num_tiles), 128 * (groups + 1), shared, [*maps, described])
+
+    return run
 
 
-def _described(problem: Problem, out: torch.Tensor, lse: torch.Tensor, counter: torch.Tensor | None) -> _Problem:
-    table, bias, scale_log2 = problem.table, problem.bias, problem.scale * LOG2_E
-    return _Problem(
-        lse.data_ptr(),
-        out.data_ptr(),
-        *out.stride()[:3],
-        table.data_ptr(),
-        # A table that batches or heads share is read again by each of them.
-        table.stride(0) if table.shape[0] > 1 else 0,
-        table.stride(1) if table.shape[1] > 1 else 0,
-        None if bias is None else bias.data_ptr(),
-        *((0, 0, 0, 0) if bias is None else bias.stride()),
-        None if counter is None else counter.data_ptr(),
-        scale_log2,
-        1 / scale_log2,
-        SLACK / scale_log2,
+def _sizes(problem: Problem) -> tuple[int, ...]:
+    """The integers of forward.cu's Problem."""
+    return (
         problem.all_heads * problem.rows,
         problem.rows,
         problem.columns,
