@@ -365,7 +365,7 @@ SPEC = KernelSpec(
     items=lambda case: case.dims["batch"] * case.dims["queries"],
     # What is dropped is not read; in the reference it is multiplied by 0, and 0 · NaN is NaN.
     finite_only=lambda case: True,
-    # Under a causal mask and Triton 3.6 (README, what was tried).
+    # Under a causal mask and Triton 3.6 (EXPERIMENTS.md).
     spills={"_block_sparse_attention_dkdv_kernel": 32},
     false_alarms={
         ("racecheck", function): HANDED_OVER

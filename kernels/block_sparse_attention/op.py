@@ -67,12 +67,12 @@ def block_sparse_attention(
     outside Triton's interpreter, or for a version that this GPU or problem does not have.
     """
     given = (block_size, scale, causal, forward, backward)
-    index = isinstance(block_mask, BlockIndex)
-    table: torch.Tensor = block_mask.table if isinstance(block_mask, BlockIndex) else block_mask
+    index = block_mask if isinstance(block_mask, BlockIndex) else None
+    table: torch.Tensor = index.table if index is not None else block_mask  # type: ignore[assignment]
     if lean(q, k, v, table, block_bias):
         key = (
             signature(q), signature(k), signature(v), signature(table), signature(block_bias),
-            block_mask[1:] if index else None, given,
+            index and index[1:], given,
         )  # fmt: skip
         made = _CALL.find(key) or _CALL.keep(key, _plans(q, k, v, block_mask, block_bias, *given))
         listed, plan, options, shape = made
