@@ -1,4 +1,4 @@
-"""The backward in CUDA C++: when it runs and what it is told, anywhere; what it computes, on a GPU that has it."""
+"""The backward in CUDA C++: when it runs and its parameters, anywhere; what it computes, on a GPU that has it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_unsupported_reasons(hopper):  # noqa: F811
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("dim", DIMS)
-def test_what_it_is_told(dim, shared, driver):  # noqa: F811
+def test_parameters(dim, shared, driver):  # noqa: F811
     """Launched on nothing: sizes, the lines of the columns, lists that are shared or not."""
     compiled, launched = driver
     q, k, v = (t.half() for t in tensors(397, 600, heads=6, kv_heads=2, dim=dim))

@@ -1,4 +1,4 @@
-"""The forward in CUDA C++: when it runs and what it is told, anywhere; what it computes, on a GPU that has it."""
+"""The forward in CUDA C++: when it runs and its parameters, anywhere; what it computes, on a GPU that has it."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def driver(hopper, monkeypatch):
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("dim", DIMS)
-def test_what_it_is_told(dim, block, shared, driver):
+def test_parameters(dim, block, shared, driver):
     """Launched on nothing: sizes, lists that are shared or not, the bias, and a counter where there are many rows."""
     compiled, launched = driver
     queries, keys = 20 * block - 3, 1100

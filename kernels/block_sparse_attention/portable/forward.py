@@ -64,7 +64,7 @@ def _row_list(table_ptr, turn, columns, SPLIT: tl.constexpr):
 @triton.jit
 def _block_of_step(list_ptr, step, last, SPLIT: tl.constexpr):
     """The block of a step in a list of which the numbers below `last` are gone over. Asked for a step ahead: where a
-    tile's address hangs on a load of the same step, fewer tiles are in flight. There may be no such step."""
+    tile's address depends on a load of the same step, fewer tiles are in flight. There may be no such step."""
     return tl.load(list_ptr + tl.minimum(step // SPLIT, last - 1))
 
 

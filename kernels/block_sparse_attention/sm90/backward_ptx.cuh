@@ -62,7 +62,7 @@ DEVICE Float2 shared_pair(u32 at) {
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(y.x), "=f"(y.y) : "r"(at));
     return y;
 }
-// Two numbers that the producer tells the consumers.
+// Two numbers that the producer passes to the consumers.
 DEVICE void store_pair(u32 at, int x, int y) {
     asm volatile("st.shared.v2.s32 [%0], {%1, %2};" ::"r"(at), "r"(x), "r"(y) : "memory");
 }

@@ -120,8 +120,8 @@ def _defines(problem: Problem, config: configs.CudaConfig) -> tuple[str, ...]:
 
 
 def shared_bytes(dim: int, block: int, config: configs.CudaConfig) -> int:
-    """Of a CTA: for each team queries, rings of keys and values, what is told of a tile and of steps, and barriers."""
+    """Of a CTA: for each team queries, rings of keys and values, the numbers of a tile and its steps, barriers."""
     queries = block // ROWS * config.q_buffers
-    told, barriers = 16 + 8 * config.stages, 2 * queries + 4 * config.stages + 2
-    team = 2 * dim * (ROWS * queries + 2 * config.block_n * config.stages) + told + 8 * barriers
+    numbers, barriers = 16 + 8 * config.stages, 2 * queries + 4 * config.stages + 2
+    team = 2 * dim * (ROWS * queries + 2 * config.block_n * config.stages) + numbers + 8 * barriers
     return team + (config.teams - 1) * (-(-team // 1024) * 1024)

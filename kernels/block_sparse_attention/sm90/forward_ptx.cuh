@@ -36,7 +36,7 @@ DEVICE u64 describe(u32 address, u32 panel) {
     return (u64)(1u << 30 | 1024 >> 4) << 32 | panel >> 4 << 16 | (address & 0x3ffff) >> 4;
 }
 
-// ---- What warps tell each other -------------------------------------------------------------------------------------
+// ---- What warps pass to each other ----------------------------------------------------------------------------------
 
 DEVICE int4 load_shared4(u32 address) {
     int4 x;
