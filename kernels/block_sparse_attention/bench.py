@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from harness import registry
 from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, Tunable, Yardstick
 
-from . import BlockIndex, block_index, block_sparse_attention, dispatch
+from . import BlockIndex, block_index, block_sparse_attention, configs
 from .masks import sliding_window_blocks
 from .reference import MOST_SCORES, block_sparse_attention_reference
 
@@ -293,36 +293,6 @@ def _indexed() -> Op:
     return attend
 
 
-def _candidates(case: Case, warps, stages) -> list[dispatch.Config]:
-    block_d, block = dispatch.padded(case.dims["dim"]), case.params.get("block_size", 128)
-    shapes = [(m, n) for m in (32, 64, 128) for n in (32, 64, 128) if max(m, n) <= block]
-    return [dispatch.Config(m, n, block_d, w, s) for m, n in shapes for w in warps for s in stages]
-
-
-# What the version for Hopper has to choose from, by head dimension and block.
-CUDA_CANDIDATES = {
-    (128, 128): (
-        dispatch.CudaConfig(128, 3, True, True),
-        dispatch.CudaConfig(128, 3, False, True),
-        dispatch.CudaConfig(128, 3, True, False),
-        dispatch.CudaConfig(128, 2, True, False, q_buffers=2),
-        dispatch.CudaConfig(64, 6, True, True),
-    ),
-    (64, 128): (
-        dispatch.CudaConfig(64, 6, False, False, teams=2),
-        dispatch.CudaConfig(64, 5, False, False, q_buffers=2, teams=2),
-        dispatch.CudaConfig(128, 6, False, True),
-        dispatch.CudaConfig(128, 6, True, True),
-    ),
-    (128, 64): (
-        dispatch.CudaConfig(64, 3, False, True, teams=2),
-        dispatch.CudaConfig(64, 2, False, False, q_buffers=2, teams=2),
-    ),
-    (64, 64): (
-        dispatch.CudaConfig(64, 2, False, False, q_buffers=2, teams=4),
-        dispatch.CudaConfig(64, 4, False, True, teams=3),
-    ),
-}
 CUDA_CASES = tuple(
     dataclasses.replace(case, min_capability=(9, 0))
     for case in (
@@ -332,10 +302,6 @@ CUDA_CASES = tuple(
         _case(1, 8, 16384, 16384, 64, 25, block_size=64),
     )
 )
-
-
-# In which order the backward for Hopper may go over the blocks of keys.
-CUDA_BWD_CANDIDATES = tuple(dispatch.CudaBackwardConfig(s, early) for s in (1, 2, 3, 4, 8) for early in (0, 1, 2))
 
 
 def _has_two_backwards(case: Case) -> bool:
@@ -356,8 +322,17 @@ def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
     return "its backward is that of auto" if one else None
 
 
-def _cuda_candidates(case: Case) -> tuple[dispatch.CudaConfig, ...]:
-    return CUDA_CANDIDATES[case.dims["dim"], case.params.get("block_size", 128)]
+def _tiles(case: Case, stages: tuple[int, ...]) -> list[configs.Config]:
+    return configs.tile_candidates(case.dims["dim"], case.params.get("block_size", 128), (4, 8), stages)
+
+
+def _sections(case: Case) -> list[int]:
+    d = case.dims
+    return configs.section_candidates(d["group"], d["batch"] * d["kv_heads"] * d["group"])
+
+
+def _cuda_candidates(case: Case) -> tuple[configs.CudaConfig, ...]:
+    return configs.CUDA_CANDIDATES[case.dims["dim"], case.params.get("block_size", 128)]
 
 
 # What racecheck finds. tests/test_false_alarms.py shows it on a kernel of a few lines.
@@ -390,7 +365,7 @@ SPEC = KernelSpec(
     items=lambda case: case.dims["batch"] * case.dims["queries"],
     # What is dropped is not read; in the reference it is multiplied by 0, and 0 · NaN is NaN.
     finite_only=lambda case: True,
-    # Under a causal mask and Triton 3.6 (README, what was tried).
+    # Under a causal mask and Triton 3.6 (EXPERIMENTS.md).
     spills={"_block_sparse_attention_dkdv_kernel": 32},
     false_alarms={
         ("racecheck", function): HANDED_OVER
@@ -398,23 +373,24 @@ SPEC = KernelSpec(
     },
     fuzz={"queries": (65, 128), "keys": (65, 128), "dim": (1, 24)},
     tunables=(
-        Tunable(dispatch, "pick_forward", "fwd", lambda case: ("cuda", "portable")),
-        Tunable(dispatch, "pick_cuda_config", "fwd", _cuda_candidates, CUDA_CASES),
+        Tunable(configs, "pick_forward", "fwd", lambda case: ("cuda", "portable")),
+        Tunable(configs, "pick_cuda_config", "fwd", _cuda_candidates, CUDA_CASES),
+        Tunable(configs, "pick_cuda_section", "fwd", _sections, CUDA_CASES),
         Tunable(
-            dispatch,
+            configs,
             "pick_fwd_config",
             "fwd",
-            lambda case: _candidates(case, (4, 8), (2, 3, 4)),
+            lambda case: _tiles(case, (2, 3, 4)),
             implementation="triton",
         ),
-        Tunable(dispatch, "pick_backward", "bwd", _backward_versions),
-        Tunable(dispatch, "pick_cuda_bwd_config", "bwd", lambda case: CUDA_BWD_CANDIDATES, CUDA_BWD_CASES),
+        Tunable(configs, "pick_backward", "bwd", _backward_versions),
+        Tunable(configs, "pick_cuda_bwd_config", "bwd", lambda case: configs.CUDA_BWD_CANDIDATES, CUDA_BWD_CASES),
         *(
             Tunable(
-                dispatch,
+                configs,
                 name,
                 "bwd",
-                lambda case: _candidates(case, (4, 8), (1, 2, 3)),
+                lambda case: _tiles(case, (1, 2, 3)),
                 implementation="triton",
             )
             for name in ("pick_dkdv_config", "pick_dq_config")

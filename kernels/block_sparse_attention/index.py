@@ -15,15 +15,20 @@ is read by the host: the lists have room for every block.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from .launch import Launch, Plans, lean, signature
+
 HEADER = tl.constexpr(3)
 LIST_LINES, CHUNK = 8, 128  # lines that a CTA lists, and how many blocks of them at a time
 TURN_LINES = 64  # lines whose turns a CTA finds
+
+_PLANS = Plans()
 
 # Arguments that kernels are not specialised for being 1 or a multiple of 16.
 PLAIN = ["queries", "keys", "rows", "columns", "parts", "all_parts", "heads", *(f"stride_m{axis}" for axis in "bhmn")]
@@ -173,36 +178,64 @@ def _block_sparse_attention_order_kernel(table_ptr, rows, columns, parts, all_pa
         _turns(table_ptr + rows * (columns + HEADER), part - parts, columns, rows + HEADER, LINES)
 
 
-def make_table(mask: torch.Tensor, queries: int, keys: int, block: int, causal: bool) -> torch.Tensor:
-    """The table of mask, bool [B, H, nq, nk] of any strides: int32 [B, H, table_size]."""
-    batch, heads = mask.shape[:2]
-    table = torch.empty(batch, heads, table_size(queries, keys, block), dtype=torch.int32, device=mask.device)
-    rows, columns = mask.shape[2:]
+def table_shape(mask: torch.Tensor, queries: int, keys: int, block: int) -> tuple[int, int, int]:
+    """Of the table of mask, [B, H, nq, nk]."""
+    return mask.shape[0], mask.shape[1], table_size(queries, keys, block)
+
+
+def _plan(
+    mask: torch.Tensor, queries: int, keys: int, block: int, causal: bool
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Takes masks like this one, bool [B, H, nq, nk] of any strides, or of their memory in another shape, and returns
+    their tables, int32 [B, H, table_size]."""
+    shape, device = table_shape(mask, queries, keys, block), mask.device
+    batch, heads, rows, columns = mask.shape
     if batch * heads == 0 or rows == 0 or columns == 0:
-        return table.zero_()
-    with torch.cuda.device_of(mask):
-        parts = triton.cdiv(rows, LIST_LINES)
-        all_parts = parts + triton.cdiv(columns, LIST_LINES)
-        _block_sparse_attention_index_kernel[(batch * heads * all_parts,)](
-            mask.view(torch.uint8),
-            table,
-            queries,
-            keys,
-            rows,
-            columns,
-            parts,
-            all_parts,
-            heads,
-            *mask.stride(),
-            BLOCK=block,
-            CAUSAL=causal,
-            LINES=LIST_LINES,
-            CHUNK=CHUNK,
-            num_warps=4,
-        )
-        parts = triton.cdiv(rows, TURN_LINES)
-        all_parts = parts + triton.cdiv(columns, TURN_LINES)
-        _block_sparse_attention_order_kernel[(batch * heads * all_parts,)](
-            table, rows, columns, parts, all_parts, LINES=TURN_LINES, num_warps=4
-        )
-    return table
+        return lambda mask: torch.zeros(shape, dtype=torch.int32, device=device)
+    strides = (heads * shape[2], shape[2], 1)
+    parts = triton.cdiv(rows, LIST_LINES)
+    all_parts = parts + triton.cdiv(columns, LIST_LINES)
+    lists = Launch(
+        _block_sparse_attention_index_kernel,
+        (batch * heads * all_parts,),
+        device,
+        (queries, keys, rows, columns, parts, all_parts, heads, *mask.stride()),
+        BLOCK=block,
+        CAUSAL=causal,
+        LINES=LIST_LINES,
+        CHUNK=CHUNK,
+        num_warps=4,
+    )
+    parts = triton.cdiv(rows, TURN_LINES)
+    all_parts = parts + triton.cdiv(columns, TURN_LINES)
+    order = Launch(
+        _block_sparse_attention_order_kernel,
+        (batch * heads * all_parts,),
+        device,
+        (rows, columns, parts, all_parts),
+        LINES=TURN_LINES,
+        num_warps=4,
+    )
+
+    def run(mask: torch.Tensor) -> torch.Tensor:
+        table = torch.empty_strided(shape, strides, dtype=torch.int32, device=device)
+        lists(mask.view(torch.uint8), table)
+        order(table)
+        return table
+
+    return run
+
+
+def index_plan(
+    mask: torch.Tensor, queries: int, keys: int, block: int, causal: bool
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """As `_plan`; it is kept if the mask is a plain tensor."""
+    if not lean(mask):
+        return _plan(mask, queries, keys, block, causal)
+    key = (signature(mask), queries, keys, block, causal)
+    return _PLANS.find(key) or _PLANS.keep(key, _plan(mask, queries, keys, block, causal))
+
+
+def make_table(mask: torch.Tensor, queries: int, keys: int, block: int, causal: bool) -> torch.Tensor:
+    """The table of a mask, bool [B, H, nq, nk] of any strides: int32 [B, H, table_size]."""
+    return index_plan(mask, queries, keys, block, causal)(mask)

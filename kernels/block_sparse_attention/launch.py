@@ -1,136 +1,156 @@
-"""Forward and backward as the op calls them: empty problems, the choice of a version, what runs for which gradient,
-the memory of the results."""
+# A copy of parts/launch.py, made by `nox -s vendor`: change it there.
+"""What makes an eager call cheap for the host: who may take the short way, launch plans, held launches.
+
+A public function asks `lean` whether its tensors are plain ones and nothing traces or transforms the call. If so, the
+call goes to a plan, which was made for a key (`signature` of each tensor, and the options) and is kept in `Plans`: it
+holds the choice of the kernel, the grid and every argument but the tensors. All other calls go through torch.library.
+A plan launches through `Launch`, which calls the compiled kernel's own launcher where `kernel[grid](...)` would bind
+and hash the arguments again: 5.5 us instead of 16 us of host time on the machine of an H200.
+"""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
+import triton
+from torch.autograd import forward_ad
 
-from . import dispatch
-from .cuda_backward import cuda_bwd, cuda_bwd_refuses
-from .cuda_forward import cuda_fwd, cuda_refuses
-from .delta import Saved, row_terms
-from .forward import portable_fwd
-from .key_gradients import key_gradients
-from .problem import Problem, empty_like, readable
-from .query_gradient import query_gradient
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_ALIGNMENT = 16  # bytes: what Triton specialises a pointer for, and what TMA and 16-byte loads need
 
-FORWARD = BACKWARD = ("auto", "portable", "cuda")
+# By a name each, for they are asked in every call and a dotted name takes longer to find than its answer.
+_compiling = torch.compiler.is_compiling
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_transformed = torch._C._are_functorch_transforms_active
+_traced = torch._C._get_tracing_state
+# A PyTorch without CUDA has neither: there the ahead-of-time build alone asks, for device 0.
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
+raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 
-
-def sparse_fwd(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    table: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale: float,
-    block: int,
-    causal: bool,
-    version: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """out and lse of `block_sparse_attention`, whose arguments are checked, and the statistics that the backward wants
-    in fp32."""
-    out = empty_like(q)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    statistics = empty_statistics(q)
-    if out.numel() == 0 or k.shape[2] == 0:
-        return out.zero_(), lse.fill_(-math.inf), statistics.zero_()
-    problem = Problem(readable(q), readable(k), readable(v), table, bias, scale, block, causal)
-    if dispatch.pick_forward(version, _hopper_fwd(problem, version, out)) == "cuda":
-        cuda_fwd(problem, out, lse)
-    else:
-        portable_fwd(problem, out, lse, statistics if statistics.numel() else None)
-    return out, lse, statistics
+# Triton releases whose compiled kernels are launched as `Launch` does it. Under any other it leaves that to Triton.
+_TRITON, _KNOWN = ".".join(triton.__version__.split(".")[:2]), ("3.6", "3.7")
+_RUNTIME = triton.knobs.runtime
 
 
-def _hopper_fwd(problem: Problem, version: str, out: torch.Tensor) -> str:
-    """The version for Hopper if it takes the problem. RuntimeError where it was asked for and does not."""
-    if version == "portable":
-        return ""
-    refused = cuda_refuses(problem, out)
-    if refused and version == "cuda":
-        raise RuntimeError(f'block_sparse_attention: forward="cuda" cannot run here: {refused}')
-    return "" if refused else "cuda"
+def lean(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Whether this is an eager call on plain tensors: not under torch.compile, export, a functorch transform, forward
+    AD, torch.jit.trace, or a dispatch or function mode, and with neither subclasses nor lazily negated tensors."""
+    if (
+        _compiling()  # first, because torch.compile cannot trace what follows
+        or _dispatch_modes()
+        or _function_modes()
+        or _transformed()
+        or _traced() is not None
+        or forward_ad._current_level >= 0
+        or type(first) not in _PLAIN
+        or first.is_neg()
+    ):
+        return False
+    for tensor in others:  # noqa: SIM110 (a generator would cost as much as all of the above)
+        if tensor is not None and (type(tensor) not in _PLAIN or tensor.is_neg()):
+            return False
+    return True
 
 
-def empty_statistics(q: torch.Tensor) -> torch.Tensor:
-    """Maximum and sum of each row, [2, B, Hq, Sq], for fp32; for other dtypes, which do with lse, no element."""
-    return q.new_empty((2, *q.shape[:3]) if q.dtype == torch.float32 else 0, dtype=torch.float32)
+def signature(tensor: torch.Tensor | None) -> Hashable:
+    """All that a plan may depend on in a tensor: shape, strides, dtype, device, and whether it starts on 16 bytes."""
+    if tensor is None:
+        return None
+    aligned = tensor.data_ptr() % _ALIGNMENT == 0
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, aligned
 
 
-def sparse_bwd(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    table: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    statistics: torch.Tensor,
-    scale: float,
-    block: int,
-    causal: bool,
-    version: str,
-    need_dq: bool,
-    need_dkv: bool,
-    need_dbias: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv, dbias; tensors of no element for what is not needed. RuntimeError where the version asked for does
-    not take the problem. Where less is needed than dq, dk and dv, the portable one runs, which leaves out the rest.
+_EVERY: list[Plans] = []
+
+
+def forget() -> None:
+    """Drops every plan of this folder: for who replaces a `pick_*` function, as `tune` and tests do."""
+    for plans in _EVERY:
+        plans.clear()
+
+
+class Plans(dict):
+    """Plans by key, at most `size` of them: the oldest goes first. Threads may share it."""
+
+    def __init__(self, size: int = 1024) -> None:
+        super().__init__()
+        self.size = size
+        _EVERY.append(self)
+
+    def find(self, key: Hashable) -> Any:
+        """The plan of a key, or None. An option that cannot be hashed has none: it is for the checks to reject."""
+        try:
+            return self.get(key)
+        except TypeError:
+            return None
+
+    def keep(self, key: Hashable, plan: Any) -> Any:
+        """Enters a plan and returns it."""
+        while len(self) >= self.size:
+            try:
+                del self[next(iter(self))]
+            except (KeyError, RuntimeError, StopIteration):  # another thread was faster
+                continue
+        self[key] = plan
+        return plan
+
+
+class Launch:
+    """A launch of a Triton kernel in which nothing but the first arguments changes from call to call.
+
+        kernel[grid](*arguments of the call, *fixed, **options)
+
+    Arguments of a call are tensors, None and floats: Triton specialises a kernel for an integer's value, so integers
+    are `fixed`. Tensors must agree with those of the first call in dtype and in alignment to 16 bytes, which the key of
+    a plan sees to. The first call goes through Triton, which compiles; later ones go to the launcher of what it
+    compiled. They go through Triton as well while a profiler has hooked into launches.
     """
-    dq = empty_like(q) if need_dq or need_dbias else None
-    dk, dv = (empty_like(k), empty_like(v)) if need_dkv else (None, None)
-    dbias = None
-    if q.numel() == 0 or k.shape[2] == 0:
-        for gradient in (dq, dk, dv):
-            if gradient is not None:
-                gradient.zero_()
-        if bias is not None and need_dbias:
-            dbias = torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
-    else:
-        problem = Problem(readable(q), readable(k), readable(v), table, bias, scale, block, causal)
-        exact = statistics if statistics.numel() else None
-        saved = Saved(readable(out), lse, exact, readable(dout), None if dlse is None else dlse.contiguous())
-        if dq is not None and dk is not None and dv is not None and _in_cuda(problem, saved, version, dq, dk, dv):
-            cuda_bwd(problem, saved, dq, dk, dv)
-        else:
-            dbias = _portable_bwd(problem, saved, dq, dk, dv, need_dbias)
-    return (
-        dq if dq is not None and need_dq else q.new_empty(0),
-        k.new_empty(0) if dk is None else dk,
-        v.new_empty(0) if dv is None else dv,
-        q.new_empty(0, dtype=torch.float32) if dbias is None else dbias,
-    )
+
+    __slots__ = ("_device", "_fixed", "_grid", "_held", "_kernel", "_options")
+
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], device: torch.device, fixed: tuple[Any, ...], **options: Any
+    ) -> None:
+        self._kernel, self._grid, self._fixed, self._options = kernel, grid, fixed, options
+        self._device = device.index if device.type == "cuda" else None
+        self._held: tuple[Any, ...] | None = None
+
+    def __call__(self, *arguments: Any) -> None:
+        device = self._device
+        if device is not None and device != _current_device():
+            with torch.cuda.device(device):
+                return self(*arguments)
+        held = self._held
+        if held is None or device is None or _hooked() or self._kernel.pre_run_hooks:
+            compiled = self._kernel[self._grid](*arguments, *self._fixed, **self._options)
+            if held is None and device is not None:
+                self._held = self._hold(compiled, len(arguments))
+            return None
+        call, x, y, z, launched, rest = held
+        return call(x, y, z, raw_stream(device), *launched, *arguments, *rest)
+
+    def _hold(self, compiled: Any, given: int) -> tuple[Any, ...] | None:
+        """What a later call needs; None where this Triton is not known to launch so."""
+        function = getattr(compiled, "function", None)
+        if _TRITON not in _KNOWN or not isinstance(function, int):
+            return None
+        names = self._kernel.arg_names[given + len(self._fixed) :]
+        rest = (*self._fixed, *(self._options[name] for name in names))
+        run, metadata = compiled.run, compiled.packed_metadata
+        # Neither launch metadata nor hooks: nobody listens.
+        call, launched = run, (function, metadata, None, None, None)
+        if _TRITON == "3.6" and not run.global_scratch_size and not run.profile_scratch_size:
+            # `run` looks whether the kernel needs scratch memory, and calls this.
+            cluster = run.launch_cooperative_grid, run.launch_pdl
+            call, launched = run.launch, (function, *cluster, None, None, metadata, None, None, None)
+        x, y, z = (*self._grid, 1, 1)[:3]
+        return call, x, y, z, launched, rest
 
 
-def _in_cuda(problem: Problem, saved: Saved, version: str, *gradients: torch.Tensor) -> bool:
-    """Whether the version for Hopper runs. RuntimeError where it was asked for and does not take the problem."""
-    refused = "not asked" if version == "portable" else cuda_bwd_refuses(problem, saved.out, saved.dout, *gradients)
-    if refused and version == "cuda":
-        raise RuntimeError(f'block_sparse_attention: backward="cuda" cannot run here: {refused}')
-    repeatable = torch.get_deterministic_debug_mode() == 2  # 1: nothing but a warning is wanted
-    return dispatch.pick_backward(version, "" if refused else "cuda", repeatable) == "cuda"
-
-
-def _portable_bwd(
-    problem: Problem,
-    saved: Saved,
-    dq: torch.Tensor | None,
-    dk: torch.Tensor | None,
-    dv: torch.Tensor | None,
-    need_dbias: bool,
-) -> torch.Tensor | None:
-    """Writes dq unless it is None, and dk and dv unless these are; returns dbias if it is needed.
-
-    Two kernels, one for dK and dV and one for dQ and dbias, each over its own lists. No atomics, so repeats agree bit
-    for bit. Both compute s and dp: seven products of 2·D a kept pair, where five would be needed. Nothing of size
-    queries × keys is stored.
-    """
-    terms = row_terms(problem, saved)
-    if dk is not None and dv is not None:
-        key_gradients(problem, saved.dout, terms, dk, dv)
-    return None if dq is None else query_gradient(problem, saved.dout, terms, dq, need_dbias)
+def _hooked() -> bool:
+    """Whether somebody wants to hear of launches."""
+    enter, leave = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

@@ -1,25 +1,23 @@
-"""The public functions: checks, registration with torch.library, autograd."""
+"""The public functions: checks, the lean eager call, registration with torch.library, autograd."""
 
 from __future__ import annotations
 
 import math
 
 import torch
-import triton
 
-from .index import BlockIndex, make_table, table_size
-from .launch import BACKWARD, FORWARD, empty_statistics, sparse_bwd, sparse_fwd
+from .checks import FLOATS, kind, runnable
+from .index import BlockIndex, index_plan, make_table, table_shape, table_size
+from .launch import Plans, lean, signature
 from .problem import empty_like
+from .versions import BACKWARD, FORWARD, bwd_plan, empty_statistics, fwd_plan
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_DIM = 256
 BLOCK_SIZES = (64, 128)
 
-# As @triton.jit decided it when the kernels were imported; torch.compile cannot trace the knob itself.
-INTERPRETED: bool = triton.knobs.runtime.interpret
-
 # Named after the package, so that a copy of this folder under another name registers ops of its own.
 _NAMESPACE = __package__.replace(".", "_")
+_CALL, _FORWARD, _BACKWARD = Plans(), Plans(), Plans()
 
 
 def block_sparse_attention(
@@ -68,6 +66,52 @@ def block_sparse_attention(
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
     outside Triton's interpreter, or for a version that this GPU or problem does not have.
     """
+    given = (block_size, scale, causal, forward, backward)
+    index = block_mask if isinstance(block_mask, BlockIndex) else None
+    table: torch.Tensor = index.table if index is not None else block_mask  # type: ignore[assignment]
+    if lean(q, k, v, table, block_bias):
+        key = (
+            signature(q), signature(k), signature(v), signature(table), signature(block_bias),
+            index and index[1:], given,
+        )  # fmt: skip
+        made = _CALL.find(key) or _CALL.keep(key, _plans(q, k, v, block_mask, block_bias, *given))
+        listed, plan, options, shape = made
+        if listed is not None:
+            table = listed(table)
+        if shape is not None and block_bias is not None:
+            block_bias = block_bias.expand(shape)
+        if torch.is_grad_enabled() and (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or (block_bias is not None and block_bias.requires_grad)
+        ):
+            return _apply(q, k, v, table, block_bias, plan, options, return_lse)
+        out, lse, _ = plan(q, k, v, table, block_bias)
+        return (out, lse) if return_lse else out
+    lists, mask, block_bias, options = _checked(q, k, v, block_mask, block_bias, *given)
+    if mask is not None:
+        lists = _index_op(mask, q.shape[2], k.shape[2], block_size, causal)
+    out, lse, _ = _fwd_op(q, k, v, lists, block_bias, *options)
+    return (out, lse) if return_lse else out
+
+
+def _plans(q, k, v, block_mask, block_bias, block_size, scale, causal, forward, backward):
+    """What a call needs that is checked: the plan of the mask's lists, or None if it is an index; the plan of the
+    attention; the op's options; the shape that block_bias is to be expanded to, if it is."""
+    given = (block_size, scale, causal, forward, backward)
+    table, mask, bias, options = _checked(q, k, v, block_mask, block_bias, *given)
+    queries, keys, listed = q.shape[2], k.shape[2], None
+    if mask is not None:
+        listed = index_plan(mask, queries, keys, block_size, causal)
+        table = torch.empty(table_shape(mask, queries, keys, block_size), dtype=torch.int32, device=mask.device)
+    plan = _forward_plan(q, k, v, table, bias, options)
+    return listed, plan, options, None if bias is None or bias.shape == block_bias.shape else bias.shape
+
+
+def _checked(q, k, v, block_mask, block_bias, block_size, scale, causal, forward, backward):
+    """(the table of an index or None, the mask in four dimensions or None, the bias expanded to all blocks, the op's
+    options: scale, block, causal, backward, forward). Raises for what is wrong."""
     _check(q, k, v, block_size)
     if scale is None:
         scale = 1 / math.sqrt(q.shape[3])
@@ -80,13 +124,11 @@ def block_sparse_attention(
     shape = (q.shape[0], q.shape[1], -(-queries // block_size), -(-keys // block_size))
     if block_bias is not None:
         block_bias = _blocks("block_bias", block_bias, torch.float32, q, shape).expand(shape)
+    options = (float(scale), block_size, causal, backward, forward)
     if isinstance(block_mask, BlockIndex):
-        table = _table(block_mask, q, keys, block_size, causal)
-    else:
-        mask = _blocks("block_mask", block_mask, torch.bool, q, shape)
-        table = _index_op(_distinct(mask), queries, keys, block_size, causal)
-    out, lse, _ = _fwd_op(q, k, v, table, block_bias, float(scale), block_size, causal, backward, forward)
-    return (out, lse) if return_lse else out
+        return _table(block_mask, q, keys, block_size, causal), None, block_bias, options
+    mask = _distinct(_blocks("block_mask", block_mask, torch.bool, q, shape))
+    return None, mask, block_bias, options
 
 
 def block_index(
@@ -105,27 +147,28 @@ def block_index(
     """
     _check_block_size(block_size)
     if not isinstance(block_mask, torch.Tensor) or block_mask.dtype != torch.bool:
-        raise TypeError(f"block_index: block_mask must be a tensor of bool, got {_kind(block_mask)}")
+        raise TypeError(f"block_index: block_mask must be a tensor of bool, got {kind(block_mask)}")
     wanted = (-(-queries // block_size), -(-keys // block_size))
     if queries < 0 or keys < 0 or not 2 <= block_mask.dim() <= 4 or block_mask.shape[-2:] != wanted:
         raise ValueError(
             f"block_index: block_mask must be [.., {wanted[0]}, {wanted[1]}] for {queries} queries and {keys} keys in "
             f"blocks of {block_size}, got shape {tuple(block_mask.shape)}"
         )
-    _check_device("block_index: block_mask", block_mask)
-    table = _index_op(_distinct(_four(block_mask)), queries, keys, block_size, causal)
+    runnable("block_index", "block_mask", block_mask)
+    make = make_table if lean(block_mask) else _index_op
+    table = make(_distinct(_four(block_mask)), queries, keys, block_size, causal)
     return BlockIndex(table, queries, keys, block_size, causal)
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_size: int) -> None:
     name = "block_sparse_attention"
-    if not isinstance(q, torch.Tensor) or q.dtype not in DTYPES:
-        raise TypeError(f"{name}: q must be a tensor of float32, float16 or bfloat16, got {_kind(q)}")
+    if not isinstance(q, torch.Tensor) or q.dtype not in FLOATS:
+        raise TypeError(f"{name}: q must be a tensor of float32, float16 or bfloat16, got {kind(q)}")
     if q.dim() != 4 or not 1 <= q.shape[3] <= MAX_DIM:
         raise ValueError(f"{name}: q must be [B, H, S, D] with 1 <= D <= {MAX_DIM}, got shape {tuple(q.shape)}")
     for other, tensor in (("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != q.dtype:
-            raise TypeError(f"{name}: {other} must be a tensor of q's dtype {q.dtype}, got {_kind(tensor)}")
+            raise TypeError(f"{name}: {other} must be a tensor of q's dtype {q.dtype}, got {kind(tensor)}")
         if tensor.device != q.device:
             raise ValueError(f"{name}: {other} must be on q's device {q.device}, got {tensor.device}")
         if tensor.dim() != 4 or tensor.shape[0] != q.shape[0] or tensor.shape[3] != q.shape[3]:
@@ -136,7 +179,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_size: int) -
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"{name}: q's {q.shape[1]} heads must be a multiple of k's, which has {k.shape[1]}")
     _check_block_size(block_size)
-    _check_device(f"{name}: q", q)
+    runnable(name, "q", q)
 
 
 def _check_block_size(block_size: int) -> None:
@@ -144,19 +187,12 @@ def _check_block_size(block_size: int) -> None:
         raise ValueError(f"block_sparse_attention: block_size must be 64 or 128, got {block_size}")
 
 
-def _check_device(what: str, tensor: torch.Tensor) -> None:
-    if not tensor.is_cuda and not (tensor.device.type == "cpu" and INTERPRETED):
-        raise RuntimeError(
-            f"{what} must be on a GPU, or on the CPU with TRITON_INTERPRET=1, got a tensor on {tensor.device}"
-        )
-
-
 def _blocks(
     name: str, tensor: torch.Tensor, dtype: torch.dtype, q: torch.Tensor, shape: tuple[int, int, int, int]
 ) -> torch.Tensor:
     """A number for each block, checked, in four dimensions."""
     if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype:
-        raise TypeError(f"block_sparse_attention: {name} must be a tensor of {dtype}, got {_kind(tensor)}")
+        raise TypeError(f"block_sparse_attention: {name} must be a tensor of {dtype}, got {kind(tensor)}")
     if tensor.device != q.device:
         raise ValueError(f"block_sparse_attention: {name} must be on q's device {q.device}, got {tensor.device}")
     leading = tensor.shape[:-2]
@@ -198,8 +234,70 @@ def _table(index: BlockIndex, q: torch.Tensor, keys: int, block_size: int, causa
     return table
 
 
-def _kind(value: object) -> str:
-    return str(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
+def _forward_plan(q, k, v, table, bias, options):
+    """It is kept if these are plain tensors."""
+    tensors, rest = (q, k, v, table, bias), (*options[:3], options[4])
+    if not lean(*tensors):
+        return fwd_plan(*tensors, *rest)
+    key = (*map(signature, tensors), rest)
+    return _FORWARD.find(key) or _FORWARD.keep(key, fwd_plan(*tensors, *rest))
+
+
+def _backward(tensors, options, needed):
+    """dq, dk, dv and dbias. `tensors`: dout, dlse, q, k, v, table, bias, out, lse, statistics."""
+    rest = (*options[:4], *needed)
+    if not lean(*tensors):
+        return bwd_plan(*tensors, *rest)(*tensors)
+    key = (*map(signature, tensors), rest, torch.get_deterministic_debug_mode())
+    plan = _BACKWARD.find(key) or _BACKWARD.keep(key, bwd_plan(*tensors, *rest))
+    return plan(*tensors)
+
+
+class _BlockSparseAttention(torch.autograd.Function):
+    """Of eager calls. The gradient goes through torch.library where something traces, transforms or derives it."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, table, bias, plan, options, return_lse):
+        out, lse, statistics = plan(q, k, v, table, bias)
+        ctx.set_materialize_grads(False)  # most of the time lse has no gradient
+        ctx.options = options
+        ctx.save_for_backward(q, k, v, table, bias, out, lse, statistics)
+        return (out, lse) if return_lse else out
+
+    @staticmethod
+    def backward(ctx, dout, dlse=None):
+        return *_gradients(ctx, dout, dlse), None, None, None
+
+
+# What torch.autograd.Function.apply does before this is for functorch, and `lean` has seen that it is not at work.
+_apply = super(torch.autograd.Function, _BlockSparseAttention).apply
+
+
+def _gradients(ctx, dout, dlse):
+    """Of q, k, v, table and bias, each None if it is not needed or zero."""
+    if dout is None and dlse is None:
+        return None, None, None, None, None
+    need_dq, need_dk, need_dv, _, need_dbias = ctx.needs_input_grad[:5]
+    q, k, v, table, bias, out, lse, statistics = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    tensors, needed = (
+        (dout, dlse, q, k, v, table, bias, out, lse, statistics),
+        (need_dq, need_dk or need_dv, need_dbias),
+    )
+    if lean(*tensors) and not torch.is_grad_enabled():
+        dq, dk, dv, dbias = _backward(tensors, ctx.options, needed)
+    else:
+        if statistics is None:
+            statistics = empty_statistics(q)
+        dq, dk, dv, dbias = _bwd_op(*tensors[:-1], statistics, *ctx.options[:4], *needed)
+    return (
+        dq if need_dq else None,
+        dk if need_dk else None,
+        dv if need_dv else None,
+        None,
+        dbias if need_dbias else None,
+    )
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::block_sparse_attention_index", mutates_args=())
@@ -225,7 +323,10 @@ def _fwd_op(
     backward: str,
     forward: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return sparse_fwd(q, k, v, table, bias, scale, block, causal, forward)
+    out, lse, statistics = _forward_plan(q, k, v, table, bias, (scale, block, causal, backward, forward))(
+        q, k, v, table, bias
+    )
+    return out, lse, empty_statistics(q) if statistics is None else statistics
 
 
 @_fwd_op.register_fake
@@ -253,10 +354,15 @@ def _bwd_op(
     need_dkv: bool,
     need_dbias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return sparse_bwd(
-        dout, dlse, q, k, v, table, bias, out, lse, statistics, scale, block, causal, backward,
-        need_dq, need_dkv, need_dbias,
-    )  # fmt: skip
+    tensors = (dout, dlse, q, k, v, table, bias, out, lse, statistics if statistics.numel() else None)
+    options, needed = (scale, block, causal, backward), (need_dq, need_dkv, need_dbias)
+    dq, dk, dv, dbias = _backward(tensors, options, needed)
+    return (
+        q.new_empty(0) if dq is None else dq,
+        k.new_empty(0) if dk is None else dk,
+        v.new_empty(0) if dv is None else dv,
+        q.new_empty(0, dtype=torch.float32) if dbias is None else dbias,
+    )
 
 
 @_bwd_op.register_fake
@@ -273,21 +379,14 @@ def _(
 
 def _save(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)  # most of the time lse has no gradient
-    q, k, v, table, bias, *ctx.options, _ = inputs
-    ctx.save_for_backward(q, k, v, table, bias, *output)
+    q, k, v, table, bias, *options = inputs
+    ctx.options = tuple(options)
+    out, lse, statistics = output
+    ctx.save_for_backward(q, k, v, table, bias, out, lse, statistics if statistics.numel() else None)
 
 
-def _backward(ctx, dout, dlse, _):
-    need_dq, need_dk, need_dv, _, need_dbias = ctx.needs_input_grad[:5]
-    if dout is None and dlse is None:
-        return (None,) * 10
-    saved = ctx.saved_tensors
-    if dout is None:
-        dout = torch.zeros_like(saved[5])
-    need_dkv = need_dk or need_dv
-    dq, dk, dv, dbias = _bwd_op(dout, dlse, *saved, *ctx.options, need_dq, need_dkv, need_dbias)
-    gradients = (dq, need_dq), (dk, need_dk), (dv, need_dv), (None, False), (dbias, need_dbias)
-    return *(gradient if needed else None for gradient, needed in gradients), *(None,) * 5
+def _autograd(ctx, dout, dlse, _):
+    return *_gradients(ctx, dout, dlse), *(None,) * 5
 
 
-_fwd_op.register_autograd(_backward, setup_context=_save)
+_fwd_op.register_autograd(_autograd, setup_context=_save)

@@ -8,15 +8,12 @@ from typing import Any
 import torch
 import triton
 
-from .dispatch import Config, precision
+from .configs import Config, precision
 
 LOG2_E = 1.4426950408889634
 
 # A tile of 256 rows must be reached by 32-bit offsets from its first.
 MOST_STRIDE = 1 << 22
-
-# What of K and V the CTAs that run at one time should read: well under the 40 to 60 MB of an A100's or H100's L2.
-SECTION_BYTES = 24e6
 
 # Arguments that kernels are not specialised for being 1 or a multiple of 16; `Problem.unit` says what is to be known.
 _SIZES = ("queries", "padded", "keys", "rows", "columns", "dim", "heads", "all_heads", "group", "section")
@@ -44,11 +41,6 @@ def _in_place(tensor: torch.Tensor) -> bool:
 def strides(name: str, tensor: torch.Tensor, unit: int, row: str = "m") -> dict[str, int]:
     """The strides of batch, head and row as a kernel has them, in units."""
     return {f"stride_{name}{axis}": tensor.stride(i) // unit for i, axis in enumerate(("b", "h", row))}
-
-
-def section(heads: int, bytes_per_head: int) -> int:
-    """How many heads CTAs take turns in: as many as fit in L2 together, so that the long lines of them go first."""
-    return max(1, min(heads, int(SECTION_BYTES // max(1, bytes_per_head))))
 
 
 @dataclass(frozen=True)
@@ -130,9 +122,16 @@ class Problem:
         aligned = all(size % elements == 0 for size in sizes) and all(t.data_ptr() % 16 == 0 for t in tensors)
         return elements if aligned else 1
 
+    def table_strides(self) -> tuple[int, int]:
+        """Of batch and head. A table that batches or heads share is read again by each of them."""
+        batches, heads = self.table.shape[:2]
+        return self.table.stride(0) if batches > 1 else 0, self.table.stride(1) if heads > 1 else 0
+
+    def bias_strides(self) -> tuple[int, ...]:
+        return (0, 0, 0, 0) if self.bias is None else self.bias.stride()
+
     def arguments(self, unit: int) -> dict[str, Any]:
         """q, k, v, the table, the bias, and the sizes."""
-        bias_strides = (0, 0, 0, 0) if self.bias is None else self.bias.stride()
         return {
             "q_ptr": self.q,
             "k_ptr": self.k,
@@ -149,10 +148,8 @@ class Problem:
             **strides("q", self.q, unit),
             **strides("k", self.k, unit, "n"),
             **strides("v", self.v, unit, "n"),
-            # A table that batches or heads share is read again by each of them.
-            "stride_tb": self.table.stride(0) if self.table.shape[0] > 1 else 0,
-            "stride_th": self.table.stride(1) if self.table.shape[1] > 1 else 0,
-            **{f"stride_b{axis}": stride for axis, stride in zip("bhmn", bias_strides, strict=True)},
+            **dict(zip(("stride_tb", "stride_th"), self.table_strides(), strict=True)),
+            **{f"stride_b{axis}": stride for axis, stride in zip("bhmn", self.bias_strides(), strict=True)},
             "UNIT": unit,
             "CAUSAL": self.causal,
             "BLOCK": self.block,
@@ -168,7 +165,7 @@ class Problem:
             "PRECISION": precision(self.q.dtype),
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
-            # Without it ptxas spills a few bytes of some fp32 kernels, to fit one more CTA on a multiprocessor.
+            # Without it ptxas spills a few bytes of some fp32 kernels, to fit one more CTA on an SM.
             "maxnreg": 255 if self.q.dtype == torch.float32 else None,
         }
 
@@ -177,13 +174,30 @@ class Problem:
         return self.queries % self.block == 0
 
     def kind(self) -> tuple[int, int, bool, torch.dtype, tuple[int, int]]:
-        """What the configurations of `dispatch` depend on."""
+        """What the functions of `configs` depend on."""
         return self.dim, self.block, self.causal, self.q.dtype, self.capability()
 
     def capability(self) -> tuple[int, int]:
         """Of the GPU; the interpreter has none."""
         return torch.cuda.get_device_capability(self.q.device) if self.q.is_cuda else (0, 0)
 
-    def multiprocessors(self) -> int:
+    def sms(self) -> int:
         """Of the GPU; the interpreter stands for a small one."""
         return torch.cuda.get_device_properties(self.q.device).multi_processor_count if self.q.is_cuda else 4
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What the forward left and the gradients that came in: out and dout readable, the others contiguous."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    statistics: torch.Tensor | None
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
+
+
+def unexpanded(x: torch.Tensor) -> torch.Tensor:
+    """x, copied if it is expanded (a stride of 0): CUDA's documentation leaves open what TMA makes of that."""
+    expanded = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.contiguous() if expanded else x

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from . import BlockIndex, block_index, block_sparse_attention, delta, dispatch, forward, index, key_gradients
-from . import problem as problems
+from . import BlockIndex, block_index, block_sparse_attention, configs, index
 from .bench import CASES, cost, kept_pairs, make_mask
-from .dispatch import Config
+from .configs import Config
 from .masks import visible_blocks
+from .portable import backward, delta, forward, key_gradients
 from .reference import _elements, block_sparse_attention_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -52,7 +52,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, block_m: int = 32, block_n: int
     """Several tiles in a block."""
     for name in ("pick_fwd_config", "pick_dkdv_config", "pick_dq_config"):
         config = Config(block_m, block_n, 16, 4, 1)
-        monkeypatch.setattr(dispatch, name, lambda *_, config=config: config)
+        monkeypatch.setattr(configs, name, lambda *_, config=config: config)
 
 
 def test_all_blocks_kept_is_attention():
@@ -179,11 +179,11 @@ def test_heads_inside_rows_are_read_in_place(monkeypatch):
 @pytest.mark.parametrize("needed", ["q", "k", "block_bias"])
 def test_no_kernel_for_a_gradient_that_nobody_wants(needed, monkeypatch):
     called = []
-    from . import launch
-
     for name in ("key_gradients", "query_gradient"):
-        original = getattr(launch, name)
-        monkeypatch.setattr(launch, name, lambda *a, name=name, original=original: called.append(name) or original(*a))
+        original = getattr(backward, name)
+        monkeypatch.setattr(
+            backward, name, lambda *a, name=name, original=original: called.append(name) or original(*a)
+        )
     inputs = dict(zip("qkv", tensors(5, 7), strict=True)) | dict(block_bias=normal(1, 1))
     inputs[needed].requires_grad_()
     mask = torch.ones(1, 1, dtype=torch.bool, device=DEVICE)
@@ -206,25 +206,22 @@ def test_compiles_with_an_index():
 
 def test_sections_of_heads_that_do_not_divide_them(monkeypatch):
     """Every tile of every head is visited, each once."""
-    from . import query_gradient
-
-    for module in (forward, key_gradients, query_gradient):
-        monkeypatch.setattr(module, "section", lambda *_: 2)
+    monkeypatch.setattr(configs, "pick_section", lambda *_: 2)
     leaves, mask = tensors(100, 130, heads=3, kv_heads=3), random_mask(3, 2, 3)
     mine = everything(block_sparse_attention, leaves, mask, **SMALL)
     close(mine, everything(block_sparse_attention_reference, leaves, mask, **SMALL))
 
 
 def test_sections_keep_keys_in_l2():
-    assert problems.section(32, 1 << 20) == int(problems.SECTION_BYTES) >> 20
-    assert problems.section(4, 1) == 4
-    assert problems.section(4, 1 << 40) == 1
+    assert configs.pick_section(32, 1 << 20) == int(configs.SECTION_BYTES) >> 20
+    assert configs.pick_section(4, 1) == 4
+    assert configs.pick_section(4, 1 << 40) == 1
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_width_has_a_tile(dtype, capability):
-    picks = (dispatch.pick_fwd_config, dispatch.pick_dkdv_config, dispatch.pick_dq_config)
+    picks = (configs.pick_fwd_config, configs.pick_dkdv_config, configs.pick_dq_config)
     dims = (1, 16, 24, 32, 64, 80, 96, 128, 256)
     for dim, block, causal, pick in itertools.product(dims, (64, 128), (False, True), picks):
         config = pick(dim, block, causal, dtype, capability)
@@ -249,7 +246,7 @@ def test_cost_counts_the_pairs_of_the_mask(case):
     for count in counts:
         assert abs(count - kept_pairs(case)) <= ragged * block * d["queries"]
     for mode in ("fwd", "bwd"):
-        assert cost(case, mode).flops == {"fwd": 4, "bwd": 10}[mode] * d["dim"] * kept_pairs(case) * (
+        assert sum(cost(case, mode).flops.values()) == {"fwd": 4, "bwd": 10}[mode] * d["dim"] * kept_pairs(case) * (
             d["batch"] * d["kv_heads"] * d["group"]
         )
 

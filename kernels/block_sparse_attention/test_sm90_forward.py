@@ -1,33 +1,37 @@
-"""The forward in CUDA C++: when it runs and what it is told, anywhere; what it computes, on a GPU that has it."""
+"""The forward in CUDA C++: when it runs and its parameters, anywhere; what it computes, on a GPU that has it."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from . import block_sparse_attention, cuda_driver, cuda_forward, dispatch, index, launch
+from . import block_sparse_attention, configs, index, launch, versions
 from . import problem as problems
-from .bench import CUDA_CANDIDATES
+from .configs import CUDA_CANDIDATES
 from .reference import block_sparse_attention_reference
+from .sm90 import backward, cuda_driver, forward
 from .test_block_sparse_attention import DEVICE, SMALL, everything, normal, random_mask, tensors
 
 DIMS, BLOCKS = (64, 128), (64, 128)
 
 
 def test_which_version_runs():
-    assert dispatch.pick_forward("auto") == "portable"
-    assert dispatch.pick_forward("auto", "cuda") == "cuda"
-    assert dispatch.pick_forward("portable", "cuda") == "portable"
-    assert dispatch.pick_forward("cuda", "cuda") == "cuda"
+    assert configs.pick_forward("auto") == "portable"
+    assert configs.pick_forward("auto", "cuda") == "cuda"
+    assert configs.pick_forward("portable", "cuda") == "portable"
+    assert configs.pick_forward("cuda", "cuda") == "cuda"
 
 
-def test_what_is_refused_runs_in_the_portable_version(monkeypatch):
-    ran, original = [], launch.portable_fwd
-    monkeypatch.setattr(launch, "portable_fwd", lambda *arguments: ran.append(1) or original(*arguments))
+def test_what_cuda_does_not_take_runs_in_the_portable_version(monkeypatch):
+    ran, original = [], versions.portable_fwd
+    monkeypatch.setattr(versions, "portable_fwd", lambda *arguments: ran.append(1) or original(*arguments))
     for version in ("auto", "portable"):
         block_sparse_attention(*tensors(70, 130, dim=24), random_mask(2, 3), forward=version, **SMALL)
     assert len(ran) == 2
@@ -35,9 +39,9 @@ def test_what_is_refused_runs_in_the_portable_version(monkeypatch):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """A GPU of compute capability 9.0 with 4 multiprocessors, and a compiler, for what asks for them."""
+    """A GPU of compute capability 9.0 with 4 SMs, and a compiler, for what asks for them."""
     monkeypatch.setattr(problems.Problem, "capability", lambda self: (9, 0))
-    monkeypatch.setattr(problems.Problem, "multiprocessors", lambda self: 4)
+    monkeypatch.setattr(problems.Problem, "sms", lambda self: 4)
     monkeypatch.setattr(cuda_driver, "no_compiler", lambda: None)
 
 
@@ -46,64 +50,111 @@ def problem_of(q, k, v, mask, block: int = 64, bias: torch.Tensor | None = None)
     return problems.Problem(q, k, v, table, bias, 0.1, block, False)
 
 
-def test_why_it_refuses(hopper, monkeypatch):
+def test_unsupported_reasons(hopper, monkeypatch):
     mask = random_mask(1, 2, 3)
 
-    def refused(dim: int = 64, dtype: torch.dtype = torch.float16, change=lambda t: t) -> str | None:
+    def reason(dim: int = 64, dtype: torch.dtype = torch.float16, change=lambda t: t) -> str | None:
         q, k, v = (change(t.to(dtype)) for t in tensors(70, 130, dim=dim))
-        return cuda_forward.cuda_refuses(problem_of(q, k, v, mask), problems.empty_like(q))
+        return forward.cuda_unsupported_reason(problem_of(q, k, v, mask), problems.empty_like(q))
 
     for dim, dtype in itertools.product(DIMS, (torch.float16, torch.bfloat16)):
-        assert refused(dim, dtype) is None
-    assert refused(change=lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)) is None  # [B, S, H, D]
-    assert refused(dim=80) == "it takes heads of 64 and 128 numbers, not 80"
-    assert refused(dtype=torch.float32) == "it takes float16 and bfloat16, not torch.float32"
+        assert reason(dim, dtype) is None
+    assert reason(change=lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)) is None  # [B, S, H, D]
+    assert reason(dim=80) == "it takes heads of 64 and 128 numbers, not 80"
+    assert reason(dtype=torch.float32) == "it takes float16 and bfloat16, not torch.float32"
     unaligned = "TMA wants rows, heads and batches on 16-byte boundaries"
-    assert refused(change=lambda t: F.pad(t, (0, 3))[..., :64]) == unaligned
-    assert refused(change=lambda t: torch.cat((t.flatten()[:1], t.flatten()))[1:].view(t.shape)) == unaligned
+    assert reason(change=lambda t: F.pad(t, (0, 3))[..., :64]) == unaligned
+    assert reason(change=lambda t: torch.cat((t.flatten()[:1], t.flatten()))[1:].view(t.shape)) == unaligned
     monkeypatch.setattr(cuda_driver, "no_compiler", lambda: "it is compiled by NVRTC, which comes with CuPy")
-    assert refused() == "it is compiled by NVRTC, which comes with CuPy"
+    assert reason() == "it is compiled by NVRTC, which comes with CuPy"
     monkeypatch.setattr(problems.Problem, "capability", lambda self: (10, 0))
-    assert refused() == "it needs a GPU of compute capability 9.0 (Hopper)"
+    assert reason() == "it needs a GPU of compute capability 9.0 (Hopper)"
 
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("dim", DIMS)
 def test_configurations_fit(dim, block):
-    assert dispatch.pick_cuda_config(dim, block) in CUDA_CANDIDATES[dim, block]
+    assert configs.pick_cuda_config(dim, block) in CUDA_CANDIDATES[dim, block]
     for config in CUDA_CANDIDATES[dim, block]:
-        assert cuda_forward.shared_bytes(dim, block, config) <= 232_448
+        assert forward.shared_bytes(dim, block, config) <= 232_448
         assert block % config.block_n == 0
-        assert 2 <= config.teams * block // cuda_forward.ROWS <= 4  # warp groups that there are registers for
-        assert not config.turns or block == 128
+        assert 2 <= config.teams * block // forward.ROWS <= 4  # warp groups that there are registers for
+        assert not config.ping_pong or block == 128
+
+
+def members(source: str) -> tuple[str, list[str]]:
+    """Of the struct that a kernel has its problem in: the letters that a launch describes it by, and the names."""
+    text = (Path(cuda_driver.__file__).parent / source).read_text(encoding="utf-8")
+    struct = re.search(r"struct Problem \{(.*?)\n\};", text, re.S)
+    assert struct
+    letters, names = "", []
+    for line in filter(str.strip, re.sub(r"//.*", "", struct[1]).split(";")):
+        kind, _, rest = re.sub(r"^const |unsigned |long (?=long)", "", line.strip()).replace("* ", " *").partition(" ")
+        declared = rest.split(", ")
+        letters += "P" if "*" in rest else {"u64": "q", "long": "q", "int": "i", "float": "f"}[kind] * len(declared)
+        names += [name.strip("* ") for name in declared]
+    return letters, names
+
+
+@pytest.fixture
+def driver(hopper, monkeypatch):
+    """(what is compiled, what is launched), which goes nowhere: handle, grid, threads, shared memory and values, which
+    fit the layout. A tensor map is what it is made from, and where."""
+    compiled, launched = [], []
+    original = cuda_driver.Launch
+
+    def kernels(*arguments):
+        compiled.append(arguments)
+        return arguments[2]
+
+    class Launch:
+        def __init__(self, device, name, grid, threads, shared, layout) -> None:
+            self.told, self.pack = (name, grid, threads, shared), original(0, None, grid, threads, shared, layout)._pack
+
+        def __call__(self, *values) -> None:
+            self.pack(*(bytes(128) if isinstance(value, tuple) else value for value in values))
+            launched.append((*self.told, values))
+
+    def tensor_map(x, *shape):
+        return lambda address: (*shape, address)
+
+    monkeypatch.setattr(cuda_driver, "kernels", kernels)
+    monkeypatch.setattr(cuda_driver, "Launch", Launch)
+    for module in (forward, backward):
+        monkeypatch.setattr(module, "tensor_map", tensor_map)
+    return compiled, launched
 
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("dim", DIMS)
-def test_what_it_is_told(dim, block, shared, hopper, monkeypatch):
+def test_parameters(dim, block, shared, driver):
     """Launched on nothing: sizes, lists that are shared or not, the bias, and a counter where there are many rows."""
-    compiled, launched = [], []
-    monkeypatch.setattr(cuda_driver, "kernels", lambda *arguments: compiled.append(arguments) or (None,))
-    monkeypatch.setattr(cuda_forward, "tensor_map", lambda *arguments: arguments)
-    monkeypatch.setattr(cuda_forward, "launch", lambda *arguments: launched.append(arguments))
+    compiled, launched = driver
     queries, keys = 20 * block - 3, 1100
     rows, columns = 20, -(-keys // block)
     q, k, v = (t.half() for t in tensors(queries, keys, heads=6, kv_heads=2, dim=dim))
     bias = normal(1, 1, rows, columns).expand(1, 6, rows, columns) if shared else None
     problem = problem_of(q, k, v, random_mask(1 if shared else 6, rows, columns), block, bias)
-    cuda_forward.cuda_fwd(problem, problems.empty_like(q), torch.empty(1, 6, queries, device=DEVICE))
-    ((_, _, names, defines, room),), ((_, grid, threads, shared_bytes, (*maps, told)),) = compiled, launched
-    config = dispatch.pick_cuda_config(dim, block)
+    out, lse = problems.empty_like(q), torch.empty(1, 6, queries, device=DEVICE)
+    forward.cuda_fwd_plan(problem, out)(q, k, v, problem.table, bias, out, lse)
+    ((_, _, names, defines, room),), ((_, grid, threads, shared_bytes, values),) = compiled, launched
+    maps, values = values[:3], values[3:]
+    letters, fields = members("forward.cu")
+    assert f"MMM|{letters}|" == forward._LAYOUT
+    told = SimpleNamespace(**dict(zip(fields, values, strict=True)))
+    config = configs.pick_cuda_config(dim, block)
     assert names == ("block_sparse_attention_cuda_fwd",)
     assert {f"HEAD_DIM={dim}", f"BLOCK={block}", f"BIAS={int(shared)}", "CAUSAL=0", "FP16=1"} <= set(defines)
-    assert room == shared_bytes == cuda_forward.shared_bytes(dim, block, config)
+    assert room == shared_bytes == forward.shared_bytes(dim, block, config)
     assert (grid, threads) == (4, 128 * (config.teams * block // 64 + 1))
-    assert [made[1:] for made in maps] == [(queries, 64), (keys, config.block_n), (keys, config.block_n)]
+    assert [made[:2] for made in maps] == [(queries, 64), (keys, config.block_n), (keys, config.block_n)]
+    assert [made[2] for made in maps] == [t.data_ptr() for t in (q, k, v)]
+    assert (told.lse, told.out) == (lse.data_ptr(), out.data_ptr())
     assert (told.num_tiles, told.rows, told.columns) == (6 * rows, rows, columns)
     assert (told.heads, told.q_heads, told.group, told.num_q, told.num_keys) == (6, 6, 3, queries, keys)
     assert (told.table, told.table_head) == (problem.table.data_ptr(), 0 if shared else problem.table.stride(1))
-    assert told.bias == (bias.data_ptr() if bias is not None else None)
+    assert told.bias == (bias.data_ptr() if bias is not None else 0)
     assert (told.bias_head, told.bias_row, told.bias_column) == ((0, columns, 1) if shared else (0, 0, 0))
     assert told.section % 3 == 0  # whole groups
     assert told.next_tile  # 120 rows of the mask, for 12 teams at the most, of more keys than SHORT
@@ -154,7 +205,8 @@ def test_in_a_fixed_order_and_by_a_counter(dim, block, monkeypatch):
     leaves, mask = on_hopper(dim, block, torch.bfloat16)
     results = []
     for short in ((0, 0), (10**6, 10**6)):
-        monkeypatch.setattr(cuda_forward, "SHORT", short)
+        monkeypatch.setattr(forward, "SHORT", short)
+        launch.forget()
         results.append(block_sparse_attention(*leaves, mask, forward="cuda", block_size=block, return_lse=True))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -164,7 +216,7 @@ def test_in_a_fixed_order_and_by_a_counter(dim, block, monkeypatch):
 def test_every_configuration(config, monkeypatch):
     (dim, block), chosen = config
     leaves, mask = on_hopper(dim, block, torch.bfloat16, bias=True)
-    monkeypatch.setattr(dispatch, "pick_cuda_config", lambda *_: chosen)
+    monkeypatch.setattr(configs, "pick_cuda_config", lambda *_: chosen)
     options = dict(block_bias=leaves[3], block_size=block, causal=True)
     out, other = (block_sparse_attention(*leaves[:3], mask, forward=f, **options) for f in ("cuda", "portable"))
     torch.testing.assert_close(out, other, rtol=2e-2, atol=4 * torch.finfo(torch.bfloat16).eps)

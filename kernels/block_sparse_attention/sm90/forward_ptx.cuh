@@ -1,7 +1,7 @@
-// The PTX of cuda_forward.cu beside what all have: its products, and what warps tell each other.
+// The PTX of forward.cu beside what all have: its products, and what warps tell each other.
 #pragma once
 
-#include "cuda_ptx.cuh"
+#include "ptx.cuh"
 
 #define ROW8(b) "+f"(d[b]), "+f"(d[b + 1]), "+f"(d[b + 2]), "+f"(d[b + 3]), \
                 "+f"(d[b + 4]), "+f"(d[b + 5]), "+f"(d[b + 6]), "+f"(d[b + 7])
@@ -36,7 +36,7 @@ DEVICE u64 describe(u32 address, u32 panel) {
     return (u64)(1u << 30 | 1024 >> 4) << 32 | panel >> 4 << 16 | (address & 0x3ffff) >> 4;
 }
 
-// ---- What warps tell each other -------------------------------------------------------------------------------------
+// ---- What warps pass to each other ----------------------------------------------------------------------------------
 
 DEVICE int4 load_shared4(u32 address) {
     int4 x;

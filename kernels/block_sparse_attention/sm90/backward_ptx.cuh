@@ -1,7 +1,7 @@
-// The PTX of cuda_backward.cu beside what all have: reductions, matrices between registers and shared memory, products.
+// The PTX of backward.cu beside what all have: reductions, matrices between registers and shared memory, products.
 #pragma once
 
-#include "cuda_ptx.cuh"
+#include "ptx.cuh"
 
 #define INFINITE __int_as_float(0x7f800000)
 
@@ -62,7 +62,7 @@ DEVICE Float2 shared_pair(u32 at) {
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(y.x), "=f"(y.y) : "r"(at));
     return y;
 }
-// Two numbers that the producer tells the consumers.
+// Two numbers that the producer passes to the consumers.
 DEVICE void store_pair(u32 at, int x, int y) {
     asm volatile("st.shared.v2.s32 [%0], {%1, %2};" ::"r"(at), "r"(x), "r"(y) : "memory");
 }

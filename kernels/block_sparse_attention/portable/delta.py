@@ -9,16 +9,15 @@ Reads out and dout, 4·D bytes a query in bf16, which is little beside the produ
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from . import dispatch
+from .. import configs
+from ..problem import PLAIN, Problem, Saved, strides
 from .forward import LOG2_E, _load_rows
-from .problem import PLAIN, Problem, strides
 
 # The results end with a whole number of the largest blocks, so that they are read without a mask. Kernels are given the
 # length in this unit, from which the compiler sees that it may read two rows at a time.
@@ -98,24 +97,13 @@ class RowTerms(NamedTuple):
         }
 
 
-@dataclass(frozen=True)
-class Saved:
-    """What the forward left and the gradients that came in: out and dout readable, the others contiguous."""
-
-    out: torch.Tensor
-    lse: torch.Tensor
-    statistics: torch.Tensor | None
-    dout: torch.Tensor
-    dlse: torch.Tensor | None
-
-
 def row_terms(problem: Problem, saved: Saved) -> RowTerms:
     queries, heads = problem.queries, problem.all_heads
     padded = triton.cdiv(queries, ROWS.value)
     lse2 = torch.empty(heads, padded * ROWS.value, dtype=torch.float32, device=saved.lse.device)
     terms = RowTerms(lse2, torch.empty_like(lse2), None if saved.statistics is None else torch.empty_like(lse2))
     peak, total = (None, None) if saved.statistics is None else saved.statistics
-    block_d = dispatch.padded(problem.dim)
+    block_d = configs.padded(problem.dim)
     unit = problem.unit(saved.out, saved.dout)
     with torch.cuda.device_of(lse2):
         _block_sparse_attention_delta_kernel[(padded * heads,)](

@@ -1,30 +1,30 @@
-// Block-sparse attention forward for Hopper (sm_90a): TMA, wgmma, warp specialisation. cuda_forward.py launches it.
+// Block-sparse attention forward for Hopper (sm_90a): TMA, wgmma, warp specialisation. forward.py launches it.
 //
-// Napkin maths for one warp group of 64 query rows and 128 keys, in cycles of a multiprocessor's tensor cores (4096
-// FLOP a cycle, dense), its exponential unit (16 a cycle) and each of its schedulers (one instruction):
+// Estimate for one warp group of 64 query rows and 128 keys, in cycles of an SM's tensor cores (4096 FLOP a cycle,
+// dense), its exponential unit (16 a cycle) and each of its warp schedulers (one instruction):
 //   D = 128   tensor 1024   exp2 512   issue about 300
 //   D =  64   tensor  512   exp2 512   issue about 270
 // A tile is one row of the mask: BLOCK queries, which read 2 * BLOCK * D * 2 bytes for each kept block of keys. With
 // BLOCK = 128 and D = 128 that is 64 KB in 2048 cycles of tensor cores, 32 bytes a cycle from L2; with BLOCK = 64 it is
 // 64 bytes a cycle, about all that L2 gives.
-// With 10 % of 64 blocks kept a tile has 6 steps, of which the first product of scores and the last of values have no
-// softmax beside them. So queries come ahead of their tile, and so does its line of the table.
+// With 10 % of 64 blocks kept a tile has 6 steps, of which the first product of scores and the last of values are not
+// overlapped with a softmax. So the queries of a tile, and its line of the table, are loaded during the tile before.
 //
-// A team is a producer and one warp group for each 64 query rows, its consumers. It stays, and a counter gives it
-// tiles. A CTA has as many TEAMS, which share nothing, as there are registers for: two to four warp groups of
+// A team is a producer and one warp group for each 64 query rows, its consumers. It is persistent, and a counter gives
+// it tiles. A CTA has as many TEAMS, which share nothing, as there are registers for: two to four warp groups of
 // consumers hide each other's latencies. The producer, one thread, finds the tile's list, fills rings of key and value
-// blocks with what the list names, from its end to its beginning, and tells the consumers what they need: of a tile
+// blocks with what the list names, from its end to its beginning, and passes the consumers what they need: of a tile
 // head, row of the mask, number of steps and how many of these need no mask; of a step its first key and the bias of
 // its block. Consumers never read the table.
 //  - A step is BLOCK_N keys, a whole block or half of one. Blocks that the diagonal or the last key cuts stand at the
 //    end of a list, because it ascends: so the first steps are those that need a mask.
-//  - A row of the mask that keeps nothing has no step: its consumers write 0 and -inf, and no ring moves.
+//  - A row of the mask that keeps nothing has no step: its consumers write 0 and -inf, and no ring advances.
 //  - Tiles come in the order of `turn`, the longest lists of a few heads first, as many heads as have their keys and
 //    values in L2.
 //
 // A consumer issues the product of queries and keys of one step and that of probabilities and values of the step before
-// together, and computes the softmax of the one in the shade of the other (Shah et al. 2024, FlashAttention-3,
-// arXiv:2407.08608, sections 3.1, 3.2). Scores, probabilities and accumulator stay in registers.
+// together, and overlaps the softmax of the one with the other (Shah et al. 2024, FlashAttention-3, arXiv:2407.08608,
+// sections 3.1, 3.2). Scores, probabilities and accumulator stay in registers.
 //  - A row's maximum is kept while no score rises above it by more than SLACK (in powers of 2): probabilities up to
 //    2^SLACK do as well as those up to 1, and neither accumulator nor sum needs rescaling (one vote of the warp).
 //  - To see whether a score rises, scores are compared as integers, three at a time: with 0 among them, the largest
@@ -35,15 +35,15 @@
 // Barriers, with their arrivals per phase. The n-th use of a full one waits for parity n & 1, that of an empty one for
 // the opposite, so that the first pass finds every slot empty. Arrivals on empty ones come from one lane of each warp,
 // for a wait for wgmma is each warp's own.
-//   q_full[c] 1, q_empty[c] 4                the 64 query rows of consumer c, once a tile with steps, Q_BUFFERS in turn
+//   q_full[c] 1, q_empty[c] 4                the 64 query rows of consumer c, once a tile with steps, Q_BUFFERS sets
 //   k_full[s] 1, k_empty[s] 4 * CONSUMERS    a step's keys, its first key and bias; v_full, v_empty: its values
-//   tile_full 1, tile_empty 4 * CONSUMERS    what consumers are told of a tile
-// Named barriers 1 + 2 t and 2 + 2 t: the first, or second, consumer of team t may issue its products (TURNS).
+//   tile_full 1, tile_empty 4 * CONSUMERS    the head, row and steps of a tile
+// Named barriers 1 + 2 t and 2 + 2 t: the first, or second, consumer of team t may issue its products (PING_PONG).
 //
-// Defined by the launcher, see CudaConfig in dispatch.py: HEAD_DIM (64, 128), BLOCK (64, 128), BLOCK_N, STAGES, TURNS
-// (0, or 1 where BLOCK is 128), Q_REGISTERS, Q_BUFFERS, TEAMS, CAUSAL, BIAS, FP16.
+// Defined by the launcher, see CudaConfig in configs.py: HEAD_DIM (64, 128), BLOCK (64, 128), BLOCK_N, STAGES,
+// PING_PONG (0, or 1 where BLOCK is 128), Q_REGISTERS, Q_BUFFERS, TEAMS, CAUSAL, BIAS, FP16.
 
-#include "cuda_forward_ptx.cuh"
+#include "forward_ptx.cuh"
 
 constexpr int ROWS = 64;                       // of queries for each consumer: one wgmma is 64 rows high
 constexpr int CONSUMERS = BLOCK / ROWS;
@@ -58,7 +58,7 @@ constexpr int PRODUCER_REGISTERS = GROUPS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = GROUPS == 2 ? 232 : GROUPS == 3 ? 160 : 112;
 constexpr int HEADER = 3;                      // count, whole and turn stand before the blocks of a line of the table
 #define NEGATIVE_INFINITY __int_as_float(0xff800000)
-static_assert(!TURNS || CONSUMERS == 2, "turns are taken by two");
+static_assert(!PING_PONG || CONSUMERS == 2, "ping-pong is between two consumers");
 static_assert(GROUPS >= 2 && GROUPS <= 4, "registers for two to four groups of consumers");
 
 constexpr int K_OFFSET = Q_BUFFERS * CONSUMERS * Q_BYTES;
@@ -89,8 +89,8 @@ struct Tile {
     int head, row, steps, whole;  // head: batches counted in; whole: steps that need no mask; steps -1: no more tiles
 };
 
-DEVICE void turn_wait(int group) { named_wait(1 + group); }
-DEVICE void turn_pass(int group) { named_arrive(1 + (group ^ 1)); }
+DEVICE void ping_pong_wait(int group) { named_wait(1 + group); }
+DEVICE void ping_pong_pass(int group) { named_arrive(1 + (group ^ 1)); }
 
 template <int SLOTS> struct Position {  // in a ring
     int slot = 0;
@@ -140,7 +140,7 @@ DEVICE void produce(const Problem& a, const TensorMap* q_map, const TensorMap* k
         store_shared4(smem + TILE_OFFSET, make_int4(tile.head, tile.row, tile.steps, tile.whole));
         bar_arrive(bars + 8 * TILE_FULL);
         if (tile.steps < 0) break;
-        // There and back again, which evens out where lists get shorter and shorter; or who comes first.
+        // In alternating directions, which balances lists that get shorter; or by the counter.
         index = round * places + (round % 2 ? places - 1 - place : place);
         if (a.next_tile) index = draw(a.next_tile);  // not needed before this tile's blocks are on their way
         if (tile.steps == 0) continue;
@@ -155,7 +155,7 @@ DEVICE void produce(const Problem& a, const TensorMap* q_map, const TensorMap* k
                          batch, bars + 8 * (Q_FULL + buffer));
         }
         queries.next();
-        // Numbers of blocks are asked for two steps ahead, and biases, which hang on them, one.
+        // Numbers of blocks are loaded two steps ahead, and biases, which depend on them, one.
         const float* biases = a.bias + batch * a.bias_batch + head * a.bias_head + tile.row * a.bias_row;
         int block = list[(tile.steps - 1) / SPLIT], following = list[max(tile.steps - 2, 0) / SPLIT];
         float bias = bias_of(biases, a.bias_column, block);
@@ -271,8 +271,8 @@ DEVICE void exponentials(float (&s)[S_REGS], Rows& rows, const Problem& a, float
     rows.sum[1] += odd[1];
 }
 
-// Scores of keys that a query does not see become -inf. first_row: of the warp. What this takes is worked out here,
-// from a lane number that cannot be known before, so that the rounds without a mask keep none of it in registers.
+// Scores of keys that a query does not see become -inf. first_row: of the warp. Bounds are computed here,
+// from a lane number that the compiler cannot hoist, so that steps without a mask keep none of them in registers.
 DEVICE void mask(float (&s)[S_REGS], const Problem& a, int first_row, int first_key) {
     const int lane = lane_number();
     const int seen = CAUSAL ? first_row + lane / 4 + 1 + a.num_keys - a.num_q : a.num_keys;
@@ -295,7 +295,7 @@ DEVICE void load_queries(u32* q, u32 address, int warp, int lane) {
     }
 }
 
-// Lane t of a quad gives w[i], columns 8 i + 2 t and the one behind it, and gets columns 8 t ... 8 t + 7.
+// Lane t of a quad gives w[i], columns 8 i + 2 t and the next one, and gets columns 8 t ... 8 t + 7.
 DEVICE uint4 transpose(u32 w0, u32 w1, u32 w2, u32 w3, int t) {
     bool odd = t & 1, upper = t & 2;
     u32 x = __shfl_xor_sync(~0u, odd ? w0 : w1, 1), y = __shfl_xor_sync(~0u, odd ? w2 : w3, 1);
@@ -311,8 +311,8 @@ DEVICE unsigned short* out_of(const Problem& a, int all_head) {
 }
 
 // Writes rows first_row ... first_row + 15 of out and lse, as far as they are rows of the queries.
-DEVICE void finish(const float (&o)[O_REGS], const Rows& rows, const Problem& a, int all_head, int first_row,
-                   int lane) {
+DEVICE void epilogue(const float (&o)[O_REGS], const Rows& rows, const Problem& a, int all_head, int first_row,
+                     int lane) {
     unsigned short* out = out_of(a, all_head);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -334,8 +334,8 @@ DEVICE void finish(const float (&o)[O_REGS], const Rows& rows, const Problem& a,
     }
 }
 
-// The same where no block is kept.
-DEVICE void finish_without_steps(const Problem& a, int all_head, int first_row, int lane) {
+// The epilogue of rows that keep no block.
+DEVICE void store_empty_rows(const Problem& a, int all_head, int first_row, int lane) {
     constexpr int PIECES = HEAD_DIM / 8;
     unsigned short* out = out_of(a, all_head);
     for (int i = lane; i < 16 * PIECES; i += 32) {
@@ -351,15 +351,15 @@ struct Consumer {  // what a warp knows of itself
     bool leader;            // the lane that arrives at barriers
 };
 
-// What the producer has told of a step. Behind this no lane has yet to read it.
-DEVICE int told(u32 address) { return __shfl_sync(~0u, load_shared(address), 0); }
+// What the producer has stored of a step, warp-uniform. After this every lane has read it.
+DEVICE int stored(u32 address) { return __shfl_sync(~0u, load_shared(address), 0); }
 
 DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer, const Tile& tile, int first_row) {
     const u64 q_desc = describe(me.smem + buffer * Q_BYTES, 16);
     const u64 k_base = describe(me.smem + K_OFFSET, 16), v_base = describe(me.smem + V_OFFSET, BLOCK_N * 128);
     float s[S_REGS], o[O_REGS];
     u32 p[P_REGS], q[Q_REGISTERS ? HEAD_DIM / 4 : 1];
-    Rows rows;  // alpha has no value: one that lived from round to round would take registers
+    Rows rows;  // alpha has no value: one that lived from step to step would take registers
 #pragma unroll
     for (int r = 0; r < 2; r++) { rows.scaled[r] = rows.sum[r] = 0.0f; rows.limit[r] = NEGATIVE_INFINITY; }
     if (Q_REGISTERS) {  // and the producer may fetch the next tile's
@@ -370,8 +370,8 @@ DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer,
     bar_wait(me.bars + 8 * (K_FULL + ring.slot), ring.phase);
     wgmma_fence();
     start_scores(s, q, q_desc, k_base + ring.slot * (KV_BYTES / 16));
-    int first_key = told(me.smem + STEP_OFFSET + 8 * ring.slot);
-    float bias = BIAS ? __int_as_float(told(me.smem + STEP_OFFSET + 8 * ring.slot + 4)) : 0.0f;
+    int first_key = stored(me.smem + STEP_OFFSET + 8 * ring.slot);
+    float bias = BIAS ? __int_as_float(stored(me.smem + STEP_OFFSET + 8 * ring.slot + 4)) : 0.0f;
     wgmma_wait<0>();
     pin(s);
     if (me.leader) bar_arrive(me.bars + 8 * (K_EMPTY + ring.slot));
@@ -385,19 +385,19 @@ DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer,
     bar_wait(me.bars + 8 * (V_FULL + ring.slot), ring.phase);
     ring.next();
     for (int step = tile.steps - 2; step >= 0; step--, ring.next()) {
-        const int slot = __shfl_sync(~0u, ring.slot, 0);  // for the compiler to know that it is the same in all lanes
+        const int slot = __shfl_sync(~0u, ring.slot, 0);  // for the compiler to know that it is warp-uniform
         const int last = slot ? slot - 1 : STAGES - 1;
         bar_wait(me.bars + 8 * (K_FULL + slot), ring.phase);
-        if (TURNS) turn_wait(me.group);
+        if (PING_PONG) ping_pong_wait(me.group);
         pin(o);
         pin(p);
         wgmma_fence();
         start_scores(s, q, q_desc, k_base + slot * (KV_BYTES / 16));
         start_values(o, p, v_base + last * (KV_BYTES / 16));
-        if (TURNS) turn_pass(me.group);
+        if (PING_PONG) ping_pong_pass(me.group);
         const bool cut = (CAUSAL || SPLIT > 1) && step >= tile.whole;  // else only the first step is ever cut
-        if (cut) first_key = told(me.smem + STEP_OFFSET + 8 * slot);
-        if (BIAS) bias = __int_as_float(told(me.smem + STEP_OFFSET + 8 * slot + 4));
+        if (cut) first_key = stored(me.smem + STEP_OFFSET + 8 * slot);
+        if (BIAS) bias = __int_as_float(stored(me.smem + STEP_OFFSET + 8 * slot + 4));
         wgmma_wait<1>();
         pin(s);
         if (me.leader) bar_arrive(me.bars + 8 * (K_EMPTY + slot));
@@ -405,9 +405,10 @@ DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer,
         const bool rescale = update(s, rows, a, bias);
         exponentials(s, rows, a, bias);
         pin(s);
-        // Needed in the next round only. It stands here because ptxas would move the wait for the second product in
+        // Needed in the next step only. It stands here because ptxas would move the wait for the second product in
         // front of the softmax, as no register connects the two, but moves nothing across this wait's loop. And it
-        // would move the sums behind both, where nothing hides them: hence a parity that needs them (none is negative).
+        // would move the sums after both, where nothing overlaps them: hence a parity that needs them (none is
+        // negative).
         bar_wait(me.bars + 8 * (V_FULL + slot), ring.phase ^ (rows.sum[0] + rows.sum[1] < -1.0f));
         wgmma_wait<0>();
         pin(o);
@@ -430,7 +431,7 @@ DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer,
     wgmma_wait<0>();
     pin(o);
     if (me.leader) bar_arrive(me.bars + 8 * (V_EMPTY + last));
-    finish(o, rows, a, tile.head, first_row, me.lane);
+    epilogue(o, rows, a, tile.head, first_row, me.lane);
 }
 
 DEVICE void consume(const Problem& a, int group, u32 smem) {
@@ -439,18 +440,18 @@ DEVICE void consume(const Problem& a, int group, u32 smem) {
     const Consumer me = {smem, bars, group, (int)threadIdx.x / 32 % 4, lane, lane == 0};
     Ring ring;
     Position<Q_BUFFERS> queries;
-    if (TURNS && number == CONSUMERS - 1) turn_pass(group);
+    if (PING_PONG && number == CONSUMERS - 1) ping_pong_pass(group);
     for (u32 turn = 0;; turn ^= 1) {
         bar_wait(bars + 8 * TILE_FULL, turn);
         const int4 x = load_shared4(smem + TILE_OFFSET);
-        // The same in all lanes, and the compiler is to know it. Behind this no lane has yet to read what was told.
+        // Warp-uniform, and the compiler must know it. After this every lane has read what the producer stored.
         const Tile tile = {__shfl_sync(~0u, x.x, 0), __shfl_sync(~0u, x.y, 0), __shfl_sync(~0u, x.z, 0),
                            __shfl_sync(~0u, x.w, 0)};
         if (me.leader) bar_arrive(bars + 8 * TILE_EMPTY);
         if (tile.steps < 0) break;
         const int first_row = tile.row * BLOCK + number * ROWS + me.warp * 16;
         if (tile.steps == 0) {
-            finish_without_steps(a, tile.head, first_row, lane);
+            store_empty_rows(a, tile.head, first_row, lane);
             continue;
         }
         const int buffer = __shfl_sync(~0u, queries.slot, 0) * CONSUMERS + number;
@@ -474,7 +475,7 @@ block_sparse_attention_cuda_fwd(const __grid_constant__ TensorMap q_map, const _
         fence_init();
     }
     __syncthreads();
-    // The same in all lanes, and the compiler is to know it: descriptors then live in uniform registers.
+    // Warp-uniform, and the compiler must know it: descriptors then live in uniform registers.
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4;
     if (group == GROUPS) {
         give_registers<PRODUCER_REGISTERS>();

@@ -1,33 +1,37 @@
-"""The backward in CUDA C++: when it runs and what it is told, anywhere; what it computes, on a GPU that has it."""
+"""The backward in CUDA C++: when it runs and its parameters, anywhere; what it computes, on a GPU that has it."""
 
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from . import block_sparse_attention, cuda_backward, cuda_driver, dispatch, index, launch
+from . import block_sparse_attention, configs, index, launch
 from . import problem as problems
-from .bench import CUDA_BWD_CANDIDATES
-from .delta import Saved
+from .configs import CUDA_BWD_CANDIDATES
+from .portable import backward as portable_backward
+from .problem import Saved
 from .reference import block_sparse_attention_reference
+from .sm90 import backward, cuda_driver
 from .test_block_sparse_attention import DEVICE, SMALL, everything, normal, random_mask, tensors
+from .test_sm90_forward import driver, hopper, members  # noqa: F401 (fixtures)
 
 DIMS, BLOCK = (64, 128), 128
 
 
 def test_which_version_runs():
-    assert dispatch.pick_backward("auto") == "portable"
-    assert dispatch.pick_backward("auto", "cuda") == "cuda"
-    assert dispatch.pick_backward("auto", "cuda", repeatable=True) == "portable"
-    assert dispatch.pick_backward("portable", "cuda") == "portable"
-    assert dispatch.pick_backward("cuda", "cuda", repeatable=True) == "cuda"
+    assert configs.pick_backward("auto") == "portable"
+    assert configs.pick_backward("auto", "cuda") == "cuda"
+    assert configs.pick_backward("auto", "cuda", deterministic=True) == "portable"
+    assert configs.pick_backward("portable", "cuda") == "portable"
+    assert configs.pick_backward("cuda", "cuda", deterministic=True) == "cuda"
 
 
-def test_what_is_refused_runs_in_the_portable_version(monkeypatch):
-    ran, original = [], launch.row_terms
-    monkeypatch.setattr(launch, "row_terms", lambda *arguments: ran.append(1) or original(*arguments))
+def test_what_cuda_does_not_take_runs_in_the_portable_version(monkeypatch):
+    ran, original = [], portable_backward.row_terms
+    monkeypatch.setattr(portable_backward, "row_terms", lambda *arguments: ran.append(1) or original(*arguments))
     leaves, mask = tensors(70, 130, dim=24), random_mask(2, 3)
     for version in ("auto", "portable"):
         everything(block_sparse_attention, leaves, mask, backward=version, **SMALL)
@@ -36,71 +40,69 @@ def test_what_is_refused_runs_in_the_portable_version(monkeypatch):
         everything(block_sparse_attention, leaves, mask, backward="cuda", **SMALL)
 
 
-@pytest.fixture
-def hopper(monkeypatch):
-    """A GPU of compute capability 9.0 with 4 multiprocessors, and a compiler, for what asks for them."""
-    monkeypatch.setattr(problems.Problem, "capability", lambda self: (9, 0))
-    monkeypatch.setattr(problems.Problem, "multiprocessors", lambda self: 4)
-    monkeypatch.setattr(cuda_driver, "no_compiler", lambda: None)
-
-
 def problem_of(q, k, v, mask, block: int = BLOCK, bias: torch.Tensor | None = None) -> problems.Problem:
     table = index.make_table(mask[None], q.shape[2], k.shape[2], block, False)
     return problems.Problem(q, k, v, table, bias, 0.1, block, False)
 
 
-def test_why_it_refuses(hopper):
-    def refused(dim: int = 64, dtype: torch.dtype = torch.float16, block: int = BLOCK, bias: bool = False):
+def test_unsupported_reasons(hopper):  # noqa: F811
+    def reason(dim: int = 64, dtype: torch.dtype = torch.float16, block: int = BLOCK, bias: bool = False):
         q, k, v = (t.to(dtype) for t in tensors(200, 300, dim=dim))
         shape = (1, -(-200 // block), -(-300 // block))
         problem = problem_of(q, k, v, random_mask(*shape), block, normal(1, *shape) if bias else None)
-        return cuda_backward.cuda_bwd_refuses(problem, *(problems.empty_like(t) for t in (q, q, k, v)))
+        return backward.cuda_bwd_unsupported_reason(problem, *(problems.empty_like(t) for t in (q, q, k, v)))
 
     for dim, dtype in itertools.product(DIMS, (torch.float16, torch.bfloat16)):
-        assert refused(dim, dtype) is None
-    assert refused(block=64) == "it takes blocks of 128, not 64"
-    assert refused(bias=True) == "it takes no bias of blocks"
-    assert refused(dim=80) == "it takes heads of 64 and 128 numbers, not 80"
-    assert refused(dtype=torch.float32) == "it takes float16 and bfloat16, not torch.float32"
+        assert reason(dim, dtype) is None
+    assert reason(block=64) == "it takes blocks of 128, not 64"
+    assert reason(bias=True) == "it takes no bias of blocks"
+    assert reason(dim=80) == "it takes heads of 64 and 128 numbers, not 80"
+    assert reason(dtype=torch.float32) == "it takes float16 and bfloat16, not torch.float32"
 
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("dim", DIMS)
-def test_what_it_is_told(dim, shared, hopper, monkeypatch):
+def test_parameters(dim, shared, driver):  # noqa: F811
     """Launched on nothing: sizes, the lines of the columns, lists that are shared or not."""
-    compiled, launched = [], []
-    monkeypatch.setattr(cuda_driver, "kernels", lambda *arguments: compiled.append(arguments) or (None,) * 3)
-    monkeypatch.setattr(cuda_backward, "tensor_map", lambda *arguments: arguments)
-    monkeypatch.setattr(cuda_backward, "launch", lambda *arguments: launched.append(arguments))
+    compiled, launched = driver
     q, k, v = (t.half() for t in tensors(397, 600, heads=6, kv_heads=2, dim=dim))
     problem = problem_of(q, k, v, random_mask(1 if shared else 6, 4, 5))
     dq, dk, dv = (problems.empty_like(t) for t in (q, k, v))
     saved = Saved(torch.empty_like(q), torch.empty(1, 6, 397, device=DEVICE), None, torch.empty_like(q), None)
-    cuda_backward.cuda_bwd(problem, saved, dq, dk, dv)
+    table, dout = problem.table, saved.dout
+    plan = backward.cuda_bwd_plan(problem, saved, dq, dk, dv)
+    plan(q, k, v, table, saved.out, saved.lse, dout, None, dq, dk, dv)
     ((_, source, names, defines, room),) = compiled
-    assert (source, names, room) == ("cuda_backward.cu", cuda_backward.NAMES, 232_448)
+    assert (source, names, room) == ("backward.cu", backward.NAMES, 232_448)
     assert defines == (f"HEAD_DIM={dim}", "IS_CAUSAL=0", "FP16=1")
-    prepare, main, finish = launched
-    assert prepare[1:4] == finish[1:4] == (6 * 4 * 2, 256, 0)  # 64 rows a CTA, whole blocks of 128
+    preprocess, main, postprocess = launched
+    assert [made[0] for made in launched] == [names[1], names[0], names[2]]
+    assert preprocess[1:4] == postprocess[1:4] == (6 * 4 * 2, 256, 0)  # 64 rows a CTA, whole blocks of 128
     assert main[1:4] == (5 * 2, 384, room)
-    *maps, told = main[4]
+    letters, fields = members("backward.cu")
+    assert f"MMMMMM|{letters}|" == backward._MAIN
+    maps, told = main[4][:6], SimpleNamespace(**dict(zip(fields, main[4][6:], strict=True)))
     tile = 128 if dim == 64 else 64
-    assert [made[1:] for made in maps] == [(397, tile)] * 2 + [(600, 64)] * 4
-    assert [made[0] for made in maps] == [q, saved.dout, k, v, dk, dv]
-    table = problem.table
+    assert [made[:2] for made in maps] == [(397, tile)] * 2 + [(600, 64)] * 4
+    assert [made[2] for made in maps] == [t.data_ptr() for t in (q, dout, k, v, dk, dv)]
     assert told.table == table.data_ptr() + 4 * 4 * (3 + 5)
     assert (told.table_batch, told.table_head) == (0, 0 if shared else table.stride(1))
     assert (told.queries, told.keys, told.rows, told.columns) == (397, 600, 4, 5)
     assert (told.kv_heads, told.group, told.all_kv_heads) == (2, 3, 2)
     assert 1 <= told.section <= 2 and 0 <= told.early <= 5
+    # Sums of dQ, then lse2 and delta, each for whole blocks of queries.
+    assert (told.lse2 - told.dq_sum, told.delta - told.lse2) == (4 * 6 * 512 * dim, 4 * 6 * 512)
+    incoming = (saved.out.data_ptr(), *saved.out.stride()[:3], dout.data_ptr(), *dout.stride()[:3])
+    assert preprocess[4] == (*incoming, saved.lse.data_ptr(), 0, told.lse2, told.delta, told.dq_sum, 397, 512, 6)
+    assert postprocess[4] == (dq.data_ptr(), *dq.stride()[:3], told.dq_sum, 397, 512, 6, problem.scale)
 
 
 @pytest.mark.parametrize("dim", DIMS)
 def test_sections_fit(dim):
     for queries, heads in itertools.product((1, 700, 8192, 200_000), (1, 5, 32)):
-        config = dispatch.pick_cuda_bwd_config(queries, dim, heads)
+        config = configs.pick_cuda_bwd_config(queries, dim, heads)
         assert 1 <= config.section <= heads and heads % config.section == 0
-        assert config.section == 1 or 8 * dim * queries * config.section <= dispatch.BWD_SECTION_BYTES
+        assert config.section == 1 or 8 * dim * queries * config.section <= configs.BWD_SECTION_BYTES
 
 
 def needs_hopper() -> None:
@@ -155,8 +157,9 @@ def test_sizes_and_orders(dim, queries, keys, heads, monkeypatch):
     mask |= random_mask(*mask.shape)
     other = everything(block_sparse_attention, leaves, mask, causal=True, backward="portable")
     for section, early in itertools.product((1, 3, 100), (0, 1, 100)):
-        config = dispatch.CudaBackwardConfig(section, early)
-        monkeypatch.setattr(dispatch, "pick_cuda_bwd_config", lambda *_, config=config: config)
+        config = configs.CudaBackwardConfig(section, early)
+        monkeypatch.setattr(configs, "pick_cuda_bwd_config", lambda *_, config=config: config)
+        launch.forget()
         near(everything(block_sparse_attention, leaves, mask, causal=True, backward="cuda"), other)
 
 
@@ -204,7 +207,8 @@ def test_keys_that_do_not_exist_count_for_nothing(dim, causal):
 def test_every_configuration(config, monkeypatch):
     leaves, mask = on_hopper(128, torch.bfloat16)
     other = everything(block_sparse_attention, leaves, mask, backward="portable")
-    monkeypatch.setattr(dispatch, "pick_cuda_bwd_config", lambda *_: config)
+    monkeypatch.setattr(configs, "pick_cuda_bwd_config", lambda *_: config)
+    launch.forget()
     near(everything(block_sparse_attention, leaves, mask, backward="cuda"), other)
 
 

@@ -1,7 +1,11 @@
-"""Which version runs, and with which tiles. Pure functions of sizes, dtype and GPU."""
+"""Every choice that depends on sizes, dtype and GPU: `pick_*` functions, and what `tune` tries in their place. Pure
+functions; no kernels."""
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -23,21 +27,25 @@ class Config:
 @dataclass(frozen=True)
 class CudaConfig:
     """A CTA has `teams` of one warp group for each 64 rows of a block, which go over lists of their own in steps of
-    block_n keys, in rings of `stages`. turns: the two warp groups of a team issue their products in turn. q_registers:
-    queries are held in registers for the length of a tile. q_buffers: 2 lets the next tile's queries come while a
-    tile's are in use, as q_registers does, at the cost of shared memory."""
+    block_n keys, in rings of `stages`.
+
+    ping_pong    the two warp groups of a team issue their products alternately
+    q_registers  queries are held in registers for the length of a tile
+    q_buffers    2 lets the next tile's queries arrive while a tile's are in use, as q_registers does, at the cost of
+                 shared memory
+    """
 
     block_n: int
     stages: int
-    turns: bool
+    ping_pong: bool
     q_registers: bool
     q_buffers: int = 1
     teams: int = 1
 
 
 def pick_cuda_config(dim: int, block: int) -> CudaConfig:
-    """The fastest of what was tried (README). Four warp groups with D = 64: a round is short there and its latencies
-    are not."""
+    """The fastest of what was tried (EXPERIMENTS.md). Four warp groups with D = 64: a step is short there and its
+    latencies are not."""
     if block == 64:
         if dim == 64:
             return CudaConfig(64, 2, False, False, q_buffers=2, teams=4)
@@ -45,17 +53,27 @@ def pick_cuda_config(dim: int, block: int) -> CudaConfig:
     return CudaConfig(64, 6, False, False, teams=2) if dim == 64 else CudaConfig(128, 3, True, True)
 
 
+# What the keys and values of the heads in flight may take up of an H100's or H200's 50 MB of L2.
+CUDA_SECTION_BYTES = 32e6
+
+
+def pick_cuda_section(keys: int, dim: int, group: int, heads: int) -> int:
+    """How many of all `heads` go at a time, of which the longest lists come first: as their keys and values fit L2."""
+    fitting = CUDA_SECTION_BYTES / (4 * keys * dim)
+    return min(heads, group * 2 ** int(math.log2(max(1.0, fitting))))
+
+
 def pick_forward(version: str, hopper: str = "") -> str:
     """The version of the forward that runs. `hopper`: the one for Hopper if it takes the problem."""
     return version if version != "auto" else hopper or "portable"
 
 
-def pick_backward(version: str, hopper: str = "", repeatable: bool = False) -> str:
+def pick_backward(version: str, hopper: str = "", deterministic: bool = False) -> str:
     """The version of the backward that runs. `hopper`: the one for Hopper if it takes the problem, of which dq cannot
-    be `repeatable`."""
+    be `deterministic`."""
     if version != "auto":
         return version
-    return hopper if hopper and not repeatable else "portable"
+    return hopper if hopper and not deterministic else "portable"
 
 
 @dataclass(frozen=True)
@@ -79,13 +97,23 @@ def pick_cuda_bwd_config(queries: int, dim: int, kv_heads: int) -> CudaBackwardC
     the heads of a group one counts: CTAs take their lists one after the other. `kv_heads` of all batches."""
     fitting = int(BWD_SECTION_BYTES // (8 * dim * queries))
     section = max(1, min(kv_heads, fitting))
-    while kv_heads % section:  # a smaller one at the end would leave multiprocessors without work
+    while kv_heads % section:  # a smaller one at the end would leave SMs without work
         section -= 1
     return CudaBackwardConfig(section)
 
 
-# The largest tiles without a register spill under Triton 3.6 and 3.7, but for a few bytes of which the README
-# speaks (what was tried). On Hopper eight warps have at least 128 rows, four at least 64: with fewer, groups of
+# What of K and V the CTAs that run at one time should read: well under the 40 to 60 MB of an A100's or H100's L2.
+SECTION_BYTES = 24e6
+
+
+def pick_section(heads: int, bytes_per_head: int) -> int:
+    """How many heads the CTAs of a Triton kernel alternate over: as many as fit in L2 together, so that the long lists
+    of them go first."""
+    return max(1, min(heads, int(SECTION_BYTES // max(1, bytes_per_head))))
+
+
+# The largest tiles without a register spill under Triton 3.6 and 3.7, but for a few bytes, which EXPERIMENTS.md
+# counts. On Hopper eight warps have at least 128 rows, four at least 64: with fewer, groups of
 # four warps compute the same scores twice. Causal kernels have a second loop, so that they may want tiles of their own.
 
 
@@ -145,3 +173,43 @@ def precision(dtype: torch.dtype) -> str:
 def padded(dim: int) -> int:
     """The width of a tile for heads of that width."""
     return max(16, triton.next_power_of_2(dim))
+
+
+# What the forward for Hopper has to choose from, by head dimension and block.
+CUDA_CANDIDATES = {
+    (128, 128): (
+        CudaConfig(128, 3, True, True),
+        CudaConfig(128, 3, False, True),
+        CudaConfig(128, 3, True, False),
+        CudaConfig(128, 2, True, False, q_buffers=2),
+        CudaConfig(64, 6, True, True),
+    ),
+    (64, 128): (
+        CudaConfig(64, 6, False, False, teams=2),
+        CudaConfig(64, 5, False, False, q_buffers=2, teams=2),
+        CudaConfig(128, 6, False, True),
+        CudaConfig(128, 6, True, True),
+    ),
+    (128, 64): (
+        CudaConfig(64, 3, False, True, teams=2),
+        CudaConfig(64, 2, False, False, q_buffers=2, teams=2),
+    ),
+    (64, 64): (
+        CudaConfig(64, 2, False, False, q_buffers=2, teams=4),
+        CudaConfig(64, 4, False, True, teams=3),
+    ),
+}
+
+# In which order the backward for Hopper may go over the blocks of keys.
+CUDA_BWD_CANDIDATES = tuple(CudaBackwardConfig(s, early) for s in (1, 2, 3, 4, 8) for early in (0, 1, 2))
+
+
+def section_candidates(group: int, heads: int) -> list[int]:
+    """For `pick_cuda_section`: whole groups, up to all heads."""
+    return sorted({min(heads, group * 2**n) for n in range((heads // group).bit_length() + 1)})
+
+
+def tile_candidates(dim: int, block: int, warps: Iterable[int], stages: Iterable[int]) -> list[Config]:
+    """Of the Triton kernels: tiles that divide a block."""
+    sizes = [n for n in (32, 64, 128) if n <= block]
+    return [Config(m, n, padded(dim), w, s) for m, n, w, s in itertools.product(sizes, sizes, warps, stages)]

@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from . import dispatch
-from .index import HEADER
-from .problem import PLAIN, Problem, section, strides
+from .. import configs
+from ..index import HEADER
+from ..problem import PLAIN, Problem, strides
 
 LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -64,7 +64,7 @@ def _row_list(table_ptr, turn, columns, SPLIT: tl.constexpr):
 @triton.jit
 def _block_of_step(list_ptr, step, last, SPLIT: tl.constexpr):
     """The block of a step in a list of which the numbers below `last` are gone over. Asked for a step ahead: where a
-    tile's address hangs on a load of the same step, fewer tiles are in flight. There may be no such step."""
+    tile's address depends on a load of the same step, fewer tiles are in flight. There may be no such step."""
     return tl.load(list_ptr + tl.minimum(step // SPLIT, last - 1))
 
 
@@ -225,7 +225,7 @@ def portable_fwd(problem: Problem, out: torch.Tensor, lse: torch.Tensor, statist
     """Writes out [B, Hq, Sq, D], readable, lse [B, Hq, Sq], contiguous, and unless it is None `statistics`
     [2, B, Hq, Sq]: the running maximum and sum at the end. There is at least one query and one key."""
     peak, total = (None, None) if statistics is None else statistics
-    config = dispatch.pick_fwd_config(*problem.kind())
+    config = configs.pick_fwd_config(*problem.kind())
     unit = problem.unit(out)
     with torch.cuda.device_of(problem.q):
         _block_sparse_attention_fwd_kernel[(problem.row_tiles(config) * problem.all_heads,)](
@@ -235,7 +235,7 @@ def portable_fwd(problem: Problem, out: torch.Tensor, lse: torch.Tensor, statist
             total_ptr=total,
             heads=problem.q.shape[1],
             all_heads=problem.all_heads,
-            section=section(problem.all_heads, problem.key_bytes()),
+            section=configs.pick_section(problem.all_heads, problem.key_bytes()),
             EVEN_N=problem.keys % problem.block == 0,
             **strides("o", out, unit),
             **problem.arguments(unit),

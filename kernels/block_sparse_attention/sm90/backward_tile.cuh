@@ -1,4 +1,4 @@
-// What a warp group of cuda_backward.cu, which includes this, computes of a tile: products, and what is between them.
+// What a warp group of backward.cu, which includes this, computes of a tile: the products, and the softmax between.
 #pragma once
 
 // A loop's products have few addresses that change; the compiler would keep all the others in registers that it lacks.

@@ -3,16 +3,17 @@
 //   delta = rowsum(dout * out) - dlse    p = exp(scale * q k^T - lse)     ds = p * (dout v^T - delta)
 //   dv = p^T dout                        dk = scale * ds^T q              dq = scale * ds k
 //
-// Three kernels: `prepare` (delta, lse in base 2, zeros in dq's fp32 sum), the main one, `finish` (dq = scale * sum).
+// Three kernels: preprocess (`_prepare`: delta, lse in base 2, zeros in dq's fp32 sum), the main one, and postprocess
+// (`_finish`: dq = scale * sum).
 //
 // The main one: a CTA owns the 128 keys of a column of the mask and goes over the blocks of queries in that column's
 // list, of each query head that shares the keys, 128 (D = 64) or 64 (D = 128) queries at a time. One thread, the
-// producer, reads the lists, loads by TMA and tells the two warp groups of consumers which queries they have got. These
+// producer, reads the lists, loads by TMA and passes the two warp groups of consumers the number of their tile. These
 // own 64 keys each: dk and dv stay in their registers.
 //   S^T = K Q^T and dP^T = V dO^T have the keys as rows. So P^T and dS^T come out as the register operand of
 //   dV += P^T dO and dK += dS^T Q; dS alone goes through shared memory, for dQ = dS K, which needs both groups' keys.
 //   A group computes dQ of 64 queries x 64 columns, and each of its warps adds an eighth of the tile to the fp32 sum in
-//   the order of its registers, which `finish` knows.
+//   the order of its registers, which postprocess knows.
 //
 // A tile of 128 x 128 x 64 or 64 x 128 x 128 (10 * 2^20 FLOP) in clocks of one SM:
 //                                      D = 64   D = 128
@@ -20,23 +21,23 @@
 //   shared memory, 128 B/clk              3072      3072   operands of wgmma, dS, TMA, lse, delta; dq in and out
 //   exponentials, 16/clk                  1024       512
 //   instructions, 4/clk                  ~1000      ~900
-// So none may wait for the others: the two groups run apart. dQ of a tile is computed one tile later, when the other
-// group's dS has long arrived, with two buffers of dS; and the next S is issued before the exponentials of anything.
-// A column of which 6 of 64 blocks are kept is 12 tiles at D = 128; what a CTA does before its first and behind its
-// last, with nothing beside it, counts there: hence the number of the next block is asked for a block ahead.
+// So none may wait for the others: the two groups alternate (ping-pong). dQ of a tile is computed one tile later, when
+// the other group's dS has long arrived, with two buffers of dS; and the next S is issued before the exponentials of
+// anything. A column of which 6 of 64 blocks are kept is 12 tiles at D = 128; its prologue and epilogue, which nothing
+// overlaps, count there: hence the number of the next block is loaded a block ahead.
 //
-// The order in which CTAs add to dq is not fixed: dq is not repeatable bit for bit; dk and dv are.
+// The order in which CTAs add to dq is not fixed: dq is not deterministic; dk and dv are.
 //
 // Barriers, with their arrivals per phase. Arrivals on empty ones and on dS come from one lane of each warp.
 //   k_full 1, v_full 1                  the CTA's keys and values, once
-//   q_full[s] 1, q_empty[s] 8           queries with their lse, and what is told of the tile; do_full, do_empty: dout
+//   q_full[s] 1, q_empty[s] 8           queries with their lse, and the number of the tile; do_full, do_empty: dout
 //                                       with delta
-//   ds_full[b] 8, ds_empty[b] 8         dS of both groups, in turn
-// Named barriers: KEYS_DONE, ROWS_WRITTEN + group; FIRST_TURN + group: the group may issue its products of a round.
+//   ds_full[b] 8, ds_empty[b] 8         dS of both groups, alternately
+// Named barriers: KEYS_DONE, ROWS_WRITTEN + group; PING_PONG + group: the group may issue its products of a tile.
 //
 // Defined by the launcher: HEAD_DIM (64, 128), IS_CAUSAL, FP16.
 
-#include "cuda_backward_ptx.cuh"
+#include "backward_ptx.cuh"
 
 #ifndef HEAD_DIM
 #define HEAD_DIM 128
@@ -55,7 +56,7 @@ constexpr int HEADER = 3;               // count, whole and turn stand before th
 #define V_IN_REGISTERS (HEAD_DIM == 64)  // where there is room: it is read once
 constexpr int Q_STAGES = 3, DO_STAGES = 2;
 constexpr int CONSUMER_WARPS = 8, PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
-constexpr int KEYS_DONE = 1, ROWS_WRITTEN = 2, FIRST_TURN = 4;  // named barriers; the last two have one for each group
+constexpr int KEYS_DONE = 1, ROWS_WRITTEN = 2, PING_PONG = 4;  // named barriers; the last two have one for each group
 constexpr int PIECE = BM * D / CONSUMER_WARPS;                  // values of dq that one warp makes of one tile
 constexpr u32 PIECE_BYTES = PIECE * 4;
 
@@ -89,8 +90,8 @@ struct Work {
     const int* line;  // of the first of these heads
 
     DEVICE explicit Work(const Problem& p) {
-        // The `early` longest columns of every head, for a list may be much longer than all others, that of a global
-        // block. Then sections of heads whose queries, gradients and sums fit L2; in each, the longest lists first.
+        // The `early` longest columns of every head, for the list of a global block may be much longer than all others.
+        // Then sections of heads whose queries, gradients and sums fit L2; in each, the longest lists first.
         int index = blockIdx.x, first = 0, heads = p.all_kv_heads, before = 0;
         if (index >= p.early * heads) {
             index -= p.early * heads, before = p.early;
@@ -105,7 +106,7 @@ struct Work {
         line = table + block * width;
         int kept = 0;
         for (int g = 0; g < p.group; g++) kept += line[g * p.table_head];
-        // The same in all lanes, and the compiler is to know it: registers that a warp has once are not scarce.
+        // Warp-uniform, and the compiler must know it: uniform registers are not scarce.
         first_key = __shfl_sync(~0u, block, 0) * BN, tiles = __shfl_sync(~0u, kept, 0) * SPLIT;
     }
 };
@@ -140,7 +141,7 @@ DEVICE void produce(const TensorMap& q_map, const TensorMap& do_map, const Tenso
 #pragma unroll 1
         for (int step = 0; step < count * SPLIT; step++) {
             const int m = block * SPLIT + step % SPLIT, row = m * BM;
-            // Asked for a block ahead: where a tile's address hangs on a load that has just begun, its own begins late.
+            // Loaded a block ahead: where a tile's address depends on a load that has just begun, its own begins late.
             if (step % SPLIT == SPLIT - 1) block = line[HEADER + min(step / SPLIT + 1, count - 1)];
             const int place = (w.batch * p.kv_heads * p.group + head) * m_tiles + m;
             const long long at = (long long)place * BM;
@@ -167,7 +168,7 @@ DEVICE void produce(const TensorMap& q_map, const TensorMap& do_map, const Tenso
 
 // --------------------------------------------------------------------------------------------- consumers
 
-#include "cuda_backward_tile.cuh"
+#include "backward_tile.cuh"
 
 // dv and dk of a group lie where its values and keys did, and TMA leaves out the rows that do not exist.
 DEVICE void write_keys(const TensorMap& dk_map, const TensorMap& dv_map, const Work& w, int wg, u32 base) {
@@ -193,7 +194,7 @@ DEVICE void write_zeros(const TensorMap& dk_map, const TensorMap& dv_map, const 
 
 DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Problem& p, const Work& w, u32 base) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const int wg = __shfl_sync(~0u, (int)threadIdx.x / 128 - 1, 0);  // known to be one to the warp
+    const int wg = __shfl_sync(~0u, (int)threadIdx.x / 128 - 1, 0);  // warp-uniform
     if (w.tiles == 0) return write_zeros(dk_map, dv_map, w, wg, base);
     const u32 k_rows = base + K_AT + wg * 64 * 128, v_rows = base + V_AT + wg * 64 * 128;
     const u32 pairs = lane % 4 * 8;
@@ -220,8 +221,8 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
     auto release = [&](u32 bar) {
         if (lane == 0) bar_arrive(base + bar);
     };
-    // What the producer tells of a tile, its first query and which of all tiles it is, is read where it is needed: it
-    // would take registers. Behind the shuffle no lane has yet to read it.
+    // What the producer stores of a tile, its first query and its number among all tiles, is read where it is needed:
+    // it would take registers. After the shuffle every lane has read it.
     auto place = [&] { return __shfl_sync(~0u, load_one(base + TILE_AT + 8 * q.slot + 4), 0); };
     auto hide = [&] {
         const int first_query = CAUSAL ? load_one(base + TILE_AT + 8 * q.slot) : 0;
@@ -288,12 +289,12 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
     wgmma_fence();
     scores(dp, v_own, (base + DO_AT) / 16);
     softmax(0);
-    if (wg == 1 && w.tiles > 1) named_arrive(FIRST_TURN, 256);
+    if (wg == 1 && w.tiles > 1) named_arrive(PING_PONG, 256);
     int at_before = 0;
     // Tile t is in registers as pt and dst. Nothing is in flight where the loop closes. In flight, oldest first:
     //   dV | dV dK dQ | dK dQ | dK dQ S | dQ S | S | S dP
     for (int t = 0; t + 1 < w.tiles; t++) {
-        named_sync(FIRST_TURN + wg, 256);
+        named_sync(PING_PONG + wg, 256);
         pin(pt), pin(dst), pin(dk), pin(dv);
         wgmma_fence();
         add_to_dv();
@@ -309,7 +310,7 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
         g.next();
         wgmma_fence();
         scores(s, k_rows / 16, (base + Q_AT + q.slot * Q_BYTES) / 16);
-        if (wg == 0 || t + 2 < w.tiles) named_arrive(FIRST_TURN + (wg ^ 1), 256);
+        if (wg == 0 || t + 2 < w.tiles) named_arrive(PING_PONG + (wg ^ 1), 256);
         wgmma_wait<2>();
         pin(dst), pin(dk);
         release(Q_EMPTY + 8 * old_q);
@@ -374,4 +375,4 @@ block_sparse_attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const _
     }
 }
 
-#include "cuda_backward_ends.cuh"
+#include "backward_ends.cuh"

@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from . import dispatch
+from .. import configs
+from ..index import HEADER
+from ..problem import PLAIN, Problem, strides
 from .delta import ROWS, RowTerms
 from .forward import LOG2_E, _block_of_step, _load_rows, _row_list, _store_rows, _tile_and_head
-from .index import HEADER
-from .problem import PLAIN, Problem, section, strides
 
 
 @triton.jit
@@ -192,7 +192,7 @@ def query_gradient(
 ) -> torch.Tensor | None:
     """Writes dq. Returns the gradient of the bias, fp32 [B, Hq, nq, nk], if it is needed. There is at least one query
     and one key."""
-    config = dispatch.pick_dq_config(*problem.kind())
+    config = configs.pick_dq_config(*problem.kind())
     unit = problem.unit(dout, dq)
     split = problem.block // config.block_m
     shape = (*problem.q.shape[:2], problem.row_tiles(config), problem.columns)
@@ -204,7 +204,7 @@ def query_gradient(
             dbias_ptr=dbias,
             heads=problem.q.shape[1],
             all_heads=problem.all_heads,
-            section=section(problem.all_heads, problem.key_bytes()),
+            section=configs.pick_section(problem.all_heads, problem.key_bytes()),
             scale=problem.scale,
             EVEN_N=problem.keys % problem.block == 0,
             **strides("g", dout, unit),

@@ -1,4 +1,4 @@
-// Before and after the main kernel of cuda_backward.cu, which includes this: memory-bound, a few bytes a query.
+// Preprocess and postprocess of backward.cu, which includes this: memory-bound, a few bytes a query.
 #pragma once
 
 struct Rows { const void* at; long long batch, head, row; };  // strides in elements

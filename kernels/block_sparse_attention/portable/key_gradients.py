@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from . import dispatch
+from .. import configs
+from ..index import HEADER
+from ..problem import PLAIN, Problem, strides
 from .delta import ROWS, RowTerms
 from .forward import LOG2_E, _load_rows, _store_rows, _tile_and_head
-from .index import HEADER
-from .problem import PLAIN, Problem, section, strides
 
 
 @triton.jit
@@ -194,7 +194,7 @@ def _block_sparse_attention_dkdv_kernel(
 
 def key_gradients(problem: Problem, dout: torch.Tensor, terms: RowTerms, dk: torch.Tensor, dv: torch.Tensor) -> None:
     """Writes dk and dv. There is at least one key and one query."""
-    config = dispatch.pick_dkdv_config(*problem.kind())
+    config = configs.pick_dkdv_config(*problem.kind())
     unit = problem.unit(dout, dk, dv)
     with torch.cuda.device_of(problem.q):
         _block_sparse_attention_dkdv_kernel[(problem.column_tiles(config) * problem.all_kv_heads,)](
@@ -203,7 +203,7 @@ def key_gradients(problem: Problem, dout: torch.Tensor, terms: RowTerms, dk: tor
             dv_ptr=dv,
             heads=problem.k.shape[1],
             all_heads=problem.all_kv_heads,
-            section=section(problem.all_kv_heads, problem.query_bytes()),
+            section=configs.pick_section(problem.all_kv_heads, problem.query_bytes()),
             scale=problem.scale,
             **strides("g", dout, unit),
             **strides("d", dk, unit, "n"),
