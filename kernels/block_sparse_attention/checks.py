@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 import triton
+from torch.autograd import forward_ad
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -22,3 +23,11 @@ def runnable(op: str, name: str, tensor: torch.Tensor) -> None:
     if not tensor.is_cuda and not (tensor.device.type == "cpu" and INTERPRETED):
         needed = "on a GPU, or on the CPU in Triton's interpreter (TRITON_INTERPRET=1)"
         raise RuntimeError(f"{op}: {name} must be {needed}, got {tensor.device}")
+
+
+def no_tangent(op: str, *tensors: torch.Tensor | None) -> None:
+    """NotImplementedError for a tensor with a tangent, which an op of torch.library would drop without a word."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError(f"{op}: has no forward-mode derivative")

@@ -26,6 +26,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transformed = torch._C._are_functorch_transforms_active
 _traced = torch._C._get_tracing_state
+_batched = torch._C._functorch.is_legacy_batchedtensor  # as torch.autograd.grad(..., is_grads_batched=True) has them
 # A PyTorch without CUDA has neither: there the ahead-of-time build alone asks, for device 0.
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
 raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
@@ -37,7 +38,8 @@ _RUNTIME = triton.knobs.runtime
 
 def lean(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Whether this is an eager call on plain tensors: not under torch.compile, export, a functorch transform, forward
-    AD, torch.jit.trace, or a dispatch or function mode, and with neither subclasses nor lazily negated tensors."""
+    AD, torch.jit.trace, or a dispatch or function mode, and with neither subclasses nor lazily negated tensors, nor
+    batches of gradients."""
     if (
         _compiling()  # first, because torch.compile cannot trace what follows
         or _dispatch_modes()
@@ -47,10 +49,11 @@ def lean(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
         or forward_ad._current_level >= 0
         or type(first) not in _PLAIN
         or first.is_neg()
+        or _batched(first)
     ):
         return False
-    for tensor in others:  # noqa: SIM110 (a generator would cost as much as all of the above)
-        if tensor is not None and (type(tensor) not in _PLAIN or tensor.is_neg()):
+    for tensor in others:  # a generator would cost as much as all of the above
+        if tensor is not None and (type(tensor) not in _PLAIN or tensor.is_neg() or _batched(tensor)):
             return False
     return True
 

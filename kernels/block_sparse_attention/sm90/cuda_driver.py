@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +40,6 @@ _PARAMETERS = {
     "i": ("i", 4, 4),
     "I": ("I", 4, 4),
     "f": ("f", 4, 4),
-    "|": ("", 0, 8),
 }
 
 # A PyTorch without CUDA has neither: there the ahead-of-time build alone asks, for device 0.
@@ -164,15 +164,15 @@ class Launch:
     """A launch of a kernel in which nothing but the parameters' values changes from call to call.
 
     layout   a letter for each parameter, in their order: M a tensor map (bytes), P an address, i and I 32-bit integers,
-             q a 64-bit integer, f a float. A parameter that is a struct is written as its members; `|` pads to 8 bytes,
-             where a struct with 8-byte members begins or ends.
+             q a 64-bit integer, f a float. A parameter that is a struct is written as its members in parentheses.
     """
 
     __slots__ = ("_device", "_function", "_grid", "_pack", "_shared", "_threads")
 
     def __init__(self, device: int, function: Any, grid: int, threads: int, shared: int, layout: str) -> None:
         self._device, self._function, self._grid = device, function, grid
-        self._threads, self._shared, self._pack = threads, shared, _packer(layout)
+        self._threads, self._shared = threads, shared
+        self._pack = _packer(layout, parameters(function))
 
     def __call__(self, *values: Any) -> None:
         """The parameters: bytes for a tensor map, numbers for the rest; 0 is the null pointer."""
@@ -184,16 +184,41 @@ class Launch:
         )
 
 
+def parameters(function: Any) -> tuple[tuple[int, int], ...]:
+    """(offset, size) of each parameter of a kernel. The offsets are the compiler's: it leaves room before the first one
+    so that a tensor map lies on 64 bytes of the constant bank, in which parameters do not begin on 64."""
+    found, offset, size = [], ctypes.c_size_t(), ctypes.c_size_t()
+    places = ctypes.byref(offset), ctypes.byref(size)
+    while not _driver().cuFuncGetParamInfo(function, ctypes.c_size_t(len(found)), *places):
+        found.append((offset.value, size.value))
+    return tuple(found)
+
+
 @functools.cache
-def _packer(layout: str) -> Callable[..., bytes]:
-    """Packs parameters as a kernel reads them: each on a multiple of its size, tensor maps on 64 bytes."""
+def _packer(layout: str, places: tuple[tuple[int, int], ...]) -> Callable[..., bytes]:
+    """Packs values into the buffer that a kernel with parameters at these places reads. ValueError where the layout has
+    other parameters than these."""
+    members = [found[0] or found[1] for found in re.findall(r"\(([^)]*)\)|(\w)", layout)]
     codes, at = "", 0
-    for letter in layout:
-        code, size, step = _PARAMETERS[letter]
-        padding = -at % step
-        codes += (f"{padding}x" if padding else "") + code
-        at += padding + size
+    shapes = [_struct(letters) for letters in members]
+    if [size for _, size in shapes] != [size for _, size in places]:
+        raise ValueError(
+            f"{_OP}: the layout {layout} is not that of parameters of {[size for _, size in places]} bytes"
+        )
+    for (code, size), (offset, _) in zip(shapes, places, strict=True):
+        codes += f"{offset - at}x{code}"
+        at = offset + size
     return struct.Struct(f"={codes}").pack
+
+
+def _struct(letters: str) -> tuple[str, int]:
+    """The code for `struct` of a parameter with these members, and its size: as C lays them out."""
+    codes, at, widest = "", 0, 1
+    for letter in letters:
+        code, size, step = _PARAMETERS[letter]
+        codes += f"{-at % step}x{code}"
+        at, widest = at + -at % step + size, max(widest, step)
+    return f"{codes}{-at % widest}x", at + -at % widest
 
 
 class _Extra(ctypes.Structure):
