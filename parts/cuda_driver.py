@@ -186,7 +186,8 @@ class Launch:
 def parameters(function: Any) -> tuple[tuple[int, int], ...]:
     """(offset, size) of each parameter of a kernel. The offsets are the compiler's: it leaves room before the first one
     so that a tensor map lies on 64 bytes of the constant bank, in which parameters do not begin on 64."""
-    found, offset, size = [], ctypes.c_size_t(), ctypes.c_size_t()
+    found: list[tuple[int, int]] = []
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     places = ctypes.byref(offset), ctypes.byref(size)
     while not _driver().cuFuncGetParamInfo(function, ctypes.c_size_t(len(found)), *places):
         found.append((offset.value, size.value))

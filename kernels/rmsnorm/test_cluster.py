@@ -15,7 +15,6 @@ from . import cluster, configs, cuda_driver, plans, rmsnorm
 from .op import MAX_DIM
 from .reference import rmsnorm_reference
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (BF16, FP16, FP32)
 # Of each number of CTAs, vectors a thread, and one vector more or less than a whole row of them.
@@ -92,11 +91,12 @@ def test_what_it_is_told(weight, residual, save, monkeypatch):
     monkeypatch.setattr(cuda_driver, "kernels", lambda *arguments: compiled.append(arguments) or (None,))
     monkeypatch.setattr(cuda_driver, "parameters", lambda function: ())
     monkeypatch.setattr(cuda_driver, "_packer", lambda layout, places: lambda *values: values)
+    monkeypatch.setattr(cuda_driver, "_raw_stream", lambda device: 0)
     monkeypatch.setattr(cuda_driver, "_current_device", lambda: None)  # a CPU tensor has that index
     monkeypatch.setattr(cuda_driver, "launch", lambda *arguments: launched.append(arguments))
-    x = torch.empty(3, 40968 + 64, dtype=BF16, device=DEVICE)[:, 8:40976]
-    r = torch.empty(3, 40968, dtype=BF16, device=DEVICE) if residual else None
-    w = torch.empty(40968, dtype=BF16, device=DEVICE) if weight else None
+    x = torch.empty(3, 40968 + 64, dtype=BF16, device="cpu")[:, 8:40976]
+    r = torch.empty(3, 40968, dtype=BF16, device="cpu") if residual else None
+    w = torch.empty(40968, dtype=BF16, device="cpu") if weight else None
     y, h, rstd = plans.fwd_plan(x, w, r, 0.5, 1.0, save, "auto")(x, w, r)
     ((_, source, names, defines, room),), ((_, grid, threads, shared, _, values),) = compiled, launched
     assert (source, names) == ("cluster.cu", ("rmsnorm_cluster_fwd",))

@@ -26,9 +26,9 @@ HELPER_ROWS = 64  # of a CTA of the other kernels; as in the source
 SHARED_BYTES = 227 * 1024  # all that a CTA can have: two CTAs never fit
 NAMES = tuple(f"block_sparse_attention_cuda_bwd{part}" for part in ("", "_prepare", "_finish"))
 
-_ROWS = "Pqqq"  # address and strides, in elements, of a [B, H, S, D] tensor
+_ROWS = "(Pqqq)"  # address and strides, in elements, of a [B, H, S, D] tensor
 # Six tensor maps and backward.cu's Problem: four addresses, the table's strides, nine integers, two floats.
-_MAIN = "MMMMMM|PPPPqqiiiiiiiiiff|"
+_MAIN = "MMMMMM(PPPPqqiiiiiiiiiff)"
 _PREPROCESS, _POSTPROCESS = f"{_ROWS}{_ROWS}PPPPPiii", f"{_ROWS}Piiif"
 
 

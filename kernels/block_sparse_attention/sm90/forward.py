@@ -17,7 +17,7 @@ SHORT = 16, 1024  # up to so many tiles a team and keys, tiles go in a fixed ord
 
 # Three tensor maps and forward.cu's Problem: lse, out and its strides, the table and its strides, the bias and its
 # strides, the counter, three floats, nine integers.
-_LAYOUT = "MMM|PPqqqPqqPqqqqPfffiiiiiiiii|"
+_LAYOUT = "MMM(PPqqqPqqPqqqqPfffiiiiiiiii)"
 
 
 def cuda_unsupported_reason(problem: Problem, *others: torch.Tensor) -> str | None:
