@@ -83,7 +83,8 @@ def told(monkeypatch):
     monkeypatch.setattr(plans, "_device", lambda tensor: ((9, 0), 132))
     monkeypatch.setattr(cuda_driver, "no_compiler", lambda: None)
     monkeypatch.setattr(cuda_driver, "kernels", lambda *arguments: compiled.append(arguments) or (None,))
-    monkeypatch.setattr(cuda_driver, "_current_device", lambda: None)  # a CPU tensor has that index
+    monkeypatch.setattr(cuda_driver, "_current_device", lambda: torch.empty(0, device=DEVICE).device.index)
+    monkeypatch.setattr(cuda_driver, "_raw_stream", lambda device: 0)
     monkeypatch.setattr(cuda_driver, "parameters", lambda function: ())
     monkeypatch.setattr(cuda_driver, "_packer", lambda layout, places: lambda *values: values)
     monkeypatch.setattr(cuda_driver, "launch", lambda *arguments: launched.append(arguments))
