@@ -173,7 +173,7 @@ class AdamW(torch.optim.Optimizer):
         self, group: dict[str, Any], params: list[torch.Tensor], grads: list[torch.Tensor]
     ) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
         """All that an update of these parameters depends on, and the tensors that it writes. KeyError where a state is
-        missing. The ids tell apart tensors of other strides or dtype at one address."""
+        missing. The ids tell states of other strides or dtypes at one address apart."""
         state, none = self.state, _NO_STATE
         states = [state.get(param, none) for param in params]
         exp_avgs, exp_avg_sqs = [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
@@ -189,7 +189,6 @@ class AdamW(torch.optim.Optimizer):
             params[0].device,
             *[p.dtype for p in params],
             *[g.dtype for g in grads],
-            *map(id, params),
             *map(id, exp_avgs),
             *map(id, exp_avg_sqs),
             *map(_size, params),

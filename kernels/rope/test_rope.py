@@ -264,6 +264,9 @@ def launched(monkeypatch) -> list:
 
             return launch
 
+        def __getattr__(self, name):
+            return getattr(jit, name)
+
     jit = plans._rope_kernel
     monkeypatch.setattr(plans, "_rope_kernel", Spy())
     return calls
