@@ -1,4 +1,4 @@
-"""What may be asked of adamw. Every refusal comes before a launch and names the argument."""
+"""The checks of adamw: errors before any launch, which name the argument."""
 
 from __future__ import annotations
 

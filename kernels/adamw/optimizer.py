@@ -43,7 +43,7 @@ class AdamW(torch.optim.Optimizer):
     - Steps are counted on the device, so that the optimizer is always `capturable`, and never waits for the GPU. lr is
       a constant of a CUDA graph unless it is a tensor on the device.
     - With a GradScaler the gradients are not written back unscaled.
-    - amsgrad and differentiable are refused; foreach, fused and capturable change nothing.
+    - amsgrad and differentiable raise an error; foreach, fused and capturable change nothing.
 
     master_weights       keep an fp32 copy of every fp16 and bf16 parameter in state[p]["master_param"], made from the
                          parameter at its first step; that is what is updated, and the parameter is its rounded copy.
@@ -94,7 +94,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Like PyTorch's; refuses what this optimizer cannot do."""
+        """Like PyTorch's. ValueError for what this optimizer cannot do."""
         _check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         self._tables.capacity = TABLES_OF_A_GROUP * len(self.param_groups)
@@ -166,7 +166,7 @@ class AdamW(torch.optim.Optimizer):
         else:
             numbers = range(len(params)) if chosen is None else chosen
             self._first_run(group, key, params, grads, [first + index for index in numbers])
-        # As any operation in place does: autograd then refuses a backward through what was there before.
+        # As any operation in place does: autograd then raises an error in a backward that needs the values from before.
         torch.autograd.graph.increment_version(written)
 
     def _key(

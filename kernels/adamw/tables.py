@@ -53,7 +53,14 @@ class Tensors:
         """All that a table depends on."""
         dtypes = tuple(t.dtype for t in (*self.params, *self.grads))
         sizes = tuple(t.numel() for t in self.params)
-        return (self.params[0].device, self.stochastic, tuple(self.streams), sizes, dtypes, *map(tuple, self.addresses()))
+        return (
+            self.params[0].device,
+            self.stochastic,
+            tuple(self.streams),
+            sizes,
+            dtypes,
+            *map(tuple, self.addresses()),
+        )
 
     def kind(self, index: int) -> tuple[Any, Any, int]:
         """Types of parameter and gradient, and how the parameter comes about: what the kernel is specialised for."""
@@ -176,8 +183,6 @@ class PointerTables:
             _used_on_another_stream(owners)
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         return Table(rows, owners, tuple(kinds), stream, tuple(pinned))
-
-
 
 
 def _capturing() -> bool:

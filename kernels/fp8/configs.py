@@ -46,7 +46,15 @@ def pick_config(
 ) -> Config:
     """The configuration of one call, the same for both passes where there are two. Pure.
 
-    source  of the scales: "tile", what a CTA reads itself; "amax", a pass before; "given", by the caller
+    source  of the scales: "tile", found by the CTA that uses them; "amax", by a pass before; "given", by the caller
+
+    - A row with its scale: whole rows, 16 elements a thread (`_row_config`).
+    - Blocks of 128 and transposed copies: tiles of 128 by 128 or, ragged without blocks, 64 by 128; twice the warps
+      where the tile is ragged, because its predicates need registers.
+    - Columns: 128 by 64 with 4 warps. 1x128: 32 by 128. A whole tensor: 4096 elements.
+    - eviction: evict_last from 100 MB on.
+
+    Record: `reports/h200` (bench and tune of fp8); the comparisons are in EXPERIMENTS.md.
     """
     eviction = "evict_last" if rows * dim * dtype.itemsize > EVICT_LAST_BYTES else ""
     if source == "tile" and granularity == "row":
@@ -68,9 +76,8 @@ def pick_config(
 
 
 def _row_config(dim: int, eviction: str) -> Config:
-    """Sixteen elements a thread, and thirty-two where a row is so wide that there are no more threads. Rows that are
-    not whole vectors begin each on another boundary: a CTA for each, but where they are so short that it would idle.
-    """
+    """Sixteen elements a thread, and thirty-two where a row needs more than 1024 threads otherwise. Rows whose width is
+    not a multiple of a vector start unaligned: one CTA a row, unless the row is too short to keep a CTA busy."""
     block_n = max(32, triton.next_power_of_2(dim))
     if block_n > MAX_ROW:
         return Config(1, 16384, 32, "evict_last")
@@ -83,6 +90,7 @@ def _row_config(dim: int, eviction: str) -> Config:
 def pick_dequantize_config(
     granularity: str, rows: int, dim: int, dtype: torch.dtype, capability: tuple[int, int]
 ) -> DequantizeConfig:
-    """The configuration of dequantize. Pure. `dtype` is that of the result."""
+    """The configuration of dequantize: a tile of 4096 elements, 128 columns wide where scales are of blocks of 128,
+    otherwise up to 1024. Pure. `dtype` is that of the result. Not tuned: no case of dequantize is benched."""
     block_n = BLOCK if "128" in granularity else max(BLOCK, min(triton.next_power_of_2(dim), 1024))
     return DequantizeConfig(max(1, FLAT // block_n), block_n, 8)

@@ -66,7 +66,7 @@ def quantize_plan(
 
 
 def _buffer(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, int]:
-    """Size, stride and dtype of a tensor, and the number of elements of its memory where those are more than its own."""
+    """Size, stride and dtype of a tensor, and the elements of its memory where those are more than its own."""
     elements = tensor.untyped_storage().nbytes() // tensor.element_size()
     return tensor.shape, tensor.stride(), tensor.dtype, elements if elements != tensor.numel() else 0
 

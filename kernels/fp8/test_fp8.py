@@ -304,7 +304,7 @@ def test_how_often_x_is_read_and_that_rows_are_read_in_place(granularity, option
         (dict(scale=torch.ones(3, 1), transpose=True), ValueError, "scale must not be given with transpose"),
     ],
 )
-def test_bad_input_is_refused_by_name(arguments, error, words):
+def test_bad_input_raises_an_error_that_names_it(arguments, error, words):
     def here(value):
         return value.to(DEVICE) if isinstance(value, torch.Tensor) and not value.is_meta else value
 
@@ -322,7 +322,7 @@ def test_bad_input_is_refused_by_name(arguments, error, words):
         (dict(granularity="rows"), ValueError, "granularity must be"),
     ],
 )
-def test_dequantise_refuses_bad_input_by_name(change, error, words):
+def test_bad_input_of_dequantize_raises_an_error_that_names_it(change, error, words):
     arguments = {"data": torch.ones(3, 8).to(E4M3), "scale": torch.ones(3, 1), **change}
     arguments = {n: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}
     with pytest.raises(error, match=words):

@@ -30,8 +30,8 @@ def rope_plan(
     inverse: bool,
 ) -> Plan:
     """Takes (q, k, cos, sin, position_ids) like these and returns q and k rotated by the angle or, `inverse`, by its
-    negative: q and k themselves with `inplace`, otherwise new tensors of the same shape and layout. Without k it returns
-    None in its place. `half` is R / 2. Inputs as `op` has checked them."""
+    negative: q and k themselves with `inplace`, otherwise new tensors of the same shape and layout. Without k it
+    returns None in its place. `half` is R / 2. Inputs as `op` has checked them."""
     device, dtype = q.device, q.dtype
     table_step = slice(None) if cos.shape[-1] == half else _half_of_table(half, interleaved)
     # Half of a table of width R starts where the table does: the kernel needs the strides alone.
