@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .checks import check_hyperparameters, check_scalar, check_seed, check_tensors
+from .arguments import check_hyperparameters, check_scalar, check_seed, check_tensors
 from .launch import Plans, lean
 from .memory import dense
 from .optimizer import AdamW as AdamW

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .checks import DTYPES, NAMES, check_hyperparameters, check_kind, check_seed
+from .arguments import NAMES, check_hyperparameters, check_kind, check_seed
+from .checks import FLOATS
 from .memory import dense
 from .plans import Update, update_of
 from .tables import PointerTables, Tensors
@@ -108,6 +109,7 @@ class AdamW(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__.setdefault("_tables", PointerTables())  # of a pickle or a deep copy
+        self._tables.capacity = TABLES_OF_A_GROUP * len(self.param_groups)
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -274,7 +276,7 @@ def _check_params(group: dict[str, Any]) -> None:
         name = f"params[{index}]"
         if is_traceable_wrapper_subclass(param):
             raise TypeError(f"AdamW: {name} must be a plain tensor, got {type(param).__name__}")
-        if param.dtype not in DTYPES:
+        if param.dtype not in FLOATS:
             raise TypeError(f"AdamW: {name} must be {NAMES}, got {param.dtype}")
         has_master = group["master_weights"] and param.dtype != torch.float32
         check_kind(name, param.dtype, has_master, group["stochastic_rounding"])

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import configs, plans, rope
 from .reference import rope_reference
@@ -136,6 +137,44 @@ def test_differentiable_twice() -> None:
         return torch.autograd.grad(sum((g**2).sum() for g in first), (q, k))
 
     torch.testing.assert_close(second(rope), second(rope_reference), rtol=1e-4, atol=1e-4)
+
+
+class Library(TorchDispatchMode):
+    """Changes nothing, but under it a call goes through torch.library."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("tables_of", ["half", "full", "pairs", "batched", "strided"])
+def test_a_plan_gives_bits_and_strides_of_the_op(inplace, layout, tables_of) -> None:
+    cos, sin = tables(5, 8)
+    options: dict = dict(layout=layout, inplace=inplace, interleaved=tables_of == "pairs")
+    if tables_of == "full":
+        cos, sin = (torch.cat((t, t), -1) for t in (cos, sin))
+    elif tables_of == "pairs":
+        cos, sin = (t.repeat_interleave(2, -1) for t in (cos, sin))
+    elif tables_of == "batched":
+        cos, sin = (t.expand(2, 5, 8).clone() for t in (cos, sin))
+    elif tables_of == "strided":
+        sin = sin.t().contiguous().t()
+        options["position_ids"] = torch.tensor([4, 0, 1, 2, 3], device=DEVICE)
+    if tables_of != "batched":
+        options["rotary_dim"] = 16
+    dense = normal(2, 5, 3, 20)
+    views = [dense, dense.transpose(1, 2).contiguous().transpose(1, 2), normal(2, 5, 4, 24)[:, :, 1:, :20]]
+    views += [] if tables_of == "batched" else [dense[0], views[1][1]]
+    for view in views:
+        q = view if layout == "bshd" else view.transpose(-2, -3)
+        given = [torch.empty_strided(q.shape, q.stride(), device=DEVICE).copy_(q) for _ in range(2)]
+        eager = rope(given[0], None, cos, sin, **options)
+        with Library():
+            by_op = rope(given[1], None, cos, sin, **options)
+        assert torch.equal(eager, by_op)
+        assert eager.stride() == by_op.stride()
+        assert torch.equal(given[0], given[1]) and given[0]._version == given[1]._version
 
 
 def test_in_place_under_compile() -> None:
