@@ -283,7 +283,7 @@ def test_an_input_that_was_changed_since_is_noticed_or_does_not_matter(kernel_na
     try:
         got = torch.autograd.grad(loss, wrt)
     except RuntimeError as error:
-        assert "modified by an inplace operation" in str(error)  # it need not raise
+        assert "modified by an inplace operation" in str(error)
     else:
         assert equal(want, got)
 

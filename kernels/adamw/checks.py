@@ -1,118 +1,33 @@
-"""What may be asked of adamw. Every refusal comes before a launch and names the argument."""
+# A copy of parts/checks.py, made by `nox -s vendor`: change it there.
+"""What the checks of public functions share."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import triton
+from torch.autograd import forward_ad
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-NAMES = "float32, float16 or bfloat16"
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 # As @triton.jit decided it when the kernels were imported; torch.compile cannot trace the knob itself.
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
 
-def check_hyperparameters(
-    lr: float | torch.Tensor, betas: tuple[float, float], eps: float, weight_decay: float
-) -> None:
-    """Ranges and types; where a tensor lr lies is checked with the tensors."""
-    if isinstance(lr, torch.Tensor):
-        if lr.numel() != 1 or not lr.is_floating_point():
-            raise ValueError(f"adamw: lr must have one floating-point element, got {lr.dtype} {tuple(lr.shape)}")
-    else:
-        _check_number("lr", lr, math.inf)
-    if not isinstance(betas, Sequence) or len(betas) != 2:
-        raise ValueError(f"adamw: betas must be two numbers, got {betas!r}")
-    for index, beta in enumerate(betas):
-        _check_number(f"betas[{index}]", beta, 1.0)
-    _check_number("eps", eps, math.inf)
-    _check_number("weight_decay", weight_decay, math.inf)
-
-
-def _check_number(name: str, value: object, end: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"adamw: {name} must be a number, got {type(value).__name__}")
-    if not 0.0 <= value < end:
-        raise ValueError(f"adamw: {name} must be in [0, {end}), got {value}")
-
-
-def check_seed(seed: object) -> None:
-    """Philox takes a key of 64 bits, which is one argument of a kernel."""
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise ValueError(f"adamw: seed must be a number in [0, 2^63), got {seed!r}")
-
-
-def check_tensors(
-    params: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    exp_avgs: Sequence[torch.Tensor],
-    exp_avg_sqs: Sequence[torch.Tensor],
-    master_params: Sequence[torch.Tensor | None] | None,
-    stochastic_rounding: bool,
-) -> None:
-    """Lengths, dtypes, shapes, devices and overlaps of the lists."""
-    lists: dict[str, Sequence[Any]] = {
-        "params": params,
-        "grads": grads,
-        "exp_avgs": exp_avgs,
-        "exp_avg_sqs": exp_avg_sqs,
-    }
-    if master_params is not None:
-        lists["master_params"] = master_params
-    for name, tensors in lists.items():
-        if not isinstance(tensors, list | tuple):
-            raise TypeError(f"adamw: {name} must be a list of tensors, got {type(tensors).__name__}")
-        if len(tensors) != len(params):
-            raise ValueError(f"adamw: {name} must be as many as params, {len(params)}, got {len(tensors)}")
-    for index, param in enumerate(params):
-        _check_tensor(f"params[{index}]", param, DTYPES, NAMES, written=True)
-        has_master = master_params is not None and master_params[index] is not None
-        check_kind(f"params[{index}]", param.dtype, has_master, stochastic_rounding)
-        for name, tensors in lists.items():
-            tensor, item, state = tensors[index], f"{name}[{index}]", name not in ("params", "grads")
-            if tensor is None and name == "master_params":
-                continue
-            _check_tensor(item, tensor, DTYPES[:1] if state else DTYPES, "float32" if state else NAMES, written=state)
-            if tensor.shape != param.shape:
-                expected = f"the shape of params[{index}], {tuple(param.shape)}"
-                raise ValueError(f"adamw: {item} must have {expected}, got {tuple(tensor.shape)}")
-            if tensor.device != params[0].device:
-                expected = f"the device of params[0], {params[0].device}"
-                raise ValueError(f"adamw: {item} must be on {expected}, got {tensor.device}")
-    if params and params[0].device.type == "cpu" and not INTERPRETED:
-        raise RuntimeError("adamw: params must be on a GPU; the CPU needs Triton's interpreter (TRITON_INTERPRET=1)")
-
-
-def check_kind(name: str, dtype: torch.dtype, has_master: bool, stochastic_rounding: bool) -> None:
-    """Whether a parameter of that dtype can be updated in that way."""
-    if has_master and dtype == torch.float32:
-        raise ValueError(f"adamw: {name} is float32 and must have no master weights (None in master_params)")
-    if stochastic_rounding and not has_master and dtype == torch.float16:
-        raise ValueError(f"adamw: {name} must be bfloat16 or float32 for stochastic rounding, got float16")
-
-
-def check_scalar(name: str, tensor: object, device: torch.device) -> None:
-    """A tensor of one fp32 element on that device."""
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
-        raise TypeError(f"adamw: {name} must be a tensor of float32, got {_kind(tensor)}")
-    if tensor.numel() != 1:
-        raise ValueError(f"adamw: {name} must have one element, got shape {tuple(tensor.shape)}")
-    if tensor.device != device:
-        raise ValueError(f"adamw: {name} must be on the device of params, {device}, got {tensor.device}")
-
-
-def _check_tensor(name: str, tensor: object, dtypes: Sequence[torch.dtype], names: str, written: bool) -> None:
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in dtypes:
-        raise TypeError(f"adamw: {name} must be a tensor of {names}, got {_kind(tensor)}")
-    if tensor.layout != torch.strided:
-        raise TypeError(f"adamw: {name} must be a dense tensor, got layout {tensor.layout}")
-    if written and any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise ValueError(f"adamw: {name} must not overlap itself, got strides {tensor.stride()}")
-
-
-def _kind(value: object) -> str:
+def kind(value: object) -> str:
+    """What an argument is, for the message of an error: a tensor's dtype, or the type of anything else."""
     return str(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def runnable(op: str, name: str, tensor: torch.Tensor) -> None:
+    """RuntimeError for a tensor that is on no GPU, unless it is on the CPU and Triton's interpreter is on."""
+    if not tensor.is_cuda and not (tensor.device.type == "cpu" and INTERPRETED):
+        needed = "on a GPU, or on the CPU in Triton's interpreter (TRITON_INTERPRET=1)"
+        raise RuntimeError(f"{op}: {name} must be {needed}, got {tensor.device}")
+
+
+def no_tangent(op: str, *tensors: torch.Tensor | None) -> None:
+    """NotImplementedError for a tensor with a tangent, which an op of torch.library would drop without a word."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError(f"{op}: has no forward-mode derivative")

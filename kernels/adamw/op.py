@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .checks import check_hyperparameters, check_scalar, check_seed, check_tensors
+from .arguments import check_hyperparameters, check_scalar, check_seed, check_tensors
 from .launch import Plans, lean
 from .memory import dense
 from .optimizer import AdamW as AdamW
@@ -98,9 +98,9 @@ def adamw(
     masters = [None] * len(params) if master_params is None else list(master_params)
     with torch.no_grad():
         if plain and lean(params[0], lr_tensor, grad_scale, found_inf, *steps):
-            columns = (list(params), list(grads), list(exp_avgs), list(exp_avg_sqs), masters, steps)
+            given = _tensors(params, grads, exp_avgs, exp_avg_sqs, masters, steps, stochastic_rounding)
             rates = (lr, betas, eps, weight_decay, maximize, seed, grad_scale, found_inf)
-            _step(columns, stochastic_rounding, tables or PointerTables.of(0), None if steps else number, rates)
+            _step(given, tables or PointerTables.of(0), None if steps else number, rates)
             written = [*params, *exp_avgs, *exp_avg_sqs, *(t for t in masters if t is not None)]
             torch.autograd.graph.increment_version(written)
             return
@@ -158,11 +158,13 @@ def _key(*lists: Any) -> Hashable:
 _SHAPE_AND_MORE = attrgetter("shape", "dtype", "device")
 
 
-def _step(
-    columns: tuple[list[Any], ...], stochastic: bool, tables: PointerTables, step: float | None, rates: tuple[Any, ...]
-) -> None:
-    """One step of checked tensors, params to steps in the order of `Tensors`."""
-    given = Tensors(*columns, list(range(len(columns[0]))), stochastic)
+def _tensors(params, grads, exp_avgs, exp_avg_sqs, masters, steps, stochastic_rounding) -> Tensors:
+    columns = (list(params), list(grads), list(exp_avgs), list(exp_avg_sqs), list(masters), list(steps))
+    return Tensors(*columns, streams=list(range(len(params))), stochastic=stochastic_rounding)
+
+
+def _step(given: Tensors, tables: PointerTables, step: float | None, rates: tuple[Any, ...]) -> None:
+    """One step of checked tensors."""
     with dense(given) as tensors:
         update_of(tensors, tables)(step, *rates)
 
@@ -211,10 +213,10 @@ def _adamw_op(
     """master_params are those that there are, master_of the parameters to which they belong."""
     masters = dict(zip(master_of, master_params, strict=True))
     every = [masters.get(i) for i in range(len(params))]
-    columns = (list(params), list(grads), list(exp_avgs), list(exp_avg_sqs), every, list(steps))
+    given = _tensors(params, grads, exp_avgs, exp_avg_sqs, every, steps, stochastic_rounding)
     rate = lr if lr_tensor is None else lr_tensor
     rates = (rate, (beta1, beta2), eps, weight_decay, maximize, seed, grad_scale, found_inf)
-    _step(columns, stochastic_rounding, PointerTables.of(tables), None if steps else step, rates)
+    _step(given, PointerTables.of(tables), None if steps else step, rates)
 
 
 @_adamw_op.register_fake

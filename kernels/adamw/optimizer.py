@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .checks import DTYPES, NAMES, check_hyperparameters, check_kind, check_seed
+from .arguments import NAMES, check_hyperparameters, check_kind, check_seed
+from .checks import FLOATS
 from .memory import dense
 from .plans import Update, update_of
 from .tables import PointerTables, Tensors
@@ -43,7 +44,7 @@ class AdamW(torch.optim.Optimizer):
     - Steps are counted on the device, so that the optimizer is always `capturable`, and never waits for the GPU. lr is
       a constant of a CUDA graph unless it is a tensor on the device.
     - With a GradScaler the gradients are not written back unscaled.
-    - amsgrad and differentiable are refused; foreach, fused and capturable change nothing.
+    - amsgrad and differentiable raise an error; foreach, fused and capturable change nothing.
 
     master_weights       keep an fp32 copy of every fp16 and bf16 parameter in state[p]["master_param"], made from the
                          parameter at its first step; that is what is updated, and the parameter is its rounded copy.
@@ -94,7 +95,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Like PyTorch's; refuses what this optimizer cannot do."""
+        """Like PyTorch's. ValueError for what this optimizer cannot do."""
         _check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         self._tables.capacity = TABLES_OF_A_GROUP * len(self.param_groups)
@@ -108,6 +109,7 @@ class AdamW(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__.setdefault("_tables", PointerTables())  # of a pickle or a deep copy
+        self._tables.capacity = TABLES_OF_A_GROUP * len(self.param_groups)
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -166,14 +168,14 @@ class AdamW(torch.optim.Optimizer):
         else:
             numbers = range(len(params)) if chosen is None else chosen
             self._first_run(group, key, params, grads, [first + index for index in numbers])
-        # As any operation in place does: autograd then refuses a backward through what was there before.
+        # As any operation in place does: autograd then raises an error in a backward that needs the values from before.
         torch.autograd.graph.increment_version(written)
 
     def _key(
         self, group: dict[str, Any], params: list[torch.Tensor], grads: list[torch.Tensor]
     ) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
         """All that an update of these parameters depends on, and the tensors that it writes. KeyError where a state is
-        missing. The ids tell apart tensors of other strides or dtype at one address."""
+        missing. The ids tell states of other strides or dtypes at one address apart."""
         state, none = self.state, _NO_STATE
         states = [state.get(param, none) for param in params]
         exp_avgs, exp_avg_sqs = [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
@@ -189,7 +191,6 @@ class AdamW(torch.optim.Optimizer):
             params[0].device,
             *[p.dtype for p in params],
             *[g.dtype for g in grads],
-            *map(id, params),
             *map(id, exp_avgs),
             *map(id, exp_avg_sqs),
             *map(_size, params),
@@ -275,7 +276,7 @@ def _check_params(group: dict[str, Any]) -> None:
         name = f"params[{index}]"
         if is_traceable_wrapper_subclass(param):
             raise TypeError(f"AdamW: {name} must be a plain tensor, got {type(param).__name__}")
-        if param.dtype not in DTYPES:
+        if param.dtype not in FLOATS:
             raise TypeError(f"AdamW: {name} must be {NAMES}, got {param.dtype}")
         has_master = group["master_weights"] and param.dtype != torch.float32
         check_kind(name, param.dtype, has_master, group["stochastic_rounding"])

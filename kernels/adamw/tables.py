@@ -97,6 +97,7 @@ class PointerTables:
         self.capacity = capacity
         self.built = 0
         self._kept: OrderedDict[Hashable, Any] = OrderedDict()
+        self._latest: Any = None  # of them, the one used last
         self._owners: WeakValueDictionary[Hashable, torch.Tensor] = WeakValueDictionary()
         self._in_graphs: dict[int, Table] = {}
         # A handle is what an op of torch.library can take in the place of an object.
@@ -124,9 +125,11 @@ class PointerTables:
     def find(self, key: Hashable) -> Any:
         """What was kept under a key, or None."""
         found = self._kept.get(key)
-        if found is not None:
+        # Only where it is not the latest already: the key is long, and a tuple is hashed anew each time.
+        if found is not None and found is not self._latest:
             with suppress(KeyError):  # another thread was faster
                 self._kept.move_to_end(key)
+            self._latest = found
         return found
 
     def keep(self, key: Hashable, made: Any) -> None:
@@ -134,7 +137,7 @@ class PointerTables:
         the copies to the device are recorded, not made, and what they fill holds nothing until the first replay."""
         if _capturing():
             return
-        self._kept[key] = made
+        self._kept[key] = self._latest = made
         while len(self._kept) > self.capacity:
             with suppress(KeyError):  # another thread was faster
                 self._kept.popitem(last=False)

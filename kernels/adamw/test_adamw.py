@@ -179,7 +179,7 @@ def test_the_bias_correction_is_exact_to_fp32(beta, step):
         (dict(tables={}), TypeError, "tables must be"),
     ],
 )
-def test_bad_input_is_refused_by_name(change, error, words):
+def test_bad_input_raises_an_error_that_names_it(change, error, words):
     given = {**state_of(8), "step": 1, "lr": 0.1}
     for name, value in change.items():
         given[name] = [value(t) for t in given[name]] if callable(value) else value

@@ -291,6 +291,90 @@ def test_tables_are_built_once_and_again_when_an_address_changes():
     assert optimizer._tables.built == 3
 
 
+def test_what_changes_between_steps_is_seen():
+    """A step looks up its launches by what it is given: each of these changes must give what PyTorch gives."""
+    ours, theirs = parameters(((6, 10), (300, 7), (1024,)))
+    optimizers = AdamW(ours, lr=1e-2), torch.optim.AdamW(theirs, lr=1e-2)
+
+    def step() -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+    def change_strides_of_gradient() -> None:
+        for params in (ours, theirs):
+            params[0].grad = params[0].grad.clone().t().contiguous().t()
+
+    def change_strides_at_the_same_address() -> None:
+        storage = torch.randn(36, device=DEVICE)
+        square = [torch.nn.Parameter(storage.clone().view(6, 6)) for _ in range(2)]
+        pair = AdamW(square[:1], lr=1e-2), torch.optim.AdamW(square[1:], lr=1e-2)
+        grads = [torch.arange(36.0, device=DEVICE).view(6, 6) for _ in range(2)]
+        for turn in range(3):
+            for param, grad in zip(square, grads, strict=True):
+                param.grad = grad.t() if turn == 1 else grad
+            for optimizer in pair:
+                optimizer.step()
+        assert_close(square[:1], square[1:], rtol=1e-5, atol=1e-6)
+
+    def move_parameter() -> None:
+        for params in (ours, theirs):
+            params[1].data = params[1].data.clone() * 2
+
+    def change_options() -> None:
+        for optimizer in optimizers:
+            optimizer.param_groups[0].update(lr=0.5, weight_decay=0.0, betas=(0.5, 0.6), eps=1e-3)
+
+    def restore_states() -> None:
+        for optimizer in optimizers:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+    def add_group() -> None:
+        for params, optimizer in zip((ours, theirs), optimizers, strict=True):
+            params.append(torch.nn.Parameter(torch.ones(70, device=DEVICE)))
+            params[-1].grad = torch.ones(70, device=DEVICE)
+            optimizer.add_param_group({"params": params[-1:], "lr": 0.1})
+
+    def drop_gradient() -> None:
+        for params in (ours, theirs):
+            params[0].grad = None
+
+    give_gradients(ours, theirs)
+    step()
+    for change in (
+        change_strides_of_gradient,
+        change_strides_at_the_same_address,
+        move_parameter,
+        change_options,
+        restore_states,
+        add_group,
+        drop_gradient,
+    ):
+        change()
+        step()
+        step()
+
+
+def test_a_step_over_known_tensors_builds_nothing(monkeypatch):
+    (params,) = parameters(copies=1)
+    optimizer = AdamW([dict(params=params[:3]), dict(params=params[3:], lr=0.1)])
+    give_gradients(params)
+    optimizer.step()
+    monkeypatch.setattr(AdamW, "_first_run", None)
+    for lr in (0.1, 0.2):
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+
+
+def test_a_sparse_gradient_leaves_no_state():
+    param = torch.nn.Parameter(torch.zeros(4, device=DEVICE))
+    optimizer = AdamW([param])
+    param.grad = torch.zeros(4, device=DEVICE).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    assert not optimizer.state
+
+
 def test_an_infinity_found_changes_nothing_and_counts_no_step():
     (params,) = parameters(copies=1)
     optimizer = AdamW(params)
@@ -307,7 +391,7 @@ def test_an_infinity_found_changes_nothing_and_counts_no_step():
 # Refusals.
 
 
-def test_what_the_optimizer_refuses():
+def test_unsupported_options_raise_an_error():
     param = torch.nn.Parameter(torch.zeros(4, device=DEVICE))
     for options, words in (
         (dict(amsgrad=True), "amsgrad"),

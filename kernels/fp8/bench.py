@@ -9,8 +9,9 @@ import torch
 
 from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Tunable, Yardstick
 
-from . import fp8, kernel
+from . import configs, fp8
 from .reference import fp8_reference
+from .results import scale_shape
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -76,7 +77,7 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
     shape = (case.dims["rows"], case.dims["dim"])
     inputs: Inputs = {"x": torch.randn(shape, dtype=case.dtype, device=device, generator=generator)}
     if params.pop("scale", False):
-        groups = kernel.scale_shape(shape, params["granularity"])
+        groups = scale_shape(shape, params["granularity"])
         inputs["scale"] = torch.rand(groups, dtype=FP32, device=device, generator=generator) / 128 + 1 / 256
     inputs["dtype"] = FORMATS[params.pop("format", "e4m3")]
     return {**inputs, **params}
@@ -85,9 +86,9 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
 def cost(case: Case, mode: str) -> Cost:
     rows, dim = case.dims["rows"], case.dims["dim"]
     granularity, copies = case.params["granularity"], 2 if case.params.get("transpose") else 1
-    scales = math.prod(kernel.scale_shape((rows, dim), granularity))
+    scales = math.prod(scale_shape((rows, dim), granularity))
     if copies == 2 and granularity != "tensor" and not case.params.get("scale"):
-        scales += math.prod(kernel.scale_shape((dim, rows), granularity))
+        scales += math.prod(scale_shape((dim, rows), granularity))
     size = 1 if case.params.get("scale_format") == "e8m0" else 4
     # A scale is written, or read if it is given. Of a tensor the largest must be known first: a second read that is
     # not counted here, so that the share of the roofline shows it.
@@ -96,12 +97,12 @@ def cost(case: Case, mode: str) -> Cost:
     return Cost(flops=2 * rows * dim * (copies if granularity in ("row", "column", "1x128") else 1), bytes=nbytes)
 
 
-def _candidates(case: Case) -> list[kernel.Config]:
+def _candidates(case: Case) -> list[configs.Config]:
     granularity, dim = case.params["granularity"], case.dims["dim"]
     block_n = 1 << (dim - 1).bit_length()
     if case.params.get("transpose") or granularity == "128x128":
         shapes = [(128, 128, w) for w in (8, 16, 32)]
-    elif granularity == "row" and block_n > kernel.MAX_ROW:
+    elif granularity == "row" and block_n > configs.MAX_ROW:
         shapes = [(1, n, w) for n in (8192, 16384) for w in (8, 16, 32)]
     elif granularity == "row":
         tiles = [(m, block_n) for m in (1, 2, 4, 8) if max(block_n, 2048) <= m * block_n <= max(block_n, 8192)]
@@ -112,7 +113,7 @@ def _candidates(case: Case) -> list[kernel.Config]:
         shapes = [(m, n, w) for m in (64, 128, 256) for n in (64, 128) for w in (4, 8, 16) if m * n // (32 * w) <= 64]
     else:
         shapes = [(m, 4096, w) for m in (1, 2, 4) for w in (4, 8, 16) if m * 128 // w <= 64]
-    return [kernel.Config(*shape, eviction) for shape in shapes for eviction in ("", "evict_last")]
+    return [configs.Config(*shape, eviction) for shape in shapes for eviction in ("", "evict_last")]
 
 
 def _copy_cost(case: Case, mode: str) -> Cost:
@@ -138,6 +139,6 @@ SPEC = KernelSpec(
     items=lambda case: case.dims["rows"],
     fuzz={"rows": (0, 140), "dim": (1, 300)},
     spills={"_fp8_tile_kernel": 24},
-    tunables=(Tunable(kernel, "pick_config", "fwd", _candidates),),
+    tunables=(Tunable(configs, "pick_config", "fwd", _candidates),),
     host_cases=(dataclasses.replace(_case(128, 256, BF16, "row"), name="128x256-bf16-row-host"),),
 )

@@ -1,22 +1,22 @@
-"""The public functions: checks and registration with torch.library."""
+"""The public functions: checks, the lean eager call, registration with torch.library."""
 
 from __future__ import annotations
 
 import torch
-import triton
 
-from .kernel import GRANULARITIES, allocate, dequantize, quantize, result_names, scale_shape
+from .checks import FLOATS, kind, runnable
+from .launch import Plans, lean, signature
+from .plans import dequantize_plan, quantize_plan
+from .results import GRANULARITIES, allocate, result_names, scale_shape
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 SCALE_FORMATS = ("fp32", "pow2", "e8m0")
+SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
 SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32 number: it has an inverse, and no GPU flushes it to zero
-
-# As @triton.jit decided it when the kernels were imported; torch.compile cannot trace the knob itself.
-INTERPRETED: bool = triton.knobs.runtime.interpret
 
 # Named after the package, so that a copy of this folder under another name registers ops of its own.
 _NAMESPACE = __package__.replace(".", "_")
+_QUANTIZE, _DEQUANTIZE = Plans(), Plans()
 
 
 def fp8(
@@ -73,25 +73,55 @@ def fp8(
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
     outside Triton's interpreter.
     """
-    _check(x, dtype, granularity, scale_format, transpose, mn_major_scales, return_amax)
-    if scale is not None:
-        _check_scale("fp8", scale, x, granularity)
-        if transpose and granularity not in ("tensor", "128x128"):
-            raise ValueError(f"fp8: scale must not be given with transpose for granularity {granularity!r}: x's is not "
-                             "that of its transpose")  # fmt: skip
-    bits = None if scale is None else _bits(scale)
-    e4m3 = dtype == torch.float8_e4m3fn
-    made = _quantize_op(x.detach(), bits, e4m3, granularity, scale_format, transpose, mn_major_scales, return_amax)
-    out = dict(zip(result_names(granularity, transpose, scale is not None, return_amax), made, strict=True))
-    for name in ("scale", "scale_t"):
-        if name in out and scale_format == "e8m0":
-            out[name] = out[name].view(torch.float8_e8m0fnu)
-    found = out["scale"] if scale is None else scale
-    result = [out["data"].view(dtype), found]
+    options = (granularity, scale_format, transpose, mn_major_scales, return_amax)
+    if lean(x, scale) and dtype in LARGEST and (scale is None or scale.dtype in SCALE_DTYPES):
+        bits = None if scale is None else _bits(scale)
+        made = _quantize_plan(x, bits, dtype, *options)(x, bits)
+    else:
+        _check(x, dtype, *options)
+        if scale is not None:
+            _check_scale("fp8", scale, x, granularity)
+            _check_transposable(granularity, transpose)
+        bits = None if scale is None else _bits(scale)
+        made = _quantize_op(x.detach(), bits, dtype == torch.float8_e4m3fn, *options)
+    return _results(made, scale, dtype, granularity, scale_format, transpose, return_amax)
+
+
+def _results(made, scale, dtype, granularity, scale_format, transpose, return_amax) -> tuple[torch.Tensor, ...]:
+    """What `fp8` returns, of what a plan does: the tensors of `result_names`, 8-bit numbers as uint8."""
+    rest = iter(made)
+    data = next(rest).view(dtype)
+    if scale is None:
+        scale = _scale_of_bits(next(rest), scale_format)
+        has_scale_t = granularity != "tensor"
+    else:
+        has_scale_t = False
+    result = [data, scale]
     if transpose:
         # A tensor has the same scale either way, and a block of 128x128 too.
-        result += [out["data_t"].view(dtype), out["scale_t"] if "scale_t" in out else found.t()]
-    return (*result, out["amax"]) if return_amax else tuple(result)
+        data_t = next(rest).view(dtype)
+        result += [data_t, _scale_of_bits(next(rest), scale_format) if has_scale_t else scale.t()]
+    if return_amax:
+        result.append(next(rest))
+    return tuple(result)
+
+
+def _scale_of_bits(bits: torch.Tensor, scale_format: str) -> torch.Tensor:
+    return bits.view(torch.float8_e8m0fnu) if scale_format == "e8m0" else bits
+
+
+def _quantize_plan(x, bits, dtype, granularity, scale_format, transpose, mn_major, return_amax):
+    """The plan for these arguments, kept if they are plain tensors. The dtype of a scale has been checked."""
+    options = (granularity, scale_format, transpose, mn_major, return_amax)
+    key = (signature(x), signature(bits), dtype, *options)
+    plan = _QUANTIZE.find(key)
+    if plan is None:
+        _check(x, dtype, *options)
+        if bits is not None:
+            _check_place("fp8", bits, x, granularity)
+            _check_transposable(granularity, transpose)
+        plan = _QUANTIZE.keep(key, quantize_plan(x, bits, dtype == torch.float8_e4m3fn, *options))
+    return plan
 
 
 def fp8_dequantize(
@@ -105,17 +135,36 @@ def fp8_dequantize(
 
     Returns a tensor of data's shape, contiguous; NaN where data are NaN. Nothing is differentiable. Raises as `fp8`.
     """
+    if lean(data, scale) and scale is not None and data.dtype in LARGEST and scale.dtype in SCALE_DTYPES:
+        plan = _dequantize_plan(data, scale, dtype, granularity)
+        return plan(data.view(torch.uint8), _bits(scale))
+    _check_dequantize(data, scale, dtype, granularity)
+    e4m3 = data.dtype == torch.float8_e4m3fn
+    return _dequantize_op(data.detach().view(torch.uint8), _bits(scale), e4m3, granularity, dtype)
+
+
+def _dequantize_plan(data, scale, dtype, granularity):
+    """The plan for these arguments, kept if they are plain tensors."""
+    key = (signature(data), signature(scale), dtype, granularity)
+    plan = _DEQUANTIZE.find(key)
+    if plan is None:
+        _check_dequantize(data, scale, dtype, granularity)
+        e4m3 = data.dtype == torch.float8_e4m3fn
+        made = dequantize_plan(data.detach().view(torch.uint8), _bits(scale), e4m3, granularity, dtype)
+        plan = _DEQUANTIZE.keep(key, made)
+    return plan
+
+
+def _check_dequantize(data, scale, dtype, granularity) -> None:
     if not isinstance(data, torch.Tensor) or data.dtype not in LARGEST:
-        raise TypeError(f"fp8_dequantize: data must be a tensor of float8_e4m3fn or float8_e5m2, got {_kind(data)}")
+        raise TypeError(f"fp8_dequantize: data must be a tensor of float8_e4m3fn or float8_e5m2, got {kind(data)}")
     if data.dim() == 0:
         raise ValueError("fp8_dequantize: data must be [..., D], got a tensor without dimensions")
-    if dtype not in DTYPES:
+    if dtype not in FLOATS:
         raise TypeError(f"fp8_dequantize: dtype must be float32, float16 or bfloat16, got {dtype}")
     _one_of("fp8_dequantize", "granularity", granularity, GRANULARITIES)
     _check_scale("fp8_dequantize", scale, data, granularity)
-    _check_device("fp8_dequantize", "data", data)
-    e4m3 = data.dtype == torch.float8_e4m3fn
-    return _dequantize_op(data.detach().view(torch.uint8), _bits(scale), e4m3, granularity, dtype)
+    runnable("fp8_dequantize", "data", data)
 
 
 def fp8_scale(amax: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn, scale_format: str = "fp32") -> torch.Tensor:
@@ -124,7 +173,7 @@ def fp8_scale(amax: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn, scal
     amax is fp32 of any shape, not negative; the result has its shape. Plain PyTorch.
     """
     if not isinstance(amax, torch.Tensor) or amax.dtype != torch.float32:
-        raise TypeError(f"fp8_scale: amax must be a tensor of float32, got {_kind(amax)}")
+        raise TypeError(f"fp8_scale: amax must be a tensor of float32, got {kind(amax)}")
     if dtype not in LARGEST:
         raise TypeError(f"fp8_scale: dtype must be float8_e4m3fn or float8_e5m2, got {dtype}")
     _one_of("fp8_scale", "scale_format", scale_format, SCALE_FORMATS)
@@ -147,8 +196,8 @@ def _check(
     mn_major_scales: bool,
     return_amax: bool,
 ) -> None:
-    if not isinstance(x, torch.Tensor) or x.dtype not in DTYPES:
-        raise TypeError(f"fp8: x must be a tensor of float32, float16 or bfloat16, got {_kind(x)}")
+    if not isinstance(x, torch.Tensor) or x.dtype not in FLOATS:
+        raise TypeError(f"fp8: x must be a tensor of float32, float16 or bfloat16, got {kind(x)}")
     if x.dim() == 0:
         raise ValueError("fp8: x must be [..., D], got a tensor without dimensions")
     if dtype not in LARGEST:
@@ -160,12 +209,16 @@ def _check(
         raise ValueError(f"fp8: mn_major_scales must go with granularity '1x128' and scales in fp32, got {wrong}")
     if return_amax and granularity != "tensor":
         raise ValueError(f"fp8: return_amax must go with granularity 'tensor', got {granularity!r}")
-    _check_device("fp8", "x", x)
+    runnable("fp8", "x", x)
 
 
 def _check_scale(function: str, scale: torch.Tensor, of: torch.Tensor, granularity: str) -> None:
-    if not isinstance(scale, torch.Tensor) or scale.dtype not in (torch.float32, torch.float8_e8m0fnu):
-        raise TypeError(f"{function}: scale must be a tensor of float32 or float8_e8m0fnu, got {_kind(scale)}")
+    if not isinstance(scale, torch.Tensor) or scale.dtype not in SCALE_DTYPES:
+        raise TypeError(f"{function}: scale must be a tensor of float32 or float8_e8m0fnu, got {kind(scale)}")
+    _check_place(function, scale, of, granularity)
+
+
+def _check_place(function: str, scale: torch.Tensor, of: torch.Tensor, granularity: str) -> None:
     if scale.shape != scale_shape(of.shape, granularity):
         wanted = f"{list(scale_shape(of.shape, granularity))} for granularity {granularity!r}"
         raise ValueError(f"{function}: scale must be {wanted}, got {list(scale.shape)}")
@@ -173,10 +226,12 @@ def _check_scale(function: str, scale: torch.Tensor, of: torch.Tensor, granulari
         raise ValueError(f"{function}: scale must be on {of.device} like what it scales, got {scale.device}")
 
 
-def _check_device(function: str, name: str, tensor: torch.Tensor) -> None:
-    if not tensor.is_cuda and not (tensor.device.type == "cpu" and INTERPRETED):
-        where = "on a GPU; the CPU needs Triton's interpreter (TRITON_INTERPRET=1)"
-        raise RuntimeError(f"{function}: {name} must be {where}, got {tensor.device}")
+def _check_transposable(granularity: str, transpose: bool) -> None:
+    if transpose and granularity not in ("tensor", "128x128"):
+        raise ValueError(
+            f"fp8: scale must not be given with transpose for granularity {granularity!r}: "
+            "x's is not that of its transpose"
+        )
 
 
 def _one_of(function: str, name: str, value: str, known: tuple[str, ...]) -> None:
@@ -184,14 +239,9 @@ def _one_of(function: str, name: str, value: str, known: tuple[str, ...]) -> Non
         raise ValueError(f"{function}: {name} must be one of {', '.join(map(repr, known))}, got {value!r}")
 
 
-def _kind(value: object) -> str:
-    return str(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
-
-
 def _bits(scale: torch.Tensor) -> torch.Tensor:
     """As the kernels read it: Triton has no type for UE8M0."""
-    scale = scale.detach()
-    return scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale
+    return scale.detach().view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale.detach()
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::fp8_quantize", mutates_args=())
@@ -205,7 +255,11 @@ def _quantize_op(
     mn_major: bool,
     return_amax: bool,
 ) -> list[torch.Tensor]:
-    return quantize(x, scale, e4m3, granularity, scale_format, transpose, mn_major, return_amax)
+    options = (granularity, scale_format, transpose, mn_major, return_amax)
+    if lean(x, scale):
+        dtype = torch.float8_e4m3fn if e4m3 else torch.float8_e5m2
+        return _quantize_plan(x, scale, dtype, *options)(x, scale)
+    return quantize_plan(x, scale, e4m3, *options)(x, scale)
 
 
 @_quantize_op.register_fake
@@ -218,7 +272,11 @@ def _(x, scale, e4m3, granularity, scale_format, transpose, mn_major, return_ama
 def _dequantize_op(
     data: torch.Tensor, scale: torch.Tensor, e4m3: bool, granularity: str, dtype: torch.dtype
 ) -> torch.Tensor:
-    return dequantize(data, scale, e4m3, granularity, dtype)
+    if not lean(data, scale):
+        return dequantize_plan(data, scale, e4m3, granularity, dtype)(data, scale)
+    of_data = torch.float8_e4m3fn if e4m3 else torch.float8_e5m2
+    of_scale = scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale
+    return _dequantize_plan(data.view(of_data), of_scale, dtype, granularity)(data, scale)
 
 
 @_dequantize_op.register_fake

@@ -10,9 +10,9 @@ import itertools
 import pytest
 import torch
 
-from . import fp8, fp8_dequantize, fp8_scale, kernel
-from .kernel import GRANULARITIES
+from . import configs, fp8, fp8_dequantize, fp8_scale, plans
 from .reference import fp8_reference
+from .results import GRANULARITIES, scale_shape
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -171,7 +171,7 @@ def test_fp8_scale_is_the_scale_of_that_maximum(scale_format):
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_a_scale_that_is_given_is_used_as_it_is_and_data_saturate(granularity):
     x = 1000 * wild(130, 259)
-    scale = torch.rand(kernel.scale_shape(x.shape, granularity), device=DEVICE) + 0.5
+    scale = torch.rand(scale_shape(x.shape, granularity), device=DEVICE) + 0.5
     data, same = fp8(x, E4M3, granularity, scale=scale)
     assert same is scale
     assert_same((data,), fp8_reference(x, E4M3, granularity, scale=scale)[:1])
@@ -183,7 +183,7 @@ def test_a_scale_that_is_given_is_used_as_it_is_and_data_saturate(granularity):
 def test_dequantise_knows_every_code(to, dtype):
     data = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(dtype).view(2, 128)
     for granularity in GRANULARITIES:
-        scale = torch.exp2(torch.randn(kernel.scale_shape(data.shape, granularity), device=DEVICE))
+        scale = torch.exp2(torch.randn(scale_shape(data.shape, granularity), device=DEVICE))
         expected = (data.float() * scale).to(to)
         torch.testing.assert_close(
             fp8_dequantize(data, scale, to, granularity), expected, rtol=0, atol=0, equal_nan=True
@@ -258,28 +258,31 @@ class _Spy:
 
         return launch
 
+    def __getattr__(self, name):
+        return getattr(self.jit, name)
+
 
 @pytest.mark.parametrize(
     ("granularity", "options", "launches"),
     [
         ("row", {}, ["row"]),
         ("1x128", {}, ["tile"]),
-        ("1x128", {"transpose": True}, ["turned"]),
-        ("128x128", {"transpose": True}, ["turned"]),
+        ("1x128", {"transpose": True}, ["transposed"]),
+        ("128x128", {"transpose": True}, ["transposed"]),
         ("tensor", {}, ["amax", "tile"]),
-        ("column", {"transpose": True}, ["amax", "turned"]),
-        ("row", {"transpose": True}, ["amax", "turned"]),
-        ("tensor", {"given": True, "return_amax": True, "transpose": True}, ["turned"]),
+        ("column", {"transpose": True}, ["amax", "transposed"]),
+        ("row", {"transpose": True}, ["amax", "transposed"]),
+        ("tensor", {"given": True, "return_amax": True, "transpose": True}, ["transposed"]),
         ("column", {"given": True}, ["tile"]),
     ],
 )
 def test_how_often_x_is_read_and_that_rows_are_read_in_place(granularity, options, launches, monkeypatch):
     launched: list[tuple[str, int]] = []
-    for name in ("_fp8_row_kernel", "_fp8_tile_kernel", "_fp8_turned_kernel", "_fp8_amax_kernel"):
-        monkeypatch.setattr(kernel, name, _Spy(getattr(kernel, name), launched))
+    for name in ("_fp8_row_kernel", "_fp8_tile_kernel", "_fp8_transposed_kernel", "_fp8_amax_kernel"):
+        monkeypatch.setattr(plans, name, _Spy(getattr(plans, name), launched))
     x = torch.randn(20, 96, device=DEVICE)[:, 32:64]
     if options.pop("given", False):
-        options = {**options, "scale": torch.ones(kernel.scale_shape(x.shape, granularity), device=DEVICE)}
+        options = {**options, "scale": torch.ones(scale_shape(x.shape, granularity), device=DEVICE)}
     fp8(x, E4M3, granularity, **options)
     assert launched == [(f"_fp8_{name}_kernel", x.data_ptr()) for name in launches]
 
@@ -301,7 +304,7 @@ def test_how_often_x_is_read_and_that_rows_are_read_in_place(granularity, option
         (dict(scale=torch.ones(3, 1), transpose=True), ValueError, "scale must not be given with transpose"),
     ],
 )
-def test_bad_input_is_refused_by_name(arguments, error, words):
+def test_bad_input_raises_an_error_that_names_it(arguments, error, words):
     def here(value):
         return value.to(DEVICE) if isinstance(value, torch.Tensor) and not value.is_meta else value
 
@@ -319,7 +322,7 @@ def test_bad_input_is_refused_by_name(arguments, error, words):
         (dict(granularity="rows"), ValueError, "granularity must be"),
     ],
 )
-def test_dequantise_refuses_bad_input_by_name(change, error, words):
+def test_bad_input_of_dequantize_raises_an_error_that_names_it(change, error, words):
     arguments = {"data": torch.ones(3, 8).to(E4M3), "scale": torch.ones(3, 1), **change}
     arguments = {n: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}
     with pytest.raises(error, match=words):
@@ -342,12 +345,12 @@ def test_every_size_has_a_configuration(dtype, capability):
     for granularity, transpose, source, rows, dim in itertools.product(
         GRANULARITIES, (False, True), ("tile", "amax", "given"), (1, 127, 65536), (1, 7, 1365, 4096, 28672, 65536)
     ):
-        config = kernel.pick_config(granularity, transpose, source, rows, dim, dtype, capability)
+        config = configs.pick_config(granularity, transpose, source, rows, dim, dtype, capability)
         assert config.block_m * config.block_n <= 64 * 32 * config.num_warps
         if "128" in granularity and source == "tile":
             assert config.block_n == 128 and (config.block_m == 128 or (not transpose and granularity == "1x128"))
         if granularity == "row" and source == "tile" and not transpose:
-            assert config.block_n >= min(dim, kernel.MAX_ROW) or config.block_m == 1
+            assert config.block_n >= min(dim, configs.MAX_ROW) or config.block_m == 1
 
 
 @pytest.mark.gpu(min_capability=(9, 0))

@@ -1,4 +1,4 @@
-"""Everything but a scale a row: a CTA for each tile of x. With a transposed copy: `turned`.
+"""Everything but a scale a row: a CTA for each tile of x. With a transposed copy: `transposed`.
 
 Blocks of 128, whose scale a tile finds for itself: one read. Napkin maths, bf16, 65536 x 4096, one NVIDIA H200 that
 copies 4254 GB/s: 1x128 reads 2 and writes 1 byte an element and 4 bytes a block: 814 MB, 191 us.

@@ -36,11 +36,11 @@ def rope_reference(
         pairs = x[..., :rotary].to(wide)
         if interleaved:
             a, b = pairs[..., 0::2], pairs[..., 1::2]
-            turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+            rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
         else:
             a, b = pairs.chunk(2, dim=-1)
-            turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-        turned = turned.to(x.dtype)
-        return turned if rotary == dim else torch.cat((turned, x[..., rotary:]), dim=-1)
+            rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+        rotated = rotated.to(x.dtype)
+        return rotated if rotary == dim else torch.cat((rotated, x[..., rotary:]), dim=-1)
 
     return rotate(q) if k is None else (rotate(q), rotate(k))

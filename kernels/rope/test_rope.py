@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import configs, plans, rope
 from .reference import rope_reference
@@ -29,17 +30,17 @@ def test_equals_hugging_face() -> None:
     q, k, (cos, sin) = normal(2, 4, 5, 16), normal(2, 2, 5, 16), tables(5, 8)
     cos, sin = (torch.cat((t, t), -1).expand(2, 5, 16) for t in (cos, sin))
 
-    def turn(x):
+    def rotate(x):
         a, b = x.chunk(2, -1)
         return x * cos.unsqueeze(1) + torch.cat((-b, a), -1) * sin.unsqueeze(1)
 
-    torch.testing.assert_close(rope(q, k, cos, sin, layout="bhsd"), (turn(q), turn(k)))
+    torch.testing.assert_close(rope(q, k, cos, sin, layout="bhsd"), (rotate(q), rotate(k)))
 
 
 def test_interleaved_equals_complex_multiplication() -> None:
     q, (cos, sin) = normal(2, 5, 3, 16), tables(5, 8)
-    turned = torch.view_as_complex(q.unflatten(-1, (8, 2))) * torch.complex(cos, sin)[:, None]
-    expected = torch.view_as_real(turned).flatten(-2)
+    rotated = torch.view_as_complex(q.unflatten(-1, (8, 2))) * torch.complex(cos, sin)[:, None]
+    expected = torch.view_as_real(rotated).flatten(-2)
     torch.testing.assert_close(rope(q, None, cos, sin, interleaved=True), expected)
     twice = (t.repeat_interleave(2, -1) for t in (cos, sin))
     torch.testing.assert_close(rope(q, None, *twice, interleaved=True), expected)
@@ -69,12 +70,12 @@ def test_width_of_the_tables_says_what_is_rotated() -> None:
 def test_a_position_outside_the_table_gives_nan_and_nothing_else(dtype) -> None:
     q, (cos, sin) = normal(2, 4, 3, 12), tables(6, 4)
     p = torch.tensor([[0, 5, 6, 1], [-1, 2, 3, 2**31 - 1]], dtype=dtype, device=DEVICE)
-    turned = rope(q, None, cos, sin, position_ids=p)
+    rotated = rope(q, None, cos, sin, position_ids=p)
     outside = (p < 0) | (p >= 6)
-    assert turned[outside][..., :8].isnan().all()
-    assert torch.equal(turned[..., 8:], q[..., 8:])
+    assert rotated[outside][..., :8].isnan().all()
+    assert torch.equal(rotated[..., 8:], q[..., 8:])
     expected = rope_reference(q, None, cos, sin, position_ids=p.clamp(0, 5).long())
-    torch.testing.assert_close(turned[~outside], expected[~outside])
+    torch.testing.assert_close(rotated[~outside], expected[~outside])
 
 
 def test_packed_tokens_have_no_batch() -> None:
@@ -90,16 +91,16 @@ def test_slices_of_a_projection_are_read_and_written_in_place(inplace, launched)
     before = packed.clone()
     q, k, v = (t.unflatten(-1, (-1, 16)).transpose(1, 2) for t in packed.split((64, 32, 32), dim=-1))
     expected = rope_reference(q.clone(), k.clone(), cos, sin, layout="bhsd")
-    turned = rope(q, k, cos, sin, layout="bhsd", inplace=inplace)
-    torch.testing.assert_close(turned, expected)
+    rotated = rope(q, k, cos, sin, layout="bhsd", inplace=inplace)
+    torch.testing.assert_close(rotated, expected)
     (args, _) = launched[0]
     assert (args[0].data_ptr(), args[2].data_ptr()) == (q.data_ptr(), k.data_ptr())
     if inplace:
-        assert turned[0] is q and turned[1] is k
+        assert rotated[0] is q and rotated[1] is k
         assert torch.equal(v, before[..., 96:].unflatten(-1, (-1, 16)).transpose(1, 2))
     else:
         assert torch.equal(packed, before)
-        assert turned[0].transpose(1, 2).is_contiguous()  # tokens before heads, as q is in memory
+        assert rotated[0].transpose(1, 2).is_contiguous()  # tokens before heads, as q is in memory
         heads_first = rope(q.contiguous(), None, cos, sin, layout="bhsd")
         assert heads_first.is_contiguous()
 
@@ -108,8 +109,8 @@ def test_one_launch_forward_and_one_backward_which_saves_neither_q_nor_k(launche
     q, k, (cos, sin) = normal(2, 5, 4, 16, requires_grad=True), normal(2, 5, 2, 16, requires_grad=True), tables(5, 8)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
-        turned = rope(q, k, cos, sin)
-    torch.autograd.backward(turned, (normal(2, 5, 4, 16), normal(2, 5, 2, 16)))
+        rotated = rope(q, k, cos, sin)
+    torch.autograd.backward(rotated, (normal(2, 5, 4, 16), normal(2, 5, 2, 16)))
     assert saved == [cos.shape, sin.shape]
     assert [options["HAS_K"] for _, options in launched] == [True, True]
 
@@ -136,6 +137,44 @@ def test_differentiable_twice() -> None:
         return torch.autograd.grad(sum((g**2).sum() for g in first), (q, k))
 
     torch.testing.assert_close(second(rope), second(rope_reference), rtol=1e-4, atol=1e-4)
+
+
+class Library(TorchDispatchMode):
+    """Changes nothing, but under it a call goes through torch.library."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("tables_of", ["half", "full", "pairs", "batched", "strided"])
+def test_a_plan_gives_bits_and_strides_of_the_op(inplace, layout, tables_of) -> None:
+    cos, sin = tables(5, 8)
+    options: dict = dict(layout=layout, inplace=inplace, interleaved=tables_of == "pairs")
+    if tables_of == "full":
+        cos, sin = (torch.cat((t, t), -1) for t in (cos, sin))
+    elif tables_of == "pairs":
+        cos, sin = (t.repeat_interleave(2, -1) for t in (cos, sin))
+    elif tables_of == "batched":
+        cos, sin = (t.expand(2, 5, 8).clone() for t in (cos, sin))
+    elif tables_of == "strided":
+        sin = sin.t().contiguous().t()
+        options["position_ids"] = torch.tensor([4, 0, 1, 2, 3], device=DEVICE)
+    if tables_of != "batched":
+        options["rotary_dim"] = 16
+    dense = normal(2, 5, 3, 20)
+    views = [dense, dense.transpose(1, 2).contiguous().transpose(1, 2), normal(2, 5, 4, 24)[:, :, 1:, :20]]
+    views += [] if tables_of == "batched" else [dense[0], views[1][1]]
+    for view in views:
+        q = view if layout == "bshd" else view.transpose(-2, -3)
+        given = [torch.empty_strided(q.shape, q.stride(), device=DEVICE).copy_(q) for _ in range(2)]
+        eager = rope(given[0], None, cos, sin, **options)
+        with Library():
+            by_op = rope(given[1], None, cos, sin, **options)
+        assert torch.equal(eager, by_op)
+        assert eager.stride() == by_op.stride()
+        assert torch.equal(given[0], given[1]) and given[0]._version == given[1]._version
 
 
 def test_in_place_under_compile() -> None:
@@ -168,9 +207,9 @@ def test_autocast_leaves_the_dtypes_alone() -> None:
     x, weight, (cos, sin) = normal(2, 5, 32), normal(32, 32), tables(5, 8)
     with torch.autocast(DEVICE, torch.float16):
         q = (x @ weight).unflatten(-1, (2, 16))
-        turned = rope(q, q[:, :, :1], cos, sin)
-    assert q.dtype == turned[0].dtype == turned[1].dtype == torch.float16
-    torch.testing.assert_close(turned, rope_reference(q, q[:, :, :1], cos, sin))
+        rotated = rope(q, q[:, :, :1], cos, sin)
+    assert q.dtype == rotated[0].dtype == rotated[1].dtype == torch.float16
+    torch.testing.assert_close(rotated, rope_reference(q, q[:, :, :1], cos, sin))
 
 
 Q, K, TABLE = (2, 3, 4, 8), (2, 3, 2, 8), (5, 4)
@@ -204,7 +243,7 @@ Q, K, TABLE = (2, 3, 4, 8), (2, 3, 2, 8), (5, 4)
         (dict(inplace=True, k=lambda t: t[:1].expand(2, 3, 2, 8)), ValueError, "k must not be expanded"),
     ],
 )
-def test_bad_input_is_refused_by_name(change, error, words) -> None:
+def test_bad_input_raises_an_error_that_names_it(change, error, words) -> None:
     inputs = {"q": normal(*Q), "k": normal(*K), "cos": normal(*TABLE), "sin": normal(*TABLE)}
     for name, value in change.items():
         inputs[name] = value(inputs[name]) if callable(value) else value
@@ -212,7 +251,7 @@ def test_bad_input_is_refused_by_name(change, error, words) -> None:
         rope(**inputs)
 
 
-def test_the_same_tensor_twice_is_refused_in_place() -> None:
+def test_the_same_tensor_twice_raises_an_error_in_place() -> None:
     q, (cos, sin) = normal(*Q), tables(3, 4)
     with pytest.raises(ValueError, match="k must not be q itself"):
         rope(q, q, cos, sin, inplace=True)
@@ -242,13 +281,13 @@ def test_more_than_two_to_the_31_elements(layout) -> None:
     shape = (1, seq, 2, dim) if layout == "bshd" else (1, 2, seq, dim)
     q = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     p = torch.randint(4096, (seq,), device="cuda", dtype=torch.int32)
-    turned = rope(q, None, cos, sin, position_ids=p, layout=layout)
+    rotated = rope(q, None, cos, sin, position_ids=p, layout=layout)
     for part in (slice(0, 5), slice(seq - 5, seq)):
         piece = (slice(None), part) if layout == "bshd" else (slice(None), slice(None), part)
         expected = rope_reference(q[piece], None, cos, sin, position_ids=p[part], layout=layout)
-        torch.testing.assert_close(turned[piece], expected)
+        torch.testing.assert_close(rotated[piece], expected)
     assert rope(q, None, cos, sin, position_ids=p, layout=layout, inplace=True) is q
-    torch.testing.assert_close(q, turned, rtol=0, atol=0)
+    torch.testing.assert_close(q, rotated, rtol=0, atol=0)
 
 
 @pytest.fixture
@@ -263,6 +302,9 @@ def launched(monkeypatch) -> list:
                 return jit[grid](*args, **options)
 
             return launch
+
+        def __getattr__(self, name):
+            return getattr(jit, name)
 
     jit = plans._rope_kernel
     monkeypatch.setattr(plans, "_rope_kernel", Spy())

@@ -70,13 +70,13 @@ def _kernel(
     second_col = first_col + (1 if neighbours else HALF)
     first = tl.load(x_rows + first_col * x_strides[3], mask=mask, other=0.0).to(tl.float32)
     second = tl.load(x_rows + second_col * x_strides[3], mask=mask, other=0.0).to(tl.float32)
-    turned = first * cos - second * sin
+    rotated = first * cos - second * sin
     if FAULT == "second of a pair from the new first":
-        first = turned
+        first = rotated
     write = in_rows & (col < BLOCK) if FAULT == "no mask on the columns" else mask
-    tl.store(y_rows + first_col * y_strides[3], turned.to(y_ptr.dtype.element_ty), mask=write)
-    turned = second * cos + first * sin
-    tl.store(y_rows + second_col * y_strides[3], turned.to(y_ptr.dtype.element_ty), mask=write)
+    tl.store(y_rows + first_col * y_strides[3], rotated.to(y_ptr.dtype.element_ty), mask=write)
+    rotated = second * cos + first * sin
+    tl.store(y_rows + second_col * y_strides[3], rotated.to(y_ptr.dtype.element_ty), mask=write)
 
 
 def _launch(x, y, cos, sin, position_ids, interleaved, inverse, fault, strides=None) -> None:

@@ -75,17 +75,17 @@ ON_A_GPU: tuple[Wrong, ...] = ()
 def reference(q, k, cos, sin, *, position_ids=None, layout="bshd", inplace=False, **options):
     """The reference itself, behind the checks of a public function."""
     check(q, k, cos, sin, position_ids, layout)
-    turned = rope_reference(q, k, cos, sin, position_ids=position_ids, layout=layout, **options)
+    rotated = rope_reference(q, k, cos, sin, position_ids=position_ids, layout=layout, **options)
     if not inplace:
-        return turned
-    return q.copy_(turned[0]), k.copy_(turned[1])
+        return rotated
+    return q.copy_(rotated[0]), k.copy_(rotated[1])
 
 
 def matrices(q, k, cos, sin, *, position_ids=None, layout="bshd", inplace=False, **options):
     """Each pair times its 2 x 2 matrix."""
     check(q, k, cos, sin, position_ids, layout)
-    turned = tuple(_by_matrix(x, cos, sin, position_ids, **options) for x in (q, k))
-    return tuple(x.copy_(y) for x, y in zip((q, k), turned, strict=True)) if inplace else turned
+    rotated = tuple(_by_matrix(x, cos, sin, position_ids, **options) for x in (q, k))
+    return tuple(x.copy_(y) for x, y in zip((q, k), rotated, strict=True)) if inplace else rotated
 
 
 def _by_matrix(x, cos, sin, position_ids, rotary_dim, interleaved=False):
@@ -96,9 +96,9 @@ def _by_matrix(x, cos, sin, position_ids, rotary_dim, interleaved=False):
     matrix = matrix[: x.shape[1]] if position_ids is None else matrix[position_ids]
     pairs = x[..., :rotary_dim].float().unflatten(-1, (-1, 2) if interleaved else (2, -1))
     pairs = pairs if interleaved else pairs.transpose(-1, -2)
-    turned = (matrix.unsqueeze(-4) * pairs.unsqueeze(-2)).sum(-1)
-    turned = (turned if interleaved else turned.transpose(-1, -2)).flatten(-2)
-    return torch.cat((turned.to(x.dtype), x[..., rotary_dim:]), -1)
+    rotated = (matrix.unsqueeze(-4) * pairs.unsqueeze(-2)).sum(-1)
+    rotated = (rotated if interleaved else rotated.transpose(-1, -2)).flatten(-2)
+    return torch.cat((rotated.to(x.dtype), x[..., rotary_dim:]), -1)
 
 
 CONTROLS = {"plain": rope, "reference": reference, "matrices": matrices}

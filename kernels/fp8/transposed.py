@@ -21,7 +21,7 @@ ROWS = tl.constexpr(4)  # of a word
 
 # The strides of scales are left alone: a variant of the kernel for each would buy nothing.
 @triton.jit(do_not_specialize=["stride_rm", "stride_rn", "stride_cn", "stride_cm"])
-def _fp8_turned_kernel(
+def _fp8_transposed_kernel(
     x_ptr,
     data_ptr,
     data_t_ptr,
@@ -82,7 +82,7 @@ def _fp8_turned_kernel(
         at = col_scale_ptr + (col + n) * stride_cn + tile_m * stride_cm
         scale = group_scale(largest, 0, col_amax_ptr, col + n, at, n < width, tile_m == 0, SOURCE, E4M3, POW2)
         by_column = inverse(scale, SMALL)[None, :]
-    turned = ()
+    for_columns = ()
     for i in tl.static_range(ROWS):
         x, by_row = parts[i], by_column
         if GROUPS != "tile":
@@ -93,8 +93,8 @@ def _fp8_turned_kernel(
         y = x * by_column if GROUPS == "columns" else x * by_row
         mask = None if EVEN else inside(m + i, n, height, width)
         tl.store(rectangle(data_ptr + row * dim + col, m + i, n, dim), encode(y, E4M3, NATIVE), mask=mask)
-        turned += (x * by_row if GROUPS == "columns" else x * by_column,)
-    word = encode_four(turned[0], turned[1], turned[2], turned[3], E4M3, NATIVE)
+        for_columns += (x * by_row if GROUPS == "columns" else x * by_column,)
+    word = encode_four(for_columns[0], for_columns[1], for_columns[2], for_columns[3], E4M3, NATIVE)
     corner = data_t_ptr + col * rows + row
     if WORDS:
         words = rectangle(corner.to(tl.pointer_type(tl.int32)), n, word_m, rows // ROWS)

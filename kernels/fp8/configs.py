@@ -1,0 +1,96 @@
+"""How each kernel of fp8 is launched: every choice is a pure function of the problem and the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+BLOCK = 128  # the side of a block that has a scale of its own
+MAX_ROW = 32768  # the widest row that is kept in the registers of one CTA
+VECTOR = 16  # elements of a store of data
+ODD_ROW = 1024  # the least tile of a row that begins on no boundary and has a CTA of its own
+FLAT = 4096  # the tile of a tensor whose rows do not matter
+EVICT_LAST_BYTES = 100e6  # twice the L2 of an H100 or H200
+
+
+@dataclass(frozen=True)
+class Config:
+    """A CTA for each tile of block_m by block_n elements; where the largest of a row is sought, a tile is block_m whole
+    rows, or one row in chunks if block_n < dim. `eviction` is the L2 policy of the loads of x."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    eviction: str
+
+
+@dataclass(frozen=True)
+class DequantizeConfig:
+    """A CTA for each tile."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+
+
+def pick_config(
+    granularity: str,
+    transpose: bool,
+    source: str,
+    rows: int,
+    dim: int,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+) -> Config:
+    """The configuration of one call, the same for both passes where there are two. Pure.
+
+    source  of the scales: "tile", found by the CTA that uses them; "amax", by a pass before; "given", by the caller
+
+    - A row with its scale: whole rows, 16 elements a thread (`_row_config`).
+    - Blocks of 128 and transposed copies: tiles of 128 by 128 or, ragged without blocks, 64 by 128; twice the warps
+      where the tile is ragged, because its predicates need registers.
+    - Columns: 128 by 64 with 4 warps. 1x128: 32 by 128. A whole tensor: 4096 elements.
+    - eviction: evict_last from 100 MB on.
+
+    Record: `reports/h200` (bench and tune of fp8); the comparisons are in EXPERIMENTS.md.
+    """
+    eviction = "evict_last" if rows * dim * dtype.itemsize > EVICT_LAST_BYTES else ""
+    if source == "tile" and granularity == "row":
+        return _row_config(dim, eviction)
+    # The predicates of a ragged tile need registers: with 64 elements a thread it would spill hundreds of bytes.
+    ragged = rows % BLOCK or dim % BLOCK
+    if transpose and "128" in granularity:
+        return Config(BLOCK, BLOCK, 16 if ragged else 8, eviction)
+    if granularity == "128x128":
+        return Config(BLOCK, BLOCK, 32 if ragged else 8, eviction)
+    if granularity == "column" and not (transpose or ragged):
+        return Config(BLOCK, BLOCK // 2, 4, eviction)
+    if transpose or granularity == "column":
+        return Config(64 if ragged else BLOCK, BLOCK, 16 if ragged else 8, eviction)
+    if granularity == "1x128":
+        return Config(32, BLOCK, 8, eviction)
+    block_n = max(BLOCK, min(triton.next_power_of_2(dim), FLAT))
+    return Config(FLAT // block_n, block_n, 8, eviction)
+
+
+def _row_config(dim: int, eviction: str) -> Config:
+    """Sixteen elements a thread, and thirty-two where a row needs more than 1024 threads otherwise. Rows whose width is
+    not a multiple of a vector start unaligned: one CTA a row, unless the row is too short to keep a CTA busy."""
+    block_n = max(32, triton.next_power_of_2(dim))
+    if block_n > MAX_ROW:
+        return Config(1, 16384, 32, "evict_last")
+    if dim % VECTOR and block_n >= ODD_ROW:
+        return Config(1, block_n, max(2, min(32, block_n // 512)), eviction)
+    block_m = max(1, 2048 // block_n)
+    return Config(block_m, block_n, max(4, min(32, block_m * block_n // 512)), eviction)
+
+
+def pick_dequantize_config(
+    granularity: str, rows: int, dim: int, dtype: torch.dtype, capability: tuple[int, int]
+) -> DequantizeConfig:
+    """The configuration of dequantize: a tile of 4096 elements, 128 columns wide where scales are of blocks of 128,
+    otherwise up to 1024. Pure. `dtype` is that of the result. Not tuned: no case of dequantize is benched."""
+    block_n = BLOCK if "128" in granularity else max(BLOCK, min(triton.next_power_of_2(dim), 1024))
+    return DequantizeConfig(max(1, FLAT // block_n), block_n, 8)
