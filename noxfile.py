@@ -254,6 +254,12 @@ def vendor(session: nox.Session) -> None:
     session.run(sys.executable, "-m", "harness", "vendor", *session.posargs)
 
 
+@nox.session(default=False)
+def support(session: nox.Session) -> None:
+    """Write docs/SUPPORT.md from the SPECs; -- --check only looks."""
+    harness(session, "support")
+
+
 def kernel_sessions(kernel: str) -> None:
     """test-<kernel>, bench-<kernel> and profile-<kernel>."""
     kind = "kernels" if (ROOT / "kernels" / kernel).is_dir() else "workloads"

@@ -24,6 +24,7 @@ COMMANDS = {
     "compare": "FASTER, SAME, SLOWER or UNSURE between two sets of records; exit code 1 on SLOWER",
     "new": "scaffold a kernel",
     "vendor": "rewrite the copies of parts/ in the kernels' folders",
+    "support": "write docs/SUPPORT.md from the SPECs: dtypes, modes, GPUs, implementations, determinism",
 }
 
 
