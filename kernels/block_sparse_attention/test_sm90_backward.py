@@ -80,7 +80,7 @@ def test_parameters(dim, shared, driver):  # noqa: F811
     assert preprocess[1:4] == postprocess[1:4] == (6 * 4 * 2, 256, 0)  # 64 rows a CTA, whole blocks of 128
     assert main[1:4] == (5 * 2, 384, room)
     letters, fields = members("backward.cu")
-    assert f"MMMMMM|{letters}|" == backward._MAIN
+    assert f"MMMMMM({letters})" == backward._MAIN
     maps, told = main[4][:6], SimpleNamespace(**dict(zip(fields, main[4][6:], strict=True)))
     tile = 128 if dim == 64 else 64
     assert [made[:2] for made in maps] == [(397, tile)] * 2 + [(600, 64)] * 4
