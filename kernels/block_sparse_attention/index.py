@@ -5,7 +5,7 @@ A line of the table stands for a row of the mask, or for one of its columns:
     count      how many blocks are kept
     whole      how many of them, from the first, every query sees whole: the others, at the end of a row, are cut by the
                causal mask or by the last key (rows alone)
-    turn       which line is worked on in this line's place: lines in order of falling count
+    order      the line that comes at this line's place when lines are sorted by falling count
     blocks     the kept blocks in ascending order, then -1
 
 Two small launches: the lists, then the order, by counting for each line how many go before it. A mask of
@@ -26,7 +26,7 @@ from .launch import Launch, Plans, lean, signature
 
 HEADER = tl.constexpr(3)
 LIST_LINES, CHUNK = 8, 128  # lines that a CTA lists, and how many blocks of them at a time
-TURN_LINES = 64  # lines whose turns a CTA finds
+ORDER_LINES = 64  # lines whose ranks a CTA computes
 
 _PLANS = Plans()
 
@@ -48,7 +48,7 @@ class BlockIndex(NamedTuple):
 
     @property
     def rows(self) -> torch.Tensor:
-        """[1 or B, 1 or Hq, nq, 3 + nk]: count, whole, turn and the kept key blocks of each query block."""
+        """[1 or B, 1 or Hq, nq, 3 + nk]: count, whole, order and the kept key blocks of each query block."""
         rows, columns = _blocks(self.queries, self.block_size), _blocks(self.keys, self.block_size)
         return self.table[..., : rows * (3 + columns)].unflatten(-1, (rows, 3 + columns))
 
@@ -86,7 +86,7 @@ def _lists(
     LINES: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Everything of LINES lines but their turns. A line, row of the mask if ROWS, else column, has `length` blocks."""
+    """Everything of LINES lines but their order. A line, row of the mask if ROWS, else column, has `length` blocks."""
     own = (part * LINES + tl.arange(0, LINES))[:, None]
     table_ptr += own * (length + HEADER)
     mask_ptr += own.to(tl.int64) * stride_own
@@ -153,29 +153,29 @@ def _block_sparse_attention_index_kernel(
 
 
 @triton.jit
-def _turns(table_ptr, part, lines, width, LINES: tl.constexpr):
-    """The turns of LINES lines among all: the longer first, equal ones as they come."""
+def _order(table_ptr, part, lines, width, LINES: tl.constexpr):
+    """Enters LINES lines at their ranks among all: the longer first, equal ones as they come."""
     own = part * LINES + tl.arange(0, LINES)
     count = tl.load(table_ptr + own * width, mask=own < lines, other=-1)
-    turn = tl.full([LINES], 0, dtype=tl.int32)
+    rank = tl.full([LINES], 0, dtype=tl.int32)
     for start in tl.range(0, lines, LINES):
         other = start + tl.arange(0, LINES)
         theirs = tl.load(table_ptr + other * width, mask=other < lines, other=-1)
         ahead = theirs[None, :] > count[:, None]
         ahead = ahead | ((theirs[None, :] == count[:, None]) & (other[None, :] < own[:, None]))
-        turn += tl.sum(ahead.to(tl.int32), 1)
-    tl.store(table_ptr + turn * width + 2, own, mask=own < lines)
+        rank += tl.sum(ahead.to(tl.int32), 1)
+    tl.store(table_ptr + rank * width + 2, own, mask=own < lines)
 
 
 @triton.jit(do_not_specialize=PLAIN)
 def _block_sparse_attention_order_kernel(table_ptr, rows, columns, parts, all_parts, LINES: tl.constexpr):
-    """The turns. A GPU takes CTAs in ascending order, so those that start last should be short."""
+    """The order. A GPU takes CTAs in ascending order, so those that start last should be short."""
     head, part = tl.program_id(0) // all_parts, tl.program_id(0) % all_parts
     table_ptr += head.to(tl.int64) * (2 * rows * columns + HEADER * (rows + columns))
     if part < parts:
-        _turns(table_ptr, part, rows, columns + HEADER, LINES)
+        _order(table_ptr, part, rows, columns + HEADER, LINES)
     else:
-        _turns(table_ptr + rows * (columns + HEADER), part - parts, columns, rows + HEADER, LINES)
+        _order(table_ptr + rows * (columns + HEADER), part - parts, columns, rows + HEADER, LINES)
 
 
 def table_shape(mask: torch.Tensor, queries: int, keys: int, block: int) -> tuple[int, int, int]:
@@ -206,14 +206,14 @@ def _plan(
         CHUNK=CHUNK,
         num_warps=4,
     )
-    parts = triton.cdiv(rows, TURN_LINES)
-    all_parts = parts + triton.cdiv(columns, TURN_LINES)
+    parts = triton.cdiv(rows, ORDER_LINES)
+    all_parts = parts + triton.cdiv(columns, ORDER_LINES)
     order = Launch(
         _block_sparse_attention_order_kernel,
         (batch * heads * all_parts,),
         device,
         (rows, columns, parts, all_parts),
-        LINES=TURN_LINES,
+        LINES=ORDER_LINES,
         num_warps=4,
     )
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from .checks import FLOATS, kind, runnable
+from .arguments import check_block_size, checked, distinct, four
+from .checks import kind, runnable
 from .index import BlockIndex, index_plan, make_table, table_shape, table_size
 from .launch import Plans, lean, signature
 from .problem import empty_like
-from .versions import BACKWARD, FORWARD, bwd_plan, empty_statistics, fwd_plan
-
-MAX_DIM = 256
-BLOCK_SIZES = (64, 128)
+from .versions import bwd_plan, empty_statistics, fwd_plan
 
 # Named after the package, so that a copy of this folder under another name registers ops of its own.
 _NAMESPACE = __package__.replace(".", "_")
@@ -89,7 +85,7 @@ def block_sparse_attention(
             return _apply(q, k, v, table, block_bias, plan, options, return_lse)
         out, lse, _ = plan(q, k, v, table, block_bias)
         return (out, lse) if return_lse else out
-    lists, mask, block_bias, options = _checked(q, k, v, block_mask, block_bias, *given)
+    lists, mask, block_bias, options = checked(q, k, v, block_mask, block_bias, *given)
     if mask is not None:
         lists = _index_op(mask, q.shape[2], k.shape[2], block_size, causal)
     out, lse, _ = _fwd_op(q, k, v, lists, block_bias, *options)
@@ -100,35 +96,13 @@ def _plans(q, k, v, block_mask, block_bias, block_size, scale, causal, forward, 
     """What a call needs that is checked: the plan of the mask's lists, or None if it is an index; the plan of the
     attention; the op's options; the shape that block_bias is to be expanded to, if it is."""
     given = (block_size, scale, causal, forward, backward)
-    table, mask, bias, options = _checked(q, k, v, block_mask, block_bias, *given)
+    table, mask, bias, options = checked(q, k, v, block_mask, block_bias, *given)
     queries, keys, listed = q.shape[2], k.shape[2], None
     if mask is not None:
         listed = index_plan(mask, queries, keys, block_size, causal)
         table = torch.empty(table_shape(mask, queries, keys, block_size), dtype=torch.int32, device=mask.device)
     plan = _forward_plan(q, k, v, table, bias, options)
     return listed, plan, options, None if bias is None or bias.shape == block_bias.shape else bias.shape
-
-
-def _checked(q, k, v, block_mask, block_bias, block_size, scale, causal, forward, backward):
-    """(the table of an index or None, the mask in four dimensions or None, the bias expanded to all blocks, the op's
-    options: scale, block, causal, backward, forward). Raises for what is wrong."""
-    _check(q, k, v, block_size)
-    if scale is None:
-        scale = 1 / math.sqrt(q.shape[3])
-    elif not 0 < scale < math.inf:
-        raise ValueError(f"block_sparse_attention: scale must be a positive number, got {scale}")
-    for name, version, versions in (("forward", forward, FORWARD), ("backward", backward, BACKWARD)):
-        if version not in versions:
-            raise ValueError(f"block_sparse_attention: {name} must be one of {', '.join(versions)}, got {version!r}")
-    queries, keys = q.shape[2], k.shape[2]
-    shape = (q.shape[0], q.shape[1], -(-queries // block_size), -(-keys // block_size))
-    if block_bias is not None:
-        block_bias = _blocks("block_bias", block_bias, torch.float32, q, shape).expand(shape)
-    options = (float(scale), block_size, causal, backward, forward)
-    if isinstance(block_mask, BlockIndex):
-        return _table(block_mask, q, keys, block_size, causal), None, block_bias, options
-    mask = _distinct(_blocks("block_mask", block_mask, torch.bool, q, shape))
-    return None, mask, block_bias, options
 
 
 def block_index(
@@ -145,7 +119,7 @@ def block_index(
 
     Heads or batches that share their mask, by size 1 or stride 0, share its lists. Raises as `block_sparse_attention`.
     """
-    _check_block_size(block_size)
+    check_block_size(block_size)
     if not isinstance(block_mask, torch.Tensor) or block_mask.dtype != torch.bool:
         raise TypeError(f"block_index: block_mask must be a tensor of bool, got {kind(block_mask)}")
     wanted = (-(-queries // block_size), -(-keys // block_size))
@@ -156,82 +130,8 @@ def block_index(
         )
     runnable("block_index", "block_mask", block_mask)
     make = make_table if lean(block_mask) else _index_op
-    table = make(_distinct(_four(block_mask)), queries, keys, block_size, causal)
+    table = make(distinct(four(block_mask)), queries, keys, block_size, causal)
     return BlockIndex(table, queries, keys, block_size, causal)
-
-
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_size: int) -> None:
-    name = "block_sparse_attention"
-    if not isinstance(q, torch.Tensor) or q.dtype not in FLOATS:
-        raise TypeError(f"{name}: q must be a tensor of float32, float16 or bfloat16, got {kind(q)}")
-    if q.dim() != 4 or not 1 <= q.shape[3] <= MAX_DIM:
-        raise ValueError(f"{name}: q must be [B, H, S, D] with 1 <= D <= {MAX_DIM}, got shape {tuple(q.shape)}")
-    for other, tensor in (("k", k), ("v", v)):
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype != q.dtype:
-            raise TypeError(f"{name}: {other} must be a tensor of q's dtype {q.dtype}, got {kind(tensor)}")
-        if tensor.device != q.device:
-            raise ValueError(f"{name}: {other} must be on q's device {q.device}, got {tensor.device}")
-        if tensor.dim() != 4 or tensor.shape[0] != q.shape[0] or tensor.shape[3] != q.shape[3]:
-            wanted = f"[{q.shape[0]}, Hkv, Sk, {q.shape[3]}] like q"
-            raise ValueError(f"{name}: {other} must be {wanted}, got shape {tuple(tensor.shape)}")
-    if v.shape != k.shape:
-        raise ValueError(f"{name}: v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"{name}: q's {q.shape[1]} heads must be a multiple of k's, which has {k.shape[1]}")
-    _check_block_size(block_size)
-    runnable(name, "q", q)
-
-
-def _check_block_size(block_size: int) -> None:
-    if block_size not in BLOCK_SIZES:
-        raise ValueError(f"block_sparse_attention: block_size must be 64 or 128, got {block_size}")
-
-
-def _blocks(
-    name: str, tensor: torch.Tensor, dtype: torch.dtype, q: torch.Tensor, shape: tuple[int, int, int, int]
-) -> torch.Tensor:
-    """A number for each block, checked, in four dimensions."""
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype:
-        raise TypeError(f"block_sparse_attention: {name} must be a tensor of {dtype}, got {kind(tensor)}")
-    if tensor.device != q.device:
-        raise ValueError(f"block_sparse_attention: {name} must be on q's device {q.device}, got {tensor.device}")
-    leading = tensor.shape[:-2]
-    fits = all(size in (1, whole) for size, whole in zip(reversed(leading), (shape[1], shape[0]), strict=False))
-    if not 2 <= tensor.dim() <= 4 or tensor.shape[-2:] != shape[2:] or not fits:
-        wanted = f"[{shape[0]} or 1, {shape[1]} or 1, {shape[2]}, {shape[3]}], or without the first of them"
-        raise ValueError(f"block_sparse_attention: {name} must be {wanted}, got shape {tuple(tensor.shape)}")
-    return _four(tensor)
-
-
-def _four(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[(None,) * (4 - tensor.dim())]
-
-
-def _distinct(mask: torch.Tensor) -> torch.Tensor:
-    """The mask without its copies: one batch, or one head, stands for all that share its memory."""
-    for axis in (0, 1):
-        if mask.shape[axis] > 1 and mask.stride(axis) == 0:
-            mask = mask.narrow(axis, 0, 1)
-    return mask
-
-
-def _table(index: BlockIndex, q: torch.Tensor, keys: int, block_size: int, causal: bool) -> torch.Tensor:
-    """The table of an index that was made for such a call."""
-    made, wanted = index[1:], (q.shape[2], keys, block_size, causal)
-    if made != wanted:
-        raise ValueError(
-            f"block_sparse_attention: block_mask is an index made for (queries, keys, block_size, causal) = {made}, "
-            f"got a call for {wanted}"
-        )
-    table = index.table
-    if table.device != q.device:
-        raise ValueError(f"block_sparse_attention: block_mask must be on q's device {q.device}, got {table.device}")
-    if table.shape[0] not in (1, q.shape[0]) or table.shape[1] not in (1, q.shape[1]):
-        raise ValueError(
-            f"block_sparse_attention: block_mask must be an index for {q.shape[0]} or 1 batches and {q.shape[1]} or 1 "
-            f"heads, got one for {table.shape[0]} and {table.shape[1]}"
-        )
-    return table
 
 
 def _forward_plan(q, k, v, table, bias, options):

@@ -54,11 +54,11 @@ def _store_rows(ptr, tile, row, cols, stride, count, dim, EVEN_D: tl.constexpr):
 
 
 @triton.jit
-def _row_list(table_ptr, turn, columns, SPLIT: tl.constexpr):
-    """Of the tile of queries that is worked on at this turn: its number, and its line of the table. A block has SPLIT
+def _row_list(table_ptr, rank, columns, SPLIT: tl.constexpr):
+    """Of the tile of queries of this rank: its number, its block, and its line of the table. A block has SPLIT
     tiles."""
-    block = tl.load(table_ptr + turn // SPLIT * (HEADER + columns) + 2)
-    return block * SPLIT + turn % SPLIT, block, table_ptr + block * (HEADER + columns)
+    block = tl.load(table_ptr + rank // SPLIT * (HEADER + columns) + 2)
+    return block * SPLIT + rank % SPLIT, block, table_ptr + block * (HEADER + columns)
 
 
 @triton.jit
@@ -178,11 +178,11 @@ def _block_sparse_attention_fwd_kernel(
     PRECISION: tl.constexpr,
 ):
     tiles = rows * (BLOCK // BLOCK_M)
-    turn, head = _tile_and_head(tl.program_id(0), tiles, all_heads, section)
+    rank, head = _tile_and_head(tl.program_id(0), tiles, all_heads, section)
     batch, own = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
     shared = own // group
     table_ptr += batch * stride_tb + own * stride_th
-    tile, block, line_ptr = _row_list(table_ptr, turn, columns, BLOCK // BLOCK_M)
+    tile, block, line_ptr = _row_list(table_ptr, rank, columns, BLOCK // BLOCK_M)
     if bias_ptr is not None:
         bias_ptr += batch * stride_bb + own * stride_bh + block.to(tl.int64) * stride_bm
     dim *= UNIT

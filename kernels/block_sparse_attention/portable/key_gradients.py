@@ -50,7 +50,7 @@ def _add_key_gradients(
 ):
     """What the first `count` blocks of queries of a list give to dk and dv of the keys in `key`.
 
-    Registers are what is scarce: dk, dv and the two tiles of scores take up all that there are. So under a causal mask
+    Registers are the limit: dk, dv and the two tiles of scores take up all that there are. So under a causal mask
     every tile is masked (a loop for the diagonal and one for the rest have two sets of addresses), and what does not
     change in the loop is computed again in it.
     """
@@ -143,17 +143,17 @@ def _block_sparse_attention_dkdv_kernel(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`heads` and `all_heads` are those of the keys. Turns are by the list of a group's first head."""
+    """`heads` and `all_heads` are those of the keys. Ranks are those of a group's first head."""
     SPLIT: tl.constexpr = BLOCK // BLOCK_N
-    turn, head = _tile_and_head(tl.program_id(0), columns * SPLIT, all_heads, section)
+    rank, head = _tile_and_head(tl.program_id(0), columns * SPLIT, all_heads, section)
     batch, shared = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
     own = shared * group
     table_ptr += batch * stride_tb + own * stride_th + rows * (HEADER + columns)
-    block = tl.load(table_ptr + turn // SPLIT * (HEADER + rows) + 2)
+    block = tl.load(table_ptr + rank // SPLIT * (HEADER + rows) + 2)
     table_ptr += block * (HEADER + rows)
     if bias_ptr is not None:
         bias_ptr += batch * stride_bb + own * stride_bh + block.to(tl.int64) * stride_bn
-    start = block * BLOCK + turn % SPLIT * BLOCK_N
+    start = block * BLOCK + rank % SPLIT * BLOCK_N
     wide = start.to(tl.int64)
     dim *= UNIT
     padded *= ROWS

@@ -137,11 +137,11 @@ def _block_sparse_attention_dq_kernel(
 ):
     """dbias: [B·Hq, tiles of queries, blocks of keys], where there is a bias, and it is 0 where nothing is kept."""
     tiles = rows * (BLOCK // BLOCK_M)
-    turn, head = _tile_and_head(tl.program_id(0), tiles, all_heads, section)
+    rank, head = _tile_and_head(tl.program_id(0), tiles, all_heads, section)
     batch, own = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
     shared = own // group
     table_ptr += batch * stride_tb + own * stride_th
-    tile, block, line_ptr = _row_list(table_ptr, turn, columns, BLOCK // BLOCK_M)
+    tile, block, line_ptr = _row_list(table_ptr, rank, columns, BLOCK // BLOCK_M)
     if bias_ptr is not None:
         bias_ptr += batch * stride_bb + own * stride_bh + block.to(tl.int64) * stride_bm
     if dbias_ptr is not None:

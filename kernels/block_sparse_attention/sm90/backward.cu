@@ -52,7 +52,7 @@ constexpr int BM = D == 64 ? 128 : 64;  // queries of a tile: S and dP need BM r
 constexpr int BN = 128;                 // keys of a CTA, and queries of a block of the mask
 constexpr int SPLIT = BN / BM;          // tiles of a block
 constexpr int SLABS = D / 64;           // a row of 64 columns is the 128 bytes that TMA and wgmma swizzle
-constexpr int HEADER = 3;               // count, whole and turn stand before the blocks of a line of the table
+constexpr int HEADER = 3;               // count, whole and order stand before the blocks of a line of the table
 #define V_IN_REGISTERS (HEAD_DIM == 64)  // where there is room: it is read once
 constexpr int Q_STAGES = 3, DO_STAGES = 2;
 constexpr int CONSUMER_WARPS = 8, PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
@@ -99,10 +99,10 @@ struct Work {
             first = index / of_section * p.section, index %= of_section;
             heads = min(p.section, heads - first);
         }
-        int all = first + index % heads, turn = before + index / heads, width = HEADER + p.rows;
+        int all = first + index % heads, rank = before + index / heads, width = HEADER + p.rows;
         batch = all / p.kv_heads, head = all % p.kv_heads;
         const int* table = p.table + batch * p.table_batch + head * p.group * p.table_head;
-        int block = table[turn * width + 2];  // turns are by the list of a group's first head
+        int block = table[rank * width + 2];  // ranks are those of a group's first head
         line = table + block * width;
         int kept = 0;
         for (int g = 0; g < p.group; g++) kept += line[g * p.table_head];

@@ -19,7 +19,7 @@
 //  - A step is BLOCK_N keys, a whole block or half of one. Blocks that the diagonal or the last key cuts stand at the
 //    end of a list, because it ascends: so the first steps are those that need a mask.
 //  - A row of the mask that keeps nothing has no step: its consumers write 0 and -inf, and no ring advances.
-//  - Tiles come in the order of `turn`, the longest lists of a few heads first, as many heads as have their keys and
+//  - Tiles come in the table's order, the longest lists of a few heads first, as many heads as have their keys and
 //    values in L2.
 //
 // A consumer issues the product of queries and keys of one step and that of probabilities and values of the step before
@@ -56,7 +56,7 @@ constexpr int KV_BYTES = BLOCK_N * HEAD_DIM * 2;
 constexpr int S_REGS = BLOCK_N / 2, O_REGS = HEAD_DIM / 2, P_REGS = BLOCK_N / 4;
 constexpr int PRODUCER_REGISTERS = GROUPS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = GROUPS == 2 ? 232 : GROUPS == 3 ? 160 : 112;
-constexpr int HEADER = 3;                      // count, whole and turn stand before the blocks of a line of the table
+constexpr int HEADER = 3;                      // count, whole and order stand before the blocks of a line of the table
 #define NEGATIVE_INFINITY __int_as_float(0xff800000)
 static_assert(!PING_PONG || CONSUMERS == 2, "ping-pong is between two consumers");
 static_assert(GROUPS >= 2 && GROUPS <= 4, "registers for two to four groups of consumers");
@@ -103,17 +103,17 @@ using Ring = Position<STAGES>;  // of keys, and of values
 
 // ---- Producer -----------------------------------------------------------------------------------------------------
 
-// `section` heads at a time, in these first the line whose turn is first of each head, then the second ...
+// `section` heads at a time, in these first the line of rank 0 of each head, then the second ...
 DEVICE Tile find_tile(const Problem& a, int index, const int*& list) {
     int first = index / (a.section * a.rows) * a.section;
     int inside = index - first * a.rows;
     int width = min(a.section, a.heads - first);
-    int turn = inside / width;
+    int rank = inside / width;
     Tile tile;
-    tile.head = first + inside - turn * width;
+    tile.head = first + inside - rank * width;
     const int batch = tile.head / a.q_heads, width_of_line = HEADER + a.columns;
     const int* table = a.table + batch * a.table_batch + (tile.head - batch * a.q_heads) * a.table_head;
-    tile.row = table[turn * width_of_line + 2];
+    tile.row = table[rank * width_of_line + 2];
     const int* line = table + tile.row * width_of_line;
     list = line + HEADER;
     tile.steps = line[0] * SPLIT;
@@ -441,8 +441,8 @@ DEVICE void consume(const Problem& a, int group, u32 smem) {
     Ring ring;
     Position<Q_BUFFERS> queries;
     if (PING_PONG && number == CONSUMERS - 1) ping_pong_pass(group);
-    for (u32 turn = 0;; turn ^= 1) {
-        bar_wait(bars + 8 * TILE_FULL, turn);
+    for (u32 phase = 0;; phase ^= 1) {
+        bar_wait(bars + 8 * TILE_FULL, phase);
         const int4 x = load_shared4(smem + TILE_OFFSET);
         // Warp-uniform, and the compiler must know it. After this every lane has read what the producer stored.
         const Tile tile = {__shfl_sync(~0u, x.x, 0), __shfl_sync(~0u, x.y, 0), __shfl_sync(~0u, x.z, 0),
