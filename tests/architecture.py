@@ -26,6 +26,7 @@ TORCH_FREE = (
     "registry",
     "roofline",
 )
+README_BYTES = 8 * 1024  # what was tried besides stands in EXPERIMENTS.md
 MEANINGLESS = ("utils.py", "helpers.py", "common.py")
 KERNEL_FILES = ("__init__.py", "op.py", "reference.py", "bench.py", "README.md")
 WORKLOAD_FILES = ("__init__.py", "bench.py", "README.md")
@@ -90,7 +91,8 @@ def violations(root: Path) -> list[str]:
     found: list[str] = []
     for folder in folders(root, "kernels"):
         found += [*kernel_files(folder, KERNEL_FILES), *kernel_imports(folder), *kernel_order(folder)]
-        found += [*kernel_names(folder), *spec_name(folder)]
+        found += [*kernel_circles(folder), *kernel_configs(folder), *kernel_names(folder), *spec_name(folder)]
+        found += kernel_readme(folder)
     for folder in folders(root, "workloads"):
         found += [*kernel_files(folder, WORKLOAD_FILES), *workload_imports(folder), *spec_name(folder)]
     found += [*harness_finds_kernels_by_registry(root), *torch_free(root), *noxfile_is_light(root), *file_names(root)]
@@ -107,43 +109,130 @@ def kernel_files(folder: Path, required: tuple[str, ...]) -> Iterator[str]:
     for name in (*required, f"test_{folder.name}.py"):
         if not (folder / name).is_file():
             yield f"{folder}: has no {name}"
-    if required is KERNEL_FILES and not any(_layer(path) == "kernel" for path in folder.glob("*.py")):
+    if required is KERNEL_FILES and not any(_layer(folder, path) == "kernel" for path in modules(folder)):
         yield f"{folder}: has no kernel.py, nor another module for its kernels"
 
 
-def _layer(path: Path) -> str:
-    """bench and test_* are `outer`; every module that is none of the known ones is part of the kernel."""
-    if path.stem == "bench" or path.stem.startswith("test_"):
+def modules(folder: Path) -> list[Path]:
+    """Every module of a folder, those of its sub-folders too."""
+    return sorted(folder.rglob("*.py"))
+
+
+def _layer(folder: Path, path: Path) -> str:
+    """bench and test_* are `outer`; every module that is none of the known ones is part of the kernel, as those of
+    portable/ and sm90/ are. `path` is a module or a package of the folder."""
+    first, *below = path.relative_to(folder).with_suffix("").parts
+    if path.stem.startswith("test_") or (first == "bench" and not below):
         return "outer"
-    return path.stem if path.stem in ("__init__", "op", "reference") else "kernel"
+    if first == "configs":
+        return "configs"
+    return first if first in ("__init__", "op", "reference") and not below else "kernel"
+
+
+def _depth(folder: Path, path: Path) -> int:
+    """How many dots lead from a module to its folder."""
+    return len(path.relative_to(folder).parts)
+
+
+def _targets(folder: Path, path: Path, item: Import) -> list[Path]:
+    """The modules of its own folder that a relative import of a module names. A package stands as its __init__.py, and
+    so does what is no module: it is a name of that package."""
+    package = path.relative_to(folder).parent.parts
+    base = folder.joinpath(*package[: len(package) - (item.level - 1)], *filter(None, item.module.split(".")))
+    if base.with_suffix(".py").is_file() and item.module:
+        return [base.with_suffix(".py")]
+    inside = [_module(base / name) for name in item.names]
+    return list(dict.fromkeys(found or _module(base) or folder / "__init__.py" for found in inside or [None]))
+
+
+def _module(place: Path) -> Path | None:
+    """The file of a module or package; None where there is none."""
+    return next((file for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file()), None)
 
 
 def kernel_imports(folder: Path) -> Iterator[str]:
     """What makes a folder standalone: it works when it is copied out under another name."""
-    for path in sorted(folder.glob("*.py")):
+    for path in modules(folder):
         for item in imports(path):
             where = f"{path}:{item.line}"
-            if item.level > 1:
+            if item.level > _depth(folder, path):
                 yield f"{where}: the import leaves the folder: kernels never import each other"
             elif item.level == 0 and item.root in ("kernels", "workloads", "ridgeline"):
                 yield f"{where}: imports {item.module}: kernels never import each other; within a folder, relatively"
-            elif item.level == 0 and _layer(path) != "outer" and item.root not in ALLOWED_IN_KERNELS:
+            elif item.level == 0 and _layer(folder, path) != "outer" and item.root not in ALLOWED_IN_KERNELS:
                 yield f"{where}: imports {item.module}: only the standard library, torch, triton and cupy may be"
 
 
 def kernel_order(folder: Path) -> Iterator[str]:
-    """kernel ← op ← __init__; reference stands alone."""
-    may = {"__init__": {"op"}, "op": {"kernel"}, "kernel": {"kernel"}, "reference": set()}
-    for path in sorted(folder.glob("*.py")):
-        for item in imports(path):
-            if _layer(path) == "outer" or item.level != 1:
+    """configs ← kernel ← op ← __init__; reference stands alone."""
+    may = {
+        "__init__": {"op"},
+        "op": {"kernel", "configs"},
+        "kernel": {"kernel", "configs"},
+        "configs": {"configs"},
+        "reference": set(),
+    }
+    for path in modules(folder):
+        layer = _layer(folder, path)
+        for item in imports(path) if layer != "outer" else []:
+            if not 0 < item.level <= _depth(folder, path):
                 continue
-            for module in [item.module.split(".")[0]] if item.module else item.names:
-                sibling = folder / f"{module}.py"
-                layer = _layer(sibling) if sibling.is_file() or (folder / module).is_dir() else "__init__"
-                if layer not in may[_layer(path)]:
+            for target in _targets(folder, path, item):
+                other = _layer(folder, target)
+                if other not in may[layer]:
+                    name = "configs" if layer == "configs" else path.stem
                     where = f"{path}:{item.line}"
-                    yield f"{where}: {path.stem} must not import {layer}: kernel ← op ← __init__ ← bench, test"
+                    yield f"{where}: {name} must not import {other}: configs ← kernel ← op ← __init__ ← bench, test"
+
+
+def kernel_circles(folder: Path) -> Iterator[str]:
+    """A reader can begin at a module that needs no other. Imports that are deferred count: they hide a circle."""
+    graph: dict[Path, list[Path]] = {}
+    for path in modules(folder):
+        relative = (item for item in imports(path) if 0 < item.level <= _depth(folder, path))
+        graph[path] = [target for item in relative for target in _targets(folder, path, item) if target != path]
+    seen: set[frozenset[Path]] = set()
+    for start in graph:
+        circle = _way_back(graph, start)
+        if circle and frozenset(circle) not in seen:
+            seen.add(frozenset(circle))
+            names = [path.relative_to(folder).with_suffix("").as_posix() for path in (*circle, start)]
+            yield f"{start}: imports itself: {' → '.join(names)}"
+
+
+def _way_back(graph: dict[Path, list[Path]], start: Path) -> tuple[Path, ...]:
+    """The shortest chain of imports that leads from a module back to it; empty if there is none."""
+    queue, seen = [(start,)], {start}
+    while queue:
+        chain = queue.pop(0)
+        for target in graph.get(chain[-1], []):
+            if target == start:
+                return chain
+            if target not in seen:
+                seen.add(target)
+                queue.append((*chain, target))
+    return ()
+
+
+def kernel_configs(folder: Path) -> Iterator[str]:
+    """Whoever asks what is launched for a shape looks in one place, where `tune` replaces the answer too."""
+    for path in modules(folder):
+        if _layer(folder, path) in ("outer", "configs"):
+            continue
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.FunctionDef) and node.name.lstrip("_").startswith("pick_"):
+                yield f"{path}:{node.lineno}: {node.name} belongs into configs.py, or a module of configs/"
+        for item in imports(path):
+            for name in item.names:
+                if name.lstrip("_").startswith("pick_"):
+                    yield f"{path}:{item.line}: call {name} through its module: tune replaces it there"
+
+
+def kernel_readme(folder: Path) -> Iterator[str]:
+    """It is read from beginning to end."""
+    readme = folder / "README.md"
+    if readme.is_file() and (size := readme.stat().st_size) > README_BYTES:
+        yield f"{readme}: has {size} bytes, at most {README_BYTES} may be: what was tried belongs into EXPERIMENTS.md"
 
 
 def kernel_names(folder: Path) -> Iterator[str]:
@@ -154,7 +243,7 @@ def kernel_names(folder: Path) -> Iterator[str]:
             yield f"{folder / file}: defines no function {function}"
     if (folder / "__init__.py").is_file() and name not in (_constant(folder / "__init__.py", "__all__") or ()):
         yield f'{folder / "__init__.py"}: must export the public op: __all__ = ["{name}"]'
-    for path in sorted(folder.glob("*.py")):
+    for path in modules(folder):
         for function, node in _functions(path).items():
             jitted = any(ast.unparse(d).split("(")[0].endswith("jit") for d in node.decorator_list)
             if jitted and function.endswith("_kernel") and not function.startswith(f"_{name}"):
@@ -192,16 +281,16 @@ def spec_name(folder: Path) -> Iterator[str]:
 
 def workload_imports(folder: Path) -> Iterator[str]:
     """Workloads are built from the kernels' public ops."""
-    for path in sorted(folder.glob("*.py")):
+    for path in modules(folder):
         for item in imports(path):
             where = f"{path}:{item.line}"
-            if item.level > 1 or (item.level == 0 and item.root == "workloads"):
+            if item.level > _depth(folder, path) or (item.level == 0 and item.root == "workloads"):
                 yield f"{where}: the import leaves the folder: workloads never import each other"
             elif item.level == 0 and item.root == "kernels":
                 _, *inner = item.module.split(".")
                 if len(inner) > 1 or (inner and item.names and set(item.names) != set(inner)):
                     yield f"{where}: imports {item.module}: of a kernel only the public op may be imported"
-            elif _layer(path) != "outer" and item.level == 0 and item.root not in ALLOWED_IN_KERNELS:
+            elif _layer(folder, path) != "outer" and item.level == 0 and item.root not in ALLOWED_IN_KERNELS:
                 yield f"{where}: imports {item.module}: only the standard library, torch, triton, cupy and kernels may"
 
 
@@ -211,7 +300,7 @@ def harness_finds_kernels_by_registry(root: Path) -> Iterator[str]:
         if "template" in path.relative_to(root).parts:
             continue
         for item in imports(path):
-            if item.level == 0 and item.root in ("kernels", "workloads", "ridgeline", "tests"):
+            if item.level == 0 and item.root in ("kernels", "workloads", "ridgeline", "tests", "parts"):
                 yield f"{path}:{item.line}: the harness must not import {item.module}: it finds kernels by registry"
 
 

@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from .architecture import TORCH_FREE, folders, imports, violations
+from .architecture import README_BYTES, TORCH_FREE, folders, imports, violations
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# Beginnings of messages about folders that do not keep the newest rules yet.
+PENDING = (
+    "kernels/attention/sm90/backward.py:23: call pick_roles_plan",
+    "kernels/fp8/",
+    "kernels/gelu/plans.py:10: call pick_config",
+    "kernels/rmsnorm/README.md",
+)
 
 GOOD_TREE = {
     "noxfile.py": "import sys\nimport nox\n",
@@ -35,7 +43,16 @@ GOOD_TREE = {
         "@triton.jit\ndef _alpha_fwd_kernel(x_ptr): pass\ndef alpha_fwd(x): pass\n"
     ),
     "kernels/alpha/tiles.py": "size = 1\n",
-    "kernels/alpha/op.py": "import torch\nfrom .kernel import alpha_fwd\ndef alpha(x): return alpha_fwd(x)\n",
+    "kernels/alpha/configs.py": "from dataclasses import dataclass\ndef pick_config(dim): return 4\n",
+    "kernels/alpha/portable/__init__.py": "",
+    "kernels/alpha/portable/forward.py": (
+        "import triton\nfrom .. import configs\nfrom ..tiles import size\nfrom .loads import load\n"
+        "@triton.jit\ndef _alpha_portable_kernel(x_ptr): pass\n"
+    ),
+    "kernels/alpha/portable/loads.py": "def load(): pass\n",
+    "kernels/alpha/op.py": (
+        "import torch\nfrom . import configs\nfrom .kernel import alpha_fwd\ndef alpha(x): return alpha_fwd(x)\n"
+    ),
     "kernels/alpha/reference.py": "import torch\ndef alpha_reference(x): return x\n",
     "kernels/alpha/bench.py": (
         "from harness.spec import KernelSpec\nfrom . import alpha, kernel\nfrom .reference import alpha_reference\n"
@@ -103,6 +120,81 @@ BAD = {
         'from . import kernel\n__all__ = ["alpha"]\n',
         "__init__ must not import kernel",
     ),
+    "kernel in a sub-folder imports numpy": (
+        "kernels/alpha/portable/loads.py",
+        "import numpy\n",
+        "imports numpy: only",
+    ),
+    "kernel in a sub-folder leaves the folder": (
+        "kernels/alpha/portable/loads.py",
+        "from ...beta import beta\n",
+        "loads.py:1: the import leaves",
+    ),
+    "kernel in a sub-folder imports op": (
+        "kernels/alpha/portable/loads.py",
+        "from ..op import alpha\n",
+        "loads must not import op",
+    ),
+    "kernel in a sub-folder imports the package": (
+        "kernels/alpha/portable/loads.py",
+        "from .. import alpha\n",
+        "loads must not import __init__",
+    ),
+    "nameless kernel in a sub-folder": (
+        "kernels/alpha/portable/loads.py",
+        "import triton\n@triton.jit\ndef _fwd_kernel(x): pass\n",
+        "loads.py:3: the kernel _fwd_kernel must be named _alpha",
+    ),
+    "two modules import each other": (
+        "kernels/alpha/tiles.py",
+        "from .kernel import alpha_fwd\n",
+        "imports itself: kernel → tiles → kernel",
+    ),
+    "two modules import each other, one of them late": (
+        "kernels/alpha/tiles.py",
+        "def size():\n    from . import kernel\n",
+        "imports itself: kernel → tiles → kernel",
+    ),
+    "a circle in a sub-folder": (
+        "kernels/alpha/portable/loads.py",
+        "from .forward import x\n",
+        "imports itself: portable/forward → portable/loads → portable/forward",
+    ),
+    "a circle through a sub-folder": (
+        "kernels/alpha/tiles.py",
+        "def size():\n    from .portable import forward\n",
+        "imports itself: portable/forward → tiles → portable/forward",
+    ),
+    "a choice beside the kernel": (
+        "kernels/alpha/portable/loads.py",
+        "def pick_load(): pass\n",
+        "loads.py:1: pick_load belongs into configs.py",
+    ),
+    "a choice inside a function": (
+        "kernels/alpha/op.py",
+        "def alpha():\n    def _pick_one(): pass\n",
+        "op.py:2: _pick_one belongs into configs.py",
+    ),
+    "a choice by its own name": (
+        "kernels/alpha/tiles.py",
+        "from .configs import pick_config\n",
+        "tiles.py:1: call pick_config through its module",
+    ),
+    "configs import a kernel": (
+        "kernels/alpha/configs.py",
+        "from .tiles import size\n",
+        "configs must not import kernel",
+    ),
+    "configs in a package import a kernel": (
+        "kernels/alpha/configs/forward.py",
+        "from ..portable import forward\n",
+        "configs must not import kernel",
+    ),
+    "a README that nobody reads to its end": (
+        "kernels/alpha/README.md",
+        "x" * (README_BYTES + 1),
+        "README.md: has 8193 bytes, at most 8192",
+    ),
     "package exports something else": (
         "kernels/alpha/__init__.py",
         'from .op import a\n__all__ = ["a"]\n',
@@ -135,6 +227,7 @@ BAD = {
         "must not import kernels.alpha",
     ),
     "harness imports a test": ("harness/measure/stats.py", "import tests.wrong\n", "must not import tests.wrong"),
+    "harness imports a part": ("harness/measure/stats.py", "import parts.launch\n", "must not import parts.launch"),
     "record imports torch": ("harness/record.py", "import torch\n", "harness/record.py: imports torch: record → torch"),
     "report imports torch through record": ("harness/record.py", "import torch\n", "report → record → torch"),
     "report imports torch through two": (
@@ -181,6 +274,11 @@ BAD = {
         "workloads never import each",
     ),
     "workload imports the harness": ("workloads/model/layer.py", "import harness\n", "layer.py:1: imports harness"),
+    "workload imports the harness in a sub-folder": (
+        "workloads/model/blocks/layer.py",
+        "from harness import spec\nfrom ..layer import Layer\n",
+        "blocks/layer.py:1: imports harness",
+    ),
     "workload without a name": ("workloads/model/bench.py", 'SPEC = KernelSpec(name="x")\n', 'must be "model"'),
 }
 
@@ -193,7 +291,12 @@ def write_tree(root: Path, files: dict[str, str]) -> None:
 
 
 def test_this_checkout() -> None:
-    assert violations(ROOT) == []
+    assert [found for found in violations(ROOT) if not found.startswith(PENDING)] == []
+
+
+def test_nothing_is_pending_that_was_done() -> None:
+    found = violations(ROOT)
+    assert [start for start in PENDING if not any(message.startswith(start) for message in found)] == []
 
 
 def test_a_good_tree_passes(tmp_path: Path) -> None:
@@ -215,7 +318,7 @@ def test_a_folder_needs_a_module_for_its_kernels(tmp_path: Path) -> None:
     tree = {
         name: text
         for name, text in GOOD_TREE.items()
-        if name not in ("kernels/alpha/kernel.py", "kernels/alpha/tiles.py")
+        if name not in ("kernels/alpha/kernel.py", "kernels/alpha/tiles.py") and "portable" not in name
     }
     write_tree(tmp_path, {**tree, "kernels/alpha/op.py": "def alpha(): 0\n"})
     assert any("has no kernel.py" in violation for violation in violations(tmp_path))
