@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from .architecture import README_BYTES, TORCH_FREE, folders, imports, violations
+from .architecture import README_BYTES, TORCH_FREE, folders, violations
+from .imports import imports
 
 ROOT = Path(__file__).resolve().parent.parent
 
