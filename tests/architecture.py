@@ -9,8 +9,9 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from .imports import Import, depth, imports, targets, tree, way_back
 
 ALLOWED_IN_KERNELS = frozenset({*sys.stdlib_module_names, "torch", "triton", "cupy"})
 GPU_LIBRARIES = frozenset({"torch", "triton", "cupy"})
@@ -30,60 +31,6 @@ README_BYTES = 8 * 1024  # what was tried besides stands in EXPERIMENTS.md
 MEANINGLESS = ("utils.py", "helpers.py", "common.py")
 KERNEL_FILES = ("__init__.py", "op.py", "reference.py", "bench.py", "README.md")
 WORKLOAD_FILES = ("__init__.py", "bench.py", "README.md")
-
-
-@dataclass(frozen=True)
-class Import:
-    """`module` is dotted, without the leading dots, whose number is `level`. A `deferred` import does not run when
-    the file is imported: it stands in a function, or under `if TYPE_CHECKING`."""
-
-    module: str
-    names: tuple[str, ...]
-    level: int
-    line: int
-    deferred: bool
-
-    @property
-    def root(self) -> str:
-        return self.module.split(".")[0]
-
-
-def imports(path: Path) -> list[Import]:
-    """Every import statement of a file, and every import_module or __import__ of a constant name."""
-    found: list[Import] = []
-
-    def visit(node: ast.AST, deferred: bool) -> None:
-        if isinstance(node, ast.Import):
-            found.extend(Import(alias.name, (), 0, node.lineno, deferred) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            names = tuple(alias.name for alias in node.names)
-            found.append(Import(node.module or "", names, node.level, node.lineno, deferred))
-        elif isinstance(node, ast.Call) and (name := _dynamic_import(node)):
-            found.append(Import(name.lstrip("."), (), len(name) - len(name.lstrip(".")), node.lineno, deferred))
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            for child in node.body:
-                visit(child, True)
-            for child in node.orelse:
-                visit(child, deferred)
-            return
-        inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        for child in ast.iter_child_nodes(node):
-            visit(child, deferred or inside)
-
-    visit(_tree(path), False)
-    return found
-
-
-def _dynamic_import(call: ast.Call) -> str | None:
-    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", None)
-    if name not in ("import_module", "__import__") or not call.args:
-        return None
-    argument = call.args[0]
-    return argument.value if isinstance(argument, ast.Constant) and isinstance(argument.value, str) else None
-
-
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
 def violations(root: Path) -> list[str]:
@@ -129,33 +76,12 @@ def _layer(folder: Path, path: Path) -> str:
     return first if first in ("__init__", "op", "reference") and not below else "kernel"
 
 
-def _depth(folder: Path, path: Path) -> int:
-    """How many dots lead from a module to its folder."""
-    return len(path.relative_to(folder).parts)
-
-
-def _targets(folder: Path, path: Path, item: Import) -> list[Path]:
-    """The modules of its own folder that a relative import of a module names. A package stands as its __init__.py, and
-    so does what is no module: it is a name of that package."""
-    package = path.relative_to(folder).parent.parts
-    base = folder.joinpath(*package[: len(package) - (item.level - 1)], *filter(None, item.module.split(".")))
-    if base.with_suffix(".py").is_file() and item.module:
-        return [base.with_suffix(".py")]
-    inside = [_module(base / name) for name in item.names]
-    return list(dict.fromkeys(found or _module(base) or folder / "__init__.py" for found in inside or [None]))
-
-
-def _module(place: Path) -> Path | None:
-    """The file of a module or package; None where there is none."""
-    return next((file for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file()), None)
-
-
 def kernel_imports(folder: Path) -> Iterator[str]:
     """What makes a folder standalone: it works when it is copied out under another name."""
     for path in modules(folder):
         for item in imports(path):
             where = f"{path}:{item.line}"
-            if item.level > _depth(folder, path):
+            if item.level > depth(folder, path):
                 yield f"{where}: the import leaves the folder: kernels never import each other"
             elif item.level == 0 and item.root in ("kernels", "workloads", "ridgeline"):
                 yield f"{where}: imports {item.module}: kernels never import each other; within a folder, relatively"
@@ -175,9 +101,9 @@ def kernel_order(folder: Path) -> Iterator[str]:
     for path in modules(folder):
         layer = _layer(folder, path)
         for item in imports(path) if layer != "outer" else []:
-            if not 0 < item.level <= _depth(folder, path):
+            if not 0 < item.level <= depth(folder, path):
                 continue
-            for target in _targets(folder, path, item):
+            for target in targets(folder, path, item):
                 other = _layer(folder, target)
                 if other not in may[layer]:
                     name = "configs" if layer == "configs" else path.stem
@@ -189,29 +115,15 @@ def kernel_circles(folder: Path) -> Iterator[str]:
     """A reader can begin at a module that needs no other. Imports that are deferred count: they hide a circle."""
     graph: dict[Path, list[Path]] = {}
     for path in modules(folder):
-        relative = (item for item in imports(path) if 0 < item.level <= _depth(folder, path))
-        graph[path] = [target for item in relative for target in _targets(folder, path, item) if target != path]
+        relative = (item for item in imports(path) if 0 < item.level <= depth(folder, path))
+        graph[path] = [target for item in relative for target in targets(folder, path, item) if target != path]
     seen: set[frozenset[Path]] = set()
     for start in graph:
-        circle = _way_back(graph, start)
+        circle = way_back(graph, start)
         if circle and frozenset(circle) not in seen:
             seen.add(frozenset(circle))
             names = [path.relative_to(folder).with_suffix("").as_posix() for path in (*circle, start)]
             yield f"{start}: imports itself: {' → '.join(names)}"
-
-
-def _way_back(graph: dict[Path, list[Path]], start: Path) -> tuple[Path, ...]:
-    """The shortest chain of imports that leads from a module back to it; empty if there is none."""
-    queue, seen = [(start,)], {start}
-    while queue:
-        chain = queue.pop(0)
-        for target in graph.get(chain[-1], []):
-            if target == start:
-                return chain
-            if target not in seen:
-                seen.add(target)
-                queue.append((*chain, target))
-    return ()
 
 
 def kernel_configs(folder: Path) -> Iterator[str]:
@@ -219,13 +131,9 @@ def kernel_configs(folder: Path) -> Iterator[str]:
     for path in modules(folder):
         if _layer(folder, path) in ("outer", "configs"):
             continue
-        for node in ast.walk(_tree(path)):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.FunctionDef) and node.name.lstrip("_").startswith("pick_"):
                 yield f"{path}:{node.lineno}: {node.name} belongs into configs.py, or a module of configs/"
-        for item in imports(path):
-            for name in item.names:
-                if name.lstrip("_").startswith("pick_"):
-                    yield f"{path}:{item.line}: call {name} through its module: tune replaces it there"
 
 
 def kernel_readme(folder: Path) -> Iterator[str]:
@@ -251,12 +159,12 @@ def kernel_names(folder: Path) -> Iterator[str]:
 
 
 def _functions(path: Path) -> dict[str, ast.FunctionDef]:
-    return {node.name: node for node in _tree(path).body if isinstance(node, ast.FunctionDef)}
+    return {node.name: node for node in tree(path).body if isinstance(node, ast.FunctionDef)}
 
 
 def _constant(path: Path, name: str) -> object:
     """The value of a module-level assignment of a literal, or None."""
-    for node in _tree(path).body:
+    for node in tree(path).body:
         if isinstance(node, ast.Assign) and any(getattr(target, "id", None) == name for target in node.targets):
             try:
                 return ast.literal_eval(node.value)
@@ -269,7 +177,7 @@ def spec_name(folder: Path) -> Iterator[str]:
     """bench.py holds the declaration, under the folder's name."""
     if not (folder / "bench.py").is_file():
         return
-    for node in _tree(folder / "bench.py").body:
+    for node in tree(folder / "bench.py").body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         if getattr(target, "id", None) == "SPEC" and isinstance(node.value, ast.Call):
             name = next((k.value for k in node.value.keywords if k.arg == "name"), None)
@@ -284,7 +192,7 @@ def workload_imports(folder: Path) -> Iterator[str]:
     for path in modules(folder):
         for item in imports(path):
             where = f"{path}:{item.line}"
-            if item.level > _depth(folder, path) or (item.level == 0 and item.root == "workloads"):
+            if item.level > depth(folder, path) or (item.level == 0 and item.root == "workloads"):
                 yield f"{where}: the import leaves the folder: workloads never import each other"
             elif item.level == 0 and item.root == "kernels":
                 _, *inner = item.module.split(".")
