@@ -408,7 +408,9 @@ def test_a_subclass_sees_the_op(kernel_name: str) -> None:
     with torch.no_grad():
         want = execute.outputs(fn(**inputs))
         SEEN.clear()
-        got = execute.outputs(fn(**{n: Wrapped(v) if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}))
+        got = fn(**{n: Wrapped(v) if isinstance(v, torch.Tensor) else v for n, v in inputs.items()})
+        # An input that is also a result, as a scale that is given, comes back wrapped.
+        got = [t.inner if isinstance(t, Wrapped) else t for t in (got if isinstance(got, tuple) else (got,))]
     assert any(func.namespace == f"kernels_{kernel_name}" for func in SEEN)
     assert equal(want, got)
 
