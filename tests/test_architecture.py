@@ -12,12 +12,6 @@ from .imports import imports
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Beginnings of messages about folders that do not keep the newest rules yet.
-PENDING = (
-    "kernels/fp8/",
-    "kernels/rmsnorm/README.md",
-)
-
 GOOD_TREE = {
     "noxfile.py": "import sys\nimport nox\n",
     "harness/__init__.py": "",
@@ -285,12 +279,7 @@ def write_tree(root: Path, files: dict[str, str]) -> None:
 
 
 def test_this_checkout() -> None:
-    assert [found for found in violations(ROOT) if not found.startswith(PENDING)] == []
-
-
-def test_nothing_is_pending_that_was_done() -> None:
-    found = violations(ROOT)
-    assert [start for start in PENDING if not any(message.startswith(start) for message in found)] == []
+    assert violations(ROOT) == []
 
 
 def test_a_good_tree_passes(tmp_path: Path) -> None:

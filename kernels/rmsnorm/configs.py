@@ -30,7 +30,7 @@ class FwdConfig:
 @dataclass(frozen=True)
 class ClusterConfig:
     """A row is split over `ctas` CTAs of a cluster: `slice` vectors of 16 bytes each, the last what is left. A thread
-    has `vectors` of them. Registers are limited so that `resident` CTAs fit on a SM."""
+    has `vectors` of them. Registers are limited so that `resident` CTAs fit on an SM."""
 
     ctas: int
     threads: int
@@ -67,7 +67,7 @@ def pick_fwd_config(rows: int, dim: int, dtype: torch.dtype, capability: tuple[i
     tail = triton.next_power_of_2(dim - block_n // 2)
     if tail <= block_n // 4:
         # 5120 is 4096 and 1024: 5 % faster than a row of 8192 of which three eighths are masked. Here the weight comes
-        # last, for its registers would cost a third of the CTAs on a SM.
+        # last, for its registers would cost a third of the CTAs on an SM.
         return FwdConfig(1, block_n // 2, min(8, block_n // 1024), eviction, tail)
     # On sm_80 ptxas would rather spill than give 8 warps of a row of 4096 the 33rd register.
     warps = {4096: 8 if capability >= (9, 0) else 4, 8192: 8, 16384: 16}
@@ -95,7 +95,7 @@ def pick_cluster_config(dim: int, dtype: torch.dtype, weight: bool, residual: bo
 def pick_bwd_config(rows: int, dim: int, dtype: torch.dtype, tensors: int, capability: tuple[int, int]) -> BwdConfig:
     """Configuration of the backward kernel, which reads `tensors` tensors. Pure.
 
-    Always a loop, because each CTA carries its share of dW in registers. So few CTAs fit on a SM that the
+    Always a loop, because each CTA carries its share of dW in registers. So few CTAs fit on an SM that the
     next rows have to be on their way to shared memory while this one is reduced: `stages`.
     """
     block_n = triton.next_power_of_2(dim)
