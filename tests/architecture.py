@@ -134,6 +134,10 @@ def kernel_configs(folder: Path) -> Iterator[str]:
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.FunctionDef) and node.name.lstrip("_").startswith("pick_"):
                 yield f"{path}:{node.lineno}: {node.name} belongs into configs.py, or a module of configs/"
+        for item in imports(path):
+            for name in item.names:
+                if name.lstrip("_").startswith("pick_"):
+                    yield f"{path}:{item.line}: call {name} through its module: tune replaces it there"
 
 
 def kernel_readme(folder: Path) -> Iterator[str]:

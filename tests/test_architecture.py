@@ -168,6 +168,11 @@ BAD = {
         "def alpha():\n    def _pick_one(): pass\n",
         "op.py:2: _pick_one belongs into configs.py",
     ),
+    "a choice by its own name": (
+        "kernels/alpha/tiles.py",
+        "from .configs import pick_config\n",
+        "tiles.py:1: call pick_config through its module",
+    ),
     "configs import a kernel": (
         "kernels/alpha/configs.py",
         "from .tiles import size\n",

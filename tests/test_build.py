@@ -46,7 +46,7 @@ def _only(outcome: ahead.Outcome) -> dict:
     return outcome.rows[0]
 
 
-# What one multiprocessor holds: by hand from the limits of each capability.
+# What one SM holds: by hand from the limits of each capability.
 @pytest.mark.parametrize(
     ("capability", "threads", "registers", "shared", "ctas", "percent", "limit"),
     [
@@ -207,7 +207,7 @@ def test_a_spill_that_is_not_declared_fails(samples, target):
     assert granted.rows[0]["spill_bytes"] == spilled
 
 
-def test_a_kernel_that_no_multiprocessor_can_hold_fails(samples):
+def test_a_kernel_that_no_sm_can_hold_fails(samples):
     assert re.search(
         r"does not fit .* for want of shared: .* it may have 232448", samples["greedy", "sm_90"].failures[0]
     )

@@ -221,7 +221,7 @@ def faults(row: Row, capability: tuple[int, int]) -> list[str]:
     if row["ctas_per_sm"] == 0:
         sm = occupancy.limits(capability)
         wrong.append(
-            f"{where} does not fit on a multiprocessor for want of {row['occupancy_limit']}: {row['threads']} threads, "
+            f"{where} does not fit on an SM for want of {row['occupancy_limit']}: {row['threads']} threads, "
             f"{row['registers']} registers per thread and {row['shared_bytes']} bytes of shared memory per CTA, "
             f"of which it may have {sm.shared_per_cta}"
         )

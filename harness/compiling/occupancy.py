@@ -1,4 +1,4 @@
-"""Theoretical occupancy: how many CTAs of a kernel fit on one multiprocessor, and what keeps the next one out.
+"""Theoretical occupancy: how many CTAs of a kernel fit on one SM, and what keeps the next one out.
 
 The rules of CUDA's own calculator (cuda_occupancy.h). Registers are given out per warp in units of 256 and each of the
 four sub-partitions has a quarter of them; shared memory per CTA is rounded up to the allocation unit, and since
@@ -15,7 +15,7 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Limits:
-    """What one multiprocessor has. `shared_per_cta` is the most that one CTA may ask for (opt-in), in bytes."""
+    """What one SM has. `shared_per_cta` is the most that one CTA may ask for (opt-in), in bytes."""
 
     warps: int
     ctas: int
@@ -43,7 +43,7 @@ _LIMITS = {
 
 @dataclass(frozen=True)
 class Occupancy:
-    """`ctas` per multiprocessor, their warps in per cent of the most it holds, and which resource runs out first:
+    """`ctas` per SM, their warps in per cent of the most it holds, and which resource runs out first:
     "warps", "ctas", "registers" or "shared"."""
 
     ctas: int

@@ -68,7 +68,7 @@ class Gate:
     """Holds a stream back until everything of a round is queued, so that no launch waits for the host.
 
     The stream waits for a word of pinned memory (cuStreamWaitValue32): unlike a spinning kernel that takes no
-    multiprocessor and its length need not be guessed. Work that synchronises with the host while the stream is held
+    SM and its length need not be guessed. Work that synchronises with the host while the stream is held
     would wait for ever, and so would more launches than its queue takes; after `timeout` seconds an alarm opens the
     gate, and `forced` says so until the next time.
     """

@@ -3,7 +3,7 @@
 A launch is described by
 {"name", "duration_us", "dram_bytes", "dram_pct", "l2_pct", "sm_pct", "tensor_pct", "occupancy_pct", "registers",
  "shared_bytes", "spill_bytes", "stalls": [[reason, per cent], ...]}
-Percentages are of the peak rate over the whole duration, occupancy that of the time in which a multiprocessor was busy.
+Percentages are of the peak rate over the whole duration, occupancy that of the time in which an SM was busy.
 `spill_bytes` is what went through the first-level cache to and from local memory. A stall's share is of the time that
 warps were resident. What ncu could not measure is None.
 """

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import triton
 
-from .configs import pick_config
+from . import configs
 from .kernel import _gelu_bwd_kernel, _gelu_fwd_kernel
 from .launch import Launch
 from .layout import Walk, in_order_of, walk
@@ -56,7 +56,7 @@ def _launch(
     """Of tensors with these strides, in the order of the kernel's parameters."""
     # The interpreter stands for an sm_80.
     capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else (8, 0)
-    config = pick_config(steps.rows, steps.cols, x.dtype, reads, steps.transposed, capability)
+    config = configs.pick_config(steps.rows, steps.cols, x.dtype, reads, steps.transposed, capability)
     tiles = triton.cdiv(steps.rows, config.block_m) * triton.cdiv(steps.cols, config.block_n)
     return Launch(
         kernel,

@@ -159,6 +159,7 @@ SPEC = KernelSpec(
     cases=CASES,
     grads=("hidden", "weight", "bias"),
     modes=("fwd", "fwd+bwd"),
+    determinism={"fwd": "run-to-run", "bwd": "run-to-run", "fwd+bwd": "run-to-run"},
     unit="tokens",
     items=lambda case: case.dims["rows"],
     fuzz={"rows": (0, 30), "dim": (1, 70), "vocab": (1, 80)},

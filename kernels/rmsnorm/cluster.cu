@@ -11,7 +11,7 @@
 //              cluster's barrier the compiler empties L1 (CCTL.IVALL), for all CTAs of the SM. So L2 gives
 //              as many bytes of weight as memory gives of x. They are asked for while sums are exchanged.
 //
-// CTAs do not stay: a SM has CTAs of several rows, which load, wait and store at different times. Protocol:
+// CTAs do not stay: an SM has CTAs of several rows, which load, wait and store at different times. Protocol:
 //   1 arrive at the cluster's barrier, ask for the whole slice
 //   2 wait at the barrier: by now all CTAs of the cluster have begun, and so can be written to
 //   3 add up the squares; each warp writes its sum into every CTA of the cluster by st.async, whose bytes count on the
@@ -21,7 +21,7 @@
 // Loads are ld.global, not ld.global.nc: for want of anything that orders those, ptxas moves them behind the wait of 2.
 //
 // Defined by the launcher, see ClusterConfig in configs.py: CLUSTER (CTAs of a row), THREADS, VECTORS (of a thread),
-// RESIDENT (CTAs of a SM, for which registers are limited), EVEN (CLUSTER * THREADS * VECTORS is the whole
+// RESIDENT (CTAs of an SM, for which registers are limited), EVEN (CLUSTER * THREADS * VECTORS is the whole
 // row), TYPE of all tensors (0: bf16, 1: fp16, 2: fp32), RESIDUAL, WEIGHT.
 
 #include "vectors.cuh"

@@ -78,7 +78,7 @@ def pick_cluster_config(dim: int, dtype: torch.dtype, weight: bool, residual: bo
     """Configuration of the forward of wide rows on Hopper: the fewest CTAs of 256 threads with at most 6 vectors each.
     Pure. Of what was tried (README) it alone is within 1.5 % of a copy at each of five widths.
 
-    80 to 96 KB of x are then on their way to a SM, whose 4 or 5 CTAs wait at different times.
+    80 to 96 KB of x are then on their way to an SM, whose 4 or 5 CTAs wait at different times.
     """
     threads, most, line = 256, 6, 128 // VECTOR
     vectors = dim * dtype.itemsize // VECTOR  # of a row

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..configs import backward as configs
+from ..configs import roles as roles_configs
 from ..configs.backward import CUDA_BWD_KEYS as KEYS
 from ..configs.backward import CudaBackwardConfig, Schedule
-from ..configs.roles import RolesPlan, pick_roles_plan
 from ..problem import LOG2_E, Problem, Saved, unexpanded, zero
 from . import cuda_driver, roles
 from .cuda_driver import TensorMap, address, tensor_map
@@ -279,5 +279,7 @@ def _maps(problem: Problem, config: CudaBackwardConfig, *tensors: torch.Tensor) 
     return [*maps, *(tensor_map(x, problem.queries, n) for x, n in ((dq, rows), (out, tile)))]
 
 
-def _roles_plan(problem: Problem, config: CudaBackwardConfig, sizes: _Sizes) -> RolesPlan:
-    return pick_roles_plan(config, problem.all_kv_heads, problem.group, sizes.m_tiles, sizes.n_blocks, problem.sms())
+def _roles_plan(problem: Problem, config: CudaBackwardConfig, sizes: _Sizes) -> roles_configs.RolesPlan:
+    return roles_configs.pick_roles_plan(
+        config, problem.all_kv_heads, problem.group, sizes.m_tiles, sizes.n_blocks, problem.sms()
+    )

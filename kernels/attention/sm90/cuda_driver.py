@@ -53,7 +53,7 @@ def no_compiler() -> str | None:
     try:
         from cupy.cuda import nvrtc  # noqa: F401
     except Exception as error:  # without a driver CuPy raises more than ImportError
-        return f"it is compiled by NVRTC, which comes with CuPy (pip install ridgeline-kernels[cuda]): {error}"
+        return f"it is compiled by NVRTC, which comes with CuPy (pip install cupy-cuda13x): {error}"
     return None
 
 
