@@ -175,24 +175,22 @@ class AdamW(torch.optim.Optimizer):
         self, group: dict[str, Any], params: list[torch.Tensor], grads: list[torch.Tensor]
     ) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
         """All that an update of these parameters depends on, and the tensors that it writes. KeyError where a state is
-        missing. The ids tell states of other strides or dtypes at one address apart."""
+        missing. Where every tensor is contiguous, their sizes say all about their layout."""
         state, none = self.state, _NO_STATE
         states = [state.get(param, none) for param in params]
-        exp_avgs, exp_avg_sqs = [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
-        written = [*params, *exp_avgs, *exp_avg_sqs, *[s["step"] for s in states]]
+        written = [*params, *[s["exp_avg"] for s in states], *[s["exp_avg_sq"] for s in states]]
         if group["master_weights"]:
             written += [s["master_param"] for s, p in zip(states, params, strict=True) if p.dtype != torch.float32]
         strides: tuple[Any, ...] = ()
-        if not (all(map(_dense, params)) and all(map(_dense, grads))):
-            strides = (*map(_strides, params), *map(_strides, grads))
+        if not (all(map(_dense, written)) and all(map(_dense, grads))):
+            strides = (*map(_strides, written), *map(_strides, grads))
+        written += [s["step"] for s in states]
         key = (
             group["master_weights"],
             group["stochastic_rounding"],
             params[0].device,
             *[p.dtype for p in params],
             *[g.dtype for g in grads],
-            *map(id, exp_avgs),
-            *map(id, exp_avg_sqs),
             *map(_size, params),
             *map(_address, written),
             *map(_address, grads),

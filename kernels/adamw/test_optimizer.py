@@ -355,6 +355,25 @@ def test_what_changes_between_steps_is_seen():
         step()
 
 
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "master_param"])
+def test_a_state_of_other_strides_at_its_address_is_read_right(name):
+    """The state is the same object in the same memory, and only its strides tell that its elements have moved."""
+    dtype = torch.float16 if name == "master_param" else torch.float32
+    params, others = parameters(((6, 6),), dtype)
+    optimizers = [AdamW(list_of_one, lr=1e-2, master_weights=True) for list_of_one in (params, others)]
+    give_gradients(params, others)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.step()
+    there, elsewhere = optimizers[0].state[params[0]], optimizers[1].state[others[0]]
+    there[name].t_()
+    elsewhere[name] = elsewhere[name].t().contiguous()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert torch.equal(params[0], others[0])
+    assert all(torch.equal(there[state], elsewhere[state]) for state in there)
+
+
 def test_a_step_over_known_tensors_builds_nothing(monkeypatch):
     (params,) = parameters(copies=1)
     optimizer = AdamW([dict(params=params[:3]), dict(params=params[3:], lr=0.1)])
