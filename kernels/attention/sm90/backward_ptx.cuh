@@ -1,7 +1,11 @@
 // The PTX of backward.cu beside what all have: reductions, matrices between registers and shared memory, products.
 #pragma once
 
-#include "ptx.cuh"
+#include "mbarrier.cuh"
+#include "numbers.cuh"
+#include "scheduler.cuh"
+#include "tma.cuh"
+#include "wgmma.cuh"
 
 #define INFINITE __int_as_float(0x7f800000)
 

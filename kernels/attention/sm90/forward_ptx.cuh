@@ -1,7 +1,11 @@
 // The PTX of forward.cu beside what all have: its products.
 #pragma once
 
-#include "ptx.cuh"
+#include "mbarrier.cuh"
+#include "numbers.cuh"
+#include "scheduler.cuh"
+#include "tma.cuh"
+#include "wgmma.cuh"
 
 #define ROW8(b) "+f"(d[b]), "+f"(d[b + 1]), "+f"(d[b + 2]), "+f"(d[b + 3]), \
                 "+f"(d[b + 4]), "+f"(d[b + 5]), "+f"(d[b + 6]), "+f"(d[b + 7])

@@ -1,0 +1,7 @@
+// Names that the parts for Hopper share.
+#pragma once
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+#define DEVICE __device__ __forceinline__
