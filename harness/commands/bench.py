@@ -8,6 +8,7 @@ implementation, loses what is measured already.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import faulthandler
 import gc
 import os
@@ -100,13 +101,13 @@ class Session:
         self.environment = environment.capture(self.device)
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))  # as torchrun gives it
         measured = calibrate.measure(self.device)
-        self.ceilings = calibrate.ceilings(measured)
+        key = self.environment["gpu"]["key"]
+        promised = roofline.get(key, self.environment["gpu"]["name"]).ceilings if key else None
+        self.ceilings = calibrate.ceilings(measured).with_links_of(promised)
         # A kernel that hardly writes may pass the rate of a copy; none may pass that of a pure read.
         fastest = max(measured["bandwidth"], measured["bandwidth_read"])
-        self.limits = roofline.Ceilings(fastest, measured["flops"], "measured")
-        key = self.environment["gpu"]["key"]
-        datasheet = roofline.get(key, self.environment["gpu"]["name"]).ceilings.to_record() if key else None
-        self.recorded_ceilings = {"measured": measured, "datasheet": datasheet}
+        self.limits = dataclasses.replace(self.ceilings, bandwidth=fastest)
+        self.recorded_ceilings = {"measured": measured, "datasheet": promised.to_record() if promised else None}
         self.clock = timing.Clock(self.device, timing.QUICK if self.arguments.quick else timing.Budget())
 
     def asked(self) -> dict[str, Any]:

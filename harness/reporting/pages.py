@@ -22,6 +22,8 @@ COLUMN_TEXT = {
     "cupti": "the sum of the durations of the kernels that a cold call launched, as CUPTI reports them.",
 }
 
+LINKS = {roofline.LINK: "NVLink", roofline.HOST: "PCIe"}
+
 VERDICTS = (
     "**Verdict**: by the median speed-up over the best peer *measured in the same run*, PyTorch eager and "
     "torch.compile among the peers: excellent > 1.5×, good ≥ 1.2×, measured ≥ 1×, investigate < 1×. The interval "
@@ -232,6 +234,7 @@ def ceilings(runs: Sequence[Run]) -> list[str]:
         ("memory, copy (read + write)", lambda c: c.get("bandwidth"), roofline.gbps),
         ("memory, read alone", lambda c: c.get("bandwidth_read"), roofline.gbps),
     ]
+    picks += [(f"{name}, each way", lambda c, k=key: c.get(k), roofline.gbps) for key, name in LINKS.items()]
     picks += [(f"{p}, dense", lambda c, p=p: (c.get("flops") or {}).get(p), roofline.tflops) for p in pipes]
     rows = []
     for name, pick, unit in picks:
