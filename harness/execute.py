@@ -4,6 +4,7 @@ fwd      fn(**inputs) without autograd
 bwd      the backward alone: the forward ran when the callable was made, its graph is retained
 fwd+bwd  both, each time
 step     as fwd: an update in place
+train    as fwd: the op runs its own forward, backward and optimizer
 """
 
 from __future__ import annotations

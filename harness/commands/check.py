@@ -22,7 +22,7 @@ from ..correctness import battery, fuzz, integration, refusal, special_values
 from ..correctness.accuracy import FP8, Verdict
 from ..correctness.battery import Rejected, Skipped, Subject
 from ..correctness.verify import verify
-from ..spec import WITHOUT_AUTOGRAD, Case, KernelSpec
+from ..spec import WHOLE, WITHOUT_AUTOGRAD, Case, KernelSpec
 
 __all__ = ["CHECKS", "Item", "Outcome", "Verdict", "configure", "main", "plan", "run", "verify"]
 
@@ -106,7 +106,7 @@ def plan(
 ) -> list[Item]:
     """What is checked, in the order in which it should be: the cheap and telling checks first."""
     cases = spec.cases if cases is None else cases
-    phases = ("step",) if "step" in spec.modes else ("fwd", "bwd") if spec.grads else ("fwd",)
+    phases = tuple(m for m in WHOLE if m in spec.modes) or (("fwd", "bwd") if spec.grads else ("fwd",))
     wanted = [m for m in phases if modes is None or m in modes or "fwd+bwd" in modes]
     items = []
     for implementation in implementations or spec.implementations:

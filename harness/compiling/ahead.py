@@ -21,7 +21,7 @@ from typing import Any
 
 from .. import execute
 from ..nvtx import range_name
-from ..spec import Case, KernelSpec
+from ..spec import WHOLE, Case, KernelSpec
 from . import launches, nvrtc, occupancy, sass
 
 Row = dict[str, Any]
@@ -74,7 +74,7 @@ def compile_spec(
         for name in (n for n in spec.implementations if implementations is None or n in implementations):
             if spec.min_capability.get(name, (0, 0)) > capability:
                 continue
-            for mode in (m for m in ("fwd", "step", "bwd") if m in phases and not spec.skip_reason(name, case, m)):
+            for mode in (m for m in ("fwd", *WHOLE, "bwd") if m in phases and not spec.skip_reason(name, case, m)):
                 _trace(spec, name, case, mode, capability, found, outcome)
     if not found and not outcome.failures:
         outcome.failures.append(f"{outcome.target}: {spec.name} launched no kernel in any case")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MARKS = {"fwd": "o", "bwd": "s", "fwd+bwd": "D", "step": "^"}
+MARKS = {"fwd": "o", "bwd": "s", "fwd+bwd": "D", "step": "^", "train": "v"}
 
 
 def roofline(findings: Sequence[Finding], gpu: str) -> Figure:
