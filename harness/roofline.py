@@ -117,9 +117,10 @@ class Ceilings:
 
     def with_links_of(self, datasheet: Ceilings | None) -> Ceilings:
         """These, with the data sheet's links where there is no figure: measuring them takes several GPUs."""
-        rates = {LINK: datasheet.link, HOST: datasheet.host} if datasheet else {}
-        absent = {name: rate for name, rate in rates.items() if rate and not getattr(self, name)}
-        return replace(self, **absent, promised=(*self.promised, *absent))
+        if datasheet is None:
+            return self
+        promised = tuple(name for name in (LINK, HOST) if getattr(datasheet, name) and not getattr(self, name))
+        return replace(self, link=self.link or datasheet.link, host=self.host or datasheet.host, promised=promised)
 
     def source_of(self, limit: str) -> str:
         """Where the ceiling behind a floor's `limit` is from."""

@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import faulthandler
 import gc
-import os
 import signal
 import sys
 import time
@@ -99,7 +98,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.environment = environment.capture(self.device)
-        self.world_size = int(os.environ.get("WORLD_SIZE", 1))  # as torchrun gives it
+        self.world_size = environment.world_size()
         measured = calibrate.measure(self.device)
         key = self.environment["gpu"]["key"]
         promised = roofline.get(key, self.environment["gpu"]["name"]).ceilings if key else None
@@ -116,6 +115,11 @@ class Session:
         names = ("gpu", "quick", "timer", "case", "mode", "impl", "host", "host_compiled", "resume")
         return {name: getattr(a, name) for name in names}
 
+    def groups(self, selection: options.Selection) -> list[tuple[Case, str]]:
+        """What belongs into this record. On one GPU that is every case, those of several skipped with their reason."""
+        found = selection.groups()
+        return found if self.world_size == 1 else [(c, m) for c, m in found if c.world_size == self.world_size]
+
     def bench(self, selection: options.Selection, path: Path) -> int:
         """All groups of one kernel into its record. Returns how many rows of our own failed."""
         spec, run_id = selection.spec, record.new_run_id()
@@ -124,7 +128,7 @@ class Session:
             finished = record.finished(
                 path, options=self.asked(), commit=self.environment["commit"], gpu=self.environment["gpu"]["name"]
             )
-        groups = [(c, m) for c, m in selection.groups() if (c.name, m) not in finished.done]
+        groups = [(c, m) for c, m in self.groups(selection) if (c.name, m) not in finished.done]
         if self.arguments.host == "only":
             groups = []
         failures = 0

@@ -38,8 +38,8 @@ SUMMARY_HEAD = (
 
 
 def index(gpu: str, records: Records, found: Sequence[Finding], charts: bool) -> list[str]:
-    """README.md of the folder."""
-    lines = [f"# One {gpu}", "", GENERATED, ""]
+    """README.md of the folder. `gpu` as everywhere here: 'one NVIDIA H200', '2 NVIDIA H200'."""
+    lines = [f"# {md.sentence(gpu)}", "", GENERATED, ""]
     if charts:
         lines += ["![Share of the measured roofline, all kernels](overview.svg)", ""]
     lines += [VERDICTS, ""]
@@ -65,7 +65,7 @@ def chart(kernel: str, found: Sequence[Finding], mode: str, gpu: str, folder: st
     """The image of one mode's chart, where there is anything on it. `folder`: where the reports lie, ending in '/'."""
     if not any(f.shares() for f in found if f.mode == mode):
         return []
-    return [f"![{kernel} {mode} and its peers on one {gpu}]({folder}{stem(kernel, mode)}.svg)", ""]
+    return [f"![{kernel} {mode} and its peers on {gpu}]({folder}{stem(kernel, mode)}.svg)", ""]
 
 
 def summary(found: Sequence[Finding]) -> list[str]:
