@@ -203,6 +203,10 @@ class KernelSpec:
         """Why one of our implementations is neither checked nor timed on a case, or None."""
         return self.unsupported_reason(implementation, case, mode) or self.alias_reason(implementation, case, mode)
 
+    def searched_in(self, tunable: Tunable) -> str:
+        """The implementation in which a tunable is searched."""
+        return tunable.implementation or next(iter(self.implementations))
+
     def modes_of(self, case: Case) -> tuple[str, ...]:
         """The modes in which a case is run."""
         wanted = [mode for mode in self.modes if mode in (case.modes or self.modes)]

@@ -357,7 +357,8 @@ def test_what_was_tuned_is_shown_beside_the_bench(h200: Path, tmp_path: Path) ->
     split, whole = {"config": ["split", 8], "median_us": 12.5}, {"config": ["whole", 1], "median_us": 10.0}
     shared = {"kernel": KERNEL, "mode": "fwd", "function": "pick_version"}
     rows = [
-        {**shared, "case": "long", "picked": ["split", 8], "picked_us": 12.5, "candidates": [split, whole]},
+        {**shared, "implementation": "cuda", "case": "long", "picked": ["split", 8], "picked_us": 12.5,
+         "candidates": [split, whole]},
         {**shared, "case": "short", "picked": {"warps": 4}, "picked_us": 3.0, "candidates": [
             {"config": {"warps": 4}, "median_us": 3.0}, {"config": {"warps": 8}, "median_us": None}]},
     ]  # fmt: skip
@@ -365,7 +366,7 @@ def test_what_was_tuned_is_shown_beside_the_bench(h200: Path, tmp_path: Path) ->
     (folder / "tune" / "rmsnorm.json").write_text(json.dumps({"schema": 2, "rows": rows}))
     report.write(folder, with_charts=False)
     text = (folder / "rmsnorm.md").read_text()
-    assert "## Configurations" in text and "### pick_version" in text
+    assert "## Configurations" in text and "### pick_version, in cuda" in text
     assert "| fwd | long | 2 | 12.5 µs | 10.0 µs | 25.0 % | split 8 | whole 1 |" in text
     assert "| fwd | short | 1 | 3.00 µs | 3.00 µs | 0.0 % | warps=4 | warps=4 |" in text
 
