@@ -77,6 +77,11 @@ def target(name: str, device: str | None = None) -> tuple[torch.device, str | No
     return chosen, found
 
 
+def world_size() -> int:
+    """How many processes this command is, one a GPU: what torchrun says, one without it."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
 def commit() -> dict[str, Any]:
     """The commit of this checkout and whether it has changes. Of a copy, whose history is missing or not that of its
     files, the variable RIDGELINE_COMMIT says the commit, and whether it has changes is not known."""

@@ -4,6 +4,7 @@ fwd      fn(**inputs) without autograd
 bwd      the backward alone: the forward ran when the callable was made, its graph is retained
 fwd+bwd  both, each time
 step     as fwd: an update in place
+train    as fwd: the op runs its own forward, backward and optimizer
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from . import sampling
+from . import environment, sampling
 from .spec import COMPILED, EAGER, WITHOUT_AUTOGRAD, Baseline, Case, Inputs, KernelSpec, Op, Peer
 
 Run = Callable[[], tuple[torch.Tensor, ...]]
@@ -129,6 +130,8 @@ def unfit(case: Case, capability: tuple[int, int]) -> str | None:
         return _needs(case.min_capability)
     if case.world_size > 1 and (found := torch.cuda.device_count()) < case.world_size:
         return f"needs {case.world_size} GPUs of one host, found {found}"
+    if case.world_size not in (1, environment.world_size()):
+        return f"needs {case.world_size} processes, one a GPU: torchrun --nproc-per-node {case.world_size}"
     return None
 
 

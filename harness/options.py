@@ -19,7 +19,7 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what")
     group.add_argument("--kernel", action="append", metavar="NAME", help="only this kernel (default: all)")
     group.add_argument("--case", action="append", metavar="NAME", help="only this case (default: all bench cases)")
-    group.add_argument("--mode", action="append", metavar="MODE", help="only this mode: fwd, bwd or fwd+bwd")
+    group.add_argument("--mode", action="append", metavar="MODE", help="only this mode: fwd, bwd, fwd+bwd, step, train")
     group.add_argument("--impl", action="append", metavar="NAME", help="only this implementation or baseline")
 
 

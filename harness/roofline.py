@@ -97,13 +97,15 @@ class Cost:
 @dataclass(frozen=True)
 class Ceilings:
     """`bandwidth` in bytes per second; `flops` by pipe ("fp32", "tf32", "bf16", "fp16", "fp8") in FLOP per second;
-    `link` and `host` in bytes per second and direction, None where there is none."""
+    `link` and `host` in bytes per second and direction, None where there is none. `source` says where the figures are
+    from, but for those named in `promised`, which are the data sheet's."""
 
     bandwidth: float
     flops: Mapping[str, float]
     source: str = "measured"
     link: float | None = None
     host: float | None = None
+    promised: tuple[str, ...] = ()
 
     @classmethod
     def from_record(cls, entry: Mapping[str, Any] | None, source: str) -> Ceilings | None:
@@ -112,6 +114,17 @@ class Ceilings:
             return None
         flops = {pipe: float(rate) for pipe, rate in (entry.get("flops") or {}).items() if rate}
         return cls(float(entry["bandwidth"]), flops, source, entry.get("link"), entry.get("host"))
+
+    def with_links_of(self, datasheet: Ceilings | None) -> Ceilings:
+        """These, with the data sheet's links where there is no figure: measuring them takes several GPUs."""
+        if datasheet is None:
+            return self
+        promised = tuple(name for name in (LINK, HOST) if getattr(datasheet, name) and not getattr(self, name))
+        return replace(self, link=self.link or datasheet.link, host=self.host or datasheet.host, promised=promised)
+
+    def source_of(self, limit: str) -> str:
+        """Where the ceiling behind a floor's `limit` is from."""
+        return "data sheet" if limit in self.promised else self.source
 
     def to_record(self) -> dict[str, Any]:
         """The shape of the record's `ceilings`."""
@@ -212,6 +225,13 @@ def get(key: str, device_name: str | None = None) -> Gpu:
 
 def floor_seconds(cost: Cost, ceilings: Ceilings) -> Floor:
     """The least time for this work: the largest of its terms. What has no ceiling bounds nothing."""
+    terms = _terms(cost, ceilings)
+    limit = max(terms, key=terms.__getitem__)  # memory is first, so it is the limit where all are nothing
+    return Floor(terms[limit], limit)
+
+
+def _terms(cost: Cost, ceilings: Ceilings) -> dict[str, float]:
+    """Seconds by what may set the floor."""
     terms = {MEMORY: cost.bytes / ceilings.bandwidth}
     for name, moved, bandwidth in ((LINK, cost.link_bytes, ceilings.link), (HOST, cost.host_bytes, ceilings.host)):
         if bandwidth:
@@ -219,8 +239,7 @@ def floor_seconds(cost: Cost, ceilings: Ceilings) -> Floor:
     for pipe, flops in cost.by_pipe.items():
         if rate := ceilings.flops.get(pipe):
             terms[pipe] = flops / rate
-    limit = max(terms, key=terms.__getitem__)  # memory is first, so it is the limit where all are nothing
-    return Floor(terms[limit], limit)
+    return terms
 
 
 def percent_of_roofline(seconds: float, cost: Cost, ceilings: Ceilings) -> float | None:
@@ -240,11 +259,16 @@ def bytes_that_must_move(bytes: float, column: str, l2_bytes: float) -> float:
 def over_roofline(
     seconds: float, cost: Cost, ceilings: Ceilings, *, column: str = "cold", l2_bytes: float = 0
 ) -> str | None:
-    """Why this time cannot be true, or None. Give the *measured* ceilings; `column` is one of COLUMNS."""
+    """Why this time cannot be true, or None. Give the *measured* ceilings; `column` is one of COLUMNS.
+
+    Every term has a margin of its own, so the largest is not always the one that is broken.
+    """
     moved = replace(cost, bytes=int(bytes_that_must_move(cost.bytes, column, l2_bytes)), pipe=cost.main_pipe)
-    floor = floor_seconds(moved, ceilings)
-    if seconds >= floor.seconds * (1 - MARGIN.get(floor.limit, COMPUTE_MARGIN)):
+    terms = _terms(moved, ceilings)
+    broken = {name: least for name, least in terms.items() if seconds < least * (1 - MARGIN.get(name, COMPUTE_MARGIN))}
+    if not broken:
         return None
+    floor = Floor(*max((least, name) for name, least in broken.items()))
     amounts = {MEMORY: moved.bytes, LINK: moved.link_bytes, HOST: moved.host_bytes}
     rates = {MEMORY: ceilings.bandwidth, LINK: ceilings.link, HOST: ceilings.host}
     if floor.limit in amounts:
@@ -254,7 +278,8 @@ def over_roofline(
         work, rate = f"{moved.by_pipe[floor.limit]:.4g} {floor.limit} FLOPs", tflops(ceilings.flops[floor.limit])
     return (
         f"{column}: {microseconds(seconds)} for {work} is {100 * floor.seconds / seconds:.0f} % of the ceiling "
-        f"({rate}, {ceilings.source}), whose floor is {microseconds(floor.seconds)}: the timing or the cost is wrong"
+        f"({rate}, {ceilings.source_of(floor.limit)}), whose floor is {microseconds(floor.seconds)}: the timing or the "
+        "cost is wrong"
     )
 
 

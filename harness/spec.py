@@ -19,7 +19,8 @@ Inputs = dict[str, Any]
 Op = Callable[..., "torch.Tensor | tuple[torch.Tensor, ...]"]
 
 MODES = ("fwd", "bwd", "fwd+bwd", "step", "train")
-WITHOUT_AUTOGRAD = ("fwd", "step", "train")  # whose own autograd, if any, is none of the harness's business
+WHOLE = ("step", "train")  # in which all that there is to check happens in one call
+WITHOUT_AUTOGRAD = ("fwd", *WHOLE)
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,8 @@ class KernelSpec:
     grads            names of the inputs that have a gradient
     modes            what is timed: "fwd" (no autograd), "bwd" (the backward alone), "fwd+bwd", or "step": one update of
                      an optimizer, or "train": one step of a model's training, with its own forward, backward and
-                     optimizer. The last two are run like "fwd".
+                     optimizer. The last two are run like "fwd", under torch.no_grad: what "train" differentiates it
+                     does under a torch.enable_grad of its own.
     min_capability   implementation -> the compute capability that it needs, where that is more than the case's own
     alias_reason     (implementation, case, mode) -> why it is another implementation once more there, so that checking
                      and timing it would tell nothing; else None
@@ -200,6 +202,10 @@ class KernelSpec:
     def skip_reason(self, implementation: str, case: Case, mode: str) -> str | None:
         """Why one of our implementations is neither checked nor timed on a case, or None."""
         return self.unsupported_reason(implementation, case, mode) or self.alias_reason(implementation, case, mode)
+
+    def searched_in(self, tunable: Tunable) -> str:
+        """The implementation in which a tunable is searched."""
+        return tunable.implementation or next(iter(self.implementations))
 
     def modes_of(self, case: Case) -> tuple[str, ...]:
         """The modes in which a case is run."""

@@ -2,7 +2,8 @@
 
 reports/<gpu>/tune/<kernel>.json:
 {"schema": 2, "kernel", "gpu", "environments", "rows": [{"kernel", "mode", "case", "function": "pick_fwd_config", "run",
- "arguments": [as `pick_*` was called], "column": "cold" | "graph", "picked": {...}, "picked_us",
+ "implementation": the one in which it was searched, "arguments": [as `pick_*` was called],
+ "column": "cold" | "graph", "picked": {...}, "picked_us",
  "candidates": [{"config": {...}, "median_us": time | null, "reason": why there is none}, ...]}]}
 The configuration that was picked then is among the candidates.
 """

@@ -171,6 +171,11 @@ SPECS = (
     replace(SPILLING, name="granted", spills={"_spilling_kernel": 1 << 20}),
     _spec("greedy", greedy, _tile("64", 64, torch.bfloat16)),
     _spec("broken", broken, _line("fits", 64), _line("large", 128)),
+    replace(
+        _spec("two", lambda x: scale_op(x, 2.0), _line("4096", 4096)),
+        implementations={"triton": lambda x: scale_op(x, 2.0), "cuda": broken},
+        min_capability={"cuda": (10, 0)},
+    ),
     _spec("silent", lambda x: x + 1, _line("4096", 4096)),
 )
 

@@ -38,10 +38,12 @@ def violations(root: Path) -> list[str]:
     found: list[str] = []
     for folder in folders(root, "kernels"):
         found += [*kernel_files(folder, KERNEL_FILES), *kernel_imports(folder), *kernel_order(folder)]
-        found += [*kernel_circles(folder), *kernel_configs(folder), *kernel_names(folder), *spec_name(folder)]
+        found += [*circles(folder), *kernel_configs(folder), *kernel_names(folder), *spec_name(folder)]
         found += kernel_readme(folder)
     for folder in folders(root, "workloads"):
         found += [*kernel_files(folder, WORKLOAD_FILES), *workload_imports(folder), *spec_name(folder)]
+        found += circles(folder)
+    found += circles(root / "harness")
     found += [*harness_finds_kernels_by_registry(root), *torch_free(root), *noxfile_is_light(root), *file_names(root)]
     return [message.replace(f"{root}/", "") for message in found]
 
@@ -111,7 +113,7 @@ def kernel_order(folder: Path) -> Iterator[str]:
                     yield f"{where}: {name} must not import {other}: configs ← kernel ← op ← __init__ ← bench, test"
 
 
-def kernel_circles(folder: Path) -> Iterator[str]:
+def circles(folder: Path) -> Iterator[str]:
     """A reader can begin at a module that needs no other. Imports that are deferred count: they hide a circle."""
     graph: dict[Path, list[Path]] = {}
     for path in modules(folder):

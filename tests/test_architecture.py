@@ -248,6 +248,16 @@ BAD = {
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    0\nelse:\n    import torch\n",
         "record → torch",
     ),
+    "a circle in the harness": (
+        "harness/reporting/tables.py",
+        "def show():\n    from .pages import page\n",
+        "imports itself: reporting/pages → reporting/tables → reporting/pages",
+    ),
+    "a circle in a workload": (
+        "workloads/model/layer.py",
+        "from . import Layer\n",
+        "imports itself: __init__ → layer → __init__",
+    ),
     "noxfile imports torch": ("noxfile.py", "import nox\nimport torch\n", "noxfile.py:2: imports torch"),
     "noxfile imports torch late": ("noxfile.py", "def test(s):\n    import torch\n", "noxfile.py:2: imports torch"),
     "noxfile imports the harness": ("noxfile.py", "from harness import registry\n", "noxfile.py:1: imports harness"),

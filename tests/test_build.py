@@ -180,6 +180,12 @@ def test_a_case_that_the_target_cannot_run_is_skipped_with_its_reason(samples):
     assert any(["half", "fwd"] in row["uses"] for row in samples["scale", "sm_90"].rows)
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_an_implementation_that_the_target_cannot_run_is_skipped_with_its_reason(samples, target):
+    outcome = samples["two", target]
+    assert outcome.skipped == [f"{target} cuda: needs sm_100"] and _only(outcome)
+
+
 def test_tensor_core_instructions_are_those_of_the_target(samples):
     ampere, hopper = _only(samples["square", "sm_80"]), _only(samples["square", "sm_90"])
     assert set(ampere["mma"]) == {"HMMA"}

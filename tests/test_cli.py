@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import re
 import subprocess
@@ -9,7 +10,8 @@ import sys
 
 import pytest
 
-from harness import cli, registry
+from harness import cli, options, registry
+from harness.commands import listing
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
@@ -89,6 +91,15 @@ def test_list_narrows(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"  modes            {spec.modes[0]}\n" in shown
     assert "  compared with    eager\n" in shown
     assert [case.name for case in spec.cases if f"    {case.name} " not in shown] == []
+
+
+def test_list_says_what_an_implementation_and_a_case_need() -> None:
+    spec = registry.load("rmsnorm")
+    case = dataclasses.replace(spec.cases[0], name="ring", world_size=2)
+    spec = dataclasses.replace(spec, cases=(case,))
+    shown = listing.describe(options.Selection(spec, (case,), ("fwd",), tuple(spec.implementations)))
+    assert "  implementations  auto, triton, cuda (sm_90)\n" in shown
+    assert shown.splitlines()[-1].endswith(", GPUs 2")
 
 
 @pytest.mark.parametrize("command", ["report", "compare", "new"])

@@ -181,6 +181,15 @@ def test_two_different_cards_can_be_compared_and_it_is_said(tmp_path: Path, caps
     assert "| GPU | NVIDIA H200 | NVIDIA H100 80GB HBM3 |" in capsys.readouterr().out
 
 
+def test_one_gpu_and_two_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = records(tmp_path / "h200" / "records" / "r.jsonl", {"wide": 100})
+    two = records(tmp_path / "h200-x2" / "records" / "r.jsonl", {"wide": 60}, seed=7, run="two", world_size=2)
+    assert command("--baseline", one, "--current", two) == 0
+    assert "| GPUs | 1 | 2 |" in capsys.readouterr().out
+    assert command("--baseline", tmp_path, "--current", tmp_path) == 0  # each folder with itself
+    assert "**2 SAME**" in capsys.readouterr().out
+
+
 def test_with_several_cards_each_is_compared_with_itself(tmp_path: Path) -> None:
     for side, us in (("a", 100), ("b", 101)):
         records(tmp_path / side / "h200" / "records" / "rmsnorm.jsonl", {"wide": us}, run="one")

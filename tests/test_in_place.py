@@ -122,6 +122,39 @@ def test_a_step_is_run_without_autograd():
     assert x.data_ptr() == inputs["x"].data_ptr() and not d.requires_grad
 
 
+def trained(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One step of gradient descent on the mean of (x · weight)²; the loss, and the weight after it."""
+    with torch.enable_grad():
+        leaf = weight.detach().requires_grad_()
+        loss = (x * leaf).square().mean()
+        (gradient,) = torch.autograd.grad(loss, leaf)
+    return loss.detach(), weight - gradient
+
+
+def test_a_training_step_is_planned_and_right():
+    """As a whole, under no_grad like a step: what it differentiates is its own business."""
+    case = Case("step-fp32", dict(rows=5, dim=7), torch.float32, bench=True)
+
+    def make(case: Case, device: torch.device | str, generator: torch.Generator | None) -> dict[str, torch.Tensor]:
+        shape = (case.dims["rows"], case.dims["dim"])
+        x, weight = (torch.randn(n, device=device, generator=generator).to(case.dtype) for n in (shape, shape[1:]))
+        return {"x": x, "weight": weight}
+
+    spec = dataclasses.replace(
+        SPEC,
+        implementations={"eager": trained},
+        reference=trained,
+        make_inputs=make,
+        modes=("train",),
+        cases=(case, dataclasses.replace(case, name="small-fp32", bench=False)),
+        grads=(),
+    )
+    items = check.plan(spec, "cpu")
+    assert {item.mode for item in items} == {"train"} and {item.check for item in items} >= {"accuracy", "repeat"}
+    wanted = [i for i in items if i.check in ("accuracy", "replay") and not i.skip]
+    assert [check.run(item, "cpu").status for item in wanted] == ["pass"] * len(wanted) and len(wanted) == 2
+
+
 @pytest.mark.parametrize(
     ("fn", "cause"), [(right, ""), (also_changes_d, "inputs"), (lambda x, d, inplace: (x.add_(d), d), "error")]
 )

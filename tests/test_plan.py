@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from argparse import Namespace
 
 from harness import options, plan, registry, roofline
+from harness.spec import Cost
 
 
 def test_floors_are_the_rooflines_and_name_what_sets_them(capsys, monkeypatch):
@@ -18,6 +20,14 @@ def test_floors_are_the_rooflines_and_name_what_sets_them(capsys, monkeypatch):
     assert roofline.microseconds(seconds) in printed and "memory" in printed
     assert case.name in printed, "names are never cut short"
     assert printed.count("No GPU found") == 2
+
+
+def test_the_floor_of_a_case_of_several_gpus_counts_their_links():
+    spec = registry.load("rmsnorm")
+    case = dataclasses.replace(spec.cases[0], name="ring", world_size=2)
+    spec = dataclasses.replace(spec, cost=lambda case, mode: Cost(0, 10**6, link_bytes=45 * 10**7), cases=(case,))
+    (row,) = plan.floors([options.Selection(spec, (case,), ("fwd",), ("triton",))], roofline.get("h200"))
+    assert (row[1], *row[-2:]) == ("ring", "1000 µs", "link")
 
 
 def test_a_failed_check_or_build_fails_the_bench(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import re
@@ -367,6 +368,13 @@ def test_reports_can_be_kept_for_the_user_interface(toy, tmp_path):
     toy.run(_raw_page([("_k", FWD, {}), ("_dx", BWD, {})]), OK, keep=tmp_path / "kept")
     assert [file.name for file in (tmp_path / "kept").iterdir()] == ["toy.ncu-rep"]
     assert not list(toy.out.glob("**/*.ncu-rep"))
+
+
+def test_what_an_implementation_cannot_take_is_skipped_and_not_run(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    spec = dataclasses.replace(SPEC, unsupported_reason=lambda name, case, mode: f"{name} takes wider rows")
+    target = profile.Target(spec, "fwd", spec.cases[0], "triton")
+    assert profile._run(target, torch.device("cpu")) == ("skipped", "triton takes wider rows")
 
 
 def test_the_worker_is_given_the_same_selection(toy):

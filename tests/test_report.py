@@ -15,7 +15,7 @@ from harness.commands import report
 from harness.registry import ROOT
 from harness.reporting import charts, svg
 from harness.reporting.findings import Finding, findings, verdict
-from tests.fake_records import MEASURED, bench, row, samples, with_ratios, world, write
+from tests.fake_records import DATASHEET, MEASURED, bench, row, samples, with_ratios, world, write
 
 KERNEL = "rmsnorm"
 COST = {"flops": 1_000_000, "bytes": 340_000_000, "pipe": "fp32"}  # 80 µs at the measured 4.25 TB/s
@@ -169,8 +169,47 @@ def test_different_cards_in_one_folder_are_refused(tmp_path: Path) -> None:
         KERNEL, {("wide", "fwd"): [row(KERNEL, "wide", "fwd", "triton", exact(9))]}, run="b", gpu={"name": "Tesla T4"}
     )
     write(tmp_path / "records" / "other.jsonl", [{**entry, "kernel": "other"} for entry in t4])
-    with pytest.raises(ValueError, match="different GPUs: Tesla T4, NVIDIA H200"):
+    with pytest.raises(ValueError, match="different GPUs: one Tesla T4, one NVIDIA H200"):
         report.write(tmp_path, with_charts=False)
+
+
+def two_gpus(folder: Path, us: float = 800) -> Path:
+    """A case of two GPUs, bound by the links between them: 0.27 GB a GPU and direction, 600 µs by the data sheet."""
+    cost = {"flops": {"bf16": 100_000_000_000, "fp32": 1_000_000}, "bytes": 400_000_000, "link_bytes": 270_000_000}
+    rows = [row("ring", "long", "fwd", name, exact(t), cost=cost) for name, t in (("triton", us), ("eager", 2 * us))]
+    ceilings = {"measured": MEASURED, "datasheet": {**DATASHEET, "link": 450e9, "host": 64e9}}
+    lines = bench("ring", {("long", "fwd"): rows}, run="two", world_size=2, ceilings=ceilings)
+    write(folder / "records" / "ring.jsonl", lines)
+    return folder
+
+
+def test_a_report_of_several_gpus_says_so_and_takes_their_links_into_the_floor(tmp_path: Path) -> None:
+    folder = two_gpus(tmp_path / "h200-x2")
+    report.write(folder)
+    found = only(folder)
+    assert (found.limit, found.run.gpu_folder) == ("link", "h200-x2")
+    assert found.best and found.percent(found.best, found.measured) == pytest.approx(75)
+    index, page = (folder / "README.md").read_text(), (folder / "ring-fwd.md").read_text()
+    assert index.startswith("# 2 NVIDIA H200\n")
+    assert [c.strip() for c in line(index, "| long |").split("|")][6:9] == ["2.00× [2.00, 2.00]", "338 GB/s", "75.0 %"]
+    assert line(index, "| NVLink, each way |").endswith("| – | 450 GB/s |")
+    assert page.startswith("# ring fwd on 2 NVIDIA H200\n")
+    assert "257 MiB over the links between GPUs, 100 GFLOP (bf16) and 1.00 MFLOP (fp32)" in page
+    assert "bound by link; floor 600 µs" in page
+    assert "limit of 2 NVIDIA H200" in (folder / "overview.svg").read_text()
+    readme = report.update_readme("<!-- report:begin h200-x2 -->\n<!-- report:end -->\n", tmp_path)
+    assert "2 NVIDIA H200, PyTorch" in readme and "| 1 | link | 75 to 75 % |" in readme
+
+
+def test_folders_of_one_and_of_several_gpus_stand_beside_each_other(tmp_path: Path) -> None:
+    one(tmp_path / "h200", [row(KERNEL, "wide", "fwd", "triton", exact(100), cost=COST)])
+    two_gpus(tmp_path / "h200-x2")
+    assert report.report_folders(tmp_path) == [tmp_path / "h200", tmp_path / "h200-x2"]
+    assert {r.run.gpu_folder for r in record.load(tmp_path).rows} == {"h200", "h200-x2"}
+    alone = bench("ring", {("long", "fwd"): [row("ring", "long", "fwd", "triton", exact(9))]}, run="alone")
+    write(tmp_path / "h200-x2" / "records" / "alone.jsonl", alone)
+    with pytest.raises(ValueError, match="different GPUs: .*one NVIDIA H200.*"):
+        report.write(tmp_path / "h200-x2", with_charts=False)
 
 
 def test_twice_is_the_same_bytes(h200: Path, tmp_path: Path) -> None:
@@ -318,7 +357,8 @@ def test_what_was_tuned_is_shown_beside_the_bench(h200: Path, tmp_path: Path) ->
     split, whole = {"config": ["split", 8], "median_us": 12.5}, {"config": ["whole", 1], "median_us": 10.0}
     shared = {"kernel": KERNEL, "mode": "fwd", "function": "pick_version"}
     rows = [
-        {**shared, "case": "long", "picked": ["split", 8], "picked_us": 12.5, "candidates": [split, whole]},
+        {**shared, "implementation": "cuda", "case": "long", "picked": ["split", 8], "picked_us": 12.5,
+         "candidates": [split, whole]},
         {**shared, "case": "short", "picked": {"warps": 4}, "picked_us": 3.0, "candidates": [
             {"config": {"warps": 4}, "median_us": 3.0}, {"config": {"warps": 8}, "median_us": None}]},
     ]  # fmt: skip
@@ -326,7 +366,7 @@ def test_what_was_tuned_is_shown_beside_the_bench(h200: Path, tmp_path: Path) ->
     (folder / "tune" / "rmsnorm.json").write_text(json.dumps({"schema": 2, "rows": rows}))
     report.write(folder, with_charts=False)
     text = (folder / "rmsnorm.md").read_text()
-    assert "## Configurations" in text and "### pick_version" in text
+    assert "## Configurations" in text and "### pick_version, in cuda" in text
     assert "| fwd | long | 2 | 12.5 µs | 10.0 µs | 25.0 % | split 8 | whole 1 |" in text
     assert "| fwd | short | 1 | 3.00 µs | 3.00 µs | 0.0 % | warps=4 | warps=4 |" in text
 

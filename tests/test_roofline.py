@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
@@ -112,6 +113,26 @@ def test_the_floor_is_the_largest_of_its_terms() -> None:
     assert roofline.throughput(1e-3, Cost(0, 0, link_bytes=4e8), LINK) == "400 GB/s"
     why = roofline.over_roofline(1e-3, Cost(0, 0, link_bytes=8e8), ceilings)
     assert why and "8e+08 bytes over the link is 200 % of the ceiling (400 GB/s, made up)" in why
+
+
+def test_every_term_has_its_own_margin() -> None:
+    """2 % under the floor of memory is an error, though the larger floor of the pipe grants 10 %."""
+    cost = Cost({"bf16": 8.0e11}, 3.9e9)  # 1 ms of FLOPs, 0.975 ms of bytes
+    assert roofline.over_roofline(0.96e-3, cost, H200) is None
+    why = roofline.over_roofline(0.94e-3, cost, H200)
+    assert why and "3.9e+09 bytes is 104 % of the ceiling (4000 GB/s, measured)" in why
+
+
+def test_links_that_were_not_measured_are_those_of_the_data_sheet() -> None:
+    datasheet = Ceilings(4.8e12, {"bf16": 989e12}, "some page", link=450e9, host=64e9)
+    both = H200.with_links_of(datasheet)
+    assert (both.bandwidth, both.flops, both.link, both.host) == (H200.bandwidth, H200.flops, 450e9, 64e9)
+    assert roofline.floor_seconds(Cost(0, 0, link_bytes=450e6), both) == Floor(1e-3, LINK)
+    why = roofline.over_roofline(0.5e-3, Cost(0, 0, link_bytes=450e6), both)
+    assert why and "(450 GB/s, data sheet)" in why
+    with_link = dataclasses.replace(H200, link=4e11).with_links_of(datasheet)
+    assert [with_link.source_of(name) for name in (MEMORY, LINK, HOST)] == ["measured", "measured", "data sheet"]
+    assert H200.with_links_of(None) == H200
 
 
 def test_a_cost_goes_into_a_record_and_back() -> None:

@@ -279,7 +279,7 @@ def test_the_command_writes_and_tells(command, tmp_path, capsys):
     assert command() == 0
     document = rows_json.read(tmp_path / "tune" / "toy.json", tuned.SCHEMA)
     assert (document["kernel"], document["gpu"], document["environments"]) == ("toy", "h200", [{"commit": "abc"}])
-    assert len(document["rows"]) == 1
+    assert [row["implementation"] for row in document["rows"]] == ["triton"]
     said = capsys.readouterr().out
     assert "5 candidates, 2 unfit; the picked one is among the best" in said
     assert "block=128 warps=4" in said
@@ -289,6 +289,20 @@ def test_a_pick_that_is_behind_is_exit_code_1(command, monkeypatch, capsys):
     monkeypatch.setattr(kernel, "pick_config", lambda n, dtype, capability: Config(64))
     assert command() == 1
     assert "25.0 % behind {'block': 128, 'warps': 4}" in capsys.readouterr().out
+
+
+def test_a_case_that_the_implementation_cannot_take_is_skipped_and_an_alias_is_not(command, monkeypatch, capsys):
+    narrow = replace(CASE, name="narrow")
+    spec = replace(
+        SPEC,
+        cases=(CASE, narrow),
+        unsupported_reason=lambda name, case, mode: "it takes wide rows" if case is narrow else None,
+        alias_reason=lambda name, case, mode: "it is what auto takes",
+    )
+    monkeypatch.setattr(options.registry, "load", lambda name: spec)
+    assert command(case=["a", "narrow"]) == 0
+    said = capsys.readouterr().out
+    assert "skipped toy fwd narrow pick_config: it takes wide rows" in said and "toy fwd a: 5 candidates" in said
 
 
 def test_an_interrupt_keeps_the_rows_that_are_complete(command, tmp_path, monkeypatch):

@@ -8,9 +8,9 @@ implementation, loses what is measured already.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import faulthandler
 import gc
-import os
 import signal
 import sys
 import time
@@ -98,15 +98,15 @@ class Session:
 
     def __post_init__(self) -> None:
         self.environment = environment.capture(self.device)
-        self.world_size = int(os.environ.get("WORLD_SIZE", 1))  # as torchrun gives it
+        self.world_size = environment.world_size()
         measured = calibrate.measure(self.device)
-        self.ceilings = calibrate.ceilings(measured)
+        key = self.environment["gpu"]["key"]
+        promised = roofline.get(key, self.environment["gpu"]["name"]).ceilings if key else None
+        self.ceilings = calibrate.ceilings(measured).with_links_of(promised)
         # A kernel that hardly writes may pass the rate of a copy; none may pass that of a pure read.
         fastest = max(measured["bandwidth"], measured["bandwidth_read"])
-        self.limits = roofline.Ceilings(fastest, measured["flops"], "measured")
-        key = self.environment["gpu"]["key"]
-        datasheet = roofline.get(key, self.environment["gpu"]["name"]).ceilings.to_record() if key else None
-        self.recorded_ceilings = {"measured": measured, "datasheet": datasheet}
+        self.limits = dataclasses.replace(self.ceilings, bandwidth=fastest)
+        self.recorded_ceilings = {"measured": measured, "datasheet": promised.to_record() if promised else None}
         self.clock = timing.Clock(self.device, timing.QUICK if self.arguments.quick else timing.Budget())
 
     def asked(self) -> dict[str, Any]:
@@ -114,6 +114,11 @@ class Session:
         a = self.arguments
         names = ("gpu", "quick", "timer", "case", "mode", "impl", "host", "host_compiled", "resume")
         return {name: getattr(a, name) for name in names}
+
+    def groups(self, selection: options.Selection) -> list[tuple[Case, str]]:
+        """What belongs into this record. On one GPU that is every case, those of several skipped with their reason."""
+        found = selection.groups()
+        return found if self.world_size == 1 else [(c, m) for c, m in found if c.world_size == self.world_size]
 
     def bench(self, selection: options.Selection, path: Path) -> int:
         """All groups of one kernel into its record. Returns how many rows of our own failed."""
@@ -123,7 +128,7 @@ class Session:
             finished = record.finished(
                 path, options=self.asked(), commit=self.environment["commit"], gpu=self.environment["gpu"]["name"]
             )
-        groups = [(c, m) for c, m in selection.groups() if (c.name, m) not in finished.done]
+        groups = [(c, m) for c, m in self.groups(selection) if (c.name, m) not in finished.done]
         if self.arguments.host == "only":
             groups = []
         failures = 0

@@ -22,7 +22,7 @@ from ..correctness import battery, fuzz, integration, refusal, special_values
 from ..correctness.accuracy import FP8, Verdict
 from ..correctness.battery import Rejected, Skipped, Subject
 from ..correctness.verify import verify
-from ..spec import WITHOUT_AUTOGRAD, Case, KernelSpec
+from ..spec import WHOLE, WITHOUT_AUTOGRAD, Case, KernelSpec
 
 __all__ = ["CHECKS", "Item", "Outcome", "Verdict", "configure", "main", "plan", "run", "verify"]
 
@@ -106,7 +106,7 @@ def plan(
 ) -> list[Item]:
     """What is checked, in the order in which it should be: the cheap and telling checks first."""
     cases = spec.cases if cases is None else cases
-    phases = ("step",) if "step" in spec.modes else ("fwd", "bwd") if spec.grads else ("fwd",)
+    phases = tuple(m for m in WHOLE if m in spec.modes) or (("fwd", "bwd") if spec.grads else ("fwd",))
     wanted = [m for m in phases if modes is None or m in modes or "fwd+bwd" in modes]
     items = []
     for implementation in implementations or spec.implementations:
@@ -160,6 +160,8 @@ def unable(spec: KernelSpec, case: Case, device: str) -> str | None:
         return f"Triton's interpreter computes {str(case.dtype).removeprefix('torch.')} wrongly"
     if case.min_capability > (0, 0):
         return f"needs a GPU of compute capability {case.min_capability}"
+    if case.world_size > 1:
+        return f"needs {case.world_size} GPUs of one host"
     if case.bench or _bytes(spec, case) > CPU_BYTES:
         return "too large for Triton's interpreter"
     return None

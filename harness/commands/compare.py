@@ -44,6 +44,7 @@ BROKEN = ("oom", "error", "wrong", "crashed", "over-roofline")
 #: what is compared of the two sides' runs: title -> reader of a run
 FACTS: dict[str, Any] = {
     "GPU": lambda run: run.gpu.get("name"),
+    "GPUs": lambda run: run.world_size,
     "card (UUID)": lambda run: run.gpu.get("uuid"),
     "driver": lambda run: run.gpu.get("driver"),
     "highest SM clock (MHz)": lambda run: run.gpu.get("sm_clock_max_mhz"),

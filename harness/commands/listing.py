@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from .. import options, registry
+from ..spec import KernelSpec
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -29,13 +30,20 @@ def describe(selection: options.Selection) -> str:
     lines = [
         spec.name,
         f"  modes            {', '.join(selection.modes)}",
-        f"  implementations  {', '.join(ours) or 'none'}",
+        f"  implementations  {', '.join(_needs(spec, name) for name in ours) or 'none'}",
         f"  compared with    {', '.join(others) or 'none'}",
         f"  throughput in    {spec.unit}/s",
         "  cases",
     ]
     for case in selection.cases:
         settings = {**case.dims, "dtype": str(case.dtype).removeprefix("torch."), **case.params}
+        settings |= {"GPUs": case.world_size} if case.world_size > 1 else {}
         shown = ", ".join(f"{key} {value}" for key, value in settings.items())
         lines.append(f"    {case.name:<{width}}  {shown}{'' if case.bench else '  (correctness alone)'}")
     return "\n".join(lines)
+
+
+def _needs(spec: KernelSpec, name: str) -> str:
+    """'cuda (sm_90)': an implementation, and the compute capability that it starts at."""
+    needed = spec.min_capability.get(name)
+    return f"{name} (sm_{needed[0]}{needed[1]})" if needed else name

@@ -167,6 +167,9 @@ def _run(target: Target, device: torch.device) -> tuple[str, str | None]:
     spec, case, mode = target.spec, target.case, target.mode
     if reason := execute.unfit(case, torch.cuda.get_device_capability(device)):
         return "skipped", reason
+    ours = target.implementation in spec.implementations
+    if ours and (reason := spec.skip_reason(target.implementation, case, mode)):
+        return "skipped", reason
     try:
         fn = execute.load(spec, target.implementation, case, mode)
         generator = torch.Generator(device).manual_seed(SEED)

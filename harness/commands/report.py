@@ -17,7 +17,7 @@ from typing import Any
 from .. import options, record
 from ..nsight import profile_report
 from ..registry import COLLECTIONS, ROOT
-from ..reporting import charts, choices, host, kernel_page, pages, roofline_charts, rows_json, short_tables
+from ..reporting import charts, choices, host, kernel_page, markdown, pages, roofline_charts, rows_json, short_tables
 from ..reporting.entries import Records
 from ..reporting.findings import Finding, findings, modes_of
 
@@ -83,7 +83,7 @@ def write(folder: Path, with_charts: bool = True) -> list[Path]:
     if not records.rows:
         raise FileNotFoundError(f"the records in {folder} hold no rows: run bench first")
     found = findings(records)
-    gpu = gpu_name(records)
+    gpu = gpus(records)
     measured = profile_report.medians(records.rows)
     written = [_write_lines(folder / "README.md", pages.index(gpu, records, found, with_charts))]
     for kernel in records.kernels():
@@ -117,9 +117,10 @@ def _draw(folder: Path, gpu: str, kernels: Iterable[str], found: Sequence[Findin
     return [path for path, _ in drawn]
 
 
-def gpu_name(records: Records) -> str:
-    """The device's name. ValueError where the records of one folder come from different cards: they do not compare."""
-    names = dict.fromkeys(str(run.gpu.get("name") or "unknown GPU") for run in records.used_runs())
+def gpus(records: Records) -> str:
+    """'one NVIDIA H200'. ValueError where the records of one folder come from different cards, or from another number
+    of them: they do not compare."""
+    names = dict.fromkeys(run.gpus for run in records.used_runs())
     if len(names) > 1:
         raise ValueError(f"the records of one report come from different GPUs: {', '.join(names)}")
     return next(iter(names))
@@ -154,13 +155,14 @@ def readme_block(folder: Path) -> str:
     link = f"reports/{folder.name}"
     run = records.used_runs()[-1]
     triton, torch = run.environment.get("triton"), run.environment.get("torch")
+    gpu = gpus(records)
     lines = [
         "",
-        f"![How near our kernels come to the limit of one {gpu_name(records)}]({link}/overview.svg)",
+        f"![How near our kernels come to the limit of {gpu}]({link}/overview.svg)",
         "",
         *short_tables.of_kernels(findings(records), link),
         "",
-        f"One {gpu_name(records)}, PyTorch {torch}, Triton {triton}. Means are geometric, over all cases; ranges are "
+        f"{markdown.sentence(gpu)}, PyTorch {torch}, Triton {triton}. Means are geometric, over all cases; ranges are "
         f"the worst and the best. [The full report]({link}/README.md) has each case, its interval, peers, clocks and "
         "errors.",
         "",
@@ -175,7 +177,7 @@ def kernel_block(folder: Path, kernel: str) -> str:
         return ""
     records = record.load(folder / "records" / f"{kernel}.jsonl")
     link = f"../../reports/{folder.name}"
-    gpu = gpu_name(records)
+    gpu = gpus(records)
     found = findings(records)
     lines = [""]
     for mode in modes_of(found):
@@ -183,8 +185,8 @@ def kernel_block(folder: Path, kernel: str) -> str:
         lines += [*short_tables.of_mode([f for f in found if f.mode == mode]), ""]
     lines += host.short(records)
     lines += [
-        f"One {gpu}. [The report]({link}/{kernel}.md) has every implementation, interval, clock and error, and says "
-        "what the signs mean.",
+        f"{markdown.sentence(gpu)}. [The report]({link}/{kernel}.md) has every implementation, interval, clock and "
+        "error, and says what the signs mean.",
         "",
     ]
     return "\n".join(lines)

@@ -94,11 +94,11 @@ def _replay(selections: Sequence[options.Selection]) -> int:
 
 
 def _rows(selection: options.Selection, where: Place, wanted: Wanted) -> Iterator[dict[str, Any]]:
-    clock = new_clock(where.device)
+    clock, capability = new_clock(where.device), torch.cuda.get_device_capability(where.device)
     for _, tunable in wanted.tunables(selection):
         for case in wanted.cases(selection, tunable):
-            unfit = execute.unfit(case, torch.cuda.get_device_capability(where.device))
-            if unfit or tunable.mode not in selection.spec.modes_of(case):
+            if reason := precompile.left_out(selection.spec, tunable, case, capability):
+                print(f"skipped {selection.spec.name} {tunable.mode} {case.name} {tunable.function}: {reason}")
                 continue
             row = search(selection.spec, tunable, case, where.device, clock)
             print(f"{row['kernel']} {row['mode']} {row['case']}: {_summary(row)}", flush=True)
@@ -109,7 +109,7 @@ def _rows(selection: options.Selection, where: Place, wanted: Wanted) -> Iterato
 
 def search(spec: KernelSpec, tunable: Tunable, case: Case, device: torch.device, clock: Any) -> dict[str, Any]:
     """Times every candidate of one case. The row of the file."""
-    name = tunable.implementation or next(iter(spec.implementations))
+    name = spec.searched_in(tunable)
     fn, sets = execute.load(spec, name, case, tunable.mode), input_sets(spec, case, tunable.mode, clock)
     generator = torch.Generator(device).manual_seed(SEED)
     inputs = [spec.make_inputs(case, device, generator) for _ in range(sets)]
@@ -137,6 +137,7 @@ def search(spec: KernelSpec, tunable: Tunable, case: Case, device: torch.device,
         "mode": tunable.mode,
         "case": case.name,
         "function": tunable.function,
+        "implementation": name,
         "arguments": [encode(argument) for argument in arguments],
         "column": column,
         "picked": encode(picked),

@@ -21,7 +21,7 @@ from typing import Any
 
 from .. import execute
 from ..nvtx import range_name
-from ..spec import Case, KernelSpec
+from ..spec import WHOLE, Case, KernelSpec
 from . import launches, nvrtc, occupancy, sass
 
 Row = dict[str, Any]
@@ -65,18 +65,20 @@ def compile_spec(
     """
     outcome = Outcome(spec.name, target_name(capability))
     wanted = {phase for mode in modes for phase in mode.split("+")}
+    names = [name for name in spec.implementations if implementations is None or name in implementations]
+    for name in [name for name in names if spec.min_capability.get(name, (0, 0)) > capability]:
+        names.remove(name)
+        outcome.skipped.append(f"{outcome.target} {name}: needs {target_name(spec.min_capability[name])}")
     found: dict[str, _Compiled] = {}
     for case in cases:
         if reason := execute.unfit(case, capability):
             outcome.skipped.append(f"{outcome.target} {case.name}: {reason}")
             continue
         phases = {phase for mode in spec.modes_of(case) for phase in mode.split("+")} & wanted
-        for name in (n for n in spec.implementations if implementations is None or n in implementations):
-            if spec.min_capability.get(name, (0, 0)) > capability:
-                continue
-            for mode in (m for m in ("fwd", "step", "bwd") if m in phases and not spec.skip_reason(name, case, m)):
+        for name in names:
+            for mode in (m for m in ("fwd", *WHOLE, "bwd") if m in phases and not spec.skip_reason(name, case, m)):
                 _trace(spec, name, case, mode, capability, found, outcome)
-    if not found and not outcome.failures:
+    if names and not found and not outcome.failures:
         outcome.failures.append(f"{outcome.target}: {spec.name} launched no kernel in any case")
     for entry in found.values():
         row = describe(spec, entry.launch, capability)

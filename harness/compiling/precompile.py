@@ -58,6 +58,16 @@ def nameable(spec: KernelSpec) -> list[Case]:
     return list({case.name: case for case in (*own, *spec.cases)}.values())
 
 
+def left_out(spec: KernelSpec, tunable: Tunable, case: Case, capability: tuple[int, int]) -> str | None:
+    """Why a case is not tuned on a GPU of that capability, or None. An implementation that is another one once more
+    there is: what it picks is that one's choice too."""
+    if reason := execute.unfit(case, capability):
+        return reason
+    if tunable.mode not in spec.modes_of(case):
+        return f"it is not run in mode {tunable.mode}"
+    return spec.unsupported_reason(spec.searched_in(tunable), case, tunable.mode)
+
+
 def jobs(selections: Sequence[options.Selection], capability: tuple[int, int], wanted: Wanted) -> list[Job]:
     """Everything that `tune` will try on a GPU of that capability."""
     return [
@@ -65,7 +75,7 @@ def jobs(selections: Sequence[options.Selection], capability: tuple[int, int], w
         for selection in selections
         for index, tunable in wanted.tunables(selection)
         for case in wanted.cases(selection, tunable)
-        if not execute.unfit(case, capability) and tunable.mode in selection.spec.modes_of(case)
+        if not left_out(selection.spec, tunable, case, capability)
         for candidate in range(len(list(tunable.candidates(case))))
     ]
 
@@ -83,7 +93,7 @@ def compile_candidate(job: Job) -> None:
     tunable = spec.tunables[job.tunable]
     case = next(case for case in (*tunable.cases, *spec.cases) if case.name == job.case)
     config = list(tunable.candidates(case))[job.candidate]
-    fn = spec.implementations[tunable.implementation or next(iter(spec.implementations))]
+    fn = spec.implementations[spec.searched_in(tunable)]
     picked = mock.patch.object(tunable.module, tunable.function, lambda *_: config)
     silent = contextlib.redirect_stdout(io.StringIO())  # where ptxas refuses, Triton prints the whole PTX
     elsewhere = nvrtc.recording(nvrtc.package_of(spec), job.capability, lambda launch: None)

@@ -131,7 +131,7 @@ def peers(findings: Sequence[Finding], mode: str, gpu: str) -> Figure:
         _points(axes, shown, looks(findings))
         _margin(axes, shown)
         axes.set_xlabel("% of the measured roofline: copy bandwidth or GEMM rate of this card")
-        title = f"{findings[0].kernel} {mode} on one {gpu}"
+        title = f"{findings[0].kernel} {mode} on {gpu}"
         figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
         _legend(figure, shown, looks(findings))
     return figure

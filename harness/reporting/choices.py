@@ -37,8 +37,10 @@ def section(document: Mapping[str, Any]) -> list[str]:
     ]
     rows = document["rows"]
     for function in dict.fromkeys(row["function"] for row in rows):
-        table = md.table(HEAD, [cells(row) for row in rows if row["function"] == function])
-        lines += [f"### {function}", "", *table, ""]
+        mine = [row for row in rows if row["function"] == function]
+        searched = dict.fromkeys(row["implementation"] for row in mine if "implementation" in row)
+        title = f"{function}, in {', '.join(searched)}" if searched else function
+        lines += [f"### {title}", "", *md.table(HEAD, [cells(row) for row in mine]), ""]
     return lines
 
 

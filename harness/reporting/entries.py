@@ -61,10 +61,20 @@ class Run:
         return self.data.get("ceilings") or {}
 
     @property
+    def world_size(self) -> int:
+        """How many GPUs it took."""
+        return int(self.data.get("world_size") or 1)
+
+    @property
+    def gpus(self) -> str:
+        """'one NVIDIA H200', '2 NVIDIA H200'."""
+        return f"{'one' if self.world_size == 1 else self.world_size} {self.gpu.get('name') or 'unknown GPU'}"
+
+    @property
     def gpu_folder(self) -> str:
         """Name of the report's folder: the key of the table, or the device's name where it is not in it."""
         name = str(self.gpu.get("key") or slug(str(self.gpu.get("name") or "cpu")))
-        return of_several(name, int(self.data.get("world_size") or 1))
+        return of_several(name, self.world_size)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,8 @@ class Finding:
 
     @property
     def measured(self) -> Ceilings | None:
-        return Ceilings.from_record(self.run.ceilings.get("measured"), "measured")
+        ceilings = Ceilings.from_record(self.run.ceilings.get("measured"), "measured")
+        return ceilings and ceilings.with_links_of(self.datasheet)
 
     @property
     def datasheet(self) -> Ceilings | None:

@@ -48,7 +48,7 @@ def page(
     """<kernel>.md. `profile` and `tuned` are the files of these names, where there are any."""
     modes = modes_of(found)
     links = " · ".join(f"[{mode}: every implementation]({pages.stem(kernel, mode)}.md)" for mode in modes)
-    lines = [f"# {kernel} on one {gpu}", "", pages.GENERATED, "", f"[All kernels](README.md) · {links}", ""]
+    lines = [f"# {kernel} on {gpu}", "", pages.GENERATED, "", f"[All kernels](README.md) · {links}", ""]
     if charts:
         lines += _charts(kernel, gpu, found)
     lines += ["## Summary", "", *pages.summary(found), ""]
@@ -72,7 +72,7 @@ def mode_page(kernel: str, mode: str, gpu: str, found: Sequence[Finding], charts
     """<kernel>-<mode>.md: every implementation of every case, in every column. `found` has the kernel's findings."""
     links = [f"[{kernel}]({kernel}.md)", "[All kernels](README.md)"]
     links += [f"[{other}]({pages.stem(kernel, other)}.md)" for other in modes_of(found) if other != mode]
-    lines = [f"# {kernel} {mode} on one {gpu}", "", pages.GENERATED, "", " · ".join(links), ""]
+    lines = [f"# {kernel} {mode} on {gpu}", "", pages.GENERATED, "", " · ".join(links), ""]
     if charts and (image := pages.chart(kernel, found, mode, gpu)):
         lines += [*image, CHART_TEXT, ""]
     for finding in (f for f in found if f.mode == mode):

@@ -8,6 +8,11 @@ from collections.abc import Iterable, Sequence
 NONE = "–"
 
 
+def sentence(text: str) -> str:
+    """With a capital at its beginning: 'one NVIDIA H200' -> 'One NVIDIA H200'."""
+    return text[:1].upper() + text[1:]
+
+
 def cell(value: object) -> str:
     """Text that cannot break its table."""
     return NONE if value is None or value == "" else str(value).replace("|", "\\|").replace("\n", " ").strip()

@@ -22,6 +22,8 @@ COLUMN_TEXT = {
     "cupti": "the sum of the durations of the kernels that a cold call launched, as CUPTI reports them.",
 }
 
+LINKS = {roofline.LINK: "NVLink", roofline.HOST: "PCIe"}
+
 VERDICTS = (
     "**Verdict**: by the median speed-up over the best peer *measured in the same run*, PyTorch eager and "
     "torch.compile among the peers: excellent > 1.5×, good ≥ 1.2×, measured ≥ 1×, investigate < 1×. The interval "
@@ -36,8 +38,8 @@ SUMMARY_HEAD = (
 
 
 def index(gpu: str, records: Records, found: Sequence[Finding], charts: bool) -> list[str]:
-    """README.md of the folder."""
-    lines = [f"# One {gpu}", "", GENERATED, ""]
+    """README.md of the folder. `gpu` as everywhere here: 'one NVIDIA H200', '2 NVIDIA H200'."""
+    lines = [f"# {md.sentence(gpu)}", "", GENERATED, ""]
     if charts:
         lines += ["![Share of the measured roofline, all kernels](overview.svg)", ""]
     lines += [VERDICTS, ""]
@@ -63,7 +65,7 @@ def chart(kernel: str, found: Sequence[Finding], mode: str, gpu: str, folder: st
     """The image of one mode's chart, where there is anything on it. `folder`: where the reports lie, ending in '/'."""
     if not any(f.shares() for f in found if f.mode == mode):
         return []
-    return [f"![{kernel} {mode} and its peers on one {gpu}]({folder}{stem(kernel, mode)}.svg)", ""]
+    return [f"![{kernel} {mode} and its peers on {gpu}]({folder}{stem(kernel, mode)}.svg)", ""]
 
 
 def summary(found: Sequence[Finding]) -> list[str]:
@@ -232,6 +234,7 @@ def ceilings(runs: Sequence[Run]) -> list[str]:
         ("memory, copy (read + write)", lambda c: c.get("bandwidth"), roofline.gbps),
         ("memory, read alone", lambda c: c.get("bandwidth_read"), roofline.gbps),
     ]
+    picks += [(f"{name}, each way", lambda c, k=key: c.get(k), roofline.gbps) for key, name in LINKS.items()]
     picks += [(f"{p}, dense", lambda c, p=p: (c.get("flops") or {}).get(p), roofline.tflops) for p in pipes]
     rows = []
     for name, pick, unit in picks:

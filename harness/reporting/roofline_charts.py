@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MARKS = {"fwd": "o", "bwd": "s", "fwd+bwd": "D", "step": "^"}
+MARKS = {"fwd": "o", "bwd": "s", "fwd+bwd": "D", "step": "^", "train": "v"}
 
 
 def roofline(findings: Sequence[Finding], gpu: str) -> Figure:
@@ -28,7 +28,7 @@ def roofline(findings: Sequence[Finding], gpu: str) -> Figure:
         axes = figure.add_subplot()
         if shown:
             _landscape(axes, shown)
-        title = f"{findings[0].kernel}: roofline of one {gpu}"
+        title = f"{findings[0].kernel}: roofline of {gpu}"
         figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
     return figure
 
@@ -141,7 +141,7 @@ def overview(findings: Sequence[Finding], gpu: str) -> Figure:
             Line2D([], [], color=MEASURED_LINE, lw=1.4, label="measured ceiling"),
         ]
         figure.legend(handles=handles, loc="outside lower center", ncols=3, handletextpad=0.4)
-        figure.suptitle(f"How near to the limit of one {gpu}", x=0.012, ha="left", fontsize=13, fontweight="bold")
+        figure.suptitle(f"How near to the limit of {gpu}", x=0.012, ha="left", fontsize=13, fontweight="bold")
     return figure
 
 
