@@ -330,7 +330,7 @@ def test_it_ends_whatever_the_order_in_which_ctas_start(config, causal, monkeypa
     monkeypatch.setattr(cuda_driver, "kernels", delayed)
     monkeypatch.setattr(torch, "zeros", zeros)
     config_of = backward.configuration(problem)
-    plan = backward._roles_plan(problem, config_of, backward._Sizes.of(problem, config_of))
+    plan = backward._roles_plan(problem, config_of, backward.Sizes.of(problem, config_of))
     for _ in range(3):
         for a, b in zip(gradients(problem, saved), expected, strict=True):
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)

@@ -92,7 +92,7 @@ class Told:
     values: tuple = ()
 
     def described(self) -> backward.Described:
-        before = len(self.layout.partition(backward._DESCRIBED)[0].replace("(", "").replace(")", ""))
+        before = len(self.layout.partition(backward.DESCRIBED)[0].replace("(", "").replace(")", ""))
         return backward.Described(*self.values[before : before + len(backward.Described._fields)])
 
 

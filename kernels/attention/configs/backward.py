@@ -59,9 +59,17 @@ def pick_backward(version: str, hopper: str = "", deterministic: bool = False) -
 
 @functools.lru_cache(1024)
 def pick_cuda_bwd_config(
-    queries: int, keys: int, dim: int, kv_heads: int, group: int, causal: bool, sms: int
+    queries: int,
+    keys: int,
+    dim: int,
+    kv_heads: int,
+    group: int,
+    causal: bool,
+    sms: int,
+    schedule: Schedule | None = None,
 ) -> CudaBackwardConfig:
-    """Schedule, tile, sections, shares and spans of the backward in CUDA C++. `kv_heads` of all batches.
+    """Schedule, tile, sections, shares and spans of the backward in CUDA C++. `kv_heads` of all batches;
+    `schedule`: the only one that can run, if there is no choice.
 
     The schedule is `_pick_schedule`'s. Without a mask all CTAs take as long: heads go one by one, and the last round of
     CTAs is shared out over all SMs. With a mask the longest CTAs of a section start first (`_pick_section`). With a
@@ -73,7 +81,8 @@ def pick_cuda_bwd_config(
     """
     blocks = triton.cdiv(keys, CUDA_BWD_KEYS)
     rounds = blocks * kv_heads / sms
-    schedule = _pick_schedule(queries, keys, dim, kv_heads, group, causal, sms)
+    if schedule is None:
+        schedule = _pick_schedule(queries, keys, dim, kv_heads, group, causal, sms)
     if schedule is Schedule.CTA_PER_KV_HEAD:
         return CudaBackwardConfig(64, 1, schedule=schedule)
     if schedule is Schedule.PERSISTENT:

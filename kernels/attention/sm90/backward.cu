@@ -13,6 +13,8 @@
 //                    `preprocess` zeros nothing, and `postprocess` is not launched
 //   PERSISTENT       a CTA stays on each SM and computes one block after the other
 //   ROLES            CTAs of `backward` itself do the work of `preprocess` and `postprocess`
+// With ACCUMULATE the keys are one block of several, of which ring attention calls one after the other: lse and delta are
+// those over all keys, and dq, dk and dv are fp32 and added to (backward_accumulate.cuh).
 //
 // `backward`: a CTA owns 128 keys and goes over the queries that see them, 128 (D = 64), 64 or 80 (D = 128) at a time.
 // One warp loads by TMA; two warp groups own 64 keys each: dk and dv stay in their registers.
@@ -41,6 +43,12 @@
 
 #include "backward_layout.cuh"
 #include "backward_work.cuh"
+
+#if ACCUMULATE
+using KeyGradients = Rows;
+#else
+using KeyGradients = TensorMap;
+#endif
 
 // What the producer tells consumers of each tile of queries, beside its stage of q: where its dq goes (with
 // CTA_PER_KV_HEAD twice that, and 1 more at the last visit), and which of the tiles it is.
@@ -97,7 +105,7 @@ DEVICE void produce(const TensorMap& q_map, const TensorMap& do_map, const Tenso
 extern "C" __global__ void __launch_bounds__(384, 1)
 attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map,
          const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
-         const __grid_constant__ TensorMap dk_map, const __grid_constant__ TensorMap dv_map, const Problem p,
+         const __grid_constant__ KeyGradients dk_map, const __grid_constant__ KeyGradients dv_map, const Problem p,
          const __grid_constant__ TensorMap dq_map, const __grid_constant__ TensorMap out_map  // not CTA_PER_BLOCK
 #if SCHEDULE == ROLES
          , const __grid_constant__ Roles roles) {
@@ -156,5 +164,9 @@ attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const __grid_constan
 
 #endif
 
+#if ACCUMULATE
+#include "backward_accumulate.cuh"
+#else
 #include "backward_ends.cuh"
 #include "backward_persistent.cuh"
+#endif

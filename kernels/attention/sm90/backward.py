@@ -50,17 +50,18 @@ class Described(NamedTuple):
     unshared: int
     splits: int
     alternate: int
+    shift: int
     scale: float
     scale_log2: float
 
 
-_DESCRIBED, _ROWS = "(PPPPiiiiiiiiiiiff)", "(Pqqq)"  # a Problem; address and strides of a tensor
-_MAIN, _PERSISTENT = f"MMMMMM{_DESCRIBED}MM", f"MMMM{_ROWS}{_ROWS}{_DESCRIBED}Pi"
-_PREPROCESS, _POSTPROCESS = f"{_ROWS}{_ROWS}PPPPPiiiPi", f"{_ROWS}Piiif"
-_SUM_SHARES = f"{_ROWS}{_ROWS}{_DESCRIBED}"
+DESCRIBED, ROWS = "(PPPPiiiiiiiiiiiiff)", "(Pqqq)"  # a Problem; address and strides of a tensor
+_MAIN, _PERSISTENT = f"MMMMMM{DESCRIBED}MM", f"MMMM{ROWS}{ROWS}{DESCRIBED}Pi"
+_PREPROCESS, _POSTPROCESS = f"{ROWS}{ROWS}PPPPPiiiPi", f"{ROWS}Piiif"
+_SUM_SHARES = f"{ROWS}{ROWS}{DESCRIBED}"
 
 
-class _Sizes(NamedTuple):
+class Sizes(NamedTuple):
     """Tiles of queries of a head and their rows, blocks of keys of a head, and all blocks that one CTA computes."""
 
     m_tiles: int
@@ -69,12 +70,12 @@ class _Sizes(NamedTuple):
     unshared: int
 
     @classmethod
-    def of(cls, problem: Problem, config: CudaBackwardConfig) -> _Sizes:
+    def of(cls, problem: Problem, config: CudaBackwardConfig) -> Sizes:
         m_tiles, n_blocks = -(-problem.queries // config.queries), -(-problem.keys // KEYS)
         return cls(m_tiles, m_tiles * config.queries, n_blocks, problem.all_kv_heads * n_blocks - config.shared)
 
 
-class _Workspace(NamedTuple):
+class Workspace(NamedTuple):
     """Memory beside the results, in one piece: fp32 sums of dQ, of dK and dV of shares, lse2 and delta of each query,
     and a counter. In numbers of 4 bytes: where each begins, and how many there are."""
 
@@ -85,7 +86,7 @@ class _Workspace(NamedTuple):
     size: int
 
     @classmethod
-    def of(cls, problem: Problem, config: CudaBackwardConfig, padded: int) -> _Workspace:
+    def of(cls, problem: Problem, config: CudaBackwardConfig, padded: int) -> Workspace:
         rows = 0 if config.schedule is Schedule.SINGLE_BLOCK else problem.all_heads * padded
         parts = rows * problem.dim
         lse2 = parts + config.shared * config.splits * 2 * KEYS * problem.dim
@@ -120,8 +121,8 @@ def cuda_bwd_plan(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Te
     a problem that has no `cuda_unsupported_reason`."""
     config = configuration(problem)
     schedule, causal, device = config.schedule, problem.right == 0, problem.q.device
-    sizes = _Sizes.of(problem, config)
-    work = _Workspace.of(problem, config, sizes.padded)
+    sizes = Sizes.of(problem, config)
+    work = Workspace.of(problem, config, sizes.padded)
     read = (problem.q, problem.k, problem.v, saved.out, saved.dout)
     expanded = any(unexpanded(x) is not x for x in read)
     q, k, v, out, dout = map(unexpanded, read)
@@ -129,7 +130,7 @@ def cuda_bwd_plan(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Te
     apart = schedule in (Schedule.CTA_PER_BLOCK, Schedule.PERSISTENT)  # dQ is cast by a launch of its own
     launches = _Launches.of(problem, config, sizes)
     maps = _maps(problem, config, q, k, v, dout, out, dq, dk, dv)
-    numbers = _numbers(problem, config, sizes)
+    numbers = numbers_of(problem, config, sizes, problem.keys - problem.queries)
     rows = tuple(x.stride()[:3] for x in (dq, dk, dv, out, dout))
     counts = (problem.queries, sizes.padded, problem.q.shape[1])
     plan = _roles_plan(problem, config, sizes) if roles_played else None
@@ -201,7 +202,7 @@ class _Launches(NamedTuple):
     items: int  # that these CTAs compute
 
     @classmethod
-    def of(cls, problem: Problem, config: CudaBackwardConfig, sizes: _Sizes) -> _Launches:
+    def of(cls, problem: Problem, config: CudaBackwardConfig, sizes: Sizes) -> _Launches:
         schedule, device = config.schedule, problem.q.device.index
         items = sizes.unshared + config.shared * config.splits
         ctas, layout = items, _MAIN
@@ -213,7 +214,7 @@ class _Launches(NamedTuple):
             ctas, layout = _roles_plan(problem, config, sizes).ctas, _MAIN + roles.LAYOUT
         with torch.cuda.device_of(problem.q):
             main, preprocess, postprocess, sum_shares = cuda_driver.kernels(
-                device, "backward.cu", NAMES, _defines(problem, config), SHARED_BYTES
+                device, "backward.cu", NAMES, defines_of(problem, config), SHARED_BYTES
             )
 
         def helper(handle: Any, ctas: int, layout: str) -> cuda_driver.Launch:
@@ -233,7 +234,7 @@ class _Launches(NamedTuple):
         )
 
 
-def _defines(problem: Problem, config: CudaBackwardConfig) -> tuple[str, ...]:
+def defines_of(problem: Problem, config: CudaBackwardConfig) -> tuple[str, ...]:
     return (
         f"HEAD_DIM={problem.dim}",
         f"IS_CAUSAL={int(problem.right == 0)}",
@@ -243,8 +244,8 @@ def _defines(problem: Problem, config: CudaBackwardConfig) -> tuple[str, ...]:
     )
 
 
-def _numbers(problem: Problem, config: CudaBackwardConfig, sizes: _Sizes) -> tuple[float, ...]:
-    """Described without its addresses."""
+def numbers_of(problem: Problem, config: CudaBackwardConfig, sizes: Sizes, shift: int) -> tuple[float, ...]:
+    """Described without its addresses. Under a mask query i sees keys up to i + shift."""
     return (
         problem.queries,
         problem.keys,
@@ -257,6 +258,7 @@ def _numbers(problem: Problem, config: CudaBackwardConfig, sizes: _Sizes) -> tup
         sizes.unshared,
         config.splits,
         config.alternate,
+        shift,
         problem.scale,
         problem.scale * LOG2_E,
     )
@@ -279,7 +281,7 @@ def _maps(problem: Problem, config: CudaBackwardConfig, *tensors: torch.Tensor) 
     return [*maps, *(tensor_map(x, problem.queries, n) for x, n in ((dq, rows), (out, tile)))]
 
 
-def _roles_plan(problem: Problem, config: CudaBackwardConfig, sizes: _Sizes) -> roles_configs.RolesPlan:
+def _roles_plan(problem: Problem, config: CudaBackwardConfig, sizes: Sizes) -> roles_configs.RolesPlan:
     return roles_configs.pick_roles_plan(
         config, problem.all_kv_heads, problem.group, sizes.m_tiles, sizes.n_blocks, problem.sms()
     )

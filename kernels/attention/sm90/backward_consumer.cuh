@@ -35,12 +35,11 @@ struct Consumer {
 };
 
 // Masks S^T of the tile in slot `slot` of the ring of queries: keys from `first_key` on are this warp group's.
-DEVICE void hide(const Consumer& me, const Problem& p, float (&s)[BM / 2], int first_key, int offset, bool diagonal,
-                 u32 slot) {
+DEVICE void hide(const Consumer& me, const Problem& p, float (&s)[BM / 2], int first_key, bool diagonal, u32 slot) {
     bool tail = first_key + 64 > p.keys;
     if (tail || diagonal) {
         const int key = first_key + me.warp * 16 + me.lane / 4;  // and key + 8
-        int shift = CAUSAL ? key - offset - tile_index(me.base, slot) * BM : 0;
+        int shift = CAUSAL ? key - p.shift - tile_index(me.base, slot) * BM : 0;
         int pair = me.lane % 4 * 2;
         float hidden = p.scale > 0 ? -INFINITE : INFINITE;  // the scale comes after
         int limit0 = key < p.keys ? shift : BM, limit1 = key + 8 < p.keys ? shift + (CAUSAL ? 8 : 0) : BM;
@@ -79,8 +78,33 @@ DEVICE void store_share(const Consumer& me, const Problem& p, int part, const fl
 }
 
 #if SCHEDULE != PERSISTENT  // else backward_persistent.cuh has a loop of its own
+#if ACCUMULATE
+// Adds two rows of `c`, as a warp's products have them, to the 32-bit floats at `to`: 8 bytes a lane, 32 a row. No other
+// CTA has these keys.
+DEVICE void add_rows(const Rows& to, int batch, int head, int row, int keys, const float (&c)[D / 2], float scale) {
+    const float* first = (const float*)to.at + batch * to.batch + head * to.head + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        if (row + 8 * half >= keys) continue;
+        Float2* at = (Float2*)(first + (row + 8 * half) * to.row);
+        Float2 x[D / 8];
+#pragma unroll
+        for (int j = 0; j < D / 8; j++) x[j] = at[4 * j];
+#pragma unroll
+        for (int j = 0; j < D / 8; j++)
+            at[4 * j] = {x[j].x + c[4 * j + 2 * half] * scale, x[j].y + c[4 * j + 2 * half + 1] * scale};
+    }
+}
+DEVICE void store_keys(const Consumer& me, const Rows& dk_rows, const Rows& dv_rows, const Problem& p, const Work& w,
+                       const float (&dk)[D / 2], const float (&dv)[D / 2]) {
+    const int row = w.first_key + me.wg * 64 + me.warp * 16 + me.lane / 4;
+    add_rows(dv_rows, w.batch, w.head, row, p.keys, dv, 1);
+    add_rows(dk_rows, w.batch, w.head, row, p.keys, dk, p.scale);
+    if (me.lane == 0) bulk_wait_read();
+}
+#else
 // dk and dv take the places of K and V, when both groups are done with these; TMA leaves out rows that do not exist.
-DEVICE void store_keys(const Consumer& me, const TensorMap& dk_map, const TensorMap& dv_map, const Problem& p,
+DEVICE void store_keys(const Consumer& me, const KeyGradients& dk_map, const KeyGradients& dv_map, const Problem& p,
                        const Work& w, const float (&dk)[D / 2], const float (&dv)[D / 2]) {
     named_sync(KEYS_DONE, 256);
 #pragma unroll
@@ -105,6 +129,7 @@ DEVICE void store_keys(const Consumer& me, const TensorMap& dk_map, const Tensor
         else bulk_wait_read();
     }
 }
+#endif
 
 #if SCHEDULE == SINGLE_BLOCK
 // The warp's part of dq of the tile at `place`, scaled and cast: no other CTA adds to it.
@@ -143,7 +168,7 @@ DEVICE void add_query_gradient(const Consumer& me, const TensorMap& dq_map, cons
 #endif
 }
 
-DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const TensorMap& dq_map, const Problem& p,
+DEVICE void consume(const KeyGradients& dk_map, const KeyGradients& dv_map, const TensorMap& dq_map, const Problem& p,
                     const Work& w, Progress& now, u32 base) {
     const Consumer me(base);
     float dk[D / 2], dv[D / 2], s[BM / 2], dp[BM / 2], dq[DQ_REGISTERS];
@@ -152,10 +177,9 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
     for (int i = 0; i < D / 2; i++) dk[i] = dv[i] = 0;
     Ring<Q_STAGES>& q = now.q;
     Ring<DO_STAGES>& g = now.g;
-    const int offset = p.keys - p.queries;
     bool diagonal = false;                           // whether the mask cuts through the tile of which `place` was
     auto place = [&] {
-        if (CAUSAL) diagonal = tile_index(base, q.slot) * BM < w.first_key + me.wg * 64 + 63 - offset;
+        if (CAUSAL) diagonal = tile_index(base, q.slot) * BM < w.first_key + me.wg * 64 + 63 - p.shift;
         return tile_place(base, q.slot);
     };
     auto start_scores = [&] {
@@ -166,7 +190,7 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Tens
     auto softmax = [&](int t) {
         wgmma_wait<1>();
         pin(s);
-        hide(me, p, s, w.first_key + me.wg * 64, offset, diagonal, q.slot);
+        hide(me, p, s, w.first_key + me.wg * 64, diagonal, q.slot);
         if (SCHEDULE == SINGLE_BLOCK) bar_wait(base + ROWS_FULL + 8 * g.slot, g.parity);
         probabilities(s, base + LSE_AT + (SCHEDULE == SINGLE_BLOCK ? g.slot : q.slot) * BM * 4 + me.pairs,
                       p.scale_log2);

@@ -1,8 +1,6 @@
 // Before and after the main kernel of backward.cu, which includes this: memory-bound, a few bytes a query.
 #pragma once
 
-struct Rows { const void* at; long long batch, head, row; };  // strides in elements
-
 DEVICE const Uint4* chunk(const Rows& x, int batch, int head, int row, int column) {
     return (const Uint4*)((const u16*)x.at + batch * x.batch + head * x.head + row * x.row + column);
 }

@@ -9,11 +9,16 @@
 #ifndef IS_CAUSAL
 #define IS_CAUSAL 0
 #endif
+#ifndef ACCUMULATE  // dq, dk and dv are fp32 and added to (backward_accumulate.cuh)
+#define ACCUMULATE 0
+#endif
 #ifndef QUERIES
 #define QUERIES (HEAD_DIM == 64 ? 128 : 64)
 #endif
 // Where there is room V is held in registers: it is read once.
 #define V_IN_REGISTERS (HEAD_DIM == 64 && SCHEDULE != SINGLE_BLOCK && !IS_CAUSAL)
+
+static_assert(!ACCUMULATE || SCHEDULE == CTA_PER_BLOCK, "the one schedule that has it");
 
 constexpr int D = HEAD_DIM;
 constexpr bool CAUSAL = IS_CAUSAL;

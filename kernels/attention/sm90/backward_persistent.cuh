@@ -126,7 +126,6 @@ DEVICE void consume_persistent(const Rows& dk_rows, const Rows& dv_rows, const P
                          (((2 * warp + lane / 8 % 2) ^ (lane % 8)) * 16);
     const u32 ds_rows = base + DS_AT + (D == 64 ? wg * 64 * 128 : 0), dq_keys = base + (D == 64 ? 0 : wg * K_SLAB);
     const u32 dq_piece = base + DQ_AT + (wg * 4 + warp) * PIECE_BYTES;
-    const int offset = p.keys - p.queries;
 
     float dk[D / 2], dv[D / 2], s[BM / 2], dp[BM / 2], dq[DQ_REGISTERS];
     u32 pt[BM / 4], dst[BM / 4];
@@ -147,7 +146,7 @@ DEVICE void consume_persistent(const Rows& dk_rows, const Rows& dv_rows, const P
     auto told_all = [&](u32 item, int word) { return __shfl_sync(~0u, told(item, word), 0); };  // warp-uniform
     auto first_row = [&] { return first_key + wg * 64; };  // of this group's keys
     auto place = [&] {
-        if (CAUSAL) diagonal = tile_index(base, q.slot) * BM < first_row() + 63 - offset;
+        if (CAUSAL) diagonal = tile_index(base, q.slot) * BM < first_row() + 63 - p.shift;
         return tile_place(base, q.slot);
     };
     auto begin_scores = [&] {
@@ -177,7 +176,7 @@ DEVICE void consume_persistent(const Rows& dk_rows, const Rows& dv_rows, const P
         bool tail = first + 64 > p.keys;
         if (tail || (CAUSAL && diagonal)) {
             const int key = first + warp * 16 + lane / 4;  // and key + 8
-            int shift = CAUSAL ? key - offset - tile_index(base, q.slot) * BM : 0, pair = CAUSAL ? lane % 4 * 2 : 0;
+            int shift = CAUSAL ? key - p.shift - tile_index(base, q.slot) * BM : 0, pair = CAUSAL ? lane % 4 * 2 : 0;
             float hidden = p.scale > 0 ? -INFINITE : INFINITE;  // the scale comes after
             int limit0 = key < p.keys ? shift : BM, limit1 = key + 8 < p.keys ? shift + (CAUSAL ? 8 : 0) : BM;
             mask(s, limit0 - pair, limit1 - pair, hidden);

@@ -1,12 +1,15 @@
 // The problem of backward.cu, which includes this, and what of it is a CTA's.
 #pragma once
 
+struct Rows { const void* at; long long batch, head, row; };  // a tensor [B, H, S, D]; strides in elements
+
 struct Problem {
     float* dq_sum;       // [B * Hq, m_tiles, BM * D], in the order that the consumers' registers have
     const float* lse2;   // [B * Hq, m_tiles * BM], log2(e) * lse; +inf where a query sees nothing or does not exist
     const float* delta;  // the same shape; 0 there. With SINGLE_BLOCK these are lse and dlse (or null), [B * Hq, queries]
     float* parts;        // [blocks - unshared, splits, 2, 128 * D]: dv and dk of shared blocks, in register order
     int queries, keys, m_tiles, n_blocks, kv_heads, group, all_kv_heads, section, unshared, splits, alternate;
+    int shift;  // with CAUSAL, query i sees keys up to i + shift
     float scale, scale_log2;
 };
 
@@ -14,7 +17,7 @@ struct Problem {
 
 // The first tile of queries that sees a block of keys.
 DEVICE int first_tile(const Problem& p, int first_key) {
-    return CAUSAL ? max(0, first_key - (p.keys - p.queries)) / BM : 0;
+    return CAUSAL ? max(0, first_key - p.shift) / BM : 0;
 }
 // The 128 keys of this CTA and the tiles of queries that see some of them, for each query head that shares the keys.
 // Blocks from `unshared` on, a last round that would leave most SMs without work, are shared by `splits` CTAs each,

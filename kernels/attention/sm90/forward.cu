@@ -29,7 +29,8 @@
 // Named barriers 1 ... CONSUMERS: consumer c may issue its products (PING_PONG).
 //
 // Defined by the launcher, see CudaConfig in configs/forward.py: HEAD_DIM (64, 128), BLOCK_N, STAGES, CONSUMERS (2, 3),
-// CAUSAL, FP16, PING_PONG, Q_REGISTERS, Q_BUFFERS.
+// CAUSAL, FP16, PING_PONG, Q_REGISTERS, Q_BUFFERS. And CARRY: 0; with 1 and 2 the epilogue merges the tile with a
+// running attention over other keys, and writes fp32 or the 16-bit type (forward_carry.cuh).
 
 #include "forward_ptx.cuh"
 
@@ -60,6 +61,11 @@ struct Problem {
     int* next_tile;                    // a counter that starts at 0, or null where the order of tiles is fixed
     float scale_log2, slack;           // slack: SLACK in units of raw scores
     int num_tiles, num_m, section, heads, q_heads, group, num_q, num_keys;
+    int shift;                         // with CAUSAL, query i sees keys up to i + shift
+#if CARRY
+    const float* running;              // attention over other keys, [B, Hq, queries, D]; not read where lse is -inf
+    u64 running_batch, running_head, running_row, lse_head;  // strides in elements
+#endif
 };
 
 DEVICE void turn_wait(int consumer) { asm volatile("bar.sync %0, 256;" ::"r"(1 + consumer) : "memory"); }
@@ -96,7 +102,7 @@ DEVICE void find_tile(const Problem& a, int index, int& head, int& first_row) {
 // Rows first_row ... first_row + rows - 1 see key blocks 0 ... end - 1, and each of them sees all of 0 ... full - 1.
 // At least one block, masked where no row sees a key: that gives such rows 0 and -inf without a path of their own.
 DEVICE void find_blocks(const Problem& a, int first_row, int rows, int& end, int& full) {
-    int shift = a.num_keys - a.num_q + first_row;
+    int shift = a.shift + first_row;
     int last = CAUSAL ? min(a.num_keys, shift + rows) : a.num_keys;
     int first = CAUSAL ? min(a.num_keys, max(shift + 1, 0)) : a.num_keys;
     end = max((last + BLOCK_N - 1) / BLOCK_N, 1);
@@ -278,6 +284,9 @@ DEVICE uint4 transpose(u32 w0, u32 w1, u32 w2, u32 w3, int t) {
     return make_uint4(w0, w1, w2, w3);
 }
 
+#if CARRY
+#include "forward_carry.cuh"
+#else
 // Writes rows first_row ... first_row + 15 of out and lse, as far as they are rows of the queries.
 DEVICE void epilogue(const float (&o)[O_REGS], const Rows& rows, const Problem& a, int all_head, int first_row,
                    int lane) {
@@ -303,6 +312,7 @@ DEVICE void epilogue(const float (&o)[O_REGS], const Rows& rows, const Problem& 
         }
     }
 }
+#endif
 
 struct Consumer {  // what a warp knows of itself
     u32 smem, bars;
@@ -329,7 +339,7 @@ DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer,
     float s[S_REGS], o[O_REGS];
     u32 p[P_REGS], q[Q_REGISTERS ? HEAD_DIM / 4 : 1];
     const int row = first_row + me.warp * 16 + me.lane / 4;
-    const int seen = CAUSAL ? row + 1 + a.num_keys - a.num_q : a.num_keys;
+    const int seen = CAUSAL ? row + 1 + a.shift : a.num_keys;
     int limit0 = min(seen, a.num_keys) - me.lane % 4 * 2;
     int limit1 = min(seen + (CAUSAL ? 8 : 0), a.num_keys) - me.lane % 4 * 2;
     // Else the compiler works out the last block's mask once for all tiles, and spills it.

@@ -17,8 +17,9 @@ WHOLE_FIRST = 3 / 8  # of the heads, without a mask, go first with all of their 
 SHORT = 16, 1024  # up to so many tiles for each CTA and keys, tiles go in a fixed order: a counter needs zeroing first
 
 
-# Three tensor maps and forward.cu's Problem: lse, out and its strides, the counter, two floats, eight integers.
-_LAYOUT = "MMM(PPqqqPffiiiiiiii)"
+# Three tensor maps and forward.cu's Problem: lse, out and its strides, the counter, two floats, nine integers; and of a
+# running attention its address and strides, and the stride of a head of lse.
+_LAYOUT, _CARRY_LAYOUT = "MMM(PPqqqPffiiiiiiiii)", "MMM(PPqqqPffiiiiiiiiiPqqqq)"
 
 
 def cuda_unsupported_reason(problem: Problem, *others: torch.Tensor) -> str | None:
@@ -30,6 +31,36 @@ def cuda_unsupported_reason(problem: Problem, *others: torch.Tensor) -> str | No
 
 def cuda_fwd_plan(problem: Problem, out: torch.Tensor) -> Callable[..., None]:
     """Writes out and lse, given (q, k, v, out, lse) like those of a problem without `cuda_unsupported_reason`."""
+    return _plan(problem, problem.keys - problem.queries, out, 0, _LAYOUT)
+
+
+def cuda_partial_fwd_plan(
+    problem: Problem, shift: int, out: torch.Tensor, lse: torch.Tensor, result: torch.Tensor | None
+) -> Callable[..., None]:
+    """Merges the attention to a block of keys with a running one, given (q, k, v, out, lse, result) like these, of a
+    problem without `cuda_unsupported_reason`. With a mask (problem.right is 0) query i sees keys up to i + shift, and
+    the last query all or more. out: fp32, rows of D contiguous, 8-byte boundaries; lse: [B, Hq, queries], rows
+    contiguous, all heads at one distance; result: as `out` of `cuda_fwd_plan`, or None."""
+    written = out if result is None else result
+    start = _plan(problem, shift, written, 1 if result is None else 2, _CARRY_LAYOUT)
+    strides = (*out.stride()[:3], lse.stride(1))
+
+    def run(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        result: torch.Tensor | None,
+    ) -> None:
+        start(q, k, v, out if result is None else result, lse, out.data_ptr(), *strides)
+
+    return run
+
+
+def _plan(problem: Problem, shift: int, out: torch.Tensor, carry: int, layout: str) -> Callable[..., None]:
+    """Launches the kernel, given (q, k, v, out, lse) and the values of the layout beyond `_LAYOUT`'s. `carry` as CARRY
+    in forward.cu."""
     q, k, v = (unexpanded(x) for x in (problem.q, problem.k, problem.v))
     expanded = q is not problem.q or k is not problem.k or v is not problem.v
     dim, causal = problem.dim, problem.right == 0
@@ -44,16 +75,18 @@ def cuda_fwd_plan(problem: Problem, out: torch.Tensor) -> Callable[..., None]:
     else:
         of_section = int(WHOLE_FIRST * heads)
     with torch.cuda.device_of(q):
-        defines = _defines(problem, config)
+        defines = _defines(problem, config, carry)
         (kernel,) = cuda_driver.kernels(device.index, "forward.cu", ("attention_cuda_fwd",), defines, shared)
     ctas, threads = min(places, num_tiles), 128 * (config.consumers + 1)
-    launch = cuda_driver.Launch(device.index, kernel, ctas, threads, shared, _LAYOUT)
+    launch = cuda_driver.Launch(device.index, kernel, ctas, threads, shared, layout)
     q_map = tensor_map(q, problem.queries, ROWS)
     k_map, v_map = (tensor_map(x, problem.keys, config.block_n) for x in (k, v))
     scale_log2, out_strides = problem.scale * LOG2_E, out.stride()[:3]
-    sizes = (num_tiles, num_m, of_section, heads, q.shape[1], problem.group, problem.queries, problem.keys)
+    sizes = (num_tiles, num_m, of_section, heads, q.shape[1], problem.group, problem.queries, problem.keys, shift)
 
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+    def start(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *more: int
+    ) -> None:
         if expanded:
             q, k, v = unexpanded(q), unexpanded(k), unexpanded(v)
         counter = None if fixed else torch.zeros(1, dtype=torch.int32, device=device)
@@ -68,12 +101,13 @@ def cuda_fwd_plan(problem: Problem, out: torch.Tensor) -> Callable[..., None]:
             scale_log2,
             SLACK / scale_log2,
             *sizes,
+            *more,
         )
 
-    return run
+    return start
 
 
-def _defines(problem: Problem, config: configs.CudaConfig) -> tuple[str, ...]:
+def _defines(problem: Problem, config: configs.CudaConfig, carry: int) -> tuple[str, ...]:
     return (
         f"HEAD_DIM={problem.dim}",
         f"CAUSAL={int(problem.right == 0)}",
@@ -84,6 +118,7 @@ def _defines(problem: Problem, config: configs.CudaConfig) -> tuple[str, ...]:
         f"PING_PONG={int(config.ping_pong)}",
         f"Q_REGISTERS={int(config.q_registers)}",
         f"Q_BUFFERS={config.q_buffers}",
+        f"CARRY={carry}",
     )
 
 

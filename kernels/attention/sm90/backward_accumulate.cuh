@@ -1,0 +1,108 @@
+// Before and after the main kernel of backward.cu, which includes this, where gradients are added to (ACCUMULATE): as in
+// backward_ends.cuh, but delta is given, and dq, dk and dv are fp32.
+#pragma once
+
+constexpr int HELPER_ROWS = DQ_TRANSPOSED ? BM : 64;  // of a CTA of 256 threads
+
+DEVICE Float4* four(const Rows& x, int batch, int head, int row, int column) {
+    return (Float4*)((float*)x.at + batch * x.batch + head * x.head + row * x.row + column);
+}
+DEVICE void add_four(Float4* to, float a, float b, float c, float d) {
+    Float4 x = *to;
+    *to = {x.x + a, x.y + b, x.z + c, x.w + d};
+}
+
+// lse, delta: [B * heads, queries], heads `line` elements apart. Writes lse2 and delta2 and zeros the same rows of dq's
+// sum.
+extern "C" __global__ void __launch_bounds__(256)
+attention_cuda_bwd_preprocess(const float* lse, const float* delta, long long line, float* lse2, float* delta2,
+                              float* dq_sum, int queries, int padded) {
+    int tiles = padded / HELPER_ROWS, all = blockIdx.x / tiles, start = blockIdx.x % tiles * HELPER_ROWS;
+    Float4* zeros = (Float4*)(dq_sum + ((long long)all * padded + start) * D);
+    for (int i = 0; i < HELPER_ROWS * D / 1024; i++) zeros[i * 256 + threadIdx.x] = {0, 0, 0, 0};
+    if (threadIdx.x >= HELPER_ROWS) return;
+    int row = start + threadIdx.x;
+    long long from = all * line + row, to = (long long)all * padded + row;
+    float x = row < queries ? lse[from] : -INFINITE;
+    bool empty = x == -INFINITE;
+    // An empty row has delta 0 even where its incoming gradients are not finite: 0 * inf would be NaN.
+    lse2[to] = empty ? INFINITE : x * LOG2_E;
+    delta2[to] = empty ? 0 : delta[from];
+}
+
+// Adds 8 columns of two rows, 8 rows apart, of `count` sums that lie `step` apart, to `upper` and `lower` (null: there is
+// no such row). Sums lie in pieces of 16 rows, each as [column / 8][row % 8][column % 8 / 2][4]: of the last four, two
+// columns of the row and two of the row 8 rows on.
+DEVICE void add_pair(const float* from, int count, long long step, float scale, Float4* upper, Float4* lower) {
+    Float4 sum[4] = {};
+    for (int i = 0; i < count; i++) {
+#pragma unroll
+        for (int t = 0; t < 4; t++) {
+            Float4 x = ((const Float4*)(from + i * step))[t];
+            sum[t].x += x.x, sum[t].y += x.y, sum[t].z += x.z, sum[t].w += x.w;
+        }
+    }
+#pragma unroll
+    for (int t = 0; t < 4; t += 2) {
+        const Float4 &a = sum[t], &b = sum[t + 1];
+        if (upper) add_four(upper + t / 2, a.x * scale, a.y * scale, b.x * scale, b.y * scale);
+        if (lower) add_four(lower + t / 2, a.z * scale, a.w * scale, b.z * scale, b.w * scale);
+    }
+}
+
+// dq += scale * its sum.
+extern "C" __global__ void __launch_bounds__(256)
+attention_cuda_bwd_postprocess(const Rows dq, const float* dq_sum, int queries, int padded, int heads, float scale) {
+    int tiles = padded / HELPER_ROWS, all = blockIdx.x / tiles, start = blockIdx.x % tiles * HELPER_ROWS;
+    int batch = all / heads, head = all % heads;
+    const float* tile = dq_sum + ((long long)all * padded + start / BM * BM) * D;
+    if constexpr (DQ_TRANSPOSED) {
+        // Each warp has one piece: 16 columns of the tile, [query / 8][column % 8][query % 8 / 2][4], of the last four
+        // two queries of a column and two of the column 8 on. Shared memory transposes them.
+        constexpr int PITCH = D + 4;
+        __shared__ __align__(16) float transposed[BM * PITCH];
+        int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const Float4* piece = (const Float4*)(tile + warp * PIECE) + lane;
+        float* to = transposed + lane % 4 * 2 * PITCH + warp * 16 + lane / 4;
+#pragma unroll
+        for (int j = 0; j < BM / 8; j++) {
+            Float4 x = piece[j * 32];
+            float* first = to + j * 8 * PITCH;
+            first[0] = x.x, first[PITCH] = x.y, first[8] = x.z, first[PITCH + 8] = x.w;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < BM * D / 4 / 256; i++) {
+            int unit = i * 256 + threadIdx.x, row = unit / (D / 4), column = unit % (D / 4) * 4;
+            const Float4 x = *(const Float4*)(transposed + row * PITCH + column);
+            if (start + row < queries)
+                add_four(four(dq, batch, head, start + row, column), x.x * scale, x.y * scale, x.z * scale, x.w * scale);
+        }
+        return;
+    }
+    constexpr int ACROSS = D / 8;
+#pragma unroll
+    for (int i = 0; i < HELPER_ROWS / 2 * ACROSS / 256; i++) {
+        int unit = i * 256 + threadIdx.x, j = unit % ACROSS, pair = unit / ACROSS;
+        int row = start + pair / 8 * 16 + pair % 8;
+        Float4* upper = row < queries ? four(dq, batch, head, row, j * 8) : nullptr;
+        Float4* lower = row + 8 < queries ? four(dq, batch, head, row + 8, j * 8) : nullptr;
+        add_pair(tile + (j / 8 * 4 + row % BM / 16) * PIECE + j % 8 * 128 + row % 8 * 16, 1, 0, scale, upper, lower);
+    }
+}
+
+// As in backward_ends.cuh: adds dv (even CTAs) and dk (odd ones) of the blocks that several CTAs shared.
+extern "C" __global__ void __launch_bounds__(256)
+attention_cuda_bwd_sum_shares(const Rows dv, const Rows dk, const Problem p) {
+    constexpr int CTAS = BN / 2 * D / 8 / 256;  // to a block's dv or dk
+    int odd = blockIdx.x % 2, slot = blockIdx.x / (2 * CTAS), index = p.unshared + slot, all = index / p.n_blocks;
+    int batch = all / p.kv_heads, head = all % p.kv_heads, first_key = index % p.n_blocks * BN;
+    // Member by member: a choice between the two would put both into local memory.
+    const Rows to = {odd ? dk.at : dv.at, odd ? dk.batch : dv.batch, odd ? dk.head : dv.head, odd ? dk.row : dv.row};
+    const float* sums = p.parts + ((long long)slot * p.splits * 2 + odd) * (BN * D);
+    int unit = blockIdx.x / 2 % CTAS * 256 + threadIdx.x, j = unit % (D / 8), pair = unit / (D / 8);
+    int row = pair / 8 * 16 + pair % 8, key = first_key + row;
+    Float4* upper = key < p.keys ? four(to, batch, head, key, j * 8) : nullptr;
+    Float4* lower = key + 8 < p.keys ? four(to, batch, head, key + 8, j * 8) : nullptr;
+    add_pair(sums + row / 16 * (16 * D) + j * 128 + row % 8 * 16, p.splits, 2 * BN * D, odd ? p.scale : 1, upper, lower);
+}

@@ -1,0 +1,104 @@
+"""The backward for Hopper in CUDA C++ where the keys are one block of several: backward.cu with ACCUMULATE. Launches of
+preprocess, the main kernel and postprocess, and of sum_shares where CTAs share a last round.
+
+Memory beside the arguments: fp32 dQ, 4·D bytes a query and head, and 8 bytes a query and head. Atomics add up dQ in no
+fixed order; dK and dV are deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..configs import backward as configs
+from ..configs.backward import CUDA_BWD_KEYS as KEYS
+from ..configs.backward import Schedule
+from ..problem import Problem, unexpanded
+from . import cuda_driver
+from .backward import DESCRIBED, NAMES, ROWS, SHARED_BYTES, Sizes, Workspace, defines_of, helper_rows, numbers_of
+from .cuda_driver import tensor_map
+
+_MAIN = f"MMMM{ROWS}{ROWS}{DESCRIBED}MM"
+_PREPROCESS, _POSTPROCESS, _SUM_SHARES = "PPqPPPii", f"{ROWS}Piiif", f"{ROWS}{ROWS}{DESCRIBED}"
+
+
+def accumulators_unsupported_reason(*tensors: torch.Tensor) -> str | None:
+    """Why the kernels in CUDA C++ cannot add to these fp32 tensors [B, H, S, D], or None."""
+    for x in tensors:
+        if x.data_ptr() % 16 or x.stride(3) != 1 or any(stride % 4 for stride in x.stride()[:3]):
+            return "it adds to rows on 16-byte boundaries"
+    return None
+
+
+def cuda_partial_bwd_plan(
+    problem: Problem,
+    shift: int,
+    dout: torch.Tensor,
+    lse: torch.Tensor,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+) -> Callable[..., None]:
+    """Adds the gradients that come of a block of keys, given (q, k, v, dout, lse, delta, dq, dk, dv) like these, of a
+    problem without `cuda_unsupported_reason`. With a mask (problem.right is 0) query i sees keys up to i + shift, and
+    the last query all or more. lse and delta, of all keys: [B, Hq, queries], rows contiguous, all heads at one
+    distance, the same for both; dq, dk and dv: fp32, without `accumulators_unsupported_reason`."""
+    q, k, v, dout = map(unexpanded, (problem.q, problem.k, problem.v, dout))
+    causal, device, scale = problem.right == 0, q.device, problem.scale
+    config = configs.pick_cuda_bwd_config(
+        problem.queries,
+        problem.keys,
+        problem.dim,
+        problem.all_kv_heads,
+        problem.group,
+        causal,
+        problem.sms(),
+        Schedule.CTA_PER_BLOCK,
+    )
+    sizes = Sizes.of(problem, config)
+    work = Workspace.of(problem, config, sizes.padded)
+    numbers = numbers_of(problem, config, sizes, shift)
+    with torch.cuda.device_of(q):
+        defines = (*defines_of(problem, config), "ACCUMULATE=1")
+        handles = cuda_driver.kernels(device.index, "backward.cu", NAMES, defines, SHARED_BYTES)
+
+    def launch(index: int, ctas: int, threads: int, shared: int, layout: str) -> cuda_driver.Launch:
+        return cuda_driver.Launch(device.index, handles[index], ctas, threads, shared, layout)
+
+    helpers = problem.all_heads * (sizes.padded // helper_rows(config.queries))
+    main = launch(0, sizes.unshared + config.shared * config.splits, 384, SHARED_BYTES, _MAIN)
+    preprocess, postprocess = launch(1, helpers, 256, 0, _PREPROCESS), launch(2, helpers, 256, 0, _POSTPROCESS)
+    sums = config.shared * KEYS * problem.dim // (8 * 256)  # 16 numbers of dv or of dk a thread
+    sum_shares = launch(3, sums, 256, 0, _SUM_SHARES) if config.shared else None
+    q_map, do_map = (tensor_map(x, problem.queries, config.queries) for x in (q, dout))
+    k_map, v_map = (tensor_map(x, problem.keys, 64) for x in (k, v))
+    dq_strides, dk_strides, dv_strides = (x.stride()[:3] for x in (dq, dk, dv))
+    line, counts, heads = lse.stride(1), (problem.queries, sizes.padded), problem.q.shape[1]
+
+    def run(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        dout: torch.Tensor,
+        lse: torch.Tensor,
+        delta: torch.Tensor,
+        dq: torch.Tensor,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+    ) -> None:
+        q, k, v, dout = map(unexpanded, (q, k, v, dout))
+        room = torch.empty_strided((work.size,), (1,), dtype=torch.float32, device=device)
+        base = room.data_ptr()
+        lse2, delta2 = base + 4 * work.lse2, base + 4 * work.delta
+        described = (base, lse2, delta2, base + 4 * work.parts, *numbers)
+        q_made, do_made = q_map(q.data_ptr()), do_map(dout.data_ptr())
+        dk_rows, dv_rows = (dk.data_ptr(), *dk_strides), (dv.data_ptr(), *dv_strides)
+        preprocess(lse.data_ptr(), delta.data_ptr(), line, lse2, delta2, base, *counts)
+        maps = (q_made, do_made, k_map(k.data_ptr()), v_map(v.data_ptr()))
+        main(*maps, *dk_rows, *dv_rows, *described, q_made, do_made)  # the last two are not read
+        if sum_shares is not None:
+            sum_shares(*dv_rows, *dk_rows, *described)
+        postprocess(dq.data_ptr(), *dq_strides, base, *counts, heads, scale)
+
+    return run
