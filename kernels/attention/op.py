@@ -69,7 +69,7 @@ def attention(
         key = (signature(q), signature(k), signature(v), given)
         made = _FORWARD.find(key)
         if made is None:
-            _check(q, k, v)
+            check_qkv("attention", q, k, v)
             options = _options(q, k, *given)
             made = _FORWARD.keep(key, (fwd_plan(q, k, v, *options[:-1]), options))
         plan, options = made
@@ -77,7 +77,7 @@ def attention(
             return _apply(q, k, v, plan, options, return_lse)
         out, lse, _ = plan(q, k, v)
         return (out, lse) if return_lse else out
-    _check(q, k, v)
+    check_qkv("attention", q, k, v)
     options = _options(q, k, causal, scale, num_context, window, forward, backward)
     if fp8:
         scale, left, right, keys, *_ = options
@@ -112,24 +112,25 @@ def _options(q, k, causal, scale, num_context, window, forward, backward):
     return float(scale), left, right, keys, forward, backward
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def check_qkv(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """TypeError, ValueError or RuntimeError, in the name of a public function, for what no version takes."""
     if not isinstance(q, torch.Tensor) or q.dtype not in FLOATS:
-        raise TypeError(f"attention: q must be a tensor of float32, float16 or bfloat16, got {kind(q)}")
+        raise TypeError(f"{name}: q must be a tensor of float32, float16 or bfloat16, got {kind(q)}")
     if q.dim() != 4 or not 1 <= q.shape[3] <= MAX_DIM:
-        raise ValueError(f"attention: q must be [B, H, S, D] with 1 <= D <= {MAX_DIM}, got shape {tuple(q.shape)}")
-    for name, tensor in (("k", k), ("v", v)):
+        raise ValueError(f"{name}: q must be [B, H, S, D] with 1 <= D <= {MAX_DIM}, got shape {tuple(q.shape)}")
+    for label, tensor in (("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != q.dtype:
-            raise TypeError(f"attention: {name} must be a tensor of q's dtype {q.dtype}, got {kind(tensor)}")
+            raise TypeError(f"{name}: {label} must be a tensor of q's dtype {q.dtype}, got {kind(tensor)}")
         if tensor.device != q.device:
-            raise ValueError(f"attention: {name} must be on q's device {q.device}, got {tensor.device}")
+            raise ValueError(f"{name}: {label} must be on q's device {q.device}, got {tensor.device}")
         if tensor.dim() != 4 or tensor.shape[0] != q.shape[0] or tensor.shape[3] != q.shape[3]:
             wanted = f"[{q.shape[0]}, Hkv, Sk, {q.shape[3]}] like q"
-            raise ValueError(f"attention: {name} must be {wanted}, got shape {tuple(tensor.shape)}")
+            raise ValueError(f"{name}: {label} must be {wanted}, got shape {tuple(tensor.shape)}")
     if v.shape != k.shape:
-        raise ValueError(f"attention: v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
+        raise ValueError(f"{name}: v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"attention: q's {q.shape[1]} heads must be a multiple of k's, which has {k.shape[1]}")
-    runnable("attention", "q", q)
+        raise ValueError(f"{name}: q's {q.shape[1]} heads must be a multiple of k's, which has {k.shape[1]}")
+    runnable(name, "q", q)
 
 
 def _window(window: tuple[int, int] | None) -> tuple[int, int]:

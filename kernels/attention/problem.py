@@ -17,7 +17,30 @@ MOST_STRIDE = 1 << 22
 
 # Arguments that kernels are not specialised for being 1 or a multiple of 16; `Problem.unit` says what is to be known.
 _SIZES = ("queries", "padded", "keys", "dim", "heads", "all_heads", "group", "section", "splits", "keys_per_split")
-_STRIDES = ("qb", "qh", "qm", "kb", "kh", "kn", "vb", "vh", "vn", "ob", "oh", "om", "gb", "gh", "gm", "eb", "eh", "en")
+_STRIDES = (
+    "qb",
+    "qh",
+    "qm",
+    "kb",
+    "kh",
+    "kn",
+    "vb",
+    "vh",
+    "vn",
+    "ob",
+    "oh",
+    "om",
+    "gb",
+    "gh",
+    "gm",
+    "eb",
+    "eh",
+    "en",
+    "rb",
+    "rh",
+    "rm",
+    "lh",
+)
 PLAIN = [
     *(*_SIZES, "left", "right", "scale", "scale_log2"),
     *(f"stride_{name}" for name in (*_STRIDES, "db", "dh", "dm", "dn")),

@@ -9,6 +9,7 @@ Reads out and dout, 4·D bytes a query in bf16, which is nothing beside the prod
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +53,8 @@ def _attention_delta_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """delta, and lse in base 2, where rows that see nothing or do not exist have +inf: p is then 0 without a mask."""
+    """delta, and lse in base 2, where rows that see nothing or do not exist have +inf: p is then 0 without a mask.
+    Without lse_ptr delta alone, of rows that exist."""
     head = tl.program_id(0) // padded
     start = tl.program_id(0) % padded * ROWS
     padded *= ROWS
@@ -69,17 +71,20 @@ def _attention_delta_kernel(
     at = head.to(tl.int64) * queries + start + row
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + at, mask=here, other=0.0)
-    lse = tl.load(lse_ptr + at, mask=here, other=float("-inf"))
-    # An empty row has delta 0 even where its incoming gradients are not finite: 0 · inf would be NaN.
-    empty = lse == float("-inf")
-    padded_at = head.to(tl.int64) * padded + start + row
-    tl.store(delta_ptr + padded_at, tl.where(empty, 0.0, delta))
-    if peak_ptr is None:
-        lse2 = lse * LOG2_E
+    if lse_ptr is None:
+        tl.store(delta_ptr + at, delta, mask=here)
     else:
-        lse2 = tl.load(peak_ptr + at, mask=here, other=0.0)
-        tl.store(inverse_ptr + padded_at, 1.0 / tl.load(total_ptr + at, mask=here, other=1.0))
-    tl.store(lse2_ptr + padded_at, tl.where(empty, INFINITY, lse2))
+        lse = tl.load(lse_ptr + at, mask=here, other=float("-inf"))
+        # An empty row has delta 0 even where its incoming gradients are not finite: 0 · inf would be NaN.
+        empty = lse == float("-inf")
+        padded_at = head.to(tl.int64) * padded + start + row
+        tl.store(delta_ptr + padded_at, tl.where(empty, 0.0, delta))
+        if peak_ptr is None:
+            lse2 = lse * LOG2_E
+        else:
+            lse2 = tl.load(peak_ptr + at, mask=here, other=0.0)
+            tl.store(inverse_ptr + padded_at, 1.0 / tl.load(total_ptr + at, mask=here, other=1.0))
+        tl.store(lse2_ptr + padded_at, tl.where(empty, INFINITY, lse2))
 
 
 class RowTerms(NamedTuple):
@@ -131,3 +136,45 @@ def row_terms(problem: Problem, saved: Saved) -> RowTerms:
             num_warps=8,
         )
     return terms
+
+
+def given_terms(lse: torch.Tensor, delta: torch.Tensor) -> RowTerms:
+    """The same of lse and delta [B, Hq, Sq] that are known."""
+    queries, empty = lse.shape[2], lse == -math.inf
+    shape = (*lse.shape[:2], triton.cdiv(queries, ROWS.value) * ROWS.value)
+    lse2, rows = lse.new_full(shape, math.inf), lse.new_zeros(shape)
+    lse2[:, :, :queries] = (lse * LOG2_E.value).masked_fill_(empty, math.inf)
+    rows[:, :, :queries] = delta.masked_fill(empty, 0.0)
+    return RowTerms(lse2.flatten(0, 1), rows.flatten(0, 1), None)
+
+
+def row_sums(out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None) -> torch.Tensor:
+    """rowsum(dout ∘ out) − dlse, fp32 [B, Hq, Sq]. out and dout readable, dlse contiguous; there is at least one."""
+    batch, heads, queries, dim = out.shape
+    delta = torch.empty(out.shape[:3], dtype=torch.float32, device=out.device)
+    padded, block_d = triton.cdiv(queries, ROWS.value), configs.padded(dim)
+    unit = Problem(out, dout, dout, 1.0, -1, -1, queries).unit()
+    with torch.cuda.device_of(out):
+        _attention_delta_kernel[(padded * batch * heads,)](
+            out,
+            dout,
+            None,
+            dlse,
+            None,
+            None,
+            delta,
+            None,
+            None,
+            queries,
+            padded,
+            dim // unit,
+            heads,
+            **strides("o", out, unit),
+            **strides("g", dout, unit),
+            UNIT=unit,
+            EVEN_D=dim == block_d,
+            BLOCK_M=ROWS.value,
+            BLOCK_D=block_d,
+            num_warps=8,
+        )
+    return delta

@@ -37,9 +37,13 @@ def _load_rows(ptr, row, cols, stride, count, dim, MASK: tl.constexpr, EVEN_D: t
 
 
 @triton.jit
-def _store_rows(ptr, tile, row, cols, stride, count, dim, EVEN_D: tl.constexpr):
+def _store_rows(ptr, tile, row, cols, stride, count, dim, EVEN_D: tl.constexpr, ADD: tl.constexpr = False):
+    """With ADD the tile is added to what is there."""
     mask = (row < count)[:, None] if EVEN_D else (row < count)[:, None] & (cols < dim)[None, :]
-    tl.store(ptr + row[:, None] * stride + cols[None, :], tile.to(ptr.dtype.element_ty), mask=mask)
+    ptrs = ptr + row[:, None] * stride + cols[None, :]
+    if ADD:
+        tile += tl.load(ptrs, mask=mask, other=0.0)
+    tl.store(ptrs, tile.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -149,6 +153,23 @@ def _store_statistics(lse_ptr, peak_ptr, total_ptr, at, peak, total, mask):
         tl.store(total_ptr + at, total, mask=mask)
 
 
+@triton.jit
+def _merge(acc, lse, running_ptr, before, row, cols, stride, count, dim, EVEN_D: tl.constexpr):
+    """out and lse over the keys of a running attention as well, whose lse is `before`: with L = log(exp(before) +
+    exp(lse)) the sum of exp(before − L)·running and exp(lse − L)·acc. Rows that have seen no key are not read."""
+    top = tl.maximum(before, lse)
+    none = top == float("-inf")
+    both = tl.exp(before - tl.where(none, 0.0, top)) + tl.exp(lse - tl.where(none, 0.0, top))
+    merged = tl.where(none | (top == float("inf")), top, top + tl.log(both))
+    mask = ((row < count) & (before != float("-inf")))[:, None]
+    if not EVEN_D:
+        mask = mask & (cols < dim)[None, :]
+    running = tl.load(running_ptr + row[:, None] * stride + cols[None, :], mask=mask, other=0.0)
+    weight = tl.where(before == float("-inf"), 0.0, tl.exp(before - merged))
+    own = tl.where(lse == float("-inf"), 0.0, tl.exp(lse - merged))
+    return running * weight[:, None] + acc * own[:, None], merged
+
+
 @triton.jit(do_not_specialize=PLAIN)
 def _attention_fwd_kernel(
     q_ptr,
@@ -158,6 +179,7 @@ def _attention_fwd_kernel(
     lse_ptr,
     peak_ptr,
     total_ptr,
+    running_ptr,
     queries,
     keys,
     dim,
@@ -180,6 +202,10 @@ def _attention_fwd_kernel(
     stride_ob,
     stride_oh,
     stride_om,
+    stride_rb,
+    stride_rh,
+    stride_rm,
+    stride_lh,
     UNIT: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
@@ -189,6 +215,8 @@ def _attention_fwd_kernel(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """With running_ptr, fp32, the epilogue merges the tile with that attention over other keys, whose lse it reads and
+    replaces: see `_merge`."""
     tiles = tl.cdiv(queries, BLOCK_M)
     tile, head = _tile_and_head(tl.program_id(0), tiles, all_heads, section)
     if HAS_RIGHT:
@@ -215,27 +243,45 @@ def _attention_fwd_kernel(
     )  # fmt: skip
     total = tl.where(total == 0.0, 1.0, total)  # no key seen: the output is 0, and the peak's -inf is that of lse
     out = acc / total[:, None]
+    at = head.to(tl.int64) * stride_lh + start + row
+    here = row < queries - start
+    if running_ptr is None:
+        _store_statistics(lse_ptr, peak_ptr, total_ptr, at, peak, total, here)
+    else:
+        running_ptr += (batch * stride_rb + own * stride_rh + wide * stride_rm) * UNIT
+        before = tl.load(lse_ptr + at, mask=here, other=float("-inf"))
+        lse = (peak + tl.log2(total)) * LN_2
+        out, lse = _merge(out, lse, running_ptr, before, row, cols, stride_rm * UNIT, queries - start, dim, EVEN_D)
+        tl.store(lse_ptr + at, lse, mask=here)
     _store_rows(out_ptr, out, row, cols, stride_om * UNIT, queries - start, dim, EVEN_D)
-    at = head.to(tl.int64) * queries + start + row
-    _store_statistics(lse_ptr, peak_ptr, total_ptr, at, peak, total, row < queries - start)
 
 
-def portable_fwd(problem: Problem, out: torch.Tensor, lse: torch.Tensor, statistics: torch.Tensor | None) -> None:
-    """Writes out [B, Hq, Sq, D], readable, lse [B, Hq, Sq], contiguous, and unless it is None `statistics`
-    [2, B, Hq, Sq]: the running maximum and sum at the end. There is at least one query."""
+def portable_fwd(
+    problem: Problem,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    statistics: torch.Tensor | None,
+    running: torch.Tensor | None = None,
+) -> None:
+    """Writes out [B, Hq, Sq, D], readable, lse [B, Hq, Sq], rows contiguous and all heads at one distance, and unless
+    it is None `statistics` [2, B, Hq, Sq]: the running maximum and sum at the end. There is at least one query. Given
+    `running`, fp32 and readable, out and lse are merged with it and with what lse was."""
     peak, total = (None, None) if statistics is None else statistics
     config = configs.pick_fwd_config(*problem.kind())
-    unit = problem.unit(out)
+    unit = problem.unit(out) if running is None else problem.unit(out, running)
     with torch.cuda.device_of(problem.q):
         _attention_fwd_kernel[(triton.cdiv(problem.queries, config.block_m) * problem.all_heads,)](
             out_ptr=out,
             lse_ptr=lse,
             peak_ptr=peak,
             total_ptr=total,
+            running_ptr=running,
             heads=problem.q.shape[1],
             all_heads=problem.all_heads,
             section=section(problem.all_heads, problem.key_bytes(), problem.banded),
+            stride_lh=lse.stride(1),
             **strides("o", out, unit),
+            **strides("r", out if running is None else running, unit),
             **problem.arguments(unit),
             **problem.tiles(config),
         )

@@ -199,8 +199,9 @@ def _attention_dkdv_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
+    ADD: tl.constexpr,
 ):
-    """`heads` and `all_heads` are those of the keys."""
+    """`heads` and `all_heads` are those of the keys. With ADD the results are added to what dk and dv hold."""
     padded *= ROWS
     # Under a causal mask the first keys are seen by the most queries, so the longest tiles come first.
     tile, head = _tile_and_head(tl.program_id(0), tl.cdiv(keys, BLOCK_N), all_heads, section)
@@ -228,8 +229,8 @@ def _attention_dkdv_kernel(
     )  # fmt: skip
     dk_ptr += (batch * stride_db + shared * stride_dh + wide * stride_dn) * UNIT
     dv_ptr += (batch * stride_eb + shared * stride_eh + wide * stride_en) * UNIT
-    _store_rows(dk_ptr, dk * scale, row, cols, stride_dn * UNIT, keys - start, dim, EVEN_D)
-    _store_rows(dv_ptr, dv, row, cols, stride_en * UNIT, keys - start, dim, EVEN_D)
+    _store_rows(dk_ptr, dk * scale, row, cols, stride_dn * UNIT, keys - start, dim, EVEN_D, ADD)
+    _store_rows(dv_ptr, dv, row, cols, stride_en * UNIT, keys - start, dim, EVEN_D, ADD)
 
 
 def key_gradients(
@@ -238,8 +239,9 @@ def key_gradients(
     terms: RowTerms,
     dk: torch.Tensor,
     dv: torch.Tensor,
+    add: bool = False,
 ) -> None:
-    """Writes the first `keys` rows of dk and dv. There is at least one key and one query."""
+    """Writes the first `keys` rows of dk and dv, or adds to them. There is at least one key and one query."""
     config = configs.pick_dkdv_config(*problem.kind())
     unit = problem.unit(dout, dk, dv)
     with torch.cuda.device_of(problem.q):
@@ -255,6 +257,7 @@ def key_gradients(
             **strides("d", dk, unit, "n"),
             **strides("e", dv, unit, "n"),
             EVEN_M=problem.queries % config.block_m == 0,
+            ADD=add,
             **terms.arguments(),
             **problem.arguments(unit),
             **problem.tiles(config),

@@ -105,7 +105,9 @@ def _attention_dq_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
+    ADD: tl.constexpr,
 ):
+    """With ADD the result is added to what dq holds."""
     tiles = tl.cdiv(queries, BLOCK_M)
     tile, head = _tile_and_head(tl.program_id(0), tiles, all_heads, section)
     if HAS_RIGHT:
@@ -152,11 +154,11 @@ def _attention_dq_kernel(
         stride_vn * UNIT, scale_log2, True, HAS_LEFT, EVEN_D, BLOCK_N, PRECISION,
     )  # fmt: skip
     dq_ptr += (batch * stride_db + own * stride_dh + wide * stride_dn) * UNIT
-    _store_rows(dq_ptr, dq * scale, row, cols, stride_dn * UNIT, queries - start, dim, EVEN_D)
+    _store_rows(dq_ptr, dq * scale, row, cols, stride_dn * UNIT, queries - start, dim, EVEN_D, ADD)
 
 
-def query_gradient(problem: Problem, dout: torch.Tensor, terms: RowTerms, dq: torch.Tensor) -> None:
-    """Writes dq. There is at least one query."""
+def query_gradient(problem: Problem, dout: torch.Tensor, terms: RowTerms, dq: torch.Tensor, add: bool = False) -> None:
+    """Writes dq, or adds to it. There is at least one query."""
     config = configs.pick_dq_config(*problem.kind())
     unit = problem.unit(dout, dq)
     with torch.cuda.device_of(problem.q):
@@ -169,6 +171,7 @@ def query_gradient(problem: Problem, dout: torch.Tensor, terms: RowTerms, dq: to
             scale=problem.scale,
             **strides("g", dout, unit),
             **strides("d", dq, unit, "n"),
+            ADD=add,
             **terms.arguments(),
             **problem.arguments(unit),
             **problem.tiles(config),

@@ -1,0 +1,418 @@
+"""Attention over one block of keys of several: the public functions that ring attention is made of.
+
+A block is added to a running (out, lse) by the kernel that computes it, so that no pass over memory merges blocks, and
+its share of the gradients is added to fp32 sums. Nothing is differentiated here: a caller has an autograd.Function.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from .checks import FLOATS, kind, runnable
+from .launch import Plans, lean, signature
+from .op import check_qkv
+from .portable.delta import given_terms, row_sums
+from .portable.forward import portable_fwd
+from .portable.key_gradients import key_gradients
+from .portable.query_gradient import query_gradient
+from .problem import Problem, readable
+from .sm90.backward_accumulate import accumulators_unsupported_reason, cuda_partial_bwd_plan
+from .sm90.forward import cuda_partial_fwd_plan, cuda_unsupported_reason
+
+_NAMESPACE = __package__.replace(".", "_")
+_FORWARD, _BACKWARD = Plans(), Plans()
+VERSIONS = ("auto", "portable", "cuda")
+
+
+def attention_partial(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    q_offset: int = 0,
+    k_offset: int = 0,
+    result: torch.Tensor | None = None,
+    version: str = "auto",
+) -> None:
+    """Adds a block of keys and values to a running attention, in place (Milakov and Gimelshein 2018, arXiv:1805.02867).
+
+        s = scale · q kᵀ     L = log(exp(lse) + Σ exp(s))     out ← exp(lse − L) out + Σ exp(s − L) v     lse ← L
+
+    q          [B, Hq, Sq, D], 1 <= D <= 256; fp32, fp16 or bf16
+    k, v       [B, Hkv, Sk, D], dtype and device of q; Hq is a multiple of Hkv
+    out        [B, Hq, Sq, D], fp32, rows of D contiguous: attention over the keys so far. Rows whose lse is −inf are
+               not read, so that the first block needs no zeros.
+    lse        [B, Hq, Sq], fp32, rows contiguous: natural logarithm; −inf where no key has been seen
+    causal     Query i stands at q_offset + i and key j at k_offset + j, and is seen if it is not behind the query.
+    scale      a positive number, by default 1 / sqrt(D)
+    result     [B, Hq, Sq, D] of q's dtype: out goes there, rounded, and not to `out`; for the last block. A query that
+               saw no key in any block has 0.
+    version    "cuda" (CUDA C++ for compute capability 9.0: fp16 or bf16, D of 64 or 128, 16-byte boundaries),
+               "portable" (Triton), or "auto", the first where it takes the problem
+
+    Sums are fp32, and each run gives the same bits. The backward has lse alone, whose rounding is that of the largest
+    score: where fp32 scores are in the thousands its gradients are less exact than `attention`'s.
+
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape, layout, device or option, RuntimeError for a
+    tensor that requires grad while grad mode is on, for a CPU tensor outside Triton's interpreter, or for a version
+    that does not take the problem.
+    """
+    given = (bool(causal), scale, q_offset, k_offset, version)
+    if lean(q, k, v, out, lse, result) and not torch.is_grad_enabled():
+        key = (*map(signature, (q, k, v, out, lse, result)), given)
+        plan = _FORWARD.find(key)
+        if plan is None:
+            _check_forward(q, k, v, out, lse, result, version)
+            plan = _FORWARD.keep(key, _forward_plan(q, k, v, out, lse, result, *_options(q, *given)))
+        return plan(q, k, v, out, lse, result)
+    _check_forward(q, k, v, out, lse, result, version)
+    _refuse_grad("attention_partial", q=q, k=k, v=v, out=out, lse=lse, result=result)
+    return _fwd_op(q, k, v, out, lse, result, *_options(q, *given))
+
+
+def attention_delta(dout: torch.Tensor, out: torch.Tensor, dlse: torch.Tensor | None = None) -> torch.Tensor:
+    """delta = rowsum(dout ∘ out) − dlse, fp32 [B, H, S]: what `attention_partial_backward` needs of each query for any
+    block of keys.
+
+    dout, out  [B, H, S, D], fp32, fp16 or bf16, the same shape, dtype and device
+    dlse       [B, H, S], fp32: gradient of lse; None is 0
+
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape or device, RuntimeError for a CPU tensor outside
+    Triton's interpreter.
+    """
+    name = "attention_delta"
+    for label, tensor in (("dout", dout), ("out", out)):
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in FLOATS or tensor.dtype != dout.dtype:
+            raise TypeError(f"{name}: {label} must be float32, float16 or bfloat16 like dout, got {kind(tensor)}")
+        if tensor.dim() != 4 or tensor.shape != dout.shape or tensor.device != dout.device:
+            raise ValueError(f"{name}: {label} must be [B, H, S, D] like dout, got shape {tuple(tensor.shape)}")
+    if dlse is not None:
+        _check_fp32(name, "dlse", dlse, dout.shape[:3], dout)
+    runnable(name, "dout", dout)
+    if dout.numel() == 0:
+        delta = torch.zeros(dout.shape[:3], dtype=torch.float32, device=dout.device)
+        return delta if dlse is None else delta - dlse
+    return row_sums(readable(out), readable(dout), None if dlse is None else dlse.contiguous())
+
+
+def attention_partial_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor | None,
+    lse: torch.Tensor,
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+    *,
+    delta: torch.Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    q_offset: int = 0,
+    k_offset: int = 0,
+    version: str = "auto",
+) -> None:
+    """Adds what a block of keys and values gives to the gradients, in place, from lse and out over all keys.
+
+        p = exp(s − lse)     ds = p ∘ (dout vᵀ − delta)     dq += scale · ds k     dk += scale · dsᵀ q     dv += pᵀ dout
+
+    dout         [B, Hq, Sq, D], dtype of q: gradient of out
+    q, k, v      as in `attention_partial`, and so are causal, scale, the offsets and version
+    out          [B, Hq, Sq, D], dtype of q: attention over all keys; may be None where delta is given
+    lse          [B, Hq, Sq], fp32, rows contiguous: over all keys
+    dq, dk, dv   fp32, shapes of q, k and v, rows of D contiguous; None for what is not needed
+    delta        `attention_delta(dout, out, dlse)`, computed here if it is None, with dlse 0
+
+    dk and dv are the same bit for bit in each run, and dq in the portable version; the Hopper version adds up dq by
+    atomics, in no fixed order.
+
+    Raises what `attention_partial` raises.
+    """
+    given = (bool(causal), scale, q_offset, k_offset, version)
+    tensors = (dout, q, k, v, lse, dq, dk, dv)
+    if delta is not None and lean(*tensors, delta) and not torch.is_grad_enabled():
+        key = (*map(signature, tensors), signature(delta), given)
+        plan = _BACKWARD.find(key)
+        if plan is None:
+            _check_backward(dout, q, k, v, out, lse, dq, dk, dv, delta, version)
+            plan = _BACKWARD.keep(key, _backward_plan(*tensors, delta, *_options(q, *given)))
+        return plan(*tensors, delta)
+    _check_backward(dout, q, k, v, out, lse, dq, dk, dv, delta, version)
+    if delta is None:
+        assert out is not None
+        delta = attention_delta(dout, out)
+    return _bwd_op(*tensors, delta, *_options(q, *given))
+
+
+def _options(
+    q: torch.Tensor, causal: bool, scale: float | None, q_offset: int, k_offset: int, version: str
+) -> tuple[bool, float, int, str]:
+    """(causal, scale, shift, version): query i stands beside key i + shift."""
+    if scale is None:
+        scale = 1 / math.sqrt(q.shape[3])
+    elif not 0 < scale < math.inf:
+        raise ValueError(f"attention_partial: scale must be a positive number, got {scale}")
+    return causal, float(scale), q_offset - k_offset if causal else 0, version
+
+
+class _Seen(NamedTuple):
+    """The queries from `start` on see some of the first `keys` keys; with `masked` not all of them, but query i,
+    counted from `start`, those up to i + shift."""
+
+    start: int
+    keys: int
+    shift: int
+    masked: bool
+
+    @classmethod
+    def of(cls, queries: int, keys: int, causal: bool, shift: int) -> _Seen | None:
+        """None if there is no pair of a query and a key."""
+        start = max(0, -shift) if causal else 0
+        seen = min(keys, queries + shift) if causal else keys
+        if start >= queries or seen <= 0:
+            return None
+        return cls(start, seen, shift + start, causal and shift + start < seen - 1)
+
+    def problem(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Problem:
+        """For the portable kernels, which count from the last query and the last key."""
+        right = self.shift - (self.keys - q.shape[2]) if self.masked else -1
+        return Problem(readable(q), readable(k), readable(v), scale, -1, right, self.keys)
+
+    def hopper_problem(self, problem: Problem) -> Problem:
+        """For the kernels in CUDA C++, which are given the shift."""
+        return Problem(problem.q, problem.k, problem.v, problem.scale, -1, 0 if self.masked else -1, self.keys)
+
+
+def _forward_plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    result: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    shift: int,
+    version: str,
+) -> Callable[..., None]:
+    """Takes (q, k, v, out, lse, result) like these, which are checked."""
+    seen = _Seen.of(q.shape[2], k.shape[2], causal, shift) if q.numel() else None
+    start = seen.start if seen else q.shape[2]
+
+    def rest(out: torch.Tensor, lse: torch.Tensor, result: torch.Tensor | None) -> None:
+        """result of the queries that see none of the keys"""
+        if result is not None and start:
+            none = (lse[:, :, :start] == -math.inf)[..., None]
+            result[:, :, :start] = torch.where(none, 0.0, out[:, :, :start])
+
+    if seen is None:
+        return lambda q, k, v, out, lse, result: rest(out, lse, result)
+
+    def rows(x: torch.Tensor) -> torch.Tensor:
+        return x[:, :, start:] if start else x
+
+    problem = seen.problem(rows(q), k, v, scale)
+    hopper = seen.hopper_problem(problem)
+    last = None if result is None else rows(result)
+    if _by_cuda(hopper, version, (rows(out),), () if last is None else (last,)):
+        write = cuda_partial_fwd_plan(hopper, seen.shift, rows(out), rows(lse), last)
+        copied = any(readable(t) is not t for t in (q, k, v))
+
+        def by_cuda(q, k, v, out, lse, result):
+            rest(out, lse, result)
+            q = rows(q)
+            if copied:
+                q, k, v = readable(q), readable(k), readable(v)
+            write(q, k, v, rows(out), rows(lse), None if result is None else rows(result))
+
+        return by_cuda
+
+    def by_triton(q, k, v, out, lse, result):
+        rest(out, lse, result)
+        out = rows(out)
+        portable_fwd(seen.problem(rows(q), k, v, scale), out if result is None else rows(result), rows(lse), None, out)
+
+    return by_triton
+
+
+def _backward_plan(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse: torch.Tensor,
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+    delta: torch.Tensor,
+    causal: bool,
+    scale: float,
+    shift: int,
+    version: str,
+) -> Callable[..., None]:
+    """Takes (dout, q, k, v, lse, dq, dk, dv, delta) like these, which are checked."""
+    seen = _Seen.of(q.shape[2], k.shape[2], causal, shift) if q.numel() else None
+    if seen is None or (dq is None and dk is None and dv is None):
+        return lambda *tensors: None
+
+    def rows(x: torch.Tensor) -> torch.Tensor:
+        return x[:, :, seen.start :] if seen.start else x
+
+    def sums(x: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(like.shape, dtype=torch.float32, device=like.device) if x is None else x
+
+    problem = seen.problem(rows(q), k, v, scale)
+    hopper = seen.hopper_problem(problem)
+    made = sums(dq, q), sums(dk, k), sums(dv, v)
+    # lse and delta are read with one distance between heads.
+    alike = lse.stride() == delta.stride()
+    if _by_cuda(hopper, version, (rows(made[0]), made[1], made[2]), (readable(rows(dout)),)):
+        lines = (rows(lse), rows(delta)) if alike else (rows(lse).contiguous(), rows(delta).contiguous())
+        write = cuda_partial_bwd_plan(hopper, seen.shift, readable(rows(dout)), lines[0], rows(made[0]), *made[1:])
+
+        def by_cuda(dout, q, k, v, lse, dq, dk, dv, delta):
+            given = [rows(dout), rows(q), k, v]
+            dout, q, k, v = map(readable, given)
+            lse, delta = rows(lse), rows(delta)
+            if not alike:
+                lse, delta = lse.contiguous(), delta.contiguous()
+            write(q, k, v, dout, lse, delta, rows(sums(dq, given[1]) if dq is None else dq), sums(dk, k), sums(dv, v))
+
+        return by_cuda
+
+    def by_triton(dout, q, k, v, lse, dq, dk, dv, delta):
+        problem, dout = seen.problem(rows(q), k, v, scale), readable(rows(dout))
+        terms = given_terms(rows(lse), rows(delta))
+        if dk is not None or dv is not None:
+            key_gradients(problem, dout, terms, sums(dk, k), sums(dv, v), add=True)
+        if dq is not None:
+            query_gradient(problem, dout, terms, rows(dq), add=True)
+
+    return by_triton
+
+
+def _by_cuda(problem: Problem, version: str, sums: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...]) -> bool:
+    """Whether the version in CUDA C++ runs. RuntimeError where it was asked for and cannot."""
+    if version == "portable":
+        return False
+    reason = cuda_unsupported_reason(problem, *others) or accumulators_unsupported_reason(*sums)
+    if version == "cuda" and reason:
+        raise RuntimeError(f'attention_partial: version="cuda" cannot run here: {reason}')
+    return reason is None
+
+
+def _check_forward(q, k, v, out, lse, result, version) -> None:
+    name = "attention_partial"
+    check_qkv(name, q, k, v)
+    _check_fp32(name, "out", out, q.shape, q)
+    _check_lse(name, "lse", lse, q)
+    if result is not None:
+        if not isinstance(result, torch.Tensor) or result.dtype != q.dtype:
+            raise TypeError(f"{name}: result must be a tensor of q's dtype {q.dtype}, got {kind(result)}")
+        if result.shape != q.shape or result.device != q.device or (result.numel() and result.stride(3) != 1):
+            raise ValueError(f"{name}: result must be like q with contiguous rows, got shape {tuple(result.shape)}")
+    _check_version(name, version)
+
+
+def _check_backward(dout, q, k, v, out, lse, dq, dk, dv, delta, version) -> None:
+    name = "attention_partial_backward"
+    check_qkv(name, q, k, v)
+    for label, tensor in (("dout", dout), ("out", out)):
+        if tensor is None and label == "out" and delta is not None:
+            continue
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != q.dtype:
+            raise TypeError(f"{name}: {label} must be a tensor of q's dtype {q.dtype}, got {kind(tensor)}")
+        if tensor.shape != q.shape or tensor.device != q.device:
+            raise ValueError(f"{name}: {label} must have q's shape {tuple(q.shape)}, got {tuple(tensor.shape)}")
+    _check_lse(name, "lse", lse, q)
+    if delta is not None:
+        _check_lse(name, "delta", delta, q)
+    for label, tensor, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
+        if tensor is not None:
+            _check_fp32(name, label, tensor, like.shape, q)
+    _check_version(name, version)
+    _refuse_grad(name, dout=dout, q=q, k=k, v=v, lse=lse, dq=dq, dk=dk, dv=dv, delta=delta)
+
+
+def _check_fp32(name: str, label: str, tensor: object, shape: torch.Size, q: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
+        raise TypeError(f"{name}: {label} must be a tensor of float32, got {kind(tensor)}")
+    if tensor.shape != shape or tensor.device != q.device:
+        wanted = f"shape {tuple(shape)} on {q.device}"
+        raise ValueError(f"{name}: {label} must have {wanted}, got {tuple(tensor.shape)} on {tensor.device}")
+    if tensor.numel() and tensor.dim() == 4 and tensor.stride(3) != 1:
+        raise ValueError(f"{name}: {label} must have contiguous rows, got strides {tensor.stride()}")
+
+
+def _check_lse(name: str, label: str, tensor: torch.Tensor, q: torch.Tensor) -> None:
+    _check_fp32(name, label, tensor, q.shape[:3], q)
+    batch, heads, queries = tensor.shape
+    apart = batch == 1 or tensor.stride(0) == heads * tensor.stride(1)
+    if tensor.numel() and (not apart or (queries > 1 and tensor.stride(2) != 1)):
+        raise ValueError(f"{name}: {label} must be contiguous, or rows of such a tensor, got strides {tensor.stride()}")
+
+
+def _check_version(name: str, version: str) -> None:
+    if version not in VERSIONS:
+        raise ValueError(f"{name}: version must be one of {', '.join(VERSIONS)}, got {version!r}")
+
+
+def _refuse_grad(name: str, **tensors: torch.Tensor | None) -> None:
+    for label, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(f"{name}: has no gradient: {label} must not require grad, or use torch.no_grad()")
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::attention_partial", mutates_args=("out", "lse", "result"))
+def _fwd_op(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    result: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    shift: int,
+    version: str,
+) -> None:
+    _forward_plan(q, k, v, out, lse, result, causal, scale, shift, version)(q, k, v, out, lse, result)
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::attention_partial_backward", mutates_args=("dq", "dk", "dv"))
+def _bwd_op(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse: torch.Tensor,
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+    delta: torch.Tensor,
+    causal: bool,
+    scale: float,
+    shift: int,
+    version: str,
+) -> None:
+    tensors = (dout, q, k, v, lse, dq, dk, dv, delta)
+    _backward_plan(*tensors, causal, scale, shift, version)(*tensors)
+
+
+@_fwd_op.register_fake
+def _(q, k, v, out, lse, result, causal, scale, shift, version):
+    return None
+
+
+@_bwd_op.register_fake
+def _(dout, q, k, v, lse, dq, dk, dv, delta, causal, scale, shift, version):
+    return None

@@ -1,0 +1,241 @@
+"""Attention by blocks of keys: merged forward, summed gradients."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from . import attention, attention_delta, attention_partial, attention_partial_backward
+from .reference import attention_reference
+
+
+@pytest.fixture
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _inputs(device, dtype, heads, kv_heads, queries, keys, dim):
+    """q and dout as a model has them, [B, S, H, D] transposed."""
+    q, dout = (torch.randn(2, queries, heads, dim, device=device).to(dtype).transpose(1, 2) for _ in range(2))
+    k, v = (torch.randn(2, kv_heads, keys, dim, device=device).to(dtype) for _ in range(2))
+    return q, k, v, dout
+
+
+def _oracle(q, k, v, dout, first, causal):
+    """out, lse, dq, dk, dv in fp64, where query i stands beside key i + first."""
+    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
+    keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    s = q @ keys.transpose(2, 3) / math.sqrt(q.shape[3])
+    if causal:
+        place = first + torch.arange(q.shape[2], device=q.device)[:, None]
+        s = s.masked_fill(torch.arange(k.shape[2], device=q.device) > place, -math.inf)
+    lse = s.logsumexp(3)
+    out = torch.exp(s - lse.masked_fill(lse == -math.inf, 0)[..., None]) @ values
+    return out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), dout.double())
+
+
+def _merged(q, k, v, blocks, **options):
+    """out and lse over the blocks of keys, the last of which writes the result."""
+    out = torch.full(q.shape, math.nan, device=q.device)
+    lse = torch.full(q.shape[:3], -math.inf, device=q.device)
+    result, start = torch.full_like(q, math.nan), 0
+    for number, size in enumerate(blocks):
+        block = slice(start, start + size)
+        last = result if number == len(blocks) - 1 else None
+        attention_partial(q, k[:, :, block], v[:, :, block], out, lse, k_offset=start, result=last, **options)
+        start += size
+    return result, lse
+
+
+def _summed(dout, q, k, v, out, lse, blocks, delta=None, **options):
+    dq, dk, dv = (torch.zeros(x.shape, device=q.device) for x in (q, k, v))
+    start = 0
+    for size in blocks:
+        block = slice(start, start + size)
+        parts = (x[:, :, block] for x in (k, v))
+        sums = (x[:, :, block] for x in (dk, dv))
+        attention_partial_backward(dout, q, *parts, out, lse, dq, *sums, delta=delta, k_offset=start, **options)
+        start += size
+    return dq, dk, dv
+
+
+def _close(name, mine, right, dtype):
+    scale = right.abs().max().item() or 1.0
+    error = (mine.double() - right).abs().max().item() / scale
+    assert error < {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype], f"{name}: {error}"
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "queries", "blocks", "dim", "first"),
+    (
+        (2, 2, 37, (20, 17), 16, None),  # no mask
+        (4, 2, 33, (1, 0, 31, 9), 24, None),
+        (2, 1, 40, (13, 17, 10), 32, 0),  # causal, square
+        (2, 2, 23, (16, 16), 16, 9),  # the last query sees the last key
+        (1, 1, 30, (10, 10), 16, -7),  # the first queries see none
+        (2, 1, 9, (8, 8, 8), 80, 4),  # the last keys are seen by none
+        (1, 1, 12, (5, 40), 128, 100),  # the mask hides nothing
+    ),
+)
+def test_blocks_of_keys_add_up(device, dtype, heads, kv_heads, queries, blocks, dim, first):
+    q, k, v, dout = _inputs(device, dtype, heads, kv_heads, queries, sum(blocks), dim)
+    options = {} if first is None else {"causal": True, "q_offset": first}
+    want = _oracle(q, k, v, dout, first, first is not None)
+    out, lse = _merged(q, k, v, blocks, **options)
+    assert torch.equal(lse == -math.inf, want[1] == -math.inf)
+    torch.testing.assert_close(lse.double(), want[1], atol=1e-5 if dtype == torch.float32 else 2e-3, rtol=1e-5)
+    _close("out", out, want[0], dtype)
+    for delta in (None, attention_delta(dout, out)):
+        gradients = _summed(dout, q, k, v, out, lse, blocks, delta, **options)
+        for name, mine, right in zip(("dq", "dk", "dv"), gradients, want[2:], strict=True):
+            _close(name, mine, right, dtype)
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+@pytest.mark.parametrize("version", ("portable", "cuda"))
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "queries", "blocks", "dim", "first"),
+    (
+        (4, 2, 700, (513, 200, 129), 64, None),
+        (8, 8, 1100, (900, 333), 128, None),
+        (4, 4, 3000, (1500, 1500), 128, 0),
+        (8, 1, 1111, (640, 471, 100), 64, 100),
+        (4, 2, 900, (500, 350), 128, -33),
+    ),
+)
+def test_blocks_of_keys_add_up_on_hopper(device, dtype, version, heads, kv_heads, queries, blocks, dim, first):
+    q, k, v, dout = _inputs(device, dtype, heads, kv_heads, queries, sum(blocks), dim)
+    options = {"version": version} | ({} if first is None else {"causal": True, "q_offset": first})
+    want = _oracle(q, k, v, dout, first, first is not None)
+    out, lse = _merged(q, k, v, blocks, **options)
+    _close("out", out, want[0], dtype)
+    gradients = _summed(dout, q, k, v, out, lse, blocks, attention_delta(dout, out), **options)
+    for name, mine, right in zip(("dq", "dk", "dv"), gradients, want[2:], strict=True):
+        _close(name, mine, right, dtype)
+
+
+def test_rows_of_a_larger_tensor(device):
+    """A zigzag's later half of the queries: slices of out, lse and the gradients."""
+    q, k, v, dout = _inputs(device, torch.float32, 2, 2, 24, 16, 16)
+    want = _oracle(q[:, :, 8:], k, v, dout[:, :, 8:], 0, False)
+    out = torch.full(q.shape, 3.0, device=device)
+    lse = torch.full(q.shape[:3], -math.inf, device=device)
+    attention_partial(q[:, :, 8:], k, v, out[:, :, 8:], lse[:, :, 8:])
+    assert (out[:, :, :8] == 3).all() and (lse[:, :, :8] == -math.inf).all()
+    _close("out", out[:, :, 8:], want[0], torch.float32)
+    dq, dk, dv = (torch.zeros(x.shape, device=device) for x in (q, k, v))
+    rows = [x[:, :, 8:] for x in (dout, q)]
+    attention_partial_backward(*rows, k, v, out[:, :, 8:], lse[:, :, 8:], dq[:, :, 8:], dk, dv)
+    assert not dq[:, :, :8].any()
+    for name, mine, right in zip(("dq", "dk", "dv"), (dq[:, :, 8:], dk, dv), want[2:], strict=True):
+        _close(name, mine, right, torch.float32)
+
+
+def test_queries_in_pieces_give_the_bits_of_the_whole(device):
+    q, k, v, _ = _inputs(device, torch.float16, 2, 1, 64, 40, 32)
+    whole, _ = _merged(q, k, v, (40,))
+    pieces = torch.cat([_merged(q[:, :, i : i + 32], k, v, (40,))[0] for i in (0, 32)], 2)
+    assert torch.equal(whole, pieces)
+
+
+def test_one_block_is_attention(device):
+    q, k, v, _ = _inputs(device, torch.float32, 2, 1, 33, 20, 24)
+    out, lse = _merged(q, k, v, (20,), causal=True, q_offset=-13)
+    want, want_lse = attention(q, k, v, causal=True, return_lse=True)
+    torch.testing.assert_close(out, want, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(lse, want_lse, atol=1e-6, rtol=1e-5)
+    assert torch.equal(out[lse == -math.inf], torch.zeros_like(out[lse == -math.inf]))
+
+
+def test_dlse_is_part_of_delta(device):
+    q, k, v, dout = _inputs(device, torch.float32, 2, 2, 12, 10, 16)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, lse = attention_reference(*(x.double() for x in leaves), return_lse=True)
+    dlse = torch.randn_like(lse, dtype=torch.float32)
+    want = torch.autograd.grad((out, lse), leaves, (dout.double(), dlse.to(lse.dtype)))
+    out, lse = _merged(q, k, v, (10,))
+    for mine, right in zip(
+        _summed(dout, q, k, v, None, lse, (4, 6), attention_delta(dout, out, dlse)), want, strict=True
+    ):
+        _close("gradient", mine, right.double(), torch.float32)
+
+
+def test_gradients_that_are_not_needed(device):
+    q, k, v, dout = _inputs(device, torch.float32, 2, 1, 12, 10, 16)
+    out, lse = _merged(q, k, v, (10,))
+    whole = _summed(dout, q, k, v, out, lse, (10,))
+    for kept in range(3):
+        sums = [torch.zeros(x.shape, device=device) if i == kept else None for i, x in enumerate((q, k, v))]
+        attention_partial_backward(dout, q, k, v, out, lse, *sums)
+        assert torch.equal(sums[kept], whole[kept])
+
+
+@pytest.mark.parametrize(("queries", "keys"), ((0, 4), (4, 0), (0, 0)))
+def test_nothing(device, queries, keys):
+    q, k, v, dout = _inputs(device, torch.float32, 2, 1, queries, keys, 16)
+    out, lse = _merged(q, k, v, (keys,))
+    assert torch.equal(out, torch.zeros_like(q)) and (lse == -math.inf).all()
+    assert not any(x.any() for x in _summed(dout, q, k, v, out, lse, (keys,)))
+    assert attention_delta(dout, out).shape == q.shape[:3]
+
+
+def test_compiled_without_a_graph_break(device):
+    q, k, v, dout = _inputs(device, torch.float32, 2, 1, 12, 10, 16)
+
+    def step(q, k, v, dout):
+        out = torch.zeros_like(q)
+        lse = torch.full(q.shape[:3], -math.inf, device=q.device)
+        attention_partial(q, k, v, out, lse)
+        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+        attention_partial_backward(dout, q, k, v, out, lse, dq, dk, dv, delta=(out * dout).sum(3))
+        return out, lse, dq, dk, dv
+
+    q, dout = q.contiguous(), dout.contiguous()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for mine, right in zip(compiled(q, k, v, dout), step(q, k, v, dout), strict=True):
+        torch.testing.assert_close(mine, right, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    (
+        (dict(out=torch.float16), TypeError, "out must be a tensor of float32"),
+        (dict(lse=torch.float64), TypeError, "lse must be a tensor of float32"),
+        (dict(result=torch.float32), TypeError, "result must be a tensor of q's dtype"),
+        (dict(k=torch.float32), TypeError, "k must be a tensor of q's dtype"),
+    ),
+)
+def test_wrong_dtypes(device, change, error, words):
+    q, k, v, _ = _inputs(device, torch.float16, 2, 1, 6, 5, 16)
+    tensors = dict(q=q, k=k, v=v, out=torch.zeros(q.shape, device=device), lse=torch.zeros(q.shape[:3], device=device))
+    tensors["result"] = torch.zeros_like(q)
+    for name, dtype in change.items():
+        tensors[name] = tensors[name].to(dtype)
+    with pytest.raises(error, match=words):
+        attention_partial(**tensors)
+
+
+def test_what_is_rejected(device):
+    q, k, v, dout = _inputs(device, torch.float32, 2, 1, 6, 5, 16)
+    out, lse = torch.zeros(q.shape, device=device), torch.zeros(q.shape[:3], device=device)
+    with pytest.raises(ValueError, match="out must have shape"):
+        attention_partial(q, k, v, out[:, :, 1:], lse)
+    with pytest.raises(ValueError, match="lse must be contiguous"):
+        attention_partial(q, k, v, out, lse.transpose(0, 1).contiguous().transpose(0, 1))
+    with pytest.raises(ValueError, match="scale must be a positive number"):
+        attention_partial(q, k, v, out, lse, scale=0.0)
+    with pytest.raises(ValueError, match="version must be one of"):
+        attention_partial(q, k, v, out, lse, version="triton")
+    with pytest.raises(RuntimeError, match="q must not require grad"):
+        attention_partial(q.requires_grad_(), k, v, out, lse)
+    q = q.detach()
+    with pytest.raises(TypeError, match="out must be a tensor of q's dtype"):
+        attention_partial_backward(dout, q, k, v, None, lse, None, None, None)
+    with pytest.raises(ValueError, match="dk must have shape"):
+        attention_partial_backward(dout, q, k, v, out, lse, None, torch.zeros_like(q), None)
+    with pytest.raises(ValueError, match="dlse must have shape"):
+        attention_delta(dout, out, lse[:1])
