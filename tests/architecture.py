@@ -75,6 +75,8 @@ def _layer(folder: Path, path: Path) -> str:
         return "outer"
     if first == "configs":
         return "configs"
+    if first.startswith("op_") and not below:
+        return "op"
     return first if first in ("__init__", "op", "reference") and not below else "kernel"
 
 
@@ -95,7 +97,7 @@ def kernel_order(folder: Path) -> Iterator[str]:
     """configs ← kernel ← op ← __init__; reference stands alone."""
     may = {
         "__init__": {"op"},
-        "op": {"kernel", "configs"},
+        "op": {"op", "kernel", "configs"},
         "kernel": {"kernel", "configs"},
         "configs": {"configs"},
         "reference": set(),
