@@ -2,5 +2,8 @@
 
 from .op import attention
 from .op_partial import attention_delta, attention_partial, attention_partial_backward
+from .op_sdpa import register as _register
 
 __all__ = ["attention", "attention_delta", "attention_partial", "attention_partial_backward"]
+
+_register()

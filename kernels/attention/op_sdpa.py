@@ -1,0 +1,100 @@
+"""`torch.nn.attention.activate_flash_attention_impl("ridgeline")`: PyTorch's flash attention runs these kernels.
+
+Once activated, F.scaled_dot_product_attention and torch's context parallel call them wherever they would call PyTorch's
+own flash attention; what these kernels do not take is an error that says why, as with PyTorch's other implementations.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.library import Library
+
+from .op import _backward, _forward
+
+NAME = "ridgeline"
+
+
+class Registration:
+    """The kernels in PyTorch's dispatcher, until `remove`."""
+
+    def __init__(self) -> None:
+        self._library: Library | None = Library("aten", "IMPL")
+        self._library.impl("_scaled_dot_product_flash_attention", flash_forward, "CUDA")
+        self._library.impl("_scaled_dot_product_flash_attention_backward", flash_backward, "CUDA")
+
+    def remove(self) -> None:
+        self._library = None
+
+
+def register() -> bool:
+    """Enters the name in PyTorch's registry; False for a PyTorch without one. Nothing changes until it is activated."""
+    enter = getattr(torch.nn.attention, "register_flash_attention_impl", None)
+    if enter is None:
+        return False
+    enter(NAME, register_fn=Registration)
+    return True
+
+
+def flash_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple:
+    """aten::_scaled_dot_product_flash_attention. Raises RuntimeError for dropout, a debug mask, and a causal mask with
+    more or fewer queries than keys, which PyTorch aligns with the first key."""
+    if return_debug_mask:
+        raise RuntimeError(f"{NAME}: flash attention has no debug mask here")
+    _check(query, key, dropout_p, is_causal)
+    out, lse, _ = _forward(query, key, value, _options(query, key, is_causal, scale))
+    state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    offset = torch.zeros((), dtype=torch.uint64, device=query.device)
+    return out, lse, None, None, query.shape[2], key.shape[2], state, offset, query.new_empty(0)
+
+
+def flash_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: torch.Tensor,
+    philox_offset: torch.Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """aten::_scaled_dot_product_flash_attention_backward. logsumexp and out may be those over more keys than `key` has,
+    as in a ring: the gradients are then this block's share."""
+    _check(query, key, dropout_p, is_causal)
+    tensors = (grad_out, None, query, key, value, out, logsumexp.contiguous(), None)
+    dq, dk, dv = _backward(tensors, _options(query, key, is_causal, scale), True, True)
+    return dq, dk, dv
+
+
+def _check(query: torch.Tensor, key: torch.Tensor, dropout_p: float, is_causal: bool) -> None:
+    if dropout_p:
+        raise RuntimeError(f"{NAME}: flash attention has no dropout here, got dropout_p={dropout_p}")
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        raise RuntimeError(f"{NAME}: flash attention takes float16 and bfloat16, got {query.dtype}")
+    if is_causal and query.shape[2] != key.shape[2]:
+        lengths = f"{query.shape[2]} queries and {key.shape[2]} keys"
+        raise RuntimeError(f"{NAME}: a causal mask needs as many queries as keys here, got {lengths}")
+
+
+def _options(query: torch.Tensor, key: torch.Tensor, is_causal: bool, scale: float | None) -> tuple:
+    """As `attention` gives them to its plans."""
+    scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
+    return float(scale), -1, 0 if is_causal else -1, key.shape[2], "auto", "auto"
