@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
@@ -42,7 +43,8 @@ def even_lengths(length: int, world: int, layout: str) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def runs(lengths: Sequence[int], rank: int, layout: str) -> tuple[Run, ...]:
+@lru_cache(maxsize=4096)
+def runs(lengths: tuple[int, ...], rank: int, layout: str) -> tuple[Run, ...]:
     """The runs of a rank in a contiguous or zigzag layout, in the order of its rows; none is empty."""
     if layout == "contiguous":
         found = [Run(sum(lengths[:rank]), 0, lengths[rank])]
@@ -70,11 +72,11 @@ def positions(
     Raises ValueError for an unknown layout, a rank outside the world or lengths that do not fit.
     """
     check_layout(layout)
-    lengths = [length] * world if lengths is None else list(lengths)
+    lengths = (length,) * world if lengths is None else tuple(lengths)
     if not 0 <= rank < world:
         raise ValueError(f"positions: rank must be from 0 to {world - 1}, got {rank}")
     if len(lengths) != world or lengths[rank] != length or min(lengths) < 0:
-        raise ValueError(f"positions: lengths must be {world}, with {length} for rank {rank}, got {lengths}")
+        raise ValueError(f"positions: lengths must be {world}, with {length} for rank {rank}, got {list(lengths)}")
     if layout == "striped":
         row = torch.arange(length, device=device)
         # Before row i of this rank stand the rows up to i of the ranks in front of it, and those below i of the others.
@@ -93,9 +95,12 @@ def shard(
     A length that does not divide gives one row more to the first chunks, pieces or stripes (`even_lengths`). Nothing
     is sent. Without a process group the world is one rank.
     """
-    rank, world = place(group)
-    length = x.shape[dim]
-    lengths = even_lengths(length, world, layout)
+    return cut(x, dim, *place(group), layout)
+
+
+def cut(x: torch.Tensor, dim: int, rank: int, world: int, layout: str) -> torch.Tensor:
+    """The rows that `shard` gives to one rank of so many."""
+    lengths = even_lengths(x.shape[dim], world, layout)
     if layout == "striped":
         return x[_at(x, dim, slice(rank, None, world))].contiguous()
     parts = [x.narrow(dim, run.position, run.rows) for run in runs(lengths, rank, layout)]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .layout import even_lengths
-from .schedule import Problem, Step, schedule
+from .schedule import Call, Problem, Step, schedule
+
+RANKS = 16  # of more ranks so many are looked at, the first among them
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def simulate(
     Each rank runs the steps of its own schedule: a step lasts as long as its products or as the transfers that overlap
     with it, whichever is longer, and `latency`. All links run at `rates.link` at once, in both directions. The first
     step has this rank's own block and the second one's transfers; in the backward gradients in fp32 leave a step later,
-    the last of them with nothing to overlap with. The rates are constants, so that a rank whose pieces have become too
+    the last of them with nothing to overlap with. Of many ranks some are looked at. The rates are constants, so that a rank whose pieces have become too
     short to fill its GPU is overestimated. Raises ValueError for a world or lengths below 1.
     """
     if min(world, queries, keys) < 1:
@@ -62,13 +64,11 @@ def simulate(
         return moved / rates.link
 
     slowest = (0.0, 0.0)
-    pairs = 0
-    for rank in range(world):
+    for rank in range(0, world, -(-world // RANKS)):
         steps = schedule(problem, rank, "keys")
         lasts = exposed = 0.0
         for s, step in enumerate(steps):
             mine = sum(call.pairs for call in step.calls)
-            pairs += mine
             busy = mine * flops / rates.flops
             moved = seconds(row * size * _moved(steps[s + 1])) if s + 1 < world else 0.0
             moved += seconds(row * 4 * _moved(steps[s - 1])) if backward and s > 1 else 0.0
@@ -78,6 +78,7 @@ def simulate(
             last = seconds(row * 4 * _moved(steps[-1]))
             lasts, exposed = lasts + last, exposed + last
         slowest = max(slowest, (lasts, exposed))
+    pairs = Call((0, queries), (0, keys), keys - queries, 0, causal).pairs
     alone = pairs * flops / rates.flops + rates.latency
     return Simulated(world, *slowest, alone / (world * slowest[0]))
 

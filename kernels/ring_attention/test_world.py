@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -87,12 +88,12 @@ def spread(world: int, work: Callable[..., Any], folder: Path, *arguments: Any, 
     """What `work(rank, world, *arguments)` returns on each of `world` new processes of one group."""
     context = mp.spawn(_process, (world, str(folder), backend, work, arguments), world, join=False)
     assert context is not None
-    if not context.join(timeout=SECONDS) and any(process.is_alive() for process in context.processes):
-        for process in context.processes:
-            process.kill()
-        raise TimeoutError(f"{world} ranks were not done after {SECONDS} s")
+    end = time.monotonic() + SECONDS
     while not context.join(timeout=1):
-        pass
+        if time.monotonic() > end:
+            for process in context.processes:
+                process.kill()
+            raise TimeoutError(f"{world} ranks were not done after {SECONDS} s")
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
 
 
