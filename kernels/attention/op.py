@@ -77,6 +77,11 @@ def attention(
             return _apply(q, k, v, plan, options, return_lse)
         out, lse, _ = plan(q, k, v)
         return (out, lse) if return_lse else out
+    if torch._C._is_torch_function_mode_enabled() and not torch.compiler.is_compiling():
+        # As PyTorch's own functions do: a mode, such as a context parallel, may have another implementation.
+        options = dict(causal=causal, scale=scale, num_context=num_context, window=window, return_lse=return_lse)
+        options |= dict(fp8=fp8, forward=forward, backward=backward)
+        return torch.overrides.handle_torch_function(attention, (q, k, v), q, k, v, **options)
     check_qkv("attention", q, k, v)
     options = _options(q, k, causal, scale, num_context, window, forward, backward)
     if fp8:

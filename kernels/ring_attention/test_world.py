@@ -162,7 +162,9 @@ def partial_backward(
     assert lse.is_contiguous() and delta.is_contiguous()
     shared = q.shape[1] // k.shape[1]
     wide_k, wide_v = (t.float().repeat_interleave(shared, 1) for t in (k, v))
-    p = (_scores(q, k, causal, scale, q_offset, k_offset) - torch.where(lse == -math.inf, math.inf, lse)[..., None]).exp()
+    p = (
+        _scores(q, k, causal, scale, q_offset, k_offset) - torch.where(lse == -math.inf, math.inf, lse)[..., None]
+    ).exp()
     ds = p * (dout.float() @ wide_v.mT - delta[..., None]) * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
     for gradient, share in ((dk, ds.mT @ q.float()), (dv, p.mT @ dout.float())):
         if gradient is not None:
