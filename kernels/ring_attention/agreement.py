@@ -81,5 +81,7 @@ def _lengths(name: str, found: list[int], told: Sequence[int] | None) -> tuple[i
     if told is None and len(set(found)) > 1:
         raise ValueError(f"ring_attention: {name} has {found} rows on the ranks: {name}_lengths must say so")
     if told is not None and list(told) != found:
-        raise ValueError(f"ring_attention: {name}_lengths must be {name}'s rows on the ranks, {found}, got {list(told)}")
+        raise ValueError(
+            f"ring_attention: {name}_lengths must be {name}'s rows on the ranks, {found}, got {list(told)}"
+        )
     return tuple(found)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def pick_rotation(q_lengths: Sequence[int], k_lengths: Sequence[int], heads: int, kv_heads: int, dim: int, size: int) -> str:
+def pick_rotation(
+    q_lengths: Sequence[int], k_lengths: Sequence[int], heads: int, kv_heads: int, dim: int, size: int
+) -> str:
     """ "keys" or "queries": which of the two has fewer bytes to be moved in the forward.
 
     Of a key and head its own row and that of its value are moved, 2·D numbers. Of a query and head its row goes to the

@@ -10,9 +10,7 @@ from .gather import gather
 from .schedule import gathered_calls, schedule
 
 
-def ring_forward(
-    ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def ring_forward(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """out, like q, and lse [B, Hq, Sq] in fp32."""
     if ring.rotate == "queries":
         return _queries(ring, q, k, v)

@@ -51,7 +51,9 @@ def scatter(ring: Ring, transport: Transport, *gradients: torch.Tensor) -> list[
     def shapes(rows: int) -> list[tuple[int, ...]]:
         return [(rows, *gradient.shape[1:]) for gradient in gradients]
 
-    own = [gradient.new_empty(shape) for gradient, shape in zip(gradients, shapes(problem.k_lengths[rank]), strict=True)]
+    own = [
+        gradient.new_empty(shape) for gradient, shape in zip(gradients, shapes(problem.k_lengths[rank]), strict=True)
+    ]
     _take(own, gradients, gathered_places(problem, rank))
     handed = Handed(transport, steps, shapes, gradients[0].device)
     for s in range(1, world):

@@ -80,16 +80,12 @@ def positions(
     if layout == "striped":
         row = torch.arange(length, device=device)
         # Before row i of this rank stand the rows up to i of the ranks in front of it, and those below i of the others.
-        return sum(
-            (torch.clamp(row + (other < rank), max=n) for other, n in enumerate(lengths)), torch.zeros_like(row)
-        )
+        return sum((torch.clamp(row + (other < rank), max=n) for other, n in enumerate(lengths)), torch.zeros_like(row))
     parts = [torch.arange(run.position, run.position + run.rows, device=device) for run in runs(lengths, rank, layout)]
     return torch.cat(parts) if parts else torch.arange(0, device=device)
 
 
-def shard(
-    x: torch.Tensor, dim: int, group: dist.ProcessGroup | None = None, layout: str = "zigzag"
-) -> torch.Tensor:
+def shard(x: torch.Tensor, dim: int, group: dist.ProcessGroup | None = None, layout: str = "zigzag") -> torch.Tensor:
     """This rank's rows along `dim` of a sequence that every rank has whole; differentiable, contiguous.
 
     A length that does not divide gives one row more to the first chunks, pieces or stripes (`even_lengths`). Nothing

@@ -68,7 +68,7 @@ def check(problem: Problem) -> None:
                 for call in step.calls:
                     add(seen, call)
                     used = call.k if rotate == "keys" else call.q
-                    assert used[0] == used[1] or step.rows[0] <= used[0] and used[1] <= step.rows[1]
+                    assert used[0] == used[1] or (step.rows[0] <= used[0] and used[1] <= step.rows[1])
                 assert torch.equal(seen, want[queries][keys].long()), (problem, rank, s)
             if rotate == "keys":
                 final_once([call for step in steps for call in step.calls], problem.q_lengths[rank])

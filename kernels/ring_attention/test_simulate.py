@@ -37,7 +37,9 @@ def test_what_does_not_overlap_is_the_transfer_beyond_the_products() -> None:
 
 
 def test_a_layout_that_is_not_balanced_is_slower() -> None:
-    even, uneven = (simulate(8, 1 << 18, 1 << 18, FAST, layout=layout).efficiency for layout in ("zigzag", "contiguous"))
+    even, uneven = (
+        simulate(8, 1 << 18, 1 << 18, FAST, layout=layout).efficiency for layout in ("zigzag", "contiguous")
+    )
     assert uneven < 0.6 * even
 
 
