@@ -7,8 +7,11 @@ import itertools
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,15 +64,28 @@ def _runs(world: int) -> Iterator[tuple[str, Run]]:
 RUNS = {world: dict(_runs(world)) for world in WORLDS}
 
 
-@pytest.fixture(scope="module", params=WORLDS)
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """World size, and the results of each of its ranks. Starting processes takes longer than all that they compute."""
-    world = request.param
-    return world, spread(world, call_all, tmp_path_factory.mktemp(f"world{world}"), RUNS[world])
+def _everything(rank: int, world: int, runs: dict[str, Run]) -> dict[str, Any]:
+    """Of one rank. Starting processes takes longer than all that they compute, so they do it together."""
+    found: dict[str, Any] = {"runs": call_all(rank, world, runs)}
+    compute.attention_partial, compute.attention_partial_backward = plain.partial, plain.partial_backward
+    backward.attention_delta = plain.delta
+    if world == 2:
+        found |= {"said": _bad_calls(rank), "shards": _checked_shards(world)}
+    if world == 3:
+        found |= {"group": _at_length(rank, world)}
+    return found
 
 
-def test_all_ranks_together_have_what_one_process_has(results) -> None:
-    world, ranks = results
+@cache
+def _ranks(world: int) -> list[dict[str, Any]]:
+    """What each rank of a world found."""
+    with tempfile.TemporaryDirectory() as folder:
+        return spread(world, _everything, Path(folder), RUNS[world])
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_all_ranks_together_have_what_one_process_has(world: int) -> None:
+    ranks = [found["runs"] for found in _ranks(world)]
     wrong = []
     for name, run in RUNS[world].items():
         found, expected = run.assembled([rank[name] for rank in ranks]), run.expected()
@@ -82,7 +98,7 @@ def test_all_ranks_together_have_what_one_process_has(results) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def _bad_calls(rank: int, world: int) -> list[str]:
+def _bad_calls(rank: int) -> list[str]:
     """What is said of bad calls, the first on each rank alone and the others by what the ranks bring."""
     x = torch.zeros(1, 2, 4, 8)
     alone: list[tuple[tuple, dict]] = [
@@ -140,16 +156,14 @@ SAID = (
 )
 
 
-def test_bad_calls_are_named_on_every_rank(tmp_path: Path) -> None:
-    for said in spread(2, _bad_calls, tmp_path):
+def test_bad_calls_are_named_on_every_rank() -> None:
+    for said in (found["said"] for found in _ranks(2)):
         assert len(said) == len(SAID)
         assert [got for got, wanted in zip(said, SAID, strict=True) if not got.startswith(wanted)] == []
 
 
 def _at_length(rank: int, world: int) -> dict[str, object]:
-    """What else is promised of a group: `unshard` after `shard`, a call again, a part of the group, and the peers."""
-    compute.attention_partial, compute.attention_partial_backward = plain.partial, plain.partial_backward
-    backward.attention_delta = plain.delta
+    """What else is promised of a group: `unshard` after `shard`, a call again, a part of the group."""
     x = torch.arange(2.0 * 13).view(2, 13)
     found: dict[str, object] = {}
     for layout in LAYOUTS:
@@ -173,16 +187,14 @@ def _at_length(rank: int, world: int) -> dict[str, object]:
     return found
 
 
-def test_groups_and_repeats(tmp_path: Path) -> None:
-    ranks = spread(3, _at_length, tmp_path)
+def test_groups_and_repeats() -> None:
+    ranks = [found["group"] for found in _ranks(3)]
     assert all(found[layout] for found in ranks for layout in LAYOUTS)
     assert all(found["again"] and found["local"] for found in ranks)
     assert ranks[0]["pair"] and ranks[2]["pair"] and "group must be" in str(ranks[1]["outside"])
 
 
-def _checked_shards(rank: int, world: int) -> dict[str, str | None]:
-    compute.attention_partial, compute.attention_partial_backward = plain.partial, plain.partial_backward
-    backward.attention_delta = plain.delta
+def _checked_shards(world: int) -> dict[str, str | None]:
     bench.CHECKED_ROWS = 32
     found = {}
     for case in bench.CASES:
@@ -199,8 +211,8 @@ def _checked_shards(rank: int, world: int) -> dict[str, str | None]:
     return found | {"wrong": None if wrong else "a wrong one passes"}
 
 
-def test_the_check_of_several_ranks_takes_what_is_right_and_nothing_else(tmp_path: Path) -> None:
-    for found in spread(2, _checked_shards, tmp_path):
+def test_the_check_of_several_ranks_takes_what_is_right_and_nothing_else() -> None:
+    for found in (rank["shards"] for rank in _ranks(2)):
         assert {name.split()[-1] for name in found} == {"auto", "all-to-all", "all-gather", "wrong"}
         assert {name: reason for name, reason in found.items() if reason} == {}
 

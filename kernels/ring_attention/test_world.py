@@ -163,7 +163,7 @@ def partial_backward(
 ) -> None:
     """`attention_partial_backward` in PyTorch."""
     assert all(t is None or t.dtype == torch.float32 for t in (dq, dk, dv, delta))
-    assert lse.stride(2) == delta.stride(2) == 1
+    assert all(t.stride(2) == 1 or t.is_contiguous() for t in (lse, delta))
     shared = q.shape[1] // k.shape[1]
     wide_k, wide_v = (t.float().repeat_interleave(shared, 1) for t in (k, v))
     p = (
