@@ -150,6 +150,7 @@ class KernelSpec:
     host_cases       problems so small that the host's time of a call is all that counts; every peer takes them
     host_ops         implementation or peer -> what is called on host cases in its place, e.g. the step of an optimizer
     compile_targets  compute capabilities that `build` compiles for
+    needs            the kernels whose public functions a composed one calls; it has no kernel of its own
     """
 
     name: str
@@ -178,6 +179,7 @@ class KernelSpec:
     unsupported_reason: Callable[[str, Case, str], str | None] = lambda implementation, case, mode: None
     host_cases: tuple[Case, ...] = ()
     host_ops: Mapping[str, Op] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = [case.name for case in self.cases]

@@ -64,6 +64,9 @@ def compile_spec(
     more than `SPEC.spills` grants or asks for more than the GPU has, and where nothing was launched at all.
     """
     outcome = Outcome(spec.name, target_name(capability))
+    if spec.needs:
+        outcome.skipped.append(f"{outcome.target}: its kernels are those of {', '.join(spec.needs)}")
+        return outcome
     wanted = {phase for mode in modes for phase in mode.split("+")}
     names = [name for name in spec.implementations if implementations is None or name in implementations]
     for name in [name for name in names if spec.min_capability.get(name, (0, 0)) > capability]:

@@ -74,7 +74,8 @@ def _queries(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
     mine = [_rows_first_zeros(q)]
     dk, dv = _zeros(k), _zeros(v)
     for s, step in enumerate(steps):
-        queries, incoming, their_lse, their_delta = map(heads_first, fetched.take(s))
+        queries, incoming, *terms = map(heads_first, fetched.take(s))
+        their_lse, their_delta = (t.contiguous() for t in terms)
         given = [t.zero_() for t in handed.staging(s)] if s else mine
         for call in step.calls:
             part = shifted(call, q=step.rows[0] if s else 0)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .schedule import Problem, Step
-from .transport import SLOTS, Messages, PeerReads, Pending, Piece, Transport, slot_bytes
+from .transport import SLOTS, LocalCopies, Messages, PeerReads, Pending, Piece, Transport, slot_bytes
 
 
 @dataclass(frozen=True)
@@ -22,15 +22,15 @@ class Ring:
     rotate: str
     scale: float | None
     group: dist.ProcessGroup | None
-    peer_reads: bool
+    transfers: str  # "peer", "messages" or "local"
 
     def transport(
         self, lengths: Sequence[int], block: Sequence[torch.Tensor], given: Sequence[Sequence[int]] = ()
     ) -> Transport:
         """For blocks like this one, of so many rows, and contributions of up to these shapes; the same on all ranks."""
         device = block[0].device
-        if not self.peer_reads:
-            return Messages(self.group, device)
+        if self.transfers != "peer":
+            return {"messages": Messages, "local": LocalCopies}[self.transfers](self.group, device)
         rows = [(t.shape[1:], t.dtype) for t in block]
         return PeerReads(self.group, device, lengths, rows, slot_bytes(given))
 

@@ -32,22 +32,18 @@ def attend(
     """Adds the call's keys to the running (out, lse) of its queries, rows as the call has them; with `final` their
     outputs go to `result` instead, where that is given."""
     (a, b), (c, d) = call.q, call.k
-    part = lse[:, :, a:b]
-    held = part.contiguous()  # a copy for some of the rows alone
     attention_partial(
         q[:, :, a:b],
         k[:, :, c:d],
         v[:, :, c:d],
         out[:, :, a:b],
-        held,
+        lse[:, :, a:b],
         causal=call.causal,
         scale=scale,
         q_offset=call.q_offset,
         k_offset=call.k_offset,
         result=result[:, :, a:b] if call.final and result is not None else None,
     )
-    if held.data_ptr() != part.data_ptr():
-        part.copy_(held)
 
 
 def attend_backward(
@@ -73,11 +69,11 @@ def attend_backward(
         k[:, :, c:d],
         v[:, :, c:d],
         None,
-        lse[:, :, a:b].contiguous(),
+        lse[:, :, a:b],
         None if dq is None else dq[:, :, a:b],
         None if dk is None else dk[:, :, c:d],
         None if dv is None else dv[:, :, c:d],
-        delta=delta[:, :, a:b].contiguous(),
+        delta=delta[:, :, a:b],
         causal=call.causal,
         scale=scale,
         q_offset=call.q_offset,

@@ -23,7 +23,7 @@ from .simulate import simulate as simulate
 from .transport import release as release
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-TRANSPORTS = ("auto", "peer", "messages")
+TRANSPORTS = ("auto", "peer", "messages", "local")
 MAX_DIM = 256
 
 
@@ -60,7 +60,8 @@ def ring_attention(
                "auto", which moves what has fewer bytes (`configs.pick_rotation`)
     return_lse also return lse [B, Hq, Sq], fp32, natural logarithm. Both outputs are differentiable.
     transport  "peer" (copy engines read the peers' memory), "messages" (send and receive of the group), or "auto":
-               "peer" on one host with NCCL whose GPUs reach each other, else "messages"
+               "peer" on one host with NCCL whose GPUs reach each other, else "messages". "local" sends nothing and is
+               wrong: it is for measuring what transfers take.
 
     Returns out, in shape and dtype of q. A query that sees no key has out 0, lse −inf and no gradient. Every rank of
     the group calls this, and its backward, in the same order, with arguments that differ in their rows alone; that is
@@ -127,8 +128,9 @@ def _agreed(q, k, v, group, options, q_lengths, k_lengths) -> Ring:
     if rotate == "auto":
         sizes = q.shape[1], k.shape[1], q.shape[3], q.dtype.itemsize
         rotate = configs.pick_rotation(made.q_lengths, made.k_lengths, *sizes)
-    peer_reads = transport != "messages" and made.peer_reads_reason is None
-    return Ring(problem, dist.get_rank(group), rotate, scale, group, peer_reads)
+    if transport == "auto":
+        transport = "messages" if made.peer_reads_reason else "peer"
+    return Ring(problem, dist.get_rank(group), rotate, scale, group, transport)
 
 
 def _check_options(group, layout, rotate, transport, scale) -> None:

@@ -1,4 +1,5 @@
-"""Ring attention in plain PyTorch, on one process that has the whole sequence: the oracle. fp32 or, given fp64, fp64."""
+"""Ring attention in plain PyTorch, on one process that has the whole sequence: the oracle. fp32, or fp64 given
+fp64."""
 
 from __future__ import annotations
 

@@ -51,8 +51,10 @@ def simulate(
     Each rank runs the steps of its own schedule: a step lasts as long as its products or as the transfers that overlap
     with it, whichever is longer, and `latency`. All links run at `rates.link` at once, in both directions. The first
     step has this rank's own block and the second one's transfers; in the backward gradients in fp32 leave a step later,
-    the last of them with nothing to overlap with. Of many ranks some are looked at. The rates are constants, so that a rank whose pieces have become too
-    short to fill its GPU is overestimated. Raises ValueError for a world or lengths below 1.
+    the last of them with nothing to overlap with. Of many ranks some are looked at. The rates are constants, so that a
+    rank whose pieces have become too short to fill its GPU is overestimated.
+
+    Raises ValueError for a world or lengths below 1.
     """
     if min(world, queries, keys) < 1:
         raise ValueError(f"simulate: world, queries and keys must be at least 1, got {world}, {queries}, {keys}")

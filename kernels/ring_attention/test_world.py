@@ -51,15 +51,19 @@ class Run:
         tensors = [torch.randn(shape, generator=generator) for shape in (*shapes, shapes[0], shapes[0][:3])]
         return [t.to(self.dtype).to(dtype or self.dtype).to(device) for t in tensors]
 
-    def expected(self) -> dict[str, torch.Tensor]:
-        """In fp64 by one process."""
-        q, k, v, dout, dlse = self.whole(torch.float64)
+    def expected(self, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+        """By one process, in fp64 unless another dtype is asked for."""
+        q, k, v, dout, dlse = self.whole(dtype)
         inputs = [t.requires_grad_() for t in (q, k, v)]
         options = {name: value for name, value in self.options.items() if name in ("causal", "scale")}
         out, lse = ring_attention_reference(*inputs, return_lse=True, **options)
         both = self.options.get("return_lse")
         grads = torch.autograd.grad((out, lse)[: 1 + bool(both)], inputs, (dout, dlse)[: 1 + bool(both)])
         return dict(zip(("out", "dq", "dk", "dv", "lse"), (out.detach(), *grads, lse.detach()), strict=True))
+
+    def eager(self) -> dict[str, torch.Tensor]:
+        """By one process in the dtype of the run: what the errors of others are measured by."""
+        return self.expected(self.dtype)
 
     def assembled(self, ranks: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """The whole results, of those of the ranks."""
@@ -134,7 +138,7 @@ def _scores(q, k, causal, scale, q_offset, k_offset):
 
 def partial(q, k, v, out, lse, *, causal=False, scale=None, q_offset=0, k_offset=0, result=None) -> None:
     """`attention_partial` in PyTorch, many times faster than the interpreter, and strict about what it is given."""
-    assert out.dtype == lse.dtype == torch.float32 and lse.is_contiguous() and out.stride(3) == 1
+    assert out.dtype == lse.dtype == torch.float32 and lse.stride(2) == out.stride(3) == 1
     assert out.shape == q.shape and (result is None or (result.shape, result.dtype) == (q.shape, q.dtype))
     keys = torch.cat([torch.full((*lse.shape, 1), -math.inf), _scores(q, k, causal, scale, q_offset, k_offset)], 3)
     keys[..., 0] = lse
@@ -159,7 +163,7 @@ def partial_backward(
 ) -> None:
     """`attention_partial_backward` in PyTorch."""
     assert all(t is None or t.dtype == torch.float32 for t in (dq, dk, dv, delta))
-    assert lse.is_contiguous() and delta.is_contiguous()
+    assert all(t.stride(2) == 1 or t.is_contiguous() for t in (lse, delta))
     shared = q.shape[1] // k.shape[1]
     wide_k, wide_v = (t.float().repeat_interleave(shared, 1) for t in (k, v))
     p = (
