@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .transport import peer_reads_reason, where
+from .transport import members, peer_reads_reason, where
 
 _KEPT = 256
 
@@ -33,7 +33,7 @@ class Agreement:
     peer_reads_reason: str | None
 
 
-_AGREED: OrderedDict[tuple, tuple[Agreement, dist.ProcessGroup | None]] = OrderedDict()
+_AGREED: OrderedDict[tuple, tuple[Agreement, dist.ProcessGroup]] = OrderedDict()
 
 
 def agree(
@@ -47,7 +47,7 @@ def agree(
 
     Raises ValueError, on every rank, that names what differs.
     """
-    key = (id(group or dist.group.WORLD), dist.get_world_size(group), device, terms, q_lengths, k_lengths)
+    key = (id(members(group)), dist.get_world_size(group), device, terms, q_lengths, k_lengths)
     if key in _AGREED:
         _AGREED.move_to_end(key)
         return _AGREED[key][0]
@@ -56,7 +56,7 @@ def agree(
     mine = Terms(terms.queries, terms.keys, shared)
     dist.all_gather_object(found, (mine, where(group, device)), group=group)
     made = _held_together([one for one, _ in found], q_lengths, k_lengths, [place for _, place in found])
-    _AGREED[key] = made, group or dist.group.WORLD  # kept, so that no other group has its id
+    _AGREED[key] = made, members(group)  # kept, so that no other group has its id
     if len(_AGREED) > _KEPT:
         _AGREED.popitem(last=False)
     return made

@@ -1,7 +1,8 @@
 """The backward of a rank: gradients of its own queries, keys and values, from the global log-sum-exp.
 
 All sums over ranks are fp32. What a rank computes for another's block it hands to the owner, who adds the contributions
-in the order of the steps, so that repeated runs add in the same order.
+in the order of the steps, so that repeated runs add in the same order. Work on the own block comes in two halves, the
+first of which the first fetch is overlapped with, and the second the last handing over.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from .blocks import Fetched, Handed, Ring
 from .compute import attend_backward, attention_delta, heads_first, rows_first, shifted
 from .gather import gather, scatter
-from .schedule import gathered_calls, schedule
+from .schedule import Call, gathered_calls, halves, schedule
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -46,16 +47,21 @@ def _keys(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
     fetched, handed = Fetched(transport, steps, own), Handed(transport, steps, shapes, q.device)
     dq = _zeros(q)
     mine = [_rows_first_zeros(t) for t in (k, v)]
+    first, last = halves(steps[0].calls)
+
+    def add(calls: Sequence[Call], keys: torch.Tensor, values: torch.Tensor, given: Sequence[torch.Tensor]) -> None:
+        dk, dv = map(heads_first, given)
+        for call in calls:
+            attend_backward(call, dout, q, keys, values, lse, delta, dq, dk, dv, ring.scale)
+
     for s, step in enumerate(steps):
         keys, values = map(heads_first, fetched.take(s))
         given = [t.zero_() for t in handed.staging(s)] if s else mine
-        dk, dv = map(heads_first, given)
-        for call in step.calls:
-            part = shifted(call, k=step.rows[0] if s else 0)
-            attend_backward(part, dout, q, keys, values, lse, delta, dq, dk, dv, ring.scale)
+        add([shifted(call, k=step.rows[0]) for call in step.calls] if s else first, keys, values, given)
         _collect(handed, mine)
         if s:
             handed.hand(s, given)
+    add(last, k, v, mine)
     results = _collect(handed, mine, (k, v))
     transport.close()
     return torch.empty_like(q).copy_(dq), results[0], results[1]
@@ -73,17 +79,23 @@ def _queries(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
     fetched, handed = Fetched(transport, steps, own), Handed(transport, steps, shapes, q.device)
     mine = [_rows_first_zeros(q)]
     dk, dv = _zeros(k), _zeros(v)
-    for s, step in enumerate(steps):
-        queries, incoming, *terms = map(heads_first, fetched.take(s))
+    first, last = halves(steps[0].calls)
+
+    def add(calls: Sequence[Call], block: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
+        queries, incoming, *terms = map(heads_first, block)
         their_lse, their_delta = (t.contiguous() for t in terms)
+        for call in calls:
+            into = heads_first(given[0])
+            attend_backward(call, incoming, queries, k, v, their_lse, their_delta, into, dk, dv, ring.scale)
+
+    for s, step in enumerate(steps):
+        block = fetched.take(s)
         given = [t.zero_() for t in handed.staging(s)] if s else mine
-        for call in step.calls:
-            part = shifted(call, q=step.rows[0] if s else 0)
-            given_dq = heads_first(given[0])
-            attend_backward(part, incoming, queries, k, v, their_lse, their_delta, given_dq, dk, dv, ring.scale)
+        add([shifted(call, q=step.rows[0]) for call in step.calls] if s else first, block, given)
         _collect(handed, mine)
         if s:
             handed.hand(s, given)
+    add(last, own, mine)
     (dq,) = _collect(handed, mine, (q,))
     transport.close()
     return dq, torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)

@@ -187,7 +187,9 @@ def _link_bytes(case: Case, mode: str) -> int:
 
 def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, **_) -> torch.Tensor:
     """The whole problem on one GPU, which the efficiency is against."""
-    return attention(q, k, v, causal=causal)
+    out = attention(q, k, v, causal=causal)
+    assert isinstance(out, torch.Tensor)
+    return out
 
 
 def alone_reason(case: Case, mode: str) -> str | None:

@@ -6,17 +6,9 @@ import torch
 
 from ..attention import attention_delta as attention_delta
 from ..attention import attention_partial, attention_partial_backward
+from .rows import heads_first as heads_first
+from .rows import rows_first as rows_first
 from .schedule import Call
-
-
-def rows_first(x: torch.Tensor) -> torch.Tensor:
-    """[B, H, S, …] as [S, B, H, …], a view: any rows of it lie together once it has been copied."""
-    return x.movedim(2, 0)
-
-
-def heads_first(x: torch.Tensor) -> torch.Tensor:
-    """The inverse of `rows_first`."""
-    return x.movedim(0, 2)
 
 
 def attend(

@@ -19,6 +19,7 @@ from .layout import positions as positions
 from .layout import shard as shard
 from .layout import unshard as unshard
 from .schedule import ROTATIONS, Problem
+from .simulate import Rates as Rates
 from .simulate import simulate as simulate
 from .transport import release as release
 

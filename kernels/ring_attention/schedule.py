@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from .layout import Run, even_lengths, runs, starts
 
@@ -82,6 +83,7 @@ class Problem:
         return None if all(even) else "causal stripes of queries and keys that differ must be cut as `shard` cuts them"
 
 
+@lru_cache(maxsize=256)
 def schedule(problem: Problem, rank: int, rotate: str, results: bool = False) -> tuple[Step, ...]:
     """The steps of a rank. `rotate` is "keys" or "queries"; `gathered_calls` has what "gather" computes. With `results`
     each query has one final call, and calls are split where they are final for some of their queries alone."""
@@ -123,6 +125,7 @@ def block_calls(problem: Problem, query_rank: int, key_rank: int) -> list[Call]:
     return _calls(q_runs, runs(problem.k_lengths, key_rank, problem.layout), problem.shift)
 
 
+@lru_cache(maxsize=256)
 def gathered_calls(problem: Problem, rank: int) -> tuple[Call, ...]:
     """The calls of a rank that has all keys, in the order of `gathered_places`: one for each run of queries."""
     everything = sum(problem.k_lengths)
@@ -147,6 +150,21 @@ def gathered_places(problem: Problem, owner: int) -> tuple[Run, ...]:
         return runs(problem.k_lengths, owner, problem.layout)
     rows = problem.k_lengths[owner]
     return (Run(starts(problem.k_lengths)[owner], 0, rows),) if rows else ()
+
+
+def halves(calls: Sequence[Call]) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
+    """The calls for the first half of each one's queries, and for the second: work on a rank's own block, during which
+    the first block of another rank arrives, and during which the last gradients for another rank leave."""
+    first, second = [], []
+    for call in calls:
+        start, stop = call.q
+        middle = start + -(-(stop - start) // 256) * 128  # half, in whole tiles of queries
+        if middle < stop:
+            first.append(_rows_of(call, (start, middle), call.final))
+            second.append(_rows_of(call, (middle, stop), call.final))
+        else:
+            first.append(call)
+    return tuple(first), tuple(second)
 
 
 def _calls(q_runs: Sequence[Run], k_runs: Sequence[Run], shift: int) -> list[Call]:

@@ -24,6 +24,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from .rows import copied
+
 SLOTS = 3
 _ALIGNMENT = 256
 _ARENAS_KEPT = 4
@@ -73,7 +75,7 @@ class Messages:
         self.slots: dict[int, torch.Tensor] = {}
 
     def publish(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.block = [tensor.contiguous() for tensor in tensors]
+        self.block = [t if t.is_contiguous() else copied(t) for t in tensors]
 
     def fetch(
         self, partner: int, pieces: Sequence[tuple[Piece, torch.Tensor]], to: int, sends: Sequence[Piece]
@@ -141,17 +143,17 @@ class PeerReads:
     ) -> None:
         self.lengths, self.rows, self.slot_bytes = lengths, rows, slot_bytes
         self.block_bytes = max(self._places(rank)[-1] for rank in range(len(lengths)))
-        self.arena = _arena(group or dist.group.WORLD, device, self.block_bytes + SLOTS * self.slot_bytes)
+        self.arena = _arena(members(group), device, self.block_bytes + SLOTS * self.slot_bytes)
         self.side = self.arena.stream
 
     def publish(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.side.wait_stream(torch.cuda.current_stream())
+        self.side.wait_stream(torch.cuda.current_stream(self.side.device))
         with torch.cuda.stream(self.side):
             for index, tensor in enumerate(tensors):
-                self._peer(self.arena.handle.rank, index).copy_(tensor)
+                copied(tensor, self._peer(self.arena.handle.rank, index))
             self.arena.handle.barrier()
         # A persistent kernel would take every SM before the barrier has one, and no fetch would begin until its end.
-        torch.cuda.current_stream().wait_stream(self.side)
+        torch.cuda.current_stream(self.side.device).wait_stream(self.side)
 
     def fetch(
         self, partner: int, pieces: Sequence[tuple[Piece, torch.Tensor]], to: int, sends: Sequence[Piece]
@@ -185,10 +187,10 @@ class PeerReads:
             self.arena.handle.barrier()
 
     def _beside(self, work: Callable[[], None]) -> Pending:
-        self.side.wait_stream(torch.cuda.current_stream())
+        self.side.wait_stream(torch.cuda.current_stream(self.side.device))
         with torch.cuda.stream(self.side):
             work()
-            return _Event(self.side.record_event())
+        return _Event(self.side.record_event(), self.side.device)
 
     def _places(self, rank: int) -> list[int]:
         """Where the tensors of a rank's block begin, in bytes, and where the block ends."""
@@ -235,12 +237,12 @@ class LocalCopies(Messages):
 
     def _copy(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> Pending:
         if self.side:
-            self.side.wait_stream(torch.cuda.current_stream())
+            self.side.wait_stream(torch.cuda.current_stream(self.side.device))
         with torch.cuda.stream(self.side):
             for mine, copy in zip(sources, into, strict=True):
                 count = min(mine.numel(), copy.numel())
                 copy.view(-1)[:count] = mine.reshape(-1)[:count]
-        return _Event(self.side.record_event()) if self.side else _Works([], [])
+        return _Event(self.side.record_event(), self.side.device) if self.side else _Works([], [])
 
 
 def slot_bytes(shapes: Sequence[Sequence[int]]) -> int:
@@ -251,9 +253,10 @@ def slot_bytes(shapes: Sequence[Sequence[int]]) -> int:
 @dataclass
 class _Event:
     event: torch.cuda.Event
+    device: torch.device
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.event)
+        torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
 class _Arena:
@@ -264,11 +267,16 @@ class _Arena:
 
         self.memory = symmetric.empty(size, dtype=torch.uint8, device=device)
         self.handle = symmetric.rendezvous(self.memory, group.group_name)
+        # The memory may lie anywhere in a pool's segment, which `get_remote_tensor` knows and `get_buffer` does not.
+        self.parts = [
+            self.memory if rank == self.handle.rank else self.handle.get_remote_tensor(rank, (size,), torch.uint8)
+            for rank in range(self.handle.world_size)
+        ]
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.size, self.group = size, group  # the group is kept, so that no other has its id
 
     def view(self, rank: int, first: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return self.handle.get_buffer(rank, shape, dtype, first // dtype.itemsize)
+        return self.parts[rank].narrow(0, first, prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
 _ARENAS: OrderedDict[tuple[int, torch.device], _Arena] = OrderedDict()
@@ -318,8 +326,15 @@ def peer_reads_reason(devices: Sequence[tuple[str, str, int]]) -> str | None:
 def where(group: dist.ProcessGroup | None, device: torch.device) -> tuple[str, str, int]:
     """Host, backend for that device and GPU index of this rank: what `peer_reads_reason` takes. RuntimeError where the
     group has no backend for the device."""
-    backend = (group or dist.group.WORLD)._get_backend(device).name()
+    backend = members(group)._get_backend(device).name()
     return socket.gethostname(), backend, device.index or 0
+
+
+def members(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group itself, or that of all ranks."""
+    chosen = group or dist.group.WORLD
+    assert chosen is not None
+    return chosen
 
 
 def _aligned(size: int) -> int:
