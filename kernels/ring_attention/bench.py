@@ -15,7 +15,7 @@ import torch
 from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer
 
 from ..attention import attention
-from . import configs, peers, ring_attention
+from . import Rates, configs, peers, ring_attention, simulate
 from .layout import cut, even_lengths, place
 from .reference import ring_attention_reference
 from .schedule import Call, Problem, schedule
@@ -197,6 +197,28 @@ def alone_reason(case: Case, mode: str) -> str | None:
     return "too long for one GPU" if min(case.dims["queries"], case.dims["keys"]) > LONGEST_ALONE else None
 
 
+def model(
+    case: Case, mode: str, gpus: int, length: int | None, flops: float, link: float
+) -> tuple[float, float, float]:
+    """`simulate` of the case's heads and mask; another length is that of the keys, with as many queries in ratio."""
+    d, keys = case.dims, length or case.dims["keys"]
+    found = simulate(
+        gpus,
+        round(d["queries"] * keys / d["keys"]),
+        keys,
+        Rates(flops, link),
+        heads=d["kv_heads"] * d["group"],
+        kv_heads=d["kv_heads"],
+        dim=d["dim"],
+        size=case.dtype.itemsize,
+        batch=d["batch"],
+        causal=bool(case.params.get("causal")),
+        layout=_layout(case),
+        backward=mode == "bwd",
+    )
+    return found.seconds, found.exposed, found.efficiency
+
+
 def _one_gpu(case: Case, mode: str) -> str | None:
     return "takes the whole problem on one GPU" if case.world_size > 1 else None
 
@@ -243,6 +265,7 @@ SPEC = KernelSpec(
     name="ring_attention",
     implementations={"auto": ring_attention},
     needs=("attention",),
+    model=model,
     baselines=(
         dataclasses.replace(EAGER, supports=_one_gpu),
         dataclasses.replace(COMPILED, supports=_one_gpu),
