@@ -241,6 +241,10 @@ def _square_zigzag(case: Case, mode: str) -> str | None:
     return "is causal in a zigzag layout alone" if causal and _layout(case) != "zigzag" else None
 
 
+def _causal_square(case: Case, mode: str) -> str | None:
+    return _square_zigzag(case, mode) or (None if case.params.get("causal") else "is causal")
+
+
 def _heads_divide(case: Case, mode: str) -> str | None:
     if reason := _equal(case, mode):
         return reason
@@ -274,6 +278,7 @@ SPEC = KernelSpec(
             for backend in peers.BACKENDS
             for rotate in peers.ROTATIONS
         ),
+        Peer("ring-flash-attn", load=peers.ring_flash_attn, supports=_causal_square),
         Peer("all-to-all", load=peers.all_to_all, supports=_heads_divide),
         Peer("all-gather", load=_gathering, supports=_several),
     ),
