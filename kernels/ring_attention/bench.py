@@ -251,6 +251,17 @@ def _heads_divide(case: Case, mode: str) -> str | None:
     return "the ranks are more than the heads of k" if case.dims["kv_heads"] % case.world_size else None
 
 
+def _ring_flash_attn() -> Op:
+    """The zigzag of the package ring-flash-attn, on the FlashAttention that it finds. Its layout is [B, S, H, D]."""
+    from ring_flash_attn import zigzag_ring_flash_attn_func
+
+    def attend(q, k, v, *, causal=False, scale=None, **_):
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return zigzag_ring_flash_attn_func(q, k, v, softmax_scale=scale, causal=causal).transpose(1, 2)
+
+    return attend
+
+
 def _gathering() -> Op:
     return partial(ring_attention, rotate="gather")
 
@@ -278,7 +289,7 @@ SPEC = KernelSpec(
             for backend in peers.BACKENDS
             for rotate in peers.ROTATIONS
         ),
-        Peer("ring-flash-attn", load=peers.ring_flash_attn, supports=_causal_square),
+        Peer("ring-flash-attn", load=_ring_flash_attn, supports=_causal_square),
         Peer("all-to-all", load=peers.all_to_all, supports=_heads_divide),
         Peer("all-gather", load=_gathering, supports=_several),
     ),

@@ -1,7 +1,7 @@
 """Other ways to attention over a sequence on several GPUs, with the arguments of `ring_attention` on each rank.
 
-torch's context parallel, ring-flash-attn, and the all-to-all of DeepSpeed-Ulysses (Jacobs et al. 2023,
-arXiv:2309.14509) around our own kernel. They take equal lengths. Everything is imported when it is asked for.
+torch's context parallel, and the all-to-all of DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509) around our own
+kernel. They take equal lengths. Everything is imported when it is asked for.
 """
 
 from __future__ import annotations
@@ -49,17 +49,6 @@ def _mesh(device: str):
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh(device, (dist.get_world_size(),))
-
-
-def ring_flash_attn() -> Op:
-    """The zigzag of the package ring-flash-attn, on the FlashAttention that it finds. Its layout is [B, S, H, D]."""
-    from ring_flash_attn import zigzag_ring_flash_attn_func
-
-    def attend(q, k, v, *, causal=False, scale=None, **_):
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return zigzag_ring_flash_attn_func(q, k, v, softmax_scale=scale, causal=causal).transpose(1, 2)
-
-    return attend
 
 
 def all_to_all() -> Op:
