@@ -255,6 +255,12 @@ def vendor(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def plan(session: nox.Session) -> None:
+    """A model of a case on many GPUs: nox -s plan -- --gpus 64 --seq 1048576 --tflops T --link G."""
+    harness(session, "plan")
+
+
+@nox.session(default=False)
 def support(session: nox.Session) -> None:
     """Write docs/SUPPORT.md from the SPECs; -- --check only looks."""
     harness(session, "support")

@@ -20,6 +20,7 @@ COMMANDS = {
     "profile": "Nsight Compute over each case; table of what limits it and the bytes it really moved",
     "sanitize": "compute-sanitizer over the small cases",
     "tune": "try every candidate configuration and compare with the one that the kernel picks",
+    "plan": "a model of a case's time on many GPUs, from rates that were measured on few",
     "report": "Markdown and SVG from the records",
     "compare": "FASTER, SAME, SLOWER or UNSURE between two sets of records; exit code 1 on SLOWER",
     "new": "scaffold a kernel",

@@ -151,6 +151,8 @@ class KernelSpec:
     host_ops         implementation or peer -> what is called on host cases in its place, e.g. the step of an optimizer
     compile_targets  compute capabilities that `build` compiles for
     needs            the kernels whose public functions a composed one calls; it has no kernel of its own
+    model            (case, mode, GPUs, length or None for the case's own, FLOP/s of a GPU, bytes/s of a link) -> a
+                     model's (seconds, seconds of them that a transfer is waited for, efficiency); or None
     """
 
     name: str
@@ -180,6 +182,7 @@ class KernelSpec:
     host_cases: tuple[Case, ...] = ()
     host_ops: Mapping[str, Op] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
+    model: Callable[[Case, str, int, int | None, float, float], tuple[float, float, float]] | None = None
 
     def __post_init__(self) -> None:
         names = [case.name for case in self.cases]

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .transport import members, peer_reads_reason, where
+from .peer_reads import peer_reads_reason, where
+from .transport import members
 
 _KEPT = 256
 

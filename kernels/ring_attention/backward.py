@@ -30,7 +30,8 @@ def ring_backward(
     lse: torch.Tensor,
 ) -> Gradients:
     """dq, dk and dv in the dtype of q."""
-    delta = attention_delta(dout, out, dlse)
+    dout = dout if dout.stride(3) == 1 else dout.contiguous()  # once, and not at each step
+    delta = attention_delta(dout, out, None if dlse is None else dlse.contiguous())
     run = {"keys": _keys, "queries": _queries, "gather": _gathered}[ring.rotate]
     return run(ring, dout, q, k, v, lse, delta)
 

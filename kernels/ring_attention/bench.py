@@ -15,7 +15,7 @@ import torch
 from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer
 
 from ..attention import attention
-from . import configs, peers, ring_attention
+from . import Rates, configs, peers, ring_attention, simulate
 from .layout import cut, even_lengths, place
 from .reference import ring_attention_reference
 from .schedule import Call, Problem, schedule
@@ -197,6 +197,28 @@ def alone_reason(case: Case, mode: str) -> str | None:
     return "too long for one GPU" if min(case.dims["queries"], case.dims["keys"]) > LONGEST_ALONE else None
 
 
+def model(
+    case: Case, mode: str, gpus: int, length: int | None, flops: float, link: float
+) -> tuple[float, float, float]:
+    """`simulate` of the case's heads and mask; another length is that of the keys, with as many queries in ratio."""
+    d, keys = case.dims, length or case.dims["keys"]
+    found = simulate(
+        gpus,
+        round(d["queries"] * keys / d["keys"]),
+        keys,
+        Rates(flops, link),
+        heads=d["kv_heads"] * d["group"],
+        kv_heads=d["kv_heads"],
+        dim=d["dim"],
+        size=case.dtype.itemsize,
+        batch=d["batch"],
+        causal=bool(case.params.get("causal")),
+        layout=_layout(case),
+        backward=mode == "bwd",
+    )
+    return found.seconds, found.exposed, found.efficiency
+
+
 def _one_gpu(case: Case, mode: str) -> str | None:
     return "takes the whole problem on one GPU" if case.world_size > 1 else None
 
@@ -219,10 +241,25 @@ def _square_zigzag(case: Case, mode: str) -> str | None:
     return "is causal in a zigzag layout alone" if causal and _layout(case) != "zigzag" else None
 
 
+def _causal_square(case: Case, mode: str) -> str | None:
+    return _square_zigzag(case, mode) or (None if case.params.get("causal") else "is causal")
+
+
 def _heads_divide(case: Case, mode: str) -> str | None:
     if reason := _equal(case, mode):
         return reason
     return "the ranks are more than the heads of k" if case.dims["kv_heads"] % case.world_size else None
+
+
+def _ring_flash_attn() -> Op:
+    """The zigzag of the package ring-flash-attn, on the FlashAttention that it finds. Its layout is [B, S, H, D]."""
+    from ring_flash_attn import zigzag_ring_flash_attn_func
+
+    def attend(q, k, v, *, causal=False, scale=None, **_):
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return zigzag_ring_flash_attn_func(q, k, v, softmax_scale=scale, causal=causal).transpose(1, 2)
+
+    return attend
 
 
 def _gathering() -> Op:
@@ -243,6 +280,7 @@ SPEC = KernelSpec(
     name="ring_attention",
     implementations={"auto": ring_attention},
     needs=("attention",),
+    model=model,
     baselines=(
         dataclasses.replace(EAGER, supports=_one_gpu),
         dataclasses.replace(COMPILED, supports=_one_gpu),
@@ -251,6 +289,7 @@ SPEC = KernelSpec(
             for backend in peers.BACKENDS
             for rotate in peers.ROTATIONS
         ),
+        Peer("ring-flash-attn", load=_ring_flash_attn, supports=_causal_square),
         Peer("all-to-all", load=peers.all_to_all, supports=_heads_divide),
         Peer("all-gather", load=_gathering, supports=_several),
     ),

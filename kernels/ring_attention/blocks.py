@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from .peer_reads import PeerReads, slot_bytes
 from .schedule import Problem, Step
-from .transport import SLOTS, LocalCopies, Messages, PeerReads, Pending, Piece, Transport, slot_bytes
+from .transport import SLOTS, LocalCopies, Messages, Pending, Piece, Transport
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from .layout import check_layout, place
 from .layout import positions as positions
 from .layout import shard as shard
 from .layout import unshard as unshard
+from .peer_reads import release as release
 from .schedule import ROTATIONS, Problem
 from .simulate import Rates as Rates
 from .simulate import simulate as simulate
-from .transport import release as release
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 TRANSPORTS = ("auto", "peer", "messages", "local")

@@ -23,10 +23,10 @@ from ..attention import attention
 from . import backward, bench, compute, release, ring_attention, shard, unshard
 from . import test_world as plain
 from .layout import LAYOUTS, even_lengths
+from .peer_reads import peer_reads_reason
 from .reference import ring_attention_reference
 from .schedule import ROTATIONS
 from .test_world import SECONDS, Run, call, call_all, spread
-from .transport import peer_reads_reason
 
 WORLDS = (2, 3, 4)
 # Processes on the CPU compute by `plain`, and by the kernels where these are interpreted.
@@ -174,6 +174,10 @@ def _at_length(rank: int, world: int) -> dict[str, object]:
     run = Run((4, 1, 3), (4, 1, 3), dict(causal=True))
     first, again = (call(run, rank, world) for _ in range(2))
     found["again"] = all(torch.equal(first[name], again[name]) for name in first)
+    x4 = torch.randn(1, 2, 4, 8, requires_grad=True)
+    out, lse = ring_attention(x4, x4, x4, return_lse=True)
+    (out.sum() + lse.sum()).backward()  # incoming gradients of stride 0
+    found["expanded"] = x4.grad is not None and bool(x4.grad.isfinite().all())
     pair = dist.new_group([0, 2])
     if rank != 1:
         q = torch.randn(1, 1, 4, 8, generator=torch.Generator().manual_seed(1))
@@ -193,7 +197,7 @@ def _at_length(rank: int, world: int) -> dict[str, object]:
 def test_groups_and_repeats() -> None:
     ranks = [found["group"] for found in _ranks(3)]
     assert all(found[layout] for found in ranks for layout in LAYOUTS)
-    assert all(found["again"] and found["local"] for found in ranks)
+    assert all(found["again"] and found["local"] and found["expanded"] for found in ranks)
     assert ranks[0]["pair"] and ranks[2]["pair"] and "group must be" in str(ranks[1]["outside"])
 
 

@@ -154,6 +154,7 @@ def partial(q, k, v, out, lse, *, causal=False, scale=None, q_offset=0, k_offset
 
 def delta(dout, out, dlse=None) -> torch.Tensor:
     """`attention_delta` in PyTorch."""
+    assert dout.stride(3) == 1 and (dlse is None or dlse.is_contiguous())
     found = (dout.float() * out.float()).sum(3)
     return found if dlse is None else found - dlse
 
