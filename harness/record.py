@@ -296,7 +296,7 @@ def finished(path: Path | str, *, options: Mapping[str, Any], commit: str | None
         if not same or (back and run.stop == "complete"):
             break
         done |= run.closed & run.written
-        died |= {group for group in run.starts[-1:] if run.stop is None and group not in run.written}
+        died |= {group for group in run.starts[-1:] if run.died and group not in run.written}
     return Finished(frozenset(done), frozenset(died - done))
 
 

@@ -161,7 +161,7 @@ def unable(spec: KernelSpec, case: Case, device: str) -> str | None:
     if case.min_capability > (0, 0):
         return f"needs a GPU of compute capability {case.min_capability}"
     if case.world_size > 1:
-        return f"needs {case.world_size} GPUs of one host"
+        return execute.several(case)
     if case.bench or _bytes(spec, case) > CPU_BYTES:
         return "too large for Triton's interpreter"
     return None

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -159,7 +159,8 @@ class Watch:
     def _end(self, beats: list[Beat], patience: float) -> None:
         for beat in beats:
             if beat.count:
-                os.kill(beat.pid, heartbeat.STACK_SIGNAL)
+                with suppress(ProcessLookupError):
+                    os.kill(beat.pid, heartbeat.STACK_SIGNAL)
         time.sleep(STACK_SECONDS)
         last = heartbeat.behind(self._folder, beats)[0]
         said = f"no rank has come further for {patience:g} s; rank {last.rank} is the furthest behind, in the step: "
