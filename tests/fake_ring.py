@@ -41,13 +41,13 @@ def fake_ring(x: torch.Tensor, *, fault: str = "", local: bool = False) -> torch
 
 
 def _misbehave(fault: str, rank: int) -> None:
+    if fault == "error":
+        raise ValueError("not today")
     if not fault or rank != 1:
         return
     CALLS["fault"] += 1
     if fault == "slow":
         time.sleep(SLOW_SECONDS)
-    elif fault == "error":
-        raise ValueError("not on this rank")
     elif CALLS["fault"] == LATE and fault == "hang":
         time.sleep(3600)
     elif CALLS["fault"] == LATE and fault == "die":

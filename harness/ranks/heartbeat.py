@@ -1,7 +1,7 @@
 """What each rank is doing, in a file a rank that the launcher reads: a rank that hangs can no longer say so itself.
 
-A rank counts its steps. One that holds up the others has the lowest count, or is not in a call that waits as they are:
-`behind` has it first.
+A rank counts its steps. One that holds up the others has failed alone, has the lowest count, or is not in a call that
+waits as they are: `behind` has it first.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ class Heartbeat:
         faulthandler.register(STACK_SIGNAL, file=self._stack, all_threads=False)
         self.step(self._doing)
 
-    def step(self, doing: str) -> None:
-        """The rank begins with this. Takes some 50 µs: it stays out of what is timed."""
+    def step(self, doing: str, failed: bool = False) -> None:
+        """The rank begins with this; `failed` where it could not do what the others may still be at. Takes some 50 µs:
+        it stays out of what is timed."""
         self._count, self._doing = self._count + 1, doing
         scratch = self._path.with_suffix(".new")
-        scratch.write_text(json.dumps({"pid": os.getpid(), "count": self._count, "doing": doing}), encoding="utf-8")
+        entry = {"pid": os.getpid(), "count": self._count, "doing": doing, "failed": failed}
+        scratch.write_text(json.dumps(entry), encoding="utf-8")
         os.replace(scratch, self._path)
 
     @contextmanager
@@ -63,6 +65,7 @@ class Beat:
     pid: int = 0
     count: int = 0
     doing: str = "start of the process"
+    failed: bool = False
 
 
 def read(folder: Path, ranks: int) -> list[Beat]:
@@ -75,12 +78,12 @@ def _read(folder: Path, rank: int) -> Beat:
     if not path.is_file():
         return Beat(rank)
     entry: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return Beat(rank, entry["pid"], entry["count"], entry["doing"])
+    return Beat(rank, **entry)
 
 
 def behind(folder: Path, beats: list[Beat]) -> list[Beat]:
     """The ranks from the one that holds up the others to those that are furthest."""
-    return sorted(beats, key=lambda beat: (beat.count, _waits(_calls(folder, beat.rank))))
+    return sorted(beats, key=lambda beat: (not beat.failed, beat.count, _waits(_calls(folder, beat.rank))))
 
 
 def report(folder: Path, beats: list[Beat]) -> str:

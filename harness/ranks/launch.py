@@ -163,7 +163,7 @@ class Watch:
                     os.kill(beat.pid, heartbeat.STACK_SIGNAL)
         time.sleep(STACK_SECONDS)
         last = heartbeat.behind(self._folder, beats)[0]
-        said = f"no rank has come further for {patience:g} s; rank {last.rank} is the furthest behind, in the step: "
+        said = f"no rank has come further for {patience:g} s; rank {last.rank} holds up the others, in the step: "
         self._found = f"{said}{last.doing}\n{self._report(beats)}"
         _kill(_children(self._before))
 

@@ -244,7 +244,8 @@ class Group:
         except Exception as error:  # a peer may raise anything; its row says what
             status = "oom" if execute.out_of_memory(error) else "error"
             trouble = status, f"{type(error).__name__}: {execute.first_line(error)}"
-        self._step(f"{what}: {trouble[1] if trouble else 'done'}, waiting for the other ranks")
+        said = f"{what}: {trouble[1] if trouble else 'done'}, waiting for the other ranks"
+        self.me.beat.step(f"{self.label}: {said}", failed=trouble is not None)
         found = [(rank, *t) for rank, t in enumerate(gathered(trouble, self.me)) if t]
         if not found:
             return result

@@ -1,0 +1,225 @@
+"""Benches of several ranks: gloo, two processes, no GPU. A rank that is slow, that fails, hangs or dies."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from harness import cli, execute, options, record
+from harness.commands import bench
+from harness.measure.timing import Budget
+from harness.ranks import command, heartbeat, timing
+from harness.ranks.timing import Samples
+from harness.reporting.entries import Records, Row
+
+from . import fake_ring
+
+ROUNDS = 5
+BUDGET = Budget(min_rounds=ROUNDS, max_rounds=ROUNDS)
+TIMEOUT = 3.0
+
+
+def arguments(*more: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    bench.configure(parser)
+    return parser.parse_args(["--gpus", "2", "--device", "cpu", "--rank-timeout", str(TIMEOUT), *more])
+
+
+def run(path: Path, *cases: str, resume: bool = False) -> int:
+    """A bench of some cases of the fake kernel. Returns how many rows of our own failed, and ranks."""
+    chosen = tuple(fake_ring.SPEC.case(name) for name in cases)
+    names = tuple(options.implementations(fake_ring.SPEC))
+    selection = options.Selection(fake_ring.SPEC, chosen, ("fwd",), names)
+    return command.bench(fake_ring.spec, selection, path, arguments(*["--resume"] * resume), "cpu", BUDGET)
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory) -> tuple[Records, int]:
+    path = tmp_path_factory.mktemp("honest") / "records" / "fake_ring.jsonl"
+    failures = run(path, "short", "long", "slow", "error")
+    return record.load(path), failures
+
+
+def row(records: Records, case: str, name: str) -> Row:
+    (found,) = (r for r in records.rows if (r.case, r.implementation) == (case, name))
+    return found
+
+
+def test_all_ranks_time_the_same_calls_and_the_first_writes_the_record(honest) -> None:
+    records, _ = honest
+    (of_all,) = records.runs.values()
+    assert (of_all.world_size, of_all.stop, of_all.gpu_folder) == (2, "complete", "cpu-x2")
+    found = row(records, "short", "ring")
+    assert (found.status, found["timer"], found.headline) == ("ok", "wall", "wall")
+    assert found["columns"]["wall"]["n"] == ROUNDS
+    assert len(found["several"]["rank_median_us"]) == 2
+    assert set(found["ratios"]) == {"all_reduce"}
+    assert found["noise"] and found["several"]["backend"] == "gloo"
+
+
+def test_efficiency_is_that_of_one_gpu_on_the_whole_problem_in_the_same_rounds(honest) -> None:
+    records, _ = honest
+    several = row(records, "short", "ring")["several"]
+    alone = several["alone"]
+    assert alone["implementation"] == "mean" and alone["n"] == ROUNDS
+    samples = row(records, "short", "ring")["columns"]["wall"]["samples_us"]
+    ratios = sorted(one / (2 * two) for one, two in zip(alone["samples_us"], samples, strict=True))
+    assert several["efficiency"]["median"] == pytest.approx(ratios[ROUNDS // 2], rel=1e-3)
+    assert row(records, "short", "all_reduce")["several"]["efficiency"]
+    assert row(records, "long", "ring")["several"]["alone_reason"] == "too long for one GPU"
+
+
+def test_what_transfers_take_is_against_the_same_without_them(honest) -> None:
+    records, _ = honest
+    several = row(records, "short", "ring")["several"]
+    assert several["exposed_us"]["median"] > 0 and several["local_median_us"] > 0
+    assert "no version of it" in row(records, "short", "all_reduce")["several"]["exposed_reason"]
+    assert several["axis"] == ["fp32", 1000]
+
+
+def test_what_cannot_be_timed_says_so(honest) -> None:
+    records, failures = honest
+    assert row(records, "short", "off").status == "wrong"
+    assert row(records, "short", "off")["reason"].startswith("rank 0: off by 1; rank 1: off by 1")
+    assert row(records, "short", "eager").status == "skipped"
+    assert "not installed" in row(records, "short", "absent")["reason"]
+    assert failures == 5  # `off` in four cases, `ring` where it raises
+
+
+def test_the_time_is_that_of_the_slowest_rank(honest) -> None:
+    found = row(honest[0], "slow", "ring")
+    fast, slow = found["several"]["rank_median_us"]
+    assert slow >= 1e6 * fake_ring.SLOW_SECONDS
+    assert found["columns"]["wall"]["median_us"] >= slow * 0.999
+
+
+@pytest.fixture(scope="module")
+def hung(tmp_path_factory: pytest.TempPathFactory):
+    return _faulty(tmp_path_factory.mktemp("hung"), "hang")
+
+
+@pytest.fixture(scope="module")
+def died(tmp_path_factory: pytest.TempPathFactory):
+    return _faulty(tmp_path_factory.mktemp("died"), "die")
+
+
+def _faulty(folder: Path, fault: str) -> SimpleNamespace:
+    path, begin = folder / "records" / "fake_ring.jsonl", time.monotonic()
+    failures = run(path, "short", fault, "long")
+    return SimpleNamespace(path=path, failures=failures, records=record.load(path), seconds=time.monotonic() - begin)
+
+
+def test_a_rank_that_hangs_ends_the_run_by_its_name_and_step(hung) -> None:
+    (of_all,) = hung.records.runs.values()
+    assert of_all.stop.startswith("failed: no rank has come further for 3 s; rank 1 holds up the others, in the step: fake")
+    assert "fake_ring hang fwd" in of_all.stop and of_all.died
+
+
+def test_a_rank_that_dies_ends_the_run_by_its_name_and_step(died) -> None:
+    (of_all,) = died.records.runs.values()
+    assert of_all.stop.startswith("failed: rank 1 was killed by SIGKILL in the step: fake_ring die fwd")
+
+
+@pytest.mark.parametrize("which", ["hung", "died"])
+def test_finished_rows_stay_and_no_process_is_left(which: str, request: pytest.FixtureRequest) -> None:
+    faulty = request.getfixturevalue(which)
+    assert row(faulty.records, "short", "ring").status == "ok"
+    assert {r.case for r in faulty.records.rows} == {"short"}
+    assert ranks_left() == []
+
+
+def test_what_a_rank_died_of_is_not_tried_again(died) -> None:
+    run(died.path, "short", "die", "long", resume=True)
+    records = record.load(died.path)
+    assert row(records, "die", "ring").status == "crashed"
+    assert row(records, "long", "ring").status == "ok"
+    assert len({r.run.id for r in records.rows}) == 2
+
+
+def ranks_left() -> list[str]:
+    """Processes that were started as ranks by this one."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            variables = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if f"TORCHELASTIC_RUN_ID=ridgeline-{os.getpid()}".encode() in variables:
+            found.append(path.parent.name)
+    return found
+
+
+def test_without_a_gpu_ranks_check_and_nothing_is_timed() -> None:
+    chosen = options.Selection(fake_ring.SPEC, (fake_ring.SPEC.case("short"),), ("fwd",), ("ring", "off", "all_reduce"))
+    found = {name: (status, reason) for _, _, name, status, reason in command.checked(fake_ring.spec, chosen, TIMEOUT)}
+    assert found["ring"] == found["all_reduce"] == ("ok", None)
+    assert found["off"][0] == "wrong"
+
+
+def test_fewer_gpus_than_asked_for_are_an_error(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert cli.main(["bench", "--kernel", "rmsnorm", "--gpus", "2"]) == 2
+    assert "--gpus 2: 1 found here" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, there must be two")
+def test_a_kernel_without_cases_of_several_gpus_says_so(capsys) -> None:
+    assert cli.main(["bench", "--kernel", "rmsnorm", "--gpus", "2"]) == 2
+    assert "no small case that is chosen takes that many" in capsys.readouterr().err
+
+
+def test_ranks_with_other_variables_are_started_apart() -> None:
+    slow = {"NCCL_P2P_DISABLE": "1"}
+    sharding = replace(fake_ring.SPEC.sharding, environment=lambda case: slow if case.name == "long" else {})
+    spec = replace(fake_ring.SPEC, sharding=sharding)
+    groups = [(spec.case(name), "fwd") for name in ("short", "long", "slow")]
+    found = command.by_environment(spec, groups)
+    assert {v: [case.name for case, _ in g] for v, g in found.items()} == {
+        (): ["short", "slow"],
+        (("NCCL_P2P_DISABLE", "1"),): ["long"],
+    }
+
+
+def test_a_case_of_several_gpus_is_left_out_where_a_command_is_one_process() -> None:
+    assert execute.several(fake_ring.SPEC.case("short")) == "needs 2 GPUs of one host: bench --gpus 2"
+
+
+def test_the_slowest_of_each_round_counts() -> None:
+    samples = Samples("cold")
+    samples.add(["a", "b"], [[1.0, 5.0], [2.0, 4.0]])
+    samples.add(["a", "b"], [[3.0, 5.0], [1.0, 9.0]])
+    assert samples.slowest == {"a": [2.0, 3.0], "b": [5.0, 9.0]}
+    assert samples.medians_of_ranks("b") == [5.0, 6.5]
+
+
+def test_clocks_of_several_gpus_are_one_entry() -> None:
+    one = {
+        "sm_mhz": [1700, 1900],
+        "temperature_c": [40, 50],
+        "power_w": [300, 600],
+        "throttle": ["sw_power_cap"],
+        "throttled_samples": 2,
+        "samples": 5,
+    }
+    two = {**one, "sm_mhz": [1500, 1800], "throttle": [], "throttled_samples": 0}
+    found = timing.merged([one, two])
+    assert (found["sm_mhz"], found["throttle"]) == ([1500, 1900], ["sw_power_cap"])
+    assert (found["throttled_samples"], found["samples"]) == (2, 10)
+
+
+def test_the_rank_that_does_not_wait_holds_up_the_others(tmp_path: Path) -> None:
+    for rank, call in ((0, 'File "/x/torch/distributed/c10d.py", line 1 in barrier'), (1, 'File "/x/k.py", line 9 in f')):
+        (tmp_path / f"rank-{rank}.stack").write_text(f"Current thread (most recent call first):\n  {call}\n")
+    beats = [heartbeat.Beat(rank, 1, 7, "ring: sample 3") for rank in (0, 1)]
+    assert [beat.rank for beat in heartbeat.behind(tmp_path, beats)] == [1, 0]
+    assert heartbeat.behind(tmp_path, [replace(beats[0], count=6), beats[1]])[0].rank == 0
+    assert heartbeat.behind(tmp_path, [replace(beats[0], count=6), replace(beats[1], failed=True)])[0].rank == 1
+    assert 'rank 1, step 7: ring: sample 3 (in "/x/k.py", line 9 in f)' in heartbeat.report(tmp_path, beats)
