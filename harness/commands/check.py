@@ -134,7 +134,7 @@ def _cases(spec: KernelSpec, cases: Sequence[Case], check: Check, device: str) -
         small = case if on_gpu else shrunk(spec, case)
         by_tensors = scope == "structure" and unable(spec, small, device) is None
         key = _tensors(spec, shrunk(spec, case)) if by_tensors else tuple(sorted(case.params.items()))
-        groups.setdefault((case.dtype, case.mutates, key), []).append(small)
+        groups.setdefault((case.dtype, case.mutates, case.world_size, key), []).append(small)
     for group in groups.values():
         # The first that has rows and columns to get wrong: authors put the plain cases first.
         best = next((case for case in group if min(case.dims.values()) > 1), group[0])
