@@ -10,7 +10,7 @@ run    once per bench of a kernel, first
                                 "sms": 132, "memory_bytes": ..., "l2_bytes": ..., "driver": "580.159",
                                 "sm_clock_max_mhz": 1980, "power_limit_w": 700},
                         "python": ..., "torch": ..., "cuda": ..., "triton": ..., "packages": {"liger-kernel": "0.8.5"},
-                        "variables": {"NCCL_...": ...},                      # those of NCCL and symmetric memory, where set
+                        "variables": {"NCCL_...": ...},                      # of NCCL and symmetric memory, where set
                         "commit": "<sha>"|null, "dirty": bool, "os": ..., "time": ISO-8601 UTC},
         "world_size": 2,                                                     # GPUs of one host, where more than one
         "ceilings": {"measured": {"bandwidth": B/s of a copy, "bandwidth_read": B/s of a pure read,

@@ -11,7 +11,7 @@ import torch
 
 from harness import execute, options, record, registry
 from harness.commands.bench import Group, Interrupt
-from harness.spec import EAGER, Case, Cost, Yardstick
+from harness.spec import EAGER, Cost, Yardstick
 
 
 def test_a_case_that_the_device_cannot_run_is_skipped_with_the_reason(monkeypatch):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from harness import cli, execute, options, record
-from harness.commands import bench
+from harness.commands import bench, report
 from harness.measure.timing import Budget
 from harness.ranks import command, heartbeat, timing
 from harness.ranks.timing import Samples
@@ -41,9 +41,14 @@ def run(path: Path, *cases: str, resume: bool = False) -> int:
 
 
 @pytest.fixture(scope="module")
-def honest(tmp_path_factory: pytest.TempPathFactory) -> tuple[Records, int]:
-    path = tmp_path_factory.mktemp("honest") / "records" / "fake_ring.jsonl"
-    failures = run(path, "short", "long", "slow", "error")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    path = tmp_path_factory.mktemp("honest")
+    return path, run(path / "records" / "fake_ring.jsonl", "short", "long", "slow", "error")
+
+
+@pytest.fixture(scope="module")
+def honest(folder) -> tuple[Records, int]:
+    path, failures = folder
     return record.load(path), failures
 
 
@@ -95,9 +100,20 @@ def test_what_cannot_be_timed_says_so(honest) -> None:
 
 def test_the_time_is_that_of_the_slowest_rank(honest) -> None:
     found = row(honest[0], "slow", "ring")
-    fast, slow = found["several"]["rank_median_us"]
+    _, slow = found["several"]["rank_median_us"]
     assert slow >= 1e6 * fake_ring.SLOW_SECONDS
     assert found["columns"]["wall"]["median_us"] >= slow * 0.999
+
+
+def test_ranks_without_gpus_have_a_report_without_ceilings(folder) -> None:
+    path, _ = folder
+    written = {p.name for p in report.write(path)}
+    assert "fake_ring-fwd-efficiency.svg" in written
+    page = (path / "fake_ring.md").read_text()
+    assert page.startswith("# fake_ring on 2 CPU\n")
+    assert "![fake_ring fwd: efficiency over length](fake_ring-fwd-efficiency.svg)" in page
+    assert "- long fwd: no efficiency, too long for one GPU" in page
+    assert "by the clock on the wall" in (path / "README.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +134,8 @@ def _faulty(folder: Path, fault: str) -> SimpleNamespace:
 
 def test_a_rank_that_hangs_ends_the_run_by_its_name_and_step(hung) -> None:
     (of_all,) = hung.records.runs.values()
-    assert of_all.stop.startswith("failed: no rank has come further for 3 s; rank 1 holds up the others, in the step: fake")
-    assert "fake_ring hang fwd" in of_all.stop and of_all.died
+    hangs = "failed: no rank has come further for 3 s; rank 1 holds up the others, in the step: fake_ring hang fwd"
+    assert of_all.stop.startswith(hangs) and of_all.died
 
 
 def test_a_rank_that_dies_ends_the_run_by_its_name_and_step(died) -> None:
@@ -216,7 +232,8 @@ def test_clocks_of_several_gpus_are_one_entry() -> None:
 
 
 def test_the_rank_that_does_not_wait_holds_up_the_others(tmp_path: Path) -> None:
-    for rank, call in ((0, 'File "/x/torch/distributed/c10d.py", line 1 in barrier'), (1, 'File "/x/k.py", line 9 in f')):
+    calls = 'File "/x/torch/distributed/c10d.py", line 1 in barrier', 'File "/x/k.py", line 9 in f'
+    for rank, call in enumerate(calls):
         (tmp_path / f"rank-{rank}.stack").write_text(f"Current thread (most recent call first):\n  {call}\n")
     beats = [heartbeat.Beat(rank, 1, 7, "ring: sample 3") for rank in (0, 1)]
     assert [beat.rank for beat in heartbeat.behind(tmp_path, beats)] == [1, 0]
