@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import gzip
+import json
 import os
 import time
 from dataclasses import replace
@@ -12,10 +14,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness import cli, execute, options, record
+from harness import cli, environment, execute, options, record
 from harness.commands import bench, report
 from harness.measure.timing import Budget
-from harness.ranks import command, heartbeat, timing
+from harness.ranks import command, heartbeat, session, timing
+from harness.ranks.launch import launch
 from harness.ranks.timing import Samples
 from harness.reporting.entries import Records, Row
 
@@ -179,10 +182,22 @@ def test_without_a_gpu_ranks_check_and_nothing_is_timed() -> None:
     assert found["off"][0] == "wrong"
 
 
-def test_fewer_gpus_than_asked_for_are_an_error(monkeypatch, capsys) -> None:
+def test_a_pass_for_profilers_has_a_range_for_all_that_the_bench_times(tmp_path: Path) -> None:
+    orders = session.Orders(fake_ring.spec, "", Path(), (("short", "fwd"),), ("ring", "off"))
+    found = launch(2, session.mark, orders, tmp_path, device="cpu", timeout=TIMEOUT)[0]
+    assert [status for _, status, _ in found] == ["ok", "wrong"]
+    assert {path.name for path in tmp_path.iterdir()} == {f"fake_ring-short-fwd-rank{r}.json.gz" for r in (0, 1)}
+    trace = json.loads(gzip.decompress((tmp_path / "fake_ring-short-fwd-rank1.json.gz").read_bytes()))
+    ranges = {event["name"] for event in trace["traceEvents"] if "fake_ring.fwd.short." in event.get("name", "")}
+    assert ranges == {f"fake_ring.fwd.short.{name}" for name in ("ring", "ring#again", "ring#local", "#alone")}
+
+
+@pytest.mark.parametrize("command_name", ["bench", "profile", "calibrate"])
+def test_fewer_gpus_than_asked_for_are_an_error(command_name: str, monkeypatch, capsys) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert cli.main(["bench", "--kernel", "rmsnorm", "--gpus", "2"]) == 2
+    monkeypatch.setattr(environment, "target", lambda *_: (torch.device("cuda", 0), "h200"))
+    assert cli.main([command_name, *["--kernel=rmsnorm"] * (command_name != "calibrate"), "--gpus", "2"]) == 2
     assert "--gpus 2: 1 found here" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""`bench --gpus N`: what the launcher does, which measures nothing itself.
+"""`bench --gpus N` and `profile --gpus N`: what the launcher does, which measures nothing itself.
 
 With enough GPUs the ranks bench the cases of that many. Without any, ranks of gloo check the small cases and the
 floors are printed; `--device cpu` times them too, by the clock on the wall, into a folder of its own. Fewer GPUs than
@@ -26,9 +26,6 @@ from . import session
 from .launch import RanksFailed, launch
 from .session import Orders
 
-#: Ranks start with these, where they are not set. NVLink's multicast stays off: on some hosts it puts GPUs out of
-#: service, and what is measured should not differ by host.
-DEFAULTS = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 CHECK_HEAD = ("kernel", "case", "mode", "implementation", "status", "reason")
 
 Load = Callable[[], KernelSpec]
@@ -113,7 +110,7 @@ def bench(
                 orders,
                 device=device,
                 timeout=arguments.rank_timeout,
-                environment={**_defaults(), **dict(variables)},
+                environment=dict(variables),
             )
             failures += results[0]
         except RanksFailed as failed:
@@ -127,10 +124,6 @@ def bench(
         if reason != "complete":
             break
     return failures
-
-
-def _defaults() -> dict[str, str]:
-    return {name: os.environ.get(name, value) for name, value in DEFAULTS.items()}
 
 
 def by_environment(spec: KernelSpec, groups: Sequence[Group]) -> dict[tuple[tuple[str, str], ...], list[Group]]:
@@ -149,6 +142,31 @@ def _stop(path: Path, orders: Orders, reason: str) -> None:
     with record.Writer(path) as writer:
         writer.write({"type": "stop", "run": orders.run_id, "kernel": path.stem, "reason": reason})
     record.compact(path)
+
+
+def profile(arguments: argparse.Namespace) -> int:
+    """The pass in named ranges. 1 where something was not run that should have been.
+
+    Under Nsight Systems (`nsys profile python -m harness profile --gpus 2 …`) it has its NVTX ranges and nothing more;
+    else PyTorch's profiler writes a trace of each case and rank.
+    """
+    device, key = environment.target(arguments.gpu, arguments.device)
+    if (found := torch.cuda.device_count() if device.type == "cuda" else 0) < arguments.gpus:
+        raise ValueError(f"--gpus {arguments.gpus}: {found} found here")
+    traces = arguments.keep or registry.ROOT / ".out" / folder(device, key, arguments.gpus) / "traces"
+    failed = 0
+    for selection in _chosen(arguments, on_gpu=True):
+        spec = selection.spec
+        named = tuple(name for name in selection.implementations if arguments.impl or name in spec.implementations)
+        for variables, of_these in by_environment(spec, selection.groups()).items():
+            groups = tuple((case.name, mode) for case, mode in of_these)
+            orders = Orders(partial(registry.load, spec.name), "", Path(), groups, named)
+            into = None if "NSYS_PROFILING_SESSION_ID" in os.environ else traces
+            found_here = launch(arguments.gpus, session.mark, orders, into, environment=dict(variables))[0]
+            tables.show(spec.name, ("range", "status", "reason"), found_here)
+            failed += sum(status not in ("ok", "skipped") for _, status, _ in found_here)
+    print(f"traces in {traces}, for https://ui.perfetto.dev")
+    return 1 if failed else 0
 
 
 def without_gpus(selections: Sequence[options.Selection], key: str, arguments: argparse.Namespace) -> int:

@@ -35,6 +35,9 @@ START_SECONDS = 180.0
 #: what the answer to a request for the stack may take
 STACK_SECONDS = 0.5
 POLL_SECONDS = 0.1
+#: Ranks start with these, where they are not set. A pool of threads a rank would fight over the cores, as torchrun has
+#: it. NVLink's multicast stays off: on some hosts it puts GPUs out of service, and figures should not differ by host.
+DEFAULTS = {"OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
 class RanksFailed(RuntimeError):
@@ -85,8 +88,8 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="ridgeline-ranks-") as scratch:
         folder = Path(scratch)
         watch = Watch(folder, size, timeout, before)
-        threads = os.environ.get("OMP_NUM_THREADS", "1")  # as torchrun: a pool a rank would fight over the cores
-        with _environment({"OMP_NUM_THREADS": threads, **(environment or {})}), _signals(), watch:
+        variables = {name: os.environ.get(name, value) for name, value in DEFAULTS.items()}
+        with _environment({**variables, **(environment or {})}), _signals(), watch:
             try:
                 results = elastic_launch(config, _process)(scratch, device, timeout, work, arguments)
             except ChildFailedError as error:

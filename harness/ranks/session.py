@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
-from .. import environment, execute, record, roofline, rows
+from .. import environment, execute, nvtx, record, roofline, rows
 from ..commands import calibrate
 from ..measure import stats
 from ..measure.timing import AA, QUICK, Budget
@@ -64,13 +65,13 @@ def bench(me: Rank, orders: Orders) -> int:
 class Session:
     """What the groups of one call share."""
 
-    def __init__(self, me: Rank, orders: Orders, spec: KernelSpec) -> None:
+    def __init__(self, me: Rank, orders: Orders, spec: KernelSpec, calibrated: bool = True) -> None:
         self.me, self.orders, self.spec = me, orders, spec
         self.on_gpu = me.device.type == "cuda"
         self.measured: dict[str, Any] = {}
         self.ceilings: roofline.Ceilings | None = None
         self.limits: roofline.Ceilings | None = None
-        if self.on_gpu:
+        if self.on_gpu and calibrated:
             self._calibrate()
         self.clock = Clock(me, orders.budget or (QUICK if orders.quick else Budget()))
 
@@ -131,9 +132,23 @@ class Group:
 
     def rows(self) -> Rows:
         """Checks, times and describes every implementation."""
+        if contenders := self.prepared():
+            samples = self.session.clock.measure(contenders, self.label)
+            for name in self.session.orders.implementations:
+                if name not in self.done:
+                    self.done[name] = self._described(name, contenders, samples)
+        contenders.clear()
+        self.free()
+        return [self.done[name] for name in self.session.orders.implementations]
+
+    def prepared(self) -> list[Contender]:
+        """What can be timed, checked and called once: every implementation, then what it is held against. The rows of
+        all others are in `done`."""
         capability = torch.cuda.get_device_capability(self.me.device) if self.session.on_gpu else (99, 0)
         if self.case.min_capability > capability:
-            return self.closed("skipped", "needs compute capability {}.{}".format(*self.case.min_capability))
+            reason = "needs compute capability {}.{}".format(*self.case.min_capability)
+            self.done = {row["implementation"]: row for row in self.closed("skipped", reason)}
+            return []
         self._step("inputs")
         generator = torch.Generator(self.me.device).manual_seed(SEED + self.me.rank)
         shard = self.sharding.make_shard(self.case, self.me.rank, self.me.device, generator)
@@ -144,19 +159,15 @@ class Group:
                 contenders += self._contenders(name, fn, shard)
             except Failed as failed:
                 self.done[name] = self._row(name, failed.status, failed.reason)
-        if contenders:
-            contenders += self._alone()
-            samples = self.session.clock.measure(contenders, self.label)
-            for name in self.session.orders.implementations:
-                if name not in self.done:
-                    self.done[name] = self._described(name, contenders, samples)
-        contenders.clear()
+        return [*contenders, *self._alone()] if contenders else []
+
+    def free(self) -> None:
+        """Gives back the memory of what was prepared, once nobody holds it."""
         self._step("giving memory back")
         self.sharding.release()
         gc.collect()
         if self.session.on_gpu:
             torch.cuda.empty_cache()
-        return [self.done[name] for name in self.session.orders.implementations]
 
     def closed(self, status: str, reason: str) -> Rows:
         """Every implementation's row without having been run."""
@@ -363,4 +374,38 @@ def check(me: Rank, orders: Orders) -> list[tuple[str, str, str, str, str | None
                 status, reason = failed.status, failed.reason
             said = reason or "; ".join(group.warnings.get(name, []))
             found.append((case, mode, name, status, said or None))
+    return found
+
+
+def mark(me: Rank, orders: Orders, traces: Path | None) -> list[tuple[str, str, str]]:
+    """A pass for profilers: everything that the bench times once in a range of its name, nothing timed.
+
+    With `traces` PyTorch's profiler writes `<kernel>-<case>-<mode>-rank<r>.json.gz` there, for chrome://tracing and Perfetto. Returns
+    (range, status, reason) of every implementation.
+    """
+    spec, found = orders.load(), []
+    session = Session(me, orders, spec, calibrated=False)
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if session.on_gpu else [])]
+    for case, mode in orders.groups:
+        group = Group(session, spec.case(case), mode)
+        contenders = group.prepared()
+        for contender in contenders:
+            session.clock.warm_up(contender, f"{group.label} {contender.name}: warm-up")
+        with profile(activities=kinds) if traces and contenders else nullcontext() as profiler:
+            for contender in contenders:
+                name = nvtx.range_name(spec.name, mode, case, contender.name)
+                session.clock.meet()
+                with nvtx.range(name), record_function(name):
+                    if contender.run is not None:
+                        contender.run()
+                    session.clock.synchronize()
+        if profiler is not None:
+            assert traces is not None
+            traces.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(traces / f"{spec.name}-{case}-{mode}-rank{me.rank}.json.gz"))
+        for name in orders.implementations:
+            row = group.done.get(name, {"status": "ok", "reason": None})
+            found.append((nvtx.range_name(spec.name, mode, case, name), row["status"], row["reason"] or ""))
+        contenders.clear()
+        group.free()
     return found

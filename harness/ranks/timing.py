@@ -84,7 +84,7 @@ class Clock:
     def measure(self, contenders: Sequence[Contender], label: str) -> Samples:
         """Warms up, then takes samples until all medians are known well enough, or for as long as the budget says."""
         found = Samples(COLD if self.on_gpu else WALL)
-        spins = {c.name: self._warm_up(c, f"{label} {c.name}: warm-up") for c in contenders}
+        spins = {c.name: self.warm_up(c, f"{label} {c.name}: warm-up") for c in contenders}
         names, begin = [c.name for c in contenders], time.perf_counter()
         if self.on_gpu:
             self._monitor.readings.clear()
@@ -103,8 +103,8 @@ class Clock:
         found.clocks = self._clocks()
         return found
 
-    def _warm_up(self, contender: Contender, step: str) -> float:
-        """How long the device is to spin, in seconds, so that it does not wait for the host."""
+    def warm_up(self, contender: Contender, step: str) -> float:
+        """Calls it twice. Returns how long the device is to spin, in seconds, so that it does not wait for the host."""
         host = 0.0
         for _ in range(2):
             self.rank.beat.step(step)

@@ -56,6 +56,6 @@ def _panel(axes: Axes, name: str, of: dict[str, list[tuple[int, float]]], look: 
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{length:,}".replace(",", "\u202f") for length in lengths], rotation=30, ha="right")
     axes.set_ylim(bottom=0)
-    axes.set(title=name, xlabel="length", ylabel="% of N GPUs at our one-GPU rate")
+    axes.set(title=name, xlabel="length", ylabel="% of N GPUs")
     axes.minorticks_off()
     axes.grid(color=GRID, lw=0.8)
