@@ -134,7 +134,7 @@ class Sharding:
                  that is not hidden.
     axis         (case) -> the series and the length by which a chart of the efficiency has it
     environment  (case) -> environment variables that its ranks start with
-    release      called on each rank after the last call of an implementation: gives back what is kept between calls
+    release      called on each rank after each case and mode: gives back what is kept between calls
     """
 
     make_shard: Callable[[Case, int, torch.device | str, torch.Generator], Inputs]

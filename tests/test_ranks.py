@@ -6,7 +6,11 @@ import argparse
 import gzip
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +18,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness import cli, environment, execute, options, record
+from harness import cli, environment, execute, options, record, registry
 from harness.commands import bench, report
 from harness.measure.timing import Budget
-from harness.ranks import command, heartbeat, session, timing
-from harness.ranks.launch import launch
+from harness.ranks import command, heartbeat, links, session, timing
+from harness.ranks.launch import LAUNCHER, launch
 from harness.ranks.timing import Samples
 from harness.reporting.entries import Records, Row
 
@@ -26,21 +30,22 @@ from . import fake_ring
 
 ROUNDS = 5
 BUDGET = Budget(min_rounds=ROUNDS, max_rounds=ROUNDS)
-TIMEOUT = 3.0
+TIMEOUT = 60.0
+HANGS = 4.0  # seconds until a step counts as one that hangs: some steps import modules
 
 
-def arguments(*more: str) -> argparse.Namespace:
+def arguments(timeout: float, *more: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     bench.configure(parser)
-    return parser.parse_args(["--gpus", "2", "--device", "cpu", "--rank-timeout", str(TIMEOUT), *more])
+    return parser.parse_args(["--gpus", "2", "--device", "cpu", "--rank-timeout", str(timeout), *more])
 
 
-def run(path: Path, *cases: str, resume: bool = False) -> int:
+def run(path: Path, *cases: str, timeout: float = TIMEOUT, resume: bool = False, device: str = "cpu") -> int:
     """A bench of some cases of the fake kernel. Returns how many rows of our own failed, and ranks."""
     chosen = tuple(fake_ring.SPEC.case(name) for name in cases)
     names = tuple(options.implementations(fake_ring.SPEC))
     selection = options.Selection(fake_ring.SPEC, chosen, ("fwd",), names)
-    return command.bench(fake_ring.spec, selection, path, arguments(*["--resume"] * resume), "cpu", BUDGET)
+    return command.bench(fake_ring.spec, selection, path, arguments(timeout, *["--resume"] * resume), device, BUDGET)
 
 
 @pytest.fixture(scope="module")
@@ -121,23 +126,23 @@ def test_ranks_without_gpus_have_a_report_without_ceilings(folder) -> None:
 
 @pytest.fixture(scope="module")
 def hung(tmp_path_factory: pytest.TempPathFactory):
-    return _faulty(tmp_path_factory.mktemp("hung"), "hang")
+    return _faulty(tmp_path_factory.mktemp("hung"), "hang", HANGS)
 
 
 @pytest.fixture(scope="module")
 def died(tmp_path_factory: pytest.TempPathFactory):
-    return _faulty(tmp_path_factory.mktemp("died"), "die")
+    return _faulty(tmp_path_factory.mktemp("died"), "die", TIMEOUT)
 
 
-def _faulty(folder: Path, fault: str) -> SimpleNamespace:
-    path, begin = folder / "records" / "fake_ring.jsonl", time.monotonic()
-    failures = run(path, "short", fault, "long")
-    return SimpleNamespace(path=path, failures=failures, records=record.load(path), seconds=time.monotonic() - begin)
+def _faulty(folder: Path, fault: str, timeout: float) -> SimpleNamespace:
+    path = folder / "records" / "fake_ring.jsonl"
+    failures = run(path, "short", fault, "long", timeout=timeout)
+    return SimpleNamespace(path=path, failures=failures, records=record.load(path))
 
 
 def test_a_rank_that_hangs_ends_the_run_by_its_name_and_step(hung) -> None:
     (of_all,) = hung.records.runs.values()
-    hangs = "failed: no rank has come further for 3 s; rank 1 holds up the others, in the step: fake_ring hang fwd"
+    hangs = "failed: no rank has come further for 4 s; rank 1 holds up the others, in the step: fake_ring hang fwd"
     assert of_all.stop.startswith(hangs) and of_all.died
 
 
@@ -154,6 +159,33 @@ def test_finished_rows_stay_and_no_process_is_left(which: str, request: pytest.F
     assert ranks_left() == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_launcher_that_is_interrupted_or_killed_leaves_no_process(how: signal.Signals, tmp_path: Path) -> None:
+    path = tmp_path / "records" / "fake_ring.jsonl"
+    code = f"import pathlib, {__name__} as t; t.run(pathlib.Path({str(path)!r}), 'hang', timeout=600)"
+    command_line = [sys.executable, "-c", code]
+    launcher = subprocess.Popen(command_line, cwd=registry.ROOT, stderr=subprocess.PIPE, text=True)
+    until(lambda: path.is_file() and '"start"' in path.read_text())
+    assert len(ranks_left(launcher.pid)) >= 2
+    launcher.send_signal(how)
+    _, said = launcher.communicate(timeout=60)
+    until(lambda: not ranks_left(launcher.pid))
+    (of_all,) = record.load(path).runs.values()
+    if how == signal.SIGINT:
+        assert (launcher.returncode, of_all.stop) == (130, "interrupted") and "--resume goes on" in said
+    else:
+        assert of_all.died
+
+
+def until(happens: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
 def test_what_a_rank_died_of_is_not_tried_again(died) -> None:
     run(died.path, "short", "die", "long", resume=True)
     records = record.load(died.path)
@@ -162,15 +194,17 @@ def test_what_a_rank_died_of_is_not_tried_again(died) -> None:
     assert len({r.run.id for r in records.rows}) == 2
 
 
-def ranks_left() -> list[str]:
-    """Processes that were started as ranks by this one."""
+def ranks_left(launcher: int | None = None) -> list[str]:
+    """Processes that were started as ranks by a launcher, by default this process."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             variables = path.read_bytes().split(b"\0")
+            command_line = (path.parent / "cmdline").read_bytes()
         except OSError:
             continue
-        if f"TORCHELASTIC_RUN_ID=ridgeline-{os.getpid()}".encode() in variables:
+        ours = f"{LAUNCHER}={launcher or os.getpid()}".encode() in variables
+        if ours and b"resource_tracker" not in command_line:  # it ends with the launcher
             found.append(path.parent.name)
     return found
 
@@ -182,6 +216,7 @@ def test_without_a_gpu_ranks_check_and_nothing_is_timed() -> None:
     assert found["off"][0] == "wrong"
 
 
+@pytest.mark.slow
 def test_a_pass_for_profilers_has_a_range_for_all_that_the_bench_times(tmp_path: Path) -> None:
     orders = session.Orders(fake_ring.spec, "", Path(), (("short", "fwd"),), ("ring", "off"))
     found = launch(2, session.mark, orders, tmp_path, device="cpu", timeout=TIMEOUT)[0]
@@ -255,3 +290,46 @@ def test_the_rank_that_does_not_wait_holds_up_the_others(tmp_path: Path) -> None
     assert heartbeat.behind(tmp_path, [replace(beats[0], count=6), beats[1]])[0].rank == 0
     assert heartbeat.behind(tmp_path, [replace(beats[0], count=6), replace(beats[1], failed=True)])[0].rank == 1
     assert 'rank 1, step 7: ring: sample 3 (in "/x/k.py", line 9 in f)' in heartbeat.report(tmp_path, beats)
+
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs of one host")
+
+
+@pytest.mark.gpu
+@two_gpus
+def test_two_gpus_are_timed_by_events_and_held_against_their_links(tmp_path: Path) -> None:
+    path = tmp_path / "records" / "fake_ring.jsonl"
+    run(path, "short", "long", device="cuda")
+    records = record.load(path)
+    (of_all,) = records.runs.values()
+    assert of_all.stop == "complete" and of_all.gpu_folder.endswith("-x2")
+    assert of_all.ceilings["measured"]["link"] > 1e9
+    found = row(records, "short", "ring")
+    assert (found.status, found["timer"], found.headline) == ("ok", "events", "cold")
+    assert found["several"]["efficiency"] and found["several"]["exposed_us"]
+    assert len(found["several"]["outside_bytes"]) == 2 and found["peak_memory_bytes"] > 0
+    assert found["clocks"]["samples"] > 0
+
+
+@pytest.mark.gpu
+@two_gpus
+@pytest.mark.parametrize(("fault", "said"), [("hang", "rank 1 holds up the others"), ("die", "rank 1 was killed by")])
+def test_a_fault_on_two_gpus_names_the_rank_and_leaves_no_process(fault: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "records" / "fake_ring.jsonl"
+    run(path, "short", fault, device="cuda", timeout=20)
+    records = record.load(path)
+    assert row(records, "short", "ring").status == "ok"
+    assert said in next(iter(records.runs.values())).stop
+    assert ranks_left() == []
+
+
+@pytest.mark.gpu
+@two_gpus
+def test_links_are_measured_by_engine_direction_and_size() -> None:
+    sizes = (2**20, 2**26)
+    found = launch(2, links.measure, sizes, timeout=TIMEOUT)[0]
+    assert set(found["links"]) == {"nccl", "peer reads"}
+    for of in found["links"].values():
+        for direction in ("one way", "both ways") if "reason" not in of else ():
+            assert set(of[direction]) == {str(size) for size in sizes}
+    assert found["link"] == max(max(of["both ways"].values()) for of in found["links"].values() if "reason" not in of)

@@ -59,7 +59,7 @@ def measure(device: torch.device) -> dict[str, Any]:
 
 def ceilings(measured: dict[str, Any]) -> roofline.Ceilings:
     """The measured ceilings as the roofline takes them."""
-    return roofline.Ceilings(measured["bandwidth"], measured["flops"], "measured")
+    return roofline.Ceilings(measured["bandwidth"], measured["flops"], "measured", measured.get("link"))
 
 
 def _pipes(device: torch.device) -> list[str]:

@@ -57,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="the cases of N GPUs: a trace for each, and NVTX ranges for nsys",
+        help="the cases of N GPUs: traces, and NVTX ranges for nsys",
     )
     group.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
 

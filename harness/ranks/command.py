@@ -141,7 +141,8 @@ def _stop(path: Path, orders: Orders, reason: str) -> None:
         return  # they ended before they had begun to write
     with record.Writer(path) as writer:
         writer.write({"type": "stop", "run": orders.run_id, "kernel": path.stem, "reason": reason})
-    record.compact(path)
+    if reason == "complete":  # or --resume would not find what was started and never finished
+        record.compact(path)
 
 
 def profile(arguments: argparse.Namespace) -> int:

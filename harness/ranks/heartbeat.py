@@ -21,6 +21,8 @@ from typing import Any
 
 #: asks a rank for the stack of its Python code; it answers even while it waits inside of a library
 STACK_SIGNAL = signal.SIGUSR1
+#: the last step of every rank, after which its process unloads PyTorch
+END = "end of the process"
 #: what a rank that raises waits before it ends, so that the launcher sees the one first whose death it was told of
 GRIEF_SECONDS = 0.5
 FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in ')
@@ -66,6 +68,11 @@ class Beat:
     count: int = 0
     doing: str = "start of the process"
     failed: bool = False
+
+    @property
+    def at_work(self) -> bool:
+        """Whether its process has begun and does not end yet."""
+        return self.count > 0 and self.doing != END
 
 
 def read(folder: Path, ranks: int) -> list[Beat]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -30,11 +30,13 @@ from .heartbeat import Beat, Heartbeat
 
 #: no step of any rank for so long means that one hangs
 TIMEOUT = 300.0
-#: what a process may take until its first step: it imports PyTorch
+#: what a process may take until its first step, and after its last: it imports and unloads PyTorch
 START_SECONDS = 180.0
 #: what the answer to a request for the stack may take
 STACK_SECONDS = 0.5
 POLL_SECONDS = 0.1
+#: the variable by which the processes of a launcher are known: its id
+LAUNCHER = "RIDGELINE_LAUNCHER"
 #: Ranks start with these, where they are not set. A pool of threads a rank would fight over the cores, as torchrun has
 #: it. NVLink's multicast stays off: on some hosts it puts GPUs out of service, and figures should not differ by host.
 DEFAULTS = {"OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
@@ -73,7 +75,30 @@ def launch(
     others. Raises RanksFailed where a rank raised, was killed, or no rank came further for `timeout` seconds;
     KeyboardInterrupt where the run was interrupted. Either way no process is left.
     """
-    config = LaunchConfig(
+    before = set(multiprocessing.active_children())
+    with tempfile.TemporaryDirectory(prefix="ridgeline-ranks-") as scratch:
+        folder = Path(scratch)
+        config = _config(size, scratch)
+        watch = Watch(folder, size, timeout, before)
+        variables = {name: os.environ.get(name, value) for name, value in DEFAULTS.items()}
+        variables |= {**(environment or {}), LAUNCHER: str(os.getpid())}
+        with _environment(variables), _signals(), watch:
+            try:
+                results = elastic_launch(config, _process)(scratch, device, timeout, work, arguments)
+            except ChildFailedError as error:
+                if error.get_first_failure()[1].exitcode == -signal.SIGINT:  # Ctrl-C reaches the ranks too
+                    raise KeyboardInterrupt from None
+                raise watch.failed(error) from None
+            except SignalException as error:
+                raise KeyboardInterrupt(str(error)) from None
+            finally:
+                _kill(_children(before))
+    return [results[rank] for rank in range(size)]
+
+
+def _config(size: int, logs: str) -> LaunchConfig:
+    """One host, a free port, no second try."""
+    return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=size,
@@ -82,23 +107,9 @@ def launch(
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
         max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=logs),
         monitor_interval=POLL_SECONDS,
     )
-    before = set(multiprocessing.active_children())
-    with tempfile.TemporaryDirectory(prefix="ridgeline-ranks-") as scratch:
-        folder = Path(scratch)
-        watch = Watch(folder, size, timeout, before)
-        variables = {name: os.environ.get(name, value) for name, value in DEFAULTS.items()}
-        with _environment({**variables, **(environment or {})}), _signals(), watch:
-            try:
-                results = elastic_launch(config, _process)(scratch, device, timeout, work, arguments)
-            except ChildFailedError as error:
-                raise watch.failed(error) from None
-            except SignalException as error:
-                raise KeyboardInterrupt(str(error)) from None
-            finally:
-                _kill(_children(before))
-    return [results[rank] for rank in range(size)]
 
 
 def _process(scratch: str, device: str, timeout: float, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -120,6 +131,7 @@ def _process(scratch: str, device: str, timeout: float, work: Callable[..., Any]
         beat.step("waiting for the other ranks to end")
         distributed.barrier()
         distributed.destroy_process_group()
+        beat.step(heartbeat.END)
     return result
 
 
@@ -154,14 +166,14 @@ class Watch:
             now = self._read()
             if now != beats:
                 beats, since = now, time.monotonic()
-            patience = self._timeout if all(b.count for b in beats) else max(self._timeout, START_SECONDS)
+            patience = self._timeout if all(b.at_work for b in beats) else max(self._timeout, START_SECONDS)
             if time.monotonic() - since > patience:
                 self._end(beats, patience)
                 return
 
     def _end(self, beats: list[Beat], patience: float) -> None:
         for beat in beats:
-            if beat.count:
+            if beat.at_work:
                 with suppress(ProcessLookupError):
                     os.kill(beat.pid, heartbeat.STACK_SIGNAL)
         time.sleep(STACK_SECONDS)
