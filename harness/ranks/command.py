@@ -48,7 +48,7 @@ def main(arguments: argparse.Namespace) -> int:
     kind = "reports" if on_gpu and not arguments.quick else ".out"
     out = arguments.out or registry.ROOT / kind / name
     failures = 0
-    for selection in selections:
+    for selection in (s for s in selections if s.cases):
         path = out / "records" / f"{selection.spec.name}.jsonl"
         failures += bench(partial(registry.load, selection.spec.name), selection, path, arguments, device.type)
     print(f"records in {out / 'records'}")
@@ -56,21 +56,20 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _chosen(arguments: argparse.Namespace, on_gpu: bool) -> Iterator[options.Selection]:
-    """The chosen part of every kernel that has cases of that many GPUs: those of the bench, on CPUs the small ones.
-    ValueError where none has any."""
+    """The chosen part of every kernel that has cases of that many GPUs: those of the bench, on CPUs the small ones, of
+    which there may be none. ValueError where no kernel has any."""
     found = []
     for selection in options.select(arguments):
         spec = selection.spec
         named = selection.cases if arguments.case else tuple(case for case in spec.cases if case.bench == on_gpu)
         cases = tuple(case for case in named if case.world_size == arguments.gpus)
-        if cases and spec.sharding is None:
-            raise ValueError(f"{spec.name}: its SPEC has cases of several GPUs, and no `sharding` that says how")
-        if cases:
+        if (cases or _benched(spec, arguments.gpus)) and not (arguments.case and not cases):
+            if spec.sharding is None:
+                raise ValueError(f"{spec.name}: its SPEC has cases of several GPUs, and no `sharding` that says how")
             cases = cases[:1] if arguments.quick and not arguments.case else cases
             found.append(options.Selection(spec, cases, selection.modes, selection.implementations))
     if not found:
-        kind = "" if on_gpu or arguments.case else "small "
-        raise ValueError(f"--gpus {arguments.gpus}: no {kind}case that is chosen takes that many")
+        raise ValueError(f"--gpus {arguments.gpus}: no case that is chosen takes that many")
     yield from found
 
 
@@ -178,7 +177,7 @@ def without_gpus(selections: Sequence[options.Selection], key: str, arguments: a
     )
     print(notice)
     wrong = 0
-    for selection in selections:
+    for selection in (s for s in selections if s.cases):
         found = checked(partial(registry.load, selection.spec.name), selection, arguments.rank_timeout)
         tables.show("check", CHECK_HEAD, [(selection.spec.name, *row) for row in found])
         wrong += sum(row[2] in selection.spec.implementations and row[3] not in ("ok", "skipped") for row in found)
