@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from . import environment, sampling
+from . import sampling
 from .spec import COMPILED, EAGER, WITHOUT_AUTOGRAD, Baseline, Case, Inputs, KernelSpec, Op, Peer
 
 Run = Callable[[], tuple[torch.Tensor, ...]]
@@ -125,14 +125,17 @@ def out_grads(
 
 
 def unfit(case: Case, capability: tuple[int, int]) -> str | None:
-    """Why a host with GPUs of that compute capability cannot run the case, or None."""
+    """Why one process on a GPU of that compute capability cannot run the case, or None."""
     if capability < case.min_capability:
         return _needs(case.min_capability)
-    if case.world_size > 1 and (found := torch.cuda.device_count()) < case.world_size:
-        return f"needs {case.world_size} GPUs of one host, found {found}"
-    if case.world_size not in (1, environment.world_size()):
-        return f"needs {case.world_size} processes, one a GPU: torchrun --nproc-per-node {case.world_size}"
+    if case.world_size > 1:
+        return several(case)
     return None
+
+
+def several(case: Case) -> str:
+    """Why a command that is one process leaves out a case of several GPUs."""
+    return f"needs {case.world_size} GPUs of one host: bench --gpus {case.world_size}"
 
 
 def _needs(capability: tuple[int, int]) -> str:

@@ -118,6 +118,36 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Sharding:
+    """How a kernel runs on several GPUs. The harness starts the processes, one a GPU ("ranks"), and makes the default
+    process group of `case.world_size` ranks before it calls any of this (`harness.ranks`).
+
+    make_shard   (case, rank, device, generator) -> keyword arguments of the op on that rank, as `make_inputs`. The
+                 generator is seeded by the rank.
+    check_shard  (fn, case, mode, device) -> why an implementation is wrong, or None. Called by all ranks together, with
+                 the implementation as it is. It makes a small problem of the case's kind and holds it against the
+                 oracle. Without it rows say that nothing was checked.
+    alone        our one-GPU implementation, name -> callable(**make_inputs(case, ...)), at most one. Rank 0 runs it on
+                 the whole problem in the same rounds: T1 of the efficiency T1 / (N · TN).
+    alone_reason (case, mode) -> why it is not timed there, or None
+    local        implementation -> the same with its transfers replaced by local copies. What the transfers take beyond
+                 that is not hidden.
+    axis         (case) -> the series and the length by which a chart of the efficiency has it
+    environment  (case) -> environment variables that its ranks start with
+    release      called on each rank after each case and mode: gives back what is kept between calls
+    """
+
+    make_shard: Callable[[Case, int, torch.device | str, torch.Generator], Inputs]
+    check_shard: Callable[[Op, Case, str, torch.device], str | None] | None = None
+    alone: Mapping[str, Op] = field(default_factory=dict)
+    alone_reason: Callable[[Case, str], str | None] = lambda case, mode: None
+    local: Mapping[str, Op] = field(default_factory=dict)
+    axis: Callable[[Case], tuple[str, int]] | None = None
+    environment: Callable[[Case], Mapping[str, str]] = lambda case: {}
+    release: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True)
 class KernelSpec:
     """Everything the harness knows of a kernel.
 
@@ -153,6 +183,7 @@ class KernelSpec:
     needs            the kernels whose public functions a composed one calls; it has no kernel of its own
     model            (case, mode, GPUs, length or None for the case's own, FLOP/s of a GPU, bytes/s of a link) -> a
                      model's (seconds, seconds of them that a transfer is waited for, efficiency); or None
+    sharding         how cases of several GPUs are run; None where there are none
     """
 
     name: str
@@ -183,6 +214,7 @@ class KernelSpec:
     host_ops: Mapping[str, Op] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
     model: Callable[[Case, str, int, int | None, float, float], tuple[float, float, float]] | None = None
+    sharding: Sharding | None = None
 
     def __post_init__(self) -> None:
         names = [case.name for case in self.cases]
@@ -199,10 +231,19 @@ class KernelSpec:
             raise ValueError(f"{self.name}: names of host cases must be unique too, got {sorted(hosts)}")
         if alone := [case.name for case in self.cases if case.world_size < 1]:
             raise ValueError(f"{self.name}: a case takes one GPU at least, got {alone}")
+        self._check_sharding()
         if idle := [case.name for case in self.cases if not self.modes_of(case)]:
             raise ValueError(
                 f"{self.name}: no mode for the cases {idle}; those that mutate inputs need one without autograd"
             )
+
+    def _check_sharding(self) -> None:
+        if self.sharding is None:
+            return
+        if len(self.sharding.alone) > 1:
+            raise ValueError(f"{self.name}: one implementation alone gives T1, got {sorted(self.sharding.alone)}")
+        if unknown := set(self.sharding.local) - set(self.implementations):
+            raise ValueError(f"{self.name}: `local` names {sorted(unknown)}, which are no implementations")
 
     def skip_reason(self, implementation: str, case: Case, mode: str) -> str | None:
         """Why one of our implementations is neither checked nor timed on a case, or None."""

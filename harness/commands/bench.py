@@ -27,7 +27,10 @@ from ..correctness.accuracy import Verdict
 from ..correctness.verify import verify
 from ..measure import timing
 from ..on_gpu import folder
+from ..ranks import command as ranks
+from ..ranks.launch import TIMEOUT
 from ..reporting.progress import Progress
+from ..rows import asked, described
 from ..spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Yardstick
 from . import calibrate
 
@@ -45,10 +48,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--quick", action="store_true", help="few samples, only the first bench case, into .out/")
     group.add_argument("--host", choices=("yes", "no", "only"), default="yes", help="host time a call as well, or only")
     group.add_argument("--host-compiled", action="store_true", help="host time under torch.compile too: some minutes")
+    group.add_argument("--gpus", type=int, default=1, metavar="N", help="the cases of N GPUs, a process for each")
+    group.add_argument(
+        "--rank-timeout",
+        type=float,
+        default=TIMEOUT,
+        metavar="S",
+        help="with --gpus: no step of any process for so long means that one hangs (default: %(default)g s)",
+    )
     group.add_argument("--resume", action="store_true", help="go on after an interrupted bench with the same options")
 
 
 def main(arguments: argparse.Namespace) -> int:
+    if arguments.gpus > 1:
+        return ranks.main(arguments)
     device, key = environment.target(arguments.gpu, arguments.device)
     selections = options.select(arguments)
     if arguments.quick and not arguments.case:
@@ -59,7 +72,7 @@ def main(arguments: argparse.Namespace) -> int:
         return plan.main(selections, key, arguments)
     with torch.cuda.device(device):
         session = Session(device, arguments)
-        where = registry.ROOT / (".out" if arguments.quick else "reports") / folder(device, key, session.world_size)
+        where = registry.ROOT / (".out" if arguments.quick else "reports") / folder(device, key)
         out = arguments.out or where
         failures = sum(session.bench(s, out / "records" / f"{s.spec.name}.jsonl") for s in selections)
     print(f"records in {out / 'records'}")
@@ -98,7 +111,6 @@ class Session:
 
     def __post_init__(self) -> None:
         self.environment = environment.capture(self.device)
-        self.world_size = environment.world_size()
         measured = calibrate.measure(self.device)
         key = self.environment["gpu"]["key"]
         promised = roofline.get(key, self.environment["gpu"]["name"]).ceilings if key else None
@@ -109,26 +121,18 @@ class Session:
         self.recorded_ceilings = {"measured": measured, "datasheet": promised.to_record() if promised else None}
         self.clock = timing.Clock(self.device, timing.QUICK if self.arguments.quick else timing.Budget())
 
-    def asked(self) -> dict[str, Any]:
-        """The command line, as the record has it."""
-        a = self.arguments
-        names = ("gpu", "quick", "timer", "case", "mode", "impl", "host", "host_compiled", "resume")
-        return {name: getattr(a, name) for name in names}
-
-    def groups(self, selection: options.Selection) -> list[tuple[Case, str]]:
-        """What belongs into this record. On one GPU that is every case, those of several skipped with their reason."""
-        found = selection.groups()
-        return found if self.world_size == 1 else [(c, m) for c, m in found if c.world_size == self.world_size]
-
     def bench(self, selection: options.Selection, path: Path) -> int:
         """All groups of one kernel into its record. Returns how many rows of our own failed."""
         spec, run_id = selection.spec, record.new_run_id()
         finished = record.Finished()
         if self.arguments.resume:
             finished = record.finished(
-                path, options=self.asked(), commit=self.environment["commit"], gpu=self.environment["gpu"]["name"]
+                path,
+                options=asked(self.arguments),
+                commit=self.environment["commit"],
+                gpu=self.environment["gpu"]["name"],
             )
-        groups = [(c, m) for c, m in self.groups(selection) if (c.name, m) not in finished.done]
+        groups = [(c, m) for c, m in selection.groups() if (c.name, m) not in finished.done]
         if self.arguments.host == "only":
             groups = []
         failures = 0
@@ -140,9 +144,8 @@ class Session:
             write(
                 "run",
                 unit=spec.unit,
-                options=self.asked(),
+                options=asked(self.arguments),
                 environment=self.environment,
-                world_size=self.world_size,
                 ceilings=self.recorded_ceilings,
             )
             try:
@@ -385,24 +388,4 @@ class Group:
         return roofline.over_roofline(microseconds * 1e-6, cost, limits, column=column, l2_bytes=l2)
 
     def _row(self, name: str, status: str, reason: str | None) -> dict[str, Any]:
-        cost = self.yardsticks.get(name, self.cost)
-        kind = "ours" if name in self.spec.implementations else "yardstick" if name in self.yardsticks else "baseline"
-        return {
-            "case": self.case.name,
-            "mode": self.mode,
-            "dims": dict(self.case.dims),
-            "dtype": _written(self.case.dtype),
-            "params": {name: _written(value) for name, value in self.case.params.items()},
-            "implementation": name,
-            "kind": kind,
-            "status": status,
-            "reason": reason,
-            "cost": cost.to_record(),
-            "items": self.spec.items(self.case),
-            "unit": self.spec.unit,
-        }
-
-
-def _written(value: Any) -> Any:
-    """As a record has it: a dtype by its name."""
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+        return described(self.spec, self.case, self.mode, name, status, reason)

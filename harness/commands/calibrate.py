@@ -1,6 +1,7 @@
 """The ceilings of this very card: what a plain copy and plain matrix products reach, on random data.
 
-The datasheet's figures are not reached by any program, so a share of them says little about a kernel. These are.
+The datasheet's figures are not reached by any program, so a share of them says little about a kernel. These are. With
+--gpus N also what the links between that many GPUs of this host carry, by engine, direction and size.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch
 
 from .. import environment, roofline
 from ..measure import stats
+from ..ranks import links
+from ..ranks.launch import launch
 
 COPY_BYTES = 4 * 2**30
 GEMM_SIZES = (4096, 8192)
@@ -24,13 +27,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     from ..options import add_target
 
     add_target(parser)
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="the links between N GPUs as well")
 
 
 def main(arguments: argparse.Namespace) -> int:
     device, _ = environment.target(arguments.gpu, arguments.device)
     if device.type != "cuda":
         raise ValueError("calibrate needs a GPU: ceilings are measured, not looked up")
-    print(json.dumps({"gpu": environment.gpu(device)["name"], **measure(device)}, indent=2))
+    if (found := torch.cuda.device_count()) < arguments.gpus:
+        raise ValueError(f"--gpus {arguments.gpus}: {found} found here")
+    measured = measure(device)
+    if arguments.gpus > 1:
+        measured |= launch(arguments.gpus, links.measure, links.SIZES)[0]
+    print(json.dumps({"gpu": environment.gpu(device)["name"], **measured}, indent=2))
     return 0
 
 
@@ -50,7 +59,7 @@ def measure(device: torch.device) -> dict[str, Any]:
 
 def ceilings(measured: dict[str, Any]) -> roofline.Ceilings:
     """The measured ceilings as the roofline takes them."""
-    return roofline.Ceilings(measured["bandwidth"], measured["flops"], "measured")
+    return roofline.Ceilings(measured["bandwidth"], measured["flops"], "measured", measured.get("link"))
 
 
 def _pipes(device: torch.device) -> list[str]:

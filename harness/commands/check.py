@@ -134,7 +134,7 @@ def _cases(spec: KernelSpec, cases: Sequence[Case], check: Check, device: str) -
         small = case if on_gpu else shrunk(spec, case)
         by_tensors = scope == "structure" and unable(spec, small, device) is None
         key = _tensors(spec, shrunk(spec, case)) if by_tensors else tuple(sorted(case.params.items()))
-        groups.setdefault((case.dtype, case.mutates, key), []).append(small)
+        groups.setdefault((case.dtype, case.mutates, case.world_size, key), []).append(small)
     for group in groups.values():
         # The first that has rows and columns to get wrong: authors put the plain cases first.
         best = next((case for case in group if min(case.dims.values()) > 1), group[0])
@@ -161,7 +161,7 @@ def unable(spec: KernelSpec, case: Case, device: str) -> str | None:
     if case.min_capability > (0, 0):
         return f"needs a GPU of compute capability {case.min_capability}"
     if case.world_size > 1:
-        return f"needs {case.world_size} GPUs of one host"
+        return execute.several(case)
     if case.bench or _bytes(spec, case) > CPU_BYTES:
         return "too large for Triton's interpreter"
     return None

@@ -17,7 +17,19 @@ from typing import Any
 from .. import options, record
 from ..nsight import profile_report
 from ..registry import COLLECTIONS, ROOT
-from ..reporting import charts, choices, host, kernel_page, markdown, pages, roofline_charts, rows_json, short_tables
+from ..reporting import (
+    charts,
+    choices,
+    efficiency_charts,
+    host,
+    kernel_page,
+    markdown,
+    pages,
+    roofline_charts,
+    rows_json,
+    several,
+    short_tables,
+)
 from ..reporting.entries import Records
 from ..reporting.findings import Finding, findings, modes_of
 
@@ -112,6 +124,9 @@ def _draw(folder: Path, gpu: str, kernels: Iterable[str], found: Sequence[Findin
         for mode in modes_of(mine):
             if any(f.shares() for f in mine if f.mode == mode):
                 drawn.append((folder / f"{pages.stem(kernel, mode)}.svg", charts.peers(mine, mode, gpu)))
+            if several.points(mine, mode):
+                chart = efficiency_charts.efficiency(mine, mode, gpu)
+                drawn.append((folder / f"{several.stem(kernel, mode)}.svg", chart))
     for path, figure in drawn:
         charts.save(figure, path)
     return [path for path, _ in drawn]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import roofline
-from . import choices, host, pages
+from . import choices, host, pages, several
 from . import markdown as md
 from .entries import Records, Row
 from .findings import Finding, cost_of, modes_of
@@ -52,6 +52,7 @@ def page(
     if charts:
         lines += _charts(kernel, gpu, found)
     lines += ["## Summary", "", *pages.summary(found), ""]
+    lines += several.section(found, charts)
     lines += host.section(records, kernel)
     if profile:
         lines += ["## Profile", "", *profiled(profile), ""]
