@@ -6,6 +6,7 @@ Every rank makes the same calls in the same order, and learns of it where anothe
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..spec import Case, KernelSpec, Peer, Sharding
 from .timing import COLD, Clock, Contender, Samples, differences, gathered
 
 LOCAL, ALONE = "#local", "#alone"  # beside the name of an implementation: without transfers; on one GPU
+LONG_SECONDS = 8.0  # a call that takes longer is timed alone, without the A/A pair and the version without transfers
 SEED = 20261123
 
 Rows = list[dict[str, Any]]
@@ -119,9 +121,12 @@ class Group:
 
     def _contenders(self, name: str, fn: execute.Op, shard: execute.Inputs) -> list[Contender]:
         """The implementation bound to its inputs, called once; with it what is the same without transfers."""
-        used = self._used()
+        used, begin = self._used(), time.perf_counter()
         found = [Contender(name, self._together(lambda: self._bound(fn, shard), f"{name}: first call"))]
         self.outside[name] = gathered(max(0, self._used() - used), self.me)
+        if self.clock.longest(time.perf_counter() - begin) > LONG_SECONDS:
+            self.unmeasured[name + LOCAL] = f"a first call takes longer than {LONG_SECONDS:.0f} s"
+            return found
         if name == next(iter(self.spec.implementations)):
             found.append(Contender(name + AA, self._together(lambda: self._bound(fn, shard), f"{name}: again")))
         if local := self.sharding.local.get(name):

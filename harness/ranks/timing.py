@@ -30,6 +30,8 @@ COLD, WALL = "cold", "wall"
 SEED = 20261123
 SPIN_HZ = 2e9  # cycles that torch.cuda._sleep takes a second; at a lower clock it takes longer, which does no harm
 SPIN_SECONDS = (5e-4, 2e-2)
+# Calls of many seconds scatter by per mille, and a round of them costs a minute: three rounds do, and one warm-up.
+FEWEST_ROUNDS, LONG_ROUNDS_SECONDS, LONG_CALL_SECONDS = 3, 30.0, 1.0
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,8 @@ class Clock:
         return found
 
     def warm_up(self, contender: Contender, step: str) -> float:
-        """Calls it twice. Returns how long the device is to spin, in seconds, so that it does not wait for the host."""
+        """Calls it twice, or once if that takes long. Returns how long the device is to spin, in seconds, so that it does
+        not wait for the host."""
         host = 0.0
         for _ in range(2):
             self.rank.beat.step(step)
@@ -114,6 +117,8 @@ class Clock:
                 contender.run()
             host = time.perf_counter() - begin
             self.synchronize()
+            if self.longest(time.perf_counter() - begin) > LONG_CALL_SECONDS:
+                break
         low, high = SPIN_SECONDS
         return min(high, max(low, 1.5 * host))
 
@@ -140,7 +145,8 @@ class Clock:
     def _stop(self, found: Samples, index: int, elapsed: float) -> str | None:
         """Why sampling ends after this round, or None."""
         budget = self.budget
-        if index + 1 < (budget.few_rounds if elapsed > budget.patience else budget.min_rounds):
+        rounds = budget.few_rounds if elapsed > budget.patience else budget.min_rounds
+        if index + 1 < (FEWEST_ROUNDS if elapsed > LONG_ROUNDS_SECONDS else rounds):
             return None
         if index % 5 == 4 and all(stats.converged(samples, budget.width) for samples in found.slowest.values()):
             return "converged"
@@ -158,6 +164,10 @@ class Clock:
         """Waits for this rank's device."""
         if self.on_gpu:
             torch.cuda.synchronize()
+
+    def longest(self, seconds: float) -> float:
+        """Of all ranks."""
+        return max(row[0] for row in self._exchange([seconds]))
 
     def _exchange(self, figures: Sequence[float]) -> list[list[float]]:
         mine = torch.tensor(figures, dtype=torch.float64, device=self.rank.device)

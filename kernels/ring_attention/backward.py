@@ -42,18 +42,17 @@ def _keys(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
     own = [rows_first(k), rows_first(v)]
 
     def shapes(rows: int) -> list[tuple[int, ...]]:
-        return [(rows, *own[0].shape[1:])] * 2
+        return [(*k.shape[:2], rows, k.shape[3])] * 2
 
     transport = ring.transport(ring.problem.k_lengths, own, shapes(max(ring.problem.k_lengths)))
     fetched, handed = Fetched(transport, steps, own), Handed(transport, steps, shapes, q.device)
     dq = _zeros(q)
-    mine = [_rows_first_zeros(t) for t in (k, v)]
+    mine = [_zeros(k), _zeros(v)]
     first, last = halves(steps[0].calls)
 
     def add(calls: Sequence[Call], keys: torch.Tensor, values: torch.Tensor, given: Sequence[torch.Tensor]) -> None:
-        dk, dv = map(heads_first, given)
         for call in calls:
-            attend_backward(call, dout, q, keys, values, lse, delta, dq, dk, dv, ring.scale)
+            attend_backward(call, dout, q, keys, values, lse, delta, dq, given[0], given[1], ring.scale)
 
     for s, step in enumerate(steps):
         keys, values = map(heads_first, fetched.take(s))
@@ -74,11 +73,11 @@ def _queries(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
     own = [rows_first(t) for t in (q, dout, lse, delta)]
 
     def shapes(rows: int) -> list[tuple[int, ...]]:
-        return [(rows, *own[0].shape[1:])]
+        return [(*q.shape[:2], rows, q.shape[3])]
 
     transport = ring.transport(ring.problem.q_lengths, own, shapes(max(ring.problem.q_lengths)))
     fetched, handed = Fetched(transport, steps, own), Handed(transport, steps, shapes, q.device)
-    mine = [_rows_first_zeros(q)]
+    mine = [_zeros(q)]
     dk, dv = _zeros(k), _zeros(v)
     first, last = halves(steps[0].calls)
 
@@ -86,8 +85,7 @@ def _queries(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
         queries, incoming, *terms = map(heads_first, block)
         their_lse, their_delta = (t.contiguous() for t in terms)
         for call in calls:
-            into = heads_first(given[0])
-            attend_backward(call, incoming, queries, k, v, their_lse, their_delta, into, dk, dv, ring.scale)
+            attend_backward(call, incoming, queries, k, v, their_lse, their_delta, given[0], dk, dv, ring.scale)
 
     for s, step in enumerate(steps):
         block = fetched.take(s)
@@ -125,9 +123,11 @@ def _collect(
     found = handed.collect()
     if found:
         (first, last), more = found
+        if like is not None and last - first == mine[0].shape[2]:
+            return [torch.add(a, b, out=torch.empty_like(t)) for t, a, b in zip(like, mine, more, strict=True)]
         for sums, contribution in zip(mine, more, strict=True):
-            sums[first:last].add_(contribution)
-    return [torch.empty_like(t).copy_(heads_first(g)) for t, g in zip(like or (), mine, strict=False)]
+            sums[:, :, first:last].add_(contribution)
+    return [torch.empty_like(t).copy_(sums) for t, sums in zip(like or (), mine, strict=False)]
 
 
 def _zeros(x: torch.Tensor) -> torch.Tensor:

@@ -12,10 +12,10 @@ from functools import partial
 
 import torch
 
-from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer
+from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, Sharding
 
 from ..attention import attention
-from . import Rates, configs, peers, ring_attention, simulate
+from . import Rates, configs, peers, release, ring_attention, simulate
 from .layout import cut, even_lengths, place
 from .reference import ring_attention_reference
 from .schedule import Call, Problem, schedule
@@ -219,6 +219,15 @@ def model(
     return found.seconds, found.exposed, found.efficiency
 
 
+def _series(case: Case) -> str:
+    """The line of the chart that a case is a point of."""
+    d, kv_heads = case.dims, case.dims["kv_heads"]
+    heads = f"{d['group'] * kv_heads}" + (f" and {kv_heads}" if d["group"] > 1 else "")
+    mask = "causal, " if case.params.get("causal") else ""
+    square = "" if d["queries"] == d["keys"] else ", rectangular"
+    return f"{mask}{heads} heads, D {d['dim']}{square}"
+
+
 def _one_gpu(case: Case, mode: str) -> str | None:
     return "takes the whole problem on one GPU" if case.world_size > 1 else None
 
@@ -305,4 +314,15 @@ SPEC = KernelSpec(
     finite_only=lambda case: bool(case.params.get("causal")),
     host_cases=HOST_CASES,
     fuzz={"queries": (0, 40), "keys": (0, 40), "dim": (1, 40)},
+    sharding=Sharding(
+        make_shard=make_shard,
+        check_shard=check_shard,
+        alone={"attention": alone},
+        alone_reason=alone_reason,
+        local={"auto": partial(ring_attention, transport="local")},
+        release=release,
+        # NVLink multicast is not used, and on a host that is shared it should not be tried.
+        environment=lambda case: {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"},
+        axis=lambda case: (_series(case), case.dims["keys"]),
+    ),
 )

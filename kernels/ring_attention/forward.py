@@ -41,7 +41,7 @@ def _queries(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> t
     out, lse = torch.zeros(q.shape, dtype=torch.float32, device=q.device), _no_key(q)
 
     def shapes(rows: int) -> list[tuple[int, ...]]:
-        return [(rows, batch, heads, dim), (batch, heads, rows)]
+        return [(batch, heads, rows, dim), (batch, heads, rows)]
 
     steps = schedule(ring.problem, ring.rank, "queries")
     own = [rows_first(q)]
@@ -52,7 +52,7 @@ def _queries(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> t
     def collect() -> None:
         if found := handed.collect():
             (first, last), (more, more_lse) = found
-            merge(out[:, :, first:last], lse[:, :, first:last], heads_first(more), more_lse)
+            merge(out[:, :, first:last], lse[:, :, first:last], more, more_lse)
 
     for s, step in enumerate(steps):
         (queries,) = map(heads_first, fetched.take(s))
@@ -60,7 +60,7 @@ def _queries(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> t
             part, part_lse, given = out, lse, []
         else:
             given = handed.staging(s)
-            part, part_lse = heads_first(given[0].zero_()), given[1].fill_(-torch.inf)
+            part, part_lse = given[0].zero_(), given[1].fill_(-torch.inf)
         first = step.rows[0] if s else 0
         for call in step.calls:
             attend(shifted(call, q=first), queries, k, v, part, part_lse, ring.scale)
