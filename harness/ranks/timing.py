@@ -106,8 +106,8 @@ class Clock:
         return found
 
     def warm_up(self, contender: Contender, step: str) -> float:
-        """Calls it twice, or once if that takes long. Returns how long the device is to spin, in seconds, so that it does
-        not wait for the host."""
+        """Calls it twice, or once if that takes long. Returns how long the device is to spin, in seconds, so that it
+        does not wait for the host."""
         host = 0.0
         for _ in range(2):
             self.rank.beat.step(step)
