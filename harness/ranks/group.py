@@ -20,7 +20,7 @@ from ..spec import Case, KernelSpec, Peer, Sharding
 from .timing import COLD, Clock, Contender, Samples, differences, gathered
 
 LOCAL, ALONE = "#local", "#alone"  # beside the name of an implementation: without transfers; on one GPU
-LONG_SECONDS = 8.0  # a call that takes longer is timed alone, without the A/A pair and the version without transfers
+LONG_SECONDS = 3.0  # a call that takes longer is timed alone, without the A/A pair and the version without transfers
 SEED = 20261123
 
 Rows = list[dict[str, Any]]

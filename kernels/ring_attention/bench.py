@@ -21,7 +21,7 @@ from .reference import ring_attention_reference
 from .schedule import Call, Problem, schedule
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-LONGEST_ALONE = 1 << 18  # of the efficiency's one GPU; a longer sequence takes it minutes
+MOST_ALONE = 3e15  # FLOPs of a forward on the efficiency's one GPU: 4 s, and its backward 10
 CHECKED_ROWS = 768
 
 
@@ -194,7 +194,7 @@ def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = F
 
 def alone_reason(case: Case, mode: str) -> str | None:
     """Why one GPU does not compute the whole problem, or None."""
-    return "too long for one GPU" if min(case.dims["queries"], case.dims["keys"]) > LONGEST_ALONE else None
+    return "would take one GPU too long" if cost(case, "fwd").total_flops * case.world_size > MOST_ALONE else None
 
 
 def model(
