@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from .chunks import KINDS
 from .exchange import reduce_scatter
+from .transport import full_reduce_scatter
 
 
 class CompressedReduceScatter:
@@ -50,7 +51,7 @@ class CompressedReduceScatter:
             raise ValueError(f"CompressedReduceScatter: op must be SUM or AVG, got {op}")
         average = op == dist.ReduceOp.AVG
         if input_tensor.numel() < self.min_numel:
-            dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group)
+            full_reduce_scatter(output_tensor, input_tensor, group)
             if average:
                 output_tensor.div_(group.size())
             return

@@ -1,19 +1,15 @@
 """compress_hook: how DDP averages a bucket of gradients, compressed."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+# Annotations are evaluated here, and not strings: DDP looks at those of a hook.
 
 import torch
+from torch.distributed import GradBucket, ProcessGroup
 
 from .exchange import all_reduce, group_of
 from .powersgd import as_matrix, power_sgd, worth_it
 from .state import CompressState
 from .topk import top_k
 from .transport import mean_in_place
-
-if TYPE_CHECKING:
-    from torch.distributed import GradBucket, ProcessGroup
 
 
 def compress_hook(state: CompressState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -41,9 +41,7 @@ def _load_blocks(part_ptr, block, blocks, scales_at, KIND: tl.constexpr, NATIVE:
 
 
 @triton.jit
-def _store_blocks(
-    part_ptr, x, block, blocks, scales_at, KIND: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr
-):
+def _store_blocks(part_ptr, x, block, blocks, scales_at, KIND: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr):
     """Quantises blocks of a chunk, [rows, BLOCK], and returns what they are after dequantisation."""
     WIDTH: tl.constexpr = BLOCK // 2 if KIND == "int4" else BLOCK
     inside = block < blocks

@@ -60,7 +60,7 @@ def power_sgd(
 
 
 def orthonormal(p: torch.Tensor) -> torch.Tensor:
-    """An orthonormal basis of the columns of p [batch, n, r], r small: Cholesky QR, twice, in fp64.
+    """An orthonormal basis of the columns of p [batch, n, r], r small: Cholesky QR, three times over, in fp64.
 
     PᵀP = L Lᵀ, P ← P L⁻ᵀ. Where PᵀP is not positive definite to fp64, because columns depend on each other, a multiple
     of the identity is added first (Fukaya et al. 2020, arXiv:1809.11085); columns without a direction of their own then
@@ -69,7 +69,7 @@ def orthonormal(p: torch.Tensor) -> torch.Tensor:
     """
     wide = p.double()
     unit = torch.eye(p.shape[2], dtype=wide.dtype, device=wide.device)
-    for _ in range(2):
+    for _ in range(3):
         gram = torch.bmm(wide.mT, wide)
         plain, info = torch.linalg.cholesky_ex(gram)
         trace = gram.diagonal(dim1=1, dim2=2).sum(1)[:, None, None]

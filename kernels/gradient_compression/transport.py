@@ -16,8 +16,9 @@ from .plans import Stages
 
 TRANSPORTS = ("auto", "collectives", "peers")
 
-# all_gather_into_tensor has been renamed; the old name warns.
-_all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+# These have been renamed, and the old names warn.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+full_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Collectives:
