@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+
 import torch
 import torch.distributed as dist
 
 from .chunks import Chunks
-from .launch import Plans, signature
+from .launch import Plans, lean, signature
 from .plans import Stages
 from .transport import Collectives, peers, reachable
 
@@ -31,17 +33,22 @@ def all_reduce(
     """Compressed all-reduce of x in place, on the current stream. x and residual are flat and contiguous; checked."""
     if x.numel() == 0:
         return
-    rank, world = (0, 1) if group is None else (group.rank(), group.size())
-    in_place = world > 1 and (transport == "peers" or (transport == "auto" and reachable(group, x.device)))
-    key = ("all_reduce", signature(x), signature(residual), rank, world, kind, average, in_place)
-    stages = _STAGES.find(key)
-    if stages is None:
+    if group is not None and group.size() == 1:
+        group = None
+    rank, world, in_place = 0, 1, False
+    if group is not None:
+        rank, world = group.rank(), group.size()
+        in_place = transport == "peers" or (transport == "auto" and reachable(group, x.device))
+
+    def make() -> Stages:
         chunks = Chunks.whole_blocks(x.numel(), world, kind)
-        stages = _STAGES.keep(key, Stages(chunks, rank, x.device, average, peers=in_place))
-    if in_place:
+        return Stages(chunks, rank, x.device, average, peers=in_place)
+
+    stages = _stages(make, ("all_reduce", rank, world, kind, average, in_place), x, residual)
+    if in_place and group is not None:
         peers(group, x.device, world * stages.chunks.bytes).exchange(stages, x, residual)
     else:
-        Collectives(group if world > 1 else None).exchange(stages, x, residual)
+        Collectives(group).exchange(stages, x, residual)
 
 
 def reduce_scatter(
@@ -56,10 +63,19 @@ def reduce_scatter(
     if x.numel() == 0:
         return
     rank, world = group.rank(), group.size()
-    key = ("reduce_scatter", signature(out), signature(x), signature(residual), rank, world, kind, average)
-    stages = _STAGES.find(key)
-    if stages is None:
-        chunks = Chunks.even(x.numel(), world, kind)
-        stages = _STAGES.keep(key, Stages(chunks, rank, x.device, average, scatter=True))
+
+    def make() -> Stages:
+        return Stages(Chunks.even(x.numel(), world, kind), rank, x.device, average, scatter=True)
+
+    stages = _stages(make, ("reduce_scatter", rank, world, kind, average), x, residual, out)
     received = Collectives(group if world > 1 else None).scatter(stages, x, residual)
     stages.reduce(received, None, None, out)
+
+
+def _stages(make: Callable[[], Stages], options: tuple[Hashable, ...], x: torch.Tensor, *others: torch.Tensor | None):
+    """The plan for these, kept if they are plain tensors."""
+    if not lean(x, *others):
+        return make()
+    key = (*options, signature(x), *map(signature, others))
+    found = _STAGES.find(key)
+    return _STAGES.keep(key, make()) if found is None else found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,10 +18,10 @@ class CompressedReduceScatter:
 
         module.set_custom_reduce_scatter(CompressedReduceScatter("int8"))
 
-    Each rank quantises what it has for every other one, in blocks of 256 (as `gradient_compression`, one quantisation in
-    place of two), and sums what it receives in fp32 in the order of the ranks. FSDP lays the shards of all parameters
-    of a module one behind the other, so none is exempt for itself: modules of fewer than `min_numel` elements are
-    reduced without compression.
+    Each rank quantises what it has for every other one, in blocks of 256 as `gradient_compression` does, but once and
+    not twice, and sums what it receives in fp32 in the order of the ranks. FSDP lays the shards of all parameters of a
+    module one behind the other, so none is exempt for itself: modules of fewer than `min_numel` elements are reduced
+    without compression.
 
     error_feedback keeps a residual of the whole gradient of the module, not of its shard: 2 bytes a parameter and rank,
     which is why it is off unless asked for. `residual` may be saved and set.
@@ -74,7 +75,8 @@ def compress_fsdp(
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             made[name] = CompressedReduceScatter(kind, error_feedback=error_feedback, min_numel=min_numel)
-            module.set_custom_reduce_scatter(made[name])
+            # Its base class there is private; what is asked of it are the two methods.
+            module.set_custom_reduce_scatter(cast(Any, made[name]))
     if not made:
         raise ValueError("compress_fsdp: model must have a module that fully_shard has been applied to, got none")
     return made

@@ -80,7 +80,7 @@ def _compress(
     group: ProcessGroup | None,
 ) -> None:
     residual = None
-    begins = [g.storage_offset() - buffer.storage_offset() for g in gradients]
+    begins = [int(g.storage_offset() - buffer.storage_offset()) for g in gradients]
     if state.error_feedback:
         places = [(n, b, g.numel()) for n, b, g in zip(numbers, begins, gradients, strict=True)]
         residual = state.residuals.of(index, places, buffer)

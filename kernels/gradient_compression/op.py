@@ -116,7 +116,11 @@ def _run(tensor, residual, group, compression, average, transport) -> None:
 def _all_reduce_op(
     tensor: torch.Tensor, residual: torch.Tensor | None, group_name: str, kind: str, average: bool, transport: str
 ) -> None:
-    group = dist.distributed_c10d._resolve_process_group(group_name) if group_name else None
+    group = (
+        dist.distributed_c10d._resolve_process_group(dist.distributed_c10d.GroupName(group_name))
+        if group_name
+        else None
+    )
     _run(tensor, residual, group, kind, average, transport)
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -26,14 +30,15 @@ def gradient_compression_reference(
     world = dist.get_world_size(group) if initialized else 1
     rank = dist.get_rank(group) if initialized else 0
     tensors = _gathered(tensor, group, world)
-    residuals = [None] * world if residual is None else _gathered(residual, group, world)
-    reduced, kept = exchange_reference(tensors, residuals, kind, average)
-    return reduced if residual is None else (reduced, kept[rank])
+    if residual is None:
+        return exchange_reference(tensors, [None] * world, kind, average)[0]
+    reduced, kept = exchange_reference(tensors, _gathered(residual, group, world), kind, average)
+    return reduced, kept[rank]
 
 
 def exchange_reference(
-    tensors: list[torch.Tensor], residuals: list[torch.Tensor | None], kind: str, average: bool
-) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    tensors: list[torch.Tensor], residuals: Sequence[torch.Tensor | None], kind: str, average: bool
+) -> tuple[torch.Tensor, list[Any]]:
     """What all ranks end with and the ranks' new residuals, of all ranks' tensors."""
     world, numel, shape = len(tensors), tensors[0].numel(), tensors[0].shape
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
@@ -49,7 +54,7 @@ def exchange_reference(
         total = total * (1 / world)
     y = roundtrip(total, kind)
     lost = _finite((total - y) * world if average else total - y)
-    size = -(-(-(-numel // BLOCK)) // world) * BLOCK
+    size = math.ceil(math.ceil(numel / BLOCK) / world) * BLOCK
     for rank, residual in enumerate(kept):
         if residual is not None:
             own = slice(min(rank * size, numel), min((rank + 1) * size, numel))
