@@ -193,10 +193,7 @@ class Bucket:
 
     @staticmethod
     def shape_of(numel: int) -> tuple[int, int]:
-        """ValueError where half of the columns' bits do not divide the elements."""
-        columns = 1 << (numel.bit_length() - 1) // 2
-        if numel % columns:
-            raise ValueError(f"numel must be a multiple of {columns}, got {numel}")
+        columns = min(1 << (numel.bit_length() - 1) // 2, numel & -numel)  # the second: what divides numel
         return numel // columns, columns
 
     def index(self) -> int:
