@@ -193,7 +193,7 @@ class Bucket:
 
     @staticmethod
     def shape_of(numel: int) -> tuple[int, int]:
-        columns = min(1 << (numel.bit_length() - 1) // 2, numel & -numel)  # the second: what divides numel
+        columns = max(1, min(1 << numel.bit_length() // 2, numel & -numel))  # the second: what divides numel
         return numel // columns, columns
 
     def index(self) -> int:
@@ -212,6 +212,13 @@ class Bucket:
         return [self._tensor.view(self.shape_of(self._tensor.numel()))]
 
 
+Hook = Callable[[Any], torch.futures.Future]  # of torch, for whose bucket a Bucket stands
+
+
+def _world() -> Any:
+    return dist.group.WORLD
+
+
 def _all_reduce(dtype: torch.dtype | None) -> Callable[[], Callable[..., Any]]:
     """NCCL's all-reduce in another dtype, or in the tensor's own, and the mean."""
 
@@ -223,7 +230,7 @@ def _all_reduce(dtype: torch.dtype | None) -> Callable[[], Callable[..., Any]]:
     return lambda: run
 
 
-def _hook(make: Callable[[], Callable[[Bucket], torch.futures.Future]]) -> Callable[[], Callable[..., Any]]:
+def _hook(make: Callable[[], Hook]) -> Callable[[], Callable[..., Any]]:
     """One of torch's hooks, on a bucket that is one matrix."""
 
     def load() -> Callable[..., Any]:
@@ -239,28 +246,28 @@ def _hook(make: Callable[[], Callable[[Bucket], torch.futures.Future]]) -> Calla
     return load
 
 
-def _bf16_hook() -> Callable[[Bucket], torch.futures.Future]:
+def _bf16_hook() -> Hook:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-    return lambda bucket: bf16_compress_hook(dist.group.WORLD, bucket)
+    return lambda bucket: bf16_compress_hook(_world(), bucket)
 
 
-def _quantization_hook() -> Callable[[Bucket], torch.futures.Future]:
+def _quantization_hook() -> Hook:
     from torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks import quantization_pertensor_hook
 
-    return lambda bucket: quantization_pertensor_hook(dist.group.WORLD, bucket)
+    return lambda bucket: quantization_pertensor_hook(_world(), bucket)
 
 
-def _power_sgd_hook() -> Callable[[Bucket], torch.futures.Future]:
+def _power_sgd_hook() -> Hook:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-    state = PowerSGDState(dist.group.WORLD, matrix_approximation_rank=RANK, start_powerSGD_iter=2)
+    state = PowerSGDState(_world(), matrix_approximation_rank=RANK, start_powerSGD_iter=2)
     state.iter = 2
     return lambda bucket: powerSGD_hook(state, bucket)
 
 
 def _top_k(tensor: torch.Tensor, **_: Any) -> torch.Tensor:
-    top_k(tensor, None, dist.group.WORLD, RATIO, tensor.numel())
+    top_k(tensor, None, _world(), RATIO, tensor.numel())
     return tensor
 
 
@@ -270,7 +277,7 @@ def _power_sgd() -> Callable[..., Any]:
     def run(tensor: torch.Tensor, **_: Any) -> torch.Tensor:
         gradient = Bucket(tensor).gradients()[0]
         matrix = gradient.float().reshape(as_matrix(gradient.shape))
-        mean = power_sgd({tensor.numel(): matrix}, factors, dist.group.WORLD, RANK)[tensor.numel()]
+        mean = power_sgd({tensor.numel(): matrix}, factors, _world(), RANK)[tensor.numel()]
         gradient.copy_(mean)
         return tensor
 
@@ -290,7 +297,7 @@ def _power_sgd_cost(case: Case, mode: str) -> Cost:
     return Cost(flops=6 * RANK * numel, bytes=2 * numel * size, link_bytes=link)
 
 
-def _several(dtypes: tuple[torch.dtype, ...], feedback: bool = False) -> Callable[[Case, str], str | None]:
+def _several(dtypes: tuple[torch.dtype, ...]) -> Callable[[Case, str], str | None]:
     """What runs in cases of several GPUs, of these dtypes, without a residual."""
 
     def supports(case: Case, mode: str) -> str | None:
@@ -303,11 +310,16 @@ def _several(dtypes: tuple[torch.dtype, ...], feedback: bool = False) -> Callabl
     return supports
 
 
+def _on_nccl(case: Case, mode: str) -> str | None:
+    """quantization_pertensor_hook takes the futures of NCCL alone."""
+    return _several((FP32,))(case, mode) or (None if case.bench else "takes NCCL alone")
+
+
 PEERS = (
     Peer("all-reduce", load=_all_reduce(None), supports=_several((BF16, FP32))),
     Peer("all-reduce-fp32", load=_all_reduce(FP32), supports=_several((BF16,))),
     Peer("bf16_compress_hook", load=_hook(_bf16_hook), supports=_several((FP32,))),
-    Peer("quantization_pertensor_hook", load=_hook(_quantization_hook), supports=_several((FP32,))),
+    Peer("quantization_pertensor_hook", load=_hook(_quantization_hook), supports=_on_nccl),
     Yardstick("powerSGD_hook", load=_hook(_power_sgd_hook), supports=_several((FP32,)), cost=_power_sgd_cost),
     Yardstick("powersgd", load=_power_sgd, supports=_several((BF16, FP32)), cost=_power_sgd_cost),
     Yardstick("topk", load=lambda: _top_k, supports=_several((BF16, FP32)), cost=_top_k_cost),
