@@ -52,7 +52,7 @@ class CompressedReduceScatter:
             raise ValueError(f"CompressedReduceScatter: op must be SUM or AVG, got {op}")
         average = op == dist.ReduceOp.AVG
         if input_tensor.numel() < self.min_numel:
-            full_reduce_scatter(output_tensor, input_tensor, group)
+            full_reduce_scatter(output_tensor, input_tensor, group=group)
             if average:
                 output_tensor.div_(group.size())
             return

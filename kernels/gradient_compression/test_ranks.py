@@ -223,7 +223,7 @@ def fsdp_trains_like_uncompressed(rank: int, world: int, device: str) -> None:
             assert sorted(made) == ["", "0", "3"]
         optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
         final[kind] = train(model, optimizer, rank, range(8), device)[-1]
-        if feedback:
+        if feedback and world > 1:  # FSDP scatters nothing among one rank
             assert made["3"].residual is not None and made[""].residual is None
     for loss in final.values():
         assert abs(loss - final[None]) < 0.1 * final[None], final
