@@ -120,20 +120,20 @@ _MEMORY: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
 def _local(tensor: torch.Tensor, residual: torch.Tensor | None = None, *, kind: str, average: bool) -> Any:
-    """The kernels of one rank of the world, which reads in its own memory what it would in its peers'."""
+    """The kernels of one rank of the world, which writes into its own memory what it would into its peers'."""
     rank, world = dist.get_rank(), dist.get_world_size()
     chunks = Chunks.whole_blocks(tensor.numel(), world, kind)
     if (chunks, tensor.device) not in _MEMORY:
-        wire = torch.empty((world + 1) * chunks.bytes, dtype=torch.uint8, device=tensor.device)
-        begin = wire.data_ptr()
-        tables = [[begin] * world, [begin + world * chunks.bytes] * world]
-        _MEMORY[chunks, tensor.device] = wire, torch.tensor(tables, device=tensor.device)
-    wire, tables_of = _MEMORY[chunks, tensor.device]
-    own = wire[world * chunks.bytes :]
+        memory = torch.zeros(2 * world * chunks.bytes, dtype=torch.uint8, device=tensor.device)
+        # Each chunk in a place of its own: a kernel adds this rank's place to the address.
+        places = [memory.data_ptr() + (c - rank) * chunks.bytes for c in range(2 * world)]
+        _MEMORY[chunks, tensor.device] = memory, torch.tensor(places, device=tensor.device).view(2, world)
+    memory, tables = _MEMORY[chunks, tensor.device]
+    quantized, reduced = memory.chunk(2)
     stages = _stages(chunks, rank, tensor.device, average)
-    stages.quantize(tensor, residual, wire)
-    stages.reduce(wire, tables_of[0], residual, own)
-    stages.dequantize(own, tables_of[1], tensor)
+    stages.quantize(tensor, residual, quantized, tables[0])
+    stages.reduce(quantized, residual, reduced, tables[1], tensor)
+    stages.dequantize(reduced, tensor)
     return tensor if residual is None else (tensor, residual)
 
 

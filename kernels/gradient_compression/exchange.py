@@ -69,7 +69,7 @@ def reduce_scatter(
 
     stages = _stages(make, ("reduce_scatter", rank, world, kind, average), x, residual, out)
     received = Collectives(group if world > 1 else None).scatter(stages, x, residual)
-    stages.reduce(received, None, None, out)
+    stages.reduce(received, None, out)
 
 
 def _stages(make: Callable[[], Stages], options: tuple[Hashable, ...], x: torch.Tensor, *others: torch.Tensor | None):

@@ -1,15 +1,16 @@
 """The three kernels of a compressed all-reduce: quantise, reduce, dequantise. A chunk for each of N ranks.
 
 Napkin maths, n bf16 elements, two H200: memory 4250 GB/s, NVLink about 400 GB/s a direction, b bytes an element
-quantised (1.016 for int8 and fp8, 0.516 for int4, scales among them), residual in bf16.
+quantised (1.016 for int8 and fp8, 0.516 for int4, scales among them). A residual in bf16 adds 4n to the first.
 
-    quantise     reads 2n + 2n, writes 2n + b·n                    7.0n bytes of memory for int8
-    reduce       reads b·n, of which (N−1)/N over the link, writes b·n/N, residual of one chunk 4n/N
-    dequantise   reads b·n, of which (N−1)/N over the link, writes 2n
-    link         2·b·n·(N−1)/N = 1.016n against 2n for an all-reduce in bf16
+                memory                                   link, of N = 2
+    quantise    reads 2n, writes b·n                     b·n/2
+    reduce      reads b·n, writes b·n/2 + n              b·n/2
+    dequantise  reads b·n/2, writes n                    0
 
-64 MiB of bf16, n = 33.5 M: memory 6n + 2n/N + b·n·(3 + 1/N), some 0.08 ms; link 0.085 ms for int8, 0.043 for int4,
-0.17 ms in bf16. Where a peer's memory is read directly, reduce and dequantise move both at once.
+Where the ranks write into each other's memory, that is 0.085 ms of link for 64 MiB (n = 33.5 M) in int8 and 0.043 ms in
+int4, in which the memory's traffic of the first two kernels hides, and 0.012 ms for the third. An all-reduce in bf16
+has 2n bytes of link, 0.17 ms.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from .formats import decode, encode, load_float, scale_of, store_float
 
 
 @triton.jit
-def _part(source_ptr, table_ptr, part, part_bytes, offset):
-    """Where a rank's part begins: by the table of the ranks' addresses or, without one, in a row behind source_ptr."""
+def _part(base_ptr, table_ptr, part, part_bytes, offset):
+    """Where a part begins: by the table of the ranks' addresses or, without one, in a row behind base_ptr."""
     if table_ptr is not None:
-        base = tl.load(table_ptr + part).to(tl.pointer_type(tl.uint8))
-        return tl.multiple_of(base + offset, 16)
-    return source_ptr + tl.cast(part_bytes, tl.int64) * part + offset
+        address = tl.load(table_ptr + part).to(tl.pointer_type(tl.uint8))
+        return tl.multiple_of(address + offset, 16)
+    return base_ptr + tl.cast(part_bytes, tl.int64) * part
 
 
 @triton.jit
-def _load_blocks(part_ptr, block, blocks, scales_at, KIND: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr):
+def _get(part_ptr, block, blocks, scales_at, KIND: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr):
     """Blocks of a quantised chunk in fp32, [rows, BLOCK]."""
     WIDTH: tl.constexpr = BLOCK // 2 if KIND == "int4" else BLOCK
     inside = block < blocks
@@ -41,45 +42,56 @@ def _load_blocks(part_ptr, block, blocks, scales_at, KIND: tl.constexpr, NATIVE:
 
 
 @triton.jit
-def _store_blocks(part_ptr, x, block, blocks, scales_at, KIND: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr):
-    """Quantises blocks of a chunk, [rows, BLOCK], and returns what they are after dequantisation."""
-    WIDTH: tl.constexpr = BLOCK // 2 if KIND == "int4" else BLOCK
+def _put(part_ptr, code, scale, block, blocks, scales_at):
+    """Stores blocks of a quantised chunk."""
     inside = block < blocks
-    x = x * 0.0 + x  # NaN in place of an infinity, which no code stands for
-    scale = scale_of(x, KIND)
-    code = encode(x, scale, KIND, NATIVE)
-    at = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    at = block[:, None] * code.shape[1] + tl.arange(0, code.shape[1])[None, :]
     tl.store(part_ptr + at, code, mask=inside[:, None])
     scales_ptr = (part_ptr + scales_at).to(tl.pointer_type(tl.float32))
     tl.store(scales_ptr + block, scale, mask=inside)
-    return decode(code, scale, KIND, NATIVE)
+
+
+@triton.jit
+def _quantized(x, KIND: tl.constexpr, NATIVE: tl.constexpr):
+    """Codes and scales of blocks [rows, BLOCK], and what they are after dequantisation."""
+    x = x * 0.0 + x  # NaN in place of an infinity, which no code stands for
+    scale = scale_of(x, KIND)
+    code = encode(x, scale, KIND, NATIVE)
+    return code, scale, decode(code, scale, KIND, NATIVE)
 
 
 @triton.jit
 def _gradient_compression_quantize_kernel(
     x_ptr,
     residual_ptr,
-    wire_ptr,
+    out_ptr,
+    table_ptr,
     numel,
     elements,
     blocks,
     scales_at,
-    chunk_bytes,
+    part_bytes,
+    rank,
     KIND: tl.constexpr,
     NATIVE: tl.constexpr,
+    WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """x + residual into chunks, one along the second axis of the grid; what is lost becomes the residual."""
-    chunk = tl.program_id(1).to(tl.int64)
-    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """x + residual into chunks, a chunk for each rank: to that rank's memory, in this one's place there, or in a row.
+    What is lost becomes the residual."""
+    # CTAs that run at the same time have chunks for all ranks: each link and the memory are busy throughout.
+    chunk = (tl.program_id(0) + rank + 1) % WORLD
+    block = (tl.program_id(0) // WORLD).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     within = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    begin = chunk * elements
+    begin = chunk.to(tl.int64) * elements
     mask = (within < elements) & (within < numel - begin)
     x = load_float(x_ptr + begin + within, mask)
     if residual_ptr is not None:
         x += load_float(residual_ptr + begin + within, mask)
-    kept = _store_blocks(wire_ptr + chunk * chunk_bytes, x, block, blocks, scales_at, KIND, NATIVE, BLOCK)
+    code, scale, kept = _quantized(x, KIND, NATIVE)
+    place = tl.cast(rank, tl.int64) * part_bytes
+    _put(_part(out_ptr, table_ptr, chunk, part_bytes, place), code, scale, block, blocks, scales_at)
     if residual_ptr is not None:
         lost = x - kept
         # A gradient that is not finite reaches every rank once. Kept, it would come back in each later step.
@@ -89,15 +101,16 @@ def _gradient_compression_quantize_kernel(
 @triton.jit
 def _gradient_compression_reduce_kernel(
     source_ptr,
-    table_ptr,
     residual_ptr,
     out_ptr,
-    elements,
-    part_bytes,
-    offset,
+    table_ptr,
+    x_ptr,
+    own,
+    begin,
     blocks,
     scales_at,
-    begin,
+    part_bytes,
+    rank,
     KIND: tl.constexpr,
     NATIVE: tl.constexpr,
     REQUANTIZE: tl.constexpr,
@@ -106,19 +119,28 @@ def _gradient_compression_reduce_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The ranks' versions of this rank's chunk, of `elements` elements from `begin` on, summed in fp32 in the order of
-    the ranks. Quantised once more, or stored as numbers. What that loses goes into the residual, as the sum's."""
+    """The ranks' versions of this rank's chunk, of `own` elements from `begin` on, summed in fp32 in the order of the
+    ranks. Stored as numbers, or quantised once more: for all ranks, or in each other rank's memory and, dequantised, in
+    x. What that loses goes into the residual, as the sum's."""
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     total = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
-    for rank in tl.range(0, WORLD):
-        part = _part(source_ptr, table_ptr, rank, part_bytes, offset)
-        total += _load_blocks(part, block, blocks, scales_at, KIND, NATIVE, BLOCK)
+    for part in tl.range(0, WORLD):
+        part_ptr = _part(source_ptr, None, part, part_bytes, 0)
+        total += _get(part_ptr, block, blocks, scales_at, KIND, NATIVE, BLOCK)
     if AVERAGE:
         total = total * (1 / WORLD)
     within = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    mask = within < elements
+    mask = within < own
     if REQUANTIZE:
-        kept = _store_blocks(out_ptr, total, block, blocks, scales_at, KIND, NATIVE, BLOCK)
+        code, scale, kept = _quantized(total, KIND, NATIVE)
+        if table_ptr is not None:
+            place = tl.cast(rank, tl.int64) * part_bytes
+            for step in tl.static_range(1, WORLD):
+                peer_ptr = _part(out_ptr, table_ptr, (rank + step) % WORLD, part_bytes, place)
+                _put(peer_ptr, code, scale, block, blocks, scales_at)
+            store_float(x_ptr + tl.cast(begin, tl.int64) + within, kept, mask)
+        else:
+            _put(out_ptr, code, scale, block, blocks, scales_at)
         if residual_ptr is not None:
             lost = total - kept
             if AVERAGE:
@@ -133,24 +155,28 @@ def _gradient_compression_reduce_kernel(
 @triton.jit
 def _gradient_compression_dequantize_kernel(
     source_ptr,
-    table_ptr,
     x_ptr,
     numel,
     elements,
-    part_bytes,
-    offset,
     blocks,
     scales_at,
+    part_bytes,
+    rank,
     KIND: tl.constexpr,
     NATIVE: tl.constexpr,
+    OTHERS: tl.constexpr,
+    WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The reduced chunks into x, one along the second axis of the grid."""
-    chunk = tl.program_id(1)
-    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    part = _part(source_ptr, table_ptr, chunk, part_bytes, offset)
-    x = _load_blocks(part, block, blocks, scales_at, KIND, NATIVE, BLOCK)
+    """The reduced chunks into x: all of them or, with OTHERS, those of the other ranks."""
+    chunks: tl.constexpr = WORLD - 1 if OTHERS else WORLD
+    chunk = tl.program_id(0) % chunks
+    if OTHERS:
+        chunk += (chunk >= rank).to(tl.int32)
+    block = (tl.program_id(0) // chunks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    part_ptr = _part(source_ptr, None, chunk, part_bytes, 0)
+    x = _get(part_ptr, block, blocks, scales_at, KIND, NATIVE, BLOCK)
     begin = chunk.to(tl.int64) * elements
     within = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     store_float(x_ptr + begin + within, x, (within < elements) & (within < numel - begin))

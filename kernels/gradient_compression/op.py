@@ -56,8 +56,8 @@ def gradient_compression(
     kind       "int8", "fp8" or "int4"
     average    the sum over the ranks divided by their number; else the sum
     transport  "collectives": all_to_all and all_gather of the group's backend, any number of hosts. "peers": GPUs of
-               one host read each other's memory (torch's symmetric memory), where all calls of one size and stream
-               are made in the same order on all ranks. "auto": peers where that can be, unless NCCL_P2P_DISABLE is set.
+               one host write into each other's memory (torch's symmetric memory); all ranks make their calls of one
+               size and stream in the same order. "auto": peers where that can be, unless NCCL_P2P_DISABLE is set.
 
     Returns tensor. With several ranks the first call of a size may synchronise with the others on the host (symmetric
     memory): make it before a CUDA graph is captured.

@@ -25,11 +25,11 @@ def readable(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class Stages:
-    """The three launches over flat tensors of `chunks.numel` elements on `device`, of rank `rank`.
+    """The three launches of rank `rank` over flat tensors of `chunks.numel` elements on `device`.
 
-    `offset` is where this rank's chunk begins in each rank's quantised tensor where `peers` are read in place by the
-    table of their addresses; without peers the parts lie one behind the other, as collectives deliver them. `scatter`:
-    the reduced chunk is stored as numbers and not quantised again.
+    peers    the ranks write into each other's memory, by tables of addresses; else parts lie one behind the other, as
+             collectives take and deliver them
+    scatter  the reduced chunk is stored as numbers and not quantised again
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class Stages:
         options = {
             "KIND": chunks.kind,
             "NATIVE": capability >= (8, 9),
+            "WORLD": chunks.world,
             "BLOCK": BLOCK,
             "ROWS": config.rows,
             "num_warps": config.num_warps,
@@ -50,43 +51,50 @@ class Stages:
         ctas = triton.cdiv(chunks.blocks, config.rows)
         begin = rank * chunks.elements
         own = max(0, min(chunks.elements, chunks.numel - begin))
-        place = (chunks.blocks, chunks.scales_at)
+        sizes = (chunks.numel, chunks.elements)
+        parts = (chunks.blocks, chunks.scales_at, chunks.bytes, rank)
+        read = chunks.world - 1 if peers else chunks.world
         self.chunks = chunks
         self._quantize = Launch(
-            _gradient_compression_quantize_kernel,
-            (ctas, chunks.world),
-            device,
-            (chunks.numel, chunks.elements, *place, chunks.bytes),
-            **options,
+            _gradient_compression_quantize_kernel, (ctas * chunks.world,), device, (*sizes, *parts), **options
         )
         self._reduce = Launch(
             _gradient_compression_reduce_kernel,
             (ctas,),
             device,
-            (own, chunks.bytes, begin // chunks.elements * chunks.bytes if peers else 0, *place, begin),
+            (own, begin, *parts),
             REQUANTIZE=not scatter,
             AVERAGE=average,
-            WORLD=chunks.world,
             **options,
         )
         self._dequantize = Launch(
             _gradient_compression_dequantize_kernel,
-            (ctas, chunks.world),
+            (ctas * read,),
             device,
-            (chunks.numel, chunks.elements, chunks.bytes, 0, *place),
+            (*sizes, *parts),
+            OTHERS=peers,
             **options,
         )
 
-    def quantize(self, x: torch.Tensor, residual: torch.Tensor | None, wire: torch.Tensor) -> None:
-        """x + residual into `wire`, a chunk for each rank; the residual becomes what that loses."""
-        self._quantize(readable(x), readable(residual), wire)
+    def quantize(
+        self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, table: torch.Tensor | None = None
+    ) -> None:
+        """x + residual, a chunk for each rank, one behind the other into `out` or, where `table` has each rank's
+        address, there in this rank's place. The residual becomes what that loses."""
+        self._quantize(readable(x), readable(residual), out, table)
 
     def reduce(
-        self, source: torch.Tensor, table: torch.Tensor | None, residual: torch.Tensor | None, out: torch.Tensor
+        self,
+        source: torch.Tensor,
+        residual: torch.Tensor | None,
+        out: torch.Tensor,
+        table: torch.Tensor | None = None,
+        x: torch.Tensor | None = None,
     ) -> None:
-        """This rank's chunk of every rank, from `source` or from the addresses in `table`, into `out`."""
-        self._reduce(source, table, readable(residual), readable(out))
+        """This rank's chunk of every rank in `source` into `out` or, where `table` has each rank's address, there in
+        this rank's place and into its own place in x."""
+        self._reduce(source, readable(residual), readable(out), table, readable(x))
 
-    def dequantize(self, source: torch.Tensor, table: torch.Tensor | None, x: torch.Tensor) -> None:
-        """The reduced chunks, from `source` or from the addresses in `table`, into x."""
-        self._dequantize(source, table, readable(x))
+    def dequantize(self, source: torch.Tensor, x: torch.Tensor) -> None:
+        """The reduced chunks in `source` into x; with peers, those of the other ranks."""
+        self._dequantize(source, readable(x))

@@ -1,4 +1,4 @@
-"""How quantised chunks reach the other ranks: by collectives, or by reading the peers' memory in place.
+"""How quantised chunks reach the other ranks: by collectives, or by writing into the peers' memory.
 
 Both have `exchange(stages, x, residual)`, a compressed all-reduce of x in place on the current stream.
 """
@@ -41,21 +41,21 @@ class Collectives:
     def exchange(self, stages: Stages, x: torch.Tensor, residual: torch.Tensor | None) -> None:
         received = self.scatter(stages, x, residual)
         own = _bytes(x, stages.chunks.bytes)
-        stages.reduce(received, None, residual, own)
+        stages.reduce(received, residual, own)
         if self._group is not None:
             _all_gather(received, own, group=self._group)
             own = received
-        stages.dequantize(own, None, x)
+        stages.dequantize(own, x)
 
 
 class Peers:
-    """Symmetric memory of a group whose GPUs can read each other's: a barrier in place of each collective.
+    """Symmetric memory of a group whose GPUs can reach each other's: a barrier in place of each collective.
 
-    It has an area of `capacity` bytes for the rank's quantised tensor and one for its reduced chunk. Two barriers are
-    enough. A peer reads the first area before the second barrier, and what writes it next, the following call, comes
-    behind that. It reads the second area in its last kernel, behind which it enters the next call's first barrier, and
-    only then is that area written again. So all calls of a Peers must be on one stream, and the areas stay where they
-    are for tensors of any size.
+    A rank has an area for the quantised versions of its chunk and one for the reduced chunks, both with a place for
+    each rank, which that rank's kernels write. Two barriers are enough. The first area is written again by the next
+    call, behind the second barrier, into which its owner enters when it has been read. The second area is written again
+    behind the next call's first barrier, into which its owner enters when its last kernel has read it. So all calls of
+    a Peers must be on one stream, and the areas stay where they are for tensors of any size.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, capacity: int) -> None:
@@ -65,18 +65,18 @@ class Peers:
         self._memory = symmetric.empty(2 * capacity, dtype=torch.uint8, device=device)
         self._handle: Any = symmetric.rendezvous(self._memory, group)
         addresses = list(self._handle.buffer_ptrs)
-        # The memory of an allocation may begin behind that of its segment.
+        # The tensor may begin behind the beginning of its allocation.
         offset = self._memory.data_ptr() - addresses[group.rank()]
         self._quantized, self._reduced = self._memory[:capacity], self._memory[capacity:]
         self._quantized_table = torch.tensor([a + offset for a in addresses], dtype=torch.int64, device=device)
         self._reduced_table = self._quantized_table + capacity
 
     def exchange(self, stages: Stages, x: torch.Tensor, residual: torch.Tensor | None) -> None:
-        stages.quantize(x, residual, self._quantized)
+        stages.quantize(x, residual, self._quantized, self._quantized_table)
         self._handle.barrier(channel=0)
-        stages.reduce(self._quantized, self._quantized_table, residual, self._reduced)
+        stages.reduce(self._quantized, residual, self._reduced, self._reduced_table, x)
         self._handle.barrier(channel=1)
-        stages.dequantize(self._reduced, self._reduced_table, x)
+        stages.dequantize(self._reduced, x)
 
 
 _PEERS: dict[tuple[Any, ...], Peers] = {}
@@ -87,7 +87,7 @@ LEAST_CAPACITY = 1 << 20
 def peers(group: dist.ProcessGroup, device: torch.device, needed: int) -> Peers:
     """Peers with room for `needed` bytes, for the current stream; kept until `release`. Collective where it is made.
 
-    Room grows by powers of two, and smaller memory is kept: a peer may still read it.
+    Room grows by powers of two, and smaller memory is kept: a peer may still write it.
     """
     capacity = max(LEAST_CAPACITY, 1 << (needed - 1).bit_length())
     key = (group.group_name, device, capacity, torch.cuda.current_stream(device).cuda_stream)
@@ -98,10 +98,10 @@ def peers(group: dist.ProcessGroup, device: torch.device, needed: int) -> Peers:
 
 
 def reachable(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the group's GPUs can read each other's memory. Collective the first time that it is asked of a group.
+    """Whether the group's GPUs can reach each other's memory. Collective the first time that it is asked of a group.
 
     They must be of one host and visible to each process, and NCCL_P2P_DISABLE must not say that links are to be left
-    alone: then the collectives go through the host too, and reading peers would compare unlike things.
+    alone: then the collectives go through the host too, and the peers' memory would be another link.
     """
     if device.type != "cuda" or group.size() == 1:
         return False
