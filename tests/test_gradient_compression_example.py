@@ -17,6 +17,7 @@ EXAMPLE = registry.ROOT / "examples" / "gradient_compression.py"
 KINDS = ["none", "int8", "fp8", "int4", "topk", "powersgd"]
 
 
+@pytest.mark.slow
 def test_every_kind_trains_for_three_steps(tmp_path: Path) -> None:
     if torch.cuda.device_count() == 1:
         pytest.skip("needs two GPUs, or none")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from . import CompressState, break_even_bandwidth, configs, gradient_compression
+from .bench import SPEC, cost
 from .chunks import BITS, KINDS, Chunks
 from .configs import BLOCK
 from .plans import Stages
@@ -149,6 +150,15 @@ def test_configurations_are_pure_and_valid():
         config = configs.pick_config(blocks, (9, 0))
         assert config == configs.pick_config(blocks, (9, 0))
         assert config.rows & (config.rows - 1) == 0 and config.rows * BLOCK >= 32 * config.num_warps
+
+
+@pytest.mark.parametrize(("kind", "ratio"), [("int8", 1.96), ("int4", 3.87)])
+def test_what_the_link_carries(kind, ratio):
+    """Of two GPUs, against the all-reduce of bf16, which sends the tensor once."""
+    case = SPEC.case(f"64MiB-bf16-{kind}-x2")
+    found = cost(case, "fwd")
+    assert (64 << 20) / found.link_bytes == pytest.approx(ratio, abs=0.02)
+    assert found.bytes == 2 * (64 << 20) and cost(SPEC.case("16MiB-bf16-int8"), "fwd").link_bytes == 0
 
 
 def test_break_even():

@@ -297,7 +297,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], l
 
 
 @pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
 def test_on_gloo(world: int, check: str, outcomes) -> None:
     if torch.cuda.is_available():
         pytest.skip("without a GPU, in Triton's interpreter")
