@@ -95,6 +95,8 @@ class Group:
         """The implementation, checked by all ranks together. Raises Failed, on every rank alike."""
 
         def load() -> execute.Op:
+            if not self.on_gpu and (reason := execute.uninterpretable(self.case)):
+                raise execute.Unavailable(reason)
             baseline = next((b for b in self.spec.baselines if b.name == name), None)
             if baseline is not None and not isinstance(baseline, Peer):
                 raise execute.Unavailable("is made from the reference, which is of one process")
