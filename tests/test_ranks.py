@@ -22,7 +22,7 @@ from harness import cli, environment, execute, options, record, registry
 from harness.commands import bench, report
 from harness.measure.timing import Budget
 from harness.ranks import command, heartbeat, links, session, timing
-from harness.ranks.launch import LAUNCHER, launch
+from harness.ranks.launch import LAUNCHER, Rank, launch
 from harness.ranks.timing import Samples
 from harness.reporting.entries import Records, Row
 
@@ -297,6 +297,14 @@ def test_the_slowest_of_each_round_counts() -> None:
     samples.add(["a", "b"], [[3.0, 5.0], [1.0, 9.0]])
     assert samples.slowest == {"a": [2.0, 3.0], "b": [5.0, 9.0]}
     assert samples.medians_of_ranks("b") == [5.0, 6.5]
+
+
+def test_few_rounds_are_enough_where_they_take_long() -> None:
+    clock = timing.Clock(Rank(0, 1, torch.device("cpu"), None), Budget(min_rounds=20, few_rounds=7, patience=8))
+    found = Samples("cold", slowest={"ring": [1.0, 2.0, 3.0]})
+    assert clock._stop(found, index=2, elapsed=20) is None
+    assert clock._stop(found, index=1, elapsed=40) is None
+    assert clock._stop(found, index=2, elapsed=40) == "time"
 
 
 def test_clocks_of_several_gpus_are_one_entry() -> None:
