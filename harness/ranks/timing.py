@@ -90,6 +90,7 @@ class Clock:
     def measure(self, contenders: Sequence[Contender], label: str) -> Samples:
         """Warms up, then takes samples until all medians are known well enough, or for as long as the budget says."""
         found = Samples(COLD if self.on_gpu else WALL)
+        self._peaks.clear()
         spins = {c.name: self.warm_up(c, f"{label} {c.name}: warm-up") for c in contenders}
         names, begin = [c.name for c in contenders], time.perf_counter()
         if self.on_gpu:
@@ -112,8 +113,8 @@ class Clock:
         return found
 
     def warm_up(self, contender: Contender, step: str) -> float:
-        """Calls it twice, once where that takes long. Returns how many seconds the device is to spin, so that it does not
-        wait for the host."""
+        """Calls it twice, once where that takes long. Returns how long the device is to spin, in seconds, so that it
+        does not wait for the host."""
         returned, took = self._warm_call(contender, step)
         if max(row[0] for row in self._exchange([took])) < LONG_CALL:
             returned, _ = self._warm_call(contender, step)
