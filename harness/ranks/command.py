@@ -91,7 +91,8 @@ def bench(
         asked, commit = rows.asked(arguments), environment.commit()["commit"]
         finished = record.finished(path, options=asked, commit=commit, gpu=gpu)
     groups = [(case, mode) for case, mode in selection.groups() if (case.name, mode) not in finished.done]
-    for variables, of_these in by_environment(selection.spec, groups).items():
+    launches = by_environment(selection.spec, groups)
+    for place, (variables, of_these) in enumerate(launches.items(), 1):
         orders = Orders(
             load,
             record.new_run_id(),
@@ -103,10 +104,10 @@ def bench(
             arguments.quick,
             budget,
         )
-        reason, size = "complete", of_these[0][0].world_size
+        reason = "complete" if place == len(launches) else "part"
         try:
             results = launch(
-                size,
+                of_these[0][0].world_size,
                 session.bench,
                 orders,
                 device=device,
@@ -122,7 +123,7 @@ def bench(
             print("\ninterrupted: finished rows are kept, --resume goes on from them", file=sys.stderr)
             raise SystemExit(130) from None
         _stop(path, orders, reason)
-        if reason != "complete":
+        if reason.startswith("failed"):
             break
     return failures
 
@@ -142,7 +143,7 @@ def _stop(path: Path, orders: Orders, reason: str) -> None:
         return  # they ended before they had begun to write
     with record.Writer(path) as writer:
         writer.write({"type": "stop", "run": orders.run_id, "kernel": path.stem, "reason": reason})
-    if reason == "complete":  # or --resume would not find what was started and never finished
+    if reason in ("complete", "part"):  # or --resume would not find what was started and never finished
         record.compact(path)
 
 
