@@ -133,6 +133,13 @@ def unfit(case: Case, capability: tuple[int, int]) -> str | None:
     return None
 
 
+def uninterpretable(case: Case) -> str | None:
+    """Why Triton's interpreter cannot compute a case, or None."""
+    name = str(case.dtype).removeprefix("torch.")
+    wrong = name == "bfloat16" or name.startswith("float8_")
+    return f"Triton's interpreter computes {name} wrongly" if wrong else None
+
+
 def several(case: Case) -> str:
     """Why a command that is one process leaves out a case of several GPUs."""
     return f"needs {case.world_size} GPUs of one host: bench --gpus {case.world_size}"

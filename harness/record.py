@@ -50,7 +50,9 @@ row    one per implementation of that case and mode
                   "local_median_us": median without transfers, "exposed_reason": "why there is none"}
        Times of several GPUs are those of the slowest rank in each round, its peak memory that of the rank with most.
        On CPUs they are of the timer "wall", in a column of that name, and stand beside no ceilings.
-stop   {"type": "stop", "run", "kernel", "reason": "complete"|"interrupted"|"failed: rank 1 was killed by …"}
+stop   {"type": "stop", "run", "kernel", "reason": "complete"|"part"|"interrupted"|"failed: rank 1 was killed by …"}
+       A bench whose ranks start more than once, since their variables differ, is a run each time: all but the last end
+       as a part.
 
 A row supersedes an earlier row of the same (kernel, case, mode, implementation). A bench that ends leaves its file
 compact (`compaction.py` says how); `load` gives the whole rows back. Schema 1 had no compact files.
@@ -263,7 +265,7 @@ def _take(runs: dict[str, Run], where: str, entry: Mapping[str, Any]) -> Row | N
         run.starts.append((entry["case"], entry["mode"]))
     elif kind == "stop":
         run.stop = entry.get("reason")
-        if run.stop == "complete":
+        if run.stop in ("complete", "part"):
             run.closed.update(run.starts[-1:])
     elif kind == "row":
         group = (entry["case"], entry["mode"])

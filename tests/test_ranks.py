@@ -22,7 +22,7 @@ from harness import cli, environment, execute, options, record, registry
 from harness.commands import bench, report
 from harness.measure.timing import Budget
 from harness.ranks import command, heartbeat, links, session, timing
-from harness.ranks.launch import LAUNCHER, launch
+from harness.ranks.launch import LAUNCHER, Rank, launch
 from harness.ranks.timing import Samples
 from harness.reporting.entries import Records, Row
 
@@ -120,7 +120,7 @@ def test_ranks_without_gpus_have_a_report_without_ceilings(folder) -> None:
     page = (path / "fake_ring.md").read_text()
     assert page.startswith("# fake_ring on 2 CPU\n")
     assert "![fake_ring fwd: efficiency over length](fake_ring-fwd-efficiency.svg)" in page
-    assert "- long fwd: no efficiency, too long for one GPU" in page
+    assert "- No efficiency, too long for one GPU: long fwd." in page
     assert "by the clock on the wall" in (path / "README.md").read_text()
 
 
@@ -216,6 +216,39 @@ def test_without_a_gpu_ranks_check_and_nothing_is_timed() -> None:
     assert found["off"][0] == "wrong"
 
 
+@pytest.fixture
+def two_h200(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """Two GPUs that are not there, and what would be launched on them."""
+    launched: list[tuple] = []
+
+    def take(*given, environment, **_):
+        launched.append((*given, environment))
+        return [[("fake_ring.fwd.short.ring", "ok", "")]] * 2 if given[1] is session.mark else [0, 0]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(environment, "target", lambda *_: (torch.device("cuda", 0), "h200"))
+    monkeypatch.setattr(registry, "load", lambda name: fake_ring.SPEC)
+    monkeypatch.setattr(registry, "names", lambda: ["fake_ring"])
+    monkeypatch.setattr(command, "launch", take)
+    return launched
+
+
+def test_bench_and_profile_start_as_many_ranks_as_were_asked_for(two_h200, tmp_path: Path) -> None:
+    assert cli.main(["bench", "--gpus", "2", "--out", str(tmp_path), "--impl", "ring"]) == 0
+    assert cli.main(["profile", "--gpus", "2", "--keep", str(tmp_path)]) == 0
+    (size, work, orders, _), (marked_size, marking, marked, traces, _) = two_h200
+    assert (size, work, marked_size, marking) == (2, session.bench, 2, session.mark)
+    assert orders.path == tmp_path / "records" / "fake_ring.jsonl" and orders.implementations == ("ring",)
+    assert [case for case, _ in orders.groups] == ["short", "long", "slow", "error", "hang", "die"]
+    assert (marked.implementations, traces) == (("ring", "off"), tmp_path)
+
+
+def test_a_quick_bench_is_of_the_first_case(two_h200, tmp_path: Path) -> None:
+    assert cli.main(["bench", "--gpus", "2", "--out", str(tmp_path), "--quick"]) == 0
+    assert two_h200[0][2].groups == (("short", "fwd"),)
+
+
 @pytest.mark.slow
 def test_a_pass_for_profilers_has_a_range_for_all_that_the_bench_times(tmp_path: Path) -> None:
     orders = session.Orders(fake_ring.spec, "", Path(), (("short", "fwd"),), ("ring", "off"))
@@ -264,6 +297,14 @@ def test_the_slowest_of_each_round_counts() -> None:
     samples.add(["a", "b"], [[3.0, 5.0], [1.0, 9.0]])
     assert samples.slowest == {"a": [2.0, 3.0], "b": [5.0, 9.0]}
     assert samples.medians_of_ranks("b") == [5.0, 6.5]
+
+
+def test_few_rounds_are_enough_where_they_take_long() -> None:
+    clock = timing.Clock(Rank(0, 1, torch.device("cpu"), None), Budget(min_rounds=20, few_rounds=7, patience=8))
+    found = Samples("cold", slowest={"ring": [1.0, 2.0, 3.0]})
+    assert clock._stop(found, index=2, elapsed=20) is None
+    assert clock._stop(found, index=1, elapsed=40) is None
+    assert clock._stop(found, index=2, elapsed=40) == "time"
 
 
 def test_clocks_of_several_gpus_are_one_entry() -> None:

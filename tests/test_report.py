@@ -229,7 +229,7 @@ def test_a_kernel_of_several_gpus_has_efficiency_transfers_and_memory(tmp_path: 
     assert cells == ["1000 µs", "400 TFLOP/s", "2000 µs", "97.0 % [96.0, 98.0]", "50.0 µs, 5.0 %", "64.0 MiB",
                      "2.00 MiB", "900 µs to 1000 µs"]  # fmt: skip
     assert "| s1048576 | fwd | torch-cp | 2000 µs | 200 TFLOP/s | – | – | – |" in page
-    assert page.count("- s1048576 fwd: no efficiency, too long for one GPU") == 1
+    assert page.count("- No efficiency, too long for one GPU: s1048576 fwd.") == 1
     chart = (tmp_path / "ring-fwd-efficiency.svg").read_text()
     assert "causal" in chart and "torch-cp" in chart and "triton (ours)" in chart
 

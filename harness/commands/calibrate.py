@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from .. import environment, roofline
 from ..measure import stats
 from ..ranks import links
-from ..ranks.launch import launch
+from ..ranks.launch import RanksFailed, launch
 
 COPY_BYTES = 4 * 2**30
 GEMM_SIZES = (4096, 8192)
@@ -38,7 +39,11 @@ def main(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--gpus {arguments.gpus}: {found} found here")
     measured = measure(device)
     if arguments.gpus > 1:
-        measured |= launch(arguments.gpus, links.measure, links.SIZES)[0]
+        try:
+            measured |= launch(arguments.gpus, links.measure, links.SIZES)[0]
+        except RanksFailed as error:
+            print(error, file=sys.stderr)
+            return 1
     print(json.dumps({"gpu": environment.gpu(device)["name"], **measured}, indent=2))
     return 0
 

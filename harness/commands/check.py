@@ -19,7 +19,7 @@ import torch
 
 from .. import execute, options
 from ..correctness import battery, fuzz, integration, refusal, special_values
-from ..correctness.accuracy import FP8, Verdict
+from ..correctness.accuracy import Verdict
 from ..correctness.battery import Rejected, Skipped, Subject
 from ..correctness.verify import verify
 from ..spec import WHOLE, WITHOUT_AUTOGRAD, Case, KernelSpec
@@ -156,8 +156,8 @@ def unable(spec: KernelSpec, case: Case, device: str) -> str | None:
     """Why a case cannot be checked on this device, or None."""
     if device.startswith("cuda"):
         return execute.unfit(case, torch.cuda.get_device_capability(device))
-    if case.dtype == torch.bfloat16 or case.dtype in FP8:
-        return f"Triton's interpreter computes {str(case.dtype).removeprefix('torch.')} wrongly"
+    if reason := execute.uninterpretable(case):
+        return reason
     if case.min_capability > (0, 0):
         return f"needs a GPU of compute capability {case.min_capability}"
     if case.world_size > 1:

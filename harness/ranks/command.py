@@ -11,6 +11,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -48,6 +49,8 @@ def main(arguments: argparse.Namespace) -> int:
     kind = "reports" if on_gpu and not arguments.quick else ".out"
     out = arguments.out or registry.ROOT / kind / name
     failures = 0
+    if arguments.quick and not arguments.case:
+        selections = [replace(s, cases=s.cases[:1]) for s in selections]
     for selection in (s for s in selections if s.cases):
         path = out / "records" / f"{selection.spec.name}.jsonl"
         failures += bench(partial(registry.load, selection.spec.name), selection, path, arguments, device.type)
@@ -58,19 +61,18 @@ def main(arguments: argparse.Namespace) -> int:
 def _chosen(arguments: argparse.Namespace, on_gpu: bool) -> Iterator[options.Selection]:
     """The chosen part of every kernel that has cases of that many GPUs: those of the bench, on CPUs the small ones, of
     which there may be none. ValueError where no kernel has any."""
-    found = []
+    some = False
     for selection in options.select(arguments):
         spec = selection.spec
         named = selection.cases if arguments.case else tuple(case for case in spec.cases if case.bench == on_gpu)
         cases = tuple(case for case in named if case.world_size == arguments.gpus)
-        if (cases or _benched(spec, arguments.gpus)) and not (arguments.case and not cases):
+        if cases if arguments.case else cases or _benched(spec, arguments.gpus):
             if spec.sharding is None:
                 raise ValueError(f"{spec.name}: its SPEC has cases of several GPUs, and no `sharding` that says how")
-            cases = cases[:1] if arguments.quick and not arguments.case else cases
-            found.append(options.Selection(spec, cases, selection.modes, selection.implementations))
-    if not found:
+            some = True
+            yield options.Selection(spec, cases, selection.modes, selection.implementations)
+    if not some:
         raise ValueError(f"--gpus {arguments.gpus}: no case that is chosen takes that many")
-    yield from found
 
 
 def bench(
@@ -89,7 +91,8 @@ def bench(
         asked, commit = rows.asked(arguments), environment.commit()["commit"]
         finished = record.finished(path, options=asked, commit=commit, gpu=gpu)
     groups = [(case, mode) for case, mode in selection.groups() if (case.name, mode) not in finished.done]
-    for variables, of_these in by_environment(selection.spec, groups).items():
+    launches = by_environment(selection.spec, groups)
+    for place, (variables, of_these) in enumerate(launches.items(), 1):
         orders = Orders(
             load,
             record.new_run_id(),
@@ -101,10 +104,10 @@ def bench(
             arguments.quick,
             budget,
         )
-        reason, size = "complete", of_these[0][0].world_size
+        reason = "complete" if place == len(launches) else "part"
         try:
             results = launch(
-                size,
+                of_these[0][0].world_size,
                 session.bench,
                 orders,
                 device=device,
@@ -120,7 +123,7 @@ def bench(
             print("\ninterrupted: finished rows are kept, --resume goes on from them", file=sys.stderr)
             raise SystemExit(130) from None
         _stop(path, orders, reason)
-        if reason != "complete":
+        if reason.startswith("failed"):
             break
     return failures
 
@@ -140,7 +143,7 @@ def _stop(path: Path, orders: Orders, reason: str) -> None:
         return  # they ended before they had begun to write
     with record.Writer(path) as writer:
         writer.write({"type": "stop", "run": orders.run_id, "kernel": path.stem, "reason": reason})
-    if reason == "complete":  # or --resume would not find what was started and never finished
+    if reason in ("complete", "part"):  # or --resume would not find what was started and never finished
         record.compact(path)
 
 
@@ -162,7 +165,12 @@ def profile(arguments: argparse.Namespace) -> int:
             groups = tuple((case.name, mode) for case, mode in of_these)
             orders = Orders(partial(registry.load, spec.name), "", Path(), groups, named)
             into = None if "NSYS_PROFILING_SESSION_ID" in os.environ else traces
-            found_here = launch(arguments.gpus, session.mark, orders, into, environment=dict(variables))[0]
+            try:
+                found_here = launch(arguments.gpus, session.mark, orders, into, environment=dict(variables))[0]
+            except RanksFailed as error:
+                print(f"{spec.name}: {error}", file=sys.stderr)
+                failed += 1
+                continue
             tables.show(spec.name, ("range", "status", "reason"), found_here)
             failed += sum(status not in ("ok", "skipped") for _, status, _ in found_here)
     print(f"traces in {traces}, for https://ui.perfetto.dev")
@@ -172,13 +180,16 @@ def profile(arguments: argparse.Namespace) -> int:
 def without_gpus(selections: Sequence[options.Selection], key: str, arguments: argparse.Namespace) -> int:
     """Correctness by ranks of gloo, and the floor of each case. 1 where one of our own is wrong."""
     gpu = roofline.get(key)
-    notice = (
-        f"No GPU found: nothing is timed. Correctness by {arguments.gpus} ranks of gloo, and floors for {gpu.title}."
-    )
-    print(notice)
+    checks = f"Correctness by {arguments.gpus} ranks of gloo"
+    print(f"No GPU found: nothing is timed. {checks}, and floors for {gpu.title}.")
     wrong = 0
     for selection in (s for s in selections if s.cases):
-        found = checked(partial(registry.load, selection.spec.name), selection, arguments.rank_timeout)
+        try:
+            found = checked(partial(registry.load, selection.spec.name), selection, arguments.rank_timeout)
+        except RanksFailed as error:
+            print(f"{selection.spec.name}: {error}", file=sys.stderr)
+            wrong += 1
+            continue
         tables.show("check", CHECK_HEAD, [(selection.spec.name, *row) for row in found])
         wrong += sum(row[2] in selection.spec.implementations and row[3] not in ("ok", "skipped") for row in found)
     floors = [options.Selection(s.spec, _benched(s.spec, arguments.gpus), s.modes, ()) for s in selections]

@@ -6,7 +6,6 @@ Every rank makes the same calls in the same order, and learns of it where anothe
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,12 +14,12 @@ import torch
 from .. import execute, rows
 from ..measure import stats
 from ..measure.timing import AA
-from ..roofline import Ceilings, over_roofline
+from ..roofline import Ceilings, floor_seconds, over_roofline
 from ..spec import Case, KernelSpec, Peer, Sharding
-from .timing import COLD, Clock, Contender, Samples, differences, gathered
+from .timing import COLD, LONG_CALL, Clock, Contender, Samples, differences, gathered
 
 LOCAL, ALONE = "#local", "#alone"  # beside the name of an implementation: without transfers; on one GPU
-LONG_SECONDS = 3.0  # a call that takes longer is timed alone, without the A/A pair and the version without transfers
+NO_LOCAL = 2.0  # seconds of a call beyond which it is not timed without transfers too: minutes, to tell little
 SEED = 20261123
 
 Rows = list[dict[str, Any]]
@@ -56,7 +55,7 @@ class Group:
             samples = self.clock.measure(contenders, self.label)
             for name in self.names:
                 if name not in self.done:
-                    self.done[name] = self._described(name, contenders, samples)
+                    self.done[name] = self._described(name, samples)
         contenders.clear()
         self.free()
         return [self.done[name] for name in self.names]
@@ -97,6 +96,8 @@ class Group:
         """The implementation, checked by all ranks together. Raises Failed, on every rank alike."""
 
         def load() -> execute.Op:
+            if not self.on_gpu and (reason := execute.uninterpretable(self.case)):
+                raise execute.Unavailable(reason)
             baseline = next((b for b in self.spec.baselines if b.name == name), None)
             if baseline is not None and not isinstance(baseline, Peer):
                 raise execute.Unavailable("is made from the reference, which is of one process")
@@ -121,15 +122,15 @@ class Group:
 
     def _contenders(self, name: str, fn: execute.Op, shard: execute.Inputs) -> list[Contender]:
         """The implementation bound to its inputs, called once; with it what is the same without transfers."""
-        used, begin = self._used(), time.perf_counter()
+        used = self._used()
         found = [Contender(name, self._together(lambda: self._bound(fn, shard), f"{name}: first call"))]
         self.outside[name] = gathered(max(0, self._used() - used), self.me)
-        if self.clock.longest(time.perf_counter() - begin) > LONG_SECONDS:
-            self.unmeasured[name + LOCAL] = f"a first call takes longer than {LONG_SECONDS:.0f} s"
-            return found
-        if name == next(iter(self.spec.implementations)):
+        if name == next(iter(self.spec.implementations)) and not self._long():
             found.append(Contender(name + AA, self._together(lambda: self._bound(fn, shard), f"{name}: again")))
-        if local := self.sharding.local.get(name):
+        local = self.sharding.local.get(name)
+        if local and self._long(NO_LOCAL):
+            self.unmeasured[name + LOCAL] = "not measured: a call takes seconds, of which transfers are a small part"
+        elif local:
             try:
                 bound = self._together(lambda: self._bound(local, shard), f"{name}: first call without transfers")
                 found.append(Contender(name + LOCAL, bound))
@@ -189,18 +190,15 @@ class Group:
         where = "" if len(found) == self.me.size else f"rank {rank}: "
         raise Failed(status, where + reason)
 
-    def _described(self, name: str, contenders: Sequence[Contender], samples: Samples) -> dict[str, Any]:
+    def _described(self, name: str, samples: Samples) -> dict[str, Any]:
         """The row of an implementation that was timed."""
         columns, mine = samples.columns(), samples.slowest[name]
-        run = next(c.run for c in contenders if c.name == name)
-        assert run is not None
         ratios = {
             other: stats.ratio(theirs, mine)
             for other, theirs in samples.slowest.items()
             if other != name and "#" not in other
         }
         again = samples.slowest.get(name + AA)
-        memory = self._memory(name, run)
         over = self._over(name, columns[name]["median_us"])
         several = {
             "backend": "nccl" if self.on_gpu else "gloo",
@@ -217,7 +215,7 @@ class Group:
             "sustained": None,
             "ratios": ratios,
             "noise": stats.ratio(again, mine) if again else None,
-            "peak_memory_bytes": max(memory) if self.on_gpu else None,
+            "peak_memory_bytes": max(samples.peaks[name]) if self.on_gpu else None,
             "error": None,
             "clocks": samples.clocks,
             "warnings": self.warnings.get(name, []),
@@ -247,18 +245,10 @@ class Group:
             return {"exposed_us": None, "exposed_reason": reason}
         return {"exposed_us": differences(mine, local), "local_median_us": columns[name + LOCAL]["median_us"]}
 
-    def _memory(self, name: str, run: execute.Run) -> list[int]:
-        """Bytes that a call takes above its inputs, by rank."""
-        self._step(f"{name}: memory of a call")
-        self.clock.meet()
-        if not self.on_gpu:
-            run()
-            return [0] * self.me.size
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        torch.cuda.synchronize()
-        return gathered(torch.cuda.max_memory_allocated() - before, self.me)
+    def _long(self, seconds: float = LONG_CALL) -> bool:
+        """Whether a call takes so long, by its floor."""
+        least = floor_seconds(self.spec.cost(self.case, self.mode), self.limits).seconds if self.limits else 0.0
+        return least > seconds
 
     def _used(self) -> int:
         """Bytes of the device in use beyond those that PyTorch's allocator holds: NCCL, symmetric memory, code."""

@@ -30,8 +30,10 @@ COLD, WALL = "cold", "wall"
 SEED = 20261123
 SPIN_HZ = 2e9  # cycles that torch.cuda._sleep takes a second; at a lower clock it takes longer, which does no harm
 SPIN_SECONDS = (5e-4, 2e-2)
-# Calls of many seconds scatter by per mille, and a round of them costs a minute: three rounds do, and one warm-up.
-FEWEST_ROUNDS, LONG_ROUNDS_SECONDS, LONG_CALL_SECONDS = 3, 30.0, 1.0
+#: A call of so many seconds needs no second one to warm up, and no A/A pair: it scatters little.
+LONG_CALL = 0.5
+#: Rounds of so long calls are many minutes: past these seconds this many are enough.
+LONG_ROUNDS, FEWEST_ROUNDS = 30.0, 3
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Samples:
     slowest: dict[str, list[float]] = field(default_factory=dict)
     of_ranks: dict[str, list[list[float]]] = field(default_factory=dict)
     clocks: dict[str, Any] = field(default_factory=dict)
+    peaks: dict[str, list[int]] = field(default_factory=dict)  # bytes that a call takes above its inputs, of each rank
 
     def add(self, names: Sequence[str], times: Sequence[Sequence[float]]) -> None:
         """One round: the times of each rank in the order of `names`."""
@@ -82,10 +85,12 @@ class Clock:
             l2_bytes = torch.cuda.get_device_properties(rank.device).L2_cache_size
             self._flush = torch.empty(2 * l2_bytes // 4, dtype=torch.int32, device=rank.device)
             self._monitor = Monitor(rank.device)
+        self._peaks: dict[str, int] = {}
 
     def measure(self, contenders: Sequence[Contender], label: str) -> Samples:
         """Warms up, then takes samples until all medians are known well enough, or for as long as the budget says."""
         found = Samples(COLD if self.on_gpu else WALL)
+        self._peaks.clear()
         spins = {c.name: self.warm_up(c, f"{label} {c.name}: warm-up") for c in contenders}
         names, begin = [c.name for c in contenders], time.perf_counter()
         if self.on_gpu:
@@ -103,24 +108,35 @@ class Clock:
                 found.stop = stop
                 break
         found.clocks = self._clocks()
+        of_ranks = gathered(self._peaks, self.rank)
+        found.peaks = {name: [peaks[name] for peaks in of_ranks] for name in names}
         return found
 
     def warm_up(self, contender: Contender, step: str) -> float:
-        """Calls it twice, or once if that takes long. Returns how long the device is to spin, in seconds, so that it
+        """Calls it twice, once where that takes long. Returns how long the device is to spin, in seconds, so that it
         does not wait for the host."""
-        host = 0.0
-        for _ in range(2):
-            self.rank.beat.step(step)
-            self.meet()
-            begin = time.perf_counter()
-            if contender.run is not None:
-                contender.run()
-            host = time.perf_counter() - begin
-            self.synchronize()
-            if self.longest(time.perf_counter() - begin) > LONG_CALL_SECONDS:
-                break
+        returned, took = self._warm_call(contender, step)
+        if max(row[0] for row in self._exchange([took])) < LONG_CALL:
+            returned, _ = self._warm_call(contender, step)
         low, high = SPIN_SECONDS
-        return min(high, max(low, 1.5 * host))
+        return min(high, max(low, 1.5 * returned))
+
+    def _warm_call(self, contender: Contender, step: str) -> tuple[float, float]:
+        """Seconds until it returned, and until it was done. Notes its memory."""
+        self.rank.beat.step(step)
+        self.meet()
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        before, begin = self._allocated(), time.perf_counter()
+        if contender.run is not None:
+            contender.run()
+        returned = time.perf_counter() - begin
+        self.synchronize()
+        self._peaks[contender.name] = torch.cuda.max_memory_allocated() - before if self.on_gpu else 0
+        return returned, time.perf_counter() - begin
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated() if self.on_gpu else 0
 
     def _sample(self, run: Run | None, spin: float) -> float:
         """µs on this rank; nought where it takes no part."""
@@ -145,8 +161,9 @@ class Clock:
     def _stop(self, found: Samples, index: int, elapsed: float) -> str | None:
         """Why sampling ends after this round, or None."""
         budget = self.budget
-        rounds = budget.few_rounds if elapsed > budget.patience else budget.min_rounds
-        if index + 1 < (FEWEST_ROUNDS if elapsed > LONG_ROUNDS_SECONDS else rounds):
+        if elapsed > LONG_ROUNDS and index + 1 >= FEWEST_ROUNDS:
+            return "time"
+        if index + 1 < (budget.few_rounds if elapsed > budget.patience else budget.min_rounds):
             return None
         if index % 5 == 4 and all(stats.converged(samples, budget.width) for samples in found.slowest.values()):
             return "converged"
@@ -164,10 +181,6 @@ class Clock:
         """Waits for this rank's device."""
         if self.on_gpu:
             torch.cuda.synchronize()
-
-    def longest(self, seconds: float) -> float:
-        """Of all ranks."""
-        return max(row[0] for row in self._exchange([seconds]))
 
     def _exchange(self, figures: Sequence[float]) -> list[list[float]]:
         mine = torch.tensor(figures, dtype=torch.float64, device=self.rank.device)

@@ -206,7 +206,8 @@ def run_table(runs: Sequence[Run]) -> list[str]:
     rows = []
     for run in runs:
         commit = str(run.environment.get("commit") or "unknown")[:12]
-        asked = ", ".join(f"{k}={v}" for k, v in run.options.items() if v not in (None, False, "auto", [], ()))
+        given = {k: v for k, v in run.options.items() if v not in (None, False, "auto", [], ())}
+        asked = ", ".join(f"{k}={v}" for k, v in {**given, **run.environment.get("variables", {})}.items())
         changed = " with uncommitted changes" if run.environment.get("dirty") else ""
         rows.append(
             [

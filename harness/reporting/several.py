@@ -35,12 +35,12 @@ def section(found: Sequence[Finding], charts: bool) -> list[str]:
             kernel = found[0].kernel
             lines += [f"![{kernel} {mode}: efficiency over length]({stem(kernel, mode)}.svg)", ""]
     lines += [TEXT, "", *md.table(HEAD, [_cells(finding, row) for finding, row in measured]), ""]
-    reasons = dict.fromkeys(
-        f"- {finding.case} {finding.mode}: no efficiency, {row['several']['alone_reason']}"
-        for finding, row in measured
-        if row["several"].get("alone_reason")
-    )
-    return [*lines, *reasons, ""] if reasons else lines
+    reasons: dict[str, dict[str, None]] = {}
+    for finding, row in measured:
+        if reason := row["several"].get("alone_reason"):
+            reasons.setdefault(reason, {})[f"{finding.case} {finding.mode}"] = None
+    said = [f"- No efficiency, {reason}: {', '.join(places)}." for reason, places in reasons.items()]
+    return [*lines, *said, ""] if said else lines
 
 
 def stem(kernel: str, mode: str) -> str:
