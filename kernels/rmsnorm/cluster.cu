@@ -150,8 +150,8 @@ rmsnorm_cluster_fwd(const Vector* x, const Vector* residual, const Vector* weigh
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             float a[PER_WORD], w[PER_WORD];
-            unpack<TYPE>(hidden(v[i].words[j]), a);
-            if (WEIGHT) unpack<TYPE>(hidden(weights[i].words[j]), w);
+            unpack<TYPE>(opaque(v[i].words[j]), a);
+            if (WEIGHT) unpack<TYPE>(opaque(weights[i].words[j]), w);
             for (int k = 0; k < PER_WORD; ++k) a[k] *= rstd, a[k] *= WEIGHT ? w[k] + weight_offset : 1;
             out.words[j] = pack<TYPE>(a[0], a[PER_WORD - 1]);
         }
