@@ -1,4 +1,4 @@
-"""What a measurement was made on and with: the `environment` of a record."""
+"""The hardware and software of a measurement: the `environment` of a record."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def target(name: str, device: str | None = None) -> tuple[torch.device, str | No
 
 
 def world_size() -> int:
-    """How many processes this command is, one a GPU: what torchrun says, one without it."""
+    """The number of processes of this command, one per GPU: torchrun's WORLD_SIZE, or 1."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
