@@ -164,7 +164,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(default=False, tags=["gpu"])
 def profile(session: nox.Session) -> None:
-    """Run Nsight Compute over every kernel: what limits it, and the bytes it really moved."""
+    """Run Nsight Compute over every kernel: its limiter, and the bytes it moved in DRAM."""
     harness(session, "profile")
 
 

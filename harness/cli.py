@@ -17,7 +17,7 @@ COMMANDS = {
     "bench": "check, then time against the peers and the roofline; without a GPU: check, build table and floors",
     "calibrate": "measure this GPU's ceilings: copy bandwidth and GEMM rate by dtype",
     "build": "compile every JIT kernel ahead of time; table of registers, spills, shared memory, tensor-core use",
-    "profile": "Nsight Compute over each case; table of what limits it and the bytes it really moved",
+    "profile": "Nsight Compute over each case; table of its limiter and the bytes it moved in DRAM",
     "sanitize": "compute-sanitizer over the small cases",
     "tune": "try every candidate configuration and compare with the one that the kernel picks",
     "plan": "a model of a case's time on many GPUs, from rates that were measured on few",

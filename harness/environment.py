@@ -1,4 +1,4 @@
-"""What a measurement was made on and with: the `environment` of a record."""
+"""The hardware and software of a measurement: the `environment` of a record."""
 
 from __future__ import annotations
 

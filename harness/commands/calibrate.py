@@ -1,7 +1,8 @@
-"""The ceilings of this very card: what a plain copy and plain matrix products reach, on random data.
+"""Measures the ceilings of this GPU: the bandwidth of a plain copy and the rate of plain matrix products, on random
+data.
 
-The datasheet's figures are not reached by any program, so a share of them says little about a kernel. These are. With
---gpus N also what the links between that many GPUs of this host carry, by engine, direction and size.
+No program reaches the datasheet's figures, so a percentage of them says little about a kernel. With --gpus N
+also the rates of the links between that many GPUs of this host, by engine, direction and size.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def _gemm_rate(device: torch.device, pipe: str, n: int) -> float:
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """Median of back-to-back calls, a few at a time, so that what is left of the host's time is nothing."""
+    """Median over samples of a few back-to-back calls each, so that host time is negligible."""
     for _ in range(3):
         run()
     samples = []

@@ -1,4 +1,4 @@
-"""Compiles what a SPEC launches, for one GPU that need not be there, and describes each compiled kernel.
+"""Compiles what a SPEC launches, for one GPU that need not be present, and describes each compiled kernel.
 
 A row of the result is one compiled kernel, that is a JIT function with its types, alignments and constexprs:
 {"kernel", "jit", "target": "sm_90", "uses": [[case, mode], ...], "bench": whether a bench case uses it,
@@ -29,7 +29,7 @@ Row = dict[str, Any]
 
 @dataclass
 class Outcome:
-    """What became of one kernel for one target. `failures` and `skipped` are sentences."""
+    """The result for one kernel and one target. `failures` and `skipped` are sentences."""
 
     kernel: str
     target: str
@@ -104,7 +104,8 @@ def _trace(
     found: dict[str, _Compiled],
     outcome: Outcome,
 ) -> None:
-    """Adds what one implementation launches in one case and mode to `found`, or why it cannot to `outcome`."""
+    """Adds the launches of one implementation in one case and mode to `found`, or the reason why there are none to
+    `outcome`."""
     package = nvrtc.package_of(spec)
     missing = f"{outcome.target} CUDA C++: {nvrtc.MISSING}"
     if nvrtc.driver_of(package) and nvrtc.library() is None and missing not in outcome.skipped:
@@ -142,8 +143,8 @@ def _identity(launch: launches.Launch | nvrtc.Launch) -> str:
 
 
 def _brief(error: Exception) -> str:
-    """What ptxas complains of, else the first and the last line: Triton has the place in the one and the reason in the
-    other. The rest of such a message is source code and paths."""
+    """The error of ptxas, else the first and the last line, in which Triton has the place and the reason. The rest of
+    such a message is source code and paths."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     fatal = [line for line in lines if line.startswith("ptxas") and "aborted" not in line]
     return " … ".join(fatal or ([lines[0], lines[-1]] if len(lines) > 1 else lines))

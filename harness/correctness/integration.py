@@ -1,4 +1,4 @@
-"""The checks on company: torch.library, torch.compile, CUDA graphs, streams and a second device."""
+"""Checks of the integration with PyTorch and CUDA: torch.library, torch.compile, graphs, streams, a second device."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def compiled(s: Subject, mode: str) -> None:
 
 def graph(s: Subject, mode: str) -> None:
     """Capture in a CUDA graph, then replays on new contents of the same inputs. The backward is captured together with
-    its forward. Work on a stream that is not joined is not in the graph, so it is found out here too."""
+    its forward. Work on a stream that is not joined is not in the graph, so this check finds it too."""
     inputs, fn = placed(s.inputs(), contiguous), s.on_copies()
     out_grads = None if mode in WITHOUT_AUTOGRAD else [contiguous("", g) for g in s.out_grads(inputs)]
 

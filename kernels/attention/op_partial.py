@@ -48,8 +48,8 @@ def attention_partial(
 
     q          [B, Hq, Sq, D], 1 <= D <= 256; fp32, fp16 or bf16
     k, v       [B, Hkv, Sk, D], dtype and device of q; Hq is a multiple of Hkv
-    out        [B, Hq, Sq, D], fp32, rows of D contiguous: attention over the keys so far. Rows whose lse is −inf are
-               not read, so that the first block needs no zeros.
+    out        [B, Hq, Sq, D], fp32, rows of D contiguous: attention over the keys so far. A row whose lse is −inf is
+               undefined: it is not read, so that the first block needs no zeros, and may not be written.
     lse        [B, Hq, Sq], fp32, rows contiguous: natural logarithm; −inf where no key has been seen
     causal     Query i stands at q_offset + i and key j at k_offset + j, and is seen if it is not behind the query.
     scale      a positive number, by default 1 / sqrt(D)
@@ -67,15 +67,17 @@ def attention_partial(
     """
     given = (bool(causal), scale, q_offset, k_offset, version)
     if lean(q, k, v, out, lse, result) and not torch.is_grad_enabled():
-        key = (*map(signature, (q, k, v, out, lse, result)), given)
+        shift = clipped(q, k, causal, q_offset, k_offset)
+        key = (*map(signature, (q, k, v, out, lse, result)), scale, shift, version)
         plan = _FORWARD.find(key)
         if plan is None:
             _check_forward(q, k, v, out, lse, result, version)
-            plan = _FORWARD.keep(key, _forward_plan(q, k, v, out, lse, result, *_options(q, *given)))
+            options = _options(q, k, *given)
+            plan = _FORWARD.keep(key, _forward_plan(q, k, v, out, lse, result, *options))
         return plan(q, k, v, out, lse, result)
     _check_forward(q, k, v, out, lse, result, version)
     _refuse_grad("attention_partial", q=q, k=k, v=v, out=out, lse=lse, result=result)
-    return _fwd_op(q, k, v, out, lse, result, *_options(q, *given))
+    return _fwd_op(q, k, v, out, lse, result, *_options(q, k, *given))
 
 
 def attention_delta(dout: torch.Tensor, out: torch.Tensor, dlse: torch.Tensor | None = None) -> torch.Tensor:

@@ -77,6 +77,11 @@ def strides(name: str, tensor: torch.Tensor, unit: int, row: str = "m") -> dict[
     return {f"stride_{name}{axis}": tensor.stride(i) // unit for i, axis in enumerate(("b", "h", row))}
 
 
+def head_stride(lse: torch.Tensor) -> int:
+    """From a head of [B, H, S] to the next, batches counted on."""
+    return lse.stride(0) if lse.shape[1] == 1 else lse.stride(1)
+
+
 @dataclass(frozen=True)
 class Problem:
     """Attention of q [B, Hq, Sq, D] to the first `keys` rows of k and v [B, Hkv, Sk, D], all `readable`.

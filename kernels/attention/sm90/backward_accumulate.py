@@ -14,7 +14,7 @@ import torch
 from ..configs import backward as configs
 from ..configs.backward import CUDA_BWD_KEYS as KEYS
 from ..configs.backward import Schedule
-from ..problem import Problem, unexpanded
+from ..problem import Problem, head_stride, unexpanded
 from . import cuda_driver
 from .backward import DESCRIBED, NAMES, ROWS, SHARED_BYTES, Sizes, Workspace, defines_of, helper_rows, numbers_of
 from .cuda_driver import tensor_map
@@ -74,7 +74,7 @@ def cuda_partial_bwd_plan(
     q_map, do_map = (tensor_map(x, problem.queries, config.queries) for x in (q, dout))
     k_map, v_map = (tensor_map(x, problem.keys, 64) for x in (k, v))
     dq_strides, dk_strides, dv_strides = (x.stride()[:3] for x in (dq, dk, dv))
-    line, counts, heads = lse.stride(1), (problem.queries, sizes.padded), problem.q.shape[1]
+    line, counts, heads = head_stride(lse), (problem.queries, sizes.padded), problem.q.shape[1]
 
     def run(
         q: torch.Tensor,

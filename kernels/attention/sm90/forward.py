@@ -8,7 +8,7 @@ import torch
 
 from ..configs import forward as configs
 from ..configs.forward import ROWS
-from ..problem import LOG2_E, Problem, tma_unsupported_reason, unexpanded
+from ..problem import LOG2_E, Problem, head_stride, tma_unsupported_reason, unexpanded
 from . import cuda_driver
 from .cuda_driver import address, tensor_map
 
@@ -43,7 +43,7 @@ def cuda_partial_fwd_plan(
     contiguous, all heads at one distance; result: as `out` of `cuda_fwd_plan`, or None."""
     written = out if result is None else result
     start = _plan(problem, shift, written, 1 if result is None else 2, _CARRY_LAYOUT)
-    strides = (*out.stride()[:3], lse.stride(1))
+    strides = (*out.stride()[:3], head_stride(lse))
 
     def run(
         q: torch.Tensor,

@@ -16,8 +16,8 @@ struct Merge {      // of one row
 
     // `before`: the running lse; `lse`: this block's, -inf if the row sees none of its keys; `sum` of its probabilities.
     DEVICE Merge(float before, float lse, float sum) {
-        const float top = fmaxf(before, lse);
-        const bool empty = top == NEGATIVE_INFINITY;
+        const float top = fmaxf(before, lse);  // of NaN and another number the other
+        const bool empty = before == NEGATIVE_INFINITY && lse == NEGATIVE_INFINITY;
         const float both = exp2_((before - top) * LOG2_E) + exp2_((lse - top) * LOG2_E);
         this->lse = empty || top == -NEGATIVE_INFINITY ? top : top + __log2f(both) * LN_2;
         block = lse == NEGATIVE_INFINITY ? 0.0f : exp2_((lse - this->lse) * LOG2_E) / sum;
