@@ -1,8 +1,8 @@
 """`bench --gpus N` and `profile --gpus N`: what the launcher does, which measures nothing itself.
 
 With enough GPUs the ranks bench the cases of that many. Without any, ranks of gloo check the small cases and the
-floors are printed; `--device cpu` times them too, by the clock on the wall, into a folder of its own. Fewer GPUs than
-asked for are an error.
+floors are printed; `--device cpu` times them too, in wall-clock time, into a folder of its own. Fewer GPUs than asked
+for are an error.
 """
 
 from __future__ import annotations

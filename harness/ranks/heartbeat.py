@@ -23,8 +23,8 @@ from typing import Any
 STACK_SIGNAL = signal.SIGUSR1
 #: the last step of every rank, after which its process unloads PyTorch
 END = "end of the process"
-#: what a rank that raises waits before it ends, so that the launcher sees the one first whose death it was told of
-GRIEF_SECONDS = 0.5
+#: a rank that raises exits so much later: where the cause is another rank that died, the launcher sees that one first
+EXIT_DELAY_SECONDS = 0.5
 FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in ')
 WAITING = re.compile(r"\b(wait|synchronize|barrier)\(")
 
@@ -55,7 +55,7 @@ class Heartbeat:
         except BaseException as error:
             said = (str(error).strip().splitlines() or [""])[0]
             self.step(f"{self._doing}: raised {type(error).__name__}: {said[:300]}")
-            time.sleep(GRIEF_SECONDS)
+            time.sleep(EXIT_DELAY_SECONDS)
             raise
 
 

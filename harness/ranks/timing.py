@@ -6,7 +6,7 @@ and all ranks meet; their times are exchanged after a whole round.
 cold    on GPUs. CUDA events around the call, on each rank. The ranks meet on the device: an all-reduce of one number is
         queued before the first event, so that the events of all ranks begin within microseconds of each other. A kernel
         that only spins goes before it, for as long as the host takes to queue the call: no launch waits for the host.
-wall    on CPUs, where the ranks meet at a barrier: time on the clock, which is that of no GPU.
+wall    on CPUs: wall-clock time after a barrier. It stands for no GPU's.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ COLUMN_TEXT = {
     "warm": "called again at once on the same inputs; what fits in L2 stays there.",
     "graph": "calls on rotating sets of inputs, together larger than twice the L2, captured in one CUDA graph; "
     "the replay divided by the number of calls. The headline of short calls, where launches would hide the kernel.",
-    "wall": "of ranks on CPUs, by the clock on the wall: it tells nothing of a GPU.",
+    "wall": "wall-clock time of ranks on CPUs. It says nothing about a GPU.",
     "cupti": "the sum of the durations of the kernels that a cold call launched, as CUPTI reports them.",
 }
 

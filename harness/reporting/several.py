@@ -12,15 +12,15 @@ from .findings import Finding, cost_of, modes_of
 
 HEAD = (
     "case", "mode", "implementation", ">time", ">a GPU", ">one GPU", ">efficiency", ">transfers not hidden",
-    ">peak memory", ">beside it", ">ranks",
+    ">peak memory", ">outside the allocator", ">ranks",
 )  # fmt: skip
 
 TEXT = (
     "*Time* is that of the slowest rank of each round, *a GPU* the useful work of one GPU over it. *Efficiency* is "
     "T₁ / (N · Tₙ): T₁ is our one-GPU kernel on the whole problem, timed in the same rounds. *Transfers not hidden* is "
     "the time beyond that of the same implementation with its transfers replaced by local copies. *Peak memory* is "
-    "what a call takes above its inputs on the rank with most; *beside it* what its first call took outside PyTorch's "
-    "allocator: NCCL's buffers, symmetric memory, code. *Ranks* are the medians of the fastest and the slowest."
+    "what a call takes above its inputs on the rank with most; *outside the allocator* is what the first call took "
+    "beyond PyTorch's: NCCL's buffers, symmetric memory, code. *Ranks* are the medians of the fastest and the slowest."
 )
 
 
