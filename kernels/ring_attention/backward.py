@@ -1,8 +1,8 @@
 """The backward of a rank: gradients of its own queries, keys and values, from the global log-sum-exp.
 
 All sums over ranks are fp32. What a rank computes for another's block it hands to the owner, who adds the contributions
-in the order of the steps, so that repeated runs add in the same order. Work on the own block comes in two halves, the
-first of which the first fetch is overlapped with, and the second the last handing over.
+in the order of the steps, so that repeated runs add in the same order. Where keys move, work on the own block comes in
+two halves: the first fetch is overlapped with the first, and the last handing over with the second.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def _keys(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
 
 
 def _queries(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
-    """Queries go to all keys with what the backward knows of them; their gradients come back."""
+    """Queries go to all keys with what the backward knows of them; their gradients come back. Queries are few here, and
+    each call goes over the gradients of all keys: so the own block is not cut in two."""
     steps = schedule(ring.problem, ring.rank, "queries")
     own = [rows_first(t) for t in (q, dout, lse, delta)]
 
@@ -79,22 +80,17 @@ def _queries(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
     fetched, handed = Fetched(transport, steps, own), Handed(transport, steps, shapes, q.device)
     mine = [_zeros(q)]
     dk, dv = _zeros(k), _zeros(v)
-    first, last = halves(steps[0].calls)
-
-    def add(calls: Sequence[Call], block: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
-        queries, incoming, *terms = map(heads_first, block)
-        their_lse, their_delta = (t.contiguous() for t in terms)
-        for call in calls:
-            attend_backward(call, incoming, queries, k, v, their_lse, their_delta, given[0], dk, dv, ring.scale)
 
     for s, step in enumerate(steps):
-        block = fetched.take(s)
+        queries, incoming, *terms = map(heads_first, fetched.take(s))
+        their_lse, their_delta = (t.contiguous() for t in terms)
         given = [t.zero_() for t in handed.staging(s)] if s else mine
-        add([shifted(call, q=step.rows[0]) for call in step.calls] if s else first, block, given)
+        for call in step.calls:
+            part = shifted(call, q=step.rows[0] if s else 0)
+            attend_backward(part, incoming, queries, k, v, their_lse, their_delta, given[0], dk, dv, ring.scale)
         _collect(handed, mine)
         if s:
             handed.hand(s, given)
-    add(last, own, mine)
     (dq,) = _collect(handed, mine, (q,))
     transport.close()
     return dq, torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
