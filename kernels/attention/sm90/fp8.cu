@@ -231,10 +231,10 @@ __device__ __forceinline__ void load_matrices(u32* x, u32 address) {
 }
 __device__ __forceinline__ void fence_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-template <int COUNT> __device__ __forceinline__ void decrease_registers() {
+template <int COUNT> __device__ __forceinline__ void dec_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
-template <int COUNT> __device__ __forceinline__ void increase_registers() {
+template <int COUNT> __device__ __forceinline__ void inc_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
@@ -667,10 +667,10 @@ attention_fp8_fwd(const __grid_constant__ TensorMap q_map, const __grid_constant
     // A shuffle makes it warp-uniform for the compiler, which then keeps descriptors in uniform registers.
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (group == 0) {
-        decrease_registers<PRODUCER_REGISTERS>();
+        dec_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x == 0) produce(problem, &q_map, &k_map, &v_map, smem);
     } else {
-        increase_registers<CONSUMER_REGISTERS>();
+        inc_registers<CONSUMER_REGISTERS>();
         consume(problem, group - 1, smem);
     }
 }
