@@ -15,8 +15,7 @@ Two fp32 buffers connect the kernels, with offsets (`x_at`) that the plan fixes:
   stats  of a chunk of rows: partial maxima and partial sums of exponentials, [parts, rows] each; with label smoothing
          partial sums of logits [parts, rows]; the logit at the target [rows]. A part is the result of one CTA
   held   of a call: for each chunk its lse as two rows (maximum, 1 / sum of exponentials); the losses of all rows,
-  unless
-         they are returned; the factor of the mean
+         unless they are returned; the factor of the mean
 """
 
 from __future__ import annotations
