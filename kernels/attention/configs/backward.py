@@ -89,8 +89,9 @@ def pick_cuda_bwd_config(
     Record: "Sections that alternate", "Roles" and "Few waves" of EXPERIMENTS.md (H200). Cached: it takes up to 0.1 ms.
     """
     blocks = triton.cdiv(keys, CUDA_BWD_KEYS)
-    """The configuration of the backward in CUDA C++. `kv_heads` of all batches; `group`: query heads of a KV head;
-    `schedule`: the only one that can run, if there is no choice.
+    waves = blocks * kv_heads / sms
+    if schedule is None:
+        schedule = _pick_schedule(queries, keys, dim, kv_heads, group, causal, sms)
     if schedule is Schedule.CTA_PER_KV_HEAD:
         return CudaBackwardConfig(64, 1, schedule=schedule)
     if schedule is Schedule.PERSISTENT:
