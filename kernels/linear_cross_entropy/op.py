@@ -117,7 +117,7 @@ class _ReadyGradients(torch.autograd.Function):
         loss, *grads = plan.run(hidden, weight, target, bias, None)
         ctx.set_materialize_grads(False)
         ctx.loss, ctx.scale = plan.loss, plan.scale
-        # Not saved for backward: they are scaled in place and handed out, so they can be used once.
+        # Not saved for backward: they are scaled in place and returned, so they can be used once.
         ctx.ready = grads
         ctx.save_for_backward(hidden, weight, target, bias)
         return loss
