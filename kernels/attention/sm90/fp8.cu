@@ -52,11 +52,11 @@
 // Q_REGISTERS (queries in registers), SECTION (blocks of keys), POLYNOMIAL (one exponential in so many; 0: none),
 // EXACT_LSE.
 
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-struct alignas(64) TensorMap { char bytes[128]; };  // CUtensorMap
+#include "mbarrier.cuh"
+#include "numbers.cuh"
+#include "scheduler.cuh"
+#include "tma.cuh"
+#include "wgmma.cuh"
 
 constexpr int ROWS = 64;                       // of queries for each consumer: one wgmma is 64 rows high
 constexpr int BLOCK_M = ROWS * CONSUMERS;
@@ -94,11 +94,6 @@ struct Problem {
 
 // ---- PTX ----------------------------------------------------------------------------------------------------------
 
-#if FP16
-#define TYPE "f16"
-#else
-#define TYPE "bf16"
-#endif
 #define ROW4(b) "+f"(d[b]), "+f"(d[b + 1]), "+f"(d[b + 2]), "+f"(d[b + 3])
 #define ROW8(b) ROW4(b), ROW4(b + 4)
 #define ROW32(b) ROW8(b), ROW8(b + 8), ROW8(b + 16), ROW8(b + 24)
@@ -114,12 +109,12 @@ struct Problem {
 // d (64 x N, fp32) = a b, or d + a b if `add`, over 32 columns of a. _ss: a from shared memory; _rs: from registers. I0
 // ... I5: indices of the asm operands that follow d.
 #define DEFINE_WGMMA(N, LIST, I0, I1, I2, I3, I4, I5, ...)                                                           \
-    __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], u64 a, u64 b, int add) {                             \
+    DEVICE void wgmma_ss(float (&d)[N / 2], u64 a, u64 b, int add) {                             \
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #I2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N              \
                      "k32.f32.e4m3.e4m3 {" LIST "}, %" #I0 ", %" #I1 ", p, 1, 1; }"                                  \
                      : __VA_ARGS__ : "l"(a), "l"(b), "r"(add));                                                      \
     }                                                                                                                \
-    __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const u32* a, u64 b, int add) {                      \
+    DEVICE void wgmma_rs(float (&d)[N / 2], const u32* a, u64 b, int add) {                      \
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #I5 ", 0; wgmma.mma_async.sync.aligned.m64n" #N              \
                      "k32.f32.e4m3.e4m3 {" LIST "}, {%" #I0 ",%" #I1 ",%" #I2 ",%" #I3 "}, %" #I4 ", p, 1, 1; }"     \
                      : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                  \
@@ -132,55 +127,17 @@ DEFINE_WGMMA(136, L68, 68, 69, 70, 71, 72, 73, ROW32(0), ROW32(32), ROW4(64))
 DEFINE_WGMMA(160, L80, 80, 81, 82, 83, 84, 85, ROW32(0), ROW32(32), ROW8(64), ROW8(72))
 DEFINE_WGMMA(192, L96, 96, 97, 98, 99, 100, 101, ROW32(0), ROW32(32), ROW32(64))
 
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
-// Compiler barrier for registers that an asynchronous wgmma reads or writes: their uses are not moved across it.
-template <int N> __device__ __forceinline__ void pin(float (&x)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
-}
-template <int N> __device__ __forceinline__ void pin(u32 (&x)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; i++) asm volatile("" : "+r"(x[i])::"memory");
-}
-__device__ __forceinline__ void bar_init(u32 bar, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
-}
-__device__ __forceinline__ void bar_wait(u32 bar, u32 parity) {
-    asm volatile("{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra again; }"
-                 ::"r"(bar), "r"(parity) : "memory");
-}
-__device__ __forceinline__ void bar_arrive(u32 bar) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-__device__ __forceinline__ void bar_expect(u32 bar, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void tma_load(u32 to, const TensorMap* map, int column, int row, int head, int batch,
-                                         u32 bar) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-                 " [%0], [%1, {%2,%3,%4,%5}], [%6];"
-                 ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(bar) : "memory");
-}
-__device__ __forceinline__ void ping_pong_wait(int consumer) {
+DEVICE void ping_pong_wait(int consumer) {
     asm volatile("bar.sync %0, 256;" ::"r"(1 + consumer) : "memory");
 }
-__device__ __forceinline__ void ping_pong_arrive(int consumer) {
+DEVICE void ping_pong_arrive(int consumer) {
     asm volatile("bar.arrive %0, 256;" ::"r"(consumer + 1 == CONSUMERS ? 1 : consumer + 2) : "memory");
-}
-__device__ __forceinline__ float exp2_(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
 }
 // 2^x on the FMA units: x = n + f with n the nearest integer. Adding 1.5 * 2^23 leaves n in the low bits of the sum;
 // 2^f on [-1/2, 1/2] is a cubic, minimax in relative error (7.5e-5), and n is added to its exponent. Below -126 that
 // would wrap, hence the maximum, which propagates NaN. One volatile asm: from C++, the compiler interleaves so many of
 // these that ptxas runs out of registers and serialises all wgmma (its remark C7511).
-__device__ __forceinline__ float exp2_polynomial(float x) {
+DEVICE float exp2_polynomial(float x) {
     float y;
     asm volatile("{ .reg .f32 c, t, f, r; .reg .b32 n, i;"
                  " max.NaN.f32 c, %1, 0fC2FC0000; add.f32 t, c, 0f4B400000; sub.f32 f, t, 0f4B400000; sub.f32 f, c, f;"
@@ -189,52 +146,39 @@ __device__ __forceinline__ float exp2_polynomial(float x) {
                  " mov.b32 n, t; mov.b32 i, r; shl.b32 n, n, 23; add.s32 i, i, n; mov.b32 %0, i; }" : "=f"(y) : "f"(x));
     return y;
 }
-__device__ __forceinline__ u32 pack(float low, float high) {
-    u32 y;
-    asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-    return y;
-}
 // Four numbers as e4m3, the first in the lowest byte; 448 if larger, NaN if NaN.
-__device__ __forceinline__ u32 pack_e4m3(float x0, float x1, float x2, float x3) {
+DEVICE u32 pack_e4m3(float x0, float x1, float x2, float x3) {
     u32 y;
     asm("{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;"
         " mov.b32 %0, {low, high}; }" : "=r"(y) : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
     return y;
 }
-__device__ __forceinline__ float load_scale(const float* x) {
+DEVICE float load_scale(const float* x) {
     float y;
     asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(y) : "l"(x));
     return y;
 }
-__device__ __forceinline__ float4 load_total(u32 address) {
+DEVICE float4 load_total(u32 address) {
     float4 x;
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(address) : "memory");
     return x;
 }
-__device__ __forceinline__ void store_total(u32 address, float4 x) {
+DEVICE void store_total(u32 address, float4 x) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
                  ::"r"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
 }
-__device__ __forceinline__ u32 load_shared(u32 address) {
-    u32 x;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
-    return x;
-}
-__device__ __forceinline__ void store_shared(u32 address, u32 x) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
-}
 // Four matrices of 8 rows of 16 bytes; lane l has the address of row l % 8 of matrix l / 8.
-__device__ __forceinline__ void load_matrices(u32* x, u32 address) {
+DEVICE void load_matrices(u32* x, u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");
 }
-__device__ __forceinline__ void fence_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-template <int COUNT> __device__ __forceinline__ void dec_registers() {
+DEVICE void fence_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+template <int COUNT> DEVICE void dec_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
-template <int COUNT> __device__ __forceinline__ void inc_registers() {
+template <int COUNT> DEVICE void inc_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
@@ -243,7 +187,7 @@ template <int COUNT> __device__ __forceinline__ void inc_registers() {
 // Head (over all batches) and row block of a tile. CAUSAL: heads are scheduled in sections of `section` heads, as many
 // as have their keys and values in L2, and within a section the row blocks with the most keys come first. Else head by
 // head, and after all heads the partial row blocks: they take less time, and fill SMs that are idle in the last wave.
-__device__ __forceinline__ void find_tile(const Problem& a, int index, int& head, int& block) {
+DEVICE void find_tile(const Problem& a, int index, int& head, int& block) {
     if (CAUSAL) {
         int first = index / (a.section * a.num_m) * a.section;
         int inside = index - first * a.num_m;
@@ -261,7 +205,7 @@ __device__ __forceinline__ void find_tile(const Problem& a, int index, int& head
 
 // Rows first_row ... first_row + rows - 1 see key blocks 0 ... end - 1, and blocks 0 ... full - 1 need no mask. `end`
 // is at least 1, also where no row sees a key: the masked block gives such rows out 0 and lse -inf without a branch.
-__device__ __forceinline__ void find_blocks(const Problem& a, int first_row, int rows, int& end, int& full) {
+DEVICE void find_blocks(const Problem& a, int first_row, int rows, int& end, int& full) {
     int shift = a.num_keys - a.num_q + first_row;
     int last = CAUSAL ? min(a.num_keys, shift + rows) : a.num_keys;
     int first = CAUSAL ? min(a.num_keys, max(shift + 1, 0)) : a.num_keys;
@@ -272,21 +216,21 @@ __device__ __forceinline__ void find_blocks(const Problem& a, int first_row, int
 struct Ring {  // stage and phase of the circular buffers of keys and of values
     int slot = 0;
     u32 phase = 0;
-    __device__ __forceinline__ void next() {
+    DEVICE void next() {
         if (++slot == STAGES) { slot = 0; phase ^= 1; }
     }
 };
 
 // ---- Producer -----------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void produce(const Problem& a, const TensorMap* q_map, const TensorMap* k_map,
+DEVICE void produce(const Problem& a, const TensorMap* q_map, const TensorMap* k_map,
                                         const TensorMap* v_map, u32 smem) {
     const u32 bars = smem + BARRIER_OFFSET;
     Ring ring;
     u32 tile_phase = 0;
     for (int tile = blockIdx.x; tile < a.num_tiles; tile_phase ^= 1) {
         int following = a.num_tiles, head, block, end, full;
-        if (a.next_tile) following = atomicAdd(a.next_tile, 1) + (int)gridDim.x;
+        if (a.next_tile) following = draw(a.next_tile) + (int)gridDim.x;
         find_tile(a, tile, head, block);
         find_blocks(a, block * BLOCK_M, BLOCK_M, end, full);
         int batch = head / a.q_heads;
@@ -320,13 +264,13 @@ __device__ __forceinline__ void produce(const Problem& a, const TensorMap* q_map
 // ---- Consumers ----------------------------------------------------------------------------------------------------
 
 // wgmma's matrix descriptor of a K-major operand in shared memory with rows of `width` bytes (128, 64 or 32), swizzled.
-__device__ __forceinline__ u64 make_descriptor(u32 address, int width) {
+DEVICE u64 make_descriptor(u32 address, int width) {
     u64 swizzle = width == 128 ? 1 : width == 64 ? 2 : 3;
     return swizzle << 62 | (u64)(8 * width >> 4) << 32 | 1u << 16 | address >> 4;
 }
 
 // Starts s = q kT.
-__device__ __forceinline__ void start_scores(float (&s)[S_REGS], const u32* q, u64 q_desc, u64 k_desc) {
+DEVICE void start_scores(float (&s)[S_REGS], const u32* q, u64 q_desc, u64 k_desc) {
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 32; k++) {
         if (Q_REGISTERS) wgmma_rs(s, q + 4 * k, k_desc + k * 32 / 16, k > 0);
@@ -336,7 +280,7 @@ __device__ __forceinline__ void start_scores(float (&s)[S_REGS], const u32* q, u
 }
 
 // Starts o = p v, or o + p v if `add`.
-__device__ __forceinline__ void start_values(float (&o)[O_REGS + 4], const u32 (&p)[P_REGS], u64 v_desc, int add) {
+DEVICE void start_values(float (&o)[O_REGS + 4], const u32 (&p)[P_REGS], u64 v_desc, int add) {
 #pragma unroll
     for (int k = 0; k < BLOCK_N / 32; k++)
         wgmma_rs(o, p + 4 * k, v_desc + (k * 32 / PANEL * PANEL * V_ROWS + k * 32 % PANEL) / 16, k ? 1 : add);
@@ -352,12 +296,12 @@ struct Rows {  // state of the two rows of which a thread has elements, 8 apart;
     float pending[2];  // rescaling factor, not yet applied, of the totals here and in shared memory
 };
 
-__device__ __forceinline__ int max3(int a, int b, int c) { return max(max(a, b), c); }
-__device__ __forceinline__ float quad_max(float x) {
+DEVICE int max3(int a, int b, int c) { return max(max(a, b), c); }
+DEVICE float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
-__device__ __forceinline__ float quad_sum(float x) {
+DEVICE float quad_sum(float x) {
     x += __shfl_xor_sync(~0u, x, 1);
     return x + __shfl_xor_sync(~0u, x, 2);
 }
@@ -366,7 +310,7 @@ __device__ __forceinline__ float quad_sum(float x) {
 // rescaled; warp-uniform. The test compares the bits of scores as integers, three at a time: nonnegative floats are
 // ordered as their bits are. With 0 among them, negative scores count as 0, which only makes the test stricter. NaN
 // fails the test.
-__device__ __forceinline__ bool update(const float (&s)[S_REGS], Rows& rows, float factor, const Problem& a) {
+DEVICE bool update(const float (&s)[S_REGS], Rows& rows, float factor, const Problem& a) {
     int top[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int i = 0; i < S_REGS; i += 8) {
@@ -396,7 +340,7 @@ __device__ __forceinline__ bool update(const float (&s)[S_REGS], Rows& rows, flo
 }
 
 // Replaces scores by probabilities. EXACT_LSE adds them to the row sums before they are rounded.
-__device__ __forceinline__ void exponentials(float (&s)[S_REGS], Rows& rows, float factor) {
+DEVICE void exponentials(float (&s)[S_REGS], Rows& rows, float factor) {
     float odd[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < S_REGS; i += 4) {
@@ -416,7 +360,7 @@ __device__ __forceinline__ void exponentials(float (&s)[S_REGS], Rows& rows, flo
 }
 
 // Probabilities as registers of wgmma's A operand, four for 32 keys, in the key order of the values.
-__device__ __forceinline__ void pack_probabilities(const float (&s)[S_REGS], u32 (&p)[P_REGS]) {
+DEVICE void pack_probabilities(const float (&s)[S_REGS], u32 (&p)[P_REGS]) {
 #pragma unroll
     for (int i = 0; i < S_REGS; i += 8) {  // this thread's columns 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t of 16, of both rows
         p[i / 4] = pack_e4m3(s[i], s[i + 1], s[i + 4], s[i + 5]);
@@ -426,7 +370,7 @@ __device__ __forceinline__ void pack_probabilities(const float (&s)[S_REGS], u32
 
 // Adds the accumulator of a section to the totals of this thread's elements in shared memory; `written`: there are
 // totals already.
-__device__ __forceinline__ void flush(const float (&o)[O_REGS + 4], Rows& rows, float v_scale, u32 total,
+DEVICE void flush(const float (&o)[O_REGS + 4], Rows& rows, float v_scale, u32 total,
                                       bool written) {
 #pragma unroll
     for (int i = 0; i < O_REGS; i += 4) {
@@ -445,7 +389,7 @@ __device__ __forceinline__ void flush(const float (&o)[O_REGS + 4], Rows& rows, 
 }
 
 // Scores in columns >= `limit`, counted from this thread's first column, become -inf.
-__device__ __forceinline__ void mask(float (&s)[S_REGS], int limit0, int limit1) {
+DEVICE void mask(float (&s)[S_REGS], int limit0, int limit1) {
 #pragma unroll
     for (int i = 0; i < S_REGS; i++) {
         int column = i / 4 * 8 + i % 2;
@@ -455,7 +399,7 @@ __device__ __forceinline__ void mask(float (&s)[S_REGS], int limit0, int limit1)
 
 // Queries of a tile as registers of wgmma's A operand. TMA's 128-byte swizzle XORs the index of a row's 16-byte chunk
 // with row % 8, or with row / 2 % 4 where rows have 64 bytes.
-__device__ __forceinline__ void load_queries(u32* q, u32 address, int warp, int lane) {
+DEVICE void load_queries(u32* q, u32 address, int warp, int lane) {
     int row = warp * 16 + lane % 16;
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 32; k++) {
@@ -465,7 +409,7 @@ __device__ __forceinline__ void load_queries(u32* q, u32 address, int warp, int 
 }
 
 // Transposes within a quad: lane t has columns 8 i + 2 t and 8 i + 2 t + 1 in wi, and returns columns 8 t ... 8 t + 7.
-__device__ __forceinline__ uint4 transpose(u32 w0, u32 w1, u32 w2, u32 w3, int t) {
+DEVICE uint4 transpose(u32 w0, u32 w1, u32 w2, u32 w3, int t) {
     bool odd = t & 1, upper = t & 2;
     u32 x = __shfl_xor_sync(~0u, odd ? w0 : w1, 1), y = __shfl_xor_sync(~0u, odd ? w2 : w3, 1);
     if (odd) { w0 = x; w2 = y; } else { w1 = x; w3 = y; }
@@ -475,7 +419,7 @@ __device__ __forceinline__ uint4 transpose(u32 w0, u32 w1, u32 w2, u32 w3, int t
 }
 
 // Writes rows first_row ... first_row + 15 of out and lse, from the totals and the last section's accumulator.
-__device__ __forceinline__ void epilogue(float (&o)[O_REGS + 4], const Rows& rows, float v_scale, u32 total, bool written,
+DEVICE void epilogue(float (&o)[O_REGS + 4], const Rows& rows, float v_scale, u32 total, bool written,
                                          const Problem& a, int all_head, int first_row, int lane) {
     int batch = all_head / a.q_heads;
     u16* out = a.out + batch * a.out_batch + (all_head - batch * a.q_heads) * a.out_head;
@@ -512,7 +456,7 @@ __device__ __forceinline__ void epilogue(float (&o)[O_REGS + 4], const Rows& row
     }
 }
 
-__device__ __forceinline__ void consume(const Problem& a, int c, u32 smem) {
+DEVICE void consume(const Problem& a, int c, u32 smem) {
     const u32 bars = smem + BARRIER_OFFSET;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const bool leader = lane == 0;  // arrives for its warp
@@ -641,7 +585,7 @@ __device__ __forceinline__ void consume(const Problem& a, int c, u32 smem) {
             bar_arrive(bars + 8 * (Q_EMPTY + c));
         }
         bar_wait(bars + 8 * TILE_FULL, tile_phase);
-        tile = __shfl_sync(~0u, (int)load_shared(smem + TILE_OFFSET), 0);
+        tile = __shfl_sync(~0u, load_shared(smem + TILE_OFFSET), 0);
         if (leader) bar_arrive(bars + 8 * TILE_EMPTY);
     }
 }
