@@ -25,18 +25,13 @@
 // RESIDENT (minimum CTAs of an SM, for __launch_bounds__), TYPE of the logits and LOSS of the loss (0: bf16, 1: fp16,
 // 2: fp32), TARGET (bits of a target), SMOOTH and Z (there is label smoothing, z-loss).
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
+#include "vectors.cuh"
 
 constexpr int WARPS = THREADS / 32, PARTS = CLUSTER * WARPS;
-constexpr int PER_WORD = TYPE == 2 ? 1 : 2, PER_VECTOR = 4 * PER_WORD;  // elements of 32 bits, of 16 bytes
+constexpr int PER_WORD = ELEMENTS_PER_WORD<TYPE>, PER_VECTOR = 4 * PER_WORD;  // elements of 32 bits, of 16 bytes
 constexpr u32 LOWEST = TYPE == 2 ? 0xff800000u : TYPE == 1 ? 0xfc00fc00u : 0xff80ff80u;  // a word of -inf
 constexpr float LOG2_E = 1.4426950408889634f;
 
-struct Vector {
-    u32 words[4];
-};
 // Statistics of a warp, or of the row: maximum m, sum of exp(x - m); with SMOOTH sum of x - m, and number of elements.
 struct alignas(16) Part {
     float m, s, sum, count;
@@ -59,28 +54,6 @@ __device__ void load(Vector& v, const Vector* from, bool inside, u64 policy) {
         : "+r"(v.words[0]), "+r"(v.words[1]), "+r"(v.words[2]), "+r"(v.words[3])
         : "l"(from), "r"(static_cast<int>(inside)), "l"(policy));
 }
-__device__ void store(Vector* to, const Vector& v) {
-    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
-        ::"l"(to), "r"(v.words[0]), "r"(v.words[1]), "r"(v.words[2]), "r"(v.words[3]) : "memory");
-}
-
-__device__ void unpack(u32 word, float (&out)[PER_WORD]) {
-    if constexpr (TYPE == 2) {
-        out[0] = __uint_as_float(word);
-    } else if constexpr (TYPE == 1) {
-        asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}"
-            : "=f"(out[0]), "=f"(out[PER_WORD - 1]) : "r"(word));
-    } else {
-        out[0] = __uint_as_float(word << 16), out[PER_WORD - 1] = __uint_as_float(word & 0xffff0000u);
-    }
-}
-template <int KIND> __device__ u32 pack(float first, float second) {
-    u32 word = 0;
-    if constexpr (KIND == 2) return __float_as_uint(first);
-    if constexpr (KIND == 1) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
-    if constexpr (KIND == 0) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
-    return word;
-}
 // One element by its index.
 __device__ float element(const void* from, i64 i) {
     u32 word;
@@ -90,7 +63,7 @@ __device__ float element(const void* from, i64 i) {
     else
         asm volatile("{\n.reg .b16 a;\nld.global.b16 a, [%1];\nmov.b32 %0, {a, a};\n}"
             : "=r"(word) : "l"(static_cast<const unsigned short*>(from) + i));
-    unpack(word, out);
+    unpack<TYPE>(word, out);
     return out[0];
 }
 template <int KIND> __device__ void put(void* to, i64 i, float x) {
@@ -98,12 +71,6 @@ template <int KIND> __device__ void put(void* to, i64 i, float x) {
         static_cast<float*>(to)[i] = x;
     else
         static_cast<unsigned short*>(to)[i] = static_cast<unsigned short>(pack<KIND>(x, x));
-}
-// Hides a value from the optimiser. Else it would keep the unpacked fp32 of a word between its two uses, which takes
-// twice the registers.
-__device__ u32 opaque(u32 word) {
-    asm volatile("" : "+r"(word));
-    return word;
 }
 
 // The maximum, of each half for 16-bit elements. max ignores a NaN, which then makes s NaN.
@@ -245,7 +212,7 @@ cross_entropy_cluster_fwd_grad(const Vector* logits, const void* targets, const 
 #pragma unroll
     for (int i = 0; i < 4 * VECTORS; ++i) best[i % 4] = larger(best[i % 4], v[i / 4].words[i % 4]);
     float pair[PER_WORD], s[4] = {}, sum[4] = {}, n = 0;
-    unpack(larger(larger(best[0], best[1]), larger(best[2], best[3])), pair);
+    unpack<TYPE>(larger(larger(best[0], best[1]), larger(best[2], best[3])), pair);
     const float m_warp = warp_max(fmaxf(pair[0], pair[PER_WORD - 1])), shift = finite_or_zero(m_warp);
     const Exponent to_warp = relative_to(shift);
     // Without a branch for each vector ptxas would unpack all of them first, and spill.
@@ -257,7 +224,7 @@ cross_entropy_cluster_fwd_grad(const Vector* logits, const void* targets, const 
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             float x[PER_WORD];
-            unpack(v[i].words[j], x);
+            unpack<TYPE>(v[i].words[j], x);
             for (int k = 0; k < PER_WORD; ++k) {
                 s[j] += two_to(fmaf(x[k], to_warp.by, to_warp.plus));
                 if (SMOOTH) sum[j] += x[k] - shift;
@@ -317,7 +284,7 @@ cross_entropy_cluster_fwd_grad(const Vector* logits, const void* targets, const 
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             float x[PER_WORD];
-            unpack(opaque(v[i].words[j]), x);
+            unpack<TYPE>(opaque(v[i].words[j]), x);
             for (int k = 0; k < PER_WORD; ++k)
                 x[k] = two_to(fmaf(x[k], to_row.by, to_row.plus)) * factor - each;
             out.words[j] = pack<TYPE>(x[0], x[PER_WORD - 1]);
