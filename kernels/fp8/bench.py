@@ -138,7 +138,8 @@ SPEC = KernelSpec(
     unit="rows",
     items=lambda case: case.dims["rows"],
     fuzz={"rows": (0, 140), "dim": (1, 300)},
-    spills={"_fp8_tile_kernel": 24},
+    # The second: one small fp16 case, under Triton 3.7; no bench case.
+    spills={"_fp8_tile_kernel": 24, "_fp8_transposed_kernel": 16},
     tunables=(Tunable(configs, "pick_config", "fwd", _candidates),),
     host_cases=(dataclasses.replace(_case(128, 256, BF16, "row"), name="128x256-bf16-row-host"),),
 )
