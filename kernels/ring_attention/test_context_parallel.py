@@ -76,13 +76,6 @@ def _of_a_module(rank: int, world: int, again: bool) -> list[torch.Tensor]:
     return grads
 
 
-@pytest.mark.parametrize("again", (False, True), ids=("plain", "checkpointed"))
-def test_a_modules_gradients_are_those_of_one_process(again, tmp_path):
-    for grads in spread(2, _of_a_module, tmp_path, again):
-        for mine, right in zip(grads, _whole(), strict=True):
-            torch.testing.assert_close(mine, right, atol=1e-5, rtol=1e-4)
-
-
 def _of_a_mesh(rank: int, world: int, kind: str) -> list[torch.Tensor]:
     """Data and sequence over two ranks each; DDP or FSDP2 over all four."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -104,13 +97,17 @@ def _of_a_mesh(rank: int, world: int, kind: str) -> list[torch.Tensor]:
     return [getattr(p.grad, "full_tensor", lambda p=p: p.grad)().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("kind", ("ddp", "fsdp2"))
-def test_under_data_parallelism(kind, tmp_path):
+def _data_parallel(rank: int, world: int) -> list[list[torch.Tensor]]:
+    return [_of_a_mesh(rank, world, kind) for kind in ("ddp", "fsdp2")]
+
+
+def test_under_ddp_and_fsdp2(tmp_path):
     model, x = Model(), _data(4)
     _loss(model(x), x.shape[0] * ROWS).backward()
-    for grads in spread(4, _of_a_mesh, tmp_path, kind):
-        for mine, p in zip(grads, model.parameters(), strict=True):
-            torch.testing.assert_close(mine, p.grad, atol=1e-5, rtol=1e-4)
+    for kinds in spread(4, _data_parallel, tmp_path):
+        for grads in kinds:
+            for mine, p in zip(grads, model.parameters(), strict=True):
+                torch.testing.assert_close(mine, p.grad, atol=1e-5, rtol=1e-4)
 
 
 def _of_a_function(rank: int, world: int) -> tuple[torch.Tensor, ...]:
@@ -147,13 +144,24 @@ def _qkv() -> list[torch.Tensor]:
     return [torch.randn(2, heads, ROWS, 8, generator=generator) for heads in (4, 2, 2)]
 
 
-def test_functions_and_dtensors(tmp_path):
+def _on_two_ranks(rank: int, world: int) -> tuple[list[list[torch.Tensor]], tuple[torch.Tensor, ...]]:
+    """All that needs two ranks, whose processes take longer to start than this."""
+    return [_of_a_module(rank, world, again) for again in (False, True)], _of_a_function(rank, world)
+
+
+def test_modules_functions_and_dtensors(tmp_path):
+    """Gradients of a module, with and without activation checkpointing, are those of one process."""
     q, k, v = _qkv()
     out = F.scaled_dot_product_attention(q.requires_grad_(), k, v, is_causal=True, enable_gqa=True)
     (dq,) = torch.autograd.grad(out.sum(), q)
-    ranks = spread(2, _of_a_function, tmp_path)
+    ranks = spread(2, _on_two_ranks, tmp_path)
     for i, right in enumerate((out, dq)):
-        torch.testing.assert_close(torch.cat([found[i] for found in ranks], 2), right, atol=1e-5, rtol=1e-4)
+        found = torch.cat([functions[i] for _, functions in ranks], 2)
+        torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-4)
+    for modules, _ in ranks:
+        for grads in modules:
+            for mine, right in zip(grads, _whole(), strict=True):
+                torch.testing.assert_close(mine, right, atol=1e-5, rtol=1e-4)
 
 
 def test_without_a_group_the_mesh_is_checked():
