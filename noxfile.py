@@ -146,8 +146,8 @@ def setup(session: nox.Session) -> None:
 
 @nox.session(tags=["check"])
 def test(session: nox.Session) -> None:
-    """Run all tests; those that need a GPU are skipped where there is none."""
-    pytest(session)
+    """Run all tests but the slow ones (`-- -m slow`); those that need a GPU are skipped where there is none."""
+    pytest(session, "-m", "not slow")
 
 
 @nox.session(default=False, tags=["check"])
