@@ -12,6 +12,7 @@ import triton.language as tl
 
 NOT_FINITE = tl.constexpr(0x7F800000)  # the least fp32 bits of a magnitude that is no finite number
 E4M3_LARGEST = tl.constexpr(448.0)
+SMALLEST_TENSOR_SCALE = tl.constexpr(2.0**-117)  # times 2^-9 it is a normal number, whose inverse is one too
 
 
 @triton.jit

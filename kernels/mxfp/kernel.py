@@ -18,7 +18,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .codec import NOT_FINITE, encode, encode_at_random, four_random, interleave, mx_scale, nv_scale, pack_six, pairs
+from .codec import (
+    NOT_FINITE,
+    SMALLEST_TENSOR_SCALE,
+    encode,
+    encode_at_random,
+    four_random,
+    interleave,
+    mx_scale,
+    nv_scale,
+    pack_six,
+    pairs,
+)
 
 
 @triton.jit
@@ -52,7 +63,7 @@ def store_tile(ptr, tile, row, col, rows, columns, EVEN: tl.constexpr, BLOCK_M: 
 def tensor_scale_of(amax_ptr):
     """NVFP4's scale of the tensor from the fp32 bits of its largest magnitude: a product with 1 / (448 · 6)."""
     amax = tl.load(amax_ptr).to(tl.float32, bitcast=True)
-    return tl.where(amax > 0, tl.maximum(amax * (1 / 2688), 6.018531076210112e-36), 1.0)  # at least 2^-117
+    return tl.where(amax > 0, tl.maximum(amax * (1 / 2688), SMALLEST_TENSOR_SCALE), 1.0)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -107,16 +118,20 @@ def _mxfp_quantize_kernel(
     bits = load_bits(x_ptr, row, col, rows, dim, stride_xm, stride_xn, EVEN, BLOCK_M, BLOCK_N)
     blocks = tl.reshape(bits, [BLOCK_M, BLOCK_N // BLOCK, BLOCK])
     amax = tl.max(blocks & 0x7FFFFFFF, axis=2)
-    # A block with a NaN or an infinity: its scale is NaN, its data are zeros.
-    finite = amax < NOT_FINITE
-    amax = tl.where(finite, amax, 0)
-    blocks = blocks & tl.where(finite, -1, 0)[:, :, None]
     if tensor_scale_ptr is not None:
         if amax_ptr is not None:
             tensor_scale = tensor_scale_of(amax_ptr)
             tl.store(tensor_scale_ptr, tensor_scale, mask=tl.program_id(0) == 0)
         else:
             tensor_scale = tl.load(tensor_scale_ptr)
+            ordered = tensor_scale.to(tl.int32, bitcast=True)
+            amax = tl.where(ordered < (10 << 23), NOT_FINITE, amax)  # 2^-117
+            amax = tl.where(ordered < NOT_FINITE, amax, NOT_FINITE)
+    # A block with a NaN or an infinity: its scale is NaN, its data are zeros.
+    finite = amax < NOT_FINITE
+    amax = tl.where(finite, amax, 0)
+    blocks = blocks & tl.where(finite, -1, 0)[:, :, None]
+    if tensor_scale_ptr is not None:
         scale, inverse = nv_scale(amax, tensor_scale, LARGEST)
         scale = tl.where(finite, scale, 0x7F)
     else:

@@ -50,6 +50,8 @@ def mxfp_reference(
     wide = F.pad(wide, (0, -wide.shape[-1] % block))
     blocks = wide.reshape(*wide.shape[:-1], wide.shape[-1] // block, block)
     finite = blocks.isfinite().all(-1)
+    if tensor_scale is not None:
+        finite = finite & (tensor_scale >= 2.0**-117) & (tensor_scale < math.inf)
     kept = torch.where(finite[..., None], blocks, 0)
     amax = kept.abs().amax(-1)
     if format == "nvfp4":
