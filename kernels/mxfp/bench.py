@@ -160,9 +160,7 @@ def _torchao_supports(case: Case, mode: str) -> str | None:
 
 def _candidates(case: Case) -> list[configs.Config]:
     widths = (32, 64, 128) if case.params.get("dim") == 0 else (128, 256, 512, 1024, 2048)
-    return [
-        configs.Config(max(1, tile // n), n, w) for n in widths for tile in (2048, 4096, 8192) for w in (4, 8, 16)
-    ]
+    return [configs.Config(max(1, tile // n), n, w) for n in widths for tile in (2048, 4096, 8192) for w in (4, 8, 16)]
 
 
 _BENCHED = tuple(case for case in CASES if case.bench)

@@ -68,8 +68,8 @@ def decode_scale(code, E8M0: tl.constexpr):
 
 @triton.jit
 def mx_scale(amax, EMAX: tl.constexpr):
-    """The E8M0 byte of a block whose largest magnitude has the fp32 bits `amax`, and the inverse of its scale: the power
-    of two is that of amax less EMAX, that of the largest element, but at least 2^-127."""
+    """The E8M0 byte of a block whose largest magnitude has the fp32 bits `amax`, and the inverse of its scale. The
+    exponent is that of amax less EMAX, that of the largest element, but at least -127."""
     code = tl.maximum((amax >> 23) - EMAX, 0)
     return code, ((254 - code) << 23).to(tl.float32, bitcast=True)
 
@@ -109,7 +109,8 @@ def pack_six(codes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     even, odd = pairs(codes, BLOCK_M, BLOCK_N)
     even, odd = pairs(even | (odd << 6), BLOCK_M, BLOCK_N // 2)
     a, b = pairs(even | (odd << 12), BLOCK_M, BLOCK_N // 4)  # 24 bits in each column
-    (a, c), (b, d) = pairs(a, BLOCK_M, BLOCK_N // 8), pairs(b, BLOCK_M, BLOCK_N // 8)
+    a, c = pairs(a, BLOCK_M, BLOCK_N // 8)
+    b, d = pairs(b, BLOCK_M, BLOCK_N // 8)
     return a | (b << 24), (b >> 8) | (c << 16), (c >> 16) | (d << 8)
 
 

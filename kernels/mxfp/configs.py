@@ -36,9 +36,7 @@ def pick_config(
     return Config(TILE // block_n, block_n, 4)
 
 
-def pick_dequantize_config(
-    rows: int, dim: int, width: int, dtype: torch.dtype, capability: tuple[int, int]
-) -> Config:
+def pick_dequantize_config(rows: int, dim: int, width: int, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
     """The configuration of dequantisation. Pure. `dtype` is that of the result. As quantisation; not tuned."""
     block_n = min(512, max(32, triton.next_power_of_2(dim)))
     return Config(TILE // block_n, block_n, 4)

@@ -8,8 +8,8 @@ mxfp6_e2m3     6           1          3 bits       7.5      32     E8M0
 mxfp4          4           1          1 bit          6      32     E8M0
 nvfp4          4           1          1 bit          6      16     e4m3, and one fp32 number for the whole tensor
 
-An element is sign, exponent, mantissa from its highest bit down. Elements lie in the order of the blocked dimension, the
-first in the lowest bits: two of 4 bits in a byte, four of 6 bits in three bytes, little-endian.
+An element is sign, exponent, mantissa from its highest bit down. Elements lie in the order of the blocked dimension,
+the first in the lowest bits: two of 4 bits in a byte, four of 6 bits in three bytes, little-endian.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ mxfp6         3/4 + 1/32              187 MB (747 MB)    44 us (176 us)
 mxfp4         1/2 + 1/32              170 MB (680 MB)    40 us (160 us)
 nvfp4         1/2 + 1/16              172 MB (688 MB)    40 us (162 us); x is read twice unless its scale is given
 
-An element costs about 16 instructions (unpack, two for the maximum, product, ten for the rounding and the sign, packing),
-of which some 10 are of the integer pipe. At 64 of these a cycle and SM the floor of mxfp4 leaves time for 9: it is the
-format that is bound by instructions as much as by bytes.
+An element costs about 16 instructions (unpack, two for the maximum, product, ten for the rounding and the sign,
+packing), of which some 10 are of the integer pipe. At 64 of these a cycle and SM the floor of mxfp4 leaves time for 9:
+it is the format that is bound by instructions as much as by bytes.
 """
 
 from __future__ import annotations
@@ -125,8 +125,9 @@ def _mxfp_quantize_kernel(
         else:
             tensor_scale = tl.load(tensor_scale_ptr)
             ordered = tensor_scale.to(tl.int32, bitcast=True)
-            amax = tl.where(ordered < (10 << 23), NOT_FINITE, amax)  # 2^-117
-            amax = tl.where(ordered < NOT_FINITE, amax, NOT_FINITE)
+            usable = tl.where(ordered < (10 << 23), False, ordered < NOT_FINITE)  # from 2^-117 on
+            amax = tl.where(usable, amax, NOT_FINITE)
+            tensor_scale = tl.where(usable, tensor_scale, 1.0)
     # A block with a NaN or an infinity: its scale is NaN, its data are zeros.
     finite = amax < NOT_FINITE
     amax = tl.where(finite, amax, 0)
@@ -138,9 +139,7 @@ def _mxfp_quantize_kernel(
         scale, inverse = mx_scale(amax, EMAX)
         scale = tl.where(finite, scale, 0xFF)
     scale_col = col // BLOCK
-    store_tile(
-        scale_ptr, scale.to(tl.uint8), row, scale_col, rows, padded // BLOCK, EVEN, BLOCK_M, BLOCK_N // BLOCK
-    )
+    store_tile(scale_ptr, scale.to(tl.uint8), row, scale_col, rows, padded // BLOCK, EVEN, BLOCK_M, BLOCK_N // BLOCK)
     y = tl.reshape(tl.abs(blocks.to(tl.float32, bitcast=True)) * inverse[:, :, None], [BLOCK_M, BLOCK_N])
     if STOCHASTIC:
         m, n = row + tl.arange(0, BLOCK_M), col // 4 + tl.arange(0, BLOCK_N // 4)

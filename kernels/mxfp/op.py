@@ -41,7 +41,7 @@ def mxfp(
     x             [..., D, ...] fp32, fp16 or bf16, any strides. It is read in place where its other dimensions flatten
                   to one stride, otherwise copied first.
     format        "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4" or "nvfp4"
-    stochastic    round up with the probability of the fraction that is rounded off (of 20 to 22 bits), which is unbiased
+    stochastic    round up with the probability of the fraction that is rounded off, which has 20 to 22 bits: unbiased
                   where nothing saturates. Scales are rounded as before.
     seed          of Philox, 0 <= seed < 2^63: a result depends on it, on x and on nothing else
     dim           along which blocks lie. The result is that of x.movedim(dim, -1), contiguous.
@@ -134,7 +134,7 @@ def _check_tensor_scale(function: str, tensor_scale, of: torch.Tensor, format: s
         raise ValueError(f"{function}: tensor_scale must be on {of.device} like the rest, got {tensor_scale.device}")
 
 
-def _check_dequantize(data, scales, tensor_scale, format, dtype, size) -> int:
+def _check_dequantize(data, scales, tensor_scale, format, dtype, size):
     """Returns the size of the result's rows."""
     function = "mxfp_dequantize"
     _check_format(function, format)

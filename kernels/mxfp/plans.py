@@ -59,8 +59,8 @@ def quantize_plan(
 
 
 def _quantize_launches(x: torch.Tensor, layout: Format, stochastic: bool, find_scale: bool) -> Callable[..., None]:
-    """Takes (x, data, scales, tensor_scale, seed). x [rows, dim]; another launch before, for the largest magnitude, where
-    the scale of the tensor is to be found."""
+    """Takes (x, data, scales, tensor_scale, seed). x [rows, dim]. Where the scale of the tensor is to be found, another
+    launch before seeks the largest magnitude."""
     (rows, dim), (stride_m, stride_n) = x.shape, x.stride()
     padded = layout.blocks(dim) * layout.block
     transposed = stride_m == 1 and stride_n != 1
@@ -88,7 +88,6 @@ def _quantize_launches(x: torch.Tensor, layout: Format, stochastic: bool, find_s
     )
     find = None
     if find_scale:
-        # `padded` in place of dim, so that both kernels have the same tiles.
         find = Launch(_mxfp_amax_kernel, grid, x.device, (rows, dim, stride_m, stride_n), **tile)
     device, words = x.device, layout.width == 6
 
@@ -158,7 +157,7 @@ def dequantize_plan(
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:
-    """Contiguous bytes as int32. A copy where they begin on no boundary of 16: the key of a plan tells these two apart."""
+    """Contiguous bytes as int32, copied where they begin on no boundary of 16: a plan's key tells these two apart."""
     return (data if data.data_ptr() % 16 == 0 else data.clone()).view(torch.int32)
 
 

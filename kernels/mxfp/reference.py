@@ -1,5 +1,5 @@
-"""The formats written out in plain PyTorch: the oracle, and slow. Values are looked up in tables in fp64, never computed
-from bits, so that nothing here is shared with the kernels."""
+"""The formats written out in plain PyTorch: the oracle, and slow. Values are looked up in tables in fp64 and never
+computed from bits, so that nothing here is shared with the kernels."""
 
 from __future__ import annotations
 
@@ -44,39 +44,34 @@ def mxfp_reference(
     tensor_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     exponent_bits, mantissa_bits, bias, block = FORMATS[format]
-    table = torch.tensor(values(exponent_bits, mantissa_bits, bias), dtype=torch.float64, device=x.device)
-    table = table[table.isfinite()]
+    finite_values = [v for v in values(exponent_bits, mantissa_bits, bias) if math.isfinite(v)]
+    table = torch.tensor(finite_values, dtype=torch.float64, device=x.device)
     wide = x.movedim(dim, -1).double()
     wide = F.pad(wide, (0, -wide.shape[-1] % block))
     blocks = wide.reshape(*wide.shape[:-1], wide.shape[-1] // block, block)
     finite = blocks.isfinite().all(-1)
-    if tensor_scale is not None:
-        finite = finite & (tensor_scale >= 2.0**-117) & (tensor_scale < math.inf)
+    if format == "nvfp4":
+        found = _tensor_scale(wide) if tensor_scale is None else tensor_scale
+        defined = (found >= 2.0**-117) & (found < math.inf)
+        finite = finite & defined
     kept = torch.where(finite[..., None], blocks, 0)
     amax = kept.abs().amax(-1)
     if format == "nvfp4":
-        if tensor_scale is None:
-            tensor_scale = _tensor_scale(wide)
-        scale, inverse = _nv_scale(amax, tensor_scale.to(torch.float32))
+        scale, inverse = _nv_scale(amax, torch.where(defined, found, 1).float())
         scaled = (kept.float() * inverse[..., None]).double()
     else:
         # floor(log2 amax), of amax = mantissa · 2^exponent with 0.5 <= mantissa < 1.
-        exponent = torch.frexp(amax).exponent - 1 - int(math.log2(table.max().item()))
+        exponent = torch.frexp(amax).exponent - 1 - int(math.log2(finite_values[-1]))
         exponent = torch.where(amax > 0, exponent, -127).clamp(-127, 127)
         scale = exponent + 127
         scaled = kept * _power_of_two(-exponent)[..., None]
     scale = torch.where(finite, scale, 127 if format == "nvfp4" else 255).to(torch.uint8)
-    magnitude = scaled.abs().clamp(max=table.max().item())
-    if stochastic:
-        code = _stochastic(magnitude, table, 23 - mantissa_bits, seed)
-    else:
-        code = _nearest(magnitude, table)
+    magnitude = scaled.abs().clamp(max=finite_values[-1])
+    code = _stochastic(magnitude, table, 23 - mantissa_bits, seed) if stochastic else _nearest(magnitude, table)
     width = 1 + exponent_bits + mantissa_bits
     code = torch.where(kept.signbit(), code + (1 << (width - 1)), code)
     data = _pack(code.reshape(wide.shape), width)
-    if format == "nvfp4":
-        return data, scale, tensor_scale
-    return data, scale
+    return (data, scale, found) if format == "nvfp4" else (data, scale)
 
 
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
@@ -105,8 +100,8 @@ def _stochastic(magnitude: torch.Tensor, table: torch.Tensor, bits: int, seed: i
 
 
 def _philox(count: int, seed: int, device: torch.device) -> torch.Tensor:
-    """32 random bits for each of `count` elements: number i is word i % 4 of Philox-4x32-10 at counter i // 4 (Salmon et
-    al. 2011), whose key is the seed."""
+    """32 random bits for each of `count` elements: number i is word i % 4 of Philox-4x32-10 (Salmon et al. 2011) at
+    counter i // 4. The key is the seed."""
     mask = 0xFFFFFFFF
     index = torch.arange((count + 3) // 4, device=device)
     zero = torch.zeros_like(index)
