@@ -1,23 +1,47 @@
-"""How the kernels are launched: every choice is a pure function of the problem and the GPU."""
+"""How the kernels of mxfp_matmul are launched: every choice is a pure function of the problem and the GPU."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-import triton
+
+SMS = {(8, 0): 108, (9, 0): 132}  # of an A100, and of an H100 or H200
 
 
 @dataclass(frozen=True)
 class Config:
-    """Each CTA has a tile of `block_m` rows by `block_n` columns."""
+    """A CTA for each tile of block_m rows of x by block_n rows of w and for each of `splits` parts of K, which are
+    summed by a second kernel where there are several. `group_m` tiles of rows go together, for L2."""
 
     block_m: int
     block_n: int
+    splits: int
+    group_m: int
     num_warps: int
+    num_stages: int
 
 
-def pick_config(rows: int, dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
-    """Configuration of both kernels. Pure. The numbers are a start: `tune` says what to put here."""
-    block_n = min(triton.next_power_of_2(dim), 2048)
-    return Config(block_m=max(1, 2048 // block_n), block_n=block_n, num_warps=4)
+def pick_config(
+    rows: int, columns: int, chunks: int, dtype: torch.dtype, capability: tuple[int, int]
+) -> Config:
+    """The configuration of one product of x [rows, K] and w [columns, K], K in chunks of 128. Pure.
+
+    - Up to 16 rows w is all that is read: tiles of 16 by 64, and K in parts until there are four CTAs an SM.
+    - Up to 64 rows: 64 by 64, two CTAs an SM. Up to 256: 64 by 128.
+    - More: 128 by 128 with 8 warps. fp32, which has no tensor cores here, in smaller tiles.
+
+    Not tuned.
+    """
+    sms = SMS.get(capability, 132)
+    if rows <= 16:
+        block_m, block_n, warps, wanted = 16, 64, 4, 4 * sms
+    elif rows <= 64:
+        block_m, block_n, warps, wanted = 64, 64, 4, 2 * sms
+    elif rows <= 256 or dtype == torch.float32:
+        block_m, block_n, warps, wanted = 64, 128, 8, sms
+    else:
+        block_m, block_n, warps, wanted = 128, 128, 8, 0
+    tiles = -(-rows // block_m) * -(-columns // block_n)
+    splits = max(1, min(wanted // max(tiles, 1), chunks // 4, 16))
+    return Config(block_m, block_n, splits, 8, warps, 3)
