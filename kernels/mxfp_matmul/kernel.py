@@ -86,23 +86,24 @@ def _mxfp_matmul_kernel(
     k, s = tl.arange(0, HALF), tl.arange(0, SCALES)
     there_m, there_n = (m < rows)[:, None], (n < columns)[:, None]
     x_row = x_ptr + m.to(tl.int64)[:, None] * stride_xm + k[None, :]
-    w_row = w_ptr + n.to(tl.int64)[:, None] * HALF + k[None, :]
-    scale_row = scale_ptr + n.to(tl.int64)[:, None] * (2 * SCALES) + s[None, :]
+    w_row = w_ptr + (first.to(tl.int64) * columns + n)[:, None] * HALF + k[None, :]
+    scale_row = scale_ptr + (first.to(tl.int64) * columns + n)[:, None] * (2 * SCALES) + s[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for chunk in range(first, last):
         start = chunk * (2 * HALF)
-        behind = chunk.to(tl.int64) * columns
         low_mask = there_m if EVEN_K else there_m & (start + k < depth)[None, :]
         high_mask = there_m if EVEN_K else there_m & (start + HALF + k < depth)[None, :]
-        packed = tl.load(w_row + behind * HALF, mask=there_n, other=0).to(tl.int32)
-        low_scale = tl.load(scale_row + behind * (2 * SCALES), mask=there_n, other=0).to(tl.int32)
-        high_scale = tl.load(scale_row + behind * (2 * SCALES) + SCALES, mask=there_n, other=0).to(tl.int32)
+        packed = tl.load(w_row, mask=there_n, other=0).to(tl.int32)
+        low_scale = tl.load(scale_row, mask=there_n, other=0).to(tl.int32)
+        high_scale = tl.load(scale_row + SCALES, mask=there_n, other=0).to(tl.int32)
         low = tl.load(x_row + start, mask=low_mask, other=0.0)
         high = tl.load(x_row + start + HALF, mask=high_mask, other=0.0)
         w_low = scaled(packed & 0xF, low_scale, E8M0, BLOCK, BLOCK_N).to(low.dtype)
         acc = tl.dot(low, w_low, acc, input_precision="ieee")
         w_high = scaled(packed >> 4, high_scale, E8M0, BLOCK, BLOCK_N).to(high.dtype)
         acc = tl.dot(high, w_high, acc, input_precision="ieee")
+        w_row += columns * HALF
+        scale_row += columns * (2 * SCALES)
     if tensor_scale_ptr is not None:
         acc *= tl.load(tensor_scale_ptr)
     at = y_ptr + (split.to(tl.int64) * rows + m)[:, None] * columns + n[None, :]
