@@ -148,7 +148,10 @@ def _candidates(case: Case) -> list[configs.Config]:
     for block_m, block_n in tiles:
         for splits in (1, 2, 4, 8) if rows <= 64 else (1,):
             found += [
-                configs.Config(block_m, block_n, splits, 8, warps, stages) for warps in (4, 8) for stages in (2, 3, 4)
+                configs.Config(block_m, block_n, block_k, splits, 8, warps, stages)
+                for block_k in (32, 64)
+                for warps in (4, 8)
+                for stages in (2, 3, 4)
             ]
     return found
 

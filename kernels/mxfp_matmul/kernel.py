@@ -37,10 +37,11 @@ def decode_scale(code, E8M0: tl.constexpr):
 
 
 @triton.jit
-def scaled(codes, scale, E8M0: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Half a chunk of BLOCK_N rows, transposed: fp32 [64, BLOCK_N]. `scale` has one byte for each BLOCK columns."""
-    blocks = tl.reshape(decode(codes), [BLOCK_N, 64 // BLOCK, BLOCK])
-    return tl.trans(tl.reshape(blocks * decode_scale(scale, E8M0)[:, :, None], [BLOCK_N, 64]))
+def scaled(codes, scale, E8M0: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """BLOCK_N rows of BLOCK_K elements, transposed: fp32. `scale` has as many bytes a row as their elements share."""
+    SCALES: tl.constexpr = scale.shape[1]
+    blocks = tl.reshape(decode(codes), [BLOCK_N, SCALES, BLOCK_K // SCALES])
+    return tl.trans(tl.reshape(blocks * decode_scale(scale, E8M0)[:, :, None], [BLOCK_N, BLOCK_K]))
 
 
 @triton.jit
@@ -72,10 +73,13 @@ def _mxfp_matmul_kernel(
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    """y [rows, columns] in its dtype; with SPLITS > 1 y is fp32 [SPLITS, rows, columns], to be summed."""
+    """y [rows, columns] in its dtype; with SPLITS > 1 y is fp32 [SPLITS, rows, columns], to be summed. A step is BLOCK_K
+    elements of the lower half of a chunk and as many of the upper."""
     HALF: tl.constexpr = 64
-    SCALES: tl.constexpr = HALF // BLOCK
+    STEPS: tl.constexpr = HALF // BLOCK_K  # of a chunk
+    SCALES: tl.constexpr = 1 if BLOCK_K < BLOCK else BLOCK_K // BLOCK
     tile_m, tile_n = tile_of(rows, columns, GROUP_M, BLOCK_M, BLOCK_N)
     split = tl.program_id(1)
     chunks = tl.cdiv(depth, 2 * HALF)
@@ -83,27 +87,28 @@ def _mxfp_matmul_kernel(
     first = split * each
     last = tl.minimum(first + each, chunks)
     m, n = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    k, s = tl.arange(0, HALF), tl.arange(0, SCALES)
+    k, s = tl.arange(0, BLOCK_K), tl.arange(0, SCALES)
     there_m, there_n = (m < rows)[:, None], (n < columns)[:, None]
-    x_row = x_ptr + m.to(tl.int64)[:, None] * stride_xm + k[None, :]
-    w_row = w_ptr + (first.to(tl.int64) * columns + n)[:, None] * HALF + k[None, :]
-    scale_row = scale_ptr + (first.to(tl.int64) * columns + n)[:, None] * (2 * SCALES) + s[None, :]
+    x_row = x_ptr + m.to(tl.int64)[:, None] * stride_xm
+    n_wide = n.to(tl.int64)
     acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for chunk in range(first, last):
-        start = chunk * (2 * HALF)
-        low_mask = there_m if EVEN_K else there_m & (start + k < depth)[None, :]
-        high_mask = there_m if EVEN_K else there_m & (start + HALF + k < depth)[None, :]
-        packed = tl.load(w_row, mask=there_n, other=0).to(tl.int32)
-        low_scale = tl.load(scale_row, mask=there_n, other=0).to(tl.int32)
-        high_scale = tl.load(scale_row + SCALES, mask=there_n, other=0).to(tl.int32)
-        low = tl.load(x_row + start, mask=low_mask, other=0.0)
-        high = tl.load(x_row + start + HALF, mask=high_mask, other=0.0)
-        w_low = scaled(packed & 0xF, low_scale, E8M0, BLOCK, BLOCK_N).to(low.dtype)
+    for step in range(first * STEPS, last * STEPS):
+        chunk, at = step // STEPS, step % STEPS * BLOCK_K
+        row = (chunk * columns + n_wide)[:, None]
+        low_k = chunk * (2 * HALF) + at + k
+        high_k = low_k + HALF
+        low_mask = there_m if EVEN_K else there_m & (low_k < depth)[None, :]
+        high_mask = there_m if EVEN_K else there_m & (high_k < depth)[None, :]
+        packed = tl.load(w_ptr + row * HALF + at + k[None, :], mask=there_n, other=0).to(tl.int32)
+        scales = scale_ptr + row * (2 * HALF // BLOCK) + at // BLOCK + s[None, :]
+        low_scale = tl.load(scales, mask=there_n, other=0).to(tl.int32)
+        high_scale = tl.load(scales + HALF // BLOCK, mask=there_n, other=0).to(tl.int32)
+        low = tl.load(x_row + low_k[None, :], mask=low_mask, other=0.0)
+        high = tl.load(x_row + high_k[None, :], mask=high_mask, other=0.0)
+        w_low = scaled(packed & 0xF, low_scale, E8M0, BLOCK_N, BLOCK_K).to(low.dtype)
         acc = tl.dot(low, w_low, acc, input_precision="ieee")
-        w_high = scaled(packed >> 4, high_scale, E8M0, BLOCK, BLOCK_N).to(high.dtype)
+        w_high = scaled(packed >> 4, high_scale, E8M0, BLOCK_N, BLOCK_K).to(high.dtype)
         acc = tl.dot(high, w_high, acc, input_precision="ieee")
-        w_row += columns * HALF
-        scale_row += columns * (2 * SCALES)
     if tensor_scale_ptr is not None:
         acc *= tl.load(tensor_scale_ptr)
     at = y_ptr + (split.to(tl.int64) * rows + m)[:, None] * columns + n[None, :]

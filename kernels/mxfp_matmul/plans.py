@@ -1,4 +1,4 @@
-"""Launch plans of mxfp_matmul: everything about a call that does not change with the tensors' contents and addresses."""
+"""Launch plans of mxfp_matmul: all of a call that does not change with the tensors' contents and addresses."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ def product_plan(
         EVEN_K=depth % CHUNK == 0,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -56,9 +57,7 @@ def product_plan(
         grid = (triton.cdiv(count, SUM_BLOCK),)
         total = Launch(_mxfp_matmul_sum_kernel, grid, device, (count,), SPLITS=splits, BLOCK=SUM_BLOCK, num_warps=4)
 
-    def run(
-        x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, tensor_scale: torch.Tensor | None
-    ) -> torch.Tensor:
+    def run(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, tensor_scale: torch.Tensor | None) -> torch.Tensor:
         y = torch.empty_strided(shape, strides, dtype=dtype, device=device)
         x = _rows(x) if x_copied else x
         w = w.contiguous() if w_copied else w

@@ -1,4 +1,4 @@
-"""mxfp_matmul in plain PyTorch: the oracle. Weights are looked up in tables; computes in fp32, or in fp64 given fp64."""
+"""mxfp_matmul in plain PyTorch: the oracle. Weights come from tables. Computes in fp32 or, given fp64, in fp64."""
 
 from __future__ import annotations
 
