@@ -75,8 +75,8 @@ def _mxfp_matmul_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """y [rows, columns] in its dtype; with SPLITS > 1 y is fp32 [SPLITS, rows, columns], to be summed. A step is BLOCK_K
-    elements of the lower half of a chunk and as many of the upper."""
+    """y [rows, columns] in its dtype; with SPLITS > 1 y is fp32 [SPLITS, rows, columns], to be summed. A step is
+    BLOCK_K elements of the lower half of a chunk and as many of the upper."""
     HALF: tl.constexpr = 64
     STEPS: tl.constexpr = HALF // BLOCK_K  # of a chunk
     SCALES: tl.constexpr = 1 if BLOCK_K < BLOCK else BLOCK_K // BLOCK
