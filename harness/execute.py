@@ -20,7 +20,7 @@ Run = Callable[[], tuple[torch.Tensor, ...]]
 
 
 class LazyOutput(TypeError):
-    """An output that is not a plain tensor: a subclass may put off the work, and would be timed as free."""
+    """An output that is not a plain tensor: a subclass may defer the work, and would be timed as free."""
 
 
 class Unavailable(Exception):
@@ -41,7 +41,7 @@ def load(spec: KernelSpec, name: str, case: Case, mode: str) -> Op:
 
 
 def _capability() -> tuple[int, int]:
-    """Of the current GPU; nought where there is none."""
+    """Compute capability of the current GPU; (0, 0) without one."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 

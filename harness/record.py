@@ -1,4 +1,4 @@
-"""The record: raw samples and everything needed to argue about them, as JSON lines. Reports are made from it alone.
+"""The record: raw samples and everything needed to interpret them, as JSON lines. Reports are made from it alone.
 
 `<out>/records/<kernel>.jsonl` is written line by line as a bench proceeds, so that an interrupted run keeps what it
 has. Every line is an object with a `type` and a `run` (the id that joins them):
@@ -18,7 +18,7 @@ run    once per bench of a kernel, first
                                   "link": B/s each way, "links": {"nccl": {"one way": {bytes: B/s}, ...}, ...}},
                      "datasheet": {"bandwidth", "flops"}, or null for a card that is not in the table}}
 start  before the implementations of one case and mode are run: {"type": "start", "run", "kernel", "case", "mode"}.
-       A start without rows or a stop after it means that the process died there; so does a stop that "failed".
+       A start without rows or a stop after it means that the process crashed; so does a stop that "failed".
 row    one per implementation of that case and mode
        {"type": "row", "run", "kernel", "case", "mode", "dims": {"rows": 8192, ...}, "dtype": "bfloat16", "params": {},
         "implementation": "triton", "kind": "ours"|"baseline"|"yardstick",
@@ -283,7 +283,7 @@ class Finished:
     """How far an interrupted bench came. Both are sets of (case, mode).
 
     done   measured, and the bench went on after it
-    died   started and never heard of again: the process died there, so trying once more may kill it once more
+    died   started and never heard of again: the process crashed, so trying once more may crash it once more
     """
 
     done: frozenset[Group] = frozenset()

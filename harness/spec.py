@@ -28,7 +28,7 @@ class Case:
     """One problem: sizes, dtype and the keyword arguments that are not tensors.
 
     `name` is used verbatim as pytest id, NVTX range, report row and file key, so it is unique within a kernel and made
-    of letters, digits, '.', '_' and '-'. `bench=False` cases exist for correctness alone.
+    of letters, digits, '.', '_' and '-'. `bench=False` cases are only for correctness.
 
     `mutates` names the inputs that the op updates in place. It must return them among its outputs, while the reference
     computes their new values as new tensors. Such a case is run without autograd alone.
@@ -55,7 +55,7 @@ class Tolerance:
 
     With e = |result − oracle| and e_eager = |eager in the same dtype − oracle|, both max and RMS must satisfy
     e <= ratio · e_eager + floor · scale, where scale is the largest finite |oracle| (max) or its RMS. `floor` is in
-    units of the dtype's epsilon; it covers the case of an eager result that is right by luck.
+    units of the dtype's epsilon; it covers the case of an eager result that is accurate by chance.
     """
 
     ratio: float = 2.0
@@ -109,8 +109,8 @@ class Tunable:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows that an op treats apart: they lie along dimension inputs[name] of those inputs, and along dimension
-    `outputs` of every output. `count` of them are held against the reference (`harness.sampling`)."""
+    """Rows that an op computes independently: they lie along dimension inputs[name] of those inputs, and along
+    dimension `outputs` of every output. `count` of them are compared with the reference (`harness.sampling`)."""
 
     count: int
     inputs: Mapping[str, int]
@@ -164,8 +164,8 @@ class KernelSpec:
                      optimizer. The last two are run like "fwd", under torch.no_grad: what "train" differentiates it
                      does under a torch.enable_grad of its own.
     min_capability   implementation -> the compute capability that it needs, where that is more than the case's own
-    alias_reason     (implementation, case, mode) -> why it is another implementation once more there, so that checking
-                     and timing it would tell nothing; else None
+    alias_reason     (implementation, case, mode) -> why it is the same as another implementation there, so that it is
+                     neither checked nor timed again; else None
     unit, items      the case's own throughput: "rows", (case) -> how many
     unsupported_reason  (implementation, case, mode) -> why it cannot take the case (beyond min_capability) or None
     determinism      mode -> "run-to-run" (bit-wise equal repeats, tested), "on request" (the same under
@@ -175,9 +175,10 @@ class KernelSpec:
     sampled          (case) -> Rows where the problem is too large for the reference, else None
     limits           input -> the largest magnitude up to which the op is right, where that is not all of its dtype
     spills           JIT kernel -> bytes of register spill that are accepted, with the reason in the kernel's README
-    false_alarms     (tool of compute-sanitizer, JIT kernel or device function) -> why what it finds there is not so
+    false_alarms     (tool of compute-sanitizer, JIT kernel or device function) -> why its finding there is not an
+                     error
     tunables         what `tune` searches
-    host_cases       problems so small that the host's time of a call is all that counts; every peer takes them
+    host_cases       problems so small that a call takes its host time; every peer takes them
     host_ops         implementation or peer -> what is called on host cases in its place, e.g. the step of an optimizer
     compile_targets  compute capabilities that `build` compiles for
     needs            the kernels whose public functions a composed one calls; it has no kernel of its own

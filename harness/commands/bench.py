@@ -1,8 +1,8 @@
-"""The bench: check, time, hold against peers and roofline, record.
+"""The bench: check, time, compare with peers and roofline, record.
 
-One *group* is a case in a mode: all its implementations are checked against the oracle, timed in turns on the same
-inputs, and written to the record before the next group begins. Nothing that goes wrong in one group, or in one
-implementation, loses what is measured already.
+One *group* is a case in a mode: all its implementations are checked against the oracle, timed interleaved on the same
+inputs, and written to the record before the next group begins. An error in one group or implementation does not lose
+earlier results.
 """
 
 from __future__ import annotations
@@ -46,7 +46,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     timers = ("auto", "events", "graph", "cupti")
     group.add_argument("--timer", choices=timers, default="auto", help="see harness/measure/timing.py")
     group.add_argument("--quick", action="store_true", help="few samples, only the first bench case, into .out/")
-    group.add_argument("--host", choices=("yes", "no", "only"), default="yes", help="host time a call as well, or only")
+    group.add_argument(
+        "--host",
+        choices=("yes", "no", "only"),
+        default="yes",
+        help="also measure host time per call (yes), not (no), or only that",
+    )
     group.add_argument("--host-compiled", action="store_true", help="host time under torch.compile too: some minutes")
     group.add_argument("--gpus", type=int, default=1, metavar="N", help="the cases of N GPUs, a process for each")
     group.add_argument(
@@ -56,7 +61,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="with --gpus: no step of any process for so long means that one hangs (default: %(default)g s)",
     )
-    group.add_argument("--resume", action="store_true", help="go on after an interrupted bench with the same options")
+    group.add_argument("--resume", action="store_true", help="continue an interrupted bench with the same options")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -80,8 +85,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 class Interrupt:
-    """Ctrl-C that is not lost. Raised in a destructor or in the callback of a weak reference, KeyboardInterrupt is
-    printed and forgotten; `raise_if_lost` raises it again."""
+    """Makes sure that Ctrl-C takes effect: Python prints and ignores a KeyboardInterrupt raised in a destructor or
+    weak-reference callback. `raise_if_lost` raises it again."""
 
     def __init__(self) -> None:
         self._seen = False

@@ -204,7 +204,7 @@ def _sustained(entry: Mapping[str, Any]) -> str:
 
 
 def profiled(profile: Mapping[str, Any]) -> list[str]:
-    """Nsight Compute's view, and what it says of the cost and of the harness's clock."""
+    """Nsight Compute's figures, and what they say of the cost and of the harness's clock."""
     rows = profile.get("rows") or []
     lines = [
         "Nsight Compute, on the ranges of a pass of its own. *Bytes* are what crossed the DRAM bus over the compulsory "

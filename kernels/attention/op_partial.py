@@ -1,7 +1,7 @@
 """Attention over one block of keys of several: the public functions that ring attention is made of.
 
 A block is added to a running (out, lse) by the kernel that computes it, so that no pass over memory merges blocks, and
-its share of the gradients is added to fp32 sums. Nothing is differentiated here: a caller has an autograd.Function.
+its part of the gradients is added to fp32 sums. Nothing is differentiated here: a caller has an autograd.Function.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def attention_partial_backward(
     k_offset: int = 0,
     version: str = "auto",
 ) -> None:
-    """Adds what a block of keys and values gives to the gradients, in place, from lse and out over all keys.
+    """Adds what a block of keys and values contributes to the gradients, in place, from lse and out over all keys.
 
         p = exp(s − lse)     ds = p ∘ (dout vᵀ − delta)     dq += scale · ds k     dk += scale · dsᵀ q     dv += pᵀ dout
 
@@ -138,8 +138,8 @@ def attention_partial_backward(
     dq, dk, dv   fp32, shapes of q, k and v, rows of D contiguous; None for what is not needed
     delta        `attention_delta(dout, out, dlse)`, computed here if it is None, with dlse 0
 
-    dk and dv are the same bit for bit in each run, and dq in the portable version; the Hopper version adds up dq by
-    atomics, in no fixed order: "auto" does not pick it under torch.use_deterministic_algorithms(True).
+    dk and dv are deterministic, and dq in the portable version; the Hopper version adds up dq by atomics, in no fixed
+    order: "auto" does not pick it under torch.use_deterministic_algorithms(True).
 
     Raises what `attention_partial` raises.
     """
@@ -217,7 +217,7 @@ def _forward_plan(
     shift: int,
     version: str,
 ) -> Callable[..., None]:
-    """Takes (q, k, v, out, lse, result) like these, which are checked."""
+    """Returns a function of (q, k, v, out, lse, result), tensors with the signatures of these, which are checked."""
     seen = _Seen.of(q.shape[2], k.shape[2], causal, shift) if q.numel() else None
     start = seen.start if seen else q.shape[2]
 
@@ -272,7 +272,8 @@ def _backward_plan(
     shift: int,
     version: str,
 ) -> Callable[..., None]:
-    """Takes (dout, q, k, v, lse, dq, dk, dv, delta) like these, which are checked."""
+    """Returns a function of (dout, q, k, v, lse, dq, dk, dv, delta), tensors with the signatures of these, which are
+    checked."""
     seen = _Seen.of(q.shape[2], k.shape[2], causal, shift) if q.numel() else None
     if seen is None or (dq is None and dk is None and dv is None):
         return lambda *tensors: None
@@ -315,7 +316,7 @@ def _backward_plan(
 
 
 def _by_cuda(problem: Problem, version: str, sums: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...]) -> bool:
-    """Whether the version in CUDA C++ runs. RuntimeError where it was asked for and cannot."""
+    """Whether the version in CUDA C++ runs. RuntimeError where it was requested and cannot."""
     if version == "portable":
         return False
     reason = cuda_unsupported_reason(problem, *others) or accumulators_unsupported_reason(*sums)

@@ -154,7 +154,8 @@ def _backward(tensors, options, needed):
 
 
 class _BlockSparseAttention(torch.autograd.Function):
-    """Of eager calls. The gradient goes through torch.library where something traces, transforms or derives it."""
+    """Autograd of eager calls. Its backward goes through torch.library where it is traced, transformed or itself
+    differentiated."""
 
     @staticmethod
     def forward(ctx, q, k, v, table, bias, plan, options, return_lse):
@@ -169,7 +170,7 @@ class _BlockSparseAttention(torch.autograd.Function):
         return *_gradients(ctx, dout, dlse), None, None, None
 
 
-# What torch.autograd.Function.apply does before this is for functorch, and `lean` has seen that it is not at work.
+# What torch.autograd.Function.apply does before this is for functorch, and `lean` has ruled functorch out.
 _apply = super(torch.autograd.Function, _BlockSparseAttention).apply
 
 

@@ -39,7 +39,7 @@ CASES = (
     _case(4096, 32000, BF16, "-inplace", bench=True, with_grad=True),
     _case(16384, 32000, BF16, "-inplace", bench=True, with_grad=True),
     _case(8192, 128256, BF16, "-inplace", bench=True, with_grad=True),
-    # What goes wrong: nothing, one row, one class, primes, one off a power of two, rows in chunks, rows off alignment.
+    # Boundary cases: nothing, one row, one class, primes, one off a power of two, rows in chunks, rows off alignment.
     _case(0, 64, FP32),
     _case(1, 1, FP32),
     _case(7, 1, FP16),

@@ -174,7 +174,8 @@ def _through_library(logits, target, weight, ignore_index, options, wanted, read
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Of eager calls. The gradient goes through torch.library where something traces, transforms or derives it."""
+    """Autograd of eager calls. Its backward goes through torch.library where it is traced, transformed or itself
+    differentiated."""
 
     @staticmethod
     def forward(ctx, logits, target, weight, run, loss, inplace):
@@ -212,6 +213,6 @@ class _ReadyGradient(torch.autograd.Function):
         return library.scaled(ctx.saved_tensors[0], g_loss), None, None, None, None
 
 
-# What torch.autograd.Function.apply does before this is for functorch, and `lean` has seen that it is not at work.
+# What torch.autograd.Function.apply does before this is for functorch, and `lean` has ruled functorch out.
 _apply = super(torch.autograd.Function, _CrossEntropy).apply
 _apply_ready = super(torch.autograd.Function, _ReadyGradient).apply

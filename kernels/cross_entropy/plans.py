@@ -386,7 +386,7 @@ def _check_target(target: torch.Tensor, vocab: int, ignore_index: int) -> None:
 
 
 def _device(tensor: torch.Tensor) -> tuple[tuple[int, int], int]:
-    """Compute capability and number of SMs; the interpreter stands for a small sm_80."""
+    """Compute capability and number of SMs; in the interpreter, that of a small sm_80."""
     if not tensor.is_cuda:
         return (8, 0), 2
     properties = torch.cuda.get_device_properties(tensor.device)

@@ -39,7 +39,7 @@ CASES = (
     _case(205000, 1365, BF16, "row", bench=True),
     _case(2048, 4096, BF16, "row", bench=True),
     _case(8192, 28672, BF16, "row", bench=True),
-    # What goes wrong: nothing, one element, primes, one off a block, ragged blocks, rows in chunks, every option.
+    # Boundary cases: nothing, one element, primes, one off a block, ragged blocks, rows in chunks, every option.
     _case(31, 127, FP32, "row"),
     _case(0, 64, FP32, "row"),
     _case(1, 1, FP32, "row"),

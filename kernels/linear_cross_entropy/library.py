@@ -105,7 +105,7 @@ def gradients(
 ) -> tuple[Optional, Optional, Optional]:
     """Those of hidden, weight and bias, None where not needed. `saved` are hidden, weight, target and bias.
 
-    An eager call goes to the plan; what traces, transforms or derives it sees an op."""
+    An eager call goes to the plan; what traces, transforms or differentiates it sees an op."""
     if dloss is None:
         return None, None, None
     hidden, weight, target, bias = saved

@@ -93,7 +93,8 @@ def _through_library(hidden, weight, target, bias, loss: Loss) -> torch.Tensor:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Of eager calls. The gradient goes through torch.library where something traces, transforms or derives it."""
+    """Autograd of eager calls. Its backward goes through torch.library where it is traced, transformed or itself
+    differentiated."""
 
     @staticmethod
     def forward(ctx, hidden, weight, target, bias, plan):
@@ -134,6 +135,6 @@ class _ReadyGradients(torch.autograd.Function):
         return hidden, weight, None, bias, None
 
 
-# What torch.autograd.Function.apply does before this is for functorch, and `lean` has seen that it is not at work.
+# What torch.autograd.Function.apply does before this is for functorch, and `lean` has ruled functorch out.
 _apply = super(torch.autograd.Function, _LinearCrossEntropy).apply
 _apply_ready = super(torch.autograd.Function, _ReadyGradients).apply

@@ -12,8 +12,8 @@ DEVICE int load_shared(u32 address) {
 DEVICE void store_shared(u32 address, int x) {
     asm volatile("st.shared::cta.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
-// Returns the counter and increments it. By atom.inc, with a bound that is not reached: ptxas may combine the atom.add
-// of all active threads of a warp into one, with a shuffle that synchronises them; it does not do so for atom.inc.
+// Takes an index from the tile scheduler's counter. ptxas would turn atomicAdd into a warp-aggregated add, with a
+// shuffle that waits; not this bounded increment.
 DEVICE int draw(int* counter) {
     int number;
     asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7fffffff;" : "=r"(number) : "l"(counter) : "memory");

@@ -174,7 +174,7 @@ def pick_forward(
 
 
 def unsplit_time(queries: int, keys: int, heads: int, sms: int, dim: int) -> float:
-    """Microseconds of the forward where a CTA goes over all keys of its tile, by the model above."""
+    """Microseconds of the forward where a CTA loops over all keys of its tile, by the model above."""
     three, two = (waves_of(rows, queries, heads, sms) for rows in (192, 128))
     return UNSPLIT_LAUNCH + min(three, TWO_CONSUMERS * two) * UNSPLIT_KEY[64 if dim <= 64 else 128] * keys
 

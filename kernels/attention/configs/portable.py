@@ -14,7 +14,7 @@ import triton
 
 @dataclass(frozen=True)
 class Config:
-    """A CTA of `num_warps` warps goes over tiles of block_m queries by block_n keys, `num_stages` of them in flight.
+    """A CTA of `num_warps` warps loops over tiles of block_m queries by block_n keys, `num_stages` of them in flight.
     block_d is the head's width padded to a power of two."""
 
     block_m: int

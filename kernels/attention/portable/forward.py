@@ -1,4 +1,4 @@
-"""The portable forward: one CTA for each tile of queries, which goes over the keys that it sees.
+"""The portable forward: one CTA for each tile of queries, which loops over the keys that it sees.
 
 FLOPs: 4·D for each visible pair of query and key. At H8 D64, Q = 205 000, K = 200 000 that is 84 TFLOP, and on one
 NVIDIA H200, whose matrix products reach some 700 TFLOP/s, 120 ms; q, k, v and the output are 0.8 GB, or 0.2 ms. One

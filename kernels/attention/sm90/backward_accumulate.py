@@ -1,5 +1,5 @@
 """The backward for Hopper in CUDA C++ where the keys are one block of several: backward.cu with ACCUMULATE. Launches of
-preprocess, the main kernel and postprocess, and of sum_shares where CTAs share a last round.
+preprocess, the main kernel and postprocess, and of sum_shares where blocks of the last wave are split over CTAs.
 
 Memory beside the arguments: fp32 dQ, 4·D bytes a query and head, and 8 bytes a query and head. Atomics add up dQ in no
 fixed order; dK and dV are deterministic.
@@ -40,8 +40,8 @@ def cuda_partial_bwd_plan(
     dk: torch.Tensor,
     dv: torch.Tensor,
 ) -> Callable[..., None]:
-    """Adds the gradients that come of a block of keys, given (q, k, v, dout, lse, delta, dq, dk, dv) like these, of a
-    problem without `cuda_unsupported_reason`. With a mask (problem.right is 0) query i sees keys up to i + shift, and
+    """Adds the gradients that a block of keys contributes, given (q, k, v, dout, lse, delta, dq, dk, dv) like these, of
+    a problem without `cuda_unsupported_reason`. With a mask (problem.right is 0) query i sees keys up to i + shift, and
     the last query all or more. lse and delta, of all keys: [B, Hq, queries], rows contiguous, all heads at one
     distance, the same for both; dq, dk and dv: fp32, without `accumulators_unsupported_reason`."""
     q, k, v, dout = map(unexpanded, (problem.q, problem.k, problem.v, dout))
