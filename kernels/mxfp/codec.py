@@ -1,8 +1,8 @@
 """Device functions: fp32 to the bits of an element and back, several elements to a byte or word and back.
 
-Rounding is integer arithmetic on the bits of fp32, and additions whose sum has the step of the element as its last
+Rounding is integer arithmetic on the bits of fp32, and an addition whose sum has the step of the element as its last
 place: both are right on every GPU and in Triton's interpreter, which rounds fp8 wrongly. Products are with powers of
-two. No instruction is needed that sm_80 lacks.
+two, so that a fused multiply-add changes nothing. No instruction is needed that sm_80 lacks.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def encode(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr)
     y = tl.minimum(y, LARGEST)
     # The power of two at or below y, and not below the smallest normal number: all subnormal numbers have its step.
     exponent = tl.maximum(y.to(tl.int32, bitcast=True) & 0x7F800000, (128 - BIAS) << 23)
-    # A number of which the last place is one step at that exponent. What the addition rounds off is below a step.
-    anchor = exponent + (SHIFT << 23)
-    steps = (y + anchor.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True) - anchor
-    # `steps` has the leading one of a normal number, which counts for the first exponent.
-    return steps + (exponent >> SHIFT) - ((128 - BIAS) << MANTISSA)
+    # A number of which the last place is one step at that exponent: what the sum rounds off is what is below a step.
+    anchor = exponent.to(tl.float32, bitcast=True) * (2.0**SHIFT)
+    rounded = (y + anchor) - anchor
+    # With fp32's smallest exponent in place of the element's the bits are the code: both have subnormal numbers there.
+    return (rounded * (2.0 ** (BIAS - 127))).to(tl.int32, bitcast=True) >> SHIFT
 
 
 @triton.jit

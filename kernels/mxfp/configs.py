@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-FLAT = 2048  # the row in which a contiguous tensor is read whose own rows do not matter
+FLAT = 512  # the row in which a contiguous tensor is read whose own rows do not matter
 TILE = 4096  # elements
 
 

@@ -25,11 +25,12 @@ def _mxfp_dequantize_kernel(
     BLOCK: tl.constexpr,
     E8M0: tl.constexpr,
     EVEN: tl.constexpr,
+    ONE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """y [rows, dim] of data and scales of rows of `padded` elements."""
-    row, col = corner(padded, BLOCK_M, BLOCK_N)
+    row, col = corner(padded, ONE, BLOCK_M, BLOCK_N)
     m = row + tl.arange(0, BLOCK_M)
     if WIDTH == 8:
         codes = _load_tile(data_ptr, m, rows, col, padded, EVEN, BLOCK_N)

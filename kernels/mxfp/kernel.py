@@ -8,9 +8,9 @@ mxfp6         3/4 + 1/32              187 MB (747 MB)    44 us (176 us)
 mxfp4         1/2 + 1/32              170 MB (680 MB)    40 us (160 us)
 nvfp4         1/2 + 1/16              172 MB (688 MB)    40 us (162 us); x is read twice unless its scale is given
 
-An element costs about 16 instructions (unpack, two for the maximum, product, ten for the rounding and the sign,
-packing), of which some 10 are of the integer pipe. At 64 of these a cycle and SM the floor of mxfp4 leaves time for 9:
-it is the format that is bound by instructions as much as by bytes.
+An element of mxfp4 costs 21 instructions of SASS (two for the maximum, nine for the rounding, two for the sign, the rest
+unpacking, packing and the scale), of which 11 are of the integer pipe. At 64 of these a cycle and SM the floor leaves
+time for 9: it is the format that is bound by instructions as much as by bytes. mxfp8 has 18, and time for 11.
 """
 
 from __future__ import annotations
@@ -44,10 +44,12 @@ def load_bits(
 
 
 @triton.jit
-def corner(columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The first row and column of this CTA's tile."""
-    tiles_n = tl.cdiv(columns, BLOCK_N)
+def corner(columns, ONE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The first row and column of this CTA's tile. ONE: a row has one tile, which saves a division."""
     tile = tl.program_id(0)
+    if ONE:
+        return tile.to(tl.int64) * BLOCK_M, tile.to(tl.int64) * 0
+    tiles_n = tl.cdiv(columns, BLOCK_N)
     return (tile // tiles_n).to(tl.int64) * BLOCK_M, (tile % tiles_n).to(tl.int64) * BLOCK_N
 
 
@@ -57,6 +59,13 @@ def store_tile(ptr, tile, row, col, rows, columns, EVEN: tl.constexpr, BLOCK_M: 
     m, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
     mask = None if EVEN else (m < rows)[:, None] & (n < columns)[None, :]
     tl.store(ptr + m[:, None] * columns + n[None, :], tile, mask=mask)
+
+
+@triton.jit
+def zero_unless(finite, packed, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):
+    """A packed tile, with zeros in the blocks that are not finite."""
+    blocks = tl.reshape(packed, [BLOCK_M, BLOCK_N // BLOCK, BLOCK])
+    return tl.reshape(tl.where(finite[:, :, None], blocks, 0), [BLOCK_M, BLOCK_N])
 
 
 @triton.jit
@@ -75,12 +84,13 @@ def _mxfp_amax_kernel(
     stride_xm,
     stride_xn,
     EVEN: tl.constexpr,
+    ONE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """The largest magnitude of the finite elements as its bits, which order like the numbers, into an int32 that begins
     as zero. The order in which CTAs arrive changes nothing."""
-    row, col = corner(dim, BLOCK_M, BLOCK_N)
+    row, col = corner(dim, ONE, BLOCK_M, BLOCK_N)
     bits = load_bits(x_ptr, row, col, rows, dim, stride_xm, stride_xn, EVEN, BLOCK_M, BLOCK_N) & 0x7FFFFFFF
     tl.atomic_max(amax_ptr, tl.max(tl.where(bits < NOT_FINITE, bits, 0)), sem="relaxed")
 
@@ -107,6 +117,7 @@ def _mxfp_quantize_kernel(
     BLOCK: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     EVEN: tl.constexpr,
+    ONE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -114,7 +125,7 @@ def _mxfp_quantize_kernel(
 
     tensor_scale_ptr  None unless nvfp4; with an amax_ptr it is written, else read
     """
-    row, col = corner(padded, BLOCK_M, BLOCK_N)
+    row, col = corner(padded, ONE, BLOCK_M, BLOCK_N)
     bits = load_bits(x_ptr, row, col, rows, dim, stride_xm, stride_xn, EVEN, BLOCK_M, BLOCK_N)
     blocks = tl.reshape(bits, [BLOCK_M, BLOCK_N // BLOCK, BLOCK])
     amax = tl.max(blocks & 0x7FFFFFFF, axis=2)
@@ -128,10 +139,9 @@ def _mxfp_quantize_kernel(
             usable = tl.where(ordered < (10 << 23), False, ordered < NOT_FINITE)  # from 2^-117 on
             amax = tl.where(usable, amax, NOT_FINITE)
             tensor_scale = tl.where(usable, tensor_scale, 1.0)
-    # A block with a NaN or an infinity: its scale is NaN, its data are zeros.
+    # A block with a NaN or an infinity: its scale is NaN, its data are zeros, which they become once they are packed.
     finite = amax < NOT_FINITE
     amax = tl.where(finite, amax, 0)
-    blocks = blocks & tl.where(finite, -1, 0)[:, :, None]
     if tensor_scale_ptr is not None:
         scale, inverse = nv_scale(amax, tensor_scale, LARGEST)
         scale = tl.where(finite, scale, 0x7F)
@@ -148,18 +158,19 @@ def _mxfp_quantize_kernel(
         codes = encode_at_random(y, interleave(a, b, BLOCK_M, BLOCK_N), MANTISSA, BIAS, LARGEST)
     else:
         codes = encode(y, MANTISSA, BIAS, LARGEST)
-    codes |= (tl.reshape(blocks, [BLOCK_M, BLOCK_N]) >> (32 - WIDTH)) & (1 << (WIDTH - 1))
+    codes |= (bits >> (32 - WIDTH)) & (1 << (WIDTH - 1))
     if WIDTH == 8:
+        codes = zero_unless(finite, codes, BLOCK_M, BLOCK_N, BLOCK)
         store_tile(data_ptr, codes.to(tl.uint8), row, col, rows, padded, EVEN, BLOCK_M, BLOCK_N)
     elif WIDTH == 4:
         low, high = pairs(codes, BLOCK_M, BLOCK_N)
-        packed = (low | (high << 4)).to(tl.uint8)
-        store_tile(data_ptr, packed, row, col // 2, rows, padded // 2, EVEN, BLOCK_M, BLOCK_N // 2)
+        packed = zero_unless(finite, low | (high << 4), BLOCK_M, BLOCK_N // 2, BLOCK // 2)
+        store_tile(data_ptr, packed.to(tl.uint8), row, col // 2, rows, padded // 2, EVEN, BLOCK_M, BLOCK_N // 2)
     else:
         m, n = row + tl.arange(0, BLOCK_M), col // 16 + tl.arange(0, BLOCK_N // 16)
         mask = None if EVEN else (m < rows)[:, None] & (n < padded // 16)[None, :]
         at = data_ptr + m[:, None] * (padded // 16 * 3) + n[None, :] * 3
         first, second, third = pack_six(codes, BLOCK_M, BLOCK_N)
-        tl.store(at, first, mask=mask)
-        tl.store(at + 1, second, mask=mask)
-        tl.store(at + 2, third, mask=mask)
+        tl.store(at, zero_unless(finite, first, BLOCK_M, BLOCK_N // 16, BLOCK // 16), mask=mask)
+        tl.store(at + 1, zero_unless(finite, second, BLOCK_M, BLOCK_N // 16, BLOCK // 16), mask=mask)
+        tl.store(at + 2, zero_unless(finite, third, BLOCK_M, BLOCK_N // 16, BLOCK // 16), mask=mask)

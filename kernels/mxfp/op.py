@@ -62,8 +62,7 @@ def mxfp(
         made = _quantize_plan(x, tensor_scale, format, stochastic, dim, seed)(x, tensor_scale, seed)
     else:
         _check(x, tensor_scale, format, stochastic, dim, seed)
-        given = None if tensor_scale is None else tensor_scale.detach()
-        made = _quantize_op(x.detach(), given, format, stochastic, dim, seed)
+        made = _quantize_op(_plain(x), _plain(tensor_scale), format, stochastic, dim, seed)
     return (*made, tensor_scale) if format == "nvfp4" and tensor_scale is not None else tuple(made)
 
 
@@ -90,7 +89,12 @@ def mxfp_dequantize(
     if lean(data, scales, tensor_scale):
         return _dequantize_plan(data, scales, tensor_scale, format, dtype, size)(data, scales, tensor_scale)
     size = _check_dequantize(data, scales, tensor_scale, format, dtype, size)
-    return _dequantize_op(data, scales, None if tensor_scale is None else tensor_scale.detach(), format, dtype, size)
+    return _dequantize_op(data, scales, _plain(tensor_scale), format, dtype, size)
+
+
+def _plain(tensor):
+    """Without its gradient; as it is where it has none, for a subclass may give up its wrapper when it is detached."""
+    return tensor.detach() if tensor is not None and tensor.requires_grad else tensor
 
 
 def _check(x, tensor_scale, format, stochastic, dim, seed) -> None:

@@ -68,6 +68,7 @@ def _quantize_launches(x: torch.Tensor, layout: Format, stochastic: bool, find_s
     grid = (triton.cdiv(rows, config.block_m) * triton.cdiv(padded, config.block_n),)
     tile = {
         "EVEN": rows % config.block_m == 0 and dim % config.block_n == 0,
+        "ONE": padded <= config.block_n,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "num_warps": config.num_warps,
@@ -139,6 +140,7 @@ def dequantize_plan(
         BLOCK=layout.block,
         E8M0=format != "nvfp4",
         EVEN=rows % config.block_m == 0 and dim % config.block_n == 0,
+        ONE=padded <= config.block_n,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         num_warps=config.num_warps,

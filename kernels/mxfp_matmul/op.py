@@ -47,7 +47,12 @@ def mxfp_matmul(
     if lean(x, w, scales, tensor_scale):
         return _product_plan(x, w, scales, tensor_scale, format)(x, w, scales, tensor_scale)
     _check(x, w, scales, tensor_scale, format)
-    return _product_op(x.detach(), w, scales, None if tensor_scale is None else tensor_scale.detach(), format)
+    return _product_op(_plain(x), w, scales, _plain(tensor_scale), format)
+
+
+def _plain(tensor):
+    """Without its gradient; as it is where it has none, for a subclass may give up its wrapper when it is detached."""
+    return tensor.detach() if tensor is not None and tensor.requires_grad else tensor
 
 
 def mxfp_pack(data: torch.Tensor, scales: torch.Tensor, format: str = "mxfp4") -> tuple[torch.Tensor, torch.Tensor]:
