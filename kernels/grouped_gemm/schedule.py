@@ -31,7 +31,12 @@ CHUNK, MAX_TILES = 128, 64  # offsets scanned at a time, and row tiles written a
 
 def table_size(rows: int, groups: int) -> int:
     """Numbers in a table, for tiles of any height."""
-    return 4 * (1 + groups + rows // MIN_BLOCK_M + groups + 1)
+    return 4 * (1 + groups + _tiles(rows, groups))
+
+
+def _tiles(rows: int, groups: int) -> int:
+    """The most row tiles there can be."""
+    return rows // MIN_BLOCK_M + groups + 1
 
 
 def table_launch(offsets: torch.Tensor, rows: int, block_m: int) -> Launch:
@@ -41,7 +46,7 @@ def table_launch(offsets: torch.Tensor, rows: int, block_m: int) -> Launch:
         _grouped_gemm_table_kernel,
         (groups + 1,),
         offsets.device,
-        (rows, groups, offsets.stride(0)),
+        (rows, groups, _tiles(rows, groups), offsets.stride(0)),
         BLOCK_M=block_m,
         CHUNK=min(CHUNK, triton.next_power_of_2(max(1, groups))),
         TILES=MAX_TILES,
@@ -77,19 +82,27 @@ def _own_rows(offsets_ptr, own, groups, rows, stride_o, CHUNK: tl.constexpr):
     return start, end
 
 
-@triton.jit(do_not_specialize=["rows", "groups"])
+@triton.jit
+def _entry(word, group, row, end):
+    """The words of an entry."""
+    return tl.where(word == 0, group, tl.where(word == 1, row, tl.where(word == 2, end, 0)))
+
+
+@triton.jit(do_not_specialize=["rows", "groups", "room"])
 def _grouped_gemm_table_kernel(
     offsets_ptr,
     table_ptr,
     rows,
     groups,
+    room,
     stride_o,
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
     TILES: tl.constexpr,
 ):
     """CTA g writes the entry of group g and the entries of its row tiles; the last one those of the rows behind the
-    last offset, and the header."""
+    last offset, the header, and zeros into what is left of the `room` for row tiles, so that equal calls give equal
+    tables."""
     own = tl.program_id(0)
     start, end = _own_rows(offsets_ptr, own, groups, rows, stride_o, CHUNK)
     tiles_before, place, carry, carry_start = 0, 0, 0, 0
@@ -102,20 +115,19 @@ def _grouped_gemm_table_kernel(
         larger = (size > end - start) | ((size == end - start) & (index < own))
         place += tl.sum(((index < groups) & larger).to(tl.int32), 0)
         carry, carry_start = tl.max(ends, 0), tl.max(starts, 0)
-    group = own
+    word, tile = tl.arange(0, ENTRY)[None, :], tl.arange(0, TILES)[:, None]
+    tiles = tl.cdiv(tl.where(own == groups, rows, end) - start, BLOCK_M)
+    after = table_ptr + HEADER + (groups + tiles_before) * ENTRY
     if own == groups:
-        group, end = -1, rows
-        tl.store(table_ptr, tiles_before + tl.cdiv(end - start, BLOCK_M))
+        header = tl.arange(0, HEADER)
+        tl.store(table_ptr + header, tl.where(header == 0, tiles_before + tiles, 0))
+        own, end = -1, rows
+        for first in tl.range(tiles, room - tiles_before, TILES):
+            inside = (first + tile < room - tiles_before) & (word < ENTRY)
+            tl.store(after + (first + tile) * ENTRY + word, tl.zeros([TILES, ENTRY], dtype=tl.int32), mask=inside)
     else:
-        entry = table_ptr + HEADER + place * ENTRY
-        tl.store(entry, group)
-        tl.store(entry + 1, start)
-        tl.store(entry + 2, end)
-    tiles = tl.cdiv(end - start, BLOCK_M)
+        tl.store(table_ptr + HEADER + place * ENTRY + word, _entry(word, own, start, end))
     for first in tl.range(0, tiles, TILES):
-        tile = first + tl.arange(0, TILES)
-        entry = table_ptr + HEADER + (groups + tiles_before + tile) * ENTRY
-        inside = tile < tiles
-        tl.store(entry, tl.zeros_like(tile) + group, mask=inside)
-        tl.store(entry + 1, start + tile * BLOCK_M, mask=inside)
-        tl.store(entry + 2, tl.zeros_like(tile) + end, mask=inside)
+        inside = (first + tile < tiles) & (word < ENTRY)
+        entry = _entry(word, own, start + (first + tile) * BLOCK_M, end)
+        tl.store(after + (first + tile) * ENTRY + word, entry, mask=inside)
