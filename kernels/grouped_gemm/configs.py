@@ -56,17 +56,18 @@ def pick_block_m(rows: int, groups: int, dtype: torch.dtype, capability: tuple[i
 
 
 def pick_rows_config(
-    cols: int, depth: int, block_m: int, dtype: torch.dtype, capability: tuple[int, int]
+    cols: int, depth: int, block_m: int, aligned: bool, dtype: torch.dtype, capability: tuple[int, int]
 ) -> RowsConfig:
     """Configuration of the product that gives rows: the forward, and x's gradient. Pure.
 
-    Two warpgroups with 64 rows of 256 columns each on Hopper: 128 x 256 x 64 reads 96 bytes of shared memory for 64 k
-    FLOPs, where 128 x 128 reads 128. Where 256 columns would waste more of the last column of tiles than 128 do, two
-    CTAs of 128 x 128 share an SM, and the epilogue of one overlaps the main loop of the other. By these sums; not
-    measured yet.
+    Two warpgroups with 64 rows of 256 columns each on Hopper: a step of 128 x 256 x 64 reads 48 KiB for 4.2 MFLOP,
+    where two of 128 x 128 read 64 KiB. Where 256 columns would waste more of the last column of tiles than 128 do, two
+    CTAs of 128 x 128 share an SM, and the epilogue of one is overlapped with the main loop of the other. Unless rows
+    are `aligned`, elements are loaded one by one, through registers, of which larger tiles have not enough. By these
+    sums; not measured yet.
     """
-    if dtype == torch.float32:
-        return RowsConfig(_fit(cols, 64), _fit(depth, 32), raster=8, stages=2, num_warps=4, ctas=2)
+    if not aligned or dtype == torch.float32:
+        return RowsConfig(_fit(cols, 64), _fit(depth, 32), raster=8, stages=2, num_warps=8, ctas=2)
     wide = triton.cdiv(cols, 256) * 2 == triton.cdiv(cols, 128)
     if capability < (9, 0):
         return RowsConfig(_fit(cols, 128), _fit(depth, 32), raster=8, stages=4, num_warps=8, ctas=1)
@@ -75,10 +76,12 @@ def pick_rows_config(
     return RowsConfig(_fit(cols, 128), _fit(depth, 64), raster=8, stages=3, num_warps=4, ctas=2)
 
 
-def pick_weights_config(cols: int, depth: int, dtype: torch.dtype, capability: tuple[int, int]) -> WeightsConfig:
+def pick_weights_config(
+    cols: int, depth: int, aligned: bool, dtype: torch.dtype, capability: tuple[int, int]
+) -> WeightsConfig:
     """Configuration of the weights' gradient. Pure. As `pick_rows_config`; not measured yet."""
-    if dtype == torch.float32:
-        return WeightsConfig(_fit(cols, 64), _fit(depth, 64), block_r=32, raster=8, stages=2, num_warps=4)
+    if not aligned or dtype == torch.float32:
+        return WeightsConfig(_fit(cols, 64), _fit(depth, 64), block_r=32, raster=8, stages=2, num_warps=8)
     if capability < (9, 0):
         return WeightsConfig(_fit(cols, 128), _fit(depth, 128), block_r=32, raster=8, stages=4, num_warps=8)
     if cols > 64 and depth > 128 and triton.cdiv(depth, 256) * 2 == triton.cdiv(depth, 128):

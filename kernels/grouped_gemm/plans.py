@@ -80,7 +80,7 @@ def _rows_launch(a: torch.Tensor, b: torch.Tensor, bias: Optional, cols: int, de
     (rows, _), groups = a.shape, b.shape[0]
     capability, sms = _device(a)
     block_m = _block_m(rows, groups, a)
-    config = configs.pick_rows_config(cols, depth, block_m, a.dtype, capability)
+    config = configs.pick_rows_config(cols, depth, block_m, _aligned(a, b, cols, depth), a.dtype, capability)
     most = (rows // block_m + groups + 1) * triton.cdiv(cols, config.block_n)
     return Launch(
         _grouped_gemm_rows_kernel,
@@ -100,7 +100,7 @@ def _rows_launch(a: torch.Tensor, b: torch.Tensor, bias: Optional, cols: int, de
 
 def _weights_launch(dy: torch.Tensor, x: torch.Tensor, weights: torch.Tensor) -> Launch:
     groups, cols, depth = weights.shape
-    config = configs.pick_weights_config(cols, depth, x.dtype, _device(x)[0])
+    config = configs.pick_weights_config(cols, depth, _aligned(dy, x, cols, depth), x.dtype, _device(x)[0])
     return Launch(
         _grouped_gemm_weights_kernel,
         (groups * triton.cdiv(cols, config.block_n) * triton.cdiv(depth, config.block_k),),
@@ -130,6 +130,14 @@ def _bias_launch(dy: torch.Tensor, groups: int) -> Launch:
         BLOCK_R=config.block_r,
         num_warps=config.num_warps,
     )
+
+
+def _aligned(a: torch.Tensor, b: torch.Tensor, cols: int, depth: int) -> bool:
+    """Whether Triton sees that both operands are made of whole 16-byte vectors: one stride is 1, and all else that it
+    specialises kernels for is a multiple of 16."""
+    strides = a.stride(), b.stride()
+    numbers = (cols, depth, a.data_ptr(), b.data_ptr(), *(s for own in strides for s in own if s != 1))
+    return all(1 in own for own in strides) and all(number % 16 == 0 for number in numbers)
 
 
 def _block_m(rows: int, groups: int, x: torch.Tensor) -> int:
