@@ -67,7 +67,8 @@ def pick_rows_config(
     sums; not measured yet.
     """
     if not aligned or dtype == torch.float32:
-        return RowsConfig(_fit(cols, 64), _fit(depth, 32), raster=8, stages=2, num_warps=8, ctas=2)
+        block_k = 32 if aligned else 16
+        return RowsConfig(_fit(cols, 64), _fit(depth, block_k), raster=8, stages=2, num_warps=8, ctas=2)
     wide = triton.cdiv(cols, 256) * 2 == triton.cdiv(cols, 128)
     if capability < (9, 0):
         return RowsConfig(_fit(cols, 128), _fit(depth, 32), raster=8, stages=4, num_warps=8, ctas=1)
