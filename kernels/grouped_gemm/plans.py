@@ -20,9 +20,7 @@ Needs = tuple[bool, bool, bool]
 # (x, weights, offsets, bias) -> y and the table of tiles
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Optional], tuple[torch.Tensor, torch.Tensor]]
 # (dy, x, weights, table) -> gradients of x, weights and bias
-Backward = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[Optional, Optional, Optional]
-]
+Backward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[Optional, Optional, Optional]]
 
 
 def fwd_plan(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, bias: Optional) -> Forward:

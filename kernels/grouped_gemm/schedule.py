@@ -7,7 +7,7 @@ One small launch writes a table of int32, which the products of the forward and 
     row tiles   [tiles, 4]    group, first row, end of the group's rows, 0; in the order of rows
 
 The rows behind the last offset are a group of their own, -1, whose tiles are filled with zeros. Offsets are read as
-monotonic and within the rows: each is clamped to [0, rows], and one that is less than an earlier one counts as that one.
+monotonic and within the rows: each is clamped to [0, rows], and one that is less than an earlier one counts as that.
 So no content of them makes a kernel leave its memory, and the table has always room: s rows are at most
 s / BLOCK_M + 1 tiles, and there are at most G + 1 groups of rows.
 

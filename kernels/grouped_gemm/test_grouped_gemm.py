@@ -19,7 +19,9 @@ from .reference import grouped_gemm_reference
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def operands(ends: list[int], rows: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+def operands(
+    ends: list[int], rows: int, n: int, k: int, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, ...]:
     x, weights = torch.randn(rows, k, device=DEVICE), torch.randn(len(ends), n, k, device=DEVICE) * max(k, 1) ** -0.5
     return x.to(dtype), weights.to(dtype), torch.tensor(ends, device=DEVICE, dtype=torch.int64)
 
@@ -163,7 +165,9 @@ def test_table(ends: list[int], block_m: int) -> None:
     parts = [(group, start, end) for group, (start, end) in enumerate(itertools.pairwise([0, *read]))]
     by_size = sorted(parts, key=lambda part: part[1] - part[2])
     tiles = [
-        [group, row, end, 0] for group, start, end in [*parts, (-1, read[-1], rows)] for row in range(start, end, block_m)
+        [group, row, end, 0]
+        for group, start, end in [*parts, (-1, read[-1], rows)]
+        for row in range(start, end, block_m)
     ]
     assert rest == [0, 0, 0] and entries[:groups] == [[*part, 0] for part in by_size]
     assert count == len(tiles) and entries[groups : groups + count] == tiles
