@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from functools import partial
 
 import torch
 
@@ -231,11 +232,42 @@ def _weights_candidates(case: Case) -> list[configs.WeightsConfig]:
     ]
 
 
+def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
+    return [configs.CudaConfig(stages, raster) for stages in (3, 4) for raster in (2, 4, 8, 16, 32)]
+
+
+def _in_cuda(case: Case) -> bool:
+    """Whether the version for Hopper takes a case as `make_inputs` lays it out."""
+    groups, rows, n, k = (case.dims[name] for name in ("groups", "rows", "n", "k"))
+    large = rows and configs.pick_block_m(rows, groups, case.dtype, (9, 0)) == 128
+    return bool(case.dtype != FP32 and large and n % 8 == 0 and k % 8 == 0)
+
+
+def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | None:
+    if implementation == "cuda" and not _in_cuda(case):
+        return "it takes 16-bit dtypes, multiples of 8 and groups of more than 64 rows on average"
+    return None
+
+
+def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
+    """Checks put operands where only Triton can read them, so `auto` is not `cuda` once more."""
+    return "it is auto" if implementation == "triton" and not _in_cuda(case) else None
+
+
+CUDA_CASES = tuple(dataclasses.replace(case, min_capability=(9, 0)) for case in CASES if case.bench)
 HOST_CASES = (dataclasses.replace(_case(4, 256, 64, 64, BF16, "equal", "host"), bench=False),)
 
 SPEC = KernelSpec(
     name="grouped_gemm",
-    implementations={"triton": grouped_gemm},
+    implementations={
+        "auto": grouped_gemm,
+        "triton": partial(grouped_gemm, backend="triton"),
+        "cuda": partial(grouped_gemm, backend="cuda"),
+    },
+    # Elsewhere the first is the second.
+    min_capability={"triton": (9, 0), "cuda": (9, 0)},
+    unsupported_reason=_unsupported_reason,
+    alias_reason=_alias_reason,
     baselines=(
         EAGER,
         Peer("torch", load=_torch, supports=_takes),
@@ -253,8 +285,10 @@ SPEC = KernelSpec(
     items=lambda case: case.dims["rows"],
     fuzz={"groups": (1, 9), "rows": (0, 70), "n": (1, 40), "k": (1, 40)},
     tunables=(
-        Tunable(configs, "pick_rows_config", "fwd", _rows_candidates),
-        Tunable(configs, "pick_weights_config", "bwd", _weights_candidates),
+        Tunable(configs, "pick_rows_config", "fwd", _rows_candidates, implementation="triton"),
+        Tunable(configs, "pick_weights_config", "bwd", _weights_candidates, implementation="triton"),
+        Tunable(configs, "pick_cuda_rows_config", "fwd", _cuda_candidates, CUDA_CASES),
+        Tunable(configs, "pick_cuda_weights_config", "bwd", _cuda_candidates, CUDA_CASES),
     ),
     host_cases=HOST_CASES,
 )

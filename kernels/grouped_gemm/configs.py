@@ -27,6 +27,14 @@ class RowsConfig:
 
 
 @dataclass(frozen=True)
+class CudaConfig:
+    """Of products.cu, whose tiles are 128 x 256 x 64: steps of the ring, and row tiles that follow each other."""
+
+    stages: int
+    raster: int
+
+
+@dataclass(frozen=True)
 class WeightsConfig:
     """A CTA for each tile of `block_n` by `block_k` of a weight's gradient, which is summed over `block_r` rows at a
     time."""
@@ -88,6 +96,17 @@ def pick_weights_config(
     if cols > 64 and depth > 128 and triton.cdiv(depth, 256) * 2 == triton.cdiv(depth, 128):
         return WeightsConfig(128, 256, block_r=64, raster=8, stages=3, num_warps=8)
     return WeightsConfig(_fit(cols, 128), _fit(depth, 128), block_r=64, raster=8, stages=3, num_warps=4)
+
+
+def pick_cuda_rows_config(groups: int, rows: int, cols: int, depth: int) -> CudaConfig:
+    """Configuration of products.cu for the forward and x's gradient. Pure. The ring takes what shared memory there is;
+    the raster is not measured yet."""
+    return CudaConfig(stages=4, raster=8)
+
+
+def pick_cuda_weights_config(groups: int, rows: int, cols: int, depth: int) -> CudaConfig:
+    """Configuration of products.cu for the weights' gradient. Pure. As `pick_cuda_rows_config`."""
+    return CudaConfig(stages=4, raster=8)
 
 
 def pick_bias_config(cols: int, dtype: torch.dtype, capability: tuple[int, int]) -> BiasConfig:

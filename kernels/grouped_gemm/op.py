@@ -6,7 +6,7 @@ import torch
 
 from .checks import FLOATS, kind, no_tangent, runnable
 from .launch import Plans, lean, signature
-from .plans import Needs, Optional, bwd_plan, fwd_plan
+from .plans import BACKENDS, Needs, Optional, bwd_plan, fwd_plan
 from .schedule import table_size
 
 MAX_ROWS = 2**31 - 1
@@ -18,7 +18,12 @@ _FORWARD, _BACKWARD = Plans(), Plans()
 
 
 def grouped_gemm(
-    x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, *, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    backend: str = "auto",
 ) -> torch.Tensor:
     """A linear layer for each group of rows, as the experts of a mixture have them.
 
@@ -37,28 +42,32 @@ def grouped_gemm(
              monotonic and at most T, which is not checked: each is clamped to [0, T], and one that is less than an
              earlier one counts as that one.
     bias     [G, N], dtype of x, or None
+    backend  "triton", "cuda" (CUDA C++, compiled by CuPy, on compute capability 9.0: float16 and bfloat16, rows of x
+             and rows or columns of weights contiguous and on 16-byte boundaries, N and K multiples of 8, groups of more
+             than 64 rows on average), or "auto", which takes "cuda" where it can. The backward of "cuda" takes Triton
+             where an incoming gradient is laid out otherwise.
 
     Returns y [T, N], in dtype of x, contiguous.
 
-    Raises TypeError for a wrong dtype, ValueError for a wrong shape or device, RuntimeError for a CPU tensor outside
-    Triton's interpreter.
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or backend, RuntimeError for a CPU tensor
+    outside Triton's interpreter and for backend="cuda" where it cannot run.
 
     Source: y = x · wᵀ by groups is the "grouped GEMM" of CUTLASS and of MegaBlocks (Gale et al. 2022,
     arXiv:2211.15841).
     """
     if lean(x, weights, offsets, bias):
-        plan = _fwd_plan(x, weights, offsets, bias)
+        plan = _fwd_plan(x, weights, offsets, bias, backend)
         if torch.is_grad_enabled() and (
             x.requires_grad or weights.requires_grad or (bias is not None and bias.requires_grad)
         ):
-            return _apply(x, weights, offsets, bias, plan)
+            return _apply(x, weights, offsets, bias, plan, backend)
         return plan(x, weights, offsets, bias)[0]
-    _check(x, weights, offsets, bias)
+    _check(x, weights, offsets, bias, backend)
     no_tangent("grouped_gemm", x, weights, bias)
-    return _fwd_op(x, weights, offsets, bias)[0]
+    return _fwd_op(x, weights, offsets, bias, backend)[0]
 
 
-def _check(x, weights, offsets, bias) -> None:
+def _check(x, weights, offsets, bias, backend) -> None:
     if not isinstance(x, torch.Tensor) or x.dtype not in FLOATS:
         raise TypeError(f"grouped_gemm: x must be a tensor of float32, float16 or bfloat16, got {kind(x)}")
     if x.dim() != 2 or x.shape[0] > MAX_ROWS:
@@ -80,26 +89,28 @@ def _check(x, weights, offsets, bias) -> None:
     for name, tensor in (("weights", weights), ("offsets", offsets), ("bias", bias)):
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"grouped_gemm: {name} must be on x's device {x.device}, got {tensor.device}")
+    if backend not in BACKENDS:
+        raise ValueError(f"grouped_gemm: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     runnable("grouped_gemm", "x", x)
 
 
-def _fwd_plan(x, weights, offsets, bias):
+def _fwd_plan(x, weights, offsets, bias, backend):
     """The plan for these arguments, kept. For plain tensors alone: of others the key does not say all."""
-    key = signature(x), signature(weights), signature(offsets), signature(bias)
+    key = signature(x), signature(weights), signature(offsets), signature(bias), backend
     plan = _FORWARD.find(key)
     if plan is None:
-        _check(x, weights, offsets, bias)
-        plan = _FORWARD.keep(key, fwd_plan(x, weights, offsets, bias))
+        _check(x, weights, offsets, bias, backend)
+        plan = _FORWARD.keep(key, fwd_plan(x, weights, offsets, bias, backend))
     return plan
 
 
-def _backward(dy, x, weights, table, biased: bool, needs: Needs):
+def _backward(dy, x, weights, table, biased: bool, needs: Needs, backend: str):
     if not lean(dy, x, weights, table):
-        return bwd_plan(dy, x, weights, biased, needs)(dy, x, weights, table)
-    key = signature(dy), signature(x), signature(weights), signature(table), biased, needs
+        return bwd_plan(dy, x, weights, biased, needs, backend)(dy, x, weights, table)
+    key = signature(dy), signature(x), signature(weights), signature(table), biased, needs, backend
     plan = _BACKWARD.find(key)
     if plan is None:
-        plan = _BACKWARD.keep(key, bwd_plan(dy, x, weights, biased, needs))
+        plan = _BACKWARD.keep(key, bwd_plan(dy, x, weights, biased, needs, backend))
     return plan(dy, x, weights, table)
 
 
@@ -110,8 +121,8 @@ def _gradients(ctx, dy) -> tuple[Optional, Optional, Optional]:
     x, weights, table = ctx.saved_tensors
     needs = ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]
     if lean(dy, x, weights, table) and not torch.is_grad_enabled():
-        return _backward(dy, x, weights, table, ctx.biased, needs)
-    grads = _bwd_op(dy, x, weights, table, ctx.biased, *needs)
+        return _backward(dy, x, weights, table, ctx.biased, needs, ctx.backend)
+    grads = _bwd_op(dy, x, weights, table, ctx.biased, *needs, ctx.backend)
     dx, dweights, dbias = (grad if need else None for grad, need in zip(grads, needs, strict=True))
     return dx, dweights, dbias
 
@@ -120,17 +131,17 @@ class _GroupedGemm(torch.autograd.Function):
     """Of eager calls. The gradient goes through torch.library where something traces, transforms or derives it."""
 
     @staticmethod
-    def forward(ctx, x, weights, offsets, bias, plan):
+    def forward(ctx, x, weights, offsets, bias, plan, backend):
         y, table = plan(x, weights, offsets, bias)
         ctx.set_materialize_grads(False)
-        ctx.biased = bias is not None
+        ctx.biased, ctx.backend = bias is not None, backend
         ctx.save_for_backward(x, weights, table)
         return y
 
     @staticmethod
     def backward(ctx, dy):
         dx, dweights, dbias = _gradients(ctx, dy)
-        return dx, dweights, None, dbias, None
+        return dx, dweights, None, dbias, None, None
 
 
 # What torch.autograd.Function.apply does before this is for functorch, and `lean` has seen that it is not at work.
@@ -139,14 +150,14 @@ _apply = super(torch.autograd.Function, _GroupedGemm).apply
 
 @torch.library.custom_op(f"{_NAMESPACE}::grouped_gemm_fwd", mutates_args=())
 def _fwd_op(
-    x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     make = _fwd_plan if lean(x, weights, offsets, bias) else fwd_plan
-    return make(x, weights, offsets, bias)(x, weights, offsets, bias)
+    return make(x, weights, offsets, bias, backend)(x, weights, offsets, bias)
 
 
 @_fwd_op.register_fake
-def _(x, weights, offsets, bias):
+def _(x, weights, offsets, bias, backend):
     rows, groups = x.shape[0], weights.shape[0]
     return x.new_empty(rows, weights.shape[1]), x.new_empty(table_size(rows, groups), dtype=torch.int32)
 
@@ -161,14 +172,15 @@ def _bwd_op(
     need_dx: bool,
     need_dweights: bool,
     need_dbias: bool,
+    backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    grads = _backward(dy, x, weights, table, biased, (need_dx, need_dweights, need_dbias))
+    grads = _backward(dy, x, weights, table, biased, (need_dx, need_dweights, need_dbias), backend)
     dx, dweights, dbias = (x.new_empty(0) if grad is None else grad for grad in grads)
     return dx, dweights, dbias
 
 
 @_bwd_op.register_fake
-def _(dy, x, weights, table, biased, need_dx, need_dweights, need_dbias):
+def _(dy, x, weights, table, biased, need_dx, need_dweights, need_dbias, backend):
     return (
         x.new_empty(x.shape if need_dx else 0),
         torch.empty_like(weights) if need_dweights else x.new_empty(0),
@@ -178,7 +190,7 @@ def _(dy, x, weights, table, biased, need_dx, need_dweights, need_dbias):
 
 def _save(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
-    x, weights, _, bias = inputs
+    x, weights, _, bias, ctx.backend = inputs
     ctx.biased = bias is not None
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(x, weights, output[1])
@@ -186,7 +198,7 @@ def _save(ctx, inputs, output) -> None:
 
 def _autograd(ctx, dy, _):
     dx, dweights, dbias = _gradients(ctx, dy)
-    return dx, dweights, None, dbias
+    return dx, dweights, None, dbias, None
 
 
 _fwd_op.register_autograd(_autograd, setup_context=_save)

@@ -14,6 +14,9 @@ from . import configs
 from .kernel import _grouped_gemm_bias_kernel, _grouped_gemm_rows_kernel, _grouped_gemm_weights_kernel
 from .launch import Launch
 from .schedule import table_launch, table_size
+from .sm90 import products
+
+BACKENDS = ("auto", "triton", "cuda")
 
 Optional = torch.Tensor | None
 Needs = tuple[bool, bool, bool]
@@ -23,12 +26,13 @@ Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Optional], tuple[t
 Backward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[Optional, Optional, Optional]]
 
 
-def fwd_plan(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, bias: Optional) -> Forward:
-    """Takes (x, weights, offsets, bias) like these, as `op` has checked them, and returns y and the table of tiles."""
+def fwd_plan(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, bias: Optional, backend: str) -> Forward:
+    """Takes (x, weights, offsets, bias) like these, as `op` has checked them, and returns y and the table of tiles.
+    RuntimeError where `backend` cannot take them."""
     (rows, depth), (groups, cols), device = x.shape, weights.shape[:2], x.device
     size, dtype = table_size(rows, groups), x.dtype
     schedule = table_launch(offsets, rows, _block_m(rows, groups, x))
-    product = _rows_launch(x, weights, bias, cols, depth) if rows and cols else None
+    product = _rows_launch(x, weights, bias, backend) if rows and cols else None
 
     def run(
         x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, bias: Optional
@@ -43,13 +47,17 @@ def fwd_plan(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, bias
     return run
 
 
-def bwd_plan(dy: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, biased: bool, needs: Needs) -> Backward:
+def bwd_plan(
+    dy: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, biased: bool, needs: Needs, backend: str
+) -> Backward:
     """Takes (dy, x, weights, table) like these and returns the gradients of x, weights and bias: None where `needs`
-    has False, or there is none. `dweights` lies in memory as weights do, if these are dense."""
+    has False, or there is none. `dweights` lies in memory as weights do, if these are dense. What `backend` cannot take goes to Triton:
+    the layout of an incoming gradient is not the caller's choice."""
     (rows, cols), (groups, _, depth), device, dtype = dy.shape, weights.shape, x.device, x.dtype
+    later = "triton" if backend == "triton" else "auto"
     need_dx, need_dw, need_db = needs[0], needs[1], needs[2] and biased
-    for_x = _rows_launch(dy, weights.mT, None, depth, cols) if need_dx and rows and depth else None
-    for_weights = _weights_launch(dy, x, weights) if need_dw and weights.numel() else None
+    for_x = _rows_launch(dy, weights.mT, None, later) if need_dx and rows and depth else None
+    for_weights = _weights_launch(dy, x, weights, later) if need_dw and weights.numel() else None
     for_bias = _bias_launch(dy, groups) if need_db and groups and cols else None
 
     def run(
@@ -73,11 +81,16 @@ def bwd_plan(dy: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, biased: b
     return run
 
 
-def _rows_launch(a: torch.Tensor, b: torch.Tensor, bias: Optional, cols: int, depth: int) -> Launch:
-    """Writes `cols` columns, given (a [rows, depth], weights, bias, table, out). `b` is [groups, cols, depth]."""
-    (rows, _), groups = a.shape, b.shape[0]
+def _rows_launch(a: torch.Tensor, b: torch.Tensor, bias: Optional, backend: str) -> Callable[..., None]:
+    """Writes out [rows, cols], given (a [rows, depth], weights, bias, table, out). `b` is [groups, cols, depth]."""
+    (rows, depth), (groups, cols, _) = a.shape, b.shape
     capability, sms = _device(a)
     block_m = _block_m(rows, groups, a)
+    reason = products.rows_unsupported_reason(a, b, block_m, capability)
+    if backend == "cuda" and reason:
+        raise RuntimeError(f'grouped_gemm: backend="cuda" cannot run here: {reason}')
+    if backend != "triton" and reason is None:
+        return products.rows_launch(a, b, bias, configs.pick_cuda_rows_config(groups, rows, cols, depth))
     config = configs.pick_rows_config(cols, depth, block_m, _aligned(a, b, cols, depth), a.dtype, capability)
     most = (rows // block_m + groups + 1) * triton.cdiv(cols, config.block_n)
     return Launch(
@@ -96,14 +109,19 @@ def _rows_launch(a: torch.Tensor, b: torch.Tensor, bias: Optional, cols: int, de
     )
 
 
-def _weights_launch(dy: torch.Tensor, x: torch.Tensor, weights: torch.Tensor) -> Launch:
+def _weights_launch(dy: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, backend: str) -> Callable[..., None]:
+    """Writes dweights, given (dy, x, table, dweights)."""
     groups, cols, depth = weights.shape
-    config = configs.pick_weights_config(cols, depth, _aligned(dy, x, cols, depth), x.dtype, _device(x)[0])
+    dweights, (capability, _) = torch.empty_like(weights, device="meta"), _device(x)
+    if backend != "triton" and products.weights_unsupported_reason(dy, x, dweights, capability) is None:
+        config = configs.pick_cuda_weights_config(groups, dy.shape[0], cols, depth)
+        return products.weights_launch(dy, x, dweights, config)
+    config = configs.pick_weights_config(cols, depth, _aligned(dy, x, cols, depth), x.dtype, capability)
     return Launch(
         _grouped_gemm_weights_kernel,
         (groups * triton.cdiv(cols, config.block_n) * triton.cdiv(depth, config.block_k),),
         x.device,
-        (cols, depth, *dy.stride(), *x.stride(), *torch.empty_like(weights, device="meta").stride()),
+        (cols, depth, *dy.stride(), *x.stride(), *dweights.stride()),
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         BLOCK_R=config.block_r,
