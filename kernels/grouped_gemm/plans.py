@@ -29,7 +29,7 @@ Backward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tu
 def fwd_plan(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, bias: Optional, backend: str) -> Forward:
     """Takes (x, weights, offsets, bias) like these, as `op` has checked them, and returns y and the table of tiles.
     RuntimeError where `backend` cannot take them."""
-    (rows, depth), (groups, cols), device = x.shape, weights.shape[:2], x.device
+    rows, (groups, cols), device = x.shape[0], weights.shape[:2], x.device
     size, dtype = table_size(rows, groups), x.dtype
     schedule = table_launch(offsets, rows, _block_m(rows, groups, x))
     product = _rows_launch(x, weights, bias, backend) if rows and cols else None
@@ -51,8 +51,8 @@ def bwd_plan(
     dy: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, biased: bool, needs: Needs, backend: str
 ) -> Backward:
     """Takes (dy, x, weights, table) like these and returns the gradients of x, weights and bias: None where `needs`
-    has False, or there is none. `dweights` lies in memory as weights do, if these are dense. What `backend` cannot take goes to Triton:
-    the layout of an incoming gradient is not the caller's choice."""
+    has False, or there is none. `dweights` lies in memory as weights do, if these are dense. What `backend` cannot
+    take goes to Triton, for the layout of an incoming gradient is not the caller's choice."""
     (rows, cols), (groups, _, depth), device, dtype = dy.shape, weights.shape, x.device, x.dtype
     later = "triton" if backend == "triton" else "auto"
     need_dx, need_dw, need_db = needs[0], needs[1], needs[2] and biased
