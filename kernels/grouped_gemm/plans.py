@@ -114,8 +114,8 @@ def _weights_launch(dy: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ba
     groups, cols, depth = weights.shape
     dweights, (capability, _) = torch.empty_like(weights, device="meta"), _device(x)
     if backend != "triton" and products.weights_unsupported_reason(dy, x, dweights, capability) is None:
-        config = configs.pick_cuda_weights_config(groups, dy.shape[0], cols, depth)
-        return products.weights_launch(dy, x, dweights, config)
+        ring = configs.pick_cuda_weights_config(groups, dy.shape[0], cols, depth)
+        return products.weights_launch(dy, x, dweights, ring)
     config = configs.pick_weights_config(cols, depth, _aligned(dy, x, cols, depth), x.dtype, capability)
     return Launch(
         _grouped_gemm_weights_kernel,
