@@ -146,8 +146,8 @@ def setup(session: nox.Session) -> None:
 
 @nox.session(tags=["check"])
 def test(session: nox.Session) -> None:
-    """Run all tests; those that need a GPU are skipped where there is none."""
-    pytest(session)
+    """Run all tests but the slow ones (`-- -m slow`); those that need a GPU are skipped where there is none."""
+    pytest(session, "-m", "not slow")
 
 
 @nox.session(default=False, tags=["check"])
@@ -164,7 +164,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(default=False, tags=["gpu"])
 def profile(session: nox.Session) -> None:
-    """Run Nsight Compute over every kernel: what limits it, and the bytes it really moved."""
+    """Run Nsight Compute over every kernel: its limiter, and the bytes it moved in DRAM."""
     harness(session, "profile")
 
 
@@ -252,6 +252,12 @@ def new(session: nox.Session) -> None:
 def vendor(session: nox.Session) -> None:
     """Rewrite the copies of parts/ in the kernels' folders; -- --check only looks."""
     session.run(sys.executable, "-m", "harness", "vendor", *session.posargs)
+
+
+@nox.session(default=False)
+def plan(session: nox.Session) -> None:
+    """A model of a case on many GPUs: nox -s plan -- --gpus 64 --seq 1048576 --tflops T --link G."""
+    harness(session, "plan")
 
 
 @nox.session(default=False)

@@ -1,7 +1,7 @@
 """Declare, check, time, profile and report GPU kernels. Start reading at `spec.py`.
 
-The modules here are the declaration and what everybody needs. `commands` has one module for each command of
-`python -m harness`; what they are made of lies in `correctness`, `measure`, `compiling`, `nsight` and `reporting`.
+The modules at this level are the declaration and what the packages share. `commands` has one module for each command of
+`python -m harness`, built from `correctness`, `measure`, `compiling`, `nsight` and `reporting`.
 """
 
 import os

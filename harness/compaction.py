@@ -1,8 +1,9 @@
-"""A record's lines without what follows from the others, and back. Nothing that a verdict rests on is rounded.
+"""Leaves out of a record's lines what can be derived from the others, and restores it. Nothing that a verdict depends
+on is rounded.
 
 - What all rows of a group have in common stands once, in its start line: "shared" for every row, "measured" for those
-  that were timed. What a row has of its own wins.
-- A ratio that the stored samples give again, to the last bit, is null. Any other stays, as one over a row that was
+  that were timed. A row's own value takes precedence.
+- A ratio that the stored samples reproduce to the last bit is null. Any other stays, as one over a row that was
   measured again since.
 - The statistics of a column and the errors have nine digits, which tell any two float32 apart: a CUDA event's time is
   one. Samples, ratios and A/A pairs keep every digit.
@@ -53,7 +54,7 @@ def _inherit(row: Entry, start: Mapping[str, Any]) -> None:
 
 
 def shorten(entries: Iterable[Entry]) -> list[Entry]:
-    """The lines of one file with nothing in them twice. `restore` is the way back."""
+    """The lines of one file without redundant data. `restore` is the inverse."""
     entries = list(entries)
     groups: dict[Group, list[Entry]] = {}
     for entry in entries:

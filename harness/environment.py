@@ -1,4 +1,4 @@
-"""What a measurement was made on and with: the `environment` of a record."""
+"""The hardware and software of a measurement: the `environment` of a record."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ PACKAGES = (
     "torch", "triton", "numpy", "liger-kernel", "quack-kernels", "flash-attn-4", "nvidia-cutlass-dsl",
     "cupy-cuda13x", "cupy-cuda12x", "nvidia-cudnn-cu13", "nvidia-cublas", "cupti-python", "nvtx",
 )  # fmt: skip
+#: Variables that decide how GPUs talk to each other.
+VARIABLES = ("NCCL_", "TORCH_NCCL_", "TORCH_SYMM_MEM_", "TORCH_SYMMMEM")
+CPU = "CPU"
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """The `environment` object of a run line; `device` is a CUDA device."""
+    """The `environment` object of a run line. Of a CPU, which is timed where ranks run without GPUs, it says so."""
+    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
     return {
-        "gpu": gpu(device),
+        "gpu": gpu(device) if device.type == "cuda" else {"key": None, "name": CPU},
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -31,6 +35,7 @@ def capture(device: torch.device) -> dict[str, Any]:
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
         **commit(),
         "os": f"{platform.system()} {platform.release().split('-')[0]} {platform.machine()}",
+        **({"variables": variables} if variables else {}),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
@@ -75,11 +80,6 @@ def target(name: str, device: str | None = None) -> tuple[torch.device, str | No
     if name not in ("auto", found):
         raise ValueError(f"--gpu {name}: the GPU found here is {properties.name!r} ({found or 'not in the table'})")
     return chosen, found
-
-
-def world_size() -> int:
-    """How many processes this command is, one a GPU: what torchrun says, one without it."""
-    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def commit() -> dict[str, Any]:

@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from . import environment, sampling
+from . import sampling
 from .spec import COMPILED, EAGER, WITHOUT_AUTOGRAD, Baseline, Case, Inputs, KernelSpec, Op, Peer
 
 Run = Callable[[], tuple[torch.Tensor, ...]]
 
 
 class LazyOutput(TypeError):
-    """An output that is not a plain tensor: a subclass may put off the work, and would be timed as free."""
+    """An output that is not a plain tensor: a subclass may defer the work, and would be timed as free."""
 
 
 class Unavailable(Exception):
@@ -41,7 +41,7 @@ def load(spec: KernelSpec, name: str, case: Case, mode: str) -> Op:
 
 
 def _capability() -> tuple[int, int]:
-    """Of the current GPU; nought where there is none."""
+    """Compute capability of the current GPU; (0, 0) without one."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
@@ -125,14 +125,24 @@ def out_grads(
 
 
 def unfit(case: Case, capability: tuple[int, int]) -> str | None:
-    """Why a host with GPUs of that compute capability cannot run the case, or None."""
+    """Why one process on a GPU of that compute capability cannot run the case, or None."""
     if capability < case.min_capability:
         return _needs(case.min_capability)
-    if case.world_size > 1 and (found := torch.cuda.device_count()) < case.world_size:
-        return f"needs {case.world_size} GPUs of one host, found {found}"
-    if case.world_size not in (1, environment.world_size()):
-        return f"needs {case.world_size} processes, one a GPU: torchrun --nproc-per-node {case.world_size}"
+    if case.world_size > 1:
+        return several(case)
     return None
+
+
+def uninterpretable(case: Case) -> str | None:
+    """Why Triton's interpreter cannot compute a case, or None."""
+    name = str(case.dtype).removeprefix("torch.")
+    wrong = name == "bfloat16" or name.startswith("float8_")
+    return f"Triton's interpreter computes {name} wrongly" if wrong else None
+
+
+def several(case: Case) -> str:
+    """Why a command that is one process leaves out a case of several GPUs."""
+    return f"needs {case.world_size} GPUs of one host: bench --gpus {case.world_size}"
 
 
 def _needs(capability: tuple[int, int]) -> str:

@@ -22,7 +22,7 @@ Rows = list[dict[str, Any]]
 
 
 def ways(spec: KernelSpec, case: Case) -> tuple[str, ...]:
-    """In which ways a host case is called."""
+    """The ways in which a host case is called."""
     modes = spec.modes_of(case)
     if "step" in modes:
         return (f"{HOST}step",)

@@ -1,4 +1,4 @@
-"""What commands that are nothing without a GPU begin with: which card, which folder for the results."""
+"""How commands that need a GPU start: which GPU, and which folder for the results."""
 
 from __future__ import annotations
 

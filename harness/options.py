@@ -39,7 +39,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Selection:
-    """What is left of one kernel after --case, --mode and --impl."""
+    """The part of one kernel that --case, --mode and --impl select."""
 
     spec: KernelSpec
     cases: tuple[Case, ...]

@@ -1,6 +1,6 @@
-"""`bench` where there is no GPU: is it right, does it compile well, and what is the least time it could take?
+"""`bench` without a GPU: correctness in the interpreter, the ahead-of-time build, and the floor of each case.
 
-It prints no GPU time, because none was measured.
+It prints no GPU time, because none is measured.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ def kept_by(spec: KernelSpec) -> list[Any]:
 
 @contextmanager
 def apart(spec: KernelSpec, own: Kept) -> Iterator[None]:
-    """Inside, the kernel has the plans of `own` alone, which gets what it makes there: whoever puts something in the
-    place of a `pick_*` function must neither find plans that were made without it nor leave some behind."""
+    """Within the block the kernel uses only the plans in `own`, and adds new ones there. Code that replaces a `pick_*`
+    function must neither find plans made before nor leave its own behind."""
     every = kept_by(spec)
     before = [dict(plans) for plans in every]
     own.extend({} for _ in range(len(every) - len(own)))

@@ -1,4 +1,4 @@
-"""The record: raw samples and everything needed to argue about them, as JSON lines. Reports are made from it alone.
+"""The record: raw samples and everything needed to interpret them, as JSON lines. Reports are made from it alone.
 
 `<out>/records/<kernel>.jsonl` is written line by line as a bench proceeds, so that an interrupted run keeps what it
 has. Every line is an object with a `type` and a `run` (the id that joins them):
@@ -10,13 +10,15 @@ run    once per bench of a kernel, first
                                 "sms": 132, "memory_bytes": ..., "l2_bytes": ..., "driver": "580.159",
                                 "sm_clock_max_mhz": 1980, "power_limit_w": 700},
                         "python": ..., "torch": ..., "cuda": ..., "triton": ..., "packages": {"liger-kernel": "0.8.5"},
+                        "variables": {"NCCL_...": ...},                      # of NCCL and symmetric memory, where set
                         "commit": "<sha>"|null, "dirty": bool, "os": ..., "time": ISO-8601 UTC},
         "world_size": 2,                                                     # GPUs of one host, where more than one
         "ceilings": {"measured": {"bandwidth": B/s of a copy, "bandwidth_read": B/s of a pure read,
-                                  "flops": {"bf16": FLOP/s, "fp16": ..., "tf32": ..., "fp32": ...}},
+                                  "flops": {"bf16": FLOP/s, "fp16": ..., "tf32": ..., "fp32": ...},
+                                  "link": B/s each way, "links": {"nccl": {"one way": {bytes: B/s}, ...}, ...}},
                      "datasheet": {"bandwidth", "flops"}, or null for a card that is not in the table}}
 start  before the implementations of one case and mode are run: {"type": "start", "run", "kernel", "case", "mode"}.
-       A start without rows or a stop after it means that the process died there.
+       A start without rows or a stop after it means that the process crashed; so does a stop that "failed".
 row    one per implementation of that case and mode
        {"type": "row", "run", "kernel", "case", "mode", "dims": {"rows": 8192, ...}, "dtype": "bfloat16", "params": {},
         "implementation": "triton", "kind": "ours"|"baseline"|"yardstick",
@@ -34,12 +36,23 @@ row    one per implementation of that case and mode
         "error": {"max": ..., "rms": ..., "eager_max": ..., "eager_rms": ...} | null,
         "clocks": {"sm_mhz": [min, max], "temperature_c": [min, max], "power_w": [min, max],
                    "throttle": ["sw_power_cap"], "throttled_samples": 0, "samples": 40},
-        "warnings": ["..."]}
+        "warnings": ["..."],
+        "several": SEVERAL}                                                  # where the case is of several GPUs
        COLUMN = {"samples_us": [...], "n", "median_us", "mean_us", "std_us", "min_us", "max_us", "p95_us", "p99_us",
                  "ci95_us": [lo, hi], "outliers", "stop": "converged"|"rounds"|"time"}
        Host time is a row of a mode that begins with "host-" (`harness/host.py`): its only column is "host", its timer
        "host" and its cost nothing.
-stop   {"type": "stop", "run", "kernel", "reason": "complete"|"interrupted"}
+       SEVERAL = {"backend": "nccl"|"gloo", "rank_median_us": [of each rank], "axis": null | [series, length],
+                  "outside_bytes": null | [of each rank],  # beyond PyTorch's allocator: NCCL, symmetric memory, code
+                  "efficiency": null | {"median", "ci95"},  # T1 / (N · TN), paired by round
+                  "alone": null | {"implementation", COLUMN of T1}, "alone_reason": "why there is no T1",
+                  "exposed_us": null | {"median", "ci95"},  # what it takes less without transfers, paired by round
+                  "local_median_us": median without transfers, "exposed_reason": "why there is none"}
+       Times of several GPUs are those of the slowest rank in each round, its peak memory that of the rank with most.
+       On CPUs they are of the timer "wall", in a column of that name, and stand beside no ceilings.
+stop   {"type": "stop", "run", "kernel", "reason": "complete"|"part"|"interrupted"|"failed: rank 1 was killed by …"}
+       A bench whose ranks start more than once, since their variables differ, is a run each time: all but the last end
+       as a part.
 
 A row supersedes an earlier row of the same (kernel, case, mode, implementation). A bench that ends leaves its file
 compact (`compaction.py` says how); `load` gives the whole rows back. Schema 1 had no compact files.
@@ -252,7 +265,7 @@ def _take(runs: dict[str, Run], where: str, entry: Mapping[str, Any]) -> Row | N
         run.starts.append((entry["case"], entry["mode"]))
     elif kind == "stop":
         run.stop = entry.get("reason")
-        if run.stop == "complete":
+        if run.stop in ("complete", "part"):
             run.closed.update(run.starts[-1:])
     elif kind == "row":
         group = (entry["case"], entry["mode"])
@@ -270,7 +283,7 @@ class Finished:
     """How far an interrupted bench came. Both are sets of (case, mode).
 
     done   measured, and the bench went on after it
-    died   started and never heard of again: the process died there, so trying once more may kill it once more
+    died   started and never heard of again: the process crashed, so trying once more may crash it once more
     """
 
     done: frozenset[Group] = frozenset()
@@ -296,7 +309,7 @@ def finished(path: Path | str, *, options: Mapping[str, Any], commit: str | None
         if not same or (back and run.stop == "complete"):
             break
         done |= run.closed & run.written
-        died |= {group for group in run.starts[-1:] if run.stop is None and group not in run.written}
+        died |= {group for group in run.starts[-1:] if run.died and group not in run.written}
     return Finished(frozenset(done), frozenset(died - done))
 
 

@@ -7,10 +7,10 @@ estimate of this one. Ceilings come from two places: `gpus.toml` holds what the 
 measures what this card does. The measured ones decide; the vendor's stand beside them.
 
 **More than 100 %.** A measurement below its floor is an error in the timing or in the cost (`over_roofline`), except
-for what L2 can keep from DRAM. How much that is depends on the column:
+for DRAM traffic that L2 hits avoid. How much that is depends on the column:
 
 cold    nothing: L2 is flushed by writing, so it is full of dirty lines. Each line that a kernel brings in or writes
-        pushes one of them out, and DRAM moves the compulsory bytes at least, however small the problem. The same for
+        evicts one of them, and DRAM moves the compulsory bytes at least, however small the problem. The same for
         cupti, which times cold calls.
 graph   at most half of the bytes, and no more than L2 holds: it rotates through twice the L2, so at best every second
         line is still there.
@@ -224,9 +224,9 @@ def get(key: str, device_name: str | None = None) -> Gpu:
 
 
 def floor_seconds(cost: Cost, ceilings: Ceilings) -> Floor:
-    """The least time for this work: the largest of its terms. What has no ceiling bounds nothing."""
+    """The least time for this work: the largest of its terms. A term without a ceiling is left out."""
     terms = _terms(cost, ceilings)
-    limit = max(terms, key=terms.__getitem__)  # memory is first, so it is the limit where all are nothing
+    limit = max(terms, key=terms.__getitem__)  # memory is first, so it is the limit where all are zero
     return Floor(terms[limit], limit)
 
 
@@ -243,7 +243,7 @@ def _terms(cost: Cost, ceilings: Ceilings) -> dict[str, float]:
 
 
 def percent_of_roofline(seconds: float, cost: Cost, ceilings: Ceilings) -> float | None:
-    """100 · floor / time; None where the work or the time is nil."""
+    """100 · floor / time; None where the work or the time is zero."""
     floor = floor_seconds(cost, ceilings).seconds
     return 100 * floor / seconds if floor > 0 and seconds > 0 else None
 
@@ -259,7 +259,7 @@ def bytes_that_must_move(bytes: float, column: str, l2_bytes: float) -> float:
 def over_roofline(
     seconds: float, cost: Cost, ceilings: Ceilings, *, column: str = "cold", l2_bytes: float = 0
 ) -> str | None:
-    """Why this time cannot be true, or None. Give the *measured* ceilings; `column` is one of COLUMNS.
+    """Why this time is impossible, or None. Give the *measured* ceilings; `column` is one of COLUMNS.
 
     Every term has a margin of its own, so the largest is not always the one that is broken.
     """

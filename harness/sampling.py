@@ -1,8 +1,8 @@
-"""Problems that are too large for the reference, held against it on some of their rows.
+"""Problems that are too large for the reference, compared with it on a sample of their rows.
 
-Where an op treats rows apart (the queries of an attention without a mask), its outputs on some rows are those of the
-problem that has these rows alone. So are all gradients, sums over rows among them, if the incoming gradients of the
-other rows are 0.
+Where an op computes rows independently (the queries of an attention without a mask), its outputs on some rows are those
+of the problem that has only these rows. So are all gradients, sums over rows among them, if the incoming gradients of
+the other rows are 0.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Sample:
                 gradient.zero_().index_copy_(self.rows.outputs, self.index, kept)
 
     def results(self, results: Sequence[torch.Tensor], names: Sequence[str]) -> list[torch.Tensor]:
-        """What these rows decide of outputs and gradients, of which `names` are those of `oracle.Expected`."""
+        """The outputs and gradients that depend on these rows alone; `names` are those of `oracle.Expected`."""
         dimensions = {f"gradient of {name}": dimension for name, dimension in self.rows.inputs.items()}
         chosen = []
         for name, tensor in zip(names, results, strict=True):
@@ -57,7 +57,7 @@ class Sample:
 
 
 def draw(spec: KernelSpec, case: Case, inputs: Inputs, seed: int = 0) -> Sample | None:
-    """Rows at random, the first and the last among them; None where the case is held against the reference whole."""
+    """Rows at random, with the first and the last; None where the whole case is compared with the reference."""
     rows = spec.sampled(case)
     if rows is None:
         return None

@@ -28,7 +28,7 @@ class Case:
     """One problem: sizes, dtype and the keyword arguments that are not tensors.
 
     `name` is used verbatim as pytest id, NVTX range, report row and file key, so it is unique within a kernel and made
-    of letters, digits, '.', '_' and '-'. `bench=False` cases exist for correctness alone.
+    of letters, digits, '.', '_' and '-'. `bench=False` cases are only for correctness.
 
     `mutates` names the inputs that the op updates in place. It must return them among its outputs, while the reference
     computes their new values as new tensors. Such a case is run without autograd alone.
@@ -55,7 +55,7 @@ class Tolerance:
 
     With e = |result − oracle| and e_eager = |eager in the same dtype − oracle|, both max and RMS must satisfy
     e <= ratio · e_eager + floor · scale, where scale is the largest finite |oracle| (max) or its RMS. `floor` is in
-    units of the dtype's epsilon; it covers the case of an eager result that is right by luck.
+    units of the dtype's epsilon; it covers the case of an eager result that is accurate by chance.
     """
 
     ratio: float = 2.0
@@ -109,12 +109,42 @@ class Tunable:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows that an op treats apart: they lie along dimension inputs[name] of those inputs, and along dimension
-    `outputs` of every output. `count` of them are held against the reference (`harness.sampling`)."""
+    """Rows that an op computes independently: they lie along dimension inputs[name] of those inputs, and along
+    dimension `outputs` of every output. `count` of them are compared with the reference (`harness.sampling`)."""
 
     count: int
     inputs: Mapping[str, int]
     outputs: int
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a kernel runs on several GPUs. The harness starts the processes, one a GPU ("ranks"), and makes the default
+    process group of `case.world_size` ranks before it calls any of this (`harness.ranks`).
+
+    make_shard   (case, rank, device, generator) -> keyword arguments of the op on that rank, as `make_inputs`. The
+                 generator is seeded by the rank.
+    check_shard  (fn, case, mode, device) -> why an implementation is wrong, or None. Called by all ranks together, with
+                 the implementation as it is. It makes a small problem of the case's kind and holds it against the
+                 oracle. Without it rows say that nothing was checked.
+    alone        our one-GPU implementation, name -> callable(**make_inputs(case, ...)), at most one. Rank 0 runs it on
+                 the whole problem in the same rounds: T1 of the efficiency T1 / (N · TN).
+    alone_reason (case, mode) -> why it is not timed there, or None
+    local        implementation -> the same with its transfers replaced by local copies. What the transfers take beyond
+                 that is not hidden.
+    axis         (case) -> the series and the length by which a chart of the efficiency has it
+    environment  (case) -> environment variables that its ranks start with
+    release      called on each rank after each case and mode: gives back what is kept between calls
+    """
+
+    make_shard: Callable[[Case, int, torch.device | str, torch.Generator], Inputs]
+    check_shard: Callable[[Op, Case, str, torch.device], str | None] | None = None
+    alone: Mapping[str, Op] = field(default_factory=dict)
+    alone_reason: Callable[[Case, str], str | None] = lambda case, mode: None
+    local: Mapping[str, Op] = field(default_factory=dict)
+    axis: Callable[[Case], tuple[str, int]] | None = None
+    environment: Callable[[Case], Mapping[str, str]] = lambda case: {}
+    release: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -134,8 +164,8 @@ class KernelSpec:
                      optimizer. The last two are run like "fwd", under torch.no_grad: what "train" differentiates it
                      does under a torch.enable_grad of its own.
     min_capability   implementation -> the compute capability that it needs, where that is more than the case's own
-    alias_reason     (implementation, case, mode) -> why it is another implementation once more there, so that checking
-                     and timing it would tell nothing; else None
+    alias_reason     (implementation, case, mode) -> why it is the same as another implementation there, so that it is
+                     neither checked nor timed again; else None
     unit, items      the case's own throughput: "rows", (case) -> how many
     unsupported_reason  (implementation, case, mode) -> why it cannot take the case (beyond min_capability) or None
     determinism      mode -> "run-to-run" (bit-wise equal repeats, tested), "on request" (the same under
@@ -145,11 +175,16 @@ class KernelSpec:
     sampled          (case) -> Rows where the problem is too large for the reference, else None
     limits           input -> the largest magnitude up to which the op is right, where that is not all of its dtype
     spills           JIT kernel -> bytes of register spill that are accepted, with the reason in the kernel's README
-    false_alarms     (tool of compute-sanitizer, JIT kernel or device function) -> why what it finds there is not so
+    false_alarms     (tool of compute-sanitizer, JIT kernel or device function) -> why its finding there is not an
+                     error
     tunables         what `tune` searches
-    host_cases       problems so small that the host's time of a call is all that counts; every peer takes them
+    host_cases       problems so small that a call takes its host time; every peer takes them
     host_ops         implementation or peer -> what is called on host cases in its place, e.g. the step of an optimizer
     compile_targets  compute capabilities that `build` compiles for
+    needs            the kernels whose public functions a composed one calls; it has no kernel of its own
+    model            (case, mode, GPUs, length or None for the case's own, FLOP/s of a GPU, bytes/s of a link) -> a
+                     model's (seconds, seconds of them that a transfer is waited for, efficiency); or None
+    sharding         how cases of several GPUs are run; None where there are none
     """
 
     name: str
@@ -178,6 +213,9 @@ class KernelSpec:
     unsupported_reason: Callable[[str, Case, str], str | None] = lambda implementation, case, mode: None
     host_cases: tuple[Case, ...] = ()
     host_ops: Mapping[str, Op] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+    model: Callable[[Case, str, int, int | None, float, float], tuple[float, float, float]] | None = None
+    sharding: Sharding | None = None
 
     def __post_init__(self) -> None:
         names = [case.name for case in self.cases]
@@ -194,10 +232,19 @@ class KernelSpec:
             raise ValueError(f"{self.name}: names of host cases must be unique too, got {sorted(hosts)}")
         if alone := [case.name for case in self.cases if case.world_size < 1]:
             raise ValueError(f"{self.name}: a case takes one GPU at least, got {alone}")
+        self._check_sharding()
         if idle := [case.name for case in self.cases if not self.modes_of(case)]:
             raise ValueError(
                 f"{self.name}: no mode for the cases {idle}; those that mutate inputs need one without autograd"
             )
+
+    def _check_sharding(self) -> None:
+        if self.sharding is None:
+            return
+        if len(self.sharding.alone) > 1:
+            raise ValueError(f"{self.name}: one implementation alone gives T1, got {sorted(self.sharding.alone)}")
+        if unknown := set(self.sharding.local) - set(self.implementations):
+            raise ValueError(f"{self.name}: `local` names {sorted(unknown)}, which are no implementations")
 
     def skip_reason(self, implementation: str, case: Case, mode: str) -> str | None:
         """Why one of our implementations is neither checked nor timed on a case, or None."""

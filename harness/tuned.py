@@ -1,4 +1,4 @@
-"""What `tune` has measured, and whether what a kernel picks today is still among the best of it. Needs no GPU.
+"""What `tune` has measured, and whether a kernel's present configuration is among the best of it. Needs no GPU.
 
 reports/<gpu>/tune/<kernel>.json:
 {"schema": 2, "kernel", "gpu", "environments", "rows": [{"kernel", "mode", "case", "function": "pick_fwd_config", "run",
@@ -32,7 +32,7 @@ def files(root: Path = registry.ROOT) -> list[Path]:
 
 
 def behind(path: Path, spec: KernelSpec) -> list[str]:
-    """What is wrong with today's picks by one file; empty where every one is among the best."""
+    """Messages for today's configurations that are not among the best by one file; empty where all are."""
     wrong = []
     for row in rows_json.read(path, SCHEMA)["rows"]:
         try:
@@ -91,7 +91,7 @@ def _measured(row: Mapping[str, Any], config: Any) -> Mapping[str, Any] | None:
 
 
 def judge(row: Mapping[str, Any], picked: Any) -> str | None:
-    """Why picking this configuration is wrong by what was measured, or None."""
+    """Why this configuration is not among the best that were measured, or None."""
     times = [c["median_us"] for c in row["candidates"] if c["median_us"] is not None]
     mine = _measured(row, picked)
     where = f"{row['kernel']} {row['mode']} {row['case']}"

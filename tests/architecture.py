@@ -81,11 +81,16 @@ def _layer(folder: Path, path: Path) -> str:
 
 
 def kernel_imports(folder: Path) -> Iterator[str]:
-    """What makes a folder standalone: it works when it is copied out under another name."""
+    """What makes a folder standalone: it works when it is copied out under another name, a composed kernel together
+    with those that it needs."""
+    needed = spec_needs(folder)
     for path in modules(folder):
         for item in imports(path):
             where = f"{path}:{item.line}"
-            if item.level > depth(folder, path):
+            if item.level == depth(folder, path) + 1 and item.module.split(".")[0] in needed:
+                if "." in item.module:
+                    yield f"{where}: imports {item.module}: of a kernel in SPEC.needs only what its package exports"
+            elif item.level > depth(folder, path):
                 yield f"{where}: the import leaves the folder: kernels never import each other"
             elif item.level == 0 and item.root in ("kernels", "workloads", "ridgeline"):
                 yield f"{where}: imports {item.module}: kernels never import each other; within a folder, relatively"
@@ -193,6 +198,16 @@ def spec_name(folder: Path) -> Iterator[str]:
                 yield f'{folder / "bench.py"}:{node.lineno}: SPEC.name must be "{folder.name}", like the folder'
             return
     yield f"{folder / 'bench.py'}: declares no SPEC = KernelSpec(...)"
+
+
+def spec_needs(folder: Path) -> tuple[str, ...]:
+    """The kernels that SPEC names as needed."""
+    for node in tree(folder / "bench.py").body if (folder / "bench.py").is_file() else []:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Call):
+            for keyword in node.value.keywords:
+                if keyword.arg == "needs":
+                    return tuple(ast.literal_eval(keyword.value))
+    return ()
 
 
 def workload_imports(folder: Path) -> Iterator[str]:

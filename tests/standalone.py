@@ -38,7 +38,8 @@ def _chosen(spec: KernelSpec) -> Case | None:
 
     if not any(getattr(fn, "__name__", "") == spec.name for fn in spec.implementations.values()):
         return None
-    cases = [c for c in spec.cases if c.dtype == torch.float32 and not c.mutates and math.prod(c.dims.values()) > 100]
+    cases = [c for c in spec.cases if c.dtype == torch.float32 and not c.mutates and c.world_size == 1]
+    cases = [case for case in cases if math.prod(case.dims.values()) > 100]
     return min(cases, key=lambda case: math.prod(case.dims.values()), default=None)
 
 

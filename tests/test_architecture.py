@@ -312,6 +312,40 @@ def test_a_bad_tree_is_rejected(what: str, tmp_path: Path) -> None:
     assert any(re.search(re.escape(message), violation) for violation in found), found
 
 
+COMPOSED = {
+    "kernels/beta/__init__.py": 'from .op import beta\n__all__ = ["beta"]\n',
+    "kernels/beta/steps.py": "from ..alpha import alpha\n",
+    "kernels/beta/op.py": "from .steps import alpha\ndef beta(x): return alpha(x)\n",
+    "kernels/beta/reference.py": "def beta_reference(x): return x\n",
+    "kernels/beta/bench.py": 'from harness.spec import KernelSpec\nSPEC = KernelSpec(name="beta", needs=("alpha",))\n',
+    "kernels/beta/test_beta.py": "from ..alpha import alpha\n",
+    "kernels/beta/README.md": "# beta\n",
+}
+
+
+def test_a_composed_kernel_imports_what_it_needs(tmp_path: Path) -> None:
+    write_tree(tmp_path, {**GOOD_TREE, **COMPOSED})
+    assert violations(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "steps.py",
+            "from ..alpha.kernel import alpha_fwd\n",
+            "steps.py:1: imports alpha.kernel: of a kernel in SPEC.needs",
+        ),
+        ("steps.py", "from ..gamma import gamma\n", "steps.py:1: the import leaves the folder"),
+        ("steps.py", "from kernels.alpha import alpha\n", "steps.py:1: imports kernels.alpha: kernels never"),
+        ("bench.py", 'SPEC = KernelSpec(name="beta")\n', "steps.py:1: the import leaves the folder"),
+    ],
+)
+def test_a_composed_kernel_imports_nothing_else(name: str, content: str, message: str, tmp_path: Path) -> None:
+    write_tree(tmp_path, {**GOOD_TREE, **COMPOSED, f"kernels/beta/{name}": content})
+    assert any(message in violation for violation in violations(tmp_path)), violations(tmp_path)
+
+
 def test_a_folder_needs_a_module_for_its_kernels(tmp_path: Path) -> None:
     tree = {
         name: text

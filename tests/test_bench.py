@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from harness import execute, options, record, registry
-from harness.commands.bench import Group, Interrupt, Session
-from harness.spec import EAGER, Case, Cost, Yardstick
+from harness.commands.bench import Group, Interrupt
+from harness.spec import EAGER, Cost, Yardstick
 
 
 def test_a_case_that_the_device_cannot_run_is_skipped_with_the_reason(monkeypatch):
@@ -104,26 +104,11 @@ def test_ctrl_c_in_a_destructor_is_not_lost():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_case_of_several_gpus_is_skipped_with_its_reason_where_there_are_fewer(monkeypatch):
-    case = Case("two", {}, torch.float32, world_size=2)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert execute.unfit(case, (9, 0)) == "needs 2 GPUs of one host, found 1"
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert execute.unfit(case, (9, 0)) == "needs 2 processes, one a GPU: torchrun --nproc-per-node 2"
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert execute.unfit(case, (9, 0)) is None
-
-
-def test_a_record_of_several_gpus_holds_their_cases_alone(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+def test_a_case_of_several_gpus_is_skipped_with_its_reason(monkeypatch):
     spec = registry.load("rmsnorm")
-    one, two = (dataclasses.replace(spec.cases[0], name=f"of-{n}", world_size=n) for n in (1, 2))
-    selection = options.Selection(spec, (one, two), ("fwd",), ("triton",))
-
-    def cases(world_size: int) -> list[str]:
-        return [case.name for case, _ in Session.groups(SimpleNamespace(world_size=world_size), selection)]
-
-    assert cases(1) == ["of-1", "of-2"] and cases(2) == ["of-2"]
-    (row,) = Group(SimpleNamespace(device=torch.device("cuda", 0)), selection, two, "fwd").rows()
-    assert (row["status"], row["reason"]) == ("skipped", "needs 2 GPUs of one host, found 1")
+    case = dataclasses.replace(spec.cases[0], name="of-2", world_size=2)
+    assert execute.unfit(case, (9, 0)) == "needs 2 GPUs of one host: bench --gpus 2"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    selection = options.Selection(spec, (case,), ("fwd",), ("triton",))
+    (row,) = Group(SimpleNamespace(device=torch.device("cuda", 0)), selection, case, "fwd").rows()
+    assert (row["status"], row["reason"]) == ("skipped", "needs 2 GPUs of one host: bench --gpus 2")

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -376,6 +377,13 @@ def test_workers_neither_interpret_nor_see_a_gpu(tmp_path, monkeypatch):
 def test_plain_tables_are_aligned():
     lines = tables.plain("title", ("name", ">n"), [["a", "1"], ["long", "100"]])
     assert lines == ["title", "name    n", "a       1", "long  100"]
+
+
+def test_a_kernel_of_several_gpus_alone_launches_nothing_here_and_that_is_no_failure():
+    spec = registry.load("rmsnorm")
+    outcome = ahead.compile_spec(spec, (9, 0), [replace(spec.cases[0], name="ring", world_size=2)], ("fwd",))
+    assert outcome.failures == [] and outcome.rows == []
+    assert outcome.skipped[-1] == "sm_90 ring: needs 2 GPUs of one host: bench --gpus 2"
 
 
 @pytest.mark.gpu

@@ -58,7 +58,7 @@ def test_accuracy_is_planned_for_every_case_with_a_reason_where_it_cannot_be_che
     assert list(reasons) == [case.name for case in CASES]
     assert reasons["40x7-fp32"] is None and reasons["1x1-fp32"] is None
     assert reasons["5x7-bf16"] == "Triton's interpreter computes bfloat16 wrongly"
-    assert reasons["5x7-two-gpus"] == "needs 2 GPUs of one host"
+    assert reasons["5x7-two-gpus"] == "needs 2 GPUs of one host: bench --gpus 2"
     assert reasons["5x7-fp8"] == "Triton's interpreter computes float8_e4m3fn wrongly"
     assert reasons["5x7-hopper"] == "needs a GPU of compute capability (9, 0)"
     assert reasons["big-fp32"] == reasons["wide-fp32"] == "too large for Triton's interpreter"

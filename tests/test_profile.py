@@ -269,7 +269,7 @@ def toy(tmp_path, monkeypatch):
         program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{script}" "$@"\n')
         program.chmod(0o755)
         arguments = {"kernel": ["toy"], "case": None, "mode": None, "impl": None, "gpu": "auto", "device": None}
-        arguments |= {"out": out, "full": False, "keep": None, "worker": None}
+        arguments |= {"out": out, "full": False, "keep": None, "worker": None, "gpus": 1}
         code = profile.main(Namespace(**{**arguments, **given}))
         return code, json.loads((out / "profile" / "toy.json").read_text())
 

@@ -183,6 +183,19 @@ def test_resume_measures_the_interrupted_group_again(tmp_path: Path) -> None:
     assert progress(write(tmp_path / "y.jsonl", torn)) == record.Finished(done=frozenset({("a", "fwd")}))
 
 
+def test_resume_does_not_try_again_what_a_rank_died_of(tmp_path: Path) -> None:
+    lines = [run_line(KERNEL), start("a"), measured("a"), start("b"), stop("failed: rank 1 was killed by SIGKILL")]
+    found = progress(write(tmp_path / "x.jsonl", lines))
+    assert found == record.Finished(done=frozenset({("a", "fwd")}), died=frozenset({("b", "fwd")}))
+
+
+def test_resume_knows_the_parts_of_a_bench_whose_ranks_started_twice(tmp_path: Path) -> None:
+    lines = [run_line(KERNEL), start("a"), measured("a"), stop("part"), run_line(KERNEL, run="second")]
+    lines += [start("b", "second"), measured("b", "second"), start("c", "second")]
+    found = progress(write(tmp_path / "x.jsonl", lines))
+    assert found.done == {("a", "fwd"), ("b", "fwd")} and found.died == {("c", "fwd")}
+
+
 def test_resume_goes_back_through_earlier_resumptions(tmp_path: Path) -> None:
     again = run_line(KERNEL, run="second", options={"resume": True})
     crashed = row(KERNEL, "b", "fwd", "triton", run="second", status="crashed")

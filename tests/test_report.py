@@ -15,7 +15,7 @@ from harness.commands import report
 from harness.registry import ROOT
 from harness.reporting import charts, svg
 from harness.reporting.findings import Finding, findings, verdict
-from tests.fake_records import DATASHEET, MEASURED, bench, row, samples, with_ratios, world, write
+from tests.fake_records import DATASHEET, MEASURED, bench, column, row, samples, with_ratios, world, write
 
 KERNEL = "rmsnorm"
 COST = {"flops": 1_000_000, "bytes": 340_000_000, "pipe": "fp32"}  # 80 µs at the measured 4.25 TB/s
@@ -199,6 +199,39 @@ def test_a_report_of_several_gpus_says_so_and_takes_their_links_into_the_floor(t
     assert "limit of 2 NVIDIA H200" in (folder / "overview.svg").read_text()
     readme = report.update_readme("<!-- report:begin h200-x2 -->\n<!-- report:end -->\n", tmp_path)
     assert "2 NVIDIA H200, PyTorch" in readme and "| 1 | link | 75 to 75 % |" in readme
+
+
+def test_a_kernel_of_several_gpus_has_efficiency_transfers_and_memory(tmp_path: Path) -> None:
+    cost = {"flops": {"bf16": 400e9}, "bytes": 4_000_000, "link_bytes": 2_000_000}
+
+    def of(length: int, name: str, us: float, efficiency: float | None) -> dict[str, Any]:
+        spread = efficiency and {"median": efficiency, "ci95": [efficiency - 0.01, efficiency + 0.01]}
+        several = {
+            "backend": "nccl",
+            "rank_median_us": [us * 0.9, us],
+            "axis": ["causal", length],
+            "outside_bytes": [2**20, 2**21],
+            "efficiency": spread,
+            "alone": spread and {"implementation": "attention", **column(exact(2 * us))},
+            "exposed_us": {"median": us / 20, "ci95": [0, us]} if name == "triton" else None,
+        }
+        several |= {} if spread else {"alone_reason": "too long for one GPU"}
+        return row("ring", f"s{length}", "fwd", name, exact(us), cost=cost, several=several)
+
+    groups = {
+        (f"s{length}", "fwd"): [of(length, "triton", 1000, of_ours), of(length, "torch-cp", 2000, of_ours and 0.4)]
+        for length, of_ours in ((16384, 0.9), (65536, 0.97), (1048576, None))
+    }
+    write(tmp_path / "records" / "ring.jsonl", bench("ring", groups, run="two", world_size=2))
+    report.write(tmp_path)
+    page = (tmp_path / "ring.md").read_text()
+    cells = [c.strip() for c in line(page, "| s65536 | fwd | **triton** | 1000 µs | 400").split("|")][4:-1]
+    assert cells == ["1000 µs", "400 TFLOP/s", "2000 µs", "97.0 % [96.0, 98.0]", "50.0 µs, 5.0 %", "64.0 MiB",
+                     "2.00 MiB", "900 µs to 1000 µs"]  # fmt: skip
+    assert "| s1048576 | fwd | torch-cp | 2000 µs | 200 TFLOP/s | – | – | – |" in page
+    assert page.count("- No efficiency, too long for one GPU: s1048576 fwd.") == 1
+    chart = (tmp_path / "ring-fwd-efficiency.svg").read_text()
+    assert "causal" in chart and "torch-cp" in chart and "triton (ours)" in chart
 
 
 def test_folders_of_one_and_of_several_gpus_stand_beside_each_other(tmp_path: Path) -> None:

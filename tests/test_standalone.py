@@ -55,7 +55,8 @@ except RuntimeError:
 
 
 def copied(name: str, site: Path) -> None:
-    shutil.copytree(registry.folder(name), site / "elsewhere" / name, ignore=standalone.IGNORED)
+    for folder in (name, *registry.load(name).needs):
+        shutil.copytree(registry.folder(folder), site / "elsewhere" / folder, ignore=standalone.IGNORED)
 
 
 @pytest.fixture(scope="module", params=KERNELS)

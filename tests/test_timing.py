@@ -175,7 +175,8 @@ def bench(tmp_path, implementation, cost=lambda case, mode: Cost(0, case.dims["n
         baselines=(),
         modes=("fwd",),
     )
-    arguments = Namespace(gpu="auto", quick=True, timer="auto", case=None, mode=None, impl=None, resume=False)
+    chosen = dict(gpu="auto", case=None, mode=None, impl=None)
+    arguments = Namespace(**chosen, quick=True, timer="auto", host="no", host_compiled=False, resume=False)
     session = Session(torch.device("cuda", 0), arguments)
     path = tmp_path / "scale.jsonl"
     session.bench(options.Selection(spec, spec.cases, spec.modes, ("cheat",)), path)

@@ -38,6 +38,7 @@ def spec_with(kernel: str, name: str, fn) -> KernelSpec:
         cases=cases,
         fuzz=ZOO[kernel].FUZZ,
         limits=ZOO[kernel].LIMITS,
+        sharding=spec.sharding and dataclasses.replace(spec.sharding, local={}),  # of the implementations replaced
     )
 
 

@@ -1,8 +1,8 @@
-"""The bench: check, time, hold against peers and roofline, record.
+"""The bench: check, time, compare with peers and roofline, record.
 
-One *group* is a case in a mode: all its implementations are checked against the oracle, timed in turns on the same
-inputs, and written to the record before the next group begins. Nothing that goes wrong in one group, or in one
-implementation, loses what is measured already.
+One *group* is a case in a mode: all its implementations are checked against the oracle, timed interleaved on the same
+inputs, and written to the record before the next group begins. An error in one group or implementation does not lose
+earlier results.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from ..correctness.accuracy import Verdict
 from ..correctness.verify import verify
 from ..measure import timing
 from ..on_gpu import folder
+from ..ranks import command as ranks
+from ..ranks.launch import TIMEOUT
 from ..reporting.progress import Progress
+from ..rows import asked, described
 from ..spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Yardstick
 from . import calibrate
 
@@ -43,12 +46,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
     timers = ("auto", "events", "graph", "cupti")
     group.add_argument("--timer", choices=timers, default="auto", help="see harness/measure/timing.py")
     group.add_argument("--quick", action="store_true", help="few samples, only the first bench case, into .out/")
-    group.add_argument("--host", choices=("yes", "no", "only"), default="yes", help="host time a call as well, or only")
+    group.add_argument(
+        "--host",
+        choices=("yes", "no", "only"),
+        default="yes",
+        help="also measure host time per call (yes), not (no), or only that",
+    )
     group.add_argument("--host-compiled", action="store_true", help="host time under torch.compile too: some minutes")
-    group.add_argument("--resume", action="store_true", help="go on after an interrupted bench with the same options")
+    group.add_argument("--gpus", type=int, default=1, metavar="N", help="the cases of N GPUs, a process for each")
+    group.add_argument(
+        "--rank-timeout",
+        type=float,
+        default=TIMEOUT,
+        metavar="S",
+        help="with --gpus: no step of any process for so long means that one hangs (default: %(default)g s)",
+    )
+    group.add_argument("--resume", action="store_true", help="continue an interrupted bench with the same options")
 
 
 def main(arguments: argparse.Namespace) -> int:
+    if arguments.gpus > 1:
+        return ranks.main(arguments)
     device, key = environment.target(arguments.gpu, arguments.device)
     selections = options.select(arguments)
     if arguments.quick and not arguments.case:
@@ -59,7 +77,7 @@ def main(arguments: argparse.Namespace) -> int:
         return plan.main(selections, key, arguments)
     with torch.cuda.device(device):
         session = Session(device, arguments)
-        where = registry.ROOT / (".out" if arguments.quick else "reports") / folder(device, key, session.world_size)
+        where = registry.ROOT / (".out" if arguments.quick else "reports") / folder(device, key)
         out = arguments.out or where
         failures = sum(session.bench(s, out / "records" / f"{s.spec.name}.jsonl") for s in selections)
     print(f"records in {out / 'records'}")
@@ -67,8 +85,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 class Interrupt:
-    """Ctrl-C that is not lost. Raised in a destructor or in the callback of a weak reference, KeyboardInterrupt is
-    printed and forgotten; `raise_if_lost` raises it again."""
+    """Makes sure that Ctrl-C takes effect: Python prints and ignores a KeyboardInterrupt raised in a destructor or
+    weak-reference callback. `raise_if_lost` raises it again."""
 
     def __init__(self) -> None:
         self._seen = False
@@ -98,7 +116,6 @@ class Session:
 
     def __post_init__(self) -> None:
         self.environment = environment.capture(self.device)
-        self.world_size = environment.world_size()
         measured = calibrate.measure(self.device)
         key = self.environment["gpu"]["key"]
         promised = roofline.get(key, self.environment["gpu"]["name"]).ceilings if key else None
@@ -109,26 +126,18 @@ class Session:
         self.recorded_ceilings = {"measured": measured, "datasheet": promised.to_record() if promised else None}
         self.clock = timing.Clock(self.device, timing.QUICK if self.arguments.quick else timing.Budget())
 
-    def asked(self) -> dict[str, Any]:
-        """The command line, as the record has it."""
-        a = self.arguments
-        names = ("gpu", "quick", "timer", "case", "mode", "impl", "host", "host_compiled", "resume")
-        return {name: getattr(a, name) for name in names}
-
-    def groups(self, selection: options.Selection) -> list[tuple[Case, str]]:
-        """What belongs into this record. On one GPU that is every case, those of several skipped with their reason."""
-        found = selection.groups()
-        return found if self.world_size == 1 else [(c, m) for c, m in found if c.world_size == self.world_size]
-
     def bench(self, selection: options.Selection, path: Path) -> int:
         """All groups of one kernel into its record. Returns how many rows of our own failed."""
         spec, run_id = selection.spec, record.new_run_id()
         finished = record.Finished()
         if self.arguments.resume:
             finished = record.finished(
-                path, options=self.asked(), commit=self.environment["commit"], gpu=self.environment["gpu"]["name"]
+                path,
+                options=asked(self.arguments),
+                commit=self.environment["commit"],
+                gpu=self.environment["gpu"]["name"],
             )
-        groups = [(c, m) for c, m in self.groups(selection) if (c.name, m) not in finished.done]
+        groups = [(c, m) for c, m in selection.groups() if (c.name, m) not in finished.done]
         if self.arguments.host == "only":
             groups = []
         failures = 0
@@ -140,9 +149,8 @@ class Session:
             write(
                 "run",
                 unit=spec.unit,
-                options=self.asked(),
+                options=asked(self.arguments),
                 environment=self.environment,
-                world_size=self.world_size,
                 ceilings=self.recorded_ceilings,
             )
             try:
@@ -385,24 +393,4 @@ class Group:
         return roofline.over_roofline(microseconds * 1e-6, cost, limits, column=column, l2_bytes=l2)
 
     def _row(self, name: str, status: str, reason: str | None) -> dict[str, Any]:
-        cost = self.yardsticks.get(name, self.cost)
-        kind = "ours" if name in self.spec.implementations else "yardstick" if name in self.yardsticks else "baseline"
-        return {
-            "case": self.case.name,
-            "mode": self.mode,
-            "dims": dict(self.case.dims),
-            "dtype": _written(self.case.dtype),
-            "params": {name: _written(value) for name, value in self.case.params.items()},
-            "implementation": name,
-            "kind": kind,
-            "status": status,
-            "reason": reason,
-            "cost": cost.to_record(),
-            "items": self.spec.items(self.case),
-            "unit": self.spec.unit,
-        }
-
-
-def _written(value: Any) -> Any:
-    """As a record has it: a dtype by its name."""
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+        return described(self.spec, self.case, self.mode, name, status, reason)

@@ -30,16 +30,16 @@ Pair = tuple[str, tuple[int, int]]
 def configure(parser: argparse.ArgumentParser) -> None:
     options.add_selection(parser)
     group = parser.add_argument_group("how")
-    group.add_argument("--quick", action="store_true", help="bench cases alone, without the small ones for correctness")
+    group.add_argument("--quick", action="store_true", help="only the bench cases, not the small ones for correctness")
     group.add_argument(
-        "--out", type=Path, metavar="DIR", help="default: reports/build; a part of a kernel is written with --out alone"
+        "--out", type=Path, metavar="DIR", help="default: reports/build; part of a kernel is written only with --out"
     )
     group.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     group.add_argument("--pair", action="append", default=[], help=argparse.SUPPRESS)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """0, or 1 where something does not compile, spills unannounced or does not fit."""
+    """0, or 1 where a kernel does not compile, spills more than SPEC.spills allows or exceeds the limits of the GPU."""
     if arguments.worker:
         return _work(arguments)
     specs = [selection.spec for selection in _selections(arguments)]
@@ -62,12 +62,12 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _selections(arguments: argparse.Namespace) -> list[options.Selection]:
-    """As `options.select`, less what has no implementation of its folder left."""
+    """As `options.select`, without kernels of which only baselines are selected."""
     return [s for s in options.select(arguments) if set(s.implementations) & set(s.spec.implementations)]
 
 
 def merge(spec: KernelSpec, outcomes: Iterable[Outcome]) -> build_report.Built:
-    """What all targets gave for one kernel, as it is written."""
+    """The results of all targets for one kernel, as its file has them."""
     mine = [outcome for outcome in outcomes if outcome.kernel == spec.name]
     return build_report.built(
         spec.name,
@@ -78,9 +78,9 @@ def merge(spec: KernelSpec, outcomes: Iterable[Outcome]) -> build_report.Built:
 
 
 def run_workers(pairs: Sequence[Pair], arguments: argparse.Namespace) -> list[Outcome]:
-    """Shares the pairs out over processes, as many as there are cores, and collects what they found.
+    """Distributes the pairs over processes, one per core, and collects their results.
 
-    A process that dies is a failure of each of its pairs, not the end of the others.
+    A process that crashes is a failure of each of its pairs; the others go on.
     """
     count = min(len(pairs), os.cpu_count() or 1, MAX_WORKERS)
     shares = [pairs[start::count] for start in range(count)]
@@ -122,7 +122,7 @@ def _collect(code: int, share: Sequence[Pair], file: Path) -> list[Outcome]:
 
 
 def _work(arguments: argparse.Namespace) -> int:
-    """A worker: compiles its pairs, one after the other, and writes what it found to the file named."""
+    """A worker: compiles its pairs one after the other and writes the results to the file named."""
     outcomes = []
     for kernel, capability in map(_parse_pair, arguments.pair):
         arguments.kernel = [kernel]

@@ -1,12 +1,15 @@
-"""The ceilings of this very card: what a plain copy and plain matrix products reach, on random data.
+"""Measures the ceilings of this GPU: the bandwidth of a plain copy and the rate of plain matrix products, on random
+data.
 
-The datasheet's figures are not reached by any program, so a share of them says little about a kernel. These are.
+No program reaches the datasheet's figures, so a percentage of them says little about a kernel. With --gpus N
+also the rates of the links between that many GPUs of this host, by engine, direction and size.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +17,8 @@ import torch
 
 from .. import environment, roofline
 from ..measure import stats
+from ..ranks import links
+from ..ranks.launch import RanksFailed, launch
 
 COPY_BYTES = 4 * 2**30
 GEMM_SIZES = (4096, 8192)
@@ -24,13 +29,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
     from ..options import add_target
 
     add_target(parser)
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="the links between N GPUs as well")
 
 
 def main(arguments: argparse.Namespace) -> int:
     device, _ = environment.target(arguments.gpu, arguments.device)
     if device.type != "cuda":
         raise ValueError("calibrate needs a GPU: ceilings are measured, not looked up")
-    print(json.dumps({"gpu": environment.gpu(device)["name"], **measure(device)}, indent=2))
+    if (found := torch.cuda.device_count()) < arguments.gpus:
+        raise ValueError(f"--gpus {arguments.gpus}: {found} found here")
+    measured = measure(device)
+    if arguments.gpus > 1:
+        try:
+            measured |= launch(arguments.gpus, links.measure, links.SIZES)[0]
+        except RanksFailed as error:
+            print(error, file=sys.stderr)
+            return 1
+    print(json.dumps({"gpu": environment.gpu(device)["name"], **measured}, indent=2))
     return 0
 
 
@@ -50,7 +65,7 @@ def measure(device: torch.device) -> dict[str, Any]:
 
 def ceilings(measured: dict[str, Any]) -> roofline.Ceilings:
     """The measured ceilings as the roofline takes them."""
-    return roofline.Ceilings(measured["bandwidth"], measured["flops"], "measured")
+    return roofline.Ceilings(measured["bandwidth"], measured["flops"], "measured", measured.get("link"))
 
 
 def _pipes(device: torch.device) -> list[str]:
@@ -82,7 +97,7 @@ def _gemm_rate(device: torch.device, pipe: str, n: int) -> float:
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """Median of back-to-back calls, a few at a time, so that what is left of the host's time is nothing."""
+    """Median over samples of a few back-to-back calls each, so that host time is negligible."""
     for _ in range(3):
         run()
     samples = []

@@ -1,9 +1,9 @@
-"""`check`: every implementation of every kernel against its oracle, by everything that SPEC says and nothing else.
+"""`check`: every implementation of every kernel against its oracle, from the declarations in SPEC alone.
 
-`plan` lists what is checked, `run` does one item of it, and tests/test_specs.py makes a test of each. What a check does
-stands in `battery` (numbers, determinism, layouts), `special_values`, `fuzz` (sizes), `refusal` (bad input) and
-`integration` (torch.library, torch.compile, CUDA graphs, streams, devices); when a tensor is right, in `accuracy`; what
-`bench` calls, in `verify`.
+`plan` lists what is checked, `run` makes one check, and tests/test_specs.py makes a test of each. The checks are in
+`battery` (numbers, determinism, layouts), `special_values`, `fuzz` (sizes), `refusal` (bad input) and `integration`
+(torch.library, torch.compile, CUDA graphs, streams, devices); the criterion for a tensor is in `accuracy`; `bench`
+calls `verify`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from .. import execute, options
 from ..correctness import battery, fuzz, integration, refusal, special_values
-from ..correctness.accuracy import FP8, Verdict
+from ..correctness.accuracy import Verdict
 from ..correctness.battery import Rejected, Skipped, Subject
 from ..correctness.verify import verify
 from ..spec import WHOLE, WITHOUT_AUTOGRAD, Case, KernelSpec
@@ -104,7 +104,7 @@ def plan(
     modes: Sequence[str] | None = None,
     implementations: Sequence[str] | None = None,
 ) -> list[Item]:
-    """What is checked, in the order in which it should be: the cheap and telling checks first."""
+    """What is checked, in order: the cheap checks and those that find most come first."""
     cases = spec.cases if cases is None else cases
     phases = tuple(m for m in WHOLE if m in spec.modes) or (("fwd", "bwd") if spec.grads else ("fwd",))
     wanted = [m for m in phases if modes is None or m in modes or "fwd+bwd" in modes]
@@ -134,7 +134,7 @@ def _cases(spec: KernelSpec, cases: Sequence[Case], check: Check, device: str) -
         small = case if on_gpu else shrunk(spec, case)
         by_tensors = scope == "structure" and unable(spec, small, device) is None
         key = _tensors(spec, shrunk(spec, case)) if by_tensors else tuple(sorted(case.params.items()))
-        groups.setdefault((case.dtype, case.mutates, key), []).append(small)
+        groups.setdefault((case.dtype, case.mutates, case.world_size, key), []).append(small)
     for group in groups.values():
         # The first that has rows and columns to get wrong: authors put the plain cases first.
         best = next((case for case in group if min(case.dims.values()) > 1), group[0])
@@ -156,12 +156,12 @@ def unable(spec: KernelSpec, case: Case, device: str) -> str | None:
     """Why a case cannot be checked on this device, or None."""
     if device.startswith("cuda"):
         return execute.unfit(case, torch.cuda.get_device_capability(device))
-    if case.dtype == torch.bfloat16 or case.dtype in FP8:
-        return f"Triton's interpreter computes {str(case.dtype).removeprefix('torch.')} wrongly"
+    if reason := execute.uninterpretable(case):
+        return reason
     if case.min_capability > (0, 0):
         return f"needs a GPU of compute capability {case.min_capability}"
     if case.world_size > 1:
-        return f"needs {case.world_size} GPUs of one host"
+        return execute.several(case)
     if case.bench or _bytes(spec, case) > CPU_BYTES:
         return "too large for Triton's interpreter"
     return None
@@ -172,7 +172,7 @@ def _bytes(spec: KernelSpec, case: Case) -> int:
 
 
 def run(item: Item, device: str, seed: int = 0) -> Outcome:
-    """Makes one check. Whatever goes wrong in it is the outcome, never an exception."""
+    """Makes one check. An error in it becomes the outcome and is not raised."""
     if item.skip:
         return Outcome(item, "skip", item.skip)
     start = time.perf_counter()
@@ -198,8 +198,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_selection(parser)
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     parser.add_argument("--check", action="append", choices=tuple(CHECKS), help="only this check")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="another seed draws other data (default: 0)")
-    parser.add_argument("--quiet", action="store_true", help="print failures and the summary alone")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random inputs (default: 0)")
+    parser.add_argument("--quiet", action="store_true", help="print only failures and the summary")
 
 
 def main(arguments: argparse.Namespace) -> int:

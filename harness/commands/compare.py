@@ -1,8 +1,8 @@
 """`compare`: two sets of records, row by row: FASTER, SAME, SLOWER or UNSURE (`verdicts` has the rule).
 
-What differs between the two machines is said first, since it explains more than any kernel. Where both sides have
-measured a baseline such as eager, the change relative to it stands beside the verdict: if the clocks were lower that
-day, everything is slower but that ratio has not moved. The verdict itself is about time.
+Differences between the two machines are printed first, since they may explain more than a change of a kernel. Where
+both sides have measured a baseline such as eager, the change relative to it stands beside the verdict: if the clocks
+were lower that day, everything is slower but that ratio has not moved. The verdict itself is about time.
 
 Exit code 1 when a row is SLOWER, or when one that was measured before now fails; otherwise 0.
 """
@@ -228,7 +228,7 @@ def _missing(before: Keyed, after: Keyed) -> Iterable[Missing]:
 
 
 def _by_key(baseline: Records, current: Records) -> tuple[Keyed, Keyed]:
-    """Rows by GPU and key. Where each side has one GPU the two are held against each other, the same or not."""
+    """Rows by GPU and key. Where each side has one GPU these are compared, whether or not they are the same model."""
     sides = [{row.run.gpu_folder for row in records.rows} for records in (baseline, current)]
     one_each = all(len(side) == 1 for side in sides)
 

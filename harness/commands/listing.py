@@ -1,4 +1,4 @@
-"""`list`: what there is to choose from with --kernel, --case, --mode and --impl."""
+"""`list`: what --kernel, --case, --mode and --impl can select."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..spec import KernelSpec
 
 def configure(parser: argparse.ArgumentParser) -> None:
     options.add_selection(parser)
-    parser.add_argument("--all", action="store_true", help="also the cases that exist for correctness alone")
+    parser.add_argument("--all", action="store_true", help="also the cases that are only for correctness")
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -1,8 +1,8 @@
-"""Scaffolds a kernel: a copy of `template/` with the placeholder replaced, and of the parts that it needs. It works, so
-that one changes a thing that passes its tests, and it touches nothing but its own folder.
+"""Scaffolds a kernel: a copy of `template/` with the placeholder replaced, and of the parts that it needs. The copy
+passes its tests as it is, so that one starts from working code. Nothing outside its folder is changed.
 
 In the template a line that ends in `#cuda` is for a kernel with a version in CUDA C++, one that ends in `#triton` for a
-kernel without. `template/cuda/` has the files of the former alone.
+kernel without. `template/cuda/` has the files that only the former gets.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
-"""`python -m harness profile`: Nsight Compute over each case, the bytes really moved against the bytes in `cost`.
+"""`python -m harness profile`: Nsight Compute over each case; the bytes moved in DRAM against the bytes in `cost`.
 
-One ncu process per kernel runs this module again as a worker. The worker calls every implementation twice before
-anything is looked at (compilation, handles, first touches), then once inside its NVTX range, and only launches inside a
-range are profiled. In mode bwd the forward ran before the range.
+One ncu process per kernel runs this module again as a worker. The worker calls every implementation twice to warm up
+(compilation, library handles, first use of memory), then once inside its NVTX range. Only launches inside a range are
+profiled. In mode bwd the forward ran before the range.
+
+Cases of several GPUs are not for ncu, which replays kernels: with --gpus N every rank runs what the bench times once in
+its NVTX range, under PyTorch's profiler or Nsight Systems.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import torch
 from .. import environment, execute, nvtx, options, record
 from ..nsight import ncu, profile_report
 from ..on_gpu import Place, place
+from ..ranks import command as ranks
 from ..spec import Case, KernelSpec
 
 SEED = 20261121
@@ -47,12 +51,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_output(parser)
     group = parser.add_argument_group("how")
     group.add_argument("--full", action="store_true", help="every section of Nsight Compute, several times as slow")
-    group.add_argument("--keep", type=Path, metavar="DIR", help="keep the .ncu-rep files, for ncu-ui, in DIR")
+    group.add_argument("--keep", type=Path, metavar="DIR", help="keep the .ncu-rep files, for ncu-ui, or traces in DIR")
+    group.add_argument(
+        "--gpus",
+        type=int,
+        default=1,
+        metavar="N",
+        help="the cases of N GPUs: traces, and NVTX ranges for nsys",
+    )
     group.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """0, or 1 where something was not profiled that should have been. By default peers are left out: --impl."""
+    if arguments.gpus > 1:
+        return ranks.profile(arguments)
     selections = options.select(arguments)
     where = place("profile", arguments)
     if arguments.worker:
@@ -146,7 +159,8 @@ def _total(launches: Sequence[dict[str, Any]], field: str) -> float | None:
 
 
 def _work(selections: Sequence[options.Selection], where: Place, status: Path) -> int:
-    """Inside ncu: every target warm, then once in its range. What became of each goes into the file `status`."""
+    """Inside ncu: warms up every target, then calls it once in its range. The status of each goes into the file
+    `status`."""
     statuses: dict[str, tuple[str, str | None]] = {}
     # A range belongs to a thread, and by default the backward of CUDA tensors has one of its own.
     with torch.cuda.device(where.device), torch.autograd.set_multithreading_enabled(False):

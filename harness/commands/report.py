@@ -3,7 +3,7 @@
 For every folder of `reports/` that holds records: README.md (summary of all kernels), a page per kernel and one for
 each of its modes, with their charts, and an overview chart. Running it twice writes the same bytes. `--readme` also
 rewrites the blocks between `<!-- report:begin FOLDER -->` and `<!-- report:end -->`: in the top README.md an overview,
-in a kernel's its own table. `--compact` first rewrites the records with nothing in them twice.
+in a kernel's its own table. `--compact` first rewrites the records without redundant data.
 """
 
 from __future__ import annotations
@@ -17,7 +17,19 @@ from typing import Any
 from .. import options, record
 from ..nsight import profile_report
 from ..registry import COLLECTIONS, ROOT
-from ..reporting import charts, choices, host, kernel_page, markdown, pages, roofline_charts, rows_json, short_tables
+from ..reporting import (
+    charts,
+    choices,
+    efficiency_charts,
+    host,
+    kernel_page,
+    markdown,
+    pages,
+    roofline_charts,
+    rows_json,
+    several,
+    short_tables,
+)
 from ..reporting.entries import Records
 from ..reporting.findings import Finding, findings, modes_of
 
@@ -30,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--readme", action="store_true", help="also rewrite the marked blocks of README.md and of the kernels' READMEs"
     )
     parser.add_argument(
-        "--compact", action="store_true", help="first drop from the records what is superseded or follows from the rest"
+        "--compact", action="store_true", help="first drop superseded and redundant data from the records"
     )
     parser.add_argument("--no-charts", action="store_true", help="pages without SVG, where matplotlib is not installed")
 
@@ -78,7 +90,7 @@ def report_folders(root: Path) -> list[Path]:
 
 
 def write(folder: Path, with_charts: bool = True) -> list[Path]:
-    """The whole report of one GPU. Returns the files written. Charts of kernels that are gone are left alone."""
+    """The whole report of one GPU. Returns the files written. Charts of kernels that no longer exist are kept."""
     records = record.load(folder)
     if not records.rows:
         raise FileNotFoundError(f"the records in {folder} hold no rows: run bench first")
@@ -112,6 +124,9 @@ def _draw(folder: Path, gpu: str, kernels: Iterable[str], found: Sequence[Findin
         for mode in modes_of(mine):
             if any(f.shares() for f in mine if f.mode == mode):
                 drawn.append((folder / f"{pages.stem(kernel, mode)}.svg", charts.peers(mine, mode, gpu)))
+            if several.points(mine, mode):
+                chart = efficiency_charts.efficiency(mine, mode, gpu)
+                drawn.append((folder / f"{several.stem(kernel, mode)}.svg", chart))
     for path, figure in drawn:
         charts.save(figure, path)
     return [path for path, _ in drawn]
@@ -119,7 +134,7 @@ def _draw(folder: Path, gpu: str, kernels: Iterable[str], found: Sequence[Findin
 
 def gpus(records: Records) -> str:
     """'one NVIDIA H200'. ValueError where the records of one folder come from different cards, or from another number
-    of them: they do not compare."""
+    of them: these cannot be compared."""
     names = dict.fromkeys(run.gpus for run in records.used_runs())
     if len(names) > 1:
         raise ValueError(f"the records of one report come from different GPUs: {', '.join(names)}")

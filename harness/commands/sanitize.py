@@ -1,10 +1,10 @@
 """`python -m harness sanitize`: compute-sanitizer over the small cases of our own implementations, on a GPU.
 
-For each kernel each tool runs this module again as a worker, which does every small case forward and backward and
-checks nothing: that is the tools' work. Kernels with many cases are shared out among several such processes, and some
-processes run side by side. Exit code 1 on a finding in one of our kernels, or where a tool could not do its work; what
-a tool says of other kernels, PyTorch's for example, is listed and no more, and so is what the SPEC says is a false
-alarm, with its reason. The file has what was found at any time, also when the rest is interrupted.
+For each kernel each tool runs this module again as a worker, which runs every small case forward and backward and
+checks no results: the tools do the checking. The cases of a kernel may be distributed over several such processes, some
+of which run at the same time. Exit code 1 on a finding in one of our kernels, or where a tool failed. Findings in other
+kernels, PyTorch's for example, are only listed, and so are those that the SPEC declares to be false alarms, with its
+reason. The file is written as findings come, so that it is there after an interruption.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     help_line = "may be given more than once (default: memcheck and initcheck)"
     group.add_argument("--tool", action="append", choices=sanitizer.TOOLS, help=help_line)
     group.add_argument(
-        "--jobs", type=int, metavar="N", help="processes side by side (default: one for two cores, 4 at most)"
+        "--jobs", type=int, metavar="N", help="processes at the same time (default: one per two cores, at most 4)"
     )
     group.add_argument("--worker", metavar="PART/PARTS", help=argparse.SUPPRESS)
 
@@ -95,8 +95,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def parts(runs: int, of_all: int, jobs: int) -> list[str]:
-    """Names of the parts into which so many runs are shared out: "1/3", "2/3", "3/3". No process has more runs than
-    RUNS_A_PROCESS, and where there are few in all each job has some."""
+    """Names of the parts into which so many runs are divided: "1/3", "2/3", "3/3". No process has more than
+    RUNS_A_PROCESS runs, and there are enough parts for each job to have one."""
     a_process = min(RUNS_A_PROCESS, max(1, -(-of_all // jobs)))
     count = max(1, -(-runs // a_process))
     return [f"{part}/{count}" for part in range(1, count + 1)]
@@ -117,7 +117,8 @@ def worker_command(arguments: argparse.Namespace, tool: str | None, kernel: str,
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a tool said of one process: findings in our kernels and in others, why it failed, how many runs it saw."""
+    """The result of a tool for one process: findings in our kernels and in others, why it failed, how many runs it
+    saw."""
 
     findings: list[dict[str, Any]]
     others: list[dict[str, Any]]
@@ -145,7 +146,7 @@ def inspect(
 
 
 def _last_line(output: str) -> str:
-    """Of the program, not of the tool."""
+    """The last line that the program printed, not the tool."""
     lines = [line for line in output.splitlines() if line.strip() and not line.startswith("=========")]
     return lines[-1] if lines else "no output"
 
@@ -176,7 +177,7 @@ def judge(tool: str, spec: KernelSpec, inspections: Sequence[Inspection], parts:
 
 
 def _together(findings: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Findings of the same kind in the same place as one, with the sum of their counts."""
+    """Findings merged where kind and place are the same, with the sum of their counts."""
     counts: dict[tuple[tuple[str, Any], ...], int] = {}
     for finding in findings:
         key = tuple((name, value) for name, value in finding.items() if name != "count")

@@ -1,12 +1,12 @@
 """`python -m harness tune`: every candidate configuration on this GPU, against the one that the kernel picks by itself.
 
 The kernel's `pick_*` function is replaced while a candidate runs, and nothing else: same inputs, same launcher. A
-candidate counts only if it gives what the picked one gives. The results are committed under reports/<gpu>/tune/; their
-format, and how a test without a GPU uses them, is in `tuned`. Where a `pick_*` function has changed since, --replay
-judges it by these results.
+candidate counts only if its results are those of the picked configuration. The results are committed under
+reports/<gpu>/tune/; their format, and how a test without a GPU uses them, is in `tuned`. Where a `pick_*` function has
+changed since, --replay judges it by these results.
 
-Candidates are timed in groups, the picked one in each: times are scaled by what it took in its group, so that a clock
-that drifts between groups favours none.
+Candidates are timed in groups, each with the picked configuration. Times are scaled by its time in the group, so that a
+drift of the clocks between groups favours none.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--replay",
         action="store_true",
-        help="measure nothing: write into the committed files what kernels pick today, by the times that are there",
+        help="measure nothing: enter today's configurations in the committed files, with the times there",
     )
 
 
@@ -185,7 +185,7 @@ def _listening(spec: KernelSpec, tunable: Tunable) -> Iterator[list[tuple[tuple[
 
 
 def _unfit(bind: Callable[[int], execute.Run], expected: Sequence[torch.Tensor]) -> str | None:
-    """Why a candidate cannot be taken: it does not compile, does not run, or gives something else."""
+    """Why a candidate cannot be used: it does not compile, does not run, or gives other results."""
     try:
         result = bind(0)()
         if torch.cuda.is_available():

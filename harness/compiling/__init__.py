@@ -1,1 +1,1 @@
-"""Kernels compiled for a GPU that is not there, and what ptxas made of them."""
+"""Ahead-of-time compilation for a GPU that need not be present, and the analysis of the machine code."""

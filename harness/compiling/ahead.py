@@ -1,4 +1,4 @@
-"""Compiles what a SPEC launches, for one GPU that need not be there, and describes each compiled kernel.
+"""Compiles what a SPEC launches, for one GPU that need not be present, and describes each compiled kernel.
 
 A row of the result is one compiled kernel, that is a JIT function with its types, alignments and constexprs:
 {"kernel", "jit", "target": "sm_90", "uses": [[case, mode], ...], "bench": whether a bench case uses it,
@@ -29,7 +29,7 @@ Row = dict[str, Any]
 
 @dataclass
 class Outcome:
-    """What became of one kernel for one target. `failures` and `skipped` are sentences."""
+    """The result for one kernel and one target. `failures` and `skipped` are sentences."""
 
     kernel: str
     target: str
@@ -64,21 +64,26 @@ def compile_spec(
     more than `SPEC.spills` grants or asks for more than the GPU has, and where nothing was launched at all.
     """
     outcome = Outcome(spec.name, target_name(capability))
+    if spec.needs:
+        outcome.skipped.append(f"{outcome.target}: its kernels are those of {', '.join(spec.needs)}")
+        return outcome
     wanted = {phase for mode in modes for phase in mode.split("+")}
     names = [name for name in spec.implementations if implementations is None or name in implementations]
     for name in [name for name in names if spec.min_capability.get(name, (0, 0)) > capability]:
         names.remove(name)
         outcome.skipped.append(f"{outcome.target} {name}: needs {target_name(spec.min_capability[name])}")
     found: dict[str, _Compiled] = {}
+    traced = False
     for case in cases:
         if reason := execute.unfit(case, capability):
             outcome.skipped.append(f"{outcome.target} {case.name}: {reason}")
             continue
+        traced = True
         phases = {phase for mode in spec.modes_of(case) for phase in mode.split("+")} & wanted
         for name in names:
             for mode in (m for m in ("fwd", *WHOLE, "bwd") if m in phases and not spec.skip_reason(name, case, m)):
                 _trace(spec, name, case, mode, capability, found, outcome)
-    if names and not found and not outcome.failures:
+    if names and traced and not found and not outcome.failures:
         outcome.failures.append(f"{outcome.target}: {spec.name} launched no kernel in any case")
     for entry in found.values():
         row = describe(spec, entry.launch, capability)
@@ -99,7 +104,8 @@ def _trace(
     found: dict[str, _Compiled],
     outcome: Outcome,
 ) -> None:
-    """Adds what one implementation launches in one case and mode to `found`, or why it cannot to `outcome`."""
+    """Adds the launches of one implementation in one case and mode to `found`, or the reason why there are none to
+    `outcome`."""
     package = nvrtc.package_of(spec)
     missing = f"{outcome.target} CUDA C++: {nvrtc.MISSING}"
     if nvrtc.driver_of(package) and nvrtc.library() is None and missing not in outcome.skipped:
@@ -137,8 +143,8 @@ def _identity(launch: launches.Launch | nvrtc.Launch) -> str:
 
 
 def _brief(error: Exception) -> str:
-    """What ptxas complains of, else the first and the last line: Triton has the place in the one and the reason in the
-    other. The rest of such a message is source code and paths."""
+    """The error of ptxas, else the first and the last line, in which Triton has the place and the reason. The rest of
+    such a message is source code and paths."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     fatal = [line for line in lines if line.startswith("ptxas") and "aborted" not in line]
     return " … ".join(fatal or ([lines[0], lines[-1]] if len(lines) > 1 else lines))

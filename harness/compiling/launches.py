@@ -1,4 +1,4 @@
-"""Every Triton launch that real code makes, compiled for a GPU that is not there.
+"""Compiles every Triton launch of real code for a GPU that need not be present.
 
 The ahead-of-time build must not declare a second time what the launchers already say: constexprs, warps, stages, which
 kernel for which shape. So it runs the public op itself. Inside `record(capability)`
@@ -10,7 +10,7 @@ kernel for which shape. So it runs the public op itself. Inside `record(capabili
  - `torch.cuda` describes the GPU of `roofline`'s table with that capability;
  - Triton's driver names that GPU as target, and a launch compiles and returns.
 
-Gluon's kernels and `triton_op`s take the same path. Everything is put back at the end of the block.
+Gluon's kernels and `triton_op`s take the same path. Everything is restored at the end of the block.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""CUDA C++ compiled for a GPU that is not there, by the NVRTC that comes with PyTorch's CUDA builds or as a wheel.
+"""Compiles CUDA C++ for a GPU that need not be present, by the NVRTC of PyTorch's CUDA builds or of its wheel.
 
 A kernel folder with CUDA C++ has a module `cuda_driver`, in itself or in its folder sm90/ beside the sources, through
 which its launchers compile and launch:
@@ -6,7 +6,7 @@ which its launchers compile and launch:
     no_compiler() -> reason or None          kernels(device, source, names, defines, shared) -> a handle for each name
     Launch(device, handle, grid, threads, shared, layout)(*values)           tensor_map(...)(address)
 
-`recording` stands in for these: what is launched is compiled and noted, and nothing runs.
+`recording` replaces these: what is launched is compiled and recorded, and nothing runs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Theoretical occupancy: how many CTAs of a kernel fit on one SM, and what keeps the next one out.
+"""Theoretical occupancy: how many CTAs of a kernel are resident on one SM, and which resource limits them.
 
-The rules of CUDA's own calculator (cuda_occupancy.h). Registers are given out per warp in units of 256 and each of the
+The rules of CUDA's own calculator (cuda_occupancy.h). Registers are allocated per warp in units of 256, and each of the
 four sub-partitions has a quarter of them; shared memory per CTA is rounded up to the allocation unit, and since
-capability 8.0 the driver keeps 1 KiB of each CTA's for itself.
+capability 8.0 the driver reserves 1 KiB per CTA.
 Limits: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability".
 """
 
@@ -62,7 +62,7 @@ def limits(capability: tuple[int, int]) -> Limits:
 def calculate(capability: tuple[int, int], threads: int, registers: int, shared: int) -> Occupancy:
     """Occupancy of a kernel with that many threads per CTA, registers per thread and bytes of shared memory per CTA.
 
-    A kernel that cannot be launched has 0 CTAs, and `limit` names what it asks too much of.
+    A kernel that cannot be launched has 0 CTAs; `limit` names the resource of which it needs too much.
     """
     sm = limits(capability)
     warps = -(-threads // sm.warp_size)

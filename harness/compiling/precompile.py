@@ -1,7 +1,7 @@
 """Fills Triton's cache with every candidate that `tune` is about to time, on all cores.
 
-The compiler is most of what a search costs. What is compiled ahead of time and what a launch compiles have the same key
-in the cache, so the search then only loads.
+Compilation is most of the time of a search. A kernel compiled ahead of time has the same cache key as one compiled by a
+launch, so the search then only loads kernels.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Wanted:
         self._functions, self._named = arguments.function, bool(arguments.case)
 
     def tunables(self, selection: options.Selection) -> list[tuple[int, Tunable]]:
-        """With their places in SPEC."""
+        """The tunables, with their indices in SPEC."""
         return [
             (index, tunable)
             for index, tunable in enumerate(selection.spec.tunables)
@@ -59,8 +59,8 @@ def nameable(spec: KernelSpec) -> list[Case]:
 
 
 def left_out(spec: KernelSpec, tunable: Tunable, case: Case, capability: tuple[int, int]) -> str | None:
-    """Why a case is not tuned on a GPU of that capability, or None. An implementation that is another one once more
-    there is: what it picks is that one's choice too."""
+    """Why a case is not tuned on a GPU of that capability, or None. Left out is also one where SPEC.alias_reason says
+    that the implementation is another one there, whose configuration it shares."""
     if reason := execute.unfit(case, capability):
         return reason
     if tunable.mode not in spec.modes_of(case):
@@ -88,7 +88,7 @@ def run(work: Sequence[Job]) -> None:
 
 
 def compile_candidate(job: Job) -> None:
-    """Runs the launchers on fake tensors with the candidate in the place of the picked configuration."""
+    """Runs the launchers on fake tensors with the candidate instead of the picked configuration."""
     spec = registry.load(job.kernel)
     tunable = spec.tunables[job.tunable]
     case = next(case for case in (*tunable.cases, *spec.cases) if case.name == job.case)

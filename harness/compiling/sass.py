@@ -1,4 +1,4 @@
-"""What ptxas made of a kernel: registers, spills, tensor-core instructions and access widths, read from the cubin.
+"""The machine code of a kernel: registers, spills, tensor-core instructions and access widths, read from the cubin.
 
 Spills are counted in the instructions: bytes per thread stored to and loaded from local memory, summed over the static
 STL and LDL instructions. That is how `ptxas -v` counts "spill stores" and "spill loads", and a local array that could
@@ -40,7 +40,7 @@ _THREADS = re.compile(r"\.(?:reqntid|maxntid)\s+([\d, ]+)")
 @dataclass(frozen=True)
 class Usage:
     """`registers` per thread; `stack`, `spill_stores` and `spill_loads` in bytes per thread. `mma`, `loads` and
-    `stores` count instructions: {"HGMMA": 8}, {"LDG.128": 4}; `to_fp8` those that turn fp32 into fp8."""
+    `stores` count instructions: {"HGMMA": 8}, {"LDG.128": 4}; `to_fp8` those that convert fp32 to fp8."""
 
     registers: int
     stack: int
@@ -150,7 +150,7 @@ def widest(accesses: dict[str, int]) -> str:
 
 
 def to_fp8(ptx: str) -> int:
-    """How many instructions of a kernel turn fp32 into fp8 before ptxas has seen it."""
+    """How many instructions of a kernel's PTX convert fp32 to fp8."""
     return len(_PTX_TO_FP8.findall(ptx))
 
 

@@ -1,1 +1,1 @@
-"""When is an implementation right? The battery of `check`, and `verify`, which `bench` calls."""
+"""Correctness of implementations: the checks of `check`, and `verify`, which `bench` calls."""

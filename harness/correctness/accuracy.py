@@ -1,4 +1,4 @@
-"""When is a tensor right? Error against an fp64 oracle, held against the error of PyTorch eager in the same dtype.
+"""The criterion of correctness: error against an fp64 oracle, compared with that of PyTorch eager in the same dtype.
 
 For one output, with r the result, o the oracle (fp64), e eager (the reference in the case's own dtype):
 

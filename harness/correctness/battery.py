@@ -1,8 +1,9 @@
-"""The checks on numbers: one implementation of a kernel on one case, against the oracle, in every way that SPEC allows.
+"""The numerical checks: one implementation of a kernel on one case against the oracle, with every input that SPEC
+allows.
 
 A check is a function of a Subject that returns nothing, or raises Rejected (with a Verdict) or Skipped (with a reason).
-`examine` is the heart: one call with fresh memory poisoned, outputs and inputs between guard zones, and the results
-held against the oracle. The checks differ in the inputs that they hand to it.
+All of them use `examine`: one call with fresh memory poisoned, outputs and inputs between guard zones, and the results
+compared with the oracle. They differ in the inputs that they pass to it.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Subject:
         return grads
 
     def sample(self, inputs: Inputs) -> Sample | None:
-        """The rows that are held against the reference, where not all are."""
+        """The rows that are compared with the reference, where not all are."""
         return draw(self.spec, self.case, inputs, self.seed)
 
     def judge(
@@ -113,7 +114,7 @@ def grad_names(out_grads: OutGrads) -> list[str]:
 def guarded_call(
     s: Subject, inputs: Inputs, out_grads: OutGrads | None, wrt: Sequence[str] | None = None, where: str = ""
 ) -> Tensors:
-    """Outputs and gradients of one watched call. Raises Rejected for whatever is wrong with it but the numbers."""
+    """Outputs and gradients of one observed call. Raises Rejected for any fault but wrong numbers."""
     named = dict(zip(grad_names(out_grads or ()), out_grads or (), strict=True))
     snapshot, fn = guard.Snapshot({**inputs, **named}), s.on_copies()
 
@@ -154,7 +155,7 @@ def examine(
     wrt: Sequence[str] | None = None,
     only: int | None = None,
 ) -> Verdict:
-    """One watched call on `inputs`, placed in memory by `place`, against the oracle; raises Rejected.
+    """One observed call on `inputs`, placed in memory by `place`, against the oracle; raises Rejected.
 
     In mode "bwd" the outputs are checked as well as the gradients. `wrt` limits the inputs that are differentiated,
     `only` the outputs that have an incoming gradient.
@@ -214,7 +215,7 @@ def repeat(s: Subject, mode: str) -> None:
 
 
 def strides(s: Subject, mode: str) -> None:
-    """Every layout of every input and incoming gradient, in mixtures."""
+    """Every layout of every input and incoming gradient, in combinations."""
     inputs = s.inputs()
     names = [n for n, t in inputs.items() if isinstance(t, torch.Tensor)]
     if mode not in WITHOUT_AUTOGRAD:
@@ -224,7 +225,7 @@ def strides(s: Subject, mode: str) -> None:
 
 
 def partial(s: Subject, mode: str) -> None:
-    """Each gradient asked for alone, and each output used alone."""
+    """Each gradient requested alone, and each output used alone."""
     inputs = s.inputs()
     names = list(execute.leaves(s.spec, inputs))
     if len(names) > 1:
@@ -237,10 +238,10 @@ def partial(s: Subject, mode: str) -> None:
 
 
 def leading(s: Subject, mode: str) -> None:
-    """More and fewer leading dimensions, also such as cannot be flattened to one stride.
+    """More and fewer leading dimensions, some of which cannot be flattened to one stride.
 
     The dimension that is split is the first of the tensors of highest rank; whatever shares it is split alike. An op
-    may refuse what the reference accepts, by TypeError or ValueError before a launch.
+    may reject what the reference accepts, with TypeError or ValueError before a launch.
     """
     inputs = s.inputs()
     tensors = {n: t for n, t in inputs.items() if isinstance(t, torch.Tensor)}

@@ -1,9 +1,9 @@
-"""Watches one call of an implementation: what it leaves unwritten, what it writes that it must not, and when.
+"""Observes one call of an implementation: elements left unwritten, writes outside its outputs, and work that ends late.
 
 poisoned      fresh memory holds NaN, so that an element which is never written shows
 Snapshot      inputs, and the memory around them, must come back bit for bit
 Allocations   outputs are allocated between guard zones, so that a write past their end shows
-rehearse      what makes the observed call like any later one
+rehearse      warm-up, so that the observed call is like any later one
 observe       the results as they are on the current stream when the call returns, and once everything has ended
 launches      whether any Triton kernel was launched
 """
@@ -90,7 +90,7 @@ class Snapshot:
 
 
 def refill(tensors: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """New contents at the same addresses. Autograd's version counters do not move: nothing but the values tells."""
+    """New contents at the same addresses. Autograd's version counters do not change: only the values do."""
     for name, tensor in tensors.items():
         if isinstance(tensor, torch.Tensor):
             tensor.data.copy_(values[name])
@@ -105,7 +105,7 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
 class Allocations:
     """While it is active, what Python code allocates through torch lies between guard zones of PAD poisoned bytes.
 
-    Works by standing in for torch.empty and its relatives, because a dispatch mode does not see inside a custom op.
+    It replaces torch.empty and its relatives, because a dispatch mode does not see inside a custom op.
     Memory that is allocated otherwise is not guarded.
     """
 
@@ -202,9 +202,9 @@ def _stream(device: int) -> torch.cuda.Stream:
 
 
 def rehearse(run: Run) -> None:
-    """To be called before `observe`, which is to meet nothing for the first time: compiles, and gives every stream that
-    `run` uses, and that of the observation, the memory for two sets of results, of which the observed call may find one
-    in use. The inputs that an op updates in place are others afterwards."""
+    """To be called before `observe`, so that nothing happens there for the first time. It compiles, and gives every
+    stream that `run` uses, and that of the observation, the memory for two sets of results, of which the observed call
+    may find one in use. The inputs that an op updates in place are others afterwards."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         run()
         return

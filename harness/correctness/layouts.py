@@ -1,4 +1,4 @@
-"""Puts the same values into memory in different ways: strides, gaps, offsets, with poison all around.
+"""Places the same values in memory with different strides, gaps and offsets, surrounded by poison.
 
 A placed tensor is a view of a buffer that is otherwise filled with the byte 0xFF, which is NaN in every floating-point
 dtype: a kernel that reads outside the view, or ignores a stride, computes with NaN. `guard.Snapshot` compares the whole
@@ -88,6 +88,6 @@ class Assignment:
 
 def rounds(names: Sequence[str]) -> Iterator[Assignment]:
     """As many assignments as there are layouts, in which each tensor has each layout once and neighbours differ: a
-    kernel that takes one tensor's strides for another's is found out."""
+    kernel that uses one tensor's strides for another is found."""
     for shift in range(len(LAYOUTS)):
         yield Assignment({name: LAYOUTS[(shift + i) % len(LAYOUTS)] for i, name in enumerate(names)})

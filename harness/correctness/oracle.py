@@ -1,4 +1,5 @@
-"""What the right answer is: the reference on the inputs in fp64, and, for the yardstick, in the case's own dtype."""
+"""The expected results: the reference in fp64 (the oracle) and in the case's own dtype (eager), whose error is the
+yardstick."""
 
 from __future__ import annotations
 
@@ -73,14 +74,14 @@ class Expected:
     ) -> Verdict:
         """The rule of `accuracy` over all of them.
 
-        Eager may be right by luck where the answer is the small difference of large numbers. So before a result is
+        Eager may be accurate by chance where the result is the small difference of large numbers. So before a result is
         called wrong for its error alone, the yardstick is taken again as the larger of eager's error and that of the
         reference in fp64 with every intermediate result changed by a random ±1 fp32 epsilon (Monte Carlo arithmetic,
-        Parker 1997), which shows how far correct fp32 arithmetic may stray. In every other sample the elements of a
-        result are all changed by the same amount: equal numbers have equal errors, which do not average out. A matrix
-        product is changed by half an epsilon of the inputs' dtype, to which it is rounded, and so are those of its
-        factors that do not fit into that dtype; a log-softmax step by step, for its sum has one error for the whole
-        row. There is no such luck in 10⁸ elements.
+        Parker 1997), which shows how large the error of correct fp32 arithmetic may be. In every other sample the
+        elements of a result are all changed by the same amount: equal numbers have equal errors, which do not average
+        out. A matrix product is changed by half an epsilon of the inputs' dtype, to which it is rounded, and so are
+        those of its factors that do not fit into that dtype; a log-softmax step by step, for its sum has one error for
+        the whole row. With 10⁸ elements eager is not accurate by chance, and this is left out.
         """
 
         def judge(noise: Sequence[Tensors]) -> Verdict:

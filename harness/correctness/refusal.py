@@ -1,4 +1,4 @@
-"""Bad input must be refused before anything is launched, by an exception that names the argument."""
+"""Bad input must be rejected before any launch, by an exception that names the argument."""
 
 from __future__ import annotations
 

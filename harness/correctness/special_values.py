@@ -1,4 +1,4 @@
-"""Huge, tiny, infinite and missing numbers, planted into one input at a time."""
+"""Huge, tiny, infinite and NaN values, written into one input at a time."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ NOT_FINITE = frozenset({"one nan", "one +inf", "one -inf", "a row of -inf"})
 
 
 def special_values(s: Subject, mode: str) -> None:
-    """Every plant in every floating-point input, within SPEC.limits; nan everywhere, unless the case is finite_only."""
+    """Every set of special values in every floating-point input, within SPEC.limits; nan everywhere, unless the case is
+    finite_only."""
     inputs = placed(s.inputs(), contiguous)
     out_grads = None if mode in WITHOUT_AUTOGRAD else [contiguous("", g) for g in s.out_grads(inputs)]
     clean = expected(s.spec, inputs, out_grads)
@@ -74,9 +75,9 @@ def _examine(s: Subject, inputs: Inputs, name: str, out_grads: OutGrads | None, 
 
 
 def _parts(truth: Expected, clean: Expected, name: str, planted: torch.Tensor) -> list[tuple[list[torch.Tensor], str]]:
-    """The elements that the plant reaches, and the others. Each part is judged by eager's error on that part alone:
-    else the error that eager makes on a huge value would excuse any error elsewhere. The scale, though, is at least
-    that of the clean answer: where a plant leaves nothing but zeros, an epsilon of the usual values is no error.
+    """The elements that the special values affect, and the others. Each part is judged by eager's error on that part
+    alone: else eager's error on a huge value would allow any error elsewhere. The scale is at least that of the results
+    without special values: where these make all results zero, an epsilon of the usual values is no error.
 
     The derivative at +inf is left out, because it depends on how a formula is written; at -inf, which masks, it counts.
     """

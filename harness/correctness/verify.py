@@ -1,4 +1,4 @@
-"""Is what `bench` times right? Checks an implementation on the very inputs, through the very callable, that are timed.
+"""Correctness of what `bench` times: checks an implementation on the inputs and through the callable that are timed.
 
     out_grads = ...                                       # None without autograd
     run = execute.bind(spec, fn, inputs, mode, out_grads)

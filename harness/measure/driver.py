@@ -1,4 +1,4 @@
-"""The few CUDA driver calls that PyTorch does not offer: holding a stream back, and the persisting part of L2."""
+"""The few CUDA driver calls that PyTorch does not offer: blocking a stream, and the persisting part of L2."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _call(name: str, *arguments: object) -> None:
 
 
 def evict_persisting_lines() -> None:
-    """Gives the whole L2 back to normal use: a flush cannot evict lines that a kernel has marked as persisting."""
+    """Resets persisting lines of L2 to normal: a flush cannot evict lines that a kernel has marked as persisting."""
     torch.cuda.current_stream().synchronize()
     _call("cuCtxSetLimit", CU_LIMIT_PERSISTING_L2_CACHE_SIZE, ctypes.c_size_t(0))
     _call("cuCtxResetPersistingL2Cache")
@@ -38,7 +38,8 @@ class Alarm:
     """Writes 1 into eight bytes of memory after some seconds, whatever the interpreter is doing.
 
     A thread of Python's could not: a launch that waits for room in the queue may hold the interpreter's lock. So the
-    kernel does it, for a thread that sits in a read() of a timer, whose result is how often the timer has gone off.
+    operating system's kernel does it, in a thread blocked in read() of a timerfd, whose result is how often the timer
+    has gone off.
     """
 
     def __init__(self, address: int, seconds: float) -> None:
@@ -65,12 +66,12 @@ class Alarm:
 
 
 class Gate:
-    """Holds a stream back until everything of a round is queued, so that no launch waits for the host.
+    """Blocks a stream until everything of a round is queued, so that no launch waits for the host.
 
     The stream waits for a word of pinned memory (cuStreamWaitValue32): unlike a spinning kernel that takes no
     SM and its length need not be guessed. Work that synchronises with the host while the stream is held
-    would wait for ever, and so would more launches than its queue takes; after `timeout` seconds an alarm opens the
-    gate, and `forced` says so until the next time.
+    would deadlock, and so would more launches than its queue takes; after `timeout` seconds an alarm releases the
+    stream, and `forced` says so until the next time.
     """
 
     def __init__(self, timeout: float = 2.0) -> None:

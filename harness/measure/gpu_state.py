@@ -26,7 +26,7 @@ def handle(device: torch.device) -> Any:
 
 
 class Monitor:
-    """Collects one reading a round, taken while the GPU is at work."""
+    """Collects one reading a round, taken while the GPU is busy."""
 
     def __init__(self, device: torch.device) -> None:
         self._handle = handle(device)

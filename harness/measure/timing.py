@@ -2,19 +2,20 @@
 
 cold    L2 holds nothing of the inputs. CUDA events around the call. The flush before it writes twice the size of L2, so
         that the cache is full of dirty lines, as after any kernel of a real program: whatever the call brings in or
-        writes pushes one of them out, and the traffic is that of the steady state. (After a flush that leaves L2 clean
+        writes evicts one of them, and the traffic is that of the steady state. (After a flush that leaves L2 clean
         a call ends with up to 50 MB of its output not yet written, and can seem faster than a copy.) The pair of
         events itself costs about 2 µs, which are never subtracted.
 warm    called again at once on the same inputs; what fits in L2 stays there. Not where each takes a tenth of a second,
-        of which the 15 µs that L2 takes to fill are nothing.
+        in which the 15 µs that L2 takes to fill is negligible.
 graph   N calls on N sets of inputs, together past twice the L2, captured in one CUDA graph; the replay divided by N.
-        Nothing of the host is left in it and no event overhead, so it is the headline for calls under 50 µs. The gap
+        It has no host time and no event overhead, so it is the headline for calls under 50 µs. The gap
         between two dependent kernels of a graph (about 1 µs) is part of it, as it is in any training step.
 cupti   the sum of the durations of the kernels that a cold call launched, as the profiler's interface reports them.
 
-Rules that hold for all: implementations take turns (A B C A B C …), so that drift of the clocks hits all alike and
-ratios can be paired by round; each round is queued while the stream is held (`driver.Gate`), so that no launch waits
-for the host; NVTX, allocations by the harness and synchronisation stay outside the events; random data, never zeros.
+Rules that hold for all: implementations are interleaved (A B C A B C …), so that drift of the clocks affects all
+equally and ratios can be paired by round; each round is queued while the stream is held (`driver.Gate`), so that no
+launch waits for the host; NVTX, allocations by the harness and synchronisation stay outside the events; random data,
+never zeros.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ AA = "#again"  # the second instance of an implementation, for the A/A pair
 class Budget:
     """When sampling stops: every interval of a median narrower than `width`, or a bound on rounds or seconds.
 
-    `few_rounds` are enough where `min_rounds` take longer than `patience` seconds: runs of a tenth of a second scatter
-    little, and are as long as many short ones.
+    `few_rounds` are enough where `min_rounds` take longer than `patience` seconds: runs of a tenth of a second have
+    little variance, and are as long as many short ones.
     """
 
     min_rounds: int = 20

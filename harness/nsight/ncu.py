@@ -1,4 +1,4 @@
-"""Nsight Compute: where it is, what to ask it, what its errors mean, and the figures in its CSV.
+"""Nsight Compute: finding it, its command lines, its errors, and the figures in its CSV.
 
 A launch is described by
 {"name", "duration_us", "dram_bytes", "dram_pct", "l2_pct", "sm_pct", "tensor_pct", "occupancy_pct", "registers",

@@ -1,8 +1,8 @@
 """PyTorch's matrix products without cuBLAS, for initcheck.
 
-initcheck must look at every kernel that writes, and it does not see what one of cuBLAS stores by TMA: all of such a
-product counts as never written, and of whoever reads it nothing could be learnt. So under initcheck a product is a sum
-of products element by element, in kernels that it sees through.
+initcheck must instrument every kernel that writes, and it does not see TMA stores of cuBLAS kernels: their whole output
+counts as never written, so that each kernel which reads it would have a finding. So under initcheck a matrix product is
+a sum of elementwise products, whose stores it sees.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What `profile` writes: reports/<gpu>/profile/<kernel>.json, and README.md made from every JSON file there.
 
-The files have what ncu said. What the bench's clock said of the same calls is taken from the records beside them
-whenever a page is made, so that it does not matter which of the two ran first, or where.
+The files have ncu's figures. The bench's times of the same calls are read from the records beside them when a page is
+made, so that it does not matter which of the two ran first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""compute-sanitizer: where it is, what to ask it, and what its output says.
+"""compute-sanitizer: finding it, its command lines, and the findings in its output.
 
 A finding is {"what", "kernel", "where", "count"}: the tool's own words, the function and the source line they name, and
 how many threads or accesses said the same.

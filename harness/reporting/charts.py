@@ -105,7 +105,8 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def looks(findings: Sequence[Finding]) -> dict[str, Look]:
-    """A look for each implementation of a kernel: ours first, in the record's order, then peers, then yardsticks."""
+    """Colour and mark of each implementation of a kernel: ours first, in the record's order, then peers, then
+    yardsticks."""
     rows = [row for finding in findings for row in finding.rows]
     ours = dict.fromkeys(row.implementation for row in rows if row.ours)
     yardsticks = dict.fromkeys(row.implementation for row in rows if row.yardstick)
@@ -175,7 +176,7 @@ def _marker(look: Look) -> dict[str, Any]:
 
 
 def spread(shares: dict[str, float], width: float, order: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """(share, level) by name: points nearer than `width` to each other go to different levels, as far as these last.
+    """(share, level) by name: points nearer than `width` to each other go to different levels, while there are levels.
 
     Names that come first in `order` keep the middle.
     """

@@ -37,6 +37,11 @@ class Run:
     written: set[Group] = field(default_factory=set)
 
     @property
+    def died(self) -> bool:
+        """Whether it came neither to its end nor to an interruption: the process is gone, or one of its ranks is."""
+        return self.stop is None or self.stop.startswith("failed")
+
+    @property
     def id(self) -> str:
         return str(self.data["run"])
 

@@ -166,7 +166,7 @@ def _finding(records: Records, rows: Sequence[Row]) -> Finding:
 
 
 def _speedups(records: Records, best: Row | None) -> list[Speedup]:
-    """Against each baseline that was right and measured in the same run: a wrong peer is no peer."""
+    """Against each baseline that was right and measured in the same run: a peer with wrong results is left out."""
     if best is None:
         return []
     siblings = {row.implementation: row for row in records.siblings(best)}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import roofline
-from . import choices, host, pages
+from . import choices, host, pages, several
 from . import markdown as md
 from .entries import Records, Row
 from .findings import Finding, cost_of, modes_of
@@ -52,6 +52,7 @@ def page(
     if charts:
         lines += _charts(kernel, gpu, found)
     lines += ["## Summary", "", *pages.summary(found), ""]
+    lines += several.section(found, charts)
     lines += host.section(records, kernel)
     if profile:
         lines += ["## Profile", "", *profiled(profile), ""]
@@ -203,7 +204,7 @@ def _sustained(entry: Mapping[str, Any]) -> str:
 
 
 def profiled(profile: Mapping[str, Any]) -> list[str]:
-    """Nsight Compute's view, and what it says of the cost and of the harness's clock."""
+    """Nsight Compute's figures, and what they say of the cost and of the harness's clock."""
     rows = profile.get("rows") or []
     lines = [
         "Nsight Compute, on the ranges of a pass of its own. *Bytes* are what crossed the DRAM bus over the compulsory "

@@ -19,6 +19,7 @@ COLUMN_TEXT = {
     "warm": "called again at once on the same inputs; what fits in L2 stays there.",
     "graph": "calls on rotating sets of inputs, together larger than twice the L2, captured in one CUDA graph; "
     "the replay divided by the number of calls. The headline of short calls, where launches would hide the kernel.",
+    "wall": "wall-clock time of ranks on CPUs. It says nothing about a GPU.",
     "cupti": "the sum of the durations of the kernels that a cold call launched, as CUPTI reports them.",
 }
 
@@ -205,7 +206,8 @@ def run_table(runs: Sequence[Run]) -> list[str]:
     rows = []
     for run in runs:
         commit = str(run.environment.get("commit") or "unknown")[:12]
-        asked = ", ".join(f"{k}={v}" for k, v in run.options.items() if v not in (None, False, "auto", [], ()))
+        given = {k: v for k, v in run.options.items() if v not in (None, False, "auto", [], ())}
+        asked = ", ".join(f"{k}={v}" for k, v in {**given, **run.environment.get("variables", {})}.items())
         changed = " with uncommitted changes" if run.environment.get("dirty") else ""
         rows.append(
             [

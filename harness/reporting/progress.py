@@ -16,16 +16,16 @@ from .. import roofline
 class Progress:
     """Use as a context manager around the groups of one kernel."""
 
-    def __init__(self, kernel: str, groups: int) -> None:
+    def __init__(self, kernel: str, groups: int, quiet: bool = False) -> None:
         self._kernel = kernel
-        self._console = Console(soft_wrap=True, highlight=False)
+        self._console = Console(soft_wrap=True, highlight=False, quiet=quiet)
         self._bar = Bar(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             console=self._console,
-            disable=not self._console.is_terminal,
+            disable=quiet or not self._console.is_terminal,
         )
         self._task = self._bar.add_task(kernel, total=groups)
 
@@ -43,7 +43,7 @@ class Progress:
         case: str,
         mode: str,
         rows: Sequence[Mapping[str, Any]],
-        ceilings: roofline.Ceilings,
+        ceilings: roofline.Ceilings | None,
         spent: Mapping[str, float],
     ) -> None:
         """One group is measured: a line of medians, with the share of the roofline, and what took how many seconds."""
@@ -53,7 +53,8 @@ class Progress:
                 parts.append(f"{row['implementation']} {row['status']}")
                 continue
             seconds, cost = row["columns"][row["headline"]]["median_us"] * 1e-6, row["cost"]
-            share = roofline.percent_of_roofline(seconds, roofline.Cost.from_record(cost), ceilings)
+            work = roofline.Cost.from_record(cost)
+            share = roofline.percent_of_roofline(seconds, work, ceilings) if ceilings else None
             text = f"{row['implementation']} {roofline.microseconds(seconds)}"
             parts.append(text + (f" ({share:.1f} %)" if share else ""))
         self._bar.update(self._task, advance=1)

@@ -1,4 +1,4 @@
-"""SVG as matplotlib writes it, made short: the same picture in a fraction of the bytes.
+"""SVG as matplotlib writes it, reduced in size: the same picture in a fraction of the bytes.
 
 Figures get two decimals, a hundredth of a point. Clip paths (no chart draws outside its axes by accident), groups
 without attributes, ids that nothing refers to, comments and metadata go. Text stays text, in the reader's font.

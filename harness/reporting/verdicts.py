@@ -3,10 +3,11 @@
 Let r be the median time of the current samples over that of the baseline's, t the practical threshold (0.03 is 3 %),
 and [low, high] the 95 % interval of r:
 
-SLOWER  low > 1 + t                         even the kindest reading is slower by more than matters
-FASTER  high < 1 / (1 + t)                  the same the other way round
-SAME    1 / (1 + t) <= low and high <= 1 + t   even the unkindest reading matters to nobody (an equivalence test)
-UNSURE  everything else: measure longer, or more quietly
+SLOWER  low > 1 + t                            even the lower end of the interval is above the threshold
+FASTER  high < 1 / (1 + t)                     the same the other way round
+SAME    1 / (1 + t) <= low and high <= 1 + t   even the upper end of the interval is below the threshold (an equivalence
+                                               test)
+UNSURE  everything else: measure longer, or with less noise
 
 A small change that is certain is therefore SAME, and a large one that is noisy is UNSURE, never the other way round.
 

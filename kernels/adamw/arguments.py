@@ -16,7 +16,7 @@ NAMES = "float32, float16 or bfloat16"
 def check_hyperparameters(
     lr: float | torch.Tensor, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> None:
-    """Ranges and types; where a tensor lr lies is checked with the tensors."""
+    """Ranges and types. The device of a tensor lr is checked with the tensors."""
     if isinstance(lr, torch.Tensor):
         if lr.numel() != 1 or not lr.is_floating_point():
             raise ValueError(f"adamw: lr must have one floating-point element, got {lr.dtype} {tuple(lr.shape)}")
@@ -85,7 +85,7 @@ def check_tensors(
 
 
 def check_kind(name: str, dtype: torch.dtype, has_master: bool, stochastic_rounding: bool) -> None:
-    """Whether a parameter of that dtype can be updated in that way."""
+    """ValueError where a parameter of this dtype cannot have this rounding."""
     if has_master and dtype == torch.float32:
         raise ValueError(f"adamw: {name} is float32 and must have no master weights (None in master_params)")
     if stochastic_rounding and not has_master and dtype == torch.float16:

@@ -61,13 +61,13 @@ def _has_master(case: Case, index: int) -> bool:
 
 LLAMA = dict(layers=2, hidden=4096, inner=11008)
 CASES = (
-    # 268 M parameters in one piece; two layers of Llama-2 7B, 405 M in 18 pieces; 200 pieces of TransformerNP's size.
+    # 268 M elements in one parameter; two layers of Llama-2 7B, 405 M in 18; 200 parameters of TransformerNP's size.
     make_case("268m", pieces(1, 0, 16384, 16384), FP32, bench=True),
     make_case("llama", LLAMA, FP32, bench=True),
     make_case("llama-master", LLAMA, BF16, bench=True, master=True),
     make_case("llama-stochastic", LLAMA, BF16, bench=True, stochastic_rounding=True),
     make_case("200-small", pieces(100, 100, 512, 512), FP32, bench=True),
-    # What goes wrong: an odd size, no element at all, one, a block and a rest, both kinds of addresses.
+    # Boundary cases: an odd size, no element, one, a block and a remainder, aligned and unaligned addresses.
     make_case("odd", pieces(2, 1, 5, 37), FP32),
     make_case("empty", pieces(2, 1, 0, 3), FP32),
     make_case("one", pieces(2, 1, 1, 1), FP32),
@@ -106,7 +106,7 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
             inputs[f"g{index}"].mul_(params["grad_scale"])
     inputs |= {**HYPER, **params}
     if case.params.get("on_device"):
-        # An integer, because what a step of -inf or 1e-40 should do is no question.
+        # An integer, so that the checks with huge and tiny values do not change the step.
         inputs["step"] = torch.tensor(inputs["step"], device=device)
         inputs["lr"] = torch.tensor(inputs["lr"], device=device)
     return inputs
@@ -189,7 +189,9 @@ def _torch(fused: bool) -> Callable[[], Any]:
     the gradients, step, copy back."""
 
     def load() -> Any:
-        steps: dict[Any, list[torch.Tensor]] = {}  # on the device, which the fused one reads and does not count up
+        steps: dict[
+            Any, list[torch.Tensor]
+        ] = {}  # on the device; the fused implementation reads them and does not advance them
 
         def step(**inputs: Any) -> tuple[torch.Tensor, ...]:
             lists, options = _collected(inputs)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-STEP_BLOCK = 1024  # steps that one CTA of the counting kernel advances
+STEP_BLOCK = 1024  # parameters whose step one CTA of _adamw_step_kernel advances
 EVICT_LAST_ELEMENTS = 4_000_000  # about 110 MB, twice the L2 of an H100 or H200
 
 
 @dataclass(frozen=True)
 class Config:
-    """A CTA for each `block` elements of a tensor. `eviction` is the L2 policy of the loads."""
+    """One CTA per `block` elements of a tensor. `eviction` is the L2 policy of the loads."""
 
     block: int
     num_warps: int
@@ -18,10 +18,11 @@ class Config:
 
 
 def pick_config(elements: int, capability: tuple[int, int]) -> Config:
-    """Configuration for that many elements in all. Pure.
+    """Configuration for parameters of so many elements in total. Pure.
 
-    Four elements a thread: one access of 16 bytes to each fp32 tensor, and 32 registers, which is full occupancy.
-    evict_last from 4 million elements on; the least size at which it is a gain was not measured.
+    Always 1024 elements and 8 warps a CTA. So a thread has four elements, one access of 16 bytes to each fp32 tensor,
+    and with 32 registers occupancy is full. evict_last above 4 million elements; smaller sizes were not measured with
+    it.
 
     Record: `reports/h200` (bench and tune of adamw); the comparisons are in EXPERIMENTS.md.
     """

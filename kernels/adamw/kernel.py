@@ -4,7 +4,8 @@ Napkin maths, one NVIDIA H200 that copies 4254 GB/s: with fp32 states every elem
   fp32 parameters                 reads p g m v (16), writes p m v (12)       28 bytes    268 M: 7.5 GB, 1.77 ms
   bf16 parameters, fp32 master    reads w g m v (14), writes w m v p (14)     28 bytes
   bf16 parameters alone           reads p g m v (12), writes p m v (10)       22 bytes
-and about 25 FLOPs, of which a GPU has a hundred to spare in that time. So it is the bytes, and each is moved once.
+and about 15 FLOPs, where an H200 could do a hundred in that time. So the kernel is bound by memory; each byte moves
+once.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from .tables import (
     MASTER,
     NUMEL,
     PARAM,
+    SEQUENCE,
     STEP,
     STOCHASTIC,
-    STREAM,
 )
 
 
 @triton.jit
 def _bias_correction(step, log_beta):
-    """1 − beta^step. The beta of the formula is not a fp32 number, and 1 − 0.999 would keep five digits of it. So the
-    logarithm is what comes in, and near zero the series of exp(x) − 1 takes the place of the difference."""
+    """1 − beta^step = 1 − exp(step · log_beta). In fp32 1 − 0.999 has five correct digits, so the host computes
+    log_beta in fp64, and where the exponent is near 0 a series of exp(x) − 1 replaces the difference."""
     x = step * log_beta
     near = tl.abs(x) < 1.0
     small = tl.where(near, x, 0.0)
@@ -44,8 +45,8 @@ def _bias_correction(step, log_beta):
 
 @triton.jit
 def _random_bits(element, tensor, step, seed, BLOCK: tl.constexpr):
-    """16 random bits for each of BLOCK elements, the first of which is `element`: Philox 4x32-10 (Salmon et al. 2011)
-    of the element's number, the tensor's and the step. One call makes those of the four elements that a thread has."""
+    """16 random bits for each of BLOCK elements from index `element` on: Philox 4x32-10 (Salmon et al. 2011) with the
+    counter (element / 4, tensor, step). One call gives the bits of the four elements of a thread."""
     group = element // 4 + tl.arange(0, BLOCK // 4)
     low, high = (group & 0xFFFFFFFF).to(tl.uint32), (group >> 32).to(tl.uint32)
     zero = low * 0
@@ -55,9 +56,9 @@ def _random_bits(element, tensor, step, seed, BLOCK: tl.constexpr):
 
 @triton.jit
 def _round_stochastically(x, bits):
-    """x in fp32 to one of its two neighbours in bf16, each with the probability that makes the mean x."""
+    """fp32 x rounded to one of its two neighbours in bf16, with probabilities such that the expected value is x."""
     raised = (x.to(tl.uint32, bitcast=True) + bits) & 0xFFFF0000
-    # A nan whose mantissa is all ones would overflow into -0.
+    # The addition would carry a nan whose mantissa is all ones over into -0.
     return tl.where(x == x, raised.to(tl.float32, bitcast=True), x).to(tl.bfloat16)
 
 
@@ -71,8 +72,8 @@ def _adamw_block(
     decay,
     beta1,
     beta2,
-    new1,
-    new2,
+    one_minus_beta1,
+    one_minus_beta2,
     log_beta1,
     log_beta2,
     eps,
@@ -80,7 +81,7 @@ def _adamw_block(
     seed,
     P_TYPE: tl.constexpr,
     G_TYPE: tl.constexpr,
-    HOW: tl.constexpr,
+    ROUNDING: tl.constexpr,
     DECAY: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     SCALED: tl.constexpr,
@@ -88,14 +89,14 @@ def _adamw_block(
     BLOCK: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    """BLOCK elements of one tensor from `first` on, `limit` of which exist. ALIGNED: every address is a multiple of 16
-    bytes and the limit one of 8 elements, so that memory is accessed in vectors of 16 bytes."""
+    """Updates the elements first … first + min(limit, BLOCK) − 1 of one parameter, a row of the table. ALIGNED: every
+    address is a multiple of 16 bytes and `limit` of 8 elements, so that accesses are vectors, 16 bytes for fp32."""
     p_ptr = tl.load(row_ptr + PARAM).to(tl.pointer_type(P_TYPE))
     g_ptr = tl.load(row_ptr + GRAD).to(tl.pointer_type(G_TYPE))
     m_ptr = tl.load(row_ptr + EXP_AVG).to(tl.pointer_type(tl.float32))
     v_ptr = tl.load(row_ptr + EXP_AVG_SQ).to(tl.pointer_type(tl.float32))
     w_ptr = p_ptr
-    if HOW == FROM_MASTER:
+    if ROUNDING == FROM_MASTER:
         w_ptr = tl.load(row_ptr + MASTER).to(tl.pointer_type(tl.float32))
     if ALIGNED:
         p_ptr, g_ptr, w_ptr = tl.multiple_of(p_ptr, 16), tl.multiple_of(g_ptr, 16), tl.multiple_of(w_ptr, 16)
@@ -111,41 +112,41 @@ def _adamw_block(
         g = g / scale
     if MAXIMIZE:
         g = -g
-    if DECAY:  # an infinite parameter would become nan even by 0
+    if DECAY:  # 0 times an infinite parameter would be nan
         w -= decay * w
-    m = beta1 * m + new1 * g
-    v = beta2 * v + new2 * g * g
+    m = beta1 * m + one_minus_beta1 * g
+    v = beta2 * v + one_minus_beta2 * g * g
     step_size = lr / _bias_correction(step, log_beta1)
     root = 1.0 / tl.sqrt_rn(_bias_correction(step, log_beta2))
     w -= step_size * m / (tl.sqrt(v) * root + eps)
     tl.store(m_ptr + at, m, mask=mask)
     tl.store(v_ptr + at, v, mask=mask)
-    if HOW == STOCHASTIC:
-        bits = _random_bits(first, tl.load(row_ptr + STREAM), step, seed, BLOCK)
+    if ROUNDING == STOCHASTIC:
+        bits = _random_bits(first, tl.load(row_ptr + SEQUENCE), step, seed, BLOCK)
         tl.store(p_ptr + at, _round_stochastically(w, bits), mask=mask)
     else:
         tl.store(p_ptr + at, w.to(P_TYPE), mask=mask)
-    if HOW == FROM_MASTER:
+    if ROUNDING == FROM_MASTER:
         tl.store(w_ptr + at, w, mask=mask)
 
 
 @triton.jit(do_not_specialize=["seed"])
 def _adamw_kernel(
     rows_ptr,
-    owners_ptr,
+    cta_rows_ptr,
     lr,
     step,
     grad_scale_ptr,
     found_inf_ptr,
     beta1,
     beta2,
-    new1,
-    new2,
+    one_minus_beta1,
+    one_minus_beta2,
     log_beta1,
     log_beta2,
     eps,
     weight_decay,
-    seed: tl.int64,  # of one type whatever its value: Triton would compile the kernel again for a seed past 2^31
+    seed: tl.int64,  # one type for all values: Triton would compile the kernel again for a seed above 2^31
     KINDS: tl.constexpr,
     LR_IN_MEMORY: tl.constexpr,
     STEP_IN_TABLE: tl.constexpr,
@@ -155,14 +156,16 @@ def _adamw_kernel(
     SMALL: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    """newᵢ is 1 − betaᵢ, which the host takes in fp64."""
+    """One CTA per BLOCK elements of a parameter; cta_rows_ptr gives its row of the table. KINDS are the (dtype of the
+    parameter, dtype of the gradient, rounding) that occur; a CTA branches to its own. The host computes 1 − beta in
+    fp64."""
     found = 0.0
     if found_inf_ptr is not None:
         found = tl.load(found_inf_ptr)
     if found != 0:
         return
     block = tl.program_id(0)
-    row_ptr = rows_ptr + tl.load(owners_ptr + block) * COLUMNS
+    row_ptr = rows_ptr + tl.load(cta_rows_ptr + block) * COLUMNS
     first = (block - tl.load(row_ptr + FIRST)) * BLOCK  # 64 bits, as the table
     addresses = tl.load(row_ptr + PARAM) | tl.load(row_ptr + GRAD) | tl.load(row_ptr + MASTER)
     addresses |= tl.load(row_ptr + EXP_AVG) | tl.load(row_ptr + EXP_AVG_SQ)
@@ -180,23 +183,24 @@ def _adamw_kernel(
         if kind == i:
             if aligned:
                 _adamw_block(
-                    row_ptr, first, limit, step, lr, lr * weight_decay, beta1, beta2, new1, new2, log_beta1, log_beta2,
-                    eps, scale, seed, KINDS[i][0], KINDS[i][1], KINDS[i][2], DECAY, MAXIMIZE,
+                    row_ptr, first, limit, step, lr, lr * weight_decay, beta1, beta2, one_minus_beta1, one_minus_beta2,
+                    log_beta1, log_beta2, eps, scale, seed, KINDS[i][0], KINDS[i][1], KINDS[i][2], DECAY, MAXIMIZE,
                     grad_scale_ptr is not None, True, BLOCK, EVICTION,
                 )  # fmt: skip
             else:
-                # Single elements. In a loop, so that the registers it needs do not limit the other path.
+                # By elements, in a loop of SMALL: its registers then do not limit the occupancy of the aligned path.
                 for start in range(0, limit, SMALL):
                     _adamw_block(
-                        row_ptr, first + start, limit - start, step, lr, lr * weight_decay, beta1, beta2, new1, new2,
-                        log_beta1, log_beta2, eps, scale, seed, KINDS[i][0], KINDS[i][1], KINDS[i][2], DECAY, MAXIMIZE,
+                        row_ptr, first + start, limit - start, step, lr, lr * weight_decay, beta1, beta2,
+                        one_minus_beta1, one_minus_beta2, log_beta1, log_beta2, eps, scale, seed,
+                        KINDS[i][0], KINDS[i][1], KINDS[i][2], DECAY, MAXIMIZE,
                         grad_scale_ptr is not None, False, SMALL, EVICTION,
                     )  # fmt: skip
 
 
 @triton.jit
 def _adamw_step_kernel(rows_ptr, found_inf_ptr, tensors, BLOCK: tl.constexpr):
-    """Adds 1 to the step of every tensor, unless the gradients overflowed."""
+    """Adds 1 to the step of every parameter, unless found_inf says that gradients overflowed."""
     found = 0.0
     if found_inf_ptr is not None:
         found = tl.load(found_inf_ptr)

@@ -1,4 +1,4 @@
-"""The tensors of a parameter brought into one memory order, so that the kernel can walk them without strides."""
+"""Brings the tensors of a parameter into one dense memory order, so that the kernel needs no strides."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .tables import Tensors
 
 @contextmanager
 def dense(tensors: Tensors) -> Iterator[Tensors]:
-    """The same tensors where they are dense and each parameter's in the same order. Others are replaced by copies, and
-    those of them that the step writes are copied back at the end."""
+    """The same tensors where those of each parameter are dense in the same memory order. Others are replaced by copies,
+    and those that the step writes are copied back at the end."""
     columns: list[list[Any]] = [tensors.params, tensors.grads, tensors.exp_avgs, tensors.exp_avg_sqs, tensors.masters]
     if all(False not in [t is None or t.is_contiguous() for t in column] for column in columns):
         yield tensors
@@ -44,7 +44,7 @@ def dense(tensors: Tensors) -> Iterator[Tensors]:
 
 
 def _order(param: torch.Tensor) -> tuple[int, ...]:
-    """The parameter's own strides if they leave no gap, else those of a contiguous tensor or a permuted one."""
+    """The strides of a dense tensor in the memory order of the parameter: its own where it is dense."""
     return torch.empty_like(param, device="meta").stride()
 
 

@@ -18,7 +18,7 @@ from .tables import Tensors
 
 # Named after the package, so that a copy of this folder under another name registers ops of its own.
 _NAMESPACE = __package__.replace(".", "_")
-# Lists of tensors that have been checked, by all that the checks look at. Few, for a key is as long as the lists.
+# Keys of lists of tensors that have passed the checks. Few, because a key is as long as the lists.
 _CHECKED = Plans(size=16)
 
 
@@ -51,8 +51,8 @@ def adamw(
 
     in fp32, in PyTorch's order, where t is `step`, 1 for the first, and θ the master weight where there is one. The
     host reads nothing: with tensors for lr and step a call can be captured in a CUDA graph and replayed as they change.
-    Repeats agree bit for bit, also the random rounding, which depends on the seed, the step, the parameter's place in
-    the list and the element's in its memory, and on nothing else.
+    Results are bit-wise repeatable, also with stochastic rounding, whose random bits depend only on the seed, the step,
+    the parameter's index in the list and the element's index in memory.
 
     params         fp32, fp16 or bf16, any shapes and any mixture, all on one device
     grads          of the params' shapes; any of these dtypes
@@ -62,15 +62,16 @@ def adamw(
     lr             a number, or a floating-point tensor of one element on the device
     master_params  None, or for each parameter the fp32 weights that it is a rounded copy of, or None
     stochastic_rounding
-                   bf16 parameters without master weights are rounded to one of the two neighbours, so that the mean is
-                   right (Gupta et al. 2015, arXiv:1502.02551, sec. 3); otherwise to the nearest
+                   bf16 parameters without master weights are rounded to one of the two neighbours, with probabilities
+                   such that the expected value is the fp32 result (Gupta et al. 2015, arXiv:1502.02551, sec. 3);
+                   otherwise to the nearest
     seed           0 <= seed < 2^63
     grad_scale     None or a fp32 tensor of one element. The gradients themselves stay as they are.
     found_inf      None or a fp32 tensor of one element; where it is not 0 nothing is changed
     tables         a PointerTables that keeps the table of addresses from call to call; otherwise each call makes one
 
-    The tensors of a parameter are walked in their memory order if all have the same dense one; those that do not are
-    copied first, and back.
+    Where the tensors of a parameter are dense with the same memory order they are updated in place; others are copied
+    first, and copied back.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong length, shape, device or range, RuntimeError for
     CPU tensors outside Triton's interpreter.
@@ -141,7 +142,7 @@ def _plain(*lists: Any) -> bool:
 
 
 def _key(*lists: Any) -> Hashable:
-    """All that `check_tensors` looks at. None for tensors without strides, which it rejects."""
+    """All that `check_tensors` depends on. None for tensors without strides, which it rejects."""
     *columns, masters, stochastic_rounding = lists
     tensors = [tensor for column in columns for tensor in column]
     present = None if masters is None else tuple([master is not None for master in masters])
@@ -160,7 +161,7 @@ _SHAPE_AND_MORE = attrgetter("shape", "dtype", "device")
 
 def _tensors(params, grads, exp_avgs, exp_avg_sqs, masters, steps, stochastic_rounding) -> Tensors:
     columns = (list(params), list(grads), list(exp_avgs), list(exp_avg_sqs), list(masters), list(steps))
-    return Tensors(*columns, streams=list(range(len(params))), stochastic=stochastic_rounding)
+    return Tensors(*columns, sequences=list(range(len(params))), stochastic=stochastic_rounding)
 
 
 def _step(given: Tensors, tables: PointerTables, step: float | None, rates: tuple[Any, ...]) -> None:
@@ -210,10 +211,10 @@ def _adamw_op(
     found_inf: torch.Tensor | None,
     tables: int,
 ) -> None:
-    """master_params are those that there are, master_of the parameters to which they belong."""
+    """master_params are those that are not None, master_of the indices of their parameters."""
     masters = dict(zip(master_of, master_params, strict=True))
-    every = [masters.get(i) for i in range(len(params))]
-    given = _tensors(params, grads, exp_avgs, exp_avg_sqs, every, steps, stochastic_rounding)
+    every_master = [masters.get(i) for i in range(len(params))]
+    given = _tensors(params, grads, exp_avgs, exp_avg_sqs, every_master, steps, stochastic_rounding)
     rate = lr if lr_tensor is None else lr_tensor
     rates = (rate, (beta1, beta2), eps, weight_decay, maximize, seed, grad_scale, found_inf)
     _step(given, PointerTables.of(tables), None if steps else step, rates)

@@ -1,4 +1,4 @@
-"""`AdamW`, in the place of torch.optim.AdamW."""
+"""`AdamW`, a replacement for torch.optim.AdamW."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .memory import dense
 from .plans import Update, update_of
 from .tables import PointerTables, Tensors
 
-# What a parameter has in `state`, all of it fp32 whatever its own dtype. A master weight only where it was asked for.
+# The entries of a parameter in `state`, all fp32. A master weight only with master_weights=True.
 STATES = ("step", "exp_avg", "exp_avg_sq", "master_param")
 
 
-TABLES_OF_A_GROUP = 8  # the memory of the gradients may alternate
+TABLES_OF_A_GROUP = 8  # the addresses of gradients may alternate
 
 _NO_STATE: dict[str, Any] = {}
 _address, _dense = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
@@ -35,7 +35,7 @@ class _Exact:
 
 class AdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101, alg. 2; the formula is at `adamw`), for each param group and
-    device one launch over all parameters after a small one that counts the steps.
+    device a small launch that adds 1 to the steps, then one launch over all parameters.
 
     A drop-in for torch.optim.AdamW: its arguments and param_groups, closures, schedulers, lr as a tensor, hooks,
     torch.amp.GradScaler, and state dicts that either loads from the other. The differences:
@@ -48,14 +48,15 @@ class AdamW(torch.optim.Optimizer):
 
     master_weights       keep an fp32 copy of every fp16 and bf16 parameter in state[p]["master_param"], made from the
                          parameter at its first step; that is what is updated, and the parameter is its rounded copy.
-    stochastic_rounding  round bf16 parameters to a neighbour at random, so that the mean is right: no update is lost
-                         for being small, at no memory at all. Fixed by `seed`, the step and the parameter's place.
+    stochastic_rounding  round bf16 parameters to one of two neighbours with the fp32 result as expected value, so that
+                         small updates are not lost, without extra memory. The random bits depend on `seed`, the step,
+                         the parameter's index and the element's.
 
     Raises TypeError for parameters of other dtypes than fp32, fp16 and bf16, ValueError for a bad value, and in `step`
     RuntimeError for sparse gradients and for CPU parameters outside Triton's interpreter.
     """
 
-    # GradScaler then leaves the scale and the infinity it found to `step`, in attributes that it removes afterwards.
+    # GradScaler then sets the attributes grad_scale and found_inf for the duration of `step`.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -144,8 +145,8 @@ class AdamW(torch.optim.Optimizer):
     def _update(self, group: dict[str, Any], first: int) -> None:
         """A step of one group, `first` being the number of its first parameter.
 
-        What is the same as in an earlier step is found by the addresses of all tensors and by whatever else a table
-        depends on; nothing is built, checked or copied then.
+        The updates are looked up by the addresses of all tensors and whatever else a table depends on. Where they are
+        found, nothing is built, checked or copied.
         """
         params = group["params"]
         grads = [grad for param in params if (grad := param.grad) is not None]
@@ -158,7 +159,7 @@ class AdamW(torch.optim.Optimizer):
         try:
             key, written = self._key(group, params, grads)
         except (KeyError, RuntimeError):  # a parameter without its states; a sparse gradient
-            self._begin(group, params, grads)
+            self._init_states(group, params, grads)
             key, written = self._key(group, params, grads)
         key = (first, chosen, *key)
         updates = self._tables.find(key)
@@ -168,14 +169,14 @@ class AdamW(torch.optim.Optimizer):
         else:
             numbers = range(len(params)) if chosen is None else chosen
             self._first_run(group, key, params, grads, [first + index for index in numbers])
-        # As any operation in place does: autograd then raises an error in a backward that needs the values from before.
+        # As any in-place operation does: a backward that needs the overwritten values then raises an error.
         torch.autograd.graph.increment_version(written)
 
     def _key(
         self, group: dict[str, Any], params: list[torch.Tensor], grads: list[torch.Tensor]
     ) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
         """All that an update of these parameters depends on, and the tensors that it writes. KeyError where a state is
-        missing. Where every tensor is contiguous, their sizes say all about their layout."""
+        missing. Strides are left out where every tensor is contiguous."""
         state, none = self.state, _NO_STATE
         states = [state.get(param, none) for param in params]
         written = [*params, *[s["exp_avg"] for s in states], *[s["exp_avg_sq"] for s in states]]
@@ -198,11 +199,11 @@ class AdamW(torch.optim.Optimizer):
         )
         return key, written
 
-    def _begin(self, group: dict[str, Any], params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+    def _init_states(self, group: dict[str, Any], params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         if any(grad.layout != torch.strided for grad in grads):
             raise RuntimeError("AdamW: params must have dense gradients, got a sparse one")
         for param in params:
-            _begin(self.state[param], param, group["master_weights"])
+            _init_state(self.state[param], param, group["master_weights"])
 
     def _first_run(
         self,
@@ -212,8 +213,8 @@ class AdamW(torch.optim.Optimizer):
         grads: list[torch.Tensor],
         numbers: list[int],
     ) -> None:
-        """The step of a group whose tensors are not known yet. What it makes is kept under `key`, unless tensors had to
-        be copied to be dense, which each step must do again."""
+        """The first step of a group over these tensors. Its updates are kept under `key`, unless tensors had to be
+        copied to be dense, which each step must do again."""
         of_device: dict[torch.device, list[int]] = {}
         for index, param in enumerate(params):
             of_device.setdefault(param.device, []).append(index)
@@ -280,8 +281,8 @@ def _check_params(group: dict[str, Any]) -> None:
         check_kind(name, param.dtype, has_master, group["stochastic_rounding"])
 
 
-def _begin(state: dict[str, Any], param: torch.Tensor, master_weights: bool) -> None:
-    """Adds what a parameter's state lacks."""
+def _init_state(state: dict[str, Any], param: torch.Tensor, master_weights: bool) -> None:
+    """Adds the entries that a parameter's state lacks."""
     if "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
     for name in ("exp_avg", "exp_avg_sq"):
@@ -308,7 +309,7 @@ def _fp32(value: Any, device: torch.device) -> torch.Tensor:
 
 
 def _lr_on(lr: float | torch.Tensor, device: torch.device) -> float | torch.Tensor:
-    """lr as the kernel can take it. That of a CPU tensor is read, which waits for nothing."""
+    """lr as the kernel takes it. A CPU tensor is read on the host, which needs no synchronisation."""
     if not isinstance(lr, torch.Tensor) or lr.device == device:
         return lr
     if lr.device.type == "cpu":

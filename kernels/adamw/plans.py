@@ -1,4 +1,4 @@
-"""What is kept of a step over the same tensors: their table on the device, and the launches that read it."""
+"""The launch plan of a step over given tensors: their table on the device, and the launches that read it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from .kernel import _adamw_kernel, _adamw_step_kernel
 from .launch import Launch, signature
 from .tables import PointerTables, Tensors
 
-MAX_LAUNCHES = 16  # of one table: a few, as lr or a scale is a number or a tensor
+MAX_LAUNCHES = 16  # of one table; they differ in whether lr, step, grad_scale, found_inf are tensors
 
 
 class Update:
-    """A step over some tensors, which are dense and on one device: made once, called with the hyperparameters."""
+    """A step over dense tensors on one device: made once, called with the hyperparameters."""
 
     def __init__(self, tensors: Tensors, tables: PointerTables) -> None:
         first = tensors.params[0]
         self.device = first.device
-        # The interpreter stands for an sm_80.
+        # In the interpreter, that of an sm_80.
         capability = torch.cuda.get_device_capability(first.device) if first.is_cuda else (8, 0)
         self._config = configs.pick_config(sum(t.numel() for t in tensors.params), capability)
         self._tables = tables
         with torch.cuda.device_of(first):
             self._table = tables.build(tensors, self._config.block)
-        self._rows, self._ctas = len(self._table.rows), len(self._table.owners)
+        self._rows, self._ctas = len(self._table.rows), len(self._table.cta_rows)
         self._launches: dict[Hashable, Launch] = {}
 
     def __call__(
@@ -44,20 +44,20 @@ class Update:
         found_inf: torch.Tensor | None,
         advance: bool = False,
     ) -> None:
-        """One step of all tensors in one launch; before it, with `advance`, another that counts their steps up. A
-        `step` of None stands in the table. Everything as `op` has checked it."""
+        """One step of all parameters in one launch. With `advance` another launch before it adds 1 to their steps. For
+        `step` None the step is read from the tensors in the table. `op` has checked the arguments."""
         if self.device.type == "cuda":
             self._tables.use(self._table)
-        rows, owners = self._table.rows, self._table.owners
+        rows, cta_rows = self._table.rows, self._table.cta_rows
         if advance:
-            self._counting(found_inf)(rows, found_inf)
+            self._count_launch(found_inf)(rows, found_inf)
         if not self._ctas:
             return
         lr = lr if isinstance(lr, torch.Tensor) else float(lr)
         beta1, beta2 = betas
-        self._stepping(step, lr, weight_decay, maximize, grad_scale, found_inf)(
+        self._step_launch(step, lr, weight_decay, maximize, grad_scale, found_inf)(
             rows,
-            owners,
+            cta_rows,
             lr,
             step,
             grad_scale,
@@ -73,7 +73,7 @@ class Update:
             seed,
         )
 
-    def _stepping(
+    def _step_launch(
         self,
         step: float | None,
         lr: float | torch.Tensor,
@@ -104,7 +104,7 @@ class Update:
             self._keep(key, launch)
         return launch
 
-    def _counting(self, found_inf: torch.Tensor | None) -> Launch:
+    def _count_launch(self, found_inf: torch.Tensor | None) -> Launch:
         key = ("counting", signature(found_inf))
         launch = self._launches.get(key)
         if launch is None:
@@ -121,7 +121,7 @@ class Update:
 
 
 def update_of(tensors: Tensors, tables: PointerTables) -> Update:
-    """The update of these tensors, which `tables` keep."""
+    """The update of these tensors, made and kept in `tables` if it is missing."""
     key = tensors.key()
     update = tables.find(key)
     if update is None:

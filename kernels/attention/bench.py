@@ -75,7 +75,7 @@ CASES = (
     *(_case(2, (4, 2), 333, 517, dim, BF16, "small", fp8=True, return_lse=True) for dim in (64, 80, 128)),
     *(_case(2, (4, 2), 517, 333, dim, FP16, "small", fp8=True, causal=True) for dim in (64, 128)),
     _case(1, 3, 130, 900, 64, BF16, "small", fp8=True, context=True),
-    # What goes wrong: plain first, then every option, nothing, one of everything, every width, ragged tiles.
+    # Boundary cases: plain first, then every option, nothing, one of everything, every width, ragged tiles.
     _case(1, (2, 1), 37, 41, 24, FP32),
     _case(1, (2, 1), 41, 37, 24, FP16),
     _case(1, 2, 37, 29, 16, FP32, causal=True, return_lse=True),

@@ -50,16 +50,16 @@ def attention(
                  so are the probabilities; sums are fp32. For fp16 and bf16, D up to 128, compute capability 9.0, with
                  neither a window nor a gradient. ±inf counts as NaN.
     forward      "cuda" (CUDA C++ for compute capability 9.0: fp16 or bf16, D of 64 or 128, no window, 16-byte
-                 boundaries; CuPy compiles it), "gluon" (the same for any D >= 32), "portable" or "split" (the keys
-                 shared out over CTAs, then combined); "auto" picks one
+                 boundaries; CuPy compiles it), "gluon" (the same for any D >= 32), "portable" or "split"
+                 (split-K over the keys, then combined); "auto" picks one
     backward     "separate" (dQ in a kernel of its own), "fused" (everything in one pass) or "cuda" (fused, in CUDA C++,
                  for what the forward of that name takes); "auto" picks one
 
     Returns out, in shape and dtype of q and in its memory order (row-major if q is copied). A query that sees no key
     has out 0, lse −inf and no gradient. Sums are fp32; p and ds are rounded to the dtype for the matrix products, as in
-    FlashAttention. Saved for the backward: q, k, v, out, lse. Results are the same bit for bit in each run, but for dq
-    of backward "cuda", whose sums have no fixed order where several CTAs add to them: there "auto" does not pick it
-    under torch.use_deterministic_algorithms(True).
+    FlashAttention. Saved for the backward: q, k, v, out, lse. Results are deterministic, but for dq of backward "cuda",
+    whose sums have no fixed order where several CTAs add to them: there "auto" does not pick it under
+    torch.use_deterministic_algorithms(True).
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
     outside Triton's interpreter, or for a version that this GPU or problem does not have.
@@ -77,6 +77,11 @@ def attention(
             return _apply(q, k, v, plan, options, return_lse)
         out, lse, _ = plan(q, k, v)
         return (out, lse) if return_lse else out
+    if torch._C._is_torch_function_mode_enabled() and not torch.compiler.is_compiling():
+        # As PyTorch's own functions do: a mode, such as a context parallel, may have another implementation.
+        options = dict(causal=causal, scale=scale, num_context=num_context, window=window, return_lse=return_lse)
+        options |= dict(fp8=fp8, forward=forward, backward=backward)
+        return torch.overrides.handle_torch_function(attention, (q, k, v), q, k, v, **options)
     check_qkv("attention", q, k, v)
     options = _options(q, k, causal, scale, num_context, window, forward, backward)
     if fp8:
@@ -162,7 +167,8 @@ def _backward(tensors, options, need_dq, need_dkv):
 
 
 class _Attention(torch.autograd.Function):
-    """Of eager calls. The gradient goes through torch.library where something traces, transforms or derives it."""
+    """Autograd of eager calls. Its backward goes through torch.library where it is traced, transformed or itself
+    differentiated."""
 
     @staticmethod
     def forward(ctx, q, k, v, plan, options, return_lse):
@@ -177,7 +183,7 @@ class _Attention(torch.autograd.Function):
         return *_gradients(ctx, dout, dlse, ctx.options), None, None, None
 
 
-# What torch.autograd.Function.apply does before this is for functorch, and `lean` has seen that it is not at work.
+# What torch.autograd.Function.apply does before this is for functorch, and `lean` has ruled functorch out.
 _apply = super(torch.autograd.Function, _Attention).apply
 
 

@@ -1,7 +1,7 @@
 """Attention over one block of keys of several: the public functions that ring attention is made of.
 
 A block is added to a running (out, lse) by the kernel that computes it, so that no pass over memory merges blocks, and
-its share of the gradients is added to fp32 sums. Nothing is differentiated here: a caller has an autograd.Function.
+its part of the gradients is added to fp32 sums. Nothing is differentiated here: a caller has an autograd.Function.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def attention_partial(
 
     q          [B, Hq, Sq, D], 1 <= D <= 256; fp32, fp16 or bf16
     k, v       [B, Hkv, Sk, D], dtype and device of q; Hq is a multiple of Hkv
-    out        [B, Hq, Sq, D], fp32, rows of D contiguous: attention over the keys so far. Rows whose lse is −inf are
-               not read, so that the first block needs no zeros.
+    out        [B, Hq, Sq, D], fp32, rows of D contiguous: attention over the keys so far. A row whose lse is −inf is
+               undefined: it is not read, so that the first block needs no zeros, and may not be written.
     lse        [B, Hq, Sq], fp32, rows contiguous: natural logarithm; −inf where no key has been seen
     causal     Query i stands at q_offset + i and key j at k_offset + j, and is seen if it is not behind the query.
     scale      a positive number, by default 1 / sqrt(D)
@@ -65,17 +65,17 @@ def attention_partial(
     tensor that requires grad while grad mode is on, for a CPU tensor outside Triton's interpreter, or for a version
     that does not take the problem.
     """
-    given = (bool(causal), scale, q_offset, k_offset, version)
-    if lean(q, k, v, out, lse, result) and not torch.is_grad_enabled():
-        key = (*map(signature, (q, k, v, out, lse, result)), given)
+    tensors, given = (q, k, v, out, lse, result), (causal, scale, q_offset, k_offset, version)
+    if lean(*tensors) and not torch.is_grad_enabled() and q.dim() == k.dim() == 4:
+        key = (*map(signature, tensors), bool(causal), scale, _shift(q, k, causal, q_offset, k_offset), version)
         plan = _FORWARD.find(key)
         if plan is None:
-            _check_forward(q, k, v, out, lse, result, version)
-            plan = _FORWARD.keep(key, _forward_plan(q, k, v, out, lse, result, *_options(q, *given)))
-        return plan(q, k, v, out, lse, result)
-    _check_forward(q, k, v, out, lse, result, version)
+            _check_forward(*tensors, version)
+            plan = _FORWARD.keep(key, _forward_plan(*tensors, *_options(q, k, *given)))
+        return plan(*tensors)
+    _check_forward(*tensors, version)
     _refuse_grad("attention_partial", q=q, k=k, v=v, out=out, lse=lse, result=result)
-    return _fwd_op(q, k, v, out, lse, result, *_options(q, *given))
+    return _fwd_op(*tensors, *_options(q, k, *given))
 
 
 def attention_delta(dout: torch.Tensor, out: torch.Tensor, dlse: torch.Tensor | None = None) -> torch.Tensor:
@@ -97,6 +97,12 @@ def attention_delta(dout: torch.Tensor, out: torch.Tensor, dlse: torch.Tensor | 
     if dlse is not None:
         _check_fp32(name, "dlse", dlse, dout.shape[:3], dout)
     runnable(name, "dout", dout)
+    _refuse_grad(name, dout=dout, out=out, dlse=dlse)
+    run = _delta if lean(dout, out, dlse) else _delta_op
+    return run(dout, out, dlse)
+
+
+def _delta(dout: torch.Tensor, out: torch.Tensor, dlse: torch.Tensor | None) -> torch.Tensor:
     if dout.numel() == 0:
         delta = torch.zeros(dout.shape[:3], dtype=torch.float32, device=dout.device)
         return delta if dlse is None else delta - dlse
@@ -121,7 +127,7 @@ def attention_partial_backward(
     k_offset: int = 0,
     version: str = "auto",
 ) -> None:
-    """Adds what a block of keys and values gives to the gradients, in place, from lse and out over all keys.
+    """Adds what a block of keys and values contributes to the gradients, in place, from lse and out over all keys.
 
         p = exp(s − lse)     ds = p ∘ (dout vᵀ − delta)     dq += scale · ds k     dk += scale · dsᵀ q     dv += pᵀ dout
 
@@ -132,36 +138,43 @@ def attention_partial_backward(
     dq, dk, dv   fp32, shapes of q, k and v, rows of D contiguous; None for what is not needed
     delta        `attention_delta(dout, out, dlse)`, computed here if it is None, with dlse 0
 
-    dk and dv are the same bit for bit in each run, and dq in the portable version; the Hopper version adds up dq by
-    atomics, in no fixed order.
+    dk and dv are deterministic, and dq in the portable version; the Hopper version adds up dq by atomics, in no fixed
+    order: "auto" does not pick it under torch.use_deterministic_algorithms(True).
 
     Raises what `attention_partial` raises.
     """
-    given = (bool(causal), scale, q_offset, k_offset, version)
-    tensors = (dout, q, k, v, lse, dq, dk, dv)
-    if delta is not None and lean(*tensors, delta) and not torch.is_grad_enabled():
-        key = (*map(signature, tensors), signature(delta), given)
+    tensors, given = (dout, q, k, v, lse, dq, dk, dv), (causal, scale, q_offset, k_offset, version)
+    if delta is not None and lean(*tensors, delta) and not torch.is_grad_enabled() and q.dim() == k.dim() == 4:
+        options = bool(causal), scale, _shift(q, k, causal, q_offset, k_offset), version
+        key = (*map(signature, tensors), signature(delta), options, torch.get_deterministic_debug_mode())
         plan = _BACKWARD.find(key)
         if plan is None:
             _check_backward(dout, q, k, v, out, lse, dq, dk, dv, delta, version)
-            plan = _BACKWARD.keep(key, _backward_plan(*tensors, delta, *_options(q, *given)))
+            plan = _BACKWARD.keep(key, _backward_plan(*tensors, delta, *_options(q, k, *given)))
         return plan(*tensors, delta)
     _check_backward(dout, q, k, v, out, lse, dq, dk, dv, delta, version)
     if delta is None:
         assert out is not None
         delta = attention_delta(dout, out)
-    return _bwd_op(*tensors, delta, *_options(q, *given))
+    return _bwd_op(*tensors, delta, *_options(q, k, *given))
+
+
+def _shift(q: torch.Tensor, k: torch.Tensor, causal: bool, q_offset: int, k_offset: int) -> int:
+    """Query i stands beside key i + shift. What lies beyond all rows makes no difference: so there are few plans."""
+    if not isinstance(q_offset, int | torch.SymInt) or not isinstance(k_offset, int | torch.SymInt):
+        raise TypeError(f"attention_partial: q_offset and k_offset must be integers, got {q_offset!r} and {k_offset!r}")
+    return max(-q.shape[2], min(q_offset - k_offset, k.shape[2])) if causal else 0
 
 
 def _options(
-    q: torch.Tensor, causal: bool, scale: float | None, q_offset: int, k_offset: int, version: str
+    q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float | None, q_offset: int, k_offset: int, version: str
 ) -> tuple[bool, float, int, str]:
-    """(causal, scale, shift, version): query i stands beside key i + shift."""
+    """(causal, scale, shift, version) as the ops have them."""
     if scale is None:
         scale = 1 / math.sqrt(q.shape[3])
     elif not 0 < scale < math.inf:
         raise ValueError(f"attention_partial: scale must be a positive number, got {scale}")
-    return causal, float(scale), q_offset - k_offset if causal else 0, version
+    return bool(causal), float(scale), _shift(q, k, causal, q_offset, k_offset), version
 
 
 class _Seen(NamedTuple):
@@ -204,7 +217,7 @@ def _forward_plan(
     shift: int,
     version: str,
 ) -> Callable[..., None]:
-    """Takes (q, k, v, out, lse, result) like these, which are checked."""
+    """Returns a function of (q, k, v, out, lse, result), tensors with the signatures of these, which are checked."""
     seen = _Seen.of(q.shape[2], k.shape[2], causal, shift) if q.numel() else None
     start = seen.start if seen else q.shape[2]
 
@@ -259,7 +272,8 @@ def _backward_plan(
     shift: int,
     version: str,
 ) -> Callable[..., None]:
-    """Takes (dout, q, k, v, lse, dq, dk, dv, delta) like these, which are checked."""
+    """Returns a function of (dout, q, k, v, lse, dq, dk, dv, delta), tensors with the signatures of these, which are
+    checked."""
     seen = _Seen.of(q.shape[2], k.shape[2], causal, shift) if q.numel() else None
     if seen is None or (dq is None and dk is None and dv is None):
         return lambda *tensors: None
@@ -275,17 +289,18 @@ def _backward_plan(
     made = sums(dq, q), sums(dk, k), sums(dv, v)
     # lse and delta are read with one distance between heads.
     alike = lse.stride() == delta.stride()
-    if _by_cuda(hopper, version, (rows(made[0]), made[1], made[2]), (readable(rows(dout)),)):
+    deterministic = version == "auto" and torch.get_deterministic_debug_mode() == 2
+    if not deterministic and _by_cuda(hopper, version, (rows(made[0]), *made[1:]), (readable(rows(dout)),)):
         lines = (rows(lse), rows(delta)) if alike else (rows(lse).contiguous(), rows(delta).contiguous())
         write = cuda_partial_bwd_plan(hopper, seen.shift, readable(rows(dout)), lines[0], rows(made[0]), *made[1:])
 
         def by_cuda(dout, q, k, v, lse, dq, dk, dv, delta):
-            given = [rows(dout), rows(q), k, v]
-            dout, q, k, v = map(readable, given)
+            dq, dk, dv = sums(dq, q), sums(dk, k), sums(dv, v)
+            dout, q, k, v = map(readable, (rows(dout), rows(q), k, v))
             lse, delta = rows(lse), rows(delta)
             if not alike:
                 lse, delta = lse.contiguous(), delta.contiguous()
-            write(q, k, v, dout, lse, delta, rows(sums(dq, given[1]) if dq is None else dq), sums(dk, k), sums(dv, v))
+            write(q, k, v, dout, lse, delta, rows(dq), dk, dv)
 
         return by_cuda
 
@@ -301,7 +316,7 @@ def _backward_plan(
 
 
 def _by_cuda(problem: Problem, version: str, sums: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...]) -> bool:
-    """Whether the version in CUDA C++ runs. RuntimeError where it was asked for and cannot."""
+    """Whether the version in CUDA C++ runs. RuntimeError where it was requested and cannot."""
     if version == "portable":
         return False
     reason = cuda_unsupported_reason(problem, *others) or accumulators_unsupported_reason(*sums)
@@ -340,7 +355,7 @@ def _check_backward(dout, q, k, v, out, lse, dq, dk, dv, delta, version) -> None
         if tensor is not None:
             _check_fp32(name, label, tensor, like.shape, q)
     _check_version(name, version)
-    _refuse_grad(name, dout=dout, q=q, k=k, v=v, lse=lse, dq=dq, dk=dk, dv=dv, delta=delta)
+    _refuse_grad(name, dout=dout, q=q, k=k, v=v, out=out, lse=lse, dq=dq, dk=dk, dv=dv, delta=delta)
 
 
 def _check_fp32(name: str, label: str, tensor: object, shape: torch.Size, q: torch.Tensor) -> None:
@@ -349,14 +364,15 @@ def _check_fp32(name: str, label: str, tensor: object, shape: torch.Size, q: tor
     if tensor.shape != shape or tensor.device != q.device:
         wanted = f"shape {tuple(shape)} on {q.device}"
         raise ValueError(f"{name}: {label} must have {wanted}, got {tuple(tensor.shape)} on {tensor.device}")
-    if tensor.numel() and tensor.dim() == 4 and tensor.stride(3) != 1:
-        raise ValueError(f"{name}: {label} must have contiguous rows, got strides {tensor.stride()}")
+    expanded = any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.numel() and tensor.dim() == 4 and (tensor.stride(3) != 1 or expanded):
+        raise ValueError(f"{name}: {label} must have contiguous rows, not expanded, got strides {tensor.stride()}")
 
 
 def _check_lse(name: str, label: str, tensor: torch.Tensor, q: torch.Tensor) -> None:
     _check_fp32(name, label, tensor, q.shape[:3], q)
     batch, heads, queries = tensor.shape
-    apart = batch == 1 or tensor.stride(0) == heads * tensor.stride(1)
+    apart = batch == 1 or heads == 1 or tensor.stride(0) == heads * tensor.stride(1)
     if tensor.numel() and (not apart or (queries > 1 and tensor.stride(2) != 1)):
         raise ValueError(f"{name}: {label} must be contiguous, or rows of such a tensor, got strides {tensor.stride()}")
 
@@ -388,6 +404,11 @@ def _fwd_op(
     _forward_plan(q, k, v, out, lse, result, causal, scale, shift, version)(q, k, v, out, lse, result)
 
 
+@torch.library.custom_op(f"{_NAMESPACE}::attention_delta", mutates_args=())
+def _delta_op(dout: torch.Tensor, out: torch.Tensor, dlse: torch.Tensor | None) -> torch.Tensor:
+    return _delta(dout, out, dlse)
+
+
 @torch.library.custom_op(f"{_NAMESPACE}::attention_partial_backward", mutates_args=("dq", "dk", "dv"))
 def _bwd_op(
     dout: torch.Tensor,
@@ -411,6 +432,11 @@ def _bwd_op(
 @_fwd_op.register_fake
 def _(q, k, v, out, lse, result, causal, scale, shift, version):
     return None
+
+
+@_delta_op.register_fake
+def _(dout, out, dlse):
+    return dout.new_empty(dout.shape[:3], dtype=torch.float32)
 
 
 @_bwd_op.register_fake

@@ -77,7 +77,7 @@ def flash_backward(
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """aten::_scaled_dot_product_flash_attention_backward. logsumexp and out may be those over more keys than `key` has,
-    as in a ring: the gradients are then this block's share."""
+    as in a ring: the gradients are then this block's part."""
     _check(query, key, dropout_p, is_causal)
     tensors = (grad_out, None, query, key, value, out, logsumexp.contiguous(), None)
     dq, dk, dv = _backward(tensors, _options(query, key, is_causal, scale), True, True)

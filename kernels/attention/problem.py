@@ -1,4 +1,4 @@
-"""What the launchers share: tensors in their memory order, sizes, and the arguments of kernels made from them."""
+"""What the launchers share: the memory layout of tensors, sizes, and the kernel arguments that follow from them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .configs.portable import Config, precision
 
 LOG2_E = 1.4426950408889634
 
-# A tile of 256 rows must be reached by 32-bit offsets from its first.
+# Elements between rows: offsets within a tile of up to 256 rows are 32 bits wide.
 MOST_STRIDE = 1 << 22
 
-# Arguments that kernels are not specialised for being 1 or a multiple of 16; `Problem.unit` says what is to be known.
+# Arguments whose values Triton does not specialise kernels for (1, multiple of 16); `Problem.unit` gives alignment.
 _SIZES = ("queries", "padded", "keys", "dim", "heads", "all_heads", "group", "section", "splits", "keys_per_split")
 _STRIDES = (
     "qb",
@@ -53,8 +53,8 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def zero(x: torch.Tensor) -> None:
-    """Fills with zeros some rows of each head. PyTorch fills what is not contiguous element by element: 22 us for 33 MB
-    of bf16 on an H200, which writes them in 8. So 8 bytes at a time wherever rows allow it."""
+    """Zeros a slice of rows of each head, 8 bytes at a time where alignment allows. PyTorch fills a tensor that is not
+    contiguous element by element: 33 MB of bf16 take 22 us on an H200, and 8 us this way."""
     wide = 8 // x.element_size()
     if x.stride(-1) == 1 and not any(n % wide for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1])):
         x = x.view(torch.int64)
@@ -62,7 +62,7 @@ def zero(x: torch.Tensor) -> None:
 
 
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Uninitialised, in the tensor's own memory order if its rows of D are contiguous, else row-major."""
+    """Uninitialised memory; in the tensor's memory order if its rows of D are contiguous, else row-major."""
     if _in_place(tensor):
         return torch.empty_like(tensor)
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -73,15 +73,20 @@ def _in_place(tensor: torch.Tensor) -> bool:
 
 
 def strides(name: str, tensor: torch.Tensor, unit: int, row: str = "m") -> dict[str, int]:
-    """The strides of batch, head and row as a kernel has them, in units."""
+    """The strides of batch, head and row as kernel arguments, in units of `unit` elements."""
     return {f"stride_{name}{axis}": tensor.stride(i) // unit for i, axis in enumerate(("b", "h", row))}
+
+
+def head_stride(lse: torch.Tensor) -> int:
+    """From a head of [B, H, S] to the next, batches counted on."""
+    return lse.stride(0) if lse.shape[1] == 1 else lse.stride(1)
 
 
 @dataclass(frozen=True)
 class Problem:
     """Attention of q [B, Hq, Sq, D] to the first `keys` rows of k and v [B, Hkv, Sk, D], all `readable`.
 
-    Scores are multiplied by `scale`. `left` and `right` bound what a query sees as `band` says, -1 for no bound.
+    Scores are multiplied by `scale`. Query i sees keys i + Sk − Sq − left to i + Sk − Sq + right; -1 is no bound.
     """
 
     q: torch.Tensor
@@ -102,19 +107,22 @@ class Problem:
 
     @property
     def all_heads(self) -> int:
-        """Of all batches."""
+        """Query heads of all batches."""
         return self.q.shape[0] * self.q.shape[1]
 
     @property
     def all_kv_heads(self) -> int:
+        """KV heads of all batches."""
         return self.k.shape[0] * self.k.shape[1]
 
     @property
     def group(self) -> int:
+        """Query heads of a KV head."""
         return self.q.shape[1] // self.k.shape[1]
 
     @property
     def banded(self) -> bool:
+        """Whether there is a causal mask or a window."""
         return self.left >= 0 or self.right >= 0
 
     def key_bytes(self) -> int:
@@ -122,12 +130,12 @@ class Problem:
         return 2 * self.keys * self.dim * self.k.element_size() // self.group
 
     def query_bytes(self) -> int:
-        """Of q and the incoming gradient, for each key head."""
+        """Of q and the incoming gradient, for each KV head."""
         return 2 * self.queries * self.dim * self.q.element_size() * self.group
 
     def unit(self, *others: torch.Tensor) -> int:
-        """The number of elements in which D and every stride are handed to a kernel: 16 bytes of them, from which the
-        compiler sees that rows are aligned, or 1 if some are not. So there are two kernels, not one for each
+        """Elements in the unit in which D and all strides are passed to a kernel: 16 bytes if all rows are aligned to
+        that, else 1. The compiler derives the alignment from it. So two kernels are compiled, not one for each
         combination of strides that happen to be multiples of 16."""
         tensors = (self.q, self.k, self.v, *others)
         elements = 16 // self.q.element_size()
@@ -157,7 +165,7 @@ class Problem:
         }
 
     def tiles(self, config: Config) -> dict[str, Any]:
-        """The tile and how it is compiled."""
+        """The constexprs of a tile, and the compiler's options."""
         return {
             "EVEN_D": self.dim == config.block_d,
             "BLOCK_M": config.block_m,
@@ -166,26 +174,26 @@ class Problem:
             "PRECISION": precision(self.q.dtype),
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
-            # Without it ptxas spills a few bytes of some fp32 kernels, to fit one more CTA on an SM.
+            # Else ptxas limits registers for a second CTA on an SM, and spills a few bytes in some fp32 kernels.
             "maxnreg": 255 if self.q.dtype == torch.float32 else None,
         }
 
     def kind(self) -> tuple[int, bool, torch.dtype, tuple[int, int]]:
-        """What the tiles of the Triton kernels depend on."""
+        """(dim, banded, dtype, capability): what the `pick_*` of the Triton kernels take."""
         return self.dim, self.banded, self.q.dtype, self.capability()
 
     def capability(self) -> tuple[int, int]:
-        """Of the GPU; the interpreter has none."""
+        """Compute capability of the GPU; (0, 0) in the interpreter."""
         return torch.cuda.get_device_capability(self.q.device) if self.q.is_cuda else (0, 0)
 
     def sms(self) -> int:
-        """Of the GPU; the interpreter stands for a small one, so that small problems show all ways to fill it."""
+        """SMs of the GPU. 4 in the interpreter, so that small problems exercise all schedules."""
         return torch.cuda.get_device_properties(self.q.device).multi_processor_count if self.q.is_cuda else 4
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What the forward left and the gradients that came in: out and dout readable, the others contiguous."""
+    """What the forward saved, and the incoming gradients. out and dout are `readable`, the others contiguous."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -195,7 +203,7 @@ class Saved:
 
 
 def tma_unsupported_reason(problem: Problem, *others: torch.Tensor) -> str | None:
-    """Why no version for Hopper can read a problem and these other tensors of its layout by TMA, or None."""
+    """Why TMA cannot read the problem's tensors and these others, or None if it can."""
     reason = hopper_unsupported_reason(problem)
     if reason is None and problem.unit(*others) != 8:
         reason = "TMA wants rows, heads and batches on 16-byte boundaries"
@@ -203,7 +211,7 @@ def tma_unsupported_reason(problem: Problem, *others: torch.Tensor) -> str | Non
 
 
 def hopper_unsupported_reason(problem: Problem) -> str | None:
-    """The same, wherever the tensors lie."""
+    """Why the versions for Hopper cannot run the problem, alignment aside, or None."""
     if problem.capability() != (9, 0):
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     if problem.q.dtype not in (torch.float16, torch.bfloat16):
@@ -217,6 +225,6 @@ def hopper_unsupported_reason(problem: Problem) -> str | None:
 
 
 def unexpanded(x: torch.Tensor) -> torch.Tensor:
-    """x, copied if it is expanded (a stride of 0): CUDA's documentation leaves open what TMA makes of that."""
+    """x, copied if it is expanded (a stride of 0), for which CUDA's documentation does not define tensor maps."""
     expanded = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.contiguous() if expanded else x

@@ -1,4 +1,4 @@
-"""How the backward in CUDA C++ gives its work to CTAs. Pure functions of sizes."""
+"""How the backward in CUDA C++ distributes its work over CTAs. Pure functions of sizes."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def test_shares_of_the_backward_in_cuda(dim, causal):
         # Tiles of 80 have no rows of dQ that a single block could store.
         assert config.queries != 80 or (dim == 128 and keys > 128)
         assert config.queries % backward.helper_rows(config.queries) == 0
-        rounds = blocks + config.shared * (config.splits - 1) > 132
+        waves = blocks + config.shared * (config.splits - 1) > 132
         few = tiles <= backward_configs.PERSISTENT_TILES[dim]
         tile = config.queries == backward_configs.PERSISTENT_QUERIES[dim]
         enough = keys >= backward_configs.PERSISTENT_KEYS[dim]
-        assert (config.schedule is Schedule.PERSISTENT) == (tile and enough and rounds and few)
+        assert (config.schedule is Schedule.PERSISTENT) == (tile and enough and waves and few)
         assert (config.schedule is Schedule.SINGLE_BLOCK) == (keys <= 128)
         assert (config.schedule is Schedule.ROLES) == (config.span > 0)
 
@@ -59,14 +59,14 @@ def test_shares_of_the_backward_in_cuda(dim, causal):
     ],
 )
 def test_where_the_backward_in_cuda_is_persistent(dim, queries, keys, heads, persistent, causal):
-    """Where there are more blocks and shares than SMs, and few tiles of queries."""
+    """Where there are more blocks and splits than SMs, and few tiles of queries."""
     config = backward_configs.pick_cuda_bwd_config(queries, keys, dim, heads, 1, causal, 132)
     assert (config.schedule is Schedule.PERSISTENT) == persistent
     assert not persistent or config.queries == (128 if dim == 64 else 64)
 
 
 @pytest.mark.parametrize(
-    ("dim", "queries", "keys", "group", "causal", "rounds", "tile"),
+    ("dim", "queries", "keys", "group", "causal", "waves", "tile"),
     [
         (64, 8192, 200_000, 1, False, 9, 128),
         (128, 8192, 8192, 1, False, 9, 80),
@@ -84,8 +84,8 @@ def test_where_the_backward_in_cuda_is_persistent(dim, queries, keys, heads, per
         (128, 1, 4096, 1, True, 1, 64),
     ],
 )
-def test_queries_of_a_tile_of_the_backward_in_cuda(dim, queries, keys, group, causal, rounds, tile):
-    assert backward_configs.pick_query_tile(dim, queries, keys, group, causal, rounds) == tile
+def test_queries_of_a_tile_of_the_backward_in_cuda(dim, queries, keys, group, causal, waves, tile):
+    assert backward_configs.pick_query_tile(dim, queries, keys, group, causal, waves) == tile
 
 
 def schedule(keys: int, heads: int, section: int, tile: int, sms: int) -> int:
@@ -102,7 +102,7 @@ def schedule(keys: int, heads: int, section: int, tile: int, sms: int) -> int:
 @pytest.mark.parametrize("sms", [78, 114, 132])
 @pytest.mark.parametrize("keys", [2048, 3000, 4096, 8192, 16_384])
 def test_sections_of_the_backward_are_balanced(keys, sms):
-    """Up to eight rounds of CTAs: what is picked ends with the best of equal shares or up to 16 % later, in the mean 3.
+    """Up to eight waves of CTAs: what is picked ends with the best of equal shares or up to 16 % later, in the mean 3.
     Sections by L2 alone would end up to 50 % later."""
     behind = []
     for heads in range(1, 8 * sms * 128 // keys):

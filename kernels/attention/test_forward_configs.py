@@ -1,4 +1,4 @@
-"""What the dispatcher picks: versions, tiles, sections, splits and shares. Pure functions of sizes."""
+"""What the dispatcher picks: versions, tiles, sections and splits. Pure functions of sizes."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def test_blocks_of_keys_at_64():
     [
         (2048, 8, 2, 2, 2),  # 88 tiles of 192 queries, 128 of 128
         (3000, 8, 3, 3, 2),  # 128 and 192
-        (1024, 32, 2, 3, 2),  # 192 and 256: two rounds of either
+        (1024, 32, 2, 3, 2),  # 192 and 256: two waves of either
         (4096, 8, 2, 3, 2),
-        (8192, 8, 3, 3, 3),  # three rounds and four
+        (8192, 8, 3, 3, 3),  # three waves and four
         (200_000, 8, 3, 3, 3),
     ],
 )

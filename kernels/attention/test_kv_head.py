@@ -1,4 +1,4 @@
-"""The backward in CUDA C++ where a CTA has all blocks of a key head: when, what it is told, what it computes."""
+"""The backward in CUDA C++ with schedule CTA_PER_KV_HEAD: when it is picked, its arguments, its results."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def four_sms(monkeypatch):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads", [4, 2])
 def test_what_it_is_told(heads, causal, four_sms, monkeypatch):
-    """Launched on nothing: two kernels of a CTA for each head, boxes of 16 rows of results; three and 64 otherwise."""
+    """Recorded, not run: two kernels of a CTA for each head, boxes of 16 rows of results; three and 64 otherwise."""
     compiled, told = recorded(monkeypatch)
     problem, saved = problem_of(400, 300, 3 * heads, heads, causal)
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (problem.q, problem.k, problem.v))

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from . import attention, attention_delta, attention_partial, attention_partial_backward
+from . import attention, attention_delta, attention_partial, attention_partial_backward, op_partial
 from .reference import attention_reference
 
 
@@ -164,14 +164,76 @@ def test_dlse_is_part_of_delta(device):
         _close("gradient", mine, right.double(), torch.float32)
 
 
-def test_gradients_that_are_not_needed(device):
+@pytest.mark.parametrize("first", (None, 3, -7))
+def test_gradients_that_are_not_needed(device, first):
     q, k, v, dout = _inputs(device, torch.float32, 2, 1, 12, 10, 16)
-    out, lse = _merged(q, k, v, (10,))
-    whole = _summed(dout, q, k, v, out, lse, (10,))
+    _without_some(q, k, v, dout, {} if first is None else {"causal": True, "q_offset": first})
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("first", (None, 300, -700))
+def test_gradients_that_are_not_needed_on_hopper(device, first):
+    q, k, v, dout = _inputs(device, torch.bfloat16, 4, 2, 1600, 1500, 64)
+    _without_some(q, k, v, dout, {"version": "cuda"} | ({} if first is None else {"causal": True, "q_offset": first}))
+
+
+def _without_some(q, k, v, dout, options):
+    keys = k.shape[2]
+    out, lse = _merged(q, k, v, (keys,), **options)
+    delta = attention_delta(dout, out)
+    whole = _summed(dout, q, k, v, out, lse, (keys,), delta, **options)
     for kept in range(3):
-        sums = [torch.zeros(x.shape, device=device) if i == kept else None for i, x in enumerate((q, k, v))]
-        attention_partial_backward(dout, q, k, v, out, lse, *sums)
-        assert torch.equal(sums[kept], whole[kept])
+        sums = [torch.zeros(x.shape, device=q.device) if i == kept else None for i, x in enumerate((q, k, v))]
+        attention_partial_backward(dout, q, k, v, None, lse, *sums, delta=delta, **options)
+        torch.testing.assert_close(sums[kept], whole[kept], atol=1e-4, rtol=1e-4)  # dq by atomics
+
+
+@pytest.mark.parametrize("version", ("portable", pytest.param("cuda", marks=pytest.mark.gpu(min_capability=(9, 0)))))
+def test_nan_and_inf_of_one_block_of_keys_stay(device, version):
+    """Whichever block comes first, and whether or not the others are finite."""
+    dtype = torch.float16
+    q, k, v, _ = _inputs(device, dtype, 2, 2, 33, 40, 64)
+    k[0, 0, 3], k[1, 1, 5] = math.nan, math.inf
+    for blocks in ((20, 20), (40,)):
+        for flipped in (False, True):
+            keys, values = (x.flip(2) if flipped else x for x in (k, v))
+            out, lse = _merged(q, keys, values, blocks, version=version)
+            assert out[0, 0].isnan().all() and lse[0, 0].isnan().all()
+            assert not out[1, 1].isfinite().any(1).any()
+            assert out[0, 1].isfinite().all() and out[1, 0].isfinite().all()
+
+
+def test_stripes_and_a_result_of_queries_that_see_nothing(device):
+    """Positions i·N + r: the rank behind sees one key less, and its first query none of this block."""
+    q, k, v, _ = _inputs(device, torch.float32, 2, 1, 16, 16, 16)
+    want, _ = attention(q[:, :, 1:], k[:, :, :-1], v[:, :, :-1], causal=True, return_lse=True)
+    out, lse = _merged(q, k, v, (16,), causal=True, q_offset=-1)
+    torch.testing.assert_close(out[:, :, 1:], want, atol=1e-6, rtol=1e-5)
+    assert not out[:, :, 0].any() and (lse[:, :, 0] == -math.inf).all()
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+def test_deterministic_mode_gives_the_same_bits(device):
+    q, k, v, dout = _inputs(device, torch.bfloat16, 4, 4, 1024, 1024, 128)
+    out, lse = _merged(q, k, v, (1024,))
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = [_summed(dout, q, k, v, out, lse, (512, 512), attention_delta(dout, out)) for _ in range(3)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+
+
+def test_opcheck(device):
+    q, k, v, dout = _inputs(device, torch.float32, 2, 1, 12, 10, 16)
+    q, dout = q.contiguous(), dout.contiguous()
+    lse, options = torch.full(q.shape[:3], -math.inf, device=device), (False, 0.25, 0, "auto")
+    for result in (None, torch.zeros_like(q)):
+        torch.library.opcheck(op_partial._fwd_op, (q, k, v, torch.zeros_like(q), lse.clone(), result, *options))
+    out, lse = _merged(q, k, v, (10,))
+    torch.library.opcheck(op_partial._delta_op, (dout, out, None))
+    sums = (torch.zeros_like(x) for x in (q, k, v))
+    torch.library.opcheck(op_partial._bwd_op, (dout, q, k, v, lse, *sums, attention_delta(dout, out), *options))
 
 
 @pytest.mark.parametrize(("queries", "keys"), ((0, 4), (4, 0), (0, 0)))
@@ -191,7 +253,8 @@ def test_compiled_without_a_graph_break(device):
         lse = torch.full(q.shape[:3], -math.inf, device=q.device)
         attention_partial(q, k, v, out, lse)
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-        attention_partial_backward(dout, q, k, v, out, lse, dq, dk, dv, delta=(out * dout).sum(3))
+        attention_partial_backward(dout, q, k, v, out, lse, dq, dk, dv)
+        attention_partial_backward(dout, q, k, v, None, lse, dq, dk, dv, delta=attention_delta(dout, out))
         return out, lse, dq, dk, dv
 
     q, dout = q.contiguous(), dout.contiguous()
@@ -228,10 +291,16 @@ def test_what_is_rejected(device):
         attention_partial(q, k, v, out, lse.transpose(0, 1).contiguous().transpose(0, 1))
     with pytest.raises(ValueError, match="scale must be a positive number"):
         attention_partial(q, k, v, out, lse, scale=0.0)
+    with pytest.raises(TypeError, match="must be integers, got 1.5"):
+        attention_partial(q, k, v, out, lse, causal=True, q_offset=1.5)
+    with pytest.raises(ValueError, match="not expanded"):
+        attention_partial(q, k, v, out[:, :1].expand_as(out), lse)
     with pytest.raises(ValueError, match="version must be one of"):
         attention_partial(q, k, v, out, lse, version="triton")
     with pytest.raises(RuntimeError, match="q must not require grad"):
         attention_partial(q.requires_grad_(), k, v, out, lse)
+    with pytest.raises(RuntimeError, match="out must not require grad"):
+        attention_delta(dout, q)
     q = q.detach()
     with pytest.raises(TypeError, match="out must be a tensor of q's dtype"):
         attention_partial_backward(dout, q, k, v, None, lse, None, None, None)

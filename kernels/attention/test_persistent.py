@@ -1,4 +1,4 @@
-"""The backward for Hopper whose CTAs stay and do one block of keys after the other: the same as with a CTA for each."""
+"""The backward in CUDA C++ with schedule PERSISTENT: its results are those of CTA_PER_BLOCK."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ SHAPES = [(1, 129), (1, 20_000), (100, 1000), (564, 20_000), (700, 333), (333, 7
 @pytest.mark.parametrize(("queries", "keys"), SHAPES)
 @pytest.mark.parametrize(("dim", "tile"), TILES)
 def test_agrees(dim, tile, queries, keys, group, causal, dtype, monkeypatch):
-    """With the separate form, on few SMs, so that chains are long; of one tile a block and of many, in
-    sections and turns, with shares or without. Memory is NaN before, and stays so beyond the rows."""
+    """Against the separate version, on few SMs, so that a CTA has many blocks; blocks of one tile and of many, in
+    alternating sections, split or not. Memory is NaN before, and stays so beyond the rows."""
     on_hopper(dim, causal, dtype)
     q, k, v = (
         normal(2, rows, heads, dim, dtype=dtype).transpose(1, 2)

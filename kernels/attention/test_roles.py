@@ -1,4 +1,4 @@
-"""The backward in CUDA C++ whose CTAs have three roles: when, which does what, what it is told, what it computes."""
+"""The backward in CUDA C++ with schedule ROLES: when it is picked, the order of CTAs, its arguments, its results."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_chunks_cover_all_tiles(tile):
         (2048, 8, 8, True, 8, 8),  # alternating sections stay as they are
         (512, 200, 1, True, 25, 50),  # by 32 the last section would have 8
         (512, 60, 1, True, 30, 30),  # 1.8
-        (1024, 48, 1, True, 12, 12),  # 2.9 rounds of short CTAs
+        (1024, 48, 1, True, 12, 12),  # 2.9 waves of short CTAs
         (1024, 8, 1, True, 4, 4),
         (512, 128, 1, True, 1, 0),  # one CTA a KV head
         (128, 128, 1, True, 32, 0),  # a single block of keys
@@ -154,7 +154,7 @@ def problem_of(queries: int, keys: int, heads: int, kv_heads: int, causal: bool)
 
 @pytest.mark.parametrize(("tile", "shared", "splits"), [(64, 0, 1), (80, 5, 3)])
 def test_what_it_is_told(tile, shared, splits, monkeypatch):
-    """Launched on nothing: one kernel, whose counters are zeros, and one more where blocks are shared."""
+    """Recorded, not run: one kernel, whose counters are zeros, and one more where blocks are split."""
     compiled, told = recorded(monkeypatch)
     counters, zeros = [], torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *n, **options: counters.append(zeros(*n, **options)) or counters[-1])
@@ -313,8 +313,8 @@ def test_two_streams_at_once(monkeypatch):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_it_ends_whatever_the_order_in_which_ctas_start(config, causal, monkeypatch):
-    """CTAs that are delayed the longer the lower their blockIdx draw their places in another order. More CTAs than SMs,
-    each of which draws once."""
+    """CTAs are delayed by more the lower their blockIdx, so that they take their indices in another order. There are
+    more CTAs than SMs, and each takes one index."""
     problem, saved = on_the_gpu(causal, heads=40)
     picked(monkeypatch, replace(config, span=max(2, config.span)))  # 80 heads in spans of one are too many spans
     expected = gradients(problem, saved)

@@ -1,4 +1,4 @@
-"""The versions for Hopper, in Gluon and CUDA C++: that they agree with the portable ones, and what they are told."""
+"""The versions for Hopper, in Gluon and CUDA C++: they agree with the portable ones, and get the right arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .test_backward_configs import QUERY_TILES
 
 
 def on_hopper(dim: int, causal: bool, dtype: torch.dtype) -> tuple[list[torch.Tensor], dict]:
-    """Ragged, with more tiles than SMs, heads inside rows, shared heads, and keys that do not count."""
+    """Partial tiles, more tiles than SMs, [B, S, H, D] in memory, grouped heads, and a num_context below Sk."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a GPU of compute capability 9.0 (Hopper)")
     leaves = [
@@ -81,8 +81,8 @@ def cuda_bwd(problem: Problem, saved: Saved, *gradients: torch.Tensor) -> None:
 
 @dataclass
 class Told:
-    """A launch on nothing: the kernel's name, its grid, threads and shared memory, and the parameters' values. A tensor
-    map is (tensor, rows, rows of a box)."""
+    """A launch that is recorded, not run: the kernel's name, its grid, threads and shared memory, and the parameters'
+    values. A tensor map is (tensor, rows, rows of a box)."""
 
     name: str
     grid: int
@@ -97,7 +97,7 @@ class Told:
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> tuple[list, list[Told]]:
-    """What is compiled, and what is launched, with nothing behind it."""
+    """Records what would be compiled and launched."""
     compiled: list = []
     told: list[Told] = []
     names = ("main", "preprocess", "postprocess", "sum_shares")
@@ -146,7 +146,7 @@ def test_backward_in_cuda_agrees(dim, tile, causal, dtype, monkeypatch):
 @pytest.mark.parametrize(("queries", "keys"), [(700, 333), (333, 700), (1, 129), (700, 100)])
 @pytest.mark.parametrize(("dim", "tile"), QUERY_TILES)
 def test_sections_and_directions_of_the_backward_in_cuda(dim, tile, queries, keys, heads, monkeypatch):
-    """Under a causal mask: queries that see nothing, and sections of which the last is not full; up, and by turns."""
+    """Under a causal mask: queries that see nothing, and a last section that is not full; upwards, and alternating."""
     on_hopper(dim, True, torch.bfloat16)
     if tile == 80 and keys <= backward_configs.CUDA_BWD_KEYS:
         pytest.skip("tiles of 80 are not for a single block of keys")
@@ -165,8 +165,8 @@ def test_sections_and_directions_of_the_backward_in_cuda(dim, tile, queries, key
 @pytest.mark.parametrize("heads", [6, 2])
 @pytest.mark.parametrize(("dim", "tile"), QUERY_TILES)
 def test_shared_blocks_of_the_backward_in_cuda(dim, tile, heads, monkeypatch):
-    """Shares that begin in the middle of a group, more of them than there are heads, or all blocks; blocks that are not
-    shared begin at tiles of their own."""
+    """Split blocks that begin in the middle of a group, more of them than heads, or all blocks; blocks that are not
+    split begin at different tiles of queries."""
     on_hopper(dim, False, torch.float16)
     leaves = [normal(1, heads, rows, dim, dtype=torch.float16) for heads, rows in ((heads, 405), (2, 517), (2, 517))]
     attend(leaves, "cuda")
@@ -248,7 +248,7 @@ def test_what_the_backward_in_cuda_is_told(persistent, dtype, monkeypatch):
     assert (source, names, room) == ("backward.cu", backward.NAMES, 232_448)
     sizes = ("HEAD_DIM=64", "IS_CAUSAL=0", f"FP16={int(dtype == torch.float16)}", "QUERIES=128")
     assert defines == (*sizes, f"SCHEDULE={3 if persistent else 0}")
-    # 20 blocks of 24 tiles: five rounds of four, or, with more SMs, shares of less than a round.
+    # 20 blocks of 24 tiles: five waves of four, or, with more SMs, splits that fill less than a wave.
     main, described = told[1], told[1].described()
     assert (described.queries, described.keys, described.m_tiles, described.n_blocks) == (1000, 515, 8, 5)
     assert (described.kv_heads, described.group, described.all_kv_heads, described.section) == (2, 3, 4, 1)

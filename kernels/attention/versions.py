@@ -38,8 +38,8 @@ def _problem(
 def fwd_plan(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, left: int, right: int, keys: int, version: str
 ) -> Forward:
-    """Takes (q, k, v) like these, which are checked, and returns out and lse of `attention`, and in fp32 the statistics
-    that the backward wants, otherwise None."""
+    """Returns a function from (q, k, v), tensors with the signatures of these, which are checked, to out and lse of
+    `attention`, and in fp32 the statistics that the backward needs, otherwise None."""
     shape, device = q.shape[:3], q.device
     lse_strides = (shape[1] * shape[2], shape[2], 1)
     exact = q.dtype == torch.float32
@@ -105,7 +105,7 @@ def attention_fp8_fwd(
 
 
 def _hopper_fwd(problem: Problem, version: str) -> str:
-    """The best version for Hopper that takes the problem, or none. RuntimeError where the one asked for does not."""
+    """The best version for Hopper that takes the problem, or none. RuntimeError where the one requested does not."""
     for name, unsupported_reason in (("cuda", cuda_unsupported_reason), ("gluon", gluon_unsupported_reason)):
         if version in (name, "auto"):
             reason = unsupported_reason(problem)
@@ -117,7 +117,7 @@ def _hopper_fwd(problem: Problem, version: str) -> str:
 
 
 def empty_statistics(q: torch.Tensor) -> torch.Tensor:
-    """Maximum and sum of each row, [2, B, Hq, Sq], for fp32; for other dtypes, which do with lse, no element."""
+    """Maximum and sum of each row, [2, B, Hq, Sq], for fp32; for other dtypes, for which lse suffices, no element."""
     return q.new_empty((2, *q.shape[:3]) if q.dtype == torch.float32 else 0, dtype=torch.float32)
 
 
@@ -138,8 +138,8 @@ def bwd_plan(
     need_dq: bool,
     need_dkv: bool,
 ) -> Backward:
-    """Takes (dout, dlse, q, k, v, out, lse, statistics) like these and returns dq, dk and dv, None for what is not
-    needed."""
+    """Returns a function from (dout, dlse, q, k, v, out, lse, statistics), tensors with the signatures of these, to dq,
+    dk and dv, None for what is not needed."""
 
     def allocated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Optional, Optional, Optional]:
         dq = empty_like(q) if need_dq else None
@@ -188,7 +188,7 @@ def _saved(
 
 
 def _form(problem: Problem, saved: Saved, gradients: tuple[torch.Tensor, ...], version: str) -> str:
-    """The form of the backward that computes all three gradients. RuntimeError where the one asked for does not take
+    """The form of the backward that computes all three gradients. RuntimeError where the one requested does not take
     the problem."""
     reason: str | None = "not asked"
     if version in ("auto", "cuda"):

@@ -65,7 +65,7 @@ CASES = (
     _case(1, 8, 8192, 8192, 128, 25, bias=True),
     # 4096 tokens before each block and the first block of all, one mask for all heads.
     _case(1, (32, 8), 16384, 16384, 128, 0, masks=(1, 1), window=(32, 1), causal=True),
-    # What goes wrong: plain first, then every option, nothing, one of everything, every width, ragged blocks.
+    # Boundary cases: plain first, then every option, nothing, one of everything, every width, ragged blocks.
     _case(1, 1, 100, 120, 24, 50, FP32, **SMALL),
     _case(1, 1, 100, 70, 16, 50, FP16, causal=True, **SMALL),
     _case(1, 1, 100, 120, 16, 50, FP32, "options", bias=True, causal=True, scale=0.3, return_lse=True, **SMALL),

@@ -1,5 +1,7 @@
-"""Every choice that depends on sizes, dtype and GPU: `pick_*` functions, and what `tune` tries in their place. Pure
-functions; no kernels."""
+"""Every choice that depends on sizes, dtype and GPU: `pick_*` functions, and the candidates that `tune` compares with
+them. Pure functions; no kernels.
+
+A section: heads whose tiles are scheduled together, so that their tensors stay in L2."""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ import triton
 
 @dataclass(frozen=True)
 class Config:
-    """A CTA of `num_warps` warps goes over tiles of block_m queries by block_n keys, `num_stages` of them in flight.
-    Both divide the size of the mask's blocks. block_d is the head's width padded to a power of two."""
+    """A CTA of `num_warps` warps loops over tiles of block_m queries by block_n keys, in `num_stages` pipeline stages.
+    block_m and block_n divide the size of the mask's blocks. block_d is D padded to a power of two."""
 
     block_m: int
     block_n: int
@@ -26,13 +28,14 @@ class Config:
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """A CTA has `teams` of one warp group for each 64 rows of a block, which go over lists of their own in steps of
-    block_n keys, in rings of `stages`.
+    """A team is an independent pipeline: a producer, and one consumer warp group for each 64 queries of a block. It
+    takes one row of blocks of the mask after the other, and loops over its kept blocks in steps of block_n keys.
 
-    ping_pong    the two warp groups of a team issue their products alternately
-    q_registers  queries are held in registers for the length of a tile
-    q_buffers    2 lets the next tile's queries arrive while a tile's are in use, as q_registers does, at the cost of
-                 shared memory
+    stages       of keys and values in shared memory, for each team
+    teams        of a CTA
+    ping_pong    the two consumers of a team issue their products alternately
+    q_registers  the queries of a tile stay in registers, so that the next tile's can be loaded early
+    q_buffers    with 2 they can be loaded early too, at the cost of shared memory
     """
 
     block_n: int
@@ -44,8 +47,9 @@ class CudaConfig:
 
 
 def pick_cuda_config(dim: int, block: int) -> CudaConfig:
-    """The fastest of what was tried (EXPERIMENTS.md). Four warp groups with D = 64: a step is short there and its
-    latencies are not."""
+    """D = 128 and blocks of 128: one team, two consumers in ping-pong, steps of 128 keys. Else steps of 64 keys and two
+    teams, or four for D = 64 and blocks of 64. At D = 64 the products of a step are short, so four consumers are needed
+    to hide latencies. Record: CUDA_CANDIDATES, measured in EXPERIMENTS.md (H200)."""
     if block == 64:
         if dim == 64:
             return CudaConfig(64, 2, False, False, q_buffers=2, teams=4)
@@ -53,24 +57,25 @@ def pick_cuda_config(dim: int, block: int) -> CudaConfig:
     return CudaConfig(64, 6, False, False, teams=2) if dim == 64 else CudaConfig(128, 3, True, True)
 
 
-# What the keys and values of the heads in flight may take up of an H100's or H200's 50 MB of L2.
+# Of keys and values of the heads of a section, in the 50 MB of L2 of an H100 or H200.
 CUDA_SECTION_BYTES = 32e6
 
 
 def pick_cuda_section(keys: int, dim: int, group: int, heads: int) -> int:
-    """How many of all `heads` go at a time, of which the longest lists come first: as their keys and values fit L2."""
+    """Query heads of a section of the forward in CUDA C++: whole groups, a power of two of them, as many as have their
+    keys and values in CUDA_SECTION_BYTES. Within a section the longest lists come first."""
     fitting = CUDA_SECTION_BYTES / (4 * keys * dim)
     return min(heads, group * 2 ** int(math.log2(max(1.0, fitting))))
 
 
 def pick_forward(version: str, hopper: str = "") -> str:
-    """The version of the forward that runs. `hopper`: the one for Hopper if it takes the problem."""
+    """The version of the forward that runs. `hopper`: "cuda" if that takes the problem, else ""."""
     return version if version != "auto" else hopper or "portable"
 
 
 def pick_backward(version: str, hopper: str = "", deterministic: bool = False) -> str:
-    """The version of the backward that runs. `hopper`: the one for Hopper if it takes the problem, of which dq cannot
-    be `deterministic`."""
+    """The version of the backward that runs. `hopper`: "cuda" if that takes the problem, else "". `deterministic`: dq
+    must be deterministic, which that of "cuda" is not."""
     if version != "auto":
         return version
     return hopper if hopper and not deterministic else "portable"
@@ -78,43 +83,44 @@ def pick_backward(version: str, hopper: str = "", deterministic: bool = False) -
 
 @dataclass(frozen=True)
 class CudaBackwardConfig:
-    """In which order blocks of 128 keys are given to CTAs.
+    """The launch order of CTAs, each of which owns a block of 128 keys.
 
-    section: how many key heads' CTAs run together, those of the longest lists first
-    early: so many of the longest lists of each head come before all sections, for the list of a global block takes many
-           times as long as the others, and would otherwise be begun when most heads are done
+    section  KV heads whose CTAs are next to each other, those of the longest lists first
+    early    so many of the longest lists of each head come before all sections. The list of a global block takes many
+             times as long as the others, and would otherwise start when most heads are done
     """
 
     section: int
     early: int = 1
 
 
-BWD_SECTION_BYTES = 24e6  # what q, dout and fp32 dQ of the heads in flight may take up of an H100's or H200's 50 MB
+BWD_SECTION_BYTES = 24e6  # of q, dout and fp32 dQ of the heads of a section, in the 50 MB of L2 of an H100 or H200
 
 
 def pick_cuda_bwd_config(queries: int, dim: int, kv_heads: int) -> CudaBackwardConfig:
-    """As many heads at a time as have their queries, gradients and fp32 dQ in L2 together, in sections of one size. Of
-    the heads of a group one counts: CTAs take their lists one after the other. `kv_heads` of all batches."""
+    """Sections of as many KV heads as have q, dout and fp32 dQ in BWD_SECTION_BYTES, all of one size. Only one query
+    head of a group counts, as a CTA processes them one after the other. `kv_heads` of all batches. Record: the launch
+    orders in EXPERIMENTS.md (H200)."""
     fitting = int(BWD_SECTION_BYTES // (8 * dim * queries))
     section = max(1, min(kv_heads, fitting))
-    while kv_heads % section:  # a smaller one at the end would leave SMs without work
+    while kv_heads % section:  # a smaller section at the end would leave SMs idle
         section -= 1
     return CudaBackwardConfig(section)
 
 
-# What of K and V the CTAs that run at one time should read: well under the 40 to 60 MB of an A100's or H100's L2.
+# Of what the heads of a section read, for the Triton kernels: well under the 40 to 60 MB of L2 of an A100 or H100.
 SECTION_BYTES = 24e6
 
 
 def pick_section(heads: int, bytes_per_head: int) -> int:
-    """How many heads the CTAs of a Triton kernel alternate over: as many as fit in L2 together, so that the long lists
-    of them go first."""
+    """Heads of a section of a Triton kernel: as many as fit SECTION_BYTES. Within a section the longest lists come
+    first."""
     return max(1, min(heads, int(SECTION_BYTES // max(1, bytes_per_head))))
 
 
-# The largest tiles without a register spill under Triton 3.6 and 3.7, but for a few bytes, which EXPERIMENTS.md
-# counts. On Hopper eight warps have at least 128 rows, four at least 64: with fewer, groups of
-# four warps compute the same scores twice. Causal kernels have a second loop, so that they may want tiles of their own.
+# Tiles of the Triton kernels: the largest without a register spill under Triton 3.6 and 3.7, except for a few bytes
+# that EXPERIMENTS.md lists. On Hopper eight warps need at least 128 rows, four at least 64: with fewer, two warp groups
+# compute the same scores. `causal` kernels have a second loop, with a mask, and may need other tiles.
 
 
 def pick_fwd_config(dim: int, block: int, causal: bool, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
@@ -158,24 +164,24 @@ def pick_dq_config(dim: int, block: int, causal: bool, dtype: torch.dtype, capab
 
 
 def _fp32(block_d: int, block: int, capability: tuple[int, int]) -> Config:
-    """Without tensor cores. Each thread has whole rows of both factors in registers, so wider tiles spill. The same
-    tile everywhere, so that the backward rounds scores as the forward did."""
+    """On the FMA units, without tensor cores. A thread holds entire rows of both operands in registers, so wider tiles
+    spill. All kernels have the same tile, so that the backward rounds scores as the forward did."""
     if capability < (8, 0):
-        return Config(block, block, block_d, 4, 1)  # the interpreter, where tiles cost time and registers nothing
+        return Config(block, block, block_d, 4, 1)  # the interpreter: fewer tiles take less time
     return Config(16, 16, block_d, 4 if block_d <= 32 else 8, 1)
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Of matrix products: that of fp32 for fp32."""
+    """`input_precision` of tl.dot: "ieee" for fp32, which TF32 would round."""
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
 def padded(dim: int) -> int:
-    """The width of a tile for heads of that width."""
+    """block_d: the width of a tile for heads of width `dim`."""
     return max(16, triton.next_power_of_2(dim))
 
 
-# What the forward for Hopper has to choose from, by head dimension and block.
+# For `pick_cuda_config`, by (head dimension, block size).
 CUDA_CANDIDATES = {
     (128, 128): (
         CudaConfig(128, 3, True, True),
@@ -200,7 +206,7 @@ CUDA_CANDIDATES = {
     ),
 }
 
-# In which order the backward for Hopper may go over the blocks of keys.
+# For `pick_cuda_bwd_config`.
 CUDA_BWD_CANDIDATES = tuple(CudaBackwardConfig(s, early) for s in (1, 2, 3, 4, 8) for early in (0, 1, 2))
 
 
@@ -210,6 +216,6 @@ def section_candidates(group: int, heads: int) -> list[int]:
 
 
 def tile_candidates(dim: int, block: int, warps: Iterable[int], stages: Iterable[int]) -> list[Config]:
-    """Of the Triton kernels: tiles that divide a block."""
+    """For the Triton kernels: tiles that divide a block."""
     sizes = [n for n in (32, 64, 128) if n <= block]
     return [Config(m, n, padded(dim), w, s) for m, n, w, s in itertools.product(sizes, sizes, warps, stages)]

@@ -29,9 +29,9 @@ class BlockGate(torch.nn.Module):
     block has in the softmax by its gate, sigmoid(score), as the gates of Native Sparse Attention (Yuan et al. 2025,
     arXiv:2502.11089) multiply its branches.
 
-    The estimator of the gradient: which blocks are chosen counts as constant, and the gradient through the bias of the
-    kept blocks is that of the output exactly. So the loss teaches the gate to rank what it keeps, and tells it nothing
-    of what it drops. For that there are `explore`, which adds Gumbel noise of that size to the scores before the choice
+    The estimator of the gradient: the choice of blocks is treated as constant, and the gradient through the bias of the
+    kept blocks is exact. So the loss trains the gate to rank the blocks that it keeps, and gives no signal for those
+    that it drops. For these there are `explore`, which adds Gumbel noise of that size to the scores before the choice
     while the module is in training, and `distillation`, SeerAttention's own objective.
 
     heads, kv_heads   Hq and Hkv. Scores are of each query head

@@ -1,16 +1,17 @@
-"""The mask compressed into lists: which blocks of keys a block of queries keeps, and the other way round.
+"""Compresses the mask into lists: the kept key blocks of each query block, and the kept query blocks of each key block.
 
-A line of the table stands for a row of the mask, or for one of its columns:
+The table holds the mask in compressed sparse rows and again in compressed sparse columns, padded to a fixed size. A
+line of the table is the list of one row, or of one column, of the mask:
 
-    count      how many blocks are kept
-    whole      how many of them, from the first, every query sees whole: the others, at the end of a row, are cut by the
-               causal mask or by the last key (rows alone)
-    order      the line that comes at this line's place when lines are sorted by falling count
-    blocks     the kept blocks in ascending order, then -1
+    count      number of kept blocks
+    whole      rows only: the first `whole` blocks of the list need no mask. The others, at its end, are cut by the
+               causal mask or by the last key
+    order      line i holds here the index of the line with the i-th largest count: the order in which CTAs take lines
+    blocks     indices of the kept blocks in ascending order, then -1
 
-Two small launches: the lists, then the order, by counting for each line how many go before it. A mask of
-64 by 64 blocks and 32 heads is 128 KiB and its table 1 MiB, so both are bound by the launch itself. Nothing of this
-is read by the host: the lists have room for every block.
+Two small launches: the lists, then the order, which counts for each line how many come before it. A mask of
+64 by 64 blocks and 32 heads is 128 KiB and its table 1 MiB, so both are bound by launch latency. The host reads nothing
+of it, so nothing synchronises: lists have room for every block.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ import triton.language as tl
 from .launch import Launch, Plans, lean, signature
 
 HEADER = tl.constexpr(3)
-LIST_LINES, CHUNK = 8, 128  # lines that a CTA lists, and how many blocks of them at a time
-ORDER_LINES = 64  # lines whose ranks a CTA computes
+LIST_LINES, CHUNK = 8, 128  # of the first launch: lines of a CTA, and blocks of each line in an iteration
+ORDER_LINES = 64  # of the second launch: lines of a CTA
 
 _PLANS = Plans()
 
-# Arguments that kernels are not specialised for being 1 or a multiple of 16.
+# Arguments whose values Triton does not specialise kernels for (1, multiple of 16).
 PLAIN = ["queries", "keys", "rows", "columns", "parts", "all_parts", "heads", *(f"stride_m{axis}" for axis in "bhmn")]
 
 
@@ -86,7 +87,8 @@ def _lists(
     LINES: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Everything of LINES lines but their order. A line, row of the mask if ROWS, else column, has `length` blocks."""
+    """Writes LINES lines, except their order. A line is a row of the mask if ROWS, else a column; it has up to `length`
+    blocks."""
     own = (part * LINES + tl.arange(0, LINES))[:, None]
     table_ptr += own * (length + HEADER)
     mask_ptr += own.to(tl.int64) * stride_own
@@ -106,7 +108,7 @@ def _lists(
             inside = inside & ((column + 1) * BLOCK - 1 <= row * BLOCK + shift)
         one = keep.to(tl.int32)
         before = count + tl.cumsum(one, 1) - one
-        # What is dropped fills the list from its end.
+        # For each dropped block a -1 is written, from the end of the list.
         slot = tl.where(keep, before, length - 1 - other + before)
         tl.store(table_ptr + HEADER + slot, tl.where(keep, other, -1), mask=here)
         count += tl.sum(one, 1, keep_dims=True)
@@ -135,8 +137,7 @@ def _block_sparse_attention_index_kernel(
     LINES: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The lists of the rows, in the first `parts` CTAs of a head, and of the columns, in the others. `heads` are those
-    of the mask."""
+    """The first `parts` CTAs of a head write the lists of rows, the others those of columns. `heads`: of the mask."""
     head, part = tl.program_id(0) // all_parts, tl.program_id(0) % all_parts
     mask_ptr += (head // heads).to(tl.int64) * stride_mb + (head % heads).to(tl.int64) * stride_mh
     table_ptr += head.to(tl.int64) * (2 * rows * columns + HEADER * (rows + columns))
@@ -154,7 +155,8 @@ def _block_sparse_attention_index_kernel(
 
 @triton.jit
 def _order(table_ptr, part, lines, width, LINES: tl.constexpr):
-    """Enters LINES lines at their ranks among all: the longer first, equal ones as they come."""
+    """Computes the ranks of LINES lines among all, by decreasing count, ties in ascending order, and stores each line's
+    index as `order` of the line at its rank."""
     own = part * LINES + tl.arange(0, LINES)
     count = tl.load(table_ptr + own * width, mask=own < lines, other=-1)
     rank = tl.full([LINES], 0, dtype=tl.int32)
@@ -169,7 +171,7 @@ def _order(table_ptr, part, lines, width, LINES: tl.constexpr):
 
 @triton.jit(do_not_specialize=PLAIN)
 def _block_sparse_attention_order_kernel(table_ptr, rows, columns, parts, all_parts, LINES: tl.constexpr):
-    """The order. A GPU takes CTAs in ascending order, so those that start last should be short."""
+    """The order of lines: the longest first, so that the CTAs that start last are short."""
     head, part = tl.program_id(0) // all_parts, tl.program_id(0) % all_parts
     table_ptr += head.to(tl.int64) * (2 * rows * columns + HEADER * (rows + columns))
     if part < parts:
@@ -179,15 +181,15 @@ def _block_sparse_attention_order_kernel(table_ptr, rows, columns, parts, all_pa
 
 
 def table_shape(mask: torch.Tensor, queries: int, keys: int, block: int) -> tuple[int, int, int]:
-    """Of the table of mask, [B, H, nq, nk]."""
+    """Shape of the table of a mask [B, H, nq, nk]."""
     return mask.shape[0], mask.shape[1], table_size(queries, keys, block)
 
 
 def _plan(
     mask: torch.Tensor, queries: int, keys: int, block: int, causal: bool
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Takes masks like this one, bool [B, H, nq, nk] of any strides, or of their memory in another shape, and returns
-    their tables, int32 [B, H, table_size]."""
+    """Returns a function from masks like this one (bool [B, H, nq, nk] of any strides, or a view of that memory in
+    another shape) to their tables, int32 [B, H, table_size]."""
     shape, device = table_shape(mask, queries, keys, block), mask.device
     batch, heads, rows, columns = mask.shape
     if batch * heads == 0 or rows == 0 or columns == 0:
@@ -229,7 +231,7 @@ def _plan(
 def index_plan(
     mask: torch.Tensor, queries: int, keys: int, block: int, causal: bool
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """As `_plan`; it is kept if the mask is a plain tensor."""
+    """As `_plan`; cached if the mask is a plain tensor."""
     if not lean(mask):
         return _plan(mask, queries, keys, block, causal)
     key = (signature(mask), queries, keys, block, causal)

@@ -1,7 +1,7 @@
 """Masks of blocks for `block_sparse_attention`: fixed patterns, and those found from the queries and keys themselves.
 
-All give bool tensors, True where a block is kept, of a shape that depends on sizes alone, and nothing here waits for
-the GPU. Block i of the queries stands beside block i + nk − nq of the keys: the last beside the last.
+All give bool tensors, True where a block is kept, of a shape that depends on sizes alone, without host synchronisation.
+The diagonal of block i of the queries is block i + nk − nq of the keys: the last blocks are aligned.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ def best_blocks(scores: torch.Tensor, *, sparsity: float, visible: torch.Tensor,
     so many that the share `sparsity` of these is dropped: exactly round((1 − sparsity) · visible), unless more than
     that are forced.
 
-    Forced are the best block of each row, and with `diagonal` the last one that it sees. The number is that of a head,
-    not of each row: rows of which the attention is spread out get more of them, which is what makes a threshold
-    dynamic; and it is known without looking at the scores, so that the host need not wait for them.
+    Forced are the best block of each row, and with `diagonal` the last one that it sees. The number is fixed for a
+    head, not for each row: rows whose attention is spread out get more blocks, which makes the threshold dynamic. It
+    does not depend on the scores, so that no host synchronisation is needed.
     """
     if not 0 <= sparsity <= 1:
         raise ValueError(f"best_blocks: sparsity must be from 0 to 1, got {sparsity}")
@@ -100,7 +100,7 @@ def best_blocks(scores: torch.Tensor, *, sparsity: float, visible: torch.Tensor,
         last = visible.sum(-1, keepdim=True).clamp(min=1) - 1
         forced = forced | (torch.arange(columns, device=scores.device) == last)
     forced = forced & visible
-    # By rank rather than by a threshold, so that equal scores make no more and no fewer.
+    # By rank rather than by a threshold, so that the number is exact with equal scores too.
     order = torch.where(forced, math.inf, scores).flatten(-2).argsort(dim=-1, descending=True, stable=True)
     rank = torch.empty_like(order).scatter_(
         -1, order, torch.arange(rows * columns, device=order.device).expand_as(order)

@@ -37,7 +37,7 @@ def block_sparse_attention(
 
     q            [B, Hq, Sq, D], 1 <= D <= 256; fp32, fp16 or bf16. [B, S, H, D] is passed as x.transpose(1, 2): tensors
                  of any strides are read in place if the rows of D are contiguous, and otherwise copied.
-    k, v         [B, Hkv, Sk, D], dtype and device of q. Hq is a multiple of Hkv: query head h uses key head
+    k, v         [B, Hkv, Sk, D], dtype and device of q. Hq is a multiple of Hkv: query head h uses KV head
                  h // (Hq // Hkv).
     block_mask   bool [nq, nk], [1 or Hq, nq, nk] or [1 or B, 1 or Hq, nq, nk], True where a block is kept: block (i, j)
                  has the queries from i · block_size on and the keys from j · block_size on; the last ones are shorter.
@@ -47,15 +47,15 @@ def block_sparse_attention(
     causal       Of a kept block, query i sees the keys j <= i + Sk − Sq: the last query sees all.
     return_lse   also return lse [B, Hq, Sq], fp32, natural logarithm. Both outputs are differentiable.
     block_bias   fp32, of a mask's shape: added to all scores of a block, and differentiable, as the logarithm of a gate
-                 is. −inf is as good as dropped, but costs what a kept block does.
+                 is. −inf has the effect of dropping it, at the cost of a kept block.
     forward      "cuda" (CUDA C++ for compute capability 9.0: fp16 or bf16, D of 64 or 128, 16-byte boundaries; CuPy
                  compiles it) or "portable"; "auto" picks one
-    backward     likewise; "cuda" for blocks of 128 and no block_bias alone. Either takes what either forward leaves.
+    backward     likewise; "cuda" only for blocks of 128 without block_bias. Either version works after either forward.
                  Where q, or k and v, need no gradient, the portable one runs
 
     Returns out, in shape and dtype of q and in its memory order (row-major if q is copied). A query that sees no key
     has out 0, lse −inf and no gradient; a dropped block's bias has none. Sums are fp32; p and ds are rounded to the
-    dtype for the matrix products, as in FlashAttention. Results are the same bit for bit in each run, but for dq of
+    dtype for the matrix products, as in FlashAttention. Results are deterministic, except dq of
     backward "cuda", whose sums have no fixed order: under torch.use_deterministic_algorithms(True) "auto" does not pick
     it. Saved for the backward: q, k, v, out, lse, the table of the mask, the bias.
 
@@ -108,7 +108,7 @@ def _plans(q, k, v, block_mask, block_bias, block_size, scale, causal, forward, 
 def block_index(
     block_mask: torch.Tensor, queries: int, keys: int, *, block_size: int = 128, causal: bool = False
 ) -> BlockIndex:
-    """A mask compressed into lists, to be used in its place any number of times; two small launches on the mask's
+    """Compresses a mask into lists, to be used in its place any number of times; two small launches on the mask's
     device, and nothing that waits for them.
 
     block_mask   bool [nq, nk], [H, nq, nk] or [B, H, nq, nk] with B and H 1 or those of q
@@ -135,7 +135,7 @@ def block_index(
 
 
 def _forward_plan(q, k, v, table, bias, options):
-    """It is kept if these are plain tensors."""
+    """The plan of a forward; cached if these are plain tensors."""
     tensors, rest = (q, k, v, table, bias), (*options[:3], options[4])
     if not lean(*tensors):
         return fwd_plan(*tensors, *rest)
@@ -154,7 +154,8 @@ def _backward(tensors, options, needed):
 
 
 class _BlockSparseAttention(torch.autograd.Function):
-    """Of eager calls. The gradient goes through torch.library where something traces, transforms or derives it."""
+    """Autograd of eager calls. Its backward goes through torch.library where it is traced, transformed or itself
+    differentiated."""
 
     @staticmethod
     def forward(ctx, q, k, v, table, bias, plan, options, return_lse):
@@ -169,7 +170,7 @@ class _BlockSparseAttention(torch.autograd.Function):
         return *_gradients(ctx, dout, dlse), None, None, None
 
 
-# What torch.autograd.Function.apply does before this is for functorch, and `lean` has seen that it is not at work.
+# What torch.autograd.Function.apply does before this is for functorch, and `lean` has ruled functorch out.
 _apply = super(torch.autograd.Function, _BlockSparseAttention).apply
 
 

@@ -1,4 +1,4 @@
-"""What the launchers share: tensors in their memory order, sizes, and the arguments of kernels made from them."""
+"""What the launchers share: the memory layout of tensors, sizes, and the kernel arguments that follow from them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .configs import Config, precision
 
 LOG2_E = 1.4426950408889634
 
-# A tile of 256 rows must be reached by 32-bit offsets from its first.
+# Elements between rows: offsets within a tile of up to 256 rows are 32 bits wide.
 MOST_STRIDE = 1 << 22
 
-# Arguments that kernels are not specialised for being 1 or a multiple of 16; `Problem.unit` says what is to be known.
+# Arguments whose values Triton does not specialise kernels for (1, multiple of 16); `Problem.unit` gives alignment.
 _SIZES = ("queries", "padded", "keys", "rows", "columns", "dim", "heads", "all_heads", "group", "section")
 _STRIDES = ("qb", "qh", "qm", "kb", "kh", "kn", "vb", "vh", "vn", "ob", "oh", "om", "gb", "gh", "gm")
 _MORE_STRIDES = ("db", "dh", "dm", "dn", "eb", "eh", "en", "tb", "th", "bb", "bh", "bm", "bn")
@@ -28,7 +28,7 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Uninitialised, in the tensor's own memory order if its rows of D are contiguous, else row-major."""
+    """Uninitialised memory; in the tensor's memory order if its rows of D are contiguous, else row-major."""
     if _in_place(tensor):
         return torch.empty_like(tensor)
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -39,7 +39,7 @@ def _in_place(tensor: torch.Tensor) -> bool:
 
 
 def strides(name: str, tensor: torch.Tensor, unit: int, row: str = "m") -> dict[str, int]:
-    """The strides of batch, head and row as a kernel has them, in units."""
+    """The strides of batch, head and row as kernel arguments, in units of `unit` elements."""
     return {f"stride_{name}{axis}": tensor.stride(i) // unit for i, axis in enumerate(("b", "h", row))}
 
 
@@ -48,7 +48,7 @@ class Problem:
     """Attention of q [B, Hq, Sq, D] to k and v [B, Hkv, Sk, D], all `readable`, over the blocks of `table`.
 
     table   as `index` makes it, int32 [1 or B, 1 or Hq, :]
-    bias    None, or fp32 [B, Hq, nq, nk] of any strides: added to the scores, which are multiplied by `scale` before
+    bias    None, or fp32 [B, Hq, nq, nk] of any strides: added to scale · q kᵀ
     block   queries, and keys, of a block
     """
 
@@ -75,15 +75,17 @@ class Problem:
 
     @property
     def all_heads(self) -> int:
-        """Of all batches."""
+        """Query heads of all batches."""
         return self.q.shape[0] * self.q.shape[1]
 
     @property
     def all_kv_heads(self) -> int:
+        """KV heads of all batches."""
         return self.k.shape[0] * self.k.shape[1]
 
     @property
     def group(self) -> int:
+        """Query heads of a KV head."""
         return self.q.shape[1] // self.k.shape[1]
 
     @property
@@ -97,7 +99,7 @@ class Problem:
         return triton.cdiv(self.keys, self.block)
 
     def row_tiles(self, config: Config) -> int:
-        """Tiles of queries, among them those of the last block that lie past its end."""
+        """Tiles of queries, including those of the last block that are past the last query."""
         return self.rows * (self.block // config.block_m)
 
     def column_tiles(self, config: Config) -> int:
@@ -109,12 +111,12 @@ class Problem:
         return 2 * self.keys * self.dim * self.k.element_size() // self.group
 
     def query_bytes(self) -> int:
-        """Of q and the incoming gradient, for each key head."""
+        """Of q and the incoming gradient, for each KV head."""
         return 2 * self.queries * self.dim * self.q.element_size() * self.group
 
     def unit(self, *others: torch.Tensor) -> int:
-        """The number of elements in which D and every stride are handed to a kernel: 16 bytes of them, from which the
-        compiler sees that rows are aligned, or 1 if some are not. So there are two kernels, not one for each
+        """Elements in the unit in which D and all strides are passed to a kernel: 16 bytes if all rows are aligned to
+        that, else 1. The compiler derives the alignment from it. So two kernels are compiled, not one for each
         combination of strides that happen to be multiples of 16."""
         tensors = (self.q, self.k, self.v, *others)
         elements = 16 // self.q.element_size()
@@ -123,7 +125,7 @@ class Problem:
         return elements if aligned else 1
 
     def table_strides(self) -> tuple[int, int]:
-        """Of batch and head. A table that batches or heads share is read again by each of them."""
+        """Of batch and head; 0 where batches or heads share one table."""
         batches, heads = self.table.shape[:2]
         return self.table.stride(0) if batches > 1 else 0, self.table.stride(1) if heads > 1 else 0
 
@@ -156,7 +158,7 @@ class Problem:
         }
 
     def tiles(self, config: Config) -> dict[str, Any]:
-        """The tile and how it is compiled."""
+        """The constexprs of a tile, and the compiler's options."""
         return {
             "EVEN_D": self.dim == config.block_d,
             "BLOCK_M": config.block_m,
@@ -165,30 +167,30 @@ class Problem:
             "PRECISION": precision(self.q.dtype),
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
-            # Without it ptxas spills a few bytes of some fp32 kernels, to fit one more CTA on an SM.
+            # Else ptxas limits registers for a second CTA on an SM, and spills a few bytes in some fp32 kernels.
             "maxnreg": 255 if self.q.dtype == torch.float32 else None,
         }
 
     def even_rows(self) -> bool:
-        """Whether the last block of queries is a whole one."""
+        """Whether the last block of queries is full."""
         return self.queries % self.block == 0
 
     def kind(self) -> tuple[int, int, bool, torch.dtype, tuple[int, int]]:
-        """What the functions of `configs` depend on."""
+        """(dim, block, causal, dtype, capability): what the `pick_*` of the Triton kernels take."""
         return self.dim, self.block, self.causal, self.q.dtype, self.capability()
 
     def capability(self) -> tuple[int, int]:
-        """Of the GPU; the interpreter has none."""
+        """Compute capability of the GPU; (0, 0) in the interpreter."""
         return torch.cuda.get_device_capability(self.q.device) if self.q.is_cuda else (0, 0)
 
     def sms(self) -> int:
-        """Of the GPU; the interpreter stands for a small one."""
+        """SMs of the GPU; 4 in the interpreter."""
         return torch.cuda.get_device_properties(self.q.device).multi_processor_count if self.q.is_cuda else 4
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What the forward left and the gradients that came in: out and dout readable, the others contiguous."""
+    """What the forward saved, and the incoming gradients. out and dout are `readable`, the others contiguous."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -198,6 +200,6 @@ class Saved:
 
 
 def unexpanded(x: torch.Tensor) -> torch.Tensor:
-    """x, copied if it is expanded (a stride of 0): CUDA's documentation leaves open what TMA makes of that."""
+    """x, copied if it is expanded (a stride of 0), for which CUDA's documentation does not define tensor maps."""
     expanded = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.contiguous() if expanded else x

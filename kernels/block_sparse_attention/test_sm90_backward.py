@@ -63,7 +63,7 @@ def test_unsupported_reasons(hopper):  # noqa: F811
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("dim", DIMS)
 def test_parameters(dim, shared, driver):  # noqa: F811
-    """Launched on nothing: sizes, the lines of the columns, lists that are shared or not."""
+    """Recorded, not run: sizes, the lines of the columns, lists that are shared or not."""
     compiled, launched = driver
     q, k, v = (t.half() for t in tensors(397, 600, heads=6, kv_heads=2, dim=dim))
     problem = problem_of(q, k, v, random_mask(1 if shared else 6, 4, 5))
@@ -113,7 +113,7 @@ def needs_hopper() -> None:
 
 
 def on_hopper(dim: int, dtype: torch.dtype, batch: int = 3, heads: tuple[int, int] = (16, 8), sizes=(1333, 1717)):
-    """Tensors and a mask: ragged, heads inside rows, shared heads, rows and columns that keep nothing."""
+    """Tensors and a mask: partial blocks, [B, S, H, D] in memory, grouped heads, rows and columns that keep nothing."""
     needs_hopper()
     shapes = (sizes[0], heads[0]), (sizes[1], heads[1]), (sizes[1], heads[1])
     leaves = [normal(batch, *shape, dim, dtype=dtype).transpose(1, 2) for shape in shapes]

@@ -98,7 +98,7 @@ def members(source: str) -> tuple[str, list[str]]:
 
 @pytest.fixture
 def driver(hopper, monkeypatch):
-    """(what is compiled, what is launched), which goes nowhere: handle, grid, threads, shared memory and values, which
+    """(what is compiled, what is launched), recorded, not run: handle, grid, threads, shared memory and values, which
     fit the layout. A tensor map is what it is made from, and where."""
     compiled, launched = [], []
 
@@ -129,7 +129,7 @@ def driver(hopper, monkeypatch):
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("dim", DIMS)
 def test_parameters(dim, block, shared, driver):
-    """Launched on nothing: sizes, lists that are shared or not, the bias, and a counter where there are many rows."""
+    """Recorded, not run: sizes, lists that are shared or not, the bias, and a counter where there are many rows."""
     compiled, launched = driver
     queries, keys = 20 * block - 3, 1100
     rows, columns = 20, -(-keys // block)
@@ -161,8 +161,8 @@ def test_parameters(dim, block, shared, driver):
 
 
 def on_hopper(dim: int, block: int, dtype: torch.dtype, bias: bool = False) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Tensors, of which the bias is the fourth, and a mask: ragged, with more rows of the mask than teams, heads inside
-    rows, shared heads, and rows that keep nothing."""
+    """Tensors, of which the bias is the fourth, and a mask: partial blocks, more rows of the mask than teams, [B, S, H,
+    D] in memory, grouped heads, and rows that keep nothing."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a GPU of compute capability 9.0 (Hopper)")
     if reason := cuda_driver.no_compiler():

@@ -1,5 +1,4 @@
-"""Launch plans of the forward and the backward: empty problems, the choice of a version, what runs for which gradient,
-the memory of the results."""
+"""Launch plans of the forward and the backward: empty problems, the choice of a version, allocation of the results."""
 
 from __future__ import annotations
 
@@ -34,8 +33,9 @@ def fwd_plan(
     causal: bool,
     version: str,
 ) -> Forward:
-    """Takes (q, k, v, table, bias) like these, which are checked, and returns out and lse of `block_sparse_attention`,
-    and in fp32 the statistics that the backward wants, otherwise None. Of the table's numbers nothing is read."""
+    """Returns a function from (q, k, v, table, bias) like these, already checked, to out and lse of
+    `block_sparse_attention` and, for fp32, the statistics that the backward needs, else None. The host does not read
+    the table's contents."""
     shape, device = q.shape[:3], q.device
     lse_strides = (shape[1] * shape[2], shape[2], 1)
     in_place, exact = readable(q) is q, q.dtype == torch.float32
@@ -77,7 +77,7 @@ def fwd_plan(
 
 
 def _hopper_fwd(problem: Problem, version: str, out: torch.Tensor) -> str:
-    """The version for Hopper if it takes the problem. RuntimeError where it was asked for and does not."""
+    """Returns "cuda" if that takes the problem, else "". RuntimeError where it was requested and does not."""
     if version == "portable":
         return ""
     reason = cuda_unsupported_reason(problem, out)
@@ -87,7 +87,7 @@ def _hopper_fwd(problem: Problem, version: str, out: torch.Tensor) -> str:
 
 
 def empty_statistics(q: torch.Tensor) -> torch.Tensor:
-    """Maximum and sum of each row, [2, B, Hq, Sq], for fp32; for other dtypes, which do with lse, no element."""
+    """Maximum and sum of each row, [2, B, Hq, Sq], for fp32; empty for other dtypes, for which lse suffices."""
     return q.new_empty((2, *q.shape[:3]) if q.dtype == torch.float32 else 0, dtype=torch.float32)
 
 
@@ -110,9 +110,9 @@ def bwd_plan(
     need_dkv: bool,
     need_dbias: bool,
 ) -> Backward:
-    """Takes (dout, dlse, q, k, v, table, bias, out, lse, statistics) like these and returns dq, dk, dv and dbias, None
-    for what is not needed. RuntimeError where the version asked for does not take the problem. Where less is needed
-    than dq, dk and dv, the portable one runs, which leaves out the rest."""
+    """Returns a function from (dout, dlse, q, k, v, table, bias, out, lse, statistics) like these to dq, dk, dv and
+    dbias, None for what is not needed. "cuda" computes all of dq, dk and dv; where some are not needed, "portable" runs
+    and omits them. RuntimeError where the version that was requested does not take the problem."""
 
     def allocated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Optional, Optional, Optional]:
         dq = empty_like(q) if need_dq or need_dbias else None  # the kernel of dbias writes dq as well
@@ -156,11 +156,11 @@ def _saved(dout: torch.Tensor, dlse: Optional, out: torch.Tensor, lse: torch.Ten
 
 
 def _in_cuda(problem: Problem, saved: Saved, version: str, *gradients: torch.Tensor) -> bool:
-    """Whether the version for Hopper runs. RuntimeError where it was asked for and does not take the problem."""
+    """Whether "cuda" runs. RuntimeError where it was requested and does not take the problem."""
     reason: str | None = "not asked"
     if version != "portable":
         reason = cuda_bwd_unsupported_reason(problem, saved.out, saved.dout, *gradients)
     if reason and version == "cuda":
         raise RuntimeError(f'block_sparse_attention: backward="cuda" cannot run here: {reason}')
-    deterministic = torch.get_deterministic_debug_mode() == 2  # 1: nothing but a warning is wanted
+    deterministic = torch.get_deterministic_debug_mode() == 2  # 1: warnings only
     return configs.pick_backward(version, "" if reason else "cuda", deterministic) == "cuda"

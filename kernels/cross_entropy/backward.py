@@ -1,5 +1,5 @@
-"""The backward kernel of rows that are not narrow: the gradient from the logits and what the forward saved. And, for
-rows of any width, the scaling of a gradient that the forward wrote."""
+"""The backward kernel of rows of more than 4096 columns: the gradient from the logits and the saved maximum and sum.
+And, for rows of any width, the scaling of a gradient that the forward wrote."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _cross_entropy_bwd_kernel(
     BLOCK_N: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    """A tile of BLOCK_N columns of one row to a program.
+    """A CTA for each tile of BLOCK_N columns of one row.
 
     stride_g_loss and stride_g_z are 0 where a sum or a mean has one gradient for all rows.
     """
@@ -112,7 +112,7 @@ def _cross_entropy_bwd_kernel(
         HAS_SOFTCAP,
     )
     tl.store(grad_ptr + first_grad + at, d.to(grad_ptr.dtype.element_ty), mask=inside)
-    if LAYOUT == "fringed":  # noqa: SIM102 — this condition is the compiler's, the next one the program's
+    if LAYOUT == "fringed":  # noqa: SIM102 — this condition is evaluated at compile time, the next one at run time
         if start == 0:
             beyond = fringe(head, length, vocab, VECTOR)
             outside = beyond < vocab
@@ -151,8 +151,8 @@ def _cross_entropy_scale_kernel(
     IN_PLACE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """out = g_loss · grad. In place a row whose factor is 1 is left as it is, unread. Persistent, so that few
-    programs are started for nothing."""
+    """out = g_loss · grad. In place, a row whose factor is 1 is neither read nor written. Persistent, so that a launch
+    that does nothing is short."""
     for tile in tl.range(tl.program_id(0), rows * tiles_n, tl.num_programs(0)):
         row = (tile // tiles_n).to(tl.int64)
         g = tl.load(g_loss_ptr + row * stride_g_loss).to(tl.float32)

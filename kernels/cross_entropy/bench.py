@@ -39,7 +39,7 @@ CASES = (
     _case(4096, 32000, BF16, "-inplace", bench=True, with_grad=True),
     _case(16384, 32000, BF16, "-inplace", bench=True, with_grad=True),
     _case(8192, 128256, BF16, "-inplace", bench=True, with_grad=True),
-    # What goes wrong: nothing, one row, one class, primes, one off a power of two, rows in chunks, rows off alignment.
+    # Boundary cases: nothing, one row, one class, primes, one off a power of two, rows in chunks, rows off alignment.
     _case(0, 64, FP32),
     _case(1, 1, FP32),
     _case(7, 1, FP16),
@@ -258,6 +258,7 @@ SPEC = KernelSpec(
     unit="rows",
     items=lambda case: case.dims["rows"],
     fuzz={"rows": (0, 40), "vocab": (1, 700)},
+    spills={"_cross_entropy_narrow_kernel": 8},  # one small fp16 case with smoothing, under Triton 3.7; no bench case
     limits={"weight": 1e4},  # an infinite one gives NaN under label smoothing, where PyTorch may give inf
     tunables=(
         # With the gradient wide ones are not asked for on Hopper, where a cluster takes them.

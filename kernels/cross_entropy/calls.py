@@ -65,7 +65,7 @@ def loss_of(logits: torch.Tensor, ignore_index: int, options: tuple) -> Loss:
 
 
 def forward(logits, target, weight, loss: Loss, save: bool, gradient: str | None, backend: str):
-    """What `fwd_plan` says. The plan is kept if the tensors are plain: elsewhere a signature is not all that counts."""
+    """Runs a `fwd_plan`, cached if all tensors are plain; for others a signature does not determine the plan."""
     if not lean(logits, target, weight):
         return fwd_plan(logits, target, weight, loss, save, gradient, backend)(logits, target, weight)
     key = (signature(logits), place(logits), signature(target), signature(weight), loss, save, gradient, backend)
@@ -76,7 +76,7 @@ def forward(logits, target, weight, loss: Loss, save: bool, gradient: str | None
 
 
 def backward(g_loss, g_z, g_lse, logits, target, weight, stats, loss: Loss, inplace: bool) -> torch.Tensor:
-    """What `bwd_plan` says."""
+    """Runs a `bwd_plan`, cached likewise."""
     given = (g_loss, g_z, g_lse, logits, target, weight)
     if not lean(logits, g_loss, g_z, g_lse, target, weight, stats):
         return bwd_plan(*given, loss, inplace)(*given, stats)
@@ -99,7 +99,7 @@ def backward(g_loss, g_z, g_lse, logits, target, weight, stats, loss: Loss, inpl
 
 
 def scale(grad: torch.Tensor, g_loss: torch.Tensor, inplace: bool) -> torch.Tensor:
-    """What `scale_plan` says."""
+    """Runs a `scale_plan`, cached likewise."""
     if not lean(grad, g_loss):
         return scale_plan(grad, g_loss, inplace)(grad, g_loss)
     key = signature(grad), signature(g_loss), inplace

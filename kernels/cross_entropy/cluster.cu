@@ -1,85 +1,58 @@
-// Cross entropy and its gradient in one pass for Hopper (sm_90a): each row over a cluster of small CTAs, in registers
-// from load to store. cluster.py compiles and launches it; terms.py has the arithmetic in Triton.
+// Cross entropy and its gradient in one pass for Hopper (sm_90a): a thread block cluster for each row, which holds the
+// row in registers from load to store. cluster.py compiles and launches it; terms.py has the arithmetic in Triton.
 //
 // Napkin maths, 8192 x 128256 bf16 on one NVIDIA H200 (132 SMs, a copy at 4254 GB/s, 1980 MHz):
 //   floor      2.1 GB read and 2.1 GB written, 988 us: 16 KB in and 16 KB out a microsecond and SM.
-//   in flight  8 CTAs a row, 256 threads, 8 vectors of 16 bytes each: a CTA has 32 KB of a row. With 64 registers 4 of
-//              them fit, so a CTA may take 8 us from its first load to its last store. The target takes 0.5 us, a load
-//              1 us, the exchange 0.5 to 1 us.
+//   in flight  8 CTAs a row, 256 threads, 8 vectors of 16 bytes each: a CTA has 32 KB of a row. With 64 registers a
+//              thread, 4 CTAs are resident, so a CTA may take 8 us from its first load to its last store. Of these the
+//              latency of the target is 0.5 us, of the logits 1 us, of the exchange 0.5 to 1 us.
 //   issue      an element costs 0.4 instructions for the maximum, 4 for the sum and 4.5 for the gradient, a thread 320
-//              more: 1800 cycles of 4000 a CTA.
-//   special    an exponential for the sum and one for the gradient, 8.2 of the 16 a cycle. To keep the first one would
-//              take registers that hold another CTA's row.
+//              more: 1800 of the 4000 cycles that a CTA has.
+//   special    an exponential for the sum and one for the gradient: 8.2 of the 16 a cycle that the special function
+//              units compute. Keeping the first one would take the registers of another resident CTA.
 //
-// The kernel is not persistent: an SM has CTAs of several rows, whose loads, waits and stores overlap. Protocol:
-//   1 arrive at the cluster's barrier, ask for the target and then for the whole slice of a row that counts
-//   2 wait at the barrier: by now all CTAs of the cluster have begun, and so can be written to
-//   3 each warp finds its maximum m and then s = sum of exp(x - m), and writes both into every CTA of the cluster by
-//     st.async, whose bytes count on the receiver's mbarrier
-//   4 each CTA waits for all warps of the cluster. After that nobody writes to it, and it may leave.
-// In place: what a thread overwrites only that thread has read, so rows need no other order.
+// The kernel is not persistent: CTAs of several rows are resident on an SM and overlap loads, waits and stores. A CTA:
+//   1 arrives at the cluster barrier, loads the target and then, unless the row is ignored, its slice of the row
+//   2 waits at the cluster barrier: all CTAs of the cluster then run, and their shared memory may be written
+//   3 each warp computes its maximum m and then s = sum of exp(x - m), and writes both into every CTA of the cluster by
+//     st.async, which completes transaction bytes of the receiver's mbarrier
+//   4 waits for the parts of all warps of the cluster. No more writes to its shared memory follow, so it may exit.
+// In place: a thread overwrites only what it has read itself, so no further synchronisation is needed.
 //
-// Loads are ld.global, not ld.global.nc: for want of anything that orders those, ptxas moves them behind the wait of 2.
+// Loads are ld.global, not ld.global.nc: nothing orders the latter, and ptxas would move them after the wait of step 2.
 //
 // Defined by the launcher, see ClusterConfig in configs.py: CLUSTER (CTAs of a row), THREADS, VECTORS (of a thread),
-// RESIDENT (CTAs of an SM, for which registers are limited), TYPE of the logits and LOSS of the loss (0: bf16,
-// 1: fp16, 2: fp32), TARGET (bits of one), SMOOTH and Z (there is label smoothing, z-loss).
+// RESIDENT (minimum CTAs of an SM, for __launch_bounds__), TYPE of the logits and LOSS of the loss (0: bf16, 1: fp16,
+// 2: fp32), TARGET (bits of a target), SMOOTH and Z (there is label smoothing, z-loss).
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
+#include "vectors.cuh"
 
 constexpr int WARPS = THREADS / 32, PARTS = CLUSTER * WARPS;
-constexpr int PER_WORD = TYPE == 2 ? 1 : 2, PER_VECTOR = 4 * PER_WORD;  // elements of 32 bits, of 16 bytes
+constexpr int PER_WORD = ELEMENTS_PER_WORD<TYPE>, PER_VECTOR = 4 * PER_WORD;  // elements of 32 bits, of 16 bytes
 constexpr u32 LOWEST = TYPE == 2 ? 0xff800000u : TYPE == 1 ? 0xfc00fc00u : 0xff80ff80u;  // a word of -inf
 constexpr float LOG2_E = 1.4426950408889634f;
 
-struct Vector {
-    u32 words[4];
-};
-// What a warp, or the row, has: maximum, sum of exp(x - m); with SMOOTH sum of x - m and the number of x.
+// Statistics of a warp, or of the row: maximum m, sum of exp(x - m); with SMOOTH sum of x - m, and number of elements.
 struct alignas(16) Part {
     float m, s, sum, count;
 };
 struct Exchange {
     Part parts[PARTS];
-    u64 full;      // the mbarrier on which they arrive
-    float target;  // the logit at the row's target, then the gradient there: for one thread, which saves registers
+    u64 full;      // the mbarrier that counts their bytes
+    float target;  // the logit at the row's target, then the gradient there: of one thread, kept here to save registers
 };
 
 extern "C" __device__ __attribute__((noreturn)) void __assertfail(const char*, const char*, u32, const char*, size_t);
 
 __device__ u32 at(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
-// A vector where `there`. Logits are used once: they pass by L1. evict_last, because what leaves L2 in their place is the
-// gradient (EXPERIMENTS.md). Not a branch, behind which ptxas would make each address anew.
-__device__ void load(Vector& v, const Vector* from, bool there, u64 policy) {
+// Loads a vector if `inside`. L1::no_allocate, as logits are used once; evict_last in L2, so that the gradient is
+// evicted first (EXPERIMENTS.md). Predicated: after a branch ptxas would compute each address again.
+__device__ void load(Vector& v, const Vector* from, bool inside, u64 policy) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
         "@p ld.global.L1::no_allocate.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %6;\n}"
         : "+r"(v.words[0]), "+r"(v.words[1]), "+r"(v.words[2]), "+r"(v.words[3])
-        : "l"(from), "r"(static_cast<int>(there)), "l"(policy));
-}
-__device__ void store(Vector* to, const Vector& v) {
-    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
-        ::"l"(to), "r"(v.words[0]), "r"(v.words[1]), "r"(v.words[2]), "r"(v.words[3]) : "memory");
-}
-
-__device__ void unpack(u32 word, float (&out)[PER_WORD]) {
-    if constexpr (TYPE == 2) {
-        out[0] = __uint_as_float(word);
-    } else if constexpr (TYPE == 1) {
-        asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}"
-            : "=f"(out[0]), "=f"(out[PER_WORD - 1]) : "r"(word));
-    } else {
-        out[0] = __uint_as_float(word << 16), out[PER_WORD - 1] = __uint_as_float(word & 0xffff0000u);
-    }
-}
-template <int KIND> __device__ u32 pack(float first, float second) {
-    u32 word = 0;
-    if constexpr (KIND == 2) return __float_as_uint(first);
-    if constexpr (KIND == 1) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
-    if constexpr (KIND == 0) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
-    return word;
+        : "l"(from), "r"(static_cast<int>(inside)), "l"(policy));
 }
 // One element by its index.
 __device__ float element(const void* from, i64 i) {
@@ -90,7 +63,7 @@ __device__ float element(const void* from, i64 i) {
     else
         asm volatile("{\n.reg .b16 a;\nld.global.b16 a, [%1];\nmov.b32 %0, {a, a};\n}"
             : "=r"(word) : "l"(static_cast<const unsigned short*>(from) + i));
-    unpack(word, out);
+    unpack<TYPE>(word, out);
     return out[0];
 }
 template <int KIND> __device__ void put(void* to, i64 i, float x) {
@@ -99,13 +72,8 @@ template <int KIND> __device__ void put(void* to, i64 i, float x) {
     else
         static_cast<unsigned short*>(to)[i] = static_cast<unsigned short>(pack<KIND>(x, x));
 }
-// The compiler must not keep the fp32 of a word from its first use to its second: that is twice the registers.
-__device__ u32 hidden(u32 word) {
-    asm volatile("" : "+r"(word));
-    return word;
-}
 
-// The larger of two, in each half of a word of 16-bit elements. A NaN loses against a number, and finds its way into s.
+// The maximum, of each half for 16-bit elements. max ignores a NaN, which then makes s NaN.
 __device__ u32 larger(u32 a, u32 b) {
     if constexpr (TYPE == 2) return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
     u32 c = 0;
@@ -128,12 +96,13 @@ __device__ float warp_sum(float x) {
     for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
     return x;
 }
-// What to subtract where everything is masked, so that -inf - m is -inf and not NaN.
+// m, or 0 for -inf: what to subtract where all elements are -inf, so that -inf - m is -inf and not NaN.
 __device__ float finite_or_zero(float m) { return __float_as_uint(m) == 0xff800000u ? 0 : m; }
 
-// exp(x - m) = two_to(x * by + plus) * back, in one instruction before the exponential. The product is not rounded,
-// plus is: `back` makes up for that, so that no digits of x - m are lost however large both are. From 2^29 on different
-// numbers are so far apart that their exponential is 0 on any base, and what rounding adds to plus could overflow.
+// exp(x - m) = two_to(x * by + plus) * back: one fma before the exponential. The fma does not round the product, but
+// plus is rounded: `back` corrects that, so that x - m is exact however large both are. From 2^29 on, different numbers
+// are so far apart that the exponential is 0 to any base, and the rounding error of plus could overflow: there
+// `by` is 1.
 struct Exponent {
     float by, plus, back;
 };
@@ -145,7 +114,7 @@ __device__ Exponent relative_to(float m) {
     return e;
 }
 
-__device__ void begin(Exchange& e) {
+__device__ void init_and_arrive(Exchange& e) {
     constexpr int BYTES = PARTS * (SMOOTH ? 16 : 8);
     if (threadIdx.x == 0) {
         asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(at(&e.full)) : "memory");
@@ -154,14 +123,14 @@ __device__ void begin(Exchange& e) {
     }
     asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
-__device__ void all_have_begun() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
+__device__ void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
 
-__device__ u32 in_cta(u32 address, int rank) {  // the same place in another CTA of the cluster
+__device__ u32 in_cta(u32 address, int rank) {  // the same variable in another CTA of the cluster
     u32 there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
     return there;
 }
-// A warp's part to CTA `lane` of the cluster.
+// Sends a warp's part to all CTAs of the cluster: lane i to CTA i.
 __device__ void send(Exchange& e, const Part& mine, int slot) {
     const int lane = threadIdx.x % 32;
     if (lane >= CLUSTER) return;
@@ -178,11 +147,11 @@ __device__ void wait(Exchange& e) {
         "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared.b64 p, [%0], 0;\n@p bra DONE;\nbra AGAIN;\nDONE:\n}"
         ::"r"(at(&e.full)) : "memory");
 }
-// What the row has: all warps put the parts together in one order, so that all agree, and repeats do.
+// Statistics of the row. All warps combine the parts in the same order, so that all get the same, deterministic result.
 __device__ Part receive(Exchange& e) {
-    constexpr int EACH = (PARTS + 31) / 32;  // of a lane
+    constexpr int EACH = (PARTS + 31) / 32;  // parts of a lane
     const int lane = threadIdx.x % 32;
-    const volatile Part* const parts = e.parts;  // read twice: there are no registers for four of them beside the row
+    const volatile Part* const parts = e.parts;  // volatile, read twice: no registers are left to hold them
     Part row = {-__int_as_float(0x7f800000), 0, 0, 0};
     wait(e);
 #pragma unroll
@@ -203,9 +172,10 @@ __device__ Part receive(Exchange& e) {
     return row;
 }
 
-// Rows are vocab / PER_VECTOR vectors of 16 bytes, of which a CTA has `slice` and the last CTA what is left; stride and
-// stride_grad are in vectors. With partial it is for a sum, else for each row: loss, and z if it is not null. With
-// counts, whose sum is the number of rows that count, it is for a mean. lse may be null. spread = smoothing / vocab.
+// A row is vocab / PER_VECTOR vectors of 16 bytes, of which each CTA has `slice` and the last CTA the rest; stride and
+// stride_grad are in vectors. partial not null: reduction sum or mean, and the loss of each row goes there; else it
+// goes to loss_ptr, and the z-loss to z_ptr if that is not null. counts not null: reduction mean; `shares` partial
+// counts, whose sum is the number of rows that are not ignored. lse_ptr may be null. spread = smoothing / vocab.
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, RESIDENT)
 cross_entropy_cluster_fwd_grad(const Vector* logits, const void* targets, const float* counts, void* loss_ptr,
                                void* z_ptr, float* lse_ptr, float* partial, Vector* grad, int rows, int vocab,
@@ -220,7 +190,7 @@ cross_entropy_cluster_fwd_grad(const Vector* logits, const void* targets, const 
     asm volatile("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(policy));
     Vector v[VECTORS];
 
-    begin(exchange);
+    init_and_arrive(exchange);
 #pragma unroll
     for (int i = 0; i < 4 * VECTORS; ++i) v[i / 4].words[i % 4] = LOWEST;
     const i64 target = TARGET == 64 ? static_cast<const i64*>(targets)[row * stride_target]
@@ -232,21 +202,21 @@ cross_entropy_cluster_fwd_grad(const Vector* logits, const void* targets, const 
     const int wanted = live || lse_ptr ? count - thread : 0;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) load(v[i], from + thread + i * THREADS, i * THREADS < wanted, policy);
-    // The thread that has the target, or column 0 where there is none, does what goes by rows.
+    // The row's loss is computed by the thread that has the target's column; in an ignored row, column 0.
     const u32 column = (live ? static_cast<u32>(target) : 0) - start * PER_VECTOR;
     const bool owner = column < count * PER_VECTOR && column / PER_VECTOR % THREADS == thread;
     if (owner && live) exchange.target = element(from, column);
-    all_have_begun();
+    cluster_wait();
 
     u32 best[4] = {LOWEST, LOWEST, LOWEST, LOWEST};
 #pragma unroll
     for (int i = 0; i < 4 * VECTORS; ++i) best[i % 4] = larger(best[i % 4], v[i / 4].words[i % 4]);
     float pair[PER_WORD], s[4] = {}, sum[4] = {}, n = 0;
-    unpack(larger(larger(best[0], best[1]), larger(best[2], best[3])), pair);
+    unpack<TYPE>(larger(larger(best[0], best[1]), larger(best[2], best[3])), pair);
     const float m_warp = warp_max(fmaxf(pair[0], pair[PER_WORD - 1])), shift = finite_or_zero(m_warp);
     const Exponent to_warp = relative_to(shift);
-    // With a branch for each vector ptxas does not unpack all of them first, which would take registers that it lacks.
-    int end = hidden(count - thread);
+    // Without a branch for each vector ptxas would unpack all of them first, and spill.
+    int end = opaque(count - thread);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         if (i * THREADS >= end) break;
@@ -254,7 +224,7 @@ cross_entropy_cluster_fwd_grad(const Vector* logits, const void* targets, const 
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             float x[PER_WORD];
-            unpack(v[i].words[j], x);
+            unpack<TYPE>(v[i].words[j], x);
             for (int k = 0; k < PER_WORD; ++k) {
                 s[j] += two_to(fmaf(x[k], to_warp.by, to_warp.plus));
                 if (SMOOTH) sum[j] += x[k] - shift;
@@ -296,7 +266,7 @@ cross_entropy_cluster_fwd_grad(const Vector* logits, const void* targets, const 
             if (z_ptr) put<LOSS>(z_ptr, row, z);
         }
     }
-    end = hidden(end);
+    end = opaque(end);
     if (!live) {
         const Vector zeros = {};
 #pragma unroll
@@ -314,7 +284,7 @@ cross_entropy_cluster_fwd_grad(const Vector* logits, const void* targets, const 
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             float x[PER_WORD];
-            unpack(hidden(v[i].words[j]), x);
+            unpack<TYPE>(opaque(v[i].words[j]), x);
             for (int k = 0; k < PER_WORD; ++k)
                 x[k] = two_to(fmaf(x[k], to_row.by, to_row.plus)) * factor - each;
             out.words[j] = pack<TYPE>(x[0], x[PER_WORD - 1]);

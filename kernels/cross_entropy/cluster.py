@@ -12,10 +12,10 @@ from .cuda_driver import address
 from .layout import Rows, Scratch, Vector, vector
 from .loss import Loss
 
-# Vectors of 16 bytes: more than one CTA holds, and what those of the largest cluster do.
+# Vectors of 16 bytes in a row: one more than a CTA holds, and as many as the largest cluster holds.
 NARROWEST, WIDEST = CLUSTER_THREADS * CLUSTER_VECTORS + 1, 16 * CLUSTER_THREADS * CLUSTER_VECTORS
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # TYPE and LOSS in cluster.cu
-# logits, target, counts, loss, z-loss, lse, partial sums, gradient; rows, vocab, vectors of a CTA, shares of counts;
+# logits, target, counts, loss, z-loss, lse, partial sums, gradient; rows, vocab, vectors of a CTA, number of counts;
 # the strides of logits, target and gradient, ignore_index; smoothing, smoothing / vocab, z_loss
 _LAYOUT = "PPPPPPPPiiiiqqqqfff"
 
@@ -48,9 +48,9 @@ def cluster_launch(
     loss: Loss,
     layout: Scratch,
 ) -> Callable[..., None]:
-    """Writes the gradient, lse if it is asked for, and the partial sums or the loss and z-loss of each row, given
-    (logits, target, weight, sum of weights, loss, z-loss, lse, scratch, gradient) like these, which
-    `unsupported_reason` takes. `at` and `to` say how the rows of logits and gradient are addressed."""
+    """Returns a function of (logits, target, weight, sum of weights, loss, z-loss, lse, scratch, gradient) like these,
+    for which `unsupported_reason` is None. It writes the gradient, lse if that is returned, and the partial sums or the
+    loss and z-loss of each row. `at` and `to`: how the rows of logits and gradient are addressed."""
     rows, vocab, per_vector = target.numel(), logits.shape[-1], vector(logits.dtype)
     defines = (
         f"CLUSTER={config.ctas}",

@@ -1,6 +1,6 @@
 """How each kernel of cross_entropy is launched: every choice is a pure function of the problem and the GPU.
 
-What was measured for these choices, and against what, is in EXPERIMENTS.md.
+The measurements behind these choices are in EXPERIMENTS.md.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import torch
 import triton
 
-NARROW = 4096  # the widest row that one CTA of Triton holds whole
-CLUSTER_THREADS, CLUSTER_VECTORS = 256, 8  # of a CTA of a cluster, and at most of 16 bytes that each of them has
+NARROW = 4096  # columns of the widest row that a Triton CTA holds in registers
+CLUSTER_THREADS, CLUSTER_VECTORS = 256, 8  # threads of a CTA of a cluster; 16-byte vectors of a thread, at most
 VECTOR, LINE = 16, 128  # bytes of the widest load, and of a line of L2
 REGISTERS = 65536  # of an SM
 
 
 @dataclass(frozen=True)
 class NarrowConfig:
-    """Tiles of block_m whole rows. A row belongs to `lanes` threads, each with `vector` columns next to each other."""
+    """Tiles of block_m entire rows. A row belongs to `lanes` threads, each with `vector` contiguous columns a load."""
 
     lanes: int
     vector: int
@@ -28,7 +28,7 @@ class NarrowConfig:
 
 @dataclass(frozen=True)
 class NarrowFwdConfig(NarrowConfig):
-    """`registers` a thread. A persistent kernel of as many CTAs as then fit on an SM."""
+    """At most `registers` a thread. A persistent kernel of as many CTAs as are then resident on an SM."""
 
     registers: int
 
@@ -39,8 +39,8 @@ class NarrowFwdConfig(NarrowConfig):
 
 @dataclass(frozen=True)
 class WideFwdConfig:
-    """One row to a CTA, in chunks of so many 16-byte vectors a thread, and of grad_unroll in the second pass that
-    writes the gradient. `eviction` is the L2 policy of the first pass."""
+    """A CTA a row, in chunks of `unroll` 16-byte vectors a thread; of grad_unroll in the second pass, which writes the
+    gradient. `eviction` is the L2 policy of the first pass."""
 
     unroll: int
     grad_unroll: int
@@ -50,7 +50,7 @@ class WideFwdConfig:
 
 @dataclass(frozen=True)
 class WideBwdConfig:
-    """A tile of block_n columns to a CTA. `eviction` is the L2 policy of the loads of the logits."""
+    """A CTA for each tile of block_n columns of a row. `eviction`: L2 policy of the loads of the logits."""
 
     block_n: int
     num_warps: int
@@ -59,8 +59,8 @@ class WideBwdConfig:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """A row is split over `ctas` CTAs of a cluster: `slice` vectors of 16 bytes each, the last what is left. A thread
-    has `vectors` of them. Registers are limited so that `resident` CTAs fit on an SM."""
+    """A row is split over a cluster of `ctas` CTAs: `slice` vectors of 16 bytes each, the rest for the last. A thread
+    has `vectors` of them. Registers are limited so that `resident` CTAs fit an SM."""
 
     ctas: int
     threads: int
@@ -80,18 +80,18 @@ def pick_fwd_config(
 ) -> NarrowFwdConfig | WideFwdConfig:
     """Configuration of the forward in Triton, with or without the gradient. Pure.
 
-    `aligned` says whether every row begins and ends on a 16-byte boundary, `spread` whether the loss is spread over the
-    classes by their weights (label smoothing with weights).
+    `aligned`: every row begins and ends on a 16-byte boundary. `spread`: label smoothing with class weights, for which
+    a thread holds the weights of its columns too.
 
-    Up to 4096 columns: whole rows. A thread has 32 columns, half of that with the gradient, which takes twice the
-    registers a column, and half with `spread`, whose weights do; 64 registers, or 128 with `spread` or a softcap, which
-    would spill otherwise.
+    Up to 4096 columns: tiles of entire rows. A thread has 32 columns; half of that with the gradient, and half again
+    with `spread`, as each doubles the registers of a column. 64 registers a thread; 128 with `spread` or a softcap,
+    which would spill with 64.
 
-    Beyond: a row a CTA, in chunks. The loss alone is a stream, for which 8 warps with 4 vectors a thread are enough.
-    With the gradient a row is read twice and should still be in L2 the second time: up to 64 KiB four rows of 16 warps
-    fit on an SM; of longer ones only one, of 32 warps, so that L2 holds those in flight.
+    Beyond: a CTA a row, in chunks. The loss alone reads a row once: 8 warps with 4 vectors a thread saturate memory.
+    With the gradient a row is read twice, and the rows in flight must stay in L2 between: up to 64 KiB a row, CTAs of
+    16 warps, four an SM; beyond, CTAs of 32 warps, one an SM.
 
-    Measured: EXPERIMENTS.md, "Chunks of the forward", "The gradient in the forward" and "Narrow rows".
+    Record: "Chunks of the forward", "The gradient in the forward" and "Narrow rows" in EXPERIMENTS.md (H200).
     """
     if vocab <= NARROW:
         tile = _tile(vocab, dtype, aligned, 32 >> grad + spread)
@@ -106,10 +106,11 @@ def pick_fwd_config(
 def pick_cluster_config(vocab: int, dtype: torch.dtype, terms: bool) -> ClusterConfig:
     """Configuration of the forward with the gradient over clusters on Hopper. Pure.
 
-    The fewest CTAs, a power of two, of 256 threads that hold the row in 8 vectors a thread: what a thread does once a
-    row is some 320 instructions, as much as 36 elements cost. `terms`: whether there is label smoothing or a z-loss.
+    The fewest CTAs of 256 threads, a power of two, that hold the row with at most 8 vectors a thread. Few, because the
+    per-row work of a thread is some 320 instructions, as many as 36 elements cost. `terms`: there is label smoothing or
+    a z-loss, which take registers.
 
-    Measured: EXPERIMENTS.md, "The gradient in the forward over clusters".
+    Record: "The gradient in the forward over clusters" in EXPERIMENTS.md (H200).
     """
     vectors = vocab * dtype.itemsize // VECTOR  # of a row
     ctas = triton.next_power_of_2(triton.cdiv(vectors, CLUSTER_THREADS * CLUSTER_VECTORS))
@@ -117,12 +118,12 @@ def pick_cluster_config(vocab: int, dtype: torch.dtype, terms: bool) -> ClusterC
 
 
 def cluster_config(ctas: int, threads: int, vocab: int, dtype: torch.dtype, terms: bool) -> ClusterConfig:
-    """A row over that many CTAs, in whole lines of L2. As many are resident as fit without a spill."""
+    """A row over that many CTAs, in multiples of an L2 line. As many CTAs are resident as fit without a spill."""
     line = LINE // VECTOR
     vectors = vocab * dtype.itemsize // VECTOR
     part = triton.cdiv(triton.cdiv(vectors, ctas), line) * line
     each = triton.cdiv(part, threads)
-    # What ptxas needs without a spill.
+    # Registers that ptxas needs to avoid spills.
     registers = 20 + 4 * each + ((8 if dtype.itemsize == 2 else 16) if terms else 0)
     resident = REGISTERS // (threads * triton.cdiv(registers, 8) * 8)
     return ClusterConfig(ctas, threads, each, part, resident)
@@ -133,12 +134,12 @@ def pick_bwd_config(
 ) -> NarrowConfig | WideBwdConfig:
     """Configuration of the backward. Pure.
 
-    Up to 4096 columns: whole rows, 16 columns a thread. Beyond: tiles of 4096 columns and 8 warps; of 2048 before
-    sm_90, where ptxas would rather spill than give a thread of 16 columns with all features the 65th register. The
-    logits are dead once read, and yet evict_last gains 2 %: what leaves L2 in their place is the gradient, so that
-    writes go out early and in order.
+    Up to 4096 columns: tiles of entire rows, 16 columns a thread. Beyond: tiles of 4096 columns and 8 warps; of 2048
+    before sm_90, where ptxas keeps to 64 registers and spills with 16 columns a thread and all features. The logits are
+    not used again, and yet evict_last gains 2 %: the gradient is evicted from L2 instead, so that it is written back
+    early and in order.
 
-    Measured: EXPERIMENTS.md, "Tiles of the backward" and "Narrow rows".
+    Record: "Tiles of the backward" and "Narrow rows" in EXPERIMENTS.md (H200).
     """
     if vocab <= NARROW:
         return _tile(vocab, dtype, aligned, 16)
@@ -146,10 +147,10 @@ def pick_bwd_config(
 
 
 def _tile(vocab: int, dtype: torch.dtype, aligned: bool, columns: int) -> NarrowConfig:
-    """A tile of which each thread has so many columns of a row; of two rows, where they are short.
+    """A tile in which each thread has `columns` columns of a row, or of two rows where rows are short.
 
-    At least two lanes a row, which read a sector of 32 bytes at a time. Rows off alignment are read an element at a
-    time, with a predicate for each: fewer columns, and 32 neighbours of a row to a warp.
+    At least two lanes a row, which together read a 32-byte sector. Unaligned rows are read one element a load, each
+    with its predicate: half the columns, and at least 32 lanes a row, so that a warp reads contiguous memory.
     """
     block_n = triton.next_power_of_2(vocab)
     vector, least = (min(block_n, VECTOR // dtype.itemsize), 2) if aligned else (1, 32)

@@ -1,6 +1,5 @@
-"""The forward kernel of rows wider than one CTA's registers. It can write the gradient as well.
-
-Then the loss is taken to have the gradient 1, and the scratch begins with what the mean divides by.
+"""The forward kernel of rows of more than 4096 columns. With GRAD it writes the gradient as well, for an incoming
+gradient of 1; for a mean, the scratch then begins with the counts that it divides by.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ def lane_statistics(
     UNROLL: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    """Of the row's body, which begins at logits_ptr, for each thread: the maximum, the sum of exponentials less it, the
-    weighted sum of logits less the anchor; [LANES] each.
+    """For each thread, of the row's body, which begins at logits_ptr: the maximum, Σ exp(y − maximum), and the weighted
+    sum of y − anchor; [LANES] each.
 
-    A thread scales its sum once a chunk of UNROLL · LANES · VECTOR columns, to the chunk's maximum.
+    A thread rescales its sum once a chunk of UNROLL · LANES · VECTOR columns.
     """
     CHUNK: tl.constexpr = UNROLL * LANES * VECTOR
     positions = tl.arange(0, CHUNK)
@@ -90,8 +89,8 @@ def store_gradient(
 ):
     """The second pass over the body of a row: reads the logits again and writes their gradient.
 
-    It goes from the end back: what was read last is still in L2. A loop with a negative step would hide from the
-    compiler that chunks are aligned, and read an element at a time.
+    From the end to the beginning, as what was read last is still in L2. The index is computed in a loop with a positive
+    step: with a negative one the compiler would not see that chunks are aligned, and would load single elements.
     """
     chunks = (length + CHUNK - 1) // CHUNK
     for chunk in range(chunks):
@@ -115,7 +114,7 @@ def store_gradient(
             SMOOTH or HAS_Z,
             HAS_SOFTCAP,
         )
-        # evict_first: the gradient is not read again here, and must not evict the rows that are.
+        # evict_first: the gradient is not read again, and should not evict rows that will be.
         tl.store(grad_ptr + at, d.to(grad_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
 
@@ -161,11 +160,11 @@ def _cross_entropy_wide_kernel(
     GRAD_UNROLL: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    """One row to a program, in chunks of UNROLL · LANES · VECTOR, LANES being the threads.
+    """A CTA a row, in chunks of UNROLL · LANES · VECTOR columns, LANES being the threads.
 
-    Each thread keeps a maximum and a sum of its own and scales the sum once a chunk, so that a row is read once and the
-    threads meet once, at its end. A row of an odd length starts off a 16-byte boundary: its body, from the first
-    boundary to the last, is read in vectors, and the fringe of fewer than VECTOR columns at either end on its own.
+    Each thread keeps its own maximum and sum and rescales the sum once a chunk, so that a row is read once, with one
+    reduction over the threads at its end. A row may begin off a 16-byte boundary: its body, from the first boundary to
+    the last, is read in vectors, and its fringe, fewer than VECTOR columns at either end, element by element.
     """
     row = tl.program_id(0)
     column, live = load_target(target_ptr, row, stride_target, vocab, ignore_index)

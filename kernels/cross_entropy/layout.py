@@ -1,4 +1,4 @@
-"""How tensors are addressed: rows at a stride, where 16-byte boundaries lie in them, what lies where in the scratch."""
+"""How tensors are addressed: strides and alignment of rows, offsets in the scratch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import triton
 from .loss import Loss
 
 BOUNDARY = 16  # bytes of the widest load
-COUNT_BLOCK, MAX_SHARES = 1024, 64  # targets that a program counts at a time, and how many programs do so
+COUNT_BLOCK, MAX_SHARES = 1024, 64  # of the count kernel: targets of a CTA in an iteration; CTAs at most
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A matrix with unit inner stride, as kernels address it: from a pointer `skip` elements before its first row,
-    which is on a 16-byte boundary where `aligned`. `copied` says that a tensor has to be copied to be such a matrix."""
+    """A matrix with unit inner stride, as kernels address it: from a pointer `skip` elements before its first row.
+    `aligned`: that pointer is on a 16-byte boundary. `copied`: the tensor has to be copied to be such a matrix."""
 
     stride: int
     skip: int
@@ -28,7 +28,7 @@ class Rows:
         return matrix_of(tensor)[0] if self.copied else tensor
 
     def pointer(self, matrix: torch.Tensor) -> torch.Tensor:
-        """What a kernel is given to address the rows of `of(tensor)`."""
+        """The tensor whose pointer a kernel gets, for the rows of `of(tensor)`."""
         return matrix.as_strided((1,), (1,), matrix.storage_offset() - self.skip) if self.skip else matrix
 
 
@@ -46,7 +46,7 @@ def fresh_rows(vocab: int) -> Rows:
 
 
 def place(tensor: torch.Tensor) -> tuple[int, int]:
-    """What `rows_of` depends on besides a tensor's `signature`."""
+    """The part of a cache key that `rows_of` needs besides a tensor's `signature`."""
     return tensor.data_ptr() % BOUNDARY, int(tensor.storage_offset()) % BOUNDARY
 
 
@@ -60,18 +60,18 @@ def matrix_of(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
 
 @dataclass(frozen=True)
 class Vector:
-    """[...] as one dimension of that stride. `copied` says that a tensor has to be copied for that."""
+    """[...] flattened to one dimension of that stride. `copied`: the tensor has to be copied for that."""
 
     stride: int
     copied: bool
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What a kernel is given: the tensor, or a copy."""
+        """The tensor that a kernel gets: itself, or a copy."""
         return tensor.reshape(-1) if self.copied else tensor
 
 
 def vector_of(tensor: torch.Tensor) -> Vector:
-    """How the elements of [...] are addressed one after the other."""
+    """How the elements of [...] are addressed as one dimension."""
     flat = tensor.reshape(-1)
     return Vector(flat.stride(0), _copied(flat, tensor))
 
@@ -92,7 +92,7 @@ def alignment(rows: int, vocab: int, dtype: torch.dtype, narrow: bool, *matrices
 
 
 def same_alignment(a: Rows, b: Rows, dtype: torch.dtype) -> bool:
-    """Whether each row of `a` and the same row of `b` lie alike between 16-byte boundaries."""
+    """Whether each row of `a` and the same row of `b` have the same offset from a 16-byte boundary."""
     return a.aligned and b.aligned and a.skip == b.skip and (a.stride - b.stride) % vector(dtype) == 0
 
 

@@ -1,4 +1,4 @@
-"""What a call asks for, and the checks of its arguments."""
+"""The options of a call, and the checks of its arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_VOCAB = 1 << 24
 
 
 class Loss(NamedTuple):
-    """What is computed, and which of it is returned. `dtype` is that of the loss and the z-loss."""
+    """The options of a call. `dtype`: of the loss and the z-loss."""
 
     ignore_index: int
     label_smoothing: float

@@ -1,15 +1,14 @@
-"""The kernels of narrow rows, which are held whole: the forward, with or without the gradient, and the backward.
+"""The kernels of narrow rows, held entirely in registers: the forward, with or without the gradient, and the backward.
 
 Napkin maths, 205000 rows of 512 in bf16 on an H200 that copies 4254 GB/s: the forward reads 210 MB, 49 us, the backward
-moves 420 MB, 99 us. What goes by rows, whatever their width, is as much arithmetic as 35 columns of a thread are.
+moves 420 MB, 99 us. The per-row work, whatever the width, is as much arithmetic as 35 columns of a thread.
 
-A tile is [chunks, BLOCK_M, WIDTH], where WIDTH is what the threads of a row load at once, a vector of 16 bytes each or,
-off alignment, an element. It is loaded as [chunks · BLOCK_M, WIDTH], of which Triton gives a warp the threads of one
-row and after them those of the next. (In three dimensions it is up to the version whether the next row or the next
-chunk comes after them: 3.6 has the one, 3.7 the other.) With up to 32 threads a row is in one warp, so that its maximum
-and its sum are shuffles, without shared memory and without a barrier; and what goes by rows a warp does for several
-rows at once. That holds as long as the threads of all rows of a tile are no fewer than those of the program; otherwise
-warps would share a row.
+A tile is [chunks, BLOCK_M, WIDTH], where WIDTH is the columns that the threads of a row load at once: a 16-byte vector
+each or, if unaligned, one element. It is loaded as [chunks · BLOCK_M, WIDTH], whose layout in Triton assigns to a warp
+the threads of one row, then those of the next. (In three dimensions it depends on the version whether the next row or
+the next chunk follows: 3.6 has the one, 3.7 the other.) With up to 32 threads a row is in one warp, so that its maximum
+and its sum need shuffles only, no shared memory and no barrier; and a warp computes the per-row terms of several rows
+at once. That requires that the rows of a tile have at least as many threads as the CTA; else warps would share a row.
 """
 
 from __future__ import annotations
@@ -31,25 +30,25 @@ def tile_columns(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constex
 
 @triton.jit
 def as_tile(loaded, BLOCK_M: tl.constexpr):
-    """From [chunks · BLOCK_M, WIDTH] to [chunks, BLOCK_M, WIDTH]. Nothing moves."""
+    """From [chunks · BLOCK_M, WIDTH] to [chunks, BLOCK_M, WIDTH]. No data moves between threads."""
     return tl.reshape(loaded, [loaded.shape[0] // BLOCK_M, BLOCK_M, loaded.shape[1]])
 
 
 @triton.jit
 def as_loaded(tile):
-    """The way back."""
+    """The inverse of `as_tile`."""
     return tl.reshape(tile, [tile.shape[0] * tile.shape[1], tile.shape[2]])
 
 
 @triton.jit
 def by_chunk(by_row, BLOCK_M: tl.constexpr, CHUNKS: tl.constexpr):
-    """What goes by rows, [1, BLOCK_M, 1], for a tile as it is loaded: [chunks · BLOCK_M, 1]."""
+    """Per-row values [1, BLOCK_M, 1], broadcast to the layout of a loaded tile, [chunks · BLOCK_M, 1]."""
     return as_loaded(tl.broadcast_to(by_row, [CHUNKS, BLOCK_M, 1]))
 
 
 @triton.jit
 def tile_rows(tile, within, rows, BLOCK_M: tl.constexpr):
-    """(numbers of the tile's rows, whether there are such rows). Where their numbers would overflow there are none."""
+    """(indices of the tile's rows, whether they exist). An index that would overflow does not exist."""
     return tile * BLOCK_M + within, within < rows - tile * BLOCK_M
 
 
@@ -116,15 +115,15 @@ def _cross_entropy_narrow_kernel(
     BLOCK_N: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """A persistent kernel: programs go from tile to tile. FULL says that the rows have BLOCK_N columns.
+    """A persistent kernel with a static tile schedule. FULL: rows have BLOCK_N columns, so no column mask is needed.
 
-    The targets of the next tile are loaded while this one is computed: a target decides whether its row is read at all,
-    and otherwise each tile would wait for memory twice. The sums of the batch stay in registers until the end.
+    The targets of the next tile are prefetched: a target decides whether its row is read, so that each tile would wait
+    for memory twice otherwise. The sums over the batch stay in registers until the end.
     """
     CHUNKS: tl.constexpr = BLOCK_N // WIDTH
     within = tl.arange(0, BLOCK_M)[None, :, None]
-    places = tile_columns(BLOCK_M, BLOCK_N, WIDTH)
-    columns = as_tile(places, BLOCK_M)
+    offsets = tile_columns(BLOCK_M, BLOCK_N, WIDTH)
+    columns = as_tile(offsets, BLOCK_M)
     program, programs = tl.program_id(0), tl.num_programs(0)
     losses = tl.zeros([1, BLOCK_M, 1], tl.float32)
     zs = tl.zeros([1, BLOCK_M, 1], tl.float32)
@@ -137,7 +136,7 @@ def _cross_entropy_narrow_kernel(
     if GRAD and REDUCTION == "mean":
         g_loss, g_z = inverse_counts(scratch_ptr, COUNTS)
     target = tile_targets(target_ptr, program, True, within, rows, stride_target, ignore_index, BLOCK_M)
-    # rows + BLOCK_M could overflow; tile + programs cannot, for the launcher sees to it.
+    # rows + BLOCK_M could overflow 32 bits; the launcher bounds `programs` so that tile + programs cannot.
     tiles = (rows - 1) // BLOCK_M + 1
     for tile in tl.range(program, tiles, programs, num_stages=1):  # more stages, by cp.async, were no faster
         row, here = tile_rows(tile, within, rows, BLOCK_M)
@@ -149,12 +148,12 @@ def _cross_entropy_narrow_kernel(
         read = here if RETURN_LSE else live
         base = skip + row.to(tl.int64) * stride_row
         first, _, length = body(by_chunk(base, BLOCK_M, CHUNKS), vocab, LAYOUT, VECTOR)
-        at, wanted = logits_ptr + first + places, by_chunk(read, BLOCK_M, CHUNKS)
+        at, wanted = logits_ptr + first + offsets, by_chunk(read, BLOCK_M, CHUNKS)
         if FULL:
-            # Without `other`, which would be an instruction for each register: what is not read is dropped below.
+            # Without `other`, which would cost an instruction a register; rows that are not read are discarded below.
             x = tl.load(at, mask=wanted, eviction_policy="evict_first")
         else:
-            x = tl.load(at, mask=wanted & (places < length), other=float("-inf"), eviction_policy="evict_first")
+            x = tl.load(at, mask=wanted & (offsets < length), other=float("-inf"), eviction_policy="evict_first")
         x = as_tile(x, BLOCK_M)
         x_target = tl.load(logits_ptr + base + column, mask=read, other=0.0)
         next_target = tile_targets(
@@ -167,10 +166,10 @@ def _cross_entropy_narrow_kernel(
             y = tl.where(columns < vocab, y, float("-inf"))
         m = row_max(y)
         s = row_sum(tl.exp2((y - finite_or_zero(m)) * LOG2_E))
-        # For each row anew, because the weights then come as the logits lie, and from L1.
+        # Loaded again for each row, from L1: they then have the layout of the logits.
         w = 1.0
         if SMOOTH and HAS_WEIGHT:
-            w = as_tile(load_weights(weight_ptr, places, places < vocab, True), BLOCK_M)
+            w = as_tile(load_weights(weight_ptr, offsets, offsets < vocab, True), BLOCK_M)
         w_target, y_sum = tl.where(live, 1.0, 0.0), 0.0
         if HAS_WEIGHT:
             w_target = tl.load(weight_ptr + column).to(tl.float32)
@@ -211,11 +210,11 @@ def _cross_entropy_narrow_kernel(
             base_grad = by_chunk(skip_grad + row.to(tl.int64) * stride_grad, BLOCK_M, CHUNKS)
             first, _, _ = body(base_grad, vocab, LAYOUT, VECTOR)
             inside = by_chunk(here, BLOCK_M, CHUNKS)
-            inside = inside if FULL else inside & (places < length)
-            tl.store(grad_ptr + first + places, as_loaded(d.to(grad_ptr.dtype.element_ty)), mask=inside)
+            inside = inside if FULL else inside & (offsets < length)
+            tl.store(grad_ptr + first + offsets, as_loaded(d.to(grad_ptr.dtype.element_ty)), mask=inside)
         target = next_target
 
-    # Once and not by the tile, for the compiler puts a barrier next to it. A target out of range was not followed.
+    # Once, not in each tile, as it comes with a barrier. A target out of range was not used as an index.
     tl.device_assert(wrong == 0, "cross_entropy: target must be ignore_index or in [0, vocabulary)")
     if REDUCTION != "none":
         store_sums(
@@ -271,19 +270,19 @@ def _cross_entropy_narrow_bwd_kernel(
     BLOCK_N: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """A tile to a program. The logits are loaded first, whatever the targets are, so that a program waits for memory
-    once; a row without a gradient drops them."""
+    """A CTA a tile. The logits are loaded before the targets are known, so that a CTA waits for memory once; those of a
+    row without a gradient are discarded."""
     CHUNKS: tl.constexpr = BLOCK_N // WIDTH
     within = tl.arange(0, BLOCK_M)[None, :, None]
-    places = tile_columns(BLOCK_M, BLOCK_N, WIDTH)
-    columns = as_tile(places, BLOCK_M)
+    offsets = tile_columns(BLOCK_M, BLOCK_N, WIDTH)
+    columns = as_tile(offsets, BLOCK_M)
     REST: tl.constexpr = SMOOTH or HAS_Z or HAS_G_LSE
     row, here = tile_rows(tl.program_id(0), within, rows, BLOCK_M)
     wide_row = row.to(tl.int64)
     first, _, length = body(by_chunk(skip + wide_row * stride_row, BLOCK_M, CHUNKS), vocab, LAYOUT, VECTOR)
     inside = by_chunk(here, BLOCK_M, CHUNKS)
-    inside = inside if FULL else inside & (places < length)
-    x = as_tile(tl.load(logits_ptr + first + places, mask=inside, other=0.0), BLOCK_M)
+    inside = inside if FULL else inside & (offsets < length)
+    x = as_tile(tl.load(logits_ptr + first + offsets, mask=inside, other=0.0), BLOCK_M)
     m = tl.load(stats_ptr + row, mask=here, other=0.0)
     s = tl.load(stats_ptr + rows + row, mask=here, other=1.0)
     target = tl.load(target_ptr + wide_row * stride_target, mask=here, other=ignore_index)
@@ -315,7 +314,7 @@ def _cross_entropy_narrow_bwd_kernel(
             w_sum = tl.load(weight_sum_ptr)
     w = 1.0
     if SMOOTH and HAS_WEIGHT:
-        w = as_tile(load_weights(weight_ptr, places, places < vocab, True), BLOCK_M)
+        w = as_tile(load_weights(weight_ptr, offsets, offsets < vocab, True), BLOCK_M)
     # Whatever is in the logits and the statistics of a row that was ignored: its gradient is 0.
     read = live | (g_lse != 0) if HAS_G_LSE else live
     x, m, s = tl.where(read, x, 0.0), tl.where(read, m, 0.0), tl.where(read, s, 1.0)
@@ -338,4 +337,4 @@ def _cross_entropy_narrow_bwd_kernel(
         HAS_SOFTCAP,
     )
     first, _, _ = body(by_chunk(skip_grad + wide_row * stride_grad, BLOCK_M, CHUNKS), vocab, LAYOUT, VECTOR)
-    tl.store(grad_ptr + first + places, as_loaded(d.to(grad_ptr.dtype.element_ty)), mask=inside)
+    tl.store(grad_ptr + first + offsets, as_loaded(d.to(grad_ptr.dtype.element_ty)), mask=inside)

@@ -36,9 +36,9 @@ def cross_entropy(
         z_i  = z_loss · lse²
 
     "none": ce_i + z_i. "sum": their sum. "mean": Σ ce_i / Σ w_t + Σ z_i / R, over the R rows whose target is not
-    ignore_index. Rows that are ignored count 0 and have a gradient of 0, whatever is in them; the forward does not read
-    them, the backward may. Without any other, the sum is 0 and the mean NaN. All arithmetic is fp32, and every sum has
-    a fixed order: repeats agree bit for bit.
+    ignore_index. Ignored rows count as 0 and have a gradient of 0, whatever their logits are; the forward does not read
+    them, the backward may. If all rows are ignored, the sum is 0 and the mean NaN. All arithmetic is fp32, and every
+    sum has a fixed order: deterministic.
 
     logits           [..., V], 1 <= V <= 2²⁴, fp32, fp16 or bf16, any strides. Rows are read in place when the leading
                      dimensions flatten to one stride and the last stride is 1; otherwise they are copied first.
@@ -47,12 +47,12 @@ def cross_entropy(
     weight           [V], floating point, finite, not differentiated
     return_z_loss    also the z-loss that the loss has in it, by the same reduction
     return_lse       also lse, [...] in fp32; of ignored rows too, which are then read
-    grad_in_forward  the forward writes the gradient of the loss's sum as well, and the backward only scales it, if need
-                     be (an incoming gradient of 1 costs nothing): the logits are read once in all. z-loss and lse are
-                     then not differentiable. Not for fp16 with a loss scale: what the scale was to save is lost before.
-    inplace          the gradient may take the memory of the logits, in the forward with grad_in_forward, else in the
-                     backward. Where no gradient is wanted, the graph is retained or torch.compile decides about memory,
-                     they are left alone.
+    grad_in_forward  the forward writes the gradient as well, for an incoming gradient of 1, and the backward scales it
+                     where the incoming gradient is another: the logits are read once in all. z-loss and lse are then
+                     not differentiable. Not for fp16 with a loss scale: small gradients underflow before it is applied.
+    inplace          the gradient may overwrite the logits, in the forward with grad_in_forward, else in the backward.
+                     Where no gradient is needed, the graph is retained or torch.compile manages memory, they are not
+                     overwritten.
     backend          of the forward that writes the gradient: "triton", "cuda" (CUDA C++, compiled by CuPy: rows of more
                      than 32 and up to 512 KiB that begin and end on 16-byte boundaries, no weight and no softcap, on
                      compute capability 9.0), or "auto", which takes "cuda" where it can. All else is Triton.
@@ -174,7 +174,8 @@ def _through_library(logits, target, weight, ignore_index, options, wanted, read
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Of eager calls. The gradient goes through torch.library where something traces, transforms or derives it."""
+    """Autograd of eager calls. Its backward goes through torch.library where it is traced, transformed or itself
+    differentiated."""
 
     @staticmethod
     def forward(ctx, logits, target, weight, run, loss, inplace):
@@ -212,6 +213,6 @@ class _ReadyGradient(torch.autograd.Function):
         return library.scaled(ctx.saved_tensors[0], g_loss), None, None, None, None
 
 
-# What torch.autograd.Function.apply does before this is for functorch, and `lean` has seen that it is not at work.
+# What torch.autograd.Function.apply does before this is for functorch, and `lean` has ruled functorch out.
 _apply = super(torch.autograd.Function, _CrossEntropy).apply
 _apply_ready = super(torch.autograd.Function, _ReadyGradient).apply

@@ -4,8 +4,8 @@ Napkin maths, bf16, R rows of V, one NVIDIA H200 that copies 4254 GB/s:
   forward             reads the logits                       2·R·V bytes   16384 x 32000: 1.05 GB, 246 us
   backward            reads them, writes their gradient      4·R·V bytes   16384 x 32000: 2.10 GB, 493 us
   forward + gradient  the same, and no other backward        4·R·V bytes   16384 x 32000: 2.10 GB, 493 us
-What else there is goes by rows: 8 bytes of target, 8 of maximum and sum, 4 of loss. An element costs about 6 fp32
-instructions forward, one of them an exponential, where the chip has 13 in the time that its two bytes take.
+Besides, a row has 8 bytes of target, 8 of maximum and sum, 4 of loss. An element costs about 6 fp32 instructions
+forward, one of them an exponential; the GPU can issue 13 in the time that the element's two bytes take.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def fwd_plan(
     gradient: str | None,
     backend: str,
 ) -> Forward:
-    """Takes (logits, target, weight) like these and returns loss, z-loss, lse, scratch and gradient, None for what is
-    not asked for. With `save` the scratch begins with the stats. `gradient` is that of the loss's sum: None, "new", or
-    "inplace", which is written over the logits. Inputs as `loss.check` has checked them.
+    """Returns a function from (logits, target, weight) like these to loss, z-loss, lse, scratch and gradient, None for
+    what is not requested. With `save` the scratch begins with the stats for the backward. `gradient`: None, "new", or
+    "inplace", which overwrites the logits; for an incoming gradient of 1. Inputs as `loss.check` has checked them.
 
     RuntimeError where `backend` cannot take them."""
     rows, device = target.numel(), logits.device
@@ -114,7 +114,7 @@ def fwd_plan(
 
 
 def _empty_plan(shape: tuple[int, ...], loss: Loss, save: bool, gradient: str | None) -> Forward:
-    """Without a row: a sum of 0, a mean of 0 / 0."""
+    """For no rows: the sum is 0, the mean NaN."""
     value = float("nan") if loss.reduction == "mean" else 0.0
 
     def run(logits: torch.Tensor, target: torch.Tensor, weight: Optional) -> Results:
@@ -143,8 +143,8 @@ def _fwd_launch(
     to: Rows,
     backend: str,
 ) -> tuple[Callable[..., None], Scratch, int]:
-    """What writes the loss of each row or the partial sums, given (logits, target, weight, sum of weights, loss,
-    z-loss, lse, scratch, gradient); the scratch that it needs, and its number of programs."""
+    """(launch, scratch, CTAs). The launch writes the loss of each row or the partial sums, given (logits, target,
+    weight, sum of weights, loss, z-loss, lse, scratch, gradient)."""
     rows, vocab, dtype = target.numel(), logits.shape[-1], logits.dtype
     weighted, smooth, softcap = weight is not None, loss.label_smoothing != 0, loss.softcap is not None
     capability, sms = _device(logits)
@@ -195,7 +195,7 @@ def _fwd_launch(
 def _count_launch(
     target: torch.Tensor, targets: Vector, weight: torch.Tensor | None, loss: Loss, vocab: int, shares: int
 ) -> Launch:
-    """Writes what the mean divides by, given (target, weight, scratch)."""
+    """Writes the divisors of the mean, given (target, weight, scratch)."""
     return Launch(
         _cross_entropy_count_kernel,
         (shares,),
@@ -210,7 +210,7 @@ def _count_launch(
 def _sum_launch(
     device: torch.device, rows: int, programs: int, weighted: bool, loss: Loss, save: bool, scratch: Scratch
 ) -> Launch:
-    """Writes the loss, the z-loss and what the backward divides by, given (scratch, loss, z-loss)."""
+    """Writes the loss, the z-loss and the divisors for the backward, given (scratch, loss, z-loss)."""
     block = min(8192, triton.next_power_of_2(programs))
     return Launch(
         _cross_entropy_sum_kernel,
@@ -237,9 +237,8 @@ def bwd_plan(
     loss: Loss,
     inplace: bool,
 ) -> Backward:
-    """Takes (g_loss, g_z, g_lse, logits, target, weight, stats) like these and returns the gradient with respect to the
-    logits; with `inplace` they are written over and returned. g_loss, g_z and g_lse are the gradients of the three
-    outputs, or None."""
+    """Returns a function from (g_loss, g_z, g_lse, logits, target, weight, stats) like these to the gradient of the
+    logits; with `inplace` it overwrites them. g_loss, g_z and g_lse are the gradients of the three outputs, or None."""
     rows, vocab, dtype = target.numel(), logits.shape[-1], logits.dtype
     if rows == 0:
         return lambda *given: given[3] if inplace else torch.empty_like(given[3], memory_format=torch.contiguous_format)
@@ -306,8 +305,8 @@ def bwd_plan(
 
 
 def scale_plan(grad: torch.Tensor, g_loss: torch.Tensor, inplace: bool) -> Scale:
-    """Takes (grad, g_loss) like these and returns g_loss · grad, one factor for all rows or one for each. In place the
-    rows whose factor is 1 are not touched."""
+    """Returns a function from (grad, g_loss) like these to g_loss · grad, one factor for all rows or one for each. In
+    place, rows whose factor is 1 are neither read nor written."""
     if grad.numel() == 0:
         return lambda grad, g_loss: grad
     matrix, copied = matrix_of(grad)
@@ -337,7 +336,7 @@ def scale_plan(grad: torch.Tensor, g_loss: torch.Tensor, inplace: bool) -> Scale
 
 
 def _features(loss: Loss, weight: torch.Tensor | None, dtype: torch.dtype) -> dict[str, bool]:
-    """The constants by which all kernels leave out what is not asked for."""
+    """The constexprs by which all kernels omit what is not requested."""
     return dict(
         HAS_WEIGHT=weight is not None,
         SMOOTH=loss.label_smoothing != 0,
@@ -352,19 +351,19 @@ def _numbers(loss: Loss) -> tuple[int, float, float, float]:
 
 
 def _tile(config: NarrowConfig, vocab: int) -> dict[str, Any]:
-    """The constants of the narrow kernels."""
+    """The constexprs of the narrow kernels."""
     block_n = triton.next_power_of_2(vocab)
     width = config.lanes * config.vector
     return dict(BLOCK_M=config.block_m, BLOCK_N=block_n, WIDTH=width, FULL=vocab == block_n)
 
 
 def _persistent(tiles: int, resident: int) -> int:
-    """How many programs share the tiles; so few that the number of a tile past the last one fits into 32 bits."""
+    """CTAs of a persistent kernel; so few that the index of a tile past the last one fits 32 bits."""
     return min(tiles, resident, max(1, 2**31 - tiles))
 
 
 def _incoming(gradient: torch.Tensor | None) -> Vector:
-    """How an incoming gradient is addressed by rows: with a stride of 0 where there is one for all, or none."""
+    """How an incoming gradient is addressed by rows: stride 0 for a scalar, or for none."""
     return Vector(0, False) if gradient is None or gradient.dim() == 0 else vector_of(gradient)
 
 
@@ -378,7 +377,7 @@ def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _check_target(target: torch.Tensor, vocab: int, ignore_index: int) -> None:
-    """On a CPU, where looking costs nothing. On a GPU the kernel asserts it: the host cannot know without waiting."""
+    """On the CPU, where reading the targets needs no synchronisation. On a GPU the kernel asserts it."""
     wrong = target[(target != ignore_index) & ((target < 0) | (target >= vocab))]
     if wrong.numel():
         raise ValueError(
@@ -387,7 +386,7 @@ def _check_target(target: torch.Tensor, vocab: int, ignore_index: int) -> None:
 
 
 def _device(tensor: torch.Tensor) -> tuple[tuple[int, int], int]:
-    """Compute capability and number of SMs; the interpreter stands for a small sm_80."""
+    """Compute capability and number of SMs; in the interpreter, that of a small sm_80."""
     if not tensor.is_cuda:
         return (8, 0), 2
     properties = torch.cuda.get_device_properties(tensor.device)

@@ -1,4 +1,5 @@
-"""Which columns of a row lie in whole vectors, and what goes by rows: targets, weights, what rows and programs store.
+"""The aligned body and the unaligned fringe of a row; loads of targets and weights; stores of a row's and a CTA's
+results.
 
 Shared by the kernels of every width.
 """
@@ -14,10 +15,10 @@ def body(base, vocab, LAYOUT: tl.constexpr, VECTOR: tl.constexpr):
     """(offset of the first vector of the row that begins at `base`, columns before it, columns in vectors). LAYOUT:
 
     aligned  every row begins and ends on a boundary of VECTOR elements
-    fringed  rows need not; the body is what lies between two boundaries
-    any      as fringed, but the row is read as if it were all body, an element at a time
+    fringed  rows need not; the body is between the row's first and last boundary, the rest is the fringe
+    any      as fringed, but the entire row is read as body, one element a load
 
-    The multiplications tell the compiler what is aligned.
+    The multiplications show the compiler what is aligned.
     """
     first, head, length = base, 0, vocab
     if LAYOUT == "aligned":
@@ -31,7 +32,7 @@ def body(base, vocab, LAYOUT: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def fringe(head, length, vocab, VECTOR: tl.constexpr):
-    """The columns of a row that are not in its body, [2 · VECTOR]; what is too many is `vocab`."""
+    """The columns of a row that are not in its body, [2 · VECTOR], padded with `vocab`."""
     i = tl.arange(0, 2 * VECTOR)
     before = tl.where(i < head, i, vocab)
     after = tl.minimum(head + length + i - VECTOR, vocab)
@@ -40,7 +41,7 @@ def fringe(head, length, vocab, VECTOR: tl.constexpr):
 
 @triton.jit
 def load_target(target_ptr, row, stride_target, vocab, ignore_index):
-    """(column of the target, whether the row counts). A row that does not is given column 0."""
+    """(column of the target, whether the row is not ignored). An ignored row gets column 0."""
     target = tl.load(target_ptr + row.to(tl.int64) * stride_target)
     live = target != ignore_index
     tl.device_assert(
@@ -75,8 +76,8 @@ def store_rows(
     RETURN_LSE: tl.constexpr,
     SAVE: tl.constexpr,
 ):
-    """What each row that is `here` stores. `results`: pointers to loss, z-loss, lse and the scratch, which begins with
-    the maxima of all rows and then their sums."""
+    """Stores the results of each row where `here`. `results`: pointers to loss, z-loss, lse and the scratch, which
+    begins with the maxima of all rows, then their sums."""
     loss_ptr, z_ptr, lse_ptr, scratch_ptr = results
     if RETURN_LSE:
         tl.store(lse_ptr + row, lse, mask=here)
@@ -93,7 +94,7 @@ def store_rows(
 def store_sums(
     loss, z, count, weight, partial_ptr, REDUCTION: tl.constexpr, HAS_Z: tl.constexpr, HAS_WEIGHT: tl.constexpr
 ):
-    """What a program stores for a sum or a mean: its column of the partial sums."""
+    """Stores a CTA's column of the partial sums, for a sum or a mean."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     tl.store(partial_ptr + program, loss)
     if HAS_Z:

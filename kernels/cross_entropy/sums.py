@@ -1,7 +1,7 @@
-"""From the rows to the batch: Σ loss, Σ z-loss, and what the mean divides by. Everything in a fixed order.
+"""Reductions over the batch, in a fixed order: Σ loss, Σ z-loss, and the divisors of the mean.
 
-`partial` is [4, n] in fp32, a column for each program of the forward: its cross entropy, its z-loss, its rows that are
-not ignored, and their weights. Rows of it that are not needed are not written.
+`partial` is [4, n] in fp32, a column for each CTA of the forward: sums of cross entropy and of z-loss, number of rows
+that are not ignored, and sum of their weights. Rows of it that are not needed are not written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def _cross_entropy_sum_kernel(
     SAVE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The loss and the z-loss in it; scale = 1 / Σ weights, 1 / rows that are not ignored. One program."""
+    """One CTA: writes the loss and z-loss and, for the backward of a mean, 1 / Σ weights and 1 / number of rows that
+    are not ignored."""
     lanes = tl.arange(0, BLOCK)
     losses = tl.zeros([BLOCK], tl.float32)
     zs = tl.zeros([BLOCK], tl.float32)
@@ -65,8 +66,8 @@ def _cross_entropy_count_kernel(
     HAS_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program's share of Σ weights and of the rows that are not ignored, into [2, programs]: what a mean divides
-    by, before there is a loss."""
+    """Each CTA's part of Σ weights and of the number of rows that are not ignored, into [2, CTAs]: the divisors of a
+    mean, where the forward needs them before the loss."""
     programs = tl.num_programs(0)
     counts = tl.zeros([BLOCK], tl.float32)
     weights = tl.zeros([BLOCK], tl.float32)
@@ -76,7 +77,7 @@ def _cross_entropy_count_kernel(
         live = target != ignore_index
         counts += tl.where(live, 1.0, 0.0)
         if HAS_WEIGHT:
-            # A target out of range is not followed here; the forward says so.
+            # A target out of range is not used as an index here; the forward asserts.
             known = live & (target >= 0) & (target < vocab)
             weights += tl.load(weight_ptr + target, mask=known, other=0.0).to(tl.float32)
     count = tl.sum(counts, 0)

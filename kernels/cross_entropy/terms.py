@@ -18,12 +18,12 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def softcapped(x, softcap, HAS_SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
-    """softcap · tanh(x / softcap), or x. EXACT to two units in the last place; else to an absolute 2e-7 · softcap, in
-    six instructions: next to the rounding of 16-bit logits that is nothing."""
+    """softcap · tanh(x / softcap), or x. EXACT: error of two units in the last place. Else an absolute error of
+    2e-7 · softcap, in six instructions: negligible beside the rounding of 16-bit logits."""
     y = x
     if HAS_SOFTCAP:
         u = x / softcap if EXACT else x * (1 / softcap)
-        # 1 / (1 + e) by way of rsqrt, which is one instruction: a division is eight.
+        # 1 / (1 + e) as rsqrt squared: rsqrt is one instruction, a division is eight.
         root = tl.rsqrt(1 + tl.exp2((tl.abs(u) if EXACT else u) * (2 * LOG2_E)))
         t = 1 - 2 * root * root
         if EXACT:
@@ -43,7 +43,7 @@ def finite_or_zero(m):
 
 @triton.jit
 def anchor(y_target):
-    """What the logits are summed relative to under label smoothing, so that a common offset costs no digits."""
+    """An offset subtracted from the logits before they are summed for label smoothing, to avoid cancellation."""
     return tl.where(tl.abs(y_target) < float("inf"), y_target, 0.0)
 
 
@@ -53,8 +53,8 @@ def row_terms(
 ):
     """(cross entropy, z-loss, lse). y_sum is Σ w_c (y_c − anchor), w_sum is Σ w_c. Rows that are not live give 0, 0."""
     log_s = tl.log(s)
-    # With the softcap's product inside it the subtraction would become one fma, of a y_target that is not rounded as m
-    # is. A select between them keeps the difference of equal logits 0.
+    # A select between the softcap's product and this subtraction prevents an fma, which would not round y_target as m
+    # is rounded: so the difference of equal logits is 0.
     loss = w_target * ((m - tl.where(live, y_target, 0.0)) + log_s)
     if SMOOTH:
         spread = w_sum * ((m - anchor(y_target)) + log_s) - y_sum

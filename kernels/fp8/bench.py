@@ -39,7 +39,7 @@ CASES = (
     _case(205000, 1365, BF16, "row", bench=True),
     _case(2048, 4096, BF16, "row", bench=True),
     _case(8192, 28672, BF16, "row", bench=True),
-    # What goes wrong: nothing, one element, primes, one off a block, ragged blocks, rows in chunks, every option.
+    # Boundary cases: nothing, one element, primes, one off a block, ragged blocks, rows in chunks, every option.
     _case(31, 127, FP32, "row"),
     _case(0, 64, FP32, "row"),
     _case(1, 1, FP32, "row"),
@@ -138,7 +138,8 @@ SPEC = KernelSpec(
     unit="rows",
     items=lambda case: case.dims["rows"],
     fuzz={"rows": (0, 140), "dim": (1, 300)},
-    spills={"_fp8_tile_kernel": 24},
+    # The second: one small fp16 case, under Triton 3.7; no bench case.
+    spills={"_fp8_tile_kernel": 24, "_fp8_transposed_kernel": 16},
     tunables=(Tunable(configs, "pick_config", "fwd", _candidates),),
     host_cases=(dataclasses.replace(_case(128, 256, BF16, "row"), name="128x256-bf16-row-host"),),
 )

@@ -8,17 +8,17 @@ import torch
 import triton
 
 BLOCK = 128  # the side of a block that has a scale of its own
-MAX_ROW = 32768  # the widest row that is kept in the registers of one CTA
-VECTOR = 16  # elements of a store of data
-ODD_ROW = 1024  # the least tile of a row that begins on no boundary and has a CTA of its own
-FLAT = 4096  # the tile of a tensor whose rows do not matter
-EVICT_LAST_BYTES = 100e6  # twice the L2 of an H100 or H200
+MAX_ROW = 32768  # elements of the widest row that stays in the registers of a CTA
+VECTOR = 16  # elements of a vector store of data
+ODD_ROW = 1024  # with unaligned rows, a row has a CTA of its own if its tile has this many elements or more
+FLAT = 4096  # elements of a tile where rows do not matter
+EVICT_LAST_BYTES = 100e6  # x is loaded with evict_last from here on: twice the L2 of an H100 or H200
 
 
 @dataclass(frozen=True)
 class Config:
-    """A CTA for each tile of block_m by block_n elements; where the largest of a row is sought, a tile is block_m whole
-    rows, or one row in chunks if block_n < dim. `eviction` is the L2 policy of the loads of x."""
+    """A CTA for each tile of block_m by block_n elements. By rows, a tile is block_m entire rows, or one row in chunks
+    of block_n if block_n < dim. `eviction`: L2 policy of the loads of x."""
 
     block_m: int
     block_n: int
@@ -46,11 +46,11 @@ def pick_config(
 ) -> Config:
     """The configuration of one call, the same for both passes where there are two. Pure.
 
-    source  of the scales: "tile", found by the CTA that uses them; "amax", by a pass before; "given", by the caller
+    source  of the scales: "tile", computed by the CTA that uses them; "amax", by an earlier pass; "given" by the caller
 
-    - A row with its scale: whole rows, 16 elements a thread (`_row_config`).
-    - Blocks of 128 and transposed copies: tiles of 128 by 128 or, ragged without blocks, 64 by 128; twice the warps
-      where the tile is ragged, because its predicates need registers.
+    - By rows: entire rows, 16 elements a thread (`_row_config`).
+    - Blocks of 128 and transposed copies: tiles of 128 by 128 or, if partial and without blocks, 64 by 128; with
+      partial tiles twice the warps or more, because predicates need registers.
     - Columns: 128 by 64 with 4 warps. 1x128: 32 by 128. A whole tensor: 4096 elements.
     - eviction: evict_last from 100 MB on.
 
@@ -59,16 +59,16 @@ def pick_config(
     eviction = "evict_last" if rows * dim * dtype.itemsize > EVICT_LAST_BYTES else ""
     if source == "tile" and granularity == "row":
         return _row_config(dim, eviction)
-    # The predicates of a ragged tile need registers: with 64 elements a thread it would spill hundreds of bytes.
-    ragged = rows % BLOCK or dim % BLOCK
+    # Predicates of a partial tile need registers: with 64 elements a thread they would spill hundreds of bytes.
+    partial = rows % BLOCK or dim % BLOCK
     if transpose and "128" in granularity:
-        return Config(BLOCK, BLOCK, 16 if ragged else 8, eviction)
+        return Config(BLOCK, BLOCK, 16 if partial else 8, eviction)
     if granularity == "128x128":
-        return Config(BLOCK, BLOCK, 32 if ragged else 8, eviction)
-    if granularity == "column" and not (transpose or ragged):
+        return Config(BLOCK, BLOCK, 32 if partial else 8, eviction)
+    if granularity == "column" and not (transpose or partial):
         return Config(BLOCK, BLOCK // 2, 4, eviction)
     if transpose or granularity == "column":
-        return Config(64 if ragged else BLOCK, BLOCK, 16 if ragged else 8, eviction)
+        return Config(64 if partial else BLOCK, BLOCK, 16 if partial else 8, eviction)
     if granularity == "1x128":
         return Config(32, BLOCK, 8, eviction)
     block_n = max(BLOCK, min(triton.next_power_of_2(dim), FLAT))
@@ -76,8 +76,8 @@ def pick_config(
 
 
 def _row_config(dim: int, eviction: str) -> Config:
-    """Sixteen elements a thread, and thirty-two where a row needs more than 1024 threads otherwise. Rows whose width is
-    not a multiple of a vector start unaligned: one CTA a row, unless the row is too short to keep a CTA busy."""
+    """16 elements a thread; 32 where a row would need more than 1024 threads. Rows whose width is not a multiple of
+    VECTOR are unaligned: a CTA a row, unless the row is too short for a CTA."""
     block_n = max(32, triton.next_power_of_2(dim))
     if block_n > MAX_ROW:
         return Config(1, 16384, 32, "evict_last")

@@ -40,7 +40,7 @@ def scale_of(amax, E4M3: tl.constexpr, POW2: tl.constexpr):
         bits = tl.maximum(bits - ((8 if E4M3 else 15) << 23), 1 << 23)
         scale = bits.to(tl.float32, bitcast=True)
     else:
-        # A product, because PyTorch on a GPU too divides by a constant in this way.
+        # A product with the inverse, as PyTorch on a GPU divides by a constant.
         scale = tl.maximum(amax * (1 / 448 if E4M3 else 1 / 57344), 1.1754943508222875e-38)
     return tl.where(amax > 0, scale, 1.0)
 
@@ -55,7 +55,7 @@ def inverse(scale, POW2: tl.constexpr):
 
 @triton.jit
 def load_scale(ptr, mask):
-    """A scale in fp32, whether it is stored so or as UE8M0, whose byte is fp32's exponent."""
+    """Loads a scale, stored as fp32 or as UE8M0, whose byte is fp32's exponent."""
     scale = tl.load(ptr, mask=mask, other=1)
     if scale.dtype == tl.uint8:
         bits = scale.to(tl.int32) << 23
@@ -76,8 +76,8 @@ def store_scale(ptr, scale, mask):
 def encode(y, E4M3: tl.constexpr, NATIVE: tl.constexpr):
     """The bits of fp32 y rounded to nearest, ties to even; the largest number where y is larger; NaN is 0x7F."""
     if NATIVE:
-        # Four at a time and not y.to(float8): there ptxas 12.8 takes pairs apart and together again, and where they are
-        # stored in two layouts it may use some before they are computed.
+        # Four at a time in place of y.to(float8), for which ptxas 12.8 unpacks and packs pairs again; where the result
+        # is stored in two layouts, it may even read some of it before it is written.
         return tl.inline_asm_elementwise(
             _FOUR_E4M3 if E4M3 else _FOUR_E5M2, "=r,r,r,r,r", [y], dtype=tl.uint8, is_pure=True, pack=4
         )
@@ -96,7 +96,7 @@ def encode(y, E4M3: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def encode_four(a, b, c, d, E4M3: tl.constexpr, NATIVE: tl.constexpr):
-    """Their bits as the bytes of one int32, a's the lowest."""
+    """The bits of four numbers as the bytes of an int32, a in the lowest."""
     if NATIVE:
         return tl.inline_asm_elementwise(
             _FOUR_E4M3 if E4M3 else _FOUR_E5M2, "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1

@@ -54,8 +54,8 @@ def _fp8_odd_row_kernel(
     BLOCK_N: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    """One of rows that lie one behind the other, but not on boundaries of 16 elements. What lies between two of these
-    goes in whole vectors, of x and of data alike; up to 15 elements before and behind go one by one."""
+    """A CTA a row, where rows are contiguous but do not begin on boundaries of 16 elements. Vector accesses, to x and
+    to data, between the row's first and last boundary; up to 15 elements before and after are single accesses."""
     begin = tl.program_id(0).to(tl.int64) * dim
     end = begin + dim
     first, last = (begin + 15) // 16 * 16, end // 16 * 16
@@ -90,7 +90,7 @@ def _fp8_wide_row_kernel(
     BLOCK_N: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    """A row too wide for registers, in chunks, twice: the second time it comes from L2."""
+    """A row too wide for registers, read in chunks, twice, the second time from L2."""
     tl.static_assert(BLOCK_M == 1)
     row = tl.program_id(0).to(tl.int64)
     largest = tl.zeros([BLOCK_N], dtype=tl.float32)

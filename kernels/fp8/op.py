@@ -38,8 +38,8 @@ def fp8(
 
     1 / largest and 1 / scale are rounded to fp32, and all arithmetic is fp32: results are defined to the bit. The
     scale is what the data are multiplied by, which is the convention of DeepGEMM and of torch._scaled_mm. It is never
-    0 nor inf: a group of zeros has scale 1, a group of subnormal numbers 2^-126. A number that is not finite has no
-    part in its group's scale and comes out as NaN, an infinity too: e4m3 has none, GEMMs would make NaN of it anyway,
+    0 nor inf: a group of zeros has scale 1, a group of subnormal numbers 2^-126. A number that is not finite does not
+    count in its group's scale and becomes NaN, an infinity too: e4m3 has none, GEMMs would make NaN of it anyway,
     and an overflow must not pass for the largest number. Finite numbers never become NaN: with a scale that is given
     they saturate. The formats are those of Micikevicius et al. 2022 (arXiv:2209.05433), the blocks those of DeepSeek-V3
     (arXiv:2412.19437, section 3.3.2), power-of-two scales those of the OCP Microscaling specification, rounded up.
@@ -57,18 +57,18 @@ def fp8(
     transpose    also return data_t and scale_t: to the bit what fp8 returns for x as [R, D] transposed, contiguous.
                  So data_t is [D, R], and its 1x128 blocks are 128 rows of x by one column. In the same pass over x,
                  except that "row" and "column", which then need both sets of maxima, take two.
-    scale        given, not sought: one read of x for every granularity (delayed scaling). Of the shape above, on x's
-                 device, fp32 or float8_e8m0fnu, and returned as it is. Its values must be positive; that is not
-                 checked. With transpose, for "tensor" and "128x128" alone.
+    scale        use this scale, and compute none: one read of x for every granularity (delayed scaling). Of the shape
+                 above, on x's device, fp32 or float8_e8m0fnu, and returned as it is. Its values must be positive; that
+                 is not checked. With transpose, only for "tensor" and "128x128".
     mn_major_scales  for "1x128": scales laid out column by column, each column on a boundary of 16 bytes, which is how
                  DeepGEMM and torch._scaled_mm read them through TMA. Shape and values stay.
     return_amax  for "tensor": also return max |x| over the finite elements, fp32 (), for a history of them
 
     Returns data (x's shape) and scale; with transpose data_t and scale_t; with return_amax the maximum as the last.
-    Nothing is differentiable: what to let through is a matter of the layer (straight-through).
+    Nothing is differentiable: a straight-through estimator, if any, belongs to the layer.
 
     "row" and blocks read x once, "tensor" and "column" twice unless the scale is given. Rows of more than 32768
-    elements are read a second time from L2. Repeats agree bit for bit.
+    elements are read a second time from L2. Deterministic.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
     outside Triton's interpreter.
@@ -88,7 +88,7 @@ def fp8(
 
 
 def _results(made, scale, dtype, granularity, scale_format, transpose, return_amax) -> tuple[torch.Tensor, ...]:
-    """What `fp8` returns, of what a plan does: the tensors of `result_names`, 8-bit numbers as uint8."""
+    """What `fp8` returns, from the results of a plan: the tensors of `result_names`, 8-bit numbers as uint8."""
     rest = iter(made)
     data = next(rest).view(dtype)
     if scale is None:
@@ -127,7 +127,7 @@ def _quantize_plan(x, bits, dtype, granularity, scale_format, transpose, mn_majo
 def fp8_dequantize(
     data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32, granularity: str = "row"
 ) -> torch.Tensor:
-    """data · scale in fp32, rounded to dtype: the way back from `fp8`, for data or data_t.
+    """data · scale in fp32, rounded to dtype: the inverse of `fp8`, for data or data_t.
 
     data         [..., D] float8_e4m3fn or float8_e5m2, any strides
     scale        of the shape that `fp8` gives for this granularity; fp32 or float8_e8m0fnu

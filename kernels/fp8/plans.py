@@ -32,8 +32,8 @@ def quantize_plan(
     mn_major: bool,
     return_amax: bool,
 ) -> Quantize:
-    """Takes (x, scale) like these, scale None unless it is given, and returns the tensors of `result_names`; 8-bit
-    numbers as uint8, given scales in UE8M0 too. Inputs as `op` has checked them."""
+    """Returns a function from (x, scale) like these, scale None unless given, to the tensors of `result_names`; 8-bit
+    numbers as uint8, also given scales in UE8M0. Inputs as op.py has checked them."""
     names = result_names(granularity, transpose, scale is not None, return_amax)
     device = x.device
     shape_of_x = torch.empty(x.shape, dtype=x.dtype, device="meta")
@@ -66,13 +66,13 @@ def quantize_plan(
 
 
 def _buffer(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, int]:
-    """Size, stride and dtype of a tensor, and the elements of its memory where those are more than its own."""
+    """Size, stride and dtype of a tensor, and the elements of its storage if these are more than its own, else 0."""
     elements = tensor.untyped_storage().nbytes() // tensor.element_size()
     return tensor.shape, tensor.stride(), tensor.dtype, elements if elements != tensor.numel() else 0
 
 
 def _empty_write(scale_format: str) -> Write:
-    """Scales of no element are 1, and their maximum 0."""
+    """For an x without elements: scales are 1, amax is 0."""
 
     def write(x: torch.Tensor, scale: torch.Tensor | None, out: dict[str, torch.Tensor]) -> None:
         for name in ("scale", "scale_t"):
@@ -85,7 +85,7 @@ def _empty_write(scale_format: str) -> Write:
 
 
 def _rows_write(x: torch.Tensor, numbers: dict[str, bool]) -> Write:
-    """A scale a row, in one launch. x [rows, dim]."""
+    """Granularity "row", in one launch. x [rows, dim]."""
     rows, dim = x.shape
     config = configs.pick_config("row", False, "tile", rows, dim, x.dtype, _capability(x))
     tile = {"BLOCK_N": config.block_n, "EVICTION": config.eviction, "num_warps": config.num_warps}
@@ -113,7 +113,7 @@ def _tiles_write(
     granularity: str,
     transpose: bool,
 ) -> Write:
-    """Everything but a scale a row: one launch, after another for the maxima where no tile has its scales for itself.
+    """All but granularity "row" alone: one launch, and before it one for the maxima where scales are shared by tiles.
     x [rows, dim]; `made` has the shapes and strides of the results."""
     rows, dim = x.shape
     device = x.device
@@ -164,7 +164,7 @@ def _tiles_write(
         if not transpose:
             store(x, out["data"], scale, col_amax if of_columns else row_amax)
             return
-        # In data_t a column of x is a row.
+        # A column of x is a row of data_t.
         by_row, by_col = scale, out.get("scale_t")
         if of_columns:
             by_row, by_col = by_col, by_row
@@ -216,8 +216,8 @@ def _strides(scale: torch.Tensor | None, count: int, granularity: str) -> tuple[
 def dequantize_plan(
     data: torch.Tensor, scale: torch.Tensor, e4m3: bool, granularity: str, dtype: torch.dtype
 ) -> Dequantize:
-    """Takes (data, scale) like these, 8-bit numbers as uint8, and returns data · scale. Inputs as `op` has checked
-    them."""
+    """Returns a function from (data, scale) like these, 8-bit numbers as uint8, to data · scale. Inputs as op.py has
+    checked them."""
     shape, device = data.shape, data.device
     stride = torch.empty(shape, device="meta").stride()
     if data.numel() == 0:
@@ -253,7 +253,7 @@ def dequantize_plan(
 
 
 def _flat(x: torch.Tensor, granularity: str) -> torch.Tensor:
-    """A contiguous [rows, dim] in the rows that suit a kernel, where the rows that it has do not matter."""
+    """A view of a contiguous [rows, dim] in rows that suit the kernel, where the result does not depend on the rows."""
     if granularity == "tensor":
         return x.view(-1, FLAT if x.numel() % FLAT == 0 else x.numel())
     if granularity == "1x128" and x.shape[1] % BLOCK == 0:
@@ -268,5 +268,5 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _capability(tensor: torch.Tensor) -> tuple[int, int]:
-    """The interpreter stands for an sm_80."""
+    """Compute capability; that of sm_80 in the interpreter."""
     return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else (8, 0)

@@ -1,4 +1,4 @@
-"""What fp8 returns: which tensors, of which shapes and strides."""
+"""The tensors that fp8 returns: names, shapes and strides."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GRANULARITIES = ("tensor", "row", "column", "1x128", "128x128")
 
 
 def scale_shape(shape: Sequence[int], granularity: str) -> tuple[int, ...]:
-    """Of the scales of a tensor of that shape, [..., D]."""
+    """Shape of the scales of a tensor of that shape, [..., D]."""
     *lead, dim = shape
     blocks = (dim + BLOCK - 1) // BLOCK
     return {
@@ -26,7 +26,7 @@ def scale_shape(shape: Sequence[int], granularity: str) -> tuple[int, ...]:
 
 
 def result_names(granularity: str, transpose: bool, given: bool, return_amax: bool) -> list[str]:
-    """What a quantisation makes: not a scale that is given, nor a scale_t that is the scale itself."""
+    """The tensors that a quantisation writes: no scale if that is given, no scale_t where that is the same tensor."""
     names = {
         "data": True,
         "scale": not given,
@@ -40,7 +40,7 @@ def result_names(granularity: str, transpose: bool, given: bool, return_amax: bo
 def allocate(
     x: torch.Tensor, names: Sequence[str], granularity: str, scale_format: str, mn_major: bool
 ) -> dict[str, torch.Tensor]:
-    """Tensors of those names, without contents. 8-bit numbers are held as uint8."""
+    """Uninitialised tensors of those names. 8-bit numbers are held as uint8."""
     rows, dim = math.prod(x.shape[:-1]), x.shape[-1]
 
     def scales(shape: Sequence[int]) -> torch.Tensor:
@@ -49,7 +49,7 @@ def allocate(
             return x.new_empty(shape, dtype=torch.uint8 if scale_format == "e8m0" else torch.float32)
         *lead, blocks = shape
         count = math.prod(lead)
-        columns = x.new_empty((blocks, (count + 3) // 4 * 4), dtype=torch.float32)  # each on a boundary of 16 bytes
+        columns = x.new_empty((blocks, (count + 3) // 4 * 4), dtype=torch.float32)  # each aligned to 16 bytes
         return columns.t()[:count].view(shape)
 
     make = {

@@ -1,6 +1,6 @@
-"""Everything but a scale a row: a CTA for each tile of x. With a transposed copy: `transposed`.
+"""All granularities except "row": a CTA for each tile of x. With a transposed copy: transposed.py.
 
-Blocks of 128, whose scale a tile finds for itself: one read. Napkin maths, bf16, 65536 x 4096, one NVIDIA H200 that
+Blocks of 128, whose scale the tile's CTA computes: one read. Napkin maths, bf16, 65536 x 4096, one NVIDIA H200 that
 copies 4254 GB/s: 1x128 reads 2 and writes 1 byte an element and 4 bytes a block: 814 MB, 191 us.
 
 A scale for the whole tensor or for a column must be known before the first element is written, so x is read twice:
@@ -17,8 +17,8 @@ from .formats import encode, finite_or_nan, inverse, load_scale, scale_of, store
 
 @triton.jit
 def tile_of(dim, BLOCK_N: tl.constexpr, SOURCE: tl.constexpr):
-    """This CTA's tile, and its row and column of tiles. The second reader of x goes backwards: what the first one read
-    last is still in L2."""
+    """(index, row, column) of this CTA's tile. The second pass over x takes tiles in reverse order: what the first one
+    has read last is still in L2."""
     tiles_n = tl.cdiv(dim, BLOCK_N)
     tile = tl.num_programs(0) - 1 - tl.program_id(0) if SOURCE == "amax" else tl.program_id(0)
     return tile, (tile // tiles_n).to(tl.int64), (tile % tiles_n).to(tl.int64)
@@ -26,20 +26,20 @@ def tile_of(dim, BLOCK_N: tl.constexpr, SOURCE: tl.constexpr):
 
 @triton.jit
 def rectangle(ptr, m, n, stride_m):
-    """Pointers to rows m by columns n. m is widened, not n: a tile's rows may be far from each other."""
+    """Pointers to rows m by columns n. Row offsets are 64 bits wide, as a tile's rows may be far from each other."""
     return ptr + m.to(tl.int64)[:, None] * stride_m + n[None, :]
 
 
 @triton.jit
 def inside(m, n, height, width):
-    """The mask of a tile of which height by width elements are there."""
+    """The mask of a partial tile of height by width elements."""
     return (m < height)[:, None] & (n < width)[None, :]
 
 
 @triton.jit
 def raise_to(ptr, amax, mask=None):
-    """Maximum into memory. On the bits, which order like the numbers where none is negative or NaN; the order in which
-    CTAs arrive changes nothing."""
+    """Atomic maximum in memory, on the bits of fp32, which order like the numbers if these are neither negative nor
+    NaN. The result does not depend on the order of CTAs."""
     bits = tl.where(amax > 0, amax, 0.0).to(tl.int32, bitcast=True)
     tl.atomic_max(ptr, bits, mask=mask, sem="relaxed")
 
@@ -57,8 +57,8 @@ def group_scale(
     E4M3: tl.constexpr,
     POW2: tl.constexpr,
 ):
-    """The scales along AXIS of a tile, and stored at `at` unless they are given there: by every tile that has scales of
-    its own, else by the `first` of those that share them."""
+    """The scales of a tile, with amax along AXIS. Unless SOURCE is "given" they are stored at `at`: by every tile if
+    each has its own, else by the `first` of the tiles that share them."""
     if SOURCE == "given":
         return load_scale(at, valid)
     if SOURCE == "amax":
@@ -85,7 +85,8 @@ def _fp8_amax_kernel(
     BLOCK_N: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    """Largest magnitudes into int32 that begin as zeros; of the whole tensor, at row_amax_ptr, if of nothing else."""
+    """Largest magnitudes by row, by column, or else of the tensor (at row_amax_ptr), into int32 initialised with
+    zeros."""
     tiles_n = tl.cdiv(dim, BLOCK_N)
     m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     row, col = (tl.program_id(0) // tiles_n).to(tl.int64) * BLOCK_M, (tl.program_id(0) % tiles_n).to(tl.int64) * BLOCK_N
@@ -101,7 +102,7 @@ def _fp8_amax_kernel(
         raise_to(row_amax_ptr, tl.max(x))
 
 
-# The strides of scales are left alone: a variant of the kernel for each would buy nothing.
+# Specialising for the strides of scales would compile more kernels and gain nothing.
 @triton.jit(do_not_specialize=["stride_sm", "stride_sn"])
 def _fp8_tile_kernel(
     x_ptr,
@@ -124,12 +125,12 @@ def _fp8_tile_kernel(
     BLOCK_N: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    """data.
+    """Writes data, and scales unless they are given.
 
-    GROUPS   "tile": one scale for all of a tile. "rows": one for each of its rows; "columns": for each of its columns.
-    SOURCE   of the scales: "tile", the tile itself; "amax", the kernel above, before; "given", by the caller.
+    GROUPS   "tile": one scale for a tile. "rows": one for each of its rows; "columns": for each of its columns.
+    SOURCE   of the scales: "tile", computed here; "amax", from the kernel above; "given", by the caller.
 
-    The scale of a row lies at row · stride_sm + tile_n · stride_sn, that of a column at col · stride_sm + tile_m ·
+    The scale of a row is at row · stride_sm + tile_n · stride_sn, that of a column at col · stride_sm + tile_m ·
     stride_sn, that of a tile at tile_m · stride_sm + tile_n · stride_sn.
     """
     SMALL: tl.constexpr = POW2 and SOURCE != "given"  # the scale is a power of two with an inverse in fp32

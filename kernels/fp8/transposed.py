@@ -1,8 +1,8 @@
 """data and its transposed copy in one pass over x: a CTA for each tile of 128 by 128.
 
-Four neighbouring rows of a column are four neighbouring bytes of data_t. So a tile is read as four, of every fourth row
-each, and what goes to data_t is a word of the four: words, not bytes, change threads on their way to rows of data_t,
-which takes a quarter of the accesses to shared memory, and leave as whole lines of 128 bytes.
+Four neighbouring rows of a column are four neighbouring bytes of data_t. So a tile is read as four tiles of every
+fourth row, whose elements are packed to 32-bit words of data_t. The transpose through shared memory moves words, not
+bytes, with a quarter of the accesses, and stores lines of 128 bytes.
 
 Napkin maths, bf16, 16384 x 8192, one NVIDIA H200 that copies 4254 GB/s: 2 bytes an element in and twice 1 out, 537 MB
 and the scales, 128 us. Shared memory: 16 KB of words in and out, 256 of some 3800 clocks that a tile may take.
@@ -19,7 +19,7 @@ from .tiles import group_scale, inside, raise_to, rectangle, tile_of
 ROWS = tl.constexpr(4)  # of a word
 
 
-# The strides of scales are left alone: a variant of the kernel for each would buy nothing.
+# Specialising for the strides of scales would compile more kernels and gain nothing.
 @triton.jit(do_not_specialize=["stride_rm", "stride_rn", "stride_cn", "stride_cm"])
 def _fp8_transposed_kernel(
     x_ptr,
@@ -48,10 +48,11 @@ def _fp8_transposed_kernel(
     BLOCK_N: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    """data and data_t. GROUPS and SOURCE as in `tiles`; with GROUPS "rows", data has a scale for each row of the tile,
-    data_t for each column; "columns": the reverse. WORDS: rows of data_t begin on boundaries of 4 bytes.
+    """Writes data and data_t, and scales unless they are given. GROUPS and SOURCE as in tiles.py; with GROUPS "rows",
+    data has a scale for each row of the tile, data_t for each column; "columns": the reverse. WORDS: rows of data_t are
+    aligned to 4 bytes.
 
-    The scale of a row lies at row · stride_rm + tile_n · stride_rn of row_scale_ptr, that of a column at
+    The scale of a row is at row · stride_rm + tile_n · stride_rn of row_scale_ptr, that of a column at
     col · stride_cn + tile_m · stride_cm of col_scale_ptr; of a tile, at tile_m · stride_rm + tile_n · stride_rn and,
     for data_t, at tile_n · stride_cn + tile_m · stride_cm.
     """
@@ -67,7 +68,7 @@ def _fp8_transposed_kernel(
         mask = None if EVEN else inside(m + i, n, height, width)
         x = finite_or_nan(tl.load(x_ptrs, mask=mask, other=None if EVEN else 0.0, eviction_policy=EVICTION))
         parts += (x,)
-        # Of a number and NaN the number is the larger one; but not in the interpreter.
+        # The hardware's maximum of a number and NaN is the number; the interpreter's is NaN.
         magnitudes += (tl.abs(x) if NATIVE else tl.where(x == x, tl.abs(x), -1.0),)
     largest = tl.maximum(tl.maximum(magnitudes[0], magnitudes[1]), tl.maximum(magnitudes[2], magnitudes[3]))
     if RAISE_AMAX:

@@ -22,7 +22,7 @@ def _case(rows: int, dim: int, dtype: torch.dtype, form: str, bench: bool = Fals
 
 
 CASES = (
-    # The width of a small transformer, Llama-2 7B's hidden one, TransformerNP's 512 and 1365; one that lives in L2.
+    # The width of a small transformer, Llama-2 7B's hidden one, TransformerNP's 512 and 1365; one that fits in L2.
     _case(65536, 4096, BF16, "tanh", bench=True),
     _case(65536, 4096, BF16, "none", bench=True),
     _case(2048, 4096, BF16, "tanh", bench=True),
@@ -32,7 +32,7 @@ CASES = (
     _case(32768, 8192, FP16, "none", bench=True),
     _case(32768, 4096, FP32, "none", bench=True),
     _case(32768, 4096, FP32, "tanh", bench=True),
-    # What goes wrong: nothing, one element, primes, one off a power of two, more than one tile, the tails.
+    # Boundary cases: empty, one element, primes, one off a power of two, more than one tile, large values.
     _case(0, 64, FP32, "none"),
     _case(1, 1, FP32, "none"),
     _case(31, 127, FP32, "none"),

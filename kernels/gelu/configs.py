@@ -12,7 +12,7 @@ EVICT_LAST_BYTES = 20e6  # a tensor
 
 @dataclass(frozen=True)
 class Config:
-    """Each CTA has a tile of `block_m` rows by `block_n` columns. `eviction` is the L2 policy of the loads."""
+    """One CTA per tile of `block_m` rows by `block_n` columns. `eviction` is the L2 policy of the loads."""
 
     block_m: int
     block_n: int
@@ -23,12 +23,14 @@ class Config:
 def pick_config(
     rows: int, cols: int, dtype: torch.dtype, reads: int, transposed: bool, capability: tuple[int, int]
 ) -> Config:
-    """Configuration of both kernels; `reads` is how many tensors are read. Pure.
+    """Configuration of the forward kernel, which reads 1 tensor, and of the backward kernel, which reads 2 (`reads`),
+    on rows x cols as `coalesce` in layout.py gives them. Pure.
 
-    Tiles of 2048 elements, of at most 512 columns where there are rows, with 4 warps where one tensor of a 16-bit dtype
-    is read and 8 otherwise. Transposed tensors: a square tile, because it crosses shared memory. Tensors of more than
-    EVICT_LAST_BYTES are loaded with evict_last: what leaves L2 in their place is the output, early and in order.
-    Record: EXPERIMENTS.md, "Tiles"; no other tile that was tried is more than 0.6 % faster.
+    A tile has 2048 elements: of a single row, or of rows in up to 512 columns. It has 4 warps in the forward of 16-bit
+    dtypes and 8 otherwise. Transposed tensors take a square tile, because Triton converts its layout through shared
+    memory. Tensors of more than EVICT_LAST_BYTES are loaded with evict_last: L2 then evicts lines of the output first,
+    so that these are written back early and in order. Record: EXPERIMENTS.md, "Tiles"; no other tile that was tried is
+    more than 0.6 % faster.
     """
     if transposed:
         return Config(64, 64, 8, "")

@@ -1,5 +1,5 @@
 # A copy of parts/layout.py, made by `nox -s vendor`: change it there.
-"""How tensors of one shape are walked together: in the memory order of the first, as a single row or as rows."""
+"""The dimensions of tensors of one shape, coalesced to rows and columns in the memory order of the first tensor."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 
 
 @dataclass(frozen=True)
-class Walk:
-    """`rows` times `cols` elements; `strides` has (row stride, column stride) of each output and then of each input, in
-    elements. `copied` says which inputs have these strides only once `in_order_of` has copied them."""
+class Coalesced:
+    """Element (r, c) of a tensor is at r · row stride + c · column stride from its start, 0 <= r < rows, 0 <= c < cols.
+    `strides` has (row stride, column stride) of each output and then of each input, in elements. Where `copied` is true
+    for an input, these are the strides of its copy by `in_order_of`, which must be made first."""
 
     rows: int
     cols: int
@@ -21,33 +22,34 @@ class Walk:
 
     @property
     def transposed(self) -> bool:
-        """Whether some tensor lies closer together along the rows than along the columns."""
+        """Whether some tensor's row stride is less than its column stride: its columns are contiguous, not its rows."""
         return self.rows > 1 and any(0 < row < col for row, col in self.strides)
 
     @property
     def aligned(self) -> bool:
-        """Whether every row begins on as good a boundary as the first."""
+        """Whether all rows are aligned as the first: there is one, or row strides are multiples of 16 elements."""
         return self.rows == 1 or all(row % 16 == 0 for row, _ in self.strides)
 
 
-def walk(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Walk:
-    """The walk of the outputs and then the inputs, in the memory order of the first output. Only shapes and strides are
+def coalesce(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Coalesced:
+    """Rows and columns of the outputs and inputs, in the memory order of the first output. Only shapes and strides are
     read, so an output may be on the meta device.
 
-    Dimensions are merged where every tensor has one stride for both, so that dense tensors of equal strides make a
-    single row, whatever the order of their dimensions. Where more than rows and columns would be left, the inputs are
-    copied first into the order of the first output. The outputs have its order already, and no more than two strides.
+    Two adjacent dimensions are coalesced where in every tensor the outer stride is the inner stride times the inner
+    size. So dense tensors of equal strides become a single row, whatever the order of their dimensions. Where more than
+    two dimensions are left, the inputs are to be copied into the memory order of the first output. The outputs must
+    have that order already, and no more than two dimensions after coalescing.
     """
     first, shape = outputs[0], outputs[0].shape
     strides = [t.stride() for t in (*outputs, *inputs)]
     copied = (False,) * len(inputs)
-    merged = _merged(shape, strides)
-    if len(merged) > 2:
+    remaining = _coalesced(shape, strides)
+    if len(remaining) > 2:
         dense = torch.empty_like(first, device="meta").stride()
         copied = tuple(t.stride() != dense for t in inputs)
-        merged = _merged(shape, [*(t.stride() for t in outputs), *(dense for _ in inputs)])
-    (rows, row_strides), (cols, col_strides) = [(1, (0,) * len(strides))] * (2 - len(merged)) + merged
-    return Walk(rows, cols, tuple(zip(row_strides, col_strides, strict=True)), copied)
+        remaining = _coalesced(shape, [*(t.stride() for t in outputs), *(dense for _ in inputs)])
+    (rows, row_strides), (cols, col_strides) = [(1, (0,) * len(strides))] * (2 - len(remaining)) + remaining
+    return Coalesced(rows, cols, tuple(zip(row_strides, col_strides, strict=True)), copied)
 
 
 def in_order_of(first: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -55,14 +57,14 @@ def in_order_of(first: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(first).copy_(tensor)
 
 
-def _merged(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> list[tuple[int, tuple[int, ...]]]:
-    """(size, stride of each tensor) of the dimensions that remain, outermost of the first tensor first."""
+def _coalesced(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> list[tuple[int, tuple[int, ...]]]:
+    """(size, stride of each tensor) of the dimensions that remain, from the first tensor's largest stride on."""
     by_dim = list(zip(*strides, strict=True))
     order = sorted((dim for dim, size in enumerate(shape) if size != 1), key=lambda dim: -by_dim[dim][0])
-    merged: list[tuple[int, tuple[int, ...]]] = []
+    remaining: list[tuple[int, tuple[int, ...]]] = []
     for dim in order:
         size = shape[dim]
-        if merged and merged[-1][1] == tuple(size * stride for stride in by_dim[dim]):
-            size *= merged.pop()[0]
-        merged.append((size, by_dim[dim]))
-    return merged or [(1, (1,) * len(strides))]
+        if remaining and remaining[-1][1] == tuple(size * stride for stride in by_dim[dim]):
+            size *= remaining.pop()[0]
+        remaining.append((size, by_dim[dim]))
+    return remaining or [(1, (1,) * len(strides))]

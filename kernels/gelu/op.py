@@ -13,7 +13,7 @@ FORMS = ("none", "tanh")
 # Named after the package, so that a copy of this folder under another name registers ops of its own.
 _NAMESPACE = __package__.replace(".", "_")
 _FORWARD, _BACKWARD = Plans(), Plans()
-_grad_enabled = torch.is_grad_enabled  # asked in every call
+_grad_enabled = torch.is_grad_enabled  # called in every call; bound once, because a dotted name costs a lookup
 
 
 def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -26,13 +26,12 @@ def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     keep their relative accuracy, which the formulas as written above lose. Differentiable in x, which is all that is
     saved for the backward. The derivative of a finite x is finite; y of -inf is NaN, as in PyTorch.
 
-    x            any shape and strides, fp32, fp16 or bf16. Read in place where it and the result can be walked as rows
-                 of one stride each, which every permutation and row or column slice of a dense tensor can; copied first
-                 otherwise. The same holds for the incoming gradient.
+    x            any shape and strides, fp32, fp16 or bf16. Read in place where the dimensions of x and of the result
+                 coalesce to rows and columns, as for every permutation and every row or column slice of a dense
+                 tensor; otherwise copied first. The same holds for the incoming gradient.
     approximate  "none" or "tanh"
 
-    Returns y in shape and dtype of x and, as torch.empty_like, in the memory order of x: the very strides of x where
-    that is dense.
+    Returns y in shape and dtype of x, with the strides of torch.empty_like(x): those of x where x is dense.
 
     Raises TypeError for a wrong dtype, ValueError for another `approximate`, RuntimeError for a CPU tensor outside
     Triton's interpreter.
@@ -56,7 +55,7 @@ def _check(x: torch.Tensor, approximate: str) -> None:
 
 
 def _fwd_plan(x: torch.Tensor, approximate: str) -> Forward:
-    """The plan of a lean call."""
+    """The plan for these arguments, made and kept if it is missing. For plain tensors only (see `lean`)."""
     key = (signature(x), approximate)
     plan = _FORWARD.find(key)
     if plan is None:
@@ -74,7 +73,8 @@ def _bwd_plan(dy: torch.Tensor, x: torch.Tensor, tanh: bool) -> Backward:
 
 
 class _GELU(torch.autograd.Function):
-    """Of eager calls. The gradient goes through torch.library where something traces, transforms or derives it."""
+    """Autograd of eager calls. Its backward goes through torch.library where it is traced, transformed or itself
+    differentiated."""
 
     @staticmethod
     def forward(ctx, x, plan, approximate):
@@ -88,7 +88,7 @@ class _GELU(torch.autograd.Function):
         return _gradient(ctx, dy), None, None
 
 
-# What torch.autograd.Function.apply does before this is for functorch, and `lean` has seen that it is not at work.
+# torch.autograd.Function.apply handles functorch before it calls this; `lean` has ruled functorch out.
 _apply = super(torch.autograd.Function, _GELU).apply
 
 

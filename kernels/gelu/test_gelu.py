@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from . import configs, gelu
-from .layout import in_order_of, walk
+from .layout import coalesce, in_order_of
 from .reference import gelu_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -103,25 +103,25 @@ def test_a_dense_tensor_keeps_its_strides_and_is_one_row(change):
     y = gelu(x)
     assert y.stride() == x.stride()
     torch.testing.assert_close(y, F.gelu(x), rtol=1e-5, atol=1e-6)
-    steps = walk((y,), (x,))
-    assert (steps.rows, steps.cols, steps.strides) == (1, x.numel(), ((0, 1), (0, 1)))
+    layout = coalesce((y,), (x,))
+    assert (layout.rows, layout.cols, layout.strides) == (1, x.numel(), ((0, 1), (0, 1)))
 
 
 def test_slices_expansions_and_transpositions_are_read_in_place():
     wide, row = normal(6, 40), normal(1, 17)
     dense = torch.empty(6, 17, device=DEVICE)
     for x in (wide[:, 3:20], wide[:, ::2][:, :17], row.expand(6, 17), row[:, :1].expand(6, 17), normal(17, 6).t()):
-        steps = walk((dense,), (x, wide[:, :17]))
-        assert not any(steps.copied)
-        assert steps.rows * steps.cols == x.numel()
+        layout = coalesce((dense,), (x, wide[:, :17]))
+        assert not any(layout.copied)
+        assert layout.rows * layout.cols == x.numel()
         torch.testing.assert_close(gelu(x), F.gelu(x), rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_neither_row_nor_column_is_copied():
     x = normal(4, 6, 8)[::2, ::2, ::2]
     y = torch.empty_like(x)
-    steps = walk((y,), (x,))
-    assert (steps.rows, steps.copied) == (1, (True,))
+    layout = coalesce((y,), (x,))
+    assert (layout.rows, layout.copied) == (1, (True,))
     copy = in_order_of(y, x)
     assert torch.equal(copy, x) and copy.stride() == y.stride()
 

@@ -27,7 +27,7 @@ CASES = (
     _case(8_400_000, 10, BF16, bench=True),
     _case(8_400_000, 10, FP32, "-packed", bench=True, packed=True),
     _case(2_600_000, 32, FP32, bench=True),
-    # What goes wrong: nothing, one row, primes, one component, one off a power of two, the widest.
+    # Boundary cases: empty, one row, primes, one component, one off a power of two, the widest.
     _case(0, 10, FP32, "-sum", reduction="sum"),  # a mean of nothing is NaN, which torch.library.opcheck cannot compare
     _case(0, 3, FP16, "-none", reduction="none"),
     _case(1, 1, FP32),
@@ -92,7 +92,7 @@ def cost(case: Case, mode: str) -> Cost:
 
 
 def _widths(k: int, itemsize: int) -> list[tuple[int, int]]:
-    """(load_n, hold_n): a row to a thread and wider, loaded as held; then whole rows, split through shared memory."""
+    """(load_n, hold_n): one thread a row and wider, loaded as held; then whole rows, split through shared memory."""
     vector, whole = configs.vector(k, itemsize), triton.next_power_of_2(k)
     widths = [(w, w) for w in (vector, 2 * vector, 4 * vector) if w <= whole and -(-k // w) <= 16]
     if vector < whole <= 16 * vector:

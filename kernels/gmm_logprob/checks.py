@@ -1,5 +1,5 @@
 # A copy of parts/checks.py, made by `nox -s vendor`: change it there.
-"""What the checks of public functions share."""
+"""Checks that the public functions share."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch.autograd import forward_ad
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
-# As @triton.jit decided it when the kernels were imported; torch.compile cannot trace the knob itself.
+# Read once, as @triton.jit does when the kernels are imported; torch.compile cannot trace the knob itself.
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
 
 def kind(value: object) -> str:
-    """What an argument is, for the message of an error: a tensor's dtype, or the type of anything else."""
+    """An argument in an error message: a tensor's dtype, or the type of anything else."""
     return str(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
 
 
@@ -26,7 +26,7 @@ def runnable(op: str, name: str, tensor: torch.Tensor) -> None:
 
 
 def no_tangent(op: str, *tensors: torch.Tensor | None) -> None:
-    """NotImplementedError for a tensor with a tangent, which an op of torch.library would drop without a word."""
+    """NotImplementedError for a tensor with a tangent, which an op of torch.library would drop silently."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):

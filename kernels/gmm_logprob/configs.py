@@ -12,8 +12,9 @@ MAX_K = 128
 
 @dataclass(frozen=True)
 class Config:
-    """block_m rows a tile; load_n, hold_n and store_n are the widths of `tiles`, store_n for the backward alone.
-    programs_per_sm = 0 gives each tile a CTA of its own; else the grid is persistent and its CTAs loop over tiles."""
+    """block_m rows a tile. Columns per load (load_n), per register tile (hold_n) and per store (store_n, backward
+    only): see tiles.py. programs_per_sm = 0: one CTA per tile. Otherwise that many persistent CTAs on each SM loop over
+    tiles."""
 
     block_m: int
     load_n: int
@@ -24,15 +25,15 @@ class Config:
 
 
 def vector(k: int, itemsize: int) -> int:
-    """Neighbouring columns that one load may take: rows are K elements apart, a load has at most 16 bytes."""
+    """Adjacent columns that a thread can load at once: a power of two that divides K, at most 16 bytes."""
     return min(k & -k, 16 // itemsize)
 
 
 def hold_width(k: int, itemsize: int, loads: int) -> int:
-    """The narrowest tile that keeps a row to that many loads.
+    """The narrowest register tile, in columns, with which a row takes at most that many loads.
 
-    Each load of a warp touches nearly every 128-byte line of its rows, and the L1 cache looks up about one line a
-    cycle. Narrower means more such loads, but fewer lanes to a row, so fewer shuffles and less arithmetic done twice.
+    Each load of a warp touches nearly every 128-byte line of its rows, and L1 looks up about one line a cycle. Narrower
+    tiles mean more loads, but fewer threads a row, so fewer shuffles and less redundant arithmetic.
     """
     width = vector(k, itemsize)
     while -(-k // width) > loads:
@@ -41,16 +42,18 @@ def hold_width(k: int, itemsize: int, loads: int) -> int:
 
 
 def _loads(itemsize: int) -> int:
-    """Loads per row that pay, on an H200: 16-bit rows have half the bytes and so half the time for the arithmetic."""
+    """Loads of a row that are fastest on an H200. 16-bit rows have half the bytes, and so half the time for arithmetic:
+    for them fewer threads a row outweigh more loads."""
     return 3 if itemsize == 4 else 5
 
 
 def pick_fwd_config(rows: int, k: int, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
     """Configuration of the forward kernel. Pure.
 
-    Large batches: a persistent grid, which bounds the number of additions to one word. Small ones, where an SM has a
-    few warps at most and their latency is all that counts: one row a thread, and from about one CTA an SM on, eight
-    warps in each, so that there are few arrivals to wait for. Record: reports/h200/tune/gmm_logprob.json.
+    More than 2^22 elements of logits: 8 persistent CTAs of 4 warps on each SM, which bounds the number of atomic
+    additions; at most 3 loads a row in fp32, 5 in 16-bit dtypes. Fewer: time is latency, so one CTA per tile and at
+    most 5 loads a row; CTAs of 1 warp, or of 8 above 32768 threads, so that few CTAs have to be waited for. Record:
+    reports/h200/tune/gmm_logprob.json.
     """
     if rows * k <= 1 << 22:
         width = hold_width(k, dtype.itemsize, 5)
@@ -65,9 +68,9 @@ def pick_fwd_config(rows: int, k: int, dtype: torch.dtype, capability: tuple[int
 def pick_bwd_config(rows: int, k: int, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
     """Configuration of the backward kernel. Pure.
 
-    Two warps a CTA. Tiles narrower than a sector of L2, 32 bytes, are joined to whole rows before they are stored,
-    because a part of a sector costs as much as the whole; not in small batches, which stay in L2 and wait rather for
-    the way through shared memory. Record: reports/h200/tune/gmm_logprob.json.
+    One CTA of two warps per tile. Register tiles narrower than a 32-byte sector are joined to whole rows before the
+    store, because a partly written sector costs as much as a whole one. Not for at most 2^18 elements: these stay in
+    L2, and joining goes through shared memory, which adds latency. Record: reports/h200/tune/gmm_logprob.json.
     """
     width = hold_width(k, dtype.itemsize, _loads(dtype.itemsize))
     whole_row = triton.next_power_of_2(k)

@@ -3,12 +3,12 @@
 Napkin maths, fp32, K = 10, R rows, one NVIDIA H200 that copies 4254 GB/s:
   forward   reads logits, mu, log_sigma, y             (3K + 1) · 4 = 124 bytes a row    8.4 M rows: 1.04 GB, 245 us
   backward  reads those again, writes their gradients  2 · 124 = 248 bytes a row         8.4 M rows: 2.08 GB, 490 us
-In 245 us the chip issues about 860 instructions a row (132 SMs x 4 schedulers x 32 lanes at 1.755 GHz), so what counts
-is not to waste lanes: K = 10 in a tile of 16 with shuffles between the lanes of a row needs over 1000. A thread that
-owns its row needs 281 (EXPERIMENTS.md has the table).
+In 245 us an H200 can issue about 860 instructions of a thread for each row (132 SMs x 4 schedulers x 32 lanes at
+1.755 GHz). K = 10 in a tile of 16 columns, with idle lanes and shuffles between the lanes of a row, takes over 1000;
+one thread a row takes 281, two 428 (table in EXPERIMENTS.md).
 
-The backward saves nothing but the inputs: the two maxima and sums of a row would cost 16 bytes to write and 16 to read,
-an eighth of the forward's traffic, and they come out of values that the backward needs anyway.
+Only the inputs are saved for the backward: the two maxima and two sums of a row would cost 16 bytes to write and 16 to
+read, an eighth of the forward's traffic, and the backward computes them from values that it needs anyway.
 """
 
 from __future__ import annotations
@@ -51,32 +51,32 @@ def _gmm_logprob_fwd_kernel(
 ):
     COUNT: tl.constexpr = (K + HOLD - 1) // HOLD
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    # A loop of one iteration, which the compiler knows to be one, is no loop.
+    # With constant bounds 0 and 1 the compiler removes the loop.
     start, stop, step = (tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.num_programs(0)) if LOOP else (0, 1, 1)
     for tile in tl.range(start, stop, step):
-        # 64-bit where the tile begins, 32-bit within it.
+        # The offset of a tile has 64 bits, offsets within a tile 32.
         first = tl.cast(tile if LOOP else tl.program_id(0), tl.int64) * BLOCK_M
         lanes = tl.arange(0, BLOCK_M)
-        live = lanes < rows - first
+        valid = lanes < rows - first
         if LOOP:
-            r, in_range = lanes, live
+            r, in_range = lanes, valid
         else:
-            # Lanes without a row read the last one. Masked loads have to set their registers first, and ptxas then
-            # issues a third of them only after the others have completed.
+            # Lanes beyond the last row read the last row, without a mask. Registers of masked loads must be set to 0
+            # first, and ptxas then issues a third of the loads only after the others have completed.
             r, in_range = tl.minimum(lanes, tl.minimum(rows - 1 - first, BLOCK_M - 1).to(tl.int32)), None
         y = tl.load(y_ptr + first * STRIDE_Y + r * STRIDE_Y, mask=in_range).to(tl.float32)[:, None]
-        at = logits_ptr + SKIP_LOGITS + first * STRIDE_LOGITS
-        logits = load_columns(at, r, in_range, STRIDE_LOGITS, float("-inf"), K, LOAD, HOLD, BLOCK_M)
-        at = mu_ptr + SKIP_MU + first * STRIDE_MU
-        mu = load_columns(at, r, in_range, STRIDE_MU, 0.0, K, LOAD, HOLD, BLOCK_M)
-        at = log_sigma_ptr + SKIP_LOG_SIGMA + first * STRIDE_LOG_SIGMA
-        log_sigma = load_columns(at, r, in_range, STRIDE_LOG_SIGMA, 0.0, K, LOAD, HOLD, BLOCK_M)
+        start_ptr = logits_ptr + SKIP_LOGITS + first * STRIDE_LOGITS
+        logits = load_columns(start_ptr, r, in_range, STRIDE_LOGITS, float("-inf"), K, LOAD, HOLD, BLOCK_M)
+        start_ptr = mu_ptr + SKIP_MU + first * STRIDE_MU
+        mu = load_columns(start_ptr, r, in_range, STRIDE_MU, 0.0, K, LOAD, HOLD, BLOCK_M)
+        start_ptr = log_sigma_ptr + SKIP_LOG_SIGMA + first * STRIDE_LOG_SIGMA
+        log_sigma = load_columns(start_ptr, r, in_range, STRIDE_LOG_SIGMA, 0.0, K, LOAD, HOLD, BLOCK_M)
         _, _, _, _, m, weight_sum, density_sum = mixture(logits, mu, log_sigma, y, COUNT, RESIDUAL)
         log_p = (m + tl.log2(density_sum / weight_sum)) * LN_2 - HALF_LOG_2PI
         if REDUCTION == "none":
-            tl.store(out_ptr + first + lanes, log_p.to(out_ptr.dtype.element_ty), mask=live)
+            tl.store(out_ptr + first + lanes, log_p.to(out_ptr.dtype.element_ty), mask=valid)
         else:
-            total += tl.where(live, log_p, 0.0)
+            total += tl.where(valid, log_p, 0.0)
     if REDUCTION != "none":
         result = tl.sum(total, 0)
         last = True
@@ -124,16 +124,16 @@ def _gmm_logprob_bwd_kernel(
     r = tl.arange(0, BLOCK_M)
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.num_programs(0)):
         first = tl.cast(tile, tl.int64) * BLOCK_M
-        live = r < rows - first
-        y = tl.load(y_ptr + first * STRIDE_Y + r * STRIDE_Y, mask=live).to(tl.float32)[:, None]
-        at = logits_ptr + SKIP_LOGITS + first * STRIDE_LOGITS
-        logits = load_columns(at, r, live, STRIDE_LOGITS, float("-inf"), K, LOAD, HOLD, BLOCK_M)
-        at = mu_ptr + SKIP_MU + first * STRIDE_MU
-        mu = load_columns(at, r, live, STRIDE_MU, 0.0, K, LOAD, HOLD, BLOCK_M)
-        at = log_sigma_ptr + SKIP_LOG_SIGMA + first * STRIDE_LOG_SIGMA
-        log_sigma = load_columns(at, r, live, STRIDE_LOG_SIGMA, 0.0, K, LOAD, HOLD, BLOCK_M)
+        valid = r < rows - first
+        y = tl.load(y_ptr + first * STRIDE_Y + r * STRIDE_Y, mask=valid).to(tl.float32)[:, None]
+        start_ptr = logits_ptr + SKIP_LOGITS + first * STRIDE_LOGITS
+        logits = load_columns(start_ptr, r, valid, STRIDE_LOGITS, float("-inf"), K, LOAD, HOLD, BLOCK_M)
+        start_ptr = mu_ptr + SKIP_MU + first * STRIDE_MU
+        mu = load_columns(start_ptr, r, valid, STRIDE_MU, 0.0, K, LOAD, HOLD, BLOCK_M)
+        start_ptr = log_sigma_ptr + SKIP_LOG_SIGMA + first * STRIDE_LOG_SIGMA
+        log_sigma = load_columns(start_ptr, r, valid, STRIDE_LOG_SIGMA, 0.0, K, LOAD, HOLD, BLOCK_M)
         if REDUCTION == "none":
-            grad = tl.load(grad_ptr + first * STRIDE_GRAD + r * STRIDE_GRAD, mask=live).to(tl.float32)
+            grad = tl.load(grad_ptr + first * STRIDE_GRAD + r * STRIDE_GRAD, mask=valid).to(tl.float32)
         else:
             grad = tl.load(grad_ptr).to(tl.float32)
             if REDUCTION == "mean":
@@ -141,10 +141,10 @@ def _gmm_logprob_bwd_kernel(
         parts = mixture(logits, mu, log_sigma, y, COUNT, RESIDUAL)
         d_logits, d_mu, d_log_sigma, d_y = gradients(parts, grad, COUNT)
         if NEED_LOGITS:
-            store_columns(d_logits_ptr + first * K, d_logits, r, live, K, STORE, HOLD, BLOCK_M)
+            store_columns(d_logits_ptr + first * K, d_logits, r, valid, K, STORE, HOLD, BLOCK_M)
         if NEED_MU:
-            store_columns(d_mu_ptr + first * K, d_mu, r, live, K, STORE, HOLD, BLOCK_M)
+            store_columns(d_mu_ptr + first * K, d_mu, r, valid, K, STORE, HOLD, BLOCK_M)
         if NEED_LOG_SIGMA:
-            store_columns(d_log_sigma_ptr + first * K, d_log_sigma, r, live, K, STORE, HOLD, BLOCK_M)
+            store_columns(d_log_sigma_ptr + first * K, d_log_sigma, r, valid, K, STORE, HOLD, BLOCK_M)
         if NEED_Y:
-            tl.store(d_y_ptr + first + r, d_y.to(d_y_ptr.dtype.element_ty), mask=live)
+            tl.store(d_y_ptr + first + r, d_y.to(d_y_ptr.dtype.element_ty), mask=valid)

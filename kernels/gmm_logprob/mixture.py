@@ -1,7 +1,7 @@
 """The arithmetic of a row: JIT functions on tuples of tiles [BLOCK_M, HOLD] (see `tiles`).
 
-Three exponentials a component are the least: 1/sigma, the weight and the joint density; log_softmax and logsumexp are
-folded into
+A component takes three exponentials: 1/sigma, the weight and the joint density. log_softmax and logsumexp are combined
+in
 
     log p = ln 2 · (m + log2(Σ_k 2^(j_k − m) / Σ_k 2^(a_k))) − ½ ln 2π
     a_k   = log2(e) · (logits_k − max logits),   j_k = a_k − log2(e) · (log_sigma_k + ½ z_k²),   m = max_k j_k
@@ -22,10 +22,11 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _inverse_sigma(log_sigma, RESIDUAL: tl.constexpr):
-    """exp(−log_sigma). Rounding log_sigma · log2(e) alone costs 20 ulp at log_sigma = 30; the residual mends it.
+    """exp(−log_sigma). Rounding log_sigma · log2(e) alone costs 20 ulp at log_sigma = 30; adding its
+    rounding error, the residual, corrects that.
 
-    RESIDUAL  "fma"; "fp64" in the interpreter, whose fma rounds the product, which is all there is to the residual;
-              "none" where the inputs have so few digits that it does not show
+    RESIDUAL  "fma"; "fp64" in the interpreter, whose fma rounds the product and so would lose the residual; "none" for
+              16-bit dtypes, whose own rounding is larger
     """
     power = log_sigma * -LOG2_E
     inverse = tl.exp2(power)
@@ -34,14 +35,15 @@ def _inverse_sigma(log_sigma, RESIDUAL: tl.constexpr):
             residual = tl.fma(power, LN_2, log_sigma)
         else:
             residual = (power.to(tl.float64) * LN_2 + log_sigma.to(tl.float64)).to(tl.float32)
-        # Outside, inverse is 0 or inf and the product with the residual would make it NaN.
+        # Elsewhere inverse may be 0 or inf, and its product with the residual NaN.
         inverse = tl.where(tl.abs(power) < 126.0, inverse - inverse * residual, inverse)
     return inverse
 
 
 @triton.jit
 def mixture(logits, mu, log_sigma, y, COUNT: tl.constexpr, RESIDUAL: tl.constexpr):
-    """The common part: tuples of tiles in; tuples of 2^a, 2^(j − m), 1/sigma and z out, and by row m and both sums."""
+    """What forward and backward share. From tuples of tiles: tuples of 2^a, 2^(j − m), 1/sigma and z, then m, Σ 2^a and
+    Σ 2^(j − m) of each row."""
     top = logits[0]
     for i in tl.static_range(1, COUNT):
         top = tl.maximum(top, logits[i])
@@ -83,10 +85,10 @@ def gradients(parts, grad, COUNT: tl.constexpr):
     d_y = tl.zeros_like(zs[0])
     for i in tl.static_range(0, COUNT):
         posterior = densities[i] * per_density
-        # (r z) z and not r z²: a component that is far off has r = 0, and z² may be inf.
-        pull = posterior * zs[i]
+        # (r z) z and not r z²: a component far from y has r = 0, and its z² may be inf.
+        rz = posterior * zs[i]
         d_logits = d_logits + (posterior - weights[i] * per_weight,)
-        d_mu = d_mu + (pull * inverses[i],)
-        d_log_sigma = d_log_sigma + (pull * zs[i] - posterior,)
+        d_mu = d_mu + (rz * inverses[i],)
+        d_log_sigma = d_log_sigma + (rz * zs[i] - posterior,)
         d_y -= d_mu[i]
     return d_logits, d_mu, d_log_sigma, tl.sum(d_y, 1)

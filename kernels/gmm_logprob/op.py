@@ -12,7 +12,7 @@ from .plans import REDUCTIONS, Backward, Forward, bwd_plan, fwd_plan, skipped
 # Named after the package, so that a copy of this folder under another name registers ops of its own.
 _NAMESPACE = __package__.replace(".", "_")
 _FORWARD, _BACKWARD = Plans(), Plans()
-_grad_enabled = torch.is_grad_enabled  # asked in every call
+_grad_enabled = torch.is_grad_enabled  # called in every call; bound once, because a dotted name costs a lookup
 
 
 def gmm_logprob(
@@ -24,16 +24,16 @@ def gmm_logprob(
 
     (Bishop 1994, Mixture Density Networks, eq. 22 and 23, up to the sign and the parametrisation by logarithms.)
     All arithmetic is fp32. Differentiable in all four inputs; the backward recomputes from them and nothing else is
-    kept. Right for |log_sigma| up to 87, beyond which sigma or its inverse leaves fp32. A component whose logit is −inf
-    is off; a row whose logits are all −inf is NaN, as in PyTorch.
+    kept. Valid for |log_sigma| up to 87, beyond which sigma or its inverse overflows in fp32. A component whose logit
+    is −inf is off; a row whose logits are all −inf is NaN, as in PyTorch.
 
     logits, mu, log_sigma  [..., K] with 1 <= K <= 128, of one shape. Rows are read in place when the leading dimensions
                            flatten to one stride and the last stride is 1, so the chunks of one [..., 3K] are not
                            copied; otherwise they are copied first.
     y                      [...], the leading dimensions of logits, any strides
     reduction              "none": [...], contiguous. "mean" and "sum" over all rows: a scalar, accumulated in fp32
-                           within a program and in fixed point between them, whatever their order, so repeats agree
-                           bit for bit. Without rows they are NaN and 0.
+                           within a CTA and in fixed point between CTAs, in any order, so results are bit-wise
+                           repeatable. Without rows they are NaN and 0.
 
     All inputs are fp32, all fp16 or all bf16, on one device; the result has their dtype, as in PyTorch.
 
@@ -72,13 +72,13 @@ def _check(logits: torch.Tensor, mu: torch.Tensor, log_sigma: torch.Tensor, y: t
 
 
 def _signature(tensor):
-    """With the distance from the last 16-byte boundary, which is a constant of the kernel."""
+    """The signature and the number of elements to skip from the last 16-byte boundary, a constexpr of the kernel."""
     plain = signature(tensor)
     return plain if plain is None or plain[-1] else (plain, skipped(tensor))
 
 
 def _fwd_plan(logits, mu, log_sigma, y, reduction) -> Forward:
-    """The plan of a lean call."""
+    """The plan for these arguments, made and kept if it is missing. For plain tensors only (see `lean`)."""
     key = (_signature(logits), _signature(mu), _signature(log_sigma), signature(y), reduction)
     plan = _FORWARD.find(key)
     if plan is None:
@@ -97,7 +97,8 @@ def _bwd_plan(grad, logits, mu, log_sigma, y, reduction, needed) -> Backward:
 
 
 class _GMMLogProb(torch.autograd.Function):
-    """Of eager calls. The gradient goes through torch.library where something traces, transforms or derives it."""
+    """Autograd of eager calls. Its backward goes through torch.library where it is traced, transformed or itself
+    differentiated."""
 
     @staticmethod
     def forward(ctx, logits, mu, log_sigma, y, plan, reduction):
@@ -111,12 +112,12 @@ class _GMMLogProb(torch.autograd.Function):
         return *_gradients(ctx, grad), None, None
 
 
-# What torch.autograd.Function.apply does before this is for functorch, and `lean` has seen that it is not at work.
+# torch.autograd.Function.apply handles functorch before it calls this; `lean` has ruled functorch out.
 _apply = super(torch.autograd.Function, _GMMLogProb).apply
 
 
 def _gradients(ctx, grad):
-    """Those of the four inputs, each None if it is not needed or the output has no gradient."""
+    """Gradients of the four inputs, each None if it is not needed or the output has no gradient."""
     if grad is None:
         return None, None, None, None
     needed, inputs = ctx.needs_input_grad[:4], ctx.saved_tensors

@@ -1,4 +1,4 @@
-"""Launch plans of gmm_logprob: all of a call that does not change with the tensors' contents and addresses."""
+"""Launch plans of gmm_logprob: all of a call that does not depend on the tensors' contents and addresses."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ ALIGNMENT = 16  # bytes
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Backward = Callable[..., tuple[torch.Tensor | None, ...]]  # of the incoming gradient and the four inputs
-Handed = Callable[[torch.Tensor], torch.Tensor] | None
+Conversion = Callable[[torch.Tensor], torch.Tensor] | None
 
 
 def fwd_plan(
     logits: torch.Tensor, mu: torch.Tensor, log_sigma: torch.Tensor, y: torch.Tensor, reduction: str
 ) -> Forward:
-    """Takes (logits, mu, log_sigma, y) like these and returns log p(y) by row, its sum or its mean, in their dtype.
-    Inputs as `op` has checked them."""
+    """A function of (logits, mu, log_sigma, y), tensors with the signatures of these, that returns log p(y) of each
+    row, its sum or its mean, in their dtype. `op` has checked the inputs."""
     rows, k, dtype, device = y.numel(), logits.shape[-1], y.dtype, y.device
     size, stride = _contiguous(y) if reduction == "none" else ((), ())
     if rows == 0:
@@ -46,8 +46,8 @@ def fwd_plan(
         if programs > 1:
             scale, unit = fixed_point(triton.cdiv(tiles, programs) * config.block_m)
     counted = reduction != "none" and programs > 1
-    handed, layout = _layout(logits, mu, log_sigma)
-    of_y, stride_y = _vector(y)
+    conversions, layout = _layout(logits, mu, log_sigma)
+    convert_y, stride_y = _vector(y)
     write = Launch(
         _gmm_logprob_fwd_kernel,
         (programs,),
@@ -64,13 +64,13 @@ def fwd_plan(
         LOOP=programs < tiles,
         num_warps=config.num_warps,
     )
-    changes = (*handed, of_y)
-    changed = any(change is not None for change in changes)
+    all_conversions = (*conversions, convert_y)
+    any_converted = any(convert is not None for convert in all_conversions)
 
     def run(logits: torch.Tensor, mu: torch.Tensor, log_sigma: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         out = torch.empty_strided(size, stride, dtype=dtype, device=device)
-        if changed:
-            logits, mu, log_sigma, y = _changed((logits, mu, log_sigma, y), changes)
+        if any_converted:
+            logits, mu, log_sigma, y = _converted((logits, mu, log_sigma, y), all_conversions)
         write(logits, mu, log_sigma, y, out, words(out) if counted else None)
         return out
 
@@ -86,17 +86,18 @@ def bwd_plan(
     reduction: str,
     needed: Sequence[bool],
 ) -> Backward:
-    """Takes (grad, logits, mu, log_sigma, y) like these and returns the gradients of those of the four inputs that are
-    `needed`, contiguous; None for the others. `grad` is [...] for "none", a scalar otherwise, of any strides."""
+    """A function of (grad, logits, mu, log_sigma, y), tensors with the signatures of these, that returns contiguous
+    gradients of those of the four inputs that are `needed`, None for the others. `grad` is [...] for "none", otherwise
+    a scalar, with any strides."""
     rows, k, dtype = y.numel(), logits.shape[-1], y.dtype
     need_logits, need_mu, need_log_sigma, need_y = needed
-    write, changed = None, False
-    changes: tuple[Handed, ...] = ()
+    write, any_converted = None, False
+    all_conversions: tuple[Conversion, ...] = ()
     if rows and any(needed):
         capability, sms = _device(y)
         config = configs.pick_bwd_config(rows, k, dtype, capability)
-        handed, layout = _layout(logits, mu, log_sigma)
-        (of_grad, stride_grad), (of_y, stride_y) = _vector(grad), _vector(y)
+        conversions, layout = _layout(logits, mu, log_sigma)
+        (convert_grad, stride_grad), (convert_y, stride_y) = _vector(grad), _vector(y)
         write = Launch(
             _gmm_logprob_bwd_kernel,
             (_programs(rows, config, sms),),
@@ -118,8 +119,8 @@ def bwd_plan(
             STORE=config.store_n,
             num_warps=config.num_warps,
         )
-        changes = (of_grad, *handed, of_y)
-        changed = any(change is not None for change in changes)
+        all_conversions = (convert_grad, *conversions, convert_y)
+        any_converted = any(convert is not None for convert in all_conversions)
 
     def run(
         grad: torch.Tensor, logits: torch.Tensor, mu: torch.Tensor, log_sigma: torch.Tensor, y: torch.Tensor
@@ -131,8 +132,8 @@ def bwd_plan(
             torch.empty_like(y, memory_format=torch.contiguous_format) if need_y else None,
         )
         if write is not None:
-            if changed:
-                grad, logits, mu, log_sigma, y = _changed((grad, logits, mu, log_sigma, y), changes)
+            if any_converted:
+                grad, logits, mu, log_sigma, y = _converted((grad, logits, mu, log_sigma, y), all_conversions)
             write(grad, logits, mu, log_sigma, y, *grads)
         return grads
 
@@ -140,8 +141,8 @@ def bwd_plan(
 
 
 def skipped(tensor: torch.Tensor) -> int:
-    """Elements between the last 16-byte boundary and the tensor's first one; 0 where that boundary is not within its
-    storage."""
+    """Elements from the last 16-byte boundary before the tensor to its first element; 0 if that boundary is before its
+    storage, or not a whole number of elements away."""
     past = tensor.data_ptr() % ALIGNMENT
     if not past:
         return 0
@@ -149,23 +150,24 @@ def skipped(tensor: torch.Tensor) -> int:
     return elements if not rest and elements <= tensor.storage_offset() else 0
 
 
-def _layout(*tensors: torch.Tensor) -> tuple[list[Handed], dict[str, int]]:
-    """How logits, mu and log_sigma are made what the kernels take, None for as they are; and STRIDE_* and SKIP_*.
+def _layout(*tensors: torch.Tensor) -> tuple[list[Conversion], dict[str, int]]:
+    """For logits, mu and log_sigma: the conversion that each needs before the launch (None: none), and the kernel's
+    constants STRIDE_* and SKIP_*.
 
-    The strides are constants of the kernel, so that the compiler can prove how far rows are aligned and load more than
-    one element at a time. For the same reason a view into a larger tensor (mu of a packed [rows, 3K]) is passed as an
-    address rounded down to 16 bytes and a constant number of elements to SKIP.
+    The strides are constexprs, so that the compiler can prove the alignment of rows and load more than one element at a
+    time. For the same reason a view into a larger tensor (mu of a packed [rows, 3K]) is passed as an address rounded
+    down to 16 bytes, and the number of elements to skip from there is a constexpr too.
     """
-    handed: list[Handed] = []
+    conversions: list[Conversion] = []
     layout: dict[str, int] = {}
     for name, tensor in zip(("LOGITS", "MU", "LOG_SIGMA"), tensors, strict=True):
         matrix = _matrix(tensor)
         copied = matrix.data_ptr() != tensor.data_ptr()
         skip = 0 if copied else skipped(tensor)
-        handed.append(_matrix if copied else _rounded_down(skip) if skip else None)
+        conversions.append(_matrix if copied else _rounded_down(skip) if skip else None)
         layout[f"STRIDE_{name}"] = matrix.stride(0) if matrix.shape[0] > 1 else matrix.shape[1]
         layout[f"SKIP_{name}"] = skip
-    return handed, layout
+    return conversions, layout
 
 
 def _rounded_down(skip: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -179,8 +181,8 @@ def _matrix(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if in_place and tensor.stride(0) <= MAX_STRIDE else tensor.contiguous()
 
 
-def _vector(tensor: torch.Tensor) -> tuple[Handed, int]:
-    """How a tensor is made [rows], None for as it is, and the stride of its rows."""
+def _vector(tensor: torch.Tensor) -> tuple[Conversion, int]:
+    """The conversion of a tensor to [rows] (None: none is needed) and the stride of the result."""
     flat = _flat(tensor)
     return None if flat.data_ptr() == tensor.data_ptr() else _flat, flat.stride(0) if flat.shape[0] > 1 else 1
 
@@ -191,12 +193,12 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous() if tensor.stride(0) > MAX_STRIDE else tensor
 
 
-def _changed(tensors: Sequence[torch.Tensor], changes: Sequence[Handed]) -> tuple[Any, ...]:
-    return tuple(t if change is None else change(t) for t, change in zip(tensors, changes, strict=True))
+def _converted(tensors: Sequence[torch.Tensor], all_conversions: Sequence[Conversion]) -> tuple[Any, ...]:
+    return tuple(t if convert is None else convert(t) for t, convert in zip(tensors, all_conversions, strict=True))
 
 
 def _contiguous(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Size and stride of a contiguous tensor of that shape."""
+    """Shape and strides of a contiguous tensor of that shape."""
     return tensor.shape, torch.empty(tensor.shape, device="meta").stride()
 
 
@@ -206,7 +208,7 @@ def _programs(rows: int, config: configs.Config, sms: int) -> int:
 
 
 def _device(tensor: torch.Tensor) -> tuple[tuple[int, int], int]:
-    """Compute capability and number of SMs; the interpreter stands for a small sm_80."""
+    """Compute capability and number of SMs; in the interpreter those of a small sm_80."""
     if not tensor.is_cuda:
         return (8, 0), 2
     properties = torch.cuda.get_device_properties(tensor.device)

@@ -102,7 +102,7 @@ def test_partial_sums_that_are_not_finite(partials, expected):
 def test_the_largest_grid_at_the_limit_overflows_nothing(sign):
     """The arithmetic of `arrive` in Python: every program brings all that it may, or as much and a flag."""
     bits = arrival.SUM_BITS.value
-    share, mask = int(arrival.SHARE.value), (1 << bits) - 1
+    share, mask = int(arrival.MAX_PARTIAL.value), (1 << bits) - 1
     flags = [getattr(arrival, name).value % 2**64 for name in ("LARGE", "PLUS_INF", "MINUS_INF")]
     assert sum(flags) == 7 << arrival.FLAGS_AT.value
     assert arrival.ARRIVED.value == 1 << bits
@@ -124,9 +124,9 @@ def test_a_unit_is_a_power_of_two_and_no_larger_than_said(rows):
     scale, unit = arrival.fixed_point(rows)
     assert scale * unit == 1
     assert math.frexp(unit)[0] == 0.5
-    assert arrival.MOST_PER_ROW * rows <= arrival.SHARE.value * unit < 2 * arrival.MOST_PER_ROW * rows
+    assert arrival.MAX_MEAN_LOG_P * rows <= arrival.MAX_PARTIAL.value * unit < 2 * arrival.MAX_MEAN_LOG_P * rows
     # A partial sum too large for the low bits has no bits below the last piece's.
-    assert arrival.SHARE.value * unit * 2.0**-23 >= arrival.PIECES.value[-1]
+    assert arrival.MAX_PARTIAL.value * unit * 2.0**-23 >= arrival.OVERFLOW_UNITS.value[-1]
 
 
 @pytest.mark.parametrize(

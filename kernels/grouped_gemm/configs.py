@@ -56,6 +56,11 @@ class BiasConfig:
     num_warps: int
 
 
+def pick_backend(backend: str) -> str:
+    """The version that runs: "auto" is "triton", as long as no record says where the one in CUDA C++ is faster. Pure."""
+    return "triton" if backend == "auto" else backend
+
+
 def pick_block_m(rows: int, groups: int, dtype: torch.dtype, capability: tuple[int, int]) -> int:
     """Rows of a tile of the output and of x's gradient: 128, in fp32 64, less where a group has fewer rows on average,
     since a tile holds rows of one group alone. Pure. By what a tile costs; not measured yet."""

@@ -32,7 +32,7 @@ def fwd_plan(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, bias
     rows, (groups, cols), device = x.shape[0], weights.shape[:2], x.device
     size, dtype = table_size(rows, groups), x.dtype
     schedule = table_launch(offsets, rows, _block_m(rows, groups, x))
-    product = _rows_launch(x, weights, bias, backend) if rows and cols else None
+    product = _rows_launch(x, weights, bias, configs.pick_backend(backend)) if rows and cols else None
 
     def run(
         x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, bias: Optional
@@ -54,7 +54,7 @@ def bwd_plan(
     has False, or there is none. `dweights` lies in memory as weights do, if these are dense. What `backend` cannot
     take goes to Triton, for the layout of an incoming gradient is not the caller's choice."""
     (rows, cols), (groups, _, depth), device, dtype = dy.shape, weights.shape, x.device, x.dtype
-    later = "triton" if backend == "triton" else "auto"
+    later = "where it can" if configs.pick_backend(backend) == "cuda" else "triton"
     need_dx, need_dw, need_db = needs[0], needs[1], needs[2] and biased
     for_x = _rows_launch(dy, weights.mT, None, later) if need_dx and rows and depth else None
     for_weights = _weights_launch(dy, x, weights, later) if need_dw and weights.numel() else None
@@ -82,7 +82,8 @@ def bwd_plan(
 
 
 def _rows_launch(a: torch.Tensor, b: torch.Tensor, bias: Optional, backend: str) -> Callable[..., None]:
-    """Writes out [rows, cols], given (a [rows, depth], weights, bias, table, out). `b` is [groups, cols, depth]."""
+    """Writes out [rows, cols], given (a [rows, depth], weights, bias, table, out). `b` is [groups, cols, depth].
+    backend: "triton", "cuda", or "where it can" for "cuda" with Triton for what that does not take."""
     (rows, depth), (groups, cols, _) = a.shape, b.shape
     capability, sms = _device(a)
     block_m = _block_m(rows, groups, a)

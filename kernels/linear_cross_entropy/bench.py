@@ -29,7 +29,7 @@ CASES = (
     _case(8192, 4096, 128256, BF16, "-roomy", bench=True, scratch_bytes=1 << 32),
     _case(8192, 4096, 32000, BF16, bench=True),
     _case(2048, 2048, 32000, BF16, bench=True),
-    # What goes wrong: one of everything, nothing, primes, slices and chunks with remainders, every option.
+    # Boundary cases: one of everything, nothing, primes, slices and chunks with remainders, every option.
     _case(23, 14, 130, FP32),
     _case(23, 14, 130, FP32, "-tight", scratch_bytes=0),
     _case(23, 14, 130, FP32, "-tight-all", scratch_bytes=0, reduction="sum", **ALL),

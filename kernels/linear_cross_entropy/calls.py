@@ -20,8 +20,8 @@ _SCALARS = (int, float, str, type(None))
 
 @dataclass(frozen=True)
 class EagerPlan:
-    """Where the gradients are `ready`, `run` is a `GradientPlan` and `scale` multiplies what it gives; else a
-    `LossPlan`."""
+    """`ready`: the forward computes the gradients. Then `run` is a `GradientPlan`, and `scale` multiplies its gradients
+    in the backward. Else `run` is a `LossPlan`."""
 
     run: Any
     loss: Loss
@@ -41,7 +41,7 @@ def eager_plan(
         check_options(loss.label_smoothing, loss.softcap, loss.reduction, loss.scratch_bytes)
         loss = in_floats(loss)
         plan = _new_plan(hidden, weight, target, bias, loss, needs)
-        # A number that is a tensor is another one after it was written to.
+        # An option that is a tensor may be overwritten later, so its plan is not cached.
         if all(isinstance(option, _SCALARS) for option in options):
             _EAGER.keep(key, plan)
     return plan
@@ -62,13 +62,13 @@ def in_floats(loss: Loss) -> Loss:
 
 
 def ready_in_forward(hidden: torch.Tensor, loss: Loss) -> bool:
-    """Whether the forward may compute the gradients: there is one incoming gradient, and those of fp16 would need the
-    scale of the loss to be representable."""
+    """Whether the forward may compute the gradients: the incoming gradient is a scalar, and the dtype is not fp16, in
+    which they may underflow without the loss scale."""
     return loss.reduction != "none" and hidden.dtype != torch.float16
 
 
 def loss_alone(hidden, weight, target, bias, loss: Loss) -> torch.Tensor:
-    """What `loss_plan` says. The plan is kept if tensors are plain: elsewhere a signature is not all that counts."""
+    """Runs a `loss_plan`, cached if all tensors are plain; for others a signature does not determine the plan."""
     if not lean(hidden, weight, target, bias):
         return loss_plan(hidden, weight, target, bias, loss)(hidden, weight, target, bias)
     key = signature(hidden), signature(weight), signature(target), signature(bias), loss
@@ -81,7 +81,7 @@ def loss_alone(hidden, weight, target, bias, loss: Loss) -> torch.Tensor:
 def loss_and_gradients(
     dloss, hidden, weight, target, bias, loss: Loss, needs: Needs
 ) -> tuple[torch.Tensor, Optional, Optional, Optional]:
-    """What `gradient_plan` says."""
+    """Runs a `gradient_plan`, cached likewise."""
     given = hidden, weight, target, bias, dloss
     if not lean(*given):
         return gradient_plan(*given, loss, needs)(*given)

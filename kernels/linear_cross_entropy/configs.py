@@ -1,6 +1,6 @@
 """How linear_cross_entropy is computed and launched: every choice is a pure function of the problem and the GPU.
 
-What was measured for these choices, and against what, is in EXPERIMENTS.md.
+The measurements behind these choices are in EXPERIMENTS.md.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import triton
 
 MIB = 1 << 20
 MIN_SLICE = 16
-# A slice of this many entries fills the GPU with tiles, and more gained nothing (EXPERIMENTS.md).
+# Vocabulary entries of a product: enough tiles to fill the GPU; larger slices gained nothing (EXPERIMENTS.md).
 SLICE = 2048
 MIN_SPARE = 512
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows start to stop. Their logits lie in the weight's gradient or, if `spare`, in a memory of their own. Unless
-    they are `kept` until the weight's gradient is formed, they are computed twice."""
+    """Rows `start` to `stop` - 1. Their logits use the memory of the weight's gradient or, if `spare`, a scratch. They
+    are computed twice unless they are `kept` until the weight's gradient is computed."""
 
     start: int
     stop: int
@@ -39,9 +39,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Config:
-    """`chunk` rows at a time have all their logits in memory, `slice` vocabulary entries of them come from one product.
-    `in_gradient`: in the memory of the weight's gradient, else in a scratch. `spare` rows, a multiple of `unit` unless
-    they are all, have a scratch of their own besides."""
+    """Rows are processed in chunks of `chunk`, all logits of which are in memory; a product computes `slice` vocabulary
+    entries of them. in_gradient: logits use the memory of the weight's gradient, else a scratch. With in_gradient,
+    `spare` more rows have a scratch of their own, and are not computed twice. `unit`: chunks begin at multiples of
+    it."""
 
     chunk: int
     slice: int
@@ -50,7 +51,7 @@ class Config:
     unit: int = 1
 
     def chunks(self, rows: int) -> Iterator[Chunk]:
-        """In the order in which they are computed, which is also that of the rows."""
+        """In the order of the rows, which is that of the computation."""
         if not self.in_gradient:
             for start in range(0, rows, max(1, self.chunk)):
                 yield Chunk(start, min(start + self.chunk, rows), spare=True, kept=True)
@@ -68,10 +69,12 @@ class Config:
 def pick_config(
     rows: int, dim: int, vocab: int, dtype: torch.dtype, weight_too: bool, scratch_bytes: int | None = None
 ) -> Config:
-    """How the gradients are computed within `scratch_bytes`. Pure.
+    """How loss and gradients are computed within `scratch_bytes`. Pure.
 
-    By default the scratch is what the gradients leave of 640 MiB, or a sixteenth of them, whichever is more: where
-    memory matters the peak is the result plus 6 %, and where it does not, nothing is computed twice.
+    By default that is 640 MiB less the size of the gradients, or a sixteenth of that size, whichever is more: where
+    memory is scarce the peak is the result plus 6 %, elsewhere nothing is computed twice. If all logits fit, they have
+    a scratch. Else, if the weight needs no gradient (`weight_too`), rows go in chunks whose logits fit. Else chunks
+    have as many rows as H, in the memory of the weight's gradient, and what is left of the scratch holds `spare` rows.
     """
     size, columns = dtype.itemsize, _up(rows, 64)
     if scratch_bytes is None:
@@ -90,14 +93,14 @@ def pick_config(
 
 
 def pick_forward_config(rows: int, vocab: int, dtype: torch.dtype, scratch_bytes: int | None = None) -> Config:
-    """How the loss alone is computed: a slice for all rows of a chunk. Pure."""
+    """How the loss alone is computed: chunks of up to 8192 rows, a slice of whose logits fits 64 MiB. Pure."""
     chunk = min(max(rows, 1), 8192)
     part = (64 * MIB if scratch_bytes is None else scratch_bytes) // (_up(chunk, 64) * dtype.itemsize)
     return Config(chunk, max(MIN_SLICE, min(vocab, _down(part, 128))), in_gradient=False)
 
 
 def _slice(most: int) -> int:
-    """A slice of at most so many entries, if MIN_SLICE allows, that tiles of cuBLAS fit into."""
+    """The largest slice up to `most` and SLICE that is a multiple of cuBLAS's tiles; MIN_SLICE at least."""
     most = min(most, SLICE)
     return max(MIN_SLICE, _down(most, 128 if most >= 128 else MIN_SLICE))
 
@@ -112,7 +115,7 @@ def _up(n: int, of: int) -> int:
 
 @dataclass(frozen=True)
 class StatsConfig:
-    """A CTA walks over `span` vocabulary entries of `block_r` rows, `unroll` · `block_v` entries at a time."""
+    """A CTA loops over `span` vocabulary entries of `block_r` rows, `unroll` · `block_v` entries an iteration."""
 
     block_r: int
     block_v: int
@@ -133,8 +136,8 @@ class TileConfig:
 def pick_stats_config(rows: int, vocab: int, dtype: torch.dtype, capability: tuple[int, int]) -> StatsConfig:
     """Configuration of the stats kernel. Pure.
 
-    128 rows, so that a warp reads whole vectors of a vocabulary entry, and 4 tiles of 1024 elements in flight; fewer
-    rows and more entries where there are fewer. Measured: EXPERIMENTS.md, "What was tried".
+    128 rows, so that a warp reads 16-byte vectors of one vocabulary entry, and 4 tiles of 1024 elements in flight.
+    Where there are fewer rows, a tile has fewer rows and more entries. Record: "Statistics" in EXPERIMENTS.md (H200).
     """
     block_r = min(128, max(16, triton.next_power_of_2(rows)))
     return StatsConfig(block_r, block_v=1024 // block_r, unroll=4, span=1024, num_warps=4)
@@ -143,8 +146,8 @@ def pick_stats_config(rows: int, vocab: int, dtype: torch.dtype, capability: tup
 def pick_tile_config(rows: int, vocab: int, dtype: torch.dtype, capability: tuple[int, int]) -> TileConfig:
     """Configuration of the gradient and move kernels. Pure.
 
-    Tiles of 2048 elements with 4 warps, 128 rows wide where there are as many: of 4096 elements with few rows Triton
-    3.6 makes spills. Measured: EXPERIMENTS.md, "What was tried".
+    Tiles of 2048 elements with 4 warps, 128 rows wide where there are as many; 32 entries at least. With tiles of 4096
+    elements and few rows, Triton 3.6 spills. Record: "Gradient tiles" in EXPERIMENTS.md (H200).
     """
     block_r = min(128, max(16, triton.next_power_of_2(rows)))
     return TileConfig(block_r, block_v=max(32, 2048 // block_r), num_warps=4)

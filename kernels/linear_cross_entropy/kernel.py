@@ -1,8 +1,8 @@
-"""The kernels of linear_cross_entropy, all of them memory-bound. The products of matrices are cuBLAS's.
+"""The Triton kernels of linear_cross_entropy, all memory-bound. cuBLAS computes the matrix products.
 
-Logits lie transposed, zᵀ[V, N]: a row of it belongs to one vocabulary entry, as a row of the weight does. So a part of
-the vocabulary is contiguous, an odd vocabulary (50257) misaligns nothing, and zᵀ of N <= H rows fits into the memory of
-the weight's gradient [V, H], row upon row.
+Logits are stored transposed, zᵀ[V, N]: a row of it belongs to one vocabulary entry, as a row of the weight does. So a
+slice of the vocabulary is contiguous, an odd vocabulary (50257) misaligns nothing, and zᵀ of N <= H rows fits the
+memory of the weight's gradient [V, H], row by row.
 
 Napkin maths, bf16, n = V·N logits, one NVIDIA H200 that copies 4254 GB/s, 8192 rows of a vocabulary of 128256:
   stats     reads z               2·n bytes   2.1 GB, 0.49 ms
@@ -11,11 +11,11 @@ Napkin maths, bf16, n = V·N logits, one NVIDIA H200 that copies 4254 GB/s, 8192
   scale     reads dW, writes dW, unless its factor is 1
 beside 12.3 ms for each product of 8.6 TFLOP at 700 TFLOP/s.
 
-What the kernels exchange beside logits lies in two fp32 buffers, at offsets (`x_at`) that the plan fixes:
-  stats  of a chunk of rows: maxima and sums of exponentials [parts, rows] each, with label smoothing sums of logits
-         [parts, rows], the logit at the target [rows]. A part is what one CTA walked over.
-  held   of a call: for each chunk its lse as two rows (maximum, 1 / sum of exponentials), the losses of all rows unless
-         they are returned, and the factor of the mean
+Two fp32 buffers connect the kernels, with offsets (`x_at`) that the plan fixes:
+  stats  of a chunk of rows: partial maxima and partial sums of exponentials, [parts, rows] each; with label smoothing
+         partial sums of logits [parts, rows]; the logit at the target [rows]. A part is the result of one CTA
+  held   of a call: for each chunk its lse as two rows (maximum, 1 / sum of exponentials); the losses of all rows,
+         unless they are returned; the factor of the mean
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
-# Below any logit but -inf: a maximum that starts here needs no care for rows of -inf, and exp2(-inf - LOWEST) is 0.
+# Below any logit except -inf. A maximum that starts here is finite even in rows of -inf, and exp2(-inf - LOWEST) is 0.
 LOWEST = tl.constexpr(-1e38)
 
 
@@ -53,7 +53,8 @@ def _tanh(x):
 def _linear_cross_entropy_count_kernel(
     target_ptr, held_ptr, rows, vocab, ignore_index, factor_at, MEAN: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """factor = 1 / (how many rows have a target), or 1. A target out of range traps here, before it is read with."""
+    """factor = 1 / (number of rows with a target), or 1. A target out of range fails an assertion here, before any
+    kernel indexes memory by it."""
     counts = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, rows, BLOCK):
         row = start + tl.arange(0, BLOCK)
@@ -88,21 +89,21 @@ def _linear_cross_entropy_stats_kernel(
     UNROLL: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Of SPAN vocabulary entries: each row's maximum, its sum of exponentials less that, its sum of logits, and the
-    logit of the target if it is here. Each thread has maxima and sums of its own until the end, where they are merged.
+    """Of SPAN vocabulary entries: each row's maximum, the sum of exp(logit - maximum), the sum of logits, and the logit
+    of the target if it is one of them. Each thread keeps its own maxima and sums; the reduction comes once, at the end.
     """
     across = tl.cdiv(rows, BLOCK_R)
     r = tl.program_id(0) % across * BLOCK_R + tl.arange(0, BLOCK_R)
     span = tl.program_id(0) // across
     end = min(span * SPAN + SPAN, vocab)
-    # Whole vectors of GROUP, although the last may reach past the last row: what lies there is the caller's padding.
+    # The mask is constant within vectors of GROUP rows. The last may read past the last row, which is padding.
     in_row = (r // GROUP * GROUP < rows)[None, :]
     peak = tl.full([BLOCK_V, BLOCK_R], LOWEST, dtype=tl.float32)
     sums = tl.zeros([BLOCK_V, BLOCK_R], dtype=tl.float32)
     if SMOOTHING:
         totals = tl.zeros([BLOCK_V, BLOCK_R], dtype=tl.float32)
     for start in range(span * SPAN, end, UNROLL * BLOCK_V):
-        # A tuple of tiles, not a tensor of three dimensions: each thread then is sure to have the same place in all.
+        # A tuple of tiles, not a three-dimensional tensor: a thread then has the same elements of all tiles.
         tiles = ()
         higher = peak
         for i in tl.static_range(UNROLL):
@@ -156,8 +157,8 @@ def _linear_cross_entropy_loss_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Loss of each row from the stats of all parts of the vocabulary, and its lse as the maximum and 1 / the sum of
-    exponentials less that: lse in one number loses digits where the maximum is large and the sum is next to 1.
+    """Combines the parts: loss of each row, and its lse as two numbers, the maximum and 1 / Σ exp(logit - maximum). In
+    one number lse would lose digits where the maximum is large and the sum is close to 1.
     """
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     peak = tl.full([BLOCK_P, BLOCK_R], LOWEST, dtype=tl.float32)
@@ -185,7 +186,7 @@ def _linear_cross_entropy_loss_kernel(
     loss = below + log_sum + z_loss * lse * lse
     lse_ptr = held_ptr + lse_at
     tl.store(lse_ptr + r, highest, mask=r < rows)
-    # Rounded as it should be: of equal logits all have the same error, and their sum must be 1.
+    # Correctly rounded: with equal logits every probability has the same error, and they must sum to 1.
     tl.store(lse_ptr + rows + r, tl.div_rn(tl.full([BLOCK_R], 1.0, dtype=tl.float32), total), mask=r < rows)
     tl.store(loss_ptr + loss_at + r, tl.where(target == ignore_index, 0.0, loss), mask=r < rows)
 
@@ -248,7 +249,7 @@ def _linear_cross_entropy_grad_kernel(
     weight = tl.where(target == ignore_index, 0.0, weight)
     hit = (target - first).to(tl.int32)
 
-    # The division tells the compiler that groups stay aligned.
+    # The division shows the compiler that the offset is a multiple of GROUP, for vector accesses.
     ptrs = z_ptr + z_at // GROUP * GROUP + v.to(tl.int64)[:, None] * stride_zv + r[None, :]
     mask = (v < vocab)[:, None] & (r // GROUP * GROUP < rows)[None, :]
     z = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
@@ -288,7 +289,7 @@ def _linear_cross_entropy_move_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """A copy, where PyTorch's would not use wide loads: neither side is contiguous."""
+    """Copies the gradient of some rows. Neither side is contiguous, so PyTorch's copy would not use vector loads."""
     across = tl.cdiv(rows, BLOCK_R)
     r = (tl.program_id(0) % across * BLOCK_R + tl.arange(0, BLOCK_R))[None, :]
     v = (tl.program_id(0) // across * BLOCK_V + tl.arange(0, BLOCK_V))[:, None]
@@ -311,7 +312,7 @@ def _linear_cross_entropy_scale_kernel(
 ):
     """Three gradients times dloss, in place; it reads nothing but dloss where that is 1, as after loss.backward().
 
-    The first programs have the spans of dhidden, the next those of dweight, the last those of dbias."""
+    The first CTAs have spans of dhidden, the next of dweight, the last of dbias."""
     dloss = tl.load(dloss_ptr).to(tl.float32)
     if dloss != 1:
         span = tl.program_id(0)

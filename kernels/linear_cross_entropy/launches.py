@@ -58,8 +58,8 @@ def stats_launch(
     size: int,
     stride: int,
 ) -> Launch:
-    """Takes in the logits of `size` vocabulary entries from `first` on, given (z, target, stats). `filled` parts of the
-    stats are written already."""
+    """Writes the stats of `size` vocabulary entries from `first` on, given (z, target, stats). `filled`: parts of the
+    stats written by earlier launches."""
     start = filled * chunk.count
     sum_at, total_at, hit_at = stats.offsets
     programs = triton.cdiv(size, config.span) * triton.cdiv(chunk.count, config.block_r)
@@ -100,8 +100,8 @@ def loss_launch(p: Problem, chunk: Chunk, stats: Stats, parts: int) -> Launch:
 def grad_launch(
     p: Problem, chunk: Chunk, first: int, size: int, stride: int, z_at: int, dloss_stride: int | None, dbias: bool
 ) -> tuple[Launch, int]:
-    """Makes the logits of `size` vocabulary entries from `first` on their gradient, given (z, target, held, dloss,
-    partial sums of bias's gradient); and how many partial sums there are."""
+    """Replaces the logits of `size` vocabulary entries from `first` on by their gradient, given (z, target, held,
+    dloss, partial sums of bias's gradient). Also returns the number of these partial sums."""
     config = configs.pick_tile_config(chunk.count, size, p.dtype, p.capability)
     tiles = triton.cdiv(chunk.count, config.block_r)
     offsets = (z_at, chunk.start, 2 * chunk.start, p.held.factor_at)
@@ -142,7 +142,7 @@ def move_launch(p: Problem, chunk: Chunk, entries: slice, stride: int, stride_to
 
 def scale_launch(device: torch.device, *grads: Optional) -> Launch | None:
     """Multiplies gradients like these in place, given (dloss, hidden's, weight's, bias's). None if they are empty."""
-    # Few enough CTAs that starting them for nothing takes microseconds, and enough for the tail not to show.
+    # So few CTAs that a launch that does nothing takes microseconds; so many that the last wave is short.
     block, span = 4096, 65536
     sizes = tuple(0 if grad is None else grad.numel() for grad in grads)
     programs = sum(triton.cdiv(size, span) for size in sizes)

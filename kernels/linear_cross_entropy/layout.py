@@ -1,4 +1,4 @@
-"""How tensors are addressed: operands as cuBLAS reads them, views of them, and what lies where in the fp32 buffers."""
+"""How tensors are addressed: operands as cuBLAS reads them, views of them, and offsets in the fp32 buffers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Optional = torch.Tensor | None
 
 @dataclass(frozen=True)
 class View:
-    """Part of a matrix, its strides and where it begins; of `size` None it is the matrix itself."""
+    """Part of a matrix: its size, strides and offset. With `size` None it is the matrix itself."""
 
     size: tuple[int, ...] | None
     stride: tuple[int, ...] = ()
@@ -73,17 +73,17 @@ def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def group(stride: int, *starts: int) -> int:
-    """How many neighbouring rows a kernel may treat as one: their number is rounded up to it.
+    """Rows of an aligned vector access, 8 or 1: a kernel rounds the number of rows up to a multiple of it.
 
-    Where the stride is a multiple of it and what is read starts at one, what is touched past the last row is padding,
-    or a column that is written only afterwards.
+    With strides and offsets that are multiples of it, what is accessed past the last row is padding, or a column that
+    is written only afterwards.
     """
     return 8 if stride % 8 == 0 and all(start % 8 == 0 for start in starts) else 1
 
 
 @dataclass(frozen=True)
 class Held:
-    """The buffer `held` of a call (`kernel` has its parts): a chunk's lse lies at twice its first row."""
+    """Offsets in the buffer `held` of a call (see kernel.py). The lse of a chunk is at twice its first row."""
 
     loss_at: int
     factor_at: int
@@ -99,7 +99,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Stats:
-    """The buffer `stats` of a chunk of rows whose vocabulary is walked over in so many parts."""
+    """Offsets in the buffer `stats` of a chunk of rows (see kernel.py)."""
 
     parts: int
     rows: int

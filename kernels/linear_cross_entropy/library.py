@@ -77,7 +77,7 @@ def _(hidden, weight, target, bias, *options):
     schema=f"(Tensor dloss, {_INPUTS}, {_LOSS}, {_NEEDS}) -> (Tensor, Tensor, Tensor)",
 )
 def bwd_op(dloss, hidden, weight, target, bias, *options):
-    """The gradients of hidden, weight and bias, from nothing but the inputs."""
+    """The gradients of hidden, weight and bias, computed from the inputs."""
     loss, needs = Loss(*options[:_OPTIONS]), options[_OPTIONS:]
     _, *grads = calls.loss_and_gradients(dloss, hidden, weight, target, bias, loss, needs)
     return _given(hidden, grads)
@@ -105,7 +105,7 @@ def gradients(
 ) -> tuple[Optional, Optional, Optional]:
     """Those of hidden, weight and bias, None where not needed. `saved` are hidden, weight, target and bias.
 
-    An eager call goes to the plan; what traces, transforms or derives it sees an op."""
+    An eager call goes to the plan; what traces, transforms or differentiates it sees an op."""
     if dloss is None:
         return None, None, None
     hidden, weight, target, bias = saved
@@ -142,7 +142,7 @@ def _backward(ctx, dloss, *_):
 def _ready_save(ctx, inputs, output) -> None:
     _save(ctx, inputs, output)
     ctx.mark_non_differentiable(*output[1:])
-    # Not saved for backward: they are scaled in place and handed out, so they serve once.
+    # Not saved for backward: they are scaled in place and returned, so they can be used once.
     ctx.ready, ctx.needs = output[1:], inputs[4 + _OPTIONS :]
 
 
@@ -151,7 +151,7 @@ def _ready_backward(ctx, dloss, *_):
         return _backward(ctx, dloss)
     grads, ctx.ready = ctx.ready, None
     if isinstance(dloss, FunctionalTensor):
-        # torch.compile traces: what may be overwritten is for it to see, and it fuses a multiplication by itself.
+        # torch.compile traces this: Inductor decides what is done in place, and fuses the multiplication.
         grads = [grad * dloss for grad in grads]
     else:
         scale_op(dloss, *grads)

@@ -1,4 +1,4 @@
-"""What a call asks for, and the checks of its arguments."""
+"""The options of a call, and the checks of its arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAME = "linear_cross_entropy"
 
 
 class Loss(NamedTuple):
-    """What is computed, less the tensors. `scratch_bytes` bounds the memory for logits."""
+    """The options of a call. `scratch_bytes` bounds the memory for logits."""
 
     ignore_index: int
     label_smoothing: float

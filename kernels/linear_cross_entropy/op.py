@@ -42,8 +42,8 @@ def linear_cross_entropy(
     bias           [V], dtype of hidden, or None
     ignore_index   rows with this target have loss and gradient 0 and do not count in the mean
     reduction      "mean" over the rows that are not ignored (nan if there are none), "sum" or "none"
-    scratch_bytes  upper bound of the memory for logits; None for 64 MiB or a sixteenth of the gradients, whichever is
-                   more (256 MiB where weight needs no gradient). With as much as all logits take, none of them are
+    scratch_bytes  upper bound of the memory for logits. None: 64 MiB for the loss alone; with gradients 640 MiB less
+                   their size, or a sixteenth of their size, whichever is more. If all logits fit, none of them are
                    computed twice.
 
     Returns the loss in float32: a scalar, or in shape of target for "none". Under autocast hidden, weight and bias are
@@ -93,7 +93,8 @@ def _through_library(hidden, weight, target, bias, loss: Loss) -> torch.Tensor:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Of eager calls. The gradient goes through torch.library where something traces, transforms or derives it."""
+    """Autograd of eager calls. Its backward goes through torch.library where it is traced, transformed or itself
+    differentiated."""
 
     @staticmethod
     def forward(ctx, hidden, weight, target, bias, plan):
@@ -117,7 +118,7 @@ class _ReadyGradients(torch.autograd.Function):
         loss, *grads = plan.run(hidden, weight, target, bias, None)
         ctx.set_materialize_grads(False)
         ctx.loss, ctx.scale = plan.loss, plan.scale
-        # Not saved for backward: they are scaled in place and handed out, so they serve once.
+        # Not saved for backward: they are scaled in place and returned, so they can be used once.
         ctx.ready = grads
         ctx.save_for_backward(hidden, weight, target, bias)
         return loss
@@ -134,6 +135,6 @@ class _ReadyGradients(torch.autograd.Function):
         return hidden, weight, None, bias, None
 
 
-# What torch.autograd.Function.apply does before this is for functorch, and `lean` has seen that it is not at work.
+# What torch.autograd.Function.apply does before this is for functorch, and `lean` has ruled functorch out.
 _apply = super(torch.autograd.Function, _LinearCrossEntropy).apply
 _apply_ready = super(torch.autograd.Function, _ReadyGradients).apply

@@ -1,20 +1,20 @@
-"""Launch plans of linear_cross_entropy: how products of matrices and kernels follow each other, and where the logits
-are meanwhile. All of that is fixed by the key of a call; a call allocates, multiplies and launches.
+"""Launch plans of linear_cross_entropy: the sequence of matrix products and kernels, and where the logits are stored.
+All of that is fixed by the key of a call; a call only allocates and launches.
 
-The gradient needs the logits twice: for the sum of exponentials of a row, then to become the gradient. And it needs the
-gradient twice: along rows for hidden's, along the vocabulary for weight's. For N rows these are V·N numbers, which is
-what must not be in memory. So
+The logits zᵀ are needed twice: for the sum of exponentials of a row, then to be replaced by their gradient. The
+gradient is needed twice too: summed over the vocabulary for hidden's, over rows for weight's. For N rows these are V·N
+numbers, more than memory should hold. So there are two passes:
 
-  1  Rows are taken in chunks of H or fewer. The logits of a chunk zᵀ [V, H] lie *in the memory of the weight's
-     gradient* [V, H], which is not written yet. There they become the gradient, and hidden's gradient follows, in one
-     product over the whole vocabulary.
-  2  The gradient of the last chunk stays there. The vocabulary is walked in slices: into a scratch [slice, N] the
-     logits of the other chunks are computed again, that gradient is moved, and the product with hidden, over all rows
-     at once, overwrites the slice that it came from.
+  1  For each chunk of at most H rows: the logits zᵀ [V, H] are computed *in the memory of the weight's gradient*, also
+     [V, H] and not written yet, and replaced by their gradient. One product over the whole vocabulary gives hidden's
+     gradient.
+  2  The gradient of the last chunk is still there. For each slice of the vocabulary: the logits of the other chunks are
+     computed again into a scratch [slice, N] and replaced by their gradient, that of the last chunk is copied there,
+     and the product with hidden, over all rows, overwrites this slice of the weight's gradient.
 
-Of the logits of N rows, N - H are computed twice (fewer, if there is memory for a spare chunk); nothing is added up
-outside a product, where sums are fp32. The products that are repeated are the same in shape, so that cuBLAS computes
-the same numbers: else a softmax of 1 might come out as e to the difference of two roundings.
+Of N rows, the logits of N - H are computed twice (of fewer, if there is memory for a spare chunk). Each gradient is the
+result of one product with fp32 accumulation. Repeated products have the same shape, so that cuBLAS computes the same
+numbers: else a softmax of 1 might become e to the difference of two roundings.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FP32 = torch.float32
 
 
 def loss_plan(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: Optional, loss: Loss) -> LossPlan:
-    """Takes (hidden, weight, target, bias) like these and returns the loss."""
+    """Returns a function from (hidden, weight, target, bias) like these to the loss."""
     p = Problem.of(hidden, weight, target, bias, loss)
     config = configs.pick_forward_config(p.rows, p.vocab, p.dtype, loss.scratch_bytes)
     slab = Slab.of(config.slice, config.chunk)
@@ -73,7 +73,8 @@ def loss_plan(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, 
 def _loss_step(
     p: Problem, chunk: Chunk, config: Config, slab: Slab
 ) -> tuple[View, int, list[tuple[Product, Launch]], Launch]:
-    """Of the loss of a chunk of rows: hidden's part, the size of the stats, products and stats by slices, the loss."""
+    """For the loss of a chunk: the view of hidden, the size of the stats buffer, product and stats launch of each
+    slice, the loss launch."""
     stats_config = configs.pick_stats_config(chunk.count, p.vocab, FP32, p.capability)
     each = triton.cdiv(config.slice, stats_config.span)
     stats = Stats(triton.cdiv(p.vocab, config.slice) * each, chunk.count, p.loss.label_smoothing != 0)
@@ -87,7 +88,7 @@ def _loss_step(
 
 
 class _Result:
-    """The losses of the rows, and what becomes of them."""
+    """Where the losses of the rows are stored, and their reduction."""
 
     def __init__(self, p: Problem, target: torch.Tensor) -> None:
         self._device, self._size = p.device, p.held.size
@@ -105,7 +106,7 @@ class _Result:
         return held, torch.empty_strided(self._shape, self._strides, dtype=FP32, device=self._device)
 
     def reduced(self, held: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:
-        """The loss as it is returned."""
+        """The result of the call: the losses, or their sum or mean."""
         if self._sum is None:
             return losses
         loss = torch.empty_strided((), (), dtype=FP32, device=self._device)
@@ -115,7 +116,7 @@ class _Result:
 
 @dataclass(frozen=True)
 class _Step:
-    """Step 1 of a chunk, whose logits and then their gradient lie in weight's gradient or in the spare slab."""
+    """Pass 1 of a chunk. Its logits, then their gradient, are in the weight's gradient or in the spare slab."""
 
     in_gradient: bool
     hidden_t: View
@@ -131,8 +132,8 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Slice:
-    """Step 2 of a slice of the vocabulary: for each chunk the move of its gradient or, with hidden's part, the product
-    and the launch that compute it again; then the product for weight's gradient."""
+    """Pass 2 of a slice of the vocabulary: for each chunk the copy of its gradient or, with the view of hidden, the
+    product and the launch that compute it again; then the product for weight's gradient."""
 
     parts: list[tuple[bool, View, Product | None, Launch]]
     gradient: View
@@ -148,8 +149,8 @@ def gradient_plan(
     loss: Loss,
     needs: tuple[bool, bool, bool],
 ) -> GradientPlan:
-    """Takes (hidden, weight, target, bias, dloss) like these and returns the loss and the gradients of hidden and
-    weight, in their dtype, and of bias in fp32; None where not wanted. `dloss` is that of the loss, or None for 1."""
+    """Returns a function from (hidden, weight, target, bias, dloss) like these to the loss and the gradients of hidden
+    and weight, in their dtype, and of bias in fp32; None where not needed. `dloss`: of the loss, None for 1."""
     p = Problem.of(hidden, weight, target, bias, loss)
     config = configs.pick_config(p.rows, p.dim, p.vocab, p.dtype, needs[1], loss.scratch_bytes)
     chunks = list(config.chunks(p.rows))
@@ -158,7 +159,11 @@ def gradient_plan(
     dloss_stride, dloss_copied = _incoming(dloss)
     steps = [_step(p, chunk, config, slab, needs, dloss_stride) for chunk in chunks]
     second = Slab.of(min(config.slice, p.vocab), p.rows)
-    walk = _walk(p, chunks, config, slab, second, dloss_stride) if needs[1] and config.in_gradient and chunks else None
+    slices = (
+        _second_pass_slices(p, chunks, config, slab, second, dloss_stride)
+        if needs[1] and config.in_gradient and chunks
+        else None
+    )
     whole = part_of(*p.hidden, slice(0, p.rows), slice(0, p.dim))
     z_whole = slab.part(slice(0, p.vocab), slice(0, p.rows)) if slab else WHOLE
     count, result = count_launch(p), _Result(p, target)
@@ -183,8 +188,8 @@ def gradient_plan(
             z = dweight if step.in_gradient else spare
             dbias = _first_pass(step, p, z, hidden, weight, target, bias, dloss, held, losses, dhidden, dbias)
         if dweight is not None:
-            if walk is not None:
-                _second_pass(walk, new_second(), spare, whole, hidden, weight, target, bias, dloss, held, dweight)
+            if slices is not None:
+                _second_pass(slices, new_second(), spare, whole, hidden, weight, target, bias, dloss, held, dweight)
             elif steps:
                 torch.mm(z_whole.of(spare), whole.of(hidden), out=dweight)  # type: ignore[arg-type]
             else:
@@ -197,7 +202,7 @@ def gradient_plan(
 
 
 def _first_pass(step, p, z, hidden, weight, target, bias, dloss, held, losses, dhidden, dbias) -> Optional:
-    """Step 1 for one chunk. Returns the gradient of bias so far."""
+    """Pass 1 for one chunk. Returns the gradient of bias so far."""
     hidden_t = step.hidden_t.of(hidden)
     for product in step.products:
         product(weight, hidden_t, bias, z)
@@ -217,10 +222,10 @@ def _first_pass(step, p, z, hidden, weight, target, bias, dloss, held, losses, d
     return dbias
 
 
-def _second_pass(walk, g, spare, whole, hidden, weight, target, bias, dloss, held, dweight) -> None:
-    """Step 2. The gradient of the last chunk's logits lies in `dweight`."""
+def _second_pass(slices, g, spare, whole, hidden, weight, target, bias, dloss, held, dweight) -> None:
+    """Pass 2. The gradient of the last chunk's logits is in `dweight`."""
     rows = whole.of(hidden)
-    for part in walk:
+    for part in slices:
         for in_gradient, hidden_t, product, launch in part.parts:
             if product is None:
                 launch(dweight if in_gradient else spare, g)
@@ -260,10 +265,10 @@ def _step(
     )
 
 
-def _walk(
+def _second_pass_slices(
     p: Problem, chunks: list[Chunk], config: Config, slab: Slab | None, second: Slab, dloss_stride: int | None
 ) -> list[_Slice]:
-    walk = []
+    slices = []
     for entries in p.slices(config.slice):
         size, parts = entries.stop - entries.start, []
         for chunk in chunks:
@@ -278,8 +283,8 @@ def _walk(
                 )
             parts.append((not chunk.spare, hidden_t, product, launch))
         gradient = second.part(slice(0, size), slice(0, p.rows))
-        walk.append(_Slice(parts, gradient, part_of((p.vocab, p.dim), (p.dim, 1), entries, slice(0, p.dim))))
-    return walk
+        slices.append(_Slice(parts, gradient, part_of((p.vocab, p.dim), (p.dim, 1), entries, slice(0, p.dim))))
+    return slices
 
 
 def _hidden_t(p: Problem, chunk: Chunk) -> View:
@@ -287,8 +292,8 @@ def _hidden_t(p: Problem, chunk: Chunk) -> View:
 
 
 def _slab_of(p: Problem, slab: Slab) -> Callable[[], torch.Tensor]:
-    """Makes that memory. On a CPU with AMX oneDNN multiplies what lies behind a row of fp16 by 0, and so it must not be
-    NaN."""
+    """Allocates that memory. On a CPU with AMX, oneDNN multiplies the padding after a row of fp16 by 0, so it must not
+    be NaN: hence zeros."""
     shape, dtype, device = slab.shape, p.dtype, p.device
     if device.type != "cuda":
         return lambda: torch.zeros(shape, dtype=dtype, device=device)
@@ -296,8 +301,8 @@ def _slab_of(p: Problem, slab: Slab) -> Callable[[], torch.Tensor]:
 
 
 def _incoming(dloss: Optional) -> tuple[int | None, bool]:
-    """The stride of an incoming gradient by rows, 0 where there is one for all, None without any; and whether it has to
-    be copied."""
+    """(stride, copied) of an incoming gradient. Stride between rows, 0 for a scalar, None without a gradient; whether
+    it has to be copied."""
     if dloss is None:
         return None, False
     if dloss.dim() == 0:

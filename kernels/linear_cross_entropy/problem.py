@@ -1,4 +1,4 @@
-"""What a plan is made for, and the products of matrices in it."""
+"""The sizes and strides that a plan depends on, and its matrix products."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .loss import Loss
 
 @dataclass(frozen=True)
 class Problem:
-    """Sizes, and the strides of the matrices as cuBLAS reads them. `bounds` of the targets are checked on a CPU alone,
-    where looking costs nothing."""
+    """Sizes, and the strides of the matrices as cuBLAS reads them. `bounds`: (vocab, ignore_index) to check targets
+    against, only on the CPU, where reading them needs no synchronisation."""
 
     rows: int
     dim: int
@@ -63,7 +63,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Slab:
-    """Memory for logits zᵀ: [vocab, columns] of which a vocabulary entry begins on a 16-byte boundary."""
+    """A buffer for logits zᵀ: [vocab, columns], each vocabulary entry aligned to 16 bytes."""
 
     shape: tuple[int, int]
 
@@ -77,7 +77,7 @@ class Slab:
 
 @dataclass(frozen=True)
 class Product:
-    """zᵀ of some vocabulary entries and rows, rounded once, so that it is what a linear layer gives."""
+    """The product zᵀ of some vocabulary entries and rows, rounded once, as the output of a linear layer is."""
 
     weight: View
     bias: View | None

@@ -30,11 +30,11 @@ CASES = (
     _case(32768, 4096, FP16, bench=True),
     _case(32768, 4096, FP32, bench=True),
     _case(16384, 8192, BF16, "-residual", bench=True, residual=True),
-    # Wide: over a cluster of CTAs on Hopper.
+    # Wide: a cluster of CTAs for each row on Hopper.
     _case(2048, 65536, BF16, bench=True),
     _case(2048, 49152, BF16, bench=True),
     _case(8192, 20480, BF16, bench=True),
-    # What goes wrong: nothing, one row, one column, primes, one off a power of two, rows in chunks, no weight.
+    # Boundary cases: empty, one row, one column, primes, one off a power of two, rows in chunks, no weight.
     _case(0, 64, FP32),
     _case(1, 1, FP32),
     _case(7, 1, FP16),
@@ -50,8 +50,8 @@ CASES = (
     _case(257, 1023, BF16),
     _case(19, 2048, BF16, "-residual", residual=True),
     _case(5, 20480, BF16, "-residual", residual=True),
-    # Wide, with parameters of their own, so that the checks made once for each kind of case are made on these too. The
-    # last is ragged: one CTA of its cluster has less than the others.
+    # Wide, with parameters that no case above has, so that the checks made once for each set of parameters run on these
+    # too. In the last one CTA of the cluster has fewer vectors than the others.
     _case(5, 20480, BF16, "-eps", eps=1e-5),
     _case(3, 49152, FP32, "-eps-residual", eps=1e-5, residual=True),
     _case(2, 20488, FP16, "-eps-noweight", eps=1e-5, weight=False),

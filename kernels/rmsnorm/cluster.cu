@@ -1,27 +1,28 @@
-// RMSNorm forward of wide rows for Hopper (sm_90a): each row over a cluster of small CTAs, in registers from load to
-// store. cluster.py compiles and launches it.
+// RMSNorm forward of wide rows for Hopper (sm_90a): a cluster of CTAs takes one row, which stays in registers from load
+// to store. cluster.py compiles and launches it.
 //
 // Napkin maths, 2048 x 65536 bf16 on one NVIDIA H200 (132 SMs, a copy at 4254 GB/s, 1980 MHz):
-//   floor      537 MB, 126 us: 16 KB of x and 16 KB of y a microsecond and SM.
-//   in flight  8 CTAs a row, 256 threads, 4 vectors of 16 bytes each: a CTA has 16 KB of a row. With 48 registers 5 of
-//              them fit, 80 KB of x, so a CTA may take 5 us from its first load to its last store. A load takes 1 us,
-//              the exchange of sums 0.5 to 1 us.
+//   floor      537 MB, 126 us: 16 KB of x and 16 KB of y a microsecond on each SM.
+//   in flight  8 CTAs a row, 256 threads, 4 vectors of 16 bytes each: a CTA has 16 KB of a row. With 48 registers
+//              a thread 5 CTAs are resident, 80 KB of x, so a CTA may take 5 us from its first load to its last
+//              store. A load takes 1 us, the exchange of sums 0.5 to 1 us.
 //   issue      8 elements cost 17 instructions of the sum and 46 of the result: 4000 cycles of 16000 a row.
-//   weight     128 KB, the same for all rows, and yet it comes from L2 for each of them: behind the wait at the
-//              cluster's barrier the compiler empties L1 (CCTL.IVALL), for all CTAs of the SM. So L2 gives
-//              as many bytes of weight as memory gives of x. They are asked for while sums are exchanged.
+//   weight     128 KB, the same for all rows, and yet each row reads it from L2: after barrier.cluster.wait the
+//              compiler invalidates L1 (CCTL.IVALL), for all CTAs of the SM. So L2 delivers as many bytes of the weight
+//              as device memory does of x. These loads overlap the exchange of sums.
 //
-// CTAs do not stay: an SM has CTAs of several rows, which load, wait and store at different times. Protocol:
-//   1 arrive at the cluster's barrier, ask for the whole slice
-//   2 wait at the barrier: by now all CTAs of the cluster have begun, and so can be written to
+// CTAs are not persistent: an SM has CTAs of several rows, which load, wait and store at different times. Protocol:
+//   1 arrive at the cluster's barrier, issue the loads of the whole slice
+//   2 wait at the barrier: all CTAs of the cluster have then started, so their shared memory can be written
 //   3 add up the squares; each warp writes its sum into every CTA of the cluster by st.async, whose bytes count on the
 //     receiver's mbarrier
-//   4 each CTA waits for the sums of all warps of the cluster. After that nobody writes to it, and it may leave.
+//   4 each CTA waits for the sums of all warps of the cluster. After that no CTA writes to it, and it may exit.
 //
-// Loads are ld.global, not ld.global.nc: for want of anything that orders those, ptxas moves them behind the wait of 2.
+// Loads are ld.global, not ld.global.nc: nothing orders the latter with the barrier, and ptxas moves them after the
+// wait of step 2.
 //
 // Defined by the launcher, see ClusterConfig in configs.py: CLUSTER (CTAs of a row), THREADS, VECTORS (of a thread),
-// RESIDENT (CTAs of an SM, for which registers are limited), EVEN (CLUSTER * THREADS * VECTORS is the whole
+// RESIDENT (CTAs resident on an SM, which limits registers), EVEN (CLUSTER * THREADS * VECTORS is the whole
 // row), TYPE of all tensors (0: bf16, 1: fp16, 2: fp32), RESIDUAL, WEIGHT.
 
 #include "vectors.cuh"
@@ -30,13 +31,14 @@ constexpr int WARPS = THREADS / 32, SUMS = CLUSTER * WARPS;
 constexpr int PER_WORD = ELEMENTS_PER_WORD<TYPE>;
 
 struct Exchange {
-    float sums[SUMS < 32 ? 32 : SUMS];  // of the squares of each warp of the cluster
-    u64 full;                           // the mbarrier on which they arrive
+    float sums[SUMS < 32 ? 32 : SUMS];  // the sum of squares of each warp of the cluster
+    u64 full;                           // the mbarrier that counts their bytes
 };
 
 __device__ u32 at(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
-// x and residual are used once: they pass by L1. evict_last, because what leaves L2 in their place is y (README).
+// x and residual are used once: they are not allocated in L1. evict_last in L2, so that lines of y are evicted first
+// (EXPERIMENTS.md).
 __device__ Vector load(const Vector* from, u64 policy) {
     Vector v;
     asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;"
@@ -56,6 +58,7 @@ __device__ float warp_sum(float x) {
     return x;
 }
 
+// Initialises the mbarrier and arrives at the cluster's barrier.
 __device__ void begin(Exchange& e) {
     if (threadIdx.x == 0) {
         asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(at(&e.full)) : "memory");
@@ -75,7 +78,7 @@ __device__ void send(Exchange& e, float sum, int part) {
             "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [a], %2, [b];\n}"
             ::"r"(at(&e.sums[slot])), "r"(at(&e.full)), "r"(__float_as_uint(sum)), "r"(lane) : "memory");
 }
-// The sum over the row: all warps add in one order, so that all agree, and repeats do.
+// The sum over the row. All warps add in the same order, so that all CTAs have the same bits, in every run.
 __device__ float receive(Exchange& e) {
     asm volatile(
         "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared.b64 p, [%0], 0;\n@p bra DONE;\nbra AGAIN;\nDONE:\n}"
@@ -88,14 +91,14 @@ __device__ float receive(Exchange& e) {
     return warp_sum(sum);
 }
 
-// Rows are `vectors` of 16 bytes, of which a CTA has `slice` and the last CTA what is left; strides are in vectors.
-// residual and h are there with RESIDUAL, weight is with WEIGHT; rstd_ptr may be null.
+// A row is `vectors` of 16 bytes, of which a CTA has `slice` and the last CTA the remainder; strides are in vectors.
+// residual and h are used with RESIDUAL, weight with WEIGHT; rstd_ptr may be null.
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, RESIDENT)
 rmsnorm_cluster_fwd(const Vector* x, const Vector* residual, const Vector* weight, Vector* y, Vector* h,
                     float* rstd_ptr, int vectors, int slice, i64 stride_x, i64 stride_residual, float inverse_dim,
                     float eps, float weight_offset) {
-    extern __shared__ __align__(16) char room[];
-    Exchange& exchange = *reinterpret_cast<Exchange*>(room);
+    extern __shared__ __align__(16) char shared[];
+    Exchange& exchange = *reinterpret_cast<Exchange*>(shared);
     const int part = blockIdx.x % CLUSTER, thread = threadIdx.x;
     const i64 row = blockIdx.x / CLUSTER;
     const int start = part * (EVEN ? THREADS * VECTORS : slice);
@@ -147,8 +150,8 @@ rmsnorm_cluster_fwd(const Vector* x, const Vector* residual, const Vector* weigh
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             float a[PER_WORD], w[PER_WORD];
-            unpack<TYPE>(hidden(v[i].words[j]), a);
-            if (WEIGHT) unpack<TYPE>(hidden(weights[i].words[j]), w);
+            unpack<TYPE>(opaque(v[i].words[j]), a);
+            if (WEIGHT) unpack<TYPE>(opaque(weights[i].words[j]), w);
             for (int k = 0; k < PER_WORD; ++k) a[k] *= rstd, a[k] *= WEIGHT ? w[k] + weight_offset : 1;
             out.words[j] = pack<TYPE>(a[0], a[PER_WORD - 1]);
         }

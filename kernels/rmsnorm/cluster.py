@@ -12,15 +12,16 @@ from .cuda_driver import address
 
 WIDTHS = range(16385, 65537)  # narrower rows fit one CTA
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # TYPE in cluster.cu
-# x, residual, weight, y, h, rstd; vectors a row and a CTA; the strides of x and residual; 1 / dim, eps, weight_offset
+# Parameters: x, residual, weight, y, h, rstd; vectors of a row and of a CTA; strides of x and residual; 1 / dim, eps,
+# weight_offset
 _LAYOUT = "PPPPPPiiqqfff"
 
 
 def unsupported_reason(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, capability: tuple[int, int]
 ) -> str | None:
-    """Why no cluster of CTAs can take the rows of x and residual, [rows, dim] with a last stride of 1, and a contiguous
-    weight. None if it can."""
+    """Why cluster.cu cannot run on x and residual, [rows, dim] with a last stride of 1, and a contiguous weight; None
+    if it can."""
     if capability != (9, 0):
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     rows, dim = x.shape
@@ -46,8 +47,8 @@ def cluster_launch(
     eps: float,
     weight_offset: float,
 ) -> Callable[..., None]:
-    """Writes y, h where there is a residual, and rstd where it is to be saved, given (x, residual, weight, y, h, rstd)
-    like these, which `unsupported_reason` takes."""
+    """The launch, a function of (x, residual, weight, y, h, rstd), that writes y, h where there is a residual, and rstd
+    where it is not None. The tensors have the signatures of these, for which `unsupported_reason` is None."""
     (rows, dim), per_vector = x.shape, VECTOR // x.element_size()
     vectors = dim // per_vector
     defines = (
@@ -60,7 +61,7 @@ def cluster_launch(
         f"RESIDUAL={int(residual is not None)}",
         f"WEIGHT={int(weight is not None)}",
     )
-    shared = 4 * max(32, config.ctas * config.threads // 32) + 8  # the warps' sums and an mbarrier
+    shared = 4 * max(32, config.ctas * config.threads // 32) + 8  # `Exchange` in cluster.cu
     device, added = x.device.index, residual is not None
     with torch.cuda.device_of(x):
         (kernel,) = cuda_driver.kernels(device, "cluster.cu", ("rmsnorm_cluster_fwd",), defines, shared)

@@ -15,9 +15,9 @@ VECTOR = 16  # bytes of the widest load
 
 @dataclass(frozen=True)
 class FwdConfig:
-    """A tile is `block_m` whole rows of block_n + tail columns, or one row in chunks where those are fewer than dim
-    (then x is read twice, from L2 the second time). A CTA for each tile. `eviction` is the L2 policy of the loads of x;
-    `weight_first` has the weight loaded along with x rather than when it is needed, at the price of registers."""
+    """One CTA per tile. A tile is `block_m` whole rows of block_n + tail columns. Where that is less than dim, it is
+    one row in chunks of block_n columns, read twice, the second time from L2. `eviction` is the L2 policy of the loads
+    of x. With `weight_first` the weight is loaded before x and not after the sum, which takes more registers."""
 
     block_m: int
     block_n: int
@@ -29,8 +29,8 @@ class FwdConfig:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """A row is split over `ctas` CTAs of a cluster: `slice` vectors of 16 bytes each, the last what is left. A thread
-    has `vectors` of them. Registers are limited so that `resident` CTAs fit on an SM."""
+    """A cluster of `ctas` CTAs takes one row: `slice` vectors of 16 bytes for each CTA, the remainder for the last. A
+    thread has `vectors` of them. Registers are limited so that `resident` CTAs fit on an SM."""
 
     ctas: int
     threads: int
@@ -41,8 +41,8 @@ class ClusterConfig:
 
 @dataclass(frozen=True)
 class BwdConfig:
-    """A tile is `block_m` rows, whole or, where block_n < dim, in slices of `block_n` columns. programs_per_sm CTAs
-    stay on each SM and loop over the tiles, with the loads of `stages` tiles in flight."""
+    """A tile is `block_m` rows of `block_n` columns: whole rows, or a slice of the columns where block_n < dim.
+    programs_per_sm persistent CTAs on each SM loop over the tiles, in a pipeline of `stages` tiles (1: none)."""
 
     block_m: int
     block_n: int
@@ -54,8 +54,9 @@ class BwdConfig:
 def pick_fwd_config(rows: int, dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> FwdConfig:
     """Configuration of the forward kernel. Pure.
 
-    x is dead once it is read, and yet evict_last makes large problems faster on an H200: what leaves L2 in the place of
-    x is y, so that writes go out early and in order (README, what was tried).
+    Up to 2048 columns, a tile of 2048 elements; above, one row, in two pieces where that masks fewer lanes; above
+    16384, chunks. Loads of x ask for evict_last on problems larger than L2: L2 then evicts lines of y first, so that y
+    is written back early and in order. Record: reports/h200/tune/rmsnorm.json; EXPERIMENTS.md.
     """
     block_n = triton.next_power_of_2(dim)
     eviction = "evict_last" if rows * dim * dtype.itemsize > EVICT_LAST_BYTES else ""
@@ -66,37 +67,40 @@ def pick_fwd_config(rows: int, dim: int, dtype: torch.dtype, capability: tuple[i
         return FwdConfig(2048 // block_n, block_n, 4, eviction, weight_first=True)
     tail = triton.next_power_of_2(dim - block_n // 2)
     if tail <= block_n // 4:
-        # 5120 is 4096 and 1024: 5 % faster than a row of 8192 of which three eighths are masked. Here the weight comes
-        # last, for its registers would cost a third of the CTAs on an SM.
+        # 5120 is 4096 and 1024: 5 % faster than a row of 8192 of which three eighths are masked. The weight is loaded
+        # after the sum: its registers would cost a third of the occupancy.
         return FwdConfig(1, block_n // 2, min(8, block_n // 1024), eviction, tail)
-    # On sm_80 ptxas would rather spill than give 8 warps of a row of 4096 the 33rd register.
+    # On sm_80, with 8 warps at 4096 columns, ptxas keeps to 32 registers a thread and spills.
     warps = {4096: 8 if capability >= (9, 0) else 4, 8192: 8, 16384: 16}
     return FwdConfig(1, block_n, warps[block_n], eviction, weight_first=True)
 
 
 def pick_cluster_config(dim: int, dtype: torch.dtype, weight: bool, residual: bool) -> ClusterConfig:
-    """Configuration of the forward of wide rows on Hopper: the fewest CTAs of 256 threads with at most 6 vectors each.
-    Pure. Of what was tried (README) it alone is within 1.5 % of a copy at each of five widths.
+    """Configuration of the forward of wide rows on Hopper: the smallest cluster, a power of two, of CTAs of 256 threads
+    that have at most 6 vectors each. Pure. Record: reports/h200/tune/rmsnorm.json; EXPERIMENTS.md, "Wide rows over
+    clusters": the only variant tried that is within 1.5 % of a copy at each of five widths.
 
-    80 to 96 KB of x are then on their way to an SM, whose 4 or 5 CTAs wait at different times.
+    In bf16 with a weight an SM then has 4 or 5 CTAs at different stages, and 80 to 96 KB of x in flight.
     """
     threads, most, line = 256, 6, 128 // VECTOR
     vectors = dim * dtype.itemsize // VECTOR  # of a row
     ctas = triton.next_power_of_2(triton.cdiv(vectors, threads * most))
-    part = triton.cdiv(triton.cdiv(vectors, ctas), line) * line  # whole lines of L2
-    each = triton.cdiv(part, threads)
-    # What ptxas needs without a spill: x, what is held beside it, and 8 more for a second address or for masks.
-    even = ctas * threads * each == vectors
-    registers = 16 + 4 * each * (2 if weight or residual else 1) + (8 if residual or not even else 0)
+    cta_vectors = triton.cdiv(triton.cdiv(vectors, ctas), line) * line  # whole lines of L2
+    thread_vectors = triton.cdiv(cta_vectors, threads)
+    # What ptxas needs without a spill: x, the weight or residual beside it, and 8 for a second address or for masks.
+    even = ctas * threads * thread_vectors == vectors
+    registers = 16 + 4 * thread_vectors * (2 if weight or residual else 1) + (8 if residual or not even else 0)
     resident = min(8, 65536 // (threads * triton.cdiv(registers, 8) * 8))
-    return ClusterConfig(ctas, threads, each, part, resident)
+    return ClusterConfig(ctas, threads, thread_vectors, cta_vectors, resident)
 
 
 def pick_bwd_config(rows: int, dim: int, dtype: torch.dtype, tensors: int, capability: tuple[int, int]) -> BwdConfig:
     """Configuration of the backward kernel, which reads `tensors` tensors. Pure.
 
-    Always a loop, because each CTA carries its share of dW in registers. So few CTAs fit on an SM that the
-    next rows have to be on their way to shared memory while this one is reduced: `stages`.
+    CTAs are persistent because each accumulates its partial dW in registers. Occupancy is too low to hide the latency
+    of loads, so these are pipelined through shared memory: at most 32 KB a stage and SM for 1 to 4 CTAs, 3 stages, 4
+    where a quarter of the tile or more is padding. At block_n = 16384 there is one CTA on an SM and no pipeline: its
+    stages would take the shared memory that L1 needs. Record: reports/h200/tune/rmsnorm.json; EXPERIMENTS.md.
     """
     block_n = triton.next_power_of_2(dim)
     padded = dim <= block_n * 3 // 4

@@ -3,8 +3,8 @@
 Napkin maths, bf16, R rows of D, one NVIDIA H200 that copies 4254 GB/s:
   forward   reads x, writes y             4·R·D bytes   32768 x 8192: 1.07 GB, 252 us
   backward  reads x and dy, writes dx     6·R·D bytes   32768 x 8192: 1.61 GB, 379 us
-The weight, rstd (4 bytes a row) and dW are noise beside that, and so are the FLOPs (about 4 and 11 an element).
-So each tensor crosses the bus once: a row stays in registers between its reduction and its output.
+The weight, rstd (4 bytes a row), dW and the FLOPs (about 4 and 9 an element) are negligible beside that.
+So each tensor is read or written once: a row stays in registers between its reduction and the store of its output.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import triton.language as tl
 def _load_h(
     x_ptr, residual_ptr, h_ptr, row, cols, rows, dim, stride_xm, stride_rm, EVEN: tl.constexpr, EVICTION: tl.constexpr
 ):
-    """x, or x + residual, which is stored as well; not yet in fp32."""
+    """A tile of x, or of x + residual, which is also stored to h. In x's dtype."""
     wide_row = row.to(tl.int64)[:, None]
-    # Without a mask the loads and stores need no predicate, and one register less for each of them.
+    # Without a mask each load and store needs no predicate and one register less.
     mask = None if EVEN else (row < rows)[:, None] & (cols < dim)[None, :]
     other = None if EVEN else 0.0
     h = tl.load(x_ptr + wide_row * stride_xm + cols[None, :], mask=mask, other=other, eviction_policy=EVICTION)
@@ -66,7 +66,8 @@ def _rmsnorm_fwd_kernel(
     WEIGHT_FIRST: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    """A row is BLOCK_N columns and, in a second piece, TAIL more: 5120 = 4096 + 1024."""
+    """y, h with a residual, and rstd of one tile of BLOCK_M rows. TAIL > 0: a row is in two pieces, as 5120 =
+    BLOCK_N 4096 + TAIL 1024. EVEN_N: BLOCK_N + TAIL is dim, so that columns need no mask."""
     EVEN: tl.constexpr = EVEN_N and BLOCK_M == 1
     EVEN_HEAD: tl.constexpr = BLOCK_M == 1 and (EVEN_N or TAIL > 0)
     cols = tl.arange(0, BLOCK_N)
@@ -77,7 +78,7 @@ def _rmsnorm_fwd_kernel(
     if TAIL:
         tail_cols = BLOCK_N + tl.arange(0, TAIL)
         tail = _load_h(x_ptr, residual_ptr, h_ptr, row, tail_cols, rows, dim, stride_xm, stride_rm, EVEN, EVICTION)
-    # All loads are on their way before the first reduction, which is a barrier.
+    # All loads are issued before the first reduction, which is a barrier of the CTA.
     h = h.to(tl.float32)
     squares = tl.sum(h * h, axis=1)
     if TAIL:
@@ -125,7 +126,8 @@ def _rmsnorm_bwd_kernel(
 ):
     """dx = rstd · (g − x̂ · mean(g · x̂)) + dh with g = dy · (w + offset), x̂ = h · rstd; dw = Σ_rows dy · x̂.
 
-    A program has all columns or, where the mean of each row is given, a slice of them.
+    The grid is (persistent CTAs, slices of columns). With SLICED, mean_ptr holds mean(g · x̂) of each row; otherwise a
+    tile has whole rows and the mean is computed here. dw_ptr receives one row of partial sums for each CTA.
     """
     cols = tl.arange(0, BLOCK_N)
     if SLICED:
@@ -161,15 +163,15 @@ def _rmsnorm_bwd_kernel(
                 dx += dh.to(tl.float32)
             tl.store(dx_ptr + wide_row * dim + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if NEED_DW:
-        # One row of partial sums per CTA, added up in a fixed order by the next kernel: no atomics, so repeatable.
-        # Where there is a single CTA, its row is dw itself.
+        # One row of partial sums per CTA, which the next kernel adds in a fixed order: no atomics, so repeatable.
+        # With a single CTA a slice, dw_ptr is dw itself and there is no next kernel.
         partial_ptr = dw_ptr + tl.program_id(0).to(tl.int64) * dim + cols
         tl.store(partial_ptr, tl.sum(dw, axis=0).to(dw_ptr.dtype.element_ty), mask=cols < dim)
 
 
 @triton.jit
 def _rmsnorm_dw_kernel(partial_ptr, dw_ptr, partials, dim, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """dw = Σ partials, in fp32."""
+    """dw = Σ over `partials` rows of partial sums, in fp32. One CTA per BLOCK_N columns."""
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for start in range(0, partials, BLOCK_M):

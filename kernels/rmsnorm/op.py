@@ -90,7 +90,8 @@ def _check(x, weight, residual, eps, weight_offset, backend) -> None:
 
 
 def _fwd_plan(x, weight, residual, eps, weight_offset, save, backend):
-    """The plan for these arguments, kept if they are plain tensors: elsewhere shapes are not all that counts."""
+    """The plan for these arguments, made and kept if it is missing. For plain tensors only (see `lean`): for others the
+    key does not hold all that a plan depends on."""
     key = (signature(x), signature(weight), signature(residual), eps, weight_offset, save, backend)
     plan = _FORWARD.find(key)
     if plan is None:
@@ -115,7 +116,8 @@ def _backward(dy, dh, h, rstd, weight, weight_offset, need_dx, need_dw):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Of eager calls. The gradient goes through torch.library where something traces, transforms or derives it."""
+    """Autograd of eager calls. Its backward goes through torch.library where it is traced, transformed or itself
+    differentiated."""
 
     @staticmethod
     def forward(ctx, x, weight, residual, plan, weight_offset):
@@ -132,12 +134,12 @@ class _RMSNorm(torch.autograd.Function):
         return d if need_dx else None, dw, d if need_dr else None, None, None
 
 
-# What torch.autograd.Function.apply does before this is for functorch, and `lean` has seen that it is not at work.
+# torch.autograd.Function.apply handles functorch before it calls this; `lean` has ruled functorch out.
 _apply = super(torch.autograd.Function, _RMSNorm).apply
 
 
 def _gradients(ctx, dy, dh, need_dh, need_dw):
-    """dh and dw, each None if it is not needed or zero."""
+    """dh and dw; each is None where it is not needed, or is zero."""
     if dy is None:  # y was not used: h's gradient passes through
         return (dh if need_dh else None), None
     h, weight, rstd = ctx.saved_tensors

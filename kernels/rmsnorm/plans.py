@@ -1,4 +1,4 @@
-"""Launch plans of rmsnorm: everything about a call that does not change with the tensors' contents and addresses."""
+"""Launch plans of rmsnorm: all of a call that does not depend on the tensors' contents and addresses."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ def fwd_plan(
     save_rstd: bool,
     backend: str,
 ) -> Forward:
-    """Takes (x, weight, residual) like these and returns y, h (x itself without a residual) and rstd [rows] in fp32,
-    None unless it is to be saved. Inputs as `op` has checked them. RuntimeError where `backend` cannot take them."""
+    """A function of (x, weight, residual), tensors with the signatures of these, that returns y, h (x itself without a
+    residual) and rstd ([rows] in fp32; None unless save_rstd). `op` has checked the inputs. RuntimeError where
+    `backend` cannot take them."""
     device, rows = x.device, x.shape[:-1].numel()
     if x.numel() == 0:
         write = None
@@ -64,7 +65,8 @@ def _fwd_launch(
     backend: str,
     save_rstd: bool,
 ) -> Callable[..., None]:
-    """Writes y, h and rstd, given (x, residual, weight, y, h, rstd) with x and residual as rows of stride(0)."""
+    """The launch that writes y, h and rstd, a function of (x, residual, weight, y, h, rstd): cluster.cu where `backend`
+    allows and it can run, otherwise Triton. x and residual are [rows, dim] with unit stride in a row."""
     (rows, dim), dtype = x.shape, x.dtype
     capability, _ = _device(x)
     reason = cluster.unsupported_reason(x, residual, weight, capability)
@@ -100,7 +102,8 @@ def bwd_plan(
     need_dx: bool,
     need_dw: bool,
 ) -> Backward:
-    """Takes (dy, dh, h, rstd, weight) like these and returns dx (None unless need_dx) and dw (None unless need_dw)."""
+    """A function of (dy, dh, h, rstd, weight), tensors with the signatures of these, that returns dx (None unless
+    need_dx) and dw (None unless need_dw)."""
     device, dim = h.device, h.shape[-1]
     need_dw = need_dw and weight is not None
     if h.numel() == 0:
@@ -131,7 +134,7 @@ def bwd_plan(
         num_warps=config.num_warps,
     )
     means = _mean_launch(rows, dim, device, strides, weight_offset) if slices > 1 and need_dx else None
-    add_up = _dw_launch(programs, dim, device) if need_dw and programs > 1 else None  # of one there is no sum
+    sum_partials = _dw_launch(programs, dim, device) if need_dw and programs > 1 else None
 
     def run(
         dy: torch.Tensor, dh: Optional, h: torch.Tensor, rstd: torch.Tensor, weight: Optional
@@ -147,11 +150,11 @@ def bwd_plan(
             means(dy, h, rstd, weight, mean)
         if need_dw:
             partial = dw = torch.empty_like(weight)  # type: ignore[arg-type]
-            if add_up is not None:
+            if sum_partials is not None:
                 partial = torch.empty_strided((programs, dim), (dim, 1), dtype=torch.float32, device=device)
         write(dy, h, rstd, mean, weight, dh, dx, partial)
-        if add_up is not None:
-            add_up(partial, dw)
+        if sum_partials is not None:
+            sum_partials(partial, dw)
         return dx, dw
 
     return run
@@ -160,7 +163,7 @@ def bwd_plan(
 def _mean_launch(
     rows: int, dim: int, device: torch.device, strides: tuple[int, int, int], weight_offset: float
 ) -> Launch:
-    """mean(g · x̂) of each row, fp32."""
+    """The launch that writes mean(g · x̂) of each row, fp32."""
     block_n = 8192
     return Launch(
         _rmsnorm_wide_mean_kernel,
@@ -174,14 +177,15 @@ def _mean_launch(
 
 
 def _dw_launch(programs: int, dim: int, device: torch.device) -> Launch:
-    # Latency alone counts here: enough CTAs to fill the GPU, each with all of its loads in flight at once.
+    """The launch that sums the partial rows of dw. Its time is latency: enough CTAs for all SMs, and up to 256 rows in
+    flight at once in each."""
     block_m, block_n = min(256, triton.next_power_of_2(programs)), 32 if dim >= 4096 else 16
     grid = (triton.cdiv(dim, block_n),)
     return Launch(_rmsnorm_dw_kernel, grid, device, (programs, dim), BLOCK_M=block_m, BLOCK_N=block_n, num_warps=8)
 
 
 def _rows(tensor):
-    """[rows, dim] with unit inner stride: a view where the strides allow it, otherwise a copy. None of None."""
+    """[rows, dim] with unit inner stride: a view where the strides allow it, otherwise a copy. None for None."""
     if tensor is None:
         return None
     tensor = tensor.reshape(-1, tensor.shape[-1])
@@ -189,7 +193,8 @@ def _rows(tensor):
 
 
 def _copied(tensor: torch.Tensor | None) -> bool:
-    """Whether `_rows` copies. Where it does not, a kernel is given the tensor itself: it needs the address alone."""
+    """Whether `_rows` copies. Where it does not, a launch takes the tensor itself, of which only the address is
+    used."""
     return tensor is not None and _rows(tensor).data_ptr() != tensor.data_ptr()
 
 
@@ -198,7 +203,7 @@ def _dense(weight):
 
 
 def _device(tensor: torch.Tensor) -> tuple[tuple[int, int], int]:
-    """Compute capability and number of SMs; the interpreter stands for a small sm_80."""
+    """Compute capability and number of SMs; in the interpreter those of a small sm_80."""
     if not tensor.is_cuda:
         return (8, 0), 2
     properties = torch.cuda.get_device_properties(tensor.device)

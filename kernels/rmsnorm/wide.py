@@ -1,11 +1,12 @@
 """RMSNorm for rows too wide for the registers of a CTA. The parameters are those of the kernels in `kernel.py`.
 
-forward   Where `cluster.py` does not take the rows. One row at a time, in chunks, in two passes. A row of 65536 bf16
-          is 128 KiB; the second pass finds it in L2 (132 CTAs hold 17 MiB of rows in flight, the cache of an H200 is
-          50 MiB), so device memory sees x once.
-backward  The mean of each row here, then the kernel for narrow rows on slices of the columns. It carries dW of its
-          slice in registers over many rows, which no CTA could do for a whole row. h and dy are read twice: 10·R·D
-          bytes rather than 6, against partial sums of dW that would go through L2 for each row.
+forward   Where `cluster.py` does not take the rows. One CTA a row, in chunks, in two passes. A row of 65536 bf16
+          is 128 KiB; the second pass finds it in L2 (132 CTAs hold 17 MiB of rows in flight, the L2 of an H200 has
+          50 MiB), so x is read from device memory once.
+backward  The mean of each row here, then the kernel of `kernel.py` on slices of the columns. A CTA accumulates dW of
+its
+          slice in registers over many rows; those of a whole row would not fit. h and dy are read twice, in 16 bits
+          10·R·D bytes rather than 6, but no partial sums of dW go through L2 for each row.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def _rmsnorm_wide_fwd_kernel(
     for start in range(0, dim, BLOCK_N):
         mask = None if EVEN_N else start + cols < dim
         other = None if EVEN_N else 0.0
-        # The sum is formed again rather than read back: h was written by this CTA without a barrier since.
+        # x + residual is computed again and not read back from h, which other threads of this CTA may have written: no
+        # barrier orders their stores before a load here.
         x_ptrs = x_ptr + wide_row * stride_xm + start + cols
         h = tl.load(x_ptrs, mask=mask, other=other, eviction_policy="evict_first")
         if residual_ptr is not None:
@@ -83,7 +85,7 @@ def _rmsnorm_wide_mean_kernel(
     EVEN_N: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """mean(g · x̂) of one row."""
+    """mean(g · x̂) of one row, in chunks of BLOCK_N columns; one CTA a row."""
     cols = tl.arange(0, BLOCK_N)
     row = tl.program_id(0)
     wide_row = tl.cast(row, tl.int64)

@@ -28,8 +28,8 @@ def _case(
     return Case(name, dict(zip(names, shape, strict=True)), dtype, params, bench, mutates=mutates)
 
 
-# Parameters that are no argument of the op: q alone, without k; the rotary share of the head dimension; the form of the
-# tables ("full": each value twice; batched: [B, S, W]) and their dtype; the dimensions of position_ids; whether q and k
+# Parameters that are not arguments of the op: `alone`, no k; `rotary`, R / D; `tables` "full", each value twice;
+# `batched`, tables [B, S, W]; `table_dtype`; `positions`, the number of dimensions of position_ids; `packed`, q and k
 # are slices of one packed projection.
 CASES = (
     # Llama-2 7B, in place too, as Hugging Face has it, and as the heads first; 13B; 70B and Llama-3 with grouped heads;
@@ -44,8 +44,8 @@ CASES = (
     _case((4, 4096, 32, 32, 128), BF16, "-half-rotary", bench=True, rotary=0.5),
     _case((1, 205000, 8, 8, 64), BF16, bench=True),
     _case((64, 1, 32, 8, 128), BF16, "-decode-inplace", bench=True, inplace=True, positions=2),
-    # What goes wrong: nothing, one pair, no k, more heads of k than of q, odd sizes, halves off a power of two. Each
-    # set of parameters is a round of all checks, so few sets with several each.
+    # Boundary cases: empty, one pair, no k, odd sizes, halves that are not a power of two. All checks run once for each
+    # set of parameters, so there are few sets, with several parameters each.
     _case((2, 7, 3, 1, 16), FP32),
     _case((0, 4, 2, 2, 8), FP32),
     _case((2, 0, 2, 2, 8), FP32),

@@ -12,8 +12,9 @@ EVICT_LAST_BYTES = 100e6  # twice the L2 of an H100 or H200
 
 @dataclass(frozen=True)
 class Config:
-    """A CTA for each tile of `rows` rows (a row is one head of one token): of q, `q_heads` heads of rows / q_heads
-    tokens; of k, `k_heads` of rows / k_heads. `eviction` is the L2 policy of the loads of q and k."""
+    """One CTA per tile of `rows` rows, where a row is one head of one token. A tile of q is rows / q_heads tokens by
+    `q_heads` heads, one of k rows / k_heads tokens by `k_heads` heads. `eviction` is the L2 policy of the loads of q
+    and k."""
 
     rows: int
     q_heads: int
@@ -31,25 +32,34 @@ def pick_config(
     dtype: torch.dtype,
     capability: tuple[int, int],
 ) -> Config:
-    """Configuration for heads of q and of k (0: no k), which are `heads_outer` if their stride is larger than that of
-    the tokens. `dims` are the columns of a head that are rotated and those that are copied. Pure.
+    """Configuration for `heads` of q and of k (0: no k). heads_outer: their stride is larger than that of the tokens,
+    as in [B, heads, S, D]. `dims` are the columns of a head that are rotated and those that are copied. Pure.
 
-    - rows: as many as give a thread 16 elements of both halves of a row, a copied column counting half; at most 128.
-    - heads of a tile: as many as leave at most an eighth of the rows as padding; at most 4 where heads are outer.
-    - eviction: evict_last from 100 MB on.
+    - warps: 8, always.
+    - rows: such that a thread has 16 rotated elements, where a copied column counts half; at most 128.
+    - heads of a tile: the most, a power of two, of which at most an eighth is padding; at most 4 if heads_outer, so
+    that
+      the other rows are consecutive tokens; at least so many that a tile has no more tokens than the sequence.
+    - eviction: evict_last above 100 MB of q and k.
 
     Record: `reports/h200` (bench and tune of rope); the comparisons behind each rule are in EXPERIMENTS.md.
     """
     width = triton.next_power_of_2(dims[0]) + (triton.next_power_of_2(dims[1]) // 2 if dims[1] else 0)
     rows = min(128, 1 << ((4096 // width).bit_length() - 1))
-    # A tile has no more tokens than there are, or else most CTAs of the other tensor would have no token.
-    most, least = (4 if outer else rows for outer in heads_outer), rows // min(rows, triton.next_power_of_2(seq))
-    q_heads, k_heads = (max(least, min(tile_heads(n, rows), m)) for n, m in zip(heads, most, strict=True))
+    # Tiles of q and k are launched in groups with the tokens of the larger of the two tiles (plans.py). With more
+    # tokens than the sequence has, most CTAs of the tensor with the smaller tile would have no work.
+    max_heads, min_heads = (
+        (4 if outer else rows for outer in heads_outer),
+        rows // min(rows, triton.next_power_of_2(seq)),
+    )
+    q_heads, k_heads = (
+        max(min_heads, min(tile_heads(n, rows), most)) for n, most in zip(heads, max_heads, strict=True)
+    )
     eviction = "evict_last" if batch * seq * sum(heads) * sum(dims) * dtype.itemsize > EVICT_LAST_BYTES else ""
     return Config(rows, q_heads, k_heads, 8, eviction)
 
 
 def tile_heads(heads: int, rows: int) -> int:
-    """The most heads, a power of two, in tiles of which at most an eighth of the rows is padding."""
+    """The largest power of two, at most `rows`, that pads `heads` by at most an eighth."""
     blocks = (1 << n for n in range(rows.bit_length() - 1, 0, -1))
     return next((block for block in blocks if 8 * (-heads % block) <= heads), 1)

@@ -3,8 +3,8 @@
 Napkin maths, bf16, N elements in q and k together, one NVIDIA H200 that copies 4254 GB/s:
   forward   reads q and k, writes both rotated     4·N bytes   8 x 8192 x (32 + 32) x 128: 2.15 GB, 505 us
   backward  the same with their gradients          4·N bytes
-The tables are read too: 2 MB each at 8192 positions, which L2 holds. 3 FLOPs an element are nothing beside that, so the
-floor is that of a copy, and an element crosses the bus once each way in every layout.
+The tables are read too: 1 MB each at 8192 positions (R / 2 columns), which fit in L2. 3 FLOPs an element are
+negligible, so the floor is that of a copy; every layout reads and writes each element once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def _rope_tile(
     ALIGN: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    """ROWS / BLOCK_H tokens by BLOCK_H heads: y = x rotated by sign · angle."""
+    """One tile of ROWS / BLOCK_H tokens by BLOCK_H heads: y = x rotated by sign · angle. EVEN: no token or head of a
+    tile is outside the tensor. ALIGN divides all offsets of rows, which the compiler needs to know for wide
+    accesses."""
     BLOCK: tl.constexpr = triton.next_power_of_2(HALF)
     row = tl.arange(0, ROWS)
     s = first_s + row // BLOCK_H
@@ -52,11 +54,12 @@ def _rope_tile(
     x_rows = x_ptr + tl.multiple_of(x_row, ALIGN)[:, None]
     y_rows = y_ptr + tl.multiple_of(y_row, ALIGN)[:, None]
 
-    # The tables have no dimension of heads, but are loaded in the shape of the rows: all but the first head of a token
-    # find them in L1, and a thread gets the columns that it needs for the 16 bytes that it loads of x, neither more nor
-    # less. Otherwise the compiler would bring the two together through shared memory.
-    TOGETHER: tl.constexpr = (64 if INTERLEAVED else 128) // x_ptr.dtype.element_ty.primitive_bitwidth
-    col = tl.max_contiguous(tl.arange(0, BLOCK), TOGETHER)[None, :].to(tl.int64)
+    # The tables have no dimension of heads, but each row of the tile loads them again: from L1 for all but the first
+    # head of a token. So a thread loads just the columns that it needs for its 16 bytes of x. Loaded once for a token,
+    # they would be redistributed among threads through shared memory. max_contiguous limits the width of these loads to
+    # the pairs in 16 bytes of x.
+    CONTIGUOUS: tl.constexpr = (64 if INTERLEAVED else 128) // x_ptr.dtype.element_ty.primitive_bitwidth
+    col = tl.max_contiguous(tl.arange(0, BLOCK), CONTIGUOUS)[None, :].to(tl.int64)
     in_table = in_rows[:, None] & (col < HALF)
     if HAS_POSITION:
         position_ptrs = position_ptr + b * position_strides[0] + s.to(tl.int64) * position_strides[1]
@@ -66,21 +69,21 @@ def _rope_tile(
         p = s.to(tl.int64)
     table_row = b * table_strides[0] + p * table_strides[1]
     table_offsets = tl.multiple_of(table_row, ALIGN)[:, None] + col * table_strides[2]
-    WHOLE: tl.constexpr = EVEN and BLOCK == HALF
-    table_mask = None if WHOLE and not HAS_POSITION else in_table
-    outside = None if WHOLE and not HAS_POSITION else float("nan")
+    UNMASKED: tl.constexpr = EVEN and BLOCK == HALF
+    table_mask = None if UNMASKED and not HAS_POSITION else in_table
+    outside = None if UNMASKED and not HAS_POSITION else float("nan")
     cos = tl.load(cos_ptr + table_offsets, mask=table_mask, other=outside).to(tl.float32)
     sin = tl.load(sin_ptr + table_offsets, mask=table_mask, other=outside).to(tl.float32) * sign
 
     if INTERLEAVED:
         cols = tl.arange(0, 2 * BLOCK)[None, :].to(tl.int64)
-        mask = None if WHOLE else in_rows[:, None] & (cols < 2 * HALF)
+        mask = None if UNMASKED else in_rows[:, None] & (cols < 2 * HALF)
         x = tl.load(x_rows + cols * x_strides[3], mask=mask, eviction_policy=EVICTION)
         first, second = tl.split(tl.reshape(x, (ROWS, BLOCK, 2)).to(tl.float32))
         y = tl.join(first * cos - second * sin, second * cos + first * sin).to(y_ptr.dtype.element_ty)
         tl.store(y_rows + cols * y_strides[3], tl.reshape(y, (ROWS, 2 * BLOCK)), mask=mask)
     else:
-        mask = None if WHOLE else in_rows[:, None] & (col < HALF)
+        mask = None if UNMASKED else in_rows[:, None] & (col < HALF)
         first = tl.load(x_rows + col * x_strides[3], mask=mask, eviction_policy=EVICTION).to(tl.float32)
         second = tl.load(x_rows + (HALF + col) * x_strides[3], mask=mask, eviction_policy=EVICTION).to(tl.float32)
         y_first, y_second = first * cos - second * sin, second * cos + first * sin
@@ -128,19 +131,20 @@ def _rope_kernel(
     ALIGN: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    TOKENS: tl.constexpr = ROWS // (min(BLOCK_HQ, BLOCK_HK) if HAS_K else BLOCK_HQ)  # of a group of CTAs
-    q_across = tl.cdiv(q_heads, BLOCK_HQ)
-    q_tiles = q_across * (TOKENS * BLOCK_HQ // ROWS)
+    TOKENS: tl.constexpr = ROWS // (min(BLOCK_HQ, BLOCK_HK) if HAS_K else BLOCK_HQ)  # of a group of tiles
+    q_head_tiles = tl.cdiv(q_heads, BLOCK_HQ)
+    q_tiles = q_head_tiles * (TOKENS * BLOCK_HQ // ROWS)
     tiles = q_tiles
     if HAS_K:
-        k_across = tl.cdiv(k_heads, BLOCK_HK)
-        tiles += k_across * (TOKENS * BLOCK_HK // ROWS)
-    # The tiles of q and k of the same few tokens follow one another: all but the first find their tables in the cache.
+        k_head_tiles = tl.cdiv(k_heads, BLOCK_HK)
+        tiles += k_head_tiles * (TOKENS * BLOCK_HK // ROWS)
+    # A group is all tiles of q, then of k, for the same TOKENS tokens. Their CTAs have consecutive indices, so that all
+    # but the first find the rows of the tables in a cache.
     tile = tl.program_id(0) % tiles
-    block = tl.program_id(0) // tiles
-    blocks = tl.cdiv(seq, TOKENS)
-    b = (block // blocks).to(tl.int64)
-    token = block % blocks * TOKENS
+    group = tl.program_id(0) // tiles
+    groups = tl.cdiv(seq, TOKENS)
+    b = (group // groups).to(tl.int64)
+    token = group % groups * TOKENS
     if tile < q_tiles or not HAS_K:
         _rope_tile(
             q_ptr,
@@ -154,8 +158,8 @@ def _rope_kernel(
             position_strides,
             sign,
             b,
-            token + tile // q_across * (ROWS // BLOCK_HQ),
-            tile % q_across * BLOCK_HQ,
+            token + tile // q_head_tiles * (ROWS // BLOCK_HQ),
+            tile % q_head_tiles * BLOCK_HQ,
             seq,
             q_heads,
             table,
@@ -183,8 +187,8 @@ def _rope_kernel(
             position_strides,
             sign,
             b,
-            token + tile // k_across * (ROWS // BLOCK_HK),
-            tile % k_across * BLOCK_HK,
+            token + tile // k_head_tiles * (ROWS // BLOCK_HK),
+            tile % k_head_tiles * BLOCK_HK,
             seq,
             k_heads,
             table,

@@ -50,8 +50,8 @@ def rope(
     inplace       q and k are overwritten, and returned. No gradient may then be asked for: autograd would copy what is
                   saved in place, and rope needs neither q nor k for its backward.
 
-    Returns (q', k'), or q' without k, in shape and dtype of the inputs; packed, in the order of heads and tokens that
-    the input has in memory. Differentiable in q and k, any number of times.
+    Returns (q', k'), or q' without k, in shape and dtype of the inputs; dense, with heads and tokens in the memory
+    order of the input. Differentiable in q and k, any number of times.
 
     Raises TypeError for a wrong dtype; ValueError for a wrong shape, device, layout or rotary_dim, or a tensor that
     overlaps itself in place; RuntimeError for a gradient in place, or a CPU tensor outside Triton's interpreter.
@@ -80,7 +80,7 @@ def rope(
 
 
 def _plan(q, k, cos, sin, position_ids, rotary_dim, interleaved, layout, inplace, inverse):
-    """The plan for these arguments. Only for plain tensors: of others a plan would outlive what it was made from."""
+    """The plan for these arguments, made and kept if it is missing. For plain tensors only (see `lean`)."""
     tensors = (signature(q), signature(k), signature(cos), signature(sin), signature(position_ids))
     key = (*tensors, rotary_dim, interleaved, layout, inplace, inverse)
     plan = _PLANS.find(key)
@@ -92,7 +92,7 @@ def _plan(q, k, cos, sin, position_ids, rotary_dim, interleaved, layout, inplace
 
 
 def _requires_grad(q, k, cos, sin, inplace) -> bool:
-    """Whether autograd has to record the call. RuntimeError for a gradient that there is not."""
+    """Whether autograd has to record the call. RuntimeError for a gradient that rope does not have."""
     if cos.requires_grad or sin.requires_grad:
         raise RuntimeError("rope: cos and sin get no gradient, so they must not require one: detach them")
     if not q.requires_grad and (k is None or not k.requires_grad):
@@ -130,7 +130,8 @@ def _from_bshd(x: torch.Tensor, dims: int, layout: str) -> torch.Tensor:
 
 
 def _check(q, k, cos, sin, position_ids, rotary_dim, layout, inplace) -> int:
-    """R / 2. What depends on more than a plan's key is checked by `_requires_grad` and `_check_distinct`."""
+    """Checks all that a plan's key determines and returns R / 2. The rest is for `_requires_grad` and
+    `_check_distinct`."""
     if layout not in LAYOUTS:
         raise ValueError(f"rope: layout must be one of {LAYOUTS}, got {layout!r}")
     tokens = -3 if layout == "bshd" else -2
@@ -170,7 +171,7 @@ def _check_tables(
     tokens: int,
     rotary_dim: int | None,
 ) -> int:
-    """R / 2."""
+    """Checks the tables and returns R / 2."""
     batch, seq, dim = 1 if q.dim() == 3 else q.shape[0], q.shape[tokens], q.shape[-1]
     for name, table in (("cos", cos), ("sin", sin)):
         if not isinstance(table, torch.Tensor) or table.dtype not in FLOATS:
@@ -213,7 +214,7 @@ def _check_distinct(q: torch.Tensor, k: torch.Tensor | None) -> None:
 
 
 def _rotary(dim: int, width: int, rotary_dim: int | None) -> int:
-    """R."""
+    """R, the rotated columns of a head."""
     if rotary_dim is not None:
         return rotary_dim
     return dim if width == dim else 2 * width
@@ -225,13 +226,14 @@ def _but_for(x: torch.Tensor, dim: int) -> list[int]:
 
 
 class _Rope(torch.autograd.Function):
-    """Of eager calls. The gradient goes through torch.library where something traces, transforms or derives it."""
+    """Autograd of eager calls. Its backward goes through torch.library where it is traced, transformed or itself
+    differentiated."""
 
     @staticmethod
     def forward(ctx, q, k, cos, sin, position_ids, plan, rotary_dim, interleaved, layout):
         ctx.set_materialize_grads(False)
         ctx.options = rotary_dim, interleaved, layout
-        ctx.save_for_backward(cos, sin, position_ids)  # a rotation's gradient is the rotation back: no q, no k
+        ctx.save_for_backward(cos, sin, position_ids)  # the gradient is the inverse rotation: neither q nor k is needed
         rotated = plan(q, k, cos, sin, position_ids)
         return rotated[0] if k is None else rotated
 
@@ -246,12 +248,12 @@ class _Rope(torch.autograd.Function):
         return dq, dk, None, None, None, None, None, None, None
 
 
-# What torch.autograd.Function.apply does before this is for functorch, and `lean` has seen that it is not at work.
+# torch.autograd.Function.apply handles functorch before it calls this; `lean` has ruled functorch out.
 _apply = super(torch.autograd.Function, _Rope).apply
 
 
 def _gradients(dq, dk, cos, sin, position_ids, rotary_dim, interleaved, layout):
-    """dq and dk (which may be None) rotated back."""
+    """dq and dk, which may be None, rotated by the negative angle."""
     if lean(dq, dk, cos, sin, position_ids) and not torch.is_grad_enabled():
         plan = _plan(dq, dk, cos, sin, position_ids, rotary_dim, interleaved, layout, False, True)
         return plan(dq, dk, cos, sin, position_ids)
@@ -269,7 +271,7 @@ def _run(q, k, cos, sin, position_ids, interleaved, inplace, inverse):
 
 
 def _empty_like(x: torch.Tensor) -> torch.Tensor:
-    """[B, S, heads, D], packed, with heads and tokens in the order in which x has them in memory."""
+    """[B, S, heads, D], dense, with heads and tokens in the memory order of x."""
     if x.stride(2) > x.stride(1):
         return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -315,7 +317,7 @@ def _(q, k, cos, sin, position_ids, interleaved):
 def _save(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
     _, _, cos, sin, position_ids, ctx.interleaved, ctx.inverse = inputs
-    ctx.save_for_backward(cos, sin, position_ids)  # a rotation's gradient is the rotation back: no q, no k
+    ctx.save_for_backward(cos, sin, position_ids)  # the gradient is the inverse rotation: neither q nor k is needed
 
 
 def _backward(ctx, dq, dk):

@@ -11,63 +11,65 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "sigmoid", "identity")
 
 LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = tl.constexpr(1.4426950408889634)
-LOG2_E_LOW = tl.constexpr(1.9259629911e-8)  # what rounding LOG2_E to fp32 leaves
+LOG2_E_LOW = tl.constexpr(1.9259629911e-8)  # log2(e) less LOG2_E rounded to fp32
 # tanh form of GELU: (1 + tanh(u)) / 2 = σ(2u), 2u = SLOPE · (x + CUBIC · x³).
 SLOPE = tl.constexpr(1.5957691216057308)  # 2 · sqrt(2 / π)
 CUBIC = tl.constexpr(0.044715)
-# Beyond it σ(2u) is 0 or 1 in fp32. Without this limit on x² the derivative of a large finite x would be 0 · inf.
+# For a larger x², σ(2u) is 0 or 1 in fp32. Without this limit the derivative of a large finite x would be 0 · inf.
 MAX_SQUARE = tl.constexpr(1024.0)
 INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
 
 
 @triton.jit
-def _reciprocal(d, IS_WIDE: tl.constexpr):
-    """1 / d for d >= 1. A division is eight instructions; the square of 1 / sqrt(d) is two, right to 3e-7."""
-    if IS_WIDE:
+def _reciprocal(d, IS_FP32: tl.constexpr):
+    """1 / d for d >= 1. A division is eight instructions; the square of 1 / sqrt(d) is two, relative error 3e-7."""
+    if IS_FP32:
         return 1.0 / d
     root = tl.rsqrt(d)
     return root * root
 
 
 @triton.jit
-def _logistic(x, IS_WIDE: tl.constexpr):
+def _logistic(x, IS_FP32: tl.constexpr):
     """σ(x) = 1 / (1 + exp(−x))."""
     power = x * -LOG2_E
     exponential = tl.exp2(power)
-    if IS_WIDE:
-        # The rounding of `power` is what is wrong with σ of a very negative x: some 1e-7 of a number up to 128.
-        rest = tl.fma(x, -LOG2_E, -power) - x * LOG2_E_LOW
-        exponential *= 1.0 + LN_2 * tl.where(tl.abs(x) < 1e4, rest, 0.0)  # not inf - inf
-    return _reciprocal(1.0 + exponential, IS_WIDE)
+    if IS_FP32:
+        # For a very negative x the error of σ is that of `power`, which is up to 128 with a relative error of 1e-7.
+        # It is computed by an fma and corrected to first order.
+        error = tl.fma(x, -LOG2_E, -power) - x * LOG2_E_LOW
+        exponential *= 1.0 + LN_2 * tl.where(tl.abs(x) < 1e4, error, 0.0)  # not inf - inf
+    return _reciprocal(1.0 + exponential, IS_FP32)
 
 
 @triton.jit
-def _tanh_form(x, square, IS_WIDE: tl.constexpr):
+def _tanh_form(x, square, IS_FP32: tl.constexpr):
     """s = σ(SLOPE · (x + CUBIC · x³)), with x² given, and 1 − s. Both keep their relative accuracy close to 0."""
     power = x * (-LOG2_E * SLOPE - LOG2_E * SLOPE * CUBIC * square)
     exponential = tl.exp2(power)
-    s = _reciprocal(1.0 + exponential, IS_WIDE)
-    # Where s is close to 1, 1 - s is the rounding of s alone: too little for fp32. For x < 0 it is exact.
-    return s, tl.where(x > 0, exponential * s, 1.0 - s) if IS_WIDE else 1.0 - s
+    s = _reciprocal(1.0 + exponential, IS_FP32)
+    # Where s is close to 1, 1 - s has no more than the rounding error of s: not accurate enough in fp32. For x < 0 it
+    # is exact.
+    return s, tl.where(x > 0, exponential * s, 1.0 - s) if IS_FP32 else 1.0 - s
 
 
 @triton.jit
-def _gauss(x, IS_WIDE: tl.constexpr):
+def _gaussian_cdf(x, IS_FP32: tl.constexpr):
     """exp(−x²/2) and Φ(x). Keeps its relative accuracy where Φ is close to 0.
 
-    Φ(−z) = exp(−z²/2) · P(t), t = 1 / (1 + p · z), for z >= 0. P is fitted to the least relative error over
-    0 <= z <= 13.3, where Φ(−z) leaves fp32: 1.1e-5 for 16-bit dtypes (degree 5), 5.7e-8 for fp32 (degree 8).
+    Φ(−z) = exp(−z²/2) · P(t), t = 1 / (1 + p · z), for z >= 0. P minimises the relative error over 0 <= z <= 13.3,
+    where Φ(−z) underflows in fp32: 1.1e-5 for 16-bit dtypes (degree 5), 5.7e-8 for fp32 (degree 8).
     """
     power = x * (x * (-0.5 * LOG2_E))
-    if IS_WIDE:
-        # The instruction gives 0 for what is below the normal numbers, where PyTorch's derivative is not 0 yet.
+    if IS_FP32:
+        # ex2 flushes subnormal results to 0, where PyTorch's derivative is not 0 yet.
         low = power < -126.0
         exponential = tl.exp2(tl.where(low, power + 64.0, power)) * tl.where(low, 2.0**-64, 1.0)
     else:
         exponential = tl.exp2(power)
     z = tl.abs(x)
-    if IS_WIDE:
-        t = _reciprocal(1.0 + 0.3 * z, IS_WIDE)
+    if IS_FP32:
+        t = _reciprocal(1.0 + 0.3 * z, IS_FP32)
         p = t * 0.0383114613 - 0.168840937
         p = p * t + 0.227987539
         p = p * t - 0.0757362122
@@ -77,7 +79,7 @@ def _gauss(x, IS_WIDE: tl.constexpr):
         p = p * t + 0.119495885
         p = p * t + 6.68634549e-06
     else:
-        t = _reciprocal(1.0 + 0.36 * z, IS_WIDE)
+        t = _reciprocal(1.0 + 0.36 * z, IS_FP32)
         p = t * -0.0991919081 + 0.256174119
         p = p * t + 0.0333454452
         p = p * t + 0.169512853
@@ -88,19 +90,19 @@ def _gauss(x, IS_WIDE: tl.constexpr):
 
 
 @triton.jit
-def _activation(x, ACTIVATION: tl.constexpr, IS_WIDE: tl.constexpr):
+def _activation(x, ACTIVATION: tl.constexpr, IS_FP32: tl.constexpr):
     if ACTIVATION == "silu":
-        y = x * _logistic(x, IS_WIDE)
+        y = x * _logistic(x, IS_FP32)
     elif ACTIVATION == "gelu":
-        _, cdf = _gauss(x, IS_WIDE)
+        _, cdf = _gaussian_cdf(x, IS_FP32)
         y = x * cdf
     elif ACTIVATION == "gelu_tanh":
-        s, _ = _tanh_form(x, x * x, IS_WIDE)
+        s, _ = _tanh_form(x, x * x, IS_FP32)
         y = x * s
     elif ACTIVATION == "relu":
         y = tl.where(x <= 0, 0.0, x)  # NaN stays
     elif ACTIVATION == "sigmoid":
-        y = _logistic(x, IS_WIDE)
+        y = _logistic(x, IS_FP32)
     else:
         tl.static_assert(ACTIVATION == "identity")
         y = x
@@ -108,29 +110,29 @@ def _activation(x, ACTIVATION: tl.constexpr, IS_WIDE: tl.constexpr):
 
 
 @triton.jit
-def _activation_and_slope(x, ACTIVATION: tl.constexpr, IS_WIDE: tl.constexpr):
+def _activation_and_derivative(x, ACTIVATION: tl.constexpr, IS_FP32: tl.constexpr):
     """The activation and its derivative, which share the exponential."""
     if ACTIVATION == "silu":
-        s = _logistic(x, IS_WIDE)
+        s = _logistic(x, IS_FP32)
         y = x * s
-        slope = s + y * (1.0 - s)
+        derivative = s + y * (1.0 - s)
     elif ACTIVATION == "gelu":
-        exponential, cdf = _gauss(x, IS_WIDE)
+        exponential, cdf = _gaussian_cdf(x, IS_FP32)
         y = x * cdf
-        slope = cdf + x * (exponential * INV_SQRT_2PI)
+        derivative = cdf + x * (exponential * INV_SQRT_2PI)
     elif ACTIVATION == "gelu_tanh":
         square = tl.minimum(x * x, MAX_SQUARE)
-        s, rest = _tanh_form(x, square, IS_WIDE)
+        s, one_minus_s = _tanh_form(x, square, IS_FP32)
         y = x * s
-        slope = s + y * (rest * (SLOPE + 3.0 * SLOPE * CUBIC * square))
+        derivative = s + y * (one_minus_s * (SLOPE + 3.0 * SLOPE * CUBIC * square))
     elif ACTIVATION == "relu":
         y = tl.where(x <= 0, 0.0, x)
-        slope = tl.where(x <= 0, 0.0, 1.0)
+        derivative = tl.where(x <= 0, 0.0, 1.0)
     elif ACTIVATION == "sigmoid":
-        y = _logistic(x, IS_WIDE)
-        slope = y * (1.0 - y)
+        y = _logistic(x, IS_FP32)
+        derivative = y * (1.0 - y)
     else:
         tl.static_assert(ACTIVATION == "identity")
         y = x
-        slope = tl.full(x.shape, 1.0, tl.float32)
-    return y, slope
+        derivative = tl.full(x.shape, 1.0, tl.float32)
+    return y, derivative

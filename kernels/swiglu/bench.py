@@ -26,7 +26,7 @@ def _case(rows: int, dim: int, dtype: torch.dtype, activation: str = "silu", ben
 
 
 CASES = (
-    # Llama-2 7B, 13B and 70B hidden widths, and TransformerNP's 1365; one that lives in L2.
+    # Llama-2 7B, 13B and 70B hidden widths, and TransformerNP's 1365; one that fits in L2.
     _case(2048, 11008, BF16, bench=True),
     _case(16384, 11008, BF16, bench=True),
     _case(16384, 11008, BF16, bench=True, layout="packed"),
@@ -37,7 +37,7 @@ CASES = (
     _case(16384, 11008, BF16, "gelu_tanh", bench=True),
     _case(16384, 11008, BF16, "gelu", bench=True, layout="packed"),
     _case(8192, 11008, FP32, bench=True),
-    # What goes wrong: nothing, one element, primes, one off a power of two, more than one tile, the tails.
+    # Boundary cases: empty, one element, primes, one off a power of two, more than one tile, large values.
     _case(0, 64, FP32),
     _case(0, 64, FP32, layout="packed"),
     _case(1, 1, FP32),
@@ -51,11 +51,11 @@ CASES = (
     _case(23, 129, FP32, layout="halves"),
     _case(23, 1040, FP16, layout="halves"),
     _case(257, 1023, BF16, spread=8.0),
-    # Rows on any boundary that fill their warps: CUDA C++ on Hopper.
+    # Rows on any boundary, with enough active lanes: CUDA C++ on Hopper.
     *(_case(37, 1365, BF16, activation, layout="packed") for activation in ACTIVATIONS),
     *(_case(29, 703, FP16, activation, layout="halves") for activation in ACTIVATIONS),
 )
-# Of the benched ones, those on any boundary: kernels and configurations of their own on Hopper.
+# The benchmarked cases on any boundary, which have their own kernels and configurations on Hopper.
 ODD = tuple(case for case in CASES if case.bench and case.dims["dim"] % 8 and "layout" in case.params)
 EVEN = tuple(case for case in CASES if case.bench and case not in ODD)
 
@@ -141,7 +141,7 @@ def _unaligned_candidates(case: Case) -> list[configs.UnalignedConfig]:
 
 
 def _taken(case: Case) -> bool:
-    """Whether CUDA C++ takes the rows of a case on Hopper."""
+    """Whether unaligned.cu can run a case on Hopper."""
     return case.dtype != FP32 and case.dims["rows"] > 1 and case.dims["dim"] % 16 != 0 and "layout" in case.params
 
 
@@ -150,7 +150,8 @@ def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | Non
 
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
-    """Of "cuda" always, since the checks try layouts that it does not take; test_unaligned.py has its own."""
+    """For "cuda" always a reason: the generic checks try layouts that it does not take. test_unaligned.py checks
+    it."""
     faster = _taken(case) and configs.fills_warps(case.dims["dim"], 2 * (mode == "bwd"))
     if implementation == "triton":
         return None if faster else "it is what auto takes here"

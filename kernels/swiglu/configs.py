@@ -15,7 +15,7 @@ MIN_LANES_BUSY = 0.7
 
 @dataclass(frozen=True)
 class Config:
-    """Each CTA has a tile of `block_m` rows by `block_n` columns. `eviction` is the L2 policy of the loads."""
+    """One CTA per tile of `block_m` rows by `block_n` columns. `eviction` is the L2 policy of the loads."""
 
     block_m: int
     block_n: int
@@ -25,8 +25,8 @@ class Config:
 
 @dataclass(frozen=True)
 class UnalignedConfig:
-    """A CTA of `threads`; a lane has `slots` vectors of 16 bytes of each tensor. Registers are limited so that
-    `resident` CTAs fit on an SM. `eviction` is the L2 policy of the loads."""
+    """CTAs of `threads` threads, each of which computes `slots` vectors of 16 bytes of the output. Registers are
+    limited so that `resident` CTAs fit on an SM. `eviction` is the L2 policy of the loads."""
 
     threads: int
     slots: int
@@ -37,12 +37,13 @@ class UnalignedConfig:
 def pick_config(
     rows: int, cols: int, dtype: torch.dtype, aligned: bool, transposed: bool, capability: tuple[int, int]
 ) -> Config:
-    """Configuration of both Triton kernels. Pure.
+    """Configuration of both Triton kernels, on rows x cols as `coalesce` in layout.py gives them. Pure.
 
-    A single row: 2048 elements a CTA. Rows: 4096, in up to 1024 columns. Rows that are not aligned: 2048 in up to 512
-    columns, because every element is an access of its own and padding costs more. Transposed tensors: a square tile,
-    because it crosses shared memory. Tensors of more than EVICT_LAST_BYTES that are aligned are loaded with evict_last:
-    what leaves L2 in their place is the output, early and in order. Record: EXPERIMENTS.md, "Tiles".
+    A tile has 2048 elements of a single row; 4096 of aligned rows, in up to 1024 columns; 2048 of rows that are not
+    aligned, in up to 512 columns, because they are accessed by elements and masked lanes then cost more. Transposed
+    tensors take a square tile, because Triton converts its layout through shared memory. Aligned tensors of more than
+    EVICT_LAST_BYTES are loaded with evict_last: L2 then evicts lines of the output first, so that these are written
+    back early and in order. Record: EXPERIMENTS.md, "Tiles".
     """
     if transposed:
         return Config(64, 64, 8, "")
@@ -59,10 +60,11 @@ def pick_config(
 def pick_unaligned_config(
     rows: int, cols: int, dtype: torch.dtype, gradients: int, capability: tuple[int, int]
 ) -> UnalignedConfig:
-    """Configuration of unaligned.cu, of the forward or with 1 or 2 gradients. Pure.
+    """Configuration of unaligned.cu for the forward (`gradients` 0) or a backward with 1 or 2 gradients. Pure.
 
-    Small CTAs, since one that ends makes room for the next sooner, and as many as 32 registers forward and 48 backward
-    allow: 64 and 40 warps, 64 and 60 KB in flight on an SM. Record: EXPERIMENTS.md, "Rows on any boundary".
+    CTAs are small, so that the next one starts sooner after one exits, and as many are resident as 32 registers a
+    thread allow forward and 48 backward: 64 and 40 warps, 64 and 60 KB in flight on an SM. Record: EXPERIMENTS.md,
+    "Rows on any boundary".
     """
     eviction = "evict_last" if rows * cols * dtype.itemsize > EVICT_LAST_BYTES else ""
     return UnalignedConfig(128, 1, 10 if gradients else 16, eviction)
@@ -71,14 +73,14 @@ def pick_unaligned_config(
 def fills_warps(cols: int, gradients: int) -> bool:
     """Whether unaligned.cu is faster than Triton on rows of `cols` elements that are not aligned. Pure.
 
-    A warp has vectors of one row alone. With fewer than MIN_LANES_BUSY of its lanes at work its instructions take
-    longer than its bytes: from 538 columns on they always suffice, and at some narrower widths.
+    A warp computes vectors of a single row. Where the share of active lanes is below MIN_LANES_BUSY the kernel is bound
+    by instruction issue and not by memory. The share suffices from 538 columns on, and at some narrower widths.
     """
-    return cols >= MIN_LANES_BUSY * pieces(cols, 1, gradients == 2) * WARP * VECTOR
+    return cols >= MIN_LANES_BUSY * warps_per_row(cols, 1, gradients == 2) * WARP * VECTOR
 
 
-def pieces(cols: int, slots: int, both: bool) -> int:
-    """Warps to a row of `cols` elements, a lane of which has `slots` vectors. `both` gradients begin on boundaries of
-    their own: there may be a vector before the row, and the last lane of a warp writes nothing."""
-    vectors = -(-(cols + VECTOR - 1) // VECTOR) + both  # at worst the first holds one element of the row
+def warps_per_row(cols: int, slots: int, both: bool) -> int:
+    """Warps for a row of `cols` elements, with `slots` vectors a lane. With `both` gradients, whose alignments differ,
+    one more vector may be needed before the row, and the last lane of a warp writes nothing."""
+    vectors = -(-(cols + VECTOR - 1) // VECTOR) + both  # worst case: the first vector holds one element of the row
     return -(-vectors // ((WARP - both) * slots))

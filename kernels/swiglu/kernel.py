@@ -3,9 +3,9 @@
 Napkin maths, bf16, n elements of output, one NVIDIA H200 that copies 4254 GB/s:
   forward   reads gate and up, writes y                      6·n bytes   16384 x 11008: 1.08 GB, 254 us
   backward  reads dy, gate and up, writes dgate and dup     10·n bytes   16384 x 11008: 1.80 GB, 424 us
-In the time in which its bytes cross the bus an element of the forward has 42 instructions of one lane, of the backward
-70. The formulas in `activation` take about a third of that. Rows on any boundary have kernels of their own on Hopper
-(unaligned.cu).
+At that bandwidth the SMs can issue 42 instructions of a thread for each element of the forward and 70 of the backward.
+The formulas in `activation` take about a third of that. Rows that begin on any boundary have their own kernels on
+Hopper (unaligned.cu).
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .activation import _activation, _activation_and_slope
+from .activation import _activation, _activation_and_derivative
 
 
 @triton.jit
-def _corner(rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """First row and first column of this CTA's tile, in 64 bits. One dimension of CTAs: the others end at 65535."""
+def _tile_start(rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """First row and first column of this CTA's tile, in 64 bits. The grid is one-dimensional: y and z are limited to
+    65535."""
     tile = tl.program_id(0)
     tile_m, tile_n = tile * 0, tile
-    if rows != 1:  # which a single row is compiled with, so that it does without the division
+    if rows != 1:  # Triton specialises for the value 1: a single row needs no division
         tiles_n = tl.cdiv(cols, BLOCK_N).to(tl.int32)
         tile_m, tile_n = tile // tiles_n, tile % tiles_n
     return tile_m.to(tl.int64) * BLOCK_M, tile_n.to(tl.int64) * BLOCK_N
@@ -46,8 +47,8 @@ def _swiglu_fwd_tile(
 ):
     gate = tl.load(gate_ptr + (m * stride_gm + n * stride_gn), mask=mask, eviction_policy=EVICTION)
     up = tl.load(up_ptr + (m * stride_um + n * stride_un), mask=mask, eviction_policy=EVICTION)
-    is_wide: tl.constexpr = gate.dtype == tl.float32
-    y = _activation(gate.to(tl.float32), ACTIVATION, is_wide) * up.to(tl.float32)
+    is_fp32: tl.constexpr = gate.dtype == tl.float32
+    y = _activation(gate.to(tl.float32), ACTIVATION, is_fp32) * up.to(tl.float32)
     tl.store(y_ptr + (m * stride_ym + n * stride_yn), y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -81,21 +82,22 @@ def _swiglu_bwd_tile(
     dy = tl.load(dy_ptr + (m * stride_dym + n * stride_dyn), mask=mask, eviction_policy=EVICTION)
     if NEED_DGATE:
         up = tl.load(up_ptr + (m * stride_um + n * stride_un), mask=mask, eviction_policy=EVICTION)
-    is_wide: tl.constexpr = gate.dtype == tl.float32
-    value, slope = _activation_and_slope(gate.to(tl.float32), ACTIVATION, is_wide)
+    is_fp32: tl.constexpr = gate.dtype == tl.float32
+    value, derivative = _activation_and_derivative(gate.to(tl.float32), ACTIVATION, is_fp32)
     dy = dy.to(tl.float32)
     if NEED_DGATE:
-        dgate = dy * up.to(tl.float32) * slope
+        dgate = dy * up.to(tl.float32) * derivative
         if ACTIVATION == "relu":
-            dgate = tl.where(slope == 0.0, 0.0, dgate)  # also where dy or up is inf or NaN
+            dgate = tl.where(derivative == 0.0, 0.0, dgate)  # also where dy or up is inf or NaN
         tl.store(dgate_ptr + (m * stride_dgm + n * stride_dgn), dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
     if NEED_DUP:
         dup = dy * value
         tl.store(dup_ptr + (m * stride_dum + n * stride_dun), dup.to(dup_ptr.dtype.element_ty), mask=mask)
 
 
-# Only tiles at the edge have a mask. Where rows are aligned (SPLIT) its limit is a multiple of 16 columns, so that a
-# mask is one for a whole 16-byte access, and the last cols % 16 columns are an access of their own.
+# Only tiles at the edge have a mask. With SPLIT (rows are aligned) such a tile is computed in two parts. The first ends
+# at a multiple of 16 columns, so that each 16-byte access is masked as a whole and stays one instruction. The second
+# has the last cols % 16 columns, which are accessed by elements.
 
 
 @triton.jit
@@ -117,7 +119,7 @@ def _swiglu_fwd_kernel(
     BLOCK_N: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    first_m, first_n = _corner(rows, cols, BLOCK_M, BLOCK_N)
+    first_m, first_n = _tile_start(rows, cols, BLOCK_M, BLOCK_N)
     gate_ptr += first_m * stride_gm + first_n * stride_gn
     up_ptr += first_m * stride_um + first_n * stride_un
     y_ptr += first_m * stride_ym + first_n * stride_yn
@@ -131,9 +133,9 @@ def _swiglu_fwd_kernel(
         mask = (m < rows - first_m) & (n < limit)
         _swiglu_fwd_tile(gate_ptr, up_ptr, y_ptr, m, n, mask, *strides, ACTIVATION, EVICTION)
         if SPLIT and limit < tl.minimum(cols - first_n, BLOCK_N):
-            odd = limit + tl.arange(0, 16).to(tl.int64)[None, :]
-            in_row = (m < rows - first_m) & (odd < cols - first_n)
-            _swiglu_fwd_tile(gate_ptr, up_ptr, y_ptr, m, odd, in_row, *strides, ACTIVATION, EVICTION)
+            tail_n = limit + tl.arange(0, 16).to(tl.int64)[None, :]
+            in_row = (m < rows - first_m) & (tail_n < cols - first_n)
+            _swiglu_fwd_tile(gate_ptr, up_ptr, y_ptr, m, tail_n, in_row, *strides, ACTIVATION, EVICTION)
 
 
 @triton.jit
@@ -163,7 +165,7 @@ def _swiglu_bwd_kernel(
     BLOCK_N: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    first_m, first_n = _corner(rows, cols, BLOCK_M, BLOCK_N)
+    first_m, first_n = _tile_start(rows, cols, BLOCK_M, BLOCK_N)
     dy_ptr += first_m * stride_dym + first_n * stride_dyn
     gate_ptr += first_m * stride_gm + first_n * stride_gn
     if NEED_DGATE:
@@ -183,6 +185,6 @@ def _swiglu_bwd_kernel(
         mask = (m < rows - first_m) & (n < limit)
         _swiglu_bwd_tile(*ptrs, m, n, mask, *strides, ACTIVATION, NEED_DGATE, NEED_DUP, EVICTION)
         if SPLIT and limit < tl.minimum(cols - first_n, BLOCK_N):
-            odd = limit + tl.arange(0, 16).to(tl.int64)[None, :]
-            in_row = (m < rows - first_m) & (odd < cols - first_n)
-            _swiglu_bwd_tile(*ptrs, m, odd, in_row, *strides, ACTIVATION, NEED_DGATE, NEED_DUP, EVICTION)
+            tail_n = limit + tl.arange(0, 16).to(tl.int64)[None, :]
+            in_row = (m < rows - first_m) & (tail_n < cols - first_n)
+            _swiglu_bwd_tile(*ptrs, m, tail_n, in_row, *strides, ACTIVATION, NEED_DGATE, NEED_DUP, EVICTION)

@@ -12,7 +12,7 @@ from .plans import BACKENDS, Backward, Forward, bwd_plan, fwd_plan
 # Named after the package, so that a copy of this folder under another name registers ops of its own.
 _NAMESPACE = __package__.replace(".", "_")
 _FORWARD, _BACKWARD = Plans(), Plans()
-_grad_enabled = torch.is_grad_enabled  # asked in every call
+_grad_enabled = torch.is_grad_enabled  # called in every call; bound once, because a dotted name costs a lookup
 
 
 def swiglu(
@@ -38,11 +38,11 @@ def swiglu(
     up      shape, dtype and device of gate
     backend "triton", "cuda" (CUDA C++, compiled by CuPy: rows of fp16 or bf16 that begin on any boundary, as the halves
             of a packed tensor of an odd width, on compute capability 9.0), or "auto", which takes "cuda" where it can
-            and is faster. With "cuda" the gradient still comes from Triton where the incoming one has other strides.
+            run and is faster. With "cuda" the backward still runs in Triton where dy's strides require it.
 
-    Tensors are read in place where all of them can be walked as rows of one stride each: any slices of rows or columns,
-    hence the two halves of one projection, and the halves of a packed tensor; dense tensors in any order of their
-    dimensions, if in the same one. Otherwise they are copied first. The same holds for the incoming gradient.
+    Tensors are read in place where the dimensions of all of them coalesce to rows and columns: slices of rows or
+    columns, hence the two halves of one projection and the halves of a packed tensor; dense tensors whose dimensions
+    are in the same order, whichever it is. Otherwise they are copied first. The same holds for the incoming gradient.
 
     Returns y in shape and dtype of gate (of its half) and in gate's memory order, as torch.empty_like.
 
@@ -80,12 +80,12 @@ def _check(gate: torch.Tensor, up: torch.Tensor | None, activation: str, backend
 
 
 def _signature(gate, up):
-    """Where both are in one tensor, what boundary `up` begins on depends on how far gate is past one."""
+    """The key of gate and up. Of a packed tensor the alignment of the second half depends on the address modulo 16."""
     return signature(gate), gate.data_ptr() % 16 if up is None else signature(up)
 
 
 def _fwd_plan(gate, up, activation, backend) -> Forward:
-    """The plan of a lean call."""
+    """The plan for these arguments, made and kept if it is missing. For plain tensors only (see `lean`)."""
     key = (_signature(gate, up), activation, backend)
     plan = _FORWARD.find(key)
     if plan is None:
@@ -103,7 +103,8 @@ def _bwd_plan(dy, gate, up, *options) -> Backward:
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Of eager calls. The gradient goes through torch.library where something traces, transforms or derives it."""
+    """Autograd of eager calls. Its backward goes through torch.library where it is traced, transformed or itself
+    differentiated."""
 
     @staticmethod
     def forward(ctx, gate, up, plan, activation, backend):
@@ -118,7 +119,7 @@ class _SwiGLU(torch.autograd.Function):
         return dgate, dup, None, None, None
 
 
-# What torch.autograd.Function.apply does before this is for functorch, and `lean` has seen that it is not at work.
+# torch.autograd.Function.apply handles functorch before it calls this; `lean` has ruled functorch out.
 _apply = super(torch.autograd.Function, _SwiGLU).apply
 
 

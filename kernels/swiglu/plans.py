@@ -1,4 +1,4 @@
-"""Launch plans of swiglu: everything about a call that does not change with the tensors' contents and addresses."""
+"""Launch plans of swiglu: all of a call that does not depend on the tensors' contents and addresses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import triton
 from . import configs, unaligned
 from .kernel import _swiglu_bwd_kernel, _swiglu_fwd_kernel
 from .launch import Launch
-from .layout import Walk, in_order_of, walk
+from .layout import Coalesced, coalesce, in_order_of
 
 BACKENDS = ("auto", "triton", "cuda")
 Optional = torch.Tensor | None
@@ -20,27 +20,27 @@ Backward = Callable[[torch.Tensor, torch.Tensor, Optional], tuple[Optional, Opti
 
 
 def fwd_plan(gate: torch.Tensor, up: torch.Tensor | None, activation: str, backend: str) -> Forward:
-    """Takes (gate, up) like these and returns y. Without `up`, `gate` has both, one after the other in its last
-    dimension. Inputs as `op` has checked them. RuntimeError where `backend` cannot take them."""
+    """A function of (gate, up), tensors with the signatures of these, that returns y. Without `up`, `gate` holds both
+    as the halves of its last dimension. `op` has checked the inputs. RuntimeError where `backend` cannot take them."""
     dtype, device = gate.dtype, gate.device
     halves = gate.chunk(2, dim=-1) if up is None else (gate, up)
     like = torch.empty_like(halves[0], device="meta")
     size, stride = like.shape, like.stride()
     if not like.numel():
         return lambda gate, up: torch.empty_strided(size, stride, dtype=dtype, device=device)
-    steps = walk((like,), halves)
-    of_y, of_gate, of_up = steps.strides
-    write = _launch(steps, (of_gate, of_up, of_y), gate, activation, backend)
-    second, copied = _second_half(gate) if up is None else None, any(steps.copied)
+    layout = coalesce((like,), halves)
+    y_strides, gate_strides, up_strides = layout.strides
+    write = _launch(layout, (gate_strides, up_strides, y_strides), gate, activation, backend)
+    up_half, copied = _second_half(gate) if up is None else None, any(layout.copied)
 
     def run(gate: torch.Tensor, up: Optional) -> torch.Tensor:
-        if second is None:
+        if up_half is None:
             y = torch.empty_like(gate)
         else:
             y = torch.empty_strided(size, stride, dtype=dtype, device=device)
-            up = second(gate)
+            up = up_half(gate)
         if copied:
-            gate, up = _ordered(y, (gate if second is None else gate.chunk(2, dim=-1)[0], up), steps.copied)
+            gate, up = _ordered(y, (gate if up_half is None else gate.chunk(2, dim=-1)[0], up), layout.copied)
         write(gate, up, y)
         return y
 
@@ -56,8 +56,9 @@ def bwd_plan(
     need_dgate: bool,
     need_dup: bool,
 ) -> Backward:
-    """Takes (dy, gate, up) like these and returns dgate and dup, each None unless it is needed; without `up` the
-    gradient of the packed tensor, and None. `backend` "cuda" means "auto": an incoming gradient has any strides."""
+    """A function of (dy, gate, up), tensors with the signatures of these, that returns dgate and dup, each None unless
+    needed; without `up` the gradient of the packed tensor, and None. Here `backend` "cuda" prefers CUDA C++ but falls
+    back to Triton, because dy may have any strides."""
     if up is None:
         return _packed_bwd_plan(dy, gate, activation, backend)
     if not gate.numel() or not (need_dgate or need_dup):
@@ -65,16 +66,16 @@ def bwd_plan(
             torch.empty_like(gate) if need_dgate else None,
             torch.empty_like(gate) if need_dup else None,
         )
-    # In one memory order, that of gate, so that one walk goes through both.
+    # Both gradients in the memory order of gate, so that they coalesce with it.
     like = torch.empty_like(gate, device="meta")
     inputs = (dy, gate, up) if need_dgate else (dy, gate)  # dup alone does not need up
-    steps = walk((like,) * (need_dgate + need_dup), inputs)
-    of_output, unused = steps.strides[0], (0, 0)
-    of_dy, of_gate, *of_up = steps.strides[need_dgate + need_dup :]
-    strides = of_dy, of_gate, *(of_up or [unused])
-    outputs = tuple(of_output if need else unused for need in (need_dgate, need_dup))
-    write = _launch(steps, (*strides, *outputs), gate, activation, backend, need_dgate, need_dup)
-    any_copied, copied = any(steps.copied), (*steps.copied, False)[:3]
+    layout = coalesce((like,) * (need_dgate + need_dup), inputs)
+    output_strides, unused = layout.strides[0], (0, 0)
+    dy_strides, gate_strides, *up_strides = layout.strides[need_dgate + need_dup :]
+    strides = dy_strides, gate_strides, *(up_strides or [unused])
+    outputs = tuple(output_strides if need else unused for need in (need_dgate, need_dup))
+    write = _launch(layout, (*strides, *outputs), gate, activation, backend, need_dgate, need_dup)
+    any_copied, copied = any(layout.copied), (*layout.copied, False)[:3]
 
     def run(dy: torch.Tensor, gate: torch.Tensor, up: Optional) -> tuple[Optional, Optional]:
         dgate = torch.empty_like(gate) if need_dgate else None
@@ -93,16 +94,16 @@ def _packed_bwd_plan(dy: torch.Tensor, gate: torch.Tensor, activation: str, back
     if not gate.numel():
         return lambda dy, gate, up: (torch.empty_like(gate), None)
     like = torch.empty_like(gate, device="meta")
-    steps = walk(like.chunk(2, dim=-1), (dy, *gate.chunk(2, dim=-1)))
-    of_dgate, of_dup, *of_inputs = steps.strides
-    write = _launch(steps, (*of_inputs, of_dgate, of_dup), gate, activation, backend, True, True)
-    second, second_of_gradient, copied = _second_half(gate), _second_half(like), any(steps.copied)
+    layout = coalesce(like.chunk(2, dim=-1), (dy, *gate.chunk(2, dim=-1)))
+    dgate_strides, dup_strides, *input_strides = layout.strides
+    write = _launch(layout, (*input_strides, dgate_strides, dup_strides), gate, activation, backend, True, True)
+    up_half, dup_half, copied = _second_half(gate), _second_half(like), any(layout.copied)
 
     def run(dy: torch.Tensor, gate: torch.Tensor, up: Optional) -> tuple[Optional, Optional]:
         packed = torch.empty_like(gate)
-        dup, up = second_of_gradient(packed), second(gate)
+        dup, up = dup_half(packed), up_half(gate)
         if copied:
-            dy, gate, up = _ordered(packed.chunk(2, dim=-1)[0], (dy, gate.chunk(2, dim=-1)[0], up), steps.copied)
+            dy, gate, up = _ordered(packed.chunk(2, dim=-1)[0], (dy, gate.chunk(2, dim=-1)[0], up), layout.copied)
         write(dy, gate, up, packed, dup)
         return packed, None
 
@@ -110,7 +111,7 @@ def _packed_bwd_plan(dy: torch.Tensor, gate: torch.Tensor, activation: str, back
 
 
 def _launch(
-    steps: Walk,
+    layout: Coalesced,
     strides: Sequence[tuple[int, int]],
     like: torch.Tensor,
     activation: str,
@@ -118,27 +119,28 @@ def _launch(
     need_dgate: bool = False,
     need_dup: bool = False,
 ) -> Callable[..., None]:
-    """Given the tensors of the forward kernel or, with a gradient, of the backward one, in its order, whose strides
-    these are; None for those that it does not use. `like` has their dtype and device."""
+    """The launch of the forward kernel or, with a gradient, of the backward kernel: unaligned.cu where `backend` allows
+    and it can run, otherwise Triton. A function of the kernel's tensors in its order, None for those not used.
+    `strides` are theirs; `like` has their dtype and device."""
     capability, gradients, dtype = _capability(like), need_dgate + need_dup, like.dtype
-    if backend == "cuda" or (backend == "auto" and configs.fills_warps(steps.cols, gradients)):
-        reason = unaligned.unsupported_reason(steps, dtype, capability)
+    if backend == "cuda" or (backend == "auto" and configs.fills_warps(layout.cols, gradients)):
+        reason = unaligned.unsupported_reason(layout, dtype, capability)
         if reason and backend == "cuda" and not gradients:
             raise RuntimeError(f'swiglu: backend="cuda" cannot run here: {reason}')
         if reason is None:
-            split = configs.pick_unaligned_config(steps.rows, steps.cols, dtype, gradients, capability)
-            of_rows = tuple(row for row, _ in strides)
-            return unaligned.unaligned_launch(split, steps, of_rows, like, activation, need_dgate, need_dup)
-    config = configs.pick_config(steps.rows, steps.cols, dtype, steps.aligned, steps.transposed, capability)
-    tiles = triton.cdiv(steps.rows, config.block_m) * triton.cdiv(steps.cols, config.block_n)
+            cuda_config = configs.pick_unaligned_config(layout.rows, layout.cols, dtype, gradients, capability)
+            row_strides = tuple(row for row, _ in strides)
+            return unaligned.unaligned_launch(cuda_config, layout, row_strides, like, activation, need_dgate, need_dup)
+    config = configs.pick_config(layout.rows, layout.cols, dtype, layout.aligned, layout.transposed, capability)
+    tiles = triton.cdiv(layout.rows, config.block_m) * triton.cdiv(layout.cols, config.block_n)
     return Launch(
         _swiglu_bwd_kernel if gradients else _swiglu_fwd_kernel,
         (tiles,),
         like.device,
-        (steps.rows, steps.cols, *(stride for pair in strides for stride in pair)),
+        (layout.rows, layout.cols, *(stride for pair in strides for stride in pair)),
         ACTIVATION=activation,
         **({"NEED_DGATE": need_dgate, "NEED_DUP": need_dup} if gradients else {}),
-        SPLIT=steps.aligned,
+        SPLIT=layout.aligned,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         EVICTION=config.eviction,
@@ -147,18 +149,18 @@ def _launch(
 
 
 def _capability(tensor: torch.Tensor) -> tuple[int, int]:
-    """The interpreter stands for an sm_80."""
+    """Compute capability; in the interpreter that of an sm_80."""
     return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else (8, 0)
 
 
 def _second_half(like: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Takes a packed tensor like this one and returns `up`, or its gradient. As a view by strides, which is the one
-    that costs least."""
+    """A function of a packed tensor with the strides of `like` that returns its second half: `up`, or its gradient. By
+    as_strided, the view that costs the host least."""
     *leading, last = like.shape
     size, stride, skip = (*leading, last // 2), like.stride(), last // 2 * like.stride(-1)
     return lambda tensor: tensor.as_strided(size, stride, tensor.storage_offset() + skip)
 
 
 def _ordered(first: Any, tensors: Sequence[Any], copied: Sequence[bool]) -> tuple[Any, ...]:
-    """The tensors, or None; those to be copied in the memory order of `first`."""
+    """The tensors (or None), those to be copied replaced by copies in the memory order of `first`."""
     return tuple(in_order_of(first, t) if c else t for t, c in zip(tensors, copied, strict=True))

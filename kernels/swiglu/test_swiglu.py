@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from . import configs, plans, swiglu
 from .activation import ACTIVATIONS
-from .layout import walk
+from .layout import coalesce
 from .reference import swiglu_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -218,9 +218,9 @@ def test_rows_that_do_not_begin_on_a_boundary_are_known():
     packed = normal(3, 2 * 1365)
     gate, up = packed.chunk(2, dim=-1)
     y = torch.empty(3, 1365, device=DEVICE)
-    assert not walk((y,), (gate, up)).aligned
-    assert walk((y,), (y, y)).aligned
-    assert walk((y[:, :1024],), (torch.empty(3, 2048, device=DEVICE)[:, 1024:],)).rows == 3
+    assert not coalesce((y,), (gate, up)).aligned
+    assert coalesce((y,), (y, y)).aligned
+    assert coalesce((y[:, :1024],), (torch.empty(3, 2048, device=DEVICE)[:, 1024:],)).rows == 3
 
 
 @pytest.mark.gpu

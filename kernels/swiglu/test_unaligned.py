@@ -12,7 +12,7 @@ from harness.compiling import nvrtc, sass
 
 from . import configs, cuda_driver, plans, swiglu, unaligned
 from .activation import ACTIVATIONS
-from .layout import Walk, walk
+from .layout import Coalesced, coalesce
 from .reference import swiglu_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -23,8 +23,8 @@ COMPILED = pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("cols", [1, 8, 9, 247, 248, 249, 250, 256, 257, 1365, 11007])
-def test_pieces_cover_a_row_on_every_boundary(cols, slots, both):
-    written = (31 if both else 32) * slots * configs.pieces(cols, slots, both)
+def test_warps_cover_a_row_on_every_boundary(cols, slots, both):
+    written = (31 if both else 32) * slots * configs.warps_per_row(cols, slots, both)
     for past in range(8):
         for other in range(8) if both else (past,):
             before = (past - other) % 8 > past  # a vector of dup before the row's first slot
@@ -46,7 +46,7 @@ def test_why_it_is_not_supported(monkeypatch):
     monkeypatch.setattr(cuda_driver, "no_compiler", lambda: None)
 
     def reason(*tensors: torch.Tensor, capability: tuple[int, int] = HOPPER) -> str | None:
-        return unaligned.unsupported_reason(walk(tensors[:1], tensors[1:]), tensors[0].dtype, capability)
+        return unaligned.unsupported_reason(coalesce(tensors[:1], tensors[1:]), tensors[0].dtype, capability)
 
     packed = torch.empty(6, 2 * 1365, dtype=BF16)
     y, (gate, up) = torch.empty(6, 1365, dtype=BF16), packed.chunk(2, dim=-1)
@@ -61,10 +61,10 @@ def test_why_it_is_not_supported(monkeypatch):
     assert reason(y, gate, up[:, :1].expand(6, 1365)) == contiguous
     assert reason(y, gate, torch.empty(1365, 6, dtype=BF16).t()) == contiguous
     assert reason(packed[:, ::2], gate, up) == contiguous
-    steps = Walk(2, 2**30 + 1, ((2**31 + 1, 1),) * 3, (False, False))
-    assert "rows of up to 1073741824 elements" in unaligned.unsupported_reason(steps, BF16, HOPPER)
-    steps = Walk(2**29, 1365, ((2731, 1),) * 3, (False, False))
-    assert "fewer than 2147483648 pieces" in unaligned.unsupported_reason(steps, BF16, HOPPER)
+    layout = Coalesced(2, 2**30 + 1, ((2**31 + 1, 1),) * 3, (False, False))
+    assert "rows of up to 1073741824 elements" in unaligned.unsupported_reason(layout, BF16, HOPPER)
+    layout = Coalesced(2**29, 1365, ((2731, 1),) * 3, (False, False))
+    assert "fewer than 2147483648 pieces" in unaligned.unsupported_reason(layout, BF16, HOPPER)
     monkeypatch.setattr(cuda_driver, "no_compiler", lambda: "it is compiled by NVRTC, which comes with CuPy")
     assert reason(y, gate, up) == "it is compiled by NVRTC, which comes with CuPy"
 
@@ -99,17 +99,17 @@ def test_what_it_is_told(pretended, monkeypatch):
     gate, up = packed.chunk(2, dim=-1)
     config = configs.UnalignedConfig(256, 1, 5, "")
 
-    steps = walk((out,), (gate, up))
-    unaligned.unaligned_launch(config, steps, (2730, 2730, 1365), gate, "gelu_tanh")(gate, up, out)
+    layout = coalesce((out,), (gate, up))
+    unaligned.unaligned_launch(config, layout, (2730, 2730, 1365), gate, "gelu_tanh")(gate, up, out)
     (_, source, names, defines, _), (_, grid, threads, shared, _, values) = compiled.pop(), launched.pop()
     assert (source, names) == ("unaligned.cu", ("swiglu_unaligned_fwd",))
     assert {"THREADS=256", "SLOTS=1", "RESIDENT=5", "TYPE=1", "ACTIVATION=2", "EVICT_LAST=0"} <= set(defines)
     assert {"NEED_DGATE=0", "NEED_DUP=0"} <= set(defines)
-    assert (grid, threads, shared) == (75, 256, 0)  # 6 pieces of 32 slots, 8 of them to a CTA
+    assert (grid, threads, shared) == (75, 256, 0)  # 6 warps of 32 slots for a row, 8 warps in a CTA
     assert list(values) == [*(t.data_ptr() for t in (gate, up, out)), 100, 1365, 6, 2730, 2730, 1365]
 
     dup, strides = packed.clone()[:, 1365:], (1365, 2730, 0, 0, 2730)
-    launch = unaligned.unaligned_launch(config, walk((dup,), (out, gate)), strides, gate, "relu", False, True)
+    launch = unaligned.unaligned_launch(config, coalesce((dup,), (out, gate)), strides, gate, "relu", False, True)
     launch(out, gate, None, None, dup)
     (_, _, names, defines, _), (*_, values) = compiled.pop(), launched.pop()
     assert names == ("swiglu_unaligned_bwd",)
@@ -154,11 +154,11 @@ def test_nothing_spills(activation, dtype, monkeypatch):
     monkeypatch.setattr(cuda_driver, "kernels", kernels)
     monkeypatch.setattr(cuda_driver, "parameters", lambda function: ())
     monkeypatch.setattr(cuda_driver, "_packer", lambda layout, places: None)
-    steps, like = Walk(2, 1365, ((1365, 1),) * 5, (False,) * 3), torch.empty(0, dtype=dtype)
+    layout, like = Coalesced(2, 1365, ((1365, 1),) * 5, (False,) * 3), torch.empty(0, dtype=dtype)
     for needs in ((False, False), (True, True), (True, False), (False, True)):
         config = configs.pick_unaligned_config(2, 1365, dtype, sum(needs), HOPPER)
         count = 5 if any(needs) else 3
-        unaligned.unaligned_launch(config, steps, (1365,) * count, like, activation, *needs)
+        unaligned.unaligned_launch(config, layout, (1365,) * count, like, activation, *needs)
         usage = found[-1]
         assert usage.spills == usage.stack == 0, usage
         assert usage.registers * config.threads * config.resident <= 65536
@@ -233,10 +233,10 @@ def test_every_boundary_and_nothing_beyond_the_rows(cols, launched):
         for t in (dy, gate, up):
             t.copy_(normal(5, cols))
         before = [room.clone() for room in rooms]
-        steps = Walk(5, cols, tuple((s, 1) for s in strides), (False,) * 3)
+        layout = Coalesced(5, cols, tuple((s, 1) for s in strides), (False,) * 3)
         of_dgate, of_dup, of_dy, of_gate, of_up = strides
         ordered = of_dy, of_gate, of_up, of_dgate, of_dup
-        launch = unaligned.unaligned_launch(config, steps, ordered, gate, "silu", True, True)
+        launch = unaligned.unaligned_launch(config, layout, ordered, gate, "silu", True, True)
         launch(dy, gate, up, dgate, dup)
         leaves = [t.double().requires_grad_() for t in (gate, up)]
         wanted = torch.autograd.grad(swiglu_reference(*leaves), leaves, dy.double())
@@ -245,7 +245,7 @@ def test_every_boundary_and_nothing_beyond_the_rows(cols, launched):
         for t, old in zip(views[:2], before, strict=False):
             old.as_strided(t.shape, t.stride(), t.storage_offset()).copy_(t)
         assert all(torch.equal(room, old) for room, old in zip(rooms, before, strict=True))
-        launch = unaligned.unaligned_launch(config, steps, (of_gate, of_up, of_dgate), gate, "silu")
+        launch = unaligned.unaligned_launch(config, layout, (of_gate, of_up, of_dgate), gate, "silu")
         launch(gate, up, dgate)
         want = swiglu_reference(gate.double(), up.double())
         torch.testing.assert_close(dgate.double(), want.double(), rtol=2.0**-7, atol=1e-5)

@@ -4,38 +4,39 @@
 // Napkin maths, 205000 x 1365 packed in bf16 on one NVIDIA H200 (132 SMs, a copy at 4254 GB/s, 1980 MHz).
 // Rows of the packed tensor are 5460 bytes apart, up begins 2730 bytes after gate, rows of y are 2730 bytes.
 //   floor      forward 1.68 GB, 395 us; backward 2.80 GB, 658 us.
-//   requests   by single elements 64 bytes a warp, by vectors 512: an eighth of them for the stores, a quarter for the
-//              loads, of which each is made twice (below).
-//   issue      while the bytes of 8 elements cross the bus, an SM issues 380 instructions of one lane for them in the
-//              forward, 630 in the backward. The SASS of silu has some 240 and 400. An input takes 35 of them (two
-//              loads, 15 to shift), the indices 40 to 60, divided by the share of busy lanes, 0.9.
-//   in flight  a thread issues all of its loads before it uses one, 32 bytes of its own forward and 48 backward. With
-//              32 and 48 registers 64 and 40 warps fit: 64 and 60 KB an SM. Little's law asks for 17 and 16 KB: 2836
-//              and 2552 GB/s are read, at a latency of 0.8 us.
+//   requests   an access of a warp is 64 bytes by elements and 512 by vectors. So stores take an eighth of the requests
+//              and loads a quarter, since each vector is loaded twice (below).
+//   issue      in the time that the bytes of 8 elements take, an SM can issue 380 instructions of a thread for them in
+//              the forward, 630 in the backward. The SASS of silu has some 240 and 400. An input takes 35 of them (two
+//              loads, 15 to shift), the indices 40 to 60, divided by the share of active lanes, 0.9.
+//   in flight  a thread issues all of its loads before it uses one: 32 bytes that no other lane loads forward, 48
+//              backward. With 32 and 48 registers 64 and 40 warps are resident: 64 and 60 KB an SM. Little's law needs
+//              17 and 16 KB: 2836 and 2552 GB/s are read, at a latency of 0.8 us.
 //
-// Mapping: a warp has a piece of one row, a lane the elements of one aligned vector of the output, its slot. In an
-// input a slot begins the same number of bytes past a 16-byte boundary for the whole row. So it lies in two aligned
-// vectors of each input. The second of them is the first of the next lane. It is loaded again rather than shuffled: it
-// comes from L1, costs no more there than four shuffles, and the last lane is like the others.
-// The gradients are two outputs, rarely on the same boundary. Lanes have slots of dgate. A vector of dup is put together
-// from the values of a lane and of the next one, by shuffles. The last lane of a warp computes for its neighbour alone;
-// its slot is the first of the next piece. To compute dup in slots of its own would take some 200 instructions more.
-// The first and the last slot of a row are stored by elements.
+// Mapping: a slot is the 8 elements of one aligned vector of the output, and a lane computes SLOTS of them. A piece is
+// the part of one row that a warp computes. In an input the elements of a slot begin at the same byte offset from a
+// 16-byte boundary in the whole row, so they lie in two adjacent aligned vectors, and the second of these is the first
+// of the next lane. Each lane loads both: the second comes from L1, costs no more than four shuffles, and the last lane
+// needs no special case. In the backward with both gradients there are two outputs, whose alignments usually differ.
+// Slots are those of dgate. A vector of dup is assembled from the values of a lane and of the next one by shuffles. The
+// last lane of a warp writes nothing: its slot is the first of the next piece, and its values of dup complete the
+// vector of its neighbour. Slots of dup's own would take some 200 instructions more. The first and the last slot of a
+// row are stored by elements.
 //
-// What is read: the aligned vectors that hold a part of a row, if they lie between the first byte of the first row and
-// the last byte of the last row of that tensor; elements, if not. What is written: the rows.
+// Bounds: an aligned vector is loaded only where it lies between the first byte of the first row and the last byte of
+// the last row of its tensor; elsewhere elements are loaded. Only elements of the output's rows are written.
 //
-// Defined by the launcher, see UnalignedConfig in configs.py: THREADS, SLOTS (of a lane), RESIDENT (CTAs of an
-// SM, for which registers are limited), TYPE of all tensors (0: bf16, 1: fp16), ACTIVATION (its place in
+// Defined by the launcher, see UnalignedConfig in configs.py: THREADS, SLOTS (of a lane), RESIDENT (CTAs resident on an
+// SM, which limits registers), TYPE of all tensors (0: bf16, 1: fp16), ACTIVATION (its place in
 // ACTIVATIONS), EVICT_LAST (the L2 policy of the loads), NEED_DGATE, NEED_DUP (0 both: the forward).
 
 #include "vectors.cuh"
 
 typedef unsigned short u16;
 
-constexpr int EACH = 8;  // elements of a vector
+constexpr int ELEMENTS = 8;  // elements of a vector
 constexpr bool EXCHANGE = NEED_DGATE && NEED_DUP;
-constexpr int STEP = EXCHANGE ? 31 : 32;  // slots that a warp writes at a time
+constexpr int SLOTS_WRITTEN = EXCHANGE ? 31 : 32;  // slots that a warp writes in one step
 enum { SILU, GELU, GELU_TANH, RELU, SIGMOID, IDENTITY };
 
 __device__ u64 policy_of_loads() {
@@ -77,8 +78,8 @@ constexpr float LOG2_E = 1.4426950408889634f, INV_SQRT_2PI = 0.3989422804014327f
 constexpr double SLOPE = 1.5957691216057308, CUBIC = 0.044715;
 constexpr float MAX_SQUARE = 1024;
 
-struct Gate {
-    float value, slope;
+struct Activated {
+    float value, derivative;
 };
 
 __device__ float reciprocal(float d) {
@@ -87,9 +88,9 @@ __device__ float reciprocal(float d) {
 }
 __device__ float logistic(float x) { return reciprocal(1 + exp2_of(x * -LOG2_E)); }
 
-// The slope is dead code in the forward.
-__device__ Gate activation(float x) {
-    constexpr bool SLOPED = NEED_DGATE || NEED_DUP;
+// The derivative is dead code in the forward.
+__device__ Activated activation(float x) {
+    constexpr bool NEED_DERIVATIVE = NEED_DGATE || NEED_DUP;
     if constexpr (ACTIVATION == SILU) {
         const float s = logistic(x), y = x * s;
         return {y, s + y * (1 - s)};
@@ -103,7 +104,7 @@ __device__ Gate activation(float x) {
         const float tail = p * exponential, cdf = x > 0 ? 1 - tail : tail;
         return {x * cdf, cdf + x * (exponential * INV_SQRT_2PI)};
     } else if constexpr (ACTIVATION == GELU_TANH) {
-        const float square = SLOPED ? fminf(x * x, MAX_SQUARE) : x * x;
+        const float square = NEED_DERIVATIVE ? fminf(x * x, MAX_SQUARE) : x * x;
         constexpr float linear = -1.4426950408889634 * SLOPE, cubic = -1.4426950408889634 * SLOPE * CUBIC;
         const float s = reciprocal(1 + exp2_of(x * (linear + cubic * square))), y = x * s;
         return {y, s + y * ((1 - s) * (float(SLOPE) + float(3 * SLOPE * CUBIC) * square))};
@@ -117,11 +118,11 @@ __device__ Gate activation(float x) {
     }
 }
 
-// A row of a tensor that is read, by addresses. Between `low` and `high` everything belongs to the tensor's rows or
-// lies between two of them; `inner` says that this holds for 48 bytes before the row and behind it.
+// A row of an input, by addresses. All bytes from `low` to `high` may be read: they belong to rows of the tensor or lie
+// between two rows. `interior`: so may be 48 bytes before and after this row.
 struct Row {
     u64 start, low, high;
-    bool inner;
+    bool interior;
 };
 __device__ Row row_of(const u16* tensor, i64 stride, i64 row, i64 rows, int cols) {
     const u64 low = reinterpret_cast<u64>(tensor);
@@ -129,20 +130,20 @@ __device__ Row row_of(const u16* tensor, i64 stride, i64 row, i64 rows, int cols
             row > 0 && row + 1 < rows && stride >= 24};
 }
 
-struct Pair {  // aligned vectors, and how many bytes into them 8 elements begin
+struct Pair {  // two aligned vectors, and the byte at which the 8 elements begin in them
     Vector first, second;
     u32 skip;
 };
-// Elements start … start + 7 of a row, of which some may lie outside: what comes in their place is not used.
-__device__ Pair ask(const Row& row, int start, int cols, u64 policy) {
+// Loads elements start … start + 7 of a row. For those outside the row anything may be returned: it is not used.
+__device__ Pair load_pair(const Row& row, int start, int cols, u64 policy) {
     Pair pair = {};
-    if (start <= -EACH || start >= cols) return pair;
+    if (start <= -ELEMENTS || start >= cols) return pair;
     const u64 from = row.start + 2 * i64(start), first = from & ~u64(15), second = (from + 15) & ~u64(15);
-    if (row.inner || (first >= row.low && second + 16 <= row.high)) {
+    if (row.interior || (first >= row.low && second + 16 <= row.high)) {
         pair.first = load(first, policy), pair.second = load(second, policy), pair.skip = u32(from) & 15;
     } else {
 #pragma unroll
-        for (int k = 0; k < EACH; ++k)
+        for (int k = 0; k < ELEMENTS; ++k)
             if (u32(start + k) < u32(cols))
                 pair.first.words[k / 2] |= load_element(from + 2 * k) << k % 2 * 16;
     }
@@ -166,46 +167,46 @@ __device__ Vector shifted(const Vector& first, const Vector& second, u32 skip) {
 }
 __device__ Vector shifted(const Pair& pair) { return shifted(pair.first, pair.second, pair.skip); }
 
-// Elements start … start + 7 of a row of an output, of which those outside are left out.
-__device__ void put(u64 row, int start, int cols, const Vector& v) {
+// Stores elements start … start + 7 of a row of an output, except those outside the row.
+__device__ void store_slot(u64 row, int start, int cols, const Vector& v) {
     const u64 to = row + 2 * i64(start);
-    if (start >= 0 && start + EACH <= cols) return store(reinterpret_cast<Vector*>(to), v);
+    if (start >= 0 && start + ELEMENTS <= cols) return store(reinterpret_cast<Vector*>(to), v);
 #pragma unroll
-    for (int k = 0; k < EACH; ++k)
+    for (int k = 0; k < ELEMENTS; ++k)
         if (u32(start + k) < u32(cols)) store_element(to + 2 * k, v.words[k / 2] >> k % 2 * 16);
 }
 __device__ int past_boundary(u64 row) { return int(row >> 1) & 7; }  // elements
 
-// Which row and which piece of it a warp has; pieces are the slots that it writes.
+// The row of this warp and its piece of the row: the slots that it writes.
 struct Piece {
     i64 row;
     int slot;  // the lane's first
 };
-__device__ Piece piece_of_warp(u32 pieces) {
-    const u32 warp = blockIdx.x * (THREADS / 32) + threadIdx.x / 32, row = warp / pieces;
-    return {i64(row), int((warp - row * pieces) * (STEP * SLOTS) + threadIdx.x % 32)};
+__device__ Piece piece_of_warp(u32 warps_per_row) {
+    const u32 warp = blockIdx.x * (THREADS / 32) + threadIdx.x / 32, row = warp / warps_per_row;
+    return {i64(row), int((warp - row * warps_per_row) * (SLOTS_WRITTEN * SLOTS) + threadIdx.x % 32)};
 }
 
 #if !NEED_DGATE && !NEED_DUP
 
-// y = act(gate) · up. Strides are in elements, `pieces` is the number of them in a row.
+// y = act(gate) · up. Strides are in elements.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-swiglu_unaligned_fwd(const u16* gate, const u16* up, u16* y, i64 rows, int cols, u32 pieces, i64 stride_g, i64 stride_u,
-                     i64 stride_y) {
-    const Piece piece = piece_of_warp(pieces);
+swiglu_unaligned_fwd(const u16* gate, const u16* up, u16* y, i64 rows, int cols, u32 warps_per_row, i64 stride_g,
+                     i64 stride_u, i64 stride_y) {
+    const Piece piece = piece_of_warp(warps_per_row);
     if (piece.row >= rows) return;
     const Row gates = row_of(gate, stride_g, piece.row, rows, cols), ups = row_of(up, stride_u, piece.row, rows, cols);
     const u64 out = reinterpret_cast<u64>(y) + 2 * piece.row * stride_y, policy = policy_of_loads();
-    const int first = piece.slot * EACH - past_boundary(out);
-    Pair asked[SLOTS][2];
+    const int first = piece.slot * ELEMENTS - past_boundary(out);
+    Pair pairs[SLOTS][2];
 #pragma unroll
     for (int i = 0; i < SLOTS; ++i) {
-        asked[i][0] = ask(gates, first + i * STEP * EACH, cols, policy);
-        asked[i][1] = ask(ups, first + i * STEP * EACH, cols, policy);
+        pairs[i][0] = load_pair(gates, first + i * SLOTS_WRITTEN * ELEMENTS, cols, policy);
+        pairs[i][1] = load_pair(ups, first + i * SLOTS_WRITTEN * ELEMENTS, cols, policy);
     }
 #pragma unroll
     for (int i = 0; i < SLOTS; ++i) {
-        const Vector g = shifted(asked[i][0]), u = shifted(asked[i][1]);
+        const Vector g = shifted(pairs[i][0]), u = shifted(pairs[i][1]);
         Vector result;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -214,7 +215,7 @@ swiglu_unaligned_fwd(const u16* gate, const u16* up, u16* y, i64 rows, int cols,
             for (int k = 0; k < 2; ++k) a[k] = activation(a[k]).value * b[k];
             result.words[j] = pack<TYPE>(a[0], a[1]);
         }
-        put(out, first + i * STEP * EACH, cols, result);
+        store_slot(out, first + i * SLOTS_WRITTEN * ELEMENTS, cols, result);
     }
 }
 
@@ -223,53 +224,53 @@ swiglu_unaligned_fwd(const u16* gate, const u16* up, u16* y, i64 rows, int cols,
 // dgate = dy · up · act'(gate), dup = dy · act(gate). Without NEED_DGATE up and dgate are null, without NEED_DUP dup.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 swiglu_unaligned_bwd(const u16* dy, const u16* gate, const u16* up, u16* dgate, u16* dup, i64 rows, int cols,
-                     u32 pieces, i64 stride_dy, i64 stride_g, i64 stride_u, i64 stride_dg, i64 stride_du) {
-    const Piece piece = piece_of_warp(pieces);
+                     u32 warps_per_row, i64 stride_dy, i64 stride_g, i64 stride_u, i64 stride_dg, i64 stride_du) {
+    const Piece piece = piece_of_warp(warps_per_row);
     if (piece.row >= rows) return;
     const Row dys = row_of(dy, stride_dy, piece.row, rows, cols), gates = row_of(gate, stride_g, piece.row, rows, cols);
     const Row ups = row_of(up, stride_u, piece.row, rows, cols);
     const u64 policy = policy_of_loads();
     const u64 dgates = reinterpret_cast<u64>(dgate) + 2 * piece.row * stride_dg;
     const u64 dups = reinterpret_cast<u64>(dup) + 2 * piece.row * stride_du;
-    // A vector of dup begins `later` elements after the slot. Where the first one after the row's first slot leaves out
-    // the row's beginning, a slot before the row makes the vector that holds it.
+    // A vector of dup begins `dup_offset` elements after the slot of dgate. Where the vector of the row's first slot
+    // begins after the row's first element of dup, slots begin one earlier, and that one gives the vector before.
     const int past = past_boundary(NEED_DGATE ? dgates : dups);
-    const int later = EXCHANGE ? (past - past_boundary(dups)) & 7 : 0;
-    const int first = (piece.slot - (later > past)) * EACH - past;
-    Pair asked[SLOTS][3];
+    const int dup_offset = EXCHANGE ? (past - past_boundary(dups)) & 7 : 0;
+    const int first = (piece.slot - (dup_offset > past)) * ELEMENTS - past;
+    Pair pairs[SLOTS][3];
 #pragma unroll
     for (int i = 0; i < SLOTS; ++i) {
-        asked[i][0] = ask(dys, first + i * STEP * EACH, cols, policy);
-        asked[i][1] = ask(gates, first + i * STEP * EACH, cols, policy);
-        if (NEED_DGATE) asked[i][2] = ask(ups, first + i * STEP * EACH, cols, policy);
+        pairs[i][0] = load_pair(dys, first + i * SLOTS_WRITTEN * ELEMENTS, cols, policy);
+        pairs[i][1] = load_pair(gates, first + i * SLOTS_WRITTEN * ELEMENTS, cols, policy);
+        if (NEED_DGATE) pairs[i][2] = load_pair(ups, first + i * SLOTS_WRITTEN * ELEMENTS, cols, policy);
     }
 #pragma unroll
     for (int i = 0; i < SLOTS; ++i) {
-        const int start = first + i * STEP * EACH;
-        const Vector d = shifted(asked[i][0]), g = shifted(asked[i][1]);
-        const Vector u = NEED_DGATE ? shifted(asked[i][2]) : Vector{};
-        Vector of_gate, of_up;
+        const int start = first + i * SLOTS_WRITTEN * ELEMENTS;
+        const Vector d = shifted(pairs[i][0]), g = shifted(pairs[i][1]);
+        const Vector u = NEED_DGATE ? shifted(pairs[i][2]) : Vector{};
+        Vector dgate_vector, dup_vector;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             float a[2], b[2], c[2], value[2];
             unpack<TYPE>(d.words[j], a), unpack<TYPE>(g.words[j], b), unpack<TYPE>(u.words[j], c);
             for (int k = 0; k < 2; ++k) {
-                const Gate act = activation(b[k]);
+                const Activated act = activation(b[k]);
                 value[k] = a[k] * act.value;
-                c[k] = a[k] * c[k] * act.slope;
-                if (ACTIVATION == RELU && act.slope == 0) c[k] = 0;  // also where dy or up is inf or NaN
+                c[k] = a[k] * c[k] * act.derivative;
+                if (ACTIVATION == RELU && act.derivative == 0) c[k] = 0;  // also where dy or up is inf or NaN
             }
-            of_gate.words[j] = pack<TYPE>(c[0], c[1]), of_up.words[j] = pack<TYPE>(value[0], value[1]);
+            dgate_vector.words[j] = pack<TYPE>(c[0], c[1]), dup_vector.words[j] = pack<TYPE>(value[0], value[1]);
         }
         if (EXCHANGE) {
             Vector next;
 #pragma unroll
-            for (int j = 0; j < 4; ++j) next.words[j] = __shfl_down_sync(~0u, of_up.words[j], 1);
-            of_up = shifted(of_up, next, 2 * later);
-            if (threadIdx.x % 32 == STEP) continue;
+            for (int j = 0; j < 4; ++j) next.words[j] = __shfl_down_sync(~0u, dup_vector.words[j], 1);
+            dup_vector = shifted(dup_vector, next, 2 * dup_offset);
+            if (threadIdx.x % 32 == SLOTS_WRITTEN) continue;
         }
-        if (NEED_DGATE) put(dgates, start, cols, of_gate);
-        if (NEED_DUP) put(dups, start + later, cols, of_up);
+        if (NEED_DGATE) store_slot(dgates, start, cols, dgate_vector);
+        if (NEED_DUP) store_slot(dups, start + dup_offset, cols, dup_vector);
     }
 }
 

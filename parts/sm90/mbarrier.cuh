@@ -1,4 +1,4 @@
-// mbarriers in shared memory: a phase ends when its arrivals and the bytes that it expects are there.
+// mbarriers in shared memory. A phase completes when all its arrivals and all bytes that it expects have come.
 #pragma once
 
 #include "types.cuh"

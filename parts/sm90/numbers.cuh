@@ -1,4 +1,4 @@
-// Exponentials, and fp32 to the 16-bit type of a kernel's matrices: FP16 says which.
+// exp2, and conversion of fp32 to the 16-bit dtype of a kernel: fp16 where FP16 is 1, otherwise bf16.
 #pragma once
 
 #include "types.cuh"

@@ -1,4 +1,4 @@
-// Loads of 4-D tensors by TMA; their bytes count on an mbarrier.
+// TMA loads of 4-D tensors into shared memory; an mbarrier counts their bytes.
 #pragma once
 
 #include "types.cuh"

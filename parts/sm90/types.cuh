@@ -1,4 +1,4 @@
-// Names that the parts for Hopper share.
+// Types and qualifiers of the parts for Hopper.
 #pragma once
 
 typedef unsigned short u16;

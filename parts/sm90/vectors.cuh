@@ -1,4 +1,4 @@
-// Vectors of 16 bytes of bf16 (KIND 0), fp16 (1) or fp32 (2), and their elements in fp32.
+// Vectors of 16 bytes of bf16 (KIND 0), fp16 (1) or fp32 (2), and conversion of their elements to and from fp32.
 #pragma once
 
 typedef unsigned int u32;
@@ -37,8 +37,9 @@ template <int KIND> __device__ u32 pack(float first, float second) {
     return word;
 }
 
-// The compiler must not keep the fp32 of a word from its first use to its second: that is twice the registers.
-__device__ u32 hidden(u32 word) {
+// A copy that the compiler cannot see through. It then converts the word to fp32 again at its second use; keeping the
+// fp32 values from the first would take twice the registers.
+__device__ u32 opaque(u32 word) {
     asm volatile("" : "+r"(word));
     return word;
 }

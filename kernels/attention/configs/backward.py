@@ -1,5 +1,8 @@
-"""Which form of the backward runs, and how the fused one in CUDA C++ (sm90/backward.cu) gives its work to CTAs. Pure
-functions of sizes and number of SMs. The measurements behind each rule are in EXPERIMENTS.md."""
+"""Which version of the backward runs, and how the one in CUDA C++ (sm90/backward.cu) distributes its work over CTAs.
+Pure functions of sizes and number of SMs. The measurements behind each rule are in EXPERIMENTS.md.
+
+A block has 128 keys of a KV head, and a CTA that owns it loops over tiles of queries. A wave: as many CTAs as the SMs
+run at a time, which is one an SM. `waves`, a float, is blocks of keys over SMs."""
 
 from __future__ import annotations
 
@@ -14,19 +17,24 @@ class Schedule(enum.IntEnum):
     """Which CTA computes which blocks of 128 keys. The numbers are those of sm90/backward_schedule.cuh."""
 
     CTA_PER_BLOCK = 0  # a CTA for each block of keys; preprocess and postprocess are launches of their own
-    SINGLE_BLOCK = 1  # there is one block of keys, so that one launch computes everything and dQ is not summed
-    CTA_PER_KV_HEAD = 2  # a CTA has all blocks of a key head, in order, and casts dQ itself: dQ is deterministic
-    PERSISTENT = 3  # a CTA for each SM, which computes one block or share after the other
-    ROLES = 4  # as CTA_PER_BLOCK, with preprocess and postprocess in CTAs of the same launch
+    SINGLE_BLOCK = 1  # one block of keys: one launch computes everything, and each dQ is computed by one CTA
+    CTA_PER_KV_HEAD = 2  # a CTA has all blocks of a KV head, in order, and casts dQ itself: dQ is deterministic
+    PERSISTENT = 3  # a CTA for each SM, which computes one block, or split of a block, after the other
+    ROLES = 4  # as CTA_PER_BLOCK, but other CTAs of the same launch preprocess and postprocess
 
 
 @dataclass(frozen=True)
 class CudaBackwardConfig:
-    """How blocks of 128 keys are given to CTAs, which go over tiles of so many queries.
+    """How blocks of 128 keys are distributed over CTAs, which loop over tiles of `queries` queries.
 
-    section: how many key heads' CTAs run together, longest first. The last `shared` blocks have `splits` CTAs each.
-    alternate: sections go from the last queries to the first and from the first to the last, in turn.
-    span: with ROLES, how many key heads are preprocessed and postprocessed at a time, while others are multiplied.
+    section    KV heads whose CTAs are next to each other in launch order, the longest first. q, dout and dQ of these
+               heads share L2.
+    shared     So many last blocks have `splits` CTAs each, between which their tiles of queries are split. One more
+    splits     launch adds up their partial dK and dV.
+    alternate  Even sections go over queries from the last to the first, odd ones from the first to the last.
+    span       With ROLES, KV heads that are preprocessed, or postprocessed, while others are multiplied: whole
+    sections.
+
     PERSISTENT needs tiles of 128 queries at D = 64 and of 64 at D = 128.
     """
 
@@ -40,18 +48,18 @@ class CudaBackwardConfig:
 
 
 CUDA_BWD_KEYS = 128  # of a block; as BN in the source
-PERSISTENT_QUERIES = {64: 128, 128: 64}  # of a tile: shared memory has room for two blocks of keys beside it
-PERSISTENT_TILES = {64: 127, 128: 16}  # of a block of keys: with more, a CTA for each block is as fast or faster
-PERSISTENT_KEYS = {64: CUDA_BWD_KEYS + 1, 128: 2048}  # with fewer at D = 128 CTA_PER_KV_HEAD is 3 to 5 % faster
+PERSISTENT_QUERIES = {64: 128, 128: 64}  # of a tile, by D: shared memory then has room for two blocks of keys
+PERSISTENT_TILES = {64: 127, 128: 16}  # tiles of queries of a block, at most: with more PERSISTENT is no faster
+PERSISTENT_KEYS = {64: CUDA_BWD_KEYS + 1, 128: 2048}  # at least; at D = 128 CTA_PER_KV_HEAD is 3 to 5 % faster below
 CUDA_BWD_SPANS = 61  # at most; with LAG it is MOST_ROUNDS in the source
-KV_HEAD_BYTES = 40e6  # of fp32 sums, that L2 keeps of its 50 MB on an H100 or H200
-SECTION_BYTES = 16 * 2**20  # of q, dout and the fp32 sum of dQ of the heads of a section: a third of L2
+KV_HEAD_BYTES = 40e6  # of fp32 dQ that stay in the L2 of an H100 or H200, which has 50 MB
+SECTION_BYTES = 16 * 2**20  # of q, dout and fp32 dQ of the heads of a section: a third of L2
 
 
 def pick_backward(version: str, hopper: str = "", deterministic: bool = False) -> str:
-    """The form of the backward that runs. `hopper`: the one for Hopper if it takes the problem; not where results must
-    be `deterministic` and its own are not. The portable fused form has fewer FLOPs but more traffic, so it runs on
-    request only."""
+    """The version of the backward that runs. `hopper`: "cuda" if that takes the problem, else "". `deterministic`: dQ
+    must be deterministic, and that of "cuda" is not. "fused" has fewer FLOPs than "separate" but more memory traffic,
+    so it runs on request only."""
     if version != "auto":
         return version
     return hopper if hopper and not deterministic else "separate"
@@ -68,19 +76,20 @@ def pick_cuda_bwd_config(
     sms: int,
     schedule: Schedule | None = None,
 ) -> CudaBackwardConfig:
-    """Schedule, tile, sections, shares and spans of the backward in CUDA C++. `kv_heads` of all batches;
+    """The configuration of the backward in CUDA C++. `kv_heads` of all batches; `group`: query heads of a KV head;
     `schedule`: the only one that can run, if there is no choice.
 
-    The schedule is `_pick_schedule`'s. Without a mask all CTAs take as long: heads go one by one, and the last round of
-    CTAs is shared out over all SMs. With a mask the longest CTAs of a section start first (`_pick_section`). With a
-    mask and shared heads a section has a CTA for each SM, and sections alternate: its CTAs are then at the same queries
-    all the time, which L2 holds whatever the size of the group. Spans are `_pick_span`'s, and halves of the heads where
-    CTAs are few rounds.
+    The schedule is `_pick_schedule`'s, the tile `pick_query_tile`'s, the span `_pick_span`'s.
+    No mask: all CTAs take as long. Sections have one head, and the blocks of the last wave are split over all SMs
+    (`_pick_shares`). With ROLES and few waves, a span has half of the heads.
+    Causal, group 1: the longest CTAs of a section start first; `_pick_section` says how many heads it has.
+    Causal, group > 1: a section has about one CTA for each SM, and sections alternate. All its CTAs then go over the
+    same queries at about the same time, so that these are in L2 whatever the size of the group.
 
-    Record: tables "Sections", "Roles" and "Few rounds" of EXPERIMENTS.md (H200). Cached, for it takes up to 0.1 ms.
+    Record: "Sections that alternate", "Roles" and "Few waves" of EXPERIMENTS.md (H200). Cached: it takes up to 0.1 ms.
     """
     blocks = triton.cdiv(keys, CUDA_BWD_KEYS)
-    rounds = blocks * kv_heads / sms
+    waves = blocks * kv_heads / sms
     if schedule is None:
         schedule = _pick_schedule(queries, keys, dim, kv_heads, group, causal, sms)
     if schedule is Schedule.CTA_PER_KV_HEAD:
@@ -88,7 +97,7 @@ def pick_cuda_bwd_config(
     if schedule is Schedule.PERSISTENT:
         tile = PERSISTENT_QUERIES[dim]
     else:
-        tile = pick_query_tile(dim, queries, keys, group, causal, rounds)
+        tile = pick_query_tile(dim, queries, keys, group, causal, waves)
     roles = schedule is Schedule.ROLES
 
     def span(section: int) -> int:
@@ -96,7 +105,7 @@ def pick_cuda_bwd_config(
 
     if not causal:
         shared, splits = _pick_shares(blocks * kv_heads, triton.cdiv(queries, tile) * group, sms)
-        heads = triton.cdiv(kv_heads, 2) if roles and rounds < _few_rounds(blocks) else span(1)
+        heads = triton.cdiv(kv_heads, 2) if roles and waves < _few_waves(blocks) else span(1)
         return CudaBackwardConfig(tile, 1, shared, splits, schedule=schedule, span=heads)
     if group > 1:
         section = max(1, min(kv_heads, round(sms / blocks)))
@@ -107,9 +116,15 @@ def pick_cuda_bwd_config(
 
 
 def _pick_schedule(queries: int, keys: int, dim: int, kv_heads: int, group: int, causal: bool, sms: int) -> Schedule:
-    """SINGLE_BLOCK up to 128 keys. PERSISTENT where blocks and shares are more than SMs and each has few tiles of
-    queries, beside which the prologue and epilogue of a CTA count. At D = 128 CTA_PER_KV_HEAD where it fills the GPU
-    and L2 (`_one_cta_per_kv_head`), else ROLES. Else CTA_PER_BLOCK."""
+    """The first of these that applies. Record: "Persistent CTAs", "One CTA a KV head" and "Roles" of EXPERIMENTS.md.
+
+    SINGLE_BLOCK: up to 128 keys.
+    PERSISTENT: more blocks (with splits) than SMs, PERSISTENT_KEYS keys or more, and up to PERSISTENT_TILES tiles of
+    queries a block. With so few tiles a CTA's prologue and epilogue take a large part of its time, and overlap here.
+    CTA_PER_BLOCK: D = 64.
+    CTA_PER_KV_HEAD: KV heads fill the SMs, and L2 holds their dQ (`_one_cta_per_kv_head`).
+    ROLES: all else.
+    """
     blocks = triton.cdiv(keys, CUDA_BWD_KEYS)
     if blocks == 1:
         return Schedule.SINGLE_BLOCK
@@ -125,78 +140,83 @@ def _pick_schedule(queries: int, keys: int, dim: int, kv_heads: int, group: int,
     return Schedule.ROLES
 
 
-def pick_query_tile(dim: int, queries: int, keys: int, group: int, causal: bool, rounds: float) -> int:
-    """Queries of a tile where the schedule is not PERSISTENT; as BM in the source. `rounds`: blocks of keys
-    for each SM.
+def pick_query_tile(dim: int, queries: int, keys: int, group: int, causal: bool, waves: float) -> int:
+    """Queries of a tile where the schedule is not PERSISTENT; as BM in the source.
 
-    128 at D = 64. At D = 128 80 read keys a fifth less often than 64, but round up few queries, and under a mask have
-    more to hide: so without a mask, or with 2560 keys or more (8193 where heads are shared), or with one or two rounds
-    of CTAs, where the longest CTA decides. Not for a single block of keys, which stores dQ by rows: tiles of 80 have
-    its columns there.
+    D = 64: 128. D = 128: 64 or 80. A tile of 80 reads keys from shared memory a fifth less often for each query. But it
+    pads few queries by more, and computes more masked pairs on the diagonal. So 80 without a mask; under a causal mask
+    from 2560 keys on (8193 where query heads share a KV head), or from 1024 keys on where there are at most two waves
+    (one where heads are shared) and the longest CTA decides. Not where 80 pads queries by 3 % more than 64, nor with
+    SINGLE_BLOCK: its epilogue stores rows of dQ, and tiles of 80 compute dQ transposed.
 
     Record: "64 and 80 queries" of EXPERIMENTS.md (H200).
     """
     if dim == 64:
         return 128
-    few = keys >= 1024 and rounds <= (2 if group == 1 else 1)
+    few = keys >= 1024 and waves <= (2 if group == 1 else 1)
     long = not causal or few or keys >= (2560 if group == 1 else 8193)
     padded = {tile: triton.cdiv(queries, tile) * tile for tile in (64, 80)}
     return 80 if keys > CUDA_BWD_KEYS and long and padded[80] <= 1.03 * padded[64] else 64
 
 
-def _few_rounds(blocks: int) -> float:
-    """How many rounds of CTAs are few. Of short sequences fewer: what runs before the first and after the last span
-    takes a larger part of longer spans there. Record: "Few rounds" of EXPERIMENTS.md."""
+def _few_waves(blocks: int) -> float:
+    """Below how many waves of CTAs heads go in halves. Fewer for short sequences: preprocessing the first span and
+    postprocessing the last is not overlapped, and takes a larger part of the time there. Record: "Few waves" of
+    EXPERIMENTS.md."""
     return 3.5 if blocks >= 16 else 2
 
 
 def _pick_section(most: int, kv_heads: int, blocks: int, sms: int) -> int:
-    """Heads of a section under a causal mask: of those counts that L2 has room for, from half of `most` on, the one
-    that leaves the fewest over.
+    """KV heads of a section under a causal mask. `most`: those that L2 has room for.
 
-    The longest CTAs of a last section start when those before it are done, which counts with few rounds: then halves,
-    or all, if heads are few and odd. But where each section has a CTA for nearly all SMs, and sections are an even
-    number, each second one fills the gaps. A list schedule of CTAs on SMs agrees within 2 %
-    (test_backward_configs.py). Record: "Few rounds" of EXPERIMENTS.md.
+    Of the counts above most / 2, the one that leaves the last section the fullest. But the longest CTAs of the last
+    section start only after the earlier sections have started, and with few waves they end late. So below `_few_waves`,
+    and below 8 waves of 16 blocks or more, there are two sections of half of the heads, or one if heads are odd and
+    fewer than 8. The exception, from `_few_waves` on: an even number of sections with CTAs for nine tenths of the SMs
+    each, as every second section fills the SMs that the one before it leaves idle. A list schedule of CTAs on SMs
+    agrees within 2 % (test_backward_configs.py). Record: "Few waves" of EXPERIMENTS.md.
     """
     section = min(range(most, most // 2, -1), key=lambda s: -kv_heads % s)
-    rounds, few = kv_heads * blocks / sms, _few_rounds(blocks)
-    by_rounds = kv_heads % (2 * section) == 0 and section * blocks >= 0.9 * sms
-    if rounds >= few and (by_rounds or blocks < 16 or rounds >= 8):
+    waves, few = kv_heads * blocks / sms, _few_waves(blocks)
+    by_waves = kv_heads % (2 * section) == 0 and section * blocks >= 0.9 * sms
+    if waves >= few and (by_waves or blocks < 16 or waves >= 8):
         return section
     return kv_heads if kv_heads % 2 and kv_heads < 8 else triton.cdiv(kv_heads, 2)
 
 
 def _pick_span(section: int, kv_heads: int, blocks: int, sms: int) -> int:
-    """Key heads of a span, as many sections as have a CTA for nine tenths of the SMs: what a span waits for then
-    started more than a round of CTAs before. But four spans, where there are as many sections, and at most
-    CUDA_BWD_SPANS."""
+    """KV heads of a span: as many whole sections as have CTAs for nine tenths of the SMs. The CTAs that a span waits
+    for then started about a wave before, and have ended. But shorter spans where that leaves fewer than four, and
+    longer ones where it makes more than CUDA_BWD_SPANS."""
     sections = triton.cdiv(9 * sms, 10 * section * blocks)
     least = triton.cdiv(kv_heads, CUDA_BWD_SPANS * section)
     return section * max(least, min(sections, kv_heads // (4 * section)))
 
 
 def _one_cta_per_kv_head(queries: int, keys: int, dim: int, kv_heads: int, group: int, causal: bool, sms: int) -> bool:
-    """Whether CTAs with a key head each keep nine tenths of the SMs busy, and whether L2 keeps dQ's fp32 sums, which
-    all heads that run at once go over for each block of keys: those of all queries, under a causal mask of
-    m − m² / (2 keys) on average, where m = min(queries, keys) of them see any. Memory is slower than the products: a
-    visit to a tile of 64 queries is 96 KB, of which 64 are its sum, read and written."""
-    rounds = triton.cdiv(kv_heads, sms)
+    """Whether a CTA for each KV head fills nine tenths of each wave, and the fp32 dQ of the heads that run at a time
+    fits KV_HEAD_BYTES of L2.
+
+    For each block of keys, a CTA reads and writes dQ of all queries that see it. Under a causal mask these are
+    m − m² / (2 keys) on average, where m = min(queries, keys) queries see any key. A tile of 64 queries moves 96 KB, 64
+    of them for dQ: from device memory that would take longer than its products."""
+    waves = triton.cdiv(kv_heads, sms)
     seeing = min(queries, keys)
     visited = seeing - seeing * seeing / (2 * keys) if causal else queries
     sums = min(kv_heads, sms) * group * visited * 4 * dim
-    return kv_heads >= 0.9 * rounds * sms and sums <= KV_HEAD_BYTES
+    return kv_heads >= 0.9 * waves * sms and sums <= KV_HEAD_BYTES
 
 
 def _pick_shares(blocks: int, tiles: int, sms: int) -> tuple[int, int]:
-    """How many blocks are shared, by how many CTAs each: what makes the last round shortest, in tiles."""
+    """(shared, splits): how many blocks are left for the last wave, and over how many CTAs the `tiles` tiles of queries
+    of each are split, so that this wave is shortest. (0, 1): none is split."""
     shared = blocks % sms
     if not shared:
         return 0, 1
 
-    def last_round(splits: int) -> int:
-        start = 3 if splits == 1 else 5  # of a CTA, in tiles, and with parts to write and to add up
+    def last_wave(splits: int) -> int:
+        start = 3 if splits == 1 else 5  # prologue and epilogue of a CTA, in tiles; with partial sums, also these
         return triton.cdiv(shared * splits, sms) * (triton.cdiv(tiles, splits) + start)
 
-    splits = min(range(1, min(tiles, 16) + 1), key=last_round)
+    splits = min(range(1, min(tiles, 16) + 1), key=last_wave)
     return (shared, splits) if splits > 1 else (0, 1)

@@ -1,4 +1,4 @@
-"""The configurations that `tune` tries in the place of what each `pick_*` picks. Pure functions of sizes."""
+"""The configurations that `tune` compares with what each `pick_*` picks. Pure functions of sizes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Shapes = Iterable[tuple[int, int]]
 
 
 def versions(keys: int) -> list[tuple[str, int]]:
-    """Of the forward, for `pick_forward`: splits of 256 keys at least."""
+    """For `pick_forward`: (version, splits), with 256 keys a split at least."""
     splits = (2, 4, 8, 16, 32, 64, 128)
     return [("cuda", 1), ("gluon", 1), ("portable", 1), *(("split", n) for n in splits if 256 * n <= keys)]
 
 
 def tiles(dim: int, shapes: Shapes, warps: Iterable[int], stages: Iterable[int]) -> list[Config]:
-    """Of the Triton kernels: shapes are queries by keys."""
+    """For the Triton kernels. `shapes`: queries by keys."""
     powers = [(m, n) for m, n in shapes if m & (m - 1) == 0]
     return [Config(m, n, padded(dim), w, s) for (m, n), w, s in itertools.product(powers, warps, stages)]
 
 
 def cuda(dim: int) -> list[CudaConfig]:
-    """Of the forward in CUDA C++: what fits shared memory and registers."""
+    """For `pick_cuda_config`: what fits shared memory and registers."""
     if dim == 64:
         sizes = [(64, 2), (128, 2), (64, 3), (112, 3)]
         return [CudaConfig(block_n, 4, consumers, False, True) for block_n, consumers in sizes]
@@ -38,15 +38,16 @@ def cuda(dim: int) -> list[CudaConfig]:
 
 
 def fp8(dim: int) -> list[Fp8Config]:
-    """Of the forward in e4m3 where lse is not returned."""
+    """For `pick_fp8_config`, where lse is not returned."""
     sizes = [(128, 6, 3, False), (128, 6, 2, False)] if dim <= 64 else [(96, 4, 3, False), (128, 4, 2, True)]
     sizes += [] if dim <= 64 else [(192, 2, 2, True)]
     return [Fp8Config(n, stages, groups, ping_pong, False, exact_lse=False) for n, stages, groups, ping_pong in sizes]
 
 
 def cuda_bwd(keys: int, dim: int, kv_heads: int, group: int, causal: bool) -> list[CudaBackwardConfig]:
-    """Of the backward in CUDA C++: every schedule that takes the problem, with sections of 1 to all heads. `kv_heads`
-    of all batches. Without shares, whose number depends on the GPU: those that are picked are tried in any case."""
+    """For `pick_cuda_bwd_config`: every schedule that takes the problem, with sections of 1 to all heads. `kv_heads` of
+    all batches. None splits the queries of its last blocks (`shared`): how many do depends on the GPU, and `tune`
+    measures the configuration that is picked in any case."""
     if keys <= CUDA_BWD_KEYS:
         return [CudaBackwardConfig(128 if dim == 64 else 64, 1, schedule=Schedule.SINGLE_BLOCK)]
     halves = {triton.cdiv(kv_heads, n) for n in (1, 2, 4)}
@@ -61,7 +62,7 @@ def cuda_bwd(keys: int, dim: int, kv_heads: int, group: int, causal: bool) -> li
 
 
 def _scheduled(dim: int, kv_heads: int, section: int) -> Iterator[tuple[Schedule, int, int]]:
-    """Schedules with their tiles and spans. Spans are whole sections."""
+    """(schedule, queries of a tile, span). A span is one section or two."""
     yield Schedule.PERSISTENT, PERSISTENT_QUERIES[dim], 0
     for tile in (128,) if dim == 64 else (64, 80):
         yield Schedule.CTA_PER_BLOCK, tile, 0

@@ -1,4 +1,7 @@
-"""Which version of the forward runs, and how it is set up. Pure functions of sizes, dtype and number of SMs."""
+"""Which version of the forward runs, and with which tiles. Pure functions of sizes, dtype and number of SMs.
+
+A wave: as many CTAs, or tiles of a persistent kernel, as the SMs run at a time. A section of heads: those whose tiles
+are scheduled together, so that their keys and values stay in L2."""
 
 from __future__ import annotations
 
@@ -16,9 +19,10 @@ L2_BYTES = 32e6  # what the keys and values of the heads in flight may take up o
 
 @dataclass(frozen=True)
 class GluonConfig:
-    """A CTA has `consumers` warp groups of 64 queries each, with that many registers a thread, and rings of `stages`
-    blocks of block_n keys and values. ping_pong: consumers issue in turn. share: results leave through the
-    shared memory of their queries, which makes room for keys and delays the next queries."""
+    """A CTA has a producer warp, and `consumers` warp groups of 64 queries each with `registers` registers a thread.
+    Blocks of block_n keys and values are buffered in `stages` stages. ping_pong: consumers issue their products one
+    after the other. share: the epilogue stages results in the shared memory of the queries. That makes room for keys,
+    but the next tile's queries can be loaded only after the results are stored."""
 
     block_n: int
     stages: int
@@ -42,10 +46,10 @@ def pick_gluon_config(dim: int, causal: bool) -> GluonConfig:
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """block_n keys a block in rings of `stages`, consumers · 64 rows of queries a tile. ping_pong: consumers issue
-    their products in turn, each as soon as the one before has issued its own. q_registers: queries are held in
-    registers for the length of a tile. q_buffers: 2 lets the next tile's queries come while a tile's are in use, at the
-    cost of a stage."""
+    """Blocks of block_n keys in a pipeline of `stages` stages; tiles of consumers · 64 queries. ping_pong: consumers
+    issue their products one after the other, each as soon as the one before it has issued its own. q_registers: the
+    queries of a tile stay in registers. q_buffers: with 2, the next tile's queries are loaded while a tile's are in
+    use, at the cost of a stage."""
 
     block_n: int
     stages: int
@@ -55,16 +59,17 @@ class CudaConfig:
     q_buffers: int = 1
 
 
-TWO_CONSUMERS = 0.83  # what a tile of two takes of the time of one of three, with few or no other tiles behind it
+TWO_CONSUMERS = 0.83  # time of a tile of 128 queries over that of one of 192, where an SM has few tiles
 
 
 def pick_cuda_config(dim: int, queries: int, keys: int, causal: bool, heads: int, sms: int) -> CudaConfig:
-    """Three consumers where tiles are many, for keys and values are then read less often for each query; two where they
-    take fewer or shorter rounds (`_two_consumers`). `heads` of all batches.
+    """Three consumers where tiles are many: each key and value is then read for 192 queries, not 128. Two where tiles
+    of 128 queries need less time in waves (`_two_consumers`). `heads` of all batches.
 
-    With three, at D = 64 112 keys and queries in registers, but 64 where 112 leave too much of the last block empty: a
-    block of 112 takes as long as 1.63 of 64, a tile as long as 2.7 and 2.5 more. At D = 128 80 keys, ping-pong without
-    a mask, and a second set of queries where tiles are short. With two, blocks of 64 or 128 keys.
+    Three consumers, D = 64: queries in registers and blocks of 112 keys, but of 64 where 112 would pad the last block
+    by too much. In units of a block of 64, a block of 112 takes 1.63; the rest of a tile takes 2.7 with blocks of 112
+    and 2.5 with blocks of 64. Three consumers, D = 128: blocks of 80 keys, with ping-pong where there is no mask; up to
+    512 keys, blocks of 64 and two buffers of queries. Two consumers: blocks of 64 keys where keys are few, else of 128.
 
     Record: "Forward" and the tables of the forward in EXPERIMENTS.md (H200).
     """
@@ -84,23 +89,26 @@ def pick_cuda_config(dim: int, queries: int, keys: int, causal: bool, heads: int
 
 
 def _two_consumers(dim: int, queries: int, causal: bool, heads: int, sms: int) -> bool:
-    """Under a causal mask tiles of different lengths even out, so that rounds are no measure: two up to one, and at
-    D = 128 up to two, tiles of 128 queries for each SM."""
+    """Whether a tile has 128 queries (two consumers), not 192.
+
+    Without a mask: where the waves of tiles of 128 take less time. Under a causal mask tiles differ in length, and
+    waves do not predict the time: up to one tile of 128 for each SM, at D = 128 up to two."""
     if causal:
-        return rounds_of(128, queries, heads, sms) <= (1 if dim == 64 else 2)
-    three = rounds_of(192, queries, heads, sms)
-    return TWO_CONSUMERS * rounds_of(128, queries, heads, sms) < three
+        return waves_of(128, queries, heads, sms) <= (1 if dim == 64 else 2)
+    three = waves_of(192, queries, heads, sms)
+    return TWO_CONSUMERS * waves_of(128, queries, heads, sms) < three
 
 
-def rounds_of(rows: int, queries: int, heads: int, sms: int) -> int:
-    """Tiles of so many queries to an SM, at the most."""
+def waves_of(rows: int, queries: int, heads: int, sms: int) -> int:
+    """Waves of tiles of `rows` queries: the most tiles that one SM has."""
     return -(-heads * -(-queries // rows) // sms)
 
 
 @dataclass(frozen=True)
 class Fp8Config:
-    """As CudaConfig. section: blocks whose values share a scale and are summed in the accumulator. polynomial: one
-    exponential in so many on the FMA units, 0 for none. exact_lse: lse comes from the probabilities before rounding."""
+    """As CudaConfig. section: this many blocks of values share a scale, and are summed in the wgmma accumulator before
+    it is added to fp32 sums. polynomial: one exponential in so many is computed on the FMA units, 0 for none.
+    exact_lse: lse comes from the probabilities before they are rounded to e4m3."""
 
     block_n: int
     stages: int
@@ -113,23 +121,24 @@ class Fp8Config:
 
 
 def pick_fp8_config(dim: int, exact_lse: bool) -> Fp8Config:
-    """Three consumers, and sections of 8 blocks: 16 are faster, but double what the tensor cores' short sums lose.
-    Without `exact_lse` an addition for each probability is saved. Record: the table of e4m3 in EXPERIMENTS.md (H200).
+    """Three consumers; blocks of 128 keys up to D = 64, of 96 beyond; sections of 8 blocks. Sections of 16 are faster,
+    but double the error that comes from the tensor cores' accumulation with about 14 bits. Without `exact_lse` an
+    addition for each probability is saved. Record: the table of e4m3 in EXPERIMENTS.md (H200).
     """
     if dim <= 64:
         return Fp8Config(128, 6, 3, False, False, exact_lse=exact_lse)
     return Fp8Config(96, 4, 3, False, False, exact_lse=exact_lse)
 
 
-# What the forward takes in microseconds, as measured on one H200 without a mask (`pick_forward` in the report of
-# attention), for heads of up to 64 numbers and of more. Only the ratios matter: they decide which version runs on other
-# GPUs too.
-WHOLE_LAUNCH = 3.5
-WHOLE_KEY = {64: 0.0102, 128: 0.0145}  # for each key of a round of tiles of 192 queries
-SPLIT_LAUNCHES = 7.0  # both
-SPLIT_CTA, SPLIT_ROW = 0.25, 0.0004  # for each CTA that an SM starts, for each row
-SPLIT_PART = {64: 0.0001, 128: 0.00024}  # for each part of a row
-# For each key of a round with so many CTAs to an SM.
+# Model of the forward's time in µs, fitted to measurements on one H200 without a mask (`pick_forward` in the report of
+# attention). The keys 64 and 128 stand for D up to 64 and D over 64. Only ratios matter, so it decides on other GPUs
+# too.
+UNSPLIT_LAUNCH = 3.5
+UNSPLIT_KEY = {64: 0.0102, 128: 0.0145}  # for each wave of tiles of 192 queries and each key
+SPLIT_LAUNCHES = 7.0  # of the split kernel and of the combine kernel
+SPLIT_CTA, SPLIT_ROW = 0.25, 0.0004  # for each CTA that an SM starts; for each row that is combined
+SPLIT_PART = {64: 0.0001, 128: 0.00024}  # for each partial result of a row
+# For each wave and each key, by the number of CTAs that an SM runs at a time.
 SPLIT_KEY = {64: {1: 0.0122, 2: 0.0188, 4: 0.0352}, 128: {1: 0.0205, 2: 0.0385}}
 
 
@@ -144,50 +153,51 @@ def pick_forward(
     hopper: str = "",
     dim: int = 64,
 ) -> tuple[str, int]:
-    """The version of the forward that runs, and among how many CTAs a tile's keys are shared out: 1 but for "split".
-    `kv_heads` of all batches; `hopper`: the best version for Hopper that takes the problem, if there is one.
+    """The version of the forward that runs, and into how many splits the keys go: 1 except for "split".
+    `kv_heads` of all batches; `hopper`: the best version for Hopper that takes the problem, or "".
 
-    Splitting fills the GPU where queries are few, at the price of a second kernel. With the heads of a group packed
-    into one tile it also reads keys and values once for all of them, which pays where a tile holds them all. Not for
-    fp32: there the backward counts on tiles that round scores as the forward's did.
+    "split" is taken where the model of its time (`split_time`) is below that of the other versions (`unsplit_time`): a
+    few query tiles do not fill the SMs, and splits do, at the price of a second kernel. It is also taken where the rows
+    of all query heads of a KV head fit one tile of 64, as keys and values are then read once for all of these heads.
+    fp32 is never split: its backward recomputes scores with the forward's tiles, and expects the same rounding.
     """
     rows = queries * group
     if version == "split":
         return version, pick_splits(rows, keys, kv_heads, sms, dim)
     if version == "auto" and dtype != torch.float32:
         splits = pick_splits(rows, keys, kv_heads, sms, dim)
-        whole = whole_time(queries, keys, kv_heads * group, sms, dim)
-        pays = splits > 1 and split_time(rows, keys, kv_heads, sms, dim, splits) < whole
+        unsplit = unsplit_time(queries, keys, kv_heads * group, sms, dim)
+        pays = splits > 1 and split_time(rows, keys, kv_heads, sms, dim, splits) < unsplit
         if pays or (group > 1 and rows <= 64):
             return "split", splits
     return (hopper or "portable") if version == "auto" else version, 1
 
 
-def whole_time(queries: int, keys: int, heads: int, sms: int, dim: int) -> float:
-    """Microseconds of the forward in which a CTA has all keys of a tile of queries, by the constants above."""
-    three, two = (rounds_of(rows, queries, heads, sms) for rows in (192, 128))
-    return WHOLE_LAUNCH + min(three, TWO_CONSUMERS * two) * WHOLE_KEY[64 if dim <= 64 else 128] * keys
+def unsplit_time(queries: int, keys: int, heads: int, sms: int, dim: int) -> float:
+    """Microseconds of the forward where a CTA loops over all keys of its tile, by the model above."""
+    three, two = (waves_of(rows, queries, heads, sms) for rows in (192, 128))
+    return UNSPLIT_LAUNCH + min(three, TWO_CONSUMERS * two) * UNSPLIT_KEY[64 if dim <= 64 else 128] * keys
 
 
 def split_time(rows: int, keys: int, kv_heads: int, sms: int, dim: int, splits: int) -> float:
-    """Microseconds of the split forward, by the constants above. An SM has shared memory for one CTA, two or
-    four."""
+    """Microseconds of the split forward, by the model above. `room`: CTAs that fit an SM's shared memory."""
     block, width = block_of_rows(rows), 64 if dim <= 64 else 128
     room = (4 if block == 32 else 2) if width == 64 else (2 if block <= 32 else 1)
     ctas = kv_heads * -(-rows // block) * splits
     together = next(n for n in (1, 2, 4) if n == room or ctas <= n * sms)
-    rounds = -(-ctas // (together * sms))
+    waves = -(-ctas // (together * sms))
     combined = kv_heads * rows * (SPLIT_ROW + SPLIT_PART[width] * splits)
     keys_each = -(-keys // (128 * splits)) * 128
-    return SPLIT_LAUNCHES + combined + rounds * (together * SPLIT_CTA + SPLIT_KEY[width][together] * keys_each)
+    return SPLIT_LAUNCHES + combined + waves * (together * SPLIT_CTA + SPLIT_KEY[width][together] * keys_each)
 
 
 @functools.lru_cache(1024)
 def pick_splits(rows: int, keys: int, kv_heads: int, sms: int, dim: int) -> int:
-    """CTAs to a tile of queries: a power of two up to 128, or up to 64 as many as fill the SMs once, twice
-    or four times; the fewest of those that take no more than 1 % above the least time. 256 keys each at least.
+    """Splits of the keys, by `split_time`: the fewest whose time is at most 1 % above the best.
 
-    Every forward waits for it: hence the cache, and no triton.cdiv, which takes microseconds."""
+    Candidates are the powers of two up to 128, and the numbers (at most 64) that start one, two or four CTAs on each
+    SM. A split has 256 keys at least. Cached, and without triton.cdiv, which takes microseconds: host time of a
+    call."""
     tiles = kv_heads * -(-rows // block_of_rows(rows))
     numbers = {1, 2, 4, 8, 16, 32, 64, 128, *(min(64, full * sms // tiles) for full in (1, 2, 4))}
     times = {
@@ -199,6 +209,6 @@ def pick_splits(rows: int, keys: int, kv_heads: int, sms: int, dim: int) -> int:
 
 
 def pick_section(keys: int, bytes_per_key: int, group: int, heads: int) -> int:
-    """How many of all `heads` go at a time where the longest row blocks of each come first: as their keys and values,
-    together `bytes_per_key` wide, fit L2."""
+    """Heads of a section: whole groups, a power of two of them, as many as have their keys and values in L2_BYTES at
+    the same time. `bytes_per_key`: of a key and its value. Within a section the tiles with the most keys come first."""
     return min(heads, group * 2 ** int(log2(max(1.0, L2_BYTES / (bytes_per_key * keys)))))

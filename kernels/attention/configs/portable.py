@@ -1,6 +1,7 @@
-"""Tiles of the Triton kernels. Pure functions of the head's width, mask, dtype and compute capability.
+"""Tiles of the Triton kernels. Pure functions of the head's width D, the mask, the dtype and the compute capability.
 
-Each is the largest tile without a register spill under Triton 3.6 and 3.7 (EXPERIMENTS.md).
+`banded`: there is a causal mask or a window. block_d: D padded to a power of two. Each tile is the largest tile without
+a register spill under Triton 3.6 and 3.7 (EXPERIMENTS.md).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton
 
 @dataclass(frozen=True)
 class Config:
-    """A CTA of `num_warps` warps goes over tiles of block_m queries by block_n keys, `num_stages` of them in flight.
+    """A CTA of `num_warps` warps loops over tiles of block_m queries by block_n keys, `num_stages` of them in flight.
     block_d is the head's width padded to a power of two."""
 
     block_m: int
@@ -24,6 +25,7 @@ class Config:
 
 
 def pick_fwd_config(dim: int, banded: bool, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
+    """128 queries by 64 keys up to D = 128 (128 keys up to D = 32), 64 by 64 beyond."""
     block_d = padded(dim)
     if dtype == torch.float32:
         return _fp32(block_d, capability)
@@ -33,8 +35,10 @@ def pick_fwd_config(dim: int, banded: bool, dtype: torch.dtype, capability: tupl
 
 
 def pick_split_config(rows: int, dim: int, banded: bool, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
-    """Few rows are bound by memory: 128 keys a tile up to D = 64 on sm_90, for which sm_80 has no room. Record: "Split"
-    in EXPERIMENTS.md (H200)."""
+    """`rows`: queries of all query heads of a KV head. The tile has as many, rounded up to 16, 32, 64 or 128.
+
+    16 rows are bound by memory: they take 128 keys a tile up to D = 64 on sm_90; sm_80 lacks the shared memory.
+    Record: "Split" in EXPERIMENTS.md (H200)."""
     block_m, block_d = block_of_rows(rows), padded(dim)
     if block_m == 128 or dtype == torch.float32:
         return pick_fwd_config(dim, banded, dtype, capability)
@@ -44,6 +48,7 @@ def pick_split_config(rows: int, dim: int, banded: bool, dtype: torch.dtype, cap
 
 
 def pick_dkdv_config(dim: int, banded: bool, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
+    """Of the kernel for dK and dV, which accumulates block_n keys and loops over tiles of block_m queries."""
     block_d = padded(dim)
     if dtype == torch.float32:
         return _fp32(block_d, capability)
@@ -56,6 +61,7 @@ def pick_dkdv_config(dim: int, banded: bool, dtype: torch.dtype, capability: tup
 
 
 def pick_dq_config(dim: int, banded: bool, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
+    """Of the kernel for dQ, which accumulates block_m queries and loops over tiles of block_n keys."""
     block_d = padded(dim)
     if dtype == torch.float32:
         return _fp32(block_d, capability)
@@ -67,7 +73,7 @@ def pick_dq_config(dim: int, banded: bool, dtype: torch.dtype, capability: tuple
 
 
 def pick_fused_config(dim: int, banded: bool, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
-    """Many keys, because dQ is read and written once for each tile of them."""
+    """Of the kernel for all three gradients: many keys a tile, as dQ is read and written once for each tile of keys."""
     block_d = padded(dim)
     if dtype == torch.float32:
         return _fp32(block_d, capability)
@@ -80,26 +86,26 @@ def pick_fused_config(dim: int, banded: bool, dtype: torch.dtype, capability: tu
 
 
 def pick_fused_splits(kv_heads: int, tiles: int, sms: int) -> int:
-    """Into how many CTAs the tiles of keys of each key head are shared out: as many as there is room for at a time, for
-    each costs a dQ in fp32, and never more than 16."""
+    """CTAs that split the tiles of keys of a KV head: as many as run at a time, at most 16, as each needs an fp32 dQ of
+    its own in device memory."""
     return max(1, min(sms // kv_heads, tiles, 16))
 
 
 def _fp32(block_d: int, capability: tuple[int, int]) -> Config:
-    """Without tensor cores. Each thread has whole rows of both factors in registers, so wider tiles spill. The same
-    tile everywhere, so that the backward rounds scores as the forward did."""
+    """On the FMA units, without tensor cores. A thread holds entire rows of both operands in registers, so wider tiles
+    spill. All kernels have the same tile, so that the backward rounds scores as the forward did."""
     if capability < (8, 0):
-        return Config(32, 32, block_d, 4, 1)  # the interpreter, where tiles cost time and registers nothing
+        return Config(32, 32, block_d, 4, 1)  # the interpreter: fewer tiles take less time, and nothing spills
     return Config(16, 16, block_d, 4 if block_d <= 32 else 8, 1)
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Of matrix products: that of fp32 for fp32."""
+    """`input_precision` of tl.dot: "ieee" for fp32, which TF32 would round."""
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
 def padded(dim: int) -> int:
-    """The width of a tile for heads of that width."""
+    """block_d: the width of a tile for heads of width `dim`."""
     return max(16, triton.next_power_of_2(dim))
 
 

@@ -1,5 +1,8 @@
-"""How a launch of sm90/backward.cu whose CTAs have three roles (backward_roles.cuh) orders them. A pure function of
-sizes and number of SMs."""
+"""The order of CTAs with schedule ROLES (sm90/backward_roles.cuh): which preprocess, multiply and postprocess, and
+when. Pure functions of sizes and number of SMs.
+
+The launch is a software pipeline over spans of KV heads, in rounds. In round r, CTAs preprocess span r, multiply span
+r − 1 and postprocess span r − LAG, interleaved, so that memory traffic is overlapped with matrix products."""
 
 from __future__ import annotations
 
@@ -8,18 +11,18 @@ from dataclasses import dataclass
 
 from .backward import CudaBackwardConfig
 
-CHUNK_ROWS = 1024  # of a CTA that preprocesses or postprocesses, at most; backward_roles.cuh has room for 1152
+CHUNK_ROWS = 1024  # queries of a CTA that preprocesses or postprocesses, at most; backward_roles.cuh has room for 1152
 # As in backward_roles.cuh.
 LAG = 3  # rounds from the one that preprocesses a span to the one that postprocesses it
-LAST = LAG - 1  # spans that are postprocessed when nothing else runs any more
-WARPS = 8  # of a CTA that multiplies, each of which announces that it is done
+LAST = LAG - 1  # spans at the end that are postprocessed when no products are left to overlap with
+WARPS = 8  # consumer warps of a CTA that multiplies, each of which increments the span's counter when it is done
 
 
 @dataclass(frozen=True)
 class RolesPlan:
-    """Spans of key heads, and the chunks of tiles of queries that CTAs preprocess and postprocess: `chunks` of `chunk`
-    tiles to a query head; at the ends, which nothing is overlapped with, `end_chunks` of `end_chunk`. `ctas` of all
-    roles."""
+    """`spans` spans of `span` KV heads. A CTA that preprocesses or postprocesses has a chunk of a query head's tiles: a
+    head has `chunks` chunks of `chunk` tiles. In the first span to be preprocessed and the last to be postprocessed,
+    which no products overlap, it has `end_chunks` shorter ones of `end_chunk` tiles. `ctas`: of all roles."""
 
     span: int
     spans: int
@@ -28,21 +31,22 @@ class RolesPlan:
     end_chunk: int
     end_chunks: int
     ctas: int
-    rounds: tuple[tuple[int, ...], ...]  # a Round each
+    rounds: tuple[tuple[int, ...], ...]  # fields of a Round of backward_roles.cuh each
 
 
 @functools.lru_cache(maxsize=256)
 def pick_roles_plan(
     config: CudaBackwardConfig, kv_heads: int, group: int, m_tiles: int, blocks: int, sms: int
 ) -> RolesPlan:
-    """`kv_heads` of all batches; `m_tiles` tiles of queries to a query head, `blocks` of keys to a key head."""
+    """`kv_heads` of all batches; `m_tiles`: tiles of queries of a query head; `blocks`: of keys of a KV head."""
     span = min(config.span, kv_heads)
     spans = -(-kv_heads // span)
     chunk, chunks = _chunks(m_tiles, kv_heads * group, config.queries, sms)
     end_chunk, end_chunks = _chunks(m_tiles, span * group, config.queries, sms)
     unshared = kv_heads * blocks - config.shared
 
-    def heads(s: int) -> int:  # before span s, as all below
+    # This and the three below count what comes before span s: KV heads, then CTAs of each role.
+    def heads(s: int) -> int:
         return min(max(s, 0) * span, kv_heads)
 
     def preprocesses(s: int) -> int:
@@ -69,8 +73,8 @@ def pick_roles_plan(
 
 
 def _chunks(m_tiles: int, heads: int, tile: int, sms: int) -> tuple[int, int]:
-    """Tiles of a chunk and chunks of a query head, all about as long: as short as it takes to have one for each
-    SM of all these heads' tiles together."""
+    """Tiles of a chunk, and chunks of a query head. Chunks are of about equal length, and short enough that the tiles
+    of all `heads` make a chunk for each SM."""
     most = max(1, min(CHUNK_ROWS // tile, -(-heads * m_tiles // sms)))
     chunk = -(-m_tiles // -(-m_tiles // most))
     return chunk, -(-m_tiles // chunk)

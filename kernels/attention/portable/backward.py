@@ -1,4 +1,4 @@
-"""The backward in its separate form: one kernel for dK and dV, one for dQ. No atomics, so repeats agree bit for bit.
+"""The backward in its separate form: one kernel for dK and dV, one for dQ. No atomics, so it is deterministic.
 
     p = exp2(s·c − lse2)    dp = do·vᵀ             ds = p ∘ (dp − delta)     lse2, delta: see `delta`
     dv = pᵀ·do              dk = scale · dsᵀ·q     dq = scale · ds·k

@@ -14,7 +14,7 @@ SECTION_BYTES = 24e6
 
 
 def section(heads: int, bytes_per_head: int, banded: bool) -> int:
-    """How many heads CTAs take turns in. 1: one head's tiles after the other's, so that its keys and values are read
+    """How many heads CTAs alternate over. 1: one head's tiles after the other's, so that its keys and values are read
     from memory once. In a band the tiles of a head are unequal, and the long ones of many heads should go first."""
     if not banded:
         return 1
@@ -58,7 +58,7 @@ def _keys_seen(first, last, keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT
 def _keys_seen_by_all(
     begin, end, first, last, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Between which multiples of BLOCK_N every tile of keys is seen whole by every query. Outside, up to `begin` and
+    """Between which multiples of BLOCK_N every tile of keys is fully visible to every query. Outside, up to `begin` and
     `end`, a mask is needed."""
     inner = begin
     outer = end

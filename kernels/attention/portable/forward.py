@@ -1,4 +1,4 @@
-"""The portable forward: one CTA for each tile of queries, which goes over the keys that it sees.
+"""The portable forward: one CTA for each tile of queries, which loops over the keys that it sees.
 
 FLOPs: 4·D for each visible pair of query and key. At H8 D64, Q = 205 000, K = 200 000 that is 84 TFLOP, and on one
 NVIDIA H200, whose matrix products reach some 700 TFLOP/s, 120 ms; q, k, v and the output are 0.8 GB, or 0.2 ms. One
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ..configs import portable as configs
-from ..problem import PLAIN, Problem, strides
+from ..problem import PLAIN, Problem, head_stride, strides
 from .band import _bounds, _keys_seen, _keys_seen_by_all, _tile_and_head, section
 
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -157,8 +157,8 @@ def _store_statistics(lse_ptr, peak_ptr, total_ptr, at, peak, total, mask):
 def _merge(acc, lse, running_ptr, before, row, cols, stride, count, dim, EVEN_D: tl.constexpr):
     """out and lse over the keys of a running attention as well, whose lse is `before`: with L = log(exp(before) +
     exp(lse)) the sum of exp(before − L)·running and exp(lse − L)·acc. Rows that have seen no key are not read."""
-    top = tl.maximum(before, lse)
-    none = top == float("-inf")
+    top = tl.maximum(before, lse)  # on a GPU of NaN and another number the other
+    none = (before == float("-inf")) & (lse == float("-inf"))
     both = tl.exp(before - tl.where(none, 0.0, top)) + tl.exp(lse - tl.where(none, 0.0, top))
     merged = tl.where(none | (top == float("inf")), top, top + tl.log(both))
     mask = ((row < count) & (before != float("-inf")))[:, None]
@@ -279,7 +279,7 @@ def portable_fwd(
             heads=problem.q.shape[1],
             all_heads=problem.all_heads,
             section=section(problem.all_heads, problem.key_bytes(), problem.banded),
-            stride_lh=lse.stride(1),
+            stride_lh=head_stride(lse),
             **strides("o", out, unit),
             **strides("r", out if running is None else running, unit),
             **problem.arguments(unit),

@@ -50,8 +50,8 @@ def _add_key_gradients(
     BLOCK_M: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What the queries of one head from `begin` to `end` give to dk and dv of the keys in `key`. With dq_ptr, a matrix
-    of [padded, dim] in fp32, the keys' part of dq is added to that as well.
+    """What the queries of one head from `begin` to `end` contribute to dk and dv of the keys in `key`. With dq_ptr,
+    a matrix of [padded, dim] in fp32, the keys' part of dq is added to that as well.
 
     Registers are what is scarce: dk, dv and the two tiles of scores take up all that there are. So in a band every
     tile is masked (a loop for the edges and one for the rest have two sets of addresses), and what does not change in

@@ -1,4 +1,4 @@
-"""dQ of a tile of queries, which goes over the keys that it sees: one of the two kernels of the separate backward."""
+"""dQ of a tile of queries, which loops over the keys that it sees: one of the two kernels of the separate backward."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _add_query_gradient(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What the key tiles from `first` up to `last` give to dq. A query sees keys low <= j < high."""
+    """What the key tiles from `first` up to `last` contribute to dq. A query sees keys low <= j < high."""
     cols = tl.arange(0, q.shape[1])
     row = tl.arange(0, BLOCK_N)
     for start in tl.range(first, last, BLOCK_N, disable_licm=True):

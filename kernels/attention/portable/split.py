@@ -1,5 +1,5 @@
-"""The forward for few queries and many keys: CTAs share out the keys of a head, and a second kernel combines what they
-found. (Dao et al. 2023, Flash-Decoding; the formula is the online softmax's.)
+"""The forward for few queries and many keys: split-K over the keys of a head, and a second kernel that combines the
+results. (Dao et al. 2023, Flash-Decoding; the formula is the online softmax's.)
 
     m = max m_s        l = Σ exp2(m_s − m)·l_s        out = Σ exp2(m_s − m)·acc_s / l          over the splits s
 
@@ -156,7 +156,7 @@ def _attention_combine_kernel(
 def split_fwd(
     problem: Problem, out: torch.Tensor, lse: torch.Tensor, statistics: torch.Tensor | None, splits: int
 ) -> None:
-    """As `portable_fwd`, with the keys shared out over `splits` CTAs or fewer."""
+    """As `portable_fwd`, with split-K over the keys, in `splits` splits or fewer."""
     rows, heads = problem.queries * problem.group, problem.all_kv_heads
     config = configs.pick_split_config(rows, *problem.kind())
     keys_per_split = triton.cdiv(triton.cdiv(problem.keys, splits), config.block_n) * config.block_n

@@ -3,26 +3,27 @@
 //   delta = rowsum(dout * out) - dlse    p = exp(scale * q k^T - lse)     ds = p * (dout v^T - delta)
 //   dv = p^T dout                        dk = scale * ds^T q              dq = scale * ds k
 //
-// Kernels: `preprocess` (delta, lse in base 2, zeros in dq's fp32 sum), `backward`, `postprocess` (dq = scale * sum),
-// and `sum_shares` where CTAs shared the keys of a last round. SCHEDULE says which CTA computes which blocks of keys:
+// Kernels: `preprocess` (delta, lse to base 2, zeros for the fp32 sum of dq), `backward`, `postprocess` (dq = scale *
+// sum), and `sum_shares` (sums partial dK and dV) where the blocks of keys of the last wave are split over CTAs.
+// SCHEDULE says which CTA computes which blocks of keys:
 //   CTA_PER_BLOCK    each CTA one block
 //   SINGLE_BLOCK     there is one block, so one CTA has all of a query's work. `backward` is the only kernel: two warps
 //                    that would be idle compute lse and delta from tiles of out, and dq is written scaled and cast.
-//                    What belongs to an element of q crosses memory in 8 bytes (q, dout, out, dq), not in 18
-//   CTA_PER_KV_HEAD  a CTA has all blocks of a head and knows the first and the last visit to a tile of queries:
+//                    For an element of q it moves 8 bytes (q, dout, out, dq), not 18
+//   CTA_PER_KV_HEAD  a CTA has all blocks of a head and knows its first and last visit to a tile of queries:
 //                    `preprocess` zeros nothing, and `postprocess` is not launched
 //   PERSISTENT       a CTA stays on each SM and computes one block after the other
 //   ROLES            CTAs of `backward` itself do the work of `preprocess` and `postprocess`
-// With ACCUMULATE the keys are one block of several, of which ring attention calls one after the other: lse and delta are
-// those over all keys, and dq, dk and dv are fp32 and added to (backward_accumulate.cuh).
+// With ACCUMULATE the keys are one block of several, as in ring attention: lse and delta are those over all keys, and
+// dq, dk and dv are fp32 and added to (backward_accumulate.cuh).
 //
-// `backward`: a CTA owns 128 keys and goes over the queries that see them, 128 (D = 64), 64 or 80 (D = 128) at a time.
+// `backward`: a CTA owns 128 keys and loops over the queries that see them, 128 (D = 64), 64 or 80 (D = 128) at a time.
 // One warp loads by TMA; two warp groups own 64 keys each: dk and dv stay in their registers.
-//   S^T = K Q^T and dP^T = V dO^T have the keys as rows. So P^T and dS^T come out as the register operand of
-//   dV += P^T dO and dK += dS^T Q; dS alone goes through shared memory, for dQ = dS K, which needs both groups' keys.
+//   S^T = K Q^T and dP^T = V dO^T have keys as rows, so that P^T and dS^T are A operands in registers for
+//   dV += P^T dO and dK += dS^T Q. Only dS goes through shared memory, for dQ = dS K: it sums over both groups' keys.
 //   A group computes dQ for half of the tile (64 queries x 64 columns; of 80 queries dQ^T, whose 64 rows are columns of
-//   the head) and each of its warps adds an eighth of the tile to the fp32 sum in the order of its registers, which
-//   `postprocess` knows.
+//   the head). Each of its warps adds its eighth of the tile to the fp32 sum by a bulk reduction, in the order of
+//   accumulator fragments, which `postprocess` undoes.
 //
 // A tile of 128 x 128 x 64 or 64 x 128 x 128 (10 * 2^20 FLOP) or 80 x 128 x 128 (12.5 * 2^20) in clocks of one SM:
 //                                      D = 64   D = 128, 64   D = 128, 80
@@ -31,12 +32,12 @@
 //                                                                            dq in and out
 //   exponentials, 16/clk                  1024           512           640
 //   instructions, 4/clk                  ~1000          ~900         ~1050
-// So none may wait for the others: the two groups run apart. dQ of a tile is computed one tile later, when the other
-// group's dS has long arrived, with two buffers of dS; and the next S is issued before the exponentials of anything.
-// With 80 queries keys are read from shared memory a fifth less often for each query, at two prices. Registers: dQ is
-// added before the next S begins, beside dK, for there is no room for both. Shared memory: q has two stages, not three.
+// All four must overlap: the two groups alternate (ping-pong). dQ of a tile is computed one tile later, so that no
+// group waits for the other's dS, which has two buffers; and the next S is issued before the exponentials. With 80
+// queries keys are read from shared memory a fifth less often for each query, at two prices. Registers: dQ is added
+// before the next S begins, beside dK, as there is no room for both. Shared memory: q has two stages, not three.
 //
-// The order in which CTAs add to dq is not fixed: dq is deterministic with SINGLE_BLOCK and CTA_PER_KV_HEAD alone; dk
+// The order in which CTAs add to dq is not fixed: dq is deterministic only with SINGLE_BLOCK and CTA_PER_KV_HEAD; dk
 // and dv always are.
 
 #include "backward_ptx.cuh"
@@ -50,8 +51,8 @@ using KeyGradients = Rows;
 using KeyGradients = TensorMap;
 #endif
 
-// What the producer tells consumers of each tile of queries, beside its stage of q: where its dq goes (with
-// CTA_PER_KV_HEAD twice that, and 1 more at the last visit), and which of the tiles it is.
+// The producer passes consumers two integers for each stage of q: the index of the tile's dq among those of all heads
+// (with CTA_PER_KV_HEAD twice that, and 1 more at the last visit), and the tile's index in its head.
 DEVICE void publish_tile(u32 base, u32 slot, int place, int m) { store_pair(base + TILE_AT + 8 * slot, place, m); }
 DEVICE int tile_place(u32 base, u32 slot) { return load_shared(base + TILE_AT + 8 * slot); }
 DEVICE int tile_index(u32 base, u32 slot) { return load_shared(base + TILE_AT + 8 * slot + 4); }
@@ -101,7 +102,7 @@ DEVICE void produce(const TensorMap& q_map, const TensorMap& do_map, const Tenso
 #include "backward_products.cuh"
 #include "backward_consumer.cuh"
 
-#if SCHEDULE != PERSISTENT  // else backward_persistent.cuh has a kernel of its own
+#if SCHEDULE != PERSISTENT  // else the kernel is in backward_persistent.cuh
 extern "C" __global__ void __launch_bounds__(384, 1)
 attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map,
          const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
@@ -114,7 +115,7 @@ attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const __grid_constan
 #endif
     const u32 base = shared_memory();
 #if SCHEDULE == ROLES
-    const Place place(roles, draw_place(roles, base));
+    const Place place(roles, logical_index(roles, base));
     if (place.role == PREPROCESS) return preprocess_span(out_map, do_map, p, roles, place, base);
     if (place.role == POSTPROCESS) return postprocess_span(dq_map, p, roles, place, base);
 #endif
@@ -157,7 +158,7 @@ attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const __grid_constan
         while (SCHEDULE == CTA_PER_KV_HEAD && next_block(w, p));
         if (SCHEDULE == CTA_PER_KV_HEAD && threadIdx.x % 32 == 0) bulk_wait();
 #if SCHEDULE == ROLES
-        if (threadIdx.x % 32 == 0) announce(roles.done + place.span);
+        if (threadIdx.x % 32 == 0) increment_release(roles.done + place.span);
 #endif
     }
 }

@@ -1,10 +1,10 @@
 """The fused backward for Hopper in CUDA C++ (backward.cu): one pass over the tiles computes dQ, dK and dV.
 
 Three launches: preprocess computes what the main kernel needs of each query, the main kernel follows, and postprocess
-casts dQ; where the last round of CTAs is shared out, a fourth adds up its dK and dV. The schedule (configs/backward.py)
-says which of these are left out: with ROLES, CTAs of the main launch preprocess and postprocess some heads while others
-multiply; with CTA_PER_KV_HEAD the main kernel casts dQ; with SINGLE_BLOCK it does everything, and needs no memory
-beside the results and shares.
+casts dQ; where blocks of the last wave are split over CTAs, a fourth sums their partial dK and dV. The schedule
+(configs/backward.py) says which of these are left out: with ROLES, CTAs of the main launch preprocess and postprocess
+some heads while others multiply; with CTA_PER_KV_HEAD the main kernel casts dQ; with SINGLE_BLOCK it does everything,
+and needs no memory beside the results and partial dK and dV.
 
 Memory beside the results: fp32 dQ, 4·D bytes a query and head, and 8 bytes a query and head.
 CTAs add to that dQ in no fixed order: dQ is deterministic only where one CTA computes all of it; dK and dV always are.
@@ -76,13 +76,13 @@ class Sizes(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """Memory beside the results, in one piece: fp32 sums of dQ, of dK and dV of shares, lse2 and delta of each query,
-    and a counter. In numbers of 4 bytes: where each begins, and how many there are."""
+    """Memory beside the results, one allocation: fp32 sums of dQ, partial dK and dV, lse2 and delta of each query, and
+    the tile scheduler's counter. Offsets in units of 4 bytes, and the size."""
 
     parts: int
     lse2: int
     delta: int
-    ticket: int
+    counter: int
     size: int
 
     @classmethod
@@ -90,8 +90,8 @@ class Workspace(NamedTuple):
         rows = 0 if config.schedule is Schedule.SINGLE_BLOCK else problem.all_heads * padded
         parts = rows * problem.dim
         lse2 = parts + config.shared * config.splits * 2 * KEYS * problem.dim
-        ticket = lse2 + 2 * rows
-        return cls(parts, lse2, lse2 + rows, ticket, ticket + (config.schedule is Schedule.PERSISTENT))
+        counter = lse2 + 2 * rows
+        return cls(parts, lse2, lse2 + rows, counter, counter + (config.schedule is Schedule.PERSISTENT))
 
 
 def helper_rows(tile: int) -> int:
@@ -112,7 +112,7 @@ def configuration(problem: Problem) -> CudaBackwardConfig:
 
 
 def cuda_bwd_is_deterministic(problem: Problem) -> bool:
-    """Whether dQ is the same bit for bit in each run, as dK and dV are."""
+    """Whether dQ is deterministic, as dK and dV are."""
     return configuration(problem).schedule in DETERMINISTIC
 
 
@@ -126,16 +126,16 @@ def cuda_bwd_plan(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Te
     read = (problem.q, problem.k, problem.v, saved.out, saved.dout)
     expanded = any(unexpanded(x) is not x for x in read)
     q, k, v, out, dout = map(unexpanded, read)
-    single, roles_played = schedule is Schedule.SINGLE_BLOCK, schedule is Schedule.ROLES
-    apart = schedule in (Schedule.CTA_PER_BLOCK, Schedule.PERSISTENT)  # dQ is cast by a launch of its own
+    single, has_roles = schedule is Schedule.SINGLE_BLOCK, schedule is Schedule.ROLES
+    has_postprocess = schedule in (Schedule.CTA_PER_BLOCK, Schedule.PERSISTENT)  # a launch that casts dQ
     launches = _Launches.of(problem, config, sizes)
     maps = _maps(problem, config, q, k, v, dout, out, dq, dk, dv)
     numbers = numbers_of(problem, config, sizes, problem.keys - problem.queries)
     rows = tuple(x.stride()[:3] for x in (dq, dk, dv, out, dout))
     counts = (problem.queries, sizes.padded, problem.q.shape[1])
-    plan = _roles_plan(problem, config, sizes) if roles_played else None
+    plan = _roles_plan(problem, config, sizes) if has_roles else None
     role_numbers = roles.numbers(plan) if plan else ()
-    unseen = causal and not (apart or roles_played)  # tiles that see no key are no CTA's
+    unseen = causal and not (has_postprocess or has_roles)  # no CTA computes tiles that see no key
     scale = problem.scale
     zeros = max(0, problem.queries - problem.keys) // config.queries * config.queries if unseen else 0
 
@@ -167,18 +167,18 @@ def cuda_bwd_plan(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Te
         lse2 = lse_at if single else base + 4 * work.lse2
         delta = dlse_at if single else base + 4 * work.delta
         described = (base, lse2, delta, base + 4 * work.parts, *numbers)
-        ticket = base + 4 * work.ticket if causal and schedule is Schedule.PERSISTENT else 0
+        counter = base + 4 * work.counter if causal and schedule is Schedule.PERSISTENT else 0
         at = (q.data_ptr(), dout.data_ptr(), k.data_ptr(), v.data_ptr(), dk_at, dv_at, dq_at, out.data_ptr())
         made = [one(where) for one, where in zip(maps, at, strict=False)]
         if launches.preprocess is not None:
             incoming = (at[7], *rows[3], at[1], *rows[4], lse_at, dlse_at)
-            launches.preprocess(*incoming, lse2, delta, base, *counts, ticket, launches.ctas)
+            launches.preprocess(*incoming, lse2, delta, base, *counts, counter, launches.ctas)
         if schedule is Schedule.PERSISTENT:
-            launches.main(*made, dk_at, *rows[1], dv_at, *rows[2], *described, ticket, launches.items)
+            launches.main(*made, dk_at, *rows[1], dv_at, *rows[2], *described, counter, launches.items)
         elif plan is not None:
             counters = torch.zeros(2 * plan.spans + 1, dtype=torch.int32, device=device)
-            places = roles.pointers(plan, lse_at, dlse_at, counters.data_ptr())
-            launches.main(*made[:6], *described, *made[6:], *places, *role_numbers)
+            role_pointers = roles.pointers(plan, lse_at, dlse_at, counters.data_ptr())
+            launches.main(*made[:6], *described, *made[6:], *role_pointers, *role_numbers)
         else:
             launches.main(*made[:6], *described, *(made[6:] or made[:2]))  # without dq and out, which are not read
         if launches.sum_shares is not None:
@@ -192,7 +192,7 @@ def cuda_bwd_plan(problem: Problem, saved: Saved, dq: torch.Tensor, dk: torch.Te
 
 
 class _Launches(NamedTuple):
-    """The launches of a backward, in their order; None for those that its schedule does without."""
+    """The launches of a backward, in their order; None for those that its schedule leaves out."""
 
     preprocess: cuda_driver.Launch | None
     main: cuda_driver.Launch

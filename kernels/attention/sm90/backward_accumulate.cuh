@@ -1,4 +1,4 @@
-// Before and after the main kernel of backward.cu, which includes this, where gradients are added to (ACCUMULATE): as in
+// The preprocess and postprocess kernels where gradients are added to (ACCUMULATE). Included by backward.cu. As in
 // backward_ends.cuh, but delta is given, and dq, dk and dv are fp32.
 #pragma once
 
@@ -12,8 +12,8 @@ DEVICE void add_four(Float4* to, float a, float b, float c, float d) {
     *to = {x.x + a, x.y + b, x.z + c, x.w + d};
 }
 
-// lse, delta: [B * heads, queries], heads `line` elements apart. Writes lse2 and delta2 and zeros the same rows of dq's
-// sum.
+// lse, delta: [B * heads, queries], heads `line` elements apart. Writes lse2 and delta2, and zeros the same rows of the
+// fp32 dq.
 extern "C" __global__ void __launch_bounds__(256)
 attention_cuda_bwd_preprocess(const float* lse, const float* delta, long long line, float* lse2, float* delta2,
                               float* dq_sum, int queries, int padded) {
@@ -30,9 +30,9 @@ attention_cuda_bwd_preprocess(const float* lse, const float* delta, long long li
     delta2[to] = empty ? 0 : delta[from];
 }
 
-// Adds 8 columns of two rows, 8 rows apart, of `count` sums that lie `step` apart, to `upper` and `lower` (null: there is
-// no such row). Sums lie in pieces of 16 rows, each as [column / 8][row % 8][column % 8 / 2][4]: of the last four, two
-// columns of the row and two of the row 8 rows on.
+// Adds 8 columns of two rows, 8 rows apart, of `count` sums that are `step` apart, to `upper` and `lower` (null: there
+// is no such row). Sums are stored in the order of accumulator fragments, for each 16 rows
+// [column / 8][row % 8][column % 8 / 2][4]: of the last 4, two columns of a row and two of the row 8 below it.
 DEVICE void add_pair(const float* from, int count, long long step, float scale, Float4* upper, Float4* lower) {
     Float4 sum[4] = {};
     for (int i = 0; i < count; i++) {
@@ -50,23 +50,23 @@ DEVICE void add_pair(const float* from, int count, long long step, float scale, 
     }
 }
 
-// dq += scale * its sum.
+// dq += scale * its fp32 sum.
 extern "C" __global__ void __launch_bounds__(256)
 attention_cuda_bwd_postprocess(const Rows dq, const float* dq_sum, int queries, int padded, int heads, float scale) {
     int tiles = padded / HELPER_ROWS, all = blockIdx.x / tiles, start = blockIdx.x % tiles * HELPER_ROWS;
     int batch = all / heads, head = all % heads;
     const float* tile = dq_sum + ((long long)all * padded + start / BM * BM) * D;
     if constexpr (DQ_TRANSPOSED) {
-        // Each warp has one piece: 16 columns of the tile, [query / 8][column % 8][query % 8 / 2][4], of the last four
-        // two queries of a column and two of the column 8 on. Shared memory transposes them.
+        // Each warp has one fragment: 16 columns of the tile, [query / 8][column % 8][query % 8 / 2][4], of the last 4
+        // two queries of a column and two of the column 8 on. They are transposed through shared memory.
         constexpr int PITCH = D + 4;
         __shared__ __align__(16) float transposed[BM * PITCH];
         int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        const Float4* piece = (const Float4*)(tile + warp * PIECE) + lane;
+        const Float4* fragment = (const Float4*)(tile + warp * FRAGMENT) + lane;
         float* to = transposed + lane % 4 * 2 * PITCH + warp * 16 + lane / 4;
 #pragma unroll
         for (int j = 0; j < BM / 8; j++) {
-            Float4 x = piece[j * 32];
+            Float4 x = fragment[j * 32];
             float* first = to + j * 8 * PITCH;
             first[0] = x.x, first[PITCH] = x.y, first[8] = x.z, first[PITCH + 8] = x.w;
         }
@@ -87,14 +87,14 @@ attention_cuda_bwd_postprocess(const Rows dq, const float* dq_sum, int queries, 
         int row = start + pair / 8 * 16 + pair % 8;
         Float4* upper = row < queries ? four(dq, batch, head, row, j * 8) : nullptr;
         Float4* lower = row + 8 < queries ? four(dq, batch, head, row + 8, j * 8) : nullptr;
-        add_pair(tile + (j / 8 * 4 + row % BM / 16) * PIECE + j % 8 * 128 + row % 8 * 16, 1, 0, scale, upper, lower);
+        add_pair(tile + (j / 8 * 4 + row % BM / 16) * FRAGMENT + j % 8 * 128 + row % 8 * 16, 1, 0, scale, upper, lower);
     }
 }
 
-// As in backward_ends.cuh: adds dv (even CTAs) and dk (odd ones) of the blocks that several CTAs shared.
+// As in backward_ends.cuh: sums partial dV (even CTAs) and dK (odd ones), and adds them to dv and dk.
 extern "C" __global__ void __launch_bounds__(256)
 attention_cuda_bwd_sum_shares(const Rows dv, const Rows dk, const Problem p) {
-    constexpr int CTAS = BN / 2 * D / 8 / 256;  // to a block's dv or dk
+    constexpr int CTAS = BN / 2 * D / 8 / 256;  // for a block's dv or dk
     int odd = blockIdx.x % 2, slot = blockIdx.x / (2 * CTAS), index = p.unshared + slot, all = index / p.n_blocks;
     int batch = all / p.kv_heads, head = all % p.kv_heads, first_key = index % p.n_blocks * BN;
     // Member by member: a choice between the two would put both into local memory.

@@ -1,5 +1,5 @@
 """The backward for Hopper in CUDA C++ where the keys are one block of several: backward.cu with ACCUMULATE. Launches of
-preprocess, the main kernel and postprocess, and of sum_shares where CTAs share a last round.
+preprocess, the main kernel and postprocess, and of sum_shares where blocks of the last wave are split over CTAs.
 
 Memory beside the arguments: fp32 dQ, 4·D bytes a query and head, and 8 bytes a query and head. Atomics add up dQ in no
 fixed order; dK and dV are deterministic.
@@ -14,7 +14,7 @@ import torch
 from ..configs import backward as configs
 from ..configs.backward import CUDA_BWD_KEYS as KEYS
 from ..configs.backward import Schedule
-from ..problem import Problem, unexpanded
+from ..problem import Problem, head_stride, unexpanded
 from . import cuda_driver
 from .backward import DESCRIBED, NAMES, ROWS, SHARED_BYTES, Sizes, Workspace, defines_of, helper_rows, numbers_of
 from .cuda_driver import tensor_map
@@ -40,8 +40,8 @@ def cuda_partial_bwd_plan(
     dk: torch.Tensor,
     dv: torch.Tensor,
 ) -> Callable[..., None]:
-    """Adds the gradients that come of a block of keys, given (q, k, v, dout, lse, delta, dq, dk, dv) like these, of a
-    problem without `cuda_unsupported_reason`. With a mask (problem.right is 0) query i sees keys up to i + shift, and
+    """Adds the gradients that a block of keys contributes, given (q, k, v, dout, lse, delta, dq, dk, dv) like these, of
+    a problem without `cuda_unsupported_reason`. With a mask (problem.right is 0) query i sees keys up to i + shift, and
     the last query all or more. lse and delta, of all keys: [B, Hq, queries], rows contiguous, all heads at one
     distance, the same for both; dq, dk and dv: fp32, without `accumulators_unsupported_reason`."""
     q, k, v, dout = map(unexpanded, (problem.q, problem.k, problem.v, dout))
@@ -74,7 +74,7 @@ def cuda_partial_bwd_plan(
     q_map, do_map = (tensor_map(x, problem.queries, config.queries) for x in (q, dout))
     k_map, v_map = (tensor_map(x, problem.keys, 64) for x in (k, v))
     dq_strides, dk_strides, dv_strides = (x.stride()[:3] for x in (dq, dk, dv))
-    line, counts, heads = lse.stride(1), (problem.queries, sizes.padded), problem.q.shape[1]
+    line, counts, heads = head_stride(lse), (problem.queries, sizes.padded), problem.q.shape[1]
 
     def run(
         q: torch.Tensor,

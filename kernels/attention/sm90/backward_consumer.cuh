@@ -2,7 +2,7 @@
 // epilogue. A tile is in its registers as s and dp, then as pt and dst, while others are being multiplied.
 #pragma once
 
-// A warp's place among the consumers and its addresses in shared memory, worked out once.
+// A warp's index among the consumers and its addresses in shared memory, computed once.
 struct Consumer {
     u32 base;
     int lane, warp, wg;   // warp: of the warp group wg
@@ -10,21 +10,21 @@ struct Consumer {
     u32 pairs;            // offset of this lane's columns in a row of lse or delta
     u32 ds_store;         // where this lane stores dS^T, transposed
     u32 ds_rows, dq_keys;  // operands of dQ
-    u32 dq_piece;         // where the warp's part of dQ leaves from
+    u32 dq_fragment;      // the warp's part of dQ, from which it is stored
 
     DEVICE explicit Consumer(u32 base) : base(base), lane(threadIdx.x % 32), warp(threadIdx.x / 32 % 4) {
-        wg = __shfl_sync(~0u, (int)threadIdx.x / 128 - 1, 0);  // for the compiler to know that it is warp-uniform
+        wg = __shfl_sync(~0u, (int)threadIdx.x / 128 - 1, 0);  // warp-uniform, for the compiler
         k_rows = base + K_AT + wg * 64 * 128, v_rows = base + V_AT + wg * 64 * 128;
         pairs = lane % 4 * 8;
-        // dS is kept as [group][query][64 keys]: matrix i of a transposed store is keys 8 (i % 2) .., queries 8 (i / 2)
-        // ..
+        // dS in shared memory is [group][query][64 keys]. Matrix i of a transposing stmatrix has keys 8 (i % 2) ... and
+        // queries 8 (i / 2) ...
         ds_store = base + DS_AT + wg * (BM * 128) + (lane / 16 * 8 + lane % 8) * 128 +
                    (((2 * warp + lane / 8 % 2) ^ (lane % 8)) * 16);
         ds_rows = base + DS_AT + (D == 64 ? wg * 64 * 128 : 0);
         dq_keys = base + K_AT + (D == 64 ? 0 : wg * K_SLAB);
-        dq_piece = base + DQ_AT + (wg * 4 + warp) * PIECE_BYTES;
+        dq_fragment = base + DQ_AT + (wg * 4 + warp) * FRAGMENT_BYTES;
     }
-    // Four 8x8 matrices of 16 rows x columns 16 k .. of this warp's part of a tile of keys, as the products have them.
+    // Address, for ldmatrix or stmatrix, of the four 8x8 matrices in this warp's 16 keys x columns 16 k ... 16 k + 15.
     DEVICE u32 matrices(int k) const {
         u32 row = warp * 16 + lane / 8 % 2 * 8 + lane % 8;
         return k / 4 * K_SLAB + row * 128 + (((k % 4 * 2 + lane / 16) ^ (lane % 8)) * 16);
@@ -34,20 +34,20 @@ struct Consumer {
     }
 };
 
-// Masks S^T of the tile in slot `slot` of the ring of queries: keys from `first_key` on are this warp group's.
+// Masks S^T of the tile in stage `slot` of the queries. The warp group's keys begin at `first_key`.
 DEVICE void hide(const Consumer& me, const Problem& p, float (&s)[BM / 2], int first_key, bool diagonal, u32 slot) {
     bool tail = first_key + 64 > p.keys;
     if (tail || diagonal) {
         const int key = first_key + me.warp * 16 + me.lane / 4;  // and key + 8
         int shift = CAUSAL ? key - p.shift - tile_index(me.base, slot) * BM : 0;
         int pair = me.lane % 4 * 2;
-        float hidden = p.scale > 0 ? -INFINITE : INFINITE;  // the scale comes after
+        float hidden = p.scale > 0 ? -INFINITE : INFINITE;  // it is scaled later
         int limit0 = key < p.keys ? shift : BM, limit1 = key + 8 < p.keys ? shift + (CAUSAL ? 8 : 0) : BM;
         mask(s, limit0 - pair, limit1 - pair, hidden);
     }
 }
 
-// dS^T of tile t goes to shared memory for both groups, as soon as its buffer has been read.
+// Stores dS^T of tile t in shared memory for both groups, once its buffer has been read.
 DEVICE void store_score_gradients(const Consumer& me, const u32 (&dst)[BM / 4], int t) {
     bar_wait(me.base + DS_EMPTY + (t & 1) * 8, ((t - 1) >> 1) & 1);
 #pragma unroll
@@ -59,15 +59,15 @@ DEVICE void store_score_gradients(const Consumer& me, const u32 (&dst)[BM / 4], 
     me.release(DS_FULL + (t & 1) * 8);
 }
 
-// Starts dQ = dS K of tile t, when both groups' dS is there. `keys`: the address of dQ's keys.
+// Starts dQ = dS K of tile t, once both groups have stored dS. `keys`: the address of dQ's keys.
 DEVICE void start_query_gradient(const Consumer& me, float (&dq)[DQ_REGISTERS], int t, u32 keys) {
     bar_wait(me.base + DS_FULL + (t & 1) * 8, (t >> 1) & 1);
     wgmma_fence();
     query_gradient(dq, (me.ds_rows + (t & 1) * DS_BYTES) / 16, keys / 16);
 }
 
-// dv and dk of a share, unscaled, in the order of the registers.
-DEVICE void store_share(const Consumer& me, const Problem& p, int part, const float (&dk)[D / 2],
+// Stores partial dV and dK, unscaled, in the order of accumulator fragments.
+DEVICE void store_partial(const Consumer& me, const Problem& p, int part, const float (&dk)[D / 2],
                         const float (&dv)[D / 2]) {
     float* to = p.parts + (long long)part * (2 * BN * D) + (me.wg * 4 + me.warp) * (16 * D) + me.lane * 4;
 #pragma unroll
@@ -77,10 +77,10 @@ DEVICE void store_share(const Consumer& me, const Problem& p, int part, const fl
     }
 }
 
-#if SCHEDULE != PERSISTENT  // else backward_persistent.cuh has a loop of its own
+#if SCHEDULE != PERSISTENT  // else the main loop is in backward_persistent.cuh
 #if ACCUMULATE
-// Adds two rows of `c`, as a warp's products have them, to the 32-bit floats at `to`: 8 bytes a lane, 32 a row. No other
-// CTA has these keys.
+// Adds two rows of a warp's accumulator fragment `c` to the fp32 tensor `to`: 8 bytes a lane, 32 a row. No other CTA
+// has these keys.
 DEVICE void add_rows(const Rows& to, int batch, int head, int row, int keys, const float (&c)[D / 2], float scale) {
     const float* first = (const float*)to.at + batch * to.batch + head * to.head + threadIdx.x % 4 * 2;
 #pragma unroll
@@ -103,7 +103,8 @@ DEVICE void store_keys(const Consumer& me, const Rows& dk_rows, const Rows& dv_r
     if (me.lane == 0) bulk_wait_read();
 }
 #else
-// dk and dv take the places of K and V, when both groups are done with these; TMA leaves out rows that do not exist.
+// Stores dk and dv through the shared memory of K and V, once both groups have read these. TMA omits rows past the last
+// key.
 DEVICE void store_keys(const Consumer& me, const KeyGradients& dk_map, const KeyGradients& dv_map, const Problem& p,
                        const Work& w, const float (&dk)[D / 2], const float (&dv)[D / 2]) {
     named_sync(KEYS_DONE, 256);
@@ -125,19 +126,19 @@ DEVICE void store_keys(const Consumer& me, const KeyGradients& dk_map, const Key
         bulk_commit();
     }
     if (me.lane == 0) {
-        if (SCHEDULE == ROLES) bulk_wait();  // before `announce` says that dq is there
+        if (SCHEDULE == ROLES) bulk_wait();  // complete before the counter of the span is incremented
         else bulk_wait_read();
     }
 }
 #endif
 
 #if SCHEDULE == SINGLE_BLOCK
-// The warp's part of dq of the tile at `place`, scaled and cast: no other CTA adds to it.
+// Stores the warp's part of dq of the tile with index `place`, scaled and cast: no other CTA adds to it.
 DEVICE void store_query_gradient(const Consumer& me, const TensorMap& dq_map, const Problem& p, const Work& w,
                                  const float (&dq)[DQ_REGISTERS], int place, bool real) {
     if (me.lane == 0) bulk_wait_read();
     __syncwarp();
-    u32 to = me.dq_piece + (me.matrices(0) - me.warp * PIECE_BYTES);  // of lane 0: the piece itself
+    u32 to = me.dq_fragment + (me.matrices(0) - me.warp * FRAGMENT_BYTES);  // of lane 0: the fragment itself
     anew(to);
 #pragma unroll
     for (int k = 0; k < DQ_REGISTERS / 8; k++) {
@@ -156,7 +157,7 @@ DEVICE void store_query_gradient(const Consumer& me, const TensorMap& dq_map, co
 }
 #endif
 
-// The warp's part of dq of the tile at `place`: to its sum, or cast to dq. Unless it is `real` it is thrown away.
+// Adds the warp's part of dq of the tile with index `place` to its sum, or casts it to dq. Discarded unless `real`.
 DEVICE void add_query_gradient(const Consumer& me, const TensorMap& dq_map, const Problem& p, const Work& w,
                                Progress& now, float (&dq)[DQ_REGISTERS], int place, bool real) {
 #if SCHEDULE == CTA_PER_KV_HEAD
@@ -164,7 +165,7 @@ DEVICE void add_query_gradient(const Consumer& me, const TensorMap& dq_map, cons
 #elif SCHEDULE == SINGLE_BLOCK
     store_query_gradient(me, dq_map, p, w, dq, place, real);
 #else
-    add_to_sum(p, dq, place, real, me.dq_piece, me.wg * 4 + me.warp);
+    add_to_sum(p, dq, place, real, me.dq_fragment, me.wg * 4 + me.warp);
 #endif
 }
 
@@ -177,7 +178,7 @@ DEVICE void consume(const KeyGradients& dk_map, const KeyGradients& dv_map, cons
     for (int i = 0; i < D / 2; i++) dk[i] = dv[i] = 0;
     Ring<Q_STAGES>& q = now.q;
     Ring<DO_STAGES>& g = now.g;
-    bool diagonal = false;                           // whether the mask cuts through the tile of which `place` was
+    bool diagonal = false;                           // whether the diagonal crosses the tile that `place` returned
     auto place = [&] {
         if (CAUSAL) diagonal = tile_index(base, q.slot) * BM < w.first_key + me.wg * 64 + 63 - p.shift;
         return tile_place(base, q.slot);
@@ -186,7 +187,7 @@ DEVICE void consume(const KeyGradients& dk_map, const KeyGradients& dv_map, cons
         wgmma_fence();
         scores(s, me.k_rows / 16, (base + Q_AT + q.slot * Q_BYTES) / 16);
     };
-    // S done: the probabilities, while dP is under way; then dS, kept in registers and written for both groups.
+    // Once S is complete: probabilities, overlapped with the product dP. Then dS, in registers and in shared memory.
     auto softmax = [&](int t) {
         wgmma_wait<1>();
         pin(s);
@@ -227,15 +228,15 @@ DEVICE void consume(const KeyGradients& dk_map, const KeyGradients& dv_map, cons
     const int first = now.tiles, end = first + w.tiles;
     int at = place(), at_before = SCHEDULE == CTA_PER_KV_HEAD ? -1 : at;
     softmax(first);
-    if (SCHEDULE == CTA_PER_KV_HEAD) {  // what the block before has added to sums is there
+    if (SCHEDULE == CTA_PER_KV_HEAD) {  // what the previous block has added to sums is complete
         if (me.lane == 0) bulk_wait();
         __syncwarp();
     }
     if (me.wg == 1 && end - first > 1) named_arrive(PING_PONG, 256);
 
-    // Main loop. Tile t is in registers as pt and dst. Nothing is in flight where the loop closes. In flight, oldest
-    // first:
-    //   dV | dV dK dQ | dK dQ | dK dQ S | dQ S | S | S dP            and where registers are tight
+    // Main loop. Tile t is in registers as pt and dst. No wgmma is in flight at the end of an iteration. Groups in
+    // flight, oldest first:
+    //   dV | dV dK dQ | dK dQ | dK dQ S | dQ S | S | S dP            and where TIGHT
     //   dV | dV dQ dK | dQ dK | dK | dK S | S | S dP
     for (int t = first; t + 1 < end; t++) {
         auto add_previous_dq = [&] {
@@ -252,7 +253,7 @@ DEVICE void consume(const KeyGradients& dk_map, const KeyGradients& dv_map, cons
         wgmma_fence();
         add_to_dv();
         if (!TIGHT) add_to_dk();
-        multiply_ds(t - 1);  // before tile 0 it is open: dq of nothing is computed there and thrown away
+        multiply_ds(t - 1);  // for tile 0 the buffer is not initialised, and the result is discarded
         if (TIGHT) add_to_dk();
         u32 old_q = q.slot;
         q.next();
@@ -298,14 +299,14 @@ DEVICE void consume(const KeyGradients& dk_map, const KeyGradients& dv_map, cons
 #if SCHEDULE == CTA_PER_KV_HEAD
     me.release(K_EMPTY);
     add_dq(at, true);
-    // The next block's K and V are on their way to where these were: dv and dk leave as dq does.
+    // The next block's K and V are being loaded into these buffers, so dv and dk are stored from that of dq.
     store_rows(dv_map, w, dv, 1, base), store_rows(dk_map, w, dk, p.scale, base);
     q.next(), g.next(), now.tiles = end;
 #else
     add_dq(at, true);
     if (w.part >= 0) {
         if (me.lane == 0) bulk_wait_read();
-        store_share(me, p, w.part, dk, dv);
+        store_partial(me, p, w.part, dk, dv);
         return;
     }
     store_keys(me, dk_map, dv_map, p, w, dk, dv);

@@ -1,4 +1,4 @@
-// Before and after the main kernel of backward.cu, which includes this: memory-bound, a few bytes a query.
+// The preprocess and postprocess kernels of the backward, both memory-bound. Included by backward.cu.
 #pragma once
 
 DEVICE const Uint4* chunk(const Rows& x, int batch, int head, int row, int column) {
@@ -7,14 +7,14 @@ DEVICE const Uint4* chunk(const Rows& x, int batch, int head, int row, int colum
 
 constexpr int HELPER_ROWS = DQ_TRANSPOSED ? BM : 64;  // of a CTA of 256 threads; 16 bytes a thread
 
-// lse, dlse: [B * heads, queries]; dlse may be null. Writes lse2 and delta and zeros the same rows of dq's sum, but
-// where CTA_PER_KV_HEAD, for there the first block of keys stores what others add to; and, unless it is null, where
-// tickets begin.
+// lse, dlse: [B * heads, queries]; dlse may be null. Writes lse2 and delta, and zeros the same rows of the fp32 dq, but
+// not with CTA_PER_KV_HEAD, where the first block of keys stores what others add to. Unless it is null, sets the tile
+// scheduler's counter to `start_index`.
 extern "C" __global__ void __launch_bounds__(256)
 attention_cuda_bwd_preprocess(const Rows out, const Rows dout, const float* lse, const float* dlse, float* lse2,
-                              float* delta, float* dq_sum, int queries, int padded, int heads, int* ticket,
-                              int drawn) {
-    if (ticket != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *ticket = drawn;
+                              float* delta, float* dq_sum, int queries, int padded, int heads, int* counter,
+                              int start_index) {
+    if (counter != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *counter = start_index;
     constexpr int ACROSS = D / 8, AT_ONCE = 256 / ACROSS, PASSES = HELPER_ROWS / AT_ONCE;
     int tiles = padded / HELPER_ROWS, all = blockIdx.x / tiles, start = blockIdx.x % tiles * HELPER_ROWS;
     int batch = all / heads, head = all % heads, column = threadIdx.x % ACROSS * 8;
@@ -47,8 +47,9 @@ attention_cuda_bwd_preprocess(const Rows out, const Rows dout, const float* lse,
     }
 }
 
-// Sums lie in pieces of 16 rows, each as [column / 8][row % 8][column % 8 / 2][4]: of the last four, two columns of the
-// row and two of the row 8 rows on. Adds up 8 columns of both rows over `count` sums that lie `step` apart, and casts.
+// Sums are stored in the order of accumulator fragments, for each 16 rows [column / 8][row % 8][column % 8 / 2][4]: of
+// the last 4, two columns of a row and two of the row 8 below it. Adds 8 columns of both rows of `count` sums that are
+// `step` apart, and casts.
 DEVICE void cast_pair(const float* from, int count, long long step, float scale, Uint4& upper,
                                           Uint4& lower) {
     Float4 sum[4] = {};
@@ -68,7 +69,7 @@ DEVICE void cast_pair(const float* from, int count, long long step, float scale,
     upper = {a[0], a[1], a[2], a[3]}, lower = {b[0], b[1], b[2], b[3]};
 }
 
-// dq = scale * its sum.
+// dq = scale * its fp32 sum.
 extern "C" __global__ void __launch_bounds__(256)
 attention_cuda_bwd_postprocess(const Rows dq, const float* dq_sum, int queries, int padded, int heads, float scale) {
     constexpr int ACROSS = D / 8;
@@ -76,16 +77,16 @@ attention_cuda_bwd_postprocess(const Rows dq, const float* dq_sum, int queries, 
     int batch = all / heads, head = all % heads;
     const float* tile = dq_sum + ((long long)all * padded + start / BM * BM) * D;
     if constexpr (DQ_TRANSPOSED) {
-        // Each warp has one piece: 16 columns of the tile, [query / 8][column % 8][query % 8 / 2][4], of the last four
-        // two queries of a column and two of the column 8 on. They turn in shared memory, in rows that lie 16 bytes
-        // apart from a multiple of 128.
+        // Each warp has one fragment: 16 columns of the tile, [query / 8][column % 8][query % 8 / 2][4], of the last 4
+        // two queries of a column and two of the column 8 on. They are transposed through shared memory, in rows with a
+        // pitch of 16 bytes more than a multiple of 128.
         __shared__ Uint4 transposed[BM][D / 8 + 1];
         int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        const Float4* piece = (const Float4*)(tile + warp * PIECE) + lane;
+        const Float4* fragment = (const Float4*)(tile + warp * FRAGMENT) + lane;
         u32 to = shared_address(&transposed[lane / 16 * 8 + lane % 8][warp * 2 + lane / 8 % 2]);
 #pragma unroll
         for (int j = 0; j < BM / 8; j += 2) {
-            Float4 x = piece[j * 32], y = piece[j * 32 + 32];
+            Float4 x = fragment[j * 32], y = fragment[j * 32 + 32];
             store_transposed(to + j * 8 * sizeof(transposed[0]), pack(x.x * scale, x.y * scale),
                              pack(x.z * scale, x.w * scale), pack(y.x * scale, y.y * scale),
                              pack(y.z * scale, y.w * scale));
@@ -103,17 +104,18 @@ attention_cuda_bwd_postprocess(const Rows dq, const float* dq_sum, int queries, 
         int unit = i * 256 + threadIdx.x, j = unit % ACROSS, pair = unit / ACROSS;
         int row = start + pair / 8 * 16 + pair % 8;
         Uint4 upper, lower;
-        cast_pair(tile + (j / 8 * 4 + row % BM / 16) * PIECE + j % 8 * 128 + row % 8 * 16, 1, 0, scale, upper, lower);
+        cast_pair(tile + (j / 8 * 4 + row % BM / 16) * FRAGMENT + j % 8 * 128 + row % 8 * 16, 1, 0, scale, upper,
+                  lower);
         if (row < queries) *(Uint4*)chunk(dq, batch, head, row, j * 8) = upper;
         if (row + 8 < queries) *(Uint4*)chunk(dq, batch, head, row + 8, j * 8) = lower;
     }
 }
 
-// dv (even CTAs) and dk (odd ones) of the blocks that several CTAs shared, summed in the order of the shares: two rows'
-// 8 columns a thread, for as many loads in flight as there can be.
+// Sums partial dV (even CTAs) and dK (odd ones) of the blocks that are split over CTAs, in the order of the splits. A
+// thread has 8 columns of two rows, so that many loads are in flight.
 extern "C" __global__ void __launch_bounds__(256)
 attention_cuda_bwd_sum_shares(const Rows dv, const Rows dk, const Problem p) {
-    constexpr int CTAS = BN / 2 * D / 8 / 256;  // to a block's dv or dk
+    constexpr int CTAS = BN / 2 * D / 8 / 256;  // for a block's dv or dk
     int odd = blockIdx.x % 2, slot = blockIdx.x / (2 * CTAS), index = p.unshared + slot, all = index / p.n_blocks;
     int batch = all / p.kv_heads, head = all % p.kv_heads, first_key = index % p.n_blocks * BN;
     // Member by member: a choice between the two would put both into local memory.

@@ -1,26 +1,25 @@
-// What backward.cu, which includes this, does otherwise where a CTA has all blocks of keys of a head (CTA_PER_KV_HEAD).
+// Schedule CTA_PER_KV_HEAD: a CTA has all blocks of keys of a head. Included by backward.cu.
 //
-// Each consumer warp makes the same eighth of every tile of dq, and the lane that hands it to the fp32 sum is always
-// the same. So no CTA or warp waits for another about sums: the first block of keys stores, later ones add, and at the
-// last visit to a tile (under a mask, at the diagonal) the warp has its part of the sum brought to shared memory ahead,
-// adds what is in its registers, and stores dq by rows as it is to be. Additions to an element have the order of the
-// blocks: dq is the same bit for bit in each run. Bulk operations of a thread may overtake each other. A tile comes
-// once to a block, so that all that must be waited for is what the blocks before have added: once a block, a tile's
-// work later.
+// Each consumer warp computes the same eighth of every tile of dq, and the same lane always adds it to the fp32 sum. So
+// no CTA or warp waits for another about sums: the first block of keys stores, later ones add. At the last visit to a
+// tile (under a mask, at the diagonal) the warp prefetches its part of the sum to shared memory, adds its registers,
+// and stores dq by rows, scaled and cast. Additions to an element have the order of the blocks: dq is deterministic.
+// Bulk operations of a thread may be reordered. A block visits a tile once, so a thread must only wait for what the
+// previous blocks have added: once a block, a tile's work later.
 //
-// K and V are loaded anew when both groups are done with them, V a product of a tile before K; the next tiles of q and
-// dout are there by then. dv and dk leave meanwhile.
+// The next K and V are loaded once both groups have read the old ones, V one product of a tile before K; the next tiles
+// of q and dout are loaded by then. dv and dk are stored meanwhile.
 //
-// All heads that run at once go over all of their queries for each block of keys: a visit to a tile reads 32 KB of q
-// and dout, and reads and writes 32 KB of sums. L2 is to keep the sums, a line of which saves two of memory's:
-// everything else leaves it first. Where it does not hold all of them, blocks that go up and down the queries
-// alternately meet first what it still has.
+// All heads that run at once loop over all of their queries for each block of keys: a visit to a tile reads 32 KB of q
+// and dout, and reads and writes 32 KB of sums. The sums should stay in L2, where a line saves two of memory's:
+// everything else is loaded with evict_first. Where L2 does not hold all of them, the order of queries alternates
+// direction from block to block, so that each begins with what L2 still has.
 //
-// Clocks of a block beside its tiles, by count: the first scores and probabilities ~1500 and the last dq ~1000 with
-// nothing beside them, and until K has come ~1500, in which dv and dk leave.
+// Clocks of a block beside its tiles, estimated: the first scores and probabilities ~1500 and the last dq ~1000, which
+// overlap nothing, and the load of K ~1500, overlapped with the stores of dv and dk.
 #pragma once
 
-// Whether no later block of keys than this one is seen by tile m.
+// Whether tile m sees no later block of keys than this one.
 DEVICE bool last_visit(const Problem& p, int first_key, int m) {
     return first_key + BN >= p.keys || m < first_tile(p, first_key + BN);
 }
@@ -33,7 +32,7 @@ DEVICE bool next_block(Work& w, const Problem& p) {
     return true;
 }
 
-// As `produce`. Later blocks' K comes last: it is the last that consumers release.
+// As `produce`. K of later blocks is loaded last, as consumers release it last.
 DEVICE void produce_kv_head(const TensorMap& q_map, const TensorMap& do_map, const TensorMap& k_map,
                           const TensorMap& v_map, const Problem& p, const Work& w, u32 base) {
     Ring<Q_STAGES> q;
@@ -76,42 +75,43 @@ DEVICE void produce_kv_head(const TensorMap& q_map, const TensorMap& do_map, con
 }
 
 DEVICE u32 consumer() { return threadIdx.x / 32 - 4; }  // of 8 warps
-DEVICE u32 dq_piece(u32 base) { return base + DQ_AT + consumer() * PIECE_BYTES; }
-DEVICE float* sum_piece(const Problem& p, int place) {
-    return p.dq_sum + (long long)(place >> 1) * (BM * D) + consumer() * PIECE;
+DEVICE u32 dq_fragment(u32 base) { return base + DQ_AT + consumer() * FRAGMENT_BYTES; }
+DEVICE float* sum_fragment(const Problem& p, int place) {
+    return p.dq_sum + (long long)(place >> 1) * (BM * D) + consumer() * FRAGMENT;
 }
-// Where a lane stores four 8x8 matrices of 16 rows of a slab; columns 16 k on lie at ^ (k * 32).
+// Where a lane stores four 8x8 matrices of 16 rows of a slab; those of columns 16 k ... are at ^ (k * 32).
 DEVICE u32 matrices_of_rows() { return threadIdx.x % 16 * 128 + ((threadIdx.x % 32 / 16) ^ (threadIdx.x % 8)) * 16; }
 
-// Places count tiles of all heads of queries, twice, and 1 more where the visit is the last. The sum that a last visit
-// adds to is brought to where the warp's part of dq leaves from. Nothing else is on its way there: a product is.
+// `place` is twice the index of a tile among those of all heads of queries, and 1 more where the visit is the last.
+// The sum that a last visit adds to is prefetched to the buffer of the warp's part of dq, which nothing else uses
+// meanwhile.
 DEVICE void load_sum(const Problem& p, const Work& w, int place, u32 base) {
     if (w.first_key == 0 || place < 0 || !(place & 1)) return;
     if (threadIdx.x % 32 == 0) {
         bulk_wait_read();
         fence_async_global();
         const u32 bar = base + SUM_FULL + 8 * consumer();
-        bar_expect(bar, PIECE_BYTES);
-        load_row(sum_piece(p, place), dq_piece(base), bar, PIECE_BYTES);
+        bar_expect(bar, FRAGMENT_BYTES);
+        load_row(sum_fragment(p, place), dq_fragment(base), bar, FRAGMENT_BYTES);
     }
     __syncwarp();
 }
 
-// One warp's part of dq, 16 queries x 64 columns: to the sum, or from it to dq.
+// Adds one warp's part of dq, 16 queries x 64 columns, to the sum, or at the last visit the sum to it, and stores dq.
 DEVICE void add_kv_head(const TensorMap& dq_map, const Problem& p, const Work& w, Progress& now,
                       float (&dq)[DQ_REGISTERS], int place, u32 base) {
-    const u32 lane = threadIdx.x % 32, piece = dq_piece(base) + lane * 16;
+    const u32 lane = threadIdx.x % 32, fragment = dq_fragment(base) + lane * 16;
     if (lane == 0) bulk_wait_read();
     __syncwarp();
     if (!(place & 1)) {
 #pragma unroll
         for (int j = 0; j < DQ_REGISTERS / 4; j++)
-            store_four(piece + j * 512, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+            store_four(fragment + j * 512, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
         fence_async();
         __syncwarp();
         if (lane == 0) {
-            if (w.first_key == 0) store_bulk(sum_piece(p, place), piece, PIECE_BYTES);
-            else reduce_bulk(sum_piece(p, place), piece, PIECE_BYTES);
+            if (w.first_key == 0) store_bulk(sum_fragment(p, place), fragment, FRAGMENT_BYTES);
+            else reduce_bulk(sum_fragment(p, place), fragment, FRAGMENT_BYTES);
             bulk_commit();
         }
         return;
@@ -120,7 +120,7 @@ DEVICE void add_kv_head(const TensorMap& dq_map, const Problem& p, const Work& w
         bar_wait(base + SUM_FULL + 8 * consumer(), now.sums++ & 1);
 #pragma unroll
         for (int j = 0; j < DQ_REGISTERS / 4; j++) {
-            Float4 x = shared_four(piece + j * 512);
+            Float4 x = shared_four(fragment + j * 512);
             dq[4 * j] += x.x, dq[4 * j + 1] += x.y, dq[4 * j + 2] += x.z, dq[4 * j + 3] += x.w;
         }
     }
@@ -142,9 +142,9 @@ DEVICE void add_kv_head(const TensorMap& dq_map, const Problem& p, const Work& w
     }
 }
 
-// A warp's 16 rows of dv or dk, scaled.
+// Stores a warp's 16 rows of dv or dk, scaled.
 DEVICE void store_rows(const TensorMap& map, const Work& w, const float (&c)[D / 2], float scale, u32 base) {
-    u32 to = dq_piece(base) + matrices_of_rows();
+    u32 to = dq_fragment(base) + matrices_of_rows();
     anew(to);
     if (threadIdx.x % 32 == 0) bulk_wait_read();
     __syncwarp();

@@ -1,19 +1,19 @@
-// What backward.cu, which includes this, does otherwise where CTAs are persistent (PERSISTENT).
+// Schedule PERSISTENT: CTAs are persistent. Included by backward.cu.
 //
 // With few queries a block of keys has few tiles, and the prologue and epilogue of a CTA (loading K and V, filling the
-// pipeline, draining it, storing dK and dV) count beside them. Here there is a CTA for each SM. It computes one item (a
-// block of keys or a share of one) after the other, and the tiles of all its items are one main loop: in the step from
-// the last tile of an item to the first of the next, S and dP are of the new keys and values, dQ, a tile late, of the
-// old keys, and dK and dV leave from registers while the new S is under way.
+// pipeline, draining it, storing dK and dV) take a large part of its time. Here there is a CTA for each SM. It computes
+// one item (a block of keys or a split of one) after the other, and the tiles of all its items are one main loop: in
+// the iteration from the last tile of an item to the first of the next, S and dP are of the new keys and values, dQ, a
+// tile late, of the old keys, and the stores of dK and dV from registers are overlapped with the new S.
 //
-// Without a mask items take as long as each other, and a CTA computes each gridDim.x-th. With one they do not, and the
+// Without a mask all items take the same time, and a CTA computes every gridDim.x-th. With one they do not, and the
 // longest of a section come first; a dynamic tile scheduler then gives the next item to the CTA that is done: the
-// producer draws a ticket when the last loads of an item are under way. Not earlier: a CTA that draws long before it
-// can begin takes the item from one that could begin it.
+// producer takes an index from the tile scheduler's counter when it has issued the last loads of an item. Not earlier:
+// a CTA that takes one long before it can begin takes the item from one that could begin it.
 //
-// K has two buffers, for in the step after that dQ is of the old keys still. V has one. At D = 64 without a mask
-// consumers hold it in registers, so that the next can come as soon as they have begun an item, else when the last dP
-// of one is done.
+// K has two buffers, as dQ of the iteration after that still needs the old keys. V has one. At D = 64 without a mask
+// consumers hold it in registers, so that the next can be loaded as soon as they have begun an item, else when the last
+// dP of one is complete.
 #pragma once
 
 #if SCHEDULE == PERSISTENT
@@ -25,24 +25,24 @@ constexpr u32 K2_FULL = (SHARED_END + 15) / 16 * 16, K2_EMPTY = K2_FULL + 16, V1
 constexpr u32 ITEM_FULL = V1_EMPTY + 16, ITEM_AT = ITEM_FULL + 8 * ITEMS;
 static_assert(K_AT == 0 && ITEM_AT + 32 * ITEMS <= 232448, "the barriers for two blocks of keys fit behind all else");
 
-// What consumers know of an item, which costs the producer many divisions: first key, tiles, part, head; batch.
+// Block descriptor of an item, which costs the producer many divisions: first key, tiles, part, head; batch.
 DEVICE u32 item_slot(u32 base, u32 n) { return base + ITEM_AT + n % ITEMS * 32; }
 
-// ticket: the next item that no CTA has; the first items have the CTAs' own numbers. Null without a mask.
-// One thread runs this, but what it draws is shuffled: then ptxas knows that all that depends on it is warp-uniform,
-// and keeps it in uniform registers, of which there are enough, else in those that it lacks.
+// counter: of the tile scheduler, the next item that no CTA has; a CTA's first item has its blockIdx. Null without a
+// mask. One thread runs this, but the index is shuffled: then ptxas knows that all that depends on it is warp-uniform,
+// and keeps it in uniform registers, as there are too few others.
 DEVICE void produce_persistent(const TensorMap& q_map, const TensorMap& do_map, const TensorMap& k_map,
-                            const TensorMap& v_map, const Problem& p, int* ticket, int items, u32 base) {
+                            const TensorMap& v_map, const Problem& p, int* counter, int items, u32 base) {
     Ring<Q_STAGES> q;
     Ring<DO_STAGES> g;
     u32 n = 0;  // items before this one
-    auto announce = [&] { bar_arrive(base + ITEM_FULL + n % ITEMS * 8); };
+    auto publish_item = [&] { bar_arrive(base + ITEM_FULL + n % ITEMS * 8); };
 #pragma unroll 1
-    for (u32 item = blockIdx.x; item < items; item = CAUSAL ? __shfl_sync(1u, draw(ticket), 0) : item + gridDim.x) {
+    for (u32 item = blockIdx.x; item < items; item = CAUSAL ? __shfl_sync(1u, draw(counter), 0) : item + gridDim.x) {
         const Work w(p, item);
         store_words(item_slot(base, n), w.first_key, w.tiles, w.part, w.head);
         store_pair(item_slot(base, n) + 16, w.batch, 0);
-        announce();
+        publish_item();
         Tile tile(w, p);
 #pragma unroll 1
         for (int t = 0; t < w.tiles; t++) {
@@ -75,10 +75,10 @@ DEVICE void produce_persistent(const TensorMap& q_map, const TensorMap& do_map, 
         n++;
     }
     store_words(item_slot(base, n), 0, 0, 0, 0);  // an item without tiles is the end
-    announce();
+    publish_item();
 }
 
-// dV or dK as in backward.cu, but begun anew at the first tile of an item.
+// dV or dK as in backward_products.cuh, but initialised by the first tile of an item.
 DEVICE void gradient(float (&c)[D / 2], const u32 (&a)[BM / 4], u32 columns, bool first) {
 #pragma unroll
     for (int k = 0; k < BM / 16; k++) mma<1>(c, a + 4 * k, across<Q_SLAB>(columns + k * 128), k != 0 || !first);
@@ -97,8 +97,8 @@ DEVICE void transpose_quad(u32 (&x)[4], int own) {
             (upper ? x[i] : x[i + step]) = other;
         }
 }
-// 16 rows of dK or dV as a warp's products have them: this lane's are `row` and the one 8 rows on, if there are so many
-// keys. The four lanes of a row exchange their pairs of columns, so that each stores 16 bytes.
+// Stores 16 rows of dK or dV from a warp's accumulator fragment, except those past the last key: this lane's are `row`
+// and the one 8 below it. The four lanes of a row exchange their pairs of columns, so that each stores 16 bytes.
 DEVICE void store_rows(const Rows& to, int batch, int head, int row, int keys, const float (&c)[D / 2], float scale) {
     const int own = threadIdx.x % 4;
 #pragma unroll
@@ -120,12 +120,12 @@ DEVICE void store_rows(const Rows& to, int batch, int head, int row, int keys, c
 
 DEVICE void consume_persistent(const Rows& dk_rows, const Rows& dv_rows, const Problem& p, u32 base) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const int wg = __shfl_sync(~0u, (int)threadIdx.x / 128 - 1, 0);  // for the compiler to know that it is warp-uniform
+    const int wg = __shfl_sync(~0u, (int)threadIdx.x / 128 - 1, 0);  // warp-uniform, for the compiler
     const u32 rows = base + wg * 64 * 128, pairs = lane % 4 * 8;
     const u32 ds_store = base + DS_AT + wg * (BM * 128) + (lane / 16 * 8 + lane % 8) * 128 +
                          (((2 * warp + lane / 8 % 2) ^ (lane % 8)) * 16);
     const u32 ds_rows = base + DS_AT + (D == 64 ? wg * 64 * 128 : 0), dq_keys = base + (D == 64 ? 0 : wg * K_SLAB);
-    const u32 dq_piece = base + DQ_AT + (wg * 4 + warp) * PIECE_BYTES;
+    const u32 dq_fragment = base + DQ_AT + (wg * 4 + warp) * FRAGMENT_BYTES;
 
     float dk[D / 2], dv[D / 2], s[BM / 2], dp[BM / 2], dq[DQ_REGISTERS];
     u32 pt[BM / 4], dst[BM / 4];
@@ -135,15 +135,15 @@ DEVICE void consume_persistent(const Rows& dk_rows, const Rows& dv_rows, const P
     Ring<Q_STAGES> q;
     Ring<DO_STAGES> g;
     u32 n = 0;      // the item of the scores, counted from this CTA's first
-    int first_key;  // of it
-    int left;       // tiles of it that are left with this one
-    bool diagonal;  // whether the mask cuts through the tile of which `place` was
+    int first_key;  // of that item
+    int left;       // its remaining tiles, with this one
+    bool diagonal;  // whether the diagonal crosses the tile that `place` returned
 
     auto release = [&](u32 bar) {
         if (lane == 0) bar_arrive(base + bar);
     };
-    auto told = [&](u32 item, int word) { return load_shared(item_slot(base, item) + 4 * word); };
-    auto told_all = [&](u32 item, int word) { return __shfl_sync(~0u, told(item, word), 0); };  // warp-uniform
+    auto descriptor_word = [&](u32 item, int word) { return load_shared(item_slot(base, item) + 4 * word); };
+    auto uniform_word = [&](u32 item, int word) { return __shfl_sync(~0u, descriptor_word(item, word), 0); };
     auto first_row = [&] { return first_key + wg * 64; };  // of this group's keys
     auto place = [&] {
         if (CAUSAL) diagonal = tile_index(base, q.slot) * BM < first_row() + 63 - p.shift;
@@ -177,7 +177,7 @@ DEVICE void consume_persistent(const Rows& dk_rows, const Rows& dv_rows, const P
         if (tail || (CAUSAL && diagonal)) {
             const int key = first + warp * 16 + lane / 4;  // and key + 8
             int shift = CAUSAL ? key - p.shift - tile_index(base, q.slot) * BM : 0, pair = CAUSAL ? lane % 4 * 2 : 0;
-            float hidden = p.scale > 0 ? -INFINITE : INFINITE;  // the scale comes after
+            float hidden = p.scale > 0 ? -INFINITE : INFINITE;  // it is scaled later
             int limit0 = key < p.keys ? shift : BM, limit1 = key + 8 < p.keys ? shift + (CAUSAL ? 8 : 0) : BM;
             mask(s, limit0 - pair, limit1 - pair, hidden);
         }
@@ -215,21 +215,20 @@ DEVICE void consume_persistent(const Rows& dk_rows, const Rows& dv_rows, const P
                 *(Float4*)(to + j * 128 + BN * D) = {dk[4 * j], dk[4 * j + 1], dk[4 * j + 2], dk[4 * j + 3]};
             }
         } else {
-            int row = (int)x.x + wg * 64 + warp * 16 + lane / 4, batch = told(of_item, 4);
+            int row = (int)x.x + wg * 64 + warp * 16 + lane / 4, batch = descriptor_word(of_item, 4);
             store_rows(dv_rows, batch, x.w, row, p.keys, dv, 1);
             store_rows(dk_rows, batch, x.w, row, p.keys, dk, p.scale);
         }
     };
     auto enter = [&] {
         bar_wait(base + K2_FULL + n % 2 * 8, n / 2 & 1);
-        first_key = told_all(n, 0), left = told_all(n, 1);
+        first_key = uniform_word(n, 0), left = uniform_word(n, 1);
     };
-    // Whether no tile comes behind this one. Asked the other way around, whether one does, ptxas 13.0 keeps nothing
-    // that is worked out of the thread's number, and works it out in each tile.
+    // Whether no tile follows this one: the negated form makes ptxas recompute addresses in each tile.
     auto is_last = [&] {
         if (left > 1) return false;
         bar_wait(base + ITEM_FULL + (n + 1) % ITEMS * 8, (n + 1) / ITEMS & 1);
-        return told_all(n + 1, 1) == 0;
+        return uniform_word(n + 1, 1) == 0;
     };
 
     enter();
@@ -241,18 +240,18 @@ DEVICE void consume_persistent(const Rows& dk_rows, const Rows& dv_rows, const P
     softmax(0);
     bool last = is_last(), fresh = true;  // fresh: tile t is the first of its item
     if (wg == 1 && !last) named_arrive(PING_PONG, 256);
-    // As the loop of `consume`, of which this is the order of products; t counts the tiles of all items.
+    // The order of products is that of `consume`; t counts the tiles of all items.
     for (; !last; t++) {
-        const bool ends = left == 1, freed = fresh && t > 0;  // freed: after this step no warp reads the keys before
-        const bool alone = ends && freed;  // an item of one tile: the next one's keys come where those before it lie
+        const bool ends = left == 1, freed = fresh && t > 0;  // freed: after this no warp reads the previous keys
+        const bool alone = ends && freed;  // an item of one tile: the next keys replace the previous ones
         named_sync(PING_PONG + wg, 256);
         pin(pt), pin(dst), pin(dk), pin(dv);
         wgmma_fence();
         gradient(dv, pt, (base + DO_AT + g.slot * Q_BYTES) / 16, fresh);
         gradient(dk, dst, (base + Q_AT + q.slot * Q_BYTES) / 16, fresh);
-        multiply_ds(t - 1, n ^ (u32)fresh);  // before tile 0 it is open: of nothing, and thrown away
+        multiply_ds(t - 1, n ^ (u32)fresh);  // for tile 0 the buffer is not initialised, and the result is discarded
         if (alone) {
-            // They come when the other group's dQ is done too: it has its turn before they are waited for.
+            // They are loaded once the other group's dQ is done too, so it is issued before they are waited for.
             wgmma_wait<0>();
             release(K2_EMPTY + (n ^ 1) % 2 * 8);
             if (wg == 0) named_arrive(PING_PONG + 1, 256);
@@ -275,9 +274,9 @@ DEVICE void consume_persistent(const Rows& dk_rows, const Rows& dv_rows, const P
         pin(dq);
         release(DS_EMPTY + (~t & 1) * 8);
         if (freed && !alone) release(K2_EMPTY + (n ^ 1) % 2 * 8);
-        add_to_sum(p, dq, at_before, t > 0, dq_piece, wg * 4 + warp);
+        add_to_sum(p, dq, at_before, t > 0, dq_fragment, wg * 4 + warp);
         at_before = at, at = place();
-        if (ends) store_keys(n - 1), enter_values();  // in registers that dP takes next
+        if (ends) store_keys(n - 1), enter_values();  // stores free the registers of the next dP
         begin_dp();
         if (V_IN_REGISTERS && ends) release(V1_EMPTY);
         softmax(t + 1);
@@ -290,19 +289,19 @@ DEVICE void consume_persistent(const Rows& dk_rows, const Rows& dv_rows, const P
     multiply_ds(t - 1, n ^ (u32)fresh);
     wgmma_wait<0>();
     pin(pt), pin(dst), pin(dk), pin(dv), pin(dq);
-    add_to_sum(p, dq, at_before, t > 0, dq_piece, wg * 4 + warp);
+    add_to_sum(p, dq, at_before, t > 0, dq_fragment, wg * 4 + warp);
     multiply_ds(t, n);
     store_keys(n);
     wgmma_wait<0>();
     pin(dq);
-    add_to_sum(p, dq, at, true, dq_piece, wg * 4 + warp);
+    add_to_sum(p, dq, at, true, dq_fragment, wg * 4 + warp);
     if (lane == 0) bulk_wait_read();
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
 attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map,
          const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map, const Rows dk, const Rows dv,
-         const Problem p, int* ticket, int items) {
+         const Problem p, int* counter, int items) {
     const u32 base = shared_memory();
     if (threadIdx.x == 0) {
         auto init = [&](u32 bar, int slots, u32 arrivals) {
@@ -317,7 +316,7 @@ attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const __grid_constan
     __syncthreads();
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        if (threadIdx.x == 0) produce_persistent(q_map, do_map, k_map, v_map, p, ticket, items, base);
+        if (threadIdx.x == 0) produce_persistent(q_map, do_map, k_map, v_map, p, counter, items, base);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
         consume_persistent(dk, dv, p, base);

@@ -37,23 +37,25 @@ DEVICE void query_gradient(float (&c)[DQ_REGISTERS], u32 ds, u32 keys) {
     wgmma_commit();
 }
 
-// The piece of dq of this warp of 8, 16 queries x 64 columns or 80 queries x 16, is added to the sum of the tile at
-// `place`, by a reduction of its own from `piece` of shared memory, its own. Unless it is `real`, it is thrown away.
-// Callers know both: worked out here, for every tile, they cost 1 to 2 % of the backward under a mask.
-DEVICE void add_to_sum(const Problem& p, const float (&dq)[DQ_REGISTERS], int place, bool real, u32 piece, int warp) {
+// Adds this warp's fragment of dq, an eighth of 16 queries x 64 columns or 80 queries x 16, to the sum of the tile with
+// index `place`, by a bulk reduction from the warp's own buffer `fragment`. Discarded unless `real`. Callers know both:
+// computed here, for every tile, they cost 1 to 2 % of the backward under a mask.
+DEVICE void add_to_sum(const Problem& p, const float (&dq)[DQ_REGISTERS], int place, bool real, u32 fragment,
+                       int warp) {
     const int lane = threadIdx.x % 32;
-    float* to = p.dq_sum + (long long)place * (BM * D) + warp * PIECE;
+    float* to = p.dq_sum + (long long)place * (BM * D) + warp * FRAGMENT;
     if (lane == 0) bulk_wait_read();
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < DQ_REGISTERS / 4; j++)
-        store_four(piece + j * 512 + lane * 16, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+        store_four(fragment + j * 512 + lane * 16, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
     fence_async();
     __syncwarp();
-    if (lane == 0 && real) reduce_bulk(to, piece, PIECE_BYTES), bulk_commit();
+    if (lane == 0 && real) reduce_bulk(to, fragment, FRAGMENT_BYTES), bulk_commit();
 }
 
-// Two keys' bounds: query column c of the tile sees key `row` when c >= limit.
+// A thread has scores of two keys (rows). Query (column) c of the tile sees the first if c >= limit0, the second if
+// c >= limit1; both counted from this thread's first column.
 DEVICE void mask(float (&s)[BM / 2], int limit0, int limit1, float hidden) {
 #pragma unroll
     for (int j = 0; j < BM / 8; j++)
@@ -69,9 +71,9 @@ DEVICE void probabilities(float (&s)[BM / 2], u32 lse, float scale_log2) {
         for (int e = 0; e < 4; e++) s[4 * j + e] = exp2_(s[4 * j + e] * scale_log2 - (e & 1 ? l.y : l.x));
     }
 }
-// The probabilities are computed before what follows. `pin` binds the front end alone: ptxas sinks exponentials, but
-// for a few, behind the wait for dP, where nothing runs beside them. It moves nothing over a branch, so here is one
-// that depends on each of them. None is negative; were the sign of a NaN set, it would wait for a barrier that is open.
+// A branch that depends on every probability: ptxas would move the exponentials after the wait for dP, where they
+// overlap nothing. It moves nothing across a branch. No probability is negative; were the sign of a NaN set, the branch
+// would wait for a barrier whose phase is complete.
 DEVICE void settle(float (&p)[BM / 2], u32 open) {
     pin(p);
     int bits = 0;

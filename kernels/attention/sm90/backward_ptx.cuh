@@ -1,4 +1,4 @@
-// The PTX of backward.cu beside what all have: reductions, matrices between registers and shared memory, products.
+// PTX of backward.cu beyond the shared headers: bulk reductions, ldmatrix and stmatrix, wgmma instructions.
 #pragma once
 
 #include "mbarrier.cuh"
@@ -13,15 +13,15 @@ struct alignas(16) Float4 { float x, y, z, w; };
 struct alignas(16) Uint4 { u32 x, y, z, w; };
 struct alignas(8) Float2 { float x, y; };
 
-// For the compiler, from now on another number. A loop has few addresses that change; it would keep all that is worked
-// out of those that do not in registers that it lacks.
+// Hides from the compiler that x is loop-invariant. Most addresses are, and it would hoist all that is computed from
+// them, and spill.
 DEVICE void anew(u32& x) { asm volatile("" : "+r"(x)); }
 DEVICE u32 shared_address(const void* p) {
     u32 a;
     asm("{ .reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t; }" : "=r"(a) : "l"(p));
     return a;
 }
-// The dynamic shared memory, from a multiple of 1024 bytes on, as tiles with swizzled rows must lie.
+// The dynamic shared memory, aligned to 1024 bytes as swizzled tiles must be.
 DEVICE u32 shared_memory() {
     extern __shared__ __align__(1024) char memory[];
     return shared_address(memory);
@@ -39,7 +39,7 @@ DEVICE void load_row(const float* from, u32 to, u32 bar, u32 bytes) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %3, [%2];"
                  ::"r"(to), "l"(from), "r"(bar), "r"(bytes) : "memory");
 }
-// The same as tma_load and store_box, of lines that L2 gives up before others.
+// As tma_load and store_box, with the L2 policy evict_first.
 #define EVICT_FIRST "{ .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0; "
 DEVICE void tma_load_once(u32 to, const TensorMap* map, int column, int row, int head, int batch, u32 bar) {
     asm volatile(EVICT_FIRST "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
@@ -63,7 +63,7 @@ DEVICE void reduce_bulk(float* to, u32 from, u32 bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
                  ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }
-// The compiler does not always keep a store of 16 bytes in one piece.
+// One store of 16 bytes, which the compiler would not always keep whole.
 DEVICE void store_global(const Uint4* to, const u32 (&x)[4]) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
                  ::"l"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
@@ -140,9 +140,9 @@ DEVICE void store_transposed(u32 at, u32 a, u32 b, u32 c, u32 d) {
 
 // --------------------------------------------------------------------------------------------- wgmma
 
-// Descriptors of tiles in rows of 128 swizzled bytes; groups of 8 rows lie 1024 bytes apart. Where the rows are the
-// operand's inner dimension (`across`), its outer one goes on in the next slab, `slab` bytes on.
-// `at` counts 16 bytes, as all addresses of operands below.
+// Matrix descriptors of tiles with 128-byte swizzle; groups of 8 rows are 1024 bytes apart. `along`: a K-major operand.
+// `across`: an MN-major one, whose columns beyond 64 continue in the next slab, `slab` bytes on.
+// `at`, as all addresses of operands below, is in units of 16 bytes.
 DEVICE u64 descriptor(u32 low) {
     u64 y;
     asm("mov.b64 %0, {%1, %2};" : "=l"(y) : "r"(low), "n"((1 << 30) | 64));
@@ -165,7 +165,8 @@ DEVICE u64 across(u32 at) { return descriptor(at + ((slab >> 4) << 16)); }
     "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define MMA(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " "
 
-// c (64 x 2 * count) = or += a b^T, both from shared memory; across_a, across_b: their rows are the inner dimension.
+// c (64 x 64, 80 or 128) = a b^T, or c + a b^T if `add`; both from shared memory. across_a, across_b: MN-major
+// operands.
 template <int across_b, int across_a = 0>
 DEVICE void mma(float (&c)[32], u64 a, u64 b, int add) {
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0;\n" MMA(64) D32 "}, %32, %33, p, 1, 1, %36, %35; }"

@@ -1,112 +1,113 @@
-// What backward.cu, which includes this, does where one launch has CTAs of three roles (ROLES).
+// Schedule ROLES: CTAs of one launch preprocess, multiply or postprocess. Included by backward.cu.
 //
-// `preprocess` and `postprocess` move bytes and multiply nothing, `backward` multiplies and moves few. As launches of
-// their own the first two leave the tensor cores idle, and the third the memory. Here they are overlapped on different
-// SMs. Key heads go in spans, and places in rounds: round r preprocesses span r, multiplies in span r - 1 and
-// postprocesses span r - 3. CTAs that preprocess, and then those that postprocess, are spread evenly among those that
-// multiply, whose order is the one that they have alone. So memory traffic is spread over the launch, and a CTA that
-// waits does so for what started long before.
+// The launch is a software pipeline over spans of KV heads, in rounds. In round r, CTAs preprocess span r, multiply
+// span r - 1 and postprocess span r - 3, interleaved, so that memory traffic is overlapped with matrix products:
+// launches of their own would leave the tensor cores or the memory idle. CTAs that preprocess, and then those that
+// postprocess, are spread evenly among those that multiply, whose order is that of a launch of their own. So a CTA
+// waits only for CTAs that started long before.
 //
-// Deadlock freedom. A CTA draws its place from a counter when it starts, as a persistent tile scheduler does: CUDA does
-// not promise that thread blocks start in the order of blockIdx. A CTA that preprocesses waits for none, one that
-// multiplies for those that preprocess its span, one that postprocesses for those that multiply in it, all of them at
-// lower places, whose CTAs have started. Of the places that are drawn and not done the lowest waits for nothing that is
-// not done. So the launch ends whatever the order in which CTAs start, the number of SMs, and what else runs on them.
+// Deadlock freedom. When it starts, a CTA takes its logical index from a counter, as with a persistent tile scheduler:
+// CUDA does not guarantee that thread blocks start in the order of blockIdx. A CTA that preprocesses waits for none,
+// one that multiplies for those that preprocess its span, one that postprocesses for those that multiply in it. All of
+// these have lower logical indices, so they have started. Of the CTAs that have started and are not done, the one with
+// the lowest index waits for nothing that is not done. So the launch ends whatever the order in which CTAs start, the
+// number of SMs, and what else runs on them.
 //
-// What is written by one CTA and read by another, each through a counter in global memory that is 0 at first:
+// What is written by one CTA and read by another, each through a counter in global memory that is initially 0:
 //   lse2, delta  written by threads, read by bulk copies. Every writer has a proxy fence before the CTA's barrier; one
-//                thread adds to `ready` with release. The producer of a CTA that multiplies reads it with acquire, has a
-//                proxy fence, and only then issues the first of these copies.
-//   zeros of dq  written by bulk stores of one thread, which waits until they are complete, not read alone, before it
-//                adds to `ready`. Consumers add to them after they have waited for dout's barrier, on which the producer
-//                arrives after its acquire: release and acquire at each step from the zeros to the reductions.
+//                thread increments `ready` with release. The producer of a CTA that multiplies reads it with acquire,
+//                has a proxy fence, and only then issues the first of these copies.
+//   zeros of dq  written by bulk stores of one thread, which waits until they are complete, not only read, before it
+//                increments `ready`. Consumers add to them after they have waited for dout's barrier, on which the
+//                producer arrives after its acquire: release and acquire at each step from the zeros to the reductions.
 //   sums of dq   added to by bulk reductions, one thread of each consumer warp. It waits until its own are complete and
-//                adds to `done` with release: so `done` counts warps. A CTA that postprocesses reads it with acquire, has
-//                a proxy fence, and reads the sums by bulk copies, which do not see L1 and what it may still have of them.
+//                increments `done` with release: so `done` counts warps. A CTA that postprocesses reads it with
+//                acquire, has a proxy fence, and reads the sums by bulk copies, which bypass L1 and any stale lines in
+//                it.
 //
-// A CTA fills its SM by its shared memory, so that it must keep memory busy alone: out and dout come by TMA
-// into a ring of 160 KB, sums into one of 192 KB (of 80 queries 200). A chunk of tiles is as much as pays for the start
-// of a CTA; the first span to be preprocessed and the last two to be postprocessed, beside which no CTA multiplies,
-// have shorter ones, for then all SMs are to take part.
+// A CTA fills its SM by its shared memory, so that it must keep memory busy alone: TMA loads out and dout into a
+// circular buffer of 160 KB, sums into one of 192 KB (of 80 queries 200). A chunk of tiles is large enough to amortise
+// the start of a CTA; the first span to be preprocessed and the last two to be postprocessed, which no products
+// overlap, have shorter ones, so that all SMs take part.
 #pragma once
 
 #if SCHEDULE == ROLES
 enum Role { PREPROCESS, MULTIPLY, POSTPROCESS };
 
 constexpr int LAG = 3;         // rounds from the one that preprocesses a span to the one that postprocesses it
-constexpr int LAST = LAG - 1;  // so many spans are postprocessed when no CTA multiplies any more
+constexpr int LAST = LAG - 1;  // spans that are postprocessed when no CTA multiplies any more
 constexpr int MOST_ROUNDS = 64;
 
-// CTAs from place `start` on. All but `others` multiply, items from `multiplies_from` on; of the others, one at each
-// `stride` places until there are no more, the first so many preprocess and the rest postprocess. A CTA that
-// multiplies awaits `preprocessed` of `ready`, one that postprocesses `multiplied` of `done`.
+// CTAs from logical index `start` on. All but `others` multiply, items from `multiplies_from` on. The others are every
+// `stride`-th, the first `preprocesses` of them preprocess and the rest postprocess. A CTA that multiplies waits until
+// `ready` is `preprocessed`, one that postprocesses until `done` is `multiplied`.
 struct Round { int start, preprocesses, others, stride, multiplies_from, preprocessed, multiplied; };
 
 struct Roles {
     const float *lse, *dlse;  // [B * Hq, queries]; dlse may be null
     u32 *ready, *done;        // of each span: CTAs that have preprocessed, and consumer warps that have multiplied
-    int* drawn;               // how many places are drawn; as `ready` and `done` it is 0 before the launch
-    int span, spans;          // key heads of a span
+    int* drawn;               // the next logical index; as `ready` and `done` it is 0 before the launch
+    int span, spans;          // KV heads of a span
     int chunk, chunks, end_chunk, end_chunks;  // tiles of a CTA, CTAs of a query head; those at the ends
-    Round round[MOST_ROUNDS];  // worked out by the host, for a CTA would begin later by it
+    Round round[MOST_ROUNDS];  // computed by the host, as it would delay each CTA
 };
 
 constexpr u32 PLACE_AT = SHARED_END;
-static_assert(PLACE_AT + 4 <= 232448, "the place of a CTA fits behind all else");
+static_assert(PLACE_AT + 4 <= 232448, "the logical index of a CTA fits behind all else");
 
-// The place of this CTA: how many have started before it. All threads call it. START_DELAY is for a test, in which CTAs
-// draw in another order than that of blockIdx.
+// The logical index of this CTA: how many have started before it. All threads call it. START_DELAY is for a test, in
+// which CTAs start in another order than that of blockIdx.
 #ifndef START_DELAY
 #define START_DELAY 0
 #endif
-DEVICE int draw_place(const Roles& r, u32 base) {
-    // Read here alone: of a thread index that is live from here on, the compiler derives the consumers' addresses anew
-    // in their main loop, 15 instructions a tile and 3 % of the time under a mask.
+DEVICE int logical_index(const Roles& r, u32 base) {
+    // Read only here: were the thread index live from here on, the compiler would recompute the consumers' addresses in
+    // their main loop, 15 instructions a tile and 3 % of the time under a mask.
     u32 thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     if (START_DELAY && thread == 0) doze((127 - blockIdx.x % 128) * 4096);
     if (thread == 0) store_shared(base + PLACE_AT, draw(r.drawn));
     __syncthreads();
-    return __shfl_sync(~0u, load_shared(base + PLACE_AT), 0);  // for the compiler to know that it is warp-uniform
+    return __shfl_sync(~0u, load_shared(base + PLACE_AT), 0);  // warp-uniform, for the compiler
 }
 
-// What the CTA at a place does: the item-th of all that multiply, or of those of its role in its span.
+// The role of the CTA with logical index i, and its item: the index among all that multiply, or in its role and span.
 struct Place {
     Role role;
     int span, item, awaited;
 
     DEVICE Place(const Roles& r, int i) {
         int rounds = r.spans + LAG, at = -1;
-        for (int first = 0; first < rounds; first += 32) {  // each lane looks at one round
+        for (int first = 0; first < rounds; first += 32) {  // a round for each lane
             int mine = first + (int)threadIdx.x % 32;
             at += __popc(__ballot_sync(~0u, mine < rounds && r.round[mine].start <= i));
         }
         const Round& round = r.round[at];
         i -= round.start;
-        int turn = (u32)i / (u32)round.stride;
-        if (turn >= round.others || i != turn * round.stride) {
-            role = MULTIPLY, span = at - 1, item = round.multiplies_from + i - min(turn + 1, round.others);
+        int other = (u32)i / (u32)round.stride;
+        if (other >= round.others || i != other * round.stride) {
+            role = MULTIPLY, span = at - 1, item = round.multiplies_from + i - min(other + 1, round.others);
             awaited = round.preprocessed;
-        } else if (turn < round.preprocesses) {
-            role = PREPROCESS, span = at, item = turn, awaited = 0;
+        } else if (other < round.preprocesses) {
+            role = PREPROCESS, span = at, item = other, awaited = 0;
         } else {
-            role = POSTPROCESS, span = at - LAG, item = turn - round.preprocesses, awaited = round.multiplied;
+            role = POSTPROCESS, span = at - LAG, item = other - round.preprocesses, awaited = round.multiplied;
         }
     }
 };
 
-// Waits until so many have announced what they wrote, for bulk copies of this thread to read it.
+// Waits until the counter is `count`. Bulk copies of this thread then see what was written before its increments.
 DEVICE void wait_for(const u32* counter, u32 count) {
     while (load_acquire(counter) < count) doze(64);
     fence_async_global();
 }
-// What this thread's bulk operations, which are complete, have written, and what it knows to be written.
-DEVICE void announce(u32* counter) {
+// Increments with release, after this thread's bulk operations are complete.
+DEVICE void increment_release(u32* counter) {
     fence_async_global();
     add_release(counter, 1);
 }
 
-// The tiles of a CTA that preprocesses or postprocesses: of one query head, counted over all batches.
+// The tiles of a CTA that preprocesses or postprocesses. head: a query head, over all batches.
 struct Chunk {
     int head, first, tiles;
 
@@ -117,9 +118,9 @@ struct Chunk {
         tiles = min(size, p.m_tiles - first);
     }
 };
-// A ring of `stages` barriers that copies complete; those of CTAs that multiply are not used.
+// mbarriers of a circular buffer of `stages` stages, in place of those of CTAs that multiply.
 template <int stages>
-DEVICE void init_ring(u32 base) {
+DEVICE void init_stages(u32 base) {
     for (int i = 0; i < stages; i++) bar_init(base + BAR_AT + 8 * i, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -130,8 +131,8 @@ constexpr u32 ZEROS_AT = DQ_AT;
 constexpr int PAIR_STAGES = ZEROS_AT / (2 * Q_BYTES), SUM_STAGES = LSE_AT / SUM_BYTES;
 constexpr u32 DELTAS_AT = PAIR_STAGES * 2 * Q_BYTES;
 constexpr int ROWS_EACH = 3, MOST_ROWS = ROWS_EACH * THREADS;  // of a chunk
-static_assert(DELTAS_AT + MOST_ROWS * 4 <= ZEROS_AT && ZEROS_AT + SUM_BYTES <= BAR_AT, "rings, deltas and zeros");
-static_assert(SUM_STAGES * SUM_BYTES <= BAR_AT && SUM_STAGES <= 16 && PAIR_STAGES <= 16, "the ring of sums");
+static_assert(DELTAS_AT + MOST_ROWS * 4 <= ZEROS_AT && ZEROS_AT + SUM_BYTES <= BAR_AT, "buffers, deltas and zeros");
+static_assert(SUM_STAGES * SUM_BYTES <= BAR_AT && SUM_STAGES <= 16 && PAIR_STAGES <= 16, "the circular buffer of sums");
 
 // As `preprocess`: lse2, delta and zeros of a chunk of tiles.
 DEVICE void preprocess_span(const TensorMap& out_map, const TensorMap& do_map, const Problem& p, const Roles& r,
@@ -149,7 +150,7 @@ DEVICE void preprocess_span(const TensorMap& out_map, const TensorMap& do_map, c
         }
     };
     if (thread == 0) {
-        init_ring<PAIR_STAGES>(base);
+        init_stages<PAIR_STAGES>(base);
         for (int i = 0; i < min(PAIR_STAGES, chunk.tiles); i++) load(i);
     }
     float line[ROWS_EACH], minus[ROWS_EACH];
@@ -171,7 +172,7 @@ DEVICE void preprocess_span(const TensorMap& out_map, const TensorMap& do_map, c
         if (thread == 0) store_bulk(sums + (long long)i * (BM * D), base + ZEROS_AT, SUM_BYTES), bulk_commit();
         bar_wait(base + BAR_AT + 8 * slot, i / PAIR_STAGES & 1);
 #pragma unroll
-        for (int row = thread / 8; row < BM; row += THREADS / 8) {  // swizzled, eight lanes read a row from all banks
+        for (int row = thread / 8; row < BM; row += THREADS / 8) {  // eight lanes read a swizzled row from all banks
             u32 at = base + slot * 2 * Q_BYTES + row * 128 + ((thread ^ row) % 8) * 16;
             float sum = 0;
 #pragma unroll
@@ -197,10 +198,10 @@ DEVICE void preprocess_span(const TensorMap& out_map, const TensorMap& do_map, c
     fence_async_global();
     if (thread == 0) bulk_wait();
     __syncthreads();
-    if (thread == 0) announce(r.ready + place.span);
+    if (thread == 0) increment_release(r.ready + place.span);
 }
 
-// As `postprocess`: dq of a chunk of tiles. The tile of sums is cast where it lies, into the tile that TMA stores.
+// As `postprocess`: dq of a chunk of tiles. A tile of sums is cast in place, to the tile that TMA stores.
 DEVICE void postprocess_span(const TensorMap& dq_map, const Problem& p, const Roles& r, const Place& place, u32 base) {
     const Chunk chunk(p, r, place, place.span >= r.spans - LAST);
     const int heads = p.kv_heads * p.group, batch = chunk.head / heads, head = chunk.head % heads;
@@ -212,7 +213,7 @@ DEVICE void postprocess_span(const TensorMap& dq_map, const Problem& p, const Ro
         load_row(sums + (long long)i * (BM * D), base + slot * SUM_BYTES, bar, SUM_BYTES);
     };
     if (threadIdx.x == 0) {
-        init_ring<SUM_STAGES>(base);
+        init_stages<SUM_STAGES>(base);
         wait_for(r.done + place.span, place.awaited);
         for (int i = 0; i < min(SUM_STAGES, chunk.tiles); i++) load(i);
     }
@@ -220,11 +221,11 @@ DEVICE void postprocess_span(const TensorMap& dq_map, const Problem& p, const Ro
     for (int i = 0; i < chunk.tiles; i++) {
         const u32 tile = base + i % SUM_STAGES * SUM_BYTES;
         bar_wait(base + BAR_AT + 8 * (i % SUM_STAGES), i / SUM_STAGES & 1);
-        u32 x[DQ_REGISTERS / 2];  // the piece of one consumer warp, as it was in its registers
+        u32 x[DQ_REGISTERS / 2];  // the fragment of one consumer warp
         if (warp < CONSUMER_WARPS) {
 #pragma unroll
             for (int j = 0; j < DQ_REGISTERS / 4; j++) {
-                Float4 four = shared_four(tile + warp * PIECE_BYTES + j * 512 + lane * 16);
+                Float4 four = shared_four(tile + warp * FRAGMENT_BYTES + j * 512 + lane * 16);
                 x[2 * j] = pack(four.x * p.scale, four.y * p.scale);
                 x[2 * j + 1] = pack(four.z * p.scale, four.w * p.scale);
             }
@@ -246,7 +247,7 @@ DEVICE void postprocess_span(const TensorMap& dq_map, const Problem& p, const Ro
         fence_async();
         __syncthreads();
         if (threadIdx.x == 0) {
-            bulk_wait_read();  // of the tile before, whose place is free now
+            bulk_wait_read();  // of the previous tile, whose stage is free now
             if (i > 0 && i - 1 + SUM_STAGES < chunk.tiles) load(i - 1 + SUM_STAGES);
             for (int part = 0; part < SLABS; part++)
                 store_box(dq_map, tile + part * Q_SLAB, part * 64, (chunk.first + i) * BM, head, batch);

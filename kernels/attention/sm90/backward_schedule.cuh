@@ -6,7 +6,7 @@
 #define SINGLE_BLOCK 1     // there is one block of keys, and its CTA alone sees its queries (backward_single_block.cuh)
 #define CTA_PER_KV_HEAD 2  // a CTA has all blocks of keys of a head (backward_kv_head.cuh)
 #define PERSISTENT 3       // a CTA stays on each SM and computes one block after the other (backward_persistent.cuh)
-#define ROLES 4            // CTAs of the same launch preprocess, multiply or postprocess (backward_roles.cuh)
+#define ROLES 4            // CTAs of one launch preprocess, multiply or postprocess (backward_roles.cuh)
 
 #ifndef SCHEDULE
 #define SCHEDULE CTA_PER_BLOCK

@@ -1,10 +1,10 @@
-// What backward.cu, which includes this, does otherwise where there is a single block of keys (SINGLE_BLOCK).
+// Schedule SINGLE_BLOCK: there is a single block of keys. Included by backward.cu.
 #pragma once
 
 constexpr int ROW_WARPS = 2;  // of `preprocess_tiles`
 constexpr float LOG2_E = 1.4426950408889634f;
 
-// Of 8 numbers each.
+// Dot product of 8 numbers each.
 DEVICE float dot(const Uint4& a, const Uint4& b) {
     const u32 x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
     float sum = 0;
@@ -19,7 +19,7 @@ DEVICE float dot(const Uint4& a, const Uint4& b) {
 #if SCHEDULE == SINGLE_BLOCK
 static_assert(Q_STAGES == DO_STAGES);
 
-// As `produce`, with out beside dout, and without lse and delta, which `preprocess_tiles` makes.
+// As `produce`, with out beside dout, and without lse and delta, which `preprocess_tiles` computes.
 DEVICE void produce_single(const TensorMap& q_map, const TensorMap& do_map, const TensorMap& k_map,
                            const TensorMap& v_map, const TensorMap& out_map, const Problem& p, const Work& w,
                            u32 base) {
@@ -45,21 +45,21 @@ DEVICE void produce_single(const TensorMap& q_map, const TensorMap& do_map, cons
     }
 }
 
-// lse in base 2 and delta of each tile, as `preprocess` makes them of all others: two warps that have nothing else to
-// do, a row a lane. Swizzled as rows are, eight lanes read the same column of eight rows from all banks at once. Their
-// slots are dout's: consumers release one after they have read lse and delta, and had these after out was read. So the
-// barrier that says that a slot of dout is empty says it of the other three.
+// lse to base 2 and delta of each tile, as `preprocess` computes them elsewhere, by two warps that would be idle, a row
+// a lane. As rows are swizzled, eight lanes read the same column of eight rows from all banks at once. Their stages are
+// dout's: consumers release one after they have read lse and delta, which were written after out was read. So the empty
+// barrier of a stage of dout covers the other three.
 DEVICE void preprocess_tiles(const Problem& p, const Work& w, u32 base) {
     const int first_head = (w.batch * p.kv_heads + w.head) * p.group, end = w.begin + w.tiles;
-    u32 turn = 0;
-    auto slot = [&] {  // computed where it is used, as of_query's place: there are 24 registers
-        u32 x = turn;
+    u32 count = 0;
+    auto slot = [&] {  // computed where it is used, as of_query's address: there are 24 registers
+        u32 x = count;
         anew(x);
         return x % DO_STAGES;
     };
 #pragma unroll 1
-    for (int i = w.begin; i < end; i++, turn++) {
-        bar_wait(base + DO_FULL + 8 * slot(), turn / DO_STAGES & 1);
+    for (int i = w.begin; i < end; i++, count++) {
+        bar_wait(base + DO_FULL + 8 * slot(), count / DO_STAGES & 1);
 #pragma unroll 1
         for (u32 row = threadIdx.x - 32; row < BM; row += 32 * ROW_WARPS) {
             auto of_query = [&](const float* x, float otherwise) {
@@ -69,7 +69,7 @@ DEVICE void preprocess_tiles(const Problem& p, const Work& w, u32 base) {
                 long long head = first_head + (int)tile % p.group;
                 return query < p.queries ? x[head * p.queries + query] : otherwise;
             };
-            float line = of_query(p.lse2, -INFINITE), sum = 0;  // the one comes while the other is under way
+            float line = of_query(p.lse2, -INFINITE), sum = 0;  // the load is overlapped with the sum
             u32 at = base + slot() * Q_BYTES + row * 128 + row % 8 * 16;
 #pragma unroll 1
             for (int slab = 0; slab < SLABS; slab++, at += Q_SLAB)

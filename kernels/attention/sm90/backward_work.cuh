@@ -1,13 +1,13 @@
-// The problem of backward.cu, which includes this, and what of it is a CTA's.
+// The problem, and the part of it that a CTA computes. Included by backward.cu.
 #pragma once
 
 struct Rows { const void* at; long long batch, head, row; };  // a tensor [B, H, S, D]; strides in elements
 
 struct Problem {
-    float* dq_sum;       // [B * Hq, m_tiles, BM * D], in the order that the consumers' registers have
+    float* dq_sum;       // [B * Hq, m_tiles, BM * D], in the order of the consumers' accumulator fragments
     const float* lse2;   // [B * Hq, m_tiles * BM], log2(e) * lse; +inf where a query sees nothing or does not exist
     const float* delta;  // the same shape; 0 there. With SINGLE_BLOCK these are lse and dlse (or null), [B * Hq, queries]
-    float* parts;        // [blocks - unshared, splits, 2, 128 * D]: dv and dk of shared blocks, in register order
+    float* parts;        // [blocks - unshared, splits, 2, 128 * D]: partial dV and dK of split blocks, in that order
     int queries, keys, m_tiles, n_blocks, kv_heads, group, all_kv_heads, section, unshared, splits, alternate;
     int shift;  // with CAUSAL, query i sees keys up to i + shift
     float scale, scale_log2;
@@ -20,19 +20,19 @@ DEVICE int first_tile(const Problem& p, int first_key) {
     return CAUSAL ? max(0, first_key - p.shift) / BM : 0;
 }
 // The 128 keys of this CTA and the tiles of queries that see some of them, for each query head that shares the keys.
-// Blocks from `unshared` on, a last round that would leave most SMs without work, are shared by `splits` CTAs each,
-// where there is no mask.
+// Without a mask, each block from `unshared` on, a last wave that would leave most SMs idle, is split over `splits`
+// CTAs.
 struct Work {
-    int head, batch, first_key, low, begin, tiles, part;  // `part`: which place of `parts` dv and dk go to, or -1
+    int head, batch, first_key, low, begin, tiles, part;  // `part`: index in `parts` of its partial dV and dK, or -1
     int ahead;                                            // tiles that come last, not first
     bool down;                                            // from the last queries to the first
 
     DEVICE explicit Work(const Problem& p, int cta = blockIdx.x) {
-        int index = cta, share = 0, shares = 1;
+        int index = cta, split = 0, splits = 1;
         part = -1;
         if (SCHEDULE != CTA_PER_KV_HEAD && !CAUSAL && index >= p.unshared) {
             part = index - p.unshared;
-            shares = p.splits, share = part % shares, index = p.unshared + part / shares;
+            splits = p.splits, split = part % splits, index = p.unshared + part / splits;
         }
         // Sections of heads whose queries, gradients and sums fit L2; in each, the longest work first.
         int of_section = p.section * p.n_blocks, section = index / of_section, i = index % of_section;
@@ -42,20 +42,19 @@ struct Work {
         first_key = SCHEDULE == SINGLE_BLOCK || SCHEDULE == CTA_PER_KV_HEAD ? 0 : i / heads * BN;
         low = first_tile(p, first_key);
         int of_block = (p.m_tiles - low) * p.group;
-        begin = of_block * share / shares;
-        tiles = of_block * (share + 1) / shares - begin;
-        // CTAs that start together would all add to the sum of one tile at a time, where L2 takes one addend after the
-        // other. So each begins at a tile of its own and wraps around.
+        begin = of_block * split / splits;
+        tiles = of_block * (split + 1) / splits - begin;
+        // CTAs that start together would all add to the sum of one tile at a time, which L2 serialises. So each begins
+        // at a tile of its own and wraps around.
         ahead = CAUSAL || SCHEDULE == CTA_PER_KV_HEAD || part >= 0 ? 0 : i / heads % p.m_tiles;
-        // CTAs of a first section start together: from the last query down they are at the same tile all the time, and
-        // end one by one, the last keys first. Those of the next start as these end, the first keys first, each so much
-        // later as its first query lies further on: upwards they are at the same tile again, and end together.
+        // CTAs of an even section start together, go over queries downwards in step and end one after the other; those
+        // of the next section start as these end and go upwards, in step too.
         down = SCHEDULE != SINGLE_BLOCK && SCHEDULE != CTA_PER_KV_HEAD && p.alternate && section % 2 == 0;
     }
 };
 // Tile by tile of queries, all heads of the group at each: CTAs that share keys' heads then read the same queries.
 struct Tile {
-    int m, all_heads, g;  // `all_heads`: this query head counted over the batch, `g`: in its group
+    int m, all_heads, g;  // `all_heads`: index of this query head over all batches, `g`: in its group
 
     DEVICE Tile(const Work& w, const Problem& p) {
         int i = w.begin / p.group;
@@ -78,7 +77,7 @@ struct Ring {
         if (++slot == stages) slot = 0, parity ^= 1;
     }
 };
-// What consumers have behind them, for the parities of barriers: none of it but where CTA_PER_KV_HEAD.
+// What consumers have done, for the parities of barriers. Not 0 at first only with CTA_PER_KV_HEAD, in later blocks.
 struct Progress {
     Ring<DO_STAGES> g;
     Ring<Q_STAGES> q;

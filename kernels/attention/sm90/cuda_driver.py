@@ -1,8 +1,8 @@
 # A copy of parts/cuda_driver.py, made by `nox -s vendor`: change it there.
-"""CUDA C++ of this folder: compiled by NVRTC when it is first needed, loaded and launched through the driver.
+"""CUDA C++ of this folder: compiled by NVRTC on first use, loaded and launched through the CUDA driver API.
 
-CuPy brings NVRTC. Launches go through the driver itself, by ctypes, because tensor maps are parameters by value. They
-go to torch's current stream, allocate nothing and wait for nothing, so that they can be captured in a CUDA graph.
+NVRTC comes with CuPy. Launches call the driver API by ctypes, because tensor maps are kernel parameters by value. They
+go to torch's current stream, without allocation or synchronisation, so that they can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _OP = _FOLDER.parent.name if _FOLDER.name.startswith("sm") else _FOLDER.name
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _NON_PORTABLE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
-# CUtensorMapDataType, and what else a tensor map is made with: swizzles by the bytes of a box's row, promotion to 256
-# bytes in L2, zeros beyond the tensor.
+# Arguments of cuTensorMapEncodeTiled: data type, swizzle by the bytes of a row of the box, promotion to 256 bytes in
+# L2, zeros outside the tensor.
 _TYPES = {torch.uint8: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 _NO_INTERLEAVE, _SWIZZLES, _PROMOTE_256B, _FILL_ZEROS = 0, {32: 1, 64: 2, 128: 3}, 3, 0
 _MAP_BYTES, _MAP_ALIGNMENT, _MAPS_KEPT = 128, 64, 64
-# By the letter of a parameter: its code for `struct`, its size and what its place is a multiple of.
+# For each letter of a layout (see Launch): its code in `struct`, its size and its alignment.
 _PARAMETERS = {
     "M": (f"{_MAP_BYTES}s", _MAP_BYTES, _MAP_ALIGNMENT),
     "P": ("Q", 8, 8),
@@ -42,14 +42,14 @@ _PARAMETERS = {
     "f": ("f", 4, 4),
 }
 
-# A PyTorch without CUDA has neither: there the ahead-of-time build alone asks, for device 0.
+# A PyTorch without CUDA has neither; there only the ahead-of-time build calls them, for device 0.
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
 _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 
 
 @functools.cache
 def no_compiler() -> str | None:
-    """Why nothing can be compiled here, or None."""
+    """Why NVRTC cannot be used, or None."""
     try:
         from cupy.cuda import nvrtc  # noqa: F401
     except Exception as error:  # without a driver CuPy raises more than ImportError
@@ -58,8 +58,8 @@ def no_compiler() -> str | None:
 
 
 def kernels(device: int, source: str, names: tuple[str, ...], defines: tuple[str, ...], shared: int) -> tuple:
-    """The kernels of a source file of this folder, on a device, which is the current one. The first of them may have
-    `shared` bytes of dynamic shared memory; each may have clusters of 16 CTAs."""
+    """The kernels `names` of a source file of this folder on `device`, which must be current. The first may use
+    `shared` bytes of dynamic shared memory; all may use clusters of 16 CTAs."""
     _enter_context()
     return _loaded(device, source, names, defines, shared)
 
@@ -78,7 +78,7 @@ def _loaded(device: int, source: str, names: tuple[str, ...], defines: tuple[str
 
 @functools.cache
 def _compiled(source: str, defines: tuple[str, ...]) -> bytes:
-    """Machine code of a source file, kept in Triton's cache on disk."""
+    """The cubin of a source file, kept in Triton's cache on disk."""
     from cupy.cuda import nvrtc
 
     text = (_FOLDER / source).read_text(encoding="utf-8")
@@ -101,9 +101,9 @@ def _compiled(source: str, defines: tuple[str, ...]) -> bytes:
 
 
 class TensorMap:
-    """CUtensorMaps of tensors that lie alike: called with an address, it gives the map of the tensor there, as bytes.
+    """CUtensorMaps of tensors that differ only in their address: a call with an address returns the map as bytes.
 
-    Allocations return to the same addresses, so that most maps have been made before.
+    Maps are kept, because the caching allocator returns the same addresses again.
     """
 
     __slots__ = ("_layout", "_made")
@@ -122,14 +122,14 @@ class TensorMap:
 
 
 def tensor_map(x: torch.Tensor, rows: int, block_rows: int, columns: int = 64) -> TensorMap:
-    """Maps of the first `rows` rows of [B, H, S, D] tensors like x, in boxes of block_rows by `columns`. A box's row
-    has 32, 64 or 128 bytes and is swizzled.
+    """Maps of [B, H, S, D] tensors like x, of which they cover the first `rows` rows (S), in boxes of block_rows by
+    `columns` elements. A row of a box has 32, 64 or 128 bytes and is swizzled.
 
-    Strides of more than one element are multiples of 16 bytes; what is beyond the tensor reads as zeros.
+    The strides of B, H and S must be multiples of 16 bytes. Elements outside the tensor are read as zeros.
     """
     size = x.element_size()
     batch, heads, _, dim = x.shape
-    # The stride of a dimension of one element is arbitrary in PyTorch, but TMA wants a multiple of 16 bytes.
+    # The stride of a dimension of size 1 is arbitrary in PyTorch, but TMA needs a multiple of 16 bytes.
     strides = tuple(16 if n == 1 else x.stride(i) * size for n, i in ((rows, 2), (heads, 1), (batch, 0)))
     sizes, box = (dim, rows, heads, batch), (columns, block_rows, 1, 1)
     return TensorMap(_TYPES[x.dtype], sizes, strides, box, _SWIZZLES[columns * size])
@@ -138,9 +138,9 @@ def tensor_map(x: torch.Tensor, rows: int, block_rows: int, columns: int = 64) -
 def _encoded(
     address: int, kind: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
 ) -> bytes:
-    """A tensor map. It depends on nothing but these."""
-    room = (ctypes.c_char * (_MAP_BYTES + _MAP_ALIGNMENT))()
-    aligned = (ctypes.c_char * _MAP_BYTES).from_buffer(room, -ctypes.addressof(room) % _MAP_ALIGNMENT)
+    """The tensor map for these arguments of cuTensorMapEncodeTiled."""
+    buffer = (ctypes.c_char * (_MAP_BYTES + _MAP_ALIGNMENT))()
+    aligned = (ctypes.c_char * _MAP_BYTES).from_buffer(buffer, -ctypes.addressof(buffer) % _MAP_ALIGNMENT)
     rank = len(sizes)
     _call(
         "cuTensorMapEncodeTiled",
@@ -161,10 +161,10 @@ def _encoded(
 
 
 class Launch:
-    """A launch of a kernel in which nothing but the parameters' values changes from call to call.
+    """A launch of a kernel in which only the values of the parameters change from call to call.
 
-    layout   a letter for each parameter, in their order: M a tensor map (bytes), P an address, i and I 32-bit integers,
-             q a 64-bit integer, f a float. A parameter that is a struct is written as its members in parentheses.
+    layout   a letter for each parameter in order: M a tensor map (bytes), P an address, i and I 32-bit integers, q a
+             64-bit integer, f a float. A parameter that is a struct is its members in parentheses.
     """
 
     __slots__ = ("_device", "_function", "_grid", "_pack", "_shared", "_threads")
@@ -175,7 +175,7 @@ class Launch:
         self._pack = _packer(layout, parameters(function))
 
     def __call__(self, *values: Any) -> None:
-        """The parameters: bytes for a tensor map, numbers for the rest; 0 is the null pointer."""
+        """Launches with these parameters: bytes for a tensor map, numbers for the rest; 0 is the null pointer."""
         if self._device != _current_device():
             with torch.cuda.device(self._device):
                 return self(*values)
@@ -185,8 +185,8 @@ class Launch:
 
 
 def parameters(function: Any) -> tuple[tuple[int, int], ...]:
-    """(offset, size) of each parameter of a kernel. The offsets are the compiler's: it leaves room before the first one
-    so that a tensor map lies on 64 bytes of the constant bank, in which parameters do not begin on 64."""
+    """(offset, size) of each parameter of a kernel. Offsets are the compiler's: it pads before the first parameter so
+    that a tensor map is aligned to 64 bytes in the constant bank, where parameters do not start at a multiple of 64."""
     found: list[tuple[int, int]] = []
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     places = ctypes.byref(offset), ctypes.byref(size)
@@ -197,8 +197,8 @@ def parameters(function: Any) -> tuple[tuple[int, int], ...]:
 
 @functools.cache
 def _packer(layout: str, places: tuple[tuple[int, int], ...]) -> Callable[..., bytes]:
-    """Packs values into the buffer that a kernel with parameters at these places reads. ValueError where the layout has
-    other parameters than these."""
+    """A function that packs values into the parameter buffer of a kernel. `places` are its parameters' (offset, size);
+    ValueError where the layout has other sizes."""
     members = [found[0] or found[1] for found in re.findall(r"\(([^)]*)\)|(\w)", layout)]
     codes, at = "", 0
     shapes = [_struct(letters) for letters in members]
@@ -213,7 +213,7 @@ def _packer(layout: str, places: tuple[tuple[int, int], ...]) -> Callable[..., b
 
 
 def _struct(letters: str) -> tuple[str, int]:
-    """The code for `struct` of a parameter with these members, and its size: as C lays them out."""
+    """The code in `struct` of a parameter with these members, laid out as in C, and its size."""
     codes, at, widest = "", 0, 1
     for letter in letters:
         code, size, step = _PARAMETERS[letter]
@@ -223,7 +223,7 @@ def _struct(letters: str) -> tuple[str, int]:
 
 
 class _Extra(ctypes.Structure):
-    """cuLaunchKernel's `extra`: the parameters as one buffer, which spares an address for each."""
+    """cuLaunchKernel's `extra`: all parameters in one buffer, instead of an array of their addresses."""
 
     _fields_ = (
         ("buffer_follows", ctypes.c_void_p),
@@ -248,13 +248,13 @@ def launch(function: Any, grid: int, threads: int, shared: int, stream: int, par
 
 
 def address(x: torch.Tensor | None) -> int:
-    """Where a tensor begins; 0 for None."""
+    """The address of a tensor; 0 for None."""
     return 0 if x is None else x.data_ptr()
 
 
 def _enter_context() -> None:
-    """A thread that PyTorch has served from its cache alone has no context yet. The runtime would make the device's own
-    current; the driver does not."""
+    """Makes the device's primary context current in a thread that has none, as one in which PyTorch has not yet called
+    CUDA (its allocations came from the cache). The runtime API would do this itself; the driver API does not."""
     context = ctypes.c_void_p()
     _call("cuCtxGetCurrent", ctypes.byref(context))
     if not context.value:
@@ -271,7 +271,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def _call(name: str, *arguments: object) -> None:
-    """A function of the driver. RuntimeError says what it answers."""
+    """Calls a function of the driver API. RuntimeError with its message where it fails."""
     if code := getattr(_driver(), name)(*arguments):
         _fail(name, code)
 

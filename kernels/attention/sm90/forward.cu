@@ -1,32 +1,33 @@
-// Attention forward for Hopper (sm_90a): TMA, wgmma, warp specialisation. forward.py compiles and launches it.
+// Attention forward for Hopper (sm_90a): TMA, wgmma, warp specialisation. forward.py launches it.
 //
-// Napkin maths for one block of 128 keys and one warp group of 64 query rows, in cycles of an SM's tensor
-// cores (4096 FLOP a cycle, dense), its exponential unit (16 a cycle) and each of its schedulers (one instruction):
+// Estimate for one warp group of 64 query rows and 128 keys, in cycles of an SM's tensor cores (4096 FLOP a cycle,
+// dense), its exponential unit (16 a cycle) and each of its warp schedulers (one instruction):
 //   D = 128   tensor 1024   exp2 512   issue about 300
 //   D =  64   tensor  512   exp2 512   issue about 270
-// What the loop does beside the products decides how close the tensor cores get to their peak, so it is to be little:
-// 64 FFMA, 64 MUFU, 64 FADD, 32 F2FP and 32 VIMNMX3 for 128 keys, and as few other instructions as can be.
-//  - The maximum of a row is kept while no score rises above it by more than SLACK (in powers of 2): probabilities up
-//    to 2^SLACK do as well as those up to 1, and neither accumulator nor sum needs rescaling (one vote of the warp).
-//  - To see whether a score rises, scores are compared as integers, three at a time: with 0 among them, the largest
-//    integer is that of the largest float, or 0 if all are negative, which can only make the test stricter. NaN with a
-//    positive sign is the largest of all and fails the test; one with a negative sign reaches the sum in any case.
+// How close the tensor cores get to their peak depends on the other instructions of the main loop, so these are few:
+// for 128 keys 64 FFMA, 64 MUFU, 64 FADD, 32 F2FP and 32 VIMNMX3, and hardly any others.
+//  - A row's maximum is not updated while no score exceeds it by more than SLACK (a logarithm to base 2). Probabilities
+//    are then at most 2^SLACK, and neither accumulator nor sum needs rescaling. A vote of the warp decides.
+//  - The test compares the bits of scores as integers, three at a time: nonnegative floats are ordered as their bits
+//    are. With 0 among them, negative scores count as 0, which only makes the test stricter. A NaN with positive sign
+//    is the largest of all and fails the test; one with negative sign reaches the sum in any case.
 //
-// A CTA is one producer warp and CONSUMERS warp groups with 64 query rows each, all running one copy of the code. The
-// producer fills rings of key and value blocks. A consumer issues the product of queries and keys of block j and that
-// of probabilities and values of block j - 1 together, and overlaps the softmax of block j with the second
-// (Shah et al. 2024, FlashAttention-3, sections 3.1, 3.2). Scores, probabilities and accumulator stay in registers.
+// A CTA is one producer warp and CONSUMERS warp groups with 64 query rows each, which run the same code. The producer
+// loads key and value blocks into circular buffers of STAGES stages. A consumer issues the product of queries and keys
+// of block j together with that of probabilities and values of block j - 1, and overlaps the softmax of block j with
+// the second (Shah et al. 2024, FlashAttention-3, sections 3.1, 3.2). Scores, probabilities and accumulator stay in
+// registers.
 //
-// Key blocks are walked from the last to the first, for the last ones alone need masks: those that the diagonal
-// crosses, and the one in which the keys end. A consumer steps over blocks of which its rows see nothing.
+// The main loop goes from the last key block to the first. Only the last ones need masks: those that the diagonal
+// crosses, and the one in which the keys end. A consumer skips blocks of which its 64 rows see no key.
 //
-// Barriers, with their arrivals per phase. The n-th use of a full one waits for parity n & 1, that of an empty one for
-// the opposite, so that the first pass finds every slot empty. Arrivals on empty ones come from one lane of each warp,
-// for a wait for wgmma is each warp's own.
-//   q_full[c] 1, q_empty[c] 4                  the 64 query rows of consumer c, once a tile, in Q_BUFFERS sets in turn
+// mbarriers, with their arrivals per phase. The n-th wait on a full one has parity n & 1, on an empty one the opposite,
+// so that the first wait for each empty stage returns at once. One lane of each warp arrives on the empty ones, because
+// a wait for wgmma covers the own warp only.
+//   q_full[c] 1, q_empty[c] 4                  the 64 query rows of consumer c, once a tile; Q_BUFFERS of each
 //   k_full[s] 1, k_empty[s] 4 * CONSUMERS      a block of keys; v_full, v_empty: of values
-//   tile_full 1, tile_empty 4 * CONSUMERS      the number of the next tile
-// Named barriers 1 ... CONSUMERS: consumer c may issue its products (PING_PONG).
+//   tile_full 1, tile_empty 4 * CONSUMERS      the index of the next tile
+// Named barriers 1 ... CONSUMERS: with PING_PONG, consumer c may issue its products.
 //
 // Defined by the launcher, see CudaConfig in configs/forward.py: HEAD_DIM (64, 128), BLOCK_N, STAGES, CONSUMERS (2, 3),
 // CAUSAL, FP16, PING_PONG, Q_REGISTERS, Q_BUFFERS. And CARRY: 0; with 1 and 2 the epilogue merges the tile with a
@@ -35,7 +36,7 @@
 #include "forward_ptx.cuh"
 
 constexpr int ROWS = 64;                       // of queries for each consumer: one wgmma is 64 rows high
-constexpr int PANELS = HEAD_DIM / 64;          // a row of 64 elements is the 128 bytes that TMA swizzles
+constexpr int PANELS = HEAD_DIM / 64;          // 64 elements are a row of TMA's 128-byte swizzle
 constexpr int BLOCK_M = ROWS * CONSUMERS;
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int Q_BYTES = ROWS * HEAD_DIM * 2;   // of one consumer
@@ -52,13 +53,13 @@ enum Barrier {
     Q_FULL = 0, Q_EMPTY = Q_BUFFERS * CONSUMERS, K_FULL = 2 * Q_EMPTY, K_EMPTY = K_FULL + STAGES,
     V_FULL = K_EMPTY + STAGES, V_EMPTY = V_FULL + STAGES, TILE_FULL = V_EMPTY + STAGES, TILE_EMPTY, BARRIERS
 };
-constexpr int TILE_OFFSET = BARRIER_OFFSET + 8 * BARRIERS;  // the number of the next tile
+constexpr int TILE_OFFSET = BARRIER_OFFSET + 8 * BARRIERS;  // the index of the next tile
 
 struct Problem {
     float* lse;
     unsigned short* out;
     u64 out_batch, out_head, out_row;  // strides in elements
-    int* next_tile;                    // a counter that starts at 0, or null where the order of tiles is fixed
+    int* next_tile;                    // tile scheduler's counter, initially 0; null: static schedule
     float scale_log2, slack;           // slack: SLACK in units of raw scores
     int num_tiles, num_m, section, heads, q_heads, group, num_q, num_keys;
     int shift;                         // with CAUSAL, query i sees keys up to i + shift
@@ -68,18 +69,18 @@ struct Problem {
 #endif
 };
 
-DEVICE void turn_wait(int consumer) { asm volatile("bar.sync %0, 256;" ::"r"(1 + consumer) : "memory"); }
-DEVICE void turn_pass(int consumer) {
+DEVICE void ping_pong_wait(int consumer) { asm volatile("bar.sync %0, 256;" ::"r"(1 + consumer) : "memory"); }
+DEVICE void ping_pong_arrive(int consumer) {
     asm volatile("bar.arrive %0, 256;" ::"r"(consumer + 1 == CONSUMERS ? 1 : consumer + 2) : "memory");
 }
 
 // ---- Tiles --------------------------------------------------------------------------------------------------------
 
-// Head (batches counted in) and first row of this CTA in a tile. With causal `section` heads at a time, as many as have
-// their keys and values in L2, and in these the rows with the most keys first; row blocks are counted from the end, so
-// that the block which is not full has the fewest keys, and may begin before row 0. Else head by head, but of the heads
-// from `section` on the row blocks that are not full come last of all: they take less time, and fill what the last
-// round of tiles leaves free. Not of all heads, for there each reads keys and values that it shares with no other.
+// Head (over all batches) and first row of a tile. CAUSAL: heads are scheduled in sections of `section` heads, as many
+// as have their keys and values in L2, and within a section the row blocks with the most keys come first. Row blocks
+// are counted from the end: the partial one has the fewest keys, and may begin before row 0. Else head by head, and
+// after all heads the partial row blocks of the heads from `section` on: they take less time, and fill SMs that are
+// idle in the last wave. Not those of all heads: there each reads keys and values that it shares with no other.
 DEVICE void find_tile(const Problem& a, int index, int& head, int& first_row) {
     if (CAUSAL) {
         int first = index / (a.section * a.num_m) * a.section;
@@ -99,8 +100,8 @@ DEVICE void find_tile(const Problem& a, int index, int& head, int& first_row) {
     }
 }
 
-// Rows first_row ... first_row + rows - 1 see key blocks 0 ... end - 1, and each of them sees all of 0 ... full - 1.
-// At least one block, masked where no row sees a key: that gives such rows 0 and -inf without a path of their own.
+// Rows first_row ... first_row + rows - 1 see key blocks 0 ... end - 1, and blocks 0 ... full - 1 need no mask. `end`
+// is at least 1, also where no row sees a key: the masked block gives such rows out 0 and lse -inf without a branch.
 DEVICE void find_blocks(const Problem& a, int first_row, int rows, int& end, int& full) {
     int shift = a.shift + first_row;
     int last = CAUSAL ? min(a.num_keys, shift + rows) : a.num_keys;
@@ -109,7 +110,7 @@ DEVICE void find_blocks(const Problem& a, int first_row, int rows, int& end, int
     full = first / BLOCK_N;
 }
 
-template <int SLOTS> struct Position {  // in a ring
+template <int SLOTS> struct Position {  // stage and phase of a circular buffer
     int slot = 0;
     u32 phase = 0;
     DEVICE void next() {
@@ -123,16 +124,16 @@ using Ring = Position<STAGES>;  // of keys, and of values
 DEVICE void produce(const Problem& a, const TensorMap* q_map, const TensorMap* k_map, const TensorMap* v_map,
                     u32 smem) {
     const u32 bars = smem + BARRIER_OFFSET;
-    const int place = blockIdx.x, places = gridDim.x;
+    const int cta = blockIdx.x, ctas = gridDim.x;
     Ring ring;
     Position<Q_BUFFERS> queries;
-    u32 turn = 0;
-    int tile = place;
-    for (int round = 1; tile < a.num_tiles; round++, turn ^= 1, queries.next()) {
+    u32 tile_phase = 0;
+    int tile = cta;
+    for (int wave = 1; tile < a.num_tiles; wave++, tile_phase ^= 1, queries.next()) {
         int head, first_row, end, full;
-        // Without a counter there and back again, which evens out where the tiles get shorter and shorter. `places` are
-        // added where the number is needed, for an addition here would wait for the counter.
-        int following = round % 2 ? places - 1 - place : place;
+        // Static schedule: every second wave in reverse order, which balances tiles of decreasing length. `ctas` are
+        // added where the index is needed, because an addition here would wait for the counter.
+        int following = wave % 2 ? ctas - 1 - cta : cta;
         if (a.next_tile) following = draw(a.next_tile);
         find_tile(a, tile, head, first_row);
         find_blocks(a, first_row, BLOCK_M, end, full);
@@ -160,8 +161,8 @@ DEVICE void produce(const Problem& a, const TensorMap* q_map, const TensorMap* k
                     tma_load(to + p * BLOCK_N * 128, which ? v_map : k_map, p * 64, j * BLOCK_N, head, batch, arrived);
             }
         }
-        following += (a.next_tile ? 1 : round) * places;
-        bar_wait(bars + 8 * TILE_EMPTY, turn ^ 1);
+        following += (a.next_tile ? 1 : wave) * ctas;
+        bar_wait(bars + 8 * TILE_EMPTY, tile_phase ^ 1);
         store_shared(smem + TILE_OFFSET, following);
         bar_arrive(bars + 8 * TILE_FULL);
         tile = following;
@@ -188,11 +189,11 @@ DEVICE void start_values(float (&o)[O_REGS], const u32 (&p)[P_REGS], u64 v_desc)
     wgmma_commit();
 }
 
-struct Rows {  // of the two rows of a thread, row 0 and row 8 of its group of four lanes
-    float max[2];     // largest score, raw; kept while no score is above it by more than SLACK
-    float scaled[2];  // the same in powers of 2, and 0 where no key has been seen (-inf - -inf would be NaN)
-    float sum[2];     // of the probabilities of this thread's own columns
-    float alpha[2];   // what the accumulator is to be multiplied with, where update() has said so
+struct Rows {  // state of the two rows of which a thread has elements, 8 apart
+    float max[2];     // row maximum, raw; not updated while no score exceeds it by more than SLACK
+    float scaled[2];  // the same as a logarithm to base 2; 0 where no key has been seen (-inf - -inf would be NaN)
+    float sum[2];     // of the probabilities of this thread's columns
+    float alpha[2];   // rescaling factor of the accumulator, where update() returned true
 };
 
 DEVICE int max3(int a, int b, int c) { return max(max(a, b), c); }
@@ -205,7 +206,8 @@ DEVICE float quad_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Brings the maxima of the warp's 16 rows up to date where that is needed. True if the accumulator must be rescaled.
+// Updates the maxima of the warp's 16 rows if a score exceeds one by more than SLACK. True if the accumulator must be
+// rescaled; warp-uniform.
 DEVICE bool update(const float (&s)[S_REGS], Rows& rows, const Problem& a) {
     int top[4] = {0, 0, 0, 0};
 #pragma unroll
@@ -234,7 +236,7 @@ DEVICE bool update(const float (&s)[S_REGS], Rows& rows, const Problem& a) {
     return __any_sync(~0u, risen);
 }
 
-// Scores become probabilities, and are added to the sums.
+// Replaces scores by probabilities, and adds these to the row sums.
 DEVICE void exponentials(float (&s)[S_REGS], Rows& rows, const Problem& a) {
     float odd[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -253,7 +255,7 @@ DEVICE void exponentials(float (&s)[S_REGS], Rows& rows, const Problem& a) {
     rows.sum[1] += odd[1];
 }
 
-// Columns at or behind `limit`, counted from this thread's first one, become -inf.
+// Scores in columns >= `limit`, counted from this thread's first column, become -inf.
 DEVICE void mask(float (&s)[S_REGS], int limit0, int limit1) {
 #pragma unroll
     for (int i = 0; i < S_REGS; i++) {
@@ -262,7 +264,7 @@ DEVICE void mask(float (&s)[S_REGS], int limit0, int limit1) {
     }
 }
 
-// Queries as registers of a first operand of wgmma, for one whole tile.
+// Queries of a tile as registers of wgmma's A operand.
 DEVICE void load_queries(u32* q, u32 address, int warp, int lane) {
     int row = warp * 16 + lane % 16;
 #pragma unroll
@@ -274,7 +276,7 @@ DEVICE void load_queries(u32* q, u32 address, int warp, int lane) {
     }
 }
 
-// Lane t of a quad gives w[i], columns 8 i + 2 t and the one behind it, and gets columns 8 t ... 8 t + 7.
+// Transposes within a quad: lane t has columns 8 i + 2 t and 8 i + 2 t + 1 in wi, and returns columns 8 t ... 8 t + 7.
 DEVICE uint4 transpose(u32 w0, u32 w1, u32 w2, u32 w3, int t) {
     bool odd = t & 1, upper = t & 2;
     u32 x = __shfl_xor_sync(~0u, odd ? w0 : w1, 1), y = __shfl_xor_sync(~0u, odd ? w2 : w3, 1);
@@ -287,7 +289,7 @@ DEVICE uint4 transpose(u32 w0, u32 w1, u32 w2, u32 w3, int t) {
 #if CARRY
 #include "forward_carry.cuh"
 #else
-// Writes rows first_row ... first_row + 15 of out and lse, as far as they are rows of the queries.
+// Writes rows first_row ... first_row + 15 of out and lse, except those outside the queries.
 DEVICE void epilogue(const float (&o)[O_REGS], const Rows& rows, const Problem& a, int all_head, int first_row,
                    int lane) {
     int batch = all_head / a.q_heads;
@@ -307,23 +309,23 @@ DEVICE void epilogue(const float (&o)[O_REGS], const Rows& rows, const Problem& 
             u32 w[4];
 #pragma unroll
             for (int g = 0; g < 4; g++) w[g] = none ? 0 : pack(o[i + 4 * g] * factor, o[i + 4 * g + 1] * factor);
-            uint4 piece = transpose(w[0], w[1], w[2], w[3], lane % 4);
-            if (inside) store_global4(out + row * a.out_row + i / 4 * 8 + lane % 4 * 8, piece);
+            uint4 vector = transpose(w[0], w[1], w[2], w[3], lane % 4);
+            if (inside) store_global4(out + row * a.out_row + i / 4 * 8 + lane % 4 * 8, vector);
         }
     }
 }
 #endif
 
-struct Consumer {  // what a warp knows of itself
+struct Consumer {  // of a warp
     u32 smem, bars;
     int number, warp, lane;
-    bool leader;  // the lane that arrives for its warp
+    bool leader;  // the lane that arrives on mbarriers
 };
 
-// Steps over blocks: they count as used.
+// Skips blocks: they are released unused.
 DEVICE void skip(const Consumer& me, Ring& ring, int blocks, int turns) {
     for (int j = 0; j < blocks; j++, ring.next()) {
-        if (PING_PONG && j < turns) { turn_wait(me.number); turn_pass(me.number); }
+        if (PING_PONG && j < turns) { ping_pong_wait(me.number); ping_pong_arrive(me.number); }
         bar_wait(me.bars + 8 * (K_FULL + ring.slot), ring.phase);
         bar_wait(me.bars + 8 * (V_FULL + ring.slot), ring.phase);
         if (me.leader) bar_arrive(me.bars + 8 * (K_EMPTY + ring.slot));
@@ -334,22 +336,23 @@ DEVICE void skip(const Consumer& me, Ring& ring, int blocks, int turns) {
 // One consumer's rows of a tile: blocks end - 1 ... 0.
 DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer, int head, int first_row, int end,
                    int full) {
-    const u64 q_desc = describe(me.smem + buffer * Q_BYTES, 16);
-    const u64 k_base = describe(me.smem + K_OFFSET, 16), v_base = describe(me.smem + V_OFFSET, BLOCK_N * 128);
+    const u64 q_desc = make_descriptor(me.smem + buffer * Q_BYTES, 16);
+    const u64 k_base = make_descriptor(me.smem + K_OFFSET, 16);
+    const u64 v_base = make_descriptor(me.smem + V_OFFSET, BLOCK_N * 128);
     float s[S_REGS], o[O_REGS];
     u32 p[P_REGS], q[Q_REGISTERS ? HEAD_DIM / 4 : 1];
     const int row = first_row + me.warp * 16 + me.lane / 4;
     const int seen = CAUSAL ? row + 1 + a.shift : a.num_keys;
     int limit0 = min(seen, a.num_keys) - me.lane % 4 * 2;
     int limit1 = min(seen + (CAUSAL ? 8 : 0), a.num_keys) - me.lane % 4 * 2;
-    // Else the compiler works out the last block's mask once for all tiles, and spills it.
+    // Else the compiler hoists the last block's mask out of the loop over tiles, and spills it.
     asm volatile("" : "+r"(limit0), "+r"(limit1));
     Rows rows = {{NEGATIVE_INFINITY, NEGATIVE_INFINITY}, {0.0f, 0.0f}, {0.0f, 0.0f}, {1.0f, 1.0f}};
-    if (Q_REGISTERS) {  // and the producer may fetch the next tile's
+    if (Q_REGISTERS) {  // the producer may then load the next tile's queries
         load_queries(q, me.smem + buffer * Q_BYTES, me.warp, me.lane);
         if (me.leader) bar_arrive(me.bars + 8 * (Q_EMPTY + buffer));
     }
-    // The last block: there are no values yet to multiply by probabilities.
+    // The last block, peeled: there is no product of probabilities and values to overlap with yet.
     bar_wait(me.bars + 8 * (K_FULL + ring.slot), ring.phase);
     wgmma_fence();
     start_scores(s, q, q_desc, k_base + ring.slot * (KV_BYTES / 16));
@@ -366,16 +369,16 @@ DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer,
     bar_wait(me.bars + 8 * (V_FULL + ring.slot), ring.phase);
     ring.next();
     for (int j = end - 2; j >= 0; j--, ring.next()) {
-        const int slot = __shfl_sync(~0u, ring.slot, 0);  // for the compiler to know that it is the same in all lanes
+        const int slot = __shfl_sync(~0u, ring.slot, 0);  // warp-uniform, for the compiler
         const int last = slot ? slot - 1 : STAGES - 1;
         bar_wait(me.bars + 8 * (K_FULL + slot), ring.phase);
-        if (PING_PONG) turn_wait(me.number);
+        if (PING_PONG) ping_pong_wait(me.number);
         pin(o);
         pin(p);
         wgmma_fence();
         start_scores(s, q, q_desc, k_base + slot * (KV_BYTES / 16));
         start_values(o, p, v_base + last * (KV_BYTES / 16));
-        if (PING_PONG) turn_pass(me.number);
+        if (PING_PONG) ping_pong_arrive(me.number);
         wgmma_wait<1>();
         pin(s);
         if (me.leader) bar_arrive(me.bars + 8 * (K_EMPTY + slot));
@@ -383,10 +386,10 @@ DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer,
         const bool rescale = update(s, rows, a);
         exponentials(s, rows, a);
         pin(s);
-        // Needed in the next round only. It stands here because ptxas would move the wait for the second product in
-        // front of the softmax, as no register connects the two, but moves nothing across this wait's loop. And it
-        // would move the sums behind both, where nothing is overlapped with them: hence a parity that needs them (none
-        // is negative).
+        // These values are needed in the next iteration only. The wait is here to fence the compiler: ptxas would move
+        // the wait for the second product before the softmax, as no register connects the two, but moves nothing across
+        // the loop of this wait. It would also move the sums after both waits, where they overlap nothing; so the
+        // parity depends on them (sums are never negative).
         bar_wait(me.bars + 8 * (V_FULL + slot), ring.phase ^ (rows.sum[0] + rows.sum[1] < -1.0f));
         wgmma_wait<0>();
         pin(o);
@@ -418,9 +421,9 @@ DEVICE void consume(const Problem& a, int number, u32 smem) {
     const Consumer me = {smem, bars, number, (int)threadIdx.x / 32 % 4, lane, lane == 0};
     Ring ring;
     Position<Q_BUFFERS> queries;
-    u32 turn = 0;
-    if (PING_PONG && number == CONSUMERS - 1) turn_pass(number);
-    for (int tile = blockIdx.x; tile < a.num_tiles; turn ^= 1, queries.next()) {
+    u32 tile_phase = 0;
+    if (PING_PONG && number == CONSUMERS - 1) ping_pong_arrive(number);
+    for (int tile = blockIdx.x; tile < a.num_tiles; tile_phase ^= 1, queries.next()) {
         int head, first_row, end, full, all_blocks;
         find_tile(a, tile, head, first_row);
         find_blocks(a, first_row, BLOCK_M, all_blocks, full);
@@ -430,10 +433,10 @@ DEVICE void consume(const Problem& a, int number, u32 smem) {
         all_blocks = __shfl_sync(~0u, all_blocks, 0);
         const int buffer = __shfl_sync(~0u, queries.slot, 0) * CONSUMERS + number;
         bar_wait(bars + 8 * (Q_FULL + buffer), queries.phase);
-        skip(me, ring, all_blocks - end, all_blocks - 1);  // the first block of a tile has no turn
+        skip(me, ring, all_blocks - end, all_blocks - 1);  // the first block of a tile is issued without ping-pong
         if (end > 0) attend(a, me, ring, buffer, head, first_row, end, full);
         else if (me.leader) bar_arrive(bars + 8 * (Q_EMPTY + buffer));
-        bar_wait(bars + 8 * TILE_FULL, turn);
+        bar_wait(bars + 8 * TILE_FULL, tile_phase);
         tile = __shfl_sync(~0u, load_shared(smem + TILE_OFFSET), 0);
         if (me.leader) bar_arrive(bars + 8 * TILE_EMPTY);
     }
@@ -452,7 +455,7 @@ attention_cuda_fwd(const __grid_constant__ TensorMap q_map, const __grid_constan
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    // The same in all lanes, and the compiler is to know it: descriptors then live in uniform registers.
+    // A shuffle makes it warp-uniform for the compiler, which then keeps descriptors in uniform registers.
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (group == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));

@@ -8,13 +8,13 @@ import torch
 
 from ..configs import forward as configs
 from ..configs.forward import ROWS
-from ..problem import LOG2_E, Problem, tma_unsupported_reason, unexpanded
+from ..problem import LOG2_E, Problem, head_stride, tma_unsupported_reason, unexpanded
 from . import cuda_driver
 from .cuda_driver import address, tensor_map
 
-SLACK = 8.0  # a row's maximum is kept while no score is above it by more than this, in powers of 2
-WHOLE_FIRST = 3 / 8  # of the heads, without a mask, go first with all of their row blocks, also one that is not full
-SHORT = 16, 1024  # up to so many tiles for each CTA and keys, tiles go in a fixed order: a counter needs zeroing first
+SLACK = 8.0  # a row's maximum is not updated while no score exceeds it by more than this, a logarithm to base 2
+UNREORDERED_HEADS = 3 / 8  # of the heads, without a mask: their partial row blocks are not moved to the end
+SHORT = 16, 1024  # up to so many tiles a CTA, and keys: static schedule, as a counter needs a launch to zero it
 
 
 # Three tensor maps and forward.cu's Problem: lse, out and its strides, the counter, two floats, nine integers; and of a
@@ -43,7 +43,7 @@ def cuda_partial_fwd_plan(
     contiguous, all heads at one distance; result: as `out` of `cuda_fwd_plan`, or None."""
     written = out if result is None else result
     start = _plan(problem, shift, written, 1 if result is None else 2, _CARRY_LAYOUT)
-    strides = (*out.stride()[:3], lse.stride(1))
+    strides = (*out.stride()[:3], head_stride(lse))
 
     def run(
         q: torch.Tensor,
@@ -65,20 +65,20 @@ def _plan(problem: Problem, shift: int, out: torch.Tensor, carry: int, layout: s
     expanded = q is not problem.q or k is not problem.k or v is not problem.v
     dim, causal = problem.dim, problem.right == 0
     config = configs.pick_cuda_config(dim, problem.queries, problem.keys, causal, problem.all_heads, problem.sms())
-    heads, places = problem.all_heads, problem.sms()
+    heads, ctas = problem.all_heads, problem.sms()
     num_m = -(-problem.queries // (ROWS * config.consumers))
     num_tiles = heads * num_m
     shared, device = shared_bytes(dim, config), q.device
-    fixed = num_tiles <= places or (num_tiles <= SHORT[0] * places and problem.keys <= SHORT[1])
+    fixed = num_tiles <= ctas or (num_tiles <= SHORT[0] * ctas and problem.keys <= SHORT[1])
     if causal:
         of_section = heads if fixed else configs.pick_section(problem.keys, 4 * dim, problem.group, heads)
     else:
-        of_section = int(WHOLE_FIRST * heads)
+        of_section = int(UNREORDERED_HEADS * heads)
     with torch.cuda.device_of(q):
         defines = _defines(problem, config, carry)
         (kernel,) = cuda_driver.kernels(device.index, "forward.cu", ("attention_cuda_fwd",), defines, shared)
-    ctas, threads = min(places, num_tiles), 128 * (config.consumers + 1)
-    launch = cuda_driver.Launch(device.index, kernel, ctas, threads, shared, layout)
+    grid, threads = min(ctas, num_tiles), 128 * (config.consumers + 1)
+    launch = cuda_driver.Launch(device.index, kernel, grid, threads, shared, layout)
     q_map = tensor_map(q, problem.queries, ROWS)
     k_map, v_map = (tensor_map(x, problem.keys, config.block_n) for x in (k, v))
     scale_log2, out_strides = problem.scale * LOG2_E, out.stride()[:3]
@@ -123,7 +123,7 @@ def _defines(problem: Problem, config: configs.CudaConfig, carry: int) -> tuple[
 
 
 def shared_bytes(dim: int, config: configs.CudaConfig) -> int:
-    """Of a CTA: queries, rings of keys and values, barriers, and the number of the next tile."""
+    """Of a CTA: queries, circular buffers of keys and values, mbarriers, and the index of the next tile."""
     queries = config.consumers * config.q_buffers
     barriers = 2 * queries + 4 * config.stages + 2
     return 2 * dim * (ROWS * queries + 2 * config.block_n * config.stages) + 8 * barriers + 8

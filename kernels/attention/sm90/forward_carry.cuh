@@ -1,5 +1,5 @@
-// The epilogue of forward.cu, which includes this, where its keys are one block of several (CARRY): what ring attention
-// calls for each block. It merges this block's attention with the running one, so that no pass over memory is left:
+// The epilogue where the keys are one block of several (CARRY), as in ring attention. Included by forward.cu. It merges
+// this block's attention with the running one, so that no kernel of its own has to:
 //
 //   L = log(exp(lse) + exp(lse_block))     out = out exp(lse - L) + out_block exp(lse_block - L)     lse = L
 //
@@ -16,8 +16,8 @@ struct Merge {      // of one row
 
     // `before`: the running lse; `lse`: this block's, -inf if the row sees none of its keys; `sum` of its probabilities.
     DEVICE Merge(float before, float lse, float sum) {
-        const float top = fmaxf(before, lse);
-        const bool empty = top == NEGATIVE_INFINITY;
+        const float top = fmaxf(before, lse);  // of NaN and another number the other
+        const bool empty = before == NEGATIVE_INFINITY && lse == NEGATIVE_INFINITY;
         const float both = exp2_((before - top) * LOG2_E) + exp2_((lse - top) * LOG2_E);
         this->lse = empty || top == -NEGATIVE_INFINITY ? top : top + __log2f(both) * LN_2;
         block = lse == NEGATIVE_INFINITY ? 0.0f : exp2_((lse - this->lse) * LOG2_E) / sum;
@@ -25,7 +25,7 @@ struct Merge {      // of one row
     }
 };
 
-// Merges rows first_row ... first_row + 15 with the running attention, as far as they are rows of the queries.
+// Merges rows first_row ... first_row + 15 with the running attention, except those outside the queries.
 DEVICE void epilogue(const float (&o)[O_REGS], const Rows& rows, const Problem& a, int all_head, int first_row,
                      int lane) {
     const int batch = all_head / a.q_heads, head = all_head - batch * a.q_heads, quad = lane % 4;
@@ -66,8 +66,8 @@ DEVICE void epilogue(const float (&o)[O_REGS], const Rows& rows, const Problem& 
             u32 w[4];
 #pragma unroll
             for (int g = 0; g < 4; g++) w[g] = pack(x[i + g].x, x[i + g].y);
-            uint4 piece = transpose(w[0], w[1], w[2], w[3], quad);
-            if (inside) store_global4(to + i * 8, piece);
+            uint4 vector = transpose(w[0], w[1], w[2], w[3], quad);
+            if (inside) store_global4(to + i * 8, vector);
         }
 #endif
     }

@@ -6,52 +6,57 @@
 // a cycle):
 //   D = 128   tensor 528   exp2 512   issue about 375
 //   D =  64   tensor 272   exp2 512   issue about 365
-// Exponentials are the first limit at D = 64, and as much of one as the products at D = 128. So POLYNOMIAL computes a
-// share of them on the FMA units, which have room here: 8 instructions more for 8 cycles of the exponential unit.
+// Exponentials are the bottleneck at D = 64, and take as long as the products at D = 128. POLYNOMIAL computes some of
+// them on the FMA units, which are idle for part of the time: 8 more instructions save 8 cycles of the exponential
+// unit.
 //
-// Operands. q and k are row-major, with a scale for 64 queries and for BLOCK_N keys: both go into the factor that turns
-// a product into a power of 2, at no cost. wgmma takes e4m3 from shared memory with the summed index innermost only, so
-// values come transposed, [D, keys]. And a thread's scores, columns 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t of 16 (t: its place
-// among four lanes), are to be columns 4 t ... 4 t + 3 of the probabilities as an operand, without a word to its
-// neighbours: so column 4 t + 2 h + e of the values holds key 8 h + 2 t + e of each 16. Masks see keys in their own
-// order all the same.
+// Operands. q and k are row-major, with a scale for 64 queries and for BLOCK_N keys: both are multiplied into the
+// softmax scale, at no cost. For e4m3, wgmma takes only K-major operands from shared memory (the summed index
+// innermost), so values are stored transposed, [D, keys]. A thread's accumulator fragment of the scores has columns 2
+// t, 2 t + 1, 8 + 2 t, 9 + 2 t of each 16 (t: its lane within a quad). As the A operand of the second product the same
+// registers are columns 4 t ... 4 t + 3. To need no shuffle, the keys of the values are permuted: column 4 t + 2 h + e
+// holds key 8 h + 2 t + e of each 16. Scores, and so masks, have keys in their original order.
 //
-// Probabilities are 2^(score - kept maximum + offset). The kept maximum may be exceeded by `slack` (see update), and
-// offset + slack is just under log2 448, e4m3's largest: the smallest normal number then lies 6 + offset powers below
-// the maximum.
+// Probabilities are 2^(score - row maximum + offset). The maximum is not updated while no score exceeds it by more than
+// `slack` (see update), and offset + slack is just under log2 448, e4m3's largest. The smallest normal probability is
+// then 2^-(6 + offset) times that of the maximum.
 //
-// Tensor cores add e4m3 products with about 14 bits (DeepSeek-AI 2024, DeepSeek-V3, section 3.3.2), too few for sums
-// over many keys. So the accumulator takes a SECTION of values at most, and is then added to a total in shared memory,
-// times the scale that the section's values share.
+// Tensor cores accumulate e4m3 products with about 14 bits (DeepSeek-AI 2024, DeepSeek-V3, section 3.3.2), too few for
+// sums over many keys. So the wgmma accumulator sums over at most SECTION blocks of values, which share one scale. It
+// is then multiplied by that scale and added to an fp32 total in shared memory.
 //
-// Behind the values of a block lie 8 rows of ones, so that the product has the row sums of the probabilities in 8 more
-// columns: rounded as in the other columns, and added with the same loss. Where values have a mean, both cancel in the
-// quotient. lse comes from the probabilities before rounding (EXACT_LSE), or from that column too.
+// In shared memory 8 rows of ones follow the values of a block. The product then has 8 more columns with the row sums
+// of the rounded probabilities, accumulated with the same error as the other columns. Where values have a nonzero mean,
+// both errors cancel in the quotient. lse comes from the probabilities before rounding (EXACT_LSE), or from that
+// column.
 //
-// A CTA is one producer warp and CONSUMERS warp groups with 64 query rows each, all running one copy of the code. The
-// producer fills rings of key and value blocks. A consumer issues the product of queries and keys of block j and that
-// of probabilities and values of block j - 1 together, and overlaps the softmax of block j with the second
-// (Shah et al. 2024, FlashAttention-3, sections 3.1 to 3.3). Scores, probabilities and accumulator stay in registers.
+// A CTA is one producer warp and CONSUMERS warp groups with 64 query rows each, which run the same code. The producer
+// loads key and value blocks into circular buffers of STAGES stages. A consumer issues the product of queries and keys
+// of block j together with that of probabilities and values of block j - 1, and overlaps the softmax of block j with
+// the second (Shah et al. 2024, FlashAttention-3, sections 3.1 to 3.3). Scores, probabilities and accumulator stay in
+// registers.
 //
-// Key blocks are walked from the last to the first, for the last ones alone need masks: those that the diagonal
-// crosses, and the one in which the keys end. A consumer steps over blocks of which its rows see nothing.
+// The main loop goes from the last key block to the first. Only the last ones need masks: those that the diagonal
+// crosses, and the one in which the keys end. A consumer skips blocks of which its 64 rows see no key.
 //
-// Barriers, with their arrivals per phase. The n-th use of a full one waits for parity n & 1, that of an empty one for
-// the opposite, so that the first pass finds every slot empty. Arrivals on empty ones come from one lane of each warp,
-// for a wait for wgmma is each warp's own.
+// mbarriers, with their arrivals per phase. The n-th wait on a full one has parity n & 1, on an empty one the opposite,
+// so that the first wait for each empty stage returns at once. One lane of each warp arrives on the empty ones, because
+// a wait for wgmma covers the own warp only.
 //   q_full[c] 1, q_empty[c] 4                  the 64 query rows of consumer c, once a tile
 //   k_full[s] 1, k_empty[s] 4 * CONSUMERS      a block of keys; v_full, v_empty: of values
-//   tile_full 1, tile_empty 4 * CONSUMERS      the number of the next tile
-// Named barriers 1 ... CONSUMERS: consumer c may issue its products (PING_PONG).
+//   tile_full 1, tile_empty 4 * CONSUMERS      the index of the next tile
+// Named barriers 1 ... CONSUMERS: with PING_PONG, consumer c may issue its products.
 //
 // Defined by the launcher: HEAD_DIM (64, 128), BLOCK_N, STAGES, CONSUMERS (2, 3), CAUSAL, FP16 (the type of out),
-// PING_PONG, Q_REGISTERS, SECTION (blocks of keys), POLYNOMIAL (one exponential in so many; 0: none), EXACT_LSE.
+// PING_PONG (1: the next consumer may issue once this one has issued; 2: once the scores of this one are complete),
+// Q_REGISTERS (queries in registers), SECTION (blocks of keys), POLYNOMIAL (one exponential in so many; 0: none),
+// EXACT_LSE.
 
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-struct alignas(64) TensorMap { char bytes[128]; };  // CUtensorMap
+#include "mbarrier.cuh"
+#include "numbers.cuh"
+#include "scheduler.cuh"
+#include "tma.cuh"
+#include "wgmma.cuh"
 
 constexpr int ROWS = 64;                       // of queries for each consumer: one wgmma is 64 rows high
 constexpr int BLOCK_M = ROWS * CONSUMERS;
@@ -60,7 +65,7 @@ constexpr int Q_BYTES = ROWS * HEAD_DIM;       // of one consumer
 constexpr int KV_BYTES = BLOCK_N * HEAD_DIM;
 constexpr int V_ROWS = HEAD_DIM + 8;           // a block of values is transposed, with 8 rows of ones
 constexpr int V_BYTES = BLOCK_N * V_ROWS;
-constexpr int PANEL = BLOCK_N % 128 == 0 ? 128 : BLOCK_N % 64 == 0 ? 64 : 32;  // keys in a row of values
+constexpr int PANEL = BLOCK_N % 128 == 0 ? 128 : BLOCK_N % 64 == 0 ? 64 : 32;  // keys of a swizzled row of values
 constexpr int TOTAL_BYTES = ROWS * HEAD_DIM * 4;
 constexpr int S_REGS = BLOCK_N / 2, O_REGS = HEAD_DIM / 2, SUM = O_REGS, P_REGS = BLOCK_N / 8;
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 24 : 32;
@@ -75,25 +80,20 @@ enum Barrier {
     Q_FULL = 0, Q_EMPTY = Q_FULL + CONSUMERS, K_FULL = Q_EMPTY + CONSUMERS, K_EMPTY = K_FULL + STAGES,
     V_FULL = K_EMPTY + STAGES, V_EMPTY = V_FULL + STAGES, TILE_FULL = V_EMPTY + STAGES, TILE_EMPTY, BARRIERS
 };
-constexpr int TILE_OFFSET = BARRIER_OFFSET + 8 * BARRIERS;  // the number of the next tile
+constexpr int TILE_OFFSET = BARRIER_OFFSET + 8 * BARRIERS;  // the index of the next tile
 
 struct Problem {
     float* lse;
     u16* out;
     const float *q_scale, *k_scale, *v_scale;  // [batches * heads, blocks of 64 rows / BLOCK_N keys / sections]
     u64 out_batch, out_head, out_row;          // strides in elements
-    int* next_tile;                            // a counter that starts at 0, or null where each CTA has one tile
-    float scale_log2, slack, offset;           // the last two in powers of 2
+    int* next_tile;                            // tile scheduler's counter, initially 0; null: each CTA has one tile
+    float scale_log2, slack, offset;           // slack and offset are logarithms to base 2
     int num_tiles, num_m, section, heads, q_heads, group, num_q, num_keys, q_blocks, k_blocks, v_blocks, dim;
 };
 
 // ---- PTX ----------------------------------------------------------------------------------------------------------
 
-#if FP16
-#define TYPE "f16"
-#else
-#define TYPE "bf16"
-#endif
 #define ROW4(b) "+f"(d[b]), "+f"(d[b + 1]), "+f"(d[b + 2]), "+f"(d[b + 3])
 #define ROW8(b) ROW4(b), ROW4(b + 4)
 #define ROW32(b) ROW8(b), ROW8(b + 8), ROW8(b + 16), ROW8(b + 24)
@@ -107,14 +107,14 @@ struct Problem {
 #define L96 L80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 
 // d (64 x N, fp32) = a b, or d + a b if `add`, over 32 columns of a. _ss: a from shared memory; _rs: from registers. I0
-// ... I5 number the operands behind d.
+// ... I5: indices of the asm operands that follow d.
 #define DEFINE_WGMMA(N, LIST, I0, I1, I2, I3, I4, I5, ...)                                                           \
-    __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], u64 a, u64 b, int add) {                             \
+    DEVICE void wgmma_ss(float (&d)[N / 2], u64 a, u64 b, int add) {                             \
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #I2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N              \
                      "k32.f32.e4m3.e4m3 {" LIST "}, %" #I0 ", %" #I1 ", p, 1, 1; }"                                  \
                      : __VA_ARGS__ : "l"(a), "l"(b), "r"(add));                                                      \
     }                                                                                                                \
-    __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const u32* a, u64 b, int add) {                      \
+    DEVICE void wgmma_rs(float (&d)[N / 2], const u32* a, u64 b, int add) {                      \
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #I5 ", 0; wgmma.mma_async.sync.aligned.m64n" #N              \
                      "k32.f32.e4m3.e4m3 {" LIST "}, {%" #I0 ",%" #I1 ",%" #I2 ",%" #I3 "}, %" #I4 ", p, 1, 1; }"     \
                      : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                  \
@@ -127,55 +127,17 @@ DEFINE_WGMMA(136, L68, 68, 69, 70, 71, 72, 73, ROW32(0), ROW32(32), ROW4(64))
 DEFINE_WGMMA(160, L80, 80, 81, 82, 83, 84, 85, ROW32(0), ROW32(32), ROW8(64), ROW8(72))
 DEFINE_WGMMA(192, L96, 96, 97, 98, 99, 100, 101, ROW32(0), ROW32(32), ROW32(64))
 
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
-// Nothing is computed from these registers before this point, nor moved behind it: a wgmma is reading or writing them.
-template <int N> __device__ __forceinline__ void pin(float (&x)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
-}
-template <int N> __device__ __forceinline__ void pin(u32 (&x)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; i++) asm volatile("" : "+r"(x[i])::"memory");
-}
-__device__ __forceinline__ void bar_init(u32 bar, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
-}
-__device__ __forceinline__ void bar_wait(u32 bar, u32 parity) {
-    asm volatile("{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra again; }"
-                 ::"r"(bar), "r"(parity) : "memory");
-}
-__device__ __forceinline__ void bar_arrive(u32 bar) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-__device__ __forceinline__ void bar_expect(u32 bar, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void tma_load(u32 to, const TensorMap* map, int column, int row, int head, int batch,
-                                         u32 bar) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-                 " [%0], [%1, {%2,%3,%4,%5}], [%6];"
-                 ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(bar) : "memory");
-}
-__device__ __forceinline__ void turn_wait(int consumer) {
+DEVICE void ping_pong_wait(int consumer) {
     asm volatile("bar.sync %0, 256;" ::"r"(1 + consumer) : "memory");
 }
-__device__ __forceinline__ void turn_pass(int consumer) {
+DEVICE void ping_pong_arrive(int consumer) {
     asm volatile("bar.arrive %0, 256;" ::"r"(consumer + 1 == CONSUMERS ? 1 : consumer + 2) : "memory");
-}
-__device__ __forceinline__ float exp2_(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
 }
 // 2^x on the FMA units: x = n + f with n the nearest integer. Adding 1.5 * 2^23 leaves n in the low bits of the sum;
 // 2^f on [-1/2, 1/2] is a cubic, minimax in relative error (7.5e-5), and n is added to its exponent. Below -126 that
-// would wrap, hence the maximum, which lets NaN pass. One volatile asm: from C++, the compiler spreads so many of these
-// over the round that ptxas finds too few registers, and makes every wgmma wait for the one before (its remark C7511).
-__device__ __forceinline__ float exp2_polynomial(float x) {
+// would wrap, hence the maximum, which propagates NaN. One volatile asm: from C++, the compiler interleaves so many of
+// these that ptxas runs out of registers and serialises all wgmma (its remark C7511).
+DEVICE float exp2_polynomial(float x) {
     float y;
     asm volatile("{ .reg .f32 c, t, f, r; .reg .b32 n, i;"
                  " max.NaN.f32 c, %1, 0fC2FC0000; add.f32 t, c, 0f4B400000; sub.f32 f, t, 0f4B400000; sub.f32 f, c, f;"
@@ -184,61 +146,48 @@ __device__ __forceinline__ float exp2_polynomial(float x) {
                  " mov.b32 n, t; mov.b32 i, r; shl.b32 n, n, 23; add.s32 i, i, n; mov.b32 %0, i; }" : "=f"(y) : "f"(x));
     return y;
 }
-__device__ __forceinline__ u32 pack(float low, float high) {
-    u32 y;
-    asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-    return y;
-}
 // Four numbers as e4m3, the first in the lowest byte; 448 if larger, NaN if NaN.
-__device__ __forceinline__ u32 pack_e4m3(float x0, float x1, float x2, float x3) {
+DEVICE u32 pack_e4m3(float x0, float x1, float x2, float x3) {
     u32 y;
     asm("{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;"
         " mov.b32 %0, {low, high}; }" : "=r"(y) : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
     return y;
 }
-__device__ __forceinline__ float load_scale(const float* x) {
+DEVICE float load_scale(const float* x) {
     float y;
     asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(y) : "l"(x));
     return y;
 }
-__device__ __forceinline__ float4 load_total(u32 address) {
+DEVICE float4 load_total(u32 address) {
     float4 x;
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(address) : "memory");
     return x;
 }
-__device__ __forceinline__ void store_total(u32 address, float4 x) {
+DEVICE void store_total(u32 address, float4 x) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
                  ::"r"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
 }
-__device__ __forceinline__ u32 load_shared(u32 address) {
-    u32 x;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
-    return x;
-}
-__device__ __forceinline__ void store_shared(u32 address, u32 x) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
-}
 // Four matrices of 8 rows of 16 bytes; lane l has the address of row l % 8 of matrix l / 8.
-__device__ __forceinline__ void load_matrices(u32* x, u32 address) {
+DEVICE void load_matrices(u32* x, u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");
 }
-__device__ __forceinline__ void fence_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-template <int COUNT> __device__ __forceinline__ void give_registers() {
+DEVICE void fence_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+template <int COUNT> DEVICE void dec_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
-template <int COUNT> __device__ __forceinline__ void take_registers() {
+template <int COUNT> DEVICE void inc_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
 // ---- Tiles --------------------------------------------------------------------------------------------------------
 
-// Head (batches counted in) and row block of a tile. With causal `section` heads at a time, as many as have their keys
-// and values in L2, and in these the row blocks with the most keys first. Else head by head, and last of all the row
-// blocks that are not full, which take less time: they fill what the last round of tiles leaves free.
-__device__ __forceinline__ void find_tile(const Problem& a, int index, int& head, int& block) {
+// Head (over all batches) and row block of a tile. CAUSAL: heads are scheduled in sections of `section` heads, as many
+// as have their keys and values in L2, and within a section the row blocks with the most keys come first. Else head by
+// head, and after all heads the partial row blocks: they take less time, and fill SMs that are idle in the last wave.
+DEVICE void find_tile(const Problem& a, int index, int& head, int& block) {
     if (CAUSAL) {
         int first = index / (a.section * a.num_m) * a.section;
         int inside = index - first * a.num_m;
@@ -247,16 +196,16 @@ __device__ __forceinline__ void find_tile(const Problem& a, int index, int& head
         head = first + inside - step * width;
         block = a.num_m - 1 - step;
     } else {
-        int whole = a.num_q / BLOCK_M;
-        bool ragged = index >= whole * a.heads;
-        head = ragged ? index - whole * a.heads : index / whole;
-        block = ragged ? whole : index - head * whole;
+        int full = a.num_q / BLOCK_M;
+        bool partial = index >= full * a.heads;
+        head = partial ? index - full * a.heads : index / full;
+        block = partial ? full : index - head * full;
     }
 }
 
-// Rows first_row ... first_row + rows - 1 see key blocks 0 ... end - 1, and each of them sees all of blocks 0 ... full
-// - 1. At least one, masked where no row sees a key: that gives such rows their 0 and -inf without a path of their own.
-__device__ __forceinline__ void find_blocks(const Problem& a, int first_row, int rows, int& end, int& full) {
+// Rows first_row ... first_row + rows - 1 see key blocks 0 ... end - 1, and blocks 0 ... full - 1 need no mask. `end`
+// is at least 1, also where no row sees a key: the masked block gives such rows out 0 and lse -inf without a branch.
+DEVICE void find_blocks(const Problem& a, int first_row, int rows, int& end, int& full) {
     int shift = a.num_keys - a.num_q + first_row;
     int last = CAUSAL ? min(a.num_keys, shift + rows) : a.num_keys;
     int first = CAUSAL ? min(a.num_keys, max(shift + 1, 0)) : a.num_keys;
@@ -264,31 +213,31 @@ __device__ __forceinline__ void find_blocks(const Problem& a, int first_row, int
     full = first / BLOCK_N;
 }
 
-struct Ring {  // a position in the rings of keys and of values
+struct Ring {  // stage and phase of the circular buffers of keys and of values
     int slot = 0;
     u32 phase = 0;
-    __device__ __forceinline__ void next() {
+    DEVICE void next() {
         if (++slot == STAGES) { slot = 0; phase ^= 1; }
     }
 };
 
 // ---- Producer -----------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void produce(const Problem& a, const TensorMap* q_map, const TensorMap* k_map,
+DEVICE void produce(const Problem& a, const TensorMap* q_map, const TensorMap* k_map,
                                         const TensorMap* v_map, u32 smem) {
     const u32 bars = smem + BARRIER_OFFSET;
     Ring ring;
-    u32 turn = 0;
-    for (int tile = blockIdx.x; tile < a.num_tiles; turn ^= 1) {
+    u32 tile_phase = 0;
+    for (int tile = blockIdx.x; tile < a.num_tiles; tile_phase ^= 1) {
         int following = a.num_tiles, head, block, end, full;
-        if (a.next_tile) following = atomicAdd(a.next_tile, 1) + (int)gridDim.x;
+        if (a.next_tile) following = draw(a.next_tile) + (int)gridDim.x;
         find_tile(a, tile, head, block);
         find_blocks(a, block * BLOCK_M, BLOCK_M, end, full);
         int batch = head / a.q_heads;
         head -= batch * a.q_heads;
 #pragma unroll 1
         for (int c = 0; c < CONSUMERS; c++) {
-            bar_wait(bars + 8 * (Q_EMPTY + c), turn ^ 1);
+            bar_wait(bars + 8 * (Q_EMPTY + c), tile_phase ^ 1);
             bar_expect(bars + 8 * (Q_FULL + c), Q_BYTES);
             tma_load(smem + c * Q_BYTES, q_map, 0, block * BLOCK_M + c * ROWS, head, batch, bars + 8 * (Q_FULL + c));
         }
@@ -305,7 +254,7 @@ __device__ __forceinline__ void produce(const Problem& a, const TensorMap* q_map
                 tma_load(smem + V_OFFSET + ring.slot * V_BYTES + p * V_ROWS, v_map, j * BLOCK_N + p, 0, head, batch,
                          bars + 8 * (V_FULL + ring.slot));
         }
-        bar_wait(bars + 8 * TILE_EMPTY, turn ^ 1);
+        bar_wait(bars + 8 * TILE_EMPTY, tile_phase ^ 1);
         store_shared(smem + TILE_OFFSET, following);
         bar_arrive(bars + 8 * TILE_FULL);
         tile = following;
@@ -314,14 +263,14 @@ __device__ __forceinline__ void produce(const Problem& a, const TensorMap* q_map
 
 // ---- Consumers ----------------------------------------------------------------------------------------------------
 
-// wgmma's description of a K-major operand in shared memory whose rows of `width` bytes (128, 64 or 32) are swizzled.
-__device__ __forceinline__ u64 describe(u32 address, int width) {
+// wgmma's matrix descriptor of a K-major operand in shared memory with rows of `width` bytes (128, 64 or 32), swizzled.
+DEVICE u64 make_descriptor(u32 address, int width) {
     u64 swizzle = width == 128 ? 1 : width == 64 ? 2 : 3;
     return swizzle << 62 | (u64)(8 * width >> 4) << 32 | 1u << 16 | address >> 4;
 }
 
 // Starts s = q kT.
-__device__ __forceinline__ void start_scores(float (&s)[S_REGS], const u32* q, u64 q_desc, u64 k_desc) {
+DEVICE void start_scores(float (&s)[S_REGS], const u32* q, u64 q_desc, u64 k_desc) {
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 32; k++) {
         if (Q_REGISTERS) wgmma_rs(s, q + 4 * k, k_desc + k * 32 / 16, k > 0);
@@ -331,36 +280,37 @@ __device__ __forceinline__ void start_scores(float (&s)[S_REGS], const u32* q, u
 }
 
 // Starts o = p v, or o + p v if `add`.
-__device__ __forceinline__ void start_values(float (&o)[O_REGS + 4], const u32 (&p)[P_REGS], u64 v_desc, int add) {
+DEVICE void start_values(float (&o)[O_REGS + 4], const u32 (&p)[P_REGS], u64 v_desc, int add) {
 #pragma unroll
     for (int k = 0; k < BLOCK_N / 32; k++)
         wgmma_rs(o, p + 4 * k, v_desc + (k * 32 / PANEL * PANEL * V_ROWS + k * 32 % PANEL) / 16, k ? 1 : add);
     wgmma_commit();
 }
 
-struct Rows {  // of the two rows of a thread, row 0 and row 8 of its group of four lanes; in powers of 2
-    float max[2];      // largest score; kept while no score is above it by more than slack
-    float shift[2];    // max less offset, and 0 where no key has been seen (-inf - -inf would be NaN)
-    float sum[2];      // of the probabilities of this thread's own columns, before rounding
-    float total[2];    // of all of them after rounding, in the sections before this
-    float alpha[2];    // what the accumulator is to be multiplied with, where update() has said so
-    float pending[2];  // what the totals, here and in shared memory, are to be multiplied with
+struct Rows {  // state of the two rows of which a thread has elements, 8 apart; scores are logarithms to base 2
+    float max[2];      // row maximum; not updated while no score exceeds it by more than slack
+    float shift[2];    // max - offset; 0 where no key has been seen (-inf - -inf would be NaN)
+    float sum[2];      // of the probabilities of this thread's columns, before rounding
+    float total[2];    // row sum of the rounded probabilities in the sections before this one
+    float alpha[2];    // rescaling factor of the accumulator, where update() returned true
+    float pending[2];  // rescaling factor, not yet applied, of the totals here and in shared memory
 };
 
-__device__ __forceinline__ int max3(int a, int b, int c) { return max(max(a, b), c); }
-__device__ __forceinline__ float quad_max(float x) {
+DEVICE int max3(int a, int b, int c) { return max(max(a, b), c); }
+DEVICE float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
-__device__ __forceinline__ float quad_sum(float x) {
+DEVICE float quad_sum(float x) {
     x += __shfl_xor_sync(~0u, x, 1);
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Brings the maxima of the warp's 16 rows up to date where that is needed. True if the accumulator must be rescaled.
-// Scores are compared as integers, three at a time: with 0 among them, the largest integer is that of the largest
-// float, or 0 if all are negative, which can only make the test stricter. NaN fails it.
-__device__ __forceinline__ bool update(const float (&s)[S_REGS], Rows& rows, float factor, const Problem& a) {
+// Updates the maxima of the warp's 16 rows if a score exceeds one by more than slack. True if the accumulator must be
+// rescaled; warp-uniform. The test compares the bits of scores as integers, three at a time: nonnegative floats are
+// ordered as their bits are. With 0 among them, negative scores count as 0, which only makes the test stricter. NaN
+// fails the test.
+DEVICE bool update(const float (&s)[S_REGS], Rows& rows, float factor, const Problem& a) {
     int top[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int i = 0; i < S_REGS; i += 8) {
@@ -389,8 +339,8 @@ __device__ __forceinline__ bool update(const float (&s)[S_REGS], Rows& rows, flo
     return __any_sync(~0u, risen);
 }
 
-// Scores become probabilities, and are added to the sums: before they are rounded, for lse is to be that of the scores.
-__device__ __forceinline__ void exponentials(float (&s)[S_REGS], Rows& rows, float factor) {
+// Replaces scores by probabilities. EXACT_LSE adds them to the row sums before they are rounded.
+DEVICE void exponentials(float (&s)[S_REGS], Rows& rows, float factor) {
     float odd[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < S_REGS; i += 4) {
@@ -409,8 +359,8 @@ __device__ __forceinline__ void exponentials(float (&s)[S_REGS], Rows& rows, flo
     rows.sum[1] += odd[1];
 }
 
-// Probabilities as registers of a first operand of wgmma, 32 keys in each four, in the order of the values.
-__device__ __forceinline__ void pack_probabilities(const float (&s)[S_REGS], u32 (&p)[P_REGS]) {
+// Probabilities as registers of wgmma's A operand, four for 32 keys, in the key order of the values.
+DEVICE void pack_probabilities(const float (&s)[S_REGS], u32 (&p)[P_REGS]) {
 #pragma unroll
     for (int i = 0; i < S_REGS; i += 8) {  // this thread's columns 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t of 16, of both rows
         p[i / 4] = pack_e4m3(s[i], s[i + 1], s[i + 4], s[i + 5]);
@@ -418,9 +368,9 @@ __device__ __forceinline__ void pack_probabilities(const float (&s)[S_REGS], u32
     }
 }
 
-// Adds the accumulator of a section of keys to the total of this thread's elements in shared memory, or writes it
-// there.
-__device__ __forceinline__ void flush(const float (&o)[O_REGS + 4], Rows& rows, float v_scale, u32 total,
+// Adds the accumulator of a section to the totals of this thread's elements in shared memory; `written`: there are
+// totals already.
+DEVICE void flush(const float (&o)[O_REGS + 4], Rows& rows, float v_scale, u32 total,
                                       bool written) {
 #pragma unroll
     for (int i = 0; i < O_REGS; i += 4) {
@@ -438,8 +388,8 @@ __device__ __forceinline__ void flush(const float (&o)[O_REGS + 4], Rows& rows, 
     }
 }
 
-// Columns at or behind `limit`, counted from this thread's first one, become -inf.
-__device__ __forceinline__ void mask(float (&s)[S_REGS], int limit0, int limit1) {
+// Scores in columns >= `limit`, counted from this thread's first column, become -inf.
+DEVICE void mask(float (&s)[S_REGS], int limit0, int limit1) {
 #pragma unroll
     for (int i = 0; i < S_REGS; i++) {
         int column = i / 4 * 8 + i % 2;
@@ -447,9 +397,9 @@ __device__ __forceinline__ void mask(float (&s)[S_REGS], int limit0, int limit1)
     }
 }
 
-// Queries as registers of a first operand of wgmma, for one whole tile. TMA's swizzle: the 16-byte pieces of a row are
-// exchanged by the number of its 128-byte line in a group of eight (four, if rows are 64 bytes).
-__device__ __forceinline__ void load_queries(u32* q, u32 address, int warp, int lane) {
+// Queries of a tile as registers of wgmma's A operand. TMA's 128-byte swizzle XORs the index of a row's 16-byte chunk
+// with row % 8, or with row / 2 % 4 where rows have 64 bytes.
+DEVICE void load_queries(u32* q, u32 address, int warp, int lane) {
     int row = warp * 16 + lane % 16;
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 32; k++) {
@@ -458,8 +408,8 @@ __device__ __forceinline__ void load_queries(u32* q, u32 address, int warp, int 
     }
 }
 
-// Lane t of a quad gives w[i], columns 8 i + 2 t and the one behind it, and gets columns 8 t ... 8 t + 7.
-__device__ __forceinline__ uint4 transpose(u32 w0, u32 w1, u32 w2, u32 w3, int t) {
+// Transposes within a quad: lane t has columns 8 i + 2 t and 8 i + 2 t + 1 in wi, and returns columns 8 t ... 8 t + 7.
+DEVICE uint4 transpose(u32 w0, u32 w1, u32 w2, u32 w3, int t) {
     bool odd = t & 1, upper = t & 2;
     u32 x = __shfl_xor_sync(~0u, odd ? w0 : w1, 1), y = __shfl_xor_sync(~0u, odd ? w2 : w3, 1);
     if (odd) { w0 = x; w2 = y; } else { w1 = x; w3 = y; }
@@ -468,9 +418,9 @@ __device__ __forceinline__ uint4 transpose(u32 w0, u32 w1, u32 w2, u32 w3, int t
     return make_uint4(w0, w1, w2, w3);
 }
 
-// Writes rows first_row ... first_row + 15 of out and lse: the total, with the last section's accumulator.
-__device__ __forceinline__ void epilogue(float (&o)[O_REGS + 4], const Rows& rows, float v_scale, u32 total, bool written,
-                                       const Problem& a, int all_head, int first_row, int lane) {
+// Writes rows first_row ... first_row + 15 of out and lse, from the totals and the last section's accumulator.
+DEVICE void epilogue(float (&o)[O_REGS + 4], const Rows& rows, float v_scale, u32 total, bool written,
+                                         const Problem& a, int all_head, int first_row, int lane) {
     int batch = all_head / a.q_heads;
     u16* out = a.out + batch * a.out_batch + (all_head - batch * a.q_heads) * a.out_head;
 #pragma unroll
@@ -499,28 +449,28 @@ __device__ __forceinline__ void epilogue(float (&o)[O_REGS + 4], const Rows& row
             u32 w[4];
 #pragma unroll
             for (int g = 0; g < 4; g++) w[g] = none ? 0 : pack(o[i + 4 * g] * factor, o[i + 4 * g + 1] * factor);
-            uint4 piece = transpose(w[0], w[1], w[2], w[3], lane % 4);
+            uint4 vector = transpose(w[0], w[1], w[2], w[3], lane % 4);
             int column = i / 4 * 8 + lane % 4 * 8;
-            if (row < a.num_q && column < a.dim) *(uint4*)(out + row * a.out_row + column) = piece;
+            if (row < a.num_q && column < a.dim) *(uint4*)(out + row * a.out_row + column) = vector;
         }
     }
 }
 
-__device__ __forceinline__ void consume(const Problem& a, int c, u32 smem) {
+DEVICE void consume(const Problem& a, int c, u32 smem) {
     const u32 bars = smem + BARRIER_OFFSET;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const bool leader = lane == 0;  // arrives for its warp
-    const u64 q_desc = describe(smem + c * Q_BYTES, HEAD_DIM);
-    const u64 k_base = describe(smem + K_OFFSET, HEAD_DIM), v_base = describe(smem + V_OFFSET, PANEL);
+    const u64 q_desc = make_descriptor(smem + c * Q_BYTES, HEAD_DIM);
+    const u64 k_base = make_descriptor(smem + K_OFFSET, HEAD_DIM), v_base = make_descriptor(smem + V_OFFSET, PANEL);
     const u32 total = smem + TOTAL_OFFSET + c * TOTAL_BYTES + threadIdx.x % 128 * 16;
     float s[S_REGS], o[O_REGS + 4];
     u32 p[P_REGS], q[Q_REGISTERS ? HEAD_DIM / 8 : 1];
     Ring ring;
-    u32 turn = 0;
+    u32 tile_phase = 0;
 #pragma unroll
     for (int i = 0; i < O_REGS + 4; i++) o[i] = 0.0f;
-    if (PING_PONG && c == CONSUMERS - 1) turn_pass(c);
-    for (int tile = blockIdx.x; tile < a.num_tiles; turn ^= 1) {
+    if (PING_PONG && c == CONSUMERS - 1) ping_pong_arrive(c);
+    for (int tile = blockIdx.x; tile < a.num_tiles; tile_phase ^= 1) {
         int head, block, end, full, all_blocks;
         find_tile(a, tile, head, block);
         find_blocks(a, block * BLOCK_M, BLOCK_M, all_blocks, full);
@@ -528,10 +478,10 @@ __device__ __forceinline__ void consume(const Problem& a, int c, u32 smem) {
         find_blocks(a, first_row, ROWS, end, full);
         end = __shfl_sync(~0u, first_row < a.num_q ? end : 0, 0);
         all_blocks = __shfl_sync(~0u, all_blocks, 0);
-        bar_wait(bars + 8 * (Q_FULL + c), turn);
+        bar_wait(bars + 8 * (Q_FULL + c), tile_phase);
 #pragma unroll 1
         for (int j = all_blocks; j > end; j--, ring.next()) {
-            if (PING_PONG && j > 1) { turn_wait(c); turn_pass(c); }
+            if (PING_PONG && j > 1) { ping_pong_wait(c); ping_pong_arrive(c); }
             bar_wait(bars + 8 * (K_FULL + ring.slot), ring.phase);
             bar_wait(bars + 8 * (V_FULL + ring.slot), ring.phase);
             if (leader) bar_arrive(bars + 8 * (K_EMPTY + ring.slot));
@@ -542,10 +492,10 @@ __device__ __forceinline__ void consume(const Problem& a, int c, u32 smem) {
             const int seen = CAUSAL ? row + 1 + a.num_keys - a.num_q : a.num_keys;
             int limit0 = min(seen, a.num_keys) - lane % 4 * 2;
             int limit1 = min(seen + (CAUSAL ? 8 : 0), a.num_keys) - lane % 4 * 2;
-            // Else the compiler works out the last block's mask once for all tiles, and spills it.
+            // Else the compiler hoists the last block's mask out of the loop over tiles, and spills it.
             asm volatile("" : "+r"(limit0), "+r"(limit1));
-            // Scales are loaded a block or a section ahead.
-            const int kv_head = head / a.group;  // batches counted in, as group divides the heads of a batch
+            // Scales are loaded one block, or one section, before they are used.
+            const int kv_head = head / a.group;  // over all batches, as group divides the heads of a batch
             const float* k_scale = a.k_scale + kv_head * a.k_blocks;
             const float* v_scale = a.v_scale + kv_head * a.v_blocks;
             const float q_factor = a.scale_log2 * load_scale(a.q_scale + head * a.q_blocks + first_row / ROWS);
@@ -554,11 +504,11 @@ __device__ __forceinline__ void consume(const Problem& a, int c, u32 smem) {
             float v_next = load_scale(v_scale + max((end - 1) / SECTION - 1, 0));
             Rows rows = {{NEGATIVE_INFINITY, NEGATIVE_INFINITY}, {0.0f, 0.0f}, {0.0f, 0.0f}, {0.0f, 0.0f}, {1.0f, 1.0f},
                          {1.0f, 1.0f}};
-            if (Q_REGISTERS) {  // and the producer may fetch the next tile's
+            if (Q_REGISTERS) {  // the producer may then load the next tile's queries
                 load_queries(q, smem + c * Q_BYTES, warp, lane);
                 if (leader) bar_arrive(bars + 8 * (Q_EMPTY + c));
             }
-            // The last block: there are no values yet to multiply by probabilities.
+            // The last block, peeled: there is no product of probabilities and values to overlap with yet.
             bar_wait(bars + 8 * (K_FULL + ring.slot), ring.phase);
             wgmma_fence();
             start_scores(s, q, q_desc, k_base + ring.slot * (KV_BYTES / 16));
@@ -571,35 +521,35 @@ __device__ __forceinline__ void consume(const Problem& a, int c, u32 smem) {
             update(s, rows, factor, a);
             exponentials(s, rows, factor);
             pack_probabilities(s, p);
-            int add = 0;           // whether the accumulator holds anything of the section
-            bool written = false;  // whether the total does of earlier ones
+            int add = 0;           // whether the accumulator holds a sum of this section
+            bool written = false;  // whether the totals hold earlier sections
             bar_wait(bars + 8 * (V_FULL + ring.slot), ring.phase);
             ring.next();
             for (int j = end - 2; j >= 0; j--, ring.next()) {
-                const int slot = __shfl_sync(~0u, ring.slot, 0);  // the same in all lanes, for the compiler
+                const int slot = __shfl_sync(~0u, ring.slot, 0);  // warp-uniform, for the compiler
                 const int last = slot ? slot - 1 : STAGES - 1;
                 bar_wait(bars + 8 * (K_FULL + slot), ring.phase);
-                if (PING_PONG) turn_wait(c);
+                if (PING_PONG) ping_pong_wait(c);
                 pin(o);
                 pin(p);
                 wgmma_fence();
                 start_scores(s, q, q_desc, k_base + slot * (KV_BYTES / 16));
                 start_values(o, p, v_base + last * (V_BYTES / 16), add);
-                if (PING_PONG == 1) turn_pass(c);
+                if (PING_PONG == 1) ping_pong_arrive(c);
                 factor = q_factor * k_next;
                 k_next = load_scale(k_scale + max(j - 1, 0));
                 wgmma_wait<1>();
-                if (PING_PONG == 2) turn_pass(c);
+                if (PING_PONG == 2) ping_pong_arrive(c);
                 pin(s);
                 if (leader) bar_arrive(bars + 8 * (K_EMPTY + slot));
                 if (CAUSAL && j >= full) mask(s, limit0 - j * BLOCK_N, limit1 - j * BLOCK_N);
                 bool rescale = update(s, rows, factor, a);
                 exponentials(s, rows, factor);
                 pin(s);
-                // Needed in the next round only. It stands here because ptxas would move the wait for the second
-                // product in front of the softmax, as no register connects the two, but moves nothing across this
-                // wait's loop. And it would move the sums behind both, where nothing is overlapped with them: hence a
-                // parity that needs them (sums are not negative).
+                // These values are needed in the next iteration only. The wait is here to fence the compiler: ptxas
+                // would move the wait for the second product before the softmax, as no register connects the two, but
+                // moves nothing across the loop of this wait. It would also move the sums after both waits, where they
+                // overlap nothing; so the parity depends on them (sums are never negative).
                 const float hidden = EXACT_LSE ? rows.sum[0] + rows.sum[1] : s[S_REGS - 2] + s[S_REGS - 1];
                 bar_wait(bars + 8 * (V_FULL + slot), ring.phase ^ (hidden < -1.0f));
                 wgmma_wait<0>();
@@ -612,7 +562,7 @@ __device__ __forceinline__ void consume(const Problem& a, int c, u32 smem) {
                     for (int i = 0; i < O_REGS + 4; i++) o[i] *= rows.alpha[i / 2 % 2];
                 }
                 add = 1;
-                if (j % SECTION == SECTION - 1) {  // block j begins another section
+                if (j % SECTION == SECTION - 1) {  // block j is the first of another section
                     flush(o, rows, v_now, total, written);
                     add = 0;
                     written = true;
@@ -634,8 +584,8 @@ __device__ __forceinline__ void consume(const Problem& a, int c, u32 smem) {
         } else if (leader) {
             bar_arrive(bars + 8 * (Q_EMPTY + c));
         }
-        bar_wait(bars + 8 * TILE_FULL, turn);
-        tile = __shfl_sync(~0u, (int)load_shared(smem + TILE_OFFSET), 0);
+        bar_wait(bars + 8 * TILE_FULL, tile_phase);
+        tile = __shfl_sync(~0u, load_shared(smem + TILE_OFFSET), 0);
         if (leader) bar_arrive(bars + 8 * TILE_EMPTY);
     }
 }
@@ -652,19 +602,19 @@ attention_fp8_fwd(const __grid_constant__ TensorMap q_map, const __grid_constant
         }
         fence_init();
     }
-    // The rows of ones, which no copy overwrites. 0x38 is 1 in e4m3.
+    // The rows of ones, which TMA never overwrites. 0x38 is 1 in e4m3.
     for (int i = threadIdx.x; i < STAGES * BLOCK_N / PANEL * PANEL * 2; i += THREADS)
         store_shared(smem + V_OFFSET + i / (PANEL * 2) * PANEL * V_ROWS + PANEL * HEAD_DIM + i % (PANEL * 2) * 4,
                      0x38383838);
-    fence_async();  // wgmma reads them
+    fence_async();  // wgmma reads the ones through the async proxy
     __syncthreads();
-    // The same in all lanes, and the compiler is to know it: descriptors then live in uniform registers.
+    // A shuffle makes it warp-uniform for the compiler, which then keeps descriptors in uniform registers.
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (group == 0) {
-        give_registers<PRODUCER_REGISTERS>();
+        dec_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x == 0) produce(problem, &q_map, &k_map, &v_map, smem);
     } else {
-        take_registers<CONSUMER_REGISTERS>();
+        inc_registers<CONSUMER_REGISTERS>();
         consume(problem, group - 1, smem);
     }
 }

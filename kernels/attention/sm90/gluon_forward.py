@@ -4,26 +4,28 @@ Napkin maths for one block of 128 keys and one warp group of 64 query rows, in c
 (4096 FLOP a cycle, dense), its exponential unit (16 a cycle) and its four schedulers (one instruction a cycle each):
   D = 128   tensor 1024   exp2 512   issue about 460
   D =  64   tensor  512   exp2 512   issue about 420
-So at D = 128 all else is overlapped with the tensor cores once two warp groups ping-pong. At D = 64 the exponential
-unit is as long as they are: three warp groups share an SM, which also cuts the traffic of keys and values from L2 to
-two thirds.
+At D = 128, two warp groups in ping-pong overlap all else with the tensor cores. At D = 64 the exponential unit is busy
+as long as the tensor cores: three warp groups share an SM, which also reduces the L2 traffic of keys and values to two
+thirds.
 
-A CTA is one producer warp and CONSUMERS warp groups with 64 rows of queries each. The producer fills rings of key and
-value blocks by TMA. A consumer issues the product of queries and keys of block j and that of probabilities and values
-of block j - 1 together, and overlaps the softmax of block j with the second. Scores, probabilities and
-accumulator never leave the registers. The scheme is FlashAttention-3's (Shah et al. 2024, sections 3.1 and 3.2).
+A CTA is one producer warp and CONSUMERS warp groups with 64 rows of queries each. The producer loads key and value
+blocks by TMA into circular buffers of STAGES stages. A consumer issues the product of queries and keys of block j
+together with that of probabilities and values of block j - 1, and overlaps the softmax of block j with the second.
+Scores, probabilities and accumulator stay in registers. The scheme is FlashAttention-3's (Shah et al. 2024, sections
+3.1 and 3.2).
 
-Key blocks are walked from the last to the first, for the last ones alone need masks: those that the diagonal crosses,
+The main loop goes from the last key block to the first. Only the last ones need masks: those that the diagonal crosses,
 and the one in which the keys end.
 
-Barriers, with their arrivals per phase. The n-th use of a full one waits for parity n & 1, that of an empty one for the
-opposite, so that the first pass finds every slot empty.
+mbarriers, with their arrivals per phase. The n-th wait on a full one has parity n & 1, on an empty one the opposite, so
+that the first wait for each empty stage returns at once.
   q_full[c] 1, q_empty[c] 1            the 64 query rows of consumer c, once a tile
   k_full[s] 1, k_empty[s] CONSUMERS    block number `it` of this CTA, counted over all its tiles, is in slot it % STAGES
   v_full[s] 1, v_empty[s] CONSUMERS    the same
-  turn<c> 1                            consumer c may issue, and then arrives at turn<c + 1>. turn0 starts with one
-                                       arrival; the consumers of a CTA see the same blocks, so turns never pile up
-  tile_full 1, tile_empty CONSUMERS    the number of the next tile, where a counter hands them out
+  order<c> 1                           ping-pong: consumer c may issue its products, and then arrives at order<c + 1>.
+                                       order0 starts with one arrival. The consumers of a CTA go over the same blocks,
+                                       so none arrives twice in a phase
+  tile_full 1, tile_empty CONSUMERS    DYNAMIC: the index of the next tile, taken from a counter
 """
 
 from __future__ import annotations
@@ -56,8 +58,9 @@ except (ImportError, AttributeError) as error:  # the folder must import all the
 
 @_jit
 def _tile(index, num_m, heads, section, CAUSAL: gl.constexpr):
-    """Head (batches counted in) and row block of a tile. Without a mask head by head; else `section` heads at a time,
-    as many as have their keys and values in L2, and in these the row blocks with the most keys first."""
+    """Head (over all batches) and row block of a tile. Without a mask head by head. CAUSAL: heads are scheduled in
+    sections of `section` heads, as many as have their keys and values in L2, and within a section the row blocks with
+    the most keys come first."""
     if CAUSAL:
         first = index // (section * num_m) * section
         inside = index - first * num_m
@@ -71,9 +74,10 @@ def _tile(index, num_m, heads, section, CAUSAL: gl.constexpr):
 
 @_jit
 def _blocks(m, num_q, num_keys, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """(end, full): a row block sees key blocks 0 … end - 1, and each of its rows sees all of blocks 0 … full - 1.
+    """(end, full): a row block sees key blocks 0 … end - 1, and blocks 0 … full - 1 need no mask.
 
-    At least one, masked where no row sees a key: that gives such rows their 0 and -inf without a path of their own.
+    `end` is at least 1, also where no row sees a key: the masked block gives such rows out 0 and lse -inf without a
+    branch.
     """
     last = num_keys
     first = num_keys
@@ -92,7 +96,7 @@ def _load(desc, batch, head, row, slot, full):
 
 @_jit
 def _produce(args, next_tile_ptr, CAUSAL: gl.constexpr, DYNAMIC: gl.constexpr):
-    """The producer warp: what tiles there are, and their queries, keys and values."""
+    """The producer warp: takes tiles from the scheduler, and loads their queries, keys and values."""
     descs, tiles, bufs, bars, shape, _, _ = args
     q_desc, k_desc, v_desc, _ = descs
     q_smem, k_smem, v_smem, _, tile_smem = bufs
@@ -104,7 +108,7 @@ def _produce(args, next_tile_ptr, CAUSAL: gl.constexpr, DYNAMIC: gl.constexpr):
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
     BLOCK_N: gl.constexpr = k_smem.shape[3]
     it = 0
-    turns = 0
+    tile_count = 0
     tile = gl.program_id(0)
     while tile < num_tiles:
         head, m = _tile(tile, num_m, batches * q_heads, section, CAUSAL)
@@ -112,7 +116,7 @@ def _produce(args, next_tile_ptr, CAUSAL: gl.constexpr, DYNAMIC: gl.constexpr):
         head -= batch * q_heads
         end, _full = _blocks(m, num_q, num_keys, CAUSAL, BLOCK_M, BLOCK_N)
         for c in gl.static_range(CONSUMERS):
-            mbarrier.wait(q_empty.index(c), (turns & 1) ^ 1)
+            mbarrier.wait(q_empty.index(c), (tile_count & 1) ^ 1)
             _load(q_desc, batch, head, m * BLOCK_M + c * 64, q_smem.index(c), q_full.index(c))
         for j in range(end):
             slot = it % STAGES
@@ -124,34 +128,35 @@ def _produce(args, next_tile_ptr, CAUSAL: gl.constexpr, DYNAMIC: gl.constexpr):
             _load(v_desc, batch, head // group, row, v_smem.index(slot), v_full.index(slot))
             it += 1
         if DYNAMIC:
-            # The first tiles are the CTAs' own numbers; the counter starts at 0.
+            # The first tile of each CTA is its blockIdx, so the counter, which starts at 0, is offset by the grid's
+            # size.
             tile = gl.atomic_add(next_tile_ptr, 1) + gl.num_programs(0)
-            mbarrier.wait(tile_empty, (turns & 1) ^ 1)
+            mbarrier.wait(tile_empty, (tile_count & 1) ^ 1)
             tile_smem.store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
             _cta_barrier()
             mbarrier.arrive(tile_full)
         else:
             tile += gl.num_programs(0)
-        turns += 1
+        tile_count += 1
 
 
 @_jit
 def _arrive(bar):
-    """One thread's arrival. mbarrier.arrive would come with a barrier of the warp group in front and another behind, as
-    the compiler takes it for touching all of shared memory; expecting no bytes is an arrival too, and comes alone."""
+    """One thread's arrival. Around mbarrier.arrive the compiler inserts two barriers of the warp group, as it assumes
+    an access to all of shared memory. Expecting 0 bytes is an arrival too, for which it inserts none."""
     mbarrier.expect(bar, 0)
 
 
 @_jit
 def _release(slot):
-    """An arrival for the whole warp group, after all of it: a wait for wgmma is each warp's own."""
+    """One arrival for the warp group, after a barrier: a wait for wgmma covers the own warp only."""
     _cta_barrier()
     _arrive(slot)
 
 
 @_jit
 def _scores(q, k_smem, slot):
-    """Starts q kᵀ for the block in `slot`."""
+    """Issues q kᵀ for the block in stage `slot`."""
     BLOCK_N: gl.constexpr = k_smem.shape[3]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     k = k_smem.index(slot).reshape([BLOCK_N, k_smem.shape[4]]).permute([1, 0])
@@ -161,7 +166,7 @@ def _scores(q, k_smem, slot):
 
 @_jit
 def _values(p, v_smem, slot, o):
-    """Starts o + p v for the block in `slot`."""
+    """Issues o + p v for the block in stage `slot`."""
     return warpgroup_mma(p, v_smem.index(slot).reshape([v_smem.shape[3], v_smem.shape[4]]), o, is_async=True)
 
 
@@ -173,18 +178,18 @@ def _mask(s, limit, first_key):
 
 @_jit
 def _rows_of(x, like):
-    """A value of each row as a column that goes with `like`; each thread has those of its rows already."""
+    """One value a row, as a column in the layout of `like`. No data moves: each thread holds the values of its rows."""
     return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, like.type.layout)), 1)
 
 
 @_jit
 def _softmax(s, m, total, scale_log2):
-    """Probabilities of one block of scores, the new row maximum and sum, and the factor for what was summed before.
+    """Probabilities of one block of scores, the new row maximum and sum, and the rescaling factor of earlier sums.
 
-    The sum [64, 4] is that of each thread's own columns. The four of a row are added at the end of the tile.
+    The sum [64, 4] is over each thread's columns. The four sums of a row are added at the end of the tile.
     """
     new_m = gl.maximum(m, gl.max(s, 1))
-    # Of a row that has seen no key yet: 0, for -inf - -inf would be NaN.
+    # 0 for a row that has seen no key yet, as -inf - -inf would be NaN.
     scaled = gl.where(new_m == float("-inf"), 0.0, new_m * scale_log2)
     alpha = gl.exp2(m * scale_log2 - scaled)
     p = gl.exp2(s * scale_log2 - gl.expand_dims(scaled, 1))
@@ -195,11 +200,11 @@ def _softmax(s, m, total, scale_log2):
 
 @_jit
 def _step(
-    state, q, bufs, bars, my_turn, next_turn, scale_log2, limit, first_key, masked,
+    state, q, bufs, bars, my_order, next_order, scale_log2, limit, first_key, masked,
     CAUSAL: gl.constexpr, PING_PONG: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of block number `it` overlapped with the values of the block before."""
-    o, p, m, total, it, turn_phase = state
+    o, p, m, total, it, order_phase = state
     _, k_smem, v_smem, _, _ = bufs
     _, _, k_full, k_empty, v_full, v_empty, _, _ = bars
     STAGES: gl.constexpr = k_smem.shape[0]
@@ -207,30 +212,31 @@ def _step(
     last = (it - 1) % STAGES
     mbarrier.wait(k_full.index(slot), it // STAGES & 1)
     if PING_PONG:
-        mbarrier.wait(my_turn, turn_phase)
+        mbarrier.wait(my_order, order_phase)
     s = _scores(q, k_smem, slot)
     o = _values(p, v_smem, last, o)
     if PING_PONG:
-        _arrive(next_turn)
+        _arrive(next_order)
     s = warpgroup_mma_wait(1, [s])
     _release(k_empty.index(slot))
     if CAUSAL:  # noqa: SIM102 (known when compiling, unlike the other)
         if masked:
             s = _mask(s, limit, first_key)
     x, m, total, alpha = _softmax(s, m, total, scale_log2)
-    # Needed in the next round only. It stands here because ptxas would move the wait for the second product in front of
-    # the softmax, as no register connects the two, but moves nothing across the loop that this wait is.
+    # These values are needed in the next iteration only. The wait is here to fence the compiler: ptxas would move the
+    # wait for the second product before the softmax, as no register connects the two, but moves nothing across this
+    # wait's loop.
     mbarrier.wait(v_full.index(slot), it // STAGES & 1)
     o = warpgroup_mma_wait(0, [o])
     _release(v_empty.index(last))
     o = o * _rows_of(alpha, o)
     p = gl.convert_layout(x.to(k_smem.dtype), p.type.layout)
-    return o, p, m, total, it + 1, turn_phase ^ 1
+    return o, p, m, total, it + 1, order_phase ^ 1
 
 
 @_jit
 def _consume(
-    args, my_turn, next_turn, C: gl.constexpr, CAUSAL: gl.constexpr, DYNAMIC: gl.constexpr,
+    args, my_order, next_order, C: gl.constexpr, CAUSAL: gl.constexpr, DYNAMIC: gl.constexpr,
     PING_PONG: gl.constexpr, SHARE: gl.constexpr,
 ):  # fmt: skip
     """Consumer C: rows 64 · C … 64 · C + 63 of each tile."""
@@ -245,27 +251,27 @@ def _consume(
     D: gl.constexpr = k_smem.shape[4]
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     rows: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
-    # As the accumulators have it: a quad of lanes for each row, two rows to a lane.
+    # The accumulators' layout of rows: a quad of lanes for each row, two rows to a lane.
     quads: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
     )
     q = q_smem.index(C).reshape([64, D])
     it = 0
-    turns = 0
-    turn_phase = 0
+    tile_count = 0
+    order_phase = 0
     tile = gl.program_id(0)
     while tile < num_tiles:
         head, m_block = _tile(tile, num_m, batches * q_heads, section, CAUSAL)
-        # A volatile copy, for the compiler would work out the last block's mask once for all tiles, and spill it.
+        # A volatile copy: else the compiler hoists the last block's mask out of the loop over tiles, and spills it.
         num_keys = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [all_keys], gl.int32, is_pure=False, pack=1)
         end, full = _blocks(m_block, num_q, num_keys, CAUSAL, BLOCK_M, BLOCK_N)
         first_row = m_block * BLOCK_M + C * 64
         limit = gl.full([64], num_keys, gl.int32, rows)
         if CAUSAL:
             limit = gl.minimum(limit, first_row + num_keys - num_q + 1 + gl.arange(0, 64, rows))
-        # The last block: there are no values yet to multiply by probabilities.
+        # The last block, peeled: there is no product of probabilities and values to overlap with yet.
         slot = it % STAGES
-        mbarrier.wait(q_full.index(C), turns & 1)
+        mbarrier.wait(q_full.index(C), tile_count & 1)
         mbarrier.wait(k_full.index(slot), it // STAGES & 1)
         s = warpgroup_mma_wait(0, [_scores(q, k_smem, slot)])
         _release(k_empty.index(slot))
@@ -274,22 +280,22 @@ def _consume(
         x, m, total, _alpha = _softmax(_mask(s, limit, (end - 1) * BLOCK_N), m, total, scale_log2)
         p = gl.convert_layout(x.to(k_smem.dtype), gl.DotOperandLayout(0, o_layout, 2))
         mbarrier.wait(v_full.index(slot), it // STAGES & 1)
-        state = (gl.zeros([64, D], gl.float32, o_layout), p, m, total, it + 1, turn_phase)
+        state = (gl.zeros([64, D], gl.float32, o_layout), p, m, total, it + 1, order_phase)
         for j in range(1, end):
             block = end - 1 - j
-            state = _step(state, q, bufs, bars, my_turn, next_turn, scale_log2, limit, block * BLOCK_N, block >= full,
+            state = _step(state, q, bufs, bars, my_order, next_order, scale_log2, limit, block * BLOCK_N, block >= full,
                           CAUSAL, PING_PONG)  # fmt: skip
-        o, p, m, total, it, turn_phase = state
+        o, p, m, total, it, order_phase = state
         if not SHARE:
             _release(q_empty.index(C))
         last = (it - 1) % STAGES
         o = _values(p, v_smem, last, o)
-        # While the last product runs. A row without a key has the maximum -inf.
+        # lse, overlapped with the last product. A row that sees no key has the maximum -inf.
         total = gl.convert_layout(gl.sum(total, 1), rows)
         lse = gl.where(m == float("-inf"), m, (m * scale_log2 + gl.log2(total)) * 0.6931471805599453)
         row = first_row + gl.arange(0, 64, rows)
         gl.store(lse_ptr + head.to(gl.int64) * num_q + row, lse, mask=row < num_q)
-        tma.store_wait(0)  # what the tile before stored has left o_smem; all know it after the barrier in _release
+        tma.store_wait(0)  # the last tile's store has read o_smem; the barrier in _release tells all threads
         o = warpgroup_mma_wait(0, [o])
         _release(v_empty.index(last))
         o = gl.where(_rows_of(m, o) == float("-inf"), 0.0, o * _rows_of(1.0 / total, o))
@@ -302,12 +308,12 @@ def _consume(
             tma.store_wait(0)
             _release(q_empty.index(C))
         if DYNAMIC:
-            mbarrier.wait(tile_full, turns & 1)
+            mbarrier.wait(tile_full, tile_count & 1)
             tile = gl.max(tile_smem.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
             _release(tile_empty)
         else:
             tile += gl.num_programs(0)
-        turns += 1
+        tile_count += 1
     tma.store_wait(0)
 
 
@@ -319,7 +325,7 @@ def _barriers(count: gl.constexpr, arrivals: gl.constexpr):
     return bars
 
 
-# One compiled kernel for all lengths: none of these numbers is worth a specialisation.
+# One compiled kernel for all lengths: specialising for these arguments gains nothing.
 @_jit(do_not_specialize=["num_tiles", "num_m", "section", "batches", "q_heads", "group", "num_q", "num_keys"])
 def _attention_gluon_fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, next_tile_ptr, scale_log2,
@@ -343,28 +349,28 @@ def _attention_gluon_fwd_kernel(
     k_empty = _barriers(STAGES, CONSUMERS)
     v_full = _barriers(STAGES, 1)
     v_empty = _barriers(STAGES, CONSUMERS)
-    # Each by itself, for the compiler separates uses of one array by barriers of the warp group.
-    turn0 = _barriers(1, 1).index(0)
-    turn1 = _barriers(1, 1).index(0)
-    turn2 = _barriers(1, 1).index(0)
+    # Separate allocations: between accesses to one allocation the compiler inserts barriers of the warp group.
+    order0 = _barriers(1, 1).index(0)
+    order1 = _barriers(1, 1).index(0)
+    order2 = _barriers(1, 1).index(0)
     tile_full = _barriers(1, 1).index(0)
     tile_empty = _barriers(1, CONSUMERS).index(0)
     fence_async_shared()
-    mbarrier.arrive(turn0)
+    mbarrier.arrive(order0)
     descs = (q_desc, k_desc, v_desc, o_desc)
     tiles = (num_tiles, num_m, section)
     bufs = (q_smem, k_smem, v_smem, o_smem, tile_smem)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_full, tile_empty)
     shape = (batches, q_heads, group, num_q, num_keys)
     args = (descs, tiles, bufs, bars, shape, lse_ptr, scale_log2)
-    # Consumer 0 is the default partition, with the registers that the others leave of 504 or 512, which the warp groups
-    # have between them: the producer's one warp counts as a group.
+    # Consumer 0 is the default partition. It has the registers a thread that the others leave: all warp groups together
+    # have 504 or 512, and the producer's one warp counts as a group.
     # fmt: off
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (args, turn0, turn1, 0, CAUSAL, DYNAMIC, PING_PONG, SHARE)),
-                (_consume, (args, turn1, turn0, 1, CAUSAL, DYNAMIC, PING_PONG, SHARE)),
+                (_consume, (args, order0, order1, 0, CAUSAL, DYNAMIC, PING_PONG, SHARE)),
+                (_consume, (args, order1, order0, 1, CAUSAL, DYNAMIC, PING_PONG, SHARE)),
                 (_produce, (args, next_tile_ptr, CAUSAL, DYNAMIC)),
             ],
             [4, 1], [REGISTERS, 24],
@@ -372,9 +378,9 @@ def _attention_gluon_fwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (args, turn0, turn1, 0, CAUSAL, DYNAMIC, PING_PONG, SHARE)),
-                (_consume, (args, turn1, turn2, 1, CAUSAL, DYNAMIC, PING_PONG, SHARE)),
-                (_consume, (args, turn2, turn0, 2, CAUSAL, DYNAMIC, PING_PONG, SHARE)),
+                (_consume, (args, order0, order1, 0, CAUSAL, DYNAMIC, PING_PONG, SHARE)),
+                (_consume, (args, order1, order2, 1, CAUSAL, DYNAMIC, PING_PONG, SHARE)),
+                (_consume, (args, order2, order0, 2, CAUSAL, DYNAMIC, PING_PONG, SHARE)),
                 (_produce, (args, next_tile_ptr, CAUSAL, DYNAMIC)),
             ],
             [4, 4, 1], [REGISTERS, REGISTERS, 24],

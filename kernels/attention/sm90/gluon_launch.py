@@ -1,4 +1,4 @@
-"""Launches the Gluon forward: TMA descriptors, the schedule of tiles, and which problems it takes."""
+"""Launches the Gluon forward: which problems it takes, TMA descriptors, and the grid of the persistent kernel."""
 
 from __future__ import annotations
 

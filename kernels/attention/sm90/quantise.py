@@ -1,19 +1,21 @@
-"""q, k and v in e4m3 as the FP8 forward takes them: one Triton launch that reads each from memory once.
+"""Converts q, k and v to e4m3 for the FP8 forward: one Triton launch that reads each from device memory once.
 
         q [B, Hq, Sq, D]   ->  q8 [B, Hq, Sq, W],       a scale for 64 rows
         k [B, Hkv, Sk, D]  ->  k8 [B, Hkv, N, W],       a scale for `block_n` rows
         v [B, Hkv, Sk, D]  ->  v8 [B, Hkv, W, N padded], a scale for a section of `section` blocks of block_n rows
 
-N is the number of keys that count, W is D rounded up to 64 or 128, with zeros. v is transposed and its keys stand in
-the order in which the forward's threads hold probabilities: column 4 t + 2 h + e of each 16 holds key 8 h + 2 t + e.
-Columns are padded to a multiple of 128 with zeros, for a probability of 0 times whatever lay there must be 0.
+N is the number of keys that count (`num_context`). W is D padded with zeros to 64 or 128. v is transposed, and its keys
+are permuted to the order in which the forward's threads hold probabilities: column 4 t + 2 h + e of each 16 holds key
+8 h + 2 t + e. Columns are padded with zeros to a multiple of 128: a probability of 0 times uninitialised memory might
+be NaN.
 
 x = x8 · scale. A scale is the smallest power of two with which the largest finite magnitude of its block is at most
-448; 1 where all are zero. Powers of two cost no accuracy (e4m3 is a floating-point format) and bring back unchanged
-what was e4m3 times a power of two before. NaN stays NaN, and ±inf, which e4m3 has not, becomes NaN.
+448; 1 where all are zero. Powers of two cost no accuracy, as e4m3 is a floating-point format, and a tensor that was
+e4m3 times a power of two is reproduced exactly. NaN stays NaN; ±inf, which e4m3 cannot represent, becomes NaN.
 
 Napkin maths, B1 H16 S16384 D128, bf16: 201 MB are read and 101 MB written, 71 us at 4.25 TB/s; 2.2 TFLOP of attention
-at 900 TFLOP/s are 2443 us. A section of v is read twice, the second time from L2: 1024 rows of 256 bytes for each CTA.
+at 900 TFLOP/s take 2443 us. A section of v is read twice, first for its scale and then, from L2, to be converted: 1024
+rows of 256 bytes for each CTA.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ Q_ROWS = 64  # of queries with one scale: a warp group's
 CHUNK = 128  # keys of v that are transposed at once
 WARPS = 4
 
-# Four at a time and not y.to(float8): ptxas 12.8 takes pairs apart and together again there, and where they are stored
-# in two layouts it may use some before they are computed.
+# Four at a time in place of y.to(float8), for which ptxas 12.8 unpacks and packs pairs again; where the result is
+# stored in two layouts, it may even read some of it before it is written.
 _FOUR = tl.constexpr("""{
     .reg .b16 low, high;
     cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
@@ -40,8 +42,8 @@ _FOUR = tl.constexpr("""{
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """What `quantise` makes. Whoever holds e4m3 tensors already may build one: data as uint8 or float8_e4m3fn, rows of
-    q and k of W = 64 or 128 elements with stride 1, other strides multiples of 16; scales fp32, contiguous, over 0."""
+    """What `quantise` returns. It may also be built from e4m3 tensors: data as uint8 or float8_e4m3fn, rows of q and k
+    of W = 64 or 128 elements with stride 1, other strides multiples of 16; scales fp32, contiguous, above 0."""
 
     q: torch.Tensor  # [B, Hq, Sq, W]
     k: torch.Tensor  # [B, Hkv, num_keys, W]
@@ -59,7 +61,7 @@ def _encode(y, NATIVE: tl.constexpr):
     """The bits of fp32 y in e4m3, to nearest, ties to even; 448 where |y| is larger; NaN is 0x7F."""
     if NATIVE:
         return tl.inline_asm_elementwise(_FOUR, "=r,r,r,r,r", [y], dtype=tl.uint8, is_pure=True, pack=4)
-    # The same bits by integers, for Triton's interpreter, whose own conversion rounds wrongly.
+    # The same bits by integer arithmetic, for Triton's interpreter, whose own conversion rounds wrongly.
     sign = (y.to(tl.uint32, bitcast=True) >> 24) & 0x80
     a = tl.minimum(tl.abs(y), 448.0)
     bits = a.to(tl.uint32, bitcast=True)
@@ -118,7 +120,7 @@ def _quantise_section(
     v_ptr, y_ptr, scale_ptr, section, stride, num_keys, dim, padded,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """A section of values: its largest magnitude, and again from L2 what is transposed."""
+    """A section of values: one pass over it for the scale, and a second, from L2, that converts and transposes."""
     p, n = tl.arange(0, CHUNK), tl.arange(0, WIDTH)
     first = section * ROWS
     limit = tl.minimum(num_keys, first + ROWS)
@@ -147,7 +149,7 @@ def _attention_fp8_quantise_kernel(
     Q_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TILE_N: tl.constexpr, SECTION_ROWS: tl.constexpr, CHUNK: tl.constexpr,
     WIDTH: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """A program for each section of v, which take longest and so come first, then for each block of k and of q."""
+    """A CTA for each section of v, then for each block of k and of q. Those of v come first, as they take longest."""
     index = tl.program_id(0)
     if index < v_programs:
         head, section = index // sections, index % sections
@@ -176,8 +178,9 @@ def _attention_fp8_quantise_kernel(
 def quantise(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_keys: int, block_n: int, section: int) -> Operands:
     """The operands of the FP8 forward for the first num_keys keys; q, k, v with stride 1 in D, D <= 128.
 
-    fp16, bf16, or e4m3 that has a scale of its own already: it keeps its values, and the scales made here are to be
-    multiplied by that. Deterministic. Allocates Sq + 2 · num_keys rows of W bytes a head, and the scales.
+    q, k and v are fp16 or bf16, or e4m3 with scales of the caller's: then the values stay as they are, and the caller
+    multiplies the scales made here by its own. Deterministic. Allocates Sq + 2 · num_keys rows of W bytes a head, and
+    the scales.
     """
     (batches, q_heads, num_q, dim), kv_heads = q.shape, k.shape[1]
     width = 64 if dim <= 64 else 128

@@ -1,5 +1,6 @@
 // A copy of parts/sm90/scheduler.cuh, made by `nox -s vendor`: change it there.
-// What warps pass on through shared memory, and the counter from which persistent CTAs draw their tiles.
+// For tile schedulers: exchange of indices between warps through shared memory, and the counter in global memory from
+// which persistent CTAs take the index of their next tile.
 #pragma once
 
 #include "types.cuh"
@@ -12,8 +13,8 @@ DEVICE int load_shared(u32 address) {
 DEVICE void store_shared(u32 address, int x) {
     asm volatile("st.shared::cta.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
-// Takes a number from a counter. Of an addition ptxas may make one for all active threads, with a shuffle that waits;
-// of this, which counts up to a bound, it does not.
+// Takes an index from the tile scheduler's counter. ptxas would turn atomicAdd into a warp-aggregated add, with a
+// shuffle that waits; not this bounded increment.
 DEVICE int draw(int* counter) {
     int number;
     asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7fffffff;" : "=r"(number) : "l"(counter) : "memory");

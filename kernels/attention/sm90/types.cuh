@@ -1,5 +1,5 @@
 // A copy of parts/sm90/types.cuh, made by `nox -s vendor`: change it there.
-// Names that the parts for Hopper share.
+// Types and qualifiers of the parts for Hopper.
 #pragma once
 
 typedef unsigned short u16;

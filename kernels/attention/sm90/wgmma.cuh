@@ -1,5 +1,5 @@
 // A copy of parts/sm90/wgmma.cuh, made by `nox -s vendor`: change it there.
-// Ordering of warpgroup matrix products (wgmma). The products themselves are each kernel's, for their shapes are.
+// Fences and groups of wgmma. The wgmma.mma_async instructions are in each kernel, since their shapes differ.
 #pragma once
 
 #include "types.cuh"
@@ -9,7 +9,7 @@ DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" :::
 template <int PENDING> DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-// Nothing is computed from these registers before this point, nor moved behind it: a wgmma is reading or writing them.
+// A compiler barrier for these registers, which a wgmma in flight reads or writes: no use of them moves across it.
 template <int N> DEVICE void pin(float (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");

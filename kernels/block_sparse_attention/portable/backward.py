@@ -20,7 +20,7 @@ def portable_bwd(
 ) -> torch.Tensor | None:
     """Writes dq unless it is None, and dk and dv unless these are; returns dbias if it is needed.
 
-    No atomics, so repeats agree bit for bit. Both kernels compute s and dp: seven products of 2·D a kept pair, where
+    No atomics, so it is deterministic. Both kernels compute s and dp: seven products of 2·D a kept pair, where
     five would be needed. Nothing of size queries × keys is stored.
     """
     terms = row_terms(problem, saved)

@@ -1,4 +1,4 @@
-"""The portable forward: one CTA for each tile of queries, which goes over the blocks of keys that its list has.
+"""The portable forward: one CTA for each tile of queries, which loops over the blocks of keys in its list.
 
 FLOPs: 4·D for each pair of query and key in a kept block. At H32 D128, S = 8192 and a quarter of the blocks that is
 0.27 TFLOP, 0.39 ms at the 700 TFLOP/s that products reach on one NVIDIA H200; q, k, v and the output are 0.27 GB,
@@ -6,7 +6,7 @@ FLOPs: 4·D for each pair of query and key in a kept block. At H32 D128, S = 819
 
 With s = q·k the probabilities are exp2(s·c − m), c = scale·log2(e), one fused multiply-add and one exponential each.
 m is the running maximum of s·c. (Dao et al. 2022, arXiv:2205.14135, algorithms 1 and 5, and 2023, arXiv:2307.08691.)
-A bias of the whole block costs nothing: it is taken from m.
+The bias of a block costs nothing: it is subtracted from m.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ def _store_rows(ptr, tile, row, cols, stride, count, dim, EVEN_D: tl.constexpr):
 
 @triton.jit
 def _row_list(table_ptr, rank, columns, SPLIT: tl.constexpr):
-    """Of the tile of queries of this rank: its number, its block, and its line of the table. A block has SPLIT
-    tiles."""
+    """(tile, block, line): the index of the tile of queries with this rank, its block, and its line of the table. A
+    block has SPLIT tiles."""
     block = tl.load(table_ptr + rank // SPLIT * (HEADER + columns) + 2)
     return block * SPLIT + rank % SPLIT, block, table_ptr + block * (HEADER + columns)
 
 
 @triton.jit
 def _block_of_step(list_ptr, step, last, SPLIT: tl.constexpr):
-    """The block of a step in a list of which the numbers below `last` are gone over. Asked for a step ahead: where a
-    tile's address depends on a load of the same step, fewer tiles are in flight. There may be no such step."""
+    """The block of a step, in a list whose entries below `last` are processed. Loaded one step ahead: where a tile's
+    address depends on a load of the same step, fewer tiles are in flight. Clamped, as there may be no next step."""
     return tl.load(list_ptr + tl.minimum(step // SPLIT, last - 1))
 
 
@@ -93,7 +93,7 @@ def _attend(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The online softmax over the kept blocks from number `first` up to `last`. A query sees the keys below `seen`.
+    """The online softmax over entries `first` to `last` - 1 of the list. A query sees the keys below `seen`.
 
     acc and total are sums of exp2(s·c + bias − peak)·v and of exp2(s·c + bias − peak).
     """

@@ -48,7 +48,7 @@ def _add_key_gradients(
     BLOCK_M: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What the first `count` blocks of queries of a list give to dk and dv of the keys in `key`.
+    """What the first `count` blocks of queries of a list contribute to dk and dv of the keys in `key`.
 
     Registers are the limit: dk, dv and the two tiles of scores take up all that there are. So under a causal mask
     every tile is masked (a loop for the diagonal and one for the rest have two sets of addresses), and what does not
@@ -63,7 +63,7 @@ def _add_key_gradients(
         wide = start.to(tl.int64)
         q = _load_rows(q_ptr + wide * stride_qm, row, cols, stride_qm, queries - start, dim, not EVEN_M, EVEN_D)
         if PRECISION == "ieee":
-            # As in the forward, so that both round alike: p would else be off by the last bit of a score.
+            # As in the forward, so that both round alike: else p would differ by the last bit of a score.
             s = tl.trans(tl.dot(q, tl.trans(k), input_precision=PRECISION))
         else:
             s = tl.dot(k, tl.trans(q), input_precision=PRECISION)

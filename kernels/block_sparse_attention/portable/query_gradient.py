@@ -47,7 +47,7 @@ def _add_query_gradient(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What the kept blocks from number `first` up to `last` give to dq. A query sees the keys below `seen`."""
+    """What entries `first` to `last` - 1 of the list contribute to dq. A query sees the keys below `seen`."""
     cols = tl.arange(0, q.shape[1])
     row = tl.arange(0, BLOCK_N)
     SPLIT: tl.constexpr = BLOCK // BLOCK_N
@@ -72,7 +72,7 @@ def _add_query_gradient(
         dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
         ds = p * (dp - delta[:, None])
         if dbias_ptr is not None:
-            # A block's parts come one after the other; the last store stays.
+            # Each tile of a block stores the sum so far; the last store is the result.
             share = tl.where(step % SPLIT == 0, 0.0, share) + tl.sum(tl.sum(ds, 1), 0)
             tl.store(dbias_ptr + block, share)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)

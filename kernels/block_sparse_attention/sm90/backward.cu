@@ -1,19 +1,19 @@
-// The backward of attention over kept blocks of 128 x 128 on Hopper: probabilities are computed once, five products.
+// Block-sparse attention backward for Hopper (sm_90a), blocks of 128 x 128: one pass, five matrix products.
 //
 //   delta = rowsum(dout * out) - dlse    p = exp(scale * q k^T - lse)     ds = p * (dout v^T - delta)
 //   dv = p^T dout                        dk = scale * ds^T q              dq = scale * ds k
 //
-// Three kernels: preprocess (`_prepare`: delta, lse in base 2, zeros in dq's fp32 sum), the main one, and postprocess
-// (`_finish`: dq = scale * sum).
+// Three kernels: preprocess (delta, lse to base 2, zeros for the fp32 sum of dq), the main one, and postprocess
+// (dq = scale * sum).
 //
-// The main one: a CTA owns the 128 keys of a column of the mask and goes over the blocks of queries in that column's
-// list, of each query head that shares the keys, 128 (D = 64) or 64 (D = 128) queries at a time. One thread, the
-// producer, reads the lists, loads by TMA and passes the two warp groups of consumers the number of their tile. These
-// own 64 keys each: dk and dv stay in their registers.
-//   S^T = K Q^T and dP^T = V dO^T have the keys as rows. So P^T and dS^T come out as the register operand of
-//   dV += P^T dO and dK += dS^T Q; dS alone goes through shared memory, for dQ = dS K, which needs both groups' keys.
-//   A group computes dQ of 64 queries x 64 columns, and each of its warps adds an eighth of the tile to the fp32 sum in
-//   the order of its registers, which postprocess knows.
+// Main kernel: a CTA owns the 128 keys of a column of the mask. It loops over the blocks of queries in that column's
+// list, for each query head of the KV head, in tiles of 128 (D = 64) or 64 (D = 128) queries. One thread, the producer,
+// reads the lists, loads by TMA, and passes the index of each tile to the two consumer warp groups. Each of these owns
+// 64 keys: their dk and dv stay in registers.
+//   S^T = K Q^T and dP^T = V dO^T have keys as rows, so that P^T and dS^T are A operands in registers for
+//   dV += P^T dO and dK += dS^T Q. Only dS goes through shared memory, for dQ = dS K: it sums over both groups' keys.
+//   A group computes dQ of 64 queries x 64 columns. Each of its warps adds its eighth of the tile to the fp32 sum by a
+//   bulk reduction, in the order of accumulator fragments, which postprocess undoes.
 //
 // A tile of 128 x 128 x 64 or 64 x 128 x 128 (10 * 2^20 FLOP) in clocks of one SM:
 //                                      D = 64   D = 128
@@ -21,18 +21,18 @@
 //   shared memory, 128 B/clk              3072      3072   operands of wgmma, dS, TMA, lse, delta; dq in and out
 //   exponentials, 16/clk                  1024       512
 //   instructions, 4/clk                  ~1000      ~900
-// So none may wait for the others: the two groups alternate (ping-pong). dQ of a tile is computed one tile later, when
-// the other group's dS has long arrived, with two buffers of dS; and the next S is issued before the exponentials of
-// anything. A column of which 6 of 64 blocks are kept is 12 tiles at D = 128; its prologue and epilogue, which nothing
-// overlaps, count there: hence the number of the next block is loaded a block ahead.
+// All four must overlap: the two groups alternate (ping-pong). dQ of a tile is computed one tile later, so that no
+// group waits for the other's dS, which has two buffers; and the next S is issued before the exponentials. A column
+// with 6 of 64 blocks kept has 12 tiles at D = 128, and its prologue and epilogue, which overlap nothing, are a large
+// part: so block indices are loaded one block ahead.
 //
 // The order in which CTAs add to dq is not fixed: dq is not deterministic; dk and dv are.
 //
-// Barriers, with their arrivals per phase. Arrivals on empty ones and on dS come from one lane of each warp.
+// mbarriers, with their arrivals per phase. One lane of each warp arrives on the empty ones and on those of dS.
 //   k_full 1, v_full 1                  the CTA's keys and values, once
-//   q_full[s] 1, q_empty[s] 8           queries with their lse, and the number of the tile; do_full, do_empty: dout
+//   q_full[s] 1, q_empty[s] 8           queries with their lse, and the index of the tile; do_full, do_empty: dout
 //                                       with delta
-//   ds_full[b] 8, ds_empty[b] 8         dS of both groups, alternately
+//   ds_full[b] 8, ds_empty[b] 8         dS of both groups, double-buffered
 // Named barriers: KEYS_DONE, ROWS_WRITTEN + group; PING_PONG + group: the group may issue its products of a tile.
 //
 // Defined by the launcher: HEAD_DIM (64, 128), IS_CAUSAL, FP16.
@@ -51,21 +51,21 @@ constexpr bool CAUSAL = IS_CAUSAL;
 constexpr int BM = D == 64 ? 128 : 64;  // queries of a tile: S and dP need BM registers beside dk's and dv's D
 constexpr int BN = 128;                 // keys of a CTA, and queries of a block of the mask
 constexpr int SPLIT = BN / BM;          // tiles of a block
-constexpr int SLABS = D / 64;           // a row of 64 columns is the 128 bytes that TMA and wgmma swizzle
-constexpr int HEADER = 3;               // count, whole and order stand before the blocks of a line of the table
-#define V_IN_REGISTERS (HEAD_DIM == 64)  // where there is room: it is read once
+constexpr int SLABS = D / 64;           // 64 columns are a row of the 128-byte swizzle
+constexpr int HEADER = 3;               // a line of the table: count, whole, order, then blocks (index.py)
+#define V_IN_REGISTERS (HEAD_DIM == 64)  // where registers allow: V is then read from shared memory once
 constexpr int Q_STAGES = 3, DO_STAGES = 2;
 constexpr int CONSUMER_WARPS = 8, PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 constexpr int KEYS_DONE = 1, ROWS_WRITTEN = 2, PING_PONG = 4;  // named barriers; the last two have one for each group
-constexpr int PIECE = BM * D / CONSUMER_WARPS;                  // values of dq that one warp makes of one tile
-constexpr u32 PIECE_BYTES = PIECE * 4;
+constexpr int FRAGMENT = BM * D / CONSUMER_WARPS;               // elements of a tile's dq that one warp has
+constexpr u32 FRAGMENT_BYTES = FRAGMENT * 4;
 
 constexpr u32 Q_SLAB = BM * 128, K_SLAB = BN * 128;
 constexpr u32 Q_BYTES = SLABS * Q_SLAB, K_BYTES = SLABS * K_SLAB, DS_BYTES = 2 * BM * 128;
 constexpr u32 K_AT = 0, V_AT = K_AT + K_BYTES, Q_AT = V_AT + K_BYTES, DO_AT = Q_AT + Q_STAGES * Q_BYTES;
 constexpr u32 DS_AT = DO_AT + DO_STAGES * Q_BYTES, DQ_AT = DS_AT + 2 * DS_BYTES;
-constexpr u32 LSE_AT = DQ_AT + CONSUMER_WARPS * PIECE_BYTES, DELTA_AT = LSE_AT + Q_STAGES * BM * 4;
-constexpr u32 TILE_AT = DELTA_AT + DO_STAGES * BM * 4;  // of each stage of queries the tile's first, and its place
+constexpr u32 LSE_AT = DQ_AT + CONSUMER_WARPS * FRAGMENT_BYTES, DELTA_AT = LSE_AT + Q_STAGES * BM * 4;
+constexpr u32 TILE_AT = DELTA_AT + DO_STAGES * BM * 4;  // of each stage of queries: the tile's first query, its index
 constexpr u32 K_FULL = TILE_AT + 8 * Q_STAGES, V_FULL = K_FULL + 8, Q_FULL = V_FULL + 8;
 constexpr u32 Q_EMPTY = Q_FULL + 8 * Q_STAGES, DO_FULL = Q_EMPTY + 8 * Q_STAGES, DO_EMPTY = DO_FULL + 8 * DO_STAGES;
 constexpr u32 DS_FULL = DO_EMPTY + 8 * DO_STAGES, DS_EMPTY = DS_FULL + 16, SHARED_END = DS_EMPTY + 16;
@@ -73,7 +73,7 @@ static_assert(D == 64 || D == 128, "tiles of 128 x 128 x 64 and 64 x 128 x 128")
 static_assert(SHARED_END + 1024 <= 232448, "a CTA has 227 KB of shared memory, and 1 KB goes to the alignment");
 
 struct Problem {
-    float* dq_sum;       // [B * Hq, m_tiles, BM * D], in the order that the consumers' registers have
+    float* dq_sum;       // [B * Hq, m_tiles, BM * D], in the order of the consumers' accumulator fragments
     const float* lse2;   // [B * Hq, m_tiles * BM], log2(e) * lse; +inf where a query sees nothing or does not exist
     const float* delta;  // the same shape; 0 there
     const int* table;    // the lines of the columns of the mask
@@ -90,8 +90,8 @@ struct Work {
     const int* line;  // of the first of these heads
 
     DEVICE explicit Work(const Problem& p) {
-        // The `early` longest columns of every head, for the list of a global block may be much longer than all others.
-        // Then sections of heads whose queries, gradients and sums fit L2; in each, the longest lists first.
+        // First the `early` longest columns of every head: the list of a global block may be much longer than others.
+        // Then sections of heads whose queries, gradients and sums fit L2; within a section the longest lists first.
         int index = blockIdx.x, first = 0, heads = p.all_kv_heads, before = 0;
         if (index >= p.early * heads) {
             index -= p.early * heads, before = p.early;
@@ -106,7 +106,7 @@ struct Work {
         line = table + block * width;
         int kept = 0;
         for (int g = 0; g < p.group; g++) kept += line[g * p.table_head];
-        // Warp-uniform, and the compiler must know it: uniform registers are not scarce.
+        // Shuffles make these warp-uniform for the compiler, which then keeps them in uniform registers.
         first_key = __shfl_sync(~0u, block, 0) * BN, tiles = __shfl_sync(~0u, kept, 0) * SPLIT;
     }
 };
@@ -141,7 +141,7 @@ DEVICE void produce(const TensorMap& q_map, const TensorMap& do_map, const Tenso
 #pragma unroll 1
         for (int step = 0; step < count * SPLIT; step++) {
             const int m = block * SPLIT + step % SPLIT, row = m * BM;
-            // Loaded a block ahead: where a tile's address depends on a load that has just begun, its own begins late.
+            // Loaded one block ahead: the address of a tile depends on it, so its latency would delay the tile's load.
             if (step % SPLIT == SPLIT - 1) block = line[HEADER + min(step / SPLIT + 1, count - 1)];
             const int place = (w.batch * p.kv_heads * p.group + head) * m_tiles + m;
             const long long at = (long long)place * BM;
@@ -170,7 +170,7 @@ DEVICE void produce(const TensorMap& q_map, const TensorMap& do_map, const Tenso
 
 #include "backward_tile.cuh"
 
-// dv and dk of a group lie where its values and keys did, and TMA leaves out the rows that do not exist.
+// Stores dv and dk of a group by TMA, which omits rows past the last key, from the shared memory of its V and K.
 DEVICE void write_keys(const TensorMap& dk_map, const TensorMap& dv_map, const Work& w, int wg, u32 base) {
     fence_async();
     named_sync(ROWS_WRITTEN + wg, 128);
@@ -184,7 +184,7 @@ DEVICE void write_keys(const TensorMap& dk_map, const TensorMap& dv_map, const W
     }
     if (threadIdx.x % 32 == 0) bulk_wait();
 }
-// Those of keys that no query keeps.
+// dv and dk of keys that no query keeps.
 DEVICE void write_zeros(const TensorMap& dk_map, const TensorMap& dv_map, const Work& w, int wg, u32 base) {
     for (int i = threadIdx.x % 128; i < 64 * 128 / 16; i += 128)
         for (int slab = 0; slab < 2 * SLABS; slab++)  // those of K, then those of V
@@ -198,12 +198,13 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
     if (w.tiles == 0) return write_zeros(dk_map, dv_map, w, wg, base);
     const u32 k_rows = base + K_AT + wg * 64 * 128, v_rows = base + V_AT + wg * 64 * 128;
     const u32 pairs = lane % 4 * 8;
-    // dS is kept as [group][query][64 keys]: matrix i of a transposed store is keys 8 (i % 2) .., queries 8 (i / 2) ..
+    // dS in shared memory is [group][query][64 keys]. Matrix i of a transposing stmatrix has keys 8 (i % 2) ... and
+    // queries 8 (i / 2) ...
     const u32 ds_store = base + DS_AT + wg * (BM * 128) + (lane / 16 * 8 + lane % 8) * 128 +
                          (((2 * warp + lane / 8 % 2) ^ (lane % 8)) * 16);
     const u32 ds_rows = base + DS_AT + (D == 64 ? wg * 64 * 128 : 0);
     const u32 dq_keys = base + K_AT + (D == 64 ? 0 : wg * K_SLAB);
-    const u32 dq_piece = base + DQ_AT + (wg * 4 + warp) * PIECE_BYTES;
+    const u32 dq_fragment = base + DQ_AT + (wg * 4 + warp) * FRAGMENT_BYTES;
     const int offset = p.keys - p.queries;
 
     float dk[D / 2], dv[D / 2], s[BM / 2], dp[BM / 2], dq[32];
@@ -213,7 +214,7 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
 
     Ring<Q_STAGES> q;
     Ring<DO_STAGES> g;
-    // Four 8x8 matrices of 16 rows x columns 16 k .. of this warp's part of a tile of keys, as the products have them.
+    // Address, for ldmatrix or stmatrix, of the four 8x8 matrices in this warp's 16 keys x columns 16 k ... 16 k + 15.
     auto matrices = [&](int k) {
         u32 row = warp * 16 + lane / 8 % 2 * 8 + lane % 8;
         return k / 4 * K_SLAB + row * 128 + (((k % 4 * 2 + lane / 16) ^ (lane % 8)) * 16);
@@ -221,8 +222,8 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
     auto release = [&](u32 bar) {
         if (lane == 0) bar_arrive(base + bar);
     };
-    // What the producer stores of a tile, its first query and its number among all tiles, is read where it is needed:
-    // it would take registers. After the shuffle every lane has read it.
+    // The tile's first query and its index among all tiles, which the producer has stored, are read where they are
+    // needed, to save registers. The shuffle also orders every lane's read before what follows.
     auto place = [&] { return __shfl_sync(~0u, load_one(base + TILE_AT + 8 * q.slot + 4), 0); };
     auto hide = [&] {
         const int first_query = CAUSAL ? load_one(base + TILE_AT + 8 * q.slot) : 0;
@@ -235,7 +236,7 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
             mask(s, limit0 - pair, limit1 - pair);
         }
     };
-    // S done: the probabilities, while dP is under way; then dS, kept in registers and written for both groups.
+    // Once S is complete: probabilities, overlapped with the product dP. Then dS, in registers and in shared memory.
     auto softmax = [&](int t) {
         wgmma_wait<1>();
         pin(s);
@@ -253,17 +254,17 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
         __syncwarp();
         release(DS_FULL + (t & 1) * 8);
     };
-    // One warp's piece of dq, 16 queries x 64 columns.
+    // Adds one warp's dq, 16 queries x 64 columns, to the fp32 sum. `real`: there is one.
     auto add_dq = [&](int place, bool real) {
-        float* to = p.dq_sum + (long long)place * (BM * D) + (wg * 4 + warp) * PIECE;
+        float* to = p.dq_sum + (long long)place * (BM * D) + (wg * 4 + warp) * FRAGMENT;
         if (lane == 0) bulk_wait_read();
         __syncwarp();
 #pragma unroll
         for (int j = 0; j < 8; j++)
-            store_four(dq_piece + j * 512 + lane * 16, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+            store_four(dq_fragment + j * 512 + lane * 16, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
         fence_async();
         __syncwarp();
-        if (lane == 0 && real) reduce_bulk(to, dq_piece, PIECE_BYTES), bulk_commit();
+        if (lane == 0 && real) reduce_bulk(to, dq_fragment, FRAGMENT_BYTES), bulk_commit();
     };
     auto add_to_dv = [&] { gradient(dv, pt, (base + DO_AT + g.slot * Q_BYTES) / 16); };
     auto add_to_dk = [&] { gradient(dk, dst, (base + Q_AT + q.slot * Q_BYTES) / 16); };
@@ -291,7 +292,8 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
     softmax(0);
     if (wg == 1 && w.tiles > 1) named_arrive(PING_PONG, 256);
     int at_before = 0;
-    // Tile t is in registers as pt and dst. Nothing is in flight where the loop closes. In flight, oldest first:
+    // Tile t is in registers as pt and dst. No wgmma is in flight at the end of an iteration. Groups in flight, oldest
+    // first:
     //   dV | dV dK dQ | dK dQ | dK dQ S | dQ S | S | S dP
     for (int t = 0; t + 1 < w.tiles; t++) {
         named_sync(PING_PONG + wg, 256);
@@ -299,7 +301,7 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
         wgmma_fence();
         add_to_dv();
         add_to_dk();
-        multiply_ds(t - 1);  // before tile 0 it is open: dq of nothing is computed there and thrown away
+        multiply_ds(t - 1);  // for t = 0 the buffer is not initialised, and add_dq discards the result
         u32 old_q = q.slot;
         const int at = place();
         q.next();
@@ -336,7 +338,7 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
     pin(dq);
     add_dq(place(), true);
 
-    named_sync(KEYS_DONE, 256);  // both groups are done with K and V: dk and dv take their places
+    named_sync(KEYS_DONE, 256);  // both groups have read K and V: dk and dv reuse their shared memory
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
         u32 to = matrices(k);
@@ -367,10 +369,10 @@ block_sparse_attention_cuda_bwd(const __grid_constant__ TensorMap q_map, const _
     __syncthreads();
     const Work w(p);
     if (threadIdx.x < 128) {
-        give_registers<PRODUCER_REGISTERS>();
+        dec_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x == 0) produce(q_map, do_map, k_map, v_map, p, w, base);
     } else {
-        take_registers<CONSUMER_REGISTERS>();
+        inc_registers<CONSUMER_REGISTERS>();
         consume(dk_map, dv_map, p, w, base);
     }
 }

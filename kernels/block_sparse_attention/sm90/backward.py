@@ -1,10 +1,10 @@
 """The backward for Hopper in CUDA C++ (backward.cu): which problems it takes, and its launches.
 
-One pass over the kept blocks computes dQ, dK and dV, five products of 2·D a kept pair. Three launches: preprocess
-computes what the main kernel needs of each query, the main kernel follows, and postprocess casts dQ.
+One pass over the kept blocks computes dQ, dK and dV by five products of 2·D FLOPs a kept pair. Three launches:
+preprocess (delta, lse to base 2, zeros for dQ), the main kernel, and postprocess, which casts dQ.
 
-Memory beside the results: fp32 dQ, 4·D bytes a query and head, and 8 bytes a query and head.
-CTAs add to that dQ in no fixed order: dQ is not the same bit for bit in each run; dK and dV are.
+Workspace: fp32 dQ, 4·D bytes a query and head, and 8 bytes a query and head for lse and delta.
+CTAs add to that dQ in no fixed order: dQ is not deterministic; dK and dV are.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from .cuda_driver import address, tensor_map
 from .forward import cuda_unsupported_reason
 
 BLOCK = 128  # queries and keys of a block of the mask; a CTA has the keys of one
-GROUP_KEYS = 64  # of a warp group, and of a box in which keys are read and their gradients written
-HELPER_ROWS = 64  # of a CTA of the other kernels; as in the source
-SHARED_BYTES = 227 * 1024  # all that a CTA can have: two CTAs never fit
-NAMES = tuple(f"block_sparse_attention_cuda_bwd{part}" for part in ("", "_prepare", "_finish"))
+GROUP_KEYS = 64  # of a warp group, and of a TMA box of keys or of their gradients
+HELPER_ROWS = 64  # queries of a CTA of preprocess and postprocess; as in the source
+SHARED_BYTES = 227 * 1024  # the most that a CTA can have: one CTA an SM
+NAMES = tuple(f"block_sparse_attention_cuda_bwd{part}" for part in ("", "_preprocess", "_postprocess"))
 
 _ROWS = "(Pqqq)"  # address and strides, in elements, of a [B, H, S, D] tensor
 # Six tensor maps and backward.cu's Problem: four addresses, the table's strides, nine integers, two floats.
@@ -55,7 +55,7 @@ def cuda_bwd_plan(
     expanded = any(unexpanded(x) is not x for x in read)
     q, k, v, out, dout = map(unexpanded, read)
     device, padded = q.device, problem.rows * BLOCK
-    # In one piece and in numbers of 4 bytes: the sums of dQ, then lse2 and delta of each query.
+    # One workspace, offsets in units of 4 bytes: fp32 dQ, then lse2 and delta of each query.
     rows = problem.all_heads * padded
     lse2_at, delta_at, room = rows * problem.dim, rows * (problem.dim + 1), rows * (problem.dim + 2)
     preprocess, main, postprocess = _launches(problem, rows // HELPER_ROWS)
@@ -106,7 +106,7 @@ def cuda_bwd_plan(
 
 
 def _launches(problem: Problem, helpers: int) -> tuple[cuda_driver.Launch, cuda_driver.Launch, cuda_driver.Launch]:
-    """In their order; `helpers` are the CTAs of the first and the last."""
+    """(preprocess, main, postprocess); `helpers`: CTAs of the first and the last."""
     device = problem.q.device.index
     defines = (
         f"HEAD_DIM={problem.dim}",

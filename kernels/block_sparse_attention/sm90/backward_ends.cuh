@@ -1,4 +1,4 @@
-// Preprocess and postprocess of backward.cu, which includes this: memory-bound, a few bytes a query.
+// The preprocess and postprocess kernels of the backward, both memory-bound. Included by backward.cu.
 #pragma once
 
 struct Rows { const void* at; long long batch, head, row; };  // strides in elements
@@ -8,7 +8,7 @@ DEVICE const Uint4* chunk(const Rows& x, int batch, int head, int row, int colum
 }
 
 constexpr int HELPER_ROWS = 64;  // of a CTA of 256 threads; 16 bytes a thread
-constexpr int ACROSS = D / 8;    // such pieces of a row
+constexpr int ACROSS = D / 8;    // threads of a row
 constexpr float LOG2_E = 1.4426950408889634f;
 
 DEVICE float dot(const Uint4& a, const Uint4& b) {
@@ -22,10 +22,11 @@ DEVICE float dot(const Uint4& a, const Uint4& b) {
     return sum;
 }
 
-// lse, dlse: [B * heads, queries]; dlse may be null. Writes lse2 and delta and zeros the same rows of dq's sum.
+// lse, dlse: [B * heads, queries]; dlse may be null. Writes lse2 and delta, and zeros the same rows of the fp32 dq.
 extern "C" __global__ void __launch_bounds__(256)
-block_sparse_attention_cuda_bwd_prepare(const Rows out, const Rows dout, const float* lse, const float* dlse,
-                                        float* lse2, float* delta, float* dq_sum, int queries, int padded, int heads) {
+block_sparse_attention_cuda_bwd_preprocess(const Rows out, const Rows dout, const float* lse, const float* dlse,
+                                           float* lse2, float* delta, float* dq_sum, int queries, int padded,
+                                           int heads) {
     constexpr int AT_ONCE = 256 / ACROSS, PASSES = HELPER_ROWS / AT_ONCE;
     int tiles = padded / HELPER_ROWS, all = blockIdx.x / tiles, start = blockIdx.x % tiles * HELPER_ROWS;
     int batch = all / heads, head = all % heads, column = threadIdx.x % ACROSS * 8;
@@ -56,11 +57,12 @@ block_sparse_attention_cuda_bwd_prepare(const Rows out, const Rows dout, const f
     }
 }
 
-// dq = scale * its sum. Sums lie in pieces of 16 rows, each as [column / 8][row % 8][column % 8 / 2][4]: of the last
-// four, two columns of the row and two of the row 8 rows on. A thread casts 8 columns of both rows.
+// dq = scale * its fp32 sum. The sum is stored in the order of accumulator fragments, for each 16 rows and 64 columns
+// [column / 8][row % 8][column % 8 / 2][4]: of the last 4, two columns of a row and two of the row 8 below it. A thread
+// casts 8 columns of both rows.
 extern "C" __global__ void __launch_bounds__(256)
-block_sparse_attention_cuda_bwd_finish(const Rows dq, const float* dq_sum, int queries, int padded, int heads,
-                                       float scale) {
+block_sparse_attention_cuda_bwd_postprocess(const Rows dq, const float* dq_sum, int queries, int padded, int heads,
+                                            float scale) {
     int tiles = padded / HELPER_ROWS, all = blockIdx.x / tiles, start = blockIdx.x % tiles * HELPER_ROWS;
     int batch = all / heads, head = all % heads;
     const float* tile = dq_sum + ((long long)all * padded + start / BM * BM) * D;
@@ -69,7 +71,7 @@ block_sparse_attention_cuda_bwd_finish(const Rows dq, const float* dq_sum, int q
         int unit = i * 256 + threadIdx.x, j = unit % ACROSS, pair = unit / ACROSS;
         int row = start + pair / 8 * 16 + pair % 8;
         const Float4* from =
-            (const Float4*)(tile + (j / 8 * 4 + row % BM / 16) * PIECE + j % 8 * 128 + row % 8 * 16);
+            (const Float4*)(tile + (j / 8 * 4 + row % BM / 16) * FRAGMENT + j % 8 * 128 + row % 8 * 16);
         u32 upper[4], lower[4];
 #pragma unroll
         for (int t = 0; t < 4; t++) {

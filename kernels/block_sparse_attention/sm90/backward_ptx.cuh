@@ -1,4 +1,4 @@
-// The PTX of backward.cu beside what all have: reductions, matrices between registers and shared memory, products.
+// PTX of backward.cu beyond the shared headers: bulk reductions, ldmatrix and stmatrix, wgmma instructions.
 #pragma once
 
 #include "mbarrier.cuh"
@@ -25,9 +25,9 @@ DEVICE void named_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 DEVICE void fence_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-template <int COUNT> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
-template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
-// Read where it stands, at each call.
+template <int COUNT> DEVICE void dec_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+template <int COUNT> DEVICE void inc_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+// Volatile: read at each call, never hoisted.
 DEVICE int lane_number() {
     int lane;
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
@@ -66,7 +66,7 @@ DEVICE Float2 shared_pair(u32 at) {
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(y.x), "=f"(y.y) : "r"(at));
     return y;
 }
-// Two numbers that the producer passes to the consumers.
+// The producer passes two integers to the consumers.
 DEVICE void store_pair(u32 at, int x, int y) {
     asm volatile("st.shared.v2.s32 [%0], {%1, %2};" ::"r"(at), "r"(x), "r"(y) : "memory");
 }
@@ -93,9 +93,9 @@ DEVICE void store_transposed(u32 at, u32 a, u32 b, u32 c, u32 d) {
 
 // --------------------------------------------------------------------------------------------- wgmma
 
-// Descriptors of tiles in rows of 128 swizzled bytes; groups of 8 rows lie 1024 bytes apart. Where the rows are the
-// operand's inner dimension (`across`), its outer one goes on in the next slab, `slab` bytes on.
-// `at` counts 16 bytes, as all addresses of operands below.
+// Matrix descriptors of tiles with 128-byte swizzle; groups of 8 rows are 1024 bytes apart. `along`: a K-major operand.
+// `across`: an MN-major one, whose columns beyond 64 continue in the next slab, `slab` bytes on.
+// `at`, as all addresses of operands below, is in units of 16 bytes.
 DEVICE u64 descriptor(u32 low) {
     u64 y;
     asm("mov.b64 %0, {%1, %2};" : "=l"(y) : "r"(low), "n"((1 << 30) | 64));
@@ -116,7 +116,7 @@ DEVICE u64 across(u32 at) { return descriptor(at + ((slab >> 4) << 16)); }
     "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define MMA(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " "
 
-// c (64 x 2 * count) = or += a b^T, both from shared memory; across_b: b's rows are the inner dimension.
+// c (64 x 64 or 128) = a b^T, or c + a b^T if `add`; both from shared memory. across_b: b is MN-major.
 template <int across_b>
 DEVICE void mma(float (&c)[32], u64 a, u64 b, int add) {
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0;\n" MMA(64) D32 "}, %32, %33, p, 1, 1, 0, %35; }"

@@ -1,12 +1,12 @@
-// What a warp group of backward.cu, which includes this, computes of a tile: the products, and the softmax between.
+// The products of a tile, and the softmax between them, by one warp group. Included by backward.cu.
 #pragma once
 
-// A loop's products have few addresses that change; the compiler would keep all the others in registers that it lacks.
-DEVICE void anew(u32& at) { asm volatile("" : "+r"(at)); }
+// Most operand addresses are loop-invariant. This hides that, as the compiler would hoist them all and spill.
+DEVICE void no_hoist(u32& at) { asm volatile("" : "+r"(at)); }
 
 // S^T or dP^T of 64 keys x BM queries; `rows` and `columns` in shared memory.
 DEVICE void scores(float (&c)[BM / 2], u32 rows, u32 columns) {
-    anew(rows);
+    no_hoist(rows);
 #pragma unroll
     for (int k = 0; k < D / 16; k++)
         mma<0>(c, along(rows + k / 4 * (K_SLAB / 16) + k % 4 * 2), along(columns + k / 4 * (Q_SLAB / 16) + k % 4 * 2),
@@ -30,14 +30,15 @@ DEVICE void gradient(float (&c)[D / 2], const u32 (&a)[BM / 4], u32 columns) {
 }
 // dQ = dS K of 64 queries x 64 columns, over all 128 keys.
 DEVICE void query_gradient(float (&c)[32], u32 ds, u32 keys) {
-    anew(keys);
+    no_hoist(keys);
 #pragma unroll
     for (int k = 0; k < BN / 16; k++)
         mma<1>(c, along(ds + k / 4 * (BM * 8) + k % 4 * 2), across<K_SLAB>(keys + k * 128), k != 0);
     wgmma_commit();
 }
 
-// Two keys' bounds: query column c of the tile sees key `row` when c >= limit.
+// A thread has scores of two keys (rows). Query (column) c of the tile sees the first if c >= limit0, the second if
+// c >= limit1; both counted from this thread's first column.
 DEVICE void mask(float (&s)[BM / 2], int limit0, int limit1) {
 #pragma unroll
     for (int j = 0; j < BM / 8; j++)

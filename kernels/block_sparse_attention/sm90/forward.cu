@@ -6,36 +6,37 @@
 //   D =  64   tensor  512   exp2 512   issue about 270
 // A tile is one row of the mask: BLOCK queries, which read 2 * BLOCK * D * 2 bytes for each kept block of keys. With
 // BLOCK = 128 and D = 128 that is 64 KB in 2048 cycles of tensor cores, 32 bytes a cycle from L2; with BLOCK = 64 it is
-// 64 bytes a cycle, about all that L2 gives.
-// With 10 % of 64 blocks kept a tile has 6 steps, of which the first product of scores and the last of values are not
-// overlapped with a softmax. So the queries of a tile, and its line of the table, are loaded during the tile before.
+// 64 bytes a cycle, about L2's bandwidth.
+// With 10 % of 64 blocks kept, the main loop of a tile has 6 steps. The first product of scores and the last of values
+// are not overlapped with a softmax. So the queries of a tile, and its list, are loaded during the tile before.
 //
-// A team is a producer and one warp group for each 64 query rows, its consumers. It is persistent, and a counter gives
-// it tiles. A CTA has as many TEAMS, which share nothing, as there are registers for: two to four warp groups of
-// consumers hide each other's latencies. The producer, one thread, finds the tile's list, fills rings of key and value
-// blocks with what the list names, from its end to its beginning, and passes the consumers what they need: of a tile
-// head, row of the mask, number of steps and how many of these need no mask; of a step its first key and the bias of
-// its block. Consumers never read the table.
-//  - A step is BLOCK_N keys, a whole block or half of one. Blocks that the diagonal or the last key cuts stand at the
-//    end of a list, because it ascends: so the first steps are those that need a mask.
-//  - A row of the mask that keeps nothing has no step: its consumers write 0 and -inf, and no ring advances.
-//  - Tiles come in the table's order, the longest lists of a few heads first, as many heads as have their keys and
-//    values in L2.
+// A team is an independent pipeline: a producer, and one consumer warp group for each 64 query rows of a block. A CTA
+// has TEAMS teams, as many as registers allow; they share no data, and two to four consumers hide each other's
+// latencies. CTAs are persistent, and each team takes tiles from the tile scheduler's counter. The producer, one
+// thread, reads the tile's list and loads the key and value blocks that it names, from its end to its beginning, into
+// circular buffers of STAGES stages. Through shared memory it passes the consumers of each tile the head, the row of
+// the mask, the number of steps and how many of these need no mask; of each step its first key and the bias of its
+// block. Consumers never read the table.
+//  - A step is BLOCK_N keys: a block, or half of one. A list is in ascending order, so the blocks that the diagonal or
+//    the last key cuts are at its end: the first steps are those that need a mask.
+//  - A row of the mask that keeps nothing has no step: its consumers write 0 and -inf, and no stage is used.
+//  - Heads are scheduled in sections of as many as have their keys and values in L2; within a section the longest lists
+//    come first.
 //
-// A consumer issues the product of queries and keys of one step and that of probabilities and values of the step before
-// together, and overlaps the softmax of the one with the other (Shah et al. 2024, FlashAttention-3, arXiv:2407.08608,
-// sections 3.1, 3.2). Scores, probabilities and accumulator stay in registers.
-//  - A row's maximum is kept while no score rises above it by more than SLACK (in powers of 2): probabilities up to
-//    2^SLACK do as well as those up to 1, and neither accumulator nor sum needs rescaling (one vote of the warp).
-//  - To see whether a score rises, scores are compared as integers, three at a time: with 0 among them, the largest
-//    integer is that of the largest float, or 0 if all are negative, which can only make the test stricter. NaN with a
-//    positive sign is the largest of all and fails the test; one with a negative sign reaches the sum in any case.
-//  - The bias of a block is the same for all of its scores: it is taken from the maximum and from the test's bound.
+// A consumer issues the product of queries and keys of one step together with that of probabilities and values of the
+// step before, and overlaps the softmax of the first with the second (Shah et al. 2024, FlashAttention-3,
+// arXiv:2407.08608, sections 3.1, 3.2). Scores, probabilities and accumulator stay in registers.
+//  - A row's maximum is not updated while no score exceeds it by more than SLACK (a logarithm to base 2). Probabilities
+//    are then at most 2^SLACK, and neither accumulator nor sum needs rescaling. A vote of the warp decides.
+//  - The test compares the bits of scores as integers, three at a time: nonnegative floats are ordered as their bits
+//    are. With 0 among them, negative scores count as 0, which only makes the test stricter. A NaN with positive sign
+//    is the largest of all and fails the test; one with negative sign reaches the sum in any case.
+//  - The bias is the same for all scores of a block: it is subtracted from the maximum, and from the test's bound.
 //
-// Barriers, with their arrivals per phase. The n-th use of a full one waits for parity n & 1, that of an empty one for
-// the opposite, so that the first pass finds every slot empty. Arrivals on empty ones come from one lane of each warp,
-// for a wait for wgmma is each warp's own.
-//   q_full[c] 1, q_empty[c] 4                the 64 query rows of consumer c, once a tile with steps, Q_BUFFERS sets
+// mbarriers, with their arrivals per phase. The n-th wait on a full one has parity n & 1, on an empty one the opposite,
+// so that the first wait for each empty stage returns at once. One lane of each warp arrives on the empty ones, because
+// a wait for wgmma covers the own warp only.
+//   q_full[c] 1, q_empty[c] 4                the 64 query rows of consumer c, once a tile with steps; Q_BUFFERS of each
 //   k_full[s] 1, k_empty[s] 4 * CONSUMERS    a step's keys, its first key and bias; v_full, v_empty: its values
 //   tile_full 1, tile_empty 4 * CONSUMERS    the head, row and steps of a tile
 // Named barriers 1 + 2 t and 2 + 2 t: the first, or second, consumer of team t may issue its products (PING_PONG).
@@ -48,15 +49,15 @@
 constexpr int ROWS = 64;                       // of queries for each consumer: one wgmma is 64 rows high
 constexpr int CONSUMERS = BLOCK / ROWS;
 constexpr int SPLIT = BLOCK / BLOCK_N;         // steps of a block
-constexpr int PANELS = HEAD_DIM / 64;          // a row of 64 elements is the 128 bytes that TMA swizzles
+constexpr int PANELS = HEAD_DIM / 64;          // 64 elements are a row of TMA's 128-byte swizzle
 constexpr int GROUPS = CONSUMERS * TEAMS;
-constexpr int THREADS = 128 * (GROUPS + 1);    // producers are the first threads of the last group's warps
+constexpr int THREADS = 128 * (GROUPS + 1);    // producers: the first thread of each warp of the last warp group
 constexpr int Q_BYTES = ROWS * HEAD_DIM * 2;   // of one consumer
 constexpr int KV_BYTES = BLOCK_N * HEAD_DIM * 2;
 constexpr int S_REGS = BLOCK_N / 2, O_REGS = HEAD_DIM / 2, P_REGS = BLOCK_N / 4;
 constexpr int PRODUCER_REGISTERS = GROUPS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = GROUPS == 2 ? 232 : GROUPS == 3 ? 160 : 112;
-constexpr int HEADER = 3;                      // count, whole and order stand before the blocks of a line of the table
+constexpr int HEADER = 3;                      // a line of the table: count, whole, order, then blocks (index.py)
 #define NEGATIVE_INFINITY __int_as_float(0xff800000)
 static_assert(!PING_PONG || CONSUMERS == 2, "ping-pong is between two consumers");
 static_assert(GROUPS >= 2 && GROUPS <= 4, "registers for two to four groups of consumers");
@@ -64,13 +65,13 @@ static_assert(GROUPS >= 2 && GROUPS <= 4, "registers for two to four groups of c
 constexpr int K_OFFSET = Q_BUFFERS * CONSUMERS * Q_BYTES;
 constexpr int V_OFFSET = K_OFFSET + STAGES * KV_BYTES;
 constexpr int TILE_OFFSET = V_OFFSET + STAGES * KV_BYTES;  // a Tile
-constexpr int STEP_OFFSET = TILE_OFFSET + 16;              // of each stage its first key and the bias of its block
+constexpr int STEP_OFFSET = TILE_OFFSET + 16;              // of each stage: its first key and the bias of its block
 constexpr int BARRIER_OFFSET = STEP_OFFSET + 8 * STAGES;
 enum Barrier {
     Q_FULL = 0, Q_EMPTY = Q_BUFFERS * CONSUMERS, K_FULL = 2 * Q_EMPTY, K_EMPTY = K_FULL + STAGES,
     V_FULL = K_EMPTY + STAGES, V_EMPTY = V_FULL + STAGES, TILE_FULL = V_EMPTY + STAGES, TILE_EMPTY, BARRIERS
 };
-constexpr int TEAM_BYTES = (BARRIER_OFFSET + 8 * BARRIERS + 1023) / 1024 * 1024;  // as swizzled tiles are aligned
+constexpr int TEAM_BYTES = (BARRIER_OFFSET + 8 * BARRIERS + 1023) / 1024 * 1024;  // alignment of swizzled tiles
 
 struct Problem {
     float* lse;
@@ -80,19 +81,19 @@ struct Problem {
     u64 table_batch, table_head;                             // 0 where batches or heads share their lists
     const float* bias;
     u64 bias_batch, bias_head, bias_row, bias_column;
-    int* next_tile;  // a counter that starts at the number of teams, or null: tiles go in a fixed order
+    int* next_tile;  // tile scheduler's counter, initially the number of teams; null: static schedule
     float scale_log2, per_scale_log2, slack;                 // slack: SLACK in units of raw scores
     int num_tiles, rows, columns, section, heads, q_heads, group, num_q, num_keys;
 };
 
 struct Tile {
-    int head, row, steps, whole;  // head: batches counted in; whole: steps that need no mask; steps -1: no more tiles
+    int head, row, steps, whole;  // head: over all batches; whole: steps that need no mask; steps -1: no more tiles
 };
 
 DEVICE void ping_pong_wait(int group) { named_wait(1 + group); }
-DEVICE void ping_pong_pass(int group) { named_arrive(1 + (group ^ 1)); }
+DEVICE void ping_pong_arrive(int group) { named_arrive(1 + (group ^ 1)); }
 
-template <int SLOTS> struct Position {  // in a ring
+template <int SLOTS> struct Position {  // stage and phase of a circular buffer
     int slot = 0;
     u32 phase = 0;
     DEVICE void next() {
@@ -103,7 +104,7 @@ using Ring = Position<STAGES>;  // of keys, and of values
 
 // ---- Producer -----------------------------------------------------------------------------------------------------
 
-// `section` heads at a time, in these first the line of rank 0 of each head, then the second ...
+// Sections of `section` heads; within a section the longest list of each head comes first, then the second longest ...
 DEVICE Tile find_tile(const Problem& a, int index, const int*& list) {
     int first = index / (a.section * a.rows) * a.section;
     int inside = index - first * a.rows;
@@ -128,21 +129,21 @@ DEVICE float bias_of(const float* biases, u64 stride, int block) {
 DEVICE void produce(const Problem& a, const TensorMap* q_map, const TensorMap* k_map, const TensorMap* v_map,
                     int team, u32 smem) {
     const u32 bars = smem + BARRIER_OFFSET;
-    const int place = team * gridDim.x + blockIdx.x, places = TEAMS * gridDim.x;
+    const int own = team * gridDim.x + blockIdx.x, teams = TEAMS * gridDim.x;  // index of this team; number of teams
     Ring ring;
     Position<Q_BUFFERS> queries;
-    int index = place;
-    for (int round = 1;; round++) {
+    int index = own;
+    for (int wave = 1;; wave++) {
         const int* list;
         Tile tile = {0, 0, -1, 0};
         if (index < a.num_tiles) tile = find_tile(a, index, list);
-        bar_wait(bars + 8 * TILE_EMPTY, round & 1);
+        bar_wait(bars + 8 * TILE_EMPTY, wave & 1);
         store_shared4(smem + TILE_OFFSET, make_int4(tile.head, tile.row, tile.steps, tile.whole));
         bar_arrive(bars + 8 * TILE_FULL);
         if (tile.steps < 0) break;
-        // In alternating directions, which balances lists that get shorter; or by the counter.
-        index = round * places + (round % 2 ? places - 1 - place : place);
-        if (a.next_tile) index = draw(a.next_tile);  // not needed before this tile's blocks are on their way
+        // Static schedule: every second wave in reverse order, which balances lists of decreasing length.
+        index = wave * teams + (wave % 2 ? teams - 1 - own : own);
+        if (a.next_tile) index = draw(a.next_tile);  // the latency is overlapped with the loads of this tile
         if (tile.steps == 0) continue;
         const int batch = tile.head / a.q_heads, head = tile.head - batch * a.q_heads, kv_head = head / a.group;
 #pragma unroll 1
@@ -155,7 +156,7 @@ DEVICE void produce(const Problem& a, const TensorMap* q_map, const TensorMap* k
                          batch, bars + 8 * (Q_FULL + buffer));
         }
         queries.next();
-        // Numbers of blocks are loaded two steps ahead, and biases, which depend on them, one.
+        // Prefetch: block indices are loaded two steps ahead, and biases, whose addresses depend on them, one.
         const float* biases = a.bias + batch * a.bias_batch + head * a.bias_head + tile.row * a.bias_row;
         int block = list[(tile.steps - 1) / SPLIT], following = list[max(tile.steps - 2, 0) / SPLIT];
         float bias = bias_of(biases, a.bias_column, block);
@@ -201,11 +202,11 @@ DEVICE void start_values(float (&o)[O_REGS], const u32 (&p)[P_REGS], u64 v_desc)
     wgmma_commit();
 }
 
-struct Rows {  // of the two rows of a thread, row 0 and row 8 of its group of four lanes
-    float scaled[2];  // the maximum that is kept, of score times scale plus bias, in powers of 2; 0 before a first key
-    float limit[2];   // up to which raw scores without a bias need no new maximum; -inf before a first key
-    float sum[2];     // of the probabilities of this thread's own columns
-    float alpha[2];   // what the accumulator is to be multiplied with; only where update() has just said so
+struct Rows {  // state of the two rows of which a thread has elements, 8 apart
+    float scaled[2];  // row maximum of (score * scale + bias) * log2(e); 0 before the first key
+    float limit[2];   // raw scores without a bias up to this need no new maximum; -inf before the first key
+    float sum[2];     // of the probabilities of this thread's columns
+    float alpha[2];   // rescaling factor of the accumulator; valid only where update() has just returned true
 };
 
 DEVICE int max3(int a, int b, int c) { return max(max(a, b), c); }
@@ -218,7 +219,8 @@ DEVICE float quad_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Brings the maxima of the warp's 16 rows up to date where that is needed. True if the accumulator must be rescaled.
+// Updates the maxima of the warp's 16 rows if a score exceeds one by more than SLACK. True if the accumulator must be
+// rescaled; warp-uniform.
 DEVICE bool update(const float (&s)[S_REGS], Rows& rows, const Problem& a, float bias) {
     int top[4] = {0, 0, 0, 0};
 #pragma unroll
@@ -250,7 +252,7 @@ DEVICE bool update(const float (&s)[S_REGS], Rows& rows, const Problem& a, float
     return __any_sync(~0u, risen);
 }
 
-// Scores become probabilities, and are added to the sums.
+// Replaces scores by probabilities, and adds these to the row sums.
 DEVICE void exponentials(float (&s)[S_REGS], Rows& rows, const Problem& a, float bias) {
     float odd[2] = {0.0f, 0.0f}, shift[2];
 #pragma unroll
@@ -271,8 +273,8 @@ DEVICE void exponentials(float (&s)[S_REGS], Rows& rows, const Problem& a, float
     rows.sum[1] += odd[1];
 }
 
-// Scores of keys that a query does not see become -inf. first_row: of the warp. Bounds are computed here,
-// from a lane number that the compiler cannot hoist, so that steps without a mask keep none of them in registers.
+// Scores of keys that a query does not see become -inf. first_row: of the warp. The bounds are computed from a lane
+// number that the compiler cannot hoist, so that steps without a mask hold none of them in registers.
 DEVICE void mask(float (&s)[S_REGS], const Problem& a, int first_row, int first_key) {
     const int lane = lane_number();
     const int seen = CAUSAL ? first_row + lane / 4 + 1 + a.num_keys - a.num_q : a.num_keys;
@@ -285,7 +287,7 @@ DEVICE void mask(float (&s)[S_REGS], const Problem& a, int first_row, int first_
     }
 }
 
-// Queries as registers of a first operand of wgmma, for one whole tile.
+// Queries of a tile as registers of wgmma's A operand.
 DEVICE void load_queries(u32* q, u32 address, int warp, int lane) {
     int row = warp * 16 + lane % 16;
 #pragma unroll
@@ -295,7 +297,7 @@ DEVICE void load_queries(u32* q, u32 address, int warp, int lane) {
     }
 }
 
-// Lane t of a quad gives w[i], columns 8 i + 2 t and the next one, and gets columns 8 t ... 8 t + 7.
+// Transposes within a quad: lane t has columns 8 i + 2 t and 8 i + 2 t + 1 in wi, and returns columns 8 t ... 8 t + 7.
 DEVICE uint4 transpose(u32 w0, u32 w1, u32 w2, u32 w3, int t) {
     bool odd = t & 1, upper = t & 2;
     u32 x = __shfl_xor_sync(~0u, odd ? w0 : w1, 1), y = __shfl_xor_sync(~0u, odd ? w2 : w3, 1);
@@ -310,7 +312,7 @@ DEVICE unsigned short* out_of(const Problem& a, int all_head) {
     return a.out + batch * a.out_batch + (all_head - batch * a.q_heads) * a.out_head;
 }
 
-// Writes rows first_row ... first_row + 15 of out and lse, as far as they are rows of the queries.
+// Writes rows first_row ... first_row + 15 of out and lse, except those past the last query.
 DEVICE void epilogue(const float (&o)[O_REGS], const Rows& rows, const Problem& a, int all_head, int first_row,
                      int lane) {
     unsigned short* out = out_of(a, all_head);
@@ -328,45 +330,46 @@ DEVICE void epilogue(const float (&o)[O_REGS], const Rows& rows, const Problem& 
             u32 w[4];
 #pragma unroll
             for (int g = 0; g < 4; g++) w[g] = none ? 0 : pack(o[i + 4 * g] * factor, o[i + 4 * g + 1] * factor);
-            uint4 piece = transpose(w[0], w[1], w[2], w[3], lane % 4);
-            if (inside) store_global4(out + row * a.out_row + i / 4 * 8 + lane % 4 * 8, piece);
+            uint4 vector = transpose(w[0], w[1], w[2], w[3], lane % 4);
+            if (inside) store_global4(out + row * a.out_row + i / 4 * 8 + lane % 4 * 8, vector);
         }
     }
 }
 
 // The epilogue of rows that keep no block.
 DEVICE void store_empty_rows(const Problem& a, int all_head, int first_row, int lane) {
-    constexpr int PIECES = HEAD_DIM / 8;
+    constexpr int VECTORS = HEAD_DIM / 8;
     unsigned short* out = out_of(a, all_head);
-    for (int i = lane; i < 16 * PIECES; i += 32) {
-        const int row = first_row + i / PIECES;
-        if (row < a.num_q) store_global4(out + row * a.out_row + i % PIECES * 8, make_uint4(0, 0, 0, 0));
+    for (int i = lane; i < 16 * VECTORS; i += 32) {
+        const int row = first_row + i / VECTORS;
+        if (row < a.num_q) store_global4(out + row * a.out_row + i % VECTORS * 8, make_uint4(0, 0, 0, 0));
     }
     if (lane < 16 && first_row + lane < a.num_q) a.lse[(u64)all_head * a.num_q + first_row + lane] = NEGATIVE_INFINITY;
 }
 
-struct Consumer {  // what a warp knows of itself
-    u32 smem, bars;
-    int group, warp, lane;  // group: of all teams
-    bool leader;            // the lane that arrives at barriers
+struct Consumer {
+    u32 smem, bars;         // of the team
+    int group, warp, lane;  // group: index of the warp group among the consumers of all teams
+    bool leader;            // the lane that arrives on mbarriers
 };
 
-// What the producer has stored of a step, warp-uniform. After this every lane has read it.
+// A value that the producer has stored, warp-uniform. The shuffle also orders every lane's read before what follows.
 DEVICE int stored(u32 address) { return __shfl_sync(~0u, load_shared(address), 0); }
 
 DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer, const Tile& tile, int first_row) {
-    const u64 q_desc = describe(me.smem + buffer * Q_BYTES, 16);
-    const u64 k_base = describe(me.smem + K_OFFSET, 16), v_base = describe(me.smem + V_OFFSET, BLOCK_N * 128);
+    const u64 q_desc = make_descriptor(me.smem + buffer * Q_BYTES, 16);
+    const u64 k_base = make_descriptor(me.smem + K_OFFSET, 16);
+    const u64 v_base = make_descriptor(me.smem + V_OFFSET, BLOCK_N * 128);
     float s[S_REGS], o[O_REGS];
     u32 p[P_REGS], q[Q_REGISTERS ? HEAD_DIM / 4 : 1];
-    Rows rows;  // alpha has no value: one that lived from step to step would take registers
+    Rows rows;  // alpha is not initialised: a value that lives across steps would take registers
 #pragma unroll
     for (int r = 0; r < 2; r++) { rows.scaled[r] = rows.sum[r] = 0.0f; rows.limit[r] = NEGATIVE_INFINITY; }
-    if (Q_REGISTERS) {  // and the producer may fetch the next tile's
+    if (Q_REGISTERS) {  // the producer may then load the next tile's queries
         load_queries(q, me.smem + buffer * Q_BYTES, me.warp, me.lane);
         if (me.leader) bar_arrive(me.bars + 8 * (Q_EMPTY + buffer));
     }
-    // The first step: there are no values yet to multiply by probabilities. It is masked whether it needs it or not.
+    // The first step, peeled: there is no product of probabilities and values to overlap with yet. It is always masked.
     bar_wait(me.bars + 8 * (K_FULL + ring.slot), ring.phase);
     wgmma_fence();
     start_scores(s, q, q_desc, k_base + ring.slot * (KV_BYTES / 16));
@@ -385,7 +388,7 @@ DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer,
     bar_wait(me.bars + 8 * (V_FULL + ring.slot), ring.phase);
     ring.next();
     for (int step = tile.steps - 2; step >= 0; step--, ring.next()) {
-        const int slot = __shfl_sync(~0u, ring.slot, 0);  // for the compiler to know that it is warp-uniform
+        const int slot = __shfl_sync(~0u, ring.slot, 0);  // warp-uniform, for the compiler
         const int last = slot ? slot - 1 : STAGES - 1;
         bar_wait(me.bars + 8 * (K_FULL + slot), ring.phase);
         if (PING_PONG) ping_pong_wait(me.group);
@@ -394,7 +397,7 @@ DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer,
         wgmma_fence();
         start_scores(s, q, q_desc, k_base + slot * (KV_BYTES / 16));
         start_values(o, p, v_base + last * (KV_BYTES / 16));
-        if (PING_PONG) ping_pong_pass(me.group);
+        if (PING_PONG) ping_pong_arrive(me.group);
         const bool cut = (CAUSAL || SPLIT > 1) && step >= tile.whole;  // else only the first step is ever cut
         if (cut) first_key = stored(me.smem + STEP_OFFSET + 8 * slot);
         if (BIAS) bias = __int_as_float(stored(me.smem + STEP_OFFSET + 8 * slot + 4));
@@ -405,10 +408,10 @@ DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer,
         const bool rescale = update(s, rows, a, bias);
         exponentials(s, rows, a, bias);
         pin(s);
-        // Needed in the next step only. It stands here because ptxas would move the wait for the second product in
-        // front of the softmax, as no register connects the two, but moves nothing across this wait's loop. And it
-        // would move the sums after both, where nothing overlaps them: hence a parity that needs them (none is
-        // negative).
+        // These values are needed in the next step only. The wait is here to fence the compiler: ptxas would move the
+        // wait for the second product before the softmax, as no register connects the two, but moves nothing across the
+        // loop of this wait. It would also move the sums after both waits, where they overlap nothing; so the parity
+        // depends on them (sums are never negative).
         bar_wait(me.bars + 8 * (V_FULL + slot), ring.phase ^ (rows.sum[0] + rows.sum[1] < -1.0f));
         wgmma_wait<0>();
         pin(o);
@@ -440,11 +443,11 @@ DEVICE void consume(const Problem& a, int group, u32 smem) {
     const Consumer me = {smem, bars, group, (int)threadIdx.x / 32 % 4, lane, lane == 0};
     Ring ring;
     Position<Q_BUFFERS> queries;
-    if (PING_PONG && number == CONSUMERS - 1) ping_pong_pass(group);
+    if (PING_PONG && number == CONSUMERS - 1) ping_pong_arrive(group);
     for (u32 phase = 0;; phase ^= 1) {
         bar_wait(bars + 8 * TILE_FULL, phase);
         const int4 x = load_shared4(smem + TILE_OFFSET);
-        // Warp-uniform, and the compiler must know it. After this every lane has read what the producer stored.
+        // Shuffles make the tile warp-uniform for the compiler, and order every lane's read before the arrival.
         const Tile tile = {__shfl_sync(~0u, x.x, 0), __shfl_sync(~0u, x.y, 0), __shfl_sync(~0u, x.z, 0),
                            __shfl_sync(~0u, x.w, 0)};
         if (me.leader) bar_arrive(bars + 8 * TILE_EMPTY);
@@ -475,14 +478,14 @@ block_sparse_attention_cuda_fwd(const __grid_constant__ TensorMap q_map, const _
         fence_init();
     }
     __syncthreads();
-    // Warp-uniform, and the compiler must know it: descriptors then live in uniform registers.
+    // A shuffle makes it warp-uniform for the compiler, which then keeps descriptors in uniform registers.
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4;
     if (group == GROUPS) {
-        give_registers<PRODUCER_REGISTERS>();
+        dec_registers<PRODUCER_REGISTERS>();
         if (warp < TEAMS && threadIdx.x % 32 == 0)
             produce(problem, &q_map, &k_map, &v_map, warp, smem + warp * TEAM_BYTES);
     } else {
-        take_registers<CONSUMER_REGISTERS>();
+        inc_registers<CONSUMER_REGISTERS>();
         consume(problem, group, smem + group / CONSUMERS * TEAM_BYTES);
     }
 }

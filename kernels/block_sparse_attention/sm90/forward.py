@@ -12,8 +12,8 @@ from . import cuda_driver
 from .cuda_driver import address, tensor_map
 
 ROWS = 64  # of queries for each warp group: one wgmma is 64 rows high
-SLACK = 8.0  # a row's maximum is kept while no score is above it by more than this, in powers of 2
-SHORT = 16, 1024  # up to so many tiles a team and keys, tiles go in a fixed order: setting a counter is a launch
+SLACK = 8.0  # a row's maximum is not updated while no score exceeds it by more than this (logarithm to base 2)
+SHORT = 16, 1024  # up to so many tiles a team and so many keys the schedule is static: a counter needs a launch to set
 
 # Three tensor maps and forward.cu's Problem: lse, out and its strides, the table and its strides, the bias and its
 # strides, the counter, three floats, nine integers.
@@ -30,7 +30,7 @@ def cuda_unsupported_reason(problem: Problem, *others: torch.Tensor) -> str | No
         return f"it takes float16 and bfloat16, not {problem.q.dtype}"
     if problem.unit(*others) != 8:
         return "TMA wants rows, heads and batches on 16-byte boundaries"
-    # A tile's number, a key's, and the place of a number in a head's lines of the table.
+    # 32 bits hold the index of a tile, of a key, and of an element of a head's table.
     places = problem.rows * (problem.columns + 3)
     if max(problem.all_heads * problem.rows, problem.queries + problem.keys, places) >= 2**31 - 2**20:
         return "it counts tiles, keys and blocks in 32 bits"
@@ -120,7 +120,7 @@ def _defines(problem: Problem, config: configs.CudaConfig) -> tuple[str, ...]:
 
 
 def shared_bytes(dim: int, block: int, config: configs.CudaConfig) -> int:
-    """Of a CTA: for each team queries, rings of keys and values, the numbers of a tile and its steps, barriers."""
+    """Of a CTA. A team has queries, stages of keys and values, the description of a tile and its steps, mbarriers."""
     queries = block // ROWS * config.q_buffers
     numbers, barriers = 16 + 8 * config.stages, 2 * queries + 4 * config.stages + 2
     team = 2 * dim * (ROWS * queries + 2 * config.block_n * config.stages) + numbers + 8 * barriers

@@ -1,5 +1,5 @@
 // A copy of parts/sm90/mbarrier.cuh, made by `nox -s vendor`: change it there.
-// mbarriers in shared memory: a phase ends when its arrivals and the bytes that it expects are there.
+// mbarriers in shared memory. A phase completes when all its arrivals and all bytes that it expects have come.
 #pragma once
 
 #include "types.cuh"

@@ -1,5 +1,5 @@
 // A copy of parts/sm90/tma.cuh, made by `nox -s vendor`: change it there.
-// Loads of 4-D tensors by TMA; their bytes count on an mbarrier.
+// TMA loads of 4-D tensors into shared memory; an mbarrier counts their bytes.
 #pragma once
 
 #include "types.cuh"

@@ -1,0 +1,45 @@
+"""A sequence over several GPUs: torchrun --nproc-per-node 2 examples/ring_attention.py
+
+Without GPUs the processes are the CPU's, over gloo, and the kernels run in Triton's interpreter.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
+
+try:
+    from ridgeline.ring_attention import ring_attention, shard, unshard
+except ImportError:  # in a checkout
+    from kernels.ring_attention import ring_attention, shard, unshard
+
+
+def main() -> None:
+    if ON_GPU:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if ON_GPU else "gloo")
+    device, dtype = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
+    length = 65536 if ON_GPU else 48
+
+    # The same on all ranks, of which each keeps its rows; a model that reads tokens would cut these up alone.
+    torch.manual_seed(0)
+    whole = [torch.randn(1, heads, length, 64, device=device, dtype=dtype) for heads in (8, 2, 2)]
+    q, k, v = (shard(x, dim=2).requires_grad_() for x in whole)
+
+    out = ring_attention(q, k, v, causal=True)
+    out.square().sum().backward()
+
+    gathered = unshard(out, dim=2)
+    if dist.get_rank() == 0:
+        expected = torch.nn.functional.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+        error = (gathered - expected).abs().max().item()
+        print(f"{dist.get_world_size()} ranks, {tuple(out.shape)} on each: differs from one by {error:.1e}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Several GPUs of one host: a process for each ("rank"), the watch over them, the bench that they run together."""

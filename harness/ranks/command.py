@@ -1,0 +1,209 @@
+"""`bench --gpus N` and `profile --gpus N`: what the launcher does, which measures nothing itself.
+
+With enough GPUs the ranks bench the cases of that many. Without any, ranks of gloo check the small cases and the
+floors are printed; `--device cpu` times them too, in wall-clock time, into a folder of its own. Fewer GPUs than asked
+for are an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from .. import environment, options, plan, record, registry, roofline, rows
+from ..measure.timing import Budget
+from ..on_gpu import folder
+from ..reporting import tables
+from ..reporting.entries import of_several
+from ..spec import Case, KernelSpec
+from . import session
+from .launch import RanksFailed, launch
+from .session import Orders
+
+CHECK_HEAD = ("kernel", "case", "mode", "implementation", "status", "reason")
+
+Load = Callable[[], KernelSpec]
+Group = tuple[Case, str]
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """1 where a row of our own failed, or a rank did."""
+    on_gpu = arguments.device != "cpu" and torch.cuda.is_available()
+    found = torch.cuda.device_count() if on_gpu else 0
+    if on_gpu and found < arguments.gpus:
+        raise ValueError(f"--gpus {arguments.gpus}: {found} found here")
+    if not on_gpu:
+        os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the registry imports any
+    device, key = environment.target(arguments.gpu, arguments.device)
+    selections = list(_chosen(arguments, on_gpu))
+    if not on_gpu and arguments.device != "cpu":
+        return without_gpus(selections, key or "h200", arguments)
+    name = folder(device, key, arguments.gpus) if on_gpu else of_several("cpu", arguments.gpus)
+    kind = "reports" if on_gpu and not arguments.quick else ".out"
+    out = arguments.out or registry.ROOT / kind / name
+    failures = 0
+    if arguments.quick and not arguments.case:
+        selections = [replace(s, cases=s.cases[:1]) for s in selections]
+    for selection in (s for s in selections if s.cases):
+        path = out / "records" / f"{selection.spec.name}.jsonl"
+        failures += bench(partial(registry.load, selection.spec.name), selection, path, arguments, device.type)
+    print(f"records in {out / 'records'}")
+    return 1 if failures else 0
+
+
+def _chosen(arguments: argparse.Namespace, on_gpu: bool) -> Iterator[options.Selection]:
+    """The chosen part of every kernel that has cases of that many GPUs: those of the bench, on CPUs the small ones, of
+    which there may be none. ValueError where no kernel has any."""
+    some = False
+    for selection in options.select(arguments):
+        spec = selection.spec
+        named = selection.cases if arguments.case else tuple(case for case in spec.cases if case.bench == on_gpu)
+        cases = tuple(case for case in named if case.world_size == arguments.gpus)
+        if cases if arguments.case else cases or _benched(spec, arguments.gpus):
+            if spec.sharding is None:
+                raise ValueError(f"{spec.name}: its SPEC has cases of several GPUs, and no `sharding` that says how")
+            some = True
+            yield options.Selection(spec, cases, selection.modes, selection.implementations)
+    if not some:
+        raise ValueError(f"--gpus {arguments.gpus}: no case that is chosen takes that many")
+
+
+def bench(
+    load: Load,
+    selection: options.Selection,
+    path: Path,
+    arguments: argparse.Namespace,
+    device: str,
+    budget: Budget | None = None,
+) -> int:
+    """One kernel into its record. Returns how many rows of our own failed; a rank that dies or hangs is one more, and
+    ends the kernel. Finished rows stay."""
+    finished, failures = record.Finished(), 0
+    if arguments.resume:
+        gpu = torch.cuda.get_device_name() if device == "cuda" else environment.CPU
+        asked, commit = rows.asked(arguments), environment.commit()["commit"]
+        finished = record.finished(path, options=asked, commit=commit, gpu=gpu)
+    groups = [(case, mode) for case, mode in selection.groups() if (case.name, mode) not in finished.done]
+    launches = by_environment(selection.spec, groups)
+    for place, (variables, of_these) in enumerate(launches.items(), 1):
+        orders = Orders(
+            load,
+            record.new_run_id(),
+            path,
+            tuple((case.name, mode) for case, mode in of_these),
+            selection.implementations,
+            rows.asked(arguments),
+            finished.died,
+            arguments.quick,
+            budget,
+        )
+        reason = "complete" if place == len(launches) else "part"
+        try:
+            results = launch(
+                of_these[0][0].world_size,
+                session.bench,
+                orders,
+                device=device,
+                timeout=arguments.rank_timeout,
+                environment=dict(variables),
+            )
+            failures += results[0]
+        except RanksFailed as failed:
+            reason, failures = f"failed: {str(failed).splitlines()[0]}", failures + 1
+            print(f"{selection.spec.name}: {failed}\nfinished rows are kept", file=sys.stderr)
+        except KeyboardInterrupt:
+            _stop(path, orders, "interrupted")
+            print("\ninterrupted: finished rows are kept, --resume goes on from them", file=sys.stderr)
+            raise SystemExit(130) from None
+        _stop(path, orders, reason)
+        if reason.startswith("failed"):
+            break
+    return failures
+
+
+def by_environment(spec: KernelSpec, groups: Sequence[Group]) -> dict[tuple[tuple[str, str], ...], list[Group]]:
+    """Groups whose ranks start with the same variables."""
+    assert spec.sharding is not None
+    found: dict[tuple[tuple[str, str], ...], list[Group]] = {}
+    for case, mode in groups:
+        found.setdefault(tuple(sorted(spec.sharding.environment(case).items())), []).append((case, mode))
+    return found
+
+
+def _stop(path: Path, orders: Orders, reason: str) -> None:
+    """The last line of a run, once its ranks are gone."""
+    if not path.is_file() or orders.run_id not in record.load(path).runs:
+        return  # they ended before they had begun to write
+    with record.Writer(path) as writer:
+        writer.write({"type": "stop", "run": orders.run_id, "kernel": path.stem, "reason": reason})
+    if reason in ("complete", "part"):  # or --resume would not find what was started and never finished
+        record.compact(path)
+
+
+def profile(arguments: argparse.Namespace) -> int:
+    """The pass in named ranges. 1 where something was not run that should have been.
+
+    Under Nsight Systems (`nsys profile python -m harness profile --gpus 2 …`) it has its NVTX ranges and nothing more;
+    else PyTorch's profiler writes a trace of each case and rank.
+    """
+    device, key = environment.target(arguments.gpu, arguments.device)
+    if (found := torch.cuda.device_count() if device.type == "cuda" else 0) < arguments.gpus:
+        raise ValueError(f"--gpus {arguments.gpus}: {found} found here")
+    traces = arguments.keep or registry.ROOT / ".out" / folder(device, key, arguments.gpus) / "traces"
+    failed = 0
+    for selection in _chosen(arguments, on_gpu=True):
+        spec = selection.spec
+        named = tuple(name for name in selection.implementations if arguments.impl or name in spec.implementations)
+        for variables, of_these in by_environment(spec, selection.groups()).items():
+            groups = tuple((case.name, mode) for case, mode in of_these)
+            orders = Orders(partial(registry.load, spec.name), "", Path(), groups, named)
+            into = None if "NSYS_PROFILING_SESSION_ID" in os.environ else traces
+            try:
+                found_here = launch(arguments.gpus, session.mark, orders, into, environment=dict(variables))[0]
+            except RanksFailed as error:
+                print(f"{spec.name}: {error}", file=sys.stderr)
+                failed += 1
+                continue
+            tables.show(spec.name, ("range", "status", "reason"), found_here)
+            failed += sum(status not in ("ok", "skipped") for _, status, _ in found_here)
+    print(f"traces in {traces}, for https://ui.perfetto.dev")
+    return 1 if failed else 0
+
+
+def without_gpus(selections: Sequence[options.Selection], key: str, arguments: argparse.Namespace) -> int:
+    """Correctness by ranks of gloo, and the floor of each case. 1 where one of our own is wrong."""
+    gpu = roofline.get(key)
+    checks = f"Correctness by {arguments.gpus} ranks of gloo"
+    print(f"No GPU found: nothing is timed. {checks}, and floors for {gpu.title}.")
+    wrong = 0
+    for selection in (s for s in selections if s.cases):
+        try:
+            found = checked(partial(registry.load, selection.spec.name), selection, arguments.rank_timeout)
+        except RanksFailed as error:
+            print(f"{selection.spec.name}: {error}", file=sys.stderr)
+            wrong += 1
+            continue
+        tables.show("check", CHECK_HEAD, [(selection.spec.name, *row) for row in found])
+        wrong += sum(row[2] in selection.spec.implementations and row[3] not in ("ok", "skipped") for row in found)
+    floors = [options.Selection(s.spec, _benched(s.spec, arguments.gpus), s.modes, ()) for s in selections]
+    tables.show(f"the least time on {arguments.gpus} × {gpu.title}", plan.FLOORS_HEAD, plan.floors(floors, gpu))
+    return 1 if wrong else 0
+
+
+def _benched(spec: KernelSpec, size: int) -> tuple[Case, ...]:
+    return tuple(case for case in spec.cases if case.bench and case.world_size == size)
+
+
+def checked(load: Load, selection: options.Selection, timeout: float) -> list[tuple[str, str, str, str, str | None]]:
+    """(case, mode, implementation, status, reason) of every check, by ranks of gloo."""
+    groups = tuple((case.name, mode) for case, mode in selection.groups())
+    orders = Orders(load, "", Path(), groups, selection.implementations)
+    size = selection.cases[0].world_size
+    return launch(size, session.check, orders, device="cpu", timeout=timeout)[0]

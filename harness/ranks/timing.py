@@ -1,0 +1,222 @@
+"""Time of a call that several ranks make together: the longest of the ranks' own times.
+
+Every rank runs the contenders in the same random order. Before each sample, outside the timed interval, L2 is flushed
+and all ranks meet; their times are exchanged after a whole round.
+
+cold    on GPUs. CUDA events around the call, on each rank. The ranks meet on the device: an all-reduce of one number is
+        queued before the first event, so that the events of all ranks begin within microseconds of each other. A kernel
+        that only spins goes before it, for as long as the host takes to queue the call: no launch waits for the host.
+wall    on CPUs: wall-clock time after a barrier. It stands for no GPU's.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import distributed
+
+from ..execute import Run
+from ..measure import stats
+from ..measure.gpu_state import Monitor
+from ..measure.timing import Budget
+from .launch import Rank
+
+COLD, WALL = "cold", "wall"
+SEED = 20261123
+SPIN_HZ = 2e9  # cycles that torch.cuda._sleep takes a second; at a lower clock it takes longer, which does no harm
+SPIN_SECONDS = (5e-4, 2e-2)
+#: A call of so many seconds needs no second one to warm up, and no A/A pair: it scatters little.
+LONG_CALL = 0.5
+#: Rounds of so long calls are many minutes: past these seconds this many are enough.
+LONG_ROUNDS, FEWEST_ROUNDS = 30.0, 3
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One thing to be timed. `run` is None on ranks that take no part."""
+
+    name: str
+    run: Run | None
+
+
+@dataclass
+class Samples:
+    """What a group of contenders gave, the same on every rank: µs by contender, of the slowest rank in `slowest`."""
+
+    column: str
+    stop: str = "rounds"
+    slowest: dict[str, list[float]] = field(default_factory=dict)
+    of_ranks: dict[str, list[list[float]]] = field(default_factory=dict)
+    clocks: dict[str, Any] = field(default_factory=dict)
+    peaks: dict[str, list[int]] = field(default_factory=dict)  # bytes that a call takes above its inputs, of each rank
+
+    def add(self, names: Sequence[str], times: Sequence[Sequence[float]]) -> None:
+        """One round: the times of each rank in the order of `names`."""
+        for place, name in enumerate(names):
+            of_ranks = [rank[place] for rank in times]
+            self.slowest.setdefault(name, []).append(max(of_ranks))
+            self.of_ranks.setdefault(name, [[] for _ in times])
+            for kept, sample in zip(self.of_ranks[name], of_ranks, strict=True):
+                kept.append(sample)
+
+    def columns(self) -> dict[str, dict[str, Any]]:
+        """A COLUMN of the record for each contender."""
+        return {name: stats.column(samples, self.stop) for name, samples in self.slowest.items()}
+
+    def medians_of_ranks(self, name: str) -> list[float]:
+        """µs of each rank."""
+        return [stats.quantile(sorted(samples), 0.5) for samples in self.of_ranks[name]]
+
+
+class Clock:
+    """One for each rank; all ranks must make the same calls."""
+
+    def __init__(self, rank: Rank, budget: Budget) -> None:
+        self.rank, self.budget = rank, budget
+        self.on_gpu = rank.device.type == "cuda"
+        self._order = random.Random(SEED)
+        self._token = torch.zeros(1, device=rank.device)
+        if self.on_gpu:
+            l2_bytes = torch.cuda.get_device_properties(rank.device).L2_cache_size
+            self._flush = torch.empty(2 * l2_bytes // 4, dtype=torch.int32, device=rank.device)
+            self._monitor = Monitor(rank.device)
+        self._peaks: dict[str, int] = {}
+
+    def measure(self, contenders: Sequence[Contender], label: str) -> Samples:
+        """Warms up, then takes samples until all medians are known well enough, or for as long as the budget says."""
+        found = Samples(COLD if self.on_gpu else WALL)
+        self._peaks.clear()
+        spins = {c.name: self.warm_up(c, f"{label} {c.name}: warm-up") for c in contenders}
+        names, begin = [c.name for c in contenders], time.perf_counter()
+        if self.on_gpu:
+            self._monitor.readings.clear()
+        for index in range(self.budget.max_rounds):
+            times: dict[str, float] = {}
+            for contender in self._order.sample(contenders, len(contenders)):
+                self.rank.beat.step(f"{label} {contender.name}: sample {index + 1}")
+                times[contender.name] = self._sample(contender.run, spins[contender.name])
+            self.rank.beat.step(f"{label}: exchange of the times of round {index + 1}")
+            rows = self._exchange([*(times[name] for name in names), time.perf_counter() - begin])
+            found.add(names, [row[:-1] for row in rows])
+            # What rank 0's clock says holds for all: they must stop after the same round.
+            if stop := self._stop(found, index, rows[0][-1]):
+                found.stop = stop
+                break
+        found.clocks = self._clocks()
+        of_ranks = gathered(self._peaks, self.rank)
+        found.peaks = {name: [peaks[name] for peaks in of_ranks] for name in names}
+        return found
+
+    def warm_up(self, contender: Contender, step: str) -> float:
+        """Calls it twice, once where that takes long. Returns how long the device is to spin, in seconds, so that it
+        does not wait for the host."""
+        returned, took = self._warm_call(contender, step)
+        if max(row[0] for row in self._exchange([took])) < LONG_CALL:
+            returned, _ = self._warm_call(contender, step)
+        low, high = SPIN_SECONDS
+        return min(high, max(low, 1.5 * returned))
+
+    def _warm_call(self, contender: Contender, step: str) -> tuple[float, float]:
+        """Seconds until it returned, and until it was done. Notes its memory."""
+        self.rank.beat.step(step)
+        self.meet()
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        before, begin = self._allocated(), time.perf_counter()
+        if contender.run is not None:
+            contender.run()
+        returned = time.perf_counter() - begin
+        self.synchronize()
+        self._peaks[contender.name] = torch.cuda.max_memory_allocated() - before if self.on_gpu else 0
+        return returned, time.perf_counter() - begin
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated() if self.on_gpu else 0
+
+    def _sample(self, run: Run | None, spin: float) -> float:
+        """µs on this rank; nought where it takes no part."""
+        if not self.on_gpu:
+            self.meet()
+            begin = time.perf_counter()
+            if run is not None:
+                run()
+            return (time.perf_counter() - begin) * 1e6 if run is not None else 0.0
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._flush.zero_()
+        torch.cuda._sleep(int(spin * SPIN_HZ))
+        distributed.all_reduce(self._token)
+        start.record()
+        if run is not None:
+            run()
+        stop.record()
+        self._monitor.read()
+        torch.cuda.synchronize()  # what ran on other streams too: it must not reach into the next sample
+        return start.elapsed_time(stop) * 1e3 if run is not None else 0.0
+
+    def _stop(self, found: Samples, index: int, elapsed: float) -> str | None:
+        """Why sampling ends after this round, or None."""
+        budget = self.budget
+        if elapsed > LONG_ROUNDS and index + 1 >= FEWEST_ROUNDS:
+            return "time"
+        if index + 1 < (budget.few_rounds if elapsed > budget.patience else budget.min_rounds):
+            return None
+        if index % 5 == 4 and all(stats.converged(samples, budget.width) for samples in found.slowest.values()):
+            return "converged"
+        return "time" if elapsed > budget.seconds else None
+
+    def meet(self) -> None:
+        """Returns when all ranks have called it."""
+        if self.on_gpu:
+            distributed.all_reduce(self._token)
+            torch.cuda.synchronize()
+        else:
+            distributed.barrier()
+
+    def synchronize(self) -> None:
+        """Waits for this rank's device."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def _exchange(self, figures: Sequence[float]) -> list[list[float]]:
+        mine = torch.tensor(figures, dtype=torch.float64, device=self.rank.device)
+        rows = [torch.empty_like(mine) for _ in range(self.rank.size)]
+        distributed.all_gather(rows, mine)
+        return [row.tolist() for row in rows]
+
+    def _clocks(self) -> dict[str, Any]:
+        """The `clocks` of a row, over all ranks."""
+        if not self.on_gpu:
+            return {}
+        return merged(gathered(self._monitor.summary(), self.rank))
+
+
+def gathered(mine: Any, rank: Rank) -> list[Any]:
+    """What each rank has."""
+    found: list[Any] = [None] * rank.size
+    distributed.all_gather_object(found, mine)
+    return found
+
+
+def merged(clocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One `clocks` object for those of several GPUs."""
+
+    def span(name: str) -> list[float]:
+        return [min(c[name][0] for c in clocks), max(c[name][1] for c in clocks)]
+
+    return {
+        **{name: span(name) for name in ("sm_mhz", "temperature_c", "power_w")},
+        "throttle": sorted({reason for c in clocks for reason in c["throttle"]}),
+        "throttled_samples": sum(c["throttled_samples"] for c in clocks),
+        "samples": sum(c["samples"] for c in clocks),
+    }
+
+
+def differences(numerator: Sequence[float], denominator: Sequence[float]) -> dict[str, Any]:
+    """Median and 95 % interval of the differences of samples taken in the same round."""
+    found = sorted(a - b for a, b in zip(numerator, denominator, strict=True))
+    return {"median": stats.quantile(found, 0.5), "ci95": list(stats.median_ci(found))}

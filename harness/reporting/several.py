@@ -1,0 +1,99 @@
+"""What a report says of cases of several GPUs: how well each implementation scales, and what its transfers cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .. import roofline
+from . import markdown as md
+from .entries import Row
+from .findings import Finding, cost_of, modes_of
+
+HEAD = (
+    "case", "mode", "implementation", ">time", ">a GPU", ">one GPU", ">efficiency", ">transfers not hidden",
+    ">peak memory", ">outside the allocator", ">ranks",
+)  # fmt: skip
+
+TEXT = (
+    "*Time* is that of the slowest rank of each round, *a GPU* the useful work of one GPU over it. *Efficiency* is "
+    "T₁ / (N · Tₙ): T₁ is our one-GPU kernel on the whole problem, timed in the same rounds. *Transfers not hidden* is "
+    "the time beyond that of the same implementation with its transfers replaced by local copies. *Peak memory* is "
+    "what a call takes above its inputs on the rank with most; *outside the allocator* is what the first call took "
+    "beyond PyTorch's: NCCL's buffers, symmetric memory, code. *Ranks* are the medians of the fastest and the slowest."
+)
+
+
+def section(found: Sequence[Finding], charts: bool) -> list[str]:
+    """The table of a kernel, and its images where there are any; empty where it has no case of several GPUs."""
+    measured = [(finding, row) for finding in found for row in finding.rows if row.ok and row.get("several")]
+    if not measured:
+        return []
+    lines = ["## Several GPUs", ""]
+    for mode in modes_of(found) if charts else ():
+        if points(found, mode):
+            kernel = found[0].kernel
+            lines += [f"![{kernel} {mode}: efficiency over length]({stem(kernel, mode)}.svg)", ""]
+    lines += [TEXT, "", *md.table(HEAD, [_cells(finding, row) for finding, row in measured]), ""]
+    reasons: dict[str, dict[str, None]] = {}
+    for finding, row in measured:
+        if reason := row["several"].get("alone_reason"):
+            reasons.setdefault(reason, {})[f"{finding.case} {finding.mode}"] = None
+    said = [f"- No efficiency, {reason}: {', '.join(places)}." for reason, places in reasons.items()]
+    return [*lines, *said, ""] if said else lines
+
+
+def stem(kernel: str, mode: str) -> str:
+    """Name of the chart of one mode, without suffix."""
+    return f"{kernel}-{mode.replace('+', '-')}-efficiency"
+
+
+def _cells(finding: Finding, row: Row) -> list[object]:
+    several, seconds = row["several"], row.seconds()
+    efficiency, alone, exposed = (several.get(name) for name in ("efficiency", "alone", "exposed_us"))
+    outside, ranks = several.get("outside_bytes"), sorted(several["rank_median_us"])
+    return [
+        finding.case,
+        finding.mode,
+        f"**{row.implementation}**" if row.ours else row.implementation,
+        roofline.microseconds(seconds),
+        rate(row, finding.limit),
+        roofline.microseconds(alone["median_us"] * 1e-6) if alone else None,
+        _percent(efficiency) if efficiency else None,
+        _exposed(exposed, seconds) if exposed else None,
+        md.size(row.get("peak_memory_bytes")),
+        md.size(max(outside)) if outside else None,
+        " to ".join(roofline.microseconds(us * 1e-6) for us in (ranks[0], ranks[-1])),
+    ]
+
+
+def rate(row: Row, limit: str) -> str:
+    """TFLOP/s of one GPU where the tensor cores work, else what limits."""
+    cost = cost_of(row)
+    if cost.main_pipe != "fp32":
+        return roofline.tflops(cost.total_flops / row.seconds())
+    return roofline.throughput(row.seconds(), cost, limit)
+
+
+def _percent(efficiency: Mapping[str, Any]) -> str:
+    low, high = efficiency["ci95"]
+    return f"{100 * efficiency['median']:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def _exposed(exposed: Mapping[str, Any], seconds: float) -> str:
+    """Time and its share; noise makes it negative where all is hidden."""
+    us = exposed["median"]
+    return f"{md.figures(us)} µs, {1e-4 * us / seconds:.1f} %"
+
+
+def points(found: Sequence[Finding], mode: str) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """Of one mode, by series and implementation: length and efficiency in percent, from short to long."""
+    series: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for finding in found:
+        for row in finding.rows if finding.mode == mode else ():
+            several = row.get("several", {})
+            if row.ok and several.get("axis") and several.get("efficiency"):
+                name, length = several["axis"]
+                points = series.setdefault(name, {}).setdefault(row.implementation, [])
+                points.append((length, 100 * several["efficiency"]["median"]))
+    return {name: {i: sorted(points) for i, points in of.items()} for name, of in series.items()}

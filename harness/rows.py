@@ -1,0 +1,49 @@
+"""What a row and a run line of the record say apart from measurements."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+
+from .spec import Case, KernelSpec, Yardstick
+
+OPTIONS = ("gpu", "quick", "timer", "case", "mode", "impl", "host", "host_compiled", "resume")
+
+
+def asked(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The command line of a bench, as the record has it."""
+    return {name: getattr(arguments, name) for name in OPTIONS}
+
+
+def described(spec: KernelSpec, case: Case, mode: str, name: str, status: str, reason: str | None) -> dict[str, Any]:
+    """The row of an implementation without its measurements."""
+    yardsticks = {b.name: b for b in spec.baselines if isinstance(b, Yardstick)}
+    cost = yardsticks[name].cost if name in yardsticks else spec.cost
+    return {
+        "case": case.name,
+        "mode": mode,
+        "dims": dict(case.dims),
+        "dtype": _written(case.dtype),
+        "params": {name: _written(value) for name, value in case.params.items()},
+        "implementation": name,
+        "kind": kind(spec, name),
+        "status": status,
+        "reason": reason,
+        "cost": cost(case, mode).to_record(),
+        "items": spec.items(case),
+        "unit": spec.unit,
+    }
+
+
+def kind(spec: KernelSpec, name: str) -> str:
+    """One of "ours", "baseline" and "yardstick"."""
+    if name in spec.implementations:
+        return "ours"
+    return "yardstick" if any(b.name == name and isinstance(b, Yardstick) for b in spec.baselines) else "baseline"
+
+
+def _written(value: Any) -> Any:
+    """As a record has it: a dtype by its name."""
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value

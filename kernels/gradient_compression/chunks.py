@@ -1,0 +1,58 @@
+"""How a flat tensor is cut into a chunk for each rank, and where the parts of a chunk lie once it is quantised.
+
+    chunk   payload: `blocks` blocks of BLOCK elements | scales: `blocks` fp32 numbers | up to the next 16 bytes
+
+Payload and scales are one piece of memory, so that one collective moves both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .configs import BLOCK
+
+KINDS = ("int8", "fp8", "int4")
+BITS = {"int8": 8, "fp8": 8, "int4": 4}
+ALIGNMENT = 16  # bytes: chunks are read by 16-byte loads
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """`numel` elements in `world` chunks of `elements` each; the last may have fewer, or none."""
+
+    numel: int
+    world: int
+    kind: str
+    elements: int
+
+    @staticmethod
+    def whole_blocks(numel: int, world: int, kind: str) -> Chunks:
+        """Chunks that end with a block, as an all-reduce is free to choose them."""
+        blocks = -(-numel // BLOCK)
+        return Chunks(numel, world, kind, -(-blocks // world) * BLOCK)
+
+    @staticmethod
+    def even(numel: int, world: int, kind: str) -> Chunks:
+        """Chunks of numel / world elements, as a reduce-scatter has them."""
+        return Chunks(numel, world, kind, numel // world)
+
+    @property
+    def blocks(self) -> int:
+        """Of one chunk."""
+        return -(-self.elements // BLOCK)
+
+    @property
+    def block_bytes(self) -> int:
+        """The payload of a block."""
+        return BLOCK * BITS[self.kind] // 8
+
+    @property
+    def scales_at(self) -> int:
+        """Where the scales begin, in bytes from the beginning of a chunk."""
+        return self.blocks * self.block_bytes
+
+    @property
+    def bytes(self) -> int:
+        """Of one chunk."""
+        unpadded = self.scales_at + 4 * self.blocks
+        return -(-unpadded // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,129 @@
+"""The public function: checks, the lean eager call, registration with torch.library. Hooks are in `hook` and `fsdp`."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from .break_even import break_even_bandwidth as break_even_bandwidth
+from .checks import FLOATS, kind, runnable
+from .chunks import KINDS
+from .exchange import all_reduce, group_of
+from .fsdp import CompressedReduceScatter as CompressedReduceScatter
+from .fsdp import compress_fsdp as compress_fsdp
+from .hook import compress_hook as compress_hook
+from .launch import lean
+from .state import CompressState as CompressState
+from .transport import TRANSPORTS
+from .transport import release as release
+
+# Named after the package, so that a copy of this folder under another name registers ops of its own.
+_NAMESPACE = __package__.replace(".", "_")
+
+
+def gradient_compression(
+    tensor: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    kind: str = "int8",
+    average: bool = True,
+    transport: str = "auto",
+) -> torch.Tensor:
+    """All-reduce in place that sends 8 or 4 bits an element: two shots of quantised chunks, summed in fp32.
+
+        x        = tensor + residual
+        q        = quantise(x)                           residual ← x − dequantise(q)
+        mean_r   = Σ over ranks of dequantise(q_r) / N   of chunk r on rank r, in the order of the ranks
+        p_r      = quantise(mean_r)                      residual_r ← residual_r + N · (mean_r − dequantise(p_r))
+        tensor   = dequantise(p_0), dequantise(p_1), …
+
+    256 elements in a row of the flattened tensor share a scale, max |x| over them / largest, in fp32: largest is 127
+    for int8, 7 for int4, 448 for fp8 (e4m3). Chunks are whole blocks of 256. All ranks end with the same bits, and
+    repeats agree bit for bit. The residual carries what both quantisations lose into the next call (error feedback:
+    Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847; of the second quantisation too, as in DoubleSqueeze,
+    Tang et al. 2019, arXiv:1905.05957, but kept by the owner of the chunk within the one residual). So over many calls
+    the sum of what comes out is that of what went in, but for one call's loss.
+
+    An element that is NaN or infinite on any rank comes out as NaN on all of them; it has no part in its block's scale,
+    and none in the residual, which stays finite. Nothing is differentiable.
+
+    tensor     fp32, fp16 or bf16, any shape, of the same number of elements on each rank; updated in place. Copied and
+               copied back where it is not contiguous, and so is the residual.
+    residual   None or a tensor of tensor's shape, of any of these dtypes (bf16 is enough), zeros at first; updated
+    group      the process group, by default the world. Without one, or with one rank, what is computed is the same for
+               N = 1: quantised and dequantised twice, nothing sent.
+    kind       "int8", "fp8" or "int4"
+    average    the sum over the ranks divided by their number; else the sum
+    transport  "collectives": all_to_all and all_gather of the group's backend, any number of hosts. "peers": GPUs of
+               one host write into each other's memory (torch's symmetric memory); all ranks make their calls of one
+               size and stream in the same order. "auto": peers where that can be, unless NCCL_P2P_DISABLE is set.
+
+    Returns tensor. With several ranks the first call of a size may synchronise with the others on the host (symmetric
+    memory): make it before a CUDA graph is captured.
+
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape, device, kind or transport, RuntimeError for a CPU
+    tensor outside Triton's interpreter.
+    """
+    if not lean(tensor, residual):
+        _check(tensor, residual, kind, transport)
+        found = group_of(group)
+        name = "" if found is None else found.group_name
+        with torch.no_grad():
+            _all_reduce_op(tensor, residual, name, kind, average, transport)
+        return tensor
+    _check(tensor, residual, kind, transport)
+    with torch.no_grad():
+        _run(tensor, residual, group_of(group), kind, average, transport)
+    torch.autograd.graph.increment_version([tensor] if residual is None else [tensor, residual])
+    return tensor
+
+
+def _check(tensor: torch.Tensor, residual: torch.Tensor | None, compression: str, transport: str) -> None:
+    for name, value in (("tensor", tensor), ("residual", residual)):
+        if name == "residual" and value is None:
+            continue
+        if not isinstance(value, torch.Tensor) or value.dtype not in FLOATS:
+            wanted = "a tensor of float32, float16 or bfloat16"
+            raise TypeError(f"gradient_compression: {name} must be {wanted}, got {kind(value)}")
+    if residual is not None and residual.shape != tensor.shape:
+        shapes = f"{tuple(tensor.shape)}, got {tuple(residual.shape)}"
+        raise ValueError(f"gradient_compression: residual must have the shape of tensor, {shapes}")
+    if residual is not None and residual.device != tensor.device:
+        devices = f"{tensor.device}, got {residual.device}"
+        raise ValueError(f"gradient_compression: residual must be on the device of tensor, {devices}")
+    for name, option, known in (("kind", compression, KINDS), ("transport", transport, TRANSPORTS)):
+        if option not in known:
+            wanted = ", ".join(map(repr, known))
+            raise ValueError(f"gradient_compression: {name} must be one of {wanted}, got {option!r}")
+    if transport == "peers" and not tensor.is_cuda:
+        raise ValueError(f"gradient_compression: transport 'peers' must have tensor on a GPU, got {tensor.device}")
+    runnable("gradient_compression", "tensor", tensor)
+
+
+def _run(tensor, residual, group, compression, average, transport) -> None:
+    """Checked tensors of any strides."""
+    flat = tensor.detach().contiguous()
+    kept = None if residual is None else residual.detach().contiguous()
+    all_reduce(flat.view(-1), None if kept is None else kept.view(-1), group, compression, average, transport)
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.copy_(flat)
+    if kept is not None and residual is not None and kept.data_ptr() != residual.data_ptr():
+        residual.copy_(kept)
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::gradient_compression", mutates_args=("tensor", "residual"))
+def _all_reduce_op(
+    tensor: torch.Tensor, residual: torch.Tensor | None, group_name: str, kind: str, average: bool, transport: str
+) -> None:
+    group = (
+        dist.distributed_c10d._resolve_process_group(dist.distributed_c10d.GroupName(group_name))
+        if group_name
+        else None
+    )
+    _run(tensor, residual, group, kind, average, transport)
+
+
+@_all_reduce_op.register_fake
+def _(tensor, residual, group_name, kind, average, transport):
+    return None

@@ -1,0 +1,100 @@
+"""Launch plans: what of an exchange does not change with the tensors' contents and addresses."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from . import configs
+from .checks import INTERPRETED
+from .chunks import Chunks
+from .configs import BLOCK
+from .kernel import (
+    _gradient_compression_dequantize_kernel,
+    _gradient_compression_quantize_kernel,
+    _gradient_compression_reduce_kernel,
+)
+from .launch import Launch
+
+
+def readable(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """As the kernels read it: bf16 as its bits in Triton's interpreter, which rounds to bf16 wrongly."""
+    if INTERPRETED and tensor is not None and tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16)
+    return tensor
+
+
+class Stages:
+    """The three launches of rank `rank` over flat tensors of `chunks.numel` elements on `device`.
+
+    peers    the ranks write into each other's memory, by tables of addresses; else parts lie one behind the other, as
+             collectives take and deliver them
+    scatter  the reduced chunk is stored as numbers and not quantised again
+    """
+
+    def __init__(
+        self, chunks: Chunks, rank: int, device: torch.device, average: bool, peers: bool = False, scatter: bool = False
+    ) -> None:
+        # The interpreter stands for an sm_80.
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+        config = configs.pick_config(chunks.blocks, capability)
+        options = {
+            "KIND": chunks.kind,
+            "NATIVE": capability >= (8, 9),
+            "WORLD": chunks.world,
+            "BLOCK": BLOCK,
+            "ROWS": config.rows,
+            "num_warps": config.num_warps,
+            # Each result is rounded as PyTorch rounds it, so that all GPUs and the reference agree to the bit.
+            "enable_fp_fusion": False,
+        }
+        ctas = triton.cdiv(chunks.blocks, config.rows)
+        begin = rank * chunks.elements
+        own = max(0, min(chunks.elements, chunks.numel - begin))
+        sizes = (chunks.numel, chunks.elements)
+        parts = (chunks.blocks, chunks.scales_at, chunks.bytes, rank)
+        read = chunks.world - 1 if peers else chunks.world
+        self.chunks = chunks
+        self._quantize = Launch(
+            _gradient_compression_quantize_kernel, (ctas * chunks.world,), device, (*sizes, *parts), **options
+        )
+        self._reduce = Launch(
+            _gradient_compression_reduce_kernel,
+            (ctas,),
+            device,
+            (own, begin, *parts),
+            REQUANTIZE=not scatter,
+            AVERAGE=average,
+            **options,
+        )
+        self._dequantize = Launch(
+            _gradient_compression_dequantize_kernel,
+            (ctas * read,),
+            device,
+            (*sizes, *parts),
+            OTHERS=peers,
+            **options,
+        )
+
+    def quantize(
+        self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, table: torch.Tensor | None = None
+    ) -> None:
+        """x + residual, a chunk for each rank, one behind the other into `out` or, where `table` has each rank's
+        address, there in this rank's place. The residual becomes what that loses."""
+        self._quantize(readable(x), readable(residual), out, table)
+
+    def reduce(
+        self,
+        source: torch.Tensor,
+        residual: torch.Tensor | None,
+        out: torch.Tensor,
+        table: torch.Tensor | None = None,
+        x: torch.Tensor | None = None,
+    ) -> None:
+        """This rank's chunk of every rank in `source` into `out` or, where `table` has each rank's address, there in
+        this rank's place and into its own place in x."""
+        self._reduce(source, readable(residual), readable(out), table, readable(x))
+
+    def dequantize(self, source: torch.Tensor, x: torch.Tensor) -> None:
+        """The reduced chunks in `source` into x; with peers, those of the other ranks."""
+        self._dequantize(source, readable(x))

@@ -1,0 +1,96 @@
+"""PowerSGD: matrices as products of two thin ones (Vogels et al. 2019, arXiv:1905.13727, algorithm 1).
+
+    P ← mean of M Q;  P ← orthonormal columns of P;  Q ← mean of Mᵀ P;  M̂ = P Qᵀ
+
+for M [n, m] and Q [m, r], which is kept from step to step. The link has 8·r·(n + m) bytes of a matrix where an
+all-reduce in bf16 has 4·n·m·(N−1)/N. Matrices of one shape are one batched product.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from .transport import mean_in_place
+
+SEED = 20190531  # of the first Q, on every rank
+
+
+def worth_it(shape: torch.Size, rank: int) -> bool:
+    """Whether the factors of a gradient of that shape are smaller than itself."""
+    rows, columns = as_matrix(shape)
+    return (rows + columns) * min(rank, rows, columns) < rows * columns
+
+
+def as_matrix(shape: torch.Size) -> tuple[int, int]:
+    """The first dimension by all others."""
+    return shape[0], shape[1:].numel()
+
+
+def power_sgd(
+    matrices: dict[int, torch.Tensor],
+    factors: dict[int, torch.Tensor],
+    group: dist.ProcessGroup | None,
+    rank: int,
+) -> dict[int, torch.Tensor]:
+    """Approximate means over the ranks of fp32 matrices, by number. `factors` has the Q of each, and is updated.
+
+    One all-reduce for all P and one for all Q. A matrix that is not finite on some rank comes out as NaN in full, and
+    its Q stays what it was.
+    """
+    shapes: dict[tuple[int, ...], list[int]] = {}
+    for number, matrix in matrices.items():
+        shapes.setdefault(tuple(matrix.shape), []).append(number)
+        if number not in factors:
+            factors[number] = _first_factor(matrix, rank, number)
+    stacks = {shape: torch.stack([matrices[n] for n in numbers]) for shape, numbers in shapes.items()}
+    old = {shape: torch.stack([factors[n] for n in numbers]) for shape, numbers in shapes.items()}
+    left = _means({shape: torch.bmm(m, old[shape]) for shape, m in stacks.items()}, group)
+    left = {shape: orthonormal(p) for shape, p in left.items()}
+    right = _means({shape: torch.bmm(m.mT, left[shape]) for shape, m in stacks.items()}, group)
+    result = {}
+    for shape, numbers in shapes.items():
+        finite = right[shape].isfinite().all(dim=(1, 2), keepdim=True)
+        kept = torch.where(finite, right[shape], old[shape])
+        product = torch.bmm(left[shape], right[shape].mT)
+        for place, number in enumerate(numbers):
+            factors[number] = kept[place]
+            result[number] = product[place]
+    return result
+
+
+def orthonormal(p: torch.Tensor) -> torch.Tensor:
+    """An orthonormal basis of the columns of p [batch, n, r], r small: Cholesky QR, three times over, in fp64.
+
+    PᵀP = L Lᵀ, P ← P L⁻ᵀ. Where PᵀP is not positive definite to fp64, because columns depend on each other, a multiple
+    of the identity is added first (Fukaya et al. 2020, arXiv:1809.11085); columns without a direction of their own then
+    come out short or zero, never long. The choice is made on the device, so nothing synchronises. NaN and inf make all
+    of a matrix NaN.
+    """
+    wide = p.double()
+    unit = torch.eye(p.shape[2], dtype=wide.dtype, device=wide.device)
+    for _ in range(3):
+        gram = torch.bmm(wide.mT, wide)
+        plain, info = torch.linalg.cholesky_ex(gram)
+        trace = gram.diagonal(dim1=1, dim2=2).sum(1)[:, None, None]
+        shifted, _ = torch.linalg.cholesky_ex(gram + (1e-10 * trace + 1e-200) * unit)
+        lower = torch.where((info == 0)[:, None, None], plain, shifted)
+        wide = torch.linalg.solve_triangular(lower, wide.mT, upper=False).mT
+    return (wide + 0 * p.double().sum(dim=(1, 2), keepdim=True)).to(p.dtype)
+
+
+def _first_factor(matrix: torch.Tensor, rank: int, number: int) -> torch.Tensor:
+    """Random, the same on all ranks, without touching PyTorch's own generators."""
+    rows, columns = matrix.shape
+    generator = torch.Generator().manual_seed(SEED + number)
+    return torch.randn(columns, min(rank, rows, columns), generator=generator).to(matrix.device)
+
+
+def _means(
+    tensors: dict[tuple[int, ...], torch.Tensor], group: dist.ProcessGroup | None
+) -> dict[tuple[int, ...], torch.Tensor]:
+    """The means over the ranks, in one all-reduce."""
+    flat = torch.cat([t.reshape(-1) for t in tensors.values()])
+    mean_in_place(flat, group)
+    pieces = flat.split([t.numel() for t in tensors.values()])
+    return {shape: piece.view(t.shape) for (shape, t), piece in zip(tensors.items(), pieces, strict=True)}

@@ -1,0 +1,66 @@
+"""What error feedback keeps between steps: a flat residual for each bucket of DDP, which belongs to its parameters.
+
+DDP arranges its buckets anew behind the first step, in the order in which gradients became ready. A residual that
+belonged to a bucket would then be added to other parameters' gradients, so each parameter's part moves with it.
+Parameters are numbered as they are first seen, in the buckets that DDP makes from the model alone: a state that is
+loaded into a new process, or a copy of the model, finds the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+Place = tuple[int, int, int]  # a parameter's number, where it begins in its bucket, its elements
+
+
+class Numbers:
+    """Parameters by the order in which they were first seen."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def of(self, parameter: torch.Tensor) -> int:
+        # The tensor is kept with its number, so that its identity is no other tensor's later.
+        return self._known.setdefault(id(parameter), (len(self._known), parameter))[0]
+
+
+class Residuals:
+    """The residuals of all buckets, in `dtype`, zero at first."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._buckets: dict[int, tuple[tuple[Place, ...], torch.Tensor]] = {}
+        self._parts: dict[int, torch.Tensor] = {}
+
+    def of(self, bucket: int, places: Sequence[Place], buffer: torch.Tensor) -> torch.Tensor:
+        """The flat residual of a bucket with these parameters, of the shape of its buffer."""
+        layout = tuple(places)
+        known = self._buckets.get(bucket)
+        if known is not None and known[0] == layout and known[1].device == buffer.device:
+            return known[1]
+        flat = torch.zeros(buffer.numel(), dtype=self._dtype, device=buffer.device)
+        for number, begin, count in layout:
+            part = flat[begin : begin + count]
+            if (earlier := self._parts.get(number)) is not None:
+                part.copy_(earlier)
+            self._parts[number] = part
+        self._buckets[bucket] = layout, flat
+        return flat
+
+    def state_dict(self) -> dict[int, torch.Tensor]:
+        """Copies by the parameter's number."""
+        return {number: part.clone() for number, part in self._parts.items()}
+
+    def load_state_dict(self, parts: dict[int, torch.Tensor]) -> None:
+        """Raises ValueError where a residual has another number of elements than one that is here."""
+        for number, part in parts.items():
+            here = self._parts.get(number)
+            if here is None:
+                self._parts[number] = part.detach().clone()
+            elif here.numel() != part.numel():
+                sizes = f"{here.numel()} elements, got {part.numel()}"
+                raise ValueError(f"CompressState: residual {number} must have {sizes}")
+            else:
+                here.copy_(part)

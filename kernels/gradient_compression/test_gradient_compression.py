@@ -1,0 +1,288 @@
+"""What is special to gradient_compression in one process; test_ranks.py has several."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from . import CompressState, break_even_bandwidth, configs, gradient_compression
+from .bench import SPEC, cost
+from .chunks import BITS, KINDS, Chunks
+from .configs import BLOCK
+from .plans import Stages
+from .powersgd import as_matrix, orthonormal, power_sgd, worth_it
+from .reference import exchange_reference, gradient_compression_reference, roundtrip
+from .residuals import Numbers, Residuals
+from .topk import top_k
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LARGEST = {"int8": 127, "int4": 7, "fp8": 448}
+
+
+def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Equal in every bit, but for which NaN a NaN is."""
+    if a is None or b is None:
+        return a is b
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def simulated(
+    tensors: list[torch.Tensor], residuals: list[torch.Tensor | None], kind: str, average: bool, in_place: bool
+) -> list[torch.Tensor]:
+    """The exchange of several ranks by the kernels, all of them in this process. Residuals are updated."""
+    world, device = len(tensors), tensors[0].device
+    chunks = Chunks.whole_blocks(tensors[0].numel(), world, kind)
+    stages = [Stages(chunks, rank, device, average, peers=in_place) for rank in range(world)]
+    # Two areas of each rank with a place for every rank.
+    quantized, reduced = torch.empty(2, world, world, chunks.bytes, dtype=torch.uint8, device=device)
+    results = [torch.full_like(tensor, torch.nan) for tensor in tensors]
+    if in_place:
+        tables = [torch.tensor([rank.data_ptr() for rank in area], device=device) for area in (quantized, reduced)]
+        for rank, stage in enumerate(stages):
+            stage.quantize(tensors[rank], residuals[rank], quantized[rank], tables[0])
+        for rank, stage in enumerate(stages):
+            stage.reduce(quantized[rank], residuals[rank], reduced[rank], tables[1], results[rank])
+    else:
+        for rank, stage in enumerate(stages):
+            stage.quantize(tensors[rank], residuals[rank], quantized[rank])
+        for rank, stage in enumerate(stages):
+            stage.reduce(quantized[:, rank].contiguous(), residuals[rank], reduced[0, rank])
+        reduced[1:] = reduced[0]
+    for rank, stage in enumerate(stages):
+        stage.dequantize(reduced[rank], results[rank])
+    return results
+
+
+@pytest.mark.parametrize(("world", "in_place"), [*((n, False) for n in (1, 2, 3, 5)), *((n, True) for n in (2, 3, 5))])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernels_of_several_ranks_equal_the_reference_to_the_bit(kind, world, in_place):
+    for numel, average, dtype in ((1, True, torch.float32), (700, True, torch.bfloat16), (4099, False, torch.float32)):
+        tensors = [torch.randn(numel, device=DEVICE).to(dtype) for _ in range(world)]
+        residuals = [(0.01 * torch.randn(numel, device=DEVICE)).bfloat16() for _ in range(world)]
+        want, kept = exchange_reference(tensors, residuals, kind, average)
+        got = simulated(tensors, residuals, kind, average, in_place)
+        assert all(same(result, want) for result in got)
+        assert all(same(a, b) for a, b in zip(residuals, kept, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_lost_is_at_most_half_a_step(kind):
+    x = torch.randn(1000, device=DEVICE)
+    y = gradient_compression(x.clone(), kind=kind)
+    for block in range(0, 1000, BLOCK):
+        part, kept = x[block : block + BLOCK], y[block : block + BLOCK]
+        # e4m3's steps at the largest numbers are 32; both quantisations agree but for the scale's rounding.
+        step = part.abs().max() / LARGEST[kind] * (32 if kind == "fp8" else 1)
+        assert (part - kept).abs().max() <= 0.501 * step
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_code_comes_back(kind):
+    """Numbers that have codes of their own are exact, zeros and the largest among them."""
+    if kind == "fp8":
+        numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+        numbers = numbers[numbers.isfinite()]
+    else:
+        numbers = torch.arange(-LARGEST[kind], LARGEST[kind] + 1).float()
+    x = torch.zeros(2 * BLOCK)
+    x[: len(numbers)] = numbers
+    x[BLOCK:] = x[:BLOCK] * 2.0**-20
+    x = x.to(DEVICE)
+    torch.testing.assert_close(gradient_compression(x.clone(), kind=kind), x, rtol=3e-7, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_that_are_not_finite_reach_the_result_and_not_the_residual(kind):
+    x, residual = torch.randn(600, device=DEVICE), torch.zeros(600, device=DEVICE)
+    clean = gradient_compression(x.clone(), kind=kind)
+    bad = x.clone()
+    bad[3], bad[301], bad[599] = math.nan, math.inf, -math.inf
+    y = gradient_compression(bad, residual, kind=kind)
+    assert y.isnan().nonzero().flatten().tolist() == [3, 301, 599]
+    assert residual.isfinite().all() and (residual[[3, 301, 599]] == 0).all()
+    # Where they were not a block's largest, the others are as without them.
+    kept = ~y.isnan()
+    assert (y[kept] == clean[kept]).float().mean() > 0.5
+
+
+def test_error_feedback_makes_up_for_what_was_lost():
+    """The sum of what comes out and the residual is the sum of what went in, but for the residual's own rounding."""
+    x, residual, total = torch.randn(512, device=DEVICE), torch.zeros(512, device=DEVICE), 0
+    plain = 0
+    for _ in range(20):
+        total = total + gradient_compression(x.clone(), residual, kind="int4")
+        plain = plain + gradient_compression(x.clone(), kind="int4")
+    torch.testing.assert_close(total + residual, 20 * x, rtol=1e-5, atol=1e-4)
+    step = x.abs().max() / 7
+    assert (total - 20 * x).abs().max() < 2 * step < (plain - 20 * x).abs().max()
+
+
+def test_views_and_matrices_are_updated_in_place():
+    base = torch.randn(40, 30, device=DEVICE)
+    want = base.clone()
+    want[:, ::2] = gradient_compression_reference(base[:, ::2])
+    view = base[:, ::2]
+    assert gradient_compression(view) is view and torch.equal(base, want)
+    version = base._version
+    gradient_compression(base)
+    assert base._version > version
+
+
+def test_the_reference_rounds_as_quantisation_is_defined():
+    x = torch.tensor([127.0, 0.5, 1.5, -2.5, 0.49])
+    assert roundtrip(x, "int8").tolist() == pytest.approx([127.0, 0.0, 2.0, -2.0, 0.0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("numel", [1, 255, 256, 257, 1 << 20])
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_chunks_cover_the_tensor(kind, numel, world):
+    chunks = Chunks.whole_blocks(numel, world, kind)
+    assert chunks.elements % BLOCK == 0 and chunks.elements * world >= numel > chunks.elements * world - BLOCK * world
+    assert chunks.bytes % 16 == 0 and chunks.scales_at % 16 == 0
+    assert 0 <= chunks.bytes - (chunks.elements * BITS[kind] // 8 + 4 * chunks.blocks) < 16
+
+
+def test_configurations_are_pure_and_valid():
+    for blocks in (1, 100, 10**6):
+        config = configs.pick_config(blocks, (9, 0))
+        assert config == configs.pick_config(blocks, (9, 0))
+        assert config.rows & (config.rows - 1) == 0 and config.rows * BLOCK >= 32 * config.num_warps
+
+
+@pytest.mark.parametrize(("kind", "ratio"), [("int8", 1.96), ("int4", 3.87)])
+def test_what_the_link_carries(kind, ratio):
+    """Of two GPUs, against the all-reduce of bf16, which sends the tensor once."""
+    case = SPEC.case(f"64MiB-bf16-{kind}-x2")
+    found = cost(case, "fwd")
+    assert (64 << 20) / found.link_bytes == pytest.approx(ratio, abs=0.02)
+    assert found.bytes == 2 * (64 << 20) and cost(SPEC.case("16MiB-bf16-int8"), "fwd").link_bytes == 0
+
+
+def test_break_even():
+    # 2 GB/s of saved bytes a second of kernels.
+    assert break_even_bandwidth(4e9, 2e9, 1.0) == 2e9
+    assert break_even_bandwidth(4e9, 2e9, 1.0, overlapped_fraction=0.5) == 4e9
+    assert break_even_bandwidth(4e9, 2e9, 0.0) == math.inf
+    assert break_even_bandwidth(2e9, 2e9, 1.0) == 0
+    bandwidth = break_even_bandwidth(3e9, 1e9, 0.01)
+    assert 3e9 / bandwidth == pytest.approx(1e9 / bandwidth + 0.01)
+    with pytest.raises(ValueError, match="baseline_bytes"):
+        break_even_bandwidth(-1, 0, 0)
+    with pytest.raises(ValueError, match="overlapped_fraction"):
+        break_even_bandwidth(1, 0, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(kind="int3"), "kind must be one of"),
+        (dict(transport="pigeon"), "transport must be one of"),
+        (dict(residual=torch.zeros(3, device=DEVICE)), "residual must have the shape"),
+        (dict(residual="none"), "residual must be a tensor"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        gradient_compression(torch.zeros(4, device=DEVICE), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(bits=3), "bits must be 8 or 4"),
+        (dict(kind="zip"), "kind must be one of"),
+        (dict(ratio=0.0), "ratio must be"),
+        (dict(rank=0), "rank must be"),
+        (dict(transport="mail"), "transport must be"),
+    ],
+)
+def test_a_state_names_what_is_wrong(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        CompressState(**arguments)
+
+
+def test_bits_choose_the_kind():
+    assert CompressState().kind == "int8" and CompressState(bits=4).kind == "int4"
+    assert CompressState(bits=4, kind="fp8").kind == "fp8"
+
+
+def test_residuals_move_with_their_parameters():
+    a, b, c = (torch.zeros(n) for n in (4, 6, 2))
+    numbers = Numbers()
+    assert [numbers.of(t) for t in (a, b, c, a)] == [0, 1, 2, 0]
+    residuals = Residuals(torch.float32)
+    first = residuals.of(0, [(0, 0, 4), (1, 4, 6)], torch.zeros(10))
+    first.copy_(torch.arange(10.0))
+    assert residuals.of(0, [(0, 0, 4), (1, 4, 6)], torch.zeros(10)) is first
+    # The buckets are arranged anew.
+    second = residuals.of(0, [(2, 0, 2), (1, 2, 6)], torch.zeros(8))
+    third = residuals.of(1, [(0, 0, 4)], torch.zeros(4))
+    assert second.tolist() == [0, 0, 4, 5, 6, 7, 8, 9] and third.tolist() == [0, 1, 2, 3]
+    loaded = Residuals(torch.float32)
+    loaded.load_state_dict(residuals.state_dict())
+    assert loaded.of(5, [(1, 0, 6)], torch.zeros(6)).tolist() == [4, 5, 6, 7, 8, 9]
+    with pytest.raises(ValueError, match="residual 0 must have 4 elements"):
+        residuals.load_state_dict({0: torch.zeros(3)})
+
+
+def test_top_k_keeps_the_largest_and_leaves_the_others():
+    x, residual = torch.randn(200, device=DEVICE), torch.zeros(200, dtype=torch.bfloat16, device=DEVICE)
+    y = x.clone()
+    top_k(y, residual, None, 0.1, 200)
+    largest = x.abs().topk(20).indices
+    assert (y != 0).sum() == 20 and torch.equal(y[largest], x[largest])
+    assert (residual[largest] == 0).all()
+    torch.testing.assert_close(y + residual.float(), x, rtol=1e-2, atol=1e-2)
+    x[7] = math.nan
+    top_k(x, residual, None, 0.1, 200)
+    assert x[7].isnan() and residual.isfinite().all()
+
+
+def matrix_of_rank(rank: int, rows: int, columns: int) -> torch.Tensor:
+    return torch.randn(rows, rank, device=DEVICE) @ torch.randn(rank, columns, device=DEVICE)
+
+
+def test_power_sgd_finds_a_matrix_of_low_rank():
+    matrices = {0: matrix_of_rank(2, 40, 24), 3: matrix_of_rank(4, 40, 24), 5: matrix_of_rank(3, 8, 60)}
+    factors: dict[int, torch.Tensor] = {}
+    for _ in range(3):
+        result = power_sgd(matrices, factors, None, 4)
+    assert sorted(factors) == [0, 3, 5]
+    for number, matrix in matrices.items():
+        torch.testing.assert_close(result[number], matrix, rtol=1e-4, atol=1e-4)
+
+
+def test_power_sgd_passes_on_what_is_not_finite_and_keeps_its_factors():
+    matrices = {0: matrix_of_rank(2, 40, 24), 1: matrix_of_rank(2, 40, 24)}
+    factors: dict[int, torch.Tensor] = {}
+    power_sgd(matrices, factors, None, 2)
+    before = factors[0].clone()
+    matrices[0][3, 4] = math.inf
+    result = power_sgd(matrices, factors, None, 2)
+    assert result[0].isnan().all() and result[1].isfinite().all()
+    assert torch.equal(factors[0], before)
+
+
+@pytest.mark.parametrize("scale", [1e-15, 1.0, 1e15])
+def test_cholesky_qr_is_orthonormal_also_of_nearly_dependent_columns(scale):
+    p = scale * torch.randn(3, 50, 4, device=DEVICE)
+    p[1, :, 3] = p[1, :, 0] + 1e-3 * p[1, :, 3]
+    q = orthonormal(p)
+    torch.testing.assert_close(q.mT @ q, torch.eye(4, device=DEVICE).expand(3, 4, 4), rtol=0, atol=1e-5)
+
+
+def test_cholesky_qr_of_dependent_columns_is_never_long():
+    p = torch.randn(2, 50, 1, device=DEVICE).expand(2, 50, 3).clone()
+    p[1] = 0
+    q = orthonormal(p)
+    assert q.isfinite().all() and (q[1] == 0).all()
+    assert torch.linalg.matrix_norm(q, 2).max() < 1.001
+    torch.testing.assert_close(q[0] @ (q[0].mT @ p[0]), p[0], rtol=1e-3, atol=1e-3)
+
+
+def test_what_power_sgd_is_worth():
+    assert worth_it(torch.Size((64, 64)), 4) and not worth_it(torch.Size((4, 4)), 4)
+    assert as_matrix(torch.Size((8, 3, 5))) == (8, 15)

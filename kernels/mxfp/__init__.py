@@ -1,0 +1,5 @@
+"""Microscaling formats: MXFP8, MXFP6, MXFP4 and NVFP4, quantisation and the way back."""
+
+from .op import mxfp, mxfp_dequantize
+
+__all__ = ["mxfp", "mxfp_dequantize"]

@@ -1,0 +1,199 @@
+"""The declaration of mxfp: cases, cost, peers. `python -m harness bench --kernel mxfp`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import torch
+
+from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable, Yardstick
+
+from . import configs, mxfp, mxfp_dequantize
+from .formats import FORMATS
+from .reference import mxfp_dequantize_reference, mxfp_reference
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def _case(rows: int, dim: int, dtype: torch.dtype, format: str, /, bench: bool = False, **params: Any) -> Case:
+    """The name says all that is not the default: 8192x8192-bf16-nvfp4-tensor_scale."""
+    short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
+    words = [k if v is True else f"{k}{v}" for k, v in params.items()]
+    name = "-".join([f"{rows}x{dim}", short, format, *words])
+    return Case(name, {"rows": rows, "dim": dim}, dtype, {"format": format, **params}, bench)
+
+
+# Parameters that are no argument: `dequantize` is the way back, from random bytes; `tensor_scale` that one is given.
+CASES = (
+    # A weight and activations; both of its operands' directions for training; what training rounds at random.
+    *(_case(8192, 8192, BF16, format, bench=True) for format in FORMATS),
+    *(_case(8192, 8192, BF16, format, bench=True, dim=0) for format in ("mxfp8_e4m3", "mxfp4")),
+    _case(8192, 8192, BF16, "nvfp4", bench=True, tensor_scale=True),
+    _case(8192, 8192, BF16, "mxfp4", bench=True, stochastic=True),
+    *(_case(65536, 4096, BF16, format, bench=True) for format in ("mxfp8_e4m3", "mxfp6_e2m3", "mxfp4", "nvfp4")),
+    _case(65536, 4096, BF16, "nvfp4", bench=True, tensor_scale=True),
+    *(_case(8192, 8192, BF16, format, bench=True, dequantize=True) for format in FORMATS),
+    *(
+        _case(65536, 4096, BF16, format, bench=True, dequantize=True)
+        for format in ("mxfp8_e4m3", "mxfp6_e2m3", "mxfp4", "nvfp4")
+    ),
+    # What goes wrong: nothing, one element, primes, one off a block, whole tiles, the other dimension, every option.
+    _case(31, 127, FP32, "mxfp8_e4m3"),
+    _case(0, 64, FP32, "mxfp8_e4m3"),
+    _case(3, 0, FP32, "mxfp8_e4m3"),
+    _case(1, 1, FP32, "mxfp8_e4m3"),
+    _case(16, 512, FP32, "mxfp8_e4m3"),
+    _case(37, 130, FP16, "mxfp8_e5m2", dim=0),
+    _case(13, 96, FP32, "mxfp6_e3m2"),
+    _case(7, 513, FP16, "mxfp6_e2m3"),
+    _case(8, 512, FP16, "mxfp6_e2m3"),
+    _case(33, 257, FP32, "mxfp4"),
+    _case(64, 64, FP16, "mxfp4", dim=0),
+    _case(9, 70, FP32, "mxfp4", stochastic=True, seed=7),
+    _case(17, 129, FP32, "nvfp4"),
+    _case(8, 1024, FP16, "nvfp4", tensor_scale=True),
+    _case(5, 33, FP32, "nvfp4", dim=0, stochastic=True, seed=2**40 + 1),
+    *(_case(11, 70, FP32, format, dequantize=True) for format in FORMATS),
+    _case(4, 512, FP16, "mxfp6_e3m2", dequantize=True),
+    _case(8, 256, FP16, "nvfp4", dequantize=True),
+    _case(257, 1023, BF16, "mxfp8_e4m3"),
+    _case(257, 1024, BF16, "mxfp4"),
+    _case(257, 1000, BF16, "mxfp6_e2m3", dim=0),
+    _case(129, 1000, BF16, "nvfp4", dequantize=True),
+)
+
+
+def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
+    params = dict(case.params)
+    rows, dim = case.dims["rows"], case.dims["dim"]
+    layout = FORMATS[params["format"]]
+    one = torch.rand((), dtype=FP32, device=device, generator=generator) / 1024 + 1 / 1024
+    if params.pop("dequantize", False):
+        blocks = layout.blocks(dim)
+
+        def random(columns: int, low: int, high: int) -> torch.Tensor:
+            shape = (rows, columns)
+            return torch.randint(low, high, shape, dtype=torch.uint8, device=device, generator=generator)
+
+        nvfp4 = params["format"] == "nvfp4"
+        scales = random(blocks, 1, 127) if nvfp4 else random(blocks, 119, 128)
+        data = random(blocks * layout.block_bytes, 0, 256)
+        if layout.width == 8:  # neither NaN nor infinity, which opcheck takes for a difference
+            data = torch.where(data & 0x7F < 0x78, data, 0)
+        inputs: Inputs = {"data": data, "scales": scales, "dtype": case.dtype}
+        return {**inputs, **({"tensor_scale": one} if nvfp4 else {}), "size": dim, **params}
+    inputs = {"x": torch.randn((rows, dim), dtype=case.dtype, device=device, generator=generator)}
+    if params.pop("tensor_scale", False):
+        inputs["tensor_scale"] = one
+    return {**inputs, **params}
+
+
+@functools.wraps(mxfp)
+def quantize_or_dequantize(**inputs: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """The public function that a case is of."""
+    return mxfp_dequantize(**inputs) if "data" in inputs else mxfp(**inputs)
+
+
+def reference(**inputs: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    return mxfp_dequantize_reference(**inputs) if "data" in inputs else mxfp_reference(**inputs)
+
+
+def cost(case: Case, mode: str) -> Cost:
+    rows, dim = case.dims["rows"], case.dims["dim"]
+    layout = FORMATS[case.params["format"]]
+    lead, size = (dim, rows) if case.params.get("dim") == 0 else (rows, dim)
+    packed = lead * layout.blocks(size) * (layout.block_bytes + 1)
+    # NVFP4's scale of the tensor is written or read. It is known after all of x: the second read is not counted here,
+    # so that the share of the roofline shows it.
+    scale = 4 if case.params["format"] == "nvfp4" else 0
+    # A comparison for the maximum and a product, or the way back a product.
+    flops = rows * dim * (1 if case.params.get("dequantize") else 2)
+    return Cost(flops=flops, bytes=rows * dim * case.dtype.itemsize + packed + scale)
+
+
+def _copy_cost(case: Case, mode: str) -> Cost:
+    return Cost(flops=0, bytes=2 * math.prod(case.dims.values()) * case.dtype.itemsize)
+
+
+# What a quantisation is held against: a plain copy of its input.
+COPY = Yardstick(
+    "copy",
+    load=lambda: lambda x, **_: x.clone(),
+    cost=_copy_cost,
+    supports=lambda case, mode: "copies x" if case.params.get("dequantize") else None,
+)
+
+
+def _torchao():
+    from torchao.prototype.mx_formats.mx_tensor import to_dtype, to_mx
+
+    elements = {
+        "mxfp8_e4m3": torch.float8_e4m3fn,
+        "mxfp8_e5m2": torch.float8_e5m2,
+        "mxfp4": torch.float4_e2m1fn_x2,
+    }
+
+    def quantize(x, format):
+        scales, data = to_mx(x, elements[format], 32)
+        return data.view(torch.uint8), scales.view(torch.uint8)
+
+    def dequantize(data, scales, format, dtype, size):
+        data = data if format == "mxfp4" else data.view(elements[format])
+        return to_dtype(data, scales.view(torch.float8_e8m0fnu), elements[format], 32, dtype)
+
+    # It is meant to be compiled: eager it writes every step to memory.
+    quantize, dequantize = (torch.compile(fn, dynamic=False) for fn in (quantize, dequantize))
+    return lambda **inputs: dequantize(**inputs) if "data" in inputs else quantize(**inputs)
+
+
+def _torchao_supports(case: Case, mode: str) -> str | None:
+    params = case.params
+    if params["format"] not in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4"):
+        return "other bytes, or other roundings of scales"
+    if params.get("stochastic") or params.get("dim") == 0:
+        return "rounds to nearest, along the last dimension"
+    return "needs whole blocks" if case.dims["dim"] % 32 else None
+
+
+def _candidates(case: Case) -> list[configs.Config]:
+    widths = (32, 64, 128) if case.params.get("dim") == 0 else (128, 256, 512, 1024, 2048)
+    return [configs.Config(max(1, tile // n), n, w) for n in widths for tile in (2048, 4096, 8192) for w in (4, 8, 16)]
+
+
+_BENCHED = tuple(case for case in CASES if case.bench)
+
+SPEC = KernelSpec(
+    name="mxfp",
+    implementations={"triton": quantize_or_dequantize},
+    baselines=(EAGER, COMPILED, Peer("torchao", load=_torchao, supports=_torchao_supports), COPY),
+    reference=reference,
+    make_inputs=make_inputs,
+    cost=cost,
+    cases=CASES,
+    grads=(),
+    modes=("fwd",),
+    determinism={"fwd": "run-to-run"},
+    unit="rows",
+    items=lambda case: case.dims["rows"],
+    fuzz={"rows": (0, 140), "dim": (1, 300)},
+    tunables=(
+        Tunable(
+            configs,
+            "pick_config",
+            "fwd",
+            _candidates,
+            cases=tuple(case for case in _BENCHED if not case.params.get("dequantize")),
+        ),
+        Tunable(
+            configs,
+            "pick_dequantize_config",
+            "fwd",
+            _candidates,
+            cases=tuple(case for case in _BENCHED if case.params.get("dequantize")),
+        ),
+    ),
+    host_cases=(dataclasses.replace(_case(128, 256, BF16, "mxfp8_e4m3"), name="128x256-bf16-mxfp8_e4m3-host"),),
+)

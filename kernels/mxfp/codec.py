@@ -1,0 +1,126 @@
+"""Device functions: fp32 to the bits of an element and back, several elements to a byte or word and back.
+
+Rounding is integer arithmetic on the bits of fp32, and additions whose sum has the step of the element as its last
+place: both are right on every GPU and in Triton's interpreter, which rounds fp8 wrongly. Products are with powers of
+two. No instruction is needed that sm_80 lacks.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+NOT_FINITE = tl.constexpr(0x7F800000)  # the least fp32 bits of a magnitude that is no finite number
+E4M3_LARGEST = tl.constexpr(448.0)
+SMALLEST_TENSOR_SCALE = tl.constexpr(2.0**-117)  # times 2^-9 it is a normal number, whose inverse is one too
+
+
+@triton.jit
+def encode(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
+    """The bits of y >= 0 in fp32 rounded to nearest, ties to even, saturating; int32 without a sign."""
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    y = tl.minimum(y, LARGEST)
+    # The power of two at or below y, and not below the smallest normal number: all subnormal numbers have its step.
+    exponent = tl.maximum(y.to(tl.int32, bitcast=True) & 0x7F800000, (128 - BIAS) << 23)
+    # A number of which the last place is one step at that exponent. What the addition rounds off is below a step.
+    anchor = exponent + (SHIFT << 23)
+    steps = (y + anchor.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True) - anchor
+    # `steps` has the leading one of a normal number, which counts for the first exponent.
+    return steps + (exponent >> SHIFT) - ((128 - BIAS) << MANTISSA)
+
+
+@triton.jit
+def encode_at_random(y, random, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
+    """As `encode`, but up with a probability of the fraction of a step that is to be rounded off, from 32 random bits.
+    The fraction has 23 - MANTISSA bits; those of a subnormal number are cut off there."""
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    y = tl.minimum(y, LARGEST)
+    below_a_step = (random >> (32 - SHIFT)).to(tl.int32)
+    normal = y.to(tl.int32, bitcast=True) - ((127 - BIAS) << 23)
+    # In fixed point with SHIFT bits of fraction.
+    subnormal = (tl.minimum(y, 2.0 ** (1 - BIAS)) * (2.0 ** (22 + BIAS))).to(tl.int32)
+    return (tl.where(normal < (1 << 23), subnormal, normal) + below_a_step) >> SHIFT
+
+
+@triton.jit
+def decode(code, WIDTH: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """fp32 of the bits of an element in int32; exact."""
+    SIGN: tl.constexpr = 1 << (WIDTH - 1)
+    magnitude = code & (SIGN - 1)
+    # As the bits of fp32 the number is too small by a power of two alone, and subnormal where it is subnormal.
+    bits = ((code & SIGN) << (32 - WIDTH)) | (magnitude << (23 - MANTISSA))
+    value = bits.to(tl.float32, bitcast=True) * (2.0 ** (127 - BIAS))
+    if WIDTH == 8 and MANTISSA == 3:
+        value = tl.where(magnitude == 0x7F, float("nan"), value)
+    if WIDTH == 8 and MANTISSA == 2:
+        value = tl.where(magnitude >= 0x7C, (bits | 0x7F800000).to(tl.float32, bitcast=True), value)
+    return value
+
+
+@triton.jit
+def decode_scale(code, E8M0: tl.constexpr):
+    """fp32 of the byte of a block's scale in int32."""
+    if not E8M0:
+        return decode(code, 8, 3, 7)
+    bits = tl.where(code == 0, 1 << 22, tl.where(code == 255, 0x7FC00000, code << 23))  # 2^-127, NaN
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def mx_scale(amax, EMAX: tl.constexpr):
+    """The E8M0 byte of a block whose largest magnitude has the fp32 bits `amax`, and the inverse of its scale. The
+    exponent is that of amax less EMAX, that of the largest element, but at least -127."""
+    code = tl.maximum((amax >> 23) - EMAX, 0)
+    return code, ((254 - code) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def nv_scale(amax, tensor_scale, LARGEST: tl.constexpr):
+    """The e4m3 byte of a block whose largest magnitude has the fp32 bits `amax`, and the inverse of its scale times the
+    tensor's, both correctly rounded. No scale is below e4m3's smallest number, so that it has an inverse."""
+    wanted = tl.div_rn(amax.to(tl.float32, bitcast=True), tensor_scale * LARGEST)
+    code = tl.maximum(encode(wanted, 3, 7, E4M3_LARGEST), 1)
+    return code, tl.div_rn(1.0, decode(code, 8, 3, 7) * tensor_scale)
+
+
+@triton.jit
+def four_random(seed_low, seed_high, index):
+    """128 random bits for each int64 index, as four uint32: Philox-4x32 of ten rounds."""
+    seed = (seed_high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | seed_low.to(tl.uint32, bitcast=True)
+    low, high = (index & 0xFFFFFFFF).to(tl.uint32), (index >> 32).to(tl.uint32)
+    return tl.philox(seed, low, high, low * 0, low * 0)
+
+
+@triton.jit
+def pairs(codes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The even and the odd columns of a tile."""
+    return tl.split(tl.reshape(codes, [BLOCK_M, BLOCK_N // 2, 2]))
+
+
+@triton.jit
+def interleave(even, odd, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The tile that has these as even and odd columns."""
+    return tl.reshape(tl.join(even, odd), [BLOCK_M, BLOCK_N])
+
+
+@triton.jit
+def pack_six(codes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Each sixteen columns of 6 bits as three words."""
+    even, odd = pairs(codes, BLOCK_M, BLOCK_N)
+    even, odd = pairs(even | (odd << 6), BLOCK_M, BLOCK_N // 2)
+    a, b = pairs(even | (odd << 12), BLOCK_M, BLOCK_N // 4)  # 24 bits in each column
+    a, c = pairs(a, BLOCK_M, BLOCK_N // 8)
+    b, d = pairs(b, BLOCK_M, BLOCK_N // 8)
+    return a | (b << 24), (b >> 8) | (c << 16), (c >> 16) | (d << 8)
+
+
+@triton.jit
+def unpack_six(first, second, third, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The columns of 6 bits, of which sixteen lie in three words."""
+    a, b = first & 0xFFFFFF, ((first >> 24) & 0xFF) | ((second & 0xFFFF) << 8)
+    c, d = ((second >> 16) & 0xFFFF) | ((third & 0xFF) << 16), (third >> 8) & 0xFFFFFF
+    a = interleave(a, c, BLOCK_M, BLOCK_N // 8)
+    b = interleave(b, d, BLOCK_M, BLOCK_N // 8)
+    four = interleave(a, b, BLOCK_M, BLOCK_N // 4)
+    two = interleave(four & 0xFFF, four >> 12, BLOCK_M, BLOCK_N // 2)
+    return interleave(two & 0x3F, two >> 6, BLOCK_M, BLOCK_N)

@@ -1,0 +1,42 @@
+"""How each kernel of mxfp is launched: every choice is a pure function of the problem and the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+FLAT = 2048  # the row in which a contiguous tensor is read whose own rows do not matter
+TILE = 4096  # elements
+
+
+@dataclass(frozen=True)
+class Config:
+    """A CTA for each tile of block_m rows by block_n columns, which are whole blocks."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+
+
+def pick_config(
+    rows: int, dim: int, width: int, transposed: bool, dtype: torch.dtype, capability: tuple[int, int]
+) -> Config:
+    """The configuration of quantisation. Pure.
+
+    width       bits of an element
+    transposed  x's rows, and not its columns, are neighbours in memory
+
+    Tiles of 4096 elements with 4 warps: 32 elements a thread. They are as wide as a row up to 512 columns, and 64 by 64
+    where x is transposed, so that both sides of the transposition have segments of 128 bytes. Not tuned.
+    """
+    widest = 64 if transposed else 512
+    block_n = min(widest, max(32, triton.next_power_of_2(dim)))
+    return Config(TILE // block_n, block_n, 4)
+
+
+def pick_dequantize_config(rows: int, dim: int, width: int, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
+    """The configuration of dequantisation. Pure. `dtype` is that of the result. As quantisation; not tuned."""
+    block_n = min(512, max(32, triton.next_power_of_2(dim)))
+    return Config(TILE // block_n, block_n, 4)

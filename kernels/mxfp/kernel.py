@@ -1,0 +1,165 @@
+"""Quantisation: a CTA for each tile of whole blocks, which finds their scales and writes data and scales in one pass.
+
+Napkin maths, bf16, 8192 x 8192 (65536 x 4096), one NVIDIA H200 that copies 4254 GB/s; 2 bytes an element read:
+
+              written an element      bytes              floor
+mxfp8         1 + 1/32                203 MB (814 MB)    48 us (191 us)
+mxfp6         3/4 + 1/32              187 MB (747 MB)    44 us (176 us)
+mxfp4         1/2 + 1/32              170 MB (680 MB)    40 us (160 us)
+nvfp4         1/2 + 1/16              172 MB (688 MB)    40 us (162 us); x is read twice unless its scale is given
+
+An element costs about 16 instructions (unpack, two for the maximum, product, ten for the rounding and the sign,
+packing), of which some 10 are of the integer pipe. At 64 of these a cycle and SM the floor of mxfp4 leaves time for 9:
+it is the format that is bound by instructions as much as by bytes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .codec import (
+    NOT_FINITE,
+    SMALLEST_TENSOR_SCALE,
+    encode,
+    encode_at_random,
+    four_random,
+    interleave,
+    mx_scale,
+    nv_scale,
+    pack_six,
+    pairs,
+)
+
+
+@triton.jit
+def load_bits(
+    x_ptr, row, col, rows, dim, stride_xm, stride_xn, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """A tile of x as fp32 bits; zeros where x has ended."""
+    m, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
+    mask = None if EVEN else (m < rows)[:, None] & (n < dim)[None, :]
+    at = x_ptr + m[:, None] * stride_xm + n[None, :] * stride_xn
+    return tl.load(at, mask=mask, other=None if EVEN else 0.0).to(tl.float32).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def corner(columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The first row and column of this CTA's tile."""
+    tiles_n = tl.cdiv(columns, BLOCK_N)
+    tile = tl.program_id(0)
+    return (tile // tiles_n).to(tl.int64) * BLOCK_M, (tile % tiles_n).to(tl.int64) * BLOCK_N
+
+
+@triton.jit
+def store_tile(ptr, tile, row, col, rows, columns, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A tile of a row-major matrix."""
+    m, n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
+    mask = None if EVEN else (m < rows)[:, None] & (n < columns)[None, :]
+    tl.store(ptr + m[:, None] * columns + n[None, :], tile, mask=mask)
+
+
+@triton.jit
+def tensor_scale_of(amax_ptr):
+    """NVFP4's scale of the tensor from the fp32 bits of its largest magnitude: a product with 1 / (448 · 6)."""
+    amax = tl.load(amax_ptr).to(tl.float32, bitcast=True)
+    return tl.where(amax > 0, tl.maximum(amax * (1 / 2688), SMALLEST_TENSOR_SCALE), 1.0)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _mxfp_amax_kernel(
+    x_ptr,
+    amax_ptr,
+    rows,
+    dim,
+    stride_xm,
+    stride_xn,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The largest magnitude of the finite elements as its bits, which order like the numbers, into an int32 that begins
+    as zero. The order in which CTAs arrive changes nothing."""
+    row, col = corner(dim, BLOCK_M, BLOCK_N)
+    bits = load_bits(x_ptr, row, col, rows, dim, stride_xm, stride_xn, EVEN, BLOCK_M, BLOCK_N) & 0x7FFFFFFF
+    tl.atomic_max(amax_ptr, tl.max(tl.where(bits < NOT_FINITE, bits, 0)), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["seed_low", "seed_high", "rows"])
+def _mxfp_quantize_kernel(
+    x_ptr,
+    data_ptr,
+    scale_ptr,
+    tensor_scale_ptr,
+    amax_ptr,
+    seed_low,
+    seed_high,
+    rows,
+    dim,
+    padded,
+    stride_xm,
+    stride_xn,
+    WIDTH: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    EMAX: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """x [rows, dim] to data and scales of rows of `padded` elements, the next multiple of BLOCK.
+
+    tensor_scale_ptr  None unless nvfp4; with an amax_ptr it is written, else read
+    """
+    row, col = corner(padded, BLOCK_M, BLOCK_N)
+    bits = load_bits(x_ptr, row, col, rows, dim, stride_xm, stride_xn, EVEN, BLOCK_M, BLOCK_N)
+    blocks = tl.reshape(bits, [BLOCK_M, BLOCK_N // BLOCK, BLOCK])
+    amax = tl.max(blocks & 0x7FFFFFFF, axis=2)
+    if tensor_scale_ptr is not None:
+        if amax_ptr is not None:
+            tensor_scale = tensor_scale_of(amax_ptr)
+            tl.store(tensor_scale_ptr, tensor_scale, mask=tl.program_id(0) == 0)
+        else:
+            tensor_scale = tl.load(tensor_scale_ptr)
+            ordered = tensor_scale.to(tl.int32, bitcast=True)
+            usable = tl.where(ordered < (10 << 23), False, ordered < NOT_FINITE)  # from 2^-117 on
+            amax = tl.where(usable, amax, NOT_FINITE)
+            tensor_scale = tl.where(usable, tensor_scale, 1.0)
+    # A block with a NaN or an infinity: its scale is NaN, its data are zeros.
+    finite = amax < NOT_FINITE
+    amax = tl.where(finite, amax, 0)
+    blocks = blocks & tl.where(finite, -1, 0)[:, :, None]
+    if tensor_scale_ptr is not None:
+        scale, inverse = nv_scale(amax, tensor_scale, LARGEST)
+        scale = tl.where(finite, scale, 0x7F)
+    else:
+        scale, inverse = mx_scale(amax, EMAX)
+        scale = tl.where(finite, scale, 0xFF)
+    scale_col = col // BLOCK
+    store_tile(scale_ptr, scale.to(tl.uint8), row, scale_col, rows, padded // BLOCK, EVEN, BLOCK_M, BLOCK_N // BLOCK)
+    y = tl.reshape(tl.abs(blocks.to(tl.float32, bitcast=True)) * inverse[:, :, None], [BLOCK_M, BLOCK_N])
+    if STOCHASTIC:
+        m, n = row + tl.arange(0, BLOCK_M), col // 4 + tl.arange(0, BLOCK_N // 4)
+        a, b, c, d = four_random(seed_low, seed_high, m[:, None] * (padded // 4) + n[None, :])
+        a, b = interleave(a, c, BLOCK_M, BLOCK_N // 2), interleave(b, d, BLOCK_M, BLOCK_N // 2)
+        codes = encode_at_random(y, interleave(a, b, BLOCK_M, BLOCK_N), MANTISSA, BIAS, LARGEST)
+    else:
+        codes = encode(y, MANTISSA, BIAS, LARGEST)
+    codes |= (tl.reshape(blocks, [BLOCK_M, BLOCK_N]) >> (32 - WIDTH)) & (1 << (WIDTH - 1))
+    if WIDTH == 8:
+        store_tile(data_ptr, codes.to(tl.uint8), row, col, rows, padded, EVEN, BLOCK_M, BLOCK_N)
+    elif WIDTH == 4:
+        low, high = pairs(codes, BLOCK_M, BLOCK_N)
+        packed = (low | (high << 4)).to(tl.uint8)
+        store_tile(data_ptr, packed, row, col // 2, rows, padded // 2, EVEN, BLOCK_M, BLOCK_N // 2)
+    else:
+        m, n = row + tl.arange(0, BLOCK_M), col // 16 + tl.arange(0, BLOCK_N // 16)
+        mask = None if EVEN else (m < rows)[:, None] & (n < padded // 16)[None, :]
+        at = data_ptr + m[:, None] * (padded // 16 * 3) + n[None, :] * 3
+        first, second, third = pack_six(codes, BLOCK_M, BLOCK_N)
+        tl.store(at, first, mask=mask)
+        tl.store(at + 1, second, mask=mask)
+        tl.store(at + 2, third, mask=mask)

@@ -1,0 +1,223 @@
+"""The public functions: checks, the lean eager call, registration with torch.library."""
+
+from __future__ import annotations
+
+import torch
+
+from .checks import FLOATS, kind, runnable
+from .formats import FORMATS
+from .launch import Plans, lean, signature
+from .plans import dequantize_plan, quantize_plan, result_shapes
+
+# Named after the package, so that a copy of this folder under another name registers ops of its own.
+_NAMESPACE = __package__.replace(".", "_")
+_QUANTIZE, _DEQUANTIZE = Plans(), Plans()
+
+
+def mxfp(
+    x: torch.Tensor,
+    format: str = "mxfp8_e4m3",
+    *,
+    stochastic: bool = False,
+    seed: int = 0,
+    dim: int = -1,
+    tensor_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Quantises blocks of one dimension to elements of 8, 6 or 4 bits with a shared scale: x ≈ element · scale
+    (`mxfp_dequantize`).
+
+        mxfp*   scale = 2^(floor(log2 amax) - emax), at least 2^-127    amax: the largest magnitude of the block of 32,
+                                                                        emax: the exponent of the largest element
+        nvfp4   tensor_scale = max(amax(x) · (1 / 2688), 2^-117)        1 where amax(x) is 0; 2688 = 448 · 6
+                scale = e4m3(amax / (tensor_scale · 6)), 2^-9 to 448    amax: of the block of 16
+        element = x / scale, or x · (1 / (scale · tensor_scale)), rounded to nearest, ties to even, saturating
+
+    That is section 6.3 of the OCP Microscaling Formats specification 1.0 and, for nvfp4, the recipe of NVIDIA 2025
+    (arXiv:2509.25149, appendix C). Each step of nvfp4 is rounded to fp32; the rest is exact: results are defined to the
+    bit. A block of zeros has the smallest scale. Zeros keep their sign. What the specification leaves open: a block
+    with a NaN or an infinity has the scale NaN, so that all of it is NaN, and elements of zero; amax(x) passes over
+    what is not finite.
+
+    x             [..., D, ...] fp32, fp16 or bf16, any strides. It is read in place where its other dimensions flatten
+                  to one stride, otherwise copied first.
+    format        "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4" or "nvfp4"
+    stochastic    round up with the probability of the fraction that is rounded off, which has 20 to 22 bits: unbiased
+                  where nothing saturates. Scales are rounded as before.
+    seed          of Philox, 0 <= seed < 2^63: a result depends on it, on x and on nothing else
+    dim           along which blocks lie. The result is that of x.movedim(dim, -1), contiguous.
+    tensor_scale  fp32 (): nvfp4's is used and not sought, so that x is read once. Where it is below 2^-117 or not
+                  finite, which is seen on the GPU alone, every scale is NaN and every element zero.
+
+    Returns data and scales as uint8 and, for nvfp4, tensor_scale. With B = ceil(D / 32), or D / 16, blocks:
+    data          [..., 32 · B] of 8 bits, [..., 24 · B] of 6, [..., 16 · B] of 4, [..., 8 · B] of nvfp4. The last block
+                  is filled up with zeros. Two elements of 4 bits lie in a byte, four of 6 bits in three, the first in
+                  the lowest bits. data.view(torch.float8_e4m3fn), .float8_e5m2 or .float4_e2m1fn_x2 is PyTorch's type.
+    scales        [..., B]: scales.view(torch.float8_e8m0fnu), or .float8_e4m3fn of nvfp4
+    Nothing is differentiable: what to let through is a matter of the layer.
+
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
+    outside Triton's interpreter.
+    """
+    if lean(x, tensor_scale):
+        made = _quantize_plan(x, tensor_scale, format, stochastic, dim, seed)(x, tensor_scale, seed)
+    else:
+        _check(x, tensor_scale, format, stochastic, dim, seed)
+        given = None if tensor_scale is None else tensor_scale.detach()
+        made = _quantize_op(x.detach(), given, format, stochastic, dim, seed)
+    return (*made, tensor_scale) if format == "nvfp4" and tensor_scale is not None else tuple(made)
+
+
+def mxfp_dequantize(
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    format: str = "mxfp8_e4m3",
+    dtype: torch.dtype = torch.float32,
+    *,
+    tensor_scale: torch.Tensor | None = None,
+    size: int | None = None,
+) -> torch.Tensor:
+    """element · scale, times tensor_scale for nvfp4, in fp32 and rounded to dtype: the way back from `mxfp`.
+
+    data          uint8 [..., bytes of B blocks], as `mxfp` returns them; any strides
+    scales        uint8 [..., B]
+    dtype         of the result: fp32, fp16 (which may overflow) or bf16
+    tensor_scale  fp32 (), for nvfp4 alone, which needs it
+    size          D, where the last block is not full; by default all of it is returned
+
+    Returns [..., size], contiguous; NaN where an element or its scale is NaN. Nothing is differentiable. Raises as
+    `mxfp`.
+    """
+    if lean(data, scales, tensor_scale):
+        return _dequantize_plan(data, scales, tensor_scale, format, dtype, size)(data, scales, tensor_scale)
+    size = _check_dequantize(data, scales, tensor_scale, format, dtype, size)
+    return _dequantize_op(data, scales, None if tensor_scale is None else tensor_scale.detach(), format, dtype, size)
+
+
+def _check(x, tensor_scale, format, stochastic, dim, seed) -> None:
+    if not isinstance(x, torch.Tensor) or x.dtype not in FLOATS:
+        raise TypeError(f"mxfp: x must be a tensor of float32, float16 or bfloat16, got {kind(x)}")
+    if x.dim() == 0:
+        raise ValueError("mxfp: x must be [..., D], got a tensor without dimensions")
+    _check_format("mxfp", format)
+    if not isinstance(stochastic, bool):
+        raise TypeError(f"mxfp: stochastic must be True or False, got {kind(stochastic)}")
+    if not isinstance(dim, int | torch.SymInt):
+        raise TypeError(f"mxfp: dim must be an integer, got {kind(dim)}")
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"mxfp: dim must be one of the {x.dim()} dimensions of x, got {dim}")
+    _check_seed(seed)
+    if tensor_scale is not None:
+        _check_tensor_scale("mxfp", tensor_scale, x, format)
+    runnable("mxfp", "x", x)
+
+
+def _check_seed(seed) -> None:
+    if not isinstance(seed, int | torch.SymInt):
+        raise TypeError(f"mxfp: seed must be an integer, got {kind(seed)}")
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"mxfp: seed must be at least 0 and below 2^63, got {seed}")
+
+
+def _check_format(function: str, format: str) -> None:
+    if format not in FORMATS:
+        raise ValueError(f"{function}: format must be one of {', '.join(map(repr, FORMATS))}, got {format!r}")
+
+
+def _check_tensor_scale(function: str, tensor_scale, of: torch.Tensor, format: str) -> None:
+    if format != "nvfp4":
+        raise ValueError(f"{function}: tensor_scale must go with format 'nvfp4', got {format!r}")
+    if not isinstance(tensor_scale, torch.Tensor) or tensor_scale.dtype != torch.float32:
+        raise TypeError(f"{function}: tensor_scale must be a tensor of float32, got {kind(tensor_scale)}")
+    if tensor_scale.dim():
+        raise ValueError(f"{function}: tensor_scale must have no dimensions, got {list(tensor_scale.shape)}")
+    if tensor_scale.device != of.device:
+        raise ValueError(f"{function}: tensor_scale must be on {of.device} like the rest, got {tensor_scale.device}")
+
+
+def _check_dequantize(data, scales, tensor_scale, format, dtype, size):
+    """Returns the size of the result's rows."""
+    function = "mxfp_dequantize"
+    _check_format(function, format)
+    for name, tensor in (("data", data), ("scales", scales)):
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.uint8:
+            raise TypeError(f"{function}: {name} must be a tensor of uint8, got {kind(tensor)}")
+    if scales.dim() == 0:
+        raise ValueError(f"{function}: scales must be [..., blocks], got a tensor without dimensions")
+    layout = FORMATS[format]
+    wanted = (*scales.shape[:-1], scales.shape[-1] * layout.block_bytes)
+    if data.shape != wanted:
+        raise ValueError(f"{function}: data must be {list(wanted)} for these scales, got {list(data.shape)}")
+    if scales.device != data.device:
+        raise ValueError(f"{function}: scales must be on {data.device} like data, got {scales.device}")
+    if dtype not in FLOATS:
+        raise TypeError(f"{function}: dtype must be float32, float16 or bfloat16, got {dtype}")
+    if format == "nvfp4" and tensor_scale is None:
+        raise ValueError(f"{function}: tensor_scale must be given for format 'nvfp4'")
+    if tensor_scale is not None:
+        _check_tensor_scale(function, tensor_scale, data, format)
+    most = scales.shape[-1] * layout.block
+    if size is None:
+        size = most
+    if not isinstance(size, int | torch.SymInt):
+        raise TypeError(f"{function}: size must be an integer, got {kind(size)}")
+    if not max(most - layout.block + 1, 0) <= size <= most:
+        raise ValueError(f"{function}: size must end in the last of {scales.shape[-1]} blocks, got {size}")
+    runnable(function, "data", data)
+    return size
+
+
+def _quantize_plan(x, tensor_scale, format, stochastic, dim, seed):
+    """The plan for these arguments, kept if they are plain tensors. The seed is no part of its key."""
+    key = (signature(x), signature(tensor_scale), format, stochastic, dim)
+    plan = _QUANTIZE.find(key)
+    if plan is None:
+        _check(x, tensor_scale, format, stochastic, dim, seed)
+        return _QUANTIZE.keep(key, quantize_plan(x, tensor_scale, format, stochastic, dim))
+    if seed:
+        _check_seed(seed)
+    return plan
+
+
+def _dequantize_plan(data, scales, tensor_scale, format, dtype, size):
+    """The plan for these arguments, kept if they are plain tensors."""
+    key = (signature(data), signature(scales), signature(tensor_scale), format, dtype, size)
+    plan = _DEQUANTIZE.find(key)
+    if plan is None:
+        exact = _check_dequantize(data, scales, tensor_scale, format, dtype, size)
+        plan = _DEQUANTIZE.keep(key, dequantize_plan(data, scales, tensor_scale, format, dtype, exact))
+    return plan
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::mxfp_quantize", mutates_args=())
+def _quantize_op(
+    x: torch.Tensor, tensor_scale: torch.Tensor | None, format: str, stochastic: bool, dim: int, seed: int
+) -> list[torch.Tensor]:
+    if lean(x, tensor_scale):
+        return _quantize_plan(x, tensor_scale, format, stochastic, dim, seed)(x, tensor_scale, seed)
+    return quantize_plan(x, tensor_scale, format, stochastic, dim)(x, tensor_scale, seed)
+
+
+@_quantize_op.register_fake
+def _(x, tensor_scale, format, stochastic, dim, seed):
+    fake = [x.new_empty(shape, dtype=torch.uint8) for shape in result_shapes(x, format, dim)]
+    if format == "nvfp4" and tensor_scale is None:
+        fake.append(x.new_empty((), dtype=torch.float32))
+    return fake
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::mxfp_dequantize", mutates_args=())
+def _dequantize_op(
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    tensor_scale: torch.Tensor | None,
+    format: str,
+    dtype: torch.dtype,
+    size: int,
+) -> torch.Tensor:
+    make = _dequantize_plan if lean(data, scales, tensor_scale) else dequantize_plan
+    return make(data, scales, tensor_scale, format, dtype, size)(data, scales, tensor_scale)
+
+
+@_dequantize_op.register_fake
+def _(data, scales, tensor_scale, format, dtype, size):
+    return data.new_empty((*data.shape[:-1], size), dtype=dtype)

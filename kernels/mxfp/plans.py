@@ -1,0 +1,176 @@
+"""Launch plans of mxfp: everything about a call that does not change with the tensors' contents and addresses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import triton
+
+from . import configs
+from .configs import FLAT
+from .dequantize import _mxfp_dequantize_kernel
+from .formats import FORMATS, Format
+from .kernel import _mxfp_amax_kernel, _mxfp_quantize_kernel
+from .launch import Launch
+
+Quantize = Callable[[torch.Tensor, "torch.Tensor | None", int], list[torch.Tensor]]
+Dequantize = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
+
+
+def result_shapes(x: torch.Tensor, format: str, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of the data and of the scales."""
+    layout = FORMATS[format]
+    *lead, size = x.movedim(dim, -1).shape
+    blocks = layout.blocks(size)
+    return (*lead, blocks * layout.block_bytes), (*lead, blocks)
+
+
+def quantize_plan(
+    x: torch.Tensor, tensor_scale: torch.Tensor | None, format: str, stochastic: bool, dim: int
+) -> Quantize:
+    """Takes (x, tensor_scale, seed) like these and returns data, scales and, for nvfp4 without a tensor_scale, that.
+    Inputs as `op` has checked them."""
+    layout, device = FORMATS[format], x.device
+    data_shape, scale_shape = result_shapes(x, format, dim)
+    data_strides, scale_strides = _dense(data_shape), _dense(scale_shape)
+    find_scale = format == "nvfp4" and tensor_scale is None
+    copied, write = False, None
+    if x.numel():
+        x2 = _matrix(x, dim)
+        copied = x2.data_ptr() != x.data_ptr()
+        if x2.is_contiguous() and x2.shape[1] % layout.block == 0 and x2.numel() % FLAT == 0:
+            x2 = x2.view(-1, FLAT)
+        write = _quantize_launches(x2, layout, stochastic, find_scale)
+
+    def run(x: torch.Tensor, tensor_scale: torch.Tensor | None, seed: int) -> list[torch.Tensor]:
+        data = torch.empty_strided(data_shape, data_strides, dtype=torch.uint8, device=device)
+        scales = torch.empty_strided(scale_shape, scale_strides, dtype=torch.uint8, device=device)
+        if find_scale:
+            tensor_scale = torch.empty_strided((), (), dtype=torch.float32, device=device)
+            if write is None:
+                tensor_scale.fill_(1)
+        if write is not None:
+            write(_matrix(x, dim) if copied else x, data, scales, tensor_scale, seed)
+        return [data, scales, tensor_scale] if find_scale and tensor_scale is not None else [data, scales]
+
+    return run
+
+
+def _quantize_launches(x: torch.Tensor, layout: Format, stochastic: bool, find_scale: bool) -> Callable[..., None]:
+    """Takes (x, data, scales, tensor_scale, seed). x [rows, dim]. Where the scale of the tensor is to be found, another
+    launch before seeks the largest magnitude."""
+    (rows, dim), (stride_m, stride_n) = x.shape, x.stride()
+    padded = layout.blocks(dim) * layout.block
+    transposed = stride_m == 1 and stride_n != 1
+    config = configs.pick_config(rows, dim, layout.width, transposed, x.dtype, _capability(x))
+    grid = (triton.cdiv(rows, config.block_m) * triton.cdiv(padded, config.block_n),)
+    tile = {
+        "EVEN": rows % config.block_m == 0 and dim % config.block_n == 0,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "num_warps": config.num_warps,
+    }
+    launch = Launch(
+        _mxfp_quantize_kernel,
+        grid,
+        x.device,
+        (rows, dim, padded, stride_m, stride_n),
+        WIDTH=layout.width,
+        MANTISSA=layout.mantissa,
+        BIAS=layout.bias,
+        LARGEST=layout.largest,
+        EMAX=math.frexp(layout.largest)[1] - 1,
+        BLOCK=layout.block,
+        STOCHASTIC=stochastic,
+        **tile,
+    )
+    find = None
+    if find_scale:
+        find = Launch(_mxfp_amax_kernel, grid, x.device, (rows, dim, stride_m, stride_n), **tile)
+    device, words = x.device, layout.width == 6
+
+    def write(x, data, scales, tensor_scale, seed: int) -> None:
+        amax = None
+        if find is not None:
+            amax = torch.empty_strided((), (), dtype=torch.int32, device=device).zero_()
+            find(x, amax)
+        launch(
+            x, data.view(torch.int32) if words else data, scales, tensor_scale, amax, _signed(seed), _signed(seed >> 32)
+        )
+
+    return write
+
+
+def _signed(number: int) -> int:
+    """Its lower 32 bits as an int32."""
+    return ((number + 0x80000000) & 0xFFFFFFFF) - 0x80000000
+
+
+def dequantize_plan(
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    tensor_scale: torch.Tensor | None,
+    format: str,
+    dtype: torch.dtype,
+    size: int,
+) -> Dequantize:
+    """Takes (data, scales, tensor_scale) like these and returns [..., size]. Inputs as `op` has checked them."""
+    layout, device = FORMATS[format], data.device
+    shape = (*data.shape[:-1], size)
+    strides = _dense(shape)
+    if math.prod(shape) == 0:
+        return lambda data, scales, tensor_scale: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    data_copied, scales_copied = not data.is_contiguous(), not scales.is_contiguous()
+    rows, padded = math.prod(shape[:-1]), scales.shape[-1] * layout.block
+    dim = size
+    if size == padded and rows * padded % FLAT == 0:
+        rows, dim, padded = rows * padded // FLAT, FLAT, FLAT
+    config = configs.pick_dequantize_config(rows, dim, layout.width, dtype, _capability(data))
+    launch = Launch(
+        _mxfp_dequantize_kernel,
+        (triton.cdiv(rows, config.block_m) * triton.cdiv(padded, config.block_n),),
+        device,
+        (rows, dim, padded),
+        WIDTH=layout.width,
+        MANTISSA=layout.mantissa,
+        BIAS=layout.bias,
+        BLOCK=layout.block,
+        E8M0=format != "nvfp4",
+        EVEN=rows % config.block_m == 0 and dim % config.block_n == 0,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        num_warps=config.num_warps,
+    )
+    words = layout.width == 6
+
+    def run(data: torch.Tensor, scales: torch.Tensor, tensor_scale: torch.Tensor | None) -> torch.Tensor:
+        y = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        dense = data.contiguous() if data_copied else data
+        if words:
+            dense = _words(dense)
+        launch(dense, scales.contiguous() if scales_copied else scales, tensor_scale, y)
+        return y
+
+    return run
+
+
+def _words(data: torch.Tensor) -> torch.Tensor:
+    """Contiguous bytes as int32, copied where they begin on no boundary of 16: a plan's key tells these two apart."""
+    return (data if data.data_ptr() % 16 == 0 else data.clone()).view(torch.int32)
+
+
+def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def _matrix(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """[rows, elements of dim]: a view where the strides allow it, otherwise a copy."""
+    x = x.movedim(dim, -1)
+    return x.reshape(-1, x.shape[-1])
+
+
+def _capability(tensor: torch.Tensor) -> tuple[int, int]:
+    """The interpreter stands for an sm_80."""
+    return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else (8, 0)

@@ -1,0 +1,175 @@
+"""The declaration of mxfp_matmul: cases, cost, peers. `python -m harness bench --kernel mxfp_matmul`."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable, Yardstick
+
+from . import configs, mxfp_matmul
+from .formats import BLOCK, CHUNK, chunks
+from .reference import mxfp_matmul_reference
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def _case(rows: int, columns: int, depth: int, dtype: torch.dtype, format: str, bench: bool = False) -> Case:
+    short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
+    dims = {"rows": rows, "columns": columns, "depth": depth}
+    return Case(f"{rows}x{columns}x{depth}-{short}-{format}", dims, dtype, {"format": format}, bench)
+
+
+CASES = (
+    # Decoding, a small batch, and prompts: where w, both, and the tensor cores are what takes the time.
+    *(_case(rows, 8192, 8192, BF16, format, bench=True) for rows in (1, 16, 64, 1024) for format in BLOCK),
+    _case(1, 28672, 8192, BF16, "mxfp4", bench=True),
+    # What goes wrong: nothing, one element, primes, one off a tile and a chunk, parts of K, every format.
+    _case(3, 17, 150, FP32, "mxfp4"),
+    _case(0, 32, 128, FP32, "mxfp4"),
+    _case(3, 0, 128, FP32, "mxfp4"),
+    _case(2, 8, 0, FP32, "mxfp4"),
+    _case(1, 1, 1, FP32, "mxfp4"),
+    _case(16, 64, 1024, FP16, "mxfp4"),
+    _case(17, 65, 1111, FP16, "mxfp4"),
+    _case(65, 129, 256, FP32, "nvfp4"),
+    _case(5, 31, 1031, FP16, "nvfp4"),
+    _case(257, 130, 384, FP16, "nvfp4"),
+    _case(5, 127, 1031, BF16, "mxfp4"),
+    _case(300, 257, 1024, BF16, "nvfp4"),
+)
+
+
+def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
+    rows, columns, depth = (case.dims[n] for n in ("rows", "columns", "depth"))
+    format = case.params["format"]
+    count, nvfp4 = chunks(depth), format == "nvfp4"
+
+    def random(shape: tuple[int, ...], low: int, high: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, dtype=torch.uint8, device=device, generator=generator)
+
+    scales = random((count, columns, CHUNK // BLOCK[format]), *((0x30, 0x60) if nvfp4 else (119, 124)))
+    inputs: Inputs = {
+        "x": torch.randn((rows, depth), dtype=case.dtype, device=device, generator=generator),
+        "w": random((count, columns, CHUNK // 2), 0, 256),
+        "scales": scales,
+    }
+    if nvfp4:
+        inputs["tensor_scale"] = torch.rand((), dtype=FP32, device=device, generator=generator) / 256 + 1 / 256
+    return {**inputs, **case.params}
+
+
+def _dense_cost(case: Case, weights: int) -> Cost:
+    rows, columns, depth = (case.dims[n] for n in ("rows", "columns", "depth"))
+    return Cost(flops=2 * rows * columns * depth, bytes=rows * (depth + columns) * case.dtype.itemsize + weights)
+
+
+def cost(case: Case, mode: str) -> Cost:
+    format = case.params["format"]
+    chunk = CHUNK // 2 + CHUNK // BLOCK[format]
+    weights = chunks(case.dims["depth"]) * case.dims["columns"] * chunk + (4 if format == "nvfp4" else 0)
+    return _dense_cost(case, weights)
+
+
+def _once_a_weight(make: Callable[..., Any]) -> Callable[..., Any]:
+    """What `make` makes of a weight, kept for as long as that tensor lives unchanged."""
+    kept: weakref.WeakKeyDictionary[torch.Tensor, tuple[int, Any]] = weakref.WeakKeyDictionary()
+
+    def get(w: torch.Tensor, *rest: Any) -> Any:
+        version, made = kept.get(w, (None, None))
+        if version != w._version:
+            made = make(w, *rest)
+            kept[w] = (w._version, made)
+        return made
+
+    return get
+
+
+def unpacked(w: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [N, K / 2] and scales [N, K / block] in the order of their elements: the way back from `mxfp_pack`."""
+    codes = torch.cat([w & 15, w >> 4], -1).transpose(0, 1).flatten(1)
+    return codes[:, 0::2] | (codes[:, 1::2] << 4), scales.transpose(0, 1).flatten(1)
+
+
+def _humming():
+    from humming.layer import HummingLayer
+
+    def layer(w, scales, dtype):
+        data, scales = unpacked(w, scales)
+        made = HummingLayer(
+            shape_n=data.shape[0],
+            shape_k=2 * data.shape[1],
+            weight_config={"quant_method": "mxfp4"},
+            torch_dtype=dtype,
+        ).to(w.device)
+        made.load_from_tensors({"weight": data.contiguous(), "weight_scale": scales.contiguous()})
+        made.transform()
+        made.prepare_default_kernel_configs()
+        return made
+
+    layers = _once_a_weight(layer)
+    return lambda x, w, scales, format: layers(w, scales, x.dtype)(x)
+
+
+def _humming_supports(case: Case, mode: str) -> str | None:
+    if case.params["format"] != "mxfp4":
+        return "its NVFP4 layer takes another layout of scales"
+    return None if case.dims["depth"] % CHUNK == 0 and case.dims["columns"] % 64 == 0 else "needs whole tiles"
+
+
+def _dense():
+    """A dense product of the same shape and dtype, of random weights that are made once."""
+    made: dict[tuple, torch.Tensor] = {}
+
+    def dense(x, w, **_):
+        key = (w.shape[1], x.shape[-1], x.dtype, x.device)
+        if key not in made:
+            made[key] = torch.randn(key[:2], dtype=x.dtype, device=x.device)
+        return x @ made[key].t()
+
+    return dense
+
+
+# What it is held against where computing is what takes the time: a product with weights of x's dtype.
+DENSE = Yardstick(
+    "dense",
+    load=_dense,
+    cost=lambda case, mode: _dense_cost(case, case.dims["columns"] * case.dims["depth"] * case.dtype.itemsize),
+)
+
+
+def _candidates(case: Case) -> list[configs.Config]:
+    rows, found = case.dims["rows"], []
+    tiles = [(16, 32), (16, 64), (16, 128)] if rows <= 16 else [(64, 64), (64, 128), (128, 64), (128, 128), (128, 256)]
+    for block_m, block_n in tiles:
+        for splits in (1, 2, 4, 8) if rows <= 64 else (1,):
+            found += [
+                configs.Config(block_m, block_n, block_k, splits, 8, warps, stages)
+                for block_k in (32, 64)
+                for warps in (4, 8)
+                for stages in (2, 3, 4)
+            ]
+    return found
+
+
+SPEC = KernelSpec(
+    name="mxfp_matmul",
+    implementations={"triton": mxfp_matmul},
+    baselines=(EAGER, COMPILED, Peer("humming", load=_humming, supports=_humming_supports), DENSE),
+    reference=mxfp_matmul_reference,
+    make_inputs=make_inputs,
+    cost=cost,
+    cases=CASES,
+    grads=(),
+    modes=("fwd",),
+    determinism={"fwd": "run-to-run"},
+    unit="rows",
+    items=lambda case: case.dims["rows"],
+    fuzz={"rows": (0, 70), "columns": (0, 140), "depth": (1, 300)},
+    tunables=(Tunable(configs, "pick_config", "fwd", _candidates),),
+    host_cases=(dataclasses.replace(_case(1, 256, 256, BF16, "mxfp4"), name="1x256x256-bf16-mxfp4-host"),),
+)

@@ -1,0 +1,137 @@
+"""The public functions: checks, the lean eager call, registration with torch.library."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from .checks import FLOATS, kind, runnable
+from .formats import BLOCK, CHUNK, chunks
+from .launch import Plans, lean, signature
+from .plans import product_plan
+
+# Named after the package, so that a copy of this folder under another name registers ops of its own.
+_NAMESPACE = __package__.replace(".", "_")
+_PRODUCT = Plans()
+
+
+def mxfp_matmul(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    scales: torch.Tensor,
+    format: str = "mxfp4",
+    *,
+    tensor_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x times packed weights of 4 bits, transposed: what a linear layer computes, without its bias.
+
+        y[..., n] = Σ_k x[..., k] · element[n, k] · scale[n, k // block]      block = 32 (mxfp4) or 16 (nvfp4)
+        y         = y · tensor_scale                                          nvfp4 alone
+
+    Weights are rounded to x's dtype, which changes none in bf16 and fp32, and none of nvfp4 in fp16; a weight of mxfp4
+    must lie within fp16's range. Products are summed in fp32, in an order that depends on the shapes alone: repeats
+    agree bit for bit. The formats are those of OCP Microscaling 1.0 and NVIDIA 2025 (arXiv:2509.25149).
+
+    x             [..., K] fp32, fp16 or bf16, any strides. Rows are read in place when the leading dimensions flatten
+                  to one stride and the last stride is 1; otherwise they are copied first.
+    w, scales     uint8, as `mxfp_pack` returns them: [chunks, N, 64] and [chunks, N, 4], or [chunks, N, 8] of nvfp4,
+                  with ceil(K / 128) chunks
+    format        "mxfp4" or "nvfp4"
+    tensor_scale  fp32 (), for nvfp4 alone, which needs it
+
+    Returns [..., N] in x's dtype, contiguous. Not differentiable: weights of 4 bits serve inference.
+
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
+    outside Triton's interpreter.
+    """
+    if lean(x, w, scales, tensor_scale):
+        return _product_plan(x, w, scales, tensor_scale, format)(x, w, scales, tensor_scale)
+    _check(x, w, scales, tensor_scale, format)
+    return _product_op(x.detach(), w, scales, None if tensor_scale is None else tensor_scale.detach(), format)
+
+
+def mxfp_pack(data: torch.Tensor, scales: torch.Tensor, format: str = "mxfp4") -> tuple[torch.Tensor, torch.Tensor]:
+    """The layout in which `mxfp_matmul` reads weights (`formats.py`), once for each weight. Plain PyTorch.
+
+    data    uint8 [N, K / 2], K a multiple of the block: two elements in a byte, the first in its lower half
+    scales  uint8 [N, K / 32] of E8M0, or [N, K / 16] of e4m3 for nvfp4
+
+    Returns w [chunks, N, 64] and scales [chunks, N, 4], or [chunks, N, 8], contiguous. Raises as `mxfp_matmul`.
+    """
+    _check_format("mxfp_pack", format)
+    for name, tensor in (("data", data), ("scales", scales)):
+        _check_bytes("mxfp_pack", name, tensor)
+    if scales.dim() != 2 or data.shape != (scales.shape[0], scales.shape[1] * BLOCK[format] // 2):
+        got = f"{list(data.shape)} and {list(scales.shape)}"
+        raise ValueError(f"mxfp_pack: data and scales must be [N, K / 2] and [N, K / {BLOCK[format]}], got {got}")
+    if scales.device != data.device:
+        raise ValueError(f"mxfp_pack: scales must be on {data.device} like data, got {scales.device}")
+    columns, half = data.shape
+    count = chunks(2 * half)
+    data = F.pad(data, (0, count * CHUNK // 2 - half))
+    scales = F.pad(scales, (0, count * (CHUNK // BLOCK[format]) - scales.shape[1]))
+    codes = torch.stack([data & 15, data >> 4], -1).view(columns, count, 2, CHUNK // 2)
+    w = codes[:, :, 0] | (codes[:, :, 1] << 4)
+    scales = scales.view(columns, count, CHUNK // BLOCK[format])
+    return w.transpose(0, 1).contiguous(), scales.transpose(0, 1).contiguous()
+
+
+def _check(x, w, scales, tensor_scale, format) -> None:
+    if not isinstance(x, torch.Tensor) or x.dtype not in FLOATS:
+        raise TypeError(f"mxfp_matmul: x must be a tensor of float32, float16 or bfloat16, got {kind(x)}")
+    if x.dim() == 0:
+        raise ValueError("mxfp_matmul: x must be [..., K], got a tensor without dimensions")
+    _check_format("mxfp_matmul", format)
+    for name, tensor in (("w", w), ("scales", scales)):
+        _check_bytes("mxfp_matmul", name, tensor)
+        if tensor.device != x.device:
+            raise ValueError(f"mxfp_matmul: {name} must be on x's device {x.device}, got {tensor.device}")
+    depth = chunks(x.shape[-1])
+    if w.dim() != 3 or w.shape[0] != depth or w.shape[2] != CHUNK // 2:
+        raise ValueError(f"mxfp_matmul: w must be [{depth}, N, {CHUNK // 2}] for this x, got {list(w.shape)}")
+    wanted = [depth, w.shape[1], CHUNK // BLOCK[format]]
+    if list(scales.shape) != wanted:
+        raise ValueError(f"mxfp_matmul: scales must be {wanted} for this w, got {list(scales.shape)}")
+    if (format == "nvfp4") != (tensor_scale is not None):
+        raise ValueError(f"mxfp_matmul: tensor_scale must be given for nvfp4 alone, got {kind(tensor_scale)}")
+    if tensor_scale is not None:
+        if not isinstance(tensor_scale, torch.Tensor) or tensor_scale.dtype != torch.float32:
+            raise TypeError(f"mxfp_matmul: tensor_scale must be a tensor of float32, got {kind(tensor_scale)}")
+        if tensor_scale.dim():
+            raise ValueError(f"mxfp_matmul: tensor_scale must have no dimensions, got {list(tensor_scale.shape)}")
+        if tensor_scale.device != x.device:
+            raise ValueError(f"mxfp_matmul: tensor_scale must be on {x.device} like x, got {tensor_scale.device}")
+    runnable("mxfp_matmul", "x", x)
+
+
+def _check_format(function: str, format: str) -> None:
+    if format not in BLOCK:
+        raise ValueError(f"{function}: format must be 'mxfp4' or 'nvfp4', got {format!r}")
+
+
+def _check_bytes(function: str, name: str, tensor: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.uint8:
+        raise TypeError(f"{function}: {name} must be a tensor of uint8, got {kind(tensor)}")
+
+
+def _product_plan(x, w, scales, tensor_scale, format):
+    """The plan for these arguments, kept if they are plain tensors."""
+    key = (signature(x), signature(w), signature(scales), signature(tensor_scale), format)
+    plan = _PRODUCT.find(key)
+    if plan is None:
+        _check(x, w, scales, tensor_scale, format)
+        plan = _PRODUCT.keep(key, product_plan(x, w, scales, tensor_scale, format))
+    return plan
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::mxfp_matmul", mutates_args=())
+def _product_op(
+    x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, tensor_scale: torch.Tensor | None, format: str
+) -> torch.Tensor:
+    make = _product_plan if lean(x, w, scales, tensor_scale) else product_plan
+    return make(x, w, scales, tensor_scale, format)(x, w, scales, tensor_scale)
+
+
+@_product_op.register_fake
+def _(x, w, scales, tensor_scale, format):
+    return x.new_empty((*x.shape[:-1], w.shape[1]))

@@ -1,0 +1,84 @@
+"""Launch plans of mxfp_matmul: all of a call that does not change with the tensors' contents and addresses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import triton
+
+from . import configs
+from .formats import BLOCK, CHUNK, chunks
+from .kernel import _mxfp_matmul_kernel, _mxfp_matmul_sum_kernel
+from .launch import Launch
+
+SUM_BLOCK = 1024
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
+
+
+def product_plan(
+    x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, tensor_scale: torch.Tensor | None, format: str
+) -> Product:
+    """Takes (x, w, scales, tensor_scale) like these and returns [..., N]. Inputs as `op` has checked them."""
+    device, dtype = x.device, x.dtype
+    depth, columns = x.shape[-1], w.shape[1]
+    shape = (*x.shape[:-1], columns)
+    strides = torch.empty(shape, device="meta").stride()
+    if math.prod(shape) == 0 or depth == 0:
+        return lambda x, w, scales, tensor_scale: torch.empty_strided(
+            shape, strides, dtype=dtype, device=device
+        ).zero_()
+    x2 = _rows(x)
+    rows = x2.shape[0]
+    x_copied = x2.data_ptr() != x.data_ptr()
+    w_copied, scales_copied = not w.is_contiguous(), not scales.is_contiguous()
+    config = configs.pick_config(rows, columns, chunks(depth), dtype, _capability(x))
+    splits = config.splits
+    launch = Launch(
+        _mxfp_matmul_kernel,
+        (triton.cdiv(rows, config.block_m) * triton.cdiv(columns, config.block_n), splits),
+        device,
+        (rows, columns, depth, x2.stride(0)),
+        E8M0=format == "mxfp4",
+        BLOCK=BLOCK[format],
+        SPLITS=splits,
+        GROUP_M=config.group_m,
+        EVEN_K=depth % CHUNK == 0,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    count = rows * columns
+    total = None
+    if splits > 1:
+        grid = (triton.cdiv(count, SUM_BLOCK),)
+        total = Launch(_mxfp_matmul_sum_kernel, grid, device, (count,), SPLITS=splits, BLOCK=SUM_BLOCK, num_warps=4)
+
+    def run(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, tensor_scale: torch.Tensor | None) -> torch.Tensor:
+        y = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        x = _rows(x) if x_copied else x
+        w = w.contiguous() if w_copied else w
+        scales = scales.contiguous() if scales_copied else scales
+        if total is None:
+            launch(x, w, scales, tensor_scale, y)
+            return y
+        parts = torch.empty_strided((splits * count,), (1,), dtype=torch.float32, device=device)
+        launch(x, w, scales, tensor_scale, parts)
+        total(parts, y)
+        return y
+
+    return run
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """[rows, K] with unit inner stride: a view where the strides allow it, otherwise a copy."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def _capability(tensor: torch.Tensor) -> tuple[int, int]:
+    """The interpreter stands for an sm_80."""
+    return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else (8, 0)

@@ -1,0 +1,146 @@
+"""What is special to mxfp_matmul: how weights are packed, that every code counts as what it is, and how K is divided.
+The rest follows from SPEC: tests/test_specs.py."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from . import configs, mxfp_matmul, mxfp_pack
+from .bench import unpacked
+from .formats import BLOCK
+from .reference import E2M1, dequantized, mxfp_matmul_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+XDTYPES = (torch.float32, torch.float16, torch.bfloat16) if DEVICE == "cuda" else (torch.float32, torch.float16)
+EVERY = pytest.mark.parametrize("format", BLOCK)
+
+
+def weights(columns: int, depth: int, format: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random data [N, K / 2] and scales [N, K / block] in the order of their elements."""
+    data = torch.randint(0, 256, (columns, depth // 2), dtype=torch.uint8, device=DEVICE)
+    low, high = (0x20, 0x50) if format == "nvfp4" else (120, 130)
+    scales = torch.randint(low, high, (columns, depth // BLOCK[format]), dtype=torch.uint8, device=DEVICE)
+    return data, scales
+
+
+def one(format: str, value: float = 1.0) -> dict[str, torch.Tensor]:
+    return {"tensor_scale": torch.tensor(value, device=DEVICE)} if format == "nvfp4" else {}
+
+
+@EVERY
+def test_packing_moves_every_element_to_its_place(format):
+    for columns, depth in ((3, 128), (5, 32), (2, 320), (1, 1024)):
+        data, scales = weights(columns, depth, format)
+        w, packed_scales = mxfp_pack(data, scales, format)
+        assert w.is_contiguous() and packed_scales.is_contiguous()
+        natural, natural_scales = unpacked(w, packed_scales)
+        assert torch.equal(natural[:, : depth // 2], data) and not natural[:, depth // 2 :].any()
+        assert torch.equal(natural_scales[:, : scales.shape[1]], scales)
+        table = torch.tensor([*E2M1, *(-v for v in E2M1)], device=DEVICE, dtype=torch.float64)
+        elements = table[torch.stack([data & 15, data >> 4], -1).flatten(1).long()]
+        if format == "mxfp4":
+            scale = torch.exp2(scales.double() - 127).repeat_interleave(32, 1)
+        else:
+            scale = scales.view(torch.float8_e4m3fn).double().repeat_interleave(16, 1)
+        assert torch.equal(dequantized(w, packed_scales, format)[:, :depth], elements * scale)
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", XDTYPES)
+def test_every_code_times_every_scale(format, dtype):
+    """A row of the identity reads a column of weights: exact where x's dtype holds the weight."""
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    data = codes.repeat_interleave(16).repeat(1, 16 if format == "mxfp4" else 8).view(-1, 64)
+    scales = codes.repeat(-(-data.shape[0] * (128 // BLOCK[format]) // 256))[: data.shape[0] * (128 // BLOCK[format])]
+    w, packed_scales = mxfp_pack(data, scales.view(data.shape[0], -1), format)
+    picked = range(0, 128, 7)
+    x = torch.zeros(len(picked), 128, dtype=dtype, device=DEVICE)
+    for row, k in enumerate(picked):
+        x[row, k] = 1
+    dense = dequantized(w, packed_scales, format)[:, list(picked)].t()
+    rounded = dense.to(dtype)
+    usable = rounded.isfinite().all(0) & (rounded.double() == dense).all(0)
+    # One NaN or infinity makes a whole row of w NaN: 0 times it is.
+    whole = dequantized(w, packed_scales, format).to(dtype).isfinite().all(1)
+    y = mxfp_matmul(x, w, packed_scales, format, **one(format))
+    assert int((usable & whole).sum()) > 16
+    assert torch.equal(y[:, usable & whole], rounded[:, usable & whole])
+    assert y[:, ~whole].isnan().all()
+
+
+@EVERY
+@pytest.mark.parametrize("splits", [1, 2, 3, 7])
+def test_k_in_any_number_of_parts(format, splits, monkeypatch):
+    """Also more parts than are whole, of which the last ones have nothing."""
+    config = configs.Config(16, 32, 16 * 2 ** (splits % 3), splits, 8, 4, 2)
+    monkeypatch.setattr(configs, "pick_config", lambda *_: config)
+    for rows, columns, depth in ((3, 40, 1024), (17, 33, 640), (1, 5, 96)):
+        x = torch.randn(rows, depth, device=DEVICE)
+        w, scales = mxfp_pack(*weights(columns, depth, format), format)
+        expected = mxfp_matmul_reference(x.double(), w, scales, format, **one(format, 0.3)).float()
+        y = mxfp_matmul(x, w, scales, format, **one(format, 0.3))
+        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_tiles_of_many_rows_are_each_computed_once(monkeypatch):
+    monkeypatch.setattr(configs, "pick_config", lambda *_: configs.Config(16, 16, 64, 1, 3, 4, 2))
+    x = torch.randn(5 * 16 + 3, 64, device=DEVICE)
+    w, scales = mxfp_pack(*weights(70, 64, "mxfp4"))
+    expected = mxfp_matmul_reference(x.double(), w, scales).float()
+    torch.testing.assert_close(mxfp_matmul(x, w, scales), expected, rtol=1e-4, atol=1e-3 * float(expected.abs().max()))
+
+
+def test_no_gradient_and_autocast_changes_nothing():
+    x = torch.randn(4, 128, device=DEVICE, requires_grad=True)
+    w, scales = mxfp_pack(*weights(16, 128, "mxfp4"))
+    y = mxfp_matmul(x, w, scales)
+    assert not y.requires_grad
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert torch.equal(mxfp_matmul(x, w, scales), y)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (dict(x=torch.arange(128)), TypeError, "x must be a tensor of float32"),
+        (dict(x=torch.tensor(1.0)), ValueError, r"x must be \[..., K\]"),
+        (dict(x=torch.randn(3, 129)), ValueError, r"w must be \[2, N, 64\]"),
+        (dict(w=torch.randn(1, 8, 64)), TypeError, "w must be a tensor of uint8"),
+        (dict(w=torch.ones(8, 64, dtype=torch.uint8)), ValueError, "w must be"),
+        (dict(scales=torch.ones(1, 8, 8, dtype=torch.uint8)), ValueError, r"scales must be \[1, 8, 4\]"),
+        (dict(format="nvfp4"), ValueError, r"scales must be \[1, 8, 8\]"),
+        (dict(format="int4"), ValueError, "format must be"),
+        (dict(tensor_scale=torch.tensor(1.0)), ValueError, "tensor_scale must be given for nvfp4 alone"),
+    ],
+)
+def test_bad_input_raises_an_error_that_names_it(change, error, words):
+    good = {"x": torch.randn(3, 128), "w": torch.ones(1, 8, 64), "scales": torch.ones(1, 8, 4)}
+    good = {name: t if name == "x" else t.to(torch.uint8) for name, t in good.items()}
+    arguments = {n: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for n, v in {**good, **change}.items()}
+    with pytest.raises(error, match=words):
+        mxfp_matmul(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("data", "scales", "error", "words"),
+    [
+        (torch.ones(4, 64), torch.ones(4, 4, dtype=torch.uint8), TypeError, "data must be"),
+        (torch.ones(4, 64, dtype=torch.uint8), torch.ones(4, 4), TypeError, "scales must be"),
+        (torch.ones(4, 64, dtype=torch.uint8), torch.ones(4, 5, dtype=torch.uint8), ValueError, "data and scales must"),
+    ],
+)
+def test_bad_input_of_pack_raises_an_error_that_names_it(data, scales, error, words):
+    with pytest.raises(error, match=words):
+        mxfp_pack(data, scales)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (8, 9)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_size_has_a_configuration(dtype, capability):
+    for rows, columns, count in itertools.product((1, 16, 17, 64, 300, 70000), (1, 100, 8192), (1, 3, 64, 1000)):
+        config = configs.pick_config(rows, columns, count, dtype, capability)
+        assert 1 <= config.splits <= max(1, count // 4)
+        assert config.block_m * config.block_n <= 64 * 32 * config.num_warps

@@ -1,0 +1,88 @@
+"""What the ranks of a group must have in common, held against each other once for each new kind of call."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from .peer_reads import peer_reads_reason, where
+from .transport import members
+
+_KEPT = 256
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What one rank brings: its rows of queries and keys, and what must be the same everywhere by the name that an
+    error gives it."""
+
+    queries: int
+    keys: int
+    shared: tuple[tuple[str, object], ...]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The lengths of all ranks, and why they cannot read each other's memory, or None."""
+
+    q_lengths: tuple[int, ...]
+    k_lengths: tuple[int, ...]
+    peer_reads_reason: str | None
+
+
+_AGREED: OrderedDict[tuple, tuple[Agreement, dist.ProcessGroup]] = OrderedDict()
+
+
+def agree(
+    terms: Terms,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    q_lengths: Sequence[int] | None,
+    k_lengths: Sequence[int] | None,
+) -> Agreement:
+    """What the ranks have agreed on. The first call of its kind gathers the terms of all; later ones send nothing.
+
+    Raises ValueError, on every rank, that names what differs.
+    """
+    key = (id(members(group)), dist.get_world_size(group), device, terms, q_lengths, k_lengths)
+    if key in _AGREED:
+        _AGREED.move_to_end(key)
+        return _AGREED[key][0]
+    found: list[tuple[Terms, tuple[str, str, int]]] = [None] * dist.get_world_size(group)  # type: ignore[list-item]
+    shared = (*terms.shared, ("q_lengths", q_lengths), ("k_lengths", k_lengths))
+    mine = Terms(terms.queries, terms.keys, shared)
+    dist.all_gather_object(found, (mine, where(group, device)), group=group)
+    made = _held_together([one for one, _ in found], q_lengths, k_lengths, [place for _, place in found])
+    _AGREED[key] = made, members(group)  # kept, so that no other group has its id
+    if len(_AGREED) > _KEPT:
+        _AGREED.popitem(last=False)
+    return made
+
+
+def _held_together(
+    found: Sequence[Terms],
+    q_lengths: Sequence[int] | None,
+    k_lengths: Sequence[int] | None,
+    places: Sequence[tuple[str, str, int]],
+) -> Agreement:
+    for values in zip(*(one.shared for one in found), strict=True):
+        if any(value != values[0] for value in values):
+            told = ", ".join(f"rank {rank} {value}" for rank, (_, value) in enumerate(values))
+            raise ValueError(f"ring_attention: {values[0][0]} must be the same on all ranks, got {told}")
+    queries = _lengths("q", [one.queries for one in found], q_lengths)
+    keys = _lengths("k", [one.keys for one in found], k_lengths)
+    return Agreement(queries, keys, peer_reads_reason(places))
+
+
+def _lengths(name: str, found: list[int], told: Sequence[int] | None) -> tuple[int, ...]:
+    if told is None and len(set(found)) > 1:
+        raise ValueError(f"ring_attention: {name} has {found} rows on the ranks: {name}_lengths must say so")
+    if told is not None and list(told) != found:
+        raise ValueError(
+            f"ring_attention: {name}_lengths must be {name}'s rows on the ranks, {found}, got {list(told)}"
+        )
+    return tuple(found)

@@ -1,0 +1,134 @@
+"""The backward of a rank: gradients of its own queries, keys and values, from the global log-sum-exp.
+
+All sums over ranks are fp32. What a rank computes for another's block it hands to the owner, who adds the contributions
+in the order of the steps, so that repeated runs add in the same order. Where keys move, work on the own block comes in
+two halves: the first fetch is overlapped with the first, and the last handing over with the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .blocks import Fetched, Handed, Ring
+from .compute import attend_backward, attention_delta, heads_first, rows_first, shifted
+from .gather import gather, scatter
+from .schedule import Call, gathered_calls, halves, schedule
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def ring_backward(
+    ring: Ring,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> Gradients:
+    """dq, dk and dv in the dtype of q."""
+    dout = dout if dout.stride(3) == 1 else dout.contiguous()  # once, and not at each step
+    delta = attention_delta(dout, out, None if dlse is None else dlse.contiguous())
+    run = {"keys": _keys, "queries": _queries, "gather": _gathered}[ring.rotate]
+    return run(ring, dout, q, k, v, lse, delta)
+
+
+def _keys(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
+    """Keys and values are fetched once more; their gradients go to their owners."""
+    steps = schedule(ring.problem, ring.rank, "keys")
+    own = [rows_first(k), rows_first(v)]
+
+    def shapes(rows: int) -> list[tuple[int, ...]]:
+        return [(*k.shape[:2], rows, k.shape[3])] * 2
+
+    transport = ring.transport(ring.problem.k_lengths, own, shapes(max(ring.problem.k_lengths)))
+    fetched, handed = Fetched(transport, steps, own), Handed(transport, steps, shapes, q.device)
+    dq = _zeros(q)
+    mine = [_zeros(k), _zeros(v)]
+    first, last = halves(steps[0].calls)
+
+    def add(calls: Sequence[Call], keys: torch.Tensor, values: torch.Tensor, given: Sequence[torch.Tensor]) -> None:
+        for call in calls:
+            attend_backward(call, dout, q, keys, values, lse, delta, dq, given[0], given[1], ring.scale)
+
+    for s, step in enumerate(steps):
+        keys, values = map(heads_first, fetched.take(s))
+        given = [t.zero_() for t in handed.staging(s)] if s else mine
+        add([shifted(call, k=step.rows[0]) for call in step.calls] if s else first, keys, values, given)
+        _collect(handed, mine)
+        if s:
+            handed.hand(s, given)
+    add(last, k, v, mine)
+    results = _collect(handed, mine, (k, v))
+    transport.close()
+    return torch.empty_like(q).copy_(dq), results[0], results[1]
+
+
+def _queries(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
+    """Queries go to all keys with what the backward knows of them; their gradients come back. Queries are few here, and
+    each call goes over the gradients of all keys: so the own block is not cut in two."""
+    steps = schedule(ring.problem, ring.rank, "queries")
+    own = [rows_first(t) for t in (q, dout, lse, delta)]
+
+    def shapes(rows: int) -> list[tuple[int, ...]]:
+        return [(*q.shape[:2], rows, q.shape[3])]
+
+    transport = ring.transport(ring.problem.q_lengths, own, shapes(max(ring.problem.q_lengths)))
+    fetched, handed = Fetched(transport, steps, own), Handed(transport, steps, shapes, q.device)
+    mine = [_zeros(q)]
+    dk, dv = _zeros(k), _zeros(v)
+
+    for s, step in enumerate(steps):
+        queries, incoming, *terms = map(heads_first, fetched.take(s))
+        their_lse, their_delta = (t.contiguous() for t in terms)
+        given = [t.zero_() for t in handed.staging(s)] if s else mine
+        for call in step.calls:
+            part = shifted(call, q=step.rows[0] if s else 0)
+            attend_backward(part, incoming, queries, k, v, their_lse, their_delta, given[0], dk, dv, ring.scale)
+        _collect(handed, mine)
+        if s:
+            handed.hand(s, given)
+    (dq,) = _collect(handed, mine, (q,))
+    transport.close()
+    return dq, torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
+
+
+def _gathered(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
+    """All keys and values are gathered once more; the gradients of all are summed by their owners."""
+    block = [rows_first(k), rows_first(v)]
+    most = [(max(ring.problem.k_lengths), *t.shape[1:]) for t in block]
+    transport = ring.transport(ring.problem.k_lengths, block, most)
+    keys, values = map(heads_first, gather(ring, k, v, transport=transport))
+    dq, whole = _zeros(q), [_rows_first_zeros(t) for t in (keys, values)]
+    dk, dv = map(heads_first, whole)
+    for call in gathered_calls(ring.problem, ring.rank):
+        attend_backward(call, dout, q, keys, values, lse, delta, dq, dk, dv, ring.scale)
+    found = scatter(ring, transport, *whole)
+    transport.close()
+    results = [torch.empty_like(t).copy_(heads_first(g)) for t, g in zip((k, v), found, strict=True)]
+    return torch.empty_like(q).copy_(dq), results[0], results[1]
+
+
+def _collect(
+    handed: Handed, mine: Sequence[torch.Tensor], like: Sequence[torch.Tensor] | None = None
+) -> list[torch.Tensor]:
+    """Adds what has been handed to this rank. With `like`, the last time: returns the sums, rounded to its dtypes."""
+    found = handed.collect()
+    if found:
+        (first, last), more = found
+        if like is not None and last - first == mine[0].shape[2]:
+            return [torch.add(a, b, out=torch.empty_like(t)) for t, a, b in zip(like, mine, more, strict=True)]
+        for sums, contribution in zip(mine, more, strict=True):
+            sums[:, :, first:last].add_(contribution)
+    return [torch.empty_like(t).copy_(sums) for t, sums in zip(like or (), mine, strict=False)]
+
+
+def _zeros(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+
+
+def _rows_first_zeros(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(rows_first(x).shape, dtype=torch.float32, device=x.device)

@@ -1,0 +1,328 @@
+"""The declaration of ring attention: cases, cost, peers. Sizes are those of the whole sequence.
+
+A case of one rank is checked like any kernel. A case of several gives each rank its own rows (`make_shard`), and
+`check_shard` holds a small problem of its kind against the oracle on all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, Sharding
+
+from ..attention import attention
+from . import Rates, configs, peers, release, ring_attention, simulate
+from .layout import cut, even_lengths, place
+from .reference import ring_attention_reference
+from .schedule import Call, Problem, schedule
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+MOST_ALONE = 3e15  # FLOPs of a forward on the efficiency's one GPU: 4 s, and its backward 10
+CHECKED_ROWS = 768
+
+
+def _case(
+    world: int,
+    heads: int | tuple[int, int],
+    queries: int,
+    keys: int,
+    dim: int,
+    dtype: torch.dtype = BF16,
+    batch: int = 1,
+    suffix: str = "",
+    **params,
+) -> Case:
+    """`heads` are the query heads, or the query heads and the key heads. Bench cases have no suffix for their dtype."""
+    query_heads, kv_heads = heads if isinstance(heads, tuple) else (heads, heads)
+    shared = f"-{kv_heads}" if kv_heads != query_heads else ""
+    short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
+    words = ("causal" if params.get("causal") else "", short, suffix)
+    name = "-".join((f"x{world}-b{batch}-h{query_heads}{shared}-q{queries}-k{keys}-d{dim}", *filter(None, words)))
+    dims = dict(batch=batch, kv_heads=kv_heads, group=query_heads // kv_heads, queries=queries, keys=keys, dim=dim)
+    return Case(name, dims, dtype, params, bench=dtype == BF16 and not suffix, world_size=world)
+
+
+CASES = (
+    _case(2, 32, 16384, 16384, 128, causal=True),
+    *(_case(2, (32, 8), length, length, 128, causal=True) for length in (65536, 262_144, 1_048_576)),
+    _case(2, 8, 262_144, 262_144, 64),
+    # TransformerNP, M context points and N targets: (200k, 5k), (1M, 50k), and the targets alone against 1M.
+    _case(2, 8, 205_000, 200_000, 64),
+    _case(2, 8, 1_050_000, 1_000_000, 64),
+    _case(2, 8, 5000, 1_000_000, 64),
+    # One rank: plain attention.
+    _case(1, (2, 1), 37, 41, 24, FP32),
+    _case(1, 2, 37, 29, 16, FP32, causal=True, return_lse=True),
+    _case(1, (2, 1), 41, 37, 24, FP16, causal=True, layout="striped", rotate="queries"),
+    _case(1, 2, 0, 5, 16, FP32),
+    _case(1, 2, 300, 260, 64, BF16, suffix="small", causal=True),
+    # Several: every layout and rotation, lengths that do not divide, more keys than queries and the reverse.
+    *(_case(world, (4, 2), 1000, 1000, 64, BF16, suffix="small", causal=True) for world in (2, 3, 4)),
+    *(
+        _case(2, (4, 2), 700, 1001, 128, BF16, suffix=f"small-{rotate}", causal=True, rotate=rotate)
+        for rotate in ("keys", "queries", "gather")
+    ),
+    _case(2, 4, 1001, 700, 64, FP16, suffix="small", causal=True, layout="striped"),
+    _case(4, 4, 1003, 701, 64, BF16, suffix="small-contiguous", layout="contiguous"),
+)
+
+HOST_CASES = (_case(1, 2, 128, 128, 64, suffix="host", causal=True),)
+
+
+def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
+    """The whole problem, as one rank has it."""
+    d = case.dims
+    rows = (d["queries"], d["keys"], d["keys"])
+    return _inputs(case, rows, device, generator) | dict(case.params)
+
+
+def make_shard(case: Case, rank: int, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
+    """One rank's rows, as `shard` would cut them. Lengths are told where they differ from rank to rank."""
+    lengths = _lengths(case)
+    rows = (lengths[0][rank], lengths[1][rank], lengths[1][rank])
+    told = zip(("q_lengths", "k_lengths"), lengths, strict=True)
+    uneven = {name: numbers for name, numbers in told if len(set(numbers)) > 1}
+    return _inputs(case, rows, device, generator) | dict(case.params) | uneven
+
+
+def _inputs(case: Case, rows: tuple[int, int, int], device, generator: torch.Generator | None) -> Inputs:
+    d = case.dims
+    heads = (d["kv_heads"] * d["group"], d["kv_heads"], d["kv_heads"])
+    return {
+        name: torch.randn(d["batch"], h, n, d["dim"], dtype=case.dtype, device=device, generator=generator)
+        for name, h, n in zip("qkv", heads, rows, strict=True)
+    }
+
+
+def _layout(case: Case) -> str:
+    return case.params.get("layout", "zigzag")
+
+
+def _lengths(case: Case) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    d = case.dims
+    queries, keys = (even_lengths(n, case.world_size, _layout(case)) for n in (d["queries"], d["keys"]))
+    return queries, keys
+
+
+def check_shard(fn: Op, case: Case, mode: str, device: torch.device | str) -> str | None:
+    """Why `fn` is wrong on a small problem of the case's kind, or None; all ranks call it together. A rank's rows, and
+    with a backward their gradients, are held against the oracle in fp64 by the rule of one GPU: at most twice the error
+    of PyTorch in the case's dtype, and a floor."""
+    rank, world = place(None)
+    shrink = max(1, max(case.dims["queries"], case.dims["keys"]) // CHECKED_ROWS)
+    # Multiples of all cuts, because some peers take equal lengths alone.
+    sizes = {name: max(1, case.dims[name] // shrink // (4 * world)) * 4 * world for name in ("queries", "keys")}
+    dims = dict(case.dims) | sizes | dict(kv_heads=max(1, min(case.dims["kv_heads"], 2 * world)))
+    small = dataclasses.replace(case, dims=dims)
+    inputs = make_inputs(small, device, torch.Generator(device).manual_seed(11))
+    dout = torch.randn(inputs["q"].shape, generator=torch.Generator(device).manual_seed(12), device=device)
+    rows = partial(cut, dim=2, rank=rank, world=world, layout=_layout(case))
+    whole = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    given = {name: value for name, value in inputs.items() if name not in whole}
+    found = _results(fn, {n: rows(t) for n, t in whole.items()}, given, rows(dout), mode)
+    wide = {name: tensor.double() for name, tensor in whole.items()}
+    exact, eager = (_results(ring_attention_reference, x, given, dout, mode) for x in (wide, whole))
+    for name, tensor in found.items():
+        error = _rms(tensor.double() - rows(exact[name]))
+        allowed = _rms(rows(eager[name]).double() - rows(exact[name]))
+        floor = 4 * torch.finfo(case.dtype).eps * _rms(rows(exact[name]))
+        if not error <= 2 * allowed + floor:
+            return f"rank {rank}: {name} is off by {error:.3g} (RMS); allowed is {2 * allowed + floor:.3g}"
+    return None
+
+
+def _results(fn: Op, tensors: Inputs, given: Inputs, dout: torch.Tensor, mode: str) -> dict[str, torch.Tensor]:
+    """out and, with a backward, the gradients."""
+    leaves = {name: tensor.detach().requires_grad_(mode != "fwd") for name, tensor in tensors.items()}
+    out = fn(**leaves, **given)
+    out = out if isinstance(out, torch.Tensor) else out[0]
+    if mode == "fwd":
+        return {"out": out}
+    grads = torch.autograd.grad(out, list(leaves.values()), dout.to(out.dtype))
+    return {"out": out.detach(), **dict(zip(leaves, grads, strict=True))}
+
+
+def _rms(x: torch.Tensor) -> float:
+    return float(x.square().mean().sqrt()) if x.numel() else 0.0
+
+
+def cost(case: Case, mode: str) -> Cost:
+    """Of one GPU: its share of the products and of the inputs and outputs; what it fetches and hands over, by schedule,
+    in the cheaper of the two rotations. Forward two products of 2·D a pair and head; backward five."""
+    d, size, world = case.dims, case.dtype.itemsize, case.world_size
+    heads = d["batch"] * d["kv_heads"] * d["group"]
+    pairs = Call((0, d["queries"]), (0, d["keys"]), d["keys"] - d["queries"], 0, bool(case.params.get("causal"))).pairs
+    products, tensors = {"fwd": (2, 1), "bwd": (5, 2)}[mode]
+    rows = 2 * heads * d["queries"] + 2 * d["batch"] * d["kv_heads"] * d["keys"]
+    moved = tensors * rows * d["dim"] * size + 4 * heads * d["queries"]
+    pipe = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[case.dtype]
+    flops = products * 2 * d["dim"] * pairs * heads / world
+    return Cost(flops, moved // world, pipe, link_bytes=_link_bytes(case, mode))
+
+
+def _link_bytes(case: Case, mode: str) -> int:
+    """Of the rank that moves the most."""
+    d, size, dim = case.dims, case.dtype.itemsize, case.dims["dim"]
+    lengths = _lengths(case)
+    problem = Problem(_layout(case), bool(case.params.get("causal")), *lengths)
+    heads = d["kv_heads"] * d["group"]
+    rotate = case.params.get("rotate", configs.pick_rotation(*lengths, heads, d["kv_heads"], dim, size))
+    if rotate == "queries":
+        there = heads * (dim * size if mode == "fwd" else 2 * dim * size + 8)
+        back = heads * (4 * (dim + 1) if mode == "fwd" else 4 * dim)
+    else:
+        there, back = 2 * d["kv_heads"] * dim * size, 0 if mode == "fwd" else 2 * d["kv_heads"] * dim * 4
+    most = 0
+    for rank in range(case.world_size):
+        steps = schedule(problem, rank, "queries" if rotate == "queries" else "keys")[1:]
+        fetched = sum(step.rows[1] - step.rows[0] for step in steps)
+        sent = sum(step.to_rows[1] - step.to_rows[0] for step in steps)
+        most = max(most, fetched * there + sent * back, sent * there + fetched * back)
+    return d["batch"] * most
+
+
+def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, **_) -> torch.Tensor:
+    """The whole problem on one GPU, which the efficiency is against."""
+    out = attention(q, k, v, causal=causal)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def alone_reason(case: Case, mode: str) -> str | None:
+    """Why one GPU does not compute the whole problem, or None."""
+    return "would take one GPU too long" if cost(case, "fwd").total_flops * case.world_size > MOST_ALONE else None
+
+
+def model(
+    case: Case, mode: str, gpus: int, length: int | None, flops: float, link: float
+) -> tuple[float, float, float]:
+    """`simulate` of the case's heads and mask; another length is that of the keys, with as many queries in ratio."""
+    d, keys = case.dims, length or case.dims["keys"]
+    found = simulate(
+        gpus,
+        round(d["queries"] * keys / d["keys"]),
+        keys,
+        Rates(flops, link),
+        heads=d["kv_heads"] * d["group"],
+        kv_heads=d["kv_heads"],
+        dim=d["dim"],
+        size=case.dtype.itemsize,
+        batch=d["batch"],
+        causal=bool(case.params.get("causal")),
+        layout=_layout(case),
+        backward=mode == "bwd",
+    )
+    return found.seconds, found.exposed, found.efficiency
+
+
+def _series(case: Case) -> str:
+    """The line of the chart that a case is a point of."""
+    d, kv_heads = case.dims, case.dims["kv_heads"]
+    heads = f"{d['group'] * kv_heads}" + (f" and {kv_heads}" if d["group"] > 1 else "")
+    mask = "causal, " if case.params.get("causal") else ""
+    square = "" if d["queries"] == d["keys"] else ", rectangular"
+    return f"{mask}{heads} heads, D {d['dim']}{square}"
+
+
+def _one_gpu(case: Case, mode: str) -> str | None:
+    return "takes the whole problem on one GPU" if case.world_size > 1 else None
+
+
+def _equal(case: Case, mode: str) -> str | None:
+    """What peers over several GPUs cannot take."""
+    if case.world_size == 1:
+        return "is for several GPUs"
+    if case.params.get("return_lse"):
+        return "returns no lse"
+    return "takes equal lengths alone" if any(len(set(n)) > 1 for n in _lengths(case)) else None
+
+
+def _square_zigzag(case: Case, mode: str) -> str | None:
+    if reason := _equal(case, mode):
+        return reason
+    causal, square = case.params.get("causal"), case.dims["queries"] == case.dims["keys"]
+    if not square:
+        return "takes as many queries as keys"
+    return "is causal in a zigzag layout alone" if causal and _layout(case) != "zigzag" else None
+
+
+def _causal_square(case: Case, mode: str) -> str | None:
+    return _square_zigzag(case, mode) or (None if case.params.get("causal") else "is causal")
+
+
+def _heads_divide(case: Case, mode: str) -> str | None:
+    if reason := _equal(case, mode):
+        return reason
+    return "the ranks are more than the heads of k" if case.dims["kv_heads"] % case.world_size else None
+
+
+def _ring_flash_attn() -> Op:
+    """The zigzag of the package ring-flash-attn, on the FlashAttention that it finds. Its layout is [B, S, H, D]."""
+    from ring_flash_attn import zigzag_ring_flash_attn_func
+
+    def attend(q, k, v, *, causal=False, scale=None, **_):
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return zigzag_ring_flash_attn_func(q, k, v, softmax_scale=scale, causal=causal).transpose(1, 2)
+
+    return attend
+
+
+def _gathering() -> Op:
+    return partial(ring_attention, rotate="gather")
+
+
+def _several(case: Case, mode: str) -> str | None:
+    if case.world_size == 1:
+        return "is for several GPUs"
+    return "is what the case does" if case.params.get("rotate") else None
+
+
+def _context_parallel(backend: str, rotate: str) -> Callable[[], Op]:
+    return partial(peers.context_parallel, backend, rotate)
+
+
+SPEC = KernelSpec(
+    name="ring_attention",
+    implementations={"auto": ring_attention},
+    needs=("attention",),
+    model=model,
+    baselines=(
+        dataclasses.replace(EAGER, supports=_one_gpu),
+        dataclasses.replace(COMPILED, supports=_one_gpu),
+        *(
+            Peer(f"torch-{backend}-{rotate}", load=_context_parallel(backend, rotate), supports=_square_zigzag)
+            for backend in peers.BACKENDS
+            for rotate in peers.ROTATIONS
+        ),
+        Peer("ring-flash-attn", load=_ring_flash_attn, supports=_causal_square),
+        Peer("all-to-all", load=peers.all_to_all, supports=_heads_divide),
+        Peer("all-gather", load=_gathering, supports=_several),
+    ),
+    reference=ring_attention_reference,
+    make_inputs=make_inputs,
+    cost=cost,
+    cases=CASES,
+    grads=("q", "k", "v"),
+    determinism={"fwd": "run-to-run", "bwd": "on request"},
+    unit="queries",
+    items=lambda case: case.dims["batch"] * case.dims["queries"],
+    # Whether a masked number is multiplied by 0 or not read at all depends on the tiles: 0 · NaN is NaN.
+    finite_only=lambda case: bool(case.params.get("causal")),
+    host_cases=HOST_CASES,
+    fuzz={"queries": (0, 40), "keys": (0, 40), "dim": (1, 40)},
+    sharding=Sharding(
+        make_shard=make_shard,
+        check_shard=check_shard,
+        alone={"attention": alone},
+        alone_reason=alone_reason,
+        local={"auto": partial(ring_attention, transport="local")},
+        release=release,
+        # NVLink multicast is not used, and on a host that is shared it should not be tried.
+        environment=lambda case: {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"},
+        axis=lambda case: (_series(case), case.dims["keys"]),
+    ),
+)

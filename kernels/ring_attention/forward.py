@@ -1,0 +1,76 @@
+"""The forward of a rank: outputs and log-sum-exps of its own queries over the keys of all ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from .blocks import Fetched, Handed, Ring
+from .compute import attend, heads_first, merge, rows_first, shifted
+from .gather import gather
+from .schedule import gathered_calls, schedule
+
+
+def ring_forward(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """out, like q, and lse [B, Hq, Sq] in fp32."""
+    if ring.rotate == "queries":
+        return _queries(ring, q, k, v)
+    result = torch.empty_like(q)
+    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    lse = _no_key(q)
+    if ring.rotate == "gather":
+        keys, values = map(heads_first, gather(ring, k, v))
+        for call in gathered_calls(ring.problem, ring.rank):
+            attend(call, q, keys, values, out, lse, ring.scale, result)
+        return result, lse
+    steps = schedule(ring.problem, ring.rank, "keys", results=True)
+    own = [rows_first(k), rows_first(v)]
+    transport = ring.transport(ring.problem.k_lengths, own)
+    fetched = Fetched(transport, steps, own)
+    for s, step in enumerate(steps):
+        keys, values = map(heads_first, fetched.take(s))
+        for call in step.calls:
+            first = step.rows[0] if s and call.k[0] < call.k[1] else 0
+            attend(shifted(call, k=first), q, keys, values, out, lse, ring.scale, result)
+    transport.close()
+    return result, lse
+
+
+def _queries(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each rank computes outputs over its own keys for the queries of all; their owners merge them, step by step."""
+    batch, heads, _, dim = q.shape
+    out, lse = torch.zeros(q.shape, dtype=torch.float32, device=q.device), _no_key(q)
+
+    def shapes(rows: int) -> list[tuple[int, ...]]:
+        return [(batch, heads, rows, dim), (batch, heads, rows)]
+
+    steps = schedule(ring.problem, ring.rank, "queries")
+    own = [rows_first(q)]
+    transport = ring.transport(ring.problem.q_lengths, own, shapes(max(ring.problem.q_lengths)))
+    fetched = Fetched(transport, steps, own)
+    handed = Handed(transport, steps, shapes, q.device)
+
+    def collect() -> None:
+        if found := handed.collect():
+            (first, last), (more, more_lse) = found
+            merge(out[:, :, first:last], lse[:, :, first:last], more, more_lse)
+
+    for s, step in enumerate(steps):
+        (queries,) = map(heads_first, fetched.take(s))
+        if s == 0:
+            part, part_lse, given = out, lse, []
+        else:
+            given = handed.staging(s)
+            part, part_lse = given[0].zero_(), given[1].fill_(-torch.inf)
+        first = step.rows[0] if s else 0
+        for call in step.calls:
+            attend(shifted(call, q=first), queries, k, v, part, part_lse, ring.scale)
+        collect()
+        if s:
+            handed.hand(s, given)
+    collect()
+    transport.close()
+    return torch.empty_like(q).copy_(out), lse
+
+
+def _no_key(q: torch.Tensor) -> torch.Tensor:
+    return torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)

@@ -1,0 +1,218 @@
+"""`context_parallel`: attention of a model whose sequences are cut up over ranks becomes ring attention."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.overrides import TorchFunctionMode
+
+from ..attention import attention
+from .layout import check_layout
+from .op import ring_attention
+
+Model = TypeVar("Model", bound=Callable[..., Any])
+SEQUENCE = 2  # of [B, H, S, D]
+_HOOKS = "_ridgeline_context_parallel"
+
+
+def context_parallel(
+    model_or_fn: Model,
+    mesh: DeviceMesh | dist.ProcessGroup | None,
+    *,
+    layout: str = "zigzag",
+    rotate: str = "auto",
+) -> Model:
+    """Runs the attention of a model, or of any function, over the sequences of all ranks.
+
+    Each rank calls the model with its own rows of the sequence, as `shard` cuts them. All layers but attention treat
+    rows one by one, so that they need no change; positions for RoPE are `positions(...)`. In it
+
+        F.scaled_dot_product_attention(q, k, v, is_causal=, scale=, enable_gqa=)       and
+        attention(q, k, v, causal=, scale=, return_lse=)                               of this package
+
+    become `ring_attention` with group, layout and rotate, for q, k and v [B, H, S, D] (or [B, S, D], one head).
+    DTensors must be cut along S over the mesh's dimension, and the result is cut alike.
+
+    model_or_fn  An nn.Module is changed in place and returned: each of its modules runs so, also when activation
+                 checkpointing calls it again in the backward. Of a function a new one is returned, whose backward is
+                 the ring's; where it checkpoints what is no module, `backward()` has to be called in it as well.
+    mesh         a DeviceMesh of one dimension (`mesh["cp"]` of one with more), or a ProcessGroup; None undoes the
+                 change of a module
+
+    Gradients of parameters are each rank's share of their sum over the sequence: DDP and FSDP2 over the same ranks, or
+    over a mesh of data and sequence, add them up as they add up those of a batch. Every rank must have as many rows.
+
+    Raises TypeError for another mesh, ValueError for one with more dimensions and for an unknown layout, and in
+    attention ValueError for what a ring does not have: a mask other than causal, dropout, a window, fp8, num_context,
+    and, of F.scaled_dot_product_attention, a causal mask with more or fewer queries than keys.
+    """
+    if isinstance(model_or_fn, nn.Module):
+        _unhook(model_or_fn)
+        if mesh is not None:
+            _hook(model_or_fn, _Ring(_group(mesh), layout, rotate))
+        return model_or_fn
+    if mesh is None:
+        raise TypeError("context_parallel: mesh must be a DeviceMesh or a ProcessGroup for a function, got None")
+    ring = _Ring(_group(mesh), layout, rotate)
+
+    @functools.wraps(model_or_fn)
+    def within(*args: Any, **kwargs: Any) -> Any:
+        with ring:
+            return model_or_fn(*args, **kwargs)
+
+    return within  # type: ignore[return-value]
+
+
+class _Mode(TorchFunctionMode):
+    """Answers attention by a ring, and everything else as ever."""
+
+    def __init__(self, group: dist.ProcessGroup, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.group, self.options = group, options
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._run(*_of_sdpa(*args, **kwargs))
+        if func is attention:
+            return self._run(*_of_attention(*args, **kwargs))
+        return func(*args, **kwargs)
+
+    def _run(self, tensors: tuple[torch.Tensor, ...], causal: bool, scale: float | None, return_lse: bool = False):
+        """The ring on local tensors of four dimensions, and its results as the tensors were."""
+        meshes = {t.device_mesh for t in tensors if isinstance(t, DTensor)}
+        placements = [_placements(t, self.group) for t in tensors if isinstance(t, DTensor)]
+        local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+        if meshes and (len(placements) < len(tensors) or len(meshes) > 1):
+            raise ValueError("context_parallel: q, k and v must all be DTensors of one mesh, or none of them")
+        flat = local[0].dim() == 3
+        q, k, v = (t.unsqueeze(1) for t in local) if flat else local
+        shared: dict[str, Any] = {"causal": causal, "scale": scale, "return_lse": return_lse}
+        found = ring_attention(q, k, v, group=self.group, **shared, **self.options)
+        results = found if isinstance(found, tuple) else (found,)
+        if flat:
+            results = tuple(t.squeeze(1) for t in results)
+        if meshes:
+            (mesh,) = meshes
+            results = tuple(DTensor.from_local(t, mesh, placements[0], run_check=False) for t in results)
+        return results if return_lse else results[0]
+
+
+class _Ring:
+    """A mode that is entered once a thread, however deep the calls nest."""
+
+    def __init__(self, group: dist.ProcessGroup, layout: str, rotate: str) -> None:
+        check_layout(layout)
+        self.group, self.options = group, {"layout": layout, "rotate": rotate}
+        self.here = threading.local()
+
+    def __enter__(self) -> None:
+        self.here.depth = getattr(self.here, "depth", 0) + 1
+        if self.here.depth == 1:
+            self.here.mode = _Mode(self.group, self.options)
+            self.here.mode.__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        self.here.depth -= 1
+        if self.here.depth == 0:
+            self.here.mode.__exit__(*exception)
+
+
+def _hook(model: nn.Module, ring: _Ring) -> None:
+    """Each module enters the ring: activation checkpointing calls inner ones again, when no outer one is running."""
+
+    def enter(module: nn.Module, args: Any) -> None:
+        ring.__enter__()
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        ring.__exit__(None, None, None)
+
+    handles = []
+    for module in model.modules():
+        handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
+    setattr(model, _HOOKS, handles)
+
+
+def _unhook(model: nn.Module) -> None:
+    for handle in getattr(model, _HOOKS, ()):
+        handle.remove()
+
+
+def _group(mesh: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
+    if isinstance(mesh, dist.ProcessGroup):
+        return mesh
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"context_parallel: mesh must be a DeviceMesh or a ProcessGroup, got {type(mesh).__name__}")
+    if mesh.ndim != 1:
+        raise ValueError(f'context_parallel: mesh must have one dimension, as mesh["cp"] has, got {mesh.ndim}')
+    return mesh.get_group()
+
+
+def _placements(x: DTensor, group: dist.ProcessGroup) -> tuple:
+    """Those of a DTensor that is cut along the sequence over the group. ValueError for another."""
+    for dimension, placement in enumerate(x.placements):
+        if x.device_mesh.get_group(dimension) == group:
+            if placement != Shard(SEQUENCE):
+                raise ValueError(
+                    f"context_parallel: DTensors must have {Shard(SEQUENCE)} over the mesh, got {placement}"
+                )
+            return tuple(x.placements)
+    raise ValueError("context_parallel: DTensors must be of the mesh that context_parallel was given")
+
+
+def _of_sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple:
+    """What `_Mode._run` takes, of the arguments of F.scaled_dot_product_attention."""
+    if attn_mask is not None:
+        raise ValueError(
+            "context_parallel: attn_mask must be None: of masks a ring has the causal one alone (is_causal)"
+        )
+    if dropout_p:
+        raise ValueError(f"context_parallel: dropout_p must be 0 in a ring, got {dropout_p}")
+    if query.dim() not in (3, 4):
+        raise ValueError(f"context_parallel: query must be [B, H, S, D] or [B, S, D], got shape {tuple(query.shape)}")
+    if not enable_gqa and query.dim() == 4 and query.shape[1] != key.shape[1]:
+        heads = f"{query.shape[1]} heads of query and {key.shape[1]} of key"
+        raise ValueError(f"context_parallel: {heads} need enable_gqa=True")
+    if is_causal and query.shape[-2] != key.shape[-2]:
+        rows = f"{query.shape[-2]} queries and {key.shape[-2]} keys"
+        raise ValueError(f"context_parallel: is_causal needs as many queries as keys, got {rows}")
+    return (query, key, value), is_causal, scale
+
+
+def _of_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    num_context: int | None = None,
+    window: tuple[int, int] | None = None,
+    return_lse: bool = False,
+    fp8: bool = False,
+    forward: str = "auto",
+    backward: str = "auto",
+) -> tuple:
+    """The same of the arguments of `attention`; the versions are the ring's to choose."""
+    absent = {"num_context": num_context is not None, "window": window not in (None, (-1, -1)), "fp8": fp8}
+    for name in (name for name, given in absent.items() if given):
+        raise ValueError(f"context_parallel: a ring has no {name}")
+    return (q, k, v), causal, scale, return_lse

@@ -1,0 +1,274 @@
+"""What each rank fetches and computes at each step, as data. Pure functions: nothing is sent, no tensor is touched.
+
+At step s rank r works with the block of rank (r − s) mod N, its own at step 0, and its own block is used by rank
+(r + s) mod N. A block is fetched from its owner, so that no step waits for what another rank has passed on. The block
+is keys and values that meet the rank's own queries ("keys"), or queries that meet its own keys ("queries"). A `Call` is
+one call of `attention_partial`.
+
+Causally, query i of all Sq stands beside key i + Sk − Sq: the last query sees all keys. In a zigzag layout with as many
+queries as keys each step after the first is one product without a mask, of the same size for all ranks: the keys of an
+earlier rank are seen in their first half, by all queries; those of a later rank in both, by the second half of the
+queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from .layout import Run, even_lengths, runs, starts
+
+ROTATIONS = ("keys", "queries", "gather")
+
+
+@dataclass(frozen=True)
+class Call:
+    """Queries q[0]:q[1] and keys k[0]:k[1], as rows of their blocks; query q[0] stands at `q_offset`, key k[0] at
+    `k_offset`, and with `causal` a key is seen by queries at its position or behind it. `final`: no later call of this
+    rank has these queries. A call without keys is final and says that no key is seen."""
+
+    q: tuple[int, int]
+    k: tuple[int, int]
+    q_offset: int = 0
+    k_offset: int = 0
+    causal: bool = False
+    final: bool = False
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs of a query and a key see each other."""
+        queries, keys = self.q[1] - self.q[0], self.k[1] - self.k[0]
+        if not self.causal:
+            return queries * keys
+        first = self.q_offset - self.k_offset + 1  # keys that the first query sees, if there are so many
+        return _sum_to(first + queries - 1, keys) - _sum_to(first - 1, keys)
+
+
+@dataclass(frozen=True)
+class Step:
+    """The block of rank `partner`, of which `rows` are fetched, and the calls with it. Meanwhile rank `to` fetches
+    `to_rows` of this rank's block. Nothing is fetched at step 0, nor if the rows are none."""
+
+    partner: int
+    rows: tuple[int, int]
+    calls: tuple[Call, ...]
+    to: int
+    to_rows: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """All that a schedule depends on; the lengths are those of all ranks."""
+
+    layout: str
+    causal: bool
+    q_lengths: tuple[int, ...]
+    k_lengths: tuple[int, ...]
+
+    @property
+    def world(self) -> int:
+        return len(self.q_lengths)
+
+    @property
+    def shift(self) -> int:
+        """Query i of the whole sequence stands beside key i + shift."""
+        return sum(self.k_lengths) - sum(self.q_lengths)
+
+    def unsupported_reason(self) -> str | None:
+        """Why there is no schedule: stripes of queries and of keys that are not cut alike have no common step."""
+        if self.layout != "striped" or not self.causal or self.q_lengths == self.k_lengths:
+            return None
+        even = [n == even_lengths(sum(n), self.world, "striped") for n in (self.q_lengths, self.k_lengths)]
+        return None if all(even) else "causal stripes of queries and keys that differ must be cut as `shard` cuts them"
+
+
+@lru_cache(maxsize=256)
+def schedule(problem: Problem, rank: int, rotate: str, results: bool = False) -> tuple[Step, ...]:
+    """The steps of a rank. `rotate` is "keys" or "queries"; `gathered_calls` has what "gather" computes. With `results`
+    each query has one final call, and calls are split where they are final for some of their queries alone."""
+    world = problem.world
+    steps = []
+    for s in range(world):
+        partner, to = (rank - s) % world, (rank + s) % world
+        found = tuple(block_calls(problem, *_pair(rank, partner, rotate)))
+        theirs = tuple(block_calls(problem, *_pair(to, rank, rotate)))
+        axis = "k" if rotate == "keys" else "q"
+        steps.append(Step(partner, _hull(found, axis), found, to, _hull(theirs, axis)))
+    if results:
+        finished = _finish([step.calls for step in steps], problem.q_lengths[rank])
+        steps = [replace(step, calls=calls) for step, calls in zip(steps, finished, strict=True)]
+    return tuple(steps)
+
+
+def _pair(worker: int, partner: int, rotate: str) -> tuple[int, int]:
+    """(rank of the queries, rank of the keys)"""
+    return (worker, partner) if rotate == "keys" else (partner, worker)
+
+
+def block_calls(problem: Problem, query_rank: int, key_rank: int) -> list[Call]:
+    """The calls for one rank's queries and one rank's keys; none if no query sees a key."""
+    queries, keys = problem.q_lengths[query_rank], problem.k_lengths[key_rank]
+    if not queries or not keys:
+        return []
+    if not problem.causal:
+        return [Call((0, queries), (0, keys))]
+    if problem.layout == "striped":
+        # Rows count in rounds: with as many queries as keys, key j of rank b is in front of query i of rank a where
+        # (j, b) <= (i, a). Otherwise positions are i·N + a and j·N + b.
+        if problem.q_lengths == problem.k_lengths:
+            distance = 0 if key_rank <= query_rank else -1
+        else:
+            distance = (query_rank - key_rank + problem.shift) // problem.world
+        return list(_rectangle(Run(distance, 0, queries), Run(0, 0, keys), trim=False))
+    q_runs = runs(problem.q_lengths, query_rank, problem.layout)
+    return _calls(q_runs, runs(problem.k_lengths, key_rank, problem.layout), problem.shift)
+
+
+@lru_cache(maxsize=256)
+def gathered_calls(problem: Problem, rank: int) -> tuple[Call, ...]:
+    """The calls of a rank that has all keys, in the order of `gathered_places`: one for each run of queries."""
+    everything = sum(problem.k_lengths)
+    queries = problem.q_lengths[rank]
+    if problem.causal and problem.layout == "striped":
+        found = []
+        for owner, start in enumerate(starts(problem.k_lengths)):
+            for call in block_calls(problem, rank, owner):
+                found.append(replace(call, k=(call.k[0] + start, call.k[1] + start)))
+    elif problem.causal:
+        q_runs = runs(problem.q_lengths, rank, problem.layout)
+        found = _calls(q_runs, (Run(0, 0, everything),), problem.shift) if everything else []
+    else:
+        found = [Call((0, queries), (0, everything))] if queries and everything else []
+    return _finish([tuple(found)], queries)[0]
+
+
+def gathered_places(problem: Problem, owner: int) -> tuple[Run, ...]:
+    """Where the rows of an owner's keys go if all are gathered: by position, which is `Run.position`. Stripes, and keys
+    without a mask, keep the order of the ranks."""
+    if problem.causal and problem.layout != "striped":
+        return runs(problem.k_lengths, owner, problem.layout)
+    rows = problem.k_lengths[owner]
+    return (Run(starts(problem.k_lengths)[owner], 0, rows),) if rows else ()
+
+
+def halves(calls: Sequence[Call]) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
+    """The calls for the first half of each one's queries, and for the second: work on a rank's own block, during which
+    the first block of another rank arrives, and during which the last gradients for another rank leave."""
+    first, second = [], []
+    for call in calls:
+        start, stop = call.q
+        middle = start + -(-(stop - start) // 256) * 128  # half, in whole tiles of queries
+        if middle < stop:
+            first.append(_rows_of(call, (start, middle), call.final))
+            second.append(_rows_of(call, (middle, stop), call.final))
+        else:
+            first.append(call)
+    return tuple(first), tuple(second)
+
+
+def _calls(q_runs: Sequence[Run], k_runs: Sequence[Run], shift: int) -> list[Call]:
+    """As few calls as there can be for runs of queries and of keys, by position."""
+    found: list[Call] = []
+    for q_run in q_runs:
+        row: list[Call] = []
+        for k_run in k_runs:
+            for call in _rectangle(replace(q_run, position=q_run.position + shift), k_run, trim=True):
+                merged = _beside(row[-1], call) if row else None
+                row[-1:] = [merged] if merged else [*row[-1:], call]
+        if len(found) == len(row) == 1 and (merged := _below(found[0], row[0])):
+            found = [merged]
+        else:
+            found += row
+    return found
+
+
+def _rectangle(q: Run, k: Run, trim: bool) -> Iterator[Call]:
+    """At most one call. Keys that no query sees are left out and, with `trim`, queries that see no key."""
+    last = q.position + q.rows
+    keys = min(k.rows, last - k.position)
+    if keys <= 0:
+        return
+    skipped = max(0, k.position - q.position) if trim else 0
+    first = q.position + skipped
+    masked = k.position + keys - 1 > first
+    offsets = (first, k.position, True) if masked else (0, 0, False)
+    yield Call((q.row + skipped, q.row + q.rows), (k.row, k.row + keys), *offsets)
+
+
+def _beside(left: Call, right: Call) -> Call | None:
+    """One call for two with the same queries, whose keys are neighbours; the left one has no mask."""
+    if left.causal or left.q != right.q or left.k[1] != right.k[0]:
+        return None
+    keys = (left.k[0], right.k[1])
+    if not right.causal:
+        return replace(left, k=keys)
+    before = left.k[1] - left.k[0]
+    shifted = replace(right, k=keys, k_offset=right.k_offset - before)
+    # The mask now reaches over the left keys, of which the first query must see all.
+    return shifted if right.q_offset >= right.k_offset - 1 else None
+
+
+def _below(upper: Call, lower: Call) -> Call | None:
+    """One call for two whose queries are neighbours, with the same first key."""
+    if upper.q[1] != lower.q[0] or upper.k[0] != lower.k[0]:
+        return None
+    if not upper.causal and not lower.causal:
+        return replace(upper, q=(upper.q[0], lower.q[1])) if upper.k == lower.k else None
+    if not upper.causal or not lower.causal:
+        return None
+    distance, rows = upper.q_offset - upper.k_offset, upper.q[1] - upper.q[0]
+    if lower.q_offset - lower.k_offset != distance + rows or upper.k[1] - upper.k[0] < distance + rows:
+        return None
+    return replace(upper, q=(upper.q[0], lower.q[1]), k=(upper.k[0], max(upper.k[1], lower.k[1])))
+
+
+def _finish(steps: list[tuple[Call, ...]], queries: int) -> list[tuple[Call, ...]]:
+    """The calls with `final` set, split where that differs between their queries; queries that have no call get one
+    without keys, at the first step."""
+    open_rows = [(0, queries)] if queries else []
+    done: list[tuple[Call, ...]] = []
+    for calls in reversed(steps):
+        found: list[Call] = []
+        for call in reversed(calls):
+            inside, outside = _intersect(open_rows, call.q), _subtract([call.q], open_rows)
+            open_rows = _subtract(open_rows, [call.q])
+            pieces = [(rows, True) for rows in inside] + [(rows, False) for rows in outside]
+            found += [_rows_of(call, rows, final) for rows, final in sorted(pieces, reverse=True)]
+        done.append(tuple(reversed(found)))
+    done.reverse()
+    done[0] = (*done[0], *(Call(rows, (0, 0), final=True) for rows in open_rows))
+    return done
+
+
+def _rows_of(call: Call, rows: tuple[int, int], final: bool) -> Call:
+    """The call for some of its queries; keys that these do not see are left out, but never all of them."""
+    q_offset = call.q_offset + (rows[0] - call.q[0] if call.causal else 0)
+    keys = call.k[1] - call.k[0]
+    if call.causal:
+        keys = max(1, min(keys, q_offset + rows[1] - rows[0] - call.k_offset))
+    return Call(rows, (call.k[0], call.k[0] + keys), q_offset, call.k_offset, call.causal, final)
+
+
+def _intersect(intervals: Sequence[tuple[int, int]], with_: tuple[int, int]) -> list[tuple[int, int]]:
+    found = [(max(a, with_[0]), min(b, with_[1])) for a, b in intervals]
+    return [(a, b) for a, b in found if a < b]
+
+
+def _subtract(intervals: Sequence[tuple[int, int]], without: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    left = list(intervals)
+    for c, d in without:
+        left = [piece for a, b in left for piece in ((a, min(b, c)), (max(a, d), b)) if piece[0] < piece[1]]
+    return left
+
+
+def _hull(calls: Sequence[Call], axis: str) -> tuple[int, int]:
+    """From the first to the last row that the calls have of the block."""
+    ranges = [getattr(call, axis) for call in calls]
+    return (min(a for a, _ in ranges), max(b for _, b in ranges)) if ranges else (0, 0)
+
+
+def _sum_to(count: int, most: int) -> int:
+    """Σ min(i, most) over i = 1 … count"""
+    count = max(count, 0)
+    return count * (count + 1) // 2 if count <= most else most * (most + 1) // 2 + (count - most) * most

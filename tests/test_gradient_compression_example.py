@@ -1,0 +1,40 @@
+"""examples/gradient_compression.py trains with every kind, on two processes of a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness import registry
+
+EXAMPLE = registry.ROOT / "examples" / "gradient_compression.py"
+KINDS = ["none", "int8", "fp8", "int4", "topk", "powersgd"]
+
+
+@pytest.mark.slow
+def test_every_kind_trains_for_three_steps(tmp_path: Path) -> None:
+    if torch.cuda.device_count() == 1:
+        pytest.skip("needs two GPUs, or none")
+    out = tmp_path / "losses.json"
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
+    environment = {**os.environ, "PYTHONPATH": str(registry.ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", *command, "--steps", "3", "--seeds", "0", "--out", str(out)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    record = json.loads(out.read_text())
+    assert record["ranks"] == 2 and record["steps"] == 3 and list(record["results"]) == KINDS
+    losses = {kind: seeds["0"]["loss"] for kind, seeds in record["results"].items()}
+    assert all(abs(loss - losses["none"]) < 0.05 * losses["none"] for loss in losses.values()), losses
+    assert all(f"seed 0  {kind}" in done.stdout for kind in KINDS)
