@@ -1,0 +1,295 @@
+"""The declaration of grouped_gemm: cases, cost, peers. `python -m harness bench --kernel grouped_gemm`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from functools import partial
+
+import torch
+
+from harness.spec import EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, Tunable
+
+from . import configs, grouped_gemm
+from .reference import grouped_gemm_reference
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def _case(
+    groups: int, rows: int, n: int, k: int, dtype: torch.dtype, split: str = "random", suffix: str = "", **params
+) -> Case:
+    """`split`: how rows are distributed over the groups. All but "random" leave none behind the last offset, and are
+    the same at each call; a bench case has such a one and no suffix."""
+    short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
+    name = "-".join(filter(None, (f"g{groups}-{rows}x{n}x{k}", split if split != "random" else "", short, suffix)))
+    params |= {"split": split} if split != "random" else {}
+    dims = dict(groups=groups, rows=rows, n=n, k=k)
+    return Case(name, dims, dtype, params, bench=split != "random" and not suffix and dtype == BF16)
+
+
+CASES = (
+    # Eight large experts as in Mixtral; many small ones as in DeepSeek's MoE, whose projections are 2048 to 1408 and
+    # back. One group with all rows is what a router does that has collapsed.
+    *(_case(8, 8192, 4096, 4096, BF16, split) for split in ("equal", "zipf", "onehot")),
+    *(_case(64, 32768, 1408, 2048, BF16, split) for split in ("equal", "zipf", "onehot")),
+    _case(64, 32768, 2048, 1408, BF16, "zipf"),
+    *(_case(128, 32768, 1408, 2048, BF16, split) for split in ("equal", "zipf", "onehot")),
+    # What goes wrong: plain first, then nothing, one of everything, more groups than rows, primes, several tiles, the
+    # bias, groups that are equal or all but one empty.
+    _case(3, 40, 24, 20, FP32),
+    _case(4, 50, 20, 24, FP32, bias=True),
+    _case(3, 50, 24, 16, FP16),
+    _case(3, 40, 16, 24, FP16, bias=True),
+    _case(2, 0, 8, 8, FP32),
+    _case(1, 1, 1, 1, FP32),
+    _case(29, 23, 17, 19, FP32),
+    _case(5, 211, 131, 67, FP32),
+    _case(5, 307, 37, 257, FP16, bias=True),
+    _case(4, 96, 32, 32, FP32, "equal"),
+    _case(4, 97, 32, 32, FP32, "onehot"),
+    _case(150, 300, 16, 16, FP32, "zipf"),
+    # On a GPU: tiles of 128 rows with and without remainders.
+    _case(7, 1500, 264, 136, BF16),
+    _case(7, 1500, 512, 256, BF16, bias=True),
+    _case(9, 2311, 509, 331, BF16, "zipf", "odd"),
+    _case(7, 1500, 520, 392, FP16, "zipf", "tiles"),
+)
+
+
+def group_sizes(case: Case) -> list[int]:
+    """Rows of each group, of a split that is not random."""
+    groups, rows = case.dims["groups"], case.dims["rows"]
+    split = case.params.get("split")
+    if split == "onehot":
+        return [rows if group == groups // 2 else 0 for group in range(groups)]
+    # Zipf's law by the rank of a group; ranks are dealt out so that neighbours differ.
+    shares = [1.0 if split == "equal" else 1 / (1 + group * 37 % groups) for group in range(groups)]
+    ends = [round(rows * share / sum(shares)) for share in itertools.accumulate(shares)]
+    return [end - start for start, end in itertools.pairwise([0, *ends])]
+
+
+def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
+    """Products of variance 1. Random offsets leave rows behind the last one, and groups without any."""
+    d, params = case.dims, dict(case.params)
+    index = torch.int64 if case.dtype == FP32 else torch.int32
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=case.dtype, device=device, generator=generator)
+
+    if params.pop("split", None):
+        ends = torch.tensor(list(itertools.accumulate(group_sizes(case))), dtype=index)
+        # As the ahead-of-time build understands it, which has a GPU in name alone.
+        offsets = torch.empty(ends.shape, dtype=index, device=device).copy_(ends)
+    else:
+        ends = torch.randint(0, d["rows"] + 1, (d["groups"],), dtype=index, device=device, generator=generator)
+        offsets = ends.sort().values
+    inputs: Inputs = {
+        "x": normal(d["rows"], d["k"]),
+        "weights": normal(d["groups"], d["n"], d["k"]).mul_(d["k"] ** -0.5),
+        "offsets": offsets,
+    }
+    if params.pop("bias", False):
+        inputs["bias"] = normal(d["groups"], d["n"])
+    return {**inputs, **params}
+
+
+def cost(case: Case, mode: str) -> Cost:
+    """Forward: x, y and the weights of groups that have rows. Backward: dy, x, dx, those weights, all gradients."""
+    groups, rows, n, k = (case.dims[name] for name in ("groups", "rows", "n", "k"))
+    used = sum(size > 0 for size in group_sizes(case)) if "split" in case.params else min(groups, rows)
+    weights, bias = n * k, n * case.params.get("bias", False)
+    forward = rows * (n + k) + used * (weights + bias)
+    backward = rows * (n + 2 * k) + used * weights + groups * (weights + bias)
+    products, elements = {"fwd": (1, forward), "bwd": (2, backward)}[mode]
+    pipe = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[case.dtype]
+    size = case.dtype.itemsize
+    return Cost(flops=2 * products * rows * n * k, bytes=elements * size + 8 * groups, pipe=pipe)
+
+
+def _torch() -> Op:
+    from torch.nn.functional import grouped_mm
+
+    def function(x, weights, offsets):
+        return grouped_mm(x, weights.mT, offs=offsets)
+
+    return function
+
+
+class _Looped(torch.autograd.Function):
+    """A product of cuBLAS for each group, by sizes that the host knows."""
+
+    @staticmethod
+    def forward(ctx, x, weights, ends):
+        ctx.save_for_backward(x, weights)
+        ctx.ends = ends
+        y = x.new_empty(x.shape[0], weights.shape[1])
+        for group, (start, end) in enumerate(itertools.pairwise(ends)):
+            if end > start:
+                torch.mm(x[start:end], weights[group].mT, out=y[start:end])
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weights = ctx.saved_tensors
+        dx, dweights = torch.empty_like(x), torch.empty_like(weights)
+        for group, (start, end) in enumerate(itertools.pairwise(ctx.ends)):
+            if end > start:
+                torch.mm(dy[start:end], weights[group], out=dx[start:end])
+                torch.mm(dy[start:end].mT, x[start:end], out=dweights[group])
+            else:
+                dweights[group].zero_()
+        return dx, dweights, None
+
+
+def _loop() -> Op:
+    made: list[list[int]] = []
+
+    def function(x, weights, offsets):
+        if not made:
+            made.append([0, *offsets.tolist()])
+        return _Looped.apply(x, weights, made[0])
+
+    return function
+
+
+def _quack() -> Op:
+    from quack.gemm_interface import gemm
+
+    class Quack(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weights, ends):
+            ctx.save_for_backward(x, weights, ends)
+            return gemm(x, weights.mT, cu_seqlens_m=ends)
+
+        @staticmethod
+        def backward(ctx, dy):
+            x, weights, ends = ctx.saved_tensors
+            return gemm(dy, weights, cu_seqlens_m=ends), gemm(dy.mT, x, cu_seqlens_k=ends), None
+
+    made: list[torch.Tensor] = []
+
+    def function(x, weights, offsets):
+        if not made:
+            made.append(torch.nn.functional.pad(offsets, (1, 0)))
+        return Quack.apply(x, weights, made[0])
+
+    return function
+
+
+def _deep_gemm() -> Op:
+    from deep_gemm import m_grouped_bf16_gemm_nt_contiguous
+
+    made: list[torch.Tensor] = []
+
+    def function(x, weights, offsets):
+        if not made:
+            row = torch.arange(x.shape[0], dtype=offsets.dtype, device=x.device)
+            made.append(torch.searchsorted(offsets, row, right=True).int())
+        y = x.new_empty(x.shape[0], weights.shape[1])
+        m_grouped_bf16_gemm_nt_contiguous(x, weights, y, made[0])
+        return y
+
+    return function
+
+
+def _fixed(case: Case, mode: str) -> str | None:
+    """Peers that are given what they make of the offsets once, as a model would for its forward and backward."""
+    return None if case.bench or case in HOST_CASES else "offsets differ from call to call, and it reads them once"
+
+
+def _aligned(case: Case, mode: str) -> str | None:
+    if mode != "fwd":
+        return "has a forward alone"
+    if reason := _fixed(case, mode):
+        return reason
+    return "its groups begin at multiples of 128 rows" if any(size % 128 for size in group_sizes(case)) else None
+
+
+def _takes(case: Case, mode: str) -> str | None:
+    """Nothing in the rows behind the last offset, no bias, bf16 in rows of 16 bytes."""
+    return None if case.bench or case in HOST_CASES else "leaves rows behind the last offset, and has no bias"
+
+
+def _rows_candidates(case: Case) -> list[configs.RowsConfig]:
+    shapes = ((128, 64, 4, 2), (128, 64, 8, 1), (256, 64, 8, 1), (192, 64, 8, 1), (256, 32, 8, 1))
+    return [
+        configs.RowsConfig(n, k, raster, stages, warps, ctas)
+        for n, k, warps, ctas in shapes
+        if n & (n - 1) == 0
+        for raster in (4, 8, 16)
+        for stages in (3, 4)
+    ]
+
+
+def _weights_candidates(case: Case) -> list[configs.WeightsConfig]:
+    return [
+        configs.WeightsConfig(n, k, r, raster, stages, warps)
+        for n, k, warps in ((128, 128, 4), (128, 128, 8), (128, 256, 8), (256, 128, 8))
+        for r in (32, 64)
+        for raster in (4, 8, 16)
+        for stages in (3, 4)
+    ]
+
+
+def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
+    return [configs.CudaConfig(stages, raster) for stages in (3, 4) for raster in (2, 4, 8, 16, 32)]
+
+
+def _in_cuda(case: Case) -> bool:
+    """Whether the version for Hopper takes a case as `make_inputs` lays it out."""
+    groups, rows, n, k = (case.dims[name] for name in ("groups", "rows", "n", "k"))
+    large = rows and configs.pick_block_m(rows, groups, case.dtype, (9, 0)) == 128
+    return bool(case.dtype != FP32 and large and n % 8 == 0 and k % 8 == 0)
+
+
+def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | None:
+    if implementation == "cuda" and not _in_cuda(case):
+        return "it takes 16-bit dtypes, multiples of 8 and groups of more than 64 rows on average"
+    return None
+
+
+def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
+    """Of "cuda" nothing is checked here, since the checks try layouts that it does not take; test_sm90.py has its own."""
+    reasons = {"triton": "it is what auto takes", "cuda": "it is checked by tests of its own, and not measured yet"}
+    return reasons.get(implementation)
+
+
+CUDA_CASES = tuple(dataclasses.replace(case, min_capability=(9, 0)) for case in CASES if case.bench)
+HOST_CASES = (dataclasses.replace(_case(4, 256, 64, 64, BF16, "equal", "host"), bench=False),)
+
+SPEC = KernelSpec(
+    name="grouped_gemm",
+    implementations={
+        "auto": grouped_gemm,
+        "triton": partial(grouped_gemm, backend="triton"),
+        "cuda": partial(grouped_gemm, backend="cuda"),
+    },
+    # Elsewhere the first is the second.
+    min_capability={"triton": (9, 0), "cuda": (9, 0)},
+    unsupported_reason=_unsupported_reason,
+    alias_reason=_alias_reason,
+    baselines=(
+        EAGER,
+        Peer("torch", load=_torch, supports=_takes),
+        Peer("loop", load=_loop, supports=_fixed),
+        Peer("quack", load=_quack, supports=_fixed),
+        Peer("deepgemm", load=_deep_gemm, supports=_aligned),
+    ),
+    reference=grouped_gemm_reference,
+    make_inputs=make_inputs,
+    cost=cost,
+    cases=CASES,
+    grads=("x", "weights", "bias"),
+    determinism={"fwd": "run-to-run", "bwd": "run-to-run"},
+    unit="rows",
+    items=lambda case: case.dims["rows"],
+    fuzz={"groups": (1, 9), "rows": (0, 70), "n": (1, 40), "k": (1, 40)},
+    tunables=(
+        Tunable(configs, "pick_rows_config", "fwd", _rows_candidates, implementation="triton"),
+        Tunable(configs, "pick_weights_config", "bwd", _weights_candidates, implementation="triton"),
+        Tunable(configs, "pick_cuda_rows_config", "fwd", _cuda_candidates, CUDA_CASES),
+        Tunable(configs, "pick_cuda_weights_config", "bwd", _cuda_candidates, CUDA_CASES),
+    ),
+    host_cases=HOST_CASES,
+)

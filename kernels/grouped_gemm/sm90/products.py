@@ -1,0 +1,147 @@
+"""The products for Hopper in CUDA C++ (products.cu): which problems they take, and their launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..configs import CudaConfig
+from . import cuda_driver
+from .cuda_driver import address, tensor_map
+
+BLOCK_M, BLOCK_N, BLOCK_K, THREADS = 128, 256, 64, 384  # of products.cu
+HALVES = (torch.float16, torch.bfloat16)
+VECTOR = 8  # elements of 16 bytes
+
+# Two tensor maps and products.cu's Problem: table, out, bias; strides of out and bias; groups, rows, cols, depth.
+_LAYOUT = "MM(PPPqqqqiiii)"
+
+
+def rows_unsupported_reason(a: torch.Tensor, b: torch.Tensor, block_m: int, capability: tuple[int, int]) -> str | None:
+    """Why it cannot multiply a [rows, depth] with b [groups, cols, depth] in tiles of `block_m` rows, or None."""
+    if block_m != BLOCK_M:
+        return f"it takes tiles of {BLOCK_M} rows, for groups of more than {BLOCK_M // 2} rows on average"
+    if a.numel() and a.stride(1) != 1:
+        return "it wants rows that are contiguous"
+    return _unsupported_reason(capability, a, b)
+
+
+def weights_unsupported_reason(
+    dy: torch.Tensor, x: torch.Tensor, dweights: torch.Tensor, capability: tuple[int, int]
+) -> str | None:
+    """Why it cannot compute a gradient that lies as `dweights`, or None."""
+    if x.numel() and dy.numel() and (dy.stride(1) != 1 or x.stride(1) != 1):
+        return "it wants rows that are contiguous"
+    return _unsupported_reason(capability, dy, x, dweights)
+
+
+def _unsupported_reason(capability: tuple[int, int], *tensors: torch.Tensor) -> str | None:
+    if capability != (9, 0):
+        return "it needs a GPU of compute capability 9.0 (Hopper)"
+    if tensors[0].dtype not in HALVES:
+        return "it takes float16 and bfloat16"
+    if not all(t.numel() for t in tensors):
+        return "it takes no empty tensors"
+    for t in tensors:
+        # The stride of a dimension of one element is arbitrary. A stride of 0 is one of TMA's that it does not take.
+        strides = [stride for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1]
+        in_vectors = all(stride > 0 and stride % VECTOR == 0 for stride in strides if stride != 1)
+        if 1 not in t.stride()[-2:] or not in_vectors or any(size % VECTOR for size in _inner_sizes(t)):
+            return "it wants operands whose rows, or columns, are contiguous and of whole 16 bytes"
+        if t.data_ptr() % 16:
+            return "it wants operands on 16-byte boundaries"
+    return cuda_driver.no_compiler()
+
+
+def _inner_sizes(t: torch.Tensor) -> tuple[int, ...]:
+    """Of a matrix of rows its columns; of weights both dimensions."""
+    return (t.shape[1],) if t.dim() == 2 else tuple(t.shape[1:])
+
+
+def rows_launch(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, config: CudaConfig) -> Callable[..., None]:
+    """Writes out [rows, cols], given (a, b's weights, bias, table, out) like these, which `rows_unsupported_reason`
+    takes."""
+    (rows, depth), (groups, cols, _) = a.shape, b.shape
+    transposed = b.stride(2) != 1
+    maps = (
+        tensor_map(a[None, None], rows, BLOCK_M),
+        tensor_map(b.mT[None], depth, BLOCK_K) if transposed else tensor_map(b[None], cols, BLOCK_N),
+    )
+    strides = cols, 0, *((0, 0) if bias is None else bias.stride())
+    most = (rows // BLOCK_M + groups + 1) * -(-cols // BLOCK_N)
+    start = _start(a, config, transposed, 0, most, maps, strides, (groups, rows, cols, depth))
+
+    def run(
+        a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, table: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        start(a, b, bias, table, out)
+
+    return run
+
+
+def weights_launch(
+    dy: torch.Tensor, x: torch.Tensor, dweights: torch.Tensor, config: CudaConfig
+) -> Callable[..., None]:
+    """Writes dweights, given (dy, x, table, dweights) like these, which `weights_unsupported_reason` takes. Where
+    dweights [G, N, K] is contiguous along N, its transpose is computed."""
+    swapped = dweights.stride(2) != 1
+    a, b, out = (x, dy, dweights.mT) if swapped else (dy, x, dweights)
+    maps = tensor_map(a[None, None], a.shape[0], BLOCK_K), tensor_map(b[None, None], b.shape[0], BLOCK_K)
+    groups, rows, cols = out.shape
+    tiles = groups * -(-rows // BLOCK_M) * -(-cols // BLOCK_N)
+    strides = out.stride(1), out.stride(0), 0, 0
+    start = _start(a, config, True, 1, tiles, maps, strides, (groups, rows, cols, 0))
+
+    def run(dy: torch.Tensor, x: torch.Tensor, table: torch.Tensor, dweights: torch.Tensor) -> None:
+        start(x if swapped else dy, dy if swapped else x, None, table, dweights)
+
+    return run
+
+
+def _start(
+    a: torch.Tensor,
+    config: CudaConfig,
+    transposed: bool,
+    weights: int,
+    tiles: int,
+    maps: tuple[Callable[[int], bytes], Callable[[int], bytes]],
+    strides: tuple[int, ...],
+    sizes: tuple[int, ...],
+) -> Callable[..., None]:
+    """Launches the kernel, given (a, b, bias, table, out)."""
+    defines = (
+        f"WEIGHTS={weights}",
+        f"FP16={int(a.dtype == torch.float16)}",
+        f"STAGES={config.stages}",
+        f"RASTER={config.raster}",
+        f"B_TRANSPOSED={int(transposed)}",
+    )
+    device, shared = a.device, shared_bytes(config)
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    with torch.cuda.device_of(a):
+        (kernel,) = cuda_driver.kernels(device.index, "products.cu", ("grouped_gemm_products",), defines, shared)
+    launch = cuda_driver.Launch(device.index, kernel, min(sms, tiles), THREADS, shared, _LAYOUT)
+    a_map, b_map = maps
+
+    def start(
+        a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, table: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        if table.data_ptr() % 16:  # it may have been saved elsewhere, and is read in vectors
+            table = table.clone()
+        launch(
+            a_map(a.data_ptr()),
+            b_map(b.data_ptr()),
+            table.data_ptr(),
+            out.data_ptr(),
+            address(bias),
+            *strides,
+            *sizes,
+        )
+
+    return start
+
+
+def shared_bytes(config: CudaConfig) -> int:
+    """Of a CTA: the ring of both operands, and its barriers."""
+    return config.stages * ((BLOCK_M + BLOCK_N) * BLOCK_K * 2 + 16)

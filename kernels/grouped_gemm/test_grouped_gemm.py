@@ -1,0 +1,244 @@
+"""What is special to grouped_gemm. The rest follows from SPEC: tests/test_specs.py."""
+
+from __future__ import annotations
+
+import itertools
+from unittest import mock
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from harness.spec import Case
+
+from . import bench, configs, schedule
+from .op import grouped_gemm
+from .reference import grouped_gemm_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def operands(
+    ends: list[int], rows: int, n: int, k: int, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, ...]:
+    x, weights = torch.randn(rows, k, device=DEVICE), torch.randn(len(ends), n, k, device=DEVICE) * max(k, 1) ** -0.5
+    return x.to(dtype), weights.to(dtype), torch.tensor(ends, device=DEVICE, dtype=torch.int64)
+
+
+def agrees(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    """Result and gradients are the reference's."""
+    leaves = [t.detach().requires_grad_() for t in (x, weights, bias) if t is not None]
+    results = []
+    for op in (grouped_gemm, grouped_gemm_reference):
+        y = op(*leaves[:2], offsets, bias=leaves[2] if bias is not None else None)
+        grads = torch.autograd.grad(y, leaves, torch.ones_like(y) * 0.5, materialize_grads=True) if y.grad_fn else ()
+        results.append((y, *grads))
+    for ours, want in itertools.zip_longest(*results):
+        tolerance = dict(rtol=1e-3, atol=1e-3) if x.dtype == torch.float32 else dict(rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(ours, want, **tolerance)
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        [0, 0, 0, 0],  # all of them are empty
+        [61, 61, 61, 61],  # all rows in the first group
+        [0, 0, 0, 61],  # … in the last
+        [0, 7, 7, 20],  # some are empty, and rows are left
+        [1, 2, 3, 4],
+        [13, 30, 53, 60],  # sizes are primes
+        [16, 32, 48, 61],  # whole tiles
+    ],
+)
+def test_splits(ends: list[int]) -> None:
+    agrees(*operands(ends, 61, 18, 21), bias=torch.randn(4, 18, device=DEVICE))
+
+
+@pytest.mark.parametrize(("rows", "n", "k"), [(0, 5, 6), (5, 0, 6), (5, 6, 0), (0, 0, 0)])
+def test_nothing_to_multiply(rows: int, n: int, k: int) -> None:
+    agrees(*operands([rows // 2, rows], rows, n, k), bias=torch.randn(2, n, device=DEVICE))
+
+
+def test_no_groups() -> None:
+    x, weights, offsets = operands([], 5, 6, 7)
+    assert torch.equal(grouped_gemm(x, weights, offsets), torch.zeros(5, 6, device=DEVICE))
+
+
+def test_rows_behind_the_last_offset_are_zero_and_never_read() -> None:
+    x, weights, offsets = operands([10, 25], 40, 18, 20)
+    x[25:] = torch.nan
+    x.requires_grad_()
+    weights.requires_grad_()
+    y = grouped_gemm(x, weights, offsets)
+    dy = torch.ones_like(y)
+    dy[25:] = torch.nan
+    dx, dweights = torch.autograd.grad(y, (x, weights), dy)
+    assert not y[25:].any() and not dx[25:].any()
+    assert dweights.isfinite().all() and dx.isfinite().all()
+
+
+def test_a_neighbour_that_is_not_finite_stays_outside() -> None:
+    """Tiles of a group end within a block of rows, whose others belong to the next."""
+    x, weights, offsets = operands([9, 30], 30, 18, 20)
+    x[9:] = torch.inf
+    weights[1] = torch.nan
+    x.requires_grad_()
+    weights.requires_grad_()
+    y = grouped_gemm(x, weights, offsets)
+    dx, dweights = torch.autograd.grad(y, (x, weights), torch.ones_like(y))
+    assert y[:9].isfinite().all() and dx[:9].isfinite().all() and dweights[0].isfinite().all()
+
+
+@pytest.mark.parametrize("ends", [[-5, 10, 100], [20, 10, 30], [2**31, 3, -(2**40)], [7, -1, 7]])
+def test_offsets_are_read_as_monotonic_and_within_the_rows(ends: list[int]) -> None:
+    agrees(*operands(ends, 35, 18, 20))
+
+
+def test_more_offsets_than_are_scanned_at_a_time() -> None:
+    groups = 2 * schedule.CHUNK + 3
+    ends = sorted(torch.randint(0, 400, (groups,)).tolist())
+    agrees(*operands(ends, 400, 16, 16))
+
+
+def test_more_tiles_of_a_group_than_are_written_at_a_time() -> None:
+    rows = (schedule.MAX_TILES + 3) * 16
+    with mock.patch.object(configs, "pick_block_m", lambda *_: 16):
+        agrees(*operands([5, rows - 7], rows, 16, 16))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_offsets_may_be_strided(dtype: torch.dtype) -> None:
+    x, weights, offsets = operands([3, 20, 33], 40, 18, 20)
+    apart = torch.full((3, 5), -1, device=DEVICE, dtype=dtype)
+    apart[:, 2] = offsets
+    assert torch.equal(grouped_gemm(x, weights, apart[:, 2]), grouped_gemm(x, weights, offsets))
+
+
+def test_operands_are_read_in_place_by_their_strides() -> None:
+    x, weights, offsets = operands([3, 20, 33], 40, 18, 20)
+    wide = torch.randn(40, 50, device=DEVICE)
+    for strided in (wide[:, 7:27], wide[:, 10::2], wide.mT.contiguous().mT[:, :20], wide[:1, :20].expand(40, 20)):
+        agrees(strided, weights, offsets)
+    for strided in (weights.mT.contiguous().mT, weights.transpose(0, 1).contiguous().transpose(0, 1)):
+        agrees(x, strided, offsets)
+
+
+def test_the_gradient_of_transposed_weights_lies_as_they_do() -> None:
+    x, weights, offsets = operands([3, 20, 33], 40, 18, 20)
+    stored = weights.mT.contiguous().requires_grad_()  # [G, K, N]
+    grouped_gemm(x, stored.mT, offsets).sum().backward()
+    other = weights.clone().requires_grad_()
+    grouped_gemm(x, other, offsets).sum().backward()
+    assert stored.grad.is_contiguous()
+    torch.testing.assert_close(stored.grad.mT, other.grad)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter computes bfloat16 wrongly")
+def test_autograd_in_bfloat16() -> None:
+    agrees(*operands([100, 101, 400], 500, 136, 264, torch.bfloat16))
+
+
+@hypothesis.given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=12),
+    left=st.integers(0, 40),
+    n=st.integers(1, 40),
+    k=st.integers(1, 40),
+    dtype=st.sampled_from((torch.float32, torch.float16)),
+)
+@hypothesis.settings(max_examples=12 if DEVICE == "cpu" else 100, deadline=None, derandomize=True, database=None)
+def test_any_sizes(sizes: list[int], left: int, n: int, k: int, dtype: torch.dtype) -> None:
+    ends = list(itertools.accumulate(sizes))
+    agrees(*operands(ends, ends[-1] + left, n, k, dtype))
+
+
+@pytest.mark.parametrize("block_m", [16, 64, 128])
+@pytest.mark.parametrize("ends", [[0, 100, 100, 230, 300], [300] * 5, [7, 20, 33, 46, 299], [-3, 500, 2, 2, 2]])
+def test_table(ends: list[int], block_m: int) -> None:
+    """Groups by falling size, row tiles in the order of rows, each row in one tile."""
+    rows, groups = 320, len(ends)
+    offsets = torch.tensor(ends, device=DEVICE)
+    table = torch.full((schedule.table_size(rows, groups),), -9, dtype=torch.int32, device=DEVICE)
+    schedule.table_launch(offsets, rows, block_m)(offsets, table)
+    (count, *rest), *entries = table.view(-1, 4).tolist()
+    read = offsets.clamp(0, rows).cummax(0).values.tolist()
+    parts = [(group, start, end) for group, (start, end) in enumerate(itertools.pairwise([0, *read]))]
+    by_size = sorted(parts, key=lambda part: part[1] - part[2])
+    tiles = [
+        [group, row, end, 0]
+        for group, start, end in [*parts, (-1, read[-1], rows)]
+        for row in range(start, end, block_m)
+    ]
+    assert rest == [0, 0, 0] and entries[:groups] == [[*part, 0] for part in by_size]
+    assert count == len(tiles) and entries[groups : groups + count] == tiles
+    assert not any(map(any, entries[groups + count :]))
+
+
+def test_a_call_never_waits_for_the_device() -> None:
+    x, weights, offsets = operands([3, 20, 33], 40, 18, 20)
+    x.requires_grad_()
+
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("the host reads a tensor")
+
+    with mock.patch.multiple(torch.Tensor, item=forbidden, tolist=forbidden, cpu=forbidden, __int__=forbidden):
+        y = grouped_gemm(x, weights, offsets)
+        torch.autograd.grad(y, x, torch.ones_like(y))
+
+
+@pytest.mark.gpu
+def test_one_graph_for_all_offsets() -> None:
+    """Nothing of a launch depends on what the offsets say, and nothing synchronises."""
+    x, weights, offsets = operands([30, 200, 330], 400, 144, 160, torch.bfloat16)
+    grouped_gemm(x, weights, offsets)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.graph(graph):
+            y = grouped_gemm(x, weights, offsets)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for ends in ([0, 0, 400], [400, 400, 400], [1, 2, 3]):
+        offsets.copy_(torch.tensor(ends))
+        graph.replay()
+        torch.testing.assert_close(y, grouped_gemm_reference(x, weights, offsets), rtol=2e-2, atol=2e-2)
+
+
+def test_says_what_is_wrong() -> None:
+    x, weights, offsets = operands([3, 20, 33], 40, 18, 20)
+    wrong = (
+        (TypeError, "x must be a tensor of float32", dict(x=x.to(torch.int32))),
+        (ValueError, r"x must be \[T, K\]", dict(x=x[None])),
+        (TypeError, "weights must be a tensor of x's dtype", dict(weights=weights.half())),
+        (ValueError, r"weights must be \[G, N, 20\]", dict(weights=weights.mT)),
+        (TypeError, "offsets must be a tensor of int32 or int64, got torch.int16", dict(offsets=offsets.short())),
+        (TypeError, "offsets must be a tensor of int32 or int64, got list", dict(offsets=[3, 20, 33])),
+        (ValueError, r"offsets must be \[3\]", dict(offsets=offsets[:2])),
+        (ValueError, "offsets must be on x's device", dict(offsets=offsets.to("meta"))),
+        (TypeError, "bias must be a tensor of x's dtype", dict(bias=weights[:, :, 0].half())),
+        (ValueError, r"bias must be \[3, 18\]", dict(bias=weights[0, :, 0])),
+    )
+    for error, message, change in wrong:
+        with pytest.raises(error, match=message):
+            grouped_gemm(**{**dict(x=x, weights=weights, offsets=offsets), **change})
+
+
+@pytest.mark.parametrize("case", [case for case in bench.CASES if case.params.get("split")], ids=lambda case: case.name)
+def test_splits_of_the_cases(case: Case) -> None:
+    sizes = bench.group_sizes(case)
+    assert len(sizes) == case.dims["groups"] and sum(sizes) == case.dims["rows"] and min(sizes) >= 0
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_configs_fit_into_shared_memory(capability: tuple[int, int], dtype: torch.dtype, aligned: bool) -> None:
+    room = {(8, 0): 163 << 10, (9, 0): 227 << 10}[capability]
+    for cols, depth, groups in itertools.product((1, 37, 1408, 4096), (1, 200, 2048), (1, 64, 8192)):
+        block_m = configs.pick_block_m(8192, groups, dtype, capability)
+        assert configs.MIN_BLOCK_M <= block_m <= 128
+        rows = configs.pick_rows_config(cols, depth, block_m, aligned, dtype, capability)
+        tile = (block_m + rows.block_n) * rows.block_k * rows.stages * dtype.itemsize
+        assert tile * rows.ctas <= room
+        weights = configs.pick_weights_config(cols, depth, aligned, dtype, capability)
+        assert (weights.block_n + weights.block_k) * weights.block_r * weights.stages * dtype.itemsize <= room
