@@ -1,8 +1,8 @@
 """The declaration of fp8_matmul: cases, cost, peers. `python -m harness bench --kernel fp8_matmul`.
 
 Codes are bytes here, which the callables view as float8: most of what the checks do with tensors is not defined for
-float8. A case's dtype is that of a, with results in bf16; or it is the result's, in cases that Triton's interpreter
-computes, where kernels decode the bytes.
+float8. A case's dtype is that of a, with results in bf16; or it is the result's, fp16, in cases that Triton's
+interpreter computes, where kernels decode the bytes. Of fp32 results no more bits are right on Hopper: see README.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from functools import wraps
 
 import torch
 
@@ -30,10 +29,9 @@ UNIT = 16  # K and N are multiples of it
 def _case(
     m: int, k: int, n: int, scaling: str, dtype: torch.dtype | None = None, bench: bool = False, **params
 ) -> Case:
-    """Named M x K x N. `formats` of a and b: both are e4m3 unless it is given. `dtype` of the result, if it is not
-    bf16."""
+    """Named M x K x N. `formats` of a and b: both are e4m3 unless it is given. `dtype`: fp16 results."""
     formats = params.pop("formats", "e4m3")
-    short = {None: "", FP16: "fp16", FP32: "fp32"}[dtype]
+    short = {None: "", FP16: "fp16"}[dtype]
     words = [f"{m}x{k}x{n}", short, formats, scaling, *(v if isinstance(v, str) else p for p, v in params.items())]
     own = dtype or FORMATS[formats.split(".")[0]]
     options = {"scaling": scaling, "formats": formats, **params}
@@ -52,18 +50,18 @@ CASES = (
     # Few rows, where b is what is read.
     _case(16, 8192, 8192, SQUARE, bench=True),
     # What goes wrong: plain first, blocks with a tail in every dimension, formats, the smallest, nothing.
-    _case(33, 208, 48, ROW, FP32),
-    _case(40, 336, 160, SQUARE, FP32),
-    _case(37, 272, 144, LINE, FP32, bias=True),
-    _case(19, 160, 32, TENSOR, FP32, bias=True),
+    _case(33, 208, 48, ROW, FP16),
+    _case(40, 336, 160, SQUARE, FP16),
+    _case(37, 272, 144, LINE, FP16, bias=True),
+    _case(19, 160, 32, TENSOR, FP16, bias=True),
     _case(17, 144, 64, TENSOR, FP16, formats="e5m2"),
     _case(50, 272, 144, SQUARE, FP16, formats="e4m3.e5m2"),
     _case(31, 400, 48, LINE, FP16, formats="e5m2.e4m3"),
-    _case(1, 16, 16, ROW, FP32),
-    _case(1, 16, 16, SQUARE, FP32),
-    _case(0, 32, 32, ROW, FP32),
-    _case(3, 0, 32, LINE, FP32, bias=True),
-    _case(5, 48, 0, SQUARE, FP32),
+    _case(1, 16, 16, ROW, FP16),
+    _case(1, 16, 16, SQUARE, FP16),
+    _case(0, 32, 32, ROW, FP16),
+    _case(3, 0, 32, LINE, FP16, bias=True),
+    _case(5, 48, 0, SQUARE, FP16),
     # On a GPU: several tiles with and without remainders, results in bf16.
     _case(1500, 1424, 528, TENSOR, bias=True),
     _case(1501, 1024, 512, ROW, formats="e5m2.e4m3"),
@@ -104,8 +102,8 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
         "b": codes(n, format_b),
     }
     if params.pop("bias", False):
-        inputs["bias"] = torch.randn(n, dtype=FP32 if case.dtype == FP32 else BF16, device=device, generator=generator)
-    out_dtype = case.dtype if case.dtype in (FP16, FP32) else BF16
+        inputs["bias"] = torch.randn(n, dtype=FP32 if case.dtype == FP16 else BF16, device=device, generator=generator)
+    out_dtype = FP16 if case.dtype == FP16 else BF16
     return {**inputs, "formats": (format_a, format_b), "out_dtype": out_dtype, **params}
 
 
@@ -126,16 +124,14 @@ def scale_shapes(case: Case) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def cost(case: Case, mode: str) -> Cost:
     m, k, n = sizes(case)
-    out = case.dtype.itemsize if case.dtype in (FP16, FP32) else BF16.itemsize
     scales = sum(math.prod(shape) for shape in scale_shapes(case))
-    bias = n * (4 if case.dtype == FP32 else 2) * case.params.get("bias", False)
-    return Cost(flops=2 * m * k * n, bytes=m * k + n * k + m * n * out + 4 * scales + bias, pipe="fp8")
+    bias = n * (4 if case.dtype == FP16 else 2) * case.params.get("bias", False)
+    return Cost(flops=2 * m * k * n, bytes=m * k + n * k + 2 * m * n + 4 * scales + bias, pipe="fp8")
 
 
 def _of_bytes(op: Op) -> Op:
     """The op on bytes and the formats that they are of."""
 
-    @wraps(op)
     def run(scale_a, scale_b, a, b, formats, **options):
         return op(a.view(formats[0]), b.view(formats[1]), scale_a, scale_b, **options)
 

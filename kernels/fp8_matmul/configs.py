@@ -33,7 +33,8 @@ def pick_config(
 ) -> Config:
     """The configuration of one product. Pure.
 
-    - Steps of 128 bytes of k: a line of shared memory, and a block that has a scale. On sm_89 of 64, for 99 KiB of it.
+    - Steps of 128 bytes of k: a line of shared memory, and what has a scale of its own, so that scales of blocks need
+      this step. Else 64 on sm_89, which has 99 KiB of it.
     - Two sets of sums, the tensor core's and fp32, are 128 registers a thread with 128 x 128 sums in 8 warps. Without
       the second (`fast_accum`), tiles are twice as wide and read 48 KiB for the products of two that read 64.
     - Up to 64 rows the reading of b is what takes the time: more and narrower tiles.
@@ -41,7 +42,7 @@ def pick_config(
     By these sums; not measured yet.
     """
     block_m = max(MIN_BLOCK_M, min(128, _power(rows)))
-    block_k = max(MIN_BLOCK_K, min(128 if capability >= (9, 0) else 64, _power(depth)))
+    block_k = max(MIN_BLOCK_K, min(128 if blocked or capability >= (9, 0) else 64, _power(depth)))
     if block_m <= 64:
         return Config(block_m, _fit(cols, 64), block_k, group_m=8, num_warps=4, num_stages=4)
     if capability < (9, 0):

@@ -85,7 +85,7 @@ def _fp8_matmul_kernel(
     """y [rows, cols] = a · bᵀ, scaled, plus bias. A CTA for each tile.
 
     SCALING  "outer": scales of tensors or rows, by their strides; once, at the end. "128x128" and "1x128": those of b;
-             after each BLOCK_K of k, which divides 128. BLOCK_N divides 128 as well then.
+             after each BLOCK_K of k, which is 128 or all of it. BLOCK_N divides 128 then.
     DECODE   operands are bytes, which become fp16 here: the rest is the same code.
 
     Rows and columns beyond the end are read again from the last one, and not stored.
@@ -110,7 +110,7 @@ def _fp8_matmul_kernel(
         if SCALING == "outer":
             acc = tl.dot(a, b, acc, max_num_imprecise_acc=BLOCK_K if PROMOTE else None)
         else:
-            block = tl.cast(step * BLOCK_K // 128, tl.int64)
+            block = tl.cast(step, tl.int64)
             scale_a = _load_scale(scale_a_ptr + block * stride_sak)
             scale_b = _load_scale(scale_b_ptr + block * stride_sbk)
             if SCALING == "128x128":
