@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -246,11 +247,33 @@ def _candidates(case: Case) -> list[configs.Config]:
     ]
 
 
+def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
+    wide = bool(case.params.get("fast_accum"))
+    return [
+        configs.CudaConfig(stages, raster, cluster)
+        for cluster in (1, 2)
+        for raster in (4, 8, 16)
+        for stages in ((3, 4) if wide else (4, 5, 6))
+    ]
+
+
+def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
+    return "it is what auto takes" if implementation == "triton" else None
+
+
+CUDA_CASES = tuple(dataclasses.replace(case, min_capability=(9, 0)) for case in CASES if case.bench)
 HOST_CASES = (dataclasses.replace(_case(256, 256, 256, ROW), name="256x256x256-e4m3-row-host"),)
 
 SPEC = KernelSpec(
     name="fp8_matmul",
-    implementations={"triton": _of_bytes(fp8_matmul)},
+    implementations={
+        "auto": _of_bytes(fp8_matmul),
+        "triton": _of_bytes(partial(fp8_matmul, backend="triton")),
+        "cuda": _of_bytes(partial(fp8_matmul, backend="cuda")),
+    },
+    # Elsewhere the first is the second.
+    min_capability={"triton": (9, 0), "cuda": (9, 0)},
+    alias_reason=_alias_reason,
     baselines=(
         EAGER,
         Peer("torch", load=_scaled_mm, supports=_torch_takes),
@@ -267,7 +290,10 @@ SPEC = KernelSpec(
     unit="rows",
     items=lambda case: case.dims["m"],
     fuzz={"m": (0, 70), "k16": (0, 20), "n16": (0, 17)},
-    tunables=(Tunable(configs, "pick_config", "fwd", _candidates),),
+    tunables=(
+        Tunable(configs, "pick_config", "fwd", _candidates, implementation="triton"),
+        Tunable(configs, "pick_cuda_config", "fwd", _cuda_candidates, CUDA_CASES, implementation="cuda"),
+    ),
     compile_targets=((8, 9), (9, 0)),
     host_cases=HOST_CASES,
 )

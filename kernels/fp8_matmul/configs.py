@@ -23,6 +23,16 @@ class Config:
     num_stages: int
 
 
+@dataclass(frozen=True)
+class CudaConfig:
+    """Of products.cu: steps of the ring, rows of tiles that follow each other, and CTAs below each other that share
+    what they read of b (1 or 2)."""
+
+    stages: int
+    raster: int
+    cluster: int
+
+
 def pick_backend(backend: str) -> str:
     """The version that runs: "auto" is "triton", as long as no record says where CUDA C++ is faster. Pure."""
     return "triton" if backend == "auto" else backend
@@ -50,6 +60,19 @@ def pick_config(
     if fast_accum and not blocked:
         return Config(block_m, _fit(cols, 256), block_k, group_m=8, num_warps=8, num_stages=4)
     return Config(block_m, _fit(cols, 128), block_k, group_m=8, num_warps=8, num_stages=4)
+
+
+def pick_cuda_config(rows: int, cols: int, depth: int, scaling: int) -> CudaConfig:
+    """The configuration of products.cu. Pure.
+
+    - The ring takes what shared memory there is: 48 KiB a step with tiles of 256 columns (`scaling` 0), else 32 or 33.
+    - Two CTAs share b where there are rows for both: tiles of 128 columns otherwise take 64 bytes a cycle from L2.
+    - 16 rows of tiles follow each other.
+
+    By these sums; not measured yet.
+    """
+    cluster = 2 if rows > 128 else 1
+    return CudaConfig(4 if scaling == 0 else 6, raster=16 // cluster, cluster=cluster)
 
 
 def _power(size: int) -> int:

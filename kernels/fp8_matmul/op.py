@@ -12,7 +12,7 @@ from .scaling import expected, scaling_of
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALES = (torch.float32, torch.float8_e8m0fnu)
 FIRST_CAPABILITY = (8, 9)
-MAX_SIZE = 2**31 - 1
+MAX_SIZE = 2**31 - 512  # positions within a tile have 32 bits
 
 # Named after the package, so that a copy of this folder under another name registers ops of its own.
 _NAMESPACE = __package__.replace(".", "_")
@@ -46,21 +46,23 @@ def fp8_matmul(
     scales in this form. Tensor cores form sums over at most 128 of k, which are added in fp32; those of blocks are
     scaled before. The result is rounded once. Deterministic.
 
-    a        [M, K] float8_e4m3fn or float8_e5m2, M < 2^31
-    b        [N, K] either of them, the layout of torch.nn.Linear's weight. K and N are multiples of 16.
-             Rows that are contiguous and on 16-byte boundaries are read in place; anything else is copied first.
+    a        [M, K] float8_e4m3fn or float8_e5m2
+    b        [N, K] either of them, the layout of torch.nn.Linear's weight. K and N are multiples of 16; M and N at most
+             2^31 - 512. Rows that are contiguous and on 16-byte boundaries are read in place, others are copied first.
     scale_*  float32 or float8_e8m0fnu, any strides
     bias     [N] float32, float16 or bfloat16, or None
     out_dtype   of the result: bfloat16, float16 or float32
     fast_accum  leaves the whole sum to the tensor cores, as torch._scaled_mm's use_fast_accum. Hopper's have about 14
                 bits for it. For scales of tensors and rows alone.
-    backend  "triton" or "auto", which is the same as long as nothing else has been measured
+    backend  "triton", "cuda" (CUDA C++, compiled by CuPy, on compute capability 9.0, with scales in float32),
+             or "auto", which is "triton" as long as nothing has been measured
 
     Returns y [M, N], contiguous. Not differentiable: numbers of 8 bits have no gradient, and the README shows the three
     products of a layer. An input that requires a gradient is an error where gradients are recorded, never a zero.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a GPU below
-    compute capability 8.9, a CPU tensor outside Triton's interpreter, and an input that requires a gradient.
+    compute capability 8.9, a CPU tensor outside Triton's interpreter, an input that requires a gradient, and for
+    backend="cuda" where it cannot run.
 
     Source: Micikevicius et al. 2022 (arXiv:2209.05433); the blocks and the promotion to fp32 are DeepSeek-V3's (2024,
     arXiv:2412.19437, section 3.3).
@@ -91,11 +93,11 @@ def _check(a, b, scale_a, scale_b, bias, out_dtype, fast_accum, backend) -> None
         if not isinstance(codes, torch.Tensor) or codes.dtype not in CODES:
             raise TypeError(f"fp8_matmul: {name} must be a tensor of float8_e4m3fn or float8_e5m2, got {kind(codes)}")
     if a.dim() != 2 or a.shape[1] % VECTOR or a.shape[0] > MAX_SIZE:
-        wanted = f"[M, K] with K a multiple of {VECTOR} and M < 2^31"
+        wanted = f"[M, K] with K a multiple of {VECTOR} and M at most {MAX_SIZE}"
         raise ValueError(f"fp8_matmul: a must be {wanted}, got shape {tuple(a.shape)}")
     (rows, depth) = a.shape
-    if b.dim() != 2 or b.shape[1] != depth or b.shape[0] % VECTOR:
-        wanted = f"[N, {depth}] like a with N a multiple of {VECTOR}"
+    if b.dim() != 2 or b.shape[1] != depth or b.shape[0] % VECTOR or b.shape[0] > MAX_SIZE:
+        wanted = f"[N, {depth}] like a with N a multiple of {VECTOR} and at most {MAX_SIZE}"
         raise ValueError(f"fp8_matmul: b must be {wanted}, got shape {tuple(b.shape)}")
     for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
         if not isinstance(scale, torch.Tensor) or scale.dtype not in SCALES:
@@ -166,8 +168,8 @@ def _product_op(
     a, b = a.view(CODES[not a_e4m3]), b.view(CODES[not b_e4m3])
     if not lean(a, b, scale_a, scale_b, bias):
         return product_plan(a, b, scale_a, scale_b, bias, out_dtype, fast_accum, backend)(a, b, scale_a, scale_b, bias)
-    scales = (s.view(torch.float8_e8m0fnu) if s.dtype == torch.uint8 else s for s in (scale_a, scale_b))
-    return _product_plan(a, b, *scales, bias, out_dtype, fast_accum, backend)(a, b, scale_a, scale_b, bias)
+    of_a, of_b = (s.view(torch.float8_e8m0fnu) if s.dtype == torch.uint8 else s for s in (scale_a, scale_b))
+    return _product_plan(a, b, of_a, of_b, bias, out_dtype, fast_accum, backend)(a, b, scale_a, scale_b, bias)
 
 
 @_product_op.register_fake

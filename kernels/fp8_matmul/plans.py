@@ -11,9 +11,10 @@ from . import configs
 from .checks import INTERPRETED
 from .kernel import _fp8_matmul_kernel
 from .launch import Launch
-from .scaling import BLOCKED, ROW, scaling_of
+from .scaling import BLOCKED, ROW, SQUARE, scaling_of
+from .sm90 import products
 
-BACKENDS = ("auto", "triton")
+BACKENDS = ("auto", "triton", "cuda")
 VECTOR = 16  # elements of 16 bytes
 
 Optional = torch.Tensor | None
@@ -32,13 +33,18 @@ def product_plan(
     backend: str,
 ) -> Product:
     """Takes (a, b, scale_a, scale_b, bias) like these, as `op` has checked them, and returns y. Scales in UE8M0 are
-    bytes."""
-    (rows, _), cols, device = a.shape, b.shape[0], a.device
+    bytes. RuntimeError where `backend` cannot take them."""
+    (rows, depth), cols, device = a.shape, b.shape[0], a.device
     a_copied, b_copied = not _in_place(a), not _in_place(b)
+    a, b = _dense(a) if a_copied else a, _dense(b) if b_copied else b
+    backend = configs.pick_backend(backend)
+    if backend == "cuda" and (reason := products.unsupported_reason(scale_a, scale_b, capability(a))):
+        raise RuntimeError(f'fp8_matmul: backend="cuda" cannot run here: {reason}')
     write = None
     if rows and cols:
-        a, b = _dense(a) if a_copied else a, _dense(b) if b_copied else b
-        write = _triton_write(a, b, scale_a, scale_b, bias, fast_accum)
+        # Without terms there is nothing for TMA to load.
+        make = _cuda_write if backend == "cuda" and depth else _triton_write
+        write = make(a, b, scale_a, scale_b, bias, out_dtype, fast_accum)
 
     def run(
         a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: Optional
@@ -52,7 +58,13 @@ def product_plan(
 
 
 def _triton_write(
-    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: Optional, fast_accum: bool
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: Optional,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
 ) -> Write:
     (rows, depth), cols = a.shape, b.shape[0]
     scaling = scaling_of(rows, cols, depth, scale_a.shape, scale_b.shape)
@@ -88,6 +100,24 @@ def _triton_write(
         launch(a.view(torch.uint8), b.view(torch.uint8), *rest)
 
     return write
+
+
+def _cuda_write(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: Optional,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Write:
+    (rows, depth), cols = a.shape, b.shape[0]
+    scaling = scaling_of(rows, cols, depth, scale_a.shape, scale_b.shape)
+    # SCALING of products.cu.
+    number = (2 if scaling == SQUARE else 3) if scaling in BLOCKED else int(not fast_accum)
+    strides = *scale_strides(scale_a, scaling), *scale_strides(scale_b, scaling)
+    config = configs.pick_cuda_config(rows, cols, depth, number)
+    return products.launch(a, b, bias, out_dtype, number, strides, config)
 
 
 def scale_strides(scale: torch.Tensor, scaling: str | None) -> tuple[int, int]:

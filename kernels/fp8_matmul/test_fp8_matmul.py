@@ -178,7 +178,7 @@ BAD = [
     (dict(bias=torch.ones(17)), ValueError, r"bias must be \[16\], got \[17\]"),
     (dict(out_dtype=torch.float64), TypeError, "out_dtype must be"),
     (dict(fast_accum=1), TypeError, "fast_accum must be a bool"),
-    (dict(backend="ptx"), ValueError, "backend must be one of auto, triton"),
+    (dict(backend="ptx"), ValueError, "backend must be one of auto, triton, cuda"),
 ]
 
 
