@@ -12,7 +12,7 @@ from kernels.fp8_matmul.reference import fp8_matmul_reference
 from . import Wrong, wrappers
 from .plain_fp8_matmul import check, fp8_matmul
 
-ROW, SQUARE, LINE = "5x144x32-fp16-row", "5x400x272-fp16-128x128", "5x272x32-fp16-1x128-bias"
+ROW, SQUARE, LINE = "5x144x32-fp16-row", "5x272x144-fp16-128x128", "5x272x32-fp16-1x128-bias"
 
 
 def _case(name: str, k: int, n: int, scaling: str, formats: str = "e4m3", **params) -> Case:
@@ -22,11 +22,11 @@ def _case(name: str, k: int, n: int, scaling: str, formats: str = "e4m3", **para
 
 CASES = (
     _case(ROW, 144, 32, "row", "e5m2"),
-    _case(SQUARE, 400, 272, "128x128"),
+    _case(SQUARE, 272, 144, "128x128"),
     _case(LINE, 272, 32, "1x128", "e4m3.e5m2", bias=True),
 )
 LONG_CASES: tuple[Case, ...] = ()
-FUZZ = {"m": (0, 5), "k16": (0, 25), "n16": (0, 17)}
+FUZZ = {"m": (0, 5), "k16": (0, 17), "n16": (0, 9)}
 LIMITS: dict[str, float] = {}
 
 

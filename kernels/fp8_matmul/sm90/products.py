@@ -43,9 +43,9 @@ def launch(
     strides: tuple[int, ...],
     config: CudaConfig,
 ) -> Callable[..., None]:
-    """Writes out, given (a, b, scale_a, scale_b, bias, out) like these, with elements, and rows of a and b contiguous on
-    16-byte boundaries. `scaling` is SCALING of products.cu; `strides` are those of scale_a and scale_b, by rows and by
-    blocks of k."""
+    """Writes out, given (a, b, scale_a, scale_b, bias, out) like these: a and b have elements, and rows that are
+    contiguous on 16-byte boundaries. `scaling` is SCALING of products.cu; `strides` are those of scale_a and scale_b,
+    by rows and by blocks of k."""
     (rows, depth), cols = a.shape, b.shape[0]
     defines = (
         f"SCALING={scaling}",
