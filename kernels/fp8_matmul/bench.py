@@ -291,6 +291,6 @@ SPEC = KernelSpec(
         Tunable(configs, "pick_config", "fwd", _candidates, implementation="triton"),
         Tunable(configs, "pick_cuda_config", "fwd", _cuda_candidates, CUDA_CASES, implementation="cuda"),
     ),
-    compile_targets=((8, 9), (9, 0)),
+    compile_targets=((9, 0),),
     host_cases=HOST_CASES,
 )

@@ -244,6 +244,23 @@ torch.testing.assert_close(ours, want, rtol=1e-2, atol=1e-2)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
+def test_it_compiles_for_ada() -> None:
+    """sm_89 is promised and in no table: SPEC.compile_targets are columns of docs/SUPPORT.md for every kernel."""
+    script = """
+from harness.compiling import ahead
+from kernels.fp8_matmul.bench import SPEC
+cases = [case for case in SPEC.cases if case.bench]
+outcome = ahead.compile_spec(SPEC, (8, 9), cases, ("fwd",), ("auto",))
+assert not outcome.failures, outcome.failures
+assert outcome.rows and all("QMMA" in row["mma"] for row in outcome.rows)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = Path(op.__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_cases_name_the_sizes_that_they_have() -> None:
     for case in SPEC.cases:
         inputs = SPEC.make_inputs(case, "meta", None)
