@@ -36,8 +36,8 @@ def rmsnorm_fp8(
         y    = h / sqrt(mean(h²) + eps) · (weight + weight_offset), rounded to x's dtype
         data = y / scale                        amax / largest is the scale of a group, 1 where amax is 0
 
-    To the bit what `ridgeline.fp8` gives for the y of `rmsnorm`, with its rules for NaN, infinities and zeros, and
-    without y in memory. With `transpose` x is read a second time.
+    To the bit what `ridgeline.fp8` gives for the y of `rmsnorm` (of backend "triton"), with its rules for NaN,
+    infinities and zeros, and without y in memory. With `transpose` x is read a second time.
 
     x, weight, eps, residual, weight_offset   as of rmsnorm, with D <= 16384
     dtype         of the data: torch.float8_e4m3fn or torch.float8_e5m2
