@@ -251,7 +251,7 @@ def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | Non
 
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
-    """Of "cuda" nothing is checked here, since the checks try layouts that it does not take; test_sm90.py has its own."""
+    """Of "cuda" nothing is checked here: the checks try layouts that it does not take, and test_sm90.py has its own."""
     reasons = {"triton": "it is what auto takes", "cuda": "it is checked by tests of its own, and not measured yet"}
     return reasons.get(implementation)
 
