@@ -65,7 +65,7 @@ def test_eager_too_may_be_unfit_for_a_case():
     spec = registry.load("rmsnorm")
     case = spec.cases[0]
     unfit = dataclasses.replace(EAGER, supports=lambda case, mode: "too long" if case.dims["rows"] > 2 else None)
-    spec = dataclasses.replace(spec, baselines=(unfit,))
+    spec = dataclasses.replace(spec, baselines=(unfit,), pytorch=())
     assert (
         execute.load(spec, "eager", dataclasses.replace(case, dims={**case.dims, "rows": 2}), "fwd") is spec.reference
     )
@@ -117,7 +117,7 @@ def test_a_case_of_several_gpus_is_skipped_with_its_reason(monkeypatch):
 
 def test_compile_max_is_the_reference_with_the_options_of_its_mode(monkeypatch):
     spec = registry.load("rmsnorm")
-    spec = dataclasses.replace(spec, baselines=(EAGER, COMPILED, COMPILED_MAX))
+    spec = dataclasses.replace(spec, baselines=(EAGER, COMPILED, COMPILED_MAX), pytorch=())
     asked = []
     monkeypatch.setattr(torch, "compile", lambda fn, **options: asked.append((fn, options)) or fn)
     for name in ("compile", "compile-max"):

@@ -250,7 +250,7 @@ def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | Non
 
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
-    """Of "cuda" nothing is checked here, since the checks try layouts that it does not take; test_sm90.py has its own."""
+    """Of "cuda" nothing is checked here, since the checks try layouts that it does not take; test_sm90.py checks it."""
     reasons = {"triton": "it is what auto takes", "cuda": "it is checked by tests of its own, and not measured yet"}
     return reasons.get(implementation)
 
@@ -276,6 +276,7 @@ SPEC = KernelSpec(
         Peer("quack", load=_quack, supports=_fixed),
         Peer("deepgemm", load=_deep_gemm, supports=_aligned),
     ),
+    pytorch=("torch",),
     reference=grouped_gemm_reference,
     make_inputs=make_inputs,
     cost=cost,
