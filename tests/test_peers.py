@@ -3,11 +3,15 @@ peer does not take it says before it is run."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from harness import execute, registry
-from harness.spec import FROM_REFERENCE, Case, KernelSpec, Peer
+from harness.registry import ROOT
+from harness.spec import FROM_REFERENCE, Case, KernelSpec, Peer, Yardstick
+from kernels.block_sparse_attention import bench as block_sparse
 from kernels.cross_entropy import bench as cross_entropy
 from kernels.linear_cross_entropy import bench as linear_cross_entropy
 
@@ -79,3 +83,22 @@ def test_ligers_kernels_for_hopper_take_whole_tiles_of_bf16() -> None:
     supports = {b.name: b.supports for b in linear_cross_entropy.SPEC.baselines}["liger-sm90"]
     taken = {c.name for c in linear_cross_entropy.CASES if supports(c, "fwd") is None}
     assert taken == {c.name for c in linear_cross_entropy.CASES if c.bench}
+
+
+@pytest.mark.parametrize("name", ["1-h1-q100-k120-d24-kept50-block64", "b1-h2-q150-k200-d16-kept50-block64"])
+def test_masked_sdpa_is_block_sparse_attention(name: str) -> None:
+    spec = block_sparse.SPEC
+    case = next(c for c in spec.cases if name in c.name)
+    inputs = spec.make_inputs(case, "cpu", torch.Generator().manual_seed(1))
+    got, want = block_sparse._masked_sdpa()(**inputs), spec.reference(**inputs)
+    torch.testing.assert_close(got.nan_to_num(), want, rtol=1e-4, atol=1e-4)  # a row without keys is NaN in PyTorch
+
+
+def test_each_peer_has_its_recipe() -> None:
+    text = (ROOT / "docs" / "PEERS.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w-]+)`", text))
+    for kernel in registry.names():
+        for baseline in registry.load(kernel).baselines:
+            of_torch = baseline.name.startswith("torch-") or baseline.name.endswith("_hook")
+            if not isinstance(baseline, Yardstick):
+                assert of_torch or baseline.name in named, f"{kernel}'s peer {baseline.name} is not in docs/PEERS.md"

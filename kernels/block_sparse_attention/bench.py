@@ -267,7 +267,7 @@ def _flex(autotune: bool = False, **options: Any) -> Op:
     return attend
 
 
-FLEX_64 = dict(BLOCK_M=64, BLOCK_N=64, BLOCK_M1=32, BLOCK_N1=64, BLOCK_M2=64, BLOCK_N2=32)
+FLEX_64: dict[str, Any] = dict(BLOCK_M=64, BLOCK_N=64, BLOCK_M1=32, BLOCK_N1=64, BLOCK_M2=64, BLOCK_N2=32)
 #: A bias to differentiate leaves no shared memory for its stages, and of its tiles those for blocks of 64 are found by
 #: autotuning alone, which drops what does not fit.
 SMALLER = {
