@@ -39,7 +39,7 @@ class Mean:
         if not self.values:
             return None
         mean = md.times(geometric_mean(self.values))
-        only = "" if self.library else ", torch.compile alone"
+        only = "" if self.library else f", torch.compile alone in {self.counted()}"
         return f"**{mean}** ({md.times(min(self.values))} to {md.times(max(self.values))}){only}"
 
     def by_reason(self) -> dict[str, list[str]]:

@@ -97,8 +97,6 @@ def of_ratio(finding: Finding, speedup: Speedup | None, failed: Sequence[Row]) -
 def _of_ratio(finding: Finding, speedup: Speedup | None, failed: Sequence[Row]) -> Iterator[Flag]:
     if finding.best is not None:
         yield from of_row(finding, finding.best)
-    others = [s.row for s in finding.speedups if s.row is not None and not s.reference]
-    yield from (WARNED for row in others if _warned(row))  # without the host in its time it may be the best
     if speedup is not None:
         if speedup.row is not None and speedup.row.ok:
             yield from (flag for flag in of_row(finding, speedup.row) if flag is not OVER)

@@ -151,7 +151,7 @@ def means(found: Sequence[Finding]) -> list[str]:
     for group in aggregates.groups(found):
         peers, pytorch = group.over_best_peer(), group.over_pytorch()
         rows.append([group.name, peers.counted(), peers.text(), pytorch.counted(), pytorch.text()])
-    head = ("cases", ">of them", ">over the best peer: mean (range)", ">of them", ">over PyTorch: mean (range)")
+    head = ("cases of", ">counted", ">over the best peer: mean (range)", ">counted", ">over PyTorch: mean (range)")
     return [MEANS, "", *md.table(head, rows), "", *aggregates.left_out(found)]
 
 

@@ -125,7 +125,7 @@ def overview(findings: Sequence[Finding], gpu: str) -> Figure:
         axes.set_xlim(0, max(top, 100) + 4)
         axes.set_xlabel("% of the measured roofline: copy bandwidth or GEMM rate of this card; one point a case")
         axes.set_title(
-            "geometric mean of the speed-ups over the best peer, of the cases that count",
+            "mean speed-up over the best peer, of the cases that count; grey: over torch.compile alone",
             loc="right",
             fontsize=8.5,
             fontweight="normal",
@@ -156,5 +156,6 @@ def _lane(axes: Axes, at: int, group: Group) -> float:
     mean = group.over_best_peer()
     if mean.values:
         place: Any = {"transform": axes.get_yaxis_transform(), "va": "center", "ha": "left"}
-        axes.text(1.012, at, f"{times(geometric_mean(mean.values))}", fontweight="bold", fontsize=9, **place)
+        look = {"fontweight": "bold"} if mean.library else {"color": MUTED}
+        axes.text(1.012, at, times(geometric_mean(mean.values)), fontsize=9, **place, **look)
     return max([*ours, *theirs])

@@ -17,7 +17,7 @@ KERNELS_HEAD = (
 
 
 def of_mode(found: Sequence[Finding]) -> list[str]:
-    """One row per case of one mode, for a README, and what the signs mean."""
+    """One row per case of one mode, for a README; the report has what the signs mean."""
     rows: list[list[object]] = []
     notes: set[str] = set()
     for finding in found:
@@ -35,8 +35,7 @@ def of_mode(found: Sequence[Finding]) -> list[str]:
                 pages.share(finding, best, notes),
             ]
         )
-    lines = md.table(MODE_HEAD, rows)
-    return [*lines, "", *pages.explained(notes)] if notes else lines
+    return md.table(MODE_HEAD, rows)
 
 
 def of_kernels(found: Sequence[Finding], link: str) -> list[str]:

@@ -78,6 +78,7 @@ CASES = (
     # Boundary cases: plain first, then every option, nothing, one of everything, every width, ragged tiles.
     _case(1, (2, 1), 37, 41, 24, FP32),
     _case(1, (2, 1), 41, 37, 24, FP16),
+    _case(2, (4, 2), 35, 33, 16, FP16),
     _case(1, 2, 37, 29, 16, FP32, causal=True, return_lse=True),
     _case(2, 1, 37, 45, 24, FP16, causal=True),
     _case(1, 2, 40, 33, 24, FP32, "window", window=(7, 3)),
