@@ -9,17 +9,21 @@ train    as fwd: the op runs its own forward, backward and optimizer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
 from . import sampling
 from .spec import (
     COMPILED,
+    COMPILED_MAX,
     EAGER,
     FROM_REFERENCE,
     MAX_AUTOTUNE,
     WITHOUT_AUTOGRAD,
+    WITHOUT_DESCENT,
     Baseline,
     Case,
     Inputs,
@@ -63,14 +67,26 @@ def _load_baseline(spec: KernelSpec, baseline: Baseline, case: Case, mode: str) 
     if not isinstance(baseline, Peer) and baseline.name == EAGER.name:
         return spec.reference
     if not isinstance(baseline, Peer) and baseline.name in FROM_REFERENCE:
-        # A compiled graph is bound to its shapes: recompiling for each case keeps dynamic shapes out of the figures.
-        torch._dynamo.reset()
-        torch._functorch.config.donated_buffer = False  # a retained graph may be run backward more than once
-        return torch.compile(
-            spec.reference, dynamic=False, options=None if baseline.name == COMPILED.name else MAX_AUTOTUNE
-        )
+        return _compiled(spec, None if baseline.name == COMPILED.name else MAX_AUTOTUNE)
     assert isinstance(baseline, Peer)
     return _load_peer(baseline.name, baseline.load)
+
+
+def _compiled(spec: KernelSpec, options: dict[str, Any] | None) -> Op:
+    # A compiled graph is bound to its shapes: recompiling for each case keeps dynamic shapes out of the figures.
+    torch._dynamo.reset()
+    torch._functorch.config.donated_buffer = False  # a retained graph may be run backward more than once
+    return torch.compile(spec.reference, dynamic=False, options=options)
+
+
+def _smaller(spec: KernelSpec, name: str) -> Mapping[str, Callable[[], Op]]:
+    """The configurations of a baseline that are tried where it does not run as it should."""
+    baseline = next((b for b in spec.baselines if b.name == name), None)
+    if isinstance(baseline, Peer):
+        return baseline.configurations
+    if baseline is not None and name == COMPILED_MAX.name:
+        return {"no coordinate descent": partial(_compiled, spec, WITHOUT_DESCENT)}
+    return {}
 
 
 def _load_peer(name: str, load: Callable[[], Op]) -> Op:
@@ -90,7 +106,7 @@ def load_running(
     (torch.AcceleratorError) is raised at once.
     """
     fn = load(spec, name, case, mode)
-    smaller = next((b.configurations for b in spec.baselines if b.name == name and isinstance(b, Peer)), {})
+    smaller = _smaller(spec, name)
     try:
         attempt(fn)
         return fn, None

@@ -99,6 +99,7 @@ COMPILED = Baseline("compile")
 #: its own for CUDA graphs.
 COMPILED_MAX = Baseline("compile-max")
 MAX_AUTOTUNE: dict[str, Any] = {"max_autotune": True, "coordinate_descent_tuning": True}
+WITHOUT_DESCENT: dict[str, Any] = {"max_autotune": True}  # what is tried where those do not compile
 FROM_REFERENCE = frozenset(baseline.name for baseline in (EAGER, COMPILED, COMPILED_MAX))
 
 

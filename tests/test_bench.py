@@ -176,3 +176,17 @@ def test_every_spec_says_what_its_pytorch_is_and_its_rows_do(kernel):
 def test_a_pytorch_that_is_no_baseline_is_refused():
     with pytest.raises(ValueError, match=r"pytorch names \['torch'\], which are no baselines"):
         dataclasses.replace(registry.load("rmsnorm"), baselines=(EAGER,), pytorch=("torch",))
+
+
+def test_compile_max_does_without_coordinate_descent_where_that_fails(monkeypatch):
+    def compiled(fn, *, dynamic, options):
+        def run(*_):
+            if "coordinate_descent_tuning" in options:
+                raise RuntimeError("no valid configs")
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    spec = dataclasses.replace(registry.load("rmsnorm"), baselines=(COMPILED_MAX,), pytorch=())
+    _, configuration = execute.load_running(spec, "compile-max", spec.cases[0], "fwd", lambda fn: fn(1))
+    assert configuration == {"name": "no coordinate descent", "instead_of": "RuntimeError: no valid configs"}

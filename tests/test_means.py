@@ -13,6 +13,7 @@ from harness.commands import report
 from harness.reporting import aggregates
 from harness.reporting.aggregates import Group, Mean
 from harness.reporting.findings import findings
+from harness.reporting.roofline_charts import overview
 from tests.fake_records import bench, row, write
 
 KERNEL = "rmsnorm"
@@ -84,7 +85,9 @@ def test_a_case_that_no_library_takes_is_not_averaged_with_those_that_one_does(t
 
 def test_a_kernel_without_any_library_says_so(tmp_path: Path) -> None:
     where = folder(tmp_path, case("plain", {"triton": 100, "eager": 900, "compile": 150, "compile-max": 130}))
-    assert "| 0 of 1 | **1.30×** (1.30× to 1.30×), torch.compile alone in 1 of 1 | 0 of 1 | – |" in report.readme_block(where)
+    assert "| 0 of 1 | **1.30×** (1.30× to 1.30×), torch.compile alone in 1 of 1 | 0 of 1 | – |" in report.readme_block(
+        where
+    )
 
 
 def test_the_reference_is_no_peer_and_is_named(tmp_path: Path) -> None:
@@ -187,6 +190,16 @@ def test_the_caption_counts_what_is_left_out_by_reason(tmp_path: Path) -> None:
     assert "- The peer quack failed: 1 of rmsnorm fwd.\n- The GPU throttled: 1 of rmsnorm fwd.\n" in block
     plain = report.readme_block(folder(tmp_path / "plain", case("plain", PLAIN)))
     assert "1 of 1" in plain and "Left out" not in plain
+
+
+def test_the_overview_shows_no_best_peer_and_no_mean_where_one_failed(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plain, lost = case("plain", PLAIN), case("lost", {"triton": 100, "compile": 400}, {"quack": "error"})
+    for name, rows, points in (("plain", plain, 1), ("lost", lost, 0)):
+        figure = overview(findings(record.load(folder(tmp_path / name, rows))), "one NVIDIA H200")
+        theirs, ours = figure.axes[0].lines[:2]
+        assert len(ours.get_xdata()) == 1 and len(theirs.get_xdata()) == points
+        assert [t.get_text() for t in figure.axes[0].texts] == (["1.20×"] if points else [])
 
 
 def test_a_smaller_configuration_of_a_peer_is_named_with_what_failed(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def _lane(axes: Axes, at: int, group: Group) -> float:
     """One kernel, mode and precision. Returns the largest percentage in it."""
     lane = [f for f in group.found if f.best and f.percent(f.best, f.measured)]
     ours = [f.percent(f.best, f.measured) or 0 for f in lane if f.best]
-    found = [f.percent(peer, f.measured) for f in lane if (peer := f.peer())]
+    found = [f.percent(peer, f.measured) for f in lane if not f.failed and (peer := f.peer())]
     theirs = [share for share in found if share is not None]
     axes.plot(theirs, [at + 0.18] * len(theirs), "o", ms=6, mfc="white", mec=MUTED, mew=1.2, zorder=3)
     axes.plot(ours, [at - 0.15] * len(ours), "o", ms=7.5, mfc=BLUE, mec="white", mew=0.8, alpha=0.9, zorder=4)
@@ -156,6 +156,6 @@ def _lane(axes: Axes, at: int, group: Group) -> float:
     mean = group.over_best_peer()
     if mean.values:
         place: Any = {"transform": axes.get_yaxis_transform(), "va": "center", "ha": "left"}
-        look = {"fontweight": "bold"} if mean.library else {"color": MUTED}
+        look: Any = {"fontweight": "bold"} if mean.library else {"color": MUTED}
         axes.text(1.012, at, times(geometric_mean(mean.values)), fontsize=9, **place, **look)
     return max([*ours, *theirs])
