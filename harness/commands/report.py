@@ -179,8 +179,8 @@ def readme_block(folder: Path) -> str:
         "",
         *short_tables.of_kernels(found, link),
         "",
-        f"{markdown.sentence(gpu)}, PyTorch {torch}, Triton {triton}. Means are geometric, over as many cases as they "
-        "name; ranges are the worst and the best of these. The best peer is the fastest of all that ran in the same "
+        f"{markdown.sentence(gpu)}, PyTorch {torch}, Triton {triton}. Means are geometric, over the cases counted "
+        "before them; ranges are the worst and the best of these. The best peer is the fastest of all that ran in the same "
         "rounds. PyTorch is what its user would write. A line in fp8 has the cases that we compute in fp8, whatever "
         f"precision the peers compute in. [The full report]({link}/README.md) has each case, its interval, peers, "
         "clocks and errors, and names the cases that are left out.",
