@@ -214,6 +214,21 @@ BAD = {
     "utils": ("kernels/alpha/utils.py", "", "utils.py: name the file"),
     "helpers": ("harness/helpers.py", "", "helpers.py: name the file"),
     "common": ("tests/wrong/common.py", "", "common.py: name the file"),
+    "a module over the kernels goes into one": (
+        "kernels/nn.py",
+        "from .alpha.op import alpha\n",
+        "nn.py:1: imports alpha.op: of a kernel only what its package exports",
+    ),
+    "a package over the kernels goes into one": (
+        "kernels/patch/norms.py",
+        "from ..alpha.tiles import size\n",
+        "norms.py:1: imports alpha.tiles: of a kernel only what its package exports",
+    ),
+    "a module over the kernels names their package": (
+        "kernels/__main__.py",
+        "from kernels.alpha import alpha\n",
+        "__main__.py:1: imports kernels.alpha: kernels by relative imports",
+    ),
     "harness imports a kernel": (
         "harness/measure/stats.py",
         "from kernels.alpha import alpha\n",
