@@ -202,6 +202,12 @@ def test_the_overview_shows_no_best_peer_and_no_mean_where_one_failed(tmp_path: 
         assert [t.get_text() for t in figure.axes[0].texts] == (["1.20×"] if points else [])
 
 
+def test_the_caption_names_peers_that_were_not_there(tmp_path: Path) -> None:
+    rows = [*case("plain", PLAIN), row(KERNEL, "plain", "fwd", "fa3", reason="fa3 is not installed (no such module)")]
+    block = report.readme_block(folder(tmp_path, rows, case("other", PLAIN)))
+    assert "were not installed:\n\n- fa3, in 1 of rmsnorm fwd.\n" in block and "2 of 2" in block
+
+
 def test_a_smaller_configuration_of_a_peer_is_named_with_what_failed(tmp_path: Path) -> None:
     rows = case("plain", PLAIN)
     rows[-1]["configuration"] = {"name": "tiles of 64", "instead_of": "OutOfResources: shared memory"}

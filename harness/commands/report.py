@@ -35,6 +35,7 @@ from ..reporting.entries import Records
 from ..reporting.findings import Finding, findings, modes_of
 
 LEFT_OUT = "Left out of the means over the best peer, by reason; some have two:"
+ABSENT = "Peers that take these cases and were not installed:"
 BLOCK = re.compile(r"(<!-- report:begin (?P<folder>[\w.-]+) -->\n).*?(\n?<!-- report:end -->)", re.DOTALL)
 
 
@@ -180,12 +181,13 @@ def readme_block(folder: Path) -> str:
         *short_tables.of_kernels(found, link),
         "",
         f"{markdown.sentence(gpu)}, PyTorch {torch}, Triton {triton}. Means are geometric, over the cases counted "
-        "before them; ranges are the worst and the best of these. The best peer is the fastest of all that ran in the same "
-        "rounds. PyTorch is what its user would write. A line in fp8 has the cases that we compute in fp8, whatever "
+        "before them; ranges are the worst and the best of these. The best peer is the fastest of all that ran in the "
+        "same rounds. PyTorch is what its user would write. A line in fp8 has the cases that we compute in fp8, whatever "
         f"precision the peers compute in. [The full report]({link}/README.md) has each case, its interval, peers, "
         "clocks and errors, and names the cases that are left out.",
         "",
         *([LEFT_OUT, "", *left_out, ""] if (left_out := aggregates.captions(found)) else []),
+        *([ABSENT, "", *absent, ""] if (absent := aggregates.absent(found)) else []),
     ]
     return "\n".join(lines)
 

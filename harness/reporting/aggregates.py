@@ -17,6 +17,8 @@ from .findings import Finding, Speedup, geometric_mean, is_pytorch
 
 FP8 = "fp8"
 NOT_MEASURED, NO_LIBRARY, NO_PEER = "ours was not measured", "no library takes it", "nothing to compare it with"
+#: what the reason of a peer's row says where it is not there (`execute.load`)
+ABSENT = "is not installed"
 LEFT_OUT_HEAD = ("kernel", "mode", "left out of the mean over the best peer", ">cases", "which")
 
 
@@ -113,6 +115,20 @@ def captions(found: Sequence[Finding]) -> list[str]:
     return [
         f"- {md.sentence(reason)}: {', '.join(f'{count} of {name}' for name, count in of.items())}."
         for reason, of in counts.items()
+    ]
+
+
+def absent(found: Sequence[Finding]) -> list[str]:
+    """A list item for each peer that was not installed, which a comparison lacks: how many cases of which kernel."""
+    counts: dict[str, dict[str, int]] = {}
+    for group in groups(found):
+        for row in (row for finding in group.found for row in finding.rows):
+            if row.status == "skipped" and ABSENT in str(row.get("reason")):
+                of = counts.setdefault(row.implementation, {})
+                of[group.name] = of.get(group.name, 0) + 1
+    return [
+        f"- {name}, in {', '.join(f'{count} of {where}' for where, count in of.items())}."
+        for name, of in counts.items()
     ]
 
 
