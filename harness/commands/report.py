@@ -183,8 +183,8 @@ def readme_block(folder: Path) -> str:
         f"{markdown.sentence(gpu)}, PyTorch {torch}, Triton {triton}. Means are geometric, over the cases counted "
         "before them; ranges are the worst and the best of these. The best peer is the fastest of all that ran in the "
         "same rounds. PyTorch is what its user would write. A line in fp8 has the cases that we compute in fp8, "
-        f"whatever precision the peers compute in. [The full report]({link}/README.md) has each case, its interval, peers, "
-        "clocks and errors, and names the cases that are left out.",
+        f"whatever precision the peers compute in. [The full report]({link}/README.md) has each case, its interval, "
+        "peers, clocks and errors, and names the cases that are left out.",
         "",
         *([LEFT_OUT, "", *left_out, ""] if (left_out := aggregates.captions(found)) else []),
         *([ABSENT, "", *absent, ""] if (absent := aggregates.absent(found)) else []),
