@@ -4,6 +4,8 @@ peer does not take it says before it is run."""
 from __future__ import annotations
 
 import re
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 from harness import execute, registry
 from harness.registry import ROOT
 from harness.spec import FROM_REFERENCE, Case, KernelSpec, Peer, Yardstick
+from kernels.attention import bench as attention
 from kernels.block_sparse_attention import bench as block_sparse
 from kernels.cross_entropy import bench as cross_entropy
 from kernels.linear_cross_entropy import bench as linear_cross_entropy
@@ -102,3 +105,44 @@ def test_each_peer_has_its_recipe() -> None:
             of_torch = baseline.name.startswith("torch-") or baseline.name.endswith("_hook")
             if not isinstance(baseline, Yardstick):
                 assert of_torch or baseline.name in named, f"{kernel}'s peer {baseline.name} is not in docs/PEERS.md"
+
+
+def test_flash_attention_3_is_given_e4m3_with_a_scale_for_each_head_of_k(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in that computes in fp32 what it is given."""
+
+    def flash_attn_func(q, k, v, *, q_descale, k_descale, v_descale, causal, **_):
+        def wide(x, descale):
+            heads = descale.repeat_interleave(x.shape[2] // descale.shape[1], 1)
+            return (x.float() * heads[:, None, :, None]).transpose(1, 2)
+
+        assert q.dtype == k.dtype == v.dtype == torch.float8_e4m3fn
+        q, k, v = wide(q, q_descale), wide(k, k_descale), wide(v, v_descale)
+        return attention.attention_reference(q, k, v, causal=causal).transpose(1, 2)
+
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", SimpleNamespace(flash_attn_func=flash_attn_func))
+    monkeypatch.setattr(torch, "compile", lambda fn, dynamic: fn)
+    q, k, v = (torch.randn(2, heads, 33, 16) for heads in (4, 2, 2))
+    v *= 1000
+    got, want = attention._fa3()(q, k, v, fp8=True), attention.attention_reference(q, k, v)
+    assert (got - want).abs().max() < 0.1 * want.abs().max()
+
+
+def test_quacks_one_pass_gives_the_gradient_of_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in by QuACK's rule: losses and the gradient of their sum, each row times the weight of its class."""
+
+    def cross_entropy_fwd(x, target, *, weight, return_dx, inplace_backward):
+        assert return_dx and inplace_backward
+        leaf = x.detach().requires_grad_()
+        with torch.enable_grad():
+            losses = torch.nn.functional.cross_entropy(leaf, target, weight, reduction="none")
+            (dx,) = torch.autograd.grad(losses.sum(), leaf)
+        return losses.detach(), x.copy_(dx)
+
+    stand_in = SimpleNamespace(cross_entropy_fwd=cross_entropy_fwd)
+    monkeypatch.setitem(sys.modules, "quack", SimpleNamespace(cross_entropy=stand_in))
+    monkeypatch.setitem(sys.modules, "quack.cross_entropy", stand_in)
+    logits, target = torch.randn(9, 40), torch.randint(0, 40, (9,))
+    target[[2, 5]] = -100
+    loss, gradient = cross_entropy._quack_one_pass()(logits.clone(), target, with_grad=True)
+    want = cross_entropy.SPEC.reference(logits, target, with_grad=True)
+    torch.testing.assert_close((loss, gradient), want[:2])

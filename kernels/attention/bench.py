@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -233,14 +234,29 @@ def _flex_flash() -> Op:
     return _flex(BACKEND="FLASH")
 
 
+def rounded(x: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [B, H, S, D] in e4m3 as [B, S, H, D], and what it is to be multiplied by, [B, kv_heads]."""
+    grouped = x.unflatten(1, (kv_heads, -1))
+    descale = (grouped.abs().amax((2, 3, 4)).float() / torch.finfo(torch.float8_e4m3fn).max).clamp(min=2.0**-126)
+    data = (grouped / descale[:, :, None, None, None]).to(torch.float8_e4m3fn)
+    return data.flatten(1, 2).transpose(1, 2).contiguous(), descale
+
+
 def _fa3() -> Op:
+    """FlashAttention-3; in cases in fp8 with q, k and v rounded at each call, by what torch.compile makes of it."""
     from flash_attn_interface import flash_attn_func
+
+    round_compiled = torch.compile(rounded, dynamic=False)
 
     def attend(q, k, v, *, causal=False, scale=None, num_context=None, window=None, fp8=False):
         k, v = (k, v) if num_context is None else (k[:, :, :num_context], v[:, :, :num_context])
-        # Its layout is [B, S, H, D]; 0 lets it split the keys of few queries.
-        options = dict(softmax_scale=scale, causal=causal, window_size=window or (-1, -1), num_splits=0)
-        out = flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), **options)
+        # 0 lets it split the keys of few queries.
+        options: dict[str, Any] = dict(softmax_scale=scale, causal=causal, window_size=window or (-1, -1), num_splits=0)
+        tensors = [t.transpose(1, 2) for t in (q, k, v)]  # its layout is [B, S, H, D]
+        if fp8:
+            tensors, descales = zip(*(round_compiled(t, k.shape[1]) for t in (q, k, v)), strict=True)
+            options |= zip(("q_descale", "k_descale", "v_descale"), descales, strict=True)
+        out = flash_attn_func(*tensors, **options)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     return attend
