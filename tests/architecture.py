@@ -29,9 +29,9 @@ TORCH_FREE = (
 )
 README_BYTES = 8 * 1024  # what was tried besides stands in EXPERIMENTS.md
 MEANINGLESS = ("utils.py", "helpers.py", "common.py")
-KERNEL_FILES = ("__init__.py", "op.py", "reference.py", "bench.py", "README.md")
+KERNEL_FILES = ("__init__.py", "op.py", "reference.py", "example.py", "bench.py", "README.md")
 WORKLOAD_FILES = ("__init__.py", "bench.py", "README.md")
-OVER_KERNELS = ("nn.py", "__main__.py", "patch")  # what the package offers over its kernels
+OVER_KERNELS = ("nn.py", "info.py", "selftest.py", "__main__.py", "patch")  # what the package offers over its kernels
 
 
 def violations(root: Path) -> list[str]:
@@ -80,7 +80,7 @@ def _layer(folder: Path, path: Path) -> str:
         return "configs"
     if first.startswith("op_") and not below:
         return "op"
-    return first if first in ("__init__", "op", "reference") and not below else "kernel"
+    return first if first in ("__init__", "op", "reference", "example") and not below else "kernel"
 
 
 def kernel_imports(folder: Path) -> Iterator[str]:
@@ -102,13 +102,14 @@ def kernel_imports(folder: Path) -> Iterator[str]:
 
 
 def kernel_order(folder: Path) -> Iterator[str]:
-    """configs ← kernel ← op ← __init__; reference stands alone."""
+    """configs ← kernel ← op ← __init__; reference and example stand alone."""
     may = {
         "__init__": {"op"},
         "op": {"op", "kernel", "configs"},
         "kernel": {"kernel", "configs"},
         "configs": {"configs"},
         "reference": set(),
+        "example": set(),
     }
     for path in modules(folder):
         layer = _layer(folder, path)
