@@ -96,6 +96,7 @@ def test_the_reference_is_no_peer_and_is_named(tmp_path: Path) -> None:
     index, block = (where / "README.md").read_text(), report.readme_block(where)
     (cells,) = [x.split(" | ") for x in index.splitlines() if x.startswith("| plain | fwd |")]
     assert cells[4:7] == ["–", "–", "9.00× [9.00, 9.00]"] and cells[-1] == "– |"
+    assert "| eager (the reference) | 900 µs |" in (where / f"{KERNEL}-fwd.md").read_text()
     assert "over the reference" in index and "reference" not in block and "9.00" not in block and "eager" not in block
 
 

@@ -164,8 +164,13 @@ def is_pytorch(row: Row) -> bool:
     return name in PYTORCH or name.startswith("torch-") or (row.kernel, name) == ("gelu", EAGER)
 
 
+def is_reference(row: Row) -> bool:
+    """Whether a row is the oracle's own arithmetic, which nobody would write."""
+    return row.implementation == EAGER and not is_pytorch(row)
+
+
 def _is_peer(row: Row) -> bool:
-    return not row.ours and not row.yardstick and (row.implementation != EAGER or is_pytorch(row))
+    return not row.ours and not row.yardstick and not is_reference(row)
 
 
 def cost_of(row: Row) -> Cost:

@@ -10,7 +10,7 @@ from .. import roofline
 from . import choices, host, pages, several
 from . import markdown as md
 from .entries import Records, Row
-from .findings import Finding, cost_of, modes_of
+from .findings import Finding, cost_of, is_reference, modes_of
 
 RESULT_HEAD = (
     "implementation", ">median", ">95 % CI", ">ours is faster by", ">throughput", ">% of measured roofline",
@@ -131,6 +131,8 @@ def _links(cost: roofline.Cost) -> list[tuple[str, float]]:
 
 def _result(finding: Finding, row: Row, notes: set[str]) -> list[object]:
     name = f"**{row.implementation}**" if row.ours else row.implementation
+    if is_reference(row):
+        name += " (the reference)"
     if configuration := row.get("configuration"):
         name += f" ({configuration['name']})"
     name += pages.marks(finding, row, notes)
