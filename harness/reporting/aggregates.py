@@ -140,7 +140,7 @@ def _library(finding: Finding) -> bool:
 def _reasons(finding: Finding, speedup: Speedup | None, failed: Sequence[Row]) -> list[str]:
     if finding.best is None:
         return [NOT_MEASURED]
-    doubts = [flag.word for flag in flags.of_ratio(finding, speedup, ())]
+    doubts = [flag.word for flag in flags.of_ratio(finding, speedup)]
     return list(dict.fromkeys([*doubts, *(f"the peer {row.implementation} failed" for row in failed)]))
 
 

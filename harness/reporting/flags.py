@@ -5,7 +5,6 @@ A figure that the harness itself doubts is shown, marked, and not averaged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .entries import Row
@@ -88,24 +87,13 @@ def _warned(row: Row) -> Flag | None:
     return WARNED if any(row.ours or text.startswith(UNQUEUED) for text in warnings) else None
 
 
-def of_ratio(finding: Finding, speedup: Speedup | None, failed: Sequence[Row]) -> list[Flag]:
-    """Why a speed-up stays out of the means: by our row, by the other's and by the interval of their ratio; and by
-    peers that `failed`. A peer above 100 % of the roofline is no reason: it was faster than it should be."""
-    return list(dict.fromkeys(_of_ratio(finding, speedup, failed)))
-
-
-def _of_ratio(finding: Finding, speedup: Speedup | None, failed: Sequence[Row]) -> Iterator[Flag]:
-    if finding.best is not None:
-        yield from of_row(finding, finding.best)
+def of_ratio(finding: Finding, speedup: Speedup | None) -> list[Flag]:
+    """Why a speed-up stays out of the means: by our row, by the other's and by the interval of their ratio. A peer
+    above 100 % of the roofline is no reason: it was faster than it should be."""
+    found = of_row(finding, finding.best) if finding.best is not None else []
     if speedup is not None:
         if speedup.row is not None and speedup.row.ok:
-            yield from (flag for flag in of_row(finding, speedup.row) if flag is not OVER)
+            found += [flag for flag in of_row(finding, speedup.row) if flag is not OVER]
         if (speedup.high - speedup.low) / speedup.median > WIDE:
-            yield WIDE_INTERVAL
-    if failed:
-        yield FAILED
-
-
-def of_case(finding: Finding) -> list[Flag]:
-    """The signs of a case in a table: of our row, and of its speed-up over the best peer."""
-    return of_ratio(finding, finding.over_best_peer, finding.failed)
+            found.append(WIDE_INTERVAL)
+    return list(dict.fromkeys(found))
