@@ -277,6 +277,7 @@ SPEC = KernelSpec(
         Peer("quack", load=_quack, supports=_fixed),
         Peer("deepgemm", load=_deep_gemm, supports=_aligned),
     ),
+    pytorch=("torch",),
     reference=grouped_gemm_reference,
     make_inputs=make_inputs,
     cost=cost,
