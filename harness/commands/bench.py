@@ -25,7 +25,7 @@ import torch
 from .. import environment, execute, host, options, record, registry, roofline
 from ..correctness.accuracy import Verdict
 from ..correctness.verify import verify
-from ..measure import timing
+from ..measure import memory, timing
 from ..on_gpu import folder
 from ..ranks import command as ranks
 from ..ranks.launch import TIMEOUT
@@ -284,7 +284,7 @@ class Group:
             with self._guarded(name), clock.stream():
                 assert measurement is not None
                 with self._stage("timing"):
-                    self._describe(name, contender(name, fn), measurement)
+                    self._describe(name, fn, inputs[0], contender(name, fn), measurement)
                 if name in self.spec.implementations:
                     with self._stage("checks"):
                         self._check(name, fn, inputs[0], grads[0], seed=3, timed=True)
@@ -346,7 +346,14 @@ class Group:
             when = "after timing: " if timed else ""
             self.done[name] = self._row(name, "wrong", f"{when}{verdict.reason}")
 
-    def _describe(self, name: str, contender: timing.Contender, measurement: timing.Measurement) -> None:
+    def _describe(
+        self,
+        name: str,
+        fn: execute.Op,
+        inputs: Inputs,
+        contender: timing.Contender,
+        measurement: timing.Measurement,
+    ) -> None:
         """The row of an implementation that was timed."""
         columns, timer = measurement.columns[name], self.session.arguments.timer
         ours = next((n for n in self.spec.implementations if n in measurement.columns), name)
@@ -354,14 +361,9 @@ class Group:
         headline = headline if headline in columns else "cold"
         ratios = measurement.ratios(name, headline)
         noise = ratios.pop(name + timing.AA, None)
+        saved = execute.saved_bytes(self.spec, fn, inputs, self.mode)  # before a bound backward holds its own graph
         run = contender.bind(0)
-        run()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before
+        used = memory.measure(run, self.session.device, saved)
         verdict = self.verdicts.get(name)
         warnings = list(measurement.warnings[name])
         if verdict and not verdict.ok:
@@ -381,7 +383,7 @@ class Group:
             "sustained": sustained,
             "ratios": {other: ratio for other, ratio in ratios.items() if not other.endswith(timing.AA)},
             "noise": noise,
-            "peak_memory_bytes": peak,
+            **used.to_record(),
             "error": verdict and {n: verdict.numbers.get(n) for n in ("max", "rms", "eager_max", "eager_rms")},
             "clocks": measurement.clocks,
             "warnings": warnings,
