@@ -17,29 +17,33 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .. import environment, execute, host, options, record, registry, roofline
+from .. import environment, execute, host, on_cpu, options, record, registry, roofline, suites
 from ..correctness.accuracy import Verdict
 from ..correctness.verify import verify
 from ..measure import memory, timing
 from ..on_gpu import folder
 from ..ranks import command as ranks
 from ..ranks.launch import TIMEOUT
+from ..reporting import console, suite_summary
 from ..reporting.progress import Progress
 from ..rows import asked, described
 from ..spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Yardstick
 from . import calibrate
 
+BASELINE = "torch"  # what a PyTorch user would write, where a kernel has it as a baseline
 SUSTAINED_SECONDS = 1.0
 STUCK_SECONDS = 120.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     options.add_selection(parser)
+    parser.add_argument("--suite", metavar="NAME", help="the cases of a suite (harness/suites.py), with its summary")
     options.add_target(parser)
     options.add_output(parser)
     group = parser.add_argument_group("how")
@@ -61,6 +65,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="with --gpus: no step of any process for so long means that one hangs (default: %(default)g s)",
     )
+    group.add_argument(
+        "--samples",
+        type=int,
+        nargs="?",
+        const=50,
+        metavar="N",
+        help="exactly N samples (without N: 50), not as many as the scatter asks for",
+    )
+    group.add_argument(
+        "--warmup", type=int, nargs="?", const=10, metavar="N", help="N rounds of warm-up (without N: 10), not a time"
+    )
     group.add_argument("--resume", action="store_true", help="continue an interrupted bench with the same options")
 
 
@@ -68,20 +83,49 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.gpus > 1:
         return ranks.main(arguments)
     device, key = environment.target(arguments.gpu, arguments.device)
-    selections = options.select(arguments)
-    if arguments.quick and not arguments.case:
+    suite = suites.find(arguments.suite) if arguments.suite else None
+    selections = suites.select(suite, arguments) if suite else options.select(arguments)
+    own = [s for s in selections if s.spec.name in registry.outside()]
+    if arguments.quick and not arguments.case and not suite:
         selections = [options.Selection(s.spec, s.cases[:1], s.modes, s.implementations) for s in selections]
-    if device.type != "cuda":
+    if device.type != "cuda" and not own:
         from .. import plan
 
         return plan.main(selections, key, arguments)
-    with torch.cuda.device(device):
-        session = Session(device, arguments)
-        where = registry.ROOT / (".out" if arguments.quick else "reports") / folder(device, key)
-        out = arguments.out or where
-        failures = sum(session.bench(s, out / "records" / f"{s.spec.name}.jsonl") for s in selections)
+    name = folder(device, key) if device.type == "cuda" else device.type
+    root = Path.cwd() / ".out" if own else registry.ROOT / (".out" if arguments.quick or suite else "reports")
+    out = arguments.out or root / name / (f"suite-{suite.name}" if suite else "")
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            failures = _benched(Session(device, arguments).bench, selections, out, suite)
+    else:
+        failures = _benched(partial(on_cpu.bench, arguments=arguments), own, out, suite)
     print(f"records in {out / 'records'}")
     return 1 if failures else 0
+
+
+def _benched(
+    bench: Callable[[options.Selection, Path], int],
+    selections: Sequence[options.Selection],
+    out: Path,
+    suite: suites.Suite | None,
+) -> int:
+    """Every kernel into its record, with its tables, and a suite's summary. Returns how many rows of our own failed."""
+    failures = 0
+    for selection in selections:
+        path = out / "records" / f"{selection.spec.name}.jsonl"
+        failures += bench(selection, path)
+        if suite is None:
+            rows = [row.data for row in record.load(path).newest() if not row.host]
+            against = next((n for n in (BASELINE, EAGER.name) if n in selection.implementations), None)
+            console.show(selection.spec.name, rows, against)
+    if suite is not None:
+        measured = [row for row in record.load(out).rows if not row.host]
+        summary = suite_summary.summary(suite, measured)
+        suite_summary.show(summary)
+        (out / f"{suite.name}.json").write_text(suite_summary.dumps(summary), encoding="utf-8")
+        print(f"summary in {out / (suite.name + '.json')}")
+    return failures
 
 
 class Interrupt:
@@ -124,7 +168,7 @@ class Session:
         fastest = max(measured["bandwidth"], measured["bandwidth_read"])
         self.limits = dataclasses.replace(self.ceilings, bandwidth=fastest)
         self.recorded_ceilings = {"measured": measured, "datasheet": promised.to_record() if promised else None}
-        self.clock = timing.Clock(self.device, timing.QUICK if self.arguments.quick else timing.Budget())
+        self.clock = timing.Clock(self.device, timing.budget(self.arguments))
 
     def bench(self, selection: options.Selection, path: Path) -> int:
         """All groups of one kernel into its record. Returns how many rows of our own failed."""
@@ -165,7 +209,7 @@ class Session:
                     failures += sum(r["kind"] == "ours" and r["status"] not in ("ok", "skipped", "oom") for r in rows)
                     progress.group(case.name, mode, rows, self.ceilings, group.seconds)
                     interrupt.raise_if_lost()
-                if self.arguments.host != "no":
+                if self.arguments.host != "no" and not getattr(self.arguments, "suite", None):
                     failures += self._host(selection, write)
                     interrupt.raise_if_lost()
                 write("stop", reason="complete")

@@ -6,8 +6,8 @@ peak    the most that is allocated during a call, above what was there before it
 saved   the bytes that the forward keeps for the backward: the storages that its graph holds beyond those of the inputs,
         parameters and outputs, each counted once and whole, since a view keeps all of its storage alive. Saved tensors
         are seen by `torch.autograd.graph.saved_tensors_hooks`, and count as long as the graph holds them; what a custom
-        `autograd.Function` keeps as attributes of its context is found on the graph's nodes. In a mode that runs its own
-        backward it is the most that was saved at once, without such attributes.
+        `autograd.Function` keeps as attributes of its context is found on the graph's nodes. In a mode that runs its
+        own backward it is the most that was saved at once, outputs included and such attributes not.
 growth  what is allocated more after GROWTH_CALLS further calls, whose results are dropped: 0, unless it leaks. On a CPU
         it is the process's resident memory, which scatters by some hundred KiB.
 """

@@ -301,6 +301,12 @@ HANDED_OVER = (
 )
 
 HOST_CASES = (_case(1, 2, 128, 128, 64, suffix="host", causal=True),)
+# Few tokens, where PyTorch as it is called is what one would use.
+SMALL = tuple(
+    _case(batch, heads, tokens, tokens, 64, dtype)
+    for dtype in (FP16, BF16)
+    for batch, heads, tokens in (*((1, 1, n) for n in (32, 64, 128, 256, 512)), (2, 4, 128))
+)
 
 
 def _sdpa_as_called() -> Op:
@@ -312,8 +318,8 @@ def _sdpa_as_called() -> Op:
     return attend
 
 
-def _only_host(case: Case, mode: str) -> str | None:
-    return None if case in HOST_CASES else "its backends stand for it"
+def _only_small(case: Case, mode: str) -> str | None:
+    return None if case in HOST_CASES or case in SMALL else "its backends stand for it"
 
 
 SPEC = KernelSpec(
@@ -332,7 +338,7 @@ SPEC = KernelSpec(
         dataclasses.replace(COMPILED, supports=_fits),
         Peer("sdpa-flash", load=_sdpa(SDPBackend.FLASH_ATTENTION), supports=lambda case, mode: _square_if_causal(case)),
         Peer("cudnn", load=_sdpa(SDPBackend.CUDNN_ATTENTION), supports=lambda case, mode: _square_if_causal(case)),
-        Peer("torch", load=_sdpa_as_called, supports=_only_host),
+        Peer("torch", load=_sdpa_as_called, supports=_only_small),
         Peer("flex", load=_flex),
         Peer("fa4", load=_fa4),
     ),
@@ -363,5 +369,6 @@ SPEC = KernelSpec(
     },
     spills={"attention_fp8_fwd": 52},  # with NVRTC 13.5; with 13.0, which was measured, 48
     tunables=TUNABLES,
+    suite_cases=SMALL,
     host_cases=HOST_CASES,
 )
