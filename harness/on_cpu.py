@@ -7,8 +7,8 @@ that would say nothing.
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,25 +67,29 @@ class Group:
     def rows(self) -> list[dict[str, Any]]:
         """Checks, times and describes every implementation."""
         names = self.selection.implementations
-        if reason := execute.unfit(self.case, (math.inf, 0)):  # type: ignore[arg-type]
+        if reason := execute.unfit(self.case, (0, 0)):
             return [self._row(name, "skipped", reason) for name in names]
         spec, generator = self.selection.spec, torch.Generator().manual_seed(torch.seed() % 2**63)
         inputs = [spec.make_inputs(self.case, CPU, generator) for _ in range(SETS)]
         grads = [execute.out_grads(spec, self.case, spec.reference, i, self.mode, generator) for i in inputs]
         ready: dict[str, execute.Op] = {}
         for name in names:
-            self._guarded(name, lambda name=name: ready.update({name: self._checked(name, inputs[0], grads[0])}))
-        ready = {name: fn for name, fn in ready.items() if name not in self.done}
+            with self._guarded(name):
+                fn = self._checked(name, inputs[0], grads[0])
+                if name not in self.done:
+                    ready[name] = fn
         measurement = self._measured(ready, inputs, grads)
         for name, fn in ready.items():
             if name not in self.done and measurement is not None:
-                self._guarded(name, lambda name=name, fn=fn: self._describe(name, fn, inputs[0], grads[0], measurement))
+                with self._guarded(name):
+                    self._describe(name, fn, inputs[0], grads[0], measurement)
         return [self.done[name] for name in names]
 
-    def _guarded(self, name: str, step: Callable[[], object]) -> None:
+    @contextmanager
+    def _guarded(self, name: str) -> Iterator[None]:
         """Turns what goes wrong with one implementation into its row."""
         try:
-            step()
+            yield
         except execute.Unavailable as error:
             self.done[name] = self._row(name, "skipped", str(error))
         except execute.LazyOutput as error:

@@ -17,7 +17,7 @@ import zlib
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .spec import KernelSpec
@@ -76,7 +76,7 @@ def folder(name: str) -> Path:
 
 
 def is_path(name: str) -> bool:
-    """Whether a name given for a kernel is PATH[:SPEC]: it has a separator, is a Python file's, or begins with a dot."""
+    """Whether a kernel's name is PATH[:SPEC]: it has a separator, is that of a Python file, or begins with a dot."""
     path = name.rpartition(":")[0] or name
     return os.sep in path or path.endswith(".py") or path.startswith(".")
 
@@ -96,7 +96,7 @@ def _load_outside(name: str) -> KernelSpec:
 def _declared(file: Path, declared: str) -> KernelSpec:
     package = _package_of(file.parent)
     _make_package(package, file.parent)
-    found = getattr(importlib.import_module(f"{package}.{file.stem}"), declared, None)
+    found: Any = getattr(importlib.import_module(f"{package}.{file.stem}"), declared, None)
     spec = found.spec() if hasattr(found, "spec") else found
     if spec is None or not hasattr(spec, "implementations"):
         raise ValueError(f"{file} has no {declared}: a KernelSpec (harness/spec.py) or a harness.Benchmark is expected")

@@ -116,16 +116,16 @@ class Benchmark:
         candidates = {n: with_weights_of(self._placed(fn), reference) for n, fn in self.candidates.items()}
         parameters = shared_parameters([reference, *candidates.values()])
         oracle = Call(reference, parameters)
-        problems = self.cases or {"inputs": self.inputs}
+        problems = self.cases if self.inputs is None else {"inputs": self.inputs}
         described: dict[str, tuple[Inputs, Outputs]] = {}
         for case, source in problems.items():
-            sample = made(source, self._device, None)  # type: ignore[arg-type]
+            sample = made(source, self._device, None)
             described[case] = sample, outputs_of(oracle, sample)
         cases = [case for name, (sample, outputs) in described.items() for case in self._cases(name, sample, outputs)]
 
         def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
             name, device = _problem(case), torch.device(device)
-            fresh = made(problems[name], device, generator)  # type: ignore[arg-type]
+            fresh = made(problems[name], device, generator)
             extra = {TRAINING: True, **incoming(described[name][1], device, generator)} if "train" in case.modes else {}
             return {**fresh, **extra}
 

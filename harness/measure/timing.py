@@ -64,9 +64,11 @@ class Budget:
         it is. ValueError below 1 sample or 0 rounds."""
         if (samples is not None and samples < 1) or (warmup is not None and warmup < 0):
             raise ValueError(f"at least 1 sample and 0 rounds of warm-up, got {samples} and {warmup}")
-        rounds = {} if samples is None else dict(min_rounds=samples, few_rounds=samples, max_rounds=samples)
-        endless = {} if samples is None else dict(seconds=math.inf, width=0.0)
-        return replace(self, **rounds, **endless, **({} if warmup is None else dict(warmup_rounds=warmup)))
+        fixed = self if warmup is None else replace(self, warmup_rounds=warmup)
+        if samples is None:
+            return fixed
+        bounds = replace(fixed, min_rounds=samples, few_rounds=samples, max_rounds=samples)
+        return replace(bounds, seconds=math.inf, width=0.0)
 
 
 QUICK = Budget(min_rounds=7, max_rounds=20, seconds=0.25, width=0.05, warmup_seconds=0.02)

@@ -10,6 +10,7 @@ from . import markdown as md
 from . import memory_table, tables
 
 Data = Mapping[str, Any]
+Table = tuple[str, Sequence[str], list[list[str]]]
 
 MEMORY_HEAD = ("case", "mode", *memory_table.HEAD)
 
@@ -73,9 +74,11 @@ def titles(title: str, rows: Sequence[Data]) -> tuple[str, str]:
     return of_times, f"{title}: {of_memory}"
 
 
-def _both(title: str, rows: Sequence[Data], against: str | None) -> list[tuple[str, Sequence[str], list[list[str]]]]:
+def _both(title: str, rows: Sequence[Data], against: str | None) -> list[Table]:
     timed, remembered = titles(title, rows)
-    found = [(timed, times_head(against), times(rows, against))] if any(r.get("columns") for r in rows) else []
+    found: list[Table] = []
+    if any(row.get("columns") for row in rows):
+        found.append((timed, times_head(against), times(rows, against)))
     if cells := memory(rows):
         found.append((remembered, MEMORY_HEAD, cells))
     if not found:  # nothing was measured: the notes say why
