@@ -76,9 +76,12 @@ def folder(name: str) -> Path:
 
 
 def is_path(name: str) -> bool:
-    """Whether a kernel's name is PATH[:SPEC]: it has a separator, is that of a Python file, or begins with a dot."""
+    """Whether a kernel's name is PATH[:SPEC]: it has a separator, is that of a Python file or of a folder here with a
+    bench.py, or begins with a dot."""
     path = name.rpartition(":")[0] or name
-    return os.sep in path or path.endswith(".py") or path.startswith(".")
+    if os.sep in path or path.endswith(".py") or path.startswith("."):
+        return True
+    return name not in outside() and Path(path, "bench.py").is_file()
 
 
 def outside() -> dict[str, str]:
