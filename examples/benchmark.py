@@ -13,6 +13,7 @@ from torch import nn
 
 import harness
 from harness.candidates import hugging_face
+from harness.roofline import Cost
 
 ON_GPU = torch.cuda.is_available()
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
@@ -43,6 +44,14 @@ def clip(transformers) -> nn.Module:
     return transformers.models.clip.modeling_clip.CLIPAttention(config).to(DTYPE)
 
 
+def cost(inputs: dict, mode: str) -> Cost:
+    """Four projections and two products of the attention; the backward has each twice."""
+    times = 3 if mode == "training" else 1
+    flops = BATCH * TOKENS * WIDTH * (8 * WIDTH + 4 * TOKENS)
+    moved = DTYPE.itemsize * (2 * BATCH * TOKENS * WIDTH + 4 * WIDTH * (WIDTH + 1))
+    return Cost(times * flops, times * moved, pipe="bf16" if ON_GPU else "fp32")
+
+
 CANDIDATES = {"written-out": SelfAttention(written_out)}
 if ON_GPU:
     from kernels.attention import attention
@@ -55,6 +64,7 @@ BENCHMARK = harness.Benchmark(
     reference=SelfAttention(F.scaled_dot_product_attention),
     baselines=("eager", "compile", "flash", hugging_face(clip)),
     inputs=lambda device, generator: torch.randn(BATCH, TOKENS, WIDTH, dtype=DTYPE, device=device, generator=generator),
+    cost=cost,
     items=lambda inputs: BATCH * TOKENS,
     unit="tokens",
 )

@@ -81,6 +81,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     if arguments.gpus > 1:
+        if ignored := [name for name in ("suite", "samples", "warmup") if getattr(arguments, name) is not None]:
+            raise ValueError(f"--gpus does not go with --{' and --'.join(ignored)}")
         return ranks.main(arguments)
     device, key = environment.target(arguments.gpu, arguments.device)
     suite = suites.find(arguments.suite) if arguments.suite else None
