@@ -20,7 +20,7 @@ from .correctness.accuracy import Verdict
 from .correctness.verify import verify
 from .measure import memory, timing, wall
 from .reporting.progress import Progress
-from .spec import COMPILED, EAGER, Case, Inputs, Yardstick
+from .spec import FROM_REFERENCE, Case, Inputs, Yardstick
 
 CPU = torch.device("cpu")
 SETS = 2  # of inputs, and so addresses
@@ -63,6 +63,9 @@ class Group:
     budget: timing.Budget
     done: dict[str, dict[str, Any]] = field(default_factory=dict)
     verdicts: dict[str, Verdict] = field(default_factory=dict)
+    configurations: dict[str, dict[str, str]] = field(
+        default_factory=dict
+    )  # of baselines that do not run as they should
 
     def rows(self) -> list[dict[str, Any]]:
         """Checks, times and describes every implementation."""
@@ -102,11 +105,16 @@ class Group:
         spec = self.selection.spec
         if name in spec.implementations and (reason := spec.skip_reason(name, self.case, self.mode)):
             raise execute.Unavailable(reason)
-        fn = execute.load(spec, name, self.case, self.mode)
-        run = execute.bind(spec, fn, inputs, self.mode, grads)
-        run()
-        if name in (EAGER.name, COMPILED.name) or rows.kind(spec, name) == Yardstick.__name__.lower():
+
+        def attempt(fn: execute.Op) -> None:
+            execute.bind(spec, fn, inputs, self.mode, grads)()
+
+        fn, configuration = execute.load_running(spec, name, self.case, self.mode, attempt)
+        if configuration:
+            self.configurations[name] = configuration
+        if name in FROM_REFERENCE or rows.kind(spec, name) == Yardstick.__name__.lower():
             return fn
+        run = execute.bind(spec, fn, inputs, self.mode, grads)
         ours = name in spec.implementations
         verdict = self.verdicts[name] = verify(spec, self.case, self.mode, inputs, run, grads, seed=1, poison=ours)
         if ours and not verdict.ok:
@@ -159,6 +167,7 @@ class Group:
             "error": verdict and {n: verdict.numbers.get(n) for n in ("max", "rms", "eager_max", "eager_rms")},
             "clocks": {},
             "warnings": [said] if said else [],
+            **({"configuration": self.configurations[name]} if name in self.configurations else {}),
         }
 
     def _row(self, name: str, status: str, reason: str | None) -> dict[str, Any]:

@@ -61,13 +61,17 @@ TRAIN_SCALE = Suite(
             ("eager", "compile"),
         ),
         Part("swiglu", ("2048x11008-bf16-silu",), ("torch", "compile")),
-        Part("rope", _names("{}x32-32x128-bf16", "8x8192", "4x2048"), ("copy", "compile"), modes=("fwd",)),
+        Part("rope", _names("{}x32-32x128-bf16", "8x8192", "4x2048"), ("copy", "torch", "compile"), modes=("fwd",)),
         Part("cross_entropy", _names("{}x32000-bf16", 4096, 16384), ("torch", "compile")),
-        Part("attention", _names("b4-h32-q{0}-k{0}-d128-causal-bf16", 2048, 4096), ("sdpa-flash", "cudnn")),
+        Part(
+            "attention",
+            _names("b4-h32-q{0}-k{0}-d128-causal-bf16", 2048, 4096),
+            ("torch", "sdpa-flash", "cudnn", "compile"),
+        ),
         Part(
             "fp8",
             tuple(f"{rows}x4096-bf16-{by}" for rows in (4096, 16384) for by in ("row", "1x128", "128x128")),
-            ("compile", "eager", "copy"),
+            ("torch", "compile", "copy"),
         ),
     ),
 )
