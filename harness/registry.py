@@ -92,7 +92,9 @@ def outside() -> dict[str, str]:
 def _load_outside(name: str) -> KernelSpec:
     path, _, declared = name.rpartition(":") if ":" in name else (name, "", "SPEC")
     file = _file(path)
-    return _declared(file, declared)
+    spec = _declared(file, declared)
+    os.environ[OUTSIDE] = json.dumps({**outside(), spec.name: f"{file}:{declared}"})
+    return spec
 
 
 @cache
@@ -103,7 +105,6 @@ def _declared(file: Path, declared: str) -> KernelSpec:
     spec = found.spec() if hasattr(found, "spec") else found
     if spec is None or not hasattr(spec, "implementations"):
         raise ValueError(f"{file} has no {declared}: a KernelSpec (harness/spec.py) or a harness.Benchmark is expected")
-    os.environ[OUTSIDE] = json.dumps({**outside(), spec.name: f"{file}:{declared}"})
     return spec
 
 

@@ -68,7 +68,8 @@ class Benchmark:
     tolerance   how far a result may be from the reference (`harness.spec.Tolerance`)
     items, unit a case's own throughput, for the reports: how many, of what
 
-    A module that has the reference's parameters, by names and shapes, but other values, is copied and given them.
+    A module that has the reference's parameters, by names and shapes, but other values, is copied and given them. What
+    is random, such as dropout in training, cannot be checked: leave it out.
     """
 
     name: str
@@ -195,15 +196,16 @@ class Benchmark:
         """Checks and measures everything, prints the tables unless `quiet`, and returns the rows.
 
         `samples` and `warmup` are numbers of rounds, where the scatter is not to decide them; `quick` takes few. `out`
-        is a folder for the record, which `python -m harness report` and `compare` read. Raises ValueError for numbers
-        below 1 and 0, and what the reference or the inputs raise; what a candidate or a baseline raises is in its row.
+        is a folder for the record, which `python -m harness report` and `compare` read; memory alone has none. Raises
+        ValueError for numbers below 1 and 0, and what the reference or the inputs raise; what a candidate or a baseline
+        raises is in its row.
         """
         arguments = argparse.Namespace(
             gpu="auto", quick=quick, timer="auto", case=None, mode=None, impl=None, host="no", host_compiled=False,
             resume=False, samples=samples, warmup=warmup,
         )  # fmt: skip
         if not self.timed:
-            arguments.samples, arguments.warmup = 1, 0
+            arguments.quick, arguments.samples, arguments.warmup, out = True, 1, 0, None
         spec = self.spec()
         selection = options.Selection(spec, spec.cases, spec.modes, tuple(options.implementations(spec)))
         with tempfile.TemporaryDirectory() as folder:

@@ -100,6 +100,8 @@ def main(arguments: argparse.Namespace) -> int:
         with torch.cuda.device(device):
             failures = _benched(Session(device, arguments).bench, selections, out, suite)
     else:
+        if arguments.timer != "auto" or arguments.resume:
+            raise ValueError("--timer and --resume are for a GPU: on a CPU the wall clock's time is measured, at once")
         failures = _benched(partial(on_cpu.bench, arguments=arguments), own, out, suite)
     print(f"records in {out / 'records'}")
     return 1 if failures else 0
@@ -120,7 +122,8 @@ def _benched(
             rows = [row.data for row in record.load(path).newest() if not row.host]
             usual = (*selection.spec.pytorch, EAGER.name)
             against = next((name for name in usual if name in selection.implementations), None)
-            console.show(selection.spec.name, rows, against)
+            if rows:  # not with --host only
+                console.show(selection.spec.name, rows, against)
     if suite is not None:
         measured = [row for row in record.load(out).rows if not row.host]
         summary = suite_summary.summary(suite, measured)
