@@ -29,7 +29,8 @@ SETS = 2  # of inputs, and so addresses
 def bench(selection: options.Selection, path: Path, arguments: argparse.Namespace, quiet: bool = False) -> int:
     """All groups of one SPEC into its record. Returns how many rows of our own failed."""
     spec, run, failures = selection.spec, record.new_run_id(), 0
-    with record.Writer(path) as writer, Progress(spec.name, len(selection.groups()), quiet) as progress:
+    groups = len(selection.groups())
+    with record.Writer(path) as writer, Progress(spec.name, groups, quiet) as progress, memory.only_new_garbage():
 
         def write(kind: str, /, **entry: Any) -> None:
             writer.write({"type": kind, "run": run, "kernel": spec.name, **entry})
