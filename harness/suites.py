@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from . import registry
-
-if TYPE_CHECKING:
-    from .options import Selection
+from . import options, registry
 
 
 @dataclass(frozen=True)
@@ -117,11 +113,9 @@ def every() -> dict[str, Suite]:
     return known
 
 
-def select(suite: Suite, arguments: argparse.Namespace) -> list[Selection]:
+def select(suite: Suite, arguments: argparse.Namespace) -> list[options.Selection]:
     """The suite's cases, less those that --kernel, --case, --mode and --impl leave out. ValueError for a part that
     names what its SPEC does not have, and where nothing is left."""
-    from . import options
-
     selections = []
     for part in suite.parts:
         if arguments.kernel and part.kernel not in arguments.kernel:

@@ -166,13 +166,20 @@ def test_cases_costs_and_arguments_of_every_kind() -> None:
         (dict(candidates={"eager": square}), "names .'eager'. are those of baselines"),
         (dict(inputs={"x": 3}), "inputs must have at least one tensor"),
         (dict(samples=0), "at least 1 sample"),
-        (dict(reference=lambda x: x > 0, modes=("training",)), "has a gradient to be trained by"),
     ],
 )
 def test_a_declaration_that_cannot_be_run_names_the_argument(changes, message) -> None:
     arguments = dict(candidates={"power": power}, inputs=draw, reference=square, **FEW)
     with pytest.raises(ValueError, match=message):
         harness.bench(**{**arguments, **changes})
+
+
+def test_what_has_no_gradient_is_skipped_in_training_with_that_reason() -> None:
+    found = harness.bench({"sign": lambda x: x > 0}, draw, reference=lambda x: x > 0, **FEW)
+    status = {(row.name, row.mode): (row.status, row.reason) for row in found}
+    reason = "nothing of the reference's result has a gradient"
+    assert status["sign", "inference"] == ("ok", None)
+    assert status["sign", "training"] == status["eager", "training"] == ("skipped", reason)
 
 
 def test_inputs_of_no_known_kind_are_a_type_error() -> None:

@@ -23,7 +23,7 @@ import io
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +32,16 @@ from torch import nn
 
 from .. import options, record
 from ..roofline import Cost
-from ..spec import Case, Inputs, KernelSpec, Op, Peer, Tolerance
+from ..spec import Case, Inputs, KernelSpec, Peer, Tolerance
 from .baselines import Baseline, chosen, unavailable
-from .calls import TRAINING, Call, differentiable, shared_parameters, with_weights_of
-from .problems import Outputs, Source, incoming, least_cost, made, outputs_of
+from .calls import Call, shared_parameters, with_weights_of
+from .problems import Problem, Source, described, least_cost
 from .results import SUFFIX, Results
 
 MODES = {"inference": "fwd", "training": "train"}
 MEMORY = "memory"
 TOLERANCE = Tolerance()
-#: (arguments by name, mode) -> the compulsory work of a call in "inference" or "training"
+#: (arguments by name, mode) -> the compulsory work of a call in "inference" or "training". The tensors have no data.
 CostOf = Callable[[Inputs, str], Cost]
 
 
@@ -66,7 +66,7 @@ class Benchmark:
                 floating-point inputs and of a module's parameters; "memory": no times, the memory of both. Modes that
                 have times have memory too.
     tolerance   how far a result may be from the reference (`harness.spec.Tolerance`)
-    items, unit a case's own throughput, for the reports: how many, of what
+    items, unit a case's own throughput, for the reports: (arguments without data) -> how many, and of what
 
     A module that has the reference's parameters, by names and shapes, but other values, is copied and given them. What
     is random, such as dropout in training, cannot be checked: leave it out.
@@ -117,72 +117,59 @@ class Benchmark:
         candidates = {n: with_weights_of(self._placed(fn), reference) for n, fn in self.candidates.items()}
         parameters = shared_parameters([reference, *candidates.values()])
         oracle = Call(reference, parameters)
-        problems = self.cases if self.inputs is None else {"inputs": self.inputs}
-        described: dict[str, tuple[Inputs, Outputs]] = {}
-        for case, source in problems.items():
-            sample = made(source, self._device, None)
-            described[case] = sample, outputs_of(oracle, sample)
-        cases = [case for name, (sample, outputs) in described.items() for case in self._cases(name, sample, outputs)]
+        sources = self.cases if self.inputs is None else {"inputs": self.inputs}
+        problems = {name: described(source, oracle, self._device) for name, source in sources.items()}
+        modes = self.modes if self.timed else tuple(MODES)
+        cases = tuple(
+            Case(name + (SUFFIX if word == "training" else ""), problem.sizes, problem.dtype, bench=True, modes=(mode,))
+            for name, problem in problems.items()
+            for word, mode in MODES.items()
+            if word in modes
+        )
 
-        def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
-            name, device = _problem(case), torch.device(device)
-            fresh = made(problems[name], device, generator)
-            extra = {TRAINING: True, **incoming(described[name][1], device, generator)} if "train" in case.modes else {}
-            return {**fresh, **extra}
-
-        def peer(baseline: Baseline) -> Peer:
-            def load() -> Op:
-                try:
-                    return Call(with_weights_of(self._placed(baseline.make(reference)), reference), parameters)
-                except ImportError as error:
-                    raise unavailable(error) from error
-
-            return Peer(baseline.name, load=load)
+        def unsupported(case: Case, mode: str) -> str | None:
+            idle = mode == "train" and not any(problems[_problem(case)].outputs.differentiable)
+            return "nothing of the reference's result has a gradient" if idle else None
 
         return KernelSpec(
             name=self.name,
             implementations={name: Call(fn, parameters) for name, fn in candidates.items()},
             reference=oracle,
-            baselines=tuple(peer(baseline) for baseline in chosen(self.baselines)),
-            make_inputs=make_inputs,
-            cost=lambda case, mode: self._cost(*described[_problem(case)], mode),
-            cases=tuple(cases),
+            baselines=tuple(
+                Peer(baseline.name, supports=unsupported, load=partial(self._load, baseline, oracle))
+                for baseline in chosen(self.baselines)
+            ),
+            unsupported_reason=lambda implementation, case, mode: unsupported(case, mode),
+            make_inputs=lambda case, device, generator: problems[_problem(case)].inputs(
+                torch.device(device), generator, "train" in case.modes
+            ),
+            cost=lambda case, mode: self._cost(problems[_problem(case)], mode),
+            cases=cases,
             grads=(),
             modes=tuple(dict.fromkeys(mode for case in cases for mode in case.modes)),
             determinism={},
             tolerance=self.tolerance,
             unit=self.unit,
-            items=lambda case: self.items(described[_problem(case)][0]) if self.items else 1,
+            items=lambda case: self.items(problems[_problem(case)].sample) if self.items else 1,
             fuzz={},
         )
 
     def _placed(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         return fn.to(self._device) if isinstance(fn, nn.Module) else fn
 
-    def _cases(self, name: str, sample: Inputs, outputs: Outputs) -> list[Case]:
-        modes = self.modes if self.timed else tuple(MODES)
-        dtype = next((t.dtype for _, t in differentiable(sample)), torch.float32)
-        sizes = {
-            f"{argument}.{place}": size
-            for argument, value in sample.items()
-            if isinstance(value, torch.Tensor)
-            for place, size in enumerate(value.shape)
-        }
-        cases = [Case(name, sizes, dtype, bench=True, modes=("fwd",))] if "inference" in modes else []
-        if "training" in modes and any(outputs.differentiable):
-            cases.append(Case(name + SUFFIX, sizes, dtype, bench=True, modes=("train",)))
-        if not cases:
-            raise ValueError(
-                f"modes: nothing of the reference's result in case {name!r} has a gradient to be trained by"
-            )
-        return cases
+    def _load(self, baseline: Baseline, oracle: Call) -> Call:
+        try:
+            made = self._placed(baseline.make(oracle.fn))
+        except ImportError as error:
+            raise unavailable(error) from error
+        return Call(with_weights_of(made, oracle.fn), oracle.parameters)
 
-    def _cost(self, sample: Inputs, outputs: Outputs, mode: str) -> Cost:
+    def _cost(self, problem: Problem, mode: str) -> Cost:
         if isinstance(self.cost, Cost):
             return self.cost
         if self.cost is None:
-            return least_cost(sample, outputs, mode == "train")
-        return self.cost(sample, "training" if mode == "train" else "inference")
+            return least_cost(problem, mode == "train")
+        return self.cost(problem.sample, "training" if mode == "train" else "inference")
 
     def run(
         self,

@@ -10,7 +10,7 @@ import torch
 
 from ..roofline import Cost
 from ..spec import Inputs
-from .calls import INCOMING, Call, differentiable
+from .calls import INCOMING, TRAINING, Call, differentiable
 
 #: keyword arguments by name, positional ones in a sequence, or a single tensor
 Arguments = Mapping[str, Any] | Sequence[Any] | torch.Tensor
@@ -64,14 +64,42 @@ def _copy(tensor: torch.Tensor, device: torch.device, generator: torch.Generator
     return fresh.copy_(fresh.flatten()[order].view(fresh.shape))
 
 
-def outputs_of(reference: Call, inputs: Inputs) -> Outputs:
-    """Runs the reference once, with gradients."""
+@dataclass(frozen=True)
+class Problem:
+    """One set of arguments: `sample` has them without data, on the device "meta"."""
+
+    source: Source
+    sample: Inputs
+    outputs: Outputs
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Every dimension of every tensor, by its argument: "x.0"."""
+        found = ((name, value.shape) for name, value in self.sample.items() if isinstance(value, torch.Tensor))
+        return {f"{name}.{place}": size for name, shape in found for place, size in enumerate(shape)}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the first floating-point tensor."""
+        return next((tensor.dtype for _, tensor in differentiable(self.sample)), torch.float32)
+
+    def inputs(self, device: torch.device, generator: torch.Generator | None, training: bool) -> Inputs:
+        """Fresh arguments of a `Call`."""
+        fresh = made(self.source, device, generator)
+        return {**fresh, TRAINING: True, **incoming(self.outputs, device, generator)} if training else fresh
+
+
+def described(source: Source, reference: Call, device: torch.device) -> Problem:
+    """Runs the reference once on such arguments, with gradients, for the shapes of its outputs."""
+    inputs = made(source, device, None)
     with torch.enable_grad():
         wrt = {name: value.detach().requires_grad_() for name, value in differentiable(inputs)}
         results = reference(**{**inputs, **wrt})
-    return Outputs(
+    outputs = Outputs(
         tuple(t.shape for t in results), tuple(t.dtype for t in results), tuple(t.requires_grad for t in results)
     )
+    sample = {name: v.to("meta") if isinstance(v, torch.Tensor) else v for name, v in inputs.items()}
+    return Problem(source, sample, outputs)
 
 
 def incoming(outputs: Outputs, device: torch.device, generator: torch.Generator | None) -> Inputs:
@@ -87,8 +115,8 @@ def incoming(outputs: Outputs, device: torch.device, generator: torch.Generator 
     return found
 
 
-def least_cost(inputs: Inputs, outputs: Outputs, training: bool) -> Cost:
+def least_cost(problem: Problem, training: bool) -> Cost:
     """Where none is declared: every input read once, every output written once; in training as much again, for their
     gradients. No FLOPs."""
-    moved = outputs.bytes + sum(t.nbytes for t in inputs.values() if isinstance(t, torch.Tensor))
+    moved = problem.outputs.bytes + sum(t.nbytes for t in problem.sample.values() if isinstance(t, torch.Tensor))
     return Cost(0, 2 * moved if training else moved)
