@@ -277,6 +277,7 @@ SPEC = KernelSpec(
         Peer("deepgemm", load=_deep_gemm, supports=_deep_gemm_takes),
         DENSE,
     ),
+    pytorch=("torch",),
     reference=_reference,
     make_inputs=make_inputs,
     cost=cost,
