@@ -352,6 +352,12 @@ HANDED_OVER = (
 )
 
 HOST_CASES = (_case(1, 2, 128, 128, 64, suffix="host", causal=True),)
+# Few tokens, where PyTorch as it is called is what one would use.
+SMALL = tuple(
+    _case(batch, heads, tokens, tokens, 64, dtype)
+    for dtype in (FP16, BF16)
+    for batch, heads, tokens in (*((1, 1, n) for n in (32, 64, 128, 256, 512)), (2, 4, 128))
+)
 
 
 def _sdpa_as_called() -> Op:
@@ -420,5 +426,6 @@ SPEC = KernelSpec(
     },
     spills={"attention_fp8_fwd": 52},  # with NVRTC 13.5; with 13.0, which was measured, 48
     tunables=TUNABLES,
+    suite_cases=SMALL,
     host_cases=HOST_CASES,
 )
