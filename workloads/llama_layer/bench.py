@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from harness.spec import EAGER, MAX_AUTOTUNE, Case, Cost, Inputs, KernelSpec, Op, Peer
+from harness.suites import Part, Suite
 
 from .layer import LLAMA2, LayerConfig, llama_layer, rope_tables
 from .reference import llama_layer_reference
@@ -236,4 +237,24 @@ SPEC = KernelSpec(
     limits={"cos": 1.0, "sin": 1.0},  # they are a cosine and a sine
     determinism={"fwd": "run-to-run", "bwd": "on request", "fwd+bwd": "on request"},
     needs=("attention", "gelu", "rmsnorm", "rope", "swiglu"),
+)
+
+
+def _part(model: str, part: str, *baselines: str) -> Part:
+    """A table of the suite: one part of a model's layer at all lengths that it has."""
+    named = (case for case in CASES if case.name.startswith(f"{model}-b1-") and case.params.get("ffn") != "gelu")
+    chosen = tuple(case.name for case in named if case.params.get("part", "layer") == part)
+    return Part("llama_layer", chosen, baselines)
+
+
+SUITES = (
+    Suite(
+        "llm",
+        "a decoder layer of Llama 2 7B: attention, feed-forward, and the whole",
+        (
+            _part("7b", "attention", "eager", "torch-sdpa", "torch-cudnn-compile-max"),
+            _part("7b", "ffn", "eager", "torch-sdpa", "torch-sdpa-compile-max"),
+            _part("7b", "layer", "eager", "torch-sdpa", "torch-cudnn-compile-max", "hugging-face", "liger"),
+        ),
+    ),
 )
