@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from ..spec import WITHOUT_AUTOGRAD, Inputs
+from ..spec import Inputs
 from .accuracy import bits
-from .battery import Rejected, Subject, contiguous, guarded_call, placed
+from .battery import Rejected, Subject, contiguous, guarded_call, prepared
 from .oracle import Expected, OutGrads, expected
 
 Plant = Callable[[torch.Tensor], object]
@@ -49,8 +49,7 @@ NOT_FINITE = frozenset({"one nan", "one +inf", "one -inf", "a row of -inf"})
 def special_values(s: Subject, mode: str) -> None:
     """Every set of special values in every floating-point input, within SPEC.limits; nan everywhere, unless the case is
     finite_only."""
-    inputs = placed(s.inputs(), contiguous)
-    out_grads = None if mode in WITHOUT_AUTOGRAD else [contiguous("", g) for g in s.out_grads(inputs)]
+    inputs, out_grads = prepared(s, s.inputs(), mode)
     clean = expected(s.spec, inputs, out_grads)
     for name, tensor in inputs.items():
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or not tensor.numel():
@@ -67,7 +66,7 @@ def special_values(s: Subject, mode: str) -> None:
 
 def _examine(s: Subject, inputs: Inputs, name: str, out_grads: OutGrads | None, clean: Expected, where: str) -> None:
     truth = expected(s.spec, inputs, out_grads)
-    results = guarded_call(s, inputs, out_grads, where=where)
+    results = guarded_call(s, inputs, out_grads, where=where).copies
     for part, text in _parts(truth, clean, name, inputs[name]):
         verdict = truth.verdict(results, s.case, s.spec, part, clean.oracle)
         if not verdict.ok:
