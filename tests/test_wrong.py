@@ -22,7 +22,7 @@ def entries(attribute: str) -> list:
     return [
         pytest.param(kernel, wrong, id=f"{kernel}-{wrong.name.replace(' ', '-')}")
         for kernel in KERNELS
-        for wrong in getattr(ZOO[kernel], attribute)
+        for wrong in getattr(ZOO[kernel], attribute, ())
     ]
 
 

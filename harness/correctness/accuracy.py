@@ -335,9 +335,7 @@ def _wrong_bin(
     return ""
 
 
-def _beyond_a_step(
-    result: torch.Tensor, oracle: torch.Tensor, eager: torch.Tensor, where: torch.Tensor | None
-) -> str:
+def _beyond_a_step(result: torch.Tensor, oracle: torch.Tensor, eager: torch.Tensor, where: torch.Tensor | None) -> str:
     """How many elements of an fp8 result are further than one step from both eager's and the oracle's; "" if none."""
     wrong, first = 0, -1
     for start, r, o, e, w in _pieces(result, oracle, eager, where):
@@ -349,7 +347,9 @@ def _beyond_a_step(
         if count := int(far.sum()):
             first = first if wrong else start + int(far.nonzero()[0])
             wrong += count
-    return f"{wrong} of {result.numel()} elements are more than one step of fp8 off, the first is {first}" if wrong else ""
+    return (
+        f"{wrong} of {result.numel()} elements are more than one step of fp8 off, the first is {first}" if wrong else ""
+    )
 
 
 def _places(tensor: torch.Tensor) -> torch.Tensor:

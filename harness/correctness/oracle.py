@@ -177,9 +177,7 @@ def hold_against(
     """The rows that were sampled are held against `truth`; of the others, finite inputs must make finite results."""
     if sample is None:
         return truth.verdict(results, case, spec)
-    if len(results) == len(truth.names) and all(
-        bool(t.isfinite().all()) for t in (*truth.oracle, *truth.eager)
-    ):
+    if len(results) == len(truth.names) and all(bool(t.isfinite().all()) for t in (*truth.oracle, *truth.eager)):
         for name, tensor in zip(truth.names, results, strict=True):
             if tensor.is_floating_point() and not all(bool(p.isfinite().all()) for p in tensor.flatten().split(PIECE)):
                 return Verdict(False, f"{name} has nan or inf outside the rows that were sampled", "nonfinite")
