@@ -1,9 +1,9 @@
 """`check`: every implementation of every kernel against its oracle, from the declarations in SPEC alone.
 
 `plan` lists what is checked, `run` makes one check, and tests/test_specs.py makes a test of each. The checks are in
-`battery` (numbers, determinism, layouts), `isolation` (calls that disturb others), `special_values`, `fuzz` (sizes), `refusal` (bad input) and `integration`
-(torch.library, torch.compile, CUDA graphs, streams, devices); the criterion for a tensor is in `accuracy`; `bench`
-calls `verify`.
+`battery` (numbers, determinism, layouts), `isolation` (calls that disturb others), `special_values`, `fuzz` (sizes),
+`refusal` (bad input) and `integration` (torch.library, torch.compile, CUDA graphs, streams, devices); the criterion for
+a tensor is in `accuracy`; `bench` calls `verify`.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ def _noting(
     method: str, store: Callable[..., Any], ranges: Mapping[str, tuple[int, int]], written: list[str]
 ) -> Callable[..., Any]:
     def noted(self: Any, *args: Any) -> Any:
-        pointers, mask = (args[place] if place is not None else None for place in STORES[method])
-        addresses = pointers.data if mask is None else pointers.data[mask.data.astype(bool)]
+        pointers, mask = (None if place is None else args[place].data for place in STORES[method])
+        addresses = pointers if mask is None else pointers[mask.astype(bool)]
         written.extend(n for n, (low, end) in ranges.items() if ((addresses >= low) & (addresses < end)).any())
         return store(self, *args)
 

@@ -16,8 +16,7 @@ class Wrong:
     """`fn` must be rejected first by `check`, for `cause`; `case` is where that is tried, and all that is tried.
 
     `on_gpu` is the (check, cause) that may come first there, where the arithmetic, the random numbers, the tensors'
-    addresses or what can be launched are other than in the interpreter. Where it is `alone`, no other check rejects it,
-    or, if one does, for the same cause, which is not "error".
+    addresses or what can be launched are other than in the interpreter.
     """
 
     name: str
@@ -26,4 +25,3 @@ class Wrong:
     check: str
     cause: str
     on_gpu: tuple[str, str] | None = None
-    alone: bool = False

@@ -38,9 +38,13 @@ def wrong_if(condition: Callable[[dict[str, Any]], bool]) -> Callable[[Op], Op]:
 
     @_unseen
     def around(fn: Op) -> Op:
-        return lambda **inputs: _like(fn(**inputs), lambda t: t * 2) if condition(inputs) else fn(**inputs)
+        return lambda **inputs: _like(fn(**inputs), _twice) if condition(inputs) else fn(**inputs)
 
     return around
+
+
+def _twice(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 2 if tensor.element_size() > 1 else (tensor.float() * 2).to(tensor.dtype)
 
 
 def wrong_gradient_if(condition: Callable[[dict[str, Any]], bool]) -> Callable[[Op], Op]:
@@ -183,7 +187,6 @@ TOUCHES: dict[str, State] = {
     "sets cudnn.benchmark": _benchmark,
     "sets the deterministic mode": lambda: torch.set_deterministic_debug_mode(torch.get_deterministic_debug_mode()),
     "leaves another default dtype": lambda: torch.set_default_dtype(torch.float64),
-    "leaves autograd off": lambda: torch.set_grad_enabled(not torch.is_grad_enabled()),
 }
 
 
@@ -195,11 +198,14 @@ def in_another_order_in_memory(fn: Op) -> Op:
 
 @_unseen
 def cached_by_address_and_first_element(fn: Op) -> Op:
+    """Without autograd alone."""
     answers = {}
 
     def wrong(**inputs):
         tensors = _tensors(inputs)
-        key = tuple((t.data_ptr(), t.shape, t.requires_grad, *t.detach().flatten()[:1].tolist()) for t in tensors)
+        if any(t.requires_grad for t in tensors):
+            return fn(**inputs)
+        key = tuple((t.data_ptr(), t.shape, *t.flatten()[:1].tolist()) for t in tensors)
         if key not in answers:
             answers[key] = (fn(**inputs), tensors)
         return _like(answers[key][0], torch.Tensor.clone)
