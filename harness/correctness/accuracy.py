@@ -11,9 +11,9 @@ error             With e_r = |r - o| and e_e = |e - o|, each over the elements w
                   ratio and floor come from `spec.Tolerance`, eps from e's dtype; max and rms of o are taken over its
                   finite elements. step is one subnormal step of that dtype and never less than the smallest normal
                   fp32 number, since GPUs may flush subnormals to zero.
-small values      the elements whose |o| is at most 1 % of the largest, and above 0.01 % of it, must satisfy the rule for
-                  the RMS among themselves, and so must those below: else they could all be wrong and stay within what
-                  the largest allow. From 32 elements on, and where nothing limits the comparison to a part.
+small values      the elements whose |o| is at most 1 % of the largest, and above 0.01 % of it, must satisfy the rule
+                  for the RMS among themselves, and so must those below: else they could all be wrong and stay within
+                  what the largest allow. From 32 elements on, where nothing limits the comparison to a part.
 bfloat16          also max e_r <= 2e-2 · max |o| and (from 64 elements on, where an RMS means something)
                   rms e_r <= 4e-3 · rms o, unless the rule above, with its ratio of 2, already allows eager's kind of
                   arithmetic more than that.

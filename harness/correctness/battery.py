@@ -193,10 +193,9 @@ def prepared(
 
 def hold(s: Subject, observed: guard.Observed, truth: Expected, inputs: Inputs, where: str = "") -> Verdict:
     """The results of one call against the oracle, their strides against eager's; raises Rejected."""
-    verdict = guard.first_failure(
-        lambda: s.hold_against(truth, inputs, observed.copies),
-        lambda: _strides(s, observed.results, truth, inputs) if s.sample(inputs) is None else Verdict(True),
-    )
+    verdict = s.hold_against(truth, inputs, observed.copies)
+    if verdict.ok and s.sample(inputs) is None and not (strides := _strides(s, observed.results, truth, inputs)).ok:
+        verdict = strides
     if not verdict.ok:
         raise Rejected(verdict, where)
     return verdict
