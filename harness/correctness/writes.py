@@ -15,7 +15,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Methods of the interpreter's builder, with the places of the pointers and of the mask among their arguments.
-STORES = {"create_masked_store": (0, 2), "create_atomic_cas": (0, None), "create_atomic_rmw": (1, 3)}
+STORES: dict[str, tuple[int, int | None]] = {
+    "create_masked_store": (0, 2),
+    "create_atomic_cas": (0, None),
+    "create_atomic_rmw": (1, 3),
+}
 
 
 @contextmanager
@@ -66,8 +70,10 @@ def _noting(
     method: str, store: Callable[..., Any], ranges: Mapping[str, tuple[int, int]], written: list[str]
 ) -> Callable[..., Any]:
     def noted(self: Any, *args: Any) -> Any:
-        pointers, mask = (None if place is None else args[place].data for place in STORES[method])
-        addresses = pointers if mask is None else pointers[mask.astype(bool)]
+        place, mask_place = STORES[method]
+        addresses = args[place].data
+        if mask_place is not None:
+            addresses = addresses[args[mask_place].data.astype(bool)]
         written.extend(n for n, (low, end) in ranges.items() if ((addresses >= low) & (addresses < end)).any())
         return store(self, *args)
 
