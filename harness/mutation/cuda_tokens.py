@@ -1,0 +1,99 @@
+"""Faults of CUDA C++, found in its tokens: operators, comparisons, numbers and dropped statements.
+
+Comments, strings, inline PTX (`asm`), preprocessor lines, template parameter lists and `static_assert` are left alone,
+and so are `&`, `*` and `<` where they may be a reference, a pointer or a template's bracket.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections.abc import Iterator
+
+Change = tuple[str, str, int, int, str]
+
+# What is blanked before anything is sought; a string may hold PTX.
+_SKIPPED = re.compile(
+    r"//[^\n]*|/\*.*?\*/|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*"
+    r'|\basm\b(?:\s*volatile)?\s*\((?:"(?:\\.|[^"\\])*"|[^()"]|\((?:[^()"]|"(?:\\.|[^"\\])*"|\([^()]*\))*\))*\)'
+    r'|"(?:\\.|[^"\\])*"|\bstatic_assert\s*\([^;]*;|\btemplate\s*<[^>]*>',
+    re.DOTALL | re.MULTILINE,
+)
+_BINARY = {
+    "+=": ("-=",),
+    "-=": ("+=",),
+    "*=": ("+=",),
+    "<=": ("<", ">"),
+    ">=": (">", "<"),
+    "==": ("!=",),
+    "!=": ("==",),
+    "&&": ("||",),
+    "||": ("&&",),
+    "<<": (">>",),
+    ">>": ("<<",),
+    "+": ("-",),
+    "-": ("+",),
+    "*": ("+",),
+    "/": ("*",),
+    "%": ("/",),
+    "<": ("<=", ">="),
+    ">": (">=", "<="),
+    "|": ("&",),
+    "&": ("|",),
+    "^": ("|",),
+}
+_COMPARISONS = {"<=", ">=", "==", "!=", "<", ">"}
+# With a space on both sides, as clang-format writes binary operators; a pointer or a reference has none.
+_OPERATOR = re.compile(r"(?<= )(\+=|-=|\*=|<=|>=|==|!=|&&|\|\||<<|>>|[-+*/%<>|&^])(?= )")
+_NUMBER = re.compile(r"(?<![\w.])(\d+\.\d*(?:[eE][-+]?\d+)?f?|0x[0-9a-fA-F]+u?|\d+u?(?:ll)?)(?![\w.])")
+_STATEMENT = re.compile(
+    r"(?m)^[ \t]+(?P<call>(?!return\b|else\b|case\b|if\b|for\b|while\b)[\w:]+(?:<[^;{}()]*>)?\([^;{}]*\);)"
+)
+_CONDITION = re.compile(r"\bif(?: constexpr)? \((?P<test>[^;{}]*?)\)(?= [\w{*])")
+_FUNCTION = re.compile(r"(?m)^(?=[A-Za-z_])[^;{}=#]*\b(?P<name>\w+)\s*\([^;{}]*\)\s*\{")
+
+
+def changes(source: str) -> Iterator[Change]:
+    """(function, what changes, start, end, text) of every fault of a source file."""
+    blank = _SKIPPED.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), source)
+    functions = [(found.start(), found["name"]) for found in _FUNCTION.finditer(blank)]
+    begins = [start for start, _ in functions]
+
+    def where(at: int) -> str:
+        index = bisect.bisect_right(begins, at) - 1
+        return functions[index][1] if index >= 0 else ""
+
+    for start, end, kind, text in sorted(_found(blank)):
+        before = " ".join(source[max(0, start - 20) : end + 20].partition("\n")[0].split())
+        change = f"{kind}: {' '.join(source[start:end].split())[:60]} → {text or 'nothing'} in {before}"
+        yield where(start), change[:140], start, end, text
+
+
+def _found(blank: str) -> Iterator[tuple[int, int, str, str]]:
+    for found in _OPERATOR.finditer(blank):
+        kind = "comparison" if found[1] in _COMPARISONS else "condition" if found[1] in ("&&", "||") else "arithmetic"
+        if not _in_brackets_of_a_template(blank, found.start()):
+            yield from ((*found.span(1), kind, other) for other in _BINARY[found[1]])
+    for found in _NUMBER.finditer(blank):
+        yield from ((*found.span(1), "constant", other) for other in _other_numbers(found[1]))
+    for found in _STATEMENT.finditer(blank):
+        yield (*found.span("call"), "statement", ";")
+    for found in _CONDITION.finditer(blank):
+        yield from ((*found.span("test"), "condition", value) for value in ("true", "false"))
+
+
+def _in_brackets_of_a_template(blank: str, at: int) -> bool:
+    """Whether an operator stands in a declaration, where `*` and `&` belong to a type: `float * x = …`."""
+    line = blank[blank.rfind("\n", 0, at) + 1 : at]
+    return bool(re.fullmatch(r"\s*(?:const\s+)?\w+\s*", line)) and blank[at] in "*&"
+
+
+def _other_numbers(text: str) -> list[str]:
+    if "." in text:
+        value = float(text.rstrip("f"))
+        other = 1.0 if value == 0 else 2 * value
+        return [f"{other!r}f" if text.endswith("f") else repr(other)]
+    suffix = text[len(text.rstrip("ul")) :] if not text.startswith("0x") else "u" * text.endswith("u")
+    value = int(text[: len(text) - len(suffix)], 0)
+    others = {0: [1], 1: [0, 2]}.get(value, [value + 1, value - 1])
+    return [f"{other}{suffix}" for other in others]
