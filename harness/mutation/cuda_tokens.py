@@ -19,6 +19,7 @@ _SKIPPED = re.compile(
     r'|"(?:\\.|[^"\\])*"|\bstatic_assert\s*\([^;]*;|\btemplate\s*<[^>]*>',
     re.DOTALL | re.MULTILINE,
 )
+_TEMPLATE = re.compile(r"(?m)^template\s*<[^>]*>")
 _BINARY = {
     "+=": ("-=",),
     "-=": ("+=",),
@@ -56,7 +57,7 @@ _FUNCTION = re.compile(r"(?m)^(?=[A-Za-z_])[^;{}=#]*\b(?P<name>\w+)\s*\([^;{}]*\
 def changes(source: str) -> Iterator[Change]:
     """(function, what changes, start, end, text) of every fault of a source file."""
     blank = _SKIPPED.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), source)
-    functions = [(found.start(), found["name"]) for found in _FUNCTION.finditer(blank)]
+    functions = [(found.start(), found["name"]) for found in _FUNCTION.finditer(_with_templates(blank, source))]
     begins = [start for start, _ in functions]
 
     def where(at: int) -> str:
@@ -64,15 +65,25 @@ def changes(source: str) -> Iterator[Change]:
         return functions[index][1] if index >= 0 else ""
 
     for start, end, kind, text in sorted(_found(blank)):
-        before = " ".join(source[max(0, start - 20) : end + 20].partition("\n")[0].split())
-        change = f"{kind}: {' '.join(source[start:end].split())[:60]} → {text or 'nothing'} in {before}"
+        line = source[source.rfind("\n", 0, start) + 1 :].partition("\n")[0]
+        at = start - source.rfind("\n", 0, start) - 1
+        around = " ".join(line[max(0, at - 20) : at + 30].split())
+        change = f"{kind}: {' '.join(source[start:end].split())[:60]} → {text or 'nothing'} in {around}"
         yield where(start), change[:140], start, end, text
+
+
+def _with_templates(blank: str, source: str) -> str:
+    """The text with a name in place of each `template <…>`, so that a function begins where its line does."""
+    text = list(blank)
+    for found in _TEMPLATE.finditer(source):
+        text[found.start() : found.end()] = "_" * (found.end() - found.start())
+    return "".join(text)
 
 
 def _found(blank: str) -> Iterator[tuple[int, int, str, str]]:
     for found in _OPERATOR.finditer(blank):
         kind = "comparison" if found[1] in _COMPARISONS else "condition" if found[1] in ("&&", "||") else "arithmetic"
-        if not _in_brackets_of_a_template(blank, found.start()):
+        if not _of_a_type(blank, found.start()):
             yield from ((*found.span(1), kind, other) for other in _BINARY[found[1]])
     for found in _NUMBER.finditer(blank):
         yield from ((*found.span(1), "constant", other) for other in _other_numbers(found[1]))
@@ -82,10 +93,10 @@ def _found(blank: str) -> Iterator[tuple[int, int, str, str]]:
         yield from ((*found.span("test"), "condition", value) for value in ("true", "false"))
 
 
-def _in_brackets_of_a_template(blank: str, at: int) -> bool:
+def _of_a_type(blank: str, at: int) -> bool:
     """Whether an operator stands in a declaration, where `*` and `&` belong to a type: `float * x = …`."""
     line = blank[blank.rfind("\n", 0, at) + 1 : at]
-    return bool(re.fullmatch(r"\s*(?:const\s+)?\w+\s*", line)) and blank[at] in "*&"
+    return blank[at] in "*&" and bool(re.search(r"(?:^\s*|\bconst\s+)\w+\s*$", line))
 
 
 def _other_numbers(text: str) -> list[str]:

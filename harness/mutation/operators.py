@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 TUNING = {"num_warps", "num_stages", "num_ctas", "maxnreg", "EVICTION", "STAGES", "eviction_policy", "cache_modifier"}
@@ -234,11 +234,11 @@ def _called(node: ast.Call) -> str:
     return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
 
 
-def _other_constants(value: object) -> list[object]:
+def _other_constants(value: object) -> Sequence[float]:
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
-        return {0: [1], 1: [0, 2]}.get(value, [value + 1, value - 1])  # type: ignore[return-value]
+        return {0: [1], 1: [0, 2]}.get(value, [value + 1, value - 1])
     if isinstance(value, float):
         return [1.0] if value == 0 else [0.0, 2.0] if value == 1 else [2 * value]
     return []

@@ -173,12 +173,15 @@ class _Queue:
                 self._sources[mutant.file] = (registry.folder(self._kernel) / mutant.file).read_text(encoding="utf-8")
             source = self._sources[mutant.file]
         checks, tests = self._original.checks, self._original.tests
-        # The cheapest first, and of these the ones that have rejected most.
-        order = sorted(checks, key=lambda name: (0.02 + checks[name]) / (1 + self._kills[name]))
         return {
             "path": str(worker.root / inside / mutant.file),
             "source": mutant.applied(source),
-            "checks": {name: SLACK + FACTOR * checks[name] for name in order},
-            "tests": {name: SLACK + FACTOR * seconds for name, seconds in tests.items()},
+            "checks": self._in_order(checks),
+            "tests": self._in_order(tests),
             "test_seconds": SLACK + FACTOR * max(tests.values(), default=0.0),
         }
+
+    def _in_order(self, seconds: Mapping[str, float]) -> dict[str, float]:
+        """How long each may take, the cheapest first, and before them those that have rejected much."""
+        order = sorted(seconds, key=lambda name: (0.02 + seconds[name]) / (1 + self._kills[name]))
+        return {name: SLACK + FACTOR * seconds[name] for name in order}

@@ -124,6 +124,13 @@ def _checks(kernel: str, device: str, task: Mapping[str, Any], report: Any) -> N
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, hard))
+    with contextlib.suppress(ImportError):
+        import hypothesis
+
+        # One example that fails is enough: no search for the smallest.
+        phases = tuple(phase for phase in hypothesis.Phase if phase.name != "shrink")
+        hypothesis.settings.register_profile("mutants", phases=phases)
+        hypothesis.settings.load_profile("mutants")
     _limit(IMPORT_SECONDS if task.get("checks") else BASELINE_SECONDS)
     _say(report, at=IMPORT)
     from harness import registry
@@ -159,7 +166,11 @@ def _tests(kernel: str, task: Mapping[str, Any], report: Any) -> None:
     from harness import registry
 
     class Watch:
-        """Says which test runs and gives each its time."""
+        """Says which test runs, gives each its time, and puts them in the order of the task."""
+
+        def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+            place = {name: number for number, name in enumerate(task.get("tests", ()))}
+            items.sort(key=lambda item: place.get(item.nodeid, len(place)))
 
         def pytest_runtest_logstart(self, nodeid: str) -> None:
             _limit(task.get("tests", {}).get(nodeid, task.get("test_seconds", BASELINE_SECONDS)))
