@@ -25,7 +25,8 @@ a mask dropped, two swapped, a constant changed, a statement left out, a cast or
 (`harness/mutation/operators.py` has the rules).
 
 A mutant is *killed* when one of these does not pass: the checks of SPEC (`python -m harness check`), the kernel's own
-tests, and the tests of the eager call (`tests/test_call.py`), without those marked slow. To take far longer than the
+tests, and its share of `tests/test_addresses.py` (no access outside a tensor) and `tests/test_call.py` (the eager
+call), without those marked slow. To take far longer than the
 original does (hang) or to end the process (crash) is to be killed too. It is *equivalent* when no call can show the
 change, which `equivalent_mutants.toml` in the kernel's folder argues for each one. All others *survived*. The score is
 killed / (run − equivalent).
@@ -164,7 +165,7 @@ def _by_check(found: Sequence[Scored]) -> str:
 def _check(by: str) -> str:
     """A check of SPEC by its name, the tests by their file."""
     if "::" in by or ".py" in by:
-        return "tests of the eager call" if by.startswith("tests/") else "the kernel's own tests"
+        return by.partition("::")[0] if by.startswith("tests/") else "the kernel's own tests"
     return by.rpartition("-")[2]
 
 

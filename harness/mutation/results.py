@@ -69,7 +69,8 @@ def digest_of_checks(kernel: str) -> str:
     """Of all that decides whether a mutant survives: when it changes, survivors are tried again."""
     root = registry.ROOT
     folder = registry.folder(kernel)
-    files = [*root.glob("harness/correctness/*.py"), root / "harness/commands/check.py", root / "tests/test_call.py"]
+    files = [*root.glob("harness/correctness/*.py"), root / "harness/commands/check.py"]
+    files += [root / "tests/test_addresses.py", root / "tests/test_call.py"]
     files += [*folder.rglob("test_*.py"), folder / "bench.py", folder / "reference.py"]
     text = b"".join(file.read_bytes() for file in sorted(files) if file.is_file())
     return hashlib.sha256(text).hexdigest()[:12]

@@ -8,7 +8,7 @@ its plans, its CUDA context. The process ends at the first failure, by an except
 check took too long), or with all checks passed.
 
 A check fails where it does not pass; one that is skipped but passes on the original fails too. The tests of the kernel
-and those of the eager call come after the checks of SPEC.
+and its share of EVERY_KERNEL come after the checks of SPEC.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any
 MEMORY = 6 << 30  # bytes that a mutant may take beyond what is there after the imports; the CPU alone is bounded so
 IMPORT, TESTS = "import", "tests"
 IMPORT_SECONDS, BASELINE_SECONDS = 60.0, 900.0
+EVERY_KERNEL = ("tests/test_addresses.py", "tests/test_call.py")  # each has a share for every kernel
 NOT_SLOW = ("-m", "not slow")
 
 
@@ -160,7 +161,7 @@ def _checks(kernel: str, device: str, task: Mapping[str, Any], report: Any) -> N
 
 
 def _tests(kernel: str, task: Mapping[str, Any], report: Any) -> None:
-    """The kernel's own tests, then those of the eager call."""
+    """The kernel's own tests, and its share of those that every kernel has."""
     import pytest
 
     from harness import registry
@@ -191,7 +192,7 @@ def _tests(kernel: str, task: Mapping[str, Any], report: Any) -> None:
     folder = registry.folder(kernel).relative_to(registry.ROOT).as_posix()
     stop = ["-x"] if task.get("checks") else []
     skipped = [f"--deselect={test}" for test in task.get("deselect", ())]
-    files = [path for path in (folder, "tests/test_call.py") if (registry.ROOT / path).exists()]
+    files = [path for path in (folder, *EVERY_KERNEL) if (registry.ROOT / path).exists()]
     plugins = ("-p", "no:cacheprovider", "-p", "no:xdist")
     pytest.main([*files, "--kernel", kernel, "-q", *NOT_SLOW, *plugins, *stop, *skipped], plugins=[Watch()])
 
