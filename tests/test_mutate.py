@@ -114,6 +114,7 @@ def test_tokens_of_cuda():
         "constant": 1,
         "statement": 1,
     }, texts
+    assert cuda_tokens.functions(CUDA)["add"].startswith("template <int N = 3> __global__ void add(")
     assert any(CUDA[start:end] == "commit(at);" and text == ";" for *_, start, end, text in found)
 
 

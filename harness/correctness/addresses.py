@@ -97,9 +97,8 @@ def _check(pointers: Any, mask: Any, extents: list[Extent], what: str) -> None:
     if not addresses.size:
         return
     size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-    starts, ends = (np.array(side, dtype=np.int64) for side in zip(*extents, strict=True)) if extents else ([], [])
-    place = np.searchsorted(starts, addresses, side="right") - 1
-    outside = (place < 0) | (addresses + size > np.append(ends, 0)[place])
+    starts, ends = np.array([(0, 0), *extents], dtype=np.int64).T  # the first, an empty one, is before all addresses
+    outside = addresses + size > ends[np.searchsorted(starts, addresses, side="right") - 1]
     if outside.any():
         count = int(outside.sum())
         raise OutsideError(f"{count} of {addresses.size} addresses of {what} lie outside the tensors of the launch")

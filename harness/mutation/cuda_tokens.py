@@ -7,6 +7,7 @@ and so are `&`, `*` and `<` where they may be a reference, a pointer or a templa
 from __future__ import annotations
 
 import bisect
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -56,20 +57,32 @@ _FUNCTION = re.compile(r"(?m)^(?=[A-Za-z_])[^;{}=#]*\b(?P<name>\w+)\s*\([^;{}]*\
 
 def changes(source: str) -> Iterator[Change]:
     """(function, what changes, start, end, text) of every fault of a source file."""
-    blank = _SKIPPED.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), source)
-    functions = [(found.start(), found["name"]) for found in _FUNCTION.finditer(_with_templates(blank, source))]
-    begins = [start for start, _ in functions]
-
-    def where(at: int) -> str:
-        index = bisect.bisect_right(begins, at) - 1
-        return functions[index][1] if index >= 0 else ""
-
+    blank = _blanked(source)
+    begins = _begins(source, blank)
     for start, end, kind, text in sorted(_found(blank)):
-        line = source[source.rfind("\n", 0, start) + 1 :].partition("\n")[0]
         at = start - source.rfind("\n", 0, start) - 1
+        line = source[start - at :].partition("\n")[0]
         around = " ".join(line[max(0, at - 20) : at + 30].split())
         change = f"{kind}: {' '.join(source[start:end].split())[:60]} → {text or 'nothing'} in {around}"
-        yield where(start), change[:140], start, end, text
+        index = bisect.bisect_right(begins, (start, "~")) - 1
+        yield begins[index][1] if index >= 0 else "", change[:140], start, end, text
+
+
+def functions(source: str) -> dict[str, str]:
+    """The text of each function, to where the next one begins; of several that share a name, all of them."""
+    begins = _begins(source, _blanked(source))
+    found: dict[str, str] = {}
+    for (start, name), (end, _) in itertools.pairwise([*begins, (len(source), "")]):
+        found[name] = found.get(name, "") + source[start:end]
+    return found
+
+
+def _blanked(source: str) -> str:
+    return _SKIPPED.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), source)
+
+
+def _begins(source: str, blank: str) -> list[tuple[int, str]]:
+    return [(found.start(), found["name"]) for found in _FUNCTION.finditer(_with_templates(blank, source))]
 
 
 def _with_templates(blank: str, source: str) -> str:

@@ -96,7 +96,8 @@ def of_file(kernel: str, path: Path) -> list[Mutant]:
     name = path.relative_to(registry.folder(kernel)).as_posix()
     if path.suffix == ".py":
         return _of_python(kernel, name, source)
-    return _numbered(kernel, name, source, ((*change, "cuda") for change in cuda_tokens.changes(source)))
+    digests = {function: _digest(text) for function, text in cuda_tokens.functions(source).items()}
+    return _numbered(kernel, name, source, ((*change, "cuda") for change in cuda_tokens.changes(source)), digests)
 
 
 def _of_python(kernel: str, name: str, source: str) -> list[Mutant]:
@@ -136,7 +137,7 @@ def _numbered(
     file: str,
     source: str,
     changes: Iterator[tuple[str, str, int, int, str, str]],
-    functions: dict[str, str] | None = None,
+    digests: dict[str, str],
 ) -> list[Mutant]:
     """Mutants of changes (function, operator, start, end, text, device), those with the same text once."""
     starts, lines = _line_starts(source), source.splitlines()
@@ -147,7 +148,7 @@ def _numbered(
         seen.add((start, end, text))
         number = bisect.bisect_right(starts, start) - 1
         line = lines[number].strip()
-        digest = (functions or {}).get(function.partition(".")[0]) or _digest(line if functions else source)
+        digest = digests.get(function.partition(".")[0]) or _digest(line)
         ordinal = counts[function, line, operator]
         counts[function, line, operator] += 1
         found.append(

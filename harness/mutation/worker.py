@@ -62,6 +62,8 @@ def _imports() -> None:
     for name in ("harness.commands.check", "hypothesis", "pytest", "torch._dynamo", "torch.export", "torch._inductor"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    if torch.cuda.is_initialized():
+        raise RuntimeError("an import has started CUDA, which a forked process cannot use")
 
 
 def _forked(kernel: str, device: str, task: Mapping[str, Any]) -> dict[str, Any]:
