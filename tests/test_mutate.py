@@ -131,18 +131,20 @@ def test_results_that_no_longer_hold_are_dropped(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("known", "again", "expected"),
+    ("known", "argued", "again", "expected"),
     [
-        (None, False, True),
-        ({"status": "killed", "checks": "old"}, False, False),
-        ({"status": "survived", "checks": "new"}, False, False),
-        ({"status": "survived", "checks": "old"}, False, True),
-        ({"status": "survived", "checks": "new"}, True, True),
-        ({"status": "hang", "checks": "new"}, True, False),
+        (None, False, False, True),
+        (None, False, True, False),
+        ({"status": "killed", "checks": "old"}, False, False, False),
+        ({"status": "survived", "checks": "new"}, False, False, False),
+        ({"status": "survived", "checks": "old"}, False, False, True),
+        ({"status": "survived", "checks": "old"}, True, False, False),
+        ({"status": "survived", "checks": "new"}, True, True, True),
+        ({"status": "hang", "checks": "new"}, False, True, False),
     ],
 )
-def test_what_is_run(known, again, expected):
-    assert mutate._to_run(known, "new", again) is expected
+def test_what_is_run(known, argued, again, expected):
+    assert mutate._to_run(known, "new", argued, again) is expected
 
 
 def test_the_order_is_drawn_and_does_not_depend_on_other_mutants(tmp_path, monkeypatch):

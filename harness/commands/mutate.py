@@ -1,7 +1,7 @@
 """`mutate`: small faults in a kernel's own source, one at a time; how many of them the checks and tests reject.
 
 Results are in reports/mutants, one line a mutant. A run takes up where the last one stopped: what is known is not run
-again unless its function changed, or it survived and the checks changed. `--report` writes reports/faults.md.
+again unless its function changed, or it survived, is not argued to be equivalent, and the checks changed. `--report` writes reports/faults.md.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--least", type=int, default=run.LEAST, metavar="N", help=argparse.SUPPRESS)
     parser.add_argument("--file", action="append", metavar="FILE", help="only mutants of this file of the folder")
-    parser.add_argument("--again", action="store_true", help="run the survivors again, and nothing else")
+    parser.add_argument("--again", action="store_true", help="run all survivors again, and nothing else")
     parser.add_argument("--list", action="store_true", help="print the mutants and run none")
     parser.add_argument("--report", action="store_true", help="write reports/faults.md from the results and run none")
     parser.add_argument("--out", type=Path, default=results.FOLDER, metavar="DIR", help="default: reports/mutants")
@@ -53,6 +55,7 @@ def main(arguments: argparse.Namespace) -> int:
         target.write_text(report.page(arguments.out), encoding="utf-8")
         print(target)
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the copies of the checkout are removed
     for name in names:
         _one(name, arguments)
     return 0
@@ -71,7 +74,12 @@ def _one(kernel: str, arguments: argparse.Namespace) -> None:
     results.tidy(kernel, every, arguments.out)
     checks = results.digest_of_checks(kernel)
     known = results.current(results.load(kernel, arguments.out), every, label)
-    left = [m for m in mutants.order(chosen, arguments.seed) if _to_run(known.get(m.key), checks, arguments.again)]
+    argued = mutants.equivalent(kernel)
+    left = [
+        mutant
+        for mutant in mutants.order(chosen, arguments.seed)
+        if _to_run(known.get(mutant.key), checks, mutant.identity in argued, arguments.again)
+    ]
     print(f"{kernel} on {label}: {len(every)} mutants, {len(able)} for this device, {len(left)} to run", flush=True)
     if not left:
         return
@@ -105,10 +113,11 @@ def _one(kernel: str, arguments: argparse.Namespace) -> None:
     print(f"{kernel}: " + ", ".join(f"{n} {status}" for status, n in counts.most_common()))
 
 
-def _to_run(known: Mapping[str, Any] | None, checks: str, again: bool) -> bool:
+def _to_run(known: Mapping[str, Any] | None, checks: str, argued: bool, again: bool) -> bool:
+    """What has no result, and survivors once the checks have changed; with `again` all survivors and nothing else."""
     if known is None:
         return not again
-    return known["status"] == "survived" and (again or known["checks"] != checks)
+    return known["status"] == "survived" and (again or (known["checks"] != checks and not argued))
 
 
 def _has_gpu() -> bool:

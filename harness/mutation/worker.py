@@ -14,6 +14,7 @@ and its share of EVERY_KERNEL come after the checks of SPEC.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -26,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 MEMORY = 6 << 30  # bytes that a mutant may take beyond what is there after the imports; the CPU alone is bounded so
-IMPORT, TESTS = "import", "tests"
+IMPORT = "import"
+_PR_SET_PDEATHSIG = 1
 IMPORT_SECONDS, BASELINE_SECONDS = 60.0, 900.0
 EVERY_KERNEL = ("tests/test_addresses.py", "tests/test_call.py")  # each has a share for every kernel
 NOT_SLOW = ("-m", "not slow")
@@ -34,6 +36,7 @@ NOT_SLOW = ("-m", "not slow")
 
 def main(kernel: str, device: str) -> None:
     """Answers tasks until standard input ends."""
+    _end_with_parent()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
@@ -54,6 +57,12 @@ def main(kernel: str, device: str) -> None:
         answers.write(json.dumps(answer) + "\n")
 
 
+def _end_with_parent() -> None:
+    """The kernel kills this process when its parent ends, however that ends: no mutant may outlive its run."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _imports() -> None:
     """What every mutant needs and none changes; nothing here may start CUDA, which does not survive a fork."""
     import torch
@@ -72,6 +81,7 @@ def _forked(kernel: str, device: str, task: Mapping[str, Any]) -> dict[str, Any]
     start = time.monotonic()
     process = os.fork()
     if process == 0:
+        _end_with_parent()
         os.close(reader)
         os.setsid()  # so that what it starts can be ended with it
         report = os.fdopen(writer, "w", buffering=1)
