@@ -1,7 +1,8 @@
 """`mutate`: small faults in a kernel's own source, one at a time; how many of them the checks and tests reject.
 
 Results are in reports/mutants, one line a mutant. A run takes up where the last one stopped: what is known is not run
-again unless its function changed, or it survived, is not argued to be equivalent, and the checks changed. `--report` writes reports/faults.md.
+again unless its function changed, or it survived, is not argued to be equivalent, and the checks changed. `--report`
+writes reports/faults.md.
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ def _one(kernel: str, arguments: argparse.Namespace) -> None:
         for mutant in mutants.order(chosen, arguments.seed)
         if _to_run(known.get(mutant.key), checks, mutant.identity in argued, arguments.again)
     ]
+    left.sort(key=lambda mutant: mutant.key not in known)  # survivors first
+    retried = sum(mutant.key in known for mutant in left)
     print(f"{kernel} on {label}: {len(every)} mutants, {len(able)} for this device, {len(left)} to run", flush=True)
     if not left:
         return
@@ -105,7 +108,7 @@ def _one(kernel: str, arguments: argparse.Namespace) -> None:
             left,
             jobs,
             arguments.minutes,
-            max(0, arguments.least - len(known)),
+            retried + max(0, arguments.least - len(known)),
             done,
             lambda text: print(text, flush=True),
         )
