@@ -74,7 +74,7 @@ class Worker:
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
-            self.process.wait(timeout=5)
+            self.process.wait(timeout=1)
         except subprocess.TimeoutExpired:
             self.process.kill()
 
