@@ -22,6 +22,7 @@ start  before the implementations of one case and mode are run: {"type": "start"
 row    one per implementation of that case and mode
        {"type": "row", "run", "kernel", "case", "mode", "dims": {"rows": 8192, ...}, "dtype": "bfloat16", "params": {},
         "implementation": "triton", "kind": "ours"|"baseline"|"yardstick",
+        "pytorch": bool,                                                     # of a baseline: what a user would write
         "status": "ok"|"skipped"|"oom"|"error"|"wrong"|"over-roofline"|"crashed", "reason": null|"why not ok",
         "cost": {"flops": {"fp32": int, ...}, "bytes": int, "link_bytes": int, "host_bytes": int},  # links where used;
         "items": 8192, "unit": "rows",                                       # in schema 1 FLOPs were of one "pipe"
@@ -33,10 +34,14 @@ row    one per implementation of that case and mode
                                                                              # by round, in the headline column
         "noise": {"median": 1.0, "ci95": [0.998, 1.003]} | null,             # A/A: this implementation against itself
         "peak_memory_bytes": int,                                            # above what the inputs hold
+        "saved_bytes": int | null,            # kept from the forward for the backward, beyond inputs and outputs; null
+                                              # in "fwd" and "step"
+        "growth_bytes": int | null,           # what ten more calls leave allocated (these two: not in older records)
         "error": {"max": ..., "rms": ..., "eager_max": ..., "eager_rms": ...} | null,
         "clocks": {"sm_mhz": [min, max], "temperature_c": [min, max], "power_w": [min, max],
                    "throttle": ["sw_power_cap"], "throttled_samples": 0, "samples": 40},
         "warnings": ["..."],
+        "configuration": {"name", "instead_of": "what failed"},              # of a peer that did not run as it should
         "several": SEVERAL}                                                  # where the case is of several GPUs
        COLUMN = {"samples_us": [...], "n", "median_us", "mean_us", "std_us", "min_us", "max_us", "p95_us", "p99_us",
                  "ci95_us": [lo, hi], "outliers", "stop": "converged"|"rounds"|"time"}

@@ -9,18 +9,21 @@ import torch
 
 from .spec import Case, KernelSpec, Yardstick
 
+OPTIONAL = ("samples", "warmup", "suite")  # in the record where they were given
 OPTIONS = ("gpu", "quick", "timer", "case", "mode", "impl", "host", "host_compiled", "resume")
 
 
 def asked(arguments: argparse.Namespace) -> dict[str, Any]:
     """The command line of a bench, as the record has it."""
-    return {name: getattr(arguments, name) for name in OPTIONS}
+    given = {name: getattr(arguments, name, None) for name in OPTIONAL}
+    return {name: getattr(arguments, name) for name in OPTIONS} | {n: v for n, v in given.items() if v is not None}
 
 
 def described(spec: KernelSpec, case: Case, mode: str, name: str, status: str, reason: str | None) -> dict[str, Any]:
     """The row of an implementation without its measurements."""
     yardsticks = {b.name: b for b in spec.baselines if isinstance(b, Yardstick)}
     cost = yardsticks[name].cost if name in yardsticks else spec.cost
+    baseline = kind(spec, name) == "baseline"
     return {
         "case": case.name,
         "mode": mode,
@@ -29,6 +32,7 @@ def described(spec: KernelSpec, case: Case, mode: str, name: str, status: str, r
         "params": {name: _written(value) for name, value in case.params.items()},
         "implementation": name,
         "kind": kind(spec, name),
+        **({"pytorch": name in spec.pytorch} if baseline else {}),
         "status": status,
         "reason": reason,
         "cost": cost(case, mode).to_record(),

@@ -64,8 +64,9 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Baseline:
-    """Something to be compared with. Use EAGER and COMPILED, which are made from `reference`, or `Peer`. `supports`
-    gives the reason why a case cannot be run, or None; `dataclasses.replace(EAGER, supports=...)` has one."""
+    """Something to be compared with. Use EAGER, COMPILED and COMPILED_MAX, which are made from `reference`, or `Peer`.
+    `supports` gives the reason why a case cannot be run, or None; `dataclasses.replace(EAGER, supports=...)` has one.
+    """
 
     name: str
     supports: Callable[[Case, str], str | None] = field(kw_only=True, default=lambda case, mode: None)
@@ -76,10 +77,12 @@ class Peer(Baseline):
     """Another library's implementation with the signature of the public op.
 
     `load` imports the library and returns the callable, so that an absent one costs nothing until it is asked for;
-    its ImportError becomes a skipped row.
+    its ImportError becomes a skipped row. `configurations` are smaller ones, by name and best first: the first that
+    runs takes the place of a `load` that does not compile or run, and the row says which it was.
     """
 
     load: Callable[[], Op] = field(kw_only=True)
+    configurations: Mapping[str, Callable[[], Op]] = field(kw_only=True, default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,12 @@ class Yardstick(Peer):
 
 EAGER = Baseline("eager")
 COMPILED = Baseline("compile")
+#: torch.compile at its best: its mode max-autotune-no-cudagraphs, whose options these are. The harness has a column of
+#: its own for CUDA graphs.
+COMPILED_MAX = Baseline("compile-max")
+MAX_AUTOTUNE: dict[str, Any] = {"max_autotune": True, "coordinate_descent_tuning": True}
+WITHOUT_DESCENT: dict[str, Any] = {"max_autotune": True}  # what is tried where those do not compile
+FROM_REFERENCE = frozenset(baseline.name for baseline in (EAGER, COMPILED, COMPILED_MAX))
 
 
 @dataclass(frozen=True)
@@ -158,6 +167,8 @@ class KernelSpec:
                      each call. The generator is None when shapes alone matter (ahead-of-time build).
     cost             (case, mode) -> Cost; no tensors
     cases            at least one with bench=True
+    pytorch          names of the baselines that are what a PyTorch user would write (F.rms_norm, SDPA, fused AdamW).
+                     The report's "over PyTorch" is over the fastest; "eager" where the reference is just that
     grads            names of the inputs that have a gradient
     modes            what is timed: "fwd" (no autograd), "bwd" (the backward alone), "fwd+bwd", or "step": one update of
                      an optimizer, or "train": one step of a model's training, with its own forward, backward and
@@ -179,6 +190,7 @@ class KernelSpec:
                      error
     tunables         what `tune` searches
     host_cases       problems so small that a call takes its host time; every peer takes them
+    suite_cases      further cases that only a suite or --case names: neither in the tests nor in a bench of everything
     host_ops         implementation or peer -> what is called on host cases in its place, e.g. the step of an optimizer
     compile_targets  compute capabilities that `build` compiles for
     needs            the kernels whose public functions a composed one calls; it has no kernel of its own
@@ -197,7 +209,8 @@ class KernelSpec:
     unit: str
     items: Callable[[Case], int]
     fuzz: Mapping[str, tuple[int, int]]
-    baselines: tuple[Baseline, ...] = (EAGER, COMPILED)
+    baselines: tuple[Baseline, ...] = (EAGER, COMPILED, COMPILED_MAX)
+    pytorch: tuple[str, ...] = ()
     modes: tuple[str, ...] = ("fwd", "bwd")
     determinism: Mapping[str, str] = field(default_factory=lambda: {"fwd": "run-to-run", "bwd": "run-to-run"})
     tolerance: Tolerance = Tolerance()
@@ -212,6 +225,7 @@ class KernelSpec:
     alias_reason: Callable[[str, Case, str], str | None] = lambda implementation, case, mode: None
     unsupported_reason: Callable[[str, Case, str], str | None] = lambda implementation, case, mode: None
     host_cases: tuple[Case, ...] = ()
+    suite_cases: tuple[Case, ...] = ()
     host_ops: Mapping[str, Op] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
     model: Callable[[Case, str, int, int | None, float, float], tuple[float, float, float]] | None = None
@@ -227,9 +241,13 @@ class KernelSpec:
             raise ValueError(f"{self.name}: unknown modes {sorted(unknown)}, known are {MODES}")
         if unknown := set(self.min_capability) - set(self.implementations):
             raise ValueError(f"{self.name}: min_capability names {sorted(unknown)}, which are no implementations")
-        hosts = [case.name for case in self.host_cases]
-        if len(set(names + hosts)) != len(names) + len(hosts):
-            raise ValueError(f"{self.name}: names of host cases must be unique too, got {sorted(hosts)}")
+        if unknown := set(self.pytorch) - {baseline.name for baseline in self.baselines}:
+            raise ValueError(f"{self.name}: pytorch names {sorted(unknown)}, which are no baselines")
+        others = [case.name for case in (*self.host_cases, *self.suite_cases)]
+        if len(set(names + others)) != len(names) + len(others):
+            raise ValueError(
+                f"{self.name}: names of host cases and of suites' must be unique too, got {sorted(others)}"
+            )
         if alone := [case.name for case in self.cases if case.world_size < 1]:
             raise ValueError(f"{self.name}: a case takes one GPU at least, got {alone}")
         self._check_sharding()
@@ -261,7 +279,7 @@ class KernelSpec:
 
     def case(self, name: str) -> Case:
         """The case of that name; ValueError lists the known ones."""
-        for case in self.cases:
+        for case in (*self.cases, *self.suite_cases):
             if case.name == name:
                 return case
         raise ValueError(f"{self.name} has no case {name!r}; known: {', '.join(c.name for c in self.cases)}")

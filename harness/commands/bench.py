@@ -17,21 +17,23 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .. import environment, execute, host, options, record, registry, roofline
+from .. import environment, execute, host, on_cpu, options, record, registry, roofline, suites
 from ..correctness.accuracy import Verdict
 from ..correctness.verify import verify
-from ..measure import timing
+from ..measure import memory, timing
 from ..on_gpu import folder
 from ..ranks import command as ranks
 from ..ranks.launch import TIMEOUT
+from ..reporting import console, suite_summary
 from ..reporting.progress import Progress
 from ..rows import asked, described
-from ..spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Yardstick
+from ..spec import EAGER, FROM_REFERENCE, Case, Cost, Inputs, KernelSpec, Yardstick
 from . import calibrate
 
 SUSTAINED_SECONDS = 1.0
@@ -40,6 +42,7 @@ STUCK_SECONDS = 120.0
 
 def configure(parser: argparse.ArgumentParser) -> None:
     options.add_selection(parser)
+    parser.add_argument("--suite", metavar="NAME", help="the cases of a suite (harness/suites.py), with its summary")
     options.add_target(parser)
     options.add_output(parser)
     group = parser.add_argument_group("how")
@@ -61,27 +64,73 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="with --gpus: no step of any process for so long means that one hangs (default: %(default)g s)",
     )
+    group.add_argument(
+        "--samples",
+        type=int,
+        nargs="?",
+        const=50,
+        metavar="N",
+        help="exactly N samples (without N: 50), not as many as the scatter asks for",
+    )
+    group.add_argument(
+        "--warmup", type=int, nargs="?", const=10, metavar="N", help="N rounds of warm-up (without N: 10), not a time"
+    )
     group.add_argument("--resume", action="store_true", help="continue an interrupted bench with the same options")
 
 
 def main(arguments: argparse.Namespace) -> int:
     if arguments.gpus > 1:
+        if ignored := [name for name in ("suite", "samples", "warmup") if getattr(arguments, name) is not None]:
+            raise ValueError(f"--gpus does not go with --{' and --'.join(ignored)}")
         return ranks.main(arguments)
     device, key = environment.target(arguments.gpu, arguments.device)
-    selections = options.select(arguments)
-    if arguments.quick and not arguments.case:
+    suite = suites.find(arguments.suite) if arguments.suite else None
+    selections = suites.select(suite, arguments) if suite else options.select(arguments)
+    own = [s for s in selections if s.spec.name in registry.outside()]
+    if arguments.quick and not arguments.case and not suite:
         selections = [options.Selection(s.spec, s.cases[:1], s.modes, s.implementations) for s in selections]
-    if device.type != "cuda":
+    if device.type != "cuda" and not own:
         from .. import plan
 
         return plan.main(selections, key, arguments)
-    with torch.cuda.device(device):
-        session = Session(device, arguments)
-        where = registry.ROOT / (".out" if arguments.quick else "reports") / folder(device, key)
-        out = arguments.out or where
-        failures = sum(session.bench(s, out / "records" / f"{s.spec.name}.jsonl") for s in selections)
+    name = folder(device, key) if device.type == "cuda" else device.type
+    root = Path.cwd() / ".out" if own else registry.ROOT / (".out" if arguments.quick or suite else "reports")
+    out = arguments.out or root / name / (f"suite-{suite.name}" if suite else "")
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            failures = _benched(Session(device, arguments).bench, selections, out, suite)
+    else:
+        if arguments.timer != "auto" or arguments.resume:
+            raise ValueError("--timer and --resume are for a GPU: on a CPU the wall clock's time is measured, at once")
+        failures = _benched(partial(on_cpu.bench, arguments=arguments), own, out, suite)
     print(f"records in {out / 'records'}")
     return 1 if failures else 0
+
+
+def _benched(
+    bench: Callable[[options.Selection, Path], int],
+    selections: Sequence[options.Selection],
+    out: Path,
+    suite: suites.Suite | None,
+) -> int:
+    """Every kernel into its record, with its tables, and a suite's summary. Returns how many rows of our own failed."""
+    failures = 0
+    for selection in selections:
+        path = out / "records" / f"{selection.spec.name}.jsonl"
+        failures += bench(selection, path)
+        if suite is None:
+            rows = [row.data for row in record.load(path).newest() if not row.host]
+            usual = (*selection.spec.pytorch, EAGER.name)
+            against = next((name for name in usual if name in selection.implementations), None)
+            if rows:  # not with --host only
+                console.show(selection.spec.name, rows, against)
+    if suite is not None:
+        measured = [row for row in record.load(out).rows if not row.host]
+        summary = suite_summary.summary(suite, measured)
+        suite_summary.show(summary)
+        (out / f"{suite.name}.json").write_text(suite_summary.dumps(summary), encoding="utf-8")
+        print(f"summary in {out / (suite.name + '.json')}")
+    return failures
 
 
 class Interrupt:
@@ -124,7 +173,7 @@ class Session:
         fastest = max(measured["bandwidth"], measured["bandwidth_read"])
         self.limits = dataclasses.replace(self.ceilings, bandwidth=fastest)
         self.recorded_ceilings = {"measured": measured, "datasheet": promised.to_record() if promised else None}
-        self.clock = timing.Clock(self.device, timing.QUICK if self.arguments.quick else timing.Budget())
+        self.clock = timing.Clock(self.device, timing.budget(self.arguments))
 
     def bench(self, selection: options.Selection, path: Path) -> int:
         """All groups of one kernel into its record. Returns how many rows of our own failed."""
@@ -165,7 +214,7 @@ class Session:
                     failures += sum(r["kind"] == "ours" and r["status"] not in ("ok", "skipped", "oom") for r in rows)
                     progress.group(case.name, mode, rows, self.ceilings, group.seconds)
                     interrupt.raise_if_lost()
-                if self.arguments.host != "no":
+                if self.arguments.host != "no" and not getattr(self.arguments, "suite", None):
                     failures += self._host(selection, write)
                     interrupt.raise_if_lost()
                 write("stop", reason="complete")
@@ -209,6 +258,7 @@ class Group:
         self.seconds: dict[str, float] = {}  # of the host's time, by what it went to
         self.done: dict[str, dict[str, Any]] = {}
         self.verdicts: dict[str, Verdict] = {}
+        self.configurations: dict[str, dict[str, str]] = {}  # of peers that do not run as they should
 
     def crashed(self) -> list[dict[str, Any]]:
         """The rows of a group in which an earlier process died."""
@@ -251,10 +301,15 @@ class Group:
         for name in self.selection.implementations:
             with self._guarded(name), clock.stream():
                 self._once(name)
-                fn = execute.load(self.spec, name, self.case, self.mode)
-                with self._stage("compilation"):
+
+                def attempt(fn: execute.Op) -> None:
                     execute.bind(self.spec, fn, inputs[0], self.mode, grads[0])()
                     torch.cuda.synchronize()
+
+                with self._stage("compilation"):
+                    fn, configuration = execute.load_running(self.spec, name, self.case, self.mode, attempt)
+                if configuration:
+                    self.configurations[name] = configuration
                 with self._stage("checks"):
                     self._check(name, fn, inputs[0], grads[0], seed=1)
                 if name not in self.done:
@@ -284,7 +339,7 @@ class Group:
             with self._guarded(name), clock.stream():
                 assert measurement is not None
                 with self._stage("timing"):
-                    self._describe(name, contender(name, fn), measurement)
+                    self._describe(name, fn, inputs[0], contender(name, fn), measurement)
                 if name in self.spec.implementations:
                     with self._stage("checks"):
                         self._check(name, fn, inputs[0], grads[0], seed=3, timed=True)
@@ -331,7 +386,7 @@ class Group:
         timed: bool = False,
     ) -> None:
         """Right, on the timed inputs? Ours must be; a peer that is not gets a warning beside its time."""
-        if name in (EAGER.name, COMPILED.name) or name in self.yardsticks:  # the reference itself, or another op
+        if name in FROM_REFERENCE or name in self.yardsticks:  # the reference itself, or another op
             return
         run = execute.bind(self.spec, fn, inputs, self.mode, grads)
         ours = name in self.spec.implementations
@@ -346,7 +401,14 @@ class Group:
             when = "after timing: " if timed else ""
             self.done[name] = self._row(name, "wrong", f"{when}{verdict.reason}")
 
-    def _describe(self, name: str, contender: timing.Contender, measurement: timing.Measurement) -> None:
+    def _describe(
+        self,
+        name: str,
+        fn: execute.Op,
+        inputs: Inputs,
+        contender: timing.Contender,
+        measurement: timing.Measurement,
+    ) -> None:
         """The row of an implementation that was timed."""
         columns, timer = measurement.columns[name], self.session.arguments.timer
         ours = next((n for n in self.spec.implementations if n in measurement.columns), name)
@@ -354,14 +416,9 @@ class Group:
         headline = headline if headline in columns else "cold"
         ratios = measurement.ratios(name, headline)
         noise = ratios.pop(name + timing.AA, None)
+        saved = execute.saved_bytes(self.spec, fn, inputs, self.mode)  # before a bound backward holds its own graph
         run = contender.bind(0)
-        run()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before
+        used = memory.measure(run, self.session.device, saved)
         verdict = self.verdicts.get(name)
         warnings = list(measurement.warnings[name])
         if verdict and not verdict.ok:
@@ -381,10 +438,11 @@ class Group:
             "sustained": sustained,
             "ratios": {other: ratio for other, ratio in ratios.items() if not other.endswith(timing.AA)},
             "noise": noise,
-            "peak_memory_bytes": peak,
+            **used.to_record(),
             "error": verdict and {n: verdict.numbers.get(n) for n in ("max", "rms", "eager_max", "eager_rms")},
             "clocks": measurement.clocks,
             "warnings": warnings,
+            **({"configuration": self.configurations[name]} if name in self.configurations else {}),
         }
 
     def _over(self, name: str, microseconds: float, column: str) -> str | None:

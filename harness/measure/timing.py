@@ -20,10 +20,12 @@ never zeros.
 
 from __future__ import annotations
 
+import argparse
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,7 +47,7 @@ class Budget:
     """When sampling stops: every interval of a median narrower than `width`, or a bound on rounds or seconds.
 
     `few_rounds` are enough where `min_rounds` take longer than `patience` seconds: runs of a tenth of a second have
-    little variance, and are as long as many short ones.
+    little variance, and are as long as many short ones. `warmup_rounds` replaces `warmup_seconds`.
     """
 
     min_rounds: int = 20
@@ -55,9 +57,27 @@ class Budget:
     seconds: float = 1.5
     width: float = 0.01
     warmup_seconds: float = 0.05
+    warmup_rounds: int | None = None
+
+    def fixed(self, samples: int | None = None, warmup: int | None = None) -> Budget:
+        """With exactly so many samples, whatever their scatter, after so many rounds of warm-up; None leaves either as
+        it is. ValueError below 1 sample or 0 rounds."""
+        if (samples is not None and samples < 1) or (warmup is not None and warmup < 0):
+            raise ValueError(f"at least 1 sample and 0 rounds of warm-up, got {samples} and {warmup}")
+        fixed = self if warmup is None else replace(self, warmup_rounds=warmup)
+        if samples is None:
+            return fixed
+        bounds = replace(fixed, min_rounds=samples, few_rounds=samples, max_rounds=samples)
+        return replace(bounds, seconds=math.inf, width=0.0)
 
 
 QUICK = Budget(min_rounds=7, max_rounds=20, seconds=0.25, width=0.05, warmup_seconds=0.02)
+
+
+def budget(arguments: argparse.Namespace) -> Budget:
+    """From --quick, --samples and --warmup."""
+    usual = QUICK if arguments.quick else Budget()
+    return usual.fixed(getattr(arguments, "samples", None), getattr(arguments, "warmup", None))
 
 
 @dataclass(frozen=True)
@@ -208,11 +228,13 @@ class Clock:
         loaded at its first launch, which waits for the device and so never ends behind a closed gate."""
         self.flush()
         every = [run for on_one_set in runs for run in on_one_set.values()]
-        deadline = time.perf_counter() + self.budget.warmup_seconds
-        while time.perf_counter() < deadline:
+        rounds, deadline = self.budget.warmup_rounds, time.perf_counter() + self.budget.warmup_seconds
+        done = 0
+        while (time.perf_counter() < deadline) if rounds is None else (done < rounds):
             for run in every:
                 run()
             self._stream.synchronize()
+            done += 1
 
     def _events(self, sets_of_runs: Sequence[Mapping[str, Run]], cold: bool) -> tuple[dict[str, list[float]], str]:
         names = list(sets_of_runs[0])

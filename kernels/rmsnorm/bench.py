@@ -7,7 +7,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable
+from harness.spec import COMPILED, COMPILED_MAX, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable
 
 from . import cluster, configs, rmsnorm
 from .reference import rmsnorm_reference
@@ -56,6 +56,11 @@ CASES = (
     _case(3, 49152, FP32, "-eps-residual", eps=1e-5, residual=True),
     _case(2, 20488, FP16, "-eps-noweight", eps=1e-5, weight=False),
 )
+# Batch 4 and 32, sequence 2048 and 4096, width 4096 and 8192, with those above.
+SUITE_CASES = tuple(
+    _case(rows, dim, BF16, bench=True)
+    for rows, dim in ((16384, 4096), (65536, 4096), (131072, 4096), (8192, 8192), (16384, 8192), (65536, 8192))
+)
 
 
 def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
@@ -91,6 +96,10 @@ def _torch():
         return y if residual is None else (y, h)
 
     return rms_norm
+
+
+def _torch_supports(case: Case, mode: str) -> str | None:
+    return "adds nothing to the weight" if case.params.get("weight_offset") else None
 
 
 def _liger():
@@ -188,7 +197,15 @@ SPEC = KernelSpec(
     min_capability={"cuda": (9, 0)},
     unsupported_reason=_unsupported_reason,
     alias_reason=_alias_reason,
-    baselines=(EAGER, COMPILED, Peer("torch", load=_torch), Peer("liger", load=_liger), Peer("quack", load=_quack)),
+    baselines=(
+        EAGER,
+        COMPILED,
+        COMPILED_MAX,
+        Peer("torch", load=_torch, supports=_torch_supports),
+        Peer("liger", load=_liger),
+        Peer("quack", load=_quack),
+    ),
+    pytorch=("torch",),
     reference=rmsnorm_reference,
     make_inputs=make_inputs,
     cost=cost,
@@ -202,5 +219,6 @@ SPEC = KernelSpec(
         Tunable(configs, "pick_cluster_config", "fwd", _cluster_candidates, WIDE, implementation="cuda"),
         Tunable(configs, "pick_bwd_config", "bwd", _bwd_candidates),
     ),
+    suite_cases=SUITE_CASES,
     host_cases=(_case(4, 256, BF16, "-host"),),
 )

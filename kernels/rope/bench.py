@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable, Yardstick
+from harness.spec import COMPILED, COMPILED_MAX, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable, Yardstick
 
 from . import configs, rope
 from .reference import rope_reference
@@ -61,6 +61,7 @@ CASES = (
     _case((2, 33, 8, 8, 128), BF16, "-interleaved", interleaved=True, table_dtype=FP32),
     _case((2, 17, 8, 2, 256), BF16, "-inplace", inplace=True, rotary=0.25, positions=2),
 )
+SUITE_CASES = (_case((4, 2048, 32, 32, 128), BF16, bench=True),)
 
 
 def _rotary(case: Case) -> int:
@@ -133,6 +134,39 @@ COPY = Yardstick(
 )
 
 
+def _torch():
+    """As models write it: both halves in one product each, in the dtype of q and k."""
+
+    def rotated(x, cos, sin, interleaved):
+        if interleaved:
+            other = torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
+        else:
+            a, b = x.chunk(2, -1)
+            other = torch.cat((-b, a), -1)
+        return x * cos + other * sin
+
+    def function(q, k, cos, sin, *, rotary_dim, position_ids=None, interleaved=False, layout="bshd", inplace=False):
+        heads, seq = (-2, q.shape[1]) if layout == "bshd" else (-3, q.shape[2])
+        tables = []
+        for table in (cos, sin):
+            if position_ids is not None:
+                table = table[position_ids]
+            elif table.dim() == 2:
+                table = table[:seq]
+            if table.shape[-1] != rotary_dim:
+                table = table.repeat_interleave(2, -1) if interleaved else torch.cat((table, table), -1)
+            tables.append(table.to(q.dtype).unsqueeze(heads))
+
+        def turn(x):
+            if rotary_dim == x.shape[-1]:
+                return rotated(x, *tables, interleaved)
+            return torch.cat((rotated(x[..., :rotary_dim], *tables, interleaved), x[..., rotary_dim:]), -1)
+
+        return turn(q) if k is None else (turn(q), turn(k))
+
+    return function
+
+
 def _liger():
     from liger_kernel.ops.rope import LigerRopeFunction
 
@@ -191,10 +225,13 @@ SPEC = KernelSpec(
     baselines=(
         EAGER,
         COMPILED,
+        COMPILED_MAX,
+        Peer("torch", load=_torch),
         Peer("liger", load=_liger, supports=_liger_supports),
         Peer("quack", load=_quack, supports=_quack_supports),
         COPY,
     ),
+    pytorch=("torch",),
     reference=rope_reference,
     make_inputs=make_inputs,
     cost=cost,
@@ -205,5 +242,6 @@ SPEC = KernelSpec(
     # Few head dimensions: each is a kernel to compile. 31 to 36 has odd ones, and halves on both sides of 16.
     fuzz={"batch": (0, 3), "seq": (0, 40), "heads": (1, 5), "kv_heads": (0, 2), "dim": (31, 36)},
     tunables=tuple(Tunable(configs, "pick_config", mode, _candidates) for mode in ("fwd", "bwd")),
+    suite_cases=SUITE_CASES,
     host_cases=(_case((1, 4, 2, 2, 64), BF16, "-host"),),
 )
