@@ -184,6 +184,8 @@ class KernelSpec:
     fuzz             dimension -> (low, high), from which Hypothesis draws sizes
     finite_only      (case) -> whether its inputs must be finite, because what the op masks it may or may not read
     sampled          (case) -> Rows where the problem is too large for the reference, else None
+    own_strides      (case) -> the outputs, by index, that have neither eager's strides nor those of a contiguous
+                     tensor, but such as the op documents and the kernel's own tests check
     limits           input -> the largest magnitude up to which the op is right, where that is not all of its dtype
     spills           JIT kernel -> bytes of register spill that are accepted, with the reason in the kernel's README
     false_alarms     (tool of compute-sanitizer, JIT kernel or device function) -> why its finding there is not an
@@ -216,6 +218,7 @@ class KernelSpec:
     tolerance: Tolerance = Tolerance()
     finite_only: Callable[[Case], bool] = lambda case: False
     sampled: Callable[[Case], Rows | None] = lambda case: None
+    own_strides: Callable[[Case], tuple[int, ...]] = lambda case: ()
     limits: Mapping[str, float] = field(default_factory=dict)
     spills: Mapping[str, int] = field(default_factory=dict)
     false_alarms: Mapping[tuple[str, str], str] = field(default_factory=dict)

@@ -25,6 +25,7 @@ import torch
 
 from .. import environment, execute, host, on_cpu, options, record, registry, roofline, suites
 from ..correctness.accuracy import Verdict
+from ..correctness.guard import refill_a_few
 from ..correctness.verify import verify
 from ..measure import memory, timing
 from ..on_gpu import folder
@@ -297,6 +298,7 @@ class Group:
                 execute.out_grads(self.spec, self.case, self.spec.reference, i, self.mode, generator) for i in inputs
             ]
             torch.cuda.synchronize()
+        data = self._data(inputs, grads, generator)
         ready: dict[str, execute.Op] = {}
         for name in self.selection.implementations:
             with self._guarded(name), clock.stream():
@@ -329,7 +331,7 @@ class Group:
                 contenders.append(contender(again + timing.AA, ready[again]))
             try:
                 with self._stage("timing"):
-                    measurement = clock.measure(contenders, self.session.arguments.timer, sets)
+                    measurement = clock.measure(contenders, self.session.arguments.timer, sets, data)
             except timing.ContenderFailed as failed:
                 name = failed.name.removesuffix(timing.AA)
                 with self._guarded(name):
@@ -343,6 +345,25 @@ class Group:
                 if name in self.spec.implementations:
                     with self._stage("checks"):
                         self._check(name, fn, inputs[0], grads[0], seed=3, timed=True)
+
+    def _data(
+        self, sets: Sequence[Inputs], grads: Sequence[Sequence[torch.Tensor] | None], generator: torch.Generator
+    ) -> timing.Data:
+        """Inputs updated in place are restored; among others a few elements, the first with them, change places. Of a
+        backward alone those are the incoming gradients', since the inputs belong to a forward that has run."""
+        former = [{n: inputs[n].clone() for n in self.case.mutates} for inputs in sets]
+
+        def restore(index: int) -> None:
+            for name, value in former[index].items():
+                sets[index][name].data.copy_(value)
+
+        def stir(index: int) -> None:
+            moved = [*(grads[index] or ()), *(sets[index].values() if self.mode != "bwd" else ())]
+            for tensor in moved:
+                if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.is_contiguous():
+                    refill_a_few(tensor, generator)
+
+        return timing.Data(restore, stir)
 
     def _once(self, name: str) -> None:
         """Raises Unavailable where an implementation is another one once more."""
