@@ -1,0 +1,3 @@
+"""What is special to fused_mlp. The rest follows from SPEC: tests/test_specs.py."""
+
+from __future__ import annotations
