@@ -45,15 +45,12 @@ WIDE = tuple(
 )
 SMALL = (
     # What goes wrong: plain first, then nothing, one of everything, primes, several tiles, all activations, each option.
-    _case(23, 8, 20, 12, FP32),
-    _case(22, 8, 20, 12, FP32, "gelu", gated=True, biased=True),
-    _case(21, 16, 36, 24, FP16, "gelu_tanh", biased=True),
-    _case(19, 16, 36, 24, FP16, "silu", gated=True, save="input"),
+    _case(11, 8, 18, 12, FP32),
+    _case(10, 8, 18, 12, FP32, "gelu", gated=True, biased=True),
+    _case(9, 6, 18, 10, FP16, "gelu_tanh", gated=True, biased=True, save="input"),
     _case(0, 8, 7, 5, FP32, biased=True),
     _case(1, 1, 1, 1, FP32, "relu"),
-    _case(13, 5, 7, 11, FP32, "relu_sq", biased=True),
-    _case(67, 33, 131, 41, FP32, "gelu", save="input"),
-    _case(37, 17, 70, 37, FP16, "relu_sq", gated=True),
+    _case(67, 33, 70, 41, FP32, "relu_sq", save="input"),
 )
 ON_GPU = (
     # Tiles with and without remainders, and rows on any boundary; in bf16, which the interpreter computes wrongly.
@@ -213,7 +210,8 @@ def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | Non
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
     if implementation == _backend(case):
         return "it is what auto takes here"
-    return "the backward is the same" if implementation == "fused" and mode == "bwd" else None
+    # What the checks run in mode "bwd" includes the forward, which auto takes from each version for some cases.
+    return "the backward is the same" if implementation in ("fused", "two_gemms") and mode == "bwd" else None
 
 
 def _product_candidates(case: Case) -> list[configs.ProductConfig]:
@@ -277,7 +275,7 @@ SPEC = KernelSpec(
     determinism={"fwd": "run-to-run", "bwd": "run-to-run"},
     unit="rows",
     items=lambda case: case.dims["rows"],
-    fuzz={"rows": (0, 40), "dim": (1, 30), "hidden": (1, 40), "dim_out": (1, 30)},
+    fuzz={"rows": (0, 20), "dim": (1, 20), "hidden": (1, 20), "dim_out": (1, 20)},
     tunables=(
         Tunable(configs, "pick_product_config", "fwd", _product_candidates, implementation="two_gemms"),
         Tunable(configs, "pick_weights_config", "bwd", _weights_candidates, implementation="two_gemms"),

@@ -109,8 +109,7 @@ def pick_product_config(
 
     Without an epilogue, on Hopper: two warpgroups with 64 x 256 sums each. A step of 128 x 256 x 64 reads 48 KiB for
     4.2 MFLOP, where two of 128 x 128 read 64 KiB. An activation wants registers beside the sums: tiles have half the
-    columns, and two CTAs share an SM, so that the epilogue of one is overlapped with the main loop of the other. A
-    gated hidden keeps two sums. With too few tiles to fill the GPU they have 64 x 64. Rows that are not `aligned` are
+    columns, and a quarter where pre is read. A gated hidden keeps two sums. With too few tiles to fill the GPU they have 64 x 64. Rows that are not `aligned` are
     loaded through registers, of which larger tiles have not enough. By these sums and by what the build shows of
     registers; not measured yet.
     """
@@ -127,8 +126,8 @@ def pick_product_config(
         return ProductConfig(128, 256, _fit(depth, 64), 8, stages=3, num_warps=8, ctas=1)
     if epilogue == "gate":
         return ProductConfig(128, _fit(cols, 128), _fit(depth, 64), 8, stages=3, num_warps=8, ctas=1)
-    block_n = 64 if epilogue == "dgate" else 128
-    return ProductConfig(128, _fit(cols, block_n), _fit(depth, 64), 8, stages=3, num_warps=8, ctas=2)
+    block_n = 128 if epilogue in ("", "act") else 64
+    return ProductConfig(128, _fit(cols, block_n), _fit(depth, 64), 8, stages=3, num_warps=8, ctas=1)
 
 
 def pick_weights_config(
@@ -155,7 +154,7 @@ def pick_fused_config(
 ) -> FusedConfig:
     """Configuration of the single kernel. Pure.
 
-    64 rows of 512 columns of y are 128 fp32 sums a thread with 8 warps. The hidden is split until there is a CTA for
+    64 rows of 512 columns of y are 64 fp32 sums a thread with 16 warps; with 8 it spilled. The hidden is split until there is a CTA for
     each SM: 564 rows are 9 tiles, and 14 parts of it 126 CTAs. By these sums; not measured yet.
     """
     if dtype == torch.float32 or not aligned:
@@ -166,7 +165,7 @@ def pick_fused_config(
     wanted = max(1, sms // max(1, triton.cdiv(rows, block_m)))
     per_split = triton.cdiv(blocks, min(blocks, wanted))
     return FusedConfig(
-        block_m, block_h, _fit(dim, block_k), triton.cdiv(blocks, per_split), stages=stages, num_warps=8
+        block_m, block_h, _fit(dim, block_k), triton.cdiv(blocks, per_split), stages, num_warps=16 if block_m == 64 else 8
     )
 
 

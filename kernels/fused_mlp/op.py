@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from . import configs
 from .activation import ACTIVATIONS
 from .checks import FLOATS, kind, no_tangent, runnable
-from .configs import pick_pitch
 from .launch import Plans, lean, signature
 from .plans import BACKENDS, SAVES, Gradients, Needs, Optional, bwd_plan, fwd_plan
 
@@ -185,7 +185,7 @@ def _fwd_op(
 
 @_fwd_op.register_fake
 def _(x, w1, w2, b1, b2, w_gate, activation, keep, backend):
-    kept = (x.shape[:-1].numel(), pick_pitch(w1.shape[0])) if keep else 0
+    kept = (x.shape[:-1].numel(), configs.pick_pitch(w1.shape[0])) if keep else 0
     gate = x.new_empty(kept if w_gate is not None else 0)
     return x.new_empty((*x.shape[:-1], w2.shape[0])), x.new_empty(kept), gate
 
