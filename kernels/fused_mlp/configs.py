@@ -154,18 +154,18 @@ def pick_fused_config(
 ) -> FusedConfig:
     """Configuration of the single kernel. Pure.
 
-    64 rows of 512 columns of y are 64 fp32 sums a thread with 16 warps; with 8 it spilled. The hidden is split until there is a CTA for
+    64 rows of 512 columns of y are 128 fp32 sums a thread, which leaves registers for 32 columns of the hidden. The hidden is split until there is a CTA for
     each SM: 564 rows are 9 tiles, and 14 parts of it 126 CTAs. By these sums; not measured yet.
     """
     if dtype == torch.float32 or not aligned:
         block_m, block_h, block_k, stages = 16, 16, 32, 1
     else:
-        block_m, block_h, block_k, stages = _fit(rows, 64), 32 if gated else 64, 64, 2
+        block_m, block_h, block_k, stages = _fit(rows, 64), 32, 64, 2
     blocks = triton.cdiv(max(1, hidden), block_h)
     wanted = max(1, sms // max(1, triton.cdiv(rows, block_m)))
     per_split = triton.cdiv(blocks, min(blocks, wanted))
     return FusedConfig(
-        block_m, block_h, _fit(dim, block_k), triton.cdiv(blocks, per_split), stages, num_warps=16 if block_m == 64 else 8
+        block_m, block_h, _fit(dim, block_k), triton.cdiv(blocks, per_split), stages, num_warps=8
     )
 
 
