@@ -17,7 +17,14 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def _case(
-    rows: int, dim: int, hidden: int, dim_out: int, dtype: torch.dtype, activation: str = "silu", suffix: str = "", **params
+    rows: int,
+    dim: int,
+    hidden: int,
+    dim_out: int,
+    dtype: torch.dtype,
+    activation: str = "silu",
+    suffix: str = "",
+    **params,
 ) -> Case:
     """`gated` has a w_gate, `biased` both biases. A bench case has no suffix, is bf16 and at least 512 wide."""
     short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
@@ -163,7 +170,9 @@ def _padded(function: Op) -> Op:
 def _padded_supports(case: Case, mode: str) -> str | None:
     if case.params.get("biased") or case in SMALL + ON_GPU:
         return "is for the timed cases"
-    return None if case.dims["hidden"] % 128 else "the hidden is a multiple of 128, so that it would be eager and compile"
+    return (
+        None if case.dims["hidden"] % 128 else "the hidden is a multiple of 128, so that it would be eager and compile"
+    )
 
 
 def _quack() -> Op:

@@ -102,7 +102,14 @@ def pick_copy(rows: int, cols: int, whole_vectors: bool, dtype: torch.dtype) -> 
 
 
 def pick_product_config(
-    rows: int, cols: int, depth: int, epilogue: str, aligned: bool, dtype: torch.dtype, capability: tuple[int, int], sms: int
+    rows: int,
+    cols: int,
+    depth: int,
+    epilogue: str,
+    aligned: bool,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    sms: int,
 ) -> ProductConfig:
     """Configuration of a product that gives rows. Pure. `epilogue` is "" for y and x's gradient, "act" for the hidden,
     "gate" for a gated one, "dact" and "dgate" for their gradients.
@@ -118,7 +125,7 @@ def pick_product_config(
         block_k = 32 if aligned and epilogue != "gate" else 16
         return ProductConfig(_fit(rows, 64), _fit(cols, 64), _fit(depth, block_k), 8, stages=2, num_warps=8, ctas=1)
     if triton.cdiv(rows, 128) * triton.cdiv(cols, 128) < sms or rows <= 64:
-        return ProductConfig(_fit(rows, 64), _fit(cols, 64), _fit(depth, 64), 8, stages=4, num_warps=4, ctas=2)
+        return ProductConfig(_fit(rows, 64), _fit(cols, 64), _fit(depth, 64), 8, stages=3, num_warps=4, ctas=2)
     if not hopper:
         block_n = 128 if epilogue in ("", "act") else 64
         return ProductConfig(128, _fit(cols, block_n), _fit(depth, 32), 8, stages=4, num_warps=8, ctas=1)
@@ -164,9 +171,7 @@ def pick_fused_config(
     blocks = triton.cdiv(max(1, hidden), block_h)
     wanted = max(1, sms // max(1, triton.cdiv(rows, block_m)))
     per_split = triton.cdiv(blocks, min(blocks, wanted))
-    return FusedConfig(
-        block_m, block_h, _fit(dim, block_k), triton.cdiv(blocks, per_split), stages, num_warps=8
-    )
+    return FusedConfig(block_m, block_h, _fit(dim, block_k), triton.cdiv(blocks, per_split), stages, num_warps=8)
 
 
 def pick_sum_config(elements: int) -> SumConfig:

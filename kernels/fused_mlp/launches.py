@@ -193,9 +193,7 @@ def pitch_launch(weight: torch.Tensor) -> Launch:
     config = configs.pick_sum_config(pitch)
     grid = rows, triton.cdiv(pitch, config.block)
     fixed = cols, pitch, *weight.stride()
-    return Launch(
-        _fused_mlp_pitch_kernel, grid, weight.device, fixed, BLOCK=config.block, num_warps=config.num_warps
-    )
+    return Launch(_fused_mlp_pitch_kernel, grid, weight.device, fixed, BLOCK=config.block, num_warps=config.num_warps)
 
 
 def whole_vectors(t: torch.Tensor) -> bool:

@@ -238,8 +238,10 @@ def _pitched(w2: torch.Tensor) -> tuple[Callable[[torch.Tensor], torch.Tensor] |
 def _flat(tensor: torch.Tensor, dense: bool = False) -> tuple[bool, torch.Tensor]:
     """Whether a copy is needed for [rows, columns], and that matrix. With `dense` the columns are to be contiguous: an
     incoming gradient is often one number for all elements."""
-    matrix = tensor.reshape(-1, tensor.shape[-1]) if tensor.numel() else tensor.new_empty(
-        tensor.shape[:-1].numel(), tensor.shape[-1]
+    matrix = (
+        tensor.reshape(-1, tensor.shape[-1])
+        if tensor.numel()
+        else tensor.new_empty(tensor.shape[:-1].numel(), tensor.shape[-1])
     )
     if dense and matrix.numel() and matrix.stride(1) != 1:
         matrix = matrix.contiguous()
