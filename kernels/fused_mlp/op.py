@@ -8,7 +8,7 @@ from . import configs
 from .activation import ACTIVATIONS
 from .checks import FLOATS, kind, no_tangent, runnable
 from .launch import Plans, lean, signature
-from .plans import BACKENDS, SAVES, Gradients, Needs, Optional, bwd_plan, fwd_plan
+from .plans import BACKENDS, SAVES, Gradients, Needs, bwd_plan, fwd_plan
 
 MAX_ROWS = 2**31 - 1
 
@@ -35,7 +35,7 @@ def fused_mlp(
         y = w2 · (act(w_gate · x) ⊙ (w1 · x + b1)) + b2        with it
 
     Sums are fp32 (fp32 operands are not rounded to tf32). What is in memory between the products is in dtype of x.
-    Differentiable, once, in all tensors. Everything is summed in a fixed order, so that repeated runs agree bit for bit.
+    Differentiable, once, in all tensors. Everything is summed in a fixed order: repeated runs agree bit for bit.
 
     x           [..., D], float32, float16 or bfloat16, less than 2^31 rows, any strides. It is read in place where its
                 leading dimensions flatten to one stride.
@@ -134,11 +134,11 @@ def _gradients(ctx, dy) -> Gradients:
     """None where a gradient is not needed. What traces or transforms the call sees an op."""
     if dy is None:
         return (None,) * 6
-    saved = ctx.saved_tensors
+    x, w1, w2, b1, w_gate, pre, gate = ctx.saved_tensors
     needs = Needs(*ctx.needs_input_grad[:6])
-    if lean(dy, *saved) and not torch.is_grad_enabled():
-        return _backward(dy, *saved, ctx.activation, needs)
-    grads = _bwd_op(dy, *saved, ctx.activation, *needs)
+    if lean(dy, x, w1, w2, b1, w_gate, pre, gate) and not torch.is_grad_enabled():
+        return _backward(dy, x, w1, w2, b1, w_gate, pre, gate, ctx.activation, needs)
+    grads = _bwd_op(dy, x, w1, w2, b1, w_gate, pre, gate, ctx.activation, *needs)
     return tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))  # type: ignore[return-value]
 
 
