@@ -31,7 +31,8 @@ class ProductConfig:
 
 @dataclass(frozen=True)
 class WeightsConfig:
-    """Tiles of `block_n` by `block_k` of a weight's gradient, summed over `block_r` rows at a time in `splits` parts."""
+    """Tiles of `block_n` by `block_k` of a weight's gradient, summed over `block_r` rows at a time, in `splits` parts
+    of the rows."""
 
     block_n: int
     block_k: int
@@ -116,9 +117,9 @@ def pick_product_config(
 
     Without an epilogue, on Hopper: two warpgroups with 64 x 256 sums each. A step of 128 x 256 x 64 reads 48 KiB for
     4.2 MFLOP, where two of 128 x 128 read 64 KiB. An activation wants registers beside the sums: tiles have half the
-    columns, and a quarter where pre is read. A gated hidden keeps two sums. With too few tiles to fill the GPU they have 64 x 64. Rows that are not `aligned` are
-    loaded through registers, of which larger tiles have not enough. By these sums and by what the build shows of
-    registers; not measured yet.
+    columns, and a quarter where pre is read. A gated hidden keeps two sums. With too few tiles to fill the GPU they
+    have 64 x 64. Rows that are not `aligned` are loaded through registers, of which larger tiles have not enough. By
+    these sums and by what the build shows of registers; not measured yet.
     """
     hopper = capability >= (9, 0)
     if not aligned or dtype == torch.float32:
@@ -161,8 +162,9 @@ def pick_fused_config(
 ) -> FusedConfig:
     """Configuration of the single kernel. Pure.
 
-    64 rows of 512 columns of y are 128 fp32 sums a thread, which leaves registers for 32 columns of the hidden. The hidden is split until there is a CTA for
-    each SM: 564 rows are 9 tiles, and 14 parts of it 126 CTAs. By these sums; not measured yet.
+    64 rows of 512 columns of y are 128 fp32 sums a thread, which leaves registers for 32 columns of the hidden. The
+    hidden is split until there is a CTA for each SM: 564 rows are 9 tiles, and 14 parts of it 126 CTAs. By these sums;
+    not measured yet.
     """
     if dtype == torch.float32 or not aligned:
         block_m, block_h, block_k, stages = 16, 16, 32, 1
@@ -180,7 +182,7 @@ def pick_sum_config(elements: int) -> SumConfig:
 
 
 def pick_bias_config(rows: int, cols: int, dtype: torch.dtype, sms: int) -> BiasConfig:
-    """Configuration of a bias's gradient, which reads its tensor once: 64 columns are a 128-byte line of a row. Pure."""
+    """Configuration of a bias's gradient, which reads its tensor once, 128 bytes of a row in 16 bits. Pure."""
     block_n = _fit(cols, 64)
     return BiasConfig(block_n, _fit(rows, 64), _splits(rows, triton.cdiv(max(1, cols), block_n), 2 * sms), num_warps=4)
 

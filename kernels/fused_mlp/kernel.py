@@ -153,9 +153,8 @@ def _fused_mlp_hidden_kernel(
             pre += tl.load(from_bias, mask=col < cols, other=0.0).to(tl.float32)[None, :]
         if pre_ptr is not None:
             tl.store(pre_ptr + to, pre.to(pre_ptr.dtype.element_ty), mask=inside)
-        if w_gate_ptr is not None:
-            if gate_ptr is not None:
-                tl.store(gate_ptr + to, gate.to(gate_ptr.dtype.element_ty), mask=inside)
+        if w_gate_ptr is not None and gate_ptr is not None:
+            tl.store(gate_ptr + to, gate.to(gate_ptr.dtype.element_ty), mask=inside)
         if hidden_ptr is not None:
             if w_gate_ptr is not None:
                 hidden = _activation(gate, ACTIVATION) * pre

@@ -197,8 +197,8 @@ def pitch_launch(weight: torch.Tensor) -> Launch:
 
 
 def whole_vectors(t: torch.Tensor) -> bool:
-    """Whether Triton sees that a matrix is made of whole 16-byte vectors: the stride of one dimension is 1, and all else
-    that it specialises kernels for is a multiple of 16."""
+    """Whether Triton sees that a matrix is made of whole 16-byte vectors: the stride of one dimension is 1, and what
+    else it specialises kernels for is a multiple of 16."""
     for inner, outer in ((1, 0), (0, 1)):
         if t.stride(inner) == 1 and t.shape[inner] % 16 == 0 and t.stride(outer) % 16 == 0:
             return t.data_ptr() % 16 == 0

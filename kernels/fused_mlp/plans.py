@@ -69,7 +69,7 @@ def fwd_plan(
         raise RuntimeError(f'fused_mlp: backend="fused" cannot run here: it takes {most}, got {dim_out}')
     copied, w2_read = _pitched(w2)
     shape, pitch, gated = (*x.shape[:-1], dim_out), configs.pick_pitch(hidden), w_gate is not None
-    empty = not rows or not dim_out and not keep
+    empty = not rows or (not dim_out and not keep)
     run = _single if chosen == "fused" and dim_out else _two_products
     launch = None if empty else run(flat, w1, w2_read, b1, b2, w_gate, activation)
 
@@ -177,8 +177,8 @@ def _within_plan(
     activation: str,
     needs: Needs,
 ) -> Callable[..., tuple[Optional, Optional, Optional]] | None:
-    """What computes the gradients of pre and gate, and the hidden, [rows, pitch] each, given (dy, x, w1, w2, b1, w_gate,
-    pre, gate): None for those that are not needed. None where nothing is."""
+    """What computes the gradients of pre and gate, and the hidden, [rows, pitch] each, given (dy, x, w1, w2, b1,
+    w_gate, pre, gate): None for those that are not needed. None where nothing is."""
     gated = w_gate is not None
     need_dpre, need_dgate = needs.pre, needs.gate and gated
     if not (need_dpre or need_dgate or needs.w2):

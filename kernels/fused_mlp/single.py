@@ -2,8 +2,8 @@
 
 Napkin maths, bf16, 512 -> 1365 -> 512: a tile of 64 rows reads all weights, 2.8 MB, from L2 for 179 MFLOP, which are
 30 us of one SM's tensor cores and 24 us of what it gets from L2. So the hidden is split: with 564 rows, 9 tiles and 14
-parts, a CTA reads 0.2 MB and computes 13 MFLOP, about 2 us each. The parts of y are fp32 and added in order by a second,
-small launch: 16 MB written and read within L2, about 4 us.
+parts, a CTA reads 0.2 MB and computes 13 MFLOP, about 2 us each. The parts of y are fp32 and added in order by a
+second, small launch: 16 MB written and read within L2, about 4 us.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def _fused_mlp_single_kernel(
     if there is one part; [parts, rows, dim_out]. A part has `part` columns. Also writes pre and gate where these are
     not None. Of w2 `loaded` columns can be read.
 
-    A CTA keeps BLOCK_M rows of out in registers and takes BLOCK_H columns of the hidden after each other: a product with
-    w1, the activation, a product with w2.
+    A CTA keeps BLOCK_M rows of out in registers and takes BLOCK_H columns of the hidden after each other: a product
+    with w1, the activation, a product with w2.
     """
     tiles = tl.cdiv(rows, BLOCK_M)
     split, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
