@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -68,6 +69,7 @@ ON_GPU = (
     _case(1200, 131, 263, 97, BF16, "relu", "primes", biased=True),
 )
 CASES = (*NARROW, *WIDE, *SMALL, *ON_GPU)
+CUDA_CASES = tuple(replace(case, min_capability=(9, 0)) for case in (*NARROW, *WIDE))
 HOST_CASES = (_case(4, 64, 128, 64, BF16, "silu", "host"),)
 
 
@@ -213,7 +215,7 @@ def _backend(case: Case) -> str:
 def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | None:
     if implementation == "fused" and case.dims["dim_out"] > configs.MAX_FUSED_OUT:
         return f"it keeps at most {configs.MAX_FUSED_OUT} columns of y in registers"
-    return None
+    return "it takes 16-bit dtypes" if implementation == "cuda" and case.dtype == FP32 else None
 
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
@@ -233,6 +235,10 @@ def _product_candidates(case: Case) -> list[configs.ProductConfig]:
         for raster in (4, 8, 16)
         for stages in (3, 4)
     ]
+
+
+def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
+    return [configs.CudaConfig(stages, raster) for stages in (3, 4) for raster in (2, 4, 8, 16, 32)]
 
 
 def _weights_candidates(case: Case) -> list[configs.WeightsConfig]:
@@ -262,7 +268,9 @@ SPEC = KernelSpec(
         "auto": fused_mlp,
         "fused": partial(fused_mlp, backend="fused"),
         "two_gemms": partial(fused_mlp, backend="two_gemms"),
+        "cuda": partial(fused_mlp, backend="cuda"),
     },
+    min_capability={"cuda": (9, 0)},
     unsupported_reason=_unsupported_reason,
     alias_reason=_alias_reason,
     baselines=(
@@ -288,6 +296,7 @@ SPEC = KernelSpec(
     tunables=(
         Tunable(configs, "pick_product_config", "fwd", _product_candidates, implementation="two_gemms"),
         Tunable(configs, "pick_weights_config", "bwd", _weights_candidates, implementation="two_gemms"),
+        Tunable(configs, "pick_cuda_config", "fwd", _cuda_candidates, CUDA_CASES, "cuda"),
         Tunable(configs, "pick_fused_config", "fwd", _fused_candidates, NARROW[:4], implementation="fused"),
     ),
     host_cases=HOST_CASES,

@@ -30,6 +30,14 @@ class ProductConfig:
 
 
 @dataclass(frozen=True)
+class CudaConfig:
+    """Of products.cu, whose tiles are 128 x 256 x 64: steps of the ring, and row tiles that follow each other."""
+
+    stages: int
+    raster: int
+
+
+@dataclass(frozen=True)
 class WeightsConfig:
     """Tiles of `block_n` by `block_k` of a weight's gradient, summed over `block_r` rows at a time, in `splits` parts
     of the rows."""
@@ -174,6 +182,17 @@ def pick_fused_config(
     wanted = max(1, sms // max(1, triton.cdiv(rows, block_m)))
     per_split = triton.cdiv(blocks, min(blocks, wanted))
     return FusedConfig(block_m, block_h, _fit(dim, block_k), triton.cdiv(blocks, per_split), stages, num_warps=8)
+
+
+def pick_cuda_config(rows: int, cols: int, depth: int) -> CudaConfig:
+    """Configuration of products.cu. Pure. The ring takes what shared memory there is; the raster is not measured."""
+    return CudaConfig(stages=4, raster=8)
+
+
+def pick_cuda_parts(steps: int, tiles: int, sms: int) -> int:
+    """Parts into which products.cu splits the sum of a weight's gradient, of `steps` times 64 rows. Pure. As many as
+    fill the GPU with tiles, each of 8 steps at least; not measured yet."""
+    return max(1, min(sms // max(1, tiles), steps // 8))
 
 
 def pick_sum_config(elements: int) -> SumConfig:

@@ -46,13 +46,15 @@ def fused_mlp(
     activation  "silu", "gelu", "gelu_tanh", "relu" or "relu_sq", the square of relu
     save        what the backward is given: "activations" keeps w1 · x + b1 and w_gate · x, in rows of a multiple of 16
                 elements; "input" keeps neither and computes them again, to the same bits
-    backend     of the forward: "fused" (one kernel, whose hidden is never in memory, for at most 512 rows of w2),
-                "two_gemms" (the hidden is in memory between two kernels), or "auto", which takes what should be faster
+    backend     "fused" (a forward of one kernel, whose hidden is never in memory, for at most 512 rows of w2),
+                "two_gemms" (the hidden is in memory between two kernels), "cuda" (the same in CUDA C++, compiled by
+                CuPy, on compute capability 9.0, float16 and bfloat16; operands that TMA cannot read go to Triton), or
+                "auto", which takes "fused" or "two_gemms", whichever should be faster
 
     Returns y [..., D_out], in dtype of x, contiguous.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
-    outside Triton's interpreter and for backend="fused" where it cannot run.
+    outside Triton's interpreter and for a backend that cannot run.
 
     Source: Vaswani et al. 2017 (arXiv:1706.03762), section 3.3; gated, Shazeer 2020 (arXiv:2002.05202).
     """
@@ -67,7 +69,7 @@ def fused_mlp(
         )
         plan = _fwd_plan(x, w1, w2, b1, b2, w_gate, activation, save, needs_grad, backend)
         if needs_grad:
-            return _apply(x, w1, w2, b1, b2, w_gate, plan, activation)
+            return _apply(x, w1, w2, b1, b2, w_gate, plan, activation, backend)
         return plan(x, w1, w2, b1, b2, w_gate)[0]
     _check(x, w1, w2, b1, b2, w_gate, activation, save, backend)
     no_tangent("fused_mlp", x, w1, w2, b1, b2, w_gate)
@@ -119,14 +121,14 @@ def _fwd_plan(x, w1, w2, b1, b2, w_gate, activation, save, needs_grad, backend):
     return plan
 
 
-def _backward(dy, x, w1, w2, b1, w_gate, pre, gate, activation: str, needs: Needs) -> Gradients:
+def _backward(dy, x, w1, w2, b1, w_gate, pre, gate, activation: str, needs: Needs, backend: str) -> Gradients:
     tensors = dy, x, w1, w2, b1, w_gate, pre, gate
     if not lean(*tensors):
-        return bwd_plan(*tensors, activation, needs)(*tensors)
-    key = (*map(signature, tensors), activation, needs)
+        return bwd_plan(*tensors, activation, needs, backend)(*tensors)
+    key = (*map(signature, tensors), activation, needs, backend)
     plan = _BACKWARD.find(key)
     if plan is None:
-        plan = _BACKWARD.keep(key, bwd_plan(*tensors, activation, needs))
+        plan = _BACKWARD.keep(key, bwd_plan(*tensors, activation, needs, backend))
     return plan(*tensors)
 
 
@@ -137,8 +139,8 @@ def _gradients(ctx, dy) -> Gradients:
     x, w1, w2, b1, w_gate, pre, gate = ctx.saved_tensors
     needs = Needs(*ctx.needs_input_grad[:6])
     if lean(dy, x, w1, w2, b1, w_gate, pre, gate) and not torch.is_grad_enabled():
-        return _backward(dy, x, w1, w2, b1, w_gate, pre, gate, ctx.activation, needs)
-    grads = _bwd_op(dy, x, w1, w2, b1, w_gate, pre, gate, ctx.activation, *needs)
+        return _backward(dy, x, w1, w2, b1, w_gate, pre, gate, ctx.activation, needs, ctx.backend)
+    grads = _bwd_op(dy, x, w1, w2, b1, w_gate, pre, gate, ctx.activation, *needs, ctx.backend)
     return tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))  # type: ignore[return-value]
 
 
@@ -146,16 +148,16 @@ class _FusedMLP(torch.autograd.Function):
     """Of eager calls. The gradient goes through torch.library where something traces, transforms or derives it."""
 
     @staticmethod
-    def forward(ctx, x, w1, w2, b1, b2, w_gate, plan, activation):
+    def forward(ctx, x, w1, w2, b1, b2, w_gate, plan, activation, backend):
         y, pre, gate = plan(x, w1, w2, b1, b2, w_gate)
         ctx.set_materialize_grads(False)
-        ctx.activation = activation
+        ctx.activation, ctx.backend = activation, backend
         ctx.save_for_backward(x, w1, w2, b1, w_gate, pre, gate)
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        return (*_gradients(ctx, dy), None, None)
+        return (*_gradients(ctx, dy), None, None, None)
 
 
 # What torch.autograd.Function.apply does before this is for functorch, and `lean` has seen that it is not at work.
@@ -207,14 +209,17 @@ def _bwd_op(
     need_b1: bool,
     need_b2: bool,
     need_w_gate: bool,
+    backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     needs = Needs(need_x, need_w1, need_w2, need_b1, need_b2, need_w_gate)
-    grads = _backward(dy, x, w1, w2, b1, w_gate, pre, gate, activation, needs)
+    grads = _backward(dy, x, w1, w2, b1, w_gate, pre, gate, activation, needs, backend)
     return tuple(x.new_empty(0) if grad is None else grad for grad in grads)  # type: ignore[return-value]
 
 
 @_bwd_op.register_fake
-def _(dy, x, w1, w2, b1, w_gate, pre, gate, activation, need_x, need_w1, need_w2, need_b1, need_b2, need_w_gate):
+def _(
+    dy, x, w1, w2, b1, w_gate, pre, gate, activation, need_x, need_w1, need_w2, need_b1, need_b2, need_w_gate, backend
+):
     return (
         x.new_empty(x.shape if need_x else 0),
         x.new_empty(w1.shape if need_w1 else 0),
@@ -227,7 +232,7 @@ def _(dy, x, w1, w2, b1, w_gate, pre, gate, activation, need_x, need_w1, need_w2
 
 def _save(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
-    x, w1, w2, b1, _, w_gate, ctx.activation, keep, _ = inputs
+    x, w1, w2, b1, _, w_gate, ctx.activation, keep, ctx.backend = inputs
     _, pre, gate = output
     ctx.mark_non_differentiable(pre, gate)
     ctx.save_for_backward(x, w1, w2, b1, w_gate, pre if keep else None, gate if keep and w_gate is not None else None)

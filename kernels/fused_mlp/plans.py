@@ -8,18 +8,11 @@ from typing import NamedTuple
 import torch
 
 from . import configs
-from .launches import (
-    bias_launch,
-    dhidden_launch,
-    hidden_launch,
-    pitch_launch,
-    rows_launch,
-    single_launch,
-    weights_launch,
-    whole_vectors,
-)
+from .launches import bias_launch, pitch_launch, single_launch, whole_vectors
+from .sm90 import products
+from .versions import dhidden_launch, hidden_launch, rows_launch, weights_launch
 
-BACKENDS = ("auto", "fused", "two_gemms")
+BACKENDS = ("auto", "fused", "two_gemms", "cuda")
 SAVES = ("activations", "input")
 
 Optional = torch.Tensor | None
@@ -67,11 +60,16 @@ def fwd_plan(
     if chosen == "fused" and dim_out > configs.MAX_FUSED_OUT:
         most = f"at most {configs.MAX_FUSED_OUT} rows of w2"
         raise RuntimeError(f'fused_mlp: backend="fused" cannot run here: it takes {most}, got {dim_out}')
+    if chosen == "cuda" and (reason := products.missing(x)):
+        raise RuntimeError(f'fused_mlp: backend="cuda" cannot run here: {reason}')
     copied, w2_read = _pitched(w2)
     shape, pitch, gated = (*x.shape[:-1], dim_out), configs.pick_pitch(hidden), w_gate is not None
     empty = not rows or (not dim_out and not keep)
-    run = _single if chosen == "fused" and dim_out else _two_products
-    launch = None if empty else run(flat, w1, w2_read, b1, b2, w_gate, activation)
+    launch = None
+    if not empty and chosen == "fused" and dim_out:
+        launch = _single(flat, w1, w2_read, b1, b2, w_gate, activation)
+    elif not empty:
+        launch = _two_products(flat, w1, w2_read, b1, b2, w_gate, activation, chosen == "cuda")
 
     def plan(
         x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, b1: Optional, b2: Optional, w_gate: Optional
@@ -96,12 +94,12 @@ def _single(x, w1, w2, b1, b2, w_gate, activation: str) -> Callable[..., None]:
     return run
 
 
-def _two_products(x, w1, w2, b1, b2, w_gate, activation: str) -> Callable[..., None]:
+def _two_products(x, w1, w2, b1, b2, w_gate, activation: str, cuda: bool) -> Callable[..., None]:
     """Two kernels, with the hidden in memory between them."""
     shape = x.shape[0], configs.pick_pitch(w1.shape[0])
     hidden_like = x.new_empty(shape)
-    to_hidden = hidden_launch(x, w1, b1, w_gate, activation) if hidden_like.numel() else None
-    to_y = rows_launch(hidden_like, w2, None, b2) if w2.shape[0] else None
+    to_hidden = hidden_launch(x, w1, b1, w_gate, activation, cuda) if hidden_like.numel() else None
+    to_y = rows_launch(hidden_like, w2, None, b2, cuda) if w2.shape[0] else None
 
     def run(x, w1, w2, b1, b2, w_gate, y, pre, gate) -> None:
         hidden = x.new_empty(shape)
@@ -124,6 +122,7 @@ def bwd_plan(
     gate: Optional,
     activation: str,
     needs: Needs,
+    backend: str,
 ) -> Backward:
     """Takes (dy, x, w1, w2, b1, w_gate, pre, gate) like these and returns the gradients of x, w1, w2, b1, b2 and
     w_gate, None where `needs` has False. Without pre it is computed again, from x."""
@@ -131,12 +130,15 @@ def bwd_plan(
     dy_copied, dy_rows = _flat(dy, dense=True)
     (rows, dim), hidden, dim_out = x_rows.shape, w1.shape[0], w2.shape[0]
     needs = needs._replace(w_gate=needs.w_gate and w_gate is not None)
+    cuda = configs.pick_backend(backend, rows, dim, dim_out, x.dtype) == "cuda"
     pitch = configs.pick_pitch(hidden)
-    within = _within_plan(dy_rows, x_rows, w1, w2, b1, w_gate, pre is None, activation, needs)
+    within = _within_plan(dy_rows, x_rows, w1, w2, b1, w_gate, pre is None, activation, needs, cuda)
     wide = x_rows.new_empty((rows, pitch)) if within is not None else x_rows
-    for_x = rows_launch(wide, w1.mT, None if w_gate is None else w_gate.mT, None) if needs.x and rows and dim else None
-    for_w1 = weights_launch(wide, x_rows, hidden, dim) if (needs.w1 or needs.w_gate) and hidden and dim else None
-    for_w2 = weights_launch(dy_rows, wide, dim_out, hidden) if needs.w2 and hidden and dim_out else None
+    gate_read = None if w_gate is None else w_gate.mT
+    for_x = rows_launch(wide, w1.mT, gate_read, None, cuda) if needs.x and rows and dim else None
+    any_w1 = (needs.w1 or needs.w_gate) and hidden and dim
+    for_w1 = weights_launch(wide, x_rows, hidden, dim, cuda) if any_w1 else None
+    for_w2 = weights_launch(dy_rows, wide, dim_out, hidden, cuda) if needs.w2 and hidden and dim_out else None
     for_b1 = bias_launch(wide, hidden) if needs.b1 and hidden else None
     for_b2 = bias_launch(dy_rows, dim_out) if needs.b2 and dim_out else None
 
@@ -176,6 +178,7 @@ def _within_plan(
     recompute: bool,
     activation: str,
     needs: Needs,
+    cuda: bool,
 ) -> Callable[..., tuple[Optional, Optional, Optional]] | None:
     """What computes the gradients of pre and gate, and the hidden, [rows, pitch] each, given (dy, x, w1, w2, b1,
     w_gate, pre, gate): None for those that are not needed. None where nothing is."""
@@ -187,10 +190,12 @@ def _within_plan(
     derivative = need_dpre or need_dgate  # else w2's gradient alone, for which x gives the hidden
     copied, w2_read = _pitched(w2)
     any_elements = rows and pitch
-    again = hidden_launch(x, w1, b1, w_gate, activation) if any_elements and (recompute or not derivative) else None
+    again = None
+    if any_elements and (recompute or not derivative):
+        again = hidden_launch(x, w1, b1, w_gate, activation, cuda)
     to_gradients = None
     if any_elements and derivative:
-        to_gradients = dhidden_launch(dy, w2_read, w1.shape[0], gated, activation)
+        to_gradients = dhidden_launch(dy, w2_read, w1.shape[0], gated, activation, cuda)
 
     def run(dy, x, w1, w2, b1, w_gate, pre, gate) -> tuple[Optional, Optional, Optional]:
         def empty(wanted: bool) -> Optional:
