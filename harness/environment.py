@@ -16,6 +16,7 @@ from . import registry, roofline
 # Everything whose version can move a figure.
 PACKAGES = (
     "torch", "triton", "numpy", "liger-kernel", "quack-kernels", "flash-attn-4", "nvidia-cutlass-dsl",
+    "flash-attn-3", "flash-attn", "humming-kernels", "torchao", "sgl-deep-gemm", "ring-flash-attn",
     "cupy-cuda13x", "cupy-cuda12x", "nvidia-cudnn-cu13", "nvidia-cublas", "cupti-python", "nvtx",
 )  # fmt: skip
 #: Variables that decide how GPUs talk to each other.

@@ -9,12 +9,28 @@ train    as fwd: the op runs its own forward, backward and optimizer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
 from . import sampling
-from .spec import COMPILED, EAGER, WITHOUT_AUTOGRAD, Baseline, Case, Inputs, KernelSpec, Op, Peer
+from .spec import (
+    COMPILED,
+    COMPILED_MAX,
+    EAGER,
+    FROM_REFERENCE,
+    MAX_AUTOTUNE,
+    WITHOUT_AUTOGRAD,
+    WITHOUT_DESCENT,
+    Baseline,
+    Case,
+    Inputs,
+    KernelSpec,
+    Op,
+    Peer,
+)
 
 Run = Callable[[], tuple[torch.Tensor, ...]]
 
@@ -50,16 +66,68 @@ def _load_baseline(spec: KernelSpec, baseline: Baseline, case: Case, mode: str) 
         raise Unavailable(reason)
     if not isinstance(baseline, Peer) and baseline.name == EAGER.name:
         return spec.reference
-    if not isinstance(baseline, Peer) and baseline.name == COMPILED.name:
-        # A compiled graph is bound to its shapes: recompiling for each case keeps dynamic shapes out of the figures.
-        torch._dynamo.reset()
-        torch._functorch.config.donated_buffer = False  # a retained graph may be run backward more than once
-        return torch.compile(spec.reference, dynamic=False)
+    if not isinstance(baseline, Peer) and baseline.name in FROM_REFERENCE:
+        return _compiled(spec, None if baseline.name == COMPILED.name else MAX_AUTOTUNE)
     assert isinstance(baseline, Peer)
+    return _load_peer(baseline.name, baseline.load)
+
+
+def _compiled(spec: KernelSpec, options: dict[str, Any] | None) -> Op:
+    # A compiled graph is bound to its shapes: recompiling for each case keeps dynamic shapes out of the figures.
+    torch._dynamo.reset()
+    torch._functorch.config.donated_buffer = False  # a retained graph may be run backward more than once
+    return torch.compile(spec.reference, dynamic=False, options=options)
+
+
+def _smaller(spec: KernelSpec, name: str) -> Mapping[str, Callable[[], Op]]:
+    """The configurations of a baseline that are tried where it does not run as it should."""
+    baseline = next((b for b in spec.baselines if b.name == name), None)
+    if isinstance(baseline, Peer):
+        return baseline.configurations
+    if baseline is not None and name == COMPILED_MAX.name:
+        return {"no coordinate descent": partial(_compiled, spec, WITHOUT_DESCENT)}
+    return {}
+
+
+def _load_peer(name: str, load: Callable[[], Op]) -> Op:
     try:
-        return baseline.load()
+        return load()
     except ImportError as error:
-        raise Unavailable(f"{baseline.name} is not installed ({error})") from error
+        raise Unavailable(f"{name} is not installed ({error})") from error
+
+
+def load_running(
+    spec: KernelSpec, name: str, case: Case, mode: str, attempt: Callable[[Op], object]
+) -> tuple[Op, dict[str, str] | None]:
+    """The callable behind a name for which `attempt` does not raise: that of `load` or, where it fails, the first of a
+    peer's `configurations`, with that one's name and what `load`'s raised: {"name", "instead_of"}, else None.
+
+    Raises what `load` or its attempt raised where no configuration runs either. A lost context
+    (torch.AcceleratorError) is raised at once.
+    """
+    fn = load(spec, name, case, mode)
+    smaller = _smaller(spec, name)
+    try:
+        attempt(fn)
+        return fn, None
+    except torch.AcceleratorError:
+        raise
+    except Exception as error:  # a peer may raise anything
+        if not smaller:
+            raise
+        first = error.with_traceback(None)  # whose frames hold the tensors of the attempt
+    for configuration, load_smaller in smaller.items():
+        del fn
+        torch.cuda.empty_cache()
+        fn = _load_peer(name, load_smaller)
+        try:
+            attempt(fn)
+            return fn, {"name": configuration, "instead_of": f"{type(first).__name__}: {first_line(first)}"}
+        except torch.AcceleratorError:
+            raise
+        except Exception:
+            continue
+    raise first
 
 
 def outputs(result: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -16,7 +16,7 @@ from . import execute, options
 from .measure import host, stats
 from .measure.timing import AA
 from .reporting.entries import HOST, HOST_COMPILED
-from .spec import COMPILED, EAGER, Case, KernelSpec, Yardstick
+from .spec import COMPILED, COMPILED_MAX, EAGER, Case, KernelSpec, Yardstick
 
 Rows = list[dict[str, Any]]
 
@@ -63,6 +63,7 @@ def _group(
             "params": {key: str(value) for key, value in case.params.items()},
             "implementation": name,
             "kind": "ours" if name in spec.implementations else "baseline",
+            **({} if name in spec.implementations else {"pytorch": name in spec.pytorch}),
             "status": status,
             "reason": reason,
             "cost": {"flops": {}, "bytes": 0},
@@ -70,8 +71,10 @@ def _group(
             "unit": "calls",
         }
 
-    # A yardstick is another op; the reference compiled is `compile`, and stands with what is compiled.
-    left_out = {b.name for b in spec.baselines if isinstance(b, Yardstick)} | {(COMPILED, EAGER)[compiled].name}
+    # A yardstick is another op; the reference compiled is `compile`, and stands with what is compiled. `compile-max`
+    # calls other kernels by the same wrapper.
+    left_out = {b.name for b in spec.baselines if isinstance(b, Yardstick)}
+    left_out |= {(COMPILED, EAGER)[compiled].name, COMPILED_MAX.name}
     names = [name for name in spec.host_ops or selection.implementations if name not in left_out]
     for name in names:
         try:

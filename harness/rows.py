@@ -21,6 +21,7 @@ def described(spec: KernelSpec, case: Case, mode: str, name: str, status: str, r
     """The row of an implementation without its measurements."""
     yardsticks = {b.name: b for b in spec.baselines if isinstance(b, Yardstick)}
     cost = yardsticks[name].cost if name in yardsticks else spec.cost
+    baseline = kind(spec, name) == "baseline"
     return {
         "case": case.name,
         "mode": mode,
@@ -29,6 +30,7 @@ def described(spec: KernelSpec, case: Case, mode: str, name: str, status: str, r
         "params": {name: _written(value) for name, value in case.params.items()},
         "implementation": name,
         "kind": kind(spec, name),
+        **({"pytorch": name in spec.pytorch} if baseline else {}),
         "status": status,
         "reason": reason,
         "cost": cost(case, mode).to_record(),

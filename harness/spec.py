@@ -64,8 +64,9 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Baseline:
-    """Something to be compared with. Use EAGER and COMPILED, which are made from `reference`, or `Peer`. `supports`
-    gives the reason why a case cannot be run, or None; `dataclasses.replace(EAGER, supports=...)` has one."""
+    """Something to be compared with. Use EAGER, COMPILED and COMPILED_MAX, which are made from `reference`, or `Peer`.
+    `supports` gives the reason why a case cannot be run, or None; `dataclasses.replace(EAGER, supports=...)` has one.
+    """
 
     name: str
     supports: Callable[[Case, str], str | None] = field(kw_only=True, default=lambda case, mode: None)
@@ -76,10 +77,12 @@ class Peer(Baseline):
     """Another library's implementation with the signature of the public op.
 
     `load` imports the library and returns the callable, so that an absent one costs nothing until it is asked for;
-    its ImportError becomes a skipped row.
+    its ImportError becomes a skipped row. `configurations` are smaller ones, by name and best first: the first that
+    runs takes the place of a `load` that does not compile or run, and the row says which it was.
     """
 
     load: Callable[[], Op] = field(kw_only=True)
+    configurations: Mapping[str, Callable[[], Op]] = field(kw_only=True, default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,12 @@ class Yardstick(Peer):
 
 EAGER = Baseline("eager")
 COMPILED = Baseline("compile")
+#: torch.compile at its best: its mode max-autotune-no-cudagraphs, whose options these are. The harness has a column of
+#: its own for CUDA graphs.
+COMPILED_MAX = Baseline("compile-max")
+MAX_AUTOTUNE: dict[str, Any] = {"max_autotune": True, "coordinate_descent_tuning": True}
+WITHOUT_DESCENT: dict[str, Any] = {"max_autotune": True}  # what is tried where those do not compile
+FROM_REFERENCE = frozenset(baseline.name for baseline in (EAGER, COMPILED, COMPILED_MAX))
 
 
 @dataclass(frozen=True)
@@ -158,6 +167,8 @@ class KernelSpec:
                      each call. The generator is None when shapes alone matter (ahead-of-time build).
     cost             (case, mode) -> Cost; no tensors
     cases            at least one with bench=True
+    pytorch          names of the baselines that are what a PyTorch user would write (F.rms_norm, SDPA, fused AdamW).
+                     The report's "over PyTorch" is over the fastest; "eager" where the reference is just that
     grads            names of the inputs that have a gradient
     modes            what is timed: "fwd" (no autograd), "bwd" (the backward alone), "fwd+bwd", or "step": one update of
                      an optimizer, or "train": one step of a model's training, with its own forward, backward and
@@ -197,7 +208,8 @@ class KernelSpec:
     unit: str
     items: Callable[[Case], int]
     fuzz: Mapping[str, tuple[int, int]]
-    baselines: tuple[Baseline, ...] = (EAGER, COMPILED)
+    baselines: tuple[Baseline, ...] = (EAGER, COMPILED, COMPILED_MAX)
+    pytorch: tuple[str, ...] = ()
     modes: tuple[str, ...] = ("fwd", "bwd")
     determinism: Mapping[str, str] = field(default_factory=lambda: {"fwd": "run-to-run", "bwd": "run-to-run"})
     tolerance: Tolerance = Tolerance()
@@ -227,6 +239,8 @@ class KernelSpec:
             raise ValueError(f"{self.name}: unknown modes {sorted(unknown)}, known are {MODES}")
         if unknown := set(self.min_capability) - set(self.implementations):
             raise ValueError(f"{self.name}: min_capability names {sorted(unknown)}, which are no implementations")
+        if unknown := set(self.pytorch) - {baseline.name for baseline in self.baselines}:
+            raise ValueError(f"{self.name}: pytorch names {sorted(unknown)}, which are no baselines")
         hosts = [case.name for case in self.host_cases]
         if len(set(names + hosts)) != len(names) + len(hosts):
             raise ValueError(f"{self.name}: names of host cases must be unique too, got {sorted(hosts)}")

@@ -1,6 +1,15 @@
 """GPU kernels, one folder each: `from ridgeline.rmsnorm import rmsnorm` (in a checkout, `from kernels.rmsnorm …`).
 
-Nothing is imported here, so that asking for one kernel does not load the others.
+Nothing is imported here, so that asking for one kernel does not load the others. `patch` and `unpatch`, which take a
+Hugging Face model, are imported when they are asked for.
 """
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    if name in ("patch", "unpatch"):
+        from . import patch
+
+        return getattr(patch, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -29,8 +29,9 @@ TORCH_FREE = (
 )
 README_BYTES = 8 * 1024  # what was tried besides stands in EXPERIMENTS.md
 MEANINGLESS = ("utils.py", "helpers.py", "common.py")
-KERNEL_FILES = ("__init__.py", "op.py", "reference.py", "bench.py", "README.md")
+KERNEL_FILES = ("__init__.py", "op.py", "reference.py", "example.py", "bench.py", "README.md")
 WORKLOAD_FILES = ("__init__.py", "bench.py", "README.md")
+OVER_KERNELS = ("nn.py", "info.py", "selftest.py", "__main__.py", "patch")  # what the package offers over its kernels
 
 
 def violations(root: Path) -> list[str]:
@@ -40,6 +41,7 @@ def violations(root: Path) -> list[str]:
         found += [*kernel_files(folder, KERNEL_FILES), *kernel_imports(folder), *kernel_order(folder)]
         found += [*circles(folder), *kernel_configs(folder), *kernel_names(folder), *spec_name(folder)]
         found += kernel_readme(folder)
+    found += over_kernels(root / "kernels")
     for folder in folders(root, "workloads"):
         found += [*kernel_files(folder, WORKLOAD_FILES), *workload_imports(folder), *spec_name(folder)]
         found += circles(folder)
@@ -50,7 +52,8 @@ def violations(root: Path) -> list[str]:
 
 def folders(root: Path, kind: str) -> list[Path]:
     """The folders of kernels/ or workloads/. A folder without code is a leftover of a removed one: no business here."""
-    return sorted(path for path in (root / kind).glob("*") if path.is_dir() and any(path.glob("*.py")))
+    inner = (path for path in (root / kind).glob("*") if path.is_dir() and any(path.glob("*.py")))
+    return sorted(path for path in inner if path.name not in OVER_KERNELS)
 
 
 def kernel_files(folder: Path, required: tuple[str, ...]) -> Iterator[str]:
@@ -77,7 +80,7 @@ def _layer(folder: Path, path: Path) -> str:
         return "configs"
     if first.startswith("op_") and not below:
         return "op"
-    return first if first in ("__init__", "op", "reference") and not below else "kernel"
+    return first if first in ("__init__", "op", "reference", "example") and not below else "kernel"
 
 
 def kernel_imports(folder: Path) -> Iterator[str]:
@@ -99,13 +102,14 @@ def kernel_imports(folder: Path) -> Iterator[str]:
 
 
 def kernel_order(folder: Path) -> Iterator[str]:
-    """configs ← kernel ← op ← __init__; reference stands alone."""
+    """configs ← kernel ← op ← __init__; reference and example stand alone."""
     may = {
         "__init__": {"op"},
         "op": {"op", "kernel", "configs"},
         "kernel": {"kernel", "configs"},
         "configs": {"configs"},
         "reference": set(),
+        "example": set(),
     }
     for path in modules(folder):
         layer = _layer(folder, path)
@@ -223,6 +227,17 @@ def workload_imports(folder: Path) -> Iterator[str]:
                     yield f"{where}: imports {item.module}: of a kernel only the public op may be imported"
             elif _layer(folder, path) != "outer" and item.level == 0 and item.root not in ALLOWED_IN_KERNELS:
                 yield f"{where}: imports {item.module}: only the standard library, torch, triton, cupy and kernels may"
+
+
+def over_kernels(package: Path) -> Iterator[str]:
+    """Modules over the kernels are users of theirs: they import what a kernel's package exports, and no more of it."""
+    for name in OVER_KERNELS:
+        for path in modules(package / name) if (package / name).is_dir() else [package / name]:
+            for item in imports(path) if path.is_file() else []:
+                if item.level == depth(package, path) and "." in item.module:
+                    yield f"{path}:{item.line}: imports {item.module}: of a kernel only what its package exports"
+                elif item.level == 0 and item.root in ("kernels", "ridgeline", "harness", "workloads"):
+                    yield f"{path}:{item.line}: imports {item.module}: kernels by relative imports, and nothing else"
 
 
 def harness_finds_kernels_by_registry(root: Path) -> Iterator[str]:

@@ -47,6 +47,7 @@ GOOD_TREE = {
         "import torch\nfrom . import configs\nfrom .kernel import alpha_fwd\ndef alpha(x): return alpha_fwd(x)\n"
     ),
     "kernels/alpha/reference.py": "import torch\ndef alpha_reference(x): return x\n",
+    "kernels/alpha/example.py": "def example(device, dtype, small): pass\n",
     "kernels/alpha/bench.py": (
         "from harness.spec import KernelSpec\nfrom . import alpha, kernel\nfrom .reference import alpha_reference\n"
         'SPEC = KernelSpec(name="alpha")\n'
@@ -211,9 +212,25 @@ BAD = {
     "no README": ("kernels/alpha/README.md", None, "alpha: has no README.md"),
     "no test": ("kernels/alpha/test_alpha.py", None, "alpha: has no test_alpha.py"),
     "no reference": ("kernels/alpha/reference.py", None, "alpha: has no reference.py"),
+    "no example": ("kernels/alpha/example.py", None, "alpha: has no example.py"),
     "utils": ("kernels/alpha/utils.py", "", "utils.py: name the file"),
     "helpers": ("harness/helpers.py", "", "helpers.py: name the file"),
     "common": ("tests/wrong/common.py", "", "common.py: name the file"),
+    "a module over the kernels goes into one": (
+        "kernels/nn.py",
+        "from .alpha.op import alpha\n",
+        "nn.py:1: imports alpha.op: of a kernel only what its package exports",
+    ),
+    "a package over the kernels goes into one": (
+        "kernels/patch/norms.py",
+        "from ..alpha.tiles import size\n",
+        "norms.py:1: imports alpha.tiles: of a kernel only what its package exports",
+    ),
+    "a module over the kernels names their package": (
+        "kernels/__main__.py",
+        "from kernels.alpha import alpha\n",
+        "__main__.py:1: imports kernels.alpha: kernels by relative imports",
+    ),
     "harness imports a kernel": (
         "harness/measure/stats.py",
         "from kernels.alpha import alpha\n",
@@ -317,6 +334,7 @@ COMPOSED = {
     "kernels/beta/steps.py": "from ..alpha import alpha\n",
     "kernels/beta/op.py": "from .steps import alpha\ndef beta(x): return alpha(x)\n",
     "kernels/beta/reference.py": "def beta_reference(x): return x\n",
+    "kernels/beta/example.py": "def example(device, dtype, small): pass\n",
     "kernels/beta/bench.py": 'from harness.spec import KernelSpec\nSPEC = KernelSpec(name="beta", needs=("alpha",))\n',
     "kernels/beta/test_beta.py": "from ..alpha import alpha\n",
     "kernels/beta/README.md": "# beta\n",

@@ -11,7 +11,8 @@ import torch
 
 from harness import execute, options, record, registry
 from harness.commands.bench import Group, Interrupt
-from harness.spec import EAGER, Cost, Yardstick
+from harness.rows import described
+from harness.spec import COMPILED, COMPILED_MAX, EAGER, Cost, Peer, Yardstick
 
 
 def test_a_case_that_the_device_cannot_run_is_skipped_with_the_reason(monkeypatch):
@@ -64,7 +65,7 @@ def test_eager_too_may_be_unfit_for_a_case():
     spec = registry.load("rmsnorm")
     case = spec.cases[0]
     unfit = dataclasses.replace(EAGER, supports=lambda case, mode: "too long" if case.dims["rows"] > 2 else None)
-    spec = dataclasses.replace(spec, baselines=(unfit,))
+    spec = dataclasses.replace(spec, baselines=(unfit,), pytorch=())
     assert (
         execute.load(spec, "eager", dataclasses.replace(case, dims={**case.dims, "rows": 2}), "fwd") is spec.reference
     )
@@ -112,3 +113,80 @@ def test_a_case_of_several_gpus_is_skipped_with_its_reason(monkeypatch):
     selection = options.Selection(spec, (case,), ("fwd",), ("triton",))
     (row,) = Group(SimpleNamespace(device=torch.device("cuda", 0)), selection, case, "fwd").rows()
     assert (row["status"], row["reason"]) == ("skipped", "needs 2 GPUs of one host: bench --gpus 2")
+
+
+def test_compile_max_is_the_reference_with_the_options_of_its_mode(monkeypatch):
+    spec = registry.load("rmsnorm")
+    spec = dataclasses.replace(spec, baselines=(EAGER, COMPILED, COMPILED_MAX), pytorch=())
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda fn, **options: asked.append((fn, options)) or fn)
+    for name in ("compile", "compile-max"):
+        execute.load(spec, name, spec.cases[0], "fwd")
+    assert asked == [
+        (spec.reference, {"dynamic": False, "options": None}),
+        (
+            spec.reference,
+            {"dynamic": False, "options": torch._inductor.list_mode_options("max-autotune-no-cudagraphs")},
+        ),
+    ]
+
+
+def _of_a_peer(**changes):
+    spec = registry.load("rmsnorm")
+    return dataclasses.replace(spec, baselines=(Peer("other", **changes),), pytorch=())
+
+
+def test_a_peer_falls_back_to_the_first_configuration_that_runs():
+    def fails(message):
+        def op(*_):
+            raise MemoryError(message)
+
+        return lambda: op
+
+    works = lambda: abs  # noqa: E731
+    smaller = {"tiles of 64": fails("still"), "tiles of 32": works, "tiles of 16": fails("not tried")}
+    spec = _of_a_peer(load=fails("out of resource\nand a stack"), configurations=smaller)
+    found = execute.load_running(spec, "other", spec.cases[0], "fwd", lambda fn: fn(-1))
+    assert found == (abs, {"name": "tiles of 32", "instead_of": "MemoryError: out of resource"})
+    spec = _of_a_peer(load=works, configurations=smaller)
+    assert execute.load_running(spec, "other", spec.cases[0], "fwd", lambda fn: fn(-1)) == (abs, None)
+    spec = _of_a_peer(load=fails("first"), configurations={"tiles of 64": fails("second")})
+    with pytest.raises(MemoryError, match="first"):
+        execute.load_running(spec, "other", spec.cases[0], "fwd", lambda fn: fn(-1))
+
+
+def test_an_absent_peer_is_skipped_and_nothing_smaller_is_tried():
+    def absent():
+        raise ImportError("No module named 'other'")
+
+    spec = _of_a_peer(load=absent, configurations={"smaller": lambda: abs})
+    with pytest.raises(execute.Unavailable, match="other is not installed"):
+        execute.load_running(spec, "other", spec.cases[0], "fwd", lambda fn: None)
+
+
+@pytest.mark.parametrize("kernel", registry.names())
+def test_every_spec_says_what_its_pytorch_is_and_its_rows_do(kernel):
+    spec = registry.load(kernel)
+    assert spec.pytorch
+    rows = {b.name: described(spec, spec.cases[0], spec.modes[0], b.name, "ok", None) for b in spec.baselines}
+    assert {name for name, row in rows.items() if row.get("pytorch")} == set(spec.pytorch)
+    assert "pytorch" not in described(spec, spec.cases[0], spec.modes[0], next(iter(spec.implementations)), "ok", None)
+
+
+def test_a_pytorch_that_is_no_baseline_is_refused():
+    with pytest.raises(ValueError, match=r"pytorch names \['torch'\], which are no baselines"):
+        dataclasses.replace(registry.load("rmsnorm"), baselines=(EAGER,), pytorch=("torch",))
+
+
+def test_compile_max_does_without_coordinate_descent_where_that_fails(monkeypatch):
+    def compiled(fn, *, dynamic, options):
+        def run(*_):
+            if "coordinate_descent_tuning" in options:
+                raise RuntimeError("no valid configs")
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    spec = dataclasses.replace(registry.load("rmsnorm"), baselines=(COMPILED_MAX,), pytorch=())
+    _, configuration = execute.load_running(spec, "compile-max", spec.cases[0], "fwd", lambda fn: fn(1))
+    assert configuration == {"name": "no coordinate descent", "instead_of": "RuntimeError: no valid configs"}

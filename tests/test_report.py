@@ -53,13 +53,14 @@ def test_the_summary_is_what_a_reader_would_compute(tmp_path: Path) -> None:
         row(KERNEL, "wide", "fwd", "triton", exact(100), cost=COST, items=32768),
         row(KERNEL, "wide", "fwd", "triton-portable", exact(125), cost=COST),
         row(KERNEL, "wide", "fwd", "eager", exact(260), cost=COST),
+        row(KERNEL, "wide", "fwd", "torch", exact(170), cost=COST, pytorch=True),
         row(KERNEL, "wide", "fwd", "quack", exact(130), cost=COST),
     ]
     report.write(one(tmp_path, rows), with_charts=False)
     cells = [c.strip() for c in line((tmp_path / "README.md").read_text(), "| wide |").strip("|").split("|")]
     assert cells == [
-        "wide", "fwd", "**triton**", "**100 µs**", "1.30× [1.30, 1.30] quack", "2.60× [2.60, 2.60]", "3400 GB/s",
-        "80.0 %", "70.8 %", "328 M rows/s", "64.0 MiB", "good",
+        "wide", "fwd", "**triton**", "**100 µs**", "1.30× [1.30, 1.30] quack", "1.70× [1.70, 1.70]",
+        "2.60× [2.60, 2.60]", "3400 GB/s", "80.0 %", "70.8 %", "328 M rows/s", "64.0 MiB", "good",
     ]  # fmt: skip
 
 
@@ -89,11 +90,11 @@ def test_the_verdict_is_by_the_best_peer_of_the_same_run(tmp_path: Path) -> None
 
 
 def test_a_wrong_peer_and_our_other_implementation_are_no_peers(tmp_path: Path) -> None:
-    rows = with_ratios([row(KERNEL, "wide", "fwd", n, exact(us)) for n, us in (("triton", 100), ("eager", 300))])
+    rows = with_ratios([row(KERNEL, "wide", "fwd", n, exact(us)) for n, us in (("triton", 100), ("compile", 300))])
     fast_but_wrong = {**row(KERNEL, "wide", "fwd", "liger", exact(10)), "status": "wrong", "reason": "off by one"}
     rows = [*rows, fast_but_wrong, row(KERNEL, "wide", "fwd", "triton-portable", exact(101))]
     found = only(one(tmp_path, rows))
-    assert [s.peer for s in found.speedups] == ["eager"]
+    assert [s.peer for s in found.speedups] == ["compile"]
     report.write(tmp_path, with_charts=False)
     assert "| rmsnorm | liger | wrong | off by one | wide fwd |" in (tmp_path / "README.md").read_text()
     assert "- liger: **wrong**, off by one" in (tmp_path / "rmsnorm-fwd.md").read_text()
@@ -104,11 +105,11 @@ def test_a_yardstick_shows_our_share_and_is_no_peer(tmp_path: Path) -> None:
     half = {**COST, "bytes": COST["bytes"] // 2}
     rows = [
         row(KERNEL, "wide", "fwd", "triton", exact(100), cost=COST),
-        row(KERNEL, "wide", "fwd", "eager", exact(260), cost=COST),
+        row(KERNEL, "wide", "fwd", "compile", exact(260), cost=COST),
         row(KERNEL, "wide", "fwd", "copy", exact(40), cost=half, kind="yardstick"),
     ]
     found = only(one(tmp_path, rows))
-    assert [s.peer for s in found.speedups] == ["eager"] and found.verdict == "excellent"
+    assert [s.peer for s in found.speedups] == ["compile"] and found.verdict == "excellent"
     report.write(tmp_path, with_charts=False)
     page = (tmp_path / "rmsnorm-fwd.md").read_text()
     assert "Ours reaches 80.0 % of the rate of **copy** in the same rounds." in page
@@ -120,9 +121,9 @@ def test_peers_of_a_superseded_row_still_count_for_the_run_they_were_in(tmp_path
     alone = bench(KERNEL, {("wide", "fwd"): [row(KERNEL, "wide", "fwd", "eager", exact(50))]}, run="later")
     write(folder / "records" / "rmsnorm.jsonl", alone)
     found = only(folder)
-    assert found.over_eager is not None and found.over_eager.median == pytest.approx(2)  # not 0.5: another run
+    assert found.over_reference is not None and found.over_reference.median == pytest.approx(2)  # not 0.5: another run
     record.compact(folder / "records" / "rmsnorm.jsonl")
-    assert only(folder).over_eager == found.over_eager
+    assert only(folder).over_reference == found.over_reference
 
 
 def test_throttled_and_warned_rows_are_marked(tmp_path: Path) -> None:
@@ -191,7 +192,11 @@ def test_a_report_of_several_gpus_says_so_and_takes_their_links_into_the_floor(t
     assert found.best and found.percent(found.best, found.measured) == pytest.approx(75)
     index, page = (folder / "README.md").read_text(), (folder / "ring-fwd.md").read_text()
     assert index.startswith("# 2 NVIDIA H200\n")
-    assert [c.strip() for c in line(index, "| long |").split("|")][6:9] == ["2.00× [2.00, 2.00]", "338 GB/s", "75.0 %"]
+    assert [c.strip() for c in line(index, "| long |", "GB/s").split("|")][7:10] == [
+        "2.00× [2.00, 2.00]",
+        "338 GB/s",
+        "75.0 %",
+    ]
     assert line(index, "| NVLink, each way |").endswith("| – | 450 GB/s |")
     assert page.startswith("# ring fwd on 2 NVIDIA H200\n")
     assert "257 MiB over the links between GPUs, 100 GFLOP (bf16) and 1.00 MFLOP (fp32)" in page

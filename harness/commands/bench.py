@@ -31,7 +31,7 @@ from ..ranks import command as ranks
 from ..ranks.launch import TIMEOUT
 from ..reporting.progress import Progress
 from ..rows import asked, described
-from ..spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Yardstick
+from ..spec import FROM_REFERENCE, Case, Cost, Inputs, KernelSpec, Yardstick
 from . import calibrate
 
 SUSTAINED_SECONDS = 1.0
@@ -209,6 +209,7 @@ class Group:
         self.seconds: dict[str, float] = {}  # of the host's time, by what it went to
         self.done: dict[str, dict[str, Any]] = {}
         self.verdicts: dict[str, Verdict] = {}
+        self.configurations: dict[str, dict[str, str]] = {}  # of peers that do not run as they should
 
     def crashed(self) -> list[dict[str, Any]]:
         """The rows of a group in which an earlier process died."""
@@ -251,10 +252,15 @@ class Group:
         for name in self.selection.implementations:
             with self._guarded(name), clock.stream():
                 self._once(name)
-                fn = execute.load(self.spec, name, self.case, self.mode)
-                with self._stage("compilation"):
+
+                def attempt(fn: execute.Op) -> None:
                     execute.bind(self.spec, fn, inputs[0], self.mode, grads[0])()
                     torch.cuda.synchronize()
+
+                with self._stage("compilation"):
+                    fn, configuration = execute.load_running(self.spec, name, self.case, self.mode, attempt)
+                if configuration:
+                    self.configurations[name] = configuration
                 with self._stage("checks"):
                     self._check(name, fn, inputs[0], grads[0], seed=1)
                 if name not in self.done:
@@ -331,7 +337,7 @@ class Group:
         timed: bool = False,
     ) -> None:
         """Right, on the timed inputs? Ours must be; a peer that is not gets a warning beside its time."""
-        if name in (EAGER.name, COMPILED.name) or name in self.yardsticks:  # the reference itself, or another op
+        if name in FROM_REFERENCE or name in self.yardsticks:  # the reference itself, or another op
             return
         run = execute.bind(self.spec, fn, inputs, self.mode, grads)
         ours = name in self.spec.implementations
@@ -385,6 +391,7 @@ class Group:
             "error": verdict and {n: verdict.numbers.get(n) for n in ("max", "rms", "eager_max", "eager_rms")},
             "clocks": measurement.clocks,
             "warnings": warnings,
+            **({"configuration": self.configurations[name]} if name in self.configurations else {}),
         }
 
     def _over(self, name: str, microseconds: float, column: str) -> str | None:

@@ -23,8 +23,21 @@ LONGEST = 30  # the name stands in tables, file names and NVTX ranges
 SUFFIX = ".in"
 PARTS = ("checks.py", "launch.py")
 CUDA_PARTS = ("cuda_driver.py", "sm90/vectors.cuh")
+OVER_KERNELS = ("info", "nn", "patch", "selftest")
 # A function of that name would hide the module beside it.
-MODULES = ("bench", "checks", "configs", "cuda_driver", "kernel", "launch", "op", "plans", "reference", "sm90")
+MODULES = (
+    "bench",
+    "checks",
+    "configs",
+    "cuda_driver",
+    "example",
+    "kernel",
+    "launch",
+    "op",
+    "plans",
+    "reference",
+    "sm90",
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -84,6 +97,8 @@ def problem(name: str) -> str | None:
         return "it would be taken for the module of that name"
     if name in dir(builtins):
         return "it would hide the builtin function"
+    if name in OVER_KERNELS:
+        return "the package has a module of that name"
     if name in MODULES:
         return "each kernel's folder has a module of that name"
     for kind in registry.COLLECTIONS:

@@ -18,6 +18,7 @@ from .. import options, record
 from ..nsight import profile_report
 from ..registry import COLLECTIONS, ROOT
 from ..reporting import (
+    aggregates,
     charts,
     choices,
     efficiency_charts,
@@ -33,6 +34,8 @@ from ..reporting import (
 from ..reporting.entries import Records
 from ..reporting.findings import Finding, findings, modes_of
 
+LEFT_OUT = "Left out of the means over the best peer, by reason; some have two:"
+ABSENT = "Peers that take these cases and were not installed:"
 BLOCK = re.compile(r"(<!-- report:begin (?P<folder>[\w.-]+) -->\n).*?(\n?<!-- report:end -->)", re.DOTALL)
 
 
@@ -170,17 +173,21 @@ def readme_block(folder: Path) -> str:
     link = f"reports/{folder.name}"
     run = records.used_runs()[-1]
     triton, torch = run.environment.get("triton"), run.environment.get("torch")
-    gpu = gpus(records)
+    gpu, found = gpus(records), findings(records)
     lines = [
         "",
         f"![How near our kernels come to the limit of {gpu}]({link}/overview.svg)",
         "",
-        *short_tables.of_kernels(findings(records), link),
+        *short_tables.of_kernels(found, link),
         "",
-        f"{markdown.sentence(gpu)}, PyTorch {torch}, Triton {triton}. Means are geometric, over all cases; ranges are "
-        f"the worst and the best. [The full report]({link}/README.md) has each case, its interval, peers, clocks and "
-        "errors.",
+        f"{markdown.sentence(gpu)}, PyTorch {torch}, Triton {triton}. Means are geometric, over the cases counted "
+        "before them; ranges are the worst and the best of these. The best peer is the fastest of all that ran in the "
+        "same rounds. PyTorch is what its user would write. A line in fp8 has the cases that we compute in fp8, "
+        f"whatever precision the peers compute in. [The full report]({link}/README.md) has each case, its interval, "
+        "peers, clocks and errors, and names the cases that are left out.",
         "",
+        *([LEFT_OUT, "", *left_out, ""] if (left_out := aggregates.captions(found)) else []),
+        *([ABSENT, "", *absent, ""] if (absent := aggregates.absent(found)) else []),
     ]
     return "\n".join(lines)
 

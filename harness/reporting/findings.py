@@ -6,31 +6,53 @@ Pages, charts and the README block all draw on these, so that a figure is comput
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..roofline import HOST, LINK, MEMORY, Ceilings, Cost, floor_seconds, percent_of_roofline, rate_of
 from .entries import Records, Row, Run
 
-EAGER = "eager"
+#: the reference, and what torch.compile makes of it
+EAGER, COMPILES = "eager", ("compile", "compile-max")
+#: What a PyTorch user would write, in records whose rows do not say so themselves.
+PYTORCH = frozenset({"torch", "fused", "sdpa-flash", "cudnn", "all-reduce"})
+#: A peer of that status was to run and did not: the others are not the best that there is.
+FAILED = frozenset({"error", "oom", "crashed", "wrong", "over-roofline"})
 #: the order in which modes are shown; others follow
 MODES = ("fwd", "bwd", "fwd+bwd", "step", "train")
 
 
 @dataclass(frozen=True)
 class Speedup:
-    """Time of `peer` over ours, paired by round."""
+    """Time of `peer` over ours, paired by round. `row` is the peer's, where there is one."""
 
     peer: str
     median: float
     low: float
     high: float
+    row: Row | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def pytorch(self) -> bool:
+        """Whether it is over what a PyTorch user would write."""
+        return self.row is not None and is_pytorch(self.row)
+
+    @property
+    def reference(self) -> bool:
+        """Whether it is over the oracle's own arithmetic, which nobody would write: no peer."""
+        return self.peer == EAGER and not self.pytorch
+
+    @property
+    def library(self) -> bool:
+        """Whether it is over a kernel that somebody wrote."""
+        return self.pytorch or self.peer not in (EAGER, *COMPILES)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One case and mode of one kernel. `best` is our fastest measured implementation, None where none was measured."""
+    """One case and mode of one kernel. `best` is our fastest measured implementation, None where none was measured.
+    `failed` are the peers that were to run beside it and did not; the reference is none."""
 
     kernel: str
     case: str
@@ -39,6 +61,7 @@ class Finding:
     best: Row | None
     column: str
     speedups: tuple[Speedup, ...]
+    failed: tuple[Row, ...] = ()
 
     @property
     def run(self) -> Run:
@@ -72,15 +95,22 @@ class Finding:
 
     @property
     def over_best_peer(self) -> Speedup | None:
-        return min(self.speedups, key=lambda s: s.median, default=None)
+        return min((s for s in self.speedups if not s.reference), key=lambda s: s.median, default=None)
 
     @property
-    def over_eager(self) -> Speedup | None:
-        return next((s for s in self.speedups if s.peer == EAGER), None)
+    def over_pytorch(self) -> Speedup | None:
+        """Over what a PyTorch user would write; the fastest, where there are several ways."""
+        return min((s for s in self.speedups if s.pytorch), key=lambda s: s.median, default=None)
+
+    @property
+    def over_reference(self) -> Speedup | None:
+        """Over the oracle's own arithmetic."""
+        return next((s for s in self.speedups if s.reference), None)
 
     @property
     def verdict(self) -> str | None:
-        best = self.over_best_peer
+        """None where a peer failed: it may be the best."""
+        best = None if self.failed else self.over_best_peer
         return verdict(best.median) if best else None
 
     def seconds(self, row: Row) -> float | None:
@@ -125,6 +155,24 @@ class Finding:
         return next((r for r in self.rows if best and r.implementation == best.peer and r.ok), None)
 
 
+def is_pytorch(row: Row) -> bool:
+    """Whether a row is what a PyTorch user would write: as it says itself or, in older records, by its name."""
+    declared = row.data.get("pytorch")
+    if declared is not None:
+        return bool(declared)
+    name = row.implementation
+    return name in PYTORCH or name.startswith("torch-") or (row.kernel, name) == ("gelu", EAGER)
+
+
+def is_reference(row: Row) -> bool:
+    """Whether a row is the oracle's own arithmetic, which nobody would write."""
+    return row.implementation == EAGER and not is_pytorch(row)
+
+
+def _is_peer(row: Row) -> bool:
+    return not row.ours and not row.yardstick and not is_reference(row)
+
+
 def cost_of(row: Row) -> Cost:
     """The compulsory work of a row's case."""
     return Cost.from_record(row.get("cost", {}))
@@ -162,21 +210,23 @@ def _finding(records: Records, rows: Sequence[Row]) -> Finding:
     column = (best.headline if best else next((r.headline for r in rows if r.ok), None)) or "cold"
     kernel, case, mode = rows[0].group
     ordered = sorted(rows, key=lambda row: not row.ours)
-    return Finding(kernel, case, mode, tuple(ordered), best, column, tuple(_speedups(records, best)))
+    siblings = {row.implementation: row for row in records.siblings(best)} if best else {}
+    failed = tuple(row for row in siblings.values() if _is_peer(row) and row.status in FAILED)
+    return Finding(kernel, case, mode, tuple(ordered), best, column, tuple(_speedups(records, best, siblings)), failed)
 
 
-def _speedups(records: Records, best: Row | None) -> list[Speedup]:
+def _speedups(records: Records, best: Row | None, siblings: Mapping[str, Row]) -> list[Speedup]:
     """Against each baseline that was right and measured in the same run: a peer with wrong results is left out."""
     if best is None:
         return []
-    siblings = {row.implementation: row for row in records.siblings(best)}
     ours = {row.implementation for row in records.rows if row.kernel == best.kernel and row.ours}
+    latest = {row.implementation: row for row in records.rows if row.group == best.group}
     found = []
     for name, ratio in best.get("ratios", {}).items():
         sibling = siblings.get(name)
         peer = sibling.status == "ok" and not sibling.ours and not sibling.yardstick if sibling else name not in ours
-        if peer and _interval(ratio):
-            found.append(Speedup(name, ratio["median"], *_interval(ratio)))
+        if peer and (ends := _interval(ratio)):
+            found.append(Speedup(name, ratio["median"], ends[0], ends[1], sibling or latest.get(name)))
     return found
 
 

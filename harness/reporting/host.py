@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from . import markdown as md
 from .entries import HOST, HOST_COMPILED, Records, Row
+from .findings import EAGER, is_pytorch
 
-PYTORCH = ("torch", "fused", "eager")  # what a PyTorch user would write: the first of these that a SPEC has
-NOT_LIBRARIES = (*PYTORCH, "compile", "foreach", "sdpa-flash", "cudnn", "flex")  # PyTorch's own, and the reference
+# PyTorch's own, and what is made from the reference.
+NOT_LIBRARIES = ("eager", "compile", "compile-max", "foreach", "sdpa-flash", "cudnn", "flex", "flex-flash")
 
 WAYS = {
     "nograd": "forward without gradients",
@@ -90,8 +91,11 @@ def _against_others(records: Records) -> list[list[object]]:
         ours = _fastest([r for r in rows if r.ours])
         if ours is None:
             continue
-        pytorch = next((r for name in PYTORCH for r in rows if r.ok and r.implementation == name), None)
-        library = _fastest([r for r in rows if not r.ours and r.implementation not in NOT_LIBRARIES])
+        pytorch = _fastest([r for r in rows if is_pytorch(r)]) or _fastest(
+            [r for r in rows if r.implementation == EAGER]
+        )
+        own = [r for r in rows if r.ours or is_pytorch(r) or r.implementation in NOT_LIBRARIES]
+        library = _fastest([r for r in rows if r not in own])
         table.append(
             [
                 ours.kernel,

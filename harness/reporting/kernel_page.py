@@ -10,7 +10,7 @@ from .. import roofline
 from . import choices, host, pages, several
 from . import markdown as md
 from .entries import Records, Row
-from .findings import Finding, cost_of, modes_of
+from .findings import Finding, cost_of, is_reference, modes_of
 
 RESULT_HEAD = (
     "implementation", ">median", ">95 % CI", ">ours is faster by", ">throughput", ">% of measured roofline",
@@ -92,10 +92,14 @@ def case(finding: Finding) -> list[str]:
     measured = [row for row in finding.rows if row.ok]
     if measured:
         lines += md.table(RESULT_HEAD, [_result(finding, row, notes) for row in measured])
-    lines += ["", *sorted(f"{note}  " for note in notes)] if notes else []
+    lines += ["", *pages.explained(notes)] if notes else []
     absent = [row for row in finding.rows if not row.ok]
     if absent:
         lines += ["", *(f"- {row.implementation}: **{row.status}**, {row.get('reason', '')}" for row in absent)]
+    smaller = [(row.implementation, row["configuration"]) for row in measured if row.get("configuration")]
+    if smaller:
+        said = (f"- {name} ran with {c['name']}, since without it: {c['instead_of']}" for name, c in smaller)
+        lines += ["", *said]
     warnings = [f"- {row.implementation}: {text}" for row in finding.rows for text in row.get("warnings", [])]
     if warnings:
         lines += ["", "The harness warns:", "", *warnings]
@@ -127,7 +131,11 @@ def _links(cost: roofline.Cost) -> list[tuple[str, float]]:
 
 def _result(finding: Finding, row: Row, notes: set[str]) -> list[object]:
     name = f"**{row.implementation}**" if row.ours else row.implementation
-    name += pages.marks(row, notes)
+    if is_reference(row):
+        name += " (the reference)"
+    if configuration := row.get("configuration"):
+        name += f" ({configuration['name']})"
+    name += pages.marks(finding, row, notes)
     seconds = finding.seconds(row)
     column = row.column(finding.column)
     if seconds is None or column is None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .. import roofline
-from . import host
+from . import aggregates, flags, host
 from . import markdown as md
 from .entries import Records, Row, Run
 from .findings import Finding, Speedup, modes_of
@@ -26,14 +26,21 @@ COLUMN_TEXT = {
 LINKS = {roofline.LINK: "NVLink", roofline.HOST: "PCIe"}
 
 VERDICTS = (
-    "**Verdict**: by the median speed-up over the best peer *measured in the same run*, PyTorch eager and "
-    "torch.compile among the peers: excellent > 1.5×, good ≥ 1.2×, measured ≥ 1×, investigate < 1×. The interval "
-    "decides nothing. A case at the roofline cannot be excellent against a peer that is there too: read it beside the "
-    "percentage."
+    "**Verdict**: by the median speed-up over the best peer *measured in the same run*, torch.compile and what a "
+    "PyTorch user would write among the peers: excellent > 1.5×, good ≥ 1.2×, measured ≥ 1×, investigate < 1×; none "
+    "where a peer failed. The interval decides nothing. A case at the roofline cannot be excellent against a peer that "
+    "is there too: read it beside the percentage. **Over PyTorch** is over F.rms_norm, SDPA, fused AdamW and their "
+    "like, **over the reference** over the oracle's own arithmetic in plain PyTorch, which is no peer."
+)
+
+MEANS = (
+    "Geometric, by kernel, mode and precision. Out of them stay cases whose figure the harness itself doubts, cases in "
+    "which a peer that takes them failed, and cases that no library takes, where any takes another case of the kernel."
 )
 
 SUMMARY_HEAD = (
-    "case", "mode", "ours", ">latency", ">over the best peer", ">over eager", ">throughput", ">% of measured roofline",
+    "case", "mode", "ours", ">latency", ">over the best peer", ">over PyTorch",
+    ">over the reference", ">throughput", ">% of measured roofline",
     ">% of data sheet's", ">items", ">peak memory", "verdict",
 )  # fmt: skip
 
@@ -49,6 +56,7 @@ def index(gpu: str, records: Records, found: Sequence[Finding], charts: bool) ->
         modes = ", ".join(f"[{mode}]({stem(kernel, mode)}.md)" for mode in modes_of(mine))
         lines += [f"## [{kernel}]({kernel}.md)", "", f"Every implementation: {modes}.", "", *summary(mine), ""]
     lines += host.overview(records)
+    lines += ["## Means", "", *means(found), ""]
     lines += ["## Not measured", "", *not_measured(records), ""]
     lines += ["## How it was measured", "", *method(records), ""]
     lines += ["## Environment", "", *environment(records.used_runs()), ""]
@@ -73,9 +81,13 @@ def summary(found: Sequence[Finding]) -> list[str]:
     """One row per case and mode, and the notes that its marks refer to."""
     notes: set[str] = set()
     rows = [_summary_row(finding, notes) for finding in found]
-    if not notes:
-        return md.table(SUMMARY_HEAD, rows)
-    return [*md.table(SUMMARY_HEAD, rows), "", *sorted(f"{note}  " for note in notes)]
+    lines = md.table(SUMMARY_HEAD, rows)
+    return [*lines, "", *explained(notes)] if notes else lines
+
+
+def explained(notes: set[str]) -> list[str]:
+    """What the signs of a table mean, a line each."""
+    return sorted(f"{note}  " for note in notes)
 
 
 def _summary_row(finding: Finding, notes: set[str]) -> list[object]:
@@ -83,15 +95,16 @@ def _summary_row(finding: Finding, notes: set[str]) -> list[object]:
     head: list[object] = [finding.case, finding.mode]
     if best is None:
         reasons = "; ".join(f"{r.implementation}: {r.status}, {r.get('reason')}" for r in finding.rows if r.ours)
-        return [*head, f"not measured ({reasons})" if reasons else "not measured", *[None] * 9]
+        return [*head, f"not measured ({reasons})" if reasons else "not measured", *[None] * 10]
     seconds = best.seconds(finding.column)
     column = "" if finding.column == "cold" else f" ({finding.column})"
     return [
         *head,
-        f"**{best.implementation}**{marks(best, notes)}",
+        f"**{best.implementation}**{marks(finding, best, notes)}",
         f"**{roofline.microseconds(seconds)}**{column}",
-        speedup(finding.over_best_peer, named=True),
-        speedup(finding.over_eager),
+        (speedup(finding.over_best_peer, named=True) or md.NONE) + failed(finding, notes),
+        speedup(finding.over_pytorch),
+        speedup(finding.over_reference),
         roofline.throughput(seconds, finding.cost, finding.limit),
         share(finding, best, notes),
         md.percent(finding.percent(best, finding.datasheet)),
@@ -110,32 +123,36 @@ def speedup(found: Speedup | None, named: bool = False) -> str | None:
 
 def share(finding: Finding, row: Row, notes: set[str]) -> str:
     """Percent of the measured roofline, with a mark where it passes 100."""
-    value = finding.percent(row, finding.measured)
-    if value is None or value <= 100 * (1 + roofline.MARGIN[roofline.MEMORY]):
-        return md.percent(value)
-    notes.add(
-        "† Above 100 % without being an error: L2 kept part of the compulsory bytes from DRAM, the case hardly writes "
-        "and a read is faster than the copy that gave the ceiling, or, bound by the tensor cores, it ran at a higher "
-        "clock than the matrix product that gave it (`harness/roofline.py` has the rule)."
-    )
-    return f"{md.percent(value)} †"
+    return md.percent(finding.percent(row, finding.measured)) + _signs([flags.over(finding, row)], notes)
 
 
-def marks(row: Row, notes: set[str]) -> str:
-    """Footnote signs of a row: throttled samples, warnings."""
+def marks(finding: Finding, row: Row, notes: set[str]) -> str:
+    """Footnote signs of a row: throttled samples, wide intervals, warnings."""
+    return _signs([flag for flag in flags.of_row(finding, row) if flag is not flags.OVER], notes)
+
+
+def failed(finding: Finding, notes: set[str]) -> str:
+    """The sign of a case in which a peer that takes it failed."""
+    return _signs([flags.FAILED] if finding.failed else [], notes)
+
+
+def _signs(found: Iterable[flags.Flag | None], notes: set[str]) -> str:
     signs = ""
-    clocks = row.get("clocks", {})
-    throttled, samples = clocks.get("throttled_samples") or 0, clocks.get("samples") or 0
-    if samples and throttled >= samples:
-        signs += " ‡‡"
-        notes.add("‡‡ No valid sample: every one was taken while the GPU throttled; the figure is of that state alone.")
-    elif throttled:
-        signs += " ‡"
-        notes.add("‡ Some samples were taken while the GPU throttled; the page of its mode says how many and why.")
-    if row.get("warnings"):
-        signs += " §"
-        notes.add("§ The harness warns of this row; see the page of its mode.")
+    for flag in found:
+        if flag:
+            signs += f" {flag.sign}"
+            notes.add(f"{flag.sign} {flag.note}")
     return signs
+
+
+def means(found: Sequence[Finding]) -> list[str]:
+    """The means that the overview shows, and which cases they leave out, each with its reason."""
+    rows = []
+    for group in aggregates.groups(found):
+        peers, pytorch = group.over_best_peer(), group.over_pytorch()
+        rows.append([group.name, peers.counted(), peers.text(), pytorch.counted(), pytorch.text()])
+    head = ("cases of", ">counted", ">over the best peer: mean (range)", ">counted", ">over PyTorch: mean (range)")
+    return [MEANS, "", *md.table(head, rows), "", *aggregates.left_out(found)]
 
 
 def not_measured(records: Records) -> list[str]:
@@ -162,7 +179,7 @@ def method(records: Records) -> list[str]:
         "- Throughput counts compulsory work alone: each input read once, each output written once, the useful FLOPs. "
         "The roofline is the least time for that work at the ceilings below.",
         "- Our implementations and other libraries were checked against an fp64 oracle before they were timed, ours "
-        "once more after it. Eager and compile are made from the reference itself.",
+        "once more after it. Eager, compile and compile-max are made from the reference itself.",
         "- Peak memory is what a call takes above its inputs.",
     ]
     return lines

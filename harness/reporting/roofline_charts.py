@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from .aggregates import Group, groups
 from .charts import BLUE, DATASHEET_LINE, GRID, LINE, MEASURED_LINE, MUTED, STYLE, WIDTH
 from .findings import Finding, geometric_mean
 from .markdown import figures, times
@@ -113,21 +114,18 @@ def overview(findings: Sequence[Finding], gpu: str) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    lanes: dict[tuple[str, str], list[Finding]] = {}
-    for finding in findings:
-        if finding.best and finding.percent(finding.best, finding.measured):
-            lanes.setdefault((finding.kernel, finding.mode), []).append(finding)
+    lanes = [group for group in groups(findings) if any(f.best and f.percent(f.best, f.measured) for f in group.found)]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 1.85 + 1.3 * LINE * max(len(lanes), 1)), layout="constrained")
         axes = figure.add_subplot()
-        top = max([_lane(axes, at, lane) for at, lane in enumerate(lanes.values())], default=100)
+        top = max([_lane(axes, at, lane) for at, lane in enumerate(lanes)], default=100)
         axes.axvline(100, color=MEASURED_LINE, lw=1.4, zorder=1)
-        axes.set_yticks(range(len(lanes)), [f"{kernel}  {mode}" for kernel, mode in lanes])
+        axes.set_yticks(range(len(lanes)), [lane.name for lane in lanes])
         axes.set_ylim(len(lanes) - 0.4, -0.6)
         axes.set_xlim(0, max(top, 100) + 4)
         axes.set_xlabel("% of the measured roofline: copy bandwidth or GEMM rate of this card; one point a case")
         axes.set_title(
-            "geometric mean of the speed-ups over the best peer",
+            "mean speed-up over the best peer, of the cases that count; grey: over torch.compile alone",
             loc="right",
             fontsize=8.5,
             fontweight="normal",
@@ -145,17 +143,19 @@ def overview(findings: Sequence[Finding], gpu: str) -> Figure:
     return figure
 
 
-def _lane(axes: Axes, at: int, lane: Sequence[Finding]) -> float:
-    """One kernel and mode. Returns the largest percentage in it."""
+def _lane(axes: Axes, at: int, group: Group) -> float:
+    """One kernel, mode and precision. Returns the largest percentage in it."""
+    lane = [f for f in group.found if f.best and f.percent(f.best, f.measured)]
     ours = [f.percent(f.best, f.measured) or 0 for f in lane if f.best]
-    found = [f.percent(peer, f.measured) for f in lane if (peer := f.peer())]
+    found = [f.percent(peer, f.measured) for f in lane if not f.failed and (peer := f.peer())]
     theirs = [share for share in found if share is not None]
     axes.plot(theirs, [at + 0.18] * len(theirs), "o", ms=6, mfc="white", mec=MUTED, mew=1.2, zorder=3)
     axes.plot(ours, [at - 0.15] * len(ours), "o", ms=7.5, mfc=BLUE, mec="white", mew=0.8, alpha=0.9, zorder=4)
     if at:
         axes.axhline(at - 0.5, color=GRID, lw=0.8, zorder=0)
-    speedups = [f.over_best_peer.median for f in lane if f.over_best_peer]
-    if speedups:
+    mean = group.over_best_peer()
+    if mean.values:
         place: Any = {"transform": axes.get_yaxis_transform(), "va": "center", "ha": "left"}
-        axes.text(1.012, at, f"{times(geometric_mean(speedups))}", fontweight="bold", fontsize=9, **place)
+        look: Any = {"fontweight": "bold"} if mean.library else {"color": MUTED}
+        axes.text(1.012, at, times(geometric_mean(mean.values)), fontsize=9, **place, **look)
     return max([*ours, *theirs])

@@ -2,62 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from .. import roofline
+from . import aggregates, pages
 from . import markdown as md
-from . import pages
-from .findings import Finding, Speedup, geometric_mean
+from .findings import Finding
 
-MODE_HEAD = ("case", ">ours", ">over the best peer", ">of the measured roofline")
+MODE_HEAD = ("case", ">ours", ">over the best peer", ">over PyTorch", ">of the measured roofline")
+KERNELS_HEAD = (
+    "kernel", "mode", ">cases", "bound by", ">of the measured roofline",
+    ">against a library", ">over the best peer: mean (range)", ">against PyTorch", ">over PyTorch: mean (range)",
+)  # fmt: skip
 
 
 def of_mode(found: Sequence[Finding]) -> list[str]:
-    """One row per case of one mode, for a README."""
-    rows = []
+    """One row per case of one mode, for a README; the report has what the signs mean."""
+    rows: list[list[object]] = []
+    notes: set[str] = set()
     for finding in found:
         best, column = finding.best, "" if finding.column == "cold" else f" ({finding.column})"
         if best is None:
-            rows.append([finding.case, "not measured", None, None])
+            rows.append([finding.case, "not measured", None, None, None])
             continue
-        speedup = finding.over_best_peer
+        speedup, pytorch = finding.over_best_peer, finding.over_pytorch
         rows.append(
             [
                 finding.case,
-                roofline.microseconds(best.seconds(finding.column)) + column + pages.marks(best, set()),
-                f"{md.times(speedup.median)} {speedup.peer}" if speedup else None,
-                pages.share(finding, best, set()),
+                roofline.microseconds(best.seconds(finding.column)) + column + pages.marks(finding, best, notes),
+                f"{md.times(speedup.median)} {speedup.peer}{pages.failed(finding, notes)}" if speedup else None,
+                md.times(pytorch.median) if pytorch else None,
+                pages.share(finding, best, notes),
             ]
         )
     return md.table(MODE_HEAD, rows)
 
 
 def of_kernels(found: Sequence[Finding], link: str) -> list[str]:
-    """One row per kernel and mode over all of its cases, the worst beside the mean: nothing is picked."""
+    """One row per kernel, mode and precision over its cases, the worst beside the mean: nothing is picked, and what is
+    left out is counted. The share of the roofline is of all cases that were measured."""
     rows = []
-    for kernel, mode in dict.fromkeys((f.kernel, f.mode) for f in found):
-        group = [f for f in found if (f.kernel, f.mode) == (kernel, mode)]
-        shares = [s for f in group if f.best and (s := f.percent(f.best, f.measured)) is not None]
+    for group in aggregates.groups(found):
+        shares = [s for f in group.found if f.best and (s := f.percent(f.best, f.measured)) is not None]
+        peers, pytorch = group.over_best_peer(), group.over_pytorch()
+        page = f"[{group.mode}]({link}/{pages.stem(group.kernel, group.mode)}.md)"
         rows.append(
             [
-                f"[{kernel}]({link}/{kernel}.md)",
-                f"[{mode}]({link}/{pages.stem(kernel, mode)}.md)",
-                len(group),
-                ", ".join(dict.fromkeys(f.limit for f in group)),
+                f"[{group.kernel}]({link}/{group.kernel}.md)",
+                page + (f", {group.precision}" if group.precision else ""),
+                len(group.found),
+                ", ".join(dict.fromkeys(f.limit for f in group.found)),
                 f"{min(shares):.0f} to {max(shares):.0f} %" if shares else None,
-                _mean(f.over_best_peer for f in group),
-                _mean(f.over_eager for f in group),
+                peers.counted() if peers.library else f"0 of {peers.cases}",
+                peers.text(),
+                pytorch.counted(),
+                pytorch.text(),
             ]
         )
-    head = (
-        "kernel", "mode", ">cases", "bound by", ">of the measured roofline",
-        ">over the best peer: mean (range)", ">over eager: mean (range)",
-    )  # fmt: skip
-    return md.table(head, rows)
-
-
-def _mean(speedups: Iterable[Speedup | None]) -> str | None:
-    values = [s.median for s in speedups if s]
-    if not values:
-        return None
-    return f"**{md.times(geometric_mean(values))}** ({md.times(min(values))} to {md.times(max(values))})"
+    return md.table(KERNELS_HEAD, rows)

@@ -15,7 +15,7 @@ import torch
 from torch.optim.adamw import adamw as pytorch_adamw
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable
+from harness.spec import COMPILED, COMPILED_MAX, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable
 
 from . import AdamW, PointerTables, adamw, configs
 from .reference import adamw_reference
@@ -257,9 +257,11 @@ SPEC = KernelSpec(
     baselines=(
         EAGER,
         dataclasses.replace(COMPILED, supports=_one_graph),
+        dataclasses.replace(COMPILED_MAX, supports=_one_graph),
         Peer("fused", load=_torch(fused=True), supports=_torch_can),
         Peer("foreach", load=_torch(fused=False), supports=_torch_can),
     ),
+    pytorch=("fused",),
     reference=_reference,
     make_inputs=make_inputs,
     cost=cost,

@@ -6,12 +6,13 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, Rows, Tunable
+from harness.spec import COMPILED, COMPILED_MAX, EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, Rows, Tunable
 
 from . import attention
 from .configs import backward as backward_configs
@@ -78,6 +79,7 @@ CASES = (
     # Boundary cases: plain first, then every option, nothing, one of everything, every width, ragged tiles.
     _case(1, (2, 1), 37, 41, 24, FP32),
     _case(1, (2, 1), 41, 37, 24, FP16),
+    _case(2, (4, 2), 35, 33, 16, FP16),
     _case(1, 2, 37, 29, 16, FP32, causal=True, return_lse=True),
     _case(2, 1, 37, 45, 24, FP16, causal=True),
     _case(1, 2, 40, 33, 24, FP32, "window", window=(7, 3)),
@@ -196,7 +198,8 @@ def _block_mask(queries: int, keys: int, device: str):
     return create_block_mask(below, None, None, queries, keys, device=device)
 
 
-def _flex() -> Op:
+def _flex(**options) -> Op:
+    """FlexAttention with these kernel options."""
     from torch.nn.attention.flex_attention import flex_attention
 
     torch._dynamo.reset()
@@ -206,7 +209,55 @@ def _flex() -> Op:
     def attend(q, k, v, *, causal=False, scale=None, num_context=None, window=None, fp8=False):
         k, v = (k, v) if num_context is None else (k[:, :, :num_context], v[:, :, :num_context])
         mask = _block_mask(q.shape[2], k.shape[2], str(q.device)) if causal else None
-        return compiled(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        shared = q.shape[1] != k.shape[1]
+        return compiled(q, k, v, block_mask=mask, scale=scale, enable_gqa=shared, kernel_options=options or None)
+
+    return attend
+
+
+#: FlexAttention's where its own tiles do not fit into shared memory.
+SMALLER = {
+    "two stages": partial(_flex, num_stages=2),
+    "one stage and tiles of 64": partial(
+        _flex, num_stages=1, BLOCK_M=64, BLOCK_N=64, BLOCK_M1=32, BLOCK_N1=64, BLOCK_M2=64, BLOCK_N2=32
+    ),
+}
+
+
+def _flex_flash() -> Op:
+    """FlexAttention on FlashAttention-4. ImportError where PyTorch or the package is too old."""
+    import flash_attn.cute  # noqa: F401
+    from torch.nn.attention.flex_attention import FlexKernelOptions
+
+    if "BACKEND" not in FlexKernelOptions.__annotations__:
+        raise ImportError("this PyTorch's FlexAttention has one backend")
+    return _flex(BACKEND="FLASH")
+
+
+def rounded(x: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [B, H, S, D] in e4m3 as [B, S, H, D], and what it is to be multiplied by, [B, kv_heads]."""
+    grouped = x.unflatten(1, (kv_heads, -1))
+    descale = (grouped.abs().amax((2, 3, 4)).float() / torch.finfo(torch.float8_e4m3fn).max).clamp(min=2.0**-126)
+    data = (grouped / descale[:, :, None, None, None]).to(torch.float8_e4m3fn)
+    return data.flatten(1, 2).transpose(1, 2).contiguous(), descale
+
+
+def _fa3() -> Op:
+    """FlashAttention-3; in cases in fp8 with q, k and v rounded at each call, by what torch.compile makes of it."""
+    from flash_attn_interface import flash_attn_func
+
+    round_compiled = torch.compile(rounded, dynamic=False)
+
+    def attend(q, k, v, *, causal=False, scale=None, num_context=None, window=None, fp8=False):
+        k, v = (k, v) if num_context is None else (k[:, :, :num_context], v[:, :, :num_context])
+        # 0 lets it split the keys of few queries.
+        options: dict[str, Any] = dict(softmax_scale=scale, causal=causal, window_size=window or (-1, -1), num_splits=0)
+        tensors = [t.transpose(1, 2) for t in (q, k, v)]  # its layout is [B, S, H, D]
+        if fp8:
+            tensors, descales = zip(*(round_compiled(t, k.shape[1]) for t in (q, k, v)), strict=True)
+            options |= zip(("q_descale", "k_descale", "v_descale"), descales, strict=True)
+        out = flash_attn_func(*tensors, **options)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     return attend
 
@@ -306,14 +357,16 @@ HOST_CASES = (_case(1, 2, 128, 128, 64, suffix="host", causal=True),)
 def _sdpa_as_called() -> Op:
     """With the backend that PyTorch chooses; to name one takes a context, which takes the host's time."""
 
-    def attend(q, k, v, *, causal=False, **_):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    def attend(q, k, v, *, causal=False, scale=None, num_context=None, **_):
+        k, v = (k, v) if num_context is None else (k[:, :, :num_context], v[:, :, :num_context])
+        shared = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=shared)
 
     return attend
 
 
-def _only_host(case: Case, mode: str) -> str | None:
-    return None if case in HOST_CASES else "its backends stand for it"
+def _as_called(case: Case, mode: str) -> str | None:
+    return "returns no lse" if case.params.get("return_lse") else _square_if_causal(case)
 
 
 SPEC = KernelSpec(
@@ -330,12 +383,16 @@ SPEC = KernelSpec(
     baselines=(
         dataclasses.replace(EAGER, supports=_fits),
         dataclasses.replace(COMPILED, supports=_fits),
+        dataclasses.replace(COMPILED_MAX, supports=_fits),
         Peer("sdpa-flash", load=_sdpa(SDPBackend.FLASH_ATTENTION), supports=lambda case, mode: _square_if_causal(case)),
         Peer("cudnn", load=_sdpa(SDPBackend.CUDNN_ATTENTION), supports=lambda case, mode: _square_if_causal(case)),
-        Peer("torch", load=_sdpa_as_called, supports=_only_host),
-        Peer("flex", load=_flex),
+        Peer("torch", load=_sdpa_as_called, supports=_as_called),
+        Peer("flex", load=_flex, configurations=SMALLER),
+        Peer("flex-flash", load=_flex_flash),
+        Peer("fa3", load=_fa3),
         Peer("fa4", load=_fa4),
     ),
+    pytorch=("torch",),
     reference=attention_reference,
     make_inputs=make_inputs,
     cost=cost,

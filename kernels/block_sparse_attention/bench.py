@@ -12,7 +12,20 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from harness import registry
-from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, Tunable, Yardstick
+from harness.spec import (
+    COMPILED,
+    COMPILED_MAX,
+    EAGER,
+    MAX_AUTOTUNE,
+    Case,
+    Cost,
+    Inputs,
+    KernelSpec,
+    Op,
+    Peer,
+    Tunable,
+    Yardstick,
+)
 
 from . import BlockIndex, block_index, block_sparse_attention, configs
 from .masks import sliding_window_blocks
@@ -214,13 +227,14 @@ def _dense_takes(case: Case, mode: str) -> str | None:
     return _unbiased(case, mode)
 
 
-def _flex() -> Op:
-    """FlexAttention, with the same blocks; its BlockMask is made at the first call."""
+def _flex(autotune: bool = False, **options: Any) -> Op:
+    """FlexAttention with these kernel options, and the same blocks; its BlockMask is made at the first call."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch._dynamo.reset()
     torch._functorch.config.donated_buffer = False
-    compiled = torch.compile(flex_attention, dynamic=False)
+    compiled = torch.compile(flex_attention, dynamic=False, options=MAX_AUTOTUNE if autotune else None)
+    own_tiles = autotune or "BACKEND" in options
     made: list[Any] = []
 
     def attend(q, k, v, block_mask, *, block_size=128, scale=None, causal=False, block_bias=None):
@@ -246,14 +260,61 @@ def _flex() -> Op:
             block_mask=made[0],
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
-            # Its own tiles are larger than such blocks.
-            kernel_options=FLEX_64 if block_size == 64 else None,
+            # The tiles that it takes without autotuning are larger than blocks of 64.
+            kernel_options=(FLEX_64 if block_size == 64 and not own_tiles else {}) | options or None,
         )
 
     return attend
 
 
-FLEX_64 = dict(BLOCK_M=64, BLOCK_N=64, BLOCK_M1=32, BLOCK_N1=64, BLOCK_M2=64, BLOCK_N2=32)
+FLEX_64: dict[str, Any] = dict(BLOCK_M=64, BLOCK_N=64, BLOCK_M1=32, BLOCK_N1=64, BLOCK_M2=64, BLOCK_N2=32)
+#: A bias to differentiate leaves no shared memory for its stages, and of its tiles those for blocks of 64 are found by
+#: autotuning alone, which drops what does not fit.
+SMALLER = {
+    "two stages": partial(_flex, num_stages=2),
+    "autotuned tiles": partial(_flex, autotune=True),
+    "one stage and tiles of 64": partial(_flex, num_stages=1, **FLEX_64),
+}
+
+
+def _flex_flash() -> Op:
+    """FlexAttention on FlashAttention-4. ImportError where PyTorch or the package is too old."""
+    import flash_attn.cute  # noqa: F401
+    from torch.nn.attention.flex_attention import FlexKernelOptions
+
+    if "BACKEND" not in FlexKernelOptions.__annotations__:
+        raise ImportError("this PyTorch's FlexAttention has one backend")
+    return _flex(BACKEND="FLASH")
+
+
+def _flex_flash_takes(case: Case, mode: str) -> str | None:
+    if reason := _prepared(case, mode):
+        return reason
+    if mode == "bwd" and case.params.get("bias"):
+        return "differentiates no bias"
+    small = case.params.get("block_size", 128) != 128
+    return "its backward takes blocks of 128 keys" if mode == "bwd" and small else None
+
+
+def _masked_sdpa() -> Op:
+    """PyTorch's, with the mask of each pair, which is made at the first call."""
+    made: list[torch.Tensor] = []
+
+    def attend(q, k, v, block_mask, *, block_size=128, scale=None, causal=False, block_bias=None):
+        queries, keys = q.shape[2], k.shape[2]
+        if not made:
+            pairs = block_mask.repeat_interleave(block_size, -2).repeat_interleave(block_size, -1)
+            pairs = pairs[(None,) * (4 - pairs.dim())][..., :queries, :keys]
+            seen = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+            made.append(pairs & seen if causal else pairs)
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=made[0], scale=scale)
+
+    return attend
+
+
+def _masked_sdpa_takes(case: Case, mode: str) -> str | None:
+    return "not written with a bias" if case.params.get("bias") else _prepared(case, mode)
 
 
 def _leading(mask: torch.Tensor) -> tuple[int, int]:
@@ -350,11 +411,15 @@ SPEC = KernelSpec(
     baselines=(
         dataclasses.replace(EAGER, supports=_fits),
         dataclasses.replace(COMPILED, supports=_fits),
-        Peer("flex", load=_flex, supports=_prepared),
+        dataclasses.replace(COMPILED_MAX, supports=_fits),
+        Peer("torch", load=_masked_sdpa, supports=_masked_sdpa_takes),
+        Peer("flex", load=_flex, configurations=SMALLER, supports=_prepared),
+        Peer("flex-flash", load=_flex_flash, supports=_flex_flash_takes),
         Yardstick("dense", load=_dense, cost=_dense_cost, supports=_unbiased),
         Yardstick("dense-sdpa", load=_dense_sdpa, cost=_dense_cost, supports=_dense_takes),
         Yardstick("indexed", load=_indexed, cost=cost, supports=_prepared),
     ),
+    pytorch=("torch",),
     reference=block_sparse_attention_reference,
     make_inputs=make_inputs,
     cost=cost,

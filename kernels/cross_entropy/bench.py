@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable
+from harness.spec import COMPILED, COMPILED_MAX, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable
 
 from . import cluster, configs, cross_entropy, cross_entropy_and_grad
 from .reference import cross_entropy_reference
@@ -113,14 +114,19 @@ def _op(logits, target, with_grad=False, backend="auto", **options):
 
 
 def _torch():
-    def loss(logits, target, **options):
-        return F.cross_entropy(logits, target, **options)
+    def loss(logits, target, with_grad=False, **options):
+        if not with_grad:
+            return F.cross_entropy(logits, target, **options)
+        with torch.enable_grad():
+            leaf = logits.detach().requires_grad_()
+            value = F.cross_entropy(leaf, target, **options)
+            return value.detach(), *torch.autograd.grad(value, leaf)
 
     return loss
 
 
 def _torch_supports(case: Case, mode: str) -> str | None:
-    unknown = {"with_grad", "softcap", "z_loss", "return_lse", "return_z_loss"} & set(case.params)
+    unknown = {"grad_in_forward", "softcap", "z_loss", "return_lse", "return_z_loss"} & set(case.params)
     return f"has no {', '.join(sorted(unknown))}" if unknown else None
 
 
@@ -147,9 +153,17 @@ def _liger_supports(case: Case, mode: str) -> str | None:
 def _quack():
     import quack
 
-    def loss(logits, target, *, with_grad=False):
-        if not with_grad:
-            return quack.cross_entropy(logits, target, reduction="mean").to(logits.dtype)
+    def loss(logits, target):
+        return quack.cross_entropy(logits, target, reduction="mean").to(logits.dtype)
+
+    return loss
+
+
+def _quack_with_grad():
+    """Loss and gradient in two passes: the backward over the logits."""
+    import quack
+
+    def loss(logits, target, with_grad):
         with torch.enable_grad():
             leaf = logits.detach().requires_grad_()
             value = quack.cross_entropy(leaf, target, reduction="mean", inplace_backward=True)
@@ -159,10 +173,29 @@ def _quack():
     return loss
 
 
-def _quack_supports(case: Case, mode: str) -> str | None:
-    if case.params.keys() - {"with_grad"}:
-        return f"has no {', '.join(sorted(case.params.keys() - {'with_grad'}))}"
-    return None
+def _quack_one_pass():
+    """Loss and gradient in one pass over the logits. It makes the gradient of the sum; that of the mean it makes too,
+    without another pass, when every class has the weight 1 / rows."""
+    from quack.cross_entropy import cross_entropy_fwd
+
+    def loss(logits, target, with_grad):
+        share = (target != -100).sum().clamp(min=1).float().reciprocal()
+        weight = share.expand(logits.shape[1]).contiguous()
+        losses, gradient = cross_entropy_fwd(logits, target, weight=weight, return_dx=True, inplace_backward=True)
+        return losses.sum().to(logits.dtype), gradient
+
+    return loss
+
+
+def _quack_supports(with_grad: bool) -> Callable[[Case, str], str | None]:
+    def supports(case: Case, mode: str) -> str | None:
+        if unknown := case.params.keys() - {"with_grad"}:
+            return f"has no {', '.join(sorted(unknown))}"
+        if with_grad:
+            return None if case.params.get("with_grad") else "makes the gradient too: for the cases in place"
+        return "see quack-one-pass and quack-two-pass" if case.params.get("with_grad") else None
+
+    return supports
 
 
 def _narrow_candidates(case: Case) -> list[configs.NarrowConfig]:
@@ -246,10 +279,14 @@ SPEC = KernelSpec(
     baselines=(
         EAGER,
         COMPILED,
+        COMPILED_MAX,
         Peer("torch", load=_torch, supports=_torch_supports),
         Peer("liger", load=_liger, supports=_liger_supports),
-        Peer("quack", load=_quack, supports=_quack_supports),
+        Peer("quack", load=_quack, supports=_quack_supports(with_grad=False)),
+        Peer("quack-one-pass", load=_quack_one_pass, supports=_quack_supports(with_grad=True)),
+        Peer("quack-two-pass", load=_quack_with_grad, supports=_quack_supports(with_grad=True)),
     ),
+    pytorch=("torch",),
     reference=cross_entropy_reference,
     make_inputs=make_inputs,
     cost=cost,

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Tunable, Yardstick
+from harness.spec import COMPILED, COMPILED_MAX, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable, Yardstick
 
 from . import configs, fp8
 from .reference import fp8_reference
@@ -124,10 +124,51 @@ def _copy_cost(case: Case, mode: str) -> Cost:
 COPY = Yardstick("copy", load=lambda: lambda x, **_: x.clone(), cost=_copy_cost)
 
 
+def _block(rows: int, dim: int, granularity: str) -> tuple[int, int]:
+    sizes = {"tensor": (rows, dim), "row": (1, dim), "column": (rows, 1), "1x128": (1, 128), "128x128": (128, 128)}
+    return sizes[granularity]
+
+
+def _torch():
+    """As one writes it in PyTorch: the largest magnitude of each block, a quotient, a cast."""
+
+    def scaled(x, dtype, granularity, scale_format, scale):
+        (rows, dim), largest = x.shape, torch.finfo(dtype).max
+        height, width = _block(rows, dim, granularity)
+        blocks = x.view(rows // height, height, dim // width, width)
+        if scale is None:
+            scale = (blocks.abs().amax((1, 3), keepdim=True).float() / largest).clamp(min=2.0**-126)
+            scale = scale if scale_format == "fp32" else scale.log2().ceil().exp2()
+        scale = scale.view(rows // height, 1, dim // width, 1)
+        return (blocks / scale).clamp(-largest, largest).to(dtype).view(rows, dim), scale[:, 0, :, 0]
+
+    def quantize(x, dtype, granularity, *, scale_format="fp32", transpose=False, scale=None, return_amax=False):
+        data, found = scaled(x, dtype, granularity, scale_format, scale)
+        found = found.view(()) if granularity == "tensor" else found
+        result = [data, found]
+        if transpose and granularity in ("tensor", "128x128"):
+            result += [data.t().contiguous(), found.t()]
+        elif transpose:
+            result += scaled(x.t().contiguous(), dtype, granularity, scale_format, None)
+        return (*result, x.abs().amax().float()) if return_amax else tuple(result)
+
+    return quantize
+
+
+def _torch_supports(case: Case, mode: str) -> str | None:
+    rows, dim = case.dims["rows"], case.dims["dim"]
+    height, width = _block(rows, dim, case.params["granularity"])
+    if not rows * dim or rows % height or dim % width or (case.params.get("transpose") and rows % width):
+        return "needs whole blocks"
+    given = case.params.get("scale") and case.params.get("transpose")
+    return "not written for this layout of scales" if given or case.params.get("mn_major_scales") else None
+
+
 SPEC = KernelSpec(
     name="fp8",
     implementations={"triton": fp8},
-    baselines=(EAGER, COMPILED, COPY),
+    baselines=(EAGER, COMPILED, COMPILED_MAX, Peer("torch", load=_torch, supports=_torch_supports), COPY),
+    pytorch=("torch",),
     reference=fp8_reference,
     make_inputs=make_inputs,
     cost=cost,

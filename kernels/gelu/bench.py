@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Tunable
+from harness.spec import COMPILED, COMPILED_MAX, EAGER, Case, Cost, Inputs, KernelSpec, Tunable
 
 from . import configs, gelu
 from .reference import gelu_reference
@@ -72,7 +72,8 @@ def _candidates(case: Case) -> list[configs.Config]:
 SPEC = KernelSpec(
     name="gelu",
     implementations={"triton": gelu},
-    baselines=(EAGER, COMPILED),
+    baselines=(EAGER, COMPILED, COMPILED_MAX),
+    pytorch=("eager",),  # F.gelu itself
     reference=gelu_reference,
     make_inputs=make_inputs,
     cost=cost,

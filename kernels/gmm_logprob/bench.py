@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 import triton
+from torch.distributions import Categorical, MixtureSameFamily, Normal
 
-from harness.spec import Case, Cost, Inputs, KernelSpec, Tunable
+from harness.spec import COMPILED, COMPILED_MAX, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable
 
 from . import configs, gmm_logprob
 from .reference import gmm_logprob_reference
@@ -91,6 +92,18 @@ def cost(case: Case, mode: str) -> Cost:
     return Cost(flops=flops, bytes=nbytes)
 
 
+def _torch():
+    """By torch.distributions, which checks no values here, so that it does not wait for the device."""
+
+    def log_density(logits, mu, log_sigma, y, reduction="mean"):
+        weights = Categorical(logits=logits, validate_args=False)
+        components = Normal(mu, log_sigma.exp(), validate_args=False)
+        log_p = MixtureSameFamily(weights, components, validate_args=False).log_prob(y)
+        return {"mean": torch.mean, "sum": torch.sum, "none": torch.clone}[reduction](log_p)
+
+    return log_density
+
+
 def _widths(k: int, itemsize: int) -> list[tuple[int, int]]:
     """(load_n, hold_n): one thread a row and wider, loaded as held; then whole rows, split through shared memory."""
     vector, whole = configs.vector(k, itemsize), triton.next_power_of_2(k)
@@ -121,6 +134,8 @@ def _candidates(case: Case, backward: bool) -> list[configs.Config]:
 SPEC = KernelSpec(
     name="gmm_logprob",
     implementations={"triton": gmm_logprob},
+    baselines=(EAGER, COMPILED, COMPILED_MAX, Peer("torch", load=_torch)),
+    pytorch=("torch",),
     reference=gmm_logprob_reference,
     make_inputs=make_inputs,
     cost=cost,

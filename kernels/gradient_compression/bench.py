@@ -13,7 +13,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Sharding, Tunable, Yardstick
+from harness.spec import (
+    COMPILED,
+    COMPILED_MAX,
+    EAGER,
+    Case,
+    Cost,
+    Inputs,
+    KernelSpec,
+    Peer,
+    Sharding,
+    Tunable,
+    Yardstick,
+)
 
 from . import configs, gradient_compression, release
 from .chunks import Chunks
@@ -343,7 +355,8 @@ def _candidates(case: Case) -> list[configs.Config]:
 SPEC = KernelSpec(
     name="gradient_compression",
     implementations={"auto": _with("auto"), "collectives": _with("collectives")},
-    baselines=(EAGER, COMPILED, *PEERS),
+    baselines=(EAGER, COMPILED, COMPILED_MAX, *PEERS),
+    pytorch=("all-reduce",),
     reference=gradient_compression_reference,
     make_inputs=make_inputs,
     cost=cost,

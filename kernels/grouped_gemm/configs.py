@@ -57,7 +57,7 @@ class BiasConfig:
 
 
 def pick_backend(backend: str) -> str:
-    """The version that runs: "auto" is "triton", as long as no record says where the one in CUDA C++ is faster. Pure."""
+    """The version that runs: "auto" is "triton" while no record says where the one in CUDA C++ is faster. Pure."""
     return "triton" if backend == "auto" else backend
 
 

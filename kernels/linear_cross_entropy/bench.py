@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable
+from harness.spec import COMPILED, COMPILED_MAX, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable
 
 from . import configs, linear_cross_entropy
 from .reference import linear_cross_entropy_reference
@@ -106,11 +107,32 @@ def _liger():
     return function
 
 
-def _quack():
+def _liger_sm90():
+    """Its CuTe kernels for Hopper, in place of those in Triton."""
+    from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import liger_fused_linear_cross_entropy_sm90
+
+    def function(hidden, weight, target, ignore_index=-100, reduction="mean", scratch_bytes=None):
+        return liger_fused_linear_cross_entropy_sm90(hidden, weight, target, ignore_index, reduction)
+
+    return function
+
+
+def _liger_sm90_supports(case: Case, mode: str) -> str | None:
+    if reason := _only("reduction", "ignore_index")(case, mode):
+        return reason
+    if case.dtype != BF16 or case.params.get("reduction") == "none":
+        return "takes bf16, and reduces to a mean or a sum"
+    whole = case.dims["rows"] and case.dims["rows"] % 128 == 0 and case.dims["vocab"] % 256 == 0
+    return None if whole else "takes multiples of 128 rows and of 256 classes"
+
+
+def _quack(scaled_exp: bool | None):
+    """`scaled_exp`: None is its own choice, which is faster and needs a package in a folder called site-packages."""
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
     def function(hidden, weight, target, ignore_index=-100, reduction="mean", scratch_bytes=None):
-        return chunked_linear_cross_entropy(hidden, weight, target, ignore_index=ignore_index, reduction=reduction)
+        options: dict[str, Any] = dict(ignore_index=ignore_index, reduction=reduction, use_scaled_exp=scaled_exp)
+        return chunked_linear_cross_entropy(hidden, weight, target, **options)
 
     return function
 
@@ -149,10 +171,18 @@ SPEC = KernelSpec(
     baselines=(
         EAGER,
         COMPILED,
+        COMPILED_MAX,
         Peer("torch", load=_torch, supports=_only("bias", "label_smoothing", "reduction", "ignore_index")),
         Peer("liger", load=_liger),
-        Peer("quack", load=_quack, supports=_only("reduction", "ignore_index")),
+        Peer("liger-sm90", load=_liger_sm90, supports=_liger_sm90_supports),
+        Peer(
+            "quack",
+            load=partial(_quack, None),
+            configurations={"its pipeline without scaled exponentials": partial(_quack, False)},
+            supports=_only("reduction", "ignore_index"),
+        ),
     ),
+    pytorch=("torch",),
     reference=linear_cross_entropy_reference,
     make_inputs=make_inputs,
     cost=cost,

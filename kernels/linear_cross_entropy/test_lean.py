@@ -83,8 +83,7 @@ def layouts(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor):
     yield hidden.view(rows, 1, dim), weight, target.view(rows, 1)
 
 
-@pytest.mark.parametrize("scratch", [0, None])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(("scratch", "reduction"), [(0, "mean"), (None, "none")])
 def test_plans_are_not_mixed_up(scratch, reduction):
     """Tensors of other alignment, stride, dtype and shape, all called in turn and then again."""
     given = problem(grad=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable, Yardstick
+from harness.spec import COMPILED, COMPILED_MAX, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable, Yardstick
 
 from . import configs, mxfp, mxfp_dequantize
 from .formats import FORMATS
@@ -168,7 +168,8 @@ _BENCHED = tuple(case for case in CASES if case.bench)
 SPEC = KernelSpec(
     name="mxfp",
     implementations={"triton": quantize_or_dequantize},
-    baselines=(EAGER, COMPILED, Peer("torchao", load=_torchao, supports=_torchao_supports), COPY),
+    baselines=(EAGER, COMPILED, COMPILED_MAX, Peer("torchao", load=_torchao, supports=_torchao_supports), COPY),
+    pytorch=("torchao",),
     reference=reference,
     make_inputs=make_inputs,
     cost=cost,

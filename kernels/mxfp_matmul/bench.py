@@ -8,12 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable, Yardstick
+from harness.spec import COMPILED, COMPILED_MAX, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable, Yardstick
 
 from . import configs, mxfp_matmul
 from .formats import BLOCK, CHUNK, chunks
-from .reference import mxfp_matmul_reference
+from .reference import E2M1, mxfp_matmul_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -95,6 +96,24 @@ def unpacked(w: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch
     return codes[:, 0::2] | (codes[:, 1::2] << 4), scales.transpose(0, 1).flatten(1)
 
 
+def _torch():
+    """The weights by a table in x's dtype, and a dense product."""
+    tables: dict[tuple, torch.Tensor] = {}
+
+    def function(x, w, scales, format, tensor_scale=None):
+        key = (x.dtype, x.device)
+        if key not in tables:
+            tables[key] = torch.tensor([*E2M1, *(-v for v in E2M1)], dtype=x.dtype, device=x.device)
+        codes = torch.cat([w & 15, w >> 4], -1).int()
+        scale = scales.view(torch.float8_e4m3fn if format == "nvfp4" else torch.float8_e8m0fnu).to(x.dtype)
+        chunked = tables[key][codes].unflatten(-1, (scale.shape[-1], -1)) * scale.unsqueeze(-1)
+        weights = chunked.flatten(2).transpose(0, 1).flatten(1)
+        y = F.linear(F.pad(x, (0, weights.shape[1] - x.shape[-1])), weights)
+        return y if tensor_scale is None else (y * tensor_scale).to(x.dtype)
+
+    return function
+
+
 def _humming():
     from humming.layer import HummingLayer
 
@@ -159,7 +178,15 @@ def _candidates(case: Case) -> list[configs.Config]:
 SPEC = KernelSpec(
     name="mxfp_matmul",
     implementations={"triton": mxfp_matmul},
-    baselines=(EAGER, COMPILED, Peer("humming", load=_humming, supports=_humming_supports), DENSE),
+    baselines=(
+        EAGER,
+        COMPILED,
+        COMPILED_MAX,
+        Peer("torch", load=_torch),
+        Peer("humming", load=_humming, supports=_humming_supports),
+        DENSE,
+    ),
+    pytorch=("torch",),
     reference=mxfp_matmul_reference,
     make_inputs=make_inputs,
     cost=cost,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +35,9 @@ class Agreement:
     peer_reads_reason: str | None
 
 
-_AGREED: OrderedDict[tuple, tuple[Agreement, dist.ProcessGroup]] = OrderedDict()
+# The group is not kept alive: one that outlives `destroy_process_group` has threads left when the process ends, which
+# then aborts. A group that is gone may have given its id to another one.
+_AGREED: OrderedDict[tuple, tuple[Agreement, weakref.ref[dist.ProcessGroup]]] = OrderedDict()
 
 
 def agree(
@@ -49,15 +52,16 @@ def agree(
     Raises ValueError, on every rank, that names what differs.
     """
     key = (id(members(group)), dist.get_world_size(group), device, terms, q_lengths, k_lengths)
-    if key in _AGREED:
+    made, known = _AGREED.get(key, (None, None))
+    if made is not None and known is not None and known() is members(group):
         _AGREED.move_to_end(key)
-        return _AGREED[key][0]
+        return made
     found: list[tuple[Terms, tuple[str, str, int]]] = [None] * dist.get_world_size(group)  # type: ignore[list-item]
     shared = (*terms.shared, ("q_lengths", q_lengths), ("k_lengths", k_lengths))
     mine = Terms(terms.queries, terms.keys, shared)
     dist.all_gather_object(found, (mine, where(group, device)), group=group)
     made = _held_together([one for one, _ in found], q_lengths, k_lengths, [place for _, place in found])
-    _AGREED[key] = made, members(group)  # kept, so that no other group has its id
+    _AGREED[key] = made, weakref.ref(members(group))
     if len(_AGREED) > _KEPT:
         _AGREED.popitem(last=False)
     return made

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, Sharding
+from harness.spec import COMPILED, COMPILED_MAX, EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, Sharding
 
 from ..attention import attention
 from . import Rates, configs, peers, release, ring_attention, simulate
@@ -285,14 +285,18 @@ def _context_parallel(backend: str, rotate: str) -> Callable[[], Op]:
     return partial(peers.context_parallel, backend, rotate)
 
 
+PYTORCH = tuple(f"torch-{backend}-{rotate}" for backend in peers.BACKENDS for rotate in peers.ROTATIONS)
+
 SPEC = KernelSpec(
     name="ring_attention",
     implementations={"auto": ring_attention},
     needs=("attention",),
     model=model,
+    pytorch=PYTORCH,
     baselines=(
         dataclasses.replace(EAGER, supports=_one_gpu),
         dataclasses.replace(COMPILED, supports=_one_gpu),
+        dataclasses.replace(COMPILED_MAX, supports=_one_gpu),
         *(
             Peer(f"torch-{backend}-{rotate}", load=_context_parallel(backend, rotate), supports=_square_zigzag)
             for backend in peers.BACKENDS

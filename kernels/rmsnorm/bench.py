@@ -7,7 +7,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable
+from harness.spec import COMPILED, COMPILED_MAX, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable
 
 from . import cluster, configs, rmsnorm
 from .reference import rmsnorm_reference
@@ -91,6 +91,10 @@ def _torch():
         return y if residual is None else (y, h)
 
     return rms_norm
+
+
+def _torch_supports(case: Case, mode: str) -> str | None:
+    return "adds nothing to the weight" if case.params.get("weight_offset") else None
 
 
 def _liger():
@@ -188,7 +192,15 @@ SPEC = KernelSpec(
     min_capability={"cuda": (9, 0)},
     unsupported_reason=_unsupported_reason,
     alias_reason=_alias_reason,
-    baselines=(EAGER, COMPILED, Peer("torch", load=_torch), Peer("liger", load=_liger), Peer("quack", load=_quack)),
+    baselines=(
+        EAGER,
+        COMPILED,
+        COMPILED_MAX,
+        Peer("torch", load=_torch, supports=_torch_supports),
+        Peer("liger", load=_liger),
+        Peer("quack", load=_quack),
+    ),
+    pytorch=("torch",),
     reference=rmsnorm_reference,
     make_inputs=make_inputs,
     cost=cost,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable, Yardstick
+from harness.spec import COMPILED, COMPILED_MAX, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable, Yardstick
 
 from . import configs, rope
 from .reference import rope_reference
@@ -133,6 +133,39 @@ COPY = Yardstick(
 )
 
 
+def _torch():
+    """As models write it: both halves in one product each, in the dtype of q and k."""
+
+    def rotated(x, cos, sin, interleaved):
+        if interleaved:
+            other = torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
+        else:
+            a, b = x.chunk(2, -1)
+            other = torch.cat((-b, a), -1)
+        return x * cos + other * sin
+
+    def function(q, k, cos, sin, *, rotary_dim, position_ids=None, interleaved=False, layout="bshd", inplace=False):
+        heads, seq = (-2, q.shape[1]) if layout == "bshd" else (-3, q.shape[2])
+        tables = []
+        for table in (cos, sin):
+            if position_ids is not None:
+                table = table[position_ids]
+            elif table.dim() == 2:
+                table = table[:seq]
+            if table.shape[-1] != rotary_dim:
+                table = table.repeat_interleave(2, -1) if interleaved else torch.cat((table, table), -1)
+            tables.append(table.to(q.dtype).unsqueeze(heads))
+
+        def turn(x):
+            if rotary_dim == x.shape[-1]:
+                return rotated(x, *tables, interleaved)
+            return torch.cat((rotated(x[..., :rotary_dim], *tables, interleaved), x[..., rotary_dim:]), -1)
+
+        return turn(q) if k is None else (turn(q), turn(k))
+
+    return function
+
+
 def _liger():
     from liger_kernel.ops.rope import LigerRopeFunction
 
@@ -191,10 +224,13 @@ SPEC = KernelSpec(
     baselines=(
         EAGER,
         COMPILED,
+        COMPILED_MAX,
+        Peer("torch", load=_torch),
         Peer("liger", load=_liger, supports=_liger_supports),
         Peer("quack", load=_quack, supports=_quack_supports),
         COPY,
     ),
+    pytorch=("torch",),
     reference=rope_reference,
     make_inputs=make_inputs,
     cost=cost,

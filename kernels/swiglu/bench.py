@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable
+from harness.spec import COMPILED, COMPILED_MAX, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable
 
 from . import configs, swiglu
 from .activation import ACTIVATIONS
@@ -170,7 +170,14 @@ SPEC = KernelSpec(
     min_capability={"cuda": (9, 0)},
     unsupported_reason=_unsupported_reason,
     alias_reason=_alias_reason,
-    baselines=(EAGER, COMPILED, Peer("torch", load=_torch), Peer("liger", load=_liger, supports=_liger_supports)),
+    baselines=(
+        EAGER,
+        COMPILED,
+        COMPILED_MAX,
+        Peer("torch", load=_torch),
+        Peer("liger", load=_liger, supports=_liger_supports),
+    ),
+    pytorch=("torch",),
     reference=swiglu_reference,
     make_inputs=make_inputs,
     cost=cost,

@@ -1,0 +1,163 @@
+"""Means over the cases of a kernel, and which cases they leave out for what reason.
+
+A mean is of one kernel in one mode and one precision: cases computed in fp8 are not averaged with those in 16 or 32
+bits. It is geometric. Out of it stay the cases whose figure the harness doubts (`flags.py`), those in which a peer that
+takes them failed, and those that no library takes. A kernel that has no library at all is averaged over torch.compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from . import flags
+from . import markdown as md
+from .entries import Row
+from .findings import Finding, Speedup, geometric_mean, is_pytorch
+
+FP8 = "fp8"
+NOT_MEASURED, NO_LIBRARY, NO_PEER = "ours was not measured", "no library takes it", "nothing to compare it with"
+#: what the reason of a peer's row says where it is not there (`execute.load`)
+ABSENT = "is not installed"
+LEFT_OUT_HEAD = ("kernel", "mode", "left out of the mean over the best peer", ">cases", "which")
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The speed-ups of those of `cases` cases that count, and why the others do not: case -> reasons. `library` says
+    whether they are over libraries or, where there are none, over torch.compile."""
+
+    cases: int
+    values: tuple[float, ...]
+    left_out: dict[str, tuple[str, ...]]
+    library: bool = True
+
+    def counted(self) -> str:
+        """'10 of 12'."""
+        return f"{len(self.values)} of {self.cases}"
+
+    def text(self) -> str | None:
+        """'**1.23×** (1.01× to 1.50×)'."""
+        if not self.values:
+            return None
+        mean = md.times(geometric_mean(self.values))
+        only = "" if self.library else f", torch.compile alone in {self.counted()}"
+        return f"**{mean}** ({md.times(min(self.values))} to {md.times(max(self.values))}){only}"
+
+    def by_reason(self) -> dict[str, list[str]]:
+        """The cases left out by their reasons."""
+        found: dict[str, list[str]] = {}
+        for case, reasons in self.left_out.items():
+            found.setdefault("; ".join(reasons), []).append(case)
+        return found
+
+
+@dataclass(frozen=True)
+class Group:
+    """The cases of one kernel in one mode that are averaged together."""
+
+    kernel: str
+    mode: str
+    precision: str | None
+    found: tuple[Finding, ...]
+
+    @property
+    def name(self) -> str:
+        """'attention fwd in fp8'."""
+        return f"{self.kernel} {self.mode}" + (f" in {self.precision}" if self.precision else "")
+
+    def over_best_peer(self) -> Mean:
+        """Over the fastest peer of the same run."""
+        library = any(_library(finding) for finding in self.found)
+
+        def reasons(finding: Finding, speedup: Speedup | None) -> list[str]:
+            why = _reasons(finding, speedup, finding.failed)
+            return [*why, NO_LIBRARY] if library and not _library(finding) and not finding.failed else why
+
+        return _mean(self.found, lambda finding: finding.over_best_peer, reasons, library)
+
+    def over_pytorch(self) -> Mean:
+        """Over what a PyTorch user would write."""
+
+        def reasons(finding: Finding, speedup: Speedup | None) -> list[str]:
+            return _reasons(finding, speedup, [row for row in finding.failed if is_pytorch(row)])
+
+        return _mean(self.found, lambda finding: finding.over_pytorch, reasons)
+
+
+def groups(found: Sequence[Finding]) -> list[Group]:
+    """By kernel, mode and precision, in the order of the findings. The precision is that of most of our FLOPs."""
+    cases: dict[tuple[str, str, str | None], list[Finding]] = {}
+    for finding in found:
+        precision = FP8 if finding.cost.main_pipe == FP8 else None
+        cases.setdefault((finding.kernel, finding.mode, precision), []).append(finding)
+    return [Group(*key, tuple(of)) for key, of in cases.items()]
+
+
+def left_out(found: Sequence[Finding]) -> list[str]:
+    """A table of all cases that are in no mean over the best peer, with the reason of each."""
+    rows = [
+        [group.kernel, group.mode, reason, len(cases), ", ".join(cases)]
+        for group in groups(found)
+        for reason, cases in group.over_best_peer().by_reason().items()
+    ]
+    return md.table(LEFT_OUT_HEAD, rows) if rows else ["No case was left out of a mean."]
+
+
+def captions(found: Sequence[Finding]) -> list[str]:
+    """The same in a few lines: a list item for each reason, with how many cases of which kernel."""
+    counts: dict[str, dict[str, int]] = {}
+    for group in groups(found):
+        for reasons in group.over_best_peer().left_out.values():
+            for reason in reasons:
+                of = counts.setdefault(reason, {})
+                of[group.name] = of.get(group.name, 0) + 1
+    return [
+        f"- {md.sentence(reason)}: {', '.join(f'{count} of {name}' for name, count in of.items())}."
+        for reason, of in counts.items()
+    ]
+
+
+def absent(found: Sequence[Finding]) -> list[str]:
+    """A list item for each peer that was not installed, which a comparison lacks: how many cases of which kernel."""
+    counts: dict[str, dict[str, int]] = {}
+    for group in groups(found):
+        for row in (row for finding in group.found for row in finding.rows):
+            if row.status == "skipped" and ABSENT in str(row.get("reason")):
+                of = counts.setdefault(row.implementation, {})
+                of[group.name] = of.get(group.name, 0) + 1
+    return [
+        f"- {name}, in {', '.join(f'{count} of {where}' for where, count in of.items())}."
+        for name, of in counts.items()
+    ]
+
+
+def _library(finding: Finding) -> bool:
+    """Whether a case is held against a kernel that somebody wrote."""
+    return any(speedup.library for speedup in finding.speedups)
+
+
+def _reasons(finding: Finding, speedup: Speedup | None, failed: Sequence[Row]) -> list[str]:
+    if finding.best is None:
+        return [NOT_MEASURED]
+    doubts = [flag.word for flag in flags.of_ratio(finding, speedup)]
+    return list(dict.fromkeys([*doubts, *(f"the peer {row.implementation} failed" for row in failed)]))
+
+
+def _mean(
+    found: Sequence[Finding],
+    pick: Callable[[Finding], Speedup | None],
+    reasons: Callable[[Finding, Speedup | None], list[str]],
+    library: bool = True,
+) -> Mean:
+    values, out = [], {}
+    for finding in found:
+        speedup = pick(finding)
+        why = reasons(finding, speedup)
+        if speedup is None:
+            why = why or [NO_PEER]
+        if why or speedup is None:
+            out[finding.case] = tuple(why)
+        else:
+            values.append(speedup.median)
+    return Mean(len(found), tuple(values), out, library)

@@ -1,0 +1,99 @@
+"""What the harness finds wrong with a row or a case: the sign beside it, and why it stays out of every mean.
+
+A figure that the harness itself doubts is shown, marked, and not averaged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .entries import Row
+from .findings import Finding, Speedup
+
+#: Of a median's 95 % interval, or of a ratio's, over its middle; sampling aims at half of it.
+WIDE = 0.02
+#: what a row says where its time is more than the device's
+UNQUEUED = "cannot be queued"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """`word` is the same for all cases with such a flaw, `note` what the sign means below a table."""
+
+    sign: str
+    word: str
+    note: str
+
+
+THROTTLED = Flag(
+    "‡",
+    "the GPU throttled",
+    "Some samples were taken while the GPU throttled; the page of its mode says how many and why.",
+)
+ALL_THROTTLED = Flag(
+    "‡‡",
+    THROTTLED.word,
+    "No valid sample: every one was taken while the GPU throttled; the figure is of that state alone.",
+)
+OVER = Flag(
+    "†",
+    "above 100 % of the measured roofline",
+    "Above 100 % without being an error: L2 kept part of the compulsory bytes from DRAM, the case hardly writes and a "
+    "read is faster than the copy that gave the ceiling, or, bound by the tensor cores, it ran at a higher clock than "
+    "the matrix product that gave it (`harness/roofline.py` has the rule).",
+)
+WIDE_INTERVAL = Flag(
+    "≈",
+    f"an interval wider than {100 * WIDE:.0f} %",
+    f"Unsteady: the 95 % interval of the time, or of its ratio to the best peer, spans more than {100 * WIDE:.0f} %.",
+)
+WARNED = Flag("§", "a warning of the harness", "The harness warns of this row; see the page of its mode.")
+FAILED = Flag(
+    "¶",
+    "a peer failed",
+    "A peer that takes this case failed in it, so the best of the others may not be the best peer; the page of its "
+    "mode says which and why.",
+)
+
+
+def of_row(finding: Finding, row: Row) -> list[Flag]:
+    """What is doubtful in the time of one implementation."""
+    return [flag for flag in (throttled(row), over(finding, row), _wide(finding, row), _warned(row)) if flag]
+
+
+def throttled(row: Row) -> Flag | None:
+    """By the clocks that were read while it was measured."""
+    clocks = row.get("clocks", {})
+    count, samples = clocks.get("throttled_samples") or 0, clocks.get("samples") or 0
+    return (ALL_THROTTLED if samples and count >= samples else THROTTLED) if count else None
+
+
+def over(finding: Finding, row: Row) -> Flag | None:
+    """By its share of the measured roofline, as far as a reader sees it."""
+    share = finding.percent(row, finding.measured)
+    return OVER if share is not None and round(share, 1) > 100 else None
+
+
+def _wide(finding: Finding, row: Row) -> Flag | None:
+    column = row.column(finding.column)
+    low, high = (column or {}).get("ci95_us") or (None, None)
+    wide = column and low and high and (high - low) / column["median_us"] > WIDE
+    return WIDE_INTERVAL if wide else None
+
+
+def _warned(row: Row) -> Flag | None:
+    """Any warning of ours; of a peer only that its time is not the device's, since a less accurate peer is one too."""
+    warnings = row.get("warnings", [])
+    return WARNED if any(row.ours or text.startswith(UNQUEUED) for text in warnings) else None
+
+
+def of_ratio(finding: Finding, speedup: Speedup | None) -> list[Flag]:
+    """Why a speed-up stays out of the means: by our row, by the other's and by the interval of their ratio. A peer
+    above 100 % of the roofline is no reason: it was faster than it should be."""
+    found = of_row(finding, finding.best) if finding.best is not None else []
+    if speedup is not None:
+        if speedup.row is not None and speedup.row.ok:
+            found += [flag for flag in of_row(finding, speedup.row) if flag is not OVER]
+        if (speedup.high - speedup.low) / speedup.median > WIDE:
+            found.append(WIDE_INTERVAL)
+    return list(dict.fromkeys(found))

@@ -1,0 +1,38 @@
+"""`python -m ridgeline info` and `python -m ridgeline selftest`: what runs here, and whether it is right."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+
+import torch
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="ridgeline", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, text in (
+        ("info", "the GPU, versions, which kernels each op launches, and what is missing"),
+        ("selftest", "each op against its reference, forward and backward; without a GPU in Triton's interpreter"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("--op", action="append", metavar="NAME", help="only this op; may be given more than once")
+    given = parser.parse_args(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and given.command == "selftest":
+        os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: before the ops are imported
+        torch.set_num_threads(1)
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")  # NumPy's, of what is masked
+    from . import info, selftest
+
+    known = selftest.ops()
+    if unknown := sorted(set(given.op or ()) - set(known)):
+        parser.error(f"unknown op {', '.join(unknown)}; known: {', '.join(known)}")
+    module = info if given.command == "info" else selftest
+    return module.report([name for name in known if name in (given.op or known)], device)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,22 @@
+"""One call of grouped_gemm, small or of a size that models have.
+
+`selftest` holds it against the reference, `info` asks which kernels it launches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def example(device: torch.device | str, dtype: torch.dtype, small: bool) -> dict[str, Any]:
+    """`inputs` of the public function, those that have a gradient, and options that choose a version."""
+    groups, rows, cols, depth = (3, 40, 24, 20) if small else (8, 8192, 4096, 4096)
+    ends = [rows * (group + 1) // (groups + 1) for group in range(groups)]
+    inputs = {
+        "x": torch.randn(rows, depth, device=device, dtype=dtype),
+        "weights": torch.randn(groups, cols, depth, device=device, dtype=dtype) * depth**-0.5,
+        "offsets": torch.tensor(ends, device=device, dtype=torch.int32),
+    }
+    return {"inputs": inputs, "grads": ("x", "weights"), "versions": {"backend": ("triton", "cuda")}}

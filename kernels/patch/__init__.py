@@ -1,0 +1,17 @@
+"""Hugging Face models on these kernels: `ridgeline.patch(model)`, and `ridgeline.unpatch(model)`."""
+
+import sys
+from types import ModuleType
+
+from .model import OPS, patch, patched, unpatch
+
+__all__ = ["OPS", "patch", "patched", "unpatch"]
+
+
+class _Callable(ModuleType):
+    """`ridgeline.patch` is this module as soon as it has been imported; it is called like its function."""
+
+    __call__ = staticmethod(patch)
+
+
+sys.modules[__name__].__class__ = _Callable

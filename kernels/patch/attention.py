@@ -1,0 +1,129 @@
+"""`attention` as an implementation of transformers' AttentionInterface, under the name "ridgeline"."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..attention import attention
+
+NAME = "ridgeline"
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3")
+MAX_HEAD_DIM = 256
+_KEPT = "_ridgeline_attention"  # on a model: the implementation that it had
+
+
+def use(model: nn.Module) -> None:
+    """Makes every known model inside of `model` call `attend`."""
+    for known in _models(model):
+        _register()
+        before = known.config._attn_implementation
+        known.set_attn_implementation(NAME)
+        if known.config._attn_implementation == NAME:
+            setattr(known, _KEPT, before)
+
+
+def give_back(model: nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(module, _KEPT):
+            module.set_attn_implementation(getattr(module, _KEPT))
+            delattr(module, _KEPT)
+
+
+def used(model: nn.Module) -> int:
+    """How many layers call `attend`."""
+    owners = [module for module in model.modules() if hasattr(module, _KEPT)]
+    layers = (m for owner in owners for m in owner.modules() if type(m).__name__.endswith("Attention"))
+    return sum(1 for _ in layers)
+
+
+def _models(model: nn.Module) -> Iterator[Any]:
+    """The outermost models of a known type that do not cap their scores."""
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if module in inside or not hasattr(module, "set_attn_implementation"):
+            continue
+        if getattr(config, "model_type", None) in MODEL_TYPES:
+            inside.update(module.modules())
+            if getattr(config, "attn_logit_softcapping", None) is None:
+                yield module
+
+
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+def mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Tensor | None:
+    """None where what a query sees follows from positions alone: causal, in a window or not. Else SDPA's mask, which
+    has padding and the borders of packed sequences in it."""
+    from transformers.masking_utils import sdpa_mask
+
+    return sdpa_mask(*args, local_size=None, **kwargs)
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """query [B, H, Sq, D], key and value [B, Hkv, Sk, D] -> [B, Sq, H, D], and no weights. The last query sees all
+    keys, or its window of them."""
+    queries, keys = query.shape[2], key.shape[2]
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(causal) and queries > 1
+    ours = attention_mask is None and not dropout and kwargs.get("position_bias") is None
+    if not ours or kwargs.get("cache") is not None or query.shape[-1] > MAX_HEAD_DIM or value.shape != key.shape:
+        return _by_sdpa(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            causal,
+            sliding_window,
+            dropout=dropout,
+            scaling=scaling,
+            **kwargs,
+        )
+    if causal and keys > queries:  # the cache has rows that are still empty
+        key, value = key[:, :, :queries], value[:, :, :queries]
+    window = None if sliding_window is None else (sliding_window - 1, 0 if causal or queries == 1 else -1)
+    out = attention(query, key, value, causal=causal, scale=scaling, window=window)
+    assert isinstance(out, torch.Tensor)
+    return out.transpose(1, 2), None
+
+
+def _by_sdpa(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    causal: bool,
+    sliding_window: int | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What is left to PyTorch. A window that no mask has in it yet is put into one."""
+    sdpa = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
+    queries, keys = query.shape[2], key.shape[2]
+    if attention_mask is None and causal and sliding_window is not None and keys >= sliding_window:
+        keys = queries  # as above
+        key, value = key[:, :, :keys], value[:, :, :keys]
+        behind = torch.arange(queries, device=query.device)[:, None] - torch.arange(keys, device=query.device)
+        attention_mask = ((behind >= 0) & (behind < sliding_window))[None, None]
+    return sdpa(module, query, key, value, attention_mask, is_causal=causal, **kwargs)

@@ -1,0 +1,118 @@
+"""The new forward of norms, of attention layers with rotary embeddings, and of feed-forward layers."""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import nn
+
+from ..gelu import gelu
+from ..rmsnorm import rmsnorm
+from ..rope import rope
+from ..swiglu import swiglu
+
+FAMILIES = "Llama|Mistral|Qwen2|Qwen3|Gemma|Gemma2|Gemma3|Phi|Phi3"
+# transformers' names of activations -> those of `swiglu`
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu": "relu",
+}
+APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}  # those of `gelu`
+
+
+def _family(module: nn.Module, layer: str) -> str | None:
+    """The family that this layer is of, by its class's name, or None."""
+    found = re.fullmatch(f"({FAMILIES}){layer}", type(module).__name__)
+    return found[1] if found else None
+
+
+def norm(module: nn.Module) -> Callable | None:
+    family = _family(module, "RMSNorm")
+    if family is None or not isinstance(getattr(module, "weight", None), nn.Parameter):
+        return None
+    return _gemma_norm if family.startswith("Gemma") else _llama_norm
+
+
+def _llama_norm(self, hidden_states):
+    return rmsnorm(hidden_states, self.weight, self.variance_epsilon)
+
+
+def _gemma_norm(self, x):
+    return rmsnorm(x, self.weight, self.eps, weight_offset=1.0)
+
+
+def gated(module: nn.Module) -> Callable | None:
+    """Also Phi's layer, which has no gate."""
+    if _family(module, "MLP") is None:
+        return None
+    config = module.config
+    name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+    activation = ACTIVATIONS.get(name) if isinstance(name, str) else None
+    if activation is None:
+        return None
+    if hasattr(module, "gate_up_proj"):
+        return _packed(activation)
+    if hasattr(module, "gate_proj"):
+        return _separate(activation)
+    return _two_matrices(APPROXIMATE[activation]) if activation in APPROXIMATE else None
+
+
+@cache
+def _separate(activation: str) -> Callable:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x), activation=activation))
+
+    return forward
+
+
+@cache
+def _packed(activation: str) -> Callable:
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(swiglu(self.gate_up_proj(hidden_states), activation=activation))
+
+    return forward
+
+
+@cache
+def _two_matrices(approximate: str) -> Callable:
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.fc2(gelu(self.fc1(hidden_states), approximate))
+
+    return forward
+
+
+def rotation(module: nn.Module) -> Callable | None:
+    forward = type(module).forward
+    called = getattr(getattr(forward, "__code__", None), "co_names", ())
+    if _family(module, "Attention") is None or "apply_rotary_pos_emb" not in called:
+        return None
+    return _with_our_rotation(forward)
+
+
+@cache
+def _with_our_rotation(forward: types.FunctionType) -> Callable:
+    """The layer's own forward, in which one name means another function. Only this copy of it: the module that it is
+    defined in, and so every other model, stays as it is."""
+    names = {**forward.__globals__, "apply_rotary_pos_emb": _rotate}
+    copy = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    copy.__doc__ = forward.__doc__
+    return copy
+
+
+def _rotate(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [B, S, W] with each value twice: the first W columns of a head are rotated."""
+    layout = "bhsd" if unsqueeze_dim == 1 else "bshd"
+    rotated = rope(q, k, cos, sin, rotary_dim=cos.shape[-1], layout=layout)
+    assert isinstance(rotated, tuple)
+    return rotated

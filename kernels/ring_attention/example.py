@@ -1,0 +1,19 @@
+"""One call of ring_attention, small or of a size that models have.
+
+`selftest` holds it against the reference, `info` asks which kernels it launches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def example(device: torch.device | str, dtype: torch.dtype, small: bool) -> dict[str, Any]:
+    """`inputs` of the public function, those that have a gradient."""
+    batch, heads, kv_heads, length, dim = (1, 2, 1, 24, 16) if small else (1, 32, 8, 4096, 128)
+    inputs: dict[str, Any] = {"q": torch.randn(batch, heads, length, dim, device=device, dtype=dtype)}
+    for name in ("k", "v"):
+        inputs[name] = torch.randn(batch, kv_heads, length, dim, device=device, dtype=dtype)
+    return {"inputs": {**inputs, "causal": True}, "grads": ("q", "k", "v")}

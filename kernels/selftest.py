@@ -1,0 +1,145 @@
+"""`python -m ridgeline selftest`: each op against the reference in its folder, forward and backward."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# The largest error of an element over the largest element: some ten roundings of the dtype.
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+INTERPRETED = (torch.float32, torch.float16)  # the dtypes that Triton's interpreter computes rightly
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one op went in one dtype: `status` is "ok", "wrong", "failed" or "skipped", `error` the largest of all its
+    outputs and gradients, in units of the tolerance."""
+
+    op: str
+    dtype: torch.dtype
+    status: str
+    error: float = 0.0
+    reason: str = ""
+    seconds: float = 0.0
+
+
+def ops() -> list[str]:
+    """The kernels of this package, by their folders."""
+    package = importlib.import_module(__package__)
+    found = (module.name for module in pkgutil.iter_modules(package.__path__) if module.ispkg)
+    return [name for name in found if importlib.util.find_spec(f".{name}.example", __package__)]
+
+
+def example(op: str, device: torch.device | str, dtype: torch.dtype, small: bool) -> dict[str, Any]:
+    """A call of an op, as `example.py` of its folder has it."""
+    return importlib.import_module(f".{op}.example", __package__).example(device, dtype, small)
+
+
+def function(op: str) -> Callable[..., Any]:
+    return getattr(importlib.import_module(f".{op}", __package__), op)
+
+
+def run(names: list[str], device: str) -> Iterator[Result]:
+    """Every op that is named, in each dtype. On a GPU also in bf16 at a size that models have."""
+    on_gpu = device.startswith("cuda")
+    for name in names:
+        for dtype in (torch.float32, torch.bfloat16) if on_gpu else INTERPRETED:
+            yield _timed(name, device, dtype, True)
+        if on_gpu:
+            yield _timed(name, device, torch.bfloat16, False)
+
+
+def _timed(name: str, device: str, dtype: torch.dtype, small: bool) -> Result:
+    start = time.perf_counter()
+    torch.manual_seed(0)
+
+    def result(status: str, error: float = 0.0, reason: str = "") -> Result:
+        return Result(name, dtype, status, error, reason, time.perf_counter() - start)
+
+    try:
+        error = compare(name, device, dtype, small)
+    except torch.OutOfMemoryError:
+        return result("skipped", reason="the reference does not fit into the GPU's memory")
+    except Exception as failure:
+        return result("failed", reason=f"{type(failure).__name__}: {str(failure).strip().splitlines()[0]}")
+    if error is None:
+        return result("skipped", reason="Triton's interpreter computes fp8 wrongly")
+    return result("ok" if error <= 1 else "wrong", error)
+
+
+def compare(name: str, device: str, dtype: torch.dtype, small: bool) -> float | None:
+    """The largest error of an output or a gradient over its tolerance; None where the interpreter cannot tell."""
+    call = example(name, device, dtype, small)
+    reference = getattr(importlib.import_module(f".{name}.reference", __package__), f"{name}_reference")
+    wide = torch.float64 if small else torch.float32
+    exact = call.get("exact", False)
+    expected = outputs(reference, call, None if exact else wide, updated=False)
+    got = outputs(function(name), call, None, updated=True)
+    assert len(got) == len(expected), f"{len(got)} outputs and gradients, {len(expected)} expected"
+    if device == "cpu" and any(t.is_floating_point() and t.element_size() == 1 for t in got):
+        return None
+    return max(_error(a, b, dtype, exact) for a, b in zip(got, expected, strict=True))
+
+
+def outputs(fn: Callable[..., Any], call: dict[str, Any], dtype: torch.dtype | None, updated: bool) -> list:
+    """Outputs, then gradients, of a call on copies of its inputs, cast to `dtype` where they are floating-point. For
+    an op in place, where `updated`, the inputs that it updates stand for its outputs."""
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, list):
+            return [copy(one) for one in value]
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.detach().clone() if dtype is None or not value.is_floating_point() else value.to(dtype)
+
+    inputs = {name: copy(value) for name, value in call["inputs"].items()}
+    wanted = [inputs[name].requires_grad_() for name in call["grads"]]
+    made = fn(**inputs)
+    if updated and "updates" in call:
+        made = [inputs[name] for name in call["updates"]]
+    found = list(_tensors(made))
+    if not wanted:
+        return found
+    torch.manual_seed(1)
+    parts = [t for t in found if t.requires_grad]
+    incoming = [torch.randn(t.shape, device=t.device).to(t.dtype) for t in parts]
+    return [*(t.detach() for t in found), *torch.autograd.grad(parts, wanted, incoming)]
+
+
+def _tensors(made: Any) -> Iterator[torch.Tensor]:
+    for one in made if isinstance(made, list | tuple) else (made,):
+        if isinstance(one, list | tuple):
+            yield from _tensors(one)
+        elif one is not None:
+            yield one
+
+
+def _error(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, exact: bool) -> float:
+    if a.shape != b.shape:
+        return float("inf")
+    if exact:
+        return 0.0 if torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) else float("inf")
+    difference = (a.double() - b.double()).abs().max().item() if a.numel() else 0.0
+    scale = max(b.double().abs().max().item() if b.numel() else 0.0, 1e-30)
+    error = difference / scale / TOLERANCES[dtype]
+    return error if error == error else float("inf")
+
+
+def report(names: list[str], device: str) -> int:
+    """Prints a line for each result; 1 if one was wrong or failed."""
+    print(f"each op against its reference on {device}, errors in units of the tolerance")
+    print(f"{'op':24} {'dtype':9} {'status':8} {'error':>6} {'s':>6}")
+    bad = 0
+    for one in run(names, device):
+        bad += one.status in ("wrong", "failed")
+        dtype = str(one.dtype).removeprefix("torch.")
+        line = f"{one.op:24} {dtype:9} {one.status:8} {one.error:6.2f} {one.seconds:6.1f}  {one.reason}"
+        print(line.rstrip(), flush=True)
+    print("all is right" if not bad else f"{bad} of them are not right")
+    return 1 if bad else 0

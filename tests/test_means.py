@@ -1,0 +1,220 @@
+"""Means of a report: over which cases they are, what stays out of them and is named, and what is beside what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import record
+from harness.commands import report
+from harness.reporting import aggregates
+from harness.reporting.aggregates import Group, Mean
+from harness.reporting.findings import findings
+from harness.reporting.roofline_charts import overview
+from tests.fake_records import bench, row, write
+
+KERNEL = "rmsnorm"
+COST = {"flops": {"fp32": 1_000_000}, "bytes": 340_000_000}  # 80 µs at the measured 4.25 TB/s
+Rows = list[dict[str, Any]]
+
+
+def exact(us: float) -> list[float]:
+    return [us] * 10
+
+
+def case(name: str, times: Mapping[str, float], failed: Mapping[str, str] | None = None, **changes: Any) -> Rows:
+    """One case: what each implementation took in µs, and the status of those that have no time."""
+    fields = {"cost": COST, **changes}
+    rows = [row(KERNEL, name, "fwd", i, exact(us), **fields) for i, us in times.items()]
+    for implementation, status in (failed or {}).items():
+        rows.append(row(KERNEL, name, "fwd", implementation, status=status, reason=f"it was {status}", **fields))
+    return rows
+
+
+def folder(tmp_path: Path, *cases: Rows) -> Path:
+    groups = {(rows[0]["case"], "fwd"): rows for rows in cases}
+    write(tmp_path / "h200" / "records" / f"{KERNEL}.jsonl", bench(KERNEL, groups))
+    return tmp_path / "h200"
+
+
+def groups(tmp_path: Path, *cases: Rows) -> list[Group]:
+    return aggregates.groups(findings(record.load(folder(tmp_path, *cases))))
+
+
+def mean(tmp_path: Path, *cases: Rows) -> Mean:
+    (group,) = groups(tmp_path, *cases)
+    return group.over_best_peer()
+
+
+PLAIN = {"triton": 100, "eager": 900, "compile": 200, "quack": 120}
+
+
+@pytest.mark.parametrize("status", ["error", "oom", "crashed", "over-roofline", "wrong"])
+def test_a_peer_that_failed_takes_its_row_out_of_the_mean(tmp_path: Path, status: str) -> None:
+    without = case("lost", {"triton": 100, "eager": 900, "compile": 2000}, {"quack": status})
+    found = mean(tmp_path, case("plain", PLAIN), without)
+    assert found.values == pytest.approx([1.2]) and found.counted() == "1 of 2"
+    assert found.left_out == {"lost": ("the peer quack failed",)}
+
+
+def test_a_failed_peer_marks_its_row_everywhere_and_leaves_no_verdict(tmp_path: Path) -> None:
+    lost = case("lost", {"triton": 100, "compile": 2000, "liger": 2100}, {"quack": "error"})
+    where = folder(tmp_path, case("plain", PLAIN), lost)
+    report.write(where, with_charts=False)
+    index = (where / "README.md").read_text()
+    (summary,) = [x for x in index.splitlines() if x.startswith("| lost | fwd |")]
+    assert "20.00× [20.00, 20.00] compile ¶" in summary and summary.endswith("| – |") and "¶ A peer that takes" in index
+    assert "| rmsnorm | fwd | the peer quack failed | 1 | lost |" in index
+    assert "20.00× compile ¶" in report.kernel_block(where, KERNEL)
+    assert "- quack: **error**, it was error" in (where / f"{KERNEL}-fwd.md").read_text()
+
+
+def test_neither_the_reference_nor_an_absent_or_unfit_peer_takes_a_row_out(tmp_path: Path) -> None:
+    rows = case("plain", {"triton": 100, "quack": 120}, {"eager": "oom", "liger": "skipped"})
+    assert mean(tmp_path, rows).values == pytest.approx([1.2])
+
+
+def test_a_case_that_no_library_takes_is_not_averaged_with_those_that_one_does(tmp_path: Path) -> None:
+    alone = case("alone", {"triton": 100, "eager": 900, "compile": 500}, {"quack": "skipped"})
+    found = mean(tmp_path, case("plain", PLAIN), alone)
+    assert found.values == pytest.approx([1.2]) and found.left_out == {"alone": ("no library takes it",)}
+
+
+def test_a_kernel_without_any_library_says_so(tmp_path: Path) -> None:
+    where = folder(tmp_path, case("plain", {"triton": 100, "eager": 900, "compile": 150, "compile-max": 130}))
+    assert "| 0 of 1 | **1.30×** (1.30× to 1.30×), torch.compile alone in 1 of 1 | 0 of 1 | – |" in report.readme_block(
+        where
+    )
+
+
+def test_the_reference_is_no_peer_and_is_named(tmp_path: Path) -> None:
+    where = folder(tmp_path, case("plain", {"triton": 100, "eager": 900}))
+    report.write(where, with_charts=False)
+    index, block = (where / "README.md").read_text(), report.readme_block(where)
+    (cells,) = [x.split(" | ") for x in index.splitlines() if x.startswith("| plain | fwd |")]
+    assert cells[4:7] == ["–", "–", "9.00× [9.00, 9.00]"] and cells[-1] == "– |"
+    assert "| eager (the reference) | 900 µs |" in (where / f"{KERNEL}-fwd.md").read_text()
+    assert "over the reference" in index and "reference" not in block and "9.00" not in block and "eager" not in block
+
+
+def test_over_pytorch_is_over_the_fastest_that_a_user_would_write(tmp_path: Path) -> None:
+    rows = case("plain", PLAIN)
+    rows += [row(KERNEL, "plain", "fwd", n, exact(us), cost=COST, pytorch=True) for n, us in (("a", 300), ("b", 250))]
+    (group,) = groups(tmp_path, rows)
+    assert group.over_pytorch().values == pytest.approx([2.5])
+    assert group.over_best_peer().values == pytest.approx([1.2])
+
+
+def test_the_reference_may_be_what_a_user_would_write(tmp_path: Path) -> None:
+    rows = case("plain", {"triton": 100, "compile": 200})
+    rows.append(row(KERNEL, "plain", "fwd", "eager", exact(130), cost=COST, pytorch=True))
+    (group,) = groups(tmp_path, rows)
+    assert group.over_pytorch().values == group.over_best_peer().values == pytest.approx([1.3])
+    assert group.over_best_peer().library and group.found[0].over_reference is None
+
+
+def test_pytorch_failing_takes_the_row_out_of_its_mean_and_another_peer_does_not(tmp_path: Path) -> None:
+    lost = case("lost", {"triton": 100, "quack": 120}, {"torch": "oom"})
+    kept = case("kept", {"triton": 100, "torch": 150}, {"quack": "error"})
+    (group,) = groups(tmp_path, lost, kept)
+    assert group.over_pytorch().values == pytest.approx([1.5])
+    assert group.over_pytorch().left_out == {"lost": ("the peer torch failed",)}
+
+
+def throttled(rows: Rows) -> Rows:
+    rows[0]["clocks"] |= {"throttled_samples": 2}
+    return rows
+
+
+def wide(rows: Rows) -> Rows:
+    rows[0]["columns"]["cold"]["ci95_us"] = [98, 101]
+    return rows
+
+
+def warned(rows: Rows) -> Rows:
+    rows[0]["warnings"] = ["something is wrong"]
+    return rows
+
+
+def unqueued(rows: Rows) -> Rows:
+    (quack,) = [r for r in rows if r["implementation"] == "quack"]
+    quack["warnings"] = ["cannot be queued before it runs: the host's time may be in its times"]
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (throttled, "the GPU throttled"),
+        (wide, "an interval wider than 2 %"),
+        (warned, "a warning of the harness"),
+        (unqueued, "a warning of the harness"),
+    ],
+)
+def test_rows_that_the_harness_flags_stay_out(tmp_path: Path, spoil: Any, reason: str) -> None:
+    flagged = spoil(case("flagged", PLAIN))
+    found = mean(tmp_path, case("plain", PLAIN), flagged)
+    assert found.values == pytest.approx([1.2]) and found.left_out == {"flagged": (reason,)}
+
+
+def test_a_row_above_the_roofline_stays_out(tmp_path: Path) -> None:
+    fast = case("fast", {"triton": 79, "quack": 400})
+    found = mean(tmp_path, case("plain", PLAIN), fast)
+    assert found.left_out == {"fast": ("above 100 % of the measured roofline",)}
+
+
+def test_a_wide_ratio_stays_out_and_a_less_accurate_peer_does_not(tmp_path: Path) -> None:
+    noisy = case("noisy", PLAIN)
+    noisy[-1]["columns"]["cold"]["samples_us"] = [110, 130] * 5
+    rough = case("rough", PLAIN)
+    rough[-1]["warnings"] = ["less accurate than the rule for our own kernels allows: by far"]
+    found = mean(tmp_path, noisy, rough)
+    assert list(found.left_out) == ["noisy"] and len(found.values) == 1
+
+
+def test_fp8_is_not_averaged_with_the_rest(tmp_path: Path) -> None:
+    eight = case("eight", {"triton": 100, "quack": 300}, cost={"flops": {"fp8": 10e9}, "bytes": 1000})
+    plain, fp8 = groups(tmp_path, case("plain", PLAIN), eight)
+    assert plain.over_best_peer().values == pytest.approx([1.2])
+    assert fp8.over_best_peer().values == pytest.approx([3.0]) and fp8.name == "rmsnorm fwd in fp8"
+    block = report.readme_block(tmp_path / "h200")
+    assert "(reports/h200/rmsnorm-fwd.md), fp8 | 1 |" in block and "A line in fp8" in block
+
+
+def test_the_caption_counts_what_is_left_out_by_reason(tmp_path: Path) -> None:
+    lost = case("lost", {"triton": 100, "compile": 2000}, {"quack": "oom"})
+    block = report.readme_block(folder(tmp_path, case("plain", PLAIN), lost, throttled(case("hot", PLAIN))))
+    assert "| 3 | memory | 80 to 80 % | 1 of 3 | **1.20×** (1.20× to 1.20×) | 0 of 3 | – |" in block
+    assert "- The peer quack failed: 1 of rmsnorm fwd.\n- The GPU throttled: 1 of rmsnorm fwd.\n" in block
+    plain = report.readme_block(folder(tmp_path / "plain", case("plain", PLAIN)))
+    assert "1 of 1" in plain and "Left out" not in plain
+
+
+def test_the_overview_shows_no_best_peer_and_no_mean_where_one_failed(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plain, lost = case("plain", PLAIN), case("lost", {"triton": 100, "compile": 400}, {"quack": "error"})
+    for name, rows, points in (("plain", plain, 1), ("lost", lost, 0)):
+        figure = overview(findings(record.load(folder(tmp_path / name, rows))), "one NVIDIA H200")
+        theirs, ours = figure.axes[0].lines[:2]
+        assert len(ours.get_xdata()) == 1 and len(theirs.get_xdata()) == points
+        assert [t.get_text() for t in figure.axes[0].texts] == (["1.20×"] if points else [])
+
+
+def test_the_caption_names_peers_that_were_not_there(tmp_path: Path) -> None:
+    rows = [*case("plain", PLAIN), row(KERNEL, "plain", "fwd", "fa3", reason="fa3 is not installed (no such module)")]
+    block = report.readme_block(folder(tmp_path, rows, case("other", PLAIN)))
+    assert "were not installed:\n\n- fa3, in 1 of rmsnorm fwd.\n" in block and "2 of 2" in block
+
+
+def test_a_smaller_configuration_of_a_peer_is_named_with_what_failed(tmp_path: Path) -> None:
+    rows = case("plain", PLAIN)
+    rows[-1]["configuration"] = {"name": "tiles of 64", "instead_of": "OutOfResources: shared memory"}
+    where = folder(tmp_path, rows)
+    report.write(where, with_charts=False)
+    page = (where / f"{KERNEL}-fwd.md").read_text()
+    assert "| quack (tiles of 64) | 120 µs |" in page
+    assert "- quack ran with tiles of 64, since without it: OutOfResources: shared memory" in page
+    assert mean(tmp_path / "again", rows).values == pytest.approx([1.2])

@@ -1,0 +1,103 @@
+"""What the package offers over its kernels: `python -m ridgeline info` and `selftest`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness import registry
+from kernels import __main__, info, selftest
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KERNELS = [name for name in registry.names() if registry.package(name).startswith("kernels.")]
+
+
+def test_all_kernels_are_known() -> None:
+    assert selftest.ops() == sorted(KERNELS)
+
+
+@pytest.mark.parametrize("kernel_name", KERNELS)
+def test_each_op_passes(kernel_name: str) -> None:
+    found = list(selftest.run([kernel_name], DEVICE))
+    assert [one.dtype for one in found][:1] == [torch.float32]
+    assert all(one.status in ("ok", "skipped") for one in found), found
+    assert any(one.status == "ok" for one in found) or kernel_name == "fp8", found
+
+
+@pytest.mark.parametrize("kernel_name", KERNELS)
+def test_the_two_sizes_of_an_example_differ_in_size_alone(kernel_name: str) -> None:
+    small, large = (selftest.example(kernel_name, "meta", torch.bfloat16, one) for one in (True, False))
+    assert small.keys() == large.keys() and small["inputs"].keys() == large["inputs"].keys()
+    assert small["grads"] == large["grads"]
+    for option, values in large.get("versions", {}).items():
+        assert "auto" not in values and option not in large["inputs"]
+
+
+def _gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    return torch.nn.functional.gelu(x, approximate=approximate)
+
+
+@pytest.mark.parametrize(
+    ("fn", "status"),
+    [
+        (_gelu, "ok"),
+        (lambda x: _gelu(x) * 1.01, "wrong"),
+        (lambda x: _gelu(x.detach()) + 0 * x, "wrong"),
+        (lambda x: _gelu(x)[:1], "wrong"),
+        (lambda x: _gelu(x) * torch.nan, "wrong"),
+        (lambda x: 1 / 0, "failed"),
+    ],
+    ids=["right", "a hundredth more", "no gradient", "another shape", "NaN", "an error"],
+)
+def test_what_is_wrong_is_told(fn, status: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(selftest, "function", lambda op: fn)
+    assert selftest.report(["gelu"], "cpu") == (status != "ok")
+    printed = capsys.readouterr().out
+    assert printed.count(f" {status} ") == 2
+    assert ("all is right" in printed) == (status == "ok")
+
+
+def test_one_wrong_bit_of_an_exact_op_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = selftest.function("mxfp")
+    assert selftest.compare("mxfp", DEVICE, torch.float32, True) == 0
+
+    def wrong(**inputs):
+        data, scales = right(**inputs)
+        data[0, 0] ^= 1
+        return data, scales
+
+    monkeypatch.setattr(selftest, "function", lambda op: wrong)
+    assert selftest.compare("mxfp", DEVICE, torch.float32, True) == float("inf")
+
+
+def test_info(capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.main(["info", "--op", "gelu"]) == 0
+    printed = capsys.readouterr().out
+    assert torch.__version__ in printed and "gelu" in printed and "rmsnorm" not in printed
+
+
+@pytest.mark.gpu
+def test_info_names_kernels_and_versions() -> None:
+    assert any("gelu" in name for name in info.launched("gelu", "cuda"))
+    assert dict(info.versions("rmsnorm", "cuda"))['backend="triton"'] == "runs"
+
+
+def test_what_is_missing_is_told_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(info.importlib.util, "find_spec", lambda name: None)
+    assert info.WITHOUT_CUPY in list(info.missing()) and "pip install" in info.WITHOUT_CUPY
+
+
+def test_from_an_empty_folder(tmp_path: Path) -> None:
+    """As the installed package: under another name, without the checkout."""
+    (tmp_path / "ridgeline").symlink_to(registry.ROOT / "kernels")
+    command = [sys.executable, "-m", "ridgeline", "selftest", "--op", "rmsnorm", "--op", "gelu"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "all is right" in done.stdout, done.stderr
+    assert not done.stderr
+    command[3:] = ["selftest", "--op", "nothing"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and "unknown op nothing; known: adamw" in done.stderr

@@ -1,0 +1,279 @@
+"""`ridgeline.patch` on small models of Hugging Face with random weights: what they compute, and what is left alone."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import kernels
+from kernels.patch import OPS, patch, patched, unpatch
+
+transformers = pytest.importorskip("transformers")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = dict(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+    pad_token_id=0,
+)
+MODELS = {
+    "llama": ("LlamaForCausalLM", {}),
+    "mistral": ("MistralForCausalLM", dict(sliding_window=5)),
+    "qwen2": ("Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", {}),
+    "gemma": ("GemmaForCausalLM", {}),
+    "gemma2": ("Gemma2ForCausalLM", dict(sliding_window=5, num_hidden_layers=2)),
+    "gemma3": ("Gemma3ForCausalLM", dict(sliding_window=5, layer_types=["sliding_attention"])),
+    "phi": ("PhiForCausalLM", {}),
+    "phi3": ("Phi3ForCausalLM", dict(partial_rotary_factor=0.5)),
+}
+LAYERS = {
+    "llama": dict(norm=3, rope=1, mlp=1, attention=1, loss=1),
+    "mistral": dict(norm=3, rope=1, mlp=1, attention=1, loss=1),
+    "qwen2": dict(norm=3, rope=1, mlp=1, attention=1, loss=1),
+    "qwen3": dict(norm=5, rope=1, mlp=1, attention=1, loss=1),
+    "gemma": dict(norm=3, rope=1, mlp=1, attention=1, loss=1),
+    "gemma2": dict(norm=9, rope=2, mlp=2, loss=1),  # it caps its scores
+    "gemma3": dict(norm=7, rope=1, mlp=1, attention=1, loss=1),
+    "phi": dict(rope=1, mlp=1, attention=1, loss=1),  # its norms have a mean
+    "phi3": dict(norm=3, rope=1, mlp=1, attention=1, loss=1),
+}
+NEARLY_LLAMA = ("gemma", "gemma2", "qwen2")
+TOKENS = torch.tensor([[7, 3, 44, 12, 5, 60, 9, 1, 33], [2, 18, 50, 27, 8, 13, 6, 21, 4]], device=DEVICE)
+
+
+def made(name: str, **options) -> nn.Module:
+    cls, own = MODELS[name]
+    model_class = getattr(transformers, cls)
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(**{**SMALL, **own, **options})).to(DEVICE)
+    for parameter in model.parameters():  # as a fresh model has them, norms and biases do nothing
+        with torch.no_grad():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5 * max(1.0, b.abs().max().item()))
+
+
+def step(model: nn.Module, **inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss and the gradients of a step of training."""
+    model.train()
+    model.zero_grad()
+    loss = model(input_ids=TOKENS, labels=TOKENS, **inputs).loss
+    loss.backward()
+    model.eval()
+    return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def same_step(a: nn.Module, b: nn.Module, **inputs) -> None:
+    (loss, grads), (expected_loss, expected) = step(a, **inputs), step(b, **inputs)
+    close(loss, expected_loss)
+    assert grads.keys() == expected.keys()
+    for name, grad in expected.items():
+        similar = torch.nn.functional.cosine_similarity(grads[name].flatten(), grad.flatten(), dim=0)
+        assert similar > 0.9999 or grad.norm() < 1e-6, name
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in NEARLY_LLAMA else name for name in MODELS]
+)
+def test_a_patched_model_computes_the_same(name: str) -> None:
+    model, reference = made(name), made(name)
+    assert patch(model) is model and patched(model) == LAYERS[name]
+    with torch.no_grad():
+        close(model(TOKENS).logits, reference(TOKENS).logits)
+    same_step(model, reference)
+    assert not patched(reference)
+    unpatch(model)
+    assert not patched(model) and type(model) is type(reference)
+    assert [type(m) for m in model.modules()] == [type(m) for m in reference.modules()]
+    assert model.config._attn_implementation == reference.config._attn_implementation
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS).logits, reference(TOKENS).logits)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_each_op_alone_and_all_but_it(op: str) -> None:
+    model, reference = made("llama"), made("llama")
+    others = [other for other in OPS if other != op]
+    for left in ((op,), others):
+        assert set(patched(patch(model, except_=left))) == set(OPS) - set(left)
+        same_step(model, reference)
+    assert not patched(patch(model, except_=OPS))
+
+
+def test_padding_goes_to_sdpa_and_is_right() -> None:
+    model, reference = patch(made("mistral")), made("mistral")
+    mask = torch.ones_like(TOKENS)
+    mask[0, :4] = 0
+    with torch.no_grad():
+        got, expected = (m(TOKENS, attention_mask=mask).logits for m in (model, reference))
+    close(got[mask.bool()], expected[mask.bool()])
+    with torch.no_grad():
+        close(model(TOKENS, attention_mask=torch.ones_like(mask)).logits, reference(TOKENS).logits)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_dropout_goes_to_sdpa_with_the_window(name: str) -> None:
+    model, reference = (made(name, attention_dropout=0.5).train() for _ in range(2))
+    patch(model)
+    found = []
+    for each in (model, reference):
+        torch.manual_seed(1)
+        found.append(each(TOKENS).logits)
+    close(*found)
+
+
+def test_packed_sequences() -> None:
+    model, reference = patch(made("llama")), made("llama")
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]], device=DEVICE).expand(2, 9)
+    with torch.no_grad():
+        close(model(TOKENS, position_ids=positions).logits, reference(TOKENS, position_ids=positions).logits)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_generation(name: str, cache: str) -> None:
+    model, reference = patch(made(name)), made(name)
+    options = dict(
+        max_new_tokens=4, do_sample=False, cache_implementation=cache, eos_token_id=None, disable_compile=True
+    )
+    for tokens in (TOKENS, TOKENS[:1, :2]):
+        given = dict(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+        assert torch.equal(model.generate(**given, **options), reference.generate(**given, **options))
+
+
+def test_the_loss_of_several_micro_batches_of_capped_logits_and_of_shifted_labels() -> None:
+    model, reference = patch(made("gemma2")), made("gemma2")
+    same_step(model, reference, num_items_in_batch=torch.tensor(11, device=DEVICE))
+    labels = TOKENS.roll(-1, 1)
+    labels[:, -3:] = -100
+    same_step(model, reference, shift_labels=labels)
+
+
+def test_logits_are_there_where_somebody_wants_them() -> None:
+    model = patch(made("llama"))
+    assert model(TOKENS, labels=TOKENS).logits is not None
+    model.train()
+    assert model(TOKENS, labels=TOKENS).logits is None and model(TOKENS).logits is not None
+    loss, *_ = model(TOKENS, labels=TOKENS, return_dict=False)
+    assert loss.dim() == 0
+    model.loss_function = lambda logits, labels, **_: logits.sum()
+    assert model(TOKENS, labels=TOKENS).logits is not None
+
+
+class LowRank(nn.Module):
+    """A LoRA layer as PEFT's: the linear layer with a product of two small matrices beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.a = nn.Parameter(torch.randn(2, base.in_features, device=DEVICE) * 0.3)
+        self.b = nn.Parameter(torch.randn(base.out_features, 2, device=DEVICE) * 0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + x @ self.a.t() @ self.b.t()
+
+
+def test_lora_layers_are_left_alone() -> None:
+    model = made("llama")
+    for layer in model.model.layers:
+        layer.mlp.gate_proj, layer.self_attn.q_proj = LowRank(layer.mlp.gate_proj), LowRank(layer.self_attn.q_proj)
+    model.lm_head = LowRank(model.lm_head)
+    reference = copy.deepcopy(model)
+    wrapped = nn.ModuleDict({"base_model": model})
+    patch(wrapped)
+    assert patched(wrapped) == LAYERS["llama"]
+    same_step(model, reference)
+    assert model.train()(TOKENS, labels=TOKENS).logits is not None  # its head is more than a linear layer
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_gradient_checkpointing(name: str) -> None:
+    model, reference = patch(made(name)), made(name)
+    model.gradient_checkpointing_enable()
+    same_step(model, reference, use_cache=False)
+
+
+def test_fullgraph_compile() -> None:
+    model, reference = patch(made("llama")), made("llama")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        close(compiled(TOKENS, use_cache=False).logits, reference(TOKENS).logits)
+    model.train()
+    loss = compiled(TOKENS, labels=TOKENS, use_cache=False).loss
+    loss.backward()
+    close(loss.detach(), reference.train()(TOKENS, labels=TOKENS).loss.detach())
+
+
+def test_copies_and_what_is_saved(tmp_path) -> None:
+    model, reference = patch(made("qwen3")), made("qwen3")
+    twin = copy.deepcopy(model)
+    assert patched(twin) == patched(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+        close(model(TOKENS).logits, reference(TOKENS).logits)
+    assert model.state_dict().keys() == reference.state_dict().keys()
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).to(DEVICE)
+    with torch.no_grad():
+        close(again(TOKENS).logits, reference(TOKENS).logits)
+
+
+def test_it_is_called_as_a_function_of_the_package() -> None:
+    model = made("llama")
+    kernels.patch(model, except_="loss")
+    assert patched(model).keys() == {"norm", "rope", "mlp", "attention"}
+    assert not patched(kernels.unpatch(model))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        kernels.nothing  # noqa: B018
+
+
+def test_it_says_what_it_cannot_take() -> None:
+    with pytest.raises(ValueError, match="except_ must be of norm, rope, mlp, attention, loss, got 'norms'"):
+        patch(made("llama"), except_=["norms"])
+    with pytest.raises(ValueError, match="Linear has no layer of a known kind"):
+        patch(nn.Linear(2, 2))
+    unpatch(nn.Linear(2, 2))
+
+
+def test_an_activation_that_no_kernel_has_stays() -> None:
+    model, reference = (made("llama", hidden_act="quick_gelu") for _ in range(2))
+    assert "mlp" not in patched(patch(model))
+    same_step(model, reference)
+
+
+@pytest.mark.slow
+def test_500_steps_of_training_have_the_same_loss() -> None:
+    model, reference = patch(made("llama")), made("llama")
+    curves = []
+    for each in (model, reference):
+        optimizer = torch.optim.AdamW(each.train().parameters(), lr=1e-3)
+        generator = torch.Generator().manual_seed(3)
+        losses = []
+        for _ in range(500):
+            start = torch.randint(0, 61, (4, 1), generator=generator)
+            tokens = ((start + 7 * torch.arange(8)) % 61).to(DEVICE)
+            loss = each(tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        curves.append(torch.tensor(losses))
+    ours, theirs = curves
+    assert theirs[-1] < theirs[0] / 2
+    torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.01)
