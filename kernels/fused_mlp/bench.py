@@ -70,7 +70,7 @@ ON_GPU = (
 )
 CASES = (*NARROW, *WIDE, *SMALL, *ON_GPU)
 CUDA_CASES = tuple(replace(case, min_capability=(9, 0)) for case in (*NARROW, *WIDE))
-HOST_CASES = (_case(4, 64, 128, 64, BF16, "silu", "host"),)
+HOST_CASES = (_case(4, 64, 200, 64, BF16, "silu", "host"),)
 
 
 def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
@@ -294,8 +294,10 @@ SPEC = KernelSpec(
     items=lambda case: case.dims["rows"],
     fuzz={"rows": (0, 20), "dim": (1, 20), "hidden": (1, 20), "dim_out": (1, 20)},
     tunables=(
-        Tunable(configs, "pick_product_config", "fwd", _product_candidates, implementation="two_gemms"),
-        Tunable(configs, "pick_weights_config", "bwd", _weights_candidates, implementation="two_gemms"),
+        Tunable(configs, "pick_hidden_config", "fwd", _product_candidates, implementation="two_gemms"),
+        Tunable(configs, "pick_rows_config", "fwd", _product_candidates, implementation="two_gemms"),
+        Tunable(configs, "pick_dhidden_config", "bwd", _product_candidates),
+        Tunable(configs, "pick_weights_config", "bwd", _weights_candidates),
         Tunable(configs, "pick_cuda_config", "fwd", _cuda_candidates, CUDA_CASES, "cuda"),
         Tunable(configs, "pick_fused_config", "fwd", _fused_candidates, NARROW[:4], implementation="fused"),
     ),

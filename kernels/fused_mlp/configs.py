@@ -110,7 +110,42 @@ def pick_copy(rows: int, cols: int, whole_vectors: bool, dtype: torch.dtype) -> 
     return dtype != torch.float32 and not whole_vectors and rows > MIN_BLOCK and cols > MIN_BLOCK
 
 
-def pick_product_config(
+def pick_hidden_config(
+    rows: int,
+    cols: int,
+    depth: int,
+    gated: bool,
+    aligned: bool,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    sms: int,
+) -> ProductConfig:
+    """Configuration of the product that gives the hidden. Pure. See `_product_config`."""
+    return _product_config(rows, cols, depth, "gate" if gated else "act", aligned, dtype, capability, sms)
+
+
+def pick_rows_config(
+    rows: int, cols: int, depth: int, aligned: bool, dtype: torch.dtype, capability: tuple[int, int], sms: int
+) -> ProductConfig:
+    """Configuration of the products that give y and x's gradient. Pure. See `_product_config`."""
+    return _product_config(rows, cols, depth, "", aligned, dtype, capability, sms)
+
+
+def pick_dhidden_config(
+    rows: int,
+    cols: int,
+    depth: int,
+    gated: bool,
+    aligned: bool,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    sms: int,
+) -> ProductConfig:
+    """Configuration of the product that gives the hidden's gradient. Pure. See `_product_config`."""
+    return _product_config(rows, cols, depth, "dgate" if gated else "dact", aligned, dtype, capability, sms)
+
+
+def _product_config(
     rows: int,
     cols: int,
     depth: int,
@@ -120,8 +155,8 @@ def pick_product_config(
     capability: tuple[int, int],
     sms: int,
 ) -> ProductConfig:
-    """Configuration of a product that gives rows. Pure. `epilogue` is "" for y and x's gradient, "act" for the hidden,
-    "gate" for a gated one, "dact" and "dgate" for their gradients.
+    """`epilogue` is "" for y and x's gradient, "act" for the hidden, "gate" for a gated one, "dact" and "dgate" for
+    their gradients.
 
     Without an epilogue, on Hopper: two warpgroups with 64 x 256 sums each. A step of 128 x 256 x 64 reads 48 KiB for
     4.2 MFLOP, where two of 128 x 128 read 64 KiB. An activation wants registers beside the sums: tiles have half the

@@ -21,8 +21,7 @@ def hidden_launch(x: torch.Tensor, w1: torch.Tensor, b1: Optional, w_gate: Optio
     (rows, depth), cols, gated = x.shape, w1.shape[0], w_gate is not None
     pitch, (capability, sms) = configs.pick_pitch(cols), device_of(x)
     aligned = whole_vectors(x) and whole_vectors(w1) and (w_gate is None or whole_vectors(w_gate))
-    epilogue = "gate" if gated else "act"
-    config = configs.pick_product_config(rows, pitch, depth, epilogue, aligned, x.dtype, capability, sms)
+    config = configs.pick_hidden_config(rows, pitch, depth, gated, aligned, x.dtype, capability, sms)
     strides = *x.stride(), *w1.stride(), *_strides(w_gate, 2), *_strides(b1, 1)
     return Launch(
         _fused_mlp_hidden_kernel,
@@ -39,7 +38,7 @@ def rows_launch(a: torch.Tensor, b: torch.Tensor, b_gate: Optional, bias: Option
     may differ in depth where the further terms of a are zero."""
     (rows, depth_a), (cols, depth_b), (capability, sms) = a.shape, b.shape, device_of(a)
     aligned = whole_vectors(a) and whole_vectors(b) and (b_gate is None or whole_vectors(b_gate))
-    config = configs.pick_product_config(rows, cols, depth_a, "", aligned, a.dtype, capability, sms)
+    config = configs.pick_rows_config(rows, cols, depth_a, aligned, a.dtype, capability, sms)
     strides = *a.stride(), *b.stride(), *_strides(b_gate, 2), *_strides(bias, 1)
     return Launch(
         _fused_mlp_rows_kernel,
@@ -54,8 +53,7 @@ def dhidden_launch(dy: torch.Tensor, w2: torch.Tensor, hidden: int, gated: bool,
     """Writes dpre, dgate and the hidden [rows, pitch], given (dy, w2, pre, gate, dpre, dgate, hidden)."""
     (rows, depth), (_, loaded), (capability, sms) = dy.shape, w2.shape, device_of(dy)
     pitch, aligned = configs.pick_pitch(hidden), whole_vectors(dy) and whole_vectors(w2)
-    epilogue = "dgate" if gated else "dact"
-    config = configs.pick_product_config(rows, pitch, depth, epilogue, aligned, dy.dtype, capability, sms)
+    config = configs.pick_dhidden_config(rows, pitch, depth, gated, aligned, dy.dtype, capability, sms)
     return Launch(
         _fused_mlp_dhidden_kernel,
         _persistent(config, rows, pitch, sms),

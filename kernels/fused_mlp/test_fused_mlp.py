@@ -62,7 +62,7 @@ def test_versions(backend: str, save: str) -> None:
     agrees(operands(19, 5, 37, 18), backend=backend, save=save)
 
 
-@pytest.mark.parametrize(("rows", "dim", "hidden", "dim_out"), [*itertools.permutations((0, 3, 5, 4))][::3])
+@pytest.mark.parametrize(("rows", "dim", "hidden", "dim_out"), [(3, 0, 5, 4), (3, 5, 0, 4), (3, 5, 4, 0), (0, 3, 5, 4)])
 def test_nothing_to_multiply(rows: int, dim: int, hidden: int, dim_out: int) -> None:
     for backend in ("fused", "two_gemms"):
         agrees(operands(rows, dim, hidden, dim_out), backend=backend)
@@ -98,27 +98,23 @@ def test_each_gradient_alone() -> None:
 
 
 def test_operands_are_read_in_place_by_their_strides() -> None:
-    tensors = operands(12, 10, 18, 6)
-    for name, t in tensors.items():
-        wide = torch.randn(*t.shape[:-1], 40, device=DEVICE)
-        agrees({**tensors, name: wide[..., 3 : 3 + t.shape[-1]]})
-        agrees({**tensors, name: wide[..., : 2 * t.shape[-1] : 2]})
-        if t.dim() > 1:
-            agrees({**tensors, name: t.mT.contiguous().mT})
-    for x in (torch.randn(3, 4, 10, device=DEVICE), torch.randn(4, 3, 10, device=DEVICE).transpose(0, 1)):
+    tensors = operands(7, 10, 18, 6)
+    for start, step in ((3, 1), (0, 2)):
+        wide = {n: torch.randn(*t.shape[:-1], 40, device=DEVICE) for n, t in tensors.items()}
+        agrees({n: wide[n][..., start : start + step * t.shape[-1] : step] for n, t in tensors.items()})
+    agrees({n: t.mT.contiguous().mT if t.dim() > 1 else t for n, t in tensors.items()})
+    for x in (torch.randn(4, 2, 10, device=DEVICE).transpose(0, 1), torch.randn(10, device=DEVICE)):
         agrees({**tensors, "x": x})
-    agrees({**tensors, "x": torch.randn(10, device=DEVICE)})
 
 
 def test_an_update_of_w2_in_place_is_seen() -> None:
     """w2's rows are no whole vectors, so that it is copied: anew in each call, however it has been changed."""
-    tensors = operands(20, 16, 37, 20, "x w1 w2", torch.float16)
+    tensors = operands(5, 16, 37, 20, "x w1 w2", torch.float16)
     assert configs.pick_copy(20, 37, False, torch.float16)
     for change in (lambda w: w.mul_(-2), lambda w: w.data.add_(1), lambda w: w.view(-1)[3:].zero_()):
-        for backend in ("fused", "two_gemms"):
-            agrees(tensors, backend=backend)
+        agrees(tensors)
         change(tensors["w2"])
-    agrees(tensors)
+    agrees(tensors, backend="two_gemms")
 
 
 def test_values_beyond_the_last_column_do_not_matter() -> None:
@@ -136,13 +132,15 @@ def test_values_beyond_the_last_column_do_not_matter() -> None:
 
 def test_several_tiles_and_parts() -> None:
     """More tiles than persistent CTAs; gradients summed in parts."""
-    tensors = operands(70, 20, 50, 40)
+    tensors = operands(40, 20, 50, 24)
     small = configs.ProductConfig(16, 16, 16, raster=2, stages=1, num_warps=4, ctas=1)
     parts = configs.WeightsConfig(16, 16, 16, splits=3, raster=2, stages=1, num_warps=4)
     bias = configs.BiasConfig(16, 16, splits=3, num_warps=4)
     with mock.patch.multiple(
         configs,
-        pick_product_config=lambda *_: small,
+        pick_hidden_config=lambda *_: small,
+        pick_rows_config=lambda *_: small,
+        pick_dhidden_config=lambda *_: small,
         pick_weights_config=lambda *_: parts,
         pick_bias_config=lambda *_: bias,
     ):
@@ -200,7 +198,7 @@ def test_configs_fit_into_shared_memory(capability: tuple[int, int], dtype: torc
     sizes = (1, 37, 564, 1376, 205000)
     for rows, cols, aligned in itertools.product(sizes, sizes, (False, True)):
         for epilogue in ("", "act", "gate", "dact", "dgate"):
-            c = configs.pick_product_config(rows, cols, 4096, epilogue, aligned, dtype, capability, 132)
+            c = configs._product_config(rows, cols, 4096, epilogue, aligned, dtype, capability, 132)
             columns = c.block_n * (1 + (epilogue == "gate"))
             assert (c.block_m + columns) * c.block_k * c.stages * size * c.ctas <= room
         w = configs.pick_weights_config(rows, cols, 512, aligned, dtype, capability, 132)
