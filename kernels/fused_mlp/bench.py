@@ -52,8 +52,8 @@ WIDE = tuple(
     )
 )
 SMALL = (
-    # What goes wrong: plain first, then options, nothing, one of everything, several tiles. Few kinds of options, each of
-    # which every check is made on: test_fused_mlp.py tries the other activations, and the GPU's cases have them.
+    # What goes wrong: plain first, then options, nothing, one of everything, several tiles. Every check is made on each
+    # set of options, so these are few: test_fused_mlp.py tries the other activations, and the GPU's cases have them.
     _case(11, 8, 18, 12, FP32),
     _case(10, 8, 18, 12, FP32, "gelu", gated=True, biased=True),
     _case(9, 6, 18, 10, FP16, "gelu_tanh", save="input"),
