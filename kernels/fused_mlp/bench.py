@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from harness.spec import COMPILED, EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, Tunable
+from harness.spec import COMPILED, COMPILED_MAX, EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, Tunable
 
 from . import configs, fused_mlp
 from .reference import fused_mlp_reference
@@ -277,6 +277,7 @@ SPEC = KernelSpec(
     baselines=(
         EAGER,
         COMPILED,
+        COMPILED_MAX,
         Peer("padded", load=lambda: _padded(fused_mlp_reference), supports=_padded_supports),
         Peer(
             "padded-compile",
@@ -285,6 +286,7 @@ SPEC = KernelSpec(
         ),
         Peer("quack", load=_quack, supports=_quack_supports),
     ),
+    pytorch=("eager",),  # the reference is what a user would write
     reference=fused_mlp_reference,
     make_inputs=make_inputs,
     cost=cost,
