@@ -41,6 +41,8 @@ CASES = (
     _case("tiny", 2, 3, "ffn", "gelu", FP32, hidden=10, heads=1, kv_heads=1, intermediate=14),
 )
 
+HOST_CASES = (_case("host", 1, 16, dtype=BF16, hidden=256, heads=4, kv_heads=2, intermediate=512),)
+
 
 def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
     """Weights of variance 1 / columns, so that every product has about the variance of what goes in."""
@@ -237,6 +239,7 @@ SPEC = KernelSpec(
     limits={"cos": 1.0, "sin": 1.0},  # they are a cosine and a sine
     determinism={"fwd": "run-to-run", "bwd": "on request", "fwd+bwd": "on request"},
     needs=("attention", "gelu", "rmsnorm", "rope", "swiglu"),
+    host_cases=HOST_CASES,
 )
 
 
