@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -228,7 +229,7 @@ def test_a_skipped_row_is_listed_with_its_reason(tmp_path: Path) -> None:
     after = records(tmp_path / "b.jsonl", {"long": 10})
     write(after, [row(KERNEL, "wide", "fwd", "triton", reason="needs 200 GB")])
     found = compare.compare(record.load(before), record.load(after))
-    assert not found.worse
+    assert not compare.FAIL_ON["slower"](found) and compare.FAIL_ON["missing"](found)
     assert [(m.row.case, m.why) for m in found.missing] == [("wide", "skipped on the other side: needs 200 GB")]
 
 
@@ -266,3 +267,80 @@ def test_a_baseline_can_be_a_git_revision(tmp_path: Path, monkeypatch: pytest.Mo
         compare.read("HEAD~1", tmp_path)
     with pytest.raises(ValueError, match="neither a file, nor a folder, nor a git revision"):
         compare.read("no-such-thing", tmp_path)
+
+
+def test_what_fails_is_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = records(tmp_path / "a.jsonl", {"wide": 100, "gone": 50})
+    slower = records(tmp_path / "b.jsonl", {"wide": 110}, seed=7)
+    both = ("--baseline", before, "--current", slower)
+    assert [command(*both, "--fail-on", what) for what in ("slower", "missing", "unsure", "memory", "host")] == [
+        1,
+        1,
+        0,
+        0,
+        0,
+    ]
+    assert command(*both, "--fail-on", "unsure,missing") == 1
+    with pytest.raises(SystemExit) as stopped:
+        command(*both, "--fail-on", "slower,late")
+    assert stopped.value.code == 2 and "'late': known are slower, unsure, missing" in capsys.readouterr().err
+
+
+def test_relative_to_a_peer_a_slower_machine_is_not_a_slower_kernel(tmp_path: Path) -> None:
+    before = records(tmp_path / "a.jsonl", {"wide": 100})
+    machine = records(tmp_path / "b.jsonl", {"wide": 100}, 1.2, seed=7)
+    kernel = records(tmp_path / "c.jsonl", {"wide": 115}, 1.2, seed=7)
+    assert command("--baseline", before, "--current", machine) == 1
+    assert command("--baseline", before, "--current", machine, "--relative", "eager") == 0
+    assert command("--baseline", before, "--current", kernel, "--relative", "eager") == 1
+    assert command("--baseline", before, "--current", kernel, "--relative", "liger") == 2
+    alone = write(tmp_path / "d.jsonl", [run_line(KERNEL), row(KERNEL, "wide", "fwd", "triton", samples(100))])
+    write(alone, [row(KERNEL, "other", "fwd", "eager", samples(100))])
+    found = compare.compare(record.load(before), record.load(alone), relative="eager")
+    assert [(pair.verdict, pair.note) for pair in found.pairs] == [
+        (UNSURE, "eager was not measured beside it on both sides")
+    ]
+
+
+def test_memory_is_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def side(name: str, **bytes_: int) -> Path:
+        return write(tmp_path / name, [run_line(KERNEL), row(KERNEL, "wide", "bwd", "triton", samples(9), **bytes_)])
+
+    mib = 1 << 20
+    before = side("a.jsonl", peak_memory_bytes=100 * mib, saved_bytes=10 * mib)
+    for changed, code in (
+        (dict(peak_memory_bytes=100 * mib + 1000, saved_bytes=10 * mib), 0),
+        (dict(peak_memory_bytes=102 * mib, saved_bytes=10 * mib), 0),
+        (dict(peak_memory_bytes=110 * mib, saved_bytes=10 * mib), 1),
+        (dict(peak_memory_bytes=100 * mib, saved_bytes=12 * mib), 1),
+        (dict(peak_memory_bytes=50 * mib, saved_bytes=5 * mib), 0),
+        (dict(peak_memory_bytes=100 * mib), 0),
+    ):
+        after = side(f"{changed}.jsonl", **changed)
+        assert command("--baseline", before, "--current", after, "--fail-on", "memory") == code, changed
+        assert command("--baseline", before, "--current", after) == 0
+    text = capsys.readouterr().out
+    assert "| **MORE** |" in text and "saved for the backward" in text and "+20.0 %" in text
+
+
+def test_a_record_that_cannot_be_read_is_told_from_misuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = records(tmp_path / "a.jsonl", {"wide": 100})
+    broken = tmp_path / "b.jsonl"
+    broken.write_text(before.read_text() + "{nonsense\n{}\n")
+    assert command("--baseline", before, "--current", broken) == 3
+    assert "b.jsonl" in capsys.readouterr().err
+    assert command("--baseline", before, "--current", tmp_path / "absent") == 2
+    assert "--current" in capsys.readouterr().err
+
+
+def test_verdicts_for_other_programs(tmp_path: Path) -> None:
+    before = records(tmp_path / "a.jsonl", {"wide": 100, "gone": 50})
+    after = records(tmp_path / "b.jsonl", {"wide": 110}, seed=7)
+    out = tmp_path / "deep" / "out.json"
+    assert command("--baseline", before, "--current", after, "--json", out) == 1
+    found = json.loads(out.read_text())
+    assert found["failed"] == ["slower"] and found["counts"] == {"SLOWER": 1}
+    (entry,) = found["rows"]
+    assert (entry["case"], entry["verdict"], entry["relative_to"]) == ("wide", "SLOWER", "eager")
+    assert entry["ratio"]["low"] < entry["ratio"]["value"] < entry["ratio"]["high"]
+    assert [(m["side"], m["case"]) for m in found["missing"]] == [("baseline", "gone")]

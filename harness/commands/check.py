@@ -21,6 +21,7 @@ from .. import execute, options
 from ..correctness import battery, fuzz, integration, isolation, refusal, special_values
 from ..correctness.accuracy import Verdict
 from ..correctness.battery import Rejected, Skipped, Subject
+from ..correctness.global_state import put_back
 from ..correctness.verify import verify
 from ..spec import WHOLE, WITHOUT_AUTOGRAD, Case, KernelSpec
 
@@ -185,7 +186,8 @@ def run(item: Item, device: str, seed: int = 0) -> Outcome:
     try:
         fn = execute.load(item.spec, item.implementation, item.case, item.mode)
         subject = Subject(item.spec, item.implementation, fn, item.case, device, seed)
-        return outcome("pass", CHECKS[item.check].function(subject, item.mode) or Verdict(True))
+        with put_back():
+            return outcome("pass", CHECKS[item.check].function(subject, item.mode) or Verdict(True))
     except (Skipped, execute.Unavailable) as skip:
         return outcome("skip", Verdict(True, str(skip)))
     except Rejected as rejected:

@@ -4,18 +4,24 @@ Differences between the two machines are printed first, since they may explain m
 both sides have measured a baseline such as eager, the change relative to it stands beside the verdict: if the clocks
 were lower that day, everything is slower but that ratio has not moved. The verdict itself is about time.
 
-Exit code 1 when a row is SLOWER, or when one that was measured before now fails; otherwise 0.
+Exit codes: 0 nothing that `--fail-on` names was found, 1 something was, 2 misuse, 3 a record that cannot be read. By
+default it names `slower`, to which a row belongs that was measured before and fails now.
+
+With `--relative PEER` rows are judged by their time over PEER's of the same run, so that a slower machine is not a
+slower kernel; a row without that peer on both sides is UNSURE.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import statistics
 import subprocess
+import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +44,16 @@ from ..reporting.verdicts import (
 )
 
 FAILED = "FAILED"
+#: what `--fail-on` can name -> the question it asks of a Comparison
+FAIL_ON: dict[str, Callable[[Comparison], bool]] = {
+    "slower": lambda found: any(pair.verdict in (SLOWER, FAILED) and not pair.current.host for pair in found.pairs),
+    "unsure": lambda found: any(pair.verdict == UNSURE for pair in found.pairs),
+    "missing": lambda found: any(missing.side == "baseline" for missing in found.missing),
+    "memory": lambda found: any(growth.judged for growth in found.memory),
+    "host": lambda found: any(pair.verdict in (SLOWER, FAILED) and pair.current.host for pair in found.pairs),
+}
+MEMORY = {"peak": "peak_memory_bytes", "saved for the backward": "saved_bytes"}
+LEAST_GROWTH = 1 << 20  # bytes: less is how an allocator rounds
 ORDER = (SLOWER, FAILED, UNSURE, FASTER, SAME)
 BROKEN = ("oom", "error", "wrong", "crashed", "over-roofline")
 
@@ -59,38 +75,67 @@ FACTS: dict[str, Any] = {
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--baseline", required=True, metavar="FILE|DIR|GIT-REV", help="records to compare with")
-    parser.add_argument("--current", type=Path, default=ROOT / "reports", metavar="FILE|DIR", help="default: reports/")
+    where = "FILE|DIR|GIT-REV"
+    parser.add_argument("--baseline", required=True, metavar=where, help="records to compare with")
+    parser.add_argument("--current", default=str(ROOT / "reports"), metavar=where, help="default: reports/")
     parser.add_argument("--threshold", type=float, default=100 * THRESHOLD, metavar="PERCENT", help="default: 3")
     parser.add_argument("--all", action="store_true", help="baselines and peers too, not only our implementations")
-    parser.add_argument("--out", type=Path, metavar="FILE.md", help="also write the table there")
+    parser.add_argument(
+        "--fail-on",
+        type=_fail_on,
+        default=("slower",),
+        metavar="WHAT[,WHAT]",
+        help=f"exit with 1 on any of {', '.join(FAIL_ON)} (default: slower)",
+    )
+    parser.add_argument("--relative", metavar="PEER", help="judge by the ratio to a peer of the same run")
+    parser.add_argument("--out", type=Path, metavar="FILE.md", help="also write the table there, for a pull request")
+    parser.add_argument("--json", type=Path, metavar="FILE.json", help="also write the verdicts there")
+
+
+def _fail_on(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := sorted(set(names) - set(FAIL_ON)):
+        raise argparse.ArgumentTypeError(f"{', '.join(map(repr, unknown))}: known are {', '.join(FAIL_ON)}")
+    return names
 
 
 def main(arguments: argparse.Namespace) -> int:
     if not 0 < arguments.threshold < 100:
         raise ValueError(f"--threshold is in percent, between 0 and 100, got {arguments.threshold:g}")
-    comparison = compare(
-        read(arguments.baseline), record.load(arguments.current), arguments.threshold / 100, everything=arguments.all
-    )
+    try:
+        baseline, current = read(arguments.baseline), read(arguments.current, option="--current")
+    except record.RecordError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3
+    threshold = arguments.threshold / 100
+    comparison = compare(baseline, current, threshold, everything=arguments.all, relative=arguments.relative)
     text = "\n".join(comparison.markdown()) + "\n"
     print(text, end="")
+    failed = [name for name in arguments.fail_on if FAIL_ON[name](comparison)]
     if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(text, encoding="utf-8")
-    return 1 if comparison.worse else 0
+        _write(arguments.out, text)
+    if arguments.json:
+        _write(arguments.json, json.dumps(comparison.as_json(failed), indent=1) + "\n")
+    return 1 if failed else 0
 
 
-def read(source: str, root: Path = ROOT) -> Records:
-    """A file, a folder, or what `reports/` held at a git revision. ValueError says what was tried."""
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def read(source: str, root: Path = ROOT, option: str = "--baseline") -> Records:
+    """A file, a folder, or what `reports/` held at a git revision, whatever the work tree has. ValueError says what was
+    tried, RecordError which line of which record cannot be read."""
     if Path(source).exists():
         return record.load(source)
     found = _git(root, "rev-parse", "--verify", "--quiet", f"{source}^{{commit}}")
     if found is None:
-        raise ValueError(f"--baseline {source}: neither a file, nor a folder, nor a git revision of {root}")
+        raise ValueError(f"{option} {source}: neither a file, nor a folder, nor a git revision of {root}")
     listed = _git(root, "ls-tree", "-r", "--name-only", found.strip(), "--", "reports") or ""
     paths = [path for path in listed.splitlines() if re.fullmatch(r"reports/.+/records/[^/]+\.jsonl", path)]
     if not paths:
-        raise ValueError(f"--baseline {source}: no records under reports/ at that revision")
+        raise ValueError(f"{option} {source}: no records under reports/ at that revision")
     return record.parse([(f"{source}:{path}", _git(root, "show", f"{found.strip()}:{path}") or "") for path in paths])
 
 
@@ -122,6 +167,17 @@ class Missing:
     why: str
 
 
+@dataclass(frozen=True)
+class Growth:
+    """Memory of a row that is not what it was, in bytes. `judged`: more by the threshold and by more than a MiB."""
+
+    row: Row
+    what: str
+    before: int
+    after: int
+    judged: bool
+
+
 Keyed = dict[tuple[str, ...], Row]
 
 
@@ -134,10 +190,24 @@ class Comparison:
     missing: tuple[Missing, ...]
     drift: tuple[tuple[str, float, int], ...]
     threshold: float
+    memory: tuple[Growth, ...] = ()
+    relative: str | None = None
 
-    @property
-    def worse(self) -> bool:
-        return any(pair.verdict in (SLOWER, FAILED) for pair in self.pairs)
+    def as_json(self, failed: Sequence[str]) -> dict[str, Any]:
+        """Verdicts, counts and what made the exit code 1, for other programs."""
+        return {
+            "failed": list(failed),
+            "threshold": self.threshold,
+            "relative": self.relative,
+            "counts": dict(Counter(pair.verdict for pair in self.pairs)),
+            "rows": [_entry(pair) for pair in self.pairs],
+            "missing": [{"side": m.side, **_named(m.row), "why": m.why} for m in self.missing],
+            "memory": [
+                {**_named(g.row), "what": g.what, "baseline": g.before, "current": g.after, "more": g.judged}
+                for g in self.memory
+            ],
+            "differences": [{"what": w, "baseline": b, "current": c} for w, b, c in self.differences],
+        }
 
     def markdown(self) -> list[str]:
         """Differences of the machines, the count, the table, what is missing."""
@@ -157,18 +227,49 @@ class Comparison:
             ", ".join(f"**{counts[v]} {v}**" for v in ORDER if counts[v]) + f" (threshold {_share(self.threshold)})",
             "",
         ]
+        if self.relative:
+            lines += [f"Judged by the time over that of *{self.relative}* in the same run.", ""]
         lines += [*md.table(HEAD, [_line(pair) for pair in self.pairs]), ""]
+        if self.memory:
+            lines += ["Memory that is not what it was:", ""]
+            head = ("", *IDENTITY, "what", ">baseline MiB", ">current MiB", ">change")
+            lines += [*md.table(head, [_memory_line(growth) for growth in self.memory]), ""]
         if self.missing:
             lines += ["Measured on one side only:", ""]
-            head = ("side", "kernel", "case", "mode", "implementation", "why")
-            lines += md.table(head, [[m.side, *m.row.key, m.why] for m in self.missing])
+            lines += md.table(("side", *IDENTITY, "why"), [[m.side, *m.row.key, m.why] for m in self.missing])
         return lines
 
 
+IDENTITY = ("kernel", "case", "mode", "implementation")
 HEAD = (
-    "verdict", "kernel", "case", "mode", "implementation", "column", ">baseline µs", ">current µs", ">change",
-    ">95 % CI", ">relative to", "note",
+    "verdict", *IDENTITY, "column", ">baseline µs", ">current µs", ">change", ">95 % CI", ">relative to", "note",
 )  # fmt: skip
+
+
+def _named(row: Row) -> dict[str, str]:
+    return dict(zip(IDENTITY, row.key, strict=True))
+
+
+def _entry(pair: Pair) -> dict[str, Any]:
+    def interval(ratio: Ratio | None) -> dict[str, float] | None:
+        return {"value": ratio.value, "low": ratio.low, "high": ratio.high} if ratio else None
+
+    return {
+        **_named(pair.current),
+        "verdict": pair.verdict,
+        "column": pair.column,
+        "ratio": interval(pair.ratio),
+        "relative_to": pair.reference,
+        "relative": interval(pair.relative),
+        "host": pair.current.host,
+        "note": pair.note,
+    }
+
+
+def _memory_line(growth: Growth) -> list[object]:
+    change = _change(growth.after / growth.before) if growth.before else None
+    sizes = (f"{size / 2**20:.1f}" for size in (growth.before, growth.after))
+    return ["**MORE**" if growth.judged else "", *growth.row.key, growth.what, *sizes, change]
 
 
 def _line(pair: Pair) -> list[object]:
@@ -195,14 +296,25 @@ def _share(threshold: float) -> str:
 
 
 def compare(
-    baseline: Records, current: Records, threshold: float = THRESHOLD, *, everything: bool = False
+    baseline: Records,
+    current: Records,
+    threshold: float = THRESHOLD,
+    *,
+    everything: bool = False,
+    relative: str | None = None,
 ) -> Comparison:
-    """Joins the rows of both sides and judges them. ValueError where nothing is on both."""
+    """Joins the rows of both sides and judges them: by time or, with `relative`, by the time over that peer's.
+    ValueError where nothing is on both, or where that peer is in no row."""
     before, after = _by_key(baseline, current)
     shared = [key for key in after if key in before]
     wanted = [key for key in shared if everything or after[key].ours]
     peers = {row.implementation for row in after.values() if not row.ours}
-    pairs = [pair for key in wanted if (pair := judge(before[key], after[key], threshold, peers))]
+    if relative is not None and relative not in peers:
+        raise ValueError(f"--relative {relative}: no such peer was measured; there are {', '.join(sorted(peers))}")
+    only = peers if relative is None else {relative}
+    pairs = [pair for key in wanted if (pair := judge(before[key], after[key], threshold, only))]
+    if relative is not None:
+        pairs = [_by_peer(pair, relative, threshold) for pair in pairs]
     if not pairs:
         raise ValueError("nothing was measured on both sides: no kernel, case, mode and implementation in common")
     return Comparison(
@@ -211,7 +323,27 @@ def compare(
         tuple(m for m in _missing(before, after) if everything or m.row.ours),
         tuple(_drift([(before[key], after[key]) for key in shared if not after[key].ours])),
         threshold,
+        tuple(growth for key in wanted for growth in _growths(before[key], after[key], threshold)),
+        relative,
     )
+
+
+def _by_peer(pair: Pair, peer: str, threshold: float) -> Pair:
+    """The same rows, judged by the time over that of a peer."""
+    if pair.verdict == FAILED:
+        return pair
+    if pair.relative is None:
+        return replace(pair, verdict=UNSURE, note=f"{peer} was not measured beside it on both sides")
+    limit = max(threshold, HOST_THRESHOLD) if pair.current.host else threshold
+    return replace(pair, verdict=classify(pair.relative, limit), note="")
+
+
+def _growths(before: Row, after: Row, threshold: float) -> Iterable[Growth]:
+    """Memory that both sides recorded and that differs by more than rounding."""
+    for what, name in MEMORY.items():
+        old, new = before.get(name), after.get(name)
+        if before.ok and after.ok and old is not None and new is not None and abs(new - old) > LEAST_GROWTH:
+            yield Growth(after, what, old, new, new - old > max(LEAST_GROWTH, threshold * old))
 
 
 def _missing(before: Keyed, after: Keyed) -> Iterable[Missing]:

@@ -8,8 +8,8 @@ is put back.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -58,31 +58,41 @@ VALUES: dict[str, Callable[[], Hashable]] = {
 }
 
 
+@contextmanager
+def put_back() -> Iterator[None]:
+    """Afterwards the grad mode, default dtype and matmul precision are what they were: a kernel that changes one fails
+    its own check and nothing that runs later."""
+    grad, dtype, precision = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(grad)
+        if torch.get_default_dtype() != dtype:
+            torch.set_default_dtype(dtype)
+        if torch.get_float32_matmul_precision() != precision:
+            torch.set_float32_matmul_precision(precision)
+
+
 class GlobalState:
-    """Watches the state while it is active; what was changed meanwhile is put back, so that it fails one check."""
+    """Watches the state while it is active."""
 
     def __init__(self) -> None:
         self._touched: list[str] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> GlobalState:
+        self._stack.enter_context(put_back())
         for name in SETTERS:
             setter = getattr(torch._C, name)
             self._stack.enter_context(mock.patch.object(torch._C, name, self._noting(name.removeprefix("_"), setter)))
         setter = ContextProp.__set__
         self._stack.enter_context(mock.patch.object(ContextProp, "__set__", self._noting("torch.backends", setter)))
         self._before = {name: read() for name, read in VALUES.items()}
-        self._grad = torch.is_grad_enabled()
-        self._dtype, self._precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._stack.close()
         self._touched += [name for name, read in VALUES.items() if read() != self._before[name]]
-        if self._touched:
-            torch.set_grad_enabled(self._grad)
-            torch.set_default_dtype(self._dtype)
-            torch.set_float32_matmul_precision(self._precision)
+        self._stack.close()
 
     def _noting(self, name: str, setter: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any, **kwargs: Any) -> Any:

@@ -14,8 +14,8 @@ cupti   the sum of the durations of the kernels that a cold call launched, as th
 
 Rules that hold for all: implementations are interleaved, in a new random order each round, so that drift of the clocks
 affects all equally and ratios can be paired by round; each round is queued while the stream is held (`driver.Gate`), so
-that no launch waits for the host; NVTX, allocations by the harness and synchronisation stay outside the events; random data,
-never zeros.
+that no launch waits for the host; NVTX, allocations by the harness and synchronisation stay outside the events; the
+data is random, never zeros.
 """
 
 from __future__ import annotations
