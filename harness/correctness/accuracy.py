@@ -13,7 +13,8 @@ error             With e_r = |r - o| and e_e = |e - o|, each over the elements w
                   fp32 number, since GPUs may flush subnormals to zero.
 small values      the elements whose |o| is at most 1 % of the largest, and above 0.01 % of it, must satisfy the rule
                   for the RMS among themselves, and so must those below: else they could all be wrong and stay within
-                  what the largest allow. From 32 elements on, where nothing limits the comparison to a part.
+                  what the largest allow. rms e_e is increased by max e_e / √n there, of n elements, since few of them
+                  may make most of it. From 32 elements on, where nothing limits the comparison to a part.
 bfloat16          also max e_r <= 2e-2 · max |o| and (from 64 elements on, where an RMS means something)
                   rms e_r <= 4e-3 · rms o, unless the rule above, with its ratio of 2, already allows eager's kind of
                   arithmetic more than that.
@@ -317,6 +318,7 @@ def _wrong_bin(
     info = torch.finfo(eager.dtype)
     step = max(info.smallest_normal * info.eps, torch.finfo(torch.float32).smallest_normal)
     sums = torch.zeros(len(BINS), 3 + len(noise), dtype=torch.float64, device=result.device)
+    largest = torch.zeros_like(sums)
     counts = torch.zeros(len(BINS), dtype=torch.int64, device=result.device)
     for _, o, r, e, *others in _pieces(oracle, result, eager, *noise):
         size, o = o.abs().double(), o.double()
@@ -325,10 +327,18 @@ def _wrong_bin(
             inside = finite & (size <= upper * numbers["scale_max"]) & (size > lower * numbers["scale_max"])
             counts[index] += inside.sum()
             for column, tensor in enumerate((torch.zeros_like(o), r, e, *others)):
-                sums[index, column] += (tensor[inside].double() - o[inside]).square().sum()
-    for (upper, lower), count, squares in zip(BINS, counts.tolist(), sums.tolist(), strict=True):
+                errors = (tensor[inside].double() - o[inside]).abs()
+                sums[index, column] += errors.square().sum()
+                if errors.numel():
+                    largest[index, column] = torch.maximum(largest[index, column], errors.max())
+    for (upper, lower), count, squares, most in zip(
+        BINS, counts.tolist(), sums.tolist(), largest.tolist(), strict=True
+    ):
         scale, error, *yardsticks = (_rms(s, count) for s in squares)
-        limit = tolerance.ratio * max(yardsticks) + tolerance.floor * info.eps * scale + step
+        # Small values are often differences of large ones, and then a few of them make most of the RMS. It is as
+        # uncertain as one more such element makes it.
+        chance = max(most[2:]) / math.sqrt(max(count, 1))
+        limit = tolerance.ratio * (max(yardsticks) + chance) + tolerance.floor * info.eps * scale + step
         if count >= BIN_LEAST and not error <= limit:
             share = f"{100 * lower:g} to {100 * upper:g} % of the largest"
             return f"rms error {error:.3g} of the {count} elements of {share} exceeds {limit:.3g}"

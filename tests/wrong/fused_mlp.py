@@ -85,7 +85,7 @@ def transposed(x, w1, w2, b1=None, b2=None, *, w_gate=None, activation="silu", s
         pre = pre + b1[:, None]
     hidden = act(pre) if w_gate is None else act(both[w1.shape[0] :]) * pre
     y = (w2 @ hidden).T.reshape(*x.shape[:-1], w2.shape[0])
-    return y.contiguous() if b2 is None else y + b2
+    return (y if b2 is None else y + b2).contiguous()
 
 
 CONTROLS = {"plain": fused_mlp, "transposed": transposed}
