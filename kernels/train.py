@@ -43,19 +43,19 @@ class _Shape:
 class TrainStep:
     """One step of training, `loss = step(**batch)`, as one CUDA graph where that can be.
 
-        g = Σ over `accumulate` calls of ∂loss / accumulate;   g ← g · min(1, clip / ‖g‖₂);   optimizer with lr · schedule
+        g = Σ over `accumulate` calls of ∂loss / accumulate,   g ← g · min(1, clip / ‖g‖₂),   optimizer(g, lr · schedule)
 
     model       a callable that takes the batch and returns the loss, a scalar tensor, or something with an attribute
                 `loss` that is one, as Hugging Face's models do
-    optimizer   `ridgeline.adamw.AdamW`, or one of torch.optim that is `capturable`. With a graph its lr becomes a tensor
-                on the device, which may be changed in place
+    optimizer   `ridgeline.adamw.AdamW`, or one of torch.optim that is `capturable`. With a graph its lr becomes a
+                tensor on the device, which may be changed in place
     capture     False never makes a graph
     clip        the largest 2-norm of all gradients together, or None
     schedule    (updates made so far) -> factor of each group's lr; the host writes it to the device before an update
     accumulate  calls between two updates; they may have different shapes
     scaler      a torch.amp.GradScaler: the loss is scaled, an update with inf or NaN in its gradients is left out
-    graphs      how many are kept, one for each signature of a batch, and with `accumulate` for each of up to three kinds
-                of call; the least recently used is dropped. They share one pool of memory
+    graphs      how many are kept, one for each signature of a batch, and with `accumulate` for each of up to three
+                kinds of call; the least recently used is dropped. They share one pool of memory
     history     how many losses are kept on the device
 
     A call copies the batch into buffers of the graph. Tensors may come from the host; whatever is no tensor must be
@@ -157,7 +157,7 @@ class TrainStep:
             return f"the parameters are on {self.device}: a CUDA graph needs a GPU"
         if self.scaler is not None and not getattr(self.optimizer, "_step_supports_amp_scaling", False):
             name = type(self.optimizer).__name__
-            return f"with {name} the GradScaler reads on the host whether to step: ridgeline's AdamW or fused=True would do"
+            return f"with {name} the GradScaler reads on the host whether to step: take ridgeline's AdamW or fused=True"
         return None
 
     def _make_capturable(self) -> None:
