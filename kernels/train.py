@@ -43,7 +43,7 @@ class _Shape:
 class TrainStep:
     """One step of training, `loss = step(**batch)`, as one CUDA graph where that can be.
 
-        g = Σ over `accumulate` calls of ∂loss / accumulate,   g ← g · min(1, clip / ‖g‖₂),   optimizer(g, lr · schedule)
+        g = Σ over `accumulate` calls of ∂loss / accumulate,  g ← g · min(1, clip / ‖g‖₂),   optimizer(g, lr · schedule)
 
     model       a callable that takes the batch and returns the loss, a scalar tensor, or something with an attribute
                 `loss` that is one, as Hugging Face's models do

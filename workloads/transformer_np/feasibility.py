@@ -58,12 +58,12 @@ def feasibility(
         state          12 P                     fp32 weights and two moments
         gradients       4 P                     fp32; and s P of rounded weights where s < 4, which the backward reads
         activations    L · kept + d s T         kept of a layer is (6 d + 2 f) s T + 2 d s C + (4 h + 8) T
-        recomputed     with checkpoint "block" kept is d s T, and one layer's whole is there beside; with "attention" kept
-                       is (3 d + 2 f) s T + 4 T, and one layer's attention is there beside
+        recomputed     checkpoint "block" keeps d s T, and one layer's whole is there beside; "attention" keeps
+                       (3 d + 2 f) s T + 4 T, and one layer's attention is there beside
         heads          2 K f s R + 2 d s R      hidden before and after SiLU; and K f s R for a gradient of it
 
-    and in seconds, ×3 for products forward and backward and ×3.5 for scores; checkpoint "block" adds one more forward of
-    all layers, "attention" one of their attention:
+    and in seconds, ×3 for products forward and backward and ×3.5 for scores; checkpoint "block" adds one more forward
+    of all layers, "attention" one of their attention:
 
         attention      (4 d² T + 4 d² C) L / matmul + 4 M T d L / attention      projections, then scores and sums
         mlp            4 d f T L / matmul
