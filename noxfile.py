@@ -181,6 +181,14 @@ def tune(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def mutate(session: nox.Session) -> None:
+    """Write small faults into a kernel's source and count those that its checks reject: -- --kernel NAME."""
+    if "--report" in session.posargs:
+        session.run(environment(session), "-m", "tests.planted", "reports/mutants/planted.json")
+    harness(session, "mutate")
+
+
+@nox.session(default=False)
 def report(session: nox.Session) -> None:
     """Write Markdown and SVG from the records."""
     harness(session, "report")

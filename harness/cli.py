@@ -20,6 +20,7 @@ COMMANDS = {
     "profile": "Nsight Compute over each case; table of its limiter and the bytes it moved in DRAM",
     "sanitize": "compute-sanitizer over the small cases",
     "tune": "try every candidate configuration and compare with the one that the kernel picks",
+    "mutate": "small faults in a kernel's own source: how many of them the checks reject",
     "plan": "a model of a case's time on many GPUs, from rates that were measured on few",
     "report": "Markdown and SVG from the records",
     "compare": "FASTER, SAME, SLOWER or UNSURE between two sets of records; exit code 1 on SLOWER",

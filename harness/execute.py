@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from . import sampling
+from .measure import memory
 from .spec import (
     COMPILED,
     COMPILED_MAX,
@@ -173,6 +174,16 @@ def bind(spec: KernelSpec, fn: Op, inputs: Inputs, mode: str, out_grads: Sequenc
     if mode == "bwd":
         return lambda: backward(results)
     return lambda: backward(tuple(t for t in outputs(fn(**inputs)) if t.requires_grad))
+
+
+def saved_bytes(spec: KernelSpec, fn: Op, inputs: Inputs, mode: str) -> int | None:
+    """What a call in `mode` keeps from its forward for its backward (`measure.memory`); None where there is none."""
+    if mode == "train":
+        return memory.most_saved_bytes(bind(spec, fn, inputs, mode), (fn, *inputs.values()))
+    if mode in WITHOUT_AUTOGRAD:
+        return None
+    wrt = {n: t.detach().requires_grad_() for n, t in leaves(spec, inputs).items()}
+    return memory.saved_bytes(lambda: fn(**{**inputs, **wrt}), (fn, *inputs.values(), *wrt.values()))
 
 
 def out_grads(

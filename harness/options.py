@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,12 @@ if TYPE_CHECKING:
 def add_selection(parser: argparse.ArgumentParser) -> None:
     """--kernel, --case, --mode, --impl; each may be given more than once."""
     group = parser.add_argument_group("what")
-    group.add_argument("--kernel", action="append", metavar="NAME", help="only this kernel (default: all)")
+    group.add_argument(
+        "--kernel",
+        action="append",
+        metavar="NAME",
+        help="only this kernel (default: all), or PATH[:SPEC] outside the checkout",
+    )
     group.add_argument("--case", action="append", metavar="NAME", help="only this case (default: all bench cases)")
     group.add_argument("--mode", action="append", metavar="MODE", help="only this mode: fwd, bwd, fwd+bwd, step, train")
     group.add_argument("--impl", action="append", metavar="NAME", help="only this implementation or baseline")
@@ -52,11 +58,15 @@ class Selection:
 
 
 def select(
-    arguments: argparse.Namespace, nameable: Callable[[KernelSpec], Sequence[Case]] = lambda spec: spec.cases
+    arguments: argparse.Namespace,
+    nameable: Callable[[KernelSpec], Sequence[Case]] = lambda spec: (*spec.cases, *spec.suite_cases),
 ) -> list[Selection]:
     """The chosen part of every chosen kernel; `nameable` are the cases that --case may name. An unknown name is a
     ValueError that lists the known ones."""
     chosen = [registry.load(name) for name in arguments.kernel or registry.names()]
+    chosen = list({id(spec): spec for spec in chosen}.values())
+    if twice := sorted(name for name, count in Counter(spec.name for spec in chosen).items() if count > 1):
+        raise ValueError(f"--kernel: more than one SPEC is called {', '.join(map(repr, twice))}")
     _known(arguments.case, {c.name for s in chosen for c in nameable(s)}, "case")
     _known(arguments.mode, {m for s in chosen for m in s.modes}, "mode")
     _known(arguments.impl, {i for s in chosen for i in implementations(s)}, "implementation")

@@ -49,7 +49,8 @@ def _harness(command: str, arguments: Sequence[str], interpret: bool) -> int:
 
 
 def _kernels(selections: Sequence[options.Selection]) -> list[str]:
-    return [word for s in selections for word in ("--kernel", s.spec.name)]
+    names = dict.fromkeys(s.spec.name for s in selections)
+    return [word for name in names for word in ("--kernel", name)]
 
 
 def floors(selections: Sequence[options.Selection], gpu: roofline.Gpu) -> list[tuple[str, ...]]:

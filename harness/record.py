@@ -34,6 +34,9 @@ row    one per implementation of that case and mode
                                                                              # by round, in the headline column
         "noise": {"median": 1.0, "ci95": [0.998, 1.003]} | null,             # A/A: this implementation against itself
         "peak_memory_bytes": int,                                            # above what the inputs hold
+        "saved_bytes": int | null,            # kept from the forward for the backward, beyond inputs and outputs; null
+                                              # in "fwd" and "step"
+        "growth_bytes": int | null,           # what ten more calls leave allocated (these two: not in older records)
         "error": {"max": ..., "rms": ..., "eager_max": ..., "eager_rms": ...} | null,
         "clocks": {"sm_mhz": [min, max], "temperature_c": [min, max], "power_w": [min, max],
                    "throttle": ["sw_power_cap"], "throttled_samples": 0, "samples": 40},

@@ -9,12 +9,14 @@ import torch
 
 from .spec import Case, KernelSpec, Yardstick
 
+OPTIONAL = ("samples", "warmup", "suite")  # in the record where they were given
 OPTIONS = ("gpu", "quick", "timer", "case", "mode", "impl", "host", "host_compiled", "resume")
 
 
 def asked(arguments: argparse.Namespace) -> dict[str, Any]:
     """The command line of a bench, as the record has it."""
-    return {name: getattr(arguments, name) for name in OPTIONS}
+    given = {name: getattr(arguments, name, None) for name in OPTIONAL}
+    return {name: getattr(arguments, name) for name in OPTIONS} | {n: v for n, v in given.items() if v is not None}
 
 
 def described(spec: KernelSpec, case: Case, mode: str, name: str, status: str, reason: str | None) -> dict[str, Any]:

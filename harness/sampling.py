@@ -7,12 +7,16 @@ the other rows are 0.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from .spec import Case, Inputs, KernelSpec, Rows
+
+# Which rows are drawn cannot be known beforehand: another process draws others.
+RUN = secrets.randbits(62)
 
 
 @dataclass(frozen=True)
@@ -57,12 +61,13 @@ class Sample:
 
 
 def draw(spec: KernelSpec, case: Case, inputs: Inputs, seed: int = 0) -> Sample | None:
-    """Rows at random, with the first and the last; None where the whole case is compared with the reference."""
+    """Rows at random, with the first and the last; None where the whole case is compared with the reference. One seed
+    gives the same rows throughout a process, and others in the next."""
     rows = spec.sampled(case)
     if rows is None:
         return None
     name, dimension = next(iter(rows.inputs.items()))
     total, device = inputs[name].shape[dimension], inputs[name].device
-    middle = torch.randperm(total, generator=torch.Generator().manual_seed(seed))[: rows.count]
+    middle = torch.randperm(total, generator=torch.Generator().manual_seed(seed ^ RUN))[: rows.count]
     ends = torch.tensor([0, total - 1])
     return Sample(rows, torch.cat([middle, ends]).unique().to(device), total)

@@ -184,12 +184,15 @@ class KernelSpec:
     fuzz             dimension -> (low, high), from which Hypothesis draws sizes
     finite_only      (case) -> whether its inputs must be finite, because what the op masks it may or may not read
     sampled          (case) -> Rows where the problem is too large for the reference, else None
+    own_strides      (case) -> the outputs, by index, that have neither eager's strides nor those of a contiguous
+                     tensor, but such as the op documents and the kernel's own tests check
     limits           input -> the largest magnitude up to which the op is right, where that is not all of its dtype
     spills           JIT kernel -> bytes of register spill that are accepted, with the reason in the kernel's README
     false_alarms     (tool of compute-sanitizer, JIT kernel or device function) -> why its finding there is not an
                      error
     tunables         what `tune` searches
     host_cases       problems so small that a call takes its host time; every peer takes them
+    suite_cases      further cases that only a suite or --case names: neither in the tests nor in a bench of everything
     host_ops         implementation or peer -> what is called on host cases in its place, e.g. the step of an optimizer
     compile_targets  compute capabilities that `build` compiles for
     needs            the kernels whose public functions a composed one calls; it has no kernel of its own
@@ -215,6 +218,7 @@ class KernelSpec:
     tolerance: Tolerance = Tolerance()
     finite_only: Callable[[Case], bool] = lambda case: False
     sampled: Callable[[Case], Rows | None] = lambda case: None
+    own_strides: Callable[[Case], tuple[int, ...]] = lambda case: ()
     limits: Mapping[str, float] = field(default_factory=dict)
     spills: Mapping[str, int] = field(default_factory=dict)
     false_alarms: Mapping[tuple[str, str], str] = field(default_factory=dict)
@@ -224,6 +228,7 @@ class KernelSpec:
     alias_reason: Callable[[str, Case, str], str | None] = lambda implementation, case, mode: None
     unsupported_reason: Callable[[str, Case, str], str | None] = lambda implementation, case, mode: None
     host_cases: tuple[Case, ...] = ()
+    suite_cases: tuple[Case, ...] = ()
     host_ops: Mapping[str, Op] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
     model: Callable[[Case, str, int, int | None, float, float], tuple[float, float, float]] | None = None
@@ -241,9 +246,11 @@ class KernelSpec:
             raise ValueError(f"{self.name}: min_capability names {sorted(unknown)}, which are no implementations")
         if unknown := set(self.pytorch) - {baseline.name for baseline in self.baselines}:
             raise ValueError(f"{self.name}: pytorch names {sorted(unknown)}, which are no baselines")
-        hosts = [case.name for case in self.host_cases]
-        if len(set(names + hosts)) != len(names) + len(hosts):
-            raise ValueError(f"{self.name}: names of host cases must be unique too, got {sorted(hosts)}")
+        others = [case.name for case in (*self.host_cases, *self.suite_cases)]
+        if len(set(names + others)) != len(names) + len(others):
+            raise ValueError(
+                f"{self.name}: names of host cases and of suites' must be unique too, got {sorted(others)}"
+            )
         if alone := [case.name for case in self.cases if case.world_size < 1]:
             raise ValueError(f"{self.name}: a case takes one GPU at least, got {alone}")
         self._check_sharding()
@@ -275,7 +282,7 @@ class KernelSpec:
 
     def case(self, name: str) -> Case:
         """The case of that name; ValueError lists the known ones."""
-        for case in self.cases:
+        for case in (*self.cases, *self.suite_cases):
             if case.name == name:
                 return case
         raise ValueError(f"{self.name} has no case {name!r}; known: {', '.join(c.name for c in self.cases)}")

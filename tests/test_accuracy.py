@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ import torch
 from harness import execute
 from harness.correctness import accuracy, guard, layouts
 from harness.correctness.accuracy import compare, compare_all
-from harness.correctness.oracle import expected
+from harness.correctness.oracle import Expected, expected, hold_against
 from harness.correctness.verify import verify
-from harness.spec import Case, Cost, KernelSpec, Tolerance
+from harness.sampling import Sample
+from harness.spec import Case, Cost, KernelSpec, Rows, Tolerance
 from tests.wrong import wrappers
 
 EXACT = Tolerance(ratio=2.0, floor=0.0)
@@ -54,6 +56,37 @@ def test_floor_is_in_epsilons_of_the_scale():
     tolerance = Tolerance(ratio=2.0, floor=4.0)
     assert judge(f32(1, 8 + 3 * step), oracle, eager, tolerance=tolerance).ok
     assert not judge(f32(1, 8 + 5 * step), oracle, eager, tolerance=tolerance).ok
+
+
+def test_small_values_are_held_against_one_another():
+    oracle = torch.cat((torch.ones(100), torch.full((40,), 3e-3), torch.full((40,), 3e-5))).double()
+    eager = (oracle * (1 + 1e-4)).float()
+    for wrong in (slice(100, 140), slice(140, 180)):
+        result = eager.clone()
+        result[wrong] = oracle[wrong].float() * 1.01
+        assert judge(eager, oracle, eager).ok
+        assert "of the 40 elements" in judge(result, oracle, eager).reason
+
+
+def test_every_element_of_fp8_is_within_one_step():
+    fp8 = torch.float8_e4m3fn
+    oracle = torch.linspace(-400, 400, 4001, dtype=torch.float64)
+    eager = oracle.to(fp8)
+    for steps, ok in ((1, True), (2, False)):
+        result = eager.clone()
+        result.view(torch.uint8)[-1] -= steps
+        assert judge(result, oracle, eager).ok == ok
+
+
+def test_rows_outside_the_sample_must_be_finite():
+    rows = Sample(Rows(2, {"x": 0}, 0), torch.tensor([0, 3]), 4)
+    case = Case("4x3", dict(rows=4), torch.float32)
+    truth = Expected(("output 0",), (torch.zeros(2, 3).double(),), (torch.zeros(2, 3),), lambda seed: ())
+    spec = SimpleNamespace(tolerance=EXACT)
+    result = torch.zeros(4, 3)
+    assert hold_against(truth, [result], case, spec, rows).ok
+    result[2, 1] = NAN
+    assert hold_against(truth, [result], case, spec, rows).cause == "nonfinite"
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])

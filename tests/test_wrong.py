@@ -15,6 +15,7 @@ from harness.spec import KernelSpec
 
 KERNELS = tuple(name for name in registry.names() if Path(__file__).parent.joinpath("wrong", f"{name}.py").is_file())
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NUMERICAL = ("accuracy", "replay", "repeat", "strides", "leading", "partial", "interleave", "alias", "values")
 ZOO = {kernel: importlib.import_module(f"tests.wrong.{kernel}") for kernel in KERNELS}
 
 
@@ -22,8 +23,13 @@ def entries(attribute: str) -> list:
     return [
         pytest.param(kernel, wrong, id=f"{kernel}-{wrong.name.replace(' ', '-')}")
         for kernel in KERNELS
-        for wrong in getattr(ZOO[kernel], attribute)
+        for wrong in getattr(ZOO[kernel], attribute, ())
     ]
+
+
+def every(kernel: str) -> tuple:
+    zoo = ZOO[kernel]
+    return (*zoo.WRONG, *getattr(zoo, "CHEATS", ()), *zoo.ON_A_GPU)
 
 
 def spec_with(kernel: str, name: str, fn) -> KernelSpec:
@@ -52,7 +58,7 @@ def first_failure(spec: KernelSpec, case: str, only: str | None = None) -> check
     return None
 
 
-@pytest.mark.parametrize(("kernel_name", "wrong"), entries("WRONG"))
+@pytest.mark.parametrize(("kernel_name", "wrong"), [*entries("WRONG"), *entries("CHEATS")])
 def test_wrong_is_rejected(kernel_name, wrong):
     outcome = first_failure(spec_with(kernel_name, "wrong", wrong.fn), wrong.case)
     assert outcome is not None, f"{wrong.name} was accepted"
@@ -62,9 +68,21 @@ def test_wrong_is_rejected(kernel_name, wrong):
     assert (outcome.item.check, outcome.cause) in expected, check.row(outcome)
 
 
+@pytest.mark.parametrize(("kernel_name", "wrong"), entries("CHEATS"))
+def test_a_cheat_is_rejected_by_one_check_alone(kernel_name, wrong):
+    """All numerical checks but that one, and but its cause where that can be told from wrong numbers."""
+    spec = spec_with(kernel_name, "wrong", wrong.fn)
+    items = [item for item in check.plan(spec, DEVICE, [spec.case(wrong.case)]) if item.check in NUMERICAL]
+    outcomes = [check.run(item, DEVICE) for item in items if item.check != wrong.check or wrong.cause != "error"]
+    failures = [o for o in outcomes if o.status == "fail" and (wrong.cause == "error" or o.cause != wrong.cause)]
+    assert not [check.row(o) for o in failures if o.item.check != wrong.check]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kernel_name", "wrong"), entries("ON_A_GPU"))
 def test_wrong_on_a_gpu_is_rejected(kernel_name, wrong):
+    if wrong.check == "device" and torch.cuda.device_count() < 2:
+        pytest.skip("there is only one GPU")
     outcome = first_failure(spec_with(kernel_name, "wrong", wrong.fn), wrong.case, only=wrong.check)
     assert outcome is not None, f"{wrong.name} was accepted"
     assert outcome.cause in wrong.cause.split(" or "), check.row(outcome)
@@ -89,5 +107,5 @@ def test_every_zoo_has_broken_versions_and_controls(kernel_name):
 
 
 def test_every_check_rejects_something():
-    rejecting = {wrong.check for kernel in KERNELS for wrong in (*ZOO[kernel].WRONG, *ZOO[kernel].ON_A_GPU)}
-    assert rejecting >= set(check.CHECKS) - {"leading", "partial", "sizes", "device"}
+    rejecting = {wrong.check for kernel in KERNELS for wrong in every(kernel)}
+    assert rejecting >= set(check.CHECKS)

@@ -17,21 +17,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .. import environment, execute, host, options, record, registry, roofline
+from .. import environment, execute, host, on_cpu, options, record, registry, roofline, suites
 from ..correctness.accuracy import Verdict
+from ..correctness.guard import refill_a_few
 from ..correctness.verify import verify
-from ..measure import timing
+from ..measure import memory, timing
 from ..on_gpu import folder
 from ..ranks import command as ranks
 from ..ranks.launch import TIMEOUT
+from ..reporting import console, suite_summary
 from ..reporting.progress import Progress
 from ..rows import asked, described
-from ..spec import FROM_REFERENCE, Case, Cost, Inputs, KernelSpec, Yardstick
+from ..spec import EAGER, FROM_REFERENCE, Case, Cost, Inputs, KernelSpec, Yardstick
 from . import calibrate
 
 SUSTAINED_SECONDS = 1.0
@@ -40,6 +43,7 @@ STUCK_SECONDS = 120.0
 
 def configure(parser: argparse.ArgumentParser) -> None:
     options.add_selection(parser)
+    parser.add_argument("--suite", metavar="NAME", help="the cases of a suite (harness/suites.py), with its summary")
     options.add_target(parser)
     options.add_output(parser)
     group = parser.add_argument_group("how")
@@ -61,27 +65,73 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="with --gpus: no step of any process for so long means that one hangs (default: %(default)g s)",
     )
+    group.add_argument(
+        "--samples",
+        type=int,
+        nargs="?",
+        const=50,
+        metavar="N",
+        help="exactly N samples (without N: 50), not as many as the scatter asks for",
+    )
+    group.add_argument(
+        "--warmup", type=int, nargs="?", const=10, metavar="N", help="N rounds of warm-up (without N: 10), not a time"
+    )
     group.add_argument("--resume", action="store_true", help="continue an interrupted bench with the same options")
 
 
 def main(arguments: argparse.Namespace) -> int:
     if arguments.gpus > 1:
+        if ignored := [name for name in ("suite", "samples", "warmup") if getattr(arguments, name) is not None]:
+            raise ValueError(f"--gpus does not go with --{' and --'.join(ignored)}")
         return ranks.main(arguments)
     device, key = environment.target(arguments.gpu, arguments.device)
-    selections = options.select(arguments)
-    if arguments.quick and not arguments.case:
+    suite = suites.find(arguments.suite) if arguments.suite else None
+    selections = suites.select(suite, arguments) if suite else options.select(arguments)
+    own = [s for s in selections if s.spec.name in registry.outside()]
+    if arguments.quick and not arguments.case and not suite:
         selections = [options.Selection(s.spec, s.cases[:1], s.modes, s.implementations) for s in selections]
-    if device.type != "cuda":
+    if device.type != "cuda" and not own:
         from .. import plan
 
         return plan.main(selections, key, arguments)
-    with torch.cuda.device(device):
-        session = Session(device, arguments)
-        where = registry.ROOT / (".out" if arguments.quick else "reports") / folder(device, key)
-        out = arguments.out or where
-        failures = sum(session.bench(s, out / "records" / f"{s.spec.name}.jsonl") for s in selections)
+    name = folder(device, key) if device.type == "cuda" else device.type
+    root = Path.cwd() / ".out" if own else registry.ROOT / (".out" if arguments.quick or suite else "reports")
+    out = arguments.out or root / name / (f"suite-{suite.name}" if suite else "")
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            failures = _benched(Session(device, arguments).bench, selections, out, suite)
+    else:
+        if arguments.timer != "auto" or arguments.resume:
+            raise ValueError("--timer and --resume are for a GPU: on a CPU the wall clock's time is measured, at once")
+        failures = _benched(partial(on_cpu.bench, arguments=arguments), own, out, suite)
     print(f"records in {out / 'records'}")
     return 1 if failures else 0
+
+
+def _benched(
+    bench: Callable[[options.Selection, Path], int],
+    selections: Sequence[options.Selection],
+    out: Path,
+    suite: suites.Suite | None,
+) -> int:
+    """Every kernel into its record, with its tables, and a suite's summary. Returns how many rows of our own failed."""
+    failures = 0
+    for selection in selections:
+        path = out / "records" / f"{selection.spec.name}.jsonl"
+        failures += bench(selection, path)
+        if suite is None:
+            rows = [row.data for row in record.load(path).newest() if not row.host]
+            usual = (*selection.spec.pytorch, EAGER.name)
+            against = next((name for name in usual if name in selection.implementations), None)
+            if rows:  # not with --host only
+                console.show(selection.spec.name, rows, against)
+    if suite is not None:
+        measured = [row for row in record.load(out).rows if not row.host]
+        summary = suite_summary.summary(suite, measured)
+        suite_summary.show(summary)
+        (out / f"{suite.name}.json").write_text(suite_summary.dumps(summary), encoding="utf-8")
+        print(f"summary in {out / (suite.name + '.json')}")
+    return failures
 
 
 class Interrupt:
@@ -124,7 +174,7 @@ class Session:
         fastest = max(measured["bandwidth"], measured["bandwidth_read"])
         self.limits = dataclasses.replace(self.ceilings, bandwidth=fastest)
         self.recorded_ceilings = {"measured": measured, "datasheet": promised.to_record() if promised else None}
-        self.clock = timing.Clock(self.device, timing.QUICK if self.arguments.quick else timing.Budget())
+        self.clock = timing.Clock(self.device, timing.budget(self.arguments))
 
     def bench(self, selection: options.Selection, path: Path) -> int:
         """All groups of one kernel into its record. Returns how many rows of our own failed."""
@@ -165,7 +215,7 @@ class Session:
                     failures += sum(r["kind"] == "ours" and r["status"] not in ("ok", "skipped", "oom") for r in rows)
                     progress.group(case.name, mode, rows, self.ceilings, group.seconds)
                     interrupt.raise_if_lost()
-                if self.arguments.host != "no":
+                if self.arguments.host != "no" and not getattr(self.arguments, "suite", None):
                     failures += self._host(selection, write)
                     interrupt.raise_if_lost()
                 write("stop", reason="complete")
@@ -248,6 +298,7 @@ class Group:
                 execute.out_grads(self.spec, self.case, self.spec.reference, i, self.mode, generator) for i in inputs
             ]
             torch.cuda.synchronize()
+        data = self._data(inputs, grads, generator)
         ready: dict[str, execute.Op] = {}
         for name in self.selection.implementations:
             with self._guarded(name), clock.stream():
@@ -280,7 +331,7 @@ class Group:
                 contenders.append(contender(again + timing.AA, ready[again]))
             try:
                 with self._stage("timing"):
-                    measurement = clock.measure(contenders, self.session.arguments.timer, sets)
+                    measurement = clock.measure(contenders, self.session.arguments.timer, sets, data)
             except timing.ContenderFailed as failed:
                 name = failed.name.removesuffix(timing.AA)
                 with self._guarded(name):
@@ -290,10 +341,29 @@ class Group:
             with self._guarded(name), clock.stream():
                 assert measurement is not None
                 with self._stage("timing"):
-                    self._describe(name, contender(name, fn), measurement)
+                    self._describe(name, fn, inputs[0], contender(name, fn), measurement)
                 if name in self.spec.implementations:
                     with self._stage("checks"):
                         self._check(name, fn, inputs[0], grads[0], seed=3, timed=True)
+
+    def _data(
+        self, sets: Sequence[Inputs], grads: Sequence[Sequence[torch.Tensor] | None], generator: torch.Generator
+    ) -> timing.Data:
+        """Inputs updated in place are restored; among others a few elements, the first with them, change places. Of a
+        backward alone those are the incoming gradients', since the inputs belong to a forward that has run."""
+        former = [{n: inputs[n].clone() for n in self.case.mutates} for inputs in sets]
+
+        def restore(index: int) -> None:
+            for name, value in former[index].items():
+                sets[index][name].data.copy_(value)
+
+        def stir(index: int) -> None:
+            moved = [*(grads[index] or ()), *(sets[index].values() if self.mode != "bwd" else ())]
+            for tensor in moved:
+                if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.is_contiguous():
+                    refill_a_few(tensor, generator)
+
+        return timing.Data(restore, stir)
 
     def _once(self, name: str) -> None:
         """Raises Unavailable where an implementation is another one once more."""
@@ -352,7 +422,14 @@ class Group:
             when = "after timing: " if timed else ""
             self.done[name] = self._row(name, "wrong", f"{when}{verdict.reason}")
 
-    def _describe(self, name: str, contender: timing.Contender, measurement: timing.Measurement) -> None:
+    def _describe(
+        self,
+        name: str,
+        fn: execute.Op,
+        inputs: Inputs,
+        contender: timing.Contender,
+        measurement: timing.Measurement,
+    ) -> None:
         """The row of an implementation that was timed."""
         columns, timer = measurement.columns[name], self.session.arguments.timer
         ours = next((n for n in self.spec.implementations if n in measurement.columns), name)
@@ -360,14 +437,9 @@ class Group:
         headline = headline if headline in columns else "cold"
         ratios = measurement.ratios(name, headline)
         noise = ratios.pop(name + timing.AA, None)
+        saved = execute.saved_bytes(self.spec, fn, inputs, self.mode)  # before a bound backward holds its own graph
         run = contender.bind(0)
-        run()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before
+        used = memory.measure(run, self.session.device, saved)
         verdict = self.verdicts.get(name)
         warnings = list(measurement.warnings[name])
         if verdict and not verdict.ok:
@@ -387,7 +459,7 @@ class Group:
             "sustained": sustained,
             "ratios": {other: ratio for other, ratio in ratios.items() if not other.endswith(timing.AA)},
             "noise": noise,
-            "peak_memory_bytes": peak,
+            **used.to_record(),
             "error": verdict and {n: verdict.numbers.get(n) for n in ("max", "rms", "eager_max", "eager_rms")},
             "clocks": measurement.clocks,
             "warnings": warnings,

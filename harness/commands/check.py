@@ -1,9 +1,9 @@
 """`check`: every implementation of every kernel against its oracle, from the declarations in SPEC alone.
 
 `plan` lists what is checked, `run` makes one check, and tests/test_specs.py makes a test of each. The checks are in
-`battery` (numbers, determinism, layouts), `special_values`, `fuzz` (sizes), `refusal` (bad input) and `integration`
-(torch.library, torch.compile, CUDA graphs, streams, devices); the criterion for a tensor is in `accuracy`; `bench`
-calls `verify`.
+`battery` (numbers, determinism, layouts), `isolation` (calls that disturb others), `special_values`, `fuzz` (sizes),
+`refusal` (bad input) and `integration` (torch.library, torch.compile, CUDA graphs, streams, devices); the criterion for
+a tensor is in `accuracy`; `bench` calls `verify`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .. import execute, options
-from ..correctness import battery, fuzz, integration, refusal, special_values
+from ..correctness import battery, fuzz, integration, isolation, refusal, special_values
 from ..correctness.accuracy import Verdict
 from ..correctness.battery import Rejected, Skipped, Subject
 from ..correctness.verify import verify
@@ -58,6 +58,8 @@ CHECKS: dict[str, Check] = {
     "strides": Check(battery.strides, "kind"),
     "leading": Check(battery.leading, "structure"),
     "partial": Check(battery.partial, "kind", backward_only=True),
+    "interleave": Check(isolation.interleaved, "structure"),
+    "alias": Check(isolation.aliased, "structure"),
     "refusal": Check(refusal.refusals, "kind"),
     "values": Check(special_values.special_values, "structure", "kind"),
     "sizes": Check(fuzz.sizes, "structure", "kind"),

@@ -11,10 +11,14 @@ error             With e_r = |r - o| and e_e = |e - o|, each over the elements w
                   ratio and floor come from `spec.Tolerance`, eps from e's dtype; max and rms of o are taken over its
                   finite elements. step is one subnormal step of that dtype and never less than the smallest normal
                   fp32 number, since GPUs may flush subnormals to zero.
+small values      the elements whose |o| is at most 1 % of the largest, and above 0.01 % of it, must satisfy the rule
+                  for the RMS among themselves, and so must those below: else they could all be wrong and stay within
+                  what the largest allow. From 32 elements on, where nothing limits the comparison to a part.
 bfloat16          also max e_r <= 2e-2 · max |o| and (from 64 elements on, where an RMS means something)
                   rms e_r <= 4e-3 · rms o, unless the rule above, with its ratio of 2, already allows eager's kind of
                   arithmetic more than that.
-fp8 cases         instead of the error rule: 1 - 2·Σ r·o / Σ (r² + o²) < 1e-3.
+fp8 cases         instead of the error rules: 1 - 2·Σ r·o / Σ (r² + o²) < 1e-3, and each element of an fp8 result is at
+                  most one step of its dtype from that of e, or from o rounded to it.
 integers, bool    equal to o.
 
 Nothing here knows about kernels; `check` does. Tensors are taken in pieces, so that a result of 10⁹ elements needs
@@ -36,6 +40,8 @@ FP8 = tuple(getattr(torch, n) for n in dir(torch) if n.startswith("float8_") and
 BF16_MAX, BF16_RMS, BF16_RMS_FROM = 2e-2, 4e-3, 64
 RATIO = Tolerance().ratio
 FP8_DISTANCE = 1e-3
+# Of the largest |o|: an upper bound of magnitude, which belongs to the bin, and a lower one, which does not.
+BINS, BIN_LEAST = ((1e-2, 1e-4), (1e-4, 0.0)), 32
 _CLASSES = ("finite", "nan", "+inf", "-inf")
 
 
@@ -62,6 +68,10 @@ CAUSES = {
     "bounds": "memory outside the outputs or around an input was written",
     "replay": "the answer to earlier inputs was given again",
     "late": "the outputs were not complete on the current stream when the call returned",
+    "strides": "the outputs have other strides than eager's",
+    "overwritten": "a later call changed the outputs or gradients of an earlier one",
+    "kept": "the outputs stay in memory when nobody uses them any more",
+    "state": "global state was set, used or left changed",
     "lazy": "the outputs are not plain tensors",
     "repeat": "repeats differ bit-wise although determinism is declared",
     "accepted": "bad input was not refused",
@@ -127,7 +137,12 @@ def compare(
     for fails, reason in _rules(sums, numbers, dtype, eager.dtype):
         if fails:
             return Verdict(False, reason, "error", numbers)
-    return Verdict(True, numbers=numbers)
+    reason = ""
+    if eager.dtype in FP8:
+        reason = _beyond_a_step(result, oracle, eager, where)
+    elif dtype not in FP8 and where is None:
+        reason = _wrong_bin(result, oracle, eager, noise, tolerance, numbers)
+    return Verdict(not reason, reason, "error" if reason else "", numbers)
 
 
 def compare_all(
@@ -288,6 +303,59 @@ def _rules(
                 applies and n[kind] > limit,
                 f"relative {kind} error {n[kind]:.3g} exceeds {limit:.3g} (bfloat16: {bound})",
             )
+
+
+def _wrong_bin(
+    result: torch.Tensor,
+    oracle: torch.Tensor,
+    eager: torch.Tensor,
+    noise: Sequence[torch.Tensor],
+    tolerance: Tolerance,
+    numbers: Mapping[str, float],
+) -> str:
+    """Which of BINS breaks the rule for the RMS, and by how much; "" if none does."""
+    info = torch.finfo(eager.dtype)
+    step = max(info.smallest_normal * info.eps, torch.finfo(torch.float32).smallest_normal)
+    sums = torch.zeros(len(BINS), 3 + len(noise), dtype=torch.float64, device=result.device)
+    counts = torch.zeros(len(BINS), dtype=torch.int64, device=result.device)
+    for _, o, r, e, *others in _pieces(oracle, result, eager, *noise):
+        size, o = o.abs().double(), o.double()
+        finite = r.isfinite() & e.isfinite()
+        for index, (upper, lower) in enumerate(BINS):
+            inside = finite & (size <= upper * numbers["scale_max"]) & (size > lower * numbers["scale_max"])
+            counts[index] += inside.sum()
+            for column, tensor in enumerate((torch.zeros_like(o), r, e, *others)):
+                sums[index, column] += (tensor[inside].double() - o[inside]).square().sum()
+    for (upper, lower), count, squares in zip(BINS, counts.tolist(), sums.tolist(), strict=True):
+        scale, error, *yardsticks = (_rms(s, count) for s in squares)
+        limit = tolerance.ratio * max(yardsticks) + tolerance.floor * info.eps * scale + step
+        if count >= BIN_LEAST and not error <= limit:
+            share = f"{100 * lower:g} to {100 * upper:g} % of the largest"
+            return f"rms error {error:.3g} of the {count} elements of {share} exceeds {limit:.3g}"
+    return ""
+
+
+def _beyond_a_step(result: torch.Tensor, oracle: torch.Tensor, eager: torch.Tensor, where: torch.Tensor | None) -> str:
+    """How many elements of an fp8 result are further than one step from both eager's and the oracle's; "" if none."""
+    wrong, first = 0, -1
+    for start, r, o, e, w in _pieces(result, oracle, eager, where):
+        rounded = o.to(eager.dtype)
+        judged = (_classes(r) == 0) & (_classes(rounded) == 0) & (_classes(e) == 0)
+        place = _places(r)
+        far = judged & ((place - _places(e)).abs() > 1) & ((place - _places(rounded)).abs() > 1)
+        far = far if w is None else far & w
+        if count := int(far.sum()):
+            first = first if wrong else start + int(far.nonzero()[0])
+            wrong += count
+    return (
+        f"{wrong} of {result.numel()} elements are more than one step of fp8 off, the first is {first}" if wrong else ""
+    )
+
+
+def _places(tensor: torch.Tensor) -> torch.Tensor:
+    """Consecutive integers for consecutive numbers of an fp8 dtype."""
+    pattern = tensor.view(torch.uint8).to(torch.int16)
+    return torch.where(pattern < 128, pattern, 128 - pattern)
 
 
 def _closeness(numbers: Mapping[str, float]) -> float:

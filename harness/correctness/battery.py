@@ -8,6 +8,7 @@ compared with the oracle. They differ in the inputs that they pass to it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -21,8 +22,9 @@ from ..sampling import Sample, draw
 from ..spec import WITHOUT_AUTOGRAD, Case, Inputs, KernelSpec, Op
 from . import guard, layouts
 from .accuracy import Verdict, same_bits
+from .global_state import GlobalState
 from .in_place import OnCopies, overlapping
-from .oracle import OutGrads, Tensors, call, judge
+from .oracle import Expected, OutGrads, Tensors, call, expected_of, hold_against, judge
 
 REPEATS = {"cpu": 3, "cuda": 10}  # the interpreter runs programs one after the other
 
@@ -80,6 +82,13 @@ class Subject:
     ) -> Verdict:
         return judge(self.spec, self.case, inputs, out_grads, results, wrt, sample=self.sample(inputs))
 
+    def expected(self, inputs: Inputs, out_grads: OutGrads | None) -> Expected:
+        """What all outputs and gradients should be."""
+        return expected_of(self.spec, inputs, out_grads, sample=self.sample(inputs))
+
+    def hold_against(self, truth: Expected, inputs: Inputs, results: Sequence[torch.Tensor]) -> Verdict:
+        return hold_against(truth, results, self.case, self.spec, self.sample(inputs))
+
     def on_copies(self) -> OnCopies:
         """What is called in place of `fn`, so that inputs that it updates stay as they were."""
         return OnCopies(self.fn, self.case.mutates)
@@ -113,8 +122,8 @@ def grad_names(out_grads: OutGrads) -> list[str]:
 
 def guarded_call(
     s: Subject, inputs: Inputs, out_grads: OutGrads | None, wrt: Sequence[str] | None = None, where: str = ""
-) -> Tensors:
-    """Outputs and gradients of one observed call. Raises Rejected for any fault but wrong numbers."""
+) -> guard.Observed:
+    """Outputs and gradients of one observed call. Raises Rejected for any fault but wrong numbers and strides."""
     named = dict(zip(grad_names(out_grads or ()), out_grads or (), strict=True))
     snapshot, fn = guard.Snapshot({**inputs, **named}), s.on_copies()
 
@@ -125,15 +134,15 @@ def guarded_call(
     try:
         if s.device.startswith("cuda"):
             guard.rehearse(run)
-        with guard.poisoned(), guard.Allocations() as allocations:
+        with guard.poisoned(), guard.Allocations() as allocations, GlobalState() as state:
             observed = guard.observe(run)
     except Exception as error:
         raise as_rejection(error, where) from error
     in_place = bound(fn.verdict, inputs)
-    verdict = guard.first_failure(observed.verdict, snapshot.verdict, in_place, allocations.verdict)
+    verdict = guard.first_failure(observed.verdict, snapshot.verdict, in_place, allocations.verdict, state.verdict)
     if not verdict.ok:
         raise Rejected(verdict, where)
-    return observed.copies
+    return observed
 
 
 def as_rejection(error: Exception, where: str = "") -> Exception:
@@ -152,24 +161,66 @@ def examine(
     mode: str,
     place: Callable[[str, torch.Tensor], torch.Tensor] = contiguous,
     where: str = "",
-    wrt: Sequence[str] | None = None,
     only: int | None = None,
+    forward_too: bool = False,
 ) -> Verdict:
     """One observed call on `inputs`, placed in memory by `place`, against the oracle; raises Rejected.
 
-    In mode "bwd" the outputs are checked as well as the gradients. `wrt` limits the inputs that are differentiated,
-    `only` the outputs that have an incoming gradient.
+    In mode "bwd" the outputs are checked as well as the gradients. `only` limits the outputs that have an incoming
+    gradient. `forward_too` adds a call without autograd, whose outputs are held against the same oracle.
     """
+    inputs, out_grads = prepared(s, inputs, mode, place)
+    if out_grads is not None:
+        out_grads = [g if only in (None, i) else None for i, g in enumerate(out_grads)]
+    observed, truth = guarded_call(s, inputs, out_grads, where=where), s.expected(inputs, out_grads)
+    verdict = hold(s, observed, truth, inputs, where)
+    if forward_too and out_grads is not None:
+        there = f"{where}, without autograd"
+        hold(s, guarded_call(s, inputs, None, where=there), truth.restricted(()), inputs, there)
+    return verdict
+
+
+def prepared(
+    s: Subject, inputs: Inputs, mode: str, place: Callable[[str, torch.Tensor], torch.Tensor] = contiguous
+) -> tuple[Inputs, OutGrads | None]:
+    """Inputs, and incoming gradients where the mode has them, placed in memory by `place`."""
     inputs = placed(inputs, lambda n, t: writable(n, place(n, t)) if n in s.case.mutates else place(n, t))
-    out_grads: OutGrads | None = None
-    if mode not in WITHOUT_AUTOGRAD and s.differentiable(inputs):
-        made = s.out_grads(inputs)
-        spots = [place(n, g) for n, g in zip(grad_names(made), made, strict=True)]
-        out_grads = [g if only in (None, i) else None for i, g in enumerate(spots)]
-    verdict = s.judge(inputs, out_grads, guarded_call(s, inputs, out_grads, wrt, where), wrt)
+    if mode in WITHOUT_AUTOGRAD or not s.differentiable(inputs):
+        return inputs, None
+    made = s.out_grads(inputs)
+    return inputs, [place(n, g) for n, g in zip(grad_names(made), made, strict=True)]
+
+
+def hold(s: Subject, observed: guard.Observed, truth: Expected, inputs: Inputs, where: str = "") -> Verdict:
+    """The results of one call against the oracle, their strides against eager's; raises Rejected."""
+    verdict = s.hold_against(truth, inputs, observed.copies)
+    if verdict.ok and s.sample(inputs) is None and not (strides := _strides(s, observed.results, truth, inputs)).ok:
+        verdict = strides
     if not verdict.ok:
         raise Rejected(verdict, where)
     return verdict
+
+
+def _strides(s: Subject, results: Sequence[torch.Tensor], truth: Expected, inputs: Inputs) -> Verdict:
+    """Whether the results have eager's strides or, where it has others for its own reasons, are contiguous.
+
+    Eager's strides follow from those of its inputs. What is updated in place has the strides it had, and SPEC may
+    declare outputs with strides of their own. Those of gradients are autograd's affair.
+    """
+    own = {f"output {index}" for index in s.spec.own_strides(s.case)}
+    for name, result, eager in zip(truth.names, results, truth.eager, strict=True):
+        allowed = [eager, *(inputs[n] for n in s.case.mutates if isinstance(inputs.get(n), torch.Tensor))]
+        if name in own or not name.startswith("output") or result.is_contiguous():
+            continue
+        if not any(_spread(result) == _spread(t) for t in allowed):
+            text = f"{name} has strides {tuple(result.stride())}, eager's {tuple(eager.stride())}"
+            return Verdict(False, text, "strides")
+    return Verdict(True)
+
+
+def _spread(tensor: torch.Tensor) -> list[int]:
+    """The strides that matter."""
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
 def accuracy(s: Subject, mode: str) -> Verdict:
@@ -178,20 +229,40 @@ def accuracy(s: Subject, mode: str) -> Verdict:
 
 
 def replay(s: Subject, mode: str) -> None:
-    """The same addresses with new contents must give the new answer."""
-    inputs = placed(s.inputs(), contiguous)
-    out_grads = None if mode in WITHOUT_AUTOGRAD else [contiguous("", g) for g in s.out_grads(inputs)]
+    """The same addresses with new contents must give the new answer, and leave the former one as it was. The first
+    element of each input stays, lest it tell that the others are new."""
+    inputs, out_grads = prepared(s, s.inputs(), mode)
     first = guarded_call(s, inputs, out_grads)
-    guard.refill(inputs, s.inputs(offset=100))
+    refresh(inputs, s.inputs(offset=100))
     if out_grads is not None:
         names = grad_names(out_grads)
-        guard.refill(dict(zip(names, out_grads, strict=True)), dict(zip(names, s.out_grads(inputs, 100), strict=True)))
+        refresh(dict(zip(names, out_grads, strict=True)), dict(zip(names, s.out_grads(inputs, 100), strict=True)))
     second = guarded_call(s, inputs, out_grads, where="after the inputs were refilled in place")
-    verdict = s.judge(inputs, out_grads, second)
-    if not verdict.ok and same_bits(first, second):
+    verdict = s.judge(inputs, out_grads, second.copies)
+    if not verdict.ok and same_bits(first.copies, second.copies):
         verdict = Verdict(False, "gave the answer to earlier inputs after they were refilled in place", "replay")
+    if verdict.ok and not same_bits(first.copies, _apart(first.results, inputs, first.copies)):
+        verdict = Verdict(False, "a second call changed the results of the first", "overwritten")
     if not verdict.ok:
         raise Rejected(verdict)
+
+
+def refresh(tensors: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """New contents at the same addresses, but for the first element of what is floating point."""
+    firsts = {n: t.flatten()[:1].clone() for n, t in tensors.items() if _keeps_first(t)}
+    guard.refill(tensors, values)
+    for name, first in firsts.items():
+        tensors[name].data[(0,) * tensors[name].dim()] = first[0]
+
+
+def _keeps_first(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.numel() > 1
+
+
+def _apart(results: Tensors, inputs: Inputs, copies: Tensors) -> Tensors:
+    """The results, with the copies in place of those that share memory with an input, as a view of it does."""
+    held = {t.untyped_storage().data_ptr() for t in inputs.values() if isinstance(t, torch.Tensor)}
+    return tuple(c if r.untyped_storage().data_ptr() in held else r for r, c in zip(results, copies, strict=True))
 
 
 def repeat(s: Subject, mode: str) -> None:
@@ -215,25 +286,27 @@ def repeat(s: Subject, mode: str) -> None:
 
 
 def strides(s: Subject, mode: str) -> None:
-    """Every layout of every input and incoming gradient, in combinations."""
+    """Every layout of every input and incoming gradient, in combinations, with autograd and without."""
     inputs = s.inputs()
     names = [n for n, t in inputs.items() if isinstance(t, torch.Tensor)]
     if mode not in WITHOUT_AUTOGRAD:
         names += grad_names(s.out_grads(inputs))
     for assignment in layouts.rounds(names):
-        examine(s, inputs, mode, assignment, where=str(assignment))
+        examine(s, inputs, mode, assignment, where=str(assignment), forward_too=True)
 
 
 def partial(s: Subject, mode: str) -> None:
-    """Each gradient requested alone, and each output used alone."""
-    inputs = s.inputs()
-    names = list(execute.leaves(s.spec, inputs))
-    if len(names) > 1:
-        for name in names:
-            examine(s, inputs, mode, where=f"gradient of {name} alone", wrt=[name])
-    count = len(s.out_grads(inputs))
-    if count > 1:
-        for index in range(count):
+    """The gradients of every subset of the inputs, of none too with autograd on; and each output used alone."""
+    inputs, out_grads = prepared(s, s.inputs(), mode)
+    assert out_grads is not None
+    truth, names = s.expected(inputs, out_grads), list(execute.leaves(s.spec, inputs))
+    for count in range(len(names)):
+        for wrt in itertools.combinations(names, count):
+            where = f"gradient of {' and '.join(wrt)} alone" if wrt else "autograd on, no input requires a gradient"
+            hold(s, guarded_call(s, inputs, out_grads, wrt, where), truth.restricted(wrt), inputs, where)
+    outputs = len(s.out_grads(inputs))
+    if outputs > 1:
+        for index in range(outputs):
             examine(s, inputs, mode, where=f"output {index} alone used", only=index)
 
 

@@ -96,6 +96,17 @@ def refill(tensors: Mapping[str, Any], values: Mapping[str, Any]) -> None:
             tensor.data.copy_(values[name])
 
 
+def refill_a_few(tensor: torch.Tensor, generator: torch.Generator, count: int = 8) -> None:
+    """The first element of a contiguous tensor and some others change places, unseen by autograd, without a wait for
+    the device."""
+    if tensor.numel() > 1:
+        flat = tensor.data.view(-1)
+        flat = flat.view(torch.uint8) if flat.element_size() == 1 else flat  # few operators take fp8
+        places = torch.randint(1, flat.numel(), (count,), device=tensor.device, generator=generator)
+        places[0].zero_()
+        flat[places] = flat[places.roll(1)]
+
+
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The whole storage that a tensor is a view of."""
     storage = tensor.untyped_storage()

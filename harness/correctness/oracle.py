@@ -3,6 +3,7 @@ yardstick."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from .. import execute
 from ..sampling import Sample
 from ..spec import Case, Inputs, KernelSpec, Op
-from .accuracy import Verdict, compare_all, upcast
+from .accuracy import PIECE, Verdict, compare_all, upcast
 
 Tensors = tuple[torch.Tensor, ...]
 # One incoming gradient for each output that has one; None where an output is not used.
@@ -38,9 +39,11 @@ def call(
 
 
 def forward(spec: KernelSpec, fn: Op, inputs: Inputs, wrt: Sequence[str] | None = None) -> tuple[Tensors, Tensors]:
-    """Outputs, with their autograd graph, and the leaves to be differentiated, which alias the inputs."""
+    """Outputs, with their autograd graph, and the leaves to be differentiated, which alias the inputs. One tensor under
+    two names is one leaf."""
     leaves = execute.leaves(spec, inputs)
-    leaves = {n: t.detach().requires_grad_() for n, t in leaves.items() if wrt is None or n in wrt}
+    once = {id(t): t.detach() for t in leaves.values()}
+    leaves = {n: once[id(t)].requires_grad_() for n, t in leaves.items() if wrt is None or n in wrt}
     return execute.outputs(fn(**{**inputs, **leaves})), tuple(leaves.values())
 
 
@@ -63,6 +66,17 @@ class Expected:
     oracle: Tensors
     eager: Tensors
     perturbed: Callable[[int], Tensors]
+
+    def restricted(self, wrt: Sequence[str]) -> Expected:
+        """The outputs and the gradients of `wrt` alone."""
+        kept = [not n.startswith("gradient of ") or n.removeprefix("gradient of ") in wrt for n in self.names]
+
+        def chosen(values: Sequence[Any]) -> tuple[Any, ...]:
+            return tuple(itertools.compress(values, kept))
+
+        return Expected(
+            chosen(self.names), chosen(self.oracle), chosen(self.eager), lambda seed: chosen(self.perturbed(seed))
+        )
 
     def verdict(
         self,
@@ -110,7 +124,8 @@ def expected(
     del outputs, grads
 
     def upcast_call(dtype: torch.dtype) -> Tensors:
-        wide = {n: upcast(t, dtype) if isinstance(t, torch.Tensor) else t for n, t in inputs.items()}
+        once = {id(t): upcast(t, dtype) for t in inputs.values() if isinstance(t, torch.Tensor)}
+        wide = {n: once.get(id(t), t) for n, t in inputs.items()}
         wide_grads = None if out_grads is None else [None if g is None else upcast(g, dtype) for g in out_grads]
         outputs, grads = call(spec, spec.reference, wide, wide_grads, wrt)
         return (*outputs, *grads)[skip:]
@@ -137,10 +152,35 @@ def judge(
     sample: Sample | None = None,
 ) -> Verdict:
     """Results of one call against the reference, or those of the sample's rows, all others having had no gradient."""
+    truth = expected_of(spec, inputs, out_grads, wrt, grads_only, sample)
+    return hold_against(truth, results, case, spec, sample)
+
+
+def expected_of(
+    spec: KernelSpec,
+    inputs: Inputs,
+    out_grads: OutGrads | None,
+    wrt: Sequence[str] | None = None,
+    grads_only: bool = False,
+    sample: Sample | None = None,
+) -> Expected:
+    """`expected`, of the sample's rows where there is one."""
     if sample is None:
-        return expected(spec, inputs, out_grads, wrt, grads_only).verdict(results, case, spec)
+        return expected(spec, inputs, out_grads, wrt, grads_only)
     few = None if out_grads is None else sample.outputs(out_grads)
-    truth = expected(spec, sample.inputs(inputs), few, wrt, grads_only)
+    return expected(spec, sample.inputs(inputs), few, wrt, grads_only)
+
+
+def hold_against(
+    truth: Expected, results: Sequence[torch.Tensor], case: Case, spec: KernelSpec, sample: Sample | None
+) -> Verdict:
+    """The rows that were sampled are held against `truth`; of the others, finite inputs must make finite results."""
+    if sample is None:
+        return truth.verdict(results, case, spec)
+    if len(results) == len(truth.names) and all(bool(t.isfinite().all()) for t in (*truth.oracle, *truth.eager)):
+        for name, tensor in zip(truth.names, results, strict=True):
+            if tensor.is_floating_point() and not all(bool(p.isfinite().all()) for p in tensor.flatten().split(PIECE)):
+                return Verdict(False, f"{name} has nan or inf outside the rows that were sampled", "nonfinite")
     return truth.verdict(sample.results(results, truth.names), case, spec)
 
 

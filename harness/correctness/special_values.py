@@ -1,14 +1,15 @@
-"""Huge, tiny, infinite and NaN values, written into one input at a time."""
+"""Huge, tiny, infinite and NaN values, written into one input at a time, and large ones into two that may meet."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
 
-from ..spec import WITHOUT_AUTOGRAD, Inputs
+from ..spec import Inputs
 from .accuracy import bits
-from .battery import Rejected, Subject, contiguous, guarded_call, placed
+from .battery import Rejected, Subject, contiguous, guarded_call, prepared
 from .oracle import Expected, OutGrads, expected
 
 Plant = Callable[[torch.Tensor], object]
@@ -43,38 +44,51 @@ PLANTS: dict[str, Plant] = {
 }
 
 
+def _together(tensor: torch.Tensor) -> None:
+    """No square fits into fp16, and so no product of two such rows; it does into any other dtype."""
+    _row(tensor).sign_().mul_(300)
+
+
 NOT_FINITE = frozenset({"one nan", "one +inf", "one -inf", "a row of -inf"})
 
 
 def special_values(s: Subject, mode: str) -> None:
     """Every set of special values in every floating-point input, within SPEC.limits; nan everywhere, unless the case is
     finite_only."""
-    inputs = placed(s.inputs(), contiguous)
-    out_grads = None if mode in WITHOUT_AUTOGRAD else [contiguous("", g) for g in s.out_grads(inputs)]
+    inputs, out_grads = prepared(s, s.inputs(), mode)
     clean = expected(s.spec, inputs, out_grads)
-    for name, tensor in inputs.items():
-        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or not tensor.numel():
-            continue
+    names = [n for n, t in inputs.items() if isinstance(t, torch.Tensor) and t.is_floating_point() and t.numel()]
+    for name in names:
         for what, plant in PLANTS.items():
             if what in NOT_FINITE and s.spec.finite_only(s.case):
                 continue
-            changed = {**inputs, name: contiguous(name, tensor)}
-            plant(changed[name].view(-1) if tensor.dim() < 1 else changed[name])
-            if name in s.spec.limits:
-                changed[name].clamp_(-s.spec.limits[name], s.spec.limits[name])
-            _examine(s, changed, name, out_grads, clean, f"{what} in {name}")
+            _examine(s, _planted(s, inputs, name, plant), [name], out_grads, clean, f"{what} in {name}")
+    if s.case.dtype == torch.float16:
+        for one, two in itertools.combinations(names, 2):
+            changed = _planted(s, _planted(s, inputs, one, _together), two, _together)
+            _examine(s, changed, [one, two], out_grads, clean, f"rows of ±300 in {one} and {two}")
 
 
-def _examine(s: Subject, inputs: Inputs, name: str, out_grads: OutGrads | None, clean: Expected, where: str) -> None:
+def _planted(s: Subject, inputs: Inputs, name: str, plant: Plant) -> Inputs:
+    changed = contiguous(name, inputs[name])
+    plant(changed.view(-1) if changed.dim() < 1 else changed)
+    if name in s.spec.limits:
+        changed.clamp_(-s.spec.limits[name], s.spec.limits[name])
+    return {**inputs, name: changed}
+
+
+def _examine(
+    s: Subject, inputs: Inputs, names: list[str], out_grads: OutGrads | None, clean: Expected, where: str
+) -> None:
     truth = expected(s.spec, inputs, out_grads)
-    results = guarded_call(s, inputs, out_grads, where=where)
-    for part, text in _parts(truth, clean, name, inputs[name]):
+    results = guarded_call(s, inputs, out_grads, where=where).copies
+    for part, text in _parts(truth, clean, {n: inputs[n] for n in names}):
         verdict = truth.verdict(results, s.case, s.spec, part, clean.oracle)
         if not verdict.ok:
             raise Rejected(verdict, f"{where}, {text}")
 
 
-def _parts(truth: Expected, clean: Expected, name: str, planted: torch.Tensor) -> list[tuple[list[torch.Tensor], str]]:
+def _parts(truth: Expected, clean: Expected, planted: dict[str, torch.Tensor]) -> list[tuple[list[torch.Tensor], str]]:
     """The elements that the special values affect, and the others. Each part is judged by eager's error on that part
     alone: else eager's error on a huge value would allow any error elsewhere. The scale is at least that of the results
     without special values: where these make all results zero, an epsilon of the usual values is no error.
@@ -84,7 +98,7 @@ def _parts(truth: Expected, clean: Expected, name: str, planted: torch.Tensor) -
     reached = [bits(a) != bits(b) for a, b in zip(truth.oracle, clean.oracle, strict=True)]
     others = [~mask for mask in reached]
     for index, output in enumerate(truth.names):
-        if output == f"gradient of {name}":
-            reached[index] = reached[index] & ~planted.isposinf()
-            others[index] = others[index] & ~planted.isposinf()
+        if (name := output.removeprefix("gradient of ")) in planted and name != output:
+            reached[index] = reached[index] & ~planted[name].isposinf()
+            others[index] = others[index] & ~planted[name].isposinf()
     return [(reached, "where it reaches"), (others, "where it does not reach")]

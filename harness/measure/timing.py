@@ -20,10 +20,12 @@ never zeros.
 
 from __future__ import annotations
 
+import argparse
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,7 +47,7 @@ class Budget:
     """When sampling stops: every interval of a median narrower than `width`, or a bound on rounds or seconds.
 
     `few_rounds` are enough where `min_rounds` take longer than `patience` seconds: runs of a tenth of a second have
-    little variance, and are as long as many short ones.
+    little variance, and are as long as many short ones. `warmup_rounds` replaces `warmup_seconds`.
     """
 
     min_rounds: int = 20
@@ -55,9 +57,27 @@ class Budget:
     seconds: float = 1.5
     width: float = 0.01
     warmup_seconds: float = 0.05
+    warmup_rounds: int | None = None
+
+    def fixed(self, samples: int | None = None, warmup: int | None = None) -> Budget:
+        """With exactly so many samples, whatever their scatter, after so many rounds of warm-up; None leaves either as
+        it is. ValueError below 1 sample or 0 rounds."""
+        if (samples is not None and samples < 1) or (warmup is not None and warmup < 0):
+            raise ValueError(f"at least 1 sample and 0 rounds of warm-up, got {samples} and {warmup}")
+        fixed = self if warmup is None else replace(self, warmup_rounds=warmup)
+        if samples is None:
+            return fixed
+        bounds = replace(fixed, min_rounds=samples, few_rounds=samples, max_rounds=samples)
+        return replace(bounds, seconds=math.inf, width=0.0)
 
 
 QUICK = Budget(min_rounds=7, max_rounds=20, seconds=0.25, width=0.05, warmup_seconds=0.02)
+
+
+def budget(arguments: argparse.Namespace) -> Budget:
+    """From --quick, --samples and --warmup."""
+    usual = QUICK if arguments.quick else Budget()
+    return usual.fixed(getattr(arguments, "samples", None), getattr(arguments, "warmup", None))
 
 
 @dataclass(frozen=True)
@@ -66,6 +86,16 @@ class Contender:
 
     name: str
     bind: Callable[[int], Run]
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is done to a set of inputs, given by its number, outside the events. `restore` comes before each call: what
+    the call before has updated in place gets its value back. `stir` comes before each round: a few elements change, so
+    that nothing can be gained by keeping an earlier answer."""
+
+    restore: Callable[[int], object] = lambda index: None
+    stir: Callable[[int], object] = lambda index: None
 
 
 @dataclass
@@ -128,7 +158,9 @@ class Clock:
         """Evicts L2 by writing twice its size."""
         self._flush_buffer.zero_()
 
-    def measure(self, contenders: Sequence[Contender], timer: str = "auto", sets: int = 1) -> Measurement:
+    def measure(
+        self, contenders: Sequence[Contender], timer: str = "auto", sets: int = 1, data: Data = Data()
+    ) -> Measurement:
         """Every column of every contender. `sets` is how many sets of inputs there are to rotate through.
 
         Raises ContenderFailed for the first that cannot be bound or warmed up.
@@ -149,20 +181,24 @@ class Clock:
                     raise ContenderFailed(contender.name, error) from error
             self._warm_up(runs)
             self.monitor.readings.clear()
-            self._add(result, "cold", self._events(runs, cold=True))
+            self._add(result, "cold", self._events(runs, data, cold=True))
             shortest = min(c["cold"]["median_us"] for c in result.columns.values())
             if shortest < NEVER_WARM_US:
-                self._add(result, "warm", self._events(runs, cold=False))
+                self._add(result, "warm", self._events(runs, data, cold=False))
             for name in self._unheld:
                 result.warnings[name].append("cannot be queued before it runs: the host's time may be in its times")
             self._unheld.clear()  # a graph can
             if timer == "graph" or (timer == "auto" and shortest < GRAPH_HEADLINE_US):
-                self._add(result, "graph", self._graphs(contenders, sets, result))
+                self._add(result, "graph", self._graphs(contenders, sets, data, result))
             if timer == "cupti":
                 from .cupti import kernel_times
 
+                def restore_and_flush() -> None:
+                    data.restore(0)
+                    self.flush()
+
                 rounds = min(self.budget.max_rounds, 50)
-                self._add(result, "cupti", (kernel_times(runs[0], self.flush, rounds), "rounds"))
+                self._add(result, "cupti", (kernel_times(runs[0], restore_and_flush, rounds), "rounds"))
         result.clocks = self.monitor.summary()
         return result
 
@@ -208,27 +244,39 @@ class Clock:
         loaded at its first launch, which waits for the device and so never ends behind a closed gate."""
         self.flush()
         every = [run for on_one_set in runs for run in on_one_set.values()]
-        deadline = time.perf_counter() + self.budget.warmup_seconds
-        while time.perf_counter() < deadline:
+        rounds, deadline = self.budget.warmup_rounds, time.perf_counter() + self.budget.warmup_seconds
+        done = 0
+        while (time.perf_counter() < deadline) if rounds is None else (done < rounds):
             for run in every:
                 run()
             self._stream.synchronize()
+            done += 1
 
-    def _events(self, sets_of_runs: Sequence[Mapping[str, Run]], cold: bool) -> tuple[dict[str, list[float]], str]:
+    def _events(
+        self, sets_of_runs: Sequence[Mapping[str, Run]], data: Data, cold: bool
+    ) -> tuple[dict[str, list[float]], str]:
         names = list(sets_of_runs[0])
 
         def one_round(index: int) -> dict[str, float]:
-            runs = sets_of_runs[index % len(sets_of_runs)]
+            which = index % len(sets_of_runs)
+            data.stir(which)
 
             def call(name: str) -> object:
-                return runs[name]()
+                return sets_of_runs[which][name]()
 
-            return self._round(names, index, call, before=(lambda name: self.flush()) if cold else call)
+            def before(name: str) -> None:
+                if not cold:
+                    call(name)
+                data.restore(which)
+                if cold:
+                    self.flush()
+
+            return self._round(names, index, call, before)
 
         return self._sample(names, one_round)
 
     def _graphs(
-        self, contenders: Sequence[Contender], sets: int, result: Measurement
+        self, contenders: Sequence[Contender], sets: int, data: Data, result: Measurement
     ) -> tuple[dict[str, list[float]], str]:
         graphs: dict[str, tuple[torch.cuda.CUDAGraph, list[Any]]] = {}
         for contender in contenders:
@@ -239,7 +287,12 @@ class Clock:
         names = list(graphs)
 
         def one_round(index: int) -> dict[str, float]:
-            times = self._round(names, index, lambda name: graphs[name][0].replay())
+            def restore(name: str) -> None:
+                for which in range(sets):
+                    data.restore(which)
+
+            data.stir(index % sets)
+            times = self._round(names, index, lambda name: graphs[name][0].replay(), restore)
             return {name: us / sets for name, us in times.items()}
 
         return self._sample(names, one_round) if names else ({}, "none")

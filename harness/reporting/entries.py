@@ -174,6 +174,11 @@ class Records:
         used = {row.run.id for row in self.rows}
         return [run for run in self.runs.values() if run.id in used]
 
+    def newest(self) -> list[Row]:
+        """The rows of the last run that wrote any."""
+        last = self.used_runs()[-1:]
+        return [row for row in self.rows if row.run in last]
+
     def siblings(self, row: Row) -> list[Row]:
         """The rows of the same run, case and mode, superseded or not: what its ratios were measured against."""
         return [r for r in (*self.rows, *self.superseded) if r.run.id == row.run.id and r.group == row.group]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import roofline
-from . import choices, host, pages, several
+from . import choices, host, memory_table, pages, several
 from . import markdown as md
 from .entries import Records, Row
 from .findings import Finding, cost_of, is_reference, modes_of
@@ -103,6 +103,7 @@ def case(finding: Finding) -> list[str]:
     warnings = [f"- {row.implementation}: {text}" for row in finding.rows for text in row.get("warnings", [])]
     if warnings:
         lines += ["", "The harness warns:", "", *warnings]
+    lines += memory_table.section([row.data for row in measured])
     if measured:
         lines += ["", *md.details("all columns, clocks and noise", _everything(measured))]
     return lines

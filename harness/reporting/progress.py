@@ -38,6 +38,11 @@ class Progress:
     ) -> None:
         self._bar.stop()
 
+    def line(self, text: str) -> None:
+        """One step is done, of which this is said."""
+        self._bar.update(self._task, advance=1)
+        self._console.print(text, markup=False)
+
     def group(
         self,
         case: str,
@@ -57,11 +62,10 @@ class Progress:
             share = roofline.percent_of_roofline(seconds, work, ceilings) if ceilings else None
             text = f"{row['implementation']} {roofline.microseconds(seconds)}"
             parts.append(text + (f" ({share:.1f} %)" if share else ""))
-        self._bar.update(self._task, advance=1)
         line = f"{self._kernel} {mode:<7} {case}: " + ", ".join(parts)
         if spent:
             line += f" [{sum(spent.values()):.1f} s: {', '.join(f'{n} {s:.1f}' for n, s in spent.items())}]"
-        self._console.print(line, markup=False)
+        self.line(line)
         for row in rows:
             if row["kind"] == "ours" and row["status"] not in ("ok", "skipped"):
                 self._console.print(f"  {row['implementation']}: {row['reason']}", markup=False)

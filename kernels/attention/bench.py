@@ -85,6 +85,7 @@ CASES = (
     _case(1, 2, 40, 33, 24, FP32, "window", window=(7, 3)),
     _case(1, (2, 1), 33, 40, 24, FP16, "options", window=(5, -1), causal=True, scale=0.3, return_lse=True),
     _case(2, 1, 41, 29, 24, FP32, "context", context=True, return_lse=True),
+    _case(1, 2, 5, 0, 16, FP32, "context", context=True),
     _case(1, 2, 0, 5, 16, FP32),
     _case(1, 2, 5, 0, 16, FP32),
     _case(1, 1, 1, 1, 1, FP32),
@@ -352,6 +353,12 @@ HANDED_OVER = (
 )
 
 HOST_CASES = (_case(1, 2, 128, 128, 64, suffix="host", causal=True),)
+# Few tokens, where PyTorch as it is called is what one would use.
+SMALL = tuple(
+    _case(batch, heads, tokens, tokens, 64, dtype)
+    for dtype in (FP16, BF16)
+    for batch, heads, tokens in (*((1, 1, n) for n in (32, 64, 128, 256, 512)), (2, 4, 128))
+)
 
 
 def _sdpa_as_called() -> Op:
@@ -420,5 +427,6 @@ SPEC = KernelSpec(
     },
     spills={"attention_fp8_fwd": 52},  # with NVRTC 13.5; with 13.0, which was measured, 48
     tunables=TUNABLES,
+    suite_cases=SMALL,
     host_cases=HOST_CASES,
 )

@@ -56,6 +56,10 @@ CASES = (
     _case(11, 131, FP32, "-fused-everything-sum", grad_in_forward=True, reduction="sum", **EVERYTHING),
     _case(9, 72, FP16, "-inplace", with_grad=True, ignored=True),
     _case(9, 71, FP32, "-inplace-everything", with_grad=True, **EVERYTHING),
+    # Options at their ends.
+    _case(5, 33, FP32, "-int32-smooth1", index=torch.int32, label_smoothing=1.0),
+    _case(5, 33, FP32, "-all-ignored-everything-sum", all_ignored=True, reduction="sum", **EVERYTHING),
+    _case(5, 33, FP32, "-all-ignored-int32-inplace", all_ignored=True, index=torch.int32, with_grad=True),
     _case(5, 8192, FP32, ignored=True),
     _case(5, 8201, FP16, "-everything", **EVERYTHING),
     _case(4, 20003, FP32, "-smooth-none", reduction="none", label_smoothing=0.2),
@@ -85,7 +89,9 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
         # Not the row in the middle: there the checks put NaN and inf, and PyTorch lets them through an ignored row.
         row = torch.arange(rows, device=device)
         target = torch.where((row % 5 == 1) & (row != rows // 2), -100, target)
-    inputs["target"] = target
+    if params.pop("all_ignored", False):
+        target.fill_(-100)
+    inputs["target"] = target.to(params.pop("index", torch.int64))
     if params.pop("weight", False):
         inputs["weight"] = 0.5 + torch.rand(vocab, dtype=torch.float32, device=device, generator=generator).to(
             case.dtype

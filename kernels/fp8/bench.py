@@ -70,6 +70,11 @@ CASES = (
     _case(257, 1023, BF16, "128x128", format="e5m2"),
     _case(257, 1024, BF16, "tensor", scale_format="pow2"),
 )
+SUITE_CASES = tuple(
+    _case(rows, 4096, BF16, granularity, bench=True)
+    for rows in (4096, 16384)
+    for granularity in ("row", "1x128", "128x128")
+)
 
 
 def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
@@ -179,8 +184,11 @@ SPEC = KernelSpec(
     unit="rows",
     items=lambda case: case.dims["rows"],
     fuzz={"rows": (0, 140), "dim": (1, 300)},
+    # The scales, and those of the transposed copy: a column starts on a boundary of 16 bytes.
+    own_strides=lambda case: (1, 3) if case.params.get("mn_major_scales") else (),
     # The second: one small fp16 case, under Triton 3.7; no bench case.
     spills={"_fp8_tile_kernel": 24, "_fp8_transposed_kernel": 16},
     tunables=(Tunable(configs, "pick_config", "fwd", _candidates),),
+    suite_cases=SUITE_CASES,
     host_cases=(dataclasses.replace(_case(128, 256, BF16, "row"), name="128x256-bf16-row-host"),),
 )

@@ -45,6 +45,7 @@ CASES = (
     _case(257, 1023, BF16, "none", spread=8.0),
     _case(257, 1023, BF16, "tanh", spread=8.0),
 )
+SUITE_CASES = tuple(_case(rows, 4096, BF16, form, bench=True) for rows in (4096, 16384) for form in ("none", "tanh"))
 
 
 def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
@@ -83,5 +84,6 @@ SPEC = KernelSpec(
     items=lambda case: case.dims["rows"] * case.dims["dim"],
     fuzz={"rows": (0, 40), "dim": (1, 700)},
     tunables=tuple(Tunable(configs, "pick_config", mode, _candidates) for mode in ("fwd", "bwd")),
+    suite_cases=SUITE_CASES,
     host_cases=(dataclasses.replace(_case(4, 256, BF16, "tanh"), name="4x256-bf16-tanh-host"),),
 )

@@ -38,6 +38,23 @@ def test_equals_pytorch(approximate):
 
 
 @pytest.mark.parametrize("approximate", FORMS)
+@pytest.mark.parametrize(
+    "x",
+    [
+        normal(6, 10, 14)[::2, ::2, ::2],  # three strides: copied first
+        normal(13, 1061)[:, :1045],  # four rows of tiles and three columns of them, the last ones not full
+        normal(2, 3000)[:, 1:],  # more tiles than rows in each of two rows
+        normal(5000),
+    ],
+    ids=["copied", "many tiles", "two rows", "one row"],
+)
+def test_layouts_and_tiles_equal_pytorch(x, approximate):
+    mine = value_and_slope(gelu, x, approximate)
+    other = value_and_slope(lambda x, a: F.gelu(x, approximate=a), x, approximate)
+    torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("approximate", FORMS)
 def test_the_oracle_equals_pytorch_where_that_does_not_cancel(approximate):
     x = torch.linspace(-4, 6, 1001, dtype=torch.float64)
     for mine, other in zip(

@@ -56,6 +56,11 @@ CASES = (
     _case(3, 49152, FP32, "-eps-residual", eps=1e-5, residual=True),
     _case(2, 20488, FP16, "-eps-noweight", eps=1e-5, weight=False),
 )
+# Batch 4 and 32, sequence 2048 and 4096, width 4096 and 8192, with those above.
+SUITE_CASES = tuple(
+    _case(rows, dim, BF16, bench=True)
+    for rows, dim in ((16384, 4096), (65536, 4096), (131072, 4096), (8192, 8192), (16384, 8192), (65536, 8192))
+)
 
 
 def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
@@ -214,5 +219,6 @@ SPEC = KernelSpec(
         Tunable(configs, "pick_cluster_config", "fwd", _cluster_candidates, WIDE, implementation="cuda"),
         Tunable(configs, "pick_bwd_config", "bwd", _bwd_candidates),
     ),
+    suite_cases=SUITE_CASES,
     host_cases=(_case(4, 256, BF16, "-host"),),
 )

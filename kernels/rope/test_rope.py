@@ -309,3 +309,14 @@ def launched(monkeypatch) -> list:
     jit = plans._rope_kernel
     monkeypatch.setattr(plans, "_rope_kernel", Spy())
     return calls
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_results_have_the_memory_order_of_the_input(layout: str, swapped: bool) -> None:
+    q, k = (torch.randn(2, 3, 5, 8, device=DEVICE) for _ in range(2))
+    if swapped:
+        q, k = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k))
+    angles = torch.rand(5 if layout == "bhsd" else 3, 4, device=DEVICE)
+    for result, given in zip(rope(q, k, angles.cos(), angles.sin(), layout=layout), (q, k), strict=True):
+        assert result.stride() == given.stride()

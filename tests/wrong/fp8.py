@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from harness.spec import Case
 from kernels.fp8.reference import fp8_reference
 
-from . import Wrong, wrappers
+from . import Wrong, cheats, wrappers
 from .plain_fp8 import LARGEST, check, fp8
 
 BLOCKS, FP16, POW2, TRANSPOSE = "9x300-fp32", "9x130-fp16-e5m2", "9x300-fp32-pow2", "20x150-fp32-transpose"
@@ -35,6 +35,12 @@ def checks_last(x, dtype=torch.float8_e4m3fn, granularity="1x128", **options):
     return result
 
 
+def reference(x, dtype=torch.float8_e4m3fn, granularity="1x128", **options):
+    """The reference itself, behind the checks of a public function."""
+    check(x)
+    return fp8_reference(x, dtype, granularity, **options)
+
+
 WRONG = (
     # The scale.
     _fault("scale upside down", BLOCKS, "accuracy", "error"),
@@ -57,6 +63,7 @@ WRONG = (
     # The transposed copy.
     _fault("data_t with the scales of data", TRANSPOSE, "accuracy", "error"),
     _fault("data_t not transposed", TRANSPOSE, "accuracy", "error"),
+    Wrong("last column two steps off", cheats.last_column_two_steps_off(reference), BLOCKS, "accuracy", "error"),
     # Around the kernel.
     Wrong("cached by address", wrappers.cached(fp8), BLOCKS, "replay", "replay", on_gpu=("accuracy", "error")),
     Wrong("mutated input", wrappers.mutating(fp8), BLOCKS, "accuracy", "inputs"),
@@ -70,12 +77,6 @@ WRONG = (
 
 # Tried by the check that it names alone: what other checks see of an unjoined stream is a matter of luck.
 ON_A_GPU = (Wrong("side stream", wrappers.on_a_side_stream(wait=True)(fp8), BLOCKS, "stream", "late"),)
-
-
-def reference(x, dtype=torch.float8_e4m3fn, granularity="1x128", **options):
-    """The reference itself, behind the checks of a public function."""
-    check(x)
-    return fp8_reference(x, dtype, granularity, **options)
 
 
 def divided(x, dtype=torch.float8_e4m3fn, granularity="1x128", *, scale_format="fp32", transpose=False):
@@ -98,3 +99,8 @@ def divided(x, dtype=torch.float8_e4m3fn, granularity="1x128", *, scale_format="
 
 
 CONTROLS = {"plain": fp8, "reference": reference, "divided": divided}
+
+# Around the reference. No other check rejects it.
+CHEATS = (
+    Wrong("autograd on", cheats.wrong_if(cheats.nothing_requires_grad)(reference), BLOCKS, "interleave", "error"),
+)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from harness.spec import Case
 from kernels.rmsnorm.reference import rmsnorm_reference
 
-from . import Wrong, wrappers
+from . import Wrong, cheats, wrappers
 from .plain_rmsnorm import check, rmsnorm
 
 FP32, FP16, RESIDUAL, EPS, TALL = "9x37-fp32", "9x33-fp16-offset", "9x37-fp32-residual", "5x37-fp32-eps", "4096x16-fp16"
@@ -59,6 +59,30 @@ def checks_last(x, weight=None, eps=1e-6, residual=None, weight_offset=0.0):
     return result
 
 
+def reference(x, weight=None, eps=1e-6, residual=None, weight_offset=0.0):
+    """The reference itself, behind the checks of a public function."""
+    check(x, weight, residual)
+    return rmsnorm_reference(x, weight, eps, residual, weight_offset)
+
+
+def product_in_half_precision(x, weight=None, eps=1e-6, residual=None, weight_offset=0.0):
+    """Multiplies by the weight before it divides by the root mean square."""
+    check(x, weight, residual)
+    h = x if residual is None else x + residual
+    product = h if weight is None else h * (weight + weight_offset)
+    rstd = torch.rsqrt(h.float().pow(2).mean(-1, keepdim=True) + eps)
+    y = (product.float() * rstd).to(x.dtype)
+    return y if residual is None else (y, h)
+
+
+def _x_is_residual(inputs) -> bool:
+    return inputs["x"].data_ptr() == inputs["residual"].data_ptr() != 0
+
+
+def _cheat(around, case: str, check: str, cause: str, name: str = "") -> Wrong:
+    return Wrong(name or around.__name__.replace("_", " "), around(reference), case, check, cause)
+
+
 WRONG = (
     # In the forward.
     _fault("last column not written", FP32, "accuracy", "nonfinite"),
@@ -101,6 +125,26 @@ WRONG = (
     Wrong("looks at values", wrappers.looking_at_values(rmsnorm), FP32, "compile", "compile"),
 )
 
+# Around the reference, which is right and quick. No other check rejects one of these, unless for the same cause.
+CHEATS = (
+    _cheat(cheats.result_in_a_static_buffer, FP32, "replay", "overwritten"),
+    _cheat(cheats.gradient_in_a_static_buffer, FP32, "replay", "overwritten"),
+    _cheat(cheats.saved_in_a_static_buffer, FP32, "interleave", "error"),
+    _cheat(cheats.keeping_every_result, FP32, "interleave", "kept"),
+    _cheat(cheats.zeroing_and_restoring, FP32, "interleave", "inputs"),
+    _cheat(cheats.in_another_order_in_memory, FP32, "accuracy", "strides"),
+    _cheat(cheats.cached_by_address_and_first_element, FP32, "replay", "replay"),
+    _cheat(cheats.wrong_if(cheats.strided_without_autograd), FP32, "strides", "error", "strided without autograd"),
+    _cheat(cheats.wrong_if(cheats.nothing_requires_grad), FP32, "partial", "error", "autograd on for nothing"),
+    _cheat(cheats.wrong_gradient_if(cheats.only_frozen("weight")), RESIDUAL, "partial", "error", "weight frozen"),
+    _cheat(cheats.wrong_gradient_if(cheats.only_frozen("x")), RESIDUAL, "partial", "error", "x frozen"),
+    _cheat(cheats.wrong_if(_x_is_residual), RESIDUAL, "alias", "error", "x is residual"),
+    _cheat(cheats.wrong_if(lambda inputs: inputs["x"].dim() > 2), FP32, "leading", "error", "more dimensions"),
+    _cheat(cheats.wrong_if(lambda inputs: inputs["x"].shape[-1] == 1), FP32, "sizes", "error", "one column"),
+    *(_cheat(cheats.touching(touch), FP32, "accuracy", "state", name) for name, touch in cheats.TOUCHES.items()),
+    Wrong("product in half precision", product_in_half_precision, FP16, "values", "nonfinite"),
+)
+
 # Each tried by the check that it names alone: what other checks see of an unjoined stream is a matter of luck.
 ON_A_GPU = (
     Wrong("side stream", wrappers.on_a_side_stream(wait=True)(rmsnorm), FP32, "stream", "late"),
@@ -112,13 +156,8 @@ ON_A_GPU = (
         "stream",
         "error or late",
     ),
+    Wrong("on the current device", cheats.on_the_current_device(reference), FP32, "device", "error or raised or shape"),
 )
-
-
-def reference(x, weight=None, eps=1e-6, residual=None, weight_offset=0.0):
-    """The reference itself, behind the checks of a public function."""
-    check(x, weight, residual)
-    return rmsnorm_reference(x, weight, eps, residual, weight_offset)
 
 
 def reordered(x, weight=None, eps=1e-6, residual=None, weight_offset=0.0):

@@ -9,7 +9,7 @@ import torch
 from harness.spec import Case
 from kernels.swiglu.reference import swiglu_reference
 
-from . import Wrong, wrappers
+from . import Wrong, cheats, wrappers
 from .plain_swiglu import check, swiglu
 
 PAIR, PACKED, GELU, HALF = "7x37-fp32-silu", "7x37-fp32-silu-packed", "7x37-fp32-gelu", "7x33-fp16-silu-packed"
@@ -28,6 +28,12 @@ def _fault(name: str, case: str, check: str, cause: str, on_gpu: tuple[str, str]
     return Wrong(name, partial(swiglu, fault=name), case, check, cause, on_gpu)
 
 
+def reference(gate, up=None, *, activation="silu"):
+    """The reference itself, behind the checks of a public function."""
+    check(gate, up, activation)
+    return swiglu_reference(gate, up, activation=activation)
+
+
 WRONG = (
     # In the formula.
     _fault("silu for gelu", GELU, "accuracy", "error"),
@@ -35,6 +41,7 @@ WRONG = (
     _fault("up dropped", PAIR, "accuracy", "error"),
     _fault("gate and up swapped", PAIR, "accuracy", "error"),
     _fault("exponential that overflows", PAIR, "values", "nonfinite"),
+    Wrong("small values flushed", cheats.small_values_flushed(reference), HALF, "accuracy", "error"),
     # In the derivatives.
     _fault("slope of the sigmoid alone", PAIR, "accuracy", "error"),
     _fault("dgate without up", PAIR, "accuracy", "error"),
@@ -58,12 +65,6 @@ WRONG = (
     _fault("shape of the fake result", PACKED, "opcheck", "opcheck"),
 )
 ON_A_GPU: tuple[Wrong, ...] = ()
-
-
-def reference(gate, up=None, *, activation="silu"):
-    """The reference itself, behind the checks of a public function."""
-    check(gate, up, activation)
-    return swiglu_reference(gate, up, activation=activation)
 
 
 def doubled(gate, up=None, *, activation="silu"):

@@ -1,0 +1,92 @@
+"""Calls that must not disturb one another, nor what they are given: two problems at once, one tensor in two places."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from contextlib import nullcontext
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..spec import WHOLE, WITHOUT_AUTOGRAD
+from . import writes
+from .accuracy import Verdict, same_bits
+from .battery import Rejected, Skipped, Subject, as_rejection, contiguous, examine, grad_names, placed, prepared
+from .oracle import Tensors, backward, forward
+
+
+def interleaved(s: Subject, mode: str) -> None:
+    """The forward of one problem, that of another, then their backwards: neither results nor what is saved for the
+    backward may be in memory that the other call takes. No input is written to, even to be put back. Nothing of the
+    results stays in memory once they are dropped. Without a backward this is run with autograd on."""
+    alive = _both(s, mode)
+    if alive and any(not ref.expired() for ref in alive):
+        gc.collect()  # an autograd function may hold a cycle
+        if kept := sum(not ref.expired() for ref in alive):
+            raise Rejected(Verdict(False, f"{kept} results are kept in memory after their last use", "kept"))
+
+
+def _both(s: Subject, mode: str) -> list[StorageWeakRef]:
+    """References to the storages of all results, which nobody else holds when this has returned."""
+    problems = [prepared(s, s.inputs(offset), mode) for offset in (0, 400)]
+    tensors = {f"{n} of problem {i}": t for i, (inputs, _) in enumerate(problems, 1) for n, t in inputs.items()}
+    for i, (_, out_grads) in enumerate(problems, 1):
+        tensors |= {f"{n} of problem {i}": g for n, g in zip(grad_names(out_grads or ()), out_grads or (), strict=True)}
+    fn = s.on_copies()
+    try:
+        with writes.watched(tensors) as written, torch.no_grad() if mode in WHOLE else nullcontext():
+            outputs, leaves = forward(s.spec, fn, problems[0][0], _wrt(mode))
+            copies = _copies(outputs)
+            results = [outputs]
+            others, other_leaves = forward(s.spec, fn, problems[1][0], _wrt(mode))
+            results.append(others)
+            if problems[0][1] is not None:
+                gradients = backward(outputs, leaves, problems[0][1])
+                copies += _copies(gradients)
+                results += [gradients, backward(others, other_leaves, problems[1][1] or ())]
+    except Exception as error:
+        raise as_rejection(error) from error
+    if written:
+        raise Rejected(Verdict(False, f"{', '.join(dict.fromkeys(written))} was written during the call", "inputs"))
+    first = tuple(t.detach() for t in itertools.chain(*results[::2]))
+    inputs, out_grads = problems[0]
+    verdict = s.judge(inputs, out_grads, copies)
+    if verdict.ok and not same_bits(first, copies):
+        verdict = Verdict(False, "a second call changed the results of the first", "overwritten")
+    if not verdict.ok:
+        raise Rejected(verdict, "two problems at once")
+    held = {t.untyped_storage().data_ptr() for t in tensors.values() if isinstance(t, torch.Tensor)}
+    storages = (t.untyped_storage() for t in itertools.chain(*results))
+    return [StorageWeakRef(storage) for storage in storages if storage.data_ptr() not in held]
+
+
+def _wrt(mode: str) -> tuple[str, ...] | None:
+    return () if mode in WITHOUT_AUTOGRAD else None
+
+
+def _copies(tensors: Tensors) -> Tensors:
+    return tuple(t.detach().clone() for t in tensors)
+
+
+def aliased(s: Subject, mode: str) -> None:
+    """One tensor as two arguments, for every two that have one shape and dtype: x is residual, k is v."""
+    inputs = placed(s.inputs(), contiguous)
+    tensors = {
+        n: t
+        for n, t in inputs.items()
+        if isinstance(t, torch.Tensor) and t.is_floating_point() and n not in s.case.mutates
+    }
+    pairs = [(a, b) for a, b in itertools.combinations(tensors, 2) if _alike(tensors[a], tensors[b])]
+    if not pairs:
+        raise Skipped("no two inputs have one shape and dtype")
+    for one, two in pairs:
+        examine(s, {**inputs, two: inputs[one]}, mode, _as_it_is, where=f"{one} is {two}")
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype
+
+
+def _as_it_is(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

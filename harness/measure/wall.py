@@ -1,0 +1,84 @@
+"""Wall-clock time of calls on a CPU, in a column of the name "wall". It stands for no GPU's.
+
+A sample is the time of so many calls that they take SAMPLE_SECONDS together, over their number. Contenders run in a
+fresh random order each round, so that drift falls on all alike and ratios can be paired by round.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import time
+from collections.abc import Mapping, Sequence
+
+from ..execute import Run
+from . import stats
+from .timing import Budget, Contender, ContenderFailed, Measurement
+
+WALL = "wall"
+SAMPLE_SECONDS = 2e-4
+MOST_CALLS = 1000
+
+
+def measure(contenders: Sequence[Contender], budget: Budget, sets: int = 1, seed: int | None = None) -> Measurement:
+    """The "wall" column of every contender, bound to `sets` sets of inputs that the rounds alternate between.
+
+    Raises ContenderFailed for the first that cannot be bound or run.
+    """
+    runs: dict[str, list[Run]] = {}
+    for contender in contenders:
+        try:
+            runs[contender.name] = [contender.bind(index) for index in range(sets)]
+            for run in runs[contender.name]:
+                run()
+        except Exception as error:
+            raise ContenderFailed(contender.name, error) from error
+    _warm_up(runs, budget)
+    calls = {name: _calls(of_sets[0]) for name, of_sets in runs.items()}
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        samples, stop = _sample(runs, calls, budget, random.Random(seed))
+    finally:
+        if collecting:
+            gc.enable()
+    columns = {name: {WALL: stats.column(values, stop)} for name, values in samples.items()}
+    return Measurement(columns, {}, {name: [] for name in runs})
+
+
+def _warm_up(runs: Mapping[str, Sequence[Run]], budget: Budget) -> None:
+    every = [run for of_sets in runs.values() for run in of_sets]
+    rounds, deadline = budget.warmup_rounds, time.perf_counter() + budget.warmup_seconds
+    done = 0
+    while (time.perf_counter() < deadline) if rounds is None else (done < rounds):
+        for run in every:
+            run()
+        done += 1
+
+
+def _calls(run: Run) -> int:
+    begin = time.perf_counter()
+    run()
+    return min(MOST_CALLS, math.ceil(SAMPLE_SECONDS / max(time.perf_counter() - begin, 1e-7)))
+
+
+def _sample(
+    runs: Mapping[str, Sequence[Run]], calls: Mapping[str, int], budget: Budget, order: random.Random
+) -> tuple[dict[str, list[float]], str]:
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    begin = time.perf_counter()
+    for index in range(budget.max_rounds):
+        for name in order.sample(list(runs), len(runs)):
+            run = runs[name][index % len(runs[name])]
+            start = time.perf_counter()
+            for _ in range(calls[name]):
+                run()
+            samples[name].append((time.perf_counter() - start) * 1e6 / calls[name])
+        gc.collect(0)
+        elapsed = time.perf_counter() - begin
+        if index + 1 < (budget.few_rounds if elapsed > budget.patience else budget.min_rounds):
+            continue
+        if elapsed > budget.seconds:
+            return samples, "time"
+    return samples, "rounds"

@@ -1,0 +1,200 @@
+"""reports/faults.md: planted faults and mutants, and which of them the checks reject. Made from the results alone."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import registry
+from ..reporting import markdown
+from . import mutants, results
+from .mutants import Mutant
+
+PLANTED = "planted.json"
+LABELS = ("interpreter", "gpu")
+NOT_RUN = "not run"
+HEAD = """# Faults
+
+What the checks reject. A *planted fault* is a kernel that is wrong in one way on purpose (`tests/wrong`). A *mutant* is
+a kernel whose own source was changed in one place, by rule and not by choice: another operator, an operand, a bound or
+a mask dropped, two swapped, a constant changed, a statement left out, a cast or a scale removed
+(`harness/mutation/operators.py` has the rules).
+
+A mutant is *killed* when one of these does not pass: the checks of SPEC (`python -m harness check`), the kernel's own
+tests, and its share of `tests/test_addresses.py` (no access outside a tensor) and `tests/test_call.py` (the eager
+call), without those marked slow. To take far longer than the
+original does (hang) or to end the process (crash) is to be killed too. It is *equivalent* when no call can show the
+change, which `equivalent_mutants.toml` in the kernel's folder argues for each one. All others *survived*. The score is
+killed / (run − equivalent).
+
+Not mutated, because such a change is no fault or none that a check of results could see: docstrings, annotations,
+decorators, imports, `__all__`, strings and the arguments of exceptions, hints to the compiler, `num_warps`,
+`num_stages`, cache hints, and the configurations (`configs.py`). `reference.py` is the oracle, `bench.py` the
+declaration, and the copies of `parts/` are shared by all kernels. Where not all mutants were run, those that were are a
+random sample. In the interpreter CUDA C++ and the modules that launch it are left out, and so are casts to 64 bits,
+which only more than 2^31 elements show.
+
+This page is written by `nox -s mutate -- --report`, from the lines in `reports/mutants`.
+"""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One kernel's results on one kind of device; every list has (mutant, result)."""
+
+    kernel: str
+    label: str
+    able: int
+    killed: list[tuple[Mutant, dict[str, Any]]]
+    equivalent: list[tuple[Mutant, str]]
+    survived: list[Mutant]
+
+    @property
+    def run(self) -> int:
+        return len(self.killed) + len(self.equivalent) + len(self.survived)
+
+    @property
+    def score(self) -> float | None:
+        """Killed of those that are no equivalents, in percent."""
+        counted = self.run - len(self.equivalent)
+        return 100 * len(self.killed) / counted if counted else None
+
+    def of_status(self, status: str) -> int:
+        return sum(result["status"] == status for _, result in self.killed)
+
+
+def scored(kernel: str, label: str, folder: Path = results.FOLDER) -> Scored:
+    every = mutants.of_kernel(kernel)
+    able = [m for m in every if label != "interpreter" or m.device == "any"]
+    arguments = mutants.equivalent(kernel)
+    lines = results.current(results.load(kernel, folder), every, label)
+    result = Scored(kernel, label, len(able), [], [], [])
+    for mutant in able:
+        line = lines.get(mutant.key)
+        if line is None:
+            continue
+        if line["status"] in results.KILLED:
+            result.killed.append((mutant, dict(line)))
+        elif mutant.identity in arguments:
+            result.equivalent.append((mutant, arguments[mutant.identity]))
+        else:
+            result.survived.append(mutant)
+    return result
+
+
+def page(folder: Path = results.FOLDER) -> str:
+    """The whole of reports/faults.md."""
+    kernels = [name for name in registry.names() if registry.package(name).startswith("kernels.")]
+    every = [scored(kernel, label, folder) for kernel in kernels for label in LABELS]
+    found = [s for s in every if s.run or s.label == LABELS[0]]
+    planted = _planted(folder)
+    parts = [HEAD, "## Planted faults", *_planted_tables(planted), "## Mutants", _scores(found)]
+    if any(s.run for s in found):
+        parts += ["### By class", _by_class(found), "### What killed them", _by_check(found)]
+        parts += ["## Survivors", *_survivors(found), "## Equivalent mutants", *_equivalents(found)]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _planted(folder: Path) -> list[dict[str, Any]]:
+    path = folder / PLANTED
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+
+
+def _planted_tables(planted: Sequence[dict[str, Any]]) -> Iterator[str]:
+    if not planted:
+        yield "Not counted: `python -m tests.planted reports/mutants/planted.json`."
+        return
+    tried = [fault for fault in planted if fault["rejected_by"] is not None]
+    rejected = [fault for fault in tried if fault["rejected_by"]]
+    yield (
+        f"{len(rejected)} of {len(tried)} are rejected, in {len({f['kernel'] for f in planted})} kernels; "
+        f"{len(planted) - len(tried)} more need a GPU and were not tried here. "
+        "The check is the first that rejects, the class is the cause that it names."
+    )
+    classes = sorted({(f["check"], f["cause"]) for f in tried})
+    rows = []
+    for check, cause in classes:
+        inside = [f for f in tried if (f["check"], f["cause"]) == (check, cause)]
+        names = sorted({f["name"] for f in inside})
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        rows.append([check, cause, str(len(inside)), str(sum(bool(f["rejected_by"]) for f in inside)), shown])
+    yield _table(["check", "class", ">planted", ">rejected", "such as"], rows)
+    if accepted := [f for f in tried if not f["rejected_by"]]:
+        yield "Accepted: " + ", ".join(f"{f['kernel']}: {f['name']}" for f in accepted) + "."
+
+
+def _scores(found: Sequence[Scored]) -> str:
+    rows = []
+    for s in found:
+        if not s.run:
+            rows.append([s.kernel, s.label, f"0 of {s.able}", *[NOT_RUN] * 6])
+            continue
+        killed = len(s.killed)
+        counts = [killed, s.of_status("hang"), s.of_status("crash"), len(s.equivalent), len(s.survived)]
+        rows.append([s.kernel, s.label, f"{s.run} of {s.able}", *map(str, counts), markdown.percent(s.score)])
+    counted = (">killed", ">by a hang", ">by a crash", ">equivalent", ">survived", ">score")
+    return _table(["kernel", "run in", ">run", *counted], rows)
+
+
+def _by_class(found: Sequence[Scored]) -> str:
+    killed = Counter(m.kind for s in found for m, _ in s.killed)
+    equal = Counter(m.kind for s in found for m, _ in s.equivalent)
+    left = Counter(m.kind for s in found for m in s.survived)
+    rows = []
+    for kind in sorted({*killed, *equal, *left}):
+        counted = killed[kind] + left[kind]
+        score = 100 * killed[kind] / counted if counted else None
+        counts = (counted + equal[kind], killed[kind], equal[kind], left[kind])
+        rows.append([kind, *map(str, counts), markdown.percent(score)])
+    return _table(["class", ">run", ">killed", ">equivalent", ">survived", ">score"], rows)
+
+
+def _by_check(found: Sequence[Scored]) -> str:
+    counts = Counter(_check(result["by"]) for s in found for _, result in s.killed)
+    rows = [[name, str(number)] for name, number in counts.most_common()]
+    return (
+        "The first check that did not pass. They are made from the cheapest to the dearest, so this is no measure of "
+        "what a check could reject.\n\n" + _table(["check", ">killed"], rows)
+    )
+
+
+def _check(by: str) -> str:
+    """A check of SPEC by its name, the tests by their file."""
+    if "::" in by or ".py" in by:
+        return by.partition("::")[0] if by.startswith("tests/") else "the kernel's own tests"
+    return by.rpartition("-")[2]
+
+
+def _survivors(found: Sequence[Scored]) -> Iterator[str]:
+    for s in found:
+        if s.survived:
+            lines = [f"- {_place(m)} `{_code(m.operator)}` in `{_code(m.line)}`" for m in s.survived]
+            yield f"**{s.kernel}**, {s.label}:\n\n" + "\n".join(lines)
+    if not any(s.survived for s in found):
+        yield "None."
+
+
+def _equivalents(found: Sequence[Scored]) -> Iterator[str]:
+    for s in found:
+        if s.equivalent:
+            lines = [f"- {_place(m)} `{_code(m.operator)}`: {why}" for m, why in s.equivalent]
+            yield f"**{s.kernel}**, {s.label}:\n\n" + "\n".join(lines)
+    if not any(s.equivalent for s in found):
+        yield "None."
+
+
+def _place(mutant: Mutant) -> str:
+    inside = f", `{mutant.function}`" if mutant.function else ""
+    return f"{mutant.file}:{mutant.number}{inside}:"
+
+
+def _code(text: str) -> str:
+    return text.replace("`", "'")
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    return "\n".join(markdown.table(head, rows))

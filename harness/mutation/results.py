@@ -1,0 +1,76 @@
+"""The results of a kernel's mutants: a file of JSON lines, one a mutant, in reports/mutants."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .. import registry
+from .mutants import Mutant
+
+FOLDER = registry.ROOT / "reports" / "mutants"
+KILLED = ("killed", "hang", "crash")
+
+
+def path(kernel: str, folder: Path = FOLDER) -> Path:
+    return folder / f"{kernel}.jsonl"
+
+
+def line(mutant: Mutant, device: str, checks: str, answer: Mapping[str, Any]) -> dict[str, Any]:
+    """One result. `checks` is the digest of the checks that were made."""
+    return {
+        "key": mutant.key,
+        "device": device,
+        "status": answer["status"],
+        "by": answer["by"],
+        "reason": answer["reason"],
+        "seconds": answer["seconds"],
+        "file": mutant.file,
+        "function": mutant.function,
+        "line": mutant.line,
+        "operator": mutant.operator,
+        "ordinal": mutant.ordinal,
+        "digest": mutant.digest,
+        "checks": checks,
+    }
+
+
+def load(kernel: str, folder: Path = FOLDER) -> list[dict[str, Any]]:
+    """Every line of a kernel's file; a last one that was cut off is left out."""
+    file = path(kernel, folder)
+    found = []
+    for text in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+        try:
+            found.append(json.loads(text))
+        except json.JSONDecodeError:
+            continue
+    return found
+
+
+def current(lines: Iterable[Mapping[str, Any]], mutants: Iterable[Mutant], device: str) -> dict[str, Mapping[str, Any]]:
+    """Key → the last result on this device that still holds: the mutant is there and its function has not changed."""
+    digests = {mutant.key: mutant.digest for mutant in mutants}
+    return {r["key"]: r for r in lines if r["device"] == device and digests.get(r["key"]) == r["digest"]}
+
+
+def tidy(kernel: str, mutants: Iterable[Mutant], folder: Path = FOLDER) -> None:
+    """Rewrites the file with the lines that still hold, the last of each mutant and device, sorted by key."""
+    lines, every = load(kernel, folder), list(mutants)
+    kept = [r for device in sorted({r["device"] for r in lines}) for r in current(lines, every, device).values()]
+    if lines:
+        kept.sort(key=lambda r: (r["device"], r["key"]))
+        path(kernel, folder).write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept), "utf-8")
+
+
+def digest_of_checks(kernel: str) -> str:
+    """Of all that decides whether a mutant survives: when it changes, survivors are tried again."""
+    root = registry.ROOT
+    folder = registry.folder(kernel)
+    files = [*root.glob("harness/correctness/*.py"), root / "harness/commands/check.py"]
+    files += [root / "tests/test_addresses.py", root / "tests/test_call.py"]
+    files += [*folder.rglob("test_*.py"), folder / "bench.py", folder / "reference.py"]
+    text = b"".join(file.read_bytes() for file in sorted(files) if file.is_file())
+    return hashlib.sha256(text).hexdigest()[:12]

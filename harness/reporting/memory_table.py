@@ -1,0 +1,56 @@
+"""The memory of every implementation of a case: peak, what is saved for the backward, growth. Records from before these
+were measured have the peak alone, and then there is no table: the peak stands in the one of the times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from . import markdown as md
+
+HEAD = ("implementation", ">peak", ">of ours", ">saved for the backward", ">of ours", ">growth in ten calls")
+
+TEXT = (
+    "Memory beyond the inputs: the peak of a call, what the forward keeps for the backward beyond its inputs and "
+    "outputs, and what ten more calls leave allocated."
+)
+
+Data = Mapping[str, Any]
+
+
+def cells(rows: Sequence[Data]) -> list[list[str]]:
+    """A line of HEAD for each row of the record; shares are those of our first implementation."""
+    ours: Data = next((row for row in rows if row.get("kind") == "ours"), {})
+    return [
+        [
+            str(row["implementation"]),
+            size(row.get("peak_memory_bytes")),
+            share(row.get("peak_memory_bytes"), ours.get("peak_memory_bytes")),
+            size(row.get("saved_bytes")),
+            share(row.get("saved_bytes"), ours.get("saved_bytes")),
+            growth(row.get("growth_bytes")),
+        ]
+        for row in rows
+    ]
+
+
+def section(rows: Sequence[Data]) -> list[str]:
+    """The table in Markdown with its heading line; nothing for old records."""
+    if all(row.get("growth_bytes") is None for row in rows):
+        return []
+    return ["", TEXT, "", *md.table(HEAD, cells(rows))]
+
+
+def size(value: float | None) -> str:
+    """Bytes; a dash where they were not measured."""
+    return md.NONE if value is None else md.size(value)
+
+
+def share(value: float | None, ours: float | None) -> str:
+    """'2.13×' of ours; a dash where one was not measured or ours is nothing."""
+    return md.NONE if value is None or not ours else f"{value / ours:.2f}×"
+
+
+def growth(value: float | None) -> str:
+    """'0 B', or with its sign."""
+    return md.NONE if value is None else f"{'+' if value > 0 else ''}{md.size(value)}"

@@ -1,0 +1,5 @@
+"""Products of 8-bit floating-point matrices with scales of tensors, rows and blocks."""
+
+from .op import fp8_matmul
+
+__all__ = ["fp8_matmul"]

@@ -1,0 +1,298 @@
+"""The declaration of fp8_matmul: cases, cost, peers. `python -m harness bench --kernel fp8_matmul`.
+
+Codes are bytes here, which the callables view as float8: most of what the checks do with tensors is not defined for
+float8. A case's dtype is that of a, with results in bf16; or it is the result's, fp16, in cases that Triton's
+interpreter computes, where kernels decode the bytes. Of fp32 results no more bits are right on Hopper: see README.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from harness import execute
+from harness.spec import EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, Tunable, Yardstick
+
+from . import configs, fp8_matmul
+from .op import FIRST_CAPABILITY
+from .reference import fp8_matmul_reference
+from .scaling import LINE, ROW, SQUARE, TENSOR, blocks
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+UNIT = 16  # K and N are multiples of it
+
+
+def _case(
+    m: int, k: int, n: int, scaling: str, dtype: torch.dtype | None = None, bench: bool = False, **params
+) -> Case:
+    """Named M x K x N. `formats` of a and b: both are e4m3 unless it is given. `dtype`: fp16 results."""
+    formats = params.pop("formats", "e4m3")
+    short = {None: "", FP16: "fp16"}[dtype]
+    words = [f"{m}x{k}x{n}", short, formats, scaling, *(v if isinstance(v, str) else p for p, v in params.items())]
+    own = dtype or FORMATS[formats.split(".")[0]]
+    options = {"scaling": scaling, "formats": formats, **params}
+    dims = {"m": m, "k16": k // UNIT, "n16": n // UNIT}
+    least = (0, 0) if dtype else FIRST_CAPABILITY
+    return Case("-".join(filter(None, words)), dims, own, options, bench, min_capability=least)
+
+
+CASES = (
+    *(_case(8192, 8192, 8192, scaling, bench=True) for scaling in (TENSOR, ROW, SQUARE, LINE)),
+    *(_case(8192, 8192, 8192, scaling, bench=True, fast_accum=True) for scaling in (TENSOR, ROW)),
+    # A projection of DeepSeek-V3's attention, and a layer of an MLP (Llama-2 7B): forward and the weights' gradient.
+    _case(4096, 7168, 2112, SQUARE, bench=True),
+    *(_case(8192, 4096, 11008, scaling, bench=True) for scaling in (TENSOR, ROW, SQUARE)),
+    _case(11008, 8192, 4096, LINE, bench=True),
+    # Few rows, where b is what is read.
+    _case(16, 8192, 8192, SQUARE, bench=True),
+    # What goes wrong: plain first, blocks with a tail in every dimension, formats, the smallest, nothing.
+    _case(33, 208, 48, ROW, FP16),
+    _case(19, 160, 32, TENSOR, FP16, formats="e5m2", bias=True),
+    _case(40, 336, 144, SQUARE, FP16, formats="e4m3.e5m2"),
+    _case(37, 272, 48, LINE, FP16, bias=True),
+    _case(1, 16, 16, ROW, FP16),
+    _case(1, 16, 16, SQUARE, FP16, formats="e4m3.e5m2"),
+    _case(0, 32, 32, ROW, FP16),
+    _case(3, 0, 32, LINE, FP16, bias=True),
+    _case(5, 48, 0, SQUARE, FP16, formats="e4m3.e5m2"),
+    # On a GPU: several tiles with and without remainders, results in bf16.
+    _case(1500, 1424, 528, TENSOR, bias=True),
+    _case(1501, 1024, 512, ROW, formats="e5m2.e4m3"),
+    _case(1501, 1424, 528, ROW, fast_accum=True),
+    _case(1500, 1424, 528, SQUARE, bias=True),
+    _case(1501, 1024, 528, LINE, formats="e4m3.e5m2"),
+    _case(257, 2064, 400, LINE),
+)
+
+
+def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
+    """Products of variance about 1. Scales come first, for the checks write special values into the first input; those
+    of 1x128 lie column by column on 16-byte boundaries in cases that are timed, as `fp8(..., mn_major_scales=True)`
+    gives them."""
+    if torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
+        raise execute.Unavailable("needs compute capability {}.{}".format(*FIRST_CAPABILITY))
+    m, k, n = sizes(case)
+    params = dict(case.params)
+    del params["scaling"]
+    formats = params.pop("formats")
+    format_a, format_b = (FORMATS[(formats.split(".") * 2)[index]] for index in (0, 1))
+
+    def codes(rows: int, dtype: torch.dtype) -> torch.Tensor:
+        x = torch.randn((rows, k), dtype=FP32, device=device, generator=generator)
+        return x.mul_(64).to(dtype).view(torch.uint8)
+
+    def scale(shape: tuple[int, ...], least: float) -> torch.Tensor:
+        if case.bench and shape in ((m, blocks(k)), (n, blocks(k))):
+            columns = torch.rand((shape[1], (shape[0] + 3) // 4 * 4), dtype=FP32, device=device, generator=generator)
+            return columns.t()[: shape[0]].add_(1).mul_(least)
+        return torch.rand(shape, dtype=FP32, device=device, generator=generator).add_(1).mul_(least)
+
+    shape_a, shape_b = scale_shapes(case)
+    inputs: Inputs = {
+        "scale_a": scale(shape_a, 1 / 96),
+        "scale_b": scale(shape_b, 1 / 96 / math.sqrt(max(k, 1))),
+        "a": codes(m, format_a),
+        "b": codes(n, format_b),
+    }
+    if params.pop("bias", False):
+        inputs["bias"] = torch.randn(n, dtype=FP32 if case.dtype == FP16 else BF16, device=device, generator=generator)
+    out_dtype = FP16 if case.dtype == FP16 else BF16
+    return {**inputs, "formats": (format_a, format_b), "out_dtype": out_dtype, **params}
+
+
+def sizes(case: Case) -> tuple[int, int, int]:
+    """M, K and N."""
+    return case.dims["m"], UNIT * case.dims["k16"], UNIT * case.dims["n16"]
+
+
+def scale_shapes(case: Case) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    m, k, n = sizes(case)
+    return {
+        TENSOR: ((), ()),
+        ROW: ((m, 1), (n, 1)),
+        SQUARE: ((m, blocks(k)), (blocks(n), blocks(k))),
+        LINE: ((m, blocks(k)), (n, blocks(k))),
+    }[case.params["scaling"]]
+
+
+def cost(case: Case, mode: str) -> Cost:
+    m, k, n = sizes(case)
+    scales = sum(math.prod(shape) for shape in scale_shapes(case))
+    bias = n * (4 if case.dtype == FP16 else 2) * case.params.get("bias", False)
+    return Cost(flops=2 * m * k * n, bytes=m * k + n * k + 2 * m * n + 4 * scales + bias, pipe="fp8")
+
+
+def _of_bytes(op: Op) -> Op:
+    """The op on bytes and the formats that they are of."""
+
+    def run(scale_a, scale_b, a, b, formats, **options):
+        return op(a.view(formats[0]), b.view(formats[1]), scale_a, scale_b, **options)
+
+    return run
+
+
+@_of_bytes
+def _reference(a, b, scale_a, scale_b, bias=None, out_dtype=BF16, fast_accum=False):
+    return fp8_matmul_reference(a, b, scale_a, scale_b, bias, out_dtype)
+
+
+def _scaled_mm() -> Op:
+    """torch's: cuBLAS, and CUTLASS for scales of rows."""
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    kinds = {
+        TENSOR: (ScalingType.TensorWise, ScalingType.TensorWise),
+        ROW: (ScalingType.RowWise, ScalingType.RowWise),
+        SQUARE: (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128),
+        LINE: (ScalingType.BlockWise1x128, ScalingType.BlockWise1x128),
+    }
+
+    @_of_bytes
+    def function(a, b, scale_a, scale_b, bias=None, out_dtype=BF16, fast_accum=False):
+        scaling = _scaling(a, b, scale_b)
+        if scaling == ROW:
+            scale_b = scale_b.t()
+        if scaling == SQUARE:  # its columns are those of b transposed, each padded to four numbers
+            if scale_b.shape[1] % 4:
+                scale_b = torch.nn.functional.pad(scale_b, (0, -scale_b.shape[1] % 4))
+            scale_b = scale_b.t()
+        of_a, of_b = kinds[scaling]
+        return scaled_mm(
+            a, b.t(), scale_a, of_a, scale_b, of_b, bias=bias, output_dtype=out_dtype, use_fast_accum=fast_accum
+        )
+
+    return function
+
+
+def _scaling(a: torch.Tensor, b: torch.Tensor, scale_b: torch.Tensor) -> str:
+    if scale_b.dim() == 0:
+        return TENSOR
+    if scale_b.shape[0] != b.shape[0]:
+        return SQUARE
+    return ROW if scale_b.shape[1] == 1 else LINE
+
+
+def _deep_gemm() -> Op:
+    from deep_gemm import fp8_gemm_nt
+
+    @_of_bytes
+    def function(a, b, scale_a, scale_b, bias=None, out_dtype=BF16):
+        y = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
+        fp8_gemm_nt((a, scale_a), (b, scale_b), y)
+        return y
+
+    return function
+
+
+def _timed(case: Case) -> bool:
+    return case.bench or case in HOST_CASES
+
+
+def _torch_takes(case: Case, mode: str) -> str | None:
+    if not _timed(case):
+        return "compared where it is timed"
+    return None
+
+
+def _deep_gemm_takes(case: Case, mode: str) -> str | None:
+    if not _timed(case):
+        return "compared where it is timed"
+    return None if case.params["scaling"] == SQUARE else "compared with scales of 1x128 and 128x128"
+
+
+def _dense() -> Callable[..., torch.Tensor]:
+    """The product of the same sizes in bf16, of random operands that are made once."""
+    made: dict[tuple, torch.Tensor] = {}
+
+    def operand(like: torch.Tensor) -> torch.Tensor:
+        key = (tuple(like.shape), like.device)
+        if key not in made:
+            made[key] = torch.randn(like.shape, dtype=BF16, device=like.device)
+        return made[key]
+
+    return lambda a, b, **_: operand(a) @ operand(b).t()
+
+
+def _dense_cost(case: Case, mode: str) -> Cost:
+    m, k, n = sizes(case)
+    return Cost(flops=2 * m * k * n, bytes=2 * (m * k + n * k + m * n), pipe="bf16")
+
+
+# What a layer would take otherwise.
+DENSE = Yardstick("bf16", load=_dense, cost=_dense_cost)
+
+
+def _candidates(case: Case) -> list[configs.Config]:
+    m = case.dims["m"]
+    if m <= 64:
+        tiles = [(max(16, m), n, w) for n in (32, 64, 128) for w in (4, 8)]
+    elif case.params.get("fast_accum"):
+        tiles = [(128, 256, 8), (128, 128, 4), (128, 128, 8), (256, 128, 8)]
+    else:
+        tiles = [(128, 128, 8), (64, 128, 4), (128, 64, 4), (64, 256 if case.params["scaling"] == ROW else 128, 8)]
+    return [
+        configs.Config(block_m, block_n, block_k, group_m, warps, stages)
+        for block_m, block_n, warps in dict.fromkeys(tiles)
+        for block_k in (64, 128)
+        for group_m in (4, 8, 16)
+        for stages in (3, 4, 5)
+        if (block_m + block_n) * block_k * stages <= 220 << 10
+    ]
+
+
+def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
+    wide = bool(case.params.get("fast_accum"))
+    return [
+        configs.CudaConfig(stages, raster, cluster)
+        for cluster in (1, 2)
+        for raster in (4, 8, 16)
+        for stages in ((3, 4) if wide else (4, 5, 6))
+    ]
+
+
+def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
+    return "it is what auto takes" if implementation == "triton" else None
+
+
+CUDA_CASES = tuple(dataclasses.replace(case, min_capability=(9, 0)) for case in CASES if case.bench)
+HOST_CASES = (dataclasses.replace(_case(256, 256, 256, ROW), name="256x256x256-e4m3-row-host"),)
+
+SPEC = KernelSpec(
+    name="fp8_matmul",
+    implementations={
+        "auto": _of_bytes(fp8_matmul),
+        "triton": _of_bytes(partial(fp8_matmul, backend="triton")),
+        "cuda": _of_bytes(partial(fp8_matmul, backend="cuda")),
+    },
+    # Elsewhere the first is the second.
+    min_capability={"triton": (9, 0), "cuda": (9, 0)},
+    alias_reason=_alias_reason,
+    baselines=(
+        EAGER,
+        Peer("torch", load=_scaled_mm, supports=_torch_takes),
+        Peer("deepgemm", load=_deep_gemm, supports=_deep_gemm_takes),
+        DENSE,
+    ),
+    pytorch=("torch",),
+    reference=_reference,
+    make_inputs=make_inputs,
+    cost=cost,
+    cases=CASES,
+    grads=(),
+    modes=("fwd",),
+    determinism={"fwd": "run-to-run"},
+    unit="rows",
+    items=lambda case: case.dims["m"],
+    fuzz={"m": (0, 20), "k16": (0, 17), "n16": (0, 9)},
+    tunables=(
+        Tunable(configs, "pick_config", "fwd", _candidates, implementation="triton"),
+        Tunable(configs, "pick_cuda_config", "fwd", _cuda_candidates, CUDA_CASES, implementation="cuda"),
+    ),
+    compile_targets=((9, 0),),
+    host_cases=HOST_CASES,
+)

@@ -1,0 +1,85 @@
+"""How fp8_matmul is launched: every choice is a pure function of the problem and the GPU.
+
+What was tried is in EXPERIMENTS.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIN_BLOCK_M, MIN_BLOCK_K = 16, 32  # what tl.dot takes of fp8
+
+
+@dataclass(frozen=True)
+class Config:
+    """A CTA for each tile of block_m rows of a by block_n rows of b, of which it takes block_k of k at a time.
+    `group_m` tiles of rows follow each other before the next column of tiles."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class CudaConfig:
+    """Of products.cu: steps of the ring, rows of tiles that follow each other, and CTAs below each other that share
+    what they read of b (1 or 2)."""
+
+    stages: int
+    raster: int
+    cluster: int
+
+
+def pick_backend(backend: str) -> str:
+    """The version that runs: "auto" is "triton", as long as no record says where CUDA C++ is faster. Pure."""
+    return "triton" if backend == "auto" else backend
+
+
+def pick_config(
+    rows: int, cols: int, depth: int, blocked: bool, fast_accum: bool, capability: tuple[int, int]
+) -> Config:
+    """The configuration of one product. Pure.
+
+    - Steps of 128 bytes of k: a line of shared memory, and what has a scale of its own, so that scales of blocks need
+      this step. Else 64 on sm_89, which has 99 KiB of it.
+    - Two sets of sums, the tensor core's and fp32, are 128 registers a thread with 128 x 128 sums in 8 warps. Without
+      the second (`fast_accum`), tiles are twice as wide and read 48 KiB for the products of two that read 64.
+    - Up to 64 rows the reading of b is what takes the time: more and narrower tiles.
+
+    By these sums; not measured yet.
+    """
+    block_m = max(MIN_BLOCK_M, min(128, _power(rows)))
+    block_k = max(MIN_BLOCK_K, min(128 if blocked or capability >= (9, 0) else 64, _power(depth)))
+    if block_m <= 64:
+        return Config(block_m, _fit(cols, 64), block_k, group_m=8, num_warps=4, num_stages=4)
+    if capability < (9, 0):
+        return Config(block_m, _fit(cols, 128), block_k, group_m=8, num_warps=8, num_stages=3)
+    if fast_accum and not blocked:
+        return Config(block_m, _fit(cols, 256), block_k, group_m=8, num_warps=8, num_stages=4)
+    return Config(block_m, _fit(cols, 128), block_k, group_m=8, num_warps=8, num_stages=4)
+
+
+def pick_cuda_config(rows: int, cols: int, depth: int, scaling: int) -> CudaConfig:
+    """The configuration of products.cu. Pure.
+
+    - The ring takes what shared memory there is: 48 KiB a step with tiles of 256 columns (`scaling` 0), else 32 or 33.
+    - Two CTAs share b where there are rows for both: tiles of 128 columns otherwise take 64 bytes a cycle from L2.
+    - 16 rows of tiles follow each other.
+
+    By these sums; not measured yet.
+    """
+    cluster = 2 if rows > 128 else 1
+    return CudaConfig(4 if scaling == 0 else 6, raster=16 // cluster, cluster=cluster)
+
+
+def _power(size: int) -> int:
+    """The next power of two."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def _fit(size: int, most: int) -> int:
+    """The block of a dimension: `most`, or what a smaller dimension fills."""
+    return max(16, min(most, _power(size)))

@@ -1,0 +1,26 @@
+"""One call of fp8_matmul, small or of a size that models have.
+
+`selftest` holds it against the reference, `info` asks which kernels it launches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def example(device: torch.device | str, dtype: torch.dtype, small: bool) -> dict[str, Any]:
+    """`inputs` of the public function, those that have a gradient (none), and options that choose a version. `dtype` is
+    the result's. Codes are small integers, whose sums are exact in tensor cores too."""
+    rows, depth, cols = (5, 272, 144) if small else (8192, 4096, 4096)
+    a, b = (torch.randint(-2, 3, (n, depth), device=device).to(torch.float8_e4m3fn) for n in (rows, cols))
+    blocks = (depth + 127) // 128
+    inputs = {
+        "a": a,
+        "b": b,
+        "scale_a": torch.rand(rows, blocks, device=device) + 0.5,
+        "scale_b": torch.rand((cols + 127) // 128, blocks, device=device) + 0.5,
+        "out_dtype": dtype,
+    }
+    return {"inputs": inputs, "grads": (), "versions": {"backend": ("triton", "cuda")}}

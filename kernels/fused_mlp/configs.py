@@ -1,0 +1,251 @@
+"""How fused_mlp is launched: every choice is a pure function of the problem and the GPU.
+
+Nothing here is measured yet: EXPERIMENTS.md says how the numbers were reckoned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+MIN_BLOCK = 16  # what tl.dot takes
+PITCH = 16  # elements: what Triton must see in a row's pitch to load whole vectors
+MAX_FUSED_OUT = 512  # columns of y that the single kernel keeps in registers
+
+
+@dataclass(frozen=True)
+class ProductConfig:
+    """Tiles of `block_m` by `block_n`, walked by `ctas` persistent CTAs an SM. `raster` row tiles follow each other
+    before the next column, so that they share its columns of the weight in L2."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    raster: int
+    stages: int
+    num_warps: int
+    ctas: int
+
+
+@dataclass(frozen=True)
+class CudaConfig:
+    """Of products.cu, whose tiles are 128 x 256 x 64: steps of the ring, and row tiles that follow each other."""
+
+    stages: int
+    raster: int
+
+
+@dataclass(frozen=True)
+class WeightsConfig:
+    """Tiles of `block_n` by `block_k` of a weight's gradient, summed over `block_r` rows at a time, in `splits` parts
+    of the rows."""
+
+    block_n: int
+    block_k: int
+    block_r: int
+    splits: int
+    raster: int
+    stages: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class FusedConfig:
+    """A CTA keeps `block_m` rows of y; it takes `block_h` columns of the hidden at a time, of one of `splits` parts."""
+
+    block_m: int
+    block_h: int
+    block_k: int
+    splits: int
+    stages: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class SumConfig:
+    """Elements of a CTA where partial sums are added, or of a row where a weight is copied."""
+
+    block: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class BiasConfig:
+    """A CTA sums `block_n` columns over one of `splits` parts of the rows, `block_r` at a time."""
+
+    block_n: int
+    block_r: int
+    splits: int
+    num_warps: int
+
+
+def pick_backend(backend: str, rows: int, dim: int, dim_out: int, dtype: torch.dtype) -> str:
+    """The version that runs. Pure.
+
+    "auto" is the single kernel for at most 1024 rows of narrow models: two GEMMs have too few tiles to fill the GPU
+    there, and the hidden's round trip is a launch's latency. With more rows each CTA of the single kernel would read
+    all weights again for few rows of its own. By these sums; not measured yet. "auto" is never "cuda", as long as no
+    record says where that is faster.
+    """
+    if backend != "auto":
+        return backend
+    narrow = dim <= 512 and dim_out <= MAX_FUSED_OUT
+    return "fused" if narrow and rows <= 1024 and dtype != torch.float32 else "two_gemms"
+
+
+def pick_pitch(cols: int) -> int:
+    """Elements from a row to the next of the tensors that the kernels make themselves: whole vectors. Pure. 1365
+    becomes 1376, which costs 0.8 % of memory."""
+    return triton.cdiv(cols, PITCH) * PITCH
+
+
+def pick_copy(rows: int, cols: int, whole_vectors: bool, dtype: torch.dtype) -> bool:
+    """Whether w2 [rows, cols] is copied to rows of whole vectors before it is multiplied. Pure.
+
+    A row that begins anywhere is loaded element by element, which halves the rate of a product or worse; the copy is
+    one read and one write of the weight. Weights that fit one tile are read as they are.
+    """
+    return dtype != torch.float32 and not whole_vectors and rows > MIN_BLOCK and cols > MIN_BLOCK
+
+
+def pick_hidden_config(
+    rows: int,
+    cols: int,
+    depth: int,
+    gated: bool,
+    aligned: bool,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    sms: int,
+) -> ProductConfig:
+    """Configuration of the product that gives the hidden. Pure. See `_product_config`."""
+    return _product_config(rows, cols, depth, "gate" if gated else "act", aligned, dtype, capability, sms)
+
+
+def pick_rows_config(
+    rows: int, cols: int, depth: int, aligned: bool, dtype: torch.dtype, capability: tuple[int, int], sms: int
+) -> ProductConfig:
+    """Configuration of the products that give y and x's gradient. Pure. See `_product_config`."""
+    return _product_config(rows, cols, depth, "", aligned, dtype, capability, sms)
+
+
+def pick_dhidden_config(
+    rows: int,
+    cols: int,
+    depth: int,
+    gated: bool,
+    aligned: bool,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    sms: int,
+) -> ProductConfig:
+    """Configuration of the product that gives the hidden's gradient. Pure. See `_product_config`."""
+    return _product_config(rows, cols, depth, "dgate" if gated else "dact", aligned, dtype, capability, sms)
+
+
+def _product_config(
+    rows: int,
+    cols: int,
+    depth: int,
+    epilogue: str,
+    aligned: bool,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    sms: int,
+) -> ProductConfig:
+    """`epilogue` is "" for y and x's gradient, "act" for the hidden, "gate" for a gated one, "dact" and "dgate" for
+    their gradients.
+
+    Without an epilogue, on Hopper: two warpgroups with 64 x 256 sums each. A step of 128 x 256 x 64 reads 48 KiB for
+    4.2 MFLOP, where two of 128 x 128 read 64 KiB. An activation wants registers beside the sums: tiles have half the
+    columns, and a quarter where pre is read. A gated hidden keeps two sums. With too few tiles to fill the GPU they
+    have 64 x 64. Rows that are not `aligned` are loaded through registers, of which larger tiles have not enough. By
+    these sums and by what the build shows of registers; not measured yet.
+    """
+    hopper = capability >= (9, 0)
+    if not aligned or dtype == torch.float32:
+        block_k = 32 if aligned and epilogue != "gate" else 16
+        return ProductConfig(_fit(rows, 64), _fit(cols, 64), _fit(depth, block_k), 8, stages=2, num_warps=8, ctas=1)
+    if triton.cdiv(rows, 128) * triton.cdiv(cols, 128) < sms or rows <= 64:
+        return ProductConfig(_fit(rows, 64), _fit(cols, 64), _fit(depth, 64), 8, stages=3, num_warps=4, ctas=2)
+    if not hopper:
+        block_n = 128 if epilogue in ("", "act") else 64
+        return ProductConfig(128, _fit(cols, block_n), _fit(depth, 32), 8, stages=4, num_warps=8, ctas=1)
+    if epilogue == "" and triton.cdiv(cols, 256) * 2 == triton.cdiv(cols, 128):
+        return ProductConfig(128, 256, _fit(depth, 64), 8, stages=3, num_warps=8, ctas=1)
+    if epilogue == "gate":
+        return ProductConfig(128, _fit(cols, 128), _fit(depth, 64), 8, stages=3, num_warps=8, ctas=1)
+    block_n = 128 if epilogue in ("", "act") else 64
+    return ProductConfig(128, _fit(cols, block_n), _fit(depth, 64), 8, stages=3, num_warps=8, ctas=1)
+
+
+def pick_weights_config(
+    rows: int, cols: int, depth: int, aligned: bool, dtype: torch.dtype, capability: tuple[int, int], sms: int
+) -> WeightsConfig:
+    """Configuration of a weight's gradient [cols, depth] over `rows`. Pure.
+
+    The gradient of 1365 x 512 has 44 tiles of 128 x 128: the rows are split into as many parts as fill the GPU twice
+    over, each of at least 512 rows, whose partial sums are added in order. By these sums; not measured yet.
+    """
+    n, k, r, stages, warps = _fit(cols, 128), _fit(depth, 128), 64, 3, 8
+    if not aligned or dtype == torch.float32:
+        n, k, r, stages = _fit(cols, 64), _fit(depth, 64), 32, 2
+    elif capability < (9, 0):
+        r, stages = 32, 4
+    elif triton.cdiv(cols, 128) * triton.cdiv(depth, 256) >= sms:
+        k = 256
+    tiles = triton.cdiv(max(1, cols), n) * triton.cdiv(max(1, depth), k)
+    return WeightsConfig(n, k, _fit(rows, r), _splits(rows, tiles, sms), raster=8, stages=stages, num_warps=warps)
+
+
+def pick_fused_config(
+    rows: int, hidden: int, dim: int, dim_out: int, gated: bool, aligned: bool, dtype: torch.dtype, sms: int
+) -> FusedConfig:
+    """Configuration of the single kernel. Pure.
+
+    64 rows of 512 columns of y are 128 fp32 sums a thread, which leaves registers for 32 columns of the hidden. The
+    hidden is split until there is a CTA for each SM: 564 rows are 9 tiles, and 14 parts of it 126 CTAs. By these sums;
+    not measured yet.
+    """
+    if dtype == torch.float32 or not aligned:
+        block_m, block_h, block_k, stages = 16, 16, 32, 1
+    else:
+        block_m, block_h, block_k, stages = _fit(rows, 64), 32, 64, 2
+    blocks = triton.cdiv(max(1, hidden), block_h)
+    wanted = max(1, sms // max(1, triton.cdiv(rows, block_m)))
+    per_split = triton.cdiv(blocks, min(blocks, wanted))
+    return FusedConfig(block_m, block_h, _fit(dim, block_k), triton.cdiv(blocks, per_split), stages, num_warps=8)
+
+
+def pick_cuda_config(rows: int, cols: int, depth: int) -> CudaConfig:
+    """Configuration of products.cu. Pure. The ring takes what shared memory there is; the raster is not measured."""
+    return CudaConfig(stages=4, raster=8)
+
+
+def pick_cuda_parts(steps: int, tiles: int, sms: int) -> int:
+    """Parts into which products.cu splits the sum of a weight's gradient, of `steps` times 64 rows. Pure. As many as
+    fill the GPU with tiles, each of 8 steps at least; not measured yet."""
+    return max(1, min(sms // max(1, tiles), steps // 8))
+
+
+def pick_sum_config(elements: int) -> SumConfig:
+    """Configuration of the sum of partial results, and of a weight's copy. Pure."""
+    return SumConfig(_fit(elements, 1024), num_warps=4)
+
+
+def pick_bias_config(rows: int, cols: int, dtype: torch.dtype, sms: int) -> BiasConfig:
+    """Configuration of a bias's gradient, which reads its tensor once, 128 bytes of a row in 16 bits. Pure."""
+    block_n = _fit(cols, 64)
+    return BiasConfig(block_n, _fit(rows, 64), _splits(rows, triton.cdiv(max(1, cols), block_n), 2 * sms), num_warps=4)
+
+
+def _splits(rows: int, tiles: int, sms: int) -> int:
+    """Parts of the rows: as many as fill `sms` with tiles, each of 512 rows at least."""
+    return max(1, min(sms // tiles, rows // 512))
+
+
+def _fit(size: int, most: int) -> int:
+    """The block of a dimension: `most`, or what a smaller dimension fills."""
+    return max(MIN_BLOCK, min(most, triton.next_power_of_2(max(1, size))))

@@ -1,0 +1,238 @@
+"""Launches of the Triton kernels, for tensors like those given. Every operand is read in place, by its strides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+
+from . import configs
+from .kernel import _fused_mlp_dhidden_kernel, _fused_mlp_hidden_kernel, _fused_mlp_rows_kernel
+from .launch import Launch
+from .single import _fused_mlp_single_kernel
+from .sums import _fused_mlp_bias_kernel, _fused_mlp_pitch_kernel, _fused_mlp_sum_kernel, _fused_mlp_weights_kernel
+
+Optional = torch.Tensor | None
+
+
+def hidden_launch(x: torch.Tensor, w1: torch.Tensor, b1: Optional, w_gate: Optional, activation: str) -> Launch:
+    """Writes hidden, pre and gate [rows, pitch], given (x, w1, w_gate, b1, hidden, pre, gate)."""
+    (rows, depth), cols, gated = x.shape, w1.shape[0], w_gate is not None
+    pitch, (capability, sms) = configs.pick_pitch(cols), device_of(x)
+    aligned = whole_vectors(x) and whole_vectors(w1) and (w_gate is None or whole_vectors(w_gate))
+    config = configs.pick_hidden_config(rows, pitch, depth, gated, aligned, x.dtype, capability, sms)
+    strides = *x.stride(), *w1.stride(), *_strides(w_gate, 2), *_strides(b1, 1)
+    return Launch(
+        _fused_mlp_hidden_kernel,
+        _persistent(config, rows, pitch, sms),
+        x.device,
+        (rows, cols, pitch, depth, *strides),
+        ACTIVATION=activation,
+        **_tile(config, depth),
+    )
+
+
+def rows_launch(a: torch.Tensor, b: torch.Tensor, b_gate: Optional, bias: Optional) -> Launch:
+    """Writes out [rows, cols], given (a, b, a_gate, b_gate, bias, out): a · bᵀ, of b's type for both products. a and b
+    may differ in depth where the further terms of a are zero."""
+    (rows, depth_a), (cols, depth_b), (capability, sms) = a.shape, b.shape, device_of(a)
+    aligned = whole_vectors(a) and whole_vectors(b) and (b_gate is None or whole_vectors(b_gate))
+    config = configs.pick_rows_config(rows, cols, depth_a, aligned, a.dtype, capability, sms)
+    strides = *a.stride(), *b.stride(), *_strides(b_gate, 2), *_strides(bias, 1)
+    return Launch(
+        _fused_mlp_rows_kernel,
+        _persistent(config, rows, cols, sms),
+        a.device,
+        (rows, cols, depth_a, depth_b, *strides),
+        **_tile(config, depth_a, depth_b),
+    )
+
+
+def dhidden_launch(dy: torch.Tensor, w2: torch.Tensor, hidden: int, gated: bool, activation: str) -> Launch:
+    """Writes dpre, dgate and the hidden [rows, pitch], given (dy, w2, pre, gate, dpre, dgate, hidden)."""
+    (rows, depth), (_, loaded), (capability, sms) = dy.shape, w2.shape, device_of(dy)
+    pitch, aligned = configs.pick_pitch(hidden), whole_vectors(dy) and whole_vectors(w2)
+    config = configs.pick_dhidden_config(rows, pitch, depth, gated, aligned, dy.dtype, capability, sms)
+    return Launch(
+        _fused_mlp_dhidden_kernel,
+        _persistent(config, rows, pitch, sms),
+        dy.device,
+        (rows, hidden, loaded, pitch, depth, *dy.stride(), *w2.mT.stride()),
+        ACTIVATION=activation,
+        **_tile(config, depth),
+    )
+
+
+def single_launch(
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b1: Optional,
+    b2: Optional,
+    w_gate: Optional,
+    activation: str,
+) -> Callable[..., None]:
+    """Writes y, pre and gate in one kernel, given (x, w1, w2, w_gate, b1, b2, y, pre, gate). w2 may have more columns
+    than the hidden."""
+    (rows, dim), (hidden, _), (dim_out, loaded), device = x.shape, w1.shape, w2.shape, x.device
+    aligned = all(t is None or whole_vectors(t) for t in (x, w1, w2, w_gate))
+    _, sms = device_of(x)
+    config = configs.pick_fused_config(rows, hidden, dim, dim_out, w_gate is not None, aligned, x.dtype, sms)
+    blocks = triton.cdiv(max(1, hidden), config.block_h)
+    part, splits = triton.cdiv(blocks, config.splits) * config.block_h, config.splits
+    sizes = rows, hidden, loaded, configs.pick_pitch(hidden), dim, dim_out, part
+    strides = *x.stride(), *w1.stride(), *_strides(w_gate, 2), *w2.stride(), *_strides(b1, 1), *_strides(b2, 1)
+    launch = Launch(
+        _fused_mlp_single_kernel,
+        (triton.cdiv(rows, config.block_m) * splits,),
+        device,
+        (*sizes, *strides),
+        ACTIVATION=activation,
+        BLOCK_M=config.block_m,
+        BLOCK_H=config.block_h,
+        BLOCK_K=config.block_k,
+        BLOCK_O=max(configs.MIN_BLOCK, triton.next_power_of_2(dim_out)),
+        EVEN_K=dim % config.block_k == 0,
+        num_warps=config.num_warps,
+        num_stages=config.stages,
+    )
+    if splits == 1:
+        return launch
+    add = sum_launch((rows, dim_out), splits, b2, device)
+
+    def run(
+        x: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        w_gate: Optional,
+        b1: Optional,
+        b2: Optional,
+        y: torch.Tensor,
+        pre: Optional,
+        gate: Optional,
+    ) -> None:
+        parts = torch.empty((splits, rows, dim_out), dtype=torch.float32, device=device)
+        launch(x, w1, w2, w_gate, b1, None, parts, pre, gate)
+        add(parts, b2, y)
+
+    return run
+
+
+def weights_launch(a: torch.Tensor, b: torch.Tensor, cols: int, depth: int) -> Callable[..., None]:
+    """Writes a gradient [cols, depth], contiguous, given (a, b, out): aᵀ · b over their rows. a and b may have more
+    columns than that."""
+    (rows, loaded_a), loaded_b, device, (capability, sms) = a.shape, b.shape[1], a.device, device_of(a)
+    aligned = whole_vectors(a) and whole_vectors(b)
+    config = configs.pick_weights_config(rows, cols, depth, aligned, a.dtype, capability, sms)
+    part, splits = _parts(rows, config.splits, config.block_r)
+    launch = Launch(
+        _fused_mlp_weights_kernel,
+        (triton.cdiv(cols, config.block_n) * triton.cdiv(depth, config.block_k) * splits,),
+        device,
+        (rows, cols, depth, loaded_a, loaded_b, part, *a.stride(), *b.stride()),
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        BLOCK_R=config.block_r,
+        RASTER=config.raster,
+        num_warps=config.num_warps,
+        num_stages=config.stages,
+    )
+    if splits == 1:
+        return launch
+    add = sum_launch((cols, depth), splits, None, device)
+
+    def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        parts = torch.empty((splits, cols, depth), dtype=torch.float32, device=device)
+        launch(a, b, parts)
+        add(parts, None, out)
+
+    return run
+
+
+def bias_launch(a: torch.Tensor, cols: int) -> Callable[..., None]:
+    """Writes a gradient [cols], given (a, out): the sum of a's rows."""
+    rows, device, (_, sms) = a.shape[0], a.device, device_of(a)
+    config = configs.pick_bias_config(rows, cols, a.dtype, sms)
+    part, splits = _parts(rows, config.splits, config.block_r)
+    launch = Launch(
+        _fused_mlp_bias_kernel,
+        (triton.cdiv(cols, config.block_n) * splits,),
+        device,
+        (rows, cols, part, *a.stride()),
+        BLOCK_N=config.block_n,
+        BLOCK_R=config.block_r,
+        num_warps=config.num_warps,
+    )
+    if splits == 1:
+        return launch
+    add = sum_launch((1, cols), splits, None, device)
+
+    def run(a: torch.Tensor, out: torch.Tensor) -> None:
+        parts = torch.empty((splits, cols), dtype=torch.float32, device=device)
+        launch(a, parts)
+        add(parts, None, out)
+
+    return run
+
+
+def sum_launch(shape: tuple[int, int], parts: int, bias: Optional, device: torch.device) -> Launch:
+    """Writes out [rows, cols], contiguous, given (parts [parts, rows, cols] in fp32, bias, out)."""
+    elements, cols = shape[0] * shape[1], shape[1]
+    config = configs.pick_sum_config(elements)
+    grid = (triton.cdiv(elements, config.block),)
+    fixed = elements, cols, parts, *_strides(bias, 1)
+    return Launch(_fused_mlp_sum_kernel, grid, device, fixed, BLOCK=config.block, num_warps=config.num_warps)
+
+
+def pitch_launch(weight: torch.Tensor) -> Launch:
+    """Copies a weight to rows of whole vectors, given (weight, copy)."""
+    (rows, cols), pitch = weight.shape, configs.pick_pitch(weight.shape[1])
+    config = configs.pick_sum_config(pitch)
+    grid = rows, triton.cdiv(pitch, config.block)
+    fixed = cols, pitch, *weight.stride()
+    return Launch(_fused_mlp_pitch_kernel, grid, weight.device, fixed, BLOCK=config.block, num_warps=config.num_warps)
+
+
+def whole_vectors(t: torch.Tensor) -> bool:
+    """Whether Triton sees that a matrix is made of whole 16-byte vectors: the stride of one dimension is 1, and what
+    else it specialises kernels for is a multiple of 16."""
+    for inner, outer in ((1, 0), (0, 1)):
+        if t.stride(inner) == 1 and t.shape[inner] % 16 == 0 and t.stride(outer) % 16 == 0:
+            return t.data_ptr() % 16 == 0
+    return False
+
+
+def device_of(tensor: torch.Tensor) -> tuple[tuple[int, int], int]:
+    """Compute capability and number of SMs; the interpreter stands for a small sm_80."""
+    if not tensor.is_cuda:
+        return (8, 0), 2
+    properties = torch.cuda.get_device_properties(tensor.device)
+    return (properties.major, properties.minor), properties.multi_processor_count
+
+
+def _persistent(config: configs.ProductConfig, rows: int, cols: int, sms: int) -> tuple[int]:
+    tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(cols, config.block_n)
+    return (min(sms * config.ctas, tiles),)
+
+
+def _tile(config: configs.ProductConfig, *depths: int) -> dict[str, int | bool]:
+    return dict(
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        RASTER=config.raster,
+        EVEN_K=all(depth % config.block_k == 0 for depth in depths),
+        num_warps=config.num_warps,
+        num_stages=config.stages,
+    )
+
+
+def _parts(rows: int, splits: int, block: int) -> tuple[int, int]:
+    """Rows of a part, whole blocks, and the number of parts."""
+    part = max(1, triton.cdiv(triton.cdiv(rows, splits), block)) * block
+    return part, max(1, triton.cdiv(rows, part))
+
+
+def _strides(tensor: Optional, dims: int) -> tuple[int, ...]:
+    return (0,) * dims if tensor is None else tensor.stride()

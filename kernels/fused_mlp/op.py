@@ -1,0 +1,245 @@
+"""The public function: checks, the lean eager call, registration with torch.library, autograd."""
+
+from __future__ import annotations
+
+import torch
+
+from . import configs
+from .activation import ACTIVATIONS
+from .checks import FLOATS, kind, no_tangent, runnable
+from .launch import Plans, lean, signature
+from .plans import BACKENDS, SAVES, Gradients, Needs, bwd_plan, fwd_plan
+
+MAX_ROWS = 2**31 - 1
+
+# Named after the package, so that a copy of this folder under another name registers ops of its own.
+_NAMESPACE = __package__.replace(".", "_")
+_FORWARD, _BACKWARD = Plans(), Plans()
+
+
+def fused_mlp(
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    *,
+    w_gate: torch.Tensor | None = None,
+    activation: str = "silu",
+    save: str = "activations",
+    backend: str = "auto",
+) -> torch.Tensor:
+    """The feed-forward layer of a transformer.
+
+        y = w2 · act(w1 · x + b1) + b2                         without w_gate
+        y = w2 · (act(w_gate · x) ⊙ (w1 · x + b1)) + b2        with it
+
+    Sums are fp32 (fp32 operands are not rounded to tf32). What is in memory between the products is in dtype of x.
+    Differentiable, once, in all tensors. Everything is summed in a fixed order: repeated runs agree bit for bit.
+
+    x           [..., D], float32, float16 or bfloat16, less than 2^31 rows, any strides. It is read in place where its
+                leading dimensions flatten to one stride.
+    w1          [H, D], dtype of x, any strides, as torch.nn.Linear has it
+    w2          [D_out, H], likewise
+    b1, b2      [H] and [D_out], dtype of x, or None
+    w_gate      [H, D], dtype of x, or None
+    activation  "silu", "gelu", "gelu_tanh", "relu" or "relu_sq", the square of relu
+    save        what the backward is given: "activations" keeps w1 · x + b1 and w_gate · x, in rows of a multiple of 16
+                elements; "input" keeps neither and computes them again, to the same bits
+    backend     "fused" (a forward of one kernel, whose hidden is never in memory, for at most 512 rows of w2),
+                "two_gemms" (the hidden is in memory between two kernels), "cuda" (the same in CUDA C++, compiled by
+                CuPy, on compute capability 9.0, float16 and bfloat16; operands that TMA cannot read go to Triton), or
+                "auto", which takes "fused" or "two_gemms", whichever should be faster
+
+    Returns y [..., D_out], in dtype of x, contiguous.
+
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
+    outside Triton's interpreter and for a backend that cannot run.
+
+    Source: Vaswani et al. 2017 (arXiv:1706.03762), section 3.3; gated, Shazeer 2020 (arXiv:2002.05202).
+    """
+    if lean(x, w1, w2, b1, b2, w_gate):
+        needs_grad = torch.is_grad_enabled() and (
+            x.requires_grad
+            or w1.requires_grad
+            or w2.requires_grad
+            or (b1 is not None and b1.requires_grad)
+            or (b2 is not None and b2.requires_grad)
+            or (w_gate is not None and w_gate.requires_grad)
+        )
+        plan = _fwd_plan(x, w1, w2, b1, b2, w_gate, activation, save, needs_grad, backend)
+        if needs_grad:
+            return _apply(x, w1, w2, b1, b2, w_gate, plan, activation, backend)
+        return plan(x, w1, w2, b1, b2, w_gate)[0]
+    _check(x, w1, w2, b1, b2, w_gate, activation, save, backend)
+    no_tangent("fused_mlp", x, w1, w2, b1, b2, w_gate)
+    tensors = [t for t in (x, w1, w2, b1, b2, w_gate) if t is not None]
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return _fwd_op(x, w1, w2, b1, b2, w_gate, activation, needs_grad and save == "activations", backend)[0]
+
+
+def _check(x, w1, w2, b1, b2, w_gate, activation, save, backend) -> None:
+    if not isinstance(x, torch.Tensor) or x.dtype not in FLOATS:
+        raise TypeError(f"fused_mlp: x must be a tensor of float32, float16 or bfloat16, got {kind(x)}")
+    if x.dim() == 0 or x.shape[:-1].numel() > MAX_ROWS:
+        raise ValueError(f"fused_mlp: x must be [..., D] with less than 2^31 rows, got shape {tuple(x.shape)}")
+    for name, tensor in (("w1", w1), ("w2", w2)):
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != x.dtype:
+            raise TypeError(f"fused_mlp: {name} must be a tensor of x's dtype {x.dtype}, got {kind(tensor)}")
+    if w1.dim() != 2 or w1.shape[1] != x.shape[-1]:
+        raise ValueError(f"fused_mlp: w1 must be [H, {x.shape[-1]}] like x's rows, got {tuple(w1.shape)}")
+    if w2.dim() != 2 or w2.shape[1] != w1.shape[0]:
+        raise ValueError(f"fused_mlp: w2 must be [D_out, {w1.shape[0]}] like w1's rows, got {tuple(w2.shape)}")
+    optional = (("b1", b1, w1.shape[:1]), ("b2", b2, w2.shape[:1]), ("w_gate", w_gate, w1.shape))
+    for name, tensor, shape in optional:
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != x.dtype:
+            raise TypeError(f"fused_mlp: {name} must be a tensor of x's dtype {x.dtype}, got {kind(tensor)}")
+        if tensor.shape != shape:
+            raise ValueError(f"fused_mlp: {name} must be {list(shape)}, got {tuple(tensor.shape)}")
+    for name, tensor in (("w1", w1), ("w2", w2), ("b1", b1), ("b2", b2), ("w_gate", w_gate)):
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"fused_mlp: {name} must be on x's device {x.device}, got {tensor.device}")
+    for name, value, known in (("activation", activation, ACTIVATIONS), ("save", save, SAVES)):
+        if value not in known:
+            raise ValueError(f"fused_mlp: {name} must be one of {', '.join(known)}, got {value!r}")
+    if backend not in BACKENDS:
+        raise ValueError(f"fused_mlp: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    runnable("fused_mlp", "x", x)
+
+
+def _fwd_plan(x, w1, w2, b1, b2, w_gate, activation, save, needs_grad, backend):
+    """The plan for these arguments, kept. For plain tensors alone: of others the key does not say all."""
+    tensors = signature(x), signature(w1), signature(w2), signature(b1), signature(b2), signature(w_gate)
+    key = tensors, activation, save, needs_grad, backend
+    plan = _FORWARD.find(key)
+    if plan is None:
+        _check(x, w1, w2, b1, b2, w_gate, activation, save, backend)
+        keep = needs_grad and save == "activations"
+        plan = _FORWARD.keep(key, fwd_plan(x, w1, w2, b1, b2, w_gate, activation, keep, backend))
+    return plan
+
+
+def _backward(dy, x, w1, w2, b1, w_gate, pre, gate, activation: str, needs: Needs, backend: str) -> Gradients:
+    tensors = dy, x, w1, w2, b1, w_gate, pre, gate
+    if not lean(*tensors):
+        return bwd_plan(*tensors, activation, needs, backend)(*tensors)
+    key = (*map(signature, tensors), activation, needs, backend)
+    plan = _BACKWARD.find(key)
+    if plan is None:
+        plan = _BACKWARD.keep(key, bwd_plan(*tensors, activation, needs, backend))
+    return plan(*tensors)
+
+
+def _gradients(ctx, dy) -> Gradients:
+    """None where a gradient is not needed. What traces or transforms the call sees an op."""
+    if dy is None:
+        return (None,) * 6
+    x, w1, w2, b1, w_gate, pre, gate = ctx.saved_tensors
+    needs = Needs(*ctx.needs_input_grad[:6])
+    if lean(dy, x, w1, w2, b1, w_gate, pre, gate) and not torch.is_grad_enabled():
+        return _backward(dy, x, w1, w2, b1, w_gate, pre, gate, ctx.activation, needs, ctx.backend)
+    grads = _bwd_op(dy, x, w1, w2, b1, w_gate, pre, gate, ctx.activation, *needs, ctx.backend)
+    return tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))  # type: ignore[return-value]
+
+
+class _FusedMLP(torch.autograd.Function):
+    """Of eager calls. The gradient goes through torch.library where something traces, transforms or derives it."""
+
+    @staticmethod
+    def forward(ctx, x, w1, w2, b1, b2, w_gate, plan, activation, backend):
+        y, pre, gate = plan(x, w1, w2, b1, b2, w_gate)
+        ctx.set_materialize_grads(False)
+        ctx.activation, ctx.backend = activation, backend
+        ctx.save_for_backward(x, w1, w2, b1, w_gate, pre, gate)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        return (*_gradients(ctx, dy), None, None, None)
+
+
+# What torch.autograd.Function.apply does before this is for functorch, and `lean` has seen that it is not at work.
+_apply = super(torch.autograd.Function, _FusedMLP).apply
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::fused_mlp_fwd", mutates_args=())
+def _fwd_op(
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    w_gate: torch.Tensor | None,
+    activation: str,
+    keep: bool,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tensors = x, w1, w2, b1, b2, w_gate
+    if lean(*tensors):
+        plan = _fwd_plan(*tensors, activation, "activations", keep, backend)
+    else:
+        plan = fwd_plan(*tensors, activation, keep, backend)
+    y, pre, gate = plan(*tensors)
+    return y, x.new_empty(0) if pre is None else pre, x.new_empty(0) if gate is None else gate
+
+
+@_fwd_op.register_fake
+def _(x, w1, w2, b1, b2, w_gate, activation, keep, backend):
+    kept = (x.shape[:-1].numel(), configs.pick_pitch(w1.shape[0])) if keep else 0
+    gate = x.new_empty(kept if w_gate is not None else 0)
+    return x.new_empty((*x.shape[:-1], w2.shape[0])), x.new_empty(kept), gate
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::fused_mlp_bwd", mutates_args=())
+def _bwd_op(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None,
+    w_gate: torch.Tensor | None,
+    pre: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    activation: str,
+    need_x: bool,
+    need_w1: bool,
+    need_w2: bool,
+    need_b1: bool,
+    need_b2: bool,
+    need_w_gate: bool,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    needs = Needs(need_x, need_w1, need_w2, need_b1, need_b2, need_w_gate)
+    grads = _backward(dy, x, w1, w2, b1, w_gate, pre, gate, activation, needs, backend)
+    return tuple(x.new_empty(0) if grad is None else grad for grad in grads)  # type: ignore[return-value]
+
+
+@_bwd_op.register_fake
+def _(
+    dy, x, w1, w2, b1, w_gate, pre, gate, activation, need_x, need_w1, need_w2, need_b1, need_b2, need_w_gate, backend
+):
+    return (
+        x.new_empty(x.shape if need_x else 0),
+        x.new_empty(w1.shape if need_w1 else 0),
+        x.new_empty(w2.shape if need_w2 else 0),
+        x.new_empty(w1.shape[:1] if need_b1 else 0),
+        x.new_empty(w2.shape[:1] if need_b2 else 0),
+        x.new_empty(w1.shape if need_w_gate and w_gate is not None else 0),
+    )
+
+
+def _save(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)
+    x, w1, w2, b1, _, w_gate, ctx.activation, keep, ctx.backend = inputs
+    _, pre, gate = output
+    ctx.mark_non_differentiable(pre, gate)
+    ctx.save_for_backward(x, w1, w2, b1, w_gate, pre if keep else None, gate if keep and w_gate is not None else None)
+
+
+def _autograd(ctx, dy, _pre, _gate):
+    return (*_gradients(ctx, dy), None, None, None)
+
+
+_fwd_op.register_autograd(_autograd, setup_context=_save)

@@ -1,0 +1,253 @@
+"""Launch plans of fused_mlp: everything about a call that does not change with the tensors' contents and addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from . import configs
+from .launches import bias_launch, pitch_launch, single_launch, whole_vectors
+from .sm90 import products
+from .versions import dhidden_launch, hidden_launch, rows_launch, weights_launch
+
+BACKENDS = ("auto", "fused", "two_gemms", "cuda")
+SAVES = ("activations", "input")
+
+Optional = torch.Tensor | None
+Weights = tuple[torch.Tensor, torch.Tensor, Optional, Optional, Optional]  # w1, w2, b1, b2, w_gate
+Gradients = tuple[Optional, Optional, Optional, Optional, Optional, Optional]  # of x, w1, w2, b1, b2, w_gate
+Forward = Callable[..., tuple[torch.Tensor, Optional, Optional]]
+Backward = Callable[..., Gradients]
+
+
+class Needs(NamedTuple):
+    """Which gradients are needed."""
+
+    x: bool
+    w1: bool
+    w2: bool
+    b1: bool
+    b2: bool
+    w_gate: bool
+
+    @property
+    def pre(self) -> bool:
+        return self.x or self.w1 or self.b1
+
+    @property
+    def gate(self) -> bool:
+        return self.x or self.w_gate
+
+
+def fwd_plan(
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b1: Optional,
+    b2: Optional,
+    w_gate: Optional,
+    activation: str,
+    keep: bool,
+    backend: str,
+) -> Forward:
+    """Takes (x, w1, w2, b1, b2, w_gate) like these, as `op` has checked them, and returns y, and pre and gate
+    [rows, pitch], None unless `keep`. RuntimeError where `backend` cannot take them."""
+    x_copied, flat = _flat(x)
+    (rows, dim), hidden, dim_out = flat.shape, w1.shape[0], w2.shape[0]
+    chosen = configs.pick_backend(backend, rows, dim, dim_out, x.dtype)
+    if chosen == "fused" and dim_out > configs.MAX_FUSED_OUT:
+        most = f"at most {configs.MAX_FUSED_OUT} rows of w2"
+        raise RuntimeError(f'fused_mlp: backend="fused" cannot run here: it takes {most}, got {dim_out}')
+    if chosen == "cuda" and (reason := products.missing(x)):
+        raise RuntimeError(f'fused_mlp: backend="cuda" cannot run here: {reason}')
+    copied, w2_read = _pitched(w2)
+    shape, pitch, gated = (*x.shape[:-1], dim_out), configs.pick_pitch(hidden), w_gate is not None
+    empty = not rows or (not dim_out and not keep)
+    launch = None
+    if not empty and chosen == "fused" and dim_out:
+        launch = _single(flat, w1, w2_read, b1, b2, w_gate, activation)
+    elif not empty:
+        launch = _two_products(flat, w1, w2_read, b1, b2, w_gate, activation, chosen == "cuda")
+
+    def plan(
+        x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, b1: Optional, b2: Optional, w_gate: Optional
+    ) -> tuple[torch.Tensor, Optional, Optional]:
+        y = x.new_empty(shape)
+        pre = x.new_empty((rows, pitch)) if keep else None
+        gate = x.new_empty((rows, pitch)) if keep and gated else None
+        if launch is not None:
+            launch(_flat(x)[1] if x_copied else x, w1, copied(w2) if copied else w2, b1, b2, w_gate, y, pre, gate)
+        return y, pre, gate
+
+    return plan
+
+
+def _single(x, w1, w2, b1, b2, w_gate, activation: str) -> Callable[..., None]:
+    """One kernel, whose hidden is never in memory."""
+    write = single_launch(x, w1, w2, b1, b2, w_gate, activation)
+
+    def run(x, w1, w2, b1, b2, w_gate, y, pre, gate) -> None:
+        write(x, w1, w2, w_gate, b1, b2, y, pre, gate)
+
+    return run
+
+
+def _two_products(x, w1, w2, b1, b2, w_gate, activation: str, cuda: bool) -> Callable[..., None]:
+    """Two kernels, with the hidden in memory between them."""
+    shape = x.shape[0], configs.pick_pitch(w1.shape[0])
+    hidden_like = x.new_empty(shape)
+    to_hidden = hidden_launch(x, w1, b1, w_gate, activation, cuda) if hidden_like.numel() else None
+    to_y = rows_launch(hidden_like, w2, None, b2, cuda) if w2.shape[0] else None
+
+    def run(x, w1, w2, b1, b2, w_gate, y, pre, gate) -> None:
+        hidden = x.new_empty(shape)
+        if to_hidden is not None:
+            to_hidden(x, w1, w_gate, b1, hidden, pre, gate)
+        if to_y is not None:
+            to_y(hidden, w2, None, None, b2, y)
+
+    return run
+
+
+def bwd_plan(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b1: Optional,
+    w_gate: Optional,
+    pre: Optional,
+    gate: Optional,
+    activation: str,
+    needs: Needs,
+    backend: str,
+) -> Backward:
+    """Takes (dy, x, w1, w2, b1, w_gate, pre, gate) like these and returns the gradients of x, w1, w2, b1, b2 and
+    w_gate, None where `needs` has False. Without pre it is computed again, from x."""
+    x_copied, x_rows = _flat(x)
+    dy_copied, dy_rows = _flat(dy, dense=True)
+    (rows, dim), hidden, dim_out = x_rows.shape, w1.shape[0], w2.shape[0]
+    needs = needs._replace(w_gate=needs.w_gate and w_gate is not None)
+    cuda = configs.pick_backend(backend, rows, dim, dim_out, x.dtype) == "cuda"
+    pitch = configs.pick_pitch(hidden)
+    within = _within_plan(dy_rows, x_rows, w1, w2, b1, w_gate, pre is None, activation, needs, cuda)
+    wide = x_rows.new_empty((rows, pitch)) if within is not None else x_rows
+    gate_read = None if w_gate is None else w_gate.mT
+    for_x = rows_launch(wide, w1.mT, gate_read, None, cuda) if needs.x and rows and dim else None
+    any_w1 = (needs.w1 or needs.w_gate) and hidden and dim
+    for_w1 = weights_launch(wide, x_rows, hidden, dim, cuda) if any_w1 else None
+    for_w2 = weights_launch(dy_rows, wide, dim_out, hidden, cuda) if needs.w2 and hidden and dim_out else None
+    for_b1 = bias_launch(wide, hidden) if needs.b1 and hidden else None
+    for_b2 = bias_launch(dy_rows, dim_out) if needs.b2 and dim_out else None
+
+    def run(dy, x, w1, w2, b1, w_gate, pre, gate) -> Gradients:
+        x_rows = _flat(x)[1] if x_copied else x
+        dy_rows = _flat(dy, dense=True)[1] if dy_copied else dy
+        dpre = dgate = hidden_rows = None
+        if within is not None:
+            dpre, dgate, hidden_rows = within(dy_rows, x_rows, w1, w2, b1, w_gate, pre, gate)
+        dx = dw1 = dw2 = db1 = db2 = dw_gate = None
+        if needs.x:
+            dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+            if for_x is not None:
+                for_x(dpre, w1, dgate, w_gate, None, dx)
+        if needs.w1:
+            dw1 = _written(x, (hidden, dim), for_w1, dpre, x_rows)
+        if needs.w_gate:
+            dw_gate = _written(x, (hidden, dim), for_w1, dgate, x_rows)
+        if needs.w2:
+            dw2 = _written(x, (dim_out, hidden), for_w2, dy_rows, hidden_rows)
+        if needs.b1:
+            db1 = _written(x, (hidden,), for_b1, dpre)
+        if needs.b2:
+            db2 = _written(x, (dim_out,), for_b2, dy_rows)
+        return dx, dw1, dw2, db1, db2, dw_gate
+
+    return run
+
+
+def _within_plan(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b1: Optional,
+    w_gate: Optional,
+    recompute: bool,
+    activation: str,
+    needs: Needs,
+    cuda: bool,
+) -> Callable[..., tuple[Optional, Optional, Optional]] | None:
+    """What computes the gradients of pre and gate, and the hidden, [rows, pitch] each, given (dy, x, w1, w2, b1,
+    w_gate, pre, gate): None for those that are not needed. None where nothing is."""
+    gated = w_gate is not None
+    need_dpre, need_dgate = needs.pre, needs.gate and gated
+    if not (need_dpre or need_dgate or needs.w2):
+        return None
+    rows, pitch = x.shape[0], configs.pick_pitch(w1.shape[0])
+    derivative = need_dpre or need_dgate  # else w2's gradient alone, for which x gives the hidden
+    copied, w2_read = _pitched(w2)
+    any_elements = rows and pitch
+    again = None
+    if any_elements and (recompute or not derivative):
+        again = hidden_launch(x, w1, b1, w_gate, activation, cuda)
+    to_gradients = None
+    if any_elements and derivative:
+        to_gradients = dhidden_launch(dy, w2_read, w1.shape[0], gated, activation, cuda)
+
+    def run(dy, x, w1, w2, b1, w_gate, pre, gate) -> tuple[Optional, Optional, Optional]:
+        def empty(wanted: bool) -> Optional:
+            return x.new_empty((rows, pitch)) if wanted else None
+
+        dpre, dgate, hidden = empty(need_dpre), empty(need_dgate), empty(needs.w2)
+        if not derivative:
+            if again is not None:
+                again(x, w1, w_gate, b1, hidden, None, None)
+            return None, None, hidden
+        if recompute:
+            pre, gate = empty(True), empty(gated)
+            if again is not None:
+                again(x, w1, w_gate, b1, None, pre, gate)
+        if to_gradients is not None:
+            to_gradients(dy, copied(w2) if copied else w2, pre, gate, dpre, dgate, hidden)
+        return dpre, dgate, hidden
+
+    return run
+
+
+def _written(like: torch.Tensor, shape: tuple[int, ...], launch: Callable[..., None] | None, *operands) -> torch.Tensor:
+    """A gradient of this shape, which `launch` writes."""
+    grad = like.new_empty(shape)
+    if launch is not None:
+        launch(*operands, grad)
+    return grad
+
+
+def _pitched(w2: torch.Tensor) -> tuple[Callable[[torch.Tensor], torch.Tensor] | None, torch.Tensor]:
+    """A function that copies w2 to rows of whole vectors, None where it is read as it is; and what is read."""
+    rows, cols = w2.shape
+    if not configs.pick_copy(rows, cols, whole_vectors(w2), w2.dtype):
+        return None, w2
+    shape, launch = (rows, configs.pick_pitch(cols)), pitch_launch(w2)
+
+    def copied(w2: torch.Tensor) -> torch.Tensor:
+        copy = w2.new_empty(shape)
+        launch(w2, copy)
+        return copy
+
+    return copied, w2.new_empty(shape)
+
+
+def _flat(tensor: torch.Tensor, dense: bool = False) -> tuple[bool, torch.Tensor]:
+    """Whether a copy is needed for [rows, columns], and that matrix. With `dense` the columns are to be contiguous: an
+    incoming gradient is often one number for all elements."""
+    matrix = (
+        tensor.reshape(-1, tensor.shape[-1])
+        if tensor.numel()
+        else tensor.new_empty(tensor.shape[:-1].numel(), tensor.shape[-1])
+    )
+    if dense and matrix.numel() and matrix.stride(1) != 1:
+        matrix = matrix.contiguous()
+    return matrix.data_ptr() != tensor.data_ptr(), matrix

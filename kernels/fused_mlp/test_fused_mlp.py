@@ -1,0 +1,226 @@
+"""What is special to fused_mlp. The rest follows from SPEC: tests/test_specs.py."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from . import bench, configs
+from .activation import ACTIVATIONS
+from .op import fused_mlp
+from .reference import fused_mlp_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+Operands = dict[str, torch.Tensor]
+
+
+def operands(
+    rows: int,
+    dim: int,
+    hidden: int,
+    dim_out: int,
+    names: str = "x w1 w2 b1 b2 w_gate",
+    dtype: torch.dtype = torch.float32,
+) -> Operands:
+    shapes = dict(
+        x=(rows, dim), w1=(hidden, dim), w2=(dim_out, hidden), b1=(hidden,), b2=(dim_out,), w_gate=(hidden, dim)
+    )
+    made = {n: torch.randn(shapes[n], device=DEVICE) * (shapes[n][-1] or 1) ** -0.5 for n in names.split()}
+    return {name: tensor.to(dtype) for name, tensor in made.items()}
+
+
+def gradients(op: Any, tensors: Operands, dtype: torch.dtype | None = None, **options: Any) -> list[torch.Tensor]:
+    """y and the gradients of all tensors, for an incoming gradient that is the same in each call."""
+    leaves = {n: t.detach().to(dtype or t.dtype).requires_grad_() for n, t in tensors.items()}
+    y = op(**leaves, **options)
+    dy = torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape).to(y.dtype)
+    return [y.detach(), *torch.autograd.grad(y, list(leaves.values()), dy)]
+
+
+def agrees(tensors: Operands, **options: Any) -> None:
+    """Result and gradients are those of the reference in fp64."""
+    names = {k: v for k, v in options.items() if k != "backend"}
+    exact = gradients(fused_mlp_reference, tensors, torch.float64, **names)
+    for ours, want in zip(gradients(fused_mlp, tensors, **options), exact, strict=True):
+        bound = (1e-5 if ours.dtype == torch.float32 else 1e-2) * (want.abs().max().item() if want.numel() else 1)
+        torch.testing.assert_close(ours.double(), want, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("names", ["x w1 w2", "x w1 w2 b1 b2 w_gate"], ids=["plain", "gated"])
+def test_activations(activation: str, names: str) -> None:
+    agrees(operands(9, 7, 18, 5, names), activation=activation)
+
+
+@pytest.mark.parametrize("backend", ["fused", "two_gemms"])
+@pytest.mark.parametrize("save", ["activations", "input"])
+def test_versions(backend: str, save: str) -> None:
+    agrees(operands(19, 5, 37, 18), backend=backend, save=save)
+
+
+@pytest.mark.parametrize(("rows", "dim", "hidden", "dim_out"), [(3, 0, 5, 4), (3, 5, 0, 4), (3, 5, 4, 0), (0, 3, 5, 4)])
+def test_nothing_to_multiply(rows: int, dim: int, hidden: int, dim_out: int) -> None:
+    for backend in ("fused", "two_gemms"):
+        agrees(operands(rows, dim, hidden, dim_out), backend=backend)
+
+
+def test_both_ways_to_save_give_the_same_bits() -> None:
+    tensors = operands(21, 16, 36, 24, dtype=torch.float16)
+    kept, again = (gradients(fused_mlp, tensors, save=save, backend="two_gemms") for save in ("activations", "input"))
+    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+
+
+def test_what_is_saved() -> None:
+    """Activations: in rows of a multiple of 16 elements. Input: nothing beyond the arguments."""
+    tensors = {n: t.requires_grad_() for n, t in operands(6, 7, 18, 5).items()}
+    sizes: dict[str, list[tuple[int, ...]]] = {}
+    for save in ("activations", "input"):
+        kept: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+            fused_mlp(**tensors, save=save)
+        given = {t.data_ptr() for t in tensors.values()}
+        sizes[save] = [tuple(t.shape) for t in kept if t.data_ptr() not in given]
+    assert sizes == {"activations": [(6, 32), (6, 32)], "input": []}
+
+
+def test_each_gradient_alone() -> None:
+    tensors = operands(9, 7, 18, 5)
+    together = dict(zip(tensors, gradients(fused_mlp, tensors)[1:], strict=True))
+    for save, name in itertools.product(("activations", "input"), tensors):
+        leaf = tensors[name].clone().requires_grad_()
+        y = fused_mlp(**{**tensors, name: leaf}, save=save)
+        dy = torch.linspace(-1, 1, y.numel(), device=DEVICE).view(y.shape)
+        torch.testing.assert_close(torch.autograd.grad(y, leaf, dy)[0], together[name])
+
+
+def test_operands_are_read_in_place_by_their_strides() -> None:
+    tensors = operands(7, 10, 18, 6)
+    for start, step in ((3, 1), (0, 2)):
+        wide = {n: torch.randn(*t.shape[:-1], 40, device=DEVICE) for n, t in tensors.items()}
+        agrees({n: wide[n][..., start : start + step * t.shape[-1] : step] for n, t in tensors.items()})
+    agrees({n: t.mT.contiguous().mT if t.dim() > 1 else t for n, t in tensors.items()})
+    for x in (torch.randn(4, 2, 10, device=DEVICE).transpose(0, 1), torch.randn(10, device=DEVICE)):
+        agrees({**tensors, "x": x})
+
+
+def test_an_update_of_w2_in_place_is_seen() -> None:
+    """w2's rows are no whole vectors, so that it is copied: anew in each call, however it has been changed."""
+    tensors = operands(5, 16, 37, 20, "x w1 w2", torch.float16)
+    assert configs.pick_copy(20, 37, False, torch.float16)
+    for change in (lambda w: w.mul_(-2), lambda w: w.data.add_(1), lambda w: w.view(-1)[3:].zero_()):
+        agrees(tensors)
+        change(tensors["w2"])
+    agrees(tensors, backend="two_gemms")
+
+
+def test_values_beyond_the_last_column_do_not_matter() -> None:
+    """A row of x that is not finite gives NaN in the padding of the hidden, which must not reach other rows."""
+    tensors = {n: t.requires_grad_() for n, t in operands(9, 7, 18, 20, dtype=torch.float16).items()}
+    with torch.no_grad():
+        tensors["x"][4] = torch.inf
+    y = fused_mlp(**tensors, backend="two_gemms")
+    others = torch.arange(9, device=DEVICE) != 4
+    assert y[others].isfinite().all()
+    dy = torch.ones_like(y)
+    dy[4] = 0
+    assert torch.autograd.grad(y, tensors["x"], dy)[0][others].isfinite().all()
+
+
+def test_several_tiles_and_parts() -> None:
+    """More tiles than persistent CTAs; gradients summed in parts."""
+    tensors = operands(40, 20, 50, 24)
+    small = configs.ProductConfig(16, 16, 16, raster=2, stages=1, num_warps=4, ctas=1)
+    parts = configs.WeightsConfig(16, 16, 16, splits=3, raster=2, stages=1, num_warps=4)
+    bias = configs.BiasConfig(16, 16, splits=3, num_warps=4)
+    with mock.patch.multiple(
+        configs,
+        pick_hidden_config=lambda *_: small,
+        pick_rows_config=lambda *_: small,
+        pick_dhidden_config=lambda *_: small,
+        pick_weights_config=lambda *_: parts,
+        pick_bias_config=lambda *_: bias,
+    ):
+        agrees(tensors, backend="two_gemms")
+
+
+def test_repeated_backward() -> None:
+    """What was saved is not written over."""
+    tensors = {n: t.requires_grad_() for n, t in operands(9, 7, 18, 5).items()}
+    y = fused_mlp(**tensors)
+    first, second = (torch.autograd.grad(y.sum(), list(tensors.values()), retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gated", [False, True])
+def test_real_widths(dtype: torch.dtype, gated: bool) -> None:
+    names = "x w1 w2 b1 b2" + " w_gate" * gated
+    for rows, dim, hidden, dim_out in ((1111, 512, 1365, 512), (564, 512, 1365, 512), (300, 1024, 2752, 1024)):
+        tensors = operands(rows, dim, hidden, dim_out, names, dtype)
+        for backend in ("fused", "two_gemms") if dim_out <= configs.MAX_FUSED_OUT else ("two_gemms",):
+            agrees(tensors, backend=backend, activation="gelu")
+
+
+def test_says_what_is_wrong() -> None:
+    tensors = operands(4, 6, 8, 5)
+    w1, w2 = tensors["w1"], tensors["w2"]
+    wrong: tuple[tuple[type[Exception], str, dict[str, Any]], ...] = (
+        (TypeError, "x must be a tensor of float32", dict(x=tensors["x"].int())),
+        (ValueError, r"x must be \[..., D\]", dict(x=tensors["x"][0, 0])),
+        (TypeError, "w1 must be a tensor of x's dtype", dict(w1=w1.half())),
+        (ValueError, r"w1 must be \[H, 6\]", dict(w1=w1.mT)),
+        (TypeError, "w2 must be a tensor of x's dtype torch.float32, got list", dict(w2=[1.0])),
+        (ValueError, r"w2 must be \[D_out, 8\]", dict(w2=w2.mT)),
+        (ValueError, r"b1 must be \[8\]", dict(b1=tensors["b2"])),
+        (TypeError, "b2 must be a tensor of x's dtype", dict(b2=tensors["b2"].half())),
+        (ValueError, r"w_gate must be \[8, 6\]", dict(w_gate=w1[:3])),
+        (ValueError, "w2 must be on x's device", dict(w2=w2.to("meta"))),
+        (ValueError, "activation must be one of silu, gelu", dict(activation="tanh")),
+        (ValueError, "save must be one of activations, input", dict(save="nothing")),
+        (ValueError, "backend must be one of auto", dict(backend="fast")),
+    )
+    for error, message, change in wrong:
+        with pytest.raises(error, match=message):
+            fused_mlp(**{**tensors, **change})
+    with pytest.raises(RuntimeError, match='backend="fused" cannot run here: it takes at most 512 rows of w2, got 513'):
+        fused_mlp(**operands(2, 3, 4, 513), backend="fused")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_configs_fit_into_shared_memory(capability: tuple[int, int], dtype: torch.dtype) -> None:
+    room, size = {(8, 0): 163 << 10, (9, 0): 227 << 10}[capability], dtype.itemsize
+    sizes = (1, 37, 564, 1376, 205000)
+    for rows, cols, aligned in itertools.product(sizes, sizes, (False, True)):
+        for epilogue in ("", "act", "gate", "dact", "dgate"):
+            c = configs._product_config(rows, cols, 4096, epilogue, aligned, dtype, capability, 132)
+            columns = c.block_n * (1 + (epilogue == "gate"))
+            assert (c.block_m + columns) * c.block_k * c.stages * size * c.ctas <= room
+        w = configs.pick_weights_config(rows, cols, 512, aligned, dtype, capability, 132)
+        assert (w.block_n + w.block_k) * w.block_r * w.stages * size <= room
+        for gated in (False, True):
+            f = configs.pick_fused_config(rows, 1365, 512, 512, gated, aligned, dtype, 132)
+            ring = (f.block_m + f.block_h * (1 + gated)) * f.block_k * f.stages
+            assert (ring + f.block_h * (512 + f.block_m)) * size <= room
+
+
+def test_auto() -> None:
+    def auto(rows: int, dim: int = 512, dtype: torch.dtype = torch.bfloat16) -> str:
+        return configs.pick_backend("auto", rows, dim, dim, dtype)
+
+    assert auto(564) == "fused" and auto(205_000) == "two_gemms"
+    assert auto(564, dim=4096) == "two_gemms" and auto(564, dtype=torch.float32) == "two_gemms"
+
+
+def test_weights_that_a_peer_lays_out_beforehand() -> None:
+    """Their gradients are those of the weights as given, and new weights are laid out anew."""
+    peer = bench._padded(fused_mlp_reference)
+    for _ in range(2):
+        tensors = operands(5, 6, 7, 4, "x w1 w2 w_gate")
+        for ours, want in zip(gradients(peer, tensors), gradients(fused_mlp_reference, tensors), strict=True):
+            torch.testing.assert_close(ours, want)

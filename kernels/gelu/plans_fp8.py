@@ -1,0 +1,112 @@
+"""Launch plans of gelu_fp8: all of a call that does not depend on the tensors' contents and addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from .kernel_fp8 import _gelu_fp8_kernel
+from .launch import Launch
+
+BLOCK = 128  # elements that share a scale
+# x -> data and scale, and data_t and scale_t where asked; codes as bytes
+Quantise = Callable[[torch.Tensor], list[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a launch writes, data or a transposed copy or both, and the tile of a CTA."""
+
+    data: bool
+    transpose: bool
+    block_m: int
+    block_n: int
+    num_warps: int
+
+
+def _tiles(transpose: bool, whole: bool) -> tuple[Tile, ...]:
+    """One launch; a transposed copy with partial tiles is a launch of its own, which reads the input again: predicates
+    and stores of single elements of both would spill hundreds of bytes a thread."""
+    data, copy = Tile(True, False, 32, BLOCK, 8), Tile(False, True, BLOCK, 32, 8)
+    if not transpose:
+        return (data,)
+    return (Tile(True, True, BLOCK, BLOCK, 16),) if whole else (data, copy)
+
+
+def result_shapes(shape: Sequence[int], transpose: bool) -> list[tuple[tuple[int, ...], bool]]:
+    """Shapes of data and scale, data_t and scale_t, for a result of that shape; and whether each holds scales."""
+    *lead, dim = shape
+    shapes = [((*lead, dim), False), ((*lead, (dim + BLOCK - 1) // BLOCK), True)]
+    if transpose:
+        rows = 1
+        for size in lead:
+            rows = rows * size
+        shapes += [((dim, rows), False), ((dim, (rows + BLOCK - 1) // BLOCK), True)]
+    return shapes
+
+
+def scale_dtype(scale_format: str) -> torch.dtype:
+    """Of the tensor that a kernel writes: UE8M0 as bytes."""
+    return torch.uint8 if scale_format == "e8m0" else torch.float32
+
+
+def quantise_plan(x: torch.Tensor, approximate: str, e4m3: bool, scale_format: str, transpose: bool) -> Quantise:
+    """A function of (x), tensors with the signatures of these. `op_fp8` has checked the inputs."""
+    device = x.device
+    shape = tuple(x.shape)
+    shapes = result_shapes(shape, transpose)
+    of_scales = scale_dtype(scale_format)
+    launches = []
+    if x.numel():
+        x2 = _rows(x)
+        rows, cols = x2.shape
+        whole = rows % BLOCK == 0 and cols % BLOCK == 0
+        for tile in _tiles(transpose, whole):
+            launches.append(
+                Launch(
+                    _gelu_fp8_kernel,
+                    (triton.cdiv(rows, tile.block_m) * triton.cdiv(cols, tile.block_n),),
+                    device,
+                    (rows, cols, x2.stride(0)),
+                    APPROXIMATE=approximate,
+                    DATA=tile.data,
+                    TRANSPOSE=tile.transpose,
+                    E4M3=e4m3,
+                    POW2=scale_format != "fp32",
+                    NATIVE=_native(x),
+                    EVEN=rows % tile.block_m == 0 and cols % tile.block_n == 0,
+                    BLOCK_M=tile.block_m,
+                    BLOCK_N=tile.block_n,
+                    num_warps=tile.num_warps,
+                )
+            )
+
+    def run(x: torch.Tensor) -> list[torch.Tensor]:
+        made = [
+            torch.empty(shape, dtype=of_scales if scales else torch.uint8, device=device) for shape, scales in shapes
+        ]
+        if launches:
+            operands = (_rows(x),)
+            for launch in launches:
+                launch(*operands, *made, *(None for _ in range(4 - len(made))))
+        else:
+            for tensor, (_, scales) in zip(made, shapes, strict=True):
+                if scales:
+                    tensor.fill_(127 if scale_format == "e8m0" else 1)  # UE8M0's 1
+        return made
+
+    return run
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """[rows, cols] with unit inner stride: a view where the strides allow it, otherwise a copy."""
+    tensor = tensor.reshape(-1, tensor.shape[-1])
+    return tensor if tensor.stride(1) == 1 or tensor.shape[1] == 1 else tensor.contiguous()
+
+
+def _native(tensor: torch.Tensor) -> bool:
+    """Whether there are conversion instructions for fp8."""
+    return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (8, 9)

@@ -1,0 +1,77 @@
+"""In the interpreter no kernel touches memory outside its tensors, not even by a load whose value it drops."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from harness import registry
+from harness.commands import check
+from harness.correctness import addresses, battery
+from harness.spec import KernelSpec
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compute-sanitizer does this on a GPU")
+
+KERNELS = [name for name in registry.names() if registry.package(name).startswith("kernels.")]
+ITEMS = 2
+
+
+def items(spec: KernelSpec) -> list[check.Item]:
+    """The accuracy of the smallest cases that are more than one row and column, one for each set of parameters."""
+    found: dict[tuple, check.Item] = {}
+    for item in check.plan(spec, "cpu", modes=None):
+        if item.check == "accuracy" and not item.skip and min(item.case.dims.values()) > 1:
+            key = (item.mode, item.case.dtype, tuple(sorted(item.case.params.items())))
+            if key not in found or size(item) < size(found[key]):
+                found[key] = item
+    backward = [item for item in found.values() if item.mode != "fwd"]
+    return sorted(backward or found.values(), key=size)[:ITEMS]
+
+
+def size(item: check.Item) -> int:
+    return math.prod(item.case.dims.values())
+
+
+@pytest.fixture
+def _addresses_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = battery.guarded_call
+
+    def checked(subject, inputs, out_grads, *rest, **options):
+        with addresses.checked(*inputs.values(), *(out_grads or ())):
+            return call(subject, inputs, out_grads, *rest, **options)
+
+    monkeypatch.setattr(battery, "guarded_call", checked)
+
+
+@pytest.mark.parametrize("kernel_name", KERNELS)
+def test_every_address_is_in_a_tensor(kernel_name: str, _addresses_are_checked: None) -> None:
+    for item in items(registry.load(kernel_name)):
+        outcome = check.run(item, "cpu")
+        assert outcome.status != "fail", outcome.reason
+
+
+@triton.jit
+def _copy_kernel(x_ptr, y_ptr, n, LOADS: tl.constexpr, STORES: tl.constexpr):
+    at = tl.arange(0, 8)
+    x = tl.load(x_ptr + at, mask=at < LOADS, other=0.0)
+    tl.store(y_ptr + at, x, mask=at < tl.minimum(n, STORES))
+
+
+@pytest.mark.parametrize(
+    ("loads", "stores", "what"), [(5, 5, None), (6, 5, "1 of 6 addresses of a load"), (5, 6, "a store")]
+)
+def test_one_element_too_many_is_found(loads: int, stores: int, what: str | None) -> None:
+    x, y = torch.randn(16)[:5], torch.empty(16)[:5]
+    with addresses.checked(), nullcontext() if what is None else pytest.raises(Exception, match=what):
+        _copy_kernel[(1,)](x, y, 8, loads, stores)
+
+
+def test_a_neighbour_that_is_named_may_be_read() -> None:
+    whole = torch.randn(16)
+    with addresses.checked([whole]):
+        _copy_kernel[(1,)](whole[:5], torch.empty(8), 8, 8, 8)

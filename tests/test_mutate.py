@@ -1,0 +1,201 @@
+"""Mutants: what is changed, what a result is, which are run again, and a run on a kernel made for it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import textwrap
+from collections import Counter
+
+import pytest
+
+from harness import registry
+from harness.commands import mutate
+from harness.mutation import cuda_tokens, mutants, operators, report, results
+
+SOURCE = '''
+"""Says what it is: 1 + 2."""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+__all__ = ["kernel"]
+LIMIT: int = 8
+
+
+@decorated(3 + 4)
+def kernel(x_ptr, n: 5 | 6, eps=0.5):
+    """Adds 1 + 1."""
+    offsets = tl.program_id(0) * LIMIT + tl.arange(0, 8)
+    x = tl.load(x_ptr + offsets.to(tl.int64), mask=offsets < n, other=0.0)
+    if n > 4:
+        raise ValueError(f"kernel: {n + 1} is more than " + "4")
+    x = -x
+    tl.multiple_of(x, 16)
+    tl.store(x_ptr + offsets, x, mask=offsets < n)
+    launch(x, num_warps=4)
+'''
+
+CUDA = """
+// a < b
+#include "x.cuh"  // 1 + 2
+template <int N = 3> __global__ void add(const float * x, float *y, int n) {
+    const int at = blockIdx.x * blockDim.x + threadIdx.x;
+    if (at < n) y[at] = x[at] * 2.0f;
+    asm volatile("mov.u32 %0, 1 + 2;" : "=r"(n));
+    commit(at);
+}
+"""
+
+
+def names(source: str) -> list[str]:
+    return [edit.name for _, edit in operators.edits(ast.parse(source))]
+
+
+def python_mutants(source: str, tmp_path, monkeypatch) -> list[mutants.Mutant]:
+    (tmp_path / "kernel.py").write_text(source, encoding="utf-8")
+    monkeypatch.setattr(registry, "folder", lambda name: tmp_path)
+    return mutants.of_kernel("one")
+
+
+def test_what_is_changed_and_what_is_left_alone():
+    found = names(SOURCE)
+    for wanted in (
+        "operand: tl.program_id(0) * LIMIT → tl.program_id(0)",
+        "arithmetic: tl.program_id(0) * LIMIT → tl.program_id(0) + LIMIT",
+        "comparison: offsets < n → offsets <= n",
+        "condition: n > 4 → False",
+        "constant: 0.5 → 1.0",
+        "cast: offsets.to(tl.int64) → offsets",
+        "sign: -x → x",
+        "statement: drop x = -x",
+        "statement: drop tl.store(x_ptr + offsets, x, mask=offsets < n)",
+        "statement: drop raise ValueError(f'kernel: {n + 1} is more than ' + '4')",
+    ):
+        assert wanted in found, found
+    assert any(name.startswith("mask:") for name in found)
+    alone = ("1 + 2", "1 + 1", "3 + 4", "5 | 6", "n + 1 →", "16 →", "num_warps=4 →")
+    assert not [
+        name for name in found if any(text in name.partition("→")[0] + "→" for text in alone) and "drop" not in name
+    ]
+
+
+def test_every_mutant_of_python_is_another_program(tmp_path, monkeypatch):
+    found = python_mutants(SOURCE, tmp_path, monkeypatch)
+    original = ast.dump(ast.parse(SOURCE))
+    programs = [ast.dump(ast.parse(mutant.applied(SOURCE))) for mutant in found]
+    assert original not in programs
+    assert len(found) >= 40
+    assert [m.device for m in found if m.operator.startswith("cast")] == ["cuda"]
+
+
+def test_identity_outlives_other_lines_and_a_digest_does_not_outlive_its_function(tmp_path, monkeypatch):
+    before = {m.key: m for m in python_mutants(SOURCE, tmp_path, monkeypatch)}
+    moved = {m.key: m for m in python_mutants("# one line more\n" + SOURCE, tmp_path, monkeypatch)}
+    assert before.keys() == moved.keys()
+    assert all(moved[key].digest == mutant.digest for key, mutant in before.items())
+    changed = {m.key: m for m in python_mutants(SOURCE.replace("x = -x", "x = 2 * x"), tmp_path, monkeypatch)}
+    inside = [m for m in before.values() if m.function == "kernel" and m.key in changed]
+    assert inside
+    assert all(changed[m.key].digest != m.digest for m in inside)
+    outside = [m for m in before.values() if not m.function]
+    assert all(changed[m.key].digest == m.digest for m in outside)
+
+
+def test_tokens_of_cuda():
+    found = list(cuda_tokens.changes(CUDA))
+    texts = [change for _, change, *_ in found]
+    assert {function for function, *_ in found} == {"add"}
+    assert Counter(text.partition(":")[0] for text in texts) == {
+        "arithmetic": 3,
+        "comparison": 2,
+        "condition": 2,
+        "constant": 1,
+        "statement": 1,
+    }, texts
+    assert cuda_tokens.functions(CUDA)["add"].startswith("template <int N = 3> __global__ void add(")
+    assert any(CUDA[start:end] == "commit(at);" and text == ";" for *_, start, end, text in found)
+
+
+def test_results_that_no_longer_hold_are_dropped(tmp_path, monkeypatch):
+    every = python_mutants(SOURCE, tmp_path, monkeypatch)
+    answer = {"status": "killed", "by": "one.fwd.case.triton-accuracy", "reason": "", "seconds": 1.0}
+    lines = [results.line(m, "interpreter", "c", answer) for m in every[:3]]
+    lines[1]["digest"] = "of another function"
+    lines.append({**lines[0], "status": "survived"})
+    results.path("one", tmp_path).write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"cut', "utf-8")
+    results.tidy("one", every, tmp_path)
+    kept = results.load("one", tmp_path)
+    assert {(line["key"], line["status"]) for line in kept} == {(every[0].key, "survived"), (every[2].key, "killed")}
+
+
+@pytest.mark.parametrize(
+    ("known", "argued", "again", "expected"),
+    [
+        (None, False, False, True),
+        (None, False, True, False),
+        ({"status": "killed", "checks": "old"}, False, False, False),
+        ({"status": "survived", "checks": "new"}, False, False, False),
+        ({"status": "survived", "checks": "old"}, False, False, True),
+        ({"status": "survived", "checks": "old"}, True, False, False),
+        ({"status": "survived", "checks": "new"}, True, True, True),
+        ({"status": "hang", "checks": "new"}, False, True, False),
+    ],
+)
+def test_what_is_run(known, argued, again, expected):
+    assert mutate._to_run(known, "new", argued, again) is expected
+
+
+def test_the_order_is_drawn_and_does_not_depend_on_other_mutants(tmp_path, monkeypatch):
+    every = python_mutants(SOURCE, tmp_path, monkeypatch)
+    drawn = mutants.order(every, 0)
+    assert drawn != every
+    assert mutants.order(every, 1) != drawn
+    fewer = every[: len(every) // 2]
+    assert mutants.order(fewer, 0) == [m for m in drawn if m in fewer]
+
+
+def test_the_report_counts(tmp_path, monkeypatch):
+    every = python_mutants(SOURCE, tmp_path, monkeypatch)
+    entry = {"file": "kernel.py", "function": every[1].function, "line": every[1].line, "operator": every[1].operator}
+    text = "\n".join(f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in entry.items())
+    (tmp_path / mutants.EQUIVALENT).write_text(f'[[mutant]]\n{text}\nordinal = {every[1].ordinal}\nwhy = "no call"\n')
+    monkeypatch.setattr(registry, "names", lambda: ["one"])
+    monkeypatch.setattr(registry, "package", lambda name: "kernels.one")
+    with results.path("one", tmp_path).open("w") as file:
+        for mutant, status in zip(every, ("killed", "survived", "survived", "hang", "crash", "killed"), strict=False):
+            answer = {"status": status, "by": "one.fwd.case.triton-strides", "reason": "", "seconds": 1.0}
+            file.write(json.dumps(results.line(mutant, "interpreter", "c", answer)) + "\n")
+    scored = report.scored("one", "interpreter", tmp_path)
+    assert (scored.run, len(scored.killed), len(scored.equivalent), len(scored.survived)) == (6, 4, 1, 1)
+    assert scored.score == 80.0
+    page = report.page(tmp_path)
+    assert "| one | interpreter | 6 of" in page
+    assert "| strides | 4 |" in page
+    assert every[2].operator in page
+    assert "no call" in page
+
+
+@pytest.mark.parametrize(
+    "kernel_name", [k for k in registry.names() if (registry.folder(k) / mutants.EQUIVALENT).is_file()]
+)
+def test_every_argument_is_about_a_mutant_that_there_is(kernel_name):
+    known = {mutant.identity for mutant in mutants.of_kernel(kernel_name)}
+    arguments = mutants.equivalent(kernel_name)
+    assert not [identity for identity in arguments if identity not in known]
+    assert all(len(why) > 20 for why in arguments.values())
+
+
+@pytest.mark.slow
+def test_a_run_kills_what_is_wrong_and_takes_up_where_it_stopped(tmp_path, capsys):
+    """On gelu: three mutants, of which no two runs make the same one."""
+    command = ["--kernel", "gelu", "--device", "cpu", "--jobs", "1", "--minutes", "0", "--out", str(tmp_path)]
+    from harness import cli
+
+    assert cli.main(["mutate", *command, "--file", "kernel.py", "--least", "2"]) == 0
+    assert cli.main(["mutate", *command, "--file", "kernel.py", "--least", "3"]) == 0
+    lines = results.load("gelu", tmp_path)
+    assert len({line["key"] for line in lines}) == len(lines) == 3
+    assert {line["status"] for line in lines} & {"killed", "crash", "hang"}
+    assert textwrap.dedent(capsys.readouterr().out).count("the original passes") == 2
