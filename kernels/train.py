@@ -162,6 +162,8 @@ class TrainStep:
 
     def _make_capturable(self) -> None:
         """lr as a tensor on the device, and steps counted there."""
+        # PyTorch's optimizers warn of steps without a graph, which the first ones are.
+        self.optimizer._warned_capturable_if_run_uncaptured = True
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             lr = group["lr"]
             if not isinstance(lr, torch.Tensor) or lr.device != self.device:
@@ -265,7 +267,7 @@ class TrainStep:
             self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(self.device)
         # Thread-local: another thread, such as one that pins memory for a data loader, may allocate meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
             loss = self._micro_step(kind, *pytree.tree_unflatten(statics, tree))
         shape.graph, shape.loss = graph, loss
         shape.inputs = tuple(x for x in statics if isinstance(x, torch.Tensor))

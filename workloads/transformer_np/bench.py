@@ -6,6 +6,7 @@ graph, the others have it without.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from math import prod
@@ -25,6 +26,15 @@ BATCHES = {64: 64, 10_000: 4, 200_000: 1}
 FULL = Sizes()
 TINY = Sizes(layers=1, d_model=16, heads=2, d_ff=12, components=3, padding=8)
 STOCK: dict[str, Any] = dict(mlp="torch", heads_impl="torch", norm="torch", loss_impl="torch", optimizer="torch")
+#: Ours with one part of PyTorch's: what each part brings.
+ABLATIONS: dict[str, dict[str, str]] = {
+    "torch-attention": dict(attention="sdpa"),
+    "torch-mlp": dict(mlp="torch"),
+    "torch-heads": dict(heads_impl="torch"),
+    "torch-norm": dict(norm="torch"),
+    "torch-loss": dict(loss_impl="torch"),
+    "torch-adamw": dict(optimizer="torch"),
+}
 NO_AUTOTUNED_GRAPH = "max-autotune-no-cudagraphs"  # the harness has a column of its own for CUDA graphs
 
 
@@ -116,6 +126,8 @@ def _unsupported(implementation: str, case: Case, mode: str) -> str | None:
         return "attention in fp8 has no gradient"
     if implementation != "auto" and case.dtype == FP32:
         return "attention's versions are checked in fp32 with attention itself"
+    if implementation in ABLATIONS and case.params:
+        return "what a part brings is shown without checkpoints"
     return None
 
 
@@ -149,6 +161,7 @@ SPEC = KernelSpec(
         "separate": partial(transformer_np, attention="separate"),
         "fused": partial(transformer_np, attention="fused"),
         "fp8": partial(transformer_np, attention="fp8"),
+        **{name: partial(transformer_np, **options) for name, options in ABLATIONS.items()},
     },
     baselines=(
         EAGER,
@@ -181,5 +194,6 @@ SPEC = KernelSpec(
     items=lambda case: case.dims["batch"] * (case.dims["context"] + case.dims["targets"]),
     fuzz={"context": (1, 8), "targets": (1, 8)},
     unsupported_reason=_unsupported,
-    needs=("adamw", "attention", "gmm_logprob", "rmsnorm"),
+    host_cases=(dataclasses.replace(_case(8, 8, 1), name="8-8-b1-host-bf16", bench=False),),
+    needs=("adamw", "attention", "fused_mlp", "gmm_logprob", "rmsnorm"),
 )
