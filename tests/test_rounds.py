@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import torch
 
 pytest.importorskip("pynvml")
 
-from harness.measure.timing import Budget, Clock, Measurement
+from harness.measure.timing import Budget, Clock, Data, Measurement, order_of
 
 
 class Machine:
@@ -68,15 +69,34 @@ def clock_of(machine: Machine, rounds: int) -> Clock:
 def test_cold_flushes_before_each_call_and_outside_the_events(machine):
     clock = clock_of(machine, rounds=3)
     runs = {"a": machine.launch("a", 1.0), "b": machine.launch("b", 2.0)}
-    samples, stop = clock._events([runs], cold=True)
+    samples, stop = clock._events([runs], Data(), cold=True)
     assert (samples, stop) == ({"a": [1000.0] * 3, "b": [2000.0] * 3}, "rounds")
-    assert machine.log == ["flush", "a", "flush", "b", "flush", "b", "flush", "a", "flush", "a", "flush", "b"]
+    assert machine.log == [word for index in range(3) for name in order_of("ab", index) for word in ("flush", name)]
+
+
+def test_each_round_has_an_order_of_its_own():
+    names = list("abcd")
+    orders = [order_of(names, index) for index in range(200)]
+    assert all(sorted(order) == names for order in orders) and orders == [order_of(names, i) for i in range(200)]
+    assert len({tuple(order) for order in orders}) == 24
+    after = {(a, b) for order in orders for a, b in itertools.pairwise(order)}
+    assert len(after) == 12  # everybody follows everybody else
+    assert 30 < sum(order[0] == "a" for order in orders) < 70
+
+
+def test_data_are_restored_before_each_call_and_stirred_before_each_round(machine):
+    clock = clock_of(machine, rounds=2)
+    data = Data(lambda index: machine.log.append(f"restore{index}"), lambda index: machine.log.append(f"stir{index}"))
+    sets = [{"a": machine.launch("a0", 1.0)}, {"a": machine.launch("a1", 3.0)}]
+    samples, _ = clock._events(sets, data, cold=True)
+    assert samples == {"a": [1000.0, 3000.0]}
+    assert machine.log == ["stir0", "restore0", "flush", "a0", "stir1", "restore1", "flush", "a1"]
 
 
 def test_warm_calls_each_once_more_untimed_and_alternates_the_inputs(machine):
     clock = clock_of(machine, rounds=2)
     sets = [{"a": machine.launch("a0", 1.0)}, {"a": machine.launch("a1", 3.0)}]
-    samples, _ = clock._events(sets, cold=False)
+    samples, _ = clock._events(sets, Data(), cold=False)
     assert samples == {"a": [1000.0, 3000.0]}
     assert machine.log == ["a0", "a0", "a1", "a1"]
 
@@ -89,9 +109,9 @@ def test_a_graph_is_divided_by_the_calls_in_it(machine, monkeypatch):
     }
     monkeypatch.setattr(clock, "_capture", lambda contender, sets: (graphs[contender.name], []))
     contenders = [SimpleNamespace(name="a"), SimpleNamespace(name="b")]
-    samples, _ = clock._graphs(contenders, sets=4, result=Measurement())
+    samples, _ = clock._graphs(contenders, sets=4, data=Data(), result=Measurement())
     assert samples == {"a": [1000.0, 1000.0], "b": [2000.0, 2000.0]}
-    assert machine.log == ["a", "b", "b", "a"]
+    assert machine.log == [*order_of("ab", 0), *order_of("ab", 1)]
 
 
 def test_what_cannot_be_queued_is_found_out_and_measured_outside_the_gate(machine):
@@ -107,10 +127,12 @@ def test_what_cannot_be_queued_is_found_out_and_measured_outside_the_gate(machin
 
     runs = {"a": machine.launch("a", 1.0), "waits": waits, "b": machine.launch("b", 2.0)}
     clock.flush = lambda: None
-    samples, _ = clock._events([runs], cold=True)
+    samples, _ = clock._events([runs], Data(), cold=True)
     assert samples == {"a": [1000.0] * 2, "waits": [5000.0] * 2, "b": [2000.0] * 2}
     assert queued == [True, False, False]
-    assert machine.log == ["a", "waits", "b", "a", "b", "waits", "b", "a", "waits"]
+    first, second = order_of(list(runs), 0), [name for name in order_of(list(runs), 1) if name != "waits"]
+    again = [name for name in first if name != "waits"]
+    assert machine.log == [*first, *again, "waits", *second, "waits"]
     assert clock._unheld == {"waits"}
 
 

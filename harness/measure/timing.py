@@ -12,9 +12,9 @@ graph   N calls on N sets of inputs, together past twice the L2, captured in one
         between two dependent kernels of a graph (about 1 µs) is part of it, as it is in any training step.
 cupti   the sum of the durations of the kernels that a cold call launched, as the profiler's interface reports them.
 
-Rules that hold for all: implementations are interleaved (A B C A B C …), so that drift of the clocks affects all
-equally and ratios can be paired by round; each round is queued while the stream is held (`driver.Gate`), so that no
-launch waits for the host; NVTX, allocations by the harness and synchronisation stay outside the events; random data,
+Rules that hold for all: implementations are interleaved, in a new random order each round, so that drift of the clocks
+affects all equally and ratios can be paired by round; each round is queued while the stream is held (`driver.Gate`), so
+that no launch waits for the host; NVTX, allocations by the harness and synchronisation stay outside the events; random data,
 never zeros.
 """
 
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -121,6 +122,12 @@ class Measurement:
             for other, columns in self.columns.items()
             if other != name and column in columns
         }
+
+
+def order_of(names: Sequence[str], index: int) -> list[str]:
+    """Who runs when in a round: a fresh random order in each, the same ones in every run. So nobody always follows the
+    same neighbour, and no period of the machine can coincide with one of the rounds."""
+    return random.Random(index).sample(list(names), len(names))
 
 
 class ContenderFailed(Exception):
@@ -309,8 +316,7 @@ class Clock:
         What cannot be queued before it runs, since it waits for the host or is more launches than the queue holds, is
         found out by the gate that opens by itself. The round is made again with that one behind the others, outside.
         """
-        first = index % len(names)  # nobody always runs after the same neighbour
-        order = [*names[first:], *names[:first]]
+        order = order_of(names, index)
         while True:
             times, culprit = self._attempt(order, call, before)
             if culprit is None:

@@ -121,6 +121,7 @@ def _op(logits, target, with_grad=False, backend="auto", **options):
 
 def _torch():
     def loss(logits, target, with_grad=False, **options):
+        target = target.long()
         if not with_grad:
             return F.cross_entropy(logits, target, **options)
         with torch.enable_grad():

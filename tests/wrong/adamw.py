@@ -69,11 +69,17 @@ def not_in_place(params, **options):
     adamw([p.clone() for p in params], **options)
 
 
+GENERATORS: dict[torch.device, torch.Generator] = {}  # of its own, so that no global state gives it away
+
+
 def rounded_at_random(params, **options):
     """Adds noise far below an error, from a generator that goes on from call to call."""
     adamw(params, **options)
     for param in params:
-        param.mul_(1 + 1e-7 * torch.rand_like(param))
+        noise = torch.empty_like(param).uniform_(
+            generator=GENERATORS.setdefault(param.device, torch.Generator(param.device))
+        )
+        param.mul_(1 + 1e-7 * noise)
 
 
 def checks_last(params, grads, exp_avgs, exp_avg_sqs, step, master_params=None, **options):
