@@ -31,7 +31,8 @@ README_BYTES = 8 * 1024  # what was tried besides stands in EXPERIMENTS.md
 MEANINGLESS = ("utils.py", "helpers.py", "common.py")
 KERNEL_FILES = ("__init__.py", "op.py", "reference.py", "example.py", "bench.py", "README.md")
 WORKLOAD_FILES = ("__init__.py", "bench.py", "README.md")
-OVER_KERNELS = ("nn.py", "info.py", "selftest.py", "__main__.py", "patch")  # what the package offers over its kernels
+# What the package offers over its kernels.
+OVER_KERNELS = ("nn.py", "train.py", "info.py", "selftest.py", "__main__.py", "patch")
 
 
 def violations(root: Path) -> list[str]:
@@ -223,7 +224,8 @@ def workload_imports(folder: Path) -> Iterator[str]:
                 yield f"{where}: the import leaves the folder: workloads never import each other"
             elif item.level == 0 and item.root == "kernels":
                 _, *inner = item.module.split(".")
-                if len(inner) > 1 or (inner and item.names and set(item.names) != set(inner)):
+                over = f"{inner[0]}.py" in OVER_KERNELS if inner else False
+                if len(inner) > 1 or (inner and not over and item.names and set(item.names) != set(inner)):
                     yield f"{where}: imports {item.module}: of a kernel only the public op may be imported"
             elif _layer(folder, path) != "outer" and item.level == 0 and item.root not in ALLOWED_IN_KERNELS:
                 yield f"{where}: imports {item.module}: only the standard library, torch, triton, cupy and kernels may"

@@ -71,6 +71,9 @@ CHECKS: dict[str, Check] = {
     "device": Check(integration.second_device, "kind", device="cuda"),
 }
 
+# The others are about the tensors of one op: a training step is made of ops to which they are put by themselves.
+OF_A_TRAINING_STEP = ("accuracy", "replay", "repeat", "refusal", "stream", "graph", "device")
+
 
 @dataclass(frozen=True)
 class Item:
@@ -118,6 +121,7 @@ def plan(
                 taken = {phase for mode in case.modes or phases for phase in mode.split("+")}
                 chosen = [m for m in wanted if m in taken and (m in WITHOUT_AUTOGRAD or not case.mutates)]
                 chosen = [m for m in chosen if not spec.skip_reason(implementation, case, m)]
+                chosen = [m for m in chosen if m != "train" or name in OF_A_TRAINING_STEP]
                 if chosen and not (check.backward_only and chosen[-1] in WITHOUT_AUTOGRAD):
                     for mode in chosen if check.both else chosen[-1:]:
                         items.append(Item(spec, implementation, case, mode, name, skip))

@@ -23,7 +23,7 @@ LONGEST = 30  # the name stands in tables, file names and NVTX ranges
 SUFFIX = ".in"
 PARTS = ("checks.py", "launch.py")
 CUDA_PARTS = ("cuda_driver.py", "sm90/vectors.cuh")
-OVER_KERNELS = ("info", "nn", "patch", "selftest")
+OVER_KERNELS = ("info", "nn", "patch", "selftest", "train")
 # A function of that name would hide the module beside it.
 MODULES = (
     "bench",

@@ -1,0 +1,207 @@
+"""The declaration of transformer_np: cases, cost, peers. `python -m harness bench --kernel transformer_np`.
+
+A row is one training step: forward, backward, clipping, AdamW. The harness's column "graph" has the step in one CUDA
+graph, the others have it without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+
+from harness.spec import EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer
+
+from .reference import transformer_np_reference
+from .step import Sizes, places, transformer_np
+
+BF16, FP32 = torch.bfloat16, torch.float32
+MUTATED = ("weights", "exp_avg", "exp_avg_sq", "step")
+#: The batch that all rows fit into 80 GB with, for each number of context points.
+BATCHES = {64: 64, 10_000: 4, 200_000: 1}
+FULL = Sizes()
+TINY = Sizes(layers=1, d_model=16, heads=2, d_ff=12, components=3, padding=8)
+HOST = Sizes(layers=2, d_model=128, heads=2, d_ff=200, components=4, padding=64)
+RECOMPILES = 128
+STOCK: dict[str, Any] = dict(mlp="torch", heads_impl="torch", norm="torch", loss_impl="torch", optimizer="torch")
+#: Ours with one part of PyTorch's: what each part brings.
+ABLATIONS: dict[str, dict[str, str]] = {
+    "torch-attention": dict(attention="sdpa"),
+    "torch-mlp": dict(mlp="torch"),
+    "torch-heads": dict(heads_impl="torch"),
+    "torch-norm": dict(norm="torch"),
+    "torch-loss": dict(loss_impl="torch"),
+    "torch-adamw": dict(optimizer="torch"),
+}
+NO_AUTOTUNED_GRAPH = "max-autotune-no-cudagraphs"  # the harness has a column of its own for CUDA graphs
+
+
+def _case(
+    context: int, targets: int, batch: int, checkpoint: str = "none", sizes: Sizes = FULL, dtype: torch.dtype = BF16
+) -> Case:
+    words = (
+        *{FULL: (), TINY: ("tiny",), HOST: ("host",)}[sizes],
+        f"{context}-{targets}",
+        f"b{batch}",
+        *(() if checkpoint == "none" else ("checkpoint",)),
+        {BF16: "bf16", FP32: "fp32"}[dtype],
+    )
+    own = {name: getattr(sizes, name) for name in ("layers", "d_model", "heads", "d_ff", "components", "padding")}
+    dims = dict(batch=batch, context=context, targets=targets, **own)
+    params = {} if checkpoint == "none" else {"checkpoint": checkpoint}
+    return Case("-".join(words), dims, dtype, params, bench=sizes == FULL, mutates=MUTATED)
+
+
+CASES = (
+    *(
+        _case(context, targets, batch, checkpoint)
+        for checkpoint in ("none", "block")
+        for context, targets in ((64, 500), (10_000, 1000), (200_000, 5000))
+        for batch in sorted({1, BATCHES[context]})
+    ),
+    # For the checks.
+    _case(5, 3, 2, sizes=TINY, dtype=FP32),
+    _case(3, 2, 1, "block", TINY, FP32),
+    _case(70, 30, 2, sizes=TINY),
+)
+
+
+def sizes_of(case: Case) -> Sizes:
+    d = case.dims
+    return Sizes(d["layers"], d["d_model"], d["heads"], d["d_ff"], d["components"], padding=d["padding"])
+
+
+def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
+    """Weights as a model begins with, moments of the size that gradients of norm 1 have, and random points."""
+    sizes, d = sizes_of(case), case.dims
+    found, length = places(sizes)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, generator=generator)
+
+    weights = normal(length)
+    with torch.device(device):
+        model = sizes.model(generator=generator)
+    for (_, at, shape), parameter in zip(found, model.parameters(), strict=True):
+        weights[at : at + prod(shape)] = parameter.detach().flatten()
+    return {
+        "x_context": normal(d["batch"], d["context"], 1),
+        "y_context": normal(d["batch"], d["context"]),
+        "x_target": normal(d["batch"], d["targets"], 1),
+        "y_target": normal(d["batch"], d["targets"]),
+        "weights": weights,
+        "exp_avg": normal(length) / length**0.5,
+        "exp_avg_sq": (normal(length).abs() + 0.1) / length,
+        "step": torch.full((), 10.0, device=device),
+        "sizes": sizes,
+        "dtype": None if case.dtype == FP32 else case.dtype,
+        **case.params,
+    }
+
+
+def cost(case: Case, mode: str) -> Cost:
+    """Products of the forward three times, attention's three and a half times; weights and moments read and written.
+    The padding of the MLPs is not counted, nor what is computed again for a checkpoint."""
+    s, d = sizes_of(case), case.dims
+    rows, keys, answers = (
+        d["batch"] * (d["context"] + d["targets"]),
+        d["batch"] * d["context"],
+        d["batch"] * d["targets"],
+    )
+    width, hidden = s.d_model, s.d_ff
+    layer = 4 * width * width * (rows + keys) + 4 * width * hidden * rows
+    scores = 4 * rows * d["context"] * width
+    embedding = 2 * rows * width * (s.x_dim + 2 + width)
+    mixture = 2 * answers * s.components * hidden * (width + 3)
+    flops = 3 * (s.layers * layer + embedding + mixture) + 3.5 * s.layers * scores
+    parameters = sum(prod(shape) for _, _, shape in places(s)[0])
+    data = 4 * (rows * (s.x_dim + 1))
+    return Cost(flops=flops, bytes=24 * parameters + data, pipe={BF16: "bf16", FP32: "fp32"}[case.dtype])
+
+
+def _unsupported(implementation: str, case: Case, mode: str) -> str | None:
+    if implementation == "fp8":
+        return "attention in fp8 has no gradient"
+    if implementation != "auto" and case.dtype == FP32:
+        return "attention's versions are checked in fp32 with attention itself"
+    if implementation in ABLATIONS and case.params:
+        return "what a part brings is shown without checkpoints"
+    return None
+
+
+def _stock(attention: Any, compile: str | None = None) -> Callable[[], Op]:
+    """The same step in PyTorch: its own RMSNorm, losses and fused AdamW, the hidden padded."""
+
+    def load() -> Op:
+        if compile is not None:  # beyond its limit a function runs uncompiled, and all cases of all peers are one
+            limit = torch._dynamo.config.recompile_limit
+            torch._dynamo.config.recompile_limit = max(limit, RECOMPILES)
+        return partial(transformer_np, attention=attention, compile=compile, **STOCK)
+
+    return load
+
+
+def _fa4(compile: str | None = None) -> Callable[[], Op]:
+    def load() -> Op:
+        from flash_attn.cute import flash_attn_func
+
+        @torch.compiler.disable
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            out = flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)))  # its layout is [B, S, H, D]
+            return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+        return _stock(attend, compile)()
+
+    return load
+
+
+def _half(case: Case, mode: str) -> str | None:
+    return None if case.dtype == BF16 else "this attention takes fp16 and bf16"
+
+
+SPEC = KernelSpec(
+    name="transformer_np",
+    implementations={
+        "auto": transformer_np,
+        "separate": partial(transformer_np, attention="separate"),
+        "fused": partial(transformer_np, attention="fused"),
+        "fp8": partial(transformer_np, attention="fp8"),
+        **{name: partial(transformer_np, **options) for name, options in ABLATIONS.items()},
+    },
+    baselines=(
+        EAGER,
+        Peer("torch-flash", load=_stock("sdpa-flash"), supports=_half),
+        Peer("torch-flash-compile", load=_stock("sdpa-flash", "default"), supports=_half),
+        Peer("torch-cudnn-compile", load=_stock("sdpa-cudnn", "default"), supports=_half),
+        Peer(
+            "torch-flash-compile-max",
+            load=_stock("sdpa-flash", NO_AUTOTUNED_GRAPH),
+            configurations={"default": _stock("sdpa-flash", "default")},
+            supports=_half,
+        ),
+        Peer(
+            "torch-cudnn-compile-max",
+            load=_stock("sdpa-cudnn", NO_AUTOTUNED_GRAPH),
+            configurations={"default": _stock("sdpa-cudnn", "default")},
+            supports=_half,
+        ),
+        Peer("torch-fa4-compile", load=_fa4("default"), configurations={"eager": _fa4()}, supports=_half),
+    ),
+    pytorch=("torch-flash-compile", "torch-cudnn-compile"),
+    reference=transformer_np_reference,
+    make_inputs=make_inputs,
+    cost=cost,
+    cases=CASES,
+    grads=(),
+    modes=("train",),
+    determinism={"train": "on request"},
+    unit="tokens",
+    items=lambda case: case.dims["batch"] * (case.dims["context"] + case.dims["targets"]),
+    fuzz={"context": (1, 8), "targets": (1, 8)},
+    unsupported_reason=_unsupported,
+    host_cases=(_case(8, 8, 1, sizes=HOST),),
+    needs=("adamw", "attention", "fused_mlp", "gmm_logprob", "rmsnorm"),
+)

@@ -1,0 +1,95 @@
+"""The products of TransformerNP: linear layers that compute in the dtype of their input, the MLP and the heads.
+
+`feed_forward` and `mixture_heads` are the only places that know which kernels there are for them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Linear(nn.Linear):
+    """nn.Linear whose weights are rounded to the dtype of the input: fp32 weights, products in bf16."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        return F.linear(input, self.weight.to(input.dtype), bias)
+
+
+def kernel(name: str) -> Callable[..., Any] | None:
+    """The public function of a kernel, or None where this checkout does not have it."""
+    try:
+        return getattr(importlib.import_module(f"kernels.{name}"), name)
+    except ModuleNotFoundError:
+        return None
+
+
+def feed_forward(name: str) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """(x [..., D], w1 [H, D], w2 [D, H]) -> w2 · silu(w1 · x): "torch", "fused" (ridgeline's fused_mlp), or "auto",
+    which is "fused" where it is there."""
+    return _choice("mlp", name, "fused", kernel("fused_mlp"), _torch_feed_forward)
+
+
+def mixture_heads(name: str) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """(x [..., D], w1 [K, H, D], w2 [K, 3, H]) -> [..., K, 3], an MLP for each of K components: "torch", "fused"
+    (ridgeline's heads_mlp), or "auto", which is "fused" where it is there."""
+    return _choice("heads_impl", name, "fused", kernel("heads_mlp"), _torch_heads)
+
+
+def _choice(option: str, name: str, ours: str, fused: Callable[..., Any] | None, plain: Callable[..., Any]) -> Any:
+    if name not in ("torch", ours, "auto"):
+        raise ValueError(f"TransformerNP: {option} must be torch, {ours} or auto, got {name!r}")
+    if name == ours and fused is None:
+        raise ValueError(f"TransformerNP: {option}={ours!r} needs a kernel that this checkout does not have")
+    return plain if name == "torch" or fused is None else fused
+
+
+def _torch_feed_forward(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+    return F.linear(F.silu(F.linear(x, w1)), w2)
+
+
+def _torch_heads(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+    hidden = F.silu(F.linear(x, w1.flatten(0, 1))).unflatten(-1, w1.shape[:2])
+    return torch.einsum("...kh,kch->...kc", hidden, w2)
+
+
+def rounded_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+class FeedForward(nn.Module):
+    """down · silu(up · x), the hidden of `hidden` padded with zeros to a multiple of `padding`, so that its rows are
+    aligned. What is padded has no gradient and stays zero: silu(0) = 0 on one side, a column of zeros on the other."""
+
+    def __init__(self, dim: int, hidden: int, padding: int, implementation: str) -> None:
+        super().__init__()
+        self.hidden, padded = hidden, rounded_up(hidden, padding)
+        self.up, self.down = nn.Parameter(torch.empty(padded, dim)), nn.Parameter(torch.empty(dim, padded))
+        self.compute = feed_forward(implementation)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.compute(x, self.up.to(x.dtype), self.down.to(x.dtype))
+
+
+class MixtureHeads(nn.Module):
+    """K MLPs over one input, each with three results: logit, mean and log standard deviation of a component. Their
+    hidden is padded as in FeedForward."""
+
+    def __init__(self, dim: int, hidden: int, components: int, padding: int, implementation: str) -> None:
+        super().__init__()
+        self.hidden, padded = hidden, rounded_up(hidden, padding)
+        self.up = nn.Parameter(torch.empty(components, padded, dim))
+        self.down = nn.Parameter(torch.empty(components, 3, padded))
+        self.bias = nn.Parameter(torch.empty(components, 3))
+        self.compute = mixture_heads(implementation)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., 3, K] in fp32, contiguous: each of the three can be read without a copy."""
+        out = self.compute(x, self.up.to(x.dtype), self.down.to(x.dtype))
+        return (out.float() if out.dtype != torch.float64 else out).add(self.bias).transpose(-1, -2).contiguous()

@@ -1,0 +1,196 @@
+"""TransformerNP: a transformer that predicts a function's values at target points from its values at context points."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint as checkpointed
+
+from kernels.gmm_logprob import gmm_logprob
+from kernels.rmsnorm import rmsnorm
+
+from .attention import Attend, attend
+from .layers import FeedForward, Linear, MixtureHeads
+
+CHECKPOINTS = ("none", "block", "attention")
+EPS = 1e-6
+
+
+class Norm(nn.Module):
+    """RMS normalisation: ridgeline's, or for "torch" PyTorch's."""
+
+    def __init__(self, dim: int, implementation: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.plain = implementation == "torch"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.plain:
+            return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), EPS)
+        return rmsnorm(x, self.weight, EPS)
+
+
+class ContextAttention(nn.Module):
+    """norm, then attention of all points over the first `context` of them, and the output projection."""
+
+    def __init__(self, dim: int, heads: int, implementation: str | Attend, norm: str) -> None:
+        super().__init__()
+        self.heads, self.attend = heads, attend(implementation)
+        self.norm = Norm(dim, norm)
+        self.q, self.kv, self.out = Linear(dim, dim, False), Linear(dim, 2 * dim, False), Linear(dim, dim, False)
+
+    def forward(self, x: torch.Tensor, context: int) -> torch.Tensor:
+        x = self.norm(x)
+        q = self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        k, v = self.kv(x[:, :context]).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+        return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, attention: ContextAttention, norm: Norm, mlp: FeedForward, checkpoint: str) -> None:
+        super().__init__()
+        self.attention, self.norm, self.mlp, self.checkpoint = attention, norm, mlp, checkpoint
+
+    def forward(self, x: torch.Tensor, context: int) -> torch.Tensor:
+        if self.checkpoint == "block" and torch.is_grad_enabled():
+            return _recomputed(self._whole, x, context)
+        return self._whole(x, context)
+
+    def _whole(self, x: torch.Tensor, context: int) -> torch.Tensor:
+        if self.checkpoint == "attention" and torch.is_grad_enabled():
+            x = x + _recomputed(self.attention, x, context)
+        else:
+            x = x + self.attention(x, context)
+        return x + self.mlp(self.norm(x))
+
+
+def _recomputed(function: Callable[..., torch.Tensor], *args: object) -> torch.Tensor:
+    # There is nothing random in a block, and a generator's state cannot be read while a CUDA graph is captured.
+    return checkpointed(function, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+class TransformerNP(nn.Module):
+    """M context points (x, y) and N target points x in, a mixture of Gaussians for y at each target out
+    (Nguyen and Grover 2022, arXiv:2207.04179, with all points attending to the context alone).
+
+    Blocks are pre-norm with RMSNorm and have no biases; the MLP has two matrices and SiLU. The points of a task are a
+    set: there are no positions. One MLP embeds both kinds of points; a target has y = 0 and a flag.
+
+    x_dim       columns of x
+    d_ff        hidden of the MLPs, padded to a multiple of `padding` with zeros that stay zero
+    components  of the mixture, an MLP each
+    attention   "auto", "separate" or "fused" (ridgeline's attention, by its backward), "fp8" (the same without a
+                gradient), "sdpa", "sdpa-flash", "sdpa-cudnn" (PyTorch's), or a function of q, k and v
+    mlp         "fused" (ridgeline's fused_mlp), "torch", or "auto", which is "fused" where it is there
+    heads_impl  the same with heads_mlp
+    norm, loss_impl  "auto" (ridgeline's rmsnorm and gmm_logprob) or "torch"
+    checkpoint  what is computed again in the backward and not kept: "none", whole "block"s, or their "attention"
+    dtype       of the products and of what is between them; None is that of the parameters
+
+    Parameters are fp32 unless the model is converted; their values come from `generator`. Raises ValueError for an
+    unknown option.
+    """
+
+    def __init__(
+        self,
+        layers: int = 12,
+        d_model: int = 512,
+        heads: int = 8,
+        d_ff: int = 1365,
+        components: int = 10,
+        attention: str | Attend = "auto",
+        mlp: str = "auto",
+        heads_impl: str = "auto",
+        checkpoint: str = "none",
+        *,
+        x_dim: int = 1,
+        norm: str = "auto",
+        loss_impl: str = "auto",
+        padding: int = 128,
+        dtype: torch.dtype | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        for option, value, known in (
+            ("checkpoint", checkpoint, CHECKPOINTS),
+            ("norm", norm, ("auto", "torch")),
+            ("loss_impl", loss_impl, ("auto", "torch")),
+        ):
+            if value not in known:
+                raise ValueError(f"TransformerNP: {option} must be one of {', '.join(known)}, got {value!r}")
+        if d_model % heads:
+            raise ValueError(f"TransformerNP: d_model must be a multiple of heads, got {d_model, heads}")
+        self.dtype, self.plain_loss = dtype, loss_impl == "torch"
+        self.embed = nn.Sequential(Linear(x_dim + 2, d_model), nn.SiLU(), Linear(d_model, d_model))
+        self.blocks = nn.ModuleList(
+            Block(
+                ContextAttention(d_model, heads, attention, norm),
+                Norm(d_model, norm),
+                FeedForward(d_model, d_ff, padding, mlp),
+                checkpoint,
+            )
+            for _ in range(layers)
+        )
+        self.norm = Norm(d_model, norm)
+        self.heads = MixtureHeads(d_model, d_ff, components, padding, heads_impl)
+        self.reset_parameters(generator)
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Weights of variance 1 / columns, those that end a branch by the number of branches less. The components begin
+        with means spread over [−1, 1]."""
+        residual = (2 * len(self.blocks)) ** -0.5 if len(self.blocks) else 1.0
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0 if "norm" in name else 0.0)
+            elif parameter is not self.heads.bias:
+                columns = self.heads.hidden if name.endswith("down") else parameter.shape[-1]
+                scale = residual if name.endswith(("down", "out.weight")) else 1.0
+                parameter.normal_(0.0, scale / math.sqrt(columns), generator=generator)
+        for module in (*(block.mlp for block in self.blocks), self.heads):
+            module.up[..., module.hidden :, :] = 0
+            module.down[..., module.hidden :] = 0
+        self.heads.bias.zero_()
+        self.heads.bias[:, 1] = torch.linspace(-1, 1, self.heads.bias.shape[0])
+
+    def embedded(self, x_context: torch.Tensor, y_context: torch.Tensor, x_target: torch.Tensor) -> torch.Tensor:
+        """[B, M + N, d_model]: the rows that the first block is given."""
+        targets = x_target.new_zeros(*x_target.shape[:-1], 2)
+        context = torch.stack((y_context, torch.ones_like(y_context)), -1)
+        points = torch.cat((torch.cat((x_context, context), -1), torch.cat((x_target, targets), -1)), 1)
+        return self.embed(points if self.dtype is None else points.to(self.dtype))
+
+    def forward(
+        self, x_context: torch.Tensor, y_context: torch.Tensor, x_target: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Logits, means and log standard deviations [B, N, components], fp32, of x_context [B, M, x_dim],
+        y_context [B, M] and x_target [B, N, x_dim]."""
+        context = x_context.shape[1]
+        rows = self.embedded(x_context, y_context, x_target)
+        for block in self.blocks:
+            rows = block(rows, context)
+        logits, mu, log_sigma = self.heads(self.norm(rows[:, context:])).unbind(-2)
+        return logits, mu, log_sigma
+
+    def loss(
+        self, x_context: torch.Tensor, y_context: torch.Tensor, x_target: torch.Tensor, y_target: torch.Tensor
+    ) -> torch.Tensor:
+        """The mean negative log-density of y_target [B, N]."""
+        return self.negative_log_density(*self(x_context, y_context, x_target), y_target)
+
+    def negative_log_density(
+        self, logits: torch.Tensor, mu: torch.Tensor, log_sigma: torch.Tensor, y: torch.Tensor
+    ) -> torch.Tensor:
+        """Its mean over all targets (Bishop 1994, Mixture Density Networks, eq. 29)."""
+        y = y.to(mu.dtype)
+        if not self.plain_loss:
+            return -gmm_logprob(logits, mu, log_sigma, y)
+        z = (y.unsqueeze(-1) - mu) * torch.exp(-log_sigma)
+        terms = logits.log_softmax(-1) - 0.5 * z * z - log_sigma - 0.5 * math.log(2 * math.pi)
+        return -terms.logsumexp(-1).mean()

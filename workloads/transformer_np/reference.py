@@ -1,0 +1,80 @@
+"""The oracle of a training step in plain PyTorch: every formula written out, on slices of the vector of parameters."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from .step import BETAS, EPS, WEIGHT_DECAY, Sizes, views
+
+NORM_EPS = 1e-6
+
+
+def transformer_np_reference(
+    x_context,
+    y_context,
+    x_target,
+    y_target,
+    weights,
+    exp_avg,
+    exp_avg_sq,
+    step,
+    *,
+    sizes: Sizes,
+    dtype: torch.dtype | None = None,
+    checkpoint: str = "none",
+    lr: float = 1e-3,
+    clip: float = 1.0,
+) -> tuple[torch.Tensor, ...]:
+    """(loss, weights, exp_avg, exp_avg_sq, step) after one step, as new tensors; in fp64 where weights are, else with
+    products in `dtype`. Whether something is computed twice changes nothing here."""
+    products = weights.dtype if weights.dtype == torch.float64 or dtype is None else dtype
+    with torch.enable_grad():
+        leaf = weights.detach().clone().requires_grad_()
+        p = {name: view.to(products) for name, view in views(leaf, sizes).items()}
+        batch = (x_context, y_context, x_target, y_target)
+        loss = _loss(p, views(leaf, sizes)["heads.bias"], *batch, sizes, products)
+        (grad,) = torch.autograd.grad(loss, leaf)
+    grad = grad / (grad.norm() / clip + 1e-6).clamp(min=1.0)
+    used = torch.zeros_like(weights, dtype=torch.bool)  # between the parameters there is room that nothing writes
+    for view in views(used, sizes).values():
+        view.fill_(True)
+    number = step + 1
+    m = BETAS[0] * exp_avg + (1 - BETAS[0]) * grad
+    v = BETAS[1] * exp_avg_sq + (1 - BETAS[1]) * grad * grad
+    m_hat, v_hat = m / (1 - BETAS[0] ** number), v / (1 - BETAS[1] ** number)
+    updated = weights * (1 - lr * WEIGHT_DECAY) - lr * m_hat / (v_hat.sqrt() + EPS)
+    kept = ((updated, weights), (m, exp_avg), (v, exp_avg_sq))
+    return loss.detach(), *(torch.where(used, new, old) for new, old in kept), number
+
+
+def _loss(p, bias, x_context, y_context, x_target, y_target, sizes: Sizes, products: torch.dtype) -> torch.Tensor:
+    zeros, ones = torch.zeros_like(y_target), torch.ones_like(y_context)
+    context = torch.cat((x_context, y_context[..., None], ones[..., None]), -1)
+    targets = torch.cat((x_target, zeros[..., None], zeros[..., None]), -1)
+    x = torch.cat((context, targets), 1).to(products)
+    x = F.silu(x @ p["embed.0.weight"].T + p["embed.0.bias"]) @ p["embed.2.weight"].T + p["embed.2.bias"]
+    length = x_context.shape[1]
+    for i in range(sizes.layers):
+        at, mlp = f"blocks.{i}.attention.", f"blocks.{i}.mlp."
+        h = F.rms_norm(x, x.shape[-1:], p[f"{at}norm.weight"], NORM_EPS)
+        keys, values = (h[:, :length] @ p[f"{at}kv.weight"].T).chunk(2, -1)
+        q, k, v = (_split(t, sizes.heads) for t in (h @ p[f"{at}q.weight"].T, keys, values))
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = x + attended @ p[f"{at}out.weight"].T
+        h = F.rms_norm(x, x.shape[-1:], p[f"blocks.{i}.norm.weight"], NORM_EPS)
+        x = x + F.silu(h @ p[f"{mlp}up"].T) @ p[f"{mlp}down"].T
+    h = F.rms_norm(x[:, length:], x.shape[-1:], p["norm.weight"], NORM_EPS)
+    ups, downs = p["heads.up"], p["heads.down"]
+    out = torch.stack([F.silu(h @ up.T) @ down.T for up, down in zip(ups, downs, strict=True)], -2)
+    wide = torch.promote_types(products, torch.float32)
+    logits, mu, log_sigma = (out.to(wide) + bias).unbind(-1)
+    z = (y_target[..., None] - mu) / log_sigma.exp()
+    log_density = logits.log_softmax(-1) - z * z / 2 - log_sigma - math.log(2 * math.pi) / 2
+    return -log_density.logsumexp(-1).mean()
+
+
+def _split(x: torch.Tensor, heads: int) -> torch.Tensor:
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)

@@ -1,0 +1,195 @@
+"""`transformer_np`: one training step as a function of tensors, for checks and timing. Users take `ridgeline.train`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+
+from kernels.adamw import adamw
+
+from .layers import rounded_up
+from .model import TransformerNP
+
+ALIGNMENT = 64  # elements between the beginnings of parameters: no parameter is unaligned
+BETAS, EPS, WEIGHT_DECAY = (0.9, 0.999), 1e-8, 1e-2
+STATES = ("weights", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model; the names are those of TransformerNP."""
+
+    layers: int = 12
+    d_model: int = 512
+    heads: int = 8
+    d_ff: int = 1365
+    components: int = 10
+    x_dim: int = 1
+    padding: int = 128
+
+    def model(self, **options: Any) -> TransformerNP:
+        return TransformerNP(
+            self.layers,
+            self.d_model,
+            self.heads,
+            self.d_ff,
+            self.components,
+            x_dim=self.x_dim,
+            padding=self.padding,
+            **options,
+        )
+
+
+@lru_cache(maxsize=16)
+def places(sizes: Sizes) -> tuple[tuple[tuple[str, int, tuple[int, ...]], ...], int]:
+    """(name, offset, shape) of each parameter in one long vector, and the vector's length."""
+    with torch.device("meta"):
+        shapes = {name: tuple(p.shape) for name, p in sizes.model().named_parameters()}
+    found, offset = [], 0
+    for name, shape in shapes.items():
+        found.append((name, offset, shape))
+        offset += rounded_up(prod(shape), ALIGNMENT)
+    return tuple(found), offset
+
+
+def views(vector: torch.Tensor, sizes: Sizes) -> dict[str, torch.Tensor]:
+    """The parameters in a vector, without a copy."""
+    return {name: vector[at : at + prod(shape)].view(shape) for name, at, shape in places(sizes)[0]}
+
+
+Gradients = Callable[[dict[str, torch.Tensor], tuple[torch.Tensor, ...]], tuple[torch.Tensor, list[torch.Tensor]]]
+
+
+@lru_cache(maxsize=64)
+def _gradients(
+    sizes: Sizes, dtype: torch.dtype | None, compile: str | None, options: tuple[tuple[str, Any], ...]
+) -> Gradients:
+    """(parameters by name, batch) -> loss and the gradients of all parameters, in their order."""
+    with torch.device("meta"):
+        model = _Loss(sizes.model(dtype=dtype, **dict(options)))
+
+    def eager(parameters: dict[str, torch.Tensor], batch: tuple[torch.Tensor, ...]) -> tuple:
+        # The backward belongs into the call: what is checkpointed reads the parameters again.
+        return torch.func.functional_call(
+            model, _inner(parameters), batch, {"differentiate": list(parameters.values())}
+        )
+
+    if compile is None:
+        return eager
+    loss_of = torch.compile(
+        lambda parameters, batch: torch.func.functional_call(model, _inner(parameters), batch),
+        dynamic=False,
+        mode=None if compile == "default" else compile,
+    )
+
+    def compiled(parameters: dict[str, torch.Tensor], batch: tuple[torch.Tensor, ...]) -> tuple:
+        loss = loss_of(parameters, batch)
+        return loss, list(torch.autograd.grad(loss, list(parameters.values())))
+
+    return compiled
+
+
+def _inner(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"model.{name}": parameter for name, parameter in parameters.items()}
+
+
+class _Loss(torch.nn.Module):
+    """A model whose forward is its loss, with the gradients of the tensors in `differentiate` where they are given."""
+
+    def __init__(self, model: TransformerNP) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *batch: torch.Tensor, differentiate: list[torch.Tensor] | None = None) -> Any:
+        loss = self.model.loss(*batch)
+        return loss if differentiate is None else (loss, list(torch.autograd.grad(loss, differentiate)))
+
+
+def transformer_np(
+    x_context: torch.Tensor,
+    y_context: torch.Tensor,
+    x_target: torch.Tensor,
+    y_target: torch.Tensor,
+    weights: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    step: torch.Tensor,
+    *,
+    sizes: Sizes,
+    dtype: torch.dtype | None = None,
+    checkpoint: str = "none",
+    lr: float = 1e-3,
+    clip: float = 1.0,
+    optimizer: str = "ours",
+    compile: str | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, ...]:
+    """Loss, gradients, clipping by their norm and AdamW, in place: (loss, weights, exp_avg, exp_avg_sq, step).
+
+    x_context, y_context  [B, M, x_dim] and [B, M]; x_target and y_target likewise with N; fp32
+    weights, exp_avg, exp_avg_sq  fp32 vectors, all parameters one after the other as `places` says
+    step        fp32 scalar, the number of steps before this one
+    dtype       of the products; None is fp32
+    optimizer   "ours" (ridgeline's adamw) or "torch" (torch.optim's fused AdamW)
+    compile     None, "default" or a mode of torch.compile, for the model
+    options     of TransformerNP
+
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape or device.
+    """
+    batch = (x_context, y_context, x_target, y_target)
+    _check(batch, (weights, exp_avg, exp_avg_sq, step), sizes)
+    gradients = _gradients(sizes, dtype, compile, tuple(sorted({"checkpoint": checkpoint, **options}.items())))
+    with torch.enable_grad():
+        leaves = {name: view.detach().requires_grad_() for name, view in views(weights, sizes).items()}
+        loss, grads = gradients(leaves, batch)
+    grads = [grad.contiguous() for grad in grads]  # as the parameters are: an optimizer counts on it
+    params = [leaf.detach() for leaf in leaves.values()]
+    scale = (torch.nn.utils.get_total_norm(grads) / clip + 1e-6).clamp(min=1.0)
+    step.add_(1)
+    _UPDATES[optimizer](
+        params, grads, *(list(views(t, sizes).values()) for t in (exp_avg, exp_avg_sq)), step, lr, scale
+    )
+    return loss.detach(), weights, exp_avg, exp_avg_sq, step
+
+
+def _ours(params, grads, exp_avgs, exp_avg_sqs, step, lr, scale) -> None:
+    rates = dict(lr=lr, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
+    adamw(params, grads, exp_avgs, exp_avg_sqs, step=step, grad_scale=scale, **rates)
+
+
+def _torch(params, grads, exp_avgs, exp_avg_sqs, step, lr, scale) -> None:
+    torch._foreach_div_(grads, scale)
+    rates = dict(lr=lr, beta1=BETAS[0], beta2=BETAS[1], weight_decay=WEIGHT_DECAY, eps=EPS)
+    steps = [step] * len(params)
+    torch._fused_adamw_(params, grads, exp_avgs, exp_avg_sqs, [], steps, **rates, amsgrad=False, maximize=False)
+
+
+_UPDATES = {"ours": _ours, "torch": _torch}
+
+
+def _check(batch: tuple[torch.Tensor, ...], state: tuple[torch.Tensor, ...], sizes: Sizes) -> None:
+    names = ("x_context", "y_context", "x_target", "y_target", *STATES, "step")
+    x_context, x_target, length = batch[0], batch[2], places(sizes)[1]
+    for name, tensor in zip(names, (*batch, *state), strict=True):
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
+            raise TypeError(f"transformer_np: {name} must be a float32 tensor, got {getattr(tensor, 'dtype', tensor)}")
+        if tensor.device != x_context.device:
+            raise ValueError(f"transformer_np: {name} must be on {x_context.device}, x_context's, got {tensor.device}")
+    for name, x, y in (("context", x_context, batch[1]), ("target", x_target, batch[3])):
+        if x.dim() != 3 or x.shape[2] != sizes.x_dim or x.shape[0] != x_context.shape[0] or 0 in x.shape:
+            wanted = f"[{x_context.shape[0]}, at least 1, {sizes.x_dim}]"
+            raise ValueError(f"transformer_np: x_{name} must be {wanted}, got {tuple(x.shape)}")
+        if y.shape != x.shape[:2]:
+            raise ValueError(
+                f"transformer_np: y_{name} must be {tuple(x.shape[:2])} like x_{name}, got {tuple(y.shape)}"
+            )
+    for name, tensor in zip(STATES, state[:3], strict=True):
+        if tensor.shape != (length,):
+            raise ValueError(f"transformer_np: {name} must be [{length}], got {tuple(tensor.shape)}")
+    if state[3].dim():
+        raise ValueError(f"transformer_np: step must be a scalar, got shape {tuple(state[3].shape)}")

@@ -1,0 +1,275 @@
+"""TransformerNP: the options agree, the padding stays zero, the task is a Gaussian process, and the model learns it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import kernels.adamw
+from harness import registry, roofline
+from kernels.train import TrainStep
+
+from . import (
+    KERNELS,
+    STAGES,
+    Rates,
+    Sizes,
+    TransformerNP,
+    constant_loss,
+    feasibility,
+    require_flash,
+    sample_task,
+    stages,
+    transformer_np,
+)
+from .bench import SPEC, TINY, make_inputs
+from .layers import feed_forward, kernel
+from .step import places
+from .task import JITTER, _by_features, _exact
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PLAIN = dict(attention="sdpa", mlp="torch", heads_impl="torch", norm="torch", loss_impl="torch")
+PEAK = Rates(matmul=7e14, attention=5e14, bandwidth=4e12, launch=1e-6)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """A pool makes matrices of these sizes slower, the more so where other processes have the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def small(**options) -> TransformerNP:
+    return TINY.model(generator=generator(), **options).to(DEVICE)
+
+
+def task(*sizes: int, kernel: str = "rbf") -> dict[str, torch.Tensor]:
+    return {name: x.to(DEVICE) for name, x in sample_task(*sizes, kernel, generator=generator()).items()}
+
+
+def test_ours_and_pytorchs_parts_agree() -> None:
+    batch = task(1, 3, 2)
+    ours, plain = small(), small(**PLAIN)
+    losses = [model.loss(**batch) for model in (ours, plain)]
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
+    for loss in losses:
+        loss.backward()
+    for (name, a), b in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("checkpoint", ["block", "attention"])
+def test_checkpoints_change_nothing(checkpoint: str) -> None:
+    batch = task(1, 4, 3)
+    models = [small(checkpoint=kind, **PLAIN) for kind in ("none", checkpoint)]
+    for model in models:
+        model.loss(**batch).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(*(m.parameters() for m in models), strict=True))
+
+
+def test_targets_see_the_context_alone() -> None:
+    """Another target changes nothing, another order of the context nothing either."""
+    batch, model = task(1, 6, 4), small(**PLAIN)
+    x, y, targets = batch["x_context"], batch["y_context"], batch["x_target"]
+    mean = model(x, y, targets)[1]
+    torch.testing.assert_close(model(x, y, targets[:, :2])[1], mean[:, :2])
+    torch.testing.assert_close(model(x.flip(1), y.flip(1), targets)[1], mean)
+    assert not torch.allclose(model(x, y + 1, targets)[1], mean)
+
+
+def test_padding_stays_zero() -> None:
+    model = small(**PLAIN)
+    step = TrainStep(model.loss, torch.optim.AdamW(model.parameters(), lr=0.1), clip=1.0)
+    for _ in range(3):
+        step(**task(2, 5, 3))
+    hidden = TINY.d_ff
+    for module in (model.blocks[0].mlp, model.heads):
+        assert module.up.shape[-2] == 16 and not module.up[..., hidden:, :].any()
+        assert not module.down[..., hidden:].any()
+    odd = dataclasses.replace(TINY, padding=1).model(generator=generator(), **PLAIN).to(DEVICE)
+    state = {name: value[tuple(map(slice, odd.state_dict()[name].shape))] for name, value in model.state_dict().items()}
+    odd.load_state_dict(state)
+    torch.testing.assert_close(odd.loss(**task(2, 5, 3)), model.loss(**task(2, 5, 3)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(attention="none"), "attention must be one of"),
+        (dict(mlp="triton"), "mlp must be torch, fused or auto"),
+        (dict(heads_impl="triton"), "heads_impl must be torch, fused or auto"),
+        (dict(checkpoint="all"), "checkpoint must be one of none, block, attention"),
+        (dict(norm="layer"), "norm must be one of"),
+        (dict(loss_impl="mse"), "loss_impl must be one of"),
+        (dict(heads=3), "d_model must be a multiple of heads"),
+    ],
+)
+def test_unknown_options(options: dict, message: str) -> None:
+    with torch.device("meta"), pytest.raises(ValueError, match=message):
+        TransformerNP(1, 16, **{"heads": 2, "d_ff": 8, **options})
+
+
+def test_a_kernel_that_is_not_there_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernel("no_such_kernel") is None
+    monkeypatch.setattr("workloads.transformer_np.layers.kernel", lambda name: None)
+    assert feed_forward("auto") is feed_forward("torch")
+    with pytest.raises(ValueError, match="does not have"):
+        feed_forward("fused")
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_functions_have_the_covariance_of_their_kernel(name: str) -> None:
+    """Both ways to sample: the mean of products of values at two points, over many functions."""
+    x = torch.tensor([0.0, 0.3, 0.8], dtype=torch.float64).expand(4000, 3)
+    expected = KERNELS[name]((x[0][:, None] - x[0]).abs())
+    for draw, rows in ((_exact, 4000), (_by_features, 1000)):
+        y = draw(x[:rows], name, generator())
+        found = (y[:, :, None] * y[:, None]).mean(0)
+        assert (found - expected).abs().max() < 5 * math.sqrt(2 / rows) + JITTER
+
+
+def test_tasks_of_many_points() -> None:
+    batch = sample_task(1, 3000, 10, "matern32", generator=generator())
+    assert batch["x_context"].shape == (1, 3000, 1) and batch["y_target"].shape == (1, 10)
+    assert all(value.dtype == torch.float32 and value.isfinite().all() for value in batch.values())
+    with pytest.raises(ValueError, match="kernel must be one of"):
+        sample_task(1, 2, 2, "linear")
+
+
+def _trained(steps: int, kernel: str, **sizes: int) -> tuple[float, float]:
+    """The mean loss of the last tenth of the steps, and that of the best constant Gaussian on the same tasks."""
+    torch.manual_seed(0)
+    model = TransformerNP(generator=generator(), x_dim=1, **sizes, **PLAIN).to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    warm = steps // 10
+    schedule = lambda step: min(1, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * step / steps))  # noqa: E731
+    step = TrainStep(model.loss, optimizer, clip=1.0, schedule=schedule, history=steps)
+    source, constants = generator(1), []
+    for _ in range(steps):
+        batch = {name: x.to(DEVICE) for name, x in sample_task(16, 24, 16, kernel, generator=source).items()}
+        constants.append(float(constant_loss(batch["y_target"])))
+        step(**batch)
+    last = steps // 10
+    return float(step.losses()[-last:].mean()), sum(constants[-last:]) / last
+
+
+def test_the_loss_falls_below_the_best_constant() -> None:
+    found, constant = _trained(120, "rbf", layers=2, d_model=32, heads=2, d_ff=64, components=3, padding=1)
+    assert found < constant - 0.1, (found, constant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_process_is_learnt(name: str) -> None:
+    found, constant = _trained(600, name, layers=3, d_model=64, heads=4, d_ff=128, components=5, padding=1)
+    assert found < constant - 0.3, (found, constant)
+
+
+def test_stages() -> None:
+    model = small(**PLAIN)
+    found = stages(model, torch.optim.AdamW(model.parameters()), 5, 3, 2, repeats=2)
+    assert tuple(found) == STAGES and all(seconds > 0 for seconds in found.values())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_cost_counts_what_a_model_multiplies() -> None:
+    case = next(c for c in SPEC.cases if c.dtype == torch.float32 and not c.params)
+    inputs = make_inputs(case, "cpu", generator())
+    model = dataclasses.replace(TINY, padding=1).model(generator=generator(), **PLAIN)
+    # The counter does not know the flash attention of a CPU.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model.loss(*(inputs[n] for n in ("x_context", "y_context", "x_target", "y_target"))).backward()
+    d = case.dims
+    rows = d["batch"] * (d["context"] + d["targets"])
+    # Nobody asks for the gradient of the points; with the scores in memory none are computed again.
+    unneeded = 2 * rows * 3 * d["d_model"] + 0.5 * 4 * rows * d["context"] * d["d_model"]
+    assert SPEC.cost(case, "train").total_flops - unneeded == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_feasibility_follows_the_sizes() -> None:
+    base = feasibility(10_000, 1000, 4, PEAK)
+    assert base.fits(141 << 30) and not base.fits(base.peak_bytes - 1)
+    cost = SPEC.cost(SPEC.case("10000-1000-b4-bf16"), "train")
+    floor = roofline.floor_seconds(cost, roofline.get("h200").ceilings).seconds
+    assert floor < base.step_seconds < 5 * floor
+    block = feasibility(10_000, 1000, 4, PEAK, checkpoint="block")
+    assert block.memory["activations"] + block.memory["recomputed"] < 0.5 * base.memory["activations"]
+    assert base.step_seconds < block.step_seconds < 1.4 * base.step_seconds
+    attention = feasibility(10_000, 1000, 4, PEAK, checkpoint="attention")
+    assert block.peak_bytes < attention.peak_bytes < base.peak_bytes
+    twice = feasibility(10_000, 1000, 8, PEAK)
+    assert twice.memory["activations"] == 2 * base.memory["activations"]
+    for arguments, options in (((0, 1, 1), {}), ((1, 1, 1), dict(checkpoint="all"))):
+        with pytest.raises(ValueError, match="feasibility:"):
+            feasibility(*arguments, PEAK, **options)
+
+
+def test_which_backend_runs() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = require_flash(64, 500, dtype=torch.float32, device=DEVICE)
+    assert found in ("flash_attention", "cudnn_attention", "efficient_attention", "math")
+    assert bool(caught) == (found in ("efficient_attention", "math"))
+    if DEVICE == "cpu":
+        with pytest.warns(UserWarning, match="falls back to math"), sdpa_kernel(SDPBackend.MATH):
+            require_flash(64, 500, dtype=torch.float32, device=DEVICE)
+
+
+def test_the_sizes_of_the_issue() -> None:
+    sizes = Sizes()
+    found, length = places(sizes)
+    assert length == found[-1][1] + 64 and 36e6 < length < 39e6
+    assert registry.package("transformer_np") == "workloads.transformer_np"
+    assert transformer_np.__name__ == SPEC.name
+
+
+@pytest.mark.gpu(min_capability=(8, 0))
+def test_bf16_follows_fp32() -> None:
+    batch = task(2, 70, 30)
+    found = [small(dtype=dtype).loss(**batch) for dtype in (None, torch.bfloat16)]
+    torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu(min_capability=(8, 0))
+@pytest.mark.parametrize("checkpoint", ["none", "block", "attention"])
+def test_a_captured_step_is_the_eager_one(checkpoint: str) -> None:
+    """Ours in all parts, and ridgeline's AdamW."""
+    sizes = Sizes(layers=2, d_model=128, heads=2, d_ff=200, components=4)
+    batch, losses = task(2, 70, 30), []
+    for capture in (True, False):
+        model = sizes.model(generator=generator(), dtype=torch.bfloat16, checkpoint=checkpoint).to(DEVICE)
+        step = TrainStep(model.loss, kernels.adamw.AdamW(model.parameters(), lr=1e-3), capture, clip=1.0)
+        for _ in range(12):
+            step(**batch)
+        assert step.captured == capture, step.reason
+        losses.append(step.losses())
+    torch.testing.assert_close(*losses, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize(("context", "targets", "batch"), [(64, 500, 64), (10_000, 1000, 1)])
+@pytest.mark.parametrize("checkpoint", ["none", "block"])
+def test_feasibility_of_memory_is_within_five_percent(context: int, targets: int, batch: int, checkpoint: str) -> None:
+    model = Sizes().model(dtype=torch.bfloat16, checkpoint=checkpoint).to(DEVICE)
+    step = TrainStep(model.loss, kernels.adamw.AdamW(model.parameters()), capture=False)
+    made = task(batch, context, targets)
+    for _ in range(2):
+        step(**made)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    step(**made)
+    torch.cuda.synchronize()
+    predicted = feasibility(context, targets, batch, PEAK, checkpoint=checkpoint).peak_bytes
+    assert predicted == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.05)
