@@ -37,12 +37,12 @@ TIMED = tuple(_case(rows, 512, 10, 1365, 3, BF16) for rows in (564, 5_000, 205_0
 CASES = (
     # Ten heads of a transformer neural process: (logit, mean, log of the deviation) of a component each.
     *TIMED,
-    # What goes wrong: plain first, then the other activations, nothing, one of everything, several tiles.
-    _case(11, 8, 3, 18, 3, FP32),
-    _case(9, 6, 2, 18, 5, FP16, "gelu_tanh"),
-    _case(10, 8, 2, 17, 2, FP32, "gelu"),
+    # What goes wrong: plain first, then nothing, one of everything, several tiles. Every check is made on each set of
+    # options, so these are few: test_heads_mlp.py tries the other activations, and the GPU's cases have them.
+    _case(11, 8, 2, 18, 3, FP32),
+    _case(9, 6, 2, 18, 5, FP16),
     _case(0, 8, 2, 7, 3, FP32),
-    _case(1, 1, 1, 1, 1, FP32, "relu"),
+    _case(1, 1, 1, 1, 1, FP32),
     _case(67, 71, 2, 70, 17, FP32),
     # On a GPU: tiles with and without remainders, and rows on any boundary; two chunks.
     _case(517, 256, 4, 683, 3, BF16, "gelu", "odd"),
@@ -91,7 +91,7 @@ def _padded() -> Op:
         if key not in made:
             if len(made) == 8:
                 del made[next(iter(made))]
-            (w1, w2), more = weights, -weights[0].shape[1] % 128
+            more = -weights[0].shape[1] % 128
             # The weights are kept, so that no others come to lie at their addresses.
             kept = tuple(w.detach() for w in weights)
             made[key] = kept, (F.pad(kept[0], (0, 0, 0, more)), F.pad(kept[1], (0, more)))

@@ -83,8 +83,8 @@ def _heads(rows: int, block_m: int, heads: int, sms: int) -> int:
 
 
 def pick_chunk_rows(rows: int, heads: int, hidden: int) -> int:
-    """Rows of which the hidden's gradient is in memory at a time. Pure. 8192 rows of 512 columns are 128 tiles of 128 by
-    256, one for each of 132 SMs, and each chunk also reads and writes the fp32 sums of w1's gradient, 56 MB."""
+    """Rows of which the hidden's gradient is in memory at a time. Pure. 8192 rows of 512 columns are 128 tiles of 128 x
+    256, for 132 SMs. Each chunk also reads and writes the fp32 sums of w1's gradient: 56 MB for ten heads."""
     return min(max(1, rows), CHUNK_ROWS)
 
 
@@ -106,7 +106,13 @@ def pick_dhidden_config(
     """Configuration of the hidden's gradient. Pure. Row tiles follow each other in a CTA as long as there are four CTAs
     to each SM, so that there are few parts of w2's gradient."""
     if not aligned or dtype == torch.float32 or dim <= 64:
-        block_m, block_h, block_k, stages, warps = _fit(rows, 32), _fit(hidden, 32), _fit(dim, 32), 2, 4
+        block_m, block_h, block_k, stages, warps = (
+            _fit(rows, 32),
+            _fit(hidden, 32),
+            _fit(dim, 32 if dim <= 64 else 16),
+            2,
+            4,
+        )
     else:
         block_m, block_h, stages, warps = _fit(rows, 128), _fit(hidden, 64), 3, 8
         block_k = 32 if capability < (9, 0) else 64

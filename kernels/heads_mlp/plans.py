@@ -24,9 +24,8 @@ Backward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Gr
 def fwd_plan(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: str) -> Forward:
     """Takes (x, w1, w2) like these, as `op` has checked them, and returns y."""
     copied, flat = _flat(x, 1)
-    (rows, dim), (heads, dim_out, hidden) = flat.shape, w2.shape
-    shape = (*x.shape[:-1], heads, dim_out)
-    launch = _fwd_launch(flat, w1, w2, activation) if rows and heads and dim_out else None
+    shape = (*x.shape[:-1], *w2.shape[:2])
+    launch = _fwd_launch(flat, w1, w2, activation) if flat.shape[0] and w2.shape[0] and w2.shape[1] else None
 
     def run(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
         y = x.new_empty(shape)
