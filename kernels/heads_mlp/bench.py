@@ -1,0 +1,186 @@
+"""The declaration of heads_mlp: cases, cost, peers. `python -m harness bench --kernel heads_mlp`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from harness.spec import COMPILED, COMPILED_MAX, EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, Tunable
+
+from . import configs, heads_mlp
+from .reference import heads_mlp_reference
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def _case(
+    rows: int,
+    dim: int,
+    heads: int,
+    hidden: int,
+    dim_out: int,
+    dtype: torch.dtype,
+    activation: str = "silu",
+    suffix: str = "",
+) -> Case:
+    """A bench case has no suffix and is bf16."""
+    short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
+    words = f"{rows}x{dim}-{heads}x{hidden}x{dim_out}", short, suffix
+    dims = dict(rows=rows, dim=dim, heads=heads, hidden=hidden, dim_out=dim_out)
+    name = "-".join(filter(None, words))
+    return Case(name, dims, dtype, dict(activation=activation), bench=dtype == BF16 and not suffix)
+
+
+TIMED = tuple(_case(rows, 512, 10, 1365, 3, BF16) for rows in (564, 5_000, 205_000))
+CASES = (
+    # Ten heads of a transformer neural process: (logit, mean, log of the deviation) of a component each.
+    *TIMED,
+    # What goes wrong: plain first, then nothing, one of everything, several tiles. Every check is made on each set of
+    # options, so these are few: test_heads_mlp.py tries the other activations, and the GPU's cases have them.
+    _case(11, 8, 2, 18, 3, FP32),
+    _case(9, 6, 2, 18, 5, FP16),
+    _case(0, 8, 2, 7, 3, FP32),
+    _case(1, 1, 1, 1, 1, FP32),
+    _case(67, 71, 2, 70, 17, FP32),
+    # On a GPU: tiles with and without remainders, and rows on any boundary; two chunks.
+    _case(517, 256, 4, 683, 3, BF16, "gelu", "odd"),
+    _case(1200, 131, 3, 263, 7, BF16, "relu", "primes"),
+    _case(9000, 128, 2, 130, 3, BF16, "gelu_tanh", "chunks"),
+)
+HOST_CASES = (_case(4, 64, 4, 96, 3, BF16, "silu", "host"),)
+
+
+def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
+    """Weights such that what is before the activation, and y, have variances of about 1."""
+    rows, dim, heads, hidden, dim_out = (case.dims[n] for n in ("rows", "dim", "heads", "hidden", "dim_out"))
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=case.dtype, device=device, generator=generator)
+
+    return {
+        "x": normal(rows, dim),
+        "w1": normal(heads, hidden, dim).mul_(dim**-0.5),
+        "w2": normal(heads, dim_out, hidden).mul_(hidden**-0.5),
+        **case.params,
+    }
+
+
+def cost(case: Case, mode: str) -> Cost:
+    """Forward: x, the weights, y. Backward: dy, x, the weights, and a gradient of each. What the backward computes
+    again is a choice, and no compulsory work."""
+    rows, dim, heads, hidden, dim_out = (case.dims[n] for n in ("rows", "dim", "heads", "hidden", "dim_out"))
+    weights = heads * hidden * (dim + dim_out)
+    passes, elements = {
+        "fwd": (1, rows * (dim + heads * dim_out) + weights),
+        "bwd": (2, rows * (2 * dim + heads * dim_out) + 2 * weights),
+    }[mode]
+    pipe = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[case.dtype]
+    return Cost(flops=2 * passes * rows * weights, bytes=elements * case.dtype.itemsize, pipe=pipe)
+
+
+def _padded() -> Op:
+    """The reference, compiled, with the hidden padded by zeros to a multiple of 128. The weights are padded once for
+    each set, outside of what is timed; their gradients are those of the padded ones, of which views are returned."""
+    op = torch.compile(heads_mlp_reference, dynamic=False)
+    made: dict[tuple, tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]] = {}
+
+    def pad(*weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        key = tuple((w.data_ptr(), w._version, w.shape) for w in weights)
+        if key not in made:
+            if len(made) == 8:
+                del made[next(iter(made))]
+            more = -weights[0].shape[1] % 128
+            # The weights are kept, so that no others come to lie at their addresses.
+            kept = tuple(w.detach() for w in weights)
+            made[key] = kept, (F.pad(kept[0], (0, 0, 0, more)), F.pad(kept[1], (0, more)))
+        return made[key][1]
+
+    class Padded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, activation, x, w1, w2):
+            if not any(ctx.needs_input_grad):
+                return op(x, *pad(w1, w2), activation)
+            ctx.leaves = [t.detach().requires_grad_() for t in (x, *pad(w1, w2))]
+            ctx.hidden = w1.shape[1]
+            with torch.enable_grad():
+                ctx.y = op(*ctx.leaves, activation)
+            return ctx.y.detach()
+
+        @staticmethod
+        def backward(ctx, dy):
+            dx, dw1, dw2 = torch.autograd.grad(ctx.y, ctx.leaves, dy, retain_graph=True)
+            return None, dx, dw1[:, : ctx.hidden], dw2[:, :, : ctx.hidden]
+
+    return lambda x, w1, w2, activation: Padded.apply(activation, x, w1, w2)
+
+
+def _padded_supports(case: Case, mode: str) -> str | None:
+    return None if case in TIMED else "is for the timed cases"
+
+
+def _fwd_candidates(case: Case) -> list[configs.FwdConfig]:
+    """Of those with x resident the shared memory takes 128 rows beside 32 columns of the hidden, or 64 beside 64."""
+    again = [
+        configs.FwdConfig(m, h, k, heads, False, stages, warps)
+        for m, h, warps in ((64, 128, 4), (128, 128, 4), (128, 128, 8), (128, 256, 8))
+        for k in (32, 64, 128)
+        for heads in (1, 5, 10)
+        for stages in (3, 4)
+    ]
+    resident = [
+        configs.FwdConfig(m, h, 512, heads, True, stages, warps)
+        for m, h, warps in ((64, 32, 4), (64, 64, 4), (128, 32, 8))
+        for heads in (1, 5, 10)
+        for stages in (1, 2, 3)
+    ]
+    return again + resident
+
+
+def _dhidden_candidates(case: Case) -> list[configs.DhiddenConfig]:
+    return [
+        configs.DhiddenConfig(m, h, k, tiles, stages, warps)
+        for m, h, warps in ((64, 64, 4), (64, 128, 4), (128, 64, 8), (128, 128, 8))
+        for k in (32, 64)
+        for tiles in (1, 4, 16)
+        for stages in (3, 4)
+    ]
+
+
+def _tile_candidates(case: Case) -> list[configs.TileConfig]:
+    return [
+        configs.TileConfig(m, n, k, stages, warps)
+        for m, n, warps in ((64, 64, 4), (128, 128, 4), (128, 128, 8), (128, 256, 8), (256, 128, 8))
+        for k in (32, 64)
+        for stages in (3, 4)
+    ]
+
+
+SPEC = KernelSpec(
+    name="heads_mlp",
+    implementations={"triton": heads_mlp},
+    baselines=(
+        EAGER,
+        replace(COMPILED, supports=_padded_supports),
+        replace(COMPILED_MAX, supports=_padded_supports),
+        Peer("padded", load=_padded, supports=_padded_supports),
+    ),
+    pytorch=("eager",),
+    reference=heads_mlp_reference,
+    make_inputs=make_inputs,
+    cost=cost,
+    cases=CASES,
+    grads=("x", "w1", "w2"),
+    determinism={"fwd": "run-to-run", "bwd": "run-to-run"},
+    unit="rows",
+    items=lambda case: case.dims["rows"],
+    fuzz={"rows": (0, 20), "dim": (1, 20), "heads": (1, 3), "hidden": (1, 20), "dim_out": (1, 5)},
+    tunables=(
+        Tunable(configs, "pick_fwd_config", "fwd", _fwd_candidates, TIMED),
+        Tunable(configs, "pick_dhidden_config", "bwd", _dhidden_candidates, TIMED),
+        Tunable(configs, "pick_dx_config", "bwd", _tile_candidates, TIMED),
+        Tunable(configs, "pick_dw1_config", "bwd", _tile_candidates, TIMED),
+    ),
+    host_cases=HOST_CASES,
+)
