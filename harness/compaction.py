@@ -105,7 +105,8 @@ def _ratio(row: Mapping[str, Any], other: Mapping[str, Any] | None) -> dict[str,
     mine, theirs = (((r or {}).get("columns") or {}).get(headline) for r in (row, other))
     if not mine or not theirs or len(mine["samples_us"]) != len(theirs["samples_us"]):
         return None
-    return stats.ratio(theirs["samples_us"], mine["samples_us"])
+    rounds = (row.get("clocks") or {}).get("rounds", {}).get(headline, {})
+    return stats.ratio_of_columns(theirs, mine, rounds.get("throttled", ()))
 
 
 def _rounded(figures: Mapping[str, Any]) -> Entry:

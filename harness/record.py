@@ -27,11 +27,12 @@ row    one per implementation of that case and mode
         "cost": {"flops": {"fp32": int, ...}, "bytes": int, "link_bytes": int, "host_bytes": int},  # links where used;
         "items": 8192, "unit": "rows",                                       # in schema 1 FLOPs were of one "pipe"
         ... and for status "ok" (and "over-roofline"):
-        "timer": "events"|"graph"|"cupti", "headline": "cold"|"warm"|"graph",
+        "timer": "events"|"graph"|"cupti", "headline": "cold"|"graph"|"cupti",
         "columns": {"cold": COLUMN, "warm": COLUMN, "graph": COLUMN, "cupti": COLUMN},  # those that were measured
         "sustained": null | {"median_us", "seconds", "sm_mhz", "power_w"},   # back to back, power-limited
         "ratios": {"eager": {"median": 2.1, "ci95": [2.0, 2.2]}, ...},       # time of that one over this one's, paired
-                                                                             # by round, in the headline column
+                          # by round, in the headline column; with "unthrottled": null | {"median", "ci95", "n"} where
+                          # the GPU throttled in some rounds
         "noise": {"median": 1.0, "ci95": [0.998, 1.003]} | null,             # A/A: this implementation against itself
         "peak_memory_bytes": int,                                            # above what the inputs hold
         "saved_bytes": int | null,            # kept from the forward for the backward, beyond inputs and outputs; null
@@ -39,12 +40,13 @@ row    one per implementation of that case and mode
         "growth_bytes": int | null,           # what ten more calls leave allocated (these two: not in older records)
         "error": {"max": ..., "rms": ..., "eager_max": ..., "eager_rms": ...} | null,
         "clocks": {"sm_mhz": [min, max], "temperature_c": [min, max], "power_w": [min, max],
-                   "throttle": ["sw_power_cap"], "throttled_samples": 0, "samples": 40},
+                   "throttle": ["sw_power_cap"], "throttled_samples": 0, "samples": 40,
+                   "rounds": {COLUMN's name: {"sm_mhz": [of each round], "throttled": [numbers of rounds]}}},
         "warnings": ["..."],
         "configuration": {"name", "instead_of": "what failed"},              # of a peer that did not run as it should
         "several": SEVERAL}                                                  # where the case is of several GPUs
        COLUMN = {"samples_us": [...], "n", "median_us", "mean_us", "std_us", "min_us", "max_us", "p95_us", "p99_us",
-                 "ci95_us": [lo, hi], "outliers", "stop": "converged"|"rounds"|"time"}
+                 "ci95_us": [lo, hi], "outliers", "stop": "converged"|"rounds"|"time", "looks": 5}
        Host time is a row of a mode that begins with "host-" (`harness/host.py`): its only column is "host", its timer
        "host" and its cost nothing.
        SEVERAL = {"backend": "nccl"|"gloo", "rank_median_us": [of each rank], "axis": null | [series, length],

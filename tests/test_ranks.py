@@ -302,9 +302,9 @@ def test_the_slowest_of_each_round_counts() -> None:
 def test_few_rounds_are_enough_where_they_take_long() -> None:
     clock = timing.Clock(Rank(0, 1, torch.device("cpu"), None), Budget(min_rounds=20, few_rounds=7, patience=8))
     found = Samples("cold", slowest={"ring": [1.0, 2.0, 3.0]})
-    assert clock._stop(found, index=2, elapsed=20) is None
-    assert clock._stop(found, index=1, elapsed=40) is None
-    assert clock._stop(found, index=2, elapsed=40) == "time"
+    assert clock._stop(found, rounds=3, elapsed=20) is None
+    assert clock._stop(found, rounds=2, elapsed=40) is None
+    assert clock._stop(found, rounds=3, elapsed=40) == "time"
 
 
 def test_clocks_of_several_gpus_are_one_entry() -> None:

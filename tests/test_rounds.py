@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -11,6 +12,8 @@ import torch
 
 pytest.importorskip("pynvml")
 
+from harness.measure.cupti import kernel_times
+from harness.measure.gpu_state import Reading
 from harness.measure.timing import Budget, Clock, Data, Measurement, order_of
 
 
@@ -55,10 +58,17 @@ def machine(monkeypatch):
     return machine
 
 
+def reading(round: int) -> Reading:
+    """It throttles in every third."""
+    reasons = frozenset() if round % 3 else frozenset({"sw_power_cap"})
+    return Reading(1980 if round % 3 else 1700, 50, 600.0, reasons)
+
+
 def clock_of(machine: Machine, rounds: int) -> Clock:
     clock = object.__new__(Clock)
     clock.budget = Budget(min_rounds=rounds, max_rounds=rounds)
-    clock.monitor = SimpleNamespace(read=lambda: None)
+    readings: list[Reading] = []
+    clock.monitor = SimpleNamespace(readings=readings, read=lambda: readings.append(reading(len(readings))))
     clock._stream = SimpleNamespace(synchronize=lambda: None)
     clock._gate = machine.gate = SimpleNamespace(hold=machine.hold, forced=False)
     clock._unheld = set()
@@ -69,8 +79,9 @@ def clock_of(machine: Machine, rounds: int) -> Clock:
 def test_cold_flushes_before_each_call_and_outside_the_events(machine):
     clock = clock_of(machine, rounds=3)
     runs = {"a": machine.launch("a", 1.0), "b": machine.launch("b", 2.0)}
-    samples, stop = clock._events([runs], Data(), cold=True)
-    assert (samples, stop) == ({"a": [1000.0] * 3, "b": [2000.0] * 3}, "rounds")
+    found = clock._events([runs], Data(), cold=True)
+    samples, stop = found.samples, found.stop
+    assert (samples, stop) == ({"a": [1000.0] * 3, "b": [2000.0] * 3}, "converged")
     assert machine.log == [word for index in range(3) for name in order_of("ab", index) for word in ("flush", name)]
 
 
@@ -88,7 +99,7 @@ def test_data_are_restored_before_each_call_and_stirred_before_each_round(machin
     clock = clock_of(machine, rounds=2)
     data = Data(lambda index: machine.log.append(f"restore{index}"), lambda index: machine.log.append(f"stir{index}"))
     sets = [{"a": machine.launch("a0", 1.0)}, {"a": machine.launch("a1", 3.0)}]
-    samples, _ = clock._events(sets, data, cold=True)
+    samples = clock._events(sets, data, cold=True).samples
     assert samples == {"a": [1000.0, 3000.0]}
     assert machine.log == ["stir0", "restore0", "flush", "a0", "stir1", "restore1", "flush", "a1"]
 
@@ -96,7 +107,7 @@ def test_data_are_restored_before_each_call_and_stirred_before_each_round(machin
 def test_warm_calls_each_once_more_untimed_and_alternates_the_inputs(machine):
     clock = clock_of(machine, rounds=2)
     sets = [{"a": machine.launch("a0", 1.0)}, {"a": machine.launch("a1", 3.0)}]
-    samples, _ = clock._events(sets, Data(), cold=False)
+    samples = clock._events(sets, Data(), cold=False).samples
     assert samples == {"a": [1000.0, 3000.0]}
     assert machine.log == ["a0", "a0", "a1", "a1"]
 
@@ -109,7 +120,7 @@ def test_a_graph_is_divided_by_the_calls_in_it(machine, monkeypatch):
     }
     monkeypatch.setattr(clock, "_capture", lambda contender, sets: (graphs[contender.name], []))
     contenders = [SimpleNamespace(name="a"), SimpleNamespace(name="b")]
-    samples, _ = clock._graphs(contenders, sets=4, data=Data(), result=Measurement())
+    samples = clock._graphs(contenders, sets=4, data=Data(), result=Measurement()).samples
     assert samples == {"a": [1000.0, 1000.0], "b": [2000.0, 2000.0]}
     assert machine.log == [*order_of("ab", 0), *order_of("ab", 1)]
 
@@ -127,7 +138,7 @@ def test_what_cannot_be_queued_is_found_out_and_measured_outside_the_gate(machin
 
     runs = {"a": machine.launch("a", 1.0), "waits": waits, "b": machine.launch("b", 2.0)}
     clock.flush = lambda: None
-    samples, _ = clock._events([runs], Data(), cold=True)
+    samples = clock._events([runs], Data(), cold=True).samples
     assert samples == {"a": [1000.0] * 2, "waits": [5000.0] * 2, "b": [2000.0] * 2}
     assert queued == [True, False, False]
     first, second = order_of(list(runs), 0), [name for name in order_of(list(runs), 1) if name != "waits"]
@@ -156,5 +167,50 @@ def test_long_runs_are_sampled_less(machine, monkeypatch, seconds, rounds):
         machine.now += seconds
         return {"a": 1e6 * seconds + index % 3}
 
-    samples, stop = clock._sample(["a"], one_round)
-    assert (len(samples["a"]), stop) == (rounds, "time")
+    clock.monitor.read()
+    found = clock._sample(["a"], one_round)
+    assert (len(found.samples["a"]), found.stop) == (rounds, "time")
+
+
+def test_each_round_has_the_clock_and_the_throttling_it_was_measured_at(machine):
+    clock = clock_of(machine, rounds=8)
+    run = machine.launch("a", 1.0)
+    result = Measurement()
+    Clock._add(result, "cold", clock._events([{"a": run, "b": machine.launch("b", 2.0)}], Data(), cold=True))
+    assert result.clocks["rounds"] == {
+        "cold": {"sm_mhz": [1700, 1980, 1980, 1700, 1980, 1980, 1700, 1980], "throttled": [0, 3, 6]}
+    }
+    assert result.ratios("a", "cold")["b"]["unthrottled"] is None, "five rounds are too few"
+    result.clocks["rounds"]["cold"]["throttled"].pop()
+    assert result.ratios("a", "cold")["b"]["unthrottled"] == {"median": 2.0, "ci95": [2.0, 2.0], "n": 6}
+
+
+def test_cupti_is_the_headline_of_who_asks_for_it():
+    columns = {name: {"median_us": 5.0} for name in ("cold", "graph", "cupti")}
+    measurement = Measurement(columns={"a": columns})
+    assert [measurement.headline("a", timer) for timer in ("auto", "cupti", "graph")] == ["graph", "cupti", "graph"]
+
+
+def test_cupti_reports_its_own_samples_or_an_error(machine, monkeypatch):
+    """With a library in place of CUPTI that reports two kernels a call, or nothing."""
+    enabled, activities = [], []
+    cupti = SimpleNamespace(
+        ActivityKind=SimpleNamespace(CONCURRENT_KERNEL=1, MEMCPY=2, MEMSET=3),
+        activity_register_callbacks=lambda request, complete: setattr(cupti, "complete", complete),
+        activity_enable=enabled.append,
+        activity_disable=enabled.remove,
+        activity_flush_all=lambda flag: (cupti.complete(list(activities)), activities.clear()),
+    )
+    monkeypatch.setitem(sys.modules, "cupti", SimpleNamespace(cupti=cupti))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monitor = clock_of(machine, rounds=1).monitor
+    run = lambda: activities.extend([SimpleNamespace(start=0, end=2000), SimpleNamespace(start=3000, end=4500)])  # noqa: E731
+    found = kernel_times({"a": run, "b": run}, lambda: None, [["a", "b"], ["b", "a"]], monitor)
+    assert found == {"a": [3.5, 3.5], "b": [3.5, 3.5]}
+    assert not enabled and len(monitor.readings) == 2
+    with pytest.raises(ValueError, match="no kernel, copy or memset of silent"):
+        kernel_times({"silent": lambda: None}, lambda: None, [["silent"]], monitor)
+    assert not enabled
+    monkeypatch.setitem(sys.modules, "cupti", None)
+    with pytest.raises(ValueError, match="needs the package cupti-python"):
+        kernel_times({"a": run}, lambda: None, [["a"]], monitor)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from harness.measure import stats
+from harness.measure.timing import Budget
 
 
 @pytest.mark.parametrize("n", [6, 7, 20, 101, 300])
@@ -58,3 +59,40 @@ def test_convergence_needs_a_narrow_interval():
     rng = random.Random(5)
     assert stats.converged([100 + rng.gauss(0, 0.1) for _ in range(30)], width=0.01)
     assert not stats.converged([100 + rng.gauss(0, 20) for _ in range(30)], width=0.01)
+
+
+def test_looks_double_up_to_the_most():
+    assert stats.looks_at(20, 300) == (20, 40, 80, 160, 300)
+    assert stats.looks_at(50, 50) == (50,)
+
+
+@pytest.mark.parametrize("tied", [0.0, 0.5])
+def test_intervals_hold_for_who_stops_when_they_are_narrow(tied):
+    """Twice the same thing, in rounds that are tied to the round before (an autoregression of the first order). Looking
+    every five rounds with intervals of 95 % excludes 1 in 4 and 18 % of these cases."""
+    rng, budget, trials, excluded = np.random.default_rng(1), Budget(), 200, 0
+    for _ in range(trials):
+        first, second = (_times(rng, budget.max_rounds, tied) for _ in range(2))
+        rounds = next(
+            n for n in range(1, budget.max_rounds + 1) if budget.done(n, 0.0, (first[:n], second[:n])) is not None
+        )
+        low, high = stats.ratio(first[:rounds], second[:rounds], len(budget.looks))["ci95"]
+        excluded += not low <= 1 <= high
+    assert excluded / trials <= 0.07
+
+
+def _times(rng, n: int, tied: float) -> list[float]:
+    noise = rng.standard_normal(n)
+    for i in range(1, n):
+        noise[i] = tied * noise[i - 1] + (1 - tied**2) ** 0.5 * noise[i]
+    return (100 * np.exp(0.01 * noise)).tolist()
+
+
+def test_the_ratio_of_unthrottled_rounds_stands_beside_the_whole():
+    """Throttled rounds slow one of the two down more than the other."""
+    mine, theirs = (stats.column(samples, "rounds") for samples in ([10.0] * 12, [20.0] * 8 + [30.0] * 4))
+    found = stats.ratio_of_columns(theirs, mine, throttled=(8, 9, 10, 11))
+    assert found["median"] == 2.0 and found["ci95"][1] == 3.0
+    assert found["unthrottled"] == {"median": 2.0, "ci95": [2.0, 2.0], "n": 8}
+    assert stats.ratio_of_columns(theirs, mine, throttled=range(5, 12))["unthrottled"] is None
+    assert "unthrottled" not in stats.ratio_of_columns(theirs, mine)

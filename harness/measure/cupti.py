@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from ..execute import Run
+from .gpu_state import Monitor
 
 
-def kernel_times(runs: Mapping[str, Run], flush: Callable[[], None], rounds: int) -> dict[str, list[float]]:
-    """For each run, µs that its kernels, copies and memsets took, summed per cold call. Implementations take turns.
+def kernel_times(
+    runs: Mapping[str, Run], flush: Callable[[], None], orders: Sequence[Sequence[str]], monitor: Monitor
+) -> dict[str, list[float]]:
+    """For each run, µs that its kernels, copies and memsets took, summed per cold call. `orders` has the names of the
+    runs, once for each round.
 
-    Raises ValueError where cupti-python is not installed.
+    Raises ValueError where cupti-python is not installed, or reports nothing of a call.
     """
     try:
         from cupti import cupti
@@ -28,16 +32,19 @@ def kernel_times(runs: Mapping[str, Run], flush: Callable[[], None], rounds: int
         cupti.activity_enable(kind)
     samples: dict[str, list[float]] = {name: [] for name in runs}
     try:
-        for _ in range(rounds):
-            for name, run in runs.items():
+        for order in orders:
+            for name in order:
                 flush()
                 torch.cuda.synchronize()
                 cupti.activity_flush_all(1)
                 records.clear()
-                run()
+                runs[name]()
                 torch.cuda.synchronize()
                 cupti.activity_flush_all(1)
+                if not records:
+                    raise ValueError(f"--timer cupti: CUPTI reported no kernel, copy or memset of {name}")
                 samples[name].append(sum(end - start for start, end in records) / 1e3)
+            monitor.read()
     finally:
         for kind in kinds:
             cupti.activity_disable(kind)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import pynvml
 import torch
@@ -25,12 +26,35 @@ def handle(device: torch.device) -> Any:
     return pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
 
 
+class Reading(NamedTuple):
+    """Of a GPU that is busy."""
+
+    sm_mhz: int
+    temperature_c: int
+    power_w: float
+    throttle: frozenset[str]
+
+
+def by_round(readings: Sequence[Reading]) -> dict[str, Any]:
+    """The SM clock of each round, in MHz, and the numbers of those in which the GPU throttled."""
+    return {
+        "sm_mhz": [reading.sm_mhz for reading in readings],
+        "throttled": [index for index, reading in enumerate(readings) if reading.throttle],
+    }
+
+
+def worst(readings: Sequence[Reading]) -> Reading:
+    """One reading for several of the same round: the lowest clock, the highest temperature and power, all reasons."""
+    clocks, temperatures, powers, reasons = zip(*readings, strict=True)
+    return Reading(min(clocks), max(temperatures), max(powers), frozenset().union(*reasons))
+
+
 class Monitor:
     """Collects one reading a round, taken while the GPU is busy."""
 
     def __init__(self, device: torch.device) -> None:
         self._handle = handle(device)
-        self.readings: list[tuple[int, int, float, frozenset[str]]] = []
+        self.readings: list[Reading] = []
 
     def settle(self, seconds: float = 2.0) -> None:
         """Waits, no longer than that, until the GPU no longer throttles for the sake of what ran before."""
@@ -45,7 +69,7 @@ class Monitor:
     def read(self) -> None:
         """One reading; costs about 0.1 ms of the host's time."""
         self.readings.append(
-            (
+            Reading(
                 pynvml.nvmlDeviceGetClockInfo(self._handle, pynvml.NVML_CLOCK_SM),
                 pynvml.nvmlDeviceGetTemperature(self._handle, pynvml.NVML_TEMPERATURE_GPU),
                 pynvml.nvmlDeviceGetPowerUsage(self._handle) / 1000,

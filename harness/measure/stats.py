@@ -1,6 +1,10 @@
 """Statistics of repeated timings. Distributions of kernel times are skewed and have outliers, so everything that a
 decision hangs on is built from order statistics; mean and standard deviation are there for those who ask.
 
+Intervals are of 95 % also where sampling stops as soon as they are narrow enough: who looks K times, and may stop at
+each, takes intervals of 1 − 0.05 / K (Bonferroni), of which all K together hold in 95 of 100 cases. K is the number of
+looks that were planned, `looks`, whatever was used of them.
+
 Imports no torch, so that `report` and `compare` can use it anywhere.
 """
 
@@ -8,8 +12,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
+
+import numpy as np
+
+RESAMPLES = 2000
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def quantile(ordered: Sequence[float], q: float) -> float:
@@ -20,20 +30,45 @@ def quantile(ordered: Sequence[float], q: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
-def median_ci(ordered: Sequence[float]) -> tuple[float, float]:
-    """A confidence interval of the median with coverage of at least 95 %, free of any assumption on the distribution.
+def looks_at(fewest: int, most: int) -> tuple[int, ...]:
+    """After how many samples to look whether they suffice: `fewest`, each time twice as many, and at last `most`."""
+    found = [fewest]
+    while found[-1] < most:
+        found.append(min(2 * found[-1], most))
+    return tuple(found)
+
+
+def median_ci(ordered: Sequence[float], looks: int = 1) -> tuple[float, float]:
+    """A confidence interval of the median with coverage of at least 95 % at the last of so many looks, free of any
+    assumption on the distribution.
 
     The number of samples under the median is Binomial(n, 1/2), so the k-th smallest and k-th largest bracket it with
-    probability 1 − 2·P(B < k) (David and Nagaraja, Order Statistics, 7.1). Under 6 samples no k reaches 95 %: then the
-    whole range is returned.
+    probability 1 − 2·P(B < k) (David and Nagaraja, Order Statistics, 7.1). Where no k reaches the level, as under 6
+    samples at one look, the whole range is returned.
     """
     n = len(ordered)
     k, tail, term = 0, 0.0, 0.5**n  # term = P(B = k); underflows past 1074 samples, long after sampling has stopped
-    while tail + term <= 0.025:
+    while tail + term <= 0.025 / looks:
         tail += term
         term *= (n - k) / (k + 1)
         k += 1
     return ordered[max(k - 1, 0)], ordered[min(n - k, n - 1)]
+
+
+@lru_cache(maxsize=64)
+def _blocks(n: int, seed: int) -> Array:
+    """Indices of RESAMPLES circular block resamples of n samples in their order (Künsch 1989; block length n^(1/3))."""
+    block = max(1, round(n ** (1 / 3)))
+    starts = np.random.default_rng(seed).integers(0, n, size=(RESAMPLES, -(-n // block)))
+    indices = (starts[:, :, None] + np.arange(block)) % n
+    return indices.reshape(RESAMPLES, -1)[:, :n]
+
+
+def resampled_medians(samples: Sequence[float], seed: int = 0) -> Array:
+    """Medians of RESAMPLES resamples. Blocks of neighbours are drawn rather than single samples, since clocks and
+    temperature tie neighbours together."""
+    values = np.asarray(samples, dtype=np.float64)
+    return np.median(values[_blocks(len(values), seed)], axis=1)
 
 
 def outliers(ordered: Sequence[float]) -> int:
@@ -43,7 +78,7 @@ def outliers(ordered: Sequence[float]) -> int:
     return sum(not q1 - reach <= sample <= q3 + reach for sample in ordered)
 
 
-def column(samples_us: Sequence[float], stop: str) -> dict[str, Any]:
+def column(samples_us: Sequence[float], stop: str, looks: int = 1) -> dict[str, Any]:
     """A COLUMN of the record (see `record.py`) from samples in µs and the reason why sampling stopped."""
     ordered = sorted(samples_us)
     return {
@@ -56,20 +91,49 @@ def column(samples_us: Sequence[float], stop: str) -> dict[str, Any]:
         "max_us": ordered[-1],
         "p95_us": quantile(ordered, 0.95),
         "p99_us": quantile(ordered, 0.99),
-        "ci95_us": list(median_ci(ordered)),
+        "ci95_us": list(median_ci(ordered, looks)),
         "outliers": outliers(ordered),
         "stop": stop,
+        "looks": looks,
     }
 
 
-def converged(samples: Sequence[float], width: float) -> bool:
+def converged(samples: Sequence[float], width: float, looks: int = 1) -> bool:
     """Whether the interval of the median is narrower than `width` times the median."""
     ordered = sorted(samples)
-    low, high = median_ci(ordered)
+    low, high = median_ci(ordered, looks)
     return high - low <= width * quantile(ordered, 0.5)
 
 
-def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> dict[str, Any]:
+def ratio(numerator: Sequence[float], denominator: Sequence[float], looks: int = 1) -> dict[str, Any]:
     """Median and 95 % interval of the ratios of samples taken in the same round, so that slow drift cancels."""
-    ratios = sorted(a / b for a, b in zip(numerator, denominator, strict=True))
-    return {"median": quantile(ratios, 0.5), "ci95": list(median_ci(ratios))}
+    return paired([a / b for a, b in zip(numerator, denominator, strict=True)], looks)
+
+
+def paired(figures: Sequence[float], looks: int = 1) -> dict[str, Any]:
+    """Median and 95 % interval of one figure a round: the wider of a block bootstrap's, which knows of neighbours, and
+    `median_ci`, which is right for few rounds."""
+    ordered, tail = sorted(figures), 0.025 / looks
+    low, high = median_ci(ordered, looks)
+    drawn = np.quantile(resampled_medians(figures), (tail, 1 - tail))
+    return {"median": quantile(ordered, 0.5), "ci95": [min(low, float(drawn[0])), max(high, float(drawn[1]))]}
+
+
+FEWEST_UNTHROTTLED = 6  # rounds: fewer give no interval of a median
+
+
+def ratio_of_columns(
+    numerator: Mapping[str, Any], denominator: Mapping[str, Any], throttled: Collection[int] = ()
+) -> dict[str, Any]:
+    """`ratio` of two COLUMNs. Where the GPU throttled in some rounds, by their numbers, "unthrottled" is that of the
+    others and their number, or null if they are too few."""
+    looks = denominator.get("looks", 1)
+    above, below = numerator["samples_us"], denominator["samples_us"]
+    found = ratio(above, below, looks)
+    if throttled:
+        kept = [index for index in range(len(below)) if index not in throttled]
+        found["unthrottled"] = None
+        if len(kept) >= FEWEST_UNTHROTTLED:
+            calm = ratio([above[i] for i in kept], [below[i] for i in kept], looks)
+            found["unthrottled"] = {**calm, "n": len(kept)}
+    return found

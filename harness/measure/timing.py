@@ -21,10 +21,11 @@ data is random, never zeros.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,7 +35,7 @@ import torch
 from ..execute import Run, first_line
 from . import stats
 from .driver import Gate, evict_persisting_lines
-from .gpu_state import Monitor
+from .gpu_state import Monitor, Reading, by_round
 
 GRAPH_HEADLINE_US = 50.0
 NEVER_WARM_US = 1e5
@@ -45,7 +46,8 @@ AA = "#again"  # the second instance of an implementation, for the A/A pair
 
 @dataclass(frozen=True)
 class Budget:
-    """When sampling stops: every interval of a median narrower than `width`, or a bound on rounds or seconds.
+    """When sampling stops: every interval of a median narrower than `width` at one of the `looks`, or a bound on rounds
+    or seconds.
 
     `few_rounds` are enough where `min_rounds` take longer than `patience` seconds: runs of a tenth of a second have
     little variance, and are as long as many short ones. `warmup_rounds` replaces `warmup_seconds`.
@@ -59,6 +61,20 @@ class Budget:
     width: float = 0.01
     warmup_seconds: float = 0.05
     warmup_rounds: int | None = None
+
+    @property
+    def looks(self) -> tuple[int, ...]:
+        """After how many rounds the intervals are looked at."""
+        return stats.looks_at(self.min_rounds, self.max_rounds)
+
+    def done(self, rounds: int, elapsed: float, samples: Collection[Sequence[float]]) -> str | None:
+        """Why sampling ends after so many rounds and seconds, or None."""
+        looks = self.looks
+        if rounds < (min(self.few_rounds, self.min_rounds) if elapsed > self.patience else self.min_rounds):
+            return None
+        if rounds in looks and all(stats.converged(s, self.width, len(looks)) for s in samples):
+            return "converged"
+        return "time" if elapsed > self.seconds else "rounds" if rounds >= self.max_rounds else None
 
     def fixed(self, samples: int | None = None, warmup: int | None = None) -> Budget:
         """With exactly so many samples, whatever their scatter, after so many rounds of warm-up; None leaves either as
@@ -108,17 +124,19 @@ class Measurement:
     warnings: dict[str, list[str]] = field(default_factory=dict)
 
     def headline(self, ours: str, timer: str = "auto") -> str:
-        """The column that ratios and the summary use: graph for short calls, else cold."""
+        """The column that ratios and the summary use: cupti if that was asked for, graph for short calls, else cold."""
         columns = self.columns[ours]
+        if timer == "cupti":
+            return "cupti"
         if timer == "graph" or (timer == "auto" and columns["cold"]["median_us"] < GRAPH_HEADLINE_US):
             return "graph" if "graph" in columns else "cold"
         return "cold"
 
     def ratios(self, name: str, column: str) -> dict[str, dict[str, Any]]:
         """For every other contender its time over that of `name`, paired by round."""
-        mine = self.columns[name][column]["samples_us"]
+        throttled = frozenset(self.clocks.get("rounds", {}).get(column, {}).get("throttled", ()))
         return {
-            other: stats.ratio(columns[column]["samples_us"], mine)
+            other: stats.ratio_of_columns(columns[column], self.columns[name][column], throttled)
             for other, columns in self.columns.items()
             if other != name and column in columns
         }
@@ -128,6 +146,17 @@ def order_of(names: Sequence[str], index: int) -> list[str]:
     """Who runs when in a round: a fresh random order in each, the same ones in every run. So nobody always follows the
     same neighbour, and no period of the machine can coincide with one of the rounds."""
     return random.Random(index).sample(list(names), len(names))
+
+
+@dataclass
+class Sampled:
+    """One column of all contenders: their samples in µs, why sampling stopped, and how often it could have; the state
+    of the GPU in each round."""
+
+    samples: dict[str, list[float]]
+    stop: str
+    looks: int
+    readings: list[Reading]
 
 
 class ContenderFailed(Exception):
@@ -204,9 +233,10 @@ class Clock:
                     data.restore(0)
                     self.flush()
 
-                rounds = min(self.budget.max_rounds, 50)
-                self._add(result, "cupti", (kernel_times(runs[0], restore_and_flush, rounds), "rounds"))
-        result.clocks = self.monitor.summary()
+                orders = [order_of(list(runs[0]), index) for index in range(min(self.budget.max_rounds, 50))]
+                found = kernel_times(runs[0], restore_and_flush, orders, self.monitor)
+                self._add(result, "cupti", Sampled(found, "rounds", 1, self.monitor.readings[-len(orders) :]))
+        result.clocks.update(self.monitor.summary())
         return result
 
     def sustained(self, run: Run, seconds: float) -> dict[str, Any] | None:
@@ -259,9 +289,7 @@ class Clock:
             self._stream.synchronize()
             done += 1
 
-    def _events(
-        self, sets_of_runs: Sequence[Mapping[str, Run]], data: Data, cold: bool
-    ) -> tuple[dict[str, list[float]], str]:
+    def _events(self, sets_of_runs: Sequence[Mapping[str, Run]], data: Data, cold: bool) -> Sampled:
         names = list(sets_of_runs[0])
 
         def one_round(index: int) -> dict[str, float]:
@@ -282,9 +310,7 @@ class Clock:
 
         return self._sample(names, one_round)
 
-    def _graphs(
-        self, contenders: Sequence[Contender], sets: int, data: Data, result: Measurement
-    ) -> tuple[dict[str, list[float]], str]:
+    def _graphs(self, contenders: Sequence[Contender], sets: int, data: Data, result: Measurement) -> Sampled:
         graphs: dict[str, tuple[torch.cuda.CUDAGraph, list[Any]]] = {}
         for contender in contenders:
             try:
@@ -302,7 +328,7 @@ class Clock:
             times = self._round(names, index, lambda name: graphs[name][0].replay(), restore)
             return {name: us / sets for name, us in times.items()}
 
-        return self._sample(names, one_round) if names else ({}, "none")
+        return self._sample(names, one_round) if names else Sampled({}, "none", 1, [])
 
     def _round(
         self,
@@ -358,30 +384,24 @@ class Clock:
         self._stream.synchronize()
         return graph, [runs, kept]
 
-    def _sample(
-        self, names: Sequence[str], one_round: Callable[[int], dict[str, float]]
-    ) -> tuple[dict[str, list[float]], str]:
-        budget = self.budget
-        samples: dict[str, list[float]] = {name: [] for name in names}
+    def _sample(self, names: Sequence[str], one_round: Callable[[int], dict[str, float]]) -> Sampled:
+        found = Sampled({name: [] for name in names}, "", len(self.budget.looks), [])
         begin = time.perf_counter()
-        deadline = begin + budget.seconds
-        for index in range(budget.max_rounds):
+        for index in itertools.count():
             for name, sample in one_round(index).items():
-                samples[name].append(sample)
-            impatient = time.perf_counter() - begin > budget.patience
-            if index + 1 < (budget.few_rounds if impatient else budget.min_rounds):
-                continue
-            if index % 5 == 4 and all(stats.converged(s, budget.width) for s in samples.values()):
-                return samples, "converged"
-            if time.perf_counter() > deadline:
-                return samples, "time"
-        return samples, "rounds"
+                found.samples[name].append(sample)
+            found.readings.append(self.monitor.readings[-1])
+            if stop := self.budget.done(index + 1, time.perf_counter() - begin, found.samples.values()):
+                found.stop = stop
+                break
+        return found
 
     @staticmethod
-    def _add(result: Measurement, column: str, sampled: tuple[dict[str, list[float]], str]) -> None:
-        samples, stop = sampled
-        for name, values in samples.items():
-            result.columns.setdefault(name, {})[column] = stats.column(values, stop)
+    def _add(result: Measurement, column: str, found: Sampled) -> None:
+        for name, values in found.samples.items():
+            result.columns.setdefault(name, {})[column] = stats.column(values, found.stop, found.looks)
+        if found.samples:
+            result.clocks.setdefault("rounds", {})[column] = by_round(found.readings)
 
 
 def input_sets(footprint_bytes: int, l2_bytes: int, free_bytes: int) -> int:

@@ -193,12 +193,12 @@ class Group:
     def _described(self, name: str, samples: Samples) -> dict[str, Any]:
         """The row of an implementation that was timed."""
         columns, mine = samples.columns(), samples.slowest[name]
+        throttled = samples.clocks.get("rounds", {}).get(samples.column, {}).get("throttled", ())
         ratios = {
-            other: stats.ratio(theirs, mine)
-            for other, theirs in samples.slowest.items()
-            if other != name and "#" not in other
+            other: stats.ratio_of_columns(theirs, columns[name], throttled)
+            for other, theirs in columns.items()
+            if other != name and "#" not in other.removesuffix(AA)
         }
-        again = samples.slowest.get(name + AA)
         over = self._over(name, columns[name]["median_us"])
         several = {
             "backend": "nccl" if self.on_gpu else "gloo",
@@ -213,8 +213,8 @@ class Group:
             "headline": samples.column,
             "columns": {samples.column: columns[name]},
             "sustained": None,
-            "ratios": ratios,
-            "noise": stats.ratio(again, mine) if again else None,
+            "noise": ratios.pop(name + AA, None),
+            "ratios": {other: ratio for other, ratio in ratios.items() if not other.endswith(AA)},
             "peak_memory_bytes": max(samples.peaks[name]) if self.on_gpu else None,
             "error": None,
             "clocks": samples.clocks,
@@ -227,7 +227,7 @@ class Group:
         alone = samples.slowest.get(ALONE)
         if alone is None:
             return {"efficiency": None, "alone": None, "alone_reason": self.unmeasured[ALONE]}
-        ratio = stats.ratio(alone, mine)
+        ratio = stats.ratio(alone, mine, samples.looks)
         efficiency = {
             "median": ratio["median"] / self.me.size,
             "ci95": [bound / self.me.size for bound in ratio["ci95"]],
@@ -243,7 +243,10 @@ class Group:
         if local is None:
             reason = self.unmeasured.get(name + LOCAL, "there is no version of it without transfers")
             return {"exposed_us": None, "exposed_reason": reason}
-        return {"exposed_us": differences(mine, local), "local_median_us": columns[name + LOCAL]["median_us"]}
+        return {
+            "exposed_us": differences(mine, local, samples.looks),
+            "local_median_us": columns[name + LOCAL]["median_us"],
+        }
 
     def _long(self, seconds: float = LONG_CALL) -> bool:
         """Whether a call takes so long, by its floor."""

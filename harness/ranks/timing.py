@@ -11,6 +11,7 @@ wall    on CPUs: wall-clock time after a barrier. It stands for no GPU's.
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from torch import distributed
 
 from ..execute import Run
 from ..measure import stats
-from ..measure.gpu_state import Monitor
+from ..measure.gpu_state import Monitor, Reading, by_round, worst
 from ..measure.timing import Budget
 from .launch import Rank
 
@@ -50,6 +51,7 @@ class Samples:
 
     column: str
     stop: str = "rounds"
+    looks: int = 1  # how often sampling could have stopped
     slowest: dict[str, list[float]] = field(default_factory=dict)
     of_ranks: dict[str, list[list[float]]] = field(default_factory=dict)
     clocks: dict[str, Any] = field(default_factory=dict)
@@ -66,7 +68,7 @@ class Samples:
 
     def columns(self) -> dict[str, dict[str, Any]]:
         """A COLUMN of the record for each contender."""
-        return {name: stats.column(samples, self.stop) for name, samples in self.slowest.items()}
+        return {name: stats.column(samples, self.stop, self.looks) for name, samples in self.slowest.items()}
 
     def medians_of_ranks(self, name: str) -> list[float]:
         """µs of each rank."""
@@ -89,13 +91,14 @@ class Clock:
 
     def measure(self, contenders: Sequence[Contender], label: str) -> Samples:
         """Warms up, then takes samples until all medians are known well enough, or for as long as the budget says."""
-        found = Samples(COLD if self.on_gpu else WALL)
+        found = Samples(COLD if self.on_gpu else WALL, looks=len(self.budget.looks))
         self._peaks.clear()
         spins = {c.name: self.warm_up(c, f"{label} {c.name}: warm-up") for c in contenders}
         names, begin = [c.name for c in contenders], time.perf_counter()
+        readings: list[Reading] = []
         if self.on_gpu:
             self._monitor.readings.clear()
-        for index in range(self.budget.max_rounds):
+        for index in itertools.count():
             times: dict[str, float] = {}
             for contender in self._order.sample(contenders, len(contenders)):
                 self.rank.beat.step(f"{label} {contender.name}: sample {index + 1}")
@@ -103,11 +106,13 @@ class Clock:
             self.rank.beat.step(f"{label}: exchange of the times of round {index + 1}")
             rows = self._exchange([*(times[name] for name in names), time.perf_counter() - begin])
             found.add(names, [row[:-1] for row in rows])
+            if self.on_gpu:
+                readings.append(worst(self._monitor.readings[-len(contenders) :]))
             # What rank 0's clock says holds for all: they must stop after the same round.
-            if stop := self._stop(found, index, rows[0][-1]):
+            if stop := self._stop(found, index + 1, rows[0][-1]):
                 found.stop = stop
                 break
-        found.clocks = self._clocks()
+        found.clocks = self._clocks(found.column, readings)
         of_ranks = gathered(self._peaks, self.rank)
         found.peaks = {name: [peaks[name] for peaks in of_ranks] for name in names}
         return found
@@ -158,16 +163,11 @@ class Clock:
         torch.cuda.synchronize()  # what ran on other streams too: it must not reach into the next sample
         return start.elapsed_time(stop) * 1e3 if run is not None else 0.0
 
-    def _stop(self, found: Samples, index: int, elapsed: float) -> str | None:
-        """Why sampling ends after this round, or None."""
-        budget = self.budget
-        if elapsed > LONG_ROUNDS and index + 1 >= FEWEST_ROUNDS:
+    def _stop(self, found: Samples, rounds: int, elapsed: float) -> str | None:
+        """Why sampling ends after so many rounds and seconds, or None."""
+        if elapsed > LONG_ROUNDS and rounds >= FEWEST_ROUNDS:
             return "time"
-        if index + 1 < (budget.few_rounds if elapsed > budget.patience else budget.min_rounds):
-            return None
-        if index % 5 == 4 and all(stats.converged(samples, budget.width) for samples in found.slowest.values()):
-            return "converged"
-        return "time" if elapsed > budget.seconds else None
+        return self.budget.done(rounds, elapsed, found.slowest.values())
 
     def meet(self) -> None:
         """Returns when all ranks have called it."""
@@ -188,11 +188,12 @@ class Clock:
         distributed.all_gather(rows, mine)
         return [row.tolist() for row in rows]
 
-    def _clocks(self) -> dict[str, Any]:
-        """The `clocks` of a row, over all ranks."""
+    def _clocks(self, column: str, readings: Sequence[Reading]) -> dict[str, Any]:
+        """The `clocks` of a row, over all ranks; `readings` are of this rank, one a round."""
         if not self.on_gpu:
             return {}
-        return merged(gathered(self._monitor.summary(), self.rank))
+        rounds = [worst(of_ranks) for of_ranks in zip(*gathered(list(readings), self.rank), strict=True)]
+        return {**merged(gathered(self._monitor.summary(), self.rank)), "rounds": {column: by_round(rounds)}}
 
 
 def gathered(mine: Any, rank: Rank) -> list[Any]:
@@ -216,7 +217,6 @@ def merged(clocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def differences(numerator: Sequence[float], denominator: Sequence[float]) -> dict[str, Any]:
+def differences(numerator: Sequence[float], denominator: Sequence[float], looks: int) -> dict[str, Any]:
     """Median and 95 % interval of the differences of samples taken in the same round."""
-    found = sorted(a - b for a, b in zip(numerator, denominator, strict=True))
-    return {"median": stats.quantile(found, 0.5), "ci95": list(stats.median_ci(found))}
+    return stats.paired([a - b for a, b in zip(numerator, denominator, strict=True)], looks)

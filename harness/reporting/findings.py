@@ -25,13 +25,15 @@ MODES = ("fwd", "bwd", "fwd+bwd", "step", "train")
 
 @dataclass(frozen=True)
 class Speedup:
-    """Time of `peer` over ours, paired by round. `row` is the peer's, where there is one."""
+    """Time of `peer` over ours, paired by round. `row` is the peer's, where there is one. `unthrottled` is that of the
+    rounds in which the GPU did not throttle, where there were others: median, interval and number of rounds."""
 
     peer: str
     median: float
     low: float
     high: float
     row: Row | None = field(default=None, compare=False, repr=False)
+    unthrottled: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
     @property
     def pytorch(self) -> bool:
@@ -226,7 +228,8 @@ def _speedups(records: Records, best: Row | None, siblings: Mapping[str, Row]) -
         sibling = siblings.get(name)
         peer = sibling.status == "ok" and not sibling.ours and not sibling.yardstick if sibling else name not in ours
         if peer and (ends := _interval(ratio)):
-            found.append(Speedup(name, ratio["median"], ends[0], ends[1], sibling or latest.get(name)))
+            row = sibling or latest.get(name)
+            found.append(Speedup(name, ratio["median"], ends[0], ends[1], row, ratio.get("unthrottled")))
     return found
 
 

@@ -115,10 +115,13 @@ def _summary_row(finding: Finding, notes: set[str]) -> list[object]:
 
 
 def speedup(found: Speedup | None, named: bool = False) -> str | None:
-    """'1.21× [1.20, 1.22] quack'."""
+    """'1.21× [1.20, 1.22] quack', and the same of unthrottled rounds where some were not."""
     if found is None:
         return None
-    return md.times(found.median, (found.low, found.high)) + (f" {found.peer}" if named else "")
+    text = md.times(found.median, (found.low, found.high)) + (f" {found.peer}" if named else "")
+    if calm := found.unthrottled:
+        text += f" ({md.times(calm['median'], calm['ci95'])} in {calm['n']} unthrottled rounds)"
+    return text
 
 
 def share(finding: Finding, row: Row, notes: set[str]) -> str:

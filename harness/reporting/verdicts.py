@@ -11,11 +11,10 @@ UNSURE  everything else: measure longer, or with less noise
 
 A small change that is certain is therefore SAME, and a large one that is noisy is UNSURE, never the other way round.
 
-The interval is a percentile bootstrap of the ratio of medians with a fixed seed. It draws blocks of neighbouring
-samples rather than single ones, since clocks and temperature tie neighbours together (Künsch 1989; block length
-n^(1/3)). It is then widened to what the A/A pairs of the two runs saw between an implementation and itself: a shift
-that the harness sees where there is none cannot be told from one that is there. With fewer than six samples on a side
-no interval of a median reaches 95 %, so the verdict is UNSURE.
+The interval is a percentile bootstrap of the ratio of medians with fixed seeds, of blocks of neighbours
+(`stats.resampled_medians`). It is then widened to what the A/A pairs of the two runs saw between an implementation and
+itself: a shift that the harness sees where there is none cannot be told from one that is there. With fewer than six
+samples on a side no interval of a median reaches 95 %, so the verdict is UNSURE.
 """
 
 from __future__ import annotations
@@ -27,10 +26,11 @@ from typing import Any
 
 import numpy as np
 
+from ..measure import stats
+
 FASTER, SAME, SLOWER, UNSURE = "FASTER", "SAME", "SLOWER", "UNSURE"
 THRESHOLD = 0.03
 HOST_THRESHOLD = 0.10  # of host time, which depends on what else the processor does
-RESAMPLES = 2000
 FEWEST = 6
 
 
@@ -57,20 +57,9 @@ def ratio_of_medians(baseline: Sequence[float], current: Sequence[float], noise:
     if min(len(baseline), len(current)) < FEWEST:
         return None
     value = float(np.median(current) / np.median(baseline))
-    draw = np.random.default_rng(0)
-    ratios = _medians(current, draw) / _medians(baseline, draw)
+    ratios = stats.resampled_medians(current, 0) / stats.resampled_medians(baseline, 1)
     low, high = np.quantile(ratios, (0.025, 0.975))
     return Ratio(value, min(float(low), value * math.exp(-noise)), max(float(high), value * math.exp(noise)))
-
-
-def _medians(samples: Sequence[float], draw: np.random.Generator) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Medians of RESAMPLES circular block resamples."""
-    values = np.asarray(samples, dtype=np.float64)
-    n = len(values)
-    block = max(1, round(n ** (1 / 3)))
-    starts = draw.integers(0, n, size=(RESAMPLES, -(-n // block)))
-    indices = (starts[:, :, None] + np.arange(block)) % n
-    return np.median(values[indices.reshape(RESAMPLES, -1)[:, :n]], axis=1)
 
 
 def noise_floor(*pairs: Mapping[str, Any] | None) -> float:
