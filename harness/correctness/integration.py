@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .. import registry
 from ..spec import WITHOUT_AUTOGRAD, Inputs, Op
@@ -71,9 +71,17 @@ def opcheck(s: Subject, mode: str) -> None:
         raise Skipped("not a kernel of the registry, and it registers no op")
     for name, (func, args, kwargs) in recorder.calls.items():
         try:
-            torch.library.opcheck(func, args, kwargs)
+            torch.library.opcheck(func, args, kwargs, test_utils=_utilities(func, args, kwargs))
         except Exception as error:
             raise Rejected(Verdict(False, f"{name}: {_short(error)}", "opcheck")) from error
+
+
+def _utilities(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """Those of opcheck that can hold. The last calls NaN unequal to NaN; `compiled` traces the op all the same."""
+    results = func(*tree_map_only(torch.Tensor, torch.clone, args), **tree_map_only(torch.Tensor, torch.clone, kwargs))
+    floating = [t for t in tree_leaves(results) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    without = ("test_schema", "test_autograd_registration", "test_faketensor")
+    return without if any(t.isnan().any() for t in floating) else (*without, "test_aot_dispatch_dynamic")
 
 
 def compiled(s: Subject, mode: str) -> None:
