@@ -165,7 +165,10 @@ class KernelSpec:
     reference        same signature, plain PyTorch, computing in at least fp32 and in fp64 when given fp64
     make_inputs      (case, device, generator) -> keyword arguments of the op, tensors and scalars. Fresh random data at
                      each call. The generator is None when shapes alone matter (ahead-of-time build).
-    cost             (case, mode) -> Cost; no tensors
+    cost             (case, mode) -> Cost; no tensors. Its bytes are those of the call's tensors (inputs, outputs,
+                     incoming gradients, gradients) and `extra_bytes`, which a test holds it to
+    extra_bytes      (case, mode) -> bytes by name: of what the forward saves for the backward beyond inputs; negative
+                     of what a call need not touch of its tensors. Of a case of several GPUs: of one of them
     cases            at least one with bench=True
     pytorch          names of the baselines that are what a PyTorch user would write (F.rms_norm, SDPA, fused AdamW).
                      The report's "over PyTorch" is over the fastest; "eager" where the reference is just that
@@ -217,6 +220,7 @@ class KernelSpec:
     determinism: Mapping[str, str] = field(default_factory=lambda: {"fwd": "run-to-run", "bwd": "run-to-run"})
     tolerance: Tolerance = Tolerance()
     finite_only: Callable[[Case], bool] = lambda case: False
+    extra_bytes: Callable[[Case, str], Mapping[str, int]] = lambda case, mode: {}
     sampled: Callable[[Case], Rows | None] = lambda case: None
     own_strides: Callable[[Case], tuple[int, ...]] = lambda case: ()
     limits: Mapping[str, float] = field(default_factory=dict)

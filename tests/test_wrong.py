@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -88,14 +89,20 @@ def test_wrong_on_a_gpu_is_rejected(kernel_name, wrong):
     assert outcome.cause in wrong.cause.split(" or "), check.row(outcome)
 
 
-@pytest.mark.parametrize(
-    ("kernel_name", "control"), [(kernel, name) for kernel in KERNELS for name in ZOO[kernel].CONTROLS]
-)
-def test_right_is_accepted(kernel_name, control):
+def controls() -> Iterator[object]:
+    """Right versions, each on the first of its cases; on the others too where there is time."""
+    for kernel in KERNELS:
+        for name in ZOO[kernel].CONTROLS:
+            for case in ZOO[kernel].CASES:
+                slow = () if case is ZOO[kernel].CASES[0] else (pytest.mark.slow,)
+                yield pytest.param(kernel, name, case, id=f"{kernel}-{name.replace(' ', '-')}-{case.name}", marks=slow)
+
+
+@pytest.mark.parametrize(("kernel_name", "control", "case"), [*controls()])
+def test_right_is_accepted(kernel_name, control, case):
     """The kernel itself goes through the same checks in tests/test_specs.py."""
-    zoo = ZOO[kernel_name]
-    fn = zoo.CONTROLS[control]
-    outcomes = [check.run(i, DEVICE) for i in check.plan(spec_with(kernel_name, control, fn), DEVICE, zoo.CASES)]
+    spec = spec_with(kernel_name, control, ZOO[kernel_name].CONTROLS[control])
+    outcomes = [check.run(item, DEVICE) for item in check.plan(spec, DEVICE, [case])]
     assert not [check.row(o) for o in outcomes if o.status == "fail"]
     assert {o.item.check for o in outcomes if o.status == "pass"} >= {"accuracy", "replay", "strides", "sizes"}
 

@@ -124,6 +124,12 @@ def cost(case: Case, mode: str) -> Cost:
     return Cost(flops=flops, bytes=total)
 
 
+def extra_bytes(case: Case, mode: str) -> dict[str, int]:
+    shapes = enumerate(_shapes(case))
+    written = sum(_dtype(case, i).itemsize * torch.Size(shape).numel() for i, shape in shapes if _has_master(case, i))
+    return {"params with a master copy, which are not read": -written}
+
+
 def _collected(inputs: Inputs) -> tuple[dict[str, Any], Inputs]:
     """The lists of tensors, and the other arguments as the op takes them."""
     count = sum(re.fullmatch(r"p\d+", name) is not None for name in inputs)
@@ -265,6 +271,7 @@ SPEC = KernelSpec(
     reference=_reference,
     make_inputs=make_inputs,
     cost=cost,
+    extra_bytes=extra_bytes,
     cases=CASES,
     grads=(),
     modes=("step",),

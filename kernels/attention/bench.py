@@ -79,7 +79,7 @@ CASES = (
     # Boundary cases: plain first, then every option, nothing, one of everything, every width, ragged tiles.
     _case(1, (2, 1), 37, 41, 24, FP32),
     _case(1, (2, 1), 41, 37, 24, FP16),
-    _case(2, (4, 2), 35, 33, 16, FP16),
+    _case(2, (2, 1), 35, 33, 16, FP16),
     _case(1, 2, 37, 29, 16, FP32, causal=True, return_lse=True),
     _case(2, 1, 37, 45, 24, FP16, causal=True),
     _case(1, 2, 40, 33, 24, FP32, "window", window=(7, 3)),
@@ -154,6 +154,15 @@ def cost(case: Case, mode: str) -> Cost:
     pipe = "fp8" if params.get("fp8") else {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[case.dtype]
     flops = products * 2 * d["dim"] * pairs * heads * d["group"]
     return Cost(flops=flops, bytes=tensors * rows * d["dim"] * size + lse, pipe=pipe)
+
+
+def extra_bytes(case: Case, mode: str) -> dict[str, int]:
+    d, size = case.dims, case.dtype.itemsize
+    rows = d["batch"] * d["kv_heads"] * d["group"] * d["queries"]
+    spare = max(d["queries"] - d["keys"], 0) if case.params.get("context") else 0
+    unread = 2 * d["batch"] * d["kv_heads"] * spare * d["dim"] * size
+    extra = {"lse": 4 * rows, "keys, values and gradients beyond the context": -unread * (2 if mode == "bwd" else 1)}
+    return extra if mode == "fwd" else {**extra, "out": rows * d["dim"] * size}
 
 
 def _square_if_causal(case: Case) -> str | None:
@@ -403,6 +412,7 @@ SPEC = KernelSpec(
     reference=attention_reference,
     make_inputs=make_inputs,
     cost=cost,
+    extra_bytes=extra_bytes,
     cases=CASES,
     grads=("q", "k", "v"),
     determinism={"fwd": "run-to-run", "bwd": "on request"},

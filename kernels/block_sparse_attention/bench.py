@@ -200,6 +200,13 @@ def cost(case: Case, mode: str) -> Cost:
     return _cost(case, mode, kept_pairs(case))
 
 
+def extra_bytes(case: Case, mode: str) -> dict[str, int]:
+    d = case.dims
+    rows = d["batch"] * d["kv_heads"] * d["group"] * d["queries"]
+    out = {} if mode == "fwd" else {"out": rows * d["dim"] * case.dtype.itemsize}
+    return {"lse": 4 * rows, **out}
+
+
 def _dense_cost(case: Case, mode: str) -> Cost:
     d = case.dims
     shift = d["keys"] - d["queries"]
@@ -423,6 +430,7 @@ SPEC = KernelSpec(
     reference=block_sparse_attention_reference,
     make_inputs=make_inputs,
     cost=cost,
+    extra_bytes=extra_bytes,
     cases=CASES,
     grads=("q", "k", "v", "block_bias"),
     determinism={"fwd": "run-to-run", "bwd": "on request"},

@@ -108,6 +108,12 @@ def cost(case: Case, mode: str) -> Cost:
     return Cost(flops=2 * products * rows * n * k, bytes=elements * size + 8 * groups, pipe=pipe)
 
 
+def extra_bytes(case: Case, mode: str) -> dict[str, int]:
+    d = case.dims
+    idle = sum(size == 0 for size in group_sizes(case)) if "split" in case.params else 0
+    return {"weights of groups without rows": -idle * d["n"] * d["k"] * case.dtype.itemsize}
+
+
 def _torch() -> Op:
     from torch.nn.functional import grouped_mm
 
@@ -281,6 +287,7 @@ SPEC = KernelSpec(
     reference=grouped_gemm_reference,
     make_inputs=make_inputs,
     cost=cost,
+    extra_bytes=extra_bytes,
     cases=CASES,
     grads=("x", "weights", "bias"),
     determinism={"fwd": "run-to-run", "bwd": "run-to-run"},

@@ -164,6 +164,13 @@ def cost(case: Case, mode: str) -> Cost:
     return Cost(flops, moved // world, pipe, link_bytes=_link_bytes(case, mode))
 
 
+def extra_bytes(case: Case, mode: str) -> dict[str, int]:
+    d = case.dims
+    rows = d["batch"] * d["kv_heads"] * d["group"] * d["queries"] // case.world_size
+    out = {} if mode == "fwd" else {"out": rows * d["dim"] * case.dtype.itemsize}
+    return {"lse": 4 * rows, **out}
+
+
 def _link_bytes(case: Case, mode: str) -> int:
     """Of the rank that moves the most."""
     d, size, dim = case.dims, case.dtype.itemsize, case.dims["dim"]
@@ -309,6 +316,7 @@ SPEC = KernelSpec(
     reference=ring_attention_reference,
     make_inputs=make_inputs,
     cost=cost,
+    extra_bytes=extra_bytes,
     cases=CASES,
     grads=("q", "k", "v"),
     determinism={"fwd": "run-to-run", "bwd": "on request"},

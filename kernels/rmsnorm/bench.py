@@ -89,6 +89,13 @@ def cost(case: Case, mode: str) -> Cost:
     return Cost(flops=flops * rows * dim, bytes=size * dim * (tensors * rows + vectors))
 
 
+def extra_bytes(case: Case, mode: str) -> dict[str, int]:
+    if mode == "fwd" or not case.params.get("residual"):
+        return {}
+    tensor = case.dims["rows"] * case.dims["dim"] * case.dtype.itemsize
+    return {"h in place of x and residual": -tensor, "their gradients, which are one": -tensor}
+
+
 def _torch():
     def rms_norm(x, weight=None, eps=1e-6, residual=None, weight_offset=0.0):
         h = x if residual is None else x + residual
@@ -209,6 +216,7 @@ SPEC = KernelSpec(
     reference=rmsnorm_reference,
     make_inputs=make_inputs,
     cost=cost,
+    extra_bytes=extra_bytes,
     cases=CASES,
     grads=("x", "weight", "residual"),
     unit="rows",

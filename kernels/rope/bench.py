@@ -113,6 +113,22 @@ def cost(case: Case, mode: str) -> Cost:
     return Cost(flops=flops, bytes=2 * tokens * heads * moved * case.dtype.itemsize + table * size + positions)
 
 
+def extra_bytes(case: Case, mode: str) -> dict[str, int]:
+    batch, seq, heads, kv_heads, dim = (case.dims[n] for n in ("batch", "seq", "heads", "kv_heads", "dim"))
+    heads += 0 if case.params.get("alone") else kv_heads
+    rotary, batched = _rotary(case), case.params.get("batched")
+    size = case.params.get("table_dtype", case.dtype).itemsize
+    angles = rotary if case.params.get("tables") == "full" else rotary // 2
+    given = (batch * seq if batched else seq + SPARE) * angles
+    read = (batch * seq if batched else seq) * (rotary // 2)
+    tensors = batch * seq * heads * case.dtype.itemsize
+    return {
+        "spare rows and repeated halves of the tables": 2 * (read - given) * size,
+        "what is not rotated, in place": -2 * tensors * (dim - rotary) if case.params.get("inplace") else 0,
+        "q and k, which the backward does not need": -tensors * dim if mode == "bwd" else 0,
+    }
+
+
 def _copy(q, k=None, *tables, **options):
     return q.clone() if k is None else (q.clone(), k.clone())
 
@@ -235,6 +251,7 @@ SPEC = KernelSpec(
     reference=rope_reference,
     make_inputs=make_inputs,
     cost=cost,
+    extra_bytes=extra_bytes,
     cases=CASES,
     grads=("q", "k"),
     unit="tokens",

@@ -203,5 +203,5 @@ SPEC = KernelSpec(
     fuzz={"context": (1, 8), "targets": (1, 8)},
     unsupported_reason=_unsupported,
     host_cases=(_case(8, 8, 1, sizes=HOST),),
-    needs=("adamw", "attention", "fused_mlp", "gmm_logprob", "rmsnorm"),
+    needs=("adamw", "attention", "fused_mlp", "gmm_logprob", "heads_mlp", "rmsnorm"),
 )

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from kernels.fused_mlp import fused_mlp
+from kernels.heads_mlp import heads_mlp
 
 
 class Linear(nn.Linear):
@@ -22,32 +24,22 @@ class Linear(nn.Linear):
         return F.linear(input, self.weight.to(input.dtype), bias)
 
 
-def kernel(name: str) -> Callable[..., Any] | None:
-    """The public function of a kernel, or None where this checkout does not have it."""
-    try:
-        return getattr(importlib.import_module(f"kernels.{name}"), name)
-    except ModuleNotFoundError:
-        return None
-
-
 def feed_forward(name: str) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """(x [..., D], w1 [H, D], w2 [D, H]) -> w2 · silu(w1 · x): "torch", "fused" (ridgeline's fused_mlp), or "auto",
-    which is "fused" where it is there."""
-    return _choice("mlp", name, "fused", kernel("fused_mlp"), _torch_feed_forward)
+    """(x [..., D], w1 [H, D], w2 [D, H]) -> w2 · silu(w1 · x): "torch", "fused" (ridgeline's fused_mlp) or "auto",
+    which is "fused"."""
+    return _choice("mlp", name, fused_mlp, _torch_feed_forward)
 
 
 def mixture_heads(name: str) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
     """(x [..., D], w1 [K, H, D], w2 [K, 3, H]) -> [..., K, 3], an MLP for each of K components: "torch", "fused"
-    (ridgeline's heads_mlp), or "auto", which is "fused" where it is there."""
-    return _choice("heads_impl", name, "fused", kernel("heads_mlp"), _torch_heads)
+    (ridgeline's heads_mlp) or "auto", which is "fused"."""
+    return _choice("heads_impl", name, heads_mlp, _torch_heads)
 
 
-def _choice(option: str, name: str, ours: str, fused: Callable[..., Any] | None, plain: Callable[..., Any]) -> Any:
-    if name not in ("torch", ours, "auto"):
-        raise ValueError(f"TransformerNP: {option} must be torch, {ours} or auto, got {name!r}")
-    if name == ours and fused is None:
-        raise ValueError(f"TransformerNP: {option}={ours!r} needs a kernel that this checkout does not have")
-    return plain if name == "torch" or fused is None else fused
+def _choice(option: str, name: str, fused: Callable[..., Any], plain: Callable[..., Any]) -> Any:
+    if name not in ("torch", "fused", "auto"):
+        raise ValueError(f"TransformerNP: {option} must be torch, fused or auto, got {name!r}")
+    return plain if name == "torch" else fused
 
 
 def _torch_feed_forward(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:

@@ -87,7 +87,7 @@ class TransformerNP(nn.Module):
     components  of the mixture, an MLP each
     attention   "auto", "separate" or "fused" (ridgeline's attention, by its backward), "fp8" (the same without a
                 gradient), "sdpa", "sdpa-flash", "sdpa-cudnn" (PyTorch's), or a function of q, k and v
-    mlp         "fused" (ridgeline's fused_mlp), "torch", or "auto", which is "fused" where it is there
+    mlp         "fused" (ridgeline's fused_mlp), "torch", or "auto", which is "fused"
     heads_impl  the same with heads_mlp
     norm, loss_impl  "auto" (ridgeline's rmsnorm and gmm_logprob) or "torch"
     checkpoint  what is computed again in the backward and not kept: "none", whole "block"s, or their "attention"

@@ -29,7 +29,6 @@ from . import (
     transformer_np,
 )
 from .bench import SPEC, TINY, make_inputs
-from .layers import feed_forward, kernel
 from .step import places
 from .task import JITTER, _by_features, _exact
 
@@ -119,14 +118,6 @@ def test_padding_stays_zero() -> None:
 def test_unknown_options(options: dict, message: str) -> None:
     with torch.device("meta"), pytest.raises(ValueError, match=message):
         TransformerNP(1, 16, **{"heads": 2, "d_ff": 8, **options})
-
-
-def test_a_kernel_that_is_not_there_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kernel("no_such_kernel") is None
-    monkeypatch.setattr("workloads.transformer_np.layers.kernel", lambda name: None)
-    assert feed_forward("auto") is feed_forward("torch")
-    with pytest.raises(ValueError, match="does not have"):
-        feed_forward("fused")
 
 
 @pytest.mark.parametrize("name", KERNELS)
