@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import site
 import sys
+import sysconfig
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 COMMANDS = {
     "list": "kernels, cases, modes and implementations",
@@ -23,7 +27,7 @@ COMMANDS = {
     "mutate": "small faults in a kernel's own source: how many of them the checks reject",
     "plan": "a model of a case's time on many GPUs, from rates that were measured on few",
     "report": "Markdown and SVG from the records",
-    "compare": "FASTER, SAME, SLOWER or UNSURE between two sets of records; exit code 1 on SLOWER",
+    "compare": "FASTER, SAME, SLOWER or UNSURE between two sets of records; exit code 1 on what --fail-on names",
     "new": "scaffold a kernel",
     "vendor": "rewrite the copies of parts/ in the kernels' folders",
     "support": "write docs/SUPPORT.md from the SPECs: dtypes, modes, GPUs, implementations, determinism",
@@ -45,5 +49,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return arguments.main(arguments)
     except (ValueError, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_place(error)}{error}", file=sys.stderr)
         return 2
+
+
+def _place(error: BaseException) -> str:
+    """FILE:LINE and a colon where an error came through a file that is neither ours nor installed, such as a bench.py:
+    then it is no misuse of an option but a fault in there."""
+    harness = Path(__file__).parent
+    installed = {Path(path) for path in (*sysconfig.get_paths().values(), *site.getsitepackages())}
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(frame.filename)
+        if file.is_file() and not {harness, *installed} & set(file.parents):
+            return f"{file}:{frame.lineno}: "
+    return ""

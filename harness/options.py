@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from .spec import Case, KernelSpec
 
 
-def add_selection(parser: argparse.ArgumentParser) -> None:
-    """--kernel, --case, --mode, --impl; each may be given more than once."""
+def add_selection(
+    parser: argparse.ArgumentParser, cases: str = "all bench cases", implementations: str = "all, and all baselines"
+) -> None:
+    """--kernel, --case, --mode, --impl; each may be given more than once. The other arguments say what is taken without
+    --case and --impl."""
     group = parser.add_argument_group("what")
     group.add_argument(
         "--kernel",
@@ -24,23 +27,36 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="only this kernel (default: all), or PATH[:SPEC] outside the checkout",
     )
-    group.add_argument("--case", action="append", metavar="NAME", help="only this case (default: all bench cases)")
-    group.add_argument("--mode", action="append", metavar="MODE", help="only this mode: fwd, bwd, fwd+bwd, step, train")
-    group.add_argument("--impl", action="append", metavar="NAME", help="only this implementation or baseline")
+    group.add_argument("--case", action="append", metavar="NAME", help=f"only this case (default: {cases})")
+    modes = "only this mode (default: all): fwd, bwd, fwd+bwd, step, train"
+    group.add_argument("--mode", action="append", metavar="MODE", help=modes)
+    help_line = f"only this implementation or baseline (default: {implementations})"
+    group.add_argument("--impl", action="append", metavar="NAME", help=help_line)
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
     """--gpu and --device."""
     group = parser.add_argument_group("where")
     group.add_argument(
-        "--gpu", default="auto", metavar="NAME", help="auto, or a GPU of the table, e.g. h200, h100, a100-80"
+        "--gpu",
+        default="auto",
+        type=str.lower,
+        metavar="NAME",
+        help="a GPU of the table, e.g. h200, h100, a100-80 (default: the one found)",
     )
     group.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
 
 
-def add_output(parser: argparse.ArgumentParser) -> None:
+def add_output(parser: argparse.ArgumentParser, default: str = "reports/<gpu>") -> None:
     """--out."""
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: reports/<gpu>")
+    parser.add_argument("--out", type=Path, metavar="DIR", help=f"default: {default}")
+
+
+def refuse(arguments: argparse.Namespace, defaults: Mapping[str, object], where: str, *names: str) -> None:
+    """ValueError where one of the options of these names was given; `where` says in which mode it would be ignored."""
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) != defaults[name]]
+    if given:
+        raise ValueError(f"{where} does not go with {' and '.join(given)}")
 
 
 @dataclass(frozen=True)

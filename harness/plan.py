@@ -30,7 +30,8 @@ def main(selections: Sequence[options.Selection], key: str | None, arguments: ar
     # The errors of every case. The rest of the battery takes longer than all else here together, and is `nox -s test`.
     for step, options_of_step in (("check", ["--quiet", "--check", "accuracy"]), ("build", ["--quick"])):
         console.rule(step)
-        failed |= _harness(step, [*_kernels(selections), *options_of_step], interpret=step == "check")
+        words = [*_kernels(selections), *_narrowed(arguments), *options_of_step]
+        failed |= _harness(step, words, interpret=step == "check")
     console.rule("floors")
     tables.show(f"the least time on {gpu.title}", FLOORS_HEAD, floors(selections, gpu))
     console.print(notice, style="bold")
@@ -51,6 +52,11 @@ def _harness(command: str, arguments: Sequence[str], interpret: bool) -> int:
 def _kernels(selections: Sequence[options.Selection]) -> list[str]:
     names = dict.fromkeys(s.spec.name for s in selections)
     return [word for name in names for word in ("--kernel", name)]
+
+
+def _narrowed(arguments: argparse.Namespace) -> list[str]:
+    chosen = {"--case": arguments.case, "--mode": arguments.mode, "--impl": arguments.impl}
+    return [word for option, names in chosen.items() for name in names or () for word in (option, name)]
 
 
 def floors(selections: Sequence[options.Selection], gpu: roofline.Gpu) -> list[tuple[str, ...]]:

@@ -13,7 +13,8 @@ run    once per bench of a kernel, first
                         "variables": {"NCCL_...": ...},                      # of NCCL and symmetric memory, where set
                         "commit": "<sha>"|null, "dirty": bool, "os": ..., "time": ISO-8601 UTC},
         "world_size": 2,                                                     # GPUs of one host, where more than one
-        "ceilings": {"measured": {"bandwidth": B/s of a copy, "bandwidth_read": B/s of a pure read,
+        "ceilings": {"measured": {"bandwidth": B/s of a copy, "bandwidth_read": of a read alone,
+                                  "bandwidth_2r1w": of two reads and a write,  # the best is the ceiling
                                   "flops": {"bf16": FLOP/s, "fp16": ..., "tf32": ..., "fp32": ...},
                                   "link": B/s each way, "links": {"nccl": {"one way": {bytes: B/s}, ...}, ...}},
                      "datasheet": {"bandwidth", "flops"}, or null for a card that is not in the table}}
@@ -80,6 +81,7 @@ from typing import IO, Any
 
 from .compaction import restore, shorten
 from .reporting.entries import Group, Records, Row, Run
+from .reporting.markdown import printable
 
 SCHEMA = 2
 #: what `load` understands
@@ -142,7 +144,9 @@ def dumps(entry: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, bool | str | None):
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, bool | None):
         return value
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
@@ -297,12 +301,16 @@ class Finished:
     died: frozenset[Group] = frozenset()
 
 
-def finished(path: Path | str, *, options: Mapping[str, Any], commit: str | None, gpu: str | None) -> Finished:
+def finished(
+    path: Path | str, *, options: Mapping[str, Any], commit: str | None, dirty: bool | None, gpu: str | None
+) -> Finished:
     """What `bench --resume` need not do again.
 
     Looks at the newest run of the file and, where that was itself a resumption, at those before it, as long as they
     have the same options (but for --resume and --out), commit and GPU (device name) and did not come to their end.
     The group in which an interruption fell is neither done nor died: it is measured again.
+
+    Raises ValueError where the newest run did not come to its end and is of another commit, or either has changes.
     """
     path = Path(path)
     if not path.is_file():
@@ -311,6 +319,13 @@ def finished(path: Path | str, *, options: Mapping[str, Any], commit: str | None
     died: set[Group] = set()
     wanted = _identity(options), commit, gpu
     runs = list(load(path).runs.values())
+    if runs and runs[-1].stop != "complete":
+        begun = runs[-1].environment
+        if begun.get("commit") != commit:
+            raise ValueError(f"--resume: {path} was begun at commit {begun.get('commit')}, this is {commit}")
+        if dirty or begun.get("dirty"):
+            when = "this checkout has" if dirty else f"{path} was begun with"
+            raise ValueError(f"--resume: {when} changes that are not committed, so what is measured may be another")
     for back, run in enumerate(reversed(runs)):
         same = (_identity(run.options), run.environment.get("commit"), run.gpu.get("name")) == wanted
         if not same or (back and run.stop == "complete"):

@@ -40,6 +40,8 @@ TABLE = Path(__file__).with_name("gpus.toml")
 
 #: What may set the floor, besides a pipe by its name: DRAM, the links between GPUs, the link to the host.
 MEMORY, LINK, HOST = "memory", "link", "host"
+#: Of DRAM, as a run records them: of a copy, of a read alone, and of two reads and a write. The best is the ceiling.
+BANDWIDTHS = ("bandwidth", "bandwidth_read", "bandwidth_2r1w")
 #: Measured ceilings are medians of a noisy thing: this much above them is not yet an error. A matrix product is held
 #: back by the power limit, so its rate is that of the clock it was measured at (792 and 701 TFLOP/s at two sizes on one
 #: card), and what leaves the tensor cores idle more often runs at a higher one.
@@ -110,10 +112,11 @@ class Ceilings:
     @classmethod
     def from_record(cls, entry: Mapping[str, Any] | None, source: str) -> Ceilings | None:
         """The `ceilings.measured` or `ceilings.datasheet` of a run, None where the record has none."""
-        if not entry or not entry.get("bandwidth"):
+        bandwidths = [float(entry[name]) for name in BANDWIDTHS if entry.get(name)] if entry else []
+        if not entry or not bandwidths:
             return None
         flops = {pipe: float(rate) for pipe, rate in (entry.get("flops") or {}).items() if rate}
-        return cls(float(entry["bandwidth"]), flops, source, entry.get("link"), entry.get("host"))
+        return cls(max(bandwidths), flops, source, entry.get("link"), entry.get("host"))
 
     def with_links_of(self, datasheet: Ceilings | None) -> Ceilings:
         """These, with the data sheet's links where there is no figure: measuring them takes several GPUs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib
 import re
@@ -115,3 +116,52 @@ def test_a_command_is_a_module_with_two_functions(command: str) -> None:
     module = importlib.import_module(f"harness.commands.{'listing' if command == 'list' else command}")
     assert callable(module.configure)
     assert callable(module.main)
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        ("bench --gpus 2 --suite trainscale --timer graph", "--gpus does not go with --suite and --timer"),
+        ("bench --rank-timeout 5", "without --gpus does not go with --rank-timeout"),
+        ("bench --host no --host-compiled", "--host no does not go with --host-compiled"),
+        ("bench --host only --samples 9", "--host only does not go with --samples"),
+        ("bench --device cpu --kernel rmsnorm --timer cupti", "without a GPU does not go with --timer"),
+        ("bench --device cpu --kernel rmsnorm --resume --out x", "without a GPU does not go with --resume and --out"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(words: str, refused: str, capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(words.split()) == 2
+    assert refused in capsys.readouterr().err
+
+
+def test_a_gpu_may_be_named_in_any_case() -> None:
+    parser = argparse.ArgumentParser()
+    options.add_target(parser)
+    assert parser.parse_args(["--gpu", "H200"]).gpu == "h200"
+
+
+def test_an_error_in_a_kernels_file_names_it(tmp_path, capsys: pytest.CaptureFixture) -> None:
+    """As it is imported; and one of its functions, as it is called."""
+    file = tmp_path / "bench.py"
+    for line, text in ((2, "import torch\nraise ValueError('seventeen')\n"), (1, "SPEC = int('eleven')\n")):
+        file.write_text(text)
+        assert cli.main(["list", "--kernel", str(file)]) == 2
+        assert f"{file}:{line}: " in capsys.readouterr().err
+    file.write_text("SPEC = undefined\n")
+    with pytest.raises(NameError, match="undefined"):  # not a ValueError: the traceback is shown
+        cli.main(["list", "--kernel", str(file)])
+
+
+@pytest.mark.parametrize("command", ["check", "sanitize", "build", "bench", "list"])
+def test_help_says_the_default_of_each_option(command: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    cases = {
+        "check": "default: all)",
+        "sanitize": "default: the small ones, which are not benched)",
+        "build": "default: all, with --quick all bench cases)",
+        "bench": "default: all bench cases; with --gpus those of N GPUs)",
+        "list": "default: all bench cases, with --all all)",
+    }
+    assert f"only this case ({cases[command]}" in shown

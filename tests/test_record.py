@@ -35,7 +35,7 @@ def measured(
 
 def progress(path: Path, **changes: object) -> record.Finished:
     line = run_line(KERNEL)
-    asked = {"options": line["options"], "commit": line["environment"]["commit"], "gpu": "NVIDIA H200"}
+    asked = {"options": line["options"], "commit": line["environment"]["commit"], "dirty": False, "gpu": "NVIDIA H200"}
     return record.finished(path, **{**asked, **changes})
 
 
@@ -208,9 +208,9 @@ def test_resume_goes_back_through_earlier_resumptions(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"commit": "another"}, {"gpu": "NVIDIA H100 PCIe"}, {"options": {"gpu": "auto", "quick": True, "timer": "auto"}}],
+    [{"gpu": "NVIDIA H100 PCIe"}, {"options": {"gpu": "auto", "quick": True, "timer": "auto"}}],
 )
-def test_resume_starts_afresh_when_anything_changed(tmp_path: Path, changes: dict[str, object]) -> None:
+def test_resume_starts_afresh_on_another_gpu_or_with_other_options(tmp_path: Path, changes: dict[str, object]) -> None:
     path = write(tmp_path / "x.jsonl", [run_line(KERNEL), start("a"), measured("a"), start("b")])
     assert progress(path, **changes) == record.Finished()
 
@@ -321,3 +321,24 @@ def test_an_interrupted_compaction_leaves_the_old_file(tmp_path: Path, monkeypat
 def test_records_of_several_gpus_have_a_folder_of_their_own() -> None:
     one, two = ({"environment": {"gpu": {"key": "h200"}}, "world_size": n} for n in (1, 2))
     assert (record.Run(one).gpu_folder, record.Run(two).gpu_folder) == ("h200", "h200-x2")
+
+
+@pytest.mark.parametrize(
+    ("begun", "now", "reason"),
+    [
+        ({}, {"commit": "f" * 40}, "was begun at commit 0123456789abcdef"),
+        ({}, {"dirty": True}, "this checkout has changes"),
+        ({"dirty": True}, {}, "was begun with changes"),
+    ],
+)
+def test_another_commit_or_one_with_changes_is_not_resumed(tmp_path: Path, begun, now, reason) -> None:
+    path = write(tmp_path / "rmsnorm.jsonl", [run_line(KERNEL, environment=begun), start("a"), stop("interrupted")])
+    with pytest.raises(ValueError, match=reason):
+        progress(path, **now)
+    write(path, [run_line(KERNEL, environment=begun), start("a"), measured("a"), stop("complete")])
+    progress(path, **now)  # there is nothing to resume
+
+
+def test_what_colours_a_terminal_is_not_recorded() -> None:
+    text = "\x1b[31merror\x1b[0m: \x1b]8;;http://a\x07link\x1b]8;;\x07\ta\x1b(B\x00b"
+    assert json.loads(record.dumps({"reason": text})) == {"reason": "error: link\tab"}

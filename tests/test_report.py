@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from harness import cli, record
+from harness import cli, record, roofline
 from harness.commands import report
 from harness.registry import ROOT
 from harness.reporting import charts, svg
@@ -142,10 +142,27 @@ def test_throttled_and_warned_rows_are_marked(tmp_path: Path) -> None:
     )
 
 
-def test_more_than_the_roofline_is_marked_and_explained(tmp_path: Path) -> None:
-    report.write(one(tmp_path, [row(KERNEL, "wide", "fwd", "triton", exact(70), cost=COST)]), with_charts=False)
+@pytest.mark.parametrize(
+    ("headline", "cost", "mark", "reason"),
+    [
+        ("graph", COST, "†", "L2 kept part"),
+        ("cold", {"flops": 80e-6 * 780e12, "bytes": 4, "pipe": "bf16"}, "††", "a higher clock"),
+        ("cold", COST, "†††", "within its scatter"),
+    ],
+)
+def test_more_than_the_roofline_is_marked_and_explained(tmp_path: Path, headline, cost, mark, reason) -> None:
+    over = row(KERNEL, "wide", "fwd", "triton", exact(70), cost=cost, headline=headline)
+    report.write(one(tmp_path, [over]), with_charts=False)
     text = (tmp_path / "README.md").read_text()
-    assert "| 114.3 % † |" in text and "† Above 100 %" in text
+    assert f"| 114.3 % {mark} |" in text and f"{mark} Above 100 %" in text and reason in text
+
+
+def test_the_best_of_three_bandwidths_is_the_ceiling() -> None:
+    measured = {"bandwidth": 4.0e12, "bandwidth_read": 4.2e12, "bandwidth_2r1w": 4.1e12, "flops": {}}
+    for without, best in (((), 4.2e12), (("bandwidth_read",), 4.1e12), (("bandwidth_read", "bandwidth_2r1w"), 4.0e12)):
+        known = {name: value for name, value in measured.items() if name not in without}
+        found = roofline.Ceilings.from_record(known, "measured")
+        assert found is not None and found.bandwidth == best
 
 
 def test_a_case_where_ours_failed_is_a_row_with_the_reason(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ earlier results.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import faulthandler
 import gc
 import signal
@@ -42,28 +41,27 @@ STUCK_SECONDS = 120.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    options.add_selection(parser)
+    options.add_selection(parser, "all bench cases; with --gpus those of N GPUs")
     parser.add_argument("--suite", metavar="NAME", help="the cases of a suite (harness/suites.py), with its summary")
     options.add_target(parser)
-    options.add_output(parser)
+    options.add_output(parser, "reports/<gpu>; .out/<gpu> with --quick or --suite, or for a kernel from outside")
     group = parser.add_argument_group("how")
     timers = ("auto", "events", "graph", "cupti")
-    group.add_argument("--timer", choices=timers, default="auto", help="see harness/measure/timing.py")
+    group.add_argument("--timer", choices=timers, default="auto", help="see harness/measure/timing.py (default: auto)")
     group.add_argument("--quick", action="store_true", help="few samples, only the first bench case, into .out/")
     group.add_argument(
         "--host",
         choices=("yes", "no", "only"),
         default="yes",
-        help="also measure host time per call (yes), not (no), or only that",
+        help="also measure host time per call (yes, the default), not (no), or only that",
     )
     group.add_argument("--host-compiled", action="store_true", help="host time under torch.compile too: some minutes")
     group.add_argument("--gpus", type=int, default=1, metavar="N", help="the cases of N GPUs, a process for each")
     group.add_argument(
         "--rank-timeout",
         type=float,
-        default=TIMEOUT,
         metavar="S",
-        help="with --gpus: no step of any process for so long means that one hangs (default: %(default)g s)",
+        help=f"with --gpus: no step of any process for so long means that one hangs (default: {TIMEOUT:g} s)",
     )
     group.add_argument(
         "--samples",
@@ -79,11 +77,30 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--resume", action="store_true", help="continue an interrupted bench with the same options")
 
 
+#: What stands for "not given", of the options that some mode ignores.
+NOT_GIVEN: dict[str, object] = {
+    "suite": None,
+    "timer": "auto",
+    "host": "yes",
+    "host_compiled": False,
+    "samples": None,
+    "warmup": None,
+    "resume": False,
+    "rank_timeout": None,
+    "out": None,
+}
+
+
 def main(arguments: argparse.Namespace) -> int:
+    refuse = partial(options.refuse, arguments, NOT_GIVEN)
     if arguments.gpus > 1:
-        if ignored := [name for name in ("suite", "samples", "warmup") if getattr(arguments, name) is not None]:
-            raise ValueError(f"--gpus does not go with --{' and --'.join(ignored)}")
+        refuse("--gpus", "suite", "samples", "warmup", "timer", "host", "host_compiled")
         return ranks.main(arguments)
+    refuse("a bench without --gpus", "rank_timeout")
+    if arguments.host == "no":
+        refuse("--host no", "host_compiled")
+    if arguments.host == "only":
+        refuse("--host only", "suite", "timer", "samples", "warmup")
     device, key = environment.target(arguments.gpu, arguments.device)
     suite = suites.find(arguments.suite) if arguments.suite else None
     selections = suites.select(suite, arguments) if suite else options.select(arguments)
@@ -93,6 +110,7 @@ def main(arguments: argparse.Namespace) -> int:
     if device.type != "cuda" and not own:
         from .. import plan
 
+        refuse("a bench without a GPU", "suite", "timer", "samples", "warmup", "host", "host_compiled", "resume", "out")
         return plan.main(selections, key, arguments)
     name = folder(device, key) if device.type == "cuda" else device.type
     root = Path.cwd() / ".out" if own else registry.ROOT / (".out" if arguments.quick or suite else "reports")
@@ -101,8 +119,7 @@ def main(arguments: argparse.Namespace) -> int:
         with torch.cuda.device(device):
             failures = _benched(Session(device, arguments).bench, selections, out, suite)
     else:
-        if arguments.timer != "auto" or arguments.resume:
-            raise ValueError("--timer and --resume are for a GPU: on a CPU the wall clock's time is measured, at once")
+        refuse("a bench on a CPU, which takes the wall clock's time,", "timer", "host", "host_compiled", "resume")
         failures = _benched(partial(on_cpu.bench, arguments=arguments), own, out, suite)
     print(f"records in {out / 'records'}")
     return 1 if failures else 0
@@ -170,9 +187,6 @@ class Session:
         key = self.environment["gpu"]["key"]
         promised = roofline.get(key, self.environment["gpu"]["name"]).ceilings if key else None
         self.ceilings = calibrate.ceilings(measured).with_links_of(promised)
-        # A kernel that hardly writes may pass the rate of a copy; none may pass that of a pure read.
-        fastest = max(measured["bandwidth"], measured["bandwidth_read"])
-        self.limits = dataclasses.replace(self.ceilings, bandwidth=fastest)
         self.recorded_ceilings = {"measured": measured, "datasheet": promised.to_record() if promised else None}
         self.clock = timing.Clock(self.device, timing.budget(self.arguments))
 
@@ -185,6 +199,7 @@ class Session:
                 path,
                 options=asked(self.arguments),
                 commit=self.environment["commit"],
+                dirty=self.environment["dirty"],
                 gpu=self.environment["gpu"]["name"],
             )
         groups = [(c, m) for c, m in selection.groups() if (c.name, m) not in finished.done]
@@ -468,7 +483,7 @@ class Group:
 
     def _over(self, name: str, microseconds: float, column: str) -> str | None:
         cost = self.yardsticks.get(name, self.cost)
-        limits, l2 = self.session.limits, self.session.clock.l2_bytes
+        limits, l2 = self.session.ceilings, self.session.clock.l2_bytes
         return roofline.over_roofline(microseconds * 1e-6, cost, limits, column=column, l2_bytes=l2)
 
     def _row(self, name: str, status: str, reason: str | None) -> dict[str, Any]:

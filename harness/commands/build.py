@@ -28,7 +28,7 @@ Pair = tuple[str, tuple[int, int]]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    options.add_selection(parser)
+    options.add_selection(parser, "all, with --quick all bench cases", "all of ours")
     group = parser.add_argument_group("how")
     group.add_argument("--quick", action="store_true", help="only the bench cases, not the small ones for correctness")
     group.add_argument(

@@ -1,5 +1,5 @@
-"""Measures the ceilings of this GPU: the bandwidth of a plain copy and the rate of plain matrix products, on random
-data.
+"""Measures the ceilings of this GPU, on random data: the bandwidth of a copy, of a read and of two reads and a write,
+and the rate of plain matrix products, in fp8 with fast accumulation.
 
 No program reaches the datasheet's figures, so a percentage of them says little about a kernel. With --gpus N
 also the rates of the links between that many GPUs of this host, by engine, direction and size.
@@ -50,22 +50,28 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def measure(device: torch.device) -> dict[str, Any]:
-    """`ceilings.measured` of a record: bandwidth in bytes per second (read and write counted), bandwidth_read of a pure
-    read, flops by pipe, each the best median over the sizes tried."""
+    """`ceilings.measured` of a record: the bandwidths of `roofline.BANDWIDTHS` in bytes per second, reads and writes
+    counted, and flops by pipe, the best median over the sizes tried."""
     free = torch.cuda.mem_get_info(device)[0]
     size = min(COPY_BYTES, free // 4)
-    source = torch.randint(-(2**31), 2**31 - 1, (size // 4,), dtype=torch.int32, device=device)
+    source, other = (
+        torch.randint(-(2**31), 2**31 - 1, (size // 4,), dtype=torch.int32, device=device) for _ in range(2)
+    )
     target = torch.empty_like(source)
     sink = torch.empty((), dtype=torch.int32, device=device)
     copy = _seconds(lambda: target.copy_(source))
     read = _seconds(lambda: torch.amax(source, dim=0, out=sink))
+    combined = _seconds(lambda: torch.bitwise_xor(source, other, out=target))
     flops = {pipe: max(_gemm_rate(device, pipe, n) for n in GEMM_SIZES) for pipe in _pipes(device)}
-    return {"bandwidth": 2 * size / copy, "bandwidth_read": size / read, "flops": flops}
+    bandwidths = (2 * size / copy, size / read, 3 * size / combined)
+    return {**dict(zip(roofline.BANDWIDTHS, bandwidths, strict=True)), "flops": flops}
 
 
 def ceilings(measured: dict[str, Any]) -> roofline.Ceilings:
     """The measured ceilings as the roofline takes them."""
-    return roofline.Ceilings(measured["bandwidth"], measured["flops"], "measured", measured.get("link"))
+    found = roofline.Ceilings.from_record(measured, "measured")
+    assert found is not None
+    return found
 
 
 def _pipes(device: torch.device) -> list[str]:
@@ -82,7 +88,7 @@ def _gemm_rate(device: torch.device, pipe: str, n: int) -> float:
         one = torch.ones((), device=device)
 
         def run() -> torch.Tensor:
-            return torch._scaled_mm(a8, b8, one, one, out_dtype=torch.bfloat16)
+            return torch._scaled_mm(a8, b8, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
     else:
 
         def run() -> torch.Tensor:

@@ -203,7 +203,7 @@ def run(item: Item, device: str, seed: int = 0) -> Outcome:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    options.add_selection(parser)
+    options.add_selection(parser, "all", "all of ours")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     parser.add_argument("--check", action="append", choices=tuple(CHECKS), help="only this check")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random inputs (default: 0)")

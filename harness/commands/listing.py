@@ -9,7 +9,7 @@ from ..spec import KernelSpec
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    options.add_selection(parser)
+    options.add_selection(parser, "all bench cases, with --all all")
     parser.add_argument("--all", action="store_true", help="also the cases that are only for correctness")
 
 

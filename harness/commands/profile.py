@@ -46,7 +46,7 @@ class Target:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    options.add_selection(parser)
+    options.add_selection(parser, implementations="all of ours")
     options.add_target(parser)
     options.add_output(parser)
     group = parser.add_argument_group("how")

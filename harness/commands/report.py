@@ -40,7 +40,7 @@ BLOCK = re.compile(r"(<!-- report:begin (?P<folder>[\w.-]+) -->\n).*?(\n?<!-- re
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    options.add_output(parser)
+    options.add_output(parser, "every folder of reports/ that has records")
     parser.add_argument(
         "--readme", action="store_true", help="also rewrite the marked blocks of README.md and of the kernels' READMEs"
     )
@@ -220,5 +220,5 @@ def _write_lines(path: Path, lines: Sequence[str]) -> Path:
 
 def _write(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    path.write_text(markdown.printable(text), encoding="utf-8")
     return path

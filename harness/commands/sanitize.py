@@ -38,7 +38,7 @@ RUNS_A_PROCESS = 12
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    options.add_selection(parser)
+    options.add_selection(parser, "the small ones, which are not benched", "all of ours")
     options.add_target(parser)
     options.add_output(parser)
     group = parser.add_argument_group("how")

@@ -24,7 +24,7 @@ from ..reporting import tables
 from ..reporting.entries import of_several
 from ..spec import Case, KernelSpec
 from . import session
-from .launch import RanksFailed, launch
+from .launch import TIMEOUT, RanksFailed, launch
 from .session import Orders
 
 CHECK_HEAD = ("kernel", "case", "mode", "implementation", "status", "reason")
@@ -88,8 +88,7 @@ def bench(
     finished, failures = record.Finished(), 0
     if arguments.resume:
         gpu = torch.cuda.get_device_name() if device == "cuda" else environment.CPU
-        asked, commit = rows.asked(arguments), environment.commit()["commit"]
-        finished = record.finished(path, options=asked, commit=commit, gpu=gpu)
+        finished = record.finished(path, options=rows.asked(arguments), gpu=gpu, **environment.commit())
     groups = [(case, mode) for case, mode in selection.groups() if (case.name, mode) not in finished.done]
     launches = by_environment(selection.spec, groups)
     for place, (variables, of_these) in enumerate(launches.items(), 1):
@@ -111,7 +110,7 @@ def bench(
                 session.bench,
                 orders,
                 device=device,
-                timeout=arguments.rank_timeout,
+                timeout=arguments.rank_timeout or TIMEOUT,
                 environment=dict(variables),
             )
             failures += results[0]
@@ -185,7 +184,7 @@ def without_gpus(selections: Sequence[options.Selection], key: str, arguments: a
     wrong = 0
     for selection in (s for s in selections if s.cases):
         try:
-            found = checked(partial(registry.load, selection.spec.name), selection, arguments.rank_timeout)
+            found = checked(partial(registry.load, selection.spec.name), selection, arguments.rank_timeout or TIMEOUT)
         except RanksFailed as error:
             print(f"{selection.spec.name}: {error}", file=sys.stderr)
             wrong += 1

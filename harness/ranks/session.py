@@ -75,12 +75,13 @@ class Session:
         here = calibrate.measure(me.device)
         of_all = gathered(here, me)
         # What is made of all ranks cannot be faster than the slowest of the cards.
-        self.measured = {**of_all[0], "bandwidth": min(m["bandwidth"] for m in of_all), **links.measure(me)}
+        slowest = {name: min(m[name] for m in of_all) for name in roofline.BANDWIDTHS}
+        self.measured = {**of_all[0], **slowest, **links.measure(me)}
         name, key = torch.cuda.get_device_name(me.device), environment.gpu(me.device)["key"]
         promised = roofline.get(key, name).ceilings if key else None
         self.promised = promised.to_record() if promised else None
         self.ceilings = calibrate.ceilings(self.measured).with_links_of(promised)
-        fastest = max(max(m["bandwidth"], m["bandwidth_read"]) for m in of_all)
+        fastest = max(calibrate.ceilings(m).bandwidth for m in of_all)
         self.limits = replace(self.ceilings, bandwidth=fastest)
 
     def described(self) -> dict[str, Any]:

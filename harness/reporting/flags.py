@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..roofline import MARGIN, MEMORY
 from .entries import Row
 from .findings import Finding, Speedup
 
@@ -35,13 +36,25 @@ ALL_THROTTLED = Flag(
     THROTTLED.word,
     "No valid sample: every one was taken while the GPU throttled; the figure is of that state alone.",
 )
-OVER = Flag(
+_OVER = "above 100 % of the measured roofline"
+OVER_BY_L2 = Flag(
     "†",
-    "above 100 % of the measured roofline",
-    "Above 100 % without being an error: L2 kept part of the compulsory bytes from DRAM, the case hardly writes and a "
-    "read is faster than the copy that gave the ceiling, or, bound by the tensor cores, it ran at a higher clock than "
-    "the matrix product that gave it (`harness/roofline.py` has the rule).",
+    _OVER,
+    "Above 100 % without being an error: L2 kept part of the compulsory bytes from DRAM, as it may in this column "
+    "(`harness/roofline.py` has the rule).",
 )
+OVER_BY_CLOCK = Flag(
+    "††",
+    _OVER,
+    "Above 100 % without being an error: bound by the tensor or CUDA cores, it ran at a higher clock than the matrix "
+    "product that gave the ceiling, which the power limit holds back.",
+)
+OVER_BY_NOISE = Flag(
+    "†††",
+    _OVER,
+    "Above 100 % without being an error: the bandwidth of the ceiling is a median, and this is within its scatter.",
+)
+OVER = (OVER_BY_L2, OVER_BY_CLOCK, OVER_BY_NOISE)
 WIDE_INTERVAL = Flag(
     "≈",
     f"an interval wider than {100 * WIDE:.0f} %",
@@ -69,9 +82,13 @@ def throttled(row: Row) -> Flag | None:
 
 
 def over(finding: Finding, row: Row) -> Flag | None:
-    """By its share of the measured roofline, as far as a reader sees it."""
+    """By its share of the measured roofline, as far as a reader sees it; and why that is no error."""
     share = finding.percent(row, finding.measured)
-    return OVER if share is not None and round(share, 1) > 100 else None
+    if share is None or round(share, 1) <= 100:
+        return None
+    if finding.limit not in MARGIN:
+        return OVER_BY_CLOCK
+    return OVER_BY_L2 if finding.limit == MEMORY and finding.column in ("warm", "graph") else OVER_BY_NOISE
 
 
 def _wide(finding: Finding, row: Row) -> Flag | None:
@@ -93,7 +110,7 @@ def of_ratio(finding: Finding, speedup: Speedup | None) -> list[Flag]:
     found = of_row(finding, finding.best) if finding.best is not None else []
     if speedup is not None:
         if speedup.row is not None and speedup.row.ok:
-            found += [flag for flag in of_row(finding, speedup.row) if flag is not OVER]
+            found += [flag for flag in of_row(finding, speedup.row) if flag not in OVER]
         if (speedup.high - speedup.low) / speedup.median > WIDE:
             found.append(WIDE_INTERVAL)
     return list(dict.fromkeys(found))

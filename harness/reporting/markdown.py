@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 #: what a table shows where there is nothing to show
 NONE = "–"
+
+
+#: Escape sequences of terminals (ECMA-48: CSI, OSC, and short ones) and other control characters.
+_CONTROL = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]+[0-~]|[@-Z\\-_])|[\x00-\x08\x0b-\x1f\x7f]"
+)
+
+
+def printable(text: str) -> str:
+    """Without what colours a terminal, as messages of compilers may: reports and records are read elsewhere."""
+    return _CONTROL.sub("", text)
 
 
 def sentence(text: str) -> str:
@@ -15,7 +27,9 @@ def sentence(text: str) -> str:
 
 def cell(value: object) -> str:
     """Text that cannot break its table."""
-    return NONE if value is None or value == "" else str(value).replace("|", "\\|").replace("\n", " ").strip()
+    return (
+        NONE if value is None or value == "" else printable(str(value)).replace("|", "\\|").replace("\n", " ").strip()
+    )
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:

@@ -131,7 +131,7 @@ def share(finding: Finding, row: Row, notes: set[str]) -> str:
 
 def marks(finding: Finding, row: Row, notes: set[str]) -> str:
     """Footnote signs of a row: throttled samples, wide intervals, warnings."""
-    return _signs([flag for flag in flags.of_row(finding, row) if flag is not flags.OVER], notes)
+    return _signs([flag for flag in flags.of_row(finding, row) if flag not in flags.OVER], notes)
 
 
 def failed(finding: Finding, notes: set[str]) -> str:
@@ -255,6 +255,7 @@ def ceilings(runs: Sequence[Run]) -> list[str]:
     picks: list[tuple[str, Any, Any]] = [
         ("memory, copy (read + write)", lambda c: c.get("bandwidth"), roofline.gbps),
         ("memory, read alone", lambda c: c.get("bandwidth_read"), roofline.gbps),
+        ("memory, two reads and a write", lambda c: c.get("bandwidth_2r1w"), roofline.gbps),
     ]
     picks += [(f"{name}, each way", lambda c, k=key: c.get(k), roofline.gbps) for key, name in LINKS.items()]
     picks += [(f"{p}, dense", lambda c, p=p: (c.get("flops") or {}).get(p), roofline.tflops) for p in pipes]
