@@ -195,6 +195,12 @@ def report(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def trend(session: nox.Session) -> None:
+    """Write a page for each kernel of how its times changed, from the records in git's history."""
+    harness(session, "trend")
+
+
+@nox.session(default=False)
 def compare(session: nox.Session) -> None:
     """Compare two sets of records: FASTER, SAME, SLOWER or UNSURE; fails on SLOWER."""
     harness(session, "compare")

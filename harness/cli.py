@@ -28,6 +28,7 @@ COMMANDS = {
     "plan": "a model of a case's time on many GPUs, from rates that were measured on few",
     "report": "Markdown and SVG from the records",
     "compare": "FASTER, SAME, SLOWER or UNSURE between two sets of records; exit code 1 on what --fail-on names",
+    "trend": "a page per kernel of how its times changed, from the records in git's history",
     "new": "scaffold a kernel",
     "vendor": "rewrite the copies of parts/ in the kernels' folders",
     "support": "write docs/SUPPORT.md from the SPECs: dtypes, modes, GPUs, implementations, determinism",

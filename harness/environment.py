@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import subprocess
 from datetime import datetime, timezone
 from typing import Any
 
 import torch
 
-from . import registry, roofline
+from . import git, registry, roofline
 
 # Everything whose version can move a figure.
 PACKAGES = (
@@ -89,19 +88,12 @@ def commit() -> dict[str, Any]:
     if told := os.environ.get("RIDGELINE_COMMIT"):
         return {"commit": told, "dirty": None}
 
-    def git(*arguments: str) -> str | None:
-        try:
-            run = subprocess.run(["git", *arguments], cwd=registry.ROOT, capture_output=True, text=True, check=False)
-        except FileNotFoundError:
-            return None
-        return run.stdout.strip() if run.returncode == 0 else None
-
-    head = git("rev-parse", "HEAD")
+    head = git.output(registry.ROOT, "rev-parse", "HEAD")
     if head is None:
         return {"commit": None, "dirty": None}
     # Reports are written by the very runs whose commit is asked for: they do not make the measured code another.
-    changes = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!reports", ":!README.md")
-    return {"commit": head, "dirty": bool(changes)}
+    looked_at = ("--untracked-files=no", "--", ".", ":!reports", ":!README.md")
+    return {"commit": head.strip(), "dirty": bool(git.output(registry.ROOT, "status", "--porcelain", *looked_at))}
 
 
 def _version(package: str) -> str | None:

@@ -17,7 +17,6 @@ import argparse
 import json
 import re
 import statistics
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .. import record
+from .. import git, record
 from ..registry import ROOT
 from ..reporting import markdown as md
 from ..reporting.entries import Records, Row
@@ -129,19 +128,16 @@ def read(source: str, root: Path = ROOT, option: str = "--baseline") -> Records:
     tried, RecordError which line of which record cannot be read."""
     if Path(source).exists():
         return record.load(source)
-    found = _git(root, "rev-parse", "--verify", "--quiet", f"{source}^{{commit}}")
+    found = git.output(root, "rev-parse", "--verify", "--quiet", f"{source}^{{commit}}")
     if found is None:
         raise ValueError(f"{option} {source}: neither a file, nor a folder, nor a git revision of {root}")
-    listed = _git(root, "ls-tree", "-r", "--name-only", found.strip(), "--", "reports") or ""
+    listed = git.output(root, "ls-tree", "-r", "--name-only", found.strip(), "--", "reports") or ""
     paths = [path for path in listed.splitlines() if re.fullmatch(r"reports/.+/records/[^/]+\.jsonl", path)]
     if not paths:
         raise ValueError(f"{option} {source}: no records under reports/ at that revision")
-    return record.parse([(f"{source}:{path}", _git(root, "show", f"{found.strip()}:{path}") or "") for path in paths])
-
-
-def _git(root: Path, *arguments: str) -> str | None:
-    run = subprocess.run(["git", *arguments], cwd=root, capture_output=True, encoding="utf-8", check=False)
-    return run.stdout if run.returncode == 0 else None
+    return record.parse(
+        [(f"{source}:{path}", git.output(root, "show", f"{found.strip()}:{path}") or "") for path in paths]
+    )
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,8 @@ def write(folder: Path, with_charts: bool = True) -> list[Path]:
         if profile:
             profile["rows"] = profile_report.compared(profile["rows"], measured)
         tuned = load(folder / "tune" / f"{kernel}.json", choices.SCHEMA)
-        lines = kernel_page.page(kernel, gpu, records, mine, profile, tuned, with_charts)
+        trend = (folder / f"{kernel}-trend.md").is_file()
+        lines = kernel_page.page(kernel, gpu, records, mine, profile, tuned, with_charts, trend)
         written.append(_write_lines(folder / f"{kernel}.md", lines))
         for mode in modes_of(mine):
             lines = kernel_page.mode_page(kernel, mode, gpu, mine, with_charts)

@@ -44,11 +44,15 @@ def page(
     profile: Mapping[str, Any] | None,
     tuned: Mapping[str, Any] | None,
     charts: bool,
+    trend: bool = False,
 ) -> list[str]:
-    """<kernel>.md. `profile` and `tuned` are the files of these names, where there are any."""
+    """<kernel>.md. `profile` and `tuned` are the files of these names, where there are any; `trend` says whether there
+    is a page of how the times changed."""
     modes = modes_of(found)
     links = " · ".join(f"[{mode}: every implementation]({pages.stem(kernel, mode)}.md)" for mode in modes)
     lines = [f"# {kernel} on {gpu}", "", pages.GENERATED, "", f"[All kernels](README.md) · {links}", ""]
+    if trend:
+        lines[-2] += f" · [over time]({kernel}-trend.md)"
     if charts:
         lines += _charts(kernel, gpu, found)
     lines += ["## Summary", "", *pages.summary(found), ""]
