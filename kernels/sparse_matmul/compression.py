@@ -1,0 +1,72 @@
+"""Compression of a weight with 2:4 sparsity and the way back, in Triton.
+
+Napkin maths, [8192, 8192] in bf16: 134 MB are read, 67 MB of values and 8.4 MB of metadata written, 49 us on an H200
+(4254 GB/s). One pass; a CTA has whole blocks of metadata, so that the words of a line come from one CTA.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .kernel import _weight_tile
+
+
+def _table() -> int:
+    """4 bits for each pattern of non-zeros in a chunk (bit p: that at p): the positions of the first two, filled up by
+    the lowest others."""
+    table = 0
+    for pattern in range(16):
+        order = sorted(range(4), key=lambda p: (not pattern >> p & 1, p))
+        i, j = sorted(order[:2])
+        table |= (i | j << 2) << 4 * pattern
+    return table
+
+
+CODES = tl.constexpr(_table())
+
+
+@triton.jit
+def _sparse_matmul_compress_kernel(
+    w_ptr, values_ptr, metadata_ptr, n_size, depth, stride_wn, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """values [N, K / 2] and metadata of w. Words beyond the end have the code of zeros."""
+    tiles_k = tl.cdiv(depth, BLOCK_K)
+    n = tl.program_id(0) // tiles_k * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(0) % tiles_k * BLOCK_K
+    k = first + tl.arange(0, BLOCK_K)
+    row = n.to(tl.int64)[:, None]
+    w = tl.load(w_ptr + row * stride_wn + k[None, :], mask=(n < n_size)[:, None] & (k < depth)[None, :], other=0.0)
+    even, odd = tl.split(tl.reshape(w, [BLOCK_N, BLOCK_K // 4, 2, 2]))
+    w0, w2 = tl.split(even)
+    w1, w3 = tl.split(odd)
+    pattern = (w0 != 0).to(tl.int64) + (w1 != 0) * 2 + (w2 != 0) * 4 + (w3 != 0) * 8
+    code = ((tl.full([BLOCK_N, BLOCK_K // 4], CODES, tl.int64) >> (pattern * 4)) & 15).to(tl.int32)
+    i, j = code & 3, code >> 2
+    a = tl.where(i == 0, w0, tl.where(i == 1, w1, w2))
+    b = tl.where(j == 1, w1, tl.where(j == 2, w2, w3))
+    half = first // 2 + tl.arange(0, BLOCK_K // 2)
+    mask = (n < n_size)[:, None] & (half < depth // 2)[None, :]
+    values = tl.reshape(tl.join(a, b), [BLOCK_N, BLOCK_K // 2])
+    tl.store(values_ptr + row * (depth // 2) + half[None, :], values, mask=mask)
+    codes = tl.reshape(code, [BLOCK_N, BLOCK_K // 16, 4]) << (tl.arange(0, 4) * 4)[None, None, :]
+    words = tl.sum(codes, 2)
+    sixteenth = first // 16 + tl.arange(0, BLOCK_K // 16)
+    block = (sixteenth // 4).to(tl.int64)[None, :] * tl.cdiv(n_size, 16) + (n // 16)[:, None]
+    word = (n % 8 * 8 + n % 16 // 8)[:, None] + (sixteenth % 4 * 2)[None, :]
+    there = (n < tl.cdiv(n_size, 16) * 16)[:, None] & (sixteenth < tl.cdiv(depth, 64) * 4)[None, :]
+    tl.store(metadata_ptr + block * 64 + word, words.to(tl.int16), mask=there)
+
+
+@triton.jit
+def _sparse_matmul_decompress_kernel(
+    values_ptr, metadata_ptr, w_ptr, n_size, depth, stride_vn, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """The weight [N, K]."""
+    tiles_k = tl.cdiv(depth, BLOCK_K)
+    n = tl.program_id(0) // tiles_k * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(0) % tiles_k * BLOCK_K
+    k = first + tl.arange(0, BLOCK_K)
+    w = _weight_tile(values_ptr, metadata_ptr, n, first, n_size, depth, stride_vn, BLOCK_N, BLOCK_K)
+    at = n.to(tl.int64)[:, None] * depth + k[None, :]
+    tl.store(w_ptr + at, w, mask=(n < n_size)[:, None] & (k < depth)[None, :])

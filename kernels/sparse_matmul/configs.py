@@ -1,0 +1,79 @@
+"""How sparse_matmul is launched: every choice is a pure function of the problem and the GPU.
+
+What was tried is in EXPERIMENTS.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+MIN_BLOCK = 16  # what tl.dot takes
+
+
+@dataclass(frozen=True)
+class Config:
+    """Blocks along M, N and K. The product's own two are a CTA's tile, the third is a step of its sum. `group` tiles of
+    rows follow each other before the next column of tiles."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class CompressConfig:
+    """A CTA for each block_n rows by block_k columns of the dense weight, multiples of 16 and 64."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+
+
+def pick_backend(backend: str) -> str:
+    """The version that runs: "auto" is "triton", as long as no record says where CUDA C++ is faster. Pure."""
+    return "triton" if backend == "auto" else backend
+
+
+def pick_fwd_config(rows: int, cols: int, depth: int, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
+    """The configuration of y [rows, cols], a sum over `depth`. Pure.
+
+    128 x 128 sums in 8 warps. The tile of the weight is made in registers and goes to shared memory for wgmma, or to
+    mma's registers on sm_80, which has room for steps of 32. Up to 64 rows the reading of the weight takes the time:
+    narrow tiles. fp32 has no tensor cores here: all operands of a step are in registers. Not measured yet.
+    """
+    block_m = _fit(rows, 128)
+    if dtype == torch.float32:
+        return Config(min(block_m, 32), _fit(cols, 64), _fit(depth, 16), group=8, num_warps=4, num_stages=2)
+    block_k = 64 if capability >= (9, 0) else 32
+    if block_m <= 64:
+        return Config(block_m, _fit(cols, 64), _fit(depth, block_k), group=8, num_warps=4, num_stages=3)
+    return Config(block_m, _fit(cols, 128), _fit(depth, block_k), group=8, num_warps=8, num_stages=3)
+
+
+def pick_dx_config(rows: int, cols: int, depth: int, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
+    """The configuration of dx [rows, depth], a sum over `cols`. Pure. As `pick_fwd_config`; not measured yet."""
+    other = pick_fwd_config(rows, depth, cols, dtype, capability)
+    return Config(other.block_m, other.block_k, other.block_n, other.group, other.num_warps, other.num_stages)
+
+
+def pick_dvalues_config(rows: int, cols: int, depth: int, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
+    """The configuration of the dense gradient [cols, depth] before it is gathered, a sum over `rows`. Pure. As
+    `pick_fwd_config`; not measured yet."""
+    other = pick_fwd_config(cols, depth, rows, dtype, capability)
+    return Config(other.block_k, other.block_m, other.block_n, other.group, other.num_warps, other.num_stages)
+
+
+def pick_compress_config(cols: int, depth: int, dtype: torch.dtype, capability: tuple[int, int]) -> CompressConfig:
+    """The configuration of compress and decompress. Pure. 32 bytes of a row's values a thread, and blocks of metadata
+    that one CTA has whole; not measured yet."""
+    return CompressConfig(16, 64 if depth <= 64 else 256, 4)
+
+
+def _fit(size: int, most: int) -> int:
+    """The block of a dimension: `most`, or what a smaller dimension fills."""
+    return max(MIN_BLOCK, min(most, 1 << max(0, size - 1).bit_length()))

@@ -1,0 +1,201 @@
+"""x [M, K] times a weight [N, K] of 2:4 sparsity, transposed: the products in Triton.
+
+Napkin maths, bf16, one NVIDIA H200 (4254 GB/s, 790 TFLOP/s of a measured dense product; sparse tensor cores twice that):
+
+  M x K x N              FLOPs, dense   bytes (w: 9/16)   reading   computing, dense   sparse
+  4096 x 4096 x 4096     137 GFLOP         86 MB           20 us        174 us          87 us
+  8192 x 8192 x 8192     1.10 TFLOP       344 MB           81 us       1392 us         696 us
+  4096 x 4096 x 11008    369 GFLOP        174 MB           41 us        467 us         234 us
+
+Here the weight is decompressed in registers on the way to a dense product: it saves the bytes of the weight, and nothing of
+the FLOPs. The tensor cores' sparse form is in sm90/.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .activation import _activation, _activation_and_gradient
+
+# What changes from call to call comes first, then integers, then constexprs: see `Launch`.
+
+
+@triton.jit
+def _tile_of(tiles_m, tiles_n, GROUP: tl.constexpr):
+    """This CTA's row and column of tiles: GROUP tiles of rows for one column, then those for the next, for L2."""
+    band = GROUP * tiles_n
+    first = tl.program_id(0) // band * GROUP
+    height = tl.minimum(tiles_m - first, GROUP)
+    inside = tl.program_id(0) % band
+    return first + inside % height, inside // height
+
+
+@triton.jit
+def _codes(metadata_ptr, n, chunk, rows, chunks):
+    """Codes of these chunks of these rows of the weight, 0 beyond its end. The order is that of formats.py."""
+    block = (chunk // 16).to(tl.int64)[None, :] * tl.cdiv(rows, 16) + (n // 16)[:, None]
+    word = (n % 8 * 8 + n % 16 // 8)[:, None] + (chunk % 16 // 4 * 2)[None, :]
+    inside = (n < rows)[:, None] & (chunk < chunks)[None, :]
+    words = tl.load(metadata_ptr + block * 64 + word, mask=inside, other=0).to(tl.int32)
+    return (words >> (chunk % 4 * 4)[None, :]) & 15
+
+
+@triton.jit
+def _weight_tile(
+    values_ptr, metadata_ptr, n, first, rows, depth, stride_vn, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Rows n of the weight, BLOCK_K columns from `first` on: [BLOCK_N, BLOCK_K], zeros beyond its end."""
+    half = first // 2 + tl.arange(0, BLOCK_K // 2)
+    inside = (n < rows)[:, None] & (half < depth // 2)[None, :]
+    values = tl.load(values_ptr + n.to(tl.int64)[:, None] * stride_vn + half[None, :], mask=inside, other=0.0)
+    a, b = tl.split(tl.reshape(values, [BLOCK_N, BLOCK_K // 4, 2]))
+    code = _codes(metadata_ptr, n, first // 4 + tl.arange(0, BLOCK_K // 4), rows, depth // 4)
+    i, j = code & 3, code >> 2
+    zero = tl.zeros_like(a)
+    w0 = tl.where(i == 0, a, zero)
+    w1 = tl.where(i == 1, a, tl.where(j == 1, b, zero))
+    w2 = tl.where(i == 2, a, tl.where(j == 2, b, zero))
+    w3 = tl.where(j == 3, b, zero)
+    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCK_N, BLOCK_K])
+
+
+@triton.jit
+def _sparse_matmul_fwd_kernel(
+    x_ptr,
+    values_ptr,
+    metadata_ptr,
+    bias_ptr,
+    y_ptr,
+    z_ptr,
+    m_size,
+    n_size,
+    depth,
+    stride_xm,
+    stride_vn,
+    stride_bias,
+    ACTIVATION: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """y [M, N] = act(z), z = x · wᵀ + bias; z is stored too unless z_ptr is None."""
+    tile_m, tile_n = _tile_of(tl.cdiv(m_size, BLOCK_M), tl.cdiv(n_size, BLOCK_N), GROUP)
+    m, n, k = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    x_row = x_ptr + m.to(tl.int64)[:, None] * stride_xm
+    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for first in tl.range(0, depth, BLOCK_K):
+        inside = (m < m_size)[:, None] & (first + k < depth)[None, :]
+        x = tl.load(x_row + (first + k)[None, :], mask=inside, other=0.0)
+        w = _weight_tile(values_ptr, metadata_ptr, n, first, n_size, depth, stride_vn, BLOCK_N, BLOCK_K)
+        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + n.to(tl.int64) * stride_bias, mask=n < n_size, other=0.0)
+        acc += bias.to(tl.float32)[None, :]
+    at = m.to(tl.int64)[:, None] * n_size + n[None, :]
+    stored = (m < m_size)[:, None] & (n < n_size)[None, :]
+    if z_ptr is not None:
+        tl.store(z_ptr + at, acc.to(z_ptr.dtype.element_ty), mask=stored)
+    if ACTIVATION is not None:
+        acc = _activation(acc, ACTIVATION)
+    tl.store(y_ptr + at, acc.to(y_ptr.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _sparse_matmul_dz_kernel(
+    dy_ptr, z_ptr, dz_ptr, m_size, n_size, stride_dy, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+):
+    """dz = dy · act'(z), contiguous [M, N]."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < m_size.to(tl.int64) * n_size
+    dy = tl.load(dy_ptr + at // n_size * stride_dy + at % n_size, mask=inside, other=0.0).to(tl.float32)
+    z = tl.load(z_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    _, dz = _activation_and_gradient(z, dy, ACTIVATION)
+    tl.store(dz_ptr + at, dz.to(dz_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sparse_matmul_dx_kernel(
+    dz_ptr,
+    values_ptr,
+    metadata_ptr,
+    dx_ptr,
+    m_size,
+    n_size,
+    depth,
+    stride_dz,
+    stride_vn,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """dx [M, K] = dz · w."""
+    tile_m, tile_k = _tile_of(tl.cdiv(m_size, BLOCK_M), tl.cdiv(depth, BLOCK_K), GROUP)
+    m, k = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    dz_row = dz_ptr + m.to(tl.int64)[:, None] * stride_dz
+    acc = tl.zeros([BLOCK_M, BLOCK_K], dtype=tl.float32)
+    for first in tl.range(0, n_size, BLOCK_N):
+        n = first + tl.arange(0, BLOCK_N)
+        dz = tl.load(dz_row + n[None, :], mask=(m < m_size)[:, None] & (n < n_size)[None, :], other=0.0)
+        w = _weight_tile(
+            values_ptr, metadata_ptr, n, tile_k * BLOCK_K, n_size, depth, stride_vn, BLOCK_N, BLOCK_K
+        )
+        acc = tl.dot(dz, w, acc, input_precision="ieee")
+    at = m.to(tl.int64)[:, None] * depth + k[None, :]
+    tl.store(dx_ptr + at, acc.to(dx_ptr.dtype.element_ty), mask=(m < m_size)[:, None] & (k < depth)[None, :])
+
+
+@triton.jit
+def _sparse_matmul_dvalues_kernel(
+    dz_ptr,
+    x_ptr,
+    metadata_ptr,
+    dvalues_ptr,
+    m_size,
+    n_size,
+    depth,
+    stride_dz,
+    stride_xm,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """dvalues [N, K / 2]: of dzᵀ · x, summed over rows in their order, what the metadata keeps."""
+    tile_n, tile_k = _tile_of(tl.cdiv(n_size, BLOCK_N), tl.cdiv(depth, BLOCK_K), GROUP)
+    n, k = tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    for first in tl.range(0, m_size, BLOCK_M):
+        m = first + tl.arange(0, BLOCK_M)
+        row, inside = m.to(tl.int64)[:, None], (m < m_size)[:, None]
+        dz = tl.load(dz_ptr + row * stride_dz + n[None, :], mask=inside & (n < n_size)[None, :], other=0.0)
+        x = tl.load(x_ptr + row * stride_xm + k[None, :], mask=inside & (k < depth)[None, :], other=0.0)
+        acc = tl.dot(tl.trans(dz), x, acc, input_precision="ieee")
+    code = _codes(metadata_ptr, n, tile_k * (BLOCK_K // 4) + tl.arange(0, BLOCK_K // 4), n_size, depth // 4)
+    i, j = code & 3, code >> 2
+    even, odd = tl.split(tl.reshape(acc, [BLOCK_N, BLOCK_K // 4, 2, 2]))
+    d0, d2 = tl.split(even)
+    d1, d3 = tl.split(odd)
+    a = tl.where(i == 0, d0, tl.where(i == 1, d1, d2))
+    b = tl.where(j == 1, d1, tl.where(j == 2, d2, d3))
+    values = tl.reshape(tl.join(a, b), [BLOCK_N, BLOCK_K // 2])
+    half = tile_k * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
+    at = n.to(tl.int64)[:, None] * (depth // 2) + half[None, :]
+    mask = (n < n_size)[:, None] & (half < depth // 2)[None, :]
+    tl.store(dvalues_ptr + at, values.to(dvalues_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sparse_matmul_dbias_kernel(
+    dz_ptr, dbias_ptr, m_size, n_size, stride_dz, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """dbias [N]: the sum of dz over rows, in a fixed order, in fp32."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for first in tl.range(0, m_size, BLOCK_M):
+        m = first + tl.arange(0, BLOCK_M)
+        inside = (m < m_size)[:, None] & (n < n_size)[None, :]
+        acc += tl.load(dz_ptr + m.to(tl.int64)[:, None] * stride_dz + n[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.store(dbias_ptr + n, tl.sum(acc, 0).to(dbias_ptr.dtype.element_ty), mask=n < n_size)

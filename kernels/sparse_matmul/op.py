@@ -1,0 +1,207 @@
+"""The public function: checks, the lean eager call, registration with torch.library, autograd."""
+
+from __future__ import annotations
+
+import torch
+
+from .activation import ACTIVATIONS
+from .checks import FLOATS, kind, no_tangent, runnable
+from .formats import Compressed
+from .launch import Plans, lean, signature
+from .op_compress import check_compressed
+from .plans import BACKENDS, Needs, Optional, bwd_plan, fwd_plan
+
+# Named after the package, so that a copy of this folder under another name registers ops of its own.
+_NAMESPACE = __package__.replace(".", "_")
+_FORWARD, _BACKWARD = Plans(), Plans()
+
+
+def sparse_matmul(
+    x: torch.Tensor,
+    compressed: Compressed,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    *,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """A linear layer whose weight w [N, K] has 2:4 sparsity and is compressed, with an activation in its epilogue.
+
+        y = act(x · wᵀ + bias)
+
+    Sums are fp32 (fp32 operands are not rounded to tf32). Differentiable, once, in x, the values and bias; the gradient
+    of the values is that of the dense weight, dyᵀ · x, where they are kept. Everything is summed in a fixed order, so
+    that repeated runs agree bit for bit. With an activation and gradients, its argument is saved in x's dtype.
+
+    x           [..., K] float32, float16 or bfloat16. Rows are read in place when the leading dimensions flatten to one
+                stride and the last stride is 1; otherwise they are copied first.
+    compressed  as `compress` returns it, values in x's dtype
+    bias        [N] in x's dtype, or None
+    activation  "silu", "gelu", "gelu_tanh", "relu", "relu_sq", or None
+    backend     "triton", or "auto", which is that
+
+    Returns y [..., N] in x's dtype, contiguous.
+
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
+    outside Triton's interpreter.
+
+    Source: Mishra et al. 2021 (arXiv:2104.08378).
+    """
+    check_compressed("sparse_matmul", compressed)
+    values, metadata = compressed
+    if lean(x, values, metadata, bias):
+        needed = torch.is_grad_enabled() and (
+            x.requires_grad or values.requires_grad or (bias is not None and bias.requires_grad)
+        )
+        plan = _fwd_plan(x, values, metadata, bias, activation, needed and activation is not None, backend)
+        if needed:
+            return _apply(x, values, metadata, bias, plan, activation, backend)
+        return plan(x, values, metadata, bias)[0]
+    _check(x, values, metadata, bias, activation, backend)
+    no_tangent("sparse_matmul", x, values, bias)
+    save = activation is not None and torch.is_grad_enabled()
+    return _fwd_op(x, values, metadata, bias, activation, save, backend)[0]
+
+
+def _check(x, values, metadata, bias, activation, backend) -> None:
+    check_compressed("sparse_matmul", (values, metadata))
+    if not isinstance(x, torch.Tensor) or x.dtype not in FLOATS:
+        raise TypeError(f"sparse_matmul: x must be a tensor of float32, float16 or bfloat16, got {kind(x)}")
+    if values.dtype != x.dtype:
+        raise TypeError(f"sparse_matmul: values must be a tensor of x's dtype {x.dtype}, got {kind(values)}")
+    if x.dim() == 0 or x.shape[-1] != 2 * values.shape[1]:
+        raise ValueError(f"sparse_matmul: x must be [..., {2 * values.shape[1]}] like values, got {list(x.shape)}")
+    if values.device != x.device:
+        raise ValueError(f"sparse_matmul: values must be on x's device {x.device}, got {values.device}")
+    if bias is not None:
+        if not isinstance(bias, torch.Tensor) or bias.dtype != x.dtype:
+            raise TypeError(f"sparse_matmul: bias must be a tensor of x's dtype {x.dtype}, got {kind(bias)}")
+        if bias.shape != values.shape[:1]:
+            raise ValueError(f"sparse_matmul: bias must be [{values.shape[0]}], got {list(bias.shape)}")
+        if bias.device != x.device:
+            raise ValueError(f"sparse_matmul: bias must be on x's device {x.device}, got {bias.device}")
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"sparse_matmul: activation must be None or one of {ACTIVATIONS}, got {activation!r}")
+    if backend not in BACKENDS:
+        raise ValueError(f"sparse_matmul: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    runnable("sparse_matmul", "x", x)
+
+
+def _fwd_plan(x, values, metadata, bias, activation, save, backend):
+    """The plan for these arguments, kept. For plain tensors alone: of others the key does not say all."""
+    key = signature(x), signature(values), signature(metadata), signature(bias), activation, save, backend
+    plan = _FORWARD.find(key)
+    if plan is None:
+        _check(x, values, metadata, bias, activation, backend)
+        plan = _FORWARD.keep(key, fwd_plan(x, values, metadata, bias, activation, save, backend))
+    return plan
+
+
+def _backward(dy, x, values, metadata, z, biased: bool, activation: str | None, needs: Needs, backend: str):
+    options = biased, activation, needs, backend
+    if not lean(dy, x, values, metadata, z):
+        return bwd_plan(dy, x, values, metadata, *options)(dy, x, values, metadata, z)
+    key = signature(dy), signature(x), signature(values), signature(metadata), signature(z), *options
+    plan = _BACKWARD.find(key)
+    if plan is None:
+        plan = _BACKWARD.keep(key, bwd_plan(dy, x, values, metadata, *options))
+    return plan(dy, x, values, metadata, z)
+
+
+def _gradients(ctx, dy) -> tuple[Optional, Optional, Optional]:
+    """Those of x, values and bias, None where not needed. What traces or transforms the call sees an op."""
+    if dy is None:
+        return None, None, None
+    x, values, metadata, z = ctx.saved_tensors
+    needs = ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]
+    if lean(dy, x, values, metadata, z) and not torch.is_grad_enabled():
+        return _backward(dy, x, values, metadata, z, ctx.biased, ctx.activation, needs, ctx.backend)
+    grads = _bwd_op(dy, x, values, metadata, z, ctx.biased, ctx.activation, *needs, ctx.backend)
+    dx, dvalues, dbias = (grad if need else None for grad, need in zip(grads, needs, strict=True))
+    return dx, dvalues, dbias
+
+
+class _SparseMatmul(torch.autograd.Function):
+    """Of eager calls. The gradient goes through torch.library where something traces, transforms or derives it."""
+
+    @staticmethod
+    def forward(ctx, x, values, metadata, bias, plan, activation, backend):
+        y, z = plan(x, values, metadata, bias)
+        ctx.set_materialize_grads(False)
+        ctx.biased, ctx.activation, ctx.backend = bias is not None, activation, backend
+        ctx.save_for_backward(x, values, metadata, z)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        dx, dvalues, dbias = _gradients(ctx, dy)
+        return dx, dvalues, None, dbias, None, None, None
+
+
+# What torch.autograd.Function.apply does before this is for functorch, and `lean` has seen that it is not at work.
+_apply = super(torch.autograd.Function, _SparseMatmul).apply
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::sparse_matmul_fwd", mutates_args=())
+def _fwd_op(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    metadata: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    save: bool,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    make = _fwd_plan if lean(x, values, metadata, bias) else fwd_plan
+    y, z = make(x, values, metadata, bias, activation, save, backend)(x, values, metadata, bias)
+    return y, x.new_empty(0) if z is None else z
+
+
+@_fwd_op.register_fake
+def _(x, values, metadata, bias, activation, save, backend):
+    shape = (*x.shape[:-1], values.shape[0])
+    return x.new_empty(shape), x.new_empty(shape if save else 0)
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::sparse_matmul_bwd", mutates_args=())
+def _bwd_op(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    values: torch.Tensor,
+    metadata: torch.Tensor,
+    z: torch.Tensor | None,
+    biased: bool,
+    activation: str | None,
+    need_dx: bool,
+    need_dvalues: bool,
+    need_dbias: bool,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    needs = need_dx, need_dvalues, need_dbias
+    grads = _backward(dy, x, values, metadata, z, biased, activation, needs, backend)
+    dx, dvalues, dbias = (x.new_empty(0) if grad is None else grad for grad in grads)
+    return dx, dvalues, dbias
+
+
+@_bwd_op.register_fake
+def _(dy, x, values, metadata, z, biased, activation, need_dx, need_dvalues, need_dbias, backend):
+    return (
+        x.new_empty(x.shape if need_dx else 0),
+        x.new_empty(values.shape if need_dvalues else 0),
+        x.new_empty(values.shape[:1] if need_dbias and biased else 0),
+    )
+
+
+def _save(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)
+    x, values, metadata, bias, ctx.activation, _, ctx.backend = inputs
+    ctx.biased = bias is not None
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(x, values, metadata, output[1] if ctx.activation is not None else None)
+
+
+def _autograd(ctx, dy, _):
+    dx, dvalues, dbias = _gradients(ctx, dy)
+    return dx, dvalues, None, dbias, None, None, None
+
+
+_fwd_op.register_autograd(_autograd, setup_context=_save)

@@ -1,0 +1,148 @@
+"""The public functions that make a compressed weight: prune, compress, decompress."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from . import configs
+from .checks import FLOATS, kind, runnable
+from .compression import _sparse_matmul_compress_kernel, _sparse_matmul_decompress_kernel
+from .formats import CHUNK, Compressed, metadata_shape
+from .launch import Launch
+from .plans import capability
+
+_NAMESPACE = __package__.replace(".", "_")
+
+
+def prune(w: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros two of each four elements along the last dimension: w · mask, and the mask. Plain PyTorch.
+
+        mask[..., 4 c + p] = w[..., 4 c + p] is one of the two largest magnitudes of its chunk c
+
+    Of equal magnitudes the one of the lower index stays; NaN counts as the largest. The result has zeros where the mask
+    is False, whatever was there, and is differentiable in w.
+
+    w     [..., K] floating-point, K a multiple of 4
+    mask  boolean, of w's shape, at most two of each chunk True; None: by magnitudes
+
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or mask.
+
+    Source: Mishra et al. 2021 (arXiv:2104.08378).
+    """
+    if not isinstance(w, torch.Tensor) or not w.is_floating_point():
+        raise TypeError(f"prune: w must be a floating-point tensor, got {kind(w)}")
+    if w.dim() == 0 or w.shape[-1] % CHUNK:
+        raise ValueError(f"prune: w must be [..., K] with K a multiple of {CHUNK}, got {list(w.shape)}")
+    if mask is None:
+        chunks = w.detach().unflatten(-1, (-1, CHUNK)) if w.shape[-1] else w.detach().reshape(*w.shape[:-1], 0, CHUNK)
+        largest = chunks.abs().sort(dim=-1, descending=True, stable=True).indices[..., :2]
+        mask = torch.zeros_like(chunks, dtype=torch.bool).scatter(-1, largest, True).reshape(w.shape)
+    else:
+        if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+            raise TypeError(f"prune: mask must be a boolean tensor, got {kind(mask)}")
+        if mask.shape != w.shape or mask.device != w.device:
+            wanted = f"{list(w.shape)} on {w.device} like w"
+            raise ValueError(f"prune: mask must be {wanted}, got {list(mask.shape)} on {mask.device}")
+        if _overfull(mask):
+            raise ValueError("prune: mask must have at most two True of each four along the last dimension")
+    return torch.where(mask, w, 0.0), mask
+
+
+def compress(w: torch.Tensor, check: bool = False) -> Compressed:
+    """The compressed form of a weight that has 2:4 sparsity: its non-zeros, and where they are.
+
+    Where a chunk has fewer than two non-zeros, zeros at the lowest other positions are kept as values too. Where it has
+    more, the first two are kept and the others lost, or with `check`, which synchronises, a ValueError raised. Not
+    differentiable: what is trained is `values`, whose gradient `sparse_matmul` gives.
+
+    w      [N, K] float32, float16 or bfloat16, K a multiple of 4. Read in place if the last stride is 1.
+    check  whether to look if w has 2:4 sparsity
+
+    Returns Compressed(values [N, K / 2] in w's dtype, metadata int16); `formats.py` has the order of the metadata.
+
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape and, with `check`, for other sparsity, RuntimeError
+    for a CPU tensor outside Triton's interpreter.
+    """
+    if not isinstance(w, torch.Tensor) or w.dtype not in FLOATS:
+        raise TypeError(f"compress: w must be a tensor of float32, float16 or bfloat16, got {kind(w)}")
+    if w.dim() != 2 or w.shape[1] % CHUNK:
+        raise ValueError(f"compress: w must be [N, K] with K a multiple of {CHUNK}, got {list(w.shape)}")
+    runnable("compress", "w", w)
+    w = w.detach()
+    if check and _overfull(w != 0):
+        raise ValueError("compress: w must have at most two non-zeros of each four along the last dimension")
+    return Compressed(*_compress_op(w))
+
+
+def decompress(compressed: Compressed) -> torch.Tensor:
+    """The dense weight [N, K] of a compressed one, with its zeros. Not differentiable.
+
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape or device, RuntimeError for a CPU tensor outside
+    Triton's interpreter.
+    """
+    check_compressed("decompress", compressed)
+    runnable("decompress", "values", compressed.values)
+    return _decompress_op(compressed.values.detach(), compressed.metadata)
+
+
+def check_compressed(function: str, compressed: object) -> None:
+    """TypeError or ValueError where this is no compressed weight."""
+    if not isinstance(compressed, tuple) or len(compressed) != 2:
+        raise TypeError(f"{function}: compressed must be a Compressed, got {type(compressed).__name__}")
+    values, metadata = compressed
+    if not isinstance(values, torch.Tensor) or values.dtype not in FLOATS:
+        raise TypeError(f"{function}: values must be a tensor of float32, float16 or bfloat16, got {kind(values)}")
+    if values.dim() != 2 or values.shape[1] % 2:
+        raise ValueError(f"{function}: values must be [N, K / 2] with K a multiple of 4, got {list(values.shape)}")
+    if not isinstance(metadata, torch.Tensor) or metadata.dtype != torch.int16:
+        raise TypeError(f"{function}: metadata must be a tensor of int16, got {kind(metadata)}")
+    wanted = metadata_shape(values.shape[0], 2 * values.shape[1])
+    if metadata.shape != wanted:
+        raise ValueError(f"{function}: metadata must be {list(wanted)} for these values, got {list(metadata.shape)}")
+    if metadata.device != values.device:
+        raise ValueError(f"{function}: metadata must be on {values.device} like values, got {metadata.device}")
+
+
+def _overfull(kept: torch.Tensor) -> bool:
+    return kept.numel() > 0 and bool((kept.unflatten(-1, (-1, CHUNK)).sum(-1) > 2).any())
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::compress", mutates_args=())
+def _compress_op(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    w = w if w.stride(1) == 1 else w.contiguous()
+    (rows, depth), shape = w.shape, metadata_shape(*w.shape)
+    values = w.new_empty(rows, depth // 2)
+    metadata = w.new_empty(shape, dtype=torch.int16)
+    if w.numel():
+        config = configs.pick_compress_config(rows, depth, w.dtype, capability(w))
+        grid = (triton.cdiv(rows, config.block_n) * triton.cdiv(depth, config.block_k),)
+        options = {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "num_warps": config.num_warps}
+        launch = Launch(_sparse_matmul_compress_kernel, grid, w.device, (rows, depth, w.stride(0)), **options)
+        launch(w, values, metadata)
+    return values, metadata
+
+
+@_compress_op.register_fake
+def _(w):
+    rows, depth = w.shape
+    return w.new_empty(rows, depth // 2), w.new_empty(metadata_shape(rows, depth), dtype=torch.int16)
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::decompress", mutates_args=())
+def _decompress_op(values: torch.Tensor, metadata: torch.Tensor) -> torch.Tensor:
+    values = values if values.stride(1) == 1 else values.contiguous()
+    rows, depth = values.shape[0], 2 * values.shape[1]
+    w = values.new_empty(rows, depth)
+    if w.numel():
+        config = configs.pick_compress_config(rows, depth, values.dtype, capability(values))
+        grid = (triton.cdiv(rows, config.block_n) * triton.cdiv(depth, config.block_k),)
+        options = {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "num_warps": config.num_warps}
+        launch = Launch(_sparse_matmul_decompress_kernel, grid, w.device, (rows, depth, values.stride(0)), **options)
+        launch(values, metadata.contiguous(), w)
+    return w
+
+
+@_decompress_op.register_fake
+def _(values, metadata):
+    return values.new_empty(values.shape[0], 2 * values.shape[1])
