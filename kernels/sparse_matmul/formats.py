@@ -6,9 +6,9 @@ lower two, j in the upper two. Codes are in the order in which the sparse wgmma 
 
     block (k // 64, n // 16), word (n % 8) · 8 + (k % 64 // 16) · 2 + n % 16 // 8, bits 4 · (k % 16 // 4)
 
-So a warp's 32 lanes read the 32 words of 32 bits of a block: lane 4 · r + q has 16 of K, from 16 · q on, of row r in its
-lower half and of row r + 8 in its upper half. The 32 of K of one instruction are those of lanes with q = 0 and 1, or with
-q = 2 and 3, as its sparsity selector says.
+So a warp's 32 lanes read the 32 words of 32 bits of a block: lane 4 · r + q has 16 of K, from 16 · q on, of row r in
+its lower half and of row r + 8 in its upper half. The 32 of K of one instruction are those of lanes with q = 0 and 1, or
+with q = 2 and 3, as its sparsity selector says.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ import torch
 CHUNK = 4  # elements of which two are kept
 BLOCK_N, BLOCK_K = 16, 64  # of a block of metadata
 WORDS = 64  # of a block
-
-EMPTY = 0x4444  # the word of padding: positions 0 and 1 in every chunk
 
 
 class Compressed(NamedTuple):

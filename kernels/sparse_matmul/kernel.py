@@ -1,14 +1,14 @@
 """x [M, K] times a weight [N, K] of 2:4 sparsity, transposed: the products in Triton.
 
-Napkin maths, bf16, one NVIDIA H200 (4254 GB/s, 790 TFLOP/s of a measured dense product; sparse tensor cores twice that):
+Napkin maths, bf16, one NVIDIA H200 (4254 GB/s, 790 TFLOP/s of a measured dense product, of a sparse one at most twice):
 
   M x K x N              FLOPs, dense   bytes (w: 9/16)   reading   computing, dense   sparse
   4096 x 4096 x 4096     137 GFLOP         86 MB           20 us        174 us          87 us
   8192 x 8192 x 8192     1.10 TFLOP       344 MB           81 us       1392 us         696 us
   4096 x 4096 x 11008    369 GFLOP        174 MB           41 us        467 us         234 us
 
-Here the weight is decompressed in registers on the way to a dense product: it saves the bytes of the weight, and nothing of
-the FLOPs. The tensor cores' sparse form is in sm90/.
+Here the weight is decompressed in registers on the way to a dense product: it saves bytes of the weight, and none of the
+FLOPs. In the backward neither product has a sparse operand along its sum, so that dense ones are all there is.
 """
 
 from __future__ import annotations
@@ -139,9 +139,7 @@ def _sparse_matmul_dx_kernel(
     for first in tl.range(0, n_size, BLOCK_N):
         n = first + tl.arange(0, BLOCK_N)
         dz = tl.load(dz_row + n[None, :], mask=(m < m_size)[:, None] & (n < n_size)[None, :], other=0.0)
-        w = _weight_tile(
-            values_ptr, metadata_ptr, n, tile_k * BLOCK_K, n_size, depth, stride_vn, BLOCK_N, BLOCK_K
-        )
+        w = _weight_tile(values_ptr, metadata_ptr, n, tile_k * BLOCK_K, n_size, depth, stride_vn, BLOCK_N, BLOCK_K)
         acc = tl.dot(dz, w, acc, input_precision="ieee")
     at = m.to(tl.int64)[:, None] * depth + k[None, :]
     tl.store(dx_ptr + at, acc.to(dx_ptr.dtype.element_ty), mask=(m < m_size)[:, None] & (k < depth)[None, :])

@@ -46,7 +46,8 @@ def sparse_matmul(
 
     Source: Mishra et al. 2021 (arXiv:2104.08378).
     """
-    check_compressed("sparse_matmul", compressed)
+    if not isinstance(compressed, tuple) or len(compressed) != 2 or compressed[0] is None:
+        check_compressed("sparse_matmul", compressed)
     values, metadata = compressed
     if lean(x, values, metadata, bias):
         needed = torch.is_grad_enabled() and (

@@ -1,0 +1,169 @@
+"""What is special to sparse_matmul: pruning, the compressed form and its order, what is no 2:4 weight, activations.
+The rest follows from SPEC: tests/test_specs.py."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from . import Compressed, compress, configs, decompress, prune, sparse_matmul
+from .activation import ACTIVATIONS
+from .formats import metadata_shape
+from .reference import decompressed, kept, sparse_matmul_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def pruned(rows: int, depth: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return prune(torch.randn(rows, depth, device=DEVICE, dtype=dtype))[0]
+
+
+def test_prune_keeps_the_largest_two_and_of_equals_the_first():
+    nan = float("nan")
+    w = torch.tensor([[1.0, -3, 2, 0, 5, 5, -5, 5], [0, 0, 0, 0, nan, 1, 2, -9]], device=DEVICE)
+    want = torch.tensor([[0, 1, 1, 0, 1, 1, 0, 0], [1, 1, 0, 0, 1, 0, 0, 1]], device=DEVICE).bool()
+    kept_w, mask = prune(w)
+    assert torch.equal(mask, want)
+    torch.testing.assert_close(kept_w, torch.where(want, w, 0.0), equal_nan=True, rtol=0, atol=0)
+    assert prune(torch.randn(2, 3, 0))[0].shape == (2, 3, 0)
+
+
+def test_prune_by_a_mask_and_its_gradient():
+    w = torch.randn(3, 8, device=DEVICE, requires_grad=True)
+    mask = torch.tensor([True, False, False, True, False, False, False, True], device=DEVICE).expand(3, 8)
+    result, same = prune(w, mask)
+    assert same is mask and torch.equal(result, w * mask)
+    assert torch.equal(torch.autograd.grad(result.sum(), w)[0], mask.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_compress_and_back_with_every_pattern(dtype):
+    """Every pattern of up to two non-zeros, in every row of a block of metadata and every chunk of several blocks."""
+    patterns = [p for p in itertools.product((0, 1), repeat=4) if sum(p) <= 2]
+    mask = torch.tensor([patterns[(7 * n + 3 * c) % 11] for n in range(37) for c in range(33)], device=DEVICE)
+    w = (mask * torch.randn(37 * 33, 4, device=DEVICE)).view(37, 132).to(dtype)
+    compressed = compress(w, check=True)
+    assert compressed.shape == w.shape and compressed.metadata.shape == metadata_shape(37, 132)
+    assert torch.equal(decompress(compressed), w)
+    assert torch.equal(decompressed(*compressed), w)
+    columns = kept(compressed.metadata, 37, 132).view(37, 33, 2)
+    assert (columns[..., 0] < columns[..., 1]).all()  # the order that the sparse tensor cores need
+
+
+def test_padding_has_a_valid_code():
+    metadata = compress(pruned(3, 8)).metadata.view(1, 1, 8, 4, 2)
+    assert (metadata[:, :, 3:] == 0x4444).all() and (metadata[:, :, :, 1:] == 0x4444).all()
+
+
+def test_a_weight_in_the_instructions_order():
+    """Each lane's word, taken apart as wgmma.mma_async.sp takes it: its selector chooses two of four lanes."""
+    w = pruned(64, 128)
+    values, metadata = compress(w)
+    words = metadata.view(torch.int32).view(2, 4, 32)  # blocks of 64 of k, warps, lanes
+    dense = torch.zeros_like(w)
+    for block, warp, lane, half, position in itertools.product(range(2), range(4), range(32), range(2), range(8)):
+        code = int(words[block, warp, lane]) >> (16 * half + 2 * position)
+        row = 16 * warp + lane // 4 + 8 * half
+        selector, of_pair = lane % 4 // 2, lane % 2
+        first = 64 * block + 32 * selector + 16 * of_pair + position // 2 * 4
+        dense[row, first + (code & 3)] = values[row, first // 2 + position % 2]
+    assert torch.equal(dense, w)
+
+
+def test_what_is_no_24_weight_is_an_error_when_asked():
+    w = torch.ones(2, 8, device=DEVICE)
+    with pytest.raises(ValueError, match="w must have at most two non-zeros"):
+        compress(w, check=True)
+    assert torch.equal(decompress(compress(w)), prune(w)[0])
+
+
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+def test_every_activation_and_all_gradients(activation):
+    compressed = compress(pruned(20, 24))
+    x, bias = torch.randn(2, 3, 24, device=DEVICE), torch.randn(20, device=DEVICE)
+    wanted = [t.requires_grad_() for t in (x, compressed.values, bias)]
+    y, expected = (f(x, compressed, bias, activation) for f in (sparse_matmul, sparse_matmul_reference))
+    dy = torch.randn_like(y)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+    for got, want in zip(*(torch.autograd.grad(one, wanted, dy) for one in (y, expected)), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_only_of_what_needs_one():
+    compressed = compress(pruned(8, 8))
+    x = torch.randn(3, 8, device=DEVICE, requires_grad=True)
+    sparse_matmul(x, compressed, activation="relu").sum().backward()
+    assert x.grad is not None and compressed.values.grad is None
+    assert not sparse_matmul(x.detach(), compressed).requires_grad
+
+
+def test_a_compressed_weight_goes_through_compile():
+    compressed = compress(pruned(16, 16))
+    x = torch.randn(4, 16, device=DEVICE)
+    function = torch.compile(sparse_matmul, fullgraph=True, backend="eager")
+    assert torch.equal(function(x, compressed), sparse_matmul(x, compressed))
+    assert [id(t) for t in tree_leaves(compressed)] == [id(t) for t in compressed]
+
+
+def test_an_incoming_gradient_that_is_expanded():
+    compressed = compress(pruned(20, 12))
+    x = torch.randn(5, 12, device=DEVICE, requires_grad=True)
+    (got,) = torch.autograd.grad(sparse_matmul(x, compressed).sum(), x)
+    torch.testing.assert_close(got, decompress(compressed).sum(0).expand(5, 12))
+
+
+def _bad(**change):
+    values, metadata = Compressed(torch.randn(8, 8, device=DEVICE), torch.ones(1, 1, 64, device=DEVICE).short())
+    good = {"x": torch.randn(3, 16, device=DEVICE), "compressed": Compressed(values, metadata)}
+    return {**good, **change}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (dict(x=torch.arange(16)), TypeError, "x must be a tensor of float32"),
+        (dict(x=torch.randn(3, 20, device=DEVICE)), ValueError, r"x must be \[..., 16\]"),
+        (dict(x=torch.randn(3, 16, device=DEVICE).half()), TypeError, "values must be a tensor of x's dtype"),
+        (dict(compressed=torch.randn(8, 16)), TypeError, "compressed must be a Compressed"),
+        (dict(compressed=Compressed(None, None)), TypeError, "values must be a tensor"),
+        (dict(compressed=Compressed(torch.randn(8, 8), torch.ones(1, 64))), TypeError, "metadata must be .* int16"),
+        (dict(compressed=Compressed(torch.randn(8, 8), torch.ones(1, 64).short())), ValueError, r"\[1, 1, 64\]"),
+        (dict(bias=torch.randn(9, device=DEVICE)), ValueError, r"bias must be \[8\]"),
+        (dict(activation="tanh"), ValueError, "activation must be None or one of"),
+        (dict(backend="gluon"), ValueError, "backend must be one of"),
+    ],
+)
+def test_bad_input_raises_an_error_that_names_it(change, error, words):
+    with pytest.raises(error, match=words):
+        sparse_matmul(**_bad(**change))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: prune(torch.ones(4).int()), TypeError, "w must be a floating-point"),
+        (lambda: prune(torch.ones(2, 6)), ValueError, "w must be .* multiple of 4"),
+        (lambda: prune(torch.ones(4), torch.ones(4)), TypeError, "mask must be a boolean"),
+        (lambda: prune(torch.ones(4), torch.ones(8) > 0), ValueError, r"mask must be \[4\]"),
+        (lambda: prune(torch.ones(4), torch.ones(4) > 0), ValueError, "mask must have at most two"),
+        (lambda: compress(torch.ones(4, 4).double()), TypeError, "w must be a tensor of float32"),
+        (lambda: compress(torch.ones(4, 6)), ValueError, "w must be .* multiple of 4"),
+        (lambda: decompress(Compressed(torch.ones(4, 3), torch.ones(1))), ValueError, "values must be"),
+    ],
+)
+def test_bad_input_of_the_other_functions(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_size_has_a_configuration(dtype, capability):
+    picks = configs.pick_fwd_config, configs.pick_dx_config, configs.pick_dvalues_config
+    for pick, sizes in itertools.product(picks, itertools.product((1, 17, 300), (1, 100, 8192), (4, 64, 1000))):
+        config = pick(*sizes, dtype, capability)
+        for block in (config.block_m, config.block_n, config.block_k):
+            assert block >= 16 and block & (block - 1) == 0

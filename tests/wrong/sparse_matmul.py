@@ -1,0 +1,63 @@
+"""What is wrong with each broken sparse_matmul, and the controls."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from harness.spec import Case
+from kernels.sparse_matmul.reference import sparse_matmul_reference
+
+from . import Wrong, wrappers
+from .plain_sparse_matmul import check, sparse_matmul
+
+PLAIN, FUSED = "5x24x20-fp32", "5x24x20-fp32-bias-gelu_tanh"
+DIMS = dict(m=5, k4=6, n=20)
+CASES = (
+    Case(PLAIN, DIMS, torch.float32),
+    Case(FUSED, DIMS, torch.float32, dict(bias=True, activation="gelu_tanh")),
+)
+LONG_CASES: tuple[Case, ...] = ()
+FUZZ = {"m": (0, 5), "k4": (1, 5), "n": (1, 18)}
+LIMITS: dict[str, float] = {}
+
+
+def _fault(name: str, case: str, check: str, cause: str, on_gpu: tuple[str, str] | None = None) -> Wrong:
+    return Wrong(name, partial(sparse_matmul, fault=name), case, check, cause, on_gpu)
+
+
+WRONG = (
+    # In the metadata.
+    _fault("rows 8 apart exchanged", PLAIN, "accuracy", "error"),
+    _fault("metadata of the first 16 of k", PLAIN, "accuracy", "error"),
+    _fault("positions exchanged", PLAIN, "accuracy", "error"),
+    _fault("second position counted from the first", PLAIN, "accuracy", "error"),
+    _fault("sparsity ignored", PLAIN, "accuracy", "error"),
+    # In the product.
+    _fault("last chunk dropped", PLAIN, "accuracy", "error"),
+    _fault("products of zero skipped", PLAIN, "values", "nonfinite"),
+    _fault("bias dropped", FUSED, "accuracy", "error"),
+    _fault("exact gelu", FUSED, "accuracy", "error"),
+    _fault("another order at each call", PLAIN, "repeat", "repeat"),
+    # In the backward.
+    _fault("derivative of the activation dropped", FUSED, "accuracy", "error"),
+    _fault("gradient of the first two of each chunk", PLAIN, "accuracy", "error"),
+    _fault("gradient of the bias a mean", FUSED, "accuracy", "error"),
+    # Around the kernel.
+    Wrong("lazy output", wrappers.lazy(sparse_matmul), PLAIN, "accuracy", "lazy"),
+    _fault("no checks", PLAIN, "refusal", "accepted", on_gpu=("refusal", "message")),
+    _fault("dtype of the fake result", PLAIN, "opcheck", "opcheck"),
+)
+
+# Tried by the check that it names alone: what other checks see of an unjoined stream is a matter of luck.
+ON_A_GPU = (Wrong("side stream", wrappers.on_a_side_stream(wait=True)(sparse_matmul), PLAIN, "stream", "late"),)
+
+
+def reference(x, values, metadata, bias=None, activation=None):
+    """The reference itself, behind the checks of a public function."""
+    check(x, values, metadata, bias)
+    return sparse_matmul_reference(x, (values, metadata), bias, activation)
+
+
+CONTROLS = {"plain": sparse_matmul, "reference": reference}
