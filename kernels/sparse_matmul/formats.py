@@ -7,8 +7,8 @@ lower two, j in the upper two. Codes are in the order in which the sparse wgmma 
     block (k // 64, n // 16), word (n % 8) · 8 + (k % 64 // 16) · 2 + n % 16 // 8, bits 4 · (k % 16 // 4)
 
 So a warp's 32 lanes read the 32 words of 32 bits of a block: lane 4 · r + q has 16 of K, from 16 · q on, of row r in
-its lower half and of row r + 8 in its upper half. The 32 of K of one instruction are those of lanes with q = 0 and 1, or
-with q = 2 and 3, as its sparsity selector says.
+its lower half and of row r + 8 in its upper half. The 32 of K of one instruction are those of lanes with q = 0 and 1,
+or with q = 2 and 3, as its sparsity selector says.
 """
 
 from __future__ import annotations

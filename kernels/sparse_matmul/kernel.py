@@ -7,8 +7,8 @@ Napkin maths, bf16, one NVIDIA H200 (4254 GB/s, 790 TFLOP/s of a measured dense 
   8192 x 8192 x 8192     1.10 TFLOP       344 MB           81 us       1392 us         696 us
   4096 x 4096 x 11008    369 GFLOP        174 MB           41 us        467 us         234 us
 
-Here the weight is decompressed in registers on the way to a dense product: it saves bytes of the weight, and none of the
-FLOPs. In the backward neither product has a sparse operand along its sum, so that dense ones are all there is.
+Here the weight is decompressed in registers on the way to a dense product: it saves bytes of the weight, and none of
+the FLOPs. In the backward neither product has a sparse operand along its sum, so that dense ones are all there is.
 """
 
 from __future__ import annotations

@@ -68,14 +68,13 @@ def _fwd(
         z = z + bias.float()
     y = _act(z, activation, fault)
     if fault == "another order at each call" and next(_CALLS) % 2:
-        y = y + 1e-6
+        y = y * (1 + 2.0**-23)
     return y.to(x.dtype)
 
 
 @_fwd.register_fake
 def _(x, values, metadata, bias, activation, fault):
-    dtype = torch.float64 if fault == "dtype of the fake result" else x.dtype
-    return x.new_empty((*x.shape[:-1], values.shape[0]), dtype=dtype)
+    return x.new_empty((*x.shape[:-1], values.shape[0]))
 
 
 @torch.library.custom_op("plain_sparse_matmul::bwd", mutates_args=())
@@ -90,9 +89,8 @@ def _bwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     weight, dz = _weight(values, metadata, fault), dy.float()
     if activation is not None and fault != "derivative of the activation dropped":
-        with torch.enable_grad():
-            z = F.linear(x.float(), weight, None if bias is None else bias.float()).detach().requires_grad_()
-            (dz,) = torch.autograd.grad(_act(z, activation, fault), z, dz)
+        z = F.linear(x.float(), weight, None if bias is None else bias.float())
+        dz = torch.ops.aten.gelu_backward(dz, z, approximate="tanh")
     dx = dz @ weight
     dense = dz.flatten(0, -2).T @ x.float().flatten(0, -2)
     columns = _columns(metadata, values.shape[0], 2 * values.shape[1], fault)
