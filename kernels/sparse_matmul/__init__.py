@@ -1,7 +1,6 @@
 """Products with weights of 2:4 structured sparsity, their compressed form, forward and backward."""
 
-from .formats import Compressed
 from .op import sparse_matmul
-from .op_compress import compress, decompress, prune
+from .op_compress import Compressed, compress, decompress, prune
 
 __all__ = ["Compressed", "compress", "decompress", "prune", "sparse_matmul"]

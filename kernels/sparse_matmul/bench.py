@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from .formats import metadata_shape
 from .reference import activated, decompressed, kept, sparse_matmul_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+TRITON = "triton"
 CHUNK = 4  # K is a multiple of it
 
 
@@ -190,11 +192,42 @@ def _candidates(order: Callable[[int, int, int], tuple[int, int, int]]) -> Calla
     return candidates
 
 
+def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
+    return [
+        configs.CudaConfig(stages, raster, cluster)
+        for cluster in (1, 2, 4)
+        for raster in (2, 4, 8, 16)
+        for stages in (4, 5)
+    ]
+
+
+def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | None:
+    _, k, n = sizes(case)
+    if implementation == "cuda" and (case.dtype == FP32 or k % 16 or n % 8):
+        return "it takes 16-bit dtypes, K a multiple of 16 and N of 8"
+    return None
+
+
+def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
+    """Of "cuda" nothing is checked here: the checks try layouts that it does not take, and test_sm90.py has its own."""
+    reasons = {"triton": "it is what auto takes", "cuda": "it is checked by tests of its own, and not measured yet"}
+    return reasons.get(implementation)
+
+
+CUDA_CASES = tuple(dataclasses.replace(case, min_capability=(9, 0)) for case in CASES if case.bench)
 HOST_CASES = (dataclasses.replace(_case(128, 128, 128, BF16), name="128x128x128-bf16-host"),)
 
 SPEC = KernelSpec(
     name="sparse_matmul",
-    implementations={"triton": _of_tensors(sparse_matmul)},
+    implementations={
+        "auto": _of_tensors(sparse_matmul),
+        "triton": _of_tensors(partial(sparse_matmul, backend="triton")),
+        "cuda": _of_tensors(partial(sparse_matmul, backend="cuda")),
+    },
+    # Elsewhere the first is the second.
+    min_capability={"triton": (9, 0), "cuda": (9, 0)},
+    unsupported_reason=_unsupported_reason,
+    alias_reason=_alias_reason,
     baselines=(
         EAGER,
         COMPILED,
@@ -214,9 +247,16 @@ SPEC = KernelSpec(
     items=lambda case: case.dims["m"],
     fuzz={"m": (0, 20), "k4": (0, 9), "n": (0, 20)},
     tunables=(
-        Tunable(configs, "pick_fwd_config", "fwd", _candidates(lambda a, b, step: (a, b, step))),
-        Tunable(configs, "pick_dx_config", "bwd", _candidates(lambda a, b, step: (a, step, b))),
-        Tunable(configs, "pick_dvalues_config", "bwd", _candidates(lambda a, b, step: (step, a, b))),
+        Tunable(
+            configs, "pick_fwd_config", "fwd", _candidates(lambda a, b, step: (a, b, step)), implementation="triton"
+        ),
+        Tunable(
+            configs, "pick_dx_config", "bwd", _candidates(lambda a, b, step: (a, step, b)), implementation="triton"
+        ),
+        Tunable(
+            configs, "pick_dvalues_config", "bwd", _candidates(lambda a, b, step: (step, a, b)), implementation="triton"
+        ),
+        Tunable(configs, "pick_cuda_config", "fwd", _cuda_candidates, CUDA_CASES, implementation="cuda"),
     ),
     host_cases=HOST_CASES,
 )

@@ -26,6 +26,16 @@ class Config:
 
 
 @dataclass(frozen=True)
+class CudaConfig:
+    """Of products.cu, whose tiles are 128 rows of the weight by 256 of x: steps of the ring, bands of tiles that follow
+    each other, and CTAs of a cluster, which share what they read of x (1, 2 or 4)."""
+
+    stages: int
+    raster: int
+    cluster: int
+
+
+@dataclass(frozen=True)
 class CompressConfig:
     """A CTA for each block_n rows by block_k columns of the dense weight, multiples of 16 and 64."""
 
@@ -66,6 +76,19 @@ def pick_dvalues_config(rows: int, cols: int, depth: int, dtype: torch.dtype, ca
     `pick_fwd_config`; not measured yet."""
     other = pick_fwd_config(cols, depth, rows, dtype, capability)
     return Config(other.block_k, other.block_m, other.block_n, other.group, other.num_warps, other.num_stages)
+
+
+def pick_cuda_config(rows: int, cols: int, depth: int) -> CudaConfig:
+    """The configuration of products.cu. Pure.
+
+    - The ring takes what shared memory there is: 41 KiB a step.
+    - Two CTAs share x where the weight has rows for both: otherwise a tile takes 82 bytes a cycle from L2.
+    - 16 tiles of rows of the weight follow each other.
+
+    By these sums; not measured yet.
+    """
+    cluster = 2 if cols > 128 else 1
+    return CudaConfig(stages=5, raster=16 // cluster, cluster=cluster)
 
 
 def pick_compress_config(cols: int, depth: int, dtype: torch.dtype, capability: tuple[int, int]) -> CompressConfig:

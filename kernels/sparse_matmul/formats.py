@@ -13,29 +13,9 @@ or with q = 2 and 3, as its sparsity selector says.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
-
 CHUNK = 4  # elements of which two are kept
 BLOCK_N, BLOCK_K = 16, 64  # of a block of metadata
 WORDS = 64  # of a block
-
-
-class Compressed(NamedTuple):
-    """A weight [N, K] of which two in four are kept. A pytree, as every named tuple is.
-
-    values    [N, K / 2] the elements that are kept, in their order
-    metadata  [ceil(K / 64), ceil(N / 16), 64] int16: where they were
-    """
-
-    values: torch.Tensor
-    metadata: torch.Tensor
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """[N, K] of the weight."""
-        return self.values.shape[0], 2 * self.values.shape[1]
 
 
 def metadata_shape(rows: int, depth: int) -> tuple[int, int, int]:

@@ -6,9 +6,8 @@ import torch
 
 from .activation import ACTIVATIONS
 from .checks import FLOATS, kind, no_tangent, runnable
-from .formats import Compressed
 from .launch import Plans, lean, signature
-from .op_compress import check_compressed
+from .op_compress import Compressed, check_compressed
 from .plans import BACKENDS, Needs, Optional, bwd_plan, fwd_plan
 
 # Named after the package, so that a copy of this folder under another name registers ops of its own.
@@ -37,12 +36,15 @@ def sparse_matmul(
     compressed  as `compress` returns it, values in x's dtype
     bias        [N] in x's dtype, or None
     activation  "silu", "gelu", "gelu_tanh", "relu", "relu_sq", or None
-    backend     "triton", or "auto", which is that
+    backend     "triton", "cuda" (CUDA C++ on the sparse tensor cores, compiled by CuPy, on compute capability 9.0:
+                float16 and bfloat16, rows of x and values on 16-byte boundaries, K a multiple of 16 and N of 8; of the
+                forward, its backward is Triton's), or "auto", which is "triton" as long as nothing has been measured.
+                "cuda" does not multiply what is pruned: an inf or NaN of x there does not reach y.
 
     Returns y [..., N] in x's dtype, contiguous.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
-    outside Triton's interpreter.
+    outside Triton's interpreter, and for backend="cuda" where it cannot run.
 
     Source: Mishra et al. 2021 (arXiv:2104.08378).
     """

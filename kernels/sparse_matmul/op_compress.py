@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 
 from . import configs
 from .checks import FLOATS, kind, runnable
 from .compression import _sparse_matmul_compress_kernel, _sparse_matmul_decompress_kernel
-from .formats import CHUNK, Compressed, metadata_shape
+from .formats import CHUNK, metadata_shape
 from .launch import Launch
 from .plans import capability
 
 _NAMESPACE = __package__.replace(".", "_")
+
+
+class Compressed(NamedTuple):
+    """A weight [N, K] of which two in four are kept. A pytree, as every named tuple is.
+
+    values    [N, K / 2] the elements that are kept, in their order
+    metadata  [ceil(K / 64), ceil(N / 16), 64] int16: where they were
+    """
+
+    values: torch.Tensor
+    metadata: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[N, K] of the weight."""
+        return self.values.shape[0], 2 * self.values.shape[1]
 
 
 def prune(w: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,8 +16,9 @@ from .kernel import (
     _sparse_matmul_fwd_kernel,
 )
 from .launch import Launch
+from .sm90 import products
 
-BACKENDS = ("auto", "triton")
+BACKENDS = ("auto", "triton", "cuda")
 DZ_BLOCK, DBIAS_BLOCK_M, DBIAS_BLOCK_N = 1024, 64, 64
 
 Optional = torch.Tensor | None
@@ -47,17 +48,14 @@ def fwd_plan(
     x_copied, values_copied, metadata_copied = _copied(x), _copied(values), not metadata.is_contiguous()
     depth = x.shape[-1]
     rows = _count(x)
-    launch = None
+    cuda = configs.pick_backend(backend) == "cuda"
+    if cuda and (reason := products.unsupported_reason(_matrix(x), _matrix(values), metadata, capability(x))):
+        raise RuntimeError(f'sparse_matmul: backend="cuda" cannot run here: {reason}')
+    launch: Callable[..., None] | None = None
     if rows and cols:
-        config = configs.pick_fwd_config(rows, cols, depth, dtype, capability(x))
-        launch = Launch(
-            _sparse_matmul_fwd_kernel,
-            (triton.cdiv(rows, config.block_m) * triton.cdiv(cols, config.block_n),),
-            device,
-            (rows, cols, depth, _matrix(x).stride(0), _matrix(values).stride(0), 0 if bias is None else bias.stride(0)),
-            ACTIVATION=activation,
-            **_blocks(config),
-        )
+        # Without terms there is nothing for TMA to load.
+        make = _cuda_launch if cuda and depth else _fwd_launch
+        launch = make(_matrix(x), _matrix(values), bias, activation)
 
     def run(
         x: torch.Tensor, values: torch.Tensor, metadata: torch.Tensor, bias: Optional
@@ -125,6 +123,25 @@ def bwd_plan(
         return dx, dvalues, dbias
 
     return run
+
+
+def _fwd_launch(x: torch.Tensor, values: torch.Tensor, bias: Optional, activation: str | None) -> Launch:
+    """Writes y and z, given (x, values, metadata, bias, y, z)."""
+    (rows, depth), cols = x.shape, values.shape[0]
+    config = configs.pick_fwd_config(rows, cols, depth, x.dtype, capability(x))
+    return Launch(
+        _sparse_matmul_fwd_kernel,
+        (triton.cdiv(rows, config.block_m) * triton.cdiv(cols, config.block_n),),
+        x.device,
+        (rows, cols, depth, x.stride(0), values.stride(0), 0 if bias is None else bias.stride(0)),
+        ACTIVATION=activation,
+        **_blocks(config),
+    )
+
+
+def _cuda_launch(x: torch.Tensor, values: torch.Tensor, bias: Optional, activation: str | None) -> Callable[..., None]:
+    config = configs.pick_cuda_config(x.shape[0], values.shape[0], x.shape[1])
+    return products.launch(x, values, bias, activation, config)
 
 
 def _dz_launch(rows: int, cols: int, stride_dy: int, activation: str, device: torch.device) -> Launch:

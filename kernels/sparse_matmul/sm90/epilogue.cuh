@@ -1,0 +1,52 @@
+// The epilogue on fp32 sums: bias, activation, conversion, and the transposition to rows of y.
+#pragma once
+
+#include "numbers.cuh"
+#include "types.cuh"
+
+constexpr float LOG2_E = 1.4426950408889634f;
+
+DEVICE float logistic(float x) { return __fdividef(1.0f, 1.0f + exp2_(-LOG2_E * x)); }
+
+// ACTIVATION: 0 none, 1 silu, 2 gelu, 3 gelu_tanh, 4 relu, 5 relu_sq. As activation.py; NaN stays.
+DEVICE float activate(float x) {
+#if ACTIVATION == 1
+    return x * logistic(x);
+#elif ACTIVATION == 2
+    return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
+#elif ACTIVATION == 3
+    const float square = fminf(x * x, 1024.0f);
+    return x * logistic(x * (1.5957691216057308f + 1.5957691216057308f * 0.044715f * square));
+#elif ACTIVATION == 4
+    return x <= 0 ? 0.0f : x;
+#elif ACTIVATION == 5
+    return x <= 0 ? 0.0f : x * x;
+#else
+    return x;
+#endif
+}
+
+DEVICE float widen(u16 x) {
+#if FP16
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    return y;
+#else
+    return __uint_as_float((u32)x << 16);
+#endif
+}
+
+// Stores four 8 x 8 blocks of 16-bit numbers, each transposed; lane i has the address of row i % 8 of block i / 8.
+DEVICE void store_blocks(u32 address, const u32 (&x)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [%0], {%1, %2, %3, %4};"
+                 ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
+
+// 16 bytes from shared to global memory.
+DEVICE void copy_vector(void* to, u32 from) {
+    u32 x[4];
+    asm volatile("ld.shared::cta.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+                 ::"l"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}

@@ -1,0 +1,258 @@
+// The forward for Hopper (sm_90a): TMA, sparse wgmma, warp specialisation, persistent; launched by products.py.
+//
+//   y[m, n] = act(z[m, n]),  z[m, n] = sum over k of w[n, k] x[m, k] + bias[n]
+//
+// wgmma's sparse operand is its first, so tiles are those of z transposed: 128 rows n of w by 256 rows m of x.
+//
+// Napkin maths for a step of 64 of k, in cycles of an SM (8192 FLOP a cycle, of the dense product): the tensor cores
+// take 512. 32 KiB of x, 8 KiB of values and 1 KiB of metadata come from L2: 82 bytes a cycle, which is more than L2
+// delivers. CTAs of a cluster with the same rows of x therefore load a share of them each, which TMA multicasts: 50
+// bytes a cycle with two of them, 34 with four. The epilogue writes 64 KiB.
+//
+// A CTA is one producer thread and two consumer warpgroups with 64 rows of w each. The producer fills a ring of STAGES
+// steps. Metadata is in the instruction's order (formats.py): a bulk copy brings 8 blocks of 16 rows, of which each
+// consumer warp reads one, a word a lane. The two instructions of a step take it from lanes 0 and 1, or 2 and 3, of
+// each four. Tails of every dimension are TMA's zeros. Metadata is padded to whole blocks; beyond the last block of
+// rows the last one is read again, so that it is valid everywhere.
+//
+// Barriers, with their arrivals per phase: full[s] 1 and the bytes of a step; empty[s] 8, one lane of each consumer
+// warp, from each CTA of the cluster, since its producer writes into all of them. The n-th use of a full one waits for
+// parity n & 1, that of an empty one for the opposite, so that the first pass finds every slot empty. The other CTAs'
+// bytes may come before this one's expects them: they count all the same, and its own arrival is still due. No consumer
+// waits for another's main loop, and a producer only for consumers, all of which go through the same steps: deadlock
+// freedom. In the end CTAs of a cluster wait for each other, so that none writes into one that is gone.
+//
+// Defined by the launcher: FP16 (else bf16), ACTIVATION (epilogue.cuh), STAGES, RASTER, CLUSTER (1, 2 or 4).
+
+#include "epilogue.cuh"
+#include "mbarrier.cuh"
+#include "products.cuh"
+#include "tma.cuh"
+#include "wgmma.cuh"
+
+constexpr int BLOCK_N = 128, BLOCK_M = 256, BLOCK_K = 64;
+constexpr int CONSUMERS = 2, ROWS = BLOCK_N / CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
+constexpr int X_BYTES = BLOCK_M * BLOCK_K * 2, W_BYTES = BLOCK_N * BLOCK_K, META_BLOCK = 128;
+constexpr int META_BYTES = BLOCK_N / 16 * META_BLOCK, STEP_BYTES = X_BYTES + W_BYTES + META_BYTES;
+constexpr int CHUNK = 32;  // rows of y that a consumer transposes at once
+constexpr int PITCH = ROWS * 2 + 16, STAGING = CHUNK * PITCH;
+constexpr int STAGED = STAGES * STEP_BYTES, FULL = STAGED + CONSUMERS * STAGING, EMPTY = FULL + 8 * STAGES;
+constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+static_assert(STEP_BYTES % 1024 == 0, "operands with 128-byte swizzle begin at multiples of 1024");
+
+struct Problem {
+    u16* y;
+    u16* z;                // or null
+    const u16* bias;       // or null
+    const char* metadata;  // [ceil(K / 64), blocks, 128 bytes]
+    u64 bias_step;
+    int rows, cols, depth, blocks;
+};
+
+struct Tile {
+    int row, column;  // of w, of x
+};
+
+struct Ring {
+    int slot = 0;
+    u32 phase = 0;
+    DEVICE void next() {
+        if (++slot == STAGES) slot = 0, phase ^= 1;
+    }
+};
+
+// This CTA's number in its cluster.
+DEVICE int rank() {
+    if (CLUSTER == 1) return 0;
+    u32 rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+DEVICE void cluster_sync() {
+    if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// ---- Tiles --------------------------------------------------------------------------------------------------------
+
+// Bands are of a cluster: CLUSTER tiles below each other, of which the last ones may have no rows.
+DEVICE int bands_of(const Problem& a) { return (a.cols + CLUSTER * BLOCK_N - 1) / (CLUSTER * BLOCK_N); }
+DEVICE int columns_of(const Problem& a) { return (a.rows + BLOCK_M - 1) / BLOCK_M; }
+DEVICE int tiles_of(const Problem& a) { return bands_of(a) * columns_of(a); }
+
+// RASTER tiles of a column, then the next column, so that what they read is in L2.
+DEVICE Tile find_tile(const Problem& a, int place) {
+    const int bands = bands_of(a), group = RASTER * columns_of(a);
+    const int first = place / group * RASTER, height = min(bands - first, RASTER);
+    const int band = first + place % group % height;
+    return {(band * CLUSTER + rank()) * BLOCK_N, place % group / height * BLOCK_M};
+}
+
+// ---- Producer -----------------------------------------------------------------------------------------------------
+
+DEVICE void bulk_load(u32 to, const char* from, int bytes, u32 bar) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
+}
+
+// x's rows of a step: all of them, or this CTA's share for all CTAs of the cluster.
+DEVICE void load_x(u32 to, const TensorMap* map, int k, int row, u32 bar) {
+    if (CLUSTER == 1) return tma_load(to, map, k, row, 0, 0, bar);
+    const int share = BLOCK_M / CLUSTER * rank();
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%2,%3,%4,%4}], [%5], %6;"
+                 ::"r"(to + share * BLOCK_K * 2), "l"(map), "r"(k), "r"(row + share), "r"(0), "r"(bar),
+                   "h"((u16)((1 << CLUSTER) - 1)) : "memory");
+}
+
+DEVICE void load_metadata(const Problem& a, u32 to, int k, int row, u32 bar) {
+    const char* from = a.metadata + (u64)(k / BLOCK_K) * a.blocks * META_BLOCK;
+    const int first = row / 16;
+    if (first + BLOCK_N / 16 <= a.blocks) return bulk_load(to, from + first * META_BLOCK, META_BYTES, bar);
+    for (int i = 0; i < BLOCK_N / 16; i++)
+        bulk_load(to + i * META_BLOCK, from + min(first + i, a.blocks - 1) * META_BLOCK, META_BLOCK, bar);
+}
+
+DEVICE void produce(const Problem& a, const TensorMap* x_map, const TensorMap* w_map, u32 smem) {
+    const int tiles = tiles_of(a);
+    Ring ring;
+    for (int place = blockIdx.x / CLUSTER; place < tiles; place += gridDim.x / CLUSTER) {
+        const Tile tile = find_tile(a, place);
+#pragma unroll 1
+        for (int k = 0; k < a.depth; k += BLOCK_K, ring.next()) {
+            const u32 step = smem + ring.slot * STEP_BYTES, bar = smem + FULL + 8 * ring.slot;
+            bar_wait(smem + EMPTY + 8 * ring.slot, ring.phase ^ 1);
+            bar_expect(bar, STEP_BYTES);
+            load_x(step, x_map, k, tile.column, bar);
+            tma_load(step + X_BYTES, w_map, k / 2, tile.row, 0, 0, bar);
+            load_metadata(a, step + X_BYTES + W_BYTES, k, tile.row, bar);
+        }
+    }
+}
+
+// ---- Consumers ----------------------------------------------------------------------------------------------------
+
+// Gives a slot back to the producers of the cluster: the whole warp has read it.
+DEVICE void release(u32 smem, int slot) {
+    __syncwarp();
+    const u32 bar = smem + EMPTY + 8 * slot, lane = threadIdx.x % 32;
+    if (CLUSTER == 1) {
+        if (lane == 0) bar_arrive(bar);
+    } else if (lane < CLUSTER) {
+        asm volatile("{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;\n"
+                     "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote]; }"
+                     ::"r"(bar), "r"(lane) : "memory");
+    }
+}
+
+// Sums of one consumer's 64 rows of w. One step is in flight while the next is waited for.
+DEVICE void multiply(float (&d)[BLOCK_M / 2], u32 smem, Ring& ring, int depth, int consumer) {
+    const u32 word = X_BYTES + W_BYTES + (consumer * 4 + threadIdx.x % 128 / 32) * META_BLOCK + threadIdx.x % 32 * 4;
+    int before = 0;
+#pragma unroll 1
+    for (int k = 0; k < depth; k += BLOCK_K, ring.next()) {
+        const u32 step = smem + ring.slot * STEP_BYTES;
+        bar_wait(smem + FULL + 8 * ring.slot, ring.phase);
+        u32 metadata;
+        asm volatile("ld.shared::cta.u32 %0, [%1];" : "=r"(metadata) : "r"(step + word) : "memory");
+        const u64 w = describe64(step + X_BYTES + consumer * (W_BYTES / CONSUMERS)), x = describe128(step);
+        wgmma_fence();
+        wgmma_sparse<0>(d, w, x, metadata);
+        wgmma_sparse<1>(d, w + 32 / 16, x + 64 / 16, metadata);
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (k) release(smem, before);
+        before = ring.slot;
+    }
+    wgmma_wait<0>();
+    pin(d);
+    release(smem, before);
+}
+
+DEVICE void sync_consumer(int consumer) { asm volatile("bar.sync %0, 128;" ::"r"(1 + consumer) : "memory"); }
+
+// A thread has columns m = 8 j + 2 (lane % 4) and the next of rows n = lane / 4 and lane / 4 + 8 of its warp's 16.
+DEVICE void add_bias(const Problem& a, const Tile& tile, float (&d)[BLOCK_M / 2], int consumer) {
+    if (!a.bias) return;
+    const int n = tile.row + consumer * ROWS + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    const float low = n < a.cols ? widen(a.bias[n * a.bias_step]) : 0;
+    const float high = n + 8 < a.cols ? widen(a.bias[(n + 8) * a.bias_step]) : 0;
+#pragma unroll
+    for (int i = 0; i < BLOCK_M / 2; i++) d[i] += i % 4 < 2 ? low : high;
+}
+
+// Each warp transposes its 16 columns n of CHUNK rows of y into shared memory, from where rows of 128 bytes are stored.
+DEVICE void store_tile(const Problem& a, u16* out, const Tile& tile, const float (&d)[BLOCK_M / 2], u32 smem,
+                       int consumer) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, first = tile.row + consumer * ROWS;
+    const u32 staging = smem + STAGED + consumer * STAGING;
+    const u32 to = staging + (lane / 16 * 8 + lane % 8) * PITCH + (warp * 16 + lane / 8 % 2 * 8) * 2;
+#pragma unroll
+    for (int c = 0; c < BLOCK_M / CHUNK; c++) {
+        sync_consumer(consumer);  // the chunk before has been read
+#pragma unroll
+        for (int pair = 0; pair < CHUNK / 16; pair++) {
+            u32 blocks[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int at = 4 * (CHUNK / 8 * c + 2 * pair + i / 2) + i % 2 * 2;
+                blocks[i] = pack(d[at], d[at + 1]);
+            }
+            store_blocks(to + pair * 16 * PITCH, blocks);
+        }
+        sync_consumer(consumer);
+#pragma unroll
+        for (int i = 0; i < CHUNK * ROWS / 8 / 128; i++) {
+            const int vector = i * 128 + threadIdx.x % 128, row = vector / (ROWS / 8), n = vector % (ROWS / 8) * 8;
+            const int m = tile.column + c * CHUNK + row;
+            if (m < a.rows && first + n < a.cols)
+                copy_vector(out + (u64)m * a.cols + first + n, staging + row * PITCH + n * 2);
+        }
+    }
+}
+
+DEVICE void consume(const Problem& a, u32 smem, int consumer) {
+    const int tiles = tiles_of(a);
+    Ring ring;
+    float d[BLOCK_M / 2];
+    for (int place = blockIdx.x / CLUSTER; place < tiles; place += gridDim.x / CLUSTER) {
+        const Tile tile = find_tile(a, place);
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 2; i++) d[i] = 0;
+        multiply(d, smem, ring, a.depth, consumer);
+        add_bias(a, tile, d, consumer);
+        if (ACTIVATION && a.z) store_tile(a, a.z, tile, d, smem, consumer);
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 2; i++) {
+            d[i] = activate(d[i]);
+            if (ACTIVATION == 2) asm volatile("" : "+f"(d[i]));  // one erff after another: several would spill
+        }
+        store_tile(a, a.y, tile, d, smem, consumer);
+    }
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
+sparse_matmul_products(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
+                       const __grid_constant__ Problem problem) {
+    extern __shared__ __align__(1024) char shared[];
+    const u32 smem = (u32)__cvta_generic_to_shared(shared);
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; s++) {
+            bar_init(smem + FULL + 8 * s, 1);
+            bar_init(smem + EMPTY + 8 * s, 4 * CONSUMERS * CLUSTER);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    cluster_sync();
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    if (group == 0) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+        if (threadIdx.x == 0) produce(problem, &x_map, &w_map, smem);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+        consume(problem, smem, group - 1);
+    }
+    __syncwarp();
+    cluster_sync();
+}
