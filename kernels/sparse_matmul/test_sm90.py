@@ -1,5 +1,5 @@
-"""The version for Hopper (sm90/): which problems it takes, that it compiles to sparse wgmma, how its tiles lie, and on a
-GPU that it is right."""
+"""The version for Hopper (sm90/): which problems it takes, that it compiles to sparse wgmma, how its tiles lie, and on
+a GPU that it is right."""
 
 from __future__ import annotations
 

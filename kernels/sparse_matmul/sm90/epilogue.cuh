@@ -8,12 +8,21 @@ constexpr float LOG2_E = 1.4426950408889634f;
 
 DEVICE float logistic(float x) { return __fdividef(1.0f, 1.0f + exp2_(-LOG2_E * x)); }
 
+// 1 + erf(x / sqrt(2)) to 2e-7, with fewer registers than erff, which would spill: the complementary error function of
+// |x| / sqrt(2) by Abramowitz and Stegun 7.1.26.
+DEVICE float twice_normal(float x) {
+    const float t = __fdividef(1.0f, 1.0f + 0.3275911f * 0.7071067811865476f * fabsf(x));
+    const float p = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
+    const float q = p * exp2_(-0.5f * LOG2_E * x * x);
+    return x < 0 ? q : 2.0f - q;
+}
+
 // ACTIVATION: 0 none, 1 silu, 2 gelu, 3 gelu_tanh, 4 relu, 5 relu_sq. As activation.py; NaN stays.
 DEVICE float activate(float x) {
 #if ACTIVATION == 1
     return x * logistic(x);
 #elif ACTIVATION == 2
-    return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
+    return 0.5f * x * twice_normal(x);
 #elif ACTIVATION == 3
     const float square = fminf(x * x, 1024.0f);
     return x * logistic(x * (1.5957691216057308f + 1.5957691216057308f * 0.044715f * square));

@@ -223,10 +223,7 @@ DEVICE void consume(const Problem& a, u32 smem, int consumer) {
         add_bias(a, tile, d, consumer);
         if (ACTIVATION && a.z) store_tile(a, a.z, tile, d, smem, consumer);
 #pragma unroll
-        for (int i = 0; i < BLOCK_M / 2; i++) {
-            d[i] = activate(d[i]);
-            if (ACTIVATION == 2) asm volatile("" : "+f"(d[i]));  // one erff after another: several would spill
-        }
+        for (int i = 0; i < BLOCK_M / 2; i++) d[i] = activate(d[i]);
         store_tile(a, a.y, tile, d, smem, consumer);
     }
 }
