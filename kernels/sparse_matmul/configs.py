@@ -54,11 +54,14 @@ def pick_fwd_config(rows: int, cols: int, depth: int, dtype: torch.dtype, capabi
 
     128 x 128 sums in 8 warps. The tile of the weight is made in registers and goes to shared memory for wgmma, or to
     mma's registers on sm_80, which has room for steps of 32. Up to 64 rows the reading of the weight takes the time:
-    narrow tiles. fp32 has no tensor cores here: all operands of a step are in registers. Not measured yet.
+    narrow tiles. Rows that are not of whole vectors are loaded element by element, through registers, of which larger
+    tiles have not enough. fp32 has no tensor cores here: all operands of a step are in registers. Not measured yet.
     """
     block_m = _fit(rows, 128)
     if dtype == torch.float32:
         return Config(min(block_m, 32), _fit(cols, 64), _fit(depth, 16), group=8, num_warps=4, num_stages=2)
+    if cols % 16 or depth % 32:
+        return Config(min(block_m, 64), _fit(cols, 64), _fit(depth, 32), group=8, num_warps=8, num_stages=2)
     block_k = 64 if capability >= (9, 0) else 32
     if block_m <= 64:
         return Config(block_m, _fit(cols, 64), _fit(depth, block_k), group=8, num_warps=4, num_stages=3)

@@ -104,11 +104,11 @@ def _sparse_matmul_fwd_kernel(
 
 @triton.jit
 def _sparse_matmul_dz_kernel(
-    dy_ptr, z_ptr, dz_ptr, m_size, n_size, stride_dy, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+    dy_ptr, z_ptr, dz_ptr, count, n_size, stride_dy, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """dz = dy · act'(z), contiguous [M, N]."""
+    """dz = dy · act'(z), contiguous [M, N] of `count` elements."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < m_size.to(tl.int64) * n_size
+    inside = at < count
     dy = tl.load(dy_ptr + at // n_size * stride_dy + at % n_size, mask=inside, other=0.0).to(tl.float32)
     z = tl.load(z_ptr + at, mask=inside, other=0.0).to(tl.float32)
     _, dz = _activation_and_gradient(z, dy, ACTIVATION)

@@ -149,7 +149,7 @@ def _dz_launch(rows: int, cols: int, stride_dy: int, activation: str, device: to
         _sparse_matmul_dz_kernel,
         (triton.cdiv(rows * cols, DZ_BLOCK),),
         device,
-        (rows, cols, stride_dy),
+        (rows * cols, cols, stride_dy),
         ACTIVATION=activation,
         BLOCK=DZ_BLOCK,
         num_warps=4,

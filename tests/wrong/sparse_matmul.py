@@ -14,7 +14,7 @@ from .plain_sparse_matmul import sparse_matmul
 PLAIN, FUSED = "5x24x20-fp32", "5x24x20-fp32-bias-gelu_tanh"
 DIMS = dict(m=5, k4=6, n=20)
 CASES = (
-    Case(PLAIN, DIMS, torch.float32),
+    Case(PLAIN, DIMS, torch.float32, modes=("fwd",)),
     Case(FUSED, DIMS, torch.float32, dict(bias=True, activation="gelu_tanh")),
 )
 LONG_CASES: tuple[Case, ...] = ()
@@ -26,6 +26,7 @@ def _fault(name: str, case: str, check: str, cause: str, on_gpu: tuple[str, str]
     return Wrong(name, partial(sparse_matmul, fault=name), case, check, cause, on_gpu)
 
 
+# What has a fault in its backward is tried on the second case; on the first one the forward alone, in half the time.
 WRONG = (
     # In the metadata.
     _fault("rows 8 apart exchanged", PLAIN, "accuracy", "error"),
@@ -41,7 +42,7 @@ WRONG = (
     _fault("another order at each call", PLAIN, "repeat", "repeat"),
     # In the backward.
     _fault("derivative of the activation dropped", FUSED, "accuracy", "error"),
-    _fault("gradient of the first two of each chunk", PLAIN, "accuracy", "error"),
+    _fault("gradient of the first two of each chunk", FUSED, "accuracy", "error"),
     _fault("gradient of the bias a mean", FUSED, "accuracy", "error"),
     # Around the kernel.
     Wrong("lazy output", wrappers.lazy(sparse_matmul), PLAIN, "accuracy", "lazy"),
