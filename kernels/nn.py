@@ -149,7 +149,8 @@ class FusedMLP(nn.Module):
         super().__init__()
         if gated and bias:
             raise ValueError("FusedMLP: a gated layer has no biases, got bias=True")
-        self.gated, self.options = gated, dict(activation=activation, save=save, backend=backend)
+        self.gated = gated
+        self.options: dict[str, Any] = dict(activation=activation, save=save, backend=backend)
         if gated:
             self.gate_proj = nn.Linear(hidden_size, intermediate_size, False, device, dtype)
             self.up_proj = nn.Linear(hidden_size, intermediate_size, False, device, dtype)
