@@ -297,7 +297,7 @@ def noise(found: Sequence[Finding]) -> list[str]:
     head = ("kernel", ">pairs", "ratio furthest from 1", "widest interval")
     text = (
         "Our implementation against itself, timed like any other pair. A speed-up inside these bounds is no speed-up. "
-        f"{outside} of {every} intervals exclude 1 ({100 * outside / every:.0f} %), where 5 % is what 95 % intervals may."
+        f"{outside} of {every} intervals exclude 1 ({100 * outside / every:.0f} %); 5 % is what they may."
     )
     return [text, "", *md.table(head, rows)]
 
