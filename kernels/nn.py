@@ -14,6 +14,7 @@ from torch import nn
 
 from .attention import attention
 from .cross_entropy import cross_entropy
+from .fused_mlp import fused_mlp
 from .gelu import gelu
 from .linear_cross_entropy import linear_cross_entropy
 from .rmsnorm import rmsnorm
@@ -24,6 +25,7 @@ __all__ = [
     "GELU",
     "Attention",
     "CrossEntropyLoss",
+    "FusedMLP",
     "LinearCrossEntropyLoss",
     "RMSNorm",
     "RotaryEmbedding",
@@ -121,6 +123,50 @@ class SwiGLU(nn.Module):
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"
+
+
+class FusedMLP(nn.Module):
+    """`fused_mlp` with the parameters of LlamaMLP (gate_proj, up_proj, down_proj), or without a gate of PhiMLP (fc1,
+    fc2). Other than in SwiGLU, whose products are PyTorch's, the activation is part of the products.
+
+    activation, save, backend  of `fused_mlp`
+    bias                       of fc1 and fc2; a gated layer has none
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool = False,
+        activation: str = "silu",
+        gated: bool = True,
+        *,
+        save: str = "activations",
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if gated and bias:
+            raise ValueError("FusedMLP: a gated layer has no biases, got bias=True")
+        self.gated = gated
+        self.options: dict[str, Any] = dict(activation=activation, save=save, backend=backend)
+        if gated:
+            self.gate_proj = nn.Linear(hidden_size, intermediate_size, False, device, dtype)
+            self.up_proj = nn.Linear(hidden_size, intermediate_size, False, device, dtype)
+            self.down_proj = nn.Linear(intermediate_size, hidden_size, False, device, dtype)
+        else:
+            self.fc1 = nn.Linear(hidden_size, intermediate_size, bias, device, dtype)
+            self.fc2 = nn.Linear(intermediate_size, hidden_size, bias, device, dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.gated:
+            up, down, gate = self.up_proj.weight, self.down_proj.weight, self.gate_proj.weight
+            return fused_mlp(x, up, down, w_gate=gate, **self.options)
+        return fused_mlp(x, self.fc1.weight, self.fc2.weight, self.fc1.bias, self.fc2.bias, **self.options)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
 
 
 class RotaryEmbedding(nn.Module):

@@ -85,6 +85,27 @@ def test_swiglu(bias: bool) -> None:
     agree(ours.SwiGLU(12, 20, bias, device=DEVICE), Gated(bias), rand(2, 3, 12))
 
 
+class TwoMatrices(nn.Module):
+    """PhiMLP in PyTorch."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(12, 20, bias, DEVICE), nn.Linear(20, 12, bias, DEVICE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(functional.gelu(self.fc1(x), approximate="tanh"))
+
+
+@pytest.mark.parametrize("save", ["activations", "input"])
+def test_fused_mlp(save: str) -> None:
+    agree(ours.FusedMLP(12, 20, save=save, device=DEVICE), Gated(False), rand(2, 3, 12))
+    for bias in (False, True):
+        module = ours.FusedMLP(12, 20, bias, "gelu_tanh", gated=False, save=save, device=DEVICE)
+        agree(module, TwoMatrices(bias), rand(2, 3, 12))
+    with pytest.raises(ValueError, match="has no biases"):
+        ours.FusedMLP(12, 20, bias=True)
+
+
 def rotated(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tensor:
     """x [B, S, heads, D] as Hugging Face's Llama rotates it."""
     dim = x.shape[-1]
@@ -184,5 +205,19 @@ def test_linear_cross_entropy(bias: bool) -> None:
 def test_they_say_what_they_are() -> None:
     shown = repr(nn.ModuleList([ours.RMSNorm(4), ours.GELU(), ours.SwiGLU(4, 8), ours.RotaryEmbedding(4)]))
     assert "RMSNorm(4, eps=None" in shown and "activation='silu'" in shown and "base=10000.0" in shown
-    shown = repr(nn.ModuleList([ours.Attention(8, 2), ours.CrossEntropyLoss(), ours.LinearCrossEntropyLoss(4, 5)]))
-    assert "kv_heads=2" in shown and "ignore_index=-100" in shown and "out_features=5" in shown
+    shown = repr(
+        nn.ModuleList(
+            [
+                ours.Attention(8, 2),
+                ours.FusedMLP(4, 8, gated=False),
+                ours.CrossEntropyLoss(),
+                ours.LinearCrossEntropyLoss(4, 5),
+            ]
+        )
+    )
+    assert (
+        "save='activations'" in shown
+        and "kv_heads=2" in shown
+        and "ignore_index=-100" in shown
+        and "out_features=5" in shown
+    )

@@ -40,13 +40,15 @@ class Check:
     structure  one for each dtype and set of tensors
 
     `gpu_scope` replaces it on a GPU; "kind" and "structure" take cases that are not benched, and in the interpreter
-    shrink them to CPU_DIM. `both`: forward and backward on their own, else in the fullest mode alone, in which the
-    outputs are checked together with the gradients. `device`: "cuda" where it needs a GPU.
+    shrink them to CPU_DIM. `any_dtype`: what it finds depends on no dtype, so that on a CPU, where it takes seconds,
+    one stands for all. `both`: forward and backward on their own, else in the fullest mode alone, in which the outputs
+    are checked together with the gradients. `device`: "cuda" where it needs a GPU.
     """
 
     function: Callable[[Subject, str], Verdict | None]
     scope: str
     gpu_scope: str | None = None
+    any_dtype: bool = False
     both: bool = False
     device: str = "any"
     backward_only: bool = False
@@ -57,15 +59,15 @@ CHECKS: dict[str, Check] = {
     "replay": Check(battery.replay, "kind", "every", both=True),
     "repeat": Check(battery.repeat, "kind", "every", both=True),
     "strides": Check(battery.strides, "kind"),
-    "leading": Check(battery.leading, "structure"),
-    "partial": Check(battery.partial, "kind", backward_only=True),
-    "interleave": Check(isolation.interleaved, "structure"),
-    "alias": Check(isolation.aliased, "structure"),
+    "leading": Check(battery.leading, "structure", any_dtype=True),
+    "partial": Check(battery.partial, "kind", any_dtype=True, backward_only=True),
+    "interleave": Check(isolation.interleaved, "structure", any_dtype=True),
+    "alias": Check(isolation.aliased, "structure", any_dtype=True),
     "refusal": Check(refusal.refusals, "kind"),
     "values": Check(special_values.special_values, "structure", "kind"),
-    "sizes": Check(fuzz.sizes, "structure", "kind"),
-    "opcheck": Check(integration.opcheck, "kind"),
-    "compile": Check(integration.compiled, "kind"),
+    "sizes": Check(fuzz.sizes, "structure", "kind", any_dtype=True),
+    "opcheck": Check(integration.opcheck, "kind", any_dtype=True),
+    "compile": Check(integration.compiled, "kind", any_dtype=True),
     "stream": Check(integration.stream, "kind", both=True, device="cuda"),
     "graph": Check(integration.graph, "kind", both=True, device="cuda"),
     "device": Check(integration.second_device, "kind", device="cuda"),
@@ -141,8 +143,10 @@ def _cases(spec: KernelSpec, cases: Sequence[Case], check: Check, device: str) -
         small = case if on_gpu else shrunk(spec, case)
         by_tensors = scope == "structure" and unable(spec, small, device) is None
         key = _tensors(spec, shrunk(spec, case)) if by_tensors else tuple(sorted(case.params.items()))
-        groups.setdefault((case.dtype, case.mutates, case.world_size, key), []).append(small)
+        dtype = None if check.any_dtype and not on_gpu else case.dtype
+        groups.setdefault((dtype, case.mutates, case.world_size, key), []).append(small)
     for group in groups.values():
+        group = [case for case in group if unable(spec, case, device) is None] or group
         # The first that has rows and columns to get wrong: authors put the plain cases first.
         best = next((case for case in group if min(case.dims.values()) > 1), group[0])
         yield best, needs_gpu or unable(spec, best, device)
