@@ -66,9 +66,10 @@ def test_width_of_the_tables_says_what_is_rotated() -> None:
     torch.testing.assert_close(rope(q, None, *full, rotary_dim=8), partial, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("shape", [(2, 4, 3, 12), (2, 4, 4, 8)], ids=["masked", "whole-tiles"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_a_position_outside_the_table_gives_nan_and_nothing_else(dtype) -> None:
-    q, (cos, sin) = normal(2, 4, 3, 12), tables(6, 4)
+def test_a_position_outside_the_table_gives_nan_and_nothing_else(dtype, shape) -> None:
+    q, (cos, sin) = normal(*shape), tables(6, 4)
     p = torch.tensor([[0, 5, 6, 1], [-1, 2, 3, 2**31 - 1]], dtype=dtype, device=DEVICE)
     rotated = rope(q, None, cos, sin, position_ids=p)
     outside = (p < 0) | (p >= 6)
@@ -76,6 +77,12 @@ def test_a_position_outside_the_table_gives_nan_and_nothing_else(dtype) -> None:
     assert torch.equal(rotated[..., 8:], q[..., 8:])
     expected = rope_reference(q, None, cos, sin, position_ids=p.clamp(0, 5).long())
     torch.testing.assert_close(rotated[~outside], expected[~outside])
+
+
+def test_one_table_for_all_sequences() -> None:
+    q, k, (cos, sin) = normal(2, 3, 4, 8), normal(2, 3, 2, 8), tables(3, 4)
+    for a, b in zip(rope(q, k, cos[None], sin[None]), rope(q, k, cos, sin), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_packed_tokens_have_no_batch() -> None:
@@ -128,8 +135,10 @@ def test_no_work_for_a_gradient_that_nobody_wants(needed, launched) -> None:
     assert all((t.grad is None) == (n != needed) for n, t in tensors.items())
 
 
-def test_differentiable_twice() -> None:
+@pytest.mark.parametrize("full", [False, True])
+def test_differentiable_twice(full) -> None:
     q, k, (cos, sin) = normal(1, 3, 2, 8, requires_grad=True), normal(1, 3, 1, 8, requires_grad=True), tables(3, 4)
+    cos, sin = (torch.cat((t, t), -1) if full else t for t in (cos, sin))
 
     def second(op):
         y, z = op(q, k, cos, sin)
@@ -240,6 +249,7 @@ Q, K, TABLE = (2, 3, 4, 8), (2, 3, 2, 8), (5, 4)
         (dict(position_ids=torch.zeros(4, dtype=torch.int64)), ValueError, "position_ids must be"),
         (dict(position_ids=torch.zeros(3, dtype=torch.int64, device="meta")), ValueError, "position_ids must be on"),
         (dict(inplace=True, q=lambda t: t.requires_grad_()), RuntimeError, "q requires a gradient"),
+        (dict(inplace=True, k=lambda t: t.requires_grad_()), RuntimeError, "k requires a gradient"),
         (dict(inplace=True, k=lambda t: t[:1].expand(2, 3, 2, 8)), ValueError, "k must not be expanded"),
     ],
 )
