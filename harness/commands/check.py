@@ -40,8 +40,8 @@ class Check:
     structure  one for each dtype and set of tensors
 
     `gpu_scope` replaces it on a GPU; "kind" and "structure" take cases that are not benched, and in the interpreter
-    shrink them to CPU_DIM. `any_dtype`: what it finds depends on no dtype, so that on a CPU, where it takes seconds,
-    one stands for all. `both`: forward and backward on their own, else in the fullest mode alone, in which the outputs
+    shrink them to CPU_DIM. `any_dtype`: on a CPU, where it takes seconds, one dtype stands for all; on a GPU
+    none does. `both`: forward and backward on their own, else in the fullest mode alone, in which the outputs
     are checked together with the gradients. `device`: "cuda" where it needs a GPU.
     """
 
@@ -58,16 +58,16 @@ CHECKS: dict[str, Check] = {
     "accuracy": Check(battery.accuracy, "every", both=True),
     "replay": Check(battery.replay, "kind", "every", both=True),
     "repeat": Check(battery.repeat, "kind", "every", both=True),
-    "strides": Check(battery.strides, "kind"),
+    "strides": Check(battery.strides, "kind", any_dtype=True),
     "leading": Check(battery.leading, "structure", any_dtype=True),
     "partial": Check(battery.partial, "kind", any_dtype=True, backward_only=True),
     "interleave": Check(isolation.interleaved, "structure", any_dtype=True),
     "alias": Check(isolation.aliased, "structure", any_dtype=True),
     "refusal": Check(refusal.refusals, "kind"),
-    "values": Check(special_values.special_values, "structure", "kind"),
+    "values": Check(special_values.special_values, "structure", "kind", any_dtype=True),
     "sizes": Check(fuzz.sizes, "structure", "kind", any_dtype=True),
-    "opcheck": Check(integration.opcheck, "kind", any_dtype=True),
-    "compile": Check(integration.compiled, "kind", any_dtype=True),
+    "opcheck": Check(integration.opcheck, "structure", "kind", any_dtype=True),
+    "compile": Check(integration.compiled, "structure", "kind", any_dtype=True),
     "stream": Check(integration.stream, "kind", both=True, device="cuda"),
     "graph": Check(integration.graph, "kind", both=True, device="cuda"),
     "device": Check(integration.second_device, "kind", device="cuda"),

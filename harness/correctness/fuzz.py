@@ -13,7 +13,7 @@ from ..spec import Case
 from . import layouts
 from .battery import Rejected, Skipped, Subject, examine, grad_names
 
-EXAMPLES = {"cpu": 12, "cuda": 100}
+EXAMPLES = {"cpu": 8, "cuda": 100}
 PRIMES = (2, 3, 7, 31, 127, 521)
 
 

@@ -153,6 +153,7 @@ def test_the_forward_alone_is_not_for_it(told):
     assert len(compiled) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("vectors", [5, 6, 7, 8])

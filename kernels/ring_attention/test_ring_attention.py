@@ -86,7 +86,7 @@ def _ranks(world: int) -> list[dict[str, Any]]:
         return spread(world, _everything, Path(folder), RUNS[world])
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [w if w < 4 else pytest.param(w, marks=pytest.mark.slow) for w in WORLDS])
 def test_all_ranks_together_have_what_one_process_has(world: int) -> None:
     ranks = [found["runs"] for found in _ranks(world)]
     wrong = []

@@ -109,6 +109,7 @@ def test_what_it_is_told(weight, residual, save, monkeypatch):
     assert list(values[10:]) == [pytest.approx(1 / 40968), 0.5, 1.0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("vectors", [4, 5, 6])

@@ -139,6 +139,7 @@ def test_what_a_plan_tells_it(pretended, monkeypatch):
     assert launched == [plans._swiglu_bwd_kernel, plans._swiglu_fwd_kernel]
 
 
+@pytest.mark.slow
 @COMPILED
 @pytest.mark.parametrize(("activation", "dtype"), [*((name, BF16) for name in ACTIVATIONS), ("silu", FP16)], ids=str)
 def test_nothing_spills(activation, dtype, monkeypatch):
