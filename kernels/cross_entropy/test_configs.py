@@ -43,7 +43,7 @@ def test_the_narrow_forward_of_plain_rows_is_as_measured():
     assert (bwd.lanes, bwd.block_m, bwd.num_warps) == (32, 4, 4)
 
 
-@pytest.mark.parametrize("vocab", [5, 24, 512, 2500])
+@pytest.mark.parametrize("vocab", [5, 24, *(pytest.param(n, marks=pytest.mark.slow) for n in (512, 2500))])
 @pytest.mark.parametrize("options", [dict(), dict(label_smoothing=0.1, z_loss=1e-2, softcap=5.0, return_lse=True)])
 def test_programs_of_the_narrow_forward_go_from_tile_to_tile(monkeypatch, vocab, options):
     """So few programs that each has several tiles, and that of the last round not all have one."""

@@ -64,6 +64,7 @@ def test_every_number_of_16_bits_alone_in_its_block(format, dtype):
         assert_same(mxfp(x, format, **options), mxfp_reference(x, format, **options))
 
 
+@pytest.mark.slow
 @SIXTEEN
 @EVERY
 def test_every_number_of_16_bits_under_a_larger_one(format, dtype):
