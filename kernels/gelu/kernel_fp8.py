@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .formats import encode, finite_or_nan, inverse, scale_of, store_scale
+from .fp8_output import encode, finite_or_nan, inverse, scale_of, store_scale
 from .kernel import _gaussian_cdf, _logistic
 
 

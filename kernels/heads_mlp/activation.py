@@ -1,5 +1,6 @@
-"""The activations and their gradients, in fp32 on the elements of a tile. All are 0 at 0, and NaN and inf come out as
-from PyTorch's formulas."""
+# A copy of parts/activation.py, made by `nox -s vendor`: change it there.
+"""The activations and their gradients, in fp32 on the elements of a tile, written so that NaN and inf come out as from
+PyTorch's formulas."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ import triton
 import triton.language as tl
 
 # GELU: Hendrycks and Gimpel 2016 (arXiv:1606.08415), exact and in tanh form; SiLU: Elfwing et al. 2017
-# (arXiv:1702.03118).
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+# (arXiv:1702.03118); squared ReLU: So et al. 2021 (arXiv:2109.08668).
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_sq")
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # tanh form of GELU: (1 + tanh(u)) / 2 = σ(2u), 2u = SLOPE · (x + CUBIC · x³).
@@ -35,9 +36,12 @@ def _activation(x, ACTIVATION: tl.constexpr):
         y = 0.5 * x * (1.0 + tl.erf(x * SQRT_HALF))
     elif ACTIVATION == "gelu_tanh":
         y = x * _logistic(x * (SLOPE + SLOPE * CUBIC * tl.minimum(x * x, MAX_SQUARE)))
-    else:
-        tl.static_assert(ACTIVATION == "relu")
+    elif ACTIVATION == "relu":
         y = tl.where(x <= 0, 0.0, x)  # NaN stays
+    else:
+        tl.static_assert(ACTIVATION == "relu_sq")
+        y = tl.where(x <= 0, 0.0, x)
+        y = y * y
     return y
 
 
@@ -57,8 +61,12 @@ def _activation_and_gradient(x, dy, ACTIVATION: tl.constexpr):
         s = _logistic(x * (SLOPE + SLOPE * CUBIC * square))
         y = x * s
         dx = dy * (s + y * ((1.0 - s) * (SLOPE + 3.0 * SLOPE * CUBIC * square)))
-    else:
-        tl.static_assert(ACTIVATION == "relu")
+    elif ACTIVATION == "relu":
         y = tl.where(x <= 0, 0.0, x)
         dx = tl.where(x <= 0, 0.0, dy)
+    else:
+        tl.static_assert(ACTIVATION == "relu_sq")
+        y = tl.where(x <= 0, 0.0, x)
+        dx = tl.where(x <= 0, 0.0, 2.0 * y * dy)
+        y = y * y
     return y, dx

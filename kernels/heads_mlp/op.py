@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from .activation import ACTIVATIONS
 from .checks import FLOATS, kind, no_tangent, runnable
 from .launch import Plans, lean, signature
 from .plans import Gradients, Needs, bwd_plan, fwd_plan
 
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 MAX_ROWS = 2**31 - 1
 MAX_OUT = 64  # columns of y that are in registers beside the hidden
 

@@ -1,3 +1,4 @@
+# A copy of parts/activation.py, made by `nox -s vendor`: change it there.
 """The activations and their gradients, in fp32 on the elements of a tile, written so that NaN and inf come out as from
 PyTorch's formulas."""
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .activation import _activation
-from .formats import encode, finite_or_nan, inverse, scale_of, store_scale
+from .fp8_output import encode, finite_or_nan, inverse, scale_of, store_scale
 
 
 @triton.jit

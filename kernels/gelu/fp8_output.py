@@ -1,3 +1,4 @@
+# A copy of parts/fp8_output.py, made by `nox -s vendor`: change it there.
 """Device functions of the fp8 output: fp32 to the bits of e4m3 or e5m2, and the scale of a group. As kernels/fp8, whose
 results they give to the bit.
 
