@@ -51,13 +51,18 @@ def _weight_tile(
     values = tl.load(values_ptr + n.to(tl.int64)[:, None] * stride_vn + half[None, :], mask=inside, other=0.0)
     a, b = tl.split(tl.reshape(values, [BLOCK_N, BLOCK_K // 4, 2]))
     code = _codes(metadata_ptr, n, first // 4 + tl.arange(0, BLOCK_K // 4), rows, depth // 4)
-    i, j = code & 3, code >> 2
-    zero = tl.zeros_like(a)
-    w0 = tl.where(i == 0, a, zero)
-    w1 = tl.where(i == 1, a, tl.where(j == 1, b, zero))
-    w2 = tl.where(i == 2, a, tl.where(j == 2, b, zero))
-    w3 = tl.where(j == 3, b, zero)
-    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCK_N, BLOCK_K])
+    # Selected on the whole tile: where a reshape is last, as of four joined parts, and wgmma reads the tile from shared
+    # memory, Triton 3.6's compiler stops ("PassManager::run failed").
+    place = (tl.arange(0, BLOCK_K) % 4)[None, :]
+    second = tl.where(_four_times(code >> 2) == place, _four_times(b), 0.0)
+    return tl.where(_four_times(code & 3) == place, _four_times(a), second)
+
+
+@triton.jit
+def _four_times(x):
+    """[N, C] to [N, 4 * C]: each element four times."""
+    wide = tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], 4])
+    return tl.reshape(wide, [x.shape[0], 4 * x.shape[1]])
 
 
 @triton.jit
@@ -83,13 +88,15 @@ def _sparse_matmul_fwd_kernel(
     """y [M, N] = act(z), z = x · wᵀ + bias; z is stored too unless z_ptr is None."""
     tile_m, tile_n = _tile_of(tl.cdiv(m_size, BLOCK_M), tl.cdiv(n_size, BLOCK_N), GROUP)
     m, n, k = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    x_row = x_ptr + m.to(tl.int64)[:, None] * stride_xm
-    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    x_row = x_ptr + m.to(tl.int64)[None, :] * stride_xm
+    # The weight is the first operand, which wgmma takes from the registers that it is decompressed in.
+    acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     for first in tl.range(0, depth, BLOCK_K):
-        inside = (m < m_size)[:, None] & (first + k < depth)[None, :]
-        x = tl.load(x_row + (first + k)[None, :], mask=inside, other=0.0)
+        inside = (first + k < depth)[:, None] & (m < m_size)[None, :]
+        x = tl.load(x_row + (first + k)[:, None], mask=inside, other=0.0)
         w = _weight_tile(values_ptr, metadata_ptr, n, first, n_size, depth, stride_vn, BLOCK_N, BLOCK_K)
-        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+    acc = tl.trans(acc)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + n.to(tl.int64) * stride_bias, mask=n < n_size, other=0.0)
         acc += bias.to(tl.float32)[None, :]

@@ -106,8 +106,9 @@ def test_the_metadata_of_a_step_by_warps_and_lanes() -> None:
     """The arithmetic of products.cu in Python: where the producer copies from, and the word that a lane reads. By it
     and by the fragments of the PTX ISA the weight comes out again, also of the last tile, whose blocks are clamped."""
     rows, depth = 136, 192
-    weight, _ = prune(torch.randn(rows, depth))
-    values, metadata = compress(weight)
+    weight, _ = prune(torch.randn(rows, depth, device="cuda" if torch.cuda.is_available() else "cpu"))
+    values, metadata = (t.cpu() for t in compress(weight))
+    weight = weight.cpu()
     memory, blocks = metadata.view(torch.int32).flatten(), -(-rows // 16)
     dense = torch.zeros(256, depth)
     padded = torch.zeros(256, depth // 2)

@@ -145,10 +145,10 @@ DEVICE void release(u32 smem, int slot) {
     }
 }
 
-// Sums of one consumer's 64 rows of w. One step is in flight while the next is waited for.
+// Sums of one consumer's 64 rows of w. Each step is waited for before the next one's metadata is loaded: ptxas does not
+// know that a wgmma in flight still reads that register. Meanwhile the tensor cores have the other consumer's step.
 DEVICE void multiply(float (&d)[BLOCK_M / 2], u32 smem, Ring& ring, int depth, int consumer) {
     const u32 word = X_BYTES + W_BYTES + (consumer * 4 + threadIdx.x % 128 / 32) * META_BLOCK + threadIdx.x % 32 * 4;
-    int before = 0;
 #pragma unroll 1
     for (int k = 0; k < depth; k += BLOCK_K, ring.next()) {
         const u32 step = smem + ring.slot * STEP_BYTES;
@@ -160,13 +160,10 @@ DEVICE void multiply(float (&d)[BLOCK_M / 2], u32 smem, Ring& ring, int depth, i
         wgmma_sparse<0>(d, w, x, metadata);
         wgmma_sparse<1>(d, w + 32 / 16, x + 64 / 16, metadata);
         wgmma_commit();
-        wgmma_wait<1>();
-        if (k) release(smem, before);
-        before = ring.slot;
+        wgmma_wait<0>();
+        release(smem, ring.slot);
     }
-    wgmma_wait<0>();
     pin(d);
-    release(smem, before);
 }
 
 DEVICE void sync_consumer(int consumer) { asm volatile("bar.sync %0, 128;" ::"r"(1 + consumer) : "memory"); }
