@@ -112,6 +112,14 @@ def test_overflow_at_the_last_rounding_is_expected():
     assert judge(finite, f64(1, 1e5), half, torch.float16).cause == "nonfinite"
 
 
+def test_overflow_may_come_a_little_early():
+    """Where an error as large as is allowed makes the difference, and with the right sign."""
+    oracle, eager = f64(60000, 65515, 100), torch.tensor([60000.0, 65504.0, 100.0]).half()
+    for wrong, ok in (((60000, INF, 100), True), ((60000, -INF, 100), False), ((INF, 65504, 100), False)):
+        assert judge(torch.tensor(wrong).half(), oracle, eager, torch.float16).ok is ok
+    assert not judge(torch.tensor([60000.0, NAN, 100.0]).half(), oracle, eager, torch.float16).ok
+
+
 def test_overflow_on_the_way_may_be_eagers_or_avoided():
     oracle, eager = f64(1, 2), f32(1, INF)
     assert judge(f32(1, INF), oracle, eager).ok
@@ -238,6 +246,21 @@ def test_a_matrix_product_may_be_rounded_to_the_inputs_dtype():
     assert not truth.verdict([truth.eager[0] + 2.0], spec.cases[0], spec).ok
     wide = {n: t.float() for n, t in inputs.items()}
     assert not expected(spec, wide).verdict([truth.eager[0] + 0.02], spec.cases[0], spec).ok
+
+
+def test_each_term_of_a_product_may_have_an_error_that_the_spec_declares():
+    """Also where the terms cancel, and only in products."""
+    inputs = {"x": torch.tensor([[1.0, -1.0]]).repeat(40, 1)}
+    result = torch.full((40, 1), 1e-4)
+
+    def difference(x):
+        return x @ torch.ones(2, 1, dtype=x.dtype)
+
+    for error, ok in ((0.0, False), (2**-12, True)):
+        spec = spec_of(difference, product_error=error)
+        assert expected(spec, inputs).verdict([result], spec.cases[0], spec).ok is ok
+        spec = spec_of(lambda x: x.sum(-1, keepdim=True), product_error=error)
+        assert not expected(spec, inputs).verdict([result], spec.cases[0], spec).ok
 
 
 def test_the_sum_in_a_log_softmax_has_one_error_for_the_whole_row():

@@ -131,7 +131,7 @@ def expected(
         return (*outputs, *grads)[skip:]
 
     def perturbed(seed: int) -> Tensors:
-        with _Perturb(seed, _coarsest(inputs.values())):
+        with _Perturb(seed, _coarsest(inputs.values()), spec.product_error):
             return upcast_call(torch.float64)
 
     oracle = _unless_out_of_memory(lambda: upcast_call(torch.float64))
@@ -203,14 +203,15 @@ def _coarsest(values: Iterable[Any]) -> torch.dtype:
 class _Perturb(TorchDispatchMode):
     """Changes every fp64 result by a relative random amount of at most one fp32 epsilon: each element by its own or,
     where the seed is odd, all by the same. Matrix products work in `dtype`: they, and factors that are no numbers of
-    that dtype, are changed by half its epsilon if that is more."""
+    that dtype, are changed by half its epsilon if that is more. `product_error`, if that is more still: all factors
+    are, each element by its own amount, which stands for an error of each term."""
 
     PRODUCTS = frozenset({torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm})
     STEPS = get_decompositions([torch.ops.aten._log_softmax, torch.ops.aten._softmax])
 
-    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+    def __init__(self, seed: int, dtype: torch.dtype, product_error: float) -> None:
         super().__init__()
-        self._seed, self._dtype = seed, dtype
+        self._seed, self._dtype, self._terms = seed, dtype, product_error
         self._fp32 = torch.finfo(torch.float32).eps
         self._product = max(self._fp32, torch.finfo(dtype).eps / 2)
         self._generators: dict[torch.device, torch.Generator] = {}
@@ -229,15 +230,17 @@ class _Perturb(TorchDispatchMode):
         return tree_map_only(torch.Tensor, lambda tensor: self._change(tensor, amount), out)
 
     def _factor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._terms > self._product:
+            return self._change(tensor, self._terms, each=True)
         fits = torch.equal(tensor.to(self._dtype).to(tensor.dtype), tensor)
         return tensor if fits else self._change(tensor, self._product)
 
-    def _change(self, tensor: torch.Tensor, amount: float) -> torch.Tensor:
+    def _change(self, tensor: torch.Tensor, amount: float, each: bool = False) -> torch.Tensor:
         if tensor.dtype != torch.float64:
             return tensor
         if tensor.device not in self._generators:
             self._generators[tensor.device] = torch.Generator(tensor.device).manual_seed(self._seed)
         generator = self._generators[tensor.device]
-        shape = () if self._seed % 2 else tensor.shape
+        shape = () if self._seed % 2 and not each else tensor.shape
         noise = torch.rand(shape, dtype=tensor.dtype, device=tensor.device, generator=generator)
         return tensor * (1 + amount * (2 * noise - 1))

@@ -37,16 +37,22 @@ def gradients(op: Any, tensors: Operands, dtype: torch.dtype | None = None, **op
     """y and the gradients of all tensors, for an incoming gradient that is the same in each call."""
     leaves = {n: t.detach().to(dtype or t.dtype).requires_grad_() for n, t in tensors.items()}
     y = op(**leaves, **options)
-    dy = torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape).to(y.dtype)
+    dy = torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape).to(tensors["x"].dtype).to(y.dtype)
     return [y.detach(), *torch.autograd.grad(y, list(leaves.values()), dy)]
 
 
 def agrees(tensors: Operands, **options: Any) -> None:
-    """Result and gradients are those of the reference in fp64."""
+    """Result and gradients are those of the reference in fp64, or no further from them than PyTorch in the same dtype:
+    terms of b1's gradient, which are rounded, nearly cancel over the rows."""
     names = {k: v for k, v in options.items() if k != "backend"}
     exact = gradients(fused_mlp_reference, tensors, torch.float64, **names)
-    for ours, want in zip(gradients(fused_mlp, tensors, **options), exact, strict=True):
-        bound = (1e-5 if ours.dtype == torch.float32 else 1e-2) * (want.abs().max().item() if want.numel() else 1)
+    half = tensors["x"].dtype != torch.float32
+    eager = gradients(fused_mlp_reference, tensors, **names) if half else exact
+    for ours, want, theirs in zip(gradients(fused_mlp, tensors, **options), exact, eager, strict=True):
+        if not want.numel():
+            assert ours.shape == want.shape
+            continue
+        bound = max((1e-2 if half else 1e-5) * want.abs().max().item(), 1.2 * (theirs - want).abs().max().item())
         torch.testing.assert_close(ours.double(), want, rtol=0, atol=bound)
 
 

@@ -75,8 +75,8 @@ def _mxfp_matmul_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """y [rows, columns] in its dtype; with SPLITS > 1 y is fp32 [SPLITS, rows, columns], to be summed. A step is
-    BLOCK_K elements of the lower half of a chunk and as many of the upper."""
+    """y [rows, columns] in its dtype; with SPLITS > 1 y is fp32 [SPLITS, rows, columns], to be summed and scaled.
+    A step is BLOCK_K elements of the lower half of a chunk and as many of the upper."""
     HALF: tl.constexpr = 64
     STEPS: tl.constexpr = HALF // BLOCK_K  # of a chunk
     SCALES: tl.constexpr = 1 if BLOCK_K < BLOCK else BLOCK_K // BLOCK
@@ -109,17 +109,19 @@ def _mxfp_matmul_kernel(
         acc = tl.dot(low, w_low, acc, input_precision="ieee")
         w_high = scaled(packed >> 4, high_scale, E8M0, BLOCK_N, BLOCK_K).to(high.dtype)
         acc = tl.dot(high, w_high, acc, input_precision="ieee")
-    if tensor_scale_ptr is not None:
+    if tensor_scale_ptr is not None and SPLITS == 1:
         acc *= tl.load(tensor_scale_ptr)
     at = y_ptr + (split.to(tl.int64) * rows + m)[:, None] * columns + n[None, :]
     tl.store(at, acc.to(y_ptr.dtype.element_ty), mask=there_m & (n < columns)[None, :])
 
 
 @triton.jit
-def _mxfp_matmul_sum_kernel(partial_ptr, y_ptr, count, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of the parts, in their order. [SPLITS, count] in fp32 to [count]."""
+def _mxfp_matmul_sum_kernel(partial_ptr, tensor_scale_ptr, y_ptr, count, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of the parts, in their order, times the tensor's scale. [SPLITS, count] in fp32 to [count]."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for split in tl.static_range(SPLITS):
         total += tl.load(partial_ptr + split * count + at, mask=at < count, other=0.0)
+    if tensor_scale_ptr is not None:
+        total *= tl.load(tensor_scale_ptr)
     tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=at < count)

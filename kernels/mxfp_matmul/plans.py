@@ -67,7 +67,7 @@ def product_plan(
             return y
         parts = torch.empty_strided((splits * count,), (1,), dtype=torch.float32, device=device)
         launch(x, w, scales, tensor_scale, parts)
-        total(parts, y)
+        total(parts, tensor_scale, y)
         return y
 
     return run
