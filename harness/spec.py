@@ -189,7 +189,8 @@ class KernelSpec:
     sampled          (case) -> Rows where the problem is too large for the reference, else None
     own_strides      (case) -> the outputs, by index, that have neither eager's strides nor those of a contiguous
                      tensor, but such as the op documents and the kernel's own tests check
-    product_error    relative error that tensor cores make in each term of a sum, where it is more than fp32's
+    product_error    (inputs) -> the relative error of each term of a matrix product, where it is more than the inputs'
+                     dtypes say: operands are rounded on the way, or tensor cores keep fewer bits
     limits           input -> the largest magnitude up to which the op is right, where that is not all of its dtype
     spills           JIT kernel -> bytes of register spill that are accepted, with the reason in the kernel's README
     false_alarms     (tool of compute-sanitizer, JIT kernel or device function) -> why its finding there is not an
@@ -220,7 +221,7 @@ class KernelSpec:
     modes: tuple[str, ...] = ("fwd", "bwd")
     determinism: Mapping[str, str] = field(default_factory=lambda: {"fwd": "run-to-run", "bwd": "run-to-run"})
     tolerance: Tolerance = Tolerance()
-    product_error: float = 0.0
+    product_error: Callable[[Inputs], float] = lambda inputs: 0.0
     finite_only: Callable[[Case], bool] = lambda case: False
     extra_bytes: Callable[[Case, str], Mapping[str, int]] = lambda case, mode: {}
     sampled: Callable[[Case], Rows | None] = lambda case: None

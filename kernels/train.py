@@ -277,6 +277,9 @@ class TrainStep:
         warnings.warn(f"TrainStep: steps run without a CUDA graph: {reason}", stacklevel=4)
         with contextlib.suppress(RuntimeError):  # what a failed capture has left is reported here, once
             torch.cuda.synchronize(self.device)
+        # A generator that was in use waits for the end of the capture, and would draw no numbers outside it.
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())
         self._shapes.clear()
         self._pool = None
 

@@ -257,9 +257,9 @@ def test_each_term_of_a_product_may_have_an_error_that_the_spec_declares():
         return x @ torch.ones(2, 1, dtype=x.dtype)
 
     for error, ok in ((0.0, False), (2**-12, True)):
-        spec = spec_of(difference, product_error=error)
+        spec = spec_of(difference, product_error=lambda _, error=error: error)
         assert expected(spec, inputs).verdict([result], spec.cases[0], spec).ok is ok
-        spec = spec_of(lambda x: x.sum(-1, keepdim=True), product_error=error)
+        spec = spec_of(lambda x: x.sum(-1, keepdim=True), product_error=lambda _, error=error: error)
         assert not expected(spec, inputs).verdict([result], spec.cases[0], spec).ok
 
 

@@ -12,32 +12,32 @@ import torch
 TINY = ("--size", "tiny")
 
 
-def printed(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def printed(name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *words: str) -> str:
     monkeypatch.setattr(sys, "argv", [name, *words])
     importlib.import_module(f"examples.{name}").main()
-    return capsys.readouterr().out
+    return capfd.readouterr().out
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_llama_block(installed, monkeypatch, capsys) -> None:
+def test_llama_block(installed, monkeypatch, capfd) -> None:
     if installed:
         pytest.importorskip("transformers")
     else:
         monkeypatch.setitem(sys.modules, "transformers.models.llama", None)
-    found = re.search(r"(\w+) and LlamaBlock differ by (\S+) of", printed("llama_block", monkeypatch, capsys, *TINY))
+    found = re.search(r"(\w+) and LlamaBlock differ by (\S+) of", printed("llama_block", monkeypatch, capfd, *TINY))
     assert found and found[1] == ("Layer" if installed else "PlainBlock") and float(found[2]) < 2e-2
 
 
-def test_patch_a_model(monkeypatch, capsys) -> None:
+def test_patch_a_model(monkeypatch, capfd) -> None:
     pytest.importorskip("transformers")
-    text = printed("patch_a_model", monkeypatch, capsys, *TINY, "--steps", "4")
+    text = printed("patch_a_model", monkeypatch, capfd, *TINY, "--steps", "4")
     found = re.search(r"losses (\S+) to (\S+), at most (\S+) from", text)
     assert found and float(found[2]) < float(found[1]) and float(found[3]) < 2e-2
     assert "3 × norm" in text and "patched after unpatch: 0" in text
 
 
-def test_decode(monkeypatch, capsys) -> None:
+def test_decode(monkeypatch, capfd) -> None:
     words = (*TINY, "--layers", "1", "--prompt", "5", "--tokens", "4")
-    found = re.search(r"(\d+) % of 4 tokens", printed("decode", monkeypatch, capsys, *words))
+    found = re.search(r"(\d+) % of 4 tokens", printed("decode", monkeypatch, capfd, *words))
     # In bfloat16 two tokens may be as likely as each other.
     assert found and int(found[1]) >= (75 if torch.cuda.is_available() else 100)

@@ -131,7 +131,7 @@ def expected(
         return (*outputs, *grads)[skip:]
 
     def perturbed(seed: int) -> Tensors:
-        with _Perturb(seed, _coarsest(inputs.values()), spec.product_error):
+        with _Perturb(seed, _coarsest(inputs.values()), spec.product_error(inputs)):
             return upcast_call(torch.float64)
 
     oracle = _unless_out_of_memory(lambda: upcast_call(torch.float64))

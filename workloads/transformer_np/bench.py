@@ -198,6 +198,8 @@ SPEC = KernelSpec(
     grads=(),
     modes=("train",),
     determinism={"train": "on request"},
+    # Weights and what is between products are rounded to `dtype`.
+    product_error=lambda inputs: 0.0 if inputs["dtype"] is None else torch.finfo(inputs["dtype"]).eps / 2,
     unit="tokens",
     items=lambda case: case.dims["batch"] * (case.dims["context"] + case.dims["targets"]),
     fuzz={"context": (1, 8), "targets": (1, 8)},
