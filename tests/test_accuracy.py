@@ -263,6 +263,21 @@ def test_each_term_of_a_product_may_have_an_error_that_the_spec_declares():
         assert not expected(spec, inputs).verdict([result], spec.cases[0], spec).ok
 
 
+def test_where_fp64_does_not_fit_the_error_of_products_is_the_yardstick(monkeypatch):
+    """The oracle is then what eager computes, with products in bf16, whose error it would take for 0."""
+    monkeypatch.setattr("harness.correctness.oracle._unless_out_of_memory", lambda compute: None)
+    inputs = {"x": torch.ones(40, 64)}
+
+    def mean(x):
+        return (x.bfloat16() @ torch.ones(64, 1).bfloat16()).float().mean() / 64
+
+    for error, ok in ((0.0, False), (2**-8, True)):
+        spec = spec_of(mean, product_error=lambda _, error=error: error)
+        truth = expected(spec, inputs)
+        assert truth.verdict([truth.eager[0] + 2e-4], spec.cases[0], spec).ok is ok
+        assert not truth.verdict([truth.eager[0] + 5e-2], spec.cases[0], spec).ok
+
+
 def test_the_sum_in_a_log_softmax_has_one_error_for_the_whole_row():
     """Which does not average out over the row, as errors of its elements would. Equal logits: the answer is 0."""
 

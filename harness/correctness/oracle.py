@@ -22,6 +22,7 @@ Tensors = tuple[torch.Tensor, ...]
 # One incoming gradient for each output that has one; None where an output is not used.
 OutGrads = Sequence["torch.Tensor | None"]
 NOISE_SAMPLES, NOISE_ELEMENTS = 6, 10**8
+NARROW = frozenset({torch.float32, torch.bfloat16, torch.float16})  # where fp64 does not fit into the GPU's memory
 
 
 def call(
@@ -134,10 +135,16 @@ def expected(
         with _Perturb(seed, _coarsest(inputs.values()), spec.product_error(inputs)):
             return upcast_call(torch.float64)
 
+    def perturbed_in_fp32(seed: int) -> Tensors:
+        if not spec.product_error(inputs):
+            return eager
+        with _Perturb(seed, _coarsest(inputs.values()), spec.product_error(inputs), NARROW):
+            return upcast_call(torch.float32)
+
     oracle = _unless_out_of_memory(lambda: upcast_call(torch.float64))
     if oracle is None:
         torch.cuda.empty_cache()
-        return Expected(names[skip:], upcast_call(torch.float32), eager, lambda seed: eager)
+        return Expected(names[skip:], upcast_call(torch.float32), eager, perturbed_in_fp32)
     return Expected(names[skip:], oracle, eager, perturbed)
 
 
@@ -201,17 +208,19 @@ def _coarsest(values: Iterable[Any]) -> torch.dtype:
 
 
 class _Perturb(TorchDispatchMode):
-    """Changes every fp64 result by a relative random amount of at most one fp32 epsilon: each element by its own or,
-    where the seed is odd, all by the same. Matrix products work in `dtype`: they, and factors that are no numbers of
-    that dtype, are changed by half its epsilon if that is more. `product_error`, if that is more still: all factors
-    are, each element by its own amount, which stands for an error of each term."""
+    """Changes every result in fp64, or in one of the dtypes `changed`, by a relative random amount of at most one fp32
+    epsilon: each element by its own or, where the seed is odd, all by the same. Matrix products work in `dtype`: they,
+    and factors that are no numbers of that dtype, are changed by half its epsilon if that is more. `product_error`, if
+    that is more still: all factors are, each element by its own amount, which stands for an error of each term."""
 
     PRODUCTS = frozenset({torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm})
     STEPS = get_decompositions([torch.ops.aten._log_softmax, torch.ops.aten._softmax])
 
-    def __init__(self, seed: int, dtype: torch.dtype, product_error: float) -> None:
+    def __init__(
+        self, seed: int, dtype: torch.dtype, product_error: float, changed: frozenset = frozenset({torch.float64})
+    ) -> None:
         super().__init__()
-        self._seed, self._dtype, self._terms = seed, dtype, product_error
+        self._seed, self._dtype, self._terms, self._changed = seed, dtype, product_error, changed
         self._fp32 = torch.finfo(torch.float32).eps
         self._product = max(self._fp32, torch.finfo(dtype).eps / 2)
         self._generators: dict[torch.device, torch.Generator] = {}
@@ -236,11 +245,12 @@ class _Perturb(TorchDispatchMode):
         return tensor if fits else self._change(tensor, self._product)
 
     def _change(self, tensor: torch.Tensor, amount: float, each: bool = False) -> torch.Tensor:
-        if tensor.dtype != torch.float64:
+        if tensor.dtype not in self._changed:
             return tensor
         if tensor.device not in self._generators:
             self._generators[tensor.device] = torch.Generator(tensor.device).manual_seed(self._seed)
         generator = self._generators[tensor.device]
         shape = () if self._seed % 2 and not each else tensor.shape
-        noise = torch.rand(shape, dtype=tensor.dtype, device=tensor.device, generator=generator)
-        return tensor * (1 + amount * (2 * noise - 1))
+        wide = torch.promote_types(tensor.dtype, torch.float32)
+        noise = torch.rand(shape, dtype=wide, device=tensor.device, generator=generator)
+        return (tensor * (1 + amount * (2 * noise - 1))).to(tensor.dtype)

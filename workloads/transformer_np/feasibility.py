@@ -9,6 +9,9 @@ import torch
 from .model import CHECKPOINTS
 from .step import Sizes, places
 
+CHUNK = 8192  # rows of which heads_mlp has the hidden's gradient in memory
+CUBLAS_WORKSPACE = 32 << 20  # of each stream, on Hopper
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -53,14 +56,19 @@ def feasibility(
     """Predicted peak memory and time of one step of training with AdamW. A pure function; nothing is allocated.
 
     With T = B(M + N) rows, C = B·M, R = B·N, s bytes of `dtype`, d = d_model, f = d_ff padded, h heads, K components,
-    L layers and P parameters, in bytes:
+    L layers and P parameters, in bytes, for ridgeline's kernels:
 
         state          12 P                     fp32 weights and two moments
-        gradients       4 P                     fp32; and s P of rounded weights where s < 4, which the backward reads
-        activations    L · kept + d s T         kept of a layer is (6 d + 2 f) s T + 2 d s C + (4 h + 8) T
+        workspace      2 · 32 MiB               of cuBLAS, on two streams
+        rounded        s P where s < 4          weights in `dtype`, which the backward reads
+        activations    L · kept + 3 d s T       kept of a layer is (6 d + f) s T + 2 d s C + 4 h T, where B > 1 with one
+                                                more d s C, a copy of the context's rows
         recomputed     checkpoint "block" keeps d s T, and one layer's whole is there beside; "attention" keeps
-                       (3 d + 2 f) s T + 4 T, and one layer's attention is there beside
-        heads          2 K f s R + 2 d s R      hidden before and after SiLU; and K f s R for a gradient of it
+                       (3 d + f) s T
+        heads          2 d s R                  their input, before and after its norm
+        backward       the larger of that of the heads, K f s min(R, 8192) + d s R + K f d s, and with more than 8192
+                       rows 4 K f d; and that of a layer, (4 + s) K f d + f s T + 2 d s T
+        gradients      4 P, less what is freed by then: nothing but for very few points
 
     and in seconds, ×3 for products forward and backward and ×3.5 for scores; checkpoint "block" adds one more forward
     of all layers, "attention" one of their attention:
@@ -84,20 +92,29 @@ def feasibility(
     d, layers, components = sizes.d_model, sizes.layers, sizes.components
     f = -(-sizes.d_ff // sizes.padding) * sizes.padding
 
-    whole = (6 * d + 2 * f) * size * rows + 2 * d * size * keys + (4 * sizes.heads + 8) * rows
-    attention = 3 * d * size * rows + 2 * d * size * keys + (4 * sizes.heads + 4) * rows
+    copies = 3 if batch > 1 else 2
+    whole = (6 * d + f) * size * rows + copies * d * size * keys + 4 * sizes.heads * rows
     kept, beside = {
         "none": (whole, 0),
         "block": (d * size * rows, whole),
-        "attention": (whole - attention, attention),
+        "attention": ((3 * d + f) * size * rows, 0),
     }[checkpoint]
+    of_heads = components * f * d
+    of_layers = parameters - of_heads
+    chunk = components * f * size * min(answers, CHUNK)
+    heads_backward = chunk + d * size * answers + (size + (4 if answers > CHUNK else 0)) * of_heads
+    layer_backward = (4 + size) * of_heads + (f + 2 * d) * size * rows
     memory = {
         "state": 12 * parameters,
-        "gradients": (4 + (size if size < 4 else 0)) * parameters,
-        "activations": layers * kept + d * size * rows,
+        "workspace": 2 * CUBLAS_WORKSPACE,
+        "rounded": (of_heads + of_layers // (layers if checkpoint == "block" else 1)) * size if size < 4 else 0,
+        "activations": layers * kept + 3 * d * size * rows,
         "recomputed": beside,
-        "heads": 3 * components * f * size * answers + 2 * d * size * answers,
+        "heads": 2 * d * size * answers,
+        "backward": layer_backward if checkpoint == "block" else max(heads_backward, layer_backward),
     }
+    freed = sum(memory.values()) - memory["state"] - memory["workspace"]
+    memory["gradients"] = max(0, 4 * parameters - freed)
 
     again = {"none": (0, 0), "block": (1, 1), "attention": (1, 0)}[checkpoint]
     projections = (4 * d * d * rows + 4 * d * d * keys) * layers / rates.matmul

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import warnings
 
@@ -251,8 +252,11 @@ def test_a_captured_step_is_the_eager_one(checkpoint: str) -> None:
 
 @pytest.mark.gpu(min_capability=(9, 0))
 @pytest.mark.parametrize(("context", "targets", "batch"), [(64, 500, 64), (10_000, 1000, 1)])
-@pytest.mark.parametrize("checkpoint", ["none", "block"])
+@pytest.mark.parametrize("checkpoint", ["none", "block", "attention"])
 def test_feasibility_of_memory_is_within_five_percent(context: int, targets: int, batch: int, checkpoint: str) -> None:
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    before = torch.cuda.memory_allocated()  # by other tests of this process
     model = Sizes().model(dtype=torch.bfloat16, checkpoint=checkpoint).to(DEVICE)
     step = TrainStep(model.loss, kernels.adamw.AdamW(model.parameters()), capture=False)
     made = task(batch, context, targets)
@@ -263,4 +267,4 @@ def test_feasibility_of_memory_is_within_five_percent(context: int, targets: int
     step(**made)
     torch.cuda.synchronize()
     predicted = feasibility(context, targets, batch, PEAK, checkpoint=checkpoint).peak_bytes
-    assert predicted == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.05)
+    assert predicted == pytest.approx(torch.cuda.max_memory_allocated() - before, rel=0.05)
