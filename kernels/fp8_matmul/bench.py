@@ -256,7 +256,10 @@ def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
 
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
-    return "it is what auto takes" if implementation == "triton" else None
+    few = case.dims["m"] <= 64 or case.params.get("fast_accum")
+    if implementation == "cuda" and not few:
+        return "it is what auto takes"
+    return "it is what auto takes" if implementation == "triton" and few else None
 
 
 CUDA_CASES = tuple(dataclasses.replace(case, min_capability=(9, 0)) for case in CASES if case.bench)

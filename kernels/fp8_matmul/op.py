@@ -55,7 +55,7 @@ def fp8_matmul(
     fast_accum  leaves the whole sum to the tensor cores, as torch._scaled_mm's use_fast_accum. Hopper's have about 14
                 bits for it. For scales of tensors and rows alone.
     backend  "triton", "cuda" (CUDA C++, compiled by CuPy, on compute capability 9.0, with scales in float32),
-             or "auto", which is "triton" as long as nothing has been measured
+             or "auto", the faster of those that can run (`configs.pick_backend`)
 
     Returns y [M, N], contiguous. Not differentiable: numbers of 8 bits have no gradient, and the README shows the three
     products of a layer. An input that requires a gradient is an error where gradients are recorded, never a zero.

@@ -37,8 +37,9 @@ def product_plan(
     (rows, depth), cols, device = a.shape, b.shape[0], a.device
     a_copied, b_copied = not _in_place(a), not _in_place(b)
     a, b = _dense(a) if a_copied else a, _dense(b) if b_copied else b
-    backend = configs.pick_backend(backend)
-    if backend == "cuda" and (reason := products.unsupported_reason(scale_a, scale_b, capability(a))):
+    reason = products.unsupported_reason(scale_a, scale_b, capability(a)) if backend != "triton" else None
+    backend = configs.pick_backend(backend, rows, fast_accum, possible=reason is None)
+    if backend == "cuda" and reason:
         raise RuntimeError(f'fp8_matmul: backend="cuda" cannot run here: {reason}')
     write = None
     if rows and cols:

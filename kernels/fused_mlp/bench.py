@@ -207,10 +207,10 @@ def _quack_supports(case: Case, mode: str) -> str | None:
     return "has no exact GELU" if case.params["activation"] == "gelu" else None
 
 
-def _backend(case: Case) -> str:
-    """What auto takes."""
-    rows, dim, dim_out = (case.dims[name] for name in ("rows", "dim", "dim_out"))
-    return configs.pick_backend("auto", rows, dim, dim_out, case.dtype)
+def _backend(case: Case) -> str | None:
+    """What auto takes for all products on Hopper; None where that is no backend by itself."""
+    use = configs.pick_versions("auto", case.dims["rows"], case.dims["dim"], case.dtype, hopper=True)
+    return "two_gemms" if use == configs.Versions(cuda=False, library=False) else None
 
 
 def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | None:

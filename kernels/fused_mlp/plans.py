@@ -56,20 +56,21 @@ def fwd_plan(
     [rows, pitch], None unless `keep`. RuntimeError where `backend` cannot take them."""
     x_copied, flat = _flat(x)
     (rows, dim), hidden, dim_out = flat.shape, w1.shape[0], w2.shape[0]
-    chosen = configs.pick_backend(backend, rows, dim, dim_out, x.dtype)
-    if chosen == "fused" and dim_out > configs.MAX_FUSED_OUT:
+    if backend == "fused" and dim_out > configs.MAX_FUSED_OUT:
         most = f"at most {configs.MAX_FUSED_OUT} rows of w2"
         raise RuntimeError(f'fused_mlp: backend="fused" cannot run here: it takes {most}, got {dim_out}')
-    if chosen == "cuda" and (reason := products.missing(x)):
-        raise RuntimeError(f'fused_mlp: backend="cuda" cannot run here: {reason}')
+    missing = products.missing(x) if backend in ("auto", "cuda") else None
+    if backend == "cuda" and missing:
+        raise RuntimeError(f'fused_mlp: backend="cuda" cannot run here: {missing}')
     copied, w2_read = _pitched(w2)
     shape, pitch, gated = (*x.shape[:-1], dim_out), configs.pick_pitch(hidden), w_gate is not None
     empty = not rows or (not dim_out and not keep)
     launch = None
-    if not empty and chosen == "fused" and dim_out:
+    if not empty and backend == "fused" and dim_out:
         launch = _single(flat, w1, w2_read, b1, b2, w_gate, activation)
     elif not empty:
-        launch = _two_products(flat, w1, w2_read, b1, b2, w_gate, activation, chosen == "cuda")
+        use = configs.pick_versions(backend, rows, dim, x.dtype, hopper=missing is None)
+        launch = _two_products(flat, w1, w2_read, b1, b2, w_gate, activation, use)
 
     def plan(
         x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, b1: Optional, b2: Optional, w_gate: Optional
@@ -94,12 +95,12 @@ def _single(x, w1, w2, b1, b2, w_gate, activation: str) -> Callable[..., None]:
     return run
 
 
-def _two_products(x, w1, w2, b1, b2, w_gate, activation: str, cuda: bool) -> Callable[..., None]:
+def _two_products(x, w1, w2, b1, b2, w_gate, activation: str, use: configs.Versions) -> Callable[..., None]:
     """Two kernels, with the hidden in memory between them."""
     shape = x.shape[0], configs.pick_pitch(w1.shape[0])
     hidden_like = x.new_empty(shape)
-    to_hidden = hidden_launch(x, w1, b1, w_gate, activation, cuda) if hidden_like.numel() else None
-    to_y = rows_launch(hidden_like, w2, None, b2, cuda) if w2.shape[0] else None
+    to_hidden = hidden_launch(x, w1, b1, w_gate, activation, use) if hidden_like.numel() else None
+    to_y = rows_launch(hidden_like, w2, None, b2, use) if w2.shape[0] else None
 
     def run(x, w1, w2, b1, b2, w_gate, y, pre, gate) -> None:
         hidden = x.new_empty(shape)
@@ -130,15 +131,15 @@ def bwd_plan(
     dy_copied, dy_rows = _flat(dy, dense=True)
     (rows, dim), hidden, dim_out = x_rows.shape, w1.shape[0], w2.shape[0]
     needs = needs._replace(w_gate=needs.w_gate and w_gate is not None)
-    cuda = configs.pick_backend(backend, rows, dim, dim_out, x.dtype) == "cuda"
+    use = configs.pick_versions(backend, rows, dim, x.dtype, hopper=products.missing(x) is None)
     pitch = configs.pick_pitch(hidden)
-    within = _within_plan(dy_rows, x_rows, w1, w2, b1, w_gate, pre is None, activation, needs, cuda)
+    within = _within_plan(dy_rows, x_rows, w1, w2, b1, w_gate, pre is None, activation, needs, use)
     wide = x_rows.new_empty((rows, pitch)) if within is not None else x_rows
     gate_read = None if w_gate is None else w_gate.mT
-    for_x = rows_launch(wide, w1.mT, gate_read, None, cuda) if needs.x and rows and dim else None
+    for_x = rows_launch(wide, w1.mT, gate_read, None, use) if needs.x and rows and dim else None
     any_w1 = (needs.w1 or needs.w_gate) and hidden and dim
-    for_w1 = weights_launch(wide, x_rows, hidden, dim, cuda) if any_w1 else None
-    for_w2 = weights_launch(dy_rows, wide, dim_out, hidden, cuda) if needs.w2 and hidden and dim_out else None
+    for_w1 = weights_launch(wide, x_rows, hidden, dim, use) if any_w1 else None
+    for_w2 = weights_launch(dy_rows, wide, dim_out, hidden, use) if needs.w2 and hidden and dim_out else None
     for_b1 = bias_launch(wide, hidden) if needs.b1 and hidden else None
     for_b2 = bias_launch(dy_rows, dim_out) if needs.b2 and dim_out else None
 
@@ -178,7 +179,7 @@ def _within_plan(
     recompute: bool,
     activation: str,
     needs: Needs,
-    cuda: bool,
+    use: configs.Versions,
 ) -> Callable[..., tuple[Optional, Optional, Optional]] | None:
     """What computes the gradients of pre and gate, and the hidden, [rows, pitch] each, given (dy, x, w1, w2, b1,
     w_gate, pre, gate): None for those that are not needed. None where nothing is."""
@@ -192,10 +193,10 @@ def _within_plan(
     any_elements = rows and pitch
     again = None
     if any_elements and (recompute or not derivative):
-        again = hidden_launch(x, w1, b1, w_gate, activation, cuda)
+        again = hidden_launch(x, w1, b1, w_gate, activation, use)
     to_gradients = None
     if any_elements and derivative:
-        to_gradients = dhidden_launch(dy, w2_read, w1.shape[0], gated, activation, cuda)
+        to_gradients = dhidden_launch(dy, w2_read, w1.shape[0], gated, activation, use)
 
     def run(dy, x, w1, w2, b1, w_gate, pre, gate) -> tuple[Optional, Optional, Optional]:
         def empty(wanted: bool) -> Optional:

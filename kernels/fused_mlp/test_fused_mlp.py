@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import astuple
 from typing import Any
 from unittest import mock
 
@@ -216,11 +217,23 @@ def test_configs_fit_into_shared_memory(capability: tuple[int, int], dtype: torc
 
 
 def test_auto() -> None:
-    def auto(rows: int, dim: int = 512, dtype: torch.dtype = torch.bfloat16) -> str:
-        return configs.pick_backend("auto", rows, dim, dim, dtype)
+    def auto(rows: int, dim: int = 512, dtype: torch.dtype = torch.bfloat16, hopper: bool = True) -> tuple[bool, bool]:
+        return astuple(configs.pick_versions("auto", rows, dim, dtype, hopper))
 
-    assert auto(564) == "fused" and auto(205_000) == "two_gemms"
-    assert auto(564, dim=4096) == "two_gemms" and auto(564, dtype=torch.float32) == "two_gemms"
+    assert auto(564) == (False, False) and auto(11_000) == (False, True)
+    assert auto(205_000) == auto(564, dim=4096) == (True, True)
+    assert auto(205_000, dtype=torch.float32) == auto(205_000, hopper=False) == (False, False)
+
+
+@pytest.mark.parametrize("names", ["x w1 w2", "x w1 w2 b1 b2 w_gate"], ids=["plain", "gated"])
+def test_products_of_the_library(names: str) -> None:
+    """Also of weights that are not contiguous, and with a hidden whose rows are padded."""
+    tensors = operands(21, 16, 37, 24, names)
+    strided = {n: t.mT.contiguous().mT if n in ("w1", "w_gate", "w2") else t for n, t in tensors.items()}
+    with mock.patch.object(configs, "pick_versions", return_value=configs.Versions(cuda=False, library=True)):
+        for given in (tensors, strided):
+            for save in ("activations", "input"):
+                agrees(given, save=save)
 
 
 def test_weights_that_a_peer_lays_out_beforehand() -> None:

@@ -1,4 +1,5 @@
-"""Which version a product runs in: CUDA C++ where that was chosen and takes the operands, else Triton."""
+"""Which version a product runs in: cuBLAS where that was chosen and no activation follows; CUDA C++ where that was
+chosen and takes the operands; else Triton."""
 
 from __future__ import annotations
 
@@ -6,38 +7,45 @@ from collections.abc import Callable
 
 import torch
 
-from . import launches
+from . import launches, library
+from .configs import Versions
 from .sm90 import products
 
 Optional = torch.Tensor | None
 
 
 def hidden_launch(
-    x: torch.Tensor, w1: torch.Tensor, b1: Optional, w_gate: Optional, activation: str, cuda: bool
+    x: torch.Tensor, w1: torch.Tensor, b1: Optional, w_gate: Optional, activation: str, use: Versions
 ) -> Callable[..., None]:
     # The two weights of a gated product share a tile, of rows.
     in_rows = w_gate is None or w_gate.stride(1) == w1.stride(1) == 1
-    if cuda and in_rows and products.takes(x, w1, w_gate):
+    if use.cuda and in_rows and products.takes(x, w1, w_gate):
         return products.hidden_launch(x, w1, b1, w_gate, activation)
     return launches.hidden_launch(x, w1, b1, w_gate, activation)
 
 
-def rows_launch(a: torch.Tensor, b: torch.Tensor, b_gate: Optional, bias: Optional, cuda: bool) -> Callable[..., None]:
+def rows_launch(
+    a: torch.Tensor, b: torch.Tensor, b_gate: Optional, bias: Optional, use: Versions
+) -> Callable[..., None]:
+    if use.library:
+        return library.rows_launch(a, b, b_gate, bias)
     alike = b_gate is None or (b_gate.stride(1) == 1) == (b.stride(1) == 1)
-    if cuda and alike and b.shape[0] % products.VECTOR == 0 and products.takes(a, b, b_gate):
+    if use.cuda and alike and b.shape[0] % products.VECTOR == 0 and products.takes(a, b, b_gate):
         return products.rows_launch(a, b, b_gate, bias)
     return launches.rows_launch(a, b, b_gate, bias)
 
 
 def dhidden_launch(
-    dy: torch.Tensor, w2: torch.Tensor, hidden: int, gated: bool, activation: str, cuda: bool
+    dy: torch.Tensor, w2: torch.Tensor, hidden: int, gated: bool, activation: str, use: Versions
 ) -> Callable[..., None]:
-    if cuda and products.takes(dy, w2):
+    if use.cuda and products.takes(dy, w2):
         return products.dhidden_launch(dy, w2, hidden, gated, activation)
     return launches.dhidden_launch(dy, w2, hidden, gated, activation)
 
 
-def weights_launch(a: torch.Tensor, b: torch.Tensor, cols: int, depth: int, cuda: bool) -> Callable[..., None]:
-    if cuda and products.takes(a, b):
+def weights_launch(a: torch.Tensor, b: torch.Tensor, cols: int, depth: int, use: Versions) -> Callable[..., None]:
+    if use.library:
+        return library.weights_launch(a, b, cols, depth)
+    if use.cuda and products.takes(a, b):
         return products.weights_launch(a, b, cols, depth)
     return launches.weights_launch(a, b, cols, depth)

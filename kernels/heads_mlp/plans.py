@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import triton
 
-from . import configs
+from . import configs, library
 from .kernel import _heads_mlp_dhidden_kernel, _heads_mlp_fwd_kernel
 from .launch import Launch
 from .sums import _heads_mlp_dw1_kernel, _heads_mlp_dx_kernel, _heads_mlp_sum_kernel
@@ -73,6 +73,8 @@ def bwd_plan(
     starts = range(0, rows, size) if any_terms else range(0)
     chunks = [(start, min(size, rows - start)) for start in starts]
     within, parts = _dhidden_launches(dy_flat, flat, w1, w2, activation, chunks)
+    if configs.pick_library(rows, x.dtype, x.is_cuda) and any_terms and dim:
+        return _by_library(shape, dy_copied, chunks, pitch, within, parts, w2, needs)
     for_x = [_dx_launch(flat, w1, pitch, *chunk) for chunk in chunks] if needs[0] and dim else []
     for_w1 = [_dw1_launch(flat, w1, pitch, *chunk) for chunk in chunks] if needs[1] and dim else []
     total = _sum_launch(w2, parts) if parts > 1 and needs[2] else None
@@ -95,6 +97,42 @@ def bwd_plan(
         if total is not None:
             total(dw2_parts, dw2)
         return dx, dw1, dw2
+
+    return run
+
+
+def _by_library(
+    shape: torch.Size,
+    dy_copied: bool,
+    chunks: list,
+    pitch: int,
+    within: list[Launch],
+    parts: int,
+    w2: torch.Tensor,
+    needs: Needs,
+) -> Backward:
+    """As the rest of `bwd_plan`, with the sums over the hidden's gradient by cuBLAS."""
+    heads = w2.shape[0]
+    total = _sum_launch(w2, parts) if parts > 1 and needs[2] else None
+
+    def run(dy: torch.Tensor, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> Gradients:
+        dy, x = _flat(dy, 2)[1] if dy_copied else dy, _flat(x, 1)[1]
+        dx = x.new_empty(shape) if needs[0] else None
+        dx_rows = dx.view(x.shape) if dx is not None else None
+        dw2 = w2.new_empty(w2.shape) if needs[2] else None
+        dpre = x.new_empty((chunks[0][1], heads, pitch)) if needs[0] or needs[1] else None
+        dw2_parts = torch.empty((parts, *w2.shape), device=x.device) if total is not None else dw2
+        weight = library.padded(w1, pitch) if needs[0] else None
+        sums = None
+        for launch, (start, rows) in zip(within, chunks, strict=True):
+            launch(dy, x, w1, w2, dpre, dw2_parts)
+            if dx_rows is not None and weight is not None:
+                library.write_dx(dpre[:rows], weight, dx_rows[start : start + rows])
+            if needs[1]:
+                sums = library.add_dw1(dpre[:rows], x[start : start + rows], sums)
+        if total is not None:
+            total(dw2_parts, dw2)
+        return dx, library.rounded(sums, w1) if sums is not None else None, dw2
 
     return run
 

@@ -105,3 +105,25 @@ def test_heads_of_a_cta_fill_the_gpu(rows: int) -> None:
     ctas = -(-rows // config.block_m) * -(-10 // config.heads)
     assert ctas >= min(132, -(-rows // 64) * 10)
     assert plans._block_o(3) == 16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "needs", [(True, True, True), (True, False, False), (False, True, False), (False, False, True)]
+)
+def test_sums_by_the_library(needs: tuple[bool, bool, bool]) -> None:
+    """Two chunks, the second of another size; a hidden whose rows are padded; an incoming gradient of stride 0."""
+    shapes = ((9001, 96), (3, 37, 96), (3, 3, 37))
+    made = [torch.randn(shape, device="cuda").mul(shape[-1] ** -0.5).bfloat16() for shape in shapes]
+    assert configs.pick_library(9001, torch.bfloat16, on_gpu=True)
+    dy = torch.randn(3, 3, device="cuda").bfloat16().expand(9001, 3, 3)
+    found = []
+    for op, dtype in (
+        (heads_mlp, torch.bfloat16),
+        (heads_mlp_reference, torch.bfloat16),
+        (heads_mlp_reference, torch.float64),
+    ):
+        leaves = [t.to(dtype).requires_grad_(need) for t, need in zip(made, needs, strict=True)]
+        found.append(torch.autograd.grad(op(*leaves), [t for t in leaves if t.requires_grad], dy.to(dtype)))
+    for ours, eager, want in zip(*found, strict=True):
+        assert ours.is_contiguous() and (ours - want).abs().max() <= 1.5 * (eager - want).abs().max()
