@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .kernel import _weight_tile
+from .kernel import _codes, _kept, _places, _weight_tile
 
 
 def _table() -> int:
@@ -37,18 +37,12 @@ def _sparse_matmul_compress_kernel(
     k = first + tl.arange(0, BLOCK_K)
     row = n.to(tl.int64)[:, None]
     w = tl.load(w_ptr + row * stride_wn + k[None, :], mask=(n < n_size)[:, None] & (k < depth)[None, :], other=0.0)
-    even, odd = tl.split(tl.reshape(w, [BLOCK_N, BLOCK_K // 4, 2, 2]))
-    w0, w2 = tl.split(even)
-    w1, w3 = tl.split(odd)
+    w0, w1, w2, w3 = _places(w, BLOCK_N, BLOCK_K)
     pattern = (w0 != 0).to(tl.int64) + (w1 != 0) * 2 + (w2 != 0) * 4 + (w3 != 0) * 8
     code = ((tl.full([BLOCK_N, BLOCK_K // 4], CODES, tl.int64) >> (pattern * 4)) & 15).to(tl.int32)
-    i, j = code & 3, code >> 2
-    a = tl.where(i == 0, w0, tl.where(i == 1, w1, w2))
-    b = tl.where(j == 1, w1, tl.where(j == 2, w2, w3))
     half = first // 2 + tl.arange(0, BLOCK_K // 2)
     mask = (n < n_size)[:, None] & (half < depth // 2)[None, :]
-    values = tl.reshape(tl.join(a, b), [BLOCK_N, BLOCK_K // 2])
-    tl.store(values_ptr + row * (depth // 2) + half[None, :], values, mask=mask)
+    tl.store(values_ptr + row * (depth // 2) + half[None, :], _kept(w, code, BLOCK_N, BLOCK_K), mask=mask)
     codes = tl.reshape(code, [BLOCK_N, BLOCK_K // 16, 4]) << (tl.arange(0, 4) * 4)[None, None, :]
     words = tl.sum(codes, 2)
     sixteenth = first // 16 + tl.arange(0, BLOCK_K // 16)
@@ -56,6 +50,23 @@ def _sparse_matmul_compress_kernel(
     word = (n % 8 * 8 + n % 16 // 8)[:, None] + (sixteenth % 4 * 2)[None, :]
     there = (n < tl.cdiv(n_size, 16) * 16)[:, None] & (sixteenth < tl.cdiv(depth, 64) * 4)[None, :]
     tl.store(metadata_ptr + block * 64 + word, words.to(tl.int16), mask=there)
+
+
+@triton.jit
+def _sparse_matmul_gather_kernel(
+    dense_ptr, metadata_ptr, values_ptr, n_size, depth, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """values [N, K / 2]: of a dense [N, K] what the metadata keeps."""
+    tiles_k = tl.cdiv(depth, BLOCK_K)
+    n = tl.program_id(0) // tiles_k * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(0) % tiles_k * BLOCK_K
+    k, row = first + tl.arange(0, BLOCK_K), n.to(tl.int64)[:, None]
+    inside = (n < n_size)[:, None] & (k < depth)[None, :]
+    dense = tl.load(dense_ptr + row * depth + k[None, :], mask=inside, other=0.0)
+    code = _codes(metadata_ptr, n, first // 4 + tl.arange(0, BLOCK_K // 4), n_size, depth // 4)
+    half = first // 2 + tl.arange(0, BLOCK_K // 2)
+    mask = (n < n_size)[:, None] & (half < depth // 2)[None, :]
+    tl.store(values_ptr + row * (depth // 2) + half[None, :], _kept(dense, code, BLOCK_N, BLOCK_K), mask=mask)
 
 
 @triton.jit

@@ -66,6 +66,25 @@ def _four_times(x):
 
 
 @triton.jit
+def _places(x, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The elements at positions 0 to 3 of each chunk of x, [BLOCK_N, BLOCK_K / 4] each."""
+    even, odd = tl.split(tl.reshape(x, [BLOCK_N, BLOCK_K // 4, 2, 2]))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _kept(x, code, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The two elements of each chunk of x that its code names, [BLOCK_N, BLOCK_K / 2]."""
+    x0, x1, x2, x3 = _places(x, BLOCK_N, BLOCK_K)
+    i, j = code & 3, code >> 2
+    a = tl.where(i == 0, x0, tl.where(i == 1, x1, x2))
+    b = tl.where(j == 1, x1, tl.where(j == 2, x2, x3))
+    return tl.reshape(tl.join(a, b), [BLOCK_N, BLOCK_K // 2])
+
+
+@triton.jit
 def _sparse_matmul_fwd_kernel(
     x_ptr,
     values_ptr,
@@ -107,6 +126,14 @@ def _sparse_matmul_fwd_kernel(
     if ACTIVATION is not None:
         acc = _activation(acc, ACTIVATION)
     tl.store(y_ptr + at, acc.to(y_ptr.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _sparse_matmul_activation_kernel(z_ptr, y_ptr, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """y = act(z), of `count` elements; y may be z."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(z_ptr + at, mask=at < count, other=0.0).to(tl.float32)
+    tl.store(y_ptr + at, _activation(z, ACTIVATION).to(y_ptr.dtype.element_ty), mask=at < count)
 
 
 @triton.jit
@@ -179,13 +206,7 @@ def _sparse_matmul_dvalues_kernel(
         x = tl.load(x_ptr + row * stride_xm + k[None, :], mask=inside & (k < depth)[None, :], other=0.0)
         acc = tl.dot(tl.trans(dz), x, acc, input_precision="ieee")
     code = _codes(metadata_ptr, n, tile_k * (BLOCK_K // 4) + tl.arange(0, BLOCK_K // 4), n_size, depth // 4)
-    i, j = code & 3, code >> 2
-    even, odd = tl.split(tl.reshape(acc, [BLOCK_N, BLOCK_K // 4, 2, 2]))
-    d0, d2 = tl.split(even)
-    d1, d3 = tl.split(odd)
-    a = tl.where(i == 0, d0, tl.where(i == 1, d1, d2))
-    b = tl.where(j == 1, d1, tl.where(j == 2, d2, d3))
-    values = tl.reshape(tl.join(a, b), [BLOCK_N, BLOCK_K // 2])
+    values = _kept(acc, code, BLOCK_N, BLOCK_K)
     half = tile_k * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
     at = n.to(tl.int64)[:, None] * (depth // 2) + half[None, :]
     mask = (n < n_size)[:, None] & (half < depth // 2)[None, :]

@@ -38,8 +38,9 @@ def sparse_matmul(
     activation  "silu", "gelu", "gelu_tanh", "relu", "relu_sq", or None
     backend     "triton", "cuda" (CUDA C++ on the sparse tensor cores, compiled by CuPy, on compute capability 9.0:
                 float16 and bfloat16, rows of x and values on 16-byte boundaries, K a multiple of 16 and N of 8; of the
-                forward, its backward is Triton's), or "auto", which is "triton" as long as nothing has been measured.
-                "cuda" does not multiply what is pruned: an inf or NaN of x there does not reach y.
+                forward, its backward is Triton's), or "auto": for more than 64 rows in 16 bits "cuda" where it can,
+                else, and for the gradients, cuBLAS with the weight decompressed into memory for the time of the call;
+                otherwise "triton". "cuda" does not multiply what is pruned: an inf or NaN of x there does not reach y.
 
     Returns y [..., N] in x's dtype, contiguous.
 

@@ -9,9 +9,10 @@ import triton
 
 from . import configs
 from .checks import FLOATS, kind, runnable
-from .compression import _sparse_matmul_compress_kernel, _sparse_matmul_decompress_kernel
+from .compression import _sparse_matmul_compress_kernel
 from .formats import CHUNK, metadata_shape
 from .launch import Launch
+from .library import decompress_plan
 from .plans import capability
 
 _NAMESPACE = __package__.replace(".", "_")
@@ -150,15 +151,9 @@ def _(w):
 @torch.library.custom_op(f"{_NAMESPACE}::decompress", mutates_args=())
 def _decompress_op(values: torch.Tensor, metadata: torch.Tensor) -> torch.Tensor:
     values = values if values.stride(1) == 1 else values.contiguous()
-    rows, depth = values.shape[0], 2 * values.shape[1]
-    w = values.new_empty(rows, depth)
-    if w.numel():
-        config = configs.pick_compress_config(rows, depth, values.dtype, capability(values))
-        grid = (triton.cdiv(rows, config.block_n) * triton.cdiv(depth, config.block_k),)
-        options = {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "num_warps": config.num_warps}
-        launch = Launch(_sparse_matmul_decompress_kernel, grid, w.device, (rows, depth, values.stride(0)), **options)
-        launch(values, metadata.contiguous(), w)
-    return w
+    if not values.numel():
+        return values.new_empty(values.shape[0], 2 * values.shape[1])
+    return decompress_plan(values, capability(values))(values, metadata.contiguous())
 
 
 @_decompress_op.register_fake

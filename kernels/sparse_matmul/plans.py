@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import triton
 
-from . import configs
+from . import configs, library
 from .kernel import (
     _sparse_matmul_dbias_kernel,
     _sparse_matmul_dvalues_kernel,
@@ -48,13 +48,16 @@ def fwd_plan(
     x_copied, values_copied, metadata_copied = _copied(x), _copied(values), not metadata.is_contiguous()
     depth = x.shape[-1]
     rows = _count(x)
-    cuda = configs.pick_backend(backend) == "cuda"
-    if cuda and (reason := products.unsupported_reason(_matrix(x), _matrix(values), metadata, capability(x))):
+    reason = None
+    if backend != "triton":
+        reason = products.unsupported_reason(_matrix(x), _matrix(values), metadata, capability(x))
+    if backend == "cuda" and reason:
         raise RuntimeError(f'sparse_matmul: backend="cuda" cannot run here: {reason}')
     launch: Callable[..., None] | None = None
     if rows and cols:
+        chosen = configs.pick_backend(backend, rows, dtype, x.is_cuda, possible=reason is None)
         # Without terms there is nothing for TMA to load.
-        make = _cuda_launch if cuda and depth else _fwd_launch
+        make = {"cuda": _cuda_launch, "library": _library_launch}.get(chosen if depth else "triton", _fwd_launch)
         launch = make(_matrix(x), _matrix(values), bias, activation)
 
     def run(
@@ -94,8 +97,19 @@ def bwd_plan(
         for_z = _dz_launch(rows, cols, stride_dy, activation, device)
     stride_dz = stride_dy if for_z is None else cols
     sizes = rows, cols, depth
-    for_x = _dx_launch(sizes, stride_dz, values) if need_dx and rows and depth else None
-    for_values = _dvalues_launch(sizes, stride_dz, x) if need_dvalues and cols and depth else None
+    by_library = cols > 0 and configs.pick_backend(backend, rows, dtype, x.is_cuda) == "library"
+    for_x: Callable[..., None] | None = None
+    for_values: Callable[..., None] | None = None
+    if need_dx and rows and depth:
+        for_x = (
+            library.dx_launch(rows, _matrix(values), capability(x))
+            if by_library
+            else _dx_launch(sizes, stride_dz, values)
+        )
+    if need_dvalues and cols and depth:
+        for_values = (
+            library.dvalues_launch(rows, values, capability(x)) if by_library else _dvalues_launch(sizes, stride_dz, x)
+        )
     for_bias = _dbias_launch(sizes, stride_dz, device) if need_dbias and cols else None
     x_strides = torch.empty(x.shape, device="meta").stride()
 
@@ -137,6 +151,12 @@ def _fwd_launch(x: torch.Tensor, values: torch.Tensor, bias: Optional, activatio
         ACTIVATION=activation,
         **_blocks(config),
     )
+
+
+def _library_launch(
+    x: torch.Tensor, values: torch.Tensor, bias: Optional, activation: str | None
+) -> Callable[..., None]:
+    return library.fwd_launch(x, values, activation, capability(x))
 
 
 def _cuda_launch(x: torch.Tensor, values: torch.Tensor, bias: Optional, activation: str | None) -> Callable[..., None]:

@@ -167,3 +167,19 @@ def test_every_size_has_a_configuration(dtype, capability):
         config = pick(*sizes, dtype, capability)
         for block in (config.block_m, config.block_n, config.block_k):
             assert block >= 16 and block & (block - 1) == 0
+
+
+@pytest.mark.parametrize(("bias", "activation"), [(True, None), (False, "relu"), (True, "silu")])
+def test_products_of_the_library(bias, activation, monkeypatch):
+    """The weight, and its gradient, pass through memory; leading dimensions, and an incoming gradient of stride 0."""
+    pick = configs.pick_backend
+    monkeypatch.setattr(configs, "pick_backend", lambda backend, rows, *_, **__: pick(backend, 65, torch.float16, True))
+    compressed = compress(pruned(24, 36))
+    tensors = [torch.randn(2, 5, 36, device=DEVICE), compressed.values, *([torch.randn(24, device=DEVICE)] * bias)]
+    dy, found = torch.randn(24, device=DEVICE).expand(2, 5, 24), []
+    for op, dtype in ((sparse_matmul, torch.float32), (sparse_matmul_reference, torch.float64)):
+        x, values, *rest = leaves = [t.to(dtype).requires_grad_() for t in tensors]
+        y = op(x, Compressed(values, compressed.metadata), *(rest or [None]), activation)
+        found.append((y, *torch.autograd.grad(y, leaves, dy.to(dtype))))
+    for ours, want in zip(*found, strict=True):
+        torch.testing.assert_close(ours.double(), want, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,89 @@
+"""Products of many rows by PyTorch (cuBLAS), of the weight decompressed into memory. As the launches of `plans`, whose
+arguments and results they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+
+from . import configs
+from .compression import _sparse_matmul_decompress_kernel, _sparse_matmul_gather_kernel
+from .kernel import _sparse_matmul_activation_kernel
+from .launch import Launch
+
+ACTIVATION_BLOCK = 1024
+
+Optional = torch.Tensor | None
+Decompress = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def decompress_plan(values: torch.Tensor, capability: tuple[int, int]) -> Decompress:
+    """Takes (values, metadata) like these, with rows that are contiguous, and returns the weight [N, K]."""
+    rows, depth = values.shape[0], 2 * values.shape[1]
+    launch = _tiled(_sparse_matmul_decompress_kernel, values, (rows, depth, values.stride(0)), capability)
+
+    def run(values: torch.Tensor, metadata: torch.Tensor) -> torch.Tensor:
+        weight = values.new_empty(rows, depth)
+        launch(values, metadata, weight)
+        return weight
+
+    return run
+
+
+def fwd_launch(
+    x: torch.Tensor, values: torch.Tensor, activation: str | None, capability: tuple[int, int]
+) -> Callable[..., None]:
+    """Writes y and, with an activation, z unless it is None, given (x, values, metadata, bias, y, z). z is rounded
+    before it is activated, as PyTorch does."""
+    (rows, depth), cols = x.shape, values.shape[0]
+    decompressed, activate = decompress_plan(values, capability), None
+    if activation is not None:
+        count = rows * cols
+        options = {"ACTIVATION": activation, "BLOCK": ACTIVATION_BLOCK, "num_warps": 4}
+        grid = (triton.cdiv(count, ACTIVATION_BLOCK),)
+        activate = Launch(_sparse_matmul_activation_kernel, grid, x.device, (count,), **options)
+
+    def run(x: torch.Tensor, values: torch.Tensor, metadata: torch.Tensor, bias: Optional, y, z: Optional) -> None:
+        product = y if activate is None or z is None else z
+        matrix, weight, out = x.view(rows, depth), decompressed(values, metadata).mT, product.view(rows, cols)
+        if bias is None:
+            torch.mm(matrix, weight, out=out)
+        else:
+            torch.addmm(bias, matrix, weight, out=out)
+        if activate is not None:
+            activate(product, y)
+
+    return run
+
+
+def dx_launch(rows: int, values: torch.Tensor, capability: tuple[int, int]) -> Callable[..., None]:
+    """Writes dx, given (dz, values, metadata, dx)."""
+    decompressed = decompress_plan(values, capability)
+
+    def run(dz: torch.Tensor, values: torch.Tensor, metadata: torch.Tensor, dx: torch.Tensor) -> None:
+        weight = decompressed(values, metadata)
+        torch.mm(dz.view(rows, weight.shape[0]), weight, out=dx.view(rows, weight.shape[1]))
+
+    return run
+
+
+def dvalues_launch(rows: int, values: torch.Tensor, capability: tuple[int, int]) -> Callable[..., None]:
+    """Writes dvalues, given (dz, x, metadata, dvalues): what is kept of the dense gradient, which is in memory."""
+    cols, depth = values.shape[0], 2 * values.shape[1]
+    gather = _tiled(_sparse_matmul_gather_kernel, values, (cols, depth), capability)
+
+    def run(dz: torch.Tensor, x: torch.Tensor, metadata: torch.Tensor, dvalues: torch.Tensor) -> None:
+        gather(torch.mm(dz.view(rows, cols).mT, x.view(rows, depth)), metadata, dvalues)
+
+    return run
+
+
+def _tiled(kernel, values: torch.Tensor, sizes: tuple[int, ...], capability: tuple[int, int]) -> Launch:
+    """A launch with a CTA for each tile of the weight."""
+    rows, depth = values.shape[0], 2 * values.shape[1]
+    config = configs.pick_compress_config(rows, depth, values.dtype, capability)
+    grid = (triton.cdiv(rows, config.block_n) * triton.cdiv(depth, config.block_k),)
+    blocks = {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "num_warps": config.num_warps}
+    return Launch(kernel, grid, values.device, sizes, **blocks)
