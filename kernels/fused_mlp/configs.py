@@ -83,24 +83,28 @@ class BiasConfig:
 
 @dataclass(frozen=True)
 class Versions:
-    """What two products run in, where each can: CUDA C++ and cuBLAS, else Triton."""
+    """What products run in, where they can: those with an activation in CUDA C++ (`cuda`), or by cuBLAS with the
+    activation as a pass of its own (`passes`); those without one by cuBLAS (`library`). Else in Triton."""
 
     cuda: bool
     library: bool
+    passes: bool
 
 
 def pick_versions(backend: str, rows: int, dim: int, dtype: torch.dtype, hopper: bool) -> Versions:
-    """The versions of a product with an activation, and of one without. Pure. `hopper`: products.cu can run.
+    """The versions of the products. Pure. `hopper`: products.cu can run.
 
-    Measured on one H200: products.cu is 7 to 25 % faster than Triton on wide models and on 205 000 rows of 512 columns,
-    no faster on 11 000 rows of those, slower on 564. cuBLAS multiplies without an epilogue at some 750 TFLOP/s, the
-    other two at 450 to 620; with few rows of narrow models its launches cost more than they save.
+    Measured on one H200: products.cu is 7 to 25 % faster than Triton on wide models, no faster where the sum has 512
+    terms, of which its epilogue takes as long as the product; there cuBLAS and a pass over the hidden are faster than
+    both. cuBLAS multiplies without an epilogue at some 750 TFLOP/s, the other two at 450 to 620; with few rows of
+    narrow models its launches cost more than they save.
     """
     if backend != "auto":
-        return Versions(cuda=backend == "cuda", library=False)
-    if dtype == torch.float32:
-        return Versions(cuda=False, library=False)  # cuBLAS may be set to round operands to tf32
-    return Versions(cuda=hopper and (dim >= 1024 or rows >= 32_768), library=hopper and (dim >= 1024 or rows >= 4096))
+        return Versions(cuda=backend == "cuda", library=False, passes=False)
+    wide = dim >= 1024
+    # cuBLAS may be set to round fp32 operands to tf32.
+    library = hopper and dtype != torch.float32 and (wide or rows >= 4096)
+    return Versions(cuda=library and wide, library=library, passes=library and not wide)
 
 
 def pick_pitch(cols: int) -> int:

@@ -1,28 +1,88 @@
-"""Plain products by PyTorch (cuBLAS): those that have no activation in their epilogue. As `launches`, whose arguments
-and results they share."""
+"""Products by PyTorch (cuBLAS), with activations as passes of their own. As `launches`, whose arguments and results
+they share. cuBLAS is slow where a row of a result does not begin on a 16-byte boundary: what is odd is padded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
+import triton
+
+from . import configs
+from .launch import Launch
+from .pointwise import _fused_mlp_activation_kernel, _fused_mlp_derivative_kernel
+
+BLOCK = 1024
 
 Optional = torch.Tensor | None
 
 
+def hidden_launch(
+    x: torch.Tensor, w1: torch.Tensor, b1: Optional, w_gate: Optional, activation: str
+) -> Callable[..., None]:
+    """Writes hidden, pre and gate [rows, pitch], given (x, w1, w_gate, b1, hidden, pre, gate), those that are not
+    None."""
+    rows, cols = x.shape[0], w1.shape[0]
+    pitch, gated = configs.pick_pitch(cols), w_gate is not None
+    activate = _pointwise(_fused_mlp_activation_kernel, x, rows * pitch, activation)
+
+    def product(x: torch.Tensor, w: torch.Tensor, bias: Optional, out: torch.Tensor) -> None:
+        weight = F.pad(w, (0, 0, 0, pitch - cols)).mT if pitch != cols else w.mT
+        if bias is None:
+            torch.mm(x, weight, out=out)
+        else:
+            torch.addmm(F.pad(bias, (0, pitch - cols)), x, weight, out=out)
+
+    def run(x, w1, w_gate, b1, hidden: Optional, pre: Optional, gate: Optional) -> None:
+        to = pre if pre is not None else hidden
+        if to is None:
+            return
+        product(x, w1, b1, to)
+        if gated:
+            gate = x.new_empty((rows, pitch)) if gate is None else gate
+            product(x, w_gate, None, gate)
+        if hidden is not None:
+            activate(to, gate, hidden)
+
+    return run
+
+
+def dhidden_launch(
+    dy: torch.Tensor, w2: torch.Tensor, hidden: int, gated: bool, activation: str
+) -> Callable[..., None]:
+    """Writes dpre, dgate and the hidden [rows, pitch], given (dy, w2, pre, gate, dpre, dgate, hidden), those that are
+    not None."""
+    rows, pitch = dy.shape[0], configs.pick_pitch(hidden)
+    derive = _pointwise(_fused_mlp_derivative_kernel, dy, rows * pitch, activation)
+
+    def run(dy, w2, pre, gate, dpre: Optional, dgate: Optional, hidden: Optional) -> None:
+        product = next((t for t in (dpre, dgate, hidden) if t is not None), None)
+        if product is not None:
+            torch.mm(dy, F.pad(w2, (0, pitch - w2.shape[1])) if w2.shape[1] != pitch else w2, out=product)
+            derive(product, pre, gate, dpre, dgate, hidden)
+
+    return run
+
+
 def rows_launch(a: torch.Tensor, b: torch.Tensor, b_gate: Optional, bias: Optional) -> Callable[..., None]:
-    """Writes out [rows, cols], given (a, b, a_gate, b_gate, bias, out): a · bᵀ, of b's type for both products."""
-    (cols, depth), strides = b.shape, b.stride()
+    """Writes out [rows, cols], given (a, b, a_gate, b_gate, bias, out): a · bᵀ, of b's type for both products. a may
+    have more columns than b, with zeros in them."""
+    (cols, depth), width, strides = b.shape, a.shape[1], b.stride()
     gate_strides = None if b_gate is None else b_gate.stride()
 
+    def factor(b: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+        weight = b.as_strided((cols, depth), strides).mT
+        return weight if depth == width else F.pad(weight, (0, 0, 0, width - depth))
+
     def run(a: torch.Tensor, b: torch.Tensor, a_gate: Optional, b_gate: Optional, bias: Optional, out) -> None:
-        out, weight = out.view(-1, cols), b.as_strided((cols, depth), strides).mT
+        out = out.view(-1, cols)
         if bias is None:
-            torch.mm(a[:, :depth], weight, out=out)
+            torch.mm(a, factor(b, strides), out=out)
         else:
-            torch.addmm(bias, a[:, :depth], weight, out=out)
+            torch.addmm(bias, a, factor(b, strides), out=out)
         if a_gate is not None and b_gate is not None and gate_strides is not None:
-            out.addmm_(a_gate[:, :depth], b_gate.as_strided((cols, depth), gate_strides).mT)
+            out.addmm_(a_gate, factor(b_gate, gate_strides))
 
     return run
 
@@ -32,6 +92,14 @@ def weights_launch(a: torch.Tensor, b: torch.Tensor, cols: int, depth: int) -> C
     columns than that."""
 
     def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-        torch.mm(a[:, :cols].mT, b[:, :depth], out=out)
+        if (a.shape[1], b.shape[1]) == (cols, depth):
+            torch.mm(a.mT, b, out=out)
+        else:
+            out.copy_(torch.mm(a.mT, b)[:cols, :depth])
 
     return run
+
+
+def _pointwise(kernel, like: torch.Tensor, count: int, activation: str) -> Launch:
+    grid = (triton.cdiv(count, BLOCK),)
+    return Launch(kernel, grid, like.device, (count,), ACTIVATION=activation, BLOCK=BLOCK, num_warps=4)

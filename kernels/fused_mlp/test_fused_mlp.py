@@ -217,23 +217,30 @@ def test_configs_fit_into_shared_memory(capability: tuple[int, int], dtype: torc
 
 
 def test_auto() -> None:
-    def auto(rows: int, dim: int = 512, dtype: torch.dtype = torch.bfloat16, hopper: bool = True) -> tuple[bool, bool]:
+    def auto(rows: int, dim: int = 512, dtype: torch.dtype = torch.bfloat16, hopper: bool = True) -> tuple[bool, ...]:
         return astuple(configs.pick_versions("auto", rows, dim, dtype, hopper))
 
-    assert auto(564) == (False, False) and auto(11_000) == (False, True)
-    assert auto(205_000) == auto(564, dim=4096) == (True, True)
-    assert auto(205_000, dtype=torch.float32) == auto(205_000, hopper=False) == (False, False)
+    assert auto(11_000) == (False, True, True) and auto(564, dim=4096) == (True, True, False)
+    triton = (False, False, False)
+    assert auto(564) == auto(205_000, dtype=torch.float32) == auto(205_000, hopper=False) == triton
 
 
 @pytest.mark.parametrize("names", ["x w1 w2", "x w1 w2 b1 b2 w_gate"], ids=["plain", "gated"])
 def test_products_of_the_library(names: str) -> None:
-    """Also of weights that are not contiguous, and with a hidden whose rows are padded."""
+    """Also of weights that are not contiguous, with a hidden whose rows are padded, and each gradient alone."""
     tensors = operands(21, 16, 37, 24, names)
     strided = {n: t.mT.contiguous().mT if n in ("w1", "w_gate", "w2") else t for n, t in tensors.items()}
-    with mock.patch.object(configs, "pick_versions", return_value=configs.Versions(cuda=False, library=True)):
-        for given in (tensors, strided):
-            for save in ("activations", "input"):
+    for passes in (False, True):
+        use = configs.Versions(cuda=False, library=True, passes=passes)
+        with mock.patch.object(configs, "pick_versions", return_value=use):
+            for given, save in itertools.product((tensors, strided), ("activations", "input")):
                 agrees(given, save=save)
+                exact = gradients(fused_mlp_reference, given, torch.float64)[1:]
+                for name, want in zip(given, exact, strict=True):
+                    leaf = given[name].detach().requires_grad_()
+                    y = fused_mlp(**{**given, name: leaf}, save=save)
+                    dy = torch.linspace(-1, 1, y.numel(), device=DEVICE).view(y.shape)
+                    torch.testing.assert_close(torch.autograd.grad(y, leaf, dy)[0].double(), want, rtol=1e-4, atol=1e-4)
 
 
 def test_weights_that_a_peer_lays_out_beforehand() -> None:

@@ -1,5 +1,4 @@
-"""Which version a product runs in: cuBLAS where that was chosen and no activation follows; CUDA C++ where that was
-chosen and takes the operands; else Triton."""
+"""Which version a product runs in: cuBLAS or CUDA C++, where that was chosen and takes the operands, else Triton."""
 
 from __future__ import annotations
 
@@ -17,6 +16,8 @@ Optional = torch.Tensor | None
 def hidden_launch(
     x: torch.Tensor, w1: torch.Tensor, b1: Optional, w_gate: Optional, activation: str, use: Versions
 ) -> Callable[..., None]:
+    if use.passes:
+        return library.hidden_launch(x, w1, b1, w_gate, activation)
     # The two weights of a gated product share a tile, of rows.
     in_rows = w_gate is None or w_gate.stride(1) == w1.stride(1) == 1
     if use.cuda and in_rows and products.takes(x, w1, w_gate):
@@ -38,6 +39,8 @@ def rows_launch(
 def dhidden_launch(
     dy: torch.Tensor, w2: torch.Tensor, hidden: int, gated: bool, activation: str, use: Versions
 ) -> Callable[..., None]:
+    if use.passes:
+        return library.dhidden_launch(dy, w2, hidden, gated, activation)
     if use.cuda and products.takes(dy, w2):
         return products.dhidden_launch(dy, w2, hidden, gated, activation)
     return launches.dhidden_launch(dy, w2, hidden, gated, activation)

@@ -96,7 +96,7 @@ def pick_chunk_rows(rows: int, heads: int, hidden: int) -> int:
 
 
 def pick_library(rows: int, dtype: torch.dtype, on_gpu: bool) -> bool:
-    """Whether cuBLAS sums over the gradient of the hidden. Pure. Triton's two kernels reach some 290 TFLOP/s there; of
+    """Whether cuBLAS makes the large products of the backward. Pure. Triton's kernels reach some 290 TFLOP/s there; of
     few rows launches are most of the time, and cuBLAS may be set to round fp32 operands to tf32."""
     return on_gpu and dtype != torch.float32 and rows >= 2048
 
@@ -131,6 +131,14 @@ def pick_dhidden_config(
         block_k = 32 if capability < (9, 0) else 64
     ctas = heads * triton.cdiv(hidden, block_h) * triton.cdiv(rows, block_m)
     return DhiddenConfig(block_m, block_h, block_k, max(1, min(8, ctas // (4 * sms))), stages, warps)
+
+
+def pick_pass_config(rows: int, heads: int, hidden: int, sms: int) -> DhiddenConfig:
+    """Configuration of the hidden's gradient where pre is in memory. Pure. 64 elements a thread, and as many row tiles
+    a CTA as leave four CTAs to each SM; not measured yet."""
+    block_m, block_h = _fit(rows, 64), _fit(hidden, 128)
+    ctas = heads * triton.cdiv(hidden, block_h) * triton.cdiv(rows, block_m)
+    return DhiddenConfig(block_m, block_h, MIN_BLOCK, max(1, min(16, ctas // (4 * sms))), stages=2, num_warps=4)
 
 
 def pick_dx_config(

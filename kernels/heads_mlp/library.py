@@ -1,4 +1,4 @@
-"""The gradients that are sums over the gradient of the hidden, by PyTorch (cuBLAS), a chunk of rows at a time."""
+"""The large products of the backward by PyTorch (cuBLAS), a chunk of rows at a time."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ def padded(w1: torch.Tensor, pitch: int) -> torch.Tensor:
     copy = w1.new_zeros((heads, pitch, dim))
     copy[:, :hidden] = w1
     return copy.view(-1, dim)
+
+
+def write_pre(x: torch.Tensor, w1: torch.Tensor, pre: torch.Tensor) -> None:
+    """pre [rows, K, pitch] = w1 · x of these rows, from the padded w1: 0 behind the H columns of each head."""
+    torch.mm(x, w1.mT, out=pre.flatten(1))
 
 
 def write_dx(dpre: torch.Tensor, w1: torch.Tensor, dx: torch.Tensor) -> None:

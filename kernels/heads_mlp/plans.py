@@ -72,8 +72,9 @@ def bwd_plan(
     any_terms = bool(rows and heads and hidden and dim_out)
     starts = range(0, rows, size) if any_terms else range(0)
     chunks = [(start, min(size, rows - start)) for start in starts]
-    within, parts = _dhidden_launches(dy_flat, flat, w1, w2, activation, chunks)
-    if configs.pick_library(rows, x.dtype, x.is_cuda) and any_terms and dim:
+    by_library = configs.pick_library(rows, x.dtype, x.is_cuda) and any_terms and dim > 0
+    within, parts = _dhidden_launches(dy_flat, flat, w1, w2, activation, chunks, given=by_library)
+    if by_library:
         return _by_library(shape, dy_copied, chunks, pitch, within, parts, w2, needs)
     for_x = [_dx_launch(flat, w1, pitch, *chunk) for chunk in chunks] if needs[0] and dim else []
     for_w1 = [_dw1_launch(flat, w1, pitch, *chunk) for chunk in chunks] if needs[1] and dim else []
@@ -89,7 +90,7 @@ def bwd_plan(
         dw2_parts = torch.empty((parts, *w2.shape), device=device) if total is not None else dw2
         sums = torch.empty(w1.shape, device=device) if len(for_w1) > 1 else None
         for index, launch in enumerate(within):
-            launch(dy, x_rows, w1, w2, dpre, dw2_parts)
+            launch(dy, x_rows, w1, w2, None, dpre, dw2_parts)
             if for_x:
                 for_x[index](dpre, w1, dx)
             if for_w1:
@@ -120,16 +121,18 @@ def _by_library(
         dx = x.new_empty(shape) if needs[0] else None
         dx_rows = dx.view(x.shape) if dx is not None else None
         dw2 = w2.new_empty(w2.shape) if needs[2] else None
-        dpre = x.new_empty((chunks[0][1], heads, pitch)) if needs[0] or needs[1] else None
+        pre = x.new_empty((chunks[0][1], heads, pitch))  # and the gradient of it, in its place
         dw2_parts = torch.empty((parts, *w2.shape), device=x.device) if total is not None else dw2
-        weight = library.padded(w1, pitch) if needs[0] else None
+        weight = library.padded(w1, pitch)
         sums = None
         for launch, (start, rows) in zip(within, chunks, strict=True):
-            launch(dy, x, w1, w2, dpre, dw2_parts)
-            if dx_rows is not None and weight is not None:
-                library.write_dx(dpre[:rows], weight, dx_rows[start : start + rows])
+            chunk = x[start : start + rows]
+            library.write_pre(chunk, weight, pre[:rows])
+            launch(dy, x, w1, w2, pre, pre if needs[0] or needs[1] else None, dw2_parts)
+            if dx_rows is not None:
+                library.write_dx(pre[:rows], weight, dx_rows[start : start + rows])
             if needs[1]:
-                sums = library.add_dw1(dpre[:rows], x[start : start + rows], sums)
+                sums = library.add_dw1(pre[:rows], chunk, sums)
         if total is not None:
             total(dw2_parts, dw2)
         return dx, library.rounded(sums, w1) if sums is not None else None, dw2
@@ -138,15 +141,19 @@ def _by_library(
 
 
 def _dhidden_launches(
-    dy: torch.Tensor, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: str, chunks: list
+    dy: torch.Tensor, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: str, chunks: list, given: bool
 ) -> tuple[list[Launch], int]:
-    """For each chunk what writes dpre and its parts of dw2, given (dy, x, w1, w2, dpre, dw2); and how many parts there
-    are."""
+    """For each chunk what writes dpre and its parts of dw2, given (dy, x, w1, w2, pre, dpre, dw2), with None for pre
+    unless it is `given`; and how many parts there are."""
     dim, (heads, dim_out, hidden), (capability, sms) = x.shape[1], w2.shape, _device(x)
     pitch, aligned = configs.pick_pitch(hidden), _whole_vectors(x) and _whole_vectors(w1)
     launches, parts = [], 0
     for start, rows in chunks:
-        config = configs.pick_dhidden_config(rows, dim, heads, hidden, aligned, x.dtype, capability, sms)
+        config = (
+            configs.pick_pass_config(rows, heads, hidden, sms)
+            if given
+            else configs.pick_dhidden_config(rows, dim, heads, hidden, aligned, x.dtype, capability, sms)
+        )
         part = config.tiles * config.block_m
         splits = triton.cdiv(rows, part)
         sizes = start, parts, rows, part, dim, heads, hidden, pitch, dim_out

@@ -140,7 +140,7 @@ DEVICE void release(u32 smem, int slot) {
         if (lane == 0) bar_arrive(bar);
     } else if (lane < CLUSTER) {
         asm volatile("{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;\n"
-                     "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote]; }"
+                     "mbarrier.arrive.shared::cluster.b64 _, [remote]; }"
                      ::"r"(bar), "r"(lane) : "memory");
     }
 }

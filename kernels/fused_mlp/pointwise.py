@@ -1,0 +1,57 @@
+"""The activation and its derivative as passes of their own, in Triton, where cuBLAS makes the products.
+
+Napkin maths, 205000 x 1376 in bf16: a tensor is 564 MB. The activation reads and writes one, 265 us at 4254 GB/s; the
+derivative reads two and writes two, 530 us, beside 366 us of each product at 790 TFLOP/s.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .activation import _activation, _activation_and_gradient
+
+
+@triton.jit
+def _fused_mlp_activation_kernel(pre_ptr, gate_ptr, hidden_ptr, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """hidden = act(pre), or act(gate) · pre, of `count` elements; hidden may be pre."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    pre = tl.load(pre_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if gate_ptr is None:
+        hidden = _activation(pre, ACTIVATION)
+    else:
+        hidden = _activation(tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32), ACTIVATION) * pre
+    tl.store(hidden_ptr + at, hidden.to(hidden_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _fused_mlp_derivative_kernel(
+    dhidden_ptr,
+    pre_ptr,
+    gate_ptr,
+    dpre_ptr,
+    dgate_ptr,
+    hidden_ptr,
+    count,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The gradients of pre and gate, and the hidden, of `count` elements, those that are not None. dpre or dgate may be
+    dhidden."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    dhidden = tl.load(dhidden_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    pre = tl.load(pre_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if gate_ptr is None:
+        hidden, dpre = _activation_and_gradient(pre, dhidden, ACTIVATION)
+    else:
+        gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        factor, dgate = _activation_and_gradient(gate, dhidden * pre, ACTIVATION)
+        hidden, dpre = factor * pre, dhidden * factor
+        if dgate_ptr is not None:
+            tl.store(dgate_ptr + at, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
+    if dpre_ptr is not None:
+        tl.store(dpre_ptr + at, dpre.to(dpre_ptr.dtype.element_ty), mask=inside)
+    if hidden_ptr is not None:
+        tl.store(hidden_ptr + at, hidden.to(hidden_ptr.dtype.element_ty), mask=inside)
