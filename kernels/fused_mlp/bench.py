@@ -239,7 +239,7 @@ def _product_candidates(case: Case) -> list[configs.ProductConfig]:
 
 
 def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
-    return [configs.CudaConfig(stages, raster) for stages in (3, 4) for raster in (2, 4, 8, 16, 32)]
+    return [configs.CudaConfig(s, raster, cluster) for s in (3, 4) for raster in (2, 4, 8, 16) for cluster in (1, 2)]
 
 
 def _weights_candidates(case: Case) -> list[configs.WeightsConfig]:

@@ -31,10 +31,12 @@ class ProductConfig:
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """Of products.cu, whose tiles are 128 x 256 x 64: steps of the ring, and row tiles that follow each other."""
+    """Of products.cu, whose tiles are 128 x 256 x 64: steps of the ring, clusters of row tiles that follow each other,
+    and CTAs of a cluster, which share what they read of b (1 or 2)."""
 
     stages: int
     raster: int
+    cluster: int
 
 
 @dataclass(frozen=True)
@@ -233,7 +235,8 @@ def pick_fused_config(
 
 def pick_cuda_config(rows: int, cols: int, depth: int) -> CudaConfig:
     """Configuration of products.cu. Pure. The ring takes what shared memory there is; the raster is not measured."""
-    return CudaConfig(stages=4, raster=8)
+    cluster = 2 if rows > 128 else 1
+    return CudaConfig(stages=4, raster=8, cluster=cluster)
 
 
 def pick_cuda_parts(steps: int, tiles: int, sms: int) -> int:

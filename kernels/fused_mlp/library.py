@@ -23,7 +23,7 @@ def hidden_launch(
 ) -> Callable[..., None]:
     """Writes hidden, pre and gate [rows, pitch], given (x, w1, w_gate, b1, hidden, pre, gate), those that are not
     None."""
-    rows, cols = x.shape[0], w1.shape[0]
+    (rows, depth), cols = x.shape, w1.shape[0]
     pitch, gated = configs.pick_pitch(cols), w_gate is not None
     activate = _pointwise(_fused_mlp_activation_kernel, x, rows * pitch, activation)
 
@@ -35,7 +35,7 @@ def hidden_launch(
             torch.addmm(F.pad(bias, (0, pitch - cols)), x, weight, out=out)
 
     def run(x, w1, w_gate, b1, hidden: Optional, pre: Optional, gate: Optional) -> None:
-        to = pre if pre is not None else hidden
+        to, x = pre if pre is not None else hidden, x.view(rows, depth)
         if to is None:
             return
         product(x, w1, b1, to)
@@ -59,7 +59,8 @@ def dhidden_launch(
     def run(dy, w2, pre, gate, dpre: Optional, dgate: Optional, hidden: Optional) -> None:
         product = next((t for t in (dpre, dgate, hidden) if t is not None), None)
         if product is not None:
-            torch.mm(dy, F.pad(w2, (0, pitch - w2.shape[1])) if w2.shape[1] != pitch else w2, out=product)
+            weight = F.pad(w2, (0, pitch - w2.shape[1])) if w2.shape[1] != pitch else w2
+            torch.mm(dy.view(rows, weight.shape[0]), weight, out=product)
             derive(product, pre, gate, dpre, dgate, hidden)
 
     return run
@@ -92,6 +93,7 @@ def weights_launch(a: torch.Tensor, b: torch.Tensor, cols: int, depth: int) -> C
     columns than that."""
 
     def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        a, b = a.view(-1, a.shape[-1]), b.view(-1, b.shape[-1])
         if (a.shape[1], b.shape[1]) == (cols, depth):
             torch.mm(a.mT, b, out=out)
         else:

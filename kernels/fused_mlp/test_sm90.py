@@ -72,6 +72,7 @@ def test_it_compiles_and_does_not_spill(variant: tuple) -> None:
         f"FP16={fp16}",
         "STAGES=4",
         "RASTER=8",
+        "CLUSTER=2",
         f"A_TRANS={a_trans}",
         f"B_TRANS={b_trans}",
         f"TWO={two}",

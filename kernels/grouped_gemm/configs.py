@@ -111,9 +111,10 @@ def pick_weights_config(
 
 
 def pick_cuda_rows_config(groups: int, rows: int, cols: int, depth: int) -> CudaConfig:
-    """Configuration of products.cu for the forward and x's gradient. Pure. The ring takes what shared memory there is;
-    the raster is not measured yet."""
-    return CudaConfig(stages=4, raster=8)
+    """Configuration of products.cu for the forward and x's gradient. Pure. The ring takes what shared memory there is.
+    Of 64 groups and more 16 row tiles after each other are 2 to 7 % faster than 8, of 8 groups 5 % slower (measured on
+    one H200)."""
+    return CudaConfig(stages=4, raster=16 if groups >= 32 else 8)
 
 
 def pick_cuda_weights_config(groups: int, rows: int, cols: int, depth: int) -> CudaConfig:

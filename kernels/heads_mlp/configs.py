@@ -11,6 +11,7 @@ import torch
 import triton
 
 MIN_BLOCK = 16  # what tl.dot takes
+MAX_PASS_OUT = 4  # columns of y of which the pass keeps sums in registers
 PITCH = 16  # elements: rows of the hidden's gradient are whole vectors
 CHUNK_ROWS = 8192
 
@@ -95,10 +96,11 @@ def pick_chunk_rows(rows: int, heads: int, hidden: int) -> int:
     return min(max(1, rows), CHUNK_ROWS)
 
 
-def pick_library(rows: int, dtype: torch.dtype, on_gpu: bool) -> bool:
-    """Whether cuBLAS makes the large products of the backward. Pure. Triton's kernels reach some 290 TFLOP/s there; of
-    few rows launches are most of the time, and cuBLAS may be set to round fp32 operands to tf32."""
-    return on_gpu and dtype != torch.float32 and rows >= 2048
+def pick_library(rows: int, dim_out: int, dtype: torch.dtype, on_gpu: bool) -> bool:
+    """Whether cuBLAS makes the large products of the backward, with a pass for what is between them. Pure. Triton's
+    kernels reach some 290 TFLOP/s there; of few rows launches are most of the time, and cuBLAS may be set to round fp32
+    operands to tf32."""
+    return on_gpu and dtype != torch.float32 and rows >= 2048 and dim_out <= MAX_PASS_OUT
 
 
 def pick_pitch(hidden: int) -> int:
@@ -134,11 +136,11 @@ def pick_dhidden_config(
 
 
 def pick_pass_config(rows: int, heads: int, hidden: int, sms: int) -> DhiddenConfig:
-    """Configuration of the hidden's gradient where pre is in memory. Pure. 64 elements a thread, and as many row tiles
-    a CTA as leave four CTAs to each SM; not measured yet."""
-    block_m, block_h = _fit(rows, 64), _fit(hidden, 128)
+    """Configuration of the hidden's gradient where pre is in memory. Pure. 16 elements a thread, of which each has up
+    to four sums; as many row tiles a CTA as leave four CTAs to each SM. By these sums; not measured yet."""
+    block_m, block_h = MIN_BLOCK, _fit(hidden, 256)
     ctas = heads * triton.cdiv(hidden, block_h) * triton.cdiv(rows, block_m)
-    return DhiddenConfig(block_m, block_h, MIN_BLOCK, max(1, min(16, ctas // (4 * sms))), stages=2, num_warps=4)
+    return DhiddenConfig(block_m, block_h, MIN_BLOCK, max(1, min(64, ctas // (4 * sms))), stages=2, num_warps=8)
 
 
 def pick_dx_config(

@@ -117,7 +117,6 @@ def _heads_mlp_dhidden_kernel(
     x_ptr,
     w1_ptr,
     w2_ptr,
-    pre_ptr,
     dpre_ptr,
     dw2_ptr,
     start,
@@ -154,7 +153,7 @@ def _heads_mlp_dhidden_kernel(
         dw2[s, g, o, h] = Σ over the rows r of part s of dy[r, g, o] · act(pre)         [parts, heads, dim_out, hidden]
 
     A CTA takes BLOCK_H columns of a head and the rows of a part: `part` rows, in their order. Parts are numbered from
-    `first_part` on. pre is read from pre_ptr [rows, heads, pitch], which may be dpre_ptr, unless that is None.
+    `first_part` on.
     """
     tiles = tl.cdiv(pitch, BLOCK_H)
     split, place = tl.program_id(0) // (heads * tiles), tl.program_id(0) % (heads * tiles)
@@ -168,21 +167,18 @@ def _heads_mlp_dhidden_kernel(
     for first in tl.range(split * part, tl.minimum((split + 1) * part, rows), BLOCK_M):
         row = first + tl.arange(0, BLOCK_M)
         row_mask, wide_row = (row < rows)[:, None], (start + row).to(tl.int64)[:, None]
-        at = (row.to(tl.int64)[:, None] * heads + head) * pitch + col[None, :]
-        if pre_ptr is None:
-            from_x = x_ptr + wide_row * stride_xm
-            pre = _rows_times_weight(
-                from_x, from_w1, dim, stride_xk, stride_1k, row_mask, col_mask, BLOCK_M, BLOCK_H, BLOCK_K, EVEN_K
-            )
-        else:
-            pre = tl.load(pre_ptr + at, mask=row_mask & (col < pitch)[None, :], other=0.0).to(tl.float32)
+        from_x = x_ptr + wide_row * stride_xm
+        pre = _rows_times_weight(
+            from_x, from_w1, dim, stride_xk, stride_1k, row_mask, col_mask, BLOCK_M, BLOCK_H, BLOCK_K, EVEN_K
+        )
         from_dy = dy_ptr + wide_row * stride_dym + head * stride_dyg + out_col.to(tl.int64)[None, :] * stride_dyo
         dy = tl.load(from_dy, mask=row_mask & out_mask[None, :], other=0.0)
         dh = tl.dot(dy, w2, input_precision="ieee")
         h, dpre = _activation_and_gradient(pre, dh, ACTIVATION)
         if dpre_ptr is not None:
             dpre = tl.where(col_mask, dpre, 0.0)  # where dy is inf, it is NaN beyond the end
-            tl.store(dpre_ptr + at, dpre.to(dpre_ptr.dtype.element_ty), mask=row_mask & (col < pitch)[None, :])
+            to = dpre_ptr + (row.to(tl.int64)[:, None] * heads + head) * pitch + col[None, :]
+            tl.store(to, dpre.to(dpre_ptr.dtype.element_ty), mask=row_mask & (col < pitch)[None, :])
         if dw2_ptr is not None:
             acc = tl.dot(tl.trans(h.to(dy.dtype)), dy, acc, input_precision="ieee")
     if dw2_ptr is not None:

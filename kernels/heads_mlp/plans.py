@@ -10,6 +10,7 @@ import triton
 from . import configs, library
 from .kernel import _heads_mlp_dhidden_kernel, _heads_mlp_fwd_kernel
 from .launch import Launch
+from .passes import _heads_mlp_pass_kernel
 from .sums import _heads_mlp_dw1_kernel, _heads_mlp_dx_kernel, _heads_mlp_sum_kernel
 
 SUM_BLOCK = 512
@@ -72,10 +73,11 @@ def bwd_plan(
     any_terms = bool(rows and heads and hidden and dim_out)
     starts = range(0, rows, size) if any_terms else range(0)
     chunks = [(start, min(size, rows - start)) for start in starts]
-    by_library = configs.pick_library(rows, x.dtype, x.is_cuda) and any_terms and dim > 0
-    within, parts = _dhidden_launches(dy_flat, flat, w1, w2, activation, chunks, given=by_library)
+    by_library = configs.pick_library(rows, dim_out, x.dtype, x.is_cuda) and any_terms and dim > 0
     if by_library:
+        within, parts = _pass_launches(dy_flat, flat, w2, activation, chunks)
         return _by_library(shape, dy_copied, chunks, pitch, within, parts, w2, needs)
+    within, parts = _dhidden_launches(dy_flat, flat, w1, w2, activation, chunks)
     for_x = [_dx_launch(flat, w1, pitch, *chunk) for chunk in chunks] if needs[0] and dim else []
     for_w1 = [_dw1_launch(flat, w1, pitch, *chunk) for chunk in chunks] if needs[1] and dim else []
     total = _sum_launch(w2, parts) if parts > 1 and needs[2] else None
@@ -90,7 +92,7 @@ def bwd_plan(
         dw2_parts = torch.empty((parts, *w2.shape), device=device) if total is not None else dw2
         sums = torch.empty(w1.shape, device=device) if len(for_w1) > 1 else None
         for index, launch in enumerate(within):
-            launch(dy, x_rows, w1, w2, None, dpre, dw2_parts)
+            launch(dy, x_rows, w1, w2, dpre, dw2_parts)
             if for_x:
                 for_x[index](dpre, w1, dx)
             if for_w1:
@@ -128,7 +130,7 @@ def _by_library(
         for launch, (start, rows) in zip(within, chunks, strict=True):
             chunk = x[start : start + rows]
             library.write_pre(chunk, weight, pre[:rows])
-            launch(dy, x, w1, w2, pre, pre if needs[0] or needs[1] else None, dw2_parts)
+            launch(dy, w2, pre, dw2_parts)
             if dx_rows is not None:
                 library.write_dx(pre[:rows], weight, dx_rows[start : start + rows])
             if needs[1]:
@@ -141,19 +143,15 @@ def _by_library(
 
 
 def _dhidden_launches(
-    dy: torch.Tensor, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: str, chunks: list, given: bool
+    dy: torch.Tensor, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: str, chunks: list
 ) -> tuple[list[Launch], int]:
-    """For each chunk what writes dpre and its parts of dw2, given (dy, x, w1, w2, pre, dpre, dw2), with None for pre
-    unless it is `given`; and how many parts there are."""
+    """For each chunk what writes dpre and its parts of dw2, given (dy, x, w1, w2, dpre, dw2); and how many parts there
+    are."""
     dim, (heads, dim_out, hidden), (capability, sms) = x.shape[1], w2.shape, _device(x)
     pitch, aligned = configs.pick_pitch(hidden), _whole_vectors(x) and _whole_vectors(w1)
     launches, parts = [], 0
     for start, rows in chunks:
-        config = (
-            configs.pick_pass_config(rows, heads, hidden, sms)
-            if given
-            else configs.pick_dhidden_config(rows, dim, heads, hidden, aligned, x.dtype, capability, sms)
-        )
+        config = configs.pick_dhidden_config(rows, dim, heads, hidden, aligned, x.dtype, capability, sms)
         part = config.tiles * config.block_m
         splits = triton.cdiv(rows, part)
         sizes = start, parts, rows, part, dim, heads, hidden, pitch, dim_out
@@ -169,6 +167,36 @@ def _dhidden_launches(
                 BLOCK_K=config.block_k,
                 BLOCK_O=_block_o(dim_out),
                 EVEN_K=dim % config.block_k == 0,
+                num_warps=config.num_warps,
+                num_stages=config.stages,
+            )
+        )
+        parts += splits
+    return launches, parts
+
+
+def _pass_launches(
+    dy: torch.Tensor, x: torch.Tensor, w2: torch.Tensor, activation: str, chunks: list
+) -> tuple[list[Launch], int]:
+    """For each chunk what makes dpre of pre and writes its parts of dw2, given (dy, w2, pre, dw2); and how many parts
+    there are."""
+    (heads, dim_out, hidden), (_, sms) = w2.shape, _device(x)
+    pitch = configs.pick_pitch(hidden)
+    launches, parts = [], 0
+    for start, rows in chunks:
+        config = configs.pick_pass_config(rows, heads, hidden, sms)
+        part = config.tiles * config.block_m
+        splits = triton.cdiv(rows, part)
+        launches.append(
+            Launch(
+                _heads_mlp_pass_kernel,
+                (splits * heads * triton.cdiv(pitch, config.block_h),),
+                x.device,
+                (start, parts, rows, part, heads, hidden, pitch, *dy.stride(), *w2.stride()),
+                ACTIVATION=activation,
+                DIM_OUT=dim_out,
+                BLOCK_M=config.block_m,
+                BLOCK_H=config.block_h,
                 num_warps=config.num_warps,
                 num_stages=config.stages,
             )

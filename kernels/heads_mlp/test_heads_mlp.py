@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from . import configs, plans
+from . import configs, library, plans
 from .launch import forget
 from .op import heads_mlp
 from .reference import heads_mlp_reference
@@ -115,7 +115,7 @@ def test_sums_by_the_library(needs: tuple[bool, bool, bool]) -> None:
     """Two chunks, the second of another size; a hidden whose rows are padded; an incoming gradient of stride 0."""
     shapes = ((9001, 96), (3, 37, 96), (3, 3, 37))
     made = [torch.randn(shape, device="cuda").mul(shape[-1] ** -0.5).bfloat16() for shape in shapes]
-    assert configs.pick_library(9001, torch.bfloat16, on_gpu=True)
+    assert configs.pick_library(9001, 3, torch.bfloat16, on_gpu=True)
     dy = torch.randn(3, 3, device="cuda").bfloat16().expand(9001, 3, 3)
     found = []
     for op, dtype in (
@@ -127,3 +127,20 @@ def test_sums_by_the_library(needs: tuple[bool, bool, bool]) -> None:
         found.append(torch.autograd.grad(op(*leaves), [t for t in leaves if t.requires_grad], dy.to(dtype)))
     for ours, eager, want in zip(*found, strict=True):
         assert ours.is_contiguous() and (ours - want).abs().max() <= 1.5 * (eager - want).abs().max()
+
+
+@pytest.mark.parametrize("dim_out", [1, 2, 3, 4])
+def test_the_pass_between_products_of_the_library(dim_out: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three chunks, two parts each. On a CPU no product of PyTorch has another dtype for its result."""
+
+    def add(dpre: torch.Tensor, x: torch.Tensor, sums: torch.Tensor | None) -> torch.Tensor:
+        new = dpre.flatten(1).mT @ x
+        return new if sums is None else sums + new
+
+    monkeypatch.setattr(library, "add_dw1", add)
+    monkeypatch.setattr(configs, "pick_library", lambda *problem: True)
+    monkeypatch.setattr(configs, "pick_chunk_rows", lambda *problem: 20)
+    monkeypatch.setattr(configs, "pick_pass_config", lambda *problem: configs.DhiddenConfig(16, 16, 16, 1, 1, 4))
+    forget()
+    _both(_inputs(rows=47, hidden=19, dim_out=dim_out))
+    forget()

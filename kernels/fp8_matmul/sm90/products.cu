@@ -29,6 +29,7 @@
 // Defined by the launcher: SCALING, A_E4M3, B_E4M3, OUT32 (y is fp32; else FP16 or bf16), BIAS (0 none, 1 bf16, 2 fp16,
 // 3 fp32), STAGES, RASTER, CLUSTER (1 or 2).
 
+#include "cluster.cuh"
 #include "mbarrier.cuh"
 #include "numbers.cuh"
 #include "products.cuh"
@@ -68,18 +69,6 @@ struct Ring {
     }
 };
 
-// This CTA's number in its cluster.
-DEVICE int rank() {
-    if (CLUSTER == 1) return 0;
-    u32 rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-DEVICE void cluster_sync() {
-    if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
-
 // Rows of tiles are those of a cluster: CLUSTER tiles below each other, of which the last may have no rows.
 DEVICE int bands_of(const Problem& a) { return (a.rows + CLUSTER * BLOCK_M - 1) / (CLUSTER * BLOCK_M); }
 DEVICE int columns_of(const Problem& a) { return (a.cols + BLOCK_N - 1) / BLOCK_N; }
@@ -90,7 +79,7 @@ DEVICE Tile find_tile(const Problem& a, int place) {
     const int bands = bands_of(a), group = RASTER * columns_of(a);
     const int first = place / group * RASTER, height = min(bands - first, RASTER);
     const int band = first + place % group % height;
-    return {(band * CLUSTER + rank()) * BLOCK_M, place % group / height * BLOCK_N};
+    return {(band * CLUSTER + cluster_rank()) * BLOCK_M, place % group / height * BLOCK_N};
 }
 
 // ---- Producer -----------------------------------------------------------------------------------------------------
@@ -116,12 +105,8 @@ DEVICE void copy_scales(const Problem& a, const Tile& tile, int block, u32 step,
 
 // b's rows of a step: all of them, or this CTA's share for all CTAs of the cluster.
 DEVICE void load_b(u32 to, const TensorMap* map, int k, int column, u32 bar) {
-    if (CLUSTER == 1) return tma_load(to, map, k, column, 0, 0, bar);
-    const int share = BLOCK_N / CLUSTER * rank();
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-                 "[%0], [%1, {%2,%3,%4,%4}], [%5], %6;"
-                 ::"r"(to + share * BLOCK_K), "l"(map), "r"(k), "r"(column + share), "r"(0), "r"(bar),
-                   "h"((u16)((1 << CLUSTER) - 1)) : "memory");
+    const int share = BLOCK_N / CLUSTER * cluster_rank();
+    tma_multicast(to + share * BLOCK_K, map, k, column + share, bar);
 }
 
 DEVICE void produce(const Problem& a, const TensorMap* a_map, const TensorMap* b_map, u32 smem) {
@@ -149,14 +134,7 @@ DEVICE void produce(const Problem& a, const TensorMap* a_map, const TensorMap* b
 // Gives a slot back to the producers of the cluster: the whole warp has read it.
 DEVICE void release(u32 smem, int slot) {
     __syncwarp();
-    const u32 bar = smem + EMPTY + 8 * slot, lane = threadIdx.x % 32;
-    if (CLUSTER == 1) {
-        if (lane == 0) bar_arrive(bar);
-    } else if (lane < CLUSTER) {
-        asm volatile("{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;\n"
-                     "mbarrier.arrive.shared::cluster.b64 _, [remote]; }"
-                     ::"r"(bar), "r"(lane) : "memory");
-    }
+    arrive_at_all(smem + EMPTY + 8 * slot);
 }
 
 // The wgmmas of one step for one consumer's 64 rows and the first N columns.

@@ -21,13 +21,17 @@
 // What lies beyond a tensor is read as zeros by TMA, without traffic: any width does. What is beyond the last column of
 // the hidden is written as zero, because the next product sums over it.
 //
-// Barriers, with their arrivals per phase: full[s] 1 and the bytes of a step, empty[s] 8, one lane of each consumer
-// warp. The n-th use of a full one waits for parity n & 1, that of an empty one for the opposite, so that the first pass
+// CTAs of a cluster have tiles below each other. Each loads its share of their columns of b, for all of them: 48 bytes a
+// cycle are more than L2 delivers to all SMs at once, 32 with two CTAs are not. They go through the same steps.
+//
+// Barriers, with their arrivals per phase: full[s] 1 and the bytes of a step, empty[s] 8 from each CTA of the cluster,
+// one lane of each consumer warp. The n-th use of a full one waits for parity n & 1, that of an empty one for the opposite, so that the first pass
 // finds every slot empty. No consumer waits for another, and the producer only for both: free of deadlock.
 //
-// Defined by the launcher: EPILOGUE, ACTIVATION, FP16, STAGES, RASTER, A_TRANS and B_TRANS (contiguous along the rows,
+// Defined by the launcher: EPILOGUE, ACTIVATION, FP16, STAGES, RASTER, CLUSTER, A_TRANS and B_TRANS (contiguous along the rows,
 // or columns, of the result), TWO (a further sum over a_more and b_more, as long as the first).
 
+#include "cluster.cuh"
 #include "mbarrier.cuh"
 #include "numbers.cuh"
 #include "tma.cuh"
@@ -62,18 +66,19 @@ struct Tile {
 
 // ---- Tiles --------------------------------------------------------------------------------------------------------
 
-DEVICE int tiles_of(const Problem& p) {
-    return p.parts * ((p.rows + BLOCK_M - 1) / BLOCK_M) * ((p.pitch + COLUMNS - 1) / COLUMNS);
-}
+// Rows of tiles are those of a cluster: CLUSTER tiles below each other, of which the last may have no rows.
+DEVICE int bands_of(const Problem& p) { return (p.rows + CLUSTER * BLOCK_M - 1) / (CLUSTER * BLOCK_M); }
+DEVICE int tiles_of(const Problem& p) { return p.parts * bands_of(p) * ((p.pitch + COLUMNS - 1) / COLUMNS); }
 
 // RASTER tiles of a column, then the next column, so that what they read of b is in L2.
 DEVICE Tile find_tile(const Problem& p, int place) {
-    const int tiles_m = (p.rows + BLOCK_M - 1) / BLOCK_M, tiles_n = (p.pitch + COLUMNS - 1) / COLUMNS;
+    const int tiles_m = bands_of(p), tiles_n = (p.pitch + COLUMNS - 1) / COLUMNS;
     const int part = place / (tiles_m * tiles_n), rest = place % (tiles_m * tiles_n);
     const int band = RASTER * tiles_n, first = rest / band * RASTER, height = min(tiles_m - first, RASTER);
     Tile tile;
     tile.part = part, tile.first = part * p.part, tile.last = min(p.steps, tile.first + p.part);
-    tile.row = (first + rest % band % height) * BLOCK_M, tile.column = rest % band / height * COLUMNS;
+    tile.row = ((first + rest % band % height) * CLUSTER + cluster_rank()) * BLOCK_M;
+    tile.column = rest % band / height * COLUMNS;
     return tile;
 }
 
@@ -102,17 +107,20 @@ DEVICE void load_step(const TensorMap* a, const TensorMap* b, const TensorMap* b
     }
     to += A_BYTES;
     if (B_TRANS) {
-        for (int i = 0; i < BLOCK_N / 64; i++) tma_load(to + i * PANEL, b, tile.column + 64 * i, k, 0, 0, bar);
+        constexpr int PANELS = BLOCK_N / 64 / CLUSTER;
+        for (int i = cluster_rank() * PANELS; i < (cluster_rank() + 1) * PANELS; i++)
+            tma_multicast(to + i * PANEL, b, tile.column + 64 * i, k, bar);
     } else {
-        tma_load(to, b, k, tile.column, 0, 0, bar);
-        if (EPILOGUE == GATE) tma_load(to + B_BYTES / 2, b_more, k, tile.column, 0, 0, bar);
+        const int share = COLUMNS / CLUSTER * cluster_rank();
+        tma_multicast(to + share * BLOCK_K * 2, b, k, tile.column + share, bar);
+        if (EPILOGUE == GATE) tma_multicast(to + B_BYTES / 2 + share * BLOCK_K * 2, b_more, k, tile.column + share, bar);
     }
 }
 
 DEVICE void produce(const Problem& p, const Maps& maps, u32 smem) {
     const int tiles = tiles_of(p);
     Ring ring;
-    for (int place = blockIdx.x; place < tiles; place += gridDim.x) {
+    for (int place = blockIdx.x / CLUSTER; place < tiles; place += gridDim.x / CLUSTER) {
         const Tile tile = find_tile(p, place);
         for (int sum = 0; sum <= TWO; sum++) {
             const TensorMap *a = sum ? maps.a_more : maps.a, *b = sum ? maps.b_more : maps.b;
@@ -128,9 +136,8 @@ DEVICE void produce(const Problem& p, const Maps& maps, u32 smem) {
 
 // ---- Consumers ----------------------------------------------------------------------------------------------------
 
-DEVICE void release(u32 smem, int slot) {
-    if (threadIdx.x % 32 == 0) bar_arrive(smem + EMPTY + 8 * slot);
-}
+// Gives a slot back to the producers of the cluster: the whole warp has read it.
+DEVICE void release(u32 smem, int slot) { arrive_at_all(smem + EMPTY + 8 * slot); }
 
 // d += a b over `steps` steps, of one consumer's 64 rows and the first N columns.
 template <int N> DEVICE void multiply(float (&d)[N / 2], u32 smem, Ring& ring, int steps, int consumer) {
@@ -247,7 +254,7 @@ template <int N> DEVICE void work(const Problem& p, const Tile& tile, u32 smem, 
 DEVICE void consume(const Problem& p, u32 smem, int consumer) {
     const int tiles = tiles_of(p);
     Ring ring;
-    for (int place = blockIdx.x; place < tiles; place += gridDim.x) {
+    for (int place = blockIdx.x / CLUSTER; place < tiles; place += gridDim.x / CLUSTER) {
         const Tile tile = find_tile(p, place);
         const int steps = max(0, tile.last - tile.first) * (1 + TWO);
         if (EPILOGUE == GATE || p.pitch - tile.column > BLOCK_N / 2) work<BLOCK_N>(p, tile, smem, ring, steps, consumer);
@@ -255,7 +262,7 @@ DEVICE void consume(const Problem& p, u32 smem, int consumer) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
 fused_mlp_products(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
                    const __grid_constant__ TensorMap a_more_map, const __grid_constant__ TensorMap b_more_map,
                    const __grid_constant__ Problem problem) {
@@ -264,11 +271,12 @@ fused_mlp_products(const __grid_constant__ TensorMap a_map, const __grid_constan
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
             bar_init(smem + FULL + 8 * s, 1);
-            bar_init(smem + EMPTY + 8 * s, 4 * CONSUMERS);
+            bar_init(smem + EMPTY + 8 * s, 4 * CONSUMERS * CLUSTER);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
+    cluster_sync();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (group == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
@@ -277,4 +285,6 @@ fused_mlp_products(const __grid_constant__ TensorMap a_map, const __grid_constan
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
         consume(problem, smem, group - 1);
     }
+    __syncwarp();
+    cluster_sync();
 }

@@ -148,9 +148,9 @@ class _Product:
         a_map = _map(a, BLOCK_K if a_rows else BLOCK_M, a_rows)
         self._maps = (
             a_map,
-            _map(b, BLOCK_K if b_rows else block_n, b_rows),
+            _map(b, BLOCK_K if b_rows else block_n // config.cluster, b_rows),
             a_map,
-            _map(b if b_more is None else b_more, BLOCK_K if b_rows else block_n, b_rows),
+            _map(b if b_more is None else b_more, BLOCK_K if b_rows else block_n // config.cluster, b_rows),
         )
         steps = -(-terms // BLOCK_K)
         stride = 0 if bias is None else bias.stride(0)
@@ -161,6 +161,7 @@ class _Product:
             f"FP16={int(a.dtype == torch.float16)}",
             f"STAGES={config.stages}",
             f"RASTER={config.raster}",
+            f"CLUSTER={config.cluster}",
             f"A_TRANS={int(a_rows)}",
             f"B_TRANS={int(b_rows)}",
             f"TWO={int(two)}",
@@ -168,8 +169,9 @@ class _Product:
         shared = shared_bytes(config)
         with torch.cuda.device_of(a):
             (kernel,) = cuda_driver.kernels(device.index, "products.cu", ("fused_mlp_products",), defines, shared)
-        tiles = parts * -(-rows // BLOCK_M) * -(-pitch // block_n)
-        self._launch = cuda_driver.Launch(device.index, kernel, min(sms, tiles), THREADS, shared, _LAYOUT)
+        clusters = parts * -(-rows // (BLOCK_M * config.cluster)) * -(-pitch // block_n)
+        grid = config.cluster * min(sms // config.cluster, clusters)
+        self._launch = cuda_driver.Launch(device.index, kernel, grid, THREADS, shared, _LAYOUT)
 
     def __call__(self, operands: tuple[torch.Tensor, ...], *written: Optional) -> None:
         """`operands` are a, b, a_more and b_more; `written` are out, pre, gate, dpre, dgate and the bias."""

@@ -24,6 +24,7 @@
 //
 // Defined by the launcher: FP16 (else bf16), ACTIVATION (epilogue.cuh), STAGES, RASTER, CLUSTER (1, 2 or 4).
 
+#include "cluster.cuh"
 #include "epilogue.cuh"
 #include "mbarrier.cuh"
 #include "products.cuh"
@@ -61,18 +62,6 @@ struct Ring {
     }
 };
 
-// This CTA's number in its cluster.
-DEVICE int rank() {
-    if (CLUSTER == 1) return 0;
-    u32 rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-DEVICE void cluster_sync() {
-    if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
-
 // ---- Tiles --------------------------------------------------------------------------------------------------------
 
 // Bands are of a cluster: CLUSTER tiles below each other, of which the last ones may have no rows.
@@ -85,7 +74,7 @@ DEVICE Tile find_tile(const Problem& a, int place) {
     const int bands = bands_of(a), group = RASTER * columns_of(a);
     const int first = place / group * RASTER, height = min(bands - first, RASTER);
     const int band = first + place % group % height;
-    return {(band * CLUSTER + rank()) * BLOCK_N, place % group / height * BLOCK_M};
+    return {(band * CLUSTER + cluster_rank()) * BLOCK_N, place % group / height * BLOCK_M};
 }
 
 // ---- Producer -----------------------------------------------------------------------------------------------------
@@ -97,12 +86,8 @@ DEVICE void bulk_load(u32 to, const char* from, int bytes, u32 bar) {
 
 // x's rows of a step: all of them, or this CTA's share for all CTAs of the cluster.
 DEVICE void load_x(u32 to, const TensorMap* map, int k, int row, u32 bar) {
-    if (CLUSTER == 1) return tma_load(to, map, k, row, 0, 0, bar);
-    const int share = BLOCK_M / CLUSTER * rank();
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-                 "[%0], [%1, {%2,%3,%4,%4}], [%5], %6;"
-                 ::"r"(to + share * BLOCK_K * 2), "l"(map), "r"(k), "r"(row + share), "r"(0), "r"(bar),
-                   "h"((u16)((1 << CLUSTER) - 1)) : "memory");
+    const int share = BLOCK_M / CLUSTER * cluster_rank();
+    tma_multicast(to + share * BLOCK_K * 2, map, k, row + share, bar);
 }
 
 DEVICE void load_metadata(const Problem& a, u32 to, int k, int row, u32 bar) {
@@ -135,14 +120,7 @@ DEVICE void produce(const Problem& a, const TensorMap* x_map, const TensorMap* w
 // Gives a slot back to the producers of the cluster: the whole warp has read it.
 DEVICE void release(u32 smem, int slot) {
     __syncwarp();
-    const u32 bar = smem + EMPTY + 8 * slot, lane = threadIdx.x % 32;
-    if (CLUSTER == 1) {
-        if (lane == 0) bar_arrive(bar);
-    } else if (lane < CLUSTER) {
-        asm volatile("{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;\n"
-                     "mbarrier.arrive.shared::cluster.b64 _, [remote]; }"
-                     ::"r"(bar), "r"(lane) : "memory");
-    }
+    arrive_at_all(smem + EMPTY + 8 * slot);
 }
 
 // Sums of one consumer's 64 rows of w. Each step is waited for before the next one's metadata is loaded: ptxas does not
