@@ -220,6 +220,17 @@ def types(session: nox.Session) -> None:
     session.run(environment(session), "-m", "mypy", *session.posargs)
 
 
+@nox.session(default=False, tags=["gpu"])
+def notebook(session: nox.Session) -> None:
+    """Run examples/llm_demo.ipynb and keep its outputs in it."""
+    python = environment(session)
+    if not session._runner.global_config.no_install:
+        # nbclient runs a notebook as Jupyter does, in a kernel of ipykernel.
+        session.run(*_pip_install(python), "nbclient", "ipykernel", log=False)
+    run = "from nbclient.cli import main; main()"
+    session.run(python, "-c", run, "--inplace", str(ROOT / "examples" / "llm_demo.ipynb"))
+
+
 @nox.session(default=False)
 def wheel(session: nox.Session) -> None:
     """Build the wheel, install it into an empty environment and run every kernel from outside the checkout."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 TINY = ("--size", "tiny")
+NOTEBOOK = Path(__file__).parent.parent / "examples" / "llm_demo.ipynb"
 
 
 def printed(name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *words: str) -> str:
@@ -41,3 +44,21 @@ def test_decode(monkeypatch, capfd) -> None:
     found = re.search(r"(\d+) % of 4 tokens", printed("decode", monkeypatch, capfd, *words))
     # In bfloat16 two tokens may be as likely as each other.
     assert found and int(found[1]) >= (75 if torch.cuda.is_available() else 100)
+
+
+def test_the_notebook(monkeypatch, capfd) -> None:
+    """Its cells run one after the other, at small sizes without a GPU, and say what its outputs, of an H200, say."""
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+    kept = ["".join("".join(output.get("text", "")) for output in cell["outputs"]) for cell in cells]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, 1 + len(cells))) and "H200" in kept[0]
+    names: dict[str, object] = {}
+    for cell, there in zip(cells, kept, strict=True):
+        exec("".join(cell["source"]), names)
+        here = capfd.readouterr().out
+        assert here and (cell is cells[0] or _subjects(here) <= _subjects(there))
+
+
+def _subjects(text: str) -> set[str]:
+    return {line.split(":")[0] for line in text.splitlines()}

@@ -136,9 +136,9 @@ def pick_dhidden_config(
 
 
 def pick_pass_config(rows: int, heads: int, hidden: int, sms: int) -> DhiddenConfig:
-    """Configuration of the hidden's gradient where pre is in memory. Pure. 16 elements a thread, of which each has up
-    to four sums; as many row tiles a CTA as leave four CTAs to each SM. By these sums; not measured yet."""
-    block_m, block_h = MIN_BLOCK, _fit(hidden, 256)
+    """Configuration of the hidden's gradient where pre is in memory. Pure. 8 elements a thread, of which each has up to
+    four sums; as many row tiles a CTA as leave four CTAs to each SM. By these sums; not measured yet."""
+    block_m, block_h = 8, _fit(hidden, 256)
     ctas = heads * triton.cdiv(hidden, block_h) * triton.cdiv(rows, block_m)
     return DhiddenConfig(block_m, block_h, MIN_BLOCK, max(1, min(64, ctas // (4 * sms))), stages=2, num_warps=8)
 

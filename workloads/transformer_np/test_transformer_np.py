@@ -268,3 +268,24 @@ def test_feasibility_of_memory_is_within_five_percent(context: int, targets: int
     torch.cuda.synchronize()
     predicted = feasibility(context, targets, batch, PEAK, checkpoint=checkpoint).peak_bytes
     assert predicted == pytest.approx(torch.cuda.max_memory_allocated() - before, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.gpu(min_capability=(8, 0))
+def test_ten_thousand_replays() -> None:
+    """Memory does not grow, and the losses are those of 300 steps without a graph."""
+    batches, losses = [task(1, 64, 500) for _ in range(8)], []
+    for capture, steps in ((True, 10_000), (False, 300)):
+        model = Sizes().model(generator=generator(), dtype=torch.bfloat16).to(DEVICE)
+        optimizer = kernels.adamw.AdamW(model.parameters(), lr=1e-4)
+        step = TrainStep(model.loss, optimizer, capture, clip=1.0, history=steps)
+        used = []
+        for index in range(steps):
+            step(**batches[index % len(batches)])
+            if index in (100, steps - 1):
+                torch.cuda.synchronize()
+                used.append(torch.cuda.memory_reserved())
+        assert used[0] == used[-1] and step.captured == capture, step.reason
+        losses.append(step.losses())
+    assert losses[0].isfinite().all() and len(losses[0]) == 10_000
+    torch.testing.assert_close(losses[0][:300], losses[1], rtol=1e-2, atol=1e-2)
