@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from harness.spec import COMPILED, COMPILED_MAX, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable, Yardstick
 
@@ -78,7 +78,7 @@ def cost(case: Case, mode: str) -> Cost:
 
 def _once_a_weight(make: Callable[..., Any]) -> Callable[..., Any]:
     """What `make` makes of a weight, kept for as long as that tensor lives unchanged."""
-    kept: weakref.WeakKeyDictionary[torch.Tensor, tuple[int, Any]] = weakref.WeakKeyDictionary()
+    kept = WeakTensorKeyDictionary()
 
     def get(w: torch.Tensor, *rest: Any) -> Any:
         version, made = kept.get(w, (None, None))
@@ -127,7 +127,6 @@ def _humming():
         ).to(w.device)
         made.load_from_tensors({"weight": data.contiguous(), "weight_scale": scales.contiguous()})
         made.transform()
-        made.prepare_default_kernel_configs()
         return made
 
     layers = _once_a_weight(layer)

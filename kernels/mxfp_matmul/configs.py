@@ -24,6 +24,19 @@ class Config:
     num_stages: int
 
 
+DENSE_BLOCK_N, DENSE_WARPS = 32, 4  # of the kernel that unpacks the weights into memory
+
+
+def pick_dense(rows: int, dtype: torch.dtype, on_gpu: bool) -> bool:
+    """Whether the weights are unpacked into memory, for cuBLAS. Pure.
+
+    Unpacking in registers is done again for each tile of rows. Measured on one H200 at N = K = 8192: 1024 rows take 633
+    us so, 193 us in a dense product; unpacking once is some 45 us of reading and writing. Up to 128 rows there is one
+    tile of them. cuBLAS may be set to round fp32 operands to tf32.
+    """
+    return on_gpu and dtype != torch.float32 and rows > 128
+
+
 def pick_config(rows: int, columns: int, chunks: int, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
     """The configuration of one product of x [rows, K] and w [columns, K], K in chunks of 128. Pure.
 

@@ -125,3 +125,27 @@ def _mxfp_matmul_sum_kernel(partial_ptr, tensor_scale_ptr, y_ptr, count, SPLITS:
     if tensor_scale_ptr is not None:
         total *= tl.load(tensor_scale_ptr)
     tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=at < count)
+
+
+@triton.jit
+def _mxfp_matmul_dense_kernel(
+    w_ptr, scale_ptr, out_ptr, columns, depth, E8M0: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """The weights [columns, depth] in the dtype of `out`, without the tensor's scale. A CTA takes BLOCK_N rows of a
+    chunk."""
+    HALF: tl.constexpr = 64
+    tiles = tl.cdiv(columns, BLOCK_N)
+    chunk = (tl.program_id(0) // tiles).to(tl.int64)
+    n = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    k, s, there = tl.arange(0, HALF), tl.arange(0, HALF // BLOCK), (n < columns)[:, None]
+    row = (chunk * columns + n)[:, None]
+    packed = tl.load(w_ptr + row * HALF + k[None, :], mask=there, other=0).to(tl.int32)
+    scales = scale_ptr + row * (2 * HALF // BLOCK) + s[None, :]
+    low_scale = tl.load(scales, mask=there, other=0).to(tl.int32)
+    high_scale = tl.load(scales + HALF // BLOCK, mask=there, other=0).to(tl.int32)
+    low = tl.trans(scaled(packed & 0xF, low_scale, E8M0, BLOCK_N, HALF))
+    high = tl.trans(scaled(packed >> 4, high_scale, E8M0, BLOCK_N, HALF))
+    at = chunk * (2 * HALF) + k[None, :]
+    to = out_ptr + n.to(tl.int64)[:, None] * depth + at
+    tl.store(to, low.to(out_ptr.dtype.element_ty), mask=there & (at < depth))
+    tl.store(to + HALF, high.to(out_ptr.dtype.element_ty), mask=there & (at + HALF < depth))

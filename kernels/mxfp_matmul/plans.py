@@ -10,7 +10,7 @@ import triton
 
 from . import configs
 from .formats import BLOCK, CHUNK, chunks
-from .kernel import _mxfp_matmul_kernel, _mxfp_matmul_sum_kernel
+from .kernel import _mxfp_matmul_dense_kernel, _mxfp_matmul_kernel, _mxfp_matmul_sum_kernel
 from .launch import Launch
 
 SUM_BLOCK = 1024
@@ -33,6 +33,8 @@ def product_plan(
     rows = x2.shape[0]
     x_copied = x2.data_ptr() != x.data_ptr()
     w_copied, scales_copied = not w.is_contiguous(), not scales.is_contiguous()
+    if configs.pick_dense(rows, dtype, x.is_cuda):
+        return _dense_plan(x2, columns, shape, format)
     config = configs.pick_config(rows, columns, chunks(depth), dtype, _capability(x))
     splits = config.splits
     launch = Launch(
@@ -69,6 +71,34 @@ def product_plan(
         launch(x, w, scales, tensor_scale, parts)
         total(parts, tensor_scale, y)
         return y
+
+    return run
+
+
+def _dense_plan(x: torch.Tensor, columns: int, shape: tuple[int, ...], format: str) -> Product:
+    """As `product_plan`, of x [rows, K], with the weights in memory during the call."""
+    rows, depth = x.shape
+    grid = (chunks(depth) * triton.cdiv(columns, configs.DENSE_BLOCK_N),)
+    launch = Launch(
+        _mxfp_matmul_dense_kernel,
+        grid,
+        x.device,
+        (columns, depth),
+        E8M0=format == "mxfp4",
+        BLOCK=BLOCK[format],
+        BLOCK_N=configs.DENSE_BLOCK_N,
+        num_warps=configs.DENSE_WARPS,
+    )
+
+    def run(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, tensor_scale: torch.Tensor | None) -> torch.Tensor:
+        x, dense = _rows(x), x.new_empty((columns, depth))
+        launch(w.contiguous(), scales.contiguous(), dense)
+        y = x.new_empty((rows, columns))
+        if tensor_scale is None:
+            torch.mm(x, dense.mT, out=y)
+        else:  # which is applied before the result is rounded
+            torch.mul(torch.mm(x, dense.mT, out_dtype=torch.float32), tensor_scale, out=y)
+        return y.view(shape)
 
     return run
 

@@ -144,3 +144,14 @@ def test_every_size_has_a_configuration(dtype, capability):
         config = configs.pick_config(rows, columns, count, dtype, capability)
         assert 1 <= config.splits <= max(1, count // 4)
         assert config.block_m * config.block_n <= 64 * 32 * config.num_warps
+
+
+@pytest.mark.parametrize("format", BLOCK if DEVICE == "cuda" else ["mxfp4"])
+def test_weights_unpacked_into_memory(format, monkeypatch):
+    """K that ends within a chunk, and leading dimensions; on a CPU no product of PyTorch has another dtype."""
+    monkeypatch.setattr(configs, "pick_dense", lambda *problem: True)
+    w, scales = mxfp_pack(*weights(41, 160, format), format)
+    x = torch.randn(2, 5, 160, device=DEVICE).half()
+    y = mxfp_matmul(x, w, scales, format, **one(format, 0.37))
+    want = mxfp_matmul_reference(x.double(), w, scales, format, **one(format, 0.37))
+    torch.testing.assert_close(y.double(), want, rtol=2e-3, atol=2e-3 * want.abs().max().item())
