@@ -47,17 +47,19 @@ def test_decode(monkeypatch, capfd) -> None:
 
 
 def test_the_notebook(monkeypatch, capfd) -> None:
-    """Its cells run one after the other, at small sizes without a GPU, and say what its outputs, of an H200, say."""
+    """Its cells run one after the other, at small sizes without a GPU, and say what its outputs say, where it has been
+    run."""
     pytest.importorskip("transformers")
     monkeypatch.setattr(sys, "path", [*sys.path])
     cells = [cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
     kept = ["".join("".join(output.get("text", "")) for output in cell["outputs"]) for cell in cells]
-    assert [cell["execution_count"] for cell in cells] == list(range(1, 1 + len(cells))) and "H200" in kept[0]
+    was_run = any(cell["execution_count"] for cell in cells)
+    assert [cell["execution_count"] for cell in cells] == [1 + i if was_run else None for i in range(len(cells))]
     names: dict[str, object] = {}
     for cell, there in zip(cells, kept, strict=True):
         exec("".join(cell["source"]), names)
         here = capfd.readouterr().out
-        assert here and (cell is cells[0] or _subjects(here) <= _subjects(there))
+        assert here and (not was_run or cell is cells[0] or _subjects(here) <= _subjects(there))
 
 
 def _subjects(text: str) -> set[str]:

@@ -49,7 +49,7 @@ def fused_mlp(
     backend     "fused" (a forward of one kernel, whose hidden is never in memory, for at most 512 rows of w2),
                 "two_gemms" (the hidden is in memory between two kernels), "cuda" (the same in CUDA C++, compiled by
                 CuPy, on compute capability 9.0, float16 and bfloat16; operands that TMA cannot read go to Triton), or
-                "auto", which takes "fused" or "two_gemms", whichever should be faster
+                "auto", the fastest of these and of cuBLAS for each product (`configs.pick_versions`)
 
     Returns y [..., D_out], in dtype of x, contiguous.
 
