@@ -25,7 +25,7 @@ else:
 ROOT = registry.ROOT
 SESSIONS = (
     "setup", "test", "build", "bench", "profile", "sanitize", "tune", "report", "trend", "compare", "lint", "types",
-    "wheel", "new", "vendor", "support", "plan", "mutate",
+    "wheel", "new", "vendor", "support", "plan", "mutate", "notebook",
 )  # fmt: skip
 TARGETS = ("help", "setup", "test", "bench", "profile", "report", "compare", "lint", "clean")
 

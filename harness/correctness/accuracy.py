@@ -207,6 +207,8 @@ def _classes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _at_the_limit(result, oracle, eager, where, error: float) -> bool:
     """Whether all elements of the wrong class are those that an error of this size makes overflow, or keeps from it."""
+    if eager.dtype in FP8:  # which saturate
+        return False
     most = torch.finfo(eager.dtype).max
     for _, r, o, e, w in _pieces(result, oracle, eager, where):
         wrong = (_classes(r) != _classes(o.to(eager.dtype))) & (_classes(r) != _classes(e))
