@@ -103,7 +103,7 @@ def reference(q, k, v, **options):
 
 
 def softmax(q, k, v, *, causal=False, scale=None, num_context=None, window=None, return_lse=False):
-    """By PyTorch's softmax and log-sum-exp, with the scores scaled after the product."""
+    """By PyTorch's softmax, with the scores scaled after the product."""
     check(q, k, v)
     keys = k.shape[2] if num_context is None else num_context
     (queries, dim), group = q.shape[2:], q.shape[1] // k.shape[1]
@@ -116,7 +116,10 @@ def softmax(q, k, v, *, causal=False, scale=None, num_context=None, window=None,
     empty = hidden.all(-1, keepdim=True)
     s = s.masked_fill(hidden & ~empty, -math.inf)
     out = (s.softmax(-1).masked_fill(empty, 0) @ v).to(q.dtype)
-    return (out, torch.logsumexp(s, -1).masked_fill(empty[..., 0], -math.inf)) if return_lse else out
+    if not return_lse:
+        return out
+    top = s.amax(-1, keepdim=True)  # an infinite one makes NaN of its row, as in the reference
+    return out, ((s - top).exp().sum(-1).log() + top[..., 0]).masked_fill(empty[..., 0], -math.inf)
 
 
 CONTROLS = {"plain": attention, "reference": reference, "softmax": softmax}

@@ -60,7 +60,7 @@ def _block_kernel(x_ptr, y_ptr, scale_ptr, dim, blocks, stride_x, largest, POW2:
 
 
 def _blocks(x: torch.Tensor, dtype: torch.dtype, scale_format: str, fault: str) -> tuple[torch.Tensor, torch.Tensor]:
-    x2 = x.reshape(-1, x.shape[-1])
+    x2 = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     x2 = x2 if x2.stride(1) == 1 else x2.contiguous()
     rows, dim = x2.shape
     blocks = (dim + 127) // 128
@@ -90,7 +90,7 @@ def _quantize(
     data, scale = _blocks(x, dtype, scale_format, fault)
     if not transpose:
         return [data, scale]
-    x_t = x.reshape(-1, x.shape[-1]).t().contiguous()
+    x_t = x.reshape(x.shape[:-1].numel(), x.shape[-1]).t().contiguous()
     data_t, scale_t = _blocks(x_t, dtype, scale_format, fault)
     if fault == "data_t with the scales of data" and x.numel():
         wide = x_t.float() / scale.reshape(x_t.shape[1], -1).repeat_interleave(128, 1)[:, : len(x_t)].t()
