@@ -36,7 +36,7 @@
 #include "numbers.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
-#include "tiles.cuh"
+#include "wgmma16.cuh"
 #include "epilogue.cuh"
 
 enum Epilogue { PLAIN, ACT, GATE, DACT, DGATE, PARTS };

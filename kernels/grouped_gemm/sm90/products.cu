@@ -26,7 +26,7 @@
 
 #include "mbarrier.cuh"
 #include "numbers.cuh"
-#include "products.cuh"
+#include "wgmma16.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
 
