@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from harness.commands.vendor import part_of
+
 from .imports import Import, depth, imports, targets, tree, way_back
 
 ALLOWED_IN_KERNELS = frozenset({*sys.stdlib_module_names, "torch", "triton", "cupy"})
@@ -162,7 +164,8 @@ def kernel_readme(folder: Path) -> Iterator[str]:
 
 
 def kernel_names(folder: Path) -> Iterator[str]:
-    """folder = public function = op; the oracle is `<folder>_reference`; a JIT kernel begins with `_<folder>`."""
+    """folder = public function = op; the oracle is `<folder>_reference`; a JIT kernel begins with `_<folder>`, unless it
+    is in a copy of a part, which several folders have."""
     name = folder.name
     for file, function in (("op.py", name), ("reference.py", f"{name}_reference")):
         if (folder / file).is_file() and function not in _functions(folder / file):
@@ -170,7 +173,7 @@ def kernel_names(folder: Path) -> Iterator[str]:
     if (folder / "__init__.py").is_file() and name not in (_constant(folder / "__init__.py", "__all__") or ()):
         yield f'{folder / "__init__.py"}: must export the public op: __all__ = ["{name}"]'
     for path in modules(folder):
-        for function, node in _functions(path).items():
+        for function, node in _functions(path).items() if part_of(path) is None else ():
             jitted = any(ast.unparse(d).split("(")[0].endswith("jit") for d in node.decorator_list)
             if jitted and function.endswith("_kernel") and not function.startswith(f"_{name}"):
                 yield f"{path}:{node.lineno}: the kernel {function} must be named _{name}…_kernel"

@@ -1,3 +1,4 @@
+# A copy of parts/mixture.py, made by `nox -s vendor`: change it there.
 """The arithmetic of a row: JIT functions on tuples of tiles [BLOCK_M, HOLD] (see `tiles`).
 
 A component takes three exponentials: 1/sigma, the weight and the joint density. log_softmax and logsumexp are combined

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from harness.spec import COMPILED, COMPILED_MAX, EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, Tunable
 
 from . import configs, heads_mlp
+from .configs import heads_backward
 from .reference import heads_mlp_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -138,9 +139,9 @@ def _fwd_candidates(case: Case) -> list[configs.FwdConfig]:
     return again + resident
 
 
-def _dhidden_candidates(case: Case) -> list[configs.DhiddenConfig]:
+def _dhidden_candidates(case: Case) -> list[heads_backward.DhiddenConfig]:
     return [
-        configs.DhiddenConfig(m, h, k, tiles, stages, warps)
+        heads_backward.DhiddenConfig(m, h, k, tiles, stages, warps)
         for m, h, warps in ((64, 64, 4), (64, 128, 4), (128, 64, 8), (128, 128, 8))
         for k in (32, 64)
         for tiles in (1, 4, 16)
@@ -148,9 +149,9 @@ def _dhidden_candidates(case: Case) -> list[configs.DhiddenConfig]:
     ]
 
 
-def _tile_candidates(case: Case) -> list[configs.TileConfig]:
+def _tile_candidates(case: Case) -> list[heads_backward.TileConfig]:
     return [
-        configs.TileConfig(m, n, k, stages, warps)
+        heads_backward.TileConfig(m, n, k, stages, warps)
         for m, n, warps in ((64, 64, 4), (128, 128, 4), (128, 128, 8), (128, 256, 8), (256, 128, 8))
         for k in (32, 64)
         for stages in (3, 4)
@@ -181,9 +182,9 @@ SPEC = KernelSpec(
     },  # with Triton 3.6 and tiles of 128 by 256, which are the fastest; none with 3.7
     tunables=(
         Tunable(configs, "pick_fwd_config", "fwd", _fwd_candidates, TIMED),
-        Tunable(configs, "pick_dhidden_config", "bwd", _dhidden_candidates, TIMED),
-        Tunable(configs, "pick_dx_config", "bwd", _tile_candidates, TIMED),
-        Tunable(configs, "pick_dw1_config", "bwd", _tile_candidates, TIMED),
+        Tunable(heads_backward, "pick_dhidden_config", "bwd", _dhidden_candidates, TIMED),
+        Tunable(heads_backward, "pick_dx_config", "bwd", _tile_candidates, TIMED),
+        Tunable(heads_backward, "pick_dw1_config", "bwd", _tile_candidates, TIMED),
     ),
     host_cases=HOST_CASES,
 )

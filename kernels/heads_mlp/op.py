@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from .checks import FLOATS, kind, no_tangent, runnable
+from .heads_backward.plan import Gradients, Needs
 from .launch import Plans, lean, signature
-from .plans import Gradients, Needs, bwd_plan, fwd_plan
+from .plans import bwd_plan, fwd_plan
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 MAX_ROWS = 2**31 - 1

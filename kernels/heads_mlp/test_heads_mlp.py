@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from . import configs, library, plans
+from . import configs
+from .configs import heads_backward
+from .heads_backward import plan, products
 from .launch import forget
 from .op import heads_mlp
 from .reference import heads_mlp_reference
@@ -36,7 +38,7 @@ def test_activations(activation: str) -> None:
 
 def test_chunks_of_rows_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three chunks, the last of another size; w1's gradient passes through the fp32 sums."""
-    monkeypatch.setattr(configs, "pick_chunk_rows", lambda rows, heads, hidden: 8)
+    monkeypatch.setattr(heads_backward, "pick_chunk_rows", lambda rows, heads, hidden: 8)
     forget()
     _both(_inputs(rows=19))
     forget()
@@ -44,8 +46,8 @@ def test_chunks_of_rows_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_parts_of_a_chunk_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tiles of rows in a part, and two parts; x read again for each block of columns."""
-    config = configs.DhiddenConfig(16, 16, 16, tiles=2, stages=1, num_warps=4)
-    monkeypatch.setattr(configs, "pick_dhidden_config", lambda *problem: config)
+    config = heads_backward.DhiddenConfig(16, 16, 16, tiles=2, stages=1, num_warps=4)
+    monkeypatch.setattr(heads_backward, "pick_dhidden_config", lambda *problem: config)
     again = configs.FwdConfig(16, 16, 16, heads=2, resident=False, stages=1, num_warps=4)
     monkeypatch.setattr(configs, "pick_fwd_config", lambda *problem: again)
     forget()
@@ -104,7 +106,7 @@ def test_heads_of_a_cta_fill_the_gpu(rows: int) -> None:
     config = configs.pick_fwd_config(rows, 512, 10, 1365, True, torch.bfloat16, (9, 0), 132)
     ctas = -(-rows // config.block_m) * -(-10 // config.heads)
     assert ctas >= min(132, -(-rows // 64) * 10)
-    assert plans._block_o(3) == 16
+    assert plan.block_o(3) == 16
 
 
 @pytest.mark.gpu
@@ -115,7 +117,7 @@ def test_sums_by_the_library(needs: tuple[bool, bool, bool]) -> None:
     """Two chunks, the second of another size; a hidden whose rows are padded; an incoming gradient of stride 0."""
     shapes = ((9001, 96), (3, 37, 96), (3, 3, 37))
     made = [torch.randn(shape, device="cuda").mul(shape[-1] ** -0.5).bfloat16() for shape in shapes]
-    assert configs.pick_library(9001, 3, torch.bfloat16, on_gpu=True)
+    assert heads_backward.pick_library(9001, 3, torch.bfloat16, on_gpu=True)
     dy = torch.randn(3, 3, device="cuda").bfloat16().expand(9001, 3, 3)
     found = []
     for op, dtype in (
@@ -137,10 +139,12 @@ def test_the_pass_between_products_of_the_library(dim_out: int, monkeypatch: pyt
         new = dpre.flatten(1).mT @ x
         return new if sums is None else sums + new
 
-    monkeypatch.setattr(library, "add_dw1", add)
-    monkeypatch.setattr(configs, "pick_library", lambda *problem: True)
-    monkeypatch.setattr(configs, "pick_chunk_rows", lambda *problem: 20)
-    monkeypatch.setattr(configs, "pick_pass_config", lambda *problem: configs.DhiddenConfig(16, 16, 16, 1, 1, 4))
+    monkeypatch.setattr(products, "add_dw1", add)
+    monkeypatch.setattr(heads_backward, "pick_library", lambda *problem: True)
+    monkeypatch.setattr(heads_backward, "pick_chunk_rows", lambda *problem: 20)
+    monkeypatch.setattr(
+        heads_backward, "pick_pass_config", lambda *problem: heads_backward.DhiddenConfig(16, 16, 16, 1, 1, 4)
+    )
     forget()
     _both(_inputs(rows=47, hidden=19, dim_out=dim_out))
     forget()

@@ -1,4 +1,4 @@
-"""heads_mlp: the gradients that are sums over the gradient of the hidden, in Triton.
+"""The gradients that are sums over the gradient of the hidden, in Triton.
 
 The gradient of the hidden is in memory for a chunk of rows at a time: 224 MB for 8192 rows of 10 heads of 1376 columns.
 It is written once and read twice, 157 us a chunk beside 435 us of products, with which that is overlapped.
@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["start"])
-def _heads_mlp_dx_kernel(
+def _heads_dx_kernel(
     dpre_ptr,
     w1_ptr,
     dx_ptr,
@@ -52,7 +52,7 @@ def _heads_mlp_dx_kernel(
 
 
 @triton.jit(do_not_specialize=["start"])
-def _heads_mlp_dw1_kernel(
+def _heads_dw1_kernel(
     dpre_ptr,
     x_ptr,
     before_ptr,
@@ -97,7 +97,7 @@ def _heads_mlp_dw1_kernel(
 
 
 @triton.jit
-def _heads_mlp_sum_kernel(
+def _heads_sum_kernel(
     parts_ptr,
     out_ptr,
     elements,

@@ -1,7 +1,6 @@
-"""How heads_mlp is launched: every choice is a pure function of the problem and the GPU.
-
-Nothing has been measured yet; what was tried is in EXPERIMENTS.md.
-"""
+# A copy of parts/configs/heads_backward.py, made by `nox -s vendor`: change it there.
+"""How the backward of heads that share their input is launched. Every choice is a pure function of the problem and the
+GPU."""
 
 from __future__ import annotations
 
@@ -14,20 +13,6 @@ MIN_BLOCK = 16  # what tl.dot takes
 MAX_PASS_OUT = 4  # columns of y of which the pass keeps sums in registers
 PITCH = 16  # elements: rows of the hidden's gradient are whole vectors
 CHUNK_ROWS = 8192
-
-
-@dataclass(frozen=True)
-class FwdConfig:
-    """A CTA takes `block_m` rows and `heads` heads, `block_h` columns of the hidden at a time. `resident`: x is loaded
-    once for all of them, in rows of `block_k`."""
-
-    block_m: int
-    block_h: int
-    block_k: int
-    heads: int
-    resident: bool
-    stages: int
-    num_warps: int
 
 
 @dataclass(frozen=True)
@@ -51,43 +36,6 @@ class TileConfig:
     block_k: int
     stages: int
     num_warps: int
-
-
-def pick_fwd_config(
-    rows: int,
-    dim: int,
-    heads: int,
-    hidden: int,
-    aligned: bool,
-    dtype: torch.dtype,
-    capability: tuple[int, int],
-    sms: int,
-) -> FwdConfig:
-    """Configuration of the forward. Pure. Small tensors are in one block. On Hopper, measured on one H200: 128 rows by
-    256 columns, and half the heads a CTA, are 12 % faster than 128 by 128 for 205 000 rows; 64 by 128, and a head a
-    CTA, 15 % faster for 5000. x is better read again from L2 than kept. Elsewhere, by sums: as many heads a CTA as
-    leave two CTAs to each SM."""
-    if dim <= 64:
-        block_m, block_h = _fit(rows, 32), _fit(hidden, 32)
-        return FwdConfig(block_m, block_h, _fit(dim, 64), heads, resident=True, stages=1, num_warps=4)
-    if not aligned or dtype == torch.float32:
-        block_m = _fit(rows, 64)
-        return FwdConfig(block_m, _fit(hidden, 32), 32, _heads(rows, block_m, heads, sms), False, 2, 8)
-    if capability >= (9, 0):
-        if rows >= 32_768:
-            half = triton.cdiv(max(1, heads), 2)
-            return FwdConfig(128, _fit(hidden, 256), 64, half, resident=False, stages=3, num_warps=8)
-        return FwdConfig(_fit(rows, 64), _fit(hidden, 128), 64, 1, resident=False, stages=4, num_warps=4)
-    block_m = 128 if triton.cdiv(rows, 128) * heads >= sms else _fit(rows, 64)
-    block_k, stages = 32, 4
-    warps = 8 if block_m == 128 else 4
-    return FwdConfig(block_m, _fit(hidden, 128), block_k, _heads(rows, block_m, heads, sms), False, stages, warps)
-
-
-def _heads(rows: int, block_m: int, heads: int, sms: int) -> int:
-    """Heads a CTA such that there are two CTAs to each SM, if there can be."""
-    groups = triton.cdiv(2 * sms, max(1, triton.cdiv(rows, block_m)))
-    return triton.cdiv(max(1, heads), min(max(1, heads), groups))
 
 
 def pick_chunk_rows(rows: int, heads: int, hidden: int) -> int:
@@ -122,14 +70,14 @@ def pick_dhidden_config(
     to each SM, so that there are few parts of w2's gradient."""
     if not aligned or dtype == torch.float32 or dim <= 64:
         block_m, block_h, block_k, stages, warps = (
-            _fit(rows, 32),
-            _fit(hidden, 32),
-            _fit(dim, 32 if dim <= 64 else 16),
+            fit(rows, 32),
+            fit(hidden, 32),
+            fit(dim, 32 if dim <= 64 else 16),
             2,
             4,
         )
     else:
-        block_m, block_h, stages, warps = _fit(rows, 128), _fit(hidden, 64), 3, 8
+        block_m, block_h, stages, warps = fit(rows, 128), fit(hidden, 64), 3, 8
         block_k = 32 if capability < (9, 0) else 64
     ctas = heads * triton.cdiv(hidden, block_h) * triton.cdiv(rows, block_m)
     return DhiddenConfig(block_m, block_h, block_k, max(1, min(8, ctas // (4 * sms))), stages, warps)
@@ -138,7 +86,7 @@ def pick_dhidden_config(
 def pick_pass_config(rows: int, heads: int, hidden: int, sms: int) -> DhiddenConfig:
     """Configuration of the hidden's gradient where pre is in memory. Pure. 8 elements a thread, of which each has up to
     four sums; as many row tiles a CTA as leave four CTAs to each SM. By these sums; not measured yet."""
-    block_m, block_h = 8, _fit(hidden, 256)
+    block_m, block_h = 8, fit(hidden, 256)
     ctas = heads * triton.cdiv(hidden, block_h) * triton.cdiv(rows, block_m)
     return DhiddenConfig(block_m, block_h, MIN_BLOCK, max(1, min(64, ctas // (4 * sms))), stages=2, num_warps=8)
 
@@ -148,13 +96,13 @@ def pick_dx_config(
 ) -> TileConfig:
     """Configuration of x's gradient, a sum over all heads. Pure. Smaller tiles where large ones leave SMs idle."""
     if not aligned or dtype == torch.float32:
-        return TileConfig(_fit(rows, 64), _fit(dim, 64), 16, stages=2, num_warps=4)
+        return TileConfig(fit(rows, 64), fit(dim, 64), 16, stages=2, num_warps=4)
     if capability < (9, 0):
-        return TileConfig(_fit(rows, 128), _fit(dim, 128), 32, stages=4, num_warps=8)
+        return TileConfig(fit(rows, 128), fit(dim, 128), 32, stages=4, num_warps=8)
     if dim >= 256 and triton.cdiv(rows, 128) * triton.cdiv(dim, 256) > sms // 2:
         return TileConfig(128, 256, 64, stages=3, num_warps=8)
     small = triton.cdiv(rows, 128) * triton.cdiv(dim, 128) <= sms // 2
-    return TileConfig(_fit(rows, 64 if small else 128), _fit(dim, 64 if small else 128), 64, stages=4, num_warps=4)
+    return TileConfig(fit(rows, 64 if small else 128), fit(dim, 64 if small else 128), 64, stages=4, num_warps=4)
 
 
 def pick_dw1_config(
@@ -162,11 +110,11 @@ def pick_dw1_config(
 ) -> TileConfig:
     """Configuration of w1's gradient, `block_m` being columns of the hidden and `block_k` rows. Pure."""
     if not aligned or dtype == torch.float32:
-        return TileConfig(_fit(hidden, 64), _fit(dim, 64), _fit(rows, 32), stages=2, num_warps=4)
+        return TileConfig(fit(hidden, 64), fit(dim, 64), fit(rows, 32), stages=2, num_warps=4)
     block_k, stages = (32, 4) if capability < (9, 0) else (64, 3)
-    return TileConfig(_fit(hidden, 128), _fit(dim, 128), block_k, stages, num_warps=8)
+    return TileConfig(fit(hidden, 128), fit(dim, 128), block_k, stages, num_warps=8)
 
 
-def _fit(size: int, most: int) -> int:
+def fit(size: int, most: int) -> int:
     """The block of a dimension: `most`, or what a smaller dimension fills."""
     return max(MIN_BLOCK, min(most, triton.next_power_of_2(max(1, size))))
