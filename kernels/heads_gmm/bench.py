@@ -1,0 +1,164 @@
+"""The declaration of heads_gmm: cases, cost, peers. `python -m harness bench --kernel heads_gmm`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from harness.spec import COMPILED, COMPILED_MAX, EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, Tunable
+
+from . import configs, heads_gmm
+from .configs import heads_backward
+from .reference import heads_gmm_reference
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def _case(rows: int, dim: int, heads: int, hidden: int, dtype: torch.dtype, suffix: str = "", **params) -> Case:
+    """A bench case has no suffix and is bf16. `biased`: with a bias; `extreme`: see make_inputs."""
+    short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
+    name = "-".join(filter(None, (f"{rows}x{dim}-{heads}x{hidden}", short, suffix)))
+    dims = dict(rows=rows, dim=dim, heads=heads, hidden=hidden)
+    params = {"activation": "silu", "reduction": "mean", "biased": True, **params}
+    return Case(name, dims, dtype, params, bench=dtype == BF16 and not suffix)
+
+
+TIMED = tuple(_case(rows, 512, 10, 1365, BF16) for rows in (564, 5_000, 205_000))
+CASES = (
+    # Ten components of a transformer neural process, as in heads_mlp.
+    *TIMED,
+    # What goes wrong: plain first, then nothing, one of everything, several tiles, extreme deviations.
+    _case(11, 8, 2, 18, FP32, "none", reduction="none"),
+    _case(9, 6, 2, 18, FP16, "sum", reduction="sum", biased=False),
+    _case(0, 8, 2, 7, FP32, "sum", reduction="sum"),  # the mean of nothing is NaN, which opcheck cannot compare
+    _case(1, 1, 1, 1, FP32, "one"),
+    _case(67, 71, 3, 70, FP32, "kept", save="parameters"),
+    _case(53, 16, 10, 20, FP32, "extreme", reduction="none", extreme=True),
+    # On a GPU: tiles with and without remainders; two chunks; rows on any boundary.
+    _case(517, 256, 4, 683, BF16, "odd", activation="gelu"),
+    _case(1200, 131, 3, 263, BF16, "primes", activation="relu", reduction="none"),
+    _case(9000, 128, 2, 130, BF16, "chunks", activation="gelu_tanh", save="parameters"),
+    _case(9000, 128, 3, 130, BF16, "chunks-again", reduction="none", biased=False),
+)
+HOST_CASES = (_case(4, 64, 4, 96, BF16, "host"),)
+
+
+def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
+    """Weights such that what is before the activation, and the means, have variances of about 1, and the logarithms of
+    the deviations of a quarter. `extreme`: those of about 60, and means and y of a few times 1e4."""
+    rows, dim, heads, hidden = (case.dims[n] for n in ("rows", "dim", "heads", "hidden"))
+    params = dict(case.params)
+    biased, extreme = params.pop("biased"), params.pop("extreme", False)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=case.dtype, device=device, generator=generator)
+
+    x, w1 = normal(rows, dim), normal(heads, hidden, dim).mul_(dim**-0.5)
+    # Of silu(z) the mean square is 0.36.
+    w2, y = normal(heads, 3, hidden).mul_((0.36 * max(1, hidden)) ** -0.5), normal(rows)
+    w2[:, 2] *= 8.0 if extreme else 0.5
+    if extreme:
+        w2[:, 1] *= 1e4
+        y *= 1e4
+    return {"x": x, "w1": w1, "w2": w2, "y": y, "bias": 0.1 * normal(heads, 3) if biased else None, **params}
+
+
+def cost(case: Case, mode: str) -> Cost:
+    """Forward: x, the weights, y. Backward: x, the weights, y, and a gradient of each. What the backward computes again
+    is a choice, and no compulsory work; nor are the mixture's 22 FLOPs a component counted, beside 1.4 million."""
+    rows, dim, heads, hidden = (case.dims[n] for n in ("rows", "dim", "heads", "hidden"))
+    weights = heads * hidden * (dim + 3)
+    inputs = rows * (dim + 1) + weights + (3 * heads if case.params["biased"] else 0)
+    passes, elements = {"fwd": (1, inputs), "bwd": (2, 2 * inputs)}[mode]
+    loss = 4 * (rows if case.params["reduction"] == "none" else 1)
+    pipe = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[case.dtype]
+    return Cost(flops=2 * passes * rows * weights, bytes=elements * case.dtype.itemsize + loss, pipe=pipe)
+
+
+def _padded() -> Op:
+    """The reference, compiled, with the hidden padded by zeros to a multiple of 128. The weights are padded once for
+    each set, outside of what is timed; their gradients are those of the padded ones, of which views are returned."""
+    op = torch.compile(heads_gmm_reference, dynamic=False)
+    made: dict[tuple, tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]] = {}
+
+    def pad(*weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        key = tuple((w.data_ptr(), w._version, w.shape) for w in weights)
+        if key not in made:
+            if len(made) == 8:
+                del made[next(iter(made))]
+            more = -weights[0].shape[1] % 128
+            # The weights are kept, so that no others come to lie at their addresses.
+            kept = tuple(w.detach() for w in weights)
+            made[key] = kept, (F.pad(kept[0], (0, 0, 0, more)), F.pad(kept[1], (0, more)))
+        return made[key][1]
+
+    class Padded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, options, x, w1, w2, y, bias):
+            if not any(ctx.needs_input_grad):
+                return op(x, *pad(w1, w2), y, bias, **options)
+            ctx.leaves = [t.detach().requires_grad_() for t in (x, *pad(w1, w2), y, bias)]
+            ctx.hidden = w1.shape[1]
+            with torch.enable_grad():
+                ctx.loss = op(*ctx.leaves, **options)
+            return ctx.loss.detach()
+
+        @staticmethod
+        def backward(ctx, dloss):
+            dx, dw1, dw2, dy, dbias = torch.autograd.grad(ctx.loss, ctx.leaves, dloss, retain_graph=True)
+            return None, dx, dw1[:, : ctx.hidden], dw2[:, :, : ctx.hidden], dy, dbias
+
+    return lambda x, w1, w2, y, bias, **options: Padded.apply(options, x, w1, w2, y, bias)
+
+
+def _padded_supports(case: Case, mode: str) -> str | None:
+    return None if case in TIMED else "is for the timed cases"
+
+
+def _fwd_candidates(case: Case) -> list[configs.FwdConfig]:
+    return [
+        configs.FwdConfig(m, h, k, heads, stages, warps)
+        for m, h, warps in ((64, 128, 4), (128, 128, 4), (128, 128, 8), (128, 256, 8))
+        for k in (32, 64)
+        for heads in (1, 5, 10)
+        for stages in (3, 4)
+    ]
+
+
+def _dhidden_candidates(case: Case) -> list[heads_backward.DhiddenConfig]:
+    return [
+        heads_backward.DhiddenConfig(m, h, k, tiles, stages, warps)
+        for m, h, warps in ((64, 64, 4), (64, 128, 4), (128, 64, 8), (128, 128, 8))
+        for k in (32, 64)
+        for tiles in (1, 4)
+        for stages in (3, 4)
+    ]
+
+
+SPEC = KernelSpec(
+    name="heads_gmm",
+    implementations={"triton": heads_gmm},
+    baselines=(
+        EAGER,
+        replace(COMPILED, supports=_padded_supports),
+        replace(COMPILED_MAX, supports=_padded_supports),
+        Peer("padded", load=_padded, supports=_padded_supports),
+    ),
+    pytorch=("eager",),
+    reference=heads_gmm_reference,
+    make_inputs=make_inputs,
+    cost=cost,
+    cases=CASES,
+    grads=("x", "w1", "w2", "y", "bias"),
+    determinism={"fwd": "run-to-run", "bwd": "run-to-run"},
+    unit="rows",
+    items=lambda case: case.dims["rows"],
+    fuzz={"rows": (0, 20), "dim": (1, 12), "heads": (1, 4), "hidden": (1, 20)},
+    tunables=(
+        Tunable(configs, "pick_fwd_config", "fwd", _fwd_candidates, TIMED),
+        Tunable(heads_backward, "pick_dhidden_config", "bwd", _dhidden_candidates, TIMED),
+    ),
+    host_cases=HOST_CASES,
+)

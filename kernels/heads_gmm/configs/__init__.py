@@ -1,0 +1,68 @@
+"""How heads_gmm is launched: every choice is a pure function of the problem and the GPU. Those of the backward's
+products are in heads_backward.py; what was tried is in EXPERIMENTS.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from .heads_backward import fit
+
+LOSS_BLOCK = 256  # rows of a CTA that joins statistics
+
+
+@dataclass(frozen=True)
+class FwdConfig:
+    """A CTA takes `block_m` rows and `heads` heads, `block_h` columns of the hidden and `block_k` of x at a time."""
+
+    block_m: int
+    block_h: int
+    block_k: int
+    heads: int
+    stages: int
+    num_warps: int
+
+
+def pick_fwd_config(
+    rows: int,
+    dim: int,
+    heads: int,
+    hidden: int,
+    aligned: bool,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    sms: int,
+) -> FwdConfig:
+    """Configuration of the forward. Pure. What was measured for heads_mlp on one H200: 128 rows by 256 columns and half
+    the heads a CTA for many rows, 64 by 128 and a head a CTA for few. Elsewhere, by sums: as many heads a CTA as leave
+    two CTAs to each SM."""
+    if not aligned or dtype == torch.float32 or dim <= 64:
+        block_m = fit(rows, 32 if dim <= 64 else 64)
+        return FwdConfig(block_m, fit(hidden, 32), fit(dim, 32), _heads(rows, block_m, heads, sms), 2, 4)
+    if capability >= (9, 0):
+        if rows >= 32_768:
+            return FwdConfig(128, fit(hidden, 256), 64, triton.cdiv(heads, 2), stages=3, num_warps=8)
+        return FwdConfig(fit(rows, 64), fit(hidden, 128), 64, 1, stages=4, num_warps=4)
+    block_m = 128 if triton.cdiv(rows, 128) * heads >= sms else fit(rows, 64)
+    return FwdConfig(
+        block_m, fit(hidden, 128), 32, _heads(rows, block_m, heads, sms), 4, num_warps=8 if block_m == 128 else 4
+    )
+
+
+def _heads(rows: int, block_m: int, heads: int, sms: int) -> int:
+    """Heads a CTA such that there are two CTAs to each SM, if there can be."""
+    groups = triton.cdiv(2 * sms, max(1, triton.cdiv(rows, block_m)))
+    return triton.cdiv(heads, min(heads, groups))
+
+
+def pick_incoming_rows(heads: int) -> int:
+    """Rows of a CTA that makes the gradients of the parameters: some 1024 components, eight a thread. Pure."""
+    return max(1, 1024 // triton.next_power_of_2(heads))
+
+
+def pick_outputs_block(hidden: int) -> tuple[int, int]:
+    """Rows and columns at a time of a CTA that makes the parameters from what is before the activation: 16 elements a
+    thread. Pure."""
+    return 8, fit(hidden, 256)

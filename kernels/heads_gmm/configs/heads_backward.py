@@ -1,0 +1,120 @@
+# A copy of parts/configs/heads_backward.py, made by `nox -s vendor`: change it there.
+"""How the backward of heads that share their input is launched. Every choice is a pure function of the problem and the
+GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+MIN_BLOCK = 16  # what tl.dot takes
+MAX_PASS_OUT = 4  # columns of y of which the pass keeps sums in registers
+PITCH = 16  # elements: rows of the hidden's gradient are whole vectors
+CHUNK_ROWS = 8192
+
+
+@dataclass(frozen=True)
+class DhiddenConfig:
+    """A CTA takes `block_h` columns of a head and `tiles` tiles of `block_m` rows, which follow each other."""
+
+    block_m: int
+    block_h: int
+    block_k: int
+    tiles: int
+    stages: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """A CTA computes a tile of `block_m` by `block_n` of a gradient, `block_k` terms at a time."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    stages: int
+    num_warps: int
+
+
+def pick_chunk_rows(rows: int, heads: int, hidden: int) -> int:
+    """Rows of which the hidden's gradient is in memory at a time. Pure. 8192 rows of 512 columns are 128 tiles of 128 x
+    256, for 132 SMs. Each chunk also reads and writes the fp32 sums of w1's gradient: 56 MB for ten heads."""
+    return min(max(1, rows), CHUNK_ROWS)
+
+
+def pick_library(rows: int, dim_out: int, dtype: torch.dtype, on_gpu: bool) -> bool:
+    """Whether cuBLAS makes the large products of the backward, with a pass for what is between them. Pure. Triton's
+    kernels reach some 290 TFLOP/s there; of few rows launches are most of the time, and cuBLAS may be set to round fp32
+    operands to tf32."""
+    return on_gpu and dtype != torch.float32 and rows >= 2048 and dim_out <= MAX_PASS_OUT
+
+
+def pick_pitch(hidden: int) -> int:
+    """Elements of a row of the hidden's gradient. Pure."""
+    return triton.cdiv(hidden, PITCH) * PITCH
+
+
+def pick_dhidden_config(
+    rows: int,
+    dim: int,
+    heads: int,
+    hidden: int,
+    aligned: bool,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    sms: int,
+) -> DhiddenConfig:
+    """Configuration of the hidden's gradient. Pure. Row tiles follow each other in a CTA as long as there are four CTAs
+    to each SM, so that there are few parts of w2's gradient."""
+    if not aligned or dtype == torch.float32 or dim <= 64:
+        block_m, block_h, block_k, stages, warps = (
+            fit(rows, 32),
+            fit(hidden, 32),
+            fit(dim, 32 if dim <= 64 else 16),
+            2,
+            4,
+        )
+    else:
+        block_m, block_h, stages, warps = fit(rows, 128), fit(hidden, 64), 3, 8
+        block_k = 32 if capability < (9, 0) else 64
+    ctas = heads * triton.cdiv(hidden, block_h) * triton.cdiv(rows, block_m)
+    return DhiddenConfig(block_m, block_h, block_k, max(1, min(8, ctas // (4 * sms))), stages, warps)
+
+
+def pick_pass_config(rows: int, heads: int, hidden: int, sms: int) -> DhiddenConfig:
+    """Configuration of the hidden's gradient where pre is in memory. Pure. 8 elements a thread, of which each has up to
+    four sums; as many row tiles a CTA as leave four CTAs to each SM. By these sums; not measured yet."""
+    block_m, block_h = 8, fit(hidden, 256)
+    ctas = heads * triton.cdiv(hidden, block_h) * triton.cdiv(rows, block_m)
+    return DhiddenConfig(block_m, block_h, MIN_BLOCK, max(1, min(64, ctas // (4 * sms))), stages=2, num_warps=8)
+
+
+def pick_dx_config(
+    rows: int, dim: int, aligned: bool, dtype: torch.dtype, capability: tuple[int, int], sms: int
+) -> TileConfig:
+    """Configuration of x's gradient, a sum over all heads. Pure. Smaller tiles where large ones leave SMs idle."""
+    if not aligned or dtype == torch.float32:
+        return TileConfig(fit(rows, 64), fit(dim, 64), 16, stages=2, num_warps=4)
+    if capability < (9, 0):
+        return TileConfig(fit(rows, 128), fit(dim, 128), 32, stages=4, num_warps=8)
+    if dim >= 256 and triton.cdiv(rows, 128) * triton.cdiv(dim, 256) > sms // 2:
+        return TileConfig(128, 256, 64, stages=3, num_warps=8)
+    small = triton.cdiv(rows, 128) * triton.cdiv(dim, 128) <= sms // 2
+    return TileConfig(fit(rows, 64 if small else 128), fit(dim, 64 if small else 128), 64, stages=4, num_warps=4)
+
+
+def pick_dw1_config(
+    rows: int, dim: int, hidden: int, aligned: bool, dtype: torch.dtype, capability: tuple[int, int]
+) -> TileConfig:
+    """Configuration of w1's gradient, `block_m` being columns of the hidden and `block_k` rows. Pure."""
+    if not aligned or dtype == torch.float32:
+        return TileConfig(fit(hidden, 64), fit(dim, 64), fit(rows, 32), stages=2, num_warps=4)
+    block_k, stages = (32, 4) if capability < (9, 0) else (64, 3)
+    return TileConfig(fit(hidden, 128), fit(dim, 128), block_k, stages, num_warps=8)
+
+
+def fit(size: int, most: int) -> int:
+    """The block of a dimension: `most`, or what a smaller dimension fills."""
+    return max(MIN_BLOCK, min(most, triton.next_power_of_2(max(1, size))))

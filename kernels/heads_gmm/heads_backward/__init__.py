@@ -1,0 +1,1 @@
+"""The backward of heads that share their input."""

@@ -1,0 +1,40 @@
+# A copy of parts/heads_backward/products.py, made by `nox -s vendor`: change it there.
+"""The large products of the backward by PyTorch (cuBLAS), a chunk of rows at a time."""
+
+from __future__ import annotations
+
+import torch
+
+Optional = torch.Tensor | None
+
+
+def padded(w1: torch.Tensor, pitch: int) -> torch.Tensor:
+    """w1 [K, H, D] as [K · pitch, D], with zeros behind the H rows of each head: what dpre is multiplied with."""
+    heads, hidden, dim = w1.shape
+    copy = w1.new_zeros((heads, pitch, dim))
+    copy[:, :hidden] = w1
+    return copy.view(-1, dim)
+
+
+def write_pre(x: torch.Tensor, w1: torch.Tensor, pre: torch.Tensor) -> None:
+    """pre [rows, K, pitch] = w1 · x of these rows, from the padded w1: 0 behind the H columns of each head."""
+    torch.mm(x, w1.mT, out=pre.flatten(1))
+
+
+def write_dx(dpre: torch.Tensor, w1: torch.Tensor, dx: torch.Tensor) -> None:
+    """dx [rows, D] of these rows, from dpre [rows, K, pitch] and the padded w1."""
+    torch.mm(dpre.flatten(1), w1, out=dx)
+
+
+def add_dw1(dpre: torch.Tensor, x: torch.Tensor, sums: Optional) -> torch.Tensor:
+    """The sums over the chunks before, None for the first, and this one, [K · pitch, D] in fp32."""
+    wide = dpre.flatten(1).mT
+    if sums is None:
+        return torch.mm(wide, x, out_dtype=torch.float32)
+    return torch.addmm(sums, wide, x, out_dtype=torch.float32)
+
+
+def rounded(sums: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The gradient of w1, contiguous, in its dtype."""
+    heads, hidden, dim = like.shape
+    return sums.view(heads, -1, dim)[:, :hidden].to(like.dtype, memory_format=torch.contiguous_format)

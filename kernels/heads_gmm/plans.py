@@ -1,0 +1,268 @@
+"""Launch plans of heads_gmm: everything about a call that does not change with the tensors' contents and addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+
+from . import configs
+from .checks import INTERPRETED
+from .heads_backward.plan import (
+    Optional,
+    backward_plan,
+    block_o,
+    by_library,
+    chunks_of,
+    device_of,
+    sum_launch,
+    whole_vectors,
+)
+from .kernel import (
+    _heads_gmm_fwd_kernel,
+    _heads_gmm_incoming_kernel,
+    _heads_gmm_loss_kernel,
+    _heads_gmm_outputs_kernel,
+    _heads_gmm_total_kernel,
+)
+from .launch import Launch
+
+REDUCTIONS = ("mean", "sum", "none")
+TOTAL_BLOCK = 1024
+
+Tensor = torch.Tensor
+Needs = tuple[bool, bool, bool, bool, bool]  # the gradients of x, w1, w2, y and bias
+Gradients = tuple[Optional, Optional, Optional, Optional, Optional]
+#: Given (x, w1, w2, y, bias): the loss, and the parameters [rows, K, 3] in fp32 if they are kept, else None.
+Forward = Callable[[Tensor, Tensor, Tensor, Tensor, Optional], tuple[Tensor, Optional]]
+#: Given (dloss, x, w1, w2, y, bias, parameters).
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Optional, Optional], Gradients]
+
+
+def fwd_plan(
+    x: Tensor, w1: Tensor, w2: Tensor, y: Tensor, bias: Optional, activation: str, reduction: str, keep: bool
+) -> Forward:
+    """Takes (x, w1, w2, y, bias) like these, as `op` has checked them."""
+    flat, flat_y, heads = _rows_of(x, 1), _rows_of(y, 0), w2.shape[0]
+    rows, shape = flat.shape[0], y.shape if reduction == "none" else ()
+    if not rows:
+        return lambda x, *_: (_of_nothing(x, shape, reduction), x.new_empty((0, heads, 3), dtype=torch.float32))
+    config = _fwd_config(flat, w1, w2)
+    launch = _fwd_launch(flat, w1, w2, flat_y, bias, activation, config, 0, rows)
+    groups = triton.cdiv(heads, config.heads)
+    ctas = triton.cdiv(rows, configs.LOSS_BLOCK)
+    in_one = reduction == "none" or ctas == 1
+    join = Launch(
+        _heads_gmm_loss_kernel,
+        (ctas,),
+        x.device,
+        (rows, groups),
+        REDUCTION=reduction if in_one else "sum",
+        BLOCK=configs.LOSS_BLOCK,
+        num_warps=4,
+    )
+    total = Launch(
+        _heads_gmm_total_kernel,
+        (1,),
+        x.device,
+        (ctas, rows),
+        REDUCTION=reduction,
+        BLOCK=TOTAL_BLOCK,
+        num_warps=4,
+    )
+
+    def run(x: Tensor, w1: Tensor, w2: Tensor, y: Tensor, bias: Optional) -> tuple[Tensor, Optional]:
+        loss = x.new_empty(shape, dtype=torch.float32)
+        statistics = x.new_empty((groups, rows, 4), dtype=torch.float32)
+        parameters = x.new_empty((rows, heads, 3), dtype=torch.float32) if keep else None
+        launch(_rows_of(x, 1), w1, w2, bias, _rows_of(y, 0), statistics, parameters)
+        if in_one:
+            join(statistics, loss)
+        else:
+            parts = x.new_empty(ctas, dtype=torch.float32)
+            join(statistics, parts)
+            total(parts, loss)
+        return loss, parameters
+
+    return run
+
+
+def _of_nothing(x: Tensor, shape: tuple[int, ...], reduction: str) -> Tensor:
+    """The loss of no rows: a mean is NaN, as in PyTorch."""
+    return x.new_full(shape, float("nan") if reduction == "mean" else 0.0, dtype=torch.float32)
+
+
+def _fwd_config(x: Tensor, w1: Tensor, w2: Tensor) -> configs.FwdConfig:
+    (rows, dim), (heads, _, hidden), (capability, sms) = x.shape, w2.shape, device_of(x)
+    aligned = whole_vectors(x) and whole_vectors(w1)
+    return configs.pick_fwd_config(rows, dim, heads, hidden, aligned, x.dtype, capability, sms)
+
+
+def _fwd_launch(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    y: Tensor,
+    bias: Optional,
+    activation: str,
+    config: configs.FwdConfig,
+    start: int,
+    rows: int,
+) -> Launch:
+    """Writes statistics and parameters of `rows` rows from `start` on, given (x, w1, w2, bias, y, statistics or None,
+    parameters or None)."""
+    dim, (heads, _, hidden) = x.shape[1], w2.shape
+    return Launch(
+        _heads_gmm_fwd_kernel,
+        (triton.cdiv(rows, config.block_m) * triton.cdiv(heads, config.heads),),
+        x.device,
+        (
+            *(start, rows, dim, heads, hidden, config.heads),
+            *(*x.stride(), *w1.stride(), *w2.stride(), *_strides(bias), *y.stride()),
+        ),
+        ACTIVATION=activation,
+        RESIDUAL=_residual(x),
+        BLOCK_M=config.block_m,
+        BLOCK_H=config.block_h,
+        BLOCK_K=config.block_k,
+        BLOCK_O=block_o(3),
+        EVEN_K=dim % config.block_k == 0,
+        num_warps=config.num_warps,
+        num_stages=config.stages,
+    )
+
+
+def bwd_plan(
+    dloss: Tensor,
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    y: Tensor,
+    bias: Optional,
+    parameters: Optional,
+    activation: str,
+    reduction: str,
+    needs: Needs,
+) -> Backward:
+    """Takes (dloss, x, w1, w2, y, bias, parameters) like these; returns the gradients of x, w1, w2, y and bias, None
+    where not needed.
+
+    For a chunk of rows at a time the parameters are made again, unless they were kept, then their gradients, and of
+    these those of x and the weights.
+    """
+    flat, heads, rows_y = _rows_of(x, 1), w2.shape[0], _rows_of(y, 0)
+    (rows, shape), size = (
+        (flat.shape[0], x.shape),
+        configs.heads_backward.pick_chunk_rows(flat.shape[0], heads, w2.shape[2]),
+    )
+    chunks = chunks_of(rows, heads, w2.shape[2])
+    products = None
+    if any(needs[:3]):
+        products = backward_plan(flat, (heads * 3, 3, 1), w1, w2, activation, needs[:3])
+    from_pre = products is not None and by_library(flat, w2)
+    again: list[Launch] = []
+    if parameters is None and from_pre:
+        again = [_outputs_launch(w2, bias, activation, count) for _, count in chunks]
+    elif parameters is None:
+        config = _fwd_config(flat, w1, w2)
+        again = [_fwd_launch(flat, w1, w2, rows_y, bias, activation, config, *chunk) for chunk in chunks]
+    flat_dloss = _rows_of(dloss, 0) if reduction == "none" else None
+    incoming, parts = _incoming_launches(flat_dloss, x, rows_y, heads, reduction, chunks)
+    total = sum_launch(w2.new_empty((heads, 3)), parts) if needs[4] else None
+    asks = products is not None and bool(rows and w2.numel())  # whether it asks for gradients of the parameters
+
+    def run(
+        dloss: Tensor, x: Tensor, w1: Tensor, w2: Tensor, y: Tensor, bias: Optional, parameters: Optional
+    ) -> Gradients:
+        flat, rows_y = _rows_of(x, 1), _rows_of(y, 0)
+        rows_dloss = _rows_of(dloss, 0) if reduction == "none" else dloss
+        dy = torch.empty_like(y, memory_format=torch.contiguous_format) if needs[3] else None
+        dbias, parts_of_dbias = None, None
+        if total is not None:
+            dbias, parts_of_dbias = w2.new_empty((heads, 3)), w2.new_empty((parts, heads, 3), dtype=torch.float32)
+        dparameters = x.new_empty((size, heads, 3))
+        made = x.new_empty((size, heads, 3), dtype=torch.float32) if again else None
+
+        def gradient(start: int, count: int, pre: Optional) -> Tensor:
+            index, given = start // size, made
+            if given is None:
+                given = parameters[start : start + count]
+            elif from_pre:
+                again[index](pre, w2, bias, given)
+            else:
+                again[index](flat, w1, w2, bias, rows_y, None, given)
+            incoming[index](rows_dloss, given, rows_y, dparameters, dy, parts_of_dbias)
+            return dparameters
+
+        dx, dw1, dw2 = products(gradient, flat, w1, w2) if products is not None else (None, None, None)
+        if not asks:
+            for chunk in chunks:
+                gradient(*chunk, None)
+        if total is not None:
+            total(parts_of_dbias, dbias)
+        return dx.view(shape) if dx is not None else None, dw1, dw2, dy, dbias
+
+    return run
+
+
+def _outputs_launch(w2: Tensor, bias: Optional, activation: str, rows: int) -> Launch:
+    """Writes the parameters of a chunk, given (pre, w2, bias, parameters)."""
+    heads, _, hidden = w2.shape
+    block_m, block_h = configs.pick_outputs_block(hidden)
+    pitch = configs.heads_backward.pick_pitch(hidden)
+    return Launch(
+        _heads_gmm_outputs_kernel,
+        (triton.cdiv(rows, block_m) * heads,),
+        w2.device,
+        (rows, heads, hidden, pitch, *w2.stride(), *_strides(bias)),
+        ACTIVATION=activation,
+        BLOCK_M=block_m,
+        BLOCK_H=block_h,
+        num_warps=4,
+    )
+
+
+def _incoming_launches(
+    dloss: Optional, x: Tensor, y: Tensor, heads: int, reduction: str, chunks: list[tuple[int, int]]
+) -> tuple[list[Launch], int]:
+    """For each chunk what writes the gradients of its parameters, given (dloss, parameters, y, dparameters, dy or None,
+    parts of the bias's gradient or None); and how many parts there are. dloss is None for a scalar."""
+    all_rows, block_m = y.shape[0], configs.pick_incoming_rows(heads)
+    launches, parts = [], 0
+    for start, rows in chunks:
+        ctas = triton.cdiv(rows, block_m)
+        launches.append(
+            Launch(
+                _heads_gmm_incoming_kernel,
+                (ctas,),
+                y.device,
+                (start, parts, rows, all_rows, heads, dloss.stride(0) if dloss is not None else 0, y.stride(0)),
+                REDUCTION=reduction,
+                RESIDUAL=_residual(x),
+                BLOCK_M=block_m,
+                BLOCK_G=triton.next_power_of_2(heads),
+                num_warps=4,
+            )
+        )
+        parts += ctas
+    return launches, parts
+
+
+def _strides(bias: Optional) -> tuple[int, int]:
+    return (bias.stride(0), bias.stride(1)) if bias is not None else (0, 0)
+
+
+def _residual(x: Tensor) -> str:
+    """How the mixture's arithmetic corrects 1/sigma."""
+    if x.dtype != torch.float32:
+        return "none"
+    return "fp64" if INTERPRETED else "fma"
+
+
+def _rows_of(tensor: Tensor, last: int) -> Tensor:
+    """One dimension in place of all but the `last` ones; a copy where that needs one."""
+    if tensor.dim() == last + 1:
+        return tensor
+    rest = tensor.shape[tensor.dim() - last :]
+    return tensor.reshape(tensor.shape[: tensor.dim() - last].numel(), *rest)

@@ -1,0 +1,175 @@
+"""What is special to heads_gmm. The rest follows from SPEC: tests/test_specs.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from . import configs
+from .configs import heads_backward
+from .heads_backward import products
+from .launch import forget
+from .op import heads_gmm
+from .reference import heads_gmm_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _inputs(rows: int = 5, dim: int = 4, heads: int = 3, hidden: int = 7) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (rows, dim), (heads, hidden, dim), (heads, 3, hidden), (rows,), (heads, 3)
+    return [(0.5 * torch.randn(shape, generator=generator)).to(DEVICE).requires_grad_() for shape in shapes]
+
+
+def _both(inputs: list[torch.Tensor], save: str = "input", reduction: str = "none", activation: str = "silu") -> None:
+    """Values and gradients are those of the reference in fp64."""
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    loss = heads_gmm(*inputs, activation, reduction, save=save)
+    expected = heads_gmm_reference(*wide, activation, reduction)
+    dloss = torch.randn(loss.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    grads = torch.autograd.grad(loss, inputs, dloss)
+    expected_grads = torch.autograd.grad(expected, wide, dloss.double())
+    for got, want in zip((loss, *grads), (expected, *expected_grads), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("save", ["input", "parameters"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu"])
+def test_activations(activation: str, save: str) -> None:
+    _both(_inputs(), save, activation=activation)
+
+
+@pytest.mark.parametrize("save", ["input", "parameters"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_chunks_of_rows_add_up(save: str, reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three chunks, the last of another size."""
+    monkeypatch.setattr(heads_backward, "pick_chunk_rows", lambda rows, heads, hidden: 8)
+    forget()
+    _both(_inputs(rows=19), save, reduction)
+    forget()
+
+
+@pytest.mark.parametrize("heads", [1, 2, 5])
+def test_groups_of_heads_are_joined(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five heads: a CTA each, in groups of two of which the last has one, and all in one CTA."""
+    config = configs.FwdConfig(16, 16, 16, heads, stages=1, num_warps=4)
+    monkeypatch.setattr(configs, "pick_fwd_config", lambda *problem: config)
+    forget()
+    _both(_inputs(rows=37, heads=5))
+    forget()
+
+
+@pytest.mark.parametrize("save", ["input", "parameters"])
+def test_products_of_the_library(save: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three chunks. On a CPU no product of PyTorch has another dtype for its result."""
+
+    def add(dpre: torch.Tensor, x: torch.Tensor, sums: torch.Tensor | None) -> torch.Tensor:
+        new = dpre.flatten(1).mT @ x
+        return new if sums is None else sums + new
+
+    monkeypatch.setattr(products, "add_dw1", add)
+    monkeypatch.setattr(heads_backward, "pick_library", lambda *problem: True)
+    monkeypatch.setattr(heads_backward, "pick_chunk_rows", lambda *problem: 20)
+    forget()
+    _both(_inputs(rows=47, hidden=19), save)
+    forget()
+
+
+@pytest.mark.parametrize("save", ["input", "parameters"])
+@pytest.mark.parametrize("needed", range(5))
+def test_only_what_is_needed(needed: int, save: str) -> None:
+    inputs = _inputs()
+    grads = torch.autograd.grad(heads_gmm(*inputs, save=save), inputs)
+    alone = [t.detach().requires_grad_(index == needed) for index, t in enumerate(inputs)]
+    heads_gmm(*alone, save=save).backward()
+    assert [t.grad is not None for t in alone] == [index == needed for index in range(5)]
+    assert torch.equal(alone[needed].grad, grads[needed])
+
+
+@pytest.mark.parametrize("sizes", [dict(rows=0), dict(hidden=0), dict(dim=0), dict(heads=1), dict(heads=128)])
+def test_sizes_at_the_edge(sizes: dict[str, int]) -> None:
+    _both(_inputs(**sizes))
+
+
+def test_no_rows() -> None:
+    inputs = _inputs(rows=0)
+    assert heads_gmm(*inputs).isnan() and heads_gmm(*inputs, reduction="sum") == 0
+    grads = torch.autograd.grad(heads_gmm(*inputs, reduction="sum"), inputs)
+    assert all(not grad.any() for grad in grads)
+
+
+def test_y_in_fp32_beside_fp16() -> None:
+    """y and its gradient are not rounded."""
+    x, w1, w2, y, bias = (t.detach().half() for t in _inputs())
+    wide = torch.full_like(y, 1 + 2**-16, dtype=torch.float32).requires_grad_()
+    loss = heads_gmm(x, w1, w2, wide, bias, reduction="none")
+    assert loss.dtype == torch.float32
+    (dy,) = torch.autograd.grad(loss.sum(), wide)
+    assert dy.dtype == torch.float32
+    exact = [t.double() for t in (x, w1, w2)]
+    y = wide.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(heads_gmm_reference(*exact, y, bias.double(), "silu", "sum"), y)
+    torch.testing.assert_close(dy.double(), expected, rtol=1e-3, atol=1e-3)  # act(...) is rounded to fp16
+
+
+def test_a_component_that_is_off() -> None:
+    """A logit of −inf in the first head, where no other has been seen, and in the last; and in all."""
+    x, w1, w2, y, bias = (t.detach() for t in _inputs(heads=3))
+    for off in ([0], [2], [0, 2]):
+        masked = bias.clone()
+        masked[off, 0] = -math.inf
+        kept = [head for head in range(3) if head not in off]
+        loss = heads_gmm(x, w1, w2, y, masked, reduction="none")
+        alone = heads_gmm(x, w1[kept], w2[kept], y, bias[kept], reduction="none")
+        torch.testing.assert_close(loss, alone)
+    bias[:, 0] = -math.inf
+    assert heads_gmm(x, w1, w2, y, bias, reduction="none").isnan().all()
+
+
+def test_far_from_every_component() -> None:
+    """Densities that are 0 in fp32, with which log p is finite as long as z² is."""
+    x, w1, w2, y, bias = _inputs()
+    _both([x, w1, w2, (1e6 * y.detach()).requires_grad_(), bias])
+
+
+def test_leading_dimensions_and_strides() -> None:
+    x, w1, w2, y, bias = (t.detach() for t in _inputs(rows=6))
+    loss = heads_gmm(x, w1, w2, y, bias, reduction="none")
+    assert torch.equal(heads_gmm(x.view(2, 3, 4), w1, w2, y.view(2, 3), bias, reduction="none"), loss.view(2, 3))
+    assert torch.equal(heads_gmm(x[0], w1, w2, y[0], bias, reduction="none"), loss[0])
+    w1_turned, w2_turned, bias_turned = (t.mT.contiguous().mT for t in (w1, w2, bias))
+    assert torch.equal(heads_gmm(x, w1_turned, w2_turned, y, bias_turned, reduction="none"), loss)
+    assert torch.equal(heads_gmm(x, w1, w2, y[:1].expand(6), bias, reduction="none")[0], loss[0])
+
+
+def test_says_what_is_wrong() -> None:
+    x, w1, w2, y, bias = _inputs()
+    with pytest.raises(ValueError, match=r"w1 must be \[K, H, 4\]"):
+        heads_gmm(x, w1[:, :, :3], w2, y, bias)
+    with pytest.raises(ValueError, match=r"1 <= K <= 128"):
+        heads_gmm(x, w1[:0], w2[:0], y, bias[:0])
+    with pytest.raises(ValueError, match=r"w2 must be \(3, 3, 7\)"):
+        heads_gmm(x, w1, w2[:, :2], y, bias)
+    with pytest.raises(ValueError, match=r"y must be \(5,\), got \(4,\)"):
+        heads_gmm(x, w1, w2, y[:4], bias)
+    with pytest.raises(TypeError, match=r"y must be a tensor of x's dtype torch.float32 or float32, got torch.float64"):
+        heads_gmm(x, w1, w2, y.double(), bias)
+    with pytest.raises(ValueError, match="save must be one of input, parameters, got 'all'"):
+        heads_gmm(x, w1, w2, y, bias, save="all")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("save", ["input", "parameters"])
+def test_memory_of_the_backward(save: str) -> None:
+    """Neither the hidden nor, unless asked for, the parameters of all rows are there: 5.5 GB and 24 MB here."""
+    rows = 200_000
+    shapes = {"x": (rows, 128), "w1": (10, 1365, 128), "w2": (10, 3, 1365), "y": (rows,), "bias": (10, 3)}
+    inputs = {n: torch.randn(s, device="cuda").mul(0.05).bfloat16().requires_grad_() for n, s in shapes.items()}
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    loss = heads_gmm(**inputs, save=save)
+    assert (torch.cuda.max_memory_allocated() - before < 10 * 2**20) == (save == "input")
+    loss.backward()
+    assert torch.cuda.max_memory_allocated() - before < 2 * rows * 128 * 2 + 400 * 2**20
