@@ -164,8 +164,8 @@ def kernel_readme(folder: Path) -> Iterator[str]:
 
 
 def kernel_names(folder: Path) -> Iterator[str]:
-    """folder = public function = op; the oracle is `<folder>_reference`; a JIT kernel begins with `_<folder>`, unless it
-    is in a copy of a part, which several folders have."""
+    """folder = public function = op; the oracle is `<folder>_reference`; a JIT kernel begins with `_<folder>`, unless
+    it is in a copy of a part, which several folders have."""
     name = folder.name
     for file, function in (("op.py", name), ("reference.py", f"{name}_reference")):
         if (folder / file).is_file() and function not in _functions(folder / file):

@@ -161,21 +161,20 @@ def _heads_gmm_loss_kernel(
     REDUCTION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """−log p of BLOCK rows from their statistics [groups, rows, 4], which are joined in the groups' order; their sum
-    where there is a reduction, which the only CTA divides by the rows if that is to be done here."""
+    """−log p of BLOCK rows from their statistics [groups, rows, 4], which are joined in the groups' order. REDUCTION
+    "sum": each CTA writes the sum of its rows. "mean": the only CTA writes that over the rows."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     m = tl.full([BLOCK], float("-inf"), tl.float32)
     weights = tl.zeros([BLOCK], dtype=tl.float32)
     density = tl.zeros([BLOCK], dtype=tl.float32)
-    at = statistics_ptr + row * STATISTICS
-    for _ in tl.range(0, groups):
+    for group in tl.range(0, groups):
+        at = statistics_ptr + (tl.cast(group, tl.int64) * rows + row) * STATISTICS
         its_top = tl.load(at, mask=inside, other=0.0)
         its_weights = tl.load(at + 1, mask=inside, other=1.0)
         its_m = tl.load(at + 2, mask=inside, other=0.0)
         its_density = tl.load(at + 3, mask=inside, other=1.0)
-        at += rows.to(tl.int64) * STATISTICS
         before, top = top, tl.maximum(top, its_top)
         shift = tl.where(before == float("-inf"), 0.0, (before - _or_zero(top)) * LOG2_E)
         its_shift = tl.where(its_top == float("-inf"), 0.0, (its_top - _or_zero(top)) * LOG2_E)
