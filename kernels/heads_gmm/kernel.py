@@ -231,8 +231,8 @@ def _heads_gmm_outputs_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """The parameters [rows, heads, 3] in fp32, as of the forward, where pre [rows, heads, pitch] is in memory. A CTA
-    takes BLOCK_M rows of a head.
+    """The parameters [rows, heads, 3] in fp32, as of the forward, where pre [rows, heads, pitch] is in memory; act(pre)
+    is not rounded. A CTA takes BLOCK_M rows of a head.
 
     8192 rows of 10 heads of 1376 columns in bf16: 225 MB are read, 53 us at 4254 GB/s."""
     tile, head = tl.program_id(0) // heads, (tl.program_id(0) % heads).to(tl.int64)
@@ -247,7 +247,7 @@ def _heads_gmm_outputs_kernel(
         col = first + tl.arange(0, BLOCK_H)
         there = col < hidden
         pre = tl.load(from_pre + col[None, :], mask=inside[:, None] & there[None, :], other=0.0)
-        h = _activation(pre.to(tl.float32), ACTIVATION).to(pre.dtype).to(tl.float32)
+        h = _activation(pre.to(tl.float32), ACTIVATION)
         at = from_w2 + col.to(tl.int64) * stride_2h
         sum_a += h * tl.load(at, mask=there, other=0.0).to(tl.float32)[None, :]
         sum_b += h * tl.load(at + stride_2o, mask=there, other=0.0).to(tl.float32)[None, :]

@@ -219,7 +219,7 @@ def _outputs_launch(w2: Tensor, bias: Optional, activation: str, rows: int) -> L
         ACTIVATION=activation,
         BLOCK_M=block_m,
         BLOCK_H=block_h,
-        num_warps=4,
+        num_warps=8,
     )
 
 

@@ -63,6 +63,6 @@ def pick_incoming_rows(heads: int) -> int:
 
 
 def pick_outputs_block(hidden: int) -> tuple[int, int]:
-    """Rows and columns at a time of a CTA that makes the parameters from what is before the activation: 16 elements a
-    thread. Pure."""
-    return 8, fit(hidden, 256)
+    """Rows and columns at a time of a CTA of 8 warps that makes the parameters from what is before the activation: 16
+    elements a thread, which share what they read of w2. Pure."""
+    return 16, fit(hidden, 256)

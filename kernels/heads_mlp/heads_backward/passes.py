@@ -47,8 +47,11 @@ def _heads_pass_kernel(
     tiles = tl.cdiv(pitch, BLOCK_H)
     split, place = tl.program_id(0) // (heads * tiles), tl.program_id(0) % (heads * tiles)
     head, col = (place // tiles).to(tl.int64), place % tiles * BLOCK_H + tl.arange(0, BLOCK_H)
-    there = col < hidden
-    from_w2 = w2_ptr + head * stride_2g + col.to(tl.int64) * stride_2h
+    there = (col < hidden)[None, :]
+    # A row of w2 is loaded once for each row of a tile, so that it is laid out as the tiles of pre are: as one row, it
+    # would be laid out as itself, and dh go through shared memory in each step.
+    every = tl.zeros([BLOCK_M, 1], dtype=tl.int64)
+    from_w2 = w2_ptr + head * stride_2g + col.to(tl.int64)[None, :] * stride_2h + every
     w_a = _column(from_w2, 0, there)
     w_b = _column(from_w2, 1 * stride_2o, there & (DIM_OUT > 1))
     w_c = _column(from_w2, 2 * stride_2o, there & (DIM_OUT > 2))
@@ -65,21 +68,20 @@ def _heads_pass_kernel(
         mask = inside[:, None] & (col < pitch)[None, :]
         pre = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         dy_a = _column(from_dy, 0, inside)[:, None]
-        dh = dy_a * w_a[None, :]
+        dh = dy_a * w_a
         if DIM_OUT > 1:
             dy_b = _column(from_dy, 1 * stride_dyo, inside)[:, None]
-            dh += dy_b * w_b[None, :]
+            dh += dy_b * w_b
         if DIM_OUT > 2:
             dy_c = _column(from_dy, 2 * stride_dyo, inside)[:, None]
-            dh += dy_c * w_c[None, :]
+            dh += dy_c * w_c
         if DIM_OUT > 3:
             dy_d = _column(from_dy, 3 * stride_dyo, inside)[:, None]
-            dh += dy_d * w_d[None, :]
+            dh += dy_d * w_d
         h, dpre = _activation_and_gradient(pre, dh, ACTIVATION)
-        dpre = tl.where(there[None, :], dpre, 0.0)  # where dy is inf, it is NaN beyond the end
+        dpre = tl.where(there, dpre, 0.0)  # where dy is inf, it is NaN beyond the end
         tl.store(at, dpre.to(pre_ptr.dtype.element_ty), mask=mask)
         if dw2_ptr is not None:
-            h = h.to(pre_ptr.dtype.element_ty).to(tl.float32)
             sum_a += h * dy_a
             if DIM_OUT > 1:
                 sum_b += h * dy_b
@@ -89,10 +91,10 @@ def _heads_pass_kernel(
                 sum_d += h * dy_d
     if dw2_ptr is not None:
         to = dw2_ptr + ((first_part + split) * heads + head) * DIM_OUT * hidden + col
-        tl.store(to, tl.sum(sum_a, 0).to(dw2_ptr.dtype.element_ty), mask=there)
+        tl.store(to, tl.sum(sum_a, 0).to(dw2_ptr.dtype.element_ty), mask=col < hidden)
         if DIM_OUT > 1:
-            tl.store(to + hidden, tl.sum(sum_b, 0).to(dw2_ptr.dtype.element_ty), mask=there)
+            tl.store(to + hidden, tl.sum(sum_b, 0).to(dw2_ptr.dtype.element_ty), mask=col < hidden)
         if DIM_OUT > 2:
-            tl.store(to + 2 * hidden, tl.sum(sum_c, 0).to(dw2_ptr.dtype.element_ty), mask=there)
+            tl.store(to + 2 * hidden, tl.sum(sum_c, 0).to(dw2_ptr.dtype.element_ty), mask=col < hidden)
         if DIM_OUT > 3:
-            tl.store(to + 3 * hidden, tl.sum(sum_d, 0).to(dw2_ptr.dtype.element_ty), mask=there)
+            tl.store(to + 3 * hidden, tl.sum(sum_d, 0).to(dw2_ptr.dtype.element_ty), mask=col < hidden)
