@@ -1,8 +1,8 @@
 """The declaration of grouped_gemm_fp8: cases, cost, peers. `python -m harness bench --kernel grouped_gemm_fp8`.
 
-A case is of one of the two public functions: of the weights' gradient where it says `wgrad`. Codes are bytes here, which
-the callables view as float8: most of what the checks do with tensors is not defined for float8. A case's dtype is that
-of the codes, with results in bf16 or, of the gradient, fp32; or it is the result's, fp16, in cases that Triton's
+A case is of one of the two public functions: of the weights' gradient where it says `wgrad`. Codes are bytes here,
+which the callables view as float8: most of what the checks do with tensors is not defined for float8. A case's dtype is
+that of the codes, with results in bf16 or, of the gradient, fp32; or it is the result's, fp16, in cases that Triton's
 interpreter computes, where kernels decode the bytes.
 """
 
@@ -32,8 +32,8 @@ UNIT = 16  # N and K are multiples of it, and T of the weights' gradient
 def _case(
     groups: int, rows: int, n: int, k: int, split: str = "random", dtype: torch.dtype | None = None, **params: Any
 ) -> Case:
-    """Named G, T x N x K. `split`: how rows are distributed over the groups; all but "random" leave none behind the last
-    offset. `formats` of the two operands: both are e4m3 unless it is given. `dtype`: fp16 results."""
+    """Named G, T x N x K. `split`: how rows are distributed over the groups; all but "random" leave none behind the
+    last offset. `formats` of the two operands: both are e4m3 unless it is given. `dtype`: fp16 results."""
     formats, bench = params.pop("formats", "e4m3"), params.pop("bench", False)
     wgrad = params.pop("wgrad", False)
     words = [f"g{groups}-{rows}x{n}x{k}", "wgrad" if wgrad else "", split if split != "random" else ""]
@@ -149,7 +149,7 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
 
 
 def cost(case: Case, mode: str) -> Cost:
-    """Forward: x, y and the weights of groups that have rows, with their scales. Gradient: dy, x and all of dweights."""
+    """Forward: x, y, weights of groups that have rows, and their scales. Gradient: dy, x and all of dweights."""
     groups, rows, n, k = sizes(case)
     flops = 2 * rows * n * k
     if case.params["wgrad"]:
@@ -330,7 +330,9 @@ SPEC = KernelSpec(
     implementations={
         "auto": _of_bytes(grouped_gemm_fp8, grouped_gemm_fp8_wgrad),
         **{
-            backend: _of_bytes(partial(grouped_gemm_fp8, backend=backend), partial(grouped_gemm_fp8_wgrad, backend=backend))
+            backend: _of_bytes(
+                partial(grouped_gemm_fp8, backend=backend), partial(grouped_gemm_fp8_wgrad, backend=backend)
+            )
             for backend in ("triton", "cuda")
         },
     },

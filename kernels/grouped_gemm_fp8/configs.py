@@ -12,9 +12,9 @@ MIN_BLOCK_M, MIN_BLOCK_K = 16, 32  # what tl.dot takes of fp8; the tile list has
 
 @dataclass(frozen=True)
 class RowsConfig:
-    """Tiles of `block_m` rows (by `pick_block_m`) by `block_n` columns, walked by `ctas` persistent CTAs an SM, in steps
-    of `block_k` terms: 128, which have a scale, or all. `raster` row tiles follow each other before the next column, so
-    that they share a weight's columns in L2."""
+    """Tiles of `block_m` rows (by `pick_block_m`) by `block_n` columns, walked by `ctas` persistent CTAs an SM, in
+    steps of `block_k` terms: 128, which have a scale, or all. `raster` row tiles follow each other before the next
+    column, so that they share a weight's columns in L2."""
 
     block_n: int
     block_k: int
@@ -49,8 +49,8 @@ def pick_backend(backend: str, rows: int, groups: int, of_weights: bool, possibl
     """The version that runs; `possible`: CUDA C++ can. Pure.
 
     CUDA C++ has tiles of 128 rows, which groups of fewer rows leave half empty; Triton takes narrower ones. A weight's
-    gradient has the same tiles whatever the groups are. By these sums, and by fp8_matmul's dense products, where CUDA C++
-    is 11 to 39 % faster; not measured yet.
+    gradient has the same tiles whatever the groups are. By these sums, and by fp8_matmul's dense products, where CUDA
+    C++ is 11 to 39 % faster; not measured yet.
     """
     if backend != "auto":
         return backend

@@ -134,8 +134,8 @@ def _grouped_gemm_fp8_rows_kernel(
 ):
     """y[r, n] = Σ_k x[r, k] · weights[g, n, k], scaled, for the group g of row r, and 0 for a row without one.
 
-    Persistent: a CTA takes every num_programs-th tile of those that the table has row tiles for. BLOCK_N divides 128, so
-    that a tile has one scale of weights a step. DECODE: operands are bytes, which become fp16 here.
+    Persistent: a CTA takes every num_programs-th tile of those that the table has row tiles for. BLOCK_N divides 128,
+    so that a tile has one scale of weights a step. DECODE: operands are bytes, which become fp16 here.
 
     Rows and columns beyond the end are read again from the group's last row or the last column, and not stored.
     """
@@ -192,8 +192,8 @@ def _cut_block(
     DECODE: tl.constexpr,
 ):
     """Σ dy · x over the rows of a block that are in [start, end), unscaled. of_n and of_k are offsets of columns of the
-    tile. Loads are limited by `rows` alone, a multiple of 16, so that they stay vectors; what lies outside the group may
-    be NaN, and becomes a zero in both factors."""
+    tile. Loads are limited by `rows` alone, a multiple of 16, so that they stay vectors; what lies outside the group
+    may be NaN, and becomes a zero in both factors."""
     r = block * BLOCK + tl.arange(0, BLOCK)
     there, inside = r < rows, (r >= start) & (r < end)
     dy = tl.load(_bytes(dy_ptr, DECODE) + of_n[:, None] + r[None, :], mask=there[None, :], other=0)
@@ -203,11 +203,12 @@ def _cut_block(
 
 
 @triton.jit
-def _block_scales(scale_dy_ptr, scale_x_ptr, block, stride_sdr, stride_sxr):
-    """The scales of a block of rows for each element of a tile."""
+def _scaled(sums, scale_dy_ptr, scale_x_ptr, block, stride_sdr, stride_sxr):
+    """The sums over a block of rows times their scales. By one scale after the other: a tile of products of scales
+    beside the sums would spill."""
     scale_dy = tl.load(scale_dy_ptr + tl.cast(block, tl.int64) * stride_sdr)
     scale_x = tl.load(scale_x_ptr + tl.cast(block, tl.int64) * stride_sxr)
-    return scale_dy[:, None] * scale_x[None, :]
+    return sums * scale_dy[:, None] * scale_x[None, :]
 
 
 @triton.jit(do_not_specialize=["stride_sdn", "stride_sdr", "stride_sxk", "stride_sxr"])
@@ -234,7 +235,7 @@ def _grouped_gemm_fp8_weights_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """dweights[g, n, k] = Σ over the rows r of group g of dy[n, r] · x[k, r], scaled, in the order of rows, in fp32.
+    """dweights[g, n, k] = Σ over the rows r of group g of dy[n, r] · x[k, r], scaled, in a fixed order, in fp32.
 
     A CTA for each tile, the group with most rows first: CTAs are started in this order, so that the longest sums are
     not left for the end. A group without rows is filled with zeros. A group that begins or ends within a block of 128
@@ -253,20 +254,20 @@ def _grouped_gemm_fp8_weights_kernel(
     scale_x_ptr += deep * stride_sxk
     acc = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     whole, whole_end = tl.cdiv(start, BLOCK), end // BLOCK
-    if (start % BLOCK != 0) & (start < end):
-        cut = _cut_block(dy_ptr, x_ptr, of_n, of_k, whole - 1, start, end, rows, DY_E4M3, X_E4M3, DECODE)
-        acc += cut * _block_scales(scale_dy_ptr, scale_x_ptr, whole - 1, stride_sdr, stride_sxr)
+    for side in tl.range(0, 2, num_stages=1):  # the cut blocks before and behind those that are whole
+        block = tl.where(side == 0, whole - 1, whole_end)
+        before, behind = (start % BLOCK != 0) & (start < end), (end % BLOCK != 0) & (whole_end >= whole)
+        if tl.where(side == 0, before, behind):
+            cut = _cut_block(dy_ptr, x_ptr, of_n, of_k, block, start, end, rows, DY_E4M3, X_E4M3, DECODE)
+            acc += _scaled(cut, scale_dy_ptr, scale_x_ptr, block, stride_sdr, stride_sxr)
     r = whole * BLOCK + tl.arange(0, BLOCK)
     dy_tile, x_tile = dy_ptr + of_n[:, None] + r[None, :], x_ptr + of_k[None, :] + r[:, None]
     for block in tl.range(whole, whole_end):
         dy, x = tl.load(dy_tile), tl.load(x_tile)
         if DECODE:
             dy, x = _half_of(dy, DY_E4M3), _half_of(x, X_E4M3)
-        acc += tl.dot(dy, x) * _block_scales(scale_dy_ptr, scale_x_ptr, block, stride_sdr, stride_sxr)
+        acc += _scaled(tl.dot(dy, x), scale_dy_ptr, scale_x_ptr, block, stride_sdr, stride_sxr)
         dy_tile += BLOCK
         x_tile += BLOCK
-    if (end % BLOCK != 0) & (whole_end >= whole):
-        cut = _cut_block(dy_ptr, x_ptr, of_n, of_k, whole_end, start, end, rows, DY_E4M3, X_E4M3, DECODE)
-        acc += cut * _block_scales(scale_dy_ptr, scale_x_ptr, whole_end, stride_sdr, stride_sxr)
     out = dweights_ptr + group.to(tl.int64) * cols * depth + n.to(tl.int64)[:, None] * depth + k[None, :]
     tl.store(out, acc.to(dweights_ptr.dtype.element_ty), mask=(n < cols)[:, None] & (k < depth)[None, :])

@@ -35,19 +35,19 @@ def grouped_gemm_fp8_wgrad(
     out_dtype: torch.dtype = torch.float32,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """The gradient of the weights of `grouped_gemm_fp8`, from both factors transposed: fp8's tensor cores want the summed
-    dimension contiguous.
+    """The gradient of the weights of `grouped_gemm_fp8`, from both factors transposed: fp8's tensor cores want the
+    summed dimension contiguous.
 
         dweights[g, n, k] = Σ_r dy_t[n, r] · scale_dy[n, r // 128] · x_t[k, r] · scale_x[k, r // 128]
                                     over the rows r of group g: offsets[g - 1] <= r < offsets[g]
 
-    Blocks of 128 rows are counted from row 0 of the whole tensor, whatever the groups are. Where every group begins at a
-    multiple of 128 (the padded layout of a mixture's rows) a block has rows of one group alone. Else a block that two
+    Blocks of 128 rows are counted from row 0 of the whole tensor, whatever the groups are. Where every group begins at
+    a multiple of 128 (the padded layout of a mixture's rows) a block has rows of one group alone. Else a block that two
     groups share has one scale for both, and each of them takes its own rows of it, whatever the others hold. Groups
     without rows have a gradient of zeros.
 
-    Tensor cores form sums over the rows of a block, which are scaled and added in fp32 in the order of rows. The result
-    is rounded once. Deterministic. The host never reads the offsets.
+    Tensor cores form sums over the rows of a block, which are scaled and added in fp32 in a fixed order. The result is
+    rounded once. Deterministic. The host never reads the offsets.
 
     dy_t     [N, T] float8_e4m3fn or float8_e5m2
     x_t      [K, T] either of them. N, K and T are multiples of 16, at most 2^31 - 512. Rows of both that are contiguous

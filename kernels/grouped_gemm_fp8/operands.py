@@ -31,7 +31,9 @@ def no_gradient(op: str, **inputs: Any) -> None:
             )
 
 
-def check_codes(op: str, name: str, codes: Any, wanted: str, shape: tuple[int | None, ...], units: tuple[int, ...]) -> None:
+def check_codes(
+    op: str, name: str, codes: Any, wanted: str, shape: tuple[int | None, ...], units: tuple[int, ...]
+) -> None:
     """TypeError or ValueError for what are no codes of this shape: None stands for any size that is a multiple of its
     unit. `wanted` says the same in words."""
     if not isinstance(codes, torch.Tensor) or codes.dtype not in CODES:
@@ -59,7 +61,9 @@ def check_offsets(op: str, offsets: Any, groups: int | None) -> None:
         raise ValueError(f"{op}: offsets must be {wanted}, got {list(offsets.shape)}")
 
 
-def check_options(op: str, out_dtype: Any, backend: Any, name: str, first: torch.Tensor, **others: torch.Tensor) -> None:
+def check_options(
+    op: str, out_dtype: Any, backend: Any, name: str, first: torch.Tensor, **others: torch.Tensor
+) -> None:
     """Devices, options, and whether `first`, which is called `name`, is where a kernel can run."""
     for other, tensor in others.items():
         if tensor.device != first.device:
@@ -79,8 +83,8 @@ def is_e4m3(codes: torch.Tensor) -> bool:
 
 
 def in_place(codes: torch.Tensor) -> bool:
-    """Whether rows of matrices are contiguous, apart and on 16-byte boundaries. The stride of a dimension of one element
-    is arbitrary, and any that is none of these leads to a copy."""
+    """Whether rows of matrices are contiguous, apart and on 16-byte boundaries. The stride of a dimension of one
+    element is arbitrary, and any that is none of these leads to a copy."""
     *pitches, step = codes.stride()
     apart = all(pitch >= codes.shape[-1] and not pitch % VECTOR for pitch in pitches)
     return step == 1 and apart and not codes.data_ptr() % VECTOR

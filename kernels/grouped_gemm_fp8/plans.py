@@ -58,7 +58,8 @@ def weights_plan(
     out_dtype: torch.dtype,
     backend: str,
 ) -> Product:
-    """Takes (dy_t, x_t, scale_dy, scale_x, offsets) like these, as `op_wgrad` has checked them, and returns dweights."""
+    """Takes (dy_t, x_t, scale_dy, scale_x, offsets) like these, as `op_wgrad` has checked them, and returns
+    dweights."""
     (cols, rows), depth, groups = dy_t.shape, x_t.shape[0], offsets.shape[0]
     backend = _backend("grouped_gemm_fp8_wgrad", dy_t, x_t, backend, rows, groups, of_weights=True)
     a, b = _readable(dy_t), _readable(x_t)

@@ -49,7 +49,7 @@ def grouped_gemm_fp8_wgrad_reference(
     *,
     out_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """dy_t [N, T] and x_t [K, T], as above. Blocks of rows are those of the whole tensor, cut at the ends of a group."""
+    """dy_t [N, T] and x_t [K, T], as above. Blocks of rows are the whole tensor's, cut at the ends of a group."""
     (cols, rows), depth, groups = dy_t.shape, x_t.shape[0], offsets.shape[0]
     _expect(x_t, (depth, rows))
     _expect(scale_dy, (cols, _blocks(rows)))

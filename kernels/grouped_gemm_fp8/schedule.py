@@ -103,9 +103,11 @@ def write_table(
     CHUNK: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """The body of a kernel that has these parameters, and is not specialised for rows, groups and room. CTA g writes the
-    entry of group g and the entries of its row tiles; the last one those of the rows behind the last offset, the header,
-    and zeros into what is left of the `room` for row tiles, so that equal calls give equal tables."""
+    """The body of a kernel that has these parameters, and is not specialised for rows, groups and room.
+
+    CTA g writes the entry of group g and the entries of its row tiles; the last one those of the rows behind the last
+    offset, the header, and zeros into what is left of the `room` for row tiles, so that equal calls give equal tables.
+    """
     own = tl.program_id(0)
     start, end = _own_rows(offsets_ptr, own, groups, rows, stride_o, CHUNK)
     tiles_before, place, carry, carry_start = 0, 0, 0, 0
