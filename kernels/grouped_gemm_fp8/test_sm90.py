@@ -88,12 +88,12 @@ def test_it_compiles_and_does_not_spill(weights: int, changes: dict[str, int]) -
 
 
 def test_host_and_device_agree_on_the_tile() -> None:
-    text = SOURCE.read_text(encoding="utf-8")
-    blocks = re.search(r"BLOCK_M = (\d+), BLOCK_N = (\d+), BLOCK_K = (\d+);\nconstexpr int CONSUMERS = (\d+)", text)
-    assert blocks is not None
-    *tile, consumers = map(int, blocks.groups())
-    assert tile == [products.BLOCK_M, products.BLOCK_N, products.BLOCK_K]
-    assert 128 * (consumers + 1) == products.THREADS
+    text = SOURCE.with_name("tiles.cuh").read_text(encoding="utf-8")
+    blocks = re.search(r"BLOCK_M = (\d+), BLOCK_N = (\d+), BLOCK_K = (\d+);", text)
+    consumers = re.search(r"constexpr int CONSUMERS = (\d+)", SOURCE.read_text(encoding="utf-8"))
+    assert blocks is not None and consumers is not None
+    assert [int(size) for size in blocks.groups()] == [products.BLOCK_M, products.BLOCK_N, products.BLOCK_K]
+    assert 128 * (int(consumers[1]) + 1) == products.THREADS
 
 
 def test_the_ring_fits_into_shared_memory() -> None:
