@@ -26,8 +26,15 @@ def nbytes(tensors) -> int:
     return sum(t.numel() * t.element_size() for t in distinct.values())
 
 
+def fp8_products(offsets, out_dtype, formats, **inputs):
+    """Of the forward or, from transposed operands, of the weights' gradient."""
+    if "dy_t" in inputs:
+        return (offsets[:, None, None] * inputs["dy_t"][:, :1] * inputs["x_t"][:, 0]).to(out_dtype)
+    return (inputs["x"][:, :1] * inputs["weights"][:1, :, 0]).to(out_dtype)
+
+
 # Of ops whose reference reads values on its way, which a tensor without any does not have: what has the result's shape.
-SHAPED = {"grouped_gemm": lambda x, weights, **_: x[:, :1] * weights[:1, :, 0]}
+SHAPED = {"grouped_gemm": lambda x, weights, **_: x[:, :1] * weights[:1, :, 0], "grouped_gemm_fp8": fp8_products}
 # Each rank has a part of the whole problem's tensors: the dimension that is cut. Else it has tensors of their size.
 CUT = {"ring_attention": 2}
 

@@ -17,10 +17,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .schedule import ENTRY, HEADER
+from .schedule import ENTRY, HEADER, write_table
 
 # What changes from call to call comes first, then integers, then constexprs: see `Launch`. Rows and groups vary from
 # step to step of a model with routing, so that kernels are not specialised for them.
+
+
+@triton.jit(do_not_specialize=["rows", "groups", "room"])
+def _grouped_gemm_table_kernel(
+    offsets_ptr,
+    table_ptr,
+    rows,
+    groups,
+    room,
+    stride_o,
+    BLOCK_M: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """The table of tiles, which the kernels below read: schedule.py."""
+    write_table(offsets_ptr, table_ptr, rows, groups, room, stride_o, BLOCK_M, CHUNK, TILES)
 
 
 @triton.jit

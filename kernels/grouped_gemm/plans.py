@@ -11,7 +11,12 @@ import torch
 import triton
 
 from . import configs
-from .kernel import _grouped_gemm_bias_kernel, _grouped_gemm_rows_kernel, _grouped_gemm_weights_kernel
+from .kernel import (
+    _grouped_gemm_bias_kernel,
+    _grouped_gemm_rows_kernel,
+    _grouped_gemm_table_kernel,
+    _grouped_gemm_weights_kernel,
+)
 from .launch import Launch
 from .schedule import table_launch, table_size
 from .sm90 import products
@@ -31,7 +36,7 @@ def fwd_plan(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, bias
     RuntimeError where `backend` cannot take them."""
     rows, (groups, cols), device = x.shape[0], weights.shape[:2], x.device
     size, dtype = table_size(rows, groups), x.dtype
-    schedule = table_launch(offsets, rows, _block_m(rows, groups, x))
+    schedule = table_launch(_grouped_gemm_table_kernel, offsets, rows, _block_m(rows, groups, x))
     product = _rows_launch(x, weights, bias, configs.pick_backend(backend, groups)) if rows and cols else None
 
     def run(

@@ -1,3 +1,4 @@
+# A copy of parts/schedule.py, made by `nox -s vendor`: change it there.
 """Which rows belong to which tile, written on the device: the host never reads the offsets.
 
 One small launch writes a table of int32, which the products of the forward and of the backward read:
@@ -16,6 +17,8 @@ offsets, 128 of them in one load.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -39,11 +42,11 @@ def _tiles(rows: int, groups: int) -> int:
     return rows // MIN_BLOCK_M + groups + 1
 
 
-def table_launch(offsets: torch.Tensor, rows: int, block_m: int) -> Launch:
-    """Writes a table, given (offsets, table)."""
+def table_launch(kernel: Any, offsets: torch.Tensor, rows: int, block_m: int) -> Launch:
+    """Writes a table, given (offsets, table). `kernel` is the folder's own, whose body is `write_table`."""
     groups = offsets.shape[0]
     return Launch(
-        _grouped_gemm_table_kernel,
+        kernel,
         (groups + 1,),
         offsets.device,
         (rows, groups, _tiles(rows, groups), offsets.stride(0)),
@@ -88,8 +91,8 @@ def _entry(word, group, row, end):
     return tl.where(word == 0, group, tl.where(word == 1, row, tl.where(word == 2, end, 0)))
 
 
-@triton.jit(do_not_specialize=["rows", "groups", "room"])
-def _grouped_gemm_table_kernel(
+@triton.jit
+def write_table(
     offsets_ptr,
     table_ptr,
     rows,
@@ -100,9 +103,11 @@ def _grouped_gemm_table_kernel(
     CHUNK: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """CTA g writes the entry of group g and the entries of its row tiles; the last one those of the rows behind the
-    last offset, the header, and zeros into what is left of the `room` for row tiles, so that equal calls give equal
-    tables."""
+    """The body of a kernel that has these parameters, and is not specialised for rows, groups and room.
+
+    CTA g writes the entry of group g and the entries of its row tiles; the last one those of the rows behind the last
+    offset, the header, and zeros into what is left of the `room` for row tiles, so that equal calls give equal tables.
+    """
     own = tl.program_id(0)
     start, end = _own_rows(offsets_ptr, own, groups, rows, stride_o, CHUNK)
     tiles_before, place, carry, carry_start = 0, 0, 0, 0

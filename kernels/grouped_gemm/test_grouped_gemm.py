@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from harness.spec import Case
 
 from . import bench, configs, schedule
+from .kernel import _grouped_gemm_table_kernel
 from .op import grouped_gemm
 from .reference import grouped_gemm_reference
 
@@ -159,7 +160,7 @@ def test_table(ends: list[int], block_m: int) -> None:
     rows, groups = 320, len(ends)
     offsets = torch.tensor(ends, device=DEVICE)
     table = torch.full((schedule.table_size(rows, groups),), -9, dtype=torch.int32, device=DEVICE)
-    schedule.table_launch(offsets, rows, block_m)(offsets, table)
+    schedule.table_launch(_grouped_gemm_table_kernel, offsets, rows, block_m)(offsets, table)
     (count, *rest), *entries = table.view(-1, 4).tolist()
     read = offsets.clamp(0, rows).cummax(0).values.tolist()
     parts = [(group, start, end) for group, (start, end) in enumerate(itertools.pairwise([0, *read]))]

@@ -32,9 +32,9 @@
 #include "cluster.cuh"
 #include "mbarrier.cuh"
 #include "numbers.cuh"
-#include "products.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
+#include "wgmma8.cuh"
 
 constexpr int BLOCK_M = 128, BLOCK_N = SCALING ? 128 : 256, BLOCK_K = 128;
 constexpr int CONSUMERS = 2, ROWS = BLOCK_M / CONSUMERS, THREADS = 128 * (CONSUMERS + 1);

@@ -1,4 +1,5 @@
-// One wgmma of 64 x N x 32 of fp8, and how its operands lie in shared memory.
+// A copy of parts/sm90/wgmma8.cuh, made by `nox -s vendor`: change it there.
+// One wgmma of 64 x N x 32 of fp8, and how its operands lie in shared memory. The launcher defines A_E4M3 and B_E4M3.
 #pragma once
 
 #include "types.cuh"

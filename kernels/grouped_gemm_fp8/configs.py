@@ -1,0 +1,107 @@
+"""How grouped_gemm_fp8 is launched: every choice is a pure function of the problem and the GPU.
+
+What was tried is in EXPERIMENTS.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIN_BLOCK_M, MIN_BLOCK_K = 16, 32  # what tl.dot takes of fp8; the tile list has room for tiles of so few rows
+
+
+@dataclass(frozen=True)
+class RowsConfig:
+    """Tiles of `block_m` rows (by `pick_block_m`) by `block_n` columns, walked by `ctas` persistent CTAs an SM, in
+    steps of `block_k` terms: 128, which have a scale, or all. `raster` row tiles follow each other before the next
+    column, so that they share a weight's columns in L2."""
+
+    block_n: int
+    block_k: int
+    raster: int
+    stages: int
+    num_warps: int
+    ctas: int
+
+
+@dataclass(frozen=True)
+class WeightsConfig:
+    """A CTA for each tile of `block_n` by `block_k` of a weight's gradient, which is summed over 128 rows at a time.
+    `raster` tiles follow each other before the next column of tiles."""
+
+    block_n: int
+    block_k: int
+    raster: int
+    stages: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class CudaConfig:
+    """Of products.cu, whose tiles are 128 x 128 in steps of 128: steps of the ring, and row tiles that follow each
+    other."""
+
+    stages: int
+    raster: int
+
+
+def pick_backend(backend: str, rows: int, groups: int, of_weights: bool, possible: bool) -> str:
+    """The version that runs; `possible`: CUDA C++ can. Pure.
+
+    CUDA C++ has tiles of 128 rows, which groups of fewer rows leave half empty; Triton takes narrower ones. A weight's
+    gradient has the same tiles whatever the groups are. By these sums, and by fp8_matmul's dense products, where CUDA
+    C++ is 11 to 39 % faster; not measured yet.
+    """
+    if backend != "auto":
+        return backend
+    return "cuda" if possible and (of_weights or rows > 64 * groups) else "triton"
+
+
+def pick_block_m(rows: int, groups: int) -> int:
+    """Rows of a tile of Triton's: 128, less where a group has fewer rows on average, since a tile holds rows of one
+    group alone. Pure. By what a tile costs; not measured yet."""
+    return max(MIN_BLOCK_M, min(128, _power(rows // max(1, groups))))
+
+
+def pick_rows_config(cols: int, depth: int, block_m: int, capability: tuple[int, int]) -> RowsConfig:
+    """Configuration of the forward. Pure.
+
+    - Two sets of sums, the tensor core's and fp32, are 128 registers a thread with 128 x 128 sums in 8 warps.
+    - Steps of 128 bytes of k: a line of shared memory, and what has a scale.
+    - With few rows a weight is read for little: narrower tiles, two CTAs an SM.
+
+    By these sums; not measured yet.
+    """
+    block_k = max(MIN_BLOCK_K, min(128, _power(depth)))
+    if block_m <= 64:
+        stages = 4 if capability >= (9, 0) else 2
+        return RowsConfig(_fit(cols, 64), block_k, raster=8, stages=stages, num_warps=4, ctas=2)
+    stages = 4 if capability >= (9, 0) else 3
+    return RowsConfig(_fit(cols, 128), block_k, raster=8, stages=stages, num_warps=8, ctas=1)
+
+
+def pick_weights_config(cols: int, depth: int, capability: tuple[int, int]) -> WeightsConfig:
+    """Configuration of the weights' gradient. Pure. As `pick_rows_config`; not measured yet."""
+    stages = 4 if capability >= (9, 0) else 3
+    return WeightsConfig(_fit(cols, 128), _fit(depth, 128), raster=8, stages=stages, num_warps=8)
+
+
+def pick_cuda_rows_config(groups: int, rows: int, cols: int, depth: int) -> CudaConfig:
+    """Configuration of products.cu for the forward. Pure. Four steps, as measured of fp8_matmul, and more rows of tiles
+    after each other with many groups, as of grouped_gemm; not measured yet here."""
+    return CudaConfig(stages=4, raster=16 if groups >= 32 else 8)
+
+
+def pick_cuda_weights_config(groups: int, rows: int, cols: int, depth: int) -> CudaConfig:
+    """Configuration of products.cu for the weights' gradient. Pure. As `pick_cuda_rows_config`."""
+    return CudaConfig(stages=4, raster=8)
+
+
+def _power(size: int) -> int:
+    """The next power of two."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def _fit(size: int, most: int) -> int:
+    """The block of a dimension: `most`, or what a smaller dimension fills."""
+    return max(16, min(most, _power(size)))

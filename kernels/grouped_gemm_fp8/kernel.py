@@ -1,0 +1,273 @@
+"""grouped_gemm_fp8: the products in Triton.
+
+Napkin maths, T rows of K, weights [G, N, K], one NVIDIA H200 at 1500 TFLOP/s of fp8 and 4254 GB/s:
+  forward    y = x · wᵀ, a group's rows with its weight     2·T·N·K FLOPs    bytes T·K + G·N·K + 2·T·N
+  dweights   dyᵀ · x over the rows of each group            2·T·N·K FLOPs    bytes T·(N + K) + 4·G·N·K
+                                                 FLOPs        floor     forward's bytes    dweights' bytes
+  8 groups, 8192 rows, 4096 x 4096               275 GFLOP    183 us    235 MB,  55 us     604 MB, 142 us
+  64 groups, 32768 rows, 2048 x 1408             189 GFLOP    126 us    365 MB,  86 us     851 MB, 200 us
+The tensor cores bind the forward; with many groups the fp32 gradients that are written bind dweights. On Hopper tensor
+cores add fp8 products with some 14 bits. An fp32 sum in registers is therefore kept beside theirs, and each sum of 128
+terms is scaled and added to it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .schedule import ENTRY, HEADER, write_table
+
+BLOCK = tl.constexpr(128)  # terms of a sum that share a scale
+
+
+@triton.jit
+def _half_of(code, E4M3: tl.constexpr):
+    """fp16 of a byte: exact. For Triton's interpreter alone, whose own conversions of fp8 are wrong."""
+    wide = code.to(tl.uint16)
+    if not E4M3:  # e5m2 is the upper half of fp16
+        return (wide << 8).to(tl.float16, bitcast=True)
+    # fp16 has a bias that is 8 more.
+    bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+    value = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return tl.where((wide & 0x7F) == 0x7F, float("nan"), value).to(tl.float16)
+
+
+@triton.jit
+def _raster(place, tiles_m, tiles_n, RASTER: tl.constexpr):
+    """Tile at this place of the order: RASTER row tiles of a column, then the next column."""
+    band = RASTER * tiles_n
+    first = place // band * RASTER
+    height = tl.minimum(tiles_m - first, RASTER)
+    return first + place % band % height, place % band // height
+
+
+# What changes from call to call comes first, then integers, then constexprs: see `Launch`. Rows and groups vary from
+# step to step of a model with routing, so that kernels are not specialised for them.
+
+
+@triton.jit(do_not_specialize=["rows", "groups", "room"])
+def _grouped_gemm_fp8_table_kernel(
+    offsets_ptr,
+    table_ptr,
+    rows,
+    groups,
+    room,
+    stride_o,
+    BLOCK_M: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """The table of tiles, which the kernels below read: schedule.py."""
+    write_table(offsets_ptr, table_ptr, rows, groups, room, stride_o, BLOCK_M, CHUNK, TILES)
+
+
+@triton.jit
+def _rows_times_weight(
+    x_ptr,
+    w_ptr,
+    scale_x_ptr,
+    scale_w_ptr,
+    depth,
+    stride_sxk,
+    stride_swk,
+    steps,
+    X_E4M3: tl.constexpr,
+    W_E4M3: tl.constexpr,
+    DECODE: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Σ x · w over `steps` blocks of k, each sum scaled, in fp32. x_ptr [BLOCK_M, 1], w_ptr [1, BLOCK_N] and
+    scale_x_ptr [BLOCK_M] point to k = 0, scale_w_ptr to the one scale of the tile's columns there."""
+    k = tl.arange(0, BLOCK_K)
+    x_ptr, w_ptr = x_ptr + k[None, :], w_ptr + k[:, None]
+    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for step in tl.range(0, steps):
+        if EVEN_K:
+            x, w = tl.load(x_ptr), tl.load(w_ptr)
+        else:
+            left = depth - step * BLOCK_K
+            x = tl.load(x_ptr, mask=k[None, :] < left, other=0.0)
+            w = tl.load(w_ptr, mask=k[:, None] < left, other=0.0)
+        if DECODE:
+            x, w = _half_of(x, X_E4M3), _half_of(w, W_E4M3)
+        block = tl.cast(step, tl.int64)
+        scale = tl.load(scale_x_ptr + block * stride_sxk) * tl.load(scale_w_ptr + block * stride_swk)
+        acc += tl.dot(x, w) * scale[:, None]
+        x_ptr += BLOCK_K
+        w_ptr += BLOCK_K
+    return acc
+
+
+@triton.jit(
+    do_not_specialize=["groups", "stride_sxm", "stride_sxk", "stride_swg", "stride_swn", "stride_swk"],
+)
+def _grouped_gemm_fp8_rows_kernel(
+    x_ptr,
+    weights_ptr,
+    scale_x_ptr,
+    scale_w_ptr,
+    table_ptr,
+    y_ptr,
+    groups,
+    cols,
+    depth,
+    stride_xm,
+    stride_wg,
+    stride_wn,
+    stride_sxm,
+    stride_sxk,
+    stride_swg,
+    stride_swn,
+    stride_swk,
+    X_E4M3: tl.constexpr,
+    W_E4M3: tl.constexpr,
+    DECODE: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    RASTER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """y[r, n] = Σ_k x[r, k] · weights[g, n, k], scaled, for the group g of row r, and 0 for a row without one.
+
+    Persistent: a CTA takes every num_programs-th tile of those that the table has row tiles for. BLOCK_N divides 128,
+    so that a tile has one scale of weights a step. DECODE: operands are bytes, which become fp16 here.
+
+    Rows and columns beyond the end are read again from the group's last row or the last column, and not stored.
+    """
+    tiles_m, tiles_n = tl.load(table_ptr), tl.cdiv(cols, BLOCK_N)
+    entries = table_ptr + HEADER + groups * ENTRY
+    for place in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+        tile_m, tile_n = _raster(place, tiles_m, tiles_n, RASTER)
+        entry = entries + tile_m * ENTRY
+        group, first, end = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+        steps = tl.where(group >= 0, tl.cdiv(depth, BLOCK_K), 0)
+        m, n = first + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        row, col = tl.minimum(m, end - 1).to(tl.int64), tl.minimum(n, cols - 1).to(tl.int64)
+        weight, of_weight = group.to(tl.int64) * stride_wg, group.to(tl.int64) * stride_swg
+        acc = _rows_times_weight(
+            x_ptr + row[:, None] * stride_xm,
+            weights_ptr + weight + col[None, :] * stride_wn,
+            scale_x_ptr + row * stride_sxm,
+            scale_w_ptr + of_weight + (tile_n * BLOCK_N // BLOCK).to(tl.int64) * stride_swn,
+            depth, stride_sxk, stride_swk, steps,
+            X_E4M3, W_E4M3, DECODE, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        y = y_ptr + m.to(tl.int64)[:, None] * cols + n[None, :]
+        tl.store(y, acc.to(y_ptr.dtype.element_ty), mask=(m < end)[:, None] & (n < cols)[None, :])
+
+
+@triton.jit
+def _float8_of(code, E4M3: tl.constexpr, DECODE: tl.constexpr):
+    """The numbers that bytes stand for."""
+    if DECODE:
+        return _half_of(code, E4M3)
+    return code.to(tl.float8e4nv if E4M3 else tl.float8e5, bitcast=True)
+
+
+@triton.jit
+def _bytes(ptr, DECODE: tl.constexpr):
+    """The same address; operands to DECODE are bytes already."""
+    if DECODE:
+        return ptr
+    return ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
+
+
+@triton.jit
+def _cut_block(
+    dy_ptr,
+    x_ptr,
+    of_n,
+    of_k,
+    block,
+    start,
+    end,
+    rows,
+    DY_E4M3: tl.constexpr,
+    X_E4M3: tl.constexpr,
+    DECODE: tl.constexpr,
+):
+    """Σ dy · x over the rows of a block that are in [start, end), unscaled. of_n and of_k are offsets of columns of the
+    tile. Loads are limited by `rows` alone, a multiple of 16, so that they stay vectors; what lies outside the group
+    may be NaN, and becomes a zero in both factors."""
+    r = block * BLOCK + tl.arange(0, BLOCK)
+    there, inside = r < rows, (r >= start) & (r < end)
+    dy = tl.load(_bytes(dy_ptr, DECODE) + of_n[:, None] + r[None, :], mask=there[None, :], other=0)
+    x = tl.load(_bytes(x_ptr, DECODE) + of_k[None, :] + r[:, None], mask=there[:, None], other=0)
+    dy, x = tl.where(inside[None, :], dy, 0).to(tl.uint8), tl.where(inside[:, None], x, 0).to(tl.uint8)
+    return tl.dot(_float8_of(dy, DY_E4M3, DECODE), _float8_of(x, X_E4M3, DECODE))
+
+
+@triton.jit
+def _scaled(sums, scale_dy_ptr, scale_x_ptr, block, stride_sdr, stride_sxr):
+    """The sums over a block of rows times their scales. By one scale after the other: a tile of products of scales
+    beside the sums would spill."""
+    scale_dy = tl.load(scale_dy_ptr + tl.cast(block, tl.int64) * stride_sdr)
+    scale_x = tl.load(scale_x_ptr + tl.cast(block, tl.int64) * stride_sxr)
+    return sums * scale_dy[:, None] * scale_x[None, :]
+
+
+@triton.jit(do_not_specialize=["stride_sdn", "stride_sdr", "stride_sxk", "stride_sxr"])
+def _grouped_gemm_fp8_weights_kernel(
+    dy_ptr,
+    x_ptr,
+    scale_dy_ptr,
+    scale_x_ptr,
+    table_ptr,
+    dweights_ptr,
+    rows,
+    cols,
+    depth,
+    stride_dyn,
+    stride_xk,
+    stride_sdn,
+    stride_sdr,
+    stride_sxk,
+    stride_sxr,
+    DY_E4M3: tl.constexpr,
+    X_E4M3: tl.constexpr,
+    DECODE: tl.constexpr,
+    RASTER: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """dweights[g, n, k] = Σ over the rows r of group g of dy[n, r] · x[k, r], scaled, in a fixed order, in fp32.
+
+    A CTA for each tile, the group with most rows first: CTAs are started in this order, so that the longest sums are
+    not left for the end. A group without rows is filled with zeros. A group that begins or ends within a block of 128
+    rows takes a cut block there; those between have no mask.
+    """
+    tiles_n, tiles_k = tl.cdiv(cols, BLOCK_N), tl.cdiv(depth, BLOCK_K)
+    place = tl.program_id(0) // (tiles_n * tiles_k)
+    tile_n, tile_k = _raster(tl.program_id(0) % (tiles_n * tiles_k), tiles_n, tiles_k, RASTER)
+    entry = table_ptr + HEADER + place * ENTRY
+    group, start, end = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    n, k = tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    # Columns beyond the end are read again from the last one, and not stored.
+    col, deep = tl.minimum(n, cols - 1).to(tl.int64), tl.minimum(k, depth - 1).to(tl.int64)
+    of_n, of_k = col * stride_dyn, deep * stride_xk
+    scale_dy_ptr += col * stride_sdn
+    scale_x_ptr += deep * stride_sxk
+    acc = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    whole, whole_end = tl.cdiv(start, BLOCK), end // BLOCK
+    for side in tl.range(0, 2, num_stages=1):  # the cut blocks before and behind those that are whole
+        block = tl.where(side == 0, whole - 1, whole_end)
+        before, behind = (start % BLOCK != 0) & (start < end), (end % BLOCK != 0) & (whole_end >= whole)
+        if tl.where(side == 0, before, behind):
+            cut = _cut_block(dy_ptr, x_ptr, of_n, of_k, block, start, end, rows, DY_E4M3, X_E4M3, DECODE)
+            acc += _scaled(cut, scale_dy_ptr, scale_x_ptr, block, stride_sdr, stride_sxr)
+    r = whole * BLOCK + tl.arange(0, BLOCK)
+    dy_tile, x_tile = dy_ptr + of_n[:, None] + r[None, :], x_ptr + of_k[None, :] + r[:, None]
+    for block in tl.range(whole, whole_end):
+        dy, x = tl.load(dy_tile), tl.load(x_tile)
+        if DECODE:
+            dy, x = _half_of(dy, DY_E4M3), _half_of(x, X_E4M3)
+        acc += _scaled(tl.dot(dy, x), scale_dy_ptr, scale_x_ptr, block, stride_sdr, stride_sxr)
+        dy_tile += BLOCK
+        x_tile += BLOCK
+    out = dweights_ptr + group.to(tl.int64) * cols * depth + n.to(tl.int64)[:, None] * depth + k[None, :]
+    tl.store(out, acc.to(dweights_ptr.dtype.element_ty), mask=(n < cols)[:, None] & (k < depth)[None, :])

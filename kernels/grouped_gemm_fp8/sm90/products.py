@@ -1,0 +1,121 @@
+"""The products for Hopper in CUDA C++ (products.cu): which problems they take, and their launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..configs import CudaConfig
+from . import cuda_driver
+from .cuda_driver import tensor_map
+
+BLOCK_M, BLOCK_N, BLOCK_K, THREADS = 128, 128, 128, 384  # of products.cu
+SCALE_BYTES = 4 * (BLOCK_M + BLOCK_N)  # of a step
+
+# Two tensor maps and products.cu's Problem: table, out, scales; strides of scales; groups, rows, cols, depth.
+_LAYOUT = "MM(PPPPqqqqqiiii)"
+
+Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+def unsupported_reason(a: torch.Tensor, b: torch.Tensor, capability: tuple[int, int]) -> str | None:
+    """Why it cannot multiply on this GPU, or None."""
+    if capability != (9, 0):
+        return "it needs a GPU of compute capability 9.0 (Hopper)"
+    return cuda_driver.no_compiler()
+
+
+def rows_launch(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    scale_x: torch.Tensor,
+    scale_w: torch.Tensor,
+    out_dtype: torch.dtype,
+    config: CudaConfig,
+) -> Write:
+    """Writes y, given (x, weights, scale_x, scale_w, table, y) like these: x and weights have elements, and rows that
+    are contiguous on 16-byte boundaries. The table's tiles have BLOCK_M rows."""
+    (rows, depth), (groups, cols, _) = x.shape, weights.shape
+    most = (rows // BLOCK_M + groups + 1) * -(-cols // BLOCK_N)
+    maps = _map(x[None, None], BLOCK_M), _map(weights[None], BLOCK_N)
+    strides = *scale_x.stride(), *scale_w.stride()
+    return _start(x, weights, out_dtype, config, 0, most, maps, strides, (groups, rows, cols, depth))
+
+
+def weights_launch(
+    dy_t: torch.Tensor,
+    x_t: torch.Tensor,
+    scale_dy: torch.Tensor,
+    scale_x: torch.Tensor,
+    groups: int,
+    out_dtype: torch.dtype,
+    config: CudaConfig,
+) -> Write:
+    """Writes dweights, given (dy_t, x_t, scale_dy, scale_x, table, dweights), operands as in `rows_launch`."""
+    rows, cols = dy_t.shape[0], x_t.shape[0]
+    tiles = groups * -(-rows // BLOCK_M) * -(-cols // BLOCK_N)
+    maps = _map(dy_t[None, None], BLOCK_M), _map(x_t[None, None], BLOCK_N)
+    strides = *scale_dy.stride(), 0, *scale_x.stride()
+    return _start(dy_t, x_t, out_dtype, config, 1, tiles, maps, strides, (groups, rows, cols, 0))
+
+
+def _map(codes: torch.Tensor, rows: int) -> cuda_driver.TensorMap:
+    """Boxes of that many rows by BLOCK_K bytes, of a tensor of four dimensions."""
+    return tensor_map(codes.view(torch.uint8), codes.shape[2], rows, BLOCK_K)
+
+
+def _start(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out_dtype: torch.dtype,
+    config: CudaConfig,
+    weights: int,
+    tiles: int,
+    maps: tuple[cuda_driver.TensorMap, cuda_driver.TensorMap],
+    strides: tuple[int, ...],
+    sizes: tuple[int, ...],
+) -> Write:
+    """Launches the kernel. `strides` are those of a's scales by rows and blocks, and of b's by groups, rows and
+    blocks."""
+    defines = (
+        f"WEIGHTS={weights}",
+        f"A_E4M3={int(a.dtype == torch.float8_e4m3fn)}",
+        f"B_E4M3={int(b.dtype == torch.float8_e4m3fn)}",
+        f"OUT32={int(out_dtype == torch.float32)}",
+        f"FP16={int(out_dtype == torch.float16)}",
+        f"STAGES={config.stages}",
+        f"RASTER={config.raster}",
+    )
+    device, shared = a.device, shared_bytes(config)
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    with torch.cuda.device_of(a):
+        (kernel,) = cuda_driver.kernels(device.index, "products.cu", ("grouped_gemm_fp8_products",), defines, shared)
+    launch = cuda_driver.Launch(device.index, kernel, min(sms, tiles), THREADS, shared, _LAYOUT)
+    a_map, b_map = maps
+
+    def run(
+        a: torch.Tensor,
+        b: torch.Tensor,
+        scale_a: torch.Tensor,
+        scale_b: torch.Tensor,
+        table: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        launch(
+            a_map(a.data_ptr()),
+            b_map(b.data_ptr()),
+            table.data_ptr(),
+            out.data_ptr(),
+            scale_a.data_ptr(),
+            scale_b.data_ptr(),
+            *strides,
+            *sizes,
+        )
+
+    return run
+
+
+def shared_bytes(config: CudaConfig) -> int:
+    """Of a CTA: the ring of both operands and their scales, and its barriers."""
+    return config.stages * ((BLOCK_M + BLOCK_N) * BLOCK_K + SCALE_BYTES + 16)

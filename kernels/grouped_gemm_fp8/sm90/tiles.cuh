@@ -1,0 +1,76 @@
+// The problem, and which tile a CTA takes in a round. The launcher defines WEIGHTS and RASTER: see products.cu.
+#pragma once
+
+#include "types.cuh"
+
+constexpr int BLOCK_M = 128, BLOCK_N = 128, BLOCK_K = 128;
+
+struct Problem {
+    const int* table;  // schedule.py
+    char* out;
+    const float* scale_a;
+    const float* scale_b;
+    u64 scale_a_row, scale_a_block, scale_b_group, scale_b_row, scale_b_block;  // strides in elements
+    int groups, rows, cols;  // of out, or with WEIGHTS of each of its matrices
+    int depth;               // without WEIGHTS: terms of a sum
+};
+
+struct Tile {
+    int group, row, column;  // of out
+    int rows;                // how many of BLOCK_M are there
+    int first, end;          // of the terms of the sum
+};
+
+DEVICE int tiles_of(const Problem& a) {
+    const int columns = (a.cols + BLOCK_N - 1) / BLOCK_N;
+    return WEIGHTS ? a.groups * ((a.rows + BLOCK_M - 1) / BLOCK_M) * columns : a.table[0] * columns;
+}
+
+// RASTER tiles of a column, then the next column, so that what they read of b is in L2.
+DEVICE void raster(int place, int tiles_m, int tiles_n, int& tile_m, int& tile_n) {
+    const int band = RASTER * tiles_n, first = place / band * RASTER, height = min(tiles_m - first, RASTER);
+    tile_n = place % band / height;
+    tile_m = first + place % band % height;
+}
+
+// The sum of a row or group without terms has first = end = 0.
+DEVICE Tile find_tile(const Problem& a, int place) {
+    const int tiles_n = (a.cols + BLOCK_N - 1) / BLOCK_N;
+    const int4* entries = reinterpret_cast<const int4*>(a.table) + 1;
+    int tile_m, tile_n;
+    Tile tile;
+    if (WEIGHTS) {
+        const int tiles_m = (a.rows + BLOCK_M - 1) / BLOCK_M, each = tiles_m * tiles_n;
+        const int4 entry = entries[place / each];
+        raster(place % each, tiles_m, tiles_n, tile_m, tile_n);
+        const bool empty = entry.y >= entry.z;
+        tile.group = entry.x, tile.first = empty ? 0 : entry.y, tile.end = empty ? 0 : entry.z;
+        tile.row = tile_m * BLOCK_M, tile.rows = min(a.rows - tile.row, BLOCK_M);
+    } else {
+        raster(place, a.table[0], tiles_n, tile_m, tile_n);
+        const int4 entry = entries[a.groups + tile_m];
+        tile.group = entry.x, tile.row = entry.y, tile.rows = min(entry.z - entry.y, BLOCK_M);
+        tile.first = 0, tile.end = entry.x < 0 ? 0 : a.depth;
+    }
+    tile.column = tile_n * BLOCK_N;
+    return tile;
+}
+
+// Of a tile that all threads of a warp know, so that the compiler knows it too: descriptors then live in uniform
+// registers.
+DEVICE Tile uniform(Tile tile) {
+    tile.group = __shfl_sync(~0u, tile.group, 0), tile.row = __shfl_sync(~0u, tile.row, 0);
+    tile.column = __shfl_sync(~0u, tile.column, 0), tile.rows = __shfl_sync(~0u, tile.rows, 0);
+    tile.first = __shfl_sync(~0u, tile.first, 0), tile.end = __shfl_sync(~0u, tile.end, 0);
+    return tile;
+}
+
+// The first term of a tile's first step.
+DEVICE int first_step(const Tile& tile) { return tile.first & -BLOCK_K; }
+
+// The tile that a CTA takes in a round. Sums of the weights' gradient are as long as their groups are large, and sorted
+// by that: there every other round goes through the CTAs backwards, which evens them out.
+DEVICE int place_of(int round) {
+    const int cta = WEIGHTS && round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    return round * gridDim.x + cta;
+}

@@ -1,0 +1,174 @@
+"""The version for Hopper (sm90/): which problems it takes, that it compiles, and on a GPU that it is right."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.compiling import nvrtc, sass
+
+from . import configs
+from .op import grouped_gemm_fp8
+from .op_wgrad import grouped_gemm_fp8_wgrad
+from .sm90 import cuda_driver, products
+from .test_grouped_gemm_fp8 import E4M3, E5M2, agrees, codes, forward, gradient
+
+HOPPER = (9, 0)
+SOURCE = Path(products.__file__).with_name("products.cu")
+ROWS = 1008  # a multiple of 16, as the weights' gradient wants
+SPLITS = {
+    "ragged": [0, 200, 201, 264, 700, 828, 1008],
+    "with rows behind": [128, 256, 300, 300, 900],
+    "at most half a tile": [64, 100, 600, 664, 1000],
+    "several in a block": [1, 3, 17, 40, 63, 100, 127, 129, 130],
+    "all in one": [0, 0, 1008, 1008],
+    "all in one but a byte": [1, 1007, 1008],
+    "none": [0, 0, 0],
+    "whole tiles": [128, 512, 640],
+}
+BOTH = [(grouped_gemm_fp8, forward), (grouped_gemm_fp8_wgrad, gradient)]
+PRODUCTS = pytest.mark.parametrize(("function", "make"), BOTH, ids=["forward", "gradient"])
+
+
+@pytest.fixture
+def compiler() -> None:
+    if reason := cuda_driver.no_compiler():
+        pytest.skip(reason)
+
+
+def test_what_it_takes() -> None:
+    """No GPU is asked: capability alone decides, and last whether there is a compiler."""
+    a, b = codes(4, 16), codes(1, 16, 16)
+    assert products.unsupported_reason(a, b, HOPPER) == cuda_driver.no_compiler()
+    assert "compute capability 9.0" in str(products.unsupported_reason(a, b, (8, 9)))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU it cannot run")
+@PRODUCTS
+def test_where_it_cannot_run_is_an_error(function, make) -> None:
+    with pytest.raises(RuntimeError, match=f'{function.__name__}: backend="cuda" cannot run here: it needs a GPU of'):
+        function(*make([3, 9], 16, 16, 32), backend="cuda")
+
+
+@pytest.mark.parametrize("of_weights", [False, True])
+def test_which_backend_auto_is(of_weights: bool) -> None:
+    def auto(rows: int, groups: int, possible: bool) -> str:
+        return configs.pick_backend("auto", rows, groups, of_weights, possible)
+
+    assert auto(8192, 8, True) == "cuda" and auto(8192, 8, False) == "triton"
+    assert auto(64, 8, True) == ("cuda" if of_weights else "triton")
+    assert configs.pick_backend("triton", 8192, 8, of_weights, True) == "triton"
+
+
+def defines(weights: int, **changes: int) -> tuple[str, ...]:
+    chosen = dict(WEIGHTS=weights, A_E4M3=1, B_E4M3=1, OUT32=weights, FP16=0, STAGES=4, RASTER=8)
+    return tuple(f"{name}={value}" for name, value in (chosen | changes).items())
+
+
+@pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
+@pytest.mark.parametrize(
+    ("weights", "changes"),
+    [
+        (0, {}),
+        (1, {}),
+        pytest.param(0, dict(OUT32=1, B_E4M3=0), marks=pytest.mark.slow),
+        pytest.param(0, dict(FP16=1), marks=pytest.mark.slow),
+        pytest.param(1, dict(OUT32=0, A_E4M3=0), marks=pytest.mark.slow),
+    ],
+)
+def test_it_compiles_and_does_not_spill(weights: int, changes: dict[str, int]) -> None:
+    code = nvrtc.compiled(SOURCE, "sm_90a", defines(weights, **changes))
+    usage = sass.inspect(code, "grouped_gemm_fp8_products")
+    assert usage.spills == 0 and usage.stack == 0
+    assert usage.mma == {"QGMMA": 4}
+
+
+def test_host_and_device_agree_on_the_tile() -> None:
+    text = SOURCE.with_name("tiles.cuh").read_text(encoding="utf-8")
+    blocks = re.search(r"BLOCK_M = (\d+), BLOCK_N = (\d+), BLOCK_K = (\d+);", text)
+    consumers = re.search(r"constexpr int CONSUMERS = (\d+)", SOURCE.read_text(encoding="utf-8"))
+    assert blocks is not None and consumers is not None
+    assert [int(size) for size in blocks.groups()] == [products.BLOCK_M, products.BLOCK_N, products.BLOCK_K]
+    assert 128 * (int(consumers[1]) + 1) == products.THREADS
+
+
+def test_the_ring_fits_into_shared_memory() -> None:
+    for pick in (configs.pick_cuda_rows_config, configs.pick_cuda_weights_config):
+        assert products.shared_bytes(pick(64, 32768, 2048, 1408)) <= 227 << 10
+
+
+def kept_bits(at: int, first: int, end: int) -> int:
+    """As the function of that name in products.cu."""
+    below, above = min(max(first - at, 0), 4), min(max(at + 4 - end, 0), 4)
+    low = 0 if below == 4 else 0xFFFFFFFF << 8 * below & 0xFFFFFFFF
+    return low & (0 if above == 4 else 0xFFFFFFFF >> 8 * above)
+
+
+def test_the_bytes_of_a_cut_row() -> None:
+    """The formula of products.cu, and that it stands there."""
+    text = SOURCE.read_text(encoding="utf-8")
+    assert "const int below = min(max(first - at, 0), 4), above = min(max(at + 4 - end, 0), 4);" in text
+    assert "low = below == 4 ? 0 : ~0u << 8 * below, high = above == 4 ? 0 : ~0u >> 8 * above;" in text
+    for first, end in itertools.product((-300, 0, 1, 2, 3, 5, 16, 127), (1, 2, 4, 6, 17, 127, 128, 900)):
+        kept = [byte for at in range(0, 128, 4) for byte in kept_bits(at, first, end).to_bytes(4, "little")]
+        assert kept == [0xFF if first <= byte < end else 0 for byte in range(128)]
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize(("n", "k"), [(128, 128), (512, 256), (16, 16), (144, 272), (400, 1040), (48, 1408)])
+@pytest.mark.parametrize("split", SPLITS)
+@PRODUCTS
+def test_it_is_right(compiler, function, make, split: str, n: int, k: int) -> None:
+    agrees(function, make(SPLITS[split], ROWS, n, k), backend="cuda")
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("formats", list(itertools.product((E4M3, E5M2), repeat=2)))
+@PRODUCTS
+def test_every_dtype(compiler, function, make, formats: tuple, out_dtype: torch.dtype) -> None:
+    a, b, of_a, of_b, offsets = make(SPLITS["ragged"], ROWS, 272, 400, formats)
+    agrees(function, (a, b, of_a / 64, of_b / 64, offsets), rtol=1e-2, backend="cuda", out_dtype=out_dtype)
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@PRODUCTS
+def test_more_tiles_than_sms(compiler, function, make) -> None:
+    """Every CTA goes through several rounds, of sums of different lengths in the weights' gradient; repeats agree bit
+    for bit."""
+    sizes = [1500, 3, 0, 700, 64, 65, 1, 2000, 129, 300]
+    ends = list(itertools.accumulate(sizes))
+    arguments = make(ends, (ends[-1] + 77 + 15) // 16 * 16, 1168, 528)
+    ours = agrees(function, arguments, backend="cuda")
+    for _ in range(5):
+        assert torch.equal(ours, function(*arguments, out_dtype=torch.float32, backend="cuda"))
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+def test_what_is_nan_stays_in_its_group(compiler) -> None:
+    x, weights, *rest = forward([200, 460, 700], ROWS, 272, 400)
+    want = grouped_gemm_fp8(x, weights, *rest, backend="cuda")
+    x.view(torch.uint8)[200:460], x.view(torch.uint8)[700:] = 0x7F, 0xFF
+    y = grouped_gemm_fp8(x, weights, *rest, backend="cuda")
+    assert torch.equal(y[:200], want[:200]) and torch.equal(y[460:700], want[460:700])
+    assert y[200:460].isnan().all() and not y[700:].any()
+
+    dy_t, x_t, *rest = gradient([200, 460, 701], ROWS, 272, 400)
+    want = grouped_gemm_fp8_wgrad(dy_t, x_t, *rest, backend="cuda")
+    for codes_t in (dy_t, x_t):
+        codes_t.view(torch.uint8)[:, 200:460], codes_t.view(torch.uint8)[:, 701:] = 0x7F, 0xFF
+    dweights = grouped_gemm_fp8_wgrad(dy_t, x_t, *rest, backend="cuda")
+    assert torch.equal(dweights[::2], want[::2]) and dweights[1].isnan().all()
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@PRODUCTS
+def test_it_agrees_with_triton(compiler, function, make) -> None:
+    """Of the same sums of 128 terms, in the same scales."""
+    arguments = make(SPLITS["ragged"], ROWS, 528, 400)
+    ours, other = (function(*arguments, out_dtype=torch.float32, backend=b) for b in ("cuda", "triton"))
+    torch.testing.assert_close(ours, other, rtol=0, atol=1e-3 * other.abs().max().item())
