@@ -48,7 +48,7 @@ def heads_gmm(
     w1          [K, H, D], dtype of x, 1 <= K <= 128, any strides
     w2          [K, 3, H], likewise: logit, mean, logarithm of the deviation
     y           [...], the leading dimensions of x, dtype of x or float32, any strides
-    bias        [K, 3], dtype of x, any strides, or None
+    bias        [K, 3], dtype of x or float32, any strides, or None
     activation  "silu", "gelu", "gelu_tanh" or "relu"
     reduction   "mean" or "sum" over all rows, a scalar, or "none". Without rows the mean is NaN.
     save        what the backward is left with: "input", the arguments alone, or "parameters", also 12 K bytes a row,
@@ -83,12 +83,13 @@ def _check(x, w1, w2, y, bias, activation, reduction, save) -> None:
         raise TypeError(f"heads_gmm: x must be a tensor of float32, float16 or bfloat16, got {kind(x)}")
     if x.dim() == 0 or x.shape[:-1].numel() > MAX_ROWS:
         raise ValueError(f"heads_gmm: x must be [..., D] with less than 2^31 rows, got shape {tuple(x.shape)}")
-    given = {"w1": w1, "w2": w2, **({"bias": bias} if bias is not None else {})}
-    for name, tensor in given.items():
+    for name, tensor in (("w1", w1), ("w2", w2)):
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != x.dtype:
             raise TypeError(f"heads_gmm: {name} must be a tensor of x's dtype {x.dtype}, got {kind(tensor)}")
-    if not isinstance(y, torch.Tensor) or y.dtype not in (x.dtype, torch.float32):
-        raise TypeError(f"heads_gmm: y must be a tensor of x's dtype {x.dtype} or float32, got {kind(y)}")
+    wide = {"y": y} if bias is None else {"y": y, "bias": bias}
+    for name, tensor in wide.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in (x.dtype, torch.float32):
+            raise TypeError(f"heads_gmm: {name} must be a tensor of x's dtype {x.dtype} or float32, got {kind(tensor)}")
     if w1.dim() != 3 or w1.shape[2] != x.shape[-1] or not 1 <= w1.shape[0] <= MAX_HEADS:
         expected = f"[K, H, {x.shape[-1]}] like x's rows, with 1 <= K <= {MAX_HEADS}"
         raise ValueError(f"heads_gmm: w1 must be {expected}, got {tuple(w1.shape)}")
@@ -99,7 +100,7 @@ def _check(x, w1, w2, y, bias, activation, reduction, save) -> None:
     for name, (tensor, shape) in shapes.items():
         if tensor.shape != shape:
             raise ValueError(f"heads_gmm: {name} must be {tuple(shape)}, got {tuple(tensor.shape)}")
-    for name, tensor in {**given, "y": y}.items():
+    for name, tensor in {"w1": w1, "w2": w2, **wide}.items():
         if tensor.device != x.device:
             raise ValueError(f"heads_gmm: {name} must be on x's device {x.device}, got {tensor.device}")
     for name, value, allowed in (
@@ -221,7 +222,7 @@ def _bwd_op(
 
 @_bwd_op.register_fake
 def _(dloss, x, w1, w2, y, bias, parameters, activation, reduction, *needs):
-    likes = x, w1, w2, y, w2.new_empty((w2.shape[0], 3))
+    likes = x, w1, w2, y, x.new_empty(0) if bias is None else bias
     return tuple(
         like.new_empty(like.shape) if need else x.new_empty(0) for like, need in zip(likes, needs, strict=True)
     )

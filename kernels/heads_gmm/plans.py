@@ -169,7 +169,7 @@ def bwd_plan(
         again = [_fwd_launch(flat, w1, w2, rows_y, bias, activation, config, *chunk) for chunk in chunks]
     flat_dloss = _rows_of(dloss, 0) if reduction == "none" else None
     incoming, parts = _incoming_launches(flat_dloss, x, rows_y, heads, reduction, chunks)
-    total = sum_launch(w2.new_empty((heads, 3)), parts) if needs[4] else None
+    total = sum_launch(bias, parts) if needs[4] and bias is not None else None
     asks = products is not None and bool(rows and w2.numel())  # whether it asks for gradients of the parameters
 
     def run(
@@ -179,8 +179,8 @@ def bwd_plan(
         rows_dloss = _rows_of(dloss, 0) if reduction == "none" else dloss
         dy = torch.empty_like(y, memory_format=torch.contiguous_format) if needs[3] else None
         dbias, parts_of_dbias = None, None
-        if total is not None:
-            dbias, parts_of_dbias = w2.new_empty((heads, 3)), w2.new_empty((parts, heads, 3), dtype=torch.float32)
+        if total is not None and bias is not None:
+            dbias, parts_of_dbias = bias.new_empty((heads, 3)), x.new_empty((parts, heads, 3), dtype=torch.float32)
         dparameters = x.new_empty((size, heads, 3))
         made = x.new_empty((size, heads, 3), dtype=torch.float32) if again else None
 

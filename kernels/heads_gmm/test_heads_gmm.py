@@ -100,18 +100,19 @@ def test_no_rows() -> None:
     assert all(not grad.any() for grad in grads)
 
 
-def test_y_in_fp32_beside_fp16() -> None:
-    """y and its gradient are not rounded."""
-    x, w1, w2, y, bias = (t.detach().half() for t in _inputs())
-    wide = torch.full_like(y, 1 + 2**-16, dtype=torch.float32).requires_grad_()
-    loss = heads_gmm(x, w1, w2, wide, bias, reduction="none")
+def test_y_and_bias_in_fp32_beside_fp16() -> None:
+    """They and their gradients are not rounded."""
+    x, w1, w2, y, bias = (t.detach() for t in _inputs())
+    x, w1, w2 = x.half(), w1.half(), w2.half()
+    wide = [y.requires_grad_(), bias.requires_grad_()]
+    loss = heads_gmm(x, w1, w2, *wide, reduction="none")
     assert loss.dtype == torch.float32
-    (dy,) = torch.autograd.grad(loss.sum(), wide)
-    assert dy.dtype == torch.float32
-    exact = [t.double() for t in (x, w1, w2)]
-    y = wide.detach().double().requires_grad_()
-    (expected,) = torch.autograd.grad(heads_gmm_reference(*exact, y, bias.double(), "silu", "sum"), y)
-    torch.testing.assert_close(dy.double(), expected, rtol=1e-3, atol=1e-3)  # act(...) is rounded to fp16
+    found = torch.autograd.grad(loss.sum(), wide)
+    exact = [t.detach().double().requires_grad_() for t in wide]
+    oracle = heads_gmm_reference(x.double(), w1.double(), w2.double(), *exact, "silu", "sum")
+    for got, want in zip(found, torch.autograd.grad(oracle, exact), strict=True):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-3)  # act(...) is rounded to fp16
 
 
 def test_a_component_that_is_off() -> None:
@@ -163,13 +164,15 @@ def test_says_what_is_wrong() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("save", ["input", "parameters"])
 def test_memory_of_the_backward(save: str) -> None:
-    """Neither the hidden nor, unless asked for, the parameters of all rows are there: 5.5 GB and 24 MB here."""
+    """Neither the hidden nor, unless asked for, the parameters of all rows are there: 5.5 GB and 24 MB here. The
+    statistics of a row are 16 bytes for each group of heads."""
     rows = 200_000
     shapes = {"x": (rows, 128), "w1": (10, 1365, 128), "w2": (10, 3, 1365), "y": (rows,), "bias": (10, 3)}
     inputs = {n: torch.randn(s, device="cuda").mul(0.05).bfloat16().requires_grad_() for n, s in shapes.items()}
     before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
     loss = heads_gmm(**inputs, save=save)
-    assert (torch.cuda.max_memory_allocated() - before < 10 * 2**20) == (save == "input")
+    kept = torch.cuda.memory_allocated() - before
+    assert kept < 2**20 if save == "input" else rows * 120 <= kept < rows * 120 + 2**20
+    torch.cuda.reset_peak_memory_stats()
     loss.backward()
     assert torch.cuda.max_memory_allocated() - before < 2 * rows * 128 * 2 + 400 * 2**20

@@ -33,6 +33,7 @@ ABLATIONS: dict[str, dict[str, str]] = {
     "torch-mlp": dict(mlp="torch"),
     "torch-heads": dict(heads_impl="torch"),
     "torch-norm": dict(norm="torch"),
+    "separate-loss": dict(loss_impl="separate"),
     "torch-loss": dict(loss_impl="torch"),
     "torch-adamw": dict(optimizer="torch"),
 }
@@ -205,5 +206,5 @@ SPEC = KernelSpec(
     fuzz={"context": (1, 8), "targets": (1, 8)},
     unsupported_reason=_unsupported,
     host_cases=(_case(8, 8, 1, sizes=HOST),),
-    needs=("adamw", "attention", "fused_mlp", "gmm_logprob", "heads_mlp", "rmsnorm"),
+    needs=("adamw", "attention", "fused_mlp", "gmm_logprob", "heads_gmm", "heads_mlp", "rmsnorm"),
 )

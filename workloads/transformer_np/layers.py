@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from kernels.fused_mlp import fused_mlp
+from kernels.heads_gmm import heads_gmm
 from kernels.heads_mlp import heads_mlp
 
 
@@ -81,7 +82,15 @@ class MixtureHeads(nn.Module):
         self.bias = nn.Parameter(torch.empty(components, 3))
         self.compute = mixture_heads(implementation)
 
+    def weights(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.up.to(x.dtype), self.down.to(x.dtype)
+
+    def negative_log_density(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """The mean over all rows of x, by ridgeline's heads_gmm: the parameters of the mixture are kept for the
+        backward, but never read by a pass of their own."""
+        return heads_gmm(x, *self.weights(x), y.to(self.bias.dtype), self.bias, save="parameters")
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., 3, K] in fp32, contiguous: each of the three can be read without a copy."""
-        out = self.compute(x, self.up.to(x.dtype), self.down.to(x.dtype))
+        out = self.compute(x, *self.weights(x))
         return (out.float() if out.dtype != torch.float64 else out).add(self.bias).transpose(-1, -2).contiguous()

@@ -89,7 +89,9 @@ class TransformerNP(nn.Module):
                 gradient), "sdpa", "sdpa-flash", "sdpa-cudnn" (PyTorch's), or a function of q, k and v
     mlp         "fused" (ridgeline's fused_mlp), "torch", or "auto", which is "fused"
     heads_impl  the same with heads_mlp
-    norm, loss_impl  "auto" (ridgeline's rmsnorm and gmm_logprob) or "torch"
+    norm        "auto" (ridgeline's rmsnorm) or "torch"
+    loss_impl   "fused" with the heads (ridgeline's heads_gmm), "separate" (gmm_logprob), "torch", or "auto", which is
+                "fused" where the heads are ridgeline's, else "separate"
     checkpoint  what is computed again in the backward and not kept: "none", whole "block"s, or their "attention"
     dtype       of the products and of what is between them; None is that of the parameters
 
@@ -120,13 +122,16 @@ class TransformerNP(nn.Module):
         for option, value, known in (
             ("checkpoint", checkpoint, CHECKPOINTS),
             ("norm", norm, ("auto", "torch")),
-            ("loss_impl", loss_impl, ("auto", "torch")),
+            ("loss_impl", loss_impl, ("auto", "fused", "separate", "torch")),
         ):
             if value not in known:
                 raise ValueError(f"TransformerNP: {option} must be one of {', '.join(known)}, got {value!r}")
         if d_model % heads:
             raise ValueError(f"TransformerNP: d_model must be a multiple of heads, got {d_model, heads}")
+        if loss_impl == "fused" and heads_impl == "torch":
+            raise ValueError("TransformerNP: loss_impl fused needs ridgeline's heads, got heads_impl torch")
         self.dtype, self.plain_loss = dtype, loss_impl == "torch"
+        self.fused_loss = loss_impl == "fused" or (loss_impl == "auto" and heads_impl != "torch")
         self.embed = nn.Sequential(Linear(x_dim + 2, d_model), nn.SiLU(), Linear(d_model, d_model))
         self.blocks = nn.ModuleList(
             Block(
@@ -171,17 +176,23 @@ class TransformerNP(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Logits, means and log standard deviations [B, N, components], fp32, of x_context [B, M, x_dim],
         y_context [B, M] and x_target [B, N, x_dim]."""
+        logits, mu, log_sigma = self.heads(self.answers(x_context, y_context, x_target)).unbind(-2)
+        return logits, mu, log_sigma
+
+    def answers(self, x_context: torch.Tensor, y_context: torch.Tensor, x_target: torch.Tensor) -> torch.Tensor:
+        """[B, N, d_model]: what the heads are given of the targets."""
         context = x_context.shape[1]
         rows = self.embedded(x_context, y_context, x_target)
         for block in self.blocks:
             rows = block(rows, context)
-        logits, mu, log_sigma = self.heads(self.norm(rows[:, context:])).unbind(-2)
-        return logits, mu, log_sigma
+        return self.norm(rows[:, context:])
 
     def loss(
         self, x_context: torch.Tensor, y_context: torch.Tensor, x_target: torch.Tensor, y_target: torch.Tensor
     ) -> torch.Tensor:
         """The mean negative log-density of y_target [B, N]."""
+        if self.fused_loss:
+            return self.heads.negative_log_density(self.answers(x_context, y_context, x_target), y_target)
         return self.negative_log_density(*self(x_context, y_context, x_target), y_target)
 
     def negative_log_density(

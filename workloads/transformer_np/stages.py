@@ -21,8 +21,9 @@ def stages(
     repeats: int = 10,
 ) -> dict[str, float]:
     """Seconds of each of STAGES in one step, on random rows of the step's shapes, forward and backward: of attention
-    and MLP with their norms and of all layers, of the heads with the last norm, of the loss, and of one update. The
-    median of `repeats`, by CUDA events on a GPU; without one by the host's clock.
+    and MLP with their norms and of all layers, of the heads with the last norm, of the loss, and of one update. A loss
+    that is fused with the heads is a part of theirs, and 0 by itself. The median of `repeats`, by CUDA events on a GPU;
+    without one by the host's clock.
 
     Each repeat is an NVTX range "stage.<name>", so that `nsys` or `ncu --nvtx` finds it. What lies between stages, the
     residual sums and the embedding, is in none. The optimizer makes `repeats` + 1 updates of the parameters.
@@ -38,14 +39,22 @@ def stages(
     x, y = rows(batch, context + targets, width), torch.randn(batch, targets, device=device)
     block, answers = model.blocks[0], rows(batch, targets, width)
     mixture = [rows(batch, targets, components, dtype=torch.float32) for _ in range(3)]
+
+    def heads() -> None:
+        rows = model.norm(answers)
+        (model.heads.negative_log_density(rows, y) if model.fused_loss else model.heads(rows).sum()).backward()
+
     parts: dict[str, tuple[Callable[[], object], int]] = {
         "attention": (lambda: block.attention(x, context).sum().backward(), layers),
         "mlp": (lambda: block.mlp(block.norm(x)).sum().backward(), layers),
-        "heads": (lambda: model.heads(model.norm(answers)).sum().backward(), 1),
+        "heads": (heads, 1),
         "loss": (lambda: model.negative_log_density(*mixture, y).backward(), 1),
         "optimizer": (optimizer.step, 1),
     }
-    found = {name: times * _median(name, part, device, repeats) for name, (part, times) in parts.items()}
+    if model.fused_loss:
+        del parts["loss"]
+    found = dict.fromkeys(STAGES, 0.0)
+    found |= {name: times * _median(name, part, device, repeats) for name, (part, times) in parts.items()}
     model.zero_grad(set_to_none=True)
     return found
 
