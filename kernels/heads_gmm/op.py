@@ -127,11 +127,11 @@ def _fwd_plan(x, w1, w2, y, bias, activation, reduction, save, recorded):
 def _backward(tensors, activation: str, reduction: str, needs: Needs) -> Gradients:
     """Of (dloss, x, w1, w2, y, bias, parameters)."""
     if not lean(*tensors):
-        return bwd_plan(*tensors, activation, reduction, needs)(*tensors)
+        return bwd_plan(*tensors, activation=activation, reduction=reduction, needs=needs)(*tensors)
     key = (*map(signature, tensors), activation, reduction, needs)
     plan = _BACKWARD.find(key)
     if plan is None:
-        plan = _BACKWARD.keep(key, bwd_plan(*tensors, activation, reduction, needs))
+        plan = _BACKWARD.keep(key, bwd_plan(*tensors, activation=activation, reduction=reduction, needs=needs))
     return plan(*tensors)
 
 
