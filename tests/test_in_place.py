@@ -9,6 +9,7 @@ import torch
 
 from harness import execute, options
 from harness.commands import check
+from harness.correctness.oracle import Memory
 from harness.correctness.verify import verify
 from harness.spec import Case, Cost, KernelSpec
 
@@ -173,3 +174,36 @@ def test_an_implementation_may_need_a_newer_gpu():
     assert (outcome.status, outcome.reason) == ("skip", "needs compute capability 99.0")
     with pytest.raises(ValueError, match="no implementations"):
         dataclasses.replace(SPEC, min_capability={"cuda": (9, 0)})
+
+
+def test_the_oracle_is_asked_once_for_contents_that_it_has_seen():
+    """By a second implementation; not for contents that differ in one bit, nor beyond what may be kept."""
+    asked = []
+
+    def counted(x, d, inplace=False):
+        asked.append(x.dtype)
+        return reference(x, d, inplace)
+
+    spec, memory = dataclasses.replace(SPEC, reference=counted), Memory()
+    inputs = make_inputs(IN_PLACE, DEVICE, None)
+    for _ in range(4):
+        run = execute.bind(spec, right, inputs, "fwd")
+        run()
+        assert verify(spec, IN_PLACE, "fwd", inputs, run, seed=1, memory=memory).ok
+    assert asked.count(torch.float64) <= 4, "what the inputs were first, what the first call left, two new contents"
+    run = execute.bind(spec, lambda x, d, inplace: (x.add_(d), d), inputs, "fwd")
+    assert verify(spec, IN_PLACE, "fwd", inputs, run, seed=1, memory=memory).cause == "error"
+
+    def times_asked(held: Memory, contents: dict) -> int:
+        before = len(asked)
+        held.expected(spec, contents, None, None, False)
+        return len(asked) - before
+
+    contents = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in inputs.items()}
+    assert [times_asked(Memory(), contents), times_asked(Memory(most=0), contents)] == [2, 2]
+    held, small = Memory(), Memory(most=0)
+    assert [times_asked(held, contents) for _ in range(2)] == [2, 0]
+    assert [times_asked(small, contents) for _ in range(2)] == [2, 2]
+    contents["x"].view(torch.int32)[0, 0] ^= 1
+    assert times_asked(held, contents) == 2
+    assert times_asked(held, {**contents, "inplace": False}) == 2

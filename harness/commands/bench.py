@@ -25,6 +25,7 @@ import torch
 from .. import environment, execute, host, on_cpu, options, record, registry, roofline, suites
 from ..correctness.accuracy import Verdict
 from ..correctness.guard import refill_a_few
+from ..correctness.oracle import Memory
 from ..correctness.verify import verify
 from ..measure import memory, timing
 from ..on_gpu import folder
@@ -275,6 +276,7 @@ class Group:
         self.done: dict[str, dict[str, Any]] = {}
         self.verdicts: dict[str, Verdict] = {}
         self.configurations: dict[str, dict[str, str]] = {}  # of peers that do not run as they should
+        self.memory = Memory()
 
     def crashed(self) -> list[dict[str, Any]]:
         """The rows of a group in which an earlier process died."""
@@ -426,7 +428,7 @@ class Group:
             return
         run = execute.bind(self.spec, fn, inputs, self.mode, grads)
         ours = name in self.spec.implementations
-        verdict = verify(self.spec, self.case, self.mode, inputs, run, grads, seed, poison=ours)
+        verdict = verify(self.spec, self.case, self.mode, inputs, run, grads, seed, poison=ours, memory=self.memory)
         if not timed:
             self.verdicts[name] = verdict
             share = timing.share_on_stream(run, torch.cuda.current_stream())

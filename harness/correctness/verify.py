@@ -33,7 +33,7 @@ from .. import execute, sampling
 from ..spec import WITHOUT_AUTOGRAD, Case, Inputs, KernelSpec
 from .accuracy import Verdict, same_bits
 from .guard import Observed, Snapshot, first_failure, observe, poisoned, refill, rehearse
-from .oracle import judge
+from .oracle import Memory, judge
 
 
 def verify(
@@ -45,11 +45,12 @@ def verify(
     out_grads: Sequence[torch.Tensor] | None = None,
     seed: int = 0,
     poison: bool = True,
+    memory: Memory | None = None,
 ) -> Verdict:
     """Verdict over `run`, the callable that `execute.bind` made of `inputs`, `mode` and `out_grads`.
 
     `poison=False` leaves fresh memory as it is: to poison it takes PyTorch's deterministic mode, under which a backward
-    that torch.compile made outside it refuses to run.
+    that torch.compile made outside it refuses to run. `memory` spares the oracle for contents that it has seen.
     The numbers are those of the first answer. Raises ValueError if a mode with a backward comes without `out_grads`.
     """
     if mode not in WITHOUT_AUTOGRAD and out_grads is None:
@@ -58,10 +59,10 @@ def verify(
     try:
         with poisoned() if poison else nullcontext():
             rehearse(run)
-        verdict, first = _once(spec, case, mode, inputs, run, grads, seed, poison)
+        verdict, first = _once(spec, case, mode, inputs, run, grads, seed, poison, memory)
         if not verdict.ok:
             return verdict
-        again, second = _once(spec, case, mode, inputs, run, grads, seed + 1, poison, refresh=True)
+        again, second = _once(spec, case, mode, inputs, run, grads, seed + 1, poison, memory, refresh=True)
     except execute.LazyOutput as error:
         return Verdict(False, str(error), "lazy")
     finally:
@@ -85,6 +86,7 @@ def _once(
     grads: dict[str, torch.Tensor],
     seed: int,
     poison: bool,
+    memory: Memory | None,
     refresh: bool = False,
 ) -> tuple[Verdict, Observed]:
     """One observed call of `run`, judged; with `refresh`, on new contents."""
@@ -115,7 +117,8 @@ def _once(
     def right() -> Verdict:
         incoming = list(grads.values()) if grads else None
         start = {**inputs, **former}
-        return judge(spec, case, start, incoming, observed.copies, grads_only=bool(grads), sample=sample)
+        only = bool(grads)
+        return judge(spec, case, start, incoming, observed.copies, grads_only=only, sample=sample, memory=memory)
 
     return first_failure(observed.verdict, unchanged, right), observed
 
