@@ -74,7 +74,7 @@ def _cuda_plan(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, shape: tu
 
 
 def _unaligned(packed: torch.Tensor) -> bool:
-    """Whether bulk copies cannot read it where it is."""
+    """Whether it cannot be read where it is: not in one piece, or not on a 16-byte boundary, as a plan's key has it."""
     return not packed.is_contiguous() or packed.data_ptr() % 16 != 0
 
 
@@ -87,7 +87,7 @@ def _triton_plan(
     x2 = _rows(x)
     rows = x2.shape[0]
     x_copied = x2.data_ptr() != x.data_ptr()
-    w_copied, scales_copied = w.data_ptr() % 4 != 0 or not w.is_contiguous(), not scales.is_contiguous()
+    w_copied, scales_copied = _unaligned(w), not scales.is_contiguous()  # words on their boundary
     config = configs.pick_config(rows, columns, chunks(depth), dtype, _capability(x))
     splits = config.splits
     launch = Launch(
@@ -145,8 +145,8 @@ def _dense_plan(x: torch.Tensor, columns: int, shape: tuple[int, ...], format: s
 
     def run(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, tensor_scale: torch.Tensor | None) -> torch.Tensor:
         x, dense = _rows(x), x.new_empty((columns, depth))
-        w = w.contiguous()
-        launch(w if w.data_ptr() % 4 == 0 else w.clone(), scales.contiguous(), dense)
+        w = w.clone(memory_format=torch.contiguous_format) if _unaligned(w) else w
+        launch(w, scales.contiguous(), dense)
         y = x.new_empty((rows, columns))
         if tensor_scale is None:
             torch.mm(x, dense.mT, out=y)

@@ -121,13 +121,21 @@ def test_host_and_device_agree() -> None:
     assert re.search(r"CHUNK = (\d+)", text)[1] == str(CHUNK)
 
 
+def packed(columns: int, depth: int, format: str, first_above: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales of MXFP4 are at most 1, for which there is a faster way, but in the rows from `first_above` on."""
+    data, scales = weights(columns, depth, format)
+    if format == "mxfp4":
+        scales[:first_above] -= 8
+    return mxfp_pack(data, scales, format)
+
+
 def agrees(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, format: str, scale: float = 0.3, **options) -> None:
-    """Within what rounding of the result allows; the sum's own error is far below."""
+    """Within what rounding of the result allows; the sum's own error is below."""
     y = mxfp_matmul(x, w, scales, format, **one(format, scale), backend="cuda", **options)
     want = mxfp_matmul_reference(x.double(), w, scales, format, **one(format, scale))
     assert y.dtype == x.dtype and y.is_contiguous()
     step = 2.0**-8 if x.dtype == torch.bfloat16 else 2.0**-11
-    error = 1e-5 * float(want.abs().max()) if want.numel() else 0
+    error = 1e-4 * float(want.abs().max()) if want.numel() else 0
     torch.testing.assert_close(y.double(), want, rtol=1.01 * step, atol=error)
 
 
@@ -137,8 +145,9 @@ def agrees(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, format: str, 
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 16, 33, 64, 65, 200])
 @pytest.mark.parametrize(("columns", "depth"), [(16, 32), (272, 1024), (1040, 1031), (2048, 4096)])
 def test_it_is_right(compiler, rows: int, columns: int, depth: int, format: str, dtype: torch.dtype) -> None:
-    data, scales = weights(columns, -(-depth // 32) * 32, format)
-    agrees(torch.randn(rows, depth, device="cuda", dtype=dtype), *mxfp_pack(data, scales, format), format)
+    x = torch.randn(rows, depth, device="cuda", dtype=dtype)
+    for first_above in (columns, columns // 3, 0):
+        agrees(x, *packed(columns, -(-depth // 32) * 32, format, first_above), format)
 
 
 @ON_HOPPER
@@ -150,7 +159,7 @@ def test_every_configuration(compiler, monkeypatch, tile_m, splits, groups, stag
     config = configs.CudaConfig(tile_m, groups, splits, min(stages, 4 if tile_m == 8 or groups > 1 else 3))
     monkeypatch.setattr(configs, "pick_cuda_config", lambda *_: config)
     for rows, columns, depth in ((tile_m + 3, 400, 2304), (2, 176, 640)):
-        w, scales = mxfp_pack(*weights(columns, depth, format), format)
+        w, scales = packed(columns, depth, format, columns // 2)
         x = torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16)
         agrees(x, w, scales, format)
         ys = [mxfp_matmul(x, w, scales, format, **one(format), backend="cuda") for _ in range(4)]
@@ -181,7 +190,7 @@ def test_every_code_times_every_scale(compiler, format: str, dtype: torch.dtype)
 @EVERY
 def test_layouts(compiler, format: str) -> None:
     """Read in place, or copied where TMA cannot read it; leading dimensions; w and scales off a boundary."""
-    w, scales = mxfp_pack(*weights(320, 512, format), format)
+    w, scales = packed(320, 512, format, 200)
     x = torch.randn(12, 512, device="cuda", dtype=torch.bfloat16)
     wide = torch.randn(12, 1100, device="cuda", dtype=torch.bfloat16)
     for strided in (x.mT.contiguous().mT, wide[:, 8:520], wide[:, 3:515], wide[:, ::2][:, :512], x[:1].expand(12, 512)):
@@ -194,7 +203,7 @@ def test_layouts(compiler, format: str) -> None:
 @ON_HOPPER
 @EVERY
 def test_what_is_not_finite_stays_in_its_row(compiler, format: str) -> None:
-    w, scales = mxfp_pack(*weights(320, 512, format), format)
+    w, scales = packed(320, 512, format, 200)
     x = torch.randn(30, 512, device="cuda", dtype=torch.bfloat16)
     want = mxfp_matmul(x, w, scales, format, **one(format), backend="cuda")
     x[17, 200] = torch.nan

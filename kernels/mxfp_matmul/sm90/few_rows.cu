@@ -1,22 +1,21 @@
-// y [M, N] = x [M, K] times w [N, K] of 4 bits, transposed, for Hopper (sm_90a) and few rows of x: w is what is read.
-// few_rows.py compiles and launches.
+// y [M, N] = x [M, K] times w [N, K] of 4 bits, transposed, for Hopper (sm_90a) and few rows of x, where reading w is what
+// takes the time. few_rows.py compiles and launches.
 //
 // w is the first operand of wgmma, in registers: 64 rows of w by COLS rows of x. Its fragments lie in memory in the order
-// in which threads have them (formats.py), so that 16 bytes are four registers of each of four wgmmas, and x is the second operand
+// in which threads have them (formats.py): 16 bytes of a thread are its registers of four wgmmas. x is the second operand,
 // as TMA brings it.
 //
-// Napkin maths, N = K = 8192, one NVIDIA H200 (132 SMs, 4254 GB/s): 35.7 MB of MXFP4 take 8.4 us. An SM has 508 thousand
-// weights, 496 words for each thread of four warps, one on each scheduler. Unpacking takes 15 instructions a word, or 17 of NVFP4,
-// and some 5 are around it: 10 thousand cycles, 5.5 us at 1.8 GHz. wgmma takes 32 cycles for 64 x 64 x 16 and an SM has 496 of
-// those: 16 thousand cycles, 8.8 us with 64 rows of x. Little's law asks for 3 MB in flight, 23 KB an SM; the rings
-// hold some 170 KB an SM.
+// Napkin maths, N = K = 8192, one NVIDIA H200 (132 SMs, 4254 GB/s): 35.7 MB of MXFP4 take 8.4 us. An SM has 248 pieces of
+// 16 rows by 128 of K, a warp's part of a chunk, 62 for each scheduler. A piece takes 190 instructions of MXFP4 and 203
+// of NVFP4 (bf16): 11800 and 12600 issue slots, 6.4 and 6.8 us at 1.85 GHz. A wgmma of 64 x 64 x 16 takes 32 cycles, and an
+// SM has 496: 8.6 us with 64 rows of x. Little's law asks for 3 MB in flight, 23 KB an SM; its rings hold 170 KB.
 //
 // A CTA is GROUPS consumer warpgroups with 64 rows of w each, and a producer warp, of which one thread fills a ring of
 // STAGES chunks of 128 of K: x by TMA, w and scales by bulk copies, since rows of a chunk are one piece of memory. While
 // wgmmas of half a chunk run, the next half is unpacked. The CTAs of a cluster have parts of K for the same result. Each
 // leaves its sums in its shared memory, and adds up a share of the result, in the order of the parts: repeats agree.
 //
-// What lies beyond x is read as zeros by TMA. Beyond the last row of w, what is in shared memory is multiplied and dropped.
+// What lies beyond x is read as zeros by TMA. What shared memory holds beyond the last row of w is multiplied and dropped.
 //
 // Barriers, with their arrivals per phase: full[s] 1 and the bytes of a chunk, empty[s] one lane of each consumer warp.
 // The n-th use of a full one waits for parity n & 1, that of an empty one for the opposite, so that the first pass finds
@@ -145,7 +144,8 @@ DEVICE void leave(const float (&d)[COLS / 2], float* sums) {
 DEVICE float2 load_sums(u32 at, int rank) {
     float2 x;
     asm volatile("{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %2, %3;\n"
-                 "ld.shared::cluster.v2.f32 {%0, %1}, [remote]; }" : "=f"(x.x), "=f"(x.y) : "r"(at), "r"(rank) : "memory");
+                 "ld.shared::cluster.v2.f32 {%0, %1}, [remote]; }"
+                 : "=f"(x.x), "=f"(x.y) : "r"(at), "r"(rank) : "memory");
     return x;
 }
 

@@ -1,11 +1,11 @@
-// Weights of 4 bits to fragments of a wgmma's operand in registers: fp16 where FP16 is 1, otherwise bf16; NVFP4 or MXFP4.
+// Weights of 4 bits as fragments of a wgmma's operand: fp16 where FP16 is 1, otherwise bf16; NVFP4 or MXFP4.
 //
 // A word q is a thread's part of 16 rows by 16 columns: four registers of two weights each. `pairs` gives sign and
 // magnitude the places that they have in bf16, where the number is 2^126 too small, subnormals included. One
 // multiplication of two numbers makes up for this and applies the scale.
 //
-// Instructions for the 8 weights of a word in bf16: 4 LOP3, 5 shifts (of which 4 are IMAD) and 4 HMUL2; and to make the
-// factors of two rows 4 of MXFP4, one PRMT and one IMAD each for 2 words, or 4 of NVFP4 for each word.
+// Instructions for the 8 weights of a word in bf16: 4 LOP3, 5 shifts (of which 4 are IMAD) and 4 HMUL2. A factor takes
+// a PRMT and an LEA; there are two for two words of MXFP4, four of NVFP4. In fp16 there are 4 LOP3 and 4 IMAD more.
 #pragma once
 
 #include "numbers.cuh"
