@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from harness.spec import COMPILED, COMPILED_MAX, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable, Yardstick
 
 from . import configs, mxfp_matmul
-from .formats import BLOCK, CHUNK, chunks
-from .reference import E2M1, mxfp_matmul_reference
+from .formats import BLOCK, CHUNK, TILE, TILE_BYTES, chunks, tiles
+from .reference import E2M1, codes, mxfp_matmul_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -41,6 +42,9 @@ CASES = (
     _case(5, 31, 1031, FP16, "nvfp4"),
     _case(257, 130, 384, FP16, "nvfp4"),
     _case(5, 127, 1031, BF16, "mxfp4"),
+    _case(9, 144, 1096, BF16, "mxfp4"),
+    _case(33, 272, 1031, FP16, "nvfp4"),
+    _case(70, 528, 384, BF16, "nvfp4"),
     _case(300, 257, 1024, BF16, "nvfp4"),
 )
 
@@ -48,15 +52,15 @@ CASES = (
 def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
     rows, columns, depth = (case.dims[n] for n in ("rows", "columns", "depth"))
     format = case.params["format"]
-    count, nvfp4 = chunks(depth), format == "nvfp4"
+    count, nvfp4 = chunks(depth), format == "nvfp4"  # scales of nvfp4: 2^-6 to 2^0
 
     def random(shape: tuple[int, ...], low: int, high: int) -> torch.Tensor:
         return torch.randint(low, high, shape, dtype=torch.uint8, device=device, generator=generator)
 
-    scales = random((count, columns, CHUNK // BLOCK[format]), *((0x30, 0x60) if nvfp4 else (119, 124)))
+    scales = random((count, columns, CHUNK // BLOCK[format]), *((128, 184) if nvfp4 else (119, 124)))
     inputs: Inputs = {
         "x": torch.randn((rows, depth), dtype=case.dtype, device=device, generator=generator),
-        "w": random((count, columns, CHUNK // 2), 0, 256),
+        "w": random((count, tiles(columns), TILE_BYTES), 0, 256),
         "scales": scales,
     }
     if nvfp4:
@@ -71,8 +75,9 @@ def _dense_cost(case: Case, weights: int) -> Cost:
 
 def cost(case: Case, mode: str) -> Cost:
     format = case.params["format"]
-    chunk = CHUNK // 2 + CHUNK // BLOCK[format]
-    weights = chunks(case.dims["depth"]) * case.dims["columns"] * chunk + (4 if format == "nvfp4" else 0)
+    columns = case.dims["columns"]
+    chunk = tiles(columns) * TILE_BYTES + columns * (CHUNK // BLOCK[format])
+    weights = chunks(case.dims["depth"]) * chunk + (4 if format == "nvfp4" else 0)
     return _dense_cost(case, weights)
 
 
@@ -91,23 +96,29 @@ def _once_a_weight(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unpacked(w: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights [N, K / 2] and scales [N, K / block] in the order of their elements: the way back from `mxfp_pack`."""
-    codes = torch.cat([w & 15, w >> 4], -1).transpose(0, 1).flatten(1)
-    return codes[:, 0::2] | (codes[:, 1::2] << 4), scales.transpose(0, 1).flatten(1)
+    """Weights [N, K / 2] and scales [N, K / block] in the order of their elements: of MXFP4 the way back from
+    `mxfp_pack`. Scales of NVFP4 stay as they are kept."""
+    natural = codes(w)[: scales.shape[1]].to(torch.uint8)
+    return natural[:, 0::2] | (natural[:, 1::2] << 4), scales.transpose(0, 1).flatten(1)
 
 
 def _torch():
-    """The weights by a table in x's dtype, and a dense product."""
+    """The weights by a table in x's dtype, and a dense product. They come in the order of their elements, which is
+    made once."""
     tables: dict[tuple, torch.Tensor] = {}
+    natural = _once_a_weight(unpacked)
 
     def function(x, w, scales, format, tensor_scale=None):
         key = (x.dtype, x.device)
         if key not in tables:
             tables[key] = torch.tensor([*E2M1, *(-v for v in E2M1)], dtype=x.dtype, device=x.device)
-        codes = torch.cat([w & 15, w >> 4], -1).int()
-        scale = scales.view(torch.float8_e4m3fn if format == "nvfp4" else torch.float8_e8m0fnu).to(x.dtype)
-        chunked = tables[key][codes].unflatten(-1, (scale.shape[-1], -1)) * scale.unsqueeze(-1)
-        weights = chunked.flatten(2).transpose(0, 1).flatten(1)
+        data, scales = natural(w, scales)
+        numbers = torch.stack([data & 15, data >> 4], -1).flatten(1).int()
+        if format == "nvfp4":
+            scale = ((scales.short() << 7).view(torch.float16) / 128).to(x.dtype)
+        else:
+            scale = scales.view(torch.float8_e8m0fnu).to(x.dtype)
+        weights = (tables[key][numbers].unflatten(-1, (scale.shape[-1], -1)) * scale.unsqueeze(-1)).flatten(1)
         y = F.linear(F.pad(x, (0, weights.shape[1] - x.shape[-1])), weights)
         return y if tensor_scale is None else (y * tensor_scale).to(x.dtype)
 
@@ -143,8 +154,8 @@ def _dense():
     """A dense product of the same shape and dtype, of random weights that are made once."""
     made: dict[tuple, torch.Tensor] = {}
 
-    def dense(x, w, **_):
-        key = (w.shape[1], x.shape[-1], x.dtype, x.device)
+    def dense(x, scales, **_):
+        key = (scales.shape[1], x.shape[-1], x.dtype, x.device)
         if key not in made:
             made[key] = torch.randn(key[:2], dtype=x.dtype, device=x.device)
         return x @ made[key].t()
@@ -174,9 +185,50 @@ def _candidates(case: Case) -> list[configs.Config]:
     return found
 
 
+def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
+    rows, bytes_each = case.dims["rows"], CHUNK // 2 + CHUNK // BLOCK[case.params["format"]]
+    tile_m = next(size for size in (8, 16, 32, 64) if rows <= size or size == 64)
+    return [
+        configs.CudaConfig(tile_m, groups, splits, stages)
+        for groups in (1, 2, 4)
+        for splits in (1, 2, 4, 8)
+        for stages in (3, 4, 6, 8)
+        if stages * (2 * tile_m * CHUNK + 64 * groups * bytes_each + 16) <= (224 << 10) * groups // 4
+    ]
+
+
+def _takes_cuda(case: Case) -> bool:
+    return case.dtype != FP32 and case.dims["columns"] % TILE == 0
+
+
+def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | None:
+    if implementation == "cuda" and not _takes_cuda(case):
+        return f"it takes fp16 and bf16, and N in multiples of {TILE}"
+    return None
+
+
+def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
+    chosen = configs.pick_backend("auto", case.dims["rows"], possible=_takes_cuda(case))
+    return "it is what auto takes" if implementation == chosen else None
+
+
+CUDA_CASES = tuple(
+    dataclasses.replace(case, min_capability=(9, 0))
+    for case in CASES
+    if case.bench and case.dims["rows"] <= configs.FEW_ROWS
+)
+
 SPEC = KernelSpec(
     name="mxfp_matmul",
-    implementations={"triton": mxfp_matmul},
+    implementations={
+        "auto": mxfp_matmul,
+        "triton": partial(mxfp_matmul, backend="triton"),
+        "cuda": partial(mxfp_matmul, backend="cuda"),
+    },
+    # Elsewhere the first is the second.
+    min_capability={"triton": (9, 0), "cuda": (9, 0)},
+    unsupported_reason=_unsupported_reason,
+    alias_reason=_alias_reason,
     baselines=(
         EAGER,
         COMPILED,
@@ -196,6 +248,9 @@ SPEC = KernelSpec(
     unit="rows",
     items=lambda case: case.dims["rows"],
     fuzz={"rows": (0, 70), "columns": (0, 140), "depth": (1, 300)},
-    tunables=(Tunable(configs, "pick_config", "fwd", _candidates),),
+    tunables=(
+        Tunable(configs, "pick_config", "fwd", _candidates, implementation="triton"),
+        Tunable(configs, "pick_cuda_config", "fwd", _cuda_candidates, CUDA_CASES, implementation="cuda"),
+    ),
     host_cases=(dataclasses.replace(_case(1, 256, 256, BF16, "mxfp4"), name="1x256x256-bf16-mxfp4-host"),),
 )

@@ -24,7 +24,29 @@ class Config:
     num_stages: int
 
 
+@dataclass(frozen=True)
+class CudaConfig:
+    """Of few_rows.cu: `rows` of x by 64 `groups` rows of w to a CTA, `splits` CTAs of a cluster for parts of K, and
+    chunks of K in its rings."""
+
+    rows: int
+    groups: int
+    splits: int
+    stages: int
+
+
 DENSE_BLOCK_N, DENSE_WARPS = 32, 4  # of the kernel that unpacks the weights into memory
+FEW_ROWS = 128  # up to which CUDA C++ is taken where it can run; by reckoning, not measured
+
+
+def pick_backend(backend: str, rows: int, possible: bool) -> str:
+    """The version that runs; `possible`: CUDA C++ can. Pure.
+
+    In CUDA C++ weights are unpacked by three instructions each instead of 17, and again for every 64 rows of x.
+    """
+    if backend == "auto":
+        return "cuda" if possible and rows <= FEW_ROWS else "triton"
+    return backend
 
 
 def pick_dense(rows: int, dtype: torch.dtype, on_gpu: bool) -> bool:
@@ -61,3 +83,26 @@ def pick_config(rows: int, columns: int, chunks: int, dtype: torch.dtype, capabi
     tiles = -(-rows // block_m) * -(-columns // block_n)
     splits = max(1, min(wanted // max(tiles, 1), chunks // 4, 16))
     return Config(block_m, block_n, block_k, splits, 8, warps, 3)
+
+
+def pick_cuda_config(rows: int, columns: int, chunks: int, chunk_bytes: int, sms: int = 132) -> CudaConfig:
+    """The configuration of few_rows.cu. Pure. `chunk_bytes`: of w and scales, for a row of a chunk of K.
+
+    - Up to 16 rows, which are little to read, two CTAs an SM with 128 rows of w each; with more, 256 rows share x.
+    - K in 1, 2, 4 or 8 parts, by the chunks that the longest chain of CTAs on an SM takes; starting one and adding up
+      its sums counts as four.
+    - As many chunks in the rings as shared memory has room for, at most 8.
+
+    By these sums; not measured yet.
+    """
+    tile_m = next(size for size in (8, 16, 32, 64) if rows <= size or size == 64)
+    groups = 2 if rows <= 16 else 4
+    resident = 4 // groups  # CTAs an SM
+    tiles = -(-columns // (64 * groups)) * -(-rows // tile_m)
+
+    def cost(splits: int) -> int:
+        return -(-tiles * splits // (sms * resident)) * (-(-chunks // splits) + 4)
+
+    splits = min((s for s in (1, 2, 4, 8) if s == 1 or chunks >= 2 * s), key=cost)
+    stage = 2 * tile_m * 128 + 64 * groups * chunk_bytes + 16
+    return CudaConfig(tile_m, groups, splits, min(8, (224 << 10) // resident // stage))

@@ -11,12 +11,12 @@ import torch
 
 
 def example(device: torch.device | str, dtype: torch.dtype, small: bool) -> dict[str, Any]:
-    """`inputs` of the public function, those that have a gradient."""
-    rows, columns, chunks = (3, 20, 2) if small else (16, 8192, 64)
+    """`inputs` of the public function, those that have a gradient (none), and options that choose a version."""
+    rows, columns, chunks = (3, 32, 2) if small else (16, 8192, 64)
     inputs = {
         "x": torch.randn(rows, 128 * chunks, device=device, dtype=dtype),
-        "w": torch.randint(256, (chunks, columns, 64), device=device, dtype=torch.uint8),
+        "w": torch.randint(256, (chunks, (columns + 15) // 16, 1024), device=device, dtype=torch.uint8),
         "scales": torch.randint(119, 124, (chunks, columns, 4), device=device, dtype=torch.uint8),
         "format": "mxfp4",
     }
-    return {"inputs": inputs, "grads": ()}
+    return {"inputs": inputs, "grads": (), "versions": {"backend": ("triton", "cuda")}}

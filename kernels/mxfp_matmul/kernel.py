@@ -8,8 +8,8 @@ Napkin maths, bf16, N = K = 8192, one NVIDIA H200 (4254 GB/s, 790 TFLOP/s of a m
     64             35.7 MB            2.1 MB      8.9 us      11 us
     1024           35.7 MB            34 MB        16 us     174 us
 
-nvfp4 has two bytes more for each 32 elements: 37.7 MB. Unpacking is about seven instructions an element: at M = 1 it is
-what the time is made of, for reading leaves time for three.
+nvfp4 has two bytes more for each 32 elements: 37.7 MB. Here unpacking is what few rows take their time for; sm90/ has
+them in CUDA C++.
 """
 
 from __future__ import annotations
@@ -19,10 +19,22 @@ import triton.language as tl
 
 
 @triton.jit
-def decode(code):
-    """fp32 of e2m1 in the lowest bits of an int32. As the bits of fp32 it is too small by 2^126 alone."""
-    bits = ((code & 8) << 28) | ((code & 7) << 22)
-    return bits.to(tl.float32, bitcast=True) * (2.0**126)
+def pair(q, NUMBER: tl.constexpr):
+    """One of the four pairs of weights in each word: signs and magnitudes are in the bits that `decode` takes."""
+    if NUMBER == 0:
+        return q
+    if NUMBER == 1:
+        return q << 6
+    if NUMBER == 2:
+        return (q << 3) ^ (q << 5)
+    return (q >> 6) ^ (q << 4)
+
+
+@triton.jit
+def decode(pairs, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """fp32 [ROWS, BLOCK_K] of pairs [ROWS, BLOCK_K / 2]. As the bits of fp32 they are too small by 2^126 alone."""
+    bits = tl.join(pairs << 16, pairs) & -0x7E400000  # of bits 31 and 24 to 22
+    return tl.reshape(bits.to(tl.float32, bitcast=True) * (2.0**126), [ROWS, BLOCK_K])
 
 
 @triton.jit
@@ -30,18 +42,34 @@ def decode_scale(code, E8M0: tl.constexpr):
     """fp32 of the byte of a scale in an int32."""
     if E8M0:
         bits = tl.where(code == 0, 1 << 22, tl.where(code == 255, 0x7FC00000, code << 23))  # 2^-127, NaN
-        return bits.to(tl.float32, bitcast=True)
-    bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
-    value = bits.to(tl.float32, bitcast=True) * (2.0**120)
-    return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+    else:
+        bits = tl.where(code == 255, 0x7FC00000, (code << 20) + (105 << 23))
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def scaled(codes, scale, E8M0: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """BLOCK_N rows of BLOCK_K elements, transposed: fp32. `scale` has as many bytes a row as their elements share."""
+def scaled(pairs, scale, E8M0: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """fp32 [ROWS, BLOCK_K]. `scale` has as many bytes a row as their elements share."""
     SCALES: tl.constexpr = scale.shape[1]
-    blocks = tl.reshape(decode(codes), [BLOCK_N, SCALES, BLOCK_K // SCALES])
-    return tl.trans(tl.reshape(blocks * decode_scale(scale, E8M0)[:, :, None], [BLOCK_N, BLOCK_K]))
+    blocks = tl.reshape(decode(pairs, ROWS, BLOCK_K), [ROWS, SCALES, BLOCK_K // SCALES])
+    return tl.reshape(blocks * decode_scale(scale, E8M0)[:, :, None], [ROWS, BLOCK_K])
+
+
+@triton.jit
+def words_of(chunk, tiles, half_row, at, BLOCK_K: tl.constexpr):
+    """Where a step's words lie: of rows 16 (half_row // 8) + half_row % 8 and those 8 behind them, and of the columns
+    16 i to 16 i + 15 of the chunk, at // 8 <= i < (at + BLOCK_K) // 8."""
+    word = tl.arange(0, BLOCK_K // 2)
+    i = at // 8 + word // 4
+    row = ((chunk * tiles + half_row // 8) * 256 + half_row % 8 * 16)[:, None]
+    return row + (i // 4 * 128 + word % 4 * 4 + i % 4)[None, :]
+
+
+@triton.jit
+def columns_of(chunk, at, BLOCK_K: tl.constexpr):
+    """The elements of K in the first two pairs of a step's words; those of the others are 8 behind."""
+    e = tl.arange(0, BLOCK_K)
+    return chunk * 128 + at * 2 + e // 8 * 16 + e % 8
 
 
 @triton.jit
@@ -76,43 +104,49 @@ def _mxfp_matmul_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """y [rows, columns] in its dtype; with SPLITS > 1 y is fp32 [SPLITS, rows, columns], to be summed and scaled.
-    A step is BLOCK_K elements of the lower half of a chunk and as many of the upper."""
-    HALF: tl.constexpr = 64
-    STEPS: tl.constexpr = HALF // BLOCK_K  # of a chunk
-    SCALES: tl.constexpr = 1 if BLOCK_K < BLOCK else BLOCK_K // BLOCK
+    A step is 2 BLOCK_K elements of a chunk: BLOCK_K in two pairs of each word, as many in the other two. Of both, one
+    pair is of the lower rows of a tile of 16, one of the upper."""
+    STEPS: tl.constexpr = 64 // BLOCK_K  # of a chunk
+    SCALES: tl.constexpr = BLOCK_K * 2 // BLOCK
+    ROWS: tl.constexpr = BLOCK_N // 2
     tile_m, tile_n = tile_of(rows, columns, GROUP_M, BLOCK_M, BLOCK_N)
     split = tl.program_id(1)
-    chunks = tl.cdiv(depth, 2 * HALF)
+    chunks, tiles = tl.cdiv(depth, 128), tl.cdiv(columns, 16)
     each = tl.cdiv(chunks, SPLITS)
     first = split * each
     last = tl.minimum(first + each, chunks)
-    m, n = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    k, s = tl.arange(0, BLOCK_K), tl.arange(0, SCALES)
-    there_m, there_n = (m < rows)[:, None], (n < columns)[:, None]
+    m, half_row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), (tile_n * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    n, s = half_row // 8 * 16 + half_row % 8, tl.arange(0, SCALES)
+    there_m, there, there_up = (m < rows)[:, None], (n < columns)[:, None], (n + 8 < columns)[:, None]
     x_row = x_ptr + m.to(tl.int64)[:, None] * stride_xm
-    n_wide = n.to(tl.int64)
-    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    words = w_ptr.to(tl.pointer_type(tl.int32))
+    acc = tl.zeros([BLOCK_M, ROWS], dtype=tl.float32)
+    acc_up = tl.zeros([BLOCK_M, ROWS], dtype=tl.float32)
     for step in range(first * STEPS, last * STEPS):
         chunk, at = step // STEPS, step % STEPS * BLOCK_K
-        row = (chunk * columns + n_wide)[:, None]
-        low_k = chunk * (2 * HALF) + at + k
-        high_k = low_k + HALF
-        low_mask = there_m if EVEN_K else there_m & (low_k < depth)[None, :]
-        high_mask = there_m if EVEN_K else there_m & (high_k < depth)[None, :]
-        packed = tl.load(w_ptr + row * HALF + at + k[None, :], mask=there_n, other=0).to(tl.int32)
-        scales = scale_ptr + row * (2 * HALF // BLOCK) + at // BLOCK + s[None, :]
-        low_scale = tl.load(scales, mask=there_n, other=0).to(tl.int32)
-        high_scale = tl.load(scales + HALF // BLOCK, mask=there_n, other=0).to(tl.int32)
-        low = tl.load(x_row + low_k[None, :], mask=low_mask, other=0.0)
-        high = tl.load(x_row + high_k[None, :], mask=high_mask, other=0.0)
-        w_low = scaled(packed & 0xF, low_scale, E8M0, BLOCK_N, BLOCK_K).to(low.dtype)
-        acc = tl.dot(low, w_low, acc, input_precision="ieee")
-        w_high = scaled(packed >> 4, high_scale, E8M0, BLOCK_N, BLOCK_K).to(high.dtype)
-        acc = tl.dot(high, w_high, acc, input_precision="ieee")
+        k = columns_of(chunk, at, BLOCK_K)
+        mask = there_m if EVEN_K else there_m & (k < depth)[None, :]
+        mask_2 = there_m if EVEN_K else there_m & (k + 8 < depth)[None, :]
+        q = tl.load(words + words_of(chunk, tiles, half_row, at, BLOCK_K), mask=there, other=0)
+        scales = scale_ptr + (chunk * columns + n)[:, None] * (128 // BLOCK) + at * 2 // BLOCK + s[None, :]
+        scale = tl.load(scales, mask=there, other=0).to(tl.int32)
+        scale_up = tl.load(scales + 8 * (128 // BLOCK), mask=there_up, other=0).to(tl.int32)
+        x = tl.load(x_row + k[None, :], mask=mask, other=0.0)
+        x_2 = tl.load(x_row + k[None, :] + 8, mask=mask_2, other=0.0)
+        weights = scaled(pair(q, 0), scale, E8M0, ROWS, BLOCK_K).to(x.dtype)
+        acc = tl.dot(x, tl.trans(weights), acc, input_precision="ieee")
+        weights = scaled(pair(q, 1), scale_up, E8M0, ROWS, BLOCK_K).to(x.dtype)
+        acc_up = tl.dot(x, tl.trans(weights), acc_up, input_precision="ieee")
+        weights = scaled(pair(q, 2), scale, E8M0, ROWS, BLOCK_K).to(x.dtype)
+        acc = tl.dot(x_2, tl.trans(weights), acc, input_precision="ieee")
+        weights = scaled(pair(q, 3), scale_up, E8M0, ROWS, BLOCK_K).to(x.dtype)
+        acc_up = tl.dot(x_2, tl.trans(weights), acc_up, input_precision="ieee")
     if tensor_scale_ptr is not None and SPLITS == 1:
         acc *= tl.load(tensor_scale_ptr)
-    at = y_ptr + (split.to(tl.int64) * rows + m)[:, None] * columns + n[None, :]
-    tl.store(at, acc.to(y_ptr.dtype.element_ty), mask=there_m & (n < columns)[None, :])
+        acc_up *= tl.load(tensor_scale_ptr)
+    to = y_ptr + (split.to(tl.int64) * rows + m)[:, None] * columns + n[None, :]
+    tl.store(to, acc.to(y_ptr.dtype.element_ty), mask=there_m & (n < columns)[None, :])
+    tl.store(to + 8, acc_up.to(y_ptr.dtype.element_ty), mask=there_m & (n + 8 < columns)[None, :])
 
 
 @triton.jit
@@ -133,19 +167,21 @@ def _mxfp_matmul_dense_kernel(
 ):
     """The weights [columns, depth] in the dtype of `out`, without the tensor's scale. A CTA takes BLOCK_N rows of a
     chunk."""
-    HALF: tl.constexpr = 64
-    tiles = tl.cdiv(columns, BLOCK_N)
-    chunk = (tl.program_id(0) // tiles).to(tl.int64)
-    n = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    k, s, there = tl.arange(0, HALF), tl.arange(0, HALF // BLOCK), (n < columns)[:, None]
-    row = (chunk * columns + n)[:, None]
-    packed = tl.load(w_ptr + row * HALF + k[None, :], mask=there, other=0).to(tl.int32)
-    scales = scale_ptr + row * (2 * HALF // BLOCK) + s[None, :]
-    low_scale = tl.load(scales, mask=there, other=0).to(tl.int32)
-    high_scale = tl.load(scales + HALF // BLOCK, mask=there, other=0).to(tl.int32)
-    low = tl.trans(scaled(packed & 0xF, low_scale, E8M0, BLOCK_N, HALF))
-    high = tl.trans(scaled(packed >> 4, high_scale, E8M0, BLOCK_N, HALF))
-    at = chunk * (2 * HALF) + k[None, :]
-    to = out_ptr + n.to(tl.int64)[:, None] * depth + at
-    tl.store(to, low.to(out_ptr.dtype.element_ty), mask=there & (at < depth))
-    tl.store(to + HALF, high.to(out_ptr.dtype.element_ty), mask=there & (at + HALF < depth))
+    ROWS: tl.constexpr = BLOCK_N // 2
+    blocks, tiles = tl.cdiv(columns, BLOCK_N), tl.cdiv(columns, 16)
+    chunk = (tl.program_id(0) // blocks).to(tl.int64)
+    half_row = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+    n, s = half_row // 8 * 16 + half_row % 8, tl.arange(0, 128 // BLOCK)
+    words = w_ptr.to(tl.pointer_type(tl.int32)) + words_of(chunk, tiles, half_row, 0, 64)
+    q = tl.load(words, mask=(n < columns)[:, None], other=0)
+    k = columns_of(chunk, 0, 64)[None, :]
+    for up in tl.static_range(2):
+        row = n + 8 * up
+        there = (row < columns)[:, None]
+        scales = scale_ptr + (chunk * columns + row)[:, None] * (128 // BLOCK) + s[None, :]
+        scale = tl.load(scales, mask=there, other=0).to(tl.int32)
+        to = out_ptr + row.to(tl.int64)[:, None] * depth + k
+        weights = scaled(pair(q, up), scale, E8M0, ROWS, 64)
+        tl.store(to, weights.to(out_ptr.dtype.element_ty), mask=there & (k < depth))
+        weights = scaled(pair(q, 2 + up), scale, E8M0, ROWS, 64)
+        tl.store(to + 8, weights.to(out_ptr.dtype.element_ty), mask=there & (k + 8 < depth))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from .checks import FLOATS, kind, runnable
-from .formats import BLOCK, CHUNK, chunks
+from .formats import BLOCK, CHUNK, TILE_BYTES, chunks, packed_words, tiles, unsigned_scales
 from .launch import Plans, lean, signature
-from .plans import product_plan
+from .plans import BACKENDS, product_plan
 
 # Named after the package, so that a copy of this folder under another name registers ops of its own.
 _NAMESPACE = __package__.replace(".", "_")
@@ -22,6 +21,7 @@ def mxfp_matmul(
     format: str = "mxfp4",
     *,
     tensor_scale: torch.Tensor | None = None,
+    backend: str = "auto",
 ) -> torch.Tensor:
     """x times packed weights of 4 bits, transposed: what a linear layer computes, without its bias.
 
@@ -34,20 +34,22 @@ def mxfp_matmul(
 
     x             [..., K] fp32, fp16 or bf16, any strides. Rows are read in place when the leading dimensions flatten
                   to one stride and the last stride is 1; otherwise they are copied first.
-    w, scales     uint8, as `mxfp_pack` returns them: [chunks, N, 64] and [chunks, N, 4], or [chunks, N, 8] of nvfp4,
-                  with ceil(K / 128) chunks
+    w, scales     uint8, as `mxfp_pack` returns them: [chunks, tiles, 1024] and [chunks, N, 4], or [chunks, N, 8] of
+                  nvfp4, with ceil(K / 128) chunks and ceil(N / 16) tiles
     format        "mxfp4" or "nvfp4"
     tensor_scale  fp32 (), for nvfp4 alone, which needs it
+    backend       "triton", "cuda" (CUDA C++, compiled by CuPy, on compute capability 9.0, for fp16 and bf16 and N a
+                  multiple of 16), or "auto", the faster of those that can run (`configs.pick_backend`)
 
     Returns [..., N] in x's dtype, contiguous. Not differentiable: weights of 4 bits serve inference.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
-    outside Triton's interpreter.
+    outside Triton's interpreter and for backend="cuda" where it cannot run.
     """
     if lean(x, w, scales, tensor_scale):
-        return _product_plan(x, w, scales, tensor_scale, format)(x, w, scales, tensor_scale)
-    _check(x, w, scales, tensor_scale, format)
-    return _product_op(_plain(x), w, scales, _plain(tensor_scale), format)
+        return _product_plan(x, w, scales, tensor_scale, format, backend)(x, w, scales, tensor_scale)
+    _check(x, w, scales, tensor_scale, format, backend)
+    return _product_op(_plain(x), w, scales, _plain(tensor_scale), format, backend)
 
 
 def _plain(tensor):
@@ -61,7 +63,7 @@ def mxfp_pack(data: torch.Tensor, scales: torch.Tensor, format: str = "mxfp4") -
     data    uint8 [N, K / 2], K a multiple of the block: two elements in a byte, the first in its lower half
     scales  uint8 [N, K / 32] of E8M0, or [N, K / 16] of e4m3 for nvfp4
 
-    Returns w [chunks, N, 64] and scales [chunks, N, 4], or [chunks, N, 8], contiguous. Raises as `mxfp_matmul`.
+    Returns w [chunks, tiles, 1024] and scales [chunks, N, 4], or [chunks, N, 8], contiguous. Raises as `mxfp_matmul`.
     """
     _check_format("mxfp_pack", format)
     for name, tensor in (("data", data), ("scales", scales)):
@@ -71,17 +73,15 @@ def mxfp_pack(data: torch.Tensor, scales: torch.Tensor, format: str = "mxfp4") -
         raise ValueError(f"mxfp_pack: data and scales must be [N, K / 2] and [N, K / {BLOCK[format]}], got {got}")
     if scales.device != data.device:
         raise ValueError(f"mxfp_pack: scales must be on {data.device} like data, got {scales.device}")
-    columns, half = data.shape
-    count = chunks(2 * half)
-    data = F.pad(data, (0, count * CHUNK // 2 - half))
-    scales = F.pad(scales, (0, count * (CHUNK // BLOCK[format]) - scales.shape[1]))
-    codes = torch.stack([data & 15, data >> 4], -1).view(columns, count, 2, CHUNK // 2)
-    w = codes[:, :, 0] | (codes[:, :, 1] << 4)
-    scales = scales.view(columns, count, CHUNK // BLOCK[format])
-    return w.transpose(0, 1).contiguous(), scales.transpose(0, 1).contiguous()
+    if format == "nvfp4":
+        data, scales = unsigned_scales(data, scales)
+    columns, count, each = data.shape[0], chunks(2 * data.shape[1]), CHUNK // BLOCK[format]
+    padded = scales.new_zeros((columns, count * each))
+    padded[:, : scales.shape[1]] = scales
+    return packed_words(data), padded.view(columns, count, each).transpose(0, 1).contiguous()
 
 
-def _check(x, w, scales, tensor_scale, format) -> None:
+def _check(x, w, scales, tensor_scale, format, backend) -> None:
     if not isinstance(x, torch.Tensor) or x.dtype not in FLOATS:
         raise TypeError(f"mxfp_matmul: x must be a tensor of float32, float16 or bfloat16, got {kind(x)}")
     if x.dim() == 0:
@@ -92,11 +92,12 @@ def _check(x, w, scales, tensor_scale, format) -> None:
         if tensor.device != x.device:
             raise ValueError(f"mxfp_matmul: {name} must be on x's device {x.device}, got {tensor.device}")
     depth = chunks(x.shape[-1])
-    if w.dim() != 3 or w.shape[0] != depth or w.shape[2] != CHUNK // 2:
-        raise ValueError(f"mxfp_matmul: w must be [{depth}, N, {CHUNK // 2}] for this x, got {list(w.shape)}")
-    wanted = [depth, w.shape[1], CHUNK // BLOCK[format]]
-    if list(scales.shape) != wanted:
-        raise ValueError(f"mxfp_matmul: scales must be {wanted} for this w, got {list(scales.shape)}")
+    each = CHUNK // BLOCK[format]
+    if scales.dim() != 3 or scales.shape[0] != depth or scales.shape[2] != each:
+        raise ValueError(f"mxfp_matmul: scales must be [{depth}, N, {each}] for this x, got {list(scales.shape)}")
+    wanted = [depth, tiles(scales.shape[1]), TILE_BYTES]
+    if list(w.shape) != wanted:
+        raise ValueError(f"mxfp_matmul: w must be {wanted} for these scales, got {list(w.shape)}")
     if (format == "nvfp4") != (tensor_scale is not None):
         raise ValueError(f"mxfp_matmul: tensor_scale must be given for nvfp4 alone, got {kind(tensor_scale)}")
     if tensor_scale is not None:
@@ -106,6 +107,8 @@ def _check(x, w, scales, tensor_scale, format) -> None:
             raise ValueError(f"mxfp_matmul: tensor_scale must have no dimensions, got {list(tensor_scale.shape)}")
         if tensor_scale.device != x.device:
             raise ValueError(f"mxfp_matmul: tensor_scale must be on {x.device} like x, got {tensor_scale.device}")
+    if backend not in BACKENDS:
+        raise ValueError(f"mxfp_matmul: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     runnable("mxfp_matmul", "x", x)
 
 
@@ -119,24 +122,29 @@ def _check_bytes(function: str, name: str, tensor: torch.Tensor) -> None:
         raise TypeError(f"{function}: {name} must be a tensor of uint8, got {kind(tensor)}")
 
 
-def _product_plan(x, w, scales, tensor_scale, format):
+def _product_plan(x, w, scales, tensor_scale, format, backend):
     """The plan for these arguments, kept if they are plain tensors."""
-    key = (signature(x), signature(w), signature(scales), signature(tensor_scale), format)
+    key = (signature(x), signature(w), signature(scales), signature(tensor_scale), format, backend)
     plan = _PRODUCT.find(key)
     if plan is None:
-        _check(x, w, scales, tensor_scale, format)
-        plan = _PRODUCT.keep(key, product_plan(x, w, scales, tensor_scale, format))
+        _check(x, w, scales, tensor_scale, format, backend)
+        plan = _PRODUCT.keep(key, product_plan(x, w, scales, tensor_scale, format, backend))
     return plan
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::mxfp_matmul", mutates_args=())
 def _product_op(
-    x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, tensor_scale: torch.Tensor | None, format: str
+    x: torch.Tensor,
+    w: torch.Tensor,
+    scales: torch.Tensor,
+    tensor_scale: torch.Tensor | None,
+    format: str,
+    backend: str,
 ) -> torch.Tensor:
     make = _product_plan if lean(x, w, scales, tensor_scale) else product_plan
-    return make(x, w, scales, tensor_scale, format)(x, w, scales, tensor_scale)
+    return make(x, w, scales, tensor_scale, format, backend)(x, w, scales, tensor_scale)
 
 
 @_product_op.register_fake
-def _(x, w, scales, tensor_scale, format):
-    return x.new_empty((*x.shape[:-1], w.shape[1]))
+def _(x, w, scales, tensor_scale, format, backend):
+    return x.new_empty((*x.shape[:-1], scales.shape[1]))

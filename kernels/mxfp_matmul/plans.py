@@ -12,29 +12,82 @@ from . import configs
 from .formats import BLOCK, CHUNK, chunks
 from .kernel import _mxfp_matmul_dense_kernel, _mxfp_matmul_kernel, _mxfp_matmul_sum_kernel
 from .launch import Launch
+from .sm90 import few_rows
 
+BACKENDS = ("auto", "triton", "cuda")
 SUM_BLOCK = 1024
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 
 
 def product_plan(
-    x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, tensor_scale: torch.Tensor | None, format: str
+    x: torch.Tensor,
+    w: torch.Tensor,
+    scales: torch.Tensor,
+    tensor_scale: torch.Tensor | None,
+    format: str,
+    backend: str,
 ) -> Product:
-    """Takes (x, w, scales, tensor_scale) like these and returns [..., N]. Inputs as `op` has checked them."""
+    """Takes (x, w, scales, tensor_scale) like these and returns [..., N]. Inputs as `op` has checked them. RuntimeError
+    where `backend` cannot take them."""
     device, dtype = x.device, x.dtype
-    depth, columns = x.shape[-1], w.shape[1]
+    depth, columns = x.shape[-1], scales.shape[1]
     shape = (*x.shape[:-1], columns)
-    strides = torch.empty(shape, device="meta").stride()
+    rows = math.prod(x.shape[:-1])
+    reason = few_rows.unsupported_reason(dtype, columns, _capability(x)) if backend != "triton" else None
+    chosen = configs.pick_backend(backend, rows, possible=reason is None)
+    if chosen == "cuda" and reason:
+        raise RuntimeError(f'mxfp_matmul: backend="cuda" cannot run here: {reason}')
     if math.prod(shape) == 0 or depth == 0:
+        strides = torch.empty(shape, device="meta").stride()
         return lambda x, w, scales, tensor_scale: torch.empty_strided(
             shape, strides, dtype=dtype, device=device
         ).zero_()
+    if chosen == "cuda":
+        return _cuda_plan(x, w, scales, shape, format)
+    if configs.pick_dense(rows, dtype, x.is_cuda):
+        return _dense_plan(_rows(x), columns, shape, format)
+    return _triton_plan(x, w, scales, shape, format)
+
+
+def _cuda_plan(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, shape: tuple[int, ...], format: str) -> Product:
+    """As `product_plan`."""
+    columns, device, dtype = shape[-1], x.device, x.dtype
+    strides = torch.empty(shape, device="meta").stride()
+    x2 = _rows(x)
+    x_copied, x_dense = x2.data_ptr() != x.data_ptr(), not few_rows.in_place(x2)
+    x2 = few_rows.dense(x2) if x_dense else x2
+    w_copied, scales_copied = _unaligned(w), _unaligned(scales)
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    chunk_bytes = CHUNK // 2 + CHUNK // BLOCK[format]
+    config = configs.pick_cuda_config(x2.shape[0], columns, chunks(x2.shape[1]), chunk_bytes, sms)
+    start = few_rows.launch(x2, columns, format, config)
+
+    def run(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, tensor_scale: torch.Tensor | None) -> torch.Tensor:
+        y = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        x = few_rows.dense(_rows(x)) if x_dense else _rows(x) if x_copied else x
+        w = w.clone(memory_format=torch.contiguous_format) if w_copied else w
+        scales = scales.clone(memory_format=torch.contiguous_format) if scales_copied else scales
+        start(x, w, scales, tensor_scale, y)
+        return y
+
+    return run
+
+
+def _unaligned(packed: torch.Tensor) -> bool:
+    """Whether it cannot be read where it is: not in one piece, or not on a 16-byte boundary, as a plan's key has it."""
+    return not packed.is_contiguous() or packed.data_ptr() % 16 != 0
+
+
+def _triton_plan(
+    x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, shape: tuple[int, ...], format: str
+) -> Product:
+    """As `product_plan`."""
+    device, dtype, depth, columns = x.device, x.dtype, x.shape[-1], shape[-1]
+    strides = torch.empty(shape, device="meta").stride()
     x2 = _rows(x)
     rows = x2.shape[0]
     x_copied = x2.data_ptr() != x.data_ptr()
-    w_copied, scales_copied = not w.is_contiguous(), not scales.is_contiguous()
-    if configs.pick_dense(rows, dtype, x.is_cuda):
-        return _dense_plan(x2, columns, shape, format)
+    w_copied, scales_copied = _unaligned(w), not scales.is_contiguous()  # words on their boundary
     config = configs.pick_config(rows, columns, chunks(depth), dtype, _capability(x))
     splits = config.splits
     launch = Launch(
@@ -62,7 +115,7 @@ def product_plan(
     def run(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, tensor_scale: torch.Tensor | None) -> torch.Tensor:
         y = torch.empty_strided(shape, strides, dtype=dtype, device=device)
         x = _rows(x) if x_copied else x
-        w = w.contiguous() if w_copied else w
+        w = w.clone(memory_format=torch.contiguous_format) if w_copied else w
         scales = scales.contiguous() if scales_copied else scales
         if total is None:
             launch(x, w, scales, tensor_scale, y)
@@ -92,7 +145,8 @@ def _dense_plan(x: torch.Tensor, columns: int, shape: tuple[int, ...], format: s
 
     def run(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, tensor_scale: torch.Tensor | None) -> torch.Tensor:
         x, dense = _rows(x), x.new_empty((columns, depth))
-        launch(w.contiguous(), scales.contiguous(), dense)
+        w = w.clone(memory_format=torch.contiguous_format) if _unaligned(w) else w
+        launch(w, scales.contiguous(), dense)
         y = x.new_empty((rows, columns))
         if tensor_scale is None:
             torch.mm(x, dense.mT, out=y)

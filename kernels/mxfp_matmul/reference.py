@@ -28,21 +28,26 @@ def mxfp_matmul_reference(
 
 def dequantized(w: torch.Tensor, scales: torch.Tensor, format: str) -> torch.Tensor:
     """[N, 128 · chunks] in fp64 of packed weights, without the scale of the tensor."""
-    chunks, columns, _ = w.shape
+    chunks, columns, each = scales.shape
     table = torch.tensor([*E2M1, *(-v for v in E2M1)], dtype=torch.float64, device=w.device)
-    codes = torch.cat([w % 16, w // 16], -1).long()
     scale = torch.tensor(_scale_values(format), dtype=torch.float64, device=w.device)[scales.long()]
-    values = table[codes] * scale.repeat_interleave(128 // scales.shape[-1], -1)
-    return values.transpose(0, 1).reshape(columns, chunks * 128)
+    scale = scale.repeat_interleave(128 // each, -1).transpose(0, 1).reshape(columns, chunks * 128)
+    return table[codes(w)[:columns]] * scale
+
+
+def codes(w: torch.Tensor) -> torch.Tensor:
+    """[16 · tiles, 128 · chunks] of packed weights: each one's four bits."""
+    chunks, tiles, _ = w.shape
+    byte = w.reshape(chunks, tiles, 2, 8, 4, 4, 4).int()  # halves of a chunk, rows, pairs of K, 16 of K
+    q = byte[..., 0] | (byte[..., 1] << 8) | (byte[..., 2] << 16) | (byte[..., 3] << 24)
+    pairs = torch.stack([q, q << 6, (q << 3) ^ (q << 5), (q >> 6) ^ (q << 4)], -1).unflatten(-1, (2, 2))
+    both = torch.stack([pairs, pairs >> 16], -1)  # of K; halves of 16 of K and of 16 rows are before it
+    found = (both >> 6 & 7) | (both >> 12 & 8)
+    return found.permute(1, 7, 3, 0, 2, 5, 6, 4, 8).reshape(16 * tiles, 128 * chunks)
 
 
 def _scale_values(format: str) -> list[float]:
-    """The number that each byte of a scale stands for."""
+    """The number that each byte of a packed scale stands for."""
     if format == "mxfp4":
         return [*(math.ldexp(1.0, code - 127) for code in range(255)), math.nan]
-    positive = []
-    for code in range(128):
-        exponent, mantissa = divmod(code, 8)
-        number = math.ldexp(1 + mantissa / 8, exponent - 7) if exponent else math.ldexp(mantissa / 8, -6)
-        positive.append(math.nan if code == 127 else number)
-    return [*positive, *(-v for v in positive)]
+    return [math.nan if code == 255 else math.ldexp(1 + code % 8 / 8, code // 8 - 22) for code in range(256)]

@@ -38,7 +38,8 @@ def test_packing_moves_every_element_to_its_place(format):
         assert w.is_contiguous() and packed_scales.is_contiguous()
         natural, natural_scales = unpacked(w, packed_scales)
         assert torch.equal(natural[:, : depth // 2], data) and not natural[:, depth // 2 :].any()
-        assert torch.equal(natural_scales[:, : scales.shape[1]], scales)
+        kept = natural_scales[:, : scales.shape[1]]
+        assert torch.equal(kept, scales if format == "mxfp4" else scales + 120)  # normal numbers with another bias
         table = torch.tensor([*E2M1, *(-v for v in E2M1)], device=DEVICE, dtype=torch.float64)
         elements = table[torch.stack([data & 15, data >> 4], -1).flatten(1).long()]
         if format == "mxfp4":
@@ -46,6 +47,39 @@ def test_packing_moves_every_element_to_its_place(format):
         else:
             scale = scales.view(torch.float8_e4m3fn).double().repeat_interleave(16, 1)
         assert torch.equal(dequantized(w, packed_scales, format)[:, :depth], elements * scale)
+
+
+def test_words_are_in_the_order_of_fragments():
+    """Thread t of a warp has rows t / 4 and t / 4 + 8, columns 2 (t % 4), the next, and those 8 behind, in four
+    registers: the first operand of mma.m16n8k16."""
+    data, scales = weights(32, 256, "mxfp4")
+    w, _ = mxfp_pack(data, scales)
+    codes = torch.stack([data & 15, data >> 4], -1).flatten(1).int().cpu()
+    words = w.cpu().view(torch.int32)
+    for chunk, tile, half, thread, step in itertools.product((0, 1), (0, 1), (0, 1), range(32), range(4)):
+        q = int(words[chunk, tile, half * 128 + thread * 4 + step])
+        for number, pair in enumerate((q, q << 6, (q << 3) ^ (q << 5), (q >> 6) ^ (q << 4))):
+            row = 16 * tile + thread // 4 + 8 * (number % 2)
+            k = 128 * chunk + 64 * half + 16 * step + thread % 4 * 2 + 8 * (number // 2)
+            for upper in (0, 1):
+                bits = pair >> 16 * upper
+                assert (bits >> 6 & 7) | (bits >> 12 & 8) == int(codes[row, k + upper])
+
+
+def test_scales_of_nvfp4_are_kept_without_sign():
+    """As bits of fp16; elements get the sign, those of a zero scale become zeros, and NaN stays."""
+    scales = torch.arange(256, dtype=torch.uint8, device=DEVICE)[None].repeat(3, 1)
+    data = torch.randint(0, 256, (3, 256 * 8), dtype=torch.uint8, device=DEVICE)
+    w, kept = mxfp_pack(data, scales, "nvfp4")
+    value = scales.view(torch.float8_e4m3fn).double()
+    table = torch.tensor([*E2M1, *(-v for v in E2M1)], device=DEVICE, dtype=torch.float64)
+    elements = table[torch.stack([data & 15, data >> 4], -1).flatten(1).long()]
+    want = elements * value.repeat_interleave(16, 1)
+    torch.testing.assert_close(dequantized(w, kept, "nvfp4"), want, rtol=0, atol=0, equal_nan=True)
+    natural = kept.transpose(0, 1).flatten(1)
+    assert (natural[value.isnan()] == 255).all()
+    usual = value.isfinite() & (value != 0)
+    assert torch.equal(((natural.short() << 7).view(torch.float16) / 128)[usual].double(), value.abs()[usual])
 
 
 @EVERY
@@ -86,7 +120,7 @@ def test_k_in_any_number_of_parts(format, splits, monkeypatch):
 
 
 def test_tiles_of_many_rows_are_each_computed_once(monkeypatch):
-    monkeypatch.setattr(configs, "pick_config", lambda *_: configs.Config(16, 16, 64, 1, 3, 4, 2))
+    monkeypatch.setattr(configs, "pick_config", lambda *_: configs.Config(16, 32, 64, 1, 3, 4, 2))
     x = torch.randn(5 * 16 + 3, 64, device=DEVICE)
     w, scales = mxfp_pack(*weights(70, 64, "mxfp4"))
     expected = mxfp_matmul_reference(x.double(), w, scales).float()
@@ -107,17 +141,19 @@ def test_no_gradient_and_autocast_changes_nothing():
     [
         (dict(x=torch.arange(128)), TypeError, "x must be a tensor of float32"),
         (dict(x=torch.tensor(1.0)), ValueError, r"x must be \[..., K\]"),
-        (dict(x=torch.randn(3, 129)), ValueError, r"w must be \[2, N, 64\]"),
-        (dict(w=torch.randn(1, 8, 64)), TypeError, "w must be a tensor of uint8"),
-        (dict(w=torch.ones(8, 64, dtype=torch.uint8)), ValueError, "w must be"),
-        (dict(scales=torch.ones(1, 8, 8, dtype=torch.uint8)), ValueError, r"scales must be \[1, 8, 4\]"),
-        (dict(format="nvfp4"), ValueError, r"scales must be \[1, 8, 8\]"),
+        (dict(x=torch.randn(3, 129)), ValueError, r"scales must be \[2, N, 4\]"),
+        (dict(w=torch.randn(1, 1, 1024)), TypeError, "w must be a tensor of uint8"),
+        (dict(w=torch.ones(8, 64, dtype=torch.uint8)), ValueError, r"w must be \[1, 1, 1024\]"),
+        (dict(scales=torch.ones(1, 8, 8, dtype=torch.uint8)), ValueError, r"scales must be \[1, N, 4\]"),
+        (dict(scales=torch.ones(1, 17, 4, dtype=torch.uint8)), ValueError, r"w must be \[1, 2, 1024\]"),
+        (dict(format="nvfp4"), ValueError, r"scales must be \[1, N, 8\]"),
+        (dict(backend="cublas"), ValueError, "backend must be one of auto, triton, cuda"),
         (dict(format="int4"), ValueError, "format must be"),
         (dict(tensor_scale=torch.tensor(1.0)), ValueError, "tensor_scale must be given for nvfp4 alone"),
     ],
 )
 def test_bad_input_raises_an_error_that_names_it(change, error, words):
-    good = {"x": torch.randn(3, 128), "w": torch.ones(1, 8, 64), "scales": torch.ones(1, 8, 4)}
+    good = {"x": torch.randn(3, 128), "w": torch.ones(1, 1, 1024), "scales": torch.ones(1, 8, 4)}
     good = {name: t if name == "x" else t.to(torch.uint8) for name, t in good.items()}
     arguments = {n: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for n, v in {**good, **change}.items()}
     with pytest.raises(error, match=words):

@@ -22,30 +22,40 @@ def _element(code, FAULT: tl.constexpr):
 
 
 @triton.jit
+def _codes(words, tile, n, j, FAULT: tl.constexpr):
+    """Of row n and column j of a chunk; `tile` is the number of the row's tile among those of all chunks."""
+    upper = 1 - n // 8 % 2 if FAULT == "halves swapped" else n // 8 % 2
+    at = tile * 256 + j // 64 * 128 + n % 8 * 16 + j % 8 // 2 * 4 + j // 16 % 4
+    q, pair = tl.load(words + at), 2 * (j // 8 % 2) + upper
+    later = tl.where(pair == 2, (q << 3) ^ (q << 5), (q >> 6) ^ (q << 4))
+    bits = tl.where(pair == 0, q, tl.where(pair == 1, q << 6, later)) >> (j % 2 * 16)
+    return (bits >> 6 & 7) | (bits >> 12 & 8)
+
+
+@triton.jit
 def _product_kernel(x_ptr, w_ptr, scale_ptr, y_ptr, depth, columns, chunks, stride_x, FAULT: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    n, j = tl.program_id(1) * 16 + tl.arange(0, 16), tl.arange(0, 64)
+    n, j = tl.program_id(1) * 16 + tl.arange(0, 16), tl.arange(0, 128)
     there = n < columns
+    words, tiles = w_ptr.to(tl.pointer_type(tl.int32)), tl.cdiv(columns, 16)
     if FAULT == "row stride ignored":
         stride_x = depth
     acc = tl.zeros([16], dtype=tl.float32)
     last = chunks - 1 if FAULT == "last chunk forgotten" else chunks
     for chunk in range(last):
         at = chunk * columns + n
-        packed = tl.load(w_ptr + at[:, None] * 64 + j[None, :], mask=there[:, None], other=0).to(tl.int32)
-        for half in tl.static_range(2):
-            k = chunk * 128 + half * 64 + j
-            within = k < (depth + 1 if FAULT == "one column too many" else depth)
-            x = tl.load(x_ptr + row * stride_x + k, mask=within, other=0.0).to(tl.float32)
-            codes = packed >> 4 if half == (0 if FAULT == "halves swapped" else 1) else packed & 15
-            block = j // 32 if FAULT == "scales of the lower half" else half * 2 + j // 32
-            if FAULT == "scale of the next row":
-                at = chunk * columns + (n + 1) % columns
-            exponent = tl.load(scale_ptr + at[:, None] * 4 + block[None, :], mask=there[:, None], other=127)
-            bits = exponent.to(tl.int32) << 23
-            if FAULT == "scale dropped":
-                bits = bits * 0 + (121 << 23)
-            acc += tl.sum(_element(codes, FAULT) * bits.to(tl.float32, bitcast=True) * x[None, :], axis=1)
+        codes = _codes(words, chunk * tiles + tl.program_id(1), n[:, None], j[None, :], FAULT)
+        k = chunk * 128 + j
+        within = k < (depth + 1 if FAULT == "one column too many" else depth)
+        x = tl.load(x_ptr + row * stride_x + k, mask=within, other=0.0).to(tl.float32)
+        block = j // 32 % 2 if FAULT == "scales of the lower half" else j // 32
+        if FAULT == "scale of the next row":
+            at = chunk * columns + (n + 1) % columns
+        exponent = tl.load(scale_ptr + at[:, None] * 4 + block[None, :], mask=there[:, None], other=127)
+        bits = exponent.to(tl.int32) << 23
+        if FAULT == "scale dropped":
+            bits = bits * 0 + (121 << 23)
+        acc += tl.sum(_element(codes, FAULT) * bits.to(tl.float32, bitcast=True) * x[None, :], axis=1)
     tl.store(y_ptr + row * columns + n, acc, mask=there if FAULT != "writes past the end" else n < columns + 1)
 
 
@@ -53,8 +63,8 @@ def _product_kernel(x_ptr, w_ptr, scale_ptr, y_ptr, depth, columns, chunks, stri
 def _product(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, fault: str) -> torch.Tensor:
     x2 = x.reshape(-1, x.shape[-1])
     x2 = x2 if x2.stride(1) == 1 else x2.contiguous()
-    w, scales = w.contiguous(), scales.contiguous()
-    (rows, depth), (chunks, columns, _) = x2.shape, w.shape
+    w, scales = w.clone(memory_format=torch.contiguous_format), scales.contiguous()  # words on their boundary
+    (rows, depth), (chunks, columns, _) = x2.shape, scales.shape
     y = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
     if rows * columns:
         grid = (rows, (columns + 15) // 16)
@@ -64,7 +74,7 @@ def _product(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, fault: str)
 
 @_product.register_fake
 def _(x, w, scales, fault):
-    columns = w.shape[0] if fault == "shape of the fake result" else w.shape[1]
+    columns = scales.shape[0] if fault == "shape of the fake result" else scales.shape[1]
     return x.new_empty((*x.shape[:-1], columns))
 
 
@@ -81,7 +91,7 @@ def check(x, w, scales) -> None:
         raise TypeError(f"x must be fp32, fp16 or bf16, got {x.dtype}")
     if not x.device == w.device == scales.device:
         raise ValueError("x, w and scales must be on one device")
-    if w.dim() != 3 or w.shape[0] != (x.shape[-1] + 127) // 128 or w.shape[2] != 64:
-        raise ValueError(f"w must be [chunks, N, 64], got {list(w.shape)}")
-    if scales.shape != (*w.shape[:2], 4):
+    if scales.dim() != 3 or scales.shape[0] != (x.shape[-1] + 127) // 128 or scales.shape[2] != 4:
         raise ValueError(f"scales must be [chunks, N, 4], got {list(scales.shape)}")
+    if w.shape != (scales.shape[0], (scales.shape[1] + 15) // 16, 1024):
+        raise ValueError(f"w must be [chunks, tiles, 1024], got {list(w.shape)}")

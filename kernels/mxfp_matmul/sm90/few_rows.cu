@@ -1,0 +1,195 @@
+// y [M, N] = x [M, K] times w [N, K] of 4 bits, transposed, for Hopper (sm_90a) and few rows of x, where reading w is what
+// takes the time. few_rows.py compiles and launches.
+//
+// w is the first operand of wgmma, in registers: 64 rows of w by COLS rows of x. Its fragments lie in memory in the order
+// in which threads have them (formats.py): 16 bytes of a thread are its registers of four wgmmas. x is the second operand,
+// as TMA brings it.
+//
+// Napkin maths, N = K = 8192, one NVIDIA H200 (132 SMs, 4254 GB/s): 35.7 MB of MXFP4 take 8.4 us. An SM has 248 pieces of
+// 16 rows by 128 of K, a warp's part of a chunk, 62 for each scheduler. A piece takes 190 instructions of MXFP4 and 203
+// of NVFP4 (bf16): 11800 and 12600 issue slots, 6.4 and 6.8 us at 1.85 GHz. A wgmma of 64 x 64 x 16 takes 32 cycles, and an
+// SM has 496: 8.6 us with 64 rows of x. Little's law asks for 3 MB in flight, 23 KB an SM; its rings hold 170 KB.
+//
+// A CTA is GROUPS consumer warpgroups with 64 rows of w each, and a producer warp, of which one thread fills a ring of
+// STAGES chunks of 128 of K: x by TMA, w and scales by bulk copies, since rows of a chunk are one piece of memory. While
+// wgmmas of half a chunk run, the next half is unpacked. The CTAs of a cluster have parts of K for the same result. Each
+// leaves its sums in its shared memory, and adds up a share of the result, in the order of the parts: repeats agree.
+//
+// What lies beyond x is read as zeros by TMA. What shared memory holds beyond the last row of w is multiplied and dropped.
+//
+// Barriers, with their arrivals per phase: full[s] 1 and the bytes of a chunk, empty[s] one lane of each consumer warp.
+// The n-th use of a full one waits for parity n & 1, that of an empty one for the opposite, so that the first pass finds
+// every slot empty.
+//
+// Defined by the launcher: NVFP4 (or MXFP4), FP16 (or bf16), COLS, GROUPS, STAGES, CLUSTER.
+
+#include "cluster.cuh"
+#include "mbarrier.cuh"
+#include "tma.cuh"
+#include "unpack.cuh"
+#include "wgmma_few.cuh"
+
+constexpr int ROWS = 64 * GROUPS, THREADS = 128 * GROUPS + 32;
+constexpr int CHUNK = 128, PANEL = COLS * 128;  // of K; bytes of 64 columns of x
+constexpr int SCALE_BYTES = NVFP4 ? 8 : 4;      // of a row of a chunk
+constexpr int X_BYTES = 2 * PANEL, W_BYTES = ROWS * CHUNK / 2, S_BYTES = ROWS * SCALE_BYTES;  // of a chunk
+constexpr int W_RING = STAGES * X_BYTES, S_RING = W_RING + STAGES * W_BYTES;
+constexpr int FULL = S_RING + STAGES * S_BYTES, EMPTY = FULL + 8 * STAGES;  // where barriers lie
+constexpr int PITCH = ROWS + 4;  // of sums in shared memory: a warp's stores fall into different banks
+
+struct Problem {
+    void* y;
+    const char *w, *scales;
+    const float* tensor_scale;  // of NVFP4
+    int rows, columns, chunks;  // of y; of K
+};
+
+struct Tile {
+    int row, column;  // of y
+    int width;        // columns of it
+    int first, last;  // chunks of it
+};
+
+DEVICE Tile find_tile(const Problem& p) {
+    const int part = blockIdx.x % CLUSTER, place = blockIdx.x / CLUSTER, tiles_m = (p.rows + COLS - 1) / COLS;
+    Tile tile;
+    tile.row = place % tiles_m * COLS, tile.column = place / tiles_m * ROWS;
+    tile.width = min(ROWS, p.columns - tile.column);
+    tile.first = p.chunks * part / CLUSTER, tile.last = p.chunks * (part + 1) / CLUSTER;
+    return tile;
+}
+
+struct Ring {
+    int slot = 0;
+    u32 phase = 0;
+    DEVICE void next() {
+        if (++slot == STAGES) slot = 0, phase ^= 1;
+    }
+};
+
+// `bytes` are a multiple of 16, and both addresses are.
+DEVICE void bulk_load(u32 to, const char* from, int bytes, u32 bar) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
+}
+
+DEVICE void produce(const Problem& p, const TensorMap* x, const Tile& tile, u32 smem) {
+    const int w_bytes = tile.width * (CHUNK / 2), s_bytes = tile.width * SCALE_BYTES;
+    Ring ring;
+#pragma unroll 1
+    for (int chunk = tile.first; chunk < tile.last; chunk++, ring.next()) {
+        const u32 bar = smem + FULL + 8 * ring.slot, to = smem + ring.slot * X_BYTES;
+        const u64 row = (u64)chunk * p.columns + tile.column;
+        bar_wait(smem + EMPTY + 8 * ring.slot, ring.phase ^ 1);
+        bar_expect(bar, X_BYTES + w_bytes + s_bytes);
+        bulk_load(smem + W_RING + ring.slot * W_BYTES, p.w + row * (CHUNK / 2), w_bytes, bar);
+        bulk_load(smem + S_RING + ring.slot * S_BYTES, p.scales + row * SCALE_BYTES, s_bytes, bar);
+        tma_load(to, x, chunk * CHUNK, tile.row, 0, 0, bar);
+        tma_load(to + PANEL, x, chunk * CHUNK + 64, tile.row, 0, 0, bar);
+    }
+}
+
+// The scales of a row of a chunk, from shared memory.
+DEVICE uint2 load_scales(const char* from) {
+    return NVFP4 ? *(const uint2*)from : make_uint2(*(const u32*)from, 0);
+}
+
+DEVICE void release(u32 smem, int slot) {
+    if (threadIdx.x % 32 == 0) bar_arrive(smem + EMPTY + 8 * slot);
+}
+
+// d = w x over the chunks of this part, of the 16 rows of w that the warp has in its warpgroup's 64.
+DEVICE void multiply(float (&d)[COLS / 2], const char* shared, u32 smem, int steps) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const char* const w = shared + W_RING + (warp * 64 + lane) * 16;
+    const char* const scales = shared + S_RING + (warp * 16 + lane / 4) * SCALE_BYTES;
+    u32 a[2][16] = {};
+    int before = 0;
+    Ring ring;
+#pragma unroll 1
+    for (int step = 0; step < steps; step++, ring.next()) {
+        bar_wait(smem + FULL + 8 * ring.slot, ring.phase);
+        const u64 x = describe(smem + ring.slot * X_BYTES);
+        const uint2 low = load_scales(scales + ring.slot * S_BYTES);
+        const uint2 high = load_scales(scales + ring.slot * S_BYTES + 8 * SCALE_BYTES);
+        const int4* const from = (const int4*)(w + ring.slot * W_BYTES);
+        const int4 words[2] = {from[0], from[32]};
+        const bool is_plain = plain(low.x, high.x);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            unpack(a[half], words[half], low, high, half, is_plain);
+            wgmma_fence();
+#pragma unroll
+            for (int j = 0; j < 4; j++) wgmma(d, a[half] + 4 * j, x + (half * PANEL + j * 32) / 16);
+            wgmma_commit();
+            wgmma_wait<1>();
+            pin(a[1 - half]);  // which the wgmmas before these have read by now
+            if (half == 0 && step) release(smem, before);
+        }
+        before = ring.slot;
+    }
+    wgmma_wait<0>();
+    pin(a[1]);
+    pin(d);
+}
+
+// Of a thread are columns 8 j + 2 (lane % 4) and the next of d, and rows lane / 4 and lane / 4 + 8 of its warp's 16.
+DEVICE void leave(const float (&d)[COLS / 2], float* sums) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < COLS / 2; i++) sums[(i / 4 * 8 + lane % 4 * 2 + i % 2) * PITCH + row + i % 4 / 2 * 8] = d[i];
+}
+
+// Two sums of a CTA of the cluster, at the address that they would have in this one.
+DEVICE float2 load_sums(u32 at, int rank) {
+    float2 x;
+    asm volatile("{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %2, %3;\n"
+                 "ld.shared::cluster.v2.f32 {%0, %1}, [remote]; }"
+                 : "=f"(x.x), "=f"(x.y) : "r"(at), "r"(rank) : "memory");
+    return x;
+}
+
+// This CTA's share of the columns of y: the sums of all parts, in their order.
+DEVICE void add(const Problem& p, const Tile& tile, u32 smem) {
+    constexpr int PAIRS = ROWS / CLUSTER / 2;
+    const float scale = NVFP4 ? *p.tensor_scale : 1.0f;
+    const int height = min(COLS, p.rows - tile.row);
+    for (int i = threadIdx.x; i < height * PAIRS; i += THREADS) {
+        const int row = i / PAIRS, column = 2 * (cluster_rank() * PAIRS + i % PAIRS);
+        if (column >= tile.width) continue;
+        float2 sum = make_float2(0, 0);
+#pragma unroll
+        for (int rank = 0; rank < CLUSTER; rank++) {
+            const float2 x = load_sums(smem + 4 * (row * PITCH + column), rank);
+            sum.x += x.x, sum.y += x.y;
+        }
+        if (NVFP4) sum.x *= 128, sum.y *= 128, sum.x *= scale, sum.y *= scale;
+        *(u32*)((u16*)p.y + (u64)(tile.row + row) * p.columns + tile.column + column) = pack(sum.x, sum.y);
+    }
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 4 / GROUPS)
+mxfp_matmul_few_rows(const __grid_constant__ TensorMap x_map, const __grid_constant__ Problem problem) {
+    extern __shared__ __align__(1024) char shared[];
+    const u32 smem = (u32)__cvta_generic_to_shared(shared);
+    const Tile tile = find_tile(problem);
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; s++) {
+            bar_init(smem + FULL + 8 * s, 1);
+            bar_init(smem + EMPTY + 8 * s, 4 * GROUPS);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    const bool consumer = __shfl_sync(~0u, threadIdx.x / 128, 0) < GROUPS;
+    float d[COLS / 2] = {};
+    if (consumer) multiply(d, shared, smem, tile.last - tile.first);
+    else if (threadIdx.x == 128 * GROUPS) produce(problem, &x_map, tile, smem);
+    __syncwarp();
+    __syncthreads();  // the rings have been read
+    if (consumer) leave(d, (float*)shared);
+    __syncthreads();
+    cluster_sync();
+    add(problem, tile, smem);
+    cluster_sync();  // others have read this CTA's sums
+}

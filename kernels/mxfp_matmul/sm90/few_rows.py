@@ -1,0 +1,81 @@
+"""The product of few rows for Hopper in CUDA C++ (few_rows.cu): which problems it takes, and its launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..configs import CudaConfig
+from ..formats import BLOCK, CHUNK, TILE, chunks
+from . import cuda_driver
+from .cuda_driver import address, tensor_map
+
+HALVES = (torch.float16, torch.bfloat16)
+VECTOR = 8  # elements of 16 bytes
+
+# A tensor map and few_rows.cu's Problem: y, w, scales, tensor_scale; rows, columns, chunks.
+_LAYOUT = "M(PPPPiii)"
+
+
+def unsupported_reason(dtype: torch.dtype, columns: int, capability: tuple[int, int]) -> str | None:
+    """Why it cannot multiply x of this dtype with this many rows of w, or None."""
+    if capability != (9, 0):
+        return "it needs a GPU of compute capability 9.0 (Hopper)"
+    if dtype not in HALVES:
+        return "it takes float16 and bfloat16"
+    if columns % TILE:
+        return f"it takes N in multiples of {TILE}"
+    return cuda_driver.no_compiler()
+
+
+def in_place(x: torch.Tensor) -> bool:
+    """Whether TMA can read x [M, K] where it is: contiguous rows on 16-byte boundaries. The stride of a single row is
+    arbitrary, and any that is none of these leads to a copy."""
+    pitch = x.stride(0)
+    return x.stride(1) == 1 and pitch >= x.shape[1] and not pitch % VECTOR and not x.data_ptr() % 16
+
+
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """A copy of x [M, K] that TMA can read."""
+    rows, depth = x.shape
+    return x.new_empty((rows, -(-depth // VECTOR) * VECTOR))[:, :depth].copy_(x)
+
+
+def launch(x: torch.Tensor, columns: int, format: str, config: CudaConfig) -> Callable[..., None]:
+    """Writes y [M, N], given (x, w, scales, tensor_scale, y), x as `in_place` wants it."""
+    rows, depth = x.shape
+    defines = (
+        f"NVFP4={int(format == 'nvfp4')}",
+        f"FP16={int(x.dtype == torch.float16)}",
+        f"COLS={config.rows}",
+        f"GROUPS={config.groups}",
+        f"STAGES={config.stages}",
+        f"CLUSTER={config.splits}",
+    )
+    device, shared = x.device, shared_bytes(config, format)
+    x_map = tensor_map(x[None, None], rows, config.rows)
+    with torch.cuda.device_of(x):
+        (kernel,) = cuda_driver.kernels(device.index, "few_rows.cu", ("mxfp_matmul_few_rows",), defines, shared)
+    grid = -(-columns // (64 * config.groups)) * -(-rows // config.rows) * config.splits
+    start = cuda_driver.Launch(device.index, kernel, grid, threads(config), shared, _LAYOUT)
+    sizes = rows, columns, chunks(depth)
+
+    def run(
+        x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, tensor_scale: torch.Tensor | None, y: torch.Tensor
+    ) -> None:
+        places = y.data_ptr(), w.data_ptr(), scales.data_ptr(), address(tensor_scale)
+        start(x_map(x.data_ptr()), *places, *sizes)
+
+    return run
+
+
+def threads(config: CudaConfig) -> int:
+    return 128 * config.groups + 32
+
+
+def shared_bytes(config: CudaConfig, format: str) -> int:
+    """Of a CTA: the rings of x, w and scales, and their barriers. Its sums take the place of the rings."""
+    width = 64 * config.groups
+    chunk = 2 * config.rows * CHUNK + width * (CHUNK // 2 + CHUNK // BLOCK[format])
+    return max(config.stages * (chunk + 16), 4 * config.rows * (width + 4))

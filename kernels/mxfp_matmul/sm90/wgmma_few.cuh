@@ -1,0 +1,27 @@
+// wgmmas of 64 x N x 16 of few columns, whose first operand is in registers, and how the second lies in shared memory.
+#pragma once
+
+#include "numbers.cuh"
+#include "wgmma.cuh"
+
+#define ROW4(b) "+f"(d[b]), "+f"(d[b + 1]), "+f"(d[b + 2]), "+f"(d[b + 3])
+#define ROW8(b) ROW4(b), ROW4(b + 4)
+#define L4(a, b, c, d) "%" #a ",%" #b ",%" #c ",%" #d
+#define L8 L4(0, 1, 2, 3) "," L4(4, 5, 6, 7)
+#define L16 L8 "," L4(8, 9, 10, 11) "," L4(12, 13, 14, 15)
+#define L32 L16 "," L4(16, 17, 18, 19) "," L4(20, 21, 22, 23) "," L4(24, 25, 26, 27) "," L4(28, 29, 30, 31)
+
+// d (64 x N, fp32) += a b over 16 columns of a; b is K-major. I0 ... I4 number the operands behind d.
+#define DEFINE_WGMMA(N, LIST, I0, I1, I2, I3, I4, ...)                                                                \
+    DEVICE void wgmma(float (&d)[N / 2], const u32* a, u64 b) {                                                       \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                                  \
+                     " {" LIST "}, {%" #I0 ",%" #I1 ",%" #I2 ",%" #I3 "}, %" #I4 ", 1, 1, 1, 0;"                      \
+                     : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                             \
+    }
+DEFINE_WGMMA(8, L4(0, 1, 2, 3), 4, 5, 6, 7, 8, ROW4(0))
+DEFINE_WGMMA(16, L8, 8, 9, 10, 11, 12, ROW8(0))
+DEFINE_WGMMA(32, L16, 16, 17, 18, 19, 20, ROW8(0), ROW8(8))
+DEFINE_WGMMA(64, L32, 32, 33, 34, 35, 36, ROW8(0), ROW8(8), ROW8(16), ROW8(24))
+
+// wgmma's description of an operand with 128-byte swizzle: groups of 8 rows of 128 bytes lie 1024 bytes apart.
+DEVICE u64 describe(u32 address) { return (u64)(1u << 30 | 1024 >> 4) << 32 | (address & 0x3ffff) >> 4; }
