@@ -92,18 +92,19 @@ def _mxfp_matmul_kernel(
     y_ptr,
     rows,
     columns,
-    depth,
+    chunks,
     stride_xm,
     E8M0: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     GROUP_M: tl.constexpr,
-    EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """y [rows, columns] in its dtype; with SPLITS > 1 y is fp32 [SPLITS, rows, columns], to be summed and scaled.
+    """y [rows, columns] in its dtype, of x in whole chunks; with SPLITS > 1 y is fp32 [SPLITS, rows, columns], to be
+    summed and scaled.
+
     A step is 2 BLOCK_K elements of a chunk: BLOCK_K in two pairs of each word, as many in the other two. Of both, one
     pair is of the lower rows of a tile of 16, one of the upper."""
     STEPS: tl.constexpr = 64 // BLOCK_K  # of a chunk
@@ -111,7 +112,7 @@ def _mxfp_matmul_kernel(
     ROWS: tl.constexpr = BLOCK_N // 2
     tile_m, tile_n = tile_of(rows, columns, GROUP_M, BLOCK_M, BLOCK_N)
     split = tl.program_id(1)
-    chunks, tiles = tl.cdiv(depth, 128), tl.cdiv(columns, 16)
+    tiles = tl.cdiv(columns, 16)
     each = tl.cdiv(chunks, SPLITS)
     first = split * each
     last = tl.minimum(first + each, chunks)
@@ -125,14 +126,12 @@ def _mxfp_matmul_kernel(
     for step in range(first * STEPS, last * STEPS):
         chunk, at = step // STEPS, step % STEPS * BLOCK_K
         k = columns_of(chunk, at, BLOCK_K)
-        mask = there_m if EVEN_K else there_m & (k < depth)[None, :]
-        mask_2 = there_m if EVEN_K else there_m & (k + 8 < depth)[None, :]
         q = tl.load(words + words_of(chunk, tiles, half_row, at, BLOCK_K), mask=there, other=0)
         scales = scale_ptr + (chunk * columns + n)[:, None] * (128 // BLOCK) + at * 2 // BLOCK + s[None, :]
         scale = tl.load(scales, mask=there, other=0).to(tl.int32)
         scale_up = tl.load(scales + 8 * (128 // BLOCK), mask=there_up, other=0).to(tl.int32)
-        x = tl.load(x_row + k[None, :], mask=mask, other=0.0)
-        x_2 = tl.load(x_row + k[None, :] + 8, mask=mask_2, other=0.0)
+        x = tl.load(x_row + k[None, :], mask=there_m, other=0.0)
+        x_2 = tl.load(x_row + k[None, :] + 8, mask=there_m, other=0.0)
         weights = scaled(pair(q, 0), scale, E8M0, ROWS, BLOCK_K).to(x.dtype)
         acc = tl.dot(x, tl.trans(weights), acc, input_precision="ieee")
         weights = scaled(pair(q, 1), scale_up, E8M0, ROWS, BLOCK_K).to(x.dtype)

@@ -32,8 +32,9 @@ def mxfp_matmul(
     must lie within fp16's range. Products are summed in fp32, in an order that depends on the shapes alone: repeats
     agree bit for bit. The formats are those of OCP Microscaling 1.0 and NVIDIA 2025 (arXiv:2509.25149).
 
-    x             [..., K] fp32, fp16 or bf16, any strides. Rows are read in place when the leading dimensions flatten
-                  to one stride and the last stride is 1; otherwise they are copied first.
+    x             [..., K] fp32, fp16 or bf16, any strides. It is read in place where the leading dimensions flatten to
+                  one stride and rows are contiguous and on 16-byte boundaries, and, by "triton" up to 128 rows, K is a
+                  multiple of 128; otherwise it is copied first.
     w, scales     uint8, as `mxfp_pack` returns them: [chunks, tiles, 1024] and [chunks, N, 4], or [chunks, N, 8] of
                   nvfp4, with ceil(K / 128) chunks and ceil(N / 16) tiles
     format        "mxfp4" or "nvfp4"

@@ -85,8 +85,8 @@ def _triton_plan(
     device, dtype, depth, columns = x.device, x.dtype, x.shape[-1], shape[-1]
     strides = torch.empty(shape, device="meta").stride()
     x2 = _rows(x)
-    rows = x2.shape[0]
-    x_copied = x2.data_ptr() != x.data_ptr()
+    rows, x_padded = x2.shape[0], not _in_chunks(x2)
+    pitch = CHUNK * chunks(depth) if x_padded else x2.stride(0)
     w_copied, scales_copied = _unaligned(w), not scales.is_contiguous()  # words on their boundary
     config = configs.pick_config(rows, columns, chunks(depth), dtype, _capability(x))
     splits = config.splits
@@ -94,12 +94,11 @@ def _triton_plan(
         _mxfp_matmul_kernel,
         (triton.cdiv(rows, config.block_m) * triton.cdiv(columns, config.block_n), splits),
         device,
-        (rows, columns, depth, x2.stride(0)),
+        (rows, columns, chunks(depth), pitch),
         E8M0=format == "mxfp4",
         BLOCK=BLOCK[format],
         SPLITS=splits,
         GROUP_M=config.group_m,
-        EVEN_K=depth % CHUNK == 0,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
@@ -114,7 +113,7 @@ def _triton_plan(
 
     def run(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, tensor_scale: torch.Tensor | None) -> torch.Tensor:
         y = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        x = _rows(x) if x_copied else x
+        x = _chunked(_rows(x)) if x_padded else _rows(x)
         w = w.clone(memory_format=torch.contiguous_format) if w_copied else w
         scales = scales.contiguous() if scales_copied else scales
         if total is None:
@@ -126,6 +125,19 @@ def _triton_plan(
         return y
 
     return run
+
+
+def _in_chunks(x: torch.Tensor) -> bool:
+    """Whether x [M, K] is read where it is: whole chunks of K, rows on 16-byte boundaries."""
+    size = x.element_size()
+    return x.shape[1] % CHUNK == 0 and x.stride(0) * size % 16 == 0 and x.data_ptr() % 16 == 0
+
+
+def _chunked(x: torch.Tensor) -> torch.Tensor:
+    """A copy of x [M, K], filled up with zeros."""
+    copy = x.new_zeros((x.shape[0], CHUNK * chunks(x.shape[1])))
+    copy[:, : x.shape[1]] = x
+    return copy
 
 
 def _dense_plan(x: torch.Tensor, columns: int, shape: tuple[int, ...], format: str) -> Product:
