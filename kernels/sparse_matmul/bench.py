@@ -45,8 +45,8 @@ def _case(
 def _case8(
     m: int, k: int, n: int, scaling: str, dtype: torch.dtype | None = None, bench: bool = False, **params
 ) -> Case:
-    """Of 8 bits, in which K is a multiple of 64. `formats` of x and the weight: both are e4m3 unless it is given. `dtype`:
-    fp16 results."""
+    """Of 8 bits, in which K is a multiple of 64. `formats` of x and the weight: both are e4m3 unless it is given.
+    `dtype`: fp16 results."""
     formats = params.pop("formats", "e4m3")
     words = (f"{m}x{k}x{n}", "fp16" if dtype else "", formats, scaling, *params.values())
     own, least = (dtype, (0, 0)) if dtype else (FORMATS[formats.split(".")[0]], FIRST_CAPABILITY)
@@ -174,10 +174,11 @@ def extra_bytes(case: Case, mode: str) -> dict[str, int]:
 
 
 def _once_a_weight(make: Callable[..., Any]) -> Callable[..., Any]:
-    """What `make` makes of values and metadata, kept for as long as the values live unchanged."""
+    """What `make` makes of values and metadata, kept for as long as the values live unchanged. A scale may
+    stand for values."""
     made = WeakTensorKeyDictionary()
 
-    def get(values: torch.Tensor, metadata: torch.Tensor) -> Any:
+    def get(values: torch.Tensor, metadata: Any) -> Any:
         version, found = made.get(values, (None, None))
         if version != values._version:
             found = make(values.detach(), metadata)
@@ -208,10 +209,8 @@ def _torch() -> Op:
 
     def function(x, values, metadata, bias=None, activation=None, scale_x=None, scale_w=None, formats=None, **options):
         if formats is not None:
-            columns, scale_w = (
-                weights8(values, metadata).view(formats[1]).t(),
-                scale_w if scale_w.dim() == 0 else scale_w[None],
-            )
+            columns = weights8(values, metadata).view(formats[1]).t()
+            scale_w = scale_w[None] if scale_w.dim() else scale_w
             z = torch._scaled_mm(x.view(formats[0]), columns, scale_x, scale_w, bias, use_fast_accum=True, **options)
             return activated(z, activation)
         return activated(F.linear(x, _Dense.apply(values, *weights(values, metadata)), bias), activation)
@@ -225,13 +224,13 @@ def _dense8(values: torch.Tensor, metadata: torch.Tensor) -> torch.Tensor:
 
 
 def _cusparselt() -> Op:
-    """cuSPARSELt with the algorithm that its search finds for a shape. Of 8 bits a vector of scales is made once: of one
-    number it would wait for the value."""
+    """cuSPARSELt with the algorithm that its search finds for a shape. Of 8 bits a vector of scales is made
+    once: PyTorch would wait for the value of a single one."""
     if not torch.backends.cusparselt.is_available():
         raise ImportError("this PyTorch has no cuSPARSELt")
     weights = _once_a_weight(lambda values, metadata: torch._cslt_compress(decompressed(values, metadata)))
     weights8 = _once_a_weight(lambda v, m: torch._cslt_compress(_dense8(v, m).view(FORMATS["e4m3"])))
-    scales = _once_a_weight(lambda scale_w, scale_x: scale_x * scale_w)
+    scales = _once_a_weight(lambda scale_w, others: (scale_w * others[0]).expand(others[1]).contiguous())
     found: dict[tuple, int] = {}
 
     def function(x, values, metadata, bias=None, activation=None, scale_x=None, scale_w=None, formats=None, **options):
@@ -239,7 +238,7 @@ def _cusparselt() -> Op:
         columns = (x if formats is None else x.view(formats[0])).t()
         options |= {"bias": bias, "transpose_result": True}
         if formats is not None:
-            options["alpha"] = scales(scale_w, scale_x).expand(values.shape[0]).contiguous()
+            options["alpha"] = scales(scale_w, (scale_x, values.shape[0]))
         key = (values.shape, x.shape, x.dtype, bias is None)
         if key not in found:
             found[key] = torch._cslt_sparse_mm_search(packed, columns, **options)

@@ -30,7 +30,7 @@ CODES = tl.constexpr(_table())
 def _not_zero(x):
     """Whether elements differ from zero. A byte is a number of 8 bits, the highest of which is its sign."""
     if x.dtype == tl.uint8:
-        return (x & 0x7F) != 0
+        x = x & 0x7F
     return x != 0
 
 

@@ -35,16 +35,20 @@ def _tile_of(tiles_m, tiles_n, GROUP: tl.constexpr):
 def _word_of_row(n, EIGHT: tl.constexpr):
     """The first word of a block that has codes of rows n. The order is that of formats.py, EIGHT: of 8 bits."""
     if EIGHT:
-        return n % 8 * 8 + n % 16 // 8 * 2
-    return n % 8 * 8 + n % 16 // 8
+        word = n % 8 * 8 + n % 16 // 8 * 2
+    else:
+        word = n % 8 * 8 + n % 16 // 8
+    return word
 
 
 @triton.jit
 def _word_of_columns(sixteenth, EIGHT: tl.constexpr):
     """How far behind that one are those of these 16 of the block's k, 0 to 3."""
     if EIGHT:
-        return sixteenth // 2 * 4 + sixteenth % 2
-    return sixteenth * 2
+        word = sixteenth // 2 * 4 + sixteenth % 2
+    else:
+        word = sixteenth * 2
+    return word
 
 
 @triton.jit

@@ -26,14 +26,14 @@ def _numbers(code, E4M3: tl.constexpr, DECODE: tl.constexpr):
     """What bytes stand for: float8 or, with DECODE, fp16, which has all of their values. That is for Triton's
     interpreter alone, whose own conversions of float8 are wrong."""
     if not DECODE:
-        return code.to(tl.float8e4nv if E4M3 else tl.float8e5, bitcast=True)
-    wide = code.to(tl.uint16)
-    if not E4M3:  # e5m2 is the upper half of fp16
-        return (wide << 8).to(tl.float16, bitcast=True)
-    # fp16 has a bias that is 8 more.
-    bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-    value = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    return tl.where((wide & 0x7F) == 0x7F, float("nan"), value).to(tl.float16)
+        x = code.to(tl.float8e4nv if E4M3 else tl.float8e5, bitcast=True)
+    elif E4M3:  # fp16 has a bias that is 8 more
+        wide = code.to(tl.uint16)
+        x = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        x = tl.where((wide & 0x7F) == 0x7F, float("nan"), x.to(tl.float32) * 256.0).to(tl.float16)
+    else:  # e5m2 is the upper half of fp16
+        x = (code.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+    return x
 
 
 # What changes from call to call comes first, then integers, then constexprs: see `Launch`.

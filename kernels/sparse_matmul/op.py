@@ -54,9 +54,10 @@ def sparse_matmul(
     out_dtype   of y: float32, float16 or bfloat16 (the default) where x has 8 bits, elsewhere x's dtype
     backend     "triton", "cuda" (CUDA C++ on the sparse tensor cores, compiled by CuPy, on compute capability 9.0:
                 float16 and bfloat16, rows of x and values on 16-byte boundaries, K a multiple of 16 and N of 8; 8 bits
-                with y in float16 or bfloat16 and N a multiple of 8; of the forward, its backward is Triton's), or "auto": for more than 64 rows in 16 bits "cuda" where it can,
-                else, and for the gradients, cuBLAS with the weight decompressed into memory for the time of the call;
-                otherwise, and in 8 bits where "cuda" cannot, "triton". "cuda" does not multiply what is pruned: an inf or NaN of x there does not reach y.
+                with y in float16 or bfloat16 and N a multiple of 8; of the forward, its backward is Triton's), or
+                "auto": for more than 64 rows in 16 bits "cuda" where it can, else, and for the gradients, cuBLAS with
+                the weight decompressed into memory for the time of the call; in 8 bits "cuda" likewise; otherwise
+                "triton". "cuda" does not multiply what is pruned: an inf or NaN of x there does not reach y.
 
     Returns y [..., N] in x's dtype or out_dtype, contiguous.
 

@@ -48,8 +48,8 @@ def prune(w: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[torch.Tens
           of the codes.
     mask  boolean, of w's shape, at most two of each chunk True; None: by magnitudes
 
-    Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or mask, RuntimeError for a w of 8 bits that
-    requires a gradient.
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or mask, RuntimeError for a w of 8 bits
+    that requires a gradient.
 
     Source: Mishra et al. 2021 (arXiv:2104.08378).
     """
@@ -134,7 +134,7 @@ def no_gradient(function: str, **inputs) -> None:
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """Numbers of 8 bits as bytes, which all of PyTorch's functions and Triton's interpreter take; others as they are."""
+    """Numbers of 8 bits as bytes, which every function of PyTorch and Triton's interpreter take; others as they are."""
     return x.view(torch.uint8) if x.dtype in EIGHT_BITS else x
 
 

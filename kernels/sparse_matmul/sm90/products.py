@@ -94,9 +94,9 @@ def launch_fp8(
     strides: tuple[int, int, int],
     config: CudaConfig,
 ) -> Callable[..., None]:
-    """Writes y, given (x, values, metadata, scale_x, scale_w, bias, y) like these: x [M, K] and values have elements, and
-    rows that are contiguous on 16-byte boundaries; metadata is contiguous. `strides` are those of the scales and of the
-    bias, 0 where a scale is of the tensor."""
+    """Writes y, given (x, values, metadata, scale_x, scale_w, bias, y) like these: x [M, K] and values have elements,
+    and rows that are contiguous on 16-byte boundaries; metadata is contiguous. `strides` are those of the scales and of
+    the bias, 0 where a scale is of the tensor."""
     (rows, depth), cols = x.shape, values.shape[0]
     defines = (
         "FP8=1",
