@@ -25,8 +25,8 @@
 // waits for another's main loop, and a producer only for consumers, all of which go through the same steps: deadlock
 // freedom. In the end CTAs of a cluster wait for each other, so that none writes into one that is gone.
 //
-// Defined by the launcher: FP8, with the formats W_FORMAT and X_FORMAT, SCALES (0 of the tensors, 1 of rows) and BIAS32
-// (whether the bias is fp32); FP16 (else bf16) of y and of what else has 16 bits, ACTIVATION (epilogue.cuh), STAGES,
+// Defined by the launcher: FP8, with the formats W_E4M3 and X_E4M3 (else e5m2), SCALES (0 of the tensors, 1 of rows) and
+// BIAS32 (whether the bias is fp32); FP16 (else bf16) of y and of what else has 16 bits, ACTIVATION (epilogue.cuh), STAGES,
 // RASTER, CLUSTER (1, 2 or 4).
 
 #include "cluster.cuh"

@@ -6,9 +6,17 @@
 
 #if FP8  // a step of k, and the types of w and x; those of 8 bits are K-major without saying so
 #define STEP "k64"
-#define W_TYPE W_FORMAT
-#define X_TYPE X_FORMAT
 #define MAJOR ""
+#if W_E4M3
+#define W_TYPE "e4m3"
+#else
+#define W_TYPE "e5m2"
+#endif
+#if X_E4M3
+#define X_TYPE "e4m3"
+#else
+#define X_TYPE "e5m2"
+#endif
 #else
 #define STEP "k32"
 #define W_TYPE TYPE

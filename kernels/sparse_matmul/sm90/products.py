@@ -14,7 +14,6 @@ from .cuda_driver import address, tensor_map
 BLOCK_N, BLOCK_M, ROW_BYTES, THREADS = 128, 256, 128, 384  # of products.cu
 STAGING = 2 * 32 * (64 * 2 + 16)  # bytes that its two consumers transpose in
 HALVES = (torch.float16, torch.bfloat16)
-_FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 # Two tensor maps and products.cu's Problem: y, z, bias, metadata; stride of bias; rows, cols, depth, blocks of rows; in
 # 8 bits also scales of x and of the weight, and their strides.
@@ -100,7 +99,8 @@ def launch_fp8(
     (rows, depth), cols = x.shape, values.shape[0]
     defines = (
         "FP8=1",
-        *(f'{name}="{_FORMATS[t.dtype]}"' for name, t in (("X_FORMAT", x), ("W_FORMAT", values))),
+        f"X_E4M3={int(x.dtype == torch.float8_e4m3fn)}",
+        f"W_E4M3={int(values.dtype == torch.float8_e4m3fn)}",
         f"SCALES={int(strides[:2] != (0, 0))}",
         f"BIAS32={int(bias is not None and bias.dtype == torch.float32)}",
         *_defines(out_dtype, activation, config),
