@@ -24,8 +24,10 @@ from .kernel import _tile_of, _weight_tile
 @triton.jit
 def _numbers(code, E4M3: tl.constexpr, DECODE: tl.constexpr):
     """What bytes stand for: float8 or, with DECODE, fp16, which has all of their values. That is for Triton's
-    interpreter alone, whose own conversions of float8 are wrong."""
-    if not DECODE:
+    interpreter alone, whose own conversions of float8 are wrong. What is float8 already stays so."""
+    if code.dtype != tl.uint8:
+        x = code
+    elif not DECODE:
         x = code.to(tl.float8e4nv if E4M3 else tl.float8e5, bitcast=True)
     elif E4M3:  # fp16 has a bias that is 8 more
         wide = code.to(tl.uint16)
@@ -63,15 +65,15 @@ def _sparse_matmul_fp8_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """y [M, N] = act(x · wᵀ, scaled, + bias). x and values are bytes; scales are by their strides, of which that of one
-    scale for all is 0. `depth` is a multiple of BLOCK_K."""
+    """y [M, N] = act(x · wᵀ, scaled, + bias). Values are bytes, and with DECODE x is; scales are by their strides, of
+    which that of one scale for all is 0. `depth` is a multiple of BLOCK_K."""
     tile_m, tile_n = _tile_of(tl.cdiv(m_size, BLOCK_M), tl.cdiv(n_size, BLOCK_N), GROUP)
     m, n, k = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     inside_m, inside_n = m < m_size, n < n_size
     x_row = x_ptr + m.to(tl.int64)[None, :] * stride_xm
     acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     for first in tl.range(0, depth, BLOCK_K):
-        x = tl.load(x_row + (first + k)[:, None], mask=inside_m[None, :], other=0)
+        x = tl.load(x_row + (first + k)[:, None], mask=inside_m[None, :], other=0.0)
         w = _weight_tile(values_ptr, metadata_ptr, n, first, n_size, depth, stride_vn, BLOCK_N, BLOCK_K)
         acc = tl.dot(_numbers(w, W_E4M3, DECODE), _numbers(x, X_E4M3, DECODE), acc)
     scale_x = tl.load(scale_x_ptr + m.to(tl.int64) * stride_sx, mask=inside_m, other=0.0)

@@ -95,7 +95,7 @@ def _triton_launch(
     )
 
     def write(x: torch.Tensor, values: torch.Tensor, *rest: Optional) -> None:
-        launch(x.view(torch.uint8), values.view(torch.uint8), *rest)
+        launch(x.view(torch.uint8) if INTERPRETED else x, values.view(torch.uint8), *rest)
 
     return write
 
