@@ -2,8 +2,8 @@
 //
 //   y[m, n] = act(z[m, n]),  z[m, n] = sum over k of w[n, k] x[m, k] + bias[n]
 //
-// Of 16 bits or, with FP8, of 8 bits, where the sum is multiplied by the scales of its row m and row n. All below is said
-// of 16 bits; a step of 8 bits has 128 of k in the same bytes, 2 KiB of metadata, and takes the same 512 cycles.
+// Of 16 bits or, with FP8, of 8 bits, where the sum is multiplied by the scales of its row m and row n. All below is
+// said of 16 bits; a step of 8 bits has 128 of k in the same bytes, 2 KiB of metadata, and takes the same 512 cycles.
 //
 // wgmma's sparse operand is its first, so tiles are those of z transposed: 128 rows n of w by 256 rows m of x.
 //
@@ -25,9 +25,9 @@
 // waits for another's main loop, and a producer only for consumers, all of which go through the same steps: deadlock
 // freedom. In the end CTAs of a cluster wait for each other, so that none writes into one that is gone.
 //
-// Defined by the launcher: FP8, with the formats W_E4M3 and X_E4M3 (else e5m2), SCALES (0 of the tensors, 1 of rows) and
-// BIAS32 (whether the bias is fp32); FP16 (else bf16) of y and of what else has 16 bits, ACTIVATION (epilogue.cuh), STAGES,
-// RASTER, CLUSTER (1, 2 or 4).
+// Defined by the launcher: FP8, with the formats W_E4M3 and X_E4M3 (else e5m2), SCALES (0 of the tensors, 1 of rows)
+// and BIAS32 (whether the bias is fp32); FP16 (else bf16) of y and of what else has 16 bits, ACTIVATION (epilogue.cuh),
+// STAGES, RASTER, CLUSTER (1, 2 or 4).
 
 #include "cluster.cuh"
 #include "epilogue.cuh"
@@ -40,7 +40,7 @@ constexpr int BLOCK_N = 128, BLOCK_M = 256, BLOCK_K = FP8 ? 128 : 64;
 constexpr int CONSUMERS = 2, ROWS = BLOCK_N / CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
 constexpr int ROW_BYTES = 128;  // of x in a step; those of w have half of it
 constexpr int X_BYTES = BLOCK_M * ROW_BYTES, W_BYTES = BLOCK_N * ROW_BYTES / 2, META_BLOCK = 128;
-constexpr int META_STEPS = BLOCK_K / 64, META_BYTES = BLOCK_N / 16 * META_BLOCK;  // blocks along k, bytes of each 64 of k
+constexpr int META_STEPS = BLOCK_K / 64, META_BYTES = BLOCK_N / 16 * META_BLOCK;  // blocks along k, bytes of one
 constexpr int STEP_BYTES = X_BYTES + W_BYTES + META_STEPS * META_BYTES;
 constexpr int CHUNK = 32;  // rows of y that a consumer transposes at once
 constexpr int PITCH = ROWS * 2 + 16, STAGING = CHUNK * PITCH;
