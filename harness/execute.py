@@ -145,8 +145,10 @@ def _is_fake(tensor: torch.Tensor) -> bool:
 
 
 def leaves(spec: KernelSpec, inputs: Inputs) -> dict[str, torch.Tensor]:
-    """The inputs that are differentiated: those in `spec.grads` that are there."""
-    return {n: inputs[n] for n in spec.grads if isinstance(inputs.get(n), torch.Tensor)}
+    """The inputs that are differentiated: those in `spec.grads` that are there and floating-point. A kernel that also
+    takes codes of 8 bits has them as bytes under the same names."""
+    named = {n: inputs.get(n) for n in spec.grads}
+    return {n: t for n, t in named.items() if isinstance(t, torch.Tensor) and t.is_floating_point()}
 
 
 def bind(spec: KernelSpec, fn: Op, inputs: Inputs, mode: str, out_grads: Sequence[torch.Tensor] | None = None) -> Run:

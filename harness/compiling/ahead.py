@@ -123,6 +123,9 @@ def _trace(
             run()
     except launches.Interpreted:
         raise
+    except execute.Unavailable as error:
+        outcome.skipped.append(f"{outcome.target} {case.name}: {error}")
+        return
     except Exception as error:  # whatever one case raises, the others still get their row
         where = f"{outcome.target} {range_name(spec.name, mode, case.name, name)}"
         if nvrtc.library() is None and nvrtc.MISSING in str(error):  # nothing but CUDA C++ computes this case

@@ -1,11 +1,15 @@
 """The declaration of sparse_matmul: cases, cost, peers. `python -m harness bench --kernel sparse_matmul`.
 
-The callables take the two tensors of a compressed weight as `values` and `metadata`.
+The callables take the two tensors of a compressed weight as `values` and `metadata`. Numbers of 8 bits are bytes here,
+which the callables view as float8: most of what the checks do with tensors is not defined for float8. The dtype of such
+a case is that of x, with results in bf16; or it is the result's, fp16, in cases that Triton's interpreter computes,
+where kernels decode the bytes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,14 +18,17 @@ import torch
 import torch.nn.functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from harness import execute
 from harness.spec import COMPILED, COMPILED_MAX, EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, Tunable
 
 from . import Compressed, configs, sparse_matmul
-from .formats import metadata_shape
+from .formats import BLOCK_K, metadata_shape
+from .op_fp8 import FIRST_CAPABILITY
 from .reference import activated, decompressed, kept, sparse_matmul_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-TRITON = "triton"
+FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+TENSOR, ROW = "tensor", "row"  # what shares a scale
 CHUNK = 4  # K is a multiple of it
 
 
@@ -35,48 +42,106 @@ def _case(
     return Case(name, {"m": m, "k4": k // CHUNK, "n": n}, dtype, params, bench)
 
 
+def _case8(
+    m: int, k: int, n: int, scaling: str, dtype: torch.dtype | None = None, bench: bool = False, **params
+) -> Case:
+    """Of 8 bits, in which K is a multiple of 64. `formats` of x and the weight: both are e4m3 unless it is given.
+    `dtype`: fp16 results."""
+    formats = params.pop("formats", "e4m3")
+    words = (f"{m}x{k}x{n}", "fp16" if dtype else "", formats, scaling, *params.values())
+    own, least = (dtype, (0, 0)) if dtype else (FORMATS[formats.split(".")[0]], FIRST_CAPABILITY)
+    dims, options = {"m": m, "k4": k // CHUNK, "n": n}, {"scaling": scaling, "formats": formats, **params}
+    return Case("-".join(filter(None, words)), dims, own, options, bench, min_capability=least, modes=("fwd",))
+
+
+SIZES = ((4096, 4096, 4096), (8192, 8192, 8192), (4096, 4096, 11008))
 CASES = (
-    *(_case(m, k, n, BF16, bench=True) for m, k, n in ((4096, 4096, 4096), (8192, 8192, 8192), (4096, 4096, 11008))),
+    *(_case(m, k, n, BF16, bench=True) for m, k, n in SIZES),
+    *(_case8(m, k, n, TENSOR, bench=True) for m, k, n in SIZES),
+    _case8(8192, 8192, 8192, ROW, bench=True),
     # What goes wrong: plain first, tails in every dimension, nothing.
     _case(5, 24, 20, FP32),
     _case(19, 32, 17, FP16, bias=True, activation="gelu_tanh"),
     _case(0, 8, 3, FP32, bias=True),
     _case(3, 0, 4, FP32, bias=True, activation="relu"),
+    _case8(5, 64, 20, TENSOR, FP16),
+    _case8(19, 192, 24, ROW, FP16, formats="e5m2.e4m3", activation="gelu_tanh"),
+    _case8(21, 128, 40, ROW, FP16, formats="e4m3.e5m2"),
+    _case8(0, 64, 8, ROW, FP16),
+    _case8(3, 0, 8, TENSOR, FP16, activation="relu"),
     # On a GPU: several tiles with and without remainders.
     _case(300, 1032, 257, BF16, bias=True, activation="relu_sq"),
     _case(256, 1024, 512, BF16, bias=True, activation="gelu"),
+    _case8(301, 1088, 272, ROW, activation="relu_sq"),
+    _case8(256, 1024, 512, TENSOR, formats="e5m2"),
 )
 
 
 def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
     """Products of variance 1."""
+    if "scaling" in case.params:
+        return _make_inputs8(case, device, generator)
     m, k, n = sizes(case)
     params = dict(case.params)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=case.dtype, device=device, generator=generator)
 
-    def below(high: int, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.randint(high, shape, device=device, generator=generator)
-
-    # Four codes in a word, each of positions i < j; that of 16 bits with its sign.
-    chunks = (*metadata_shape(n, k), 4)
-    first = below(3, chunks)
-    code = first + 4 * (first + 1 + below(6, chunks) % (3 - first))
-    word = code[..., 0] + 16 * code[..., 1] + 256 * code[..., 2] + 4096 * code[..., 3]
     inputs: Inputs = {
         "x": normal(m, k),
         "values": normal(n, k // 2).mul_((2 / max(k, 1)) ** 0.5),
-        "metadata": (word - 65536 * (word // 32768)).to(torch.int16),
+        "metadata": _metadata(n, k, device, generator),
     }
     if params.pop("bias", False):
         inputs["bias"] = normal(n)
     return {**inputs, **params}
 
 
+def _make_inputs8(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
+    """Scales come first, for the checks write special values into the first input."""
+    if torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
+        raise execute.Unavailable("needs compute capability {}.{} in 8 bits".format(*FIRST_CAPABILITY))
+    m, k, n = sizes(case)
+    params = dict(case.params)
+    shape_x, shape_w = {TENSOR: ((), ()), ROW: ((m, 1), (n,))}[params.pop("scaling")]
+    of_x, of_w = (FORMATS[name] for name in (params.pop("formats").split(".") * 2)[:2])
+
+    def codes(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        x = torch.randn((rows, columns), dtype=FP32, device=device, generator=generator)
+        return x.mul_(64).to(dtype).view(torch.uint8)
+
+    def scale(shape: tuple[int, ...], least: float) -> torch.Tensor:
+        return torch.rand(shape, dtype=FP32, device=device, generator=generator).add_(1).mul_(least)
+
+    return {
+        "scale_x": scale(shape_x, 1 / 96),
+        "scale_w": scale(shape_w, 1 / 96 / math.sqrt(max(k / 2, 1))),
+        "x": codes(m, k, of_x),
+        "values": codes(n, k // 2, of_w),
+        "metadata": _metadata(n, k, device, generator),
+        "formats": (of_x, of_w),
+        "out_dtype": FP16 if case.dtype == FP16 else BF16,
+        **params,
+    }
+
+
+def _metadata(n: int, k: int, device: torch.device | str, generator: torch.Generator | None) -> torch.Tensor:
+    """Four codes in a word, each of positions i < j; that of 16 bits with its sign."""
+
+    def below(high: int, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randint(high, shape, device=device, generator=generator)
+
+    chunks = (*metadata_shape(n, k), 4)
+    first = below(3, chunks)
+    code = first + 4 * (first + 1 + below(6, chunks) % (3 - first))
+    word = code[..., 0] + 16 * code[..., 1] + 256 * code[..., 2] + 4096 * code[..., 3]
+    return (word - 65536 * (word // 32768)).to(torch.int16)
+
+
 def sizes(case: Case) -> tuple[int, int, int]:
-    """M, K and N."""
-    return case.dims["m"], CHUNK * case.dims["k4"], case.dims["n"]
+    """M, K and N. Of 8 bits K is rounded up to a multiple of 64."""
+    depth = CHUNK * case.dims["k4"]
+    return case.dims["m"], -(-depth // BLOCK_K) * BLOCK_K if "scaling" in case.params else depth, case.dims["n"]
 
 
 def _words(case: Case) -> int:
@@ -89,6 +154,9 @@ def cost(case: Case, mode: str) -> Cost:
     """Useful FLOPs: those of the elements that are kept, half of the dense product's. Sparse tensor cores need the time
     of as many dense ones. Backward: dy, x, the weight, all gradients, and the activation's argument."""
     m, k, n = sizes(case)
+    if scaling := case.params.get("scaling"):
+        scales = m + n if scaling == ROW else 2
+        return Cost(m * k * n, m * k + n * k // 2 + 2 * _words(case) + 2 * m * n + 4 * scales, pipe="fp8")
     half, bias = m * k * n, n * case.params.get("bias", False)
     products = {"fwd": 1, "bwd": 2}[mode]
     forward = m * k + n * k // 2 + bias + m * n
@@ -106,10 +174,11 @@ def extra_bytes(case: Case, mode: str) -> dict[str, int]:
 
 
 def _once_a_weight(make: Callable[..., Any]) -> Callable[..., Any]:
-    """What `make` makes of values and metadata, kept for as long as the values live unchanged."""
+    """What `make` makes of values and metadata, kept for as long as the values live unchanged. A scale may
+    stand for values."""
     made = WeakTensorKeyDictionary()
 
-    def get(values: torch.Tensor, metadata: torch.Tensor) -> Any:
+    def get(values: torch.Tensor, metadata: Any) -> Any:
         version, found = made.get(values, (None, None))
         if version != values._version:
             found = make(values.detach(), metadata)
@@ -133,29 +202,47 @@ class _Dense(torch.autograd.Function):
 
 
 def _torch() -> Op:
-    """A product of cuBLAS with the pruned weight as it is: what a PyTorch user would write."""
+    """A product of cuBLAS with the pruned weight as it is: what a PyTorch user would write. Of 8 bits it has fast
+    accumulation, as ours."""
     weights = _once_a_weight(lambda v, m: (decompressed(v, m), kept(m, v.shape[0], 2 * v.shape[1])))
+    weights8 = _once_a_weight(_dense8)
 
-    def function(x, values, metadata, bias=None, activation=None):
+    def function(x, values, metadata, bias=None, activation=None, scale_x=None, scale_w=None, formats=None, **options):
+        if formats is not None:
+            columns = weights8(values, metadata).view(formats[1]).t()
+            scale_w = scale_w[None] if scale_w.dim() else scale_w
+            z = torch._scaled_mm(x.view(formats[0]), columns, scale_x, scale_w, bias, use_fast_accum=True, **options)
+            return activated(z, activation)
         return activated(F.linear(x, _Dense.apply(values, *weights(values, metadata)), bias), activation)
 
     return function
 
 
+def _dense8(values: torch.Tensor, metadata: torch.Tensor) -> torch.Tensor:
+    """The bytes of the dense weight. Where a code is put does not depend on what it stands for."""
+    return decompressed(values.view(FORMATS["e4m3"]), metadata).view(torch.uint8)
+
+
 def _cusparselt() -> Op:
-    """cuSPARSELt with the algorithm that its search finds for a shape."""
+    """cuSPARSELt with the algorithm that its search finds for a shape. Of 8 bits a vector of scales is made
+    once: PyTorch would wait for the value of a single one."""
     if not torch.backends.cusparselt.is_available():
         raise ImportError("this PyTorch has no cuSPARSELt")
     weights = _once_a_weight(lambda values, metadata: torch._cslt_compress(decompressed(values, metadata)))
+    weights8 = _once_a_weight(lambda v, m: torch._cslt_compress(_dense8(v, m).view(FORMATS["e4m3"])))
+    scales = _once_a_weight(lambda scale_w, others: (scale_w * others[0]).expand(others[1]).contiguous())
     found: dict[tuple, int] = {}
 
-    def function(x, values, metadata, bias=None, activation=None):
-        packed, columns = weights(values, metadata), x.t()
+    def function(x, values, metadata, bias=None, activation=None, scale_x=None, scale_w=None, formats=None, **options):
+        packed = (weights if formats is None else weights8)(values, metadata)
+        columns = (x if formats is None else x.view(formats[0])).t()
+        options |= {"bias": bias, "transpose_result": True}
+        if formats is not None:
+            options["alpha"] = scales(scale_w, (scale_x, values.shape[0]))
         key = (values.shape, x.shape, x.dtype, bias is None)
         if key not in found:
-            found[key] = torch._cslt_sparse_mm_search(packed, columns, bias=bias, transpose_result=True)
-        z = torch._cslt_sparse_mm(packed, columns, bias=bias, transpose_result=True, alg_id=found[key])
-        return activated(z, activation)
+            found[key] = torch._cslt_sparse_mm_search(packed, columns, **options)
+        return activated(torch._cslt_sparse_mm(packed, columns, alg_id=found[key], **options), activation)
 
     return function
 
@@ -163,14 +250,18 @@ def _cusparselt() -> Op:
 def _cusparselt_takes(case: Case, mode: str) -> str | None:
     if mode != "fwd":
         return "has a forward alone"
+    if "scaling" in case.params and (case.params["scaling"] != TENSOR or case.params["formats"] != "e4m3"):
+        return "takes e4m3, with one scale"
     return None if case.bench or case in HOST_CASES else "takes 16 bits in multiples of 32, compared where it is timed"
 
 
 def _of_tensors(op: Op) -> Op:
-    """The op on the two tensors of a compressed weight."""
+    """The op on the two tensors of a compressed weight; on bytes and the formats that they are of."""
 
-    def run(x, values, metadata, bias=None, activation=None):
-        return op(x, Compressed(values, metadata), bias, activation)
+    def run(x, values, metadata, bias=None, activation=None, formats=None, **options):
+        if formats is not None:
+            x, values = x.view(formats[0]), values.view(formats[1])
+        return op(x, Compressed(values, metadata), bias, activation, **options)
 
     return run
 
@@ -201,6 +292,8 @@ def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
 
 def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | None:
     _, k, n = sizes(case)
+    if "scaling" in case.params:
+        return "of 8 bits it takes N a multiple of 8" if implementation == "cuda" and n % 8 else None
     if implementation == "cuda" and (case.dtype == FP32 or k % 16 or n % 8):
         return "it takes 16-bit dtypes, K a multiple of 16 and N of 8"
     return None
@@ -213,7 +306,17 @@ def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
     return "it is checked by tests of its own; auto takes it where it can" if implementation == "cuda" else None
 
 
+def _timed(case: Case, mode: str) -> str | None:
+    return None if case.bench or "scaling" not in case.params else "compared where it is timed"
+
+
+def _of_16_bits(case: Case, mode: str) -> str | None:
+    return "of 8 bits the reference is a product in fp32" if "scaling" in case.params else None
+
+
 CUDA_CASES = tuple(dataclasses.replace(case, min_capability=(9, 0)) for case in CASES if case.bench)
+WIDE_CASES = tuple(case for case in CASES if case.bench and "scaling" not in case.params)
+FP8_CASES = tuple(case for case in CASES if case.bench and "scaling" in case.params)
 HOST_CASES = (dataclasses.replace(_case(128, 128, 128, BF16), name="128x128x128-bf16-host"),)
 
 SPEC = KernelSpec(
@@ -229,9 +332,9 @@ SPEC = KernelSpec(
     alias_reason=_alias_reason,
     baselines=(
         EAGER,
-        COMPILED,
-        COMPILED_MAX,
-        Peer("torch", load=_torch),
+        dataclasses.replace(COMPILED, supports=_of_16_bits),
+        dataclasses.replace(COMPILED_MAX, supports=_of_16_bits),
+        Peer("torch", load=_torch, supports=_timed),
         Peer("cusparselt", load=_cusparselt, supports=_cusparselt_takes),
     ),
     pytorch=("torch",),
@@ -244,18 +347,19 @@ SPEC = KernelSpec(
     determinism={"fwd": "run-to-run", "bwd": "run-to-run"},
     # The sparse tensor cores do not multiply what is pruned: an inf of x there does not reach y.
     finite_only=lambda case: case.dtype != FP32,
+    # Hopper's tensor cores cut sums of fp8 products to 13 bits behind the point. A sum near 0 may thus have the wrong
+    # sign, which an infinite scale would make all of the result.
+    product_error=lambda inputs: 2**-12 if "formats" in inputs else 0.0,
+    limits={"scale_x": 1e30, "scale_w": 1e30},
     unit="rows",
     items=lambda case: case.dims["m"],
     fuzz={"m": (0, 20), "k4": (0, 9), "n": (0, 20)},
     tunables=(
+        Tunable(configs, "pick_fwd_config", "fwd", _candidates(lambda a, b, step: (a, b, step)), WIDE_CASES, "triton"),
+        Tunable(configs, "pick_fp8_config", "fwd", _candidates(lambda a, b, step: (a, b, 64)), FP8_CASES, "triton"),
+        Tunable(configs, "pick_dx_config", "bwd", _candidates(lambda a, b, step: (a, step, b)), WIDE_CASES, "triton"),
         Tunable(
-            configs, "pick_fwd_config", "fwd", _candidates(lambda a, b, step: (a, b, step)), implementation="triton"
-        ),
-        Tunable(
-            configs, "pick_dx_config", "bwd", _candidates(lambda a, b, step: (a, step, b)), implementation="triton"
-        ),
-        Tunable(
-            configs, "pick_dvalues_config", "bwd", _candidates(lambda a, b, step: (step, a, b)), implementation="triton"
+            configs, "pick_dvalues_config", "bwd", _candidates(lambda a, b, step: (step, a, b)), WIDE_CASES, "triton"
         ),
         Tunable(configs, "pick_cuda_config", "fwd", _cuda_candidates, CUDA_CASES, implementation="cuda"),
     ),

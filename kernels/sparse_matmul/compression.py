@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .kernel import _codes, _kept, _places, _weight_tile
+from .kernel import _codes, _kept, _places, _weight_tile, _word_of_columns, _word_of_row
 
 
 def _table() -> int:
@@ -27,10 +27,19 @@ CODES = tl.constexpr(_table())
 
 
 @triton.jit
+def _not_zero(x):
+    """Whether elements differ from zero. A byte is a number of 8 bits, the highest of which is its sign."""
+    if x.dtype == tl.uint8:
+        x = x & 0x7F
+    return x != 0
+
+
+@triton.jit
 def _sparse_matmul_compress_kernel(
     w_ptr, values_ptr, metadata_ptr, n_size, depth, stride_wn, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """values [N, K / 2] and metadata of w. Words beyond the end have the code of zeros."""
+    """values [N, K / 2] and metadata of w, whose numbers of 8 bits are bytes. Words beyond the end have the code of
+    zeros."""
     tiles_k = tl.cdiv(depth, BLOCK_K)
     n = tl.program_id(0) // tiles_k * BLOCK_N + tl.arange(0, BLOCK_N)
     first = tl.program_id(0) % tiles_k * BLOCK_K
@@ -38,7 +47,7 @@ def _sparse_matmul_compress_kernel(
     row = n.to(tl.int64)[:, None]
     w = tl.load(w_ptr + row * stride_wn + k[None, :], mask=(n < n_size)[:, None] & (k < depth)[None, :], other=0.0)
     w0, w1, w2, w3 = _places(w, BLOCK_N, BLOCK_K)
-    pattern = (w0 != 0).to(tl.int64) + (w1 != 0) * 2 + (w2 != 0) * 4 + (w3 != 0) * 8
+    pattern = _not_zero(w0).to(tl.int64) + _not_zero(w1) * 2 + _not_zero(w2) * 4 + _not_zero(w3) * 8
     code = ((tl.full([BLOCK_N, BLOCK_K // 4], CODES, tl.int64) >> (pattern * 4)) & 15).to(tl.int32)
     half = first // 2 + tl.arange(0, BLOCK_K // 2)
     mask = (n < n_size)[:, None] & (half < depth // 2)[None, :]
@@ -47,7 +56,8 @@ def _sparse_matmul_compress_kernel(
     words = tl.sum(codes, 2)
     sixteenth = first // 16 + tl.arange(0, BLOCK_K // 16)
     block = (sixteenth // 4).to(tl.int64)[None, :] * tl.cdiv(n_size, 16) + (n // 16)[:, None]
-    word = (n % 8 * 8 + n % 16 // 8)[:, None] + (sixteenth % 4 * 2)[None, :]
+    EIGHT: tl.constexpr = w_ptr.dtype.element_ty == tl.uint8
+    word = _word_of_row(n, EIGHT)[:, None] + _word_of_columns(sixteenth % 4, EIGHT)[None, :]
     there = (n < tl.cdiv(n_size, 16) * 16)[:, None] & (sixteenth < tl.cdiv(depth, 64) * 4)[None, :]
     tl.store(metadata_ptr + block * 64 + word, words.to(tl.int16), mask=there)
 

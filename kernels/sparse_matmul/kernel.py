@@ -32,10 +32,30 @@ def _tile_of(tiles_m, tiles_n, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _codes(metadata_ptr, n, chunk, rows, chunks):
-    """Codes of these chunks of these rows of the weight, 0 beyond its end. The order is that of formats.py."""
+def _word_of_row(n, EIGHT: tl.constexpr):
+    """The first word of a block that has codes of rows n. The order is that of formats.py, EIGHT: of 8 bits."""
+    if EIGHT:
+        word = n % 8 * 8 + n % 16 // 8 * 2
+    else:
+        word = n % 8 * 8 + n % 16 // 8
+    return word
+
+
+@triton.jit
+def _word_of_columns(sixteenth, EIGHT: tl.constexpr):
+    """How far behind that one are those of these 16 of the block's k, 0 to 3."""
+    if EIGHT:
+        word = sixteenth // 2 * 4 + sixteenth % 2
+    else:
+        word = sixteenth * 2
+    return word
+
+
+@triton.jit
+def _codes(metadata_ptr, n, chunk, rows, chunks, EIGHT: tl.constexpr = False):
+    """Codes of these chunks of these rows of the weight, 0 beyond its end. EIGHT: of values of 8 bits."""
     block = (chunk // 16).to(tl.int64)[None, :] * tl.cdiv(rows, 16) + (n // 16)[:, None]
-    word = (n % 8 * 8 + n % 16 // 8)[:, None] + (chunk % 16 // 4 * 2)[None, :]
+    word = _word_of_row(n, EIGHT)[:, None] + _word_of_columns(chunk % 16 // 4, EIGHT)[None, :]
     inside = (n < rows)[:, None] & (chunk < chunks)[None, :]
     words = tl.load(metadata_ptr + block * 64 + word, mask=inside, other=0).to(tl.int32)
     return (words >> (chunk % 4 * 4)[None, :]) & 15
@@ -45,16 +65,19 @@ def _codes(metadata_ptr, n, chunk, rows, chunks):
 def _weight_tile(
     values_ptr, metadata_ptr, n, first, rows, depth, stride_vn, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Rows n of the weight, BLOCK_K columns from `first` on: [BLOCK_N, BLOCK_K], zeros beyond its end."""
+    """Rows n of the weight, BLOCK_K columns from `first` on: [BLOCK_N, BLOCK_K], zeros beyond its end. Values of 8 bits
+    are bytes, and so is what is made of them."""
+    EIGHT: tl.constexpr = values_ptr.dtype.element_ty == tl.uint8
     half = first // 2 + tl.arange(0, BLOCK_K // 2)
     inside = (n < rows)[:, None] & (half < depth // 2)[None, :]
     values = tl.load(values_ptr + n.to(tl.int64)[:, None] * stride_vn + half[None, :], mask=inside, other=0.0)
     a, b = tl.split(tl.reshape(values, [BLOCK_N, BLOCK_K // 4, 2]))
-    code = _codes(metadata_ptr, n, first // 4 + tl.arange(0, BLOCK_K // 4), rows, depth // 4)
+    code = _codes(metadata_ptr, n, first // 4 + tl.arange(0, BLOCK_K // 4), rows, depth // 4, EIGHT)
+    zero = tl.zeros([BLOCK_N, BLOCK_K], values.dtype)
     # Selected on the whole tile: where a reshape is last, as of four joined parts, and wgmma reads the tile from shared
     # memory, Triton 3.6's compiler stops ("PassManager::run failed").
     place = (tl.arange(0, BLOCK_K) % 4)[None, :]
-    second = tl.where(_four_times(code >> 2) == place, _four_times(b), 0.0)
+    second = tl.where(_four_times(code >> 2) == place, _four_times(b), zero)
     return tl.where(_four_times(code & 3) == place, _four_times(a), second)
 
 

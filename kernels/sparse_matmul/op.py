@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from . import op_fp8
 from .activation import ACTIVATIONS
 from .checks import FLOATS, kind, no_tangent, runnable
+from .formats import EIGHT_BITS
 from .launch import Plans, lean, signature
 from .op_compress import Compressed, check_compressed
 from .plans import BACKENDS, Needs, Optional, bwd_plan, fwd_plan
@@ -21,6 +23,9 @@ def sparse_matmul(
     bias: torch.Tensor | None = None,
     activation: str | None = None,
     *,
+    scale_x: torch.Tensor | None = None,
+    scale_w: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """A linear layer whose weight w [N, K] has 2:4 sparsity and is compressed, with an activation in its epilogue.
@@ -31,26 +36,43 @@ def sparse_matmul(
     of the values is that of the dense weight, dyᵀ · x, where they are kept. Everything is summed in a fixed order, so
     that repeated runs agree bit for bit. With an activation and gradients, its argument is saved in x's dtype.
 
-    x           [..., K] float32, float16 or bfloat16. Rows are read in place when the leading dimensions flatten to one
-                stride and the last stride is 1; otherwise they are copied first.
-    compressed  as `compress` returns it, values in x's dtype
-    bias        [N] in x's dtype, or None
-    activation  "silu", "gelu", "gelu_tanh", "relu", "relu_sq", or None
-    backend     "triton", "cuda" (CUDA C++ on the sparse tensor cores, compiled by CuPy, on compute capability 9.0:
-                float16 and bfloat16, rows of x and values on 16-byte boundaries, K a multiple of 16 and N of 8; of the
-                forward, its backward is Triton's), or "auto": for more than 64 rows in 16 bits "cuda" where it can,
-                else, and for the gradients, cuBLAS with the weight decompressed into memory for the time of the call;
-                otherwise "triton". "cuda" does not multiply what is pruned: an inf or NaN of x there does not reach y.
+    With x and values in 8 bits, each of either format, sums are scaled in fp32 before the bias is added:
 
-    Returns y [..., N] in x's dtype, contiguous.
+        y[m, n] = act(scale_x[m] · scale_w[n] · Σ_k x[m, k] · w[n, k] + bias[n])
+
+    The tensor cores keep the whole sum, for which Hopper's have about 14 bits. That product has no gradient: an input
+    that requires one is an error where gradients are recorded, never a zero.
+
+    x           [..., K] float32, float16 or bfloat16. Rows are read in place when the leading dimensions flatten to one
+                stride and the last stride is 1; otherwise they are copied first. Or [M, K] float8_e4m3fn or
+                float8_e5m2, K a multiple of 64; rows that are contiguous and on 16-byte boundaries are read in place.
+    compressed  as `compress` returns it, values in x's dtype; in 8 bits in either format
+    bias        [N] in x's dtype, or None; of a product of 8 bits in out_dtype or float32
+    activation  "silu", "gelu", "gelu_tanh", "relu", "relu_sq", or None
+    scale_x, scale_w   float32, [] and [], or [M] or [M, 1] and [N] or [N, 1], any strides: what numbers of 8 bits are
+                multiplied by. Of x in 8 bits alone, and needed there.
+    out_dtype   of y: float32, float16 or bfloat16 (the default) where x has 8 bits, elsewhere x's dtype
+    backend     "triton", "cuda" (CUDA C++ on the sparse tensor cores, compiled by CuPy, on compute capability 9.0:
+                float16 and bfloat16, rows of x and values on 16-byte boundaries, K a multiple of 16 and N of 8; 8 bits
+                with y in float16 or bfloat16 and N a multiple of 8; of the forward, its backward is Triton's), or
+                "auto": for more than 64 rows in 16 bits "cuda" where it can, else, and for the gradients, cuBLAS with
+                the weight decompressed into memory for the time of the call; in 8 bits "cuda" likewise; otherwise
+                "triton". "cuda" does not multiply what is pruned: an inf or NaN of x there does not reach y.
+
+    Returns y [..., N] in x's dtype or out_dtype, contiguous.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
-    outside Triton's interpreter, and for backend="cuda" where it cannot run.
+    outside Triton's interpreter, for backend="cuda" where it cannot run, and in 8 bits for a GPU below compute
+    capability 8.9 and an input that requires a gradient.
 
     Source: Mishra et al. 2021 (arXiv:2104.08378).
     """
     if not isinstance(compressed, tuple) or len(compressed) != 2 or compressed[0] is None:
         check_compressed("sparse_matmul", compressed)
+    if isinstance(x, torch.Tensor) and x.dtype in EIGHT_BITS:
+        return op_fp8.product(x, compressed, bias, activation, scale_x, scale_w, out_dtype, backend)
+    if scale_x is not None or scale_w is not None or out_dtype is not None:
+        _check_of_8_bits(x, scale_x, scale_w, out_dtype)
     values, metadata = compressed
     if lean(x, values, metadata, bias):
         needed = torch.is_grad_enabled() and (
@@ -66,10 +88,20 @@ def sparse_matmul(
     return _fwd_op(x, values, metadata, bias, activation, save, backend)[0]
 
 
+def _check_of_8_bits(x, scale_x, scale_w, out_dtype) -> None:
+    """What goes with an x in 8 bits alone."""
+    for name, scale in (("scale_x", scale_x), ("scale_w", scale_w)):
+        if scale is not None:
+            raise ValueError(f"sparse_matmul: {name} must be None unless x has 8 bits, and it is {kind(x)}")
+    if out_dtype is not None and isinstance(x, torch.Tensor) and out_dtype != x.dtype:
+        raise ValueError(f"sparse_matmul: out_dtype must be None or x's dtype {x.dtype}, got {out_dtype}")
+
+
 def _check(x, values, metadata, bias, activation, backend) -> None:
     check_compressed("sparse_matmul", (values, metadata))
     if not isinstance(x, torch.Tensor) or x.dtype not in FLOATS:
-        raise TypeError(f"sparse_matmul: x must be a tensor of float32, float16 or bfloat16, got {kind(x)}")
+        wanted = "float32, float16 or bfloat16, float8_e4m3fn or float8_e5m2"
+        raise TypeError(f"sparse_matmul: x must be a tensor of {wanted}, got {kind(x)}")
     if values.dtype != x.dtype:
         raise TypeError(f"sparse_matmul: values must be a tensor of x's dtype {x.dtype}, got {kind(values)}")
     if x.dim() == 0 or x.shape[-1] != 2 * values.shape[1]:

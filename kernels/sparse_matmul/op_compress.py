@@ -10,19 +10,21 @@ import triton
 from . import configs
 from .checks import FLOATS, kind, runnable
 from .compression import _sparse_matmul_compress_kernel
-from .formats import CHUNK, metadata_shape
+from .formats import CHUNK, EIGHT_BITS, metadata_shape, multiple
 from .launch import Launch
 from .library import decompress_plan
 from .plans import capability
 
 _NAMESPACE = __package__.replace(".", "_")
+_DTYPES = (*FLOATS, *EIGHT_BITS)
+_NAMES = "float32, float16, bfloat16, float8_e4m3fn or float8_e5m2"
 
 
 class Compressed(NamedTuple):
     """A weight [N, K] of which two in four are kept. A pytree, as every named tuple is.
 
     values    [N, K / 2] the elements that are kept, in their order
-    metadata  [ceil(K / 64), ceil(N / 16), 64] int16: where they were
+    metadata  [ceil(K / 64), ceil(N / 16), 64] int16: where they were, in an order of its own where values have 8 bits
     """
 
     values: torch.Tensor
@@ -42,10 +44,12 @@ def prune(w: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[torch.Tens
     Of equal magnitudes the one of the lower index stays; NaN counts as the largest. The result has zeros where the mask
     is False, whatever was there, and is differentiable in w.
 
-    w     [..., K] floating-point, K a multiple of 4
+    w     [..., K] floating-point, K a multiple of 4. Of numbers of 8 bits, which have no gradient, magnitudes are those
+          of the codes.
     mask  boolean, of w's shape, at most two of each chunk True; None: by magnitudes
 
-    Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or mask.
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or mask, RuntimeError for a w of 8 bits
+    that requires a gradient.
 
     Source: Mishra et al. 2021 (arXiv:2104.08378).
     """
@@ -53,9 +57,19 @@ def prune(w: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[torch.Tens
         raise TypeError(f"prune: w must be a floating-point tensor, got {kind(w)}")
     if w.dim() == 0 or w.shape[-1] % CHUNK:
         raise ValueError(f"prune: w must be [..., K] with K a multiple of {CHUNK}, got {list(w.shape)}")
+    if w.dtype in EIGHT_BITS:
+        no_gradient("prune", w=w)
+        codes, mask = _pruned(w.detach().view(torch.uint8), mask)
+        return codes.view(w.dtype), mask
+    return _pruned(w, mask)
+
+
+def _pruned(w: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`prune`, also of codes of 8 bits: without their sign they are in the order of magnitudes, NaN last."""
     if mask is None:
-        chunks = w.detach().unflatten(-1, (-1, CHUNK)) if w.shape[-1] else w.detach().reshape(*w.shape[:-1], 0, CHUNK)
-        largest = chunks.abs().sort(dim=-1, descending=True, stable=True).indices[..., :2]
+        sizes = w.detach() & 0x7F if w.dtype == torch.uint8 else w.detach().abs()
+        chunks = sizes.unflatten(-1, (-1, CHUNK)) if w.shape[-1] else sizes.reshape(*w.shape[:-1], 0, CHUNK)
+        largest = chunks.sort(dim=-1, descending=True, stable=True).indices[..., :2]
         mask = torch.zeros_like(chunks, dtype=torch.bool).scatter(-1, largest, True).reshape(w.shape)
     else:
         if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
@@ -65,7 +79,7 @@ def prune(w: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[torch.Tens
             raise ValueError(f"prune: mask must be {wanted}, got {list(mask.shape)} on {mask.device}")
         if _overfull(mask):
             raise ValueError("prune: mask must have at most two True of each four along the last dimension")
-    return torch.where(mask, w, 0.0), mask
+    return torch.where(mask, w, 0), mask
 
 
 def compress(w: torch.Tensor, check: bool = False) -> Compressed:
@@ -75,7 +89,8 @@ def compress(w: torch.Tensor, check: bool = False) -> Compressed:
     more, the first two are kept and the others lost, or with `check`, which synchronises, a ValueError raised. Not
     differentiable: what is trained is `values`, whose gradient `sparse_matmul` gives.
 
-    w      [N, K] float32, float16 or bfloat16, K a multiple of 4. Read in place if the last stride is 1.
+    w      [N, K] float32, float16 or bfloat16, K a multiple of 4; or float8_e4m3fn or float8_e5m2, K a multiple of 64,
+           whose codes 0x00 and 0x80 are zeros. Read in place if the last stride is 1.
     check  whether to look if w has 2:4 sparsity
 
     Returns Compressed(values [N, K / 2] in w's dtype, metadata int16); `formats.py` has the order of the metadata.
@@ -83,15 +98,17 @@ def compress(w: torch.Tensor, check: bool = False) -> Compressed:
     Raises TypeError for a wrong dtype, ValueError for a wrong shape and, with `check`, for other sparsity, RuntimeError
     for a CPU tensor outside Triton's interpreter.
     """
-    if not isinstance(w, torch.Tensor) or w.dtype not in FLOATS:
-        raise TypeError(f"compress: w must be a tensor of float32, float16 or bfloat16, got {kind(w)}")
-    if w.dim() != 2 or w.shape[1] % CHUNK:
-        raise ValueError(f"compress: w must be [N, K] with K a multiple of {CHUNK}, got {list(w.shape)}")
+    if not isinstance(w, torch.Tensor) or w.dtype not in _DTYPES:
+        raise TypeError(f"compress: w must be a tensor of {_NAMES}, got {kind(w)}")
+    if w.dim() != 2 or w.shape[1] % multiple(w.dtype):
+        wanted = f"[N, K] with K a multiple of {multiple(w.dtype)}"
+        raise ValueError(f"compress: w must be {wanted} in {w.dtype}, got {list(w.shape)}")
     runnable("compress", "w", w)
-    w = w.detach()
-    if check and _overfull(w != 0):
+    dtype, w = w.dtype, _bytes(w.detach())
+    if check and _overfull((w & 0x7F if w.dtype == torch.uint8 else w) != 0):
         raise ValueError("compress: w must have at most two non-zeros of each four along the last dimension")
-    return Compressed(*_compress_op(w))
+    values, metadata = _compress_op(w)
+    return Compressed(_numbers(values, dtype), metadata)
 
 
 def decompress(compressed: Compressed) -> torch.Tensor:
@@ -102,7 +119,28 @@ def decompress(compressed: Compressed) -> torch.Tensor:
     """
     check_compressed("decompress", compressed)
     runnable("decompress", "values", compressed.values)
-    return _decompress_op(compressed.values.detach(), compressed.metadata)
+    values = compressed.values.detach()
+    return _numbers(_decompress_op(_bytes(values), compressed.metadata), values.dtype)
+
+
+def no_gradient(function: str, **inputs) -> None:
+    """RuntimeError for an input that requires a gradient, where gradients are recorded and none is defined."""
+    for name, tensor in inputs.items() if torch.is_grad_enabled() else ():
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            raise RuntimeError(
+                f"{function}: {name} requires a gradient, and none is defined: call it on detached tensors, inside an "
+                "autograd.Function or under torch.no_grad()"
+            )
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """Numbers of 8 bits as bytes, which every function of PyTorch and Triton's interpreter take; others as they are."""
+    return x.view(torch.uint8) if x.dtype in EIGHT_BITS else x
+
+
+def _numbers(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The way back."""
+    return x.view(dtype) if dtype in EIGHT_BITS else x
 
 
 def check_compressed(function: str, compressed: object) -> None:
@@ -110,10 +148,11 @@ def check_compressed(function: str, compressed: object) -> None:
     if not isinstance(compressed, tuple) or len(compressed) != 2:
         raise TypeError(f"{function}: compressed must be a Compressed, got {type(compressed).__name__}")
     values, metadata = compressed
-    if not isinstance(values, torch.Tensor) or values.dtype not in FLOATS:
-        raise TypeError(f"{function}: values must be a tensor of float32, float16 or bfloat16, got {kind(values)}")
-    if values.dim() != 2 or values.shape[1] % 2:
-        raise ValueError(f"{function}: values must be [N, K / 2] with K a multiple of 4, got {list(values.shape)}")
+    if not isinstance(values, torch.Tensor) or values.dtype not in _DTYPES:
+        raise TypeError(f"{function}: values must be a tensor of {_NAMES}, got {kind(values)}")
+    if values.dim() != 2 or 2 * values.shape[1] % multiple(values.dtype):
+        wanted = f"[N, K / 2] with K a multiple of {multiple(values.dtype)}"
+        raise ValueError(f"{function}: values must be {wanted} in {values.dtype}, got {list(values.shape)}")
     if not isinstance(metadata, torch.Tensor) or metadata.dtype != torch.int16:
         raise TypeError(f"{function}: metadata must be a tensor of int16, got {kind(metadata)}")
     wanted = metadata_shape(values.shape[0], 2 * values.shape[1])

@@ -72,7 +72,7 @@ def test_where_it_cannot_run_is_an_error() -> None:
     [(0, 0, 2), *(pytest.param(*p, marks=pytest.mark.slow) for p in ((1, 1, 1), (0, 2, 2), (1, 3, 4), (0, 4, 1)))],
 )
 def test_it_compiles_to_sparse_wgmma_and_does_not_spill(fp16, activation, cluster, tmp_path) -> None:
-    defines = f"FP16={fp16}", f"ACTIVATION={activation}", "STAGES=5", "RASTER=8", f"CLUSTER={cluster}"
+    defines = "FP8=0", f"FP16={fp16}", f"ACTIVATION={activation}", "STAGES=5", "RASTER=8", f"CLUSTER={cluster}"
     cubin = nvrtc.compiled(SOURCE, "sm_90a", defines)
     usage = sass.inspect(cubin, "sparse_matmul_products")
     assert usage.spills == 0 and usage.mma == {"HGMMA": 2}
@@ -87,19 +87,21 @@ def test_it_compiles_to_sparse_wgmma_and_does_not_spill(fp16, activation, cluste
 
 def test_host_and_device_agree_on_the_tile() -> None:
     text = SOURCE.read_text(encoding="utf-8")
-    found = re.search(r"BLOCK_N = (\d+), BLOCK_M = (\d+), BLOCK_K = (\d+);\nconstexpr int CONSUMERS = (\d+)", text)
+    tile = r"BLOCK_N = (\d+), BLOCK_M = (\d+), BLOCK_K = FP8 \? (\d+) : (\d+);\nconstexpr int CONSUMERS = (\d+)"
+    found = re.search(tile, text)
     assert found is not None
-    block_n, block_m, block_k, consumers = map(int, found.groups())
-    assert (block_n, block_m, block_k) == (products.BLOCK_N, products.BLOCK_M, products.BLOCK_K)
+    block_n, block_m, of_8_bits, of_16_bits, consumers = map(int, found.groups())
+    assert (block_n, block_m) == (products.BLOCK_N, products.BLOCK_M)
+    assert of_8_bits == 2 * of_16_bits == products.ROW_BYTES == int(re.search(r"ROW_BYTES = (\d+);", text)[1])
     assert 128 * (consumers + 1) == products.THREADS
     chunk = int(re.search(r"CHUNK = (\d+);", text)[1])
     assert consumers * chunk * (block_n // consumers * 2 + 16) == products.STAGING
 
 
 def test_the_ring_fits_into_shared_memory() -> None:
-    for cols in (8, 128, 129, 8192):
+    for cols, size in itertools.product((8, 128, 129, 8192), (1, 2)):
         config = configs.pick_cuda_config(4096, cols, 8192)
-        assert products.shared_bytes(config) <= 227 << 10 and config.cluster in (1, 2, 4)
+        assert products.shared_bytes(config, size) <= 227 << 10 and config.cluster in (1, 2, 4)
 
 
 def test_the_metadata_of_a_step_by_warps_and_lanes() -> None:

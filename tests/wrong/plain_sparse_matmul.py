@@ -12,10 +12,11 @@ import torch.nn.functional as F
 
 _CALLS = itertools.count()
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def _columns(metadata: torch.Tensor, rows: int, depth: int, fault: str) -> torch.Tensor:
-    """The column of each value, by the place of its code; [rows, depth / 2]."""
+def _columns(metadata: torch.Tensor, rows: int, depth: int, fault: str, eight: bool = False) -> torch.Tensor:
+    """The column of each value, by the place of its code; [rows, depth / 2]. `eight`: in the order of 8 bits."""
     n = torch.arange(rows, device=metadata.device)[:, None]
     chunk = torch.arange(depth // 4, device=metadata.device)[None, :]
     if fault == "rows 8 apart exchanged":
@@ -25,7 +26,13 @@ def _columns(metadata: torch.Tensor, rows: int, depth: int, fault: str) -> torch
     if fault == "metadata of the first 16 of k":
         sixteenth = 0 * sixteenth
     n = n.clamp(max=16 * metadata.shape[1] - 1)
-    words = metadata.contiguous()[chunk // 16, n // 16, row * 8 + sixteenth * 2 + half].long()
+    place = sixteenth * 2 + half
+    if eight and fault != "order of 16 bits":
+        place = sixteenth // 2 * 4 + half * 2 + sixteenth % 2
+    if fault == "rows and columns of a word exchanged":
+        place = half * 4 + sixteenth
+    block = 0 * chunk if fault == "metadata of the first 64 of k" else chunk // 16
+    words = metadata.contiguous()[block, n // 16, row * 8 + place].long()
     code = words >> 4 * (chunk % 4)
     i, j = code & 3, code >> 2 & 3
     if fault == "positions exchanged":
@@ -121,8 +128,57 @@ def _backward(ctx, dy):
 _fwd.register_autograd(_backward, setup_context=_save)
 
 
-def sparse_matmul(x, values, metadata, bias=None, activation=None, fault=""):
-    """The public op on the tensors of a compressed weight, its checks, and a fault."""
+def _numbers(codes: torch.Tensor, e4m3: bool, fault: str) -> torch.Tensor:
+    return codes.contiguous().view(FORMATS[not (e4m3 or fault == "e5m2 read as e4m3")]).float()
+
+
+@torch.library.custom_op("plain_sparse_matmul::scaled", mutates_args=())
+def _scaled(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    metadata: torch.Tensor,
+    scale_x: torch.Tensor,
+    scale_w: torch.Tensor,
+    activation: str | None,
+    x_e4m3: bool,
+    w_e4m3: bool,
+    fault: str,
+) -> torch.Tensor:
+    rows, depth = values.shape[0], 2 * values.shape[1]
+    columns = _columns(metadata, rows, depth, fault, eight=True)
+    weight = torch.zeros(rows, depth, device=x.device).scatter(1, columns, _numbers(values, w_e4m3, fault))
+    of_x, of_w = scale_x.reshape(-1, 1), scale_w.reshape(1, -1)
+    if fault == "scale of the weight dropped":
+        of_w = torch.full_like(of_w, 1 / 768)
+    if fault == "scale of the row before":
+        of_x = of_x.roll(1, 0)
+    z = (_numbers(x, x_e4m3, fault) @ weight.t()) * (of_x * of_w)
+    return _act(z, activation, fault).half()
+
+
+@_scaled.register_fake
+def _(x, values, metadata, scale_x, scale_w, activation, x_e4m3, w_e4m3, fault):
+    return x.new_empty((x.shape[0], values.shape[0]), dtype=torch.float16)
+
+
+def sparse_matmul(
+    x,
+    values,
+    metadata,
+    bias=None,
+    activation=None,
+    scale_x=None,
+    scale_w=None,
+    formats=None,
+    out_dtype=torch.float16,
+    fault="",
+):
+    """The public op on the tensors of a compressed weight, its checks, and a fault. With `formats` x and values are
+    bytes, and the result is in fp16."""
+    if formats is not None:
+        check8(x, values, metadata, scale_x, scale_w)
+        of = (format_ == FORMATS[0] for format_ in formats)
+        return _scaled(x, values, metadata, scale_x, scale_w, activation, *of, fault)
     if fault != "no checks":
         check(x, values, metadata, bias)
     return _fwd(x, values, metadata, bias, activation, fault)
@@ -145,3 +201,20 @@ def check(x, values, metadata, bias) -> None:
         raise ValueError(f"metadata must be {wanted}, got {tuple(metadata.shape)}")
     if bias is not None and bias.shape != values.shape[:1]:
         raise ValueError(f"bias must be {tuple(values.shape[:1])}, got {tuple(bias.shape)}")
+
+
+def check8(x, values, metadata, scale_x, scale_w) -> None:
+    """As `check`, of numbers of 8 bits."""
+    rows, depth = values.shape[0], 2 * values.shape[1]
+    if x.dim() != 2 or x.shape[1] != depth or metadata.shape != (-(-depth // 64), -(-rows // 16), 64):
+        raise ValueError(
+            f"x must be [M, {depth}] and metadata of values, got {tuple(x.shape)}, {tuple(metadata.shape)}"
+        )
+    for name, scale, count in (("scale_x", scale_x, x.shape[0]), ("scale_w", scale_w, rows)):
+        if scale.dtype != torch.float32:
+            raise TypeError(f"{name} must be float32, got {scale.dtype}")
+        if scale.shape not in ((), (count,), (count, 1)) or (scale.dim() == 0) != (scale_x.dim() == 0):
+            raise ValueError(f"{name} must be [] or [{count}], got {tuple(scale.shape)}")
+    for name, tensor in (("values", values), ("metadata", metadata), ("scale_x", scale_x), ("scale_w", scale_w)):
+        if tensor.device != x.device:
+            raise ValueError(f"{name} must be on x's device {x.device}, got {tensor.device}")

@@ -12,10 +12,18 @@ from . import Wrong, wrappers
 from .plain_sparse_matmul import sparse_matmul
 
 PLAIN, FUSED = "5x24x20-fp32", "5x24x20-fp32-bias-gelu_tanh"
+EIGHT = "5x128x20-fp16-e5m2.e4m3-row-gelu_tanh"
 DIMS = dict(m=5, k4=6, n=20)
 CASES = (
     Case(PLAIN, DIMS, torch.float32, modes=("fwd",)),
     Case(FUSED, DIMS, torch.float32, dict(bias=True, activation="gelu_tanh")),
+    Case(
+        EIGHT,
+        dict(m=5, k4=32, n=20),
+        torch.float16,
+        dict(scaling="row", formats="e5m2.e4m3", activation="gelu_tanh"),
+        modes=("fwd",),
+    ),
 )
 LONG_CASES: tuple[Case, ...] = ()
 FUZZ = {"m": (0, 3), "k4": (1, 2), "n": (1, 3)}
@@ -40,6 +48,13 @@ WRONG = (
     _fault("bias dropped", FUSED, "accuracy", "error"),
     _fault("exact gelu", FUSED, "accuracy", "error"),
     _fault("another order at each call", PLAIN, "repeat", "repeat"),
+    # In 8 bits.
+    _fault("order of 16 bits", EIGHT, "accuracy", "error"),
+    _fault("rows and columns of a word exchanged", EIGHT, "accuracy", "error"),
+    _fault("metadata of the first 64 of k", EIGHT, "accuracy", "error"),
+    _fault("e5m2 read as e4m3", EIGHT, "accuracy", "error", on_gpu=("accuracy", "nonfinite")),
+    _fault("scale of the weight dropped", EIGHT, "accuracy", "error"),
+    _fault("scale of the row before", EIGHT, "accuracy", "error"),
     # In the backward.
     _fault("derivative of the activation dropped", FUSED, "accuracy", "error"),
     _fault("gradient of the first two of each chunk", FUSED, "accuracy", "error"),

@@ -2,6 +2,9 @@
 //
 //   y[m, n] = act(z[m, n]),  z[m, n] = sum over k of w[n, k] x[m, k] + bias[n]
 //
+// Of 16 bits or, with FP8, of 8 bits, where the sum is multiplied by the scales of its row m and row n. All below is
+// said of 16 bits; a step of 8 bits has 128 of k in the same bytes, 2 KiB of metadata, and takes the same 512 cycles.
+//
 // wgmma's sparse operand is its first, so tiles are those of z transposed: 128 rows n of w by 256 rows m of x.
 //
 // Napkin maths for a step of 64 of k, in cycles of an SM (8192 FLOP a cycle, of the dense product): the tensor cores
@@ -12,8 +15,8 @@
 // A CTA is one producer thread and two consumer warpgroups with 64 rows of w each. The producer fills a ring of STAGES
 // steps. Metadata is in the instruction's order (formats.py): a bulk copy brings 8 blocks of 16 rows, of which each
 // consumer warp reads one, a word a lane. The two instructions of a step take it from lanes 0 and 1, or 2 and 3, of
-// each four. Tails of every dimension are TMA's zeros. Metadata is padded to whole blocks; beyond the last block of
-// rows the last one is read again, so that it is valid everywhere.
+// each four; those of 8 bits have a block each. Tails of every dimension are TMA's zeros. Metadata is padded to whole
+// blocks; beyond the last block of rows or of k the last one is read again, so that it is valid everywhere.
 //
 // Barriers, with their arrivals per phase: full[s] 1 and the bytes of a step; empty[s] 8, one lane of each consumer
 // warp, from each CTA of the cluster, since its producer writes into all of them. The n-th use of a full one waits for
@@ -22,7 +25,9 @@
 // waits for another's main loop, and a producer only for consumers, all of which go through the same steps: deadlock
 // freedom. In the end CTAs of a cluster wait for each other, so that none writes into one that is gone.
 //
-// Defined by the launcher: FP16 (else bf16), ACTIVATION (epilogue.cuh), STAGES, RASTER, CLUSTER (1, 2 or 4).
+// Defined by the launcher: FP8, with the formats W_E4M3 and X_E4M3 (else e5m2), SCALES (0 of the tensors, 1 of rows)
+// and BIAS32 (whether the bias is fp32); FP16 (else bf16) of y and of what else has 16 bits, ACTIVATION (epilogue.cuh),
+// STAGES, RASTER, CLUSTER (1, 2 or 4).
 
 #include "cluster.cuh"
 #include "epilogue.cuh"
@@ -31,23 +36,37 @@
 #include "tma.cuh"
 #include "wgmma.cuh"
 
-constexpr int BLOCK_N = 128, BLOCK_M = 256, BLOCK_K = 64;
+constexpr int BLOCK_N = 128, BLOCK_M = 256, BLOCK_K = FP8 ? 128 : 64;
 constexpr int CONSUMERS = 2, ROWS = BLOCK_N / CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
-constexpr int X_BYTES = BLOCK_M * BLOCK_K * 2, W_BYTES = BLOCK_N * BLOCK_K, META_BLOCK = 128;
-constexpr int META_BYTES = BLOCK_N / 16 * META_BLOCK, STEP_BYTES = X_BYTES + W_BYTES + META_BYTES;
+constexpr int ROW_BYTES = 128;  // of x in a step; those of w have half of it
+constexpr int X_BYTES = BLOCK_M * ROW_BYTES, W_BYTES = BLOCK_N * ROW_BYTES / 2, META_BLOCK = 128;
+constexpr int META_STEPS = BLOCK_K / 64, META_BYTES = BLOCK_N / 16 * META_BLOCK;  // blocks along k, bytes of one
+constexpr int STEP_BYTES = X_BYTES + W_BYTES + META_STEPS * META_BYTES;
 constexpr int CHUNK = 32;  // rows of y that a consumer transposes at once
 constexpr int PITCH = ROWS * 2 + 16, STAGING = CHUNK * PITCH;
 constexpr int STAGED = STAGES * STEP_BYTES, FULL = STAGED + CONSUMERS * STAGING, EMPTY = FULL + 8 * STAGES;
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 static_assert(STEP_BYTES % 1024 == 0, "operands with 128-byte swizzle begin at multiples of 1024");
 
+#if FP8 && BIAS32
+typedef float Bias;
+DEVICE float widen(float x) { return x; }
+#else
+typedef u16 Bias;
+#endif
+
 struct Problem {
     u16* y;
     u16* z;                // or null
-    const u16* bias;       // or null
+    const Bias* bias;      // or null
     const char* metadata;  // [ceil(K / 64), blocks, 128 bytes]
     u64 bias_step;
     int rows, cols, depth, blocks;
+#if FP8
+    const float* scale_x;
+    const float* scale_w;
+    u64 scale_x_step, scale_w_step;  // 0 where one is of all rows
+#endif
 };
 
 struct Tile {
@@ -87,15 +106,23 @@ DEVICE void bulk_load(u32 to, const char* from, int bytes, u32 bar) {
 // x's rows of a step: all of them, or this CTA's share for all CTAs of the cluster.
 DEVICE void load_x(u32 to, const TensorMap* map, int k, int row, u32 bar) {
     const int share = BLOCK_M / CLUSTER * cluster_rank();
-    tma_multicast(to + share * BLOCK_K * 2, map, k, row + share, bar);
+    tma_multicast(to + share * ROW_BYTES, map, k, row + share, bar);
+}
+
+// Metadata of 64 of k.
+DEVICE void load_blocks(const Problem& a, u32 to, int block, int row, u32 bar) {
+    const char* from = a.metadata + (u64)block * a.blocks * META_BLOCK;
+    const int first = row / 16;
+    if (first + BLOCK_N / 16 <= a.blocks) return bulk_load(to, from + first * META_BLOCK, META_BYTES, bar);
+#pragma unroll(FP8 ? 1 : BLOCK_N / 16)  // the producer has few registers
+    for (int i = 0; i < BLOCK_N / 16; i++)
+        bulk_load(to + i * META_BLOCK, from + min(first + i, a.blocks - 1) * META_BLOCK, META_BLOCK, bar);
 }
 
 DEVICE void load_metadata(const Problem& a, u32 to, int k, int row, u32 bar) {
-    const char* from = a.metadata + (u64)(k / BLOCK_K) * a.blocks * META_BLOCK;
-    const int first = row / 16;
-    if (first + BLOCK_N / 16 <= a.blocks) return bulk_load(to, from + first * META_BLOCK, META_BYTES, bar);
-    for (int i = 0; i < BLOCK_N / 16; i++)
-        bulk_load(to + i * META_BLOCK, from + min(first + i, a.blocks - 1) * META_BLOCK, META_BLOCK, bar);
+#pragma unroll 1
+    for (int i = 0; i < META_STEPS; i++)
+        load_blocks(a, to + i * META_BYTES, i ? min(k / 64 + 1, (a.depth - 1) / 64) : k / 64, row, bar);
 }
 
 DEVICE void produce(const Problem& a, const TensorMap* x_map, const TensorMap* w_map, u32 smem) {
@@ -123,6 +150,12 @@ DEVICE void release(u32 smem, int slot) {
     arrive_at_all(smem + EMPTY + 8 * slot);
 }
 
+DEVICE u32 load_word(u32 address) {
+    u32 x;
+    asm volatile("ld.shared::cta.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+    return x;
+}
+
 // Sums of one consumer's 64 rows of w. Each step is waited for before the next one's metadata is loaded: ptxas does not
 // know that a wgmma in flight still reads that register. Meanwhile the tensor cores have the other consumer's step.
 DEVICE void multiply(float (&d)[BLOCK_M / 2], u32 smem, Ring& ring, int depth, int consumer) {
@@ -131,20 +164,41 @@ DEVICE void multiply(float (&d)[BLOCK_M / 2], u32 smem, Ring& ring, int depth, i
     for (int k = 0; k < depth; k += BLOCK_K, ring.next()) {
         const u32 step = smem + ring.slot * STEP_BYTES;
         bar_wait(smem + FULL + 8 * ring.slot, ring.phase);
-        u32 metadata;
-        asm volatile("ld.shared::cta.u32 %0, [%1];" : "=r"(metadata) : "r"(step + word) : "memory");
+        u32 metadata[META_STEPS];
+#pragma unroll
+        for (int i = 0; i < META_STEPS; i++) metadata[i] = load_word(step + word + i * META_BYTES);
         const u64 w = describe64(step + X_BYTES + consumer * (W_BYTES / CONSUMERS)), x = describe128(step);
         wgmma_fence();
-        wgmma_sparse<0>(d, w, x, metadata);
-        wgmma_sparse<1>(d, w + 32 / 16, x + 64 / 16, metadata);
+        wgmma_sparse<0>(d, w, x, metadata[0]);
+        wgmma_sparse<FP8 ? 0 : 1>(d, w + 32 / 16, x + 64 / 16, metadata[META_STEPS - 1]);
         wgmma_commit();
         wgmma_wait<0>();
+        if (FP8) pin(metadata);
         release(smem, ring.slot);
     }
     pin(d);
 }
 
 DEVICE void sync_consumer(int consumer) { asm volatile("bar.sync %0, 128;" ::"r"(1 + consumer) : "memory"); }
+
+#if FP8
+// As add_bias: a thread's rows n and columns m.
+DEVICE void scale(const Problem& a, const Tile& tile, float (&d)[BLOCK_M / 2], int consumer) {
+    const int n = tile.row + consumer * ROWS + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    const int m = tile.column + threadIdx.x % 4 * 2;
+    const float low = n < a.cols ? a.scale_w[n * a.scale_w_step] : 0;
+    const float high = n + 8 < a.cols ? a.scale_w[(n + 8) * a.scale_w_step] : 0, all = SCALES ? 0 : a.scale_x[0];
+#pragma unroll
+    for (int i = 0; i < BLOCK_M / 2; i += 4) {
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const int at = m + 2 * i + j;
+            const float of_x = !SCALES ? all : at < a.rows ? a.scale_x[at * a.scale_x_step] : 0;
+            d[i + j] *= of_x * low, d[i + 2 + j] *= of_x * high;
+        }
+    }
+}
+#endif
 
 // A thread has columns m = 8 j + 2 (lane % 4) and the next of rows n = lane / 4 and lane / 4 + 8 of its warp's 16.
 DEVICE void add_bias(const Problem& a, const Tile& tile, float (&d)[BLOCK_M / 2], int consumer) {
@@ -195,8 +249,11 @@ DEVICE void consume(const Problem& a, u32 smem, int consumer) {
 #pragma unroll
         for (int i = 0; i < BLOCK_M / 2; i++) d[i] = 0;
         multiply(d, smem, ring, a.depth, consumer);
+#if FP8
+        scale(a, tile, d, consumer);
+#endif
         add_bias(a, tile, d, consumer);
-        if (ACTIVATION && a.z) store_tile(a, a.z, tile, d, smem, consumer);
+        if (ACTIVATION && !FP8 && a.z) store_tile(a, a.z, tile, d, smem, consumer);
 #pragma unroll
         for (int i = 0; i < BLOCK_M / 2; i++) d[i] = activate(d[i]);
         store_tile(a, a.y, tile, d, smem, consumer);

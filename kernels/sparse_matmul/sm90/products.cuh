@@ -1,8 +1,28 @@
-// One sparse wgmma of 64 x 256 x 32, and how its operands lie in shared memory.
+// One sparse wgmma of 64 x 256 x 32, or 64 of 8 bits, and how its operands lie in shared memory.
 #pragma once
 
 #include "numbers.cuh"
 #include "types.cuh"
+
+#if FP8  // a step of k, and the types of w and x; those of 8 bits are K-major without saying so
+#define STEP "k64"
+#define MAJOR ""
+#if W_E4M3
+#define W_TYPE "e4m3"
+#else
+#define W_TYPE "e5m2"
+#endif
+#if X_E4M3
+#define X_TYPE "e4m3"
+#else
+#define X_TYPE "e5m2"
+#endif
+#else
+#define STEP "k32"
+#define W_TYPE TYPE
+#define X_TYPE TYPE
+#define MAJOR ", 0, 0"
+#endif
 
 #define ROW8(b) "+f"(d[b]), "+f"(d[b + 1]), "+f"(d[b + 2]), "+f"(d[b + 3]), \
                 "+f"(d[b + 4]), "+f"(d[b + 5]), "+f"(d[b + 6]), "+f"(d[b + 7])
@@ -18,12 +38,13 @@
              L8(112, 113, 114, 115, 116, 117, 118, 119) "," L8(120, 121, 122, 123, 124, 125, 126, 127)
 
 // d (64 x 256, fp32) += a b, a sparse: 64 x 16 values that stand for 64 x 32, their metadata in the lanes of which
-// SELECTOR takes two of each four (0 and 1, or 2 and 3). Both operands are K-major. The predicate says that d is read:
-// it always is, and holds zeros at first.
+// SELECTOR takes two of each four (0 and 1, or 2 and 3). Of 8 bits they are 64 x 32 that stand for 64 x 64, their
+// metadata in all lanes, and SELECTOR is 0. Both operands are K-major. The predicate says that d is read: it always is,
+// and holds zeros at first.
 template <int SELECTOR> DEVICE void wgmma_sparse(float (&d)[128], u64 a, u64 b, u32 metadata) {
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %131, 0;\n"
-                 "wgmma.mma_async.sp.sync.aligned.m64n256k32.f32." TYPE "." TYPE
-                 " {" L128 "}, %128, %129, %130, %132, p, 1, 1, 0, 0; }"
+                 "wgmma.mma_async.sp.sync.aligned.m64n256" STEP ".f32." W_TYPE "." X_TYPE
+                 " {" L128 "}, %128, %129, %130, %132, p, 1, 1" MAJOR "; }"
                  : ROW32(0), ROW32(32), ROW32(64), ROW32(96)
                  : "l"(a), "l"(b), "r"(metadata), "r"(1), "n"(SELECTOR));
 }

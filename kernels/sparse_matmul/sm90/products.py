@@ -11,12 +11,13 @@ from ..configs import CudaConfig
 from . import cuda_driver
 from .cuda_driver import address, tensor_map
 
-BLOCK_N, BLOCK_M, BLOCK_K, THREADS = 128, 256, 64, 384  # of products.cu
+BLOCK_N, BLOCK_M, ROW_BYTES, THREADS = 128, 256, 128, 384  # of products.cu
 STAGING = 2 * 32 * (64 * 2 + 16)  # bytes that its two consumers transpose in
 HALVES = (torch.float16, torch.bfloat16)
 
-# Two tensor maps and products.cu's Problem: y, z, bias, metadata; stride of bias; rows, cols, depth, blocks of rows.
-_LAYOUT = "MM(PPPPqiiii)"
+# Two tensor maps and products.cu's Problem: y, z, bias, metadata; stride of bias; rows, cols, depth, blocks of rows; in
+# 8 bits also scales of x and of the weight, and their strides.
+_LAYOUT, _LAYOUT_FP8 = "MM(PPPPqiiii)", "MM(PPPPqiiiiPPqq)"
 
 Optional = torch.Tensor | None
 
@@ -40,28 +41,31 @@ def unsupported_reason(
     return cuda_driver.no_compiler()
 
 
+def unsupported_reason_fp8(
+    values: torch.Tensor, metadata: torch.Tensor, out_dtype: torch.dtype, capability: tuple[int, int]
+) -> str | None:
+    """Why it cannot multiply with these values and metadata in 8 bits, or None. Of x and values the caller copies what
+    has rows apart from 16-byte boundaries."""
+    if capability != (9, 0):
+        return "it needs a GPU of compute capability 9.0 (Hopper)"
+    if out_dtype not in HALVES:
+        return "of 8 bits it gives float16 and bfloat16"
+    if values.shape[0] % 8:
+        return "it wants N a multiple of 8"
+    if metadata.data_ptr() % 16:
+        return "it wants metadata on a 16-byte boundary"
+    return cuda_driver.no_compiler()
+
+
 def launch(
     x: torch.Tensor, values: torch.Tensor, bias: Optional, activation: str | None, config: CudaConfig
 ) -> Callable[..., None]:
     """Writes y and, if it is given, z, given (x, values, metadata, bias, y, z) like these: x [M, K] and values have
     elements, and `unsupported_reason` takes them; metadata is contiguous."""
     (rows, depth), cols = x.shape, values.shape[0]
-    defines = (
-        f"FP16={int(x.dtype == torch.float16)}",
-        f"ACTIVATION={0 if activation is None else 1 + ACTIVATIONS.index(activation)}",
-        f"STAGES={config.stages}",
-        f"RASTER={config.raster}",
-        f"CLUSTER={config.cluster}",
-    )
-    device, shared = x.device, shared_bytes(config)
-    x_map = tensor_map(x[None, None], rows, BLOCK_M // config.cluster, BLOCK_K)
-    w_map = tensor_map(values[None, None], cols, BLOCK_N, BLOCK_K // 2)
-    clusters = -(-cols // (BLOCK_N * config.cluster)) * -(-rows // BLOCK_M)
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    with torch.cuda.device_of(x):
-        (kernel,) = cuda_driver.kernels(device.index, "products.cu", ("sparse_matmul_products",), defines, shared)
-    grid = config.cluster * min(sms // config.cluster, clusters)
-    start = cuda_driver.Launch(device.index, kernel, grid, THREADS, shared, _LAYOUT)
+    defines = "FP8=0", *_defines(x.dtype, activation, config)
+    x_map, w_map = _maps(x, values, config)
+    start = _start(x, cols, defines, config, _LAYOUT)
     fixed = 0 if bias is None else bias.stride(0), rows, cols, depth, -(-cols // 16)
 
     def run(
@@ -80,7 +84,88 @@ def launch(
     return run
 
 
-def shared_bytes(config: CudaConfig) -> int:
-    """Of a CTA: the ring of both operands and metadata, the staging of the epilogue, and barriers."""
-    step = BLOCK_M * BLOCK_K * 2 + BLOCK_N * BLOCK_K + BLOCK_N // 16 * 128
+def launch_fp8(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    bias: Optional,
+    activation: str | None,
+    out_dtype: torch.dtype,
+    strides: tuple[int, int, int],
+    config: CudaConfig,
+) -> Callable[..., None]:
+    """Writes y, given (x, values, metadata, scale_x, scale_w, bias, y) like these: x [M, K] and values have elements,
+    and rows that are contiguous on 16-byte boundaries; metadata is contiguous. `strides` are those of the scales and of
+    the bias, 0 where a scale is of the tensor."""
+    (rows, depth), cols = x.shape, values.shape[0]
+    defines = (
+        "FP8=1",
+        f"X_E4M3={int(x.dtype == torch.float8_e4m3fn)}",
+        f"W_E4M3={int(values.dtype == torch.float8_e4m3fn)}",
+        f"SCALES={int(strides[:2] != (0, 0))}",
+        f"BIAS32={int(bias is not None and bias.dtype == torch.float32)}",
+        *_defines(out_dtype, activation, config),
+    )
+    x_map, w_map = _maps(x.view(torch.uint8), values.view(torch.uint8), config)
+    start = _start(x, cols, defines, config, _LAYOUT_FP8)
+
+    def run(
+        x: torch.Tensor,
+        values: torch.Tensor,
+        metadata: torch.Tensor,
+        scale_x: torch.Tensor,
+        scale_w: torch.Tensor,
+        bias: Optional,
+        y: torch.Tensor,
+    ) -> None:
+        start(
+            x_map(x.data_ptr()),
+            w_map(values.data_ptr()),
+            y.data_ptr(),
+            0,
+            address(bias),
+            metadata.data_ptr(),
+            *(strides[2], rows, cols, depth, -(-cols // 16)),
+            scale_x.data_ptr(),
+            scale_w.data_ptr(),
+            *strides[:2],
+        )
+
+    return run
+
+
+def _defines(dtype: torch.dtype, activation: str | None, config: CudaConfig) -> tuple[str, ...]:
+    """What every version is compiled with; `dtype` is y's."""
+    return (
+        f"FP16={int(dtype == torch.float16)}",
+        f"ACTIVATION={0 if activation is None else 1 + ACTIVATIONS.index(activation)}",
+        f"STAGES={config.stages}",
+        f"RASTER={config.raster}",
+        f"CLUSTER={config.cluster}",
+    )
+
+
+def _maps(
+    x: torch.Tensor, values: torch.Tensor, config: CudaConfig
+) -> tuple[cuda_driver.TensorMap, cuda_driver.TensorMap]:
+    """Of x, in boxes of a CTA's share of its rows, and of values, in boxes with half as many columns."""
+    columns = ROW_BYTES // x.element_size()
+    x_map = tensor_map(x[None, None], x.shape[0], BLOCK_M // config.cluster, columns)
+    return x_map, tensor_map(values[None, None], values.shape[0], BLOCK_N, columns // 2)
+
+
+def _start(x: torch.Tensor, cols: int, defines: tuple[str, ...], config: CudaConfig, layout: str) -> cuda_driver.Launch:
+    """The launch of the version with these definitions: a CTA for each SM, in clusters, or fewer."""
+    device, shared = x.device, shared_bytes(config, x.element_size())
+    clusters = -(-cols // (BLOCK_N * config.cluster)) * -(-x.shape[0] // BLOCK_M)
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    with torch.cuda.device_of(x):
+        (kernel,) = cuda_driver.kernels(device.index, "products.cu", ("sparse_matmul_products",), defines, shared)
+    grid = config.cluster * min(sms // config.cluster, clusters)
+    return cuda_driver.Launch(device.index, kernel, grid, THREADS, shared, layout)
+
+
+def shared_bytes(config: CudaConfig, size: int = 2) -> int:
+    """Of a CTA: the ring of both operands, of elements of `size` bytes, and of metadata, the staging of the epilogue,
+    and barriers."""
+    step = BLOCK_M * ROW_BYTES + BLOCK_N * ROW_BYTES // 2 + ROW_BYTES // size // 64 * BLOCK_N // 16 * 128
     return config.stages * (step + 16) + STAGING
