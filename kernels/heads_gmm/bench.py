@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from harness.spec import COMPILED, COMPILED_MAX, EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, Tunable
 
 from . import configs, heads_gmm
-from .configs import heads_backward
+from .configs import heads_backward, heads_forward
 from .reference import heads_gmm_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -137,9 +138,51 @@ def _dhidden_candidates(case: Case) -> list[heads_backward.DhiddenConfig]:
     ]
 
 
+def _cuda_candidates(case: Case) -> list[heads_forward.CudaConfig]:
+    return [
+        heads_forward.CudaConfig(heads, cluster, stages)
+        for heads in (1, 2, 5, 10)
+        for cluster in (1, 2)
+        for stages in (11, 13)
+    ]
+
+
+def _in_cuda(case: Case) -> bool:
+    """Whether the version for Hopper takes a case as `make_inputs` lays it out."""
+    dim = case.dims["dim"]
+    fits = dim <= heads_forward.MAX_DIM and dim % 8 == 0
+    return bool(case.dtype != FP32 and case.dims["rows"] and fits)
+
+
+def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | None:
+    if implementation == "cuda" and not _in_cuda(case):
+        return "it takes 16-bit dtypes, and up to 512 columns of x, in multiples of 8"
+    return None
+
+
+def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
+    """Of "cuda" nothing is checked here: the checks try layouts that it does not take, and test_sm90.py has its own."""
+    if implementation == "cuda":
+        return "it is checked by tests of its own; auto takes it where it can"
+    if implementation == "triton" and mode == "bwd":
+        return "the backward is the same"
+    taken = configs.pick_backend("auto", case.dims["rows"], possible=_in_cuda(case))
+    return "it is what auto takes" if implementation == taken else None
+
+
+CUDA_CASES = tuple(replace(case, min_capability=(9, 0)) for case in TIMED if case.dims["rows"] > heads_forward.MIN_ROWS)
+
 SPEC = KernelSpec(
     name="heads_gmm",
-    implementations={"triton": heads_gmm},
+    implementations={
+        "auto": heads_gmm,
+        "triton": partial(heads_gmm, backend="triton"),
+        "cuda": partial(heads_gmm, backend="cuda"),
+    },
+    # Elsewhere the first is the second.
+    min_capability={"triton": (9, 0), "cuda": (9, 0)},
+    unsupported_reason=_unsupported_reason,
+    alias_reason=_alias_reason,
     baselines=(
         EAGER,
         replace(COMPILED, supports=_padded_supports),
@@ -157,7 +200,8 @@ SPEC = KernelSpec(
     items=lambda case: case.dims["rows"],
     fuzz={"rows": (0, 20), "dim": (1, 12), "heads": (1, 4), "hidden": (1, 20)},
     tunables=(
-        Tunable(configs, "pick_fwd_config", "fwd", _fwd_candidates, TIMED),
+        Tunable(configs, "pick_fwd_config", "fwd", _fwd_candidates, TIMED, implementation="triton"),
+        Tunable(heads_forward, "pick_cuda_config", "fwd", _cuda_candidates, CUDA_CASES),
         Tunable(heads_backward, "pick_dhidden_config", "bwd", _dhidden_candidates, TIMED),
     ),
     host_cases=HOST_CASES,

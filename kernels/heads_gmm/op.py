@@ -6,7 +6,7 @@ import torch
 
 from .checks import FLOATS, kind, no_tangent, runnable
 from .launch import Plans, lean, signature
-from .plans import REDUCTIONS, Gradients, Needs, bwd_plan, fwd_plan
+from .plans import BACKENDS, REDUCTIONS, Gradients, Needs, bwd_plan, fwd_plan
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 SAVES = ("input", "parameters")
@@ -30,6 +30,7 @@ def heads_gmm(
     reduction: str = "mean",
     *,
     save: str = "input",
+    backend: str = "auto",
 ) -> torch.Tensor:
     """Negative log-likelihood of y under a mixture of K Gaussians, whose parameters K feed-forward layers of x give.
 
@@ -53,11 +54,14 @@ def heads_gmm(
     reduction   "mean" or "sum" over all rows, a scalar, or "none". Without rows the mean is NaN.
     save        what the backward is left with: "input", the arguments alone, or "parameters", also 12 K bytes a row,
                 with which it need not make them again
+    backend     of the forward: "triton", "cuda" (CUDA C++, compiled by CuPy, on compute capability 9.0: float16 and
+                bfloat16, D at most 512, rows of x and w1 contiguous and on 16-byte boundaries), or "auto", "cuda" for
+                what that takes where it is the faster one (`configs.pick_backend`), else "triton"
 
     Returns the loss in float32: a scalar, or [...] for "none".
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
-    outside Triton's interpreter.
+    outside Triton's interpreter and for backend="cuda" where it cannot run.
 
     Source: Bishop 1994, Mixture Density Networks, equations 22 to 24, with logarithms of the deviations.
     """
@@ -69,16 +73,16 @@ def heads_gmm(
             or y.requires_grad
             or (bias is not None and bias.requires_grad)
         )
-        plan = _fwd_plan(x, w1, w2, y, bias, activation, reduction, save, recorded)
+        plan = _fwd_plan(x, w1, w2, y, bias, activation, reduction, save, backend, recorded)
         if recorded:
             return _apply(x, w1, w2, y, bias, plan, activation, reduction)
         return plan(x, w1, w2, y, bias)[0]
-    _check(x, w1, w2, y, bias, activation, reduction, save)
+    _check(x, w1, w2, y, bias, activation, reduction, save, backend)
     no_tangent("heads_gmm", x, w1, w2, y, bias)
-    return _fwd_op(x, w1, w2, y, bias, activation, reduction, save == "parameters")[0]
+    return _fwd_op(x, w1, w2, y, bias, activation, reduction, save == "parameters", backend)[0]
 
 
-def _check(x, w1, w2, y, bias, activation, reduction, save) -> None:
+def _check(x, w1, w2, y, bias, activation, reduction, save, backend) -> None:
     if not isinstance(x, torch.Tensor) or x.dtype not in FLOATS:
         raise TypeError(f"heads_gmm: x must be a tensor of float32, float16 or bfloat16, got {kind(x)}")
     if x.dim() == 0 or x.shape[:-1].numel() > MAX_ROWS:
@@ -107,20 +111,21 @@ def _check(x, w1, w2, y, bias, activation, reduction, save) -> None:
         ("activation", activation, ACTIVATIONS),
         ("reduction", reduction, REDUCTIONS),
         ("save", save, SAVES),
+        ("backend", backend, BACKENDS),
     ):
         if value not in allowed:
             raise ValueError(f"heads_gmm: {name} must be one of {', '.join(allowed)}, got {value!r}")
     runnable("heads_gmm", "x", x)
 
 
-def _fwd_plan(x, w1, w2, y, bias, activation, reduction, save, recorded):
+def _fwd_plan(x, w1, w2, y, bias, activation, reduction, save, backend, recorded):
     """The plan for these arguments, kept. For plain tensors alone: of others the key does not say all."""
-    key = (*map(signature, (x, w1, w2, y, bias)), activation, reduction, save, recorded)
+    key = (*map(signature, (x, w1, w2, y, bias)), activation, reduction, save, backend, recorded)
     plan = _FORWARD.find(key)
     if plan is None:
-        _check(x, w1, w2, y, bias, activation, reduction, save)
+        _check(x, w1, w2, y, bias, activation, reduction, save, backend)
         keep = recorded and save == "parameters"
-        plan = _FORWARD.keep(key, fwd_plan(x, w1, w2, y, bias, activation, reduction, keep))
+        plan = _FORWARD.keep(key, fwd_plan(x, w1, w2, y, bias, activation, reduction, keep, backend))
     return plan
 
 
@@ -179,19 +184,20 @@ def _fwd_op(
     activation: str,
     reduction: str,
     keep: bool,
+    backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss, and the parameters, without elements if they are not kept."""
     save = SAVES[keep]
     if lean(x, w1, w2, y, bias):
-        plan = _fwd_plan(x, w1, w2, y, bias, activation, reduction, save, True)
+        plan = _fwd_plan(x, w1, w2, y, bias, activation, reduction, save, backend, True)
     else:
-        plan = fwd_plan(x, w1, w2, y, bias, activation, reduction, keep)
+        plan = fwd_plan(x, w1, w2, y, bias, activation, reduction, keep, backend)
     loss, parameters = plan(x, w1, w2, y, bias)
     return loss, parameters if keep else x.new_empty(0, dtype=torch.float32)
 
 
 @_fwd_op.register_fake
-def _(x, w1, w2, y, bias, activation, reduction, keep):
+def _(x, w1, w2, y, bias, activation, reduction, keep, backend):
     shape = (x.shape[:-1].numel(), w1.shape[0], 3) if keep else (0,)
     loss = x.new_empty(y.shape if reduction == "none" else (), dtype=torch.float32)
     return loss, x.new_empty(shape, dtype=torch.float32)
@@ -230,7 +236,7 @@ def _(dloss, x, w1, w2, y, bias, parameters, activation, reduction, *needs):
 
 def _save(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
-    *tensors, ctx.activation, ctx.reduction, keep = inputs
+    *tensors, ctx.activation, ctx.reduction, keep, _ = inputs
     parameters = output[1]
     if keep:
         ctx.mark_non_differentiable(parameters)
@@ -238,7 +244,7 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _autograd(ctx, dloss, _):
-    return (*_gradients(ctx, dloss), None, None, None)
+    return (*_gradients(ctx, dloss), None, None, None, None)
 
 
 _fwd_op.register_autograd(_autograd, setup_context=_save)

@@ -9,6 +9,7 @@ import triton
 
 from . import configs
 from .checks import INTERPRETED
+from .configs import heads_forward
 from .heads_backward.plan import (
     Optional,
     backward_plan,
@@ -27,8 +28,11 @@ from .kernel import (
     _heads_gmm_total_kernel,
 )
 from .launch import Launch
+from .sm90 import forward
+from .sm90 import heads as sm90_heads
 
 REDUCTIONS = ("mean", "sum", "none")
+BACKENDS = ("auto", "triton", "cuda")
 TOTAL_BLOCK = 1024
 
 Tensor = torch.Tensor
@@ -41,16 +45,23 @@ Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Optional, Optional]
 
 
 def fwd_plan(
-    x: Tensor, w1: Tensor, w2: Tensor, y: Tensor, bias: Optional, activation: str, reduction: str, keep: bool
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    y: Tensor,
+    bias: Optional,
+    activation: str,
+    reduction: str,
+    keep: bool,
+    backend: str,
 ) -> Forward:
-    """Takes (x, w1, w2, y, bias) like these, as `op` has checked them."""
+    """Takes (x, w1, w2, y, bias) like these, as `op` has checked them. RuntimeError where `backend` cannot take
+    them."""
     flat, flat_y, heads = _rows_of(x, 1), _rows_of(y, 0), w2.shape[0]
     rows, shape = flat.shape[0], y.shape if reduction == "none" else ()
     if not rows:
         return lambda x, *_: (_of_nothing(x, shape, reduction), x.new_empty((0, heads, 3), dtype=torch.float32))
-    config = _fwd_config(flat, w1, w2)
-    launch = _fwd_launch(flat, w1, w2, flat_y, bias, activation, config, 0, rows)
-    groups = triton.cdiv(heads, config.heads)
+    launch, groups = _statistics_launch(flat, w1, w2, flat_y, bias, activation, backend)
     ctas = triton.cdiv(rows, configs.LOSS_BLOCK)
     in_one = reduction == "none" or ctas == 1
     join = Launch(
@@ -86,6 +97,23 @@ def fwd_plan(
         return loss, parameters
 
     return run
+
+
+def _statistics_launch(
+    x: Tensor, w1: Tensor, w2: Tensor, y: Tensor, bias: Optional, activation: str, backend: str
+) -> tuple[Callable[..., None], int]:
+    """Writes statistics [groups, rows, 4] and parameters of all rows, given (x, w1, w2, bias, y, statistics, parameters
+    or None); and how many groups of heads there are."""
+    rows, (heads, hidden, _) = x.shape[0], w1.shape
+    reason = sm90_heads.unsupported_reason(x, w1, w2) if backend != "triton" else None
+    if backend == "cuda" and reason:
+        raise RuntimeError(f'heads_gmm: backend="cuda" cannot run here: {reason}')
+    if configs.pick_backend(backend, rows, possible=reason is None) == "cuda":
+        config = heads_forward.pick_cuda_config(rows, heads, hidden, device_of(x)[1])
+        return forward.launch(x, w1, w2, y, bias, activation, config), triton.cdiv(heads, config.heads)
+    portable = _fwd_config(x, w1, w2)
+    launch = _fwd_launch(x, w1, w2, y, bias, activation, portable, 0, rows)
+    return launch, triton.cdiv(heads, portable.heads)
 
 
 def _of_nothing(x: Tensor, shape: tuple[int, ...], reduction: str) -> Tensor:

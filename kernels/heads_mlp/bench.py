@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from harness.spec import COMPILED, COMPILED_MAX, EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, Tunable
 
 from . import configs, heads_mlp
-from .configs import heads_backward
+from .configs import heads_backward, heads_forward
 from .reference import heads_mlp_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -158,9 +159,51 @@ def _tile_candidates(case: Case) -> list[heads_backward.TileConfig]:
     ]
 
 
+def _cuda_candidates(case: Case) -> list[heads_forward.CudaConfig]:
+    return [
+        heads_forward.CudaConfig(heads, cluster, stages)
+        for heads in (1, 2, 5, 10)
+        for cluster in (1, 2)
+        for stages in (11, 13)
+    ]
+
+
+def _in_cuda(case: Case) -> bool:
+    """Whether the version for Hopper takes a case as `make_inputs` lays it out."""
+    dim = case.dims["dim"]
+    fits = dim <= heads_forward.MAX_DIM and dim % 8 == 0 and case.dims["dim_out"] <= heads_forward.MAX_OUT
+    return bool(case.dtype != FP32 and case.dims["rows"] and fits)
+
+
+def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | None:
+    if implementation == "cuda" and not _in_cuda(case):
+        return "it takes 16-bit dtypes, and up to 512 columns of x, in multiples of 8, and 8 of y"
+    return None
+
+
+def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
+    """Of "cuda" nothing is checked here: the checks try layouts that it does not take, and test_sm90.py has its own."""
+    if implementation == "cuda":
+        return "it is checked by tests of its own; auto takes it where it can"
+    if implementation == "triton" and mode == "bwd":
+        return "the backward is the same"
+    taken = configs.pick_backend("auto", case.dims["rows"], possible=_in_cuda(case))
+    return "it is what auto takes" if implementation == taken else None
+
+
+CUDA_CASES = tuple(replace(case, min_capability=(9, 0)) for case in TIMED if case.dims["rows"] > heads_forward.MIN_ROWS)
+
 SPEC = KernelSpec(
     name="heads_mlp",
-    implementations={"triton": heads_mlp},
+    implementations={
+        "auto": heads_mlp,
+        "triton": partial(heads_mlp, backend="triton"),
+        "cuda": partial(heads_mlp, backend="cuda"),
+    },
+    # Elsewhere the first is the second.
+    min_capability={"triton": (9, 0), "cuda": (9, 0)},
+    unsupported_reason=_unsupported_reason,
+    alias_reason=_alias_reason,
     baselines=(
         EAGER,
         replace(COMPILED, supports=_padded_supports),
@@ -181,7 +224,8 @@ SPEC = KernelSpec(
         "_heads_mlp_fwd_kernel": 4
     },  # with Triton 3.6 and tiles of 128 by 256, which are the fastest; none with 3.7
     tunables=(
-        Tunable(configs, "pick_fwd_config", "fwd", _fwd_candidates, TIMED),
+        Tunable(configs, "pick_fwd_config", "fwd", _fwd_candidates, TIMED, implementation="triton"),
+        Tunable(heads_forward, "pick_cuda_config", "fwd", _cuda_candidates, CUDA_CASES),
         Tunable(heads_backward, "pick_dhidden_config", "bwd", _dhidden_candidates, TIMED),
         Tunable(heads_backward, "pick_dx_config", "bwd", _tile_candidates, TIMED),
         Tunable(heads_backward, "pick_dw1_config", "bwd", _tile_candidates, TIMED),

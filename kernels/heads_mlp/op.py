@@ -7,7 +7,7 @@ import torch
 from .checks import FLOATS, kind, no_tangent, runnable
 from .heads_backward.plan import Gradients, Needs
 from .launch import Plans, lean, signature
-from .plans import bwd_plan, fwd_plan
+from .plans import BACKENDS, bwd_plan, fwd_plan
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 MAX_ROWS = 2**31 - 1
@@ -18,7 +18,9 @@ _NAMESPACE = __package__.replace(".", "_")
 _FORWARD, _BACKWARD = Plans(), Plans()
 
 
-def heads_mlp(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+def heads_mlp(
+    x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: str = "silu", *, backend: str = "auto"
+) -> torch.Tensor:
     """K feed-forward layers of one input.
 
         y[..., g, :] = w2[g] · act(w1[g] · x)
@@ -32,25 +34,28 @@ def heads_mlp(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: s
     w1          [K, H, D], dtype of x, any strides
     w2          [K, O, H], likewise, O at most 64
     activation  "silu", "gelu", "gelu_tanh" or "relu"
+    backend     of the forward: "triton", "cuda" (CUDA C++, compiled by CuPy, on compute capability 9.0: float16 and
+                bfloat16, D at most 512, O at most 8, rows of x and w1 contiguous and on 16-byte boundaries), or "auto",
+                "cuda" for what that takes where it is the faster one (`configs.pick_backend`), else "triton"
 
     Returns y [..., K, O], in dtype of x, contiguous.
 
-    Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or activation, RuntimeError for a CPU
-    tensor outside Triton's interpreter.
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape, device, activation or backend, RuntimeError for a
+    CPU tensor outside Triton's interpreter and for backend="cuda" where it cannot run.
 
     Source: the feed-forward layer is Vaswani et al. 2017 (arXiv:1706.03762), section 3.3.
     """
     if lean(x, w1, w2):
-        plan = _fwd_plan(x, w1, w2, activation)
+        plan = _fwd_plan(x, w1, w2, activation, backend)
         if torch.is_grad_enabled() and (x.requires_grad or w1.requires_grad or w2.requires_grad):
             return _apply(x, w1, w2, plan, activation)
         return plan(x, w1, w2)
-    _check(x, w1, w2, activation)
+    _check(x, w1, w2, activation, backend)
     no_tangent("heads_mlp", x, w1, w2)
-    return _fwd_op(x, w1, w2, activation)
+    return _fwd_op(x, w1, w2, activation, backend)
 
 
-def _check(x, w1, w2, activation) -> None:
+def _check(x, w1, w2, activation, backend) -> None:
     if not isinstance(x, torch.Tensor) or x.dtype not in FLOATS:
         raise TypeError(f"heads_mlp: x must be a tensor of float32, float16 or bfloat16, got {kind(x)}")
     if x.dim() == 0 or x.shape[:-1].numel() > MAX_ROWS:
@@ -70,16 +75,18 @@ def _check(x, w1, w2, activation) -> None:
             raise ValueError(f"heads_mlp: {name} must be on x's device {x.device}, got {tensor.device}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"heads_mlp: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    if backend not in BACKENDS:
+        raise ValueError(f"heads_mlp: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     runnable("heads_mlp", "x", x)
 
 
-def _fwd_plan(x, w1, w2, activation):
+def _fwd_plan(x, w1, w2, activation, backend):
     """The plan for these arguments, kept. For plain tensors alone: of others the key does not say all."""
-    key = signature(x), signature(w1), signature(w2), activation
+    key = signature(x), signature(w1), signature(w2), activation, backend
     plan = _FORWARD.find(key)
     if plan is None:
-        _check(x, w1, w2, activation)
-        plan = _FORWARD.keep(key, fwd_plan(x, w1, w2, activation))
+        _check(x, w1, w2, activation, backend)
+        plan = _FORWARD.keep(key, fwd_plan(x, w1, w2, activation, backend))
     return plan
 
 
@@ -127,12 +134,12 @@ _apply = super(torch.autograd.Function, _HeadsMLP).apply
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::heads_mlp_fwd", mutates_args=())
-def _fwd_op(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: str) -> torch.Tensor:
-    return (_fwd_plan if lean(x, w1, w2) else fwd_plan)(x, w1, w2, activation)(x, w1, w2)
+def _fwd_op(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: str, backend: str) -> torch.Tensor:
+    return (_fwd_plan if lean(x, w1, w2) else fwd_plan)(x, w1, w2, activation, backend)(x, w1, w2)
 
 
 @_fwd_op.register_fake
-def _(x, w1, w2, activation):
+def _(x, w1, w2, activation, backend):
     return x.new_empty((*x.shape[:-1], w2.shape[0], w2.shape[1]))
 
 
@@ -163,12 +170,12 @@ def _(dy, x, w1, w2, activation, need_x, need_w1, need_w2):
 
 def _save(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
-    x, w1, w2, ctx.activation = inputs
+    x, w1, w2, ctx.activation, _ = inputs
     ctx.save_for_backward(x, w1, w2)
 
 
 def _autograd(ctx, dy):
-    return (*_gradients(ctx, dy), None)
+    return (*_gradients(ctx, dy), None, None)
 
 
 _fwd_op.register_autograd(_autograd, setup_context=_save)

@@ -11,16 +11,21 @@ from . import configs
 from .heads_backward.plan import Gradients, Needs, backward_plan, block_o, device_of, whole_vectors
 from .kernel import _heads_mlp_fwd_kernel
 from .launch import Launch
+from .sm90 import forward
+from .sm90 import heads as sm90_heads
+
+BACKENDS = ("auto", "triton", "cuda")
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Backward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Gradients]
 
 
-def fwd_plan(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: str) -> Forward:
-    """Takes (x, w1, w2) like these, as `op` has checked them, and returns y."""
+def fwd_plan(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: str, backend: str) -> Forward:
+    """Takes (x, w1, w2) like these, as `op` has checked them, and returns y. RuntimeError where `backend` cannot take
+    them."""
     copied, flat = _flat(x, 1)
     shape = (*x.shape[:-1], *w2.shape[:2])
-    launch = _fwd_launch(flat, w1, w2, activation) if flat.shape[0] and w2.shape[0] and w2.shape[1] else None
+    launch = _fwd_launch(flat, w1, w2, activation, backend) if flat.shape[0] and w2.shape[0] and w2.shape[1] else None
 
     def run(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
         y = x.new_empty(shape)
@@ -31,7 +36,15 @@ def fwd_plan(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: st
     return run
 
 
-def _fwd_launch(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: str) -> Launch:
+def _fwd_launch(
+    x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: str, backend: str
+) -> Callable[..., None]:
+    """Writes y, given (x, w1, w2, y)."""
+    reason = sm90_heads.unsupported_reason(x, w1, w2) if backend != "triton" else None
+    if backend == "cuda" and reason:
+        raise RuntimeError(f'heads_mlp: backend="cuda" cannot run here: {reason}')
+    if configs.pick_backend(backend, x.shape[0], possible=reason is None) == "cuda":
+        return forward.launch(x, w1, w2, activation)
     (rows, dim), (heads, dim_out, hidden), (capability, sms) = x.shape, w2.shape, device_of(x)
     aligned = whole_vectors(x) and whole_vectors(w1)
     config = configs.pick_fwd_config(rows, dim, heads, hidden, aligned, x.dtype, capability, sms)

@@ -1,5 +1,6 @@
 """How heads_gmm is launched: every choice is a pure function of the problem and the GPU. Those of the backward's
-products are in heads_backward.py; what was tried is in EXPERIMENTS.md."""
+products are in heads_backward.py, those of the forward in CUDA C++ in heads_forward.py; what was tried is in
+EXPERIMENTS.md."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch
 import triton
 
 from .heads_backward import fit
+from .heads_forward import pick_backend as pick_backend
 
 LOSS_BLOCK = 256  # rows of a CTA that joins statistics
 

@@ -35,16 +35,6 @@ DEVICE float activate(float x) {
 #endif
 }
 
-DEVICE float widen(u16 x) {
-#if FP16
-    float y;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-    return y;
-#else
-    return __uint_as_float((u32)x << 16);
-#endif
-}
-
 // Stores four 8 x 8 blocks of 16-bit numbers, each transposed; lane i has the address of row i % 8 of block i / 8.
 DEVICE void store_blocks(u32 address, const u32 (&x)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [%0], {%1, %2, %3, %4};"

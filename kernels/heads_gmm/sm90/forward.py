@@ -1,0 +1,47 @@
+"""The forward of heads_gmm for Hopper in CUDA C++ (forward.cu): its launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..configs.heads_forward import CudaConfig
+from .cuda_driver import address
+from .heads import forward_launch
+
+Optional = torch.Tensor | None
+
+# forward.cu's Output: bias and its strides, y and its stride, statistics, parameters, whether y is fp32.
+_LAYOUT = "PqqPqPPi"
+
+
+def launch(
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    y: torch.Tensor,
+    bias: Optional,
+    activation: str,
+    config: CudaConfig,
+) -> Callable[..., None]:
+    """Writes statistics [groups, rows, 4] and, unless None, parameters [rows, K, 3], given (x, w1, w2, bias, y,
+    statistics, parameters) like these: x is [rows, D], and nothing speaks against them."""
+    start = forward_launch("forward.cu", "heads_gmm_forward", _LAYOUT, x, w1, w2, activation, config)
+    stride_bg, stride_bo = (0, 0) if bias is None else bias.stride()
+    stride_y, wide = y.stride(0), int(y.dtype == torch.float32)
+
+    def run(
+        x: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        bias: Optional,
+        y: torch.Tensor,
+        statistics: torch.Tensor,
+        parameters: Optional,
+    ) -> None:
+        from_y = y.data_ptr(), stride_y
+        to = statistics.data_ptr(), address(parameters)
+        start(x, w1, w2, address(bias), stride_bg, stride_bo, *from_y, *to, wide)
+
+    return run

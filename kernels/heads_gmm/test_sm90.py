@@ -1,0 +1,181 @@
+"""The version for Hopper (sm90/): that it compiles, and on a GPU that it is right. What operands it takes is tested in
+heads_mlp's folder, which has the same parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.compiling import nvrtc, sass
+
+from .activation import ACTIVATIONS as KNOWN
+from .configs import heads_forward, pick_backend
+from .launch import forget
+from .op import ACTIVATIONS, heads_gmm
+from .reference import heads_gmm_reference
+from .sm90 import cuda_driver, heads
+
+SOURCE = Path(heads.__file__).with_name("forward.cu")
+HALVES = torch.bfloat16, torch.float16
+Operands = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def compiler() -> None:
+    if reason := cuda_driver.no_compiler():
+        pytest.skip(reason)
+
+
+def test_where_it_cannot_run() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU")
+    tensors = torch.zeros(2, 8), torch.zeros(3, 8, 8), torch.zeros(3, 3, 8), torch.zeros(2)
+    with pytest.raises(RuntimeError, match='backend="cuda" cannot run here: it needs a GPU of compute capability 9.0'):
+        heads_gmm(*tensors, backend="cuda")
+    with pytest.raises(ValueError, match="backend must be one of auto, triton, cuda, got 'fast'"):
+        heads_gmm(*tensors, backend="fast")
+
+
+def test_which_version_runs() -> None:
+    assert [pick_backend(name, 5000, possible=True) for name in ("auto", "triton", "cuda")] == [
+        "cuda",
+        "triton",
+        "cuda",
+    ]
+    assert pick_backend("auto", 5000, possible=False) == pick_backend("auto", 564, possible=True) == "triton"
+
+
+# Activation, columns of x, columns of the hidden, CTAs of a cluster, FP16.
+VARIANTS = (
+    ("silu", 512, 1365, 2, 0),
+    ("gelu", 512, 1408, 2, 1),
+    ("gelu_tanh", 512, 1365, 1, 0),
+    ("relu", 8, 7, 1, 1),
+)
+
+
+@pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(map(str, variant)))
+def test_it_compiles_and_does_not_spill(variant: tuple) -> None:
+    """A step of 64 columns of x is four wgmmas, in each of two main loops; 32 columns of the hidden are two mmas."""
+    activation, dim, hidden, cluster, fp16 = variant
+    steps, tail = -(-dim // 64), heads.tail_of(hidden)
+    defines = (
+        f"ACTIVATION={KNOWN.index(activation)}",
+        f"FP16={fp16}",
+        f"STEPS={steps}",
+        f"TAIL={tail}",
+        "STAGES=13",
+        f"CLUSTER={cluster}",
+    )
+    usage = sass.inspect(nvrtc.compiled(SOURCE, "sm_90a", defines), "heads_gmm_forward")
+    assert usage.spills == 0 and usage.stack == 0
+    assert usage.mma == {"HGMMA": 8 * steps, "HMMA": 8 + tail // 16}
+
+
+def _operands(rows: int, dim: int, hidden: int, count: int = 3, dtype: torch.dtype = torch.bfloat16) -> Operands:
+    shapes = {"x": (rows, dim), "w1": (count, hidden, dim), "w2": (count, 3, hidden), "y": (rows,), "bias": (count, 3)}
+    scales = {"x": 1.0, "w1": dim**-0.5, "w2": hidden**-0.5, "y": 1.0, "bias": 0.1}
+    return {n: torch.randn(s, device="cuda").mul(scales[n]).to(dtype) for n, s in shapes.items()}
+
+
+def _agrees(tensors: Operands, activation: str = "silu", reduction: str = "none", **options: str) -> None:
+    """The loss is that of the reference in fp64, no further from it than twice PyTorch in the same dtype."""
+    exact = heads_gmm_reference(*(t.double() for t in tensors.values()), activation, reduction)
+    eager = heads_gmm_reference(*tensors.values(), activation, reduction).double()
+    loss = heads_gmm(*tensors.values(), activation, reduction, **{"backend": "cuda", **options})
+    assert loss.dtype == torch.float32
+    eps = torch.finfo(tensors["x"].dtype).eps
+    bound = max(2 * (eager - exact).abs().max().item(), eps * exact.abs().max().item())
+    torch.testing.assert_close(loss.double(), exact, rtol=0, atol=bound)
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("rows", [1, 127, 128, 129, 5000])
+@pytest.mark.parametrize(("dim", "hidden"), [(512, 1365), (8, 7), (64, 1408), (72, 1365)])
+def test_it_is_right(compiler: None, rows: int, dim: int, hidden: int, dtype: torch.dtype) -> None:
+    _agrees(_operands(rows, dim, hidden, dtype=dtype))
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_options(compiler: None, activation: str, reduction: str) -> None:
+    _agrees(_operands(300, 200, 420), activation, reduction)
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("config", [(1, 1, 13), (2, 2, 13), (5, 2, 11), (3, 1, 9)])
+def test_groups_of_heads_are_joined(
+    compiler: None, config: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head a group, groups of which the last is smaller, and all in one; more units of work than SMs."""
+    monkeypatch.setattr(heads_forward, "pick_cuda_config", lambda *problem: heads_forward.CudaConfig(*config))
+    forget()
+    _agrees(_operands(20_010, 512, 400, count=5))
+    forget()
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+def test_parameters_and_gradients(compiler: None) -> None:
+    """The parameters that are kept give the gradients that Triton's give; without a bias, and with y in fp32."""
+    tensors = _operands(3000, 128, 203)
+    for changed in ({}, {"bias": None}, {"y": tensors["y"].float()}):
+        given = {n: t if t is None else t.detach().requires_grad_() for n, t in {**tensors, **changed}.items()}
+        leaves = [t for t in given.values() if t is not None]
+        for save in ("parameters", "input"):
+            found = []
+            for backend in ("cuda", "triton"):
+                loss = heads_gmm(**given, save=save, backend=backend)
+                found.append((loss, *torch.autograd.grad(loss, leaves)))
+            for ours, theirs in zip(*found, strict=True):
+                atol = 1e-2 * theirs.abs().max().item()
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+def test_repeats_agree_bit_for_bit(compiler: None) -> None:
+    tensors = _operands(50_000, 512, 1365, count=10)
+    first = heads_gmm(**tensors, reduction="none", backend="cuda")
+    assert all(torch.equal(heads_gmm(**tensors, reduction="none", backend="cuda"), first) for _ in range(5))
+    assert torch.equal(heads_gmm(**tensors, reduction="none"), first)
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+def test_layouts(compiler: None) -> None:
+    """y and bias with any strides; what TMA cannot read goes to Triton, or raises."""
+    tensors = _operands(2200, 128, 200)
+    _agrees({**tensors, "y": torch.randn(2200, 3, device="cuda").bfloat16()[:, 1]})
+    _agrees({**tensors, "y": tensors["y"][:1].expand(2200), "bias": tensors["bias"].mT.contiguous().mT})
+    turned = {**tensors, "w1": tensors["w1"].mT.contiguous().mT}
+    _agrees(turned, backend="auto")
+    with pytest.raises(RuntimeError, match='backend="cuda" cannot run here: it takes rows'):
+        heads_gmm(**turned, backend="cuda")
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_what_is_not_finite_stays_in_its_row(compiler: None, value: float) -> None:
+    tensors = _operands(300, 128, 203)
+    want = heads_gmm(**tensors, reduction="none", backend="cuda")
+    tensors["x"][77] = value
+    others = torch.arange(300, device="cuda") != 77
+    loss = heads_gmm(**tensors, reduction="none", backend="cuda")
+    assert torch.equal(loss[others], want[others]) and loss[77].isnan()
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+def test_a_component_that_is_off(compiler: None) -> None:
+    """A logit of −inf in the first head, where no other has been seen, and in the last; and in all."""
+    tensors = _operands(300, 128, 203)
+    for off in ([0], [2], [0, 2]):
+        bias, kept = tensors["bias"].clone(), [head for head in range(3) if head not in off]
+        bias[off, 0] = -torch.inf
+        loss = heads_gmm(**{**tensors, "bias": bias}, reduction="none", backend="cuda")
+        few = {name: tensors[name][kept] for name in ("w1", "w2", "bias")}
+        torch.testing.assert_close(loss, heads_gmm(**{**tensors, **few}, reduction="none", backend="cuda"))
+    tensors["bias"][:, 0] = -torch.inf
+    assert heads_gmm(**tensors, reduction="none", backend="cuda").isnan().all()

@@ -1,0 +1,24 @@
+"""The forward of heads_mlp for Hopper in CUDA C++ (forward.cu): its launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..configs import heads_forward
+from ..heads_backward.plan import device_of
+from .heads import forward_launch
+
+
+def launch(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: str) -> Callable[..., None]:
+    """Writes y [rows, K, O], given (x, w1, w2, y) like these: x is [rows, D], and nothing speaks against them."""
+    rows, (heads, hidden, _), (_, sms) = x.shape[0], w1.shape, device_of(x)
+    config = heads_forward.pick_cuda_config(rows, heads, hidden, sms)
+    # forward.cu's Output: y.
+    start = forward_launch("forward.cu", "heads_mlp_forward", "P", x, w1, w2, activation, config)
+
+    def run(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, y: torch.Tensor) -> None:
+        start(x, w1, w2, y.data_ptr())
+
+    return run

@@ -1,0 +1,99 @@
+"""The forward of heads in CUDA C++ (heads.cuh): which operands it takes, and its launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..activation import ACTIVATIONS
+from ..configs.heads_forward import BLOCK, MAX_DIM, MAX_OUT, CudaConfig
+from ..heads_backward.plan import device_of
+from . import cuda_driver
+from .cuda_driver import tensor_map
+
+BLOCK_K, THREADS = 64, 384  # of heads.cuh
+W2_BYTES = 4 * BLOCK * MAX_OUT * 2  # of its slots
+HALVES = (torch.float16, torch.bfloat16)
+VECTOR = 8  # elements of 16 bytes
+MAX_UNITS = 2**30  # of work; a unit has at least a tile of rows and a head
+
+# Tensor maps of x and w1, and heads.cuh's Heads: w2 and its strides; rows, heads, hidden, dim_out, heads of a unit.
+_LAYOUT = "MM(Pqqqiiiii)"
+
+
+def unsupported_reason(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> str | None:
+    """Why it cannot compute heads of x [rows, D] with these weights, or None."""
+    (rows, dim), (heads, dim_out, _) = x.shape, w2.shape
+    if device_of(x)[0] != (9, 0):
+        return "it needs a GPU of compute capability 9.0 (Hopper)"
+    if x.dtype not in HALVES:
+        return "it takes float16 and bfloat16"
+    if dim > MAX_DIM or dim_out > MAX_OUT:
+        return f"it takes at most {MAX_DIM} columns of x and {MAX_OUT} of y a head, got {dim} and {dim_out}"
+    if not takes(x, w1):
+        return "it takes rows of x and w1 that have elements, contiguous, and on 16-byte boundaries"
+    if (rows // BLOCK + 1) * heads >= MAX_UNITS:
+        return "it takes fewer than 2^37 rows times heads"
+    return cuda_driver.no_compiler()
+
+
+def takes(*tensors: torch.Tensor) -> bool:
+    """Whether TMA can read the rows of these: contiguous, on 16-byte boundaries, and without overlap."""
+    for t in tensors:
+        if not t.numel() or t.data_ptr() % 16 or (t.shape[-1] > 1 and t.stride(-1) != 1):
+            return False
+        outer = zip(t.shape[:-1], t.stride()[:-1], strict=True)
+        if any(size > 1 and (stride <= 0 or stride % VECTOR) for size, stride in outer):
+            return False
+    return True
+
+
+def forward_launch(
+    source: str,
+    kernel: str,
+    layout: str,
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    activation: str,
+    config: CudaConfig,
+) -> Callable[..., None]:
+    """A launch of `kernel` in `source` on (x, w1, w2, *values) like these; `layout` is that of the values, which are
+    the last parameter of the kernel."""
+    (rows, dim), (heads, hidden, _) = x.shape, w1.shape
+    _, sms = device_of(x)
+    defines = (
+        f"ACTIVATION={ACTIVATIONS.index(activation)}",
+        f"FP16={int(x.dtype == torch.float16)}",
+        f"STEPS={-(-dim // BLOCK_K)}",
+        f"TAIL={tail_of(hidden)}",
+        f"STAGES={config.stages}",
+        f"CLUSTER={config.cluster}",
+    )
+    shared = shared_bytes(config)
+    with torch.cuda.device_of(x):
+        (function,) = cuda_driver.kernels(x.device.index, source, (kernel,), defines, shared)
+    units = -(-rows // (BLOCK * config.cluster)) * -(-heads // config.heads)
+    grid = config.cluster * min(sms // config.cluster, units)
+    launch = cuda_driver.Launch(x.device.index, function, grid, THREADS, shared, f"{_LAYOUT}({layout})")
+    x_map, w1_map = tensor_map(x[None, None], rows, BLOCK), tensor_map(w1[None], hidden, BLOCK // config.cluster)
+    sizes = rows, heads, hidden, w2.shape[1], config.heads
+    stride_g, stride_o, stride_h = w2.stride()
+
+    def run(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, *values: Any) -> None:
+        maps = x_map(x.data_ptr()), w1_map(w1.data_ptr())
+        launch(*maps, w2.data_ptr(), stride_g, stride_o, stride_h, *sizes, *values)
+
+    return run
+
+
+def tail_of(hidden: int) -> int:
+    """Columns of the last block of a head."""
+    return -(-((hidden - 1) % BLOCK + 1) // 32) * 32
+
+
+def shared_bytes(config: CudaConfig) -> int:
+    """Of a CTA: the ring of w1, the slots of w2, and their barriers."""
+    return config.stages * (BLOCK * BLOCK_K * 2 + 16) + W2_BYTES + 4 * 16
