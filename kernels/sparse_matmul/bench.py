@@ -224,13 +224,13 @@ def _dense8(values: torch.Tensor, metadata: torch.Tensor) -> torch.Tensor:
 
 
 def _cusparselt() -> Op:
-    """cuSPARSELt with the algorithm that its search finds for a shape. Of 8 bits a vector of scales is made
-    once: PyTorch would wait for the value of a single one."""
+    """cuSPARSELt with the algorithm that its search finds for a shape. Of 8 bits it takes one scale, not one for each row;
+    PyTorch reads its value on the host, where it is made once: from the GPU each call would wait for it."""
     if not torch.backends.cusparselt.is_available():
         raise ImportError("this PyTorch has no cuSPARSELt")
     weights = _once_a_weight(lambda values, metadata: torch._cslt_compress(decompressed(values, metadata)))
     weights8 = _once_a_weight(lambda v, m: torch._cslt_compress(_dense8(v, m).view(FORMATS["e4m3"])))
-    scales = _once_a_weight(lambda scale_w, others: (scale_w * others[0]).expand(others[1]).contiguous())
+    scales = _once_a_weight(lambda scale_w, scale_x: (scale_w * scale_x).cpu())
     found: dict[tuple, int] = {}
 
     def function(x, values, metadata, bias=None, activation=None, scale_x=None, scale_w=None, formats=None, **options):
@@ -238,7 +238,7 @@ def _cusparselt() -> Op:
         columns = (x if formats is None else x.view(formats[0])).t()
         options |= {"bias": bias, "transpose_result": True}
         if formats is not None:
-            options["alpha"] = scales(scale_w, (scale_x, values.shape[0]))
+            options["alpha"] = scales(scale_w, scale_x)
         key = (values.shape, x.shape, x.dtype, bias is None)
         if key not in found:
             found[key] = torch._cslt_sparse_mm_search(packed, columns, **options)
