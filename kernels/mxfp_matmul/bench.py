@@ -118,7 +118,8 @@ def _torch():
             scale = ((scales.short() << 7).view(torch.float16) / 128).to(x.dtype)
         else:
             scale = scales.view(torch.float8_e8m0fnu).to(x.dtype)
-        weights = (tables[key][numbers].unflatten(-1, (scale.shape[-1], BLOCK[format])) * scale.unsqueeze(-1)).flatten(1)
+        blocks = tables[key][numbers].unflatten(-1, (scale.shape[-1], BLOCK[format]))
+        weights = (blocks * scale.unsqueeze(-1)).flatten(1)
         y = F.linear(F.pad(x, (0, weights.shape[1] - x.shape[-1])), weights)
         return y if tensor_scale is None else (y * tensor_scale).to(x.dtype)
 

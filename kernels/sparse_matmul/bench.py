@@ -224,8 +224,8 @@ def _dense8(values: torch.Tensor, metadata: torch.Tensor) -> torch.Tensor:
 
 
 def _cusparselt() -> Op:
-    """cuSPARSELt with the algorithm that its search finds for a shape. Of 8 bits it takes one scale, not one for each row;
-    PyTorch reads its value on the host, where it is made once: from the GPU each call would wait for it."""
+    """cuSPARSELt with the algorithm that its search finds for a shape. Of 8 bits it takes one scale, not one for each
+    row. PyTorch reads its value on the host, where it is made once: from the GPU each call would wait for it."""
     if not torch.backends.cusparselt.is_available():
         raise ImportError("this PyTorch has no cuSPARSELt")
     weights = _once_a_weight(lambda values, metadata: torch._cslt_compress(decompressed(values, metadata)))
