@@ -10,7 +10,7 @@ import triton
 BLOCK = 128  # rows of a CTA, and columns of the hidden at a time
 MAX_DIM = 512  # columns of x that a consumer warpgroup has in registers
 MAX_OUT = 8  # columns of y of an mma
-MIN_ROWS = 2048
+MIN_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,9 @@ class CudaConfig:
 
 
 def pick_backend(backend: str, rows: int, possible: bool) -> str:
-    """The version that runs, "triton" or "cuda"; `possible`: CUDA C++ can. Pure. By sums: of few rows a unit of work is
-    a whole head, 11 blocks of 1365 columns, where Triton has smaller tiles. Not measured yet."""
+    """The version that runs, "triton" or "cuda"; `possible`: CUDA C++ can. Pure. Measured on one H200, ten heads of 512
+    to 1365 to 3: 564 rows take 43 us by "cuda" and 59 by "triton", 5000 154 and 215, 205 000 4.6 and 8.1 ms. Of fewer
+    rows a unit of work is a whole head, 11 blocks of 1365 columns, where Triton has smaller tiles: not measured."""
     if backend == "auto":
         return "cuda" if possible and rows > MIN_ROWS else "triton"
     return backend
@@ -38,7 +39,7 @@ def pick_cuda_config(rows: int, heads: int, hidden: int, sms: int) -> CudaConfig
     the rounds of all SMs shortest: a unit costs its blocks of the hidden, and about half a block more to load x. For
     ten heads of 1365 on 132 SMs 205 000 rows are 61 rounds of two heads, 99 % of the SMs' time (13 rounds of ten heads
     are 93 %), and 5000 rows one round of four. Of equals the most heads. 13 stages are what shared memory holds beside
-    w2. By these sums; not measured yet.
+    w2. By these sums, which predict 3.8 to 4.4 ms and 115 us; the search is open.
     """
     cluster = 2 if rows > BLOCK else 1
     bands, blocks = triton.cdiv(rows, cluster * BLOCK), triton.cdiv(hidden, BLOCK)
