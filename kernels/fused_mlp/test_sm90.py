@@ -92,7 +92,7 @@ def test_host_and_device_agree() -> None:
     epilogues = re.search(r"enum Epilogue { (.*) };", text)
     assert epilogues is not None
     assert [getattr(products, name) for name in epilogues[1].split(", ")] == list(range(6))
-    header = SOURCE.with_name("epilogue.cuh").read_text(encoding="utf-8")
+    header = SOURCE.with_name("activation.cuh").read_text(encoding="utf-8")
     activations = re.search(r"enum Activation { (.*) };", header)
     assert activations is not None
     assert tuple(activations[1].lower().split(", ")) == ACTIVATIONS
