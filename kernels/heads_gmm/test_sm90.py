@@ -121,9 +121,9 @@ def test_groups_of_heads_are_joined(
 
 @pytest.mark.gpu(min_capability=(9, 0))
 def test_parameters_and_gradients(compiler: None) -> None:
-    """The parameters that are kept give the gradients that Triton's give; without a bias, and with y in fp32."""
+    """The parameters that are kept give the gradients that Triton's give; without a bias, and with y or it in fp32."""
     tensors = _operands(3000, 128, 203)
-    for changed in ({}, {"bias": None}, {"y": tensors["y"].float()}):
+    for changed in ({}, {"bias": None}, {"y": tensors["y"].float()}, {"bias": tensors["bias"].float()}):
         given = {n: t if t is None else t.detach().requires_grad_() for n, t in {**tensors, **changed}.items()}
         leaves = [t for t in given.values() if t is not None]
         for save in ("parameters", "input"):

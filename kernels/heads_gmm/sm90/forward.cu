@@ -5,14 +5,19 @@
 #include "heads.cuh"
 
 struct Output {
-    const u16* bias;          // [heads, 3] or null
+    const void* bias;         // [heads, 3], fp32 if `wide_bias`, else 16 bits; or null
     u64 stride_bg, stride_bo;
-    const void* y;            // [rows], fp32 if `wide`, else 16 bits
+    const void* y;            // [rows], fp32 if `wide_y`, else 16 bits
     u64 stride_y;
     float* statistics;        // [groups, rows, 4]
     float* parameters;        // [rows, heads, 3], or null
-    int wide;
+    int wide_bias, wide_y;
 };
+
+// A number of fp32 or of 16 bits.
+DEVICE float load_number(const void* from, u64 at, int wide) {
+    return wide ? ((const float*)from)[at] : widen(((const u16*)from)[at]);
+}
 
 #define INFINITE __int_as_float(0x7f800000)
 
@@ -50,15 +55,15 @@ struct AddComponent {
         const int row = first_row + 8 * second;
         if (row >= p.rows || threadIdx.x % 4 > 1) return;
         if (o.bias) {
-            const u16* bias = o.bias + head * o.stride_bg;
-            logit += widen(bias[0]), mu += widen(bias[o.stride_bo]), log_sigma += widen(bias[2 * o.stride_bo]);
+            const u64 at = head * o.stride_bg;
+            logit += load_number(o.bias, at, o.wide_bias), mu += load_number(o.bias, at + o.stride_bo, o.wide_bias);
+            log_sigma += load_number(o.bias, at + 2 * o.stride_bo, o.wide_bias);
         }
         if (o.parameters) {
             float* to = o.parameters + ((u64)row * p.heads + head) * 3;
             to[0] = logit, to[1] = mu, to[2] = log_sigma;
         }
-        const u64 at = row * o.stride_y;
-        const float y = o.wide ? ((const float*)o.y)[at] : widen(((const u16*)o.y)[at]);
+        const float y = load_number(o.y, row * o.stride_y, o.wide_y);
         float4* to = (float4*)o.statistics + (u64)unit.group * p.rows + row;
         Statistics before = {-INFINITE, 0, -INFINITE, 0};
         if (head > unit.first) before = {to->x, to->y, to->z, to->w};

@@ -12,8 +12,8 @@ from .heads import forward_launch
 
 Optional = torch.Tensor | None
 
-# forward.cu's Output: bias and its strides, y and its stride, statistics, parameters, whether y is fp32.
-_LAYOUT = "PqqPqPPi"
+# forward.cu's Output: bias and its strides, y and its stride, statistics, parameters, whether bias and y are fp32.
+_LAYOUT = "PqqPqPPii"
 
 
 def launch(
@@ -29,7 +29,8 @@ def launch(
     statistics, parameters) like these: x is [rows, D], and nothing speaks against them."""
     start = forward_launch("forward.cu", "heads_gmm_forward", _LAYOUT, x, w1, w2, activation, config)
     stride_bg, stride_bo = (0, 0) if bias is None else bias.stride()
-    stride_y, wide = y.stride(0), int(y.dtype == torch.float32)
+    stride_y = y.stride(0)
+    wide = tuple(int(t is not None and t.dtype == torch.float32) for t in (bias, y))
 
     def run(
         x: torch.Tensor,
@@ -42,6 +43,6 @@ def launch(
     ) -> None:
         from_y = y.data_ptr(), stride_y
         to = statistics.data_ptr(), address(parameters)
-        start(x, w1, w2, address(bias), stride_bg, stride_bo, *from_y, *to, wide)
+        start(x, w1, w2, address(bias), stride_bg, stride_bo, *from_y, *to, *wide)
 
     return run
