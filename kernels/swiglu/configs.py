@@ -10,6 +10,7 @@ import triton
 EVICT_LAST_BYTES = 20e6  # a tensor
 VECTOR = 8  # elements of 16 bits in 16 bytes
 WARP = 32  # lanes
+MAX_ROW = 32768  # columns that one CTA keeps in registers
 MIN_LANES_BUSY = 0.7
 
 
@@ -24,6 +25,17 @@ class Config:
 
 
 @dataclass(frozen=True)
+class RowsConfig:
+    """One CTA for each `block_m` whole rows of block_n + tail columns, kept in registers until their largest magnitude
+    is known."""
+
+    block_m: int
+    block_n: int
+    tail: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
 class UnalignedConfig:
     """CTAs of `threads` threads, each of which computes `slots` vectors of 16 bytes of the output. Registers are
     limited so that `resident` CTAs fit on an SM. `eviction` is the L2 policy of the loads."""
@@ -32,6 +44,22 @@ class UnalignedConfig:
     slots: int
     resident: int
     eviction: str
+
+
+def pick_rows_config(cols: int) -> RowsConfig:
+    """Configuration of swiglu_fp8 with a scale for each row. Pure.
+
+    2048 elements up to that many columns; above, one row, in two pieces where that masks fewer lanes: 11008 is 8192 and
+    4096. 16 to 32 elements a thread: 32 to 51 registers, so that two or three CTAs are on an SM (one with 32768 columns)
+    and one loads while another stores. From the ahead-of-time build (EXPERIMENTS.md); not measured yet.
+    """
+    block_n = triton.next_power_of_2(cols)
+    if block_n <= 2048:
+        return RowsConfig(2048 // block_n, block_n, 0, 4)
+    tail = triton.next_power_of_2(cols - block_n // 2)
+    if tail <= block_n // 4:
+        return RowsConfig(1, block_n // 2, tail, min(32, block_n // 1024))
+    return RowsConfig(1, block_n, 0, min(32, block_n // 512))
 
 
 def pick_config(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import triton
 
-from .kernel_fp8 import _swiglu_fp8_kernel
+from . import configs
+from .kernel_fp8 import _swiglu_fp8_kernel, _swiglu_fp8_rows_kernel
 from .launch import Launch
 
 BLOCK = 128  # elements that share a scale
@@ -36,10 +39,11 @@ def _tiles(transpose: bool, whole: bool) -> tuple[Tile, ...]:
     return (Tile(True, True, BLOCK, BLOCK, 16),) if whole else (data, copy)
 
 
-def result_shapes(shape: Sequence[int], transpose: bool) -> list[tuple[tuple[int, ...], bool]]:
+def result_shapes(shape: Sequence[int], granularity: str, transpose: bool) -> list[tuple[tuple[int, ...], bool]]:
     """Shapes of data and scale, data_t and scale_t, for a result of that shape; and whether each holds scales."""
     *lead, dim = shape
-    shapes = [((*lead, dim), False), ((*lead, (dim + BLOCK - 1) // BLOCK), True)]
+    groups = 1 if granularity == "row" else (dim + BLOCK - 1) // BLOCK
+    shapes = [((*lead, dim), False), ((*lead, groups), True)]
     if transpose:
         rows = 1
         for size in lead:
@@ -54,37 +58,27 @@ def scale_dtype(scale_format: str) -> torch.dtype:
 
 
 def quantise_plan(
-    gate: torch.Tensor, up: torch.Tensor | None, activation: str, e4m3: bool, scale_format: str, transpose: bool
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    activation: str,
+    e4m3: bool,
+    granularity: str,
+    scale_format: str,
+    transpose: bool,
 ) -> Quantise:
     """A function of (gate, up), tensors with the signatures of these. `op_fp8` has checked the inputs."""
     device = gate.device
     shape = (*gate.shape[:-1], gate.shape[-1] // 2) if up is None else tuple(gate.shape)
-    shapes = result_shapes(shape, transpose)
+    shapes = result_shapes(shape, granularity, transpose)
     of_scales = scale_dtype(scale_format)
-    launches = []
+    launches: list[Callable[..., None]] = []
     if gate.numel():
-        gate2, up2 = _operands(gate, up)
-        rows, cols = gate2.shape
-        whole = rows % BLOCK == 0 and cols % BLOCK == 0
-        for tile in _tiles(transpose, whole):
-            launches.append(
-                Launch(
-                    _swiglu_fp8_kernel,
-                    (triton.cdiv(rows, tile.block_m) * triton.cdiv(cols, tile.block_n),),
-                    device,
-                    (rows, cols, gate2.stride(0), up2.stride(0)),
-                    ACTIVATION=activation,
-                    DATA=tile.data,
-                    TRANSPOSE=tile.transpose,
-                    E4M3=e4m3,
-                    POW2=scale_format != "fp32",
-                    NATIVE=_native(gate),
-                    EVEN=rows % tile.block_m == 0 and cols % tile.block_n == 0,
-                    BLOCK_M=tile.block_m,
-                    BLOCK_N=tile.block_n,
-                    num_warps=tile.num_warps,
-                )
-            )
+        operands = _operands(gate, up)
+        numbers = dict(ACTIVATION=activation, E4M3=e4m3, POW2=scale_format != "fp32", NATIVE=_native(gate))
+        if granularity == "row":
+            launches = [_rows_launch(*operands, numbers)]
+        else:
+            launches = _block_launches(*operands, transpose, numbers)
 
     def run(gate: torch.Tensor, up: torch.Tensor | None) -> list[torch.Tensor]:
         made = [
@@ -93,7 +87,7 @@ def quantise_plan(
         if launches:
             operands = _operands(gate, up)
             for launch in launches:
-                launch(*operands, *made, *(None for _ in range(4 - len(made))))
+                launch(*operands, *made)
         else:
             for tensor, (_, scales) in zip(made, shapes, strict=True):
                 if scales:
@@ -101,6 +95,51 @@ def quantise_plan(
         return made
 
     return run
+
+
+def _rows_launch(gate: torch.Tensor, up: torch.Tensor, numbers: dict[str, Any]) -> Launch:
+    """Takes (gate, up, data, scale)."""
+    rows, cols = gate.shape
+    config = configs.pick_rows_config(cols)
+    return Launch(
+        _swiglu_fp8_rows_kernel,
+        (triton.cdiv(rows, config.block_m),),
+        gate.device,
+        (rows, cols, gate.stride(0), up.stride(0)),
+        **numbers,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        TAIL=config.tail,
+        num_warps=config.num_warps,
+    )
+
+
+def _block_launches(
+    gate: torch.Tensor, up: torch.Tensor, transpose: bool, numbers: dict[str, Any]
+) -> list[Callable[..., None]]:
+    """Each takes (gate, up, data, scale), and data_t and scale_t with `transpose`."""
+    rows, cols = gate.shape
+    launches = []
+    for tile in _tiles(transpose, whole=rows % BLOCK == 0 and cols % BLOCK == 0):
+        launch = Launch(
+            _swiglu_fp8_kernel,
+            (triton.cdiv(rows, tile.block_m) * triton.cdiv(cols, tile.block_n),),
+            gate.device,
+            (rows, cols, gate.stride(0), up.stride(0)),
+            **numbers,
+            DATA=tile.data,
+            TRANSPOSE=tile.transpose,
+            EVEN=rows % tile.block_m == 0 and cols % tile.block_n == 0,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            num_warps=tile.num_warps,
+        )
+        launches.append(launch if transpose else partial(_without_transpose, launch))
+    return launches
+
+
+def _without_transpose(launch: Launch, *tensors: torch.Tensor) -> None:
+    launch(*tensors, None, None)
 
 
 def _operands(gate: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

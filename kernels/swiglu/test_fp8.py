@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from . import configs
 from .op import swiglu
 from .op_fp8 import swiglu_fp8
 
@@ -42,10 +43,16 @@ def inputs(rows: int, dim: int, dtype: torch.dtype) -> list[dict]:
     return [dict(gate=gate, up=up, activation="gelu"), dict(gate=torch.cat([gate, up], 1))]
 
 
-def expected(y: torch.Tensor, dtype: torch.dtype = E4M3, scale_format: str = "fp32", transpose: bool = False) -> list:
+def expected(
+    y: torch.Tensor,
+    dtype: torch.dtype = E4M3,
+    scale_format: str = "fp32",
+    transpose: bool = False,
+    granularity: str = "1x128",
+) -> list:
     want = []
     for values in (y, y.t().contiguous())[: 1 + transpose]:
-        want += quantised(values, dtype, 128, scale_format != "fp32")
+        want += quantised(values, dtype, 128 if granularity == "1x128" else y.shape[1], scale_format != "fp32")
     return [t.to(torch.float8_e8m0fnu) if scale_format == "e8m0" and t.dtype == torch.float32 else t for t in want]
 
 
@@ -60,6 +67,10 @@ def expected(y: torch.Tensor, dtype: torch.dtype = E4M3, scale_format: str = "fp
         (130, 200, dict(transpose=True)),
         (128, 128, dict(transpose=True, scale_format="pow2")),
         (1, 1, dict(transpose=True)),
+        (3, 2049, dict(granularity="row")),
+        (5, 200, dict(granularity="row", scale_format="e8m0", dtype=E5M2)),
+        (2, 4100, dict(granularity="row", scale_format="pow2")),
+        (1, 1, dict(granularity="row")),
     ],
 )
 def test_it_is_what_quantising_gives(rows: int, dim: int, options: dict, dtype: torch.dtype) -> None:
@@ -80,6 +91,10 @@ def test_what_is_not_finite_does_not_count_in_a_scale() -> None:
     for ours, want in zip(results, expected(swiglu(**arguments, backend="triton"), transpose=True), strict=True):
         same(ours, want)
     assert results[0].float()[0, 3].isnan() and all(t.isfinite().all() for t in results[1::2])
+    for ours, want in zip(
+        swiglu_fp8(**arguments, granularity="row"), expected(swiglu(**arguments), granularity="row"), strict=True
+    ):
+        same(ours, want)
 
 
 def test_leading_dimensions_strides_and_nothing() -> None:
@@ -91,8 +106,19 @@ def test_leading_dimensions_strides_and_nothing() -> None:
         for ours, want in zip(results[2:], flat[2:], strict=True):
             same(ours, want)
         assert results[0].shape == given.shape and results[1].shape == (*given.shape[:-1], 1)
+    by_rows = swiglu_fp8(x.transpose(0, 1), granularity="row", up=x.transpose(0, 1))
+    assert [t.shape for t in by_rows] == [(3, 2, 64), (3, 2, 1)]
     x = x[:0]
+    assert [t.shape for t in swiglu_fp8(x, x, granularity="row")] == [(0, 3, 64), (0, 3, 1)]
     assert [t.shape for t in swiglu_fp8(x, x, transpose=True)] == [(0, 3, 64), (0, 3, 1), (64, 0), (64, 0)]
+
+
+def test_every_row_fits_into_its_pieces() -> None:
+    for cols in (1, 2, 127, 2048, 2049, 4096, 5120, 5121, 8192, 11008, 13824, 16385, 28672, 32768):
+        config = configs.pick_rows_config(cols)
+        assert config.block_n + config.tail >= cols
+        assert config.block_m * (config.block_n + config.tail) <= 32 * 32 * config.num_warps
+    assert configs.pick_rows_config(11008) == configs.RowsConfig(1, 8192, 4096, 16)
 
 
 @pytest.mark.slow
@@ -108,7 +134,8 @@ def test_compiled_gives_the_same_bits() -> None:
 def test_the_op_keeps_the_rules_of_torch_library() -> None:
     x = torch.randn(6, 200, device=DEVICE)
     op = getattr(torch.ops, f"{__package__.replace('.', '_')}").swiglu_fp8
-    torch.library.opcheck(op, (x, x, "silu", True, "fp32", True))
+    torch.library.opcheck(op, (x, x, "silu", True, "1x128", "fp32", True))
+    torch.library.opcheck(op, (x, None, "gelu", False, "row", "e8m0", False))
 
 
 @pytest.mark.parametrize(
@@ -120,6 +147,9 @@ def test_the_op_keeps_the_rules_of_torch_library() -> None:
         (dict(dtype=torch.float16), TypeError, "dtype must be float8_e4m3fn"),
         (dict(scale_format="fp16"), ValueError, "scale_format must be"),
         (dict(transpose=1), TypeError, "transpose must be a bool"),
+        (dict(granularity="column"), ValueError, "granularity must be one of 'row', '1x128'"),
+        (dict(granularity="row", transpose=True), ValueError, "transpose must go with granularity '1x128'"),
+        (dict(granularity="row", gate=torch.empty(1, 65538)), ValueError, "rows of at most 32768"),
         (dict(gate=torch.randn(2, 8, requires_grad=True)), RuntimeError, "gate requires a gradient"),
     ],
 )
