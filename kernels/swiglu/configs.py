@@ -50,8 +50,8 @@ def pick_rows_config(cols: int) -> RowsConfig:
     """Configuration of swiglu_fp8 with a scale for each row. Pure.
 
     2048 elements up to that many columns; above, one row, in two pieces where that masks fewer lanes: 11008 is 8192 and
-    4096. 16 to 32 elements a thread: 32 to 51 registers, so that two or three CTAs are on an SM (one with 32768 columns)
-    and one loads while another stores. From the ahead-of-time build (EXPERIMENTS.md); not measured yet.
+    4096. 16 to 32 elements a thread: 32 to 51 registers, so that an SM has two or three CTAs (one with 32768 columns),
+    of which one loads while another stores. From the ahead-of-time build (EXPERIMENTS.md); not measured yet.
     """
     block_n = triton.next_power_of_2(cols)
     if block_n <= 2048:
