@@ -1,16 +1,24 @@
-"""The declaration of llama_layer: cases, cost, peers. `python -m harness bench --kernel llama_layer`."""
+"""The declaration of llama_layer: cases, cost, peers. `python -m harness bench --kernel llama_layer`.
+
+In cases in fp8 the matrices are quantised beforehand, as a model that is served has them: the inputs are codes, as
+bytes because most of what the checks do with tensors is not defined for float8, and scales. The oracle quantises what
+goes into products as the layer does; how far that is from the layer in x's dtype is held by a test of its own.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from harness.spec import EAGER, MAX_AUTOTUNE, Case, Cost, Inputs, KernelSpec, Op, Peer
+from harness.spec import EAGER, MAX_AUTOTUNE, Case, Cost, Inputs, KernelSpec, Op, Peer, Yardstick
 from harness.suites import Part, Suite
 
-from .layer import LLAMA2, LayerConfig, llama_layer, rope_tables
+from .fp8_weights import FP8Weight
+from .layer import LLAMA2, MATRICES, LayerConfig, llama_layer, rope_tables
 from .reference import llama_layer_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -18,17 +26,27 @@ PER_PART = {"layer": ("attention", "ffn"), "attention": ("attention",), "ffn": (
 
 
 def _case(
-    model: str, batch: int, length: int, part: str = "layer", ffn: str = "swiglu", dtype: torch.dtype = BF16, **dims
+    model: str,
+    batch: int,
+    length: int,
+    part: str = "layer",
+    ffn: str = "swiglu",
+    dtype: torch.dtype = BF16,
+    fp8: bool = False,
+    **dims,
 ) -> Case:
     """One of Llama 2's layers, or with `dims` a small one under the name `model`."""
     short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
-    name = "-".join(
-        (model, f"b{batch}", f"s{length}", *([part] if part != "layer" else []), *([ffn] * (ffn == "gelu")), short)
-    )
+    words = [part] * (part != "layer") + [ffn] * (ffn == "gelu") + ["fp8"] * fp8
+    name = "-".join((model, f"b{batch}", f"s{length}", *words, short))
     sizes = LLAMA2[model] if model in LLAMA2 else LayerConfig(**dims)
     own = dict(hidden=sizes.hidden, heads=sizes.heads, kv_heads=sizes.kv_heads, intermediate=sizes.intermediate)
     params = {k: v for k, v in (("part", part), ("ffn", ffn)) if v not in ("layer", "swiglu")}
-    return Case(name, dict(batch=batch, length=length, **own), dtype, params, bench=model in LLAMA2)
+    options = dict(params=params | {"fp8": True}, modes=("fwd",)) if fp8 else dict(params=params)
+    # Triton's interpreter computes small ones in fp32, where fp8_matmul decodes bytes.
+    least = (8, 9) if fp8 and dtype != FP32 else (0, 0)
+    sizes_of = dict(batch=batch, length=length, **own)
+    return Case(name, sizes_of, dtype, bench=model in LLAMA2, min_capability=least, **options)
 
 
 CASES = (
@@ -36,9 +54,15 @@ CASES = (
     *(_case("7b", 1, s, ffn="gelu") for s in (512, 4096)),
     *(_case("7b", 1, s, part) for part in ("attention", "ffn") for s in (512, 1024, 2048, 4096)),
     *(_case(model, 1, 4096, part) for model in ("13b", "70b") for part in ("attention", "ffn")),
+    *(_case("7b", 1, s, fp8=True) for s in (512, 1024, 2048, 4096)),
+    *(_case(model, 1, 4096, fp8=True) for model in ("13b", "70b")),
+    *(_case("7b", 1, 4096, part, fp8=True) for part in ("attention", "ffn")),
+    _case("7b", 1, 4096, ffn="gelu", fp8=True),
     # For the checks: grouped heads, widths that are no powers of two.
     _case("tiny", 1, 4, dtype=FP32, hidden=12, heads=2, kv_heads=1, intermediate=10),
     _case("tiny", 2, 3, "ffn", "gelu", FP32, hidden=10, heads=1, kv_heads=1, intermediate=14),
+    _case("tiny", 2, 4, dtype=FP32, fp8=True, hidden=32, heads=2, kv_heads=1, intermediate=48),
+    _case("tiny", 1, 3, "ffn", "gelu", FP32, fp8=True, hidden=32, heads=1, kv_heads=1, intermediate=16),
 )
 
 HOST_CASES = (_case("host", 1, 16, dtype=BF16, hidden=256, heads=4, kv_heads=2, intermediate=512),)
@@ -64,7 +88,29 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
         inputs["norm_ffn"] = normal(hidden)
         inputs["w_up"] = normal(rows, hidden, scale=hidden**-0.5)
         inputs["w_down"] = normal(hidden, inner, scale=inner**-0.5)
+    if case.params.get("fp8"):
+        inputs = {name: made for given in inputs.items() for name, made in _quantised(*given)}
     return {**inputs, "heads": heads, "kv_heads": kv_heads, "part": part}
+
+
+def _quantised(name: str, tensor: torch.Tensor) -> tuple[tuple[str, torch.Tensor], ...]:
+    """A matrix as codes and a scale for each row; other inputs as they are."""
+    if name not in MATRICES:
+        return ((name, tensor),)
+    scale = tensor.float().abs().amax(1, keepdim=True).clamp_(min=2.0**-126) / 448
+    codes = (tensor / scale).clamp_(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    return (name, codes), (f"{name}_scale", scale)
+
+
+def _of_bytes(op: Op) -> Op:
+    """The op on matrices as they are or, where there are scales, as codes and scales."""
+
+    def layer(**inputs):
+        scales = {name: inputs.pop(f"{name}_scale") for name in MATRICES if f"{name}_scale" in inputs}
+        codes = {name: inputs[name].view(torch.float8_e4m3fn) for name in scales}
+        return op(**inputs | {name: FP8Weight(codes[name], scales[name]) for name in scales})
+
+    return layer
 
 
 def cost(case: Case, mode: str) -> Cost:
@@ -83,10 +129,23 @@ def cost(case: Case, mode: str) -> Cost:
         vectors += hidden
     tables = 2 * d["length"] * (head_dim // 2) * 4 if pairs else 0
     products, attended, activations, written = {"fwd": (1, 2, 2, 0), "fwd+bwd": (3, 7, 4, 1)}[mode]
-    flops = 2 * products * tokens * weights + 2 * attended * pairs * head_dim
-    elements = activations * tokens * hidden + (1 + written) * (weights + vectors)
+    of_products, of_pairs = 2 * products * tokens * weights, 2 * attended * pairs * head_dim
     pipe = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[case.dtype]
-    return Cost(flops=flops, bytes=elements * case.dtype.itemsize + tables, pipe=pipe)
+    elements = activations * tokens * hidden + (1 + written) * vectors
+    if case.params.get("fp8"):
+        of_weights = weights + 4 * _rows(case)
+        flops = {"fp8": of_products, **({pipe: of_pairs} if pairs else {})}
+    else:
+        of_weights, flops = (1 + written) * weights * case.dtype.itemsize, {pipe: of_products + of_pairs}
+    return Cost(flops=flops, bytes=elements * case.dtype.itemsize + of_weights + tables)
+
+
+def _rows(case: Case) -> int:
+    """Of all matrices: each has a scale in fp8."""
+    d, part = case.dims, case.params.get("part", "layer")
+    of_attention = (d["heads"] + 2 * d["kv_heads"]) * (d["hidden"] // d["heads"]) + d["hidden"]
+    of_ffn = (1 if case.params.get("ffn") == "gelu" else 2) * d["intermediate"] + d["hidden"]
+    return sum(rows for name, rows in (("attention", of_attention), ("ffn", of_ffn)) if name in PER_PART[part])
 
 
 def _torch(
@@ -105,22 +164,33 @@ def _torch(
     part,
     eps=1e-5,
 ):
-    """What a PyTorch user would write."""
+    """What a PyTorch user would write; products of matrices in fp8 by `scaled_mm`."""
     if part != "ffn":
-        qkv = F.linear(F.rms_norm(x, x.shape[-1:], norm_attention, eps), w_qkv)
+        qkv = _linear(F.rms_norm(x, x.shape[-1:], norm_attention, eps), w_qkv)
         qkv = qkv.unflatten(-1, (heads + 2 * kv_heads, -1)).transpose(1, 2)
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
         angles = cos.to(x.dtype), sin.to(x.dtype)
         q, k = _rotated(q, *angles), _rotated(k, *angles)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
-        x = x + F.linear(out.transpose(1, 2).flatten(2), w_o)
+        x = x + _linear(out.transpose(1, 2).flatten(2), w_o)
     if part != "attention":
-        up = F.linear(F.rms_norm(x, x.shape[-1:], norm_ffn, eps), w_up)
-        if w_up.shape[0] == w_down.shape[1]:
-            return x + F.linear(F.gelu(up), w_down)
+        up = _linear(F.rms_norm(x, x.shape[-1:], norm_ffn, eps), w_up)
+        if up.shape[-1] == (w_down.data if isinstance(w_down, FP8Weight) else w_down).shape[1]:
+            return x + _linear(F.gelu(up), w_down)
         gate, up = up.chunk(2, -1)
-        x = x + F.linear(F.silu(gate) * up, w_down)
+        x = x + _linear(F.silu(gate) * up, w_down)
     return x
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor | FP8Weight) -> torch.Tensor:
+    if isinstance(weight, torch.Tensor):
+        return F.linear(x, weight)
+    rows = x.flatten(0, -2)
+    scale = rows.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) / 448
+    codes = (rows.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    of = F.ScalingType.RowWise
+    y = F.scaled_mm(codes, weight.data.t(), scale, of, weight.scale.t(), of, output_dtype=x.dtype, use_fast_accum=True)
+    return y.view(*x.shape[:-1], -1)
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -133,7 +203,7 @@ def _cudnn() -> Op:
 
     def layer(**inputs):
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return _torch(**inputs)
+            return _of_bytes(_torch)(**inputs)
 
     return layer
 
@@ -194,7 +264,16 @@ def _liger() -> None:
     apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=False)
 
 
+def _takes(case: Case, mode: str) -> str | None:
+    """For `_torch`."""
+    if case.params.get("fp8") and case.dtype != BF16:
+        return "scaled_mm with scales of rows makes bf16"
+    return None
+
+
 def _whole_llama(case: Case, mode: str) -> str | None:
+    if case.params.get("fp8"):
+        return "it computes in the dtype of its weights"
     whole = case.params.get("part", "layer") == "layer" and case.params.get("ffn") != "gelu"
     return None if whole else "it has whole layers with SwiGLU"
 
@@ -202,7 +281,53 @@ def _whole_llama(case: Case, mode: str) -> str | None:
 def _halves(case: Case, mode: str) -> str | None:
     if case.params.get("part") == "ffn":
         return "there is no attention in this case"
+    if reason := _takes(case, mode):
+        return reason
     return None if case.dtype in (BF16, FP16) else "cuDNN's attention takes fp16 and bf16"
+
+
+def _dense() -> Op:
+    """This layer in bf16, of matrices of the same sizes that are made once."""
+    made: dict[tuple, torch.Tensor] = {}
+
+    def matrix(like: torch.Tensor) -> torch.Tensor:
+        key = (tuple(like.shape), like.device)
+        if key not in made:
+            made[key] = torch.randn(like.shape, dtype=BF16, device=like.device).mul_(like.shape[1] ** -0.5)
+        return made[key]
+
+    def layer(**inputs):
+        kept = {name: value for name, value in inputs.items() if not name.endswith("_scale")}
+        return llama_layer(**kept | {name: matrix(kept[name]) for name in MATRICES if name in kept})
+
+    return layer
+
+
+def _dense_cost(case: Case, mode: str) -> Cost:
+    params = {name: value for name, value in case.params.items() if name != "fp8"}
+    return cost(dataclasses.replace(case, params=params), mode)
+
+
+def _dense_takes(case: Case, mode: str) -> str | None:
+    return None if case.params.get("fp8") and case.dtype == BF16 else "it stands beside cases in fp8"
+
+
+def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | None:
+    if implementation == "fp8_matmul" and not case.params.get("fp8"):
+        return "it multiplies numbers of 8 bits"
+    return None
+
+
+def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
+    if implementation == "fp8_matmul" and case.dtype != BF16:
+        return "it is what auto takes where results are not bf16"
+    return None
+
+
+def _product_error(inputs: Inputs) -> float:
+    """Hopper's tensor cores cut sums of fp8 products to 13 bits behind the point, and a number that is rounded to
+    another code on the way is another by a sixteenth: both implementations and eager have some."""
+    return 2**-12 if any(name.endswith("_scale") for name in inputs) else 0.0
 
 
 def _items(case: Case) -> int:
@@ -211,12 +336,23 @@ def _items(case: Case) -> int:
 
 SPEC = KernelSpec(
     name="llama_layer",
-    implementations={"auto": llama_layer},
+    implementations={
+        "auto": _of_bytes(llama_layer),
+        "fp8_matmul": _of_bytes(partial(llama_layer, backend="fp8_matmul")),
+    },
+    # Elsewhere the first is the second.
+    min_capability={"fp8_matmul": (9, 0)},
+    unsupported_reason=_unsupported_reason,
+    alias_reason=_alias_reason,
     baselines=(
         EAGER,
-        Peer("torch-sdpa", load=lambda: _torch),
-        Peer("torch-sdpa-compile", load=lambda: torch.compile(_torch)),
-        Peer("torch-sdpa-compile-max", load=lambda: torch.compile(_torch, options=dict(MAX_AUTOTUNE))),
+        Peer("torch-sdpa", load=lambda: _of_bytes(_torch), supports=_takes),
+        Peer("torch-sdpa-compile", load=lambda: torch.compile(_of_bytes(_torch)), supports=_takes),
+        Peer(
+            "torch-sdpa-compile-max",
+            load=lambda: torch.compile(_of_bytes(_torch), options=dict(MAX_AUTOTUNE)),
+            supports=_takes,
+        ),
         Peer("torch-cudnn", load=_cudnn, supports=_halves),
         Peer(
             "torch-cudnn-compile-max",
@@ -225,9 +361,10 @@ SPEC = KernelSpec(
         ),
         Peer("hugging-face", load=_hugging_face(), supports=_whole_llama),
         Peer("liger", load=_hugging_face(_liger), supports=_whole_llama),
+        Yardstick("bf16", load=_dense, cost=_dense_cost, supports=_dense_takes),
     ),
     pytorch=("torch-sdpa",),
-    reference=llama_layer_reference,
+    reference=_of_bytes(llama_layer_reference),
     make_inputs=make_inputs,
     cost=cost,
     cases=CASES,
@@ -236,16 +373,18 @@ SPEC = KernelSpec(
     unit="tokens",
     items=_items,
     fuzz={"length": (1, 9)},
+    product_error=_product_error,
     limits={"cos": 1.0, "sin": 1.0},  # they are a cosine and a sine
     determinism={"fwd": "run-to-run", "bwd": "on request", "fwd+bwd": "on request"},
-    needs=("attention", "gelu", "rmsnorm", "rope", "swiglu"),
+    needs=("attention", "fp8", "fp8_matmul", "gelu", "rmsnorm", "rope", "swiglu"),
     host_cases=HOST_CASES,
 )
 
 
 def _part(model: str, part: str, *baselines: str) -> Part:
     """A table of the suite: one part of a model's layer at all lengths that it has."""
-    named = (case for case in CASES if case.name.startswith(f"{model}-b1-") and case.params.get("ffn") != "gelu")
+    named = [case for case in CASES if case.name.startswith(f"{model}-b1-") and case.params.get("ffn") != "gelu"]
+    named = [case for case in named if not case.params.get("fp8")]
     chosen = tuple(case.name for case in named if case.params.get("part", "layer") == part)
     return Part("llama_layer", chosen, baselines)
 

@@ -9,13 +9,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from kernels.attention import attention
+from kernels.fp8 import fp8
 from kernels.gelu import gelu
-from kernels.rmsnorm import rmsnorm
+from kernels.rmsnorm import rmsnorm, rmsnorm_fp8
 from kernels.rope import rope
-from kernels.swiglu import swiglu
+from kernels.swiglu import swiglu, swiglu_fp8
+
+from .fp8_weights import FP8Weight, check_backend, fp8_weight, product
 
 PARTS = ("layer", "attention", "ffn")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+MATRICES = ("w_qkv", "w_o", "w_up", "w_down")
+Weight = torch.Tensor | FP8Weight
 
 
 @dataclass(frozen=True)
@@ -46,18 +51,19 @@ LLAMA2 = {
 def llama_layer(
     x: torch.Tensor,
     norm_attention: torch.Tensor | None = None,
-    w_qkv: torch.Tensor | None = None,
-    w_o: torch.Tensor | None = None,
+    w_qkv: Weight | None = None,
+    w_o: Weight | None = None,
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
     norm_ffn: torch.Tensor | None = None,
-    w_up: torch.Tensor | None = None,
-    w_down: torch.Tensor | None = None,
+    w_up: Weight | None = None,
+    w_down: Weight | None = None,
     *,
     heads: int,
     kv_heads: int,
     eps: float = 1e-5,
     part: str = "layer",
+    backend: str = "auto",
 ) -> torch.Tensor:
     """A decoder layer of Llama (Touvron et al. 2023, arXiv:2302.13971, section 2.2).
 
@@ -74,28 +80,72 @@ def llama_layer(
     w_down          [hidden, intermediate]
     part            "layer", "attention" (returns a) or "ffn" (x is a); what a part does not use may be None
 
-    Products are cuBLAS's. The first residual is added in the norm's launch, the second in that of W_down's product.
-    Returns [B, S, hidden] in dtype of x. Differentiable in x and all weights.
+    backend         of products in fp8: "cublas" (torch's scaled_mm: bf16 on compute capability 9.0), "fp8_matmul", or
+                    "auto", the first where it can run
 
-    Raises TypeError for a wrong dtype, ValueError for an unknown part and for a weight that is missing, of a wrong
-    shape or on another device, RuntimeError for CPU tensors outside Triton's interpreter.
+    Products are cuBLAS's. The first residual is added in the norm's launch, the second in that of W_down's product.
+
+    The four matrices may be `fp8_weight`s, all that a part uses or none. Products are then of numbers in e4m3 with a
+    scale for each row: what precedes one, RMSNorm or SwiGLU, quantises its result in the same launch, attention and
+    GELU are followed by `fp8`. Attention itself, norms and residuals stay in x's dtype. There is no gradient.
+
+    Returns [B, S, hidden] in dtype of x. Differentiable in x and all weights, unless these are in fp8.
+
+    Raises TypeError for a wrong dtype, ValueError for an unknown part or backend and for a weight that is missing, of a
+    wrong shape or on another device, RuntimeError for CPU tensors outside Triton's interpreter, for a gradient through
+    weights in fp8, and for a backend that cannot run.
     """
-    _check(part, x, heads, kv_heads, norm_attention, w_qkv, w_o, cos, sin, norm_ffn, w_up, w_down)
+    given = dict(norm_attention=norm_attention, w_qkv=w_qkv, w_o=w_o, cos=cos, sin=sin)
+    given |= dict(norm_ffn=norm_ffn, w_up=w_up, w_down=w_down)
+    in_fp8 = _check(part, x, heads, kv_heads, **given)
+    check_backend(backend, in_fp8, x)
+    if in_fp8:
+        _no_gradient(x=x, norm_attention=norm_attention, norm_ffn=norm_ffn)
+        return _fp8_layer(x, **given, heads=heads, kv_heads=kv_heads, eps=eps, part=part, backend=backend)
     if part == "ffn":
         return _ffn(rmsnorm(x, norm_ffn, eps), x, w_up, w_down)
-    attended = _attention(rmsnorm(x, norm_attention, eps), w_qkv, cos, sin, heads, kv_heads)
+    attended = _attention(F.linear(rmsnorm(x, norm_attention, eps), w_qkv), cos, sin, heads, kv_heads)
     if part == "attention":
         return _added(attended, w_o, x)
     normed, a = rmsnorm(F.linear(attended, w_o), norm_ffn, eps, residual=x)
     return _ffn(normed, a, w_up, w_down)
 
 
-def _attention(normed, w_qkv, cos, sin, heads: int, kv_heads: int) -> torch.Tensor:
-    """[B, S, heads · D], before W_o."""
-    head_dim = w_qkv.shape[0] // (heads + 2 * kv_heads)
-    # One product for all three. rope and attention read its slices in place.
-    qkv = F.linear(normed, w_qkv).unflatten(-1, (heads + 2 * kv_heads, head_dim))
-    q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=2)
+def _fp8_layer(
+    x, norm_attention, w_qkv, w_o, cos, sin, norm_ffn, w_up, w_down, heads, kv_heads, eps, part, backend
+) -> torch.Tensor:
+    """The same with weights in fp8."""
+
+    def times(quantised: tuple[torch.Tensor, ...], weight: FP8Weight) -> torch.Tensor:
+        data, scale = quantised
+        return product(data, scale, weight, x.dtype, backend)
+
+    if part == "ffn":
+        normed, a = rmsnorm_fp8(x, norm_ffn, eps), x
+    else:
+        attended = _attention(times(rmsnorm_fp8(x, norm_attention, eps), w_qkv), cos, sin, heads, kv_heads)
+        projected = times(fp8(attended), w_o)
+        if part == "attention":
+            return projected.add_(x)
+        *normed, a = rmsnorm_fp8(projected, norm_ffn, eps, residual=x)
+    up = times(normed, w_up)
+    # GELU has no output with a scale for each row.
+    inner = fp8(gelu(up)) if _is_gelu(w_up, w_down) else swiglu_fp8(up, granularity="row")
+    return times(inner, w_down).add_(a)
+
+
+def _no_gradient(**inputs: torch.Tensor | None) -> None:
+    for name, tensor in inputs.items():
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"llama_layer: {name} requires a gradient, and with weights in fp8 there is none: detach it, or call "
+                "this under torch.no_grad()"
+            )
+
+
+def _attention(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, kv_heads: int) -> torch.Tensor:
+    """[B, S, heads · D], before W_o, of one product for all three, whose slices rope and attention read in place."""
+    q, k, v = qkv.unflatten(-1, (heads + 2 * kv_heads, -1)).split((heads, kv_heads, kv_heads), dim=2)
     q, k = rope(q, k, cos, sin)
     out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True)
     assert isinstance(out, torch.Tensor)
@@ -104,7 +154,11 @@ def _attention(normed, w_qkv, cos, sin, heads: int, kv_heads: int) -> torch.Tens
 
 def _ffn(normed, residual, w_up, w_down) -> torch.Tensor:
     up = F.linear(normed, w_up)
-    return _added(gelu(up) if w_up.shape[0] == w_down.shape[1] else swiglu(up), w_down, residual)
+    return _added(gelu(up) if _is_gelu(w_up, w_down) else swiglu(up), w_down, residual)
+
+
+def _is_gelu(w_up: Weight, w_down: Weight) -> bool:
+    return _matrix(w_up).shape[0] == _matrix(w_down).shape[1]
 
 
 def _added(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -113,7 +167,13 @@ def _added(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> tor
     return sum_.view(residual.shape)
 
 
-def _check(part, x, heads, kv_heads, norm_attention, w_qkv, w_o, cos, sin, norm_ffn, w_up, w_down) -> None:
+def _matrix(weight: Weight) -> torch.Tensor:
+    """What has a weight's shape."""
+    return weight.data if isinstance(weight, FP8Weight) else weight
+
+
+def _check(part, x, heads, kv_heads, norm_attention, w_qkv, w_o, cos, sin, norm_ffn, w_up, w_down) -> bool:
+    """Whether the weights are in fp8."""
     if part not in PARTS:
         raise ValueError(f"llama_layer: part must be one of {', '.join(PARTS)}, got {part!r}")
     if x.dim() != 3:
@@ -130,29 +190,46 @@ def _check(part, x, heads, kv_heads, norm_attention, w_qkv, w_o, cos, sin, norm_
         raise ValueError(f"llama_layer: {part!r} needs {', '.join(missing)}")
     if x.dtype not in FLOATS:
         raise TypeError(f"llama_layer: x must be float32, float16 or bfloat16, got {x.dtype}")
-    for name, value in needed.items():
-        if value.dtype != x.dtype and not (name in ("cos", "sin") and value.dtype in FLOATS):
-            raise TypeError(f"llama_layer: {name} must be of x's dtype {x.dtype}, got {value.dtype}")
-        if value.device != x.device:
-            raise ValueError(f"llama_layer: {name} must be on x's device {x.device}, got {value.device}")
+    in_fp8 = _check_kinds(x, needed)
+    needed = {name: _matrix(value) for name, value in needed.items()}
     for name in ("norm_attention", "norm_ffn"):
         if name in needed:
             _shape(name, needed[name], (hidden,))
     if part != "ffn":
-        groups = heads + 2 * kv_heads
+        groups, w_qkv = heads + 2 * kv_heads, needed["w_qkv"]
         if w_qkv.dim() != 2 or w_qkv.shape[1] != hidden or w_qkv.shape[0] % groups:
             raise ValueError(f"llama_layer: w_qkv must be [{groups} · D, {hidden}], got {tuple(w_qkv.shape)}")
         head_dim = w_qkv.shape[0] // groups
-        _shape("w_o", w_o, (hidden, head_dim * heads))
+        _shape("w_o", needed["w_o"], (hidden, head_dim * heads))
         _shape("cos", cos, (x.shape[1], head_dim // 2))
         _shape("sin", sin, (x.shape[1], head_dim // 2))
     if part != "attention":
+        w_up, w_down = needed["w_up"], needed["w_down"]
         if w_down.dim() != 2 or w_down.shape[0] != hidden:
             raise ValueError(f"llama_layer: w_down must be [{hidden}, intermediate], got {tuple(w_down.shape)}")
         rows = w_down.shape[1]
         if w_up.dim() != 2 or w_up.shape[1] != hidden or w_up.shape[0] not in (rows, 2 * rows):
             wanted = f"[{2 * rows} or {rows}, {hidden}]"
             raise ValueError(f"llama_layer: w_up must be {wanted} like w_down, got {tuple(w_up.shape)}")
+    return in_fp8
+
+
+def _check_kinds(x: torch.Tensor, needed: dict[str, Weight]) -> bool:
+    """Checks dtypes and devices. Whether the matrices are in fp8."""
+    matrices = {name: value for name, value in needed.items() if name in MATRICES}
+    in_fp8 = [name for name, value in matrices.items() if isinstance(value, FP8Weight)]
+    if in_fp8 and len(in_fp8) < len(matrices):
+        raise TypeError(f"llama_layer: {', '.join(matrices)} must all be in fp8 or none, got {', '.join(in_fp8)}")
+    for name, value in needed.items():
+        if isinstance(value, FP8Weight):
+            if value.data.dtype != torch.float8_e4m3fn or value.scale.shape != (value.data.shape[0], 1):
+                got = f"{value.data.dtype} and scales {list(value.scale.shape)}"
+                raise TypeError(f"llama_layer: {name} must be what fp8_weight gives, got {got}")
+        elif value.dtype != x.dtype and not (name in ("cos", "sin") and value.dtype in FLOATS):
+            raise TypeError(f"llama_layer: {name} must be of x's dtype {x.dtype}, got {value.dtype}")
+        if _matrix(value).device != x.device:
+            raise ValueError(f"llama_layer: {name} must be on x's device {x.device}, got {_matrix(value).device}")
+    return bool(in_fp8)
 
 
 def _shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
@@ -165,19 +242,24 @@ class LlamaLayer(nn.Module):
 
     forward(x [B, S, hidden]) returns [B, S, hidden]; positions are 0 … S − 1. `load_llama` takes the state dict of a
     LlamaDecoderLayer, whose matrices it joins.
+
+    fp8: products in fp8, without a gradient. Each matrix is quantised at the first call and kept beside the parameter,
+    until that is replaced or changed in place. A change that its version does not count (through `.data`, by another
+    library, in the replay of a CUDA graph) is not seen: call `forget_fp8` after it.
     """
 
     def __init__(
         self,
         config: LayerConfig,
         *,
+        fp8: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if config.ffn not in ("swiglu", "gelu"):
             raise ValueError(f"LlamaLayer: ffn must be 'swiglu' or 'gelu', got {config.ffn!r}")
-        self.config = config
+        self.config, self.fp8 = config, fp8
         rows = (config.heads + 2 * config.kv_heads) * config.head_dim
         up = config.intermediate * (2 if config.ffn == "swiglu" else 1)
 
@@ -191,6 +273,7 @@ class LlamaLayer(nn.Module):
         self.w_qkv, self.w_o = matrix(rows, config.hidden), matrix(config.hidden, config.heads * config.head_dim)
         self.w_up, self.w_down = matrix(up, config.hidden), matrix(config.hidden, config.intermediate)
         self._angles: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._quantised: dict[str, tuple[nn.Parameter, tuple, FP8Weight]] = {}
 
     def load_llama(self, state: dict[str, torch.Tensor]) -> None:
         """Takes the weights of a LlamaDecoderLayer. Raises KeyError for a missing one."""
@@ -211,26 +294,40 @@ class LlamaLayer(nn.Module):
             self._angles[key] = rope_tables(length, self.config.head_dim, self.config.rope_base, device)
         return self._angles[key]
 
+    def quantised(self, name: str) -> FP8Weight:
+        """A matrix in fp8, kept for as long as the parameter is the same and unchanged."""
+        weight = getattr(self, name)
+        state = weight._version, weight.data_ptr(), weight.dtype, weight.device
+        kept = self._quantised.get(name)
+        if kept is None or kept[0] is not weight or kept[1] != state:
+            kept = self._quantised[name] = weight, state, fp8_weight(weight)
+        return kept[2]
+
+    def forget_fp8(self) -> None:
+        """The next call quantises all matrices anew."""
+        self._quantised.clear()
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         cos, sin = self.angles(x.device, x.shape[1])
         config = self.config
+        w_qkv, w_o, w_up, w_down = (self.quantised(n) if self.fp8 else getattr(self, n) for n in MATRICES)
         return llama_layer(
             x,
             self.norm_attention,
-            self.w_qkv,
-            self.w_o,
+            w_qkv,
+            w_o,
             cos,
             sin,
             self.norm_ffn,
-            self.w_up,
-            self.w_down,
+            w_up,
+            w_down,
             heads=config.heads,
             kv_heads=config.kv_heads,
             eps=config.eps,
         )
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_angles": {}}
+        return {**self.__dict__, "_angles": {}, "_quantised": {}}
 
 
 def rope_tables(

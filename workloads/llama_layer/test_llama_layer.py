@@ -9,9 +9,11 @@ import torch
 
 from harness import registry
 
-from . import LLAMA2, LayerConfig, LlamaLayer, llama_layer
+from . import LLAMA2, FP8Weight, LayerConfig, LlamaLayer, fp8_weight, llama_layer
 from .bench import SPEC
-from .layer import rope_tables
+from .fp8_weights import pick_backend
+from .layer import MATRICES, rope_tables
+from .reference import llama_layer_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = LayerConfig(24, 4, 2, 20)
@@ -85,6 +87,8 @@ def test_costs_are_those_of_the_published_sizes() -> None:
     assert SPEC.cost(case, "fwd").flops == {"bf16": 2 * 4096 * weights + attention}
     assert SPEC.cost(case, "fwd+bwd").flops == {"bf16": 6 * 4096 * weights + attention * 7 // 2}
     assert LLAMA2["70b"].head_dim == 128
+    in_fp8 = SPEC.cost(SPEC.case("7b-b1-s4096-fp8-bf16"), "fwd")
+    assert in_fp8.flops == {"fp8": 2 * 4096 * weights, "bf16": attention}
 
 
 def test_it_says_what_it_cannot_take() -> None:
@@ -98,6 +102,149 @@ def test_it_says_what_it_cannot_take() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             llama_layer(**{**given, **change})
+
+
+def weights_of(given: dict) -> dict:
+    return {name: fp8_weight(given[name]) for name in MATRICES}
+
+
+def relative(difference: torch.Tensor, of: torch.Tensor) -> float:
+    return (difference.double().square().mean() / of.double().square().mean()).sqrt().item()
+
+
+@pytest.mark.parametrize("ffn", ["swiglu", "gelu"])
+def test_the_rounding_to_8_bits_is_a_few_percent_of_what_the_layer_adds(ffn: str) -> None:
+    """A number in e4m3 is up to 1/16 off, 2.6 % in the root of the mean square; a product has two such operands, and
+    W_down's come after another."""
+    layer = LlamaLayer(LayerConfig(128, 4, 2, 160, ffn=ffn), device=DEVICE)
+    with torch.no_grad():
+        for name in MATRICES:
+            weight = getattr(layer, name)
+            weight.normal_().mul_(weight.shape[1] ** -0.5)
+        x = torch.randn(2, 24, 128, device=DEVICE)
+        exact = layer(x)
+        layer.fp8 = True
+        assert 0.02 < relative(layer(x) - exact, exact - x) < 0.1
+
+
+def test_the_parts_make_up_the_layer_in_fp8() -> None:
+    given = dict(inputs("tiny-b2-s4-fp8-fp32"))
+    scales = {name: given.pop(f"{name}_scale") for name in MATRICES}
+    given |= {name: FP8Weight(given[name].view(torch.float8_e4m3fn), scales[name]) for name in MATRICES}
+    halfway = llama_layer(**{**given, "part": "attention"})
+    # A sum that is rounded otherwise on a GPU's tensor cores may go to the next number of 8 bits.
+    torch.testing.assert_close(
+        llama_layer(**{**given, "x": halfway, "part": "ffn"}), llama_layer(**given), rtol=1e-2, atol=5e-2
+    )
+    assert torch.equal(halfway, llama_layer(**{**given, "part": "attention"}))
+
+
+def test_a_weight_in_fp8_is_kept_until_its_parameter_changes() -> None:
+    layer = LlamaLayer(LayerConfig(32, 2, 1, 48), fp8=True, device=DEVICE)
+    x = torch.randn(1, 5, 32, device=DEVICE)
+    with torch.no_grad():
+        before = layer(x)
+        kept = {name: layer.quantised(name) for name in MATRICES}
+        assert torch.equal(layer(x), before)
+        assert all(layer.quantised(name) is kept[name] for name in MATRICES)
+        layer.w_up.mul_(2)
+        assert not torch.equal(layer(x), before)
+        assert [name for name in MATRICES if layer.quantised(name) is not kept[name]] == ["w_up"]
+        layer.w_up.mul_(0.5)
+        assert torch.equal(layer(x), before)
+        layer.w_o = torch.nn.Parameter(layer.w_o.flip(0))
+        assert not torch.equal(layer(x), before)
+        layer.w_o.data.copy_(layer.w_o.flip(0))  # no version counts this
+        layer.forget_fp8()
+        assert torch.equal(layer(x), before)
+        assert torch.equal(copy.deepcopy(layer)(x), before)
+
+
+def test_with_weights_in_fp8_a_gradient_is_refused() -> None:
+    layer = LlamaLayer(LayerConfig(32, 2, 1, 48), fp8=True, device=DEVICE)
+    x = torch.randn(1, 5, 32, device=DEVICE)
+    with pytest.raises(RuntimeError, match="norm_attention requires a gradient, and with weights in fp8 there is none"):
+        layer(x)
+    given = inputs("tiny-b2-s4-fp8-fp32")
+    with pytest.raises(RuntimeError, match="x requires a gradient"):
+        SPEC.implementations["auto"](**{**given, "x": given["x"].requires_grad_()})
+
+
+def test_what_is_wrong_with_weights_in_fp8_is_said() -> None:
+    given = {**inputs("tiny-b1-s4-fp32")}
+    wide = LlamaLayer(LayerConfig(32, 2, 1, 48), device=DEVICE)
+    x, (cos, sin) = torch.randn(1, 4, 32, device=DEVICE), wide.angles(torch.device(DEVICE), 4)
+    good = dict(wide.named_parameters()) | dict(cos=cos, sin=sin, heads=2, kv_heads=1)
+    quantised = weights_of(good)
+    with torch.no_grad():
+        llama_layer(x, **good | quantised)
+        for change, error, message in (
+            (dict(w_o=good["w_o"]), TypeError, "must all be in fp8 or none, got w_qkv, w_up, w_down"),
+            (
+                dict(w_o=FP8Weight(quantised["w_o"].data, torch.ones(()))),
+                TypeError,
+                "w_o must be what fp8_weight gives",
+            ),
+            (dict(w_o=quantised["w_up"]), ValueError, "w_o must be"),
+            (dict(backend="cutlass"), ValueError, "backend must be one of auto, cublas, fp8_matmul"),
+        ):
+            with pytest.raises(error, match=message):
+                llama_layer(x, **good | quantised | change)
+        with pytest.raises(RuntimeError, match='backend="cublas" cannot run here'):
+            llama_layer(x, **good | quantised, backend="cublas")
+    with pytest.raises(ValueError, match="backend must be 'auto' but for weights in fp8"):
+        llama_layer(**given, backend="fp8_matmul")
+    with pytest.raises(ValueError, match=r"weight must be \[N, K\] with both multiples of 16, got \[32, 40\]"):
+        fp8_weight(torch.empty(32, 40, device=DEVICE))
+
+
+def test_cublas_multiplies_bf16_on_hopper_and_fp8_matmul_the_rest() -> None:
+    assert pick_backend("auto", possible=True) == pick_backend("cublas", possible=False) == "cublas"
+    assert pick_backend("auto", possible=False) == pick_backend("fp8_matmul", possible=True) == "fp8_matmul"
+
+
+@pytest.mark.slow
+def test_in_fp8_it_compiles_to_the_same() -> None:
+    given = inputs("tiny-b2-s4-fp8-fp32")
+    op = SPEC.implementations["auto"]
+    assert torch.equal(torch.compile(op, fullgraph=True, backend="aot_eager")(**given), op(**given))
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("ffn", ["swiglu", "gelu"])
+def test_both_products_in_fp8_agree_in_bf16(ffn: str) -> None:
+    layer = LlamaLayer(LayerConfig(512, 4, 2, 1376, ffn=ffn), fp8=True, device=DEVICE, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name in MATRICES:
+            weight = getattr(layer, name)
+            weight.normal_().mul_(weight.shape[1] ** -0.5)
+        x = torch.randn(2, 300, 512, device=DEVICE, dtype=torch.bfloat16)
+        cos, sin = layer.angles(x.device, 300)
+        given = dict(layer.named_parameters()) | dict(cos=cos, sin=sin, heads=4, kv_heads=2)
+        quantised = weights_of(given)
+        ours, theirs = (llama_layer(x, **given | quantised, backend=b) for b in ("fp8_matmul", "cublas"))
+        exact = llama_layer(x, **given)
+    assert torch.equal(theirs, layer(x))
+    assert relative(ours.float() - theirs.float(), exact.float() - x.float()) < 0.02
+    assert relative(ours.float() - exact.float(), exact.float() - x.float()) < 0.1
+
+
+@pytest.mark.gpu
+def test_in_fp32_it_is_within_1e_4_of_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without TF32: the layer and its gradients against fp64."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    layer = LlamaLayer(LayerConfig(512, 4, 2, 1376), device=DEVICE)
+    x = torch.randn(2, 200, 512, device=DEVICE, requires_grad=True)
+    cos, sin = layer.angles(x.device, 200)
+    wide = {name: p.detach().double().requires_grad_() for name, p in layer.named_parameters()}
+    x64 = x.detach().double().requires_grad_()
+    want = llama_layer_reference(x64, **wide, cos=cos.double(), sin=sin.double(), heads=4, kv_heads=2)
+    out, dout = layer(x), torch.randn(2, 200, 512, device=DEVICE)
+    names, leaves = zip(*layer.named_parameters(), strict=True)
+    ours = torch.autograd.grad(out, (x, *leaves), dout)
+    grads = torch.autograd.grad(want, (x64, *(wide[name] for name in names)), dout.double())
+    for found, expected in zip((out, *ours), (want, *grads), strict=True):
+        assert (found - expected).abs().max() < 1e-4 * max(1.0, expected.abs().max().item())
 
 
 def test_it_is_found() -> None:
