@@ -108,7 +108,10 @@ def _of_bytes(op: Op) -> Op:
     def layer(**inputs):
         scales = {name: inputs.pop(f"{name}_scale") for name in MATRICES if f"{name}_scale" in inputs}
         codes = {name: inputs[name].view(torch.float8_e4m3fn) for name in scales}
-        return op(**inputs | {name: FP8Weight(codes[name], scales[name]) for name in scales})
+        try:
+            return op(**inputs | {name: FP8Weight(codes[name], scales[name]) for name in scales})
+        except (TypeError, ValueError) as error:  # in the names that the arguments have here
+            raise type(error)(str(error).replace(".scale", "_scale")) from error
 
     return layer
 

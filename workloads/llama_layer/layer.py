@@ -222,14 +222,23 @@ def _check_kinds(x: torch.Tensor, needed: dict[str, Weight]) -> bool:
         raise TypeError(f"llama_layer: {', '.join(matrices)} must all be in fp8 or none, got {', '.join(in_fp8)}")
     for name, value in needed.items():
         if isinstance(value, FP8Weight):
-            if value.data.dtype != torch.float8_e4m3fn or value.scale.shape != (value.data.shape[0], 1):
-                got = f"{value.data.dtype} and scales {list(value.scale.shape)}"
-                raise TypeError(f"llama_layer: {name} must be what fp8_weight gives, got {got}")
+            _check_fp8_weight(name, value)
         elif value.dtype != x.dtype and not (name in ("cos", "sin") and value.dtype in FLOATS):
             raise TypeError(f"llama_layer: {name} must be of x's dtype {x.dtype}, got {value.dtype}")
         if _matrix(value).device != x.device:
             raise ValueError(f"llama_layer: {name} must be on x's device {x.device}, got {_matrix(value).device}")
     return bool(in_fp8)
+
+
+def _check_fp8_weight(name: str, weight: FP8Weight) -> None:
+    data, scale = weight
+    if data.dtype != torch.float8_e4m3fn:
+        raise TypeError(f"llama_layer: {name}.data must be float8_e4m3fn, as fp8_weight gives it, got {data.dtype}")
+    if scale.dtype != torch.float32:
+        raise TypeError(f"llama_layer: {name}.scale must be float32, as fp8_weight gives it, got {scale.dtype}")
+    if scale.shape != (data.shape[0], 1) or scale.device != data.device:
+        wanted, got = f"[{data.shape[0]}, 1] on {data.device}", f"{list(scale.shape)} on {scale.device}"
+        raise ValueError(f"llama_layer: {name}.scale must be {wanted}, got {got}")
 
 
 def _shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
