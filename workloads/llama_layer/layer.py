@@ -8,14 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kernels.attention import attention
 from kernels.fp8 import fp8
 from kernels.gelu import gelu
 from kernels.rmsnorm import rmsnorm, rmsnorm_fp8
-from kernels.rope import rope
 from kernels.swiglu import swiglu, swiglu_fp8
 
 from .fp8_weights import FP8Weight, check_backend, fp8_weight, product
+from .self_attention import attended, eager, self_attention
 
 PARTS = ("layer", "attention", "ffn")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -104,11 +103,11 @@ def llama_layer(
         return _fp8_layer(x, **given, heads=heads, kv_heads=kv_heads, eps=eps, part=part, backend=backend)
     if part == "ffn":
         return _ffn(rmsnorm(x, norm_ffn, eps), x, w_up, w_down)
-    attended = _attention(F.linear(rmsnorm(x, norm_attention, eps), w_qkv), cos, sin, heads, kv_heads)
+    mixed = self_attention(rmsnorm(x, norm_attention, eps), w_qkv, cos, sin, heads, kv_heads)
     if part == "attention":
-        return _added(attended, w_o, x)
-    normed, a = rmsnorm(F.linear(attended, w_o), norm_ffn, eps, residual=x)
-    return _ffn(normed, a, w_up, w_down)
+        return _added(mixed, w_o, x)
+    normed, a = rmsnorm(F.linear(mixed, w_o), norm_ffn, eps, residual=x)
+    return _ffn(normed, a, w_up, w_down, own=True)
 
 
 def _fp8_layer(
@@ -123,8 +122,8 @@ def _fp8_layer(
     if part == "ffn":
         normed, a = rmsnorm_fp8(x, norm_ffn, eps), x
     else:
-        attended = _attention(times(rmsnorm_fp8(x, norm_attention, eps), w_qkv), cos, sin, heads, kv_heads)
-        projected = times(fp8(attended), w_o)
+        mixed = attended(times(rmsnorm_fp8(x, norm_attention, eps), w_qkv), cos, sin, heads, kv_heads)
+        projected = times(fp8(mixed), w_o)
         if part == "attention":
             return projected.add_(x)
         *normed, a = rmsnorm_fp8(projected, norm_ffn, eps, residual=x)
@@ -143,18 +142,14 @@ def _no_gradient(**inputs: torch.Tensor | None) -> None:
             )
 
 
-def _attention(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, kv_heads: int) -> torch.Tensor:
-    """[B, S, heads · D], before W_o, of one product for all three, whose slices rope and attention read in place."""
-    q, k, v = qkv.unflatten(-1, (heads + 2 * kv_heads, -1)).split((heads, kv_heads, kv_heads), dim=2)
-    q, k = rope(q, k, cos, sin)
-    out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True)
-    assert isinstance(out, torch.Tensor)
-    return out.transpose(1, 2).flatten(2)
-
-
-def _ffn(normed, residual, w_up, w_down) -> torch.Tensor:
+def _ffn(normed, residual, w_up, w_down, own: bool = False) -> torch.Tensor:
+    """`own`: nobody else has the residual."""
     up = F.linear(normed, w_up)
-    return _added(gelu(up) if _is_gelu(w_up, w_down) else swiglu(up), w_down, residual)
+    inner = gelu(up) if _is_gelu(w_up, w_down) else swiglu(up)
+    if own and eager() and not (torch.is_grad_enabled() and (inner.requires_grad or w_down.requires_grad)):
+        # Without the copy of the residual that addmm begins with.
+        return residual.flatten(0, -2).addmm_(inner.flatten(0, -2), w_down.t()).view(residual.shape)
+    return _added(inner, w_down, residual)
 
 
 def _is_gelu(w_up: Weight, w_down: Weight) -> bool:

@@ -104,6 +104,38 @@ def test_it_says_what_it_cannot_take() -> None:
             llama_layer(**{**given, **change})
 
 
+@pytest.mark.parametrize("frozen", [(), ("w_qkv",), ("x", "norm_attention")])
+def test_gradients_of_slices_are_written_into_one_tensor(frozen: tuple[str, ...]) -> None:
+    """In 16 bits, where the attention has an autograd.Function of its own. Its result without gradients is the same."""
+    given = inputs("tiny-b1-s4-fp32")
+    given |= {name: t.half() for name, t in given.items() if isinstance(t, torch.Tensor) and name not in ("cos", "sin")}
+    leaves = {name: given[name] for name in SPEC.grads if name not in frozen}
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    out = llama_layer(**given)
+    dout = torch.randn_like(out)
+    found = torch.autograd.grad(out, tuple(leaves.values()), dout)
+    wide = {name: t.detach().double() if isinstance(t, torch.Tensor) else t for name, t in given.items()}
+    wanted = {name: wide[name].requires_grad_() for name in leaves}
+    want = torch.autograd.grad(llama_layer_reference(**wide), tuple(wanted.values()), dout.double())
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-2, atol=1e-2 * max(1.0, b.abs().max().item()))
+    tolerance = dict(rtol=4e-3, atol=4e-3)
+    with torch.no_grad():
+        torch.testing.assert_close(llama_layer(**given), out, **tolerance)
+        mapped = torch.func.vmap(lambda x: llama_layer(**{**given, "x": x}))(given["x"][None])
+        torch.testing.assert_close(mapped[0], out, **tolerance)
+
+
+def test_nothing_of_the_callers_is_overwritten() -> None:
+    for part in ("layer", "attention", "ffn"):
+        given = {**inputs("tiny-b1-s4-fp32"), "part": part}
+        before = {name: t.clone() for name, t in given.items() if isinstance(t, torch.Tensor)}
+        with torch.no_grad():
+            llama_layer(**given)
+        assert all(torch.equal(given[name], t) for name, t in before.items())
+
+
 def weights_of(given: dict) -> dict:
     return {name: fp8_weight(given[name]) for name in MATRICES}
 
@@ -180,11 +212,13 @@ def test_what_is_wrong_with_weights_in_fp8_is_said() -> None:
         llama_layer(x, **good | quantised)
         for change, error, message in (
             (dict(w_o=good["w_o"]), TypeError, "must all be in fp8 or none, got w_qkv, w_up, w_down"),
+            (dict(w_o=quantised["w_o"]._replace(scale=torch.ones(()))), ValueError, r"w_o.scale must be \[32, 1\]"),
             (
-                dict(w_o=FP8Weight(quantised["w_o"].data, torch.ones(()))),
+                dict(w_o=quantised["w_o"]._replace(scale=torch.ones(32, 1).half())),
                 TypeError,
-                "w_o must be what fp8_weight gives",
+                "w_o.scale must be float32",
             ),
+            (dict(w_up=FP8Weight(good["w_up"], quantised["w_up"].scale)), TypeError, "w_up.data must be float8_e4m3fn"),
             (dict(w_o=quantised["w_up"]), ValueError, "w_o must be"),
             (dict(backend="cutlass"), ValueError, "backend must be one of auto, cublas, fp8_matmul"),
         ):
