@@ -22,6 +22,8 @@ def rmsnorm(
     residual: torch.Tensor | None = None,
     weight_offset: float = 0.0,
     backend: str = "auto",
+    *,
+    return_h: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Root-mean-square normalisation over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4).
 
@@ -38,6 +40,10 @@ def rmsnorm(
     backend   of the forward: "triton", "cuda" (CUDA C++, compiled by CuPy: rows of 16 385 to 65 536 numbers on 16-byte
               boundaries, on compute capability 9.0, a weight of x's dtype), or "auto", which takes "cuda" where it can
 
+    return_h  without a residual too, return h: then x, or a view of it. What x is added to later takes h in its place,
+              so that the gradient that comes back from there is added in the backward's kernel and not in a pass over
+              both.
+
     Returns y, in shape and dtype of x, contiguous; with a residual (y, h), where h is the next layer's residual.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or backend, RuntimeError for a CPU tensor
@@ -51,13 +57,18 @@ def rmsnorm(
         )
         plan = _fwd_plan(x, weight, residual, eps, weight_offset, save, backend)
         if save:
-            return _apply(x, weight, residual, plan, weight_offset)
+            passed = return_h and residual is None and x.requires_grad
+            made = _apply(x, weight, residual, plan, weight_offset, passed)
+            return (made, x) if return_h and residual is None and not passed else made
         y, h, _ = plan(x, weight, residual)
-        return y if residual is None else (y, h)
+        if residual is None:
+            return (y, x) if return_h else y
+        return y, h
     _check(x, weight, residual, eps, weight_offset, backend)
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, residual))
     if residual is None:
-        return _fwd_op(x, weight, eps, weight_offset, save, backend)[0]
+        y = _fwd_op(x, weight, eps, weight_offset, save, backend)[0]
+        return (y, x) if return_h else y
     y, h, _ = _add_fwd_op(x, residual, weight, eps, weight_offset, save, backend)
     return y, h
 
@@ -120,18 +131,20 @@ class _RMSNorm(torch.autograd.Function):
     differentiated."""
 
     @staticmethod
-    def forward(ctx, x, weight, residual, plan, weight_offset):
+    def forward(ctx, x, weight, residual, plan, weight_offset, passed):
         y, h, rstd = plan(x, weight, residual)
         ctx.set_materialize_grads(False)
-        ctx.weight_offset, ctx.added = weight_offset, residual is not None
+        ctx.weight_offset = weight_offset
         ctx.save_for_backward(h, weight, rstd)
-        return (y, h) if ctx.added else y
+        if residual is not None:
+            return y, h
+        return (y, x) if passed else y
 
     @staticmethod
     def backward(ctx, dy, dh=None):
         need_dx, need_dw, need_dr, *_ = ctx.needs_input_grad
         d, dw = _gradients(ctx, dy, dh, need_dx or need_dr, need_dw)
-        return d if need_dx else None, dw, d if need_dr else None, None, None
+        return d if need_dx else None, dw, d if need_dr else None, None, None, None
 
 
 # torch.autograd.Function.apply handles functorch before it calls this; `lean` has ruled functorch out.

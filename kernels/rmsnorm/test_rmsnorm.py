@@ -53,6 +53,25 @@ def test_h_is_rounded_to_the_dtype_before_it_is_normalised():
     torch.testing.assert_close(y, rmsnorm(h), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("frozen", ["", "x", "weight", "both"])
+def test_h_without_a_residual_is_x_and_its_gradient_is_added(frozen):
+    x, weight = normal(5, 33), normal(33)
+    leaves = [t.requires_grad_() for name, t in (("x", x), ("weight", weight)) if frozen not in (name, "both")]
+    y, h = rmsnorm(x, weight, return_h=True)
+    assert torch.equal(y, rmsnorm(x, weight)) and torch.equal(h, x) and h.data_ptr() == x.data_ptr()
+    if not leaves:
+        return
+    dy, dh = normal(5, 33), normal(5, 33)
+    found = torch.autograd.grad((y * dy).sum() + (h * dh).sum(), leaves)
+    want = torch.autograd.grad((rmsnorm(x, weight) * dy).sum() + (x * dh).sum(), leaves)
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a, b)
+    if frozen != "x":  # of h alone it passes through
+        assert torch.equal(torch.autograd.grad(rmsnorm(x, weight, return_h=True)[1], x, dh)[0], dh)
+        by_library = torch.vmap(lambda x: torch.stack(rmsnorm(x, weight, return_h=True)))(x[None])
+        torch.testing.assert_close(by_library[0], torch.stack((y, x)))
+
+
 @pytest.mark.parametrize("needed", ["x", "weight", "residual"])
 def test_no_work_for_a_gradient_that_nobody_wants(needed, monkeypatch):
     launched = []

@@ -101,9 +101,11 @@ def llama_layer(
     if in_fp8:
         _no_gradient(x=x, norm_attention=norm_attention, norm_ffn=norm_ffn)
         return _fp8_layer(x, **given, heads=heads, kv_heads=kv_heads, eps=eps, part=part, backend=backend)
+    # What goes past a norm has its gradient added in that of the norm.
+    normed, x = rmsnorm(x, norm_ffn if part == "ffn" else norm_attention, eps, return_h=True)
     if part == "ffn":
-        return _ffn(rmsnorm(x, norm_ffn, eps), x, w_up, w_down)
-    mixed = self_attention(rmsnorm(x, norm_attention, eps), w_qkv, cos, sin, heads, kv_heads)
+        return _ffn(normed, x, w_up, w_down)
+    mixed = self_attention(normed, w_qkv, cos, sin, heads, kv_heads)
     if part == "attention":
         return _added(mixed, w_o, x)
     normed, a = rmsnorm(F.linear(mixed, w_o), norm_ffn, eps, residual=x)
