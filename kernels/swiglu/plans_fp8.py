@@ -119,7 +119,7 @@ def _block_launches(
 ) -> list[Callable[..., None]]:
     """Each takes (gate, up, data, scale), and data_t and scale_t with `transpose`."""
     rows, cols = gate.shape
-    launches = []
+    launches: list[Callable[..., None]] = []
     for tile in _tiles(transpose, whole=rows % BLOCK == 0 and cols % BLOCK == 0):
         launch = Launch(
             _swiglu_fp8_kernel,
