@@ -32,21 +32,27 @@ def _case(
     part: str = "layer",
     ffn: str = "swiglu",
     dtype: torch.dtype = BF16,
-    fp8: bool = False,
+    fp8: str = "",
     **dims,
 ) -> Case:
-    """One of Llama 2's layers, or with `dims` a small one under the name `model`."""
+    """One of Llama 2's layers, or with `dims` a small one under the name `model`. `fp8`: "weights", matrices that are
+    quantised beforehand, or "train", such as are quantised in each call, forward and backward."""
     short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
-    words = [part] * (part != "layer") + [ffn] * (ffn == "gelu") + ["fp8"] * fp8
+    words = (
+        [part] * (part != "layer")
+        + [ffn] * (ffn == "gelu")
+        + {"": [], "weights": ["fp8"], "train": ["fp8", "train"]}[fp8]
+    )
     name = "-".join((model, f"b{batch}", f"s{length}", *words, short))
     sizes = LLAMA2[model] if model in LLAMA2 else LayerConfig(**dims)
     own = dict(hidden=sizes.hidden, heads=sizes.heads, kv_heads=sizes.kv_heads, intermediate=sizes.intermediate)
     params = {k: v for k, v in (("part", part), ("ffn", ffn)) if v not in ("layer", "swiglu")}
-    options = dict(params=params | {"fp8": True}, modes=("fwd",)) if fp8 else dict(params=params)
+    modes = {"": (), "weights": ("fwd",), "train": ("fwd+bwd",)}[fp8]
+    params |= {"fp8": fp8} if fp8 else {}
     # Triton's interpreter computes small ones in fp32, where fp8_matmul decodes bytes.
     least = (8, 9) if fp8 and dtype != FP32 else (0, 0)
     sizes_of = dict(batch=batch, length=length, **own)
-    return Case(name, sizes_of, dtype, bench=model in LLAMA2, min_capability=least, **options)
+    return Case(name, sizes_of, dtype, params, model in LLAMA2, min_capability=least, modes=modes)
 
 
 CASES = (
@@ -54,15 +60,19 @@ CASES = (
     *(_case("7b", 1, s, ffn="gelu") for s in (512, 4096)),
     *(_case("7b", 1, s, part) for part in ("attention", "ffn") for s in (512, 1024, 2048, 4096)),
     *(_case(model, 1, 4096, part) for model in ("13b", "70b") for part in ("attention", "ffn")),
-    *(_case("7b", 1, s, fp8=True) for s in (512, 1024, 2048, 4096)),
-    *(_case(model, 1, 4096, fp8=True) for model in ("13b", "70b")),
-    *(_case("7b", 1, 4096, part, fp8=True) for part in ("attention", "ffn")),
-    _case("7b", 1, 4096, ffn="gelu", fp8=True),
+    *(_case("7b", 1, s, fp8="weights") for s in (512, 1024, 2048, 4096)),
+    *(_case(model, 1, 4096, fp8="weights") for model in ("13b", "70b")),
+    *(_case("7b", 1, 4096, part, fp8="weights") for part in ("attention", "ffn")),
+    _case("7b", 1, 4096, ffn="gelu", fp8="weights"),
+    *(_case("7b", 1, s, fp8="train") for s in (512, 4096)),
+    *(_case(model, 1, 4096, fp8="train") for model in ("13b", "70b")),
     # For the checks: grouped heads, widths that are no powers of two.
     _case("tiny", 1, 4, dtype=FP32, hidden=12, heads=2, kv_heads=1, intermediate=10),
     _case("tiny", 2, 3, "ffn", "gelu", FP32, hidden=10, heads=1, kv_heads=1, intermediate=14),
-    _case("tiny", 2, 4, dtype=FP32, fp8=True, hidden=32, heads=2, kv_heads=1, intermediate=48),
-    _case("tiny", 1, 3, "ffn", "gelu", FP32, fp8=True, hidden=32, heads=1, kv_heads=1, intermediate=16),
+    _case("tiny", 2, 4, dtype=FP32, fp8="weights", hidden=32, heads=2, kv_heads=1, intermediate=48),
+    _case("tiny", 16, 3, dtype=FP32, fp8="train", hidden=32, heads=2, kv_heads=1, intermediate=48),
+    _case("tiny", 16, 2, "ffn", "gelu", FP32, fp8="train", hidden=32, heads=1, kv_heads=1, intermediate=16),
+    _case("tiny", 1, 3, "ffn", "gelu", FP32, fp8="weights", hidden=32, heads=1, kv_heads=1, intermediate=16),
 )
 
 HOST_CASES = (_case("host", 1, 16, dtype=BF16, hidden=256, heads=4, kv_heads=2, intermediate=512),)
@@ -88,7 +98,9 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
         inputs["norm_ffn"] = normal(hidden)
         inputs["w_up"] = normal(rows, hidden, scale=hidden**-0.5)
         inputs["w_down"] = normal(hidden, inner, scale=inner**-0.5)
-    if case.params.get("fp8"):
+    if case.params.get("fp8") == "train":
+        inputs["fp8"] = True
+    elif case.params.get("fp8"):
         inputs = {name: made for given in inputs.items() for name, made in _quantised(*given)}
     return {**inputs, "heads": heads, "kv_heads": kv_heads, "part": part}
 
@@ -135,11 +147,12 @@ def cost(case: Case, mode: str) -> Cost:
     of_products, of_pairs = 2 * products * tokens * weights, 2 * attended * pairs * head_dim
     pipe = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[case.dtype]
     elements = activations * tokens * hidden + (1 + written) * vectors
-    if case.params.get("fp8"):
-        of_weights = weights + 4 * _rows(case)
+    of_weights = (1 + written) * weights * case.dtype.itemsize
+    flops = {pipe: of_products + of_pairs}
+    if in_fp8 := case.params.get("fp8"):
         flops = {"fp8": of_products, **({pipe: of_pairs} if pairs else {})}
-    else:
-        of_weights, flops = (1 + written) * weights * case.dtype.itemsize, {pipe: of_products + of_pairs}
+    if in_fp8 == "weights":
+        of_weights = weights + 4 * _rows(case)
     return Cost(flops=flops, bytes=elements * case.dtype.itemsize + of_weights + tables)
 
 
@@ -269,6 +282,8 @@ def _liger() -> None:
 
 def _takes(case: Case, mode: str) -> str | None:
     """For `_torch`."""
+    if case.params.get("fp8") == "train":
+        return "scaled_mm has no gradient"
     if case.params.get("fp8") and case.dtype != BF16:
         return "scaled_mm with scales of rows makes bf16"
     return None
@@ -276,7 +291,7 @@ def _takes(case: Case, mode: str) -> str | None:
 
 def _whole_llama(case: Case, mode: str) -> str | None:
     if case.params.get("fp8"):
-        return "it computes in the dtype of its weights"
+        return "it has no products in fp8"
     whole = case.params.get("part", "layer") == "layer" and case.params.get("ffn") != "gelu"
     return None if whole else "it has whole layers with SwiGLU"
 
@@ -290,17 +305,19 @@ def _halves(case: Case, mode: str) -> str | None:
 
 
 def _dense() -> Op:
-    """This layer in bf16, of matrices of the same sizes that are made once."""
+    """This layer in bf16: of matrices in fp8, others of the same sizes that are made once."""
     made: dict[tuple, torch.Tensor] = {}
 
     def matrix(like: torch.Tensor) -> torch.Tensor:
+        if like.dtype != torch.uint8:
+            return like
         key = (tuple(like.shape), like.device)
         if key not in made:
             made[key] = torch.randn(like.shape, dtype=BF16, device=like.device).mul_(like.shape[1] ** -0.5)
         return made[key]
 
     def layer(**inputs):
-        kept = {name: value for name, value in inputs.items() if not name.endswith("_scale")}
+        kept = {name: value for name, value in inputs.items() if not name.endswith("_scale") and name != "fp8"}
         return llama_layer(**kept | {name: matrix(kept[name]) for name in MATRICES if name in kept})
 
     return layer
@@ -330,7 +347,7 @@ def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
 def _product_error(inputs: Inputs) -> float:
     """Hopper's tensor cores cut sums of fp8 products to 13 bits behind the point, and a number that is rounded to
     another code on the way is another by a sixteenth: both implementations and eager have some."""
-    return 2**-12 if any(name.endswith("_scale") for name in inputs) else 0.0
+    return 2**-12 if "fp8" in inputs or any(name.endswith("_scale") for name in inputs) else 0.0
 
 
 def _items(case: Case) -> int:

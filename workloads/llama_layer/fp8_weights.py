@@ -36,18 +36,19 @@ def fp8_weight(weight: torch.Tensor) -> FP8Weight:
 
 
 def product(
-    data: torch.Tensor, scale: torch.Tensor, weight: FP8Weight, dtype: torch.dtype, backend: str
+    data: torch.Tensor, scale: torch.Tensor, weight: FP8Weight, dtype: torch.dtype, backend: str, fast: bool = True
 ) -> torch.Tensor:
     """x · weightᵀ [..., N] in `dtype`, of x ≈ data · scale: data [..., K], scale [..., 1].
 
-    Tensor cores form the whole sum (fast accumulation): with 14 bits for it on Hopper, where an operand has 4.
+    fast: tensor cores form the whole sum, with 14 bits for it on Hopper, where an operand has 4. Otherwise sums of 128
+    terms are added in fp32.
     """
     rows, of_rows = data.flatten(0, -2), scale.flatten(0, -2)
     if pick_backend(backend, _library_reason(rows, dtype) is None) == "cublas":
         of = ScalingType.RowWise
-        y = scaled_mm(rows, weight.data.t(), of_rows, of, weight.scale.t(), of, output_dtype=dtype, use_fast_accum=True)
+        y = scaled_mm(rows, weight.data.t(), of_rows, of, weight.scale.t(), of, output_dtype=dtype, use_fast_accum=fast)
     else:
-        y = fp8_matmul(rows, weight.data, of_rows, weight.scale, out_dtype=dtype, fast_accum=True)
+        y = fp8_matmul(rows, weight.data, of_rows, weight.scale, out_dtype=dtype, fast_accum=fast)
     return y.view(*data.shape[:-1], -1)
 
 
@@ -75,6 +76,6 @@ def check_backend(backend: str, in_fp8: bool, x: torch.Tensor) -> None:
     if backend not in BACKENDS:
         raise ValueError(f"llama_layer: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend != "auto" and not in_fp8:
-        raise ValueError(f"llama_layer: backend must be 'auto' but for weights in fp8, got {backend!r}")
+        raise ValueError(f"llama_layer: backend must be 'auto' but for products in fp8, got {backend!r}")
     if backend == "cublas" and (reason := _library_reason(x, x.dtype)):
         raise RuntimeError(f'llama_layer: backend="cublas" cannot run here: {reason}')

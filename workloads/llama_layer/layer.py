@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kernels.fp8 import fp8
+from kernels.fp8 import fp8 as quantised
 from kernels.gelu import gelu
 from kernels.rmsnorm import rmsnorm, rmsnorm_fp8
 from kernels.swiglu import swiglu, swiglu_fp8
 
-from .fp8_weights import FP8Weight, check_backend, fp8_weight, product
-from .self_attention import attended, eager, self_attention
+from .fp8_linear import fp8_linear
+from .fp8_weights import UNIT, FP8Weight, check_backend, fp8_weight, product
+from .self_attention import eager, self_attention
 
 PARTS = ("layer", "attention", "ffn")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 MATRICES = ("w_qkv", "w_o", "w_up", "w_down")
 Weight = torch.Tensor | FP8Weight
+Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ def llama_layer(
     kv_heads: int,
     eps: float = 1e-5,
     part: str = "layer",
+    fp8: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor:
     """A decoder layer of Llama (Touvron et al. 2023, arXiv:2302.13971, section 2.2).
@@ -78,17 +83,18 @@ def llama_layer(
     w_up            [2 · intermediate, hidden], the rows of the gate first, or [intermediate, hidden] for GELU
     w_down          [hidden, intermediate]
     part            "layer", "attention" (returns a) or "ffn" (x is a); what a part does not use may be None
-
+    fp8             products in fp8, forward and backward. Implied by matrices that are in fp8 already.
     backend         of products in fp8: "cublas" (torch's scaled_mm: bf16 on compute capability 9.0), "fp8_matmul", or
                     "auto", the first where it can run
 
     Products are cuBLAS's. The first residual is added in the norm's launch, the second in that of W_down's product.
 
-    The four matrices may be `fp8_weight`s, all that a part uses or none. Products are then of numbers in e4m3 with a
-    scale for each row: what precedes one, RMSNorm or SwiGLU, quantises its result in the same launch, attention and
-    GELU are followed by `fp8`. Attention itself, norms and residuals stay in x's dtype. There is no gradient.
+    Products in fp8 are of numbers in e4m3 with a scale for each row; attention itself, norms and residuals stay in x's
+    dtype. The four matrices, or those that a part uses, may be `fp8_weight`s, which are quantised once; otherwise each
+    call quantises them. Without a gradient RMSNorm and SwiGLU quantise their results in the same launch; attention and
+    GELU are followed by a launch that does. With one, see `fp8_linear`: B · S is then a multiple of 16.
 
-    Returns [B, S, hidden] in dtype of x. Differentiable in x and all weights, unless these are in fp8.
+    Returns [B, S, hidden] in dtype of x. Differentiable in x and all weights, unless the matrices are `fp8_weight`s.
 
     Raises TypeError for a wrong dtype, ValueError for an unknown part or backend and for a weight that is missing, of a
     wrong shape or on another device, RuntimeError for CPU tensors outside Triton's interpreter, for a gradient through
@@ -97,69 +103,82 @@ def llama_layer(
     given = dict(norm_attention=norm_attention, w_qkv=w_qkv, w_o=w_o, cos=cos, sin=sin)
     given |= dict(norm_ffn=norm_ffn, w_up=w_up, w_down=w_down)
     in_fp8 = _check(part, x, heads, kv_heads, **given)
-    check_backend(backend, in_fp8, x)
+    check_backend(backend, fp8 or in_fp8, x)
     if in_fp8:
         _no_gradient(x=x, norm_attention=norm_attention, norm_ffn=norm_ffn)
+    elif fp8:
+        _check_sizes(x, {name: given[name] for name in MATRICES if given[name] is not None})
+    if fp8 and not in_fp8 and not _recorded(x, *given.values()):
+        given = {name: fp8_weight(w) if name in MATRICES and w is not None else w for name, w in given.items()}
+        in_fp8 = True
+    if in_fp8:
         return _fp8_layer(x, **given, heads=heads, kv_heads=kv_heads, eps=eps, part=part, backend=backend)
     # What goes past a norm has its gradient added in that of the norm.
     normed, x = rmsnorm(x, norm_ffn if part == "ffn" else norm_attention, eps, return_h=True)
+    linear = partial(fp8_linear, backend=backend) if fp8 else F.linear
     if part == "ffn":
-        return _ffn(normed, x, w_up, w_down)
-    mixed = self_attention(normed, w_qkv, cos, sin, heads, kv_heads)
+        return _ffn(normed, x, w_up, w_down, linear)
+    mixed = self_attention(linear(normed, w_qkv), cos, sin, heads, kv_heads)
     if part == "attention":
-        return _added(mixed, w_o, x)
-    normed, a = rmsnorm(F.linear(mixed, w_o), norm_ffn, eps, residual=x)
-    return _ffn(normed, a, w_up, w_down, own=True)
+        return _added(mixed, w_o, x, linear)
+    normed, a = rmsnorm(linear(mixed, w_o), norm_ffn, eps, residual=x)
+    return _ffn(normed, a, w_up, w_down, linear, own=True)
 
 
 def _fp8_layer(
     x, norm_attention, w_qkv, w_o, cos, sin, norm_ffn, w_up, w_down, heads, kv_heads, eps, part, backend
 ) -> torch.Tensor:
-    """The same with weights in fp8."""
+    """The same with matrices in fp8, without a gradient."""
 
-    def times(quantised: tuple[torch.Tensor, ...], weight: FP8Weight) -> torch.Tensor:
-        data, scale = quantised
+    def times(made: tuple[torch.Tensor, ...], weight: FP8Weight) -> torch.Tensor:
+        data, scale = made
         return product(data, scale, weight, x.dtype, backend)
 
     if part == "ffn":
         normed, a = rmsnorm_fp8(x, norm_ffn, eps), x
     else:
-        mixed = attended(times(rmsnorm_fp8(x, norm_attention, eps), w_qkv), cos, sin, heads, kv_heads)
-        projected = times(fp8(mixed), w_o)
+        mixed = self_attention(times(rmsnorm_fp8(x, norm_attention, eps), w_qkv), cos, sin, heads, kv_heads)
+        projected = times(quantised(mixed), w_o)
         if part == "attention":
             return projected.add_(x)
         *normed, a = rmsnorm_fp8(projected, norm_ffn, eps, residual=x)
     up = times(normed, w_up)
     # GELU has no output with a scale for each row.
-    inner = fp8(gelu(up)) if _is_gelu(w_up, w_down) else swiglu_fp8(up, granularity="row")
+    inner = quantised(gelu(up)) if _is_gelu(w_up, w_down) else swiglu_fp8(up, granularity="row")
     return times(inner, w_down).add_(a)
+
+
+def _recorded(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _no_gradient(**inputs: torch.Tensor | None) -> None:
     for name, tensor in inputs.items():
-        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+        if _recorded(tensor):
             raise RuntimeError(
                 f"llama_layer: {name} requires a gradient, and with weights in fp8 there is none: detach it, or call "
                 "this under torch.no_grad()"
             )
 
 
-def _ffn(normed, residual, w_up, w_down, own: bool = False) -> torch.Tensor:
+def _ffn(normed, residual, w_up, w_down, linear: Linear, own: bool = False) -> torch.Tensor:
     """`own`: nobody else has the residual."""
-    up = F.linear(normed, w_up)
+    up = linear(normed, w_up)
     inner = gelu(up) if _is_gelu(w_up, w_down) else swiglu(up)
-    if own and eager() and not (torch.is_grad_enabled() and (inner.requires_grad or w_down.requires_grad)):
+    if own and eager() and not _recorded(inner, w_down):
         # Without the copy of the residual that addmm begins with.
         return residual.flatten(0, -2).addmm_(inner.flatten(0, -2), w_down.t()).view(residual.shape)
-    return _added(inner, w_down, residual)
+    return _added(inner, w_down, residual, linear)
 
 
 def _is_gelu(w_up: Weight, w_down: Weight) -> bool:
     return _matrix(w_up).shape[0] == _matrix(w_down).shape[1]
 
 
-def _added(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """residual + x · weightᵀ, added in the product's epilogue."""
+def _added(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, linear: Linear) -> torch.Tensor:
+    """residual + x · weightᵀ, added in the epilogue of cuBLAS's product."""
+    if linear is not F.linear:
+        return residual + linear(x, weight)
     sum_ = torch.addmm(residual.flatten(0, -2), x.flatten(0, -2), weight.t())
     return sum_.view(residual.shape)
 
@@ -238,6 +257,17 @@ def _check_fp8_weight(name: str, weight: FP8Weight) -> None:
         raise ValueError(f"llama_layer: {name}.scale must be {wanted}, got {got}")
 
 
+def _check_sizes(x: torch.Tensor, matrices: dict[str, torch.Tensor]) -> None:
+    """What products in fp8 take of matrices that are not yet."""
+    for name, matrix in matrices.items():
+        if matrix.shape[0] % UNIT or matrix.shape[1] % UNIT:
+            got = list(matrix.shape)
+            raise ValueError(f"llama_layer: in fp8 rows and columns of {name} must be multiples of {UNIT}, got {got}")
+    if x.shape[:-1].numel() % UNIT and _recorded(*matrices.values()):
+        got = list(x.shape)
+        raise ValueError(f"llama_layer: x must have a multiple of {UNIT} tokens for gradients in fp8, got {got}")
+
+
 def _shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
     if tensor.shape != shape:
         raise ValueError(f"llama_layer: {name} must be {list(shape)}, got {list(tensor.shape)}")
@@ -249,7 +279,7 @@ class LlamaLayer(nn.Module):
     forward(x [B, S, hidden]) returns [B, S, hidden]; positions are 0 … S − 1. `load_llama` takes the state dict of a
     LlamaDecoderLayer, whose matrices it joins.
 
-    fp8: products in fp8, without a gradient. Each matrix is quantised at the first call and kept beside the parameter,
+    fp8: products in fp8. Without a gradient each matrix is quantised at the first call and kept beside the parameter,
     until that is replaced or changed in place. A change that its version does not count (through `.data`, by another
     library, in the replay of a CUDA graph) is not seen: call `forget_fp8` after it.
     """
@@ -316,7 +346,8 @@ class LlamaLayer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         cos, sin = self.angles(x.device, x.shape[1])
         config = self.config
-        w_qkv, w_o, w_up, w_down = (self.quantised(n) if self.fp8 else getattr(self, n) for n in MATRICES)
+        kept = self.fp8 and not _recorded(x, *self.parameters())
+        w_qkv, w_o, w_up, w_down = (self.quantised(n) if kept else getattr(self, n) for n in MATRICES)
         return llama_layer(
             x,
             self.norm_attention,
@@ -330,6 +361,7 @@ class LlamaLayer(nn.Module):
             heads=config.heads,
             kv_heads=config.kv_heads,
             eps=config.eps,
+            fp8=self.fp8,
         )
 
     def __getstate__(self) -> dict:

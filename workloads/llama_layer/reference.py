@@ -1,7 +1,8 @@
 """llama_layer in plain PyTorch, in the dtype that it is given, attention's matrix in memory: in fp64 the oracle.
 
 A weight may be a pair of codes [N, K] in float8_e4m3fn and scales [N, 1]: what it is multiplied by is then rounded to
-e4m3 with a scale for each row too, as kernels/fp8 defines it.
+e4m3 with a scale for each row too, as kernels/fp8 defines it. With `fp8` weights are tensors, and all
+operands of products are rounded so, also those of the backward.
 """
 
 from __future__ import annotations
@@ -27,34 +28,60 @@ def llama_layer_reference(
     kv_heads: int,
     eps: float = 1e-5,
     part: str = "layer",
+    fp8: bool = False,
 ) -> torch.Tensor:
     if part != "ffn":
         groups = heads + 2 * kv_heads
-        qkv = _product(_normed(x, norm_attention, eps), w_qkv).unflatten(-1, (groups, -1))
+        qkv = _product(_normed(x, norm_attention, eps), w_qkv, fp8).unflatten(-1, (groups, -1))
         q, k, v = (t.transpose(1, 2) for t in qkv.split((heads, kv_heads, kv_heads), dim=2))
         q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
         k, v = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))
         hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=x.device).triu(1)
         scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf)
-        x = x + _product((scores.softmax(-1) @ v).transpose(1, 2).flatten(2), w_o)
+        x = x + _product((scores.softmax(-1) @ v).transpose(1, 2).flatten(2), w_o, fp8)
     if part != "attention":
-        up = _product(_normed(x, norm_ffn, eps), w_up)
+        up = _product(_normed(x, norm_ffn, eps), w_up, fp8)
         if up.shape[-1] == (w_down if isinstance(w_down, torch.Tensor) else w_down[0]).shape[1]:
             inner = F.gelu(up)
         else:
             gate, up = up.chunk(2, -1)
             inner = F.silu(gate) * up
-        x = x + _product(inner, w_down)
+        x = x + _product(inner, w_down, fp8)
     return x
 
 
-def _product(x: torch.Tensor, weight: Weight) -> torch.Tensor:
-    if isinstance(weight, torch.Tensor):
-        return F.linear(x, weight)
-    codes, scale = weight
-    wide = torch.promote_types(x.dtype, torch.float32)
-    rounded, of_rows = _quantised(x.to(wide))
-    return (F.linear(rounded, codes.to(wide)) * of_rows * scale.to(wide).t()).to(x.dtype)
+def _product(x: torch.Tensor, weight: Weight, fp8: bool) -> torch.Tensor:
+    if not isinstance(weight, torch.Tensor):
+        codes, scale = weight
+        return _of_codes(*_quantised(_wide(x)), _wide(codes, x), _wide(scale, x)).to(x.dtype)
+    return _Rounded.apply(x, weight) if fp8 else F.linear(x, weight)
+
+
+class _Rounded(torch.autograd.Function):
+    """A product of rounded operands, whose gradients are too."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return _rounded_product(x, weight)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        dw = _rounded_product(dy.flatten(0, -2).t(), x.flatten(0, -2).t())
+        return _rounded_product(dy, weight.t()), dw
+
+
+def _rounded_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return _of_codes(*_quantised(_wide(a)), *_quantised(_wide(b))).to(a.dtype)
+
+
+def _of_codes(a: torch.Tensor, scale_a: torch.Tensor, b: torch.Tensor, scale_b: torch.Tensor) -> torch.Tensor:
+    return F.linear(a, b) * scale_a * scale_b.t()
+
+
+def _wide(x: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    return x.to(torch.promote_types((x if like is None else like).dtype, torch.float32))
 
 
 def _quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from kernels.attention import attention, attention_backward
 from kernels.rope import rope
 
 
-def self_attention(
-    normed: torch.Tensor, w_qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, kv_heads: int
-) -> torch.Tensor:
-    """[B, S, heads · D] of normed [B, S, hidden], before W_o."""
-    recorded = torch.is_grad_enabled() and (normed.requires_grad or w_qkv.requires_grad)
+def self_attention(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, kv_heads: int) -> torch.Tensor:
+    """[B, S, heads · D], before W_o, of the product [B, S, (heads + 2 · kv_heads) · D], which is the caller's to give
+    away: it may be overwritten."""
+    recorded = torch.is_grad_enabled() and qkv.requires_grad
     # In fp32 autograd of `attention` keeps more of the softmax than lse. rope refuses tables that require a gradient.
-    packed = normed.dtype != torch.float32 and eager() and not cos.requires_grad and not sin.requires_grad
+    packed = qkv.dtype != torch.float32 and eager() and not cos.requires_grad and not sin.requires_grad
     if recorded and packed:
-        return _SelfAttention.apply(normed, w_qkv, cos, sin, heads, kv_heads)
-    return attended(F.linear(normed, w_qkv), cos, sin, heads, kv_heads)
-
-
-def attended(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, kv_heads: int) -> torch.Tensor:
-    """The same of the product, which is overwritten where nothing is recorded."""
+        return _SelfAttention.apply(qkv, cos, sin, heads, kv_heads)
     q, k, v = _heads(qkv, heads, kv_heads)
-    inplace = eager() and not (torch.is_grad_enabled() and qkv.requires_grad)
-    q, k = rope(q, k, cos, sin, inplace=inplace)
+    q, k = rope(q, k, cos, sin, inplace=eager() and not recorded)
     out = attention(*_by_heads(q, k, v), causal=True)
     assert isinstance(out, torch.Tensor)
     return out.transpose(1, 2).flatten(2)
@@ -38,32 +30,29 @@ def eager() -> bool:
 
 
 class _SelfAttention(torch.autograd.Function):
-    """From the product for q, k and v to attention's output. The gradients of q, k and v are slices of one tensor from
-    the start, in which the rotation is undone: autograd of the slices would join them by a copy."""
+    """The gradients of q, k and v are slices of one tensor from the start, in which the rotation is undone: autograd of
+    the slices would join them by a copy. The rotation overwrites qkv, which no product's backward reads."""
 
     @staticmethod
-    def forward(ctx, normed, w_qkv, cos, sin, heads, kv_heads):
-        qkv = F.linear(normed, w_qkv)
+    def forward(ctx, qkv, cos, sin, heads, kv_heads):
         q, k, v = _heads(qkv, heads, kv_heads)
         rope(q, k, cos, sin, inplace=True)
         out, lse = attention(*_by_heads(q, k, v), causal=True, return_lse=True)
-        ctx.save_for_backward(normed, w_qkv, cos, sin, qkv, out, lse)
+        ctx.save_for_backward(qkv, cos, sin, out, lse)
         ctx.heads = heads, kv_heads
         return out.transpose(1, 2).flatten(2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dattended):
-        normed, w_qkv, cos, sin, qkv, out, lse = ctx.saved_tensors
+        qkv, cos, sin, out, lse = ctx.saved_tensors
         dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
         dq, dk, dv = _heads(dqkv, *ctx.heads)
         dout = dattended.unflatten(-1, (ctx.heads[0], -1)).transpose(1, 2)
         q, k, v = _heads(qkv, *ctx.heads)
         attention_backward(dout, *_by_heads(q, k, v), out, lse, *_by_heads(dq, dk, dv), causal=True)
         rope(dq, dk, cos, -sin, inplace=True)
-        dnormed = dqkv @ w_qkv if ctx.needs_input_grad[0] else None
-        dw = dqkv.flatten(0, -2).t() @ normed.flatten(0, -2) if ctx.needs_input_grad[1] else None
-        return dnormed, dw, None, None, None, None
+        return dqkv, None, None, None, None
 
 
 def _heads(qkv: torch.Tensor, heads: int, kv_heads: int) -> tuple[torch.Tensor, ...]:

@@ -9,7 +9,7 @@ import torch
 
 from harness import registry
 
-from . import LLAMA2, FP8Weight, LayerConfig, LlamaLayer, fp8_weight, llama_layer
+from . import LLAMA2, FP8Weight, LayerConfig, LlamaLayer, fp8_linear, fp8_weight, llama_layer
 from .bench import SPEC
 from .fp8_weights import pick_backend
 from .layer import MATRICES, rope_tables
@@ -192,11 +192,42 @@ def test_a_weight_in_fp8_is_kept_until_its_parameter_changes() -> None:
         assert torch.equal(copy.deepcopy(layer)(x), before)
 
 
-def test_with_weights_in_fp8_a_gradient_is_refused() -> None:
+def test_gradients_in_fp8_are_a_few_percent_off_and_the_result_is_that_without() -> None:
+    layer = LlamaLayer(LayerConfig(128, 4, 2, 160), fp8=True, device=DEVICE)
+    with torch.no_grad():
+        for name in MATRICES:
+            weight = getattr(layer, name)
+            weight.normal_().mul_(weight.shape[1] ** -0.5)
+    x = torch.randn(2, 24, 128, device=DEVICE, requires_grad=True)
+    dout = torch.randn_like(x)
+    leaves = (x, *layer.parameters())
+    out = layer(x)
+    found = torch.autograd.grad(out, leaves, dout)
+    with torch.no_grad():
+        # What is quantised in other launches is the same; sums of a GPU's tensor cores are not to the bit.
+        assert relative(layer(x) - out, out - x) < 0.02
+    layer.fp8 = False
+    exact = torch.autograd.grad(layer(x), leaves, dout)
+    for a, b in zip(found, exact, strict=True):
+        assert 0.02 < relative(a - b, b) < 0.12
+
+
+def test_sizes_in_fp8_are_multiples_of_16() -> None:
+    given = inputs("tiny-b1-s4-fp32")
+    with pytest.raises(ValueError, match="rows and columns of w_qkv must be multiples of 16"):
+        llama_layer(**given, fp8=True)
     layer = LlamaLayer(LayerConfig(32, 2, 1, 48), fp8=True, device=DEVICE)
     x = torch.randn(1, 5, 32, device=DEVICE)
-    with pytest.raises(RuntimeError, match="norm_attention requires a gradient, and with weights in fp8 there is none"):
+    with pytest.raises(ValueError, match="x must have a multiple of 16 tokens for gradients in fp8"):
         layer(x)
+    with pytest.raises(ValueError, match="x must have a multiple of 16 rows for a gradient of weight, got 5"):
+        fp8_linear(x, layer.w_qkv)
+    for name in MATRICES:
+        getattr(layer, name).requires_grad_(False)
+    assert layer(x).requires_grad  # of the norms alone
+
+
+def test_with_weights_in_fp8_a_gradient_is_refused() -> None:
     given = inputs("tiny-b2-s4-fp8-fp32")
     with pytest.raises(RuntimeError, match="x requires a gradient"):
         SPEC.implementations["auto"](**{**given, "x": given["x"].requires_grad_()})
@@ -226,7 +257,7 @@ def test_what_is_wrong_with_weights_in_fp8_is_said() -> None:
                 llama_layer(x, **good | quantised | change)
         with pytest.raises(RuntimeError, match='backend="cublas" cannot run here'):
             llama_layer(x, **good | quantised, backend="cublas")
-    with pytest.raises(ValueError, match="backend must be 'auto' but for weights in fp8"):
+    with pytest.raises(ValueError, match="backend must be 'auto' but for products in fp8"):
         llama_layer(**given, backend="fp8_matmul")
     with pytest.raises(ValueError, match=r"weight must be \[N, K\] with both multiples of 16, got \[32, 40\]"):
         fp8_weight(torch.empty(32, 40, device=DEVICE))
