@@ -28,11 +28,15 @@ def fp8_weight(weight: torch.Tensor) -> FP8Weight:
     Raises TypeError for a wrong dtype, ValueError for a shape other than [N, K] with multiples of 16, RuntimeError for
     a CPU tensor outside Triton's interpreter.
     """
-    if weight.dim() != 2 or weight.shape[0] % UNIT or weight.shape[1] % UNIT:
-        got = list(weight.shape)
-        raise ValueError(f"fp8_weight: weight must be [N, K] with both multiples of {UNIT}, got {got}")
+    check_weight("fp8_weight", weight)
     data, scale = fp8(weight.detach(), granularity="row")
     return FP8Weight(data, scale)
+
+
+def check_weight(function: str, weight: torch.Tensor) -> None:
+    if weight.dim() != 2 or weight.shape[0] % UNIT or weight.shape[1] % UNIT:
+        got = list(weight.shape)
+        raise ValueError(f"{function}: weight must be [N, K] with both multiples of {UNIT}, got {got}")
 
 
 def product(

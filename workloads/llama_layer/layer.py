@@ -92,7 +92,7 @@ def llama_layer(
     Products in fp8 are of numbers in e4m3 with a scale for each row; attention itself, norms and residuals stay in x's
     dtype. The four matrices, or those that a part uses, may be `fp8_weight`s, which are quantised once; otherwise each
     call quantises them. Without a gradient RMSNorm and SwiGLU quantise their results in the same launch; attention and
-    GELU are followed by a launch that does. With one, see `fp8_linear`: B · S is then a multiple of 16.
+    GELU are followed by a launch that does. With one, see `fp8_linear`.
 
     Returns [B, S, hidden] in dtype of x. Differentiable in x and all weights, unless the matrices are `fp8_weight`s.
 
@@ -107,7 +107,7 @@ def llama_layer(
     if in_fp8:
         _no_gradient(x=x, norm_attention=norm_attention, norm_ffn=norm_ffn)
     elif fp8:
-        _check_sizes(x, {name: given[name] for name in MATRICES if given[name] is not None})
+        _check_sizes({name: given[name] for name in MATRICES if given[name] is not None})
     if fp8 and not in_fp8 and not _recorded(x, *given.values()):
         given = {name: fp8_weight(w) if name in MATRICES and w is not None else w for name, w in given.items()}
         in_fp8 = True
@@ -257,15 +257,12 @@ def _check_fp8_weight(name: str, weight: FP8Weight) -> None:
         raise ValueError(f"llama_layer: {name}.scale must be {wanted}, got {got}")
 
 
-def _check_sizes(x: torch.Tensor, matrices: dict[str, torch.Tensor]) -> None:
+def _check_sizes(matrices: dict[str, torch.Tensor]) -> None:
     """What products in fp8 take of matrices that are not yet."""
     for name, matrix in matrices.items():
         if matrix.shape[0] % UNIT or matrix.shape[1] % UNIT:
             got = list(matrix.shape)
             raise ValueError(f"llama_layer: in fp8 rows and columns of {name} must be multiples of {UNIT}, got {got}")
-    if x.shape[:-1].numel() % UNIT and _recorded(*matrices.values()):
-        got = list(x.shape)
-        raise ValueError(f"llama_layer: x must have a multiple of {UNIT} tokens for gradients in fp8, got {got}")
 
 
 def _shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:

@@ -218,13 +218,25 @@ def test_sizes_in_fp8_are_multiples_of_16() -> None:
         llama_layer(**given, fp8=True)
     layer = LlamaLayer(LayerConfig(32, 2, 1, 48), fp8=True, device=DEVICE)
     x = torch.randn(1, 5, 32, device=DEVICE)
-    with pytest.raises(ValueError, match="x must have a multiple of 16 tokens for gradients in fp8"):
-        layer(x)
-    with pytest.raises(ValueError, match="x must have a multiple of 16 rows for a gradient of weight, got 5"):
-        fp8_linear(x, layer.w_qkv)
+    with pytest.raises(ValueError, match=r"fp8_linear: weight must be \[N, K\] with both multiples of 16"):
+        fp8_linear(x, layer.w_qkv[:7])
     for name in MATRICES:
         getattr(layer, name).requires_grad_(False)
     assert layer(x).requires_grad  # of the norms alone
+
+
+def test_rows_that_are_made_up_with_zeros_change_nothing() -> None:
+    x, dy = torch.randn(32, 48, device=DEVICE), torch.randn(32, 16, device=DEVICE)
+    x[19:], dy[19:] = 0, 0
+    weight = torch.randn(16, 48, device=DEVICE, requires_grad=True)
+    made = []
+    for rows in (19, 32):
+        leaf = x[:rows].clone().requires_grad_()
+        y = fp8_linear(leaf, weight)
+        dx, dw = torch.autograd.grad(y, (leaf, weight), dy[:rows])
+        made.append((y[:19], dx[:19], dw))
+    for a, b in zip(*made, strict=True):
+        close(a, b)
 
 
 def test_with_weights_in_fp8_a_gradient_is_refused() -> None:
