@@ -165,7 +165,7 @@ def _ffn(normed, residual, w_up, w_down, linear: Linear, own: bool = False) -> t
     """`own`: nobody else has the residual."""
     up = linear(normed, w_up)
     inner = gelu(up) if _is_gelu(w_up, w_down) else swiglu(up)
-    if own and eager() and not _recorded(inner, w_down):
+    if own and linear is F.linear and eager() and not _recorded(inner, w_down):
         # Without the copy of the residual that addmm begins with.
         return residual.flatten(0, -2).addmm_(inner.flatten(0, -2), w_down.t()).view(residual.shape)
     return _added(inner, w_down, residual, linear)
