@@ -62,6 +62,11 @@ def views(vector: torch.Tensor, sizes: Sizes) -> dict[str, torch.Tensor]:
     return {name: vector[at : at + prod(shape)].view(shape) for name, at, shape in places(sizes)[0]}
 
 
+def _exact(name: str) -> bool:
+    """Whether a parameter is used in fp32, not rounded to the dtype of the products."""
+    return name.endswith("norm.weight") or name == "heads.bias"
+
+
 Gradients = Callable[[dict[str, torch.Tensor], tuple[torch.Tensor, ...]], tuple[torch.Tensor, list[torch.Tensor]]]
 
 
@@ -144,17 +149,26 @@ def transformer_np(
     batch = (x_context, y_context, x_target, y_target)
     _check(batch, (weights, exp_avg, exp_avg_sq, step), sizes)
     gradients = _gradients(sizes, dtype, compile, tuple(sorted({"checkpoint": checkpoint, **options}.items())))
+    params = views(weights, sizes)
+    # One launch rounds all weights; gradients of products stay in `dtype` until the optimizer reads them.
+    rounded = {} if dtype is None else views(weights.to(dtype), sizes)
     with torch.enable_grad():
-        leaves = {name: view.detach().requires_grad_() for name, view in views(weights, sizes).items()}
-        loss, grads = gradients(leaves, batch)
+        used = {name: view if _exact(name) else rounded.get(name, view) for name, view in params.items()}
+        loss, grads = gradients({name: view.detach().requires_grad_() for name, view in used.items()}, batch)
     grads = [grad.contiguous() for grad in grads]  # as the parameters are: an optimizer counts on it
-    params = [leaf.detach() for leaf in leaves.values()]
-    scale = (torch.nn.utils.get_total_norm(grads) / clip + 1e-6).clamp(min=1.0)
+    scale = (_norm(grads) / clip + 1e-6).clamp(min=1.0)
     step.add_(1)
     _UPDATES[optimizer](
-        params, grads, *(list(views(t, sizes).values()) for t in (exp_avg, exp_avg_sq)), step, lr, scale
+        list(params.values()), grads, *(list(views(t, sizes).values()) for t in (exp_avg, exp_avg_sq)), step, lr, scale
     )
     return loss.detach(), weights, exp_avg, exp_avg_sq, step
+
+
+def _norm(grads: list[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of all gradients together, in fp32: that of PyTorch's `get_total_norm` is rounded to theirs."""
+    kinds = {grad.dtype: [other for other in grads if other.dtype == grad.dtype] for grad in grads}
+    norms = (torch._foreach_norm(alike, 2, dtype=torch.float32) for alike in kinds.values())
+    return torch.linalg.vector_norm(torch.stack([norm for some in norms for norm in some]))
 
 
 def _ours(params, grads, exp_avgs, exp_avg_sqs, step, lr, scale) -> None:
@@ -163,10 +177,13 @@ def _ours(params, grads, exp_avgs, exp_avg_sqs, step, lr, scale) -> None:
 
 
 def _torch(params, grads, exp_avgs, exp_avg_sqs, step, lr, scale) -> None:
-    torch._foreach_div_(grads, scale)
+    if any(grad.dtype != torch.float32 for grad in grads):  # it takes gradients of the parameters' dtype alone
+        wide = [torch.empty_like(param) for param in params]
+        torch._foreach_copy_(wide, grads)
+        grads = wide
     rates = dict(lr=lr, beta1=BETAS[0], beta2=BETAS[1], weight_decay=WEIGHT_DECAY, eps=EPS)
-    steps = [step] * len(params)
-    torch._fused_adamw_(params, grads, exp_avgs, exp_avg_sqs, [], steps, **rates, amsgrad=False, maximize=False)
+    rates |= dict(amsgrad=False, maximize=False, grad_scale=scale)
+    torch._fused_adamw_(params, grads, exp_avgs, exp_avg_sqs, [], [step] * len(params), **rates)
 
 
 _UPDATES = {"ours": _ours, "torch": _torch}
