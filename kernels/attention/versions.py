@@ -156,7 +156,8 @@ def bwd_plan(
     if need_dq and need_dkv:
         problem = _problem(q, k, v, scale, left, right, keys)
         saved = _saved(dout, dlse, out, lse, statistics)
-        gradients = allocated(q, k, v, *into)
+        dq, dk, dv = (empty_like(x) if to is None else to for x, to in zip((q, k, v), into, strict=True))
+        gradients = dq, dk, dv
         form = _form(problem, saved, gradients, version)
         if form == "cuda":
             write = cuda_bwd_plan(problem, saved, *gradients)

@@ -26,7 +26,7 @@ FULL = Sizes()
 TINY = Sizes(layers=1, d_model=16, heads=2, d_ff=12, components=3, padding=8)
 HOST = Sizes(layers=2, d_model=128, heads=2, d_ff=200, components=4, padding=64)
 RECOMPILES = 128
-STOCK: dict[str, Any] = dict(mlp="torch", heads_impl="torch", norm="torch", loss_impl="torch", optimizer="torch")
+STOCK: dict[str, Any] = dict(mlp="torch", heads_impl="torch", norm="torch", loss_impl="torch")
 #: Ours with one part of PyTorch's: what each part brings.
 ABLATIONS: dict[str, dict[str, str]] = {
     "torch-attention": dict(attention="sdpa"),
@@ -136,13 +136,14 @@ def _unsupported(implementation: str, case: Case, mode: str) -> str | None:
 
 
 def _stock(attention: Any, compile: str | None = None) -> Callable[[], Op]:
-    """The same step in PyTorch: its own RMSNorm, losses and fused AdamW, the hidden padded."""
+    """The same step in PyTorch: its own RMSNorm and losses, AdamW fused or compiled, the hidden padded."""
 
     def load() -> Op:
         if compile is not None:  # beyond its limit a function runs uncompiled, and all cases of all peers are one
             limit = torch._dynamo.config.recompile_limit
             torch._dynamo.config.recompile_limit = max(limit, RECOMPILES)
-        return partial(transformer_np, attention=attention, compile=compile, **STOCK)
+        optimizer = "torch" if compile is None else "torch-compile"
+        return partial(transformer_np, attention=attention, compile=compile, optimizer=optimizer, **STOCK)
 
     return load
 

@@ -196,7 +196,7 @@ class TransformerNP(nn.Module):
         targets = x_target.new_zeros(*x_target.shape[:-1], 2)
         context = torch.stack((y_context, torch.ones_like(y_context)), -1)
         points = torch.cat((torch.cat((x_context, context), -1), torch.cat((x_target, targets), -1)), 1)
-        return self.embed(points if self.dtype is None else points.to(self.dtype))
+        return self.embed(points.to(self.norm.weight.dtype if self.dtype is None else self.dtype))
 
     def forward(
         self, x_context: torch.Tensor, y_context: torch.Tensor, x_target: torch.Tensor
