@@ -15,11 +15,6 @@ def padded(w1: torch.Tensor, pitch: int) -> torch.Tensor:
     return copy.view(-1, dim)
 
 
-def write_pre(x: torch.Tensor, w1: torch.Tensor, pre: torch.Tensor) -> None:
-    """pre [rows, K, pitch] = w1 · x of these rows, from the padded w1: 0 behind the H columns of each head."""
-    torch.mm(x, w1.mT, out=pre.flatten(1))
-
-
 def write_dx(dpre: torch.Tensor, w1: torch.Tensor, dx: torch.Tensor) -> None:
     """dx [rows, D] of these rows, from dpre [rows, K, pitch] and the padded w1."""
     torch.mm(dpre.flatten(1), w1, out=dx)
