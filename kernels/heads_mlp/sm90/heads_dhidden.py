@@ -9,7 +9,8 @@ import torch
 import triton
 
 from ..activation import ACTIVATIONS
-from ..configs.heads_backward import BLOCK, CudaConfig, pick_pitch
+from ..configs import heads_backward as configs
+from ..configs.heads_backward import BLOCK, CudaConfig
 from ..configs.heads_forward import MAX_OUT
 from ..heads_backward.operands import device_of
 from . import cuda_driver
@@ -38,7 +39,7 @@ def launch(
     these: writes dpre [rows, K, pitch], unless None, with zeros behind each head's columns, and adds to the parts of
     dw2 [parts, K, O, H] in fp32, unless None. dy has the dtype of x; nothing speaks against x and w1 (`heads`)."""
     (heads, hidden, dim), dim_out, (_, sms) = w1.shape, w2.shape[1], device_of(x)
-    pitch = pick_pitch(hidden)
+    pitch = configs.pick_pitch(hidden)
     defines = (
         f"ACTIVATION={ACTIVATIONS.index(activation)}",
         f"FP16={int(x.dtype == torch.float16)}",
