@@ -22,11 +22,11 @@ def write_dx(dpre: torch.Tensor, w1: torch.Tensor, dx: torch.Tensor) -> None:
 
 
 def add_dw1(dpre: torch.Tensor, x: torch.Tensor, sums: Optional) -> torch.Tensor:
-    """The sums over the chunks before, None for the first, and this one, [K · pitch, D] in fp32."""
+    """The sums over the chunks before, None for the first, and this one, [K · pitch, D] in fp32, in their place."""
     wide = dpre.flatten(1).mT
     if sums is None:
         return torch.mm(wide, x, out_dtype=torch.float32)
-    return torch.addmm(sums, wide, x, out_dtype=torch.float32)
+    return torch.addmm(sums, wide, x, out_dtype=torch.float32, out=sums)
 
 
 def rounded(sums: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
