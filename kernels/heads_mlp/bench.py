@@ -225,7 +225,7 @@ SPEC = KernelSpec(
     items=lambda case: case.dims["rows"],
     fuzz={"rows": (0, 20), "dim": (1, 20), "heads": (1, 3), "hidden": (1, 20), "dim_out": (1, 5)},
     # With Triton 3.6, tiles of 128 by 256 and of 128 by 128, which are the fastest; in CUDA C++ GELU with 256 or 384
-    # columns of x, once a unit of work or a tile.
+    # columns of x and its tanh form with 64, once a unit of work or a tile.
     spills={"_heads_mlp_fwd_kernel": 4, "_heads_dhidden_kernel": 76, "heads_dhidden": 16},
     tunables=(
         Tunable(configs, "pick_fwd_config", "fwd", _fwd_candidates, TIMED, implementation="triton"),

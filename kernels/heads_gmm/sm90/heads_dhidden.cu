@@ -61,7 +61,7 @@ DEVICE int units_of(const Hidden& p) { return places_of(p) * ((tiles_of(p) + p.t
 
 DEVICE Unit find_unit(const Hidden& p, int index) {
     const int places = places_of(p), blocks = blocks_of(p), first = index / places * p.tiles;
-    const int block = index % places * CLUSTER + blockIdx.x % CLUSTER;
+    const int block = index % places * CLUSTER + cluster_rank();
     return {block / blocks, block % blocks * BLOCK_H, first, min(first + p.tiles, tiles_of(p))};
 }
 
