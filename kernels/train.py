@@ -322,7 +322,7 @@ def _norm(grads: list[torch.Tensor]) -> torch.Tensor:
     alike: dict[torch.dtype, list[torch.Tensor]] = {}
     for grad in grads:
         alike.setdefault(grad.dtype, []).append(grad)
-    norms = []
+    norms: list[torch.Tensor] = []
     for dtype, some in alike.items():
         norms += torch._foreach_norm(some, 2, dtype=torch.promote_types(dtype, torch.float32))
     return torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]))
