@@ -26,8 +26,8 @@ TEXT = (
     "Our fastest implementation on each card; the *ratio* is the first card's time over the second's. They are medians "
     "of different runs: nothing pairs their rounds, so there is no interval, and versions may differ (see the end). "
     "Where the headlines are of different columns, both times are cold. *Of the roofline* is of that card's own "
-    "measured ceilings. Speed-ups are over the best peer of the same run on the same card, and are not comparable where the "
-    "peers differ: each is named."
+    "measured ceilings. Speed-ups are over the best peer of the same run on the same card, and are not comparable "
+    "where the peers differ: each is named."
 )
 MEANS = (
     "Geometric, of the ratio, by kernel, mode and precision, over the cases that were measured on both cards and that "
