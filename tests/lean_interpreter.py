@@ -51,8 +51,8 @@ def patching(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def once_a_launch() -> None:
-    """In place of `_patch_lang`, which a launch calls for its kernel, and restores at its end, and a device function for
-    itself."""
+    """In place of `_patch_lang`: a launch calls it for its kernel, and restores at its end; a device function calls it
+    for itself."""
     patch_lang, scope_class = interpreter._patch_lang, interpreter._LangPatchScope
     languages: dict[Callable[..., Any], frozenset[int]] = {}  # the namespaces that a function sees
     replaced: set[int] = set()  # of them those that are, since the last end of a launch
