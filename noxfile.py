@@ -227,6 +227,8 @@ def notebook(session: nox.Session) -> None:
     if not session._runner.global_config.no_install:
         # nbclient runs a notebook as Jupyter does, in a kernel of ipykernel.
         session.run(*_pip_install(python), "nbclient", "ipykernel", log=False)
+    elif missing := [name for name in ("nbclient", "ipykernel") if not _has_module(python, name)]:
+        session.error(f"--no-install, and {python} has no {' and no '.join(missing)}: they run the notebook")
     run = "from nbclient.cli import main; main()"
     session.run(python, "-c", run, "--inplace", str(ROOT / "examples" / "llm_demo.ipynb"))
 

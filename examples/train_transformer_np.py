@@ -33,16 +33,19 @@ RATES = {"small": 3e-3, "full": 3e-4}
 
 def built(size: str, steps: int, device: torch.device) -> TrainStep:
     torch.manual_seed(0)
-    parts = dict(dtype=torch.bfloat16) if ON_GPU else PLAIN
-    model = TransformerNP(**SIZES[size], **parts).to(device)
-    made = AdamW if ON_GPU else torch.optim.AdamW
+    if ON_GPU:
+        model = TransformerNP(**SIZES[size]).to(device, torch.bfloat16)
+        optimizer = AdamW(model.parameters(), lr=RATES[size], master_weights=True)
+    else:
+        model = TransformerNP(**SIZES[size], **PLAIN).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=RATES[size])
     warm = max(1, steps // 20)
 
     def schedule(step: int) -> float:
         """A linear warm-up, then half a cosine."""
         return min(1.0, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
-    return TrainStep(model.loss, made(model.parameters(), lr=RATES[size]), clip=1.0, schedule=schedule, history=steps)
+    return TrainStep(model.loss, optimizer, clip=1.0, schedule=schedule, history=steps)
 
 
 def trained(size: str, steps: int, kernel: str, device: torch.device) -> tuple[list[float], list[float]]:

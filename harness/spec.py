@@ -127,6 +127,26 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class StandIn:
+    """How a case is checked whose results in fp64, and whose copies, do not fit beside what is timed
+    (`harness.correctness.stand_in`): all of the checks on a smaller case, and a part of the results on what is timed.
+
+    case       of the same kind and smaller, such as fewer layers of the same widths
+    inputs     (the inputs that are timed) -> arguments of `reference`. What the op updates in place is copied
+    reference  as SPEC's, for the part of the results alone
+    results    (the results, the inputs) -> that part
+    scalar     the relative error that is allowed of a result of one number: that of eager, which is the measure of the
+               others, may be 0 by chance
+    """
+
+    case: Case
+    inputs: Callable[[Inputs], Inputs]
+    reference: Op
+    results: Callable[[tuple[torch.Tensor, ...], Inputs], tuple[torch.Tensor, ...]]
+    scalar: float
+
+
+@dataclass(frozen=True)
 class Sharding:
     """How a kernel runs on several GPUs. The harness starts the processes, one a GPU ("ranks"), and makes the default
     process group of `case.world_size` ranks before it calls any of this (`harness.ranks`).
@@ -187,6 +207,8 @@ class KernelSpec:
     fuzz             dimension -> (low, high), from which Hypothesis draws sizes
     finite_only      (case) -> whether its inputs must be finite, because what the op masks it may or may not read
     sampled          (case) -> Rows where the problem is too large for the reference, else None
+    stand_in         (case) -> StandIn where neither the whole nor some of its rows can be held against the reference,
+                     else None. Such a case is checked by `bench` alone
     own_strides      (case) -> the outputs, by index, that have neither eager's strides nor those of a contiguous
                      tensor, but such as the op documents and the kernel's own tests check
     product_error    (inputs) -> the relative error of each term of a matrix product, where it is more than the inputs'
@@ -225,6 +247,7 @@ class KernelSpec:
     finite_only: Callable[[Case], bool] = lambda case: False
     extra_bytes: Callable[[Case, str], Mapping[str, int]] = lambda case, mode: {}
     sampled: Callable[[Case], Rows | None] = lambda case: None
+    stand_in: Callable[[Case], StandIn | None] = lambda case: None
     own_strides: Callable[[Case], tuple[int, ...]] = lambda case: ()
     limits: Mapping[str, float] = field(default_factory=dict)
     spills: Mapping[str, int] = field(default_factory=dict)

@@ -203,16 +203,40 @@ class TrainStep:
     def _update(self) -> None:
         if self.scaler is not None and self.clip is not None:
             self.scaler.unscale_(self.optimizer)
-        if self.clip is not None:
-            params = [p for group in self.optimizer.param_groups for p in group["params"]]
-            self.grad_norm.copy_(torch.nn.utils.clip_grad_norm_(params, self.clip))
         if self.scaler is None:
-            self.optimizer.step()
+            with self._clipped():
+                self.optimizer.step()
         else:
+            if self.clip is not None:
+                self._clip()
             self.scaler.step(self.optimizer)
             self.scaler.update()
         if self.accumulate == 1:  # otherwise all graphs share the gradients' memory, and the next first call zeroes it
             self.optimizer.zero_grad(set_to_none=True)
+
+    def _clip(self) -> None:
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.grad_norm.copy_(torch.nn.utils.clip_grad_norm_(params, self.clip or 0.0))
+
+    @contextlib.contextmanager
+    def _clipped(self) -> Iterator[None]:
+        """Within it the optimizer sees clipped gradients. One that divides gradients by a scale, as GradScaler asks
+        for, clips them in its own pass over them."""
+        grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        scales = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        plain = grads and all(type(g) is torch.Tensor and not g.is_sparse and g.device == self.device for g in grads)
+        if self.clip is None or not (scales and plain):
+            if self.clip is not None:
+                self._clip()
+            yield
+            return
+        self.grad_norm.copy_(_norm(grads))
+        optimizer: Any = self.optimizer
+        optimizer.grad_scale = ((self.grad_norm + 1e-6) / self.clip).clamp(min=1.0)  # clip_grad_norm_'s formula
+        try:
+            yield
+        finally:
+            del optimizer.grad_scale
 
     def _captured(self, kind: _Kind, leaves: list[Any], tree: Any) -> torch.Tensor:
         key = (kind, tree, tuple(_signature(x) for x in leaves))
@@ -291,6 +315,17 @@ def _scalar(result: Any) -> torch.Tensor:
     if loss.numel() != 1:
         raise ValueError(f"TrainStep: the loss must be a scalar, got shape {tuple(loss.shape)}")
     return loss
+
+
+def _norm(grads: list[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of all gradients together, in fp32; that of clip_grad_norm_ is rounded to the gradients' dtype."""
+    alike: dict[torch.dtype, list[torch.Tensor]] = {}
+    for grad in grads:
+        alike.setdefault(grad.dtype, []).append(grad)
+    norms: list[torch.Tensor] = []
+    for dtype, some in alike.items():
+        norms += torch._foreach_norm(some, 2, dtype=torch.promote_types(dtype, torch.float32))
+    return torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]))
 
 
 def _signature(leaf: Any) -> Hashable:

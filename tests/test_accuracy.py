@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -359,6 +360,14 @@ def test_allocations_are_fenced(index):
         assert allocations.verdict().ok
         torch.as_strided(made[2], (1,), (1,), made[2].storage_offset() + index).zero_()
         assert allocations.verdict().cause == "bounds"
+
+
+def test_the_fences_leave_torch_device_as_it_is():
+    """A model that is made on the meta device at its first call, which is observed, is made there later too."""
+    torch.utils._device._device_constructors.cache_clear()
+    for surroundings in (guard.Allocations(), nullcontext()):
+        with surroundings, torch.device("meta"):
+            assert torch.empty(2).is_meta and torch.nn.Linear(2, 2).weight.is_meta
 
 
 def test_observe_sees_results_that_change_later():

@@ -55,7 +55,7 @@ GOOD_TREE = {
     "kernels/alpha/test_alpha.py": "import pytest\nfrom harness import registry\nfrom . import alpha\n",
     "kernels/alpha/README.md": "# alpha\n",
     "workloads/model/__init__.py": "import torch\nfrom kernels.alpha import alpha\nfrom .layer import Layer\n",
-    "workloads/model/layer.py": "import torch\nclass Layer: pass\n",
+    "workloads/model/layer.py": "import torch\nclass Layer:\n    def load(self):\n        import transformers\n",
     "workloads/model/bench.py": 'from harness.spec import KernelSpec\nSPEC = KernelSpec(name="model")\n',
     "workloads/model/test_model.py": "import pytest\n",
     "workloads/model/README.md": "# model\n",
@@ -298,6 +298,11 @@ BAD = {
         "workloads/model/blocks/layer.py",
         "from harness import spec\nfrom ..layer import Layer\n",
         "blocks/layer.py:1: imports harness",
+    ),
+    "workload imports an extra when it is imported itself": (
+        "workloads/model/layer.py",
+        "import transformers\n",
+        "layer.py:1: imports transformers",
     ),
     "workload without a name": ("workloads/model/bench.py", 'SPEC = KernelSpec(name="x")\n', 'must be "model"'),
 }

@@ -277,3 +277,61 @@ def test_500_steps_of_training_have_the_same_loss() -> None:
     ours, theirs = curves
     assert theirs[-1] < theirs[0] / 2
     torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.01)
+
+
+WIDE = dict(
+    vocab_size=1000,
+    hidden_size=512,
+    intermediate_size=1024,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=64,
+    max_position_embeddings=512,
+)
+
+
+@pytest.mark.gpu(min_capability=(8, 0))
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_in_bf16_it_is_as_near_to_fp32_as_the_model_as_it_is(name: str) -> None:
+    exact = made(name, **WIDE)
+    plain, ours = (copy.deepcopy(exact).bfloat16() for _ in range(2))
+    patch(ours)
+    tokens = torch.randint(0, 1000, (4, 257), generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    with torch.no_grad():
+        expected = exact(tokens).logits
+        errors = [(each(tokens).logits.float() - expected).abs() for each in (plain, ours)]
+    rounding = 2**-8 * expected.abs().max()
+    assert errors[1].max() <= 2 * errors[0].max() + rounding
+    assert errors[1].square().mean() <= 4 * errors[0].square().mean() + rounding**2
+    grads = []
+    for each in (exact, plain, ours):
+        each.train()(tokens, labels=tokens).loss.backward()
+        grads.append(torch.cat([p.grad.flatten().float() for p in each.parameters()]))
+    of_plain, of_ours = (torch.nn.functional.cosine_similarity(grads[0], g, dim=0) for g in grads[1:])
+    assert 1 - of_ours <= 2 * (1 - of_plain) + 1e-5
+    assert torch.nn.functional.cosine_similarity(grads[1], grads[2], dim=0) >= 0.9999
+
+
+@pytest.mark.slow
+@pytest.mark.gpu(min_capability=(8, 0))
+def test_500_steps_in_bf16_have_the_same_loss_curve() -> None:
+    """The curves differ as rounding does: means over 50 steps are compared."""
+    exact, curves = made("llama", **WIDE), []
+    for change in (patch, lambda model: model):
+        model = change(copy.deepcopy(exact)).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+        generator, losses = torch.Generator().manual_seed(3), []
+        for _ in range(500):
+            start = torch.randint(0, 1000, (8, 1), generator=generator)
+            tokens = ((start + 7 * torch.arange(128)) % 1000).to(DEVICE)
+            half = {name: p.bfloat16() for name, p in model.named_parameters()}
+            given = {"input_ids": tokens, "labels": tokens}
+            loss = torch.func.functional_call(model, half, (), given).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        curves.append(torch.stack(losses).float().view(10, 50).mean(1).cpu())
+    assert curves[1][-1] < curves[1][0] / 2
+    torch.testing.assert_close(*curves, rtol=0.05, atol=0.02)

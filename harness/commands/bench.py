@@ -26,7 +26,7 @@ from .. import environment, execute, host, on_cpu, options, record, registry, ro
 from ..correctness.accuracy import Verdict
 from ..correctness.guard import refill_a_few
 from ..correctness.oracle import Memory
-from ..correctness.verify import verify
+from ..correctness.stand_in import checked
 from ..measure import memory, timing
 from ..on_gpu import folder
 from ..ranks import command as ranks
@@ -277,6 +277,7 @@ class Group:
         self.verdicts: dict[str, Verdict] = {}
         self.configurations: dict[str, dict[str, str]] = {}  # of peers that do not run as they should
         self.memory = Memory()
+        self.restore: Callable[[], object] = lambda: None  # of the first set of inputs what is updated in place
 
     def crashed(self) -> list[dict[str, Any]]:
         """The rows of a group in which an earlier process died."""
@@ -316,6 +317,7 @@ class Group:
             ]
             torch.cuda.synchronize()
         data = self._data(inputs, grads, generator)
+        self.restore = partial(data.restore, 0)
         ready: dict[str, execute.Op] = {}
         for name in self.selection.implementations:
             with self._guarded(name), clock.stream():
@@ -426,11 +428,13 @@ class Group:
         """Right, on the timed inputs? Ours must be; a peer that is not gets a warning beside its time."""
         if name in FROM_REFERENCE or name in self.yardsticks:  # the reference itself, or another op
             return
-        run = execute.bind(self.spec, fn, inputs, self.mode, grads)
         ours = name in self.spec.implementations
-        verdict = verify(self.spec, self.case, self.mode, inputs, run, grads, seed, poison=ours, memory=self.memory)
+        verdict = checked(
+            self.spec, self.case, self.mode, inputs, fn, grads, seed, ours, memory=self.memory, restore=self.restore
+        )
         if not timed:
             self.verdicts[name] = verdict
+            run = execute.bind(self.spec, fn, inputs, self.mode, grads)
             share = timing.share_on_stream(run, torch.cuda.current_stream())
             if share < 0.5 and ours:
                 reason = f"only {100 * share:.0f} % of its time passes on the stream that it was called on"

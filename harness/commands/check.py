@@ -165,6 +165,8 @@ def _tensors(spec: KernelSpec, case: Case) -> tuple[str, ...]:
 
 def unable(spec: KernelSpec, case: Case, device: str) -> str | None:
     """Why a case cannot be checked on this device, or None."""
+    if spec.stand_in(case) is not None:
+        return "too large for the oracle: bench checks it on a smaller case"
     if device.startswith("cuda"):
         return execute.unfit(case, torch.cuda.get_device_capability(device))
     if reason := execute.uninterpretable(case):

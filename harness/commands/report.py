@@ -4,12 +4,16 @@ For every folder of `reports/` that holds records: README.md (summary of all ker
 each of its modes, with their charts, and an overview chart. Running it twice writes the same bytes. `--readme` also
 rewrites the blocks between `<!-- report:begin FOLDER -->` and `<!-- report:end -->`: in the top README.md an overview,
 in a kernel's its own table. `--compact` first rewrites the records without redundant data.
+
+Where there are records of more than one card, cards.md sets them side by side, and reports/README.md has a link to it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,7 @@ from ..nsight import profile_report
 from ..registry import COLLECTIONS, ROOT
 from ..reporting import (
     aggregates,
+    cards,
     charts,
     choices,
     efficiency_charts,
@@ -62,6 +67,9 @@ def main(arguments: argparse.Namespace) -> int:
             record.compact(path)
     for folder in folders:
         for path in write(folder, with_charts):
+            print(path)
+    if not arguments.out:
+        for path in write_cards(ROOT / "reports"):
             print(path)
     if arguments.readme:
         for readme in readmes(ROOT):
@@ -118,6 +126,42 @@ def write(folder: Path, with_charts: bool = True) -> list[Path]:
     if with_charts:
         written += _draw(folder, gpu, records.kernels(), found)
     return written
+
+
+def write_cards(reports: Path) -> list[Path]:
+    """The page of all cards, where there are two to compare, and the link to it. Returns the files written."""
+    lines = cards_page(reports)
+    written = [_write_lines(reports / f"{cards.STEM}.md", lines)] if lines else []
+    readme = reports / "README.md"
+    if readme.is_file():
+        text = readme.read_text(encoding="utf-8")
+        if (updated := with_link_to_cards(text, bool(lines))) != text:
+            written.append(_write(readme, updated))
+    return written
+
+
+def cards_page(reports: Path) -> list[str]:
+    """The lines of the page; none without two cards."""
+    folders = report_folders(reports)
+    sizes = Counter(map(_world_size, folders))
+    found = []
+    for folder in (folder for folder in folders if sizes[_world_size(folder)] > 1):
+        records = record.load(folder)
+        if records.rows:
+            found.append(cards.Card(folder.name, gpus(records), tuple(findings(records)), tuple(records.used_runs())))
+    return cards.page(found)
+
+
+def _world_size(folder: Path) -> int:
+    """How many GPUs the records of a folder are of, by the first line of one: all records take seconds to read."""
+    with record.files(folder)[0].open(encoding="utf-8") as file:
+        return int(json.loads(file.readline() or "{}").get("world_size") or 1)
+
+
+def with_link_to_cards(text: str, there: bool) -> str:
+    """reports/README.md with its marked block made anew: a link, or nothing where there is no page."""
+    link = f"\n[{cards.STEM}.md]({cards.STEM}.md) {cards.LINK_TEXT}\n\n" if there else ""
+    return BLOCK.sub(lambda m: f"{m[1]}{link}<!-- report:end -->" if m["folder"] == cards.STEM else m[0], text)
 
 
 def _draw(folder: Path, gpu: str, kernels: Iterable[str], found: Sequence[Finding]) -> list[Path]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from .. import registry
 
 PARTS = "parts"
-_COMMENTS = {".py": "#", ".cuh": "//"}
+_COMMENTS = {".py": "#", ".cuh": "//", ".cu": "//"}
 _SAYS = "A copy of parts/{part}, made by `nox -s vendor`: change it there."
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._device import _device_constructors
 
 from .. import execute
 from .accuracy import Verdict, same_bits
@@ -139,6 +140,7 @@ class Allocations:
         self._full = torch.full
 
     def __enter__(self) -> Allocations:
+        _device_constructors()  # `with torch.device(...)` acts on the functions that the first call of this finds
         for owner, names in ((torch, self.FUNCTIONS), (torch.Tensor, self.METHODS)):
             for name in names:
                 self._stack.enter_context(mock.patch.object(owner, name, self._standing_in_for(getattr(owner, name))))

@@ -5,12 +5,6 @@ from .op_backward import attention_backward
 from .op_partial import attention_delta, attention_partial, attention_partial_backward
 from .op_sdpa import register as _register
 
-__all__ = [
-    "attention",
-    "attention_backward",
-    "attention_delta",
-    "attention_partial",
-    "attention_partial_backward",
-]
+__all__ = ["attention", "attention_backward", "attention_delta", "attention_partial", "attention_partial_backward"]
 
 _register()

@@ -70,7 +70,7 @@ def attention(
         made = _FORWARD.find(key)
         if made is None:
             check_qkv("attention", q, k, v)
-            options = _options(q, k, *given)
+            options = attention_options(q, k, *given)
             made = _FORWARD.keep(key, (fwd_plan(q, k, v, *options[:-1]), options))
         plan, options = made
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -83,7 +83,7 @@ def attention(
         options |= dict(fp8=fp8, forward=forward, backward=backward)
         return torch.overrides.handle_torch_function(attention, (q, k, v), q, k, v, **options)
     check_qkv("attention", q, k, v)
-    options = _options(q, k, causal, scale, num_context, window, forward, backward)
+    options = attention_options(q, k, causal, scale, num_context, window, forward, backward)
     if fp8:
         scale, left, right, keys, *_ = options
         if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
@@ -97,7 +97,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _options(q, k, causal, scale, num_context, window, forward, backward):
+def attention_options(q, k, causal, scale, num_context, window, forward, backward):
     """(scale, left, right, keys, forward, backward) as the op has them. ValueError for what is wrong with one."""
     keys = k.shape[2]
     if num_context is not None:

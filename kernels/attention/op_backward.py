@@ -1,7 +1,4 @@
-"""The gradients of attention, written where a caller has a place for them.
-
-Nothing is differentiated here: a caller has an autograd.Function.
-"""
+"""The backward alone, into the caller's memory: for autograd.Functions that hold more than attention."""
 
 from __future__ import annotations
 
@@ -9,12 +6,12 @@ import torch
 
 from .checks import kind
 from .launch import Plans, lean, signature
-from .op import _options, check_qkv
-from .problem import readable
+from .op import attention_options, check_qkv
+from .problem import MOST_STRIDE, empty_like
 from .versions import bwd_plan
 
 _NAMESPACE = __package__.replace(".", "_")
-_BACKWARD = Plans()
+_PLANS = Plans()
 
 
 def attention_backward(
@@ -24,85 +21,103 @@ def attention_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
     *,
+    dlse: torch.Tensor | None = None,
+    dq: torch.Tensor | None = None,
+    dk: torch.Tensor | None = None,
+    dv: torch.Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
+    num_context: int | None = None,
+    window: tuple[int, int] | None = None,
     backward: str = "auto",
-) -> None:
-    """Writes the gradients of `attention` into dq, dk and dv, which may be slices of one tensor (Dao et al. 2022,
-    arXiv:2205.14135, algorithm 4).
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk and dv of `attention`, from its results (Dao et al. 2022, arXiv:2205.14135, algorithm 4).
 
-        p = exp(s − lse)     ds = p ∘ (dout vᵀ − rowsum(dout ∘ out))     dq = scale · ds k     dk = scale · dsᵀ q
-        dv = pᵀ dout
+        p = exp(s − lse)     ds = p ∘ (dout vᵀ − rowsum(dout ∘ out) + dlse)
+        dq = scale · ds k     dk = scale · dsᵀ q     dv = pᵀ dout          over the keys that a query sees
 
-    So that q, k and v that are slices of one product have their gradients in one tensor, without a copy.
+    For an autograd.Function that holds more than attention: gradients are written where its next product reads them,
+    such as dk and dv into slices of one [B, Sk, 2, Hkv, D], with no copy that joins them.
 
-    dout, out    [B, Hq, Sq, D], dtype and device of q: out as `attention` gives it with return_lse=True
-    q, k, v      as of attention, and so are causal, scale and backward
-    lse          [B, Hq, Sq], fp32, contiguous
-    dq, dk, dv   shapes, dtype and device of q, k and v, rows of D contiguous; no two of their elements at one address
+    dout        [B, Hq, Sq, D], dtype of q: gradient of out
+    q, k, v     as in `attention`, and so are causal, scale, num_context, window and backward
+    out, lse    what `attention(q, k, v, …, return_lse=True)` returned
+    dlse        [B, Hq, Sq], fp32: gradient of lse; None is 0
+    dq, dk, dv  None, or memory for the gradients: like q, k and v in shape and dtype, of any strides with contiguous
+                rows of D, without overlap. All of it is overwritten.
 
-    The backward has lse alone, whose rounding is that of the largest score: where scores are in the thousands the
-    gradients of fp32 inputs are less exact than those that autograd has of attention. Deterministic as these are.
+    Returns dq, dk and dv, these or new ones. Deterministic as `attention` is. There is lse alone, whose rounding is
+    that of the largest score: where fp32 scores are in the thousands gradients are less exact than `attention`'s.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, layout, device or option, RuntimeError for a
     tensor that requires grad while grad mode is on, for a CPU tensor outside Triton's interpreter, or for a version
-    that this GPU or problem does not have.
+    that does not take the problem.
     """
-    tensors, given = (dout, q, k, v, out, lse, dq, dk, dv), (causal, scale, backward)
+    tensors, given = (dout, dlse, q, k, v, out, lse, dq, dk, dv), (causal, scale, num_context, window, backward)
     if lean(*tensors) and not torch.is_grad_enabled():
         key = (*map(signature, tensors), given, torch.get_deterministic_debug_mode())
-        plan = _BACKWARD.find(key)
+        plan = _PLANS.find(key)
         if plan is None:
             _check(*tensors)
-            plan = _BACKWARD.keep(key, _plan(*tensors, *_scaled(q, k, *given)))
-        plan(dout, None, q, k, v, out, lse, None, (dq, dk, dv))
-        return
+            plan = _PLANS.keep(key, _plan(*tensors, *_options(q, k, *given)))
+        return plan(dout, dlse, q, k, v, out, lse, None, dq, dk, dv)
     _check(*tensors)
-    for name, tensor in zip(("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv"), tensors, strict=True):
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"attention_backward: has no gradient: {name} must not require grad, or use torch.no_grad()"
-            )
-    _op(*tensors, *_scaled(q, k, *given))
+    dq, dk, dv = (empty_like(like) if to is None else to for to, like in ((dq, q), (dk, k), (dv, v)))
+    _into_op(dout, dlse, q, k, v, out, lse, dq, dk, dv, *_options(q, k, *given))
+    return dq, dk, dv
 
 
-def _scaled(q, k, causal, scale, backward) -> tuple[float, bool, str]:
-    """(scale, causal, backward) as the op has them."""
-    number, _, right, *_ = _options(q, k, causal, scale, None, None, "auto", backward)
-    return number, right == 0, backward
+def _options(q, k, causal, scale, num_context, window, backward) -> tuple[float, int, int, int, str]:
+    """(scale, left, right, keys, backward) as the op has them."""
+    scale, left, right, keys, _, backward = attention_options(
+        q, k, causal, scale, num_context, window, "auto", backward
+    )
+    return scale, left, right, keys, backward
 
 
-def _plan(dout, q, k, v, out, lse, dq, dk, dv, scale, causal, backward):
-    options = scale, -1, 0 if causal else -1, k.shape[2], backward
-    return bwd_plan(dout, None, q, k, v, out, lse, None, *options, True, True, (dq, dk, dv))
+def _plan(dout, dlse, q, k, v, out, lse, dq, dk, dv, scale, left, right, keys, backward):
+    tensors, into = (dout, dlse, q, k, v, out, lse, None), (dq, dk, dv)
+    return bwd_plan(*tensors, scale, left, right, keys, backward, True, True, into)
 
 
-def _check(dout, q, k, v, out, lse, dq, dk, dv) -> None:
+def _check(dout, dlse, q, k, v, out, lse, dq, dk, dv) -> None:
     name = "attention_backward"
     check_qkv(name, q, k, v)
-    for label, tensor, like in (("dout", dout, q), ("out", out, q), ("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
+    read = (("dout", dout, q), ("out", out, q))
+    written = [("dq", dq, q), ("dk", dk, k), ("dv", dv, v)]
+    written = [given for given in written if given[1] is not None]
+    for label, tensor, same in (*read, *written):
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != q.dtype:
             raise TypeError(f"{name}: {label} must be a tensor of q's dtype {q.dtype}, got {kind(tensor)}")
-        if tensor.shape != like.shape or tensor.device != q.device:
-            wanted = f"{list(like.shape)} on {q.device}"
-            raise ValueError(f"{name}: {label} must be {wanted}, got {list(tensor.shape)} on {tensor.device}")
-    for label, tensor in (("dq", dq), ("dk", dk), ("dv", dv)):
-        expanded = any(not stride and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        if tensor.numel() and (expanded or readable(tensor) is not tensor):
+        if tensor.shape != same.shape or tensor.device != q.device:
+            wanted = f"{tuple(same.shape)} on {q.device}"
+            raise ValueError(f"{name}: {label} must be {wanted}, got {tuple(tensor.shape)} on {tensor.device}")
+    for label, tensor, _ in written:
+        expanded = any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        if tensor.numel() and (tensor.stride(3) != 1 or tensor.stride(2) > MOST_STRIDE or expanded):
             raise ValueError(f"{name}: {label} must have contiguous rows, not expanded, got strides {tensor.stride()}")
-    if not isinstance(lse, torch.Tensor) or lse.dtype != torch.float32:
-        raise TypeError(f"{name}: lse must be a tensor of float32, got {kind(lse)}")
-    if lse.shape != q.shape[:3] or lse.device != q.device or not lse.is_contiguous():
-        raise ValueError(f"{name}: lse must be {list(q.shape[:3])}, contiguous, on {q.device}, got {list(lse.shape)}")
+    for label, tensor in (("lse", lse), ("dlse", dlse)):
+        if tensor is None and label == "dlse":
+            continue
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
+            raise TypeError(f"{name}: {label} must be a tensor of float32, got {kind(tensor)}")
+        if tensor.shape != q.shape[:3] or tensor.device != q.device:
+            wanted = f"{tuple(q.shape[:3])} on {q.device}"
+            raise ValueError(f"{name}: {label} must be {wanted}, got {tuple(tensor.shape)} on {tensor.device}")
+    if not lse.is_contiguous():
+        raise ValueError(f"{name}: lse must be contiguous, as attention returns it, got strides {lse.stride()}")
+    if torch.is_grad_enabled():
+        every = dict(dout=dout, dlse=dlse, q=q, k=k, v=v, out=out, lse=lse, dq=dq, dk=dk, dv=dv)
+        for label, tensor in every.items():
+            if tensor is not None and tensor.requires_grad:
+                raise RuntimeError(f"{name}: has no gradient: {label} must not require grad, or use torch.no_grad()")
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::attention_backward", mutates_args=("dq", "dk", "dv"))
-def _op(
+@torch.library.custom_op(f"{_NAMESPACE}::attention_backward_into", mutates_args=("dq", "dk", "dv"))
+def _into_op(
     dout: torch.Tensor,
+    dlse: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -112,13 +127,10 @@ def _op(
     dk: torch.Tensor,
     dv: torch.Tensor,
     scale: float,
-    causal: bool,
+    left: int,
+    right: int,
+    keys: int,
     backward: str,
 ) -> None:
-    plan = _plan(dout, q, k, v, out, lse, dq, dk, dv, scale, causal, backward)
-    plan(dout, None, q, k, v, out, lse, None, (dq, dk, dv))
-
-
-@_op.register_fake
-def _(dout, q, k, v, out, lse, dq, dk, dv, scale, causal, backward):
-    return None
+    tensors = (dout, dlse, q, k, v, out, lse, dq, dk, dv)
+    _plan(*tensors, scale, left, right, keys, backward)(dout, dlse, q, k, v, out, lse, None, dq, dk, dv)

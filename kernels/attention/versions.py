@@ -137,26 +137,27 @@ def bwd_plan(
     version: str,
     need_dq: bool,
     need_dkv: bool,
-    into: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    into: tuple[Optional, Optional, Optional] = (None, None, None),
 ) -> Backward:
     """Returns a function from (dout, dlse, q, k, v, out, lse, statistics), tensors with the signatures of these, to dq,
-    dk and dv, None for what is not needed. With `into`, which is a dq, dk and dv, that function takes and writes three
-    of their signatures."""
+    dk and dv, None for what is not needed. It may be given memory for those that are needed, then like `into`."""
 
-    def allocated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Optional, Optional, Optional]:
-        dq = empty_like(q) if need_dq else None
-        return (dq, empty_like(k), empty_like(v)) if need_dkv else (dq, None, None)
+    def allocated(q, k, v, dq=None, dk=None, dv=None) -> tuple[Optional, Optional, Optional]:
+        needed = ((q, dq, need_dq), (k, dk, need_dkv), (v, dv, need_dkv))
+        dq, dk, dv = ((empty_like(x) if to is None else to) if need else None for x, to, need in needed)
+        return dq, dk, dv
 
     if q.numel() == 0 or keys == 0:
-        return lambda dout, dlse, q, k, v, out, lse, statistics, into=None: tuple(
-            None if gradient is None else gradient.zero_() for gradient in into or allocated(q, k, v)
+        return lambda dout, dlse, q, k, v, out, lse, statistics, *given: tuple(
+            None if gradient is None else gradient.zero_() for gradient in allocated(q, k, v, *given)
         )
     tail = keys < k.shape[2]  # rows of k and v that do not count
     form, write = "separate", None
     if need_dq and need_dkv:
         problem = _problem(q, k, v, scale, left, right, keys)
         saved = _saved(dout, dlse, out, lse, statistics)
-        gradients = into or (empty_like(q), empty_like(k), empty_like(v))
+        dq, dk, dv = (empty_like(x) if to is None else to for x, to in zip((q, k, v), into, strict=True))
+        gradients = dq, dk, dv
         form = _form(problem, saved, gradients, version)
         if form == "cuda":
             write = cuda_bwd_plan(problem, saved, *gradients)
@@ -164,8 +165,8 @@ def bwd_plan(
                 dlse is not None and not dlse.is_contiguous()
             )
 
-    def run(dout, dlse, q, k, v, out, lse, statistics, into=None):
-        dq, dk, dv = into or allocated(q, k, v)
+    def run(dout, dlse, q, k, v, out, lse, statistics, *given):
+        dq, dk, dv = allocated(q, k, v, *given)
         if tail and need_dkv:
             zero(dk[:, :, keys:])
             zero(dv[:, :, keys:])

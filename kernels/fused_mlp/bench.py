@@ -209,7 +209,8 @@ def _quack_supports(case: Case, mode: str) -> str | None:
 
 def _backend(case: Case) -> str | None:
     """What auto takes for all products on Hopper; None where that is no backend by itself."""
-    use = configs.pick_versions("auto", case.dims["rows"], case.dims["dim"], case.dtype, hopper=True)
+    rows, dim, hidden = (case.dims[n] for n in ("rows", "dim", "hidden"))
+    use = configs.pick_versions("auto", rows, dim, hidden, case.dtype, hopper=True)
     return "two_gemms" if use == configs.Versions(cuda=False, library=False, passes=False) else None
 
 

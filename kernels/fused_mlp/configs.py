@@ -93,20 +93,21 @@ class Versions:
     passes: bool
 
 
-def pick_versions(backend: str, rows: int, dim: int, dtype: torch.dtype, hopper: bool) -> Versions:
+def pick_versions(backend: str, rows: int, dim: int, hidden: int, dtype: torch.dtype, hopper: bool) -> Versions:
     """The versions of the products. Pure. `hopper`: products.cu can run.
 
     Measured on one H200: products.cu is 7 to 25 % faster than Triton on wide models, no faster where the sum has 512
-    terms, of which its epilogue takes as long as the product; there cuBLAS and a pass over the hidden are faster than
-    both. cuBLAS multiplies without an epilogue at some 750 TFLOP/s, the other two at 450 to 620; with few rows of
-    narrow models its launches cost more than they save.
+    terms, of which its epilogue takes as long as the product; there cuBLAS and, from 1024 rows on, a pass over the
+    hidden are faster than both. cuBLAS multiplies without an epilogue at some 750 TFLOP/s, the other two at 450 to 620,
+    and few rows in 2 to 4 us less than Triton; but a hidden that fills no whole vectors is padded for it, by launches
+    of which few rows make the host's time.
     """
     if backend != "auto":
         return Versions(cuda=backend == "cuda", library=False, passes=False)
     wide = dim >= 1024
     # cuBLAS may be set to round fp32 operands to tf32.
-    library = hopper and dtype != torch.float32 and (wide or rows >= 4096)
-    return Versions(cuda=library and wide, library=library, passes=library and not wide)
+    library = hopper and dtype != torch.float32 and (wide or rows >= 4096 or hidden % PITCH == 0)
+    return Versions(cuda=library and wide, library=library, passes=library and not wide and rows >= 1024)
 
 
 def pick_pitch(cols: int) -> int:

@@ -69,7 +69,7 @@ def fwd_plan(
     if not empty and backend == "fused" and dim_out:
         launch = _single(flat, w1, w2_read, b1, b2, w_gate, activation)
     elif not empty:
-        use = configs.pick_versions(backend, rows, dim, x.dtype, hopper=missing is None)
+        use = configs.pick_versions(backend, rows, dim, hidden, x.dtype, hopper=missing is None)
         launch = _two_products(flat, w1, w2_read, b1, b2, w_gate, activation, use)
 
     def plan(
@@ -131,7 +131,7 @@ def bwd_plan(
     dy_copied, dy_rows = _flat(dy, dense=True)
     (rows, dim), hidden, dim_out = x_rows.shape, w1.shape[0], w2.shape[0]
     needs = needs._replace(w_gate=needs.w_gate and w_gate is not None)
-    use = configs.pick_versions(backend, rows, dim, x.dtype, hopper=products.missing(x) is None)
+    use = configs.pick_versions(backend, rows, dim, hidden, x.dtype, hopper=products.missing(x) is None)
     pitch = configs.pick_pitch(hidden)
     within = _within_plan(dy_rows, x_rows, w1, w2, b1, w_gate, pre is None, activation, needs, use)
     wide = x_rows.new_empty((rows, pitch)) if within is not None else x_rows

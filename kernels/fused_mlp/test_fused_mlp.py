@@ -217,12 +217,13 @@ def test_configs_fit_into_shared_memory(capability: tuple[int, int], dtype: torc
 
 
 def test_auto() -> None:
-    def auto(rows: int, dim: int = 512, dtype: torch.dtype = torch.bfloat16, hopper: bool = True) -> tuple[bool, ...]:
-        return astuple(configs.pick_versions("auto", rows, dim, dtype, hopper))
+    def auto(rows, dim=512, hidden=1408, dtype=torch.bfloat16, hopper=True) -> tuple[bool, ...]:
+        return astuple(configs.pick_versions("auto", rows, dim, hidden, dtype, hopper))
 
     assert auto(11_000) == (False, True, True) and auto(564, dim=4096) == (True, True, False)
+    assert auto(564) == (False, True, False) and auto(4096, hidden=1365) == (False, True, True)
     triton = (False, False, False)
-    assert auto(564) == auto(205_000, dtype=torch.float32) == auto(205_000, hopper=False) == triton
+    assert auto(564, hidden=1365) == auto(564, dtype=torch.float32) == auto(205_000, hopper=False) == triton
 
 
 @pytest.mark.parametrize("names", ["x w1 w2", "x w1 w2 b1 b2 w_gate"], ids=["plain", "gated"])

@@ -147,6 +147,10 @@ def _cuda_candidates(case: Case) -> list[heads_forward.CudaConfig]:
     ]
 
 
+def _dhidden_cuda_candidates(case: Case) -> list[heads_backward.CudaConfig]:
+    return [heads_backward.CudaConfig(tiles, 2, stages) for tiles in (5, 7, 11, 22, 33, 66) for stages in (9, 11)]
+
+
 def _in_cuda(case: Case) -> bool:
     """Whether the version for Hopper takes a case as `make_inputs` lays it out."""
     dim = case.dims["dim"]
@@ -198,10 +202,13 @@ SPEC = KernelSpec(
     determinism={"fwd": "run-to-run", "bwd": "run-to-run"},
     unit="rows",
     items=lambda case: case.dims["rows"],
+    # In CUDA C++ GELU with 256 or 384 columns of x and its tanh form with 64, once a unit of work or a tile.
+    spills={"heads_dhidden": 16},
     fuzz={"rows": (0, 20), "dim": (1, 12), "heads": (1, 4), "hidden": (1, 20)},
     tunables=(
         Tunable(configs, "pick_fwd_config", "fwd", _fwd_candidates, TIMED, implementation="triton"),
         Tunable(heads_forward, "pick_cuda_config", "fwd", _cuda_candidates, CUDA_CASES),
+        Tunable(heads_backward, "pick_cuda_config", "bwd", _dhidden_cuda_candidates, CUDA_CASES),
         Tunable(heads_backward, "pick_dhidden_config", "bwd", _dhidden_candidates, TIMED),
     ),
     host_cases=HOST_CASES,

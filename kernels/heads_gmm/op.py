@@ -40,7 +40,7 @@ def heads_gmm(
     Sums are fp32 (fp32 operands are not rounded to tf32); act(...) is rounded to dtype of x, the parameters are not.
     Differentiable, once, in all tensors; the gradients of the parameters are rounded to dtype of x, as PyTorch's are.
     Everything is summed in a fixed order: repeated runs agree bit for bit. The hidden and the parameters are never in
-    memory; in the backward they are, for at most 8192 rows at a time. Valid for |log_sigma| up to 87, beyond which
+    memory; in the backward they are, for at most 8448 rows at a time. Valid for |log_sigma| up to 87, beyond which
     sigma or its inverse overflows in fp32. A component whose logit is −inf is off; a row whose logits are all −inf is
     NaN, as in PyTorch.
 

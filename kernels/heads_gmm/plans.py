@@ -10,21 +10,12 @@ import triton
 from . import configs
 from .checks import INTERPRETED
 from .configs import heads_forward
-from .heads_backward.plan import (
-    Optional,
-    backward_plan,
-    block_o,
-    by_library,
-    chunks_of,
-    device_of,
-    sum_launch,
-    whole_vectors,
-)
+from .heads_backward.operands import device_of, whole_vectors
+from .heads_backward.plan import Chunks, Optional, backward_plan, block_o, chunks_of, in_cuda, sum_launch
 from .kernel import (
     _heads_gmm_fwd_kernel,
     _heads_gmm_incoming_kernel,
     _heads_gmm_loss_kernel,
-    _heads_gmm_outputs_kernel,
     _heads_gmm_total_kernel,
 )
 from .launch import Launch
@@ -188,13 +179,7 @@ def bwd_plan(
     products = None
     if any(needs[:3]):
         products = backward_plan(flat, (heads * 3, 3, 1), w1, w2, activation, needs[:3])
-    from_pre = products is not None and by_library(flat, w2)
-    again: list[Launch] = []
-    if parameters is None and from_pre:
-        again = [_outputs_launch(w2, bias, activation, count) for _, count in chunks]
-    elif parameters is None:
-        config = _fwd_config(flat, w1, w2)
-        again = [_fwd_launch(flat, w1, w2, rows_y, bias, activation, config, *chunk) for chunk in chunks]
+    again = _again_launches(flat, w1, w2, rows_y, bias, activation, chunks) if parameters is None else []
     flat_dloss = _rows_of(dloss, 0) if reduction == "none" else None
     incoming, parts = _incoming_launches(flat_dloss, x, rows_y, heads, reduction, chunks)
     total = sum_launch(bias, parts) if needs[4] and bias is not None else None
@@ -212,12 +197,10 @@ def bwd_plan(
         dparameters = x.new_empty((size, heads, 3))
         made = x.new_empty((size, heads, 3), dtype=torch.float32) if again else None
 
-        def gradient(start: int, count: int, pre: Optional) -> Tensor:
+        def gradient(start: int, count: int) -> Tensor:
             index, given = start // size, made
             if given is None:
                 given = parameters[start : start + count]
-            elif from_pre:
-                again[index](pre, w2, bias, given)
             else:
                 again[index](flat, w1, w2, bias, rows_y, None, given)
             incoming[index](rows_dloss, given, rows_y, dparameters, dy, parts_of_dbias)
@@ -226,7 +209,7 @@ def bwd_plan(
         dx, dw1, dw2 = products(gradient, flat, w1, w2) if products is not None else (None, None, None)
         if not asks:
             for chunk in chunks:
-                gradient(*chunk, None)
+                gradient(*chunk)
         if total is not None:
             total(parts_of_dbias, dbias)
         return dx.view(shape) if dx is not None else None, dw1, dw2, dy, dbias
@@ -234,25 +217,25 @@ def bwd_plan(
     return run
 
 
-def _outputs_launch(w2: Tensor, bias: Optional, activation: str, rows: int) -> Launch:
-    """Writes the parameters of a chunk, given (pre, w2, bias, parameters)."""
-    heads, _, hidden = w2.shape
-    block_m, block_h = configs.pick_outputs_block(hidden)
-    pitch = configs.heads_backward.pick_pitch(hidden)
-    return Launch(
-        _heads_gmm_outputs_kernel,
-        (triton.cdiv(rows, block_m) * heads,),
-        w2.device,
-        (rows, heads, hidden, pitch, *w2.stride(), *_strides(bias)),
-        ACTIVATION=activation,
-        BLOCK_M=block_m,
-        BLOCK_H=block_h,
-        num_warps=8,
-    )
+def _again_launches(
+    x: Tensor, w1: Tensor, w2: Tensor, y: Tensor, bias: Optional, activation: str, chunks: Chunks
+) -> list[Callable[..., None]]:
+    """For each chunk what writes its parameters, given (x, w1, w2, bias, y, None, parameters): the forward without its
+    statistics."""
+    if chunks and in_cuda(x, w1, w2):
+        (heads, hidden, _), (_, sms) = w1.shape, device_of(x)
+        return [
+            forward.launch(
+                x[:rows], w1, w2, y, bias, activation, heads_forward.pick_cuda_config(rows, heads, hidden, sms), start
+            )
+            for start, rows in chunks
+        ]
+    config = _fwd_config(x, w1, w2)
+    return [_fwd_launch(x, w1, w2, y, bias, activation, config, *chunk) for chunk in chunks]
 
 
 def _incoming_launches(
-    dloss: Optional, x: Tensor, y: Tensor, heads: int, reduction: str, chunks: list[tuple[int, int]]
+    dloss: Optional, x: Tensor, y: Tensor, heads: int, reduction: str, chunks: Chunks
 ) -> tuple[list[Launch], int]:
     """For each chunk what writes the gradients of its parameters, given (dloss, parameters, y, dparameters, dy or None,
     parts of the bias's gradient or None); and how many parts there are. dloss is None for a scalar."""

@@ -11,7 +11,7 @@ import torch
 from harness.compiling import nvrtc, sass
 
 from .activation import ACTIVATIONS as KNOWN
-from .configs import heads_forward, pick_backend
+from .configs import heads_backward, heads_forward, pick_backend
 from .launch import forget
 from .op import ACTIVATIONS, heads_gmm
 from .reference import heads_gmm_reference
@@ -134,6 +134,63 @@ def test_parameters_and_gradients(compiler: None) -> None:
             for ours, theirs in zip(*found, strict=True):
                 atol = 1e-2 * theirs.abs().max().item()
                 torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
+
+
+@pytest.fixture
+def always(compiler: None, monkeypatch: pytest.MonkeyPatch):
+    """The hidden's gradient, and the parameters again, in CUDA C++ for any number of rows."""
+    monkeypatch.setattr(heads_backward, "pick_cuda", lambda rows, possible: possible)
+    forget()
+    yield
+    forget()
+
+
+def _gradients_agree(tensors: Operands, activation: str = "silu", **options: str) -> None:
+    """Gradients are those of the reference in fp64, no further from them than twice PyTorch in the same dtype."""
+    rows = tensors["x"].shape[0]
+    dloss = torch.randn(rows, device="cuda")
+    found = []
+    for op, dtype, more in (
+        (heads_gmm, None, options),
+        (heads_gmm_reference, None, {}),
+        (heads_gmm_reference, torch.float64, {}),
+    ):
+        leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in tensors.values()]
+        loss = op(*leaves, activation, "none", **more)
+        found.append(torch.autograd.grad(loss, leaves, dloss.to(loss.dtype)))
+    for ours, eager, exact in zip(*found, strict=True):
+        assert ours.dtype == eager.dtype and ours.shape == eager.shape
+        floor = torch.finfo(ours.dtype).eps * exact.abs().max().item()
+        bound = max(2 * (eager.double() - exact).abs().max().item(), floor)
+        torch.testing.assert_close(ours.double(), exact, rtol=0, atol=bound)
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("save", ["input", "parameters"])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("rows", [1, 127, 513, 5000])
+def test_gradients(always: None, rows: int, dtype: torch.dtype, save: str) -> None:
+    _gradients_agree(_operands(rows, 512, 1365, dtype=dtype), save=save)
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("save", ["input", "parameters"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients_of_chunks(always: None, activation: str, save: str) -> None:
+    """Three chunks, the last smaller; y that is a column of another tensor."""
+    y = torch.randn(20_000, 3, device="cuda").bfloat16()[:, 1]
+    _gradients_agree({**_operands(20_000, 64, 203), "y": y}, activation, save=save)
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("save", ["input", "parameters"])
+def test_gradients_repeat_bit_for_bit(always: None, save: str) -> None:
+    tensors = {n: t.requires_grad_() for n, t in _operands(20_000, 512, 1365, count=10).items()}
+    leaves = list(tensors.values())
+    first = torch.autograd.grad(heads_gmm(**tensors, save=save), leaves)
+    for _ in range(5):
+        again = torch.autograd.grad(heads_gmm(**tensors, save=save), leaves)
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
 
 
 @pytest.mark.gpu(min_capability=(9, 0))

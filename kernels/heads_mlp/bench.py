@@ -168,6 +168,10 @@ def _cuda_candidates(case: Case) -> list[heads_forward.CudaConfig]:
     ]
 
 
+def _dhidden_cuda_candidates(case: Case) -> list[heads_backward.CudaConfig]:
+    return [heads_backward.CudaConfig(tiles, 2, stages) for tiles in (5, 7, 11, 22, 33, 66) for stages in (9, 11)]
+
+
 def _in_cuda(case: Case) -> bool:
     """Whether the version for Hopper takes a case as `make_inputs` lays it out."""
     dim = case.dims["dim"]
@@ -220,12 +224,13 @@ SPEC = KernelSpec(
     unit="rows",
     items=lambda case: case.dims["rows"],
     fuzz={"rows": (0, 20), "dim": (1, 20), "heads": (1, 3), "hidden": (1, 20), "dim_out": (1, 5)},
-    spills={
-        "_heads_mlp_fwd_kernel": 4
-    },  # with Triton 3.6 and tiles of 128 by 256, which are the fastest; none with 3.7
+    # With Triton 3.6, tiles of 128 by 256 and of 128 by 128, which are the fastest; in CUDA C++ GELU with 256 or 384
+    # columns of x and its tanh form with 64, once a unit of work or a tile.
+    spills={"_heads_mlp_fwd_kernel": 4, "_heads_dhidden_kernel": 76, "heads_dhidden": 16},
     tunables=(
         Tunable(configs, "pick_fwd_config", "fwd", _fwd_candidates, TIMED, implementation="triton"),
         Tunable(heads_forward, "pick_cuda_config", "fwd", _cuda_candidates, CUDA_CASES),
+        Tunable(heads_backward, "pick_cuda_config", "bwd", _dhidden_cuda_candidates, CUDA_CASES),
         Tunable(heads_backward, "pick_dhidden_config", "bwd", _dhidden_candidates, TIMED),
         Tunable(heads_backward, "pick_dx_config", "bwd", _tile_candidates, TIMED),
         Tunable(heads_backward, "pick_dw1_config", "bwd", _tile_candidates, TIMED),

@@ -27,7 +27,7 @@ def heads_mlp(
 
     Sums are fp32 (fp32 operands are not rounded to tf32); act(...) is rounded to dtype of x. Differentiable, once, in
     all tensors. Everything is summed in a fixed order: repeated runs agree bit for bit. The hidden is never in memory;
-    in the backward its gradient is, for at most 8192 rows at a time.
+    in the backward its gradient is, for at most 8448 rows at a time.
 
     x           [..., D], float32, float16 or bfloat16, less than 2^31 rows, any strides. It is read in place where its
                 leading dimensions flatten to one stride.

@@ -8,7 +8,8 @@ import torch
 import triton
 
 from . import configs
-from .heads_backward.plan import Gradients, Needs, backward_plan, block_o, device_of, whole_vectors
+from .heads_backward.operands import device_of, whole_vectors
+from .heads_backward.plan import Gradients, Needs, backward_plan, block_o
 from .kernel import _heads_mlp_fwd_kernel
 from .launch import Launch
 from .sm90 import forward
@@ -74,7 +75,7 @@ def bwd_plan(
 
     def run(dy: torch.Tensor, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> Gradients:
         rows = _flat(dy, 2)[1]
-        dx, dw1, dw2 = plan(lambda start, count, pre: rows[start : start + count], _flat(x, 1)[1], w1, w2)
+        dx, dw1, dw2 = plan(lambda start, count: rows[start : start + count], _flat(x, 1)[1], w1, w2)
         return dx.view(shape) if dx is not None else None, dw1, dw2
 
     return run

@@ -109,15 +109,27 @@ def test_heads_of_a_cta_fill_the_gpu(rows: int) -> None:
     assert plan.block_o(3) == 16
 
 
+NEEDS = [(True, True, True), (True, False, False), (False, True, False), (False, False, True)]
+
+
+def _on_a_cpu(dpre: torch.Tensor, x: torch.Tensor, sums: torch.Tensor | None) -> torch.Tensor:
+    """products.add_dw1, where no product of PyTorch has another dtype for its result."""
+    new = dpre.flatten(1).mT @ x
+    return new if sums is None else sums + new
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "needs", [(True, True, True), (True, False, False), (False, True, False), (False, False, True)]
-)
-def test_sums_by_the_library(needs: tuple[bool, bool, bool]) -> None:
-    """Two chunks, the second of another size; a hidden whose rows are padded; an incoming gradient of stride 0."""
+@pytest.mark.parametrize("cuda", [True, False])
+@pytest.mark.parametrize("needs", NEEDS)
+def test_sums_by_the_library(needs: tuple[bool, bool, bool], cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two chunks, the second of another size; a hidden whose rows are padded; an incoming gradient of stride 0. With
+    the gradient of the hidden in CUDA C++ where that is possible, and in Triton."""
+    if not cuda:
+        monkeypatch.setattr(heads_backward, "pick_cuda", lambda rows, possible: False)
+    forget()
     shapes = ((9001, 96), (3, 37, 96), (3, 3, 37))
     made = [torch.randn(shape, device="cuda").mul(shape[-1] ** -0.5).bfloat16() for shape in shapes]
-    assert heads_backward.pick_library(9001, 3, torch.bfloat16, on_gpu=True)
+    assert heads_backward.pick_library(9001, torch.bfloat16, on_gpu=True)
     dy = torch.randn(3, 3, device="cuda").bfloat16().expand(9001, 3, 3)
     found = []
     for op, dtype in (
@@ -129,22 +141,78 @@ def test_sums_by_the_library(needs: tuple[bool, bool, bool]) -> None:
         found.append(torch.autograd.grad(op(*leaves), [t for t in leaves if t.requires_grad], dy.to(dtype)))
     for ours, eager, want in zip(*found, strict=True):
         assert ours.is_contiguous() and (ours - want).abs().max() <= 1.5 * (eager - want).abs().max()
+    forget()
 
 
-@pytest.mark.parametrize("dim_out", [1, 2, 3, 4])
-def test_the_pass_between_products_of_the_library(dim_out: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three chunks, two parts each. On a CPU no product of PyTorch has another dtype for its result."""
-
-    def add(dpre: torch.Tensor, x: torch.Tensor, sums: torch.Tensor | None) -> torch.Tensor:
-        new = dpre.flatten(1).mT @ x
-        return new if sums is None else sums + new
-
-    monkeypatch.setattr(products, "add_dw1", add)
+def test_triton_beside_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three chunks, the last of another size."""
+    monkeypatch.setattr(products, "add_dw1", _on_a_cpu)
     monkeypatch.setattr(heads_backward, "pick_library", lambda *problem: True)
     monkeypatch.setattr(heads_backward, "pick_chunk_rows", lambda *problem: 20)
+    forget()
+    _both(_inputs(rows=47, hidden=19, dim_out=5))
+    forget()
+
+
+def _dhidden_in_pytorch(start, rows, x, w1, w2, dy_strides, activation, config):
+    """What sm90/heads_dhidden.cu does, with its parts; `dy_strides` are those that it is told."""
+
+    def run(dy, x, w1, w2, dpre, dw2) -> None:
+        assert dy.stride() == dy_strides and dy.shape[0] >= rows
+        pre = torch.einsum("rd,ghd->rgh", x[start : start + rows], w1).requires_grad_()
+        with torch.enable_grad():
+            h = torch.nn.functional.silu(pre)
+        if dpre is not None:
+            dpre[:rows] = 0
+            dh = torch.einsum("rgo,goh->rgh", dy[:rows], w2)
+            dpre[:rows, :, : w2.shape[2]] = torch.autograd.grad(h, pre, dh)[0]
+        for part, first in enumerate(range(0, rows, 128 * config.tiles)):
+            these = slice(first, min(first + 128 * config.tiles, rows))
+            if dw2 is not None:
+                dw2[part] += torch.einsum("rgo,rgh->goh", dy[these], h.detach()[these])
+
+    return run
+
+
+@pytest.mark.parametrize("needs", [*NEEDS, (True, True, False), (False, True, True)])
+def test_the_plan_around_cuda(needs: tuple[bool, bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three chunks of three, three and one tiles, in parts of two: the last chunk adds to the first part alone."""
+    monkeypatch.setattr(products, "add_dw1", _on_a_cpu)
+    monkeypatch.setattr(plan, "in_cuda", lambda *tensors: True)
+    monkeypatch.setattr(plan.heads_dhidden, "launch", _dhidden_in_pytorch)
+    monkeypatch.setattr(heads_backward, "pick_chunk_rows", lambda *problem: 300)
     monkeypatch.setattr(
-        heads_backward, "pick_pass_config", lambda *problem: heads_backward.DhiddenConfig(16, 16, 16, 1, 1, 4)
+        heads_backward, "pick_cuda_config", lambda *problem: heads_backward.CudaConfig(2, cluster=2, stages=11)
     )
     forget()
-    _both(_inputs(rows=47, hidden=19, dim_out=dim_out))
+    inputs = _inputs(rows=700, hidden=19)
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    dy = torch.randn(700, 2, 3, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    wanted = torch.autograd.grad(heads_mlp_reference(*wide), wide, dy.double())
+    leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
+    for _ in range(2):  # the plan is kept, and adds to parts of its own each time
+        for t in leaves:
+            t.grad = None
+        heads_mlp(*leaves).backward(dy)
+        for t, want, need in zip(leaves, wanted, needs, strict=True):
+            assert (t.grad is not None) == need
+            if need:
+                torch.testing.assert_close(t.grad.double(), want, rtol=1e-4, atol=1e-4)
     forget()
+
+
+def test_when_the_hiddens_gradient_is_in_cuda() -> None:
+    picked = heads_backward.pick_cuda
+    assert picked(513, possible=True) and not picked(512, possible=True) and not picked(5000, possible=False)
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "hidden", "tiles", "rounds"),
+    [(8448, 10, 1365, 11, 5), (5000, 10, 1365, 7, 5), (564, 10, 1365, 5, 1)],
+)
+def test_units_of_the_hiddens_gradient(rows: int, heads: int, hidden: int, tiles: int, rounds: int) -> None:
+    config = heads_backward.pick_cuda_config(rows, heads, hidden, 132)
+    assert (config.tiles, config.cluster) == (tiles, 2)
+    units = -(-heads * -(-hidden // 128) // 2) * -(-rows // (128 * tiles))
+    assert -(-units // 66) == rounds
+    assert heads_backward.pick_cuda_config(100, 1, 128, 132).cluster == 1  # of which there is one block

@@ -11,11 +11,11 @@ import torch
 from harness.compiling import nvrtc, sass
 
 from .activation import ACTIVATIONS as KNOWN
-from .configs import heads_forward, pick_backend
+from .configs import heads_backward, heads_forward, pick_backend
 from .launch import forget
 from .op import ACTIVATIONS, heads_mlp
 from .reference import heads_mlp_reference
-from .sm90 import cuda_driver, heads
+from .sm90 import cuda_driver, heads, heads_dhidden
 
 SOURCE = Path(heads.__file__).with_name("forward.cu")
 HALVES = torch.bfloat16, torch.float16
@@ -110,8 +110,31 @@ def test_columns_of_the_last_block(hidden: int, tail: int) -> None:
     assert heads.tail_of(hidden) == tail
 
 
+@pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
+@pytest.mark.parametrize(
+    "variant",
+    [("silu", 512, 2, 0), ("silu", 512, 2, 1), ("gelu", 512, 2, 0), ("gelu_tanh", 512, 1, 0), ("relu", 8, 1, 1)],
+    ids=lambda variant: "-".join(map(str, variant)),
+)
+def test_the_hiddens_gradient_compiles_and_does_not_spill(variant: tuple) -> None:
+    """Beside the wgmmas, a tile of 128 rows is 16 mmas for dh and 8 for dw2."""
+    activation, dim, cluster, fp16 = variant
+    steps = -(-dim // 64)
+    defines = (
+        f"ACTIVATION={KNOWN.index(activation)}",
+        f"FP16={fp16}",
+        f"STEPS={steps}",
+        "STAGES=11",
+        f"CLUSTER={cluster}",
+    )
+    usage = sass.inspect(nvrtc.compiled(SOURCE.with_name("heads_dhidden.cu"), "sm_90a", defines), "heads_dhidden")
+    assert usage.spills == 0 and usage.stack == 0
+    assert usage.mma == {"HGMMA": 4 * steps, "HMMA": 24}
+
+
 def test_host_and_device_agree() -> None:
-    text = SOURCE.with_name("heads.cuh").read_text(encoding="utf-8")
+    text = SOURCE.with_name("heads_loop.cuh").read_text(encoding="utf-8")
+    text += SOURCE.with_name("heads.cuh").read_text(encoding="utf-8")
     found = re.search(
         r"BLOCK_M = (\d+), BLOCK_H = (\d+), BLOCK_K = (\d+), BLOCK_O = (\d+);\nconstexpr int CONSUMERS = (\d+)", text
     )
@@ -121,6 +144,10 @@ def test_host_and_device_agree() -> None:
     assert blocks == [heads_forward.BLOCK, heads_forward.BLOCK, heads.BLOCK_K, heads_forward.MAX_OUT]
     assert 128 * (consumers + 1) == heads.THREADS
     assert int(slots[1]) * heads_forward.BLOCK * heads_forward.MAX_OUT * 2 == heads.W2_BYTES
+    dy_slots = re.search(r"DY_SLOTS = (\d+)", SOURCE.with_name("heads_dhidden.cu").read_text(encoding="utf-8"))
+    assert dy_slots is not None and int(dy_slots[1]) == heads_dhidden.DY_SLOTS
+    assert heads_backward.BLOCK == heads_forward.BLOCK
+    assert heads_dhidden.shared_bytes(heads_backward.CudaConfig(1, 2, stages=11)) <= 227 << 10
     activations = re.search(
         r"enum Activation { (.*) };", SOURCE.with_name("activation.cuh").read_text(encoding="utf-8")
     )
@@ -244,3 +271,145 @@ def test_gradients_are_those_of_the_other_version(compiler: None) -> None:
         torch.autograd.grad(heads_mlp(**tensors, backend=backend), leaves, dy) for backend in ("cuda", "triton")
     )
     assert all(torch.equal(a, b) for a, b in zip(cuda, triton, strict=True))
+
+
+def _gradients_agree(
+    tensors: Operands,
+    activation: str = "silu",
+    dy: torch.Tensor | None = None,
+    needs: tuple[bool, bool, bool] = (True, True, True),
+) -> list[torch.Tensor]:
+    """The gradients are those of the reference in fp64, no further from them than twice PyTorch in the same dtype."""
+    rows, heads_dim = tensors["x"].shape[0], tensors["w2"].shape[:2]
+    if dy is None:
+        dy = torch.randn(rows, *heads_dim, device="cuda").to(tensors["x"].dtype)
+    found, pairs = [], list(zip(tensors.items(), needs, strict=True))
+    for op, dtype in ((heads_mlp, dy.dtype), (heads_mlp_reference, dy.dtype), (heads_mlp_reference, torch.float64)):
+        # Detached, not copied: layouts stay.
+        leaves = {n: t.detach().to(dtype).requires_grad_(need) for (n, t), need in pairs}
+        y = op(**leaves, activation=activation)
+        found.append(torch.autograd.grad(y, [t for t in leaves.values() if t.requires_grad], dy.to(dtype)))
+    for ours, eager, exact in zip(*found, strict=True):
+        assert ours.dtype == eager.dtype and ours.shape == eager.shape
+        floor = torch.finfo(ours.dtype).eps * exact.abs().max().item()
+        bound = max(2 * (eager.double() - exact).abs().max().item(), floor)
+        torch.testing.assert_close(ours.double(), exact, rtol=0, atol=bound)
+    return list(found[0])
+
+
+@pytest.fixture
+def always(compiler: None, monkeypatch: pytest.MonkeyPatch):
+    """The hidden's gradient in CUDA C++ for any number of rows."""
+    monkeypatch.setattr(heads_backward, "pick_cuda", lambda rows, possible: possible)
+    forget()
+    yield
+    forget()
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("rows", [1, 127, 128, 129, 513, 5000])
+@pytest.mark.parametrize(("dim", "hidden", "dim_out"), [(512, 1365, 3), (8, 7, 1), (64, 1408, 8), (72, 1365, 3)])
+def test_gradients(always: None, rows: int, dim: int, hidden: int, dim_out: int, dtype: torch.dtype) -> None:
+    _gradients_agree(_operands(rows, dim, hidden, dim_out, dtype=dtype))
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients_of_activations(always: None, activation: str, dtype: torch.dtype) -> None:
+    _gradients_agree(_operands(300, 200, 420, dtype=dtype), activation)
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("hidden", [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257])
+def test_gradients_of_each_last_block(always: None, hidden: int) -> None:
+    """Of one head, of which there may be one block, and of three, of whose blocks the last may have no neighbour."""
+    for count in (1, 3):
+        _gradients_agree(_operands(200, 136, hidden, count=count))
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("dim", range(64, 513, 64))
+def test_gradients_of_each_number_of_steps(always: None, dim: int) -> None:
+    _gradients_agree(_operands(257, dim, 300), "gelu")
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("config", [(1, 1, 11), (3, 2, 11), (66, 2, 9), (5, 1, 10)])
+def test_gradients_with_other_configurations(
+    always: None, config: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More units of work than SMs; parts of which the last is smaller, one part; three chunks."""
+    monkeypatch.setattr(heads_backward, "pick_cuda_config", lambda *problem: heads_backward.CudaConfig(*config))
+    forget()
+    _gradients_agree(_operands(20_010, 512, 400, count=7))
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize(
+    "needs", [(True, False, False), (False, True, False), (False, False, True), (True, False, True)]
+)
+def test_gradients_that_are_needed(always: None, needs: tuple[bool, bool, bool]) -> None:
+    tensors, dy = _operands(700, 128, 203), torch.randn(700, 3, 3, device="cuda").bfloat16()
+    found, every = _gradients_agree(tensors, dy=dy, needs=needs), _gradients_agree(tensors, dy=dy)
+    wanted = [grad for grad, need in zip(every, needs, strict=True) if need]
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+def test_gradients_of_layouts(always: None) -> None:
+    """Strides of x and w1 that TMA reads, any of w2 and dy; what TMA cannot read goes to Triton."""
+    tensors = _operands(2200, 128, 200)
+    wide = torch.randn(3, 2200, 256, device="cuda", dtype=torch.bfloat16) * 128**-0.5
+    for name, t in (
+        ("x", wide[1, :, 16:144]),
+        ("w1", wide[:, 100:700:3, 64:192]),
+        ("w2", tensors["w2"].mT.contiguous().mT),
+        ("x", wide[1, :, 3:131]),
+        ("w1", tensors["w1"].mT.contiguous().mT),
+    ):
+        _gradients_agree({**tensors, name: t})
+    numbers = torch.randn(3, 3, 2300, 2, device="cuda").bfloat16()
+    for dy in (
+        numbers[..., 1].permute(2, 1, 0)[50:2250],
+        numbers[0, :, 1:4, 0].expand(2200, 3, 3),
+        numbers[:, :1, :2200, 0].permute(2, 0, 1).expand(2200, 3, 3),
+    ):
+        _gradients_agree(tensors, dy=dy)
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+def test_gradients_repeat_bit_for_bit(always: None) -> None:
+    tensors = {n: t.requires_grad_() for n, t in _operands(20_000, 512, 1365, count=10).items()}
+    leaves, dy = list(tensors.values()), torch.randn(20_000, 10, 3, device="cuda").bfloat16()
+    first = torch.autograd.grad(heads_mlp(**tensors), leaves, dy)
+    for _ in range(5):
+        again = torch.autograd.grad(heads_mlp(**tensors), leaves, dy)
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("hidden", [7, 203, 1365])
+def test_an_infinite_gradient_stays_in_its_row(always: None, hidden: int) -> None:
+    """Columns beyond the hidden's end are no 0 · inf, and rows beyond the last no part of dw2."""
+    tensors = {n: t.abs().requires_grad_() for n, t in _operands(301, 128, hidden).items()}
+    dy = torch.ones(301, 3, 3, device="cuda", dtype=torch.bfloat16)
+    dy[1] = torch.inf
+    dx, dw1, dw2 = torch.autograd.grad(heads_mlp(**tensors, activation="relu"), list(tensors.values()), dy)
+    others = torch.arange(301, device="cuda") != 1
+    assert dx[others].isfinite().all() and dx[1].isposinf().all() and dw2.isposinf().all()
+    assert not dw1.isnan().any()
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+def test_the_gradient_in_a_graph(always: None) -> None:
+    tensors = {n: t.requires_grad_() for n, t in _operands(1000, 128, 203).items()}
+    leaves, dy = list(tensors.values()), torch.randn(1000, 3, 3, device="cuda").bfloat16()
+    want = torch.autograd.grad(heads_mlp(**tensors), leaves, dy)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = torch.autograd.grad(heads_mlp(**tensors), leaves, dy)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))

@@ -70,7 +70,9 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
 
 def _dense_cost(case: Case, weights: int) -> Cost:
     rows, columns, depth = (case.dims[n] for n in ("rows", "columns", "depth"))
-    return Cost(flops=2 * rows * columns * depth, bytes=rows * (depth + columns) * case.dtype.itemsize + weights)
+    pipe = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[case.dtype]
+    size = rows * (depth + columns) * case.dtype.itemsize + weights
+    return Cost(flops=2 * rows * columns * depth, bytes=size, pipe=pipe)
 
 
 def cost(case: Case, mode: str) -> Cost:

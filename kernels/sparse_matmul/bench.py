@@ -225,12 +225,12 @@ def _dense8(values: torch.Tensor, metadata: torch.Tensor) -> torch.Tensor:
 
 def _cusparselt() -> Op:
     """cuSPARSELt with the algorithm that its search finds for a shape. Of 8 bits it takes one scale, not one for each
-    row. PyTorch reads its value on the host, where it is made once: from the GPU each call would wait for it."""
+    row, of which PyTorch reads the value on the host: each call waits for the GPU, some microseconds of its time."""
     if not torch.backends.cusparselt.is_available():
         raise ImportError("this PyTorch has no cuSPARSELt")
     weights = _once_a_weight(lambda values, metadata: torch._cslt_compress(decompressed(values, metadata)))
     weights8 = _once_a_weight(lambda v, m: torch._cslt_compress(_dense8(v, m).view(FORMATS["e4m3"])))
-    scales = _once_a_weight(lambda scale_w, scale_x: (scale_w * scale_x).cpu())
+    scales = _once_a_weight(lambda scale_w, scale_x: (scale_w * scale_x).reshape(1))
     found: dict[tuple, int] = {}
 
     def function(x, values, metadata, bias=None, activation=None, scale_x=None, scale_w=None, formats=None, **options):

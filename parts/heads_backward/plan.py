@@ -3,7 +3,8 @@
     y[r, g] = w2[g] · act(w1[g] · x[r])
 
 Rows are taken in chunks, so that the gradient of the hidden is in memory for one chunk at a time. For each, one kernel
-writes it, of which two products make the gradient of x and terms of that of w1. All sums have a fixed order.
+writes it, in CUDA C++ on Hopper and in Triton elsewhere, of which two products make the gradient of x and terms of that
+of w1, by cuBLAS or in Triton. All sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import triton
 
 from ..configs import heads_backward as configs
 from ..launch import Launch
+from ..sm90 import heads, heads_dhidden
 from . import products
 from .dhidden import _heads_dhidden_kernel
-from .passes import _heads_pass_kernel
+from .operands import device_of, whole_vectors
 from .sums import _heads_dw1_kernel, _heads_dx_kernel, _heads_sum_kernel
 
 SUM_BLOCK = 512
@@ -26,21 +28,22 @@ Optional = torch.Tensor | None
 Needs = tuple[bool, bool, bool]  # the gradients of x, w1 and w2
 Gradients = tuple[Optional, Optional, Optional]
 Strides = tuple[int, ...]
-# The gradient of y for a chunk, [rows, K, O], given the chunk's first row, its number of rows, and its pre
-# [rows, K, pitch], or None where that is not in memory.
-Incoming = Callable[[int, int, Optional], torch.Tensor]
+Chunks = list[tuple[int, int]]  # first row and number of rows of each
+# The gradient of y for a chunk, [rows, K, O], given the chunk's first row and its number of rows.
+Incoming = Callable[[int, int], torch.Tensor]
 Backward = Callable[[Incoming, torch.Tensor, torch.Tensor, torch.Tensor], Gradients]
+# For a chunk, given (dy, x, w1, w2, dpre, dw2): writes dpre, unless None, and its parts of dw2, unless None.
+Hidden = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Optional, Optional], None]
 
 
-def chunks_of(rows: int, heads: int, hidden: int) -> list[tuple[int, int]]:
-    """First row and number of rows of each chunk."""
+def chunks_of(rows: int, heads: int, hidden: int) -> Chunks:
     size = configs.pick_chunk_rows(rows, heads, hidden)
     return [(start, min(size, rows - start)) for start in range(0, rows, size)]
 
 
-def by_library(x: torch.Tensor, w2: torch.Tensor) -> bool:
-    """Whether pre of a chunk is in memory: cuBLAS makes the large products."""
-    return configs.pick_library(x.shape[0], w2.shape[1], x.dtype, x.is_cuda) and bool(x.numel() and w2.numel())
+def in_cuda(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> bool:
+    """Whether the gradient of the hidden is made in CUDA C++."""
+    return configs.pick_cuda(x.shape[0], possible=heads.unsupported_reason(x, w1, w2) is None)
 
 
 def backward_plan(
@@ -49,21 +52,22 @@ def backward_plan(
     """Takes (incoming, x, w1, w2) like these, x [rows, D], and returns the gradients of x, w1 and w2, contiguous, None
     where not needed. `incoming` is called once a chunk, in order, unless x or w2 has no elements; what it returns is
     read before the next call."""
-    heads, _, hidden = w2.shape
+    rows, (count, _, hidden) = x.shape[0], w2.shape
     pitch = configs.pick_pitch(hidden)
     # Elements there are in each sum; otherwise a gradient is zero.
-    chunks = chunks_of(x.shape[0], heads, hidden) if x.shape[0] and w2.numel() else []
-    if by_library(x, w2):
-        within, parts = _pass_launches(dy_strides, x, w2, activation, chunks)
-        return _by_library(chunks, pitch, within, parts, w2, needs)
-    within, parts = _dhidden_launches(dy_strides, x, w1, w2, activation, chunks)
+    chunks = chunks_of(rows, count, hidden) if rows and w2.numel() else []
+    cuda = bool(chunks) and in_cuda(x, w1, w2)
+    launches = _cuda_launches if cuda else _dhidden_launches
+    within, parts = launches(dy_strides, x, w1, w2, activation, chunks)
+    if chunks and x.shape[1] and (cuda or configs.pick_library(rows, x.dtype, x.is_cuda)):
+        return _by_library(chunks, pitch, within, parts, cuda, w2, needs)
     return _by_triton(chunks, pitch, within, parts, x, w1, w2, needs)
 
 
 def _by_triton(
-    chunks: list[tuple[int, int]],
+    chunks: Chunks,
     pitch: int,
-    within: list[Launch],
+    within: list[Hidden],
     parts: int,
     x: torch.Tensor,
     w1: torch.Tensor,
@@ -85,7 +89,7 @@ def _by_triton(
         dw2_parts = torch.empty((parts, *w2.shape), device=device) if total is not None else dw2
         sums = torch.empty(w1.shape, device=device) if len(for_w1) > 1 else None
         for index, (launch, chunk) in enumerate(zip(within, chunks, strict=True)):
-            launch(incoming(*chunk, None), x, w1, w2, dpre, dw2_parts)
+            launch(incoming(*chunk), x, w1, w2, dpre, dw2_parts)
             if for_x:
                 for_x[index](dpre, w1, dx)
             if for_w1:
@@ -98,26 +102,27 @@ def _by_triton(
 
 
 def _by_library(
-    chunks: list[tuple[int, int]], pitch: int, within: list[Launch], parts: int, w2: torch.Tensor, needs: Needs
+    chunks: Chunks, pitch: int, within: list[Hidden], parts: int, added: bool, w2: torch.Tensor, needs: Needs
 ) -> Backward:
-    """With the products by cuBLAS, and a pass over what they leave in memory."""
-    total = sum_launch(w2, parts) if parts > 1 and needs[2] else None
+    """With the products by cuBLAS. `added`: the parts of dw2 are added to, chunk after chunk."""
+    total = sum_launch(w2, parts) if (parts > 1 or added) and needs[2] else None
 
     def run(incoming: Incoming, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> Gradients:
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
         dw2 = w2.new_empty(w2.shape) if needs[2] else None
-        pre = x.new_empty((chunks[0][1], w2.shape[0], pitch))  # and the gradient of it, in its place
-        dw2_parts = torch.empty((parts, *w2.shape), device=x.device) if total is not None else dw2
-        weight = products.padded(w1, pitch)
+        dpre = x.new_empty((chunks[0][1], w2.shape[0], pitch)) if needs[0] or needs[1] else None
+        dw2_parts = dw2
+        if total is not None:
+            make = torch.zeros if added else torch.empty
+            dw2_parts = make((parts, *w2.shape), dtype=torch.float32, device=x.device)
+        weight = products.padded(w1, pitch) if needs[0] else None
         sums = None
         for launch, (start, rows) in zip(within, chunks, strict=True):
-            chunk = x[start : start + rows]
-            products.write_pre(chunk, weight, pre[:rows])
-            launch(incoming(start, rows, pre), w2, pre, dw2_parts)
-            if dx is not None:
-                products.write_dx(pre[:rows], weight, dx[start : start + rows])
+            launch(incoming(start, rows), x, w1, w2, dpre, dw2_parts)
+            if dx is not None and weight is not None:
+                products.write_dx(dpre[:rows], weight, dx[start : start + rows])
             if needs[1]:
-                sums = products.add_dw1(pre[:rows], chunk, sums)
+                sums = products.add_dw1(dpre[:rows], x[start : start + rows], sums)
         if total is not None:
             total(dw2_parts, dw2)
         return dx, products.rounded(sums, w1) if sums is not None else None, dw2
@@ -125,14 +130,28 @@ def _by_library(
     return run
 
 
+def _cuda_launches(
+    dy_strides: Strides, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: str, chunks: Chunks
+) -> tuple[list[Hidden], int]:
+    """Of CUDA C++, which adds to its parts; and how many parts a chunk has at most."""
+    (count, hidden, _), (_, sms) = w1.shape, device_of(x)
+    launches: list[Hidden] = []
+    parts = 0
+    for start, rows in chunks:
+        config = configs.pick_cuda_config(rows, count, hidden, sms)
+        launches.append(heads_dhidden.launch(start, rows, x, w1, w2, dy_strides, activation, config))
+        parts = max(parts, triton.cdiv(triton.cdiv(rows, configs.BLOCK), config.tiles))
+    return launches, parts
+
+
 def _dhidden_launches(
-    dy_strides: Strides, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: str, chunks: list
-) -> tuple[list[Launch], int]:
-    """For each chunk what writes dpre and its parts of dw2, given (dy, x, w1, w2, dpre, dw2); and how many parts there
-    are."""
+    dy_strides: Strides, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: str, chunks: Chunks
+) -> tuple[list[Hidden], int]:
+    """Of Triton; and how many parts there are."""
     dim, (heads, dim_out, hidden), (capability, sms) = x.shape[1], w2.shape, device_of(x)
     pitch, aligned = configs.pick_pitch(hidden), whole_vectors(x) and whole_vectors(w1)
-    launches, parts = [], 0
+    launches: list[Hidden] = []
+    parts = 0
     for start, rows in chunks:
         config = configs.pick_dhidden_config(rows, dim, heads, hidden, aligned, x.dtype, capability, sms)
         part = config.tiles * config.block_m
@@ -150,36 +169,6 @@ def _dhidden_launches(
                 BLOCK_K=config.block_k,
                 BLOCK_O=block_o(dim_out),
                 EVEN_K=dim % config.block_k == 0,
-                num_warps=config.num_warps,
-                num_stages=config.stages,
-            )
-        )
-        parts += splits
-    return launches, parts
-
-
-def _pass_launches(
-    dy_strides: Strides, x: torch.Tensor, w2: torch.Tensor, activation: str, chunks: list
-) -> tuple[list[Launch], int]:
-    """For each chunk what makes dpre of pre and writes its parts of dw2, given (dy, w2, pre, dw2); and how many parts
-    there are."""
-    (heads, dim_out, hidden), (_, sms) = w2.shape, device_of(x)
-    pitch = configs.pick_pitch(hidden)
-    launches, parts = [], 0
-    for _, rows in chunks:
-        config = configs.pick_pass_config(rows, heads, hidden, sms)
-        part = config.tiles * config.block_m
-        splits = triton.cdiv(rows, part)
-        launches.append(
-            Launch(
-                _heads_pass_kernel,
-                (splits * heads * triton.cdiv(pitch, config.block_h),),
-                x.device,
-                (parts, rows, part, heads, hidden, pitch, *dy_strides, *w2.stride()),
-                ACTIVATION=activation,
-                DIM_OUT=dim_out,
-                BLOCK_M=config.block_m,
-                BLOCK_H=config.block_h,
                 num_warps=config.num_warps,
                 num_stages=config.stages,
             )
@@ -232,21 +221,3 @@ def sum_launch(like: torch.Tensor, parts: int) -> Launch:
 
 def block_o(dim_out: int) -> int:
     return max(configs.MIN_BLOCK, triton.next_power_of_2(dim_out))
-
-
-def device_of(tensor: torch.Tensor) -> tuple[tuple[int, int], int]:
-    """Compute capability and number of SMs; in the interpreter those of an sm_80, with few SMs."""
-    if not tensor.is_cuda:
-        return (8, 0), 2
-    properties = torch.cuda.get_device_properties(tensor.device)
-    return (properties.major, properties.minor), properties.multi_processor_count
-
-
-def whole_vectors(tensor: torch.Tensor) -> bool:
-    """Whether all rows are contiguous and start on 16-byte boundaries."""
-    per_vector = 16 // tensor.element_size()
-    return (
-        tensor.stride(-1) == 1
-        and tensor.data_ptr() % 16 == 0
-        and all(stride % per_vector == 0 for stride in tensor.stride()[:-1])
-    )

@@ -1,7 +1,9 @@
-// PTX of heads.cuh beyond the shared headers: wgmma with its first operand in registers, ldmatrix, mma, named barriers.
+// PTX of the kernels of heads beyond the shared headers: wgmma with its first operand in registers, ldmatrix, stmatrix,
+// mma, stores by TMA, named barriers.
 #pragma once
 
 #include "numbers.cuh"
+#include "tma.cuh"
 #include "types.cuh"
 #include "wgmma16.cuh"
 
@@ -37,10 +39,26 @@ DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b_low, u32 b_high) {
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_low), "r"(b_high));
 }
 
+// d (16 x 8, fp32, of a warp) += a b, of 8 terms.
+DEVICE void mma_of_8(float (&d)[4], const u32 (&a)[2], u32 b) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." TYPE "." TYPE ".f32 "
+                 "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+
 // Four 8 x 8 blocks of 16-bit numbers: lane i has the address of row i % 8 of block i / 8.
 DEVICE void load_blocks(u32* x, u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");
+}
+DEVICE void load_blocks_transposed(u32* x, u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");
+}
+DEVICE void store_blocks_transposed(u32 address, const u32 (&x)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+                 ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
 DEVICE void load_vector(u32 (&x)[4], u32 address) {
     asm volatile("ld.shared::cta.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -51,6 +69,17 @@ DEVICE void store_vector(u32 address, const u32 (&x)[4]) {
                  ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
 
-// Named barriers of two warpgroups: one waits until the other has arrived.
+// A store of a box by TMA, by one thread, after all that wrote it passed the fence and a barrier; and the wait until
+// the boxes of this thread's stores have been read.
+DEVICE void fence_for_tma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void tma_store(const TensorMap* map, u32 from, int column, int row, int head) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2,%3,%4,%5}], [%1];"
+                 ::"l"(map), "r"(from), "r"(column), "r"(row), "r"(head), "r"(0) : "memory");
+}
+DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// Named barriers: of a warpgroup's warps; of two warpgroups, of which one waits until the other has arrived.
+DEVICE void warpgroup_sync(int barrier) { asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory"); }
 DEVICE void named_wait(int barrier) { asm volatile("bar.sync %0, 256;" ::"r"(barrier) : "memory"); }
 DEVICE void named_arrive(int barrier) { asm volatile("bar.arrive %0, 256;" ::"r"(barrier) : "memory"); }

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from harness.spec import EAGER, MAX_AUTOTUNE, Case, Cost, Inputs, KernelSpec, Op, Peer, Yardstick
 from harness.suites import Part, Suite
 
+from .architectures import own_architectures
 from .fp8_weights import FP8Weight
 from .layer import LLAMA2, MATRICES, LayerConfig, llama_layer, rope_tables
 from .reference import llama_layer_reference
@@ -232,7 +233,8 @@ def _hugging_face(patch: Callable[[], None] | None = None, attention: str = "sdp
         from transformers.models.llama import modeling_llama
 
         if patch is not None:
-            patch()
+            with own_architectures("llama") as modeling_llama:
+                patch()
         layers: dict[tuple, torch.nn.Module] = {}
 
         def layer(x, norm_attention, w_qkv, w_o, cos, sin, norm_ffn, w_up, w_down, *, heads, kv_heads, part, eps=1e-5):

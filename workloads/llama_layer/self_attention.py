@@ -50,7 +50,8 @@ class _SelfAttention(torch.autograd.Function):
         dq, dk, dv = _heads(dqkv, *ctx.heads)
         dout = dattended.unflatten(-1, (ctx.heads[0], -1)).transpose(1, 2)
         q, k, v = _heads(qkv, *ctx.heads)
-        attention_backward(dout, *_by_heads(q, k, v), out, lse, *_by_heads(dq, dk, dv), causal=True)
+        into = dict(zip(("dq", "dk", "dv"), _by_heads(dq, dk, dv), strict=True))
+        attention_backward(dout, *_by_heads(q, k, v), out, lse, **into, causal=True)
         rope(dq, dk, cos, -sin, inplace=True)
         return dqkv, None, None, None, None
 

@@ -10,7 +10,7 @@ import torch
 from harness import registry
 
 from . import LLAMA2, FP8Weight, LayerConfig, LlamaLayer, fp8_linear, fp8_weight, llama_layer
-from .bench import SPEC
+from .bench import SPEC, _hugging_face
 from .fp8_weights import pick_backend
 from .layer import MATRICES, rope_tables
 from .reference import llama_layer_reference
@@ -77,6 +77,25 @@ def test_peers_agree(name: str) -> None:
     given = inputs("tiny-b1-s4-fp32")
     peer = next(baseline for baseline in SPEC.baselines if baseline.name == name)
     close(peer.load()(**given), SPEC.reference(**given))
+
+
+def test_the_row_of_the_plain_layer_has_nothing_of_ligers() -> None:
+    pytest.importorskip("transformers")
+    from transformers.models.llama import modeling_llama
+
+    before, seen = dict(vars(modeling_llama)), []
+
+    def patch() -> None:
+        from transformers.models.llama import modeling_llama
+
+        modeling_llama.apply_rotary_pos_emb = lambda q, k, cos, sin, unsqueeze_dim=1: seen.append(1) or (q, k)
+
+    given = inputs("tiny-b1-s4-fp32")
+    plain, changed = _hugging_face()(), _hugging_face(patch)()
+    close(plain(**given), SPEC.reference(**given))
+    assert not seen
+    changed(**given)
+    assert seen and vars(modeling_llama) == before
 
 
 def test_costs_are_those_of_the_published_sizes() -> None:

@@ -1,4 +1,8 @@
-"""Attention of all points over the context, by any of several implementations; and which one PyTorch would pick."""
+"""Attention of all points over the context, by any of several implementations; and which one PyTorch would pick.
+
+`context_attention` is ridgeline's with the projections of q, k and v around it, in one autograd.Function: gradients are
+written where the next product reads them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels.attention import attention
+from kernels.attention import attention, attention_backward
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -35,6 +39,10 @@ IMPLEMENTATIONS: dict[str, Attend] = {
 }
 
 
+#: Names that `context_attention` takes, and ridgeline's backward of each.
+WITH_PROJECTIONS = {"auto": "auto", "separate": "separate", "fused": "fused"}
+
+
 def attend(name: str | Attend) -> Attend:
     """(q [B, H, M + N, D], k and v [B, H, M, D]) -> [B, H, M + N, D]: the implementation of a name, or a function as it
     is. ValueError for an unknown name."""
@@ -43,6 +51,90 @@ def attend(name: str | Attend) -> Attend:
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"TransformerNP: attention must be one of {', '.join(IMPLEMENTATIONS)}, got {name!r}")
     return IMPLEMENTATIONS[name]
+
+
+def context_attention(
+    x: torch.Tensor,
+    w_q: torch.Tensor,
+    w_kv: torch.Tensor,
+    context: int,
+    heads: int,
+    start: int = 0,
+    backward: str = "auto",
+) -> torch.Tensor:
+    """Attention of the rows of x from `start` on over the first `context`, before the output projection.
+
+        q = x[:, start:] W_qᵀ     k, v = x[:, :context] W_kvᵀ     out = softmax(q kᵀ / √D) v
+
+    x         [B, S, d]
+    w_q       [d, d]
+    w_kv      [2 d, d], the rows of W_k first; both of x's dtype
+    start     0, or `context`
+    backward  of `attention`
+
+    Returns [B, S − start, d], differentiable in x and both weights. Beside autograd over `attention` its backward has
+    no copy that joins the gradients of k and v, none that fills up that of a slice of x with zeros, and no sum of the
+    two gradients of x: the product of the second adds to that of the first. With a batch of more than 1 the context's
+    rows are copied together, once.
+
+    Raises ValueError for another start, and what `attention` raises.
+    """
+    if start not in (0, context):
+        raise ValueError(f"context_attention: start must be 0 or context, {context}, got {start}")
+    return _ContextAttention.apply(x, w_q, w_kv, context, heads, start, backward)
+
+
+class _ContextAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w_q, w_kv, context, heads, start, backward):
+        ctx.context, ctx.heads, ctx.start, ctx.backward = context, heads, start, backward
+        asking, asked = _together(x[:, start:]), _together(x[:, :context])
+        q, kv = F.linear(asking, w_q), F.linear(asked, w_kv)
+        out, lse = attention(*_by_heads(q, kv, heads), return_lse=True, backward=backward)
+        ctx.save_for_backward(asking, asked, w_q, w_kv, q, kv, out, lse)
+        return out.transpose(1, 2).flatten(2)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout):
+        asking, asked, w_q, w_kv, q, kv, out, lse = ctx.saved_tensors
+        dout = dout.contiguous().unflatten(-1, (ctx.heads, -1)).transpose(1, 2)
+        dq, dkv = torch.empty_like(q), torch.empty_like(kv)
+        into = dict(zip(("dq", "dk", "dv"), _by_heads(dq, dkv, ctx.heads), strict=True))
+        attention_backward(dout, *_by_heads(q, kv, ctx.heads), out, lse, backward=ctx.backward, **into)
+        dx = _joined(dq @ w_q, dkv, w_kv, ctx) if ctx.needs_input_grad[0] else None
+        dw_q, dw_kv = (
+            gradient.flatten(0, 1).t() @ rows.flatten(0, 1) if need else None
+            for gradient, rows, need in zip((dq, dkv), (asking, asked), ctx.needs_input_grad[1:3], strict=True)
+        )
+        return dx, dw_q, dw_kv, None, None, None, None
+
+
+def _joined(of_q: torch.Tensor, dkv: torch.Tensor, w_kv: torch.Tensor, ctx) -> torch.Tensor:
+    """The gradient of x: of_q [B, S − start, d] and dkv · W_kv [B, context, d], each in its rows."""
+    if ctx.start:
+        return torch.cat((dkv @ w_kv, of_q), 1)
+    if len(of_q) == 1:
+        of_q[0, : ctx.context].addmm_(dkv[0], w_kv)
+    else:
+        of_q[:, : ctx.context].baddbmm_(dkv, w_kv.expand(len(of_q), -1, -1))
+    return of_q
+
+
+def _by_heads(q: torch.Tensor, kv: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q [B, H, S, D], and k and v [B, H, M, D] as slices of kv, all without a copy."""
+    k, v = kv.unflatten(-1, (2, heads, -1)).unbind(2)
+    return q.unflatten(-1, (heads, -1)).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def _together(rows: torch.Tensor) -> torch.Tensor:
+    """rows, contiguous; copied 8 bytes at a time where alignment allows, since PyTorch copies a slice by elements."""
+    if rows.is_contiguous():
+        return rows
+    wide = 8 // rows.element_size()
+    if rows.stride(-1) == 1 and not any(n % wide for n in (rows.shape[-1], rows.storage_offset(), *rows.stride()[:-1])):
+        return rows.view(torch.int64).contiguous().view(rows.dtype)
+    return rows.contiguous()
 
 
 def require_flash(

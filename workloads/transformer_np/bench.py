@@ -26,7 +26,7 @@ FULL = Sizes()
 TINY = Sizes(layers=1, d_model=16, heads=2, d_ff=12, components=3, padding=8)
 HOST = Sizes(layers=2, d_model=128, heads=2, d_ff=200, components=4, padding=64)
 RECOMPILES = 128
-STOCK: dict[str, Any] = dict(mlp="torch", heads_impl="torch", norm="torch", loss_impl="torch", optimizer="torch")
+STOCK: dict[str, Any] = dict(mlp="torch", heads_impl="torch", norm="torch", loss_impl="torch")
 #: Ours with one part of PyTorch's: what each part brings.
 ABLATIONS: dict[str, dict[str, str]] = {
     "torch-attention": dict(attention="sdpa"),
@@ -105,7 +105,8 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
 
 def cost(case: Case, mode: str) -> Cost:
     """Products of the forward three times, attention's three and a half times; weights and moments read and written.
-    The padding of the MLPs is not counted, nor what is computed again for a checkpoint."""
+    The padding of the MLPs is not counted, nor what is computed again for a checkpoint, nor in the last layer what only
+    the context's rows would need."""
     s, d = sizes_of(case), case.dims
     rows, keys, answers = (
         d["batch"] * (d["context"] + d["targets"]),
@@ -113,11 +114,12 @@ def cost(case: Case, mode: str) -> Cost:
         d["batch"] * d["targets"],
     )
     width, hidden = s.d_model, s.d_ff
-    layer = 4 * width * width * (rows + keys) + 4 * width * hidden * rows
-    scores = 4 * rows * d["context"] * width
+    asking = (s.layers - 1) * rows + answers  # the last layer's rows of the context are keys alone
+    layers = 4 * width * width * (asking + s.layers * keys) + 4 * width * hidden * asking
+    scores = 4 * asking * d["context"] * width
     embedding = 2 * rows * width * (s.x_dim + 2 + width)
     mixture = 2 * answers * s.components * hidden * (width + 3)
-    flops = 3 * (s.layers * layer + embedding + mixture) + 3.5 * s.layers * scores
+    flops = 3 * (layers + embedding + mixture) + 3.5 * scores
     parameters = sum(prod(shape) for _, _, shape in places(s)[0])
     data = 4 * (rows * (s.x_dim + 1))
     return Cost(flops=flops, bytes=24 * parameters + data, pipe={BF16: "bf16", FP32: "fp32"}[case.dtype])
@@ -134,13 +136,14 @@ def _unsupported(implementation: str, case: Case, mode: str) -> str | None:
 
 
 def _stock(attention: Any, compile: str | None = None) -> Callable[[], Op]:
-    """The same step in PyTorch: its own RMSNorm, losses and fused AdamW, the hidden padded."""
+    """The same step in PyTorch: its own RMSNorm and losses, AdamW fused or compiled, the hidden padded."""
 
     def load() -> Op:
         if compile is not None:  # beyond its limit a function runs uncompiled, and all cases of all peers are one
             limit = torch._dynamo.config.recompile_limit
             torch._dynamo.config.recompile_limit = max(limit, RECOMPILES)
-        return partial(transformer_np, attention=attention, compile=compile, **STOCK)
+        optimizer = "torch" if compile is None else "torch-compile"
+        return partial(transformer_np, attention=attention, compile=compile, optimizer=optimizer, **STOCK)
 
     return load
 

@@ -61,10 +61,12 @@ def feasibility(
         state          12 P                     fp32 weights and two moments
         workspace      2 · 32 MiB               of cuBLAS, on two streams
         rounded        s P where s < 4          weights in `dtype`, which the backward reads
-        activations    L · kept + 3 d s T       kept of a layer is (6 d + f) s T + 2 d s C + 4 h T, where B > 1 with one
-                                                more d s C, a copy of the context's rows
+        activations    (L − 1) · kept + last + 2 d s T
+                                                kept of a layer is (6 d + f) s T + 2 d s C + 4 h T, where B > 1 with one
+                                                more d s C, a copy of the context's rows; of the last layer, which
+                                                answers the targets alone, 2 d s T + (4 d + f) s R + 2 d s C + 4 h R
         recomputed     checkpoint "block" keeps d s T, and one layer's whole is there beside; "attention" keeps
-                       (3 d + f) s T
+                       (3 d + f) s T, and of the last layer d s T + (2 d + f) s R
         heads          2 d s R                  their input, before and after its norm
         backward       the larger of that of the heads, K f s min(R, 8192) + d s R + K f d s, and with more than 8192
                        rows 4 K f d; and that of a layer, (4 + s) K f d + f s T + 2 d s T
@@ -73,10 +75,11 @@ def feasibility(
     and in seconds, ×3 for products forward and backward and ×3.5 for scores; checkpoint "block" adds one more forward
     of all layers, "attention" one of their attention:
 
-        attention      (4 d² T + 4 d² C) L / matmul + 4 M T d L / attention      projections, then scores and sums
-        mlp            4 d f T L / matmul
+        attention      (4 d² A + 4 d² C L) / matmul + 4 M A d / attention      projections, then scores and sums, with
+                                                A = (L − 1) T + R: the last layer answers the targets alone
+        mlp            4 d f A / matmul
         heads          2 R K f (d + 3) / matmul
-        elementwise    bytes of norms, SiLU and residuals, (14 d + 6 f) s T L, / bandwidth
+        elementwise    bytes of norms with residuals, and of SiLU, (16 d + 6 f) s A, / bandwidth
         optimizer      40 P / bandwidth         read and write three states, read the gradient thrice, write casts
         launches       (30 L + 60) · launch
 
@@ -94,10 +97,11 @@ def feasibility(
 
     copies = 3 if batch > 1 else 2
     whole = (6 * d + f) * size * rows + copies * d * size * keys + 4 * sizes.heads * rows
-    kept, beside = {
-        "none": (whole, 0),
-        "block": (d * size * rows, whole),
-        "attention": ((3 * d + f) * size * rows, 0),
+    whole_last = (2 * d * rows + (4 * d + f) * answers + 2 * d * keys) * size + 4 * sizes.heads * answers
+    kept, last, beside = {
+        "none": (whole, whole_last, 0),
+        "block": (d * size * rows, d * size * rows, whole),
+        "attention": ((3 * d + f) * size * rows, (d * rows + (2 * d + f) * answers) * size, 0),
     }[checkpoint]
     of_heads = components * f * d
     of_layers = parameters - of_heads
@@ -108,7 +112,7 @@ def feasibility(
         "state": 12 * parameters,
         "workspace": 2 * CUBLAS_WORKSPACE,
         "rounded": (of_heads + of_layers // (layers if checkpoint == "block" else 1)) * size if size < 4 else 0,
-        "activations": layers * kept + 3 * d * size * rows,
+        "activations": (layers - 1) * kept + last + 2 * d * size * rows,
         "recomputed": beside,
         "heads": 2 * d * size * answers,
         "backward": layer_backward if checkpoint == "block" else max(heads_backward, layer_backward),
@@ -117,10 +121,11 @@ def feasibility(
     memory["gradients"] = max(0, 4 * parameters - freed)
 
     again = {"none": (0, 0), "block": (1, 1), "attention": (1, 0)}[checkpoint]
-    projections = (4 * d * d * rows + 4 * d * d * keys) * layers / rates.matmul
-    scores = 4 * context * rows * d * layers / rates.attention
-    mlp = 4 * d * f * rows * layers / rates.matmul
-    elementwise = (14 * d + 6 * f) * size * rows * layers / rates.bandwidth
+    asking = (layers - 1) * rows + answers
+    projections = 4 * d * d * (asking + layers * keys) / rates.matmul
+    scores = 4 * context * asking * d / rates.attention
+    mlp = 4 * d * f * asking / rates.matmul
+    elementwise = (16 * d + 6 * f) * size * asking / rates.bandwidth
     seconds = {
         "attention": (3 + again[0]) * projections + (3.5 + again[0]) * scores,
         "mlp": (3 + again[1]) * mlp,

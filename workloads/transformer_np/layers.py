@@ -88,7 +88,8 @@ class MixtureHeads(nn.Module):
     def negative_log_density(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """The mean over all rows of x, by ridgeline's heads_gmm: the parameters of the mixture are kept for the
         backward, but never read by a pass of their own."""
-        return heads_gmm(x, *self.weights(x), y.to(self.bias.dtype), self.bias, save="parameters")
+        exact = torch.promote_types(self.bias.dtype, torch.float32)
+        return heads_gmm(x, *self.weights(x), y.to(exact), self.bias, save="parameters")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., 3, K] in fp32, contiguous: each of the three can be read without a copy."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 from kernels.gmm_logprob import gmm_logprob
 from kernels.rmsnorm import rmsnorm
 
-from .attention import Attend, attend
+from .attention import WITH_PROJECTIONS, Attend, attend, context_attention
 from .layers import FeedForward, Linear, MixtureHeads
 
 CHECKPOINTS = ("none", "block", "attention")
@@ -21,56 +22,82 @@ EPS = 1e-6
 
 
 class Norm(nn.Module):
-    """RMS normalisation: ridgeline's, or for "torch" PyTorch's."""
+    """RMS normalisation of the sum of a residual stream and what a branch adds to it: ridgeline's in one launch, or for
+    "torch" PyTorch's. Returns the normalised rows and the sum."""
 
     def __init__(self, dim: int, implementation: str) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
         self.plain = implementation == "torch"
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, branch: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         if self.plain:
-            return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), EPS)
-        return rmsnorm(x, self.weight, EPS)
+            x = x if branch is None else x + branch
+            return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), EPS), x
+        if branch is None:
+            return rmsnorm(x, self.weight, EPS), x
+        return rmsnorm(branch, self.weight, EPS, x)
 
 
 class ContextAttention(nn.Module):
-    """norm, then attention of all points over the first `context` of them, and the output projection."""
+    """norm, then attention of the rows from `start` on over the first `context`, and the output projection. Returns
+    what it adds, and the rows that it is to be added to."""
 
     def __init__(self, dim: int, heads: int, implementation: str | Attend, norm: str) -> None:
         super().__init__()
         self.heads, self.attend = heads, attend(implementation)
+        self.whole = WITH_PROJECTIONS.get(implementation) if isinstance(implementation, str) else None
         self.norm = Norm(dim, norm)
         self.q, self.kv, self.out = Linear(dim, dim, False), Linear(dim, 2 * dim, False), Linear(dim, dim, False)
 
-    def forward(self, x: torch.Tensor, context: int) -> torch.Tensor:
-        x = self.norm(x)
-        q = self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+    def forward(
+        self, rows: torch.Tensor, branch: torch.Tensor | None, context: int, start: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, rows = self.norm(rows, branch)
+        rows = rows[:, start:] if start else rows
+        if self.whole is not None:
+            weights = self.q.weight.to(x.dtype), self.kv.weight.to(x.dtype)
+            return self.out(context_attention(x, *weights, context, self.heads, start, self.whole)), rows
+        q = self.q(x[:, start:] if start else x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         k, v = self.kv(x[:, :context]).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
-        return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2)), rows
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)). x is a pair of terms, here and in what is returned, since the next
+    norm adds them in its launch. Rows before `start` serve as keys and values, and are not returned."""
 
     def __init__(self, attention: ContextAttention, norm: Norm, mlp: FeedForward, checkpoint: str) -> None:
         super().__init__()
         self.attention, self.norm, self.mlp, self.checkpoint = attention, norm, mlp, checkpoint
 
-    def forward(self, x: torch.Tensor, context: int) -> torch.Tensor:
-        if self.checkpoint == "block" and torch.is_grad_enabled():
-            return _recomputed(self._whole, x, context)
-        return self._whole(x, context)
+    def forward(
+        self, rows: torch.Tensor, branch: torch.Tensor | None, context: int, start: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.checkpoint == "none" or not torch.is_grad_enabled():
+            return self._whole(self.attention, rows, branch, context, start)
+        if branch is not None:
+            rows = rows + branch  # one tensor to be kept, not two
+        if self.checkpoint == "block":
+            return _recomputed(self._whole, self.attention, rows, None, context, start)
+        return self._whole(partial(_recomputed, self.attention), rows, None, context, start)
 
-    def _whole(self, x: torch.Tensor, context: int) -> torch.Tensor:
-        if self.checkpoint == "attention" and torch.is_grad_enabled():
-            x = x + _recomputed(self.attention, x, context)
-        else:
-            x = x + self.attention(x, context)
-        return x + self.mlp(self.norm(x))
+    def _whole(
+        self,
+        attention: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        rows: torch.Tensor,
+        branch: torch.Tensor | None,
+        context: int,
+        start: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        branch, rows = attention(rows, branch, context, start)
+        x, rows = self.norm(rows, branch)
+        return rows, self.mlp(x)
 
 
-def _recomputed(function: Callable[..., torch.Tensor], *args: object) -> torch.Tensor:
+def _recomputed(
+    function: Callable[..., tuple[torch.Tensor, torch.Tensor]], *args: object
+) -> tuple[torch.Tensor, torch.Tensor]:
     # There is nothing random in a block, and a generator's state cannot be read while a CUDA graph is captured.
     return checkpointed(function, *args, use_reentrant=False, preserve_rng_state=False)
 
@@ -169,7 +196,7 @@ class TransformerNP(nn.Module):
         targets = x_target.new_zeros(*x_target.shape[:-1], 2)
         context = torch.stack((y_context, torch.ones_like(y_context)), -1)
         points = torch.cat((torch.cat((x_context, context), -1), torch.cat((x_target, targets), -1)), 1)
-        return self.embed(points if self.dtype is None else points.to(self.dtype))
+        return self.embed(points.to(self.norm.weight.dtype if self.dtype is None else self.dtype))
 
     def forward(
         self, x_context: torch.Tensor, y_context: torch.Tensor, x_target: torch.Tensor
@@ -182,10 +209,12 @@ class TransformerNP(nn.Module):
     def answers(self, x_context: torch.Tensor, y_context: torch.Tensor, x_target: torch.Tensor) -> torch.Tensor:
         """[B, N, d_model]: what the heads are given of the targets."""
         context = x_context.shape[1]
-        rows = self.embedded(x_context, y_context, x_target)
-        for block in self.blocks:
-            rows = block(rows, context)
-        return self.norm(rows[:, context:])
+        rows, branch = self.embedded(x_context, y_context, x_target), None
+        for block in self.blocks[:-1]:
+            rows, branch = block(rows, branch, context)
+        for block in self.blocks[-1:]:  # whose rows of the context nobody reads
+            rows, branch = block(rows, branch, context, start=context)
+        return self.norm(rows if len(self.blocks) else rows[:, context:], branch)[0]
 
     def loss(
         self, x_context: torch.Tensor, y_context: torch.Tensor, x_target: torch.Tensor, y_target: torch.Tensor

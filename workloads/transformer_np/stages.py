@@ -21,9 +21,9 @@ def stages(
     repeats: int = 10,
 ) -> dict[str, float]:
     """Seconds of each of STAGES in one step, on random rows of the step's shapes, forward and backward: of attention
-    and MLP with their norms and of all layers, of the heads with the last norm, of the loss, and of one update. A loss
-    that is fused with the heads is a part of theirs, and 0 by itself. The median of `repeats`, by CUDA events on a GPU;
-    without one by the host's clock.
+    and MLP with their norms and of all layers, the last of which answers the targets alone, of the heads with the last
+    norm, of the loss, and of one update. A loss that is fused with the heads is a part of theirs, and 0 by itself. The
+    median of `repeats`, by CUDA events on a GPU; without one by the host's clock.
 
     Each repeat is an NVTX range "stage.<name>", so that `nsys` or `ncu --nvtx` finds it. What lies between stages, the
     residual sums and the embedding, is in none. The optimizer makes `repeats` + 1 updates of the parameters.
@@ -41,20 +41,27 @@ def stages(
     mixture = [rows(batch, targets, components, dtype=torch.float32) for _ in range(3)]
 
     def heads() -> None:
-        rows = model.norm(answers)
+        rows, _ = model.norm(answers)
         (model.heads.negative_log_density(rows, y) if model.fused_loss else model.heads(rows).sum()).backward()
 
-    parts: dict[str, tuple[Callable[[], object], int]] = {
-        "attention": (lambda: block.attention(x, context).sum().backward(), layers),
-        "mlp": (lambda: block.mlp(block.norm(x)).sum().backward(), layers),
-        "heads": (heads, 1),
-        "loss": (lambda: model.negative_log_density(*mixture, y).backward(), 1),
-        "optimizer": (optimizer.step, 1),
+    def attention(start: int) -> Callable[[], object]:
+        return lambda: block.attention(x, None, context, start)[0].sum().backward()
+
+    def mlp(rows: torch.Tensor) -> Callable[[], object]:
+        return lambda: block.mlp(block.norm(rows)[0]).sum().backward()
+
+    parts: dict[str, list[tuple[Callable[[], object], int]]] = {
+        "attention": [(attention(0), layers - 1), (attention(context), 1)],
+        "mlp": [(mlp(x), layers - 1), (mlp(answers), 1)],
+        "heads": [(heads, 1)],
+        "loss": [(lambda: model.negative_log_density(*mixture, y).backward(), 1)],
+        "optimizer": [(optimizer.step, 1)],
     }
     if model.fused_loss:
         del parts["loss"]
     found = dict.fromkeys(STAGES, 0.0)
-    found |= {name: times * _median(name, part, device, repeats) for name, (part, times) in parts.items()}
+    for name, runs in parts.items():
+        found[name] = sum(times * _median(name, run, device, repeats) for run, times in runs if times)
     model.zero_grad(set_to_none=True)
     return found
 

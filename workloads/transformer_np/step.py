@@ -18,6 +18,7 @@ from .model import TransformerNP
 ALIGNMENT = 64  # elements between the beginnings of parameters: no parameter is unaligned
 BETAS, EPS, WEIGHT_DECAY = (0.9, 0.999), 1e-8, 1e-2
 STATES = ("weights", "exp_avg", "exp_avg_sq")
+States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,11 @@ def places(sizes: Sizes) -> tuple[tuple[tuple[str, int, tuple[int, ...]], ...], 
 def views(vector: torch.Tensor, sizes: Sizes) -> dict[str, torch.Tensor]:
     """The parameters in a vector, without a copy."""
     return {name: vector[at : at + prod(shape)].view(shape) for name, at, shape in places(sizes)[0]}
+
+
+def _exact(name: str) -> bool:
+    """Whether a parameter is used in fp32, not rounded to the dtype of the products."""
+    return name.endswith("norm.weight") or name == "heads.bias"
 
 
 Gradients = Callable[[dict[str, torch.Tensor], tuple[torch.Tensor, ...]], tuple[torch.Tensor, list[torch.Tensor]]]
@@ -135,7 +141,7 @@ def transformer_np(
     weights, exp_avg, exp_avg_sq  fp32 vectors, all parameters one after the other as `places` says
     step        fp32 scalar, the number of steps before this one
     dtype       of the products; None is fp32
-    optimizer   "ours" (ridgeline's adamw) or "torch" (torch.optim's fused AdamW)
+    optimizer   "ours" (ridgeline's adamw), "torch" (torch.optim's fused AdamW) or "torch-compile"
     compile     None, "default" or a mode of torch.compile, for the model
     options     of TransformerNP
 
@@ -144,32 +150,94 @@ def transformer_np(
     batch = (x_context, y_context, x_target, y_target)
     _check(batch, (weights, exp_avg, exp_avg_sq, step), sizes)
     gradients = _gradients(sizes, dtype, compile, tuple(sorted({"checkpoint": checkpoint, **options}.items())))
+    params = views(weights, sizes)
+    # One launch rounds all weights; gradients of products stay in `dtype` until the optimizer reads them.
+    rounded = {} if dtype is None else views(weights.to(dtype), sizes)
     with torch.enable_grad():
-        leaves = {name: view.detach().requires_grad_() for name, view in views(weights, sizes).items()}
-        loss, grads = gradients(leaves, batch)
+        used = {name: view if _exact(name) else rounded.get(name, view) for name, view in params.items()}
+        loss, grads = gradients({name: view.detach().requires_grad_() for name, view in used.items()}, batch)
     grads = [grad.contiguous() for grad in grads]  # as the parameters are: an optimizer counts on it
-    params = [leaf.detach() for leaf in leaves.values()]
-    scale = (torch.nn.utils.get_total_norm(grads) / clip + 1e-6).clamp(min=1.0)
+    scale = (_norm(grads) / clip + 1e-6).clamp(min=1.0)
     step.add_(1)
-    _UPDATES[optimizer](
-        params, grads, *(list(views(t, sizes).values()) for t in (exp_avg, exp_avg_sq)), step, lr, scale
-    )
+    states = (weights, exp_avg, exp_avg_sq)
+    _UPDATES[optimizer](sizes, dict(zip(params, grads, strict=True)), states, step, lr, scale)
     return loss.detach(), weights, exp_avg, exp_avg_sq, step
 
 
-def _ours(params, grads, exp_avgs, exp_avg_sqs, step, lr, scale) -> None:
+def _norm(grads: list[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of all gradients together, in fp32: that of PyTorch's `get_total_norm` is rounded to theirs."""
+    kinds = {grad.dtype: [other for other in grads if other.dtype == grad.dtype] for grad in grads}
+    norms = (torch._foreach_norm(alike, 2, dtype=torch.float32) for alike in kinds.values())
+    return torch.linalg.vector_norm(torch.stack([norm for some in norms for norm in some]))
+
+
+def _ours(sizes: Sizes, grads: dict[str, torch.Tensor], states: States, step, lr, scale) -> None:
     rates = dict(lr=lr, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
-    adamw(params, grads, exp_avgs, exp_avg_sqs, step=step, grad_scale=scale, **rates)
+    adamw(*_lists(sizes, grads, states), step=step, grad_scale=scale, **rates)
 
 
-def _torch(params, grads, exp_avgs, exp_avg_sqs, step, lr, scale) -> None:
-    torch._foreach_div_(grads, scale)
+def _torch(sizes: Sizes, grads: dict[str, torch.Tensor], states: States, step, lr, scale) -> None:
+    """torch.optim's fused AdamW, which takes gradients of the parameters' dtype alone."""
+    lists = _lists(sizes, {name: grad.float() for name, grad in grads.items()}, states)
     rates = dict(lr=lr, beta1=BETAS[0], beta2=BETAS[1], weight_decay=WEIGHT_DECAY, eps=EPS)
-    steps = [step] * len(params)
-    torch._fused_adamw_(params, grads, exp_avgs, exp_avg_sqs, [], steps, **rates, amsgrad=False, maximize=False)
+    rates |= dict(amsgrad=False, maximize=False, grad_scale=scale)
+    torch._fused_adamw_(*lists, [], [step] * len(grads), **rates)
 
 
-_UPDATES = {"ours": _ours, "torch": _torch}
+def _compiled(sizes: Sizes, grads: dict[str, torch.Tensor], states: States, step, lr, scale) -> None:
+    """AdamW by torch.compile: one kernel over the vectors, which reads gradients in their dtype. Those that stayed in
+    fp32 where others are rounded are a few thousand numbers, and get the fused AdamW."""
+    exact = {name: grad for name, grad in grads.items() if grad.dtype == torch.float32}
+    exact = exact if len(exact) < len(grads) else {}
+    whole = {name: grad for name, grad in grads.items() if name not in exact}
+    first = next(iter(whole.values()))
+    used, rooms = _layout(sizes, tuple(whole), first.dtype, first.device)
+    pieces = [piece for name, room in rooms for piece in ((whole[name].flatten(), room) if name in whole else (room,))]
+    _flat_update()(*states, torch.cat(pieces), used, step, lr, scale)
+    if exact:
+        _torch(sizes, exact, states, step, lr, scale)
+
+
+@lru_cache(maxsize=16)
+def _layout(
+    sizes: Sizes, names: tuple[str, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]:
+    """Where a vector of all parameters holds one of `names`, and for each parameter the zeros that follow its gradient
+    in a vector of those: the room up to the next, and all of it where it is not among them."""
+    found, length = places(sizes)
+    used = torch.zeros(length, dtype=torch.bool, device=device)
+    ends = [at for _, at, _ in found[1:]] + [length]
+    rooms = []
+    for (name, at, shape), end in zip(found, ends, strict=True):
+        begin = at + prod(shape) if name in names else at
+        used[at:begin] = True
+        rooms.append((name, torch.zeros(end - begin, dtype=dtype, device=device)))
+    return used, rooms
+
+
+@lru_cache(maxsize=1)
+def _flat_update() -> Callable[..., None]:
+    def update(weights, exp_avg, exp_avg_sq, grad, used, step, lr, scale) -> None:
+        g = grad.float() / scale
+        m = torch.where(used, torch.lerp(exp_avg, g, 1 - BETAS[0]), exp_avg)
+        v = torch.where(used, exp_avg_sq * BETAS[1] + g * g * (1 - BETAS[1]), exp_avg_sq)
+        size = lr / (1 - BETAS[0] ** step)
+        new = weights * (1 - lr * WEIGHT_DECAY) - size * m / (v.sqrt() / (1 - BETAS[1] ** step).sqrt() + EPS)
+        weights.copy_(torch.where(used, new, weights))
+        exp_avg.copy_(m)
+        exp_avg_sq.copy_(v)
+
+    return torch.compile(update, dynamic=False)
+
+
+def _lists(sizes: Sizes, grads: dict[str, torch.Tensor], states: States) -> tuple[list[torch.Tensor], ...]:
+    """Parameters, gradients and moments of the names in `grads`."""
+    params, exp_avg, exp_avg_sq = (views(state, sizes) for state in states)
+    columns = (params, grads, exp_avg, exp_avg_sq)
+    return tuple([column[name] for name in grads] for column in columns)
+
+
+_UPDATES = {"ours": _ours, "torch": _torch, "torch-compile": _compiled}
 
 
 def _check(batch: tuple[torch.Tensor, ...], state: tuple[torch.Tensor, ...], sizes: Sizes) -> None:

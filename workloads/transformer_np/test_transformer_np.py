@@ -30,7 +30,7 @@ from . import (
     transformer_np,
 )
 from .bench import SPEC, TINY, make_inputs
-from .step import places
+from .step import _flat_update, places, views
 from .task import JITTER, _by_features, _exact
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -184,9 +184,9 @@ def test_cost_counts_what_a_model_multiplies() -> None:
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model.loss(*(inputs[n] for n in ("x_context", "y_context", "x_target", "y_target"))).backward()
     d = case.dims
-    rows = d["batch"] * (d["context"] + d["targets"])
+    rows, answers = d["batch"] * (d["context"] + d["targets"]), d["batch"] * d["targets"]
     # Nobody asks for the gradient of the points; with the scores in memory none are computed again.
-    unneeded = 2 * rows * 3 * d["d_model"] + 0.5 * 4 * rows * d["context"] * d["d_model"]
+    unneeded = 2 * rows * 3 * d["d_model"] + 0.5 * 4 * answers * d["context"] * d["d_model"]
     assert SPEC.cost(case, "train").total_flops - unneeded == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
@@ -227,11 +227,46 @@ def test_the_sizes_of_the_issue() -> None:
     assert transformer_np.__name__ == SPEC.name
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_optimizers_agree(dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's fused AdamW, and its compiled one over vectors, uncompiled here; what lies between parameters stays."""
+    case = next(c for c in SPEC.cases if c.dtype == torch.float32 and not c.params)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    _flat_update.cache_clear()
+    found = []
+    for optimizer in ("torch", "torch-compile"):
+        inputs = {**make_inputs(case, "cpu", generator()), "dtype": dtype}
+        before = inputs["weights"].clone()
+        results = transformer_np(**inputs, **PLAIN, optimizer=optimizer)
+        used = torch.zeros_like(before, dtype=torch.bool)
+        for view in views(used, TINY).values():
+            view.fill_(True)
+        assert torch.equal(results[1][~used], before[~used]) and not torch.equal(results[1][used], before[used])
+        found.append(results)
+    _flat_update.cache_clear()
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.gpu(min_capability=(8, 0))
 def test_bf16_follows_fp32() -> None:
     batch = task(2, 70, 30)
     found = [small(dtype=dtype).loss(**batch) for dtype in (None, torch.bfloat16)]
     torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu(min_capability=(8, 0))
+def test_weights_in_bf16_follow_fp32() -> None:
+    """With fp32 weights in the optimizer, and targets that are not rounded."""
+    batch, losses = task(2, 70, 30), []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = small().to(dtype)
+        optimizer = kernels.adamw.AdamW(model.parameters(), lr=1e-3, master_weights=dtype == torch.bfloat16)
+        step = TrainStep(model.loss, optimizer, clip=1.0)
+        for _ in range(10):
+            step(**batch)
+        losses.append(step.losses())
+    torch.testing.assert_close(*losses, rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.gpu(min_capability=(8, 0))

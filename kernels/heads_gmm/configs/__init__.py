@@ -62,9 +62,3 @@ def _heads(rows: int, block_m: int, heads: int, sms: int) -> int:
 def pick_incoming_rows(heads: int) -> int:
     """Rows of a CTA that makes the gradients of the parameters: some 1024 components, eight a thread. Pure."""
     return max(1, 1024 // triton.next_power_of_2(heads))
-
-
-def pick_outputs_block(hidden: int) -> tuple[int, int]:
-    """Rows and columns at a time of a CTA of 8 warps that makes the parameters from what is before the activation: 16
-    elements a thread, which share what they read of w2. Pure."""
-    return 16, fit(hidden, 256)

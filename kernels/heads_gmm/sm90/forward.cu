@@ -9,7 +9,7 @@ struct Output {
     u64 stride_bg, stride_bo;
     const void* y;            // [rows], fp32 if `wide_y`, else 16 bits
     u64 stride_y;
-    float* statistics;        // [groups, rows, 4]
+    float* statistics;        // [groups, rows, 4], or null
     float* parameters;        // [rows, heads, 3], or null
     int wide_bias, wide_y;
 };
@@ -63,6 +63,7 @@ struct AddComponent {
             float* to = o.parameters + ((u64)row * p.heads + head) * 3;
             to[0] = logit, to[1] = mu, to[2] = log_sigma;
         }
+        if (!o.statistics) return;
         const float y = load_number(o.y, row * o.stride_y, o.wide_y);
         float4* to = (float4*)o.statistics + (u64)unit.group * p.rows + row;
         Statistics before = {-INFINITE, 0, -INFINITE, 0};

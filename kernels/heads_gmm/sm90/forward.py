@@ -24,12 +24,15 @@ def launch(
     bias: Optional,
     activation: str,
     config: CudaConfig,
+    first: int = 0,
 ) -> Callable[..., None]:
-    """Writes statistics [groups, rows, 4] and, unless None, parameters [rows, K, 3], given (x, w1, w2, bias, y,
-    statistics, parameters) like these: x is [rows, D], and nothing speaks against them."""
+    """Writes statistics [groups, rows, 4] and parameters [rows, K, 3], each unless None, given (x, w1, w2, bias, y,
+    statistics, parameters) like these, of which x, [rows, D], and y are taken from row `first` on; nothing speaks
+    against them."""
     start = forward_launch("forward.cu", "heads_gmm_forward", _LAYOUT, x, w1, w2, activation, config)
     stride_bg, stride_bo = (0, 0) if bias is None else bias.stride()
     stride_y = y.stride(0)
+    skipped = first * stride_y * y.element_size()
     wide = tuple(int(t is not None and t.dtype == torch.float32) for t in (bias, y))
 
     def run(
@@ -38,11 +41,11 @@ def launch(
         w2: torch.Tensor,
         bias: Optional,
         y: torch.Tensor,
-        statistics: torch.Tensor,
+        statistics: Optional,
         parameters: Optional,
     ) -> None:
-        from_y = y.data_ptr(), stride_y
-        to = statistics.data_ptr(), address(parameters)
-        start(x, w1, w2, address(bias), stride_bg, stride_bo, *from_y, *to, *wide)
+        from_y = y.data_ptr() + skipped, stride_y
+        to = address(statistics), address(parameters)
+        start(x[first:], w1, w2, address(bias), stride_bg, stride_bo, *from_y, *to, *wide)
 
     return run

@@ -11,7 +11,8 @@
 // A CTA is a producer warpgroup and two consumer warpgroups, with 64 rows of x each, in registers: 128 for D = 512.
 // Each takes every block of 128 columns of the hidden: 64 registers of fp32 sums by wgmma, the activation, and the
 // product with w2 by mma.sync, whose first operand has the layout of the sums and whose O columns are padded to 8:
-// 4 registers, which are summed over a head. With addresses and counters these are some 210 of 232 registers. No sum is shared between warpgroups, so that its order is fixed.
+// 4 registers, which are summed over a head. With addresses and counters these are some 210 of 232 registers. No sum is
+// shared between warpgroups, so that its order is fixed.
 //
 // The warpgroups take turns (named barriers): one issues the wgmmas of a block, 2048 cycles, while the other
 // applies the activation, some 1300 cycles. The second is one block behind the first, and both read the same w1 in
@@ -34,23 +35,10 @@
 // 32, 64, 96 or 128), STAGES, CLUSTER.
 #pragma once
 
-#include "activation.cuh"
-#include "cluster.cuh"
-#include "heads_ptx.cuh"
-#include "mbarrier.cuh"
-#include "numbers.cuh"
-#include "tma.cuh"
-#include "wgmma.cuh"
-#include "wgmma16.cuh"
+#include "heads_loop.cuh"
 
-constexpr int BLOCK_M = 128, BLOCK_H = 128, BLOCK_K = 64, BLOCK_O = 8;
-constexpr int CONSUMERS = 2, ROWS = BLOCK_M / CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
-constexpr int STEP_BYTES = BLOCK_H * BLOCK_K * 2;  // of w1, and of x
-constexpr int W2_SLOTS = 4, W2_BYTES = BLOCK_H * BLOCK_O * 2, W2 = STAGES * STEP_BYTES;
-constexpr int FULL = W2 + W2_SLOTS * W2_BYTES, EMPTY = FULL + 8 * STAGES;  // where barriers lie
-constexpr int W2_FULL = EMPTY + 8 * STAGES, W2_EMPTY = W2_FULL + 8 * W2_SLOTS;
-constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
-static_assert(BLOCK_M == BLOCK_H && STAGES > STEPS);
+constexpr int W2_SLOTS = 4, W2_BYTES = BLOCK_H * BLOCK_O * 2, W2 = BEHIND_RING;
+constexpr int W2_FULL = W2 + W2_SLOTS * W2_BYTES, W2_EMPTY = W2_FULL + 8 * W2_SLOTS;
 
 struct Heads {
     const u16* w2;
@@ -76,42 +64,17 @@ DEVICE Unit find_unit(const Heads& p, int place) {
     return {(place / groups * CLUSTER + cluster_rank()) * BLOCK_M, group, first, min(first + p.unit_heads, p.heads)};
 }
 
-template <int SLOTS> struct Ring {
-    int slot = 0;
-    u32 phase = 0;
-    DEVICE void next() {
-        if (++slot == SLOTS) slot = 0, phase ^= 1;
-    }
-};
-
 // ---- Producers ----------------------------------------------------------------------------------------------------
 
 // One thread: x and w1.
 DEVICE void produce(const Heads& p, const TensorMap* x_map, const TensorMap* w1_map, u32 smem) {
-    constexpr int SHARE = BLOCK_H / CLUSTER;
-    const int units = units_of(p), blocks = blocks_of(p), share = cluster_rank() * SHARE;
+    const int units = units_of(p), blocks = blocks_of(p);
     Ring<STAGES> ring;
     for (int place = blockIdx.x / CLUSTER; place < units; place += gridDim.x / CLUSTER) {
         const Unit unit = find_unit(p, place);
-#pragma unroll 1
-        for (int step = 0; step < STEPS; step++, ring.next()) {
-            const u32 bar = smem + FULL + 8 * ring.slot;
-            bar_wait(smem + EMPTY + 8 * ring.slot, ring.phase ^ 1);
-            bar_expect(bar, STEP_BYTES);
-            tma_load(smem + ring.slot * STEP_BYTES, x_map, step * BLOCK_K, unit.row, 0, 0, bar);
-        }
-        for (int head = unit.first; head < unit.last; head++) {
-            for (int block = 0; block < blocks; block++) {
-#pragma unroll 1
-                for (int step = 0; step < STEPS; step++, ring.next()) {
-                    const u32 bar = smem + FULL + 8 * ring.slot;
-                    bar_wait(smem + EMPTY + 8 * ring.slot, ring.phase ^ 1);
-                    bar_expect(bar, STEP_BYTES);
-                    tma_multicast(smem + ring.slot * STEP_BYTES + share * BLOCK_K * 2, w1_map, step * BLOCK_K,
-                                  block * BLOCK_H + share, bar, head);
-                }
-            }
-        }
+        load_rows<false>(ring, x_map, unit.row, 0, smem);
+        for (int head = unit.first; head < unit.last; head++)
+            for (int block = 0; block < blocks; block++) load_rows<true>(ring, w1_map, block * BLOCK_H, head, smem);
     }
 }
 
@@ -152,66 +115,17 @@ DEVICE void produce_w2(const Heads& p, u32 smem) {
 
 // ---- Consumers ----------------------------------------------------------------------------------------------------
 
-struct Consumer {
-    u32 smem;
-    int group;
-    Ring<STAGES> ring;
-    Ring<W2_SLOTS> w2;
-};
-
-// Gives a slot back to the producers of the cluster: the whole warp has read it.
-DEVICE void release(u32 smem, int slot) { arrive_at_all(smem + EMPTY + 8 * slot); }
-
-// A warp's 16 rows of x as wgmma takes them from registers: 4 for each 16 columns.
-DEVICE void load_x(u32 (&x)[16 * STEPS], Consumer& c) {
-    const int lane = threadIdx.x % 32, row = c.group * ROWS + threadIdx.x % 128 / 32 * 16 + lane % 16;
-#pragma unroll
-    for (int step = 0; step < STEPS; step++, c.ring.next()) {
-        const u32 at = c.smem + c.ring.slot * STEP_BYTES + row * 128;
-        bar_wait(c.smem + FULL + 8 * c.ring.slot, c.ring.phase);
-#pragma unroll
-        for (int i = 0; i < BLOCK_K / 16; i++)
-            load_blocks(x + 16 * step + 4 * i, at + ((2 * i + lane / 16 ^ row % 8) << 4));
-        __syncwarp();
-        release(c.smem, c.ring.slot);
-    }
-}
-
-// d = x w1ᵀ of a block's first 2 SUMS columns, in this warpgroup's turn.
-template <int SUMS> DEVICE void multiply(float (&d)[SUMS], const u32 (&x)[16 * STEPS], Consumer& c) {
-    int before = 0;
-    named_wait(1 + c.group);
-#pragma unroll
-    for (int step = 0; step < STEPS; step++, c.ring.next()) {
-        bar_wait(c.smem + FULL + 8 * c.ring.slot, c.ring.phase);
-        const u64 w1 = describe(c.smem + c.ring.slot * STEP_BYTES, 0);
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < BLOCK_K / 16; i++)
-            wgmma_from_registers(d, x + 16 * step + 4 * i, w1 + i * (32 / 16), step + i > 0);
-        wgmma_commit();
-        if (step) {
-            wgmma_wait<1>();
-            release(c.smem, before);
-        }
-        before = c.ring.slot;
-    }
-    named_arrive(2 - c.group);
-    wgmma_wait<0>();
-    pin(d);
-    release(c.smem, before);
-}
-
 // out += act(d) w2ᵀ, of a block from column `first` of the hidden on. LAST: columns beyond `hidden` may be among
 // them. Their sums are zero, but NaN where x is not finite.
 template <int SUMS, bool LAST>
-DEVICE void activate_and_multiply(float (&out)[4], float (&d)[SUMS], Consumer& c, int first, int hidden) {
+DEVICE void activate_and_multiply(float (&out)[4], float (&d)[SUMS], Consumer& c, Ring<W2_SLOTS>& ring, int first,
+                                  int hidden) {
     const int lane = threadIdx.x % 32;
-    bar_wait(c.smem + W2_FULL + 8 * c.w2.slot, c.w2.phase);
+    bar_wait(c.smem + W2_FULL + 8 * ring.slot, ring.phase);
 #pragma unroll
     for (int part = 0; part < SUMS / 16; part++) {
         u32 b[4];
-        load_vector(b, c.smem + W2 + c.w2.slot * W2_BYTES + (32 * part + lane) * 16);
+        load_vector(b, c.smem + W2 + ring.slot * W2_BYTES + (32 * part + lane) * 16);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             u32 a[4];
@@ -231,15 +145,16 @@ DEVICE void activate_and_multiply(float (&out)[4], float (&d)[SUMS], Consumer& c
         }
     }
     __syncwarp();
-    if (lane == 0) bar_arrive(c.smem + W2_EMPTY + 8 * c.w2.slot);
-    c.w2.next();
+    if (lane == 0) bar_arrive(c.smem + W2_EMPTY + 8 * ring.slot);
+    ring.next();
 }
 
 template <int SUMS, bool LAST>
-DEVICE void add_block(float (&out)[4], const u32 (&x)[16 * STEPS], Consumer& c, int first, int hidden) {
+DEVICE void add_block(float (&out)[4], const u32 (&x)[16 * STEPS], Consumer& c, Ring<W2_SLOTS>& w2, int first,
+                      int hidden) {
     float d[SUMS];
-    multiply(d, x, c);
-    activate_and_multiply<SUMS, LAST>(out, d, c, first, hidden);
+    multiply(d, x, c, [] {});
+    activate_and_multiply<SUMS, LAST>(out, d, c, w2, first, hidden);
 }
 
 // `finish(unit, head, row, out)` is called by whole warps: a thread has the sums of columns 2 (lane % 4) and the
@@ -247,23 +162,22 @@ DEVICE void add_block(float (&out)[4], const u32 (&x)[16 * STEPS], Consumer& c, 
 template <class Epilogue> DEVICE void consume(const Heads& p, const Epilogue& finish, u32 smem, int group) {
     const int units = units_of(p), tail = (blocks_of(p) - 1) * BLOCK_H;
     Consumer c{smem, group};
-    if (group == 1) named_arrive(1);  // the first turn is the first's
+    Ring<W2_SLOTS> w2;
     for (int place = blockIdx.x / CLUSTER; place < units; place += gridDim.x / CLUSTER) {
         const Unit unit = find_unit(p, place);
         const int row = unit.row + group * ROWS + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
         u32 x[16 * STEPS];
-        load_x(x, c);
+        keep_rows(x, c);
         for (int head = unit.first; head < unit.last; head++) {
             float out[4] = {0, 0, 0, 0};
 #pragma unroll 1
             for (int first = 0; first < tail; first += BLOCK_H)
-                add_block<BLOCK_H / 2, false>(out, x, c, first, p.hidden);
-            add_block<TAIL / 2, true>(out, x, c, tail, p.hidden);
+                add_block<BLOCK_H / 2, false>(out, x, c, w2, first, p.hidden);
+            add_block<TAIL / 2, true>(out, x, c, w2, tail, p.hidden);
             finish(unit, head, row, out);
             __syncwarp();
         }
     }
-    if (group == 0) named_wait(1);  // for the last turn that the other has given
 }
 
 template <class Epilogue>
@@ -271,27 +185,16 @@ DEVICE void heads_forward(const Heads& p, const TensorMap* x_map, const TensorMa
     extern __shared__ __align__(1024) char shared[];
     const u32 smem = (u32)__cvta_generic_to_shared(shared);
     if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; s++) {
-            bar_init(smem + FULL + 8 * s, 1);
-            bar_init(smem + EMPTY + 8 * s, 4 * CONSUMERS * CLUSTER);
-        }
+        init_ring(smem);
         for (int s = 0; s < W2_SLOTS; s++) {
             bar_init(smem + W2_FULL + 8 * s, 32);
             bar_init(smem + W2_EMPTY + 8 * s, 4 * CONSUMERS);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    __syncthreads();
-    cluster_sync();
-    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    if (group == 0) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-        if (threadIdx.x == 0) produce(p, x_map, w1_map, smem);
-        else if (warp == 1) produce_w2(p, smem);
-    } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
-        consume(p, finish, smem, group - 1);
-    }
-    __syncwarp();
-    cluster_sync();
+    run_roles<40, 232>(
+        [&](int warp) {
+            if (threadIdx.x == 0) produce(p, x_map, w1_map, smem);
+            else if (warp == 1) produce_w2(p, smem);
+        },
+        [&](int group) { consume(p, finish, smem, group); });
 }

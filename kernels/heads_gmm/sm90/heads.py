@@ -10,7 +10,7 @@ import torch
 
 from ..activation import ACTIVATIONS
 from ..configs.heads_forward import BLOCK, MAX_DIM, MAX_OUT, CudaConfig
-from ..heads_backward.plan import device_of
+from ..heads_backward.operands import device_of
 from . import cuda_driver
 from .cuda_driver import tensor_map
 

@@ -16,22 +16,17 @@ def padded(w1: torch.Tensor, pitch: int) -> torch.Tensor:
     return copy.view(-1, dim)
 
 
-def write_pre(x: torch.Tensor, w1: torch.Tensor, pre: torch.Tensor) -> None:
-    """pre [rows, K, pitch] = w1 · x of these rows, from the padded w1: 0 behind the H columns of each head."""
-    torch.mm(x, w1.mT, out=pre.flatten(1))
-
-
 def write_dx(dpre: torch.Tensor, w1: torch.Tensor, dx: torch.Tensor) -> None:
     """dx [rows, D] of these rows, from dpre [rows, K, pitch] and the padded w1."""
     torch.mm(dpre.flatten(1), w1, out=dx)
 
 
 def add_dw1(dpre: torch.Tensor, x: torch.Tensor, sums: Optional) -> torch.Tensor:
-    """The sums over the chunks before, None for the first, and this one, [K · pitch, D] in fp32."""
+    """The sums over the chunks before, None for the first, and this one, [K · pitch, D] in fp32, in their place."""
     wide = dpre.flatten(1).mT
     if sums is None:
         return torch.mm(wide, x, out_dtype=torch.float32)
-    return torch.addmm(sums, wide, x, out_dtype=torch.float32)
+    return torch.addmm(sums, wide, x, out_dtype=torch.float32, out=sums)
 
 
 def rounded(sums: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ..configs import heads_forward
-from ..heads_backward.plan import device_of
+from ..heads_backward.operands import device_of
 from .heads import forward_launch
 
 
