@@ -293,6 +293,7 @@ DEVICE void consume(const Problem& a, u32 smem, int consumer) {
         }
     }
     wgmma_wait<0>();
+    turn.pass();  // the other's last start, which is for nothing, waits for it
 }
 #endif
 
