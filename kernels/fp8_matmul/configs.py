@@ -87,7 +87,7 @@ def pick_cuda_config(rows: int, cols: int, depth: int, scaling: int) -> CudaConf
     cluster = 2 if rows > 128 else 1
     if scaling == 0:
         return CudaConfig(stages=4, raster=16 // cluster, cluster=cluster, block_n=256, turns=False)
-    block_n = 192 if scaling > 1 and _cycles(rows, cols, 192) < _cycles(rows, cols, 128) else 128
+    block_n = 192 if scaling > 1 and _cycles(rows, cols, cluster, 192) < _cycles(rows, cols, cluster, 128) else 128
     stages = 5 if block_n == 192 else 6
     return CudaConfig(stages, raster=16 // cluster, cluster=cluster, block_n=block_n, turns=block_n == 192)
 
@@ -96,10 +96,10 @@ STEP_CYCLES = {128: 640, 192: 832}  # of a tile with so many columns
 SMS = 132
 
 
-def _cycles(rows: int, cols: int, block_n: int) -> int:
-    """Of an SM for 128 of k, with tiles of 128 rows."""
-    tiles = -(-rows // 128) * -(-cols // block_n)
-    return -(-tiles // SMS) * STEP_CYCLES[block_n]
+def _cycles(rows: int, cols: int, cluster: int, block_n: int) -> int:
+    """Of an SM for 128 of k, with tiles of 128 rows, `cluster` of them below each other."""
+    clusters = -(-rows // (128 * cluster)) * -(-cols // block_n)
+    return -(-clusters // (SMS // cluster)) * STEP_CYCLES[block_n]
 
 
 def _power(size: int) -> int:

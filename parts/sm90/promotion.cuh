@@ -1,10 +1,11 @@
 // Products of fp8 whose sums of 128 terms are added in fp32: the scales of a step on their way to shared memory, a
 // consumer's wgmmas of a step, and their promotion. Tiles are BLOCK_M x BLOCK_N, 64 rows a consumer warpgroup.
 //
-// The tensor cores must have work while a consumer promotes. Either a consumer has SETS 2 of their sums, so that the next
-// step's wgmmas run meanwhile (tiles of 128 columns: 64 + 2 x 64 registers); or it has one, and the other consumer's run
-// (192 columns: 96 + 96). With TURNS consumers then take turns: one starts a step when the tensor cores have done half
-// of the other's last one. Without, nothing keeps two that started at the same time from promoting at the same time.
+// The tensor cores must have work while a consumer promotes. Either a consumer has SETS 2 of their sums, so that the
+// next step's wgmmas run meanwhile (tiles of 128 columns: 64 + 2 x 64 registers); or it has one, and the other
+// consumer's run (192 columns: 96 + 96). With TURNS consumers then take turns: one starts a step when the tensor cores
+// have done half of the other's last one. Without, nothing keeps two that started at the same time from promoting at
+// the same time.
 //
 // SCALING 1: no scales here. 2: scales of 1x128 of a and 128x128 of b. 3: scales of 1x128 of both.
 // Defined by the launcher or before: SCALING, BLOCK_M, BLOCK_N, BLOCK_K, CONSUMERS, TURNS, and what wgmma8.cuh wants.
@@ -43,9 +44,9 @@ DEVICE int column_place(int column) {
     return (column & ~15) | (column & 6) << 1 | (column & 8) >> 2 | (column & 1);
 }
 
-// A step's scales by 128 producer threads, of which each copies those of a row and, of SCALING 3, of every 128th column;
-// of SCALING 2 some copy a square's. `of_a` and `of_b` are those of the tile's first row, and of the column (SCALING 3)
-// or the square with which it begins; it has `rows` rows and begins at `column` with `columns` columns.
+// A step's scales by 128 producer threads, of which each copies those of a row and, of SCALING 3, of every 128th
+// column; of SCALING 2 some copy a square's. `of_a` and `of_b` are those of the tile's first row, and of the column
+// (SCALING 3) or the square with which it begins; it has `rows` rows and begins at `column` with `columns` columns.
 struct ScaleLoads {
     const float *a, *b;
     int rows, columns;  // from this thread's on

@@ -29,12 +29,12 @@
 //
 // Barriers, with their arrivals per phase: full[s] 1 and the bytes of a step, and with scales 128 that cp.async makes
 // when its copies are there; empty[s] 8, one lane of each consumer warp, from each CTA of the cluster, since its
-// producer writes into all of them; with TURNS turn[c] 4, one lane of each of a consumer's warps. The n-th use of a full
-// one waits for parity n & 1, that of an empty one for the opposite, so that the first pass finds every slot empty. The
-// other CTA's bytes may come before this one's expects them: they count all the same, and its own arrival is still due.
-// A producer waits only for consumers, all of which go through the same steps, and these only for full slots and, of
-// the same step or the one before, for each other's start, which then is not held up by a promotion: deadlock freedom.
-// In the end CTAs of a cluster wait for each other, so that none writes into one that is gone.
+// producer writes into all of them; with TURNS turn[c] 4, one lane of each of a consumer's warps. The n-th use of a
+// full one waits for parity n & 1, that of an empty one for the opposite, so that the first pass finds every slot
+// empty. The other CTA's bytes may come before this one's expects them: they count all the same, and its own arrival is
+// still due. A producer waits only for consumers, all of which go through the same steps, and these only for full slots
+// and, of the same step or the one before, for each other's start, which then is not held up by a promotion: deadlock
+// freedom. In the end CTAs of a cluster wait for each other, so that none writes into one that is gone.
 //
 // Defined by the launcher: SCALING, A_E4M3, B_E4M3, OUT32 (y is fp32; else FP16 or bf16), BIAS (0 none, 1 bf16, 2 fp16,
 // 3 fp32), BLOCK_N, TURNS, STAGES, RASTER, CLUSTER (1 or 2).
@@ -49,7 +49,8 @@ constexpr int BLOCK_M = 128, BLOCK_K = 128, CONSUMERS = 2;
 constexpr bool BLOCKED = SCALING >= 2;
 static_assert(SCALING > 1 || BLOCK_N == (SCALING ? 128 : 256), "of 192 columns an epilogue with scales spills");
 constexpr int SCALES = STAGES * OPERAND_BYTES;  // where a ring of scales lies
-constexpr int FULL = SCALES + STAGES * (BLOCKED ? SCALE_BYTES : 0), EMPTY = FULL + 8 * STAGES, TURN = EMPTY + 8 * STAGES;
+constexpr int FULL = SCALES + STAGES * (BLOCKED ? SCALE_BYTES : 0);  // and barriers
+constexpr int EMPTY = FULL + 8 * STAGES, TURN = EMPTY + 8 * STAGES;
 
 struct Problem {
     char* out;
@@ -108,7 +109,8 @@ DEVICE void produce(const Problem& a, const TensorMap* a_map, const TensorMap* b
                 load_b(step + A_BYTES, b_map, k, tile.column, bar);
             }
             if (BLOCKED)
-                scales.copy(smem + SCALES + ring.slot * SCALE_BYTES, bar, a.scale_a_block, a.scale_b_block, a.scale_b_row);
+                scales.copy(smem + SCALES + ring.slot * SCALE_BYTES, bar, a.scale_a_block, a.scale_b_block,
+                            a.scale_b_row);
         }
     }
     if (BLOCKED) asm volatile("cp.async.wait_all;" ::: "memory");

@@ -7,18 +7,18 @@
 //               scales of 1x128 of both, blocks of r counted from row 0 of the whole tensor
 //
 // Napkin maths of a step of 128 terms: see fp8_matmul's products.cu, whose loop this is. In cycles of an SM a tile of
-// 128 x 128 takes 512 of the tensor cores and 640 of shared memory, one of 128 x 192 768 and 832; with CLUSTER 2 L2 delivers
-// 24 or 32 KiB. A gradient in fp32 of a group of 1024 rows is 8 steps and 64 KiB a tile: all CTAs together write it in
-// about as many cycles as its products take, so that it must leave beside them.
+// 128 x 128 takes 512 of the tensor cores and 640 of shared memory, one of 128 x 192 768 and 832; with CLUSTER 2 L2
+// delivers 24 or 32 KiB. A gradient in fp32 of a group of 1024 rows is 8 steps and 64 KiB a tile: all CTAs together
+// write it in about as many cycles as its products take, so that it must leave beside them.
 //
 // A CTA is a producer warpgroup and two consumer warpgroups with 64 rows of the tile each. Thread 0 of the producer
 // fills a ring of STAGES steps by TMA; all of its threads copy the scales of that step by cp.async. What consumers need
-// to know of a tile comes with its steps (Step): they read no table. A consumer's steps follow each other across tiles: it
-// starts the next one as soon as a set of the tensor cores' sums is free, and only then stores a tile that is complete
-// (promotion.cuh: SETS, TURNS). Gradients leave through shared memory, by TMA, while the next tile is summed.
+// to know of a tile comes with its steps (Step): they read no table. A consumer's steps follow each other across tiles:
+// it starts the next one as soon as a set of the tensor cores' sums is free, and only then stores a tile that is
+// complete (promotion.cuh: SETS, TURNS). Gradients leave through shared memory, by TMA, while the next tile is summed.
 //
-// With CLUSTER 2 two CTAs have the same rows and neighbouring columns. Each loads its columns of b and half of the rows of
-// a, which TMA multicasts to both. So groups are padded to 128 rows, as without.
+// With CLUSTER 2 two CTAs have the same rows and neighbouring columns. Each loads its columns of b and half of the rows
+// of a, which TMA multicasts to both. So groups are padded to 128 rows, as without.
 //
 // Ragged edges:
 //  - of a tile with at most 64 rows the second consumer multiplies what it does not store;
@@ -28,16 +28,16 @@
 //    overwritten by zeros in shared memory, in both operands, for 0 times NaN is NaN. Only the first and the last step
 //    of a group have such rows, and where groups begin at multiples of 128 none has.
 //
-// Barriers, with their arrivals per phase: full[s] 1 and the bytes of a step, and 128 that cp.async makes when its copies
-// are there; empty[s] 8, one lane of each consumer warp, from each CTA of the cluster; with TURNS turn[c] 4, one lane of
-// each of a consumer's warps. The n-th use of a full one waits for parity n & 1, that of an empty one for the opposite, so
-// that the first pass finds every slot empty. A tile without terms has one step without loads, and behind the last tile
-// there is one without anything. A producer waits only for consumers, all of which go through the same steps, and these
-// only for full slots and, of the same step or the one before, for each other's start: free of deadlock. In the end CTAs of
-// a cluster wait for each other, so that none writes into one that is gone.
+// Barriers, with their arrivals per phase: full[s] 1 and the bytes of a step, and 128 that cp.async makes when its
+// copies are there; empty[s] 8, one lane of each consumer warp, from each CTA of the cluster; with TURNS turn[c] 4, one
+// lane of each of a consumer's warps. The n-th use of a full one waits for parity n & 1, that of an empty one for the
+// opposite, so that the first pass finds every slot empty. A tile without terms has one step without loads, and behind
+// the last tile there is one without anything. A producer waits only for consumers, all of which go through the same
+// steps, and these only for full slots and, of the same step or the one before, for each other's start: free of
+// deadlock. In the end CTAs of a cluster wait for each other, so that none writes into one that is gone.
 //
-// Defined by the launcher: WEIGHTS, A_E4M3, B_E4M3, OUT32 (out is fp32; else FP16 or bf16), BLOCK_N, TURNS, STAGES, RASTER,
-// CLUSTER (1 or 2).
+// Defined by the launcher: WEIGHTS, A_E4M3, B_E4M3, OUT32 (out is fp32; else FP16 or bf16), BLOCK_N, TURNS, STAGES,
+// RASTER, CLUSTER (1 or 2).
 
 #define SCALING (WEIGHTS ? 3 : 2)
 constexpr int BLOCK_M = 128, BLOCK_K = 128, CONSUMERS = 2;
@@ -163,8 +163,8 @@ DEVICE void cut_row(u32 operand, int row, int first, int end) {
     }
 }
 
-// Overwrites all but terms [first, end) of a step, in a consumer's rows of a and all of b. Both consumers do the same to
-// b, in any order: what one of them has cut, the other leaves as it is.
+// Overwrites all but terms [first, end) of a step, in a consumer's rows of a and all of b. Both consumers do the same
+// to b, in any order: what one of them has cut, the other leaves as it is.
 DEVICE void cut_step(u32 step, int first, int end, int consumer) {
     const int thread = threadIdx.x % 128;
     cut_row(step + A_BYTES, thread, first, end);
@@ -223,8 +223,8 @@ DEVICE void store_pair(u32 to, float x, float y) {
 }
 
 // Writes a consumer's sums into its boxes, whose 16-byte vectors are swizzled by the row. A vector of fp32 has the
-// numbers of two lanes. Odd rows write their vectors of 32 columns in another order: else each two rows of the four that
-// are stored at a time would be in the same banks.
+// numbers of two lanes. Odd rows write their vectors of 32 columns in another order: else each two rows of the four
+// that are stored at a time would be in the same banks.
 DEVICE void stage(u32 boxes, const float (&sums)[SUMS]) {
     const int quad = threadIdx.x % 4, row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
     const bool odd = row % 2;
@@ -235,7 +235,8 @@ DEVICE void stage(u32 boxes, const float (&sums)[SUMS]) {
         for (int j = 0; j < BLOCK_N / 8; j++) {
             if (OUT32) {
                 const int own = 4 * j + 2 * half, other = 4 * (j ^ 2) + 2 * half;
-                const u32 to = line + j / 4 * BOX_BYTES + 16 * ((2 * (j % 4) + quad / 2) ^ row % 8 ^ 4 * odd) + 8 * (quad % 2);
+                const int vector = (2 * (j % 4) + quad / 2) ^ row % 8 ^ 4 * odd;
+                const u32 to = line + j / 4 * BOX_BYTES + 16 * vector + 8 * (quad % 2);
                 store_pair(to, odd ? sums[other] : sums[own], odd ? sums[other + 1] : sums[own + 1]);
             } else {
                 const u32 to = line + j / 8 * BOX_BYTES + 16 * (j % 8 ^ row % 8) + 4 * quad;
@@ -258,8 +259,8 @@ DEVICE void store_boxes(const Problem& a, const TensorMap* map, const Step& tile
     if (one && consumer * ROWS < tile.rows) {
         for (int box = 0; box < BOXES && tile.column + box * BOX_COLUMNS < a.cols; box++)
             asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];"
-                         ::"l"(map), "r"(tile.column + box * BOX_COLUMNS), "r"(tile.row + consumer * ROWS), "r"(tile.group),
-                           "r"(0), "r"(boxes + box * BOX_BYTES) : "memory");
+                         ::"l"(map), "r"(tile.column + box * BOX_COLUMNS), "r"(tile.row + consumer * ROWS),
+                           "r"(tile.group), "r"(0), "r"(boxes + box * BOX_BYTES) : "memory");
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     }
 }

@@ -63,8 +63,9 @@ DEVICE int first_step(const Tile& tile) { return tile.first & -BLOCK_K; }
 
 DEVICE int clusters() { return gridDim.x / CLUSTER; }
 
-// The tile, or pair of tiles, that a cluster takes in a round. Sums of the weights' gradient are as long as their groups
-// are large, and sorted by that: there every other round goes through the clusters backwards, which evens them out.
+// The tile, or pair of tiles, that a cluster takes in a round. Sums of the weights' gradient are as long as their
+// groups are large, and sorted by that: there every other round goes through the clusters backwards, which evens them
+// out.
 DEVICE int place_of(int round) {
     const int own = blockIdx.x / CLUSTER;
     return round * clusters() + (WEIGHTS && round % 2 ? clusters() - 1 - own : own);
