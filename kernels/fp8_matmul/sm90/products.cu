@@ -269,6 +269,7 @@ DEVICE void consume(const Problem& a, u32 smem, int consumer) {
     Turn turn(smem + TURN, consumer);
     float sums[SUMS], d[SETS][SUMS];
     clear(sums);
+    bool passed = false;  // the turn that belongs to the last start
     start(d[0], smem, ring, turn, left, consumer);
 #pragma unroll 1
     while (place < tiles) {
@@ -278,7 +279,9 @@ DEVICE void consume(const Problem& a, u32 smem, int consumer) {
             const int slot = ring.slot;
             const u32 scales = smem + SCALES + slot * SCALE_BYTES;
             ring.next();
-            if (TURNS) wgmma_wait<1>(), turn.pass();
+            if (TURNS) wgmma_wait<1>();
+            if (!passed) turn.pass();
+            passed = false;
             const RowScales rows = load_row_scales(scales, row);
             wgmma_wait<0>();
             pin(d[set]);
@@ -288,6 +291,7 @@ DEVICE void consume(const Problem& a, u32 smem, int consumer) {
             if (there && SCALING == 3) release(smem, slot);  // its columns' scales were read there
             if (SETS == 1) start(d[0], smem, ring, turn, left, consumer);
             if (there && --steps_left == 0) {
+                turn.pass(), passed = true;  // the other must not wait for the epilogue
                 store_tile(a, find_tile(a, place), sums, consumer);
                 clear(sums);
                 steps_left = steps, place += stride;
@@ -295,7 +299,7 @@ DEVICE void consume(const Problem& a, u32 smem, int consumer) {
         }
     }
     wgmma_wait<0>();
-    turn.pass();  // the other's last start, which is for nothing, waits for it
+    if (!passed) turn.pass();  // the other's last start, which is for nothing, waits for it
 }
 #endif
 

@@ -313,6 +313,7 @@ DEVICE void consume(const Problem& a, const TensorMap* out_map, u32 smem, int co
     Turn turn(smem + TURN, consumer);
     float sums[SUMS], d[SETS][SUMS];
     clear(sums);
+    bool passed = false;  // the turn that belongs to the last start
     int flags = start(d[0], smem, ring, turn, 0, consumer);
 #pragma unroll 1
     while (!(flags & STOP)) {
@@ -322,7 +323,9 @@ DEVICE void consume(const Problem& a, const TensorMap* out_map, u32 smem, int co
             const bool there = set == 0 || !(own & STOP);
             const u32 scales = smem + SCALES + slot * SCALE_BYTES, about = smem + STEPS + slot * (int)sizeof(Step);
             ring.next();
-            if (TURNS) wgmma_wait<1>(), turn.pass();
+            if (TURNS) wgmma_wait<1>();
+            if (!passed) turn.pass();
+            passed = false;
             const RowScales rows = load_row_scales(scales, row);
             wgmma_wait<0>();
             pin(d[set]);
@@ -335,11 +338,14 @@ DEVICE void consume(const Problem& a, const TensorMap* out_map, u32 smem, int co
                 release(smem, slot);
             }
             if (SETS == 1) flags = start(d[0], smem, ring, turn, own, consumer);
-            if (there && own & LAST) finish_tile(a, out_map, smem, tile, sums, consumer);
+            if (there && own & LAST) {
+                turn.pass(), passed = true;  // the other must not wait for the epilogue
+                finish_tile(a, out_map, smem, tile, sums, consumer);
+            }
         }
     }
     wgmma_wait<0>();
-    turn.pass();  // the other's last start, which is for nothing, waits for it
+    if (!passed) turn.pass();  // the other's last start, which is for nothing, waits for it
     if (WEIGHTS) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
