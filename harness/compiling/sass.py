@@ -28,7 +28,7 @@ _TMA_STORES = {"UTMASTG", "UTMAREDG"}
 _LOCAL_STORES, _LOCAL_LOADS = "STL", "LDL"
 
 #: Changes whenever `parse` counts otherwise, so that what was remembered is not taken for it.
-SCHEMA = b"2"
+SCHEMA = b"3"
 
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<code>[A-Z][\w.]*)", re.MULTILINE)
 _TO_FP8 = re.compile(r"F2FP\.(?:\w+\.)*E[45]M[23]\.F32\.")
@@ -40,7 +40,8 @@ _THREADS = re.compile(r"\.(?:reqntid|maxntid)\s+([\d, ]+)")
 @dataclass(frozen=True)
 class Usage:
     """`registers` per thread; `stack`, `spill_stores` and `spill_loads` in bytes per thread. `mma`, `loads` and
-    `stores` count instructions: {"HGMMA": 8}, {"LDG.128": 4}; `to_fp8` those that convert fp32 to fp8."""
+    `stores` count instructions: {"HGMMA": 8}, {"LDG.128": 4}; `to_fp8` those that convert fp32 to fp8, `wgmma_waits`
+    those that wait for wgmmas: ptxas puts one behind each wgmma whose registers it cannot follow."""
 
     registers: int
     stack: int
@@ -50,6 +51,7 @@ class Usage:
     loads: dict[str, int] = field(default_factory=dict)
     stores: dict[str, int] = field(default_factory=dict)
     to_fp8: int = 0
+    wgmma_waits: int = 0
 
     @property
     def spills(self) -> int:
@@ -120,6 +122,7 @@ def parse(text: str) -> Usage:
         loads=_count(_access(p, _LOADS, _TMA_LOADS) for p in parts),
         stores=_count(_access(p, _STORES, _TMA_STORES) for p in parts),
         to_fp8=sum(_TO_FP8.match(code) is not None for code in codes),
+        wgmma_waits=sum(code.startswith("WARPGROUP.DEPBAR") for code in codes),
     )
 
 

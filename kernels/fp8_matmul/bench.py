@@ -246,12 +246,17 @@ def _candidates(case: Case) -> list[configs.Config]:
 
 
 def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
-    wide = bool(case.params.get("fast_accum"))
+    if case.params.get("fast_accum"):
+        tiles = [(256, False, stages) for stages in (3, 4)]
+    else:
+        tiles = [(128, turns, stages) for turns in (False, True) for stages in (4, 5, 6)]
+        if case.params["scaling"] in (SQUARE, LINE):
+            tiles += [(192, turns, stages) for turns in (False, True) for stages in (4, 5)]
     return [
-        configs.CudaConfig(stages, raster, cluster)
+        configs.CudaConfig(stages, raster, cluster, block_n, turns)
         for cluster in (1, 2)
         for raster in (4, 8, 16)
-        for stages in ((3, 4) if wide else (4, 5, 6))
+        for block_n, turns, stages in tiles
     ]
 
 

@@ -25,12 +25,16 @@ class Config:
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """Of products.cu: steps of the ring, rows of tiles that follow each other, and CTAs below each other that share
-    what they read of b (1 or 2)."""
+    """Of products.cu: steps of the ring, rows of tiles that follow each other, CTAs below each other that share what
+    they read of b (1 or 2), columns of a tile, and whether its two consumers take turns at the tensor cores. 256
+    columns are for sums that the tensor cores keep; 192 and 128 for those that are promoted, 192 where scales are of
+    blocks."""
 
     stages: int
     raster: int
     cluster: int
+    block_n: int
+    turns: bool
 
 
 def pick_backend(backend: str, rows: int, fast_accum: bool, possible: bool) -> str:
@@ -71,13 +75,31 @@ def pick_config(
 def pick_cuda_config(rows: int, cols: int, depth: int, scaling: int) -> CudaConfig:
     """The configuration of products.cu. Pure.
 
-    - Four steps: a fifth and sixth gain nothing.
     - Two CTAs share b where there are rows for both: up to 9 % faster with scales of 1x128, 3 % with others (measured
-      on one H200).
+      on one H200, of tiles of 128 x 128).
     - 16 rows of tiles follow each other.
+    - Of blocks, tiles of 192 or 128 columns: which takes fewer cycles, all CTAs' rounds together. A step of 128 x 192
+      takes 832, bound by what it moves in shared memory, one of 128 x 128 takes 640 (reckoned, not measured yet:
+      EXPERIMENTS.md).
+    - As many steps as there is room for, at most six of 128 columns.
+    - Two consumers with a set of sums each take turns; one with two sets always has a step under way.
     """
     cluster = 2 if rows > 128 else 1
-    return CudaConfig(stages=4, raster=16 // cluster, cluster=cluster)
+    if scaling == 0:
+        return CudaConfig(stages=4, raster=16 // cluster, cluster=cluster, block_n=256, turns=False)
+    block_n = 192 if scaling > 1 and _cycles(rows, cols, cluster, 192) < _cycles(rows, cols, cluster, 128) else 128
+    stages = 5 if block_n == 192 else 6
+    return CudaConfig(stages, raster=16 // cluster, cluster=cluster, block_n=block_n, turns=block_n == 192)
+
+
+STEP_CYCLES = {128: 640, 192: 832}  # of a tile with so many columns
+SMS = 132
+
+
+def _cycles(rows: int, cols: int, cluster: int, block_n: int) -> int:
+    """Of an SM for 128 of k, with tiles of 128 rows, `cluster` of them below each other."""
+    clusters = -(-rows // (128 * cluster)) * -(-cols // block_n)
+    return -(-clusters // (SMS // cluster)) * STEP_CYCLES[block_n]
 
 
 def _power(size: int) -> int:

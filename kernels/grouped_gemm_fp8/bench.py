@@ -314,7 +314,14 @@ def _weights_candidates(case: Case) -> list[configs.WeightsConfig]:
 
 
 def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
-    return [configs.CudaConfig(stages, raster) for stages in (4, 5, 6) for raster in (4, 8, 16, 32)]
+    shapes = ((128, 4), (192, 3)) if case.params["wgrad"] else ((128, 4), (128, 6), (192, 4), (192, 5))
+    return [
+        configs.CudaConfig(stages, raster, cluster, block_n, turns)
+        for block_n, stages in shapes
+        for turns in (False, True)
+        for cluster in (1, 2)
+        for raster in (4, 8, 16, 32)
+    ]
 
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:

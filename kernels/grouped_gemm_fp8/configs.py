@@ -38,11 +38,14 @@ class WeightsConfig:
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """Of products.cu, whose tiles are 128 x 128 in steps of 128: steps of the ring, and row tiles that follow each
-    other."""
+    """Of products.cu: steps of the ring, row tiles that follow each other, CTAs beside each other that share what they
+    read of a (1 or 2), columns of a tile (192 or 128), and whether its two consumers take turns at the tensor cores."""
 
     stages: int
     raster: int
+    cluster: int
+    block_n: int
+    turns: bool
 
 
 def pick_backend(backend: str, rows: int, groups: int, of_weights: bool, possible: bool) -> str:
@@ -87,14 +90,36 @@ def pick_weights_config(cols: int, depth: int, capability: tuple[int, int]) -> W
 
 
 def pick_cuda_rows_config(groups: int, rows: int, cols: int, depth: int) -> CudaConfig:
-    """Configuration of products.cu for the forward. Pure. Four steps, as measured of fp8_matmul, and more rows of tiles
-    after each other with many groups, as of grouped_gemm; not measured yet here."""
-    return CudaConfig(stages=4, raster=16 if groups >= 32 else 8)
+    """Configuration of products.cu for the forward. Pure.
+
+    - Tiles of 192 or 128 columns: which takes fewer cycles, all rounds of the CTAs together. A step of 128 x 192 takes
+      832, bound by what it moves in shared memory, one of 128 x 128 takes 640 (reckoned, not measured yet:
+      EXPERIMENTS.md).
+    - Two CTAs share rows of x where there are columns for both.
+    - As many steps as there is room for, at most six of 128 columns. Two consumers with a set of sums each take turns;
+      one with two sets always has a step under way.
+    - More rows of tiles after each other with many groups, as of grouped_gemm.
+    """
+    block_n = 192 if _cycles(rows, cols, 192) < _cycles(rows, cols, 128) else 128
+    stages, raster = (5 if block_n == 192 else 6), (16 if groups >= 32 else 8)
+    return CudaConfig(stages, raster, cluster=2 if cols > block_n else 1, block_n=block_n, turns=block_n == 192)
 
 
 def pick_cuda_weights_config(groups: int, rows: int, cols: int, depth: int) -> CudaConfig:
-    """Configuration of products.cu for the weights' gradient. Pure. As `pick_cuda_rows_config`."""
-    return CudaConfig(stages=4, raster=8)
+    """Configuration of products.cu for the weights' gradient [groups, cols, depth]. Pure. A tile in fp32 of 128 columns
+    leaves room for a ring of four steps, one of 192 for three: sums of few steps want the longer one (reckoned, not
+    measured yet)."""
+    return CudaConfig(stages=4, raster=8, cluster=2 if depth > 128 else 1, block_n=128, turns=False)
+
+
+STEP_CYCLES = {128: 640, 192: 832}  # of a tile with so many columns
+SMS = 132
+
+
+def _cycles(rows: int, cols: int, block_n: int) -> int:
+    """Of an SM for 128 terms, with tiles of 128 rows in pairs beside each other; of groups without padding."""
+    pairs = -(-rows // 128) * -(-cols // (2 * block_n))
+    return -(-pairs // (SMS // 2)) * STEP_CYCLES[block_n]
 
 
 def _power(size: int) -> int:

@@ -64,8 +64,14 @@ def test_which_backend_auto_is(of_weights: bool) -> None:
     assert configs.pick_backend("triton", 8192, 8, of_weights, True) == "triton"
 
 
-def defines(weights: int, **changes: int) -> tuple[str, ...]:
-    chosen = dict(WEIGHTS=weights, A_E4M3=1, B_E4M3=1, OUT32=weights, FP16=0, STAGES=4, RASTER=8)
+# (BLOCK_N, TURNS, STAGES) of products.cu: a gradient's tile of 192 columns leaves room for three steps.
+VARIANTS = [(128, 0, 4), (128, 1, 4), (192, 0, 3), (192, 1, 3)]
+TILES = pytest.mark.parametrize(("block_n", "turns", "stages"), VARIANTS)
+
+
+def defines(weights: int, block_n: int, turns: int, stages: int, **changes: int) -> tuple[str, ...]:
+    chosen = dict(WEIGHTS=weights, A_E4M3=1, B_E4M3=1, OUT32=weights, FP16=0, RASTER=8, CLUSTER=2)
+    chosen |= dict(BLOCK_N=block_n, TURNS=turns, STAGES=stages)
     return tuple(f"{name}={value}" for name, value in (chosen | changes).items())
 
 
@@ -75,30 +81,69 @@ def defines(weights: int, **changes: int) -> tuple[str, ...]:
     [
         (0, {}),
         (1, {}),
-        pytest.param(0, dict(OUT32=1, B_E4M3=0), marks=pytest.mark.slow),
+        pytest.param(0, dict(OUT32=1, B_E4M3=0, CLUSTER=1), marks=pytest.mark.slow),
         pytest.param(0, dict(FP16=1), marks=pytest.mark.slow),
         pytest.param(1, dict(OUT32=0, A_E4M3=0), marks=pytest.mark.slow),
+        pytest.param(1, dict(CLUSTER=1), marks=pytest.mark.slow),
     ],
 )
-def test_it_compiles_and_does_not_spill(weights: int, changes: dict[str, int]) -> None:
-    code = nvrtc.compiled(SOURCE, "sm_90a", defines(weights, **changes))
+@TILES
+def test_it_compiles_and_does_not_spill(
+    weights: int, changes: dict[str, int], block_n: int, turns: int, stages: int
+) -> None:
+    code = nvrtc.compiled(SOURCE, "sm_90a", defines(weights, block_n, turns, stages, **changes))
     usage = sass.inspect(code, "grouped_gemm_fp8_products")
     assert usage.spills == 0 and usage.stack == 0
-    assert usage.mma == {"QGMMA": 4}
+    sets = 2 if block_n == 128 else 1
+    assert usage.mma == {"QGMMA": 4 + 4 * sets}  # four a step: of the first step, and of each set in the loop
+    # ptxas has let a step's run on: there is a wait or, of TURNS, two a step, and the last.
+    assert usage.wgmma_waits == sets * (1 + turns) + 1
 
 
-def test_host_and_device_agree_on_the_tile() -> None:
-    text = SOURCE.with_name("tiles.cuh").read_text(encoding="utf-8")
-    blocks = re.search(r"BLOCK_M = (\d+), BLOCK_N = (\d+), BLOCK_K = (\d+);", text)
-    consumers = re.search(r"constexpr int CONSUMERS = (\d+)", SOURCE.read_text(encoding="utf-8"))
-    assert blocks is not None and consumers is not None
-    assert [int(size) for size in blocks.groups()] == [products.BLOCK_M, products.BLOCK_N, products.BLOCK_K]
-    assert 128 * (int(consumers[1]) + 1) == products.THREADS
+def test_host_and_device_agree() -> None:
+    text = SOURCE.read_text(encoding="utf-8")
+    blocks = re.search(r"BLOCK_M = (\d+), BLOCK_K = (\d+), CONSUMERS = (\d+);", text)
+    step = re.search(r"struct alignas\(16\) Step \{(.*?)\};", text, re.DOTALL)
+    assert blocks is not None and step is not None
+    block_m, block_k, consumers = map(int, blocks.groups())
+    assert (block_m, block_k) == (products.BLOCK_M, products.BLOCK_K)
+    assert 128 * (consumers + 1) == products.THREADS and block_m // consumers == products.BOX_ROWS
+    members = re.findall(r"(?:int|,) (\w+)(?=[,;])", re.sub(r"//.*", "", step[1]))
+    assert 4 * len(members) == products.STEP_BYTES
 
 
-def test_the_ring_fits_into_shared_memory() -> None:
-    for pick in (configs.pick_cuda_rows_config, configs.pick_cuda_weights_config):
-        assert products.shared_bytes(pick(64, 32768, 2048, 1408)) <= 227 << 10
+@pytest.mark.parametrize("cols", [16, 128, 144, 1408, 2048, 4096])
+def test_the_configuration(cols: int) -> None:
+    """It fits into shared memory, and is one that is compiled and tested."""
+    for groups, rows in ((1, 16), (8, 8192), (64, 32768)):
+        forward, weights = (
+            pick(groups, rows, cols, cols) for pick in (configs.pick_cuda_rows_config, configs.pick_cuda_weights_config)
+        )
+        for dtype in (torch.bfloat16, torch.float32):
+            assert products.shared_bytes(forward, False, dtype) <= 227 << 10
+            assert products.shared_bytes(weights, True, dtype) <= 227 << 10
+        for config in (forward, weights):
+            assert (config.block_n, int(config.turns)) in [variant[:2] for variant in VARIANTS]
+            assert config.cluster == 1 + (cols > config.block_n)
+    widest = configs.CudaConfig(stages=3, raster=8, cluster=2, block_n=192, turns=True)
+    assert products.shared_bytes(widest, True, torch.float32) <= 227 << 10
+
+
+def put_in_place(monkeypatch, block_n: int, turns: int, stages: int, cluster: int) -> None:
+    """This configuration, of both products, instead of the picked one."""
+    config = configs.CudaConfig(stages, 4, cluster, block_n, bool(turns))
+    for pick in ("pick_cuda_rows_config", "pick_cuda_weights_config"):
+        monkeypatch.setattr(configs, pick, lambda *_: config)
+
+
+@pytest.fixture(autouse=True)
+def _forget_plans():
+    """Plans are kept by shapes and options, not by the configuration that a test puts in place."""
+    from .launch import forget
+
+    forget()
+    yield
+    forget()
 
 
 def kept_bits(at: int, first: int, end: int) -> int:
@@ -118,12 +163,40 @@ def test_the_bytes_of_a_cut_row() -> None:
         assert kept == [0xFF if first <= byte < end else 0 for byte in range(128)]
 
 
+# Of both products the last is the columns of a tile: one, of two the second without columns, with 16, three of them.
+SIZES = [(128, 128), (512, 256), (16, 16), (144, 272), (400, 1040), (208, 208), (48, 1408)]
+
+
 @pytest.mark.gpu(min_capability=(9, 0))
-@pytest.mark.parametrize(("n", "k"), [(128, 128), (512, 256), (16, 16), (144, 272), (400, 1040), (48, 1408)])
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize(("n", "k"), SIZES)
 @pytest.mark.parametrize("split", SPLITS)
+@TILES
 @PRODUCTS
-def test_it_is_right(compiler, function, make, split: str, n: int, k: int) -> None:
+def test_it_is_right(
+    compiler,
+    monkeypatch,
+    function,
+    make,
+    block_n: int,
+    turns: int,
+    stages: int,
+    split: str,
+    n: int,
+    k: int,
+    cluster: int,
+) -> None:
+    put_in_place(monkeypatch, block_n, turns, stages, cluster)
     agrees(function, make(SPLITS[split], ROWS, n, k), backend="cuda")
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("n", [16, 336, 400, 448, 576])
+@TILES
+def test_tiles_that_begin_within_a_square(compiler, monkeypatch, block_n: int, turns: int, stages: int, n: int) -> None:
+    """Columns of the forward, of which 192 are one square of scales and half of another; a last pair of one tile."""
+    put_in_place(monkeypatch, block_n, turns, stages, cluster=2)
+    agrees(grouped_gemm_fp8, forward(SPLITS["ragged"], ROWS, n, 272), backend="cuda")
 
 
 @pytest.mark.gpu(min_capability=(9, 0))
@@ -136,16 +209,22 @@ def test_every_dtype(compiler, function, make, formats: tuple, out_dtype: torch.
 
 
 @pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+@TILES
 @PRODUCTS
-def test_more_tiles_than_sms(compiler, function, make) -> None:
-    """Every CTA goes through several rounds, of sums of different lengths in the weights' gradient; repeats agree bit
-    for bit."""
+def test_more_tiles_than_sms(
+    compiler, monkeypatch, function, make, block_n: int, turns: int, stages: int, out_dtype: torch.dtype
+) -> None:
+    """Every CTA goes through several rounds, of sums of different lengths in the weights' gradient, and of none;
+    repeats agree bit for bit."""
+    put_in_place(monkeypatch, block_n, turns, stages, cluster=2)
     sizes = [1500, 3, 0, 700, 64, 65, 1, 2000, 129, 300]
     ends = list(itertools.accumulate(sizes))
     arguments = make(ends, (ends[-1] + 77 + 15) // 16 * 16, 1168, 528)
-    ours = agrees(function, arguments, backend="cuda")
+    rtol = 1e-2 if out_dtype == torch.bfloat16 else 2e-3
+    ours = agrees(function, arguments, rtol=rtol, backend="cuda", out_dtype=out_dtype)
     for _ in range(5):
-        assert torch.equal(ours, function(*arguments, out_dtype=torch.float32, backend="cuda"))
+        assert torch.equal(ours, function(*arguments, out_dtype=out_dtype, backend="cuda"))
 
 
 @pytest.mark.gpu(min_capability=(9, 0))

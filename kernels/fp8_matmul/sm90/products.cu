@@ -4,48 +4,53 @@
 //
 //   SCALING 0   scales of tensors or rows, at the end; the tensor cores keep the whole sum: tiles of 128 x 256
 //   SCALING 1   the same, but their sums of 128 terms are added in fp32: tiles of 128 x 128
-//   SCALING 2   scales of 1x128 of a and 128x128 of b: those sums are scaled before they are added
-//   SCALING 3   scales of 1x128 of both
+//   SCALING 2   scales of 1x128 of a and 128x128 of b: those sums are scaled before they are added: tiles of 128 x 128
+//               or 128 x 192
+//   SCALING 3   scales of 1x128 of both, in the same tiles
 //
-// Napkin maths for a step of 128 of k, in cycles of an SM (8192 FLOP a cycle of fp8, dense): a tile of 128 x 256 takes
-// 1024, and 48 KiB come from L2, 48 bytes a cycle; one of 128 x 128 takes 512, and 32 KiB come, 64 bytes a cycle. Its
-// 64 fp32 additions a thread are 128 issue slots of each scheduler, which the other consumer's wgmmas overlap with.
+// Napkin maths for a step of 128 of k with CLUSTER 2, in cycles of an SM: products at 8192 FLOP a cycle, what L2
+// delivers to each SM at some 39 bytes, shared memory at 128 bytes (both operands of each wgmma, and what TMA writes),
+// and the issue slots of each scheduler that promotion takes, of SCALING 2 and 3.
+//
+//   tile        products   from L2          shared memory         promotion
+//   128 x 128   512        24 KiB:  630     48 + 32 KiB: 640      128, 288
+//   128 x 192   768        28 KiB:  735     64 + 40 KiB: 832      192, 432
+//   128 x 256   1024       32 KiB:  840     80 + 48 KiB: 1024
 //
 // A CTA is a producer warpgroup and two consumer warpgroups with 64 rows of the tile each. Thread 0 of the producer
 // fills a ring of STAGES steps by TMA; with SCALING 2 and 3 all of its threads copy the scales of that step, one row
-// and one column each, by cp.async. Tails of every dimension are zeros: TMA's, and cp.async's of no bytes.
+// and the columns, by cp.async. Tails of every dimension are zeros: TMA's, and cp.async's of no bytes.
+//
+// With promotion a consumer's steps follow each other across tiles: it starts the next one as soon as a set of the
+// tensor cores' sums is free, and only then stores a tile that is complete (promotion.cuh: SETS, TURNS).
 //
 // With CLUSTER 2 two CTAs of a cluster have tiles below each other and the same columns. Each loads its rows of a and
-// half of b's, which TMA multicasts to both: 24 KiB in place of 32, or 32 in place of 48, come from L2.
+// half of b's, which TMA multicasts to both.
 //
 // Barriers, with their arrivals per phase: full[s] 1 and the bytes of a step, and with scales 128 that cp.async makes
 // when its copies are there; empty[s] 8, one lane of each consumer warp, from each CTA of the cluster, since its
-// producer writes into all of them. The n-th use of a full one waits for parity n & 1, that of an empty one for the
-// opposite, so that the first pass finds every slot empty. The other CTA's bytes may come before this one's expects
-// them: they count all the same, and its own arrival is still due. No consumer waits for another, and a producer only
-// for consumers, all of which go through the same steps: deadlock freedom. In the end CTAs of a cluster wait for each
-// other, so that none writes into one that is gone.
+// producer writes into all of them; with TURNS turn[c] 4, one lane of each of a consumer's warps. The n-th use of a
+// full one waits for parity n & 1, that of an empty one for the opposite, so that the first pass finds every slot
+// empty. The other CTA's bytes may come before this one's expects them: they count all the same, and its own arrival is
+// still due. A producer waits only for consumers, all of which go through the same steps, and these only for full slots
+// and, of the same step or the one before, for each other's start, which then is not held up by a promotion: deadlock
+// freedom. In the end CTAs of a cluster wait for each other, so that none writes into one that is gone.
 //
 // Defined by the launcher: SCALING, A_E4M3, B_E4M3, OUT32 (y is fp32; else FP16 or bf16), BIAS (0 none, 1 bf16, 2 fp16,
-// 3 fp32), STAGES, RASTER, CLUSTER (1 or 2).
+// 3 fp32), BLOCK_N, TURNS, STAGES, RASTER, CLUSTER (1 or 2).
+
+constexpr int BLOCK_M = 128, BLOCK_K = 128, CONSUMERS = 2;
 
 #include "cluster.cuh"
-#include "mbarrier.cuh"
 #include "numbers.cuh"
+#include "promotion.cuh"
 #include "tma.cuh"
-#include "wgmma.cuh"
-#include "wgmma8.cuh"
 
-constexpr int BLOCK_M = 128, BLOCK_N = SCALING ? 128 : 256, BLOCK_K = 128;
-constexpr int CONSUMERS = 2, ROWS = BLOCK_M / CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
-constexpr int SUMS = BLOCK_N / 2;  // of a thread
 constexpr bool BLOCKED = SCALING >= 2;
-constexpr int A_BYTES = BLOCK_M * BLOCK_K, B_BYTES = BLOCK_N * BLOCK_K, OPERAND_BYTES = A_BYTES + B_BYTES;
-constexpr int SCALE_A = OPERAND_BYTES, SCALE_B = SCALE_A + 4 * BLOCK_M;  // where scales lie in a step
-constexpr int STEP_BYTES = BLOCKED ? SCALE_B + 4 * BLOCK_N : OPERAND_BYTES;
-constexpr int FULL = STAGES * STEP_BYTES, EMPTY = FULL + 8 * STAGES;  // where barriers lie
-constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
-static_assert(STEP_BYTES % 1024 == 0, "operands with 128-byte swizzle begin at multiples of 1024");
+static_assert(SCALING > 1 || BLOCK_N == (SCALING ? 128 : 256), "of 192 columns an epilogue with scales spills");
+constexpr int SCALES = STAGES * OPERAND_BYTES;  // where a ring of scales lies
+constexpr int FULL = SCALES + STAGES * (BLOCKED ? SCALE_BYTES : 0);  // and barriers
+constexpr int EMPTY = FULL + 8 * STAGES, TURN = EMPTY + 8 * STAGES;
 
 struct Problem {
     char* out;
@@ -59,14 +64,6 @@ struct Problem {
 
 struct Tile {
     int row, column;
-};
-
-struct Ring {
-    int slot = 0;
-    u32 phase = 0;
-    DEVICE void next() {
-        if (++slot == STAGES) slot = 0, phase ^= 1;
-    }
 };
 
 // Rows of tiles are those of a cluster: CLUSTER tiles below each other, of which the last may have no rows.
@@ -84,23 +81,10 @@ DEVICE Tile find_tile(const Problem& a, int place) {
 
 // ---- Producer -----------------------------------------------------------------------------------------------------
 
-// Copies one fp32 number, or writes zero.
-DEVICE void copy_scale(u32 to, const float* from, bool there) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0) : "memory");
-}
-
-// This thread's row and, of SCALING 3, column of the scales of a block of k; of SCALING 2 thread 0 has the tile's.
-DEVICE void copy_scales(const Problem& a, const Tile& tile, int block, u32 step, u32 bar) {
-    const int thread = threadIdx.x, row = tile.row + thread, column = tile.column + thread;
-    const bool row_there = row < a.rows, column_there = column < a.cols;
-    const float* from_a = a.scale_a + block * a.scale_a_block;
-    const float* from_b = a.scale_b + block * a.scale_b_block;
-    copy_scale(step + SCALE_A + 4 * thread, row_there ? from_a + row * a.scale_a_row : from_a, row_there);
-    if (SCALING == 3)
-        copy_scale(step + SCALE_B + 4 * thread, column_there ? from_b + column * a.scale_b_row : from_b, column_there);
-    else if (thread == 0)
-        copy_scale(step + SCALE_B, from_b + tile.column / 128 * a.scale_b_row, true);
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+DEVICE ScaleLoads scales_of(const Problem& a, const Tile& tile) {
+    const u64 first = SCALING == 3 ? tile.column : tile.column / 128;
+    return {a.scale_a + tile.row * a.scale_a_row, a.scale_a_row, a.rows - tile.row,
+            a.scale_b + first * a.scale_b_row, a.scale_b_row, tile.column, a.cols - tile.column};
 }
 
 // b's rows of a step: all of them, or this CTA's share for all CTAs of the cluster.
@@ -114,16 +98,19 @@ DEVICE void produce(const Problem& a, const TensorMap* a_map, const TensorMap* b
     Ring ring;
     for (int place = blockIdx.x / CLUSTER; place < tiles; place += gridDim.x / CLUSTER) {
         const Tile tile = find_tile(a, place);
+        ScaleLoads scales = scales_of(a, tile);
 #pragma unroll 1
         for (int k = 0; k < a.depth; k += BLOCK_K, ring.next()) {
-            const u32 step = smem + ring.slot * STEP_BYTES, bar = smem + FULL + 8 * ring.slot;
+            const u32 step = smem + ring.slot * OPERAND_BYTES, bar = smem + FULL + 8 * ring.slot;
             bar_wait(smem + EMPTY + 8 * ring.slot, ring.phase ^ 1);
             if (threadIdx.x == 0) {
                 bar_expect(bar, OPERAND_BYTES);
                 tma_load(step, a_map, k, tile.row, 0, 0, bar);
                 load_b(step + A_BYTES, b_map, k, tile.column, bar);
             }
-            if (BLOCKED) copy_scales(a, tile, k / BLOCK_K, step, bar);
+            if (BLOCKED)
+                scales.copy(smem + SCALES + ring.slot * SCALE_BYTES, bar, a.scale_a_block, a.scale_b_block,
+                            a.scale_b_row);
         }
     }
     if (BLOCKED) asm volatile("cp.async.wait_all;" ::: "memory");
@@ -137,22 +124,13 @@ DEVICE void release(u32 smem, int slot) {
     arrive_at_all(smem + EMPTY + 8 * slot);
 }
 
-// The wgmmas of one step for one consumer's 64 rows and the first N columns.
-template <int N> DEVICE void multiply(float (&d)[N / 2], u32 step, int consumer, bool add) {
-    const u64 a = describe(step + consumer * (A_BYTES / CONSUMERS)), b = describe(step + A_BYTES);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < BLOCK_K / 32; i++) wgmma(d, a + i * (32 / 16), b + i * (32 / 16), add || i);
-    wgmma_commit();
-}
-
 // SCALING 0: all terms into one set of sums. One step is in flight while the next is waited for.
 template <int N> DEVICE void sum_up(float (&d)[N / 2], u32 smem, Ring& ring, int depth, int consumer) {
     int before = 0;
 #pragma unroll 1
     for (int k = 0; k < depth; k += BLOCK_K, ring.next()) {
         bar_wait(smem + FULL + 8 * ring.slot, ring.phase);
-        multiply<N>(d, smem + ring.slot * STEP_BYTES, consumer, true);
+        multiply<N>(d, smem + ring.slot * OPERAND_BYTES, consumer, true);
         wgmma_wait<1>();
         if (k) release(smem, before);
         before = ring.slot;
@@ -162,74 +140,52 @@ template <int N> DEVICE void sum_up(float (&d)[N / 2], u32 smem, Ring& ring, int
     if (depth > 0) release(smem, before);
 }
 
-DEVICE float load_float(u32 address) {
-    float x;
-    asm volatile("ld.shared::cta.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
-    return x;
-}
-
-DEVICE float2 load_pair(u32 address) {
-    float2 x;
-    asm volatile("ld.shared::cta.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
-    return x;
-}
-
-// A thread has columns 8 j + 2 (lane % 4) and the next of rows lane / 4 and lane / 4 + 8 of its warp's 16.
-DEVICE int row_of(int consumer) { return consumer * ROWS + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
-
-// sums += d, scaled by what lies in the step's shared memory.
-DEVICE void promote(float (&sums)[SUMS], const float (&d)[SUMS], u32 step, float high, float low) {
-    const int quad = threadIdx.x % 4;
-    const float tile = SCALING == 2 ? load_float(step + SCALE_B) : 1;
-    high *= tile, low *= tile;
-#pragma unroll
-    for (int j = 0; j < BLOCK_N / 8; j++) {
-        const float2 b = SCALING == 3 ? load_pair(step + SCALE_B + 4 * (8 * j + 2 * quad)) : float2{1, 1};
-        if (SCALING == 1) {
-            for (int i = 0; i < 4; i++) sums[4 * j + i] += d[4 * j + i];
-        } else {
-            sums[4 * j] += d[4 * j] * (high * b.x), sums[4 * j + 1] += d[4 * j + 1] * (high * b.y);
-            sums[4 * j + 2] += d[4 * j + 2] * (low * b.x), sums[4 * j + 3] += d[4 * j + 3] * (low * b.y);
-        }
-    }
-}
-
-// SCALING 1 to 3: the tensor cores' sums of 128 terms, added in fp32.
-DEVICE void sum_up_in_fp32(float (&sums)[SUMS], u32 smem, Ring& ring, int depth, int consumer) {
-    const int row = row_of(consumer);
-    float d[SUMS];
-#pragma unroll 1
-    for (int k = 0; k < depth; k += BLOCK_K, ring.next()) {
-        const u32 step = smem + ring.slot * STEP_BYTES;
-        bar_wait(smem + FULL + 8 * ring.slot, ring.phase);
-        multiply<BLOCK_N>(d, step, consumer, false);
-        const float high = BLOCKED ? load_float(step + SCALE_A + 4 * row) : 1;
-        const float low = BLOCKED ? load_float(step + SCALE_A + 4 * row + 32) : 1;
-        wgmma_wait<0>();
-        pin(d);
-        promote(sums, d, step, high, low);
-        release(smem, ring.slot);
-    }
-}
-
 // ---- Epilogue -----------------------------------------------------------------------------------------------------
 
-DEVICE float bias_of(const Problem& a, int column) {
-    float x = 0;
-    if (BIAS == 1) x = __uint_as_float((u32)((const u16*)a.bias)[column * a.bias_step] << 16);
-    if (BIAS == 2) asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(((const u16*)a.bias)[column * a.bias_step]));
-    if (BIAS == 3) x = ((const float*)a.bias)[column * a.bias_step];
+DEVICE float load_bias(const Problem& a, int column) {
+    const u64 at = column * a.bias_step;
+    if (BIAS == 3) return ((const float*)a.bias)[at];
+    const u16 bits = ((const u16*)a.bias)[at];
+    float x = __uint_as_float((u32)bits << 16);
+    if (BIAS == 2) asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
     return x;
 }
 
-// Two neighbouring results of a row, which has scale `of_row` unless sums are scaled already.
-DEVICE float2 finished(const Problem& a, int column, float of_row, float x, float y) {
-    if (column >= a.cols) return {0, 0};
-    if (!BLOCKED) {
-        const float* scale = a.scale_b + column * a.scale_b_row;
-        x *= of_row * scale[0], y *= of_row * scale[a.scale_b_row];
+// Numbers of the tile's columns, of which each lane loads every 32nd: were each to load its own columns', ptxas would
+// begin all loads at once, and spill. Lanes then get from each other what they need, by sums[4 j + i].
+struct OfColumns {
+    float own[BLOCK_N / 32];
+    DEVICE float get(int j, int i) const {
+        return __shfl_sync(~0u, own[j / 4], j % 4 * 8 + threadIdx.x % 4 * 2 + i);
     }
-    return {x + bias_of(a, column), y + bias_of(a, column + 1)};
+};
+
+// Applies scales that sums do not have yet, and the bias.
+DEVICE void finish(const Problem& a, const Tile& tile, float (&sums)[SUMS], int consumer) {
+    const int column = tile.column + threadIdx.x % 32, row = tile.row + row_of(consumer);
+    OfColumns x;
+    if (!BLOCKED) {
+        const float high = row < a.rows ? a.scale_a[row * a.scale_a_row] : 0;
+        const float low = row + 8 < a.rows ? a.scale_a[(row + 8) * a.scale_a_row] : 0;
+#pragma unroll
+        for (int c = 0; c < BLOCK_N / 32; c++)
+            x.own[c] = column + 32 * c < a.cols ? a.scale_b[(column + 32 * c) * a.scale_b_row] : 0;
+#pragma unroll
+        for (int i = 0; i < SUMS; i += i % 2 ? 3 : 1) {
+            const float scale = x.get(i / 4, i % 2);
+            sums[i] *= high * scale, sums[i + 2] *= low * scale;
+        }
+    }
+    if (BIAS) {
+        __syncwarp();
+#pragma unroll
+        for (int c = 0; c < BLOCK_N / 32; c++) x.own[c] = column + 32 * c < a.cols ? load_bias(a, column + 32 * c) : 0;
+#pragma unroll
+        for (int i = 0; i < SUMS; i += i % 2 ? 3 : 1) {
+            const float bias = x.get(i / 4, i % 2);
+            sums[i] += bias, sums[i + 2] += bias;
+        }
+    }
 }
 
 DEVICE void exchange(u32& kept_low, u32& kept_high, int bit) {
@@ -241,10 +197,7 @@ DEVICE void exchange(u32& kept_low, u32& kept_high, int bit) {
 
 // Four blocks of 8 columns of a row in 16 bits. Four lanes exchange what they have of them, so that each stores one
 // block: 16 bytes.
-DEVICE void store_halves(char* to, const float2 (&pairs)[4], bool inside) {
-    u32 w[4];
-#pragma unroll
-    for (int block = 0; block < 4; block++) w[block] = pack(pairs[block].x, pairs[block].y);
+DEVICE void store_halves(char* to, u32 (&w)[4], bool inside) {
     exchange(w[0], w[1], 1);
     exchange(w[2], w[3], 1);
     exchange(w[0], w[2], 2);
@@ -254,48 +207,101 @@ DEVICE void store_halves(char* to, const float2 (&pairs)[4], bool inside) {
                      ::"l"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
 }
 
-DEVICE void store_tile(const Problem& a, const Tile& tile, const float (&sums)[SUMS], int consumer) {
-    const int quad = threadIdx.x % 4;
+DEVICE void store_tile(const Problem& a, const Tile& tile, float (&sums)[SUMS], int consumer) {
+    constexpr int BYTES = OUT32 ? 4 : 2;
+    const int first = (OUT32 ? 2 : 8) * (threadIdx.x % 4);  // of the columns that this thread stores
+    const int columns = a.cols - tile.column - first;
+    finish(a, tile, sums, consumer);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int row = tile.row + row_of(consumer) + 8 * half;
         const bool inside = row < a.rows;
-        const float of_row = !BLOCKED && inside ? a.scale_a[row * a.scale_a_row] : 0;
-        char* const out = a.out + (u64)row * a.cols * (OUT32 ? 4 : 2);
+        char* const out = a.out + ((u64)row * a.cols + tile.column + first) * BYTES;
 #pragma unroll
         for (int c = 0; c < BLOCK_N / 32; c++) {
-            const int first = tile.column + 32 * c;
-            float2 pairs[4];
+            u32 w[4];
 #pragma unroll
             for (int block = 0; block < 4; block++) {
-                const int at = 4 * (4 * c + block) + 2 * half, column = first + 8 * block + 2 * quad;
-                pairs[block] = finished(a, column, of_row, sums[at], sums[at + 1]);
-                if (OUT32 && inside && column < a.cols) *(float2*)(out + 4 * column) = pairs[block];
+                const int at = 4 * (4 * c + block) + 2 * half, column = 32 * c + 8 * block;
+                if (!OUT32) w[block] = pack(sums[at], sums[at + 1]);
+                else if (inside && column < columns) *(float2*)(out + column * BYTES) = {sums[at], sums[at + 1]};
             }
-            if (!OUT32) store_halves(out + 2 * (first + 8 * quad), pairs, inside && first + 8 * quad < a.cols);
+            if (!OUT32) store_halves(out + 32 * c * BYTES, w, inside && 32 * c < columns);
         }
     }
 }
 
+template <int N> DEVICE void clear(float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) x[i] = 0;
+}
+
+#if SCALING == 0
 DEVICE void consume(const Problem& a, u32 smem, int consumer) {
     const int tiles = tiles_of(a);
     Ring ring;
     float sums[SUMS];
     for (int place = blockIdx.x / CLUSTER; place < tiles; place += gridDim.x / CLUSTER) {
         const Tile tile = find_tile(a, place);
-#pragma unroll
-        for (int i = 0; i < SUMS; i++) sums[i] = 0;
-#if SCALING == 0
+        clear(sums);
         if (a.cols - tile.column > BLOCK_N / 2)
             sum_up<BLOCK_N>(sums, smem, ring, a.depth, consumer);
         else
             sum_up<BLOCK_N / 2>(reinterpret_cast<float(&)[SUMS / 2]>(sums), smem, ring, a.depth, consumer);
-#else
-        sum_up_in_fp32(sums, smem, ring, a.depth, consumer);
-#endif
         store_tile(a, tile, sums, consumer);
     }
 }
+#else
+// Starts the next step of all of this CTA's tiles, of which `left` are not yet started. When none is left it multiplies
+// what lies in the slot, for nothing: ptxas lets wgmmas run on only where none of them is conditional.
+DEVICE void start(float (&d)[SUMS], u32 smem, const Ring& ring, Turn& turn, int& left, int consumer) {
+    if (left-- > 0) bar_wait(smem + FULL + 8 * ring.slot, ring.phase);
+    turn.wait();
+    multiply<SUMS * 2>(d, smem + ring.slot * OPERAND_BYTES, consumer, false);
+}
+
+DEVICE void consume(const Problem& a, u32 smem, int consumer) {
+    const int tiles = tiles_of(a), stride = gridDim.x / CLUSTER, row = row_of(consumer);
+    const int steps = (a.depth + BLOCK_K - 1) / BLOCK_K;
+    int place = blockIdx.x / CLUSTER;  // every CTA has a tile
+    int left = ((tiles - 1 - place) / stride + 1) * steps, steps_left = steps;
+    Ring ring;
+    Turn turn(smem + TURN, consumer);
+    float sums[SUMS], d[SETS][SUMS];
+    clear(sums);
+    bool passed = false;  // the turn that belongs to the last start
+    start(d[0], smem, ring, turn, left, consumer);
+#pragma unroll 1
+    while (place < tiles) {
+#pragma unroll
+        for (int set = 0; set < SETS; set++) {
+            const bool there = set == 0 || place < tiles;
+            const int slot = ring.slot;
+            const u32 scales = smem + SCALES + slot * SCALE_BYTES;
+            ring.next();
+            if (TURNS) wgmma_wait<1>();
+            if (!passed) turn.pass();
+            passed = false;
+            const RowScales rows = load_row_scales(scales, row);
+            wgmma_wait<0>();
+            pin(d[set]);
+            if (there && SCALING < 3) release(smem, slot);
+            if (SETS == 2) start(d[1 - set], smem, ring, turn, left, consumer);
+            promote(sums, d[set], rows, scales);
+            if (there && SCALING == 3) release(smem, slot);  // its columns' scales were read there
+            if (SETS == 1) start(d[0], smem, ring, turn, left, consumer);
+            if (there && --steps_left == 0) {
+                turn.pass(), passed = true;  // the other must not wait for the epilogue
+                store_tile(a, find_tile(a, place), sums, consumer);
+                clear(sums);
+                steps_left = steps, place += stride;
+            }
+        }
+    }
+    wgmma_wait<0>();
+    if (!passed) turn.pass();  // the other's last start, which is for nothing, waits for it
+}
+#endif
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
 fp8_matmul_products(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
@@ -307,6 +313,7 @@ fp8_matmul_products(const __grid_constant__ TensorMap a_map, const __grid_consta
             bar_init(smem + FULL + 8 * s, BLOCKED ? 1 + 128 : 1);
             bar_init(smem + EMPTY + 8 * s, 4 * CONSUMERS * CLUSTER);
         }
+        for (int c = 0; c < CONSUMERS; c++) bar_init(smem + TURN + 8 * c, 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();

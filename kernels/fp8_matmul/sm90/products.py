@@ -11,18 +11,12 @@ from . import cuda_driver
 from .cuda_driver import address, tensor_map
 
 BLOCK_M, BLOCK_K, THREADS = 128, 128, 384  # of products.cu
-SCALE_BYTES = 4 * (BLOCK_M + 128)  # of a step, where scales are of blocks
 NUMBERS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # BIAS of products.cu
 
 # Two tensor maps and products.cu's Problem: out, scales, bias; strides of scales and bias; rows, cols, depth.
 _LAYOUT = "MM(PPPPqqqqqiii)"
 
 Optional = torch.Tensor | None
-
-
-def block_n(scaling: int) -> int:
-    """Columns of a tile, by SCALING of products.cu."""
-    return 128 if scaling else 256
 
 
 def unsupported_reason(scale_a: torch.Tensor, scale_b: torch.Tensor, capability: tuple[int, int]) -> str | None:
@@ -54,11 +48,13 @@ def launch(
         f"OUT32={int(out_dtype == torch.float32)}",
         f"FP16={int(out_dtype == torch.float16)}",
         f"BIAS={0 if bias is None else NUMBERS[bias.dtype]}",
+        f"BLOCK_N={config.block_n}",
+        f"TURNS={int(config.turns)}",
         f"STAGES={config.stages}",
         f"RASTER={config.raster}",
         f"CLUSTER={config.cluster}",
     )
-    width, device, shared = block_n(scaling), a.device, shared_bytes(scaling, config)
+    width, device, shared = config.block_n, a.device, shared_bytes(scaling, config)
     a_map, b_map = _map(a, BLOCK_M), _map(b, width // config.cluster)
     clusters = -(-rows // (BLOCK_M * config.cluster)) * -(-cols // width)
     sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -96,5 +92,5 @@ def _map(codes: torch.Tensor, rows: int) -> cuda_driver.TensorMap:
 
 def shared_bytes(scaling: int, config: CudaConfig) -> int:
     """Of a CTA: the ring of both operands and of scales of blocks, and its barriers."""
-    step = (BLOCK_M + block_n(scaling)) * BLOCK_K + (SCALE_BYTES if scaling >= 2 else 0)
-    return config.stages * (step + 16)
+    scales = 4 * (BLOCK_M + config.block_n) if scaling >= 2 else 0
+    return config.stages * ((BLOCK_M + config.block_n) * BLOCK_K + scales + 16) + 16

@@ -6,17 +6,22 @@
 //   WEIGHTS 1   out[g, m, n] = sum over the rows r of group g of a[m, r] b[n, r]
 //               scales of 1x128 of both, blocks of r counted from row 0 of the whole tensor
 //
-// Napkin maths for a step of 128 terms of a tile of 128 x 128, in cycles of an SM: the tensor cores take 512 (8192 FLOP
-// a cycle, dense), and 32 KiB come from L2, 64 bytes a cycle. The 64 fp32 additions a thread are 128 issue slots of each
-// scheduler, which the other consumer's wgmmas overlap with.
+// Napkin maths of a step of 128 terms: see fp8_matmul's products.cu, whose loop this is. In cycles of an SM a tile of
+// 128 x 128 takes 512 of the tensor cores and 640 of shared memory, one of 128 x 192 768 and 832; with CLUSTER 2 L2
+// delivers 24 or 32 KiB. A gradient in fp32 of a group of 1024 rows is 8 steps and 64 KiB a tile: all CTAs together
+// write it in about as many cycles as its products take, so that it must leave beside them.
 //
 // A CTA is a producer warpgroup and two consumer warpgroups with 64 rows of the tile each. Thread 0 of the producer
-// fills a ring of STAGES steps by TMA; all of its threads copy the scales of that step, one row and one column each, by
-// cp.async. A consumer keeps two sets of 64 x 128 sums: the tensor cores', of one step, and fp32 ones, to which these
-// are added with their scales.
+// fills a ring of STAGES steps by TMA; all of its threads copy the scales of that step by cp.async. What consumers need
+// to know of a tile comes with its steps (Step): they read no table. A consumer's steps follow each other across tiles:
+// it starts the next one as soon as a set of the tensor cores' sums is free, and only then stores a tile that is
+// complete (promotion.cuh: SETS, TURNS). Gradients leave through shared memory, by TMA, while the next tile is summed.
+//
+// With CLUSTER 2 two CTAs have the same rows and neighbouring columns. Each loads its columns of b and half of the rows
+// of a, which TMA multicasts to both. So groups are padded to 128 rows, as without.
 //
 // Ragged edges:
-//  - a tile with at most 64 rows leaves the second consumer idle;
+//  - of a tile with at most 64 rows the second consumer multiplies what it does not store;
 //  - what lies beyond a tensor is read as zeros by TMA, and scales of what is not there as zeros by cp.async;
 //  - rows of the next group that a tile reads only reach sums that are not stored. As a *sum* runs over rows with
 //    WEIGHTS, there a step begins at a multiple of 128, where its scales do, and what it has of other groups is
@@ -24,87 +29,116 @@
 //    of a group have such rows, and where groups begin at multiples of 128 none has.
 //
 // Barriers, with their arrivals per phase: full[s] 1 and the bytes of a step, and 128 that cp.async makes when its
-// copies are there; empty[s] 8, one lane of each consumer warp. The n-th use of a full one waits for parity n & 1, that
-// of an empty one for the opposite, so that the first pass finds every slot empty. No consumer waits for another, and
-// the producer only for both: free of deadlock.
+// copies are there; empty[s] 8, one lane of each consumer warp, from each CTA of the cluster; with TURNS turn[c] 4, one
+// lane of each of a consumer's warps. The n-th use of a full one waits for parity n & 1, that of an empty one for the
+// opposite, so that the first pass finds every slot empty. A tile without terms has one step without loads, and behind
+// the last tile there is one without anything. A producer waits only for consumers, all of which go through the same
+// steps, and these only for full slots and, of the same step or the one before, for each other's start: free of
+// deadlock. In the end CTAs of a cluster wait for each other, so that none writes into one that is gone.
 //
-// Defined by the launcher: WEIGHTS, A_E4M3, B_E4M3, OUT32 (out is fp32; else FP16 or bf16), STAGES, RASTER.
+// Defined by the launcher: WEIGHTS, A_E4M3, B_E4M3, OUT32 (out is fp32; else FP16 or bf16), BLOCK_N, TURNS, STAGES,
+// RASTER, CLUSTER (1 or 2).
 
-#include "mbarrier.cuh"
+#define SCALING (WEIGHTS ? 3 : 2)
+constexpr int BLOCK_M = 128, BLOCK_K = 128, CONSUMERS = 2;
+
+#include "cluster.cuh"
 #include "numbers.cuh"
+#include "promotion.cuh"
 #include "tiles.cuh"
 #include "tma.cuh"
-#include "wgmma.cuh"
-#include "wgmma8.cuh"
 
-constexpr int CONSUMERS = 2, ROWS = BLOCK_M / CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
-constexpr int SUMS = BLOCK_N / 2;  // of a thread
-constexpr int A_BYTES = BLOCK_M * BLOCK_K, B_BYTES = BLOCK_N * BLOCK_K, OPERAND_BYTES = A_BYTES + B_BYTES;
-constexpr int SCALE_A = OPERAND_BYTES, SCALE_B = SCALE_A + 4 * BLOCK_M;  // where scales lie in a step
-constexpr int STEP_BYTES = SCALE_B + 4 * BLOCK_N;
-constexpr int FULL = STAGES * STEP_BYTES, EMPTY = FULL + 8 * STAGES;  // where barriers lie
-constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
-static_assert(STEP_BYTES % 1024 == 0, "operands with 128-byte swizzle begin at multiples of 1024");
+// What TMA stores of a gradient: boxes of a consumer's 64 rows by 128 bytes.
+constexpr int BOX_COLUMNS = OUT32 ? 32 : 64, BOX_BYTES = ROWS * 128, BOXES = WEIGHTS ? BLOCK_N / BOX_COLUMNS : 0;
 
-struct Ring {
-    int slot = 0;
-    u32 phase = 0;
-    DEVICE void next() {
-        if (++slot == STAGES) slot = 0, phase ^= 1;
-    }
+// With a step: which of its terms belong to the tile's group, and of a tile's last one where it goes.
+struct alignas(16) Step {
+    int first, end;  // of the terms of the sum, from this step's first on
+    int flags, rows;
+    int group, row, column, unused;
 };
+enum StepFlags { LAST = 1, NO_TERMS = 2, STOP = 4 };
+
+constexpr int STAGING = STAGES * OPERAND_BYTES, SCALES = STAGING + CONSUMERS * BOXES * BOX_BYTES;
+constexpr int STEPS = SCALES + STAGES * SCALE_BYTES;                                    // where the rings lie
+constexpr int FULL = STEPS + STAGES * (int)sizeof(Step), EMPTY = FULL + 8 * STAGES, TURN = EMPTY + 8 * STAGES;
 
 // ---- Producer -----------------------------------------------------------------------------------------------------
 
-// Copies one fp32 number, or writes zero.
-DEVICE void copy_scale(u32 to, const float* from, bool there) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0) : "memory");
+// A tile without terms, whose group may be -1, has none that are read.
+DEVICE ScaleLoads scales_of(const Problem& a, const Tile& tile) {
+    const bool terms = tile.first < tile.end;
+    const u64 column = WEIGHTS ? tile.column : tile.column / 128, block = first_step(tile) / BLOCK_K;
+    const u64 group = WEIGHTS || !terms ? 0 : tile.group;
+    return {a.scale_a + tile.row * a.scale_a_row + block * a.scale_a_block, a.scale_a_row, terms ? tile.rows : 0,
+            a.scale_b + group * a.scale_b_group + column * a.scale_b_row + block * a.scale_b_block, a.scale_b_row,
+            tile.column, terms ? a.cols - tile.column : 0};
 }
 
-// This thread's row and, with WEIGHTS, column of the scales of a block of terms; else thread 0 has the tile's one of b.
-DEVICE void copy_scales(const Problem& a, const Tile& tile, int block, u32 step, u32 bar) {
-    const int thread = threadIdx.x;
-    const u64 row = tile.row + thread, column = tile.column + thread;
-    const bool row_there = thread < tile.rows, column_there = column < a.cols;
-    const float* from_a = a.scale_a + block * a.scale_a_block;
-    const float* from_b = a.scale_b + block * a.scale_b_block;
-    copy_scale(step + SCALE_A + 4 * thread, row_there ? from_a + row * a.scale_a_row : from_a, row_there);
-    if (WEIGHTS)
-        copy_scale(step + SCALE_B + 4 * thread, column_there ? from_b + column * a.scale_b_row : from_b, column_there);
-    else if (thread == 0)
-        copy_scale(step + SCALE_B, from_b + tile.group * a.scale_b_group + tile.column / 128 * a.scale_b_row, true);
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+DEVICE void store_four(u32 to, int x, int y, int z, int w) {
+    asm volatile("st.shared::cta.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+
+// Before thread 0's arrival at the slot's full barrier.
+DEVICE void describe_step(u32 to, const Tile& tile, int k, int flags) {
+    store_four(to, tile.first - k, tile.end - k, flags, tile.rows);
+    store_four(to + 16, tile.group, tile.row, tile.column, 0);
+}
+
+// a's rows of a step: all of them, or this CTA's share for all CTAs of the cluster.
+DEVICE void load_a(u32 to, const TensorMap* map, int k, int row, u32 bar) {
+    const int share = BLOCK_M / CLUSTER * cluster_rank();
+    tma_multicast(to + share * BLOCK_K, map, k, row + share, bar);
 }
 
 DEVICE void produce(const Problem& a, const TensorMap* a_map, const TensorMap* b_map, u32 smem) {
     const int tiles = tiles_of(a);
     Ring ring;
-    for (int round = 0; round * gridDim.x < tiles; round++) {
+    for (int round = 0; round * clusters() < tiles; round++) {
         const int place = place_of(round);
         if (place >= tiles) continue;
         const Tile tile = find_tile(a, place);
+        ScaleLoads scales = scales_of(a, tile);
+        int k = first_step(tile);
 #pragma unroll 1
-        for (int k = first_step(tile); k < tile.end; k += BLOCK_K, ring.next()) {
-            const u32 step = smem + ring.slot * STEP_BYTES, bar = smem + FULL + 8 * ring.slot;
+        do {
+            const u32 bar = smem + FULL + 8 * ring.slot;
             bar_wait(smem + EMPTY + 8 * ring.slot, ring.phase ^ 1);
+            const bool terms = k < tile.end;
             if (threadIdx.x == 0) {
-                bar_expect(bar, OPERAND_BYTES);
-                tma_load(step, a_map, k, tile.row, 0, 0, bar);
-                tma_load(step + A_BYTES, b_map, k, tile.column, WEIGHTS ? 0 : tile.group, 0, bar);
+                const u32 step = smem + ring.slot * OPERAND_BYTES;
+                const int last = k + BLOCK_K >= tile.end ? LAST : 0;
+                describe_step(smem + STEPS + ring.slot * (int)sizeof(Step), tile, k, terms ? last : LAST | NO_TERMS);
+                if (terms) {
+                    bar_expect(bar, OPERAND_BYTES);
+                    load_a(step, a_map, k, tile.row, bar);
+                    tma_load(step + A_BYTES, b_map, k, tile.column, WEIGHTS ? 0 : tile.group, 0, bar);
+                } else {
+                    bar_arrive(bar);
+                }
             }
-            copy_scales(a, tile, k / BLOCK_K, step, bar);
-        }
+            scales.copy(smem + SCALES + ring.slot * SCALE_BYTES, bar, a.scale_a_block, a.scale_b_block, a.scale_b_row);
+            ring.next(), k += BLOCK_K;
+        } while (k < tile.end);
     }
+    bar_wait(smem + EMPTY + 8 * ring.slot, ring.phase ^ 1);
+    if (threadIdx.x == 0) {
+        describe_step(smem + STEPS + ring.slot * (int)sizeof(Step), Tile{}, 0, STOP);
+        bar_arrive(smem + FULL + 8 * ring.slot);
+    }
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem + FULL + 8 * ring.slot) : "memory");
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 // ---- Consumers ----------------------------------------------------------------------------------------------------
 
-// Gives a slot back to the producer: the whole warp has read it.
+// Gives a slot back to the producers of the cluster: the whole warp has read it.
 DEVICE void release(u32 smem, int slot) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) bar_arrive(smem + EMPTY + 8 * slot);
+    arrive_at_all(smem + EMPTY + 8 * slot);
 }
+
+DEVICE void sync_consumer(int consumer) { asm volatile("bar.sync %0, 128;" ::"r"(1 + consumer) : "memory"); }
 
 // Which bits of the four bytes from `at` on belong to bytes [first, end).
 DEVICE u32 kept_bits(int at, int first, int end) {
@@ -129,79 +163,14 @@ DEVICE void cut_row(u32 operand, int row, int first, int end) {
     }
 }
 
-// Overwrites all but terms [first, end) of a step, in a consumer's rows of a and all of b. Both consumers do the same to
-// b, in any order: what one of them has cut, the other leaves as it is.
+// Overwrites all but terms [first, end) of a step, in a consumer's rows of a and all of b. Both consumers do the same
+// to b, in any order: what one of them has cut, the other leaves as it is.
 DEVICE void cut_step(u32 step, int first, int end, int consumer) {
     const int thread = threadIdx.x % 128;
     cut_row(step + A_BYTES, thread, first, end);
     if (thread < ROWS) cut_row(step, consumer * ROWS + thread, first, end);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    asm volatile("bar.sync %0, 128;" ::"r"(1 + consumer) : "memory");
-}
-
-// The wgmmas of one step for one consumer's 64 rows, from zero.
-DEVICE void multiply(float (&d)[SUMS], u32 step, int consumer) {
-    const u64 a = describe(step + consumer * (A_BYTES / CONSUMERS)), b = describe(step + A_BYTES);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < BLOCK_K / 32; i++) wgmma(d, a + i * (32 / 16), b + i * (32 / 16), i);
-    wgmma_commit();
-}
-
-DEVICE float load_float(u32 address) {
-    float x;
-    asm volatile("ld.shared::cta.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
-    return x;
-}
-
-DEVICE float2 load_pair(u32 address) {
-    float2 x;
-    asm volatile("ld.shared::cta.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
-    return x;
-}
-
-// A thread has columns 8 j + 2 (lane % 4) and the next of rows lane / 4 and lane / 4 + 8 of its warp's 16.
-DEVICE int row_of(int consumer) { return consumer * ROWS + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
-
-// sums += d, scaled by what lies in the step's shared memory and, without WEIGHTS, by the tile's one scale of b.
-DEVICE void promote(float (&sums)[SUMS], const float (&d)[SUMS], u32 step, float high, float low) {
-    const int quad = threadIdx.x % 4;
-#pragma unroll
-    for (int j = 0; j < BLOCK_N / 8; j++) {
-        const float2 b = WEIGHTS ? load_pair(step + SCALE_B + 4 * (8 * j + 2 * quad)) : float2{1, 1};
-        sums[4 * j] += d[4 * j] * (high * b.x), sums[4 * j + 1] += d[4 * j + 1] * (high * b.y);
-        sums[4 * j + 2] += d[4 * j + 2] * (low * b.x), sums[4 * j + 3] += d[4 * j + 3] * (low * b.y);
-    }
-}
-
-// The tensor cores' sums of 128 terms, added in fp32.
-DEVICE void sum_up(float (&sums)[SUMS], u32 smem, Ring& ring, const Tile& tile, int consumer) {
-    const int row = row_of(consumer);
-    float d[SUMS];
-#pragma unroll 1
-    for (int k = first_step(tile); k < tile.end; k += BLOCK_K, ring.next()) {
-        const u32 step = smem + ring.slot * STEP_BYTES;
-        bar_wait(smem + FULL + 8 * ring.slot, ring.phase);
-        if (WEIGHTS && (k < tile.first || tile.end < k + BLOCK_K))
-            cut_step(step, tile.first - k, tile.end - k, consumer);
-        multiply(d, step, consumer);
-        const float of_b = WEIGHTS ? 1 : load_float(step + SCALE_B);
-        const float high = load_float(step + SCALE_A + 4 * row) * of_b;
-        const float low = load_float(step + SCALE_A + 4 * row + 32) * of_b;
-        wgmma_wait<0>();
-        pin(d);
-        promote(sums, d, step, high, low);
-        release(smem, ring.slot);
-    }
-}
-
-// A consumer without rows lets the steps pass.
-DEVICE void skip(u32 smem, Ring& ring, const Tile& tile) {
-#pragma unroll 1
-    for (int k = first_step(tile); k < tile.end; k += BLOCK_K, ring.next()) {
-        bar_wait(smem + FULL + 8 * ring.slot, ring.phase);
-        release(smem, ring.slot);
-    }
+    sync_consumer(consumer);
 }
 
 // ---- Epilogue -----------------------------------------------------------------------------------------------------
@@ -225,71 +194,184 @@ DEVICE void store_halves(char* to, u32 (&w)[4], bool inside) {
                      ::"l"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
 }
 
-DEVICE void store_tile(const Problem& a, const Tile& tile, const float (&sums)[SUMS], int consumer) {
-    const int quad = threadIdx.x % 4, row = row_of(consumer);
-    const u64 before = WEIGHTS ? (u64)tile.group * a.rows : 0;  // rows of out
+// Rows of y, as far as they are of the tile's group.
+DEVICE void store_rows(const Problem& a, const Step& tile, const float (&sums)[SUMS], int consumer) {
+    constexpr int BYTES = OUT32 ? 4 : 2;
+    const int first = (OUT32 ? 2 : 8) * (threadIdx.x % 4);  // of the columns that this thread stores
+    const int columns = a.cols - tile.column - first;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const bool inside = row + 8 * half < tile.rows;
-        char* const out = a.out + (before + tile.row + row + 8 * half) * a.cols * (OUT32 ? 4 : 2);
+        const int row = row_of(consumer) + 8 * half;
+        const bool inside = row < tile.rows;
+        char* const out = a.out + ((u64)(tile.row + row) * a.cols + tile.column + first) * BYTES;
 #pragma unroll
         for (int c = 0; c < BLOCK_N / 32; c++) {
-            const int first = tile.column + 32 * c;
             u32 w[4];
 #pragma unroll
             for (int block = 0; block < 4; block++) {
-                const int at = 4 * (4 * c + block) + 2 * half, column = first + 8 * block + 2 * quad;
+                const int at = 4 * (4 * c + block) + 2 * half, column = 32 * c + 8 * block;
                 if (!OUT32) w[block] = pack(sums[at], sums[at + 1]);
-                else if (inside && column < a.cols) *(float2*)(out + 4 * (u64)column) = {sums[at], sums[at + 1]};
+                else if (inside && column < columns) *(float2*)(out + column * BYTES) = {sums[at], sums[at + 1]};
             }
-            if (!OUT32) store_halves(out + 2 * (u64)(first + 8 * quad), w, inside && first + 8 * quad < a.cols);
+            if (!OUT32) store_halves(out + 32 * c * BYTES, w, inside && 32 * c < columns);
         }
     }
 }
 
-DEVICE Tile next_tile(const Problem& a, int round, int tiles) {
-    const int place = place_of(round);
-    return place < tiles ? find_tile(a, place) : Tile{};
+DEVICE void store_pair(u32 to, float x, float y) {
+    asm volatile("st.shared::cta.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
 }
 
-DEVICE void consume(const Problem& a, u32 smem, int consumer) {
-    const int tiles = tiles_of(a);
-    Ring ring;
-    float sums[SUMS];
-    Tile tile = uniform(next_tile(a, 0, tiles));
-    for (int round = 0; round * gridDim.x < tiles; round++) {
-        const Tile next = next_tile(a, round + 1, tiles);  // its entry of the table is on its way during the main loop
-        if (tile.rows <= consumer * ROWS) {
-            skip(smem, ring, tile);
-        } else {
+// Writes a consumer's sums into its boxes, whose 16-byte vectors are swizzled by the row. A vector of fp32 has the
+// numbers of two lanes. Odd rows write their vectors of 32 columns in another order: else each two rows of the four
+// that are stored at a time would be in the same banks.
+DEVICE void stage(u32 boxes, const float (&sums)[SUMS]) {
+    const int quad = threadIdx.x % 4, row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    const bool odd = row % 2;
 #pragma unroll
-            for (int i = 0; i < SUMS; i++) sums[i] = 0;
-            sum_up(sums, smem, ring, tile, consumer);
-            store_tile(a, tile, sums, consumer);
+    for (int half = 0; half < 2; half++) {
+        const u32 line = boxes + (row + 8 * half) * 128;
+#pragma unroll
+        for (int j = 0; j < BLOCK_N / 8; j++) {
+            if (OUT32) {
+                const int own = 4 * j + 2 * half, other = 4 * (j ^ 2) + 2 * half;
+                const int vector = (2 * (j % 4) + quad / 2) ^ row % 8 ^ 4 * odd;
+                const u32 to = line + j / 4 * BOX_BYTES + 16 * vector + 8 * (quad % 2);
+                store_pair(to, odd ? sums[other] : sums[own], odd ? sums[other + 1] : sums[own + 1]);
+            } else {
+                const u32 to = line + j / 8 * BOX_BYTES + 16 * (j % 8 ^ row % 8) + 4 * quad;
+                asm volatile("st.shared::cta.u32 [%0], %1;"
+                             ::"r"(to), "r"(pack(sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1])) : "memory");
+            }
         }
-        tile = uniform(next);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+// A group's gradient, by TMA, which leaves out what is beyond it. The boxes are free when it has read the tile before.
+DEVICE void store_boxes(const Problem& a, const TensorMap* map, const Step& tile, u32 boxes, const float (&sums)[SUMS],
+                        int consumer) {
+    const bool one = threadIdx.x % 128 == 0;
+    if (one) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    sync_consumer(consumer);
+    stage(boxes, sums);
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    sync_consumer(consumer);
+    if (one && consumer * ROWS < tile.rows) {
+        for (int box = 0; box < BOXES && tile.column + box * BOX_COLUMNS < a.cols; box++)
+            asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];"
+                         ::"l"(map), "r"(tile.column + box * BOX_COLUMNS), "r"(tile.row + consumer * ROWS),
+                           "r"(tile.group), "r"(0), "r"(boxes + box * BOX_BYTES) : "memory");
+        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    }
+}
+
+// ---- A consumer's steps -------------------------------------------------------------------------------------------
+
+template <int N> DEVICE void clear(float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) x[i] = 0;
+}
+
+DEVICE int4 load_ints(u32 address) {
+    int4 x;
+    asm volatile("ld.shared::cta.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");
+    return x;
+}
+
+DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
+// Starts the next step and returns its flags. Behind the last one, and of a tile without terms, it multiplies what lies
+// in the slot, for nothing: ptxas lets wgmmas run on only where none of them is conditional.
+DEVICE int start(float (&d)[SUMS], u32 smem, const Ring& ring, Turn& turn, int flags, int consumer) {
+    const u32 operands = smem + ring.slot * OPERAND_BYTES;
+    if (!(flags & STOP)) {
+        bar_wait(smem + FULL + 8 * ring.slot, ring.phase);
+        const int4 step = load_ints(smem + STEPS + ring.slot * (int)sizeof(Step));
+        flags = uniform(step.z);
+        if (WEIGHTS && !(flags & (NO_TERMS | STOP))) {
+            const int first = uniform(step.x), end = uniform(step.y);
+            if (first > 0 || end < BLOCK_K) cut_step(operands, first, end, consumer);
+        }
+    }
+    turn.wait();
+    multiply<SUMS * 2>(d, operands, consumer, false);
+    return flags;
+}
+
+DEVICE void finish_tile(const Problem& a, const TensorMap* out_map, u32 smem, const Step& tile, float (&sums)[SUMS],
+                        int consumer) {
+    if (tile.flags & NO_TERMS) clear(sums);
+    if (WEIGHTS) store_boxes(a, out_map, tile, smem + STAGING + consumer * BOXES * BOX_BYTES, sums, consumer);
+    else store_rows(a, tile, sums, consumer);
+    clear(sums);
+}
+
+DEVICE void consume(const Problem& a, const TensorMap* out_map, u32 smem, int consumer) {
+    const int row = row_of(consumer);
+    Ring ring;
+    Turn turn(smem + TURN, consumer);
+    float sums[SUMS], d[SETS][SUMS];
+    clear(sums);
+    bool passed = false;  // the turn that belongs to the last start
+    int flags = start(d[0], smem, ring, turn, 0, consumer);
+#pragma unroll 1
+    while (!(flags & STOP)) {
+#pragma unroll
+        for (int set = 0; set < SETS; set++) {
+            const int slot = ring.slot, own = flags;
+            const bool there = set == 0 || !(own & STOP);
+            const u32 scales = smem + SCALES + slot * SCALE_BYTES, about = smem + STEPS + slot * (int)sizeof(Step);
+            ring.next();
+            if (TURNS) wgmma_wait<1>();
+            if (!passed) turn.pass();
+            passed = false;
+            const RowScales rows = load_row_scales(scales, row);
+            wgmma_wait<0>();
+            pin(d[set]);
+            if (SETS == 2) flags = start(d[1 - set], smem, ring, turn, own, consumer);
+            promote(sums, d[set], rows, scales);
+            Step tile;
+            if (there) {
+                const int4 place = load_ints(about + 16);
+                tile = {0, 0, own, load_ints(about).w, place.x, place.y, place.z, 0};
+                release(smem, slot);
+            }
+            if (SETS == 1) flags = start(d[0], smem, ring, turn, own, consumer);
+            if (there && own & LAST) {
+                turn.pass(), passed = true;  // the other must not wait for the epilogue
+                finish_tile(a, out_map, smem, tile, sums, consumer);
+            }
+        }
+    }
+    wgmma_wait<0>();
+    if (!passed) turn.pass();  // the other's last start, which is for nothing, waits for it
+    if (WEIGHTS) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
 grouped_gemm_fp8_products(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-                          const __grid_constant__ Problem problem) {
+                          const __grid_constant__ TensorMap out_map, const __grid_constant__ Problem problem) {
     extern __shared__ __align__(1024) char shared[];
     const u32 smem = (u32)__cvta_generic_to_shared(shared);
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
             bar_init(smem + FULL + 8 * s, 1 + 128);
-            bar_init(smem + EMPTY + 8 * s, 4 * CONSUMERS);
+            bar_init(smem + EMPTY + 8 * s, 4 * CONSUMERS * CLUSTER);
         }
+        for (int c = 0; c < CONSUMERS; c++) bar_init(smem + TURN + 8 * c, 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
+    cluster_sync();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (group == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
         produce(problem, &a_map, &b_map, smem);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
-        consume(problem, smem, group - 1);
+        consume(problem, &out_map, smem, group - 1);
     }
+    __syncwarp();
+    cluster_sync();
 }

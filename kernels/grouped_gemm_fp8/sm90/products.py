@@ -10,11 +10,12 @@ from ..configs import CudaConfig
 from . import cuda_driver
 from .cuda_driver import tensor_map
 
-BLOCK_M, BLOCK_N, BLOCK_K, THREADS = 128, 128, 128, 384  # of products.cu
-SCALE_BYTES = 4 * (BLOCK_M + BLOCK_N)  # of a step
+BLOCK_M, BLOCK_K, THREADS = 128, 128, 384  # of products.cu
+BOX_ROWS, BOX_BYTES = 64, 128  # of what TMA stores of a gradient
+STEP_BYTES = 32  # what a step says of its tile
 
-# Two tensor maps and products.cu's Problem: table, out, scales; strides of scales; groups, rows, cols, depth.
-_LAYOUT = "MM(PPPPqqqqqiiii)"
+# Three tensor maps and products.cu's Problem: table, out, scales; strides of scales; groups, rows, cols, depth.
+_LAYOUT = "MMM(PPPPqqqqqiiii)"
 
 Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
@@ -37,10 +38,10 @@ def rows_launch(
     """Writes y, given (x, weights, scale_x, scale_w, table, y) like these: x and weights have elements, and rows that
     are contiguous on 16-byte boundaries. The table's tiles have BLOCK_M rows."""
     (rows, depth), (groups, cols, _) = x.shape, weights.shape
-    most = (rows // BLOCK_M + groups + 1) * -(-cols // BLOCK_N)
-    maps = _map(x[None, None], BLOCK_M), _map(weights[None], BLOCK_N)
+    most = (rows // BLOCK_M + groups + 1) * -(-cols // (config.block_n * config.cluster))
+    a_map, b_map = _map(x[None, None], BLOCK_M // config.cluster), _map(weights[None], config.block_n)
     strides = *scale_x.stride(), *scale_w.stride()
-    return _start(x, weights, out_dtype, config, 0, most, maps, strides, (groups, rows, cols, depth))
+    return _start(x, weights, out_dtype, config, 0, most, (a_map, b_map, None), strides, (groups, rows, cols, depth))
 
 
 def weights_launch(
@@ -54,8 +55,13 @@ def weights_launch(
 ) -> Write:
     """Writes dweights, given (dy_t, x_t, scale_dy, scale_x, table, dweights), operands as in `rows_launch`."""
     rows, cols = dy_t.shape[0], x_t.shape[0]
-    tiles = groups * -(-rows // BLOCK_M) * -(-cols // BLOCK_N)
-    maps = _map(dy_t[None, None], BLOCK_M), _map(x_t[None, None], BLOCK_N)
+    tiles = groups * -(-rows // BLOCK_M) * -(-cols // (config.block_n * config.cluster))
+    out = torch.empty((1, groups, rows, cols), dtype=out_dtype, device="meta")
+    maps = (
+        _map(dy_t[None, None], BLOCK_M // config.cluster),
+        _map(x_t[None, None], config.block_n),
+        tensor_map(out, rows, BOX_ROWS, BOX_BYTES // out.element_size()),
+    )
     strides = *scale_dy.stride(), 0, *scale_x.stride()
     return _start(dy_t, x_t, out_dtype, config, 1, tiles, maps, strides, (groups, rows, cols, 0))
 
@@ -72,27 +78,31 @@ def _start(
     config: CudaConfig,
     weights: int,
     tiles: int,
-    maps: tuple[cuda_driver.TensorMap, cuda_driver.TensorMap],
+    maps: tuple[cuda_driver.TensorMap, cuda_driver.TensorMap, cuda_driver.TensorMap | None],
     strides: tuple[int, ...],
     sizes: tuple[int, ...],
 ) -> Write:
-    """Launches the kernel. `strides` are those of a's scales by rows and blocks, and of b's by groups, rows and
-    blocks."""
+    """Launches the kernel, for at most `tiles` tiles, or clusters of them. `maps` are those of a, b and, of a gradient,
+    the result; `strides` those of a's scales by rows and blocks, and of b's by groups, rows and blocks."""
     defines = (
         f"WEIGHTS={weights}",
         f"A_E4M3={int(a.dtype == torch.float8_e4m3fn)}",
         f"B_E4M3={int(b.dtype == torch.float8_e4m3fn)}",
         f"OUT32={int(out_dtype == torch.float32)}",
         f"FP16={int(out_dtype == torch.float16)}",
+        f"BLOCK_N={config.block_n}",
+        f"TURNS={int(config.turns)}",
         f"STAGES={config.stages}",
         f"RASTER={config.raster}",
+        f"CLUSTER={config.cluster}",
     )
-    device, shared = a.device, shared_bytes(config)
+    device, shared = a.device, shared_bytes(config, bool(weights), out_dtype)
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     with torch.cuda.device_of(a):
         (kernel,) = cuda_driver.kernels(device.index, "products.cu", ("grouped_gemm_fp8_products",), defines, shared)
-    launch = cuda_driver.Launch(device.index, kernel, min(sms, tiles), THREADS, shared, _LAYOUT)
-    a_map, b_map = maps
+    grid = config.cluster * min(sms // config.cluster, tiles)
+    launch = cuda_driver.Launch(device.index, kernel, grid, THREADS, shared, _LAYOUT)
+    a_map, b_map, out_map = maps
 
     def run(
         a: torch.Tensor,
@@ -102,9 +112,11 @@ def _start(
         table: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
+        of_a = a_map(a.data_ptr())
         launch(
-            a_map(a.data_ptr()),
+            of_a,
             b_map(b.data_ptr()),
+            of_a if out_map is None else out_map(out.data_ptr()),  # which the forward does not read
             table.data_ptr(),
             out.data_ptr(),
             scale_a.data_ptr(),
@@ -116,6 +128,8 @@ def _start(
     return run
 
 
-def shared_bytes(config: CudaConfig) -> int:
-    """Of a CTA: the ring of both operands and their scales, and its barriers."""
-    return config.stages * ((BLOCK_M + BLOCK_N) * BLOCK_K + SCALE_BYTES + 16)
+def shared_bytes(config: CudaConfig, weights: bool, out_dtype: torch.dtype) -> int:
+    """Of a CTA: the ring of both operands, their scales and what steps say, a tile of a gradient, and barriers."""
+    operands, scales = (BLOCK_M + config.block_n) * BLOCK_K, 4 * (BLOCK_M + config.block_n)
+    tile = BLOCK_M * config.block_n * out_dtype.itemsize if weights else 0
+    return config.stages * (operands + scales + STEP_BYTES + 16) + tile + 16

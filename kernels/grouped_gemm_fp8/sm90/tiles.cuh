@@ -1,9 +1,9 @@
-// The problem, and which tile a CTA takes in a round. The launcher defines WEIGHTS and RASTER: see products.cu.
+// The problem, and which tile a CTA takes in a round. The launcher defines WEIGHTS, BLOCK_N, CLUSTER and RASTER: see
+// products.cu, which has the other blocks.
 #pragma once
 
+#include "cluster.cuh"
 #include "types.cuh"
-
-constexpr int BLOCK_M = 128, BLOCK_N = 128, BLOCK_K = 128;
 
 struct Problem {
     const int* table;  // schedule.py
@@ -21,8 +21,10 @@ struct Tile {
     int first, end;          // of the terms of the sum
 };
 
+// Columns of tiles are those of a cluster: CLUSTER tiles beside each other, of which the last may have no columns.
+DEVICE int columns_of(const Problem& a) { return (a.cols + CLUSTER * BLOCK_N - 1) / (CLUSTER * BLOCK_N); }
 DEVICE int tiles_of(const Problem& a) {
-    const int columns = (a.cols + BLOCK_N - 1) / BLOCK_N;
+    const int columns = columns_of(a);
     return WEIGHTS ? a.groups * ((a.rows + BLOCK_M - 1) / BLOCK_M) * columns : a.table[0] * columns;
 }
 
@@ -35,7 +37,7 @@ DEVICE void raster(int place, int tiles_m, int tiles_n, int& tile_m, int& tile_n
 
 // The sum of a row or group without terms has first = end = 0.
 DEVICE Tile find_tile(const Problem& a, int place) {
-    const int tiles_n = (a.cols + BLOCK_N - 1) / BLOCK_N;
+    const int tiles_n = columns_of(a);
     const int4* entries = reinterpret_cast<const int4*>(a.table) + 1;
     int tile_m, tile_n;
     Tile tile;
@@ -52,25 +54,19 @@ DEVICE Tile find_tile(const Problem& a, int place) {
         tile.group = entry.x, tile.row = entry.y, tile.rows = min(entry.z - entry.y, BLOCK_M);
         tile.first = 0, tile.end = entry.x < 0 ? 0 : a.depth;
     }
-    tile.column = tile_n * BLOCK_N;
-    return tile;
-}
-
-// Of a tile that all threads of a warp know, so that the compiler knows it too: descriptors then live in uniform
-// registers.
-DEVICE Tile uniform(Tile tile) {
-    tile.group = __shfl_sync(~0u, tile.group, 0), tile.row = __shfl_sync(~0u, tile.row, 0);
-    tile.column = __shfl_sync(~0u, tile.column, 0), tile.rows = __shfl_sync(~0u, tile.rows, 0);
-    tile.first = __shfl_sync(~0u, tile.first, 0), tile.end = __shfl_sync(~0u, tile.end, 0);
+    tile.column = (tile_n * CLUSTER + cluster_rank()) * BLOCK_N;
     return tile;
 }
 
 // The first term of a tile's first step.
 DEVICE int first_step(const Tile& tile) { return tile.first & -BLOCK_K; }
 
-// The tile that a CTA takes in a round. Sums of the weights' gradient are as long as their groups are large, and sorted
-// by that: there every other round goes through the CTAs backwards, which evens them out.
+DEVICE int clusters() { return gridDim.x / CLUSTER; }
+
+// The tile, or pair of tiles, that a cluster takes in a round. Sums of the weights' gradient are as long as their
+// groups are large, and sorted by that: there every other round goes through the clusters backwards, which evens them
+// out.
 DEVICE int place_of(int round) {
-    const int cta = WEIGHTS && round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-    return round * gridDim.x + cta;
+    const int own = blockIdx.x / CLUSTER;
+    return round * clusters() + (WEIGHTS && round % 2 ? clusters() - 1 - own : own);
 }
