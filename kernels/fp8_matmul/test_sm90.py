@@ -130,6 +130,8 @@ def test_which_tiles_it_has() -> None:
 def test_it_is_right(
     compiler, monkeypatch, scaling: str, block_n: int, turns: bool, m: int, k: int, n: int, cluster: int
 ) -> None:
+    if block_n > 128 and scaling == "1x128" and k <= 128:
+        pytest.skip("a single block is a scale of a row, for which tiles have 128 columns")
     config = configs.CudaConfig(4, 4, cluster, block_n, turns)
     monkeypatch.setattr(configs, "pick_cuda_config", lambda *_: config)
     a, b, *scales = operands(m, k, n, scaling)

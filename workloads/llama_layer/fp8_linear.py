@@ -36,7 +36,9 @@ class _FP8Linear(torch.autograd.Function):
         ctx.save_for_backward(*(columns or (None, None)), *(columns_w or (None, None)))
         ctx.shape, ctx.backend = x.shape, backend
         y = product(data, scale, FP8Weight(of_w, scale_w), x.dtype, backend)
-        return y[: x.shape[:-1].numel()].view(*x.shape[:-1], -1)
+        rows = x.shape[:-1].numel()
+        # No view: a view that a Function returns must not be overwritten, as `self_attention` does.
+        return torch.ops.aten._unsafe_view(y if len(y) == rows else y[:rows].clone(), (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
     @once_differentiable
