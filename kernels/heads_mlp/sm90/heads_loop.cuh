@@ -74,7 +74,7 @@ DEVICE void keep_rows(u32 (&x)[16 * STEPS], Consumer& c) {
 #pragma unroll
         for (int i = 0; i < BLOCK_K / 16; i++)
             load_blocks(x + 16 * step + 4 * i, at + ((2 * i + lane / 16 ^ row % 8) << 4));
-        __syncwarp();
+        fence_reads();
         release(c.smem, c.ring.slot);
     }
 }
