@@ -60,12 +60,6 @@ DEVICE void store_blocks_transposed(u32 address, const u32 (&x)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                  ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
-// What this warp has read from shared memory is in its registers. An arrival alone does not wait for that: ptxas lets it
-// follow a load whose result is not yet there.
-DEVICE void fence_reads() {
-    asm volatile("fence.acq_rel.cta;" ::: "memory");
-    __syncwarp();
-}
 DEVICE void load_vector(u32 (&x)[4], u32 address) {
     asm volatile("ld.shared::cta.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");

@@ -120,7 +120,8 @@ DEVICE void produce(const Problem& a, const TensorMap* a_map, const TensorMap* b
 
 // Gives a slot back to the producers of the cluster: the whole warp has read it.
 DEVICE void release(u32 smem, int slot) {
-    __syncwarp();
+    if (BLOCKED) fence_reads();  // of scales
+    else __syncwarp();
     arrive_at_all(smem + EMPTY + 8 * slot);
 }
 

@@ -134,7 +134,7 @@ DEVICE void produce(const Problem& a, const TensorMap* a_map, const TensorMap* b
 
 // Gives a slot back to the producers of the cluster: the whole warp has read it.
 DEVICE void release(u32 smem, int slot) {
-    __syncwarp();
+    fence_reads();  // of scales
     arrive_at_all(smem + EMPTY + 8 * slot);
 }
 

@@ -29,8 +29,8 @@ DEVICE void tma_multicast(u32 to, const TensorMap* map, int column, int row, u32
 }
 
 // One arrival of this warp at the same barrier of every CTA of the cluster. Without a scope of its own: with
-// .release.cluster ptxas puts a fence of the whole GPU before it, which takes as long as a step of a product. What the
-// warp has read by then was read by wgmma, or into registers.
+// .release.cluster ptxas puts a fence of the whole GPU before it, which takes as long as a step of a product. So what
+// the warp has read by then was read by a wgmma that was waited for, or into registers and then fence_reads().
 DEVICE void arrive_at_all(u32 bar) {
     const u32 lane = threadIdx.x % 32;
     if (CLUSTER == 1) {
@@ -39,4 +39,12 @@ DEVICE void arrive_at_all(u32 bar) {
         asm volatile("{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;\n"
                      "mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(bar), "r"(lane) : "memory");
     }
+}
+
+// The whole warp's reads of shared memory have come into its registers. Without this, ptxas lets an arrival follow a
+// read whose result is not there yet, and the other CTA, which sees the arrival, may write over what is still to be
+// read: measured, with several processes in turn on one GPU. In one CTA the order of issue is that of effect.
+DEVICE void fence_reads() {
+    if (CLUSTER > 1) asm volatile("fence.acq_rel.cta;" ::: "memory");
+    __syncwarp();
 }
