@@ -78,28 +78,28 @@ def pick_cuda_config(rows: int, cols: int, depth: int, scaling: int) -> CudaConf
     - Two CTAs share b where there are rows for both: up to 9 % faster with scales of 1x128, 3 % with others (measured
       on one H200, of tiles of 128 x 128).
     - 16 rows of tiles follow each other.
-    - Of blocks, tiles of 192 or 128 columns: which takes fewer cycles, all CTAs' rounds together. A step of 128 x 192
-      takes 832, bound by what it moves in shared memory, one of 128 x 128 takes 640 (reckoned, not measured yet:
-      EXPERIMENTS.md).
+    - Of blocks, tiles of 192 or 128 columns: which takes less time by STEP_NS, all CTAs' rounds together.
     - As many steps as there is room for, at most six of 128 columns.
     - Two consumers with a set of sums each take turns; one with two sets always has a step under way.
     """
     cluster = 2 if rows > 128 else 1
     if scaling == 0:
         return CudaConfig(stages=4, raster=16 // cluster, cluster=cluster, block_n=256, turns=False)
-    block_n = 192 if scaling > 1 and _cycles(rows, cols, cluster, 192) < _cycles(rows, cols, cluster, 128) else 128
+    costs = {block_n: _step_ns(rows, cols, cluster, scaling, block_n) for block_n in (128, 192)} if scaling > 1 else {}
+    block_n = min(costs, key=costs.__getitem__, default=128)
     stages = 5 if block_n == 192 else 6
     return CudaConfig(stages, raster=16 // cluster, cluster=cluster, block_n=block_n, turns=block_n == 192)
 
 
-STEP_CYCLES = {128: 640, 192: 832}  # of a tile with so many columns
+#: What a CTA takes for 128 of k, by the scaling and the columns of its tile, measured on one H200 (EXPERIMENTS.md).
+STEP_NS = {2: {128: 440, 192: 620}, 3: {128: 550, 192: 810}}
 SMS = 132
 
 
-def _cycles(rows: int, cols: int, cluster: int, block_n: int) -> int:
-    """Of an SM for 128 of k, with tiles of 128 rows, `cluster` of them below each other."""
+def _step_ns(rows: int, cols: int, cluster: int, scaling: int, block_n: int) -> int:
+    """Of all rounds for 128 of k, with tiles of 128 rows, `cluster` of them below each other."""
     clusters = -(-rows // (128 * cluster)) * -(-cols // block_n)
-    return -(-clusters // (SMS // cluster)) * STEP_CYCLES[block_n]
+    return -(-clusters // (SMS // cluster)) * STEP_NS[scaling][block_n]
 
 
 def _power(size: int) -> int:

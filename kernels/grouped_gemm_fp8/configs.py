@@ -92,34 +92,46 @@ def pick_weights_config(cols: int, depth: int, capability: tuple[int, int]) -> W
 def pick_cuda_rows_config(groups: int, rows: int, cols: int, depth: int) -> CudaConfig:
     """Configuration of products.cu for the forward. Pure.
 
-    - Tiles of 192 or 128 columns: which takes fewer cycles, all rounds of the CTAs together. A step of 128 x 192 takes
-      832, bound by what it moves in shared memory, one of 128 x 128 takes 640 (reckoned, not measured yet:
-      EXPERIMENTS.md).
+    - Tiles of 192 or 128 columns: which takes less time by ROWS_STEP_NS, all rounds of the CTAs together.
     - Two CTAs share rows of x where there are columns for both.
     - As many steps as there is room for, at most six of 128 columns. Two consumers with a set of sums each take turns;
       one with two sets always has a step under way.
     - More rows of tiles after each other with many groups, as of grouped_gemm.
     """
-    block_n = 192 if _cycles(rows, cols, 192) < _cycles(rows, cols, 128) else 128
+    block_n = min(ROWS_STEP_NS, key=lambda n: _rounds(-(-rows // 128), cols, n) * ROWS_STEP_NS[n])
     stages, raster = (5 if block_n == 192 else 6), (16 if groups >= 32 else 8)
     return CudaConfig(stages, raster, cluster=2 if cols > block_n else 1, block_n=block_n, turns=block_n == 192)
 
 
 def pick_cuda_weights_config(groups: int, rows: int, cols: int, depth: int) -> CudaConfig:
-    """Configuration of products.cu for the weights' gradient [groups, cols, depth]. Pure. A tile in fp32 of 128 columns
-    leaves room for a ring of four steps, one of 192 for three: sums of few steps want the longer one (reckoned, not
-    measured yet)."""
-    return CudaConfig(stages=4, raster=8, cluster=2 if depth > 128 else 1, block_n=128, turns=False)
+    """Configuration of products.cu for the weights' gradient [groups, cols, depth]. Pure.
+
+    Tiles of 192 or 128 columns: which takes less time by WEIGHTS_NS, all rounds of the CTAs together, of groups of the
+    same size. A tile in fp32 leaves room for a ring of three steps of 192 columns or four of 128, and consumers that
+    take turns are slower with so short a one.
+    """
+    steps = max(1, rows // (128 * max(1, groups)))
+    row_tiles = groups * -(-cols // 128)
+
+    def cost(block_n: int) -> int:
+        tile, step = WEIGHTS_NS[block_n]
+        return _rounds(row_tiles, depth, block_n) * (tile + steps * step)
+
+    block_n = min(WEIGHTS_NS, key=cost)
+    cluster = 2 if depth > block_n else 1
+    return CudaConfig(stages=4 if block_n == 128 else 3, raster=8, cluster=cluster, block_n=block_n, turns=False)
 
 
-STEP_CYCLES = {128: 640, 192: 832}  # of a tile with so many columns
+#: What a CTA takes for 128 terms, by the columns of its tile, measured on one H200 (EXPERIMENTS.md).
+ROWS_STEP_NS = {128: 530, 192: 730}
+#: Of a weight's gradient: for a tile, and for each 128 terms.
+WEIGHTS_NS = {128: (530, 830), 192: (3380, 790)}
 SMS = 132
 
 
-def _cycles(rows: int, cols: int, block_n: int) -> int:
-    """Of an SM for 128 terms, with tiles of 128 rows in pairs beside each other; of groups without padding."""
-    pairs = -(-rows // 128) * -(-cols // (2 * block_n))
-    return -(-pairs // (SMS // 2)) * STEP_CYCLES[block_n]
+def _rounds(row_tiles: int, cols: int, block_n: int) -> int:
+    """Tiles that each CTA has, in pairs beside each other, without padding of groups."""
+    return -(-row_tiles * -(-cols // (2 * block_n)) // (SMS // 2))
 
 
 def _power(size: int) -> int:
