@@ -7,15 +7,16 @@ graph, the others have it without.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 
-from harness.spec import EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer
+from harness.spec import EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, StandIn
 
-from .reference import transformer_np_reference
+from .reference import loss_reference, transformer_np_reference
 from .step import Sizes, places, transformer_np
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -25,6 +26,9 @@ BATCHES = {64: 64, 10_000: 4, 200_000: 1}
 FULL = Sizes()
 TINY = Sizes(layers=1, d_model=16, heads=2, d_ff=12, components=3, padding=8)
 HOST = Sizes(layers=2, d_model=128, heads=2, d_ff=200, components=4, padding=64)
+#: The most that a case has whose step is computed in fp64.
+STAND_IN = {"layers": 2, "context": 300, "targets": 200, "batch": 2}
+LOSS_ERROR = 2e-3  # relative; a mean over all targets, whose products are rounded to bf16
 RECOMPILES = 128
 STOCK: dict[str, Any] = dict(mlp="torch", heads_impl="torch", norm="torch", loss_impl="torch")
 #: Ours with one part of PyTorch's: what each part brings.
@@ -101,6 +105,23 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
         "dtype": None if case.dtype == FP32 else case.dtype,
         **case.params,
     }
+
+
+def stand_in(case: Case) -> StandIn | None:
+    """Of many points: every check on fewer and two layers, of the whole that all results are finite and the loss."""
+    if case.dims["context"] <= STAND_IN["context"]:
+        return None
+    dims = {name: min(size, STAND_IN.get(name, size)) for name, size in case.dims.items()}
+    smaller = replace(case, name=f"{case.name}-smaller", dims=dims, bench=False)
+
+    def inputs(timed: Inputs) -> Inputs:
+        names = ("x_context", "y_context", "x_target", "y_target", "sizes", "dtype")
+        return {**{name: timed[name] for name in names}, "weights": timed["weights"].clone()}
+
+    def results(found: tuple[torch.Tensor, ...], timed: Inputs) -> tuple[torch.Tensor, ...]:
+        return found[:1]
+
+    return StandIn(smaller, inputs, loss_reference, results, LOSS_ERROR)
 
 
 def cost(case: Case, mode: str) -> Cost:
@@ -197,6 +218,7 @@ SPEC = KernelSpec(
     pytorch=("torch-flash-compile", "torch-cudnn-compile"),
     reference=transformer_np_reference,
     make_inputs=make_inputs,
+    stand_in=stand_in,
     cost=cost,
     cases=CASES,
     grads=(),

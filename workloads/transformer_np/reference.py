@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from .step import BETAS, EPS, WEIGHT_DECAY, Sizes, views
 
 NORM_EPS = 1e-6
+SCORES = 2**28
 
 
 def transformer_np_reference(
@@ -30,7 +31,7 @@ def transformer_np_reference(
 ) -> tuple[torch.Tensor, ...]:
     """(loss, weights, exp_avg, exp_avg_sq, step) after one step, as new tensors; in fp64 where weights are, else with
     products in `dtype`. Whether something is computed twice changes nothing here."""
-    products = weights.dtype if weights.dtype == torch.float64 or dtype is None else dtype
+    products = _products(weights, dtype)
     with torch.enable_grad():
         leaf = weights.detach().clone().requires_grad_()
         p = {name: view.to(products) for name, view in views(leaf, sizes).items()}
@@ -50,6 +51,22 @@ def transformer_np_reference(
     return loss.detach(), *(torch.where(used, new, old) for new, old in kept), number
 
 
+def loss_reference(
+    x_context, y_context, x_target, y_target, weights, *, sizes: Sizes, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """The loss before the step alone, without what a backward would keep."""
+    products = _products(weights, dtype)
+    with torch.no_grad():
+        p = {name: view.to(products) for name, view in views(weights, sizes).items()}
+        batch = (x_context, y_context, x_target, y_target)
+        return _loss(p, views(weights, sizes)["heads.bias"], *batch, sizes, products)
+
+
+def _products(weights: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """What products are computed in: `dtype`, but the oracle's are in its own."""
+    return weights.dtype if weights.dtype == torch.float64 or dtype is None else dtype
+
+
 def _loss(p, bias, x_context, y_context, x_target, y_target, sizes: Sizes, products: torch.dtype) -> torch.Tensor:
     zeros, ones = torch.zeros_like(y_target), torch.ones_like(y_context)
     context = torch.cat((x_context, y_context[..., None], ones[..., None]), -1)
@@ -62,7 +79,7 @@ def _loss(p, bias, x_context, y_context, x_target, y_target, sizes: Sizes, produ
         h = F.rms_norm(x, x.shape[-1:], p[f"{at}norm.weight"], NORM_EPS)
         keys, values = (h[:, :length] @ p[f"{at}kv.weight"].T).chunk(2, -1)
         q, k, v = (_split(t, sizes.heads) for t in (h @ p[f"{at}q.weight"].T, keys, values))
-        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        attended = _attend(q, k, v).transpose(1, 2).flatten(2)
         x = x + attended @ p[f"{at}out.weight"].T
         h = F.rms_norm(x, x.shape[-1:], p[f"blocks.{i}.norm.weight"], NORM_EPS)
         x = x + F.silu(h @ p[f"{mlp}up"].T) @ p[f"{mlp}down"].T
@@ -74,6 +91,15 @@ def _loss(p, bias, x_context, y_context, x_target, y_target, sizes: Sizes, produ
     z = (y_target[..., None] - mu) / log_sigma.exp()
     log_density = logits.log_softmax(-1) - z * z / 2 - log_sigma - math.log(2 * math.pi) / 2
     return -log_density.logsumexp(-1).mean()
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """softmax(q kᵀ / √d) v. Where no backward follows, PyTorch gets no more queries at once than make SCORES scores: in
+    fp64 it has them all in memory."""
+    if torch.is_grad_enabled() or q.dtype.itemsize == 2:
+        return F.scaled_dot_product_attention(q, k, v)
+    at_once = max(1, SCORES // (k.shape[0] * k.shape[1] * k.shape[2]))
+    return torch.cat([F.scaled_dot_product_attention(some, k, v) for some in q.split(at_once, 2)], 2)
 
 
 def _split(x: torch.Tensor, heads: int) -> torch.Tensor:

@@ -14,6 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import kernels.adamw
 from harness import registry, roofline
+from harness.correctness.accuracy import Verdict
+from harness.correctness.stand_in import checked
 from kernels.train import TrainStep
 
 from . import (
@@ -24,6 +26,7 @@ from . import (
     TransformerNP,
     constant_loss,
     feasibility,
+    reference,
     require_flash,
     sample_task,
     stages,
@@ -324,3 +327,48 @@ def test_ten_thousand_replays() -> None:
         losses.append(step.losses())
     assert losses[0].isfinite().all() and len(losses[0]) == 10_000
     torch.testing.assert_close(losses[0][:300], losses[1], rtol=1e-2, atol=1e-2)
+
+
+def test_what_stands_in_for_many_points() -> None:
+    """It is of the same kind, and small enough for the oracle; cases of few points need none."""
+    for case in SPEC.cases:
+        found = SPEC.stand_in(case)
+        assert (found is not None) == (case.dims["context"] > 300)
+        if found is not None:
+            assert all(found.case.dims[name] <= size for name, size in case.dims.items())
+            assert (found.case.params, found.case.dtype, found.case.bench) == (case.params, case.dtype, False)
+
+
+def _of_many_points(change) -> Verdict:
+    """What the checks say of a step whose results `change` got, if it is of the case that is timed."""
+    timed = next(case for case in SPEC.cases if case.name == "tiny-5-3-b2-fp32")
+    smaller = dataclasses.replace(timed, name="smaller", dims={**timed.dims, "context": 2})
+    declared = SPEC.stand_in(dataclasses.replace(timed, dims={**timed.dims, "context": 10_000}))
+    assert declared is not None
+    spec = dataclasses.replace(SPEC, stand_in=lambda case: dataclasses.replace(declared, case=smaller))
+
+    def step(**inputs):
+        results = transformer_np(**inputs, **PLAIN, optimizer="torch")
+        return change(*results) if inputs["y_context"].shape[1] == 5 else results
+
+    inputs = make_inputs(timed, DEVICE, torch.Generator(DEVICE).manual_seed(0))
+    before = {name: inputs[name].clone() for name in timed.mutates}
+    return checked(
+        spec, timed, "train", inputs, step, None, restore=lambda: [inputs[n].copy_(t) for n, t in before.items()]
+    )
+
+
+def test_the_loss_of_many_points_is_checked() -> None:
+    assert _of_many_points(lambda *results: results).ok
+    wrong = _of_many_points(lambda loss, *others: (loss * 1.01, *others))
+    assert "output 0 of the part that is checked of the whole: the relative error is 0.01" in wrong.reason
+    wrong = _of_many_points(lambda loss, weights, *others: (loss, weights * math.inf, *others))
+    assert "output 1 has nan or inf" in wrong.reason
+
+
+def test_the_oracle_attends_to_few_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = torch.randn(3, 2, 3, 7, 4, dtype=torch.float64)
+    whole = reference._attend(q, k, v)
+    monkeypatch.setattr(reference, "SCORES", 2 * 2 * 3 * 7)
+    with torch.no_grad():
+        torch.testing.assert_close(reference._attend(q, k, v), whole)
