@@ -138,6 +138,82 @@ def test_a_conversion_to_fp8_that_ptxas_makes_twice_fails(samples):
     assert sass.to_fp8("cvt.rn.satfinite.e4m3x2.f32  %rs1, %r2, %r3; cvt.rn.f16x2.e4m3x2 %r1, %rs1;") == 1
 
 
+# A read of shared memory, a remote arrival, and the first use of what was read: by NVRTC 13 for sm_90a.
+READ_AND_ARRIVE = """
+        /*00a0*/                   LDS R5, [R0] ;                                         /* 0x0000000000057984 */
+                                                                                          /* 0x000e220000000800 */
+        /*00b0*/                   ISETP.GT.U32.AND P0, PT, R4, 0x1, PT ;                 /* 0x000000010400780c */
+                                                                                          /* 0x000fda0003f04070 */
+        /*00e0*/                   NOP ;                                                  /* 0x0000000000007918 */
+                                                                                          /* 0x000fc60000000000 */
+        /*00f0*/              @!P0 SYNCS.ARRIVE.TRANS64.RED.A1T0 RZ, [R4+URZ], RZ ;       /* 0x000000ff04ff89a7 */
+                                                                                          /* 0x000fe2000810043f */
+        /*0100*/                   STG.E desc[UR4][R2.64], R5 ;                           /* 0x0000000502007986 */
+                                                                                          /* 0x001fe2000c101904 */
+        /*0110*/                   EXIT ;                                                 /* 0x000000000000794d */
+                                                                                          /* 0x000fea0003800000 */
+"""
+# A loop whose arrival is ahead of its read, so that it gives back what the turn before has read.
+ARRIVE_AND_READ = """
+        /*0140*/                   ISETP.EQ.OR P1, PT, RZ, UR4, P0 ;                      /* 0x00000004ff007c0c */
+                                                                                          /* 0x000fda0008722670 */
+        /*0160*/              @!P1 SYNCS.ARRIVE.TRANS64.RED.A1T0 RZ, [R2+URZ], RZ ;       /* 0x000000ff02ff99a7 */
+                                                                                          /* 0x0007e2000810043f */
+        /*01a0*/                   STG.E desc[UR6][R2.64], R11 ;                          /* 0x0000000b02007986 */
+                                                                                          /* 0x0101e2000c101906 */
+        /*01d0*/                   LDS R11, [R0] ;                                        /* 0x00000000000b7984 */
+                                                                                          /* 0x0003220000000800 */
+        /*0200*/              @!P1 BRA 0x140 ;                                            /* 0xfffffffc00cc9947 */
+                                                                                          /* 0x000fea000383ffff */
+        /*0240*/                   STG.E desc[UR6][R2.64], R11 ;                          /* 0x0000000b02007986 */
+                                                                                          /* 0x010fe2000c101906 */
+        /*0250*/                   EXIT ;                                                 /* 0x000000000000794d */
+                                                                                          /* 0x000fea0003800000 */
+"""
+WAITS_FOR_0 = "0x000fc60000000000", "0x001fc60000000000"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "count"),
+    [
+        ("", "", 1),
+        ("LDS R5", "LDSM.16.M88.4 R4", 1),
+        ("LDS R5", "LDS.U.128 R4", 1),
+        ("LDS R5", "@P1 LD.E R5", 1),  # a generic address
+        ("LDS R5", "ATOMS.ADD R5", 1),
+        ("LDS R5", "LDG.E R5", 0),
+        ("RED.A1T0", "A1T0", 0),  # at an mbarrier of this CTA
+        (*WAITS_FOR_0, 0),
+        ("0x000fc60000000000", "0x03ffe20000000000", 0),  # as fence_reads() does, for all scoreboards
+        ("0x000fc60000000000", "0x002fc60000000000", 1),  # for another one
+        ("0x000fe2000810043f", "0x001fe2000810043f", 0),  # the arrival itself waits
+        ("0x000e220000000800", "0x000fe20000000800", 0),  # no scoreboard, so the result is not used
+        ("0x000e220000000800", "0x000ee20000000800", 1),  # scoreboard 3: nothing waits for it
+        ("NOP ;", "BRA 0x100 ;", 0),  # past the arrival
+        ("NOP ;", "@P0 BRA 0x100 ;", 1),
+        ("NOP ;", "BRA.DIV UR4, 0x100 ;", 1),
+        ("NOP ;", "EXIT ;", 0),
+    ],
+)
+def test_arrivals_that_do_not_wait_for_reads_are_counted(old, new, count):
+    assert old in READ_AND_ARRIVE
+    assert sass.early_arrivals(READ_AND_ARRIVE.replace(old, new, 1)) == count
+    assert sass.parse("REG:12 STACK:0" + READ_AND_ARRIVE.replace(old, new, 1)).early_arrivals == count
+
+
+def test_a_read_is_pending_in_the_next_turn_of_a_loop():
+    assert sass.early_arrivals(ARRIVE_AND_READ) == 1
+    assert sass.early_arrivals(ARRIVE_AND_READ.replace("@!P1 BRA 0x140", "@!P1 BRA 0x1a0")) == 0
+    assert sass.early_arrivals(ARRIVE_AND_READ.replace("0x000fea000383ffff", "0x010fea000383ffff")) == 0
+    assert sass.early_arrivals(ARRIVE_AND_READ + READ_AND_ARRIVE) == 2  # of two functions
+    assert sass.early_arrivals(ARRIVE_AND_READ + READ_AND_ARRIVE.replace(*WAITS_FOR_0)) == 1
+
+
+def test_arrivals_without_their_encodings_are_refused():
+    with pytest.raises(RuntimeError, match="without their encodings"):
+        sass.early_arrivals("\n".join(READ_AND_ARRIVE.splitlines()[1::2]))
+
+
 def test_output_that_is_not_sass_is_refused():
     with pytest.raises(RuntimeError, match="no resource usage"):
         sass.parse("cuobjdump info: file does not contain device code")

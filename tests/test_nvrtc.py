@@ -49,6 +49,30 @@ extern "C" __global__ void toy_shrink(float* x) {
     x[0] = y[(int)x[1] & 2047] + y[(int)x[2] & 2047];
 }
 """
+#: A consumer of a ring in a cluster: it reads a row of a slot and gives the slot back to both CTAs.
+RELEASE = """\
+#define CLUSTER 2
+#include "cluster.cuh"
+extern "C" __global__ void toy_release(u32* out, int slots) {
+    extern __shared__ u32 rows[];
+    const u32 bars = (u32)__cvta_generic_to_shared(rows + 1024);
+    u32 row[4];
+#pragma unroll 1
+    for (int slot = 0; slot < slots; slot++) {
+        bar_wait(bars + 16 * slot, 0);
+        asm volatile(READ : "=r"(row[0]), "=r"(row[1]), "=r"(row[2]), "=r"(row[3])
+                     : "r"((u32)__cvta_generic_to_shared(rows + 4 * threadIdx.x)) : "memory");
+        FENCE();
+        arrive_at_all(bars + 16 * slot + 8);
+        for (int i = 0; i < 4; i++) out[threadIdx.x * 4 + i] = row[i];
+    }
+}
+"""
+READS = {
+    "LDSM": "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];",
+    "LDS": "ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];",
+    "LD": "{ .reg .u64 at; cvt.u64.u32 at, %4; ld.v4.u32 {%0, %1, %2, %3}, [at]; }",
+}
 
 
 @pytest.fixture
@@ -168,3 +192,21 @@ def test_rows_of_the_build(toy):
     ]
     rows[1]["uses"] = [["a", "fwd"]]
     assert rows[1]["spill_bytes"] > 0 and " spills " in ahead.faults(rows[1], (9, 0))[0]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("read", READS)
+def test_a_slot_of_a_cluster_given_back_before_it_is_read_fails(toy, tmp_path, read):
+    """Such as without the fence; with a barrier of the warp in its place it is issued just as early."""
+    for part in (registry.ROOT / "parts" / "sm90").glob("*.cuh"):
+        (tmp_path / part.name).write_bytes(part.read_bytes())
+    source, faults = tmp_path / "release.cu", {}
+    source.write_text(RELEASE)
+    for fence in ("fence_reads", "__syncwarp"):
+        defines = f'READ="{READS[read]}"', f"FENCE={fence}"
+        launch = nvrtc.Launch("toy_release", source.name, (), 32, 4352, nvrtc.compiled(source, "sm_90a", defines))
+        row = ahead.describe(spec_of(toy, toy.op), launch, (9, 0)) | {"uses": [["a", "fwd"]]}
+        faults[fence] = row["early_arrivals"], *ahead.faults(row, (9, 0))
+    assert faults["fence_reads"] == (0,)
+    count, fault = faults["__syncwarp"]
+    assert count == 1 and fault.startswith("sm_90 toy_release (a fwd): arrivals at another CTA's mbarrier")

@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """0, or 1 where a kernel does not compile, spills more than SPEC.spills allows or exceeds the limits of the GPU."""
+    """0, or 1 where a kernel does not compile or has one of the faults that `ahead.compile_spec` names."""
     if arguments.worker:
         return _work(arguments)
     specs = [selection.spec for selection in _selections(arguments)]

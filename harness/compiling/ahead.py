@@ -5,7 +5,8 @@ A row of the result is one compiled kernel, that is a JIT function with its type
  "types": {argument: "*bf16" | "i32" | ...}, "aligned": [arguments known to be multiples of 16],
  "constexprs": {name: value}, "num_warps", "num_stages", "num_ctas", "threads", "registers", "stack_bytes",
  "spill_bytes", "spill_store_bytes", "spill_load_bytes", "spill_allowed", "shared_bytes", "ctas_per_sm",
- "occupancy_percent", "occupancy_limit", "mma": {kind: count}, "loads": {kind: count}, "stores": {kind: count}}
+ "occupancy_percent", "occupancy_limit", "mma": {kind: count}, "loads": {kind: count}, "stores": {kind: count},
+ "to_fp8": [conversions in PTX, in SASS], "early_arrivals": as `sass.early_arrivals` counts them}
 The mode of a use is what was running: the forward that a backward needs counts as "fwd".
 """
 
@@ -61,7 +62,8 @@ def compile_spec(
     """Runs the implementations of this folder, those named or all, on fake tensors and describes what they launched.
 
     "fwd+bwd" launches what "fwd" and "bwd" do. Fails (in `failures`) where a case does not compile, a kernel spills
-    more than `SPEC.spills` grants or asks for more than the GPU has, and where nothing was launched at all.
+    more than `SPEC.spills` grants, asks for more than the GPU has or releases shared memory of a cluster before it has
+    read it, and where nothing was launched at all.
     """
     outcome = Outcome(spec.name, target_name(capability))
     if spec.needs:
@@ -174,6 +176,7 @@ def describe(spec: KernelSpec, launch: launches.Launch | nvrtc.Launch, capabilit
         "mma": usage.mma,
         "loads": usage.loads,
         "stores": usage.stores,
+        "early_arrivals": usage.early_arrivals,
     }
 
 
@@ -228,6 +231,11 @@ def faults(row: Row, capability: tuple[int, int]) -> list[str]:
         wrong.append(
             f"{where} converts to fp8 {row['to_fp8'][0]} times in PTX and {row['to_fp8'][1]} times in SASS: ptxas 12.8 "
             "has been seen to make a conversion twice and to use the first one's result before it is there"
+        )
+    if row["early_arrivals"]:
+        wrong.append(
+            f"{where}: arrivals at another CTA's mbarrier that do not wait for reads of shared memory, which that CTA "
+            f"may then write over: {row['early_arrivals']}. fence_reads() of cluster.cuh waits for them"
         )
     if row["ctas_per_sm"] == 0:
         sm = occupancy.limits(capability)

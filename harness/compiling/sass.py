@@ -1,4 +1,5 @@
-"""The machine code of a kernel: registers, spills, tensor-core instructions and access widths, read from the cubin.
+"""The machine code of a kernel, read from the cubin: registers, spills, tensor-core instructions, access widths, and
+arrivals at another CTA's mbarrier that overtake reads of shared memory.
 
 Spills are counted in the instructions: bytes per thread stored to and loaded from local memory, summed over the static
 STL and LDL instructions. That is how `ptxas -v` counts "spill stores" and "spill loads", and a local array that could
@@ -26,11 +27,23 @@ _STORES = {"STG": "STG", "ST": "ST"}
 _TMA_LOADS = {"UTMALDG", "UBLKCP"}
 _TMA_STORES = {"UTMASTG", "UTMAREDG"}
 _LOCAL_STORES, _LOCAL_LOADS = "STL", "LDL"
+#: Reads of shared memory, and by generic addresses of what may be shared memory.
+_SHARED_READS = {"LDS", "LDSM", "LD", "ATOMS", "ATOM"}
+_REMOTE_ARRIVAL = re.compile(r"\bSYNCS\.ARRIVE\.(?:\w+\.)*RED\b")
 
 #: Changes whenever `parse` counts otherwise, so that what was remembered is not taken for it.
-SCHEMA = b"3"
+SCHEMA = b"4"
 
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<code>[A-Z][\w.]*)", re.MULTILINE)
+#: The same with its operands and its encoding, of which the second word holds the scoreboards.
+_ENCODED = re.compile(
+    r"^\s*/\*(?P<place>[0-9a-f]{4,})\*/\s+(?P<predicate>@!?U?P\w+\s+)?(?P<code>[A-Z][\w.]*)(?P<operands>[^;]*);"
+    r"\s*/\* 0x[0-9a-f]{16} \*/\s*/\* 0x(?P<control>[0-9a-f]{16}) \*/",
+    re.MULTILINE,
+)
+#: What does not go on to the next instruction, unless predicated. BRA P0, 0x70 and BRA.DIV UR4, 0x70 may.
+_ENDS = re.compile(r"EXIT|BRA 0x[0-9a-f]+")
+_TARGET = re.compile(r"\b0x([0-9a-f]+)$")
 _TO_FP8 = re.compile(r"F2FP\.(?:\w+\.)*E[45]M[23]\.F32\.")
 _PTX_TO_FP8 = re.compile(r"\bcvt\.rn\.satfinite\.(?:relu\.)?e[45]m[23]x2\.f32\b")
 _USAGE = re.compile(r"\bREG:(?P<registers>\d+)\s+STACK:(?P<stack>\d+)")
@@ -41,7 +54,8 @@ _THREADS = re.compile(r"\.(?:reqntid|maxntid)\s+([\d, ]+)")
 class Usage:
     """`registers` per thread; `stack`, `spill_stores` and `spill_loads` in bytes per thread. `mma`, `loads` and
     `stores` count instructions: {"HGMMA": 8}, {"LDG.128": 4}; `to_fp8` those that convert fp32 to fp8, `wgmma_waits`
-    those that wait for wgmmas: ptxas puts one behind each wgmma whose registers it cannot follow."""
+    those that wait for wgmmas: ptxas puts one behind each wgmma whose registers it cannot follow. `early_arrivals` is
+    what the function of that name counts."""
 
     registers: int
     stack: int
@@ -52,6 +66,7 @@ class Usage:
     stores: dict[str, int] = field(default_factory=dict)
     to_fp8: int = 0
     wgmma_waits: int = 0
+    early_arrivals: int = 0
 
     @property
     def spills(self) -> int:
@@ -123,7 +138,77 @@ def parse(text: str) -> Usage:
         stores=_count(_access(p, _STORES, _TMA_STORES) for p in parts),
         to_fp8=sum(_TO_FP8.match(code) is not None for code in codes),
         wgmma_waits=sum(code.startswith("WARPGROUP.DEPBAR") for code in codes),
+        early_arrivals=early_arrivals(text),
     )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """An instruction with its address `place`. `waits` and `sets` are bits of the six scoreboards: those that it waits
+    for before it is issued, and the one that it holds until the result of its read of shared memory is there."""
+
+    place: int
+    arrives: bool
+    waits: int
+    sets: int
+    target: int | None
+    falls_through: bool
+
+
+def early_arrivals(text: str) -> int:
+    """How many arrivals at an mbarrier of another CTA may be issued before a read of shared memory has its result.
+
+    Such an arrival tells the other CTA that the memory may be written over. ptxas makes it wait for no read, so it can
+    come first: `fence_reads` of cluster.cuh is the remedy. `text` is as for `parse`, of compute capability 7.0 or more.
+
+    A read (LDS, LDSM, ATOMS, and LD and ATOM by generic addresses) is pending from its issue until an instruction
+    waits for its scoreboard, on any path of branches whose target is in the text. Every read counts, also one of memory
+    that the arrival does not give back. What is not seen: reads by wgmma and by TMA, which have no scoreboard, branches
+    to computed targets (BRX, RET), and releases by other means than an mbarrier, such as the barrier of the cluster.
+
+    Raises RuntimeError where there are such arrivals and the encodings do not stand beside the instructions.
+    """
+    if not _REMOTE_ARRIVAL.search(text):
+        return 0
+    steps = [_step(found) for found in _ENCODED.finditer(text)]
+    if len(steps) != len(_INSTRUCTION.findall(text)):
+        raise RuntimeError("cuobjdump printed instructions without their encodings, which have the scoreboards")
+    starts = [index for index, step in enumerate(steps) if index == 0 or step.place < steps[index - 1].place]
+    return sum(_early(steps[a:b]) for a, b in zip(starts, [*starts[1:], len(steps)], strict=True))
+
+
+def _step(found: re.Match[str]) -> _Step:
+    """The control bits are those from 105 on: 4 of stall and 1 of yield, 3 for the scoreboard of the result and 3 for
+    that of the operands (7 is none), and 6 of those to wait for."""
+    control = int(found["control"], 16) >> 41
+    code, operands = found["code"], found["operands"].strip()
+    name, result = code.split(".")[0], control >> 5 & 7
+    target = _TARGET.search(operands) if name in ("BRA", "CALL", "JMP", "WARPSYNC") else None
+    return _Step(
+        place=int(found["place"], 16),
+        arrives=_REMOTE_ARRIVAL.match(code) is not None,
+        waits=control >> 11 & 63,
+        sets=1 << result if name in _SHARED_READS and result < 6 else 0,
+        target=int(target[1], 16) if target else None,
+        falls_through=bool(found["predicate"]) or not _ENDS.fullmatch(f"{code} {operands}".strip()),
+    )
+
+
+def _early(steps: list[_Step]) -> int:
+    """`early_arrivals` of one function: what may be pending before each instruction, until it no longer grows."""
+    index_of = {step.place: index for index, step in enumerate(steps)}
+    pending, grows = [0] * (len(steps) + 1), True
+    while grows:
+        grows = False
+        for index, step in enumerate(steps):
+            after = pending[index] & ~step.waits | step.sets
+            nexts = [index + 1] if step.falls_through else []
+            if step.target in index_of:
+                nexts.append(index_of[step.target])
+            for to in nexts:
+                grows |= to <= index and bool(after & ~pending[to])
+                pending[to] |= after
+    return sum(step.arrives and bool(before & ~step.waits) for step, before in zip(steps, pending, strict=False))
 
 
 def _bits(parts: list[str]) -> int:

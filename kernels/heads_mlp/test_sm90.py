@@ -101,7 +101,7 @@ def test_it_compiles_and_does_not_spill(variant: tuple) -> None:
         f"CLUSTER={cluster}",
     )
     usage = sass.inspect(nvrtc.compiled(SOURCE, "sm_90a", defines), "heads_mlp_forward")
-    assert usage.spills == 0 and usage.stack == 0
+    assert usage.spills == 0 and usage.stack == 0 and usage.early_arrivals == 0
     assert usage.mma == {"HGMMA": 8 * steps, "HMMA": 8 + tail // 16}
 
 
@@ -128,7 +128,7 @@ def test_the_hiddens_gradient_compiles_and_does_not_spill(variant: tuple) -> Non
         f"CLUSTER={cluster}",
     )
     usage = sass.inspect(nvrtc.compiled(SOURCE.with_name("heads_dhidden.cu"), "sm_90a", defines), "heads_dhidden")
-    assert usage.spills == 0 and usage.stack == 0
+    assert usage.spills == 0 and usage.stack == 0 and usage.early_arrivals == 0
     assert usage.mma == {"HGMMA": 4 * steps, "HMMA": 24}
 
 

@@ -109,7 +109,7 @@ def test_it_compiles_and_does_not_spill(rows: int, format: str, fp16: int) -> No
         f"CLUSTER={config.splits}",
     )
     usage = sass.inspect(nvrtc.compiled(SOURCE, "sm_90a", defines), "mxfp_matmul_few_rows")
-    assert usage.spills == 0 and usage.stack == 0
+    assert usage.spills == 0 and usage.stack == 0 and usage.early_arrivals == 0
     assert usage.mma == {"HGMMA": 8}
     assert usage.registers * few_rows.threads(config) * (4 // config.groups) <= 65536
 
