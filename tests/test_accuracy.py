@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from harness import execute
-from harness.correctness import accuracy, guard, layouts
+from harness.correctness import accuracy, guard, layouts, oracle
 from harness.correctness.accuracy import compare, compare_all
 from harness.correctness.oracle import Expected, expected, hold_against
 from harness.correctness.verify import verify
@@ -230,6 +230,20 @@ def test_luck_of_eager_is_not_held_against_a_result():
     one_rounding = truth.eager[0] + inputs["x"] * torch.finfo(torch.float32).eps
     assert truth.verdict([one_rounding], spec.cases[0], spec).ok
     assert not truth.verdict([one_rounding + inputs["x"] * 1e-5], spec.cases[0], spec).ok
+
+
+def test_luck_with_a_single_number_beside_many(monkeypatch):
+    """Where outputs have so many elements that eager is not accurate by chance, the loss beside them may be."""
+    monkeypatch.setattr(oracle, "NOISE_ELEMENTS", 1000)
+    monkeypatch.setattr(oracle, "FEW_ELEMENTS", 10)
+    exact = torch.ones((), dtype=torch.float64), torch.linspace(1, 2, 2000, dtype=torch.float64)
+    eager = tuple(t.float() for t in exact)
+    truth = Expected(("loss", "weights"), exact, eager, lambda seed: tuple(t * (1 + 1e-4) for t in exact))
+    spec = spec_of(cancel)
+    case = spec.cases[0]
+    assert truth.verdict([eager[0] * (1 + 5e-5), eager[1]], case, spec).ok
+    assert not truth.verdict([eager[0] * (1 + 5e-3), eager[1]], case, spec).ok
+    assert truth.verdict([eager[0], eager[1] * (1 + 5e-5)], case, spec).reason.startswith("weights: ")
 
 
 def test_a_matrix_product_may_be_rounded_to_the_inputs_dtype():

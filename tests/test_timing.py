@@ -271,3 +271,20 @@ def test_waits_until_the_gpu_no_longer_throttles(clock, monkeypatch):
     began = time.perf_counter()
     clock.monitor.settle(0.1)
     assert 0.1 <= time.perf_counter() - began < 1
+
+
+def test_more_launches_than_the_queue_holds_are_timed_in_a_graph(clock):
+    """A step of thousands of launches takes the host longer than the GPU; the headline has nothing of the host."""
+    from harness.measure import timing
+
+    x = torch.zeros(1, device="cuda")
+
+    def step():
+        for _ in range(3000):
+            x.add_(1.0)
+        return (x,)
+
+    result = clock.measure([timing.Contender("step", lambda index: step)])
+    assert result.unheld == {"step"} and result.headline("step") == "graph"
+    columns = result.columns["step"]
+    assert columns["graph"]["median_us"] < columns["cold"]["median_us"]

@@ -8,8 +8,9 @@ cold    L2 holds nothing of the inputs. CUDA events around the call. The flush b
 warm    called again at once on the same inputs; what fits in L2 stays there. Not where each takes a tenth of a second,
         in which the 15 µs that L2 takes to fill is negligible.
 graph   N calls on N sets of inputs, together past twice the L2, captured in one CUDA graph; the replay divided by N.
-        It has no host time and no event overhead, so it is the headline for calls under 50 µs. The gap
-        between two dependent kernels of a graph (about 1 µs) is part of it, as it is in any training step.
+        It has no host time and no event overhead, so it is the headline for calls under 50 µs, and for those that
+        cannot be queued before they run, such as a training step of a thousand launches. The gap between two dependent
+        kernels of a graph (about 1 µs) is part of it, as it is in any training step.
 cupti   the sum of the durations of the kernels that a cold call launched, as the profiler's interface reports them.
 
 Rules that hold for all: implementations are interleaved, in a new random order each round, so that drift of the clocks
@@ -122,13 +123,16 @@ class Measurement:
     columns: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     clocks: dict[str, Any] = field(default_factory=dict)
     warnings: dict[str, list[str]] = field(default_factory=dict)
+    unheld: frozenset[str] = frozenset()  # contenders whose times have the host's in them, except in a graph
 
     def headline(self, ours: str, timer: str = "auto") -> str:
-        """The column that ratios and the summary use: cupti if that was asked for, graph for short calls, else cold."""
+        """The column that ratios and the summary use: cupti if that was asked for; graph for short calls and those with
+        the host's time in the others; else cold."""
         columns = self.columns[ours]
         if timer == "cupti":
             return "cupti"
-        if timer == "graph" or (timer == "auto" and columns["cold"]["median_us"] < GRAPH_HEADLINE_US):
+        hosts = columns["cold"]["median_us"] < GRAPH_HEADLINE_US or ours in self.unheld
+        if timer == "graph" or (timer == "auto" and hosts):
             return "graph" if "graph" in columns else "cold"
         return "cold"
 
@@ -197,7 +201,7 @@ class Clock:
     def measure(
         self, contenders: Sequence[Contender], timer: str = "auto", sets: int = 1, data: Data = Data()
     ) -> Measurement:
-        """Every column of every contender. `sets` is how many sets of inputs there are to rotate through.
+        """Every column of every contender, ours first. `sets` is how many sets of inputs there are to rotate through.
 
         Raises ContenderFailed for the first that cannot be bound or warmed up.
         """
@@ -223,8 +227,10 @@ class Clock:
                 self._add(result, "warm", self._events(runs, data, cold=False))
             for name in self._unheld:
                 result.warnings[name].append("cannot be queued before it runs: the host's time may be in its times")
+            result.unheld = frozenset(self._unheld)
             self._unheld.clear()  # a graph can
-            if timer == "graph" or (timer == "auto" and shortest < GRAPH_HEADLINE_US):
+            hosts = shortest < GRAPH_HEADLINE_US or contenders[0].name in result.unheld
+            if timer == "graph" or (timer == "auto" and hosts):
                 self._add(result, "graph", self._graphs(contenders, sets, data, result))
             if timer == "cupti":
                 from .cupti import kernel_times

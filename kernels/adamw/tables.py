@@ -77,7 +77,8 @@ class Tensors:
 @dataclass(frozen=True)
 class Table:
     """On the device: `rows` int64 [parameters, COLUMNS], `cta_rows` int32 [CTAs]. The column KIND is an index into
-    `kinds`. `stream` is the CUDA stream of the copies to the device, `pinned` the host memory that they read."""
+    `kinds`. `stream` is the CUDA stream of the copies to the device, `pinned` the host memory that they read where they
+    are part of a CUDA graph."""
 
     rows: torch.Tensor
     cta_rows: torch.Tensor
@@ -137,7 +138,7 @@ class PointerTables:
         """Keeps what launches with a table, and drops the least recently used. During the capture of a CUDA graph
         nothing is kept: the copies to the device are recorded and not made, so that the table is empty until the first
         replay."""
-        if _capturing():
+        if _capturing() or not self.capacity:
             return
         self._kept[key] = self._latest = made
         while len(self._kept) > self.capacity:
@@ -207,9 +208,16 @@ def _used_on_another_stream(*tensors: torch.Tensor) -> None:
 
 
 def _upload(host: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """The tensor on the device and the pinned memory that it is copied from, asynchronously. PyTorch's caching host
-    allocator does not reuse that memory before the copy has completed."""
+    """The tensor on the device, copied asynchronously, and during the capture of a CUDA graph the pinned memory that
+    each replay copies from.
+
+    Else that memory is given back here. PyTorch's caching host allocator does not reuse it before the copy has
+    completed, which it learns from an event that it records when the memory is given back. Were that during a later
+    capture, the event would be part of the graph, and each allocation of pinned memory would fail that asks for it
+    ("CUDA error: invalid argument").
+    """
     if device.type != "cuda":
         return (host.clone(),)
     pinned = torch.empty(host.shape, dtype=host.dtype, pin_memory=True).copy_(host)
-    return pinned.to(device, non_blocking=True), pinned
+    on_device = pinned.to(device, non_blocking=True)
+    return (on_device, pinned) if _capturing() else (on_device,)

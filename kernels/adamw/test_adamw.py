@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import shutil
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -110,6 +112,25 @@ def test_addresses_off_the_alignment_give_the_same():
 
 
 # Launches and tables.
+
+
+def test_a_call_without_tables_leaves_nothing(monkeypatch):
+    """Not even what only the garbage collector would free, at a time that nobody knows."""
+    made = []
+    build = PointerTables.build
+
+    def noted(self, *arguments):
+        table = build(self, *arguments)
+        made.append(weakref.ref(table))
+        return table
+
+    monkeypatch.setattr(PointerTables, "build", noted)
+    gc.disable()
+    try:
+        adamw(**state_of(5), step=1, lr=0.1)
+        assert [table() for table in made] == [None]
+    finally:
+        gc.enable()
 
 
 def test_no_more_tables_are_kept_than_the_capacity():
@@ -239,6 +260,27 @@ def test_the_function_alone_in_a_cuda_graph():
         adamw(**other, step=number, **options)
     for name in ("params", "exp_avgs", "exp_avg_sqs"):
         assert_close(state[name], other[name], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.gpu
+def test_no_host_memory_is_given_back_during_a_capture():
+    """Tables that end while their stream is captured: pinned memory can be had afterwards."""
+    stream = torch.cuda.Stream()
+    state, tables = state_of(5000, count=3), PointerTables()
+    x = torch.zeros(8, device="cuda")
+    with torch.cuda.stream(stream):
+        adamw(**state, step=1, lr=0.1, tables=tables)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        x.add_(1)
+        del tables
+        gc.collect()
+    del graph
+    gc.collect()
+    for size in (8, 30, 64, 512):
+        torch.empty(size, dtype=torch.int64, pin_memory=True)
+    adamw(**state, step=2, lr=0.1)
 
 
 @pytest.mark.gpu
