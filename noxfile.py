@@ -175,6 +175,12 @@ def sanitize(session: nox.Session) -> None:
 
 
 @nox.session(default=False, tags=["gpu"])
+def stress(session: nox.Session) -> None:
+    """Let several processes on one GPU repeat calls whose results may not change a bit: data races show under load."""
+    harness(session, "stress")
+
+
+@nox.session(default=False, tags=["gpu"])
 def tune(session: nox.Session) -> None:
     """Time every candidate configuration beside the one that the kernel picks."""
     harness(session, "tune")

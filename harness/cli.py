@@ -23,6 +23,7 @@ COMMANDS = {
     "build": "compile every JIT kernel ahead of time; table of registers, spills, shared memory, tensor-core use",
     "profile": "Nsight Compute over each case; table of its limiter and the bytes it moved in DRAM",
     "sanitize": "compute-sanitizer over the small cases",
+    "stress": "several processes on one GPU repeat calls whose results may not change a bit",
     "tune": "try every candidate configuration and compare with the one that the kernel picks",
     "mutate": "small faults in a kernel's own source: how many of them the checks reject",
     "plan": "a model of a case's time on many GPUs, from rates that were measured on few",

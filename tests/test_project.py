@@ -24,8 +24,8 @@ else:
 
 ROOT = registry.ROOT
 SESSIONS = (
-    "setup", "test", "build", "bench", "profile", "sanitize", "tune", "report", "trend", "compare", "lint", "types",
-    "wheel", "new", "vendor", "support", "plan", "mutate", "notebook",
+    "setup", "test", "build", "bench", "profile", "sanitize", "stress", "tune", "report", "trend", "compare", "lint",
+    "types", "wheel", "new", "vendor", "support", "plan", "mutate", "notebook",
 )  # fmt: skip
 TARGETS = ("help", "setup", "test", "bench", "profile", "report", "compare", "lint", "clean")
 

@@ -1,4 +1,5 @@
-"""The JSON files of build, profile, tune and sanitize: an object with a schema version and `rows`, a line for each row.
+"""The JSON files of build, profile, tune, sanitize and stress: an object with a schema version and `rows`, a line for
+each row.
 
 Rows of a GPU gather over several runs: `environments` has what each of those was on, and "run" of a row is the place
 of its own in that list.
