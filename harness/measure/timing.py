@@ -318,9 +318,10 @@ class Clock:
 
     def _graphs(self, contenders: Sequence[Contender], sets: int, data: Data, result: Measurement) -> Sampled:
         graphs: dict[str, tuple[torch.cuda.CUDAGraph, list[Any]]] = {}
+        pool = torch.cuda.graph_pool_handle()
         for contender in contenders:
             try:
-                graphs[contender.name] = self._capture(contender, sets)
+                graphs[contender.name] = self._capture(contender, sets, pool)
             except RuntimeError as error:
                 result.warnings[contender.name].append(f"no CUDA graph: {first_line(error)}")
         names = list(graphs)
@@ -378,13 +379,17 @@ class Clock:
         self._stream.synchronize()
         return {n: start.elapsed_time(stop) * 1e3 for n, (start, stop) in events.items()}, culprit
 
-    def _capture(self, contender: Contender, sets: int) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
+    def _capture(
+        self, contender: Contender, sets: int, pool: tuple[int, int]
+    ) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
+        """Graphs share the memory of what is not a result: those of training steps would not fit beside each other.
+        They may, since replays follow each other on one stream."""
         runs = [contender.bind(index) for index in range(sets)]
         for run in runs:
             run()
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream):
+        with torch.cuda.graph(graph, pool=pool, stream=self._stream):
             kept = [run() for run in runs]  # kept alive, so that every call writes to memory of its own
         graph.replay()
         self._stream.synchronize()
