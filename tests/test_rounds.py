@@ -118,7 +118,8 @@ def test_a_graph_is_divided_by_the_calls_in_it(machine, monkeypatch):
         "a": SimpleNamespace(replay=machine.launch("a", 4.0)),
         "b": SimpleNamespace(replay=machine.launch("b", 8.0)),
     }
-    monkeypatch.setattr(clock, "_capture", lambda contender, sets: (graphs[contender.name], []))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(clock, "_capture", lambda contender, sets, pool: (graphs[contender.name], []))
     contenders = [SimpleNamespace(name="a"), SimpleNamespace(name="b")]
     samples = clock._graphs(contenders, sets=4, data=Data(), result=Measurement()).samples
     assert samples == {"a": [1000.0, 1000.0], "b": [2000.0, 2000.0]}

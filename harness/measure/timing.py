@@ -379,9 +379,7 @@ class Clock:
         self._stream.synchronize()
         return {n: start.elapsed_time(stop) * 1e3 for n, (start, stop) in events.items()}, culprit
 
-    def _capture(
-        self, contender: Contender, sets: int, pool: tuple[int, int]
-    ) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
+    def _capture(self, contender: Contender, sets: int, pool: Any) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
         """Graphs share the memory of what is not a result: those of training steps would not fit beside each other.
         They may, since replays follow each other on one stream."""
         runs = [contender.bind(index) for index in range(sets)]
