@@ -47,8 +47,9 @@ def fp8_matmul(
     scaled before. The result is rounded once. Deterministic.
 
     a        [M, K] float8_e4m3fn or float8_e5m2
-    b        [N, K] either of them, the layout of torch.nn.Linear's weight. K and N are multiples of 16; M and N at most
-             2^31 - 512. Rows that are contiguous and on 16-byte boundaries are read in place, others are copied first.
+    b        [N, K] either of them, the layout of torch.nn.Linear's weight. K and N are multiples of 16; M, N and K are
+             at most 2^31 - 512. Rows that are contiguous and on 16-byte boundaries are read in place, others are copied
+             first.
     scale_*  float32 or float8_e8m0fnu, any strides
     bias     [N] float32, float16 or bfloat16, or None
     out_dtype   of the result: bfloat16, float16 or float32
@@ -92,8 +93,8 @@ def _check(a, b, scale_a, scale_b, bias, out_dtype, fast_accum, backend) -> None
     for name, codes in (("a", a), ("b", b)):
         if not isinstance(codes, torch.Tensor) or codes.dtype not in CODES:
             raise TypeError(f"fp8_matmul: {name} must be a tensor of float8_e4m3fn or float8_e5m2, got {kind(codes)}")
-    if a.dim() != 2 or a.shape[1] % VECTOR or a.shape[0] > MAX_SIZE:
-        wanted = f"[M, K] with K a multiple of {VECTOR} and M at most {MAX_SIZE}"
+    if a.dim() != 2 or a.shape[1] % VECTOR or max(a.shape) > MAX_SIZE:
+        wanted = f"[M, K] with K a multiple of {VECTOR} and both at most {MAX_SIZE}"
         raise ValueError(f"fp8_matmul: a must be {wanted}, got shape {tuple(a.shape)}")
     (rows, depth) = a.shape
     if b.dim() != 2 or b.shape[1] != depth or b.shape[0] % VECTOR or b.shape[0] > MAX_SIZE:

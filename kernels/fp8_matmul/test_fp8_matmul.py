@@ -182,6 +182,19 @@ BAD = [
 ]
 
 
+def test_sizes_that_tiles_cannot_count_are_errors() -> None:
+    """Depths just below 2^31 as well: the number of steps, rounded up, would have been negative."""
+    code, scale = torch.ones(1, 1, device=DEVICE).to(E4M3), torch.ones((), device=DEVICE)
+    few = code.expand(16, 16)
+    for name, a, b in (
+        ("a", code.expand(2**31 - 511, 16), few),
+        ("a", code.expand(16, 2**31 - 16), code.expand(16, 2**31 - 16)),
+        ("b", few, code.expand(2**31 - 496, 16)),
+    ):
+        with pytest.raises(ValueError, match=f"{name} must be .* at most {2**31 - 512}"):
+            fp8_matmul(a, b, scale, scale)
+
+
 @pytest.mark.parametrize(("change", "error", "words"), BAD)
 def test_bad_input_raises_an_error_that_names_it(change, error, words) -> None:
     good = dict(zip(("a", "b", "scale_a", "scale_b"), operands(3, 32, 16, ROW), strict=True))

@@ -176,15 +176,16 @@ def _product_config(
     Without an epilogue, on Hopper: two warpgroups with 64 x 256 sums each. A step of 128 x 256 x 64 reads 48 KiB for
     4.2 MFLOP, where two of 128 x 128 read 64 KiB. An activation wants registers beside the sums: tiles have half the
     columns, and a quarter where pre is read. A gated hidden keeps two sums. With too few tiles to fill the GPU they
-    have 64 x 64. Rows that are not `aligned` are loaded through registers, of which larger tiles have not enough. By
-    these sums and by what the build shows of registers; not measured yet.
+    have 64 x 64. Rows that are not `aligned` are loaded through registers, of which larger tiles have not enough. Where
+    pre and gate are read, both of these small tiles have 32 columns, since with 64 they spill. By these sums and by
+    what the build shows of registers; not measured yet.
     """
-    hopper = capability >= (9, 0)
+    hopper, narrow = capability >= (9, 0), 32 if epilogue == "dgate" else 64
     if not aligned or dtype == torch.float32:
         block_k = 32 if aligned and epilogue != "gate" else 16
-        return ProductConfig(_fit(rows, 64), _fit(cols, 64), _fit(depth, block_k), 8, stages=2, num_warps=8, ctas=1)
+        return ProductConfig(_fit(rows, 64), _fit(cols, narrow), _fit(depth, block_k), 8, stages=2, num_warps=8, ctas=1)
     if triton.cdiv(rows, 128) * triton.cdiv(cols, 128) < sms or rows <= 64:
-        return ProductConfig(_fit(rows, 64), _fit(cols, 64), _fit(depth, 64), 8, stages=3, num_warps=4, ctas=2)
+        return ProductConfig(_fit(rows, 64), _fit(cols, narrow), _fit(depth, 64), 8, stages=3, num_warps=4, ctas=2)
     if not hopper:
         block_n = 128 if epilogue in ("", "act") else 64
         return ProductConfig(128, _fit(cols, block_n), _fit(depth, 32), 8, stages=4, num_warps=8, ctas=1)

@@ -58,8 +58,8 @@ def _rows_times_weight(
         a = tl.load(a_ptr, mask=a_mask, other=0.0)
         b = tl.load(b_ptr, mask=b_mask, other=0.0)
         acc = tl.dot(a, b, acc, input_precision="ieee")
-        a_ptr += BLOCK_K * stride_ak
-        b_ptr += BLOCK_K * stride_bk
+        a_ptr += tl.cast(BLOCK_K, tl.int64) * stride_ak
+        b_ptr += tl.cast(BLOCK_K, tl.int64) * stride_bk
     return acc
 
 
@@ -92,9 +92,9 @@ def _rows_times_two_weights(
         a = tl.load(a_ptr, mask=a_mask, other=0.0)
         acc = tl.dot(a, tl.load(b_ptr, mask=b_mask, other=0.0), acc, input_precision="ieee")
         acc_gate = tl.dot(a, tl.load(gate_ptr, mask=b_mask, other=0.0), acc_gate, input_precision="ieee")
-        a_ptr += BLOCK_K * stride_ak
-        b_ptr += BLOCK_K * stride_bk
-        gate_ptr += BLOCK_K * stride_gk
+        a_ptr += tl.cast(BLOCK_K, tl.int64) * stride_ak
+        b_ptr += tl.cast(BLOCK_K, tl.int64) * stride_bk
+        gate_ptr += tl.cast(BLOCK_K, tl.int64) * stride_gk
     return acc, acc_gate
 
 

@@ -10,7 +10,7 @@ from .checks import FLOATS, kind, no_tangent, runnable
 from .launch import Plans, lean, signature
 from .plans import BACKENDS, SAVES, Gradients, Needs, bwd_plan, fwd_plan
 
-MAX_ROWS = 2**31 - 1
+MAX_SIZE = 2**31 - 512  # tile coordinates have 32 bits, also those of the last tile's end
 
 # Named after the package, so that a copy of this folder under another name registers ops of its own.
 _NAMESPACE = __package__.replace(".", "_")
@@ -37,8 +37,8 @@ def fused_mlp(
     Sums are fp32 (fp32 operands are not rounded to tf32). What is in memory between the products is in dtype of x.
     Differentiable, once, in all tensors. Everything is summed in a fixed order: repeated runs agree bit for bit.
 
-    x           [..., D], float32, float16 or bfloat16, less than 2^31 rows, any strides. It is read in place where its
-                leading dimensions flatten to one stride.
+    x           [..., D], float32, float16 or bfloat16, any strides. It is read in place where its leading dimensions
+                flatten to one stride. Rows, D, H and D_out are at most 2^31 - 512.
     w1          [H, D], dtype of x, any strides, as torch.nn.Linear has it
     w2          [D_out, H], likewise
     b1, b2      [H] and [D_out], dtype of x, or None
@@ -81,15 +81,18 @@ def fused_mlp(
 def _check(x, w1, w2, b1, b2, w_gate, activation, save, backend) -> None:
     if not isinstance(x, torch.Tensor) or x.dtype not in FLOATS:
         raise TypeError(f"fused_mlp: x must be a tensor of float32, float16 or bfloat16, got {kind(x)}")
-    if x.dim() == 0 or x.shape[:-1].numel() > MAX_ROWS:
-        raise ValueError(f"fused_mlp: x must be [..., D] with less than 2^31 rows, got shape {tuple(x.shape)}")
+    if x.dim() == 0 or x.shape[:-1].numel() > MAX_SIZE or x.shape[-1] > MAX_SIZE:
+        wanted = f"[..., D] with D and the number of rows at most {MAX_SIZE}"
+        raise ValueError(f"fused_mlp: x must be {wanted}, got shape {tuple(x.shape)}")
     for name, tensor in (("w1", w1), ("w2", w2)):
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != x.dtype:
             raise TypeError(f"fused_mlp: {name} must be a tensor of x's dtype {x.dtype}, got {kind(tensor)}")
-    if w1.dim() != 2 or w1.shape[1] != x.shape[-1]:
-        raise ValueError(f"fused_mlp: w1 must be [H, {x.shape[-1]}] like x's rows, got {tuple(w1.shape)}")
-    if w2.dim() != 2 or w2.shape[1] != w1.shape[0]:
-        raise ValueError(f"fused_mlp: w2 must be [D_out, {w1.shape[0]}] like w1's rows, got {tuple(w2.shape)}")
+    if w1.dim() != 2 or w1.shape[1] != x.shape[-1] or w1.shape[0] > MAX_SIZE:
+        wanted = f"[H, {x.shape[-1]}] like x's rows with H at most {MAX_SIZE}"
+        raise ValueError(f"fused_mlp: w1 must be {wanted}, got {tuple(w1.shape)}")
+    if w2.dim() != 2 or w2.shape[1] != w1.shape[0] or w2.shape[0] > MAX_SIZE:
+        wanted = f"[D_out, {w1.shape[0]}] like w1's rows with D_out at most {MAX_SIZE}"
+        raise ValueError(f"fused_mlp: w2 must be {wanted}, got {tuple(w2.shape)}")
     optional = (("b1", b1, w1.shape[:1]), ("b2", b2, w2.shape[:1]), ("w_gate", w_gate, w1.shape))
     for name, tensor, shape in optional:
         if tensor is None:

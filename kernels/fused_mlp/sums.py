@@ -50,8 +50,8 @@ def _fused_mlp_weights_kernel(
         a = tl.load(a_ptr, mask=inside & (n < loaded_a)[None, :], other=0.0)
         b = tl.load(b_ptr, mask=inside & (k < loaded_b)[None, :], other=0.0)
         acc = tl.dot(tl.trans(a), b, acc, input_precision="ieee")
-        a_ptr += BLOCK_R * stride_am
-        b_ptr += BLOCK_R * stride_bm
+        a_ptr += tl.cast(BLOCK_R, tl.int64) * stride_am
+        b_ptr += tl.cast(BLOCK_R, tl.int64) * stride_bm
     out = out_ptr + (split.to(tl.int64) * cols + n.to(tl.int64)[:, None]) * depth + k[None, :]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(n < cols)[:, None] & (k < depth)[None, :])
 

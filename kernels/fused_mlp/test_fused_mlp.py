@@ -173,6 +173,32 @@ def test_real_widths(dtype: torch.dtype, gated: bool) -> None:
             agrees(tensors, backend=backend, activation="gelu")
 
 
+def test_a_stride_times_a_block_may_exceed_32_bits() -> None:
+    """Of a transposed view a step of the sum advances by more than 2^31 elements: 2^32 + 16, which 32 bits would take
+    for 16. Little of the memory is touched."""
+    far = 2**28 + 1
+    memory = torch.empty(17 * far, dtype=torch.float16, device=DEVICE)
+    x = memory.as_strided((3, 17), (1, far)).copy_(torch.randn(3, 17))
+    rest = operands(3, 17, 5, 4, "w1 w2", torch.float16)
+    assert configs.pick_hidden_config(3, 16, 17, False, False, x.dtype, (9, 0), 132).block_k == 16
+    for backend in ("fused", "two_gemms"):
+        torch.testing.assert_close(
+            fused_mlp(x, **rest, backend=backend), fused_mlp(x.contiguous(), **rest, backend=backend)
+        )
+
+
+def test_sizes_that_tiles_cannot_count_are_errors() -> None:
+    one, most = torch.ones(1, 1, device=DEVICE), 2**31 - 512
+    for wrong, x, w1, w2 in (
+        ("x must be", one.expand(most + 1, 1), one, one),
+        ("x must be", one.expand(1, most + 1), one, one),
+        ("w1 must be", one, one.expand(most + 1, 1), one),
+        ("w2 must be", one, one, one.expand(most + 1, 1)),
+    ):
+        with pytest.raises(ValueError, match=f"{wrong} .* at most {most}"):
+            fused_mlp(x, w1, w2)
+
+
 def test_says_what_is_wrong() -> None:
     tensors = operands(4, 6, 8, 5)
     w1, w2 = tensors["w1"], tensors["w2"]

@@ -81,8 +81,8 @@ def _rows_times_weight(
         else:
             b = tl.load(b_ptr, mask=b_mask, other=0.0)
         acc = tl.dot(a, b, acc, input_precision="ieee")
-        a_ptr += BLOCK_K * stride_ak
-        b_ptr += BLOCK_K * stride_bk
+        a_ptr += tl.cast(BLOCK_K, tl.int64) * stride_ak
+        b_ptr += tl.cast(BLOCK_K, tl.int64) * stride_bk
     return acc
 
 
@@ -187,8 +187,8 @@ def _grouped_gemm_weights_kernel(
         dy = tl.load(dy_ptr, mask=n_inside, other=0.0)
         x = tl.load(x_ptr, mask=k_inside, other=0.0)
         acc = tl.dot(tl.trans(dy), x, acc, input_precision="ieee")
-        dy_ptr += BLOCK_R * stride_dym
-        x_ptr += BLOCK_R * stride_xm
+        dy_ptr += tl.cast(BLOCK_R, tl.int64) * stride_dym
+        x_ptr += tl.cast(BLOCK_R, tl.int64) * stride_xm
     out = dweights_ptr + group.to(tl.int64) * stride_wg
     out += n.to(tl.int64)[:, None] * stride_wn + k.to(tl.int64)[None, :] * stride_wk
     tl.store(out, acc.to(dweights_ptr.dtype.element_ty), mask=(n < cols)[:, None] & k_mask)

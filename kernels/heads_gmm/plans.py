@@ -253,7 +253,7 @@ def _incoming_launches(
                 RESIDUAL=_residual(x),
                 BLOCK_M=block_m,
                 BLOCK_G=triton.next_power_of_2(heads),
-                num_warps=4,
+                num_warps=8,
             )
         )
         parts += ctas

@@ -49,7 +49,7 @@ def corner(columns, ONE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
     tile = tl.program_id(0)
     if ONE:
         return tile.to(tl.int64) * BLOCK_M, tile.to(tl.int64) * 0
-    tiles_n = tl.cdiv(columns, BLOCK_N)
+    tiles_n = (columns - 1) // BLOCK_N + 1  # tl.cdiv(columns, BLOCK_N) overflows 32 bits just below 2^31
     return (tile // tiles_n).to(tl.int64) * BLOCK_M, (tile % tiles_n).to(tl.int64) * BLOCK_N
 
 

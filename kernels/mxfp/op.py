@@ -177,7 +177,7 @@ def _quantize_plan(x, tensor_scale, format, stochastic, dim, seed):
     if plan is None:
         _check(x, tensor_scale, format, stochastic, dim, seed)
         return _QUANTIZE.keep(key, quantize_plan(x, tensor_scale, format, stochastic, dim))
-    if seed:
+    if seed != 0 or not isinstance(seed, int):
         _check_seed(seed)
     return plan
 

@@ -159,8 +159,10 @@ def dequantize_plan(
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:
-    """Contiguous bytes as int32, copied where they begin on no boundary of 16: a plan's key tells these two apart."""
-    return (data if data.data_ptr() % 16 == 0 else data.clone()).view(torch.int32)
+    """Contiguous bytes as int32, copied where they do not begin on a 16-byte boundary, which is part of a plan's key.
+    Flat, because the stride of a dimension of size 1 is arbitrary, and `view` refuses some."""
+    flat = data.view(-1)
+    return (flat if flat.data_ptr() % 16 == 0 else flat.clone()).view(torch.int32)
 
 
 def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:

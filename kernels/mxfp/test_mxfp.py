@@ -299,6 +299,7 @@ def test_nothing_is_differentiable_and_autocast_changes_nothing():
         (dict(seed=0.5), TypeError, "seed must be an integer"),
         (dict(dim=2), ValueError, "dim must be one of the 2"),
         (dict(dim=None), TypeError, "dim must be an integer"),
+        (dict(seed=None), TypeError, "seed must be an integer"),
         (dict(tensor_scale=torch.tensor(1.0)), ValueError, "tensor_scale must go with format 'nvfp4'"),
         (dict(format="nvfp4", tensor_scale=1.0), TypeError, "tensor_scale must be a tensor of float32"),
         (dict(format="nvfp4", tensor_scale=torch.ones(1)), ValueError, "tensor_scale must have no dimensions"),
@@ -306,8 +307,10 @@ def test_nothing_is_differentiable_and_autocast_changes_nothing():
 )
 def test_bad_input_raises_an_error_that_names_it(arguments, error, words):
     arguments = {n: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}
-    with pytest.raises(error, match=words):
-        mxfp(**{"x": torch.randn(3, 8, device=DEVICE), **arguments})
+    for _ in range(2):  # also when there is a plan for the right arguments
+        with pytest.raises(error, match=words):
+            mxfp(**{"x": torch.randn(3, 8, device=DEVICE), **arguments})
+        mxfp(torch.randn(3, 8, device=DEVICE))
 
 
 @pytest.mark.parametrize(
@@ -337,6 +340,35 @@ def test_every_size_has_a_configuration_of_whole_blocks(dtype, capability):
         found = [configs.pick_config(rows, dim, width, t, dtype, capability) for t in (False, True)]
         for config in (*found, configs.pick_dequantize_config(rows, dim, width, dtype, capability)):
             assert config.block_n % 32 == 0 and config.block_m * config.block_n <= 64 * 32 * config.num_warps
+
+
+@EVERY
+def test_dequantizes_a_row_of_a_wider_tensor(format):
+    """One row is contiguous whatever its stride is, also one that is no multiple of the words of 6 bits."""
+    data, scales, *rest = mxfp(wild(3, 70), format)
+    given = dict(zip(("tensor_scale",), rest, strict=False))
+    wide = torch.nn.functional.pad(data, (0, 1))[:1, :-1]
+    assert wide.is_contiguous() and wide.stride(0) % 4
+    mine, other = (
+        mxfp_dequantize(wide, scales[:1], format, **given),
+        mxfp_dequantize(data[:1], scales[:1], format, **given),
+    )
+    torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp4"])
+def test_a_row_that_ends_just_below_two_to_the_31(format):
+    """Its number of tiles, rounded up in 32 bits, would be negative."""
+    x = torch.randn(2**31 - 32, device="cuda", dtype=torch.bfloat16)
+    data, scales = mxfp(x, format)
+    y = mxfp_dequantize(data, scales, format, torch.bfloat16)
+    blocks = data.view(-1, FORMATS[format].block_bytes)
+    for first in (0, len(scales) - 128):  # the first blocks, and the last
+        few, few_scales = mxfp_reference(x.view(-1, 32)[first : first + 128], format)
+        assert_same((blocks[first : first + 128], scales[first : first + 128, None]), (few, few_scales))
+        expected = mxfp_dequantize_reference(few, few_scales, format, torch.bfloat16)
+        assert torch.equal(y.view(-1, 32)[first : first + 128], expected)
 
 
 @pytest.mark.gpu

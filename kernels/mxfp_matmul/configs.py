@@ -66,7 +66,7 @@ def pick_config(rows: int, columns: int, chunks: int, dtype: torch.dtype, capabi
     - Up to 16 rows w is all that is read: tiles of 16 by 64, and K in parts until there are four CTAs an SM.
     - Up to 64 rows: 64 by 64, two CTAs an SM. More: 128 by 128 with 8 warps.
     - Without wgmma, which reads operands from shared memory, steps of half the elements and tiles of 64 columns.
-    - fp32 has no tensor cores here: steps of 16, of which all operands are in registers.
+    - fp32 has no tensor cores here: steps of 16, of which all operands are in registers, and 8 warps; 4 spill.
 
     Not tuned; none of these spills.
     """
@@ -80,7 +80,7 @@ def pick_config(rows: int, columns: int, chunks: int, dtype: torch.dtype, capabi
     if capability < (9, 0) and rows > 16:
         block_n, block_k, warps = 64, 32, 8
     if dtype == torch.float32:
-        block_m, block_n, block_k, warps = min(block_m, 32), 64, 16, 4
+        block_m, block_n, block_k, warps = min(block_m, 32), 64, 16, 8
     tiles = -(-rows // block_m) * -(-columns // block_n)
     splits = max(1, min(wanted // max(tiles, 1), chunks // 4, 16))
     return Config(block_m, block_n, block_k, splits, 8, warps, 3)

@@ -9,7 +9,7 @@ from .activation import ACTIVATIONS
 from .checks import FLOATS, kind, no_tangent, runnable
 from .formats import EIGHT_BITS
 from .launch import Plans, lean, signature
-from .op_compress import Compressed, check_compressed
+from .op_compress import MAX_SIZE, Compressed, check_compressed
 from .plans import BACKENDS, Needs, Optional, bwd_plan, fwd_plan
 
 # Named after the package, so that a copy of this folder under another name registers ops of its own.
@@ -46,6 +46,7 @@ def sparse_matmul(
     x           [..., K] float32, float16 or bfloat16. Rows are read in place when the leading dimensions flatten to one
                 stride and the last stride is 1; otherwise they are copied first. Or [M, K] float8_e4m3fn or
                 float8_e5m2, K a multiple of 64; rows that are contiguous and on 16-byte boundaries are read in place.
+                At most 2^31 - 512 rows.
     compressed  as `compress` returns it, values in x's dtype; in 8 bits in either format
     bias        [N] in x's dtype, or None; of a product of 8 bits in out_dtype or float32
     activation  "silu", "gelu", "gelu_tanh", "relu", "relu_sq", or None
@@ -104,8 +105,9 @@ def _check(x, values, metadata, bias, activation, backend) -> None:
         raise TypeError(f"sparse_matmul: x must be a tensor of {wanted}, got {kind(x)}")
     if values.dtype != x.dtype:
         raise TypeError(f"sparse_matmul: values must be a tensor of x's dtype {x.dtype}, got {kind(values)}")
-    if x.dim() == 0 or x.shape[-1] != 2 * values.shape[1]:
-        raise ValueError(f"sparse_matmul: x must be [..., {2 * values.shape[1]}] like values, got {list(x.shape)}")
+    if x.dim() == 0 or x.shape[-1] != 2 * values.shape[1] or x.shape[:-1].numel() > MAX_SIZE:
+        wanted = f"[..., {2 * values.shape[1]}] like values with at most {MAX_SIZE} rows"
+        raise ValueError(f"sparse_matmul: x must be {wanted}, got {list(x.shape)}")
     if values.device != x.device:
         raise ValueError(f"sparse_matmul: values must be on x's device {x.device}, got {values.device}")
     if bias is not None:

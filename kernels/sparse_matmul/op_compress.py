@@ -17,6 +17,7 @@ from .plans import capability
 
 _NAMESPACE = __package__.replace(".", "_")
 _DTYPES = (*FLOATS, *EIGHT_BITS)
+MAX_SIZE = 2**31 - 512  # tile coordinates have 32 bits, also those of the last tile's end
 _NAMES = "float32, float16, bfloat16, float8_e4m3fn or float8_e5m2"
 
 
@@ -90,7 +91,7 @@ def compress(w: torch.Tensor, check: bool = False) -> Compressed:
     differentiable: what is trained is `values`, whose gradient `sparse_matmul` gives.
 
     w      [N, K] float32, float16 or bfloat16, K a multiple of 4; or float8_e4m3fn or float8_e5m2, K a multiple of 64,
-           whose codes 0x00 and 0x80 are zeros. Read in place if the last stride is 1.
+           whose codes 0x00 and 0x80 are zeros. N and K are at most 2^31 - 512. Read in place if the last stride is 1.
     check  whether to look if w has 2:4 sparsity
 
     Returns Compressed(values [N, K / 2] in w's dtype, metadata int16); `formats.py` has the order of the metadata.
@@ -100,9 +101,9 @@ def compress(w: torch.Tensor, check: bool = False) -> Compressed:
     """
     if not isinstance(w, torch.Tensor) or w.dtype not in _DTYPES:
         raise TypeError(f"compress: w must be a tensor of {_NAMES}, got {kind(w)}")
-    if w.dim() != 2 or w.shape[1] % multiple(w.dtype):
+    if w.dim() != 2 or w.shape[1] % multiple(w.dtype) or max(w.shape) > MAX_SIZE:
         wanted = f"[N, K] with K a multiple of {multiple(w.dtype)}"
-        raise ValueError(f"compress: w must be {wanted} in {w.dtype}, got {list(w.shape)}")
+        raise ValueError(f"compress: w must be {wanted} in {w.dtype}, both at most {MAX_SIZE}, got {list(w.shape)}")
     runnable("compress", "w", w)
     dtype, w = w.dtype, _bytes(w.detach())
     if check and _overfull((w & 0x7F if w.dtype == torch.uint8 else w) != 0):
@@ -150,9 +151,14 @@ def check_compressed(function: str, compressed: object) -> None:
     values, metadata = compressed
     if not isinstance(values, torch.Tensor) or values.dtype not in _DTYPES:
         raise TypeError(f"{function}: values must be a tensor of {_NAMES}, got {kind(values)}")
-    if values.dim() != 2 or 2 * values.shape[1] % multiple(values.dtype):
+    if (
+        values.dim() != 2
+        or 2 * values.shape[1] % multiple(values.dtype)
+        or max(values.shape[0], 2 * values.shape[1]) > MAX_SIZE
+    ):
         wanted = f"[N, K / 2] with K a multiple of {multiple(values.dtype)}"
-        raise ValueError(f"{function}: values must be {wanted} in {values.dtype}, got {list(values.shape)}")
+        sizes = f"N and K at most {MAX_SIZE}"
+        raise ValueError(f"{function}: values must be {wanted} in {values.dtype}, {sizes}, got {list(values.shape)}")
     if not isinstance(metadata, torch.Tensor) or metadata.dtype != torch.int16:
         raise TypeError(f"{function}: metadata must be a tensor of int16, got {kind(metadata)}")
     wanted = metadata_shape(values.shape[0], 2 * values.shape[1])

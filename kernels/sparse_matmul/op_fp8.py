@@ -8,7 +8,7 @@ from .activation import ACTIVATIONS
 from .checks import FLOATS, kind, no_tangent, runnable
 from .formats import EIGHT_BITS
 from .launch import Plans, lean, signature
-from .op_compress import check_compressed, no_gradient
+from .op_compress import MAX_SIZE, check_compressed, no_gradient
 from .plans import BACKENDS, capability
 from .plans_fp8 import E4M3, product_plan
 
@@ -46,8 +46,9 @@ def _check(x, values, metadata, scale_x, scale_w, bias, activation, out_dtype, b
         wanted = "float8_e4m3fn or float8_e5m2, as x is one of them"
         raise TypeError(f"sparse_matmul: values must be a tensor of {wanted}, got {kind(values)}")
     (cols, half) = values.shape
-    if x.dim() != 2 or x.shape[1] != 2 * half:
-        raise ValueError(f"sparse_matmul: x must be [M, {2 * half}] like values in 8 bits, got {list(x.shape)}")
+    if x.dim() != 2 or x.shape[1] != 2 * half or x.shape[0] > MAX_SIZE:
+        wanted = f"[M, {2 * half}] like values in 8 bits with M at most {MAX_SIZE}"
+        raise ValueError(f"sparse_matmul: x must be {wanted}, got {list(x.shape)}")
     for name, scale in (("scale_x", scale_x), ("scale_w", scale_w)):
         if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32:
             raise TypeError(f"sparse_matmul: {name} must be a tensor of float32 where x has 8 bits, got {kind(scale)}")

@@ -141,6 +141,21 @@ def test_bad_input_raises_an_error_that_names_it(change, error, words):
         sparse_matmul(**_bad(**change))
 
 
+def test_sizes_that_tiles_cannot_count_are_errors():
+    one, most = torch.ones(1, 1, device=DEVICE), 2**31 - 512
+    compressed = compress(torch.ones(8, 64, device=DEVICE).tril())
+    with pytest.raises(ValueError, match=f"x must be .* at most {most} rows"):
+        sparse_matmul(one.expand(most + 1, 64), compressed)
+    code, codes = one.to(torch.float8_e4m3fn), compress(torch.zeros(8, 64, device=DEVICE).to(torch.float8_e4m3fn))
+    with pytest.raises(ValueError, match=f"x must be .* M at most {most}"):
+        sparse_matmul(code.expand(most + 1, 64), codes, scale_x=one[0, 0], scale_w=one[0, 0])
+    for shape in ((most + 1, 4), (4, most + 4)):
+        with pytest.raises(ValueError, match=f"w must be .* at most {most}"):
+            compress(one.expand(shape))
+        with pytest.raises(ValueError, match=f"values must be .* at most {most}"):
+            decompress(Compressed(one.expand(shape[0], shape[1] // 2), compressed.metadata))
+
+
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [

@@ -92,7 +92,7 @@ def _heads_dw1_kernel(
         b = tl.load(from_x, mask=b_mask, other=0.0)
         acc = tl.dot(tl.trans(a), b, acc, input_precision="ieee")
         from_dpre += BLOCK_R * heads * pitch
-        from_x += BLOCK_R * stride_xm
+        from_x += tl.cast(BLOCK_R, tl.int64) * stride_xm
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 

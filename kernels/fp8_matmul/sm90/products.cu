@@ -254,7 +254,7 @@ DEVICE void consume(const Problem& a, u32 smem, int consumer) {
 }
 #else
 // Starts the next step of all of this CTA's tiles, of which `left` are not yet started. When none is left it multiplies
-// what lies in the slot, for nothing: ptxas lets wgmmas run on only where none of them is conditional.
+// what lies in the slot, and nothing uses the result: ptxas lets wgmmas run on only where none of them is conditional.
 DEVICE void start(float (&d)[SUMS], u32 smem, const Ring& ring, Turn& turn, int& left, int consumer) {
     if (left-- > 0) bar_wait(smem + FULL + 8 * ring.slot, ring.phase);
     turn.wait();
@@ -300,7 +300,7 @@ DEVICE void consume(const Problem& a, u32 smem, int consumer) {
         }
     }
     wgmma_wait<0>();
-    if (!passed) turn.pass();  // the other's last start, which is for nothing, waits for it
+    if (!passed) turn.pass();  // the other's last start, whose result nothing uses, waits for it
 }
 #endif
 

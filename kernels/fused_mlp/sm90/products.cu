@@ -25,11 +25,13 @@
 // cycle are more than L2 delivers to all SMs at once, 32 with two CTAs are not. They go through the same steps.
 //
 // Barriers, with their arrivals per phase: full[s] 1 and the bytes of a step, empty[s] 8 from each CTA of the cluster,
-// one lane of each consumer warp. The n-th use of a full one waits for parity n & 1, that of an empty one for the opposite, so that the first pass
-// finds every slot empty. No consumer waits for another, and the producer only for both: free of deadlock.
+// one lane of each consumer warp. The n-th use of a full one waits for parity n & 1, that of an empty one for the
+// opposite, so that the first pass finds every slot empty. No consumer waits for another, and a producer only for
+// consumers, all of which go through the same steps: free of deadlock. In the end CTAs of a cluster wait for each other,
+// so that none writes into one that is gone.
 //
-// Defined by the launcher: EPILOGUE, ACTIVATION, FP16, STAGES, RASTER, CLUSTER, A_TRANS and B_TRANS (contiguous along the rows,
-// or columns, of the result), TWO (a further sum over a_more and b_more, as long as the first).
+// Defined by the launcher: EPILOGUE, ACTIVATION, FP16, STAGES, RASTER, CLUSTER, A_TRANS and B_TRANS (contiguous along
+// the rows, or columns, of the result), TWO (a further sum over a_more and b_more, as long as the first).
 
 #include "cluster.cuh"
 #include "mbarrier.cuh"
@@ -136,7 +138,8 @@ DEVICE void produce(const Problem& p, const Maps& maps, u32 smem) {
 
 // ---- Consumers ----------------------------------------------------------------------------------------------------
 
-// Gives a slot back to the producers of the cluster: the whole warp has read it.
+// Gives a slot back to the producers of the cluster. The whole warp has waited for the wgmmas that read it, and nothing
+// else reads a slot: no fence_reads.
 DEVICE void release(u32 smem, int slot) { arrive_at_all(smem + EMPTY + 8 * slot); }
 
 // d += a b over `steps` steps, of one consumer's 64 rows and the first N columns.

@@ -164,7 +164,7 @@ DEVICE void cut_row(u32 operand, int row, int first, int end) {
 }
 
 // Overwrites all but terms [first, end) of a step, in a consumer's rows of a and all of b. Both consumers do the same
-// to b, in any order: what one of them has cut, the other leaves as it is.
+// to b, in any order: both write the same bytes, so that one may multiply while the other still writes them.
 DEVICE void cut_step(u32 step, int first, int end, int consumer) {
     const int thread = threadIdx.x % 128;
     cut_row(step + A_BYTES, thread, first, end);
@@ -282,7 +282,7 @@ DEVICE int4 load_ints(u32 address) {
 DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
 // Starts the next step and returns its flags. Behind the last one, and of a tile without terms, it multiplies what lies
-// in the slot, for nothing: ptxas lets wgmmas run on only where none of them is conditional.
+// in the slot, and the result is discarded: ptxas lets wgmmas run on only where none of them is conditional.
 DEVICE int start(float (&d)[SUMS], u32 smem, const Ring& ring, Turn& turn, int flags, int consumer) {
     const u32 operands = smem + ring.slot * OPERAND_BYTES;
     if (!(flags & STOP)) {
@@ -345,7 +345,7 @@ DEVICE void consume(const Problem& a, const TensorMap* out_map, u32 smem, int co
         }
     }
     wgmma_wait<0>();
-    if (!passed) turn.pass();  // the other's last start, which is for nothing, waits for it
+    if (!passed) turn.pass();  // the other's last start, whose result nothing uses, waits for it
     if (WEIGHTS) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 

@@ -75,8 +75,10 @@ struct ScaleLoads {
 
 // ---- Consumers ----------------------------------------------------------------------------------------------------
 
-// The n-th step of a consumer waits for the other's: the first for that of the same number, the second for the one
-// before, which of its first step is the opposite parity of a new barrier.
+// Consumers start steps alternately: 0, 1, 0, 1, and so on. Each passes its turn once for each step that it has started.
+// Consumer 1 starts its step n after consumer 0 has passed its turn n times, counted from 1, and consumer 0 after
+// consumer 1 has passed it n - 1 times. So consumer 0's first wait must not block: it is for the parity that a new
+// barrier has completed.
 struct Turn {
     u32 own, other, phase;
     DEVICE Turn(u32 bars, int consumer) : own(bars + 8 * consumer), other(bars + 8 - 8 * consumer), phase(!consumer) {}

@@ -39,10 +39,11 @@ def pick_fwd_config(
 ) -> FwdConfig:
     """Configuration of the forward. Pure. On Hopper, measured on one H200: 128 rows by 256 columns and two heads a CTA
     for many rows, 7.70 ms of 205 000 (five heads 7.94, ten 8.36; 64 by 128 8.8); 64 by 128 and a head a CTA for few,
-    212 us of 5000 (two heads 282). Elsewhere, by sums: as many heads a CTA as leave two CTAs to each SM."""
+    212 us of 5000 (two heads 282). Elsewhere, by sums: as many heads a CTA as leave two CTAs to each SM; fp32 has all
+    operands of a step in registers, and spills with 4 warps."""
     if not aligned or dtype == torch.float32 or dim <= 64:
-        block_m = fit(rows, 32 if dim <= 64 else 64)
-        return FwdConfig(block_m, fit(hidden, 32), fit(dim, 32), _heads(rows, block_m, heads, sms), 2, 4)
+        block_m, warps = fit(rows, 32 if dim <= 64 else 64), 8 if dtype == torch.float32 else 4
+        return FwdConfig(block_m, fit(hidden, 32), fit(dim, 32), _heads(rows, block_m, heads, sms), 2, warps)
     if capability >= (9, 0):
         if rows >= 32_768:
             return FwdConfig(128, fit(hidden, 256), 64, min(heads, 2), stages=3, num_warps=8)
@@ -60,5 +61,6 @@ def _heads(rows: int, block_m: int, heads: int, sms: int) -> int:
 
 
 def pick_incoming_rows(heads: int) -> int:
-    """Rows of a CTA that makes the gradients of the parameters: some 1024 components, eight a thread. Pure."""
+    """Rows of a CTA that makes the gradients of the parameters: some 1024 components, four to each thread of 8 warps;
+    of eight it spills. Pure."""
     return max(1, 1024 // triton.next_power_of_2(heads))

@@ -38,8 +38,8 @@ def rows_times_weight(
         a = tl.load(from_a, mask=a_mask, other=0.0)
         b = tl.load(from_b, mask=b_mask, other=0.0)
         acc = tl.dot(a, b, acc, input_precision="ieee")
-        from_a += BLOCK_K * stride_ak
-        from_b += BLOCK_K * stride_bk
+        from_a += tl.cast(BLOCK_K, tl.int64) * stride_ak
+        from_b += tl.cast(BLOCK_K, tl.int64) * stride_bk
     return acc
 
 

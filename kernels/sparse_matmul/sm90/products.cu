@@ -113,10 +113,10 @@ DEVICE void load_x(u32 to, const TensorMap* map, int k, int row, u32 bar) {
 DEVICE void load_blocks(const Problem& a, u32 to, int block, int row, u32 bar) {
     const char* from = a.metadata + (u64)block * a.blocks * META_BLOCK;
     const int first = row / 16;
-    if (first + BLOCK_N / 16 <= a.blocks) return bulk_load(to, from + first * META_BLOCK, META_BYTES, bar);
+    if (first + BLOCK_N / 16 <= a.blocks) return bulk_load(to, from + (u64)first * META_BLOCK, META_BYTES, bar);
 #pragma unroll(FP8 ? 1 : BLOCK_N / 16)  // the producer has few registers
     for (int i = 0; i < BLOCK_N / 16; i++)
-        bulk_load(to + i * META_BLOCK, from + min(first + i, a.blocks - 1) * META_BLOCK, META_BLOCK, bar);
+        bulk_load(to + i * META_BLOCK, from + (u64)min(first + i, a.blocks - 1) * META_BLOCK, META_BLOCK, bar);
 }
 
 DEVICE void load_metadata(const Problem& a, u32 to, int k, int row, u32 bar) {
