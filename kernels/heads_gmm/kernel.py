@@ -133,10 +133,12 @@ def _heads_gmm_fwd_kernel(
             )
             from_w2 = w2 + col.to(tl.int64)[:, None] * stride_2h + out_col.to(tl.int64)[None, :] * stride_2o
             b = tl.load(from_w2, mask=(col < hidden)[:, None] & out_mask, other=0.0)
-            # Beyond the hidden's end pre is 0, and so are act(0) and w2.
+            if first + BLOCK_H > hidden:
+                pre = tl.where(col_mask, pre, 0.0)  # beyond the hidden's end it is NaN where x is not finite: inf · 0
+            # There w2 and act(0) are 0.
             acc = tl.dot(_activation(pre, ACTIVATION).to(b.dtype), b, acc, input_precision="ieee")
         if bias_ptr is not None:
-            bias = tl.load(bias_ptr + head * stride_bg + out_col * stride_bo, mask=out_col < 3, other=0.0)
+            bias = tl.load(bias_ptr + head * stride_bg + out_col.to(tl.int64) * stride_bo, mask=out_col < 3, other=0.0)
             acc += bias.to(tl.float32)[None, :]
         if parameters_ptr is not None:
             to = parameters_ptr + (row.to(tl.int64)[:, None] * heads + head) * 3 + out_col[None, :]

@@ -65,7 +65,8 @@ def heads_gmm(
 
     Source: Bishop 1994, Mixture Density Networks, equations 22 to 24, with logarithms of the deviations.
     """
-    if lean(x, w1, w2, y, bias):
+    # `lean` takes None for an operand that may be left out, which bias alone is.
+    if lean(x, w1, w2, y, bias) and w1 is not None and w2 is not None and y is not None:
         recorded = torch.is_grad_enabled() and (
             x.requires_grad
             or w1.requires_grad

@@ -159,6 +159,34 @@ def test_says_what_is_wrong() -> None:
         heads_gmm(x, w1, w2, y.double(), bias)
     with pytest.raises(ValueError, match="save must be one of input, parameters, got 'all'"):
         heads_gmm(x, w1, w2, y, bias, save="all")
+    for index, name in enumerate(("x", "w1", "w2", "y")):
+        given = [t.detach() for t in (x, w1, w2, y)]
+        given[index] = None
+        with pytest.raises(TypeError, match=f"{name} must be a tensor of .*, got NoneType"):
+            heads_gmm(*given)
+
+
+def test_columns_beyond_the_hiddens_end_add_nothing() -> None:
+    """A row of x with inf: all columns of the hidden are −inf before the ReLU and 0 behind it, so that the loss is the
+    bias's. Columns beyond the end are no 0 · inf."""
+    x, w1, w2, y, bias = (t.detach() for t in _inputs())
+    x[1, 2] = math.inf
+    loss = heads_gmm(x, -w1.abs(), w2, y, bias, "relu", "none")
+    want = heads_gmm_reference(x, -w1.abs(), w2, y, bias, "relu", "none")
+    assert want.isfinite().all()
+    torch.testing.assert_close(loss, want)
+
+
+def test_a_bias_whose_columns_are_far_apart() -> None:
+    """2^31 elements from its first column to its last, of which few are touched: that exceeds an int32, as which it
+    would be read 2^31 elements before the first."""
+    x, w1, w2, y, bias = (t.detach() for t in _inputs())
+    memory = torch.empty(2**32 + 8, dtype=torch.float16, device=DEVICE)
+    far = memory.as_strided((3, 3), (2, 2**30), storage_offset=2**31)
+    far.copy_(bias)
+    memory[: 2**31 : 2**30].zero_()
+    halves = [t.half() for t in (x, w1, w2, y)]
+    assert torch.equal(heads_gmm(*halves, far), heads_gmm(*halves, bias.half()))
 
 
 @pytest.mark.gpu

@@ -78,7 +78,8 @@ def test_it_compiles_and_does_not_spill(variant: tuple) -> None:
 def _operands(rows: int, dim: int, hidden: int, count: int = 3, dtype: torch.dtype = torch.bfloat16) -> Operands:
     shapes = {"x": (rows, dim), "w1": (count, hidden, dim), "w2": (count, 3, hidden), "y": (rows,), "bias": (count, 3)}
     scales = {"x": 1.0, "w1": dim**-0.5, "w2": hidden**-0.5, "y": 1.0, "bias": 0.1}
-    return {n: torch.randn(s, device="cuda").mul(scales[n]).to(dtype) for n, s in shapes.items()}
+    generator = torch.Generator().manual_seed(0)  # of the CPU: the same numbers on every GPU
+    return {n: torch.randn(s, generator=generator).mul(scales[n]).to("cuda", dtype) for n, s in shapes.items()}
 
 
 def _agrees(tensors: Operands, activation: str = "silu", reduction: str = "none", **options: str) -> None:
@@ -145,10 +146,37 @@ def always(compiler: None, monkeypatch: pytest.MonkeyPatch):
     forget()
 
 
-def _gradients_agree(tensors: Operands, activation: str = "silu", **options: str) -> None:
-    """Gradients are those of the reference in fp64, no further from them than twice PyTorch in the same dtype."""
+def _moved_by_rounding(leaves: list[torch.Tensor], activation: str, dloss: torch.Tensor, eps: float) -> list[float]:
+    """How far a change of each operand by at most half an epsilon takes each gradient, in fp64: the largest change of
+    any element in 16 draws."""
+    generator = torch.Generator().manual_seed(1)
+
+    def gradients(change: float) -> tuple[torch.Tensor, ...]:
+        moved = [
+            (t * (1 + change * (torch.rand(t.shape, generator=generator).to(t) - 0.5))).requires_grad_() for t in leaves
+        ]
+        return torch.autograd.grad(heads_gmm_reference(*moved, activation, "none"), moved, dloss)
+
+    most, exact = [0.0] * len(leaves), gradients(0.0)
+    for _ in range(16):
+        changes = [(a - b).abs().max().item() for a, b in zip(gradients(eps), exact, strict=True)]
+        most = [max(pair) for pair in zip(most, changes, strict=True)]
+    return most
+
+
+def _gradients_agree(tensors: Operands, activation: str = "silu", **options: str) -> list[tuple[torch.Tensor, ...]]:
+    """Gradients are those of the reference in fp64, no further from them than twice PyTorch in the same dtype, or than
+    twice what rounding of the operands does to the reference. Returns the gradients: ours, PyTorch's and in fp64.
+
+    PyTorch's largest error alone is no sound bound. The gradient of a row goes with z² / sigma, so that one row of
+    thousands, with a small sigma and a y far away, often has the largest error of both sides; and in that row all
+    elements err by the same factor, by which its z and sigma were rounded. Twice PyTorch's error is then one number
+    drawn at random, and near 0 as likely as near any other. Of 40 draws of the operands of test_gradients_of_chunks,
+    with the kernels' rounding written out in PyTorch, two had errors at or above that bound, by up to 1.7 times. The
+    largest of 16 more draws is not near 0: no error was more than 0.6 of the bound, with six.
+    """
     rows = tensors["x"].shape[0]
-    dloss = torch.randn(rows, device="cuda")
+    dloss = torch.randn(rows, generator=torch.Generator().manual_seed(2)).cuda()
     found = []
     for op, dtype, more in (
         (heads_gmm, None, options),
@@ -158,11 +186,14 @@ def _gradients_agree(tensors: Operands, activation: str = "silu", **options: str
         leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in tensors.values()]
         loss = op(*leaves, activation, "none", **more)
         found.append(torch.autograd.grad(loss, leaves, dloss.to(loss.dtype)))
-    for ours, eager, exact in zip(*found, strict=True):
+    eps = torch.finfo(tensors["x"].dtype).eps
+    moved = _moved_by_rounding([t.double() for t in tensors.values()], activation, dloss.double(), eps)
+    for ours, eager, exact, change in zip(*found, moved, strict=True):
         assert ours.dtype == eager.dtype and ours.shape == eager.shape
         floor = torch.finfo(ours.dtype).eps * exact.abs().max().item()
-        bound = max(2 * (eager.double() - exact).abs().max().item(), floor)
+        bound = max(2 * (eager.double() - exact).abs().max().item(), 2 * change, floor)
         torch.testing.assert_close(ours.double(), exact, rtol=0, atol=bound)
+    return found
 
 
 @pytest.mark.gpu(min_capability=(9, 0))
@@ -177,9 +208,16 @@ def test_gradients(always: None, rows: int, dtype: torch.dtype, save: str) -> No
 @pytest.mark.parametrize("save", ["input", "parameters"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradients_of_chunks(always: None, activation: str, save: str) -> None:
-    """Three chunks, the last smaller; y that is a column of another tensor."""
-    y = torch.randn(20_000, 3, device="cuda").bfloat16()[:, 1]
-    _gradients_agree({**_operands(20_000, 64, 203), "y": y}, activation, save=save)
+    """Three chunks, the last smaller; y that is a column of another tensor. Of each chunk half the elements of dx and
+    dy are within twice the error that PyTorch's have: a median over thousands of rows, unlike the largest error, hardly
+    varies from draw to draw."""
+    y = torch.randn(20_000, 3, generator=torch.Generator().manual_seed(3)).cuda().bfloat16()[:, 1]
+    found = _gradients_agree({**_operands(20_000, 64, 203), "y": y}, activation, save=save)
+    for index in (0, 3):
+        ours, eager, exact = (gradients[index] for gradients in found)
+        for chunk in torch.arange(20_000, device="cuda").split(heads_backward.CHUNK_ROWS):
+            error, allowed = ((t[chunk].double() - exact[chunk]).abs().median() for t in (ours, eager))
+            assert error <= 2 * allowed
 
 
 @pytest.mark.gpu(min_capability=(9, 0))

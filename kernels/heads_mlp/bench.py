@@ -226,7 +226,7 @@ SPEC = KernelSpec(
     fuzz={"rows": (0, 20), "dim": (1, 20), "heads": (1, 3), "hidden": (1, 20), "dim_out": (1, 5)},
     # With Triton 3.6, tiles of 128 by 256 and of 128 by 128, which are the fastest; in CUDA C++ GELU with 256 or 384
     # columns of x and its tanh form with 64, once a unit of work or a tile.
-    spills={"_heads_mlp_fwd_kernel": 4, "_heads_dhidden_kernel": 76, "heads_dhidden": 16},
+    spills={"_heads_mlp_fwd_kernel": 12, "_heads_dhidden_kernel": 112, "heads_dhidden": 16},
     tunables=(
         Tunable(configs, "pick_fwd_config", "fwd", _fwd_candidates, TIMED, implementation="triton"),
         Tunable(heads_forward, "pick_cuda_config", "fwd", _cuda_candidates, CUDA_CASES),

@@ -75,7 +75,9 @@ def _heads_mlp_fwd_kernel(
                 )
             from_w2 = w2 + col.to(tl.int64)[:, None] * stride_2h + out_col.to(tl.int64)[None, :] * stride_2o
             b2 = tl.load(from_w2, mask=(col < hidden)[:, None] & out_mask, other=0.0)
-            # Beyond the hidden's end pre is 0, and so are act(0) and w2.
+            if first + BLOCK_H > hidden:
+                pre = tl.where(col_mask, pre, 0.0)  # beyond the hidden's end it is NaN where x is not finite: inf · 0
+            # There w2 and act(0) are 0.
             acc = tl.dot(_activation(pre, ACTIVATION).to(b2.dtype), b2, acc, input_precision="ieee")
         to = y_ptr + (row.to(tl.int64)[:, None] * heads + head) * dim_out + out_col[None, :]
         tl.store(to, acc.to(y_ptr.dtype.element_ty), mask=row_mask & out_mask)

@@ -81,6 +81,47 @@ def test_infinite_gradient_stays_in_its_row() -> None:
     assert torch.autograd.grad(heads_mlp(*positive, "relu"), positive[0], dy)[0][1].isposinf().all()
 
 
+def test_an_infinite_row_is_no_nan() -> None:
+    """Columns beyond the hidden's end are no 0 · inf: the result is inf, or 0 where all columns are off."""
+    x, w1, w2 = (t.detach().abs() for t in _inputs())
+    x[1, 2] = torch.inf
+    assert heads_mlp(x, w1, w2, "relu")[1].isposinf().all()
+    assert not heads_mlp(x, -w1, w2, "relu")[1].any()
+
+
+def test_an_infinite_weight_reaches_no_row_beyond_the_last() -> None:
+    """w2's gradient is a sum of infinities of one sign. Of rows that fill up a tile it would be 0 · inf."""
+    x, w1, w2 = (t.detach().abs() for t in _inputs())
+    w1[0, 3, 1] = torch.inf
+    w2.requires_grad_()
+    (dw2,) = torch.autograd.grad(heads_mlp(x, w1, w2, "relu").sum(), w2)
+    assert dw2[0, :, 3].isposinf().all() and dw2.isfinite().sum() == dw2.numel() - 3
+
+
+def test_rows_and_columns_that_are_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of rows, or of columns, spans 2^32 elements, of which few are touched: its stride exceeds an int32."""
+    monkeypatch.setattr(
+        configs, "pick_fwd_config", lambda *problem: configs.FwdConfig(16, 16, 16, 1, False, stages=1, num_warps=4)
+    )
+    monkeypatch.setattr(
+        heads_backward, "pick_dhidden_config", lambda *problem: heads_backward.DhiddenConfig(16, 16, 16, 2, 1, 4)
+    )
+    monkeypatch.setattr(
+        heads_backward, "pick_dw1_config", lambda *problem: heads_backward.TileConfig(16, 16, 16, stages=1, num_warps=4)
+    )
+    forget()
+    memory = torch.empty(17 * 2**28, dtype=torch.float16, device=DEVICE)
+    for sizes, strides in (((17, 16), (2**28, 1)), ((5, 17), (1, 2**28))):
+        x, w1, w2 = (t.detach().half() for t in _inputs(*sizes))
+        found = []
+        for rows in (x, memory.as_strided(sizes, strides).copy_(x)):
+            leaves = [t.detach().requires_grad_() for t in (rows, w1, w2)]
+            y = heads_mlp(*leaves)
+            found.append((y, *torch.autograd.grad(y, leaves, torch.ones_like(y))))
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    forget()
+
+
 def test_leading_dimensions_and_strides() -> None:
     x, w1, w2 = _inputs(rows=6)
     y = heads_mlp(x, w1, w2)

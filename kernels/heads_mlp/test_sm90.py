@@ -403,6 +403,17 @@ def test_an_infinite_gradient_stays_in_its_row(always: None, hidden: int) -> Non
 
 
 @pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("rows", [1, 2, 127, 129, 301])
+def test_an_infinite_weight_reaches_no_row_beyond_the_last(always: None, rows: int) -> None:
+    """w2's gradient is a sum of infinities of one sign. Of rows that fill up a tile it would be 0 · inf."""
+    x, w1, w2 = (t.abs() for t in _operands(rows, 128, 203).values())
+    w1[1, 150, 7] = torch.inf
+    w2.requires_grad_()
+    (dw2,) = torch.autograd.grad(heads_mlp(x, w1, w2, "relu").sum(), w2)
+    assert dw2[1, :, 150].isposinf().all() and dw2.isfinite().sum() == dw2.numel() - 3
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
 def test_the_gradient_in_a_graph(always: None) -> None:
     tensors = {n: t.requires_grad_() for n, t in _operands(1000, 128, 203).items()}
     leaves, dy = list(tensors.values()), torch.randn(1000, 3, 3, device="cuda").bfloat16()

@@ -38,8 +38,8 @@ def pick_cuda_config(rows: int, heads: int, hidden: int, sms: int) -> CudaConfig
     Two CTAs share w1, which each SM then reads from L2 at 16 bytes a cycle in place of 32. As many heads a unit as make
     the rounds of all SMs shortest: a unit costs its blocks of the hidden, and about half a block more to load x. For
     ten heads of 1365 on 132 SMs 205 000 rows are 61 rounds of two heads, 99 % of the SMs' time (13 rounds of ten heads
-    are 93 %), and 5000 rows one round of four. Of equals the most heads. 13 stages are what shared memory holds beside
-    w2. By these sums, which predict 3.8 to 4.4 ms and 115 us; the search is open.
+    are 93 %), and 5000 rows one round of four. Of equal times the one with the most heads. 13 stages are
+    what shared memory holds beside w2. Estimated, 3.8 to 4.4 ms and 115 us; not searched.
     """
     cluster = 2 if rows > BLOCK else 1
     bands, blocks = triton.cdiv(rows, cluster * BLOCK), triton.cdiv(hidden, BLOCK)

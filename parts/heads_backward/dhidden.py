@@ -27,6 +27,8 @@ def rows_times_weight(
 ):
     """Σ_k a · b in fp32. from_a [BLOCK_M, 1] and from_b [1, BLOCK_N] point to k = 0."""
     k = tl.arange(0, BLOCK_K)
+    # The stride of a transposed operand is its number of rows: times BLOCK_K that may exceed 2^31.
+    step_a, step_b = BLOCK_K * tl.cast(stride_ak, tl.int64), BLOCK_K * tl.cast(stride_bk, tl.int64)
     from_a += k.to(tl.int64)[None, :] * stride_ak
     from_b += k.to(tl.int64)[:, None] * stride_bk
     acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
@@ -37,8 +39,8 @@ def rows_times_weight(
         a = tl.load(from_a, mask=a_mask, other=0.0)
         b = tl.load(from_b, mask=b_mask, other=0.0)
         acc = tl.dot(a, b, acc, input_precision="ieee")
-        from_a += tl.cast(BLOCK_K, tl.int64) * stride_ak
-        from_b += tl.cast(BLOCK_K, tl.int64) * stride_bk
+        from_a += step_a
+        from_b += step_b
     return acc
 
 
@@ -112,10 +114,11 @@ def _heads_dhidden_kernel(
         dh = tl.dot(dy, w2, input_precision="ieee")
         h, dpre = _activation_and_gradient(pre, dh, ACTIVATION)
         if dpre_ptr is not None:
-            dpre = tl.where(col_mask, dpre, 0.0)  # where dy is inf, it is NaN beyond the end
+            dpre = tl.where(col_mask, dpre, 0.0)  # beyond the hidden's end it is NaN where dy is inf: inf · 0
             to = dpre_ptr + (row.to(tl.int64)[:, None] * heads + head) * pitch + col[None, :]
             tl.store(to, dpre.to(dpre_ptr.dtype.element_ty), mask=row_mask & (col < pitch)[None, :])
         if dw2_ptr is not None:
+            h = tl.where(row_mask, h, 0.0)  # beyond the last row it is NaN where w1 is not finite: inf · 0
             acc = tl.dot(tl.trans(h.to(dy.dtype)), dy, acc, input_precision="ieee")
     if dw2_ptr is not None:
         to = dw2_ptr + (((first_part + split) * heads + head) * dim_out + out_col[None, :]) * hidden + col[:, None]

@@ -130,6 +130,14 @@ DEVICE void add_dw2(const Hidden& p, const Unit& unit, int column, int out, cons
             to[(u64)(i % 2) * p.hidden + i / 2 * 8] += sums[i];
 }
 
+// Zeroes the sums of rows from `left` on, which are beyond the last row of x. TMA filled them with zeros, but a w1 that
+// is not finite makes NaN of these, and NaN times the zeros of dy would reach dw2.
+DEVICE void clear_rows(float (&d)[64], int left) {
+#pragma unroll
+    for (int i = 0; i < 64; i++)
+        if (i / 4 * 8 + i % 2 + threadIdx.x % 4 * 2 >= left) d[i] = 0;
+}
+
 // dpre of preᵀ = d into this warpgroup's tile, from `to` on as this lane addresses it, and dw2 += act(d) dy.
 DEVICE void derive(const float (&d)[64], Columns& own, u32 dy, u32 to) {
 #pragma unroll
@@ -182,6 +190,7 @@ DEVICE void consume(const Hidden& p, const TensorMap* dpre_map, u32 smem, int gr
                 warpgroup_sync(3 + group);
                 bar_wait(smem + DY_FULL + 8 * slot, count / DY_SLOTS % 2);
             });
+            if (p.rows - tile * BLOCK_M < BLOCK_M) clear_rows(d, p.rows - tile * BLOCK_M);
             derive(d, own, smem + DY + slot * DY_BYTES + lane * 16, to);
             fence_for_tma();
             warpgroup_sync(5 + group);

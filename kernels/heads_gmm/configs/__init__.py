@@ -39,8 +39,8 @@ def pick_fwd_config(
 ) -> FwdConfig:
     """Configuration of the forward. Pure. On Hopper, measured on one H200: 128 rows by 256 columns and two heads a CTA
     for many rows, 7.70 ms of 205 000 (five heads 7.94, ten 8.36; 64 by 128 8.8); 64 by 128 and a head a CTA for few,
-    212 us of 5000 (two heads 282). Elsewhere, by sums: as many heads a CTA as leave two CTAs to each SM; fp32 has all
-    operands of a step in registers, and spills with 4 warps."""
+    212 us of 5000 (two heads 282). Elsewhere, not measured: as many heads a CTA as leave two CTAs to each SM; fp32 has
+    all operands of a step in registers, and spills with 4 warps."""
     if not aligned or dtype == torch.float32 or dim <= 64:
         block_m, warps = fit(rows, 32 if dim <= 64 else 64), 8 if dtype == torch.float32 else 4
         return FwdConfig(block_m, fit(hidden, 32), fit(dim, 32), _heads(rows, block_m, heads, sms), 2, warps)

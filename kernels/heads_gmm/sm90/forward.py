@@ -27,8 +27,8 @@ def launch(
     first: int = 0,
 ) -> Callable[..., None]:
     """Writes statistics [groups, rows, 4] and parameters [rows, K, 3], each unless None, given (x, w1, w2, bias, y,
-    statistics, parameters) like these, of which x, [rows, D], and y are taken from row `first` on; nothing speaks
-    against them."""
+    statistics, parameters) like these, of which x, [rows, D], and y are taken from row `first` on;
+    `heads.unsupported_reason` is None."""
     start = forward_launch("forward.cu", "heads_gmm_forward", _LAYOUT, x, w1, w2, activation, config)
     stride_bg, stride_bo = (0, 0) if bias is None else bias.stride()
     stride_y = y.stride(0)

@@ -41,7 +41,8 @@ def unsupported_reason(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> s
 
 
 def takes(*tensors: torch.Tensor) -> bool:
-    """Whether TMA can read the rows of these: contiguous, on 16-byte boundaries, and without overlap."""
+    """Whether TMA can read the rows of these: they have elements, are contiguous, start on 16-byte boundaries, and no
+    dimension is expanded (stride 0)."""
     for t in tensors:
         if not t.numel() or t.data_ptr() % 16 or (t.shape[-1] > 1 and t.stride(-1) != 1):
             return False

@@ -38,7 +38,7 @@ def pick_fwd_config(
 ) -> FwdConfig:
     """Configuration of the forward. Pure. Small tensors are in one block. On Hopper, measured on one H200: 128 rows by
     256 columns, and half the heads a CTA, are 12 % faster than 128 by 128 for 205 000 rows; 64 by 128, and a head a
-    CTA, 15 % faster for 5000. x is better read again from L2 than kept. Elsewhere, by sums: as many heads a CTA as
+    CTA, 15 % faster for 5000. x is better read again from L2 than kept. Elsewhere, not measured: as many heads a CTA as
     leave two CTAs to each SM."""
     if dim <= 64:
         block_m, block_h = fit(rows, 32), fit(hidden, 32)

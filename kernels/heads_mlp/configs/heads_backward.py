@@ -52,13 +52,13 @@ class TileConfig:
 def pick_chunk_rows(rows: int, heads: int, hidden: int) -> int:
     """Rows of which the hidden's gradient is in memory at a time. Pure. 8448 rows of 512 columns are 132 tiles of 128 x
     256, one for each SM. Each chunk also reads and writes the fp32 sums of w1's gradient: 56 MB for ten heads of 1365.
-    Twice the rows would halve that, and take 465 MB in place of 232; by these sums some 2 % of the time."""
+    Twice the rows would halve that, and take 465 MB instead of 232; estimated, 2 % of the time."""
     return min(max(1, rows), CHUNK_ROWS)
 
 
 def pick_cuda(rows: int, possible: bool) -> bool:
     """Whether the gradient of the hidden is made in CUDA C++; `possible`: it can be. Pure. As for the forward: of fewer
-    rows launches are most of the time. By these sums; not measured yet."""
+    rows launches are most of the time. Estimated, not measured."""
     return possible and rows > MIN_ROWS
 
 
@@ -67,8 +67,9 @@ def pick_cuda_config(rows: int, heads: int, hidden: int, sms: int) -> CudaConfig
 
     As many tiles of rows a unit as make the rounds of all SMs shortest: a unit costs its tiles, and about half a tile
     more to load w1. Of ten heads of 1365 there are 55 pairs of blocks, for 66 pairs of SMs: 8448 rows are six parts of
-    eleven tiles, five rounds in which no SM is idle, and 5000 rows six parts of seven. Of equals the most tiles, which
-    are the fewest parts. 11 stages are what shared memory holds beside dpre and dy. By these sums; not measured yet.
+    eleven tiles, five rounds in which no SM is idle, and 5000 rows six parts of seven. Of equal times the one with
+    the most tiles, which are the fewest parts. 11 stages are what shared memory holds beside dpre and dy. Estimated,
+    not measured.
     """
     blocks, bands = heads * triton.cdiv(hidden, BLOCK), triton.cdiv(rows, BLOCK)
     cluster = 2 if blocks > 1 else 1

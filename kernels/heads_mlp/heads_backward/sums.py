@@ -85,6 +85,8 @@ def _heads_dw1_kernel(
         acc = tl.zeros([BLOCK_H, BLOCK_N], dtype=tl.float32)
     else:
         acc = tl.load(before_ptr + at, mask=inside, other=0.0)
+    # In int64: a row of x may be far from the next.
+    step_dpre, step_x = BLOCK_R * tl.cast(heads, tl.int64) * pitch, BLOCK_R * tl.cast(stride_xm, tl.int64)
     for first in tl.range(0, rows, BLOCK_R):
         a_mask, b_mask = row < rows - first, row < rows - first
         if not EVEN_N:
@@ -92,8 +94,8 @@ def _heads_dw1_kernel(
         a = tl.load(from_dpre, mask=a_mask & (h < pitch)[None, :], other=0.0)
         b = tl.load(from_x, mask=b_mask, other=0.0)
         acc = tl.dot(tl.trans(a), b, acc, input_precision="ieee")
-        from_dpre += BLOCK_R * heads * pitch
-        from_x += tl.cast(BLOCK_R, tl.int64) * stride_xm
+        from_dpre += step_dpre
+        from_x += step_x
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 

@@ -12,7 +12,7 @@ from .heads import forward_launch
 
 
 def launch(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: str) -> Callable[..., None]:
-    """Writes y [rows, K, O], given (x, w1, w2, y) like these: x is [rows, D], and nothing speaks against them."""
+    """Writes y [rows, K, O], given (x, w1, w2, y) like these: x is [rows, D]; `heads.unsupported_reason` is None."""
     rows, (heads, hidden, _), (_, sms) = x.shape[0], w1.shape, device_of(x)
     config = heads_forward.pick_cuda_config(rows, heads, hidden, sms)
     # forward.cu's Output: y.

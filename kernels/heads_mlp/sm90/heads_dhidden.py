@@ -37,7 +37,7 @@ def launch(
 ) -> Callable[..., None]:
     """For the `rows` rows of x from `start` on, and of dy from its first on, given (dy, x, w1, w2, dpre, dw2) like
     these: writes dpre [rows, K, pitch], unless None, with zeros behind each head's columns, and adds to the parts of
-    dw2 [parts, K, O, H] in fp32, unless None. dy has the dtype of x; nothing speaks against x and w1 (`heads`)."""
+    dw2 [parts, K, O, H] in fp32, unless None. dy has the dtype of x; `heads.unsupported_reason` is None."""
     (heads, hidden, dim), dim_out, (_, sms) = w1.shape, w2.shape[1], device_of(x)
     pitch = configs.pick_pitch(hidden)
     defines = (
