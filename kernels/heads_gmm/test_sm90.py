@@ -44,7 +44,7 @@ def test_which_version_runs() -> None:
         "triton",
         "cuda",
     ]
-    assert pick_backend("auto", 5000, possible=False) == pick_backend("auto", 512, possible=True) == "triton"
+    assert pick_backend("auto", 5000, possible=False) == pick_backend("auto", 256, possible=True) == "triton"
 
 
 # Activation, columns of x, columns of the hidden, CTAs of a cluster, FP16.

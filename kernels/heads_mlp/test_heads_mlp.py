@@ -244,7 +244,7 @@ def test_the_plan_around_cuda(needs: tuple[bool, bool, bool], monkeypatch: pytes
 
 def test_when_the_hiddens_gradient_is_in_cuda() -> None:
     picked = heads_backward.pick_cuda
-    assert picked(513, possible=True) and not picked(512, possible=True) and not picked(5000, possible=False)
+    assert picked(129, possible=True) and not picked(128, possible=True) and not picked(5000, possible=False)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_which_version_runs() -> None:
         "triton",
         "cuda",
     ]
-    assert pick_backend("auto", 5000, possible=False) == pick_backend("auto", 512, possible=True) == "triton"
+    assert pick_backend("auto", 5000, possible=False) == pick_backend("auto", 256, possible=True) == "triton"
 
 
 @pytest.mark.parametrize(("rows", "count"), [(205_000, 2), (5000, 4), (128, 1)])

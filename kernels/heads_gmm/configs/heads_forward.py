@@ -11,7 +11,7 @@ import triton
 BLOCK = 128  # rows of a CTA, and columns of the hidden at a time
 MAX_DIM = 512  # columns of x that a consumer warpgroup has in registers
 MAX_OUT = 8  # columns of y of an mma
-MIN_ROWS = 512
+MIN_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class CudaConfig:
 
 def pick_backend(backend: str, rows: int, possible: bool) -> str:
     """The version that runs, "triton" or "cuda"; `possible`: CUDA C++ can. Pure. Measured on one H200, ten heads of 512
-    to 1365 to 3: 564 rows take 43 us by "cuda" and 59 by "triton", 5000 154 and 215, 205 000 4.6 and 8.1 ms. Of fewer
-    rows a unit of work is a whole head, 11 blocks of 1365 columns, where Triton has smaller tiles: not measured."""
+    to 1365 to 3: 564 rows take 43 us by "cuda" and 59 by "triton", 5000 154 and 215, 205 000 4.6 and 8.1 ms. From 257
+    rows on a unit of work is the same as of 564. Of fewer rows Triton's smaller tiles may be faster: not measured."""
     if backend == "auto":
         return "cuda" if possible and rows > MIN_ROWS else "triton"
     return backend

@@ -13,7 +13,7 @@ MIN_BLOCK = 16  # what tl.dot takes
 PITCH = 16  # elements: rows of the hidden's gradient are whole vectors
 CHUNK_ROWS = 8448
 BLOCK = 128  # rows of a tile, and columns of the hidden of a CTA, in CUDA C++
-MIN_ROWS = 512
+MIN_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,9 @@ def pick_chunk_rows(rows: int, heads: int, hidden: int) -> int:
 
 
 def pick_cuda(rows: int, possible: bool) -> bool:
-    """Whether the gradient of the hidden is made in CUDA C++; `possible`: it can be. Pure. As for the forward: of fewer
-    rows launches are most of the time. Estimated, not measured."""
+    """Whether the gradient of the hidden is made in CUDA C++; `possible`: it can be. Pure. Measured on one H200, ten
+    heads of 512 to 1365 to 3: the backward of 564 rows takes 112 us, with Triton's 164. Down to a tile of rows a unit
+    of work is the same, so that fewer should not take longer; not measured."""
     return possible and rows > MIN_ROWS
 
 
@@ -83,9 +84,9 @@ def pick_cuda_config(rows: int, heads: int, hidden: int, sms: int) -> CudaConfig
 
 def pick_library(rows: int, dtype: torch.dtype, on_gpu: bool) -> bool:
     """Whether cuBLAS makes the products of the hidden's gradient where Triton writes that. Pure. Triton's products
-    reach some 290 TFLOP/s; of few rows launches are most of the time, and cuBLAS may be set to round fp32 operands to
-    tf32."""
-    return on_gpu and dtype != torch.float32 and rows >= 2048
+    reach some 290 TFLOP/s; measured on one H200, the backward of 500 rows takes 189 us with cuBLAS, 207 without. cuBLAS
+    may be set to round fp32 operands to tf32."""
+    return on_gpu and dtype != torch.float32 and rows >= 256
 
 
 def pick_pitch(hidden: int) -> int:
