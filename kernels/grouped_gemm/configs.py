@@ -28,10 +28,19 @@ class RowsConfig:
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """Of products.cu, whose tiles are 128 x 256 x 64: steps of the ring, and row tiles that follow each other."""
+    """Of products.cu, whose tiles are 128 x 256: steps of the ring, tiles (or clusters of them) below each other that
+    follow each other, terms of a step, and how many CTAs below and beside each other share what they read (1 and 1, 2
+    and 1, or 1 and 2).
+
+    Of a gradient alone: 2 CTAs below each other, steps of 32 terms, by how many steps one consumer is ahead of the
+    other, and whether tiles leave through shared memory by TMA."""
 
     stages: int
     raster: int
+    block_k: int = 64
+    cluster: tuple[int, int] = (1, 1)
+    lag: int = 0
+    staged: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,16 +65,15 @@ class BiasConfig:
     num_warps: int
 
 
-def pick_backend(backend: str, groups: int, of_weights: bool = False) -> str:
+def pick_backend(backend: str) -> str:
     """The version of a product: "triton", "cuda" or, of "auto", "where it can" for CUDA C++ with Triton for what that
     does not take. Pure.
 
-    Measured on one H200: the forward is 2 to 15 % faster in CUDA C++. So are all gradients together with 64 groups and
-    more; with 8 of very different sizes the weights' gradient, whose CTAs take whole groups, is slower.
+    Measured on one H200: the forward is 2 to 15 % faster in CUDA C++, and so are all gradients together with 64 groups
+    and more. With 8 groups the weights' gradient was slower when it had neither clusters nor an epilogue beside the
+    other consumer's products; with both it is predicted to be faster (EXPERIMENTS.md), not measured yet.
     """
-    if backend != "auto":
-        return backend
-    return "triton" if of_weights and groups < 32 else "where it can"
+    return "where it can" if backend == "auto" else backend
 
 
 def pick_block_m(rows: int, groups: int, dtype: torch.dtype, capability: tuple[int, int]) -> int:
@@ -117,9 +125,27 @@ def pick_cuda_rows_config(groups: int, rows: int, cols: int, depth: int) -> Cuda
     return CudaConfig(stages=4, raster=16 if groups >= 32 else 8)
 
 
-def pick_cuda_weights_config(groups: int, rows: int, cols: int, depth: int) -> CudaConfig:
-    """Configuration of products.cu for the weights' gradient. Pure. As `pick_cuda_rows_config`."""
-    return CudaConfig(stages=4, raster=8)
+def pick_cuda_weights_config(groups: int, rows: int, height: int, width: int) -> CudaConfig:
+    """Configuration of products.cu for the weights' gradient, of matrices [height, width] with contiguous rows. Pure.
+
+    - A consumer is three steps of 32 terms ahead of the other: 768 cycles in which one has the tensor cores for itself
+      while the other stores. Four steps of 64 leave room for one that it is ahead.
+    - Two tiles below each other share 256 columns, or two beside each other 128 rows, whichever adds fewer tiles beyond
+      the end; alone where both would add more than what is read costs (READ_COST).
+
+    By cycles (EXPERIMENTS.md); not measured yet.
+    """
+
+    def cost(cluster: tuple[int, int]) -> float:
+        below, beside = cluster
+        return READ_COST[cluster] * below * -(-height // (128 * below)) * beside * -(-width // (256 * beside))
+
+    return CudaConfig(8, raster=8, block_k=32, cluster=min(READ_COST, key=cost), lag=3, staged=True)
+
+
+#: What a step takes relative to the others, by the CTAs that share: reckoned from 32, 40 and 48 bytes a cycle out of L2
+#: and the 3 to 6 % that fused_mlp's clusters gain.
+READ_COST = {(2, 1): 1.0, (1, 2): 1.02, (1, 1): 1.05}
 
 
 def pick_bias_config(cols: int, dtype: torch.dtype, capability: tuple[int, int]) -> BiasConfig:

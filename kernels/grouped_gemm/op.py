@@ -44,9 +44,8 @@ def grouped_gemm(
     bias     [G, N], dtype of x, or None
     backend  "triton", "cuda" (CUDA C++, compiled by CuPy, on compute capability 9.0: float16 and bfloat16, rows of x
              and rows or columns of weights contiguous and on 16-byte boundaries, N and K multiples of 8, groups of more
-             than 64 rows on average), or "auto", "cuda" for what that takes where it is the faster one
-             (`configs.pick_backend`), else "triton". The backward of both takes Triton where an incoming gradient is
-             laid out otherwise.
+             than 64 rows on average), or "auto", "cuda" for what that takes, else "triton". The backward of both takes
+             Triton where an incoming gradient is laid out otherwise.
 
     Returns y [T, N], in dtype of x, contiguous.
 

@@ -37,7 +37,7 @@ def fwd_plan(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, bias
     rows, (groups, cols), device = x.shape[0], weights.shape[:2], x.device
     size, dtype = table_size(rows, groups), x.dtype
     schedule = table_launch(_grouped_gemm_table_kernel, offsets, rows, _block_m(rows, groups, x))
-    product = _rows_launch(x, weights, bias, configs.pick_backend(backend, groups)) if rows and cols else None
+    product = _rows_launch(x, weights, bias, configs.pick_backend(backend)) if rows and cols else None
 
     def run(
         x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, bias: Optional
@@ -59,11 +59,10 @@ def bwd_plan(
     has False, or there is none. `dweights` lies in memory as weights do, if these are dense. What `backend` cannot
     take goes to Triton, for the layout of an incoming gradient is not the caller's choice."""
     (rows, cols), (groups, _, depth), device, dtype = dy.shape, weights.shape, x.device, x.dtype
-    later = "where it can" if backend == "cuda" else configs.pick_backend(backend, groups)
-    of_weights = "where it can" if backend == "cuda" else configs.pick_backend(backend, groups, of_weights=True)
+    later = "where it can" if backend == "cuda" else configs.pick_backend(backend)
     need_dx, need_dw, need_db = needs[0], needs[1], needs[2] and biased
     for_x = _rows_launch(dy, weights.mT, None, later) if need_dx and rows and depth else None
-    for_weights = _weights_launch(dy, x, weights, of_weights) if need_dw and weights.numel() else None
+    for_weights = _weights_launch(dy, x, weights, later) if need_dw and weights.numel() else None
     for_bias = _bias_launch(dy, groups) if need_db and groups and cols else None
 
     def run(
@@ -121,8 +120,9 @@ def _weights_launch(dy: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ba
     groups, cols, depth = weights.shape
     dweights, (capability, _) = torch.empty_like(weights, device="meta"), _device(x)
     if backend != "triton" and products.weights_unsupported_reason(dy, x, dweights, capability) is None:
-        ring = configs.pick_cuda_weights_config(groups, dy.shape[0], cols, depth)
-        return products.weights_launch(dy, x, dweights, ring)
+        swapped = dweights.stride(2) != 1
+        matrix = (depth, cols) if swapped else (cols, depth)
+        return products.weights_launch(dy, x, dweights, configs.pick_cuda_weights_config(groups, dy.shape[0], *matrix))
     config = configs.pick_weights_config(cols, depth, _aligned(dy, x, cols, depth), x.dtype, capability)
     return Launch(
         _grouped_gemm_weights_kernel,

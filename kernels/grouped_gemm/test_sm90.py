@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from harness.compiling import nvrtc, sass
 
 from . import configs
+from .launch import forget
 from .op import grouped_gemm
 from .reference import grouped_gemm_reference
 from .sm90 import cuda_driver, products
@@ -94,28 +96,104 @@ def test_backend_is_checked() -> None:
             grouped_gemm(x, weights, offsets, backend="cuda")
 
 
+# Of the weights' gradient: the ring in steps of 64 or 32 terms, with and without clusters, a lag, and TMA stores.
+WEIGHTS = [
+    configs.CudaConfig(4, raster=8),
+    configs.CudaConfig(4, raster=2, lag=1),
+    configs.CudaConfig(4, raster=8, lag=2, staged=True),
+    configs.CudaConfig(3, raster=3, cluster=(2, 1), staged=True),
+    configs.CudaConfig(4, raster=8, cluster=(1, 2)),
+    configs.CudaConfig(8, raster=8, block_k=32, lag=3, staged=True),
+    configs.CudaConfig(8, raster=8, block_k=32, cluster=(2, 1), lag=3, staged=True),
+    configs.CudaConfig(8, raster=8, block_k=32, cluster=(1, 2), lag=3, staged=True),
+    configs.CudaConfig(9, raster=8, block_k=32, cluster=(2, 1), lag=8),
+]
+ROWS = [configs.CudaConfig(4, raster=8), configs.CudaConfig(4, raster=8, cluster=(1, 2))]
+
+
+def name_of(config: configs.CudaConfig) -> str:
+    below, beside = config.cluster
+    return f"{below}x{beside}-{config.stages}of{config.block_k}-lag{config.lag}-{'tma' if config.staged else 'direct'}"
+
+
+def compiled(weights: int, config: configs.CudaConfig, transposed: int = 1, fp16: int = 0) -> sass.Usage:
+    defines = products.defines(config, weights=bool(weights), transposed=bool(transposed), fp16=bool(fp16))
+    return sass.inspect(nvrtc.compiled(SOURCE, "sm_90a", defines), "grouped_gemm_products")
+
+
+def is_as_written(usage: sass.Usage, config: configs.CudaConfig) -> None:
+    assert usage.spills == 0 and usage.stack == 0 and usage.early_arrivals == 0
+    # For a tile of 256 columns and for one of 128: the wgmmas of a step, and ptxas has let these run on, for there is
+    # one wait a step, and the last.
+    assert usage.mma == {"HGMMA": 2 * config.block_k // 16}
+    assert usage.wgmma_waits == 4
+
+
 @pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
 @pytest.mark.parametrize("fp16", [0, 1])
-@pytest.mark.parametrize(("weights", "transposed"), [(0, 0), (0, 1), (1, 1)])
-def test_it_compiles_and_does_not_spill(weights: int, transposed: int, fp16: int) -> None:
-    defines = (f"WEIGHTS={weights}", f"FP16={fp16}", "STAGES=4", "RASTER=8", f"B_TRANSPOSED={transposed}")
-    usage = sass.inspect(nvrtc.compiled(SOURCE, "sm_90a", defines), "grouped_gemm_products")
-    assert usage.spills == 0 and usage.stack == 0
-    assert usage.mma == {"HGMMA": 8}  # four for a tile of 256 columns, and four for one of 128
+@pytest.mark.parametrize("transposed", [0, 1])
+@pytest.mark.parametrize("config", ROWS, ids=name_of)
+def test_rows_compile_and_do_not_spill(config: configs.CudaConfig, transposed: int, fp16: int) -> None:
+    is_as_written(compiled(0, config, transposed, fp16), config)
 
 
-def test_host_and_device_agree_on_the_tile() -> None:
+@pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
+@pytest.mark.parametrize("fp16", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("config", WEIGHTS, ids=name_of)
+def test_weights_compile_and_do_not_spill(config: configs.CudaConfig, fp16: int) -> None:
+    usage = compiled(1, config, fp16=fp16)
+    is_as_written(usage, config)
+    assert usage.stores == ({"TMA": products.BLOCK_N // products.BOX_COLUMNS} if config.staged else {"STG.128": 16})
+
+
+def test_host_and_device_agree() -> None:
     text = SOURCE.read_text(encoding="utf-8")
-    blocks = re.search(r"BLOCK_M = (\d+), BLOCK_N = (\d+), BLOCK_K = (\d+);\nconstexpr int CONSUMERS = (\d+)", text)
-    assert blocks is not None
+    blocks = re.search(r"BLOCK_M = (\d+), BLOCK_N = (\d+);\nconstexpr int CONSUMERS = (\d+)", text)
+    boxes = re.search(
+        r"BOX_BYTES = (\d+) \* (\d+), BOXES = (\d+);", SOURCE.with_name("epilogue.cuh").read_text("utf-8")
+    )
+    assert blocks is not None and boxes is not None
     *tile, consumers = map(int, blocks.groups())
-    assert tile == [products.BLOCK_M, products.BLOCK_N, products.BLOCK_K]
-    assert 128 * (consumers + 1) == products.THREADS
+    assert tile == [products.BLOCK_M, products.BLOCK_N]
+    assert 128 * (consumers + 1) == products.THREADS and 4 * consumers == products.WARPS
+    assert list(map(int, boxes.groups())) == [products.BOX_ROWS, 2 * products.BOX_COLUMNS, products.BOXES]
 
 
 def test_the_ring_fits_into_shared_memory() -> None:
-    for pick in (configs.pick_cuda_rows_config, configs.pick_cuda_weights_config):
-        assert products.shared_bytes(pick(64, 32768, 2048, 1408)) <= 227 << 10
+    picked = [configs.pick_cuda_rows_config(64, 32768, 2048, 1408), configs.pick_cuda_weights_config(8, 8192, 512, 512)]
+    for config in (*picked, *ROWS, *WEIGHTS):
+        assert products.shared_bytes(config) <= 227 << 10
+        assert config.lag < config.stages
+
+
+def test_which_tiles_share_what_they_read() -> None:
+    """Those of which fewest lie beyond the end: 11 tiles below each other are no pairs, nor are 5 beside each other."""
+
+    def cluster(height: int, width: int) -> tuple[int, int]:
+        config = configs.pick_cuda_weights_config(64, 32768, height, width)
+        assert dataclasses.replace(config, cluster=(2, 1)) in WEIGHTS  # what is picked is compiled and tested
+        return config.cluster
+
+    assert cluster(4096, 4096) == cluster(2048, 1408) == (2, 1)
+    assert cluster(1408, 2048) == cluster(128, 512) == (1, 2)
+    assert cluster(1408, 1280) == cluster(128, 256) == cluster(8, 8) == (1, 1)
+
+
+def put_in_place(
+    monkeypatch, weights: configs.CudaConfig | None = None, rows: configs.CudaConfig | None = None
+) -> None:
+    """These configurations instead of the picked ones."""
+    for pick, config in (("pick_cuda_weights_config", weights), ("pick_cuda_rows_config", rows)):
+        if config is not None:
+            monkeypatch.setattr(configs, pick, lambda *_, config=config: config)
+
+
+@pytest.fixture(autouse=True)
+def _forget_plans():
+    """Plans are kept by shapes and options, not by the configuration that a test puts in place."""
+    forget()
+    yield
+    forget()
 
 
 @pytest.mark.gpu(min_capability=(9, 0))
@@ -158,6 +236,87 @@ def test_what_is_not_finite_stays_in_its_group(compiler) -> None:
         assert torch.equal(y[rows], want[0][rows]) and torch.equal(dx[rows], want[1][rows])
     assert torch.equal(dweights[::2], want[2][::2]) and dweights[1].isnan().all()
     assert not y[700:].any() and not dx[700:].any()
+
+
+def gradient_of_weights(sizes: list[int], behind: int, n: int, k: int) -> tuple[torch.Tensor, ...]:
+    """What auto computes of the weights' gradient alone, and what it is in fp64, of groups of these sizes."""
+    ends = list(itertools.accumulate(sizes))
+    x, dy = (torch.randn(ends[-1] + behind, size, device="cuda").bfloat16() for size in (k, n))
+    weights = torch.zeros(len(sizes), n, k, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    y = grouped_gemm(x, weights, torch.tensor(ends, device="cuda"))  # auto, for a forward of few rows is not in CUDA
+    starts = [0, *ends[:-1]]
+    want = [dy[a:b].double().mT @ x[a:b].double() for a, b in zip(starts, ends, strict=True)]
+    several = [torch.autograd.grad(y, weights, dy, retain_graph=True)[0] for _ in range(4)]
+    assert all(torch.equal(several[0], again) for again in several[1:])
+    return several[0].double(), torch.stack(want)
+
+
+SIZES = {
+    "odd": [200, 1, 63, 436, 128, 172],
+    "of 32 and one more": [32, 33, 64, 65, 96, 97, 31, 1, 127],
+    "empty ones": [0, 300, 0, 0, 500, 0],
+    "of one row": [1] * 9,
+    "none": [0, 0, 0],
+    "long and short": [1500, 3, 0, 700, 64, 65, 1, 2000, 129, 300],
+}
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize(("n", "k"), [(128, 256), (512, 512), (264, 136), (104, 776), (8, 8), (392, 1000), (1160, 520)])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("config", WEIGHTS, ids=name_of)
+def test_every_gradient_of_weights(
+    compiler, monkeypatch, config: configs.CudaConfig, sizes: str, n: int, k: int
+) -> None:
+    """Also where a cluster's second tile is beyond the end, and repeats agree bit for bit."""
+    put_in_place(monkeypatch, weights=config)
+    ours, want = gradient_of_weights(SIZES[sizes], 77, n, k)
+    torch.testing.assert_close(ours, want, rtol=0, atol=5e-3 * want.abs().max().item())
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("config", WEIGHTS, ids=name_of)
+def test_many_rounds_of_the_gradient_of_weights(compiler, monkeypatch, config: configs.CudaConfig) -> None:
+    """More tiles than CTAs by far, most of them of less than a lag's steps."""
+    put_in_place(monkeypatch, weights=config)
+    ours, want = gradient_of_weights([group * 37 % 150 for group in range(40)], 5, 1160, 2056)
+    torch.testing.assert_close(ours, want, rtol=0, atol=5e-3 * want.abs().max().item())
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("config", WEIGHTS, ids=name_of)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_every_gradient_of_transposed_weights(compiler, monkeypatch, config: configs.CudaConfig, sizes: str) -> None:
+    put_in_place(monkeypatch, weights=config)
+    ends = list(itertools.accumulate(SIZES[sizes]))
+    x, dy = (torch.randn(ends[-1] + 9, size, device="cuda").half() for size in (392, 264))
+    stored = torch.randn(len(ends), 392, 264, device="cuda").half().mT
+    offsets = torch.tensor(ends, device="cuda")
+    ours = gradients(x, stored, offsets, dy)[2]
+    assert ours.stride() == stored.stride()
+    agrees((ours,), gradients(x, stored, offsets, dy, None, None)[2:])
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("config", WEIGHTS, ids=name_of)
+def test_what_is_not_finite_stays_out_of_other_gradients(compiler, monkeypatch, config: configs.CudaConfig) -> None:
+    put_in_place(monkeypatch, weights=config)
+    x, weights, offsets = operands([200, 460, 700], 264, 200)
+    dy = torch.randn(1000, 264, device="cuda").bfloat16()
+    want = gradients(x, weights, offsets, dy)[2]
+    x[200:460], dy[700:] = torch.nan, torch.inf
+    ours = gradients(x, weights, offsets, dy)[2]
+    assert torch.equal(ours[::2], want[::2]) and ours[1].isnan().all()
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize(("n", "k"), [(512, 256), (264, 136), (1160, 520)])
+@pytest.mark.parametrize("split", SPLITS)
+def test_rows_in_clusters(compiler, monkeypatch, split: str, n: int, k: int) -> None:
+    put_in_place(monkeypatch, rows=ROWS[1])
+    x, weights, offsets = operands(SPLITS[split], n, k)
+    bias, dy = torch.randn(weights.shape[:2], device="cuda").bfloat16(), torch.randn(1000, n, device="cuda").bfloat16()
+    agrees(gradients(x, weights, offsets, dy, bias), gradients(x, weights, offsets, dy, bias, None))
 
 
 @pytest.mark.gpu(min_capability=(9, 0))

@@ -8,14 +8,15 @@ import torch
 
 from ..configs import CudaConfig
 from . import cuda_driver
-from .cuda_driver import address, tensor_map
+from .cuda_driver import TensorMap, address, tensor_map
 
-BLOCK_M, BLOCK_N, BLOCK_K, THREADS = 128, 256, 64, 384  # of products.cu
+BLOCK_M, BLOCK_N, THREADS = 128, 256, 384  # of products.cu
+WARPS, BOX_ROWS, BOX_COLUMNS, BOXES = 8, 16, 64, 2  # of what TMA stores of a gradient: each warp has boxes for two
 HALVES = (torch.float16, torch.bfloat16)
 VECTOR = 8  # elements of 16 bytes
 
-# Two tensor maps and products.cu's Problem: table, out, bias; strides of out and bias; groups, rows, cols, depth.
-_LAYOUT = "MM(PPPqqqqiiii)"
+# Three tensor maps and products.cu's Problem: table, out, bias; strides of out and bias; groups, rows, cols, depth.
+_LAYOUT = "MMM(PPPqqqqiiii)"
 
 
 def rows_unsupported_reason(a: torch.Tensor, b: torch.Tensor, block_m: int, capability: tuple[int, int]) -> str | None:
@@ -64,13 +65,15 @@ def rows_launch(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, con
     takes."""
     (rows, depth), (groups, cols, _) = a.shape, b.shape
     transposed = b.stride(2) != 1
+    _, beside = config.cluster
     maps = (
-        tensor_map(a[None, None], rows, BLOCK_M),
-        tensor_map(b.mT[None], depth, BLOCK_K) if transposed else tensor_map(b[None], cols, BLOCK_N),
+        tensor_map(a[None, None], rows, BLOCK_M // beside),
+        tensor_map(b.mT[None], depth, config.block_k) if transposed else tensor_map(b[None], cols, BLOCK_N),
+        None,
     )
     strides = cols, 0, *((0, 0) if bias is None else bias.stride())
-    most = (rows // BLOCK_M + groups + 1) * -(-cols // BLOCK_N)
-    start = _start(a, config, transposed, 0, most, maps, strides, (groups, rows, cols, depth))
+    most = (rows // BLOCK_M + groups + 1) * -(-cols // (beside * BLOCK_N))
+    start = _start(a, config, transposed, False, most, maps, strides, (groups, rows, cols, depth))
 
     def run(
         a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, table: torch.Tensor, out: torch.Tensor
@@ -87,11 +90,16 @@ def weights_launch(
     dweights [G, N, K] is contiguous along N, its transpose is computed."""
     swapped = dweights.stride(2) != 1
     a, b, out = (x, dy, dweights.mT) if swapped else (dy, x, dweights)
-    maps = tensor_map(a[None, None], a.shape[0], BLOCK_K), tensor_map(b[None, None], b.shape[0], BLOCK_K)
     groups, rows, cols = out.shape
-    tiles = groups * -(-rows // BLOCK_M) * -(-cols // BLOCK_N)
+    below, beside = config.cluster
+    maps = (
+        tensor_map(a[None, None], a.shape[0], config.block_k),
+        tensor_map(b[None, None], b.shape[0], config.block_k),
+        tensor_map(out[None], rows, BOX_ROWS, BOX_COLUMNS),
+    )
+    tiles = groups * -(-rows // (below * BLOCK_M)) * -(-cols // (beside * BLOCK_N))
     strides = out.stride(1), out.stride(0), 0, 0
-    start = _start(a, config, True, 1, tiles, maps, strides, (groups, rows, cols, 0))
+    start = _start(a, config, True, True, tiles, maps, strides, (groups, rows, cols, 0))
 
     def run(dy: torch.Tensor, x: torch.Tensor, table: torch.Tensor, dweights: torch.Tensor) -> None:
         start(x if swapped else dy, dy if swapped else x, None, table, dweights)
@@ -103,35 +111,35 @@ def _start(
     a: torch.Tensor,
     config: CudaConfig,
     transposed: bool,
-    weights: int,
+    weights: bool,
     tiles: int,
-    maps: tuple[Callable[[int], bytes], Callable[[int], bytes]],
+    maps: tuple[TensorMap, TensorMap, TensorMap | None],
     strides: tuple[int, ...],
     sizes: tuple[int, ...],
 ) -> Callable[..., None]:
-    """Launches the kernel, given (a, b, bias, table, out)."""
-    defines = (
-        f"WEIGHTS={weights}",
-        f"FP16={int(a.dtype == torch.float16)}",
-        f"STAGES={config.stages}",
-        f"RASTER={config.raster}",
-        f"B_TRANSPOSED={int(transposed)}",
-    )
+    """Launches the kernel for at most `tiles` tiles, or clusters of them, given (a, b, bias, table, out). `maps` are
+    those of a, b and, of a gradient, the result."""
+    below, beside = config.cluster
+    chosen = defines(config, weights=weights, transposed=transposed, fp16=a.dtype == torch.float16)
     device, shared = a.device, shared_bytes(config)
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     with torch.cuda.device_of(a):
-        (kernel,) = cuda_driver.kernels(device.index, "products.cu", ("grouped_gemm_products",), defines, shared)
-    launch = cuda_driver.Launch(device.index, kernel, min(sms, tiles), THREADS, shared, _LAYOUT)
-    a_map, b_map = maps
+        (kernel,) = cuda_driver.kernels(device.index, "products.cu", ("grouped_gemm_products",), chosen, shared)
+    cluster = below * beside
+    grid = cluster * min(sms // cluster, tiles)
+    launch = cuda_driver.Launch(device.index, kernel, grid, THREADS, shared, _LAYOUT)
+    a_map, b_map, out_map = maps
 
     def start(
         a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, table: torch.Tensor, out: torch.Tensor
     ) -> None:
         if table.data_ptr() % 16:  # it may have been saved elsewhere, and is read in vectors
             table = table.clone()
+        of_a = a_map(a.data_ptr())
         launch(
-            a_map(a.data_ptr()),
+            of_a,
             b_map(b.data_ptr()),
+            of_a if out_map is None else out_map(out.data_ptr()),  # which the forward does not read
             table.data_ptr(),
             out.data_ptr(),
             address(bias),
@@ -142,6 +150,24 @@ def _start(
     return start
 
 
+def defines(config: CudaConfig, *, weights: bool, transposed: bool, fp16: bool) -> tuple[str, ...]:
+    """Of products.cu."""
+    below, beside = config.cluster
+    return (
+        f"WEIGHTS={int(weights)}",
+        f"FP16={int(fp16)}",
+        f"STAGES={config.stages}",
+        f"RASTER={config.raster}",
+        f"BLOCK_K={config.block_k}",
+        f"CLUSTER_M={below}",
+        f"CLUSTER_N={beside}",
+        f"LAG={config.lag}",
+        f"STAGED={int(config.staged)}",
+        f"B_TRANSPOSED={int(transposed)}",
+    )
+
+
 def shared_bytes(config: CudaConfig) -> int:
-    """Of a CTA: the ring of both operands, and its barriers."""
-    return config.stages * ((BLOCK_M + BLOCK_N) * BLOCK_K * 2 + 16)
+    """Of a CTA: the ring of both operands with its barriers, and the boxes of a tile that leaves."""
+    boxes = WARPS * BOXES * BOX_ROWS * BOX_COLUMNS * 2 if config.staged else 0
+    return config.stages * ((BLOCK_M + BLOCK_N) * config.block_k * 2 + 24) + boxes
