@@ -202,6 +202,7 @@ DEVICE float2 load_sums(u32 at, int rank) {
 // This CTA's share of the columns of y: the sums of all parts in their order, what is not applied yet, and the bias.
 DEVICE void add(const Problem& p, const Tile& tile, u32 smem) {
     const int height = min(COLS, p.rows - tile.row);
+#pragma unroll 1
     for (int i = threadIdx.x; i < height * (SHARE / 2); i += THREADS) {
         const int row = i / (SHARE / 2), own = cluster_rank() * SHARE + 2 * (i % (SHARE / 2));
         const int m = tile.row + row, n = tile.column + own;
@@ -252,5 +253,5 @@ fp8_matmul_few_rows(const __grid_constant__ TensorMap a_map, const __grid_consta
     cluster_sync();
     add(problem, tile, smem);
     __syncwarp();
-    cluster_sync();  // others have read this CTA's sums
+    cluster_leave();  // others have read this CTA's sums
 }
