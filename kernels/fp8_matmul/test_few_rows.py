@@ -68,7 +68,9 @@ def test_its_clusters_run_at_once() -> None:
 
 @pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
 @pytest.mark.parametrize("scaling", NUMBERS)
-@pytest.mark.parametrize("rows", [1, pytest.param(16, marks=pytest.mark.slow), pytest.param(32, marks=pytest.mark.slow), 64])
+@pytest.mark.parametrize(
+    "rows", [1, pytest.param(16, marks=pytest.mark.slow), pytest.param(32, marks=pytest.mark.slow), 64]
+)
 def test_it_compiles_and_does_not_spill(rows: int, scaling: int) -> None:
     config = configs.pick_few_config(rows, 8192, 8192, scaling)
     chosen = {
