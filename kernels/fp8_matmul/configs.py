@@ -121,8 +121,8 @@ def pick_few_config(rows: int, cols: int, depth: int, scaling: int, sms: int = S
 
     - Two CTAs an SM with 128 rows of b each. Above 64 rows of a, tiles of them follow each other, so that b comes from
       L2 for the second.
-    - k in 1, 2, 4 or 8 parts, by the steps that the longest chain of clusters takes; starting one and adding up its sums
-      counts as four.
+    - k in 1, 2, 4 or 8 parts, by the steps that the longest chain of clusters takes; starting one and adding up its
+      sums counts as four.
     - As many steps in the ring as shared memory has room for, at most 8.
 
     By these sums; not measured yet.

@@ -13,7 +13,8 @@ from .cuda_driver import address, tensor_map
 BLOCK_M, BLOCK_K, THREADS = 128, 128, 384  # of products.cu
 NUMBERS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # BIAS of products.cu
 
-# Two tensor maps and the Problem of products.cu and few_rows.cu: out, scales, bias; strides of scales and bias; rows, cols, depth.
+# Two tensor maps and the Problem of products.cu and few_rows.cu: out, scales, bias; strides of scales and bias; rows,
+# cols, depth.
 LAYOUT = "MM(PPPPqqqqqiii)"
 
 Optional = torch.Tensor | None
