@@ -49,7 +49,8 @@ CASES = (
     *(_case(8192, 4096, 11008, scaling, bench=True) for scaling in (TENSOR, ROW, SQUARE)),
     _case(11008, 8192, 4096, LINE, bench=True),
     # Few rows, where b is what is read.
-    _case(16, 8192, 8192, SQUARE, bench=True),
+    *(_case(m, 8192, 8192, SQUARE, bench=True) for m in (1, 16, 64)),
+    *(_case(16, 8192, 8192, scaling, bench=True) for scaling in (ROW, LINE)),
     # What goes wrong: plain first, blocks with a tail in every dimension, formats, the smallest, nothing.
     _case(33, 208, 48, ROW, FP16),
     _case(19, 160, 32, TENSOR, FP16, formats="e5m2", bias=True),
@@ -240,7 +241,7 @@ def _candidates(case: Case) -> list[configs.Config]:
         for block_m, block_n, warps in dict.fromkeys(tiles)
         for block_k in (64, 128)
         for group_m in (4, 8, 16)
-        for stages in (3, 4, 5)
+        for stages in ((4, 6, 8) if m <= 64 else (3, 4, 5))
         if (block_m + block_n) * block_k * stages <= 220 << 10
     ]
 
@@ -260,14 +261,26 @@ def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
     ]
 
 
+def _few_candidates(case: Case) -> list[configs.FewConfig]:
+    number = {SQUARE: 2, LINE: 3}.get(case.params["scaling"], 1)
+    tile_m = next(size for size in (8, 16, 32, 64) if case.dims["m"] <= size or size == 64)
+    return [
+        configs.FewConfig(tile_m, groups, splits, stages)
+        for groups in (1, 2, 4)
+        for splits in (1, 2, 4, 8)
+        for stages in (3, 4, 5, 6, 8)
+        if stages <= configs.few_stages(tile_m, groups, number)
+    ]
+
+
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
-    few = case.dims["m"] <= 64 or case.params.get("fast_accum")
-    if implementation == "cuda" and not few:
-        return "it is what auto takes"
-    return "it is what auto takes" if implementation == "triton" and few else None
+    chosen = configs.pick_backend("auto", case.dims["m"], case.params.get("fast_accum", False), possible=True)
+    return "it is what auto takes" if implementation == chosen else None
 
 
-CUDA_CASES = tuple(dataclasses.replace(case, min_capability=(9, 0)) for case in CASES if case.bench)
+ON_HOPPER = tuple(dataclasses.replace(case, min_capability=(9, 0)) for case in CASES if case.bench)
+CUDA_CASES = tuple(case for case in ON_HOPPER if case.dims["m"] > configs.FEW_ROWS)
+FEW_CASES = tuple(case for case in ON_HOPPER if case.dims["m"] <= configs.FEW_ROWS)
 HOST_CASES = (dataclasses.replace(_case(256, 256, 256, ROW), name="256x256x256-e4m3-row-host"),)
 
 SPEC = KernelSpec(
@@ -304,6 +317,7 @@ SPEC = KernelSpec(
     tunables=(
         Tunable(configs, "pick_config", "fwd", _candidates, implementation="triton"),
         Tunable(configs, "pick_cuda_config", "fwd", _cuda_candidates, CUDA_CASES, implementation="cuda"),
+        Tunable(configs, "pick_few_config", "fwd", _few_candidates, FEW_CASES, implementation="cuda"),
     ),
     compile_targets=((9, 0),),
     host_cases=HOST_CASES,

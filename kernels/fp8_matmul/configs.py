@@ -37,14 +37,30 @@ class CudaConfig:
     turns: bool
 
 
+@dataclass(frozen=True)
+class FewConfig:
+    """Of few_rows.cu: `rows` of a by 64 `groups` rows of b to a CTA, `splits` CTAs of a cluster for parts of k, and
+    steps of its ring."""
+
+    rows: int
+    groups: int
+    splits: int
+    stages: int
+
+
+FEW_ROWS = 128  # up to which CUDA C++ is few_rows.cu, above products.cu
+
+
 def pick_backend(backend: str, rows: int, fast_accum: bool, possible: bool) -> str:
     """The version that runs; `possible`: CUDA C++ can. Pure.
 
-    Measured on one H200: with fp32 sums beside the tensor core's CUDA C++ is 11 to 39 % faster than Triton; without
-    them (`fast_accum`) Triton is 2 to 8 % faster; 16 rows take it 10 % less.
+    - Above FEW_ROWS, measured on one H200: with fp32 sums beside the tensor core's CUDA C++ is 11 to 39 % faster than
+      Triton; without them (`fast_accum`) Triton is 2 to 8 % faster.
+    - Up to FEW_ROWS reading b binds, for which few_rows.cu has more CTAs and more bytes on their way than either.
+      Reckoned in EXPERIMENTS.md.
     """
     if backend == "auto":
-        return "cuda" if possible and rows > 64 and not fast_accum else "triton"
+        return "cuda" if possible and (rows <= FEW_ROWS or not fast_accum) else "triton"
     return backend
 
 
@@ -57,12 +73,16 @@ def pick_config(
       this step. Else 64 on sm_89, which has 99 KiB of it.
     - Two sets of sums, the tensor core's and fp32, are 128 registers a thread with 128 x 128 sums in 8 warps. Without
       the second (`fast_accum`), tiles are twice as wide and read 48 KiB for the products of two that read 64.
-    - Up to 64 rows the reading of b is what takes the time: more and narrower tiles.
+    - Up to 64 rows the reading of b is what takes the time: narrower tiles, and on Hopper and later a ring of 8 steps.
+      With 8192 rows of b two CTAs an SM then have 56 KiB of them on their way, where 32 KiB an SM are needed
+      (4254 GB/s for 1 us); of tiles of 64 in a ring of 4 it was one CTA with 24 KiB.
 
     By these sums; not measured yet.
     """
     block_m = max(MIN_BLOCK_M, min(128, _power(rows)))
     block_k = max(MIN_BLOCK_K, min(128 if blocked or capability >= (9, 0) else 64, _power(depth)))
+    if block_m <= 64 and capability >= (9, 0):
+        return Config(block_m, _fit(cols, 32), block_k, group_m=8, num_warps=4, num_stages=8)
     if block_m <= 64:
         return Config(block_m, _fit(cols, 64), block_k, group_m=8, num_warps=4, num_stages=4)
     if capability < (9, 0):
@@ -75,14 +95,14 @@ def pick_config(
 def pick_cuda_config(rows: int, cols: int, depth: int, scaling: int) -> CudaConfig:
     """The configuration of products.cu. Pure.
 
-    - Two CTAs share b where there are rows for both: up to 9 % faster with scales of 1x128, 3 % with others (measured
-      on one H200, of tiles of 128 x 128).
+    - Two CTAs share b: up to 9 % faster with scales of 1x128, 3 % with others (measured on one H200, of tiles of
+      128 x 128).
     - 16 rows of tiles follow each other.
     - Of blocks, tiles of 192 or 128 columns: which takes less time by STEP_NS, all CTAs' rounds together.
     - As many steps as there is room for, at most six of 128 columns.
     - Two consumers with a set of sums each take turns; one with two sets always has a step under way.
     """
-    cluster = 2 if rows > 128 else 1
+    cluster = 2
     if scaling == 0:
         return CudaConfig(stages=4, raster=16 // cluster, cluster=cluster, block_n=256, turns=False)
     costs = {block_n: _step_ns(rows, cols, cluster, scaling, block_n) for block_n in (128, 192)} if scaling > 1 else {}
@@ -94,6 +114,47 @@ def pick_cuda_config(rows: int, cols: int, depth: int, scaling: int) -> CudaConf
 #: What a CTA takes for 128 of k, by the scaling and the columns of its tile, measured on one H200 (EXPERIMENTS.md).
 STEP_NS = {2: {128: 440, 192: 620}, 3: {128: 550, 192: 810}}
 SMS = 132
+
+
+def pick_few_config(rows: int, cols: int, depth: int, scaling: int, sms: int = SMS) -> FewConfig:
+    """The configuration of few_rows.cu. Pure.
+
+    - Two CTAs an SM with 128 rows of b each. Above 64 rows of a, tiles of them follow each other, so that b comes from
+      L2 for the second.
+    - k in 1, 2, 4 or 8 parts, by the steps that the longest chain of clusters takes; starting one and adding up its
+      sums counts as four.
+    - As many steps in the ring as shared memory has room for, at most 8.
+
+    By these sums; not measured yet.
+    """
+    tile_m = next(size for size in (8, 16, 32, 64) if rows <= size or size == 64)
+    groups, steps = 2, -(-depth // 128)
+    tiles = -(-cols // (64 * groups)) * -(-rows // tile_m)
+
+    def cost(splits: int) -> int:
+        return -(-tiles // _clusters(sms, 4 // groups, splits)) * (-(-steps // splits) + 4)
+
+    splits = min((s for s in (1, 2, 4, 8) if s == 1 or steps >= 2 * s), key=cost)
+    return FewConfig(tile_m, groups, splits, few_stages(tile_m, groups, scaling))
+
+
+def few_stages(rows: int, groups: int, scaling: int) -> int:
+    """As many steps as 224 KiB hold for the 4 / groups CTAs of an SM, at most 8."""
+    return min(8, (224 << 10) * groups // 4 // few_step_bytes(rows, groups, scaling))
+
+
+def few_step_bytes(rows: int, groups: int, scaling: int) -> int:
+    """Of a step of few_rows.cu in shared memory: both operands, scales of blocks, and two barriers."""
+    scales = 0 if scaling == 1 else rows + (64 * groups if scaling == 3 else 4)
+    return (rows + 64 * groups) * 128 + 4 * scales + 16
+
+
+def _clusters(sms: int, resident: int, size: int) -> int:
+    """How many clusters of `size` CTAs run at once, with `resident` CTAs an SM. A cluster lies within a GPC, which has
+    an even number of SMs: 16 or 18 of an H100 or H200, and of one GPC fewer where SMs are left over."""
+    if (2 * resident) % size == 0:
+        return sms * resident // size
+    return sms // 18 * (16 * resident // size)
 
 
 def _step_ns(rows: int, cols: int, cluster: int, scaling: int, block_n: int) -> int:

@@ -54,7 +54,8 @@ def fp8_matmul(
     bias     [N] float32, float16 or bfloat16, or None
     out_dtype   of the result: bfloat16, float16 or float32
     fast_accum  leaves the whole sum to the tensor cores, as torch._scaled_mm's use_fast_accum. Hopper's have about 14
-                bits for it. For scales of tensors and rows alone.
+                bits for it. For scales of tensors and rows alone. With few rows in CUDA C++, where it would not be
+                faster, sums are formed as without it.
     backend  "triton", "cuda" (CUDA C++, compiled by CuPy, on compute capability 9.0, with scales in float32),
              or "auto", the faster of those that can run (`configs.pick_backend`)
 

@@ -12,7 +12,7 @@ from .checks import INTERPRETED
 from .kernel import _fp8_matmul_kernel
 from .launch import Launch
 from .scaling import BLOCKED, ROW, SQUARE, scaling_of
-from .sm90 import products
+from .sm90 import few_rows, products
 
 BACKENDS = ("auto", "triton", "cuda")
 VECTOR = 16  # elements of 16 bytes
@@ -114,9 +114,14 @@ def _cuda_write(
 ) -> Write:
     (rows, depth), cols = a.shape, b.shape[0]
     scaling = scaling_of(rows, cols, depth, scale_a.shape, scale_b.shape)
-    # SCALING of products.cu.
-    number = (2 if scaling == SQUARE else 3) if scaling in BLOCKED else int(not fast_accum)
+    # SCALING of products.cu and few_rows.cu, which has no sums of tensor cores alone: they would not be faster.
+    few = rows <= configs.FEW_ROWS
+    number = (2 if scaling == SQUARE else 3) if scaling in BLOCKED else int(few or not fast_accum)
     strides = *scale_strides(scale_a, scaling), *scale_strides(scale_b, scaling)
+    if few:
+        sms = torch.cuda.get_device_properties(a.device).multi_processor_count
+        of_few = configs.pick_few_config(rows, cols, depth, number, sms)
+        return few_rows.launch(a, b, bias, out_dtype, number, strides, of_few)
     config = configs.pick_cuda_config(rows, cols, depth, number)
     return products.launch(a, b, bias, out_dtype, number, strides, config)
 

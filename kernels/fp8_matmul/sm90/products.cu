@@ -41,6 +41,7 @@
 
 constexpr int BLOCK_M = 128, BLOCK_K = 128, CONSUMERS = 2;
 
+#include "bias.cuh"
 #include "cluster.cuh"
 #include "numbers.cuh"
 #include "promotion.cuh"
@@ -143,15 +144,6 @@ template <int N> DEVICE void sum_up(float (&d)[N / 2], u32 smem, Ring& ring, int
 
 // ---- Epilogue -----------------------------------------------------------------------------------------------------
 
-DEVICE float load_bias(const Problem& a, int column) {
-    const u64 at = column * a.bias_step;
-    if (BIAS == 3) return ((const float*)a.bias)[at];
-    const u16 bits = ((const u16*)a.bias)[at];
-    float x = __uint_as_float((u32)bits << 16);
-    if (BIAS == 2) asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
-    return x;
-}
-
 // Numbers of the tile's columns, of which each lane loads every 32nd: were each to load its own columns', ptxas would
 // begin all loads at once, and spill. Lanes then get from each other what they need, by sums[4 j + i].
 struct OfColumns {
@@ -180,7 +172,8 @@ DEVICE void finish(const Problem& a, const Tile& tile, float (&sums)[SUMS], int 
     if (BIAS) {
         __syncwarp();
 #pragma unroll
-        for (int c = 0; c < BLOCK_N / 32; c++) x.own[c] = column + 32 * c < a.cols ? load_bias(a, column + 32 * c) : 0;
+        for (int c = 0; c < BLOCK_N / 32; c++)
+            x.own[c] = column + 32 * c < a.cols ? load_bias(a.bias, (column + 32 * c) * a.bias_step) : 0;
 #pragma unroll
         for (int i = 0; i < SUMS; i += i % 2 ? 3 : 1) {
             const float bias = x.get(i / 4, i % 2);

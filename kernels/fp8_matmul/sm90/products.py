@@ -13,8 +13,9 @@ from .cuda_driver import address, tensor_map
 BLOCK_M, BLOCK_K, THREADS = 128, 128, 384  # of products.cu
 NUMBERS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # BIAS of products.cu
 
-# Two tensor maps and products.cu's Problem: out, scales, bias; strides of scales and bias; rows, cols, depth.
-_LAYOUT = "MM(PPPPqqqqqiii)"
+# Two tensor maps and the Problem of products.cu and few_rows.cu: out, scales, bias; strides of scales and bias; rows,
+# cols, depth.
+LAYOUT = "MM(PPPPqqqqqiii)"
 
 Optional = torch.Tensor | None
 
@@ -55,13 +56,13 @@ def launch(
         f"CLUSTER={config.cluster}",
     )
     width, device, shared = config.block_n, a.device, shared_bytes(scaling, config)
-    a_map, b_map = _map(a, BLOCK_M), _map(b, width // config.cluster)
+    a_map, b_map = operand_map(a, BLOCK_M), operand_map(b, width // config.cluster)
     clusters = -(-rows // (BLOCK_M * config.cluster)) * -(-cols // width)
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     with torch.cuda.device_of(a):
         (kernel,) = cuda_driver.kernels(device.index, "products.cu", ("fp8_matmul_products",), defines, shared)
     grid = config.cluster * min(sms // config.cluster, clusters)
-    start = cuda_driver.Launch(device.index, kernel, grid, THREADS, shared, _LAYOUT)
+    start = cuda_driver.Launch(device.index, kernel, grid, THREADS, shared, LAYOUT)
     fixed = (*strides, 0 if bias is None else bias.stride(0), rows, cols, depth)
 
     def run(
@@ -85,7 +86,7 @@ def launch(
     return run
 
 
-def _map(codes: torch.Tensor, rows: int) -> cuda_driver.TensorMap:
+def operand_map(codes: torch.Tensor, rows: int) -> cuda_driver.TensorMap:
     """Boxes of that many rows by BLOCK_K bytes."""
     return tensor_map(codes.view(torch.uint8)[None, None], codes.shape[0], rows, BLOCK_K)
 

@@ -13,6 +13,7 @@
 #pragma once
 
 #include "mbarrier.cuh"
+#include "scales.cuh"
 #include "wgmma.cuh"
 #include "wgmma8.cuh"
 
@@ -34,11 +35,6 @@ struct Ring {
 };
 
 // ---- Producer -----------------------------------------------------------------------------------------------------
-
-// Copies one fp32 number, or writes zero and reads nothing.
-DEVICE void copy_scale(u32 to, const float* from, bool there) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0) : "memory");
-}
 
 // Of each 16 columns a thread has four that are no neighbours. Their scales are, so that one load gets them.
 DEVICE int column_place(int column) {
@@ -100,19 +96,6 @@ template <int N> DEVICE void multiply(float (&d)[N / 2], u32 step, int consumer,
         if (TURNS && i == BLOCK_K / 64 - 1) wgmma_commit();
     }
     wgmma_commit();
-}
-
-DEVICE float load_float(u32 address) {
-    float x;
-    asm volatile("ld.shared::cta.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
-    return x;
-}
-
-DEVICE float4 load_four(u32 address) {
-    float4 x;
-    asm volatile("ld.shared::cta.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(address) : "memory");
-    return x;
 }
 
 // A thread has columns 8 j + 2 (lane % 4) and the next of rows lane / 4 and lane / 4 + 8 of its warp's 16.

@@ -154,6 +154,7 @@ DEVICE void add(const Problem& p, const Tile& tile, u32 smem) {
     constexpr int PAIRS = ROWS / CLUSTER / 2;
     const float scale = NVFP4 ? *p.tensor_scale : 1.0f;
     const int height = min(COLS, p.rows - tile.row);
+#pragma unroll 1
     for (int i = threadIdx.x; i < height * PAIRS; i += THREADS) {
         const int row = i / PAIRS, column = 2 * (cluster_rank() * PAIRS + i % PAIRS);
         if (column >= tile.width) continue;
@@ -191,5 +192,6 @@ mxfp_matmul_few_rows(const __grid_constant__ TensorMap x_map, const __grid_const
     __syncthreads();
     cluster_sync();
     add(problem, tile, smem);
-    cluster_sync();  // others have read this CTA's sums
+    __syncwarp();
+    cluster_leave();  // others have read this CTA's sums
 }
