@@ -18,6 +18,13 @@ DEVICE void cluster_sync() {
     if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
+// The same where the other CTAs see nothing that was written before it: each thread has used what it read of them, so
+// that they may end. cluster_sync() releases, before which ptxas puts a fence of the whole GPU that waits for all stores.
+DEVICE void cluster_leave() {
+    if (CLUSTER > 1)
+        asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
 // A load of TMA into the same place of every CTA of the cluster, whose barriers at the same place count its bytes.
 DEVICE void tma_multicast(u32 to, const TensorMap* map, int column, int row, u32 bar, int head = 0) {
     if (CLUSTER == 1) return tma_load(to, map, column, row, head, 0, bar);
