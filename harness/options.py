@@ -59,6 +59,11 @@ def refuse(arguments: argparse.Namespace, defaults: Mapping[str, object], where:
         raise ValueError(f"{where} does not go with {' and '.join(given)}")
 
 
+def words(chosen: Mapping[str, Sequence[str] | None]) -> list[str]:
+    """The command line of options that may be given more than once: {"case": ["a", "b"]} is --case a --case b."""
+    return [word for name, values in chosen.items() for value in values or () for word in (f"--{name}", value)]
+
+
 @dataclass(frozen=True)
 class Selection:
     """The part of one kernel that --case, --mode and --impl select."""

@@ -102,9 +102,7 @@ def _start(share: Sequence[Pair], file: Path, arguments: argparse.Namespace) -> 
     command = [sys.executable, "-m", "harness", "build", "--worker", str(file)]
     for kernel, (major, minor) in share:
         command += ["--pair", f"{kernel}:{major}.{minor}"]
-    for option in ("case", "mode", "impl"):
-        for value in getattr(arguments, option) or ():
-            command += [f"--{option}", value]
+    command += options.words({name: getattr(arguments, name) for name in ("case", "mode", "impl")})
     command += ["--quick"] * arguments.quick
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["CUDA_VISIBLE_DEVICES"] = ""

@@ -105,14 +105,8 @@ def parts(runs: int, of_all: int, jobs: int) -> list[str]:
 def worker_command(arguments: argparse.Namespace, tool: str | None, kernel: str, part: str) -> list[str]:
     """The program that a tool runs, or that runs without one: this command as a worker, on a part of the selection."""
     command = [sys.executable, "-m", "harness", "sanitize", "--worker", part, "--gpu", arguments.gpu]
-    chosen = (
-        ("--tool", [tool] if tool else None),
-        ("--kernel", [kernel]),
-        ("--case", arguments.case),
-        ("--mode", arguments.mode),
-        ("--impl", arguments.impl),
-    )
-    return command + [word for option, values in chosen for value in values or () for word in (option, value)]
+    chosen = {"case": arguments.case, "mode": arguments.mode, "impl": arguments.impl}
+    return command + options.words({"tool": [tool] if tool else None, "kernel": [kernel], **chosen})
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from .. import environment, execute, options, registry
-from ..correctness.accuracy import same_bits
+from ..correctness.accuracy import bits, same_bits
 from ..on_gpu import place
 from ..reporting import rows_json, tables
 from ..spec import Case, KernelSpec
@@ -142,9 +142,9 @@ def _difference(results: Sequence[torch.Tensor], first: Sequence[torch.Tensor]) 
     said = []
     for number, (result, before) in enumerate(zip(results, first, strict=True)):
         if not same_bits([result], [before]):
-            places = (result.double() != before.double()).nonzero()  # NaN differs from itself: at most more are named
-            at = f" from {tuple(places[0].tolist())} on" if len(places) else ""
-            said.append(f"result {number} differs in {len(places)} of {result.numel()} elements{at}")
+            places = (bits(result) != bits(before)).nonzero()
+            at = tuple(places[0].tolist())
+            said.append(f"result {number} differs in {len(places)} of {result.numel()} elements from {at} on")
     return "; ".join(said)
 
 
@@ -172,8 +172,7 @@ def _work(chosen: list[Group], arguments: argparse.Namespace, device: torch.devi
 def _start(arguments: argparse.Namespace, number: int, seconds: float) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "harness", "stress", "--worker", str(number), "--seconds", str(seconds)]
     command += ["--processes", str(arguments.processes), "--gpu", arguments.gpu]
-    for option in ("kernel", "case", "mode", "impl"):
-        command += [word for value in getattr(arguments, option) or () for word in (f"--{option}", value)]
+    command += options.words({name: getattr(arguments, name) for name in ("kernel", "case", "mode", "impl")})
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=registry.ROOT)
 
 

@@ -105,8 +105,9 @@ def pick_cuda_config(rows: int, cols: int, depth: int, scaling: int) -> CudaConf
     cluster = 2
     if scaling == 0:
         return CudaConfig(stages=4, raster=16 // cluster, cluster=cluster, block_n=256, turns=False)
-    costs = {block_n: _step_ns(rows, cols, cluster, scaling, block_n) for block_n in (128, 192)} if scaling > 1 else {}
-    block_n = min(costs, key=costs.__getitem__, default=128)
+    block_n = 128
+    if scaling > 1:
+        block_n = min(STEP_NS[scaling], key=lambda n: _step_ns(rows, cols, cluster, scaling, n))
     stages = 5 if block_n == 192 else 6
     return CudaConfig(stages, raster=16 // cluster, cluster=cluster, block_n=block_n, turns=block_n == 192)
 

@@ -48,7 +48,6 @@ VARIANTS = [
     *((scaling, n, turns) for scaling in (2, 3) for n in (128, 192) for turns in (0, 1)),
 ]
 # The same with the names that scalings have in Python.
-SINGLE_BLOCK = "a single block is a scale of a row, for which tiles have 128 columns"
 TILES = pytest.mark.parametrize(
     ("scaling", "block_n", "turns"),
     [
@@ -57,6 +56,11 @@ TILES = pytest.mark.parametrize(
         for name in {1: (TENSOR, ROW), 2: (SQUARE,), 3: (LINE,)}.get(number, ())
     ],
 )
+
+
+def skip_a_single_block(scaling: str, block_n: int, k: int) -> None:
+    if block_n > 128 and scaling == "1x128" and k <= 128:
+        pytest.skip("a single block is a scale of a row, for which tiles have 128 columns")
 
 
 def defines(scaling: int, block_n: int, turns: int, cluster: int, **changes: int) -> tuple[str, ...]:
@@ -136,8 +140,7 @@ def test_which_tiles_it_has() -> None:
 def test_it_is_right(
     compiler, monkeypatch, scaling: str, block_n: int, turns: bool, m: int, k: int, n: int, cluster: int
 ) -> None:
-    if block_n > 128 and scaling == "1x128" and k <= 128:
-        pytest.skip(SINGLE_BLOCK)
+    skip_a_single_block(scaling, block_n, k)
     config = configs.CudaConfig(4, 4, cluster, block_n, turns)
     monkeypatch.setattr(configs, "pick_cuda_config", lambda *_: config)
     a, b, *scales = operands(m, k, n, scaling)
@@ -175,8 +178,7 @@ def test_every_dtype(compiler, scaling: str, out_dtype: torch.dtype, bias: torch
 @TILES
 def test_more_tiles_than_sms(compiler, monkeypatch, scaling: str, block_n: int, turns: bool, k: int) -> None:
     """Every CTA goes through several rounds, of one, two and ten steps; repeats agree bit for bit."""
-    if block_n > 128 and scaling == "1x128" and k <= 128:
-        pytest.skip(SINGLE_BLOCK)
+    skip_a_single_block(scaling, block_n, k)
     config = configs.CudaConfig(4, 8, 2, block_n, turns)
     monkeypatch.setattr(configs, "pick_cuda_config", lambda *_: config)
     a, b, *scales = operands(3001, k, 2064, scaling)
