@@ -263,13 +263,17 @@ def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
 
 def _few_candidates(case: Case) -> list[configs.FewConfig]:
     number = {SQUARE: 2, LINE: 3}.get(case.params["scaling"], 1)
-    tile_m = next(size for size in (8, 16, 32, 64) if case.dims["m"] <= size or size == 64)
-    return [
-        configs.FewConfig(tile_m, groups, splits, stages)
-        for groups in (1, 2, 4)
+    tile_m = next(size for size in (8, 16, 32, 64, 128) if case.dims["m"] <= size)
+    most = [
+        configs.few_config(tile_m, groups, splits, number)
+        for groups in ((1, 2, 4) if tile_m <= 64 else (1, 2))
         for splits in (1, 2, 4, 8)
+    ]
+    return [
+        dataclasses.replace(config, stages=stages)
+        for config in most
         for stages in (3, 4, 5, 6, 8)
-        if stages <= configs.few_stages(tile_m, groups, number)
+        if stages <= config.stages
     ]
 
 

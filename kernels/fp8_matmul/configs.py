@@ -39,13 +39,14 @@ class CudaConfig:
 
 @dataclass(frozen=True)
 class FewConfig:
-    """Of few_rows.cu: `rows` of a by 64 `groups` rows of b to a CTA, `splits` CTAs of a cluster for parts of k, and
-    steps of its ring."""
+    """Of few_rows.cu: `rows` of a by 64 `groups` rows of b to a CTA, `splits` CTAs of a cluster for parts of k, steps of
+    its ring, and how many CTAs an SM has room for."""
 
     rows: int
     groups: int
     splits: int
     stages: int
+    resident: int
 
 
 FEW_ROWS = 128  # up to which CUDA C++ is few_rows.cu, above products.cu
@@ -120,28 +121,32 @@ SMS = 132
 def pick_few_config(rows: int, cols: int, depth: int, scaling: int, sms: int = SMS) -> FewConfig:
     """The configuration of few_rows.cu. Pure.
 
-    - Two CTAs an SM with 128 rows of b each. Above 64 rows of a, tiles of them follow each other, so that b comes from
-      L2 for the second.
+    - 128 rows of b to a CTA, of which an SM has two; one where the sums of more than 64 rows of a take the registers.
     - k in 1, 2, 4 or 8 parts, by the steps that the longest chain of clusters takes; starting one and adding up its
-      sums counts as four.
+      sums counts as two for each part. What this takes is within 5 % of the best of all, on one H200 (EXPERIMENTS.md).
     - As many steps in the ring as shared memory has room for, at most 8.
-
-    By these sums; not measured yet.
     """
-    tile_m = next(size for size in (8, 16, 32, 64) if rows <= size or size == 64)
+    tile_m = next(size for size in (8, 16, 32, 64, 128) if rows <= size or size == 128)
     groups, steps = 2, -(-depth // 128)
-    tiles = -(-cols // (64 * groups)) * -(-rows // tile_m)
+    tiles, resident = -(-cols // (64 * groups)) * -(-rows // tile_m), few_resident(tile_m, groups)
 
     def cost(splits: int) -> int:
-        return -(-tiles // _clusters(sms, 4 // groups, splits)) * (-(-steps // splits) + 4)
+        return -(-tiles // _clusters(sms, resident, splits)) * (-(-steps // splits) + 2 * splits)
 
     splits = min((s for s in (1, 2, 4, 8) if s == 1 or steps >= 2 * s), key=cost)
-    return FewConfig(tile_m, groups, splits, few_stages(tile_m, groups, scaling))
+    return few_config(tile_m, groups, splits, scaling)
 
 
-def few_stages(rows: int, groups: int, scaling: int) -> int:
-    """As many steps as 224 KiB hold for the 4 / groups CTAs of an SM, at most 8."""
-    return min(8, (224 << 10) * groups // 4 // few_step_bytes(rows, groups, scaling))
+def few_config(rows: int, groups: int, splits: int, scaling: int) -> FewConfig:
+    """With as many steps as 224 KiB hold for the CTAs of an SM, at most 8."""
+    resident = few_resident(rows, groups)
+    stages = min(8, (224 << 10) // resident // few_step_bytes(rows, groups, scaling))
+    return FewConfig(rows, groups, splits, stages, resident)
+
+
+def few_resident(rows: int, groups: int) -> int:
+    """How many CTAs an SM's registers hold: four warpgroups with sums of 64 rows, two with those of 128."""
+    return max(1, (4 if rows <= 64 else 2) // groups)
 
 
 def few_step_bytes(rows: int, groups: int, scaling: int) -> int:
@@ -151,11 +156,10 @@ def few_step_bytes(rows: int, groups: int, scaling: int) -> int:
 
 
 def _clusters(sms: int, resident: int, size: int) -> int:
-    """How many clusters of `size` CTAs run at once, with `resident` CTAs an SM. A cluster lies within a GPC, which has
-    an even number of SMs: 16 or 18 of an H100 or H200, and of one GPC fewer where SMs are left over."""
-    if (2 * resident) % size == 0:
-        return sms * resident // size
-    return sms // 18 * (16 * resident // size)
+    """How many clusters of `size` CTAs run at once, with `resident` CTAs an SM. A cluster lies within a GPC, so that of
+    132 SMs those of 4 and of 8 CTAs leave 12 without work (the driver's count on one H200)."""
+    usable = sms if size <= 2 else sms * 10 // 11
+    return usable * resident // size
 
 
 def _step_ns(rows: int, cols: int, cluster: int, scaling: int, block_n: int) -> int:

@@ -89,10 +89,10 @@ def pick_config(rows: int, columns: int, chunks: int, dtype: torch.dtype, capabi
 def pick_cuda_config(rows: int, columns: int, chunks: int, chunk_bytes: int, sms: int = 132) -> CudaConfig:
     """The configuration of few_rows.cu. Pure. `chunk_bytes`: of w and scales, for a row of a chunk of K.
 
-    - Up to 16 rows, which are little to read, two CTAs an SM with 128 rows of w each. With more also one CTA with 256
-      rows, which share x.
+    - Two CTAs an SM with 128 rows of w each. With more than 16 rows of x, and a tile for each SM, also one CTA with 256
+      rows of w, which share what is read of x.
     - K in 1, 2, 4 or 8 parts. Of these what takes the fewest chunks, in the longest chain of clusters: starting one and
-      adding up its sums counts as four.
+      adding up its sums counts as two for each part.
     - As many chunks in the rings as shared memory has room for, at most 8.
 
     By these sums; not measured yet.
@@ -102,18 +102,18 @@ def pick_cuda_config(rows: int, columns: int, chunks: int, chunk_bytes: int, sms
     def cost(choice: tuple[int, int]) -> int:
         groups, splits = choice
         tiles = -(-columns // (64 * groups)) * -(-rows // tile_m)
-        return -(-tiles // _clusters(sms, 4 // groups, splits)) * (-(-chunks // splits) + 4)
+        return -(-tiles // _clusters(sms, 4 // groups, splits)) * (-(-chunks // splits) + 2 * splits)
 
     parts = [splits for splits in (1, 2, 4, 8) if splits == 1 or chunks >= 2 * splits]
-    choices = [(groups, splits) for groups in ((2,) if rows <= 16 else (4, 2)) for splits in parts]
+    shared = rows > 16 and -(-columns // 256) * -(-rows // tile_m) >= sms
+    choices = [(groups, splits) for groups in ((4, 2) if shared else (2,)) for splits in parts]
     groups, splits = min(choices, key=cost)
     stage = 2 * tile_m * 128 + 64 * groups * chunk_bytes + 16
     return CudaConfig(tile_m, groups, splits, min(8, (224 << 10) * groups // 4 // stage))
 
 
 def _clusters(sms: int, resident: int, size: int) -> int:
-    """How many clusters of `size` CTAs run at once, with `resident` CTAs an SM. A cluster lies within a GPC, which has
-    an even number of SMs: 16 or 18 of an H100 or H200, and of one GPC fewer where SMs are left over."""
-    if (2 * resident) % size == 0:
-        return sms * resident // size
-    return sms // 18 * (16 * resident // size)
+    """How many clusters of `size` CTAs run at once, with `resident` CTAs an SM. A cluster lies within a GPC, so that of
+    132 SMs those of 4 and of 8 CTAs leave 12 without work (the driver's count on one H200)."""
+    usable = sms if size <= 2 else sms * 10 // 11
+    return usable * resident // size

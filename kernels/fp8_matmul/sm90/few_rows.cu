@@ -25,7 +25,8 @@
 // an empty one for the opposite, so that the first pass finds every slot empty.
 //
 // Defined by the launcher: SCALING, A_E4M3 and B_E4M3 (of wgmma's first and second operand: of b and of a), OUT32 (y is
-// fp32; else FP16 or bf16), BIAS (0 none, 1 bf16, 2 fp16, 3 fp32), COLS, GROUPS, STAGES, CLUSTER.
+// fp32; else FP16 or bf16), BIAS (0 none, 1 bf16, 2 fp16, 3 fp32), COLS, GROUPS, STAGES, CLUSTER, RESIDENT
+// (CTAs an SM).
 
 #include "bias.cuh"
 #include "cluster.cuh"
@@ -224,7 +225,7 @@ DEVICE void add(const Problem& p, const Tile& tile, u32 smem) {
     }
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 4 / GROUPS)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, RESIDENT)
 fp8_matmul_few_rows(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
                     const __grid_constant__ Problem problem) {
     extern __shared__ __align__(1024) char shared[];

@@ -38,6 +38,7 @@ def launch(
         f"GROUPS={config.groups}",
         f"STAGES={config.stages}",
         f"CLUSTER={config.splits}",
+        f"RESIDENT={config.resident}",
     )
     width, device, shared = GROUP * config.groups, a.device, shared_bytes(scaling, config)
     a_map, b_map = operand_map(a, config.rows), operand_map(b, width)
