@@ -240,18 +240,7 @@ def _weights_candidates(case: Case) -> list[configs.WeightsConfig]:
 
 
 def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
-    return [configs.CudaConfig(stages, raster) for stages in (3, 4) for raster in (2, 4, 8, 16, 32)]
-
-
-def _cuda_weights_candidates(case: Case) -> list[configs.CudaConfig]:
-    steps = ((4, 64, 0), (4, 64, 1), (4, 64, 2), (8, 32, 2), (8, 32, 3), (8, 32, 4))
-    return [
-        configs.CudaConfig(stages, raster, block_k, cluster, lag, staged)
-        for stages, block_k, lag in steps
-        for cluster in configs.READ_COST
-        for staged in (False, True)
-        for raster in (4, 8, 16)
-    ]
+    return [configs.CudaConfig(*own) for own in itertools.product((3, 4), (2, 4, 8, 16, 32), (1, 2))]
 
 
 def _in_cuda(case: Case) -> bool:
@@ -312,7 +301,7 @@ SPEC = KernelSpec(
         Tunable(configs, "pick_rows_config", "fwd", _rows_candidates, implementation="triton"),
         Tunable(configs, "pick_weights_config", "bwd", _weights_candidates, implementation="triton"),
         Tunable(configs, "pick_cuda_rows_config", "fwd", _cuda_candidates, CUDA_CASES),
-        Tunable(configs, "pick_cuda_weights_config", "bwd", _cuda_weights_candidates, CUDA_CASES),
+        Tunable(configs, "pick_cuda_weights_config", "bwd", _cuda_candidates, CUDA_CASES),
     ),
     host_cases=HOST_CASES,
 )

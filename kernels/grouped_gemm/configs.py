@@ -28,19 +28,13 @@ class RowsConfig:
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """Of products.cu, whose tiles are 128 x 256: steps of the ring, tiles (or clusters of them) below each other that
-    follow each other, terms of a step, and how many CTAs below and beside each other share what they read (1 and 1, 2
-    and 1, or 1 and 2).
-
-    Of a gradient alone: 2 CTAs below each other, steps of 32 terms, by how many steps one consumer is ahead of the
-    other, and whether tiles leave through shared memory by TMA."""
+    """Of products.cu, whose tiles are 128 x 256 x 64: steps of the ring, row tiles (or clusters of them) that follow
+    each other, and how many CTAs share what they read, 1 or 2: in the weights' gradient below each other, else beside
+    each other."""
 
     stages: int
     raster: int
-    block_k: int = 64
-    cluster: tuple[int, int] = (1, 1)
-    lag: int = 0
-    staged: bool = False
+    cluster: int
 
 
 @dataclass(frozen=True)
@@ -69,9 +63,10 @@ def pick_backend(backend: str) -> str:
     """The version of a product: "triton", "cuda" or, of "auto", "where it can" for CUDA C++ with Triton for what that
     does not take. Pure.
 
-    Measured on one H200: the forward is 2 to 15 % faster in CUDA C++, and so are all gradients together with 64 groups
-    and more. With 8 groups the weights' gradient was slower when it had neither clusters nor an epilogue beside the
-    other consumer's products; with both it is predicted to be faster (EXPERIMENTS.md), not measured yet.
+    Measured on one H200 (EXPERIMENTS.md): the forward is 2 to 15 % faster in CUDA C++. The weights' gradient takes 5 to
+    8 % less time than in Triton with 8 groups, and 13 to 32 % less with 64 and 128 that are equal or follow Zipf's law.
+    Where one group has all rows it takes 2 % less with 128 and 12 % more with 64 groups: only the offsets, which the
+    host does not read, could tell.
     """
     return "where it can" if backend == "auto" else backend
 
@@ -118,34 +113,31 @@ def pick_weights_config(
     return WeightsConfig(_fit(cols, 128), _fit(depth, 128), block_r=64, raster=8, stages=3, num_warps=4)
 
 
-def pick_cuda_rows_config(groups: int, rows: int, cols: int, depth: int) -> CudaConfig:
-    """Configuration of products.cu for the forward and x's gradient. Pure. The ring takes what shared memory there is.
-    Of 64 groups and more 16 row tiles after each other are 2 to 7 % faster than 8, of 8 groups 5 % slower (measured on
-    one H200)."""
-    return CudaConfig(stages=4, raster=16 if groups >= 32 else 8)
+def pick_cuda_rows_config(groups: int, cols: int) -> CudaConfig:
+    """Configuration of products.cu for the forward and x's gradient, of `cols` columns. Pure. The ring takes what
+    shared memory there is.
 
-
-def pick_cuda_weights_config(groups: int, rows: int, height: int, width: int) -> CudaConfig:
-    """Configuration of products.cu for the weights' gradient, of matrices [height, width] with contiguous rows. Pure.
-
-    - A consumer is three steps of 32 terms ahead of the other: 768 cycles in which one has the tensor cores for itself
-      while the other stores. Four steps of 64 leave room for one that it is ahead.
-    - Two tiles below each other share 256 columns, or two beside each other 128 rows, whichever adds fewer tiles beyond
-      the end; alone where both would add more than what is read costs (READ_COST).
-
-    By cycles (EXPERIMENTS.md); not measured yet.
+    Measured on one H200: CTAs by themselves take up to 2 % longer than pairs with 8 groups, and 2 to 12 %, mostly 8 %,
+    with 64 and 128. With CTAs by themselves 16 row tiles after each other are 2 to 7 % faster than 8 of 64 groups and
+    more, and 5 % slower of 8. With pairs both are within 1 %, but for 128 equal groups, where 16 are 3 % slower.
     """
-
-    def cost(cluster: tuple[int, int]) -> float:
-        below, beside = cluster
-        return READ_COST[cluster] * below * -(-height // (128 * below)) * beside * -(-width // (256 * beside))
-
-    return CudaConfig(8, raster=8, block_k=32, cluster=min(READ_COST, key=cost), lag=3, staged=True)
+    raster, alone = (16, 1.08) if groups >= 32 else (8, 1.02)
+    return CudaConfig(stages=4, raster=raster, cluster=_pick_cluster(-(-cols // 256), alone))
 
 
-#: What a step takes relative to the others, by the CTAs that share: reckoned from 32, 40 and 48 bytes a cycle out of L2
-#: and the 3 to 6 % that fused_mlp's clusters gain.
-READ_COST = {(2, 1): 1.0, (1, 2): 1.02, (1, 1): 1.05}
+def pick_cuda_weights_config(height: int) -> CudaConfig:
+    """Configuration of products.cu for the weights' gradient, whose matrices have `height` contiguous rows. Pure.
+
+    Measured on one H200: CTAs by themselves take 2 to 6 % longer than pairs with 16 and 32 tiles below each other, and
+    2 to 7 % less time with 11, of which pairs make 12.
+    """
+    return CudaConfig(stages=4, raster=8, cluster=_pick_cluster(-(-height // 128), 1.04))
+
+
+def _pick_cluster(tiles: int, alone: float) -> int:
+    """How many CTAs share what they read: 2, unless the tile that an odd number of `tiles` lacks takes more time than
+    pairs save. CTAs by themselves take `alone` times as long as pairs."""
+    return 2 if tiles + tiles % 2 <= tiles * alone else 1
 
 
 def pick_bias_config(cols: int, dtype: torch.dtype, capability: tuple[int, int]) -> BiasConfig:

@@ -96,7 +96,7 @@ def _rows_launch(a: torch.Tensor, b: torch.Tensor, bias: Optional, backend: str)
     if backend == "cuda" and reason:
         raise RuntimeError(f'grouped_gemm: backend="cuda" cannot run here: {reason}')
     if backend != "triton" and reason is None:
-        return products.rows_launch(a, b, bias, configs.pick_cuda_rows_config(groups, rows, cols, depth))
+        return products.rows_launch(a, b, bias, configs.pick_cuda_rows_config(groups, cols))
     config = configs.pick_rows_config(cols, depth, block_m, _aligned(a, b, cols, depth), a.dtype, capability)
     most = (rows // block_m + groups + 1) * triton.cdiv(cols, config.block_n)
     return Launch(
@@ -120,9 +120,8 @@ def _weights_launch(dy: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ba
     groups, cols, depth = weights.shape
     dweights, (capability, _) = torch.empty_like(weights, device="meta"), _device(x)
     if backend != "triton" and products.weights_unsupported_reason(dy, x, dweights, capability) is None:
-        swapped = dweights.stride(2) != 1
-        matrix = (depth, cols) if swapped else (cols, depth)
-        return products.weights_launch(dy, x, dweights, configs.pick_cuda_weights_config(groups, dy.shape[0], *matrix))
+        height = cols if dweights.stride(2) == 1 else depth
+        return products.weights_launch(dy, x, dweights, configs.pick_cuda_weights_config(height))
     config = configs.pick_weights_config(cols, depth, _aligned(dy, x, cols, depth), x.dtype, capability)
     return Launch(
         _grouped_gemm_weights_kernel,

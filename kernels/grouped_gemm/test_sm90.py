@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import re
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 
 from harness.compiling import nvrtc, sass
 
-from . import configs
+from . import configs, plans
 from .launch import forget
 from .op import grouped_gemm
 from .reference import grouped_gemm_reference
@@ -96,96 +95,83 @@ def test_backend_is_checked() -> None:
             grouped_gemm(x, weights, offsets, backend="cuda")
 
 
-# Of the weights' gradient: the ring in steps of 64 or 32 terms, with and without clusters, a lag, and TMA stores.
-WEIGHTS = [
-    configs.CudaConfig(4, raster=8),
-    configs.CudaConfig(4, raster=2, lag=1),
-    configs.CudaConfig(4, raster=8, lag=2, staged=True),
-    configs.CudaConfig(3, raster=3, cluster=(2, 1), staged=True),
-    configs.CudaConfig(4, raster=8, cluster=(1, 2)),
-    configs.CudaConfig(8, raster=8, block_k=32, lag=3, staged=True),
-    configs.CudaConfig(8, raster=8, block_k=32, cluster=(2, 1), lag=3, staged=True),
-    configs.CudaConfig(8, raster=8, block_k=32, cluster=(1, 2), lag=3, staged=True),
-    configs.CudaConfig(9, raster=8, block_k=32, cluster=(2, 1), lag=8),
+CONFIGS = [
+    *(configs.CudaConfig(4, raster, cluster) for raster in (8, 16) for cluster in (1, 2)),
+    configs.CudaConfig(3, raster=3, cluster=2),
 ]
-ROWS = [configs.CudaConfig(4, raster=8), configs.CudaConfig(4, raster=8, cluster=(1, 2))]
 
 
 def name_of(config: configs.CudaConfig) -> str:
-    below, beside = config.cluster
-    return f"{below}x{beside}-{config.stages}of{config.block_k}-lag{config.lag}-{'tma' if config.staged else 'direct'}"
-
-
-def compiled(weights: int, config: configs.CudaConfig, transposed: int = 1, fp16: int = 0) -> sass.Usage:
-    defines = products.defines(config, weights=bool(weights), transposed=bool(transposed), fp16=bool(fp16))
-    return sass.inspect(nvrtc.compiled(SOURCE, "sm_90a", defines), "grouped_gemm_products")
-
-
-def is_as_written(usage: sass.Usage, config: configs.CudaConfig) -> None:
-    assert usage.spills == 0 and usage.stack == 0 and usage.early_arrivals == 0
-    # For a tile of 256 columns and for one of 128: the wgmmas of a step, and ptxas has let these run on, for there is
-    # one wait a step, and the last.
-    assert usage.mma == {"HGMMA": 2 * config.block_k // 16}
-    assert usage.wgmma_waits == 4
+    return f"{config.stages}steps-raster{config.raster}-cluster{config.cluster}"
 
 
 @pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
 @pytest.mark.parametrize("fp16", [0, 1])
-@pytest.mark.parametrize("transposed", [0, 1])
-@pytest.mark.parametrize("config", ROWS, ids=name_of)
-def test_rows_compile_and_do_not_spill(config: configs.CudaConfig, transposed: int, fp16: int) -> None:
-    is_as_written(compiled(0, config, transposed, fp16), config)
+@pytest.mark.parametrize(("weights", "transposed"), [(0, 0), (0, 1), (1, 1)])
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+def test_it_compiles_and_does_not_spill(config: configs.CudaConfig, weights: int, transposed: int, fp16: int) -> None:
+    defines = products.defines(config, weights=bool(weights), transposed=bool(transposed), fp16=bool(fp16))
+    usage = sass.inspect(nvrtc.compiled(SOURCE, "sm_90a", defines), "grouped_gemm_products")
+    assert usage.spills == 0 and usage.stack == 0 and usage.early_arrivals == 0
+    # For a tile of 256 columns and for one of 128: the wgmmas of a step, and ptxas has let these run on, for there is
+    # one wait a step, and the last.
+    assert usage.mma == {"HGMMA": 8} and usage.wgmma_waits == 4
+    assert usage.stores == {"STG.128": 16}
 
 
-@pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
-@pytest.mark.parametrize("fp16", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("config", WEIGHTS, ids=name_of)
-def test_weights_compile_and_do_not_spill(config: configs.CudaConfig, fp16: int) -> None:
-    usage = compiled(1, config, fp16=fp16)
-    is_as_written(usage, config)
-    assert usage.stores == ({"TMA": products.BLOCK_N // products.BOX_COLUMNS} if config.staged else {"STG.128": 16})
-
-
-def test_host_and_device_agree() -> None:
+def test_host_and_device_agree_on_the_tile() -> None:
     text = SOURCE.read_text(encoding="utf-8")
-    blocks = re.search(r"BLOCK_M = (\d+), BLOCK_N = (\d+);\nconstexpr int CONSUMERS = (\d+)", text)
-    boxes = re.search(
-        r"BOX_BYTES = (\d+) \* (\d+), BOXES = (\d+);", SOURCE.with_name("epilogue.cuh").read_text("utf-8")
-    )
-    assert blocks is not None and boxes is not None
+    blocks = re.search(r"BLOCK_M = (\d+), BLOCK_N = (\d+), BLOCK_K = (\d+);\nconstexpr int CONSUMERS = (\d+)", text)
+    assert blocks is not None
     *tile, consumers = map(int, blocks.groups())
-    assert tile == [products.BLOCK_M, products.BLOCK_N]
-    assert 128 * (consumers + 1) == products.THREADS and 4 * consumers == products.WARPS
-    assert list(map(int, boxes.groups())) == [products.BOX_ROWS, 2 * products.BOX_COLUMNS, products.BOXES]
+    assert tile == [products.BLOCK_M, products.BLOCK_N, products.BLOCK_K]
+    assert 128 * (consumers + 1) == products.THREADS
 
 
 def test_the_ring_fits_into_shared_memory() -> None:
-    picked = [configs.pick_cuda_rows_config(64, 32768, 2048, 1408), configs.pick_cuda_weights_config(8, 8192, 512, 512)]
-    for config in (*picked, *ROWS, *WEIGHTS):
+    for config in CONFIGS:
         assert products.shared_bytes(config) <= 227 << 10
-        assert config.lag < config.stages
 
 
-def test_which_tiles_share_what_they_read() -> None:
-    """Those of which fewest lie beyond the end: 11 tiles below each other are no pairs, nor are 5 beside each other."""
-
-    def cluster(height: int, width: int) -> tuple[int, int]:
-        config = configs.pick_cuda_weights_config(64, 32768, height, width)
-        assert dataclasses.replace(config, cluster=(2, 1)) in WEIGHTS  # what is picked is compiled and tested
-        return config.cluster
-
-    assert cluster(4096, 4096) == cluster(2048, 1408) == (2, 1)
-    assert cluster(1408, 2048) == cluster(128, 512) == (1, 2)
-    assert cluster(1408, 1280) == cluster(128, 256) == cluster(8, 8) == (1, 1)
+@pytest.mark.parametrize(("height", "cluster"), [(4096, 2), (2048, 2), (1408, 1), (128, 1), (8, 1), (25 * 128, 2)])
+def test_which_tiles_of_a_gradient_share_what_they_read(height: int, cluster: int) -> None:
+    """Pairs, unless one of an odd number of tiles below each other adds more than it saves."""
+    config = configs.pick_cuda_weights_config(height)
+    assert config.cluster == cluster and config in CONFIGS
 
 
-def put_in_place(
-    monkeypatch, weights: configs.CudaConfig | None = None, rows: configs.CudaConfig | None = None
-) -> None:
-    """These configurations instead of the picked ones."""
-    for pick, config in (("pick_cuda_weights_config", weights), ("pick_cuda_rows_config", rows)):
-        if config is not None:
-            monkeypatch.setattr(configs, pick, lambda *_, config=config: config)
+@pytest.mark.parametrize(
+    ("groups", "cols", "cluster"),
+    [(8, 4096, 2), (64, 1408, 2), (128, 2048, 2), (8, 256, 1), (64, 8, 1), (8, 3328, 1), (64, 3328, 2), (64, 2816, 1)],
+)
+def test_which_tiles_of_rows_share_what_they_read(groups: int, cols: int, cluster: int) -> None:
+    """Pairs of 256 columns, unless one of an odd number beside each other adds more than it saves."""
+    config = configs.pick_cuda_rows_config(groups, cols)
+    assert config.cluster == cluster and config in CONFIGS
+
+
+def test_the_gradient_of_transposed_weights_is_that_of_their_transposes(monkeypatch) -> None:
+    """What counts is how many rows the matrices in memory have."""
+    asked: list[int] = []
+    monkeypatch.setattr(products, "weights_unsupported_reason", lambda *_: None)
+    monkeypatch.setattr(products, "weights_launch", lambda *_: None)
+    monkeypatch.setattr(configs, "pick_cuda_weights_config", asked.append)
+    dy, x, weights = torch.empty(512, 72).half(), torch.empty(512, 64).half(), torch.empty(3, 72, 64).half()
+    for stored in (weights, weights.mT.contiguous().mT):
+        plans.bwd_plan(dy, x, stored, False, (False, True, False), "cuda")
+    assert asked == [72, 64]
+
+
+def put_in_place(monkeypatch, pick: str, config: configs.CudaConfig) -> list[configs.CudaConfig]:
+    """This configuration instead of the picked one. What it returns has an entry for each plan that took it."""
+    taken: list[configs.CudaConfig] = []
+
+    def picked(*_) -> configs.CudaConfig:
+        taken.append(config)
+        return config
+
+    monkeypatch.setattr(configs, pick, picked)
+    return taken
 
 
 @pytest.fixture(autouse=True)
@@ -264,59 +250,65 @@ SIZES = {
 @pytest.mark.gpu(min_capability=(9, 0))
 @pytest.mark.parametrize(("n", "k"), [(128, 256), (512, 512), (264, 136), (104, 776), (8, 8), (392, 1000), (1160, 520)])
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("config", WEIGHTS, ids=name_of)
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
 def test_every_gradient_of_weights(
     compiler, monkeypatch, config: configs.CudaConfig, sizes: str, n: int, k: int
 ) -> None:
     """Also where a cluster's second tile is beyond the end, and repeats agree bit for bit."""
-    put_in_place(monkeypatch, weights=config)
+    taken = put_in_place(monkeypatch, "pick_cuda_weights_config", config)
     ours, want = gradient_of_weights(SIZES[sizes], 77, n, k)
+    assert taken == [config]
     torch.testing.assert_close(ours, want, rtol=0, atol=5e-3 * want.abs().max().item())
 
 
 @pytest.mark.gpu(min_capability=(9, 0))
-@pytest.mark.parametrize("config", WEIGHTS, ids=name_of)
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
 def test_many_rounds_of_the_gradient_of_weights(compiler, monkeypatch, config: configs.CudaConfig) -> None:
-    """More tiles than CTAs by far, most of them of less than a lag's steps."""
-    put_in_place(monkeypatch, weights=config)
+    """More tiles than CTAs by far, most of them of fewer steps than the ring has."""
+    taken = put_in_place(monkeypatch, "pick_cuda_weights_config", config)
     ours, want = gradient_of_weights([group * 37 % 150 for group in range(40)], 5, 1160, 2056)
+    assert taken == [config]
     torch.testing.assert_close(ours, want, rtol=0, atol=5e-3 * want.abs().max().item())
 
 
 @pytest.mark.gpu(min_capability=(9, 0))
-@pytest.mark.parametrize("config", WEIGHTS, ids=name_of)
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_every_gradient_of_transposed_weights(compiler, monkeypatch, config: configs.CudaConfig, sizes: str) -> None:
-    put_in_place(monkeypatch, weights=config)
+    taken = put_in_place(monkeypatch, "pick_cuda_weights_config", config)
     ends = list(itertools.accumulate(SIZES[sizes]))
     x, dy = (torch.randn(ends[-1] + 9, size, device="cuda").half() for size in (392, 264))
     stored = torch.randn(len(ends), 392, 264, device="cuda").half().mT
     offsets = torch.tensor(ends, device="cuda")
-    ours = gradients(x, stored, offsets, dy)[2]
-    assert ours.stride() == stored.stride()
+    ours = gradients(x, stored, offsets, dy, backend="auto")[2]  # for a forward of few rows is not in CUDA
+    assert taken == [config] and ours.stride() == stored.stride()
     agrees((ours,), gradients(x, stored, offsets, dy, None, None)[2:])
 
 
 @pytest.mark.gpu(min_capability=(9, 0))
-@pytest.mark.parametrize("config", WEIGHTS, ids=name_of)
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
 def test_what_is_not_finite_stays_out_of_other_gradients(compiler, monkeypatch, config: configs.CudaConfig) -> None:
-    put_in_place(monkeypatch, weights=config)
+    taken = put_in_place(monkeypatch, "pick_cuda_weights_config", config)
     x, weights, offsets = operands([200, 460, 700], 264, 200)
     dy = torch.randn(1000, 264, device="cuda").bfloat16()
     want = gradients(x, weights, offsets, dy)[2]
     x[200:460], dy[700:] = torch.nan, torch.inf
     ours = gradients(x, weights, offsets, dy)[2]
+    assert taken == [config]
     assert torch.equal(ours[::2], want[::2]) and ours[1].isnan().all()
 
 
 @pytest.mark.gpu(min_capability=(9, 0))
 @pytest.mark.parametrize(("n", "k"), [(512, 256), (264, 136), (1160, 520)])
 @pytest.mark.parametrize("split", SPLITS)
-def test_rows_in_clusters(compiler, monkeypatch, split: str, n: int, k: int) -> None:
-    put_in_place(monkeypatch, rows=ROWS[1])
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+def test_rows(compiler, monkeypatch, config: configs.CudaConfig, split: str, n: int, k: int) -> None:
+    """Also where a cluster's second tile is beyond the end."""
+    taken = put_in_place(monkeypatch, "pick_cuda_rows_config", config)
     x, weights, offsets = operands(SPLITS[split], n, k)
     bias, dy = torch.randn(weights.shape[:2], device="cuda").bfloat16(), torch.randn(1000, n, device="cuda").bfloat16()
     agrees(gradients(x, weights, offsets, dy, bias), gradients(x, weights, offsets, dy, bias, None))
+    assert taken == [config, config]  # the forward, and the gradient of x
 
 
 @pytest.mark.gpu(min_capability=(9, 0))

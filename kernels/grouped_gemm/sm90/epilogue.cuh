@@ -1,9 +1,8 @@
-// How a tile's sums leave: from registers in vectors of 16 bytes, or of a gradient through shared memory by TMA.
+// How a tile's sums leave: from registers, in vectors of 16 bytes.
 #pragma once
 
 #include "numbers.cuh"
 #include "tiles.cuh"
-#include "tma_store.cuh"
 
 DEVICE void exchange(u32& kept_low, u32& kept_high, int bit) {
     const bool high = threadIdx.x & bit;
@@ -31,7 +30,7 @@ DEVICE u32 rounded(const Problem& a, const Tile& tile, int column, float x, floa
 
 // A thread has columns 8 j + 2 (lane % 4) and the next of rows lane / 4 and lane / 4 + 8 of its warp's 16. Four lanes
 // exchange what they have of four blocks of 8 columns, so that each stores one block of a row: 16 bytes.
-DEVICE void store_vectors(const Problem& a, const Tile& tile, const float (&d)[BLOCK_N / 2], int consumer) {
+DEVICE void store_tile(const Problem& a, const Tile& tile, const float (&d)[BLOCK_N / 2], int consumer) {
     const int lane = threadIdx.x % 32, quad = lane % 4;
     const int row = consumer * ROWS + threadIdx.x % 128 / 32 * 16 + lane / 4;
     u16* out = a.out + (WEIGHTS ? tile.group * a.out_group : 0);
@@ -55,44 +54,5 @@ DEVICE void store_vectors(const Problem& a, const Tile& tile, const float (&d)[B
                 asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
                              ::"l"(to + 32 * c), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
         }
-    }
-}
-
-// Boxes of a warp's 16 rows by 64 columns, of 128 bytes a row, swizzled by the row. A warp has two, in turn.
-constexpr int BOX_BYTES = 16 * 128, BOXES = 2;
-
-DEVICE void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};"
-                 ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-}
-
-// A group's gradient. TMA leaves out what is beyond it, and reads a box while the warp writes the other one, or goes on
-// with the next tile: a box is free when TMA has read it, which the lane that has started the store waits for. Each warp
-// does all of this by itself. It commits a group for each box, also for one that is not there: they are counted.
-DEVICE void store_boxes(const Problem& a, const TensorMap* map, const Tile& tile, const float (&d)[BLOCK_N / 2],
-                        u32 staging, int consumer) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, row = consumer * ROWS + 16 * warp;
-    // A lane gives the address of a row of one of four matrices of 8 x 8: rows 0 to 7 and 8 to 15, of two blocks of 8
-    // columns.
-    const u32 boxes = staging + (4 * consumer + warp) * BOXES * BOX_BYTES, line = lane % 16 * 128;
-    const int block = lane / 16, swizzle = lane % 8;
-#pragma unroll
-    for (int box = 0; box < BLOCK_N / 64; box++) {
-        const u32 to = boxes + box % BOXES * BOX_BYTES;
-        const bool inside = row < tile.rows && tile.column + 64 * box < a.cols;
-        if (lane == 0) tma_wait_reads<BOXES - 1>();
-        __syncwarp();
-        if (inside) {
-#pragma unroll
-            for (int pair = 0; pair < 4; pair++) {
-                const float* x = d + 32 * box + 8 * pair;
-                store_matrices(to + line + 16 * ((2 * pair + block) ^ swizzle), pack(x[0], x[1]), pack(x[2], x[3]),
-                               pack(x[4], x[5]), pack(x[6], x[7]));
-            }
-            fence_writes();
-            __syncwarp();
-            if (lane == 0) tma_store(map, tile.column + 64 * box, tile.row + row, tile.group, 0, to);
-        }
-        if (lane == 0) tma_commit();
     }
 }

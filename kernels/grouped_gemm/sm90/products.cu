@@ -7,20 +7,14 @@
 //
 // Napkin maths for 64 terms of a tile of 128 x 256, in cycles of an SM: the tensor cores take 1024 (4096 FLOP a cycle,
 // dense), shared memory gives them 80 bytes a cycle of the 128 that it can, and 48 KiB come from L2, 48 bytes a cycle.
-// Two CTAs that share b read 32, two that share a 40. The 64 KiB of a tile are 1000 cycles of stores, more when all CTAs
-// store at a time: 2 % of a tile with K = 4096, and a tenth of one of a gradient of a group of 1024 rows.
+// Two CTAs that share b read 32, two that share a 40. The 64 KiB of a tile are 1000 cycles of stores.
 //
 // A CTA is one producer warp and two consumer warpgroups with 64 rows of the tile each. The producer fills a ring of
 // STAGES steps of both operands. Consumers keep 64 x 256 sums in registers.
 //
-// One consumer alone keeps the tensor cores busy. So that one does while the other stores, the second starts a tile LAG
-// steps after the first: these are what it still has to do when the first is done, and what the first does next while
-// the second stores. The tensor cores have them for one consumer, at twice its rate: LAG steps hide LAG * 8 * BLOCK_K
-// cycles of an epilogue. The ring holds as many steps more.
-//
-// CTAs of a cluster have neighbouring tiles of one group, and go through the same steps. With CLUSTER_M 2 they are below
-// each other and each loads half of the columns of b for both, with CLUSTER_N 2 beside each other, with half of the rows
-// of a.
+// The two CTAs of a cluster have neighbouring tiles of one group, and go through the same steps. In the weights' gradient
+// the tiles are below each other, and each CTA loads half of the columns of b for both. Else they are beside each other,
+// since every group with an odd number of row tiles would leave one alone, and each loads half of the rows of a.
 //
 // Ragged edges cost what they are, not what a tile is:
 //  - a tile with at most 64 rows leaves the second consumer idle, and one with at most 128 columns takes wgmmas of 128;
@@ -29,18 +23,15 @@
 //    weights' gradient, there they are overwritten by zeros in shared memory, in both operands, for 0 times inf is NaN.
 //
 // Barriers, with their arrivals per phase: full[s] 1 and the bytes of a step, empty[s] 8 from each CTA of the cluster,
-// one lane of each consumer warp; with LAG lead[s] 4, one lane of each warp of the first consumer when it has started
-// the step. The n-th use of a full or lead one waits for parity n & 1, that of an empty one for the opposite, so that the
-// first pass finds every slot empty. Producers wait for consumers, these for full slots, and the second for steps of its
-// tile that the first starts without waiting for it, since they fit into the ring: free of deadlock. In the end CTAs of
-// a cluster wait for each other, so that none writes into one that is gone.
+// one lane of each consumer warp. The n-th use of a full one waits for parity n & 1, that of an empty one for the
+// opposite, so that the first pass finds every slot empty. No consumer waits for another, and producers only for
+// consumers: free of deadlock. In the end CTAs of a cluster wait for each other, so that none writes into one that is
+// gone.
 //
-// Defined by the launcher: WEIGHTS, FP16, BLOCK_K (64, or with WEIGHTS 32), STAGES, RASTER, CLUSTER_M (with WEIGHTS) and
-// CLUSTER_N (one of them may be 2), with WEIGHTS LAG and STAGED (tiles leave through shared memory, by TMA), B_TRANSPOSED
-// (with WEIGHTS 0: b is contiguous along n).
+// Defined by the launcher: WEIGHTS, FP16, STAGES, RASTER, CLUSTER (1 or 2), B_TRANSPOSED (with WEIGHTS 0: b is contiguous
+// along n).
 
-#define CLUSTER (CLUSTER_M * CLUSTER_N)
-constexpr int BLOCK_M = 128, BLOCK_N = 256;
+constexpr int BLOCK_M = 128, BLOCK_N = 256, BLOCK_K = 64;
 constexpr int CONSUMERS = 2, ROWS = BLOCK_M / CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
 
 #include "cluster.cuh"
@@ -52,16 +43,10 @@ constexpr int CONSUMERS = 2, ROWS = BLOCK_M / CONSUMERS, THREADS = 128 * (CONSUM
 #include "wgmma.cuh"
 #include "wgmma16.cuh"
 
-static_assert(WEIGHTS || (BLOCK_K == 64 && CLUSTER_M == 1 && !LAG && !STAGED), "of a gradient alone");
-static_assert(CLUSTER_M * CLUSTER_N <= 2, "its CTAs share one operand");
-static_assert(LAG < STAGES, "the second consumer waits for steps that the ring holds");
-
 constexpr int A_TRANS = WEIGHTS, B_TRANS = WEIGHTS || B_TRANSPOSED;
 constexpr int PANEL = BLOCK_K * 128;  // bytes of BLOCK_K rows of 64 columns
 constexpr int A_BYTES = BLOCK_M * BLOCK_K * 2, B_BYTES = BLOCK_N * BLOCK_K * 2, STEP_BYTES = A_BYTES + B_BYTES;
-// Where the tiles that leave lie, and barriers.
-constexpr int STAGING = STAGES * STEP_BYTES, FULL = STAGING + STAGED * 4 * CONSUMERS * BOXES * BOX_BYTES;
-constexpr int EMPTY = FULL + 8 * STAGES, LEAD = EMPTY + 8 * STAGES;
+constexpr int FULL = STAGES * STEP_BYTES, EMPTY = FULL + 8 * STAGES;  // where barriers lie
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
 struct Ring {
@@ -114,7 +99,7 @@ DEVICE void produce(const Problem& a, const TensorMap* a_map, const TensorMap* b
 
 // ---- Consumers ----------------------------------------------------------------------------------------------------
 
-// Overwrites rows from `kept` on of a consumer's panel of a and of all panels of b. Both consumers write the zeros of b.
+// Overwrites rows `kept` to 63 of a consumer's panel of a and of all panels of b. Both consumers write the zeros of b.
 DEVICE void zero_rows(u32 a, u32 b, int kept, int consumer) {
     const int thread = threadIdx.x % 128, vectors = (BLOCK_K - kept) * 8;  // 16 bytes each, of one panel
     for (int p = 0; p <= BLOCK_N / 64; p++) {
@@ -122,30 +107,16 @@ DEVICE void zero_rows(u32 a, u32 b, int kept, int consumer) {
         for (int i = thread; i < vectors; i += 128)
             asm volatile("st.shared::cta.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(panel + 16 * i), "r"(0) : "memory");
     }
-    fence_writes();
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     asm volatile("bar.sync %0, 128;" ::"r"(1 + consumer) : "memory");
 }
 
 // Gives a slot back to the producers of the cluster: the warp's wgmmas that read it are complete.
 DEVICE void release(u32 smem, int slot) { arrive_at_all(smem + EMPTY + 8 * slot); }
 
-// The first consumer has started a step.
-DEVICE void lead(u32 smem, int slot, int consumer) {
-    if (LAG && consumer == 0 && threadIdx.x % 32 == 0) bar_arrive(smem + LEAD + 8 * slot);
-}
-
-// The second one's first step of a sum: the first has started LAG steps of it, or all.
-DEVICE void follow(u32 smem, const Ring& ring, int terms, int consumer) {
-    if (!LAG || consumer == 0 || terms <= 0) return;
-    const int slot = ring.slot + min(LAG, (terms + BLOCK_K - 1) / BLOCK_K) - 1;
-    const bool wraps = slot >= STAGES;
-    bar_wait(smem + LEAD + 8 * (wraps ? slot - STAGES : slot), wraps ? ring.phase ^ 1 : ring.phase);
-}
-
 // d += a b over all terms of a sum, of one consumer's 64 rows and the first N columns.
 template <int N> DEVICE void multiply(float (&d)[N / 2], u32 smem, Ring& ring, int terms, int consumer) {
     int before = 0;
-    follow(smem, ring, terms, consumer);
 #pragma unroll 1
     for (int k = 0; k < terms; k += BLOCK_K, ring.next()) {
         const u32 step = smem + ring.slot * STEP_BYTES;
@@ -160,7 +131,6 @@ template <int N> DEVICE void multiply(float (&d)[N / 2], u32 smem, Ring& ring, i
             wgmma<A_TRANS, B_TRANS>(d, a_desc + i * a_step, b_desc + i * b_step);
         }
         wgmma_commit();
-        lead(smem, ring.slot, consumer);
         wgmma_wait<1>();
         if (k) release(smem, before);
         before = ring.slot;
@@ -171,11 +141,10 @@ template <int N> DEVICE void multiply(float (&d)[N / 2], u32 smem, Ring& ring, i
 }
 
 // A consumer without rows lets the steps pass.
-DEVICE void skip(u32 smem, Ring& ring, int terms, int consumer) {
+DEVICE void skip(u32 smem, Ring& ring, int terms) {
 #pragma unroll 1
     for (int k = 0; k < terms; k += BLOCK_K, ring.next()) {
         bar_wait(smem + FULL + 8 * ring.slot, ring.phase);
-        lead(smem, ring.slot, consumer);
         release(smem, ring.slot);
     }
 }
@@ -185,7 +154,7 @@ DEVICE Tile next_tile(const Problem& a, int round, int tiles) {
     return place < tiles ? find_tile(a, place) : Tile{};
 }
 
-DEVICE void consume(const Problem& a, const TensorMap* out_map, u32 smem, int consumer) {
+DEVICE void consume(const Problem& a, u32 smem, int consumer) {
     const int tiles = tiles_of(a);
     Ring ring;
     float d[BLOCK_N / 2];
@@ -193,7 +162,7 @@ DEVICE void consume(const Problem& a, const TensorMap* out_map, u32 smem, int co
     for (int round = 0; round * clusters() < tiles; round++) {
         const Tile next = next_tile(a, round + 1, tiles);  // its entry of the table is on its way during the main loop
         if (tile.rows <= consumer * ROWS || (CLUSTER_N > 1 && tile.column >= a.cols)) {
-            skip(smem, ring, tile.terms, consumer);
+            skip(smem, ring, tile.terms);
         } else {
 #pragma unroll
             for (int i = 0; i < BLOCK_N / 2; i++) d[i] = 0;
@@ -201,24 +170,21 @@ DEVICE void consume(const Problem& a, const TensorMap* out_map, u32 smem, int co
                 multiply<BLOCK_N>(d, smem, ring, tile.terms, consumer);
             else
                 multiply<BLOCK_N / 2>(reinterpret_cast<float(&)[BLOCK_N / 4]>(d), smem, ring, tile.terms, consumer);
-            if (STAGED) store_boxes(a, out_map, tile, d, smem + STAGING, consumer);
-            else store_vectors(a, tile, d, consumer);
+            store_tile(a, tile, d, consumer);
         }
         tile = uniform(next);
     }
-    if (STAGED && threadIdx.x % 32 == 0) tma_wait_reads<0>();
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
 grouped_gemm_products(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-                      const __grid_constant__ TensorMap out_map, const __grid_constant__ Problem problem) {
+                      const __grid_constant__ Problem problem) {
     extern __shared__ __align__(1024) char shared[];
     const u32 smem = (u32)__cvta_generic_to_shared(shared);
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
             bar_init(smem + FULL + 8 * s, 1);
             bar_init(smem + EMPTY + 8 * s, 4 * CONSUMERS * CLUSTER);
-            if (LAG) bar_init(smem + LEAD + 8 * s, 4);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -230,7 +196,7 @@ grouped_gemm_products(const __grid_constant__ TensorMap a_map, const __grid_cons
         if (threadIdx.x == 0) produce(problem, &a_map, &b_map, smem);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
-        consume(problem, &out_map, smem, group - 1);
+        consume(problem, smem, group - 1);
     }
     __syncwarp();
     cluster_sync();

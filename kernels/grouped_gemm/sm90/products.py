@@ -10,13 +10,12 @@ from ..configs import CudaConfig
 from . import cuda_driver
 from .cuda_driver import TensorMap, address, tensor_map
 
-BLOCK_M, BLOCK_N, THREADS = 128, 256, 384  # of products.cu
-WARPS, BOX_ROWS, BOX_COLUMNS, BOXES = 8, 16, 64, 2  # of what TMA stores of a gradient: each warp has boxes for two
+BLOCK_M, BLOCK_N, BLOCK_K, THREADS = 128, 256, 64, 384  # of products.cu
 HALVES = (torch.float16, torch.bfloat16)
 VECTOR = 8  # elements of 16 bytes
 
-# Three tensor maps and products.cu's Problem: table, out, bias; strides of out and bias; groups, rows, cols, depth.
-_LAYOUT = "MMM(PPPqqqqiiii)"
+# Two tensor maps and products.cu's Problem: table, out, bias; strides of out and bias; groups, rows, cols, depth.
+_LAYOUT = "MM(PPPqqqqiiii)"
 
 
 def rows_unsupported_reason(a: torch.Tensor, b: torch.Tensor, block_m: int, capability: tuple[int, int]) -> str | None:
@@ -65,14 +64,12 @@ def rows_launch(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, con
     takes."""
     (rows, depth), (groups, cols, _) = a.shape, b.shape
     transposed = b.stride(2) != 1
-    _, beside = config.cluster
     maps = (
-        tensor_map(a[None, None], rows, BLOCK_M // beside),
-        tensor_map(b.mT[None], depth, config.block_k) if transposed else tensor_map(b[None], cols, BLOCK_N),
-        None,
+        tensor_map(a[None, None], rows, BLOCK_M // config.cluster),
+        tensor_map(b.mT[None], depth, BLOCK_K) if transposed else tensor_map(b[None], cols, BLOCK_N),
     )
     strides = cols, 0, *((0, 0) if bias is None else bias.stride())
-    most = (rows // BLOCK_M + groups + 1) * -(-cols // (beside * BLOCK_N))
+    most = (rows // BLOCK_M + groups + 1) * -(-cols // (config.cluster * BLOCK_N))
     start = _start(a, config, transposed, False, most, maps, strides, (groups, rows, cols, depth))
 
     def run(
@@ -91,13 +88,8 @@ def weights_launch(
     swapped = dweights.stride(2) != 1
     a, b, out = (x, dy, dweights.mT) if swapped else (dy, x, dweights)
     groups, rows, cols = out.shape
-    below, beside = config.cluster
-    maps = (
-        tensor_map(a[None, None], a.shape[0], config.block_k),
-        tensor_map(b[None, None], b.shape[0], config.block_k),
-        tensor_map(out[None], rows, BOX_ROWS, BOX_COLUMNS),
-    )
-    tiles = groups * -(-rows // (below * BLOCK_M)) * -(-cols // (beside * BLOCK_N))
+    maps = tensor_map(a[None, None], a.shape[0], BLOCK_K), tensor_map(b[None, None], b.shape[0], BLOCK_K)
+    tiles = groups * -(-rows // (config.cluster * BLOCK_M)) * -(-cols // BLOCK_N)
     strides = out.stride(1), out.stride(0), 0, 0
     start = _start(a, config, True, True, tiles, maps, strides, (groups, rows, cols, 0))
 
@@ -113,33 +105,28 @@ def _start(
     transposed: bool,
     weights: bool,
     tiles: int,
-    maps: tuple[TensorMap, TensorMap, TensorMap | None],
+    maps: tuple[TensorMap, TensorMap],
     strides: tuple[int, ...],
     sizes: tuple[int, ...],
 ) -> Callable[..., None]:
-    """Launches the kernel for at most `tiles` tiles, or clusters of them, given (a, b, bias, table, out). `maps` are
-    those of a, b and, of a gradient, the result."""
-    below, beside = config.cluster
+    """Launches the kernel for at most `tiles` tiles, or clusters of them, given (a, b, bias, table, out)."""
     chosen = defines(config, weights=weights, transposed=transposed, fp16=a.dtype == torch.float16)
     device, shared = a.device, shared_bytes(config)
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     with torch.cuda.device_of(a):
         (kernel,) = cuda_driver.kernels(device.index, "products.cu", ("grouped_gemm_products",), chosen, shared)
-    cluster = below * beside
-    grid = cluster * min(sms // cluster, tiles)
+    grid = config.cluster * min(sms // config.cluster, tiles)
     launch = cuda_driver.Launch(device.index, kernel, grid, THREADS, shared, _LAYOUT)
-    a_map, b_map, out_map = maps
+    a_map, b_map = maps
 
     def start(
         a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, table: torch.Tensor, out: torch.Tensor
     ) -> None:
         if table.data_ptr() % 16:  # it may have been saved elsewhere, and is read in vectors
             table = table.clone()
-        of_a = a_map(a.data_ptr())
         launch(
-            of_a,
+            a_map(a.data_ptr()),
             b_map(b.data_ptr()),
-            of_a if out_map is None else out_map(out.data_ptr()),  # which the forward does not read
             table.data_ptr(),
             out.data_ptr(),
             address(bias),
@@ -152,22 +139,16 @@ def _start(
 
 def defines(config: CudaConfig, *, weights: bool, transposed: bool, fp16: bool) -> tuple[str, ...]:
     """Of products.cu."""
-    below, beside = config.cluster
     return (
         f"WEIGHTS={int(weights)}",
         f"FP16={int(fp16)}",
         f"STAGES={config.stages}",
         f"RASTER={config.raster}",
-        f"BLOCK_K={config.block_k}",
-        f"CLUSTER_M={below}",
-        f"CLUSTER_N={beside}",
-        f"LAG={config.lag}",
-        f"STAGED={int(config.staged)}",
+        f"CLUSTER={config.cluster}",
         f"B_TRANSPOSED={int(transposed)}",
     )
 
 
 def shared_bytes(config: CudaConfig) -> int:
-    """Of a CTA: the ring of both operands with its barriers, and the boxes of a tile that leaves."""
-    boxes = WARPS * BOXES * BOX_ROWS * BOX_COLUMNS * 2 if config.staged else 0
-    return config.stages * ((BLOCK_M + BLOCK_N) * config.block_k * 2 + 24) + boxes
+    """Of a CTA: the ring of both operands, and its barriers."""
+    return config.stages * ((BLOCK_M + BLOCK_N) * BLOCK_K * 2 + 16)

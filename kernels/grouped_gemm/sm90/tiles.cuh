@@ -1,5 +1,5 @@
-// The problem, and which tile a CTA takes in a round. The launcher defines WEIGHTS, RASTER, CLUSTER_M and CLUSTER_N: see
-// products.cu, which has the blocks.
+// The problem, and which tile a CTA takes in a round. The launcher defines WEIGHTS, RASTER and CLUSTER: see products.cu,
+// which has the blocks.
 #pragma once
 
 #include "cluster.cuh"
@@ -21,8 +21,9 @@ struct Tile {
     int first, terms;         // of the sum
 };
 
-// This CTA's place in its cluster: CLUSTER_M tiles below each other or CLUSTER_N beside each other, of which the last may
-// be beyond the end.
+// A cluster has CLUSTER_M tiles below each other and CLUSTER_N beside each other, of which the last may be beyond the
+// end. This CTA's place in it:
+constexpr int CLUSTER_M = WEIGHTS ? CLUSTER : 1, CLUSTER_N = WEIGHTS ? 1 : CLUSTER;
 DEVICE int rank_m() { return CLUSTER_M > 1 ? cluster_rank() : 0; }
 DEVICE int rank_n() { return CLUSTER_N > 1 ? cluster_rank() : 0; }
 DEVICE int clusters() { return gridDim.x / CLUSTER; }

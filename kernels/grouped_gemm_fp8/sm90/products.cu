@@ -47,7 +47,6 @@ constexpr int BLOCK_M = 128, BLOCK_K = 128, CONSUMERS = 2;
 #include "promotion.cuh"
 #include "tiles.cuh"
 #include "tma.cuh"
-#include "tma_store.cuh"
 
 // What TMA stores of a gradient: boxes of a consumer's 64 rows by 128 bytes.
 constexpr int BOX_COLUMNS = OUT32 ? 32 : 64, BOX_BYTES = ROWS * 128, BOXES = WEIGHTS ? BLOCK_N / BOX_COLUMNS : 0;
@@ -170,7 +169,7 @@ DEVICE void cut_step(u32 step, int first, int end, int consumer) {
     const int thread = threadIdx.x % 128;
     cut_row(step + A_BYTES, thread, first, end);
     if (thread < ROWS) cut_row(step, consumer * ROWS + thread, first, end);
-    fence_writes();
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     sync_consumer(consumer);
 }
 
@@ -252,16 +251,17 @@ DEVICE void stage(u32 boxes, const float (&sums)[SUMS]) {
 DEVICE void store_boxes(const Problem& a, const TensorMap* map, const Step& tile, u32 boxes, const float (&sums)[SUMS],
                         int consumer) {
     const bool one = threadIdx.x % 128 == 0;
-    if (one) tma_wait_reads<0>();
+    if (one) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
     sync_consumer(consumer);
     stage(boxes, sums);
-    fence_writes();
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     sync_consumer(consumer);
     if (one && consumer * ROWS < tile.rows) {
         for (int box = 0; box < BOXES && tile.column + box * BOX_COLUMNS < a.cols; box++)
-            tma_store(map, tile.column + box * BOX_COLUMNS, tile.row + consumer * ROWS, tile.group, 0,
-                      boxes + box * BOX_BYTES);
-        tma_commit();
+            asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];"
+                         ::"l"(map), "r"(tile.column + box * BOX_COLUMNS), "r"(tile.row + consumer * ROWS),
+                           "r"(tile.group), "r"(0), "r"(boxes + box * BOX_BYTES) : "memory");
+        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     }
 }
 
@@ -346,7 +346,7 @@ DEVICE void consume(const Problem& a, const TensorMap* out_map, u32 smem, int co
     }
     wgmma_wait<0>();
     if (!passed) turn.pass();  // the other's last start, whose result nothing uses, waits for it
-    if (WEIGHTS) tma_wait_reads<0>();
+    if (WEIGHTS) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
