@@ -20,7 +20,7 @@ from harness.spec import EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, Tunabl
 from . import configs, fp8_matmul
 from .op import FIRST_CAPABILITY
 from .reference import fp8_matmul_reference
-from .scaling import LINE, ROW, SQUARE, TENSOR, blocks
+from .scaling import BLOCKED, LINE, ROW, SQUARE, TENSOR, blocks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -79,7 +79,7 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
         raise execute.Unavailable("needs compute capability {}.{}".format(*FIRST_CAPABILITY))
     m, k, n = sizes(case)
     params = dict(case.params)
-    del params["scaling"]
+    scaling = params.pop("scaling")
     formats = params.pop("formats")
     format_a, format_b = (FORMATS[(formats.split(".") * 2)[index]] for index in (0, 1))
 
@@ -87,16 +87,16 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
         x = torch.randn((rows, k), dtype=FP32, device=device, generator=generator)
         return x.mul_(64).to(dtype).view(torch.uint8)
 
-    def scale(shape: tuple[int, ...], least: float) -> torch.Tensor:
-        if case.bench and shape in ((m, blocks(k)), (n, blocks(k))):
+    def scale(shape: tuple[int, ...], least: float, of_lines: bool) -> torch.Tensor:
+        if case.bench and of_lines:
             columns = torch.rand((shape[1], (shape[0] + 3) // 4 * 4), dtype=FP32, device=device, generator=generator)
             return columns.t()[: shape[0]].add_(1).mul_(least)
         return torch.rand(shape, dtype=FP32, device=device, generator=generator).add_(1).mul_(least)
 
     shape_a, shape_b = scale_shapes(case)
     inputs: Inputs = {
-        "scale_a": scale(shape_a, 1 / 96),
-        "scale_b": scale(shape_b, 1 / 96 / math.sqrt(max(k, 1))),
+        "scale_a": scale(shape_a, 1 / 96, scaling in BLOCKED),
+        "scale_b": scale(shape_b, 1 / 96 / math.sqrt(max(k, 1)), scaling == LINE),
         "a": codes(m, format_a),
         "b": codes(n, format_b),
     }
@@ -162,6 +162,8 @@ def _scaled_mm() -> Op:
             if scale_b.shape[1] % 4:
                 scale_b = torch.nn.functional.pad(scale_b, (0, -scale_b.shape[1] % 4))
             scale_b = scale_b.t()
+        if scaling in BLOCKED and scale_a.stride(1) != a.shape[0]:  # its columns follow each other without a gap
+            scale_a = scale_a.t().contiguous().t()
         of_a, of_b = kinds[scaling]
         return scaled_mm(
             a, b.t(), scale_a, of_a, scale_b, of_b, bias=bias, output_dtype=out_dtype, use_fast_accum=fast_accum
