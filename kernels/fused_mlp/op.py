@@ -58,7 +58,8 @@ def fused_mlp(
 
     Source: Vaswani et al. 2017 (arXiv:1706.03762), section 3.3; gated, Shazeer 2020 (arXiv:2002.05202).
     """
-    if lean(x, w1, w2, b1, b2, w_gate):
+    # `lean` takes None for an operand that may be left out, which w1 and w2 are not.
+    if lean(x, w1, w2, b1, b2, w_gate) and w1 is not None and w2 is not None:
         needs_grad = torch.is_grad_enabled() and (
             x.requires_grad
             or w1.requires_grad

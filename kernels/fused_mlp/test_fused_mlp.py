@@ -208,6 +208,8 @@ def test_says_what_is_wrong() -> None:
         (TypeError, "w1 must be a tensor of x's dtype", dict(w1=w1.half())),
         (ValueError, r"w1 must be \[H, 6\]", dict(w1=w1.mT)),
         (TypeError, "w2 must be a tensor of x's dtype torch.float32, got list", dict(w2=[1.0])),
+        (TypeError, "w1 must be a tensor of x.s dtype torch.float32, got NoneType", dict(w1=None)),
+        (TypeError, "w2 must be a tensor of x.s dtype torch.float32, got NoneType", dict(w2=None)),
         (ValueError, r"w2 must be \[D_out, 8\]", dict(w2=w2.mT)),
         (ValueError, r"b1 must be \[8\]", dict(b1=tensors["b2"])),
         (TypeError, "b2 must be a tensor of x's dtype", dict(b2=tensors["b2"].half())),
