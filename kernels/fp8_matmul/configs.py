@@ -39,8 +39,8 @@ class CudaConfig:
 
 @dataclass(frozen=True)
 class FewConfig:
-    """Of few_rows.cu: `rows` of a by 64 `groups` rows of b to a CTA, `splits` CTAs of a cluster for parts of k, steps
-    of its ring, and how many CTAs an SM has room for."""
+    """Of few_rows.cu: a CTA has `rows` of a by 64 `groups` rows of b and `stages` of its pipeline, a cluster one CTA
+    for each of `splits` parts of k, and an SM room for `resident` CTAs."""
 
     rows: int
     groups: int
@@ -57,8 +57,8 @@ def pick_backend(backend: str, rows: int, fast_accum: bool, possible: bool) -> s
 
     - Above FEW_ROWS, measured on one H200: with fp32 sums beside the tensor core's CUDA C++ is 11 to 39 % faster than
       Triton; without them (`fast_accum`) Triton is 2 to 8 % faster.
-    - Up to FEW_ROWS reading b binds, for which few_rows.cu has more CTAs and more bytes on their way than either: 26 us
-      for 1 to 16 rows of 8192 x 8192, where Triton takes 44 and more with scales of blocks.
+    - Up to FEW_ROWS reading b binds, for which few_rows.cu has more CTAs and more bytes in flight than either: 27 us
+      for 1 and 16 rows of 8192 x 8192 with scales of blocks, where Triton takes 53 and 44 (event pairs, caches cold).
     """
     if backend == "auto":
         return "cuda" if possible and (rows <= FEW_ROWS or not fast_accum) else "triton"
@@ -72,13 +72,13 @@ def pick_config(
 
     - Steps of 128 bytes of k: a line of shared memory, and what has a scale of its own, so that scales of blocks need
       this step. Else 64 on sm_89, which has 99 KiB of it.
-    - Two sets of sums, the tensor core's and fp32, are 128 registers a thread with 128 x 128 sums in 8 warps. Without
-      the second (`fast_accum`), tiles are twice as wide and read 48 KiB for the products of two that read 64.
+    - Two sets of accumulators, the tensor core's and fp32, are 128 registers a thread with a tile of 128 x 128 in 8
+      warps. Without the second (`fast_accum`), a tile is twice as wide and loads 48 KiB where two narrow ones load 64.
     - Up to 64 rows the reading of b is what takes the time: narrower tiles, and on Hopper and later a ring of 8 steps.
       With 8192 rows of b two CTAs an SM then have 56 KiB of them on their way, where 32 KiB an SM are needed
       (4254 GB/s for 1 us); of tiles of 64 in a ring of 4 it was one CTA with 24 KiB.
 
-    By these sums; not measured yet.
+    By this estimate; not searched.
     """
     block_m = max(MIN_BLOCK_M, min(128, _power(rows)))
     block_k = max(MIN_BLOCK_K, min(128 if blocked or capability >= (9, 0) else 64, _power(depth)))
@@ -122,8 +122,8 @@ def pick_few_config(rows: int, cols: int, depth: int, scaling: int, sms: int = S
     """The configuration of few_rows.cu. Pure.
 
     - 128 rows of b to a CTA, of which an SM has two; one where the sums of more than 64 rows of a take the registers.
-    - k in 1, 2, 4 or 8 parts, by the steps that the longest chain of clusters takes; starting one and adding up its
-      sums counts as two for each part. What this takes is within 5 % of the best of all, on one H200 (EXPERIMENTS.md).
+    - k in 1, 2, 4 or 8 parts, by waves of clusters times the steps of each; starting a cluster and adding up
+      its parts counts as two steps for each part. Within 5 % of the best of all on one H200 (EXPERIMENTS.md).
     - As many steps in the ring as shared memory has room for, at most 8.
     """
     tile_m = next(size for size in (8, 16, 32, 64, 128) if rows <= size or size == 128)

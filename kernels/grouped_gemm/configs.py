@@ -63,8 +63,8 @@ def pick_backend(backend: str) -> str:
     """The version of a product: "triton", "cuda" or, of "auto", "where it can" for CUDA C++ with Triton for what that
     does not take. Pure.
 
-    Measured on one H200 (EXPERIMENTS.md): the forward is 2 to 15 % faster in CUDA C++. The weights' gradient takes 5 to
-    8 % less time than in Triton with 8 groups, and 13 to 32 % less with 64 and 128 that are equal or follow Zipf's law.
+    Measured on one H200 (EXPERIMENTS.md): the forward takes 2 to 13 % less time in CUDA C++, the weights' gradient 5 to
+    8 % less than in Triton with 8 groups, and 13 to 32 % less with 64 and 128 that are equal or follow Zipf's law.
     Where one group has all rows it takes 2 % less with 128 and 12 % more with 64 groups: only the offsets, which the
     host does not read, could tell.
     """
@@ -118,8 +118,8 @@ def pick_cuda_rows_config(groups: int, cols: int) -> CudaConfig:
     shared memory there is.
 
     Measured on one H200: CTAs by themselves take up to 2 % longer than pairs with 8 groups, and 2 to 12 %, mostly 8 %,
-    with 64 and 128. With CTAs by themselves 16 row tiles after each other are 2 to 7 % faster than 8 of 64 groups and
-    more, and 5 % slower of 8. With pairs both are within 1 %, but for 128 equal groups, where 16 are 3 % slower.
+    with 64 and 128. Of CTAs by themselves `raster` 16 is 2 to 7 % faster than 8 with 64 groups and more, and 5 % slower
+    with 8 groups. Of pairs both are within 1 %, but for 128 equal groups, where 16 is 3 % slower.
     """
     raster, alone = (16, 1.08) if groups >= 32 else (8, 1.02)
     return CudaConfig(stages=4, raster=raster, cluster=_pick_cluster(-(-cols // 256), alone))

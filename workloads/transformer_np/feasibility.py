@@ -9,7 +9,7 @@ import torch
 from .model import CHECKPOINTS
 from .step import Sizes, places
 
-CHUNK = 8192  # rows of which heads_mlp has the hidden's gradient in memory
+CHUNK = 8448  # rows of which heads_mlp has the hidden's gradient in memory
 CUBLAS_WORKSPACE = 32 << 20  # of each stream, on Hopper
 
 

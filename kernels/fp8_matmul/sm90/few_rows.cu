@@ -3,8 +3,8 @@
 //
 //   y[m, n] = sum over k of a[m, k] b[n, k], scaled, + bias[n]
 //
-// y is computed transposed: b is the first operand of wgmma, 64 rows of it, and a the second with its COLS rows, so that
-// no row of a wgmma is without use. Both come to shared memory by TMA. SCALING is that of products.cu: 1 scales of tensors
+// Operands are swapped: b is the first operand of wgmma, 64 rows of it, and a the second with its COLS rows, so that M = 64
+// of a wgmma is full. Both come to shared memory by TMA. SCALING is that of products.cu: 1 scales of tensors
 // or rows, at the end; 2 of 1x128 of a and 128x128 of b; 3 of 1x128 of both. Sums of 128 terms are added in fp32.
 //
 // Napkin maths, N = K = 8192, one NVIDIA H200 (132 SMs, 4254 GB/s): 67 MB of b take 15.8 us. With 1 us from a request to its
@@ -20,7 +20,7 @@
 //
 // Tails of every dimension are zeros: TMA's, and cp.async's of no bytes.
 //
-// Barriers, with their arrivals per phase: full[s] 1 and the bytes of a step, and with scales 32 that cp.async makes when
+// Barriers, with their arrivals per phase: full[s] 1 and the bytes of a step, and with scales of blocks 32 that cp.async makes when
 // its copies are there; empty[s] one lane of each consumer warp. The n-th use of a full one waits for parity n & 1, that of
 // an empty one for the opposite, so that the first pass finds every slot empty.
 //
@@ -45,7 +45,7 @@ constexpr int SCALE_BYTES = BLOCKED ? SCALE_B + 4 * (SCALING == 3 ? ROWS : 4) : 
 constexpr int B_RING = STAGES * A_BYTES, S_RING = B_RING + STAGES * B_BYTES;
 constexpr int FULL = S_RING + STAGES * SCALE_BYTES, EMPTY = FULL + 8 * STAGES;  // where barriers lie
 constexpr int PITCH = ROWS + 4;  // of sums in shared memory: a warp's stores fall into different banks
-static_assert(SCALING >= 1 && SCALING <= 3 && GROUPS <= 4, "what scales there are, and squares of b");
+static_assert(SCALING >= 1 && SCALING <= 3 && GROUPS <= 4, "SCALING is 1 to 3, and a CTA has two 128 x 128 blocks of b at most");
 static_assert(4 * COLS * PITCH <= S_RING, "sums take the place of operands");
 
 struct Problem {
