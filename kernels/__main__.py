@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import warnings
 
 import torch
+
+MOST_JOBS = 4  # of selftest: each has a CUDA context, and examples of a model's size
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -19,19 +20,22 @@ def main(arguments: list[str] | None = None) -> int:
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("--op", action="append", metavar="NAME", help="only this op; may be given more than once")
+    jobs = min(MOST_JOBS, os.cpu_count() or 1)
+    command.add_argument("--jobs", type=int, default=jobs, metavar="N", help=f"processes (default here: {jobs})")
     given = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and given.command == "selftest":
         os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: before the ops are imported
-        torch.set_num_threads(1)
-        warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")  # NumPy's, of what is masked
     from . import info, selftest
 
     known = selftest.ops()
     if unknown := sorted(set(given.op or ()) - set(known)):
         parser.error(f"unknown op {', '.join(unknown)}; known: {', '.join(known)}")
-    module = info if given.command == "info" else selftest
-    return module.report([name for name in known if name in (given.op or known)], device)
+    names = [name for name in known if name in (given.op or known)]
+    if given.command == "info":
+        return info.report(names, device)
+    selftest.prepare(device)
+    return selftest.report(names, device, given.jobs)
 
 
 if __name__ == "__main__":

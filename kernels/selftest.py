@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import itertools
+import multiprocessing
 import pkgutil
 import time
+import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,14 +49,33 @@ def function(op: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(f".{op}", __package__), op)
 
 
-def run(names: list[str], device: str) -> Iterator[Result]:
-    """Every op that is named, in each dtype. On a GPU also in bf16 at a size that models have."""
-    on_gpu = device.startswith("cuda")
-    for name in names:
-        for dtype in (torch.float32, torch.bfloat16) if on_gpu else INTERPRETED:
-            yield _timed(name, device, dtype, True)
-        if on_gpu:
-            yield _timed(name, device, torch.bfloat16, False)
+def run(names: list[str], device: str, jobs: int = 1) -> Iterator[Result]:
+    """Every op that is named, in each dtype. On a GPU also in bf16 at a size that models have. Most of the time is
+    compilation and the interpreter's, so ops are shared out to `jobs` processes."""
+    if min(jobs, len(names)) <= 1:
+        for name in names:
+            yield from _results(name, device)
+        return
+    # Spawned: a process that has used CUDA cannot be forked.
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), prepare, (device,)) as pool:
+        for found in pool.map(_results, names, itertools.repeat(device)):
+            yield from found
+
+
+def _results(name: str, device: str) -> list[Result]:
+    if device.startswith("cuda"):
+        sizes = [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)]
+    else:
+        sizes = [(dtype, True) for dtype in INTERPRETED]
+    return [_timed(name, device, dtype, small) for dtype, small in sizes]
+
+
+def prepare(device: str) -> None:
+    """This process for Triton's interpreter, whose many small tensors are slower on several threads, and whose NumPy
+    warns of what is masked."""
+    if device == "cpu":
+        torch.set_num_threads(1)
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")
 
 
 def _timed(name: str, device: str, dtype: torch.dtype, small: bool) -> Result:
@@ -131,12 +154,12 @@ def _error(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, exact: bool) ->
     return error if error == error else float("inf")
 
 
-def report(names: list[str], device: str) -> int:
+def report(names: list[str], device: str, jobs: int = 1) -> int:
     """Prints a line for each result; 1 if one was wrong or failed."""
     print(f"each op against its reference on {device}, errors in units of the tolerance")
     print(f"{'op':24} {'dtype':9} {'status':8} {'error':>6} {'s':>6}")
     bad = 0
-    for one in run(names, device):
+    for one in run(names, device, jobs):
         bad += one.status in ("wrong", "failed")
         dtype = str(one.dtype).removeprefix("torch.")
         line = f"{one.op:24} {dtype:9} {one.status:8} {one.error:6.2f} {one.seconds:6.1f}  {one.reason}"
