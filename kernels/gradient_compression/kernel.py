@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .formats import decode, encode, load_float, scale_of, store_float
+from .formats import decode, load_float, quantize, store_float
 
 
 @triton.jit
@@ -31,33 +31,30 @@ def _part(base_ptr, table_ptr, part, part_bytes, offset):
 
 
 @triton.jit
+def _codes_ptr(part_ptr, KIND: tl.constexpr):
+    """Where a chunk's codes begin: words, but bytes of fp8."""
+    return part_ptr if KIND == "fp8" else part_ptr.to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
 def _get(part_ptr, block, blocks, scales_at, KIND: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr):
     """Blocks of a quantised chunk in fp32, [rows, BLOCK]."""
-    WIDTH: tl.constexpr = BLOCK // 2 if KIND == "int4" else BLOCK
+    WIDTH: tl.constexpr = BLOCK if KIND == "fp8" else BLOCK // 8 if KIND == "int4" else BLOCK // 4
     inside = block < blocks
     at = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    code = tl.load(part_ptr + at, mask=inside[:, None], other=0)
+    code = tl.load(_codes_ptr(part_ptr, KIND) + at, mask=inside[:, None], other=0)
     scales_ptr = (part_ptr + scales_at).to(tl.pointer_type(tl.float32))
     return decode(code, tl.load(scales_ptr + block, mask=inside, other=1.0), KIND, NATIVE)
 
 
 @triton.jit
-def _put(part_ptr, code, scale, block, blocks, scales_at):
+def _put(part_ptr, code, scale, block, blocks, scales_at, KIND: tl.constexpr):
     """Stores blocks of a quantised chunk."""
     inside = block < blocks
     at = block[:, None] * code.shape[1] + tl.arange(0, code.shape[1])[None, :]
-    tl.store(part_ptr + at, code, mask=inside[:, None])
+    tl.store(_codes_ptr(part_ptr, KIND) + at, code, mask=inside[:, None])
     scales_ptr = (part_ptr + scales_at).to(tl.pointer_type(tl.float32))
     tl.store(scales_ptr + block, scale, mask=inside)
-
-
-@triton.jit
-def _quantized(x, KIND: tl.constexpr, NATIVE: tl.constexpr):
-    """Codes and scales of blocks [rows, BLOCK], and what they are after dequantisation."""
-    x = x * 0.0 + x  # NaN in place of an infinity, which no code stands for
-    scale = scale_of(x, KIND)
-    code = encode(x, scale, KIND, NATIVE)
-    return code, scale, decode(code, scale, KIND, NATIVE)
 
 
 @triton.jit
@@ -89,9 +86,9 @@ def _gradient_compression_quantize_kernel(
     x = load_float(x_ptr + begin + within, mask)
     if residual_ptr is not None:
         x += load_float(residual_ptr + begin + within, mask)
-    code, scale, kept = _quantized(x, KIND, NATIVE)
+    code, scale, kept = quantize(x, KIND, NATIVE)
     place = tl.cast(rank, tl.int64) * part_bytes
-    _put(_part(out_ptr, table_ptr, chunk, part_bytes, place), code, scale, block, blocks, scales_at)
+    _put(_part(out_ptr, table_ptr, chunk, part_bytes, place), code, scale, block, blocks, scales_at, KIND)
     if residual_ptr is not None:
         lost = x - kept
         # A gradient that is not finite reaches every rank once. Kept, it would come back in each later step.
@@ -124,7 +121,7 @@ def _gradient_compression_reduce_kernel(
     x. What that loses goes into the residual, as the sum's."""
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     total = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
-    for part in tl.range(0, WORLD):
+    for part in tl.range(0, WORLD, loop_unroll_factor=2):  # so that the loads of two parts are under way together
         part_ptr = _part(source_ptr, None, part, part_bytes, 0)
         total += _get(part_ptr, block, blocks, scales_at, KIND, NATIVE, BLOCK)
     if AVERAGE:
@@ -132,15 +129,15 @@ def _gradient_compression_reduce_kernel(
     within = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = within < own
     if REQUANTIZE:
-        code, scale, kept = _quantized(total, KIND, NATIVE)
+        code, scale, kept = quantize(total, KIND, NATIVE)
         if table_ptr is not None:
             place = tl.cast(rank, tl.int64) * part_bytes
             for step in tl.static_range(1, WORLD):
                 peer_ptr = _part(out_ptr, table_ptr, (rank + step) % WORLD, part_bytes, place)
-                _put(peer_ptr, code, scale, block, blocks, scales_at)
+                _put(peer_ptr, code, scale, block, blocks, scales_at, KIND)
             store_float(x_ptr + tl.cast(begin, tl.int64) + within, kept, mask)
         else:
-            _put(out_ptr, code, scale, block, blocks, scales_at)
+            _put(out_ptr, code, scale, block, blocks, scales_at, KIND)
         if residual_ptr is not None:
             lost = total - kept
             if AVERAGE:
