@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import roofline
-from . import choices, host, memory_table, pages, several
+from . import choices, host, link_speeds, memory_table, pages, several
 from . import markdown as md
 from .entries import Records, Row
 from .findings import Finding, cost_of, is_reference, modes_of
@@ -57,6 +57,7 @@ def page(
         lines += _charts(kernel, gpu, found)
     lines += ["## Summary", "", *pages.summary(found), ""]
     lines += several.section(found, charts)
+    lines += link_speeds.section(found)
     lines += host.section(records, kernel)
     if profile:
         lines += ["## Profile", "", *profiled(profile), ""]

@@ -26,7 +26,7 @@ def _signed(bits: int) -> int:
     return (bits & 0xFFFFFFFF) - ((bits & 0x80000000) << 1)
 
 
-# By the bits of a code: all codes of a word plus half their range, less the bits of _ROUND in each place; and that half.
+# By the bits of a code: half its range less the bits of _ROUND, in each place of a word; and half the range alone.
 _OFFSET = {bits: sum(((1 << bits - 1) - 0x4B400000) << place for place in range(0, 32, bits)) for bits in (4, 8)}
 _OFFSET_4, _OFFSET_8 = tl.constexpr(_signed(_OFFSET[4])), tl.constexpr(_signed(_OFFSET[8]))
 _SIGNS_4, _SIGNS_8 = tl.constexpr(_signed(0x88888888)), tl.constexpr(_signed(0x80808080))
