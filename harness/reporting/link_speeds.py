@@ -18,7 +18,7 @@ HEAD = (
 TEXT = (
     "*Bytes sent* are those of one GPU over its links, *uncompressed* those of the exchange named in the last column. "
     "*Without transfers* is the time with transfers replaced by local copies. *Pays below* is the speed of a link, "
-    "each way, at which (bytes saved) / speed is that time: on a faster link the kernels take more than the link saves. "
+    "each way, at which (bytes saved) / speed is that time: on a faster link the kernels take more than that saves. "
     "It takes the uncompressed exchange at the link's full speed and hides no transfer behind a kernel, so that it is "
     "the lower bound of where compression pays; the measured ratio is what counts, of the links that the case ran on."
 )
