@@ -11,6 +11,9 @@ quantised (1.016 for int8 and fp8, 0.516 for int4, scales among them). A residua
 Where the ranks write into each other's memory, that is 0.085 ms of link for 64 MiB (n = 33.5 M) in int8 and 0.043 ms in
 int4, in which the memory's traffic of the first two kernels hides, and 0.012 ms for the third. An all-reduce in bf16
 has 2n bytes of link, 0.17 ms.
+
+Instructions are as near a limit: 132 SMs issue about 29 10^12 a second, counted by thread. Of int4 in bf16 quantise has
+14 an element, reduce 31 and dequantise 10 of those that they have: 16, 18 and 6 us of 64 MiB, less than the link takes.
 """
 
 from __future__ import annotations
