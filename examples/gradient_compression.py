@@ -3,14 +3,17 @@
     torchrun --nproc-per-node 2 examples/gradient_compression.py --steps 2000 --seeds 0 1 2 --out losses.json
 
 The text is drawn from a random Markov chain over two characters, so that its entropy bounds the loss from below. Every
-kind starts from the same weights and sees the same batches. Without GPUs the processes are the CPU's, over gloo, the
-model is tiny, and the kernels run in Triton's interpreter.
+kind starts from the same weights and sees the same batches, and no batch comes twice. A file that is there already is
+gone on with: what it has of a seed and a kind is not trained again, so that seeds may be spread over several calls.
+`python -m harness report` makes a page of reports/<gpus>/training/gradient_compression.json. Without GPUs the processes
+are the CPU's, over gloo, the model is tiny, and the kernels run in Triton's interpreter.
 """
 
 import argparse
 import json
 import os
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +31,9 @@ except ImportError:  # in a checkout
 
 KINDS = ("none", "int8", "fp8", "int4", "topk", "powersgd")
 CHARACTERS = 64
-LAYERS, WIDTH, HEADS, CONTEXT, BATCH = (4, 256, 4, 256, 32) if ON_GPU else (1, 48, 2, 16, 4)
+LAYERS, WIDTH, HEADS, CONTEXT, BATCH = (4, 256, 4, 128, 16) if ON_GPU else (1, 48, 2, 16, 4)
+HELD_OUT = 16 * BATCH  # rows
+POINTS = 40  # of a curve
 
 
 class Block(nn.Module):
@@ -68,8 +73,8 @@ class Text:
         self._table = logits.softmax(-1).to(device)
         self._seed, self._device = seed, device
 
-    def batch(self, number: int, rows: int) -> torch.Tensor:
-        """[rows, CONTEXT + 1], another for each number."""
+    def rows(self, number: int, rows: int) -> torch.Tensor:
+        """[rows, CONTEXT + 1], others for each number."""
         generator = torch.Generator(self._device).manual_seed(1_000_003 * self._seed + number)
         text = torch.randint(CHARACTERS, (rows, CONTEXT + 1), generator=generator, device=self._device)
         draws = torch.rand(rows, CONTEXT + 1, generator=generator, device=self._device)
@@ -81,8 +86,9 @@ class Text:
         return text
 
 
-def train(kind: str, steps: int, texts: list[torch.Tensor], held_out: torch.Tensor, seed: int) -> dict[str, float]:
-    """Trains one model; its loss at the end on text that it has not seen, and the time of a step."""
+def train(kind: str, texts: tuple[torch.Tensor, ...], held_out: torch.Tensor, seed: int) -> dict[str, Any]:
+    """Trains one model: its loss at the end on text that it has not seen, that in training, the time of a step."""
+    steps = len(texts)
     torch.manual_seed(seed)
     model = GPT().to(held_out.device)
     ddp = nn.parallel.DistributedDataParallel(model)
@@ -90,17 +96,41 @@ def train(kind: str, steps: int, texts: list[torch.Tensor], held_out: torch.Tens
         warmup = steps // 10 if kind in ("topk", "powersgd") else 0  # as sparse or low-rank gradients want it
         state = CompressState(kind=kind, error_feedback=True, warmup_steps=warmup)
         ddp.register_comm_hook(state, compress_hook)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=ON_GPU)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=max(steps, 2))
+    losses = torch.zeros(steps, device=held_out.device)  # read at the end: the host never waits for a step
     begin = time.perf_counter()
-    for step in range(steps):
+    for step, text in enumerate(texts):
         optimizer.zero_grad()
-        ddp(texts[step % len(texts)]).backward()
+        loss = ddp(text)
+        loss.backward()
+        losses[step] = loss.detach()
         optimizer.step()
         schedule.step()
+    dist.all_reduce(losses)
+    curve = curve_of((losses / dist.get_world_size()).tolist())
+    seconds = time.perf_counter() - begin
     with torch.no_grad():
         loss = float(model(held_out))
-    return {"loss": loss, "ms_a_step": 1e3 * (time.perf_counter() - begin) / max(steps, 1)}
+    return {"loss": loss, "ms_a_step": 1e3 * seconds / steps, "curve": curve}
+
+
+def curve_of(losses: list[float]) -> list[tuple[int, float]]:
+    """Up to POINTS means over steps in a row, each with its last step."""
+    width = -(-len(losses) // POINTS)
+    parts = [losses[at : at + width] for at in range(0, len(losses), width)]
+    return [(min((n + 1) * width, len(losses)), sum(part) / len(part)) for n, part in enumerate(parts)]
+
+
+def opened(path: str | None, head: dict[str, Any]) -> dict[str, Any]:
+    """The record of `path`, of these settings; a new one where there is none. ValueError for other settings."""
+    if path is None or not os.path.exists(path):
+        return {**head, "results": {}}
+    with open(path) as file:
+        record = json.load(file)
+    if other := {name: record.get(name) for name, value in head.items() if record.get(name) != value}:
+        raise ValueError(f"{path} is of other settings: {other}, and not {head}")
+    return record
 
 
 def main() -> None:
@@ -108,31 +138,54 @@ def main() -> None:
     parser.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS), help="beside none, which always runs")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--out", help="a file for the losses, as JSON")
+    parser.add_argument("--out", help="a file for the losses, as JSON; gone on with where it is there")
     options = parser.parse_args()
+    if options.steps < 1:
+        parser.error("--steps must be 1 or more")
     if ON_GPU:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.set_float32_matmul_precision("high")
     dist.init_process_group("cpu:gloo,cuda:nccl" if ON_GPU else "gloo")
     device = torch.device("cuda", torch.cuda.current_device()) if ON_GPU else torch.device("cpu")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-
     kinds = ["none", *(kind for kind in KINDS if kind in options.kind and kind != "none")]
-    results: dict[str, dict[int, dict[str, float]]] = {kind: {} for kind in kinds}
+    record = opened(options.out, head_of(options.steps, device))
+    dist.barrier()  # every rank has read the file before the first one writes it
     for seed in options.seeds:
-        text = Text(seed, device)
-        texts = [text.batch(1 + rank + ranks * number, BATCH) for number in range(min(options.steps, 500))]
-        held_out = text.batch(0, 4 * BATCH)
-        for kind in kinds:
-            results[kind][seed] = train(kind, options.steps, texts, held_out, seed)
-            if rank == 0:
-                loss, plain = results[kind][seed]["loss"], results["none"][seed]["loss"]
-                step = results[kind][seed]["ms_a_step"]
-                print(f"seed {seed}  {kind:9}  loss {loss:.4f}  {loss - plain:+.4f}  {step:.1f} ms a step", flush=True)
-    if rank == 0 and options.out:
-        with open(options.out, "w") as file:
-            json.dump({"ranks": ranks, "steps": options.steps, "results": results}, file, indent=1)
+        run_seed(seed, kinds, record, options, device)
     release()
     dist.destroy_process_group()
+
+
+def head_of(steps: int, device: torch.device) -> dict[str, Any]:
+    """What the losses of one file have in common."""
+    return {
+        "schema": 1,
+        "device": torch.cuda.get_device_name(device) if ON_GPU else "CPU",
+        "torch": torch.__version__,
+        "ranks": dist.get_world_size(),
+        "steps": steps,
+        "model": {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "context": CONTEXT, "batch": BATCH},
+    }
+
+
+def run_seed(
+    seed: int, kinds: list[str], record: dict[str, Any], options: argparse.Namespace, device: torch.device
+) -> None:
+    """Trains with what the record lacks of a seed, and writes it down after each."""
+    results, rank = record["results"], dist.get_rank()
+    if not (missing := [kind for kind in kinds if str(seed) not in results.get(kind, {})]):
+        return
+    text = Text(seed, device)
+    texts, held_out = text.rows(1 + rank, options.steps * BATCH).split(BATCH), text.rows(0, HELD_OUT)
+    for kind in missing:
+        found = results.setdefault(kind, {})[str(seed)] = train(kind, texts, held_out, seed)
+        if rank == 0:
+            over = found["loss"] - results["none"][str(seed)]["loss"]
+            words = f"seed {seed}  {kind:9}  loss {found['loss']:.4f}  {over:+.4f}  {found['ms_a_step']:.1f} ms a step"
+            print(words, flush=True)
+            if options.out:
+                with open(options.out, "w") as file:
+                    json.dump(record, file, indent=1)
 
 
 if __name__ == "__main__":

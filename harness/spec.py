@@ -161,6 +161,8 @@ class Sharding:
     alone_reason (case, mode) -> why it is not timed there, or None
     local        implementation -> the same with its transfers replaced by local copies. What the transfers take beyond
                  that is not hidden.
+    plain        (case) -> of an exchange that is compressed: the baseline that sends everything as it is, and the bytes
+                 that a GPU sends there; else None. The report then says at which speeds of a link it pays
     axis         (case) -> the series and the length by which a chart of the efficiency has it
     environment  (case) -> environment variables that its ranks start with
     release      called on each rank after each case and mode: gives back what is kept between calls
@@ -171,6 +173,7 @@ class Sharding:
     alone: Mapping[str, Op] = field(default_factory=dict)
     alone_reason: Callable[[Case, str], str | None] = lambda case, mode: None
     local: Mapping[str, Op] = field(default_factory=dict)
+    plain: Callable[[Case], tuple[str, int] | None] = lambda case: None
     axis: Callable[[Case], tuple[str, int]] | None = None
     environment: Callable[[Case], Mapping[str, str]] = lambda case: {}
     release: Callable[[], None] = lambda: None

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from harness import registry
+from harness.reporting import training
 
 EXAMPLE = registry.ROOT / "examples" / "gradient_compression.py"
 KINDS = ["none", "int8", "fp8", "int4", "topk", "powersgd"]
@@ -24,17 +25,29 @@ def test_every_kind_trains_for_three_steps(tmp_path: Path) -> None:
     out = tmp_path / "losses.json"
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
     environment = {**os.environ, "PYTHONPATH": str(registry.ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", *command, "--steps", "3", "--seeds", "0", "--out", str(out)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+
+    def run(*kinds: str) -> str:
+        options = ["--steps", "3", "--seeds", "0", "--out", str(out), *kinds]
+        done = subprocess.run(
+            [sys.executable, "-m", *command, *options],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    first = run("--kind", "int8")
+    rest = run()
+    assert "none" in first and "int8" in first and "int8" not in rest and "none" not in rest, "the file is gone on with"
     record = json.loads(out.read_text())
+    record["results"] = {kind: record["results"][kind] for kind in KINDS}
+    assert all(len(seeds["0"]["curve"]) == 3 for seeds in record["results"].values())
     assert record["ranks"] == 2 and record["steps"] == 3 and list(record["results"]) == KINDS
     losses = {kind: seeds["0"]["loss"] for kind, seeds in record["results"].items()}
     assert all(abs(loss - losses["none"]) < 0.05 * losses["none"] for loss in losses.values()), losses
-    assert all(f"seed 0  {kind}" in done.stdout for kind in KINDS)
+    assert all(f"seed 0  {kind}" in first + rest for kind in KINDS)
+    lines = training.page("gradient_compression", "two CPUs", record)
+    assert sum(line.startswith("| none |") for line in lines) == 1

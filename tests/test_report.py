@@ -238,6 +238,8 @@ def test_a_kernel_of_several_gpus_has_efficiency_transfers_and_memory(tmp_path: 
             "exposed_us": {"median": us / 20, "ci95": [0, us]} if name == "triton" else None,
         }
         several |= {} if spread else {"alone_reason": "too long for one GPU"}
+        if length == 16384 and name == "triton":
+            several |= {"local_median_us": 50.0, "plain": {"implementation": "torch-cp", "link_bytes": 12_000_000}}
         return row("ring", f"s{length}", "fwd", name, exact(us), cost=cost, several=several)
 
     groups = {
@@ -252,8 +254,25 @@ def test_a_kernel_of_several_gpus_has_efficiency_transfers_and_memory(tmp_path: 
                      "2.00 MiB", "900 µs to 1000 µs"]  # fmt: skip
     assert "| s1048576 | fwd | torch-cp | 2000 µs | 200 TFLOP/s | – | – | – |" in page
     assert page.count("- No efficiency, too long for one GPU: s1048576 fwd.") == 1
+    assert page.count("| s16384 | fwd | **triton** | 1.91 MiB | 11.4 MiB | 50.0 µs | 200 GB/s |") == 1
     chart = (tmp_path / "ring-fwd-efficiency.svg").read_text()
     assert "causal" in chart and "torch-cp" in chart and "triton (ours)" in chart
+
+
+def test_a_training_has_a_page_and_a_chart_of_its_own(tmp_path: Path) -> None:
+    one(tmp_path, [row(KERNEL, "wide", "fwd", "triton", exact(100), cost=COST)])
+    run = {"loss": 2.0, "ms_a_step": 5.0, "curve": [[50, 3.0], [100, 2.5]]}
+    runs = {"none": {"0": run, "1": {**run, "loss": 2.2}}, "int4": {"0": {**run, "loss": 2.01}, "1": run}}
+    head = {"schema": 1, "device": "NVIDIA H200", "torch": "2.11", "ranks": 2, "steps": 100, "model": {"layers": 4}}
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / f"{KERNEL}.json").write_text(json.dumps({**head, "results": runs}))
+    report.write(tmp_path)
+    page = (tmp_path / f"{KERNEL}-training.md").read_text()
+    assert "| none | 2 | 2.1000 | – | – | – | 5.00 |" in page
+    assert "| int4 | 2 | 2.0050 | -0.0950 | -0.2000 | +0.0100 | 5.00 |" in page
+    assert "from 2.0000 to 2.2000" in page and "100 steps on 2 ranks" in page
+    assert "int4" in (tmp_path / f"{KERNEL}-training.svg").read_text()
+    assert f"[training]({KERNEL}-training.md)" in (tmp_path / f"{KERNEL}.md").read_text()
 
 
 def test_folders_of_one_and_of_several_gpus_stand_beside_each_other(tmp_path: Path) -> None:

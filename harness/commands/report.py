@@ -35,6 +35,7 @@ from ..reporting import (
     rows_json,
     several,
     short_tables,
+    training,
 )
 from ..reporting.entries import Records
 from ..reporting.findings import Finding, findings, modes_of
@@ -116,8 +117,11 @@ def write(folder: Path, with_charts: bool = True) -> list[Path]:
             profile["rows"] = profile_report.compared(profile["rows"], measured)
         tuned = load(folder / "tune" / f"{kernel}.json", choices.SCHEMA)
         trend = (folder / f"{kernel}-trend.md").is_file()
-        lines = kernel_page.page(kernel, gpu, records, mine, profile, tuned, with_charts, trend)
+        trained = load(folder / "training" / f"{kernel}.json", training.SCHEMA)
+        lines = kernel_page.page(kernel, gpu, records, mine, profile, tuned, with_charts, trend, bool(trained))
         written.append(_write_lines(folder / f"{kernel}.md", lines))
+        if trained:
+            written += _trained(folder, kernel, gpu, trained, with_charts)
         for mode in modes_of(mine):
             lines = kernel_page.mode_page(kernel, mode, gpu, mine, with_charts)
             written.append(_write_lines(folder / f"{pages.stem(kernel, mode)}.md", lines))
@@ -125,6 +129,16 @@ def write(folder: Path, with_charts: bool = True) -> list[Path]:
         written.append(profile_report.write_readme(folder / "profile", measured))
     if with_charts:
         written += _draw(folder, gpu, records.kernels(), found)
+    return written
+
+
+def _trained(folder: Path, kernel: str, gpu: str, document: dict[str, Any], with_charts: bool) -> list[Path]:
+    """The page of a training and its chart."""
+    stem = folder / training.stem(kernel)
+    written = [_write_lines(stem.with_suffix(".md"), training.page(kernel, gpu, document))]
+    if with_charts:
+        charts.save(training.chart(kernel, gpu, document), stem.with_suffix(".svg"))
+        written.append(stem.with_suffix(".svg"))
     return written
 
 

@@ -207,6 +207,7 @@ class Group:
             "axis": list(self.sharding.axis(self.case)) if self.sharding.axis else None,
             **self._efficiency(mine, samples, columns),
             **self._exposed(name, mine, samples, columns),
+            "plain": self._plain(name),
         }
         return self._row(name, "over-roofline" if over else "ok", over) | {
             "timer": "events" if self.on_gpu else "wall",
@@ -247,6 +248,11 @@ class Group:
             "exposed_us": differences(mine, local, samples.looks),
             "local_median_us": columns[name + LOCAL]["median_us"],
         }
+
+    def _plain(self, name: str) -> dict[str, Any] | None:
+        """The baseline without compression beside which ours stands, and what a GPU sends there."""
+        plain = self.sharding.plain(self.case) if name in self.spec.implementations else None
+        return plain and {"implementation": plain[0], "link_bytes": plain[1]}
 
     def _long(self, seconds: float = LONG_CALL) -> bool:
         """Whether a call takes so long, by its floor."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import roofline
-from . import choices, host, memory_table, pages, several
+from . import choices, host, link_speeds, memory_table, pages, several, training
 from . import markdown as md
 from .entries import Records, Row
 from .findings import Finding, cost_of, is_reference, modes_of
@@ -45,18 +45,22 @@ def page(
     tuned: Mapping[str, Any] | None,
     charts: bool,
     trend: bool = False,
+    trained: bool = False,
 ) -> list[str]:
-    """<kernel>.md. `profile` and `tuned` are the files of these names, where there are any; `trend` says whether there
-    is a page of how the times changed."""
+    """<kernel>.md. `profile` and `tuned` are the files of these names, where there are any; `trend` and `trained` say
+    whether there is a page of how the times changed, and one of a training."""
     modes = modes_of(found)
     links = " · ".join(f"[{mode}: every implementation]({pages.stem(kernel, mode)}.md)" for mode in modes)
     lines = [f"# {kernel} on {gpu}", "", pages.GENERATED, "", f"[All kernels](README.md) · {links}", ""]
     if trend:
         lines[-2] += f" · [over time]({kernel}-trend.md)"
+    if trained:
+        lines[-2] += f" · [training]({training.stem(kernel)}.md)"
     if charts:
         lines += _charts(kernel, gpu, found)
     lines += ["## Summary", "", *pages.summary(found), ""]
     lines += several.section(found, charts)
+    lines += link_speeds.section(found)
     lines += host.section(records, kernel)
     if profile:
         lines += ["## Profile", "", *profiled(profile), ""]

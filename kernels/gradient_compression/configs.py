@@ -18,10 +18,13 @@ class Config:
 def pick_config(blocks: int, capability: tuple[int, int]) -> Config:
     """Configuration of all three kernels, of `blocks` blocks in a chunk. Pure.
 
-    A warp has whole blocks, so that the maximum of one never crosses warps: 8 elements a lane. Eight blocks a CTA of 4
-    warps are 16 elements a thread, two 16-byte loads of bf16 in flight. Small chunks take smaller CTAs, to fill more
-    SMs. Not tuned by measurement yet.
+    A warp has whole blocks, so that the maximum of one never crosses warps: 8 elements a lane. Sixteen blocks a CTA of
+    4 warps are 32 elements a thread: four 16-byte loads of bf16 in flight, 16 bytes of 4-bit codes to store, and a
+    seventh fewer instructions an element than eight (EXPERIMENTS.md). Small chunks take smaller CTAs, to fill more SMs.
+    Chosen by counted instructions, not by measured times.
     """
     if blocks < 8 * 132:
         return Config(4, 4)
-    return Config(8, 4)
+    if blocks < 64 * 132:
+        return Config(8, 4)
+    return Config(16, 4)

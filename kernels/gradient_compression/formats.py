@@ -1,9 +1,12 @@
 """Device functions: blocks of fp32 numbers to their codes and back, and loads and stores that round to 16 bits.
 
-kind    codes                        largest   NaN
-int8    two's complement             127       -128
-int4    two's complement, two a byte 7         -8
-fp8     e4m3                         448       0x7F
+kind    codes                                          largest   NaN
+int8    two's complement, four a word of 32 bits       127       -128
+int4    two's complement, eight a word of 32 bits      7         -8
+fp8     e4m3, bytes                                    448       0x7F
+
+The kernels are bound by their instructions where memory and link are fast, so these are few: integers are rounded,
+unpacked and made floating-point numbers by the significand of fp32, without a conversion, and packed in words.
 
 NATIVE takes the conversion instructions of sm_89 and later; without it the same e4m3 bits come out of integer
 arithmetic. bf16 tensors are given as int16 in Triton's interpreter, whose own conversion truncates.
@@ -14,6 +17,30 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Adding 1.5 · 2^23 rounds to an integer, ties to even, and leaves it in the low bits.
+_ROUND = tl.constexpr(12582912.0)
+
+
+def _signed(bits: int) -> int:
+    """A 32-bit pattern as an int32."""
+    return (bits & 0xFFFFFFFF) - ((bits & 0x80000000) << 1)
+
+
+# By the bits of a code: half its range less the bits of _ROUND, in each place of a word; and half the range alone.
+_OFFSET = {bits: sum(((1 << bits - 1) - 0x4B400000) << place for place in range(0, 32, bits)) for bits in (4, 8)}
+_OFFSET_4, _OFFSET_8 = tl.constexpr(_signed(_OFFSET[4])), tl.constexpr(_signed(_OFFSET[8]))
+_SIGNS_4, _SIGNS_8 = tl.constexpr(_signed(0x88888888)), tl.constexpr(_signed(0x80808080))
+
+# One instruction, for which ptxas itself takes two where both operands are constants.
+_AND_OR = tl.constexpr("lop3.b32 $0, $1, $2, 0x4B000000, 0xEA;")
+# What rcp.rn.f32 is for a scale, which is a normal number under 2^126, without its branch for all others.
+_RECIPROCAL = tl.constexpr("""{
+    .reg .f32 near, error;
+    rcp.approx.ftz.f32 near, $1;
+    fma.rn.f32 error, $1, near, 0fBF800000;
+    neg.f32 error, error;
+    fma.rn.f32 $0, near, error, near;
+}""")
 _TO_E4M3 = tl.constexpr("""{
     .reg .b16 low, high;
     cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
@@ -43,9 +70,35 @@ def store_float(ptr, x, mask):
 
 
 @triton.jit
-def scale_of(x, KIND: tl.constexpr):
-    """The scale of each row of x [rows, BLOCK], from its finite elements: never 0, inf or NaN. NaN stands for inf."""
-    amax = tl.max(tl.where(x == x, tl.abs(x), 0.0), axis=1)
+def quantize(x, KIND: tl.constexpr, NATIVE: tl.constexpr):
+    """Blocks x [rows, BLOCK] in fp32: their codes [rows, width], their scales [rows], and what these stand for."""
+    x = tl.fma(x, 0.0, x)  # NaN in place of an infinity, which no code stands for
+    scale = _scale_of(x, KIND)
+    y = x * _reciprocal(scale, NATIVE)[:, None]
+    if KIND == "fp8":
+        code = _e4m3(y, NATIVE)
+        kept = decode(code, scale, KIND, NATIVE)
+    else:
+        rounded = y + _ROUND
+        code = _packed(rounded, 4 if KIND == "int4" else 8, NATIVE)
+        kept = (rounded - _ROUND) * scale[:, None]
+    return code, scale, kept
+
+
+@triton.jit
+def decode(code, scale, KIND: tl.constexpr, NATIVE: tl.constexpr):
+    """What codes and scales of `quantize` stand for, [rows, BLOCK]."""
+    if KIND == "fp8":
+        y = _from_e4m3(code, NATIVE)
+    else:
+        y = _unpacked(code, 4 if KIND == "int4" else 8, NATIVE)
+    return y * scale[:, None]
+
+
+@triton.jit
+def _scale_of(x, KIND: tl.constexpr):
+    """The scale of each row of x [rows, BLOCK], from its elements that are no NaN: never 0, inf or NaN."""
+    amax = tl.max(tl.abs(x), axis=1)  # which a NaN has no part in; NaN where there is nothing else
     # A product, because PyTorch on a GPU too divides by a constant in this way. The smallest normal number has an
     # inverse, and no GPU flushes it to zero.
     inverse: tl.constexpr = 1 / 448 if KIND == "fp8" else 1 / 7 if KIND == "int4" else 1 / 127
@@ -53,34 +106,69 @@ def scale_of(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def encode(x, scale, KIND: tl.constexpr, NATIVE: tl.constexpr):
-    """The bytes of x [rows, BLOCK], whose scales are given: [rows, BLOCK], or half as wide for int4."""
-    y = x * tl.div_rn(1.0, scale)[:, None]
-    if KIND == "fp8":
-        return _e4m3(y, NATIVE)
-    # Adding 1.5 · 2^23 rounds to an integer, ties to even, and leaves it in the low bits.
-    code = (y + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
-    code = tl.where(y == y, code, -8 if KIND == "int4" else -128)
-    if KIND == "int4":
-        low, high = tl.split(tl.reshape(code & 0xF, [code.shape[0], code.shape[1] // 2, 2]))
-        code = low | high << 4
-    return code.to(tl.uint8)
+def _reciprocal(scale, NATIVE: tl.constexpr):
+    """1 / scale, rounded to nearest."""
+    if NATIVE:
+        return tl.inline_asm_elementwise(_RECIPROCAL, "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.div_rn(1.0, scale)
 
 
 @triton.jit
-def decode(code, scale, KIND: tl.constexpr, NATIVE: tl.constexpr):
-    """The inverse of `encode`, [rows, BLOCK]."""
-    if KIND == "fp8":
-        y = _from_e4m3(code, NATIVE)
-    elif KIND == "int4":
-        wide = code.to(tl.int32)
-        pairs = tl.join(wide & 0xF, wide >> 4)
-        nibble = tl.reshape(pairs, [code.shape[0], code.shape[1] * 2])
-        y = tl.where(nibble == 8, float("nan"), ((nibble ^ 8) - 8).to(tl.float32))
+def _pairs(word, SHIFT: tl.constexpr):
+    """Words of neighbouring elements of [rows, n] in one: [rows, n / 2]."""
+    low, high = tl.split(tl.reshape(word, [word.shape[0], word.shape[1] // 2, 2]))
+    return low + (high << SHIFT)
+
+
+@triton.jit
+def _packed(rounded, BITS: tl.constexpr, NATIVE: tl.constexpr):
+    """The words of numbers + _ROUND."""
+    lowest: tl.constexpr = 12582912.0 - (1 << BITS - 1)
+    if NATIVE:  # of a NaN and a number a GPU's maximum is the number, not so the interpreter's
+        rounded = tl.maximum(rounded, lowest)
     else:
-        wide = code.to(tl.int8, bitcast=True).to(tl.int32)
-        y = tl.where(wide == -128, float("nan"), wide.to(tl.float32))
-    return y * scale[:, None]
+        rounded = tl.where(rounded == rounded, rounded, lowest)
+    word = rounded.to(tl.int32, bitcast=True)
+    # Whole words are added, of which a code is but the low bits: what the others come to is known, modulo 2^32.
+    if BITS == 4:
+        word = (_pairs(_pairs(_pairs(word, 4), 8), 16) + _OFFSET_4) ^ _SIGNS_4
+    else:
+        word = (_pairs(_pairs(word, 8), 16) + _OFFSET_8) ^ _SIGNS_8
+    return word
+
+
+@triton.jit
+def _number(word, PLACE: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr):
+    """The code at bit PLACE of words, there plus half its range; exact."""
+    # In the significand of 2^23, and brought down by a product that rounds nothing.
+    MASK: tl.constexpr = ((1 << BITS) - 1) << PLACE
+    if NATIVE:
+        bits = tl.inline_asm_elementwise(_AND_OR, "=r,r,r", [word, MASK], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        bits = (word & MASK) | 0x4B000000
+    return tl.fma(bits.to(tl.float32, bitcast=True), 1 / (1 << PLACE), -((1 << 23 - PLACE) + (1 << BITS - 1)) * 1.0)
+
+
+@triton.jit
+def _far(low, high, PLACE: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr):
+    """The codes at one place of both halves of words, [.., 2]."""
+    return tl.join(_number(low, PLACE, BITS, NATIVE), _number(high, PLACE, BITS, NATIVE))
+
+
+@triton.jit
+def _unpacked(word, BITS: tl.constexpr, NATIVE: tl.constexpr):
+    """The inverse of `_packed`, without _ROUND."""
+    low = word ^ (_SIGNS_4 if BITS == 4 else _SIGNS_8)
+    high = low >> 16  # the significand has 23 bits
+    # The pair that is joined first is that of the first dimension, so it is the farthest apart.
+    if BITS == 4:
+        first = tl.join(_far(low, high, 0, 4, NATIVE), _far(low, high, 8, 4, NATIVE))
+        second = tl.join(_far(low, high, 4, 4, NATIVE), _far(low, high, 12, 4, NATIVE))
+    else:
+        first = _far(low, high, 0, 8, NATIVE)
+        second = _far(low, high, 8, 8, NATIVE)
+    y = tl.reshape(tl.join(first, second), [word.shape[0], word.shape[1] * 32 // BITS])
+    return tl.where(y == -(1 << BITS - 1) * 1.0, float("nan"), y)
 
 
 @triton.jit

@@ -61,6 +61,15 @@ def equals_the_reference(rank: int, world: int, device: str) -> None:
                     assert agree(x), where
 
 
+def each_kind_is_the_reference(rank: int, world: int, device: str) -> None:
+    """A small part of `equals_the_reference`."""
+    for kind in KINDS:
+        x, residual = random(rank, 4, 1500, device), random(rank, 5, 1500, device).mul(0.01).bfloat16()
+        want, kept = gradient_compression_reference(x, residual, kind=kind)
+        gradient_compression(x, residual, kind=kind, transport="collectives")
+        assert torch.equal(x, want) and torch.equal(residual, kept), kind
+
+
 def repeats_to_the_bit(rank: int, world: int, device: str) -> None:
     for transport in TRANSPORTS[device]:
         results = []
@@ -243,7 +252,11 @@ CHECKS: tuple[Callable[[int, int, str], None], ...] = (
 )
 
 
-def work(rank: int, world: int, device: str, folder: str) -> None:
+#: of two processes, in every run of the tests: the exchange with each kind, and DDP's hook
+QUICK = (repeats_to_the_bit, one_rank_is_the_reference_of_all, each_kind_is_the_reference, small_tensors_are_exempt)
+
+
+def work(rank: int, world: int, device: str, folder: str, checks: tuple[str, ...]) -> None:
     """One process."""
     torch.set_num_threads(1)
     if device == "cuda":
@@ -252,7 +265,7 @@ def work(rank: int, world: int, device: str, folder: str) -> None:
     store = f"file://{folder}/store"
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=world, timeout=TIMEOUT)
     outcomes = {}
-    for check in CHECKS:
+    for check in (globals()[name] for name in checks):
         try:
             check(rank, world, device)
             outcomes[check.__name__] = ""
@@ -266,10 +279,13 @@ def work(rank: int, world: int, device: str, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def run(world: int, device: str, folder: Path) -> list[dict[str, str]]:
+def run(
+    world: int, device: str, folder: Path, checks: tuple[Callable[[int, int, str], None], ...] = CHECKS
+) -> list[dict[str, str]]:
     """How the checks went on each rank. A process that fails ends the others."""
     context = mp.get_context("spawn")
-    processes = [context.Process(target=work, args=(r, world, device, str(folder))) for r in range(world)]
+    names = tuple(check.__name__ for check in checks)
+    processes = [context.Process(target=work, args=(r, world, device, str(folder), names)) for r in range(world)]
     for process in processes:
         process.start()
     while any(p.is_alive() for p in processes) and not any(p.exitcode for p in processes):
@@ -302,6 +318,14 @@ def test_on_gloo(world: int, check: str, outcomes) -> None:
     if torch.cuda.is_available():
         pytest.skip("without a GPU, in Triton's interpreter")
     judge(outcomes(world, "cpu"), check)
+
+
+def test_two_processes_in_short(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("without a GPU, in Triton's interpreter")
+    ranks = run(2, "cpu", tmp_path, QUICK)
+    for check in QUICK:
+        judge(ranks, check.__name__)
 
 
 @pytest.mark.gpu

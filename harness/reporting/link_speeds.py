@@ -1,0 +1,64 @@
+"""Below which speed of a link an exchange that sends fewer bytes pays, from its time without transfers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .. import roofline
+from . import markdown as md
+from .entries import Row
+from .findings import Finding, cost_of
+
+HEAD = (
+    "case", "mode", "implementation", ">bytes sent", ">uncompressed", ">without transfers", ">pays below",
+    "at the measured link", ">measured over uncompressed",
+)  # fmt: skip
+
+TEXT = (
+    "*Bytes sent* are those of one GPU over its links, *uncompressed* those of the exchange named in the last column. "
+    "*Without transfers* is the time with transfers replaced by local copies. *Pays below* is the speed of a link, "
+    "each way, at which (bytes saved) / speed is that time: on a faster link the kernels take more than that saves. "
+    "It takes the uncompressed exchange at the link's full speed and hides no transfer behind a kernel, so that it is "
+    "the lower bound of where compression pays; the measured ratio is what counts, of the links that the case ran on."
+)
+
+
+def section(found: Sequence[Finding]) -> list[str]:
+    """The table of a kernel; empty where no row says what is sent without compression."""
+    rows = [(f, row) for f in found for row in f.rows if row.ok and _plain(row) and _local_us(row)]
+    if not rows:
+        return []
+    return ["## Link speeds at which it pays", "", TEXT, "", *md.table(HEAD, [_cells(*pair) for pair in rows]), ""]
+
+
+def break_even(row: Row) -> float:
+    """Bytes a second and direction: below that compression pays; 0 where it saves no bytes."""
+    saved = _plain(row)["link_bytes"] - cost_of(row).link_bytes
+    return max(0.0, saved) / (1e-6 * _local_us(row))
+
+
+def _plain(row: Row) -> Mapping[str, Any]:
+    return row.get("several", {}).get("plain") or {}
+
+
+def _local_us(row: Row) -> float:
+    return row.get("several", {}).get("local_median_us") or 0.0
+
+
+def _cells(finding: Finding, row: Row) -> list[object]:
+    plain, speed = _plain(row), break_even(row)
+    link = finding.measured.link if finding.measured else None
+    ratio = row.get("ratios", {}).get(plain["implementation"])
+    over = f"{md.times(ratio['median'], ratio['ci95'])} {plain['implementation']}" if ratio else None
+    return [
+        finding.case,
+        finding.mode,
+        f"**{row.implementation}**",
+        md.size(cost_of(row).link_bytes),
+        md.size(plain["link_bytes"]),
+        roofline.microseconds(1e-6 * _local_us(row)),
+        f"{1e-9 * speed:.0f} GB/s" if speed else "none",
+        f"{'pays' if speed > link else 'does not by this bound'}, {1e-9 * link:.0f} GB/s" if link else None,
+        over,
+    ]
