@@ -163,6 +163,10 @@ def _candidates(case: Case) -> list[configs.Config]:
     return [configs.Config(max(1, tile // n), n, w) for n in widths for tile in (2048, 4096, 8192) for w in (4, 8, 16)]
 
 
+def _by_pairs(case: Case) -> bool:
+    return not any(case.params.get(name) for name in ("dequantize", "stochastic")) and case.params.get("dim") != 0
+
+
 _BENCHED = tuple(case for case in CASES if case.bench)
 
 SPEC = KernelSpec(
@@ -181,12 +185,14 @@ SPEC = KernelSpec(
     items=lambda case: case.dims["rows"],
     fuzz={"rows": (0, 140), "dim": (1, 300)},
     tunables=(
+        # On Hopper; what it does not take goes by pick_config.
+        Tunable(configs, "pick_pairs", "fwd", _candidates, cases=tuple(filter(_by_pairs, _BENCHED))),
         Tunable(
             configs,
             "pick_config",
             "fwd",
             _candidates,
-            cases=tuple(case for case in _BENCHED if not case.params.get("dequantize")),
+            cases=tuple(c for c in _BENCHED if not c.params.get("dequantize") and not _by_pairs(c)),
         ),
         Tunable(
             configs,

@@ -107,10 +107,16 @@ def interleave(even, odd, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 def pack_six(codes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Each sixteen columns of 6 bits as three words."""
     even, odd = pairs(codes, BLOCK_M, BLOCK_N)
-    even, odd = pairs(even | (odd << 6), BLOCK_M, BLOCK_N // 2)
-    a, b = pairs(even | (odd << 12), BLOCK_M, BLOCK_N // 4)  # 24 bits in each column
-    a, c = pairs(a, BLOCK_M, BLOCK_N // 8)
-    b, d = pairs(b, BLOCK_M, BLOCK_N // 8)
+    return pack_twelve(even | (odd << 6), BLOCK_M, BLOCK_N // 2)
+
+
+@triton.jit
+def pack_twelve(codes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Each eight columns of 12 bits as three words."""
+    even, odd = pairs(codes, BLOCK_M, BLOCK_N)
+    a, b = pairs(even | (odd << 12), BLOCK_M, BLOCK_N // 2)  # 24 bits in each column
+    a, c = pairs(a, BLOCK_M, BLOCK_N // 4)
+    b, d = pairs(b, BLOCK_M, BLOCK_N // 4)
     return a | (b << 24), (b >> 8) | (c << 16), (c >> 16) | (d << 8)
 
 

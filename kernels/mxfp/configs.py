@@ -36,6 +36,27 @@ def pick_config(
     return Config(TILE // block_n, block_n, 4)
 
 
+def pick_pairs(
+    rows: int,
+    dim: int,
+    strides: tuple[int, int],
+    block: int,
+    stochastic: bool,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+) -> Config | None:
+    """The configuration of quantisation two numbers at a time, or None where that is not possible: it takes bf16 from
+    sm_90 on, whole blocks, rows that are contiguous and begin on 16 bytes, and rounds to nearest. Pure.
+
+    Tiles as in `pick_config`: 32 elements a thread. Not tuned.
+    """
+    aligned = strides[1] == 1 and strides[0] % 8 == 0 and dim % block == 0
+    if capability < (9, 0) or dtype != torch.bfloat16 or stochastic or not aligned:
+        return None
+    block_n = min(512, max(32, triton.next_power_of_2(dim)))
+    return Config(TILE // block_n, block_n, 4)
+
+
 def pick_dequantize_config(rows: int, dim: int, width: int, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
     """The configuration of dequantisation. Pure. `dtype` is that of the result. As quantisation; not tuned."""
     block_n = min(512, max(32, triton.next_power_of_2(dim)))

@@ -14,6 +14,7 @@ the first in the lowest bits: two of 4 bits in a byte, four of 6 bits in three b
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -30,6 +31,17 @@ class Format:
     @property
     def block_bytes(self) -> int:
         return self.block * self.width // 8
+
+    @property
+    def exponent(self) -> int:
+        """Of the largest finite magnitude."""
+        return math.frexp(self.largest)[1] - 1
+
+    @property
+    def largest_code(self) -> int:
+        """Its bits."""
+        fraction = self.largest / 2**self.exponent - 1
+        return (self.exponent + self.bias << self.mantissa) + int(fraction * 2**self.mantissa)
 
     def blocks(self, dim: int) -> int:
         """Of a row of `dim` elements: the last one is filled up with zeros."""

@@ -8,9 +8,10 @@ mxfp6         3/4 + 1/32              187 MB (747 MB)    44 us (176 us)
 mxfp4         1/2 + 1/32              170 MB (680 MB)    40 us (160 us)
 nvfp4         1/2 + 1/16              172 MB (688 MB)    40 us (162 us); x is read twice unless its scale is given
 
-An element of mxfp4 costs 21 instructions of SASS (two for the maximum, nine for the rounding, two for the sign, the
-rest unpacking, packing and the scale), of which 11 are of the integer pipe. At 64 of these a cycle and SM the floor
-leaves time for 9: it is the format that is bound by instructions as much as by bytes. mxfp8 has 18, and time for 11.
+`pairs.py` is what bf16 takes on Hopper. Here an element of mxfp4 costs 21 instructions of SASS (two for the maximum,
+nine for the rounding, two for the sign, the rest unpacking, packing and the scale), 11 of the integer pipe.
+At 64 of these a cycle and SM the floor leaves time for 9: it is the format that is bound by instructions as much as by
+bytes. mxfp8 has 18, and time for 11.
 """
 
 from __future__ import annotations
@@ -75,6 +76,22 @@ def tensor_scale_of(amax_ptr):
     return tl.where(amax > 0, tl.maximum(amax * (1 / 2688), SMALLEST_TENSOR_SCALE), 1.0)
 
 
+@triton.jit
+def with_tensor_scale(amax, tensor_scale_ptr, amax_ptr):
+    """Magnitudes of blocks, and NVFP4's scale of the tensor: made of an amax_ptr and written, else read. If it is
+    unusable all blocks count as not finite."""
+    if amax_ptr is not None:
+        tensor_scale = tensor_scale_of(amax_ptr)
+        tl.store(tensor_scale_ptr, tensor_scale, mask=tl.program_id(0) == 0)
+    else:
+        tensor_scale = tl.load(tensor_scale_ptr)
+        ordered = tensor_scale.to(tl.int32, bitcast=True)
+        usable = tl.where(ordered < (10 << 23), False, ordered < NOT_FINITE)  # from 2^-117 on
+        amax = tl.where(usable, amax, NOT_FINITE)
+        tensor_scale = tl.where(usable, tensor_scale, 1.0)
+    return amax, tensor_scale
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _mxfp_amax_kernel(
     x_ptr,
@@ -130,15 +147,7 @@ def _mxfp_quantize_kernel(
     blocks = tl.reshape(bits, [BLOCK_M, BLOCK_N // BLOCK, BLOCK])
     amax = tl.max(blocks & 0x7FFFFFFF, axis=2)
     if tensor_scale_ptr is not None:
-        if amax_ptr is not None:
-            tensor_scale = tensor_scale_of(amax_ptr)
-            tl.store(tensor_scale_ptr, tensor_scale, mask=tl.program_id(0) == 0)
-        else:
-            tensor_scale = tl.load(tensor_scale_ptr)
-            ordered = tensor_scale.to(tl.int32, bitcast=True)
-            usable = tl.where(ordered < (10 << 23), False, ordered < NOT_FINITE)  # from 2^-117 on
-            amax = tl.where(usable, amax, NOT_FINITE)
-            tensor_scale = tl.where(usable, tensor_scale, 1.0)
+        amax, tensor_scale = with_tensor_scale(amax, tensor_scale_ptr, amax_ptr)
     # A block with a NaN or an infinity: its scale is NaN, its data are zeros, which they become once they are packed.
     finite = amax < NOT_FINITE
     amax = tl.where(finite, amax, 0)

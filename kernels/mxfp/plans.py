@@ -14,6 +14,7 @@ from .dequantize import _mxfp_dequantize_kernel
 from .formats import FORMATS, Format
 from .kernel import _mxfp_amax_kernel, _mxfp_quantize_kernel
 from .launch import Launch
+from .pairs import _mxfp_amax_pairs_kernel, _mxfp_quantize_pairs_kernel
 
 Quantize = Callable[[torch.Tensor, "torch.Tensor | None", int], list[torch.Tensor]]
 Dequantize = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
@@ -62,6 +63,9 @@ def _quantize_launches(x: torch.Tensor, layout: Format, stochastic: bool, find_s
     """Takes (x, data, scales, tensor_scale, seed). x [rows, dim]. Where the scale of the tensor is to be found, another
     launch before seeks the largest magnitude."""
     (rows, dim), (stride_m, stride_n) = x.shape, x.stride()
+    pairs = configs.pick_pairs(rows, dim, x.stride(), layout.block, stochastic, x.dtype, _capability(x))
+    if pairs and x.data_ptr() % 16 == 0:
+        return _pairs_launches(x, layout, pairs, find_scale)
     padded = layout.blocks(dim) * layout.block
     transposed = stride_m == 1 and stride_n != 1
     config = configs.pick_config(rows, dim, layout.width, transposed, x.dtype, _capability(x))
@@ -82,7 +86,7 @@ def _quantize_launches(x: torch.Tensor, layout: Format, stochastic: bool, find_s
         MANTISSA=layout.mantissa,
         BIAS=layout.bias,
         LARGEST=layout.largest,
-        EMAX=math.frexp(layout.largest)[1] - 1,
+        EMAX=layout.exponent,
         BLOCK=layout.block,
         STOCHASTIC=stochastic,
         **tile,
@@ -90,16 +94,54 @@ def _quantize_launches(x: torch.Tensor, layout: Format, stochastic: bool, find_s
     find = None
     if find_scale:
         find = Launch(_mxfp_amax_kernel, grid, x.device, (rows, dim, stride_m, stride_n), **tile)
-    device, words = x.device, layout.width == 6
+    words = layout.width == 6
 
     def write(x, data, scales, tensor_scale, seed: int) -> None:
-        amax = None
-        if find is not None:
-            amax = torch.empty_strided((), (), dtype=torch.int32, device=device).zero_()
-            find(x, amax)
-        launch(
-            x, data.view(torch.int32) if words else data, scales, tensor_scale, amax, _signed(seed), _signed(seed >> 32)
-        )
+        data = data.view(torch.int32) if words else data
+        launch(x, data, scales, tensor_scale, _largest(find, x), _signed(seed), _signed(seed >> 32))
+
+    return write
+
+
+def _largest(find: Launch | None, x: torch.Tensor) -> torch.Tensor | None:
+    """The largest finite magnitude of x as the bits of fp32, where that is sought."""
+    if find is None:
+        return None
+    amax = torch.empty_strided((), (), dtype=torch.int32, device=x.device).zero_()
+    find(x, amax)
+    return amax
+
+
+def _pairs_launches(x: torch.Tensor, layout: Format, config: configs.Config, find_scale: bool) -> Callable[..., None]:
+    """As `_quantize_launches`, for what `configs.pick_pairs` takes."""
+    rows, dim = x.shape
+    grid = (triton.cdiv(rows, config.block_m) * triton.cdiv(dim, config.block_n),)
+    fixed = (rows, dim, x.stride(0))
+    tile = {
+        "EVEN": rows % config.block_m == 0 and dim % config.block_n == 0,
+        "ONE": dim <= config.block_n,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "num_warps": config.num_warps,
+    }
+    launch = Launch(
+        _mxfp_quantize_pairs_kernel,
+        grid,
+        x.device,
+        fixed,
+        WIDTH=layout.width,
+        MANTISSA=layout.mantissa,
+        BIAS=layout.bias,
+        LARGEST_CODE=layout.largest_code,
+        EMAX=layout.exponent,
+        BLOCK=layout.block,
+        **tile,
+    )
+    find = Launch(_mxfp_amax_pairs_kernel, grid, x.device, fixed, **tile) if find_scale else None
+    words = layout.width == 6
+
+    def write(x, data, scales, tensor_scale, seed: int) -> None:
+        launch(x, data.view(torch.int32) if words else data, scales, tensor_scale, _largest(find, x))
 
     return write
 
