@@ -114,8 +114,10 @@ def plan(
 ) -> list[Item]:
     """What is checked, in order: the cheap checks and those that find most come first."""
     cases = spec.cases if cases is None else cases
-    phases = tuple(m for m in WHOLE if m in spec.modes) or (("fwd", "bwd") if spec.grads else ("fwd",))
-    wanted = [m for m in phases if modes is None or m in modes or "fwd+bwd" in modes]
+    whole = tuple(m for m in WHOLE if m in spec.modes)
+    phases = whole if set(spec.modes) <= set(WHOLE) else (("fwd", "bwd") if spec.grads else ("fwd",)) + whole
+    halves = modes is not None and "fwd+bwd" in modes
+    wanted = [m for m in phases if modes is None or m in modes or (halves and m not in WHOLE)]
     items = []
     for implementation in implementations or spec.implementations:
         for name, check in CHECKS.items():

@@ -20,9 +20,11 @@ from harness.suites import Part, Suite
 from .architectures import own_architectures
 from .fp8_weights import FP8Weight
 from .layer import LLAMA2, MATRICES, LayerConfig, llama_layer, rope_tables
-from .reference import llama_layer_reference
+from .reference import llama_layer_reference, llama_train_reference
+from .training import STATES, WEIGHTS, Update, fused_adamw, our_adamw, state, train_step
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+WEIGHTS_OF = {"attention": ("norm_attention", "w_qkv", "w_o"), "ffn": ("norm_ffn", "w_up", "w_down"), "layer": WEIGHTS}
 PER_PART = {"layer": ("attention", "ffn"), "attention": ("attention",), "ffn": ("ffn",)}
 
 
@@ -34,26 +36,39 @@ def _case(
     ffn: str = "swiglu",
     dtype: torch.dtype = BF16,
     fp8: str = "",
+    adamw: bool = False,
     **dims,
 ) -> Case:
     """One of Llama 2's layers, or with `dims` a small one under the name `model`. `fp8`: "weights", matrices that are
-    quantised beforehand, or "train", such as are quantised in each call, forward and backward."""
+    quantised beforehand, or "train", such as are quantised in each call, forward and backward. `adamw`: a step of
+    training, whose weights in 16 bits have masters in fp32."""
     short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
     words = (
         [part] * (part != "layer")
         + [ffn] * (ffn == "gelu")
         + {"": [], "weights": ["fp8"], "train": ["fp8", "train"]}[fp8]
+        + ["adamw"] * adamw
     )
     name = "-".join((model, f"b{batch}", f"s{length}", *words, short))
     sizes = LLAMA2[model] if model in LLAMA2 else LayerConfig(**dims)
     own = dict(hidden=sizes.hidden, heads=sizes.heads, kv_heads=sizes.kv_heads, intermediate=sizes.intermediate)
     params = {k: v for k, v in (("part", part), ("ffn", ffn)) if v not in ("layer", "swiglu")}
-    modes = {"": (), "weights": ("fwd",), "train": ("fwd+bwd",)}[fp8]
+    modes = {"": ("fwd", "fwd+bwd"), "weights": ("fwd",), "train": ("fwd+bwd",)}[fp8]
     params |= {"fp8": fp8} if fp8 else {}
+    mutates: tuple[str, ...] = ()
+    if adamw:
+        params, modes, mutates = {**params, "adamw": True}, ("train",), _updated(part, dtype)
     # Triton's interpreter computes small ones in fp32, where fp8_matmul decodes bytes.
     least = (8, 9) if fp8 and dtype != FP32 else (0, 0)
     sizes_of = dict(batch=batch, length=length, **own)
-    return Case(name, sizes_of, dtype, params, model in LLAMA2, min_capability=least, modes=modes)
+    return Case(name, sizes_of, dtype, params, model in LLAMA2, least, mutates, modes)
+
+
+def _updated(part: str, dtype: torch.dtype) -> tuple[str, ...]:
+    """The names of what a step of training updates, in the order of its results."""
+    names = [name for name in WEIGHTS if name in WEIGHTS_OF[part]]
+    kinds = [kind for kind in STATES if kind != "master" or dtype != FP32]
+    return *names, *(state(name, kind) for kind in kinds for name in names)
 
 
 CASES = (
@@ -67,6 +82,9 @@ CASES = (
     _case("7b", 1, 4096, ffn="gelu", fp8="weights"),
     *(_case("7b", 1, s, fp8="train") for s in (512, 4096)),
     *(_case(model, 1, 4096, fp8="train") for model in ("13b", "70b")),
+    *(_case("7b", 1, s, adamw=True) for s in (512, 1024, 2048, 4096)),
+    *(_case(model, 1, 4096, adamw=True) for model in ("13b", "70b")),
+    _case("7b", 4, 4096, adamw=True),
     # For the checks: grouped heads, widths that are no powers of two.
     _case("tiny", 1, 4, dtype=FP32, hidden=12, heads=2, kv_heads=1, intermediate=10),
     _case("tiny", 2, 3, "ffn", "gelu", FP32, hidden=10, heads=1, kv_heads=1, intermediate=14),
@@ -74,6 +92,14 @@ CASES = (
     _case("tiny", 2, 4, dtype=FP32, fp8="train", hidden=32, heads=2, kv_heads=1, intermediate=48),
     _case("tiny", 1, 3, "ffn", "gelu", FP32, fp8="train", hidden=32, heads=1, kv_heads=1, intermediate=16),
     _case("tiny", 1, 3, "ffn", "gelu", FP32, fp8="weights", hidden=32, heads=1, kv_heads=1, intermediate=16),
+    _case("tiny", 1, 4, dtype=FP32, adamw=True, hidden=12, heads=2, kv_heads=1, intermediate=10),
+    _case("tiny", 2, 3, "ffn", "gelu", FP32, adamw=True, hidden=10, heads=1, kv_heads=1, intermediate=14),
+    _case("tiny", 2, 100, dtype=BF16, adamw=True, hidden=256, heads=4, kv_heads=2, intermediate=352),
+)
+#: What only a suite or --case names: halves of the larger models at fewer tokens, and of four sequences.
+SUITE_CASES = (
+    *(_case(m, 1, s, part) for m in ("13b", "70b") for part in ("attention", "ffn") for s in (512, 1024, 2048)),
+    *(_case(m, 4, s, part) for m in LLAMA2 for part in ("attention", "ffn") for s in (512, 1024, 2048, 4096)),
 )
 
 HOST_CASES = (_case("host", 1, 16, dtype=BF16, hidden=256, heads=4, kv_heads=2, intermediate=512),)
@@ -103,7 +129,38 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
         inputs["fp8"] = True
     elif case.params.get("fp8"):
         inputs = {name: made for given in inputs.items() for name, made in _quantised(*given)}
+    if case.params.get("adamw"):
+        inputs |= _states(inputs, normal, device)
     return {**inputs, "heads": heads, "kv_heads": kv_heads, "part": part}
+
+
+def _states(inputs: Inputs, normal: Callable[..., torch.Tensor], device: torch.device | str) -> Inputs:
+    """The gradient of the result, and what AdamW keeps of each weight: moments of gradients of about 1, the second far
+    from 0, whose root is divided by."""
+    own: Inputs = {"dout": normal(*inputs["x"].shape)}
+    for name in WEIGHTS:
+        if name in inputs:
+            shape, half = tuple(inputs[name].shape), inputs[name].dtype != FP32
+            if half:
+                own[state(name, "master")] = inputs[name].float()
+            own[state(name, "exp_avg")] = normal(*shape).float()
+            own[state(name, "exp_avg_sq")] = normal(*shape).float().abs_().add_(0.1)
+    return own
+
+
+def _with_steps(layer: Op, update: Update) -> Op:
+    """The layer or, given the gradient of its result, a step of training."""
+    step = train_step(layer, update)
+    return lambda **inputs: step(**inputs) if "dout" in inputs else layer(**inputs)
+
+
+def _stock(load: Callable[[], Op]) -> Callable[[], Op]:
+    """A peer's layer, which is trained with PyTorch's fused AdamW."""
+    return lambda: _with_steps(load(), fused_adamw())
+
+
+def _reference(**inputs) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    return llama_train_reference(**inputs) if "dout" in inputs else _of_bytes(llama_layer_reference)(**inputs)
 
 
 def _quantised(name: str, tensor: torch.Tensor) -> tuple[tuple[str, torch.Tensor], ...]:
@@ -131,7 +188,8 @@ def _of_bytes(op: Op) -> Op:
 
 def cost(case: Case, mode: str) -> Cost:
     """Matrix products and the pairs of the causal mask; bytes of x, the weights, the result and, backward, of all
-    gradients. The backward has two products for each, attention's five for its two."""
+    gradients. The backward has two products for each, attention's five for its two. In a step of training weights are
+    read and written, and so are AdamW's states; its few operations an element are not counted."""
     d, part = case.dims, case.params.get("part", "layer")
     tokens, hidden, inner = d["batch"] * d["length"], d["hidden"], d["intermediate"]
     head_dim = hidden // d["heads"]
@@ -144,7 +202,10 @@ def cost(case: Case, mode: str) -> Cost:
         weights += (2 if case.params.get("ffn") == "gelu" else 3) * inner * hidden
         vectors += hidden
     tables = 2 * d["length"] * (head_dim // 2) * 4 if pairs else 0
-    products, attended, activations, written = {"fwd": (1, 2, 2, 0), "fwd+bwd": (3, 7, 4, 1)}[mode]
+    # Of a step of training x, the gradient of the result and dx; its result itself need not be written.
+    products, attended, activations, written = {"fwd": (1, 2, 2, 0), "fwd+bwd": (3, 7, 4, 1), "train": (3, 7, 3, 1)}[
+        mode
+    ]
     of_products, of_pairs = 2 * products * tokens * weights, 2 * attended * pairs * head_dim
     pipe = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[case.dtype]
     elements = activations * tokens * hidden + (1 + written) * vectors
@@ -154,7 +215,9 @@ def cost(case: Case, mode: str) -> Cost:
         flops = {"fp8": of_products, **({pipe: of_pairs} if pairs else {})}
     if in_fp8 == "weights":
         of_weights = weights + 4 * _rows(case)
-    return Cost(flops=flops, bytes=elements * case.dtype.itemsize + of_weights + tables)
+    # Moments, and masters of weights in 16 bits, are read and written in fp32.
+    of_states = 8 * (2 if case.dtype == FP32 else 3) * (weights + vectors) if mode == "train" else 0
+    return Cost(flops=flops, bytes=elements * case.dtype.itemsize + of_weights + of_states + tables)
 
 
 def _rows(case: Case) -> int:
@@ -359,7 +422,7 @@ def _items(case: Case) -> int:
 SPEC = KernelSpec(
     name="llama_layer",
     implementations={
-        "auto": _of_bytes(llama_layer),
+        "auto": _with_steps(_of_bytes(llama_layer), our_adamw()),
         "fp8_matmul": _of_bytes(partial(llama_layer, backend="fp8_matmul")),
     },
     # Elsewhere the first is the second.
@@ -368,57 +431,60 @@ SPEC = KernelSpec(
     alias_reason=_alias_reason,
     baselines=(
         EAGER,
-        Peer("torch-sdpa", load=lambda: _of_bytes(_torch), supports=_takes),
-        Peer("torch-sdpa-compile", load=lambda: torch.compile(_of_bytes(_torch)), supports=_takes),
+        Peer("torch-sdpa", load=_stock(lambda: _of_bytes(_torch)), supports=_takes),
+        Peer("torch-sdpa-compile", load=_stock(lambda: torch.compile(_of_bytes(_torch))), supports=_takes),
         Peer(
             "torch-sdpa-compile-max",
-            load=lambda: torch.compile(_of_bytes(_torch), options=dict(MAX_AUTOTUNE)),
+            load=_stock(lambda: torch.compile(_of_bytes(_torch), options=dict(MAX_AUTOTUNE))),
             supports=_takes,
         ),
-        Peer("torch-cudnn", load=_cudnn, supports=_halves),
+        Peer("torch-cudnn", load=_stock(_cudnn), supports=_halves),
         Peer(
             "torch-cudnn-compile-max",
-            load=lambda: torch.compile(_cudnn(), options=dict(MAX_AUTOTUNE)),
+            load=_stock(lambda: torch.compile(_cudnn(), options=dict(MAX_AUTOTUNE))),
             supports=_halves,
         ),
-        Peer("hugging-face", load=_hugging_face(), supports=_whole_llama),
-        Peer("liger", load=_hugging_face(_liger), supports=_whole_llama),
+        Peer("hugging-face", load=_stock(_hugging_face()), supports=_whole_llama),
+        Peer("liger", load=_stock(_hugging_face(_liger)), supports=_whole_llama),
         Yardstick("bf16", load=_dense, cost=_dense_cost, supports=_dense_takes),
     ),
     pytorch=("torch-sdpa",),
-    reference=_of_bytes(llama_layer_reference),
+    reference=_reference,
     make_inputs=make_inputs,
     cost=cost,
     cases=CASES,
     grads=("x", "norm_attention", "w_qkv", "w_o", "norm_ffn", "w_up", "w_down"),
-    modes=("fwd", "fwd+bwd"),
+    modes=("fwd", "fwd+bwd", "train"),
     unit="tokens",
     items=_items,
     fuzz={"length": (1, 9)},
     product_error=_product_error,
     limits={"cos": 1.0, "sin": 1.0},  # they are a cosine and a sine
-    determinism={"fwd": "run-to-run", "bwd": "on request", "fwd+bwd": "on request"},
-    needs=("attention", "fp8", "fp8_matmul", "gelu", "rmsnorm", "rope", "swiglu"),
+    determinism={"fwd": "run-to-run", "bwd": "on request", "fwd+bwd": "on request", "train": "on request"},
+    needs=("adamw", "attention", "fp8", "fp8_matmul", "gelu", "rmsnorm", "rope", "swiglu"),
     host_cases=HOST_CASES,
+    suite_cases=SUITE_CASES,
 )
 
 
 def _part(model: str, part: str, *baselines: str) -> Part:
-    """A table of the suite: one part of a model's layer at all lengths that it has."""
-    named = [case for case in CASES if case.name.startswith(f"{model}-b1-") and case.params.get("ffn") != "gelu"]
-    named = [case for case in named if not case.params.get("fp8")]
+    """A table of a suite: one part of a model's layer at all lengths that it has."""
+    named = [case for case in (*SUITE_CASES, *CASES) if case.name.startswith(f"{model}-b1-")]
+    named = [case for case in named if not {"ffn", "fp8", "adamw"} & case.params.keys()]
     chosen = tuple(case.name for case in named if case.params.get("part", "layer") == part)
     return Part("llama_layer", chosen, baselines)
 
 
-SUITES = (
-    Suite(
-        "llm",
-        "a decoder layer of Llama 2 7B: attention, feed-forward, and the whole",
+def _suite(name: str, model: str) -> Suite:
+    return Suite(
+        name,
+        f"a decoder layer of Llama 2 {model.upper()}: attention, feed-forward, and the whole",
         (
-            _part("7b", "attention", "eager", "torch-sdpa", "torch-cudnn-compile-max"),
-            _part("7b", "ffn", "eager", "torch-sdpa", "torch-sdpa-compile-max"),
-            _part("7b", "layer", "eager", "torch-sdpa", "torch-cudnn-compile-max", "hugging-face", "liger"),
+            _part(model, "attention", "eager", "torch-sdpa", "torch-cudnn-compile-max"),
+            _part(model, "ffn", "eager", "torch-sdpa", "torch-sdpa-compile-max"),
+            _part(model, "layer", "eager", "torch-sdpa", "torch-cudnn-compile-max", "hugging-face", "liger"),
         ),
-    ),
-)
+    )
+
+
+SUITES = (_suite("llm", "7b"), _suite("llm-13b", "13b"), _suite("llm-70b", "70b"))

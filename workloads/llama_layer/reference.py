@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 Weight = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+_WEIGHTS = ("norm_attention", "w_qkv", "w_o", "norm_ffn", "w_up", "w_down")
 
 
 def llama_layer_reference(
@@ -48,6 +49,34 @@ def llama_layer_reference(
             inner = F.silu(gate) * up
         x = x + _product(inner, w_down, fp8)
     return x
+
+
+def llama_train_reference(dout: torch.Tensor, **inputs) -> tuple[torch.Tensor, ...]:
+    """A step of training: dx, then the weights, their masters, and both moments after AdamW of step 10, as new tensors.
+
+    w ← w − lr · 0.1 · w − lr / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + eps)      m, v: the new moments, w: the master
+    """
+    names = [name for name in _WEIGHTS if name in inputs]
+    states = [
+        [inputs.pop(f"{name}_{kind}") for name in names if f"{name}_{kind}" in inputs]
+        for kind in ("master", "exp_avg", "exp_avg_sq")
+    ]
+    weights = [inputs[name] for name in names]
+    leaves = {name: inputs[name].detach().requires_grad_() for name in ("x", *names)}
+    with torch.enable_grad():
+        dx, *grads = torch.autograd.grad(llama_layer_reference(**{**inputs, **leaves}), list(leaves.values()), dout)
+    masters, first, second = states
+    wide = [w.to(m.dtype) for w, m in zip(masters or weights, first, strict=True)]
+    grads = [g.to(m.dtype) for g, m in zip(grads, first, strict=True)]
+    lr, beta1, beta2 = 1e-3, 0.9, 0.999
+    first = [beta1 * m + (1 - beta1) * g for m, g in zip(first, grads, strict=True)]
+    second = [beta2 * v + (1 - beta2) * g * g for v, g in zip(second, grads, strict=True)]
+    step_size, root = lr / (1 - beta1**10), (1 - beta2**10) ** 0.5
+    new = [
+        w - lr * 0.1 * w - step_size * m / (v.sqrt() / root + 1e-8) for w, m, v in zip(wide, first, second, strict=True)
+    ]
+    rounded = [w.to(old.dtype) for w, old in zip(new, weights, strict=True)]
+    return dx, *rounded, *(new if masters else ()), *first, *second
 
 
 def _product(x: torch.Tensor, weight: Weight, fp8: bool) -> torch.Tensor:

@@ -14,6 +14,7 @@ from .bench import SPEC, _hugging_face
 from .fp8_weights import pick_backend
 from .layer import MATRICES, rope_tables
 from .reference import llama_layer_reference
+from .training import HYPER, STEP, WEIGHTS, state
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = LayerConfig(24, 4, 2, 20)
@@ -144,6 +145,52 @@ def test_gradients_of_slices_are_written_into_one_tensor(frozen: tuple[str, ...]
         torch.testing.assert_close(llama_layer(**given), out, **tolerance)
         mapped = torch.func.vmap(lambda x: llama_layer(**{**given, "x": x}))(given["x"][None])
         torch.testing.assert_close(mapped[0], out, **tolerance)
+
+
+@pytest.mark.parametrize("name", ["tiny-b1-s4-adamw-fp32", "tiny-b2-s3-ffn-gelu-adamw-fp32"])
+def test_a_step_of_training_is_that_of_pytorchs_optimizer(name: str) -> None:
+    """AdamW of ours and PyTorch's fused one after the same backward, against torch.optim after the reference's."""
+    case = SPEC.case(name)
+    given = inputs(name)
+    peer = next(baseline for baseline in SPEC.baselines if baseline.name == "torch-sdpa").load()
+    made = {}
+    for key, step in (("ours", SPEC.implementations["auto"]), ("torch", peer), ("reference", SPEC.reference)):
+        own = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in given.items()}
+        with torch.no_grad():
+            made[key] = step(**own)
+        if key != "reference":
+            assert all(made[key][1 + i] is own[n] for i, n in enumerate(case.mutates))
+    for key in ("ours", "torch"):
+        for a, b in zip(made[key], made["reference"], strict=True):
+            close(a, b)
+    layer = {n: t for n, t in given.items() if (n != "dout" and n not in case.mutates) or n in WEIGHTS}
+    leaves = {n: torch.nn.Parameter(layer[n].clone()) for n in WEIGHTS if n in layer}
+    (llama_layer_reference(**{**layer, **leaves}) * given["dout"]).sum().backward()
+    optimizer = torch.optim.AdamW(leaves.values(), **HYPER)
+    for n, p in leaves.items():
+        states = {k: given[state(n, k)].clone() for k in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[p] = {"step": torch.tensor(STEP - 1.0), **states}
+    optimizer.step()
+    for a, b in zip(made["ours"][1:], leaves.values(), strict=False):
+        close(a, b.detach())
+
+
+@pytest.mark.gpu
+def test_a_step_in_16_bits_updates_masters_and_rounds_them() -> None:
+    name = "tiny-b2-s100-adamw-bf16"
+    given = inputs(name)
+    steps = {b.name: b.load() for b in SPEC.baselines if b.name in ("torch-sdpa", "torch-sdpa-compile", "torch-cudnn")}
+    steps["ours"] = SPEC.implementations["auto"]
+    wide = {n: t.double() if isinstance(t, torch.Tensor) else t for n, t in given.items()}
+    with torch.no_grad():
+        want = SPEC.reference(**wide)
+        for step in steps.values():
+            own = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in given.items()}
+            step(**own)
+            for n in (n for n in WEIGHTS if n in own):
+                assert torch.equal(own[n], own[state(n, "master")].to(own[n].dtype))
+            for n, expected in zip(SPEC.case(name).mutates, want[1:], strict=True):
+                assert relative(own[n].double() - expected, expected) < 1e-2, n
 
 
 def test_nothing_of_the_callers_is_overwritten() -> None:

@@ -1,0 +1,105 @@
+"""A step of training of one layer: forward, backward, and AdamW in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim.adamw import adamw as torch_adamw
+
+from kernels.adamw import PointerTables, adamw
+
+WEIGHTS = ("norm_attention", "w_qkv", "w_o", "norm_ffn", "w_up", "w_down")
+HYPER = dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+STEP = 10  # its number, from which the moments' bias follows
+STATES = ("master", "exp_avg", "exp_avg_sq")  # of each weight, in fp32; a master where the weight is not
+
+Layer = Callable[..., torch.Tensor]
+#: (weights, gradients, masters or None, first and second moments): all but the gradients are updated in place
+Update = Callable[[list, Sequence, "list | None", list, list], None]
+
+
+def state(name: str, kind: str) -> str:
+    """The argument of a step that has this state of a weight."""
+    return f"{name}_{kind}"
+
+
+def train_step(layer: Layer, update: Update) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """`step(dout, **inputs)` of a layer that is differentiable.
+
+        dx, dw = gradients of Σ layer(x, w) · dout      w, master, exp_avg, exp_avg_sq ← AdamW(dw)
+
+    The arguments are the layer's, the gradient of its result, and the states of each weight by the names of `state`.
+    Returns dx, and what was updated: the weights, their masters where there are some, the first and second moments.
+    Raises TypeError for a wrong dtype and ValueError for a wrong shape or device of dout or a state, TypeError for x or
+    a weight that is not floating-point, and what layer and update raise.
+    """
+
+    def step(dout: torch.Tensor, **inputs: Any) -> tuple[torch.Tensor, ...]:
+        names = [name for name in WEIGHTS if name in inputs]
+        _check(dout, inputs, names)
+        masters, first, second = (_taken(inputs, names, kind) for kind in STATES)
+        weights = [inputs[name] for name in names]
+        leaves = {name: inputs[name].detach().requires_grad_() for name in ("x", *names)}
+        with torch.enable_grad():
+            out = layer(**{**inputs, **leaves})
+            dx, *grads = torch.autograd.grad(out, list(leaves.values()), dout)
+        del out
+        with torch.no_grad():
+            update(weights, grads, masters or None, first, second)
+        return dx, *weights, *masters, *first, *second
+
+    return step
+
+
+def _check(dout: torch.Tensor, inputs: dict[str, Any], names: list[str]) -> None:
+    for name in ("x", *names):
+        if not inputs[name].is_floating_point():
+            raise TypeError(f"train_step: {name} must be floating-point, got {inputs[name].dtype}")
+    like = [("dout", dout, "x", inputs["x"].dtype)]
+    for name in names:
+        found = ((state(name, kind), inputs.get(state(name, kind))) for kind in STATES)
+        like += [(own, tensor, name, torch.float32) for own, tensor in found if tensor is not None]
+    for name, tensor, other, dtype in like:
+        wanted = inputs[other]
+        if tensor.dtype != dtype:
+            raise TypeError(f"train_step: {name} must be {dtype}, got {tensor.dtype}")
+        if tensor.shape != wanted.shape or tensor.device != wanted.device:
+            expected, got = f"{list(wanted.shape)} on {wanted.device}", f"{list(tensor.shape)} on {tensor.device}"
+            raise ValueError(f"train_step: {name} must be {expected} like {other}, got {got}")
+
+
+def _taken(inputs: dict[str, Any], names: list[str], kind: str) -> list[torch.Tensor]:
+    return [inputs.pop(state(name, kind)) for name in names if state(name, kind) in inputs]
+
+
+def our_adamw() -> Update:
+    """All weights in one launch, which rounds the masters to the weights too."""
+    tables = PointerTables()
+
+    def update(weights, grads, masters, first, second) -> None:
+        adamw(weights, grads, first, second, STEP, master_params=masters, tables=tables, **HYPER)
+
+    return update
+
+
+def fused_adamw() -> Update:
+    """PyTorch's fused AdamW. It takes weights, gradients and moments of one dtype: of weights in 16 bits the gradients
+    are widened first, and the masters rounded after it."""
+    steps: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
+
+    def update(weights, grads, masters, first, second) -> None:
+        key = weights[0].device, len(weights)
+        if key not in steps:
+            steps[key] = [torch.zeros((), device=key[0]) for _ in weights]
+        torch._foreach_zero_(steps[key])
+        torch._foreach_add_(steps[key], STEP - 1)  # the step adds 1 before it is used
+        (beta1, beta2), rates = HYPER["betas"], {name: HYPER[name] for name in ("lr", "eps", "weight_decay")}
+        wide, given = (weights, list(grads)) if masters is None else (masters, [g.float() for g in grads])
+        options = dict(amsgrad=False, maximize=False, fused=True, beta1=beta1, beta2=beta2, **rates)
+        torch_adamw(wide, given, first, second, [], steps[key], **options)
+        if masters is not None:
+            torch._foreach_copy_(weights, masters)
+
+    return update
