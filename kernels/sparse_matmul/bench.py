@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from harness import execute
-from harness.spec import COMPILED, COMPILED_MAX, EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, Tunable
+from harness.spec import COMPILED, COMPILED_MAX, EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, Tunable, Yardstick
 
-from . import Compressed, configs, sparse_matmul
+from . import Compressed, compress, configs, prune, sparse_matmul
 from .formats import BLOCK_K, metadata_shape
 from .op_fp8 import FIRST_CAPABILITY
-from .reference import activated, decompressed, kept, sparse_matmul_reference
+from .reference import activated, compressed, decompressed, kept, pruned, sparse_matmul_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -54,11 +54,20 @@ def _case8(
     return Case("-".join(filter(None, words)), dims, own, options, bench, min_capability=least, modes=("fwd",))
 
 
+def _case_of(function: str, n: int, k: int, dtype: torch.dtype, bench: bool = False) -> Case:
+    """Of "compress" or "prune" of a weight [n, k]."""
+    short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
+    dims = {"n": n, "k4": k // CHUNK}
+    return Case(f"{function}-{n}x{k}-{short}", dims, dtype, {"function": function}, bench, modes=("fwd",))
+
+
 SIZES = ((4096, 4096, 4096), (8192, 8192, 8192), (4096, 4096, 11008))
+WEIGHTS = ((8192, 8192), (11008, 4096))
 CASES = (
     *(_case(m, k, n, BF16, bench=True) for m, k, n in SIZES),
     *(_case8(m, k, n, TENSOR, bench=True) for m, k, n in SIZES),
     _case8(8192, 8192, 8192, ROW, bench=True),
+    *(_case_of(function, n, k, BF16, True) for function in ("compress", "prune") for n, k in WEIGHTS),
     # What goes wrong: plain first, tails in every dimension, nothing.
     _case(5, 24, 20, FP32),
     _case(19, 32, 17, FP16, bias=True, activation="gelu_tanh"),
@@ -74,15 +83,22 @@ CASES = (
     _case(256, 1024, 512, BF16, bias=True, activation="gelu"),
     _case8(301, 1088, 272, ROW, activation="relu_sq"),
     _case8(256, 1024, 512, TENSOR, formats="e5m2"),
+    _case_of("compress", 21, 72, FP32),
+    _case_of("compress", 37, 132, FP16),
+    _case_of("prune", 19, 40, FP16),
+    _case_of("prune", 7, 36, FP32),
 )
 
 
 def make_inputs(case: Case, device: torch.device | str, generator: torch.Generator | None) -> Inputs:
-    """Products of variance 1."""
+    """Products of variance 1; of `compress` a weight with 2:4 sparsity, of `prune` a dense one."""
     if "scaling" in case.params:
         return _make_inputs8(case, device, generator)
     m, k, n = sizes(case)
     params = dict(case.params)
+    if function := params.get("function"):
+        w = torch.randn((n, k), dtype=case.dtype, device=device, generator=generator)
+        return {"w": pruned(w)[0] if function == "compress" else w, **params}
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=case.dtype, device=device, generator=generator)
@@ -139,9 +155,9 @@ def _metadata(n: int, k: int, device: torch.device | str, generator: torch.Gener
 
 
 def sizes(case: Case) -> tuple[int, int, int]:
-    """M, K and N. Of 8 bits K is rounded up to a multiple of 64."""
+    """M, K and N. Of 8 bits K is rounded up to a multiple of 64. What has no x has an M of 0."""
     depth = CHUNK * case.dims["k4"]
-    return case.dims["m"], -(-depth // BLOCK_K) * BLOCK_K if "scaling" in case.params else depth, case.dims["n"]
+    return case.dims.get("m", 0), -(-depth // BLOCK_K) * BLOCK_K if "scaling" in case.params else depth, case.dims["n"]
 
 
 def _words(case: Case) -> int:
@@ -154,6 +170,10 @@ def cost(case: Case, mode: str) -> Cost:
     """Useful FLOPs: those of the elements that are kept, half of the dense product's. Sparse tensor cores need the time
     of as many dense ones. Backward: dy, x, the weight, all gradients, and the activation's argument."""
     m, k, n = sizes(case)
+    if function := case.params.get("function"):  # a comparison an element; the mask has a byte for each
+        written = n * k // 2 * case.dtype.itemsize + 2 * _words(case)
+        written = written if function == "compress" else n * k * (case.dtype.itemsize + 1)
+        return Cost(n * k, n * k * case.dtype.itemsize + written)
     if scaling := case.params.get("scaling"):
         scales = m + n if scaling == ROW else 2
         return Cost(m * k * n, m * k + n * k // 2 + 2 * _words(case) + 2 * m * n + 4 * scales, pipe="fp8")
@@ -223,14 +243,15 @@ def _dense8(values: torch.Tensor, metadata: torch.Tensor) -> torch.Tensor:
     return decompressed(values.view(FORMATS["e4m3"]), metadata).view(torch.uint8)
 
 
-def _cusparselt() -> Op:
-    """cuSPARSELt with the algorithm that its search finds for a shape. Of 8 bits it takes one scale, not one for each
-    row, of which PyTorch reads the value on the host: each call waits for the GPU, some microseconds of its time."""
-    if not torch.backends.cusparselt.is_available():
-        raise ImportError("this PyTorch has no cuSPARSELt")
+def _cusparselt(vector: bool = True) -> Op:
+    """cuSPARSELt with the algorithm that its search finds for a shape, at the first call of that shape. Of 8 bits it
+    takes a scale for each row of the weight (`vector`), which stays on the GPU; of a single number PyTorch reads the
+    value on the host, so that each call waits for the GPU."""
+    _need_cusparselt()
     weights = _once_a_weight(lambda values, metadata: torch._cslt_compress(decompressed(values, metadata)))
     weights8 = _once_a_weight(lambda v, m: torch._cslt_compress(_dense8(v, m).view(FORMATS["e4m3"])))
     scales = _once_a_weight(lambda scale_w, scale_x: (scale_w * scale_x).reshape(1))
+    rows_scales = _once_a_weight(lambda scale_w, given: (scale_w * given[0]).expand(given[1]).contiguous())
     found: dict[tuple, int] = {}
 
     def function(x, values, metadata, bias=None, activation=None, scale_x=None, scale_w=None, formats=None, **options):
@@ -238,7 +259,8 @@ def _cusparselt() -> Op:
         columns = (x if formats is None else x.view(formats[0])).t()
         options |= {"bias": bias, "transpose_result": True}
         if formats is not None:
-            options["alpha"] = scales(scale_w, scale_x)
+            rows = values.shape[0]
+            options["alpha"] = rows_scales(scale_w, (scale_x, rows)) if vector else scales(scale_w, scale_x)
         key = (values.shape, x.shape, x.dtype, bias is None)
         if key not in found:
             found[key] = torch._cslt_sparse_mm_search(packed, columns, **options)
@@ -247,7 +269,38 @@ def _cusparselt() -> Op:
     return function
 
 
+def _need_cusparselt() -> None:
+    if not torch.backends.cusparselt.is_available():
+        raise ImportError("this PyTorch has no cuSPARSELt")
+
+
+def _cusparselt_compress() -> Op:
+    """Its result has an order of its own: nothing to hold against ours but the time."""
+    _need_cusparselt()
+    return lambda w, function: torch._cslt_compress(w)
+
+
+def _copy_cost(case: Case, mode: str) -> Cost:
+    _, k, n = sizes(case)
+    return Cost(flops=0, bytes=2 * n * k * case.dtype.itemsize)
+
+
+def _has_no_product(case: Case, mode: str) -> str | None:
+    return None if "function" in case.params else "compress and prune are held against it"
+
+
+def _compresses(case: Case, mode: str) -> str | None:
+    return None if case.bench and case.params.get("function") == "compress" else "it compresses, in 16 bits"
+
+
+# What compress and prune are held against: a copy of the weight, and the other library's compression.
+COPY = Yardstick("copy", load=lambda: lambda w, function: w.clone(), cost=_copy_cost, supports=_has_no_product)
+CUSPARSELT_COMPRESS = Yardstick("cusparselt-compress", load=_cusparselt_compress, cost=cost, supports=_compresses)
+
+
 def _cusparselt_takes(case: Case, mode: str) -> str | None:
+    if "function" in case.params:
+        return "of products; its compression is a yardstick"
     if mode != "fwd":
         return "has a forward alone"
     if "scaling" in case.params and (case.params["scaling"] != TENSOR or case.params["formats"] != "e4m3"):
@@ -255,10 +308,17 @@ def _cusparselt_takes(case: Case, mode: str) -> str | None:
     return None if case.bench or case in HOST_CASES else "takes 16 bits in multiples of 32, compared where it is timed"
 
 
-def _of_tensors(op: Op) -> Op:
-    """The op on the two tensors of a compressed weight; on bytes and the formats that they are of."""
+FUNCTIONS = {"compress": compress, "prune": prune}
+REFERENCES = {"compress": compressed, "prune": pruned}
 
-    def run(x, values, metadata, bias=None, activation=None, formats=None, **options):
+
+def _of_tensors(op: Op, functions: dict[str, Op] = FUNCTIONS) -> Op:
+    """The op on the two tensors of a compressed weight; on bytes and the formats that they are of. Or, of a case that
+    names one, another function of the folder."""
+
+    def run(x=None, values=None, metadata=None, bias=None, activation=None, formats=None, **options):
+        if function := options.get("function"):
+            return functions[function](options["w"])
         if formats is not None:
             x, values = x.view(formats[0]), values.view(formats[1])
         return op(x, Compressed(values, metadata), bias, activation, **options)
@@ -292,6 +352,8 @@ def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
 
 def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | None:
     _, k, n = sizes(case)
+    if implementation != "auto" and "function" in case.params:
+        return "compress and prune have one version"
     if "scaling" in case.params:
         return "of 8 bits it takes N a multiple of 8" if implementation == "cuda" and n % 8 else None
     if implementation == "cuda" and (case.dtype == FP32 or k % 16 or n % 8):
@@ -302,11 +364,13 @@ def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | Non
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
     """Of "cuda" nothing is checked here: the checks try layouts that it does not take, and test_sm90.py has its own."""
     if implementation == "triton":
-        return "it is what auto takes" if case.dtype == FP32 or case.dims["m"] <= 64 else None
+        return "it is what auto takes" if case.dtype == FP32 or sizes(case)[0] <= 64 else None
     return "it is checked by tests of its own; auto takes it where it can" if implementation == "cuda" else None
 
 
 def _timed(case: Case, mode: str) -> str | None:
+    if "function" in case.params:
+        return "it multiplies; what a PyTorch user would write is the reference"
     return None if case.bench or "scaling" not in case.params else "compared where it is timed"
 
 
@@ -314,9 +378,10 @@ def _of_16_bits(case: Case, mode: str) -> str | None:
     return "of 8 bits the reference is a product in fp32" if "scaling" in case.params else None
 
 
-CUDA_CASES = tuple(dataclasses.replace(case, min_capability=(9, 0)) for case in CASES if case.bench)
-WIDE_CASES = tuple(case for case in CASES if case.bench and "scaling" not in case.params)
-FP8_CASES = tuple(case for case in CASES if case.bench and "scaling" in case.params)
+PRODUCTS = tuple(case for case in CASES if case.bench and "function" not in case.params)
+CUDA_CASES = tuple(dataclasses.replace(case, min_capability=(9, 0)) for case in PRODUCTS)
+WIDE_CASES = tuple(case for case in PRODUCTS if "scaling" not in case.params)
+FP8_CASES = tuple(case for case in PRODUCTS if "scaling" in case.params)
 HOST_CASES = (dataclasses.replace(_case(128, 128, 128, BF16), name="128x128x128-bf16-host"),)
 
 SPEC = KernelSpec(
@@ -335,10 +400,17 @@ SPEC = KernelSpec(
         dataclasses.replace(COMPILED, supports=_of_16_bits),
         dataclasses.replace(COMPILED_MAX, supports=_of_16_bits),
         Peer("torch", load=_torch, supports=_timed),
-        Peer("cusparselt", load=_cusparselt, supports=_cusparselt_takes),
+        Peer(
+            "cusparselt",
+            load=_cusparselt,
+            configurations={"a scale that the host reads": partial(_cusparselt, vector=False)},
+            supports=_cusparselt_takes,
+        ),
+        CUSPARSELT_COMPRESS,
+        COPY,
     ),
     pytorch=("torch",),
-    reference=_of_tensors(sparse_matmul_reference),
+    reference=_of_tensors(sparse_matmul_reference, REFERENCES),
     make_inputs=make_inputs,
     cost=cost,
     extra_bytes=extra_bytes,
@@ -352,7 +424,7 @@ SPEC = KernelSpec(
     product_error=lambda inputs: 2**-12 if "formats" in inputs else 0.0,
     limits={"scale_x": 1e30, "scale_w": 1e30},
     unit="rows",
-    items=lambda case: case.dims["m"],
+    items=lambda case: case.dims.get("m", case.dims["n"]),
     fuzz={"m": (0, 20), "k4": (0, 9), "n": (0, 20)},
     tunables=(
         Tunable(configs, "pick_fwd_config", "fwd", _candidates(lambda a, b, step: (a, b, step)), WIDE_CASES, "triton"),

@@ -44,6 +44,34 @@ def _scaled(x, values, metadata, bias, activation, scale_x, scale_w, out_dtype) 
     return y if wide == torch.float64 else y.to(out_dtype)
 
 
+def compressed(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and metadata of a weight [N, K] of 16 or 32 bits: of each chunk the first two that are not zero, else
+    zeros of the lowest other positions, in their order. Codes beyond the end are those of zeros."""
+    rows, depth = w.shape
+    there = (w != 0).unflatten(1, (-1, 4)) if depth else w.new_zeros(rows, 0, 4, dtype=torch.bool)
+    pair = there.int().sort(dim=-1, descending=True, stable=True).indices[..., :2].sort(dim=-1).values
+    values = w.gather(1, (pair + torch.arange(0, depth, 4, device=w.device)[:, None]).flatten(1))
+    blocks_n, blocks_k = -(-rows // 16), -(-depth // 64)
+    codes = pair.new_full((16 * blocks_n, 16 * blocks_k), 4)
+    codes[:rows, : depth // 4] = pair[..., 0] + 4 * pair[..., 1]
+    words = (codes.view(16 * blocks_n, 4 * blocks_k, 4) << torch.arange(0, 16, 4, device=w.device)).sum(-1)
+    words = words.view(blocks_n, 2, 8, blocks_k, 4).permute(3, 0, 2, 4, 1).reshape(blocks_k, blocks_n, 64)
+    return values, (words - 65536 * (words >> 15)).to(torch.int16)
+
+
+def pruned(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """w with zeros but for the two largest magnitudes of each chunk, and the mask. An element stays if fewer than two
+    are ahead of it: larger, or equal at a lower position. NaN is the largest."""
+    sizes, wrong = w.abs(), w.isnan()
+    sizes, wrong = sizes.masked_fill(wrong, 0).unflatten(-1, (-1, 4)), wrong.unflatten(-1, (-1, 4))
+    a, b, nan_a, nan_b = (t.unsqueeze(axis) for t in (sizes, wrong) for axis in (-1, -2))
+    larger = (nan_b & ~nan_a) | ((nan_a == nan_b) & (b > a))
+    lower = torch.ones(4, 4, dtype=torch.bool, device=w.device).tril(-1)
+    ahead = larger | ((nan_a == nan_b) & (a == b) & lower)
+    mask = (ahead.sum(-1) < 2).flatten(-2)
+    return torch.where(mask, w, 0), mask
+
+
 def decompressed(values: torch.Tensor, metadata: torch.Tensor) -> torch.Tensor:
     """The weight [N, K], differentiable in values unless they have 8 bits."""
     rows, half = values.shape
