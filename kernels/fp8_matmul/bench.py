@@ -3,18 +3,21 @@
 Codes are bytes here, which the callables view as float8: most of what the checks do with tensors is not defined for
 float8. A case's dtype is that of a, with results in bf16; or it is the result's, fp16, in cases that Triton's
 interpreter computes, where kernels decode the bytes. Of fp32 results no more bits are right on Hopper: see README.
+
+Cases with `quantise` begin with both operands in bf16, which `fp8` quantises in the same call.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
-from harness import execute
+from harness import execute, registry
 from harness.spec import EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, Tunable, Yardstick
 
 from . import configs, fp8_matmul
@@ -24,6 +27,7 @@ from .scaling import BLOCKED, LINE, ROW, SQUARE, TENSOR, blocks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+GRANULARITIES = {TENSOR: ("tensor",) * 2, ROW: ("row",) * 2, SQUARE: ("1x128", "128x128"), LINE: ("1x128",) * 2}
 UNIT = 16  # K and N are multiples of it
 
 
@@ -34,7 +38,7 @@ def _case(
     formats = params.pop("formats", "e4m3")
     short = {None: "", FP16: "fp16"}[dtype]
     words = [f"{m}x{k}x{n}", short, formats, scaling, *(v if isinstance(v, str) else p for p, v in params.items())]
-    own = dtype or FORMATS[formats.split(".")[0]]
+    own = BF16 if params.get("quantise") else dtype or FORMATS[formats.split(".")[0]]
     options = {"scaling": scaling, "formats": formats, **params}
     dims = {"m": m, "k16": k // UNIT, "n16": n // UNIT}
     least = (0, 0) if dtype else FIRST_CAPABILITY
@@ -48,6 +52,8 @@ CASES = (
     _case(4096, 7168, 2112, SQUARE, bench=True),
     *(_case(8192, 4096, 11008, scaling, bench=True) for scaling in (TENSOR, ROW, SQUARE)),
     _case(11008, 8192, 4096, LINE, bench=True),
+    *(_case(8192, 4096, 11008, scaling, bench=True, quantise=True) for scaling in (ROW, SQUARE)),
+    _case(8192, 4096, 11008, ROW, bench=True, fast_accum=True, quantise=True),
     # Few rows, where b is what is read.
     *(_case(m, 8192, 8192, SQUARE, bench=True) for m in (1, 16, 64)),
     *(_case(16, 8192, 8192, scaling, bench=True) for scaling in (ROW, LINE)),
@@ -68,6 +74,8 @@ CASES = (
     _case(1500, 1424, 528, SQUARE, bias=True),
     _case(1501, 1024, 528, LINE, formats="e4m3.e5m2"),
     _case(257, 2064, 400, LINE),
+    _case(300, 1424, 528, SQUARE, quantise=True),
+    _case(301, 1024, 528, ROW, quantise=True, bias=True),
 )
 
 
@@ -81,6 +89,8 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
     params = dict(case.params)
     scaling = params.pop("scaling")
     formats = params.pop("formats")
+    if params.pop("quantise", False):
+        return _to_quantise(case, scaling, params, device, generator)
     format_a, format_b = (FORMATS[(formats.split(".") * 2)[index]] for index in (0, 1))
 
     def codes(rows: int, dtype: torch.dtype) -> torch.Tensor:
@@ -106,6 +116,18 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
     return {**inputs, "formats": (format_a, format_b), "out_dtype": out_dtype, **params}
 
 
+def _to_quantise(case: Case, scaling: str, params: dict, device, generator) -> Inputs:
+    m, k, n = sizes(case)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=BF16, device=device, generator=generator)
+
+    inputs: Inputs = {"a": normal(m, k), "b": normal(n, k).mul_(max(k, 1) ** -0.5)}
+    if params.pop("bias", False):
+        inputs["bias"] = normal(n)
+    return {**inputs, "scaling": scaling, **params}
+
+
 def sizes(case: Case) -> tuple[int, int, int]:
     """M, K and N."""
     return case.dims["m"], UNIT * case.dims["k16"], UNIT * case.dims["n16"]
@@ -125,21 +147,54 @@ def cost(case: Case, mode: str) -> Cost:
     m, k, n = sizes(case)
     scales = sum(math.prod(shape) for shape in scale_shapes(case))
     bias = n * (4 if case.dtype == FP16 else 2) * case.params.get("bias", False)
+    if case.params.get("quantise"):
+        return Cost(flops=2 * m * k * n, bytes=2 * (m * k + n * k + m * n) + bias, pipe="fp8")
     return Cost(flops=2 * m * k * n, bytes=m * k + n * k + 2 * m * n + 4 * scales + bias, pipe="fp8")
 
 
 def _of_bytes(op: Op) -> Op:
-    """The op on bytes and the formats that they are of."""
+    """The op on bytes and the formats that they are of; or of operands that are quantised first, given `scaling`."""
 
-    def run(scale_a, scale_b, a, b, formats, **options):
+    def run(a, b, scale_a=None, scale_b=None, formats=None, scaling=None, **options):
+        if scaling is not None:
+            return op(*_quantised(a, b, scaling), **options)
         return op(a.view(formats[0]), b.view(formats[1]), scale_a, scale_b, **options)
 
     return run
 
 
+@functools.cache
+def _fp8() -> tuple[Op, Op]:
+    """`fp8` and its reference, through the registry: kernels do not import each other."""
+    spec = registry.load("fp8")
+    return next(iter(spec.implementations.values())), spec.reference
+
+
+def _quantised(a: torch.Tensor, b: torch.Tensor, scaling: str) -> tuple[torch.Tensor, ...]:
+    fp8, _ = _fp8()
+    of_a, of_b = GRANULARITIES[scaling]
+    options = {"mn_major_scales": True} if of_a == "1x128" else {}
+    (a, scale_a), (b, scale_b) = fp8(a, granularity=of_a, **options), fp8(b, granularity=of_b)
+    return a, b, scale_a, scale_b
+
+
 @_of_bytes
-def _reference(a, b, scale_a, scale_b, bias=None, out_dtype=BF16, fast_accum=False):
+def _product(a, b, scale_a, scale_b, bias=None, out_dtype=BF16, fast_accum=False):
     return fp8_matmul_reference(a, b, scale_a, scale_b, bias, out_dtype)
+
+
+def _reference(**inputs) -> torch.Tensor:
+    """Operands are quantised in fp32 whatever they are given in, to the codes that `fp8` makes; the product of fp64
+    operands is in fp64."""
+    if "scaling" not in inputs:
+        return _product(**inputs)
+    a, b, scaling = (inputs[name] for name in ("a", "b", "scaling"))
+    wide = torch.promote_types(a.dtype, FP32)
+    (a, scale_a), (b, scale_b) = (
+        _fp8()[1](t.float(), granularity=g) for t, g in zip((a, b), GRANULARITIES[scaling], strict=True)
+    )
+    bias = inputs.get("bias")
+    return fp8_matmul_reference(a, b, scale_a.to(wide), scale_b.to(wide), bias)
 
 
 def _scaled_mm() -> Op:
@@ -193,6 +248,9 @@ def _deep_gemm() -> Op:
 
 
 def _timed(case: Case) -> bool:
+    """Where peers are: they take operands that are quantised."""
+    if case.params.get("quantise"):
+        return False
     return case.bench or case in HOST_CASES
 
 
@@ -209,10 +267,12 @@ def _deep_gemm_takes(case: Case, mode: str) -> str | None:
 
 
 def _dense() -> Callable[..., torch.Tensor]:
-    """The product of the same sizes in bf16, of random operands that are made once."""
+    """The product of the same sizes in bf16: of operands that come in bf16, else of random ones that are made once."""
     made: dict[tuple, torch.Tensor] = {}
 
     def operand(like: torch.Tensor) -> torch.Tensor:
+        if like.dtype == BF16:
+            return like
         key = (tuple(like.shape), like.device)
         if key not in made:
             made[key] = torch.randn(like.shape, dtype=BF16, device=like.device)
@@ -284,7 +344,8 @@ def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
     return "it is what auto takes" if implementation == chosen else None
 
 
-ON_HOPPER = tuple(dataclasses.replace(case, min_capability=(9, 0)) for case in CASES if case.bench)
+ALONE = tuple(case for case in CASES if case.bench and not case.params.get("quantise"))
+ON_HOPPER = tuple(dataclasses.replace(case, min_capability=(9, 0)) for case in ALONE)
 CUDA_CASES = tuple(case for case in ON_HOPPER if case.dims["m"] > configs.FEW_ROWS)
 FEW_CASES = tuple(case for case in ON_HOPPER if case.dims["m"] <= configs.FEW_ROWS)
 HOST_CASES = (dataclasses.replace(_case(256, 256, 256, ROW), name="256x256x256-e4m3-row-host"),)
@@ -321,7 +382,7 @@ SPEC = KernelSpec(
     items=lambda case: case.dims["m"],
     fuzz={"m": (0, 20), "k16": (0, 17), "n16": (0, 9)},
     tunables=(
-        Tunable(configs, "pick_config", "fwd", _candidates, implementation="triton"),
+        Tunable(configs, "pick_config", "fwd", _candidates, ALONE, implementation="triton"),
         Tunable(configs, "pick_cuda_config", "fwd", _cuda_candidates, CUDA_CASES, implementation="cuda"),
         Tunable(configs, "pick_few_config", "fwd", _few_candidates, FEW_CASES, implementation="cuda"),
     ),
