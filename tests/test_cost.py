@@ -34,7 +34,12 @@ def fp8_products(offsets, out_dtype, formats, **inputs):
 
 
 # Of ops whose reference reads values on its way, which a tensor without any does not have: what has the result's shape.
-SHAPED = {"grouped_gemm": lambda x, weights, **_: x[:, :1] * weights[:1, :, 0], "grouped_gemm_fp8": fp8_products}
+SHAPED = {
+    "grouped_gemm": lambda weights, x=None, constant=None, **_: (
+        (constant if x is None else x)[:, :1] * weights[:1, :, 0]
+    ),
+    "grouped_gemm_fp8": fp8_products,
+}
 # Each rank has a part of the whole problem's tensors: the dimension that is cut. Else it has tensors of their size.
 CUT = {"ring_attention": 2}
 

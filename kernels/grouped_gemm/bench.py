@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import re
 from functools import partial
 
 import torch
@@ -20,12 +22,18 @@ def _case(
     groups: int, rows: int, n: int, k: int, dtype: torch.dtype, split: str = "random", suffix: str = "", **params
 ) -> Case:
     """`split`: how rows are distributed over the groups. All but "random" leave none behind the last offset, and are
-    the same at each call; a bench case has such a one and no suffix."""
+    the same at each call; a bench case has such a one and no suffix. With `only_weights` x has no gradient, and the
+    backward alone is run."""
     short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]
-    name = "-".join(filter(None, (f"g{groups}-{rows}x{n}x{k}", split if split != "random" else "", short, suffix)))
+    only = "wgrad" if params.get("only_weights") else ""
+    name = "-".join(
+        filter(None, (f"g{groups}-{rows}x{n}x{k}", split if split != "random" else "", only, short, suffix))
+    )
+    modes = ("bwd",) if only else ()
     params |= {"split": split} if split != "random" else {}
     dims = dict(groups=groups, rows=rows, n=n, k=k)
-    return Case(name, dims, dtype, params, bench=split != "random" and not suffix and dtype == BF16)
+    timed = split != "random" and not suffix and dtype == BF16
+    return Case(name, dims, dtype, params, bench=timed, modes=modes)
 
 
 CASES = (
@@ -35,6 +43,10 @@ CASES = (
     *(_case(64, 32768, 1408, 2048, BF16, split) for split in ("equal", "zipf", "onehot")),
     _case(64, 32768, 2048, 1408, BF16, "zipf"),
     *(_case(128, 32768, 1408, 2048, BF16, split) for split in ("equal", "zipf", "onehot")),
+    # The gradient of the weights alone.
+    _case(8, 8192, 4096, 4096, BF16, "equal", only_weights=True),
+    _case(8, 8192, 4096, 4096, BF16, "zipf", only_weights=True),
+    *(_case(groups, 32768, 1408, 2048, BF16, "zipf", only_weights=True) for groups in (64, 128)),
     # What goes wrong: plain first, then nothing, one of everything, more groups than rows, primes, several tiles, the
     # bias, groups that are equal or all but one empty.
     _case(3, 40, 24, 20, FP32),
@@ -50,6 +62,7 @@ CASES = (
     _case(3, 60, 24, 16, FP32, "zipf"),
     _case(4, 97, 32, 32, FP32, "onehot"),
     _case(40, 100, 16, 16, FP32, "zipf"),
+    _case(4, 50, 20, 24, FP32, only_weights=True),
     # On a GPU: tiles of 128 rows with and without remainders.
     _case(7, 1500, 264, 136, BF16),
     _case(7, 1500, 512, 256, BF16, bias=True),
@@ -86,7 +99,7 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
         ends = torch.randint(0, d["rows"] + 1, (d["groups"],), dtype=index, device=device, generator=generator)
         offsets = ends.sort().values
     inputs: Inputs = {
-        "x": normal(d["rows"], d["k"]),
+        "constant" if params.pop("only_weights", False) else "x": normal(d["rows"], d["k"]),
         "weights": normal(d["groups"], d["n"], d["k"]).mul_(d["k"] ** -0.5),
         "offsets": offsets,
     }
@@ -95,14 +108,33 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
     return {**inputs, **params}
 
 
+def _of_constant(op: Op) -> Op:
+    """The op whose x, where it has no gradient, is called `constant`."""
+
+    @functools.wraps(op)
+    def run(weights, offsets, x=None, constant=None, **options):
+        if constant is None:
+            return op(x, weights, offsets, **options)
+        try:
+            return op(constant, weights, offsets, **options)
+        except (TypeError, ValueError) as error:  # in the name that the argument has here
+            raise type(error)(re.sub(r"\bx\b", "constant", str(error))) from error
+
+    return run
+
+
 def cost(case: Case, mode: str) -> Cost:
-    """Forward: x, y and the weights of groups that have rows. Backward: dy, x, dx, those weights, all gradients."""
+    """Forward: x, y and the weights of groups that have rows. Backward: dy, x, dx, those weights, all gradients; of the
+    weights' alone dy, x and that one."""
     groups, rows, n, k = (case.dims[name] for name in ("groups", "rows", "n", "k"))
     used = sum(size > 0 for size in group_sizes(case)) if "split" in case.params else min(groups, rows)
     weights, bias = n * k, n * case.params.get("bias", False)
     forward = rows * (n + k) + used * (weights + bias)
     backward = rows * (n + 2 * k) + used * weights + groups * (weights + bias)
+    if case.params.get("only_weights"):
+        backward = rows * (n + k) + groups * weights
     products, elements = {"fwd": (1, forward), "bwd": (2, backward)}[mode]
+    products = 1 if case.params.get("only_weights") else products
     pipe = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[case.dtype]
     size = case.dtype.itemsize
     return Cost(flops=2 * products * rows * n * k, bytes=elements * size + 8 * groups, pipe=pipe)
@@ -110,6 +142,8 @@ def cost(case: Case, mode: str) -> Cost:
 
 def extra_bytes(case: Case, mode: str) -> dict[str, int]:
     d = case.dims
+    if case.params.get("only_weights"):
+        return {"the weights": -d["groups"] * d["n"] * d["k"] * case.dtype.itemsize}
     idle = sum(size == 0 for size in group_sizes(case)) if "split" in case.params else 0
     return {"weights of groups without rows": -idle * d["n"] * d["k"] * case.dtype.itemsize}
 
@@ -139,10 +173,11 @@ class _Looped(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, weights = ctx.saved_tensors
-        dx, dweights = torch.empty_like(x), torch.empty_like(weights)
+        dx, dweights = torch.empty_like(x) if ctx.needs_input_grad[0] else None, torch.empty_like(weights)
         for group, (start, end) in enumerate(itertools.pairwise(ctx.ends)):
             if end > start:
-                torch.mm(dy[start:end], weights[group], out=dx[start:end])
+                if dx is not None:
+                    torch.mm(dy[start:end], weights[group], out=dx[start:end])
                 torch.mm(dy[start:end].mT, x[start:end], out=dweights[group])
             else:
                 dweights[group].zero_()
@@ -172,7 +207,8 @@ def _quack() -> Op:
         @staticmethod
         def backward(ctx, dy):
             x, weights, ends = ctx.saved_tensors
-            return gemm(dy, weights, cu_seqlens_m=ends), gemm(dy.mT, x, cu_seqlens_k=ends), None
+            dx = gemm(dy, weights, cu_seqlens_m=ends) if ctx.needs_input_grad[0] else None
+            return dx, gemm(dy.mT, x, cu_seqlens_k=ends), None
 
     made: list[torch.Tensor] = []
 
@@ -265,15 +301,16 @@ def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
     return "it is checked by tests of its own; auto takes it where it can" if implementation == "cuda" else None
 
 
-CUDA_CASES = tuple(dataclasses.replace(case, min_capability=(9, 0)) for case in CASES if case.bench)
+WHOLE = tuple(case for case in CASES if case.bench and not case.modes)
+CUDA_CASES = tuple(dataclasses.replace(case, min_capability=(9, 0)) for case in WHOLE)
 HOST_CASES = (dataclasses.replace(_case(4, 256, 64, 64, BF16, "equal", "host"), bench=False),)
 
 SPEC = KernelSpec(
     name="grouped_gemm",
     implementations={
-        "auto": grouped_gemm,
-        "triton": partial(grouped_gemm, backend="triton"),
-        "cuda": partial(grouped_gemm, backend="cuda"),
+        "auto": _of_constant(grouped_gemm),
+        "triton": _of_constant(partial(grouped_gemm, backend="triton")),
+        "cuda": _of_constant(partial(grouped_gemm, backend="cuda")),
     },
     # Elsewhere the first is the second.
     min_capability={"triton": (9, 0), "cuda": (9, 0)},
@@ -281,13 +318,13 @@ SPEC = KernelSpec(
     alias_reason=_alias_reason,
     baselines=(
         EAGER,
-        Peer("torch", load=_torch, supports=_takes),
-        Peer("loop", load=_loop, supports=_fixed),
-        Peer("quack", load=_quack, supports=_fixed),
-        Peer("deepgemm", load=_deep_gemm, supports=_aligned),
+        Peer("torch", load=lambda: _of_constant(_torch()), supports=_takes),
+        Peer("loop", load=lambda: _of_constant(_loop()), supports=_fixed),
+        Peer("quack", load=lambda: _of_constant(_quack()), supports=_fixed),
+        Peer("deepgemm", load=lambda: _of_constant(_deep_gemm()), supports=_aligned),
     ),
     pytorch=("torch",),
-    reference=grouped_gemm_reference,
+    reference=_of_constant(grouped_gemm_reference),
     make_inputs=make_inputs,
     cost=cost,
     extra_bytes=extra_bytes,
@@ -298,8 +335,8 @@ SPEC = KernelSpec(
     items=lambda case: case.dims["rows"],
     fuzz={"groups": (1, 9), "rows": (0, 70), "n": (1, 40), "k": (1, 40)},
     tunables=(
-        Tunable(configs, "pick_rows_config", "fwd", _rows_candidates, implementation="triton"),
-        Tunable(configs, "pick_weights_config", "bwd", _weights_candidates, implementation="triton"),
+        Tunable(configs, "pick_rows_config", "fwd", _rows_candidates, WHOLE, implementation="triton"),
+        Tunable(configs, "pick_weights_config", "bwd", _weights_candidates, WHOLE, implementation="triton"),
         Tunable(configs, "pick_cuda_rows_config", "fwd", _cuda_candidates, CUDA_CASES),
         Tunable(configs, "pick_cuda_weights_config", "bwd", _cuda_candidates, CUDA_CASES),
     ),
