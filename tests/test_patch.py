@@ -207,15 +207,25 @@ def test_gradient_checkpointing(name: str) -> None:
     same_step(model, reference, use_cache=False)
 
 
-def test_fullgraph_compile() -> None:
-    model, reference = patch(made("llama")), made("llama")
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
+def test_fullgraph_compile(name: str, backend: str) -> None:
+    """Llama, and Qwen 3, which has norms of q and k."""
+    torch.compiler.reset()
+    model, reference = patch(made(name)), made(name)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
     with torch.no_grad():
         close(compiled(TOKENS, use_cache=False).logits, reference(TOKENS).logits)
     model.train()
     loss = compiled(TOKENS, labels=TOKENS, use_cache=False).loss
     loss.backward()
-    close(loss.detach(), reference.train()(TOKENS, labels=TOKENS).loss.detach())
+    expected_loss, expected = step(reference)
+    close(loss.detach(), expected_loss)
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == expected.keys()
+    for parameter, grad in expected.items():
+        similar = torch.nn.functional.cosine_similarity(found[parameter].flatten(), grad.flatten(), dim=0)
+        assert similar > 0.9999 or grad.norm() < 1e-6, parameter
 
 
 def test_copies_and_what_is_saved(tmp_path) -> None:
