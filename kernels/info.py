@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import inspect
 import os
 import platform
+import textwrap
 from collections.abc import Iterator
 
 import torch
 
 from . import __version__, selftest
 
+WITHOUT_CUDA = (
+    "a build of PyTorch with CUDA, where this one runs on CPUs alone (pip install --force-reinstall torch "
+    "--index-url https://download.pytorch.org/whl/cu130)"
+)
+WITHOUT_TRANSFORMERS = 'transformers, for ridgeline.patch alone (pip install "ridgeline-kernels[models]")'
 WITHOUT_CUPY = (
     'CuPy, for the kernels in CUDA C++ (pip install "ridgeline-kernels[cuda]"); without it Triton versions run instead'
 )
@@ -43,11 +50,11 @@ def environment() -> Iterator[tuple[str, str]]:
 
 
 def missing() -> Iterator[str]:
-    """What is absent and would change which kernels run, with the way to bring it."""
+    """What is absent and would change which kernels run, or what the package offers, with the way to bring it."""
     if version("triton") is None:
         yield "Triton, in which most kernels are written (pip install triton; on Linux it comes with PyTorch)"
     if not torch.version.cuda:
-        yield "a build of PyTorch with CUDA (this one runs on CPUs alone)"
+        yield WITHOUT_CUDA
     elif not torch.cuda.is_available():
         yield "an NVIDIA GPU, or its driver: nvidia-smi says which"
     elif torch.cuda.get_device_capability() < (8, 0):
@@ -56,12 +63,15 @@ def missing() -> Iterator[str]:
         yield "a GPU of compute capability 9.0 (Hopper), for the kernels that are written for it"
     if importlib.util.find_spec("cupy") is None:
         yield WITHOUT_CUPY
+    if version("transformers") is None:
+        yield WITHOUT_TRANSFORMERS
 
 
-def launched(op: str, device: str) -> list[str]:
-    """The kernels that an op launches for a call of a size that models have, forward and backward, as the profiler
-    sees them; kernels of PyTorch itself are left out."""
+def launched(op: str, device: str, with_backward: bool = True, **options: str) -> list[str]:
+    """The kernels that an op launches for a call of a size that models have, forward and backward or forward alone, as
+    the profiler sees them; kernels of PyTorch itself are left out. `options` choose a version."""
     call = selftest.example(op, device, torch.bfloat16, False)
+    call = {**call, "inputs": {**call["inputs"], **options}, "grads": call["grads"] if with_backward else ()}
     fn = selftest.function(op)
     selftest.outputs(fn, call, None, updated=True)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -73,17 +83,41 @@ def launched(op: str, device: str) -> list[str]:
 
 
 def versions(op: str, device: str) -> Iterator[tuple[str, str]]:
-    """Each version of an op that has several, as ("option=value", what its call says): "runs", or why it does not."""
-    call = selftest.example(op, device, torch.bfloat16, False)
-    for option, values in call.get("versions", {}).items():
+    """Each version of an op that has several, as ("option=value", what was found): that "auto" takes it, which is so
+    where the same kernels are launched, that it runs on request, or why it does not. Of an option that is not for the
+    backward the forward decides, for the backward may have other versions."""
+    for option, values in selftest.example(op, "meta", torch.bfloat16, False).get("versions", {}).items():
+        backward = option == "backward"
+        taken = launched(op, device, backward)
         for value in values:
-            chosen = {**call, "inputs": {**call["inputs"], option: value}}
             try:
-                selftest.outputs(selftest.function(op), chosen, None, updated=True)
+                found = launched(op, device, backward, **{option: value})
             except RuntimeError as reason:
                 yield f'{option}="{value}"', str(reason).splitlines()[0]
             else:
-                yield f'{option}="{value}"', "runs"
+                yield f'{option}="{value}"', "what auto takes" if found == taken else "runs on request"
+
+
+def on_hopper(op: str) -> str:
+    """What "auto" takes on compute capability 9.0 for the same call. The tests hold it to what is dispatched there."""
+    call = selftest.example(op, "meta", torch.bfloat16, False)
+    if chosen := [f'{option}="{value}"' for option, value in call.get("hopper", {}).items()]:
+        return ", ".join(chosen)
+    several = "backend" in inspect.signature(selftest.function(op)).parameters
+    return "one of its versions, by the sizes" if several else "its one version"
+
+
+def rule(op: str) -> Iterator[tuple[str, str]]:
+    """Why "auto" takes what it takes, as (function, what it says of itself): the pure functions of an op's configs
+    that choose among versions."""
+    module = f"{__package__}.{op}.configs"
+    if importlib.util.find_spec(module) is None:
+        return
+    configs = importlib.import_module(module)
+    modules = [configs, *(m for name, m in vars(configs).items() if name in ("forward", "backward"))]
+    for name in ("pick_backend", "pick_versions", "pick_forward", "pick_backward"):
+        for found in (getattr(one, name) for one in modules if hasattr(one, name)):
+            yield name, " ".join((found.__doc__ or "").split())
 
 
 def report(names: list[str], device: str) -> int:
@@ -95,16 +129,28 @@ def report(names: list[str], device: str) -> int:
         print(f"missing    {what}")
     if device == "cpu":
         where = "Triton's interpreter" if importlib.util.find_spec("triton") else "nothing"
-        print(f"\nWithout a GPU ops run in {where} alone: set TRITON_INTERPRET=1 before they are imported. They are:")
-        print("  " + ", ".join(names))
+        print(f"\nWithout a GPU ops run in {where} alone: set TRITON_INTERPRET=1 before they are imported. On a GPU of")
+        print(
+            "compute capability 9.0 (Hopper), with CuPy, auto takes in bf16 for a problem of a size that models have:"
+        )
+        for name in names:
+            print(f"{name}\n  {on_hopper(name)}")
+            _print_rule(name)
         return 0
-    print("\nWhat each op launches in bf16 for a problem of a size that models have, and its other versions there:")
+    print("\nWhat each op launches in bf16 for a problem of a size that models have, and its versions there:")
     for name in names:
         try:
             print(f"{name}\n  launches  {', '.join(launched(name, device))}")
             for choice, found in versions(name, device):
                 print(f"  {choice:20} {found}")
+            _print_rule(name)
         except Exception as failure:
             print(f"  failed    {type(failure).__name__}: {str(failure).strip().splitlines()[0]}")
         torch.cuda.empty_cache()
     return 0
+
+
+def _print_rule(op: str) -> None:
+    for function, text in rule(op):
+        lines = textwrap.wrap(f"{function}: {text}", 114, initial_indent="  ", subsequent_indent="    ")
+        print("\n".join(lines))

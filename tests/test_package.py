@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from harness import registry
+from harness.compiling import nvrtc
 from kernels import __main__, info, selftest
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -35,6 +38,7 @@ def test_the_two_sizes_of_an_example_differ_in_size_alone(kernel_name: str) -> N
     assert small["grads"] == large["grads"]
     for option, values in large.get("versions", {}).items():
         assert "auto" not in values and option not in large["inputs"]
+    assert all(value in large["versions"][option] for option, value in large.get("hopper", {}).items())
 
 
 def _gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -80,10 +84,48 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     assert torch.__version__ in printed and "gelu" in printed and "rmsnorm" not in printed
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="says what would run elsewhere")
+def test_info_without_a_gpu_says_what_hopper_runs_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.main(["info", "--op", "rmsnorm", "--op", "fp8_matmul", "--op", "attention"]) == 0
+    printed = capsys.readouterr().out
+    assert 'rmsnorm\n  backend="triton"' in printed and 'fp8_matmul\n  backend="cuda"' in printed
+    assert "  pick_backend: The version that runs" in printed
+    assert "  pick_forward: " in printed and "  pick_backward: " in printed
+
+
+WITH_VERSIONS = [name for name in KERNELS if "hopper" in selftest.example(name, "meta", torch.bfloat16, False)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
+def test_what_auto_takes_on_hopper_is_what_its_examples_say() -> None:
+    """Dispatched on fake tensors, in a process without Triton's interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.hopper_choices", *WITH_VERSIONS]
+    done = subprocess.run(command, cwd=registry.ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for name in WITH_VERSIONS:
+        said = selftest.example(name, "meta", torch.bfloat16, False)["hopper"]
+        assert {option: [value] for option, value in said.items()} == found[name], name
+
+
 @pytest.mark.gpu
 def test_info_names_kernels_and_versions() -> None:
     assert any("gelu" in name for name in info.launched("gelu", "cuda"))
-    assert dict(info.versions("rmsnorm", "cuda"))['backend="triton"'] == "runs"
+    assert dict(info.versions("rmsnorm", "cuda"))['backend="triton"'] == "what auto takes"
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("kernel_name", WITH_VERSIONS)
+def test_info_finds_what_auto_takes_on_hopper(kernel_name: str) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    pytest.importorskip("cupy")
+    found = dict(info.versions(kernel_name, "cuda"))
+    for option, value in selftest.example(kernel_name, "meta", torch.bfloat16, False)["hopper"].items():
+        assert found[f'{option}="{value}"'] == "what auto takes", found
+        assert [v for k, v in found.items() if k.startswith(f"{option}=")].count("what auto takes") == 1, found
 
 
 def test_what_is_missing_is_told_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:

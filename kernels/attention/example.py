@@ -11,10 +11,12 @@ import torch
 
 
 def example(device: torch.device | str, dtype: torch.dtype, small: bool) -> dict[str, Any]:
-    """`inputs` of the public function, those that have a gradient, and options that choose a version."""
+    """`inputs` of the public function, those that have a gradient, and options that choose a version, and
+    what "auto" is of them on Hopper."""
     batch, heads, kv_heads, length, dim = (1, 2, 1, 37, 16) if small else (1, 32, 8, 4096, 128)
     inputs: dict[str, Any] = {"q": torch.randn(batch, heads, length, dim, device=device, dtype=dtype)}
     for name in ("k", "v"):
         inputs[name] = torch.randn(batch, kv_heads, length, dim, device=device, dtype=dtype)
     versions = {"forward": ("portable", "split", "gluon", "cuda"), "backward": ("separate", "fused", "cuda")}
-    return {"inputs": {**inputs, "causal": True}, "grads": ("q", "k", "v"), "versions": versions}
+    hopper = {"forward": "cuda", "backward": "cuda"}
+    return {"inputs": {**inputs, "causal": True}, "grads": ("q", "k", "v"), "versions": versions, "hopper": hopper}

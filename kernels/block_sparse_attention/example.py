@@ -11,7 +11,8 @@ import torch
 
 
 def example(device: torch.device | str, dtype: torch.dtype, small: bool) -> dict[str, Any]:
-    """`inputs` of the public function, those that have a gradient, and options that choose a version."""
+    """`inputs` of the public function, those that have a gradient, and options that choose a version, and
+    what "auto" is of them on Hopper."""
     heads, length, dim, block = (1, 100, 16, 64) if small else (16, 4096, 128, 128)
     inputs: dict[str, Any] = {
         n: torch.randn(1, heads, length, dim, device=device, dtype=dtype) for n in ("q", "k", "v")
@@ -20,4 +21,5 @@ def example(device: torch.device | str, dtype: torch.dtype, small: bool) -> dict
     mask = torch.rand(blocks, blocks, device=device) < 0.5
     inputs |= {"block_mask": mask.logical_or_(torch.eye(blocks, device=device, dtype=torch.bool)), "block_size": block}
     versions = {"forward": ("portable", "cuda"), "backward": ("portable", "cuda")}
-    return {"inputs": inputs, "grads": ("q", "k", "v"), "versions": versions}
+    hopper = {"forward": "cuda", "backward": "cuda"}
+    return {"inputs": inputs, "grads": ("q", "k", "v"), "versions": versions, "hopper": hopper}

@@ -11,8 +11,9 @@ import torch
 
 
 def example(device: torch.device | str, dtype: torch.dtype, small: bool) -> dict[str, Any]:
-    """`inputs` of the public function, those that have a gradient (none), and options that choose a version. `dtype` is
-    the result's. Codes are small integers, whose sums are exact in tensor cores too."""
+    """`inputs` of the public function, those that have a gradient (none), and options that choose a version, and
+    what "auto" is of them on Hopper. `dtype` is the result's. Codes are small integers, whose sums are exact in tensor
+    cores too."""
     rows, depth, cols = (5, 272, 144) if small else (8192, 4096, 4096)
     a, b = (torch.randint(-2, 3, (n, depth), device=device).to(torch.float8_e4m3fn) for n in (rows, cols))
     blocks = (depth + 127) // 128
@@ -23,4 +24,5 @@ def example(device: torch.device | str, dtype: torch.dtype, small: bool) -> dict
         "scale_b": torch.rand((cols + 127) // 128, blocks, device=device) + 0.5,
         "out_dtype": dtype,
     }
-    return {"inputs": inputs, "grads": (), "versions": {"backend": ("triton", "cuda")}}
+    versions = {"versions": {"backend": ("triton", "cuda")}, "hopper": {"backend": "cuda"}}
+    return {"inputs": inputs, "grads": (), **versions}

@@ -11,7 +11,8 @@ import torch
 
 
 def example(device: torch.device | str, dtype: torch.dtype, small: bool) -> dict[str, Any]:
-    """`inputs` of the public function, those that have a gradient, and options that choose a version."""
+    """`inputs` of the public function, those that have a gradient, and options that choose a version, and
+    what "auto" is of them on Hopper."""
     groups, rows, cols, depth = (3, 40, 24, 20) if small else (8, 8192, 4096, 4096)
     ends = [rows * (group + 1) // (groups + 1) for group in range(groups)]
     inputs = {
@@ -19,4 +20,5 @@ def example(device: torch.device | str, dtype: torch.dtype, small: bool) -> dict
         "weights": torch.randn(groups, cols, depth, device=device, dtype=dtype) * depth**-0.5,
         "offsets": torch.tensor(ends, device=device, dtype=torch.int32),
     }
-    return {"inputs": inputs, "grads": ("x", "weights"), "versions": {"backend": ("triton", "cuda")}}
+    versions = {"versions": {"backend": ("triton", "cuda")}, "hopper": {"backend": "cuda"}}
+    return {"inputs": inputs, "grads": ("x", "weights"), **versions}

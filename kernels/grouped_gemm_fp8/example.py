@@ -11,8 +11,9 @@ import torch
 
 
 def example(device: torch.device | str, dtype: torch.dtype, small: bool) -> dict[str, Any]:
-    """`inputs` of the public function, those that have a gradient (none), and options that choose a version. `dtype` is
-    the result's. Codes are small integers, whose sums are exact in tensor cores too."""
+    """`inputs` of the public function, those that have a gradient (none), and options that choose a version, and
+    what "auto" is of them on Hopper. `dtype` is the result's. Codes are small integers, whose sums are exact in tensor
+    cores too."""
     groups, rows, cols, depth = (3, 40, 144, 272) if small else (8, 8192, 4096, 4096)
     ends = [rows * (group + 1) // (groups + 1) for group in range(groups)]
 
@@ -28,4 +29,5 @@ def example(device: torch.device | str, dtype: torch.dtype, small: bool) -> dict
         "offsets": torch.tensor(ends, device=device, dtype=torch.int32),
         "out_dtype": dtype,
     }
-    return {"inputs": inputs, "grads": (), "versions": {"backend": ("triton", "cuda")}}
+    versions = {"versions": {"backend": ("triton", "cuda")}, "hopper": {"backend": "cuda"}}
+    return {"inputs": inputs, "grads": (), **versions}

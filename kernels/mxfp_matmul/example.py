@@ -11,7 +11,8 @@ import torch
 
 
 def example(device: torch.device | str, dtype: torch.dtype, small: bool) -> dict[str, Any]:
-    """`inputs` of the public function, those that have a gradient (none), and options that choose a version."""
+    """`inputs` of the public function, those that have a gradient (none), and options that choose a version, and
+    what "auto" is of them on Hopper."""
     rows, columns, chunks = (3, 32, 2) if small else (16, 8192, 64)
     inputs = {
         "x": torch.randn(rows, 128 * chunks, device=device, dtype=dtype),
@@ -19,4 +20,5 @@ def example(device: torch.device | str, dtype: torch.dtype, small: bool) -> dict
         "scales": torch.randint(119, 124, (chunks, columns, 4), device=device, dtype=torch.uint8),
         "format": "mxfp4",
     }
-    return {"inputs": inputs, "grads": (), "versions": {"backend": ("triton", "cuda")}}
+    versions = {"versions": {"backend": ("triton", "cuda")}, "hopper": {"backend": "cuda"}}
+    return {"inputs": inputs, "grads": (), **versions}

@@ -11,7 +11,8 @@ import torch
 
 
 def example(device: torch.device | str, dtype: torch.dtype, small: bool) -> dict[str, Any]:
-    """`inputs` of the public function, those that have a gradient, and options that choose a version."""
+    """`inputs` of the public function, those that have a gradient, and options that choose a version, and
+    what "auto" is of them on Hopper."""
     rows, cols, depth = (5, 20, 32) if small else (4096, 11008, 4096)
     # In a word of metadata the last chunk keeps its elements 0 and 1, the others 0 and one of 1 to 3.
     words = -(-depth // 64), -(-cols // 16), 64
@@ -23,4 +24,5 @@ def example(device: torch.device | str, dtype: torch.dtype, small: bool) -> dict
         "bias": torch.randn(cols, device=device, dtype=dtype),
         "activation": "gelu_tanh",
     }
-    return {"inputs": inputs, "grads": ("x", "bias"), "versions": {"backend": ("triton", "cuda")}}
+    versions = {"versions": {"backend": ("triton", "cuda")}, "hopper": {"backend": "cuda"}}
+    return {"inputs": inputs, "grads": ("x", "bias"), **versions}
