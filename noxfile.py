@@ -252,7 +252,7 @@ def notebook(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def wheel(session: nox.Session) -> None:
-    """Build the wheel, install it into an empty environment and run every kernel from outside the checkout."""
+    """Build the wheel, install it into an empty environment and run every kernel, info, selftest and patch there."""
     python = environment(session)
     standalone = ROOT / "tests" / "standalone.py"
     with tempfile.TemporaryDirectory() as scratch:
@@ -270,6 +270,7 @@ def wheel(session: nox.Session) -> None:
             session.run(*_pip_install(python), "numpy<2.5", str(built), log=False)  # numpy for the interpreter
         with session.chdir(scratch):
             session.run(python, "-I", str(standalone), "run", "ridgeline", str(inputs), str(site))
+            session.run(python, "-I", str(standalone), "begin", "ridgeline", str(site))
 
 
 def _build_wheel(session: nox.Session, python: str, folder: Path) -> Path | None:

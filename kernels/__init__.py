@@ -4,12 +4,13 @@ Nothing is imported here, so that asking for one kernel does not load the others
 Hugging Face model, are imported when they are asked for.
 """
 
+import importlib
+
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str):
     if name in ("patch", "unpatch"):
-        from . import patch
-
-        return getattr(patch, name)
+        # Not `from . import patch`, which asks this function for the attribute first.
+        return getattr(importlib.import_module(f"{__name__}.patch"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,16 +4,22 @@ In the checkout, `python -m tests.standalone inputs FILE` writes inputs of every
 `python -I standalone.py run PACKAGE FILE SITE` imports PACKAGE.<kernel> with SITE in front of the path, runs it
 forward and backward on them and holds the results against PACKAGE.<kernel>.reference. That half imports torch alone,
 and triton through the kernels, so it proves that nothing else is needed.
+
+`python -I standalone.py begin PACKAGE SITE` types what a newcomer does, from an empty folder: `info`, `selftest`, and
+PACKAGE.patch on a small Llama where transformers is installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import math
 import os
 import shutil
+import subprocess
 import sys
+import tempfile
 import traceback
 import zipfile
 from pathlib import Path
@@ -22,6 +28,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from harness.spec import Case, KernelSpec
 
+FEW = ("rmsnorm", "gelu", "rope", "swiglu")  # the ops of a selftest in the interpreter, which takes minutes for all
 IGNORED = shutil.ignore_patterns("bench.py", "test_*.py", "__pycache__")  # what the wheel leaves out
 
 
@@ -104,6 +111,51 @@ def results(op, case: dict) -> list:
     return [t.detach().cpu() for t in (*kept, *grads)]
 
 
+def begin(package: str, site: Path) -> None:
+    """`info`, `selftest` and `patch`. Raises CalledProcessError for what fails."""
+    import torch
+
+    ops = () if torch.cuda.is_available() else FEW
+    chosen = [word for op in ops for word in ("--op", op)]
+    commands = [("-m", package, "info"), ("-m", package, "selftest", *chosen)]
+    if importlib.util.find_spec("transformers"):
+        commands.append(("-I", __file__, "patch", package, str(site.resolve())))
+    environment = {**os.environ, "PYTHONPATH": str(site.resolve())}
+    environment.pop("TRITON_INTERPRET", None)  # the commands see to it
+    with tempfile.TemporaryDirectory() as empty:
+        for command in commands:
+            print("$ python", *command, flush=True)
+            subprocess.run([sys.executable, *command], cwd=empty, env=environment, check=True)
+    if len(commands) == 2:
+        print(f"transformers is not installed: {package}.patch was not tried")
+
+
+def patch(package: str, site: Path) -> None:
+    """A step of training of a small Llama, as it is and patched: the same loss and gradients."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+    sys.path.insert(0, str(site))
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1)
+    config = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, pad_token_id=0, **heads)
+    model = LlamaForCausalLM(config).to(device).train()
+    tokens = torch.randint(1, 61, (2, 9), device=device)
+    found = []
+    for change in (lambda model: model, importlib.import_module(package).patch):
+        model = change(model)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        found.append((loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))))
+    counts = importlib.import_module(f"{package}.patch").patched(model)
+    assert counts == dict(norm=3, rope=1, mlp=1, attention=1, loss=1), counts
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-5)
+    print(f"{package}.patch: {', '.join(f'{count} {op}' for op, count in counts.items())}; loss and gradients agree")
+
+
 def check_contents(wheel: Path) -> None:
     """The wheel holds `ridgeline` and its metadata at top level, every kernel, and nothing that needs the harness."""
     files = zipfile.ZipFile(wheel).namelist()
@@ -124,6 +176,10 @@ def main() -> None:
     commands.add_parser("inputs").add_argument("file", type=Path)
     commands.add_parser("contents").add_argument("wheel", type=Path)
     commands.add_parser("ship").add_argument("site", type=Path)
+    for name in ("begin", "patch"):
+        command = commands.add_parser(name)
+        command.add_argument("package")
+        command.add_argument("site", type=Path)
     outside = commands.add_parser("run")
     outside.add_argument("package")
     outside.add_argument("file", type=Path)
@@ -136,6 +192,10 @@ def main() -> None:
     elif arguments.command == "ship":
         source = Path(__file__).resolve().parent.parent / "kernels"
         shutil.copytree(source, arguments.site / "ridgeline", ignore=IGNORED)
+    elif arguments.command == "begin":
+        begin(arguments.package, arguments.site)
+    elif arguments.command == "patch":
+        patch(arguments.package, arguments.site)
     else:
         run(arguments.package, arguments.file, arguments.site)
 

@@ -110,6 +110,23 @@ def test_works_beside_the_original(kernel_name: str, beside: subprocess.Complete
     assert f"{kernel_name}: two separate kernels" in beside.stdout, beside.stderr
 
 
+@pytest.mark.parametrize("first", ["import kernels; found = kernels.patch", "from kernels import unpatch as found"])
+def test_patch_can_be_the_first_thing_that_is_asked_for(first: str) -> None:
+    """In a fresh process: once the module has been imported the package has the attribute."""
+    code = f"import sys; sys.path.insert(0, {str(registry.ROOT)!r}); {first}; assert callable(found)"
+    done = python("-c", code, cwd=registry.ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_a_newcomers_commands_run_from_an_empty_folder(tmp_path: Path) -> None:
+    shutil.copytree(registry.ROOT / "kernels", tmp_path / "elsewhere", ignore=standalone.IGNORED)
+    done = python(standalone.__file__, "begin", "elsewhere", tmp_path, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "all is right" in done.stdout
+    assert "elsewhere.patch: " in done.stdout or "elsewhere.patch was not tried" in done.stdout
+
+
 def test_the_checkout_is_really_out_of_reach(tmp_path: Path) -> None:
     done = python("-c", "import harness.registry", cwd=tmp_path)
     assert "No module named 'harness" in done.stderr
