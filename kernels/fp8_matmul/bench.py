@@ -183,7 +183,7 @@ def _product(a, b, scale_a, scale_b, bias=None, out_dtype=BF16, fast_accum=False
     return fp8_matmul_reference(a, b, scale_a, scale_b, bias, out_dtype)
 
 
-def _reference(**inputs) -> torch.Tensor:
+def _reference(**inputs) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Operands are quantised in fp32 whatever they are given in, to the codes that `fp8` makes; the product of fp64
     operands is in fp64."""
     if "scaling" not in inputs:

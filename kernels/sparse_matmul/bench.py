@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -308,11 +308,11 @@ def _cusparselt_takes(case: Case, mode: str) -> str | None:
     return None if case.bench or case in HOST_CASES else "takes 16 bits in multiples of 32, compared where it is timed"
 
 
-FUNCTIONS = {"compress": compress, "prune": prune}
-REFERENCES = {"compress": compressed, "prune": pruned}
+FUNCTIONS: dict[str, Op] = {"compress": compress, "prune": prune}
+REFERENCES: dict[str, Op] = {"compress": compressed, "prune": pruned}
 
 
-def _of_tensors(op: Op, functions: dict[str, Op] = FUNCTIONS) -> Op:
+def _of_tensors(op: Op, functions: Mapping[str, Op] = FUNCTIONS) -> Op:
     """The op on the two tensors of a compressed weight; on bytes and the formats that they are of. Or, of a case that
     names one, another function of the folder."""
 
