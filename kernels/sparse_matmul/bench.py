@@ -85,8 +85,8 @@ CASES = (
     _case8(256, 1024, 512, TENSOR, formats="e5m2"),
     _case_of("compress", 21, 72, FP32),
     _case_of("compress", 37, 132, FP16),
-    _case_of("prune", 19, 40, FP16),
-    _case_of("prune", 7, 36, FP32),
+    _case_of("prune", 37, 132, FP16),
+    _case_of("prune", 21, 72, FP32),
 )
 
 
