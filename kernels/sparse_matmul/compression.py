@@ -63,6 +63,27 @@ def _sparse_matmul_compress_kernel(
 
 
 @triton.jit
+def _sparse_matmul_prune_kernel(
+    w_ptr, out_ptr, mask_ptr, size, SIGN_OFF: tl.constexpr, NAN: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Of `size` numbers in chunks of 4 the two largest magnitudes and where they are. Numbers are integers of their
+    bits, whose order without the sign is that of magnitudes; every NaN counts as NAN. 2 · itemsize + 1 bytes each."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(w_ptr + at, mask=at < size, other=0)
+    even, odd = tl.split(tl.reshape(tl.minimum(x & SIGN_OFF, NAN), [BLOCK // 4, 2, 2]))
+    m0, m2 = tl.split(even)
+    m1, m3 = tl.split(odd)
+    # One for each that is ahead: larger, or equal at a lower position.
+    ahead0 = (m1 > m0).to(tl.int32) + (m2 > m0).to(tl.int32) + (m3 > m0).to(tl.int32)
+    ahead1 = (m0 >= m1).to(tl.int32) + (m2 > m1).to(tl.int32) + (m3 > m1).to(tl.int32)
+    ahead2 = (m0 >= m2).to(tl.int32) + (m1 >= m2).to(tl.int32) + (m3 > m2).to(tl.int32)
+    ahead3 = (m0 >= m3).to(tl.int32) + (m1 >= m3).to(tl.int32) + (m2 >= m3).to(tl.int32)
+    kept = tl.reshape(tl.join(tl.join(ahead0, ahead2), tl.join(ahead1, ahead3)), [BLOCK]) < 2
+    tl.store(out_ptr + at, tl.where(kept, x, tl.zeros_like(x)), mask=at < size)
+    tl.store(mask_ptr + at, kept.to(tl.uint8), mask=at < size)
+
+
+@triton.jit
 def _sparse_matmul_gather_kernel(
     dense_ptr, metadata_ptr, values_ptr, n_size, depth, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):

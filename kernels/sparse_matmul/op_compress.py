@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 import torch
 import triton
+from torch.autograd import forward_ad
 
 from . import configs
-from .checks import FLOATS, kind, runnable
-from .compression import _sparse_matmul_compress_kernel
+from .checks import FLOATS, INTERPRETED, kind, runnable
+from .compression import _sparse_matmul_compress_kernel, _sparse_matmul_prune_kernel
 from .formats import CHUNK, EIGHT_BITS, metadata_shape, multiple
 from .launch import Launch
 from .library import decompress_plan
@@ -17,6 +18,9 @@ from .plans import capability
 
 _NAMESPACE = __package__.replace(".", "_")
 _DTYPES = (*FLOATS, *EIGHT_BITS)
+# Infinity as an integer of its bits: what is larger without its sign is NaN.
+_INFINITY = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F800000, torch.float64: 0x7FF << 52}
+PRUNE_BLOCK = 2048  # 16 numbers a thread
 MAX_SIZE = 2**31 - 512  # tile coordinates have 32 bits, also those of the last tile's end
 _NAMES = "float32, float16, bfloat16, float8_e4m3fn or float8_e5m2"
 
@@ -38,7 +42,8 @@ class Compressed(NamedTuple):
 
 
 def prune(w: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zeros two of each four elements along the last dimension: w · mask, and the mask. Plain PyTorch.
+    """Zeros two of each four elements along the last dimension: w · mask, and the mask. Without a mask it is
+    one pass of a kernel where that can run; else plain PyTorch, which gives the same bits.
 
         mask[..., 4 c + p] = w[..., 4 c + p] is one of the two largest magnitudes of its chunk c
 
@@ -62,7 +67,56 @@ def prune(w: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[torch.Tens
         no_gradient("prune", w=w)
         codes, mask = _pruned(w.detach().view(torch.uint8), mask)
         return codes.view(w.dtype), mask
+    if mask is None and w.numel() and _takes(w):
+        return _prune_op(w)
     return _pruned(w, mask)
+
+
+def _takes(w: torch.Tensor) -> bool:
+    """Whether the op can have w: where kernels run, and outside of forward AD and functorch's transforms, whose grad an
+    op of torch.library has not."""
+    if not (w.is_cuda or (w.device.type == "cpu" and INTERPRETED)):
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    return forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active()
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::prune", mutates_args=())
+def _prune_op(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """By magnitudes, of numbers of 16 bits or more."""
+    w = w.contiguous()
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[w.itemsize]
+    kept, mask = torch.empty_like(w), torch.empty_like(w, dtype=torch.bool)
+    options = {"SIGN_OFF": torch.iinfo(bits).max, "NAN": _INFINITY[w.dtype] + 1, "BLOCK": PRUNE_BLOCK, "num_warps": 4}
+    grid = (triton.cdiv(w.numel(), PRUNE_BLOCK),)
+    launch = Launch(_sparse_matmul_prune_kernel, grid, w.device, (w.numel(),), **options)
+    launch(w.view(bits), kept.view(bits), mask.view(torch.uint8))
+    return kept, mask
+
+
+@_prune_op.register_fake
+def _(w):
+    return w.new_empty(w.shape), w.new_empty(w.shape, dtype=torch.bool)
+
+
+@_prune_op.register_vmap
+def _(info, in_dims, w):
+    return _prune_op(w.movedim(in_dims[0], 0)), (0, 0)
+
+
+def _save(ctx, inputs, output) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(output[1])
+
+
+def _gradient(ctx, dkept, _):
+    """By PyTorch, so that it can be derived again."""
+    (mask,) = ctx.saved_tensors
+    return torch.where(mask, dkept, 0)
+
+
+_prune_op.register_autograd(_gradient, setup_context=_save)
 
 
 def _pruned(w: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from . import Compressed, compress, configs, decompress, prune, sparse_matmul
 from .activation import ACTIVATIONS
 from .formats import metadata_shape
+from .op_compress import _pruned
 from .reference import decompressed, kept, sparse_matmul_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,6 +30,39 @@ def test_prune_keeps_the_largest_two_and_of_equals_the_first():
     assert torch.equal(mask, want)
     torch.testing.assert_close(kept_w, torch.where(want, w, 0.0), equal_nan=True, rtol=0, atol=0)
     assert prune(torch.randn(2, 3, 0))[0].shape == (2, 3, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_prune_in_one_pass_has_the_bits_of_pytorch(dtype):
+    """The kernel compares integers, so that the interpreter has bf16 right too."""
+    values = [0.0, -0.0, 1.0, -1.0, 1.5, -2.0, torch.inf, -torch.inf, torch.nan, 1e-40]
+    w = torch.tensor([values[i] for i in torch.randint(len(values), (37 * 132,)).tolist()], dtype=dtype, device=DEVICE)
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[w.itemsize]
+    for given in (w.view(37, 132), w.view(132, 37)[:, 4:32], torch.randn(3, 2, 700, device=DEVICE, dtype=dtype)):
+        (found, mask), (expected, wanted) = prune(given), _pruned(given, None)
+        assert torch.equal(mask, wanted)
+        assert torch.equal(found.view(bits), expected.contiguous().view(bits))
+    leaf = torch.randn(5, 2, 12, device=DEVICE, dtype=dtype, requires_grad=True)
+    dy = torch.randn_like(leaf)
+    found, mask = prune(leaf)
+    assert torch.equal(torch.autograd.grad(found, leaf, dy)[0], torch.where(mask, dy, 0)) and not mask.requires_grad
+
+
+def test_prune_is_traced_transformed_and_derived_twice():
+    w = torch.randn(3, 5, 12, device=DEVICE, dtype=torch.float32)
+    expected, mask = _pruned(w, None)
+    for found in (
+        torch.compile(prune, fullgraph=True, backend="aot_eager")(w),
+        torch.func.vmap(prune)(w),
+        torch.func.vmap(prune, in_dims=1, out_dims=1)(w),
+    ):
+        assert torch.equal(found[0], expected) and torch.equal(found[1], mask)
+    tangent = torch.ones_like(w)
+    assert torch.equal(torch.func.jvp(lambda w: prune(w)[0], (w,), (tangent,))[1], mask.float())
+    assert torch.equal(torch.func.grad(lambda w: prune(w)[0].sum())(w), mask.float())
+    leaf = w.clone().requires_grad_()
+    (once,) = torch.autograd.grad(prune(leaf)[0].square().sum(), leaf, create_graph=True)
+    assert torch.equal(torch.autograd.grad(once.sum(), leaf)[0], 2 * mask.float())
 
 
 def test_prune_by_a_mask_and_its_gradient():
