@@ -40,6 +40,11 @@ def _tensors(values, metadata, scale_x, scale_w, bias) -> bool:
     return all(isinstance(t, torch.Tensor) for t in needed) and isinstance(bias, torch.Tensor | None)
 
 
+def _of_rows(scale: torch.Tensor, rows: int) -> bool:
+    """Whether it is [rows] or [rows, 1]. By its numbers: torch.compile cannot look up shapes that are dynamic."""
+    return scale.dim() in (1, 2) and scale.shape[0] == rows and (scale.dim() == 1 or scale.shape[1] == 1)
+
+
 def _check(x, values, metadata, scale_x, scale_w, bias, activation, out_dtype, backend) -> None:
     check_compressed("sparse_matmul", (values, metadata))
     if values.dtype not in EIGHT_BITS:
@@ -53,7 +58,7 @@ def _check(x, values, metadata, scale_x, scale_w, bias, activation, out_dtype, b
         if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32:
             raise TypeError(f"sparse_matmul: {name} must be a tensor of float32 where x has 8 bits, got {kind(scale)}")
     rows = x.shape[0]
-    of_rows = scale_x.shape in ((rows,), (rows, 1)) and scale_w.shape in ((cols,), (cols, 1))
+    of_rows = _of_rows(scale_x, rows) and _of_rows(scale_w, cols)
     if not of_rows and (scale_x.shape or scale_w.shape):
         got = f"{list(scale_x.shape)} and {list(scale_w.shape)}"
         wanted = f"[] and [], or [{rows}] or [{rows}, 1] and [{cols}] or [{cols}, 1]"

@@ -233,9 +233,11 @@ def test_an_older_gpu_is_an_error_that_names_what_is_needed(monkeypatch: pytest.
         op_fp8._check_options(codes(3, 64).as_subclass(OnAGpu), None, "auto")
 
 
-def test_it_goes_through_compile() -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_it_goes_through_compile(dynamic: bool) -> None:
+    torch.compiler.reset()
     x, compressed, scales = problem(5, 64, 16)
-    function = torch.compile(sparse_matmul, fullgraph=True, backend="eager")
+    function = torch.compile(sparse_matmul, fullgraph=True, backend="eager", dynamic=dynamic)
     want = sparse_matmul(x, compressed, **scales, out_dtype=torch.float16)
     assert torch.equal(function(x, compressed, **scales, out_dtype=torch.float16), want)
 
