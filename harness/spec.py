@@ -88,9 +88,11 @@ class Peer(Baseline):
 @dataclass(frozen=True)
 class Yardstick(Peer):
     """Something else that is timed in the same rounds, such as a plain copy of the input: it is not checked, is no peer
-    and takes no part in the verdict. Its rate is that of its own `cost`; the report shows ours as a share of it."""
+    and takes no part in the verdict. Its rate is that of its own `cost`; the report shows ours as a share of it. One
+    that is `ours` calls further public functions of the folder, and `sanitize` runs it on the small cases."""
 
     cost: Callable[[Case, str], Cost] = field(kw_only=True)
+    ours: bool = field(default=False, kw_only=True)
 
 
 EAGER = Baseline("eager")
