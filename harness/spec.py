@@ -161,8 +161,8 @@ class Sharding:
     alone        our one-GPU implementation, name -> callable(**make_inputs(case, ...)), at most one. Rank 0 runs it on
                  the whole problem in the same rounds: T1 of the efficiency T1 / (N · TN).
     alone_reason (case, mode) -> why it is not timed there, or None
-    local        implementation -> the same with its transfers replaced by local copies. What the transfers take beyond
-                 that is not hidden.
+    local        implementation -> the same without its transfers, or with local copies in their place: its results are
+                 wrong, and what the transfers take beyond it is not hidden
     axis         (case) -> the series and the length by which a chart of the efficiency has it
     environment  (case) -> environment variables that its ranks start with
     release      called on each rank after each case and mode: gives back what is kept between calls

@@ -18,7 +18,7 @@ HEAD = (
 TEXT = (
     "*Time* is that of the slowest rank of each round, *a GPU* the useful work of one GPU over it. *Efficiency* is "
     "T₁ / (N · Tₙ): T₁ is our one-GPU kernel on the whole problem, timed in the same rounds. *Transfers not hidden* is "
-    "the time beyond that of the same implementation with its transfers replaced by local copies. *Peak memory* is "
+    "the time beyond that of the same implementation without its transfers. *Peak memory* is "
     "what a call takes above its inputs on the rank with most; *outside the allocator* is what the first call took "
     "beyond PyTorch's: NCCL's buffers, symmetric memory, code. *Ranks* are the medians of the fastest and the slowest."
 )

@@ -38,7 +38,6 @@ def _fault(name: str, case: str, check: str = "accuracy", cause: str = "error") 
 WRONG = (
     # In the schedule.
     _fault("last block skipped", CAUSAL),
-    _fault("last block skipped", FULL),
     _fault("second half of the keys dropped", CAUSAL),
     _fault("block of the wrong owner", FULL),
     _fault("offset of the keys off by one", STRIPED),
