@@ -56,7 +56,8 @@ row    one per implementation of that case and mode
                   "alone": null | {"implementation", COLUMN of T1}, "alone_reason": "why there is no T1",
                   "exposed_us": null | {"median", "ci95"},  # what it takes less without transfers, paired by round
                   "local_median_us": median without transfers, "exposed_reason": "why there is none",
-                  "plain": null | {"implementation", "link_bytes"}}  # what is sent as it is (newer ones)
+                  "plain": null | {"implementation", "link_bytes"},  # what is sent as it is (newer ones)
+                  "model": null | {"us", "exposed_us", "efficiency"}}  # by SPEC.model, of ours; not in older records
        Times of several GPUs are those of the slowest rank in each round, its peak memory that of the rank with most.
        On CPUs they are of the timer "wall", in a column of that name, and stand beside no ceilings.
 stop   {"type": "stop", "run", "kernel", "reason": "complete"|"part"|"interrupted"|"failed: rank 1 was killed by …"}

@@ -88,9 +88,11 @@ class Peer(Baseline):
 @dataclass(frozen=True)
 class Yardstick(Peer):
     """Something else that is timed in the same rounds, such as a plain copy of the input: it is not checked, is no peer
-    and takes no part in the verdict. Its rate is that of its own `cost`; the report shows ours as a share of it."""
+    and takes no part in the verdict. Its rate is that of its own `cost`; the report shows ours as a share of it. One
+    that is `ours` calls further public functions of the folder, and `sanitize` runs it on the small cases."""
 
     cost: Callable[[Case, str], Cost] = field(kw_only=True)
+    ours: bool = field(default=False, kw_only=True)
 
 
 EAGER = Baseline("eager")
@@ -159,8 +161,8 @@ class Sharding:
     alone        our one-GPU implementation, name -> callable(**make_inputs(case, ...)), at most one. Rank 0 runs it on
                  the whole problem in the same rounds: T1 of the efficiency T1 / (N · TN).
     alone_reason (case, mode) -> why it is not timed there, or None
-    local        implementation -> the same with its transfers replaced by local copies. What the transfers take beyond
-                 that is not hidden.
+    local        implementation -> the same without its transfers, or with local copies in their place: its results are
+                 wrong, and what the transfers take beyond it is not hidden
     plain        (case) -> of an exchange that is compressed: the baseline that sends everything as it is, and the bytes
                  that a GPU sends there; else None. The report then says at which speeds of a link it pays
     axis         (case) -> the series and the length by which a chart of the efficiency has it

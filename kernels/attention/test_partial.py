@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from . import attention, attention_delta, attention_partial, attention_partial_backward, op_partial
+from .op_blocks import attention_in_blocks
 from .reference import attention_reference
 
 
@@ -116,6 +117,20 @@ def test_blocks_of_keys_add_up_on_hopper(device, dtype, version, heads, kv_heads
     gradients = _summed(dout, q, k, v, out, lse, blocks, attention_delta(dout, out), **options)
     for name, mine, right in zip(("dq", "dk", "dv"), gradients, want[2:], strict=True):
         _close(name, mine, right, dtype)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "causal"), ((37, 29, True), (29, 37, True), (20, 33, False), (5, 1, False))
+)
+def test_attention_in_blocks_is_attention(device, queries, keys, causal):
+    q, k, v, dout = _inputs(device, torch.float32, 4, 2, queries, keys, 16)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = attention_in_blocks(*leaves, causal=causal, scale=0.3, blocks=3)
+    want = attention_reference(*leaves, causal=causal, scale=0.3)
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+    found, right = (torch.autograd.grad(x, leaves, dout) for x in (out, want))
+    for mine, theirs in zip(found, right, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_rows_of_a_larger_tensor(device):

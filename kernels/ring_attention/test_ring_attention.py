@@ -23,6 +23,7 @@ from ..attention import attention
 from . import backward, bench, compute, release, ring_attention, shard, unshard
 from . import test_world as plain
 from .layout import LAYOUTS, even_lengths
+from .op_without_transfers import ring_attention_without_transfers
 from .peer_reads import peer_reads_reason
 from .reference import ring_attention_reference
 from .schedule import ROTATIONS
@@ -191,13 +192,18 @@ def _at_length(rank: int, world: int) -> dict[str, object]:
             found["outside"] = str(error)
     local = ring_attention(*(torch.randn(1, 1, 4, 8) for _ in range(3)), transport="local")
     found["local"] = local.shape == (1, 1, 4, 8)
+    leaves = [torch.randn(1, 2, 4 + rank, 8, requires_grad=True) for _ in range(3)]
+    lengths = [4 + other for other in range(world)]
+    still = ring_attention_without_transfers(*leaves, causal=True, q_lengths=lengths, k_lengths=lengths)
+    gradients = torch.autograd.grad(still.sum(), leaves)
+    found["still"] = [x.shape for x in (still, *gradients)] == [leaves[0].shape] * 4
     return found
 
 
 def test_groups_and_repeats() -> None:
     ranks = [found["group"] for found in _ranks(3)]
     assert all(found[layout] for found in ranks for layout in LAYOUTS)
-    assert all(found["again"] and found["local"] and found["expanded"] for found in ranks)
+    assert all(found["again"] and found["local"] and found["still"] and found["expanded"] for found in ranks)
     assert ranks[0]["pair"] and ranks[2]["pair"] and "group must be" in str(ranks[1]["outside"])
 
 
