@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 from kernels.gmm_logprob import gmm_logprob
 from kernels.rmsnorm import rmsnorm
 
+from . import deferred
 from .attention import WITH_PROJECTIONS, Attend, attend, context_attention
 from .layers import FeedForward, Linear, MixtureHeads
 
@@ -72,8 +73,17 @@ class Block(nn.Module):
         self.attention, self.norm, self.mlp, self.checkpoint = attention, norm, mlp, checkpoint
 
     def forward(
-        self, rows: torch.Tensor, branch: torch.Tensor | None, context: int, start: int = 0
+        self,
+        rows: torch.Tensor,
+        branch: torch.Tensor | None,
+        context: int,
+        start: int = 0,
+        place: deferred.Place | None = None,
+        projections: str = "auto",
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """With a `place` the gradients of the weights are left to it, and nothing is computed again."""
+        if place is not None:
+            return self._deferring(rows, branch, context, place, projections)
         if self.checkpoint == "none" or not torch.is_grad_enabled():
             return self._whole(self.attention, rows, branch, context, start)
         if branch is not None:
@@ -93,6 +103,22 @@ class Block(nn.Module):
         branch, rows = attention(rows, branch, context, start)
         x, rows = self.norm(rows, branch)
         return rows, self.mlp(x)
+
+    def _deferring(
+        self, rows: torch.Tensor, branch: torch.Tensor | None, context: int, place: deferred.Place, projections: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, rows = self.attention.norm(rows, branch)
+        q, kv, out, up, down = self.products()
+        heads, backward = self.attention.heads, self.attention.whole
+        assert backward is not None
+        branch = deferred.projected_attention(x, q, kv, out, place, context, heads, backward, projections)
+        x, rows = self.norm(rows, branch)
+        return rows, deferred.feed_forward(x, up, down, place)
+
+    def products(self) -> deferred.Weights:
+        """The weights whose gradients can be left to a place."""
+        attention = self.attention
+        return attention.q.weight, attention.kv.weight, attention.out.weight, self.mlp.up, self.mlp.down
 
 
 def _recomputed(
@@ -120,6 +146,13 @@ class TransformerNP(nn.Module):
     loss_impl   "fused" with the heads (ridgeline's heads_gmm), "separate" (gmm_logprob), "torch", or "auto", which is
                 "fused" where the heads are ridgeline's, else "separate"
     checkpoint  what is computed again in the backward and not kept: "none", whole "block"s, or their "attention"
+    weight_gradients
+                of all layers but the last: "inline", in each layer's backward; "deferred", as one batched product for
+                each kind of weight when the backward has passed all layers; "overlapped", on a stream of their own
+                beside the backward; "auto" as `deferred.pick_weight_gradients` says. The others than "inline" are for
+                ridgeline's attention and MLP without a checkpoint, and for what is eager
+    projections "joint" (one product for q, k and v of all rows, where weights lie together in memory and their
+                gradients are not inline), "apart", or "auto" as `deferred.pick_projections` says
     dtype       of the products and of what is between them; None is that of the parameters
 
     Parameters are fp32 unless the model is converted; their values come from `generator`. Raises ValueError for an
@@ -141,6 +174,8 @@ class TransformerNP(nn.Module):
         x_dim: int = 1,
         norm: str = "auto",
         loss_impl: str = "auto",
+        weight_gradients: str = "auto",
+        projections: str = "auto",
         padding: int = 128,
         dtype: torch.dtype | None = None,
         generator: torch.Generator | None = None,
@@ -150,6 +185,8 @@ class TransformerNP(nn.Module):
             ("checkpoint", checkpoint, CHECKPOINTS),
             ("norm", norm, ("auto", "torch")),
             ("loss_impl", loss_impl, ("auto", "fused", "separate", "torch")),
+            ("weight_gradients", weight_gradients, deferred.MODES),
+            ("projections", projections, deferred.PROJECTIONS),
         ):
             if value not in known:
                 raise ValueError(f"TransformerNP: {option} must be one of {', '.join(known)}, got {value!r}")
@@ -158,6 +195,9 @@ class TransformerNP(nn.Module):
         if loss_impl == "fused" and heads_impl == "torch":
             raise ValueError("TransformerNP: loss_impl fused needs ridgeline's heads, got heads_impl torch")
         self.dtype, self.plain_loss = dtype, loss_impl == "torch"
+        self.weight_gradients, self.projections = weight_gradients, projections
+        whole = isinstance(attention, str) and attention in WITH_PROJECTIONS
+        self.may_defer = whole and mlp != "torch" and checkpoint == "none"
         self.fused_loss = loss_impl == "fused" or (loss_impl == "auto" and heads_impl != "torch")
         self.embed = nn.Sequential(Linear(x_dim + 2, d_model), nn.SiLU(), Linear(d_model, d_model))
         self.blocks = nn.ModuleList(
@@ -210,11 +250,25 @@ class TransformerNP(nn.Module):
         """[B, N, d_model]: what the heads are given of the targets."""
         context = x_context.shape[1]
         rows, branch = self.embedded(x_context, y_context, x_target), None
-        for block in self.blocks[:-1]:
-            rows, branch = block(rows, branch, context)
+        for block, place in zip(self.blocks[:-1], self._places(rows), strict=True):
+            rows, branch = block(rows, branch, context, place=place, projections=self.projections)
         for block in self.blocks[-1:]:  # whose rows of the context nobody reads
             rows, branch = block(rows, branch, context, start=context)
         return self.norm(rows if len(self.blocks) else rows[:, context:], branch)[0]
+
+    def _places(self, rows: torch.Tensor) -> list[deferred.Place] | list[None]:
+        """Where the layers but the last leave the gradients of their weights."""
+        layers = self.blocks[:-1]
+        weights = [block.products() for block in layers]
+        wanted = torch.is_grad_enabled() and any(w.requires_grad for layer in weights for w in layer)
+        if not (self.may_defer and wanted) or torch.compiler.is_compiling():
+            return [None] * len(layers)
+        how, hidden = self.weight_gradients, weights[0][3].shape[0]
+        if how == "auto":
+            how = deferred.pick_weight_gradients(
+                len(layers), rows.shape[:-1].numel(), rows.shape[-1], hidden, rows.itemsize
+            )
+        return [None] * len(layers) if how == "inline" else deferred.places(weights, how == "overlapped")
 
     def loss(
         self, x_context: torch.Tensor, y_context: torch.Tensor, x_target: torch.Tensor, y_target: torch.Tensor
