@@ -30,8 +30,8 @@ def pick_weight_gradients(layers: int, rows: int, width: int, hidden: int, items
     """How the gradients of the weights of equal layers are computed: "inline" or "deferred". Pure.
 
     Kept until the end are the gradients of q, k, v and of the MLP's hidden, the hidden, and copies of five tensors as
-    wide as the residual stream. Not measured yet: at (64, 500) the limit is a batch of 5, where the gradient of a
-    weight takes some 7 us at 600 TFLOP/s, as long as a launch and its split-K sum.
+    wide as the residual stream. Not measured yet: at (64, 500) the limit is a batch of 6, where the gradient of a
+    weight takes 3 to 8 us at 600 TFLOP/s, as long as a launch and the sum of a split K.
     """
     kept = layers * rows * (8 * width + 2 * hidden) * itemsize
     return "deferred" if layers > 1 and kept <= MOST_BYTES else "inline"

@@ -16,10 +16,11 @@ from kernels.rmsnorm import rmsnorm
 
 from . import deferred
 from .attention import WITH_PROJECTIONS, Attend, attend, context_attention
-from .layers import FeedForward, Linear, MixtureHeads
+from .layers import FeedForward, Linear, MixtureHeads, rounded_up
 
 CHECKPOINTS = ("none", "block", "attention")
 EPS = 1e-6
+ALIGNMENT = 64  # elements between the beginnings of parameters in one memory: no parameter is unaligned
 
 
 class Norm(nn.Module):
@@ -230,6 +231,18 @@ class TransformerNP(nn.Module):
             module.down[..., module.hidden :] = 0
         self.heads.bias.zero_()
         self.heads.bias[:, 1] = torch.linspace(-1, 1, self.heads.bias.shape[0])
+
+    @torch.no_grad()
+    def flatten_parameters(self) -> None:
+        """Lays the parameters one after the other in one memory, each at a multiple of 64 elements, as an RNN's. Then q,
+        k and v can be one product. They remain the same objects, of which an optimizer need not know. To be called
+        again after a conversion, which gives each a memory of its own."""
+        first = next(self.parameters())
+        sizes = [rounded_up(p.numel(), ALIGNMENT) for p in self.parameters()]
+        room = first.new_zeros(sum(sizes))
+        for parameter, place in zip(self.parameters(), room.split(sizes), strict=True):
+            place = place[: parameter.numel()].view(parameter.shape)
+            parameter.data = place.copy_(parameter)
 
     def embedded(self, x_context: torch.Tensor, y_context: torch.Tensor, x_target: torch.Tensor) -> torch.Tensor:
         """[B, M + N, d_model]: the rows that the first block is given."""
