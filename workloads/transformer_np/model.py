@@ -15,6 +15,7 @@ from kernels.gmm_logprob import gmm_logprob
 from kernels.rmsnorm import rmsnorm
 
 from . import deferred
+from . import weight_gradients as gradients
 from .attention import WITH_PROJECTIONS, Attend, attend, context_attention
 from .layers import FeedForward, Linear, MixtureHeads, rounded_up
 
@@ -79,7 +80,7 @@ class Block(nn.Module):
         branch: torch.Tensor | None,
         context: int,
         start: int = 0,
-        place: deferred.Place | None = None,
+        place: gradients.Place | None = None,
         projections: str = "auto",
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """With a `place` the gradients of the weights are left to it, and nothing is computed again."""
@@ -106,20 +107,24 @@ class Block(nn.Module):
         return rows, self.mlp(x)
 
     def _deferring(
-        self, rows: torch.Tensor, branch: torch.Tensor | None, context: int, place: deferred.Place, projections: str
+        self, rows: torch.Tensor, branch: torch.Tensor | None, context: int, place: gradients.Place, projections: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, rows = self.attention.norm(rows, branch)
-        q, kv, out, up, down = self.products()
-        heads, backward = self.attention.heads, self.attention.whole
-        assert backward is not None
-        branch = deferred.projected_attention(x, q, kv, out, place, context, heads, backward, projections)
-        x, rows = self.norm(rows, branch)
-        return rows, deferred.feed_forward(x, up, down, place)
+        weights, attention = self.weights(), self.attention
+        assert attention.whole is not None
+        x, rows = deferred.norm(rows, branch, weights["before attention"], EPS, place, "before attention")
+        products = (weights[kind] for kind in ("q", "kv", "out"))
+        branch = deferred.projected_attention(
+            x, *products, place, context, attention.heads, attention.whole, projections
+        )
+        x, rows = deferred.norm(rows, branch, weights["before mlp"], EPS, place, "before mlp")
+        return rows, deferred.feed_forward(x, weights["up"], weights["down"], place)
 
-    def products(self) -> deferred.Weights:
-        """The weights whose gradients can be left to a place."""
-        attention = self.attention
-        return attention.q.weight, attention.kv.weight, attention.out.weight, self.mlp.up, self.mlp.down
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Those whose gradients can be left to a place, by their kind."""
+        products, mlp = self.attention, self.mlp
+        norms = self.attention.norm.weight, self.norm.weight
+        found = (products.q.weight, products.kv.weight, products.out.weight, mlp.up, mlp.down, *norms)
+        return dict(zip(gradients.KINDS, found, strict=True))
 
 
 def _recomputed(
@@ -150,10 +155,10 @@ class TransformerNP(nn.Module):
     weight_gradients
                 of all layers but the last: "inline", in each layer's backward; "deferred", as one batched product for
                 each kind of weight when the backward has passed all layers; "overlapped", on a stream of their own
-                beside the backward; "auto" as `deferred.pick_weight_gradients` says. The others than "inline" are for
-                ridgeline's attention and MLP without a checkpoint, and for what is eager
+                beside the backward; "auto" as `gradients.pick_weight_gradients` says. The others than "inline" are for
+                ridgeline's attention, MLP and norm without a checkpoint, and for what is eager
     projections "joint" (one product for q, k and v of all rows, where weights lie together in memory and their
-                gradients are not inline), "apart", or "auto" as `deferred.pick_projections` says
+                gradients are not inline), "apart", or "auto" as `gradients.pick_projections` says
     dtype       of the products and of what is between them; None is that of the parameters
 
     Parameters are fp32 unless the model is converted; their values come from `generator`. Raises ValueError for an
@@ -186,8 +191,8 @@ class TransformerNP(nn.Module):
             ("checkpoint", checkpoint, CHECKPOINTS),
             ("norm", norm, ("auto", "torch")),
             ("loss_impl", loss_impl, ("auto", "fused", "separate", "torch")),
-            ("weight_gradients", weight_gradients, deferred.MODES),
-            ("projections", projections, deferred.PROJECTIONS),
+            ("weight_gradients", weight_gradients, gradients.MODES),
+            ("projections", projections, gradients.PROJECTIONS),
         ):
             if value not in known:
                 raise ValueError(f"TransformerNP: {option} must be one of {', '.join(known)}, got {value!r}")
@@ -198,7 +203,7 @@ class TransformerNP(nn.Module):
         self.dtype, self.plain_loss = dtype, loss_impl == "torch"
         self.weight_gradients, self.projections = weight_gradients, projections
         whole = isinstance(attention, str) and attention in WITH_PROJECTIONS
-        self.may_defer = whole and mlp != "torch" and checkpoint == "none"
+        self.may_defer = whole and mlp != "torch" and norm != "torch" and checkpoint == "none"
         self.fused_loss = loss_impl == "fused" or (loss_impl == "auto" and heads_impl != "torch")
         self.embed = nn.Sequential(Linear(x_dim + 2, d_model), nn.SiLU(), Linear(d_model, d_model))
         self.blocks = nn.ModuleList(
@@ -234,8 +239,8 @@ class TransformerNP(nn.Module):
 
     @torch.no_grad()
     def flatten_parameters(self) -> None:
-        """Lays the parameters one after the other in one memory, each at a multiple of 64 elements, as an RNN's. Then q,
-        k and v can be one product. They remain the same objects, of which an optimizer need not know. To be called
+        """Lays the parameters one after the other in one memory, each at a multiple of 64 elements, as an RNN's. Then
+        q, k and v can be one product. They remain the same objects, of which an optimizer need not know. To be called
         again after a conversion, which gives each a memory of its own."""
         first = next(self.parameters())
         sizes = [rounded_up(p.numel(), ALIGNMENT) for p in self.parameters()]
@@ -269,19 +274,19 @@ class TransformerNP(nn.Module):
             rows, branch = block(rows, branch, context, start=context)
         return self.norm(rows if len(self.blocks) else rows[:, context:], branch)[0]
 
-    def _places(self, rows: torch.Tensor) -> list[deferred.Place] | list[None]:
+    def _places(self, rows: torch.Tensor) -> list[gradients.Place] | list[None]:
         """Where the layers but the last leave the gradients of their weights."""
         layers = self.blocks[:-1]
-        weights = [block.products() for block in layers]
-        wanted = torch.is_grad_enabled() and any(w.requires_grad for layer in weights for w in layer)
+        weights = [block.weights() for block in layers]
+        wanted = torch.is_grad_enabled() and any(w.requires_grad for layer in weights for w in layer.values())
         if not (self.may_defer and wanted) or torch.compiler.is_compiling():
             return [None] * len(layers)
-        how, hidden = self.weight_gradients, weights[0][3].shape[0]
+        how, hidden = self.weight_gradients, weights[0]["up"].shape[0]
         if how == "auto":
-            how = deferred.pick_weight_gradients(
+            how = gradients.pick_weight_gradients(
                 len(layers), rows.shape[:-1].numel(), rows.shape[-1], hidden, rows.itemsize
             )
-        return [None] * len(layers) if how == "inline" else deferred.places(weights, how == "overlapped")
+        return [None] * len(layers) if how == "inline" else gradients.places(weights, how == "overlapped")
 
     def loss(
         self, x_context: torch.Tensor, y_context: torch.Tensor, x_target: torch.Tensor, y_target: torch.Tensor
