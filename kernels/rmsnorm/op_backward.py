@@ -115,7 +115,8 @@ def _partial_op(
     weight: torch.Tensor,
     weight_offset: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return bwd_plan(dy, dh, h, weight, weight_offset, True, True, summed=False)(dy, dh, h, rstd, weight)
+    plan = bwd_plan(dy, dh, h, weight, weight_offset, True, True, summed=False)
+    return plan(dy, dh, h, rstd, weight)  # type: ignore[return-value]
 
 
 @_partial_op.register_fake

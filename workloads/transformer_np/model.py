@@ -277,9 +277,10 @@ class TransformerNP(nn.Module):
     def _places(self, rows: torch.Tensor) -> list[gradients.Place] | list[None]:
         """Where the layers but the last leave the gradients of their weights."""
         layers = self.blocks[:-1]
+        if not (self.may_defer and torch.is_grad_enabled() and len(layers)) or torch.compiler.is_compiling():
+            return [None] * len(layers)
         weights = [block.weights() for block in layers]
-        wanted = torch.is_grad_enabled() and any(w.requires_grad for layer in weights for w in layer.values())
-        if not (self.may_defer and wanted) or torch.compiler.is_compiling():
+        if not any(weight.requires_grad for layer in weights for weight in layer.values()):
             return [None] * len(layers)
         how, hidden = self.weight_gradients, weights[0]["up"].shape[0]
         if how == "auto":
