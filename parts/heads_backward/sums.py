@@ -111,7 +111,7 @@ def _heads_sum_kernel(
     inside = at < elements
     parts_ptr += at
     acc = tl.zeros([BLOCK], dtype=tl.float32)
-    for _ in tl.range(0, parts):
+    for _ in tl.range(0, parts, loop_unroll_factor=4):  # loads in flight
         acc += tl.load(parts_ptr, mask=inside, other=0.0)
         parts_ptr += elements
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
