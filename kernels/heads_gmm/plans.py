@@ -53,7 +53,8 @@ def fwd_plan(
     if not rows:
         return lambda x, *_: (_of_nothing(x, shape, reduction), x.new_empty((0, heads, 3), dtype=torch.float32))
     launch, groups = _statistics_launch(flat, w1, w2, flat_y, bias, activation, backend)
-    ctas = triton.cdiv(rows, configs.LOSS_BLOCK)
+    block = configs.pick_loss_block(rows)
+    ctas = triton.cdiv(rows, block)
     in_one = reduction == "none" or ctas == 1
     join = Launch(
         _heads_gmm_loss_kernel,
@@ -61,8 +62,8 @@ def fwd_plan(
         x.device,
         (rows, groups),
         REDUCTION=reduction if in_one else "sum",
-        BLOCK=configs.LOSS_BLOCK,
-        num_warps=4,
+        BLOCK=block,
+        num_warps=4 if block <= configs.LOSS_BLOCK else 8,
     )
     total = Launch(
         _heads_gmm_total_kernel,

@@ -41,8 +41,8 @@ class CudaConfig:
 @dataclass(frozen=True)
 class ProductsConfig:
     """x's gradient is the sum of parts of `dx_heads` heads each, 0 where it is not needed; `dw1`: whether w1's is.
-    `cluster` CTAs have tiles below each other, or `beside` each other in x's gradient, and rings of `stages` steps of 64
-    terms. The clusters with one unit of x's gradient less have `ahead` of w1's before the others have any."""
+    `cluster` CTAs have tiles below each other, or `beside` each other in x's gradient, and rings of `stages` steps of
+    64 terms. The clusters with one unit of x's gradient less have `ahead` of w1's before the others have any."""
 
     dx_heads: int
     dw1: bool
