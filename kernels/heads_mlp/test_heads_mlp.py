@@ -279,6 +279,27 @@ def test_the_plan_around_cuda(
     forget()
 
 
+@pytest.mark.parametrize("version", ["triton", "library", "cuda"])
+@pytest.mark.parametrize("needs", NEEDS)
+def test_something_else_is_added_up(
+    needs: tuple[bool, bool, bool], version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With x's gradient, with w2's, which has two parts, with neither, or in a launch of its own."""
+    monkeypatch.setattr(plan, "in_cuda", lambda *tensors: version != "triton")
+    monkeypatch.setattr(heads_backward, "pick_products", lambda *problem, possible: version == "cuda")
+    monkeypatch.setattr(heads_backward, "pick_cuda_config", lambda *problem: heads_backward.CudaConfig(1, 2, stages=11))
+    monkeypatch.setattr(plan.heads_dhidden, "launch", _dhidden_in_pytorch)
+    monkeypatch.setattr(plan.heads_products, "launch", _products_in_pytorch)
+    x, w1, w2 = (t.detach() for t in _inputs(rows=200, hidden=19, dim=8))
+    dy, found = torch.randn(200, 2, 3, device=DEVICE), torch.empty(5, 7, device=DEVICE)
+    parts = torch.randn(3, 5, 7, device=DEVICE)
+    arguments = x, dy.stride(), w1, w2, "silu", needs
+    grads = plan.backward_plan(*arguments, also=(found, 3))(lambda *chunk: dy, x, w1, w2, parts, found)
+    assert torch.equal(found, parts[0] + parts[1] + parts[2])
+    alone = plan.backward_plan(*arguments)(lambda *chunk: dy, x, w1, w2)
+    assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(grads, alone, strict=True))
+
+
 def test_one_chunk_in_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """w2's gradient is then written by the kernel itself, in its dtype, and w1's by the library."""
     monkeypatch.setattr(plan, "in_cuda", lambda *tensors: True)
