@@ -142,7 +142,7 @@ def _by_library(
             if dx is not None and weight is not None:
                 products.write_dx(dpre[:rows], weight, dx[start : start + rows])
             if needs[1] and single:
-                sums = products.dw1_of(dpre, x)
+                sums = products.dw1_of(dpre[:rows], x)
             elif needs[1]:
                 sums = products.add_dw1(dpre[:rows], x[start : start + rows], sums)
         if total is not None:
