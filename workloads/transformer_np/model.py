@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint as checkpointed
 
 from kernels.gmm_logprob import gmm_logprob
 from kernels.rmsnorm import rmsnorm
 
 from .attention import WITH_PROJECTIONS, Attend, attend, context_attention
+from .checkpoint import Again, from_source, recomputed, recomputed_but_attention
 from .layers import FeedForward, Linear, MixtureHeads
 
 CHECKPOINTS = ("none", "block", "attention")
@@ -38,6 +37,17 @@ class Norm(nn.Module):
             return rmsnorm(x, self.weight, EPS), x
         return rmsnorm(branch, self.weight, EPS, x)
 
+    def again(self) -> Again:
+        """(the sum that a call returned) -> the rows that it returned, without a gradient. It has the weight of now: by
+        the time of the backward `torch.func.functional_call` may have put back another."""
+        weight, plain = self.weight.detach(), self.plain
+
+        @torch.no_grad()
+        def normalised(rows: torch.Tensor) -> torch.Tensor:
+            return F.rms_norm(rows, rows.shape[-1:], weight.to(rows.dtype), EPS) if plain else rmsnorm(rows, weight, EPS)
+
+        return normalised
+
 
 class ContextAttention(nn.Module):
     """norm, then attention of the rows from `start` on over the first `context`, and the output projection. Returns
@@ -51,13 +61,16 @@ class ContextAttention(nn.Module):
         self.q, self.kv, self.out = Linear(dim, dim, False), Linear(dim, 2 * dim, False), Linear(dim, dim, False)
 
     def forward(
-        self, rows: torch.Tensor, branch: torch.Tensor | None, context: int, start: int = 0
+        self, rows: torch.Tensor, branch: torch.Tensor | None, context: int, start: int = 0, keep: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Without `keep`, which ridgeline's attention alone can do without, the backward computes the norm, q, k and v
+        again, from the sum that the norm keeps."""
         x, rows = self.norm(rows, branch)
+        again = None if keep else (self.norm.again(), rows)
         rows = rows[:, start:] if start else rows
         if self.whole is not None:
             weights = self.q.weight.to(x.dtype), self.kv.weight.to(x.dtype)
-            return self.out(context_attention(x, *weights, context, self.heads, start, self.whole)), rows
+            return self.out(context_attention(x, *weights, context, self.heads, start, self.whole, again)), rows
         q = self.q(x[:, start:] if start else x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         k, v = self.kv(x[:, :context]).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
         return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2)), rows
@@ -75,31 +88,29 @@ class Block(nn.Module):
         self, rows: torch.Tensor, branch: torch.Tensor | None, context: int, start: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.checkpoint == "none" or not torch.is_grad_enabled():
-            return self._whole(self.attention, rows, branch, context, start)
+            return self._whole(rows, branch, context, start)
+        if self.checkpoint == "attention" and self.attention.whole is not None and self.mlp.fused:
+            return self._keeping_attention(rows, branch, context, start)
         if branch is not None:
             rows = rows + branch  # one tensor to be kept, not two
-        if self.checkpoint == "block":
-            return _recomputed(self._whole, self.attention, rows, None, context, start)
-        return self._whole(partial(_recomputed, self.attention), rows, None, context, start)
+        keep = recomputed if self.checkpoint == "block" else recomputed_but_attention
+        return keep(self._whole, rows, None, context, start)
 
     def _whole(
-        self,
-        attention: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-        rows: torch.Tensor,
-        branch: torch.Tensor | None,
-        context: int,
-        start: int,
+        self, rows: torch.Tensor, branch: torch.Tensor | None, context: int, start: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        branch, rows = attention(rows, branch, context, start)
+        branch, rows = self.attention(rows, branch, context, start)
         x, rows = self.norm(rows, branch)
         return rows, self.mlp(x)
 
-
-def _recomputed(
-    function: Callable[..., tuple[torch.Tensor, torch.Tensor]], *args: object
-) -> tuple[torch.Tensor, torch.Tensor]:
-    # There is nothing random in a block, and a generator's state cannot be read while a CUDA graph is captured.
-    return checkpointed(function, *args, use_reentrant=False, preserve_rng_state=False)
+    def _keeping_attention(
+        self, rows: torch.Tensor, branch: torch.Tensor | None, context: int, start: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keeps the two sums that the norms return, and what attention does. Neither the output projection nor the
+        MLP's second product is computed again, as a checkpoint of the block would."""
+        branch, rows = self.attention(rows, branch, context, start, keep=False)
+        x, rows = self.norm(rows, branch)
+        return rows, from_source(partial(self.mlp, save="input"), x, self.norm.again(), rows)
 
 
 class TransformerNP(nn.Module):
@@ -119,7 +130,8 @@ class TransformerNP(nn.Module):
     norm        "auto" (ridgeline's rmsnorm) or "torch"
     loss_impl   "fused" with the heads (ridgeline's heads_gmm), "separate" (gmm_logprob), "torch", or "auto", which is
                 "fused" where the heads are ridgeline's, else "separate"
-    checkpoint  what is computed again in the backward and not kept: "none", whole "block"s, or their "attention"
+    checkpoint  what of a block is kept for the backward, which computes the rest again: all of it for "none", its input
+                for "block", the residual sums and what attention returned for "attention"
     dtype       of the products and of what is between them; None is that of the parameters
 
     Parameters are fp32 unless the model is converted; their values come from `generator`. Raises ValueError for an

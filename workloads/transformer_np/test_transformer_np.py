@@ -10,12 +10,14 @@ import warnings
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import kernels.adamw
-from harness import registry, roofline
+from harness import record, registry, roofline
 from harness.correctness.accuracy import Verdict
 from harness.correctness.stand_in import checked
+from harness.measure import memory
 from kernels.train import TrainStep
 
 from . import (
@@ -32,12 +34,16 @@ from . import (
     stages,
     transformer_np,
 )
-from .bench import SPEC, TINY, make_inputs
+from . import attention as attention_module
+from . import layers as layers_module
+from .bench import FULL, SPEC, TINY, make_inputs
+from .feasibility import H200, RATES
 from .step import _flat_update, places, views
 from .task import JITTER, _by_features, _exact
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PLAIN = dict(attention="sdpa", mlp="torch", heads_impl="torch", norm="torch", loss_impl="torch")
+OURS_IN_BLOCKS = dict(heads_impl="torch", loss_impl="torch")
 PEAK = Rates(matmul=7e14, attention=5e14, bandwidth=4e12, launch=1e-6)
 
 
@@ -74,12 +80,57 @@ def test_ours_and_pytorchs_parts_agree() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["block", "attention"])
-def test_checkpoints_change_nothing(checkpoint: str) -> None:
-    batch = task(1, 4, 3)
-    models = [small(checkpoint=kind, **PLAIN) for kind in ("none", checkpoint)]
+@pytest.mark.parametrize("parts", [PLAIN, {**PLAIN, "attention": "auto"}, OURS_IN_BLOCKS])
+def test_checkpoints_change_nothing(checkpoint: str, parts: dict[str, str]) -> None:
+    batch, two = task(2, 4, 3), dataclasses.replace(TINY, layers=2)
+    models = [two.model(generator=generator(), checkpoint=kind, **parts).to(DEVICE) for kind in ("none", checkpoint)]
     for model in models:
         model.loss(**batch).backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(*(m.parameters() for m in models), strict=True))
+
+
+def _named(ops: list[str], text: str) -> int:
+    return sum(text in op and "backward" not in op for op in ops)
+
+
+@pytest.mark.parametrize(("checkpoint", "calls"), [("none", 1), ("block", 2), ("attention", 1)])
+def test_pytorchs_attention_is_computed_again_by_block_alone(checkpoint: str, calls: int) -> None:
+    ops: list[str] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            ops.append(str(op))
+            return op(*args, **kwargs or {})
+
+    model = small(checkpoint=checkpoint, **PLAIN)
+    with Seen():
+        model.loss(**task(1, 4, 3)).backward()
+    assert _named(ops, "attention") == calls
+
+
+def test_what_a_checkpoint_of_ours_computes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With "attention" that is neither attention nor the whole MLP, and what is kept are three rows of the model's
+    width, where without a checkpoint there are six, the hidden, and those of the context."""
+    calls = {"attention": 0, "fused_mlp": 0}
+    rows = [torch.randn(2, 24, TINY.d_model, device=DEVICE, requires_grad=True) for _ in range(2)]
+
+    def counted(name: str, function):
+        def call(*args, **kwargs):
+            calls[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(attention_module, "attention", counted("attention", attention_module.attention))
+    monkeypatch.setattr(layers_module, "fused_mlp", counted("fused_mlp", layers_module.fused_mlp))
+    sizes, batch, kept = dataclasses.replace(TINY, layers=3), task(2, 16, 8), {}
+    for kind, times in (("none", 1), ("block", 2), ("attention", 1)):
+        model = sizes.model(generator=generator(), checkpoint=kind, **OURS_IN_BLOCKS).to(DEVICE)
+        calls.update(attention=0, fused_mlp=0)
+        model.loss(**batch).backward()
+        assert calls == dict.fromkeys(calls, times * sizes.layers), kind
+        kept[kind] = memory.saved_bytes(lambda model=model: model.blocks[0](*rows, 16)[1], (model, *rows))
+    assert kept["block"] < kept["attention"] < 0.5 * kept["none"], kept
 
 
 def test_targets_see_the_context_alone() -> None:
@@ -211,6 +262,40 @@ def test_feasibility_follows_the_sizes() -> None:
             feasibility(*arguments, PEAK, **options)
 
 
+def test_rates_of_other_gpus_are_scaled_by_their_data_sheets() -> None:
+    base = roofline.get("h200")
+    for name, rates in RATES.items():
+        gpu = roofline.get(name)
+        flops = gpu.ceilings.flops["bf16"] / base.ceilings.flops["bf16"]
+        bandwidth = gpu.ceilings.bandwidth / base.ceilings.bandwidth
+        expected = H200.scaled(flops, bandwidth, gpu.sms)
+        assert dataclasses.astuple(rates) == pytest.approx(dataclasses.astuple(expected), rel=1e-3)
+        assert feasibility(64, 500, 64, name) == feasibility(64, 500, 64, rates)
+    with pytest.raises(ValueError, match="rates must be Rates or one of"):
+        feasibility(64, 500, 64, "b200")
+
+
+def _recorded() -> list:
+    """(rates, row) of each measured step of `auto` in the committed records of GPUs that have rates of their own."""
+    found = []
+    for path in sorted(registry.ROOT.glob("reports/*/records/transformer_np.jsonl")):
+        rows = [row for row in record.load(path).rows if row.implementation == "auto" and row.ok and not row.host]
+        found += [pytest.param(row, id=f"{path.parts[-3]}-{row.case}") for row in rows if row.run.gpu_folder in RATES]
+    return found
+
+
+@pytest.mark.parametrize("row", _recorded())
+def test_feasibility_follows_the_records(row) -> None:
+    """Of every step that was recorded, its time in a CUDA graph."""
+    d = row["dims"]
+    sizes = dataclasses.replace(FULL, **{name: d[name] for name in ("layers", "d_model", "heads", "d_ff", "components")})
+    shape = d["context"], d["targets"], d["batch"]
+    checkpoint = row.get("params", {}).get("checkpoint", "none")
+    found = feasibility(*shape, row.run.gpu_folder, sizes=sizes, checkpoint=checkpoint)
+    column = "graph" if row.column("graph") else None
+    assert found.step_seconds == pytest.approx(row.seconds(column), rel=0.1)
+
+
 def test_which_backend_runs() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -306,6 +391,30 @@ def test_feasibility_of_memory_is_within_five_percent(context: int, targets: int
     torch.cuda.synchronize()
     predicted = feasibility(context, targets, batch, PEAK, checkpoint=checkpoint).peak_bytes
     assert predicted == pytest.approx(torch.cuda.max_memory_allocated() - before, rel=0.05)
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("shape", [(64, 500, 1), (64, 500, 64), (10_000, 1000, 1), (10_000, 1000, 4)])
+@pytest.mark.parametrize("checkpoint", ["none", "attention"])
+def test_feasibility_of_time_is_within_ten_percent(shape: tuple[int, int, int], checkpoint: str) -> None:
+    key = roofline.identify(torch.cuda.get_device_name())
+    if key not in RATES:
+        pytest.skip(f"there are no rates of {torch.cuda.get_device_name()}")
+    model = FULL.model(checkpoint=checkpoint).to(DEVICE, torch.bfloat16)
+    step = TrainStep(model.loss, kernels.adamw.AdamW(model.parameters(), master_weights=True), clip=1.0)
+    context, targets, batch = shape
+    made = task(batch, context, targets)
+    seconds = []
+    for _ in range(30):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        step(**made)
+        end.record()
+        torch.cuda.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1e3)
+    assert step.captured, step.reason
+    predicted = feasibility(*shape, key, checkpoint=checkpoint).step_seconds
+    assert predicted == pytest.approx(sorted(seconds[5:])[12], rel=0.1)
 
 
 @pytest.mark.slow
