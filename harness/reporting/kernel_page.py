@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import roofline
-from . import choices, host, memory_table, pages, several
+from . import breakdown, choices, host, memory_table, pages, several
 from . import markdown as md
 from .entries import Records, Row
 from .findings import Finding, cost_of, is_reference, modes_of
@@ -45,9 +45,10 @@ def page(
     tuned: Mapping[str, Any] | None,
     charts: bool,
     trend: bool = False,
+    curve: bool = False,
 ) -> list[str]:
     """<kernel>.md. `profile` and `tuned` are the files of these names, where there are any; `trend` says whether there
-    is a page of how the times changed."""
+    is a page of how the times changed, `curve` whether there is a chart of the losses of a training run."""
     modes = modes_of(found)
     links = " · ".join(f"[{mode}: every implementation]({pages.stem(kernel, mode)}.md)" for mode in modes)
     lines = [f"# {kernel} on {gpu}", "", pages.GENERATED, "", f"[All kernels](README.md) · {links}", ""]
@@ -56,6 +57,9 @@ def page(
     if charts:
         lines += _charts(kernel, gpu, found)
     lines += ["## Summary", "", *pages.summary(found), ""]
+    lines += breakdown.stages(found) + breakdown.ablation(found)
+    if curve:
+        lines += ["## Losses", "", f"![{kernel}: losses of a training run]({pages.curve(kernel)})", ""]
     lines += several.section(found, charts)
     lines += host.section(records, kernel)
     if profile:

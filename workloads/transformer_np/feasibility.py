@@ -54,7 +54,11 @@ class Rates:
 #: whose kernels are at this floor.
 H200 = Rates(matmul=6.6e14, attention=5.55e14, bandwidth=4.25e12, launch=3e-6, operands=1.67e12)
 #: Others, of which there is no record of transformer_np, by their data sheets' dense bf16 FLOP/s and bandwidth.
-RATES = {"h200": H200, "h100": H200.scaled(1.0, 3352 / 4800, 132), "a100-80": H200.scaled(312 / 989.4, 2039 / 4800, 108)}
+RATES = {
+    "h200": H200,
+    "h100": H200.scaled(1.0, 3352 / 4800, 132),
+    "a100-80": H200.scaled(312 / 989.4, 2039 / 4800, 108),
+}
 
 
 @dataclass(frozen=True)
@@ -246,8 +250,8 @@ def _others(step: _Step, clock: _Clock) -> dict[str, float]:
     chunks, rest = divmod(step.answers, CHUNK)
     heads = clock.a_pass(8 * d * s * step.answers, launches=3) + clock.product(step.answers, wide, d)
     for rows in [CHUNK] * chunks + [rest] * (rest > 0):
-        hidden = clock.product(rows, wide, d) + clock.a_pass(2 * wide * s * rows)
-        heads += hidden + clock.product(rows, d, wide, split=False) + clock.product(wide, d, rows) + 3 * clock.rates.launch
+        heads += clock.product(rows, wide, d) + clock.a_pass(2 * wide * s * rows, launches=4)
+        heads += clock.product(rows, d, wide, split=False) + clock.product(wide, d, rows)
     updated = parameters * (24 + 2 * s + (4 + s if s < 4 else 0))
     embedded = clock.product(step.rows, d, d) + clock.gradients(step.rows, d, d)
     return {

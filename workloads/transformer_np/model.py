@@ -44,7 +44,9 @@ class Norm(nn.Module):
 
         @torch.no_grad()
         def normalised(rows: torch.Tensor) -> torch.Tensor:
-            return F.rms_norm(rows, rows.shape[-1:], weight.to(rows.dtype), EPS) if plain else rmsnorm(rows, weight, EPS)
+            if plain:
+                return F.rms_norm(rows, rows.shape[-1:], weight.to(rows.dtype), EPS)
+            return rmsnorm(rows, weight, EPS)
 
         return normalised
 

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import math
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from . import (
     Rates,
     Sizes,
     TransformerNP,
+    bench,
     constant_loss,
     feasibility,
     reference,
@@ -43,6 +45,7 @@ from .task import JITTER, _by_features, _exact
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PLAIN = dict(attention="sdpa", mlp="torch", heads_impl="torch", norm="torch", loss_impl="torch")
+OURS_OF_CPU = dict(attention="sdpa", mlp="torch", norm="torch")
 OURS_IN_BLOCKS = dict(heads_impl="torch", loss_impl="torch")
 PEAK = Rates(matmul=7e14, attention=5e14, bandwidth=4e12, launch=1e-6)
 
@@ -230,6 +233,46 @@ def test_stages() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_stages_that_the_bench_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ours with a part exchanged; not of what is compiled, nor where stages are computed again."""
+    monkeypatch.setattr(bench, "ABLATIONS", {name: {**OURS_OF_CPU, **parts} for name, parts in bench.ABLATIONS.items()})
+    monkeypatch.setattr(bench, "stages", partial(stages, repeats=1))
+    case, cpu = SPEC.case("tiny-5-3-b2-fp32"), torch.device("cpu")
+    for name in ("torch-mlp", "torch-adamw", "torch-loss"):
+        found = bench.stage_seconds(name, case, "train", cpu)
+        assert found is not None and tuple(found) == STAGES
+        assert all(found[stage] > 0 for stage in STAGES if stage != "loss"), found
+    for name in ("torch-flash-compile", "fp8"):
+        assert bench.stage_seconds(name, case, "train", cpu) is None
+    assert bench.stage_seconds("auto", SPEC.case("tiny-3-2-b1-checkpoint-block-fp32"), "train", cpu) is None
+    assert set(SPEC.ablation) >= {"auto", *bench.ABLATIONS}
+
+
+def _step_seconds(step: TrainStep, batch: dict[str, torch.Tensor]) -> float:
+    """The median of 25 captured steps, by CUDA events."""
+    seconds = []
+    for _ in range(30):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        step(**batch)
+        end.record()
+        torch.cuda.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1e3)
+    assert step.captured, step.reason
+    return sorted(seconds[5:])[12]
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("batch", [1, 64])
+def test_stages_make_up_the_step(batch: int) -> None:
+    """In CUDA graphs, as the step: their sum is most of it, also where launches would take longer than kernels."""
+    model = FULL.model().to(DEVICE, torch.bfloat16)
+    optimizer = kernels.adamw.AdamW(model.parameters(), master_weights=True)
+    found = sum(stages(model, optimizer, 64, 500, batch).values())
+    seconds = _step_seconds(TrainStep(model.loss, optimizer, clip=1.0), task(batch, 64, 500))
+    assert 0.8 * seconds < found < 1.1 * seconds, (found, seconds)
+
+
 def test_cost_counts_what_a_model_multiplies() -> None:
     case = next(c for c in SPEC.cases if c.dtype == torch.float32 and not c.params)
     inputs = make_inputs(case, "cpu", generator())
@@ -288,7 +331,8 @@ def _recorded() -> list:
 def test_feasibility_follows_the_records(row) -> None:
     """Of every step that was recorded, its time in a CUDA graph."""
     d = row["dims"]
-    sizes = dataclasses.replace(FULL, **{name: d[name] for name in ("layers", "d_model", "heads", "d_ff", "components")})
+    given = {name: d[name] for name in ("layers", "d_model", "heads", "d_ff", "components", "padding")}
+    sizes = dataclasses.replace(FULL, **given)
     shape = d["context"], d["targets"], d["batch"]
     checkpoint = row.get("params", {}).get("checkpoint", "none")
     found = feasibility(*shape, row.run.gpu_folder, sizes=sizes, checkpoint=checkpoint)
@@ -403,18 +447,8 @@ def test_feasibility_of_time_is_within_ten_percent(shape: tuple[int, int, int], 
     model = FULL.model(checkpoint=checkpoint).to(DEVICE, torch.bfloat16)
     step = TrainStep(model.loss, kernels.adamw.AdamW(model.parameters(), master_weights=True), clip=1.0)
     context, targets, batch = shape
-    made = task(batch, context, targets)
-    seconds = []
-    for _ in range(30):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        step(**made)
-        end.record()
-        torch.cuda.synchronize()
-        seconds.append(begin.elapsed_time(end) / 1e3)
-    assert step.captured, step.reason
     predicted = feasibility(*shape, key, checkpoint=checkpoint).step_seconds
-    assert predicted == pytest.approx(sorted(seconds[5:])[12], rel=0.1)
+    assert predicted == pytest.approx(_step_seconds(step, task(batch, context, targets)), rel=0.1)
 
 
 @pytest.mark.slow
