@@ -31,6 +31,7 @@ TINY = Sizes(layers=1, d_model=16, heads=2, d_ff=12, components=3, padding=8)
 HOST = Sizes(layers=2, d_model=128, heads=2, d_ff=200, components=4, padding=64)
 #: The most that a case has whose step is computed in fp64.
 STAND_IN = {"layers": 2, "context": 300, "targets": 200, "batch": 2}
+LONG = 10_000  # points of a context beyond which a stage takes seconds
 LOSS_ERROR = 2e-3  # relative; a mean over all targets, whose products are rounded to bf16
 RECOMPILES = 128
 STOCK: dict[str, Any] = dict(mlp="torch", heads_impl="torch", norm="torch", loss_impl="torch")
@@ -167,7 +168,9 @@ def cost(case: Case, mode: str) -> Cost:
 def stage_seconds(implementation: str, case: Case, mode: str, device: torch.device) -> dict[str, float] | None:
     """Of ours, and of PyTorch's parts without torch.compile, which would compile a stage to something else than it is
     in a step; the weights in the products' dtype. None for the others, and where stages are computed again."""
-    options = {"auto": {}, "torch-flash": dict(attention="sdpa-flash", **STOCK), **ABLATIONS}.get(implementation)
+    parts: dict[str, dict[str, str]] = {"auto": {}, "torch-flash": dict(attention="sdpa-flash", **STOCK)}
+    long = case.dims["context"] > LONG
+    options = (parts if long else parts | ABLATIONS).get(implementation)
     if options is None or case.params:
         return None
     d, ours = case.dims, "optimizer" not in options and implementation != "torch-flash"
@@ -183,7 +186,7 @@ def stage_seconds(implementation: str, case: Case, mode: str, device: torch.devi
         optimizer = torch.optim.AdamW(exact, fused=True, capturable=True)
         for parameter in exact:
             parameter.grad = torch.randn_like(parameter)
-    return stages(model, optimizer, d["context"], d["targets"], d["batch"])
+    return stages(model, optimizer, d["context"], d["targets"], d["batch"], repeats=2 if long else 10)
 
 
 def _unsupported(implementation: str, case: Case, mode: str) -> str | None:

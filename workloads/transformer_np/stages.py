@@ -123,8 +123,7 @@ def _captured(run: Run, copies: int) -> torch.cuda.CUDAGraph:
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(2):  # compiles, and makes what is made once
-            run()
+        run()  # compiles, and makes what is made once
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for _ in range(copies):
@@ -133,7 +132,6 @@ def _captured(run: Run, copies: int) -> torch.cuda.CUDAGraph:
 
 
 def _replays(name: str, graph: torch.cuda.CUDAGraph, repeats: int) -> float:
-    graph.replay()
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     for begin, end in events:
         with torch.cuda.nvtx.range(f"stage.{name}"):
