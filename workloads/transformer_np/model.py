@@ -12,12 +12,15 @@ from torch import nn
 from kernels.gmm_logprob import gmm_logprob
 from kernels.rmsnorm import rmsnorm
 
+from . import deferred
+from . import weight_gradients as gradients
 from .attention import WITH_PROJECTIONS, Attend, attend, context_attention
 from .checkpoint import Again, from_source, recomputed, recomputed_but_attention
-from .layers import FeedForward, Linear, MixtureHeads
+from .layers import FeedForward, Linear, MixtureHeads, rounded_up
 
 CHECKPOINTS = ("none", "block", "attention")
 EPS = 1e-6
+ALIGNMENT = 64  # elements between the beginnings of parameters in one memory: no parameter is unaligned
 
 
 class Norm(nn.Module):
@@ -87,8 +90,17 @@ class Block(nn.Module):
         self.attention, self.norm, self.mlp, self.checkpoint = attention, norm, mlp, checkpoint
 
     def forward(
-        self, rows: torch.Tensor, branch: torch.Tensor | None, context: int, start: int = 0
+        self,
+        rows: torch.Tensor,
+        branch: torch.Tensor | None,
+        context: int,
+        start: int = 0,
+        place: gradients.Place | None = None,
+        projections: str = "auto",
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """With a `place` the gradients of the weights are left to it, and nothing is computed again."""
+        if place is not None:
+            return self._deferring(rows, branch, context, place, projections)
         if self.checkpoint == "none" or not torch.is_grad_enabled():
             return self._whole(rows, branch, context, start)
         if self.checkpoint == "attention" and self.attention.whole is not None and self.mlp.fused:
@@ -114,6 +126,26 @@ class Block(nn.Module):
         x, rows = self.norm(rows, branch)
         return rows, from_source(partial(self.mlp, save="input"), x, self.norm.again(), rows)
 
+    def _deferring(
+        self, rows: torch.Tensor, branch: torch.Tensor | None, context: int, place: gradients.Place, projections: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, attention = self.weights(), self.attention
+        assert attention.whole is not None
+        x, rows = deferred.norm(rows, branch, weights["before attention"], EPS, place, "before attention")
+        products = (weights[kind] for kind in ("q", "kv", "out"))
+        branch = deferred.projected_attention(
+            x, *products, place, context, attention.heads, attention.whole, projections
+        )
+        x, rows = deferred.norm(rows, branch, weights["before mlp"], EPS, place, "before mlp")
+        return rows, deferred.feed_forward(x, weights["up"], weights["down"], place)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Those whose gradients can be left to a place, by their kind."""
+        products, mlp = self.attention, self.mlp
+        norms = self.attention.norm.weight, self.norm.weight
+        found = (products.q.weight, products.kv.weight, products.out.weight, mlp.up, mlp.down, *norms)
+        return dict(zip(gradients.KINDS, found, strict=True))
+
 
 class TransformerNP(nn.Module):
     """M context points (x, y) and N target points x in, a mixture of Gaussians for y at each target out
@@ -134,6 +166,13 @@ class TransformerNP(nn.Module):
                 "fused" where the heads are ridgeline's, else "separate"
     checkpoint  what of a block is kept for the backward, which computes the rest again: all of it for "none", its input
                 for "block", the residual sums and what attention returned for "attention"
+    weight_gradients
+                of all layers but the last: "inline", in each layer's backward; "deferred", as one batched product for
+                each kind of weight when the backward has passed all layers; "overlapped", on a stream of their own
+                beside the backward; "auto" as `gradients.pick_weight_gradients` says. The others than "inline" are for
+                ridgeline's attention, MLP and norm without a checkpoint, and for what is eager
+    projections "joint" (one product for q, k and v of all rows, where weights lie together in memory and their
+                gradients are not inline), "apart", or "auto" as `gradients.pick_projections` says
     dtype       of the products and of what is between them; None is that of the parameters
 
     Parameters are fp32 unless the model is converted; their values come from `generator`. Raises ValueError for an
@@ -155,6 +194,8 @@ class TransformerNP(nn.Module):
         x_dim: int = 1,
         norm: str = "auto",
         loss_impl: str = "auto",
+        weight_gradients: str = "auto",
+        projections: str = "auto",
         padding: int = 128,
         dtype: torch.dtype | None = None,
         generator: torch.Generator | None = None,
@@ -164,6 +205,8 @@ class TransformerNP(nn.Module):
             ("checkpoint", checkpoint, CHECKPOINTS),
             ("norm", norm, ("auto", "torch")),
             ("loss_impl", loss_impl, ("auto", "fused", "separate", "torch")),
+            ("weight_gradients", weight_gradients, gradients.MODES),
+            ("projections", projections, gradients.PROJECTIONS),
         ):
             if value not in known:
                 raise ValueError(f"TransformerNP: {option} must be one of {', '.join(known)}, got {value!r}")
@@ -172,6 +215,9 @@ class TransformerNP(nn.Module):
         if loss_impl == "fused" and heads_impl == "torch":
             raise ValueError("TransformerNP: loss_impl fused needs ridgeline's heads, got heads_impl torch")
         self.dtype, self.plain_loss = dtype, loss_impl == "torch"
+        self.weight_gradients, self.projections = weight_gradients, projections
+        whole = isinstance(attention, str) and attention in WITH_PROJECTIONS
+        self.may_defer = whole and mlp != "torch" and norm != "torch" and checkpoint == "none"
         self.fused_loss = loss_impl == "fused" or (loss_impl == "auto" and heads_impl != "torch")
         self.embed = nn.Sequential(Linear(x_dim + 2, d_model), nn.SiLU(), Linear(d_model, d_model))
         self.blocks = nn.ModuleList(
@@ -205,6 +251,18 @@ class TransformerNP(nn.Module):
         self.heads.bias.zero_()
         self.heads.bias[:, 1] = torch.linspace(-1, 1, self.heads.bias.shape[0])
 
+    @torch.no_grad()
+    def flatten_parameters(self) -> None:
+        """Lays the parameters one after the other in one memory, each at a multiple of 64 elements, as an RNN's. Then
+        q, k and v can be one product. They remain the same objects, of which an optimizer need not know. To be called
+        again after a conversion, which gives each a memory of its own."""
+        first = next(self.parameters())
+        sizes = [rounded_up(p.numel(), ALIGNMENT) for p in self.parameters()]
+        room = first.new_zeros(sum(sizes))
+        for parameter, place in zip(self.parameters(), room.split(sizes), strict=True):
+            place = place[: parameter.numel()].view(parameter.shape)
+            parameter.data = place.copy_(parameter)
+
     def embedded(self, x_context: torch.Tensor, y_context: torch.Tensor, x_target: torch.Tensor) -> torch.Tensor:
         """[B, M + N, d_model]: the rows that the first block is given."""
         targets = x_target.new_zeros(*x_target.shape[:-1], 2)
@@ -224,11 +282,26 @@ class TransformerNP(nn.Module):
         """[B, N, d_model]: what the heads are given of the targets."""
         context = x_context.shape[1]
         rows, branch = self.embedded(x_context, y_context, x_target), None
-        for block in self.blocks[:-1]:
-            rows, branch = block(rows, branch, context)
+        for block, place in zip(self.blocks[:-1], self._places(rows), strict=True):
+            rows, branch = block(rows, branch, context, place=place, projections=self.projections)
         for block in self.blocks[-1:]:  # whose rows of the context nobody reads
             rows, branch = block(rows, branch, context, start=context)
         return self.norm(rows if len(self.blocks) else rows[:, context:], branch)[0]
+
+    def _places(self, rows: torch.Tensor) -> list[gradients.Place] | list[None]:
+        """Where the layers but the last leave the gradients of their weights."""
+        layers = self.blocks[:-1]
+        if not (self.may_defer and torch.is_grad_enabled() and len(layers)) or torch.compiler.is_compiling():
+            return [None] * len(layers)
+        weights = [block.weights() for block in layers]
+        if not any(weight.requires_grad for layer in weights for weight in layer.values()):
+            return [None] * len(layers)
+        how, hidden = self.weight_gradients, weights[0]["up"].shape[0]
+        if how == "auto":
+            how = gradients.pick_weight_gradients(
+                len(layers), rows.shape[:-1].numel(), rows.shape[-1], hidden, rows.itemsize
+            )
+        return [None] * len(layers) if how == "inline" else gradients.places(weights, how == "overlapped")
 
     def loss(
         self, x_context: torch.Tensor, y_context: torch.Tensor, x_target: torch.Tensor, y_target: torch.Tensor
