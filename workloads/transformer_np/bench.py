@@ -177,6 +177,7 @@ def stage_seconds(implementation: str, case: Case, mode: str, device: torch.devi
     options = {name: value for name, value in options.items() if name != "optimizer"}
     with torch.device(device):
         model = sizes_of(case).model(**options).to(case.dtype)
+    model.flatten_parameters()
     if ours:
         optimizer: torch.optim.Optimizer = AdamW(model.parameters(), master_weights=case.dtype != FP32)
     else:

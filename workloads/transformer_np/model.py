@@ -129,13 +129,23 @@ class Block(nn.Module):
     def _deferring(
         self, rows: torch.Tensor, branch: torch.Tensor | None, context: int, place: gradients.Place, projections: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        branch, rows = self.deferring_attention(rows, branch, context, place, projections)
+        return self.deferring_mlp(rows, branch, place)
+
+    def deferring_attention(
+        self, rows: torch.Tensor, branch: torch.Tensor | None, context: int, place: gradients.Place, projections: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         weights, attention = self.weights(), self.attention
         assert attention.whole is not None
         x, rows = deferred.norm(rows, branch, weights["before attention"], EPS, place, "before attention")
         products = (weights[kind] for kind in ("q", "kv", "out"))
-        branch = deferred.projected_attention(
-            x, *products, place, context, attention.heads, attention.whole, projections
-        )
+        heads, whole = attention.heads, attention.whole
+        return deferred.projected_attention(x, *products, place, context, heads, whole, projections), rows
+
+    def deferring_mlp(
+        self, rows: torch.Tensor, branch: torch.Tensor, place: gradients.Place
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        weights = self.weights()
         x, rows = deferred.norm(rows, branch, weights["before mlp"], EPS, place, "before mlp")
         return rows, deferred.feed_forward(x, weights["up"], weights["down"], place)
 
@@ -282,13 +292,13 @@ class TransformerNP(nn.Module):
         """[B, N, d_model]: what the heads are given of the targets."""
         context = x_context.shape[1]
         rows, branch = self.embedded(x_context, y_context, x_target), None
-        for block, place in zip(self.blocks[:-1], self._places(rows), strict=True):
+        for block, place in zip(self.blocks[:-1], self.places(rows), strict=True):
             rows, branch = block(rows, branch, context, place=place, projections=self.projections)
         for block in self.blocks[-1:]:  # whose rows of the context nobody reads
             rows, branch = block(rows, branch, context, start=context)
         return self.norm(rows if len(self.blocks) else rows[:, context:], branch)[0]
 
-    def _places(self, rows: torch.Tensor) -> list[gradients.Place] | list[None]:
+    def places(self, rows: torch.Tensor) -> list[gradients.Place] | list[None]:
         """Where the layers but the last leave the gradients of their weights."""
         layers = self.blocks[:-1]
         if not (self.may_defer and torch.is_grad_enabled() and len(layers)) or torch.compiler.is_compiling():

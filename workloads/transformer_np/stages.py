@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from .model import TransformerNP
+from .model import Block, TransformerNP
+from .weight_gradients import Place
 
 STAGES = ("attention", "mlp", "heads", "loss", "optimizer")
 ENOUGH = 1e-3  # seconds of a graph beside which a launch of it, some microseconds, does not count
@@ -66,18 +67,30 @@ def _parts(
     whole, answers = ([rows(batch, n, width) for _ in range(2)] for n in (context + targets, targets))
     y = torch.randn(batch, targets, device=parameter.device)
     mixture = [rows(batch, targets, components, dtype=torch.float32) for _ in range(3)]
-    last = len(model.blocks) - 1
 
     def attention() -> None:
-        for index, block in enumerate(model.blocks):
-            start = context if index == last else 0
-            _differentiated(block.attention(*whole, context, start), whole, block.attention)
+        together = _Together()
+        for block, place, last in _layers(model, whole[0]):
+            if place is None:
+                made = block.attention(*whole, context, context if last else 0)
+                _differentiated(made, whole, block.attention)
+            else:
+                given = [rows.detach().requires_grad_() for rows in whole]
+                made = block.deferring_attention(*given, context, place, model.projections)
+                together.add(made, given, block.attention)
+        together.differentiate()
 
     def mlp() -> None:
-        for index, block in enumerate(model.blocks):
-            given = answers if index == last else whole
-            x, total = block.norm(*given)
-            _differentiated((block.mlp(x), total), given, block.norm, block.mlp)
+        together = _Together()
+        for block, place, last in _layers(model, whole[0]):
+            if place is None:
+                given = answers if last else whole
+                x, total = block.norm(*given)
+                _differentiated((block.mlp(x), total), given, block.norm, block.mlp)
+            else:
+                given = [rows.detach().requires_grad_() for rows in whole]
+                together.add(block.deferring_mlp(*given, place), given, block.norm, block.mlp)
+        together.differentiate()
 
     def heads() -> None:
         x, _ = model.norm(*answers)
@@ -98,6 +111,28 @@ def _parts(
     if not len(model.blocks):
         del parts["attention"], parts["mlp"]
     return parts
+
+
+def _layers(model: TransformerNP, rows: torch.Tensor) -> list[tuple[Block, Place | None, bool]]:
+    """Each layer, where it leaves the gradients of its weights, and whether it is the last."""
+    places = [*model.places(rows), None] if len(model.blocks) else []
+    return [(b, p, b is model.blocks[-1]) for b, p in zip(model.blocks, places, strict=True)]
+
+
+class _Together:
+    """Layers whose weights' gradients come from one node, so that one backward must pass them all."""
+
+    def __init__(self) -> None:
+        self.results: list[torch.Tensor] = []
+        self.inputs: list[torch.Tensor] = []
+
+    def add(self, results: tuple[torch.Tensor, ...], inputs: list[torch.Tensor], *modules: torch.nn.Module) -> None:
+        self.results += results
+        self.inputs += [*inputs, *(parameter for module in modules for parameter in module.parameters())]
+
+    def differentiate(self) -> None:
+        if self.results:
+            _differentiated(tuple(self.results), self.inputs)
 
 
 def _differentiated(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
+import sys
 import warnings
 from functools import partial
 from pathlib import Path
@@ -251,9 +252,23 @@ def test_ours_in_bf16_learns_as_pytorchs_fp32_does(checkpoint: str) -> None:
     assert found < plain + 0.1 and found < min(pooled, constant) - 0.2, (found, plain, pooled, constant)
 
 
-def test_stages() -> None:
-    model = small(**PLAIN)
+@pytest.mark.parametrize("parts", [PLAIN, {**OURS_IN_BLOCKS, "weight_gradients": "deferred"}])
+def test_stages(parts: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = dataclasses.replace(TINY, layers=3).model(generator=generator(), **parts).to(DEVICE)
+    model.flatten_parameters()
+    seen = []
+
+    def differentiated(results, inputs, *modules):
+        grads = plain(results, inputs, *modules)
+        assert all(grad is not None and grad.isfinite().all() for grad in grads)
+        seen.append(len(results))
+        return grads
+
+    stages_module = sys.modules[stages.__module__]  # the package has the function under that name
+    plain = stages_module._differentiated
+    monkeypatch.setattr(stages_module, "_differentiated", differentiated)
     found = stages(model, torch.optim.AdamW(model.parameters()), 5, 3, 2, repeats=2)
+    assert max(seen) == (4 if "weight_gradients" in parts else 2)  # of two layers together, the last one by itself
     assert tuple(found) == STAGES and all(seconds > 0 for seconds in found.values())
     assert all(p.grad is None for p in model.parameters())
 
