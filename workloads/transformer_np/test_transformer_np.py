@@ -253,7 +253,8 @@ def test_ours_in_bf16_learns_as_pytorchs_fp32_does(checkpoint: str) -> None:
 
 def test_stages() -> None:
     model = small(**PLAIN)
-    found = stages(model, torch.optim.AdamW(model.parameters()), 5, 3, 2, repeats=2)
+    optimizer = torch.optim.AdamW(model.parameters(), capturable=DEVICE == "cuda")
+    found = stages(model, optimizer, 5, 3, 2, repeats=2)
     assert tuple(found) == STAGES and all(seconds > 0 for seconds in found.values())
     assert all(p.grad is None for p in model.parameters())
 
