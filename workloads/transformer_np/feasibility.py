@@ -9,6 +9,7 @@ import torch
 
 from .model import CHECKPOINTS
 from .step import Sizes, places
+from .weight_gradients import pick_weight_gradients
 
 CHUNK = 8448  # rows of which heads_mlp has the hidden's gradient in memory
 CUBLAS_WORKSPACE = 32 << 20  # of each stream, on Hopper
@@ -156,6 +157,13 @@ class _Step:
         return -(-self.sizes.d_ff // self.sizes.padding) * self.sizes.padding
 
     @property
+    def deferred(self) -> bool:
+        """Whether all layers but the last leave the gradients of their weights together, as by default."""
+        d, layers = self.sizes.d_model, self.sizes.layers - 1
+        how = pick_weight_gradients(layers, self.rows, d, self.hidden, self.size)
+        return self.checkpoint == "none" and how == "deferred"
+
+    @property
     def parameters(self) -> int:
         return places(self.sizes)[1]
 
@@ -206,9 +214,11 @@ class _Clock:
         idle = math.ceil(waves) / waves if waves > 1 or not split else 1.0
         return self.rates.launch + 2 * m * n * k * idle / self.rates.matmul
 
-    def gradients(self, m: int, n: int, k: int) -> float:
-        """Of both operands of that product. That of the weights is a sum over m in parts, which another launch adds."""
-        return self.product(m, k, n) + self.product(n, k, m) + self.rates.launch
+    def gradients(self, m: int, n: int, k: int, deferred: bool = False) -> float:
+        """Of both operands of that product. That of the weights is a sum over m in parts, which another launch adds;
+        deferred it is a part of a batched product."""
+        launches = 0 if deferred else 2
+        return self.product(m, k, n) + launches * self.rates.launch + 2 * m * n * k / self.rates.matmul
 
     def a_pass(self, size: float, launches: int = 1) -> float:
         return launches * self.rates.launch + size / self.rates.bandwidth
@@ -221,7 +231,7 @@ class _Clock:
         return (2 if backward else 1) * self.rates.launch + max(flops / self.rates.attention, moved / operands)
 
 
-def _layer(step: _Step, clock: _Clock, queries: int) -> dict[str, float]:
+def _layer(step: _Step, clock: _Clock, queries: int, deferred: bool = False) -> dict[str, float]:
     """A layer in which so many rows ask: attention and MLP with the norms before them."""
     d, f, s, rows, keys = step.sizes.d_model, step.hidden, step.size, step.rows, step.keys
     products, up, down = ((queries, d, d), (keys, 2 * d, d), (queries, d, d)), (queries, f, d), (queries, d, f)
@@ -236,9 +246,10 @@ def _layer(step: _Step, clock: _Clock, queries: int) -> dict[str, float]:
         "block": (attention, mlp),
         "attention": (norm / 2 + projected, mlp_norm / 2 + clock.product(*up)),
     }[step.checkpoint]
-    norm_backward = [clock.a_pass(4 * d * s * n, launches=2) for n in (rows, queries)]
-    attention_backward = sum(clock.gradients(*sizes) for sizes in products) + scores[1] + norm_backward[0]
-    mlp_backward = clock.gradients(*up) + clock.gradients(*down) + clock.a_pass(4 * f * s * queries) + norm_backward[1]
+    norm_backward = [clock.a_pass(4 * d * s * n, launches=1 if deferred else 2) for n in (rows, queries)]
+    attention_backward = sum(clock.gradients(*sizes, deferred) for sizes in products) + scores[1] + norm_backward[0]
+    mlp_backward = sum(clock.gradients(*sizes, deferred) for sizes in (up, down))
+    mlp_backward += clock.a_pass(4 * f * s * queries) + norm_backward[1]
     return {"attention": attention + attention_backward + again[0], "mlp": mlp + mlp_backward + again[1]}
 
 
@@ -263,6 +274,6 @@ def _others(step: _Step, clock: _Clock) -> dict[str, float]:
 
 def _seconds(step: _Step, clock: _Clock) -> dict[str, float]:
     layers = step.sizes.layers
-    inner, last = (_layer(step, clock, queries) for queries in (step.rows, step.answers))
+    inner, last = _layer(step, clock, step.rows, step.deferred), _layer(step, clock, step.answers)
     stages = {name: (layers - 1) * inner[name] + last[name] if layers else 0.0 for name in inner}
     return {**stages, **_others(step, clock)}

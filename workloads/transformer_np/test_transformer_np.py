@@ -267,7 +267,8 @@ def test_stages(parts: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     stages_module = sys.modules[stages.__module__]  # the package has the function under that name
     plain = stages_module._differentiated
     monkeypatch.setattr(stages_module, "_differentiated", differentiated)
-    found = stages(model, torch.optim.AdamW(model.parameters()), 5, 3, 2, repeats=2)
+    optimizer = torch.optim.AdamW(model.parameters(), capturable=DEVICE == "cuda")
+    found = stages(model, optimizer, 5, 3, 2, repeats=2)
     assert max(seen) == (4 if "weight_gradients" in parts else 2)  # of two layers together, the last one by itself
     assert tuple(found) == STAGES and all(seconds > 0 for seconds in found.values())
     assert all(p.grad is None for p in model.parameters())
