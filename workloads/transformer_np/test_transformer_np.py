@@ -131,7 +131,8 @@ def test_what_a_checkpoint_of_ours_computes_again(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(layers_module, "fused_mlp", counted("fused_mlp", layers_module.fused_mlp))
     sizes, batch, kept = dataclasses.replace(TINY, layers=3), task(2, 16, 8), {}
     for kind, times in (("none", 1), ("block", 2), ("attention", 1)):
-        model = sizes.model(generator=generator(), checkpoint=kind, **OURS_IN_BLOCKS).to(DEVICE)
+        model = sizes.model(generator=generator(), checkpoint=kind, weight_gradients="inline", **OURS_IN_BLOCKS)
+        model = model.to(DEVICE)
         calls.update(attention=0, fused_mlp=0)
         model.loss(**batch).backward()
         assert calls == dict.fromkeys(calls, times * sizes.layers), kind
