@@ -64,7 +64,7 @@ def projected_attention(
     projections  "joint": one product gives q, k and v of all rows, where the weights lie one after the other in memory;
                  "apart": two products; "auto" as `pick_projections` says
     """
-    wanted = projections if projections != "auto" else pick_projections(len(x), context, x.shape[1] - context)
+    wanted = projections if projections != "auto" else pick_projections(len(x), x.shape[1] - context)
     given = [weight.to(x.dtype).detach() for weight in (w_q, w_kv, w_out)]
     joint = stacked_weights(*given[:2]) if wanted == "joint" else None
     function = _ApartAttention if joint is None else _JointAttention
@@ -124,7 +124,10 @@ class _ApartAttention(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             dx = dq @ w_q
-            dx[:, : ctx.context].baddbmm_(dkv, w_kv.expand(len(dx), -1, -1))
+            if len(dx) == 1:
+                dx[0, : ctx.context].addmm_(dkv[0], w_kv)
+            else:
+                dx[:, : ctx.context].baddbmm_(dkv, w_kv.expand(len(dx), -1, -1))
         return dx, ctx.place.gradient_of_token(), *[None] * 7
 
 

@@ -179,10 +179,10 @@ class TransformerNP(nn.Module):
     weight_gradients
                 of all layers but the last: "inline", in each layer's backward; "deferred", as one batched product for
                 each kind of weight when the backward has passed all layers; "overlapped", on a stream of their own
-                beside the backward; "auto" as `gradients.pick_weight_gradients` says. The others than "inline" are for
-                ridgeline's attention, MLP and norm without a checkpoint, and for what is eager
+                beside the backward; "auto" as `pick_weight_gradients` says. The others than "inline" are for eager
+                calls of ridgeline's attention, MLP and norm without a checkpoint
     projections "joint" (one product for q, k and v of all rows, where weights lie together in memory and their
-                gradients are not inline), "apart", or "auto" as `gradients.pick_projections` says
+                gradients are not inline), "apart", or "auto" as `pick_projections` says
     dtype       of the products and of what is between them; None is that of the parameters
 
     Parameters are fp32 unless the model is converted; their values come from `generator`. Raises ValueError for an

@@ -183,7 +183,7 @@ def test_the_rules() -> None:
     how = [weight_gradients.pick_weight_gradients(11, 564 * batch, 512, 1408, 2) for batch in (1, 6, 7, 64)]
     assert how == ["deferred", "deferred", "inline", "inline"]
     assert weight_gradients.pick_weight_gradients(1, 8, 512, 1408, 2) == "inline"
-    found = [weight_gradients.pick_projections(batch, 64, 500) for batch in (1, 3, 4)]
+    found = [weight_gradients.pick_projections(batch, 500) for batch in (1, 3, 4)]
     assert found == ["joint", "joint", "apart"]
 
 

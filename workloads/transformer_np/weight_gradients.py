@@ -34,7 +34,7 @@ def pick_weight_gradients(layers: int, rows: int, width: int, hidden: int, items
     return "deferred" if layers > 1 and kept <= MOST_BYTES else "inline"
 
 
-def pick_projections(batch: int, context: int, targets: int) -> str:
+def pick_projections(batch: int, targets: int) -> str:
     """Whether q, k and v are one product of all rows ("joint") or two ("apart"). Pure.
 
     The targets' keys and values are never read. Three products of them, forward and backward, are 12 d² FLOP a row: of
