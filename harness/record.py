@@ -24,6 +24,7 @@ row    one per implementation of that case and mode
        {"type": "row", "run", "kernel", "case", "mode", "dims": {"rows": 8192, ...}, "dtype": "bfloat16", "params": {},
         "implementation": "triton", "kind": "ours"|"baseline"|"yardstick",
         "pytorch": bool,                                                     # of a baseline: what a user would write
+        "ablation": "...",                                                   # what runs, in a table of what parts bring
         "status": "ok"|"skipped"|"oom"|"error"|"wrong"|"over-roofline"|"crashed", "reason": null|"why not ok",
         "cost": {"flops": {"fp32": int, ...}, "bytes": int, "link_bytes": int, "host_bytes": int},  # links where used;
         "items": 8192, "unit": "rows",                                       # in schema 1 FLOPs were of one "pipe"
@@ -44,6 +45,7 @@ row    one per implementation of that case and mode
                    "throttle": ["sw_power_cap"], "throttled_samples": 0, "samples": 40,
                    "rounds": {COLUMN's name: {"sm_mhz": [of each round], "throttled": [numbers of rounds]}}},
         "warnings": ["..."],
+        "stages_us": {"attention": 5660.0, ...},                             # of SPEC.stages, where it has any
         "configuration": {"name", "instead_of": "what failed"},              # of a peer that did not run as it should
         "several": SEVERAL}                                                  # where the case is of several GPUs
        COLUMN = {"samples_us": [...], "n", "median_us", "mean_us", "std_us", "min_us", "max_us", "p95_us", "p99_us",

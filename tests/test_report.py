@@ -290,6 +290,38 @@ def test_folders_of_one_and_of_several_gpus_stand_beside_each_other(tmp_path: Pa
         report.write(tmp_path / "h200-x2", with_charts=False)
 
 
+def test_time_by_stage_and_what_each_part_brings(tmp_path: Path) -> None:
+    """Tables of what a SPEC declares: the rest is what the call takes beyond its stages, ratios are the rows' own."""
+    stages = {"attention": 40.0, "loss": 0.0, "optimizer": 25.0}
+    rows = [
+        row(KERNEL, "wide", "fwd", "triton", exact(100), headline="graph", ablation="ours", stages_us=stages),
+        row(KERNEL, "wide", "fwd", "triton-plain", exact(130), headline="graph", ablation="ours, but a plain norm"),
+        row(KERNEL, "wide", "fwd", "quack", exact(150), headline="graph", ablation="all of quack"),
+        row(KERNEL, "wide", "fwd", "liger", exact(140), headline="graph"),
+    ]
+    report.write(one(tmp_path, rows), with_charts=False)
+    text = (tmp_path / "rmsnorm.md").read_text()
+    staged, brings = (text.split(f"\n## {title}\n")[1] for title in ("Time by stage", "What each part brings"))
+    assert "| wide | **triton** | 40.0 µs | – | 25.0 µs | 35.0 µs | 100 µs |" in staged.split("\n## ")[0]
+    lines = [cells for cells in brings.split("\n## ")[0].splitlines() if cells.startswith("| ")]
+    assert lines[1:] == [
+        "| all of quack | quack | 152 µs | 150 µs | 1.50× [1.50, 1.50] |",
+        "| ours, but a plain norm | **triton-plain** | 132 µs | 130 µs | 1.30× [1.30, 1.30] |",
+        "| ours | **triton** | 102 µs | 100 µs | – |",
+    ]
+
+
+def test_the_losses_of_a_training_run_are_shown_where_they_were_drawn(tmp_path: Path) -> None:
+    folder = one(tmp_path, [row(KERNEL, "wide", "fwd", "triton", exact(100))])
+    report.write(folder, with_charts=False)
+    assert "## Losses" not in (folder / "rmsnorm.md").read_text()
+    assert "-loss.svg" not in report.kernel_block(folder, KERNEL)
+    (folder / "rmsnorm-loss.svg").write_text("<svg/>")
+    report.write(folder, with_charts=False)
+    assert "## Losses\n\n![rmsnorm: losses of a training run](rmsnorm-loss.svg)" in (folder / "rmsnorm.md").read_text()
+    assert f"](../../reports/{folder.name}/rmsnorm-loss.svg)" in report.kernel_block(folder, KERNEL)
+
+
 def test_twice_is_the_same_bytes(h200: Path, tmp_path: Path) -> None:
     first = {p.name: p.read_bytes() for p in h200.iterdir() if p.is_file()}
     again = tmp_path / "h200"

@@ -473,6 +473,7 @@ class Group:
         sustained = None
         if name == ours and not self.session.arguments.quick:
             sustained = self.session.clock.sustained(run, SUSTAINED_SECONDS)
+        stages = self._stages(name, warnings)
         self.done[name] = self._row(name, "over-roofline" if over else "ok", "; ".join(over) or None) | {
             "timer": "graph" if headline == "graph" else "cupti" if timer == "cupti" else "events",
             "headline": headline,
@@ -484,8 +485,20 @@ class Group:
             "error": verdict and {n: verdict.numbers.get(n) for n in ("max", "rms", "eager_max", "eager_rms")},
             "clocks": measurement.clocks,
             "warnings": warnings,
+            **({"stages_us": stages} if stages else {}),
             **({"configuration": self.configurations[name]} if name in self.configurations else {}),
         }
+
+    def _stages(self, name: str, warnings: list[str]) -> dict[str, float] | None:
+        """Microseconds by stage, where the SPEC has any. What goes wrong there is a warning: the times are measured."""
+        try:
+            found = self.spec.stages(name, self.case, self.mode, self.session.device)
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            warnings.append(f"no time by stage: {type(error).__name__}: {execute.first_line(error)}")
+            return None
+        return {stage: seconds * 1e6 for stage, seconds in found.items()} if found else None
 
     def _over(self, name: str, microseconds: float, column: str) -> str | None:
         cost = self.yardsticks.get(name, self.cost)

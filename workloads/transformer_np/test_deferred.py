@@ -169,7 +169,7 @@ def test_what_cannot_be_deferred_is_inline() -> None:
     def modes(**options) -> list[bool]:
         model = made("deferred", **options)
         rows = model.embedded(*(task()[name] for name in ("x_context", "y_context", "x_target")))
-        return [place is not None for place in model._places(rows)]
+        return [place is not None for place in model.places(rows)]
 
     assert modes() == [True] * 2
     for options in (dict(checkpoint="block"), dict(attention="sdpa"), dict(mlp="torch"), dict(norm="torch")):
