@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .blocks import Fetched, Handed, Ring
-from .compute import attend_backward, attention_delta, heads_first, rows_first, shifted
+from .blocks import Fetched, Handed, Ring, fp32, like
+from .compute import attend_backward, attention_delta, shifted
 from .gather import gather, scatter
 from .schedule import Call, gathered_calls, halves, schedule
 
@@ -39,13 +39,13 @@ def ring_backward(
 def _keys(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
     """Keys and values are fetched once more; their gradients go to their owners."""
     steps = schedule(ring.problem, ring.rank, "keys")
-    own = [rows_first(k), rows_first(v)]
 
     def shapes(rows: int) -> list[tuple[int, ...]]:
         return [(*k.shape[:2], rows, k.shape[3])] * 2
 
-    transport = ring.transport(ring.problem.k_lengths, own, shapes(max(ring.problem.k_lengths)))
-    fetched, handed = Fetched(transport, steps, own), Handed(transport, steps, shapes, q.device)
+    most = max(ring.problem.k_lengths)
+    transport = ring.transport(q.device, fp32(shapes(most)), like((k, v), most))
+    fetched, handed = Fetched(transport, steps, (k, v)), Handed(transport, steps, shapes, q.device)
     dq = _zeros(q)
     mine = [_zeros(k), _zeros(v)]
     first, last = halves(steps[0].calls)
@@ -55,7 +55,7 @@ def _keys(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
             attend_backward(call, dout, q, keys, values, lse, delta, dq, given[0], given[1], ring.scale)
 
     for s, step in enumerate(steps):
-        keys, values = map(heads_first, fetched.take(s))
+        keys, values = fetched.take(s)
         given = [t.zero_() for t in handed.staging(s)] if s else mine
         add([shifted(call, k=step.rows[0]) for call in step.calls] if s else first, keys, values, given)
         _collect(handed, mine)
@@ -71,19 +71,19 @@ def _queries(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
     """Queries go to all keys with what the backward knows of them; their gradients come back. Queries are few here, and
     each call goes over the gradients of all keys: so the own block is not cut in two."""
     steps = schedule(ring.problem, ring.rank, "queries")
-    own = [rows_first(t) for t in (q, dout, lse, delta)]
+    own = q, dout, lse, delta
 
     def shapes(rows: int) -> list[tuple[int, ...]]:
         return [(*q.shape[:2], rows, q.shape[3])]
 
-    transport = ring.transport(ring.problem.q_lengths, own, shapes(max(ring.problem.q_lengths)))
+    most = max(ring.problem.q_lengths)
+    transport = ring.transport(q.device, fp32(shapes(most)), like(own, most))
     fetched, handed = Fetched(transport, steps, own), Handed(transport, steps, shapes, q.device)
     mine = [_zeros(q)]
     dk, dv = _zeros(k), _zeros(v)
 
     for s, step in enumerate(steps):
-        queries, incoming, *terms = map(heads_first, fetched.take(s))
-        their_lse, their_delta = (t.contiguous() for t in terms)
+        queries, incoming, their_lse, their_delta = fetched.take(s)
         given = [t.zero_() for t in handed.staging(s)] if s else mine
         for call in step.calls:
             part = shifted(call, q=step.rows[0] if s else 0)
@@ -98,17 +98,13 @@ def _queries(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
 
 def _gathered(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
     """All keys and values are gathered once more; the gradients of all are summed by their owners."""
-    block = [rows_first(k), rows_first(v)]
-    most = [(max(ring.problem.k_lengths), *t.shape[1:]) for t in block]
-    transport = ring.transport(ring.problem.k_lengths, block, most)
-    keys, values = map(heads_first, gather(ring, k, v, transport=transport))
-    dq, whole = _zeros(q), [_rows_first_zeros(t) for t in (keys, values)]
-    dk, dv = map(heads_first, whole)
+    keys, values, transport = gather(ring, k, v, gradients=True)
+    dq, whole = _zeros(q), [_zeros(keys), _zeros(values)]
     for call in gathered_calls(ring.problem, ring.rank):
-        attend_backward(call, dout, q, keys, values, lse, delta, dq, dk, dv, ring.scale)
+        attend_backward(call, dout, q, keys, values, lse, delta, dq, *whole, ring.scale)
     found = scatter(ring, transport, *whole)
     transport.close()
-    results = [torch.empty_like(t).copy_(heads_first(g)) for t, g in zip((k, v), found, strict=True)]
+    results = [torch.empty_like(t).copy_(g) for t, g in zip((k, v), found, strict=True)]
     return torch.empty_like(q).copy_(dq), results[0], results[1]
 
 
@@ -128,7 +124,3 @@ def _collect(
 
 def _zeros(x: torch.Tensor) -> torch.Tensor:
     return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-
-
-def _rows_first_zeros(x: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(rows_first(x).shape, dtype=torch.float32, device=x.device)

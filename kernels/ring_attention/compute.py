@@ -6,8 +6,6 @@ import torch
 
 from ..attention import attention_delta as attention_delta
 from ..attention import attention_partial, attention_partial_backward
-from .rows import heads_first as heads_first
-from .rows import rows_first as rows_first
 from .schedule import Call
 
 

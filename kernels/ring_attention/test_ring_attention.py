@@ -23,7 +23,7 @@ from ..attention import attention
 from . import backward, bench, compute, release, ring_attention, shard, unshard
 from . import test_world as plain
 from .layout import LAYOUTS, even_lengths
-from .peer_reads import peer_reads_reason
+from .peer_writes import peer_writes_reason
 from .reference import ring_attention_reference
 from .schedule import ROTATIONS
 from .test_world import SECONDS, Run, call, call_all, spread
@@ -263,9 +263,9 @@ def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
 
 def test_what_keeps_peers_from_reading_each_other() -> None:
     one = ("host", "nccl", 0)
-    assert peer_reads_reason([("host", "gloo", 0)] * 2) == "the group's backend is gloo, not nccl"
-    assert peer_reads_reason([one, ("other", "nccl", 0)]) == "the ranks are on several hosts"
-    assert peer_reads_reason([one, one]) == "ranks share a GPU"
+    assert peer_writes_reason([("host", "gloo", 0)] * 2) == "the group's backend is gloo, not nccl"
+    assert peer_writes_reason([one, ("other", "nccl", 0)]) == "the ranks are on several hosts"
+    assert peer_writes_reason([one, one]) == "ranks share a GPU"
 
 
 def _gpu_calls(rank: int, world: int, runs: dict[str, Run]) -> dict[str, dict[str, torch.Tensor]]:
