@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from . import configs
+from .chains import Chains
 from .peer_writes import PeerWrites
-from .schedule import Problem, Step
+from .schedule import Problem, Step, middle
 from .transport import Block, LocalCopies, Messages, Pending, Transport
 
 GIVEN = 0  # the room of contributions; those of blocks come behind it
@@ -37,6 +39,12 @@ class Ring:
         rooms = min(2, self.problem.world - 1) if rooms is None else rooms
         return kind(self.group, device, [given, *[blocks] * rooms])
 
+    def chains(self, q: torch.Tensor) -> Chains:
+        """For calls with keys that move. Messages are waited for by one stream."""
+        several = self.transfers == "peer" or (self.transfers == "local" and q.device.type == "cuda")
+        unit = configs.pick_chain_rows(q.shape[2], q.shape[0] * q.shape[1]) if several else 0
+        return Chains(middle(self.problem, self.rank, unit) if unit else 0, q.device)
+
 
 def like(tensors: Sequence[torch.Tensor], rows: int) -> list[Block]:
     """Blocks of so many rows of these."""
@@ -47,17 +55,27 @@ class Fetched:
     """The partners' blocks, step after step: while a step computes, the next one's block arrives. `own`: this rank's
     tensors [B, H, S, ...]."""
 
-    def __init__(self, transport: Transport, steps: Sequence[Step], own: Sequence[torch.Tensor]) -> None:
-        self.transport, self.steps, self.own = transport, steps, own
+    def __init__(
+        self,
+        transport: Transport,
+        steps: Sequence[Step],
+        own: Sequence[torch.Tensor],
+        chains: Chains | None = None,
+    ) -> None:
+        self.transport, self.steps, self.own, self.chains = transport, steps, own, chains
         self.sendable = [transport.sendable(t) for t in own] if len(steps) > 1 else []
         self.pending: Pending | None = None
 
     def take(self, s: int) -> list[torch.Tensor]:
         """The rows of step s that arrive, of each tensor; at step 0 all of this rank's own."""
-        if self.pending:
+        if self.pending and self.chains:
+            self.chains.wait(self.pending)
+        elif self.pending:
             self.pending.wait()
         found = self._room(s, self.steps[s].rows) if s else list(self.own)
         if s + 1 < len(self.steps):
+            if self.chains:
+                self.chains.precede(self.transport)
             self._begin(s + 1)
         return found
 

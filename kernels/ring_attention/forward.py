@@ -7,7 +7,7 @@ import torch
 from .blocks import Fetched, Handed, Ring, fp32, like
 from .compute import attend, merge, shifted
 from .gather import gather
-from .schedule import gathered_calls, schedule
+from .schedule import Call, gathered_calls, schedule
 
 
 def ring_forward(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,12 +25,17 @@ def ring_forward(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
         return result, lse
     steps = schedule(ring.problem, ring.rank, "keys", results=True)
     transport = ring.transport(q.device, [], like((k, v), max(ring.problem.k_lengths)))
-    fetched = Fetched(transport, steps, (k, v))
+    chains = ring.chains(q)
+    fetched = Fetched(transport, steps, (k, v), chains)
     for s, step in enumerate(steps):
         keys, values = fetched.take(s)
-        for call in step.calls:
-            first = step.rows[0] if s and call.k[0] < call.k[1] else 0
+
+        def work(call: Call, keys=keys, values=values, start=step.rows[0] if s else 0) -> None:
+            first = start if call.k[0] < call.k[1] else 0
             attend(shifted(call, k=first), q, keys, values, out, lse, ring.scale, result)
+
+        chains.run(step.calls, work)
+    chains.join()
     transport.close()
     return result, lse
 

@@ -1,10 +1,10 @@
 """Writes into peers' memory by copy engines, through torch's symmetric memory.
 
 A transfer takes two signals. The rank where it arrives says "ready" to the one that sends, once its stream has come
-past all that reads the room; the sender then writes, and says "arrived", for which the receiver's stream waits before
-it reads. Every signal is waited for once, so that nothing else is to be agreed on: neither a barrier nor the order in
-which rooms are used. Each rank queues what it says before what it waits for, at each step in the same order, so that
-ranks whose streams share one hardware queue do not wait for each other in a circle.
+past all that reads the room; the sender then writes, and says "arrived", for which the receiver waits. Every signal is
+waited for once, so that nothing else is to be agreed on: neither a barrier nor the order in which rooms are used. All
+ranks queue the same transfers in the same order, and of each what they say before what they wait for. So they do not
+wait for each other in a circle, not even where the streams of a rank share one hardware queue.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from __future__ import annotations
 import socket
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from . import driver
 from .rows import copied
-from .transport import Block, Pending, aligned, members, placed, room_bytes
+from .transport import Block, Event, Pending, aligned, members, placed, room_bytes
 
 _ARENAS_KEPT = 4
 READY, ARRIVED = 0, 1
@@ -70,32 +69,18 @@ class PeerWrites:
                     if mine.numel():
                         driver.copy(mine, theirs, self.side)
                 signals.say(ARRIVED, to)
-        written = self.side.record_event() if sends else None
-        return _Arrival(signals, source if receives else None, written, self.device)
+            if receives:
+                signals.wait(ARRIVED, source)
+        return Event(self.side.record_event(), self.device)
+
+    def follow(self, stream: torch.cuda.Stream) -> None:
+        self.side.wait_stream(stream)
 
     def close(self) -> None:
         # What was sent may be overwritten by what comes behind the call; and rooms are read until here.
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self.side)
         self.side.wait_stream(current)
-
-
-@dataclass
-class _Arrival:
-    signals: StreamSignals | KernelSignals
-    source: int | None
-    written: torch.cuda.Event | None
-    device: torch.device
-
-    def wait(self) -> None:
-        """For what arrives, and until what was sent may be overwritten."""
-        with torch.cuda.device(self.device):
-            current = torch.cuda.current_stream()
-            if self.written is not None:
-                current.wait_event(self.written)
-            if self.source is not None:
-                self.signals.wait(ARRIVED, self.source)
-        self.written = self.source = None
 
 
 class StreamSignals:

@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from . import backward, blocks, compute, driver, peer_writes
+from . import backward, blocks, chains, compute, configs, driver, peer_writes, transport
 from . import test_world as plain
 from .backward import ring_backward
 from .forward import ring_forward
 from .layout import LAYOUTS, even_lengths, positions
-from .schedule import ROTATIONS, Problem
+from .schedule import ROTATIONS, Problem, middle, schedule, split
 from .test_world import Run
 
 SECONDS = 60
@@ -85,7 +85,11 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
         posted[i]
     for i in range(4):
         memory[i]
-    monkeypatch.setattr(peer_writes, "torch", SimpleNamespace(cuda=cuda, Tensor=torch.Tensor))
+    fake = SimpleNamespace(cuda=cuda)
+    monkeypatch.setattr(peer_writes, "torch", fake)
+    monkeypatch.setattr(transport, "torch", fake)
+    monkeypatch.setattr(chains, "torch", fake)
+    monkeypatch.setattr(chains, "_other", lambda device: _Stream())
     monkeypatch.setattr(peer_writes, "_arena", arena)
     monkeypatch.setattr(peer_writes, "members", lambda group: group)
     monkeypatch.setattr(driver, "_call", _emulated)
@@ -112,6 +116,21 @@ def _rank(run: Run, rank: int, world: int, found: list) -> None:
         found[rank] = out, *ring_backward(ring, dout, dlse, q, k, v, out, lse), lse
 
 
+def _all(run: Run, world: int) -> list:
+    """(out, dq, dk, dv, lse) of each rank."""
+    found: list = [None] * world
+    ranks = [
+        threading.Thread(target=_rank, args=(run, rank, world, found), name=str(rank), daemon=True)
+        for rank in range(world)
+    ]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(SECONDS)
+    assert None not in found, run
+    return found
+
+
 @pytest.mark.parametrize("world", (2, 3, 4))
 @pytest.mark.parametrize("rotate", ROTATIONS)
 def test_ranks_that_write_into_each_other_have_what_one_process_has(emulated, world, rotate) -> None:
@@ -120,16 +139,7 @@ def test_ranks_that_write_into_each_other_have_what_one_process_has(emulated, wo
         even, ragged = even_lengths(11 * world, world, layout), (9, 0, 4, 1)[:world]
         for queries, keys in ((even, even), (ragged, ragged)):
             run = Run(queries, keys, dict(layout=layout, rotate=rotate, causal=causal, return_lse=True))
-            found: list = [None] * world
-            ranks = [
-                threading.Thread(target=_rank, args=(run, rank, world, found), name=str(rank), daemon=True)
-                for rank in range(world)
-            ]
-            for thread in ranks:
-                thread.start()
-            for thread in ranks:
-                thread.join(SECONDS)
-            assert None not in found, (layout, causal, queries)
+            found = _all(run, world)
             names = ("out", "dq", "dk", "dv", "lse")
             whole = run.assembled([dict(zip(names, one, strict=True)) for one in found])
             for name, right in run.expected().items():
@@ -155,3 +165,34 @@ def test_rows_are_copied_into_rows_of_another_pitch(emulated) -> None:
     driver.copy(x[:, :, 2:4].contiguous(), into[:, :, 8:10], _Stream())
     assert torch.equal(into[:, :, 1:6], x[:, :, 2:7]) and torch.equal(into[:, :, 8:10], x[:, :, 2:4])
     assert not into[:, :, 0].any() and not into[:, :, 6:8].any() and not into[:, :, 10].any()
+
+
+@pytest.mark.parametrize("unit", (3, 4))
+@pytest.mark.parametrize(
+    ("world", "layout", "causal"),
+    ((2, "zigzag", True), (3, "striped", True), (3, "zigzag", True), (2, "zigzag", False)),
+)
+def test_queries_in_two_chains_have_what_one_has(emulated, monkeypatch, world, layout, causal, unit) -> None:
+    lengths = even_lengths(22 * world, world, layout)
+    run = Run(lengths, lengths, dict(layout=layout, rotate="keys", causal=causal, return_lse=True))
+    one = _all(run, world)
+    monkeypatch.setattr(configs, "pick_chain_rows", lambda queries, heads: unit)
+    for whole, cut in zip(one, _all(run, world), strict=True):
+        assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(whole, cut, strict=True))
+
+
+def test_two_chains_have_about_half_of_the_work_each() -> None:
+    for layout, causal, world in itertools.product(LAYOUTS, (False, True), (2, 3, 8)):
+        lengths = even_lengths(48 * 1024 * world, world, layout)
+        problem = Problem(layout, causal, lengths, lengths)
+        for rank in range(world):
+            row = middle(problem, rank, 384)
+            calls = [call for step in schedule(problem, rank, "keys") for call in step.calls]
+            first, second = (sum(call.pairs for call in part) for part in split(calls, row))
+            assert first + second == sum(call.pairs for call in calls)
+            assert abs(first - second) < 0.03 * (first + second)
+            assert any((row - call.q[0]) % 384 == 0 for call in calls)
+
+
+def test_small_problems_have_one_chain() -> None:
+    assert configs.pick_chain_rows(8192, 32) == configs.CHAIN_ROWS and not configs.pick_chain_rows(128, 32)

@@ -7,6 +7,7 @@ the current stream has been given. Tensors are [B, H, rows, …].
     sendable(x)                               x, or a copy of it whose rows can be sent
     room(index, blocks, rank)                 tensors in rank's room of that index, where transfers to it arrive
     exchange(sent, to, places, into, source)  sends to rank `to`, into `places` of its rooms; `source` sends `into` ours
+    follow(stream)                            what comes next also runs after what this stream has been given
     close()                                   the end of a call, from here on in the stream
 
 A room is free for the next transfer once the current stream has been given all that reads the last one.
@@ -48,6 +49,8 @@ class Transport(Protocol):
         source: int,
     ) -> Pending: ...
 
+    def follow(self, stream: torch.cuda.Stream) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -82,6 +85,9 @@ class Messages:
         ops = [dist.P2POp(op, t, group=self.group, group_peer=peer) for op, t, peer in both if t.numel()]
         copies = [(t, landed) for t, landed in arriving if t is not landed]
         return _Works(dist.batch_isend_irecv(ops) if ops else [], [t for _, t, _ in both], copies)
+
+    def follow(self, stream: torch.cuda.Stream) -> None:
+        torch.cuda.current_stream(self.device).wait_stream(stream)
 
     def close(self) -> None:
         self.rooms = {}
@@ -127,6 +133,10 @@ class LocalCopies(Messages):
                 rows = min(mine.shape[2], copy.shape[2])
                 copied(mine[:, :, :rows], copy[:, :, :rows])
         return Event(self.side.record_event(), self.side.device) if self.side else _Works()
+
+    def follow(self, stream: torch.cuda.Stream) -> None:
+        assert self.side is not None
+        self.side.wait_stream(stream)
 
     def close(self) -> None:
         if self.side:
