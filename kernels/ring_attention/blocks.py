@@ -12,7 +12,7 @@ import torch.distributed as dist
 from . import configs
 from .chains import Chains
 from .peer_writes import PeerWrites
-from .schedule import Problem, Step, middle
+from .schedule import Problem, Step
 from .transport import Block, LocalCopies, Messages, Pending, Transport
 
 GIVEN = 0  # the room of contributions; those of blocks come behind it
@@ -39,11 +39,12 @@ class Ring:
         rooms = min(2, self.problem.world - 1) if rooms is None else rooms
         return kind(self.group, device, [given, *[blocks] * rooms])
 
-    def chains(self, q: torch.Tensor) -> Chains:
+    def chains(self, q: torch.Tensor, k: torch.Tensor) -> Chains:
         """For calls with keys that move. Messages are waited for by one stream."""
+        (batch, heads, queries, _), kv_heads = q.shape, k.shape[1]
         several = self.transfers == "peer" or (self.transfers == "local" and q.device.type == "cuda")
-        unit = configs.pick_chain_rows(q.shape[2], q.shape[0] * q.shape[1]) if several else 0
-        return Chains(middle(self.problem, self.rank, unit) if unit else 0, q.device)
+        count = configs.pick_chains(queries, batch * heads, batch if batch > 1 else kv_heads) if several else 1
+        return Chains(count, batch, kv_heads, q.device)
 
 
 def like(tensors: Sequence[torch.Tensor], rows: int) -> list[Block]:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-#: Calls are cut into multiples of so many rows: tiles have 128 or 192 queries, and the first chain's are then whole.
-CHAIN_ROWS = 384
 #: Tiles of 128 queries below which two chains would leave SMs without work: three waves of an H200's 132 SMs each.
 CHAIN_TILES = 2 * 3 * 132
 
 
-def pick_chain_rows(queries: int, heads: int) -> int:
-    """In multiples of how many rows calls are cut for two chains (`chains.py`), or 0: there is one. `heads` of all
-    batches. A rule from the number of tiles, not from a record."""
-    return CHAIN_ROWS if queries * heads >= 128 * CHAIN_TILES else 0
+def pick_chains(queries: int, heads: int, independent: int) -> int:
+    """Into how many chains a rank's calls are cut (`chains.py`). `heads` of all batches; `independent`: how many parts
+    there could be. A rule from the number of tiles, not from a record."""
+    return 2 if independent > 1 and queries * heads >= 128 * CHAIN_TILES else 1
 
 
 def pick_rotation(

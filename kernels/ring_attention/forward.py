@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from .blocks import Fetched, Handed, Ring, fp32, like
+from .chains import Cut
 from .compute import attend, merge, shifted
 from .gather import gather
-from .schedule import Call, gathered_calls, schedule
+from .schedule import gathered_calls, schedule
 
 
 def ring_forward(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,16 +26,18 @@ def ring_forward(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
         return result, lse
     steps = schedule(ring.problem, ring.rank, "keys", results=True)
     transport = ring.transport(q.device, [], like((k, v), max(ring.problem.k_lengths)))
-    chains = ring.chains(q)
+    chains = ring.chains(q, k)
     fetched = Fetched(transport, steps, (k, v), chains)
     for s, step in enumerate(steps):
-        keys, values = fetched.take(s)
+        block = fetched.take(s)
 
-        def work(call: Call, keys=keys, values=values, start=step.rows[0] if s else 0) -> None:
-            first = start if call.k[0] < call.k[1] else 0
-            attend(shifted(call, k=first), q, keys, values, out, lse, ring.scale, result)
+        def work(cut: Cut, step=step, block=block, start=step.rows[0] if s else 0) -> None:
+            mine, keys, values, sums, lines, last = map(cut, (q, *block, out, lse, result))
+            for call in step.calls:
+                first = start if call.k[0] < call.k[1] else 0
+                attend(shifted(call, k=first), mine, keys, values, sums, lines, ring.scale, last)
 
-        chains.run(step.calls, work)
+        chains.run(work)
     chains.join()
     transport.close()
     return result, lse

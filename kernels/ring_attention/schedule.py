@@ -167,34 +167,6 @@ def halves(calls: Sequence[Call]) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
     return tuple(first), tuple(second)
 
 
-def split(calls: Sequence[Call], row: int) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
-    """The calls for queries before that row, and for those from it on."""
-    parts: tuple[list[Call], list[Call]] = [], []
-    for call in calls:
-        start, stop = call.q
-        for part, rows in zip(parts, ((start, min(stop, row)), (max(start, row), stop)), strict=True):
-            if rows[0] < rows[1]:
-                part.append(_rows_of(call, rows, call.final))
-    return tuple(parts[0]), tuple(parts[1])
-
-
-@lru_cache(maxsize=256)
-def middle(problem: Problem, rank: int, unit: int) -> int:
-    """The row of this rank's queries before which there is about half of its work, with keys that move. Calls are cut
-    there into multiples of `unit` rows and the rest."""
-    calls = [call for step in schedule(problem, rank, "keys") for call in step.calls]
-    whole = sum(call.pairs for call in calls)
-    low, high = 0, problem.q_lengths[rank]
-    while low < high:
-        tried = (low + high) // 2
-        if 2 * sum(call.pairs for call in split(calls, tried)[0]) < whole:
-            low = tried + 1
-        else:
-            high = tried
-    begin = max((call.q[0] for call in calls if call.q[0] <= low), default=0)
-    return begin + (low - begin + unit // 2) // unit * unit
-
-
 def _calls(q_runs: Sequence[Run], k_runs: Sequence[Run], shift: int) -> list[Call]:
     """As few calls as there can be for runs of queries and of keys, by position."""
     found: list[Call] = []

@@ -18,7 +18,7 @@ from . import test_world as plain
 from .backward import ring_backward
 from .forward import ring_forward
 from .layout import LAYOUTS, even_lengths, positions
-from .schedule import ROTATIONS, Problem, middle, schedule, split
+from .schedule import ROTATIONS, Problem
 from .test_world import Run
 
 SECONDS = 60
@@ -167,32 +167,20 @@ def test_rows_are_copied_into_rows_of_another_pitch(emulated) -> None:
     assert not into[:, :, 0].any() and not into[:, :, 6:8].any() and not into[:, :, 10].any()
 
 
-@pytest.mark.parametrize("unit", (3, 4))
+@pytest.mark.parametrize(("batch", "heads"), ((2, (2, 1)), (1, (6, 3))))
 @pytest.mark.parametrize(
-    ("world", "layout", "causal"),
-    ((2, "zigzag", True), (3, "striped", True), (3, "zigzag", True), (2, "zigzag", False)),
+    ("world", "layout", "causal"), ((2, "zigzag", True), (3, "striped", True), (3, "zigzag", False))
 )
-def test_queries_in_two_chains_have_what_one_has(emulated, monkeypatch, world, layout, causal, unit) -> None:
+def test_heads_in_two_chains_have_what_one_has(emulated, monkeypatch, world, layout, causal, batch, heads) -> None:
     lengths = even_lengths(22 * world, world, layout)
-    run = Run(lengths, lengths, dict(layout=layout, rotate="keys", causal=causal, return_lse=True))
+    options = dict(layout=layout, rotate="keys", causal=causal, return_lse=True)
+    run = Run(lengths, lengths, options, batch=batch, heads=heads)
     one = _all(run, world)
-    monkeypatch.setattr(configs, "pick_chain_rows", lambda queries, heads: unit)
+    monkeypatch.setattr(configs, "pick_chains", lambda *_: 2)
     for whole, cut in zip(one, _all(run, world), strict=True):
         assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(whole, cut, strict=True))
 
 
-def test_two_chains_have_about_half_of_the_work_each() -> None:
-    for layout, causal, world in itertools.product(LAYOUTS, (False, True), (2, 3, 8)):
-        lengths = even_lengths(48 * 1024 * world, world, layout)
-        problem = Problem(layout, causal, lengths, lengths)
-        for rank in range(world):
-            row = middle(problem, rank, 384)
-            calls = [call for step in schedule(problem, rank, "keys") for call in step.calls]
-            first, second = (sum(call.pairs for call in part) for part in split(calls, row))
-            assert first + second == sum(call.pairs for call in calls)
-            assert abs(first - second) < 0.03 * (first + second)
-            assert any((row - call.q[0]) % 384 == 0 for call in calls)
-
-
 def test_small_problems_have_one_chain() -> None:
-    assert configs.pick_chain_rows(8192, 32) == configs.CHAIN_ROWS and not configs.pick_chain_rows(128, 32)
+    assert configs.pick_chains(8192, 32, 32) == 2
+    assert configs.pick_chains(8192, 32, 1) == configs.pick_chains(128, 32, 32) == 1
