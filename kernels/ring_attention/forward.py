@@ -6,9 +6,9 @@ import torch
 
 from .blocks import Fetched, Handed, Ring, fp32, like
 from .chains import Cut
-from .compute import attend, merge, shifted
+from .compute import attend, merge
 from .gather import gather
-from .schedule import gathered_calls, schedule
+from .schedule import gathered_calls, schedule, shifted
 
 
 def ring_forward(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

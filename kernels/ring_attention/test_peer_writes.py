@@ -96,6 +96,9 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compute, "attention_partial", plain.partial)
     monkeypatch.setattr(compute, "attention_partial_backward", plain.partial_backward)
     monkeypatch.setattr(backward, "attention_delta", plain.delta)
+    monkeypatch.setattr(backward, "_empty", lambda x: torch.full(x.shape, torch.nan))
+    staging = blocks.Handed.staging
+    monkeypatch.setattr(blocks.Handed, "staging", lambda me, s: [t.fill_(torch.nan) for t in staging(me, s)])
 
 
 def _rank(run: Run, rank: int, world: int, found: list) -> None:
