@@ -55,7 +55,7 @@ def _keys(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
         def work(cut: Cut) -> None:
             parts = [cut(t) for t in (dout, q, *block, lse, delta, dq, *given)]
             for call, of_q, of_k in plan.stages[s]:
-                attend_backward(call, *parts, ring.scale, of_q, of_k, cut(result))
+                attend_backward(call, *parts, scale=ring.scale, of_q=of_q, of_k=of_k, result=cut(result))
             zero(plan.gaps[s], *parts[-2:])
 
         chains.run(work)
@@ -102,7 +102,7 @@ def _queries(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
         given = handed.staging(s) if s else mine
         for call, of_q, of_k in stage:
             parts = incoming, queries, k, v, their_lse, their_delta, given[0], dk, dv
-            attend_backward(call, *parts, ring.scale, of_q, of_k)
+            attend_backward(call, *parts, scale=ring.scale, of_q=of_q, of_k=of_k)
         zero(plan.gaps[s], *given)
         _collect(handed, mine)
         if s:
@@ -118,8 +118,9 @@ def _gathered(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
     keys, values, transport = gather(ring, k, v, gradients=True)
     plan = of_all(ring.problem, ring.rank)
     dq, result, whole = _empty(q), torch.empty_like(q), [_empty(keys), _empty(values)]
+    parts = dout, q, keys, values, lse, delta, dq, *whole
     for call, of_q, of_k in plan.stages[0]:
-        attend_backward(call, dout, q, keys, values, lse, delta, dq, *whole, ring.scale, of_q, of_k, result)
+        attend_backward(call, *parts, scale=ring.scale, of_q=of_q, of_k=of_k, result=result)
     zero(plan.gaps[0], *whole)
     found = scatter(ring, transport, *whole)
     transport.close()

@@ -35,9 +35,9 @@ class Ring:
     ) -> Transport:
         """For contributions and blocks of up to these shapes, the same on all ranks; with so many rooms for blocks, by
         default two where there are two, as one arrives while the one before is computed with."""
-        kind = {"peer": PeerWrites, "messages": Messages, "local": LocalCopies}[self.transfers]
+        kinds: dict[str, Callable[..., Transport]] = {"peer": PeerWrites, "messages": Messages, "local": LocalCopies}
         rooms = min(2, self.problem.world - 1) if rooms is None else rooms
-        return kind(self.group, device, [given, *[blocks] * rooms])
+        return kinds[self.transfers](self.group, device, [given, *[blocks] * rooms])
 
     def chains(self, q: torch.Tensor, k: torch.Tensor) -> Chains:
         """For calls with keys that move. Messages are waited for by one stream."""

@@ -50,6 +50,7 @@ def attend_backward(
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
+    *,
     scale: float | None,
     of_q: Share,
     of_k: Share,

@@ -12,13 +12,14 @@ from __future__ import annotations
 import socket
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from . import driver
 from .rows import copied
-from .transport import Block, Event, Pending, aligned, members, placed, room_bytes
+from .transport import Block, Pending, aligned, members, placed, room_bytes
 
 _ARENAS_KEPT = 4
 READY, ARRIVED = 0, 1
@@ -69,9 +70,7 @@ class PeerWrites:
                     if mine.numel():
                         driver.copy(mine, theirs, self.side)
                 signals.say(ARRIVED, to)
-            if receives:
-                signals.wait(ARRIVED, source)
-        return Event(self.side.record_event(), self.device)
+        return _Transfer(signals, self.side, self.device, source if receives else None)
 
     def follow(self, stream: torch.cuda.Stream) -> None:
         self.side.wait_stream(stream)
@@ -81,6 +80,26 @@ class PeerWrites:
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self.side)
         self.side.wait_stream(current)
+
+
+@dataclass
+class _Transfer:
+    """The wait for an arrival is queued only when somebody waits: behind the kernels that the transfer is overlapped
+    with, which it would hold up where the streams share a hardware queue."""
+
+    signals: StreamSignals | KernelSignals
+    side: torch.cuda.Stream
+    device: torch.device
+    source: int | None
+    done: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        if self.done is None:
+            if self.source is not None:
+                with torch.cuda.stream(self.side):
+                    self.signals.wait(ARRIVED, self.source)
+            self.done = self.side.record_event()
+        torch.cuda.current_stream(self.device).wait_event(self.done)
 
 
 class StreamSignals:
