@@ -47,9 +47,10 @@ def _keys(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
 
     most = max(ring.problem.k_lengths)
     transport = ring.transport(q.device, fp32(shapes(most)), like((k, v), most))
-    chains, plan = ring.chains(q, k), of_keys(ring.problem, ring.rank)
-    fetched, handed = Fetched(transport, steps, (k, v), chains), Handed(transport, steps, shapes, q.device)
+    plan, handed = of_keys(ring.problem, ring.rank), Handed(transport, steps, shapes, q.device)
     dq, result, mine = _empty(q), torch.empty_like(q), [_empty(k), _empty(v)]
+    chains = ring.chains(q, k)  # behind all allocations, which are this stream's
+    fetched = Fetched(transport, steps, (k, v), chains)
 
     def add(s: int, block: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
         def work(cut: Cut) -> None:
