@@ -17,7 +17,6 @@ from ..attention import attention
 from . import Rates, configs, peers, release, ring_attention, simulate
 from .flash_attn_shim import installed
 from .layout import cut, even_lengths, place
-from .op_without_transfers import ring_attention_without_transfers
 from .reference import ring_attention_reference
 from .schedule import Call, Problem, schedule
 
@@ -345,7 +344,7 @@ SPEC = KernelSpec(
         check_shard=check_shard,
         alone={"attention": alone},
         alone_reason=alone_reason,
-        local={"auto": ring_attention_without_transfers},
+        local={"auto": partial(ring_attention, transport="none")},
         release=release,
         # NVLink multicast is not used, and on a host that is shared it should not be tried.
         environment=lambda case: {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"},

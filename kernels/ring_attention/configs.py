@@ -1,8 +1,17 @@
-"""What moves between the ranks, by the bytes of it."""
+"""What moves between the ranks, by the bytes of it, and on how many streams a rank computes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+#: Tiles of 128 queries below which two chains would leave SMs without work: three waves of an H200's 132 SMs each.
+CHAIN_TILES = 2 * 3 * 132
+
+
+def pick_chains(queries: int, heads: int, independent: int) -> int:
+    """Into how many chains a rank's calls are cut (`chains.py`). `heads` of all batches; `independent`: how many parts
+    there could be. A rule from the number of tiles, not from a record."""
+    return 2 if independent > 1 and queries * heads >= 128 * CHAIN_TILES else 1
 
 
 def pick_rotation(
