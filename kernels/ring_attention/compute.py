@@ -8,6 +8,7 @@ import torch
 
 from ..attention import attention_delta as attention_delta
 from ..attention import attention_partial, attention_partial_backward
+from . import configs
 from .schedule import Call
 from .sums import Share
 
@@ -23,20 +24,23 @@ def attend(
     result: torch.Tensor | None = None,
 ) -> None:
     """Adds the call's keys to the running (out, lse) of its queries, rows as the call has them; with `final` their
-    outputs go to `result` instead, where that is given."""
+    outputs go to `result` instead, where that is given. Many keys are added segment by segment."""
     (a, b), (c, d) = call.q, call.k
-    attention_partial(
-        q[:, :, a:b],
-        k[:, :, c:d],
-        v[:, :, c:d],
-        out[:, :, a:b],
-        lse[:, :, a:b],
-        causal=call.causal,
-        scale=scale,
-        q_offset=call.q_offset,
-        k_offset=call.k_offset,
-        result=result[:, :, a:b] if call.final and result is not None else None,
-    )
+    segment = configs.pick_segment(k.shape[3], k.element_size())
+    for first in range(c, max(d, c + 1), segment):
+        last = min(first + segment, d)
+        attention_partial(
+            q[:, :, a:b],
+            k[:, :, first:last],
+            v[:, :, first:last],
+            out[:, :, a:b],
+            lse[:, :, a:b],
+            causal=call.causal,
+            scale=scale,
+            q_offset=call.q_offset,
+            k_offset=call.k_offset + first - c,
+            result=result[:, :, a:b] if call.final and result is not None and last == d else None,
+        )
 
 
 def attend_backward(

@@ -77,7 +77,7 @@ def copy(source: torch.Tensor, into: torch.Tensor, stream: torch.cuda.Stream) ->
         _call("cuMemcpy2DAsync_v2", ctypes.byref(told), ctypes.c_void_p(stream.cuda_stream))
         return
     for i in range(count):
-        places = [ctypes.c_uint64(t.data_ptr() + i * step) for t, step in zip((into, source), steps, strict=True)]
+        places = [ctypes.c_uint64(t.data_ptr() + i * step) for t, step in zip((into, source), steps[::-1], strict=True)]
         _call("cuMemcpyAsync", *places, ctypes.c_size_t(width), ctypes.c_void_p(stream.cuda_stream))
 
 

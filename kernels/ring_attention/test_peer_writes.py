@@ -187,3 +187,15 @@ def test_heads_in_two_chains_have_what_one_has(emulated, monkeypatch, world, lay
 def test_small_problems_have_one_chain() -> None:
     assert configs.pick_chains(8192, 32, 32) == 2
     assert configs.pick_chains(8192, 32, 1) == configs.pick_chains(128, 32, 32) == 1
+
+
+@pytest.mark.parametrize("most", [driver.MAX_PITCH, 0])
+def test_copies_of_pieces(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one copy of two dimensions, and piece by piece where the pitch is too large for it."""
+    monkeypatch.setattr(driver, "_call", _emulated)
+    monkeypatch.setattr(driver, "MAX_PITCH", most)
+    whole, rooms = torch.randn(2, 3, 8, 4), [torch.zeros(2, 3, 5, 4), torch.zeros(2, 3, 9, 4)[:, :, 2:7]]
+    for source in (whole[:, :, 1:6], whole[:, :, :5].contiguous()):
+        for into in rooms:
+            driver.copy(source, into.zero_(), _Stream())
+            assert torch.equal(source, into)

@@ -20,12 +20,13 @@ import torch.distributed as dist
 from harness.spec import Case, Peer
 
 from ..attention import attention
-from . import backward, bench, compute, peer_writes, release, ring_attention, shard, unshard
+from . import backward, bench, compute, configs, peer_writes, release, ring_attention, shard, unshard
 from . import test_world as plain
+from .compute import attend
 from .layout import LAYOUTS, even_lengths
 from .peer_writes import peer_writes_reason
 from .reference import ring_attention_reference
-from .schedule import ROTATIONS
+from .schedule import ROTATIONS, Call
 from .test_world import SECONDS, Run, call, call_all, spread
 
 WORLDS = (2, 3, 4)
@@ -339,3 +340,19 @@ def _memory(rank: int, world: int) -> dict[str, tuple[int, int]]:
 def test_memory_beside_inputs_and_results_is_bounded(tmp_path: Path) -> None:
     for found in spread(2, _memory, tmp_path, backend="nccl"):
         assert {what: sizes for what, sizes in found.items() if sizes[0] > sizes[1]} == {}
+
+
+def test_keys_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call, and several on a few keys each, of which the first queries see only the first."""
+    q, k, v = (torch.randn(1, 2, rows, 16) for rows in (21, 26, 26))
+    calls = [Call((0, 21), (0, 26), 5, 0, causal, True) for causal in (False, True)]
+    calls += [Call((3, 9), (4, 4), final=True), Call((0, 21), (2, 26), 0, 3, True, True)]
+    for one_call in calls:
+        found = []
+        for segment in (26, 7):
+            monkeypatch.setattr(configs, "pick_segment", lambda dim, size, segment=segment: segment)
+            out, lse, result = torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf), torch.full_like(q, 9)
+            attend(one_call, q, k, v, out, lse, None, result)
+            found.append((lse, result))
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

@@ -111,9 +111,9 @@ class _Works:
 
 
 class Nothing(Messages):
-    """Sends nothing, so that results are wrong: what a call with transfers takes longer is not overlapped. Copies within
-    a GPU in their place would run on its SMs, behind persistent kernels, and take longer than transfers. Rooms keep
-    random numbers, because kernels are faster on zeros and slower on NaN."""
+    """Sends nothing, so that results are wrong: what a call with transfers takes longer is not overlapped. Copies
+    within a GPU in their place would run on its SMs, behind persistent kernels, and take longer than transfers. Rooms
+    keep random numbers, because kernels are faster on zeros and slower on NaN."""
 
     kept: ClassVar[dict[tuple[torch.device, int], torch.Tensor]] = {}
 
