@@ -12,7 +12,7 @@ from .launches import bias_launch, pitch_launch, single_launch, whole_vectors
 from .sm90 import products
 from .versions import dhidden_launch, hidden_launch, rows_launch, weights_launch
 
-BACKENDS = ("auto", "fused", "two_gemms", "cuda")
+BACKENDS = ("auto", "fused", "two_gemms", "cuda", "narrow")
 SAVES = ("activations", "input")
 
 Optional = torch.Tensor | None
@@ -59,9 +59,9 @@ def fwd_plan(
     if backend == "fused" and dim_out > configs.MAX_FUSED_OUT:
         most = f"at most {configs.MAX_FUSED_OUT} rows of w2"
         raise RuntimeError(f'fused_mlp: backend="fused" cannot run here: it takes {most}, got {dim_out}')
-    missing = products.missing(x) if backend in ("auto", "cuda") else None
-    if backend == "cuda" and missing:
-        raise RuntimeError(f'fused_mlp: backend="cuda" cannot run here: {missing}')
+    missing = products.missing(x) if backend in ("auto", "cuda", "narrow") else None
+    if missing and backend != "auto":
+        raise RuntimeError(f'fused_mlp: backend="{backend}" cannot run here: {missing}')
     copied, w2_read = _pitched(w2)
     shape, pitch, gated = (*x.shape[:-1], dim_out), configs.pick_pitch(hidden), w_gate is not None
     empty = not rows or (not dim_out and not keep)
@@ -70,7 +70,7 @@ def fwd_plan(
         launch = _single(flat, w1, w2_read, b1, b2, w_gate, activation)
     elif not empty:
         use = configs.pick_versions(backend, rows, dim, hidden, x.dtype, hopper=missing is None)
-        launch = _two_products(flat, w1, w2_read, b1, b2, w_gate, activation, use)
+        launch = _two_products(flat, w1, w2_read, b1, b2, w_gate, activation, use, keep)
 
     def plan(
         x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, b1: Optional, b2: Optional, w_gate: Optional
@@ -95,11 +95,13 @@ def _single(x, w1, w2, b1, b2, w_gate, activation: str) -> Callable[..., None]:
     return run
 
 
-def _two_products(x, w1, w2, b1, b2, w_gate, activation: str, use: configs.Versions) -> Callable[..., None]:
+def _two_products(x, w1, w2, b1, b2, w_gate, activation: str, use: configs.Versions, keep: bool) -> Callable[..., None]:
     """Two kernels, with the hidden in memory between them."""
     shape = x.shape[0], configs.pick_pitch(w1.shape[0])
     hidden_like = x.new_empty(shape)
-    to_hidden = hidden_launch(x, w1, b1, w_gate, activation, use) if hidden_like.numel() else None
+    to_hidden = None
+    if hidden_like.numel():
+        to_hidden = hidden_launch(x, w1, b1, w_gate, activation, use, (True, keep))
     to_y = rows_launch(hidden_like, w2, None, b2, use) if w2.shape[0] else None
 
     def run(x, w1, w2, b1, b2, w_gate, y, pre, gate) -> None:
@@ -193,10 +195,11 @@ def _within_plan(
     any_elements = rows and pitch
     again = None
     if any_elements and (recompute or not derivative):
-        again = hidden_launch(x, w1, b1, w_gate, activation, use)
+        again = hidden_launch(x, w1, b1, w_gate, activation, use, (not derivative, derivative))
     to_gradients = None
     if any_elements and derivative:
-        to_gradients = dhidden_launch(dy, w2_read, w1.shape[0], gated, activation, use)
+        written = need_dpre, need_dgate, needs.w2
+        to_gradients = dhidden_launch(dy, w2_read, w1.shape[0], gated, activation, use, written)
 
     def run(dy, x, w1, w2, b1, w_gate, pre, gate) -> tuple[Optional, Optional, Optional]:
         def empty(wanted: bool) -> Optional:
