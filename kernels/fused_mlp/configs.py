@@ -278,7 +278,7 @@ def pick_narrow_config(rows: int, steps: int, step: int, tiles: int) -> NarrowCo
     measured yet.
     """
     a_stages, cluster = 4, 2 if rows > 128 else 1
-    room = SHARED - tiles - a_stages * (64 * 64 * 2 + 16) - 2048  # of which the bias takes 1024, and barriers
+    room = SHARED - tiles - a_stages * (64 * 64 * 2 + 24) - 2048  # of which the bias takes 1024, and barriers
     return NarrowConfig(min(max(16, steps), room // (step + 16)), a_stages, cluster)
 
 

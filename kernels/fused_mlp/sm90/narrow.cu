@@ -1,5 +1,5 @@
-// Products of fused_mlp with few terms (at most 512) and an activation in the epilogue, for Hopper (sm_90a): TMA, wgmma,
-// warp specialisation, persistent. narrow.py compiles and launches.
+// Products of fused_mlp with few terms (at most 512) and an activation in the epilogue, for Hopper (sm_90a): TMA,
+// wgmma, warp specialisation, persistent. narrow.py compiles and launches.
 //
 //   EPILOGUE 0  ACT     pre = a b + bias; hidden = act(pre)
 //            1  GATE    pre = a b + bias, gate = a b_more; hidden = act(gate) pre
@@ -7,114 +7,55 @@
 //            3  DGATE   the same from pre and gate: dpre, dgate, hidden
 //
 // Napkin maths for 128 rows and 128 columns of the result with 512 terms, in cycles of an SM:
-//   tensor cores   2 * 128 * 128 * 512 FLOP at 4096 a cycle                                    4096
-//   epilogue       SiLU: ex2 and rcp of 16384 sums at 16 a cycle; DACT some 24 instructions    2048 to 3000
-//   shared memory  b written once and read by two warpgroups, 384 KiB at 128 bytes a cycle     3072
-//                  and 64 KiB for each tensor that is stored or loaded                          512 each
+//   tensor cores   2 * 128 * 128 * 512 FLOP at 4096 a cycle                                             4096
+//   epilogue       SiLU: ex2 and rcp of 16384 sums at 16 a cycle; some 800 instructions of 8 warps      2048
+//   shared memory  b written once and read by two warpgroups, 384 KiB at 128 bytes a cycle              3072
+//                  64 KiB for each tensor that is stored or loaded                                      512 each
 //   L2             128 KiB of b, by two CTAs: 16 bytes a cycle; 8 for each tensor
-// So the tensor cores bind, if epilogues run beside products and a is not read from shared memory. 205 000 rows of
-// 1376 columns are 289 GFLOP, 366 us at 790 TFLOP/s; ACT moves 0.8 GB, with pre 1.3 GB, and DACT 1.9 GB, 450 us.
+// So the tensor cores bind ACT, if epilogues run beside products and a is not read from shared memory. That is full at
+// 3584, 4096 where pre is stored, and 4608 of DACT. 205 000 rows of 1376 columns are 289 GFLOP, 366 us at 790 TFLOP/s;
+// ACT moves 0.8 GB, with pre 1.3 GB, and DACT 1.9 GB, 450 us at 4254 GB/s, which then bind.
 //
-// A CTA is a producer warpgroup and two consumer warpgroups, with 64 rows of a each in registers: 128 for 512 terms. Each
-// takes all columns of the result in turn, COLUMNS at a time, in 64 registers of sums. Named barriers give the turns: one
+// A CTA is a producer warpgroup and two consumer warpgroups, with 64 rows of a each in registers: 128 for 512 terms.
+// Each takes all columns of the result, COLUMNS at a time, in 64 registers of sums. Named barriers give the turns: one
 // multiplies, 2048 cycles, while the other is in its epilogue. The second is one block of columns behind, so that the
 // ring of b, which both read, holds a block and what is loaded in advance: STAGES >= STEPS.
 //
 // Blocks are numbered along the columns of CLUSTER row tiles below each other, then the next rows. A cluster takes a
 // contiguous range of them: ranges differ by one block at most, and a is loaded once or twice for each row tile.
 //
-// The result leaves, and pre and gate come, by TMA through a tile in shared memory for each tensor, in 128-byte swizzle:
-// stmatrix and ldmatrix have the layout of the sums. dpre takes the place of pre, dgate that of gate.
+// The result leaves, and pre and gate come, by TMA through a tile in shared memory for each tensor, with 128-byte
+// swizzle; stmatrix and ldmatrix have the layout of the sums. dpre takes the place of pre, dgate that of gate.
 //
 // The producer warpgroup: warp 0 fills the ring of b, of which each CTA of a cluster loads its share for all, and
-// requests the next rows of a for L2; warp 1 fills the ring of a with 64 rows of the first warpgroup, then of the second;
-// warps 2 and 3 store and load the tiles of one consumer each.
+// requests the next rows of a for L2; warp 1 fills that of a with 64 rows of the first consumer, then of the second;
+// warps 2 and 3 load and store the tiles of one consumer each.
 //
 // What lies beyond a tensor is read as zeros and not written, by TMA: rows need no masks. Columns from `cols` to the
 // pitch are written as zeros, because the next product sums over them.
 //
-// Barriers, with their arrivals per phase: full[s] 1 and the bytes of a step, empty[s] 8 from each CTA of the cluster,
-// one lane of each consumer warp; a_full[s] 1 and bytes, a_empty[s] 4; ready[g] 1 and the bytes of loaded tensors: the
-// tiles of consumer g are free, or loaded; staged[g] 4: they are written. Named barriers 1 and 2 are the turns, 3 and 4
-// a consumer's after it has written its bias. Both consumers go through the same steps in the same order, and STAGES is
-// at least the steps of a block: free of deadlock.
+// Barriers, with their arrivals per phase: full[s] 1 and the bytes of a step; empty[s] 8 from each CTA of the cluster,
+// one lane of each consumer warp; a_full[g][s] 1 and the bytes of a panel, for each consumer g, because neither takes
+// part in the other's uses of a slot; a_empty[s] 4; ready[g] 1 and the bytes of loaded tensors: the tiles of consumer g
+// are free, or loaded; staged[g] 4: they are written. Named barriers 1 and 2 are the turns, 3 and 4 a consumer's after
+// it has written its bias. Both consumers go through the same steps in the same order, and STAGES is at least the steps
+// of a block: free of deadlock.
+//
+// narrow_layout.cuh has the places in shared memory and the order of blocks, narrow_epilogue.cuh the epilogues.
 //
 // Defined by the launcher: EPILOGUE, ACTIVATION, FP16, STEPS (64 terms each), STAGES, A_STAGES, CLUSTER, B_TRANS (b is
 // contiguous along the columns of the result), BIAS, STORES (bit i: tensor i is stored, in the order above), TAIL
 // (columns of the last block: 32, 64, 96 or 128).
 
-#include "activation.cuh"
 #include "cluster.cuh"
 #include "heads_ptx.cuh"
 #include "mbarrier.cuh"
+#include "narrow_epilogue.cuh"
+#include "narrow_layout.cuh"
 #include "numbers.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
 #include "wgmma16.cuh"
-
-enum Epilogue { ACT, GATE, DACT, DGATE };
-
-constexpr bool GATED = EPILOGUE == GATE || EPILOGUE == DGATE;
-constexpr int BLOCK_M = 128, BLOCK_K = 64, CONSUMERS = 2, ROWS = BLOCK_M / CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
-constexpr int COLUMNS = GATED ? 64 : 128;          // of the result that a block has
-constexpr int WEIGHTS = EPILOGUE == GATE ? 2 : 1;  // of which b is made, COLUMNS of each
-constexpr int PANEL = ROWS * 128;                  // bytes of 64 rows of 64 columns
-constexpr int WEIGHT_BYTES = COLUMNS * BLOCK_K * 2, STEP_BYTES = WEIGHTS * WEIGHT_BYTES;
-
-// Tiles: those of tensors that are loaded or stored. Of DACT and DGATE the first are loaded.
-constexpr int TENSORS = EPILOGUE == ACT || EPILOGUE == DACT ? 2 : 3;
-constexpr int LOADED = EPILOGUE == DACT ? 1 : EPILOGUE == DGATE ? 2 : 0;
-constexpr int TILE_BYTES = ROWS * COLUMNS * 2;
-constexpr int USED = (STORES | (1 << LOADED) - 1) & (1 << TENSORS) - 1;  // bits of the tensors that have tiles
-__device__ constexpr bool stored(int tensor) { return STORES >> tensor & 1; }
-__device__ constexpr int place_of(int tensor) {
-    const int before = USED & (1 << tensor) - 1;
-    return (before & 1) + (before >> 1 & 1) + (before >> 2 & 1);
-}
-constexpr int TILES = place_of(TENSORS);  // of a consumer
-
-// Where things lie in shared memory.
-constexpr int A_RING = STAGES * STEP_BYTES, TILE = A_RING + A_STAGES * PANEL;
-constexpr int BIASES = TILE + CONSUMERS * TILES * TILE_BYTES;  // fp32, COLUMNS of a consumer
-constexpr int FULL = BIASES + CONSUMERS * COLUMNS * 4, EMPTY = FULL + 8 * STAGES;
-constexpr int A_FULL = EMPTY + 8 * STAGES, A_EMPTY = A_FULL + 8 * A_STAGES;
-constexpr int READY = A_EMPTY + 8 * A_STAGES, STAGED = READY + 8 * CONSUMERS;
-constexpr int AHEAD = 3;  // blocks before its use that a is requested for L2
-static_assert(STAGES >= STEPS && (A_STAGES & A_STAGES - 1) == 0 && THREADS == 384);
-
-struct Problem {
-    const u16* bias;
-    u64 bias_stride;
-    int rows, cols, pitch;  // of the result, whose tensors have rows of `pitch` elements
-};
-
-struct Maps {
-    const TensorMap *a, *b, *b_more, *read[2], *written[3];  // pre and gate; tensors in the order of the epilogue's list
-};
-
-// ---- Blocks -------------------------------------------------------------------------------------------------------
-
-struct Range {
-    int first, last, columns;  // blocks of this cluster; blocks of a row tile
-};
-
-DEVICE Range range_of(const Problem& p) {
-    const int columns = (p.pitch + COLUMNS - 1) / COLUMNS;
-    const u64 blocks = (u64)((p.rows - 1) / (CLUSTER * BLOCK_M) + 1) * columns;
-    const u32 cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
-    return {(int)(blocks * cluster / clusters), (int)(blocks * (cluster + 1) / clusters), columns};
-}
-
-// The first row of this CTA in a band of row tiles.
-DEVICE int row_of(int band) { return (band * CLUSTER + cluster_rank()) * BLOCK_M; }
-
-struct Ring {
-    int slot = 0;
-    u32 phase = 0;
-    DEVICE void next() {
-        if (++slot == STAGES) slot = 0, phase ^= 1;
-    }
-};
 
 // ---- Producers, one thread each -----------------------------------------------------------------------------------
 
@@ -164,7 +105,7 @@ DEVICE void produce_a(const Problem& p, const Maps& maps, u32 smem) {
     for (int band = range.first / range.columns; band <= last; band++) {
 #pragma unroll 1
         for (int i = 0; i < CONSUMERS * STEPS; i++, count++) {
-            const u32 slot = count % A_STAGES, bar = smem + A_FULL + 8 * slot;
+            const u32 slot = count % A_STAGES, bar = smem + A_FULL + 8 * (i / STEPS * A_STAGES + slot);
             bar_wait(smem + A_EMPTY + 8 * slot, count / A_STAGES % 2 ^ 1);
             bar_expect(bar, PANEL);
             tma_load(smem + A_RING + slot * PANEL, maps.a, i % STEPS * BLOCK_K, row_of(band) + i / STEPS * ROWS, 0, 0,
@@ -212,20 +153,27 @@ DEVICE void carry_tiles(const Problem& p, const Maps& maps, u32 smem, int group)
 // reads it: no fence_reads.
 DEVICE void release(u32 smem, int slot) { arrive_at_all(smem + EMPTY + 8 * slot); }
 
-// A warp's 16 rows of a, as wgmma takes them from registers: 4 for each 16 columns. `count` bands were before.
-DEVICE void keep_rows(u32 (&a)[16 * STEPS], u32 smem, int group, u32 count) {
+// A consumer's place in the ring of a. Bit s of `phases` is the parity of its next use of slot s.
+struct RowRing {
+    u32 bands = 0, phases = 0;
+};
+
+// A warp's 16 rows of a, as wgmma takes them from registers: 4 for each 16 columns.
+DEVICE void keep_rows(u32 (&a)[16 * STEPS], u32 smem, int group, RowRing& ring) {
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
-        const u32 index = (count * CONSUMERS + group) * STEPS + step, slot = index % A_STAGES;
+        const u32 slot = ((ring.bands * CONSUMERS + group) * STEPS + step) % A_STAGES;
         const u32 at = smem + A_RING + slot * PANEL + row * 128;
-        bar_wait(smem + A_FULL + 8 * slot, index / A_STAGES % 2);
+        bar_wait(smem + A_FULL + 8 * (group * A_STAGES + slot), ring.phases >> slot & 1);
+        ring.phases ^= 1 << slot;
 #pragma unroll
         for (int i = 0; i < BLOCK_K / 16; i++)
             load_blocks(a + 16 * step + 4 * i, at + ((2 * i + lane / 16 ^ row % 8) << 4));
         __syncwarp();
         if (lane == 0) bar_arrive(smem + A_EMPTY + 8 * slot);
     }
+    ring.bands++;
 }
 
 // d = a b of a block, in this warpgroup's turn; `meanwhile` while the last products are made.
@@ -257,67 +205,10 @@ DEVICE void multiply(float (&d)[SUMS], const u32 (&a)[16 * STEPS], u32 smem, Rin
     release(smem, before);
 }
 
-DEVICE float low(u32 word) { return widen(word & 0xffff); }
-DEVICE float high(u32 word) { return widen(word >> 16); }
-
-// Two neighbouring columns of a row: words of the epilogue's tensors, from sums x and y of the first weight and, of
-// GATE, gate_x and gate_y of the second. `left` columns are before the last one.
-DEVICE void finish_pair(u32 (&w)[3], float x, float y, float gate_x, float gate_y, int left) {
-    const bool first = left > 0, second = left > 1;
-    if constexpr (EPILOGUE == ACT) {
-        w[0] = pack(first ? activate(x) : 0, second ? activate(y) : 0);
-        w[1] = pack(first ? x : 0, second ? y : 0);
-    } else if constexpr (EPILOGUE == GATE) {
-        w[0] = pack(first ? activate(gate_x) * x : 0, second ? activate(gate_y) * y : 0);
-        w[1] = pack(first ? x : 0, second ? y : 0);
-        w[2] = pack(first ? gate_x : 0, second ? gate_y : 0);
-    } else if constexpr (EPILOGUE == DACT) {
-        const Both a = activate_and_derive(low(w[0]), x), b = activate_and_derive(high(w[0]), y);
-        w[0] = pack(first ? a.dx : 0, second ? b.dx : 0);
-        w[1] = pack(first ? a.y : 0, second ? b.y : 0);
-    } else {
-        const float pre_x = low(w[0]), pre_y = high(w[0]);
-        const Both a = activate_and_derive(low(w[1]), x * pre_x), b = activate_and_derive(high(w[1]), y * pre_y);
-        w[0] = pack(first ? x * a.y : 0, second ? y * b.y : 0);
-        w[1] = pack(first ? a.dx : 0, second ? b.dx : 0);
-        w[2] = pack(first ? a.y * pre_x : 0, second ? b.y * pre_y : 0);
-    }
-}
-
-// From the sums of COLS columns to the tiles. Their blocks of 8 columns lie in a thread as ldmatrix and stmatrix have
-// them: lane i addresses row i % 16 of block i / 16 of two. LAST: columns may be beyond the last one; `left` are not.
-template <int COLS, bool LAST, int SUMS>
-DEVICE void finish(const float (&d)[SUMS], u32 tiles, const float* bias, int left) {
-    const int lane = threadIdx.x % 32, own = lane % 4 * 2;
-    const u32 row = tiles + (threadIdx.x % 128 / 32 * 16 + lane % 16) * 128, swizzle = (lane / 16 ^ lane % 8) << 4;
-#pragma unroll
-    for (int c = 0; c < COLS / 16; c++) {
-        const u32 at = row + c / 4 * PANEL + (swizzle ^ c % 4 << 5);
-        u32 words[3][4];
-#pragma unroll
-        for (int i = 0; i < LOADED; i++) load_blocks(words[i], at + i * TILE_BYTES);
-#pragma unroll
-        for (int block = 0; block < 2; block++) {
-            const int column = 16 * c + 8 * block + own;
-            const float2 add = BIAS ? *(const float2*)(bias + column) : float2{0, 0};
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const int m = 2 * block + half, i = 4 * (2 * c + block) + 2 * half, gate = EPILOGUE == GATE ? SUMS / 2 : 0;
-                u32 w[3] = {words[0][m], words[1][m], words[2][m]};
-                finish_pair(w, d[i] + add.x, d[i + 1] + add.y, d[gate + i], d[gate + i + 1], LAST ? left - column : 2);
-                words[0][m] = w[0], words[1][m] = w[1], words[2][m] = w[2];
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < TENSORS; i++)
-            if (stored(i)) store_blocks(at + place_of(i) * TILE_BYTES, words[i]);
-    }
-}
-
 // One block, whose first column is `column`.
 template <int COLS, bool LAST>
-DEVICE void work(const Problem& p, const u32 (&a)[16 * STEPS], char* shared, u32 smem, Ring& ring, int group, int column,
-                 u32 phase) {
+DEVICE void work(const Problem& p, const u32 (&a)[16 * STEPS], char* shared, u32 smem, Ring& ring, int group,
+                 int column, u32 phase) {
     float* const bias = (float*)(shared + BIASES) + group * COLUMNS;
     float d[EPILOGUE == GATE ? COLUMNS : COLS / 2];
     multiply(d, a, smem, ring, group, [&] {
@@ -336,11 +227,12 @@ DEVICE void work(const Problem& p, const u32 (&a)[16 * STEPS], char* shared, u32
 DEVICE void consume(const Problem& p, char* shared, u32 smem, int group) {
     const Range range = range_of(p);
     Ring ring;
-    u32 a[16 * STEPS], bands = 0, phase = 0;
+    RowRing rows;
+    u32 a[16 * STEPS], phase = 0;
 #pragma unroll 1
     for (int block = range.first; block < range.last; block++, phase ^= 1) {
         const int column = block % range.columns * COLUMNS;
-        if (block == range.first || column == 0) keep_rows(a, smem, group, bands++);
+        if (block == range.first || column == 0) keep_rows(a, smem, group, rows);
         if (column + COLUMNS < p.pitch) work<COLUMNS, false>(p, a, shared, smem, ring, group, column, phase);
         else work<TAIL, true>(p, a, shared, smem, ring, group, column, phase);
     }
@@ -354,7 +246,7 @@ DEVICE void init_barriers(u32 smem) {
         bar_init(smem + EMPTY + 8 * s, 4 * CONSUMERS * CLUSTER);
     }
     for (int s = 0; s < A_STAGES; s++) {
-        bar_init(smem + A_FULL + 8 * s, 1);
+        for (int g = 0; g < CONSUMERS; g++) bar_init(smem + A_FULL + 8 * (g * A_STAGES + s), 1);
         bar_init(smem + A_EMPTY + 8 * s, 4);
     }
     for (int g = 0; g < CONSUMERS; g++) {

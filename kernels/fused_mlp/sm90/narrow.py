@@ -164,5 +164,5 @@ def tile_bytes(epilogue: int, stores: int) -> int:
 
 def shared_bytes(epilogue: int, stores: int, config: configs.NarrowConfig) -> int:
     """Of a CTA: the rings of b and a, the tiles, both consumers' bias in fp32, and barriers."""
-    rings = config.stages * (step_bytes(epilogue) + 16) + config.a_stages * (ROWS * BLOCK_K * 2 + 16)
+    rings = config.stages * (step_bytes(epilogue) + 16) + config.a_stages * (ROWS * BLOCK_K * 2 + 24)
     return rings + tile_bytes(epilogue, stores) + 2 * COLUMNS[epilogue] * 4 + 4 * 8
