@@ -140,7 +140,9 @@ def bwd_plan(
     gate_read = None if w_gate is None else w_gate.mT
     for_x = rows_launch(wide, w1.mT, gate_read, None, use) if needs.x and rows and dim else None
     any_w1 = (needs.w1 or needs.w_gate) and hidden and dim
-    for_w1 = weights_launch(wide, x_rows, hidden, dim, use) if any_w1 else None
+    # cuBLAS makes these gradients with the rows of the padding, which are left out of what is returned.
+    long = pitch if use.library else hidden
+    for_w1 = weights_launch(wide, x_rows, long, dim, use) if any_w1 else None
     for_w2 = weights_launch(dy_rows, wide, dim_out, hidden, use) if needs.w2 and hidden and dim_out else None
     for_b1 = bias_launch(wide, hidden) if needs.b1 and hidden else None
     for_b2 = bias_launch(dy_rows, dim_out) if needs.b2 and dim_out else None
@@ -157,9 +159,9 @@ def bwd_plan(
             if for_x is not None:
                 for_x(dpre, w1, dgate, w_gate, None, dx)
         if needs.w1:
-            dw1 = _written(x, (hidden, dim), for_w1, dpre, x_rows)
+            dw1 = _written(x, (long, dim), for_w1, dpre, x_rows)[:hidden]
         if needs.w_gate:
-            dw_gate = _written(x, (hidden, dim), for_w1, dgate, x_rows)
+            dw_gate = _written(x, (long, dim), for_w1, dgate, x_rows)[:hidden]
         if needs.w2:
             dw2 = _written(x, (dim_out, hidden), for_w2, dy_rows, hidden_rows)
         if needs.b1:
