@@ -210,8 +210,10 @@ def _quack_supports(case: Case, mode: str) -> str | None:
 
 def _backend(case: Case) -> str | None:
     """What auto takes for all products on Hopper; None where that is no backend by itself."""
-    rows, dim, hidden = (case.dims[n] for n in ("rows", "dim", "hidden"))
+    rows, dim, hidden, dim_out = (case.dims[n] for n in ("rows", "dim", "hidden", "dim_out"))
     use = configs.pick_versions("auto", rows, dim, hidden, case.dtype, hopper=True)
+    if use.narrow and max(dim, dim_out) <= configs.MAX_NARROW and dim % 8 == dim_out % 8 == 0:
+        return "narrow"
     return "two_gemms" if use == configs.Versions(False, False, False, False) else None
 
 
