@@ -249,10 +249,10 @@ def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
 
 
 def _narrow_candidates(case: Case) -> list[configs.NarrowConfig]:
-    """Those that fit beside the tiles of a backward: 64 KiB."""
+    """Those that fit beside the tiles of a backward: two tensors."""
     return [
-        configs.NarrowConfig(stages, a_stages, cluster)
-        for stages, a_stages in ((8, 2), (8, 4), (9, 2))
+        configs.NarrowConfig(columns, stages, a_stages, cluster)
+        for columns, stages, a_stages in ((128, 8, 2), (128, 8, 4), (128, 9, 2), (64, 12, 4), (64, 16, 4), (64, 16, 8))
         for cluster in (1, 2, 4)
     ]
 

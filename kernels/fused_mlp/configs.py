@@ -5,7 +5,7 @@ Nothing here is measured yet: EXPERIMENTS.md says how the numbers were reckoned.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -43,9 +43,10 @@ class CudaConfig:
 
 @dataclass(frozen=True)
 class NarrowConfig:
-    """Of narrow.cu: steps of the rings of b and of a, and CTAs of a cluster, which share what they read of b (1, 2
-    or 4)."""
+    """Of narrow.cu: columns of a block (64, or of one weight 128), steps of the rings of b and of a, and CTAs of a
+    cluster, which share what they read of b (1, 2 or 4)."""
 
+    columns: int
     stages: int
     a_stages: int
     cluster: int
@@ -269,17 +270,27 @@ def pick_cuda_config(rows: int, cols: int, depth: int) -> CudaConfig:
     return CudaConfig(stages=4, raster=8, cluster=cluster)
 
 
-def pick_narrow_config(rows: int, steps: int, step: int, tiles: int) -> NarrowConfig:
-    """Configuration of narrow.cu for `steps` steps of b of `step` bytes each, beside tiles of `tiles` bytes. Pure.
+def pick_narrow_config(rows: int, steps: int, weights: int, tensors: int) -> NarrowConfig:
+    """Configuration of narrow.cu for `steps` steps of b, which is made of `weights` weights, and `tensors` tensors that
+    are loaded or stored. Pure.
 
     The ring of b holds at least the steps of a block, which the second consumer reads one block later than the first,
-    and what room there is beyond that, up to a second block. Half of a consumer's rows of a are in their ring before it
-    is through with the rows before. Two CTAs that share b read 16 bytes of it a cycle from L2. By these sums; not
-    measured yet.
+    and what room there is beyond that, up to two further blocks. Half of a consumer's rows of a are in their ring
+    before it is through with the rows before. Two CTAs that share b read 16 bytes of it a cycle from L2. Three tensors
+    leave no room for a ring of blocks of 128 columns. By these sums; not measured yet.
     """
-    a_stages, cluster = 4, 2 if rows > 128 else 1
-    room = SHARED - tiles - a_stages * (64 * 64 * 2 + 24) - 2048  # of which the bias takes 1024, and barriers
-    return NarrowConfig(min(max(16, steps), room // (step + 16)), a_stages, cluster)
+    config = NarrowConfig(64 if weights == 2 or tensors == 3 else 128, steps, 4, 2 if rows > 128 else 1)
+    for stages in range(3 * steps, steps, -1):
+        if narrow_bytes(replace(config, stages=stages), weights, tensors) <= SHARED:
+            return replace(config, stages=stages)
+    return config
+
+
+def narrow_bytes(config: NarrowConfig, weights: int, tensors: int) -> int:
+    """Shared memory of a CTA of narrow.cu: the rings of b and a, a tile of each tensor and the bias in fp32 for both
+    consumers, and barriers."""
+    b_ring = config.stages * (weights * config.columns * 64 * 2 + 16)
+    return b_ring + config.a_stages * (64 * 64 * 2 + 24) + 2 * config.columns * (tensors * 64 * 2 + 4) + 4 * 8
 
 
 def pick_cuda_parts(steps: int, tiles: int, sms: int) -> int:

@@ -43,9 +43,9 @@
 //
 // narrow_layout.cuh has the places in shared memory and the order of blocks, narrow_epilogue.cuh the epilogues.
 //
-// Defined by the launcher: EPILOGUE, ACTIVATION, FP16, STEPS (64 terms each), STAGES, A_STAGES, CLUSTER, B_TRANS (b is
-// contiguous along the columns of the result), BIAS, STORES (bit i: tensor i is stored, in the order above), TAIL
-// (columns of the last block: 32, 64, 96 or 128).
+// Defined by the launcher: EPILOGUE, ACTIVATION, FP16, STEPS (64 terms each), STAGES, A_STAGES, CLUSTER, COLUMNS (64,
+// or of one weight 128), B_TRANS (b is contiguous along the columns of the result), BIAS, STORES (bit i: tensor i is
+// stored, in the order above), TAIL (columns of the last block, in steps of 32).
 
 #include "cluster.cuh"
 #include "heads_ptx.cuh"
@@ -181,7 +181,7 @@ template <int SUMS, class Meanwhile>
 DEVICE void multiply(float (&d)[SUMS], const u32 (&a)[16 * STEPS], u32 smem, Ring& ring, int group,
                      const Meanwhile& meanwhile) {
     constexpr int B_STEP = B_TRANS ? 16 * 128 / 16 : 32 / 16;  // of 16 terms in b's description
-    int before = 0;
+    constexpr int LAST = STEPS < IN_FLIGHT ? STEPS : IN_FLIGHT;  // steps that are in flight in the end
     named_wait(1 + group);
 #pragma unroll
     for (int step = 0; step < STEPS; step++, ring.next()) {
@@ -192,17 +192,17 @@ DEVICE void multiply(float (&d)[SUMS], const u32 (&a)[16 * STEPS], u32 smem, Rin
         for (int i = 0; i < BLOCK_K / 16; i++)
             wgmma_from_registers<SUMS, B_TRANS>(d, a + 16 * step + 4 * i, b + i * B_STEP, step + i > 0);
         wgmma_commit();
-        if (step) {
-            wgmma_wait<1>();
-            release(smem, before);
+        if (step >= IN_FLIGHT) {
+            wgmma_wait<IN_FLIGHT>();
+            release(smem, ring.before(IN_FLIGHT));
         }
-        before = ring.slot;
     }
     named_arrive(2 - group);
     meanwhile();
     wgmma_wait<0>();
     pin(d);
-    release(smem, before);
+#pragma unroll
+    for (int i = LAST; i > 0; i--) release(smem, ring.before(i));
 }
 
 // One block, whose first column is `column`.

@@ -15,8 +15,7 @@ from .cuda_driver import address
 
 BLOCK_M, BLOCK_K, ROWS, THREADS = 128, 64, 64, 384  # of narrow.cu
 ACT, GATE, DACT, DGATE = range(4)  # epilogues of narrow.cu
-COLUMNS = {ACT: 128, GATE: 64, DACT: 128, DGATE: 64}  # of the result in a block
-LOADED = {ACT: 0, GATE: 0, DACT: 1, DGATE: 2}  # tensors of the result that come into the tiles first
+LOADED = {ACT: 0, GATE: 0, DACT: 1, DGATE: 2}  # tensors that come into the tiles first
 MAX_TERMS = configs.MAX_NARROW
 
 # Tensor maps of a, b and b_more, of pre and gate, and of three tensors of the result; narrow.cu's Problem: the bias and
@@ -94,11 +93,12 @@ class _Product:
         b_more: Optional = None,
         bias: Optional = None,
     ) -> None:
-        (rows, terms), pitch, columns = a.shape, configs.pick_pitch(cols), COLUMNS[epilogue]
-        transposed, steps, (_, sms) = b.stride(1) != 1, -(-terms // BLOCK_K), device_of(a)
+        rows, pitch, steps = a.shape[0], configs.pick_pitch(cols), -(-a.shape[1] // BLOCK_K)
+        transposed, (_, sms) = b.stride(1) != 1, device_of(a)
         stores = sum(wanted << i for i, wanted in enumerate(written))
-        config = configs.pick_narrow_config(rows, steps, step_bytes(epilogue), tile_bytes(epilogue, stores))
-        box = (BLOCK_K if transposed else columns) // config.cluster
+        weights, tensors = sizes_of(epilogue, stores)
+        config = configs.pick_narrow_config(rows, steps, weights, tensors)
+        box = (BLOCK_K if transposed else config.columns) // config.cluster
         like_result = torch.empty((rows, pitch), dtype=a.dtype, device="meta")
         self._a_map, self._result_map = products.matrix_map(a, ROWS), products.matrix_map(like_result, ROWS)
         self._b_maps = tuple(products.matrix_map(t, box, transposed) for t in (b, b if b_more is None else b_more))
@@ -112,15 +112,16 @@ class _Product:
             f"STAGES={config.stages}",
             f"A_STAGES={config.a_stages}",
             f"CLUSTER={config.cluster}",
+            f"COLUMNS={config.columns}",
             f"B_TRANS={int(transposed)}",
             f"BIAS={int(bias is not None)}",
             f"STORES={stores}",
-            f"TAIL={tail_of(pitch, columns)}",
+            f"TAIL={tail_of(pitch, config.columns)}",
         )
-        shared, index = shared_bytes(epilogue, stores, config), a.device.index
+        shared, index = configs.narrow_bytes(config, weights, tensors), a.device.index
         with torch.cuda.device_of(a):
             (kernel,) = cuda_driver.kernels(index, "narrow.cu", ("fused_mlp_narrow",), defines, shared)
-        blocks = -(-rows // (BLOCK_M * config.cluster)) * -(-pitch // columns)
+        blocks = -(-rows // (BLOCK_M * config.cluster)) * -(-pitch // config.columns)
         grid = config.cluster * min(sms // config.cluster, blocks)
         self._launch = cuda_driver.Launch(index, kernel, grid, THREADS, shared, _LAYOUT)
 
@@ -151,18 +152,6 @@ def tail_of(pitch: int, columns: int) -> int:
     return -(-((pitch - 1) % columns + 1) // 32) * 32
 
 
-def step_bytes(epilogue: int) -> int:
-    """Of a step of b."""
-    return COLUMNS[epilogue] * (2 if epilogue == GATE else 1) * BLOCK_K * 2
-
-
-def tile_bytes(epilogue: int, stores: int) -> int:
-    """Of the tiles of both consumers: of the tensors that are loaded, or stored (bits of `stores`)."""
-    tensors = (stores | (1 << LOADED[epilogue]) - 1).bit_count()
-    return 2 * tensors * ROWS * COLUMNS[epilogue] * 2
-
-
-def shared_bytes(epilogue: int, stores: int, config: configs.NarrowConfig) -> int:
-    """Of a CTA: the rings of b and a, the tiles, both consumers' bias in fp32, and barriers."""
-    rings = config.stages * (step_bytes(epilogue) + 16) + config.a_stages * (ROWS * BLOCK_K * 2 + 24)
-    return rings + tile_bytes(epilogue, stores) + 2 * COLUMNS[epilogue] * 4 + 4 * 8
+def sizes_of(epilogue: int, stores: int) -> tuple[int, int]:
+    """Weights that b is made of, and tensors that have a tile: those that are loaded, or stored (bits of `stores`)."""
+    return 2 if epilogue == GATE else 1, (stores | (1 << LOADED[epilogue]) - 1).bit_count()

@@ -7,11 +7,11 @@
 
 enum Epilogue { ACT, GATE, DACT, DGATE };
 
-constexpr bool GATED = EPILOGUE == GATE || EPILOGUE == DGATE;
 constexpr int BLOCK_M = 128, BLOCK_K = 64, CONSUMERS = 2, ROWS = BLOCK_M / CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
-constexpr int COLUMNS = GATED ? 64 : 128;          // of the result that a block has
 constexpr int WEIGHTS = EPILOGUE == GATE ? 2 : 1;  // of which b is made, COLUMNS of each
 constexpr int PANEL = ROWS * 128;                  // bytes of 64 rows of 64 columns
+constexpr int IN_FLIGHT = 128 / (WEIGHTS * COLUMNS);  // steps that are multiplied while the next is waited for
+static_assert(IN_FLIGHT == 1 || IN_FLIGHT == 2);
 constexpr int WEIGHT_BYTES = COLUMNS * BLOCK_K * 2, STEP_BYTES = WEIGHTS * WEIGHT_BYTES;
 
 // Tiles: those of tensors that are loaded or stored. Of DACT and DGATE the first are loaded.
@@ -67,4 +67,6 @@ struct Ring {
     DEVICE void next() {
         if (++slot == STAGES) slot = 0, phase ^= 1;
     }
+    // The slot of `steps` steps before.
+    DEVICE int before(int steps) const { return slot < steps ? slot - steps + STAGES : slot - steps; }
 };
