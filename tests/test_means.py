@@ -160,6 +160,15 @@ def test_rows_that_the_harness_flags_stay_out(tmp_path: Path, spoil: Any, reason
     assert found.values == pytest.approx([1.2]) and found.left_out == {"flagged": (reason,)}
 
 
+@pytest.mark.parametrize(("column", "counts"), [("warm", True), ("cold", False)])
+def test_a_throttled_round_counts_in_the_column_that_is_compared(tmp_path: Path, column: str, counts: bool) -> None:
+    rows = throttled(case("hot", PLAIN))
+    clocks = {"sm_mhz": [1980] * 10, "throttled": []}
+    rows[0]["clocks"]["rounds"] = {"cold": clocks, "warm": clocks} | {column: {**clocks, "throttled": [3, 4]}}
+    found = mean(tmp_path, rows)
+    assert found.left_out == ({} if counts else {"hot": ("the GPU throttled",)})
+
+
 def test_a_row_above_the_roofline_stays_out(tmp_path: Path) -> None:
     fast = case("fast", {"triton": 79, "quack": 400})
     found = mean(tmp_path, case("plain", PLAIN), fast)
