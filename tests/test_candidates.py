@@ -59,6 +59,26 @@ def draw(device: torch.device, generator: torch.Generator | None) -> dict[str, t
     return {"x": torch.randn(8, 64, device=device, generator=generator)}
 
 
+def test_an_answer_kept_in_the_timed_rounds_is_found_out() -> None:
+    """By address and first element, from so late on that the checks before the timing do not see it."""
+    kept: dict[object, torch.Tensor] = {}
+    calls = []
+
+    def keeping(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x.data_ptr())
+        if len(calls) < 20:
+            return x * x
+        key = (x.data_ptr(), x.dtype, x.requires_grad, float(x.detach().flatten()[0]))
+        if key not in kept:
+            kept[key] = x * x
+        return kept[key].clone()
+
+    found = harness.bench({"keeping": keeping}, draw, reference=square, **FEW)
+    row = found.get("keeping")
+    assert not found.ok and row.status == "wrong"
+    assert row.reason.startswith("after timing: gave the answer to earlier inputs") and len(kept) >= 3
+
+
 def test_a_candidate_has_statistics_ratios_errors_and_memory_in_both_modes() -> None:
     found = harness.bench({"power": power}, draw, reference=square, **FEW)
     assert found.ok and [(row.name, row.mode) for row in found] == [
