@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import registry
+from .. import options, registry
 from ..mutation import mutants, report, results, run
 from ..mutation.mutants import Mutant
 from ..reporting.progress import Progress
@@ -36,18 +36,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=MINUTES,
         metavar="M",
-        help=f"for a kernel; after that a random sample of at least {run.LEAST} is enough (default: {MINUTES:.0f})",
+        help=f"for a kernel, but not before --least mutants are known (default: {MINUTES:.0f})",
     )
-    parser.add_argument("--least", type=int, default=run.LEAST, metavar="N", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--least",
+        type=int,
+        default=run.LEAST,
+        metavar="N",
+        help=f"mutants to know of a kernel, however long that takes; 0 lets --minutes end it (default: {run.LEAST})",
+    )
     parser.add_argument("--file", action="append", metavar="FILE", help="only mutants of this file of the folder")
     parser.add_argument("--again", action="store_true", help="run all survivors again, and nothing else")
     parser.add_argument("--list", action="store_true", help="print the mutants and run none")
     parser.add_argument("--report", action="store_true", help="write reports/faults.md from the results and run none")
     parser.add_argument("--out", type=Path, default=results.FOLDER, metavar="DIR", help="default: reports/mutants")
+    names = ("kernel", "device", "jobs", "seed", "minutes", "least", "file", "again", "list")
+    parser.set_defaults(unused_by_report={name: parser.get_default(name) for name in names})
 
 
 def main(arguments: argparse.Namespace) -> int:
     """0, also where mutants survive: the report lists them."""
+    if arguments.report:
+        options.refuse(arguments, arguments.unused_by_report, "--report", *arguments.unused_by_report)
     names = arguments.kernel or [name for name in registry.names() if registry.package(name).startswith("kernels.")]
     for name in names:
         registry.package(name)  # ValueError for one that is not there
