@@ -98,6 +98,7 @@ def _one(kernel: str, arguments: argparse.Namespace) -> None:
         return
     jobs = arguments.jobs or (min(8, os.cpu_count() or 1) if device == "cuda" else os.cpu_count() or 1)
     counts: Counter[str] = Counter()
+    before = results.original(kernel, label, arguments.out)
     with (
         results.path(kernel, arguments.out).open("a", encoding="utf-8") as file,
         Progress(kernel, len(left)) as progress,
@@ -121,6 +122,10 @@ def _one(kernel: str, arguments: argparse.Namespace) -> None:
             retried + max(0, arguments.least - len(known)),
             done,
             lambda text: print(text, flush=True),
+            run.Baseline(before["checks"], before["tests"]) if before else None,
+            lambda original: results.keep_original(
+                kernel, label, {"checks": original.checks, "tests": original.tests}, arguments.out
+            ),
         )
     results.tidy(kernel, every, arguments.out)
     print(f"{kernel}: " + ", ".join(f"{n} {status}" for status, n in counts.most_common()))

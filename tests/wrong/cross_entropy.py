@@ -24,9 +24,11 @@ CASES = (
     Case(SUM, dict(rows=9, vocab=37), torch.float32, dict(reduction="sum")),
     Case(INPLACE, dict(rows=9, vocab=37), torch.float32, dict(with_grad=True), mutates=("logits",)),
     Case(INT32, dict(rows=9, vocab=37), torch.float32, dict(index=torch.int32, label_smoothing=1.0)),
+)
+# Not for the controls: what becomes of a NaN in a row without a target depends on how a formula is written.
+LONG_CASES = (
     Case(IGNORED, dict(rows=9, vocab=37), torch.float32, dict(all_ignored=True, reduction="sum", z_loss=1e-2)),
 )
-LONG_CASES = ()
 FUZZ = {"rows": (0, 3), "vocab": (1, 36)}
 LIMITS = {"weight": 1e4}
 

@@ -24,9 +24,11 @@ CASES = (
     ),
     Case(ROWS, dict(rows=9, dim=6, vocab=35), torch.float32, dict(reduction="none")),
     Case(INT32, dict(rows=9, dim=6, vocab=35), torch.float32, dict(index=torch.int32, label_smoothing=1.0)),
+)
+# Not for the controls: what becomes of a NaN in a row without a target depends on how a formula is written.
+LONG_CASES = (
     Case(IGNORED, dict(rows=9, dim=6, vocab=35), torch.float32, dict(all_ignored=True, reduction="sum", z_loss=1e-2)),
 )
-LONG_CASES: tuple[Case, ...] = ()
 FUZZ = {"rows": (0, 9), "dim": (1, 9), "vocab": (2, 40)}
 LIMITS: dict[str, float] = {}
 
