@@ -323,16 +323,39 @@ def test_what_is_wrong_with_a_path_is_said(own: Path, capsys) -> None:
     assert "more than one SPEC is called 'double'" in capsys.readouterr().err
 
 
+IN_PYTHON = """
+import harness, torch
+results = harness.bench({'a': torch.sin}, torch.ones(9), reference=torch.sin, quick=True)
+assert results.ok
+"""
+WITH_COMPILE = """
+import harness, torch
+benchmark = harness.Benchmark(
+    "softmax", {"mine": lambda x: torch.softmax(x, -1)},
+    inputs=lambda device, generator: {"x": torch.randn(8, 64, device=device, generator=generator)},
+    reference=lambda x: x.exp() / x.exp().sum(-1, keepdim=True), baselines=("eager", "compile"),
+)
+results = benchmark.run(samples=3, warmup=0)
+assert results.ok and results.get("compile").status == "ok", results.get("compile").reason
+assert "compile" in results.get("mine", mode="training").faster_than
+"""
+PATH = ["-m", "harness", "bench", "--kernel", "{own}", "--samples", "3", "--warmup", "0"]
+
+
 @pytest.mark.slow
-def test_from_an_empty_folder_with_the_checkout_on_the_path(own: Path) -> None:
-    code = "import harness, torch; r = harness.bench({'a': torch.sin}, torch.ones(9), reference=torch.sin, quick=True)"
+@pytest.mark.parametrize(
+    "command", [["-c", IN_PYTHON], ["-c", WITH_COMPILE], PATH], ids=["bench", "Benchmark with compile", "--kernel PATH"]
+)
+def test_from_an_empty_folder_with_the_checkout_on_the_path(own: Path, command: list[str]) -> None:
+    """What docs/BENCH.md calls installed."""
+    empty = own.parent / "empty"
+    empty.mkdir()
+    words = [word.replace("{own}", str(own)) for word in command]
     environment = {**os.environ, "PYTHONPATH": str(registry.ROOT)}
-    for command in (["-c", code], ["-m", "harness", "bench", "--kernel", "./my-kernel", "--quick"]):
-        done = subprocess.run(
-            [sys.executable, *command], cwd=own.parent, env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        assert "wall-clock time on the CPU" in done.stdout
+    done = subprocess.run([sys.executable, *words], cwd=empty, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "wall-clock time on the CPU" in done.stdout
+    assert [path.name for path in empty.iterdir()] == ([".out"] if command is PATH else [])
 
 
 EXAMPLE = registry.ROOT / "examples" / "benchmark.py"

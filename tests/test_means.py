@@ -165,11 +165,11 @@ def test_a_peer_that_is_newer_than_the_record_is_named(tmp_path: Path, monkeypat
     monkeypatch.setattr(report.declared, "peers", lambda kernel: ("torch", "quack", "later"))
     lacking = case("lacking", {"triton": 100, "torch": 150})
     block = report.readme_block(folder(tmp_path, case("plain", {"triton": 100, "torch": 150, "quack": 120}), lacking))
-    assert "newer than the record of these cases, and so not in that run:\n\n" in block
+    assert "without a row in the record of these cases" in block and "(not in that run):\n\n" in block
     assert "- later, in 2 of rmsnorm fwd.\n- quack, in 1 of rmsnorm fwd.\n" in block and "- torch" not in block
     monkeypatch.setattr(aggregates, "MANY_GROUPS", 0)
     found = findings(record.load(tmp_path))
-    assert aggregates.newer(found, report.declared.peers)[0] == "- later, in 2 cases of 1 kernels."
+    assert aggregates.newer(found, report.declared.peers)[0] == "- later, in 2 cases of rmsnorm."
 
 
 @pytest.mark.parametrize("kernel", ["rmsnorm", "attention", "linear_cross_entropy", "llama_layer"])

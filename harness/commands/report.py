@@ -42,7 +42,10 @@ from ..reporting.findings import Finding, findings, modes_of
 
 LEFT_OUT = "Left out of the means over the best peer, by reason; some have two:"
 ABSENT = "Peers that take these cases and were not installed:"
-NEWER = "Peers whose adapters are newer than the record of these cases, and so not in that run:"
+NEWER = (
+    "Peers without a row in the record of these cases, as their adapters are newer or that run was of fewer "
+    "(not in that run):"
+)
 BLOCK = re.compile(r"(<!-- report:begin (?P<folder>[\w.-]+) -->\n).*?(\n?<!-- report:end -->)", re.DOTALL)
 
 

@@ -19,7 +19,7 @@ FP8 = "fp8"
 NOT_MEASURED, NO_LIBRARY, NO_PEER = "ours was not measured", "no library takes it", "nothing to compare it with"
 #: what the reason of a peer's row says where it is not there (`execute.load`)
 ABSENT = "is not installed"
-MANY_GROUPS = 6  # of which a caption names each
+MANY_GROUPS = 2  # of which a caption names each
 LEFT_OUT_HEAD = ("kernel", "mode", "left out of the mean over the best peer", ">cases", "which")
 
 
@@ -134,8 +134,8 @@ def absent(found: Sequence[Finding]) -> list[str]:
 
 
 def newer(found: Sequence[Finding], declared: Callable[[str], Sequence[str]]) -> list[str]:
-    """A list item for each peer that is `declared` for a kernel today and has no row in a case, since it was entered
-    after that was measured: how many cases of which kernel or, where they are many, of how many."""
+    """A list item for each peer that is `declared` for a kernel today and has no row in a case, as one that was
+    entered after that was measured: how many cases of which kernel or, where they are many, of how many."""
     counts: dict[str, dict[str, int]] = {}
     for group in groups(found):
         for finding in group.found:
@@ -148,7 +148,8 @@ def newer(found: Sequence[Finding], declared: Callable[[str], Sequence[str]]) ->
     for name, of in counts.items():
         where = ", ".join(f"{count} of {group}" for group, count in of.items())
         if len(of) > MANY_GROUPS:
-            where = f"{sum(of.values())} cases of {len({group.split()[0] for group in of})} kernels"
+            kernels = {group.split()[0] for group in of}
+            where = f"{sum(of.values())} cases of {f'{len(kernels)} kernels' if len(kernels) > 1 else kernels.pop()}"
         items.append(f"- {name}, in {where}.")
     return items
 
