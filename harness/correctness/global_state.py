@@ -62,7 +62,7 @@ VALUES: dict[str, Callable[[], Hashable]] = {
 def put_back() -> Iterator[None]:
     """Afterwards the grad mode, default dtype, matmul precision and current device are what they were: a kernel that
     changes one fails its own check and nothing that runs later."""
-    device = VALUES["current device"]()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     grad, dtype, precision = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_float32_matmul_precision()
     try:
         yield
