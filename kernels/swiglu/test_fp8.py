@@ -169,3 +169,11 @@ def test_rows_without_columns_have_scales_of_one(scale_format, dtype):
                              scale_format=scale_format)  # fmt: skip
     assert data.shape == (3, 0) and scale.shape == (3, 1) and scale.dtype == dtype
     assert scale.float().tolist() == [[1.0]] * 3
+
+
+def test_the_most_columns_are_those_of_one_half():
+    """Of a packed tensor, which has twice as many."""
+    packed = torch.randn(1, 2 * 8200, device=DEVICE)
+    found = swiglu_fp8(packed, granularity="row")
+    for ours, want in zip(found, expected(swiglu(packed), granularity="row"), strict=True):
+        same(ours, want)
