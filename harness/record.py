@@ -198,7 +198,16 @@ def load(path: Path | str) -> Records:
     """A record file, or every `*.jsonl` of a folder: of `<folder>/records` where there is one, else of every `records`
     folder below it. RecordError names the file and line that is broken; FileNotFoundError a path that is not there."""
     path = Path(path)
-    return parse([(str(file), file.read_text(encoding="utf-8")) for file in files(path)])
+    return parse([(str(file), decoded(str(file), file.read_bytes())) for file in files(path)])
+
+
+def decoded(name: str, content: bytes) -> str:
+    """The text of a record. RecordError names the file and line that is not UTF-8."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        number = content[: error.start].count(b"\n") + 1
+        raise RecordError(f"{name}:{number}: not UTF-8: {error.reason}") from None
 
 
 def files(path: Path) -> list[Path]:
@@ -350,7 +359,7 @@ def compact(path: Path | str) -> int:
     Atomic: the file is the old one or the new one at any time.
     """
     path = Path(path)
-    lines = _whole(str(path), path.read_text(encoding="utf-8"))
+    lines = _whole(str(path), decoded(str(path), Path(path).read_bytes()))
     records = _collect(lines)
     runs = {row.run.id for row in records.rows}
     rows = {id(row.data) for row in records.rows}

@@ -140,6 +140,12 @@ def test_throttled_and_warned_rows_are_marked(tmp_path: Path) -> None:
     assert (
         "**triton** ‡‡" in (again / "README.md").read_text() and "No valid sample" in (again / "README.md").read_text()
     )
+    partly["clocks"]["rounds"] = {
+        "cold": {"sm_mhz": [1980] * 10, "throttled": []},
+        "warm": {"sm_mhz": [1500] * 10, "throttled": list(range(10))},
+    }
+    report.write(one(tmp_path / "warm alone", [partly]), with_charts=False)
+    assert "‡" not in (tmp_path / "warm alone" / "README.md").read_text(), "the cold column is the headline"
 
 
 @pytest.mark.parametrize(

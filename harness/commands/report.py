@@ -26,6 +26,7 @@ from ..reporting import (
     cards,
     charts,
     choices,
+    declared,
     efficiency_charts,
     host,
     kernel_page,
@@ -42,6 +43,10 @@ from ..reporting.findings import Finding, findings, modes_of
 
 LEFT_OUT = "Left out of the means over the best peer, by reason; some have two:"
 ABSENT = "Peers that take these cases and were not installed:"
+NEWER = (
+    "Peers without a row in the record of these cases, as their adapters are newer or that run was of fewer "
+    "(not in that run):"
+)
 BLOCK = re.compile(r"(<!-- report:begin (?P<folder>[\w.-]+) -->\n).*?(\n?<!-- report:end -->)", re.DOTALL)
 
 
@@ -248,6 +253,7 @@ def readme_block(folder: Path) -> str:
         "",
         *([LEFT_OUT, "", *left_out, ""] if (left_out := aggregates.captions(found)) else []),
         *([ABSENT, "", *absent, ""] if (absent := aggregates.absent(found)) else []),
+        *([NEWER, "", *newer, ""] if (newer := aggregates.newer(found, declared.peers)) else []),
     ]
     return "\n".join(lines)
 

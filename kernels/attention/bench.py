@@ -100,6 +100,7 @@ CASES = (
     _case(1, (2, 1), 33, 40, 24, FP16, "options", window=(5, -1), causal=True, scale=0.3, return_lse=True),
     _case(2, 1, 41, 29, 24, FP32, "context", context=True, return_lse=True),
     _case(1, 2, 5, 0, 16, FP32, "context", context=True),
+    _case(1, 2, 17, 19, 16, FP32, "window", window=(0, 0)),
     _case(1, 2, 0, 5, 16, FP32),
     _case(1, 2, 5, 0, 16, FP32),
     _case(1, 1, 1, 1, 1, FP32),
