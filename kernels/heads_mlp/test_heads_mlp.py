@@ -318,19 +318,18 @@ def test_when_the_gradient_is_in_cuda() -> None:
     assert not taken(8449, 512, possible=True) and not taken(564, 508, possible=True)
 
 
-@pytest.mark.parametrize(
-    ("rows", "dx_heads", "beside", "units"), [(564, 1, True, (50, 110)), (5000, 10, False, (40, 110))]
-)
-def test_units_of_the_products(rows: int, dx_heads: int, beside: bool, units: tuple[int, int]) -> None:
-    """Five tiles of rows in pairs are three, so that those of 564 rows lie beside each other."""
+@pytest.mark.parametrize(("rows", "dx_heads", "units"), [(564, 2, (50, 220)), (5000, 10, (80, 220))])
+def test_units_of_the_products(rows: int, dx_heads: int, units: tuple[int, int]) -> None:
+    """Few rows are cut by heads into parts, many are not."""
     config = heads_backward.pick_products_config(rows, 512, 10, 1365, 132, True, True)
-    assert (config.dx_heads, config.beside, config.cluster) == (dx_heads, beside, 2)
+    assert (config.dx_heads, config.cluster) == (dx_heads, 1)
     assert heads_backward.products_units(rows, 512, 10, 1365, config) == units
     for need_x, need_w1 in ((True, False), (False, True)):
         config = heads_backward.pick_products_config(rows, 512, 10, 1365, 132, need_x, need_w1)
         found = heads_backward.products_units(rows, 512, 10, 1365, config)
         assert [count > 0 for count in found] == [need_x, need_w1]
-    assert heads_backward.pick_products_config(100, 512, 1, 128, 132, True, True).cluster == 1
+    pair = heads_backward.ProductsConfig(1, True, 2, True, 2, 4)  # five tiles of rows in pairs are three
+    assert heads_backward.products_units(564, 512, 10, 1365, pair) == (50, 110)
 
 
 @pytest.mark.parametrize(

@@ -110,19 +110,16 @@ def pick_products_config(
     """Configuration of the products in CUDA C++. Pure.
 
     The one whose longest cluster is shortest, in steps of 64 terms of a tile, a tile costing one more, or two in fp32.
-    Parts of x's gradient are read again: a launch is 5 steps, and 3 MB are one. 40 bytes a cycle in place of 32 are
-    taken for 5 % of a step. For ten heads of 512 to 1365, 564 rows are ten parts, 40 steps and 9 to add them up, and
-    5000 one part, 301 steps. Of equal times the one with the fewest parts. 4 stages are what shared memory holds.
-    Estimated, not measured.
+    Parts of x's gradient are read again: a launch is 5 steps, and each part 4. For ten heads of 512 to 1365, 564 rows
+    are five parts, 51 steps and 25 to add them up, and 5000 one part, 301 steps. Of equal times the one with the fewest
+    parts. 4 stages are what shared memory holds. Single CTAs: on one H200 the backward of 564 rows took 67 us with five
+    parts (76 in clusters of two) and 77 with ten, in clusters of two that divide x's columns; that of 5000 rows 384 and
+    387 (EXPERIMENTS.md).
     """
-    cluster = 2 if sms > 1 and max(triton.cdiv(rows, BLOCK), heads * triton.cdiv(hidden, BLOCK)) > 1 else 1
     sizes = (1, *(n for n in range(2, heads) if triton.cdiv(heads, n) < triton.cdiv(heads, n - 1)), heads)
     candidates = [
-        ProductsConfig(dx_heads, need_w1, cluster, beside, ahead, stages=4)
+        ProductsConfig(dx_heads, need_w1, cluster=1, beside=False, ahead=ahead, stages=4)
         for dx_heads in (sorted(set(sizes), reverse=True) if need_x else (0,))
-        for beside in (
-            (False, True) if need_x and cluster > 1 and triton.cdiv(dim, BLOCK_N) % cluster == 0 else (False,)
-        )
         for ahead in (_rounds_ahead(rows, hidden, dx_heads) if need_x and need_w1 else (0,))
     ]
     return min(candidates, key=lambda config: _products_time(rows, dim, heads, hidden, sms, config))
@@ -154,7 +151,7 @@ def _products_time(rows: int, dim: int, heads: int, hidden: int, sms: int, confi
     rounds, rest = divmod(max(0, of_w1 - config.ahead * fewer), clusters)
     first = count * long + (min(config.ahead, triton.cdiv(of_w1, fewer)) + rounds + (rest > 0)) * short
     others = (count + 1) * long + (rounds + (rest > fewer)) * short if more else 0
-    return max(first, others) + (5 + parts * rows * dim * 4 / 3e6 if parts > 1 else 0)
+    return max(first, others) + (5 + 4 * parts if parts > 1 else 0)
 
 
 def pick_library(rows: int, dtype: torch.dtype, on_gpu: bool) -> bool:
