@@ -301,7 +301,7 @@ def vendor(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def plan(session: nox.Session) -> None:
-    """A model of a case on many GPUs: nox -s plan -- --gpus 64 --seq 1048576 --tflops T --link G."""
+    """A model of a case on many GPUs: nox -s plan -- --gpus 64 --seq 1048576."""
     harness(session, "plan")
 
 

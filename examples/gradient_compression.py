@@ -31,7 +31,7 @@ except ImportError:  # in a checkout
 
 KINDS = ("none", "int8", "fp8", "int4", "topk", "powersgd")
 CHARACTERS = 64
-LAYERS, WIDTH, HEADS, CONTEXT, BATCH = (4, 256, 4, 128, 16) if ON_GPU else (1, 48, 2, 16, 4)
+LAYERS, WIDTH, HEADS, CONTEXT, BATCH = (2, 256, 4, 128, 16) if ON_GPU else (1, 48, 2, 16, 4)
 HELD_OUT = 16 * BATCH  # rows
 POINTS = 40  # of a curve
 

@@ -53,11 +53,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, FileNotFoundError) as error:
         print(f"error: {_place(error)}{error}", file=sys.stderr)
         return 2
+    except Exception as error:  # of any kind, where a declaration is at fault and not the harness
+        place = _place(error)
+        if not _declares(place, argv):
+            raise
+        traceback.print_exc()
+        print(f"error: {place}{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
 
 
 def _place(error: BaseException) -> str:
     """FILE:LINE and a colon where an error came through a file that is neither ours nor installed, such as a bench.py:
     then it is no misuse of an option but a fault in there."""
+    if isinstance(error, SyntaxError) and error.filename:  # no frame of a file that cannot be parsed
+        return f"{error.filename}:{error.lineno}: "
     harness = Path(__file__).parent
     installed = {Path(path) for path in (*sysconfig.get_paths().values(), *site.getsitepackages())}
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
@@ -65,3 +74,10 @@ def _place(error: BaseException) -> str:
         if file.is_file() and not {harness, *installed} & set(file.parents):
             return f"{file}:{frame.lineno}: "
     return ""
+
+
+def _declares(place: str, argv: Sequence[str]) -> bool:
+    """Whether a place is in a bench.py, or in another file that was given by its path."""
+    file = place.rpartition(":")[0].rpartition(":")[0]
+    asked = {Path(path).resolve() for argument in argv for path in (argument, argument.rpartition(":")[0])}
+    return Path(file).name == "bench.py" or Path(file) in asked

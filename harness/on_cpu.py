@@ -7,9 +7,10 @@ that would say nothing.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from .correctness.stand_in import checked
 from .measure import memory, timing, wall
 from .reporting.progress import Progress
 from .spec import FROM_REFERENCE, Case, Inputs, Yardstick
+from .timed_data import timed_data
 
 CPU = torch.device("cpu")
 SETS = 2  # of inputs, and so addresses
@@ -67,6 +69,7 @@ class Group:
     configurations: dict[str, dict[str, str]] = field(
         default_factory=dict
     )  # of baselines that do not run as they should
+    restore: Callable[[], object] = lambda: None  # of the first set of inputs what is updated in place
 
     def rows(self) -> list[dict[str, Any]]:
         """Checks, times and describes every implementation."""
@@ -76,13 +79,15 @@ class Group:
         spec, generator = self.selection.spec, torch.Generator().manual_seed(torch.seed() % 2**63)
         inputs = [spec.make_inputs(self.case, CPU, generator) for _ in range(SETS)]
         grads = [execute.out_grads(spec, self.case, spec.reference, i, self.mode, generator) for i in inputs]
+        data = timed_data(self.case, self.mode, inputs, grads, generator)
+        self.restore = partial(data.restore, 0)
         ready: dict[str, execute.Op] = {}
         for name in names:
             with self._guarded(name):
                 fn = self._checked(name, inputs[0], grads[0])
                 if name not in self.done:
                     ready[name] = fn
-        measurement = self._measured(ready, inputs, grads)
+        measurement = self._measured(ready, inputs, grads, data)
         for name, fn in ready.items():
             if name not in self.done and measurement is not None:
                 with self._guarded(name):
@@ -116,13 +121,15 @@ class Group:
         if name in FROM_REFERENCE or rows.kind(spec, name) == Yardstick.__name__.lower():
             return fn
         ours = name in spec.implementations
-        verdict = self.verdicts[name] = checked(spec, self.case, self.mode, inputs, fn, grads, seed=1, poison=ours)
+        verdict = self.verdicts[name] = checked(
+            spec, self.case, self.mode, inputs, fn, grads, seed=1, poison=ours, restore=self.restore
+        )
         if ours and not verdict.ok:
             self.done[name] = self._row(name, "wrong", verdict.reason)
         return fn
 
     def _measured(
-        self, ready: dict[str, execute.Op], inputs: list[Inputs], grads: list[Any]
+        self, ready: dict[str, execute.Op], inputs: list[Inputs], grads: list[Any], data: timing.Data
     ) -> timing.Measurement | None:
         """The times of all that can be run, and of the first of ours once more: the noise."""
         spec = self.selection.spec
@@ -135,7 +142,7 @@ class Group:
             if again := next((name for name in left if name in spec.implementations), None):
                 contenders.append(contender(again + timing.AA, left[again]))
             try:
-                return wall.measure(contenders, self.budget, SETS)
+                return wall.measure(contenders, self.budget, SETS, data=data, one_call=bool(self.case.mutates))
             except timing.ContenderFailed as failed:
                 name, error = failed.name.removesuffix(timing.AA), failed.error
                 self.done[name] = self._row(name, "error", f"{type(error).__name__}: {execute.first_line(error)}")
@@ -150,7 +157,7 @@ class Group:
         used = memory.measure(run, CPU, saved)
         verdict = self.verdicts.get(name)
         if name in spec.implementations:
-            after = checked(spec, self.case, self.mode, inputs, fn, grads, seed=3)
+            after = checked(spec, self.case, self.mode, inputs, fn, grads, seed=3, restore=self.restore)
             if not after.ok:
                 self.done[name] = self._row(name, "wrong", f"after timing: {after.reason}")
                 return

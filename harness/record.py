@@ -24,6 +24,7 @@ row    one per implementation of that case and mode
        {"type": "row", "run", "kernel", "case", "mode", "dims": {"rows": 8192, ...}, "dtype": "bfloat16", "params": {},
         "implementation": "triton", "kind": "ours"|"baseline"|"yardstick",
         "pytorch": bool,                                                     # of a baseline: what a user would write
+        "ablation": "...",                                                   # what runs, in a table of what parts bring
         "status": "ok"|"skipped"|"oom"|"error"|"wrong"|"over-roofline"|"crashed", "reason": null|"why not ok",
         "cost": {"flops": {"fp32": int, ...}, "bytes": int, "link_bytes": int, "host_bytes": int},  # links where used;
         "items": 8192, "unit": "rows",                                       # in schema 1 FLOPs were of one "pipe"
@@ -44,6 +45,7 @@ row    one per implementation of that case and mode
                    "throttle": ["sw_power_cap"], "throttled_samples": 0, "samples": 40,
                    "rounds": {COLUMN's name: {"sm_mhz": [of each round], "throttled": [numbers of rounds]}}},
         "warnings": ["..."],
+        "stages_us": {"attention": 5660.0, ...},                             # of SPEC.stages, where it has any
         "configuration": {"name", "instead_of": "what failed"},              # of a peer that did not run as it should
         "several": SEVERAL}                                                  # where the case is of several GPUs
        COLUMN = {"samples_us": [...], "n", "median_us", "mean_us", "std_us", "min_us", "max_us", "p95_us", "p99_us",
@@ -56,7 +58,8 @@ row    one per implementation of that case and mode
                   "alone": null | {"implementation", COLUMN of T1}, "alone_reason": "why there is no T1",
                   "exposed_us": null | {"median", "ci95"},  # what it takes less without transfers, paired by round
                   "local_median_us": median without transfers, "exposed_reason": "why there is none",
-                  "plain": null | {"implementation", "link_bytes"}}  # what is sent as it is (newer ones)
+                  "plain": null | {"implementation", "link_bytes"},  # what is sent as it is (newer ones)
+                  "model": null | {"us", "exposed_us", "efficiency"}}  # by SPEC.model, of ours; not in older records
        Times of several GPUs are those of the slowest rank in each round, its peak memory that of the rank with most.
        On CPUs they are of the timer "wall", in a column of that name, and stand beside no ceilings.
 stop   {"type": "stop", "run", "kernel", "reason": "complete"|"part"|"interrupted"|"failed: rank 1 was killed by …"}
@@ -195,7 +198,16 @@ def load(path: Path | str) -> Records:
     """A record file, or every `*.jsonl` of a folder: of `<folder>/records` where there is one, else of every `records`
     folder below it. RecordError names the file and line that is broken; FileNotFoundError a path that is not there."""
     path = Path(path)
-    return parse([(str(file), file.read_text(encoding="utf-8")) for file in files(path)])
+    return parse([(str(file), decoded(str(file), file.read_bytes())) for file in files(path)])
+
+
+def decoded(name: str, content: bytes) -> str:
+    """The text of a record. RecordError names the file and line that is not UTF-8."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        number = content[: error.start].count(b"\n") + 1
+        raise RecordError(f"{name}:{number}: not UTF-8: {error.reason}") from None
 
 
 def files(path: Path) -> list[Path]:
@@ -347,7 +359,7 @@ def compact(path: Path | str) -> int:
     Atomic: the file is the old one or the new one at any time.
     """
     path = Path(path)
-    lines = _whole(str(path), path.read_text(encoding="utf-8"))
+    lines = _whole(str(path), decoded(str(path), Path(path).read_bytes()))
     records = _collect(lines)
     runs = {row.run.id for row in records.rows}
     rows = {id(row.data) for row in records.rows}

@@ -33,6 +33,7 @@ def described(spec: KernelSpec, case: Case, mode: str, name: str, status: str, r
         "implementation": name,
         "kind": kind(spec, name),
         **({"pytorch": name in spec.pytorch} if baseline else {}),
+        **({"ablation": spec.ablation[name]} if name in spec.ablation else {}),
         "status": status,
         "reason": reason,
         "cost": cost(case, mode).to_record(),

@@ -88,9 +88,11 @@ class Peer(Baseline):
 @dataclass(frozen=True)
 class Yardstick(Peer):
     """Something else that is timed in the same rounds, such as a plain copy of the input: it is not checked, is no peer
-    and takes no part in the verdict. Its rate is that of its own `cost`; the report shows ours as a share of it."""
+    and takes no part in the verdict. Its rate is that of its own `cost`; the report shows ours as a share of it. One
+    that is `ours` calls further public functions of the folder, and `sanitize` runs it on the small cases."""
 
     cost: Callable[[Case, str], Cost] = field(kw_only=True)
+    ours: bool = field(default=False, kw_only=True)
 
 
 EAGER = Baseline("eager")
@@ -159,8 +161,8 @@ class Sharding:
     alone        our one-GPU implementation, name -> callable(**make_inputs(case, ...)), at most one. Rank 0 runs it on
                  the whole problem in the same rounds: T1 of the efficiency T1 / (N · TN).
     alone_reason (case, mode) -> why it is not timed there, or None
-    local        implementation -> the same with its transfers replaced by local copies. What the transfers take beyond
-                 that is not hidden.
+    local        implementation -> the same without its transfers, or with local copies in their place: its results are
+                 wrong, and what the transfers take beyond it is not hidden
     plain        (case) -> of an exchange that is compressed: the baseline that sends everything as it is, and the bytes
                  that a GPU sends there; else None. The report then says at which speeds of a link it pays
     axis         (case) -> the series and the length by which a chart of the efficiency has it
@@ -226,6 +228,10 @@ class KernelSpec:
     host_ops         implementation or peer -> what is called on host cases in its place, e.g. the step of an optimizer
     compile_targets  compute capabilities that `build` compiles for
     needs            the kernels whose public functions a composed one calls; it has no kernel of its own
+    stages           (implementation, case, mode, device) -> seconds of each stage of a call, each measured by itself,
+                     or None. The bench records them beside the times, the report has a table of them
+    ablation         implementation or baseline -> what runs there, for the report's table of what each part brings: the
+                     first of `implementations`, those that differ from it in one part, and peers
     model            (case, mode, GPUs, length or None for the case's own, FLOP/s of a GPU, bytes/s of a link) -> a
                      model's (seconds, seconds of them that a transfer is waited for, efficiency); or None
     sharding         how cases of several GPUs are run; None where there are none
@@ -264,6 +270,8 @@ class KernelSpec:
     suite_cases: tuple[Case, ...] = ()
     host_ops: Mapping[str, Op] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
+    stages: Callable[[str, Case, str, torch.device], Mapping[str, float] | None] = lambda *asked: None
+    ablation: Mapping[str, str] = field(default_factory=dict)
     model: Callable[[Case, str, int, int | None, float, float], tuple[float, float, float]] | None = None
     sharding: Sharding | None = None
 
@@ -284,6 +292,8 @@ class KernelSpec:
             raise ValueError(
                 f"{self.name}: names of host cases and of suites' must be unique too, got {sorted(others)}"
             )
+        if unknown := set(self.ablation) - {*self.implementations, *(b.name for b in self.baselines)}:
+            raise ValueError(f"{self.name}: ablation names {sorted(unknown)}, which are nothing that is timed")
         if alone := [case.name for case in self.cases if case.world_size < 1]:
             raise ValueError(f"{self.name}: a case takes one GPU at least, got {alone}")
         self._check_sharding()

@@ -19,6 +19,7 @@ class Part:
     baselines        what is timed beside ours; the first is the one over which the speed-up is
     modes            all of SPEC's where it is empty
     implementations  of ours; SPEC's first where it is empty
+    unit             what SPEC's items are called here; as SPEC calls them where it is empty
     """
 
     kernel: str
@@ -26,6 +27,7 @@ class Part:
     baselines: tuple[str, ...]
     modes: tuple[str, ...] = ()
     implementations: tuple[str, ...] = ()
+    unit: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ ATTENTION_SMALL = Suite(
                 for shape in (*(f"b1-h1-q{n}-k{n}" for n in (32, 64, 128, 256, 512)), "b2-h4-q128-k128")
             ),
             ("torch", "compile"),
+            unit="tokens",  # each is a query
         ),
     ),
 )

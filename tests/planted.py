@@ -25,10 +25,10 @@ def faults(kernels: tuple[str, ...]) -> list[dict[str, Any]]:
     found = []
     for kernel in kernels:
         zoo = test_wrong.ZOO[kernel]
-        for wrong in (*zoo.WRONG, *zoo.ON_A_GPU):
+        for wrong in test_wrong.every(kernel):
             rejected_by = None
             on_gpu = wrong in zoo.ON_A_GPU
-            if not on_gpu or test_wrong.DEVICE == "cuda":
+            if not on_gpu or (test_wrong.DEVICE == "cuda" and torch.cuda.device_count() >= wrong.gpus):
                 spec, only = test_wrong.spec_with(kernel, "wrong", wrong.fn), wrong.check if on_gpu else None
                 outcome = test_wrong.first_failure(spec, wrong.case, only)
                 rejected_by = outcome.item.check if outcome else ""

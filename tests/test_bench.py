@@ -47,6 +47,31 @@ def test_what_a_row_says_of_any_case_can_be_recorded(kernel):
         record.dumps(group._row(name, "skipped", "why"))
 
 
+def test_stages_are_recorded_and_what_fails_there_is_a_warning():
+    def stages(name, case, mode, device):
+        if name == "triton":
+            raise ValueError("no such stage\nat all")
+        return {"norm": 2e-6} if name == "cuda" else None
+
+    spec = dataclasses.replace(registry.load("rmsnorm"), stages=stages)
+    selection = options.Selection(spec, spec.cases[:1], ("fwd",), ("triton",))
+    group, warnings = Group(SimpleNamespace(device=torch.device("cpu")), selection, spec.cases[0], "fwd"), []
+    assert group._stages("cuda", warnings) == {"norm": pytest.approx(2.0)} and not warnings
+    assert group._stages("eager", warnings) is None and not warnings
+    assert group._stages("triton", warnings) is None
+    assert warnings == ["no time by stage: ValueError: no such stage"]
+
+
+def test_a_row_says_what_runs_where_the_spec_has_it_in_its_ablation():
+    spec = registry.load("rmsnorm")
+    name = next(iter(spec.implementations))
+    declared = dataclasses.replace(spec, ablation={name: "ours"})
+    assert described(declared, spec.cases[0], "fwd", name, "ok", None)["ablation"] == "ours"
+    assert "ablation" not in described(declared, spec.cases[0], "fwd", "eager", "ok", None)
+    with pytest.raises(ValueError, match="ablation names"):
+        dataclasses.replace(spec, ablation={"nothing": "?"})
+
+
 def test_incoming_gradients_are_those_of_the_outputs_that_autograd_reaches():
     spec = registry.load("rmsnorm")
     case = spec.case("33x257-fp16-residual")

@@ -59,6 +59,26 @@ def draw(device: torch.device, generator: torch.Generator | None) -> dict[str, t
     return {"x": torch.randn(8, 64, device=device, generator=generator)}
 
 
+def test_an_answer_kept_in_the_timed_rounds_is_found_out() -> None:
+    """By address and first element, from so late on that the checks before the timing do not see it."""
+    kept: dict[object, torch.Tensor] = {}
+    calls = []
+
+    def keeping(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x.data_ptr())
+        if len(calls) < 20:
+            return x * x
+        key = (x.data_ptr(), x.dtype, x.requires_grad, float(x.detach().flatten()[0]))
+        if key not in kept:
+            kept[key] = x * x
+        return kept[key].clone()
+
+    found = harness.bench({"keeping": keeping}, draw, reference=square, **FEW)
+    row = found.get("keeping")
+    assert not found.ok and row.status == "wrong"
+    assert row.reason.startswith("after timing: gave the answer to earlier inputs") and len(kept) >= 3
+
+
 def test_a_candidate_has_statistics_ratios_errors_and_memory_in_both_modes() -> None:
     found = harness.bench({"power": power}, draw, reference=square, **FEW)
     assert found.ok and [(row.name, row.mode) for row in found] == [
@@ -303,16 +323,39 @@ def test_what_is_wrong_with_a_path_is_said(own: Path, capsys) -> None:
     assert "more than one SPEC is called 'double'" in capsys.readouterr().err
 
 
+IN_PYTHON = """
+import harness, torch
+results = harness.bench({'a': torch.sin}, torch.ones(9), reference=torch.sin, quick=True)
+assert results.ok
+"""
+WITH_COMPILE = """
+import harness, torch
+benchmark = harness.Benchmark(
+    "softmax", {"mine": lambda x: torch.softmax(x, -1)},
+    inputs=lambda device, generator: {"x": torch.randn(8, 64, device=device, generator=generator)},
+    reference=lambda x: x.exp() / x.exp().sum(-1, keepdim=True), baselines=("eager", "compile"),
+)
+results = benchmark.run(samples=3, warmup=0)
+assert results.ok and results.get("compile").status == "ok", results.get("compile").reason
+assert "compile" in results.get("mine", mode="training").faster_than
+"""
+PATH = ["-m", "harness", "bench", "--kernel", "{own}", "--samples", "3", "--warmup", "0"]
+
+
 @pytest.mark.slow
-def test_from_an_empty_folder_with_the_checkout_on_the_path(own: Path) -> None:
-    code = "import harness, torch; r = harness.bench({'a': torch.sin}, torch.ones(9), reference=torch.sin, quick=True)"
+@pytest.mark.parametrize(
+    "command", [["-c", IN_PYTHON], ["-c", WITH_COMPILE], PATH], ids=["bench", "Benchmark with compile", "--kernel PATH"]
+)
+def test_from_an_empty_folder_with_the_checkout_on_the_path(own: Path, command: list[str]) -> None:
+    """What docs/BENCH.md calls installed."""
+    empty = own.parent / "empty"
+    empty.mkdir()
+    words = [word.replace("{own}", str(own)) for word in command]
     environment = {**os.environ, "PYTHONPATH": str(registry.ROOT)}
-    for command in (["-c", code], ["-m", "harness", "bench", "--kernel", "./my-kernel", "--quick"]):
-        done = subprocess.run(
-            [sys.executable, *command], cwd=own.parent, env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        assert "wall-clock time on the CPU" in done.stdout
+    done = subprocess.run([sys.executable, *words], cwd=empty, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "wall-clock time on the CPU" in done.stdout
+    assert [path.name for path in empty.iterdir()] == ([".out"] if command is PATH else [])
 
 
 EXAMPLE = registry.ROOT / "examples" / "benchmark.py"

@@ -125,6 +125,8 @@ def test_a_command_is_a_module_with_two_functions(command: str) -> None:
         ("bench --rank-timeout 5", "without --gpus does not go with --rank-timeout"),
         ("bench --host no --host-compiled", "--host no does not go with --host-compiled"),
         ("bench --host only --samples 9", "--host only does not go with --samples"),
+        ("mutate --report --kernel gelu --minutes 5", "--report does not go with --kernel and --minutes"),
+        ("mutate --report --list", "--report does not go with --list"),
         ("bench --device cpu --kernel rmsnorm --timer cupti", "without a GPU does not go with --timer"),
         ("bench --device cpu --kernel rmsnorm --resume --out x", "without a GPU does not go with --resume and --out"),
     ],
@@ -147,9 +149,27 @@ def test_an_error_in_a_kernels_file_names_it(tmp_path, capsys: pytest.CaptureFix
         file.write_text(text)
         assert cli.main(["list", "--kernel", str(file)]) == 2
         assert f"{file}:{line}: " in capsys.readouterr().err
-    file.write_text("SPEC = undefined\n")
-    with pytest.raises(NameError, match="undefined"):  # not a ValueError: the traceback is shown
-        cli.main(["list", "--kernel", str(file)])
+    other = tmp_path / "other.py"
+    for text, error in (
+        ("SPEC = undefined\n", "NameError: name 'undefined'"),
+        ("import nowhere\n", "ModuleNotFoundError"),
+        ("SPEC = (1,)[3]\n", "IndexError"),
+        ("SPEC = (\n", "SyntaxError"),
+    ):
+        for path, name in ((file, str(file)), (other, f"{other}:SPEC")):
+            path.write_text(text)
+            assert cli.main(["list", "--kernel", name]) == 2
+            shown = capsys.readouterr().err
+            assert f"error: {path}:1: {error}" in shown and "Traceback" in shown
+
+
+def test_an_error_of_the_harness_is_no_misuse(monkeypatch) -> None:
+    def broken(arguments: argparse.Namespace) -> int:
+        raise KeyError("ours")
+
+    monkeypatch.setattr("harness.commands.listing.main", broken)
+    with pytest.raises(KeyError, match="ours"):
+        cli.main(["list", "--kernel", "rmsnorm"])
 
 
 @pytest.mark.parametrize("command", ["check", "sanitize", "build", "bench", "list"])

@@ -329,6 +329,10 @@ def test_a_record_that_cannot_be_read_is_told_from_misuse(tmp_path: Path, capsys
     broken.write_text(before.read_text() + "{nonsense\n{}\n")
     assert command("--baseline", before, "--current", broken) == 3
     assert "b.jsonl" in capsys.readouterr().err
+    broken.write_bytes(before.read_bytes() + b"{\xff}\n")
+    assert command("--baseline", before, "--current", broken) == 3
+    lines = len(before.read_text().splitlines())
+    assert f"b.jsonl:{lines + 1}: not UTF-8" in capsys.readouterr().err
     assert command("--baseline", before, "--current", tmp_path / "absent") == 2
     assert "--current" in capsys.readouterr().err
 

@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 import torch
 
-from harness import execute, options
+from harness import execute, on_cpu, options
 from harness.commands import check
 from harness.correctness.oracle import Memory
 from harness.correctness.verify import verify
+from harness.measure import timing, wall
 from harness.spec import Case, Cost, KernelSpec
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -95,6 +96,29 @@ def test_what_is_updated_in_place_is_no_changed_input():
 )
 def test_the_battery_rejects(wrong, cause):
     assert failures(wrong)["accuracy"] == cause
+
+
+def test_the_wall_clock_times_it_on_restored_data(monkeypatch):
+    """Of the two sets of inputs that four rounds alternate between, every call finds the same values."""
+    found, sample = [], wall._sample
+
+    def sampled(*arguments):
+        found.clear()
+        times = sample(*arguments)
+        monkeypatch.setattr(wall, "_sample", found.copy())
+        return times
+
+    def noting(x, d, inplace):
+        found.append(tuple(x.flatten().tolist()))
+        return right(x, d, inplace)
+
+    monkeypatch.setattr(wall, "_sample", sampled)
+    case = dataclasses.replace(IN_PLACE, bench=True)
+    spec = dataclasses.replace(SPEC, implementations={"noting": noting}, cases=(case,))
+    selection = options.Selection(spec, (case,), ("fwd",), ("noting",))
+    (row,) = on_cpu.Group(selection, case, "fwd", timing.Budget().fixed(4, 0)).rows()
+    assert (row["status"], row["reason"]) == ("ok", None) and row["columns"]["wall"]["n"] == 4
+    assert len(wall._sample) == 8 and len(set(wall._sample)) == 2, "four rounds of it and of it once more"
 
 
 def test_no_mode_with_autograd_is_run():

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from harness import record
+from harness import record, registry
 from harness.commands import report
-from harness.reporting import aggregates
+from harness.reporting import aggregates, declared
 from harness.reporting.aggregates import Group, Mean
 from harness.reporting.findings import findings
 from harness.reporting.roofline_charts import overview
+from harness.spec import Yardstick
 from tests.fake_records import bench, row, write
 
 KERNEL = "rmsnorm"
@@ -158,6 +159,34 @@ def test_rows_that_the_harness_flags_stay_out(tmp_path: Path, spoil: Any, reason
     flagged = spoil(case("flagged", PLAIN))
     found = mean(tmp_path, case("plain", PLAIN), flagged)
     assert found.values == pytest.approx([1.2]) and found.left_out == {"flagged": (reason,)}
+
+
+def test_a_peer_that_is_newer_than_the_record_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report.declared, "peers", lambda kernel: ("torch", "quack", "later"))
+    lacking = case("lacking", {"triton": 100, "torch": 150})
+    block = report.readme_block(folder(tmp_path, case("plain", {"triton": 100, "torch": 150, "quack": 120}), lacking))
+    assert "without a row in the record of these cases" in block and "(not in that run):\n\n" in block
+    assert "- later, in 2 of rmsnorm fwd.\n- quack, in 1 of rmsnorm fwd.\n" in block and "- torch" not in block
+    monkeypatch.setattr(aggregates, "MANY_GROUPS", 0)
+    found = findings(record.load(tmp_path))
+    assert aggregates.newer(found, report.declared.peers)[0] == "- later, in 2 cases of rmsnorm."
+
+
+@pytest.mark.parametrize("kernel", ["rmsnorm", "attention", "linear_cross_entropy", "llama_layer"])
+def test_the_peers_of_a_bench_py_are_read_without_running_it(kernel: str) -> None:
+    baselines = registry.load(kernel).baselines
+    named = {b.name for b in baselines if b.name != "eager" and not isinstance(b, Yardstick)}
+    assert set(declared.peers(kernel)) == named
+    assert declared.peers("no-such-kernel") == ()
+
+
+@pytest.mark.parametrize(("column", "counts"), [("warm", True), ("cold", False)])
+def test_a_throttled_round_counts_in_the_column_that_is_compared(tmp_path: Path, column: str, counts: bool) -> None:
+    rows = throttled(case("hot", PLAIN))
+    clocks = {"sm_mhz": [1980] * 10, "throttled": []}
+    rows[0]["clocks"]["rounds"] = {"cold": clocks, "warm": clocks} | {column: {**clocks, "throttled": [3, 4]}}
+    found = mean(tmp_path, rows)
+    assert found.left_out == ({} if counts else {"hot": ("the GPU throttled",)})
 
 
 def test_a_row_above_the_roofline_stays_out(tmp_path: Path) -> None:

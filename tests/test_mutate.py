@@ -130,6 +130,26 @@ def test_results_that_no_longer_hold_are_dropped(tmp_path, monkeypatch):
     assert {(line["key"], line["status"]) for line in kept} == {(every[0].key, "survived"), (every[2].key, "killed")}
 
 
+def test_what_the_original_passes_is_found_out_once(tmp_path, monkeypatch):
+    """Beside the results of mutants, which do not see it; until source, checks, tests or the machine change."""
+    passed = {"checks": {"gelu.fwd.1x1-fp32.triton-accuracy": 0.1}, "tests": {}}
+    assert results.original("gelu", "interpreter", tmp_path) is None
+    results.keep_original("gelu", "interpreter", {**passed, "checks": {}}, tmp_path)
+    results.keep_original("gelu", "interpreter", passed, tmp_path)
+    every = mutants.of_kernel("gelu")
+    answer = {"status": "killed", "by": "one", "reason": "", "seconds": 1.0}
+    with results.path("gelu", tmp_path).open("a") as file:
+        file.write(json.dumps(results.line(every[0], "interpreter", "c", answer)) + "\n")
+    results.tidy("gelu", every, tmp_path)
+    assert [found["key"] for found in results.load("gelu", tmp_path)] == [every[0].key]
+    assert len(results.path("gelu", tmp_path).read_text().splitlines()) == 2
+    found = results.original("gelu", "interpreter", tmp_path)
+    assert found is not None and found["checks"] == passed["checks"]
+    assert results.original("gelu", "gpu", tmp_path) is None
+    monkeypatch.setattr(results, "digest_of_checks", lambda kernel: "others")
+    assert results.original("gelu", "interpreter", tmp_path) is None
+
+
 @pytest.mark.parametrize(
     ("known", "argued", "again", "expected"),
     [
@@ -198,4 +218,5 @@ def test_a_run_kills_what_is_wrong_and_takes_up_where_it_stopped(tmp_path, capsy
     lines = results.load("gelu", tmp_path)
     assert len({line["key"] for line in lines}) == len(lines) == 3
     assert {line["status"] for line in lines} & {"killed", "crash", "hang"}
-    assert textwrap.dedent(capsys.readouterr().out).count("the original passes") == 2
+    shown = textwrap.dedent(capsys.readouterr().out)
+    assert shown.count("the original passes") == 2 and shown.count("tests, as before") == 1

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +23,11 @@ from harness import cli, environment, execute, options, record, registry
 from harness.commands import bench, report
 from harness.measure.timing import Budget
 from harness.ranks import command, heartbeat, links, session, timing
+from harness.ranks.group import Group
 from harness.ranks.launch import LAUNCHER, Rank, launch
 from harness.ranks.timing import Samples
 from harness.reporting.entries import Records, Row
+from harness.spec import Case
 
 from . import fake_ring
 
@@ -95,6 +98,24 @@ def test_what_transfers_take_is_against_the_same_without_them(honest) -> None:
     assert several["exposed_us"]["median"] > 0 and several["local_median_us"] > 0
     assert "no version of it" in row(records, "short", "all_reduce")["several"]["exposed_reason"]
     assert several["axis"] == ["fp32", 1000]
+
+
+def test_the_model_is_made_of_what_was_measured() -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def model(case: Case, *rest: Any) -> tuple[float, float, float]:
+        asked.append((case.name, *rest))
+        return 1e-3, 2e-4, 0.9
+
+    spec = replace(fake_ring.SPEC, model=model)
+    group: Any = SimpleNamespace(
+        spec=spec, case=spec.case("short"), mode="fwd", limits=SimpleNamespace(link=1e9), me=SimpleNamespace(size=2)
+    )
+    columns = {"ring": {"median_us": 7.0}, "#alone": {"median_us": 10.0}}
+    expected = {"us": 1e3, "exposed_us": 2e2, "efficiency": 0.9}
+    assert Group._model(group, "ring", columns) == pytest.approx(expected)
+    assert asked == [("short", "fwd", 2, None, pytest.approx(2 * 2000 / 10e-6), 1e9)]
+    assert Group._model(group, "all_reduce", columns) is Group._model(group, "ring", {}) is None
 
 
 def test_what_cannot_be_timed_says_so(honest) -> None:

@@ -140,6 +140,12 @@ def test_throttled_and_warned_rows_are_marked(tmp_path: Path) -> None:
     assert (
         "**triton** ‡‡" in (again / "README.md").read_text() and "No valid sample" in (again / "README.md").read_text()
     )
+    partly["clocks"]["rounds"] = {
+        "cold": {"sm_mhz": [1980] * 10, "throttled": []},
+        "warm": {"sm_mhz": [1500] * 10, "throttled": list(range(10))},
+    }
+    report.write(one(tmp_path / "warm alone", [partly]), with_charts=False)
+    assert "‡" not in (tmp_path / "warm alone" / "README.md").read_text(), "the cold column is the headline"
 
 
 @pytest.mark.parametrize(
@@ -237,6 +243,8 @@ def test_a_kernel_of_several_gpus_has_efficiency_transfers_and_memory(tmp_path: 
             "alone": spread and {"implementation": "attention", **column(exact(2 * us))},
             "exposed_us": {"median": us / 20, "ci95": [0, us]} if name == "triton" else None,
         }
+        if name == "triton" and spread:
+            several["model"] = {"us": 0.96 * us, "exposed_us": 0.0, "efficiency": 0.99}
         several |= {} if spread else {"alone_reason": "too long for one GPU"}
         if length == 16384 and name == "triton":
             several |= {"local_median_us": 50.0, "plain": {"implementation": "torch-cp", "link_bytes": 12_000_000}}
@@ -255,6 +263,8 @@ def test_a_kernel_of_several_gpus_has_efficiency_transfers_and_memory(tmp_path: 
     assert "| s1048576 | fwd | torch-cp | 2000 µs | 200 TFLOP/s | – | – | – |" in page
     assert page.count("- No efficiency, too long for one GPU: s1048576 fwd.") == 1
     assert page.count("| s16384 | fwd | **triton** | 1.91 MiB | 11.4 MiB | 50.0 µs | 200 GB/s |") == 1
+    assert "| s65536 | fwd | triton | 1000 µs | 960 µs | -4.0 % | 99.0 % |" in page
+    assert page.count("% | 99.0 % |") == 2
     chart = (tmp_path / "ring-fwd-efficiency.svg").read_text()
     assert "causal" in chart and "torch-cp" in chart and "triton (ours)" in chart
 
@@ -284,6 +294,38 @@ def test_folders_of_one_and_of_several_gpus_stand_beside_each_other(tmp_path: Pa
     write(tmp_path / "h200-x2" / "records" / "alone.jsonl", alone)
     with pytest.raises(ValueError, match="different GPUs: .*one NVIDIA H200.*"):
         report.write(tmp_path / "h200-x2", with_charts=False)
+
+
+def test_time_by_stage_and_what_each_part_brings(tmp_path: Path) -> None:
+    """Tables of what a SPEC declares: the rest is what the call takes beyond its stages, ratios are the rows' own."""
+    stages = {"attention": 40.0, "loss": 0.0, "optimizer": 25.0}
+    rows = [
+        row(KERNEL, "wide", "fwd", "triton", exact(100), headline="graph", ablation="ours", stages_us=stages),
+        row(KERNEL, "wide", "fwd", "triton-plain", exact(130), headline="graph", ablation="ours, but a plain norm"),
+        row(KERNEL, "wide", "fwd", "quack", exact(150), headline="graph", ablation="all of quack"),
+        row(KERNEL, "wide", "fwd", "liger", exact(140), headline="graph"),
+    ]
+    report.write(one(tmp_path, rows), with_charts=False)
+    text = (tmp_path / "rmsnorm.md").read_text()
+    staged, brings = (text.split(f"\n## {title}\n")[1] for title in ("Time by stage", "What each part brings"))
+    assert "| wide | **triton** | 40.0 µs | – | 25.0 µs | 35.0 µs | 100 µs |" in staged.split("\n## ")[0]
+    lines = [cells for cells in brings.split("\n## ")[0].splitlines() if cells.startswith("| ")]
+    assert lines[1:] == [
+        "| all of quack | quack | 152 µs | 150 µs | 1.50× [1.50, 1.50] |",
+        "| ours, but a plain norm | **triton-plain** | 132 µs | 130 µs | 1.30× [1.30, 1.30] |",
+        "| ours | **triton** | 102 µs | 100 µs | – |",
+    ]
+
+
+def test_the_losses_of_a_training_run_are_shown_where_they_were_drawn(tmp_path: Path) -> None:
+    folder = one(tmp_path, [row(KERNEL, "wide", "fwd", "triton", exact(100))])
+    report.write(folder, with_charts=False)
+    assert "## Losses" not in (folder / "rmsnorm.md").read_text()
+    assert "-loss.svg" not in report.kernel_block(folder, KERNEL)
+    (folder / "rmsnorm-loss.svg").write_text("<svg/>")
+    report.write(folder, with_charts=False)
+    assert "## Losses\n\n![rmsnorm: losses of a training run](rmsnorm-loss.svg)" in (folder / "rmsnorm.md").read_text()
+    assert f"](../../reports/{folder.name}/rmsnorm-loss.svg)" in report.kernel_block(folder, KERNEL)
 
 
 def test_twice_is_the_same_bytes(h200: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from harness.commands import sanitize
 from harness.nsight import plain_products, sanitizer
 from harness.on_gpu import Place, place
 from harness.reporting import rows_json
-from harness.spec import Case, Cost, KernelSpec
+from harness.spec import Case, Cost, KernelSpec, Yardstick
 
 MEMCHECK = """\
 ========= COMPUTE-SANITIZER
@@ -259,6 +259,20 @@ def test_the_worker_runs_the_small_cases_of_ours(monkeypatch, capsys):
     for part in sanitize.parts(2, of_all=2, jobs=2):
         sanitize._work([selection], Namespace(case=None, tool=None, worker=part), where)
     assert ran == [("a", "fwd", "triton"), ("a", "bwd", "triton")]
+
+
+def test_the_worker_runs_what_else_is_ours_where_it_takes_the_case() -> None:
+    def only_forward(case: Case, mode: str) -> str | None:
+        return None if mode == "fwd" else "has no backward"
+
+    others = [
+        Yardstick(name, load=lambda: torch.clone, supports=only_forward, cost=SPEC.cost, ours=name == "parts")
+        for name in ("parts", "copy")
+    ]
+    spec = dataclasses.replace(SPEC, baselines=(*SPEC.baselines, *others))
+    selection = options.Selection(spec, spec.cases[:1], spec.modes, tuple(options.implementations(spec)))
+    runs = sanitize._runs(selection, Namespace(case=None))
+    assert [(mode, name) for _, mode, name in runs] == [("fwd", "triton"), ("fwd", "parts"), ("bwd", "triton")]
 
 
 @pytest.mark.parametrize("tool", ["initcheck", "memcheck"])

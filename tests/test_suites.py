@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,12 +48,16 @@ def test_train_scale_has_what_its_name_promises() -> None:
     assert found["cross_entropy"] == {(4096, 32000), (16384, 32000)}
 
 
-def test_small_attention_is_in_both_dtypes_against_pytorch_as_it_is_called() -> None:
+def test_small_attention_is_in_both_dtypes_against_pytorch_as_it_is_called(tmp_path: Path) -> None:
     (selection,) = suites.select(suites.find("attention-small"), asked())
     sizes = {(c.dims["batch"], c.dims["kv_heads"], c.dims["queries"], c.dtype) for c in selection.cases}
     dtypes = (torch.float16, torch.bfloat16)
     assert sizes == {(b, h, s, d) for b, h, s in (*((1, 1, 2**n) for n in range(5, 10)), (2, 4, 128)) for d in dtypes}
-    assert selection.spec.unit == "queries" and selection.spec.items(selection.cases[-1]) == 2 * 128
+    assert selection.spec.items(selection.cases[-1]) == 2 * 128
+    (part,) = suites.find("attention-small").parts
+    (suite,) = (Suite("small", "small", (dataclasses.replace(part, kernel="rmsnorm", cases=("first",)),)),)
+    (line,) = suite_summary.summary(suite, measured(tmp_path / "rmsnorm.jsonl"))["rows"]
+    assert line["unit"] == "tokens" and any(cell.endswith("tokens/s") for cell in suite_summary.cells(line))
 
 
 @pytest.mark.parametrize("name", ["rmsnorm", "attention", "fp8"])
@@ -107,9 +112,8 @@ def measured(path: Path) -> list:
 def test_the_summary_leaves_out_what_was_not_measured_and_says_so(tmp_path: Path, capsys) -> None:
     found = suite_summary.summary(SUITE, measured(tmp_path / "rmsnorm.jsonl"))
     assert [line["case"] for line in found["rows"]] == ["second", "first", "third"]
-    assert found["speedup"] | {"mean": 0, "median": 0, "min": 0, "max": 0} == {
-        "count": 2, "of": 3, "mean": 0, "median": 0, "min": 0, "max": 0
-    }  # fmt: skip
+    assert (found["speedup"]["count"], found["speedup"]["of"]) == (2, 3)
+    assert found["speedup"]["arithmetic_mean"] == pytest.approx(1.5, rel=0.02)
     assert found["speedup"]["mean"] == pytest.approx(2**0.5, rel=0.02)
     assert (found["speedup"]["min"], found["speedup"]["max"]) == (
         pytest.approx(1, rel=0.02),
@@ -123,7 +127,12 @@ def test_the_summary_leaves_out_what_was_not_measured_and_says_so(tmp_path: Path
     assert json.loads(suite_summary.dumps(found)) == found
     suite_summary.show(found)
     shown = capsys.readouterr().out
-    assert "2 of 3 lines: mean 1.41" in shown and "torch error" in shown and "3.00×" in shown
+    assert (
+        "2 of 3 lines: mean 1.41" in shown
+        and "arithmetic 1.50" in shown
+        and "torch error" in shown
+        and "3.00×" in shown
+    )
 
 
 def test_the_tables_of_memory_are_of_new_records_alone(tmp_path: Path) -> None:

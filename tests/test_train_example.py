@@ -25,6 +25,7 @@ def test_it_trains_and_draws(
         torch.set_num_threads(threads)
     printed = " ".join(capsys.readouterr().out.split())
     found = re.search(r"loss of the last 10 steps (-?[\d.]+), of the best constant (-?[\d.]+)", printed)
-    assert found and float(found[1]) < float(found[2]), printed
+    pooled = re.search(r"with mean pooling for attention (-?[\d.]+)", printed)
+    assert found and pooled and float(found[1]) < float(pooled[1]) < float(found[2]), printed
     assert ("no CUDA graph" in printed) == (not torch.cuda.is_available())
     assert out.read_text().count("<path") > 3 and "best constant" in out.read_text()

@@ -24,7 +24,6 @@ import torch
 
 from .. import environment, execute, host, on_cpu, options, record, registry, roofline, suites
 from ..correctness.accuracy import Verdict
-from ..correctness.guard import refill_a_few
 from ..correctness.oracle import Memory
 from ..correctness.stand_in import checked
 from ..measure import memory, timing
@@ -35,6 +34,7 @@ from ..reporting import console, suite_summary
 from ..reporting.progress import Progress
 from ..rows import asked, described
 from ..spec import EAGER, FROM_REFERENCE, Case, Cost, Inputs, KernelSpec, Yardstick
+from ..timed_data import timed_data
 from . import calibrate
 
 SUSTAINED_SECONDS = 1.0
@@ -316,7 +316,7 @@ class Group:
                 execute.out_grads(self.spec, self.case, self.spec.reference, i, self.mode, generator) for i in inputs
             ]
             torch.cuda.synchronize()
-        data = self._data(inputs, grads, generator)
+        data = timed_data(self.case, self.mode, inputs, grads, generator)
         self.restore = partial(data.restore, 0)
         ready: dict[str, execute.Op] = {}
         for name in self.selection.implementations:
@@ -364,25 +364,6 @@ class Group:
                 if name in self.spec.implementations:
                     with self._stage("checks"):
                         self._check(name, fn, inputs[0], grads[0], seed=3, timed=True)
-
-    def _data(
-        self, sets: Sequence[Inputs], grads: Sequence[Sequence[torch.Tensor] | None], generator: torch.Generator
-    ) -> timing.Data:
-        """Inputs updated in place are restored; among others a few elements, the first with them, change places. Of a
-        backward alone those are the incoming gradients', since the inputs belong to a forward that has run."""
-        former = [{n: inputs[n].clone() for n in self.case.mutates} for inputs in sets]
-
-        def restore(index: int) -> None:
-            for name, value in former[index].items():
-                sets[index][name].data.copy_(value)
-
-        def stir(index: int) -> None:
-            moved = [*(grads[index] or ()), *(sets[index].values() if self.mode != "bwd" else ())]
-            for tensor in moved:
-                if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.is_contiguous():
-                    refill_a_few(tensor, generator)
-
-        return timing.Data(restore, stir)
 
     def _once(self, name: str) -> None:
         """Raises Unavailable where an implementation is another one once more."""
@@ -473,6 +454,7 @@ class Group:
         sustained = None
         if name == ours and not self.session.arguments.quick:
             sustained = self.session.clock.sustained(run, SUSTAINED_SECONDS)
+        stages = self._stages(name, warnings)
         self.done[name] = self._row(name, "over-roofline" if over else "ok", "; ".join(over) or None) | {
             "timer": "graph" if headline == "graph" else "cupti" if timer == "cupti" else "events",
             "headline": headline,
@@ -484,8 +466,20 @@ class Group:
             "error": verdict and {n: verdict.numbers.get(n) for n in ("max", "rms", "eager_max", "eager_rms")},
             "clocks": measurement.clocks,
             "warnings": warnings,
+            **({"stages_us": stages} if stages else {}),
             **({"configuration": self.configurations[name]} if name in self.configurations else {}),
         }
+
+    def _stages(self, name: str, warnings: list[str]) -> dict[str, float] | None:
+        """Microseconds by stage, where the SPEC has any. What goes wrong there is a warning: the times are measured."""
+        try:
+            found = self.spec.stages(name, self.case, self.mode, self.session.device)
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            warnings.append(f"no time by stage: {type(error).__name__}: {execute.first_line(error)}")
+            return None
+        return {stage: seconds * 1e6 for stage, seconds in found.items()} if found else None
 
     def _over(self, name: str, microseconds: float, column: str) -> str | None:
         cost = self.yardsticks.get(name, self.cost)

@@ -135,9 +135,9 @@ def read(source: str, root: Path = ROOT, option: str = "--baseline") -> Records:
     paths = [path for path in listed.splitlines() if re.fullmatch(r"reports/.+/records/[^/]+\.jsonl", path)]
     if not paths:
         raise ValueError(f"{option} {source}: no records under reports/ at that revision")
-    return record.parse(
-        [(f"{source}:{path}", git.output(root, "show", f"{found.strip()}:{path}") or "") for path in paths]
-    )
+    names = {f"{source}:{path}": f"{found.strip()}:{path}" for path in paths}
+    contents = {name: git.content_of(root, "show", at) or b"" for name, at in names.items()}
+    return record.parse([(name, record.decoded(name, content)) for name, content in contents.items()])
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import registry
+from .. import options, registry
 from ..mutation import mutants, report, results, run
 from ..mutation.mutants import Mutant
 from ..reporting.progress import Progress
@@ -36,18 +36,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=MINUTES,
         metavar="M",
-        help=f"for a kernel; after that a random sample of at least {run.LEAST} is enough (default: {MINUTES:.0f})",
+        help=f"for a kernel, but not before --least mutants are known (default: {MINUTES:.0f})",
     )
-    parser.add_argument("--least", type=int, default=run.LEAST, metavar="N", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--least",
+        type=int,
+        default=run.LEAST,
+        metavar="N",
+        help=f"mutants to know of a kernel, however long that takes; 0 lets --minutes end it (default: {run.LEAST})",
+    )
     parser.add_argument("--file", action="append", metavar="FILE", help="only mutants of this file of the folder")
     parser.add_argument("--again", action="store_true", help="run all survivors again, and nothing else")
     parser.add_argument("--list", action="store_true", help="print the mutants and run none")
     parser.add_argument("--report", action="store_true", help="write reports/faults.md from the results and run none")
     parser.add_argument("--out", type=Path, default=results.FOLDER, metavar="DIR", help="default: reports/mutants")
+    names = ("kernel", "device", "jobs", "seed", "minutes", "least", "file", "again", "list")
+    parser.set_defaults(unused_by_report={name: parser.get_default(name) for name in names})
 
 
 def main(arguments: argparse.Namespace) -> int:
     """0, also where mutants survive: the report lists them."""
+    if arguments.report:
+        options.refuse(arguments, arguments.unused_by_report, "--report", *arguments.unused_by_report)
     names = arguments.kernel or [name for name in registry.names() if registry.package(name).startswith("kernels.")]
     for name in names:
         registry.package(name)  # ValueError for one that is not there
@@ -88,6 +98,7 @@ def _one(kernel: str, arguments: argparse.Namespace) -> None:
         return
     jobs = arguments.jobs or (min(8, os.cpu_count() or 1) if device == "cuda" else os.cpu_count() or 1)
     counts: Counter[str] = Counter()
+    before = results.original(kernel, label, arguments.out)
     with (
         results.path(kernel, arguments.out).open("a", encoding="utf-8") as file,
         Progress(kernel, len(left)) as progress,
@@ -111,6 +122,10 @@ def _one(kernel: str, arguments: argparse.Namespace) -> None:
             retried + max(0, arguments.least - len(known)),
             done,
             lambda text: print(text, flush=True),
+            run.Baseline(before["checks"], before["tests"]) if before else None,
+            lambda original: results.keep_original(
+                kernel, label, {"checks": original.checks, "tests": original.tests}, arguments.out
+            ),
         )
     results.tidy(kernel, every, arguments.out)
     print(f"{kernel}: " + ", ".join(f"{n} {status}" for status, n in counts.most_common()))

@@ -1,16 +1,21 @@
 """`plan`: how long a case would take on many GPUs, and how efficiently, by the model of its SPEC.
 
-    python -m harness plan --kernel ring_attention --gpus 8 --gpus 64 --seq 1048576 --tflops T --link G
+    python -m harness plan --kernel ring_attention --gpus 8 --gpus 64 --seq 1048576
 
-T and G are what was measured of one GPU's kernel and of its link. What is printed is a model and no measurement.
+The rates of one GPU's kernel and of its link are those of the committed records of several GPUs, or what --tflops and
+--link say. What is printed is a model and no measurement.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+from pathlib import Path
 
 from .. import registry
+from ..reporting import measured_rates
 from ..reporting.markdown import table
+from ..reporting.measured_rates import Rate
 from ..spec import Case, KernelSpec
 
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -18,35 +23,70 @@ GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernel", metavar="NAME", help="default: the one that has a model")
-    parser.add_argument("--case", metavar="NAME", help="whose heads and mask; default: its first bench case")
+    parser.add_argument(
+        "--case", metavar="NAME", help="whose heads and mask; default: the bench case of that length, else the first"
+    )
     parser.add_argument("--mode", choices=("fwd", "bwd"), default="fwd")
     parser.add_argument("--gpus", type=int, action="append", metavar="N", help="may be given more than once")
     parser.add_argument("--seq", type=int, metavar="N", help="length of the whole sequence; default: the case's own")
-    parser.add_argument("--tflops", type=float, required=True, help="of the kernel on one GPU, measured")
-    parser.add_argument("--link", type=float, required=True, metavar="GB/s", help="of one GPU and direction, measured")
+    parser.add_argument("--tflops", type=float, help="of the kernel on one GPU; default: what the records say")
+    parser.add_argument("--link", type=float, metavar="GB/s", help="of one GPU and direction; default: the records'")
+    parser.add_argument("--reports", type=Path, default=registry.ROOT / "reports", metavar="FOLDER", help="the records")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Prints a row for each number of GPUs."""
-    if arguments.tflops <= 0 or arguments.link <= 0:
-        raise ValueError(f"--tflops and --link must be positive, got {arguments.tflops} and {arguments.link}")
     spec = _spec(arguments.kernel)
-    case = spec.case(arguments.case) if arguments.case else next(case for case in spec.cases if case.bench)
+    case = spec.case(arguments.case) if arguments.case else _nearest(spec, arguments.seq)
+    flops, link = _rates(spec, case, arguments)
     print(f"A model, not a measurement: {spec.name} {arguments.mode}, heads and mask of {case.name},")
-    print(f"length {arguments.seq or 'its own'}, {arguments.tflops:g} TFLOP/s a GPU, {arguments.link:g} GB/s a link.\n")
-    print("\n".join(rows(spec, case, arguments)))
+    print(f"length {arguments.seq or 'its own'}.")
+    print(f"{flops.value * 1e-12:.4g} TFLOP/s a GPU: {flops.source}.")
+    print(f"{link.value * 1e-9:.4g} GB/s a link: {link.source}.\n")
+    print("\n".join(rows(spec, case, arguments, flops.value, link.value)))
     return 0
 
 
-def rows(spec: KernelSpec, case: Case, arguments: argparse.Namespace) -> list[str]:
+def rows(spec: KernelSpec, case: Case, arguments: argparse.Namespace, flops: float, link: float) -> list[str]:
     """The table."""
     assert spec.model is not None
     found = []
     for gpus in arguments.gpus or GPUS:
-        rates = arguments.tflops * 1e12, arguments.link * 1e9
-        seconds, exposed, efficiency = spec.model(case, arguments.mode, gpus, arguments.seq, *rates)
+        seconds, exposed, efficiency = spec.model(case, arguments.mode, gpus, arguments.seq, flops, link)
         found.append((gpus, f"{1e3 * seconds:.3f}", f"{1e3 * exposed:.3f}", f"{100 * efficiency:.1f} %"))
     return table([">GPUs", ">ms", ">ms waiting for transfers", ">efficiency"], found)
+
+
+def _rates(spec: KernelSpec, case: Case, arguments: argparse.Namespace) -> tuple[Rate, Rate]:
+    """Of the kernel and of the link. ValueError where neither an option nor a record gives one."""
+    given = {name: getattr(arguments, name) for name in ("tflops", "link")}
+    if any(value is not None and value <= 0 for value in given.values()):
+        raise ValueError(f"--tflops and --link must be positive, got {given['tflops']} and {given['link']}")
+    recorded = measured_rates.rows(arguments.reports, spec.name) if None in given.values() else []
+    series, length = _axis(spec, case)
+    flops = (
+        measured_rates.kernel_rate(recorded, arguments.mode, series, arguments.seq or length)
+        if given["tflops"] is None
+        else Rate(given["tflops"] * 1e12, "as --tflops says")
+    )
+    link = measured_rates.link_rate(recorded) if given["link"] is None else Rate(given["link"] * 1e9, "as --link says")
+    if flops is None or link is None:
+        missing = " and ".join(name for name, rate in (("--tflops", flops), ("--link", link)) if rate is None)
+        raise ValueError(f"no record of several GPUs in {arguments.reports} has what {missing} would say")
+    return flops, link
+
+
+def _axis(spec: KernelSpec, case: Case) -> tuple[str | None, int]:
+    """The series and the length of a case."""
+    if spec.sharding is None or spec.sharding.axis is None:
+        return None, max(case.dims.values())
+    return spec.sharding.axis(case)
+
+
+def _nearest(spec: KernelSpec, length: int | None) -> Case:
+    """The bench case whose length is nearest, the first of several."""
+    cases = [case for case in spec.cases if case.bench]
+    return min(cases, key=lambda case: abs(math.log(_axis(spec, case)[1] / length))) if length else cases[0]
 
 
 def _spec(name: str | None) -> KernelSpec:

@@ -26,6 +26,7 @@ from ..reporting import (
     cards,
     charts,
     choices,
+    declared,
     efficiency_charts,
     host,
     kernel_page,
@@ -42,6 +43,10 @@ from ..reporting.findings import Finding, findings, modes_of
 
 LEFT_OUT = "Left out of the means over the best peer, by reason; some have two:"
 ABSENT = "Peers that take these cases and were not installed:"
+NEWER = (
+    "Peers without a row in the record of these cases, as their adapters are newer or that run was of fewer "
+    "(not in that run):"
+)
 BLOCK = re.compile(r"(<!-- report:begin (?P<folder>[\w.-]+) -->\n).*?(\n?<!-- report:end -->)", re.DOTALL)
 
 
@@ -118,7 +123,8 @@ def write(folder: Path, with_charts: bool = True) -> list[Path]:
         tuned = load(folder / "tune" / f"{kernel}.json", choices.SCHEMA)
         trend = (folder / f"{kernel}-trend.md").is_file()
         trained = load(folder / "training" / f"{kernel}.json", training.SCHEMA)
-        lines = kernel_page.page(kernel, gpu, records, mine, profile, tuned, with_charts, trend, bool(trained))
+        curve = (folder / pages.curve(kernel)).is_file()
+        lines = kernel_page.page(kernel, gpu, records, mine, profile, tuned, with_charts, trend, bool(trained), curve)
         written.append(_write_lines(folder / f"{kernel}.md", lines))
         if trained:
             written += _trained(folder, kernel, gpu, trained, with_charts)
@@ -247,6 +253,7 @@ def readme_block(folder: Path) -> str:
         "",
         *([LEFT_OUT, "", *left_out, ""] if (left_out := aggregates.captions(found)) else []),
         *([ABSENT, "", *absent, ""] if (absent := aggregates.absent(found)) else []),
+        *([NEWER, "", *newer, ""] if (newer := aggregates.newer(found, declared.peers)) else []),
     ]
     return "\n".join(lines)
 
@@ -265,6 +272,8 @@ def kernel_block(folder: Path, kernel: str) -> str:
         lines += [f"**{mode}**", "", *pages.chart(kernel, found, mode, gpu, f"{link}/")]
         lines += [*short_tables.of_mode([f for f in found if f.mode == mode]), ""]
     lines += host.short(records)
+    if (folder / pages.curve(kernel)).is_file():
+        lines += [f"![{kernel}: losses of a training run on {gpu}]({link}/{pages.curve(kernel)})", ""]
     lines += [
         f"{markdown.sentence(gpu)}. [The report]({link}/{kernel}.md) has every implementation, interval, clock and "
         "error, and says what the signs mean.",

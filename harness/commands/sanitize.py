@@ -28,7 +28,7 @@ from ..nsight.plain_products import plain_products
 from ..nvtx import range_name
 from ..on_gpu import Place, place
 from ..reporting import rows_json, tables
-from ..spec import Case, KernelSpec
+from ..spec import Case, KernelSpec, Yardstick
 
 SCHEMA = 3
 SEED = 20261121
@@ -196,15 +196,18 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _runs(selection: options.Selection, arguments: argparse.Namespace) -> list[tuple[Case, str, str]]:
-    """(case, mode, implementation): every small case, or those named, of our implementations."""
+    """(case, mode, implementation): every small case, or those named, of our implementations and of what else is
+    ours."""
     spec = selection.spec
+    others = {b.name: b for b in spec.baselines if isinstance(b, Yardstick) and b.ours}
     wanted = arguments.case or [case.name for case in spec.cases if not case.bench]
     chosen = dataclasses.replace(selection, cases=tuple(c for c in spec.cases if c.name in wanted))
     return [
         (case, mode, name)
         for case, mode in chosen.groups()
         for name in selection.implementations
-        if name in spec.implementations and not spec.skip_reason(name, case, mode)
+        if (name in spec.implementations and not spec.skip_reason(name, case, mode))
+        or (name in others and not others[name].supports(case, mode))
     ]
 
 

@@ -60,8 +60,9 @@ VALUES: dict[str, Callable[[], Hashable]] = {
 
 @contextmanager
 def put_back() -> Iterator[None]:
-    """Afterwards the grad mode, default dtype and matmul precision are what they were: a kernel that changes one fails
-    its own check and nothing that runs later."""
+    """Afterwards the grad mode, default dtype, matmul precision and current device are what they were: a kernel that
+    changes one fails its own check and nothing that runs later."""
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     grad, dtype, precision = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_float32_matmul_precision()
     try:
         yield
@@ -71,6 +72,8 @@ def put_back() -> Iterator[None]:
             torch.set_default_dtype(dtype)
         if torch.get_float32_matmul_precision() != precision:
             torch.set_float32_matmul_precision(precision)
+        if device is not None and torch.cuda.current_device() != device:
+            torch.cuda.set_device(device)
 
 
 class GlobalState:

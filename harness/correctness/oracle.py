@@ -238,10 +238,18 @@ def hold_against(
     if sample is None:
         return truth.verdict(results, case, spec)
     if len(results) == len(truth.names) and all(bool(t.isfinite().all()) for t in (*truth.oracle, *truth.eager)):
-        for name, tensor in zip(truth.names, results, strict=True):
-            if tensor.is_floating_point() and not all(bool(p.isfinite().all()) for p in tensor.flatten().split(PIECE)):
-                return Verdict(False, f"{name} has nan or inf outside the rows that were sampled", "nonfinite")
+        verdict = _finite(truth.names, results)
+        if not verdict.ok:
+            return verdict
     return truth.verdict(sample.results(results, truth.names), case, spec)
+
+
+def _finite(names: Sequence[str], results: Sequence[torch.Tensor]) -> Verdict:
+    """Whether every element of the results is."""
+    for name, tensor in zip(names, results, strict=True):
+        if tensor.is_floating_point() and not all(bool(p.isfinite().all()) for p in tensor.flatten().split(PIECE)):
+            return Verdict(False, f"{name} has nan or inf outside the rows that were sampled", "nonfinite")
+    return Verdict(True)
 
 
 def _unless_out_of_memory(compute: Callable[[], Tensors]) -> Tensors | None:

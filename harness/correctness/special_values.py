@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
+from .. import execute
 from ..spec import Inputs
 from .accuracy import bits
 from .battery import Rejected, Subject, contiguous, guarded_call, prepared
@@ -45,8 +47,9 @@ PLANTS: dict[str, Plant] = {
 
 
 def _together(tensor: torch.Tensor) -> None:
-    """No square fits into fp16, and so no product of two such rows; it does into any other dtype."""
-    _row(tensor).sign_().mul_(300)
+    """No square fits into fp16, and so no product of two such rows; it does into any other dtype. Of one sign, so that
+    the terms of a dot product do not cancel, nor become a -inf that a softmax would hide."""
+    _row(tensor).fill_(300)
 
 
 NOT_FINITE = frozenset({"one nan", "one +inf", "one -inf", "a row of -inf"})
@@ -63,10 +66,30 @@ def special_values(s: Subject, mode: str) -> None:
             if what in NOT_FINITE and s.spec.finite_only(s.case):
                 continue
             _examine(s, _planted(s, inputs, name, plant), [name], out_grads, clean, f"{what} in {name}")
+    if half := _in_half(s, mode):
+        _products(half, mode)
+
+
+def _in_half(s: Subject, mode: str) -> Subject | None:
+    """The subject in which products may overflow: that of an fp16 case or, on a CPU, where one dtype stands for all,
+    the same case in fp16, if SPEC has any of that dtype."""
     if s.case.dtype == torch.float16:
-        for one, two in itertools.combinations(names, 2):
-            changed = _planted(s, _planted(s, inputs, one, _together), two, _together)
-            _examine(s, changed, [one, two], out_grads, clean, f"rows of ±300 in {one} and {two}")
+        return s
+    of_all = s.device == "cpu" and s.case.dtype == torch.float32
+    if not of_all or all(case.dtype != torch.float16 for case in s.spec.cases):
+        return None
+    case = replace(s.case, name=f"{s.case.name}-in-fp16", dtype=torch.float16)
+    return None if s.spec.skip_reason(s.name, case, mode) or execute.uninterpretable(case) else replace(s, case=case)
+
+
+def _products(s: Subject, mode: str) -> None:
+    """Large values in every two of the floating-point inputs at once."""
+    inputs, out_grads = prepared(s, s.inputs(), mode)
+    clean = expected(s.spec, inputs, out_grads)
+    names = [n for n, t in inputs.items() if isinstance(t, torch.Tensor) and t.is_floating_point() and t.numel()]
+    for one, two in itertools.combinations(names, 2):
+        changed = _planted(s, _planted(s, inputs, one, _together), two, _together)
+        _examine(s, changed, [one, two], out_grads, clean, f"rows of 300 in {one} and {two}, in fp16")
 
 
 def _planted(s: Subject, inputs: Inputs, name: str, plant: Plant) -> Inputs:

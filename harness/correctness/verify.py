@@ -15,7 +15,8 @@ count, shape, dtype, nonfinite, error    a wrong answer, with fresh memory poiso
 replay    the answer to the former contents after the inputs were refilled in place, at the same addresses and without
           autograd's version counters moving                                           (cached replay)
 
-The inputs come back with fresh random contents from `spec.make_inputs` (seed + 1); addresses, shapes and strides stay,
+The inputs come back with fresh random contents from `spec.make_inputs` (seed + 1), but for the first element of each,
+by which an answer kept from earlier contents might be found out of date; addresses, shapes and strides stay,
 so `run` and CUDA graphs captured from it remain valid. In mode "bwd", whose forward ran when `run` was bound, only the
 incoming gradients are refilled. Of a problem that SPEC samples, some rows are held against the reference, and the
 incoming gradients of all others are 0 meanwhile. An exception of the implementation, out of memory included, goes to
@@ -33,6 +34,7 @@ from .. import execute, sampling
 from ..spec import WITHOUT_AUTOGRAD, Case, Inputs, KernelSpec
 from .accuracy import Verdict, same_bits
 from .guard import Observed, Snapshot, first_failure, observe, poisoned, refill, rehearse
+from .in_place import overlapping
 from .oracle import Memory, judge
 
 
@@ -129,8 +131,13 @@ def _fresh(
     """New contents for what `run` reads at each call."""
     device = next(t.device for t in inputs.values() if isinstance(t, torch.Tensor))
     generator = torch.Generator(device).manual_seed(seed)
+    held = {**inputs, **grads}
     fresh = dict(zip(grads, execute.random_like(list(grads.values()), generator), strict=True))
     if mode != "bwd":
         made = spec.make_inputs(case, device, generator)
         fresh |= {n: made[n] for n, t in inputs.items() if isinstance(t, torch.Tensor)}
+    for name, tensor in fresh.items():
+        if name not in case.mutates and tensor.is_floating_point() and tensor.numel() > 1 and not overlapping(tensor):
+            first = (0,) * tensor.dim()
+            tensor[first] = held[name].detach()[first]
     return fresh

@@ -1,6 +1,8 @@
 """Wall-clock time of calls on a CPU, in a column of the name "wall". It stands for no GPU's.
 
-A sample is the time of so many calls that they take SAMPLE_SECONDS together, over their number. Contenders run in a
+A sample is the time of so many calls that they take SAMPLE_SECONDS together, over their number; of one call where the
+inputs that it updates in place are restored before it. A few elements of the inputs change before each round, so that
+an answer kept from an earlier one is wrong. Contenders run in a
 fresh random order each round, so that drift falls on all alike and ratios can be paired by round.
 """
 
@@ -14,15 +16,23 @@ from collections.abc import Mapping, Sequence
 
 from ..execute import Run
 from . import stats
-from .timing import Budget, Contender, ContenderFailed, Measurement
+from .timing import Budget, Contender, ContenderFailed, Data, Measurement
 
 WALL = "wall"
 SAMPLE_SECONDS = 2e-4
 MOST_CALLS = 1000
 
 
-def measure(contenders: Sequence[Contender], budget: Budget, sets: int = 1, seed: int | None = None) -> Measurement:
+def measure(
+    contenders: Sequence[Contender],
+    budget: Budget,
+    sets: int = 1,
+    seed: int | None = None,
+    data: Data | None = None,
+    one_call: bool = False,
+) -> Measurement:
     """The "wall" column of every contender, bound to `sets` sets of inputs that the rounds alternate between.
+    `one_call`: a sample is one call, before which `data` restores what the one before has updated.
 
     Raises ContenderFailed for the first that cannot be bound or run.
     """
@@ -35,11 +45,11 @@ def measure(contenders: Sequence[Contender], budget: Budget, sets: int = 1, seed
         except Exception as error:
             raise ContenderFailed(contender.name, error) from error
     _warm_up(runs, budget)
-    calls = {name: _calls(of_sets[0]) for name, of_sets in runs.items()}
+    calls = {name: 1 if one_call else _calls(of_sets[0]) for name, of_sets in runs.items()}
     collecting = gc.isenabled()
     gc.disable()
     try:
-        samples, stop = _sample(runs, calls, budget, random.Random(seed))
+        samples, stop = _sample(runs, calls, budget, random.Random(seed), data or Data())
     finally:
         if collecting:
             gc.enable()
@@ -64,13 +74,16 @@ def _calls(run: Run) -> int:
 
 
 def _sample(
-    runs: Mapping[str, Sequence[Run]], calls: Mapping[str, int], budget: Budget, order: random.Random
+    runs: Mapping[str, Sequence[Run]], calls: Mapping[str, int], budget: Budget, order: random.Random, data: Data
 ) -> tuple[dict[str, list[float]], str]:
     samples: dict[str, list[float]] = {name: [] for name in runs}
     begin = time.perf_counter()
     for index in range(budget.max_rounds):
+        which = index % min(map(len, runs.values()), default=1)
+        data.stir(which)
         for name in order.sample(list(runs), len(runs)):
-            run = runs[name][index % len(runs[name])]
+            run = runs[name][which]
+            data.restore(which)
             start = time.perf_counter()
             for _ in range(calls[name]):
                 run()

@@ -1,10 +1,15 @@
-"""The results of a kernel's mutants: a file of JSON lines, one a mutant, in reports/mutants."""
+"""The results of a kernel's mutants: a file of JSON lines, one a mutant, in reports/mutants.
+
+A line with "original" says what the kernel itself passes, so that this is not found out again at each call.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import platform
 from collections.abc import Iterable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +44,35 @@ def line(mutant: Mutant, device: str, checks: str, answer: Mapping[str, Any]) ->
 
 
 def load(kernel: str, folder: Path = FOLDER) -> list[dict[str, Any]]:
+    """The line of each mutant in a kernel's file."""
+    return [found for found in _lines(kernel, folder) if "key" in found]
+
+
+def original(kernel: str, device: str, folder: Path = FOLDER) -> dict[str, Any] | None:
+    """What the kernel passes, as `keep_original` wrote it; None where source, checks, tests, PyTorch or the machine are
+    others than then."""
+    digest = _digest_of_original(kernel)
+    lines = [found for found in _lines(kernel, folder) if (found.get("original"), found["device"]) == (digest, device)]
+    return lines[-1] if lines else None
+
+
+def keep_original(kernel: str, device: str, passed: Mapping[str, Any], folder: Path = FOLDER) -> None:
+    """Appends a line with the seconds of each check and test that the kernel passes."""
+    entry = {"original": _digest_of_original(kernel), "device": device, **passed}
+    with path(kernel, folder).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+
+def _digest_of_original(kernel: str) -> str:
+    """Of all that decides what the original passes, and how long it takes there."""
+    files = [*registry.folder(kernel).rglob("*.py"), *registry.folder(kernel).rglob("*.cu*")]
+    files += registry.ROOT.glob("harness/*.py")
+    text = b"".join(file.read_bytes() for file in sorted(files))
+    about = (digest_of_checks(kernel), version("torch"), version("triton"), platform.node())
+    return hashlib.sha256(text + repr(about).encode()).hexdigest()[:12]
+
+
+def _lines(kernel: str, folder: Path) -> list[dict[str, Any]]:
     """Every line of a kernel's file; a last one that was cut off is left out."""
     file = path(kernel, folder)
     found = []
@@ -59,9 +93,11 @@ def current(lines: Iterable[Mapping[str, Any]], mutants: Iterable[Mutant], devic
 def tidy(kernel: str, mutants: Iterable[Mutant], folder: Path = FOLDER) -> None:
     """Rewrites the file with the lines that still hold, the last of each mutant and device, sorted by key."""
     lines, every = load(kernel, folder), list(mutants)
+    originals = {found["device"]: found for found in _lines(kernel, folder) if "original" in found}
     kept = [r for device in sorted({r["device"] for r in lines}) for r in current(lines, every, device).values()]
     if lines:
         kept.sort(key=lambda r: (r["device"], r["key"]))
+        kept = [*originals.values(), *kept]
         path(kernel, folder).write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept), "utf-8")
 
 

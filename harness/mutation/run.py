@@ -99,19 +99,24 @@ def run(
     enough: int,
     done: Callable[[Mutant, Mapping[str, Any]], None],
     say: Callable[[str], None],
+    known: Baseline | None = None,
+    found: Callable[[Baseline], None] = lambda original: None,
 ) -> None:
-    """Calls `done` with each mutant and its answer. After `minutes`, none is begun once `enough` were run."""
+    """Calls `done` with each mutant and its answer. After `minutes`, none is begun once `enough` were run. What the
+    original passes is found out where it is not `known`, and `found` called with it."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
         team = [Worker(kernel, device, Path(scratch, f"{number}")) for number in range(workers)]
         try:
             start = time.monotonic()
-            original = baseline(team[0])
+            original = known or baseline(team[0])
             if original.failing:
                 raise RuntimeError(f"the original fails {original.failing[0]}: nothing can be said of mutants")
             say(
-                f"{kernel}: the original passes {len(original.checks)} checks and {len(original.tests)} tests "
-                f"in {time.monotonic() - start:.0f} s"
+                f"{kernel}: the original passes {len(original.checks)} checks and {len(original.tests)} tests, "
+                + ("as before" if known else f"in {time.monotonic() - start:.0f} s")
             )
+            if known is None:
+                found(original)
             _Queue(kernel, mutants, original, minutes, enough, done).served_by(team)
         finally:
             for worker in team:

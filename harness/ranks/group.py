@@ -208,6 +208,7 @@ class Group:
             **self._efficiency(mine, samples, columns),
             **self._exposed(name, mine, samples, columns),
             "plain": self._plain(name),
+            "model": self._model(name, columns),
         }
         return self._row(name, "over-roofline" if over else "ok", over) | {
             "timer": "events" if self.on_gpu else "wall",
@@ -253,6 +254,16 @@ class Group:
         """The baseline without compression beside which ours stands, and what a GPU sends there."""
         plain = self.sharding.plain(self.case) if name in self.spec.implementations else None
         return plain and {"implementation": plain[0], "link_bytes": plain[1]}
+
+    def _model(self, name: str, columns: Mapping[str, Any]) -> dict[str, float] | None:
+        """What the SPEC's model says of one of ours, from T1 and the link as they were measured."""
+        link = self.limits.link if self.limits else None
+        if self.spec.model is None or name not in self.spec.implementations or ALONE not in columns or not link:
+            return None
+        alone = columns[ALONE]["median_us"] * 1e-6
+        rate = self.spec.cost(self.case, self.mode).total_flops * self.me.size / alone
+        seconds, exposed, efficiency = self.spec.model(self.case, self.mode, self.me.size, None, rate, link)
+        return {"us": seconds * 1e6, "exposed_us": exposed * 1e6, "efficiency": efficiency}
 
     def _long(self, seconds: float = LONG_CALL) -> bool:
         """Whether a call takes so long, by its floor."""

@@ -19,6 +19,7 @@ FP8 = "fp8"
 NOT_MEASURED, NO_LIBRARY, NO_PEER = "ours was not measured", "no library takes it", "nothing to compare it with"
 #: what the reason of a peer's row says where it is not there (`execute.load`)
 ABSENT = "is not installed"
+MANY_GROUPS = 2  # of which a caption names each
 LEFT_OUT_HEAD = ("kernel", "mode", "left out of the mean over the best peer", ">cases", "which")
 
 
@@ -130,6 +131,27 @@ def absent(found: Sequence[Finding]) -> list[str]:
         f"- {name}, in {', '.join(f'{count} of {where}' for where, count in of.items())}."
         for name, of in counts.items()
     ]
+
+
+def newer(found: Sequence[Finding], declared: Callable[[str], Sequence[str]]) -> list[str]:
+    """A list item for each peer that is `declared` for a kernel today and has no row in a case, as one that was
+    entered after that was measured: how many cases of which kernel or, where they are many, of how many."""
+    counts: dict[str, dict[str, int]] = {}
+    for group in groups(found):
+        for finding in group.found:
+            there = {row.implementation for row in finding.rows}
+            for name in declared(group.kernel):
+                if name not in there:
+                    of = counts.setdefault(name, {})
+                    of[group.name] = of.get(group.name, 0) + 1
+    items = []
+    for name, of in counts.items():
+        where = ", ".join(f"{count} of {group}" for group, count in of.items())
+        if len(of) > MANY_GROUPS:
+            kernels = {group.split()[0] for group in of}
+            where = f"{sum(of.values())} cases of {f'{len(kernels)} kernels' if len(kernels) > 1 else kernels.pop()}"
+        items.append(f"- {name}, in {where}.")
+    return items
 
 
 def _library(finding: Finding) -> bool:

@@ -71,13 +71,18 @@ FAILED = Flag(
 
 def of_row(finding: Finding, row: Row) -> list[Flag]:
     """What is doubtful in the time of one implementation."""
-    return [flag for flag in (throttled(row), over(finding, row), _wide(finding, row), _warned(row)) if flag]
+    return [flag for flag in (throttled(finding, row), over(finding, row), _wide(finding, row), _warned(row)) if flag]
 
 
-def throttled(row: Row) -> Flag | None:
-    """By the clocks that were read while it was measured."""
+def throttled(finding: Finding, row: Row) -> Flag | None:
+    """By the clocks that were read while it was measured: in the rounds of the finding's column where the record has
+    them by round, since the power limit may hold back the warm column and not the cold one."""
     clocks = row.get("clocks", {})
-    count, samples = clocks.get("throttled_samples") or 0, clocks.get("samples") or 0
+    rounds = (clocks.get("rounds") or {}).get(finding.column)
+    if rounds:
+        count, samples = len(rounds["throttled"]), len(rounds["sm_mhz"])
+    else:
+        count, samples = clocks.get("throttled_samples") or 0, clocks.get("samples") or 0
     return (ALL_THROTTLED if samples and count >= samples else THROTTLED) if count else None
 
 

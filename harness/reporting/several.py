@@ -18,9 +18,16 @@ HEAD = (
 TEXT = (
     "*Time* is that of the slowest rank of each round, *a GPU* the useful work of one GPU over it. *Efficiency* is "
     "T₁ / (N · Tₙ): T₁ is our one-GPU kernel on the whole problem, timed in the same rounds. *Transfers not hidden* is "
-    "the time beyond that of the same implementation with its transfers replaced by local copies. *Peak memory* is "
+    "the time beyond that of the same implementation without its transfers. *Peak memory* is "
     "what a call takes above its inputs on the rank with most; *outside the allocator* is what the first call took "
     "beyond PyTorch's: NCCL's buffers, symmetric memory, code. *Ranks* are the medians of the fastest and the slowest."
+)
+
+MODEL_HEAD = ("case", "mode", "implementation", ">measured", ">model", ">error", ">efficiency of the model")
+
+MODEL_TEXT = (
+    "The model of `plan` beside it, from one GPU's time of the same rounds and the measured rate of the link. *Error* "
+    "is that of the model: below zero it takes the ring to be faster than it is."
 )
 
 
@@ -35,12 +42,25 @@ def section(found: Sequence[Finding], charts: bool) -> list[str]:
             kernel = found[0].kernel
             lines += [f"![{kernel} {mode}: efficiency over length]({stem(kernel, mode)}.svg)", ""]
     lines += [TEXT, "", *md.table(HEAD, [_cells(finding, row) for finding, row in measured]), ""]
+    lines += _models(measured)
     reasons: dict[str, dict[str, None]] = {}
     for finding, row in measured:
         if reason := row["several"].get("alone_reason"):
             reasons.setdefault(reason, {})[f"{finding.case} {finding.mode}"] = None
     said = [f"- No efficiency, {reason}: {', '.join(places)}." for reason, places in reasons.items()]
     return [*lines, *said, ""] if said else lines
+
+
+def _models(measured: Sequence[tuple[Finding, Row]]) -> list[str]:
+    """What the model of `plan` says beside what was measured; empty where no row has it."""
+    cells = []
+    for finding, row in measured:
+        if model := row["several"].get("model"):
+            error = 100 * (model["us"] * 1e-6 / row.seconds() - 1)
+            efficiency = f"{100 * model['efficiency']:.1f} %"
+            times = (roofline.microseconds(s) for s in (row.seconds(), model["us"] * 1e-6))
+            cells.append((finding.case, finding.mode, row.implementation, *times, f"{error:+.1f} %", efficiency))
+    return [MODEL_TEXT, "", *md.table(MODEL_HEAD, cells), ""] if cells else []
 
 
 def stem(kernel: str, mode: str) -> str:

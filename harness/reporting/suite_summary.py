@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import roofline
-from ..suites import Suite
+from ..suites import Part, Suite
 from . import console, tables
 from . import markdown as md
 from .entries import Row
@@ -43,7 +43,7 @@ def summary(suite: Suite, rows: Sequence[Row]) -> dict[str, Any]:
                 groups.setdefault((row.case, row.mode), {})[row.implementation] = row
         order = {case: place for place, case in enumerate(part.cases)}
         for _, group in sorted(groups.items(), key=lambda entry: order[entry[0][0]]):
-            lines += [_line(row, group.get(part.baselines[0]), part.baselines[0]) for row in group.values() if row.ours]
+            lines += [_line(row, group.get(part.baselines[0]), part) for row in group.values() if row.ours]
             measured += [_statistics(row) for row in group.values() if row.ok]
     speedups = [line["speedup"]["median"] for line in lines if line["speedup"]]
     return {
@@ -57,7 +57,8 @@ def summary(suite: Suite, rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _line(row: Row, baseline: Row | None, name: str) -> Line:
+def _line(row: Row, baseline: Row | None, part: Part) -> Line:
+    name = part.baselines[0]
     column = row.column() or {}
     seconds = row.seconds() if row.ok else None
     theirs = baseline.column(row.headline) if baseline is not None and baseline.ok else None
@@ -80,7 +81,7 @@ def _line(row: Row, baseline: Row | None, name: str) -> Line:
         "flop_per_second": cost.total_flops / seconds if seconds else None,
         "throughput": console.throughput(row.data, column) if row.ok else None,
         "items_per_second": row["items"] / seconds if seconds else None,
-        "unit": row["unit"],
+        "unit": part.unit or row["unit"],
         "peak_memory_bytes": peaks[0],
         "baseline_peak_memory_bytes": peaks[1],
         "memory_reduction": peaks[1] / peaks[0] if peaks[0] and peaks[1] is not None else None,
@@ -94,13 +95,15 @@ def _statistics(row: Row) -> Line:
 
 
 def _aggregate(speedups: Sequence[float], of: int) -> dict[str, Any]:
-    """Geometric mean, median, least and largest, and of how many lines."""
+    """Geometric and arithmetic mean, median, least and largest, and of how many lines."""
     if not speedups:
-        return {"count": 0, "of": of, "mean": None, "median": None, "min": None, "max": None}
+        nothing = dict.fromkeys(("mean", "arithmetic_mean", "median", "min", "max"))
+        return {"count": 0, "of": of, **nothing}
     return {
         "count": len(speedups),
         "of": of,
         "mean": statistics.geometric_mean(speedups),
+        "arithmetic_mean": statistics.fmean(speedups),
         "median": statistics.median(speedups),
         "min": min(speedups),
         "max": max(speedups),
@@ -147,13 +150,15 @@ def _figures(line: Line) -> list[str]:
 
 
 def together(found: Mapping[str, Any]) -> str:
-    """'speed-up over the baseline, 11 of 12 lines: mean 1.20×, median 1.19×, 1.01× to 1.50×'."""
+    """'speed-up over the baseline, 11 of 12 lines: mean 1.20× (geometric; arithmetic 1.21×), median 1.19×, min …'."""
     all_of_them = found["speedup"]
     count = f"{all_of_them['count']} of {all_of_them['of']} lines"
     if not all_of_them["count"]:
         return f"speed-up over the baseline: none, {count} measured"
-    mean, median, low, high = (md.times(all_of_them[name]) for name in ("mean", "median", "min", "max"))
-    return f"speed-up over the baseline, {count}: mean {mean} (geometric), median {median}, min {low}, max {high}"
+    names = ("mean", "arithmetic_mean", "median", "min", "max")
+    mean, plain, median, low, high = (md.times(all_of_them[name]) for name in names)
+    means = f"mean {mean} (geometric; arithmetic {plain})"
+    return f"speed-up over the baseline, {count}: {means}, median {median}, min {low}, max {high}"
 
 
 def dumps(found: Mapping[str, Any]) -> str:

@@ -12,13 +12,27 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from harness.spec import COMPILED, COMPILED_MAX, EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, Rows, Tunable
+from harness.spec import (
+    COMPILED,
+    COMPILED_MAX,
+    EAGER,
+    Case,
+    Cost,
+    Inputs,
+    KernelSpec,
+    Op,
+    Peer,
+    Rows,
+    Tunable,
+    Yardstick,
+)
 
 from . import attention
 from .configs import backward as backward_configs
 from .configs import candidates
 from .configs import forward as forward_configs
 from .configs import portable as portable_configs
+from .op_blocks import attention_in_blocks
 from .reference import MOST_SCORES, attention_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -86,6 +100,7 @@ CASES = (
     _case(1, (2, 1), 33, 40, 24, FP16, "options", window=(5, -1), causal=True, scale=0.3, return_lse=True),
     _case(2, 1, 41, 29, 24, FP32, "context", context=True, return_lse=True),
     _case(1, 2, 5, 0, 16, FP32, "context", context=True),
+    _case(1, 2, 17, 19, 16, FP32, "window", window=(0, 0)),
     _case(1, 2, 0, 5, 16, FP32),
     _case(1, 2, 5, 0, 16, FP32),
     _case(1, 1, 1, 1, 1, FP32),
@@ -385,6 +400,26 @@ def _as_called(case: Case, mode: str) -> str | None:
     return "returns no lse" if case.params.get("return_lse") else _square_if_causal(case)
 
 
+CARRY_QUERIES = 4096  # from so many on the carry is timed: there the ring's blocks begin
+
+
+def _carry(case: Case, mode: str) -> str | None:
+    """What attention in blocks of keys does not take, or is not timed on."""
+    if set(case.params) - {"causal", "scale"}:
+        return "has no window, context, e4m3 or lse"
+    return "is timed on blocks as long as a ring's" if case.bench and case.dims["queries"] < CARRY_QUERIES else None
+
+
+def _carry_cost(case: Case, mode: str) -> Cost:
+    """That of attention, and what two blocks add: the forward writes and reads out in fp32 and lse once more; the
+    backward sets dq, dk and dv in fp32 to 0, adds to dq twice and to dk and dv once, and rounds all three."""
+    plain, d = cost(case, mode), case.dims
+    rows = d["batch"] * d["kv_heads"] * d["group"] * d["queries"]
+    keys = 2 * d["batch"] * d["kv_heads"] * d["keys"]
+    added = 2 * rows * (d["dim"] + 1) if mode == "fwd" else (6 * rows + 4 * keys) * d["dim"]
+    return dataclasses.replace(plain, bytes=plain.bytes + 4 * added)
+
+
 SPEC = KernelSpec(
     name="attention",
     implementations={
@@ -407,6 +442,7 @@ SPEC = KernelSpec(
         Peer("flex-flash", load=_flex_flash),
         Peer("fa3", load=_fa3),
         Peer("fa4", load=_fa4),
+        Yardstick("carry", load=lambda: attention_in_blocks, supports=_carry, cost=_carry_cost, ours=True),
     ),
     pytorch=("torch",),
     reference=attention_reference,

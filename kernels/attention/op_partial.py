@@ -1,7 +1,8 @@
 """Attention over one block of keys of several: the public functions that ring attention is made of.
 
 A block is added to a running (out, lse) by the kernel that computes it, so that no pass over memory merges blocks, and
-its part of the gradients is added to fp32 sums. Nothing is differentiated here: a caller has an autograd.Function.
+its part of the gradients is added to fp32 sums, which the first block may write. Nothing is differentiated here: a
+caller has an autograd.Function.
 """
 
 from __future__ import annotations
@@ -125,6 +126,9 @@ def attention_partial_backward(
     scale: float | None = None,
     q_offset: int = 0,
     k_offset: int = 0,
+    add_dq: bool = True,
+    add_dkdv: bool = True,
+    result: torch.Tensor | None = None,
     version: str = "auto",
 ) -> None:
     """Adds what a block of keys and values contributes to the gradients, in place, from lse and out over all keys.
@@ -137,6 +141,10 @@ def attention_partial_backward(
     lse          [B, Hq, Sq], fp32, rows contiguous: over all keys
     dq, dk, dv   fp32, shapes of q, k and v, rows of D contiguous; None for what is not needed
     delta        `attention_delta(dout, out, dlse)`, computed here if it is None, with dlse 0
+    add_dq       False: dq is not read but written, so that the first block needs no zeros; where no key is seen it is 0
+    add_dkdv     the same of dk and dv
+    result       [B, Hq, Sq, D] of q's dtype: dq with its sum goes there, rounded, and dq, which must be given, is
+                 undefined from then on; for the last block
 
     dk and dv are deterministic, and dq in the portable version; the Hopper version adds up dq by atomics, in no fixed
     order: "auto" does not pick it under torch.use_deterministic_algorithms(True).
@@ -144,19 +152,21 @@ def attention_partial_backward(
     Raises what `attention_partial` raises.
     """
     tensors, given = (dout, q, k, v, lse, dq, dk, dv), (causal, scale, q_offset, k_offset, version)
-    if delta is not None and lean(*tensors, delta) and not torch.is_grad_enabled() and q.dim() == k.dim() == 4:
+    adding = bool(add_dq), bool(add_dkdv)
+    if delta is not None and lean(*tensors, delta, result) and not torch.is_grad_enabled() and q.dim() == k.dim() == 4:
         options = bool(causal), scale, _shift(q, k, causal, q_offset, k_offset), version
-        key = (*map(signature, tensors), signature(delta), options, torch.get_deterministic_debug_mode())
+        mode = torch.get_deterministic_debug_mode()
+        key = (*map(signature, tensors), signature(delta), signature(result), options, adding, mode)
         plan = _BACKWARD.find(key)
         if plan is None:
-            _check_backward(dout, q, k, v, out, lse, dq, dk, dv, delta, version)
-            plan = _BACKWARD.keep(key, _backward_plan(*tensors, delta, *_options(q, k, *given)))
-        return plan(*tensors, delta)
-    _check_backward(dout, q, k, v, out, lse, dq, dk, dv, delta, version)
+            _check_backward(dout, q, k, v, out, lse, dq, dk, dv, delta, result, version)
+            plan = _BACKWARD.keep(key, _backward_plan(*tensors, delta, result, *_options(q, k, *given), *adding))
+        return plan(*tensors, delta, result)
+    _check_backward(dout, q, k, v, out, lse, dq, dk, dv, delta, result, version)
     if delta is None:
         assert out is not None
         delta = attention_delta(dout, out)
-    return _bwd_op(*tensors, delta, *_options(q, k, *given))
+    return _bwd_op(*tensors, delta, result, *_options(q, k, *given), *adding)
 
 
 def _shift(q: torch.Tensor, k: torch.Tensor, causal: bool, q_offset: int, k_offset: int) -> int:
@@ -267,16 +277,31 @@ def _backward_plan(
     dk: torch.Tensor | None,
     dv: torch.Tensor | None,
     delta: torch.Tensor,
+    result: torch.Tensor | None,
     causal: bool,
     scale: float,
     shift: int,
     version: str,
+    add_dq: bool,
+    add_dkdv: bool,
 ) -> Callable[..., None]:
-    """Returns a function of (dout, q, k, v, lse, dq, dk, dv, delta), tensors with the signatures of these, which are
-    checked."""
+    """Returns a function of (dout, q, k, v, lse, dq, dk, dv, delta, result), tensors with the signatures of these,
+    which are checked."""
     seen = _Seen.of(q.shape[2], k.shape[2], causal, shift) if q.numel() else None
+    start, keys = (seen.start, seen.keys) if seen else (q.shape[2], 0)
+
+    def rest(dq, dk, dv, result) -> None:
+        """The gradients of queries and keys of which no pair is seen."""
+        if result is not None and start:
+            result[:, :, :start] = dq[:, :, :start] if add_dq else 0
+        elif dq is not None and start and not add_dq:
+            dq[:, :, :start].zero_()
+        for gradient in () if add_dkdv else (dk, dv):
+            if gradient is not None and keys < gradient.shape[2]:
+                gradient[:, :, keys:].zero_()
+
     if seen is None or (dq is None and dk is None and dv is None):
-        return lambda *tensors: None
+        return lambda dout, q, k, v, lse, dq, dk, dv, delta, result: rest(dq, dk, dv, result)
 
     def rows(x: torch.Tensor) -> torch.Tensor:
         return x[:, :, seen.start :] if seen.start else x
@@ -289,28 +314,35 @@ def _backward_plan(
     made = sums(dq, q), sums(dk, k), sums(dv, v)
     # lse and delta are read with one distance between heads.
     alike = lse.stride() == delta.stride()
+    last = None if result is None else rows(result)
+    others = (readable(rows(dout)), *(() if last is None else (last,)))
     deterministic = version == "auto" and torch.get_deterministic_debug_mode() == 2
-    if not deterministic and _by_cuda(hopper, version, (rows(made[0]), *made[1:]), (readable(rows(dout)),)):
+    if not deterministic and _by_cuda(hopper, version, (rows(made[0]), *made[1:]), others):
         lines = (rows(lse), rows(delta)) if alike else (rows(lse).contiguous(), rows(delta).contiguous())
-        write = cuda_partial_bwd_plan(hopper, seen.shift, readable(rows(dout)), lines[0], rows(made[0]), *made[1:])
+        written = (rows(made[0]), *made[1:], last)
+        write = cuda_partial_bwd_plan(hopper, seen.shift, others[0], lines[0], *written, add_dq, add_dkdv)
 
-        def by_cuda(dout, q, k, v, lse, dq, dk, dv, delta):
+        def by_cuda(dout, q, k, v, lse, dq, dk, dv, delta, result):
+            rest(dq, dk, dv, result)
             dq, dk, dv = sums(dq, q), sums(dk, k), sums(dv, v)
             dout, q, k, v = map(readable, (rows(dout), rows(q), k, v))
             lse, delta = rows(lse), rows(delta)
             if not alike:
                 lse, delta = lse.contiguous(), delta.contiguous()
-            write(q, k, v, dout, lse, delta, rows(dq), dk, dv)
+            write(q, k, v, dout, lse, delta, rows(dq), dk, dv, None if result is None else rows(result))
 
         return by_cuda
 
-    def by_triton(dout, q, k, v, lse, dq, dk, dv, delta):
+    def by_triton(dout, q, k, v, lse, dq, dk, dv, delta, result):
+        rest(dq, dk, dv, result)
         problem, dout = seen.problem(rows(q), k, v, scale), readable(rows(dout))
         terms = given_terms(rows(lse), rows(delta))
         if dk is not None or dv is not None:
-            key_gradients(problem, dout, terms, sums(dk, k), sums(dv, v), add=True)
+            key_gradients(problem, dout, terms, sums(dk, k), sums(dv, v), add=add_dkdv)
         if dq is not None:
-            query_gradient(problem, dout, terms, rows(dq), add=True)
+            query_gradient(problem, dout, terms, rows(dq), add=add_dq)
+        if result is not None:
+            rows(result).copy_(rows(dq))
 
     return by_triton
 
@@ -330,15 +362,11 @@ def _check_forward(q, k, v, out, lse, result, version) -> None:
     check_qkv(name, q, k, v)
     _check_fp32(name, "out", out, q.shape, q)
     _check_lse(name, "lse", lse, q)
-    if result is not None:
-        if not isinstance(result, torch.Tensor) or result.dtype != q.dtype:
-            raise TypeError(f"{name}: result must be a tensor of q's dtype {q.dtype}, got {kind(result)}")
-        if result.shape != q.shape or result.device != q.device or (result.numel() and result.stride(3) != 1):
-            raise ValueError(f"{name}: result must be like q with contiguous rows, got shape {tuple(result.shape)}")
+    _check_result(name, result, q)
     _check_version(name, version)
 
 
-def _check_backward(dout, q, k, v, out, lse, dq, dk, dv, delta, version) -> None:
+def _check_backward(dout, q, k, v, out, lse, dq, dk, dv, delta, result, version) -> None:
     name = "attention_partial_backward"
     check_qkv(name, q, k, v)
     for label, tensor in (("dout", dout), ("out", out)):
@@ -354,8 +382,20 @@ def _check_backward(dout, q, k, v, out, lse, dq, dk, dv, delta, version) -> None
     for label, tensor, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
         if tensor is not None:
             _check_fp32(name, label, tensor, like.shape, q)
+    _check_result(name, result, q)
+    if result is not None and dq is None:
+        raise ValueError(f"{name}: dq must be given where result is")
     _check_version(name, version)
-    _refuse_grad(name, dout=dout, q=q, k=k, v=v, out=out, lse=lse, dq=dq, dk=dk, dv=dv, delta=delta)
+    _refuse_grad(name, dout=dout, q=q, k=k, v=v, out=out, lse=lse, dq=dq, dk=dk, dv=dv, delta=delta, result=result)
+
+
+def _check_result(name: str, result: object, q: torch.Tensor) -> None:
+    if result is None:
+        return
+    if not isinstance(result, torch.Tensor) or result.dtype != q.dtype:
+        raise TypeError(f"{name}: result must be a tensor of q's dtype {q.dtype}, got {kind(result)}")
+    if result.shape != q.shape or result.device != q.device or (result.numel() and result.stride(3) != 1):
+        raise ValueError(f"{name}: result must be like q with contiguous rows, got shape {tuple(result.shape)}")
 
 
 def _check_fp32(name: str, label: str, tensor: object, shape: torch.Size, q: torch.Tensor) -> None:
@@ -409,7 +449,7 @@ def _delta_op(dout: torch.Tensor, out: torch.Tensor, dlse: torch.Tensor | None) 
     return _delta(dout, out, dlse)
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::attention_partial_backward", mutates_args=("dq", "dk", "dv"))
+@torch.library.custom_op(f"{_NAMESPACE}::attention_partial_backward", mutates_args=("dq", "dk", "dv", "result"))
 def _bwd_op(
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -420,13 +460,16 @@ def _bwd_op(
     dk: torch.Tensor | None,
     dv: torch.Tensor | None,
     delta: torch.Tensor,
+    result: torch.Tensor | None,
     causal: bool,
     scale: float,
     shift: int,
     version: str,
+    add_dq: bool,
+    add_dkdv: bool,
 ) -> None:
-    tensors = (dout, q, k, v, lse, dq, dk, dv, delta)
-    _backward_plan(*tensors, causal, scale, shift, version)(*tensors)
+    tensors = (dout, q, k, v, lse, dq, dk, dv, delta, result)
+    _backward_plan(*tensors, causal, scale, shift, version, add_dq, add_dkdv)(*tensors)
 
 
 @_fwd_op.register_fake
@@ -440,5 +483,5 @@ def _(dout, out, dlse):
 
 
 @_bwd_op.register_fake
-def _(dout, q, k, v, lse, dq, dk, dv, delta, causal, scale, shift, version):
+def _(dout, q, k, v, lse, dq, dk, dv, delta, result, causal, scale, shift, version, add_dq, add_dkdv):
     return None

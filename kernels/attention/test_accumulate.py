@@ -94,7 +94,7 @@ def test_blocks_of_keys_add_up(dtype, dim, layout, heads, kv_heads, queries, blo
         problem = Problem(q[:, :, start:], keys, values, scale, -1, 0 if causal else -1, seen)
         outer = [x[:, :, start:] for x in (dout, lse, delta, dq)]
         plan = cuda_partial_bwd_plan(problem, rest, outer[0], outer[1], outer[3], dkeys, dvalues)
-        plan(problem.q, keys, values, *outer, dkeys, dvalues)
+        plan(problem.q, keys, values, *outer, dkeys, dvalues, None)
     for name, mine, right in zip(("dq", "dk", "dv"), sums, want[2:], strict=True):
         error = ((mine.double() - 1 - right).norm() / right.norm()).item()
         assert error < (1e-2 if dtype == torch.bfloat16 else 2e-3), f"{name}: {error}"

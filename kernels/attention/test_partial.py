@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from . import attention, attention_delta, attention_partial, attention_partial_backward, op_partial
+from .op_blocks import attention_in_blocks
 from .reference import attention_reference
 
 
@@ -61,6 +62,20 @@ def _summed(dout, q, k, v, out, lse, blocks, delta=None, **options):
     return dq, dk, dv
 
 
+def _written(dout, q, k, v, lse, delta, blocks, version="auto", **options):
+    """As `_summed`: nothing is zeroed before, and the last block writes dq rounded."""
+    dq, dk, dv = (torch.full(x.shape, math.nan, device=q.device) for x in (q, k, v))
+    result, start = torch.full_like(q, math.nan), 0
+    for number, size in enumerate(blocks):
+        parts = (x[:, :, start : start + size] for x in (k, v, dk, dv))
+        keys, values, dkeys, dvalues = parts
+        last = result if number == len(blocks) - 1 else None
+        rest = dict(add_dq=number > 0, add_dkdv=False, result=last, k_offset=start, version=version)
+        attention_partial_backward(dout, q, keys, values, None, lse, dq, dkeys, dvalues, delta=delta, **rest, **options)
+        start += size
+    return result, dk, dv
+
+
 def _close(name, mine, right, dtype):
     scale = right.abs().max().item() or 1.0
     error = (mine.double() - right).abs().max().item() / scale
@@ -92,6 +107,9 @@ def test_blocks_of_keys_add_up(device, dtype, heads, kv_heads, queries, blocks, 
         gradients = _summed(dout, q, k, v, out, lse, blocks, delta, **options)
         for name, mine, right in zip(("dq", "dk", "dv"), gradients, want[2:], strict=True):
             _close(name, mine, right, dtype)
+    gradients = _written(dout, q, k, v, lse, attention_delta(dout, out), blocks, **options)
+    for name, mine, right in zip(("dq", "dk", "dv"), gradients, want[2:], strict=True):
+        _close(name, mine, right, dtype)
 
 
 @pytest.mark.gpu(min_capability=(9, 0))
@@ -113,9 +131,25 @@ def test_blocks_of_keys_add_up_on_hopper(device, dtype, version, heads, kv_heads
     want = _oracle(q, k, v, dout, first, first is not None)
     out, lse = _merged(q, k, v, blocks, **options)
     _close("out", out, want[0], dtype)
-    gradients = _summed(dout, q, k, v, out, lse, blocks, attention_delta(dout, out), **options)
-    for name, mine, right in zip(("dq", "dk", "dv"), gradients, want[2:], strict=True):
-        _close(name, mine, right, dtype)
+    delta = attention_delta(dout, out)
+    summed = _summed(dout, q, k, v, out, lse, blocks, delta, **options)
+    for gradients in (summed, _written(dout, q, k, v, lse, delta, blocks, **options)):
+        for name, mine, right in zip(("dq", "dk", "dv"), gradients, want[2:], strict=True):
+            _close(name, mine, right, dtype)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "causal"), ((37, 29, True), (29, 37, True), (20, 33, False), (5, 1, False))
+)
+def test_attention_in_blocks_is_attention(device, queries, keys, causal):
+    q, k, v, dout = _inputs(device, torch.float32, 4, 2, queries, keys, 16)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = attention_in_blocks(*leaves, causal=causal, scale=0.3, blocks=3)
+    want = attention_reference(*leaves, causal=causal, scale=0.3)
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+    found, right = (torch.autograd.grad(x, leaves, dout) for x in (out, want))
+    for mine, theirs in zip(found, right, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_rows_of_a_larger_tensor(device):
@@ -232,8 +266,11 @@ def test_opcheck(device):
         torch.library.opcheck(op_partial._fwd_op, (q, k, v, torch.zeros_like(q), lse.clone(), result, *options))
     out, lse = _merged(q, k, v, (10,))
     torch.library.opcheck(op_partial._delta_op, (dout, out, None))
-    sums = (torch.zeros_like(x) for x in (q, k, v))
-    torch.library.opcheck(op_partial._bwd_op, (dout, q, k, v, lse, *sums, attention_delta(dout, out), *options))
+    sums = [torch.zeros_like(x) for x in (q, k, v)]
+    delta = attention_delta(dout, out)
+    for result in (None, torch.zeros_like(q)):
+        given = (dout, q, k, v, lse, *(x.clone() for x in sums), delta, result, *options, False, True)
+        torch.library.opcheck(op_partial._bwd_op, given)
 
 
 @pytest.mark.parametrize(("queries", "keys"), ((0, 4), (4, 0), (0, 0)))
@@ -297,6 +334,10 @@ def test_what_is_rejected(device):
         attention_partial(q, k, v, out[:, :1].expand_as(out), lse)
     with pytest.raises(ValueError, match="version must be one of"):
         attention_partial(q, k, v, out, lse, version="triton")
+    with pytest.raises(ValueError, match="dq must be given where result is"):
+        attention_partial_backward(dout, q, k, v, out, lse, None, None, None, result=torch.zeros_like(q))
+    with pytest.raises(TypeError, match="result must be a tensor of q's dtype"):
+        attention_partial_backward(dout, q, k, v, out, lse, out, None, None, result=out.half())
     with pytest.raises(RuntimeError, match="q must not require grad"):
         attention_partial(q.requires_grad_(), k, v, out, lse)
     with pytest.raises(RuntimeError, match="out must not require grad"):

@@ -71,6 +71,7 @@ ON_GPU = (
 )
 CASES = (*NARROW, *WIDE, *SMALL, *ON_GPU)
 CUDA_CASES = tuple(replace(case, min_capability=(9, 0)) for case in (*NARROW, *WIDE))
+NARROW_ON_HOPPER = tuple(replace(case, min_capability=(9, 0)) for case in NARROW)
 HOST_CASES = (_case(4, 64, 200, 64, BF16, "silu", "host"),)
 
 
@@ -209,15 +210,19 @@ def _quack_supports(case: Case, mode: str) -> str | None:
 
 def _backend(case: Case) -> str | None:
     """What auto takes for all products on Hopper; None where that is no backend by itself."""
-    rows, dim, hidden = (case.dims[n] for n in ("rows", "dim", "hidden"))
+    rows, dim, hidden, dim_out = (case.dims[n] for n in ("rows", "dim", "hidden", "dim_out"))
     use = configs.pick_versions("auto", rows, dim, hidden, case.dtype, hopper=True)
-    return "two_gemms" if use == configs.Versions(cuda=False, library=False, passes=False) else None
+    if use.narrow and max(dim, dim_out) <= configs.MAX_NARROW and dim % 8 == dim_out % 8 == 0:
+        return "narrow"
+    return "two_gemms" if use == configs.Versions(False, False, False, False) else None
 
 
 def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | None:
     if implementation == "fused" and case.dims["dim_out"] > configs.MAX_FUSED_OUT:
         return f"it keeps at most {configs.MAX_FUSED_OUT} columns of y in registers"
-    return "it takes 16-bit dtypes" if implementation == "cuda" and case.dtype == FP32 else None
+    if implementation == "narrow" and max(case.dims["dim"], case.dims["dim_out"]) > configs.MAX_NARROW:
+        return f"it keeps at most {configs.MAX_NARROW} terms of a row in registers"
+    return "it takes 16-bit dtypes" if implementation in ("cuda", "narrow") and case.dtype == FP32 else None
 
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
@@ -241,6 +246,15 @@ def _product_candidates(case: Case) -> list[configs.ProductConfig]:
 
 def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
     return [configs.CudaConfig(s, raster, cluster) for s in (3, 4) for raster in (2, 4, 8, 16) for cluster in (1, 2)]
+
+
+def _narrow_candidates(case: Case) -> list[configs.NarrowConfig]:
+    """Those that fit beside the tiles of a backward: two tensors."""
+    return [
+        configs.NarrowConfig(columns, stages, a_stages, cluster)
+        for columns, stages, a_stages in ((128, 8, 2), (128, 8, 4), (128, 9, 2), (64, 12, 4), (64, 16, 4), (64, 16, 8))
+        for cluster in (1, 2, 4)
+    ]
 
 
 def _weights_candidates(case: Case) -> list[configs.WeightsConfig]:
@@ -271,8 +285,9 @@ SPEC = KernelSpec(
         "fused": partial(fused_mlp, backend="fused"),
         "two_gemms": partial(fused_mlp, backend="two_gemms"),
         "cuda": partial(fused_mlp, backend="cuda"),
+        "narrow": partial(fused_mlp, backend="narrow"),
     },
-    min_capability={"cuda": (9, 0)},
+    min_capability={"cuda": (9, 0), "narrow": (9, 0)},
     unsupported_reason=_unsupported_reason,
     alias_reason=_alias_reason,
     baselines=(
@@ -303,6 +318,7 @@ SPEC = KernelSpec(
         Tunable(configs, "pick_dhidden_config", "bwd", _product_candidates),
         Tunable(configs, "pick_weights_config", "bwd", _weights_candidates),
         Tunable(configs, "pick_cuda_config", "fwd", _cuda_candidates, CUDA_CASES, "cuda"),
+        Tunable(configs, "pick_narrow_config", "bwd", _narrow_candidates, NARROW_ON_HOPPER, "narrow"),
         Tunable(configs, "pick_fused_config", "fwd", _fused_candidates, NARROW[:4], implementation="fused"),
     ),
     host_cases=HOST_CASES,

@@ -5,7 +5,7 @@ Nothing here is measured yet: EXPERIMENTS.md says how the numbers were reckoned.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -13,6 +13,8 @@ import triton
 MIN_BLOCK = 16  # what tl.dot takes
 PITCH = 16  # elements: what Triton must see in a row's pitch to load whole vectors
 MAX_FUSED_OUT = 512  # columns of y that the single kernel keeps in registers
+MAX_NARROW = 512  # terms of a row that a consumer of narrow.cu keeps in registers
+SHARED = 227 << 10  # bytes that a CTA of sm_90 can use
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,17 @@ class CudaConfig:
 
     stages: int
     raster: int
+    cluster: int
+
+
+@dataclass(frozen=True)
+class NarrowConfig:
+    """Of narrow.cu: columns of a block (64, or of one weight 128), steps of the rings of b and of a, and CTAs of a
+    cluster, which share what they read of b (1, 2 or 4)."""
+
+    columns: int
+    stages: int
+    a_stages: int
     cluster: int
 
 
@@ -85,12 +98,14 @@ class BiasConfig:
 
 @dataclass(frozen=True)
 class Versions:
-    """What products run in, where they can: those with an activation in CUDA C++ (`cuda`), or by cuBLAS with the
-    activation as a pass of its own (`passes`); those without one by cuBLAS (`library`). Else in Triton."""
+    """What products run in, where they can. Those with an activation: of few terms in CUDA C++ by narrow.cu
+    (`narrow`); by cuBLAS with the activation as a pass of its own (`passes`); in CUDA C++ by products.cu (`cuda`); in
+    this order. Those without one: by cuBLAS (`library`), or by products.cu. Else in Triton."""
 
     cuda: bool
     library: bool
     passes: bool
+    narrow: bool
 
 
 def pick_versions(backend: str, rows: int, dim: int, hidden: int, dtype: torch.dtype, hopper: bool) -> Versions:
@@ -103,11 +118,25 @@ def pick_versions(backend: str, rows: int, dim: int, hidden: int, dtype: torch.d
     of which few rows make the host's time.
     """
     if backend != "auto":
-        return Versions(cuda=backend == "cuda", library=False, passes=False)
+        narrow = backend == "narrow"
+        return Versions(cuda=narrow or backend == "cuda", library=narrow, passes=False, narrow=narrow)
     wide = dim >= 1024
     # cuBLAS may be set to round fp32 operands to tf32.
     library = hopper and dtype != torch.float32 and (wide or rows >= 4096 or hidden % PITCH == 0)
-    return Versions(cuda=library and wide, library=library, passes=library and not wide and rows >= 1024)
+    passes, narrow = library and not wide and rows >= 1024, library and pick_narrow(rows, dim)
+    return Versions(cuda=library and wide, library=library, passes=passes, narrow=narrow)
+
+
+def pick_narrow(rows: int, dim: int) -> bool:
+    """Whether "auto" takes narrow.cu for products with an activation on Hopper, whose terms it can keep in registers;
+    others are multiplied as without it. Pure.
+
+    Reckoned, not measured: of 512 terms a tile of 128 x 128 takes 4096 cycles of the tensor cores, beside which its
+    epilogue runs; a pass of its own over the hidden costs 40 % of the product (264 of 366 us for 205 000 rows) and over
+    the hidden's gradient 140 %. With fewer than 256 terms a tile's products take less time than an epilogue that
+    derives, and with fewer than 4096 rows clusters of two have at most 3 blocks each for H = 1365.
+    """
+    return dim >= 256 and rows >= 4096
 
 
 def pick_pitch(cols: int) -> int:
@@ -239,6 +268,29 @@ def pick_cuda_config(rows: int, cols: int, depth: int) -> CudaConfig:
     """Configuration of products.cu. Pure. The ring takes what shared memory there is; the raster is not measured."""
     cluster = 2 if rows > 128 else 1
     return CudaConfig(stages=4, raster=8, cluster=cluster)
+
+
+def pick_narrow_config(rows: int, steps: int, weights: int, tensors: int) -> NarrowConfig:
+    """Configuration of narrow.cu for `steps` steps of b, which is made of `weights` weights, and `tensors` tensors that
+    are loaded or stored. Pure.
+
+    The ring of b holds at least the steps of a block, which the second consumer reads one block later than the first,
+    and what room there is beyond that, up to two further blocks. Half of a consumer's rows of a are in their ring
+    before it is through with the rows before. Two CTAs that share b read 16 bytes of it a cycle from L2. Three tensors
+    leave no room for a ring of blocks of 128 columns. By these sums; not measured yet.
+    """
+    config = NarrowConfig(64 if weights == 2 or tensors == 3 else 128, steps, 4, 2 if rows > 128 else 1)
+    for stages in range(3 * steps, steps, -1):
+        if narrow_bytes(replace(config, stages=stages), weights, tensors) <= SHARED:
+            return replace(config, stages=stages)
+    return config
+
+
+def narrow_bytes(config: NarrowConfig, weights: int, tensors: int) -> int:
+    """Shared memory of a CTA of narrow.cu: the rings of b and a, a tile of each tensor and the bias in fp32 for both
+    consumers, and barriers."""
+    b_ring = config.stages * (weights * config.columns * 64 * 2 + 16)
+    return b_ring + config.a_stages * (64 * 64 * 2 + 24) + 2 * config.columns * (tensors * 64 * 2 + 4) + 4 * 8
 
 
 def pick_cuda_parts(steps: int, tiles: int, sms: int) -> int:

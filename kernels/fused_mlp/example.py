@@ -17,4 +17,4 @@ def example(device: torch.device | str, dtype: torch.dtype, small: bool) -> dict
     inputs = {name: torch.randn(shape, device=device, dtype=dtype) for name, shape in shapes.items()}
     for name in ("w1", "w2", "w_gate"):
         inputs[name] *= shapes[name][1] ** -0.5
-    return {"inputs": inputs, "grads": tuple(shapes), "versions": {"backend": ("fused", "two_gemms", "cuda")}}
+    return {"inputs": inputs, "grads": tuple(shapes), "versions": {"backend": ("fused", "two_gemms", "cuda", "narrow")}}

@@ -194,6 +194,15 @@ def pitch_launch(weight: torch.Tensor) -> Launch:
     return Launch(_fused_mlp_pitch_kernel, grid, weight.device, fixed, BLOCK=config.block, num_warps=config.num_warps)
 
 
+def lengthen_launch(weight: torch.Tensor, rows: int) -> Launch:
+    """Copies a contiguous weight to one of `rows` rows, the last of which are zero, given (weight, copy): as a single
+    row with a pitch. One launch, where torch.nn.functional.pad is two."""
+    elements, pitch = weight.numel(), rows * weight.shape[1]
+    config = configs.pick_sum_config(pitch)
+    grid, fixed = (1, triton.cdiv(pitch, config.block)), (elements, pitch, 0, 1)
+    return Launch(_fused_mlp_pitch_kernel, grid, weight.device, fixed, BLOCK=config.block, num_warps=config.num_warps)
+
+
 def whole_vectors(t: torch.Tensor) -> bool:
     """Whether Triton sees that a matrix is made of whole 16-byte vectors: the stride of one dimension is 1, and what
     else it specialises kernels for is a multiple of 16."""

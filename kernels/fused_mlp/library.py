@@ -11,6 +11,7 @@ import triton
 
 from . import configs
 from .launch import Launch
+from .launches import lengthen_launch
 from .pointwise import _fused_mlp_activation_kernel, _fused_mlp_derivative_kernel
 
 BLOCK = 1024
@@ -71,10 +72,18 @@ def rows_launch(a: torch.Tensor, b: torch.Tensor, b_gate: Optional, bias: Option
     have more columns than b, with zeros in them."""
     (cols, depth), width, strides = b.shape, a.shape[1], b.stride()
     gate_strides = None if b_gate is None else b_gate.stride()
+    whole = b.mT.is_contiguous() and (b_gate is None or b_gate.mT.is_contiguous()) and 0 < width * cols < 2**31
+    lengthen = lengthen_launch(b.mT, width) if depth != width and whole else None
 
     def factor(b: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
         weight = b.as_strided((cols, depth), strides).mT
-        return weight if depth == width else F.pad(weight, (0, 0, 0, width - depth))
+        if depth == width:
+            return weight
+        if lengthen is None:
+            return F.pad(weight, (0, 0, 0, width - depth))
+        longer = weight.new_empty((width, cols))
+        lengthen(weight, longer)
+        return longer
 
     def run(a: torch.Tensor, b: torch.Tensor, a_gate: Optional, b_gate: Optional, bias: Optional, out) -> None:
         out = out.view(-1, cols)

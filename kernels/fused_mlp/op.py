@@ -48,8 +48,10 @@ def fused_mlp(
                 elements; "input" keeps neither and computes them again, to the same bits
     backend     "fused" (a forward of one kernel, whose hidden is never in memory, for at most 512 rows of w2),
                 "two_gemms" (the hidden is in memory between two kernels), "cuda" (the same in CUDA C++, compiled by
-                CuPy, on compute capability 9.0, float16 and bfloat16; operands that TMA cannot read go to Triton), or
-                "auto", the fastest of these and of cuBLAS for each product (`configs.pick_versions`)
+                CuPy, on compute capability 9.0, float16 and bfloat16; operands that TMA cannot read go to Triton),
+                "narrow" (likewise: a kernel for products with an activation of at most 512 terms, which are overlapped
+                with it, and cuBLAS for the others), or "auto", the fastest of these and of cuBLAS for each product
+                (`configs.pick_versions`)
 
     Returns y [..., D_out], in dtype of x, contiguous.
 

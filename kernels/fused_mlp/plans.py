@@ -12,7 +12,7 @@ from .launches import bias_launch, pitch_launch, single_launch, whole_vectors
 from .sm90 import products
 from .versions import dhidden_launch, hidden_launch, rows_launch, weights_launch
 
-BACKENDS = ("auto", "fused", "two_gemms", "cuda")
+BACKENDS = ("auto", "fused", "two_gemms", "cuda", "narrow")
 SAVES = ("activations", "input")
 
 Optional = torch.Tensor | None
@@ -59,9 +59,9 @@ def fwd_plan(
     if backend == "fused" and dim_out > configs.MAX_FUSED_OUT:
         most = f"at most {configs.MAX_FUSED_OUT} rows of w2"
         raise RuntimeError(f'fused_mlp: backend="fused" cannot run here: it takes {most}, got {dim_out}')
-    missing = products.missing(x) if backend in ("auto", "cuda") else None
-    if backend == "cuda" and missing:
-        raise RuntimeError(f'fused_mlp: backend="cuda" cannot run here: {missing}')
+    missing = products.missing(x) if backend in ("auto", "cuda", "narrow") else None
+    if missing and backend != "auto":
+        raise RuntimeError(f'fused_mlp: backend="{backend}" cannot run here: {missing}')
     copied, w2_read = _pitched(w2)
     shape, pitch, gated = (*x.shape[:-1], dim_out), configs.pick_pitch(hidden), w_gate is not None
     empty = not rows or (not dim_out and not keep)
@@ -70,7 +70,7 @@ def fwd_plan(
         launch = _single(flat, w1, w2_read, b1, b2, w_gate, activation)
     elif not empty:
         use = configs.pick_versions(backend, rows, dim, hidden, x.dtype, hopper=missing is None)
-        launch = _two_products(flat, w1, w2_read, b1, b2, w_gate, activation, use)
+        launch = _two_products(flat, w1, w2_read, b1, b2, w_gate, activation, use, keep)
 
     def plan(
         x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, b1: Optional, b2: Optional, w_gate: Optional
@@ -95,11 +95,13 @@ def _single(x, w1, w2, b1, b2, w_gate, activation: str) -> Callable[..., None]:
     return run
 
 
-def _two_products(x, w1, w2, b1, b2, w_gate, activation: str, use: configs.Versions) -> Callable[..., None]:
+def _two_products(x, w1, w2, b1, b2, w_gate, activation: str, use: configs.Versions, keep: bool) -> Callable[..., None]:
     """Two kernels, with the hidden in memory between them."""
     shape = x.shape[0], configs.pick_pitch(w1.shape[0])
     hidden_like = x.new_empty(shape)
-    to_hidden = hidden_launch(x, w1, b1, w_gate, activation, use) if hidden_like.numel() else None
+    to_hidden = None
+    if hidden_like.numel():
+        to_hidden = hidden_launch(x, w1, b1, w_gate, activation, use, (True, keep))
     to_y = rows_launch(hidden_like, w2, None, b2, use) if w2.shape[0] else None
 
     def run(x, w1, w2, b1, b2, w_gate, y, pre, gate) -> None:
@@ -138,7 +140,9 @@ def bwd_plan(
     gate_read = None if w_gate is None else w_gate.mT
     for_x = rows_launch(wide, w1.mT, gate_read, None, use) if needs.x and rows and dim else None
     any_w1 = (needs.w1 or needs.w_gate) and hidden and dim
-    for_w1 = weights_launch(wide, x_rows, hidden, dim, use) if any_w1 else None
+    # cuBLAS makes these gradients with the rows of the padding, which are left out of what is returned.
+    long = pitch if use.library else hidden
+    for_w1 = weights_launch(wide, x_rows, long, dim, use) if any_w1 else None
     for_w2 = weights_launch(dy_rows, wide, dim_out, hidden, use) if needs.w2 and hidden and dim_out else None
     for_b1 = bias_launch(wide, hidden) if needs.b1 and hidden else None
     for_b2 = bias_launch(dy_rows, dim_out) if needs.b2 and dim_out else None
@@ -155,9 +159,9 @@ def bwd_plan(
             if for_x is not None:
                 for_x(dpre, w1, dgate, w_gate, None, dx)
         if needs.w1:
-            dw1 = _written(x, (hidden, dim), for_w1, dpre, x_rows)
+            dw1 = _written(x, (long, dim), for_w1, dpre, x_rows)[:hidden]
         if needs.w_gate:
-            dw_gate = _written(x, (hidden, dim), for_w1, dgate, x_rows)
+            dw_gate = _written(x, (long, dim), for_w1, dgate, x_rows)[:hidden]
         if needs.w2:
             dw2 = _written(x, (dim_out, hidden), for_w2, dy_rows, hidden_rows)
         if needs.b1:
@@ -193,10 +197,11 @@ def _within_plan(
     any_elements = rows and pitch
     again = None
     if any_elements and (recompute or not derivative):
-        again = hidden_launch(x, w1, b1, w_gate, activation, use)
+        again = hidden_launch(x, w1, b1, w_gate, activation, use, (not derivative, derivative))
     to_gradients = None
     if any_elements and derivative:
-        to_gradients = dhidden_launch(dy, w2_read, w1.shape[0], gated, activation, use)
+        written = need_dpre, need_dgate, needs.w2
+        to_gradients = dhidden_launch(dy, w2_read, w1.shape[0], gated, activation, use, written)
 
     def run(dy, x, w1, w2, b1, w_gate, pre, gate) -> tuple[Optional, Optional, Optional]:
         def empty(wanted: bool) -> Optional:

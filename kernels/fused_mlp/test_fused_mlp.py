@@ -248,9 +248,10 @@ def test_auto() -> None:
     def auto(rows, dim=512, hidden=1408, dtype=torch.bfloat16, hopper=True) -> tuple[bool, ...]:
         return astuple(configs.pick_versions("auto", rows, dim, hidden, dtype, hopper))
 
-    assert auto(11_000) == (False, True, True) and auto(564, dim=4096) == (True, True, False)
-    assert auto(564) == (False, True, False) and auto(4096, hidden=1365) == (False, True, True)
-    triton = (False, False, False)
+    assert auto(11_000) == (False, True, True, True) and auto(564, dim=4096) == (True, True, False, False)
+    assert auto(564) == (False, True, False, False) and auto(4096, hidden=1365) == (False, True, True, True)
+    assert auto(2048) == auto(11_000, dim=128) == (False, True, True, False)
+    triton = (False, False, False, False)
     assert auto(564, hidden=1365) == auto(564, dtype=torch.float32) == auto(205_000, hopper=False) == triton
 
 
@@ -261,7 +262,7 @@ def test_products_of_the_library(names: str) -> None:
     tensors["x"] = tensors["x"].view(3, 7, 16)
     strided = {n: t.mT.contiguous().mT if n in ("w1", "w_gate", "w2") else t for n, t in tensors.items()}
     for passes in (False, True):
-        use = configs.Versions(cuda=False, library=True, passes=passes)
+        use = configs.Versions(cuda=False, library=True, passes=passes, narrow=False)
         with mock.patch.object(configs, "pick_versions", return_value=use):
             for given, save in itertools.product((tensors, strided), ("activations", "input")):
                 agrees(given, save=save)

@@ -1,4 +1,6 @@
-"""Which version a product runs in: cuBLAS or CUDA C++, where that was chosen and takes the operands, else Triton."""
+"""Which version a product runs in: cuBLAS or CUDA C++, where that was chosen and takes the operands, else Triton.
+
+`written` says which results of a launch are wanted: the hidden, and pre and gate; or dpre, dgate, and the hidden."""
 
 from __future__ import annotations
 
@@ -8,14 +10,22 @@ import torch
 
 from . import launches, library
 from .configs import Versions
-from .sm90 import products
+from .sm90 import narrow, products
 
 Optional = torch.Tensor | None
 
 
 def hidden_launch(
-    x: torch.Tensor, w1: torch.Tensor, b1: Optional, w_gate: Optional, activation: str, use: Versions
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    b1: Optional,
+    w_gate: Optional,
+    activation: str,
+    use: Versions,
+    written: tuple[bool, bool],
 ) -> Callable[..., None]:
+    if use.narrow and narrow.takes(x, w1, w_gate):
+        return narrow.hidden_launch(x, w1, b1, w_gate, activation, written)
     if use.passes:
         return library.hidden_launch(x, w1, b1, w_gate, activation)
     # The two weights of a gated product share a tile, of rows.
@@ -37,8 +47,16 @@ def rows_launch(
 
 
 def dhidden_launch(
-    dy: torch.Tensor, w2: torch.Tensor, hidden: int, gated: bool, activation: str, use: Versions
+    dy: torch.Tensor,
+    w2: torch.Tensor,
+    hidden: int,
+    gated: bool,
+    activation: str,
+    use: Versions,
+    written: tuple[bool, bool, bool],
 ) -> Callable[..., None]:
+    if use.narrow and narrow.takes(dy, w2.mT):
+        return narrow.dhidden_launch(dy, w2, hidden, gated, activation, written)
     if use.passes:
         return library.dhidden_launch(dy, w2, hidden, gated, activation)
     if use.cuda and products.takes(dy, w2):

@@ -40,19 +40,11 @@ def _codes_ptr(part_ptr, KIND: tl.constexpr):
 
 
 @triton.jit
-def _places(block, WIDTH: tl.constexpr):
-    """Where blocks of WIDTH codes lie, [rows, WIDTH]."""
-    # A lane has the codes of eight elements and no more: as many as it loads or stores in 16 bits at a time. With wider
-    # loads and stores of codes elements would have to be exchanged between lanes, in shared memory and behind barriers.
-    return tl.max_contiguous(block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], [1, WIDTH // 32])
-
-
-@triton.jit
 def _get(part_ptr, block, blocks, scales_at, KIND: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr):
     """Blocks of a quantised chunk in fp32, [rows, BLOCK]."""
     WIDTH: tl.constexpr = BLOCK if KIND == "fp8" else BLOCK // 8 if KIND == "int4" else BLOCK // 4
     inside = block < blocks
-    at = _places(block, WIDTH)
+    at = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     code = tl.load(_codes_ptr(part_ptr, KIND) + at, mask=inside[:, None], other=0)
     scales_ptr = (part_ptr + scales_at).to(tl.pointer_type(tl.float32))
     return decode(code, tl.load(scales_ptr + block, mask=inside, other=1.0), KIND, NATIVE)
@@ -62,7 +54,7 @@ def _get(part_ptr, block, blocks, scales_at, KIND: tl.constexpr, NATIVE: tl.cons
 def _put(part_ptr, code, scale, block, blocks, scales_at, KIND: tl.constexpr):
     """Stores blocks of a quantised chunk."""
     inside = block < blocks
-    at = _places(block, code.shape[1])
+    at = block[:, None] * code.shape[1] + tl.arange(0, code.shape[1])[None, :]
     tl.store(_codes_ptr(part_ptr, KIND) + at, code, mask=inside[:, None])
     scales_ptr = (part_ptr + scales_at).to(tl.pointer_type(tl.float32))
     tl.store(scales_ptr + block, scale, mask=inside)

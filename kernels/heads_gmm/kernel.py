@@ -171,7 +171,7 @@ def _heads_gmm_loss_kernel(
     m = tl.full([BLOCK], float("-inf"), tl.float32)
     weights = tl.zeros([BLOCK], dtype=tl.float32)
     density = tl.zeros([BLOCK], dtype=tl.float32)
-    for group in tl.range(0, groups):
+    for group in tl.range(0, groups, loop_unroll_factor=4):  # loads in flight
         at = statistics_ptr + (tl.cast(group, tl.int64) * rows + row) * STATISTICS
         its_top = tl.load(at, mask=inside, other=0.0)
         its_weights = tl.load(at + 1, mask=inside, other=1.0)

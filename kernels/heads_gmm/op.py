@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from . import configs
 from .checks import FLOATS, kind, no_tangent, runnable
 from .launch import Plans, lean, signature
 from .plans import BACKENDS, REDUCTIONS, Gradients, Needs, bwd_plan, fwd_plan
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
-SAVES = ("input", "parameters")
+SAVES = ("input", "parameters", "auto")
 MAX_ROWS = 2**31 - 1
 MAX_HEADS = 128  # of which the backward has all of a row in registers
 
@@ -29,7 +30,7 @@ def heads_gmm(
     activation: str = "silu",
     reduction: str = "mean",
     *,
-    save: str = "input",
+    save: str = "auto",
     backend: str = "auto",
 ) -> torch.Tensor:
     """Negative log-likelihood of y under a mixture of K Gaussians, whose parameters K feed-forward layers of x give.
@@ -39,10 +40,10 @@ def heads_gmm(
 
     Sums are fp32 (fp32 operands are not rounded to tf32); act(...) is rounded to dtype of x, the parameters are not.
     Differentiable, once, in all tensors; the gradients of the parameters are rounded to dtype of x, as PyTorch's are.
-    Everything is summed in a fixed order: repeated runs agree bit for bit. The hidden and the parameters are never in
-    memory; in the backward they are, for at most 8448 rows at a time. Valid for |log_sigma| up to 87, beyond which
-    sigma or its inverse overflows in fp32. A component whose logit is −inf is off; a row whose logits are all −inf is
-    NaN, as in PyTorch.
+    Everything is summed in a fixed order: repeated runs agree bit for bit. The hidden is never in memory, but for its
+    gradient, of at most 8448 rows at a time; nor are the parameters of all rows, unless they are kept (`save`). Valid
+    for |log_sigma| up to 87, beyond which sigma or its inverse overflows in fp32. A component whose logit is −inf is
+    off; a row whose logits are all −inf is NaN, as in PyTorch.
 
     x           [..., D], float32, float16 or bfloat16, less than 2^31 rows, any strides. It is read in place where its
                 leading dimensions flatten to one stride.
@@ -52,8 +53,9 @@ def heads_gmm(
     bias        [K, 3], dtype of x or float32, any strides, or None
     activation  "silu", "gelu", "gelu_tanh" or "relu"
     reduction   "mean" or "sum" over all rows, a scalar, or "none". Without rows the mean is NaN.
-    save        what the backward is left with: "input", the arguments alone, or "parameters", also 12 K bytes a row,
-                with which it need not make them again
+    save        what the backward is left with: "input", the arguments alone; "parameters", also those of the mixture,
+                12 K bytes a row, with which it need not make them again; or "auto", these too where they take at most
+                an eighth of what x does (`configs.pick_save`)
     backend     of the forward: "triton", "cuda" (CUDA C++, compiled by CuPy, on compute capability 9.0: float16 and
                 bfloat16, D at most 512, rows of x and w1 contiguous and on 16-byte boundaries), or "auto", "cuda" for
                 what that takes where it is the faster one (`configs.pick_backend`), else "triton"
@@ -80,7 +82,8 @@ def heads_gmm(
         return plan(x, w1, w2, y, bias)[0]
     _check(x, w1, w2, y, bias, activation, reduction, save, backend)
     no_tangent("heads_gmm", x, w1, w2, y, bias)
-    return _fwd_op(x, w1, w2, y, bias, activation, reduction, save == "parameters", backend)[0]
+    keep = configs.pick_save(save, w1.shape[0], x.shape[-1], x.dtype)
+    return _fwd_op(x, w1, w2, y, bias, activation, reduction, keep, backend)[0]
 
 
 def _check(x, w1, w2, y, bias, activation, reduction, save, backend) -> None:
@@ -125,7 +128,7 @@ def _fwd_plan(x, w1, w2, y, bias, activation, reduction, save, backend, recorded
     plan = _FORWARD.find(key)
     if plan is None:
         _check(x, w1, w2, y, bias, activation, reduction, save, backend)
-        keep = recorded and save == "parameters"
+        keep = recorded and configs.pick_save(save, w1.shape[0], x.shape[-1], x.dtype)
         plan = _FORWARD.keep(key, fwd_plan(x, w1, w2, y, bias, activation, reduction, keep, backend))
     return plan
 

@@ -53,7 +53,8 @@ def fwd_plan(
     if not rows:
         return lambda x, *_: (_of_nothing(x, shape, reduction), x.new_empty((0, heads, 3), dtype=torch.float32))
     launch, groups = _statistics_launch(flat, w1, w2, flat_y, bias, activation, backend)
-    ctas = triton.cdiv(rows, configs.LOSS_BLOCK)
+    block = configs.pick_loss_block(rows)
+    ctas = triton.cdiv(rows, block)
     in_one = reduction == "none" or ctas == 1
     join = Launch(
         _heads_gmm_loss_kernel,
@@ -61,8 +62,8 @@ def fwd_plan(
         x.device,
         (rows, groups),
         REDUCTION=reduction if in_one else "sum",
-        BLOCK=configs.LOSS_BLOCK,
-        num_warps=4,
+        BLOCK=block,
+        num_warps=4 if block <= configs.LOSS_BLOCK else 8,
     )
     total = Launch(
         _heads_gmm_total_kernel,
@@ -176,14 +177,16 @@ def bwd_plan(
         configs.heads_backward.pick_chunk_rows(flat.shape[0], heads, w2.shape[2]),
     )
     chunks = chunks_of(rows, heads, w2.shape[2])
-    products = None
-    if any(needs[:3]):
-        products = backward_plan(flat, (heads * 3, 3, 1), w1, w2, activation, needs[:3])
     again = _again_launches(flat, w1, w2, rows_y, bias, activation, chunks) if parameters is None else []
     flat_dloss = _rows_of(dloss, 0) if reduction == "none" else None
     incoming, parts = _incoming_launches(flat_dloss, x, rows_y, heads, reduction, chunks)
-    total = sum_launch(bias, parts) if needs[4] and bias is not None else None
-    asks = products is not None and bool(rows and w2.numel())  # whether it asks for gradients of the parameters
+    of_bias = (bias, parts) if needs[4] and bias is not None else None
+    asks = any(needs[:3]) and bool(rows and w2.numel())  # whether `products` asks for gradients of the parameters
+    products = None
+    if any(needs[:3]):
+        also = of_bias if asks else None
+        products = backward_plan(flat, (heads * 3, 3, 1), w1, w2, activation, needs[:3], also)
+    total = sum_launch(of_bias) if of_bias is not None and not asks else None
 
     def run(
         dloss: Tensor, x: Tensor, w1: Tensor, w2: Tensor, y: Tensor, bias: Optional, parameters: Optional
@@ -191,9 +194,10 @@ def bwd_plan(
         flat, rows_y = _rows_of(x, 1), _rows_of(y, 0)
         rows_dloss = _rows_of(dloss, 0) if reduction == "none" else dloss
         dy = torch.empty_like(y, memory_format=torch.contiguous_format) if needs[3] else None
-        dbias, parts_of_dbias = None, None
-        if total is not None and bias is not None:
+        dbias, parts_of_dbias, to_add = None, None, ()
+        if of_bias is not None and bias is not None:
             dbias, parts_of_dbias = bias.new_empty((heads, 3)), x.new_empty((parts, heads, 3), dtype=torch.float32)
+            to_add = (parts_of_dbias, dbias) if asks else ()
         dparameters = x.new_empty((size, heads, 3))
         made = x.new_empty((size, heads, 3), dtype=torch.float32) if again else None
 
@@ -206,12 +210,12 @@ def bwd_plan(
             incoming[index](rows_dloss, given, rows_y, dparameters, dy, parts_of_dbias)
             return dparameters
 
-        dx, dw1, dw2 = products(gradient, flat, w1, w2) if products is not None else (None, None, None)
+        dx, dw1, dw2 = products(gradient, flat, w1, w2, *to_add) if products is not None else (None, None, None)
         if not asks:
             for chunk in chunks:
                 gradient(*chunk)
         if total is not None:
-            total(parts_of_dbias, dbias)
+            total(parts_of_dbias, dbias, None, None)
         return dx.view(shape) if dx is not None else None, dw1, dw2, dy, dbias
 
     return run

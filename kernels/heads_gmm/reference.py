@@ -16,7 +16,7 @@ def heads_gmm_reference(
     bias: torch.Tensor | None = None,
     activation: str = "silu",
     reduction: str = "mean",
-    save: str = "input",
+    save: str = "auto",
 ) -> torch.Tensor:
     """`save` is what a backward is left with, which changes no value."""
     heads, hidden = w1.shape[:2]

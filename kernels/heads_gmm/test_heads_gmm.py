@@ -35,6 +35,25 @@ def _both(inputs: list[torch.Tensor], save: str = "input", reduction: str = "non
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
+def test_what_is_kept_by_default() -> None:
+    """The parameters where they take at most an eighth of what x does: 12 bytes a row beside 96, and not beside 92."""
+    assert configs.pick_save("auto", 10, 512, torch.bfloat16) and not configs.pick_save("auto", 10, 472, torch.bfloat16)
+    for dim, kept in ((24, True), (23, False)):
+        loss = heads_gmm(*_inputs(dim=dim, heads=1))
+        saved = loss.grad_fn.saved_tensors
+        assert (saved[-1] is not None) == kept
+        loss.backward()
+    assert not configs.pick_save("input", 1, 512, torch.float32) and configs.pick_save("parameters", 10, 1, torch.half)
+
+
+@pytest.mark.parametrize("rows", [1, 300, 1024, 1025])
+def test_ctas_that_join_statistics(rows: int) -> None:
+    """One for up to 1024 rows; else several, whose sums are added up."""
+    block = configs.pick_loss_block(rows)
+    assert block >= rows if rows <= 1024 else block == configs.LOSS_BLOCK
+    _both(_inputs(rows=rows), reduction="mean")
+
+
 @pytest.mark.parametrize("save", ["input", "parameters"])
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu"])
 def test_activations(activation: str, save: str) -> None:
@@ -157,7 +176,7 @@ def test_says_what_is_wrong() -> None:
         heads_gmm(x, w1, w2, y[:4], bias)
     with pytest.raises(TypeError, match=r"y must be a tensor of x's dtype torch.float32 or float32, got torch.float64"):
         heads_gmm(x, w1, w2, y.double(), bias)
-    with pytest.raises(ValueError, match="save must be one of input, parameters, got 'all'"):
+    with pytest.raises(ValueError, match="save must be one of input, parameters, auto, got 'all'"):
         heads_gmm(x, w1, w2, y, bias, save="all")
     for index, name in enumerate(("x", "w1", "w2", "y")):
         given = [t.detach() for t in (x, w1, w2, y)]

@@ -172,6 +172,15 @@ def _dhidden_cuda_candidates(case: Case) -> list[heads_backward.CudaConfig]:
     return [heads_backward.CudaConfig(tiles, 2, stages) for tiles in (5, 7, 11, 22, 33, 66) for stages in (9, 11)]
 
 
+def _products_candidates(case: Case) -> list[heads_backward.ProductsConfig]:
+    return [
+        heads_backward.ProductsConfig(heads, True, cluster, beside, ahead, stages=4)
+        for heads in (1, 2, 3, 5, 10)
+        for cluster, beside in ((1, False), (2, False), (2, True))
+        for ahead in (0, 1, 2, 3)
+    ]
+
+
 def _in_cuda(case: Case) -> bool:
     """Whether the version for Hopper takes a case as `make_inputs` lays it out."""
     dim = case.dims["dim"]
@@ -231,6 +240,7 @@ SPEC = KernelSpec(
         Tunable(configs, "pick_fwd_config", "fwd", _fwd_candidates, TIMED, implementation="triton"),
         Tunable(heads_forward, "pick_cuda_config", "fwd", _cuda_candidates, CUDA_CASES),
         Tunable(heads_backward, "pick_cuda_config", "bwd", _dhidden_cuda_candidates, CUDA_CASES),
+        Tunable(heads_backward, "pick_products_config", "bwd", _products_candidates, CUDA_CASES[:2]),
         Tunable(heads_backward, "pick_dhidden_config", "bwd", _dhidden_candidates, TIMED),
         Tunable(heads_backward, "pick_dx_config", "bwd", _tile_candidates, TIMED),
         Tunable(heads_backward, "pick_dw1_config", "bwd", _tile_candidates, TIMED),

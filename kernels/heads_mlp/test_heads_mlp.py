@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -195,7 +197,7 @@ def test_triton_beside_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     forget()
 
 
-def _dhidden_in_pytorch(start, rows, x, w1, w2, dy_strides, activation, config):
+def _dhidden_in_pytorch(start, rows, x, w1, w2, dy_strides, activation, config, added):
     """What sm90/heads_dhidden.cu does, with its parts; `dy_strides` are those that it is told."""
 
     def run(dy, x, w1, w2, dpre, dw2) -> None:
@@ -210,25 +212,60 @@ def _dhidden_in_pytorch(start, rows, x, w1, w2, dy_strides, activation, config):
         for part, first in enumerate(range(0, rows, 128 * config.tiles)):
             these = slice(first, min(first + 128 * config.tiles, rows))
             if dw2 is not None:
-                dw2[part] += torch.einsum("rgo,rgh->goh", dy[these], h.detach()[these])
+                new, to = torch.einsum("rgo,rgh->goh", dy[these], h.detach()[these]), dw2.view(-1, *w2.shape)[part]
+                to.copy_(to + new if part < added else new)
 
     return run
 
 
+def _products_in_pytorch(start, rows, x, w1, config):
+    """What sm90/heads_products.cu does, with its parts."""
+
+    def run(dpre, x, w1, parts, dx, sums, dw1, add) -> None:
+        own = dpre[:rows, :, : w1.shape[1]]
+        if config.dx_heads:
+            firsts = range(0, w1.shape[0], config.dx_heads)
+            found = [
+                torch.einsum("rgh,ghd->rd", own[:, at : at + config.dx_heads], w1[at : at + config.dx_heads])
+                for at in firsts
+            ]
+            for index, part in enumerate(found):
+                (dx if parts is None else parts[index * part.numel() :][: part.numel()].view_as(part)).copy_(part)
+            assert (parts is None) == (len(found) == 1)
+        if config.dw1:
+            new = torch.einsum("rgh,rd->ghd", own, x[start : start + rows]) + (sums if add else 0)
+            (sums if dw1 is None else dw1).copy_(new)
+
+    return run
+
+
+@pytest.mark.parametrize(("heads", "chunk"), [(0, 300), (1, 300), (3, 300), (2, 700)])
 @pytest.mark.parametrize("needs", [*NEEDS, (True, True, False), (False, True, True)])
-def test_the_plan_around_cuda(needs: tuple[bool, bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three chunks of three, three and one tiles, in parts of two: the last chunk adds to the first part alone."""
+def test_the_plan_around_cuda(
+    needs: tuple[bool, bool, bool], heads: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three chunks of three, three and one tiles, in parts of two: the last chunk adds to the first part alone. One
+    chunk, whose parts are added to nothing. x's gradient in parts of `heads` heads, 0: with the products by the
+    library."""
+    products_config = heads_backward.ProductsConfig(heads, True, cluster=2, beside=False, ahead=0, stages=4)
+    monkeypatch.setattr(heads_backward, "pick_products", lambda *problem, possible: possible and heads > 0)
+    monkeypatch.setattr(
+        heads_backward,
+        "pick_products_config",
+        lambda *problem: replace(products_config, dx_heads=heads if problem[-2] else 0, dw1=problem[-1]),
+    )
+    monkeypatch.setattr(plan.heads_products, "launch", _products_in_pytorch)
     monkeypatch.setattr(products, "add_dw1", _on_a_cpu)
     monkeypatch.setattr(plan, "in_cuda", lambda *tensors: True)
     monkeypatch.setattr(plan.heads_dhidden, "launch", _dhidden_in_pytorch)
-    monkeypatch.setattr(heads_backward, "pick_chunk_rows", lambda *problem: 300)
+    monkeypatch.setattr(heads_backward, "pick_chunk_rows", lambda *problem: chunk)
     monkeypatch.setattr(
         heads_backward, "pick_cuda_config", lambda *problem: heads_backward.CudaConfig(2, cluster=2, stages=11)
     )
     forget()
-    inputs = _inputs(rows=700, hidden=19)
+    inputs = _inputs(rows=700, heads=3, hidden=19)
     wide = [t.detach().double().requires_grad_() for t in inputs]
-    dy = torch.randn(700, 2, 3, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    dy = torch.randn(700, 3, 3, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     wanted = torch.autograd.grad(heads_mlp_reference(*wide), wide, dy.double())
     leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
     for _ in range(2):  # the plan is kept, and adds to parts of its own each time
@@ -242,9 +279,57 @@ def test_the_plan_around_cuda(needs: tuple[bool, bool, bool], monkeypatch: pytes
     forget()
 
 
-def test_when_the_hiddens_gradient_is_in_cuda() -> None:
+@pytest.mark.parametrize("version", ["triton", "library", "cuda"])
+@pytest.mark.parametrize("needs", NEEDS)
+def test_something_else_is_added_up(
+    needs: tuple[bool, bool, bool], version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With x's gradient, with w2's, which has two parts, with neither, or in a launch of its own."""
+    monkeypatch.setattr(plan, "in_cuda", lambda *tensors: version != "triton")
+    monkeypatch.setattr(heads_backward, "pick_products", lambda *problem, possible: version == "cuda")
+    monkeypatch.setattr(heads_backward, "pick_cuda_config", lambda *problem: heads_backward.CudaConfig(1, 2, stages=11))
+    monkeypatch.setattr(plan.heads_dhidden, "launch", _dhidden_in_pytorch)
+    monkeypatch.setattr(plan.heads_products, "launch", _products_in_pytorch)
+    x, w1, w2 = (t.detach() for t in _inputs(rows=200, hidden=19, dim=8))
+    dy, found = torch.randn(200, 2, 3, device=DEVICE), torch.empty(5, 7, device=DEVICE)
+    parts = torch.randn(3, 5, 7, device=DEVICE)
+    arguments = x, dy.stride(), w1, w2, "silu", needs
+    grads = plan.backward_plan(*arguments, also=(found, 3))(lambda *chunk: dy, x, w1, w2, parts, found)
+    assert torch.equal(found, parts[0] + parts[1] + parts[2])
+    alone = plan.backward_plan(*arguments)(lambda *chunk: dy, x, w1, w2)
+    assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(grads, alone, strict=True))
+
+
+def test_one_chunk_in_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """w2's gradient is then written by the kernel itself, in its dtype, and w1's by the library."""
+    monkeypatch.setattr(plan, "in_cuda", lambda *tensors: True)
+    monkeypatch.setattr(plan.heads_dhidden, "launch", _dhidden_in_pytorch)
+    monkeypatch.setattr(plan, "sum_launch", lambda *problem: pytest.fail("there is nothing to add up"))
+    forget()
+    _both(_inputs(rows=130, hidden=19))
+    forget()
+
+
+def test_when_the_gradient_is_in_cuda() -> None:
     picked = heads_backward.pick_cuda
     assert picked(129, possible=True) and not picked(128, possible=True) and not picked(5000, possible=False)
+    taken = heads_backward.pick_products
+    assert taken(8448, 512, possible=True) and not taken(8448, 512, possible=False)
+    assert not taken(8449, 512, possible=True) and not taken(564, 508, possible=True)
+
+
+@pytest.mark.parametrize(("rows", "dx_heads", "units"), [(564, 2, (50, 220)), (5000, 10, (80, 220))])
+def test_units_of_the_products(rows: int, dx_heads: int, units: tuple[int, int]) -> None:
+    """Few rows are cut by heads into parts, many are not."""
+    config = heads_backward.pick_products_config(rows, 512, 10, 1365, 132, True, True)
+    assert (config.dx_heads, config.cluster) == (dx_heads, 1)
+    assert heads_backward.products_units(rows, 512, 10, 1365, config) == units
+    for need_x, need_w1 in ((True, False), (False, True)):
+        config = heads_backward.pick_products_config(rows, 512, 10, 1365, 132, need_x, need_w1)
+        found = heads_backward.products_units(rows, 512, 10, 1365, config)
+        assert [count > 0 for count in found] == [need_x, need_w1]
+    pair = heads_backward.ProductsConfig(1, True, 2, True, 2, 4)  # five tiles of rows in pairs are three
+    assert heads_backward.products_units(564, 512, 10, 1365, pair) == (50, 110)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from .configs import heads_backward, heads_forward, pick_backend
 from .launch import forget
 from .op import ACTIVATIONS, heads_mlp
 from .reference import heads_mlp_reference
-from .sm90 import cuda_driver, heads, heads_dhidden
+from .sm90 import cuda_driver, heads, heads_dhidden, heads_products
 
 SOURCE = Path(heads.__file__).with_name("forward.cu")
 HALVES = torch.bfloat16, torch.float16
@@ -132,6 +132,18 @@ def test_the_hiddens_gradient_compiles_and_does_not_spill(variant: tuple) -> Non
     assert usage.mma == {"HGMMA": 4 * steps, "HMMA": 24}
 
 
+@pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_the_products_compile_and_do_not_spill(cluster: int, dtype: torch.dtype) -> None:
+    """A step of 64 terms is four wgmmas, in the loops of both gradients; w1's leaves in vectors of 16 bytes."""
+    config = heads_backward.ProductsConfig(1, True, cluster, beside=False, ahead=0, stages=4)
+    cubin = nvrtc.compiled(SOURCE.with_name("heads_products.cu"), "sm_90a", heads_products.defines(config, dtype))
+    usage = sass.inspect(cubin, "heads_products")
+    assert usage.spills == 0 and usage.stack == 0 and usage.early_arrivals == 0
+    assert usage.mma == {"HGMMA": 8} and usage.stores["STG.128"] == 16 and usage.wgmma_waits == 4
+
+
 def test_host_and_device_agree() -> None:
     text = SOURCE.with_name("heads_loop.cuh").read_text(encoding="utf-8")
     text += SOURCE.with_name("heads.cuh").read_text(encoding="utf-8")
@@ -147,6 +159,12 @@ def test_host_and_device_agree() -> None:
     dy_slots = re.search(r"DY_SLOTS = (\d+)", SOURCE.with_name("heads_dhidden.cu").read_text(encoding="utf-8"))
     assert dy_slots is not None and int(dy_slots[1]) == heads_dhidden.DY_SLOTS
     assert heads_backward.BLOCK == heads_forward.BLOCK
+    products = SOURCE.with_name("heads_products.cu").read_text(encoding="utf-8")
+    found = re.search(r"BLOCK_M = (\d+), BLOCK_N = (\d+), BLOCK_K = (\d+);\nconstexpr int CONSUMERS = (\d+)", products)
+    assert found is not None
+    sizes = heads_backward.BLOCK, heads_backward.BLOCK_N, heads_products.BLOCK_K, heads.THREADS // 128 - 1
+    assert tuple(map(int, found.groups())) == sizes and heads_backward.STEP == heads_products.BLOCK_K
+    assert heads_products.shared_bytes(heads_backward.ProductsConfig(1, True, 2, False, 0, stages=4)) <= 227 << 10
     assert heads_dhidden.shared_bytes(heads_backward.CudaConfig(1, 2, stages=11)) <= 227 << 10
     activations = re.search(
         r"enum Activation { (.*) };", SOURCE.with_name("activation.cuh").read_text(encoding="utf-8")
@@ -348,6 +366,37 @@ def test_gradients_with_other_configurations(
 
 @pytest.mark.gpu(min_capability=(9, 0))
 @pytest.mark.parametrize(
+    "config",
+    [
+        heads_backward.ProductsConfig(7, True, cluster=1, beside=False, ahead=0, stages=4),
+        heads_backward.ProductsConfig(1, True, cluster=1, beside=False, ahead=3, stages=3),
+        heads_backward.ProductsConfig(3, True, cluster=2, beside=False, ahead=1, stages=4),
+        heads_backward.ProductsConfig(2, True, cluster=2, beside=True, ahead=40, stages=2),
+    ],
+)
+@pytest.mark.parametrize("rows", [301, 20_010])
+def test_products_with_other_configurations(
+    always: None, rows: int, config: heads_backward.ProductsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of x's gradient of which the last is smaller, and one; one chunk, and three, whose sums pass on."""
+    monkeypatch.setattr(heads_backward, "pick_products", lambda *problem, possible: possible)
+    monkeypatch.setattr(heads_backward, "pick_products_config", lambda *problem: config)
+    forget()
+    _gradients_agree(_operands(rows, 512, 400, count=7))
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("rows", [200, 564, 2000])
+def test_products_of_the_library(always: None, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one chunk, beside CUDA C++: w1's gradient is rounded once."""
+    monkeypatch.setattr(heads_backward, "pick_products", lambda *problem, possible: False)
+    forget()
+    for hidden in (203, 208):
+        _gradients_agree(_operands(rows, 128, hidden))
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize(
     "needs", [(True, False, False), (False, True, False), (False, False, True), (True, False, True)]
 )
 def test_gradients_that_are_needed(always: None, needs: tuple[bool, bool, bool]) -> None:
@@ -381,12 +430,13 @@ def test_gradients_of_layouts(always: None) -> None:
 
 @pytest.mark.gpu(min_capability=(9, 0))
 def test_gradients_repeat_bit_for_bit(always: None) -> None:
-    tensors = {n: t.requires_grad_() for n, t in _operands(20_000, 512, 1365, count=10).items()}
-    leaves, dy = list(tensors.values()), torch.randn(20_000, 10, 3, device="cuda").bfloat16()
-    first = torch.autograd.grad(heads_mlp(**tensors), leaves, dy)
-    for _ in range(5):
-        again = torch.autograd.grad(heads_mlp(**tensors), leaves, dy)
-        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+    for rows in (564, 5000, 20_000):
+        tensors = {n: t.requires_grad_() for n, t in _operands(rows, 512, 1365, count=10).items()}
+        leaves, dy = list(tensors.values()), torch.randn(rows, 10, 3, device="cuda").bfloat16()
+        first = torch.autograd.grad(heads_mlp(**tensors), leaves, dy)
+        for _ in range(5):
+            again = torch.autograd.grad(heads_mlp(**tensors), leaves, dy)
+            assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
 
 
 @pytest.mark.gpu(min_capability=(9, 0))

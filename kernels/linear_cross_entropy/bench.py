@@ -41,6 +41,10 @@ CASES = (
     _case(5, 31, 1, FP32, "-tight", scratch_bytes=0),
     _case(67, 3, 57, FP32, "-tight", scratch_bytes=0),
     _case(131, 67, 300, FP16, "-all", **ALL),
+    # Options at their ends.
+    _case(9, 6, 35, FP32, "-int32-smooth1", index=torch.int32, label_smoothing=1.0),
+    _case(9, 6, 35, FP32, "-all-ignored-sum", all_ignored=True, scratch_bytes=0, reduction="sum", **ALL),
+    _case(9, 6, 35, FP32, "-all-ignored-int32", all_ignored=True, index=torch.int32),
     _case(257, 129, 1031, FP32),
     _case(72, 128, 2050, BF16),
     _case(300, 128, 522, BF16, "-tight", scratch_bytes=100_000),
@@ -59,10 +63,12 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
 
     target = torch.randint(0, vocab, (rows,), device=device, generator=generator)
     ignored = torch.rand(rows, device=device, generator=generator) < 0.1
+    if params.pop("all_ignored", False):
+        ignored.fill_(True)
     inputs: Inputs = {
         "hidden": normal(rows, dim),
         "weight": normal(vocab, dim).mul_(dim**-0.5),
-        "target": target.masked_fill_(ignored, -100),
+        "target": target.masked_fill_(ignored, -100).to(params.pop("index", torch.int64)),
     }
     if params.pop("bias", False):
         inputs["bias"] = normal(vocab)
@@ -81,7 +87,7 @@ def cost(case: Case, mode: str) -> Cost:
 
 def _torch():
     def function(hidden, weight, target, bias=None, scratch_bytes=None, **options):
-        return F.cross_entropy(F.linear(hidden, weight, bias).float(), target, **options)
+        return F.cross_entropy(F.linear(hidden, weight, bias).float(), target.long(), **options)
 
     return function
 

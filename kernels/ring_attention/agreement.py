@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .peer_reads import peer_reads_reason, where
+from .peer_writes import peer_writes_reason, where
 from .transport import members
 
 _KEPT = 256
@@ -32,7 +32,7 @@ class Agreement:
 
     q_lengths: tuple[int, ...]
     k_lengths: tuple[int, ...]
-    peer_reads_reason: str | None
+    peer_writes_reason: str | None
 
 
 # The group is not kept alive: one that outlives `destroy_process_group` has threads left when the process ends, which
@@ -79,7 +79,7 @@ def _held_together(
             raise ValueError(f"ring_attention: {values[0][0]} must be the same on all ranks, got {told}")
     queries = _lengths("q", [one.queries for one in found], q_lengths)
     keys = _lengths("k", [one.keys for one in found], k_lengths)
-    return Agreement(queries, keys, peer_reads_reason(places))
+    return Agreement(queries, keys, peer_writes_reason(places))
 
 
 def _lengths(name: str, found: list[int], told: Sequence[int] | None) -> tuple[int, ...]:

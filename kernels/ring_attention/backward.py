@@ -11,10 +11,12 @@ from collections.abc import Sequence
 
 import torch
 
-from .blocks import Fetched, Handed, Ring
-from .compute import attend_backward, attention_delta, heads_first, rows_first, shifted
+from .blocks import Fetched, Handed, Ring, fp32, like
+from .chains import Cut
+from .compute import attend_backward, attention_delta, zero
 from .gather import gather, scatter
-from .schedule import Call, gathered_calls, halves, schedule
+from .schedule import schedule
+from .sums import Sums, of_all, of_keys, of_queries
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -39,77 +41,100 @@ def ring_backward(
 def _keys(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
     """Keys and values are fetched once more; their gradients go to their owners."""
     steps = schedule(ring.problem, ring.rank, "keys")
-    own = [rows_first(k), rows_first(v)]
 
     def shapes(rows: int) -> list[tuple[int, ...]]:
         return [(*k.shape[:2], rows, k.shape[3])] * 2
 
-    transport = ring.transport(ring.problem.k_lengths, own, shapes(max(ring.problem.k_lengths)))
-    fetched, handed = Fetched(transport, steps, own), Handed(transport, steps, shapes, q.device)
-    dq = _zeros(q)
-    mine = [_zeros(k), _zeros(v)]
-    first, last = halves(steps[0].calls)
+    most = max(ring.problem.k_lengths)
+    transport = ring.transport(q.device, fp32(shapes(most)), like((k, v), most))
+    plan, handed = of_keys(ring.problem, ring.rank), Handed(transport, steps, shapes, q.device)
+    dq, result, mine = _empty(q), torch.empty_like(q), [_empty(k), _empty(v)]
+    chains = ring.chains(q, k)  # behind all allocations, which are this stream's
+    fetched = Fetched(transport, steps, (k, v), chains)
 
-    def add(calls: Sequence[Call], keys: torch.Tensor, values: torch.Tensor, given: Sequence[torch.Tensor]) -> None:
-        for call in calls:
-            attend_backward(call, dout, q, keys, values, lse, delta, dq, given[0], given[1], ring.scale)
+    def add(s: int, block: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
+        def work(cut: Cut) -> None:
+            parts = [cut(t) for t in (dout, q, *block, lse, delta, dq, *given)]
+            for call, of_q, of_k in plan.stages[s]:
+                attend_backward(call, *parts, scale=ring.scale, of_q=of_q, of_k=of_k, result=cut(result))
+            zero(plan.gaps[s], *parts[-2:])
 
-    for s, step in enumerate(steps):
-        keys, values = map(heads_first, fetched.take(s))
-        given = [t.zero_() for t in handed.staging(s)] if s else mine
-        add([shifted(call, k=step.rows[0]) for call in step.calls] if s else first, keys, values, given)
-        _collect(handed, mine)
+        chains.run(work)
+
+    def collect(like: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
+        if handed.pending is None and like is None:
+            return []
+        chains.join()
+        results = _collect(handed, mine, like)
+        chains.fork()
+        return results
+
+    for s in range(len(steps)):
+        block = fetched.take(s)
+        given = handed.staging(s) if s else mine
+        add(s, block, given)
+        collect()
         if s:
+            chains.precede(transport)
             handed.hand(s, given)
-    add(last, k, v, mine)
-    results = _collect(handed, mine, (k, v))
+    add(len(steps), (k, v), mine)
+    dk, dv = collect((k, v))
     transport.close()
-    return torch.empty_like(q).copy_(dq), results[0], results[1]
+    return _rounded(dq, result, plan), dk, dv
 
 
 def _queries(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
     """Queries go to all keys with what the backward knows of them; their gradients come back. Queries are few here, and
     each call goes over the gradients of all keys: so the own block is not cut in two."""
     steps = schedule(ring.problem, ring.rank, "queries")
-    own = [rows_first(t) for t in (q, dout, lse, delta)]
+    own = q, dout, lse, delta
 
     def shapes(rows: int) -> list[tuple[int, ...]]:
         return [(*q.shape[:2], rows, q.shape[3])]
 
-    transport = ring.transport(ring.problem.q_lengths, own, shapes(max(ring.problem.q_lengths)))
+    most = max(ring.problem.q_lengths)
+    transport = ring.transport(q.device, fp32(shapes(most)), like(own, most))
     fetched, handed = Fetched(transport, steps, own), Handed(transport, steps, shapes, q.device)
-    mine = [_zeros(q)]
-    dk, dv = _zeros(k), _zeros(v)
+    plan = of_queries(ring.problem, ring.rank)
+    mine, dk, dv = [_empty(q)], _empty(k), _empty(v)
 
-    for s, step in enumerate(steps):
-        queries, incoming, *terms = map(heads_first, fetched.take(s))
-        their_lse, their_delta = (t.contiguous() for t in terms)
-        given = [t.zero_() for t in handed.staging(s)] if s else mine
-        for call in step.calls:
-            part = shifted(call, q=step.rows[0] if s else 0)
-            attend_backward(part, incoming, queries, k, v, their_lse, their_delta, given[0], dk, dv, ring.scale)
+    for s, stage in enumerate(plan.stages):
+        queries, incoming, their_lse, their_delta = fetched.take(s)
+        given = handed.staging(s) if s else mine
+        for call, of_q, of_k in stage:
+            parts = incoming, queries, k, v, their_lse, their_delta, given[0], dk, dv
+            attend_backward(call, *parts, scale=ring.scale, of_q=of_q, of_k=of_k)
+        zero(plan.gaps[s], *given)
         _collect(handed, mine)
         if s:
             handed.hand(s, given)
     (dq,) = _collect(handed, mine, (q,))
+    zero(plan.unseen, dk, dv)
     transport.close()
     return dq, torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
 
 
 def _gathered(ring: Ring, dout, q, k, v, lse, delta) -> Gradients:
     """All keys and values are gathered once more; the gradients of all are summed by their owners."""
-    block = [rows_first(k), rows_first(v)]
-    most = [(max(ring.problem.k_lengths), *t.shape[1:]) for t in block]
-    transport = ring.transport(ring.problem.k_lengths, block, most)
-    keys, values = map(heads_first, gather(ring, k, v, transport=transport))
-    dq, whole = _zeros(q), [_rows_first_zeros(t) for t in (keys, values)]
-    dk, dv = map(heads_first, whole)
-    for call in gathered_calls(ring.problem, ring.rank):
-        attend_backward(call, dout, q, keys, values, lse, delta, dq, dk, dv, ring.scale)
+    keys, values, transport = gather(ring, k, v, gradients=True)
+    plan = of_all(ring.problem, ring.rank)
+    dq, result, whole = _empty(q), torch.empty_like(q), [_empty(keys), _empty(values)]
+    parts = dout, q, keys, values, lse, delta, dq, *whole
+    for call, of_q, of_k in plan.stages[0]:
+        attend_backward(call, *parts, scale=ring.scale, of_q=of_q, of_k=of_k, result=result)
+    zero(plan.gaps[0], *whole)
     found = scatter(ring, transport, *whole)
     transport.close()
-    results = [torch.empty_like(t).copy_(heads_first(g)) for t, g in zip((k, v), found, strict=True)]
-    return torch.empty_like(q).copy_(dq), results[0], results[1]
+    results = [torch.empty_like(t).copy_(g) for t, g in zip((k, v), found, strict=True)]
+    return _rounded(dq, result, plan), results[0], results[1]
+
+
+def _rounded(dq: torch.Tensor, result: torch.Tensor, plan: Sums) -> torch.Tensor:
+    """`result`, with the rows that no final call has written."""
+    zero(plan.unseen, dq)
+    for first, last in plan.rest:
+        result[:, :, first:last] = dq[:, :, first:last]
+    return result
 
 
 def _collect(
@@ -126,9 +151,5 @@ def _collect(
     return [torch.empty_like(t).copy_(sums) for t, sums in zip(like or (), mine, strict=False)]
 
 
-def _zeros(x: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-
-
-def _rows_first_zeros(x: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(rows_first(x).shape, dtype=torch.float32, device=x.device)
+def _empty(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=torch.float32, device=x.device)

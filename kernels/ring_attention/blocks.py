@@ -1,17 +1,22 @@
-"""A call's view of its group, and the two streams of data between ranks: blocks that are fetched one step ahead of the
+"""A call's view of its group, and the two streams of data between ranks: blocks that arrive one step ahead of the
 kernels, and contributions that are handed to their owner one step behind them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from .peer_reads import PeerReads, slot_bytes
+from . import configs
+from .chains import Chains
+from .peer_writes import PeerWrites
 from .schedule import Problem, Step
-from .transport import SLOTS, LocalCopies, Messages, Pending, Piece, Transport
+from .transport import Block, Messages, Nothing, Pending, Transport
+
+GIVEN = 0  # the room of contributions; those of blocks come behind it
+STAGES = 2  # contributions of a rank for others: one leaves while the next is computed
 
 
 @dataclass(frozen=True)
@@ -23,48 +28,68 @@ class Ring:
     rotate: str
     scale: float | None
     group: dist.ProcessGroup | None
-    transfers: str  # "peer", "messages" or "local"
+    transfers: str  # "peer", "messages" or "none"
 
     def transport(
-        self, lengths: Sequence[int], block: Sequence[torch.Tensor], given: Sequence[Sequence[int]] = ()
+        self, device: torch.device, given: Sequence[Block], blocks: Sequence[Block], rooms: int | None = None
     ) -> Transport:
-        """For blocks like this one, of so many rows, and contributions of up to these shapes; the same on all ranks."""
-        device = block[0].device
-        if self.transfers != "peer":
-            return {"messages": Messages, "local": LocalCopies}[self.transfers](self.group, device)
-        rows = [(t.shape[1:], t.dtype) for t in block]
-        return PeerReads(self.group, device, lengths, rows, slot_bytes(given))
+        """For contributions and blocks of up to these shapes, the same on all ranks; with so many rooms for blocks, by
+        default two where there are two, as one arrives while the one before is computed with."""
+        kinds: dict[str, Callable[..., Transport]] = {"peer": PeerWrites, "messages": Messages, "none": Nothing}
+        rooms = min(2, self.problem.world - 1) if rooms is None else rooms
+        return kinds[self.transfers](self.group, device, [given, *[blocks] * rooms])
+
+    def chains(self, q: torch.Tensor, k: torch.Tensor) -> Chains:
+        """For calls with keys that move. Messages are waited for by one stream."""
+        (batch, heads, queries, _), kv_heads = q.shape, k.shape[1]
+        several = self.transfers == "peer" or (self.transfers == "none" and q.device.type == "cuda")
+        count = configs.pick_chains(queries, batch * heads, batch if batch > 1 else kv_heads) if several else 1
+        return Chains(count, batch, kv_heads, q.device)
+
+
+def like(tensors: Sequence[torch.Tensor], rows: int) -> list[Block]:
+    """Blocks of so many rows of these."""
+    return [((*t.shape[:2], rows, *t.shape[3:]), t.dtype) for t in tensors]
 
 
 class Fetched:
-    """The partners' blocks, step after step, in two receive buffers: while a step computes, the next one's block
-    arrives. `own` are this rank's tensors, rows first."""
+    """The partners' blocks, step after step: while a step computes, the next one's block arrives. `own`: this rank's
+    tensors [B, H, S, ...]."""
 
-    def __init__(self, transport: Transport, steps: Sequence[Step], own: Sequence[torch.Tensor]) -> None:
-        self.transport, self.steps, self.own = transport, steps, own
-        most = max((step.rows[1] - step.rows[0] for step in steps[1:]), default=0)
-        self.buffers = [[t.new_empty(most, *t.shape[1:]) for t in own] for _ in range(min(2, len(steps) - 1))]
+    def __init__(
+        self,
+        transport: Transport,
+        steps: Sequence[Step],
+        own: Sequence[torch.Tensor],
+        chains: Chains | None = None,
+    ) -> None:
+        self.transport, self.steps, self.own, self.chains = transport, steps, own, chains
+        self.sendable = [transport.sendable(t) for t in own] if len(steps) > 1 else []
         self.pending: Pending | None = None
-        transport.publish(own)
 
     def take(self, s: int) -> list[torch.Tensor]:
-        """The rows of step s that are fetched, of each tensor, rows first; at step 0 all of this rank's own."""
-        if self.pending:
+        """The rows of step s that arrive, of each tensor; at step 0 all of this rank's own."""
+        if self.pending and self.chains:
+            self.chains.wait(self.pending)
+        elif self.pending:
             self.pending.wait()
-        found = self._views(s) if s else list(self.own)
+        found = self._room(s, self.steps[s].rows) if s else list(self.own)
         if s + 1 < len(self.steps):
+            if self.chains:
+                self.chains.precede(self.transport)
             self._begin(s + 1)
         return found
 
     def _begin(self, s: int) -> None:
         step = self.steps[s]
-        pieces = [(Piece(i, *step.rows), view) for i, view in enumerate(self._views(s)) if view.numel()]
-        sends = [Piece(i, *step.to_rows) for i in range(len(self.own)) if step.to_rows[0] < step.to_rows[1]]
-        self.pending = self.transport.fetch(step.partner, pieces, step.to, sends)
+        first, last = step.to_rows
+        sent = [t[:, :, first:last] for t in self.sendable]
+        places = self._room(s, step.to_rows, step.to)
+        self.pending = self.transport.exchange(sent, step.to, places, self._room(s, step.rows), step.partner)
 
-    def _views(self, s: int) -> list[torch.Tensor]:
-        first, last = self.steps[s].rows
-        return [buffer[: last - first] for buffer in self.buffers[s % len(self.buffers)]]
+    def _room(self, s: int, rows: tuple[int, int], rank: int | None = None) -> list[torch.Tensor]:
+        index = GIVEN + 1 + s % min(2, len(self.steps) - 1)
+        return self.transport.room(index, like(self.own, rows[1] - rows[0]), rank)
 
 
 class Handed:
@@ -73,23 +98,34 @@ class Handed:
     shapes   (rows) -> shapes of a contribution for so many rows, fp32
     """
 
-    def __init__(self, transport: Transport, steps: Sequence[Step], shapes, device: torch.device) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        steps: Sequence[Step],
+        shapes: Callable[[int], Sequence[tuple[int, ...]]],
+        device: torch.device,
+    ) -> None:
         self.transport, self.steps, self.shapes = transport, steps, shapes
-        most = max((step.to_rows[1] - step.to_rows[0] for step in steps[1:]), default=0)
-        self.received = [torch.empty(*shape, dtype=torch.float32, device=device) for shape in shapes(most)]
+        most = max((step.rows[1] - step.rows[0] for step in steps[1:]), default=0)
+        stages = min(STAGES, len(steps) - 1)
+        self.stages = [
+            [torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes(most)] for _ in range(stages)
+        ]
         self.pending: Pending | None = None
         self.last = 0
 
     def staging(self, s: int) -> list[torch.Tensor]:
         """Where the contribution of step s goes; its contents are undefined."""
-        first, last = self.steps[s].rows
-        return self.transport.staging(s % SLOTS, self.shapes(last - first))
+        shapes = self.shapes(_length(self.steps[s].rows))
+        stage = self.stages[s % len(self.stages)]
+        return [t.view(-1)[: torch.Size(shape).numel()].view(shape) for t, shape in zip(stage, shapes, strict=True)]
 
     def hand(self, s: int, given: Sequence[torch.Tensor]) -> None:
         """Begins to hand that of step s over. What was received before must have been collected."""
         step = self.steps[s]
-        into = self._received(s)
-        self.pending, self.last = self.transport.give(s % SLOTS, step.partner, given, step.to, into), s
+        places = self._room(_length(step.rows), step.partner)
+        into = self._room(_length(step.to_rows))
+        self.pending, self.last = self.transport.exchange(given, step.partner, places, into, step.to), s
 
     def collect(self) -> tuple[tuple[int, int], list[torch.Tensor]] | None:
         """What has been handed to this rank since the last time: the rows of its block that it is for, and tensors."""
@@ -97,10 +133,16 @@ class Handed:
             return None
         self.pending.wait()
         self.pending = None
-        return self.steps[self.last].to_rows, self._received(self.last)
+        rows = self.steps[self.last].to_rows
+        return rows, self._room(_length(rows))
 
-    def _received(self, s: int) -> list[torch.Tensor]:
-        rows = self.steps[s].to_rows
-        flat = [t.view(-1) for t in self.received]
-        shapes = self.shapes(rows[1] - rows[0])
-        return [t[: torch.Size(shape).numel()].view(*shape) for t, shape in zip(flat, shapes, strict=True)]
+    def _room(self, rows: int, rank: int | None = None) -> list[torch.Tensor]:
+        return self.transport.room(GIVEN, fp32(self.shapes(rows)), rank)
+
+
+def fp32(shapes: Sequence[tuple[int, ...]]) -> list[Block]:
+    return [(shape, torch.float32) for shape in shapes]
+
+
+def _length(rows: tuple[int, int]) -> int:
+    return rows[1] - rows[0]

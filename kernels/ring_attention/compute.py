@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..attention import attention_delta as attention_delta
 from ..attention import attention_partial, attention_partial_backward
-from .rows import heads_first as heads_first
-from .rows import rows_first as rows_first
+from . import configs
 from .schedule import Call
+from .sums import Share
 
 
 def attend(
@@ -22,20 +24,23 @@ def attend(
     result: torch.Tensor | None = None,
 ) -> None:
     """Adds the call's keys to the running (out, lse) of its queries, rows as the call has them; with `final` their
-    outputs go to `result` instead, where that is given."""
+    outputs go to `result` instead, where that is given. Many keys are added segment by segment."""
     (a, b), (c, d) = call.q, call.k
-    attention_partial(
-        q[:, :, a:b],
-        k[:, :, c:d],
-        v[:, :, c:d],
-        out[:, :, a:b],
-        lse[:, :, a:b],
-        causal=call.causal,
-        scale=scale,
-        q_offset=call.q_offset,
-        k_offset=call.k_offset,
-        result=result[:, :, a:b] if call.final and result is not None else None,
-    )
+    segment = configs.pick_segment(k.shape[3], k.element_size())
+    for first in range(c, max(d, c + 1), segment):
+        last = min(first + segment, d)
+        attention_partial(
+            q[:, :, a:b],
+            k[:, :, first:last],
+            v[:, :, first:last],
+            out[:, :, a:b],
+            lse[:, :, a:b],
+            causal=call.causal,
+            scale=scale,
+            q_offset=call.q_offset,
+            k_offset=call.k_offset + first - c,
+            result=result[:, :, a:b] if call.final and result is not None and last == d else None,
+        )
 
 
 def attend_backward(
@@ -46,15 +51,20 @@ def attend_backward(
     v: torch.Tensor,
     lse: torch.Tensor,
     delta: torch.Tensor,
-    dq: torch.Tensor | None,
-    dk: torch.Tensor | None,
-    dv: torch.Tensor | None,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    *,
     scale: float | None,
+    of_q: Share,
+    of_k: Share,
+    result: torch.Tensor | None = None,
 ) -> None:
-    """Adds the call's share to those of the fp32 gradients that are given; rows as the call has them."""
+    """Adds the call's share to the fp32 gradients or writes it, rows as the call has them. What is final of dq goes to
+    `result` instead, where that is given. There is at least one key."""
     (a, b), (c, d) = call.q, call.k
-    if c == d:
-        return
+    zero(of_q.zeros, dq)
+    zero(of_k.zeros, dk, dv)
     attention_partial_backward(
         dout[:, :, a:b],
         q[:, :, a:b],
@@ -62,27 +72,24 @@ def attend_backward(
         v[:, :, c:d],
         None,
         lse[:, :, a:b],
-        None if dq is None else dq[:, :, a:b],
-        None if dk is None else dk[:, :, c:d],
-        None if dv is None else dv[:, :, c:d],
+        dq[:, :, a:b],
+        dk[:, :, c:d],
+        dv[:, :, c:d],
         delta=delta[:, :, a:b],
         causal=call.causal,
         scale=scale,
         q_offset=call.q_offset,
         k_offset=call.k_offset,
+        add_dq=of_q.add,
+        add_dkdv=of_k.add,
+        result=result[:, :, a:b] if of_q.final and result is not None else None,
     )
 
 
-def shifted(call: Call, q: int = 0, k: int = 0) -> Call:
-    """The call with rows counted from row q of the queries' block and row k of the keys' block on."""
-    return Call(
-        (call.q[0] - q, call.q[1] - q),
-        (call.k[0] - k, call.k[1] - k),
-        call.q_offset,
-        call.k_offset,
-        call.causal,
-        call.final,
-    )
+def zero(rows: Sequence[tuple[int, int]], *sums: torch.Tensor) -> None:
+    for first, last in rows:
+        for tensor in sums:
+            tensor[:, :, first:last].zero_()
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> None:

@@ -1,8 +1,27 @@
-"""What moves between the ranks, by the bytes of it."""
+"""What moves between the ranks, by the bytes of it, and on how many streams a rank computes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+#: Bytes of keys and values of a head that one call goes over, half of an H200's L2.
+SEGMENT_BYTES = 32 << 20
+#: Tiles of 128 queries below which two chains would leave SMs without work: three waves of an H200's 132 SMs each.
+CHAIN_TILES = 2 * 3 * 132
+
+
+def pick_chains(queries: int, heads: int, independent: int) -> int:
+    """Into how many chains a rank's calls are cut (`chains.py`). `heads` of all batches; `independent`: how many parts
+    there could be. A rule from the number of tiles, not from a record."""
+    return 2 if independent > 1 and queries * heads >= 128 * CHAIN_TILES else 1
+
+
+def pick_segment(dim: int, size: int) -> int:
+    """How many keys one call of `attention_partial` goes over. All tiles of a wave read the keys of a few heads: where
+    these fit into L2 they are read from memory once a call, and power goes to products. 32 768 queries of 32 heads on
+    524 288 keys of 8, D 128 in bf16, take 393 ms in segments of 65 536 keys and 425 ms in one call (one of two H200,
+    EXPERIMENTS.md)."""
+    return max(1, SEGMENT_BYTES // (2 * dim * size))
 
 
 def pick_rotation(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from .blocks import Fetched, Handed, Ring
-from .compute import attend, heads_first, merge, rows_first, shifted
+from .blocks import Fetched, Handed, Ring, fp32, like
+from .chains import Cut
+from .compute import attend, merge
 from .gather import gather
-from .schedule import gathered_calls, schedule
+from .schedule import gathered_calls, schedule, shifted
 
 
 def ring_forward(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -18,19 +19,26 @@ def ring_forward(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     lse = _no_key(q)
     if ring.rotate == "gather":
-        keys, values = map(heads_first, gather(ring, k, v))
+        keys, values, transport = gather(ring, k, v)
         for call in gathered_calls(ring.problem, ring.rank):
             attend(call, q, keys, values, out, lse, ring.scale, result)
+        transport.close()
         return result, lse
     steps = schedule(ring.problem, ring.rank, "keys", results=True)
-    own = [rows_first(k), rows_first(v)]
-    transport = ring.transport(ring.problem.k_lengths, own)
-    fetched = Fetched(transport, steps, own)
+    transport = ring.transport(q.device, [], like((k, v), max(ring.problem.k_lengths)))
+    chains = ring.chains(q, k)
+    fetched = Fetched(transport, steps, (k, v), chains)
     for s, step in enumerate(steps):
-        keys, values = map(heads_first, fetched.take(s))
-        for call in step.calls:
-            first = step.rows[0] if s and call.k[0] < call.k[1] else 0
-            attend(shifted(call, k=first), q, keys, values, out, lse, ring.scale, result)
+        block = fetched.take(s)
+
+        def work(cut: Cut, step=step, block=block, start=step.rows[0] if s else 0) -> None:
+            mine, keys, values, sums, lines, last = map(cut, (q, *block, out, lse, result))
+            for call in step.calls:
+                first = start if call.k[0] < call.k[1] else 0
+                attend(shifted(call, k=first), mine, keys, values, sums, lines, ring.scale, last)
+
+        chains.run(work)
+    chains.join()
     transport.close()
     return result, lse
 
@@ -44,9 +52,9 @@ def _queries(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> t
         return [(batch, heads, rows, dim), (batch, heads, rows)]
 
     steps = schedule(ring.problem, ring.rank, "queries")
-    own = [rows_first(q)]
-    transport = ring.transport(ring.problem.q_lengths, own, shapes(max(ring.problem.q_lengths)))
-    fetched = Fetched(transport, steps, own)
+    most = max(ring.problem.q_lengths)
+    transport = ring.transport(q.device, fp32(shapes(most)), like((q,), most))
+    fetched = Fetched(transport, steps, (q,))
     handed = Handed(transport, steps, shapes, q.device)
 
     def collect() -> None:
@@ -55,7 +63,7 @@ def _queries(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> t
             merge(out[:, :, first:last], lse[:, :, first:last], more, more_lse)
 
     for s, step in enumerate(steps):
-        (queries,) = map(heads_first, fetched.take(s))
+        (queries,) = fetched.take(s)
         if s == 0:
             part, part_lse, given = out, lse, []
         else:

@@ -4,58 +4,50 @@ from __future__ import annotations
 
 import torch
 
-from .blocks import Handed, Ring
-from .compute import rows_first
+from .blocks import GIVEN, Handed, Ring, fp32, like
 from .layout import Run
 from .schedule import Step, gathered_places
-from .transport import Piece, Transport
+from .transport import Transport
 
 
-def gather(ring: Ring, *tensors: torch.Tensor, transport: Transport | None = None) -> list[torch.Tensor]:
-    """Of each tensor [B, H, S, …] the rows of all ranks, rows first, where `gathered_places` has them."""
+def gather(
+    ring: Ring, k: torch.Tensor, v: torch.Tensor, gradients: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, Transport]:
+    """k and v of all ranks, rows where `gathered_places` has them, and the transport, in whose room they are until it
+    is closed. With `gradients` it can `scatter` those of k and v."""
     problem, rank, world = ring.problem, ring.rank, ring.problem.world
-    own = [rows_first(t) for t in tensors]
-    everything = [t.new_empty(sum(problem.k_lengths), *t.shape[1:]) for t in own]
-    used = transport or ring.transport(problem.k_lengths, own)
-    used.publish(own)
+    blocks = like((k, v), sum(problem.k_lengths))
+    given = fp32(_shapes(k, max(problem.k_lengths))) if gradients else []
+    transport = ring.transport(k.device, given, blocks, rooms=1)
+    everything = transport.room(GIVEN + 1, blocks)
+    sendable = [transport.sendable(t) for t in (k, v)]
     pending = []
     for s in range(1, world):
-        partner = (rank - s) % world
-        pieces = [
-            (Piece(i, run.row, run.row + run.rows), whole[run.position : run.position + run.rows])
-            for i, whole in enumerate(everything)
-            for run in gathered_places(problem, partner)
-        ]
-        sends = [
-            Piece(i, run.row, run.row + run.rows) for i in range(len(own)) for run in gathered_places(problem, rank)
-        ]
-        pending.append(used.fetch(partner, pieces, (rank + s) % world, sends))
+        partner, to = (rank - s) % world, (rank + s) % world
+        into = _rows(everything, [(run.position, run.rows) for run in gathered_places(problem, partner)])
+        runs = gathered_places(problem, rank)
+        sent = _rows(sendable, [(run.row, run.rows) for run in runs])
+        places = _rows(transport.room(GIVEN + 1, blocks, to), [(run.position, run.rows) for run in runs])
+        pending.append(transport.exchange(sent, to, places, into, partner))
     for run in gathered_places(problem, rank):
-        for mine, whole in zip(own, everything, strict=True):
-            whole[run.position : run.position + run.rows] = mine[run.row : run.row + run.rows]
+        for mine, whole in zip((k, v), everything, strict=True):
+            whole[:, :, run.position : run.position + run.rows] = mine[:, :, run.row : run.row + run.rows]
     for one in pending:
         one.wait()
-    if transport is None:
-        used.close()
-    return everything
+    return everything[0], everything[1], transport
 
 
 def scatter(ring: Ring, transport: Transport, *gradients: torch.Tensor) -> list[torch.Tensor]:
-    """The sums over all ranks of this rank's rows of fp32 gradients in the order of `gather`, rows first."""
+    """The sums over all ranks of this rank's rows of fp32 gradients in the order of `gather`."""
     problem, rank, world = ring.problem, ring.rank, ring.problem.world
     steps = []
     for s in range(world):
         partner, to = (rank - s) % world, (rank + s) % world
         steps.append(Step(partner, (0, problem.k_lengths[partner]), (), to, (0, problem.k_lengths[rank])))
 
-    def shapes(rows: int) -> list[tuple[int, ...]]:
-        return [(rows, *gradient.shape[1:]) for gradient in gradients]
-
-    own = [
-        gradient.new_empty(shape) for gradient, shape in zip(gradients, shapes(problem.k_lengths[rank]), strict=True)
-    ]
+    own = [gradients[0].new_empty(shape) for shape in _shapes(gradients[0], problem.k_lengths[rank])]
     _take(own, gradients, gathered_places(problem, rank))
-    handed = Handed(transport, steps, shapes, gradients[0].device)
+    handed = Handed(transport, steps, lambda rows: _shapes(gradients[0], rows), gradients[0].device)
     for s in range(1, world):
         given = handed.staging(s)
         _take(given, gradients, gathered_places(problem, steps[s].partner))
@@ -65,10 +57,18 @@ def scatter(ring: Ring, transport: Transport, *gradients: torch.Tensor) -> list[
     return own
 
 
+def _shapes(k: torch.Tensor, rows: int) -> list[tuple[int, ...]]:
+    return [(*k.shape[:2], rows, k.shape[3])] * 2
+
+
+def _rows(tensors: list[torch.Tensor], places: list[tuple[int, int]]) -> list[torch.Tensor]:
+    return [t[:, :, first : first + rows] for t in tensors for first, rows in places]
+
+
 def _take(into: list[torch.Tensor], gradients: tuple[torch.Tensor, ...], places: tuple[Run, ...]) -> None:
     for mine, whole in zip(into, gradients, strict=True):
         for run in places:
-            mine[run.row : run.row + run.rows] = whole[run.position : run.position + run.rows]
+            mine[:, :, run.row : run.row + run.rows] = whole[:, :, run.position : run.position + run.rows]
 
 
 def _add(own: list[torch.Tensor], handed: Handed) -> None:

@@ -18,13 +18,13 @@ from .layout import check_layout, place
 from .layout import positions as positions
 from .layout import shard as shard
 from .layout import unshard as unshard
-from .peer_reads import release as release
+from .peer_writes import release as release
 from .schedule import ROTATIONS, Problem
 from .simulate import Rates as Rates
 from .simulate import simulate as simulate
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-TRANSPORTS = ("auto", "peer", "messages", "local")
+TRANSPORTS = ("auto", "peer", "messages", "none")
 MAX_DIM = 256
 
 
@@ -60,18 +60,19 @@ def ring_attention(
                rank's keys go back to be merged), "gather" (all keys and values first, then nothing but kernels), or
                "auto", which moves what has fewer bytes (`configs.pick_rotation`)
     return_lse also return lse [B, Hq, Sq], fp32, natural logarithm. Both outputs are differentiable.
-    transport  "peer" (copy engines read the peers' memory), "messages" (send and receive of the group), or "auto":
-               "peer" on one host with NCCL whose GPUs reach each other, else "messages". "local" sends nothing and is
-               wrong: it is for measuring what transfers take.
+    transport  "peer" (copy engines write into the peers' memory), "messages" (send and receive of the group), or
+               "auto": "peer" on one host with NCCL whose GPUs reach each other, else "messages". "none" sends nothing
+               and is wrong: it is for measuring what transfers take.
 
     Returns out, in shape and dtype of q. A query that sees no key has out 0, lse −inf and no gradient. Every rank of
     the group calls this, and its backward, in the same order, with arguments that differ in their rows alone; that is
     checked at the first call of each kind, by one gather of a few words, and not again. Sums over ranks are fp32, in a
     fixed order: results are the same bit for bit in each run wherever `attention`'s are.
 
-    Memory beside inputs and outputs, on one rank: out in fp32 and two blocks of K and V. In the backward dq, dk, dv in
-    fp32, two blocks of K and V and, of dK and dV in fp32, the block that arrives and up to three that leave. Peer reads
-    keep a copy of K and V where others can read it, between calls too (`release` frees it).
+    Memory beside inputs and outputs, on one rank: out in fp32 and two blocks of K and V, of two ranks one. In the
+    backward dq, dk, dv in fp32, as many blocks of K and V and, of dK and dV in fp32, the block that arrives and two
+    that leave, of two ranks one. With "peer", what arrives does so in memory that is kept between calls (`release`
+    frees it), and k and v whose heads are not contiguous rows are copied, so that copy engines take them.
 
     Raises TypeError for a wrong dtype or group, ValueError for a wrong shape, device or option and for what differs
     between ranks, RuntimeError for a transport that is not there.
@@ -124,13 +125,13 @@ def _agreed(q, k, v, group, options, q_lengths, k_lengths) -> Ring:
     problem = Problem(layout, causal, made.q_lengths, made.k_lengths)
     if reason := problem.unsupported_reason():
         raise ValueError(f"ring_attention: layout cannot be {layout!r} here: {reason}")
-    if transport == "peer" and made.peer_reads_reason:
-        raise RuntimeError(f'ring_attention: transport="peer" cannot run here: {made.peer_reads_reason}')
+    if transport == "peer" and made.peer_writes_reason:
+        raise RuntimeError(f'ring_attention: transport="peer" cannot run here: {made.peer_writes_reason}')
     if rotate == "auto":
         sizes = q.shape[1], k.shape[1], q.shape[3], q.dtype.itemsize
         rotate = configs.pick_rotation(made.q_lengths, made.k_lengths, *sizes)
     if transport == "auto":
-        transport = "messages" if made.peer_reads_reason else "peer"
+        transport = "messages" if made.peer_writes_reason else "peer"
     return Ring(problem, dist.get_rank(group), rotate, scale, group, transport)
 
 

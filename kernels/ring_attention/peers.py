@@ -1,39 +1,64 @@
 """Other ways to attention over a sequence on several GPUs, with the arguments of `ring_attention` on each rank.
 
 torch's context parallel, and the all-to-all of DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509) around our own
-kernel. They take equal lengths. Everything is imported when it is asked for.
+kernel and around FlashAttention-4. They take equal lengths. What a peer sets in PyTorch it sets for each of its
+forwards and backwards alone: peers are timed in turn. An adapter whose `layout` is "contiguous" takes rows in that
+layout, where it has nothing to reorder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache, partial
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from ..attention import attention
-from .layout import positions
+from .flash_attn_shim import two_results
 
 Op = Callable[..., torch.Tensor]
-BACKENDS = ("flash", "cudnn")
 ROTATIONS = ("allgather", "alltoall")
+FA4 = "FA4 with two results"
+#: By backend of SDPA, or by an implementation of its flash attention in torch's registry.
+BACKENDS = ("flash", "cudnn", "fa4", "ridgeline")
 
 
-def context_parallel(backend: str, rotate: str) -> Op:
-    """torch's context parallel with one of `BACKENDS` and of `ROTATIONS`; causal in a zigzag layout."""
+def context_parallel(backend: str, rotate: str, interface: Any = None) -> Op:
+    """torch's context parallel with one of `BACKENDS` and of `ROTATIONS`; causal in a zigzag layout. `interface` is
+    FlashAttention-4's, for "fa4". ImportError for a PyTorch that has no such implementation."""
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.experimental import _attention as torch_cp
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    kernel = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}[backend]
-    # The handlers stay: a backward runs outside of the call. They touch DTensors alone.
+    kernel = SDPBackend.CUDNN_ATTENTION if backend == "cudnn" else SDPBackend.FLASH_ATTENTION
+    implementation = {"fa4": FA4, "ridgeline": "ridgeline"}.get(backend)
+    if implementation and not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
+        raise ImportError("this PyTorch has one implementation of flash attention")
+    if implementation == FA4:
+        _register_fa4(interface)
+    # The handlers stay: they touch DTensors alone.
     torch_cp._enable_context_parallel_dispatcher()
 
-    def attend(q, k, v, *, causal=False, scale=None, **_):
-        torch_cp.set_rotate_method(rotate)
-        torch_cp._cp_options.enable_load_balance = causal
+    @contextmanager
+    def within(causal: bool) -> Iterator[None]:
+        options = torch_cp._cp_options
+        before = options.rotate_method, options.enable_load_balance
+        try:
+            torch_cp.set_rotate_method(rotate)
+            options.enable_load_balance = causal
+            with activated(implementation):
+                yield
+        finally:
+            options.rotate_method, options.enable_load_balance = before
+
+    def local(q, k, v, *, causal, scale):
         mesh = _mesh(q.device.type)
         # It merges steps of query heads, so each has to have keys of its own.
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
@@ -41,7 +66,81 @@ def context_parallel(backend: str, rotate: str) -> Op:
         with sdpa_kernel(kernel):
             return F.scaled_dot_product_attention(*split, is_causal=causal, scale=scale).to_local()
 
+    def attend(q, k, v, *, causal=False, scale=None, **_):
+        return run_within(partial(within, causal), partial(local, causal=causal, scale=scale), q, k, v)
+
     return attend
+
+
+@contextmanager
+def activated(implementation: str | None) -> Iterator[None]:
+    """PyTorch's flash attention is that implementation of its registry in here, its own for None; after that, also
+    behind an error, what it was before."""
+    registry = torch.nn.attention
+    if not hasattr(registry, "activate_flash_attention_impl"):
+        yield
+        return
+    before = registry.current_flash_attention_impl()
+    try:
+        _activate(implementation)
+        yield
+    finally:
+        _activate(before)
+
+
+def _activate(implementation: str | None) -> None:
+    registry = torch.nn.attention
+    if registry.current_flash_attention_impl() == implementation:
+        return
+    if implementation is None:
+        registry.restore_flash_attention_impl()
+    else:
+        registry.activate_flash_attention_impl(implementation)
+
+
+def _register_fa4(interface: Any) -> None:
+    """Enters FlashAttention-4 into torch's registry, as torch's own "FA4" but for the number of results."""
+    from torch.nn.attention import _fa4
+
+    path = f"{__package__}.flash_attention_4_{id(interface):x}"
+    functions = ModuleType(path)
+    vars(functions).update(vars(two_results(interface)))
+
+    def register() -> Any:
+        sys.modules[path] = functions  # imported by its name, and then kept
+        try:
+            return _fa4.register_flash_attention_fa4(path)
+        finally:
+            del sys.modules[path]
+
+    torch.nn.attention.register_flash_attention_impl(FA4, register_fn=register)
+
+
+def run_within(within: Callable[[], AbstractContextManager[None]], attend: Op, *tensors: torch.Tensor) -> torch.Tensor:
+    """attend(*tensors), whose forward and backward both run in a context of their own."""
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+        with within():
+            return attend(*tensors)
+    return _Within.apply(within, attend, *tensors)
+
+
+class _Within(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, within, attend, *tensors):
+        needed = ctx.needs_input_grad[2:]
+        leaves = [t.detach().requires_grad_(need) for t, need in zip(tensors, needed, strict=True)]
+        with within(), torch.enable_grad():
+            out = attend(*leaves)
+        ctx.within, ctx.leaves, ctx.out = within, leaves, out
+        return out.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        needed = [leaf for leaf in ctx.leaves if leaf.requires_grad]
+        with ctx.within():
+            found = iter(torch.autograd.grad(ctx.out, needed, dout, retain_graph=True))
+        return None, None, *(next(found) if leaf.requires_grad else None for leaf in ctx.leaves)
 
 
 @cache
@@ -55,7 +154,7 @@ def all_to_all() -> Op:
     """Each rank has all rows of some heads while it computes; two exchanges before and after, nothing overlapped."""
     from torch.distributed.nn.functional import all_to_all_single
 
-    def attend(q, k, v, *, causal=False, scale=None, layout="zigzag", **_):
+    def attend(q, k, v, *, causal=False, scale=None, **_):
         world = dist.get_world_size()
 
         def exchange(x: torch.Tensor) -> torch.Tensor:
@@ -65,18 +164,31 @@ def all_to_all() -> Op:
 
         def rows(x: torch.Tensor) -> torch.Tensor:
             blocks = exchange(x.unflatten(1, (world, -1)).movedim(1, 0))  # [world, B, H / world, S, D]
-            whole = blocks.movedim(0, 2).flatten(2, 3)
-            return whole if not causal else whole.index_select(2, _order(layout, x.shape[2], world, x.device).argsort())
+            return blocks.movedim(0, 2).flatten(2, 3)
 
         out = attention(rows(q), rows(k), rows(v), causal=causal, scale=scale)
-        if causal:
-            out = out.index_select(2, _order(layout, q.shape[2], world, q.device))
         return exchange(out.unflatten(2, (world, -1)).movedim(2, 0)).movedim(0, 1).flatten(1, 2)
+
+    attend.layout = "contiguous"  # type: ignore[attr-defined]
+    return attend
+
+
+def zigzag(zigzag_ring_flash_attn_func: Op) -> Op:
+    """ring-flash-attn's. Its layout is [B, S, H, D]."""
+
+    def attend(q, k, v, *, causal=False, scale=None, **_):
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return zigzag_ring_flash_attn_func(q, k, v, softmax_scale=scale, causal=causal).transpose(1, 2)
 
     return attend
 
 
-@cache
-def _order(layout: str, length: int, world: int, device: torch.device) -> torch.Tensor:
-    """Positions of all ranks' rows, one rank behind the other."""
-    return torch.cat([positions(length, rank, world, layout, device=device) for rank in range(world)])
+def ulysses(module: Op) -> Op:
+    """yunchang's UlyssesAttention over all ranks. Its layout is [B, S, H, D], rows in the order of the sequence."""
+
+    def attend(q, k, v, *, causal=False, scale=None, **_):
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return module(q, k, v, softmax_scale=scale, causal=causal).transpose(1, 2)
+
+    attend.layout = "contiguous"  # type: ignore[attr-defined]
+    return attend

@@ -1,18 +1,8 @@
-"""The memory order in which blocks move between ranks: rows first, so that any rows of a block lie together."""
+"""Copies of rows."""
 
 from __future__ import annotations
 
 import torch
-
-
-def rows_first(x: torch.Tensor) -> torch.Tensor:
-    """[B, H, S, …] as [S, B, H, …], a view: any rows of it lie together once it has been copied."""
-    return x.movedim(2, 0)
-
-
-def heads_first(x: torch.Tensor) -> torch.Tensor:
-    """The inverse of `rows_first`."""
-    return x.movedim(0, 2)
 
 
 def copied(x: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:

@@ -152,6 +152,12 @@ def gathered_places(problem: Problem, owner: int) -> tuple[Run, ...]:
     return (Run(starts(problem.k_lengths)[owner], 0, rows),) if rows else ()
 
 
+def shifted(call: Call, q: int = 0, k: int = 0) -> Call:
+    """The call with rows counted from row q of the queries' block and row k of the keys' block on."""
+    moved = (call.q[0] - q, call.q[1] - q), (call.k[0] - k, call.k[1] - k)
+    return replace(call, q=moved[0], k=moved[1])
+
+
 def halves(calls: Sequence[Call]) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
     """The calls for the first half of each one's queries, and for the second: work on a rank's own block, during which
     the first block of another rank arrives, and during which the last gradients for another rank leave."""
@@ -231,8 +237,8 @@ def _finish(steps: list[tuple[Call, ...]], queries: int) -> list[tuple[Call, ...
     for calls in reversed(steps):
         found: list[Call] = []
         for call in reversed(calls):
-            inside, outside = _intersect(open_rows, call.q), _subtract([call.q], open_rows)
-            open_rows = _subtract(open_rows, [call.q])
+            inside, outside = intersect(open_rows, call.q), subtract([call.q], open_rows)
+            open_rows = subtract(open_rows, [call.q])
             pieces = [(rows, True) for rows in inside] + [(rows, False) for rows in outside]
             found += [_rows_of(call, rows, final) for rows, final in sorted(pieces, reverse=True)]
         done.append(tuple(reversed(found)))
@@ -250,12 +256,12 @@ def _rows_of(call: Call, rows: tuple[int, int], final: bool) -> Call:
     return Call(rows, (call.k[0], call.k[0] + keys), q_offset, call.k_offset, call.causal, final)
 
 
-def _intersect(intervals: Sequence[tuple[int, int]], with_: tuple[int, int]) -> list[tuple[int, int]]:
+def intersect(intervals: Sequence[tuple[int, int]], with_: tuple[int, int]) -> list[tuple[int, int]]:
     found = [(max(a, with_[0]), min(b, with_[1])) for a, b in intervals]
     return [(a, b) for a, b in found if a < b]
 
 
-def _subtract(intervals: Sequence[tuple[int, int]], without: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def subtract(intervals: Sequence[tuple[int, int]], without: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     left = list(intervals)
     for c, d in without:
         left = [piece for a, b in left for piece in ((a, min(b, c)), (max(a, d), b)) if piece[0] < piece[1]]

@@ -20,12 +20,13 @@ import torch.distributed as dist
 from harness.spec import Case, Peer
 
 from ..attention import attention
-from . import backward, bench, compute, release, ring_attention, shard, unshard
+from . import backward, bench, compute, configs, peer_writes, release, ring_attention, shard, unshard
 from . import test_world as plain
+from .compute import attend
 from .layout import LAYOUTS, even_lengths
-from .peer_reads import peer_reads_reason
+from .peer_writes import peer_writes_reason
 from .reference import ring_attention_reference
-from .schedule import ROTATIONS
+from .schedule import ROTATIONS, Call
 from .test_world import SECONDS, Run, call, call_all, spread
 
 WORLDS = (2, 3, 4)
@@ -189,15 +190,18 @@ def _at_length(rank: int, world: int) -> dict[str, object]:
             ring_attention(x[None, None], x[None, None], x[None, None], group=pair)
         except (TypeError, ValueError) as error:
             found["outside"] = str(error)
-    local = ring_attention(*(torch.randn(1, 1, 4, 8) for _ in range(3)), transport="local")
-    found["local"] = local.shape == (1, 1, 4, 8)
+    leaves = [torch.randn(1, 2, 4 + rank, 8, requires_grad=True) for _ in range(3)]
+    lengths = [4 + other for other in range(world)]
+    still = ring_attention(*leaves, causal=True, q_lengths=lengths, k_lengths=lengths, transport="none")
+    gradients = torch.autograd.grad(still.sum(), leaves)
+    found["still"] = [x.shape for x in (still, *gradients)] == [leaves[0].shape] * 4
     return found
 
 
 def test_groups_and_repeats() -> None:
     ranks = [found["group"] for found in _ranks(3)]
     assert all(found[layout] for found in ranks for layout in LAYOUTS)
-    assert all(found["again"] and found["local"] and found["expanded"] for found in ranks)
+    assert all(found["again"] and found["still"] and found["expanded"] for found in ranks)
     assert ranks[0]["pair"] and ranks[2]["pair"] and "group must be" in str(ranks[1]["outside"])
 
 
@@ -263,9 +267,9 @@ def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
 
 def test_what_keeps_peers_from_reading_each_other() -> None:
     one = ("host", "nccl", 0)
-    assert peer_reads_reason([("host", "gloo", 0)] * 2) == "the group's backend is gloo, not nccl"
-    assert peer_reads_reason([one, ("other", "nccl", 0)]) == "the ranks are on several hosts"
-    assert peer_reads_reason([one, one]) == "ranks share a GPU"
+    assert peer_writes_reason([("host", "gloo", 0)] * 2) == "the group's backend is gloo, not nccl"
+    assert peer_writes_reason([one, ("other", "nccl", 0)]) == "the ranks are on several hosts"
+    assert peer_writes_reason([one, one]) == "ranks share a GPU"
 
 
 def _gpu_calls(rank: int, world: int, runs: dict[str, Run]) -> dict[str, dict[str, torch.Tensor]]:
@@ -297,3 +301,58 @@ def test_two_gpus_by_both_transports_against_one_process(tmp_path: Path) -> None
             error, allowed = ((x[what].double() - expected[what]).square().mean().sqrt() for x in (found, eager))
             floor = 4 * 2**-8 * expected[what].square().mean().sqrt()
             assert tensor.isfinite().all() and error <= 2 * allowed + floor, (name, what, float(error), float(allowed))
+
+
+def _memory(rank: int, world: int) -> dict[str, tuple[int, int]]:
+    """(bytes that a call takes above its results, and above what they may be) forward and backward."""
+    device, rows, heads, dim = torch.device("cuda", rank), 8192, 8, 128
+    q, k, v, dout = (torch.randn(1, heads, rows, dim, device=device, dtype=torch.bfloat16) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    block, line = q.numel() * q.element_size(), 4 * heads * rows
+
+    def peak(work) -> tuple[int, object]:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        base = torch.cuda.memory_allocated()
+        results = work()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - base, results
+
+    def forward():
+        return ring_attention(*leaves, causal=True)
+
+    for _ in range(2):
+        torch.autograd.grad(forward(), leaves, dout)
+    taken, out = peak(forward)
+    most = block + line + 2 * block  # out and lse, and out in fp32
+    taken_back, _ = peak(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))
+    # dq, dk, dv, in the dtype and in fp32; dk and dv that leave; of the kernels fp32 dQ of a call in each chain.
+    most_back = 3 * block + 3 * 2 * block + 2 * 2 * block + 2 * 2 * block + 8 * line
+    kept = sum(arena.size for arena in peer_writes._ARENAS.values())
+    release()
+    slack = 4 << 20
+    # A block of K and V, and one of dK and dV in fp32.
+    return {"fwd": (taken, most + slack), "bwd": (taken_back, most_back + slack), "kept": (kept, 2 * block + 4 * block)}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_memory_beside_inputs_and_results_is_bounded(tmp_path: Path) -> None:
+    for found in spread(2, _memory, tmp_path, backend="nccl"):
+        assert {what: sizes for what, sizes in found.items() if sizes[0] > sizes[1]} == {}
+
+
+def test_keys_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call, and several on a few keys each, of which the first queries see only the first."""
+    q, k, v = (torch.randn(1, 2, rows, 16) for rows in (21, 26, 26))
+    calls = [Call((0, 21), (0, 26), 5, 0, causal, True) for causal in (False, True)]
+    calls += [Call((3, 9), (4, 4), final=True), Call((0, 21), (2, 26), 0, 3, True, True)]
+    for one_call in calls:
+        found = []
+        for segment in (26, 7):
+            monkeypatch.setattr(configs, "pick_segment", lambda dim, size, segment=segment: segment)
+            out, lse, result = torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf), torch.full_like(q, 9)
+            attend(one_call, q, k, v, out, lse, None, result)
+            found.append((lse, result))
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

@@ -160,9 +160,10 @@ def delta(dout, out, dlse=None) -> torch.Tensor:
 
 
 def partial_backward(
-    dout, q, k, v, out, lse, dq, dk, dv, *, delta=None, causal=False, scale=None, q_offset=0, k_offset=0
-) -> None:
-    """`attention_partial_backward` in PyTorch."""
+    dout, q, k, v, out, lse, dq, dk, dv, *, delta=None, causal=False, scale=None, q_offset=0, k_offset=0,
+    add_dq=True, add_dkdv=True, result=None,
+) -> None:  # fmt: skip
+    """`attention_partial_backward` in PyTorch. What it leaves undefined is NaN."""
     assert all(t is None or t.dtype == torch.float32 for t in (dq, dk, dv, delta))
     assert all(t.stride(2) == 1 or t.is_contiguous() for t in (lse, delta))
     shared = q.shape[1] // k.shape[1]
@@ -172,7 +173,9 @@ def partial_backward(
     ).exp()
     ds = p * (dout.float() @ wide_v.mT - delta[..., None]) * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
     for gradient, share in ((dk, ds.mT @ q.float()), (dv, p.mT @ dout.float())):
-        if gradient is not None:
-            gradient += share.unflatten(1, (k.shape[1], shared)).sum(2)
-    if dq is not None:
-        dq += ds @ wide_k
+        share = share.unflatten(1, (k.shape[1], shared)).sum(2)
+        gradient.copy_(gradient + share if add_dkdv else share)
+    dq.copy_(dq + ds @ wide_k if add_dq else ds @ wide_k)
+    if result is not None:
+        result.copy_(dq)
+        dq.fill_(math.nan)

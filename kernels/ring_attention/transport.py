@@ -1,40 +1,33 @@
-"""Moves blocks between ranks while kernels run: by messages of the process group here, by reads of peers' memory in
-`peer_reads`.
+"""Moves blocks between ranks while kernels run: by messages of the process group here, by writes into peers' memory in
+`peer_writes`.
 
-Both have the same calls, which every rank makes in the same order; they return at once and order themselves after what
-the current stream has been given.
+All have the same calls, which every rank makes in the same order; they return at once and order themselves after what
+the current stream has been given. Tensors are [B, H, rows, …].
 
-    publish(tensors)                   this rank's block, whose first dimension is rows
-    fetch(partner, pieces, to, sends)  reads pieces of the partner's block; rank `to` reads `sends` of this rank's
-    staging(slot, shapes)              fp32 tensors for what belongs to another rank
-    give(slot, owner, given, source, into)    hands `given`, from staging(slot), to its owner; `source` has `into` ours
-    close()                            nobody reads this rank's memory any more, from here on in the stream
+    sendable(x)                               x, or a copy of it whose rows can be sent
+    room(index, blocks, rank)                 tensors in rank's room of that index, where transfers to it arrive
+    exchange(sent, to, places, into, source)  sends to rank `to`, into `places` of its rooms; `source` sends `into` ours
+    follow(stream)                            what comes next also runs after what this stream has been given
+    close()                                   the end of a call, from here on in the stream
 
-A slot may be filled again once the `give` after its own has been waited for: two slots in use, and a third to fill.
+A room is free for the next transfer once the current stream has been given all that reads the last one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 
 from .rows import copied
 
-SLOTS = 3
+ALIGNMENT = 256
 
-
-@dataclass(frozen=True)
-class Piece:
-    """Rows start:stop of tensor `index` of a published block."""
-
-    index: int
-    start: int
-    stop: int
+Block = tuple[tuple[int, ...], torch.dtype]  # the shape and dtype of a tensor that moves
 
 
 class Pending(Protocol):
@@ -43,22 +36,20 @@ class Pending(Protocol):
 
 
 class Transport(Protocol):
-    def publish(self, tensors: Sequence[torch.Tensor]) -> None: ...
+    def sendable(self, x: torch.Tensor) -> torch.Tensor: ...
 
-    def fetch(
-        self, partner: int, pieces: Sequence[tuple[Piece, torch.Tensor]], to: int, sends: Sequence[Piece]
-    ) -> Pending: ...
+    def room(self, index: int, blocks: Sequence[Block], rank: int | None = None) -> list[torch.Tensor]: ...
 
-    def staging(self, slot: int, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]: ...
-
-    def give(
+    def exchange(
         self,
-        slot: int,
-        owner: int,
-        given: Sequence[torch.Tensor],
-        source: int,
+        sent: Sequence[torch.Tensor],
+        to: int,
+        places: Sequence[torch.Tensor],
         into: Sequence[torch.Tensor],
+        source: int,
     ) -> Pending: ...
+
+    def follow(self, stream: torch.cuda.Stream) -> None: ...
 
     def close(self) -> None: ...
 
@@ -66,91 +57,82 @@ class Transport(Protocol):
 class Messages:
     """Sends and receives of the process group: of NCCL on a stream of its own, of gloo by its threads."""
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, rooms: Sequence[Sequence[Block]]) -> None:
         self.group, self.device = group, device
-        self.block: list[torch.Tensor] = []
-        self.slots: dict[int, torch.Tensor] = {}
+        self.sizes = [room_bytes(blocks) for blocks in rooms]
+        self.rooms: dict[int, torch.Tensor] = {}
 
-    def publish(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.block = [t if t.is_contiguous() else copied(t) for t in tensors]
+    def sendable(self, x: torch.Tensor) -> torch.Tensor:
+        return x
 
-    def fetch(
-        self, partner: int, pieces: Sequence[tuple[Piece, torch.Tensor]], to: int, sends: Sequence[Piece]
-    ) -> Pending:
-        out = [self.block[piece.index][piece.start : piece.stop] for piece in sends]
-        return self._exchange(out, to, [tensor for _, tensor in pieces], partner)
+    def room(self, index: int, blocks: Sequence[Block], rank: int | None = None) -> list[torch.Tensor]:
+        """This rank's, whichever is asked for: nothing is written into another's."""
+        if index not in self.rooms:
+            self.rooms[index] = torch.empty(self.sizes[index], dtype=torch.uint8, device=self.device)
+        return placed(self.rooms[index], blocks)
 
-    def staging(self, slot: int, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        numbers = sum(map(prod, shapes))
-        if slot not in self.slots or self.slots[slot].numel() < numbers:
-            self.slots[slot] = torch.empty(numbers, dtype=torch.float32, device=self.device)
-        flat = self.slots[slot][:numbers].split([prod(shape) for shape in shapes])
-        return [part.view(*shape) for part, shape in zip(flat, shapes, strict=True)]
-
-    def give(
+    def exchange(
         self,
-        slot: int,
-        owner: int,
-        given: Sequence[torch.Tensor],
-        source: int,
+        sent: Sequence[torch.Tensor],
+        to: int,
+        places: Sequence[torch.Tensor],
         into: Sequence[torch.Tensor],
+        source: int,
     ) -> Pending:
-        return self._exchange(given, owner, into, source)
+        out = [(dist.isend, t if t.is_contiguous() else copied(t), to) for t in sent]
+        arriving = [(t, t if t.is_contiguous() else torch.empty_like(t, memory_format=CONTIGUOUS)) for t in into]
+        both = out + [(dist.irecv, landed, source) for _, landed in arriving]
+        ops = [dist.P2POp(op, t, group=self.group, group_peer=peer) for op, t, peer in both if t.numel()]
+        copies = [(t, landed) for t, landed in arriving if t is not landed]
+        return _Works(dist.batch_isend_irecv(ops) if ops else [], [t for _, t, _ in both], copies)
+
+    def follow(self, stream: torch.cuda.Stream) -> None:
+        torch.cuda.current_stream(self.device).wait_stream(stream)
 
     def close(self) -> None:
-        self.block, self.slots = [], {}
+        self.rooms = {}
 
-    def _exchange(
-        self, sent: Sequence[torch.Tensor], to: int, received: Sequence[torch.Tensor], source: int
-    ) -> Pending:
-        both = [(dist.isend, tensor, to) for tensor in sent] + [(dist.irecv, tensor, source) for tensor in received]
-        ops = [dist.P2POp(op, t, group=self.group, group_peer=peer) for op, t, peer in both if t.numel()]
-        return _Works(dist.batch_isend_irecv(ops) if ops else [], [*sent, *received])
+
+CONTIGUOUS = torch.contiguous_format
 
 
 @dataclass
 class _Works:
-    works: list
-    tensors: list[torch.Tensor]  # kept until they have been sent and received
+    works: list = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)  # kept until they have been sent and received
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # of what could not arrive in place
 
     def wait(self) -> None:
         for work in self.works:
             work.wait()
-        self.works, self.tensors = [], []
+        for into, landed in self.copies:
+            into.copy_(landed)
+        self.works, self.tensors, self.copies = [], [], []
 
 
-class LocalCopies(Messages):
-    """Sends nothing: where a block should arrive, as much of this rank's own is copied, on a stream of its own. Results
-    are wrong; what a run with transfers takes longer is what they do not overlap with."""
+class Nothing(Messages):
+    """Sends nothing, so that results are wrong: what a call with transfers takes longer is not overlapped. Copies
+    within a GPU in their place would run on its SMs, behind persistent kernels, and take longer than transfers. Rooms
+    keep random numbers, because kernels are faster on zeros and slower on NaN."""
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        super().__init__(group, device)
-        self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
+    kept: ClassVar[dict[tuple[torch.device, int], torch.Tensor]] = {}
 
-    def fetch(
-        self, partner: int, pieces: Sequence[tuple[Piece, torch.Tensor]], to: int, sends: Sequence[Piece]
-    ) -> Pending:
-        own = [self.block[piece.index][: piece.stop - piece.start] for piece, _ in pieces]
-        return self._copy(own, [tensor for _, tensor in pieces])
+    def room(self, index: int, blocks: Sequence[Block], rank: int | None = None) -> list[torch.Tensor]:
+        memory = self.kept.get((self.device, index))
+        if memory is None or memory.numel() < self.sizes[index]:
+            numbers = torch.randn(-(-self.sizes[index] // 2), device=self.device)
+            memory = self.kept[self.device, index] = numbers.to(torch.bfloat16).view(torch.uint8)
+        return placed(memory, blocks)
 
-    def give(
+    def exchange(
         self,
-        slot: int,
-        owner: int,
-        given: Sequence[torch.Tensor],
-        source: int,
+        sent: Sequence[torch.Tensor],
+        to: int,
+        places: Sequence[torch.Tensor],
         into: Sequence[torch.Tensor],
+        source: int,
     ) -> Pending:
-        return self._copy(given, into)
-
-    def _copy(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> Pending:
-        if self.side:
-            self.side.wait_stream(torch.cuda.current_stream(self.side.device))
-        with torch.cuda.stream(self.side):
-            for mine, copy in zip(sources, into, strict=True):
-                count = min(mine.numel(), copy.numel())
-                copy.view(-1)[:count] = mine.reshape(-1)[:count]
-        return Event(self.side.record_event(), self.side.device) if self.side else _Works([], [])
+        return _Works()
 
 
 @dataclass
@@ -160,6 +142,25 @@ class Event:
 
     def wait(self) -> None:
         torch.cuda.current_stream(self.device).wait_event(self.event)
+
+
+def room_bytes(blocks: Sequence[Block]) -> int:
+    """What a room takes for these."""
+    return sum(aligned(prod(shape) * dtype.itemsize) for shape, dtype in blocks)
+
+
+def placed(memory: torch.Tensor, blocks: Sequence[Block], first: int = 0) -> list[torch.Tensor]:
+    """Tensors one behind the other in memory of bytes, from `first` on."""
+    found = []
+    for shape, dtype in blocks:
+        size = prod(shape) * dtype.itemsize
+        found.append(memory.narrow(0, first, size).view(dtype).view(shape))
+        first += aligned(size)
+    return found
+
+
+def aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def members(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -101,21 +101,19 @@ def bwd_plan(
     weight_offset: float,
     need_dx: bool,
     need_dw: bool,
+    summed: bool = True,
 ) -> Backward:
     """A function of (dy, dh, h, rstd, weight), tensors with the signatures of these, that returns dx (None unless
-    need_dx) and dw (None unless need_dw)."""
+    need_dx) and dw (None unless need_dw). Unless `summed`, the latter is the partial sums of dw in fp32."""
     device, dim = h.device, h.shape[-1]
     need_dw = need_dw and weight is not None
     if h.numel() == 0:
         return lambda dy, dh, h, rstd, weight: (
             torch.empty_like(h, memory_format=torch.contiguous_format) if need_dx else None,
-            torch.zeros_like(weight, memory_format=torch.contiguous_format) if need_dw else None,  # type: ignore[arg-type]
+            _no_gradient(weight, summed) if need_dw else None,  # type: ignore[arg-type]
         )
     rows = h.numel() // dim
-    capability, sms = _device(h)
-    config = configs.pick_bwd_config(rows, dim, h.dtype, 2 if dh is None else 3, capability)
-    slices = triton.cdiv(dim, config.block_n)
-    programs = min(triton.cdiv(rows, config.block_m), max(1, sms * config.programs_per_sm // slices))
+    config, slices, programs = _bwd_split(h, dh)
     strides = _rows(dy).stride(0), _rows(h).stride(0), 0 if dh is None else _rows(dh).stride(0)
     copied = _copied(dy), _copied(dh), _copied(h), weight is not None and not weight.is_contiguous()
     any_copied = any(copied)
@@ -134,7 +132,7 @@ def bwd_plan(
         num_warps=config.num_warps,
     )
     means = _mean_launch(rows, dim, device, strides, weight_offset) if slices > 1 and need_dx else None
-    sum_partials = _dw_launch(programs, dim, device) if need_dw and programs > 1 else None
+    sum_partials = _dw_launch(programs, dim, device) if summed and need_dw and programs > 1 else None
 
     def run(
         dy: torch.Tensor, dh: Optional, h: torch.Tensor, rstd: torch.Tensor, weight: Optional
@@ -149,15 +147,39 @@ def bwd_plan(
             mean = torch.empty_like(rstd)
             means(dy, h, rstd, weight, mean)
         if need_dw:
-            partial = dw = torch.empty_like(weight)  # type: ignore[arg-type]
-            if sum_partials is not None:
-                partial = torch.empty_strided((programs, dim), (dim, 1), dtype=torch.float32, device=device)
+            if sum_partials is not None or not summed:
+                partial = dw = torch.empty_strided((programs, dim), (dim, 1), dtype=torch.float32, device=device)
+            if summed:
+                dw = torch.empty_like(weight)  # type: ignore[arg-type]
+                partial = dw if partial is None else partial
         write(dy, h, rstd, mean, weight, dh, dx, partial)
         if sum_partials is not None:
             sum_partials(partial, dw)
         return dx, dw
 
     return run
+
+
+def _bwd_split(h: torch.Tensor, dh: torch.Tensor | None) -> tuple[configs.BwdConfig, int, int]:
+    """The backward's configuration, its slices of the columns, and its CTAs for each, which leave a row of partial sums
+    of dw each."""
+    dim, (capability, sms) = h.shape[-1], _device(h)
+    rows = h.numel() // dim
+    config = configs.pick_bwd_config(rows, dim, h.dtype, 2 if dh is None else 3, capability)
+    slices = triton.cdiv(dim, config.block_n)
+    return config, slices, min(triton.cdiv(rows, config.block_m), max(1, sms * config.programs_per_sm // slices))
+
+
+def partial_sums(h: torch.Tensor, dh: torch.Tensor | None) -> int:
+    """How many partial sums of dw the backward has."""
+    return _bwd_split(h, dh)[2] if h.numel() else 1
+
+
+def _no_gradient(weight: torch.Tensor, summed: bool) -> torch.Tensor:
+    """dw of no rows."""
+    if summed:
+        return torch.zeros_like(weight, memory_format=torch.contiguous_format)
+    return torch.zeros((1, weight.shape[0]), dtype=torch.float32, device=weight.device)
 
 
 def _mean_launch(

@@ -161,3 +161,19 @@ def test_bad_input_raises_an_error_that_names_it(change, error, words) -> None:
     }
     with pytest.raises(error, match=words):
         swiglu_fp8(**moved)
+
+
+@pytest.mark.parametrize(("scale_format", "dtype"), [("fp32", torch.float32), ("e8m0", torch.float8_e8m0fnu)])
+def test_rows_without_columns_have_scales_of_one(scale_format, dtype):
+    data, scale = swiglu_fp8(torch.ones(3, 0, device=DEVICE), torch.ones(3, 0, device=DEVICE), granularity="row",
+                             scale_format=scale_format)  # fmt: skip
+    assert data.shape == (3, 0) and scale.shape == (3, 1) and scale.dtype == dtype
+    assert scale.float().tolist() == [[1.0]] * 3
+
+
+def test_the_most_columns_are_those_of_one_half():
+    """Of a packed tensor, which has twice as many."""
+    packed = torch.randn(1, 2 * 8200, device=DEVICE)
+    found = swiglu_fp8(packed, granularity="row")
+    for ours, want in zip(found, expected(swiglu(packed), granularity="row"), strict=True):
+        same(ours, want)

@@ -12,6 +12,7 @@ MIN_BLOCK = 16  # what tl.dot takes
 PITCH = 16  # elements: rows of the hidden's gradient are whole vectors
 CHUNK_ROWS = 8448
 BLOCK = 128  # rows of a tile, and columns of the hidden of a CTA, in CUDA C++
+BLOCK_N, STEP = 256, 64  # columns of x of a tile, and terms of a step, of the products in CUDA C++
 MIN_ROWS = 128
 
 
@@ -34,6 +35,20 @@ class CudaConfig:
 
     tiles: int
     cluster: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class ProductsConfig:
+    """x's gradient is the sum of parts of `dx_heads` heads each, 0 where it is not needed; `dw1`: whether w1's is.
+    `cluster` CTAs have tiles below each other, or `beside` each other in x's gradient, and rings of `stages` steps of
+    64 terms. The clusters with one unit of x's gradient less have `ahead` of w1's before the others have any."""
+
+    dx_heads: int
+    dw1: bool
+    cluster: int
+    beside: bool
+    ahead: int
     stages: int
 
 
@@ -79,6 +94,64 @@ def pick_cuda_config(rows: int, heads: int, hidden: int, sms: int) -> CudaConfig
         return triton.cdiv(units, max(1, sms // cluster)) * (2 * tiles + 1), -tiles
 
     return CudaConfig(min(range(1, bands + 1), key=time), cluster, stages=11)
+
+
+def pick_products(rows: int, dim: int, possible: bool) -> bool:
+    """Whether the products of the hidden's gradient are made in CUDA C++ too; `possible`: the hidden's gradient is.
+    Pure. For a single chunk, w1's gradient of which is rounded where it is stored. Estimated for ten heads of 512 to
+    1365 to 3 on one H200: 30 us for 564 rows, 230 for 5000; not measured. More chunks are cuBLAS's, with which 205 000
+    rows take 15.4 ms in all. Rows of w1's gradient are stored in vectors of 16 bytes."""
+    return possible and rows <= CHUNK_ROWS and dim % 8 == 0
+
+
+def pick_products_config(
+    rows: int, dim: int, heads: int, hidden: int, sms: int, need_x: bool, need_w1: bool
+) -> ProductsConfig:
+    """Configuration of the products in CUDA C++. Pure.
+
+    The one whose longest cluster is shortest, in steps of 64 terms of a tile, a tile costing one more, or two in fp32.
+    Parts of x's gradient are read again: a launch is 5 steps, and each part 4. For ten heads of 512 to 1365, 564 rows
+    are five parts, 51 steps and 25 to add them up, and 5000 one part, 301 steps. Of equal times the one with the fewest
+    parts. 4 stages are what shared memory holds. Single CTAs: on one H200 the backward of 564 rows took 67 us with five
+    parts (76 in clusters of two) and 77 with ten, in clusters of two that divide x's columns; that of 5000 rows 384 and
+    387 (EXPERIMENTS.md).
+    """
+    sizes = (1, *(n for n in range(2, heads) if triton.cdiv(heads, n) < triton.cdiv(heads, n - 1)), heads)
+    candidates = [
+        ProductsConfig(dx_heads, need_w1, cluster=1, beside=False, ahead=ahead, stages=4)
+        for dx_heads in (sorted(set(sizes), reverse=True) if need_x else (0,))
+        for ahead in (_rounds_ahead(rows, hidden, dx_heads) if need_x and need_w1 else (0,))
+    ]
+    return min(candidates, key=lambda config: _products_time(rows, dim, heads, hidden, sms, config))
+
+
+def products_units(rows: int, dim: int, heads: int, hidden: int, config: ProductsConfig) -> tuple[int, int]:
+    """Units of work of x's gradient and of w1's: tiles of as many CTAs as a cluster has. Pure."""
+    tiles, bands, cluster = triton.cdiv(dim, BLOCK_N), triton.cdiv(rows, BLOCK), config.cluster
+    of_part = tiles // cluster * bands if config.beside else tiles * triton.cdiv(bands, cluster)
+    of_x = of_part * triton.cdiv(heads, config.dx_heads) if config.dx_heads else 0
+    return of_x, tiles * triton.cdiv(heads * triton.cdiv(hidden, BLOCK), cluster) if config.dw1 else 0
+
+
+def _rounds_ahead(rows: int, hidden: int, dx_heads: int) -> tuple[int, ...]:
+    """None, or about as many tiles of w1's gradient as take as long as one of x's."""
+    equal = dx_heads * triton.cdiv(hidden, STEP) // (triton.cdiv(rows, STEP) + 1)
+    return (0, *range(max(1, equal - 1), equal + 2))
+
+
+def _products_time(rows: int, dim: int, heads: int, hidden: int, sms: int, config: ProductsConfig) -> float:
+    """Of the products and the sum of parts, in steps, as pick_products_config reckons."""
+    of_x, of_w1 = products_units(rows, dim, heads, hidden, config)
+    clusters = max(1, min(sms // config.cluster, of_x + of_w1))
+    parts = triton.cdiv(heads, config.dx_heads) if config.dx_heads else 1
+    long = config.dx_heads * triton.cdiv(hidden, STEP) * (1.05 if config.beside else 1.0) + (2 if parts > 1 else 1)
+    short = triton.cdiv(rows, STEP) + 1
+    count, more = divmod(of_x, clusters)
+    fewer = clusters - more
+    rounds, rest = divmod(max(0, of_w1 - config.ahead * fewer), clusters)
+    first = count * long + (min(config.ahead, triton.cdiv(of_w1, fewer)) + rounds + (rest > 0)) * short
+    others = (count + 1) * long + (rounds + (rest > fewer)) * short if more else 0
+    return max(first, others) + (5 + 4 * parts if parts > 1 else 0)
 
 
 def pick_library(rows: int, dtype: torch.dtype, on_gpu: bool) -> bool:

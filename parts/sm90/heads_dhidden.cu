@@ -3,7 +3,7 @@
 //
 //   pre = x · w1[g]ᵀ
 //   dpre[r, g, h] = act'(pre) · Σ_o dy[r, g, o] · w2[g, o, h]              16 bits, [rows, heads, pitch]
-//   dw2[part, g, o, h] += Σ_r dy[r, g, o] · act(pre)                       fp32
+//   dw2[part, g, o, h] (+)= Σ_r dy[r, g, o] · act(pre)                     fp32, or 16 bits where there is one part
 //
 // Napkin maths for 128 rows and 128 columns of the hidden, D = 512, SiLU, in cycles of an SM:
 //   tensor cores   2 · 128 · 128 · 512 FLOP at 4096 a cycle                4096, and some 250 for dh and dw2
@@ -41,10 +41,12 @@ struct Hidden {
     u64 stride_dym, stride_dyg, stride_dyo;  // in elements
     const u16* w2;
     u64 stride_g, stride_o, stride_h;        // of w2, in elements
-    float* dw2;                              // [parts, heads, dim_out, hidden], or null
+    void* dw2;                               // [parts, heads, dim_out, hidden], or null
     int rows, heads, hidden, dim_out;
     int tiles;                               // of 128 rows in a part
     int write;                               // whether dpre is
+    int added;                               // parts of dw2 that the chunks before have written, to add to
+    int rounded;                             // whether dw2 is of 16 bits: of one part, to which nothing is added
 };
 
 // ---- Units of work ------------------------------------------------------------------------------------------------
@@ -121,13 +123,17 @@ DEVICE u32 load_w2(const Hidden& p, int head, int column, int out) {
     return low | high << 16;
 }
 
-DEVICE void add_dw2(const Hidden& p, const Unit& unit, int column, int out, const float (&sums)[4]) {
+DEVICE void store_dw2(const Hidden& p, const Unit& unit, int column, int out, const float (&sums)[4]) {
     const int part = (unit.last - 1) / p.tiles;
-    float* to = p.dw2 + (((u64)part * p.heads + unit.head) * p.dim_out + out) * p.hidden + column;
+    const u64 first = (((u64)part * p.heads + unit.head) * p.dim_out + out) * p.hidden + column;
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        if (unit.head < p.heads && column + i / 2 * 8 < p.hidden && out + i % 2 < p.dim_out)
-            to[(u64)(i % 2) * p.hidden + i / 2 * 8] += sums[i];
+        if (unit.head < p.heads && column + i / 2 * 8 < p.hidden && out + i % 2 < p.dim_out) {
+            const u64 at = first + (u64)(i % 2) * p.hidden + i / 2 * 8;
+            float* to = (float*)p.dw2 + at;
+            if (p.rounded) ((u16*)p.dw2)[at] = (u16)pack(sums[i], 0);
+            else *to = part < p.added ? *to + sums[i] : sums[i];
+        }
 }
 
 // Zeroes the sums of rows from `left` on, which are beyond the last row of x. TMA filled them with zeros, but a w1 that
@@ -201,7 +207,7 @@ DEVICE void consume(const Hidden& p, const TensorMap* dpre_map, u32 smem, int gr
             }
             __syncwarp();
         }
-        if (p.dw2) add_dw2(p, unit, column, out, own.dw2);
+        if (p.dw2) store_dw2(p, unit, column, out, own.dw2);
     }
     if (threadIdx.x % 128 == 0) bulk_wait_read();
 }

@@ -16,7 +16,8 @@ class Wrong:
     """`fn` must be rejected first by `check`, for `cause`; `case` is where that is tried, and all that is tried.
 
     `on_gpu` is the (check, cause) that may come first there, where the arithmetic, the random numbers, the tensors'
-    addresses or what can be launched are other than in the interpreter.
+    addresses or what can be launched are other than in the interpreter. `gpus` is how many it needs, of those that are
+    tried on a GPU alone.
     """
 
     name: str
@@ -25,3 +26,4 @@ class Wrong:
     check: str
     cause: str
     on_gpu: tuple[str, str] | None = None
+    gpus: int = 1

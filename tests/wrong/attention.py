@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import torch
 
-from harness.spec import Case
+from harness.spec import Case, Rows
 from kernels.attention.reference import attention_reference
 
-from . import Wrong, wrappers
+from . import Wrong, cheats, wrappers
 from .plain_attention import attention, check
 
 PLAIN, CAUSAL, TALL, WINDOW, CONTEXT = (
@@ -20,6 +21,7 @@ PLAIN, CAUSAL, TALL, WINDOW, CONTEXT = (
     "b1-h4-2-q19-k17-d5-fp32-window",
     "b1-h2-q7-k19-d5-fp32-context",
 )
+NOTHING, SELF, LONG = "b1-h2-q7-k19-d5-fp32-no-context", "b1-h2-q7-k9-d5-fp32-self", "b1-h1-q400-k7-d5-fp32"
 
 
 def _case(name: str, kv_heads: int, queries: int, keys: int, **params) -> Case:
@@ -34,8 +36,19 @@ CASES = (
     _case(TALL, 2, 19, 7, causal=True),
     _case(WINDOW, 2, 19, 17, window=(4, 2), scale=0.7),
     _case(CONTEXT, 2, 7, 19, num_context=11, return_lse=True),
+    _case(NOTHING, 2, 7, 19, num_context=0),
+    _case(SELF, 2, 7, 9, window=(0, 0)),
 )
-LONG_CASES: tuple[Case, ...] = ()
+# That there is one in fp16 says that products may be planted in fp16.
+LONG_CASES = (_case(LONG, 1, 400, 7), replace(_case("b1-h1-q7-k7-d5-fp16", 1, 7, 7), dtype=torch.float16))
+# Of the long case few queries are compared with the reference.
+ROWS = Rows(40, {"q": 2}, 2)
+
+
+def sampled(case: Case) -> Rows | None:
+    return ROWS if case.name == LONG else None
+
+
 FUZZ = {"queries": (0, 9), "keys": (12, 20)}
 LIMITS: dict[str, float] = {}
 
@@ -87,6 +100,20 @@ WRONG = (
     _fault("no checks", PLAIN, "refusal", "accepted", on_gpu=("refusal", "message")),
     _fault("shape of the fake result", PLAIN, "opcheck", "opcheck"),
     Wrong("looks at values", wrappers.looking_at_values(attention), PLAIN, "compile", "compile"),
+    Wrong("right in a known sample", cheats.right_in_a_known_sample(ROWS)(attention), LONG, "accuracy", "error"),
+    Wrong("nan in a row that may not be sampled", cheats.nan_in_row(200, 2)(attention), LONG, "accuracy", "nonfinite"),
+)
+
+# Wrong at the edge of an option. No other case shows it.
+EDGES = (
+    Wrong("no context taken for all", cheats.without("num_context", 0)(attention), NOTHING, "accuracy", "error"),
+    Wrong("no neighbours taken for all", cheats.without("window", (0, 0))(attention), SELF, "accuracy", "error"),
+)
+
+# No other check rejects them.
+CHEATS = (
+    Wrong("k is v", cheats.wrong_if(cheats.one_tensor("k", "v"))(attention), PLAIN, "alias", "error"),
+    _fault("scores in half precision", PLAIN, "values", "nonfinite"),
 )
 
 # Each tried by the check that it names alone: what other checks see of an unjoined stream is a matter of luck.

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from harness.spec import Op
+from harness.spec import Op, Rows
 
 from .wrappers import _first, _like
 
@@ -33,18 +33,25 @@ def _tensors(inputs: dict[str, Any]) -> list[torch.Tensor]:
     return [t for t in inputs.values() if isinstance(t, torch.Tensor)]
 
 
-def wrong_if(condition: Callable[[dict[str, Any]], bool]) -> Callable[[Op], Op]:
-    """Twice the answer where the condition on the inputs holds."""
+def _twice(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 2 if tensor.element_size() > 1 else (tensor.float() * 2).to(tensor.dtype)
+
+
+def one_more(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a result that may be 0."""
+    return tensor + 1
+
+
+def wrong_if(
+    condition: Callable[[dict[str, Any]], bool], change: Callable[[torch.Tensor], torch.Tensor] = _twice
+) -> Callable[[Op], Op]:
+    """Another answer where the condition on the inputs holds."""
 
     @_unseen
     def around(fn: Op) -> Op:
-        return lambda **inputs: _like(fn(**inputs), _twice) if condition(inputs) else fn(**inputs)
+        return lambda **inputs: _like(fn(**inputs), change) if condition(inputs) else fn(**inputs)
 
     return around
-
-
-def _twice(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor * 2 if tensor.element_size() > 1 else (tensor.float() * 2).to(tensor.dtype)
 
 
 def wrong_gradient_if(condition: Callable[[dict[str, Any]], bool]) -> Callable[[Op], Op]:
@@ -190,6 +197,11 @@ TOUCHES: dict[str, State] = {
 }
 
 
+def leaving_another_device() -> None:
+    """For a machine of at least two GPUs."""
+    torch.cuda.set_device((torch.cuda.current_device() + 1) % torch.cuda.device_count())
+
+
 @_unseen
 def in_another_order_in_memory(fn: Op) -> Op:
     """Results with the strides of a transposed matrix."""
@@ -215,22 +227,70 @@ def cached_by_address_and_first_element(fn: Op) -> Op:
 
 @_unseen
 def small_values_flushed(fn: Op) -> Op:
-    """Zero where less than 0.3 % of the largest is due, which the errors of fp16 hide."""
-    return lambda **inputs: _like(fn(**inputs), lambda t: t * (t.abs() > 3e-3 * t.abs().max()) if t.numel() else t)
+    """Zero where less than 0.3 % of the largest is due, which the errors of fp16 hide. The gradients are right, and the
+    largest is one of usual size."""
+
+    def change(t: torch.Tensor) -> torch.Tensor:
+        largest = t.detach().abs().nan_to_num(0, 0, 0).clamp(max=4.0)
+        return t - torch.where(t.abs() < 3e-3 * largest.max(), t, 0.0).detach() if t.numel() else t
+
+    return lambda **inputs: _like(fn(**inputs), change)
 
 
 @_unseen
 def last_column_two_steps_off(fn: Op) -> Op:
-    """Of an fp8 result."""
+    """Of an fp8 result that is so wide that one column of it weighs little."""
 
     def change(t: torch.Tensor) -> torch.Tensor:
-        if t.element_size() > 1 or not t.numel():
+        if t.element_size() > 1 or not t.numel() or t.shape[-1] < 256:
             return t
         pattern = t.view(torch.uint8).clone()
-        pattern[..., -1] ^= 2
+        size = pattern[..., -1] & 127
+        pattern[..., -1] -= torch.where((size > 32) & (size < 120), 2, 0).to(torch.uint8)
         return pattern.view(t.dtype)
 
     return lambda **inputs: _like(fn(**inputs), change)
+
+
+def nan_in_row(row: int, dimension: int) -> Callable[[Op], Op]:
+    """NaN in one row of each result that has as many."""
+
+    def change(t: torch.Tensor) -> torch.Tensor:
+        if t.dim() <= dimension or t.shape[dimension] <= row:
+            return t
+        return t.index_fill(dimension, torch.tensor([row], device=t.device), torch.nan)
+
+    return lambda fn: lambda **inputs: _like(fn(**inputs), change)
+
+
+def right_in_a_known_sample(rows: Rows, seed: int = 0) -> Callable[[Op], Op]:
+    """Twice the answer in all rows but those that a generator of a known seed draws, and the two ends."""
+
+    def change(t: torch.Tensor) -> torch.Tensor:
+        total = t.shape[rows.outputs]
+        known = torch.randperm(total, generator=torch.Generator().manual_seed(seed))[: rows.count].tolist()
+        others = sorted(set(range(1, total - 1)) - set(known))
+        factor = torch.ones(total, device=t.device).index_fill(
+            0, torch.tensor(others, dtype=torch.long, device=t.device), 2.0
+        )
+        return t * factor.view(-1, *[1] * (t.dim() - rows.outputs - 1)).to(t.dtype)
+
+    return lambda fn: lambda **inputs: _like(fn(**inputs), change)
+
+
+def without(name: str, value: object) -> Callable[[Op], Op]:
+    """An option whose value is taken for the default: at its edge, where `x or default` goes wrong."""
+
+    @_unseen
+    def around(fn: Op) -> Op:
+        return lambda **inputs: fn(**{n: v for n, v in inputs.items() if n != name or v != value})
+
+    return around
+
+
+def one_tensor(one: str, two: str) -> Callable[[dict[str, Any]], bool]:
+    """Whether two inputs are one tensor."""
+    return lambda inputs: inputs[one].data_ptr() == inputs[two].data_ptr() != 0
 
 
 def on_the_current_device(fn: Op) -> Op:

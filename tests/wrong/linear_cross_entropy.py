@@ -9,10 +9,11 @@ import torch.nn.functional as F
 
 from harness.spec import Case
 
-from . import Wrong, wrappers
+from . import Wrong, cheats, wrappers
 from .plain_linear_cross_entropy import check, linear_cross_entropy
 
 PLAIN, ALL, ROWS = "10x7x37-fp32", "10x7x37-fp32-all", "9x6x35-fp32-none"
+INT32, IGNORED = "9x6x35-fp32-int32-smooth1", "9x6x35-fp32-all-ignored-sum"
 CASES = (
     Case(PLAIN, dict(rows=10, dim=7, vocab=37), torch.float32),
     Case(
@@ -22,10 +23,22 @@ CASES = (
         dict(bias=True, label_smoothing=0.2, softcap=2.0, z_loss=0.01, reduction="sum"),
     ),
     Case(ROWS, dict(rows=9, dim=6, vocab=35), torch.float32, dict(reduction="none")),
+    Case(INT32, dict(rows=9, dim=6, vocab=35), torch.float32, dict(index=torch.int32, label_smoothing=1.0)),
 )
-LONG_CASES: tuple[Case, ...] = ()
+# Not for the controls: what becomes of a NaN in a row without a target depends on how a formula is written.
+LONG_CASES = (
+    Case(IGNORED, dict(rows=9, dim=6, vocab=35), torch.float32, dict(all_ignored=True, reduction="sum", z_loss=1e-2)),
+)
 FUZZ = {"rows": (0, 9), "dim": (1, 9), "vocab": (2, 40)}
 LIMITS: dict[str, float] = {}
+
+
+def _int32(inputs) -> bool:
+    return inputs["target"].dtype == torch.int32
+
+
+def _all_ignored(inputs) -> bool:
+    return inputs["target"].numel() > 0 and bool((inputs["target"] == -100).all())
 
 
 def _fault(name: str, case: str, check: str, cause: str, on_gpu: tuple[str, str] | None = None) -> Wrong:
@@ -73,6 +86,25 @@ WRONG = (
     Wrong("looks at values", wrappers.looking_at_values(linear_cross_entropy), PLAIN, "compile", "compile"),
 )
 
+# Wrong at the edge of what they take. No other case shows it.
+EDGES = (
+    Wrong("int32 targets", cheats.wrong_if(_int32)(linear_cross_entropy), INT32, "accuracy", "error"),
+    Wrong(
+        "every row ignored",
+        cheats.wrong_if(_all_ignored, cheats.one_more)(linear_cross_entropy),
+        IGNORED,
+        "accuracy",
+        "error",
+    ),
+    Wrong(
+        "smoothing of one dropped",
+        cheats.without("label_smoothing", 1.0)(linear_cross_entropy),
+        INT32,
+        "accuracy",
+        "error",
+    ),
+)
+
 # Each tried by the check that it names alone: what other checks see of an unjoined stream is a matter of luck.
 ON_A_GPU = (
     Wrong("side stream", wrappers.on_a_side_stream(wait=True)(linear_cross_entropy), PLAIN, "stream", "late"),
@@ -104,7 +136,7 @@ def functional(
     logits = F.linear(hidden, weight, bias).float()
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    flat, index = logits.view(-1, logits.shape[-1]), target.reshape(-1)
+    flat, index = logits.view(-1, logits.shape[-1]), target.reshape(-1).long()
     loss = F.cross_entropy(flat, index, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none")
     valid = index != ignore_index
     if z_loss:

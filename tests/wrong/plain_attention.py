@@ -73,7 +73,10 @@ def _fwd(
     peak = torch.full((batch, heads, queries, 1), -math.inf, device=q.device)
     total, acc = torch.zeros_like(peak), torch.zeros(batch, heads, queries, dim, device=q.device)
     for tile in _tiles(keys, fault):
-        s = q.float() @ _part(wide_k, tile, keys).transpose(-1, -2) * scale
+        s = q.float() @ _part(wide_k, tile, keys).transpose(-1, -2)
+        if fault == "scores in half precision" and q.dtype == torch.float16:
+            s = s.half().float()
+        s = s * scale
         seen = _visible(range(queries), tile, queries, keys, left, right, fault).to(q.device)
         s = s.masked_fill(~seen, -math.inf) if fault != "padded keys counted" or right >= 0 else s
         higher = torch.maximum(peak, s.amax(-1, keepdim=True))

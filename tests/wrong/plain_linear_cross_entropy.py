@@ -56,7 +56,11 @@ def _fwd(
     fault: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     h, vocab = _matrix(hidden, fault), weight.shape[0]
-    t = _matrix(target.unsqueeze(-1), "strides ignored" if fault == "stride of target ignored" else "").reshape(-1)
+    t = (
+        _matrix(target.unsqueeze(-1), "strides ignored" if fault == "stride of target ignored" else "")
+        .reshape(-1)
+        .long()
+    )
     rows = h.shape[0]
     peak, total, sums = (
         h.new_full((rows,), -1e38, dtype=torch.float32),
@@ -110,7 +114,7 @@ def _bwd(
     reduction: str,
     fault: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    h, t, vocab = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1), weight.shape[0]
+    h, t, vocab = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1).long(), weight.shape[0]
     valid = t != ignore_index
     factor = dloss.reshape(-1).float() / (valid.sum() if reduction == "mean" else 1)
     if fault == "incoming gradient taken for one":

@@ -75,10 +75,6 @@ def product_in_half_precision(x, weight=None, eps=1e-6, residual=None, weight_of
     return y if residual is None else (y, h)
 
 
-def _x_is_residual(inputs) -> bool:
-    return inputs["x"].data_ptr() == inputs["residual"].data_ptr() != 0
-
-
 def _cheat(around, case: str, check: str, cause: str, name: str = "") -> Wrong:
     return Wrong(name or around.__name__.replace("_", " "), around(reference), case, check, cause)
 
@@ -138,7 +134,7 @@ CHEATS = (
     _cheat(cheats.wrong_if(cheats.nothing_requires_grad), FP32, "partial", "error", "autograd on for nothing"),
     _cheat(cheats.wrong_gradient_if(cheats.only_frozen("weight")), RESIDUAL, "partial", "error", "weight frozen"),
     _cheat(cheats.wrong_gradient_if(cheats.only_frozen("x")), RESIDUAL, "partial", "error", "x frozen"),
-    _cheat(cheats.wrong_if(_x_is_residual), RESIDUAL, "alias", "error", "x is residual"),
+    _cheat(cheats.wrong_if(cheats.one_tensor("x", "residual")), RESIDUAL, "alias", "error", "x is residual"),
     _cheat(cheats.wrong_if(lambda inputs: inputs["x"].dim() > 2), FP32, "leading", "error", "more dimensions"),
     _cheat(cheats.wrong_if(lambda inputs: inputs["x"].shape[-1] == 1), FP32, "sizes", "error", "one column"),
     *(_cheat(cheats.touching(touch), FP32, "accuracy", "state", name) for name, touch in cheats.TOUCHES.items()),
@@ -156,7 +152,22 @@ ON_A_GPU = (
         "stream",
         "error or late",
     ),
-    Wrong("on the current device", cheats.on_the_current_device(reference), FP32, "device", "error or raised or shape"),
+    Wrong(
+        "on the current device",
+        cheats.on_the_current_device(reference),
+        FP32,
+        "device",
+        "error or raised or shape",
+        gpus=2,
+    ),
+    Wrong(
+        "leaves another current device",
+        cheats.touching(cheats.leaving_another_device)(reference),
+        FP32,
+        "accuracy",
+        "state",
+        gpus=2,
+    ),
 )
 
 

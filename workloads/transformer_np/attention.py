@@ -16,6 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.attention import attention, attention_backward
 
+from .checkpoint import Again
+
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -61,6 +63,7 @@ def context_attention(
     heads: int,
     start: int = 0,
     backward: str = "auto",
+    again: tuple[Again, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Attention of the rows of x from `start` on over the first `context`, before the output projection.
 
@@ -71,6 +74,8 @@ def context_attention(
     w_kv      [2 d, d], the rows of W_k first; both of x's dtype
     start     0, or `context`
     backward  of `attention`
+    again     a function and a tensor of which it makes x. Then x, q, k and v are not kept: the backward computes them
+              from that tensor. What attention returned is kept in either case
 
     Returns [B, S − start, d], differentiable in x and both weights. Beside autograd over `attention` its backward has
     no copy that joins the gradients of k and v, none that fills up that of a slice of x with zeros, and no sum of the
@@ -81,23 +86,26 @@ def context_attention(
     """
     if start not in (0, context):
         raise ValueError(f"context_attention: start must be 0 or context, {context}, got {start}")
-    return _ContextAttention.apply(x, w_q, w_kv, context, heads, start, backward)
+    make, source = (None, None) if again is None else (again[0], again[1].detach())
+    return _ContextAttention.apply(x, w_q, w_kv, context, heads, start, backward, make, source)
 
 
 class _ContextAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w_q, w_kv, context, heads, start, backward):
-        ctx.context, ctx.heads, ctx.start, ctx.backward = context, heads, start, backward
-        asking, asked = _together(x[:, start:]), _together(x[:, :context])
-        q, kv = F.linear(asking, w_q), F.linear(asked, w_kv)
-        out, lse = attention(*_by_heads(q, kv, heads), return_lse=True, backward=backward)
-        ctx.save_for_backward(asking, asked, w_q, w_kv, q, kv, out, lse)
+    def forward(ctx, x, w_q, w_kv, context, heads, start, backward, again, source):
+        ctx.context, ctx.heads, ctx.start, ctx.backward, ctx.again = context, heads, start, backward, again
+        projected = _projected(x, w_q, w_kv, context, start)
+        out, lse = attention(*_by_heads(*projected[2:], heads), return_lse=True, backward=backward)
+        ctx.save_for_backward(w_q, w_kv, out, lse, *(projected if again is None else (source,)))
         return out.transpose(1, 2).flatten(2)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
-        asking, asked, w_q, w_kv, q, kv, out, lse = ctx.saved_tensors
+        w_q, w_kv, out, lse, *kept = ctx.saved_tensors
+        if ctx.again is not None:
+            kept = _projected(ctx.again(*kept), w_q, w_kv, ctx.context, ctx.start)
+        asking, asked, q, kv = kept
         dout = dout.contiguous().unflatten(-1, (ctx.heads, -1)).transpose(1, 2)
         dq, dkv = torch.empty_like(q), torch.empty_like(kv)
         into = dict(zip(("dq", "dk", "dv"), _by_heads(dq, dkv, ctx.heads), strict=True))
@@ -107,7 +115,15 @@ class _ContextAttention(torch.autograd.Function):
             gradient.flatten(0, 1).t() @ rows.flatten(0, 1) if need else None
             for gradient, rows, need in zip((dq, dkv), (asking, asked), ctx.needs_input_grad[1:3], strict=True)
         )
-        return dx, dw_q, dw_kv, None, None, None, None
+        return dx, dw_q, dw_kv, *[None] * 6
+
+
+def _projected(
+    x: torch.Tensor, w_q: torch.Tensor, w_kv: torch.Tensor, context: int, start: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The rows of x that ask, those that are asked, q, and k and v side by side."""
+    asking, asked = _together(x[:, start:]), _together(x[:, :context])
+    return asking, asked, F.linear(asking, w_q), F.linear(asked, w_kv)
 
 
 def _joined(of_q: torch.Tensor, dkv: torch.Tensor, w_kv: torch.Tensor, ctx) -> torch.Tensor:

@@ -15,12 +15,15 @@ from typing import Any
 import torch
 
 from harness.spec import EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, StandIn
+from kernels.adamw import AdamW
 
 from .reference import loss_reference, transformer_np_reference
+from .stages import stages
 from .step import Sizes, places, transformer_np
 
 BF16, FP32 = torch.bfloat16, torch.float32
 MUTATED = ("weights", "exp_avg", "exp_avg_sq", "step")
+SHAPES = ((64, 500), (10_000, 1000), (200_000, 5000))
 #: The batch that all rows fit into 80 GB with, for each number of context points.
 BATCHES = {64: 64, 10_000: 4, 200_000: 1}
 FULL = Sizes()
@@ -28,6 +31,7 @@ TINY = Sizes(layers=1, d_model=16, heads=2, d_ff=12, components=3, padding=8)
 HOST = Sizes(layers=2, d_model=128, heads=2, d_ff=200, components=4, padding=64)
 #: The most that a case has whose step is computed in fp64.
 STAND_IN = {"layers": 2, "context": 300, "targets": 200, "batch": 2}
+LONG = 10_000  # points of a context beyond which a stage takes seconds
 LOSS_ERROR = 2e-3  # relative; a mean over all targets, whose products are rounded to bf16
 RECOMPILES = 128
 STOCK: dict[str, Any] = dict(mlp="torch", heads_impl="torch", norm="torch", loss_impl="torch")
@@ -41,6 +45,19 @@ ABLATIONS: dict[str, dict[str, str]] = {
     "torch-loss": dict(loss_impl="torch"),
     "torch-adamw": dict(optimizer="torch"),
 }
+ABLATION_TEXTS = {
+    "torch-flash": "PyTorch's parts, flash attention",
+    "torch-flash-compile": "the same, compiled",
+    "torch-cudnn-compile": "cuDNN's attention, compiled",
+    "torch-attention": "ours, but PyTorch's attention",
+    "torch-mlp": "ours, but PyTorch's MLP",
+    "torch-heads": "ours, but PyTorch's heads, and the loss apart",
+    "torch-norm": "ours, but PyTorch's norm, and a pass for each residual sum",
+    "separate-loss": "ours, but heads and loss apart",
+    "torch-loss": "ours, but heads apart, and PyTorch's loss",
+    "torch-adamw": "ours, but PyTorch's fused AdamW",
+    "auto": "ours",
+}
 NO_AUTOTUNED_GRAPH = "max-autotune-no-cudagraphs"  # the harness has a column of its own for CUDA graphs
 
 
@@ -51,7 +68,7 @@ def _case(
         *{FULL: (), TINY: ("tiny",), HOST: ("host",)}[sizes],
         f"{context}-{targets}",
         f"b{batch}",
-        *(() if checkpoint == "none" else ("checkpoint",)),
+        *(() if checkpoint == "none" else ("checkpoint", checkpoint)),
         {BF16: "bf16", FP32: "fp32"}[dtype],
     )
     own = {name: getattr(sizes, name) for name in ("layers", "d_model", "heads", "d_ff", "components", "padding")}
@@ -63,13 +80,15 @@ def _case(
 CASES = (
     *(
         _case(context, targets, batch, checkpoint)
-        for checkpoint in ("none", "block")
-        for context, targets in ((64, 500), (10_000, 1000), (200_000, 5000))
+        for checkpoint in ("none", "attention")
+        for context, targets in SHAPES
         for batch in sorted({1, BATCHES[context]})
     ),
+    *(_case(context, targets, BATCHES[context], "block") for context, targets in SHAPES[:2]),
     # For the checks.
     _case(5, 3, 2, sizes=TINY, dtype=FP32),
     _case(3, 2, 1, "block", TINY, FP32),
+    _case(3, 2, 2, "attention", TINY, FP32),
     _case(70, 30, 2, sizes=TINY),
 )
 
@@ -144,6 +163,31 @@ def cost(case: Case, mode: str) -> Cost:
     parameters = sum(prod(shape) for _, _, shape in places(s)[0])
     data = 4 * (rows * (s.x_dim + 1))
     return Cost(flops=flops, bytes=24 * parameters + data, pipe={BF16: "bf16", FP32: "fp32"}[case.dtype])
+
+
+def stage_seconds(implementation: str, case: Case, mode: str, device: torch.device) -> dict[str, float] | None:
+    """Of ours, and of PyTorch's parts without torch.compile, which would compile a stage to something else than it is
+    in a step; the weights in the products' dtype. None for the others, and where stages are computed again."""
+    parts: dict[str, dict[str, str]] = {"auto": {}, "torch-flash": dict(attention="sdpa-flash", **STOCK)}
+    long = case.dims["context"] > LONG
+    options = (parts if long else parts | ABLATIONS).get(implementation)
+    if options is None or case.params:
+        return None
+    d, ours = case.dims, "optimizer" not in options and implementation != "torch-flash"
+    options = {name: value for name, value in options.items() if name != "optimizer"}
+    with torch.device(device):
+        model = sizes_of(case).model(**options).to(case.dtype)
+    model.flatten_parameters()
+    if ours:
+        optimizer: torch.optim.Optimizer = AdamW(model.parameters(), master_weights=case.dtype != FP32)
+    else:
+        # It takes gradients of the parameters' dtype alone: as in the step the weights that it updates are fp32. That
+        # gradients are converted before is in none of the stages.
+        exact = [torch.nn.Parameter(parameter.detach().float()) for parameter in model.parameters()]
+        optimizer = torch.optim.AdamW(exact, fused=True, capturable=True)
+        for parameter in exact:
+            parameter.grad = torch.randn_like(parameter)
+    return stages(model, optimizer, d["context"], d["targets"], d["batch"], repeats=2 if long else 10)
 
 
 def _unsupported(implementation: str, case: Case, mode: str) -> str | None:
@@ -230,6 +274,8 @@ SPEC = KernelSpec(
     items=lambda case: case.dims["batch"] * (case.dims["context"] + case.dims["targets"]),
     fuzz={"context": (1, 8), "targets": (1, 8)},
     unsupported_reason=_unsupported,
+    stages=stage_seconds,
+    ablation=ABLATION_TEXTS,
     host_cases=(_case(8, 8, 1, sizes=HOST),),
     needs=("adamw", "attention", "fused_mlp", "gmm_logprob", "heads_gmm", "heads_mlp", "rmsnorm"),
 )

@@ -2,26 +2,64 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from .model import CHECKPOINTS
 from .step import Sizes, places
+from .weight_gradients import pick_weight_gradients
 
 CHUNK = 8448  # rows of which heads_mlp has the hidden's gradient in memory
 CUBLAS_WORKSPACE = 32 << 20  # of each stream, on Hopper
+TILE = 128
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a GPU reaches: FLOP/s of matrix products and of attention, bytes/s of DRAM, and seconds of a launch that is
-    not hidden (in a CUDA graph about 1 µs). The defaults are none: take them from `harness calibrate` or a record."""
+    """What a GPU reaches inside a step.
+
+    matmul     FLOP/s of a product whose tiles fill all SMs
+    attention  FLOP/s of attention, forward and backward, over many keys
+    bandwidth  bytes/s of DRAM
+    launch     seconds that a kernel takes beyond its work, in a CUDA graph: its start, and its last CTAs
+    operands   bytes/s at which attention over few keys reads and writes q, k, v, its output and their gradients;
+               0 takes `bandwidth`
+    sms        what a wave of tiles has
+    """
 
     matmul: float
     attention: float
     bandwidth: float
     launch: float = 0.0
+    operands: float = 0.0
+    sms: int = 132
+
+    def scaled(self, flops: float, bandwidth: float, sms: int) -> Rates:
+        """Those of another GPU, by the ratios of the data sheets' figures."""
+        return Rates(
+            self.matmul * flops,
+            self.attention * flops,
+            self.bandwidth * bandwidth,
+            self.launch,
+            self.operands * bandwidth,
+            sms,
+        )
+
+
+#: Of an H200 from reports/h200/records, bf16. matmul: fused_mlp, 205 000 rows of 512, whose products reach 690 to 730
+#: TFLOP/s beside their pass over the hidden; less here, since a whole step is limited by power, at 1.75 to 1.9 GHz.
+#: attention: b1-h8-q205000-k200000-d64, long enough to be limited so too. bandwidth: adamw and rmsnorm.
+#: operands: attention, b64-h8-q564-k64-d64, 249 MB in 149 us. launch: transformer_np of one task of (64, 500), most of
+#: whose kernels are at this floor.
+H200 = Rates(matmul=6.6e14, attention=5.55e14, bandwidth=4.25e12, launch=3e-6, operands=1.67e12)
+#: Others, of which there is no record of transformer_np, by their data sheets' dense bf16 FLOP/s and bandwidth.
+RATES = {
+    "h200": H200,
+    "h100": H200.scaled(1.0, 3352 / 4800, 132),
+    "a100-80": H200.scaled(312 / 989.4, 2039 / 4800, 108),
+}
 
 
 @dataclass(frozen=True)
@@ -47,13 +85,14 @@ def feasibility(
     context: int,
     targets: int,
     batch: int,
-    rates: Rates,
+    rates: Rates | str,
     *,
     sizes: Sizes | None = None,
     dtype: torch.dtype = torch.bfloat16,
     checkpoint: str = "none",
 ) -> Feasibility:
-    """Predicted peak memory and time of one step of training with AdamW. A pure function; nothing is allocated.
+    """Predicted peak memory and time of one step of training with AdamW, in a CUDA graph. A pure function; nothing is
+    allocated. `rates` are a GPU's, or its name in RATES: "h200", "h100" or "a100-80".
 
     With T = B(M + N) rows, C = B·M, R = B·N, s bytes of `dtype`, d = d_model, f = d_ff padded, h heads, K components,
     L layers and P parameters, in bytes, for ridgeline's kernels:
@@ -64,74 +103,177 @@ def feasibility(
         activations    (L − 1) · kept + last + 2 d s T
                                                 kept of a layer is (6 d + f) s T + 2 d s C + 4 h T, where B > 1 with one
                                                 more d s C, a copy of the context's rows; of the last layer, which
-                                                answers the targets alone, 2 d s T + (4 d + f) s R + 2 d s C + 4 h R
-        recomputed     checkpoint "block" keeps d s T, and one layer's whole is there beside; "attention" keeps
-                       (3 d + f) s T, and of the last layer d s T + (2 d + f) s R
+                                                answers the targets alone, 2 d s T + (4 d + f) s R + 2 d s C + 4 h R.
+                                                checkpoint "block" keeps d s T; "attention" 3 d s T + 4 h T, and of the
+                                                last layer d s T + 2 d s R + 4 h R
+        recomputed     "block": one layer's whole; "attention": (d + f) s T
         heads          2 d s R                  their input, before and after its norm
         backward       the larger of that of the heads, K f s min(R, 8192) + d s R + K f d s, and with more than 8192
                        rows 4 K f d; and that of a layer, (4 + s) K f d + f s T + 2 d s T
         gradients      4 P, less what is freed by then: nothing but for very few points
 
-    and in seconds, ×3 for products forward and backward and ×3.5 for scores; checkpoint "block" adds one more forward
-    of all layers, "attention" one of their attention:
+    Seconds are by the stages of `stages`, and "rest": `_Clock` has the time of a product and of a pass, `_layer` and
+    `_others` what a step has of them. They hold within 10 % of what was measured, where the steps in the records are.
 
-        attention      (4 d² A + 4 d² C L) / matmul + 4 M A d / attention      projections, then scores and sums, with
-                                                A = (L − 1) T + R: the last layer answers the targets alone
-        mlp            4 d f A / matmul
-        heads          2 R K f (d + 3) / matmul
-        elementwise    bytes of norms with residuals, and of SiLU, (16 d + 6 f) s A, / bandwidth
-        optimizer      40 P / bandwidth         read and write three states, read the gradient thrice, write casts
-        launches       (30 L + 60) · launch
-
-    Raises ValueError for an unknown checkpoint or sizes below 1.
+    Raises ValueError for an unknown checkpoint or GPU, or sizes below 1.
     """
     if checkpoint not in CHECKPOINTS:
         raise ValueError(f"feasibility: checkpoint must be one of {', '.join(CHECKPOINTS)}, got {checkpoint!r}")
     if min(context, targets, batch) < 1:
         raise ValueError(f"feasibility: context, targets and batch must be positive, got {context, targets, batch}")
-    sizes = Sizes() if sizes is None else sizes
-    size, parameters = dtype.itemsize, places(sizes)[1]
-    rows, keys, answers = batch * (context + targets), batch * context, batch * targets
-    d, layers, components = sizes.d_model, sizes.layers, sizes.components
-    f = -(-sizes.d_ff // sizes.padding) * sizes.padding
+    if isinstance(rates, str):
+        if rates not in RATES:
+            raise ValueError(f"feasibility: rates must be Rates or one of {', '.join(RATES)}, got {rates!r}")
+        rates = RATES[rates]
+    step = _Step(Sizes() if sizes is None else sizes, context, targets, batch, dtype.itemsize, checkpoint)
+    return Feasibility(_memory(step), _seconds(step, _Clock(rates)))
 
-    copies = 3 if batch > 1 else 2
-    whole = (6 * d + f) * size * rows + copies * d * size * keys + 4 * sizes.heads * rows
-    whole_last = (2 * d * rows + (4 * d + f) * answers + 2 * d * keys) * size + 4 * sizes.heads * answers
+
+@dataclass(frozen=True)
+class _Step:
+    """The sizes of a step, by the letters of `feasibility`."""
+
+    sizes: Sizes
+    context: int
+    targets: int
+    batch: int
+    size: int
+    checkpoint: str
+
+    @property
+    def rows(self) -> int:
+        return self.batch * (self.context + self.targets)
+
+    @property
+    def keys(self) -> int:
+        return self.batch * self.context
+
+    @property
+    def answers(self) -> int:
+        return self.batch * self.targets
+
+    @property
+    def hidden(self) -> int:
+        return -(-self.sizes.d_ff // self.sizes.padding) * self.sizes.padding
+
+    @property
+    def deferred(self) -> bool:
+        """Whether all layers but the last leave the gradients of their weights together, as by default."""
+        d, layers = self.sizes.d_model, self.sizes.layers - 1
+        how = pick_weight_gradients(layers, self.rows, d, self.hidden, self.size)
+        return self.checkpoint == "none" and how == "deferred"
+
+    @property
+    def parameters(self) -> int:
+        return places(self.sizes)[1]
+
+
+def _memory(step: _Step) -> dict[str, int]:
+    d, f, size, heads = step.sizes.d_model, step.hidden, step.size, step.sizes.heads
+    rows, keys, answers, layers = step.rows, step.keys, step.answers, step.sizes.layers
+    copies = 3 if step.batch > 1 else 2
+    whole = (6 * d + f) * size * rows + copies * d * size * keys + 4 * heads * rows
+    whole_last = (2 * d * rows + (4 * d + f) * answers + 2 * d * keys) * size + 4 * heads * answers
     kept, last, beside = {
         "none": (whole, whole_last, 0),
         "block": (d * size * rows, d * size * rows, whole),
-        "attention": ((3 * d + f) * size * rows, (d * rows + (2 * d + f) * answers) * size, 0),
-    }[checkpoint]
-    of_heads = components * f * d
-    of_layers = parameters - of_heads
-    chunk = components * f * size * min(answers, CHUNK)
+        "attention": (
+            3 * d * size * rows + 4 * heads * rows,
+            (d * rows + 2 * d * answers) * size + 4 * heads * answers,
+            (d + f) * size * rows,
+        ),
+    }[step.checkpoint]
+    of_heads = step.sizes.components * f * d
+    of_layers = step.parameters - of_heads
+    chunk = step.sizes.components * f * size * min(answers, CHUNK)
     heads_backward = chunk + d * size * answers + (size + (4 if answers > CHUNK else 0)) * of_heads
     layer_backward = (4 + size) * of_heads + (f + 2 * d) * size * rows
     memory = {
-        "state": 12 * parameters,
+        "state": 12 * step.parameters,
         "workspace": 2 * CUBLAS_WORKSPACE,
-        "rounded": (of_heads + of_layers // (layers if checkpoint == "block" else 1)) * size if size < 4 else 0,
+        "rounded": (of_heads + of_layers // (layers if step.checkpoint == "block" else 1)) * size if size < 4 else 0,
         "activations": (layers - 1) * kept + last + 2 * d * size * rows,
         "recomputed": beside,
         "heads": 2 * d * size * answers,
-        "backward": layer_backward if checkpoint == "block" else max(heads_backward, layer_backward),
+        "backward": max(heads_backward - beside, layer_backward),
     }
     freed = sum(memory.values()) - memory["state"] - memory["workspace"]
-    memory["gradients"] = max(0, 4 * parameters - freed)
+    memory["gradients"] = max(0, 4 * step.parameters - freed)
+    return memory
 
-    again = {"none": (0, 0), "block": (1, 1), "attention": (1, 0)}[checkpoint]
-    asking = (layers - 1) * rows + answers
-    projections = 4 * d * d * (asking + layers * keys) / rates.matmul
-    scores = 4 * context * asking * d / rates.attention
-    mlp = 4 * d * f * asking / rates.matmul
-    elementwise = (16 * d + 6 * f) * size * asking / rates.bandwidth
-    seconds = {
-        "attention": (3 + again[0]) * projections + (3.5 + again[0]) * scores,
-        "mlp": (3 + again[1]) * mlp,
-        "heads": 3 * 2 * answers * components * f * (d + 3) / rates.matmul,
-        "elementwise": elementwise * (1 + again[1] / 3),
-        "optimizer": 40 * parameters / rates.bandwidth,
-        "launches": (30 * layers + 60) * rates.launch,
+
+class _Clock:
+    """Seconds of kernels."""
+
+    def __init__(self, rates: Rates) -> None:
+        self.rates = rates
+
+    def product(self, m: int, n: int, k: int, split: bool = True) -> float:
+        """[m, k] · [k, n]: whole waves of 128 × 128 tiles. Fewer tiles than SMs are split over k, but not by all."""
+        waves = -(-m // TILE) * -(-n // TILE) / self.rates.sms
+        idle = math.ceil(waves) / waves if waves > 1 or not split else 1.0
+        return self.rates.launch + 2 * m * n * k * idle / self.rates.matmul
+
+    def gradients(self, m: int, n: int, k: int, deferred: bool = False) -> float:
+        """Of both operands of that product. That of the weights is a sum over m in parts, which another launch adds;
+        deferred it is a part of a batched product."""
+        launches = 0 if deferred else 2
+        return self.product(m, k, n) + launches * self.rates.launch + 2 * m * n * k / self.rates.matmul
+
+    def a_pass(self, size: float, launches: int = 1) -> float:
+        return launches * self.rates.launch + size / self.rates.bandwidth
+
+    def scores(self, queries: int, context: int, keys: int, d: int, size: int, backward: bool) -> float:
+        """Scores and sums, and in the backward five products for two, with a launch for what several CTAs add to."""
+        flops = (2.5 if backward else 1) * 4 * queries * context * d
+        moved = (2 if backward else 1) * 2 * (queries + keys) * d * size
+        operands = self.rates.operands or self.rates.bandwidth
+        return (2 if backward else 1) * self.rates.launch + max(flops / self.rates.attention, moved / operands)
+
+
+def _layer(step: _Step, clock: _Clock, queries: int, deferred: bool = False) -> dict[str, float]:
+    """A layer in which so many rows ask: attention and MLP with the norms before them."""
+    d, f, s, rows, keys = step.sizes.d_model, step.hidden, step.size, step.rows, step.keys
+    products, up, down = ((queries, d, d), (keys, 2 * d, d), (queries, d, d)), (queries, f, d), (queries, d, f)
+    copied = clock.a_pass(2 * d * s * keys) if step.batch > 1 else 0.0
+    projected = copied + sum(clock.product(*sizes) for sizes in products[:2])
+    norm, mlp_norm, act = (clock.a_pass(size) for size in (4 * d * s * rows, 4 * d * s * queries, 2 * f * s * queries))
+    scores = [clock.scores(queries, step.context, keys, d, s, backward) for backward in (False, True)]
+    attention = norm + projected + scores[0] + clock.product(*products[2])
+    mlp = mlp_norm + clock.product(*up) + act + clock.product(*down)
+    again = {
+        "none": (0.0, 0.0),
+        "block": (attention, mlp),
+        "attention": (norm / 2 + projected, mlp_norm / 2 + clock.product(*up)),
+    }[step.checkpoint]
+    norm_backward = [clock.a_pass(4 * d * s * n, launches=1 if deferred else 2) for n in (rows, queries)]
+    attention_backward = sum(clock.gradients(*sizes, deferred) for sizes in products) + scores[1] + norm_backward[0]
+    mlp_backward = sum(clock.gradients(*sizes, deferred) for sizes in (up, down))
+    mlp_backward += clock.a_pass(4 * f * s * queries) + norm_backward[1]
+    return {"attention": attention + attention_backward + again[0], "mlp": mlp + mlp_backward + again[1]}
+
+
+def _others(step: _Step, clock: _Clock) -> dict[str, float]:
+    """Heads with the loss, whose backward computes their hidden again, of at most CHUNK rows at a time; the optimizer,
+    which reads and writes three states, reads gradients twice, and rounds the weights; and the embedding."""
+    d, s, parameters = step.sizes.d_model, step.size, step.parameters
+    wide = step.sizes.components * step.hidden
+    chunks, rest = divmod(step.answers, CHUNK)
+    heads = clock.a_pass(8 * d * s * step.answers, launches=3) + clock.product(step.answers, wide, d)
+    for rows in [CHUNK] * chunks + [rest] * (rest > 0):
+        heads += clock.product(rows, wide, d) + clock.a_pass(2 * wide * s * rows, launches=4)
+        heads += clock.product(rows, d, wide, split=False) + clock.product(wide, d, rows)
+    updated = parameters * (24 + 2 * s + (4 + s if s < 4 else 0))
+    embedded = clock.product(step.rows, d, d) + clock.gradients(step.rows, d, d)
+    return {
+        "heads": heads,
+        "optimizer": clock.a_pass(updated, launches=6),
+        "rest": embedded + clock.a_pass(8 * d * s * step.rows, launches=10),
     }
-    return Feasibility(memory, seconds)
+
+
+def _seconds(step: _Step, clock: _Clock) -> dict[str, float]:
+    layers = step.sizes.layers
+    inner, last = _layer(step, clock, step.rows, step.deferred), _layer(step, clock, step.answers)
+    stages = {name: (layers - 1) * inner[name] + last[name] if layers else 0.0 for name in inner}
+    return {**stages, **_others(step, clock)}

@@ -25,7 +25,7 @@ class Linear(nn.Linear):
         return F.linear(input, self.weight.to(input.dtype), bias)
 
 
-def feed_forward(name: str) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+def feed_forward(name: str) -> Callable[..., torch.Tensor]:
     """(x [..., D], w1 [H, D], w2 [D, H]) -> w2 · silu(w1 · x): "torch", "fused" (ridgeline's fused_mlp) or "auto",
     which is "fused"."""
     return _choice("mlp", name, fused_mlp, _torch_feed_forward)
@@ -64,10 +64,11 @@ class FeedForward(nn.Module):
         super().__init__()
         self.hidden, padded = hidden, rounded_up(hidden, padding)
         self.up, self.down = nn.Parameter(torch.empty(padded, dim)), nn.Parameter(torch.empty(dim, padded))
-        self.compute = feed_forward(implementation)
+        self.compute, self.fused = feed_forward(implementation), implementation != "torch"
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.compute(x, self.up.to(x.dtype), self.down.to(x.dtype))
+    def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+        """`options` are of the implementation."""
+        return self.compute(x, self.up.to(x.dtype), self.down.to(x.dtype), **options)
 
 
 class MixtureHeads(nn.Module):

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint as checkpointed
 
 from kernels.gmm_logprob import gmm_logprob
 from kernels.rmsnorm import rmsnorm
 
+from . import deferred
+from . import weight_gradients as gradients
 from .attention import WITH_PROJECTIONS, Attend, attend, context_attention
-from .layers import FeedForward, Linear, MixtureHeads
+from .checkpoint import Again, from_source, recomputed, recomputed_but_attention
+from .layers import FeedForward, Linear, MixtureHeads, rounded_up
 
 CHECKPOINTS = ("none", "block", "attention")
 EPS = 1e-6
+ALIGNMENT = 64  # elements between the beginnings of parameters in one memory: no parameter is unaligned
 
 
 class Norm(nn.Module):
@@ -38,6 +40,19 @@ class Norm(nn.Module):
             return rmsnorm(x, self.weight, EPS), x
         return rmsnorm(branch, self.weight, EPS, x)
 
+    def again(self) -> Again:
+        """(the sum that a call returned) -> the rows that it returned, without a gradient. It has the weight of now: by
+        the time of the backward `torch.func.functional_call` may have put back another."""
+        weight, plain = self.weight.detach(), self.plain
+
+        @torch.no_grad()
+        def normalised(rows: torch.Tensor) -> torch.Tensor:
+            if plain:
+                return F.rms_norm(rows, rows.shape[-1:], weight.to(rows.dtype), EPS)
+            return rmsnorm(rows, weight, EPS)
+
+        return normalised
+
 
 class ContextAttention(nn.Module):
     """norm, then attention of the rows from `start` on over the first `context`, and the output projection. Returns
@@ -51,13 +66,16 @@ class ContextAttention(nn.Module):
         self.q, self.kv, self.out = Linear(dim, dim, False), Linear(dim, 2 * dim, False), Linear(dim, dim, False)
 
     def forward(
-        self, rows: torch.Tensor, branch: torch.Tensor | None, context: int, start: int = 0
+        self, rows: torch.Tensor, branch: torch.Tensor | None, context: int, start: int = 0, keep: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Without `keep`, which ridgeline's attention alone can do without, the backward computes the norm, q, k and v
+        again, from the sum that the norm keeps."""
         x, rows = self.norm(rows, branch)
+        again = None if keep else (self.norm.again(), rows)
         rows = rows[:, start:] if start else rows
         if self.whole is not None:
             weights = self.q.weight.to(x.dtype), self.kv.weight.to(x.dtype)
-            return self.out(context_attention(x, *weights, context, self.heads, start, self.whole)), rows
+            return self.out(context_attention(x, *weights, context, self.heads, start, self.whole, again)), rows
         q = self.q(x[:, start:] if start else x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         k, v = self.kv(x[:, :context]).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
         return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2)), rows
@@ -72,34 +90,71 @@ class Block(nn.Module):
         self.attention, self.norm, self.mlp, self.checkpoint = attention, norm, mlp, checkpoint
 
     def forward(
-        self, rows: torch.Tensor, branch: torch.Tensor | None, context: int, start: int = 0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.checkpoint == "none" or not torch.is_grad_enabled():
-            return self._whole(self.attention, rows, branch, context, start)
-        if branch is not None:
-            rows = rows + branch  # one tensor to be kept, not two
-        if self.checkpoint == "block":
-            return _recomputed(self._whole, self.attention, rows, None, context, start)
-        return self._whole(partial(_recomputed, self.attention), rows, None, context, start)
-
-    def _whole(
         self,
-        attention: Callable[..., tuple[torch.Tensor, torch.Tensor]],
         rows: torch.Tensor,
         branch: torch.Tensor | None,
         context: int,
-        start: int,
+        start: int = 0,
+        place: gradients.Place | None = None,
+        projections: str = "auto",
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        branch, rows = attention(rows, branch, context, start)
+        """With a `place` the gradients of the weights are left to it, and nothing is computed again."""
+        if place is not None:
+            return self._deferring(rows, branch, context, place, projections)
+        if self.checkpoint == "none" or not torch.is_grad_enabled():
+            return self._whole(rows, branch, context, start)
+        if self.checkpoint == "attention" and self.attention.whole is not None and self.mlp.fused:
+            return self._keeping_attention(rows, branch, context, start)
+        if branch is not None:
+            rows = rows + branch  # one tensor to be kept, not two
+        keep = recomputed if self.checkpoint == "block" else recomputed_but_attention
+        return keep(self._whole, rows, None, context, start)
+
+    def _whole(
+        self, rows: torch.Tensor, branch: torch.Tensor | None, context: int, start: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        branch, rows = self.attention(rows, branch, context, start)
         x, rows = self.norm(rows, branch)
         return rows, self.mlp(x)
 
+    def _keeping_attention(
+        self, rows: torch.Tensor, branch: torch.Tensor | None, context: int, start: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keeps the two sums that the norms return, and what attention does. Neither the output projection nor the
+        MLP's second product is computed again, as a checkpoint of the block would."""
+        branch, rows = self.attention(rows, branch, context, start, keep=False)
+        x, rows = self.norm(rows, branch)
+        return rows, from_source(partial(self.mlp, save="input"), x, self.norm.again(), rows)
 
-def _recomputed(
-    function: Callable[..., tuple[torch.Tensor, torch.Tensor]], *args: object
-) -> tuple[torch.Tensor, torch.Tensor]:
-    # There is nothing random in a block, and a generator's state cannot be read while a CUDA graph is captured.
-    return checkpointed(function, *args, use_reentrant=False, preserve_rng_state=False)
+    def _deferring(
+        self, rows: torch.Tensor, branch: torch.Tensor | None, context: int, place: gradients.Place, projections: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        branch, rows = self.deferring_attention(rows, branch, context, place, projections)
+        return self.deferring_mlp(rows, branch, place)
+
+    def deferring_attention(
+        self, rows: torch.Tensor, branch: torch.Tensor | None, context: int, place: gradients.Place, projections: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, attention = self.weights(), self.attention
+        assert attention.whole is not None
+        x, rows = deferred.norm(rows, branch, weights["before attention"], EPS, place, "before attention")
+        products = (weights[kind] for kind in ("q", "kv", "out"))
+        heads, whole = attention.heads, attention.whole
+        return deferred.projected_attention(x, *products, place, context, heads, whole, projections), rows
+
+    def deferring_mlp(
+        self, rows: torch.Tensor, branch: torch.Tensor, place: gradients.Place
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        weights = self.weights()
+        x, rows = deferred.norm(rows, branch, weights["before mlp"], EPS, place, "before mlp")
+        return rows, deferred.feed_forward(x, weights["up"], weights["down"], place)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Those whose gradients can be left to a place, by their kind."""
+        products, mlp = self.attention, self.mlp
+        norms = self.attention.norm.weight, self.norm.weight
+        found = (products.q.weight, products.kv.weight, products.out.weight, mlp.up, mlp.down, *norms)
+        return dict(zip(gradients.KINDS, found, strict=True))
 
 
 class TransformerNP(nn.Module):
@@ -119,7 +174,15 @@ class TransformerNP(nn.Module):
     norm        "auto" (ridgeline's rmsnorm) or "torch"
     loss_impl   "fused" with the heads (ridgeline's heads_gmm), "separate" (gmm_logprob), "torch", or "auto", which is
                 "fused" where the heads are ridgeline's, else "separate"
-    checkpoint  what is computed again in the backward and not kept: "none", whole "block"s, or their "attention"
+    checkpoint  what of a block is kept for the backward, which computes the rest again: all of it for "none", its input
+                for "block", the residual sums and what attention returned for "attention"
+    weight_gradients
+                of all layers but the last: "inline", in each layer's backward; "deferred", as one batched product for
+                each kind of weight when the backward has passed all layers; "overlapped", on a stream of their own
+                beside the backward; "auto" as `pick_weight_gradients` says. The others than "inline" are for eager
+                calls of ridgeline's attention, MLP and norm without a checkpoint
+    projections "joint" (one product for q, k and v of all rows, where weights lie together in memory and their
+                gradients are not inline), "apart", or "auto" as `pick_projections` says
     dtype       of the products and of what is between them; None is that of the parameters
 
     Parameters are fp32 unless the model is converted; their values come from `generator`. Raises ValueError for an
@@ -141,6 +204,8 @@ class TransformerNP(nn.Module):
         x_dim: int = 1,
         norm: str = "auto",
         loss_impl: str = "auto",
+        weight_gradients: str = "auto",
+        projections: str = "auto",
         padding: int = 128,
         dtype: torch.dtype | None = None,
         generator: torch.Generator | None = None,
@@ -150,6 +215,8 @@ class TransformerNP(nn.Module):
             ("checkpoint", checkpoint, CHECKPOINTS),
             ("norm", norm, ("auto", "torch")),
             ("loss_impl", loss_impl, ("auto", "fused", "separate", "torch")),
+            ("weight_gradients", weight_gradients, gradients.MODES),
+            ("projections", projections, gradients.PROJECTIONS),
         ):
             if value not in known:
                 raise ValueError(f"TransformerNP: {option} must be one of {', '.join(known)}, got {value!r}")
@@ -158,6 +225,9 @@ class TransformerNP(nn.Module):
         if loss_impl == "fused" and heads_impl == "torch":
             raise ValueError("TransformerNP: loss_impl fused needs ridgeline's heads, got heads_impl torch")
         self.dtype, self.plain_loss = dtype, loss_impl == "torch"
+        self.weight_gradients, self.projections = weight_gradients, projections
+        whole = isinstance(attention, str) and attention in WITH_PROJECTIONS
+        self.may_defer = whole and mlp != "torch" and norm != "torch" and checkpoint == "none"
         self.fused_loss = loss_impl == "fused" or (loss_impl == "auto" and heads_impl != "torch")
         self.embed = nn.Sequential(Linear(x_dim + 2, d_model), nn.SiLU(), Linear(d_model, d_model))
         self.blocks = nn.ModuleList(
@@ -191,6 +261,18 @@ class TransformerNP(nn.Module):
         self.heads.bias.zero_()
         self.heads.bias[:, 1] = torch.linspace(-1, 1, self.heads.bias.shape[0])
 
+    @torch.no_grad()
+    def flatten_parameters(self) -> None:
+        """Lays the parameters one after the other in one memory, each at a multiple of 64 elements, as an RNN's. Then
+        q, k and v can be one product. They remain the same objects, of which an optimizer need not know. To be called
+        again after a conversion, which gives each a memory of its own."""
+        first = next(self.parameters())
+        sizes = [rounded_up(p.numel(), ALIGNMENT) for p in self.parameters()]
+        room = first.new_zeros(sum(sizes))
+        for parameter, place in zip(self.parameters(), room.split(sizes), strict=True):
+            place = place[: parameter.numel()].view(parameter.shape)
+            parameter.data = place.copy_(parameter)
+
     def embedded(self, x_context: torch.Tensor, y_context: torch.Tensor, x_target: torch.Tensor) -> torch.Tensor:
         """[B, M + N, d_model]: the rows that the first block is given."""
         targets = x_target.new_zeros(*x_target.shape[:-1], 2)
@@ -210,11 +292,26 @@ class TransformerNP(nn.Module):
         """[B, N, d_model]: what the heads are given of the targets."""
         context = x_context.shape[1]
         rows, branch = self.embedded(x_context, y_context, x_target), None
-        for block in self.blocks[:-1]:
-            rows, branch = block(rows, branch, context)
+        for block, place in zip(self.blocks[:-1], self.places(rows), strict=True):
+            rows, branch = block(rows, branch, context, place=place, projections=self.projections)
         for block in self.blocks[-1:]:  # whose rows of the context nobody reads
             rows, branch = block(rows, branch, context, start=context)
         return self.norm(rows if len(self.blocks) else rows[:, context:], branch)[0]
+
+    def places(self, rows: torch.Tensor) -> list[gradients.Place] | list[None]:
+        """Where the layers but the last leave the gradients of their weights."""
+        layers = self.blocks[:-1]
+        if not (self.may_defer and torch.is_grad_enabled() and len(layers)) or torch.compiler.is_compiling():
+            return [None] * len(layers)
+        weights = [block.weights() for block in layers]
+        if not any(weight.requires_grad for layer in weights for weight in layer.values()):
+            return [None] * len(layers)
+        how, hidden = self.weight_gradients, weights[0]["up"].shape[0]
+        if how == "auto":
+            how = gradients.pick_weight_gradients(
+                len(layers), rows.shape[:-1].numel(), rows.shape[-1], hidden, rows.itemsize
+            )
+        return [None] * len(layers) if how == "inline" else gradients.places(weights, how == "overlapped")
 
     def loss(
         self, x_context: torch.Tensor, y_context: torch.Tensor, x_target: torch.Tensor, y_target: torch.Tensor

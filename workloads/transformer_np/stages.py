@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
 import torch
 
-from .model import TransformerNP
+from .model import Block, TransformerNP
+from .weight_gradients import Place
 
 STAGES = ("attention", "mlp", "heads", "loss", "optimizer")
+ENOUGH = 1e-3  # seconds of a graph beside which a launch of it, some microseconds, does not count
+COPIES = 64
+
+Run = Callable[[], object]
 
 
 def stages(
@@ -21,65 +27,161 @@ def stages(
     repeats: int = 10,
 ) -> dict[str, float]:
     """Seconds of each of STAGES in one step, on random rows of the step's shapes, forward and backward: of attention
-    and MLP with their norms and of all layers, the last of which answers the targets alone, of the heads with the last
-    norm, of the loss, and of one update. A loss that is fused with the heads is a part of theirs, and 0 by itself. The
-    median of `repeats`, by CUDA events on a GPU; without one by the host's clock.
+    and MLP with their norms and residual sums and of all layers, each with its own weights, the last of which answers
+    the targets alone; of the heads with the last norm; of the loss; and of one update, without clipping. A loss that is
+    fused with the heads is a part of theirs, and 0 by itself. Nothing is computed again: `checkpoint` does not count.
 
-    Each repeat is an NVTX range "stage.<name>", so that `nsys` or `ncu --nvtx` finds it. What lies between stages, the
-    residual sums and the embedding, is in none. The optimizer makes `repeats` + 1 updates of the parameters.
+    On a GPU each stage is captured in a CUDA graph, all its layers in one, and a short one several times: what is timed
+    are its kernels, as in a captured step, and not the host. The median of `repeats` replays, by CUDA events; without a
+    GPU by the host's clock. Each replay is an NVTX range "stage.<name>", so that `nsys` finds it.
+
+    The optimizer updates the parameters by random gradients, some dozens of times: take a model that is not needed
+    afterwards. On a GPU it must be one that can be captured (ridgeline's AdamW; PyTorch's with `capturable=True`).
     """
-    parameter = next(model.parameters())
-    device, dtype = parameter.device, model.dtype or parameter.dtype
-    width, layers = model.norm.weight.shape[0], len(model.blocks)
-    components = model.heads.bias.shape[0]
-
-    def rows(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
-
-    x, y = rows(batch, context + targets, width), torch.randn(batch, targets, device=device)
-    block, answers = model.blocks[0], rows(batch, targets, width)
-    mixture = [rows(batch, targets, components, dtype=torch.float32) for _ in range(3)]
-
-    def heads() -> None:
-        rows, _ = model.norm(answers)
-        (model.heads.negative_log_density(rows, y) if model.fused_loss else model.heads(rows).sum()).backward()
-
-    def attention(start: int) -> Callable[[], object]:
-        return lambda: block.attention(x, None, context, start)[0].sum().backward()
-
-    def mlp(rows: torch.Tensor) -> Callable[[], object]:
-        return lambda: block.mlp(block.norm(rows)[0]).sum().backward()
-
-    parts: dict[str, list[tuple[Callable[[], object], int]]] = {
-        "attention": [(attention(0), layers - 1), (attention(context), 1)],
-        "mlp": [(mlp(x), layers - 1), (mlp(answers), 1)],
-        "heads": [(heads, 1)],
-        "loss": [(lambda: model.negative_log_density(*mixture, y).backward(), 1)],
-        "optimizer": [(optimizer.step, 1)],
-    }
-    if model.fused_loss:
-        del parts["loss"]
+    device = next(model.parameters()).device
     found = dict.fromkeys(STAGES, 0.0)
-    for name, runs in parts.items():
-        found[name] = sum(times * _median(name, run, device, repeats) for run, times in runs if times)
-    model.zero_grad(set_to_none=True)
+    checkpoints = [block.checkpoint for block in model.blocks]
+    try:
+        for block in model.blocks:
+            block.checkpoint = "none"
+        with torch.enable_grad():
+            for name, run in _parts(model, optimizer, context, targets, batch).items():
+                found[name] = _median(name, run, device, repeats)
+    finally:
+        for block, checkpoint in zip(model.blocks, checkpoints, strict=True):
+            block.checkpoint = checkpoint
+        model.zero_grad(set_to_none=True)
     return found
 
 
-def _median(name: str, part: Callable[[], object], device: torch.device, repeats: int) -> float:
-    part()  # compiles
-    seconds = []
-    for _ in range(repeats):
-        if device.type != "cuda":
-            start = time.perf_counter()
-            part()
-            seconds.append(time.perf_counter() - start)
-            continue
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+def _parts(
+    model: TransformerNP, optimizer: torch.optim.Optimizer, context: int, targets: int, batch: int
+) -> dict[str, Run]:
+    parameter = next(model.parameters())
+    dtype = model.dtype or parameter.dtype
+    width, components = model.norm.weight.shape[0], model.heads.bias.shape[0]
+
+    def rows(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(shape, device=parameter.device, dtype=dtype, requires_grad=True)
+
+    whole, answers = ([rows(batch, n, width) for _ in range(2)] for n in (context + targets, targets))
+    y = torch.randn(batch, targets, device=parameter.device)
+    mixture = [rows(batch, targets, components, dtype=torch.float32) for _ in range(3)]
+
+    def attention() -> None:
+        together = _Together()
+        for block, place, last in _layers(model, whole[0]):
+            if place is None:
+                made = block.attention(*whole, context, context if last else 0)
+                _differentiated(made, whole, block.attention)
+            else:
+                given = [rows.detach().requires_grad_() for rows in whole]
+                made = block.deferring_attention(*given, context, place, model.projections)
+                together.add(made, given, block.attention)
+        together.differentiate()
+
+    def mlp() -> None:
+        together = _Together()
+        for block, place, last in _layers(model, whole[0]):
+            if place is None:
+                given = answers if last else whole
+                x, total = block.norm(*given)
+                _differentiated((block.mlp(x), total), given, block.norm, block.mlp)
+            else:
+                given = [rows.detach().requires_grad_() for rows in whole]
+                together.add(block.deferring_mlp(*given, place), given, block.norm, block.mlp)
+        together.differentiate()
+
+    def heads() -> None:
+        x, _ = model.norm(*answers)
+        made = (model.heads.negative_log_density(x, y),) if model.fused_loss else (model.heads(x),)
+        _differentiated(made, answers, model.norm, model.heads)
+
+    def loss() -> None:
+        _differentiated((model.negative_log_density(*mixture, y),), mixture)
+
+    def update() -> None:
+        optimizer.step()
+
+    for each in model.parameters():
+        each.grad = torch.randn_like(each)
+    parts: dict[str, Run] = {"attention": attention, "mlp": mlp, "heads": heads, "loss": loss, "optimizer": update}
+    if model.fused_loss:
+        del parts["loss"]
+    if not len(model.blocks):
+        del parts["attention"], parts["mlp"]
+    return parts
+
+
+def _layers(model: TransformerNP, rows: torch.Tensor) -> list[tuple[Block, Place | None, bool]]:
+    """Each layer, where it leaves the gradients of its weights, and whether it is the last."""
+    places = [*model.places(rows), None] if len(model.blocks) else []
+    return [(b, p, b is model.blocks[-1]) for b, p in zip(model.blocks, places, strict=True)]
+
+
+class _Together:
+    """Layers whose weights' gradients come from one node, so that one backward must pass them all."""
+
+    def __init__(self) -> None:
+        self.results: list[torch.Tensor] = []
+        self.inputs: list[torch.Tensor] = []
+
+    def add(self, results: tuple[torch.Tensor, ...], inputs: list[torch.Tensor], *modules: torch.nn.Module) -> None:
+        self.results += results
+        self.inputs += [*inputs, *(parameter for module in modules for parameter in module.parameters())]
+
+    def differentiate(self) -> None:
+        if self.results:
+            _differentiated(tuple(self.results), self.inputs)
+
+
+def _differentiated(
+    results: tuple[torch.Tensor, ...], inputs: list[torch.Tensor], *modules: torch.nn.Module
+) -> tuple[torch.Tensor, ...]:
+    """The gradients, which nothing adds to those of before, as `backward()` would. Those that come in are the results
+    themselves: of their shape, and no launch fills them."""
+    wanted = [*inputs, *(parameter for module in modules for parameter in module.parameters())]
+    return torch.autograd.grad(results, wanted, [result.detach() for result in results])
+
+
+def _median(name: str, run: Run, device: torch.device, repeats: int) -> float:
+    if device.type != "cuda":
+        run()  # compiles
+        return _middle([_by_the_host(run) for _ in range(repeats)])
+    with torch.cuda.device(device):
+        once = _replays(name, _captured(run, 1), repeats)
+        copies = min(COPIES, math.ceil(ENOUGH / once))
+        return once if copies == 1 else _replays(name, _captured(run, copies), repeats) / copies
+
+
+def _captured(run: Run, copies: int) -> torch.cuda.CUDAGraph:
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()  # compiles, and makes what is made once
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for _ in range(copies):
+            run()
+    return graph
+
+
+def _replays(name: str, graph: torch.cuda.CUDAGraph, repeats: int) -> float:
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    for begin, end in events:
         with torch.cuda.nvtx.range(f"stage.{name}"):
             begin.record()
-            part()
+            graph.replay()
             end.record()
-        torch.cuda.synchronize(device)
-        seconds.append(begin.elapsed_time(end) / 1e3)
-    return sorted(seconds)[repeats // 2]
+    torch.cuda.synchronize()
+    return _middle([begin.elapsed_time(end) / 1e3 for begin, end in events])
+
+
+def _by_the_host(run: Run) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _middle(seconds: list[float]) -> float:
+    return sorted(seconds)[len(seconds) // 2]

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from kernels.adamw import adamw
+from kernels.adamw import PointerTables, adamw
 
 from .layers import rounded_up
-from .model import TransformerNP
+from .model import ALIGNMENT, TransformerNP
 
-ALIGNMENT = 64  # elements between the beginnings of parameters: no parameter is unaligned
 BETAS, EPS, WEIGHT_DECAY = (0.9, 0.999), 1e-8, 1e-2
 STATES = ("weights", "exp_avg", "exp_avg_sq")
 States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -133,9 +132,11 @@ def transformer_np(
     clip: float = 1.0,
     optimizer: str = "ours",
     compile: str | None = None,
+    rounded: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """Loss, gradients, clipping by their norm and AdamW, in place: (loss, weights, exp_avg, exp_avg_sq, step).
+    """Loss, gradients, clipping by their norm and AdamW, in place: (loss, weights, exp_avg, exp_avg_sq, step), and
+    `rounded` where it is given.
 
     x_context, y_context  [B, M, x_dim] and [B, M]; x_target and y_target likewise with N; fp32
     weights, exp_avg, exp_avg_sq  fp32 vectors, all parameters one after the other as `places` says
@@ -143,25 +144,29 @@ def transformer_np(
     dtype       of the products; None is fp32
     optimizer   "ours" (ridgeline's adamw), "torch" (torch.optim's fused AdamW) or "torch-compile"
     compile     None, "default" or a mode of torch.compile, for the model
+    rounded     None: each step begins by rounding the weights. Or a vector like weights in `dtype`, before the first
+                step weights.to(dtype): the products read it, and the optimizer's pass writes it
     options     of TransformerNP
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or device.
     """
     batch = (x_context, y_context, x_target, y_target)
     _check(batch, (weights, exp_avg, exp_avg_sq, step), sizes)
+    _check_rounded(rounded, weights, dtype)
     gradients = _gradients(sizes, dtype, compile, tuple(sorted({"checkpoint": checkpoint, **options}.items())))
     params = views(weights, sizes)
-    # One launch rounds all weights; gradients of products stay in `dtype` until the optimizer reads them.
-    rounded = {} if dtype is None else views(weights.to(dtype), sizes)
+    # Gradients of products stay in `dtype` until the optimizer reads them.
+    products = {} if dtype is None else views(weights.to(dtype) if rounded is None else rounded, sizes)
     with torch.enable_grad():
-        used = {name: view if _exact(name) else rounded.get(name, view) for name, view in params.items()}
+        used = {name: view if _exact(name) else products.get(name, view) for name, view in params.items()}
         loss, grads = gradients({name: view.detach().requires_grad_() for name, view in used.items()}, batch)
     grads = [grad.contiguous() for grad in grads]  # as the parameters are: an optimizer counts on it
     scale = (_norm(grads) / clip + 1e-6).clamp(min=1.0)
     step.add_(1)
     states = (weights, exp_avg, exp_avg_sq)
-    _UPDATES[optimizer](sizes, dict(zip(params, grads, strict=True)), states, step, lr, scale)
-    return loss.detach(), weights, exp_avg, exp_avg_sq, step
+    _UPDATES[optimizer](sizes, dict(zip(params, grads, strict=True)), states, step, lr, scale, rounded)
+    results = (loss.detach(), weights, exp_avg, exp_avg_sq, step)
+    return results if rounded is None else (*results, rounded)
 
 
 def _norm(grads: list[torch.Tensor]) -> torch.Tensor:
@@ -171,31 +176,49 @@ def _norm(grads: list[torch.Tensor]) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack([norm for some in norms for norm in some]))
 
 
-def _ours(sizes: Sizes, grads: dict[str, torch.Tensor], states: States, step, lr, scale) -> None:
+def _ours(sizes: Sizes, grads: dict[str, torch.Tensor], states: States, step, lr, scale, rounded) -> None:
+    """One pass writes the weights, and where there is `rounded` their rounding."""
+    params, grad_list, *moments = _lists(sizes, grads, states)
+    masters: list[torch.Tensor | None] | None = None
+    if rounded is not None:
+        copies = views(rounded, sizes)
+        masters = [None if _exact(name) else weight for name, weight in zip(grads, params, strict=True)]
+        params = [weight if _exact(name) else copies[name] for name, weight in zip(grads, params, strict=True)]
     rates = dict(lr=lr, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
-    adamw(*_lists(sizes, grads, states), step=step, grad_scale=scale, **rates)
+    tables = _tables(states[0].device)
+    adamw(params, grad_list, *moments, step=step, grad_scale=scale, master_params=masters, tables=tables, **rates)
 
 
-def _torch(sizes: Sizes, grads: dict[str, torch.Tensor], states: States, step, lr, scale) -> None:
+@lru_cache(maxsize=16)
+def _tables(device: torch.device) -> PointerTables:
+    """Kept, so that a captured step need not copy to the device which CTA works on what: sizes alone decide that."""
+    return PointerTables()
+
+
+def _torch(sizes: Sizes, grads: dict[str, torch.Tensor], states: States, step, lr, scale, rounded) -> None:
     """torch.optim's fused AdamW, which takes gradients of the parameters' dtype alone."""
     lists = _lists(sizes, {name: grad.float() for name, grad in grads.items()}, states)
     rates = dict(lr=lr, beta1=BETAS[0], beta2=BETAS[1], weight_decay=WEIGHT_DECAY, eps=EPS)
     rates |= dict(amsgrad=False, maximize=False, grad_scale=scale)
     torch._fused_adamw_(*lists, [], [step] * len(grads), **rates)
+    if rounded is not None:
+        copies = views(rounded, sizes)
+        written = [(copies[name], weight) for name, weight in zip(grads, lists[0], strict=True) if not _exact(name)]
+        torch._foreach_copy_(*map(list, zip(*written, strict=True)))
 
 
-def _compiled(sizes: Sizes, grads: dict[str, torch.Tensor], states: States, step, lr, scale) -> None:
+def _compiled(sizes: Sizes, grads: dict[str, torch.Tensor], states: States, step, lr, scale, rounded) -> None:
     """AdamW by torch.compile: one kernel over the vectors, which reads gradients in their dtype. Those that stayed in
     fp32 where others are rounded are a few thousand numbers, and get the fused AdamW."""
-    exact = {name: grad for name, grad in grads.items() if grad.dtype == torch.float32}
-    exact = exact if len(exact) < len(grads) else {}
-    whole = {name: grad for name, grad in grads.items() if name not in exact}
+    fp32 = {name: grad for name, grad in grads.items() if grad.dtype == torch.float32}
+    fp32 = fp32 if len(fp32) < len(grads) else {}
+    whole = {name: grad for name, grad in grads.items() if name not in fp32}
     first = next(iter(whole.values()))
     used, rooms = _layout(sizes, tuple(whole), first.dtype, first.device)
     pieces = [piece for name, room in rooms for piece in ((whole[name].flatten(), room) if name in whole else (room,))]
-    _flat_update()(*states, torch.cat(pieces), used, step, lr, scale)
-    if exact:
-        _torch(sizes, exact, states, step, lr, scale)
+    _flat_update()(*states, torch.cat(pieces), used, step, lr, scale, rounded)
+    if fp32:
+        _torch(sizes, fp32, states, step, lr, scale, None)
 
 
 @lru_cache(maxsize=16)
@@ -217,12 +240,14 @@ def _layout(
 
 @lru_cache(maxsize=1)
 def _flat_update() -> Callable[..., None]:
-    def update(weights, exp_avg, exp_avg_sq, grad, used, step, lr, scale) -> None:
+    def update(weights, exp_avg, exp_avg_sq, grad, used, step, lr, scale, rounded) -> None:
         g = grad.float() / scale
         m = torch.where(used, torch.lerp(exp_avg, g, 1 - BETAS[0]), exp_avg)
         v = torch.where(used, exp_avg_sq * BETAS[1] + g * g * (1 - BETAS[1]), exp_avg_sq)
         size = lr / (1 - BETAS[0] ** step)
         new = weights * (1 - lr * WEIGHT_DECAY) - size * m / (v.sqrt() / (1 - BETAS[1] ** step).sqrt() + EPS)
+        if rounded is not None:
+            rounded.copy_(torch.where(used, new.to(rounded.dtype), rounded))
         weights.copy_(torch.where(used, new, weights))
         exp_avg.copy_(m)
         exp_avg_sq.copy_(v)
@@ -261,3 +286,14 @@ def _check(batch: tuple[torch.Tensor, ...], state: tuple[torch.Tensor, ...], siz
             raise ValueError(f"transformer_np: {name} must be [{length}], got {tuple(tensor.shape)}")
     if state[3].dim():
         raise ValueError(f"transformer_np: step must be a scalar, got shape {tuple(state[3].shape)}")
+
+
+def _check_rounded(rounded: torch.Tensor | None, weights: torch.Tensor, dtype: torch.dtype | None) -> None:
+    if rounded is None:
+        return
+    if not isinstance(rounded, torch.Tensor) or dtype is None or rounded.dtype != dtype:
+        given = getattr(rounded, "dtype", rounded)
+        raise TypeError(f"transformer_np: rounded must be None or a tensor of dtype, {dtype}, got {given}")
+    if rounded.shape != weights.shape or rounded.device != weights.device:
+        wanted = f"{list(weights.shape)} on {weights.device}, like weights"
+        raise ValueError(f"transformer_np: rounded must be {wanted}, got {tuple(rounded.shape)} on {rounded.device}")

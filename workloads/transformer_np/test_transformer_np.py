@@ -5,25 +5,32 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
+import sys
 import warnings
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import kernels.adamw
-from harness import registry, roofline
+from harness import record, registry, roofline
 from harness.correctness.accuracy import Verdict
 from harness.correctness.stand_in import checked
+from harness.measure import memory
 from kernels.train import TrainStep
 
 from . import (
     KERNELS,
     STAGES,
+    MeanPoolingNP,
     Rates,
     Sizes,
     TransformerNP,
+    bench,
     constant_loss,
     feasibility,
     reference,
@@ -32,12 +39,17 @@ from . import (
     stages,
     transformer_np,
 )
-from .bench import SPEC, TINY, make_inputs
+from . import attention as attention_module
+from . import layers as layers_module
+from .bench import FULL, SPEC, TINY, make_inputs
+from .feasibility import H200, RATES
 from .step import _flat_update, places, views
 from .task import JITTER, _by_features, _exact
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PLAIN = dict(attention="sdpa", mlp="torch", heads_impl="torch", norm="torch", loss_impl="torch")
+OURS_OF_CPU = dict(attention="sdpa", mlp="torch", norm="torch")
+OURS_IN_BLOCKS = dict(heads_impl="torch", loss_impl="torch")
 PEAK = Rates(matmul=7e14, attention=5e14, bandwidth=4e12, launch=1e-6)
 
 
@@ -74,12 +86,58 @@ def test_ours_and_pytorchs_parts_agree() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["block", "attention"])
-def test_checkpoints_change_nothing(checkpoint: str) -> None:
-    batch = task(1, 4, 3)
-    models = [small(checkpoint=kind, **PLAIN) for kind in ("none", checkpoint)]
+@pytest.mark.parametrize("parts", [PLAIN, {**PLAIN, "attention": "auto"}, OURS_IN_BLOCKS])
+def test_checkpoints_change_nothing(checkpoint: str, parts: dict[str, str]) -> None:
+    batch, two = task(2, 4, 3), dataclasses.replace(TINY, layers=2)
+    models = [two.model(generator=generator(), checkpoint=kind, **parts).to(DEVICE) for kind in ("none", checkpoint)]
     for model in models:
         model.loss(**batch).backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(*(m.parameters() for m in models), strict=True))
+
+
+def _named(ops: list[str], text: str) -> int:
+    return sum(text in op and "backward" not in op for op in ops)
+
+
+@pytest.mark.parametrize(("checkpoint", "calls"), [("none", 1), ("block", 2), ("attention", 1)])
+def test_pytorchs_attention_is_computed_again_by_block_alone(checkpoint: str, calls: int) -> None:
+    ops: list[str] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            ops.append(str(op))
+            return op(*args, **kwargs or {})
+
+    model = small(checkpoint=checkpoint, **PLAIN)
+    with Seen():
+        model.loss(**task(1, 4, 3)).backward()
+    assert _named(ops, "attention") == calls
+
+
+def test_what_a_checkpoint_of_ours_computes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With "attention" that is neither attention nor the whole MLP, and what is kept are three rows of the model's
+    width, where without a checkpoint there are six, the hidden, and those of the context."""
+    calls = {"attention": 0, "fused_mlp": 0}
+    rows = [torch.randn(2, 24, TINY.d_model, device=DEVICE, requires_grad=True) for _ in range(2)]
+
+    def counted(name: str, function):
+        def call(*args, **kwargs):
+            calls[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(attention_module, "attention", counted("attention", attention_module.attention))
+    monkeypatch.setattr(layers_module, "fused_mlp", counted("fused_mlp", layers_module.fused_mlp))
+    sizes, batch, kept = dataclasses.replace(TINY, layers=3), task(2, 16, 8), {}
+    for kind, times in (("none", 1), ("block", 2), ("attention", 1)):
+        model = sizes.model(generator=generator(), checkpoint=kind, weight_gradients="inline", **OURS_IN_BLOCKS)
+        model = model.to(DEVICE)
+        calls.update(attention=0, fused_mlp=0)
+        model.loss(**batch).backward()
+        assert calls == dict.fromkeys(calls, times * sizes.layers), kind
+        kept[kind] = memory.saved_bytes(lambda model=model: model.blocks[0](*rows, 16)[1], (model, *rows))
+    assert kept["block"] < kept["attention"] < 0.5 * kept["none"], kept
 
 
 def test_targets_see_the_context_alone() -> None:
@@ -143,11 +201,8 @@ def test_tasks_of_many_points() -> None:
         sample_task(1, 2, 2, "linear")
 
 
-def _trained(steps: int, kernel: str, **sizes: int) -> tuple[float, float]:
+def _trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, kernel: str) -> tuple[float, float]:
     """The mean loss of the last tenth of the steps, and that of the best constant Gaussian on the same tasks."""
-    torch.manual_seed(0)
-    model = TransformerNP(generator=generator(), x_dim=1, **sizes, **PLAIN).to(DEVICE)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     warm = steps // 10
     schedule = lambda step: min(1, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * step / steps))  # noqa: E731
     step = TrainStep(model.loss, optimizer, clip=1.0, schedule=schedule, history=steps)
@@ -160,23 +215,104 @@ def _trained(steps: int, kernel: str, **sizes: int) -> tuple[float, float]:
     return float(step.losses()[-last:].mean()), sum(constants[-last:]) / last
 
 
-def test_the_loss_falls_below_the_best_constant() -> None:
-    found, constant = _trained(120, "rbf", layers=2, d_model=32, heads=2, d_ff=64, components=3, padding=1)
-    assert found < constant - 0.1, (found, constant)
+def _of_pytorch(model: torch.nn.Module, steps: int, kernel: str, lr: float = 3e-3) -> tuple[float, float]:
+    """Trained in fp32 with PyTorch's AdamW."""
+    model = model.to(DEVICE)
+    return _trained(model, torch.optim.AdamW(model.parameters(), lr=lr), steps, kernel)
+
+
+def test_the_loss_falls_below_a_reference_models() -> None:
+    """Below that of a neural process with mean pooling for attention, trained likewise on the same tasks, which itself
+    is below the best constant Gaussian."""
+    model = TransformerNP(2, 32, 2, 64, 3, generator=generator(), padding=1, **PLAIN)
+    found, constant = _of_pytorch(model, 120, "rbf")
+    pooled, _ = _of_pytorch(MeanPoolingNP(64, 2, 3, generator=generator()), 120, "rbf")
+    assert found < pooled - 0.3 and pooled < constant - 0.1, (found, pooled, constant)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_process_is_learnt(name: str) -> None:
-    found, constant = _trained(600, name, layers=3, d_model=64, heads=4, d_ff=128, components=5, padding=1)
-    assert found < constant - 0.3, (found, constant)
+    model = TransformerNP(3, 64, 4, 128, 5, generator=generator(), padding=1, **PLAIN)
+    found, constant = _of_pytorch(model, 600, name)
+    pooled, _ = _of_pytorch(MeanPoolingNP(64, 3, 5, generator=generator()), 600, name)
+    assert found < min(pooled - 0.1, constant - 0.3), (found, pooled, constant)
 
 
-def test_stages() -> None:
-    model = small(**PLAIN)
-    found = stages(model, torch.optim.AdamW(model.parameters()), 5, 3, 2, repeats=2)
+@pytest.mark.gpu(min_capability=(8, 0))
+@pytest.mark.parametrize("checkpoint", ["none", "attention"])
+def test_ours_in_bf16_learns_as_pytorchs_fp32_does(checkpoint: str) -> None:
+    """The same model on the same tasks: ridgeline's kernels, weights in bf16 with fp32 ones in the optimizer, against
+    PyTorch's parts in fp32, and against the reference model."""
+    sizes = Sizes(layers=2, d_model=128, heads=2, d_ff=200, components=4)
+    ours = sizes.model(generator=generator(), checkpoint=checkpoint).to(DEVICE, torch.bfloat16)
+    optimizer = kernels.adamw.AdamW(ours.parameters(), lr=1e-3, master_weights=True)
+    found, constant = _trained(ours, optimizer, 300, "rbf")
+    plain, _ = _of_pytorch(sizes.model(generator=generator(), **PLAIN), 300, "rbf", lr=1e-3)
+    pooled, _ = _of_pytorch(MeanPoolingNP(128, 3, 4, generator=generator()), 300, "rbf", lr=1e-3)
+    assert found < plain + 0.1 and found < min(pooled, constant) - 0.2, (found, plain, pooled, constant)
+
+
+@pytest.mark.parametrize("parts", [PLAIN, {**OURS_IN_BLOCKS, "weight_gradients": "deferred"}])
+def test_stages(parts: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = dataclasses.replace(TINY, layers=3).model(generator=generator(), **parts).to(DEVICE)
+    model.flatten_parameters()
+    seen = []
+
+    def differentiated(results, inputs, *modules):
+        grads = plain(results, inputs, *modules)
+        assert all(grad is not None and grad.isfinite().all() for grad in grads)
+        seen.append(len(results))
+        return grads
+
+    stages_module = sys.modules[stages.__module__]  # the package has the function under that name
+    plain = stages_module._differentiated
+    monkeypatch.setattr(stages_module, "_differentiated", differentiated)
+    optimizer = torch.optim.AdamW(model.parameters(), capturable=DEVICE == "cuda")
+    found = stages(model, optimizer, 5, 3, 2, repeats=2)
+    assert max(seen) == (4 if "weight_gradients" in parts else 2)  # of two layers together, the last one by itself
     assert tuple(found) == STAGES and all(seconds > 0 for seconds in found.values())
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_stages_that_the_bench_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ours with a part exchanged; not of what is compiled, nor where stages are computed again."""
+    monkeypatch.setattr(bench, "ABLATIONS", {name: {**OURS_OF_CPU, **parts} for name, parts in bench.ABLATIONS.items()})
+    monkeypatch.setattr(bench, "stages", partial(stages, repeats=1))
+    case, cpu = SPEC.case("tiny-5-3-b2-fp32"), torch.device("cpu")
+    for name in ("torch-mlp", "torch-adamw", "torch-loss"):
+        found = bench.stage_seconds(name, case, "train", cpu)
+        assert found is not None and tuple(found) == STAGES
+        assert all(found[stage] > 0 for stage in STAGES if stage != "loss"), found
+    for name in ("torch-flash-compile", "fp8"):
+        assert bench.stage_seconds(name, case, "train", cpu) is None
+    assert bench.stage_seconds("auto", SPEC.case("tiny-3-2-b1-checkpoint-block-fp32"), "train", cpu) is None
+    assert set(SPEC.ablation) >= {"auto", *bench.ABLATIONS}
+
+
+def _step_seconds(step: TrainStep, batch: dict[str, torch.Tensor]) -> float:
+    """The median of 25 captured steps, by CUDA events."""
+    seconds = []
+    for _ in range(30):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        step(**batch)
+        end.record()
+        torch.cuda.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1e3)
+    assert step.captured, step.reason
+    return sorted(seconds[5:])[12]
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("batch", [1, 64])
+def test_stages_make_up_the_step(batch: int) -> None:
+    """In CUDA graphs, as the step: their sum is most of it, also where launches would take longer than kernels."""
+    model = FULL.model().to(DEVICE, torch.bfloat16)
+    optimizer = kernels.adamw.AdamW(model.parameters(), master_weights=True)
+    found = sum(stages(model, optimizer, 64, 500, batch).values())
+    seconds = _step_seconds(TrainStep(model.loss, optimizer, clip=1.0), task(batch, 64, 500))
+    assert 0.75 * seconds < found < 1.2 * seconds, (found, seconds)
 
 
 def test_cost_counts_what_a_model_multiplies() -> None:
@@ -209,6 +345,55 @@ def test_feasibility_follows_the_sizes() -> None:
     for arguments, options in (((0, 1, 1), {}), ((1, 1, 1), dict(checkpoint="all"))):
         with pytest.raises(ValueError, match="feasibility:"):
             feasibility(*arguments, PEAK, **options)
+
+
+def test_rates_of_other_gpus_are_scaled_by_their_data_sheets() -> None:
+    base = roofline.get("h200")
+    for name, rates in RATES.items():
+        gpu = roofline.get(name)
+        flops = gpu.ceilings.flops["bf16"] / base.ceilings.flops["bf16"]
+        bandwidth = gpu.ceilings.bandwidth / base.ceilings.bandwidth
+        expected = H200.scaled(flops, bandwidth, gpu.sms)
+        assert dataclasses.astuple(rates) == pytest.approx(dataclasses.astuple(expected), rel=1e-3)
+        assert feasibility(64, 500, 64, name) == feasibility(64, 500, 64, rates)
+    with pytest.raises(ValueError, match="rates must be Rates or one of"):
+        feasibility(64, 500, 64, "b200")
+
+
+@pytest.mark.parametrize("checkpoint", ["attention", "block"])
+def test_the_readme_says_what_a_checkpoint_costs(checkpoint: str) -> None:
+    cells = []
+    for shape in ((64, 500, 64), (10_000, 1000, 4), (200_000, 5000, 1)):
+        found, whole = (feasibility(*shape, "h200", checkpoint=kind) for kind in (checkpoint, "none"))
+        kept, all_kept = (f.memory["activations"] + f.memory["recomputed"] for f in (found, whole))
+        time, size = found.step_seconds / whole.step_seconds, kept / all_kept
+        assert size < 0.5 and (checkpoint == "block" or time < 1.25)
+        cells.append(f"{time:.2f}× time, {size:.2f}× bytes")
+    text = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+    (line,) = [x for x in text.splitlines() if x.startswith(f"| `{checkpoint}` | ") and "× time" in x]
+    assert line.endswith(f"| {' | '.join(cells)} |")
+
+
+def _recorded() -> list:
+    """(rates, row) of each measured step of `auto` in the committed records of GPUs that have rates of their own."""
+    found = []
+    for path in sorted(registry.ROOT.glob("reports/*/records/transformer_np.jsonl")):
+        rows = [row for row in record.load(path).rows if row.implementation == "auto" and row.ok and not row.host]
+        found += [pytest.param(row, id=f"{path.parts[-3]}-{row.case}") for row in rows if row.run.gpu_folder in RATES]
+    return found
+
+
+@pytest.mark.parametrize("row", _recorded())
+def test_feasibility_follows_the_records(row) -> None:
+    """Of every step that was recorded, its time in a CUDA graph."""
+    d = row["dims"]
+    given = {name: d[name] for name in ("layers", "d_model", "heads", "d_ff", "components", "padding")}
+    sizes = dataclasses.replace(FULL, **given)
+    shape = d["context"], d["targets"], d["batch"]
+    checkpoint = row.get("params", {}).get("checkpoint", "none")
+    found = feasibility(*shape, row.run.gpu_folder, sizes=sizes, checkpoint=checkpoint)
+    column = "graph" if row.column("graph") else None
+    assert found.step_seconds == pytest.approx(row.seconds(column), rel=0.1)
 
 
 def test_which_backend_runs() -> None:
@@ -306,6 +491,20 @@ def test_feasibility_of_memory_is_within_five_percent(context: int, targets: int
     torch.cuda.synchronize()
     predicted = feasibility(context, targets, batch, PEAK, checkpoint=checkpoint).peak_bytes
     assert predicted == pytest.approx(torch.cuda.max_memory_allocated() - before, rel=0.05)
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("shape", [(64, 500, 1), (64, 500, 64), (10_000, 1000, 1), (10_000, 1000, 4)])
+@pytest.mark.parametrize("checkpoint", ["none", "attention"])
+def test_feasibility_of_time_is_within_ten_percent(shape: tuple[int, int, int], checkpoint: str) -> None:
+    key = roofline.identify(torch.cuda.get_device_name())
+    if key not in RATES:
+        pytest.skip(f"there are no rates of {torch.cuda.get_device_name()}")
+    model = FULL.model(checkpoint=checkpoint).to(DEVICE, torch.bfloat16)
+    step = TrainStep(model.loss, kernels.adamw.AdamW(model.parameters(), master_weights=True), clip=1.0)
+    context, targets, batch = shape
+    predicted = feasibility(*shape, key, checkpoint=checkpoint).step_seconds
+    assert predicted == pytest.approx(_step_seconds(step, task(batch, context, targets)), rel=0.1)
 
 
 @pytest.mark.slow

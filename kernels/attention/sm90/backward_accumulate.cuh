@@ -1,16 +1,34 @@
-// The preprocess and postprocess kernels where gradients are added to (ACCUMULATE). Included by backward.cu. As in
-// backward_ends.cuh, but delta is given, and dq, dk and dv are fp32.
+// The preprocess and postprocess kernels where gradients are sums over several calls (ACCUMULATE). Included by
+// backward.cu. As in backward_ends.cuh, but delta is given, and dq, dk and dv are fp32, written by the first call and
+// added to by others.
 #pragma once
 
 constexpr int HELPER_ROWS = DQ_TRANSPOSED ? BM : 64;  // of a CTA of 256 threads
 
+struct alignas(8) Pair { u32 x, y; };
+
 DEVICE Float4* four(const Rows& x, int batch, int head, int row, int column) {
     return (Float4*)((float*)x.at + batch * x.batch + head * x.head + row * x.row + column);
 }
-DEVICE void add_four(Float4* to, float a, float b, float c, float d) {
-    Float4 x = *to;
-    *to = {x.x + a, x.y + b, x.z + c, x.w + d};
-}
+
+// Where dq goes: `to` has fp32, or with `rounded` 16-bit numbers; to `before`, unless it is null, it is added.
+struct Target {
+    Rows before, to;
+    bool rounded;
+
+    DEVICE void put(int batch, int head, int row, int column, Float4 x) const {
+        if (before.at != nullptr) {
+            const Float4 y = *four(before, batch, head, row, column);
+            x = {x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w};
+        }
+        if (rounded) {
+            u16* at = (u16*)to.at + batch * to.batch + head * to.head + row * to.row + column;
+            *(Pair*)at = {pack(x.x, x.y), pack(x.z, x.w)};
+        } else {
+            *four(to, batch, head, row, column) = x;
+        }
+    }
+};
 
 // lse, delta: [B * heads, queries], heads `line` elements apart. Writes lse2 and delta2, and zeros the same rows of the
 // fp32 dq.
@@ -30,10 +48,11 @@ attention_cuda_bwd_preprocess(const float* lse, const float* delta, long long li
     delta2[to] = empty ? 0 : delta[from];
 }
 
-// Adds 8 columns of two rows, 8 rows apart, of `count` sums that are `step` apart, to `upper` and `lower` (null: there
-// is no such row). Sums are stored in the order of accumulator fragments, for each 16 rows
+// Gives 8 columns of two rows, 8 rows apart, of `count` sums that are `step` apart, to put(0 or 8 rows on, 0 or 4
+// columns on, four numbers). Sums are stored in the order of accumulator fragments, for each 16 rows
 // [column / 8][row % 8][column % 8 / 2][4]: of the last 4, two columns of a row and two of the row 8 below it.
-DEVICE void add_pair(const float* from, int count, long long step, float scale, Float4* upper, Float4* lower) {
+template <class Put>
+DEVICE void put_pair(const float* from, int count, long long step, float scale, const Put& put) {
     Float4 sum[4] = {};
     for (int i = 0; i < count; i++) {
 #pragma unroll
@@ -45,14 +64,16 @@ DEVICE void add_pair(const float* from, int count, long long step, float scale, 
 #pragma unroll
     for (int t = 0; t < 4; t += 2) {
         const Float4 &a = sum[t], &b = sum[t + 1];
-        if (upper) add_four(upper + t / 2, a.x * scale, a.y * scale, b.x * scale, b.y * scale);
-        if (lower) add_four(lower + t / 2, a.z * scale, a.w * scale, b.z * scale, b.w * scale);
+        put(0, 2 * t, Float4{a.x * scale, a.y * scale, b.x * scale, b.y * scale});
+        put(8, 2 * t, Float4{a.z * scale, a.w * scale, b.z * scale, b.w * scale});
     }
 }
 
-// dq += scale * its fp32 sum.
+// dq = scale * its fp32 sum, and what was there before.
 extern "C" __global__ void __launch_bounds__(256)
-attention_cuda_bwd_postprocess(const Rows dq, const float* dq_sum, int queries, int padded, int heads, float scale) {
+attention_cuda_bwd_postprocess(const Rows before, const Rows dq, const float* dq_sum, int queries, int padded, int heads,
+                               float scale, int rounded) {
+    const Target target = {before, dq, rounded != 0};
     int tiles = padded / HELPER_ROWS, all = blockIdx.x / tiles, start = blockIdx.x % tiles * HELPER_ROWS;
     int batch = all / heads, head = all % heads;
     const float* tile = dq_sum + ((long long)all * padded + start / BM * BM) * D;
@@ -76,7 +97,7 @@ attention_cuda_bwd_postprocess(const Rows dq, const float* dq_sum, int queries, 
             int unit = i * 256 + threadIdx.x, row = unit / (D / 4), column = unit % (D / 4) * 4;
             const Float4 x = *(const Float4*)(transposed + row * PITCH + column);
             if (start + row < queries)
-                add_four(four(dq, batch, head, start + row, column), x.x * scale, x.y * scale, x.z * scale, x.w * scale);
+                target.put(batch, head, start + row, column, {x.x * scale, x.y * scale, x.z * scale, x.w * scale});
         }
         return;
     }
@@ -85,13 +106,14 @@ attention_cuda_bwd_postprocess(const Rows dq, const float* dq_sum, int queries, 
     for (int i = 0; i < HELPER_ROWS / 2 * ACROSS / 256; i++) {
         int unit = i * 256 + threadIdx.x, j = unit % ACROSS, pair = unit / ACROSS;
         int row = start + pair / 8 * 16 + pair % 8;
-        Float4* upper = row < queries ? four(dq, batch, head, row, j * 8) : nullptr;
-        Float4* lower = row + 8 < queries ? four(dq, batch, head, row + 8, j * 8) : nullptr;
-        add_pair(tile + (j / 8 * 4 + row % BM / 16) * FRAGMENT + j % 8 * 128 + row % 8 * 16, 1, 0, scale, upper, lower);
+        put_pair(tile + (j / 8 * 4 + row % BM / 16) * FRAGMENT + j % 8 * 128 + row % 8 * 16, 1, 0, scale,
+                 [&](int below, int right, const Float4& x) {
+                     if (row + below < queries) target.put(batch, head, row + below, j * 8 + right, x);
+                 });
     }
 }
 
-// As in backward_ends.cuh: sums partial dV (even CTAs) and dK (odd ones), and adds them to dv and dk.
+// As in backward_ends.cuh: sums partial dV (even CTAs) and dK (odd ones), for dv and dk.
 extern "C" __global__ void __launch_bounds__(256)
 attention_cuda_bwd_sum_shares(const Rows dv, const Rows dk, const Problem p) {
     constexpr int CTAS = BN / 2 * D / 8 / 256;  // for a block's dv or dk
@@ -102,7 +124,12 @@ attention_cuda_bwd_sum_shares(const Rows dv, const Rows dk, const Problem p) {
     const float* sums = p.parts + ((long long)slot * p.splits * 2 + odd) * (BN * D);
     int unit = blockIdx.x / 2 % CTAS * 256 + threadIdx.x, j = unit % (D / 8), pair = unit / (D / 8);
     int row = pair / 8 * 16 + pair % 8, key = first_key + row;
-    Float4* upper = key < p.keys ? four(to, batch, head, key, j * 8) : nullptr;
-    Float4* lower = key + 8 < p.keys ? four(to, batch, head, key + 8, j * 8) : nullptr;
-    add_pair(sums + row / 16 * (16 * D) + j * 128 + row % 8 * 16, p.splits, 2 * BN * D, odd ? p.scale : 1, upper, lower);
+    put_pair(sums + row / 16 * (16 * D) + j * 128 + row % 8 * 16, p.splits, 2 * BN * D, odd ? p.scale : 1,
+             [&](int below, int right, const Float4& x) {
+                 if (key + below >= p.keys) return;
+                 Float4* at = four(to, batch, head, key + below, j * 8 + right);
+                 Float4 y = {0, 0, 0, 0};
+                 if (p.add_keys) y = *at;
+                 *at = {x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w};
+             });
 }

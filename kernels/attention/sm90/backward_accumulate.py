@@ -19,8 +19,9 @@ from . import cuda_driver
 from .backward import DESCRIBED, NAMES, ROWS, SHARED_BYTES, Sizes, Workspace, defines_of, helper_rows, numbers_of
 from .cuda_driver import tensor_map
 
-_MAIN = f"MMMM{ROWS}{ROWS}{DESCRIBED}MM"
-_PREPROCESS, _POSTPROCESS, _SUM_SHARES = "PPqPPPii", f"{ROWS}Piiif", f"{ROWS}{ROWS}{DESCRIBED}"
+_DESCRIBED = DESCRIBED.replace(")", "i)")  # and whether dk and dv are added to
+_MAIN = f"MMMM{ROWS}{ROWS}{_DESCRIBED}MM"
+_PREPROCESS, _POSTPROCESS, _SUM_SHARES = "PPqPPPii", f"{ROWS}{ROWS}Piiifi", f"{ROWS}{ROWS}{_DESCRIBED}"
 
 
 def accumulators_unsupported_reason(*tensors: torch.Tensor) -> str | None:
@@ -39,11 +40,15 @@ def cuda_partial_bwd_plan(
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
+    result: torch.Tensor | None = None,
+    add_dq: bool = True,
+    add_dkdv: bool = True,
 ) -> Callable[..., None]:
-    """Adds the gradients that a block of keys contributes, given (q, k, v, dout, lse, delta, dq, dk, dv) like these, of
-    a problem without `cuda_unsupported_reason`. With a mask (problem.right is 0) query i sees keys up to i + shift, and
-    the last query all or more. lse and delta, of all keys: [B, Hq, queries], rows contiguous, all heads at one
-    distance, the same for both; dq, dk and dv: fp32, without `accumulators_unsupported_reason`."""
+    """Adds the gradients that a block of keys contributes, or writes them, given (q, k, v, dout, lse, delta, dq, dk,
+    dv, result) like these, of a problem without `cuda_unsupported_reason`. With a mask (problem.right is 0) query i
+    sees keys up to i + shift, and the last query all or more. lse and delta, of all keys: [B, Hq, queries], rows
+    contiguous, all heads at one distance, the same for both; dq, dk and dv: fp32, without
+    `accumulators_unsupported_reason`; result: None, or where dq goes rounded, of q's dtype and its layout."""
     q, k, v, dout = map(unexpanded, (problem.q, problem.k, problem.v, dout))
     causal, device, scale = problem.right == 0, q.device, problem.scale
     config = configs.pick_cuda_bwd_config(
@@ -74,6 +79,8 @@ def cuda_partial_bwd_plan(
     q_map, do_map = (tensor_map(x, problem.queries, config.queries) for x in (q, dout))
     k_map, v_map = (tensor_map(x, problem.keys, 64) for x in (k, v))
     dq_strides, dk_strides, dv_strides = (x.stride()[:3] for x in (dq, dk, dv))
+    to_strides, rounded = (dq if result is None else result).stride()[:3], int(result is not None)
+    numbers = (*numbers, int(add_dkdv))
     line, counts, heads = head_stride(lse), (problem.queries, sizes.padded), problem.q.shape[1]
 
     def run(
@@ -86,6 +93,7 @@ def cuda_partial_bwd_plan(
         dq: torch.Tensor,
         dk: torch.Tensor,
         dv: torch.Tensor,
+        result: torch.Tensor | None,
     ) -> None:
         q, k, v, dout = map(unexpanded, (q, k, v, dout))
         room = torch.empty_strided((work.size,), (1,), dtype=torch.float32, device=device)
@@ -99,6 +107,7 @@ def cuda_partial_bwd_plan(
         main(*maps, *dk_rows, *dv_rows, *described, q_made, do_made)  # the last two are not read
         if sum_shares is not None:
             sum_shares(*dv_rows, *dk_rows, *described)
-        postprocess(dq.data_ptr(), *dq_strides, base, *counts, heads, scale)
+        before, to = dq.data_ptr() if add_dq else 0, (dq if result is None else result).data_ptr()
+        postprocess(before, *dq_strides, to, *to_strides, base, *counts, heads, scale, rounded)
 
     return run

@@ -79,9 +79,10 @@ DEVICE void store_partial(const Consumer& me, const Problem& p, int part, const 
 
 #if SCHEDULE != PERSISTENT  // else the main loop is in backward_persistent.cuh
 #if ACCUMULATE
-// Adds two rows of a warp's accumulator fragment `c` to the fp32 tensor `to`: 8 bytes a lane, 32 a row. No other CTA
-// has these keys.
-DEVICE void add_rows(const Rows& to, int batch, int head, int row, int keys, const float (&c)[D / 2], float scale) {
+// Writes two rows of a warp's accumulator fragment `c` to the fp32 tensor `to`, or adds them: 8 bytes a lane, 32 a row.
+// No other CTA has these keys.
+DEVICE void write_rows(const Rows& to, int batch, int head, int row, int keys, const float (&c)[D / 2], float scale,
+                       bool add) {
     const float* first = (const float*)to.at + batch * to.batch + head * to.head + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -89,7 +90,10 @@ DEVICE void add_rows(const Rows& to, int batch, int head, int row, int keys, con
         Float2* at = (Float2*)(first + (row + 8 * half) * to.row);
         Float2 x[D / 8];
 #pragma unroll
-        for (int j = 0; j < D / 8; j++) x[j] = at[4 * j];
+        for (int j = 0; j < D / 8; j++) {
+            x[j] = {0, 0};
+            if (add) x[j] = at[4 * j];
+        }
 #pragma unroll
         for (int j = 0; j < D / 8; j++)
             at[4 * j] = {x[j].x + c[4 * j + 2 * half] * scale, x[j].y + c[4 * j + 2 * half + 1] * scale};
@@ -98,8 +102,8 @@ DEVICE void add_rows(const Rows& to, int batch, int head, int row, int keys, con
 DEVICE void store_keys(const Consumer& me, const Rows& dk_rows, const Rows& dv_rows, const Problem& p, const Work& w,
                        const float (&dk)[D / 2], const float (&dv)[D / 2]) {
     const int row = w.first_key + me.wg * 64 + me.warp * 16 + me.lane / 4;
-    add_rows(dv_rows, w.batch, w.head, row, p.keys, dv, 1);
-    add_rows(dk_rows, w.batch, w.head, row, p.keys, dk, p.scale);
+    write_rows(dv_rows, w.batch, w.head, row, p.keys, dv, 1, p.add_keys);
+    write_rows(dk_rows, w.batch, w.head, row, p.keys, dk, p.scale, p.add_keys);
     if (me.lane == 0) bulk_wait_read();
 }
 #else

@@ -11,6 +11,9 @@ struct Problem {
     int queries, keys, m_tiles, n_blocks, kv_heads, group, all_kv_heads, section, unshared, splits, alternate;
     int shift;  // with CAUSAL, query i sees keys up to i + shift
     float scale, scale_log2;
+#if ACCUMULATE
+    int add_keys;  // whether dk and dv are added to, or written
+#endif
 };
 
 // --------------------------------------------------------------------------------------------- the work of a CTA

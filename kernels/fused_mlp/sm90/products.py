@@ -145,12 +145,12 @@ class _Product:
         a_rows, b_rows = a.stride(1) != 1, b.stride(1) != 1  # contiguous along the rows, or columns, of the result
         block_n = BLOCK_N // 2 if epilogue == GATE else BLOCK_N
         config, (_, sms) = configs.pick_cuda_config(rows, cols, terms), device_of(a)
-        a_map = _map(a, BLOCK_K if a_rows else BLOCK_M, a_rows)
+        a_map = matrix_map(a, BLOCK_K if a_rows else BLOCK_M, a_rows)
         self._maps = (
             a_map,
-            _map(b, BLOCK_K if b_rows else block_n // config.cluster, b_rows),
+            matrix_map(b, BLOCK_K if b_rows else block_n // config.cluster, b_rows),
             a_map,
-            _map(b if b_more is None else b_more, BLOCK_K if b_rows else block_n // config.cluster, b_rows),
+            matrix_map(b if b_more is None else b_more, BLOCK_K if b_rows else block_n // config.cluster, b_rows),
         )
         steps = -(-terms // BLOCK_K)
         stride = 0 if bias is None else bias.stride(0)
@@ -184,7 +184,7 @@ def shared_bytes(config: configs.CudaConfig) -> int:
     return config.stages * ((BLOCK_M + BLOCK_N) * BLOCK_K * 2 + 16)
 
 
-def _map(t: torch.Tensor, block: int, transposed: bool) -> cuda_driver.TensorMap:
+def matrix_map(t: torch.Tensor, block: int, transposed: bool = False) -> cuda_driver.TensorMap:
     """Of a matrix in memory order, in boxes of `block` rows by 64 columns."""
     stored = t.mT if transposed else t
     return tensor_map(stored[None, None], stored.shape[0], block)

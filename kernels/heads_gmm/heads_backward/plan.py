@@ -5,7 +5,7 @@
 
 Rows are taken in chunks, so that the gradient of the hidden is in memory for one chunk at a time. For each, one kernel
 writes it, in CUDA C++ on Hopper and in Triton elsewhere, of which two products make the gradient of x and terms of that
-of w1, by cuBLAS or in Triton. All sums have a fixed order.
+of w1: in one launch of CUDA C++, by cuBLAS, or in Triton. All sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton
 
 from ..configs import heads_backward as configs
 from ..launch import Launch
-from ..sm90 import heads, heads_dhidden
+from ..sm90 import heads, heads_dhidden, heads_products
 from . import products
 from .dhidden import _heads_dhidden_kernel
 from .operands import device_of, whole_vectors
@@ -32,7 +32,9 @@ Strides = tuple[int, ...]
 Chunks = list[tuple[int, int]]  # first row and number of rows of each
 # The gradient of y for a chunk, [rows, K, O], given the chunk's first row and its number of rows.
 Incoming = Callable[[int, int], torch.Tensor]
-Backward = Callable[[Incoming, torch.Tensor, torch.Tensor, torch.Tensor], Gradients]
+# Given (incoming, x, w1, w2), and where something else is to be added up, its parts and the sum.
+Backward = Callable[..., Gradients]
+Parts = tuple[torch.Tensor, int]  # a tensor like the sum, and how many fp32 parts it has
 # For a chunk, given (dy, x, w1, w2, dpre, dw2): writes dpre, unless None, and its parts of dw2, unless None.
 Hidden = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Optional, Optional], None]
 
@@ -48,11 +50,18 @@ def in_cuda(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> bool:
 
 
 def backward_plan(
-    x: torch.Tensor, dy_strides: Strides, w1: torch.Tensor, w2: torch.Tensor, activation: str, needs: Needs
+    x: torch.Tensor,
+    dy_strides: Strides,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    activation: str,
+    needs: Needs,
+    also: Parts | None = None,
 ) -> Backward:
     """Takes (incoming, x, w1, w2) like these, x [rows, D], and returns the gradients of x, w1 and w2, contiguous, None
     where not needed. `incoming` is called once a chunk, in order, unless x or w2 has no elements; what it returns is
-    read before the next call."""
+    read before the next call. `also`: takes (..., parts, sum) of another tensor, whose parts `incoming` has written
+    after its last call, and adds them up."""
     rows, (count, _, hidden) = x.shape[0], w2.shape
     pitch = configs.pick_pitch(hidden)
     # Elements there are in each sum; otherwise a gradient is zero.
@@ -60,9 +69,22 @@ def backward_plan(
     cuda = bool(chunks) and in_cuda(x, w1, w2)
     launches = _cuda_launches if cuda else _dhidden_launches
     within, parts = launches(dy_strides, x, w1, w2, activation, chunks)
+    if configs.pick_products(rows, x.shape[1], possible=cuda):
+        return _by_cuda(chunks, pitch, within, parts, x, w1, w2, needs, also)
     if chunks and x.shape[1] and (cuda or configs.pick_library(rows, x.dtype, x.is_cuda)):
-        return _by_library(chunks, pitch, within, parts, cuda, w2, needs)
-    return _by_triton(chunks, pitch, within, parts, x, w1, w2, needs)
+        run = _by_library(chunks, pitch, within, parts, cuda, w2, needs)
+    else:
+        run = _by_triton(chunks, pitch, within, parts, x, w1, w2, needs)
+    return run if also is None else _and_then(run, sum_launch(also))
+
+
+def _and_then(run: Backward, add_up: Launch) -> Backward:
+    def both(incoming: Incoming, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, *sums: torch.Tensor) -> Gradients:
+        found = run(incoming, x, w1, w2)
+        add_up(*sums, None, None)
+        return found
+
+    return both
 
 
 def _by_triton(
@@ -79,7 +101,7 @@ def _by_triton(
     need_dpre = needs[0] or needs[1]
     for_x = [_dx_launch(x, w1, pitch, *chunk) for chunk in chunks] if needs[0] and dim else []
     for_w1 = [_dw1_launch(x, w1, pitch, *chunk) for chunk in chunks] if needs[1] and dim else []
-    total = sum_launch(w2, parts) if parts > 1 and needs[2] else None
+    total = sum_launch((w2, parts)) if parts > 1 and needs[2] else None
 
     def run(incoming: Incoming, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> Gradients:
         dx, dw1, dw2 = (
@@ -87,8 +109,8 @@ def _by_triton(
             for like, need in zip((x, w1, w2), needs, strict=True)
         )
         dpre = x.new_empty((chunks[0][1], heads, pitch)) if chunks and need_dpre else None
-        dw2_parts = torch.empty((parts, *w2.shape), device=device) if total is not None else dw2
-        sums = torch.empty(w1.shape, device=device) if len(for_w1) > 1 else None
+        dw2_parts = torch.empty((parts, *w2.shape), dtype=torch.float32, device=device) if total is not None else dw2
+        sums = torch.empty(w1.shape, dtype=torch.float32, device=device) if len(for_w1) > 1 else None
         for index, (launch, chunk) in enumerate(zip(within, chunks, strict=True)):
             launch(incoming(*chunk), x, w1, w2, dpre, dw2_parts)
             if for_x:
@@ -96,7 +118,7 @@ def _by_triton(
             if for_w1:
                 for_w1[index](dpre, x, sums if index else None, dw1 if index == len(chunks) - 1 else sums)
         if total is not None:
-            total(dw2_parts, dw2)
+            total(dw2_parts, dw2, None, None)
         return dx, dw1, dw2
 
     return run
@@ -106,41 +128,98 @@ def _by_library(
     chunks: Chunks, pitch: int, within: list[Hidden], parts: int, added: bool, w2: torch.Tensor, needs: Needs
 ) -> Backward:
     """With the products by cuBLAS. `added`: the parts of dw2 are added to, chunk after chunk."""
-    total = sum_launch(w2, parts) if (parts > 1 or added) and needs[2] else None
+    single = len(chunks) == 1
+    total = sum_launch((w2, parts)) if (parts > 1 or (added and not single)) and needs[2] else None
 
     def run(incoming: Incoming, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> Gradients:
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
         dw2 = w2.new_empty(w2.shape) if needs[2] else None
         dpre = x.new_empty((chunks[0][1], w2.shape[0], pitch)) if needs[0] or needs[1] else None
-        dw2_parts = dw2
-        if total is not None:
-            make = torch.zeros if added else torch.empty
-            dw2_parts = make((parts, *w2.shape), dtype=torch.float32, device=x.device)
+        dw2_parts = torch.empty((parts, *w2.shape), dtype=torch.float32, device=x.device) if total is not None else dw2
         weight = products.padded(w1, pitch) if needs[0] else None
         sums = None
         for launch, (start, rows) in zip(within, chunks, strict=True):
             launch(incoming(start, rows), x, w1, w2, dpre, dw2_parts)
             if dx is not None and weight is not None:
                 products.write_dx(dpre[:rows], weight, dx[start : start + rows])
-            if needs[1]:
+            if needs[1] and single:
+                sums = products.dw1_of(dpre[:rows], x)
+            elif needs[1]:
                 sums = products.add_dw1(dpre[:rows], x[start : start + rows], sums)
         if total is not None:
-            total(dw2_parts, dw2)
+            total(dw2_parts, dw2, None, None)
         return dx, products.rounded(sums, w1) if sums is not None else None, dw2
 
     return run
 
 
+def _by_cuda(
+    chunks: Chunks,
+    pitch: int,
+    within: list[Hidden],
+    parts: int,
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    needs: Needs,
+    also: Parts | None,
+) -> Backward:
+    """With both products in one launch of CUDA C++ for each chunk. What is added up at the end is, by two, in a launch:
+    x's gradient, of a single chunk, w2's, and `also`."""
+    need_dpre, single = needs[0] or needs[1], len(chunks) == 1
+    apart = needs[2] and (parts > 1 or not single)  # whether w2's gradient has parts
+    steps = [_products_launch(x, w1, needs, *chunk) for chunk in chunks] if need_dpre else []
+    dx_parts = max((count for _, count, _ in steps), default=0)
+    sums_at_end = [(x, dx_parts)] * (single and dx_parts > 1) + [(w2, parts)] * apart + ([also] if also else [])
+    add_up_at_end = [sum_launch(*sums_at_end[first : first + 2]) for first in range(0, len(sums_at_end), 2)]
+
+    def run(incoming: Incoming, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, *also: torch.Tensor) -> Gradients:
+        dx, dw1, dw2 = (
+            like.new_empty(like.shape) if need else None for like, need in zip((x, w1, w2), needs, strict=True)
+        )
+        dpre = x.new_empty((chunks[0][1], w2.shape[0], pitch)) if need_dpre else None
+        dw2_parts = torch.empty((parts, *w2.shape), dtype=torch.float32, device=x.device) if apart else dw2
+        memory = x.new_empty(dx_parts * chunks[0][1] * x.shape[1], dtype=torch.float32) if dx_parts > 1 else None
+        sums = torch.empty(w1.shape, dtype=torch.float32, device=x.device) if needs[1] and not single else None
+        for index, (launch, (start, rows)) in enumerate(zip(within, chunks, strict=True)):
+            launch(incoming(start, rows), x, w1, w2, dpre, dw2_parts)
+            if need_dpre:
+                multiply, count, add_up = steps[index]
+                rows_of_dx, to = dx[start : start + rows] if dx is not None else None, memory if count > 1 else None
+                multiply(dpre, x, w1, to, rows_of_dx, sums, dw1 if index == len(chunks) - 1 else None, index > 0)
+                if add_up is not None and not single:
+                    add_up(to, rows_of_dx, None, None)
+        ends = ((memory, dx) if single and dx_parts > 1 else ()) + ((dw2_parts, dw2) if apart else ()) + also
+        for index, launch_of_two in enumerate(add_up_at_end):
+            pair = ends[4 * index : 4 * index + 4]
+            launch_of_two(*pair, *(None,) * (4 - len(pair)))
+        return dx, dw1, dw2
+
+    return run
+
+
+def _products_launch(
+    x: torch.Tensor, w1: torch.Tensor, needs: Needs, start: int, rows: int
+) -> tuple[Callable[..., None], int, Launch | None]:
+    """Of a chunk: the products, how many parts there are of x's gradient, and what adds up several, given (parts, rows
+    of x's gradient)."""
+    (heads, hidden, dim), (_, sms) = w1.shape, device_of(x)
+    config = configs.pick_products_config(rows, dim, heads, hidden, sms, *needs[:2])
+    parts = triton.cdiv(heads, config.dx_heads) if config.dx_heads else 0
+    launch = heads_products.launch(start, rows, x, w1, config)
+    return launch, parts, sum_launch((x[:rows], parts)) if parts > 1 else None
+
+
 def _cuda_launches(
     dy_strides: Strides, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: str, chunks: Chunks
 ) -> tuple[list[Hidden], int]:
-    """Of CUDA C++, which adds to its parts; and how many parts a chunk has at most."""
+    """Of CUDA C++, which add to the parts of those before; and how many parts a chunk has at most."""
     (count, hidden, _), (_, sms) = w1.shape, device_of(x)
     launches: list[Hidden] = []
     parts = 0
     for start, rows in chunks:
         config = configs.pick_cuda_config(rows, count, hidden, sms)
-        launches.append(heads_dhidden.launch(start, rows, x, w1, w2, dy_strides, activation, config))
+        launches.append(heads_dhidden.launch(start, rows, x, w1, w2, dy_strides, activation, config, parts))
         parts = max(parts, triton.cdiv(triton.cdiv(rows, configs.BLOCK), config.tiles))
     return launches, parts
 
@@ -214,10 +293,12 @@ def _dw1_launch(x: torch.Tensor, w1: torch.Tensor, pitch: int, start: int, rows:
     )
 
 
-def sum_launch(like: torch.Tensor, parts: int) -> Launch:
-    """Writes a tensor like this, given (parts, tensor)."""
-    elements, grid = like.numel(), (triton.cdiv(like.numel(), SUM_BLOCK),)
-    return Launch(_heads_sum_kernel, grid, like.device, (elements, parts), BLOCK=SUM_BLOCK, num_warps=4)
+def sum_launch(first: Parts, second: Parts | None = None) -> Launch:
+    """Writes tensors like these, given (parts, tensor, parts, tensor), the last two None where there is no second."""
+    (like, parts), (elements, more) = first, (second[0].numel(), second[1]) if second else (0, 0)
+    grid = (triton.cdiv(like.numel(), SUM_BLOCK) + triton.cdiv(elements, SUM_BLOCK),)
+    fixed = like.numel(), parts, elements, more
+    return Launch(_heads_sum_kernel, grid, like.device, fixed, BLOCK=SUM_BLOCK, num_warps=4)
 
 
 def block_o(dim_out: int) -> int:

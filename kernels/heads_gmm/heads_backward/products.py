@@ -11,6 +11,8 @@ Optional = torch.Tensor | None
 def padded(w1: torch.Tensor, pitch: int) -> torch.Tensor:
     """w1 [K, H, D] as [K · pitch, D], with zeros behind the H rows of each head: what dpre is multiplied with."""
     heads, hidden, dim = w1.shape
+    if hidden == pitch:
+        return w1.reshape(-1, dim)
     copy = w1.new_zeros((heads, pitch, dim))
     copy[:, :hidden] = w1
     return copy.view(-1, dim)
@@ -29,7 +31,12 @@ def add_dw1(dpre: torch.Tensor, x: torch.Tensor, sums: Optional) -> torch.Tensor
     return torch.addmm(sums, wide, x, out_dtype=torch.float32, out=sums)
 
 
+def dw1_of(dpre: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The same of a single chunk, rounded once: [K · pitch, D] in the dtype of x."""
+    return torch.mm(dpre.flatten(1).mT, x)
+
+
 def rounded(sums: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The gradient of w1, contiguous, in its dtype."""
+    """The gradient of w1, contiguous, in its dtype, from [K · pitch, D]."""
     heads, hidden, dim = like.shape
     return sums.view(heads, -1, dim)[:, :hidden].to(like.dtype, memory_format=torch.contiguous_format)

@@ -21,8 +21,9 @@ Optional = torch.Tensor | None
 
 DY_SLOTS = 4  # of heads_dhidden.cu
 # Tensor maps of w1, x and dpre, and heads_dhidden.cu's Hidden: dy and its strides; w2 and its strides; parts of dw2;
-# rows, heads, hidden, dim_out, tiles of a part, whether dpre is written.
-_LAYOUT = "MMM(PqqqPqqqPiiiiii)"
+# rows, heads, hidden, dim_out, tiles of a part, whether dpre is written, parts that are added to, whether dw2 is of 16
+# bits.
+_LAYOUT = "MMM(PqqqPqqqPiiiiiiii)"
 
 
 def launch(
@@ -34,10 +35,12 @@ def launch(
     dy_strides: tuple[int, ...],
     activation: str,
     config: CudaConfig,
+    added: int,
 ) -> Callable[..., None]:
     """For the `rows` rows of x from `start` on, and of dy from its first on, given (dy, x, w1, w2, dpre, dw2) like
-    these: writes dpre [rows, K, pitch], unless None, with zeros behind each head's columns, and adds to the parts of
-    dw2 [parts, K, O, H] in fp32, unless None. dy has the dtype of x; `heads.unsupported_reason` is None."""
+    these: writes dpre [rows, K, pitch], unless None, with zeros behind each head's columns, and the parts of dw2,
+    [parts, K, O, H] in fp32, unless None, adding to the first `added` of them. A part that is the only one may have the
+    dtype of x instead. dy has that dtype; `heads.unsupported_reason` is None."""
     (heads, hidden, dim), dim_out, (_, sms) = w1.shape, w2.shape[1], device_of(x)
     pitch = configs.pick_pitch(hidden)
     defines = (
@@ -68,7 +71,8 @@ def launch(
         from_w1, from_x = w1_map(w1.data_ptr()), x_map(x.data_ptr() + first)
         to_dpre = from_x if dpre is None else dpre_map(dpre.data_ptr())  # without dpre it is not read
         from_dy = dy.data_ptr(), *dy_strides, w2.data_ptr(), *w2_strides
-        start_kernel(from_w1, from_x, to_dpre, *from_dy, address(dw2), *sizes, int(dpre is not None))
+        flags = int(dpre is not None), added, int(dw2 is not None and dw2.dtype == x.dtype)
+        start_kernel(from_w1, from_x, to_dpre, *from_dy, address(dw2), *sizes, *flags)
 
     return run
 

@@ -100,19 +100,36 @@ def _heads_dw1_kernel(
 
 
 @triton.jit
-def _heads_sum_kernel(
-    parts_ptr,
-    out_ptr,
-    elements,
-    parts,
-    BLOCK: tl.constexpr,
-):
-    """out[i] = Σ_s parts[s, i], the parts in their order, in fp32."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def _add_up(parts_ptr, out_ptr, elements, parts, place, BLOCK: tl.constexpr):
+    at = place.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < elements
     parts_ptr += at
     acc = tl.zeros([BLOCK], dtype=tl.float32)
-    for _ in tl.range(0, parts):
+    for _ in tl.range(0, parts, loop_unroll_factor=4):  # loads in flight
         acc += tl.load(parts_ptr, mask=inside, other=0.0)
         parts_ptr += elements
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _heads_sum_kernel(
+    parts_ptr,
+    out_ptr,
+    more_parts_ptr,
+    more_out_ptr,
+    elements,
+    parts,
+    more_elements,
+    more_parts,
+    BLOCK: tl.constexpr,
+):
+    """out[i] = Σ_s parts[s, i], the parts in their order, in fp32; and the same of another tensor, unless None."""
+    place = tl.program_id(0)
+    if more_parts_ptr is None:
+        _add_up(parts_ptr, out_ptr, elements, parts, place, BLOCK)
+    else:
+        blocks = tl.cdiv(elements, BLOCK)
+        if place < blocks:
+            _add_up(parts_ptr, out_ptr, elements, parts, place, BLOCK)
+        else:
+            _add_up(more_parts_ptr, more_out_ptr, more_elements, more_parts, place - blocks, BLOCK)

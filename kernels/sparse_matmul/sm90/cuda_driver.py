@@ -139,6 +139,7 @@ def _encoded(
     address: int, kind: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
 ) -> bytes:
     """The tensor map for these arguments of cuTensorMapEncodeTiled."""
+    _enter_context()
     buffer = (ctypes.c_char * (_MAP_BYTES + _MAP_ALIGNMENT))()
     aligned = (ctypes.c_char * _MAP_BYTES).from_buffer(buffer, -ctypes.addressof(buffer) % _MAP_ALIGNMENT)
     rank = len(sizes)

@@ -1,0 +1,75 @@
+"""What a case's time consists of: its stages, each measured by itself, and what each part of ours brings to the whole.
+
+Both are of SPECs that declare them (`KernelSpec.stages`, `KernelSpec.ablation`); the pages of others have neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .. import roofline
+from . import markdown as md
+from .entries import Row
+from .findings import Finding
+
+STAGES_TEXT = (
+    "Each stage by itself, forward and backward together, of all layers in one CUDA graph. *Whole* is the call in a "
+    "CUDA graph, as the tables have it; *rest* is what it takes beyond its stages, negative where a stage by itself is "
+    "slower."
+)
+ABLATION_TEXT = (
+    "A line each for the peers, for ours with one part exchanged, and for ours. *Over ours* is the time of this line "
+    "over that of ours in the same rounds, in the column of the headline: what the part brings to the call."
+)
+ABLATION_HEAD = ("what runs", "implementation", ">launched one by one", ">in one CUDA graph", ">over ours")
+
+
+def stages(found: Sequence[Finding]) -> list[str]:
+    """The section of the time by stage; nothing where none was measured."""
+    rows = [(finding, row) for finding in found for row in finding.rows if row.ok and row.get("stages_us")]
+    if not rows:
+        return []
+    names = list(dict.fromkeys(name for _, row in rows for name in row["stages_us"]))
+    head = ("case", "implementation", *(f">{name}" for name in names), ">rest", ">whole")
+    return ["## Time by stage", "", STAGES_TEXT, "", *md.table(head, [_stages(f, row, names) for f, row in rows]), ""]
+
+
+def _stages(finding: Finding, row: Row, names: Sequence[str]) -> list[object]:
+    taken = row["stages_us"]
+    column = "graph" if row.column("graph") else finding.column
+    whole = row.seconds(column) if row.column(column) else None
+    times = [roofline.microseconds(taken[name] * 1e-6) if taken.get(name) else None for name in names]
+    rest = None if whole is None else whole - sum(taken.values()) * 1e-6
+    sign = "−" if rest is not None and rest < 0 else ""
+    said = None if rest is None else sign + roofline.microseconds(abs(rest))
+    name = f"**{row.implementation}**" if row.ours else row.implementation
+    return [finding.case, name, *times, said, None if whole is None else roofline.microseconds(whole)]
+
+
+def ablation(found: Sequence[Finding]) -> list[str]:
+    """The section of what each part brings, a table for each case; nothing where no row belongs to one."""
+    lines: list[str] = []
+    for finding in found:
+        rows = [row for row in finding.rows if row.ok and row.get("ablation")]
+        if len(rows) > 1:
+            title = f"**{finding.case}**, {finding.mode}"
+            lines += [title, "", *md.table(ABLATION_HEAD, [_part(row, _whole(rows)) for row in _ordered(rows)]), ""]
+    return ["## What each part brings", "", ABLATION_TEXT, "", *lines] if lines else []
+
+
+def _whole(rows: Sequence[Row]) -> Row | None:
+    """Ours as it is: the first of our implementations."""
+    return next((row for row in rows if row.ours), None)
+
+
+def _ordered(rows: Sequence[Row]) -> list[Row]:
+    """Peers, then ours with a part exchanged, then ours."""
+    whole = _whole(rows)
+    return sorted(rows, key=lambda row: (row.ours, row is whole))
+
+
+def _part(row: Row, whole: Row | None) -> list[object]:
+    ratio = whole.get("ratios", {}).get(row.implementation) if whole is not None else None
+    over = md.times(ratio["median"], ratio.get("ci95")) if ratio and ratio.get("median") else None
+    times = [roofline.microseconds(row.seconds(name)) if row.column(name) else None for name in ("cold", "graph")]
+    return [row["ablation"], f"**{row.implementation}**" if row.ours else row.implementation, *times, over]

@@ -1,0 +1,55 @@
+"""What committed records of several GPUs say of the rates that a model is made from: of one GPU's kernel, and of its
+link."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import record
+from .entries import Row
+from .findings import cost_of
+
+
+@dataclass(frozen=True)
+class Rate:
+    """In FLOP/s or bytes/s; `source` says what was measured, and where."""
+
+    value: float
+    source: str
+
+
+def rows(reports: Path, kernel: str) -> list[Row]:
+    """The rows of several GPUs of our own implementations, of all reports of a kernel."""
+    files = sorted(reports.glob(f"*/records/{kernel}.jsonl"))
+    found = (row for file in files for row in record.load(file).rows)
+    return [row for row in found if row.ours and row.ok and row.get("several")]
+
+
+def kernel_rate(found: Iterable[Row], mode: str, series: str | None, length: int) -> Rate | None:
+    """Of the one-GPU kernel that the efficiency is against: in cases of that series where there are any, at the nearest
+    length."""
+    timed = [row for row in found if row.mode == mode and row["several"].get("alone") and row["several"].get("axis")]
+    same = [row for row in timed if row["several"]["axis"][0] == series] or timed
+    if not same:
+        return None
+    nearest = min(same, key=lambda row: abs(math.log(row["several"]["axis"][1] / length)))
+    alone = nearest["several"]["alone"]
+    flops = cost_of(nearest).total_flops * nearest.run.world_size
+    where = f"{alone['implementation']} on one GPU, {nearest.case} {mode}, reports/{nearest.run.gpu_folder}"
+    return Rate(flops / (alone["median_us"] * 1e-6), where)
+
+
+def link_rate(found: Iterable[Row]) -> Rate | None:
+    """Of one direction of a GPU's link with both in use, in the newest run."""
+    runs = {row.run.id: row.run for row in found if _link(row)}
+    if not runs:
+        return None
+    newest = runs[max(runs)]
+    return Rate(newest.ceilings["measured"]["link"], f"both directions at once, reports/{newest.gpu_folder}")
+
+
+def _link(row: Row) -> float | None:
+    return (row.run.ceilings.get("measured") or {}).get("link")

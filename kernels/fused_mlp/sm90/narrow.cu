@@ -1,0 +1,287 @@
+// Products of fused_mlp with few terms (at most 512) and an activation in the epilogue, for Hopper (sm_90a): TMA,
+// wgmma, warp specialisation, persistent. narrow.py compiles and launches.
+//
+//   EPILOGUE 0  ACT     pre = a b + bias; hidden = act(pre)
+//            1  GATE    pre = a b + bias, gate = a b_more; hidden = act(gate) pre
+//            2  DACT    dh = a b; from it and pre: dpre, hidden
+//            3  DGATE   the same from pre and gate: dpre, dgate, hidden
+//
+// Napkin maths for 128 rows and 128 columns of the result with 512 terms, in cycles of an SM:
+//   tensor cores   2 * 128 * 128 * 512 FLOP at 4096 a cycle                                             4096
+//   epilogue       SiLU: ex2 and rcp of 16384 sums at 16 a cycle; some 800 instructions of 8 warps      2048
+//   shared memory  b written once and read by two warpgroups, 384 KiB at 128 bytes a cycle              3072
+//                  64 KiB for each tensor that is stored or loaded                                      512 each
+//   L2             128 KiB of b, by two CTAs: 16 bytes a cycle; 8 for each tensor
+// So the tensor cores bind ACT, if epilogues run beside products and a is not read from shared memory. That is full at
+// 3584, 4096 where pre is stored, and 4608 of DACT. 205 000 rows of 1376 columns are 289 GFLOP, 366 us at 790 TFLOP/s;
+// ACT moves 0.8 GB, with pre 1.3 GB, and DACT 1.9 GB, 450 us at 4254 GB/s, which then bind.
+//
+// A CTA is a producer warpgroup and two consumer warpgroups, with 64 rows of a each in registers: 128 for 512 terms.
+// Each takes all columns of the result, COLUMNS at a time, in 64 registers of sums. Named barriers give the turns: one
+// multiplies, 2048 cycles, while the other is in its epilogue. The second is one block of columns behind, so that the
+// ring of b, which both read, holds a block and what is loaded in advance: STAGES >= STEPS.
+//
+// Blocks are numbered along the columns of CLUSTER row tiles below each other, then the next rows. A cluster takes a
+// contiguous range of them: ranges differ by one block at most, and a is loaded once or twice for each row tile.
+//
+// The result leaves, and pre and gate come, by TMA through a tile in shared memory for each tensor, with 128-byte
+// swizzle; stmatrix and ldmatrix have the layout of the sums. dpre takes the place of pre, dgate that of gate.
+//
+// The producer warpgroup: warp 0 fills the ring of b, of which each CTA of a cluster loads its share for all, and
+// requests the next rows of a for L2; warp 1 fills that of a with 64 rows of the first consumer, then of the second;
+// warps 2 and 3 load and store the tiles of one consumer each.
+//
+// What lies beyond a tensor is read as zeros and not written, by TMA: rows need no masks. Columns from `cols` to the
+// pitch are written as zeros, because the next product sums over them.
+//
+// Barriers, with their arrivals per phase: full[s] 1 and the bytes of a step; empty[s] 8 from each CTA of the cluster,
+// one lane of each consumer warp; a_full[g][s] 1 and the bytes of a panel, for each consumer g, because neither takes
+// part in the other's uses of a slot; a_empty[s] 4; ready[g] 1 and the bytes of loaded tensors: the tiles of consumer g
+// are free, or loaded; staged[g] 4: they are written. Named barriers 1 and 2 are the turns, 3 and 4 a consumer's after
+// it has written its bias. Both consumers go through the same steps in the same order, and STAGES is at least the steps
+// of a block: free of deadlock.
+//
+// narrow_layout.cuh has the places in shared memory and the order of blocks, narrow_epilogue.cuh the epilogues.
+//
+// Defined by the launcher: EPILOGUE, ACTIVATION, FP16, STEPS (64 terms each), STAGES, A_STAGES, CLUSTER, COLUMNS (64,
+// or of one weight 128), B_TRANS (b is contiguous along the columns of the result), BIAS, STORES (bit i: tensor i is
+// stored, in the order above), TAIL (columns of the last block, in steps of 32).
+
+#include "cluster.cuh"
+#include "heads_ptx.cuh"
+#include "mbarrier.cuh"
+#include "narrow_epilogue.cuh"
+#include "narrow_layout.cuh"
+#include "numbers.cuh"
+#include "tma.cuh"
+#include "wgmma.cuh"
+#include "wgmma16.cuh"
+
+// ---- Producers, one thread each -----------------------------------------------------------------------------------
+
+DEVICE void prefetch(const TensorMap* map, int column, int row) {
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1,%2,%3,%3}];"
+                 ::"l"(map), "r"(column), "r"(row), "r"(0) : "memory");
+}
+
+// This CTA's share of a step of one weight, for all CTAs of the cluster.
+DEVICE void load_weight(const TensorMap* map, int column, int k, u32 to, u32 bar) {
+    if (B_TRANS) {
+        constexpr int SHARE = BLOCK_K / CLUSTER;
+        const int share = SHARE * cluster_rank();
+#pragma unroll
+        for (int i = 0; i < COLUMNS; i += 64)
+            tma_multicast(to + i * BLOCK_K * 2 + share * 128, map, column + i, k + share, bar);
+    } else {
+        constexpr int SHARE = COLUMNS / CLUSTER;
+        const int share = SHARE * cluster_rank();
+        tma_multicast(to + share * 128, map, k, column + share, bar);
+    }
+}
+
+DEVICE void produce_b(const Problem& p, const Maps& maps, u32 smem) {
+    const Range range = range_of(p);
+    Ring ring;
+    for (int block = range.first; block < range.last; block++) {
+        const int column = block % range.columns * COLUMNS, next = block + AHEAD;
+        if (next % range.columns == 0 && next < range.last)
+            for (int i = 0; i < CONSUMERS * STEPS; i++)
+                prefetch(maps.a, i / CONSUMERS * BLOCK_K, row_of(next / range.columns) + i % CONSUMERS * ROWS);
+#pragma unroll 1
+        for (int step = 0; step < STEPS; step++, ring.next()) {
+            const u32 to = smem + ring.slot * STEP_BYTES, bar = smem + FULL + 8 * ring.slot;
+            bar_wait(smem + EMPTY + 8 * ring.slot, ring.phase ^ 1);
+            bar_expect(bar, STEP_BYTES);
+            load_weight(maps.b, column, step * BLOCK_K, to, bar);
+            if (WEIGHTS == 2) load_weight(maps.b_more, column, step * BLOCK_K, to + WEIGHT_BYTES, bar);
+        }
+    }
+}
+
+DEVICE void produce_a(const Problem& p, const Maps& maps, u32 smem) {
+    const Range range = range_of(p);
+    const int last = (range.last - 1) / range.columns;
+    u32 count = 0;
+    for (int band = range.first / range.columns; band <= last; band++) {
+#pragma unroll 1
+        for (int i = 0; i < CONSUMERS * STEPS; i++, count++) {
+            const u32 slot = count % A_STAGES, bar = smem + A_FULL + 8 * (i / STEPS * A_STAGES + slot);
+            bar_wait(smem + A_EMPTY + 8 * slot, count / A_STAGES % 2 ^ 1);
+            bar_expect(bar, PANEL);
+            tma_load(smem + A_RING + slot * PANEL, maps.a, i % STEPS * BLOCK_K, row_of(band) + i / STEPS * ROWS, 0, 0,
+                     bar);
+        }
+    }
+}
+
+// Loads a consumer's tiles and stores them.
+DEVICE void carry_tiles(const Problem& p, const Maps& maps, u32 smem, int group) {
+    const Range range = range_of(p);
+    const u32 ready = smem + READY + 8 * group, tiles = smem + TILE + group * TILES * TILE_BYTES;
+    u32 phase = 0;
+    for (int block = range.first; block < range.last; block++, phase ^= 1) {
+        const int row = row_of(block / range.columns) + group * ROWS, column = block % range.columns * COLUMNS;
+        if (LOADED) {
+            const int next_row = row_of((block + 1) / range.columns) + group * ROWS;
+            const int next_column = (block + 1) % range.columns * COLUMNS;
+            bar_expect(ready, LOADED * TILE_BYTES);
+#pragma unroll
+            for (int i = 0; i < LOADED; i++)
+#pragma unroll
+                for (int j = 0; j < COLUMNS; j += 64) {
+                    tma_load(tiles + i * TILE_BYTES + j / 64 * PANEL, maps.read[i], column + j, row, 0, 0, ready);
+                    if (block + 1 < range.last) prefetch(maps.read[i], next_column + j, next_row);
+                }
+        } else {
+            bar_arrive(ready);
+        }
+        bar_wait(smem + STAGED + 8 * group, phase);
+#pragma unroll
+        for (int i = 0; i < TENSORS; i++)
+#pragma unroll
+            for (int j = 0; j < COLUMNS; j += 64)
+                if (stored(i) && column + j < p.pitch)
+                    tma_store(maps.written[i], tiles + place_of(i) * TILE_BYTES + j / 64 * PANEL, column + j, row, 0);
+        bulk_commit();
+        bulk_wait_read();
+    }
+}
+
+// ---- Consumers ----------------------------------------------------------------------------------------------------
+
+// Gives a slot back to the producers of the cluster. The warp has waited for the wgmmas that read it, and nothing else
+// reads it: no fence_reads.
+DEVICE void release(u32 smem, int slot) { arrive_at_all(smem + EMPTY + 8 * slot); }
+
+// A consumer's place in the ring of a. Bit s of `phases` is the parity of its next use of slot s.
+struct RowRing {
+    u32 bands = 0, phases = 0;
+};
+
+// A warp's 16 rows of a, as wgmma takes them from registers: 4 for each 16 columns.
+DEVICE void keep_rows(u32 (&a)[16 * STEPS], u32 smem, int group, RowRing& ring) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+        const u32 slot = ((ring.bands * CONSUMERS + group) * STEPS + step) % A_STAGES;
+        const u32 at = smem + A_RING + slot * PANEL + row * 128;
+        bar_wait(smem + A_FULL + 8 * (group * A_STAGES + slot), ring.phases >> slot & 1);
+        ring.phases ^= 1 << slot;
+#pragma unroll
+        for (int i = 0; i < BLOCK_K / 16; i++)
+            load_blocks(a + 16 * step + 4 * i, at + ((2 * i + lane / 16 ^ row % 8) << 4));
+        __syncwarp();
+        if (lane == 0) bar_arrive(smem + A_EMPTY + 8 * slot);
+    }
+    ring.bands++;
+}
+
+// d = a b of a block, in this warpgroup's turn; `meanwhile` while the last products are made.
+template <int SUMS, class Meanwhile>
+DEVICE void multiply(float (&d)[SUMS], const u32 (&a)[16 * STEPS], u32 smem, Ring& ring, int group,
+                     const Meanwhile& meanwhile) {
+    constexpr int B_STEP = B_TRANS ? 16 * 128 / 16 : 32 / 16;  // of 16 terms in b's description
+    constexpr int LAST = STEPS < IN_FLIGHT ? STEPS : IN_FLIGHT;  // steps that are in flight in the end
+    named_wait(1 + group);
+#pragma unroll
+    for (int step = 0; step < STEPS; step++, ring.next()) {
+        bar_wait(smem + FULL + 8 * ring.slot, ring.phase);
+        const u64 b = describe(smem + ring.slot * STEP_BYTES, PANEL);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < BLOCK_K / 16; i++)
+            wgmma_from_registers<SUMS, B_TRANS>(d, a + 16 * step + 4 * i, b + i * B_STEP, step + i > 0);
+        wgmma_commit();
+        if (step >= IN_FLIGHT) {
+            wgmma_wait<IN_FLIGHT>();
+            release(smem, ring.before(IN_FLIGHT));
+        }
+    }
+    named_arrive(2 - group);
+    meanwhile();
+    wgmma_wait<0>();
+    pin(d);
+#pragma unroll
+    for (int i = LAST; i > 0; i--) release(smem, ring.before(i));
+}
+
+// One block, whose first column is `column`.
+template <int COLS, bool LAST>
+DEVICE void work(const Problem& p, const u32 (&a)[16 * STEPS], char* shared, u32 smem, Ring& ring, int group,
+                 int column, u32 phase) {
+    float* const bias = (float*)(shared + BIASES) + group * COLUMNS;
+    float d[EPILOGUE == GATE ? COLUMNS : COLS / 2];
+    multiply(d, a, smem, ring, group, [&] {
+        const int mine = threadIdx.x % 128;
+        if (BIAS && mine < COLUMNS)
+            bias[mine] = column + mine < p.cols ? widen(p.bias[(column + mine) * p.bias_stride]) : 0.0f;
+        bar_wait(smem + READY + 8 * group, phase);
+    });
+    if (BIAS) warpgroup_sync(3 + group);
+    finish<COLS, LAST>(d, smem + TILE + group * TILES * TILE_BYTES, bias, p.cols - column);
+    fence_for_tma();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) bar_arrive(smem + STAGED + 8 * group);
+}
+
+DEVICE void consume(const Problem& p, char* shared, u32 smem, int group) {
+    const Range range = range_of(p);
+    Ring ring;
+    RowRing rows;
+    u32 a[16 * STEPS], phase = 0;
+#pragma unroll 1
+    for (int block = range.first; block < range.last; block++, phase ^= 1) {
+        const int column = block % range.columns * COLUMNS;
+        if (block == range.first || column == 0) keep_rows(a, smem, group, rows);
+        if (column + COLUMNS < p.pitch) work<COLUMNS, false>(p, a, shared, smem, ring, group, column, phase);
+        else work<TAIL, true>(p, a, shared, smem, ring, group, column, phase);
+    }
+}
+
+// ---- Both ---------------------------------------------------------------------------------------------------------
+
+DEVICE void init_barriers(u32 smem) {
+    for (int s = 0; s < STAGES; s++) {
+        bar_init(smem + FULL + 8 * s, 1);
+        bar_init(smem + EMPTY + 8 * s, 4 * CONSUMERS * CLUSTER);
+    }
+    for (int s = 0; s < A_STAGES; s++) {
+        for (int g = 0; g < CONSUMERS; g++) bar_init(smem + A_FULL + 8 * (g * A_STAGES + s), 1);
+        bar_init(smem + A_EMPTY + 8 * s, 4);
+    }
+    for (int g = 0; g < CONSUMERS; g++) {
+        bar_init(smem + READY + 8 * g, 1);
+        bar_init(smem + STAGED + 8 * g, 4);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
+fused_mlp_narrow(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
+                 const __grid_constant__ TensorMap b_more_map, const __grid_constant__ TensorMap pre_map,
+                 const __grid_constant__ TensorMap gate_map, const __grid_constant__ TensorMap first_map,
+                 const __grid_constant__ TensorMap second_map, const __grid_constant__ TensorMap third_map,
+                 const __grid_constant__ Problem p) {
+    extern __shared__ __align__(1024) char shared[];
+    const u32 smem = (u32)__cvta_generic_to_shared(shared);
+    if (threadIdx.x == 0) init_barriers(smem);
+    __syncthreads();
+    cluster_sync();
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    if (group == 0) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(40));
+        const Maps maps{&a_map, &b_map, &b_more_map, {&pre_map, &gate_map}, {&first_map, &second_map, &third_map}};
+        if (threadIdx.x % 32 == 0) {
+            if (warp == 0) produce_b(p, maps, smem);
+            else if (warp == 1) produce_a(p, maps, smem);
+            else carry_tiles(p, maps, smem, warp - 2);
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(232));
+        if (group == 2) named_arrive(1);  // the first turn is the first's
+        consume(p, shared, smem, group - 1);
+        if (group == 1) named_wait(1);  // for the last turn that the other has given
+    }
+    __syncwarp();
+    cluster_sync();
+}

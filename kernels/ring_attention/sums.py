@@ -1,0 +1,111 @@
+"""Which calls write sums and which add to them, as data: nothing is zeroed that a call can write.
+
+The fp32 gradients of a rank are sums over several calls, each of which has some of the rows. A call writes its rows
+where none of them has been written before; where some have, the others are zeroed, and it adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from .schedule import Call, Problem, gathered_calls, halves, intersect, schedule, shifted, subtract
+
+Rows = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a call does to sums of its rows: zeroes some before, and adds to all of them, or writes all. `final`: no
+    later call has any of its rows."""
+
+    zeros: tuple[Rows, ...]
+    add: bool
+    final: bool
+
+
+Stage = tuple[tuple[Call, Share, Share], ...]  # calls with their shares of dq, and of dk and dv
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The calls of a backward, those of a stage together.
+
+    gaps    of each stage, rows to be zeroed behind it: of the sums that are handed over then, or to which others then
+            hand their shares
+    rest    rows of dq that no final call has
+    unseen  rows to be zeroed at the end, of dq, or of dk and dv where queries move
+    """
+
+    stages: tuple[Stage, ...]
+    gaps: tuple[tuple[Rows, ...], ...]
+    rest: tuple[Rows, ...]
+    unseen: tuple[Rows, ...]
+
+
+def shares(ranges: Sequence[Rows | None], rows: int) -> list[Share]:
+    """For calls with these rows, one behind the other, of sums that have not been initialised. None: at that place all
+    `rows` must have been."""
+    fresh: list[Rows] = [(0, rows)] if rows else []
+    found = []
+    for place, own in enumerate(ranges):
+        whole = (0, rows) if own is None else own
+        zeros = tuple(intersect(fresh, whole))
+        fresh = subtract(fresh, [whole])
+        writes = own is not None and zeros == (own,)
+        final = not any(later and intersect([later], whole) for later in ranges[place + 1 :])
+        found.append(Share(() if writes else zeros, not writes, final))
+    return found
+
+
+@lru_cache(maxsize=256)
+def of_keys(problem: Problem, rank: int) -> Sums:
+    """Where keys move: the first half of the own block, the partners' blocks, whose gradients are sums of their own,
+    and the second half of the own block. Contributions of others arrive behind the first stage."""
+    steps = schedule(problem, rank, "keys")
+    first, last = halves(steps[0].calls)
+    others = [[shifted(call, k=step.rows[0]) for call in step.calls] for step in steps[1:]]
+    own = shares([*(call.k for call in first), None, *(call.k for call in last)], problem.k_lengths[rank])
+    of_k = [own[: len(first) + 1]]
+    for step, found in zip(steps[1:], others, strict=True):
+        of_k.append(shares([*(call.k for call in found), None], step.rows[1] - step.rows[0]))
+    return _sums(problem, rank, [first, *others, last], [*of_k, own[len(first) + 1 :]])
+
+
+@lru_cache(maxsize=256)
+def of_all(problem: Problem, rank: int) -> Sums:
+    """Where all keys are gathered: one stage."""
+    calls = [call for call in gathered_calls(problem, rank) if call.k[0] < call.k[1]]
+    return _sums(problem, rank, [calls], [shares([*(call.k for call in calls), None], sum(problem.k_lengths))])
+
+
+@lru_cache(maxsize=256)
+def of_queries(problem: Problem, rank: int) -> Sums:
+    """Where queries move: a stage for each rank's, the own ones first, of whose dq the contributions of others arrive
+    behind it. `gaps` are of dq here, and dk and dv are sums over all stages."""
+    steps = schedule(problem, rank, "queries")
+    calls = [[shifted(call, q=step.rows[0] if s else 0) for call in step.calls] for s, step in enumerate(steps)]
+    of_k = iter(shares([*(call.k for found in calls for call in found), None], problem.k_lengths[rank]))
+    stages, gaps = [], []
+    for s, (step, found) in enumerate(zip(steps, calls, strict=True)):
+        rows = step.rows[1] - step.rows[0] if s else problem.q_lengths[rank]
+        *of_q, behind = shares([*(call.q for call in found), None], rows)
+        stages.append(tuple((call, mine, next(of_k)) for call, mine in zip(found, of_q, strict=True)))
+        gaps.append(behind.zeros)
+    return Sums(tuple(stages), tuple(gaps), (), next(of_k).zeros)
+
+
+def _sums(problem: Problem, rank: int, calls: Sequence[Sequence[Call]], of_k: Sequence[Sequence[Share]]) -> Sums:
+    """`of_k`: for each stage the shares of its calls, and one for what is behind it, if that matters."""
+    queries = problem.q_lengths[rank]
+    of_q = iter(shares([*(call.q for found in calls for call in found), None], queries))
+    stages: list[Stage] = []
+    rest: list[Rows] = [(0, queries)] if queries else []
+    for found, theirs in zip(calls, of_k, strict=True):
+        stages.append(tuple((call, next(of_q), share) for call, share in zip(found, theirs, strict=False)))
+        rest = subtract(rest, [call.q for call, share, _ in stages[-1] if share.final])
+    gaps = tuple(
+        theirs[-1].zeros if len(theirs) > len(found) else () for found, theirs in zip(calls, of_k, strict=True)
+    )
+    return Sums(tuple(stages), gaps, tuple(rest), next(of_q).zeros)

@@ -1,0 +1,154 @@
+"""On two GPUs: what the CPU's processes cannot show of dtypes, widths, NCCL, and torch's context parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from harness.spec import Case
+
+from ..attention import attention
+from . import bench, context_parallel, peers, release, ring_attention
+from .layout import cut, positions
+from .test_world import spread
+
+pytestmark = [
+    pytest.mark.gpu(min_capability=(9, 0)),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+LENGTH, SAMPLED = 65536, 48
+
+
+def _small(dim: int, dtype: torch.dtype, **params: Any) -> Case:
+    """`check_shard` makes a problem of some 768 rows of it."""
+    dims = dict(batch=1, kv_heads=2, group=2, queries=LENGTH, keys=LENGTH, dim=dim)
+    return Case(f"d{dim}-{dtype}-{params}", dims, dtype, params, world_size=2)
+
+
+CASES = [
+    _small(dim, dtype, causal=causal, layout=layout, rotate=rotate)
+    for dim, dtype, causal, layout, rotate in (
+        (64, torch.float16, True, "zigzag", "keys"),
+        (128, torch.float16, True, "striped", "keys"),
+        (128, torch.float16, False, "contiguous", "queries"),
+        (128, torch.bfloat16, True, "contiguous", "keys"),
+        (64, torch.bfloat16, True, "striped", "gather"),
+        (256, torch.bfloat16, True, "zigzag", "keys"),
+        (256, torch.float16, False, "contiguous", "gather"),
+        (80, torch.bfloat16, True, "zigzag", "queries"),
+    )
+]
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _in_deterministic_mode(q, k, v, **options):
+    return peers.run_within(_deterministic, partial(ring_attention, **options), q, k, v)
+
+
+def _ours(rank: int, world: int) -> dict[str, Any]:
+    device = f"cuda:{rank}"
+    found: dict[str, Any] = {}
+    for case in CASES:
+        found[case.name] = bench.check_shard(ring_attention, case, "bwd", device)
+    case = _small(128, torch.bfloat16, causal=True)
+    found["deterministic"] = bench.check_shard(_in_deterministic_mode, case, "bwd", device)
+    found["repeats"] = _repeats(device)
+
+    def of_a_model(q, k, v, causal=False, **_):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+    within = context_parallel(of_a_model, dist.group.WORLD)
+    found["context_parallel"] = bench.check_shard(within, case, "bwd", device)
+    found["long"] = _long(rank, world, device)
+    release()
+    return found
+
+
+def _repeats(device: str) -> str | None:
+    """Whether the gradients are the same bits in deterministic mode."""
+    shape = (1, 4, 2048, 128)
+    q, k, v, dout = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(4))
+    runs = []
+    for _ in range(3):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = _in_deterministic_mode(*leaves, causal=True)
+        runs.append((out, *torch.autograd.grad(out, leaves, dout)))
+    same = all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+    return None if same else "runs differ"
+
+
+def _long(rank: int, world: int, device: str) -> str | None:
+    """Some rows of out and dq against fp64; the error may be that of the one-GPU kernel on the same rows, and half."""
+    generator = torch.Generator(device).manual_seed(3)
+    shapes = [(1, heads, LENGTH, 128) for heads in (8, 2, 2, 8)]
+    q, k, v, dout = (torch.randn(s, device=device, dtype=torch.bfloat16, generator=generator) for s in shapes)
+
+    def gradients(attend: Any, tensors: list[torch.Tensor], dout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        out = attend(*leaves, causal=True)
+        return out.detach(), torch.autograd.grad(out, leaves, dout)[0]
+
+    mine = partial(cut, dim=2, rank=rank, world=world, layout="zigzag")
+    rows = torch.linspace(0, LENGTH // world - 1, SAMPLED, device=device).long()
+    place = positions(LENGTH // world, rank, world, "zigzag").to(device)[rows]
+    found = [x[:, :, rows] for x in gradients(ring_attention, [mine(x) for x in (q, k, v)], mine(dout))]
+    alone = [x[:, :, place] for x in gradients(attention, [q, k, v], dout)]
+
+    wide_k, wide_v = (x.double().repeat_interleave(4, 1) for x in (k, v))
+    scale = 128**-0.5
+    s = q[:, :, place].double() @ wide_k.mT * scale
+    p = s.masked_fill(torch.arange(LENGTH, device=device) > place[:, None], -torch.inf).softmax(3)
+    out, do = p @ wide_v, dout[:, :, place].double()
+    dp = do @ wide_v.mT
+    exact = [out, p * (dp - (do * out).sum(3, keepdim=True)) @ wide_k * scale]
+    for name, ours, one, right in zip(("out", "dq"), found, alone, exact, strict=True):
+        error, allowed = (float((x.double() - right).square().mean().sqrt()) for x in (ours, one))
+        if not error <= 1.5 * allowed + 2**-9 * float(right.square().mean().sqrt()):
+            return f"rank {rank}: {name} is off by {error:.3g}, on one GPU by {allowed:.3g}"
+    return None
+
+
+def test_dtypes_widths_layouts_deterministic_mode_and_a_long_sequence(tmp_path: Path) -> None:
+    for found in spread(2, _ours, tmp_path, backend="nccl"):
+        assert {name: reason for name, reason in found.items() if reason} == {}
+
+
+def _torchs(rank: int, world: int) -> dict[str, Any]:
+    """In turn, so that what one leaves behind would show in the next."""
+    device, found = f"cuda:{rank}", {}
+    for mask in (True, False):
+        case = _small(128, torch.bfloat16, causal=mask)
+        for name, (backend, rotate) in (
+            ("ridgeline", ("ridgeline", "allgather")),
+            ("flash", ("flash", "alltoall")),
+            ("ridgeline again", ("ridgeline", "alltoall")),
+            ("cudnn", ("cudnn", "allgather")),
+        ):
+            attend = peers.context_parallel(backend, rotate)
+            found[f"{name} {mask}"] = bench.check_shard(attend, case, "bwd", device)
+            if torch.nn.attention.current_flash_attention_impl() is not None:
+                found[f"{name} {mask} after"] = "left its flash attention behind"
+    return found
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.attention, "activate_flash_attention_impl"), reason="no such registry")
+def test_torchs_context_parallel_on_our_kernels_and_on_its_own(tmp_path: Path) -> None:
+    for found in spread(2, _torchs, tmp_path, backend="nccl"):
+        assert {name: reason for name, reason in found.items() if reason} == {}

@@ -1,0 +1,69 @@
+"""The two directions by themselves: rmsnorm's results, and its gradients from partial sums."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from . import rmsnorm, rmsnorm_backward, rmsnorm_forward
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _inputs(dtype: torch.dtype, *shape: int) -> tuple[torch.Tensor, ...]:
+    source = torch.Generator(DEVICE).manual_seed(0)
+    x, residual, dy, dh = (torch.randn(shape, device=DEVICE, generator=source).to(dtype) for _ in range(4))
+    weight = torch.randn(shape[-1], device=DEVICE, generator=source)
+    return x, residual, dy, dh, weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", [(37, 24), (2, 5, 64), (1, 8), (3, 20000), (0, 16)], ids=str)
+@pytest.mark.parametrize("residual", [True, False])
+def test_both_directions_are_rmsnorms(dtype: torch.dtype, shape: tuple[int, ...], residual: bool) -> None:
+    x, other, dy, dh, weight = _inputs(dtype, *shape)
+    leaves = [t.clone().requires_grad_() for t in (x, weight)]
+    other = other if residual else None
+    results = rmsnorm(*leaves, 1e-5, other, 0.5)
+    y, h = results if residual else (results, x)
+    expected = torch.autograd.grad([y, h] if residual else [y], leaves, [dy, dh] if residual else [dy])
+    found_y, found_h, rstd = rmsnorm_forward(x, weight, 1e-5, other, 0.5)
+    assert torch.equal(found_y, y) and torch.equal(found_h, h)
+    dx, partial = rmsnorm_backward(dy, found_h, rstd, weight, dh if residual else None, 0.5)
+    assert torch.equal(dx, expected[0]) and partial.dtype == torch.float32 and partial.shape[1:] == weight.shape
+    torch.testing.assert_close(partial.sum(0), expected[1], rtol=1e-5, atol=1e-5)
+
+
+def test_traced_calls_are_the_same() -> None:
+    x, residual, dy, dh, weight = _inputs(torch.float32, 7, 24)
+
+    def both(x, residual, dy, dh, weight):
+        _, h, rstd = rmsnorm_forward(x, weight, residual=residual)
+        return rmsnorm_backward(dy, h, rstd, weight, dh)
+
+    traced = torch.compile(both, backend="aot_eager", fullgraph=True)
+    given = (x, residual, dy, dh, weight)
+    assert all(torch.equal(a, b) for a, b in zip(both(*given), traced(*given), strict=True))
+
+
+def test_wrong_arguments() -> None:
+    x, _, dy, _, weight = _inputs(torch.float32, 7, 24)
+    _, h, rstd = rmsnorm_forward(x, weight)
+    given = dict(dy=dy, h=h, rstd=rstd, weight=weight)
+    for name, value, error, message in (
+        ("dy", dy.half(), TypeError, "dy must be a tensor of torch.float32"),
+        ("dy", dy[1:], ValueError, r"dy must be \(7, 24\)"),
+        ("h", h.long(), TypeError, "h must be a tensor of float32, float16 or bfloat16"),
+        ("rstd", rstd.double(), TypeError, "rstd must be a tensor of torch.float32"),
+        ("rstd", rstd[1:], ValueError, r"rstd must be \(7,\)"),
+        ("rstd", rstd.repeat_interleave(2)[::2], ValueError, "rstd must be contiguous"),
+        ("weight", weight[1:], ValueError, r"weight must be \(24,\)"),
+        ("weight", None, TypeError, "weight must be a tensor of float32, float16 or bfloat16"),
+        ("dh", dy.half(), TypeError, "dh must be a tensor of torch.float32"),
+        ("weight_offset", "1", TypeError, "weight_offset must be a number"),
+        ("weight", weight.clone().requires_grad_(), RuntimeError, "weight must not require grad"),
+    ):
+        with pytest.raises(error, match=message):
+            rmsnorm_backward(**{**given, name: value})
+    with pytest.raises(RuntimeError, match="x must not require grad"):
+        rmsnorm_forward(x.clone().requires_grad_(), weight)
