@@ -19,9 +19,9 @@ def pick_config(blocks: int, capability: tuple[int, int]) -> Config:
     """Configuration of all three kernels, of `blocks` blocks in a chunk. Pure.
 
     A warp has whole blocks, so that the maximum of one never crosses warps: 8 elements a lane. Sixteen blocks a CTA of
-    4 warps are 32 elements a thread: four 16-byte loads of bf16 in flight, 16 bytes of 4-bit codes to store, and a
-    seventh fewer instructions an element than eight (EXPERIMENTS.md). Small chunks take smaller CTAs, to fill more SMs.
-    Chosen by counted instructions, not by measured times.
+    4 warps are 32 elements a thread: four 16-byte loads of bf16 in flight, 16 bytes of 4-bit codes to store. Small
+    chunks take smaller CTAs, to fill more SMs. Of 256 MiB in 4 bits on two H200 sixteen take 266 us; with codes that
+    stay with their lane, and so stores of 4 bytes over NVLink, eight take 302 and sixteen 384 (EXPERIMENTS.md).
     """
     if blocks < 8 * 132:
         return Config(4, 4)

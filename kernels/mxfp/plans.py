@@ -63,7 +63,7 @@ def _quantize_launches(x: torch.Tensor, layout: Format, stochastic: bool, find_s
     """Takes (x, data, scales, tensor_scale, seed). x [rows, dim]. Where the scale of the tensor is to be found, another
     launch before seeks the largest magnitude."""
     (rows, dim), (stride_m, stride_n) = x.shape, x.stride()
-    pairs = configs.pick_pairs(rows, dim, x.stride(), layout.block, stochastic, x.dtype, _capability(x))
+    pairs = configs.pick_pairs(rows, dim, (stride_m, stride_n), layout.block, stochastic, x.dtype, _capability(x))
     if pairs and x.data_ptr() % 16 == 0:
         return _pairs_launches(x, layout, pairs, find_scale)
     padded = layout.blocks(dim) * layout.block
