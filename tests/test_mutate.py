@@ -130,6 +130,14 @@ def test_results_that_no_longer_hold_are_dropped(tmp_path, monkeypatch):
     assert {(line["key"], line["status"]) for line in kept} == {(every[0].key, "survived"), (every[2].key, "killed")}
 
 
+def test_a_reason_has_no_folder_of_this_machine(tmp_path, monkeypatch):
+    (mutant, *_) = python_mutants(SOURCE, tmp_path, monkeypatch)
+    told = "/home/me/.venv/lib/triton/runtime/interpreter.py:1353: ValueError: 1/2 of kernels/one/op.py"
+    answer = {"status": "killed", "by": "kernels/one/test_one.py::test", "reason": told, "seconds": 1.0}
+    kept = results.line(mutant, "interpreter", "c", answer)
+    assert kept["reason"] == "interpreter.py:1353: ValueError: 1/2 of op.py" and kept["by"] == answer["by"]
+
+
 def test_what_the_original_passes_is_found_out_once(tmp_path, monkeypatch):
     """Beside the results of mutants, which do not see it; until source, checks, tests or the machine change."""
     passed = {"checks": {"gelu.fwd.1x1-fp32.triton-accuracy": 0.1}, "tests": {}}

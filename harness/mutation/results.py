@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import re
 from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +19,7 @@ from .mutants import Mutant
 
 FOLDER = registry.ROOT / "reports" / "mutants"
 KILLED = ("killed", "hang", "crash")
+_FOLDERS = re.compile(r"\S*/(?=[\w.-]+\.py\b)")  # in front of a file's name: they are those of one machine
 
 
 def path(kernel: str, folder: Path = FOLDER) -> Path:
@@ -31,7 +33,7 @@ def line(mutant: Mutant, device: str, checks: str, answer: Mapping[str, Any]) ->
         "device": device,
         "status": answer["status"],
         "by": answer["by"],
-        "reason": answer["reason"],
+        "reason": _FOLDERS.sub("", answer["reason"]),
         "seconds": answer["seconds"],
         "file": mutant.file,
         "function": mutant.function,
