@@ -19,7 +19,8 @@ TEXT = (
     "*Bytes sent* are those of one GPU over its links, *uncompressed* those of the exchange named in the last column. "
     "*Without transfers* is the time with transfers replaced by local copies. *Pays below* is the speed of a link, "
     "each way, at which (bytes saved) / speed is that time: on a faster link the kernels take more than that saves. "
-    "It hides no transfer behind a kernel, so that it is the lower bound of where compression pays. It is held against "
+    "It assumes that no transfer overlaps with a kernel and that a transfer's time is proportional to its bytes: of "
+    "large messages it is the lower bound of where compression pays. It is held against "
     "the speed at which the uncompressed exchange of the same rounds went over the links that the case ran on; what "
     "counts there is the measured ratio."
 )

@@ -49,7 +49,7 @@ class Chains:
                 pending.wait()
 
     def precede(self, transport: Transport) -> None:
-        """Transfers that come next run after the calls so far."""
+        """Later transfers run after the calls so far of the other stream; the current one is waited for anyway."""
         for stream in self.others:
             transport.follow(stream)
 

@@ -1,16 +1,16 @@
 """Writes into peers' memory by copy engines, through torch's symmetric memory.
 
 A transfer takes two signals. The rank where it arrives says "ready" to the one that sends, once its stream has come
-past all that reads the room; the sender then writes, and says "arrived", for which the receiver waits. Every signal is
-waited for once, so that nothing else is to be agreed on: neither a barrier nor the order in which rooms are used. All
-ranks queue the same transfers in the same order, and of each what they say before what they wait for. So they do not
-wait for each other in a circle, not even where the streams of a rank share one hardware queue.
+past all that reads the room; the sender then writes, and says "arrived", for which the receiver waits. Each signal has
+one wait, so that no barrier is needed. All ranks enqueue the same transfers in the same order; of each, "ready" comes
+before every wait, and the wait for "arrived" last. So no cycle forms, not even where the streams of a rank share one
+hardware queue.
 """
 
 from __future__ import annotations
 
 import socket
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,13 +21,12 @@ from . import driver
 from .rows import copied
 from .transport import Block, Nothing, Pending, aligned, members, placed, room_bytes
 
-_ARENAS_KEPT = 4
 READY, ARRIVED = 0, 1
 
 
 class PeerWrites:
-    """Copies into the peers' memory by the copy engines, straight from what is sent, on a stream of its own. No
-    multicast is used, and no SM but for what has no pieces (`driver.pieces`), of which a contiguous copy is made.
+    """Copies into the peers' memory by the copy engines, straight from what is sent, on the group's copy stream. No
+    multicast is used, and no SM but for what no strided copy can express (`driver.pieces`), which is copied first.
 
     rooms   the largest blocks of each room, over all ranks; in the same order on all
     """
@@ -63,14 +62,14 @@ class PeerWrites:
             if receives:
                 signals.say(READY, source)
             if sends:
-                signals.wait(READY, to)
-                if signals.takes_sms:  # which the kernels that come next would all have
-                    current.wait_stream(self.side)
+                signals.wait(signals.expected(READY, to))
                 for mine, theirs in zip(sent, places, strict=True):
                     if mine.numel():
                         driver.copy(mine, theirs, self.side)
                 signals.say(ARRIVED, to)
-        return _Transfer(signals, self.side, self.device, source if receives else None)
+        # Expected now: a call that ends by an error before it waits leaves the counts of later ones right.
+        arrival = signals.expected(ARRIVED, source) if receives else None
+        return _Transfer(signals, self.side, self.device, arrival)
 
     def follow(self, stream: torch.cuda.Stream) -> None:
         self.side.wait_stream(stream)
@@ -87,26 +86,24 @@ class _Transfer:
     """The wait for an arrival is queued only when somebody waits: behind the kernels that the transfer is overlapped
     with, which it would hold up where the streams share a hardware queue."""
 
-    signals: StreamSignals | KernelSignals
+    signals: StreamSignals
     side: torch.cuda.Stream
     device: torch.device
-    source: int | None
+    arrival: tuple[int, int] | None
     done: torch.cuda.Event | None = None
 
     def wait(self) -> None:
         if self.done is None:
-            if self.source is not None:
+            if self.arrival is not None:
                 with torch.cuda.stream(self.side):
-                    self.signals.wait(ARRIVED, self.source)
+                    self.signals.wait(self.arrival)
             self.done = self.side.record_event()
         torch.cuda.current_stream(self.device).wait_event(self.done)
 
 
 class StreamSignals:
-    """Signals that streams write and wait for without a kernel: a number for each kind and each pair of ranks, which
-    counts up. A rank's numbers, [kind, from which rank], lie at the beginning of its arena."""
-
-    takes_sms = False
+    """Counters that streams write and wait for without a kernel (cuStreamWriteValue32, cuStreamWaitValue32): one for
+    each kind and each pair of ranks. A rank's counters, [kind, from which rank], lie at the beginning of its arena."""
 
     def __init__(self, arena: _Arena) -> None:
         self.rank, self.world = arena.handle.rank, arena.handle.world_size
@@ -119,28 +116,13 @@ class StreamSignals:
         where = self.addresses[to] + 4 * (kind * self.world + self.rank)
         driver.write_value(torch.cuda.current_stream(), where, self.said[kind, to])
 
-    def wait(self, kind: int, source: int) -> None:
+    def expected(self, kind: int, source: int) -> tuple[int, int]:
+        """The next signal of that kind from there: the counter's address, and its value by then."""
         self.awaited[kind, source] += 1
-        where = self.addresses[self.rank] + 4 * (kind * self.world + source)
-        driver.wait_value(torch.cuda.current_stream(), where, self.awaited[kind, source])
+        return self.addresses[self.rank] + 4 * (kind * self.world + source), self.awaited[kind, source]
 
-
-class KernelSignals:
-    """The same by torch's kernels of one warp, which wait for an SM."""
-
-    takes_sms = True
-
-    def __init__(self, arena: _Arena) -> None:
-        self.handle = arena.handle
-
-    def say(self, kind: int, to: int) -> None:
-        self.handle.put_signal(to, kind)
-
-    def wait(self, kind: int, source: int) -> None:
-        self.handle.wait_signal(source, kind)
-
-
-SIGNALS: type[StreamSignals] | type[KernelSignals] = StreamSignals
+    def wait(self, signal: tuple[int, int]) -> None:
+        driver.wait_value(torch.cuda.current_stream(), *signal)
 
 
 class _Arena:
@@ -163,21 +145,21 @@ class _Arena:
         self.handle.barrier()  # all numbers are 0
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.stream.wait_stream(torch.cuda.current_stream(device))
-        self.signals = SIGNALS(self)
+        self.signals = StreamSignals(self)
         self.size, self.group, self.device = size, group, device  # the group is kept, so that no other has its id
 
     def finish(self) -> None:
-        """Waits until nothing of this rank's reads or writes it. What peers write here is waited for by the calls that
-        they write for."""
+        """Waits for this rank's work. What peers write here was waited for by the calls that they write for."""
         torch.cuda.synchronize(self.device)
 
 
-_ARENAS: OrderedDict[tuple[int, torch.device], _Arena] = OrderedDict()
+_ARENAS: dict[tuple[int, torch.device], _Arena] = {}
 
 
 def _arena(group: dist.ProcessGroup, device: torch.device, size: int) -> _Arena:
-    """The group's arena, a new one where that is too small. All ranks ask for the same sizes in the same order, so all
-    take the same way here: to make one is a collective call."""
+    """The group's arena, a new one where that is too small. All ranks of a group ask for the same sizes in the same
+    order, so all take the same way here: to make one is a collective call. None is dropped for that of another group,
+    which not all of them are in: `release` frees them."""
     key = id(group), device
     found = _ARENAS.pop(key, None)
     if found is None or found.size < size:
@@ -186,9 +168,6 @@ def _arena(group: dist.ProcessGroup, device: torch.device, size: int) -> _Arena:
             del found
         found = _Arena(group, device, size)
     _ARENAS[key] = found
-    while len(_ARENAS) > _ARENAS_KEPT:
-        _, oldest = _ARENAS.popitem(last=False)
-        oldest.finish()
     return found
 
 
@@ -209,7 +188,7 @@ def peer_writes_reason(devices: Sequence[tuple[str, str, int]]) -> str | None:
         return "the ranks are on several hosts"
     indices = [index for _, _, index in devices]
     if len(set(indices)) < len(indices):
-        return "ranks share a GPU"
+        return "ranks share a GPU, or each process sees only its own"
     if max(indices) >= torch.cuda.device_count():
         return "this process does not see the GPUs of all ranks"
     if not all(torch.cuda.can_device_access_peer(a, b) for a in indices for b in indices if a != b):

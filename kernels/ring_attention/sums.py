@@ -1,4 +1,5 @@
-"""Which calls write sums and which add to them, as data: nothing is zeroed that a call can write.
+"""Which calls write fp32 sums (beta = 0) and which add to them (beta = 1), as data: nothing is zeroed that a call can
+write.
 
 The fp32 gradients of a rank are sums over several calls, each of which has some of the rows. A call writes its rows
 where none of them has been written before; where some have, the others are zeroed, and it adds.
@@ -32,8 +33,8 @@ Stage = tuple[tuple[Call, Share, Share], ...]  # calls with their shares of dq, 
 class Sums:
     """The calls of a backward, those of a stage together.
 
-    gaps    of each stage, rows to be zeroed behind it: of the sums that are handed over then, or to which others then
-            hand their shares
+    gaps    of each stage, rows that are zeroed after it: before a sum is sent, or before others' contributions are
+            added to it
     rest    rows of dq that no final call has
     unseen  rows to be zeroed at the end, of dq, or of dk and dv where queries move
     """
@@ -45,8 +46,8 @@ class Sums:
 
 
 def shares(ranges: Sequence[Rows | None], rows: int) -> list[Share]:
-    """For calls with these rows, one behind the other, of sums that have not been initialised. None: at that place all
-    `rows` must have been."""
+    """For calls with these rows, one after the other, of sums that have not been initialised. None: a point where all
+    `rows` must be initialised; its `zeros` are those that are not yet."""
     fresh: list[Rows] = [(0, rows)] if rows else []
     found = []
     for place, own in enumerate(ranges):

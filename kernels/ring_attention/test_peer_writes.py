@@ -38,16 +38,17 @@ class _Stream:
 
 
 class _Signals:
-    takes_sms = False
-
     def __init__(self, posted: dict, rank: int) -> None:
         self.posted, self.rank = posted, rank
 
     def say(self, kind: int, to: int) -> None:
         self.posted[kind, self.rank, to].release()
 
-    def wait(self, kind: int, source: int) -> None:
-        assert self.posted[kind, source, self.rank].acquire(timeout=SECONDS), "nothing was said"
+    def expected(self, kind: int, source: int) -> tuple[int, int]:
+        return kind, source
+
+    def wait(self, signal: tuple[int, int]) -> None:
+        assert self.posted[(*signal, self.rank)].acquire(timeout=SECONDS), "nothing was said"
 
 
 def _emulated(name: str, *arguments: object) -> None:

@@ -269,7 +269,7 @@ def test_what_keeps_peers_from_reading_each_other() -> None:
     one = ("host", "nccl", 0)
     assert peer_writes_reason([("host", "gloo", 0)] * 2) == "the group's backend is gloo, not nccl"
     assert peer_writes_reason([one, ("other", "nccl", 0)]) == "the ranks are on several hosts"
-    assert peer_writes_reason([one, one]) == "ranks share a GPU"
+    assert peer_writes_reason([one, one]) == "ranks share a GPU, or each process sees only its own"
 
 
 def _gpu_calls(rank: int, world: int, runs: dict[str, Run]) -> dict[str, dict[str, torch.Tensor]]:

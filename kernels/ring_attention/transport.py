@@ -6,11 +6,12 @@ the current stream has been given. Tensors are [B, H, rows, …].
 
     sendable(x)                               x, or a copy of it whose rows can be sent
     room(index, blocks, rank)                 tensors in rank's room of that index, where transfers to it arrive
-    exchange(sent, to, places, into, source)  sends to rank `to`, into `places` of its rooms; `source` sends `into` ours
-    follow(stream)                            what comes next also runs after what this stream has been given
-    close()                                   the end of a call, from here on in the stream
+    exchange(sent, to, places, into, source)  sends to rank `to`, into its `places`; receives from `source`, in `into`
+    follow(stream)                            later transfers also wait for what has been enqueued on this stream
+    close()                                   ends a call: later work on the current stream runs after its transfers
 
-A room is free for the next transfer once the current stream has been given all that reads the last one.
+All that reads a room is enqueued, on the current stream or on one passed to `follow`, before the next `exchange` into
+it.
 """
 
 from __future__ import annotations
@@ -133,6 +134,9 @@ class Nothing(Messages):
         source: int,
     ) -> Pending:
         return _Works()
+
+    def follow(self, stream: torch.cuda.Stream) -> None:
+        """Nothing is sent behind it."""
 
 
 @dataclass
