@@ -12,14 +12,15 @@
 //   shared memory  b written once and read by two warpgroups, 384 KiB at 128 bytes a cycle              3072
 //                  64 KiB for each tensor that is stored or loaded                                      512 each
 //   L2             128 KiB of b, by two CTAs: 16 bytes a cycle; 8 for each tensor
-// So the tensor cores bind ACT, if epilogues run beside products and a is not read from shared memory. That is full at
-// 3584, 4096 where pre is stored, and 4608 of DACT. 205 000 rows of 1376 columns are 289 GFLOP, 366 us at 790 TFLOP/s;
-// ACT moves 0.8 GB, with pre 1.3 GB, and DACT 1.9 GB, 450 us at 4254 GB/s, which then bind.
+// So the tensor cores bind ACT, if epilogues run beside products and a is not read from shared memory. Shared memory is
+// busy for 3584 cycles, 4096 where pre is stored, and 4608 in DACT. 205 000 rows of 1376 columns are 289 GFLOP, 366 us
+// at 790 TFLOP/s; ACT moves 0.8 GB, with pre 1.3 GB, and DACT 1.9 GB, 450 us at 4254 GB/s, which then bind.
 //
 // A CTA is a producer warpgroup and two consumer warpgroups, with 64 rows of a each in registers: 128 for 512 terms.
-// Each takes all columns of the result, COLUMNS at a time, in 64 registers of sums. Named barriers give the turns: one
-// multiplies, 2048 cycles, while the other is in its epilogue. The second is one block of columns behind, so that the
-// ring of b, which both read, holds a block and what is loaded in advance: STAGES >= STEPS.
+// Each takes all columns of the result, COLUMNS at a time, in 64 accumulator registers (ping-pong). Named barriers give
+// the turns: one multiplies, 2048 cycles, while the other is in its epilogue, which begins with the wait for its last
+// products and has 1792 of them. The second reads the same steps of b one turn later, so that the ring of b holds a
+// block and what is loaded in advance: STAGES >= STEPS.
 //
 // Blocks are numbered along the columns of CLUSTER row tiles below each other, then the next rows. A cluster takes a
 // contiguous range of them: ranges differ by one block at most, and a is loaded once or twice for each row tile.
