@@ -83,13 +83,14 @@ def _in_half(s: Subject, mode: str) -> Subject | None:
 
 
 def _products(s: Subject, mode: str) -> None:
-    """Large values in every two of the floating-point inputs at once."""
+    """Large values in every two of the floating-point inputs at once. Where PyTorch overflows itself, what comes out
+    depends on which intermediate results are rounded to 16 bits: a kernel that keeps some in fp32 has another."""
     inputs, out_grads = prepared(s, s.inputs(), mode)
     clean = expected(s.spec, inputs, out_grads)
     names = [n for n, t in inputs.items() if isinstance(t, torch.Tensor) and t.is_floating_point() and t.numel()]
     for one, two in itertools.combinations(names, 2):
         changed = _planted(s, _planted(s, inputs, one, _together), two, _together)
-        _examine(s, changed, [one, two], out_grads, clean, f"rows of 300 in {one} and {two}, in fp16")
+        _examine(s, changed, [one, two], out_grads, clean, f"rows of 300 in {one} and {two}, in fp16", True)
 
 
 def _planted(s: Subject, inputs: Inputs, name: str, plant: Plant) -> Inputs:
@@ -101,11 +102,19 @@ def _planted(s: Subject, inputs: Inputs, name: str, plant: Plant) -> Inputs:
 
 
 def _examine(
-    s: Subject, inputs: Inputs, names: list[str], out_grads: OutGrads | None, clean: Expected, where: str
+    s: Subject,
+    inputs: Inputs,
+    names: list[str],
+    out_grads: OutGrads | None,
+    clean: Expected,
+    where: str,
+    where_eager_is_finite: bool = False,
 ) -> None:
     truth = expected(s.spec, inputs, out_grads)
     results = guarded_call(s, inputs, out_grads, where=where).copies
     for part, text in _parts(truth, clean, {n: inputs[n] for n in names}):
+        if where_eager_is_finite:
+            part = [mask & eager.isfinite() for mask, eager in zip(part, truth.eager, strict=True)]
         verdict = truth.verdict(results, s.case, s.spec, part, clean.oracle)
         if not verdict.ok:
             raise Rejected(verdict, f"{where}, {text}")

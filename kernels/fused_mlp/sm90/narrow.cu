@@ -172,8 +172,9 @@ DEVICE void keep_rows(u32 (&a)[16 * STEPS], u32 smem, int group, RowRing& ring) 
         for (int i = 0; i < BLOCK_K / 16; i++)
             load_blocks(a + 16 * step + 4 * i, at + ((2 * i + lane / 16 ^ row % 8) << 4));
         __syncwarp();
-        if (lane == 0) bar_arrive(smem + A_EMPTY + 8 * slot);
+        if (lane == 0) bar_arrive(smem + A_EMPTY + 8 * slot);  // in one CTA the order of issue is that of effect
     }
+    fence_reads();  // NVRTC 13.0 has them pending behind the first releases of b; once for all columns
     ring.bands++;
 }
 
