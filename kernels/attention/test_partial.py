@@ -173,7 +173,10 @@ def test_queries_in_pieces_give_the_bits_of_the_whole(device):
     q, k, v, _ = _inputs(device, torch.float16, 2, 1, 64, 40, 32)
     whole, _ = _merged(q, k, v, (40,))
     pieces = torch.cat([_merged(q[:, :, i : i + 32], k, v, (40,))[0] for i in (0, 32)], 2)
-    assert torch.equal(whole, pieces)
+    if whole.is_cuda:
+        assert torch.equal(whole, pieces)
+    else:  # the interpreter's products are NumPy's, whose sums may depend on how many rows a tile has
+        torch.testing.assert_close(whole, pieces, rtol=1e-5, atol=1e-6)
 
 
 def test_one_block_is_attention(device):
