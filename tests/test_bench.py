@@ -11,6 +11,7 @@ import torch
 
 from harness import execute, options, record, registry
 from harness.commands.bench import Group, Interrupt
+from harness.roofline import Ceilings
 from harness.rows import described
 from harness.spec import COMPILED, COMPILED_MAX, EAGER, Cost, Peer, Yardstick
 
@@ -113,6 +114,13 @@ def test_a_yardstick_is_neither_ours_nor_a_peer_and_has_a_cost_of_its_own():
     }
     assert rows["copy"]["cost"]["bytes"] == 123 != rows["eager"]["cost"]["bytes"]
     assert execute.load(spec, "copy", spec.cases[0], "fwd")(x=torch.ones(2)).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(("flops", "long"), [(9e14, False), (2e15, True)])
+def test_a_call_is_long_by_its_roofline(flops, long):
+    spec = dataclasses.replace(registry.load("rmsnorm"), cost=lambda case, mode: Cost(flops, 1, pipe="bf16"))
+    session = SimpleNamespace(ceilings=Ceilings(4e12, {"bf16": 1e15}))
+    assert Group(session, options.Selection(spec, spec.cases[:1], ("fwd",), ()), spec.cases[0], "fwd")._long() == long
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -104,3 +104,9 @@ def test_a_leak_grows_with_the_calls() -> None:
     honest = memory.growth_bytes(lambda: torch.ones(size), CPU)
     assert leaking is not None and leaking >= 0.95 * memory.GROWTH_CALLS * 4 * size
     assert honest is not None and honest < 2 * size
+
+
+def test_of_long_calls_there_is_no_growth() -> None:
+    calls: list[int] = []
+    found = memory.measure(lambda: calls.append(1), CPU, saved=7, growth=False)
+    assert (found.saved, found.growth) == (7, None) and len(calls) == 2

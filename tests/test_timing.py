@@ -288,3 +288,5 @@ def test_more_launches_than_the_queue_holds_are_timed_in_a_graph(clock):
     assert result.unheld == {"step"} and result.headline("step") == "graph"
     columns = result.columns["step"]
     assert columns["graph"]["median_us"] < columns["cold"]["median_us"]
+    loose = clock.measure([timing.Contender("step", lambda index: step)], held=False)
+    assert not loose.unheld and loose.headline("step") == "cold" and loose.warnings == {"step": []}

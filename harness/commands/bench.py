@@ -38,6 +38,9 @@ from ..timed_data import timed_data
 from . import calibrate
 
 SUSTAINED_SECONDS = 1.0
+#: A call whose roofline is longer is made few times: one set of inputs, which no cache holds, none for the growth of
+#: memory or a sustained figure. The host's time to its first launch is nothing, so no round is held back.
+LONG_SECONDS = 1.0
 STUCK_SECONDS = 120.0
 
 
@@ -306,10 +309,12 @@ class Group:
             self.done.setdefault(name, self._row(name, status, reason))
 
     def _measure(self) -> None:
+        torch._dynamo.reset()  # graphs of other cases would make this one's dynamic, or be too many to compile any more
         device, clock = self.session.device, self.session.clock
         generator = torch.Generator(device).manual_seed(torch.seed() % 2**63)
         free = torch.cuda.mem_get_info(device)[0]
-        sets = timing.input_sets(self.cost.bytes, clock.l2_bytes, free)
+        long = self._long()
+        sets = 1 if long else timing.input_sets(self.cost.bytes, clock.l2_bytes, free)
         with self._stage("inputs"):
             inputs = [self.spec.make_inputs(self.case, device, generator) for _ in range(sets)]
             grads = [
@@ -350,7 +355,7 @@ class Group:
                 contenders.append(contender(again + timing.AA, ready[again]))
             try:
                 with self._stage("timing"):
-                    measurement = clock.measure(contenders, self.session.arguments.timer, sets, data)
+                    measurement = clock.measure(contenders, self.session.arguments.timer, sets, data, held=not long)
             except timing.ContenderFailed as failed:
                 name = failed.name.removesuffix(timing.AA)
                 with self._guarded(name):
@@ -364,6 +369,9 @@ class Group:
                 if name in self.spec.implementations:
                     with self._stage("checks"):
                         self._check(name, fn, inputs[0], grads[0], seed=3, timed=True)
+
+    def _long(self) -> bool:
+        return roofline.floor_seconds(self.cost, self.session.ceilings).seconds > LONG_SECONDS
 
     def _once(self, name: str) -> None:
         """Raises Unavailable where an implementation is another one once more."""
@@ -441,7 +449,7 @@ class Group:
         noise = ratios.pop(name + timing.AA, None)
         saved = execute.saved_bytes(self.spec, fn, inputs, self.mode)  # before a bound backward holds its own graph
         run = contender.bind(0)
-        used = memory.measure(run, self.session.device, saved)
+        used = memory.measure(run, self.session.device, saved, growth=not self._long())
         verdict = self.verdicts.get(name)
         warnings = list(measurement.warnings[name])
         if verdict and not verdict.ok:
@@ -452,7 +460,7 @@ class Group:
             if column in columns and (reason := self._over(name, columns[column]["median_us"], column))
         ]
         sustained = None
-        if name == ours and not self.session.arguments.quick:
+        if name == ours and not self.session.arguments.quick and not self._long():
             sustained = self.session.clock.sustained(run, SUSTAINED_SECONDS)
         stages = self._stages(name, warnings)
         self.done[name] = self._row(name, "over-roofline" if over else "ok", "; ".join(over) or None) | {

@@ -9,7 +9,7 @@ saved   the bytes that the forward keeps for the backward: the storages that its
         `autograd.Function` keeps as attributes of its context is found on the graph's nodes. In a mode that runs its
         own backward it is the most that was saved at once, outputs included and such attributes not.
 growth  what is allocated more after GROWTH_CALLS further calls, whose results are dropped: 0, unless it leaks. On a CPU
-        it is the process's resident memory, which scatters by some hundred KiB.
+        it is the process's resident memory, which scatters by some hundred KiB. Not of calls of seconds.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Memory:
         return {"peak_memory_bytes": self.peak, "saved_bytes": self.saved, "growth_bytes": self.growth}
 
 
-def measure(run: Call, device: torch.device, saved: int | None = None) -> Memory:
-    """Peak and growth of `run`, which has been called before; `saved` is entered as it is."""
-    return Memory(peak_bytes(run, device), saved, growth_bytes(run, device))
+def measure(run: Call, device: torch.device, saved: int | None = None, growth: bool = True) -> Memory:
+    """Peak and, if `growth`, that of `run`, which has been called before; `saved` is entered as it is."""
+    return Memory(peak_bytes(run, device), saved, growth_bytes(run, device) if growth else None)
 
 
 def peak_bytes(run: Call, device: torch.device) -> int | None:

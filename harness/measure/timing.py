@@ -199,14 +199,21 @@ class Clock:
         self._flush_buffer.zero_()
 
     def measure(
-        self, contenders: Sequence[Contender], timer: str = "auto", sets: int = 1, data: Data = Data()
+        self,
+        contenders: Sequence[Contender],
+        timer: str = "auto",
+        sets: int = 1,
+        data: Data = Data(),
+        held: bool = True,
     ) -> Measurement:
         """Every column of every contender, ours first. `sets` is how many sets of inputs there are to rotate through.
+        Not `held` are calls beside which the host's time to their first launch is nothing.
 
         Raises ContenderFailed for the first that cannot be bound or warmed up.
         """
         result = Measurement(warnings={c.name: [] for c in contenders})
-        self._unheld.clear()
+        free = set() if held else {c.name for c in contenders}
+        self._unheld = set(free)
         self.monitor.settle()  # a sustained run before this one leaves the GPU at its power limit
         with self.stream():
             fresh = min(sets, FRESH_SETS)
@@ -225,10 +232,10 @@ class Clock:
             shortest = min(c["cold"]["median_us"] for c in result.columns.values())
             if shortest < NEVER_WARM_US:
                 self._add(result, "warm", self._events(runs, data, cold=False))
-            for name in self._unheld:
+            for name in self._unheld - free:
                 result.warnings[name].append("cannot be queued before it runs: the host's time may be in its times")
-            result.unheld = frozenset(self._unheld)
-            self._unheld.clear()  # a graph can
+            result.unheld = frozenset(self._unheld - free)
+            self._unheld = set(free)  # a graph can be held
             hosts = shortest < GRAPH_HEADLINE_US or contenders[0].name in result.unheld
             if timer == "graph" or (timer == "auto" and hosts):
                 self._add(result, "graph", self._graphs(contenders, sets, data, result))

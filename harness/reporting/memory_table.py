@@ -36,7 +36,7 @@ def cells(rows: Sequence[Data]) -> list[list[str]]:
 
 def section(rows: Sequence[Data]) -> list[str]:
     """The table in Markdown with its heading line; nothing for old records."""
-    if all(row.get("growth_bytes") is None for row in rows):
+    if all(row.get("growth_bytes") is None and row.get("saved_bytes") is None for row in rows):
         return []
     return ["", TEXT, "", *md.table(HEAD, cells(rows))]
 

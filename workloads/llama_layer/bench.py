@@ -432,16 +432,20 @@ SPEC = KernelSpec(
     baselines=(
         EAGER,
         Peer("torch-sdpa", load=_stock(lambda: _of_bytes(_torch)), supports=_takes),
-        Peer("torch-sdpa-compile", load=_stock(lambda: torch.compile(_of_bytes(_torch))), supports=_takes),
+        Peer(
+            "torch-sdpa-compile",
+            load=_stock(lambda: torch.compile(_of_bytes(_torch), dynamic=False)),
+            supports=_takes,
+        ),
         Peer(
             "torch-sdpa-compile-max",
-            load=_stock(lambda: torch.compile(_of_bytes(_torch), options=dict(MAX_AUTOTUNE))),
+            load=_stock(lambda: torch.compile(_of_bytes(_torch), dynamic=False, options=dict(MAX_AUTOTUNE))),
             supports=_takes,
         ),
         Peer("torch-cudnn", load=_stock(_cudnn), supports=_halves),
         Peer(
             "torch-cudnn-compile-max",
-            load=_stock(lambda: torch.compile(_cudnn(), options=dict(MAX_AUTOTUNE))),
+            load=_stock(lambda: torch.compile(_cudnn(), dynamic=False, options=dict(MAX_AUTOTUNE))),
             supports=_halves,
         ),
         Peer("hugging-face", load=_stock(_hugging_face()), supports=_whole_llama),
