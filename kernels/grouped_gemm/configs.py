@@ -28,13 +28,20 @@ class RowsConfig:
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """Of products.cu, whose tiles are 128 x 256 x 64: steps of the ring, row tiles (or clusters of them) that follow
-    each other, and how many CTAs share what they read, 1 or 2: in the weights' gradient below each other, else beside
-    each other."""
+    """Of products.cu: steps of the ring, row tiles (or clusters of them) that follow each other, how many CTAs below and
+    beside each other share what they read, 1 or 2, and whether the two consumers have tiles of their own."""
 
     stages: int
     raster: int
-    cluster: int
+    cluster_m: int
+    cluster_n: int
+    pingpong: bool
+    ordered: bool = False
+
+    @property
+    def block_n(self) -> int:
+        """Columns of a tile, as products.cu has them."""
+        return 192 if self.pingpong else 256
 
 
 @dataclass(frozen=True)
