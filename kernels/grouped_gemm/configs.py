@@ -28,8 +28,9 @@ class RowsConfig:
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """Of products.cu: steps of the ring, row tiles (or clusters of them) that follow each other, how many CTAs below and
-    beside each other share what they read, 1 or 2, and whether the two consumers have tiles of their own."""
+    """Of products.cu: steps of the ring, clusters of row tiles that follow each other, how many CTAs below and beside
+    each other share what they read, 1 or 2, and whether the two consumers have tiles of their own, of 128 x 192, or
+    share one of 128 x 256."""
 
     stages: int
     raster: int
@@ -129,7 +130,9 @@ def pick_cuda_rows_config(groups: int, cols: int) -> CudaConfig:
     with 8 groups. Of pairs both are within 1 %, but for 128 equal groups, where 16 is 3 % slower.
     """
     raster, alone = (16, 1.08) if groups >= 32 else (8, 1.02)
-    return CudaConfig(stages=4, raster=raster, cluster=_pick_cluster(-(-cols // 256), alone))
+    return CudaConfig(
+        stages=4, raster=raster, cluster_m=1, cluster_n=_pick_cluster(-(-cols // 256), alone), pingpong=False
+    )
 
 
 def pick_cuda_weights_config(height: int) -> CudaConfig:
@@ -138,7 +141,7 @@ def pick_cuda_weights_config(height: int) -> CudaConfig:
     Measured on one H200: CTAs by themselves take 2 to 6 % longer than pairs with 16 and 32 tiles below each other, and
     2 to 7 % less time with 11, of which pairs make 12.
     """
-    return CudaConfig(stages=4, raster=8, cluster=_pick_cluster(-(-height // 128), 1.04))
+    return CudaConfig(stages=4, raster=8, cluster_m=_pick_cluster(-(-height // 128), 1.04), cluster_n=1, pingpong=False)
 
 
 def _pick_cluster(tiles: int, alone: float) -> int:

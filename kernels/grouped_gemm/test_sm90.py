@@ -95,14 +95,18 @@ def test_backend_is_checked() -> None:
             grouped_gemm(x, weights, offsets, backend="cuda")
 
 
+CLUSTERS = ((1, 1), (1, 2), (2, 1), (2, 2))
 CONFIGS = [
-    *(configs.CudaConfig(4, raster, cluster) for raster in (8, 16) for cluster in (1, 2)),
-    configs.CudaConfig(3, raster=3, cluster=2),
+    *(configs.CudaConfig(4, 8, *cluster, pingpong=False) for cluster in CLUSTERS),
+    *(configs.CudaConfig(5, 8, *cluster, pingpong=True) for cluster in CLUSTERS),
+    *(configs.CudaConfig(4, 16, 1, cluster, pingpong=False) for cluster in (1, 2)),
+    configs.CudaConfig(3, 3, 2, 1, pingpong=True),
 ]
 
 
 def name_of(config: configs.CudaConfig) -> str:
-    return f"{config.stages}steps-raster{config.raster}-cluster{config.cluster}"
+    tile = "pingpong" if config.pingpong else "cooperative"
+    return f"{tile}-{config.stages}steps-raster{config.raster}-cluster{config.cluster_m}x{config.cluster_n}"
 
 
 @pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
@@ -113,18 +117,22 @@ def test_it_compiles_and_does_not_spill(config: configs.CudaConfig, weights: int
     defines = products.defines(config, weights=bool(weights), transposed=bool(transposed), fp16=bool(fp16))
     usage = sass.inspect(nvrtc.compiled(SOURCE, "sm_90a", defines), "grouped_gemm_products")
     assert usage.spills == 0 and usage.stack == 0 and usage.early_arrivals == 0
-    # For a tile of 256 columns and for one of 128: the wgmmas of a step, and ptxas has let these run on, for there is
-    # one wait a step, and the last.
-    assert usage.mma == {"HGMMA": 8} and usage.wgmma_waits == 4
-    assert usage.stores == {"STG.128": 16}
+    # Of 256 columns and of 128, or of 192, 128 and 64 with 64 or 128 rows: the wgmmas of a step. ptxas has let these run
+    # on, for there is one wait a step, and the last.
+    wgmmas, waits, stores = (36, 12, 24) if config.pingpong else (8, 4, 16)
+    assert usage.mma == {"HGMMA": wgmmas} and usage.wgmma_waits == waits
+    assert usage.stores == {"STG.128": stores}
 
 
 def test_host_and_device_agree_on_the_tile() -> None:
     text = SOURCE.read_text(encoding="utf-8")
-    blocks = re.search(r"BLOCK_M = (\d+), BLOCK_N = (\d+), BLOCK_K = (\d+);\nconstexpr int CONSUMERS = (\d+)", text)
+    blocks = re.search(
+        r"BLOCK_M = (\d+), BLOCK_N = PINGPONG \? (\d+) : (\d+), BLOCK_K = (\d+);\nconstexpr int CONSUMERS = (\d+)", text
+    )
     assert blocks is not None
-    *tile, consumers = map(int, blocks.groups())
-    assert tile == [products.BLOCK_M, products.BLOCK_N, products.BLOCK_K]
+    block_m, *columns, block_k, consumers = map(int, blocks.groups())
+    assert (block_m, block_k) == (products.BLOCK_M, products.BLOCK_K)
+    assert columns == [configs.CudaConfig(4, 8, 1, 1, pingpong).block_n for pingpong in (True, False)]
     assert 128 * (consumers + 1) == products.THREADS
 
 
@@ -137,7 +145,7 @@ def test_the_ring_fits_into_shared_memory() -> None:
 def test_which_tiles_of_a_gradient_share_what_they_read(height: int, cluster: int) -> None:
     """Pairs, unless one of an odd number of tiles below each other adds more than it saves."""
     config = configs.pick_cuda_weights_config(height)
-    assert config.cluster == cluster and config in CONFIGS
+    assert (config.cluster_m, config.cluster_n) == (cluster, 1) and config in CONFIGS
 
 
 @pytest.mark.parametrize(
@@ -147,7 +155,7 @@ def test_which_tiles_of_a_gradient_share_what_they_read(height: int, cluster: in
 def test_which_tiles_of_rows_share_what_they_read(groups: int, cols: int, cluster: int) -> None:
     """Pairs of 256 columns, unless one of an odd number beside each other adds more than it saves."""
     config = configs.pick_cuda_rows_config(groups, cols)
-    assert config.cluster == cluster and config in CONFIGS
+    assert (config.cluster_m, config.cluster_n) == (1, cluster) and config in CONFIGS
 
 
 def test_the_gradient_of_transposed_weights_is_that_of_their_transposes(monkeypatch) -> None:
