@@ -117,8 +117,8 @@ def test_it_compiles_and_does_not_spill(config: configs.CudaConfig, weights: int
     defines = products.defines(config, weights=bool(weights), transposed=bool(transposed), fp16=bool(fp16))
     usage = sass.inspect(nvrtc.compiled(SOURCE, "sm_90a", defines), "grouped_gemm_products")
     assert usage.spills == 0 and usage.stack == 0 and usage.early_arrivals == 0
-    # Of 256 columns and of 128, or of 192, 128 and 64 with 64 or 128 rows: the wgmmas of a step. ptxas has let these run
-    # on, for there is one wait a step, and the last.
+    # Of 256 columns and of 128, or of 192, 128 and 64 with 64 or 128 rows: the wgmmas of a step. ptxas has let these
+    # run on, for there is one wait a step, and the last.
     wgmmas, waits, stores = (36, 12, 24) if config.pingpong else (8, 4, 16)
     assert usage.mma == {"HGMMA": wgmmas} and usage.wgmma_waits == waits
     assert usage.stores == {"STG.128": stores}
