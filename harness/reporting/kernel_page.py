@@ -46,10 +46,9 @@ def page(
     charts: bool,
     trend: bool = False,
     trained: bool = False,
-    curve: bool = False,
 ) -> list[str]:
-    """<kernel>.md. `profile` and `tuned` are the files of these names, where there are any; `trend`, `trained` and
-    `curve` say whether there is a page of how the times changed, one of a training, and a chart of its losses."""
+    """<kernel>.md. `profile` and `tuned` are the files of these names, where there are any; `trend` and `trained` say
+    whether there is a page of how the times changed, and one of a training."""
     modes = modes_of(found)
     links = " · ".join(f"[{mode}: every implementation]({pages.stem(kernel, mode)}.md)" for mode in modes)
     lines = [f"# {kernel} on {gpu}", "", pages.GENERATED, "", f"[All kernels](README.md) · {links}", ""]
@@ -61,8 +60,8 @@ def page(
         lines += _charts(kernel, gpu, found)
     lines += ["## Summary", "", *pages.summary(found), ""]
     lines += breakdown.stages(found) + breakdown.ablation(found)
-    if curve:
-        lines += ["## Losses", "", f"![{kernel}: losses of a training run]({pages.curve(kernel)})", ""]
+    if trained and charts:
+        lines += ["## Training", "", *training.image(kernel)]
     lines += several.section(found, charts)
     lines += link_speeds.section(found)
     lines += host.section(records, kernel)
