@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import roofline
-from . import breakdown, choices, host, link_speeds, memory_table, pages, several, training
+from . import breakdown, by_stage, choices, host, link_speeds, memory_table, pages, several, training
 from . import markdown as md
 from .entries import Records, Row
 from .findings import Finding, cost_of, is_reference, modes_of
@@ -263,7 +263,10 @@ def profiled(profile: Mapping[str, Any]) -> list[str]:
     for row in rows:
         if row.get("launches"):
             title = f"{row.get('case')} {row.get('mode')} {row.get('implementation')}: launches"
-            launches = [[row.get("implementation"), *_launch(launch)] for launch in row["launches"]]
+            if by_stage.staged(row["launches"]):
+                name = f"**{row.get('case')}**, {row.get('mode')}, {row.get('implementation')}. {by_stage.TEXT}"
+                lines += ["", name, "", *md.table(by_stage.HEAD, by_stage.cells(row["launches"]))]
+            launches = [[row.get("implementation"), *_launch(launch)] for launch in by_stage.grouped(row["launches"])]
             lines += ["", *md.details(title, md.table(PROFILE_HEAD, launches))]
     return lines
 
