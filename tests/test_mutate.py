@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import textwrap
-from collections import Counter
 
 import pytest
 
@@ -40,12 +40,27 @@ def kernel(x_ptr, n: 5 | 6, eps=0.5):
 CUDA = """
 // a < b
 #include "x.cuh"  // 1 + 2
-template <int N = 3> __global__ void add(const float * x, float *y, int n) {
+constexpr int ROWS = 8;
+struct Ring {
+    void next() { slot += 1; }
+};
+template <int N = 3> __global__ void __launch_bounds__(32, 1)
+add(const float * x, float *y, float (&d)[N], int n) {
     const int at = blockIdx.x * blockDim.x + threadIdx.x;
     if (at < n) y[at] = x[at] * 2.0f;
     asm volatile("mov.u32 %0, 1 + 2;" : "=r"(n));
-    commit(at);
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    store(at,
+          -n);
+    if (n) wgmma_wait<1>();
+#if ROWS
+    const float a = fmaxf(n ? x[at] : *y, 1.0f) {
+#else
+    const float a = 0 {
+#endif
+    };
 }
+DEVICE u32 last(u32 x) { return x; }
 """
 
 
@@ -103,19 +118,50 @@ def test_identity_outlives_other_lines_and_a_digest_does_not_outlive_its_functio
     assert all(changed[m.key].digest == m.digest for m in outside)
 
 
-def test_tokens_of_cuda():
-    found = list(cuda_tokens.changes(CUDA))
-    texts = [change for _, change, *_ in found]
-    assert {function for function, *_ in found} == {"add"}
-    assert Counter(text.partition(":")[0] for text in texts) == {
-        "arithmetic": 3,
-        "comparison": 2,
-        "condition": 2,
-        "constant": 1,
-        "statement": 1,
-    }, texts
-    assert cuda_tokens.functions(CUDA)["add"].startswith("template <int N = 3> __global__ void add(")
-    assert any(CUDA[start:end] == "commit(at);" and text == ";" for *_, start, end, text in found)
+def cuda_changes(kind: str) -> list[tuple[str, str, str]]:
+    """(function, before, after) of the faults of a class."""
+    found = [c for c in cuda_tokens.changes(CUDA) if c[1].startswith(f"{kind}:")]
+    return [(function, CUDA[start:end], text) for function, _, start, end, text in found]
+
+
+def test_faults_of_cuda():
+    assert cuda_changes("arithmetic") == [("Ring", "+=", "-="), *[("add", a, b) for a, b in ("*+", "+-", "*+")]]
+    assert cuda_changes("comparison") == [("add", "<", "<="), ("add", "<", ">=")]
+    assert cuda_changes("condition") == [
+        ("add", test, value) for test in ("at < n", "n", "n") for value in ("false", "true")
+    ]
+    numbers = [before for _, before, _ in cuda_changes("constant")]
+    assert list(dict.fromkeys(numbers)) == ["8", "1", "32", "2.0f", "1.0f", "0"]
+    assert cuda_changes("sign") == [("add", "-", "")]
+    assert cuda_changes("call") == [("add", "fmaxf", "fminf")]
+    assert cuda_changes("statement") == [
+        ("Ring", "slot += 1;", ";"),
+        ("add", "y[at] = x[at] * 2.0f;", ";"),
+        ("add", "store(at,\n          -n);", ";\n"),
+    ]
+    assert cuda_changes("synchronisation") == [
+        ("add", 'asm volatile("fence.proxy.async.shared::cta;" ::: "memory");', ";"),
+        ("add", "wgmma_wait<1>();", ";"),
+        ("add", "1", "0"),
+        ("add", "1", "2"),
+    ]
+
+
+def test_functions_of_cuda():
+    """By the name that is declared, with what stands in front of it; a conditional's other branch does not count."""
+    found = cuda_tokens.functions(CUDA)
+    assert list(found) == ["Ring", "add", "last"]
+    assert found["Ring"] == "struct Ring {\n    void next() { slot += 1; }\n}"
+    assert found["add"].startswith("template <int N = 3> __global__ void __launch_bounds__(32, 1)\nadd(")
+    assert found["last"] == "DEVICE u32 last(u32 x) { return x; }"
+
+
+@pytest.mark.parametrize("kernel_name", [k for k in registry.names() if list(registry.folder(k).rglob("*.cu"))])
+def test_the_kernels_of_every_source_are_found(kernel_name):
+    for path in registry.folder(kernel_name).rglob("*.cu"):
+        source = path.read_text(encoding="utf-8")
+        kernels = re.findall(r"(?m)^extern \"C\" __global__.*\n(\w+)\(", source)
+        assert kernels and set(kernels) <= set(cuda_tokens.functions(source)), path
 
 
 def test_results_that_no_longer_hold_are_dropped(tmp_path, monkeypatch):
@@ -138,26 +184,6 @@ def test_a_reason_has_no_folder_of_this_machine(tmp_path, monkeypatch):
     assert kept["reason"] == "interpreter.py:1353: ValueError: 1/2 of op.py" and kept["by"] == answer["by"]
 
 
-def test_what_the_original_passes_is_found_out_once(tmp_path, monkeypatch):
-    """Beside the results of mutants, which do not see it; until source, checks, tests or the machine change."""
-    passed = {"checks": {"gelu.fwd.1x1-fp32.triton-accuracy": 0.1}, "tests": {}}
-    assert results.original("gelu", "interpreter", tmp_path) is None
-    results.keep_original("gelu", "interpreter", {**passed, "checks": {}}, tmp_path)
-    results.keep_original("gelu", "interpreter", passed, tmp_path)
-    every = mutants.of_kernel("gelu")
-    answer = {"status": "killed", "by": "one", "reason": "", "seconds": 1.0}
-    with results.path("gelu", tmp_path).open("a") as file:
-        file.write(json.dumps(results.line(every[0], "interpreter", "c", answer)) + "\n")
-    results.tidy("gelu", every, tmp_path)
-    assert [found["key"] for found in results.load("gelu", tmp_path)] == [every[0].key]
-    assert len(results.path("gelu", tmp_path).read_text().splitlines()) == 2
-    found = results.original("gelu", "interpreter", tmp_path)
-    assert found is not None and found["checks"] == passed["checks"]
-    assert results.original("gelu", "gpu", tmp_path) is None
-    monkeypatch.setattr(results, "digest_of_checks", lambda kernel: "others")
-    assert results.original("gelu", "interpreter", tmp_path) is None
-
-
 @pytest.mark.parametrize(
     ("known", "argued", "again", "expected"),
     [
@@ -172,7 +198,7 @@ def test_what_the_original_passes_is_found_out_once(tmp_path, monkeypatch):
     ],
 )
 def test_what_is_run(known, argued, again, expected):
-    assert mutate._to_run(known, "new", argued, again) is expected
+    assert mutate._to_run(known, {"new"}, argued, again) is expected
 
 
 def test_the_order_is_drawn_and_does_not_depend_on_other_mutants(tmp_path, monkeypatch):
