@@ -123,8 +123,7 @@ def write(folder: Path, with_charts: bool = True) -> list[Path]:
         tuned = load(folder / "tune" / f"{kernel}.json", choices.SCHEMA)
         trend = (folder / f"{kernel}-trend.md").is_file()
         trained = load(folder / "training" / f"{kernel}.json", training.SCHEMA)
-        curve = (folder / pages.curve(kernel)).is_file()
-        lines = kernel_page.page(kernel, gpu, records, mine, profile, tuned, with_charts, trend, bool(trained), curve)
+        lines = kernel_page.page(kernel, gpu, records, mine, profile, tuned, with_charts, trend, bool(trained))
         written.append(_write_lines(folder / f"{kernel}.md", lines))
         if trained:
             written += _trained(folder, kernel, gpu, trained, with_charts)
@@ -272,8 +271,8 @@ def kernel_block(folder: Path, kernel: str) -> str:
         lines += [f"**{mode}**", "", *pages.chart(kernel, found, mode, gpu, f"{link}/")]
         lines += [*short_tables.of_mode([f for f in found if f.mode == mode]), ""]
     lines += host.short(records)
-    if (folder / pages.curve(kernel)).is_file():
-        lines += [f"![{kernel}: losses of a training run on {gpu}]({link}/{pages.curve(kernel)})", ""]
+    if (folder / "training" / f"{kernel}.json").is_file():
+        lines += training.image(kernel, f"{link}/")
     lines += [
         f"{markdown.sentence(gpu)}. [The report]({link}/{kernel}.md) has every implementation, interval, clock and "
         "error, and says what the signs mean.",

@@ -17,6 +17,7 @@ import torch
 from harness.spec import EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, StandIn
 from kernels.adamw import AdamW
 
+from .ranges import stage_ranges
 from .reference import loss_reference, transformer_np_reference
 from .stages import stages
 from .step import Sizes, places, transformer_np
@@ -275,6 +276,7 @@ SPEC = KernelSpec(
     fuzz={"context": (1, 8), "targets": (1, 8)},
     unsupported_reason=_unsupported,
     stages=stage_seconds,
+    stage_ranges=stage_ranges,
     ablation=ABLATION_TEXTS,
     host_cases=(_case(8, 8, 1, sizes=HOST),),
     needs=("adamw", "attention", "fused_mlp", "gmm_logprob", "heads_gmm", "heads_mlp", "rmsnorm"),
