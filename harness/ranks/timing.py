@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -191,7 +191,7 @@ class Clock:
     def _allocated(self) -> int:
         return torch.cuda.memory_allocated() if self.on_gpu else 0
 
-    def _sample(self, run: Run | None, spin: float) -> float:
+    def _sample(self, run: Callable[[], object] | None, spin: float) -> float:
         """µs on this rank; nought where it takes no part."""
         if not self.on_gpu:
             self.meet()
