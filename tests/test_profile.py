@@ -19,6 +19,7 @@ from harness import nvtx, options, record
 from harness.commands import profile
 from harness.nsight import ncu, profile_report
 from harness.on_gpu import Place, place
+from harness.reporting import kernel_page
 from harness.spec import Case, Cost, KernelSpec
 
 RANGES = ["toy.fwd.a.triton", "toy.fwd.a.triton-2", "toy.bwd.a.triton", "toy.fwd.1x2-bf16.triton"]
@@ -347,6 +348,8 @@ def test_launches_are_summed_by_stage(toy, capsys):
     assert "\n".join(lines) in page
     assert "| a | fwd | triton | mlp: 2 × _k | 61.4 µs | 91.2 |" in page and "| a | bwd | triton | _dx |" in page
     assert "stages of a, triton" in capsys.readouterr().out
+    own = "\n".join(kernel_page.profiled(written))
+    assert "\n".join(lines) in own and "`mlp: 2 × _k`" in own and "`_dx`" in own
 
 
 def test_a_record_that_comes_later_is_compared_too(toy):

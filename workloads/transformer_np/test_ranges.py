@@ -16,6 +16,7 @@ from .bench import SPEC, make_inputs
 from .layers import FeedForward
 from .ranges import FUNCTIONS, WEIGHT_GRADIENTS, stage_ranges
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PLAIN = dict(attention="sdpa", mlp="torch", heads_impl="torch", norm="torch", loss_impl="torch", optimizer="torch")
 PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 
@@ -48,7 +49,7 @@ def step(**options) -> tuple[Seen, tuple[torch.Tensor, ...], tuple[torch.Tensor,
     """What was seen of a step in ranges, its results, and those of the same without."""
     case = SPEC.case("tiny-5-3-b2-fp32")
     case = dataclasses.replace(case, dims={**case.dims, "layers": 3})
-    inputs, again = (make_inputs(case, "cpu", torch.Generator().manual_seed(0)) for _ in range(2))
+    inputs, again = (make_inputs(case, DEVICE, torch.Generator(DEVICE).manual_seed(0)) for _ in range(2))
     seen = Seen()
     with stage_ranges(seen.range), torch.autograd.set_multithreading_enabled(False), seen:
         results = transformer_np(**inputs, **options)
@@ -58,7 +59,7 @@ def step(**options) -> tuple[Seen, tuple[torch.Tensor, ...], tuple[torch.Tensor,
 
 def test_of_pytorchs_parts() -> None:
     seen, results, plain = step(**PLAIN)
-    assert all(torch.equal(a, b) for a, b in zip(results, plain, strict=True))
+    torch.testing.assert_close(results, plain)
     assert {stage for stage, _ in seen.ops} == {"", "embedding", *STAGES}
     # Two products forward and four backward; of the embedding the gradient of the points is not asked for.
     assert (seen.products("mlp"), seen.products("embedding")) == (3 * 6, 5)
@@ -77,7 +78,7 @@ def test_of_pytorchs_parts() -> None:
 @pytest.mark.parametrize("checkpoint", ["block", "attention"])
 def test_what_is_computed_again_is_its_stages(checkpoint: str) -> None:
     seen, results, plain = step(checkpoint=checkpoint, **PLAIN)
-    assert all(torch.equal(a, b) for a, b in zip(results, plain, strict=True))
+    torch.testing.assert_close(results, plain)
     # Three more of attention; of the MLP one more, since no gradient needs the second.
     assert (seen.products("mlp"), seen.products("attention")) == (3 * 7, 3 * 12)
 
@@ -86,7 +87,7 @@ def test_of_gradients_that_are_computed_together() -> None:
     """With ridgeline's attention and MLP; of all layers but the last, whose gradients are inline."""
     parts = dict(heads_impl="torch", loss_impl="torch", optimizer="torch")
     seen, results, plain = step(weight_gradients="deferred", projections="apart", **parts)
-    assert all(torch.equal(a, b) for a, b in zip(results, plain, strict=True))
+    torch.testing.assert_close(results, plain)
     assert {stage for stage, _ in seen.ops} >= {"", "embedding", *STAGES, WEIGHT_GRADIENTS}
     assert seen.products(WEIGHT_GRADIENTS) == 5
     assert seen.products("") == seen.products("optimizer") == 0
