@@ -276,11 +276,7 @@ def _weights_candidates(case: Case) -> list[configs.WeightsConfig]:
 
 
 def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
-    clusters = ((1, 1), (1, 2), (2, 1), (2, 2))
-    return [
-        configs.CudaConfig(5 if pingpong else 4, raster, *cluster, pingpong)
-        for pingpong, raster, cluster in itertools.product((False, True), (4, 8, 16), clusters)
-    ]
+    return [configs.CudaConfig(*own) for own in itertools.product((3, 4), (2, 4, 8, 16, 32), (1, 2))]
 
 
 def _in_cuda(case: Case) -> bool:

@@ -11,29 +11,25 @@ DEVICE void exchange(u32& kept_low, u32& kept_high, int bit) {
     else kept_high = got;
 }
 
-// Adds a tile's bias to its sums, all at once: beside the stores it would take more registers than there are.
-template <int BLOCKS> DEVICE void add_bias(const Problem& a, const Tile& tile, float (&d)[BLOCKS][BLOCK_N / 2]) {
+// A thread has columns 8 j + 2 (lane % 4) and the next, of rows lane / 4 and lane / 4 + 8 of its warp's 16.
+
+DEVICE void add_bias(const Problem& a, const Tile& tile, float (&d)[BLOCK_N / 2]) {
     if (WEIGHTS || !a.bias || tile.group < 0) return;
-    const int quad = threadIdx.x % 4;
-    const u16* const bias = a.bias + tile.group * a.bias_group + (tile.column + 2 * quad) * a.bias_column;
+    const u16* const bias = a.bias + tile.group * a.bias_group + (tile.column + threadIdx.x % 4 * 2) * a.bias_column;
 #pragma unroll
-    for (int block = 0; block < BLOCK_N / 8; block++) {
-        if (tile.column + 8 * block < a.cols) {
-            const float first = widen(bias[8 * block * a.bias_column]), second = widen(bias[(8 * block + 1) * a.bias_column]);
-#pragma unroll
-            for (int m = 0; m < BLOCKS; m++) {
-                d[m][4 * block] += first, d[m][4 * block + 2] += first;
-                d[m][4 * block + 1] += second, d[m][4 * block + 3] += second;
-            }
+    for (int j = 0; j < BLOCK_N / 8; j++) {
+        if (tile.column + 8 * j < a.cols) {
+            const float first = widen(bias[8 * j * a.bias_column]), second = widen(bias[(8 * j + 1) * a.bias_column]);
+            d[4 * j] += first, d[4 * j + 2] += first;
+            d[4 * j + 1] += second, d[4 * j + 3] += second;
         }
     }
 }
 
-// A thread has columns 8 j + 2 (lane % 4) and the next of rows lane / 4 and lane / 4 + 8 of its warp's 16. Four lanes
-// exchange what they have of four blocks of 8 columns, so that each stores one block of a row: 16 bytes.
-DEVICE void store_rows(const Problem& a, const Tile& tile, const float (&d)[BLOCK_N / 2], int first) {
+// Four lanes exchange what they have of four blocks of 8 columns, so that each stores one block of a row: 16 bytes.
+DEVICE void store_tile(const Problem& a, const Tile& tile, const float (&d)[BLOCK_N / 2], int consumer) {
     const int lane = threadIdx.x % 32, quad = lane % 4;
-    const int row = first + threadIdx.x % 128 / 32 * 16 + lane / 4;
+    const int row = consumer * ROWS + threadIdx.x % 128 / 32 * 16 + lane / 4;
     u16* out = a.out + (WEIGHTS ? tile.group * a.out_group : 0);
 #pragma unroll
     for (int half = 0; half < 2; half++) {

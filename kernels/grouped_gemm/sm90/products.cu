@@ -7,14 +7,14 @@
 //
 // Napkin maths for 64 terms of a tile of 128 x 256, in cycles of an SM: the tensor cores take 1024 (4096 FLOP a cycle,
 // dense), shared memory gives them 80 bytes a cycle of the 128 that it can, and 48 KiB come from L2, 48 bytes a cycle.
-// Two CTAs that share b read 32, two that share a 40. The 64 KiB of a tile are 1000 cycles of stores.
+// Two CTAs that share b read 32. The 64 KiB of a tile are 1000 cycles of stores.
 //
 // A CTA is one producer warp and two consumer warpgroups with 64 rows of the tile each. The producer fills a ring of
 // STAGES steps of both operands. Consumers keep 64 x 256 sums in registers.
 //
-// The two CTAs of a cluster have neighbouring tiles of one group, and go through the same steps. In the weights' gradient
-// the tiles are below each other, and each CTA loads half of the columns of b for both. Else they are beside each other,
-// since every group with an odd number of row tiles would leave one alone, and each loads half of the rows of a.
+// The two CTAs of a cluster have tiles below each other, and go through the same steps. Each loads half of the columns of
+// b for both. Row tiles of all groups follow each other in pairs, so that no group is padded: where the two are of
+// different groups each CTA loads all of its own b.
 //
 // Ragged edges cost what they are, not what a tile is:
 //  - a tile with at most 64 rows leaves the second consumer idle, and one with at most 128 columns takes wgmmas of 128;
@@ -28,13 +28,11 @@
 // consumers: free of deadlock. In the end CTAs of a cluster wait for each other, so that none writes into one that is
 // gone.
 //
-// Defined by the launcher: WEIGHTS, FP16, STAGES, RASTER, CLUSTER_M and CLUSTER_N (1 or 2), PINGPONG, B_TRANSPOSED (with
-// WEIGHTS 0: b is contiguous along n).
+// Defined by the launcher: WEIGHTS, FP16, STAGES, RASTER, CLUSTER (1 or 2), B_TRANSPOSED (with WEIGHTS 0: b is contiguous
+// along n).
 
-constexpr int BLOCK_M = 128, BLOCK_N = PINGPONG ? 192 : 256, BLOCK_K = 64;
-constexpr int CONSUMERS = 2, THREADS = 128 * (CONSUMERS + 1);
-constexpr int ROWS = PINGPONG ? BLOCK_M : BLOCK_M / CONSUMERS;  // of a tile that one consumer has
-constexpr int CLUSTER = CLUSTER_M * CLUSTER_N;
+constexpr int BLOCK_M = 128, BLOCK_N = 256, BLOCK_K = 64;
+constexpr int CONSUMERS = 2, ROWS = BLOCK_M / CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
 
 #include "cluster.cuh"
 #include "epilogue.cuh"
@@ -57,50 +55,37 @@ struct Ring {
     DEVICE void next() {
         if (++slot == STAGES) slot = 0, phase ^= 1;
     }
-    DEVICE void pass(int steps) {
-        const int end = slot + steps;
-        slot = end % STAGES, phase ^= end / STAGES & 1;
-    }
 };
 
 // ---- Producer -----------------------------------------------------------------------------------------------------
 
-// For this CTA, or for those in the mask.
-template <bool SHARED>
-DEVICE void load(u32 to, const TensorMap* map, int column, int row, int group, u32 bar, u16 mask) {
-    if (SHARED) tma_multicast(to, map, column, row, bar, group, mask);
-    else tma_load(to, map, column, row, group, 0, bar);
-}
-
-// Starts the loads of b for one step: all, or this CTA's share for those below each other.
-template <bool SHARED>
-DEVICE void load_b(const TensorMap* map, const Tile& tile, int k, u32 to, u32 bar) {
-    constexpr int BOX = B_TRANS ? 64 : BLOCK_N / CLUSTER_M;
-    const int group = WEIGHTS ? 0 : tile.group;
-    for (int i = SHARED ? rank_m() * BOX : 0; i < BLOCK_N; i += SHARED ? CLUSTER_M * BOX : BOX) {
-        const int column = tile.column + i;
-        load<SHARED>(to + i * BLOCK_K * 2, map, B_TRANS ? column : k, B_TRANS ? k : column, group, bar, mask_m());
+// Starts the loads of b for one step: this CTA's share for both of the cluster, or all for itself.
+template <bool SHARED> DEVICE void load_b(const TensorMap* map, const Tile& tile, int k, u32 to, u32 bar) {
+    constexpr int BOX = B_TRANS ? 64 : BLOCK_N / CLUSTER, SHARE = SHARED ? BLOCK_N / CLUSTER : BLOCK_N;
+    const int first = SHARED ? cluster_rank() * SHARE : 0, group = WEIGHTS ? 0 : tile.group;
+    for (int i = first; i < first + SHARE; i += BOX) {
+        const int x = B_TRANS ? tile.column + i : k, y = B_TRANS ? k : tile.column + i;
+        if (SHARED) tma_multicast(to + i * BLOCK_K * 2, map, x, y, bar, group);
+        else tma_load(to + i * BLOCK_K * 2, map, x, y, group, 0, bar);
     }
 }
 
-// Starts the loads of one step of a sum, from term k on: of each operand all, or this CTA's share for others too.
+// Starts the loads of one step of a sum, from term k on.
 DEVICE void load_step(const TensorMap* a_map, const TensorMap* b_map, const Tile& tile, int k, u32 to, u32 bar) {
-    constexpr int BOX = A_TRANS ? 64 : BLOCK_M / CLUSTER_N;
+    constexpr int A_BOX = A_TRANS ? 64 : BLOCK_M;
     bar_expect(bar, STEP_BYTES);
-    for (int i = rank_n() * BOX; i < BLOCK_M; i += CLUSTER_N * BOX) {
-        const int row = tile.row + i;
-        load<CLUSTER_N == 2>(to + i * BLOCK_K * 2, a_map, A_TRANS ? row : k, A_TRANS ? k : row, 0, bar, mask_n());
-    }
-    if (CLUSTER_M == 2 && tile.shares) load_b<true>(b_map, tile, k, to + A_BYTES, bar);
+    for (int i = 0; i < BLOCK_M; i += A_BOX)
+        tma_load(to + i * BLOCK_K * 2, a_map, A_TRANS ? tile.row + i : k, A_TRANS ? k : tile.row + i, 0, 0, bar);
+    if (tile.shares) load_b<true>(b_map, tile, k, to + A_BYTES, bar);
     else load_b<false>(b_map, tile, k, to + A_BYTES, bar);
 }
 
 DEVICE void produce(const Problem& a, const TensorMap* a_map, const TensorMap* b_map, u32 smem) {
-    const int tiles = tiles_of(a);
+    const int places = places_of(a);
     Ring ring;
-    for (int round = 0; round * clusters() < tiles; round++) {
+    for (int round = 0; round * clusters() < places; round++) {
         const int place = place_of(round);
-        if (place >= tiles) continue;
+        if (place >= places) continue;
         const Tile tile = find_tile(a, place);
 #pragma unroll 1
         for (int k = 0; k < tile.terms; k += BLOCK_K, ring.next()) {
@@ -112,12 +97,11 @@ DEVICE void produce(const Problem& a, const TensorMap* a_map, const TensorMap* b
 
 // ---- Consumers ----------------------------------------------------------------------------------------------------
 
-// Overwrites rows `kept` to 63 of a consumer's panels of a and of all panels of b. Two consumers of one tile both write
-// the zeros of b.
+// Overwrites rows `kept` to 63 of a consumer's panel of a and of all panels of b. Both consumers write the zeros of b.
 DEVICE void zero_rows(u32 a, u32 b, int kept, int consumer) {
     const int thread = threadIdx.x % 128, vectors = (BLOCK_K - kept) * 8;  // 16 bytes each, of one panel
-    for (int p = 0; p < (ROWS + BLOCK_N) / 64; p++) {
-        const u32 panel = (p < ROWS / 64 ? a + p * PANEL : b + (p - ROWS / 64) * PANEL) + kept * 128;
+    for (int p = 0; p <= BLOCK_N / 64; p++) {
+        const u32 panel = (p ? b + (p - 1) * PANEL : a) + kept * 128;
         for (int i = thread; i < vectors; i += 128)
             asm volatile("st.shared::cta.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(panel + 16 * i), "r"(0) : "memory");
     }
@@ -128,23 +112,13 @@ DEVICE void zero_rows(u32 a, u32 b, int kept, int consumer) {
 // Gives a slot back to the producers of the cluster: the warp's wgmmas that read it are complete.
 DEVICE void release(u32 smem, int slot) { arrive_at_all(smem + EMPTY + 8 * slot); }
 
-// The consumers' main loops follow each other, if ORDERED.
-DEVICE void await_turn(int consumer) {
-    if (ORDERED) asm volatile("bar.sync %0, 256;" ::"r"(4 + consumer) : "memory");
-}
-DEVICE void pass_turn(int consumer) {
-    if (ORDERED) asm volatile("bar.arrive %0, 256;" ::"r"(5 - consumer) : "memory");
-}
-
-typedef float Sums[ROWS / 64][BLOCK_N / 2];
-
-// d += a b over all terms of a sum, of one consumer's first 64 HEIGHT rows and the first N columns.
-template <int HEIGHT, int N> DEVICE void multiply(Sums& d, u32 smem, Ring& ring, int terms, int consumer) {
+// d += a b over all terms of a sum, of one consumer's 64 rows and the first N columns.
+template <int N> DEVICE void multiply(float (&d)[N / 2], u32 smem, Ring& ring, int terms, int consumer) {
     int before = 0;
 #pragma unroll 1
     for (int k = 0; k < terms; k += BLOCK_K, ring.next()) {
         const u32 step = smem + ring.slot * STEP_BYTES;
-        const u32 a = step + (PINGPONG ? 0 : consumer * (A_BYTES / CONSUMERS)), b = step + A_BYTES;
+        const u32 a = step + consumer * (A_BYTES / CONSUMERS), b = step + A_BYTES;
         bar_wait(smem + FULL + 8 * ring.slot, ring.phase);
         if (WEIGHTS && terms - k < BLOCK_K) zero_rows(a, b, terms - k, consumer);
         const u64 a_desc = describe(a, PANEL), b_desc = describe(b, PANEL);
@@ -152,35 +126,19 @@ template <int HEIGHT, int N> DEVICE void multiply(Sums& d, u32 smem, Ring& ring,
 #pragma unroll
         for (int i = 0; i < BLOCK_K / 16; i++) {
             const int a_step = A_TRANS ? 16 * 128 / 16 : 32 / 16, b_step = B_TRANS ? 16 * 128 / 16 : 32 / 16;
-#pragma unroll
-            for (int m = 0; m < HEIGHT; m++)
-                wgmma<A_TRANS, B_TRANS>(reinterpret_cast<float(&)[N / 2]>(d[m]), a_desc + m * PANEL / 16 + i * a_step,
-                                        b_desc + i * b_step);
+            wgmma<A_TRANS, B_TRANS>(d, a_desc + i * a_step, b_desc + i * b_step);
         }
         wgmma_commit();
         wgmma_wait<1>();
         if (k) release(smem, before);
         before = ring.slot;
     }
-    pass_turn(consumer);
     wgmma_wait<0>();
-#pragma unroll
-    for (int m = 0; m < HEIGHT; m++) pin(reinterpret_cast<float(&)[N / 2]>(d[m]));
+    pin(d);
     if (terms > 0) release(smem, before);
 }
 
-// The same of as many columns and rows as there are, in steps of 64.
-template <int N> DEVICE void multiply_rows(Sums& d, u32 smem, Ring& ring, const Tile& tile, int consumer) {
-    if (ROWS == 64 || tile.rows <= 64) multiply<1, N>(d, smem, ring, tile.terms, consumer);
-    else multiply<ROWS / 64, N>(d, smem, ring, tile.terms, consumer);
-}
-DEVICE void multiply_tile(Sums& d, u32 smem, Ring& ring, const Tile& tile, int columns, int consumer) {
-    if (columns > 128) multiply_rows<BLOCK_N>(d, smem, ring, tile, consumer);
-    else if (columns > 64 || !PINGPONG) multiply_rows<128>(d, smem, ring, tile, consumer);
-    else multiply_rows<64>(d, smem, ring, tile, consumer);
-}
-
-// A consumer without rows lets the steps pass.
+// A consumer without rows, or without a sum, lets the steps pass.
 DEVICE void skip(u32 smem, Ring& ring, int terms) {
 #pragma unroll 1
     for (int k = 0; k < terms; k += BLOCK_K, ring.next()) {
@@ -189,42 +147,30 @@ DEVICE void skip(u32 smem, Ring& ring, int terms) {
     }
 }
 
-DEVICE Tile next_tile(const Problem& a, int round, int tiles) {
+DEVICE Tile next_tile(const Problem& a, int round, int places) {
     const int place = place_of(round);
-    return place < tiles ? find_tile(a, place) : Tile{};
+    return place < places ? find_tile(a, place) : Tile{};
 }
 
 DEVICE void consume(const Problem& a, u32 smem, int consumer) {
-    const int tiles = tiles_of(a), first = PINGPONG ? 0 : consumer * ROWS;
+    const int places = places_of(a);
     Ring ring;
-    Sums d;
-    Tile tile = uniform(next_tile(a, 0, tiles));
-    if (consumer) pass_turn(consumer);
-    for (int round = 0; round * clusters() < tiles; round++) {
-        const int columns = a.cols - tile.column;
-        const bool idle = tile.rows <= first || columns <= 0;
-        Tile next;
-        if (PINGPONG && round % 2 != consumer) {
-            ring.pass((tile.terms + BLOCK_K - 1) / BLOCK_K);
-            next = next_tile(a, round + 1, tiles);
-        } else {
-            await_turn(consumer);
+    float d[BLOCK_N / 2];
+    Tile tile = uniform(next_tile(a, 0, places));
+    for (int round = 0; round * clusters() < places; round++) {
+        const bool idle = tile.rows <= consumer * ROWS;
 #pragma unroll
-            for (int m = 0; m < ROWS / 64; m++)
-#pragma unroll
-                for (int i = 0; i < BLOCK_N / 2; i++) d[m][i] = 0;
-            if (idle || tile.group < 0) {
-                skip(smem, ring, tile.terms);
-                pass_turn(consumer);
-            } else {
-                multiply_tile(d, smem, ring, tile, columns, consumer);
-            }
-            next = next_tile(a, round + 1, tiles);  // its entry of the table comes while the sums leave
-            if (!idle) {
-                add_bias(a, tile, d);
-#pragma unroll
-                for (int m = 0; m < ROWS / 64; m++) store_rows(a, tile, d[m], first + 64 * m);
-            }
+        for (int i = 0; i < BLOCK_N / 2; i++) d[i] = 0;
+        if (idle || tile.group < 0)
+            skip(smem, ring, tile.terms);
+        else if (a.cols - tile.column > BLOCK_N / 2)
+            multiply<BLOCK_N>(d, smem, ring, tile.terms, consumer);
+        else
+            multiply<BLOCK_N / 2>(reinterpret_cast<float(&)[BLOCK_N / 4]>(d), smem, ring, tile.terms, consumer);
+        const Tile next = next_tile(a, round + 1, places);  // its entry of the table comes while the sums leave
+        if (!idle) {
+            add_bias(a, tile, d);
+            store_tile(a, tile, d, consumer);
         }
         tile = uniform(next);
     }
@@ -238,7 +184,7 @@ grouped_gemm_products(const __grid_constant__ TensorMap a_map, const __grid_cons
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
             bar_init(smem + FULL + 8 * s, 1);
-            bar_init(smem + EMPTY + 8 * s, 4 * (PINGPONG ? 1 : CONSUMERS) * CLUSTER);
+            bar_init(smem + EMPTY + 8 * s, 4 * CONSUMERS * CLUSTER);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }

@@ -10,7 +10,7 @@ from ..configs import CudaConfig
 from . import cuda_driver
 from .cuda_driver import TensorMap, address, tensor_map
 
-BLOCK_M, BLOCK_K, THREADS = 128, 64, 384  # of products.cu
+BLOCK_M, BLOCK_N, BLOCK_K, THREADS = 128, 256, 64, 384  # of products.cu
 HALVES = (torch.float16, torch.bfloat16)
 VECTOR = 8  # elements of 16 bytes
 
@@ -64,13 +64,12 @@ def rows_launch(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, con
     takes."""
     (rows, depth), (groups, cols, _) = a.shape, b.shape
     transposed = b.stride(2) != 1
-    box_n = config.block_n // config.cluster_m
     maps = (
-        tensor_map(a[None, None], rows, BLOCK_M // config.cluster_n),
-        tensor_map(b.mT[None], depth, BLOCK_K) if transposed else tensor_map(b[None], cols, box_n),
+        tensor_map(a[None, None], rows, BLOCK_M),
+        tensor_map(b.mT[None], depth, BLOCK_K) if transposed else tensor_map(b[None], cols, BLOCK_N // config.cluster),
     )
     strides = cols, 0, *((0, 0) if bias is None else bias.stride())
-    most = -(-(rows // BLOCK_M + groups + 1) // config.cluster_m) * -(-cols // (config.cluster_n * config.block_n))
+    most = -(-(rows // BLOCK_M + groups + 1) // config.cluster) * -(-cols // BLOCK_N)
     start = _start(a, config, transposed, False, most, maps, strides, (groups, rows, cols, depth))
 
     def run(
@@ -90,7 +89,7 @@ def weights_launch(
     a, b, out = (x, dy, dweights.mT) if swapped else (dy, x, dweights)
     groups, rows, cols = out.shape
     maps = tensor_map(a[None, None], a.shape[0], BLOCK_K), tensor_map(b[None, None], b.shape[0], BLOCK_K)
-    tiles = groups * -(-rows // (config.cluster_m * BLOCK_M)) * -(-cols // (config.cluster_n * config.block_n))
+    tiles = groups * -(-rows // (config.cluster * BLOCK_M)) * -(-cols // BLOCK_N)
     strides = out.stride(1), out.stride(0), 0, 0
     start = _start(a, config, True, True, tiles, maps, strides, (groups, rows, cols, 0))
 
@@ -116,8 +115,7 @@ def _start(
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     with torch.cuda.device_of(a):
         (kernel,) = cuda_driver.kernels(device.index, "products.cu", ("grouped_gemm_products",), chosen, shared)
-    cluster = config.cluster_m * config.cluster_n
-    grid = cluster * min(sms // cluster - (cluster == 4), tiles)
+    grid = config.cluster * min(sms // config.cluster, tiles)
     launch = cuda_driver.Launch(device.index, kernel, grid, THREADS, shared, _LAYOUT)
     a_map, b_map = maps
 
@@ -146,14 +144,11 @@ def defines(config: CudaConfig, *, weights: bool, transposed: bool, fp16: bool) 
         f"FP16={int(fp16)}",
         f"STAGES={config.stages}",
         f"RASTER={config.raster}",
-        f"CLUSTER_M={config.cluster_m}",
-        f"CLUSTER_N={config.cluster_n}",
-        f"PINGPONG={int(config.pingpong)}",
-        f"ORDERED={int(config.ordered)}",
+        f"CLUSTER={config.cluster}",
         f"B_TRANSPOSED={int(transposed)}",
     )
 
 
 def shared_bytes(config: CudaConfig) -> int:
     """Of a CTA: the ring of both operands, and its barriers."""
-    return config.stages * ((BLOCK_M + config.block_n) * BLOCK_K * 2 + 16)
+    return config.stages * ((BLOCK_M + BLOCK_N) * BLOCK_K * 2 + 16)

@@ -25,15 +25,13 @@ DEVICE void cluster_leave() {
         asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// A load of TMA into the same place of every CTA of the cluster, or of those in `mask`, whose barriers at the same place
-// count its bytes.
-DEVICE void tma_multicast(u32 to, const TensorMap* map, int column, int row, u32 bar, int head = 0,
-                          u16 mask = (1 << CLUSTER) - 1) {
+// A load of TMA into the same place of every CTA of the cluster, whose barriers at the same place count its bytes.
+DEVICE void tma_multicast(u32 to, const TensorMap* map, int column, int row, u32 bar, int head = 0) {
     if (CLUSTER == 1) return tma_load(to, map, column, row, head, 0, bar);
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
                  "[%0], [%1, {%2,%3,%4,%5}], [%6], %7;"
                  ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(head), "r"(0), "r"(bar),
-                   "h"(mask)
+                   "h"((u16)((1 << CLUSTER) - 1))
                  : "memory");
 }
 
