@@ -15,7 +15,7 @@ from harness.reporting.aggregates import Group, Mean
 from harness.reporting.findings import findings
 from harness.reporting.roofline_charts import overview
 from harness.spec import Yardstick
-from tests.fake_records import bench, row, write
+from tests.fake_records import bench, column, row, write
 
 KERNEL = "rmsnorm"
 COST = {"flops": {"fp32": 1_000_000}, "bytes": 340_000_000}  # 80 µs at the measured 4.25 TB/s
@@ -59,6 +59,38 @@ def test_a_peer_that_failed_takes_its_row_out_of_the_mean(tmp_path: Path, status
     found = mean(tmp_path, case("plain", PLAIN), without)
     assert found.values == pytest.approx([1.2]) and found.counted() == "1 of 2"
     assert found.left_out == {"lost": ("the peer quack failed",)}
+
+
+@pytest.mark.parametrize(
+    ("throttled", "doubt", "counted"),
+    [
+        ([8, 9], None, "2 of 2"),  # by the other eight
+        ([8, 9], "unsteady", "1 of 2"),
+        ([8, 9], "a warning", "1 of 2"),
+        (list(range(5, 10)), None, "1 of 2"),  # five rounds give no interval
+        (list(range(10)), None, "1 of 2"),
+    ],
+)
+def test_a_case_counts_by_its_unthrottled_rounds(
+    tmp_path: Path, throttled: list[int], doubt: str | None, counted: str
+) -> None:
+    found = case("hot", PLAIN, clocks={"rounds": {"cold": {"sm_mhz": [1500] * 10, "throttled": throttled}}})
+    for each, us in zip(found, (100, 900, 200, 130), strict=True):
+        samples = [us * (1.015 if index in throttled and us != 100 else 1) for index in range(10)]
+        if doubt == "unsteady" and us == 130:
+            samples = [us * (1 + 0.03 * index) for index in range(10)]
+        each["columns"]["cold"] = column(samples)
+    if doubt == "a warning":
+        found[0]["warnings"] = ["something synchronises"]
+    where = folder(tmp_path, case("plain", PLAIN), found)
+    (group,) = aggregates.groups(findings(record.load(where)))
+    mean = group.over_best_peer()
+    assert mean.counted() == counted
+    report.write(where, with_charts=False)
+    said = "By the rounds in which the GPU did not throttle: 1 of rmsnorm fwd." in (where / "README.md").read_text()
+    assert said == (counted == "2 of 2")
+    if said:
+        assert mean.values == pytest.approx([1.2, 1.3]) and mean.calm == ("hot",) and not mean.left_out
 
 
 def test_a_failed_peer_marks_its_row_everywhere_and_leaves_no_verdict(tmp_path: Path) -> None:
@@ -186,7 +218,7 @@ def test_a_throttled_round_counts_in_the_column_that_is_compared(tmp_path: Path,
     clocks = {"sm_mhz": [1980] * 10, "throttled": []}
     rows[0]["clocks"]["rounds"] = {"cold": clocks, "warm": clocks} | {column: {**clocks, "throttled": [3, 4]}}
     found = mean(tmp_path, rows)
-    assert found.left_out == ({} if counts else {"hot": ("the GPU throttled",)})
+    assert not found.left_out and found.calm == (() if counts else ("hot",))
 
 
 def test_a_row_above_the_roofline_stays_out(tmp_path: Path) -> None:

@@ -272,6 +272,7 @@ def readme_block(folder: Path) -> str:
         f"whatever precision the peers compute in. [The full report]({link}/README.md) has each case, its interval, "
         "peers, clocks and errors, and names the cases that are left out.",
         "",
+        *([said, ""] if (said := aggregates.calm(found)) else []),
         *([LEFT_OUT, "", *left_out, ""] if (left_out := aggregates.captions(found)) else []),
         *([ABSENT, "", *absent, ""] if (absent := aggregates.absent(found)) else []),
         *([NEWER, "", *newer, ""] if (newer := aggregates.newer(found, declared.peers)) else []),

@@ -3,6 +3,8 @@
 A mean is of one kernel in one mode and one precision: cases computed in fp8 are not averaged with those in 16 or 32
 bits. It is geometric. Out of it stay the cases whose figure the harness doubts (`flags.py`), those in which a peer that
 takes them failed, and those that no library takes. A kernel that has no library at all is averaged over torch.compile.
+Where the GPU throttled in some rounds, and that is all there is to doubt, the ratio of the others counts, if it is as
+steady as any that counts.
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ LEFT_OUT_HEAD = ("kernel", "mode", "left out of the mean over the best peer", ">
 
 @dataclass(frozen=True)
 class Mean:
-    """The speed-ups of those of `cases` cases that count, and why the others do not: case -> reasons. `library` says
-    whether they are over libraries or, where there are none, over torch.compile."""
+    """The speed-ups of those of `cases` cases that count, and why the others do not: case -> reasons. `calm` are the
+    cases that count by their unthrottled rounds. `library` says whether they are over libraries or, where there are
+    none, over torch.compile."""
 
     cases: int
     values: tuple[float, ...]
     left_out: dict[str, tuple[str, ...]]
+    calm: tuple[str, ...] = ()
     library: bool = True
 
     def counted(self) -> str:
@@ -119,6 +123,13 @@ def captions(found: Sequence[Finding]) -> list[str]:
     ]
 
 
+def calm(found: Sequence[Finding]) -> str | None:
+    """How many cases of which kernel count by the rounds in which the GPU did not throttle, or None."""
+    counts = [(group.name, len(group.over_best_peer().calm)) for group in groups(found)]
+    said = ", ".join(f"{count} of {name}" for name, count in counts if count)
+    return f"By the rounds in which the GPU did not throttle: {said}." if said else None
+
+
 def absent(found: Sequence[Finding]) -> list[str]:
     """A list item for each peer that was not installed, which a comparison lacks: how many cases of which kernel."""
     counts: dict[str, dict[str, int]] = {}
@@ -172,14 +183,17 @@ def _mean(
     reasons: Callable[[Finding, Speedup | None], list[str]],
     library: bool = True,
 ) -> Mean:
-    values, out = [], {}
+    values, out, calm = [], {}, []
     for finding in found:
         speedup = pick(finding)
         why = reasons(finding, speedup)
         if speedup is None:
             why = why or [NO_PEER]
+        elif why == [flags.THROTTLED.word] and speedup.calm is not None and flags.steady(speedup.calm):
+            speedup, why = speedup.calm, []
+            calm.append(finding.case)
         if why or speedup is None:
             out[finding.case] = tuple(why)
         else:
             values.append(speedup.median)
-    return Mean(len(found), tuple(values), out, library)
+    return Mean(len(found), tuple(values), out, tuple(calm), library)

@@ -116,6 +116,11 @@ def of_ratio(finding: Finding, speedup: Speedup | None) -> list[Flag]:
     if speedup is not None:
         if speedup.row is not None and speedup.row.ok:
             found += [flag for flag in of_row(finding, speedup.row) if flag not in OVER]
-        if (speedup.high - speedup.low) / speedup.median > WIDE:
+        if not steady(speedup):
             found.append(WIDE_INTERVAL)
     return list(dict.fromkeys(found))
+
+
+def steady(speedup: Speedup) -> bool:
+    """Whether its interval is narrow enough for a mean."""
+    return (speedup.high - speedup.low) / speedup.median <= WIDE

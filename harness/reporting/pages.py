@@ -35,7 +35,8 @@ VERDICTS = (
 
 MEANS = (
     "Geometric, by kernel, mode and precision. Out of them stay cases whose figure the harness itself doubts, cases in "
-    "which a peer that takes them failed, and cases that no library takes, where any takes another case of the kernel."
+    "which a peer that takes them failed, and cases that no library takes, where any takes another case of the kernel. "
+    "Where the GPU throttled in some rounds, the ratio of the other rounds counts, if it is steady."
 )
 
 SUMMARY_HEAD = (
@@ -155,7 +156,8 @@ def means(found: Sequence[Finding]) -> list[str]:
         peers, pytorch = group.over_best_peer(), group.over_pytorch()
         rows.append([group.name, peers.counted(), peers.text(), pytorch.counted(), pytorch.text()])
     head = ("cases of", ">counted", ">over the best peer: mean (range)", ">counted", ">over PyTorch: mean (range)")
-    return [MEANS, "", *md.table(head, rows), "", *aggregates.left_out(found)]
+    by_calm = [said, ""] if (said := aggregates.calm(found)) else []
+    return [MEANS, "", *md.table(head, rows), "", *by_calm, *aggregates.left_out(found)]
 
 
 def not_measured(records: Records) -> list[str]:
