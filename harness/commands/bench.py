@@ -31,7 +31,7 @@ from ..on_gpu import folder
 from ..ranks import command as ranks
 from ..ranks.launch import TIMEOUT
 from ..reporting import console, suite_summary
-from ..reporting.progress import Progress
+from ..reporting.progress import Progress, spent_on
 from ..rows import asked, described
 from ..spec import EAGER, FROM_REFERENCE, Case, Cost, Inputs, KernelSpec, Yardstick
 from ..timed_data import timed_data
@@ -222,6 +222,7 @@ class Session:
                 environment=self.environment,
                 ceilings=self.recorded_ceilings,
             )
+            group: Group | None = None
             try:
                 for case, mode in groups:
                     dead = (case.name, mode) in finished.died
@@ -240,6 +241,8 @@ class Session:
                 write("stop", reason="complete")
             except KeyboardInterrupt:
                 write("stop", reason="interrupted")
+                if group is not None and group.seconds:
+                    print(f"\n{group.case.name} {group.mode}: {spent_on(group.seconds)}", file=sys.stderr)
                 print("\ninterrupted: finished rows are kept, --resume goes on from them", file=sys.stderr)
                 raise SystemExit(130) from None
         record.compact(path)
@@ -343,6 +346,18 @@ class Group:
         # What the checks leave in PyTorch's cache would be lacking under the gate, where giving it back cannot wait.
         gc.collect()
         torch.cuda.empty_cache()
+        with memory.only_new_garbage():
+            self._time(ready, inputs, grads, data)
+
+    def _time(
+        self,
+        ready: dict[str, execute.Op],
+        inputs: Sequence[Inputs],
+        grads: Sequence[Sequence[torch.Tensor] | None],
+        data: timing.Data,
+    ) -> None:
+        """Times and describes those that are right, and checks ours once more."""
+        clock, long = self.session.clock, self._long()
 
         def contender(name: str, fn: execute.Op) -> timing.Contender:
             return timing.Contender(name, lambda i: execute.bind(self.spec, fn, inputs[i], self.mode, grads[i]))
@@ -355,7 +370,7 @@ class Group:
                 contenders.append(contender(again + timing.AA, ready[again]))
             try:
                 with self._stage("timing"):
-                    measurement = clock.measure(contenders, self.session.arguments.timer, sets, data, held=not long)
+                    measurement = clock.measure(contenders, self._timer(), len(inputs), data, held=not long)
             except timing.ContenderFailed as failed:
                 name = failed.name.removesuffix(timing.AA)
                 with self._guarded(name):
@@ -364,14 +379,21 @@ class Group:
         for name, fn in ready.items():
             with self._guarded(name), clock.stream():
                 assert measurement is not None
-                with self._stage("timing"):
+                with self._stage("description"):
                     self._describe(name, fn, inputs[0], contender(name, fn), measurement)
+                with self._stage("stages"):
+                    self._add_stages(name)
                 if name in self.spec.implementations:
                     with self._stage("checks"):
                         self._check(name, fn, inputs[0], grads[0], seed=3, timed=True)
 
     def _long(self) -> bool:
         return roofline.floor_seconds(self.cost, self.session.ceilings).seconds > LONG_SECONDS
+
+    def _timer(self) -> str:
+        """--timer, or what the SPEC says of calls that are not of seconds."""
+        asked: str = self.session.arguments.timer
+        return "graph" if asked == "auto" and self.spec.captured and not self._long() else asked
 
     def _once(self, name: str) -> None:
         """Raises Unavailable where an implementation is another one once more."""
@@ -441,7 +463,7 @@ class Group:
         measurement: timing.Measurement,
     ) -> None:
         """The row of an implementation that was timed."""
-        columns, timer = measurement.columns[name], self.session.arguments.timer
+        columns, timer = measurement.columns[name], self._timer()
         ours = next((n for n in self.spec.implementations if n in measurement.columns), name)
         headline = measurement.headline(ours, timer)
         headline = headline if headline in columns else "cold"
@@ -462,7 +484,6 @@ class Group:
         sustained = None
         if name == ours and not self.session.arguments.quick and not self._long():
             sustained = self.session.clock.sustained(run, SUSTAINED_SECONDS)
-        stages = self._stages(name, warnings)
         self.done[name] = self._row(name, "over-roofline" if over else "ok", "; ".join(over) or None) | {
             "timer": "graph" if headline == "graph" else "cupti" if timer == "cupti" else "events",
             "headline": headline,
@@ -474,20 +495,22 @@ class Group:
             "error": verdict and {n: verdict.numbers.get(n) for n in ("max", "rms", "eager_max", "eager_rms")},
             "clocks": measurement.clocks,
             "warnings": warnings,
-            **({"stages_us": stages} if stages else {}),
             **({"configuration": self.configurations[name]} if name in self.configurations else {}),
         }
 
-    def _stages(self, name: str, warnings: list[str]) -> dict[str, float] | None:
-        """Microseconds by stage, where the SPEC has any. What goes wrong there is a warning: the times are measured."""
+    def _add_stages(self, name: str) -> None:
+        """To the row, microseconds by stage, where the SPEC has any. What goes wrong there is a warning: the times are
+        measured."""
+        row = self.done[name]
         try:
             found = self.spec.stages(name, self.case, self.mode, self.session.device)
         except torch.AcceleratorError:
             raise
         except Exception as error:
-            warnings.append(f"no time by stage: {type(error).__name__}: {execute.first_line(error)}")
-            return None
-        return {stage: seconds * 1e6 for stage, seconds in found.items()} if found else None
+            row["warnings"].append(f"no time by stage: {type(error).__name__}: {execute.first_line(error)}")
+            return
+        if found:
+            row["stages_us"] = {stage: seconds * 1e6 for stage, seconds in found.items()}
 
     def _over(self, name: str, microseconds: float, column: str) -> str | None:
         cost = self.yardsticks.get(name, self.cost)
