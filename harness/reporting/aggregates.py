@@ -18,23 +18,23 @@ from .entries import Row
 from .findings import Finding, Speedup, geometric_mean, is_pytorch
 
 FP8 = "fp8"
-NOT_MEASURED, NO_LIBRARY, NO_PEER = "ours was not measured", "no library takes it", "nothing to compare it with"
+NOT_MEASURED, NO_LIBRARY, NO_PEER = "ours was not measured", "no library supports it", "no peer was measured"
 #: what the reason of a peer's row says where it is not there (`execute.load`)
 ABSENT = "is not installed"
 MANY_GROUPS = 2  # of which a caption names each
-LEFT_OUT_HEAD = ("kernel", "mode", "left out of the mean over the best peer", ">cases", "which")
+LEFT_OUT_HEAD = ("kernel", "mode", "excluded from the mean over the best peer because", ">cases", "which")
 
 
 @dataclass(frozen=True)
 class Mean:
-    """The speed-ups of those of `cases` cases that count, and why the others do not: case -> reasons. `calm` are the
-    cases that count by their unthrottled rounds. `library` says whether they are over libraries or, where there are
-    none, over torch.compile."""
+    """The speed-ups of the cases that are included, of `cases` in all; the reasons for excluding the others, by case;
+    `unthrottled`: the cases included with the ratio over their unthrottled rounds. `library`: whether the speed-ups are
+    over libraries or, if there are none, over torch.compile."""
 
     cases: int
     values: tuple[float, ...]
     left_out: dict[str, tuple[str, ...]]
-    calm: tuple[str, ...] = ()
+    unthrottled: tuple[str, ...] = ()
     library: bool = True
 
     def counted(self) -> str:
@@ -46,7 +46,7 @@ class Mean:
         if not self.values:
             return None
         mean = md.times(geometric_mean(self.values))
-        only = "" if self.library else f", torch.compile alone in {self.counted()}"
+        only = "" if self.library else f", only over torch.compile, {self.counted()}"
         return f"**{mean}** ({md.times(min(self.values))} to {md.times(max(self.values))}){only}"
 
     def by_reason(self) -> dict[str, list[str]]:
@@ -106,7 +106,7 @@ def left_out(found: Sequence[Finding]) -> list[str]:
         for group in groups(found)
         for reason, cases in group.over_best_peer().by_reason().items()
     ]
-    return md.table(LEFT_OUT_HEAD, rows) if rows else ["No case was left out of a mean."]
+    return md.table(LEFT_OUT_HEAD, rows) if rows else ["No case was excluded from a mean."]
 
 
 def captions(found: Sequence[Finding]) -> list[str]:
@@ -123,11 +123,11 @@ def captions(found: Sequence[Finding]) -> list[str]:
     ]
 
 
-def calm(found: Sequence[Finding]) -> str | None:
-    """How many cases of which kernel count by the rounds in which the GPU did not throttle, or None."""
-    counts = [(group.name, len(group.over_best_peer().calm)) for group in groups(found)]
+def unthrottled(found: Sequence[Finding]) -> str | None:
+    """How many cases of which kernel are included with the ratio over their unthrottled rounds, or None."""
+    counts = [(group.name, len(group.over_best_peer().unthrottled)) for group in groups(found)]
     said = ", ".join(f"{count} of {name}" for name, count in counts if count)
-    return f"By the rounds in which the GPU did not throttle: {said}." if said else None
+    return f"Included with the ratio over their unthrottled rounds only: {said}." if said else None
 
 
 def absent(found: Sequence[Finding]) -> list[str]:
@@ -183,17 +183,17 @@ def _mean(
     reasons: Callable[[Finding, Speedup | None], list[str]],
     library: bool = True,
 ) -> Mean:
-    values, out, calm = [], {}, []
+    values, out, unthrottled = [], {}, []
     for finding in found:
         speedup = pick(finding)
         why = reasons(finding, speedup)
         if speedup is None:
             why = why or [NO_PEER]
-        elif why == [flags.THROTTLED.word] and speedup.calm is not None and flags.steady(speedup.calm):
-            speedup, why = speedup.calm, []
-            calm.append(finding.case)
+        elif why == [flags.THROTTLED.word] and (rest := speedup.without_throttling) and flags.steady(rest):
+            speedup, why = rest, []
+            unthrottled.append(finding.case)
         if why or speedup is None:
             out[finding.case] = tuple(why)
         else:
             values.append(speedup.median)
-    return Mean(len(found), tuple(values), out, tuple(calm), library)
+    return Mean(len(found), tuple(values), out, tuple(unthrottled), library)

@@ -36,7 +36,7 @@ class Speedup:
     unthrottled: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
     @property
-    def calm(self) -> Speedup | None:
+    def without_throttling(self) -> Speedup | None:
         """The same over the rounds in which the GPU did not throttle, where it throttled in some and not in all."""
         if not self.unthrottled:
             return None
