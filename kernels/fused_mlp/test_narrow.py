@@ -125,6 +125,11 @@ def test_it_fits_into_shared_memory(epilogue: int) -> None:
         assert configs.narrow_bytes(config, 1, 2) <= 227 << 10 and config.stages >= 8
 
 
+def test_its_clusters_run_at_once() -> None:
+    """Of 132 SMs, clusters of 4 CTAs take 120: 33 of them would be two rounds, the second of 3."""
+    assert [configs.clusters_at_once(132, size) for size in (1, 2, 4)] == [132, 66, 30]
+
+
 def test_columns_of_the_last_block() -> None:
     assert [narrow.tail_of(p, 128) for p in (16, 32, 112, 128, 144, 1376)] == [32, 32, 128, 128, 32, 96]
     assert [narrow.tail_of(p, 64) for p in (16, 64, 1376)] == [32, 64, 32]
