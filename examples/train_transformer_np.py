@@ -2,16 +2,21 @@
 
     python -m examples.train_transformer_np --size full --steps 2000 --out loss.svg      # from the checkout's root
 
-The chart has the loss of each step, that of a neural process with mean pooling for attention, trained likewise, and
-that of the one Gaussian that fits the targets of a task best: what a model reaches that takes no notice of x. Without a
-GPU the size is small, PyTorch's own layers are used, which are faster on a CPU than the kernels in Triton's
-interpreter, and there is no graph.
+The chart has the loss of each step, beside it that of the same model of PyTorch's parts, with the same weights at first
+and the same tasks, that of a neural process with mean pooling for attention, and that of the one Gaussian that fits the
+targets of a task best: what a model reaches that takes no notice of x. `--record` writes them down as JSON;
+`python -m harness report` makes a page of reports/<gpu>/training/transformer_np.json. Without a GPU the size is small
+and the kernels are left out, which are slow in Triton's interpreter, and there is no graph.
 """
 
 import argparse
+import json
 import math
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,71 +39,115 @@ SIZES = {
     "small": dict(layers=2, d_model=32, heads=2, d_ff=64, components=3, padding=8),
     "full": dict(layers=12, d_model=512, heads=8, d_ff=1365, components=10),
 }
-TASKS = {"small": dict(batch=16, context=24, targets=16), "full": dict(batch=64, context=64, targets=500)}
+POOLED = {"small": dict(width=64, layers=2, components=3), "full": dict(width=512, layers=4, components=10)}
+TASKS = {"small": dict(batch=16, context=24, targets=16), "full": dict(batch=16, context=64, targets=500)}
 PLAIN = dict(attention="sdpa", mlp="torch", heads_impl="torch", norm="torch", loss_impl="torch")
 RATES = {"small": 3e-3, "full": 3e-4}
+KINDS = {
+    "torch": "PyTorch's parts, weights in fp32, products in bf16, fused AdamW",
+    "ours": "ridgeline's kernels, weights in bf16 with fp32 ones in the optimizer",
+    "mean pooling": "a neural process with mean pooling for attention, in fp32",
+}
+BOUND = "the best constant Gaussian"
+HELD_OUT = 16  # batches
+POINTS = 40  # of a curve
+WARM_UP = 20  # steps that are not timed: the first compile, and are captured
+
+Task = dict[str, torch.Tensor]
 
 
-POOLED = {"small": dict(width=64, layers=2, components=3), "full": dict(width=512, layers=4, components=10)}
-
-
-def built(size: str, steps: int, device: torch.device) -> TrainStep:
-    if ON_GPU:
-        model = TransformerNP(**SIZES[size]).to(device, torch.bfloat16)
-        optimizer = AdamW(model.parameters(), lr=RATES[size], master_weights=True)
+def built(kind: str, size: str, seed: int, device: torch.device) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    drawn = torch.Generator().manual_seed(seed)
+    if kind == "ours":
+        ours = TransformerNP(**SIZES[size], generator=drawn).to(device, torch.bfloat16)
+        ours.flatten_parameters()
+        return ours, AdamW(ours.parameters(), lr=RATES[size], master_weights=True)
+    if kind == "torch":
+        products = torch.bfloat16 if ON_GPU else None
+        model: torch.nn.Module = TransformerNP(**SIZES[size], **PLAIN, dtype=products, generator=drawn)
     else:
-        model = TransformerNP(**SIZES[size], **PLAIN).to(device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=RATES[size])
-    return stepping(model, optimizer, steps)
+        model = MeanPoolingNP(**POOLED[size], generator=drawn)
+    model = model.to(device)
+    return model, torch.optim.AdamW(model.parameters(), lr=RATES[size], fused=ON_GPU, capturable=ON_GPU)
 
 
-def pooled(size: str, steps: int, device: torch.device) -> TrainStep:
-    """The reference model, in fp32."""
-    model = MeanPoolingNP(**POOLED[size]).to(device)
-    return stepping(model, torch.optim.AdamW(model.parameters(), lr=RATES[size]), steps)
+def trained(kind: str, size: str, tasks: list[Task], held_out: list[Task], seed: int) -> tuple[dict, list[float]]:
+    """What the record has of a training, and the loss of every step."""
+    from rich.progress import track
 
-
-def stepping(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> TrainStep:
-    warm = max(1, steps // 20)
+    device = tasks[0]["x_context"].device
+    model, optimizer = built(kind, size, seed, device)
+    warm = max(1, len(tasks) // 20)
 
     def schedule(step: int) -> float:
         """A linear warm-up, then half a cosine."""
-        return min(1.0, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * step / steps))
+        return min(1.0, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * step / len(tasks)))
 
-    return TrainStep(model.loss, optimizer, clip=1.0, schedule=schedule, history=steps)
+    step = TrainStep(model.loss, optimizer, clip=1.0, schedule=schedule, history=len(tasks))
+    begin, timed = time.perf_counter(), 0
+    for index, task in enumerate(track(tasks, description=f"{kind}, seed {seed}")):
+        if index in (0, WARM_UP):
+            synchronize()
+            begin, timed = time.perf_counter(), len(tasks) - index
+        step(**task)
+    synchronize()
+    seconds = time.perf_counter() - begin
+    print(f"{kind}: steps in CUDA graphs" if step.captured else f"{kind}: no CUDA graph: {step.reason}")
+    with torch.no_grad():
+        loss = mean(float(model.loss(**task)) for task in held_out)
+    losses = step.losses().tolist()
+    return {"loss": loss, "ms_a_step": 1e3 * seconds / timed, "curve": curve_of(losses)}, losses
 
 
-def trained(size: str, steps: int, kernel: str, device: torch.device) -> tuple[list[float], list[float], list[float]]:
-    """The loss of every step, the reference model's, and that of the best constant Gaussian on their tasks."""
-    from rich.progress import track
-
-    torch.manual_seed(0)
-    step, reference, constants = built(size, steps, device), pooled(size, steps, device), []
+def synchronize() -> None:
     if ON_GPU:
-        task = TASKS[size]
-        print("PyTorch would run", require_flash(task["context"], task["targets"], task["batch"]))
-    source = torch.Generator(device).manual_seed(1)
-    for _ in track(range(steps), description=f"{size}, {kernel}"):
-        batch = sample_task(**TASKS[size], kernel=kernel, generator=source, device=device)
-        constants.append(constant_loss(batch["y_target"]))
-        step(**batch)
-        reference(**batch)
-    print("steps in CUDA graphs" if step.captured else f"no CUDA graph: {step.reason}")
-    return step.losses().tolist(), reference.losses().tolist(), torch.stack(constants).tolist()
+        torch.cuda.synchronize()
 
 
-def draw(losses: list[float], references: list[float], constants: list[float], path: Path) -> None:
+def tasks_of(size: str, kernel: str, count: int, seed: int, device: torch.device) -> list[Task]:
+    source = torch.Generator(device).manual_seed(seed)
+    return [sample_task(**TASKS[size], kernel=kernel, generator=source, device=device) for _ in range(count)]
+
+
+def curve_of(losses: list[float]) -> list[tuple[int, float]]:
+    """Up to POINTS means over steps in a row, each with its last step."""
+    width = -(-len(losses) // POINTS)
+    parts = [losses[at : at + width] for at in range(0, len(losses), width)]
+    return [(min((n + 1) * width, len(losses)), mean(part)) for n, part in enumerate(parts)]
+
+
+def mean(values: Any) -> float:
+    values = list(values)
+    return sum(values) / len(values)
+
+
+def head_of(size: str, kernel: str, steps: int, constant: float) -> dict[str, Any]:
+    """What the trainings of a record have in common."""
+    return {
+        "schema": 1,
+        "device": torch.cuda.get_device_name() if ON_GPU else "CPU",
+        "torch": torch.__version__,
+        "steps": steps,
+        "model": {**SIZES[size], **TASKS[size], "covariance": kernel},
+        "plain": "torch",
+        "kinds": KINDS,
+        "other_models": ["mean pooling"],
+        "bounds": {BOUND: constant},
+    }
+
+
+def draw(losses: dict[str, list[float]], constant: float, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    width = max(1, len(losses) // 50)
-    axes.plot(losses, color="0.8", linewidth=0.7, label="TransformerNP, each step")
-    axes.plot(means(losses, width), label=f"TransformerNP, mean of {width} steps")
-    axes.plot(means(references, width), label="mean pooling for attention, likewise")
-    axes.axhline(sum(constants) / len(constants), color="black", linestyle="--", label="the best constant Gaussian")
+    first = next(iter(losses))
+    axes.plot(losses[first], color="0.8", linewidth=0.7, label=f"{first}, each step")
+    for kind, values in losses.items():
+        axes.plot(*zip(*curve_of(values), strict=True), label=f"{kind}, means")
+    axes.axhline(constant, color="black", linestyle="--", label=BOUND)
     axes.set(xlabel="step", ylabel="negative log-likelihood of a target")
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,25 +156,46 @@ def draw(losses: list[float], references: list[float], constants: list[float], p
     pyplot.close(figure)
 
 
-def means(losses: list[float], width: int) -> list[float]:
-    """Of each loss and those before it, `width` together."""
-    return [sum(losses[max(0, i - width + 1) : i + 1]) / min(i + 1, width) for i in range(len(losses))]
+def run(options: argparse.Namespace, write: Callable[[dict[str, Any]], object]) -> tuple[dict, dict, float]:
+    """Trains every kind with every seed: the results, the losses of each step with the first seed, and the bound."""
+    device = torch.device("cuda" if ON_GPU else "cpu")
+    if ON_GPU:
+        task = TASKS[options.size]
+        print("PyTorch would run", require_flash(task["context"], task["targets"], task["batch"]))
+    held_out = tasks_of(options.size, options.kernel, HELD_OUT, 0, device)
+    constant = mean(float(constant_loss(task["y_target"])) for task in held_out)
+    results: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS if ON_GPU or kind != "ours"}
+    first: dict[str, list[float]] = {}
+    for seed in options.seeds:
+        tasks = tasks_of(options.size, options.kernel, options.steps, 1 + seed, device)
+        for kind in results:
+            results[kind][str(seed)], losses = trained(kind, options.size, tasks, held_out, seed)
+            first.setdefault(kind, losses)
+        write({**head_of(options.size, options.kernel, options.steps, constant), "results": results})
+    return results, first, constant
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=tuple(SIZES), default="full" if ON_GPU else "small")
     parser.add_argument("--steps", type=int, default=2000 if ON_GPU else 300)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--kernel", choices=tuple(KERNELS), default="rbf", help="covariance of the functions")
-    parser.add_argument("--out", type=Path, default=Path("loss.svg"))
-    arguments = parser.parse_args()
-    device = torch.device("cuda" if ON_GPU else "cpu")
-    curves = trained(arguments.size, arguments.steps, arguments.kernel, device)
-    draw(*curves, arguments.out)
-    last = max(1, len(curves[0]) // 10)
-    found, reference, constant = (sum(values[-last:]) / last for values in curves)
-    print(f"loss of the last {last} steps {found:.3f}, of the best constant {constant:.3f}")
-    print(f"with mean pooling for attention {reference:.3f}; chart in {arguments.out}")
+    parser.add_argument("--out", type=Path, default=Path("loss.svg"), help="the chart, of the first seed")
+    parser.add_argument("--record", type=Path, help="a file for the losses, as JSON")
+    options = parser.parse_args()
+
+    def write(record: dict[str, Any]) -> None:
+        if options.record:
+            options.record.parent.mkdir(parents=True, exist_ok=True)
+            options.record.write_text(json.dumps(record, indent=1) + "\n")
+
+    results, losses, constant = run(options, write)
+    draw(losses, constant, options.out)
+    for kind, seeds in results.items():
+        loss, step = (mean(found[name] for found in seeds.values()) for name in ("loss", "ms_a_step"))
+        print(f"{kind}: loss on tasks held out {loss:.3f}, {step:.2f} ms a step")
+    print(f"{BOUND}: {constant:.3f}; chart in {options.out}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""NVTX ranges, in the one registered domain `ridgeline`, named kernel.mode.case.implementation.
+"""NVTX ranges, in the registered domain `ridgeline`, named kernel.mode.case.implementation, and of stages within them.
 
 They mark what a profiler should look at. The timed path has none: a range costs about as much as a short kernel.
 """
@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 import nvtx
 
 DOMAIN = "ridgeline"
+STAGES = "ridgeline.stages"
 
 
 def range_name(kernel: str, mode: str, case: str, implementation: str) -> str:
@@ -20,3 +21,8 @@ def range_name(kernel: str, mode: str, case: str, implementation: str) -> str:
 def range(name: str) -> AbstractContextManager[object]:
     """A push/pop range in the domain. Does nothing measurable when no profiler is attached."""
     return nvtx.annotate(message=name, domain=DOMAIN)
+
+
+def stage(name: str) -> AbstractContextManager[object]:
+    """A push/pop range of a stage of a call, in a domain of its own: which launches ncu takes is up to the other."""
+    return nvtx.annotate(message=name, domain=STAGES)

@@ -7,6 +7,7 @@ but the timing itself can be tested on a machine without a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -230,6 +231,8 @@ class KernelSpec:
     needs            the kernels whose public functions a composed one calls; it has no kernel of its own
     stages           (implementation, case, mode, device) -> seconds of each stage of a call, each measured by itself,
                      or None. The bench records them beside the times, the report has a table of them
+    stage_ranges     (range of a stage's name) -> a context in which a call has what it launches inside such ranges,
+                     forward and backward: `profile` says then which kernels each stage has
     ablation         implementation or baseline -> what runs there, for the report's table of what each part brings: the
                      first of `implementations`, those that differ from it in one part, and peers
     model            (case, mode, GPUs, length or None for the case's own, FLOP/s of a GPU, bytes/s of a link) -> a
@@ -271,6 +274,9 @@ class KernelSpec:
     host_ops: Mapping[str, Op] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
     stages: Callable[[str, Case, str, torch.device], Mapping[str, float] | None] = lambda *asked: None
+    stage_ranges: Callable[[Callable[[str], AbstractContextManager[object]]], AbstractContextManager[object]] = (
+        lambda range_of: nullcontext()
+    )
     ablation: Mapping[str, str] = field(default_factory=dict)
     model: Callable[[Case, str, int, int | None, float, float], tuple[float, float, float]] | None = None
     sharding: Sharding | None = None

@@ -118,8 +118,9 @@ def test_one_card_has_no_page_and_no_link(tmp_path: Path) -> None:
     on_cpu = bench(KERNEL, {("wide", "fwd"): rows(1, 2)}, run="cpu")
     on_cpu[0]["environment"]["gpu"] = {"key": None, "name": "CPU"}
     write(tmp_path / "cpu" / "records" / "a.jsonl", on_cpu)
-    linked = report.with_link_to_cards(README, True)
-    assert "\n[cards.md](cards.md) sets" in linked and report.with_link_to_cards(linked, True) == linked
+    linked = report.with_link(README, cards.STEM, cards.LINK_TEXT, True)
+    assert "\n[cards.md](cards.md) sets" in linked
+    assert report.with_link(linked, cards.STEM, cards.LINK_TEXT, True) == linked
     (tmp_path / "README.md").write_text(linked)
     assert report.write_cards(tmp_path) == [tmp_path / "README.md"] and not (tmp_path / "cards.md").exists()
     assert (tmp_path / "README.md").read_text() == README
@@ -149,7 +150,8 @@ def test_the_committed_page_says_what_the_records_say() -> None:
     assert path.is_file() == bool(lines), "run: python -m harness report"
     assert not lines or path.read_text(encoding="utf-8") == "\n".join(lines).rstrip() + "\n"
     text = (ROOT / "reports" / "README.md").read_text(encoding="utf-8")
-    assert report.with_link_to_cards(text, bool(lines)) == text and f"report:begin {cards.STEM}" in text
+    assert report.with_link(text, cards.STEM, cards.LINK_TEXT, bool(lines)) == text
+    assert f"report:begin {cards.STEM}" in text
 
 
 @pytest.mark.parametrize(("asked", "found"), [("h100", "h100"), ("auto", "h100"), ("h200", None)])

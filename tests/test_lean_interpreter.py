@@ -81,6 +81,85 @@ for _ in range(3):
 """
 
 
+#: In a process of its own: what every operation makes of every two operands, before and after.
+OPERATIONS = """
+import itertools, warnings
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+from tests import lean_interpreter
+
+warnings.simplefilter("ignore")
+semantic, core = interpreter.interpreter_semantic, tl.core
+NAMES = ("add", "mul", "truediv", "floordiv", "less_than", "and_", "fdiv", "maximum")
+CHECKED = ("add", "sub", "mul")  # with `debug` of an overflow too
+MORE = {"add": (True,), "sub": (True,), "mul": (True,), "fdiv": (False,), "maximum": (tl.PropagateNan.NONE,)}
+DTYPES = (tl.int1, tl.int8, tl.int32, tl.uint32, tl.int64, tl.uint64, tl.float16, tl.float32, tl.float64, tl.bfloat16,
+          tl.float8e5, tl.pointer_type(tl.float32))
+NUMBERS = (True, 0, -1, 3, 1 << 31, -(1 << 33), 1 << 63, 1 << 64, 0.0, -0.0, -2.5, 1e-41, 1e300, float("inf"))
+
+def tensor(dtype, *shape):
+    wanted = interpreter._get_np_dtype(dtype)
+    values = np.random.default_rng(len(shape)).integers(0, 1 << 62, shape or (1,)).astype(np.uint64)
+    data = (values >> np.uint64(0 if wanted.kind in "iu" else 32)).astype(wanted)
+    return core.tensor(interpreter.TensorHandle(data, dtype), core.block_type(dtype, list(shape)) if shape else dtype)
+
+def described(value):
+    if isinstance(value, tuple):
+        return tuple(map(described, value))
+    if not isinstance(value, core.tensor):
+        return repr(value)
+    data, shape = value.handle.data, [type(size) is core.constexpr and size.value for size in value.shape]
+    assert type(value.numel) is core.constexpr
+    return str(value.type), str(value.dtype), str(value.handle.dtype), shape, data.dtype.str, data.shape, data.tobytes()
+
+def outcome(run):
+    try:
+        return described(run())
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+def small():
+    return [tensor(dtype, *shape) for dtype in DTYPES for shape in ((), (4,))] + [tensor(tl.int32, 2, 4)]
+
+def found():
+    scope = interpreter._patch_lang(found)  # as in a launch: in it integers keep their sign in all types
+    try:
+        return all_outcomes()
+    finally:
+        scope.restore()
+
+def all_outcomes():
+    made = {}
+    shapes = [tensor(dtype, *shape) for dtype in DTYPES[2::3] for shape in ((4, 1), (1, 4), (2, 1), (1, 1, 2))]
+    pairs = [*itertools.product(small(), small()), *itertools.product(shapes, shapes)]
+    pairs += [pair for number in NUMBERS for t in small() for pair in ((number, t), (t, number))]
+    for debug, names in ((False, NAMES), (True, CHECKED)):
+        semantic.builder.options = interpreter.InterpreterOptions(debug=debug)
+        for name, (number, pair) in itertools.product(names, enumerate(pairs)):
+            made[name, debug, number] = outcome(lambda: getattr(semantic, name)(*pair, *MORE.get(name, ())))
+    for number, (a, b) in enumerate(itertools.product(small(), small())):
+        for wanted in (b.type, b.dtype):
+            made["cast", number, str(wanted)] = outcome(lambda: semantic.cast(a, wanted))
+        made["rounded", number] = outcome(lambda: semantic.cast(a, b.dtype, "rtz"))
+        made["broadcast", number] = outcome(lambda: semantic.broadcast_impl_value(a, b))
+    for number in NUMBERS[1:4]:
+        made["to", number] = outcome(lambda: core._unwrap_if_constexpr(core.constexpr(number)))
+    for shape in ([4], [4, 1], [core.constexpr(8)], [], [3], [4.0], [True], [1 << 21], core.tuple([2, 2])):
+        for dtype in DTYPES[2::3]:
+            made["type", str(shape), str(dtype)] = outcome(lambda: str(vars(core.block_type(dtype, shape))))
+    return made
+
+before = found()
+lean_interpreter.make_lean()
+after = found()
+assert before.keys() == after.keys()
+assert not (wrong := [(key, value, after[key]) for key, value in before.items() if after[key] != value]), wrong[:9]
+errors = [value[1] for value in before.values() if isinstance(value[0], str) and len(value) == 2]
+print(len(before), len(errors), sum("overflow detected" in error for error in errors))
+"""
+
+
 def printed(code: str, lean: str = "") -> str:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "LEAN": lean}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT)
@@ -91,6 +170,11 @@ def printed(code: str, lean: str = "") -> str:
 @pytest.mark.skipif(not hasattr(lean_interpreter.interpreter, "_patch_builtin"), reason="another version of Triton")
 def test_the_same_members_are_replaced() -> None:
     assert int(printed(REPLACED)) > 100
+
+
+def test_operations_are_the_same() -> None:
+    count, errors, overflows = map(int, printed(OPERATIONS).split())
+    assert count > 10_000 and errors > 100 and overflows > 100
 
 
 def test_a_dtype_is_that_of_the_original() -> None:

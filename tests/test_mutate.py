@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
-import textwrap
-from collections import Counter
+import re
 
 import pytest
 
@@ -40,12 +40,27 @@ def kernel(x_ptr, n: 5 | 6, eps=0.5):
 CUDA = """
 // a < b
 #include "x.cuh"  // 1 + 2
-template <int N = 3> __global__ void add(const float * x, float *y, int n) {
+constexpr int ROWS = 8;
+struct Ring {
+    void next() { slot += 1; }
+};
+template <int N = 3> __global__ void __launch_bounds__(32, 1)
+add(const float * x, float *y, float (&d)[N], int n) {
     const int at = blockIdx.x * blockDim.x + threadIdx.x;
     if (at < n) y[at] = x[at] * 2.0f;
     asm volatile("mov.u32 %0, 1 + 2;" : "=r"(n));
-    commit(at);
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    store(at,
+          -n);
+    if (n) wgmma_wait<1>();
+#if ROWS
+    const float a = fmaxf(n ? x[at] : *y, 1.0f) {
+#else
+    const float a = 0 {
+#endif
+    };
 }
+DEVICE u32 last(u32 x) { return x; }
 """
 
 
@@ -103,19 +118,50 @@ def test_identity_outlives_other_lines_and_a_digest_does_not_outlive_its_functio
     assert all(changed[m.key].digest == m.digest for m in outside)
 
 
-def test_tokens_of_cuda():
-    found = list(cuda_tokens.changes(CUDA))
-    texts = [change for _, change, *_ in found]
-    assert {function for function, *_ in found} == {"add"}
-    assert Counter(text.partition(":")[0] for text in texts) == {
-        "arithmetic": 3,
-        "comparison": 2,
-        "condition": 2,
-        "constant": 1,
-        "statement": 1,
-    }, texts
-    assert cuda_tokens.functions(CUDA)["add"].startswith("template <int N = 3> __global__ void add(")
-    assert any(CUDA[start:end] == "commit(at);" and text == ";" for *_, start, end, text in found)
+def cuda_changes(kind: str) -> list[tuple[str, str, str]]:
+    """(function, before, after) of the faults of a class."""
+    found = [c for c in cuda_tokens.changes(CUDA) if c[1].startswith(f"{kind}:")]
+    return [(function, CUDA[start:end], text) for function, _, start, end, text in found]
+
+
+def test_faults_of_cuda():
+    assert cuda_changes("arithmetic") == [("Ring", "+=", "-="), *[("add", a, b) for a, b in ("*+", "+-", "*+")]]
+    assert cuda_changes("comparison") == [("add", "<", "<="), ("add", "<", ">=")]
+    assert cuda_changes("condition") == [
+        ("add", test, value) for test in ("at < n", "n", "n") for value in ("false", "true")
+    ]
+    numbers = [before for _, before, _ in cuda_changes("constant")]
+    assert list(dict.fromkeys(numbers)) == ["8", "1", "32", "2.0f", "1.0f", "0"]
+    assert cuda_changes("sign") == [("add", "-", "")]
+    assert cuda_changes("call") == [("add", "fmaxf", "fminf")]
+    assert cuda_changes("statement") == [
+        ("Ring", "slot += 1;", ";"),
+        ("add", "y[at] = x[at] * 2.0f;", ";"),
+        ("add", "store(at,\n          -n);", ";\n"),
+    ]
+    assert cuda_changes("synchronisation") == [
+        ("add", 'asm volatile("fence.proxy.async.shared::cta;" ::: "memory");', ";"),
+        ("add", "wgmma_wait<1>();", ";"),
+        ("add", "1", "0"),
+        ("add", "1", "2"),
+    ]
+
+
+def test_functions_of_cuda():
+    """By the name that is declared, with what stands in front of it; a conditional's other branch does not count."""
+    found = cuda_tokens.functions(CUDA)
+    assert list(found) == ["Ring", "add", "last"]
+    assert found["Ring"] == "struct Ring {\n    void next() { slot += 1; }\n}"
+    assert found["add"].startswith("template <int N = 3> __global__ void __launch_bounds__(32, 1)\nadd(")
+    assert found["last"] == "DEVICE u32 last(u32 x) { return x; }"
+
+
+@pytest.mark.parametrize("kernel_name", [k for k in registry.names() if list(registry.folder(k).rglob("*.cu"))])
+def test_the_kernels_of_every_source_are_found(kernel_name):
+    for path in registry.folder(kernel_name).rglob("*.cu"):
+        source = path.read_text(encoding="utf-8")
+        kernels = re.findall(r"(?m)^extern \"C\" __global__.*\n(\w+)\(", source)
+        assert kernels and set(kernels) <= set(cuda_tokens.functions(source)), path
 
 
 def test_results_that_no_longer_hold_are_dropped(tmp_path, monkeypatch):
@@ -130,32 +176,23 @@ def test_results_that_no_longer_hold_are_dropped(tmp_path, monkeypatch):
     assert {(line["key"], line["status"]) for line in kept} == {(every[0].key, "survived"), (every[2].key, "killed")}
 
 
+def test_the_same_machine_code_is_known_until_what_is_compiled_changes(tmp_path, monkeypatch):
+    every = python_mutants(SOURCE, tmp_path, monkeypatch)
+    (tmp_path / "one.cu").write_text("x")
+    answer = {"status": results.SAME, "by": "NVRTC", "reason": "", "seconds": 0.0}
+    line = results.line(every[0], "gpu", results.digest_of_source.__wrapped__("one"), answer)
+    monkeypatch.setattr(results, "digest_of_source", results.digest_of_source.__wrapped__)
+    assert results.current([line], every, "gpu")
+    (tmp_path / "one.cu").write_text("y")
+    assert not results.current([line], every, "gpu")
+
+
 def test_a_reason_has_no_folder_of_this_machine(tmp_path, monkeypatch):
     (mutant, *_) = python_mutants(SOURCE, tmp_path, monkeypatch)
     told = "/home/me/.venv/lib/triton/runtime/interpreter.py:1353: ValueError: 1/2 of kernels/one/op.py"
     answer = {"status": "killed", "by": "kernels/one/test_one.py::test", "reason": told, "seconds": 1.0}
     kept = results.line(mutant, "interpreter", "c", answer)
     assert kept["reason"] == "interpreter.py:1353: ValueError: 1/2 of op.py" and kept["by"] == answer["by"]
-
-
-def test_what_the_original_passes_is_found_out_once(tmp_path, monkeypatch):
-    """Beside the results of mutants, which do not see it; until source, checks, tests or the machine change."""
-    passed = {"checks": {"gelu.fwd.1x1-fp32.triton-accuracy": 0.1}, "tests": {}}
-    assert results.original("gelu", "interpreter", tmp_path) is None
-    results.keep_original("gelu", "interpreter", {**passed, "checks": {}}, tmp_path)
-    results.keep_original("gelu", "interpreter", passed, tmp_path)
-    every = mutants.of_kernel("gelu")
-    answer = {"status": "killed", "by": "one", "reason": "", "seconds": 1.0}
-    with results.path("gelu", tmp_path).open("a") as file:
-        file.write(json.dumps(results.line(every[0], "interpreter", "c", answer)) + "\n")
-    results.tidy("gelu", every, tmp_path)
-    assert [found["key"] for found in results.load("gelu", tmp_path)] == [every[0].key]
-    assert len(results.path("gelu", tmp_path).read_text().splitlines()) == 2
-    found = results.original("gelu", "interpreter", tmp_path)
-    assert found is not None and found["checks"] == passed["checks"]
-    assert results.original("gelu", "gpu", tmp_path) is None
-    monkeypatch.setattr(results, "digest_of_checks", lambda kernel: "others")
-    assert results.original("gelu", "interpreter", tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -172,7 +209,39 @@ def test_what_the_original_passes_is_found_out_once(tmp_path, monkeypatch):
     ],
 )
 def test_what_is_run(known, argued, again, expected):
-    assert mutate._to_run(known, "new", argued, again) is expected
+    assert mutate._to_run(known, {"new"}, argued, again) is expected
+
+
+def test_a_quick_run_does_not_try_again_what_all_checks_let_pass(tmp_path, monkeypatch):
+    """But all checks are tried on what a quick run let pass."""
+    every = python_mutants(SOURCE, tmp_path, monkeypatch)[:2]
+    survived = {"status": "survived", "by": "", "reason": "", "seconds": 1.0}
+    digests = [results.digest_of_checks("one", quick) for quick in (False, True)]
+    lines = [results.line(m, "gpu", digest, survived) for m, digest in zip(every, digests, strict=True)]
+    results.path("one", tmp_path).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def left(quick):
+        arguments = argparse.Namespace(out=tmp_path, quick=quick, seed=0, again=False, most=None, least=5)
+        return mutate._left("one", every, every, "gpu", arguments)
+
+    assert left(quick=True) == ([], 3)
+    assert left(quick=False) == ([every[1]], 4)
+
+
+def test_no_more_are_run_than_asked_for(tmp_path, monkeypatch):
+    every = python_mutants(SOURCE, tmp_path, monkeypatch)
+    arguments = argparse.Namespace(out=tmp_path, quick=False, seed=0, again=False, most=7, least=60)
+    left, least = mutate._left("one", every, every, "gpu", arguments)
+    assert left == mutants.order(every, 0)[:7] and least == 60
+
+
+def test_files_are_chosen_by_a_pattern(tmp_path, monkeypatch):
+    (tmp_path / "sm90").mkdir()
+    (tmp_path / "sm90" / "one.cu").write_text(CUDA)
+    every = python_mutants(SOURCE, tmp_path, monkeypatch)
+    assert {m.file for m in mutate._chosen(every, "cuda", None)} == {"kernel.py", "sm90/one.cu"}
+    assert {m.file for m in mutate._chosen(every, "cuda", ["*.cu*"])} == {"sm90/one.cu"}
+    assert {m.file for m in mutate._chosen(every, "cpu", None)} == {"kernel.py"}
 
 
 def test_the_order_is_drawn_and_does_not_depend_on_other_mutants(tmp_path, monkeypatch):
@@ -192,17 +261,38 @@ def test_the_report_counts(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "names", lambda: ["one"])
     monkeypatch.setattr(registry, "package", lambda name: "kernels.one")
     with results.path("one", tmp_path).open("w") as file:
-        for mutant, status in zip(every, ("killed", "survived", "survived", "hang", "crash", "killed"), strict=False):
+        statuses = ("killed", "survived", "survived", "hang", "crash", "killed", "invalid", "same")
+        for mutant, status in zip(every, statuses, strict=False):
             answer = {"status": status, "by": "one.fwd.case.triton-strides", "reason": "", "seconds": 1.0}
-            file.write(json.dumps(results.line(mutant, "interpreter", "c", answer)) + "\n")
+            checks = results.digest_of_source("one") if status == "same" else "c-quick"
+            file.write(json.dumps(results.line(mutant, "interpreter", checks, answer)) + "\n")
     scored = report.scored("one", "interpreter", tmp_path)
     assert (scored.run, len(scored.killed), len(scored.equivalent), len(scored.survived)) == (6, 4, 1, 1)
+    assert (scored.invalid, scored.same, scored.quick) == (1, 1, 1)
     assert scored.score == 80.0
     page = report.page(tmp_path)
-    assert "| one | interpreter | 6 of" in page
+    counted = f"| one | interpreter | 6 of {scored.able} | 1 | 1 | 4 | 1 | 1 | 1 | 1, 1 of them quick | 80.0 % |"
+    assert counted in page
+    assert "None." in page.partition("## Surviving synchronisation")[2]
     assert "| strides | 4 |" in page
     assert every[2].operator in page
     assert "no call" in page
+
+
+def test_surviving_synchronisation_is_listed_by_itself(tmp_path, monkeypatch):
+    (tmp_path / "one.cu").write_text(CUDA)
+    monkeypatch.setattr(registry, "folder", lambda name: tmp_path)
+    monkeypatch.setattr(registry, "names", lambda: ["one"])
+    monkeypatch.setattr(registry, "package", lambda name: "kernels.one")
+    survived = {"status": "survived", "by": "", "reason": "", "seconds": 1.0}
+    chosen = [m for m in mutants.of_kernel("one") if m.operator.startswith(("synchronisation: wgmma", "sign"))]
+    lines = [results.line(m, "gpu", "c", survived) for m in chosen]
+    results.path("one", tmp_path).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = report.page(tmp_path)
+    survivors, _, synchronisation = page.partition("## Surviving synchronisation")
+    assert "`sign: - → nothing" in survivors and "wgmma_wait<1>()" not in survivors
+    assert "`synchronisation: wgmma_wait<1>(); → nothing" in synchronisation
+    assert "| one | gpu | 2 of" in page and "| 2 | 0.0 % |" in page
 
 
 @pytest.mark.parametrize(
@@ -226,5 +316,4 @@ def test_a_run_kills_what_is_wrong_and_takes_up_where_it_stopped(tmp_path, capsy
     lines = results.load("gelu", tmp_path)
     assert len({line["key"] for line in lines}) == len(lines) == 3
     assert {line["status"] for line in lines} & {"killed", "crash", "hang"}
-    shown = textwrap.dedent(capsys.readouterr().out)
-    assert shown.count("the original passes") == 2 and shown.count("tests, as before") == 1
+    assert "gelu: 1 " in capsys.readouterr().out

@@ -19,6 +19,7 @@ from harness import nvtx, options, record
 from harness.commands import profile
 from harness.nsight import ncu, profile_report
 from harness.on_gpu import Place, place
+from harness.reporting import kernel_page
 from harness.spec import Case, Cost, KernelSpec
 
 RANGES = ["toy.fwd.a.triton", "toy.fwd.a.triton-2", "toy.bwd.a.triton", "toy.fwd.1x2-bf16.triton"]
@@ -60,14 +61,21 @@ FIGURES = {
 
 
 def _raw_page(launches: list[tuple[str, str, dict[str, str]]], units: dict[str, str] | None = None) -> str:
-    """What `ncu --csv --page raw` prints for launches given as (kernel, open range or '', figures)."""
+    """What `ncu --csv --page raw` prints for launches given as (kernel, open range or '', figures); the
+    stages that are open within it follow after '|'."""
     columns = {**COLUMNS, **(units or {})}
     file = io.StringIO()
     writer = csv.writer(file, quoting=csv.QUOTE_ALL)
     writer.writerow(columns)
     writer.writerow(columns.values())
     for number, (kernel, name, figures) in enumerate(launches):
-        within = f'4127  "ridgeline:{name}:none:none:ARGB:16711680:Registered:{name}" ' if name else ""
+        within = "".join(
+            f'4127  "{domain}:{text}:none:none:ARGB:16711680:Registered:{text}" '
+            for domain, text in zip(
+                ("ridgeline", "ridgeline.stages", "ridgeline.stages"), name.split("|"), strict=False
+            )
+            if text
+        )
         fixed = {
             "ID": number, "Process ID": 4127, "Process Name": "python3.12", "Host Name": "127.0.0.1", PUSH_POP: within,
             "Kernel Name": kernel, "Context": 1, "Stream": 7, "Block Size": "(128, 1, 1)", "Grid Size": "(8, 1, 1)",
@@ -315,6 +323,33 @@ def test_rows_compare_with_cost_and_with_the_record(toy, capsys):
     assert "| a | fwd | triton | 1 | 20.5 µs | 25.6 µs | 0.800 | 68.1 MB | 1.00 MB | 68.1 | abc |" in page
     assert "long_scoreboard 75, barrier 19" in page
     assert "profiling toy.fwd.a.triton" in capsys.readouterr().out
+
+
+def test_launches_are_summed_by_stage(toy, capsys):
+    """The innermost range of a stage counts; of several launches of a kernel in a stage the table has one line."""
+    twice = {"gpu__time_duration.sum": "40960", "sm__throughput.avg.pct_of_peak_sustained_elapsed": "90"}
+    launches = [
+        ("_round", FWD, {}),
+        ("_k", f"{FWD}|mlp", {}),
+        ("_k", f"{FWD}|loss|mlp", twice),
+        ("_k", f"{FWD}|loss", {}),
+    ]
+    code, written = toy.run(_raw_page([*launches, ("_dx", BWD, {})]), OK)
+    forward, backward = written["rows"]
+    assert code == 0 and [launch.get("stage") for launch in forward["launches"]] == [None, "mlp", "mlp", "loss"]
+    assert not any("stage" in launch for launch in backward["launches"])
+    page = (toy.out / "profile" / "README.md").read_text()
+    assert "**a**, fwd, triton. By stage, forward" in page and page.count("By stage") == 1
+    lines = [
+        "| mlp | 2 | 61.4 µs | 60.0 % | 130 MiB | 91.2 | 48.5 | 70.0 | 0.000 |",
+        "| loss | 1 | 20.5 µs | 20.0 % | 65.0 MiB | 91.2 | 48.5 | 30.0 | 0.000 |",
+        "| rest | 1 | 20.5 µs | 20.0 % | 65.0 MiB | 91.2 | 48.5 | 30.0 | 0.000 |",
+    ]
+    assert "\n".join(lines) in page
+    assert "| a | fwd | triton | mlp: 2 × _k | 61.4 µs | 91.2 |" in page and "| a | bwd | triton | _dx |" in page
+    assert "stages of a, triton" in capsys.readouterr().out
+    own = "\n".join(kernel_page.profiled(written))
+    assert "\n".join(lines) in own and "`mlp: 2 × _k`" in own and "`_dx`" in own
 
 
 def test_a_record_that_comes_later_is_compared_too(toy):

@@ -10,8 +10,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -323,9 +325,37 @@ def test_the_slowest_of_each_round_counts() -> None:
 def test_few_rounds_are_enough_where_they_take_long() -> None:
     clock = timing.Clock(Rank(0, 1, torch.device("cpu"), None), Budget(min_rounds=20, few_rounds=7, patience=8))
     found = Samples("cold", slowest={"ring": [1.0, 2.0, 3.0]})
-    assert clock._stop(found, rounds=3, elapsed=20) is None
+    assert clock._stop(found, rounds=3, elapsed=9) is None
     assert clock._stop(found, rounds=2, elapsed=40) is None
     assert clock._stop(found, rounds=3, elapsed=40) == "time"
+
+
+def test_what_takes_long_is_called_once_more_or_not_at_all(monkeypatch) -> None:
+    """A long first call is the warm-up, and what takes very long is timed once, behind the rounds."""
+    monkeypatch.setattr(timing, "gathered", lambda mine, rank: [mine])
+    monkeypatch.setattr(timing, "torch", SimpleNamespace(zeros=lambda *_, **__: None))
+    beat = SimpleNamespace(step=lambda _: None)
+    clock: Any = timing.Clock(Rank(0, 1, torch.device("cpu"), beat), Budget().fixed(3))
+    clock._exchange, clock.meet = lambda figures: [list(figures)], lambda: None
+    calls: list[str] = []
+    contenders = [
+        timing.Contender("short", partial(calls.append, "short"), timing.Call(0.1, 0.1, 7)),
+        timing.Contender("long", partial(calls.append, "long"), timing.Call(0.1, 5.0, 9)),
+        timing.Contender("once", partial(calls.append, "once"), once=True),
+    ]
+    found = clock.measure(contenders, "")
+    assert Counter(calls) == {"short": 4, "long": 3, "once": 1} and calls[-1] == "once"
+    assert {name: len(samples) for name, samples in found.slowest.items()} == {"short": 3, "long": 3, "once": 1}
+    assert found.peaks == {"short": [0], "long": [9], "once": [0]}
+    alone = clock.measure(contenders[2:], "")
+    assert alone.columns()["once"]["n"] == 1 and calls[-2:] == ["once", "once"]
+
+
+def test_one_sample_of_one_gpu_is_held_against_every_round() -> None:
+    group: Any = SimpleNamespace(me=SimpleNamespace(size=2), sharding=SimpleNamespace(alone={"mean": None}))
+    samples = Samples("cold", slowest={"#alone": [12.0]})
+    found = Group._efficiency(group, [6.0, 8.0, 5.0], samples, {"#alone": {"n": 1}})
+    assert found["efficiency"] == {"median": 1.0, "ci95": [0.75, 1.2]} and found["alone"]["n"] == 1
 
 
 def test_clocks_of_several_gpus_are_one_entry() -> None:

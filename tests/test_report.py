@@ -13,7 +13,7 @@ import pytest
 from harness import cli, record, roofline
 from harness.commands import report
 from harness.registry import ROOT
-from harness.reporting import charts, svg
+from harness.reporting import charts, svg, training
 from harness.reporting.findings import Finding, findings, verdict
 from tests.fake_records import DATASHEET, MEASURED, bench, column, row, samples, with_ratios, world, write
 
@@ -282,7 +282,35 @@ def test_a_training_has_a_page_and_a_chart_of_its_own(tmp_path: Path) -> None:
     assert "| int4 | 2 | 2.0050 | -0.0950 | -0.2000 | +0.0100 | 5.00 |" in page
     assert "from 2.0000 to 2.2000" in page and "100 steps on 2 ranks" in page
     assert "int4" in (tmp_path / f"{KERNEL}-training.svg").read_text()
-    assert f"[training]({KERNEL}-training.md)" in (tmp_path / f"{KERNEL}.md").read_text()
+    own = (tmp_path / f"{KERNEL}.md").read_text()
+    assert f"[training]({KERNEL}-training.md)" in own
+    assert f"## Training\n\n![{KERNEL}: loss over steps]({KERNEL}-training.svg)\n" in own
+    assert f"](../../reports/{tmp_path.name}/{KERNEL}-training.svg)" in report.kernel_block(tmp_path, KERNEL)
+
+
+def test_a_training_says_what_its_kinds_are_and_what_bounds_their_loss(tmp_path: Path) -> None:
+    run = {"loss": 2.0, "ms_a_step": 5.0, "curve": [[50, 3.0], [100, 2.5]]}
+    runs = {"torch": {"0": run}, "ours": {"0": {**run, "loss": 2.01}}, "other": {"0": {**run, "loss": 4.0}}}
+    document = {
+        "schema": 1,
+        "device": "NVIDIA H200",
+        "torch": "2.11",
+        "steps": 100,
+        "model": {"layers": 4},
+        "plain": "torch",
+        "kinds": {"torch": "as it is", "ours": "with kernels", "not run": "?"},
+        "other_models": ["other"],
+        "bounds": {"the best guess": 5.0},
+        "results": runs,
+    }
+    text = "\n".join(training.page(KERNEL, "one NVIDIA H200", document))
+    assert "100 steps on NVIDIA H200, PyTorch 2.11; layers 4.\n" in text
+    assert "- `torch`: as it is\n- `ours`: with kernels\n- the best guess: a loss of 5.0000\n\n*Loss*" in text
+    assert "| kind | seeds | loss | beside torch |" in text and "not run" not in text
+    assert "| torch | 1 | 2.0000 | – | – | – | 5.00 |" in text and "| other | 1 | 4.0000 | – | – | – | 5.00 |" in text
+    assert "| ours | 1 | 2.0100 | +0.0100 | +0.0100 | +0.0100 | 5.00 |" in text
+    left, right = training.chart(KERNEL, "one NVIDIA H200", document).axes
+    assert (len(left.lines), len(right.lines)) == (4, 2)
 
 
 def test_folders_of_one_and_of_several_gpus_stand_beside_each_other(tmp_path: Path) -> None:
@@ -315,17 +343,6 @@ def test_time_by_stage_and_what_each_part_brings(tmp_path: Path) -> None:
         "| ours, but a plain norm | **triton-plain** | 132 µs | 130 µs | 1.30× [1.30, 1.30] |",
         "| ours | **triton** | 102 µs | 100 µs | – |",
     ]
-
-
-def test_the_losses_of_a_training_run_are_shown_where_they_were_drawn(tmp_path: Path) -> None:
-    folder = one(tmp_path, [row(KERNEL, "wide", "fwd", "triton", exact(100))])
-    report.write(folder, with_charts=False)
-    assert "## Losses" not in (folder / "rmsnorm.md").read_text()
-    assert "-loss.svg" not in report.kernel_block(folder, KERNEL)
-    (folder / "rmsnorm-loss.svg").write_text("<svg/>")
-    report.write(folder, with_charts=False)
-    assert "## Losses\n\n![rmsnorm: losses of a training run](rmsnorm-loss.svg)" in (folder / "rmsnorm.md").read_text()
-    assert f"](../../reports/{folder.name}/rmsnorm-loss.svg)" in report.kernel_block(folder, KERNEL)
 
 
 def test_twice_is_the_same_bytes(h200: Path, tmp_path: Path) -> None:

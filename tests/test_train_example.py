@@ -1,7 +1,8 @@
-"""examples/train_transformer_np.py trains, on the CPU at its small size, and draws its losses."""
+"""examples/train_transformer_np.py trains, on the CPU at its small size, draws its losses and writes them down."""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -10,13 +11,15 @@ import pytest
 import torch
 
 from examples import train_transformer_np
+from harness.reporting import training
 
 
 def test_it_trains_and_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "loss.svg"
-    monkeypatch.setattr(sys, "argv", ["train", "--size", "small", "--steps", "100", "--out", str(out)])
+    out, record = tmp_path / "loss.svg", tmp_path / "training" / "transformer_np.json"
+    words = ["train", "--size", "small", "--steps", "100", "--out", str(out), "--record", str(record)]
+    monkeypatch.setattr(sys, "argv", words)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a pool makes matrices of this size slower
     try:
@@ -24,8 +27,24 @@ def test_it_trains_and_draws(
     finally:
         torch.set_num_threads(threads)
     printed = " ".join(capsys.readouterr().out.split())
-    found = re.search(r"loss of the last 10 steps (-?[\d.]+), of the best constant (-?[\d.]+)", printed)
-    pooled = re.search(r"with mean pooling for attention (-?[\d.]+)", printed)
-    assert found and pooled and float(found[1]) < float(pooled[1]) < float(found[2]), printed
+    found = {kind: float(loss) for kind, loss in re.findall(r"(\w+): loss on tasks held out (-?[\d.]+)", printed)}
+    bound = re.search(r"the best constant Gaussian: (-?[\d.]+)", printed)
+    assert bound and found["torch"] < found["pooling"] < float(bound[1]), printed
     assert ("no CUDA graph" in printed) == (not torch.cuda.is_available())
+    assert ("ours" in found) == torch.cuda.is_available()
     assert out.read_text().count("<path") > 3 and "best constant" in out.read_text()
+    document = json.loads(record.read_text())
+    assert document["schema"] == training.SCHEMA and next(iter(document["results"])) == document["plain"] == "torch"
+    lines = training.page("transformer_np", "a CPU", document)
+    assert f"| torch | 1 | {document['results']['torch']['0']['loss']:.4f} | – |" in "\n".join(lines)
+
+
+def test_all_kinds_begin_alike_and_see_the_same_tasks() -> None:
+    """The weights of a model of PyTorch's parts and of one of kernels are drawn alike: only their dtype differs."""
+    torch_model, _ = train_transformer_np.built("torch", "small", 3, torch.device("cpu"))
+    ours, _ = train_transformer_np.built("ours", "small", 3, torch.device("cpu"))
+    for a, b in zip(torch_model.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(a.bfloat16(), b)
+    tasks = [train_transformer_np.tasks_of("small", "rbf", 2, 5, torch.device("cpu")) for _ in range(2)]
+    assert all(torch.equal(a[n], b[n]) for a, b in zip(*tasks, strict=True) for n in a)
+    assert not torch.equal(tasks[0][0]["x_context"], tasks[0][1]["x_context"])

@@ -1,42 +1,50 @@
 """`mutate`: small faults in a kernel's own source, one at a time; how many of them the checks and tests reject.
 
 Results are in reports/mutants, one line a mutant. A run takes up where the last one stopped: what is known is not run
-again unless its function changed, or it survived, is not argued to be equivalent, and the checks changed. `--report`
-writes reports/faults.md.
+again unless its function changed, or it survived, is not argued to be equivalent, and the checks changed. Kernels take
+turns, each with its mutants in an order drawn from the seed, so that of each as many are known when time is up.
+`--machine-code` finds out, without a GPU, which mutants of CUDA C++ do not compile or make the same machine code: no
+run on a GPU then spends time on them. `--report` writes reports/faults.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fnmatch
 import json
 import os
 import signal
 import sys
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from .. import options, registry
 from ..mutation import mutants, report, results, run
 from ..mutation.mutants import Mutant
+from ..mutation.worker import CUDA_SOURCES
 from ..reporting.progress import Progress
 
 MINUTES = 60.0
-INTERPRETER = "interpreter"
+JOBS_ON_GPU = 12
+INTERPRETER, ON_GPU = report.LABELS
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernel", action="append", metavar="NAME", help="only this kernel (default: all)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
-    parser.add_argument("--jobs", type=int, metavar="N", help="mutants at a time (default: the cores; 8 on a GPU)")
+    jobs = f"mutants at a time (default: the cores; on a GPU at most {JOBS_ON_GPU})"
+    parser.add_argument("--jobs", type=int, metavar="N", help=jobs)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="draws the order of the mutants (default: 0)")
     parser.add_argument(
         "--minutes",
         type=float,
         default=MINUTES,
         metavar="M",
-        help=f"for a kernel, but not before --least mutants are known (default: {MINUTES:.0f})",
+        help=f"for all kernels, but not before --least mutants of each are known (default: {MINUTES:.0f})",
     )
     parser.add_argument(
         "--least",
@@ -45,17 +53,35 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"mutants to know of a kernel, however long that takes; 0 lets --minutes end it (default: {run.LEAST})",
     )
-    parser.add_argument("--file", action="append", metavar="FILE", help="only mutants of this file of the folder")
+    parser.add_argument("--most", type=int, metavar="N", help="mutants to know of a kernel, however much time is left")
+    parser.add_argument("--quick", action="store_true", help="without the tests and the checks that use torch.compile")
+    pattern = "only mutants of files of the folder that this matches, as *.cu*"
+    parser.add_argument("--file", action="append", metavar="PATTERN", help=pattern)
+    compiled = "compile mutants of CUDA C++ and run none (needs NVRTC)"
+    parser.add_argument("--machine-code", action="store_true", help=compiled)
     parser.add_argument("--again", action="store_true", help="run all survivors again, and nothing else")
     parser.add_argument("--list", action="store_true", help="print the mutants and run none")
     parser.add_argument("--report", action="store_true", help="write reports/faults.md from the results and run none")
     parser.add_argument("--out", type=Path, default=results.FOLDER, metavar="DIR", help="default: reports/mutants")
-    names = ("kernel", "device", "jobs", "seed", "minutes", "least", "file", "again", "list")
+    names = (
+        "kernel",
+        "device",
+        "jobs",
+        "seed",
+        "minutes",
+        "least",
+        "most",
+        "quick",
+        "file",
+        "machine_code",
+        "again",
+        "list",
+    )
     parser.set_defaults(unused_by_report={name: parser.get_default(name) for name in names})
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """0, also where mutants survive: the report lists them."""
+    """0, also where mutants survive: the report lists them. 1 where of a kernel nothing can be said."""
     if arguments.report:
         options.refuse(arguments, arguments.unused_by_report, "--report", *arguments.unused_by_report)
     names = arguments.kernel or [name for name in registry.names() if registry.package(name).startswith("kernels.")]
@@ -66,76 +92,127 @@ def main(arguments: argparse.Namespace) -> int:
         target.write_text(report.page(arguments.out), encoding="utf-8")
         print(target)
         return 0
+    if arguments.machine_code:
+        unused = ("device", "jobs", "quick", "again", "list", "least")
+        options.refuse(arguments, arguments.unused_by_report, "--machine-code", *unused)
+        return _machine_code(names, arguments)
+    device = arguments.device or ("cuda" if _has_gpu() else "cpu")
+    every = {name: mutants.of_kernel(name) for name in names}
+    chosen = {name: _chosen(found, device, arguments.file) for name, found in every.items()}
+    if arguments.list:
+        for found in chosen.values():
+            print("\n".join(f"{m.key}  {m.file}:{m.number}  {m.function}  {m.operator}" for m in found))
+        return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the copies of the checkout are removed
+    return _run(every, chosen, device, arguments)
+
+
+def _chosen(every: Sequence[Mutant], device: str, patterns: Sequence[str] | None) -> list[Mutant]:
+    able = [m for m in every if device == "cuda" or m.device == "any"]
+    return [m for m in able if not patterns or any(fnmatch.fnmatch(m.file, pattern) for pattern in patterns)]
+
+
+def _run(
+    every: Mapping[str, Sequence[Mutant]],
+    chosen: Mapping[str, Sequence[Mutant]],
+    device: str,
+    arguments: argparse.Namespace,
+) -> int:
+    label = INTERPRETER if device == "cpu" else ON_GPU
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    kernels = []
+    for name, found in every.items():
+        results.tidy(name, found, arguments.out)
+        left, least = _left(name, found, chosen[name], label, arguments)
+        print(f"{name} on {label}: {len(found)} mutants, {len(chosen[name])} chosen, {len(left)} to run", flush=True)
+        if left:
+            kernels.append(run.Kernel(name, left, least))
+    if not kernels:
+        return 0
+    counts = {kernel.name: Counter[str]() for kernel in kernels}
+    checks = {kernel.name: results.digest_of_checks(kernel.name, arguments.quick) for kernel in kernels}
+    with contextlib.ExitStack() as stack:
+        files: dict[str, TextIO] = {
+            kernel.name: stack.enter_context(results.path(kernel.name, arguments.out).open("a", encoding="utf-8"))
+            for kernel in kernels
+        }
+        progress = stack.enter_context(Progress("mutants", sum(len(kernel.left) for kernel in kernels)))
+
+        def done(mutant: Mutant, answer: Mapping[str, Any]) -> None:
+            counts[mutant.kernel][answer["status"]] += 1
+            line = results.line(mutant, label, checks[mutant.kernel], answer)
+            files[mutant.kernel].write(json.dumps(line, ensure_ascii=False) + "\n")
+            files[mutant.kernel].flush()
+            by = f" by {answer['by']}" if answer["by"] else ""
+            place = f"{mutant.kernel}/{mutant.file}:{mutant.number} {mutant.operator}"
+            progress.line(f"{answer['status']:8} {answer['seconds']:5.1f} s  {place}{by}")
+
+        jobs = arguments.jobs or min(os.cpu_count() or 1, JOBS_ON_GPU if device == "cuda" else 1 << 10)
+        run.run(kernels, device, jobs, arguments.minutes, done, lambda text: print(text, flush=True), arguments.quick)
+    for kernel in kernels:
+        results.tidy(kernel.name, every[kernel.name], arguments.out)
+        said = ", ".join(f"{n} {status}" for status, n in counts[kernel.name].most_common())
+        print(f"{kernel.name}: {kernel.broken or said or 'none'}")
+        if kernel.unsound:
+            print(f"{kernel.name}: left out, as the original does not pass: {', '.join(sorted(kernel.unsound))}")
+    return 1 if any(kernel.broken for kernel in kernels) else 0
+
+
+def _machine_code(names: Sequence[str], arguments: argparse.Namespace) -> int:
+    """Compiles the first --most mutants of each kernel in the order of the seed, as long as there is time."""
+    from ..mutation import machine_code
+
+    deadline = time.monotonic() + 60 * arguments.minutes
+    arguments.out.mkdir(parents=True, exist_ok=True)
     for name in names:
-        _one(name, arguments)
+        every = mutants.of_kernel(name)
+        in_cuda = [m for m in _chosen(every, "cuda", arguments.file) if m.file.endswith(CUDA_SOURCES)]
+        if not in_cuda:
+            continue
+        variants = machine_code.variants(registry.load(name))
+        known = results.current(results.load(name, arguments.out), every, ON_GPU)
+        counts = Counter[str]()
+        with results.path(name, arguments.out).open("a", encoding="utf-8") as file:
+            for mutant in mutants.order(in_cuda, arguments.seed)[: arguments.most]:
+                if time.monotonic() > deadline:
+                    break
+                if known.get(mutant.key, {"status": "survived"})["status"] != "survived":
+                    continue
+                answer = machine_code.judge(mutant, variants)
+                counts[answer["status"] if answer else "other machine code"] += 1
+                if answer:
+                    line = results.line(mutant, ON_GPU, results.digest_of_source(name), answer)
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        results.tidy(name, every, arguments.out)
+        print(f"{name}: " + (", ".join(f"{n} {status}" for status, n in counts.most_common()) or "none"), flush=True)
     return 0
 
 
-def _one(kernel: str, arguments: argparse.Namespace) -> None:
-    device = arguments.device or ("cuda" if _has_gpu() else "cpu")
-    label = INTERPRETER if device == "cpu" else "gpu"
-    every = mutants.of_kernel(kernel)
-    able = [m for m in every if device == "cuda" or m.device == "any"]
-    chosen = [m for m in able if not arguments.file or m.file in arguments.file]
-    if arguments.list:
-        print("\n".join(f"{m.key}  {m.file}:{m.number}  {m.function}  {m.operator}" for m in chosen))
-        return
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    results.tidy(kernel, every, arguments.out)
-    checks = results.digest_of_checks(kernel)
+def _left(
+    kernel: str, every: Sequence[Mutant], chosen: Sequence[Mutant], label: str, arguments: argparse.Namespace
+) -> tuple[list[Mutant], int]:
+    """The mutants to run in their order, and how many of them at least."""
+    accepted = {results.digest_of_checks(kernel, quick) for quick in {False, arguments.quick}}
     known = results.current(results.load(kernel, arguments.out), every, label)
     argued = mutants.equivalent(kernel)
     left = [
         mutant
-        for mutant in mutants.order(chosen, arguments.seed)
-        if _to_run(known.get(mutant.key), checks, mutant.identity in argued, arguments.again)
+        for mutant in mutants.order(list(chosen), arguments.seed)
+        if _to_run(known.get(mutant.key), accepted, mutant.identity in argued, arguments.again)
     ]
     left.sort(key=lambda mutant: mutant.key not in known)  # survivors first
     retried = sum(mutant.key in known for mutant in left)
-    print(f"{kernel} on {label}: {len(every)} mutants, {len(able)} for this device, {len(left)} to run", flush=True)
-    if not left:
-        return
-    jobs = arguments.jobs or (min(8, os.cpu_count() or 1) if device == "cuda" else os.cpu_count() or 1)
-    counts: Counter[str] = Counter()
-    before = results.original(kernel, label, arguments.out)
-    with (
-        results.path(kernel, arguments.out).open("a", encoding="utf-8") as file,
-        Progress(kernel, len(left)) as progress,
-    ):
-
-        def done(mutant: Mutant, answer: Mapping[str, Any]) -> None:
-            counts[answer["status"]] += 1
-            line = results.line(mutant, label, checks, answer)
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            file.flush()
-            by = f" by {answer['by']}" if answer["by"] else ""
-            place = f"{mutant.file}:{mutant.number} {mutant.operator}"
-            progress.line(f"{answer['status']:8} {answer['seconds']:5.1f} s  {place}{by}")
-
-        run.run(
-            kernel,
-            device,
-            left,
-            jobs,
-            arguments.minutes,
-            retried + max(0, arguments.least - len(known)),
-            done,
-            lambda text: print(text, flush=True),
-            run.Baseline(before["checks"], before["tests"]) if before else None,
-            lambda original: results.keep_original(
-                kernel, label, {"checks": original.checks, "tests": original.tests}, arguments.out
-            ),
-        )
-    results.tidy(kernel, every, arguments.out)
-    print(f"{kernel}: " + ", ".join(f"{n} {status}" for status, n in counts.most_common()))
+    if arguments.most is not None:
+        left = left[: retried + max(0, arguments.most - len(known))]
+    return left, retried + max(0, arguments.least - len(known))
 
 
-def _to_run(known: Mapping[str, Any] | None, checks: str, argued: bool, again: bool) -> bool:
-    """What has no result, and survivors once the checks have changed; with `again` all survivors and nothing else."""
+def _to_run(known: Mapping[str, Any] | None, accepted: Collection[str], argued: bool, again: bool) -> bool:
+    """What has no result, and survivors of other checks than those accepted; with `again` all survivors and nothing
+    else."""
     if known is None:
         return not again
-    return known["status"] == "survived" and (again or (known["checks"] != checks and not argued))
+    return known["status"] == "survived" and (again or (known["checks"] not in accepted and not argued))
 
 
 def _has_gpu() -> bool:

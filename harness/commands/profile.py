@@ -191,7 +191,7 @@ def _run(target: Target, device: torch.device) -> tuple[str, str | None]:
         run()
         run()
         torch.cuda.synchronize()
-        with nvtx.range(target.name):
+        with spec.stage_ranges(nvtx.stage), nvtx.range(target.name):
             run()
             torch.cuda.synchronize()
     except execute.Unavailable as error:

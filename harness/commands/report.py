@@ -5,7 +5,8 @@ each of its modes, with their charts, and an overview chart. Running it twice wr
 rewrites the blocks between `<!-- report:begin FOLDER -->` and `<!-- report:end -->`: in the top README.md an overview,
 in a kernel's its own table. `--compact` first rewrites the records without redundant data.
 
-Where there are records of more than one card, cards.md sets them side by side, and reports/README.md has a link to it.
+Where there are records of more than one card, cards.md sets them side by side; where there are some of two different
+numbers of GPUs, gpus.md has the efficiency over the number. reports/README.md has links to both.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from ..reporting import (
     host,
     kernel_page,
     markdown,
+    over_gpus,
     pages,
     roofline_charts,
     rows_json,
@@ -75,7 +77,7 @@ def main(arguments: argparse.Namespace) -> int:
         for path in write(folder, with_charts):
             print(path)
     if not arguments.out:
-        for path in write_cards(ROOT / "reports"):
+        for path in (*write_cards(ROOT / "reports"), *write_over_gpus(ROOT / "reports", with_charts)):
             print(path)
     if arguments.readme:
         for readme in readmes(ROOT):
@@ -123,8 +125,7 @@ def write(folder: Path, with_charts: bool = True) -> list[Path]:
         tuned = load(folder / "tune" / f"{kernel}.json", choices.SCHEMA)
         trend = (folder / f"{kernel}-trend.md").is_file()
         trained = load(folder / "training" / f"{kernel}.json", training.SCHEMA)
-        curve = (folder / pages.curve(kernel)).is_file()
-        lines = kernel_page.page(kernel, gpu, records, mine, profile, tuned, with_charts, trend, bool(trained), curve)
+        lines = kernel_page.page(kernel, gpu, records, mine, profile, tuned, with_charts, trend, bool(trained))
         written.append(_write_lines(folder / f"{kernel}.md", lines))
         if trained:
             written += _trained(folder, kernel, gpu, trained, with_charts)
@@ -150,12 +151,32 @@ def _trained(folder: Path, kernel: str, gpu: str, document: dict[str, Any], with
 
 def write_cards(reports: Path) -> list[Path]:
     """The page of all cards, where there are two to compare, and the link to it. Returns the files written."""
-    lines = cards_page(reports)
-    written = [_write_lines(reports / f"{cards.STEM}.md", lines)] if lines else []
+    return _joint(reports, cards.STEM, cards.LINK_TEXT, cards_page(reports))
+
+
+def write_over_gpus(reports: Path, with_charts: bool) -> list[Path]:
+    """The page over the number of GPUs with its charts, where there are two numbers. Returns the files written."""
+    found = over_gpus_panels(reports)
+    written = _joint(reports, over_gpus.STEM, over_gpus.LINK_TEXT, over_gpus.page(found, with_charts))
+    for stem, figure in over_gpus.charts(found).items() if with_charts else ():
+        charts.save(figure, reports / f"{stem}.svg")
+        written.append(reports / f"{stem}.svg")
+    return written
+
+
+def over_gpus_panels(reports: Path) -> list[over_gpus.Panel]:
+    """What the records of several GPUs say of each kernel and mode."""
+    several_of = [folder for folder in report_folders(reports) if _world_size(folder) > 1]
+    return over_gpus.panels((folder.name, findings(record.load(folder))) for folder in several_of)
+
+
+def _joint(reports: Path, stem: str, text: str, lines: Sequence[str]) -> list[Path]:
+    """A page of all folders, if it has lines, and the link to it. Returns the files written."""
+    written = [_write_lines(reports / f"{stem}.md", lines)] if lines else []
     readme = reports / "README.md"
     if readme.is_file():
-        text = readme.read_text(encoding="utf-8")
-        if (updated := with_link_to_cards(text, bool(lines))) != text:
+        before = readme.read_text(encoding="utf-8")
+        if (updated := with_link(before, stem, text, bool(lines))) != before:
             written.append(_write(readme, updated))
     return written
 
@@ -178,10 +199,10 @@ def _world_size(folder: Path) -> int:
         return int(json.loads(file.readline() or "{}").get("world_size") or 1)
 
 
-def with_link_to_cards(text: str, there: bool) -> str:
-    """reports/README.md with its marked block made anew: a link, or nothing where there is no page."""
-    link = f"\n[{cards.STEM}.md]({cards.STEM}.md) {cards.LINK_TEXT}\n\n" if there else ""
-    return BLOCK.sub(lambda m: f"{m[1]}{link}<!-- report:end -->" if m["folder"] == cards.STEM else m[0], text)
+def with_link(text: str, stem: str, said: str, there: bool) -> str:
+    """reports/README.md with the block of a page made anew: a link, or nothing where there is no page."""
+    link = f"\n[{stem}.md]({stem}.md) {said}\n\n" if there else ""
+    return BLOCK.sub(lambda m: f"{m[1]}{link}<!-- report:end -->" if m["folder"] == stem else m[0], text)
 
 
 def _draw(folder: Path, gpu: str, kernels: Iterable[str], found: Sequence[Finding]) -> list[Path]:
@@ -272,8 +293,8 @@ def kernel_block(folder: Path, kernel: str) -> str:
         lines += [f"**{mode}**", "", *pages.chart(kernel, found, mode, gpu, f"{link}/")]
         lines += [*short_tables.of_mode([f for f in found if f.mode == mode]), ""]
     lines += host.short(records)
-    if (folder / pages.curve(kernel)).is_file():
-        lines += [f"![{kernel}: losses of a training run on {gpu}]({link}/{pages.curve(kernel)})", ""]
+    if (folder / "training" / f"{kernel}.json").is_file():
+        lines += training.image(kernel, f"{link}/")
     lines += [
         f"{markdown.sentence(gpu)}. [The report]({link}/{kernel}.md) has every implementation, interval, clock and "
         "error, and says what the signs mean.",

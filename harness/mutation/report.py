@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .. import registry
 from ..reporting import markdown
-from . import mutants, results
+from . import cuda_tokens, mutants, results
 from .mutants import Mutant
 
 PLANTED = "planted.json"
@@ -21,15 +21,22 @@ HEAD = """# Faults
 
 What the checks reject. A *planted fault* is a kernel that is wrong in one way on purpose (`tests/wrong`). A *mutant* is
 a kernel whose own source was changed in one place, by rule and not by choice: another operator, an operand, a bound or
-a mask dropped, two swapped, a constant changed, a statement left out, a cast or a scale removed
-(`harness/mutation/operators.py` has the rules).
+a mask dropped, two swapped, a constant changed, a statement left out, a cast, a scale or a fence removed
+(`harness/mutation/operators.py` has the rules for Python and Triton, `cuda_tokens.py` those for CUDA C++).
 
-A mutant is *killed* when one of these does not pass: the checks of SPEC (`python -m harness check`), the kernel's own
-tests, and its share of `tests/test_addresses.py` (no access outside a tensor) and `tests/test_call.py` (the eager
-call), without those marked slow. To take far longer than the
-original does (hang) or to end the process (crash) is to be killed too. It is *equivalent* when no call can show the
-change, which `equivalent_mutants.toml` in the kernel's folder argues for each one. All others *survived*. The score is
-killed / (run − equivalent).
+A mutant is *killed* when one of these does not pass, and passes on the original: the checks of SPEC
+(`python -m harness check`), the kernel's own tests, and its share of `tests/test_addresses.py` (no access outside a
+tensor) and `tests/test_call.py` (the eager call), without those marked slow. To take far longer than the original does
+(hang) or to end the process (crash) is to be killed too. It is *equivalent* when no call can show the change, which
+`equivalent_mutants.toml` in the kernel's folder argues for each one. All others *survived*. The score is
+killed / (run − equivalent). Where some were run `--quick`, without the tests and without the checks that use
+`torch.compile`, it is the least that it can be.
+
+A mutant of CUDA C++ is not run where NVRTC does not compile it, or makes the same machine code of it in every way in
+which SPEC's cases compile it (`nox -s mutate -- --machine-code`).
+
+A fence, a wait or a barrier that is dropped is a fault which a run shows only if threads meet in an order that they may
+never have had: those that survived are counted as survivors, and listed by themselves.
 
 Not mutated, because such a change is no fault or none that a check of results could see: docstrings, annotations,
 decorators, imports, `__all__`, strings and the arguments of exceptions, hints to the compiler, `num_warps`,
@@ -42,16 +49,26 @@ This page is written by `nox -s mutate -- --report`, from the lines in `reports/
 """
 
 
-@dataclass(frozen=True)
+SYNCHRONISATION = """Dropped or weakened, and no result was wrong. Of these the early arrivals that the build looks for
+in the machine code (CONTRIBUTING.md, Clusters), `nox -s sanitize` with racecheck and `nox -s stress` say more than a
+run."""
+
+
+@dataclass(frozen=True, eq=False)
 class Scored:
-    """One kernel's results on one kind of device; every list has (mutant, result)."""
+    """One kernel's results on one kind of device. killed: (mutant, result), equivalent: (mutant, argument). invalid:
+    how many did not compile, same: of how many the machine code is the same, quick: of how many survivors not all
+    checks were made."""
 
     kernel: str
     label: str
     able: int
-    killed: list[tuple[Mutant, dict[str, Any]]]
-    equivalent: list[tuple[Mutant, str]]
-    survived: list[Mutant]
+    killed: list[tuple[Mutant, dict[str, Any]]] = field(default_factory=list)
+    equivalent: list[tuple[Mutant, str]] = field(default_factory=list)
+    survived: list[Mutant] = field(default_factory=list)
+    invalid: int = 0
+    same: int = 0
+    quick: int = 0
 
     @property
     def run(self) -> int:
@@ -72,18 +89,24 @@ def scored(kernel: str, label: str, folder: Path = results.FOLDER) -> Scored:
     able = [m for m in every if label != "interpreter" or m.device == "any"]
     arguments = mutants.equivalent(kernel)
     lines = results.current(results.load(kernel, folder), every, label)
-    result = Scored(kernel, label, len(able), [], [], [])
+    invalid = same = quick = 0
+    killed, equivalent, survived = [], [], []
     for mutant in able:
         line = lines.get(mutant.key)
         if line is None:
             continue
-        if line["status"] in results.KILLED:
-            result.killed.append((mutant, dict(line)))
+        if line["status"] == results.INVALID:
+            invalid += 1
+        elif line["status"] == results.SAME:
+            same += 1
+        elif line["status"] in results.KILLED:
+            killed.append((mutant, dict(line)))
         elif mutant.identity in arguments:
-            result.equivalent.append((mutant, arguments[mutant.identity]))
+            equivalent.append((mutant, arguments[mutant.identity]))
         else:
-            result.survived.append(mutant)
-    return result
+            survived.append(mutant)
+            quick += results.is_quick(line)
+    return Scored(kernel, label, len(able), killed, equivalent, survived, invalid, same, quick)
 
 
 def page(folder: Path = results.FOLDER) -> str:
@@ -95,7 +118,9 @@ def page(folder: Path = results.FOLDER) -> str:
     parts = [HEAD, "## Planted faults", *_planted_tables(planted), "## Mutants", _scores(found)]
     if any(s.run for s in found):
         parts += ["### By class", _by_class(found), "### What killed them", _by_check(found)]
-        parts += ["## Survivors", *_survivors(found), "## Equivalent mutants", *_equivalents(found)]
+        parts += ["## Survivors", *_survivors(found, synchronisation=False)]
+        parts += ["## Surviving synchronisation", SYNCHRONISATION, *_survivors(found, synchronisation=True)]
+        parts += ["## Equivalent mutants", *_equivalents(found)]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
@@ -131,13 +156,17 @@ def _scores(found: Sequence[Scored]) -> str:
     rows = []
     for s in found:
         if not s.run:
-            rows.append([s.kernel, s.label, f"0 of {s.able}", *[NOT_RUN] * 6])
+            rows.append([s.kernel, s.label, f"0 of {s.able}", *[NOT_RUN] * 8])
             continue
         killed = len(s.killed)
-        counts = [killed, s.of_status("hang"), s.of_status("crash"), len(s.equivalent), len(s.survived)]
-        rows.append([s.kernel, s.label, f"{s.run} of {s.able}", *map(str, counts), markdown.percent(s.score)])
+        counts = [killed, s.of_status("hang"), s.of_status("crash"), len(s.equivalent)]
+        survived = f"{len(s.survived)}, {s.quick} of them quick" if s.quick else str(len(s.survived))
+        of = f"{s.run} of {s.able}"
+        rows.append(
+            [s.kernel, s.label, of, str(s.invalid), str(s.same), *map(str, counts), survived, markdown.percent(s.score)]
+        )
     counted = (">killed", ">by a hang", ">by a crash", ">equivalent", ">survived", ">score")
-    return _table(["kernel", "run in", ">run", *counted], rows)
+    return _table(["kernel", "run in", ">run", ">not compiled", ">same code", *counted], rows)
 
 
 def _by_class(found: Sequence[Scored]) -> str:
@@ -169,12 +198,13 @@ def _check(by: str) -> str:
     return by.rpartition("-")[2]
 
 
-def _survivors(found: Sequence[Scored]) -> Iterator[str]:
-    for s in found:
-        if s.survived:
-            lines = [f"- {_place(m)} `{_code(m.operator)}` in `{_code(m.line)}`" for m in s.survived]
+def _survivors(found: Sequence[Scored], synchronisation: bool) -> Iterator[str]:
+    listed = {s: [m for m in s.survived if (m.kind == cuda_tokens.SYNCHRONISATION) == synchronisation] for s in found}
+    for s, survivors in listed.items():
+        if survivors:
+            lines = [f"- {_place(m)} `{_code(m.operator)}` in `{_code(m.line)}`" for m in survivors]
             yield f"**{s.kernel}**, {s.label}:\n\n" + "\n".join(lines)
-    if not any(s.survived for s in found):
+    if not any(listed.values()):
         yield "None."
 
 

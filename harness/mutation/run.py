@@ -1,4 +1,9 @@
-"""Runs the mutants of one kernel: some workers, each in a copy of the checkout, the cheapest checks first."""
+"""Runs the mutants of some kernels: workers, each in a copy of the checkout, take them from the kernels in turn.
+
+Nothing is known of a kernel's checks at the beginning. A check rejects a mutant only if the original passes it, which
+is found out when it first rejects one: a check that the original fails or skips is left out from then on. How long a
+check takes is known from where it passed.
+"""
 
 from __future__ import annotations
 
@@ -12,31 +17,30 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .. import registry
 from .mutants import Mutant
+from .worker import IMPORT, limit_of
 
 COPIED = ("harness", "kernels", "workloads", "parts", "tests", "examples", "conftest.py", "pyproject.toml")
-SLACK, FACTOR = 10.0, 10.0  # a check may take FACTOR times as long as on the original, and SLACK seconds more
 LEAST = 60  # of mutants, where not all are run
+GPU_SHARE = 0.8  # of the GPU's memory that all workers may take with tensors; the rest is for their contexts
+IN_FILE = 3  # what a check rejected of the same file weighs more than what it rejected elsewhere
+
+Answer = Mapping[str, Any]
+Done = Callable[[Mutant, Answer], None]
 
 
-@dataclass
-class Baseline:
-    """The checks and tests that the original passes, with their seconds, and the tests that it fails."""
-
-    checks: dict[str, float]
-    tests: dict[str, float]
-    failing: list[str] = field(default_factory=list)
+class Broken(RuntimeError):
+    """Of this kernel nothing can be said."""
 
 
 class Worker:
     """A process that takes one task at a time, in a copy of the checkout."""
 
-    def __init__(self, kernel: str, device: str, root: Path) -> None:
+    def __init__(self, device: str, root: Path) -> None:
         self.root = root
         for name in COPIED:
             source = registry.ROOT / name
@@ -44,21 +48,21 @@ class Worker:
                 shutil.copytree(source, root / name, ignore=shutil.ignore_patterns("__pycache__", "*.svg"))
             elif source.is_file():
                 shutil.copy(source, root / name)
-        environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-        # Without this, a look for a GPU before the fork would start CUDA, which the forked process could not use.
-        environment |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        if device == "cpu":
-            environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-        else:
-            environment["TRITON_CACHE_DIR"] = str(root.parent / "triton")
-        command = [sys.executable, "-m", "harness.mutation.worker", kernel, device]
         self.process = subprocess.Popen(
-            command, cwd=root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "harness.mutation.worker"],
+            cwd=root,
+            env=_environment(device, root),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
-        self._answer()
+        self._ready = False
 
     def ask(self, task: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a task. RuntimeError where the process has ended."""
         assert self.process.stdin is not None
+        if not self._ready:
+            self._ready = bool(self._answer())
         self.process.stdin.write(json.dumps(task) + "\n")
         self.process.stdin.flush()
         return self._answer()
@@ -79,72 +83,138 @@ class Worker:
             self.process.kill()
 
 
-def baseline(worker: Worker) -> Baseline:
-    """What the original passes. RuntimeError where a check of SPEC fails on it."""
-    answer = worker.ask({"workers": 1})
-    passed = answer["passed"]
-    if not passed:
-        raise RuntimeError(f"the original passes no check: {answer['by']}: {answer['reason']}")
-    tests = {name: seconds for name, seconds in passed.items() if "::" in name}
-    failing = [answer["by"]] if answer["status"] != "survived" else []
-    return Baseline({name: s for name, s in passed.items() if name not in tests}, tests, failing)
+def _environment(device: str, root: Path) -> dict[str, str]:
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    # Without this, a look for a GPU before the fork would start CUDA, which the forked process could not use.
+    environment |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    # What Inductor has compiled it finds again by the code that it saw, which need not be all that a mutant changed.
+    environment |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(root / "inductor")
+    if device == "cpu":
+        return environment | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    # The keys of Triton's cache, in which cubins of CUDA C++ are too, are made from all of the source: what no mutant
+    # changes is compiled once for all workers.
+    return environment | {"TRITON_CACHE_DIR": str(root.parent / "triton")}
+
+
+class Kernel:
+    """The mutants of a kernel that are left, in their order, and what is known of its checks. `least` are begun
+    however late it is."""
+
+    def __init__(self, name: str, mutants: Sequence[Mutant], least: int) -> None:
+        self.name, self.least, self.begun = name, least, 0
+        self.left = list(reversed(mutants))
+        self.broken: str | None = None
+        self._lock = threading.Lock()
+        self._sources: dict[str, str] = {}
+        self._seconds: dict[str, float] = {}
+        self._sound: set[str] = set()
+        self.unsound: set[str] = set()
+        self._kills = Counter[tuple[str, str]]()  # by file and check
+
+    def judge(self, mutant: Mutant, worker: Worker, given: Mapping[str, Any]) -> Answer:
+        """The answer of a worker to a mutant, after all of its checks that the original passes too. Broken where the
+        original cannot be imported. `given` is what all tasks have."""
+        passed: set[str] = set()
+        while True:
+            task = {**given, **self._task(mutant, worker.root), "without": sorted(passed | self.unsound)}
+            answer = worker.ask(task)
+            if answer["status"] == "invalid":
+                return answer
+            self._learn(answer["passed"])
+            suspects = [answer["by"]] if answer["by"] else answer["skipped"]
+            self._verify([name for name in suspects if name not in self._sound | self.unsound], worker, given)
+            sound = [name for name in suspects if name in self._sound]
+            if IMPORT in self.unsound:
+                raise Broken(f"{self.name}: the original cannot be imported")
+            if sound and answer["status"] == "survived":
+                return {**answer, "status": "killed", "by": sound[0], "reason": "[skip] the original does not skip it"}
+            late = {**task, "seconds": self._seconds}
+            if sound and (answer["status"] != "hang" or answer["limit"] >= limit_of(late, sound[0])):
+                self._count(mutant, sound[0])
+                return answer
+            if answer["status"] == "survived":
+                return answer
+            passed |= set(answer["passed"])
+
+    def _verify(self, names: Sequence[str], worker: Worker, given: Mapping[str, Any]) -> None:
+        """Finds out whether the original passes these checks."""
+        if names:
+            answer = worker.ask({**given, "kernel": self.name, "only": names})
+            self._learn(answer["passed"])
+            with self._lock:
+                self._sound |= set(names) & set(answer["passed"])
+                self.unsound |= set(names) - set(answer["passed"])
+
+    def _learn(self, passed: Mapping[str, float]) -> None:
+        with self._lock:
+            for name, seconds in passed.items():
+                self._seconds[name] = max(seconds, self._seconds.get(name, 0.0))
+
+    def _count(self, mutant: Mutant, check: str) -> None:
+        with self._lock:
+            self._kills[mutant.file, check] += 1
+
+    def _task(self, mutant: Mutant, root: Path) -> dict[str, Any]:
+        inside = registry.package(self.name).replace(".", "/")
+        with self._lock:
+            if mutant.file not in self._sources:
+                path = registry.folder(self.name) / mutant.file
+                self._sources[mutant.file] = path.read_text(encoding="utf-8")
+            weights = Counter[str]()
+            for (file, check), kills in self._kills.items():
+                weights[check] += kills * (1 + IN_FILE * (file == mutant.file))
+            return {
+                "kernel": self.name,
+                "path": str(root / inside / mutant.file),
+                "source": mutant.applied(self._sources[mutant.file]),
+                "seconds": {name: seconds for name, seconds in self._seconds.items() if name not in self.unsound},
+                "weights": weights,
+            }
 
 
 def run(
-    kernel: str,
+    kernels: Sequence[Kernel],
     device: str,
-    mutants: Sequence[Mutant],
     workers: int,
     minutes: float,
-    enough: int,
-    done: Callable[[Mutant, Mapping[str, Any]], None],
+    done: Done,
     say: Callable[[str], None],
-    known: Baseline | None = None,
-    found: Callable[[Baseline], None] = lambda original: None,
+    quick: bool = False,
 ) -> None:
-    """Calls `done` with each mutant and its answer. After `minutes`, none is begun once `enough` were run. What the
-    original passes is found out where it is not `known`, and `found` called with it."""
-    with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
-        team = [Worker(kernel, device, Path(scratch, f"{number}")) for number in range(workers)]
+    """Calls `done` with each mutant and its answer. After `minutes` none is begun but the `least` of each kernel;
+    those that were begun are run to their end, so that what is known is a sample by no result."""
+    deadline = time.monotonic() + 60 * minutes
+    with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as scratch:
+        team: list[Worker] = []
         try:
-            start = time.monotonic()
-            original = known or baseline(team[0])
-            if original.failing:
-                raise RuntimeError(f"the original fails {original.failing[0]}: nothing can be said of mutants")
-            say(
-                f"{kernel}: the original passes {len(original.checks)} checks and {len(original.tests)} tests, "
-                + ("as before" if known else f"in {time.monotonic() - start:.0f} s")
-            )
-            if known is None:
-                found(original)
-            _Queue(kernel, mutants, original, minutes, enough, done).served_by(team)
+            team += (Worker(device, Path(scratch, f"{number}")) for number in range(workers))
+            given = {"device": device, "quick": quick, "memory": GPU_SHARE / workers}
+            Queue(kernels, given, deadline, done, say).served_by(team)
         finally:
             for worker in team:
                 worker.close()
 
 
-class _Queue:
-    """The mutants that are left, and what the workers have found so far."""
+class Queue:
+    """The mutants of all kernels, of which each kernel has the same share."""
 
     def __init__(
         self,
-        kernel: str,
-        mutants: Sequence[Mutant],
-        original: Baseline,
-        minutes: float,
-        enough: int,
-        done: Callable[[Mutant, Mapping[str, Any]], None],
+        kernels: Sequence[Kernel],
+        given: Mapping[str, Any],
+        deadline: float,
+        done: Done,
+        say: Callable[[str], None],
     ) -> None:
-        self._kernel, self._left, self._original = kernel, list(reversed(mutants)), original
-        self._done, self._enough = done, enough
-        self._deadline = time.monotonic() + 60 * minutes
-        self._begun, self._kills = 0, Counter[str]()
+        self._kernels, self._given, self._deadline = kernels, given, deadline
+        self._done, self._say = done, say
         self._lock = threading.Lock()
-        self._sources: dict[str, str] = {}
         self._error: Exception | None = None
 
     def served_by(self, team: Sequence[Worker]) -> None:
-        threads = [threading.Thread(target=self._serve, args=(worker, len(team)), daemon=True) for worker in team]
+        """Returns when all workers have finished; raises what one of them raised."""
+        threads = [threading.Thread(target=self._serve, args=(worker,), daemon=True) for worker in team]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -152,41 +222,33 @@ class _Queue:
         if self._error:
             raise self._error
 
-    def _serve(self, worker: Worker, workers: int) -> None:
+    def _serve(self, worker: Worker) -> None:
         try:
-            while (mutant := self._next()) is not None:
-                answer = worker.ask({**self._task(mutant, worker), "workers": workers})
+            while (found := self._next()) is not None:
+                kernel, mutant = found
+                try:
+                    answer = kernel.judge(mutant, worker, self._given)
+                except Broken as broken:
+                    self._give_up(kernel, str(broken))
+                    continue
                 with self._lock:
-                    if answer["status"] != "survived":
-                        self._kills[answer["by"]] += 1
                     self._done(mutant, answer)
         except Exception as error:
             self._error = error
 
-    def _next(self) -> Mutant | None:
+    def _next(self) -> tuple[Kernel, Mutant] | None:
+        """The next mutant of the kernel of which the fewest were begun; None where there is none to begin."""
         with self._lock:
-            late = time.monotonic() > self._deadline and self._begun >= self._enough
-            if not self._left or late or self._error:
+            late = time.monotonic() > self._deadline
+            able = [k for k in self._kernels if k.left and not k.broken and not (late and k.begun >= k.least)]
+            if not able or self._error:
                 return None
-            self._begun += 1
-            return self._left.pop()
+            kernel = min(able, key=lambda k: k.begun)
+            kernel.begun += 1
+            return kernel, kernel.left.pop()
 
-    def _task(self, mutant: Mutant, worker: Worker) -> dict[str, Any]:
-        inside = registry.package(self._kernel).replace(".", "/")
+    def _give_up(self, kernel: Kernel, reason: str) -> None:
         with self._lock:
-            if mutant.file not in self._sources:
-                self._sources[mutant.file] = (registry.folder(self._kernel) / mutant.file).read_text(encoding="utf-8")
-            source = self._sources[mutant.file]
-        checks, tests = self._original.checks, self._original.tests
-        return {
-            "path": str(worker.root / inside / mutant.file),
-            "source": mutant.applied(source),
-            "checks": self._in_order(checks),
-            "tests": self._in_order(tests),
-            "test_seconds": SLACK + FACTOR * max(tests.values(), default=0.0),
-        }
-
-    def _in_order(self, seconds: Mapping[str, float]) -> dict[str, float]:
-        """How long each may take, the cheapest first, and before them those that have rejected much."""
-        order = sorted(seconds, key=lambda name: (0.02 + seconds[name]) / (1 + self._kills[name]))
-        return {name: SLACK + FACTOR * seconds[name] for name in order}
+            if not kernel.broken:
+                kernel.broken = reason
+                self._say(reason)

@@ -1,14 +1,22 @@
 """Runs the checks on one mutant after another, each in a process of its own that is forked after the imports.
 
-`python -m harness.mutation.worker KERNEL DEVICE` stands in a copy of the checkout that belongs to it alone. It reads
-tasks, a JSON object a line, from standard input, and answers each with a line on standard output. A task names a file
-of the kernel, its new text, and the checks to be made in order with the seconds that each may take; the answer says
-which one failed first and how. The kernel is imported after the fork, so each process has the mutant alone: its ops,
-its plans, its CUDA context. The process ends at the first failure, by an exception in it, by a signal (SIGALRM where a
-check took too long), or with all checks passed.
+`python -m harness.mutation.worker` stands in a copy of the checkout that belongs to it alone. It reads tasks, a JSON
+object a line, from standard input, and answers each with a line on standard output:
 
-A check fails where it does not pass; one that is skipped but passes on the original fails too. The tests of the kernel
-and its share of EVERY_KERNEL come after the checks of SPEC.
+kernel, device    whose checks are made, and where: "cpu" or "cuda"
+path, source      a file of the kernel and its new text; without them the original is checked
+only              the names of the checks and tests that are made; without it all of them
+without           names that are not
+quick             neither those that compile with PyTorch nor the tests
+seconds           name → how long it took where it passed
+weights           name → how much it has rejected; what has rejected much, or is cheap, comes first
+memory            the part of the GPU's memory that the process may take
+
+The kernel is imported after the fork, so each process has the mutant alone: its ops, its plans, its CUDA context. The
+process ends at the first check that does not pass, by an exception in it, by a signal (SIGALRM where a check took too
+long), or with all checks made. What a check may take does not include the time of a compiler. An answer names the check
+that rejected, those that passed and those that were skipped. The tests of the kernel and its share of EVERY_KERNEL come
+after the checks of SPEC.
 """
 
 from __future__ import annotations
@@ -19,22 +27,32 @@ import importlib
 import json
 import os
 import resource
+import select
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 MEMORY = 6 << 30  # bytes that a mutant may take beyond what is there after the imports; the CPU alone is bounded so
-IMPORT = "import"
-_PR_SET_PDEATHSIG = 1
-IMPORT_SECONDS, BASELINE_SECONDS = 60.0, 900.0
+IMPORT, COLLECTION = "import", "collection of the tests"
+PHASES = (IMPORT, COLLECTION)
+SLACK, FACTOR = 10.0, 10.0  # a check may take FACTOR times as long as where it passed, and SLACK seconds more
+UNSEEN = {"cpu": 300.0, "cuda": 30.0}  # seconds of a check that has not passed yet
+ORIGINAL_SECONDS, COMPILER_SECONDS = 900.0, 120.0
+SILENCE, UNWILLING = 1200.0, 30.0  # seconds without a word after which a process is killed, and is given up
 EVERY_KERNEL = ("tests/test_addresses.py", "tests/test_call.py")  # each has a share for every kernel
 NOT_SLOW = ("-m", "not slow")
+SLOW_CHECKS = ("opcheck", "compile")  # left out of a quick run, with the tests
+CUDA_SOURCES = (".cu", ".cuh")
+_PR_SET_PDEATHSIG = 1
+_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
 
 
-def main(kernel: str, device: str) -> None:
+def main() -> None:
     """Answers tasks until standard input ends."""
     _end_with_parent()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -50,7 +68,7 @@ def main(kernel: str, device: str) -> None:
         try:
             if path:
                 path.write_text(task["source"], encoding="utf-8")
-            answer = _forked(kernel, device, task)
+            answer = forked(task)
         finally:
             if path:
                 path.write_bytes(original)
@@ -64,19 +82,29 @@ def _end_with_parent() -> None:
 
 
 def _imports() -> None:
-    """What every mutant needs and none changes; nothing here may start CUDA, which does not survive a fork."""
+    """What every mutant needs and none changes. RuntimeError where an import starts CUDA, which does not survive a
+    fork."""
     import torch
 
     torch.set_num_threads(1)
     for name in ("harness.commands.check", "hypothesis", "pytest", "torch._dynamo", "torch.export", "torch._inductor"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    if torch.cuda.is_initialized():
-        raise RuntimeError("an import has started CUDA, which a forked process cannot use")
+        if torch.cuda.is_initialized() or _driver_is_started():
+            raise RuntimeError(f"the import of {name} has started CUDA, which a forked process cannot use")
 
 
-def _forked(kernel: str, device: str, task: Mapping[str, Any]) -> dict[str, Any]:
-    """What the checks said of the source as it is on disk."""
+def _driver_is_started() -> bool:
+    """Whether something has called cuInit, which PyTorch knows only of itself."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED
+
+
+def forked(task: Mapping[str, Any], work: Callable[[Mapping[str, Any], Any], None] | None = None) -> dict[str, Any]:
+    """What the checks said of the source as it is on disk. `work` (`checks`) is what the process does."""
     reader, writer = os.pipe()
     start = time.monotonic()
     process = os.fork()
@@ -87,7 +115,7 @@ def _forked(kernel: str, device: str, task: Mapping[str, Any]) -> dict[str, Any]
         report = os.fdopen(writer, "w", buffering=1)
         code = 1
         try:
-            _checks(kernel, device, task, report)
+            (work or checks)(task, report)
             code = 0
         except BaseException as error:
             _say(report, failed=f"{type(error).__name__}: {str(error)[:300]}")
@@ -95,27 +123,59 @@ def _forked(kernel: str, device: str, task: Mapping[str, Any]) -> dict[str, Any]
             report.flush()
             os._exit(code)
     os.close(writer)
-    with os.fdopen(reader, encoding="utf-8", errors="replace") as lines:
-        said = [json.loads(line) for line in lines if line.endswith("}\n")]
-    _, status = os.waitpid(process, 0)
+    said, status = _listen(reader, process)
+    os.close(reader)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process, signal.SIGKILL)
-    return _answer(said, status, round(time.monotonic() - start, 2))
+    return _answer(task, said, status, round(time.monotonic() - start, 2))
 
 
-def _answer(said: Sequence[Mapping[str, Any]], status: int, seconds: float) -> dict[str, Any]:
-    at = next((s["at"] for s in reversed(said) if "at" in s), IMPORT)
-    passed = {s["passed"]: s["seconds"] for s in said if "passed" in s}
+def _listen(reader: int, process: int, silence: float = SILENCE) -> tuple[list[dict[str, Any]], int]:
+    """What a process says until it ends, and how it ended. It need not close the pipe: what it has started may hold it
+    open. One that says nothing for `silence` seconds is killed."""
+    text, heard, status, killed = b"", time.monotonic(), None, False
+    while status is None:
+        if select.select([reader], [], [], 0.2)[0]:
+            if piece := os.read(reader, 1 << 16):
+                text, heard = text + piece, time.monotonic()
+            else:
+                _, status = os.waitpid(process, 0)
+            continue
+        ended, found = os.waitpid(process, os.WNOHANG)
+        if ended:
+            status = found
+        elif time.monotonic() - heard > (UNWILLING if killed else silence):
+            if killed:  # inside a driver's call that never ends: it is left behind
+                status = signal.SIGALRM
+            else:
+                os.kill(process, signal.SIGALRM)
+                killed, heard = True, time.monotonic()
+    while select.select([reader], [], [], 0)[0] and (piece := os.read(reader, 1 << 16)):
+        text += piece
+    lines = text.decode(errors="replace").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("}\n")], status
+
+
+def _answer(task: Mapping[str, Any], said: Sequence[Mapping[str, Any]], status: int, seconds: float) -> dict[str, Any]:
+    begun = next((s for s in reversed(said) if "at" in s), {"at": IMPORT, "limit": 0.0})
     failures = [s for s in said if "failed" in s]
-    answer = {"seconds": seconds, "by": at, "passed": passed}
+    failed = [s.get("by", begun["at"]) for s in failures]
+    answer = {
+        "seconds": seconds,
+        "by": begun["at"],
+        "limit": begun["limit"],
+        "passed": {s["passed"]: s["seconds"] for s in said if "passed" in s and s["passed"] not in failed},
+        "skipped": [s["skipped"] for s in said if "skipped" in s],
+    }
+    if Path(task.get("path") or "").suffix in CUDA_SOURCES and (logs := [s["log"] for s in said if "log" in s]):
+        return {**answer, "status": "invalid", "reason": logs[0]}
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         if number == signal.SIGALRM:
             return {**answer, "status": "hang", "reason": "took longer than allowed"}
         return {**answer, "status": "crash", "reason": signal.Signals(number).name}
     if failures:
-        failed = failures[0]
-        return {**answer, "status": "killed", "by": failed.get("by", at), "reason": failed["failed"]}
+        return {**answer, "status": "killed", "by": failed[0], "reason": failures[0]["failed"]}
     if os.WEXITSTATUS(status):
         return {**answer, "status": "crash", "reason": f"exit code {os.WEXITSTATUS(status)}"}
     return {**answer, "status": "survived", "by": "", "reason": ""}
@@ -125,14 +185,68 @@ def _say(report: Any, **fields: Any) -> None:
     report.write(json.dumps(fields) + "\n")
 
 
-def _limit(seconds: float) -> None:
-    """SIGALRM's default action ends the process, in C code too."""
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+def limit_of(task: Mapping[str, Any], name: str) -> float:
+    """How long a check may take on a mutant, in seconds."""
+    if not task.get("path"):
+        return ORIGINAL_SECONDS
+    seconds = None if name in PHASES else task.get("seconds", {}).get(name)
+    return UNSEEN[task["device"]] if seconds is None else SLACK + FACTOR * seconds
 
 
-def _checks(kernel: str, device: str, task: Mapping[str, Any], report: Any) -> None:
-    """Every check of the task, in its order; with no `checks` all there are, as for the original."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+class Clock:
+    """The time of the checks, less that of the compilers. A check that takes longer than it may ends the process:
+    SIGALRM's default action does so in C code too, and where a kernel never ends."""
+
+    def __init__(self) -> None:
+        self._compiled = 0.0
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    def limit(self, seconds: float) -> None:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def now(self) -> float:
+        return time.monotonic() - self._compiled
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """While a compiler runs, which has COMPILER_SECONDS."""
+        left, start = signal.getitimer(signal.ITIMER_REAL)[0], time.monotonic()
+        self.limit(COMPILER_SECONDS)
+        try:
+            yield
+        finally:
+            self._compiled += time.monotonic() - start
+            self.limit(left)
+
+
+def _stop_for_compilers(clock: Clock, report: Any) -> None:
+    """Stops the clock for Triton and for NVRTC; what NVRTC does not compile is said."""
+    import triton.compiler
+
+    _wrap(triton.compiler, "compile", clock, lambda error: None)
+    with contextlib.suppress(Exception):  # without a driver CuPy raises more than ImportError
+        nvrtc = importlib.import_module("cupy.cuda.nvrtc")
+        _wrap(nvrtc, "compileProgram", clock, lambda error: _say(report, log=" ".join(str(error).split())[:300]))
+
+
+def _wrap(module: ModuleType, name: str, clock: Clock, failed: Callable[[Exception], None]) -> None:
+    function = getattr(module, name)
+
+    @wraps(function)
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        with clock.stopped():
+            try:
+                return function(*arguments, **options)
+            except Exception as error:
+                failed(error)
+                raise
+
+    setattr(module, name, wrapped)
+
+
+def checks(task: Mapping[str, Any], report: Any) -> None:
+    """Every check and test of the task, those that are likely to reject first."""
+    clock, device = Clock(), task["device"]
     if device == "cpu":
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -144,50 +258,75 @@ def _checks(kernel: str, device: str, task: Mapping[str, Any], report: Any) -> N
         phases = tuple(phase for phase in hypothesis.Phase if phase.name != "shrink")
         hypothesis.settings.register_profile("mutants", phases=phases)
         hypothesis.settings.load_profile("mutants")
-    _limit(IMPORT_SECONDS if task.get("checks") else BASELINE_SECONDS)
-    _say(report, at=IMPORT)
+    _begin(IMPORT, task, clock, report)
     from harness import registry
     from harness.commands import check
 
-    spec = registry.load(kernel)
+    spec = registry.load(task["kernel"])
+    _say(report, passed=IMPORT, seconds=0.0)
     if device == "cuda":
         import torch
 
-        torch.cuda.set_per_process_memory_fraction(1 / (1 + task["workers"]))
+        torch.cuda.set_per_process_memory_fraction(task["memory"])
+        _stop_for_compilers(clock, report)
     items = {item.name: item for item in check.plan(spec, device, [c for c in spec.cases if not c.bench])}
-    wanted = task.get("checks") or {name: BASELINE_SECONDS for name, item in items.items() if item.skip is None}
-    for name, seconds in wanted.items():
-        _limit(seconds)
-        _say(report, at=name)
+    wanted = [name for name, item in items.items() if item.skip is None and _is_wanted(task, name, item.check)]
+    known = [
+        name for name in task.get("seconds", {}) if "::" not in name and name not in PHASES and _is_wanted(task, name)
+    ]
+    for name in sorted((*wanted, *(n for n in known if n not in items)), key=lambda name: _place(task, name)):
+        _begin(name, task, clock, report)
         if name not in items:
             _say(report, failed="the case or the implementation is gone")
             return
-        start = time.monotonic()
+        start = clock.now()
         outcome = check.run(items[name], device)
+        reason = f"[{outcome.cause or outcome.status}] {' '.join(outcome.reason.split())[:300]}"
         if outcome.status == "pass":
-            _say(report, passed=name, seconds=round(time.monotonic() - start, 3))
-        elif task.get("checks"):
-            _say(report, failed=f"[{outcome.cause or outcome.status}] {' '.join(outcome.reason.split())[:300]}")
-            return
-    _tests(kernel, task, report)
+            _say(report, passed=name, seconds=round(clock.now() - start, 3))
+        elif outcome.status == "skip":
+            _say(report, skipped=name)
+        else:
+            _say(report, failed=reason)
+            if task.get("path"):
+                return
+    if not task.get("quick") and (not task.get("only") or any("::" in n or n == COLLECTION for n in task["only"])):
+        _tests(task, clock, report)
 
 
-def _tests(kernel: str, task: Mapping[str, Any], report: Any) -> None:
+def _begin(name: str, task: Mapping[str, Any], clock: Clock, report: Any) -> None:
+    limit = limit_of(task, name)
+    clock.limit(limit)
+    _say(report, at=name, limit=limit)
+
+
+def _is_wanted(task: Mapping[str, Any], name: str, check: str = "") -> bool:
+    if task.get("quick") and check in SLOW_CHECKS:
+        return False
+    return name not in task.get("without", ()) and (not task.get("only") or name in task["only"])
+
+
+def _place(task: Mapping[str, Any], name: str) -> float:
+    """What comes first has the least: the seconds that it takes for each mutant that it rejects."""
+    return (0.02 + task.get("seconds", {}).get(name, 1.0)) / (1 + task.get("weights", {}).get(name, 0))
+
+
+def _tests(task: Mapping[str, Any], clock: Clock, report: Any) -> None:
     """The kernel's own tests, and its share of those that every kernel has."""
     import pytest
 
     from harness import registry
 
     class Watch:
-        """Says which test runs, gives each its time, and puts them in the order of the task."""
+        """Says which test runs, gives each its time, and chooses and orders them as the task has it."""
 
         def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-            place = {name: number for number, name in enumerate(task.get("tests", ()))}
-            items.sort(key=lambda item: place.get(item.nodeid, len(place)))
+            _say(stream, passed=COLLECTION, seconds=0.0)
+            items[:] = [item for item in items if _is_wanted(task, item.nodeid)]
+            items.sort(key=lambda item: _place(task, item.nodeid))
 
         def pytest_runtest_logstart(self, nodeid: str) -> None:
-            _limit(task.get("tests", {}).get(nodeid, task.get("test_seconds", BASELINE_SECONDS)))
-            _say(report, at=nodeid)
+            _begin(nodeid, task, clock, report)
 
         def pytest_runtest_logreport(self, report: Any) -> None:  # pytest passes it by this name
             if report.failed:
@@ -198,16 +337,18 @@ def _tests(kernel: str, task: Mapping[str, Any], report: Any) -> None:
 
         def pytest_collectreport(self, report: Any) -> None:
             if report.failed:
-                _say(stream, failed=" ".join(str(report.longrepr).split())[-300:], by=f"{report.nodeid} (import)")
+                _say(stream, failed=" ".join(str(report.longrepr).split())[-300:], by=COLLECTION)
 
     stream = report
-    folder = registry.folder(kernel).relative_to(registry.ROOT).as_posix()
-    stop = ["-x"] if task.get("checks") else []
-    skipped = [f"--deselect={test}" for test in task.get("deselect", ())]
+    _begin(COLLECTION, task, clock, report)
+    folder = registry.folder(task["kernel"]).relative_to(registry.ROOT).as_posix()
+    stop = ["-x"] if task.get("path") else ["--continue-on-collection-errors"]
+    if not _is_wanted({**task, "only": ()}, COLLECTION):  # the original has one that fails
+        stop.append("--continue-on-collection-errors")
     files = [path for path in (folder, *EVERY_KERNEL) if (registry.ROOT / path).exists()]
     plugins = ("-p", "no:cacheprovider", "-p", "no:xdist")
-    pytest.main([*files, "--kernel", kernel, "-q", *NOT_SLOW, *plugins, *stop, *skipped], plugins=[Watch()])
+    pytest.main([*files, "--kernel", task["kernel"], "-q", *NOT_SLOW, *plugins, *stop], plugins=[Watch()])
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -3,9 +3,9 @@
 A launch is described by
 {"name", "duration_us", "dram_bytes", "dram_pct", "l2_pct", "sm_pct", "tensor_pct", "occupancy_pct", "registers",
  "shared_bytes", "spill_bytes", "stalls": [[reason, per cent], ...]}
-Percentages are of the peak rate over the whole duration, occupancy that of the time in which an SM was busy.
-`spill_bytes` is what went through the first-level cache to and from local memory. A stall's share is of the time that
-warps were resident. What ncu could not measure is None.
+and, where it lies in the range of a stage, "stage". Percentages are of the peak rate over the whole duration, occupancy
+that of the time in which an SM was busy. `spill_bytes` is what went through the first-level cache to and from local
+memory. A stall's share is of the time that warps were resident. What ncu could not measure is None.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import registry
-from ..nvtx import DOMAIN
+from ..nvtx import DOMAIN, STAGES
 
 DURATION = "gpu__time_duration.sum"
 DRAM = ("dram__bytes_read.sum", "dram__bytes_write.sum")
@@ -40,6 +40,8 @@ METRICS = (DURATION, *DRAM, *LOCAL, REGISTERS, *SHARED, *PERCENTAGES.values())
 #: left out.
 STALL_SECTION = "WarpStateStats"
 _STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
+#: Of each range of a stage that is open, outermost first.
+_STAGE = re.compile(re.escape(STAGES) + r":([^:\"]+)")
 #: A warp that issues, which the counters list among the reasons for not doing so.
 _ISSUING = "selected"
 #: What means something in a range filter, and how it is taken literally.
@@ -168,7 +170,9 @@ def parse(text: str, ranges: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
         inside = [name for name in ranges if any(_within(name, row[i]) for i in where)]
         if inside:
             figures = {name: _number(text, unit) for name, unit, text in zip(names, units, row, strict=True)}
-            result[max(inside, key=len)].append(describe(row[names.index("Kernel Name")], figures))
+            launch = describe(row[names.index("Kernel Name")], figures)
+            stages = [stage for i in where for stage in _STAGE.findall(row[i])]
+            result[max(inside, key=len)].append(launch | ({"stage": stages[-1]} if stages else {}))
     return result
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..reporting import markdown, rows_json, tables
+from ..reporting import by_stage, markdown, rows_json, tables
 from ..reporting.entries import Row
 
 SCHEMA = 2
@@ -42,6 +42,7 @@ Nsight Compute over every bench case: `python -m harness profile`. Clocks as the
 - **DRAM %**, **L2 %**, **SM %** and **tensor %** are of the peak rate over the kernel's duration; **occupancy %** is
   the achieved one. **spilled**: bytes through the first-level cache to and from local memory. **stalls**: what resident
   warps waited for, in per cent of their time.
+- A step of a model has a table by stage too, and in the table of kernels those of one name in a stage together.
 """
 
 
@@ -97,6 +98,9 @@ def readme(kernels: Sequence[Profiled]) -> str:
             *markdown.table(ROW_HEAD, [row_cells(row, kernel["environments"][row["run"]]) for row in kernel["rows"]]),
             "",
         ]
+        for row in (row for row in kernel["rows"] if by_stage.staged(row["launches"])):
+            title = f"**{row['case']}**, {row['mode']}, {row['implementation']}. {by_stage.TEXT}"
+            lines += [title, "", *markdown.table(by_stage.HEAD, by_stage.cells(row["launches"])), ""]
         launches = [cells for row in kernel["rows"] for cells in launch_cells(row)]
         if launches:
             lines += [*markdown.table(LAUNCH_HEAD, launches), ""]
@@ -112,6 +116,9 @@ def _told(environment: Mapping[str, Any]) -> str:
 def show(kernel: str, rows: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> None:
     """The same on the console."""
     tables.show(f"{kernel}: calls", ROW_HEAD, [row_cells(row, environment) for row in rows])
+    for row in (row for row in rows if by_stage.staged(row["launches"])):
+        title = f"{kernel}: stages of {row['case']}, {row['implementation']}"
+        tables.show(title, by_stage.HEAD, by_stage.cells(row["launches"]))
     launches = [cells for row in rows for cells in launch_cells(row)]
     if launches:
         tables.show(f"{kernel}: kernels", LAUNCH_HEAD, launches)
@@ -136,7 +143,7 @@ def row_cells(row: Mapping[str, Any], environment: Mapping[str, Any]) -> list[ob
 
 
 def launch_cells(row: Mapping[str, Any]) -> list[list[object]]:
-    """The kernels of one call under LAUNCH_HEAD."""
+    """The kernels of one call under LAUNCH_HEAD; of one with stages those of a kernel in a stage on one line."""
     return [
         [
             row["case"],
@@ -150,7 +157,7 @@ def launch_cells(row: Mapping[str, Any]) -> list[list[object]]:
             markdown.size(launch["spill_bytes"]),
             ", ".join(f"{reason} {share:.0f}" for reason, share in launch["stalls"][:3]),
         ]
-        for launch in row["launches"]
+        for launch in by_stage.grouped(row["launches"])
     ]
 
 

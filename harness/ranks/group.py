@@ -16,10 +16,13 @@ from ..measure import stats
 from ..measure.timing import AA
 from ..roofline import Ceilings, floor_seconds, over_roofline
 from ..spec import Case, KernelSpec, Peer, Sharding
-from .timing import COLD, LONG_CALL, Clock, Contender, Samples, differences, gathered
+from .timing import COLD, LONG_CALL, Call, Clock, Contender, Samples, differences, gathered
 
 LOCAL, ALONE = "#local", "#alone"  # beside the name of an implementation: without transfers; on one GPU
 NO_LOCAL = 2.0  # seconds of a call beyond which it is not timed without transfers too: minutes, to tell little
+#: Seconds of a call, by its floor, beyond which there is one sample of it and no warm-up: of one GPU, while the others
+#: wait, and of all.
+ONCE_ALONE, ONCE = 2.5, 20.0
 SEED = 20261123
 
 Rows = list[dict[str, Any]]
@@ -122,18 +125,21 @@ class Group:
 
     def _contenders(self, name: str, fn: execute.Op, shard: execute.Inputs) -> list[Contender]:
         """The implementation bound to its inputs, called once; with it what is the same without transfers."""
-        used = self._used()
-        found = [Contender(name, self._together(lambda: self._bound(fn, shard), f"{name}: first call"))]
-        self.outside[name] = gathered(max(0, self._used() - used), self.me)
-        if name == next(iter(self.spec.implementations)) and not self._long():
-            found.append(Contender(name + AA, self._together(lambda: self._bound(fn, shard), f"{name}: again")))
-        local = self.sharding.local.get(name)
+        used, local = self._used(), self.sharding.local.get(name)
         if local and self._long(NO_LOCAL):
             self.unmeasured[name + LOCAL] = "not measured: a call takes seconds, of which transfers are a small part"
-        elif local:
+        if self._long(ONCE):
+            self.warnings.setdefault(name, []).append("a single sample: its first call, without a warm-up")
+            self.outside[name] = []
+            return [Contender(name, self._together(lambda: self._bind(fn, shard), f"{name}: inputs"), once=True)]
+        found = [self._together(lambda: self._called(name, fn, shard), f"{name}: first call")]
+        self.outside[name] = gathered(max(0, self._used() - used), self.me)
+        if name == next(iter(self.spec.implementations)) and not self._long():
+            found.append(self._together(lambda: self._called(name + AA, fn, shard), f"{name}: again"))
+        if local and not self._long(NO_LOCAL):
             try:
-                bound = self._together(lambda: self._bound(local, shard), f"{name}: first call without transfers")
-                found.append(Contender(name + LOCAL, bound))
+                what = f"{name}: first call without transfers"
+                found.append(self._together(lambda: self._called(name + LOCAL, local, shard), what))
             except Failed as failed:
                 self.unmeasured[name + LOCAL] = failed.reason
         return found
@@ -147,24 +153,29 @@ class Group:
             self.unmeasured[ALONE] = reason
             return []
         (fn,) = self.sharding.alone.values()
+        once = self._long(ONCE_ALONE / self.me.size)
 
-        def bound() -> execute.Run | None:
+        def called() -> Contender:
             if not self.me.first:
-                return None
+                return Contender(ALONE, None, Call(), once)
             generator = torch.Generator(self.me.device).manual_seed(SEED)
-            return self._bound(fn, self.spec.make_inputs(self.case, self.me.device, generator))
+            inputs = self.spec.make_inputs(self.case, self.me.device, generator)
+            return Contender(ALONE, self._bind(fn, inputs), once=True) if once else self._called(ALONE, fn, inputs)
 
         try:
-            return [Contender(ALONE, self._together(bound, "one GPU: first call"))]
+            return [self._together(called, "one GPU: first call")]
         except Failed as failed:
             self.unmeasured[ALONE] = failed.reason
             return []
 
-    def _bound(self, fn: execute.Op, inputs: execute.Inputs) -> execute.Run:
+    def _bind(self, fn: execute.Op, inputs: execute.Inputs) -> execute.Run:
         run = execute.bind(self.spec, fn, inputs, self.mode)
-        run()
         self.clock.synchronize()
         return run
+
+    def _called(self, name: str, fn: execute.Op, inputs: execute.Inputs) -> Contender:
+        run = self._bind(fn, inputs)
+        return Contender(name, run, self.clock.call(run))
 
     def _together(self, act: Callable[[], Any], what: str) -> Any:
         """act() on every rank. If it fails on one, all raise Failed: a rank that went on would wait for the others."""
@@ -203,7 +214,7 @@ class Group:
         several = {
             "backend": "nccl" if self.on_gpu else "gloo",
             "rank_median_us": samples.medians_of_ranks(name),
-            "outside_bytes": self.outside[name] if self.on_gpu else None,
+            "outside_bytes": self.outside[name] or None if self.on_gpu else None,
             "axis": list(self.sharding.axis(self.case)) if self.sharding.axis else None,
             **self._efficiency(mine, samples, columns),
             **self._exposed(name, mine, samples, columns),
@@ -225,11 +236,12 @@ class Group:
         }
 
     def _efficiency(self, mine: Sequence[float], samples: Samples, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """T1 / (N · TN), paired by round, and T1 itself; or why there is none."""
+        """T1 / (N · TN), paired by round unless there is one sample of T1 for all; and T1 itself, or why there is
+        none."""
         alone = samples.slowest.get(ALONE)
         if alone is None:
             return {"efficiency": None, "alone": None, "alone_reason": self.unmeasured[ALONE]}
-        ratio = stats.ratio(alone, mine, samples.looks)
+        ratio = stats.ratio(alone * len(mine) if len(alone) == 1 else alone, mine, samples.looks)
         efficiency = {
             "median": ratio["median"] / self.me.size,
             "ci95": [bound / self.me.size for bound in ratio["ci95"]],

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,15 +34,29 @@ SPIN_SECONDS = (5e-4, 2e-2)
 #: A call of so many seconds needs no second one to warm up, and no A/A pair: it scatters little.
 LONG_CALL = 0.5
 #: Rounds of so long calls are many minutes: past these seconds this many are enough.
-LONG_ROUNDS, FEWEST_ROUNDS = 30.0, 3
+LONG_ROUNDS, FEWEST_ROUNDS = 10.0, 3
+#: The share of a single sample that the host may take to queue it. It takes more where it compiles.
+HOST_SHARE = 0.02
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call: seconds until it returned and until it was done, and bytes that it took above its inputs."""
+
+    returned: float = 0.0
+    took: float = 0.0
+    peak: int = 0
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One thing to be timed. `run` is None on ranks that take no part."""
+    """One thing to be timed. `run` is None on ranks that take no part. `first`: a call that was made of it. `once`: it
+    takes so long that there is one sample of it, behind the rounds of the others, without a warm-up."""
 
     name: str
     run: Run | None
+    first: Call | None = None
+    once: bool = False
 
 
 @dataclass
@@ -93,57 +107,91 @@ class Clock:
         """Warms up, then takes samples until all medians are known well enough, or for as long as the budget says."""
         found = Samples(COLD if self.on_gpu else WALL, looks=len(self.budget.looks))
         self._peaks.clear()
-        spins = {c.name: self.warm_up(c, f"{label} {c.name}: warm-up") for c in contenders}
-        names, begin = [c.name for c in contenders], time.perf_counter()
+        repeated = [c for c in contenders if not c.once]
+        spins = {c.name: self.warm_up(c, f"{label} {c.name}: warm-up") for c in repeated}
+        names, begin = [c.name for c in repeated], time.perf_counter()
         readings: list[Reading] = []
         if self.on_gpu:
             self._monitor.readings.clear()
-        for index in itertools.count():
+        for index in itertools.count() if repeated else ():
             times: dict[str, float] = {}
-            for contender in self._order.sample(contenders, len(contenders)):
+            for contender in self._order.sample(repeated, len(repeated)):
                 self.rank.beat.step(f"{label} {contender.name}: sample {index + 1}")
                 times[contender.name] = self._sample(contender.run, spins[contender.name])
             self.rank.beat.step(f"{label}: exchange of the times of round {index + 1}")
             rows = self._exchange([*(times[name] for name in names), time.perf_counter() - begin])
             found.add(names, [row[:-1] for row in rows])
             if self.on_gpu:
-                readings.append(worst(self._monitor.readings[-len(contenders) :]))
+                readings.append(worst(self._monitor.readings[-len(repeated) :]))
             # What rank 0's clock says holds for all: they must stop after the same round.
             if stop := self._stop(found, index + 1, rows[0][-1]):
                 found.stop = stop
                 break
+        for contender in (c for c in contenders if c.once):
+            found.add([contender.name], self._once(contender, f"{label} {contender.name}: its one sample"))
+            if self.on_gpu and not repeated:
+                readings = [self._monitor.readings[-1]]
         found.clocks = self._clocks(found.column, readings)
         of_ranks = gathered(self._peaks, self.rank)
-        found.peaks = {name: [peaks[name] for peaks in of_ranks] for name in names}
+        found.peaks = {c.name: [peaks[c.name] for peaks in of_ranks] for c in contenders}
         return found
 
     def warm_up(self, contender: Contender, step: str) -> float:
-        """Calls it twice, once where that takes long. Returns how long the device is to spin, in seconds, so that it
-        does not wait for the host."""
-        returned, took = self._warm_call(contender, step)
-        if max(row[0] for row in self._exchange([took])) < LONG_CALL:
-            returned, _ = self._warm_call(contender, step)
+        """Calls it twice, once where that takes long; its first call is one of them. Returns how long the device is to
+        spin, in seconds, so that it does not wait for the host."""
+        call = contender.first or self._warm_call(contender, step)
+        if max(row[0] for row in self._exchange([call.took])) < LONG_CALL:
+            call = self._warm_call(contender, step)
+        self._peaks[contender.name] = call.peak
         low, high = SPIN_SECONDS
-        return min(high, max(low, 1.5 * returned))
+        return min(high, max(low, 1.5 * call.returned))
 
-    def _warm_call(self, contender: Contender, step: str) -> tuple[float, float]:
-        """Seconds until it returned, and until it was done. Notes its memory."""
+    def _warm_call(self, contender: Contender, step: str) -> Call:
         self.rank.beat.step(step)
         self.meet()
+        return self.call(contender.run)
+
+    def call(self, run: Run | None) -> Call:
+        """Calls it on this rank and waits for its end."""
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
         before, begin = self._allocated(), time.perf_counter()
-        if contender.run is not None:
-            contender.run()
+        if run is not None:
+            run()
         returned = time.perf_counter() - begin
         self.synchronize()
-        self._peaks[contender.name] = torch.cuda.max_memory_allocated() - before if self.on_gpu else 0
-        return returned, time.perf_counter() - begin
+        peak = torch.cuda.max_memory_allocated() - before if self.on_gpu else 0
+        return Call(returned, time.perf_counter() - begin, peak)
+
+    def _once(self, contender: Contender, step: str) -> list[list[float]]:
+        """µs of one call on each rank: of the first one, or of a second one where the host was slow to queue it."""
+        found: list[list[float]] = []
+        for _ in range(2):
+            self.rank.beat.step(step)
+            returned = 0.0
+
+            def run() -> None:
+                nonlocal returned
+                begin = time.perf_counter()
+                assert contender.run is not None
+                contender.run()
+                returned = time.perf_counter() - begin
+
+            if self.on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            before = self._allocated()
+            took = self._sample(run if contender.run is not None else None, SPIN_SECONDS[1])
+            self._peaks[contender.name] = torch.cuda.max_memory_allocated() - before if self.on_gpu else 0
+            rows = self._exchange([took, returned * 1e6])
+            found = [row[:1] for row in rows]
+            if not self.on_gpu or max(row[1] for row in rows) <= HOST_SHARE * max(row[0] for row in rows):
+                break
+        return found
 
     def _allocated(self) -> int:
         return torch.cuda.memory_allocated() if self.on_gpu else 0
 
-    def _sample(self, run: Run | None, spin: float) -> float:
+    def _sample(self, run: Callable[[], object] | None, spin: float) -> float:
         """µs on this rank; nought where it takes no part."""
         if not self.on_gpu:
             self.meet()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import roofline
-from . import breakdown, choices, host, link_speeds, memory_table, pages, several, training
+from . import breakdown, by_stage, choices, host, link_speeds, memory_table, pages, several, training
 from . import markdown as md
 from .entries import Records, Row
 from .findings import Finding, cost_of, is_reference, modes_of
@@ -46,10 +46,9 @@ def page(
     charts: bool,
     trend: bool = False,
     trained: bool = False,
-    curve: bool = False,
 ) -> list[str]:
-    """<kernel>.md. `profile` and `tuned` are the files of these names, where there are any; `trend`, `trained` and
-    `curve` say whether there is a page of how the times changed, one of a training, and a chart of its losses."""
+    """<kernel>.md. `profile` and `tuned` are the files of these names, where there are any; `trend` and `trained` say
+    whether there is a page of how the times changed, and one of a training."""
     modes = modes_of(found)
     links = " · ".join(f"[{mode}: every implementation]({pages.stem(kernel, mode)}.md)" for mode in modes)
     lines = [f"# {kernel} on {gpu}", "", pages.GENERATED, "", f"[All kernels](README.md) · {links}", ""]
@@ -61,8 +60,8 @@ def page(
         lines += _charts(kernel, gpu, found)
     lines += ["## Summary", "", *pages.summary(found), ""]
     lines += breakdown.stages(found) + breakdown.ablation(found)
-    if curve:
-        lines += ["## Losses", "", f"![{kernel}: losses of a training run]({pages.curve(kernel)})", ""]
+    if trained and charts:
+        lines += ["## Training", "", *training.image(kernel)]
     lines += several.section(found, charts)
     lines += link_speeds.section(found)
     lines += host.section(records, kernel)
@@ -264,7 +263,10 @@ def profiled(profile: Mapping[str, Any]) -> list[str]:
     for row in rows:
         if row.get("launches"):
             title = f"{row.get('case')} {row.get('mode')} {row.get('implementation')}: launches"
-            launches = [[row.get("implementation"), *_launch(launch)] for launch in row["launches"]]
+            if by_stage.staged(row["launches"]):
+                name = f"**{row.get('case')}**, {row.get('mode')}, {row.get('implementation')}. {by_stage.TEXT}"
+                lines += ["", name, "", *md.table(by_stage.HEAD, by_stage.cells(row["launches"]))]
+            launches = [[row.get("implementation"), *_launch(launch)] for launch in by_stage.grouped(row["launches"])]
             lines += ["", *md.details(title, md.table(PROFILE_HEAD, launches))]
     return lines
 

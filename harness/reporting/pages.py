@@ -70,11 +70,6 @@ def stem(kernel: str, mode: str) -> str:
     return f"{kernel}-{mode.replace('+', '-')}"
 
 
-def curve(kernel: str) -> str:
-    """Name of the chart of a training run's losses, which an example draws and the report shows where it is there."""
-    return f"{kernel}-loss.svg"
-
-
 def chart(kernel: str, found: Sequence[Finding], mode: str, gpu: str, folder: str = "") -> list[str]:
     """The image of one mode's chart, where there is anything on it. `folder`: where the reports lie, ending in '/'."""
     if not any(f.shares() for f in found if f.mode == mode):

@@ -17,10 +17,11 @@ HEAD = (
 
 TEXT = (
     "*Time* is that of the slowest rank of each round, *a GPU* the useful work of one GPU over it. *Efficiency* is "
-    "T₁ / (N · Tₙ): T₁ is our one-GPU kernel on the whole problem, timed in the same rounds. *Transfers not hidden* is "
-    "the time beyond that of the same implementation without its transfers. *Peak memory* is "
-    "what a call takes above its inputs on the rank with most; *outside the allocator* is what the first call took "
-    "beyond PyTorch's: NCCL's buffers, symmetric memory, code. *Ranks* are the medians of the fastest and the slowest."
+    "T₁ / (N · Tₙ): T₁ is our one-GPU kernel on the whole problem, timed in the same rounds, or *once* behind them if "
+    "it takes seconds. *Transfers not hidden* is the time beyond that of the same implementation without transfers. "
+    "*Peak memory* is what a call takes above its inputs on the rank with most; *outside the allocator* is what the "
+    "first call took beyond PyTorch's: NCCL's buffers, symmetric memory, code. *Ranks* are the medians of the fastest "
+    "and the slowest."
 )
 
 MODEL_HEAD = ("case", "mode", "implementation", ">measured", ">model", ">error", ">efficiency of the model")
@@ -78,7 +79,7 @@ def _cells(finding: Finding, row: Row) -> list[object]:
         f"**{row.implementation}**" if row.ours else row.implementation,
         roofline.microseconds(seconds),
         rate(row, finding.limit),
-        roofline.microseconds(alone["median_us"] * 1e-6) if alone else None,
+        roofline.microseconds(alone["median_us"] * 1e-6) + (", once" if alone["n"] == 1 else "") if alone else None,
         _percent(efficiency) if efficiency else None,
         _exposed(exposed, seconds) if exposed else None,
         md.size(row.get("peak_memory_bytes")),

@@ -1,8 +1,16 @@
-"""The page of a model that is trained with each variant of a kernel: losses beside the plain one, over seeds.
+"""The page of a model that is trained in several ways: losses beside those of a plain training, over seeds.
 
-It is made of training/<kernel>.json, which an example writes: "results" has for each variant, "none" first, and seed
-the loss on text held out, the time of a step, and the curve of the training loss, [last step, mean since the one
-before].
+It is made of training/<kernel>.json, which an example writes:
+{
+    "schema": 1, "device": "NVIDIA H200", "torch": "2.11.0", "steps": int,
+    "ranks": int,                    # where there are several
+    "model": {name: size, ...},      # and what else the trainings have in common
+    "plain": kind,                   # what the others stand beside; without it "none"
+    "kinds": {kind: what it is},     # optional
+    "other_models": [kind, ...],     # optional: those that do not begin with the plain one's weights
+    "bounds": {name: loss},          # optional: losses that no training has, such as of the best guess
+    "results": {kind: {seed: {"loss": on data held out, "ms_a_step": float, "curve": [[last step, mean since], ...]}}},
+}
 """
 
 from __future__ import annotations
@@ -20,14 +28,13 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 PLAIN = "none"
+LABELS_A_LINE = 6
 COLOURS = (GREY, BLUE, GREEN, ORANGE, PINK, BROWN, PURPLE, OLIVE)
 
-HEAD = ("kind", ">seeds", ">loss", ">beside none", ">least", ">most", ">ms a step")
-
 TEXT = (
-    "*Loss* is the mean over the seeds of that on text which no training has seen. *Beside none* is the mean "
-    "difference to the uncompressed training of the same seed, which has the same weights at first and the same "
-    "batches; *least* and *most* are those of one seed. What the seeds themselves make of the loss is below the table."
+    "*Loss* is the mean over the seeds of that on data which no training has seen. *Beside {0}* is the mean difference "
+    "to `{0}` of the same seed, which has the same weights at first and the same batches; *least* and *most* are those "
+    "of one seed. What the seeds themselves make of the loss is below the table."
 )
 
 
@@ -36,25 +43,53 @@ def stem(kernel: str) -> str:
     return f"{kernel}-training"
 
 
+def image(kernel: str, folder: str = "") -> list[str]:
+    """The chart in Markdown. `folder`: where the reports lie, ending in '/'."""
+    return [f"![{kernel}: loss over steps]({folder}{stem(kernel)}.svg)", ""]
+
+
 def page(kernel: str, gpu: str, document: Mapping[str, Any]) -> list[str]:
     """<kernel>-training.md."""
-    results = document["results"]
+    results, plain = document["results"], document.get("plain", PLAIN)
     lines = [f"# {kernel}: training on {gpu}", "", pages.GENERATED, ""]
-    lines += [f"[{kernel}]({kernel}.md) · [All kernels](README.md)", ""]
+    lines += [f"[{kernel}]({kernel}.md) · [All kernels](README.md)", "", _head(document), ""]
+    lines += image(kernel)
+    lines += [f"- `{kind}`: {what}" for kind, what in document.get("kinds", {}).items() if kind in results]
+    lines += [f"- {name}: a loss of {loss:.4f}" for name, loss in document.get("bounds", {}).items()]
+    lines += [""] * (lines[-1] != "") + [TEXT.format(plain), ""]
+    head = ("kind", ">seeds", ">loss", f">beside {plain}", ">least", ">most", ">ms a step")
+    rows = [_cells(kind, of, None if kind in _alone(document) else results[plain]) for kind, of in results.items()]
+    losses = [run["loss"] for run in results[plain].values()]
+    return [
+        *lines,
+        *md.table(head, rows),
+        "",
+        f"`{plain}` is from {min(losses):.4f} to {max(losses):.4f} over the seeds.",
+        "",
+    ]
+
+
+def _head(document: Mapping[str, Any]) -> str:
+    ranks = document.get("ranks", 1)
+    where = document["device"] if ranks == 1 else f"{ranks} ranks ({document['device']})"
     model = ", ".join(f"{name} {value}" for name, value in document["model"].items())
-    lines += [f"{document['steps']} steps on {document['ranks']} ranks ({document['device']}), PyTorch "
-              f"{document['torch']}; {model}, the batch being a rank's.", ""]  # fmt: skip
-    lines += [f"![{kernel}: loss over steps]({stem(kernel)}.svg)", "", TEXT, ""]
-    lines += md.table(HEAD, [_cells(kind, of, results[PLAIN]) for kind, of in results.items()])
-    plain = [run["loss"] for run in results[PLAIN].values()]
-    return [*lines, "", f"Uncompressed, the seeds are from {min(plain):.4f} to {max(plain):.4f}.", ""]
+    each = "" if ranks == 1 else ", the batch being a rank's"
+    return f"{document['steps']} steps on {where}, PyTorch {document['torch']}; {model}{each}."
 
 
-def _cells(kind: str, of: Mapping[str, Any], plain: Mapping[str, Any]) -> list[object]:
+def _alone(document: Mapping[str, Any]) -> set[str]:
+    """The kinds that have nothing to stand beside."""
+    return {document.get("plain", PLAIN), *document.get("other_models", ())}
+
+
+def _cells(kind: str, of: Mapping[str, Any], plain: Mapping[str, Any] | None) -> list[object]:
     losses, times = [run["loss"] for run in of.values()], [run["ms_a_step"] for run in of.values()]
-    over = [run["loss"] - plain[seed]["loss"] for seed, run in of.items()]
     cells: list[object] = [kind, len(of), f"{mean(losses):.4f}"]
-    cells += [None] * 3 if kind == PLAIN else [f"{value:+.4f}" for value in (mean(over), min(over), max(over))]
+    if plain is None:
+        cells += [None] * 3
+    else:
+        over = [run["loss"] - plain[seed]["loss"] for seed, run in of.items()]
+        cells += [f"{value:+.4f}" for value in (mean(over), min(over), max(over))]
     return [*cells, md.figures(mean(times))]
 
 
@@ -65,24 +100,31 @@ def curve(of: Mapping[str, Any]) -> list[tuple[int, float]]:
 
 
 def chart(kernel: str, gpu: str, document: Mapping[str, Any]) -> Figure:
-    """The training loss over steps and, where kinds differ by less than a line's width, what it is beside none."""
+    """The training loss over steps and, where kinds differ by less than a line's width, what it is beside the plain
+    one's."""
     import matplotlib
     from matplotlib.figure import Figure
 
     curves = {kind: curve(of) for kind, of in document["results"].items()}
+    plain = document.get("plain", PLAIN)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 3.8), layout="constrained")
         left, right = figure.subplots(1, 2)
         for (kind, points), colour in zip(curves.items(), COLOURS, strict=False):
             steps, losses = zip(*points, strict=True)
             left.plot(steps, losses, color=colour, lw=1.4, label=kind)
-            right.plot(steps, _beside(losses, curves[PLAIN]), color=colour, lw=1.4)
-        for axes, title in ((left, "loss"), (right, "loss less that of none")):
+            if kind == plain or kind not in _alone(document):
+                right.plot(steps, _beside(losses, curves[plain]), color=colour, lw=1.4)
+        for name, loss in document.get("bounds", {}).items():
+            left.axhline(loss, color="black", lw=1, ls="--", label=name)
+        for axes, title in ((left, "loss"), (right, f"loss less that of {plain}")):
             axes.set(title=title, xlabel="step")
             axes.grid(color=GRID, lw=0.8)
         title = f"{kernel}: training on {gpu}"
         figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
-        figure.legend(loc="outside lower center", ncols=len(curves))
+        figure.legend(
+            loc="outside lower center", ncols=min(LABELS_A_LINE, len(curves) + len(document.get("bounds", {})))
+        )
     return figure
 
 

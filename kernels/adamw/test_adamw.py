@@ -186,6 +186,7 @@ def test_the_bias_correction_is_exact_to_fp32(beta, step):
         (dict(exp_avg_sqs=lambda t: t[:-1]), ValueError, r"exp_avg_sqs\[0\] must have"),
         (dict(grads=lambda t: t.to("meta")), ValueError, r"grads\[0\] must be on"),
         (dict(exp_avgs=lambda t: t[:1].expand(8)), ValueError, r"exp_avgs\[0\] must not overlap"),
+        (dict(exp_avgs=lambda t: t[:1].expand(2)), ValueError, r"exp_avgs\[0\] must not overlap"),
         (dict(master_params=[torch.zeros(8)]), ValueError, "no master weights"),
         (dict(step=0), ValueError, "step must be at least 1"),
         (dict(step="1"), TypeError, "step must be"),
@@ -206,6 +207,14 @@ def test_bad_input_raises_an_error_that_names_it(change, error, words):
         given[name] = [value(t) for t in given[name]] if callable(value) else value
     with pytest.raises(error, match=words):
         adamw(**given)
+
+
+@pytest.mark.parametrize("name", ["params", "grads", "exp_avgs", "exp_avg_sqs"])
+def test_a_stack_is_no_list_even_of_tensors_that_were_taken(name):
+    given = {**state_of(8, count=2), "step": 1, "lr": 0.1}
+    adamw(**given)
+    with pytest.raises(TypeError, match=f"{name} must be a list"):
+        adamw(**{**given, name: torch.stack(given[name])})
 
 
 @pytest.mark.parametrize("elements", [0, 1, 10**6, 10**10])

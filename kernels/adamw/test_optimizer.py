@@ -385,10 +385,25 @@ def test_a_step_over_known_tensors_builds_nothing(monkeypatch):
         optimizer.step()
 
 
-def test_a_sparse_gradient_leaves_no_state():
+def test_states_of_others_are_loaded_as_they_were():
+    """What is no state of AdamW's goes PyTorch's own way."""
     param = torch.nn.Parameter(torch.zeros(4, device=DEVICE))
-    optimizer = AdamW([param])
-    param.grad = torch.zeros(4, device=DEVICE).to_sparse()
+    optimizer, restored = AdamW([param]), AdamW([param])
+    param.grad = torch.ones(4, device=DEVICE)
+    optimizer.step()
+    optimizer.state[param]["mine"] = torch.arange(4.0, device=DEVICE)
+    restored.load_state_dict(optimizer.state_dict())
+    assert restored.state[param]["mine"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("dense", [0, 1])
+def test_a_sparse_gradient_leaves_no_state(dense):
+    """Also where others are dense."""
+    params = [torch.nn.Parameter(torch.zeros(4, device=DEVICE)) for _ in range(dense + 1)]
+    optimizer = AdamW(params)
+    for param in params:
+        param.grad = torch.zeros(4, device=DEVICE)
+    params[-1].grad = params[-1].grad.to_sparse()
     with pytest.raises(RuntimeError, match="sparse"):
         optimizer.step()
     assert not optimizer.state

@@ -1,6 +1,6 @@
 """The declaration of gradient_compression: cases, cost, peers. `python -m harness bench --kernel gradient_compression`.
 
-Cases of one GPU are the kernels alone, nothing being sent. Those of two are beside NCCL and torch's own hooks, also
+Cases of one GPU are the kernels alone, nothing being sent. Those of several are beside NCCL and torch's own hooks, also
 with P2P disabled, which stands for a slow link.
 """
 
@@ -57,6 +57,15 @@ def _sized(mib: int, dtype: torch.dtype, kind: str, world: int = 1, **params: An
     return _case(mib * MIB // dtype.itemsize, dtype, kind, bench=True, world=world, **params)
 
 
+def _of_many(world: int) -> tuple[Case, ...]:
+    """Fewer cases of more than two GPUs than of two: each kind over all sizes, a residual, and a slow link."""
+    return (
+        *(_sized(mib, BF16, kind, world) for kind in ("int8", "int4", "fp8") for mib in (1, 16, 64, 256, 1024)),
+        _sized(64, BF16, "int8", world, feedback="bf16"),
+        *(_sized(64, BF16, kind, world, slow=True) for kind in ("int8", "int4")),
+    )
+
+
 CASES = (
     # The kernels, of one GPU.
     _sized(16, BF16, "int8"),
@@ -85,6 +94,8 @@ CASES = (
     _sized(64, FP32, "int4", 2, feedback="bf16"),
     *(_sized(mib, BF16, kind, 2, slow=True) for kind in ("int8", "int4") for mib in (1, 16, 64, 256, 1024)),
     *(_sized(mib, FP32, "int8", 2, slow=True) for mib in (1, 16, 64, 256, 1024)),
+    *_of_many(4),
+    *_of_many(8),
     # Two processes of a CPU.
     _case(3000, FP32, "int8", world=2),
     _case(3000, FP32, "int4", world=2, feedback="bf16"),

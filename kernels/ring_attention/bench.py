@@ -21,7 +21,8 @@ from .reference import ring_attention_reference
 from .schedule import Call, Problem, schedule
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-MOST_ALONE = 1e16  # FLOPs of a forward on the efficiency's one GPU: 14 s, and its backward 40
+MOST_ALONE = 2e16  # FLOPs of a call, with a forward before its backward, on the efficiency's one GPU: half a minute
+MOST_OF_PEERS = 1e15  # FLOPs of a forward beyond which peers would take minutes
 CHECKED_ROWS = 768
 
 
@@ -34,6 +35,7 @@ def _case(
     dtype: torch.dtype = BF16,
     batch: int = 1,
     suffix: str = "",
+    modes: tuple[str, ...] = (),
     **params,
 ) -> Case:
     """`heads` are the query heads, or the query heads and the key heads. Bench cases have no suffix for their dtype."""
@@ -43,7 +45,16 @@ def _case(
     words = ("causal" if params.get("causal") else "", short, suffix)
     name = "-".join((f"x{world}-b{batch}-h{query_heads}{shared}-q{queries}-k{keys}-d{dim}", *filter(None, words)))
     dims = dict(batch=batch, kv_heads=kv_heads, group=query_heads // kv_heads, queries=queries, keys=keys, dim=dim)
-    return Case(name, dims, dtype, params, bench=dtype == BF16 and not suffix, world_size=world)
+    return Case(name, dims, dtype, params, bench=dtype == BF16 and not suffix, modes=modes, world_size=world)
+
+
+def _of_many(world: int) -> tuple[Case, ...]:
+    """The bench cases of more than two GPUs, the longest last: a minute a call of four."""
+    return (
+        *(_case(world, (32, 8), length, length, 128, causal=True) for length in (65536, 262_144, 1_048_576)),
+        _case(world, 8, 1_050_000, 1_000_000, 64),
+        _case(world, (32, 8), 4_194_304, 4_194_304, 128, modes=("fwd",), causal=True),
+    )
 
 
 CASES = (
@@ -54,6 +65,8 @@ CASES = (
     _case(2, 8, 205_000, 200_000, 64),
     _case(2, 8, 1_050_000, 1_000_000, 64),
     _case(2, 8, 5000, 1_000_000, 64),
+    *_of_many(4),
+    *_of_many(8),
     # One rank: plain attention.
     _case(1, (2, 1), 37, 41, 24, FP32),
     _case(1, 2, 37, 29, 16, FP32, causal=True, return_lse=True),
@@ -202,7 +215,9 @@ def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = F
 
 def alone_reason(case: Case, mode: str) -> str | None:
     """Why one GPU does not compute the whole problem, or None."""
-    return "would take one GPU too long" if cost(case, "fwd").total_flops * case.world_size > MOST_ALONE else None
+    modes = ("fwd",) if mode == "fwd" else ("fwd", "bwd")
+    flops = sum(cost(case, each).total_flops for each in modes) * case.world_size
+    return "would take one GPU too long" if flops > MOST_ALONE else None
 
 
 def model(
@@ -240,12 +255,19 @@ def _one_gpu(case: Case, mode: str) -> str | None:
     return "takes the whole problem on one GPU" if case.world_size > 1 else None
 
 
+def _too_long(case: Case) -> str | None:
+    flops = cost(case, "fwd").total_flops * case.world_size
+    return "would take minutes in so long a case, to tell little" if flops > MOST_OF_PEERS else None
+
+
 def _equal(case: Case, mode: str) -> str | None:
     """What peers over several GPUs cannot take."""
     if case.world_size == 1:
         return "is for several GPUs"
     if case.params.get("return_lse"):
         return "returns no lse"
+    if reason := _too_long(case):
+        return reason
     return "takes equal lengths alone" if any(len(set(n)) > 1 for n in _lengths(case)) else None
 
 
@@ -296,7 +318,7 @@ def _gathering() -> Op:
 def _several(case: Case, mode: str) -> str | None:
     if case.world_size == 1:
         return "is for several GPUs"
-    return "is what the case does" if case.params.get("rotate") else None
+    return "is what the case does" if case.params.get("rotate") else _too_long(case)
 
 
 def _context_parallel(backend: str, rotate: str) -> Op:

@@ -13,7 +13,7 @@ from . import configs
 from .chains import Chains
 from .peer_writes import PeerWrites
 from .schedule import Problem, Step
-from .transport import Block, Messages, Nothing, Pending, Transport
+from .transport import BLOCKS, SUMS, Block, Messages, Nothing, Pending, Transport
 
 GIVEN = 0  # the room of contributions; those of blocks come behind it
 STAGES = 2  # contributions of a rank for others: one leaves while the next is computed
@@ -85,7 +85,7 @@ class Fetched:
         first, last = step.to_rows
         sent = [t[:, :, first:last] for t in self.sendable]
         places = self._room(s, step.to_rows, step.to)
-        self.pending = self.transport.exchange(sent, step.to, places, self._room(s, step.rows), step.partner)
+        self.pending = self.transport.exchange(BLOCKS, sent, step.to, places, self._room(s, step.rows), step.partner)
 
     def _room(self, s: int, rows: tuple[int, int], rank: int | None = None) -> list[torch.Tensor]:
         index = GIVEN + 1 + s % min(2, len(self.steps) - 1)
@@ -125,7 +125,8 @@ class Handed:
         step = self.steps[s]
         places = self._room(_length(step.rows), step.partner)
         into = self._room(_length(step.to_rows))
-        self.pending, self.last = self.transport.exchange(given, step.partner, places, into, step.to), s
+        self.pending = self.transport.exchange(SUMS, given, step.partner, places, into, step.to)
+        self.last = s
 
     def collect(self) -> tuple[tuple[int, int], list[torch.Tensor]] | None:
         """What has been handed to this rank since the last time: the rows of its block that it is for, and tensors."""

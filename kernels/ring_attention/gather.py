@@ -7,7 +7,7 @@ import torch
 from .blocks import GIVEN, Handed, Ring, fp32, like
 from .layout import Run
 from .schedule import Step, gathered_places
-from .transport import Transport
+from .transport import BLOCKS, Transport
 
 
 def gather(
@@ -28,7 +28,7 @@ def gather(
         runs = gathered_places(problem, rank)
         sent = _rows(sendable, [(run.row, run.rows) for run in runs])
         places = _rows(transport.room(GIVEN + 1, blocks, to), [(run.position, run.rows) for run in runs])
-        pending.append(transport.exchange(sent, to, places, into, partner))
+        pending.append(transport.exchange(BLOCKS, sent, to, places, into, partner))
     for run in gathered_places(problem, rank):
         for mine, whole in zip((k, v), everything, strict=True):
             whole[:, :, run.position : run.position + run.rows] = mine[:, :, run.row : run.row + run.rows]

@@ -1,10 +1,18 @@
 """Writes into peers' memory by copy engines, through torch's symmetric memory.
 
 A transfer takes two signals. The rank where it arrives says "ready" to the one that sends, once its stream has come
-past all that reads the room; the sender then writes, and says "arrived", for which the receiver waits. Each signal has
-one wait, so that no barrier is needed. All ranks enqueue the same transfers in the same order; of each, "ready" comes
-before every wait, and the wait for "arrived" last. So no cycle forms, not even where the streams of a rank share one
-hardware queue.
+past all that reads the room; the sender then writes, and says "arrived", for which the streams that read the room wait
+themselves. So no barrier is needed.
+
+Blocks and sums have a copy stream and counters each. What waits for a block waits for no sum: in the backward the next
+block is fetched, and the next step begins, while sums still leave.
+
+No cycle of waits forms, not even where all streams of a rank share one hardware queue, in which everything runs in the
+order of its enqueueing. All ranks enqueue the same transfers in the same order; of each, "ready" comes before the wait
+for it, and that before the wait for "arrived". Suppose that all ranks that are not done wait, and take the earliest
+transfer that is waited for, for "ready" first. The rank that has not said so waits for something enqueued before: for
+an earlier transfer, or for "ready" of the same one. Both contradict the choice. Several hardware queues only leave out
+some of the waits.
 """
 
 from __future__ import annotations
@@ -19,13 +27,13 @@ import torch.distributed as dist
 
 from . import driver
 from .rows import copied
-from .transport import Block, Nothing, Pending, aligned, members, placed, room_bytes
+from .transport import KINDS, Block, Nothing, Pending, aligned, members, placed, room_bytes
 
 READY, ARRIVED = 0, 1
 
 
 class PeerWrites:
-    """Copies into the peers' memory by the copy engines, straight from what is sent, on the group's copy stream. No
+    """Copies into the peers' memory by the copy engines, straight from what is sent, on the group's copy streams. No
     multicast is used, and no SM but for what no strided copy can express (`driver.pieces`), which is copied first.
 
     rooms   the largest blocks of each room, over all ranks; in the same order on all
@@ -37,7 +45,7 @@ class PeerWrites:
             self.firsts.append(size)
             size += room_bytes(blocks)
         self.arena = _arena(members(group), device, size)
-        self.side, self.device = self.arena.stream, device
+        self.streams, self.device = self.arena.streams, device
 
     def sendable(self, x: torch.Tensor) -> torch.Tensor:
         return copied(x) if driver.pieces(x) is None else x
@@ -48,90 +56,98 @@ class PeerWrites:
 
     def exchange(
         self,
+        kind: int,
         sent: Sequence[torch.Tensor],
         to: int,
         places: Sequence[torch.Tensor],
         into: Sequence[torch.Tensor],
         source: int,
     ) -> Pending:
-        signals = self.arena.signals
+        signals, stream = self.arena.signals[kind], self.streams[kind]
         receives, sends = any(t.numel() for t in into), any(t.numel() for t in sent)
-        current = torch.cuda.current_stream(self.device)
-        self.side.wait_stream(current)
-        with torch.cuda.stream(self.side):
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
             if receives:
-                signals.say(READY, source)
+                signals.say(READY, source, stream)
             if sends:
-                signals.wait(signals.expected(READY, to))
+                signals.wait(signals.expected(READY, to), stream)
                 for mine, theirs in zip(sent, places, strict=True):
                     if mine.numel():
-                        driver.copy(mine, theirs, self.side)
-                signals.say(ARRIVED, to)
+                        driver.copy(mine, theirs, stream)
+                signals.say(ARRIVED, to, stream)
+        left = stream.record_event() if sends else None
         # Expected now: a call that ends by an error before it waits leaves the counts of later ones right.
         arrival = signals.expected(ARRIVED, source) if receives else None
-        return _Transfer(signals, self.side, self.device, arrival)
+        return _Transfer(signals, self.device, arrival, left)
 
     def follow(self, stream: torch.cuda.Stream) -> None:
-        self.side.wait_stream(stream)
+        for own in self.streams:
+            own.wait_stream(stream)
 
     def close(self) -> None:
         # What was sent may be overwritten by what comes behind the call; and rooms are read until here.
         current = torch.cuda.current_stream(self.device)
-        current.wait_stream(self.side)
-        self.side.wait_stream(current)
+        for own in self.streams:
+            current.wait_stream(own)
+        for own in self.streams:
+            own.wait_stream(current)
 
 
 @dataclass
 class _Transfer:
-    """The wait for an arrival is queued only when somebody waits: behind the kernels that the transfer is overlapped
-    with, which it would hold up where the streams share a hardware queue."""
+    """What was sent may be overwritten behind `left`. The wait for an arrival is queued on the stream that waits, and
+    only then: on a copy stream it would stand behind later transfers, and before the kernels that the transfer is
+    overlapped with it would hold these up where streams share a hardware queue."""
 
     signals: StreamSignals
-    side: torch.cuda.Stream
     device: torch.device
     arrival: tuple[int, int] | None
-    done: torch.cuda.Event | None = None
+    left: torch.cuda.Event | None
 
     def wait(self) -> None:
-        if self.done is None:
-            if self.arrival is not None:
-                with torch.cuda.stream(self.side):
-                    self.signals.wait(self.arrival)
-            self.done = self.side.record_event()
-        torch.cuda.current_stream(self.device).wait_event(self.done)
+        current = torch.cuda.current_stream(self.device)
+        if self.arrival is not None:
+            with torch.cuda.stream(current):  # the default stream is that of the current device
+                self.signals.wait(self.arrival, current)
+        if self.left is not None:
+            current.wait_event(self.left)
 
 
 class StreamSignals:
     """Counters that streams write and wait for without a kernel (cuStreamWriteValue32, cuStreamWaitValue32): one for
-    each kind and each pair of ranks. A rank's counters, [kind, from which rank], lie at the beginning of its arena."""
+    each signal and each pair of ranks. A rank's counters, [signal, from which rank], lie in its arena, from byte
+    `first` on. One stream says all signals, so that counters only grow and any number of streams can wait for one."""
 
-    def __init__(self, arena: _Arena) -> None:
+    def __init__(self, arena: _Arena, first: int) -> None:
         self.rank, self.world = arena.handle.rank, arena.handle.world_size
-        self.addresses = [part.data_ptr() for part in arena.parts]
+        self.addresses = [part.data_ptr() + first for part in arena.parts]
         self.said: dict[tuple[int, int], int] = defaultdict(int)
         self.awaited: dict[tuple[int, int], int] = defaultdict(int)
 
-    def say(self, kind: int, to: int) -> None:
-        self.said[kind, to] += 1
-        where = self.addresses[to] + 4 * (kind * self.world + self.rank)
-        driver.write_value(torch.cuda.current_stream(), where, self.said[kind, to])
+    def say(self, signal: int, to: int, stream: torch.cuda.Stream) -> None:
+        self.said[signal, to] += 1
+        where = self.addresses[to] + 4 * (signal * self.world + self.rank)
+        driver.write_value(stream, where, self.said[signal, to])
 
-    def expected(self, kind: int, source: int) -> tuple[int, int]:
-        """The next signal of that kind from there: the counter's address, and its value by then."""
-        self.awaited[kind, source] += 1
-        return self.addresses[self.rank] + 4 * (kind * self.world + source), self.awaited[kind, source]
+    def expected(self, signal: int, source: int) -> tuple[int, int]:
+        """The next signal of that sort from there: the counter's address, and its value by then."""
+        self.awaited[signal, source] += 1
+        return self.addresses[self.rank] + 4 * (signal * self.world + source), self.awaited[signal, source]
 
-    def wait(self, signal: tuple[int, int]) -> None:
-        driver.wait_value(torch.cuda.current_stream(), *signal)
+    def wait(self, counted: tuple[int, int], stream: torch.cuda.Stream) -> None:
+        """The stream's device is current."""
+        driver.wait_value(stream, *counted)
 
 
 class _Arena:
-    """Memory of one rank that its group can write, and the stream on which all transfers of the group run."""
+    """Memory of one rank that its group can write, and the streams on which the transfers of the group run, one for
+    each kind."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, size: int) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
-        numbers = aligned(2 * 4 * group.size())
+        counters = 2 * 4 * group.size()  # of a kind
+        numbers = aligned(len(KINDS) * counters)
         whole = numbers + size
         self.memory = symmetric.empty(whole, dtype=torch.uint8, device=device)
         self.memory[:numbers].zero_()
@@ -143,9 +159,10 @@ class _Arena:
         ]
         self.rooms = [part[numbers:] for part in self.parts]
         self.handle.barrier()  # all numbers are 0
-        self.stream = torch.cuda.Stream(device, priority=-1)
-        self.stream.wait_stream(torch.cuda.current_stream(device))
-        self.signals = StreamSignals(self)
+        self.streams = [torch.cuda.Stream(device, priority=-1) for _ in KINDS]
+        for stream in self.streams:
+            stream.wait_stream(torch.cuda.current_stream(device))
+        self.signals = [StreamSignals(self, kind * counters) for kind in KINDS]
         self.size, self.group, self.device = size, group, device  # the group is kept, so that no other has its id
 
     def finish(self) -> None:

@@ -1,54 +1,38 @@
-"""Writes into peers' memory, with threads for ranks: an emulated driver copies and signals, and each rank's streams are
-one queue. That the calls end shows that no signal is waited for before what it depends on has been queued."""
+"""Writes into peers' memory, by emulated GPUs (test_streams.py): results in any order that streams and signals allow,
+on streams that have hardware queues of their own or share one, and what transfers are overlapped with."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
-import threading
+import random
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from . import backward, blocks, chains, compute, configs, driver, peer_writes, transport
+from . import backward, blocks, chains, compute, configs, driver, peer_writes
 from . import test_world as plain
 from .backward import ring_backward
 from .forward import ring_forward
 from .layout import LAYOUTS, even_lengths, positions
 from .schedule import ROTATIONS, Problem
+from .test_streams import Gpus, Queue, Stream, Work, cuda, one_queue, own_queue
 from .test_world import Run
+from .transport import KINDS, aligned
 
-SECONDS = 30
-
-
-class _Stream:
-    cuda_stream = 0
-
-    def wait_stream(self, other: _Stream) -> None:
-        pass
-
-    def wait_event(self, event: object) -> None:
-        pass
-
-    def record_event(self) -> object:
-        return object()
+ROOMS = 1 << 20  # bytes
 
 
-class _Signals:
-    def __init__(self, posted: dict, rank: int) -> None:
-        self.posted, self.rank = posted, rank
-
-    def say(self, kind: int, to: int) -> None:
-        self.posted[kind, self.rank, to].release()
-
-    def expected(self, kind: int, source: int) -> tuple[int, int]:
-        return kind, source
-
-    def wait(self, signal: tuple[int, int]) -> None:
-        assert self.posted[(*signal, self.rank)].acquire(timeout=SECONDS), "nothing was said"
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tensors are small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def _emulated(name: str, *arguments: object) -> None:
@@ -63,93 +47,158 @@ def _emulated(name: str, *arguments: object) -> None:
         ctypes.memmove(told.dst_device + i * told.dst_pitch, told.src_device + i * told.src_pitch, told.width)
 
 
-@pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peers' memory in one process. The rank of a thread is its name."""
-    posted: dict = defaultdict(lambda: threading.Semaphore(0))
-    memory: dict[int, torch.Tensor] = defaultdict(lambda: torch.full((1 << 20,), 255, dtype=torch.uint8))
+class _Group(Gpus):
+    """Ranks with memory that all can write. Each has the arena of a group, which its calls share."""
 
-    def arena(group: object, device: torch.device, size: int) -> SimpleNamespace:
-        assert size <= 1 << 20
-        rank = int(threading.current_thread().name)
-        rooms = [memory[i] for i in range(4)]
-        handle = SimpleNamespace(rank=rank)
-        return SimpleNamespace(handle=handle, rooms=rooms, signals=_Signals(posted, rank), stream=_Stream())
+    def __init__(self, world: int, patch: pytest.MonkeyPatch) -> None:
+        super().__init__(world)
+        counters = 2 * 4 * world
+        numbers = aligned(len(KINDS) * counters)
+        self.parts = [torch.full((numbers + ROOMS,), 255, dtype=torch.uint8) for _ in range(world)]
+        for part in self.parts:
+            part[:numbers] = 0
+        self.arenas = []
+        for rank in range(world):
+            handle = SimpleNamespace(rank=rank, world_size=world)
+            arena = SimpleNamespace(handle=handle, parts=self.parts, rooms=[part[numbers:] for part in self.parts])
+            arena.streams = [Stream(self, rank, name) for name in ("blocks", "sums")]
+            arena.signals = [peer_writes.StreamSignals(arena, kind * counters) for kind in KINDS]
+            self.arenas.append(arena)
+        fake = SimpleNamespace(cuda=cuda(self))
+        patch.setattr(peer_writes, "torch", fake)
+        patch.setattr(chains, "torch", fake)
+        others = [Stream(self, rank, "other") for rank in range(world)]
+        patch.setattr(chains, "_other", lambda device: others[self.current[-1].rank])
+        patch.setattr(peer_writes, "_arena", self._arena)
+        patch.setattr(peer_writes, "members", lambda group: group)
+        for name in ("copy", "write_value", "wait_value"):
+            patch.setattr(driver, name, getattr(self, name))
+        patch.setattr(compute, "attention_partial", self.kernel(plain.partial))
+        patch.setattr(compute, "attention_partial_backward", self.kernel(plain.partial_backward))
+        patch.setattr(backward, "attention_delta", plain.delta)
+        patch.setattr(backward, "_empty", lambda x: torch.full(x.shape, torch.nan))
 
-    cuda = SimpleNamespace(
-        current_stream=lambda *_: _Stream(),
-        stream=lambda _: contextlib.nullcontext(),
-        device=lambda _: contextlib.nullcontext(),
-        Event=object,
-    )
-    for i in itertools.product(range(2), range(4), range(4)):
-        posted[i]
-    for i in range(4):
-        memory[i]
-    fake = SimpleNamespace(cuda=cuda)
-    monkeypatch.setattr(peer_writes, "torch", fake)
-    monkeypatch.setattr(transport, "torch", fake)
-    monkeypatch.setattr(chains, "torch", fake)
-    monkeypatch.setattr(chains, "_other", lambda device: _Stream())
-    monkeypatch.setattr(peer_writes, "_arena", arena)
-    monkeypatch.setattr(peer_writes, "members", lambda group: group)
-    monkeypatch.setattr(driver, "_call", _emulated)
-    monkeypatch.setattr(compute, "attention_partial", plain.partial)
-    monkeypatch.setattr(compute, "attention_partial_backward", plain.partial_backward)
-    monkeypatch.setattr(backward, "attention_delta", plain.delta)
-    monkeypatch.setattr(backward, "_empty", lambda x: torch.full(x.shape, torch.nan))
-    staging = blocks.Handed.staging
-    monkeypatch.setattr(blocks.Handed, "staging", lambda me, s: [t.fill_(torch.nan) for t in staging(me, s)])
+    def _arena(self, group: object, device: torch.device, size: int) -> SimpleNamespace:
+        assert size <= ROOMS
+        return self.arenas[self.current[-1].rank]
+
+    def call(self, run: Run) -> list[tuple[torch.Tensor, ...]]:
+        """Gives each rank its part of two calls, forward and backward, in the layout of a model's projections at the
+        second. (out, dq, dk, dv, lse) of this, for each rank: to be read when everything has run."""
+        found = []
+        for rank in range(self.world):
+            problem = Problem(run.layout, run.options["causal"], run.q_lengths, run.k_lengths)
+            ring = blocks.Ring(problem, rank, run.options["rotate"], None, None, "peer")
+            lengths = run.q_lengths, run.k_lengths, run.k_lengths, run.q_lengths, run.q_lengths
+            mine = [
+                x.index_select(2, positions(n[rank], rank, self.world, run.layout, n))
+                for x, n in zip(run.whole(), lengths, strict=True)
+            ]
+            calls = [mine, [x.transpose(1, 2).contiguous().transpose(1, 2) for x in mine]]
+            with self.rank(rank):
+                for q, k, v, dout, dlse in calls:
+                    out, lse = ring_forward(ring, q, k, v)
+                    results = out, *ring_backward(ring, dout, dlse, q, k, v, out, lse), lse
+            found.append(results)
+        return found
 
 
-def _rank(run: Run, rank: int, world: int, found: list) -> None:
-    """Two calls, forward and backward, as one rank; in the layout of a model's projections at the second."""
-    options = run.options
-    problem = Problem(run.layout, options["causal"], run.q_lengths, run.k_lengths)
-    ring = blocks.Ring(problem, rank, options["rotate"], None, None, "peer")
-    lengths = run.q_lengths, run.k_lengths, run.k_lengths, run.q_lengths, run.q_lengths
-    mine = [
-        x.index_select(2, positions(n[rank], rank, world, run.layout, n))
-        for x, n in zip(run.whole(), lengths, strict=True)
-    ]
-    for again in range(2):
-        q, k, v, dout, dlse = mine
-        if again:
-            q, k, v, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout))
-        out, lse = ring_forward(ring, q, k, v)
-        found[rank] = out, *ring_backward(ring, dout, dlse, q, k, v, out, lse), lse
-
-
-def _all(run: Run, world: int) -> list:
-    """(out, dq, dk, dv, lse) of each rank."""
-    found: list = [None] * world
-    ranks = [
-        threading.Thread(target=_rank, args=(run, rank, world, found), name=str(rank), daemon=True)
-        for rank in range(world)
-    ]
-    for thread in ranks:
-        thread.start()
-    for thread in ranks:
-        thread.join(SECONDS)
-    assert None not in found, run
+def _results(
+    run: Run, world: int, patch: pytest.MonkeyPatch, queue: Queue = one_queue, seed: int = 0
+) -> list[tuple[torch.Tensor, ...]]:
+    with patch.context() as inner:
+        group = _Group(world, inner)
+        found = group.call(run)
+        group.run(queue, random.Random(seed))
     return found
 
 
 @pytest.mark.parametrize("world", (2, 3, 4))
 @pytest.mark.parametrize("rotate", ROTATIONS)
-def test_ranks_that_write_into_each_other_have_what_one_process_has(emulated, world, rotate) -> None:
+def test_ranks_that_write_into_each_other_have_what_one_process_has(monkeypatch, world, rotate) -> None:
+    """All streams of a rank in one hardware queue: that this ends shows that no signal is waited for before what it
+    depends on has been enqueued."""
     wrong = []
     for layout, causal in itertools.product(LAYOUTS, (False, True)):
         even, ragged = even_lengths(11 * world, world, layout), (9, 0, 4, 1)[:world]
         for queries, keys in ((even, even), (ragged, ragged)):
             run = Run(queries, keys, dict(layout=layout, rotate=rotate, causal=causal, return_lse=True))
-            found = _all(run, world)
-            names = ("out", "dq", "dk", "dv", "lse")
-            whole = run.assembled([dict(zip(names, one, strict=True)) for one in found])
-            for name, right in run.expected().items():
-                if not torch.allclose(whole[name].double(), right, rtol=2e-5, atol=2e-5):
-                    wrong.append(f"{layout} causal={causal} {queries}: {name}")
+            wrong += _wrong(run, _results(run, world, monkeypatch))
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("chains_", (1, 2))
+@pytest.mark.parametrize("rotate", ROTATIONS)
+@pytest.mark.parametrize("world", (2, 3, 4, 8))
+def test_any_order_that_streams_and_signals_allow_has_the_same_results(monkeypatch, world, rotate, chains_) -> None:
+    """Each stream in a hardware queue of its own, then in one of two, drawn for each stream."""
+    monkeypatch.setattr(configs, "pick_chains", lambda *_: chains_)
+    lengths = even_lengths(6 * world, world, "zigzag")
+    run = Run(lengths, lengths, dict(layout="zigzag", rotate=rotate, causal=True, return_lse=True), heads=(4, 2))
+    for seed in range(4):
+        draws = random.Random(seed)
+        queues: dict[Stream, int] = defaultdict(lambda draws=draws: draws.randrange(2))
+        queue = own_queue if seed < 2 else queues.__getitem__
+        wrong = _wrong(run, _results(run, world, monkeypatch, queue, seed))
+        assert not wrong, (seed, wrong)
+
+
+def _wrong(run: Run, found: list[tuple[torch.Tensor, ...]]) -> list[str]:
+    whole = run.assembled([dict(zip(("out", "dq", "dk", "dv", "lse"), one, strict=True)) for one in found])
+    return [
+        f"{run.options} {run.q_lengths}: {name}"
+        for name, right in run.expected().items()
+        if not torch.allclose(whole[name].double(), right, rtol=2e-5, atol=2e-5)
+    ]
+
+
+ROWS = 256  # of a rank, so that its own block has two halves
+
+
+def _timed(
+    world: int, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int, str], float], queue: Queue = own_queue
+) -> list[list[Work]]:
+    """The products of a backward on each rank, all keys seen: those of a step take `seconds(rank, "product")`, and the
+    transfers of one `seconds(rank, "blocks")` and `seconds(rank, "sums")`."""
+    with monkeypatch.context() as patch:
+        group = _Group(world, patch)
+
+        def of_step(stream: Stream, name: str, tensors: tuple[torch.Tensor, ...]) -> float:
+            if name == "copy":
+                return seconds(stream.rank, stream.name) / 2  # of keys and of values
+            return seconds(stream.rank, "product") * tensors[1].shape[2] / ROWS if name == "partial_backward" else 0.0
+
+        group.seconds = of_step
+        problem = Problem("zigzag", False, *[(ROWS,) * world] * 2)
+        for rank in range(world):
+            ring = blocks.Ring(problem, rank, "keys", None, None, "peer")
+            with group.rank(rank):
+                q, k, v, dout = (torch.zeros(1, heads, ROWS, 2) for heads in (2, 1, 1, 2))
+                ring_backward(ring, dout, None, q, k, v, torch.zeros_like(q), torch.zeros(1, 2, ROWS))
+        return [[one for one in works if one.name == "partial_backward"] for works in group.time(queue).values()]
+
+
+def _one_for_copies(stream: Stream) -> object:
+    return "copies" if stream.name in ("blocks", "sums") else stream
+
+
+@pytest.mark.parametrize("world", (2, 3, 4, 8))
+@pytest.mark.parametrize("queue", (own_queue, _one_for_copies))
+def test_what_a_step_has_time_for_is_overlapped_with_it(monkeypatch, world, queue) -> None:
+    """Also where the copy streams share a hardware queue, and where one rank is slow: none waits for another longer
+    than for the slowest."""
+    times = {"product": 1.0, "blocks": 0.45, "sums": 0.45}
+    for of_rank in ([1.0] * world, [1.0, 1.3, *[1.0] * (world - 2)]):
+        found = _timed(world, monkeypatch, lambda rank, name, each=of_rank: times[name] * each[rank], queue)
+        assert max(products[-1].end for products in found) == pytest.approx(world * max(of_rank))
+
+
+def test_no_step_waits_for_sums_that_leave(monkeypatch) -> None:
+    """Those of the first step take as long as many steps; the second step's products come before they have arrived."""
+    found = _timed(4, monkeypatch, lambda rank, name: {"product": 1.0, "blocks": 0.4, "sums": 9.0}[name])
+    for first, one, two, three, last in found:
+        assert (first.begin, one.begin, two.begin) == (0.0, 0.5, 1.5)
+        assert (three.begin, last.begin) == (10.5, 19.5)  # sums are added in the order of the steps
 
 
 def test_what_copy_engines_take_as_one_copy() -> None:
@@ -163,25 +212,17 @@ def test_what_copy_engines_take_as_one_copy() -> None:
     assert driver.pieces(x[..., 0].contiguous()[:, :, 1:]) == (6, 28, 32)
 
 
-def test_rows_are_copied_into_rows_of_another_pitch(emulated) -> None:
-    x, into = torch.randn(2, 3, 8, 4), torch.zeros(2, 3, 11, 4)
-    driver.copy(x[:, :, 2:7], into[:, :, 1:6], _Stream())
-    driver.copy(x[:, :, 2:4].contiguous(), into[:, :, 8:10], _Stream())
-    assert torch.equal(into[:, :, 1:6], x[:, :, 2:7]) and torch.equal(into[:, :, 8:10], x[:, :, 2:4])
-    assert not into[:, :, 0].any() and not into[:, :, 6:8].any() and not into[:, :, 10].any()
-
-
 @pytest.mark.parametrize(("batch", "heads"), ((2, (2, 1)), (1, (6, 3))))
 @pytest.mark.parametrize(
     ("world", "layout", "causal"), ((2, "zigzag", True), (3, "striped", True), (3, "zigzag", False))
 )
-def test_heads_in_two_chains_have_what_one_has(emulated, monkeypatch, world, layout, causal, batch, heads) -> None:
+def test_heads_in_two_chains_have_what_one_has(monkeypatch, world, layout, causal, batch, heads) -> None:
     lengths = even_lengths(22 * world, world, layout)
     options = dict(layout=layout, rotate="keys", causal=causal, return_lse=True)
     run = Run(lengths, lengths, options, batch=batch, heads=heads)
-    one = _all(run, world)
+    one = _results(run, world, monkeypatch)
     monkeypatch.setattr(configs, "pick_chains", lambda *_: 2)
-    for whole, cut in zip(one, _all(run, world), strict=True):
+    for whole, cut in zip(one, _results(run, world, monkeypatch), strict=True):
         assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(whole, cut, strict=True))
 
 
@@ -192,11 +233,16 @@ def test_small_problems_have_one_chain() -> None:
 
 @pytest.mark.parametrize("most", [driver.MAX_PITCH, 0])
 def test_copies_of_pieces(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one copy of two dimensions, and piece by piece where the pitch is too large for it."""
+    """Into rows of another pitch: in one copy of two dimensions, and piece by piece where the pitch is too large for
+    it."""
     monkeypatch.setattr(driver, "_call", _emulated)
     monkeypatch.setattr(driver, "MAX_PITCH", most)
+    stream = SimpleNamespace(cuda_stream=0)
     whole, rooms = torch.randn(2, 3, 8, 4), [torch.zeros(2, 3, 5, 4), torch.zeros(2, 3, 9, 4)[:, :, 2:7]]
     for source in (whole[:, :, 1:6], whole[:, :, :5].contiguous()):
         for into in rooms:
-            driver.copy(source, into.zero_(), _Stream())
+            driver.copy(source, into.zero_(), stream)
             assert torch.equal(source, into)
+    into = torch.zeros(2, 3, 11, 4)
+    driver.copy(whole[:, :, 2:7], into[:, :, 1:6], stream)
+    assert torch.equal(into[:, :, 1:6], whole[:, :, 2:7]) and not into[:, :, 0].any() and not into[:, :, 6:].any()

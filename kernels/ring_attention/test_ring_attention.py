@@ -285,15 +285,20 @@ def _gpu_calls(rank: int, world: int, runs: dict[str, Run]) -> dict[str, dict[st
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_by_both_transports_against_one_process(tmp_path: Path) -> None:
-    runs = {}
+def test_all_gpus_by_both_transports_against_one_process(tmp_path: Path) -> None:
+    runs, world = {}, torch.cuda.device_count()
+
+    def ragged(*lengths: int) -> tuple[int, ...]:
+        return tuple(itertools.islice(itertools.cycle(lengths), world))
+
     for transport, rotate, dim in itertools.product(("peer", "messages"), ROTATIONS, (64, 128)):
         options = dict(causal=True, rotate=rotate, transport=transport, return_lse=True)
         shapes = dict(heads=(4, 2), dim=dim, dtype=torch.bfloat16)
-        runs[f"{transport}-{rotate}-{dim}"] = Run((700, 700), (700, 700), options, **shapes)
-        runs[f"{transport}-{rotate}-{dim}-ragged"] = Run((300, 171), (0, 515), options | dict(causal=False), **shapes)
-        runs[f"{transport}-{rotate}-{dim}-wide"] = Run((160, 161), (1100, 900), options, **shapes)
-    ranks = spread(2, _gpu_calls, tmp_path, runs, backend="nccl")
+        runs[f"{transport}-{rotate}-{dim}"] = Run((700,) * world, (700,) * world, options, **shapes)
+        uneven = ragged(300, 171, 0), ragged(0, 515, 33)
+        runs[f"{transport}-{rotate}-{dim}-ragged"] = Run(*uneven, options | dict(causal=False), **shapes)
+        runs[f"{transport}-{rotate}-{dim}-wide"] = Run(ragged(160, 161), ragged(1100, 900), options, **shapes)
+    ranks = spread(world, _gpu_calls, tmp_path, runs, backend="nccl")
     for name, run in runs.items():
         found, expected = run.assembled([rank[name] for rank in ranks]), run.expected()
         eager = run.eager()

@@ -4,14 +4,17 @@
 All have the same calls, which every rank makes in the same order; they return at once and order themselves after what
 the current stream has been given. Tensors are [B, H, rows, …].
 
-    sendable(x)                               x, or a copy of it whose rows can be sent
-    room(index, blocks, rank)                 tensors in rank's room of that index, where transfers to it arrive
-    exchange(sent, to, places, into, source)  sends to rank `to`, into its `places`; receives from `source`, in `into`
-    follow(stream)                            later transfers also wait for what has been enqueued on this stream
-    close()                                   ends a call: later work on the current stream runs after its transfers
+    sendable(x)                                     x, or a copy of it whose rows can be sent
+    room(index, blocks, rank)                       tensors in rank's room of that index, where transfers to it arrive
+    exchange(kind, sent, to, places, into, source)  sends to rank `to`, into its `places`; receives from `source`, in
+                                                    `into`
+    follow(stream)                                  later transfers also wait for what this stream has been given
+    close()                                         ends a call: later work on the current stream runs after its
+                                                    transfers
 
 All that reads a room is enqueued, on the current stream or on one passed to `follow`, before the next `exchange` into
-it.
+it. `kind` is BLOCKS or SUMS. Transfers of one kind run in order; by peer writes those of one kind do not wait for those
+of the other.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import torch.distributed as dist
 from .rows import copied
 
 ALIGNMENT = 256
+BLOCKS, SUMS = KINDS = 0, 1  # blocks that kernels take, and contributions to the sums of another rank
 
 Block = tuple[tuple[int, ...], torch.dtype]  # the shape and dtype of a tensor that moves
 
@@ -43,6 +47,7 @@ class Transport(Protocol):
 
     def exchange(
         self,
+        kind: int,
         sent: Sequence[torch.Tensor],
         to: int,
         places: Sequence[torch.Tensor],
@@ -74,6 +79,7 @@ class Messages:
 
     def exchange(
         self,
+        kind: int,
         sent: Sequence[torch.Tensor],
         to: int,
         places: Sequence[torch.Tensor],
@@ -127,6 +133,7 @@ class Nothing(Messages):
 
     def exchange(
         self,
+        kind: int,
         sent: Sequence[torch.Tensor],
         to: int,
         places: Sequence[torch.Tensor],
@@ -137,15 +144,6 @@ class Nothing(Messages):
 
     def follow(self, stream: torch.cuda.Stream) -> None:
         """Nothing is sent behind it."""
-
-
-@dataclass
-class Event:
-    event: torch.cuda.Event
-    device: torch.device
-
-    def wait(self) -> None:
-        torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
 def room_bytes(blocks: Sequence[Block]) -> int:

@@ -116,13 +116,15 @@ def llama_layer(
     # What goes past a norm has its gradient added in that of the norm.
     normed, x = rmsnorm(x, norm_ffn if part == "ffn" else norm_attention, eps, return_h=True)
     linear = partial(fp8_linear, backend=backend) if fp8 else F.linear
-    if part == "ffn":
-        return _ffn(normed, x, w_up, w_down, linear)
-    mixed = self_attention(linear(normed, w_qkv), cos, sin, heads, kv_heads)
-    if part == "attention":
-        return _added(mixed, w_o, x, linear)
-    normed, a = rmsnorm(linear(mixed, w_o), norm_ffn, eps, residual=x)
-    return _ffn(normed, a, w_up, w_down, linear, own=True)
+    if part != "ffn":
+        mixed = self_attention(linear(normed, w_qkv), cos, sin, heads, kv_heads)
+        if part == "attention":
+            return _added(mixed, w_o, x, linear)
+        normed, x = rmsnorm(linear(mixed, w_o), norm_ffn, eps, residual=x)
+        del mixed  # here and below: most is allocated by the feed-forward
+    up = linear(normed, w_up)
+    del normed
+    return _ffn(up, x, w_up, w_down, linear, own=part == "layer")
 
 
 def _fp8_layer(
@@ -142,7 +144,9 @@ def _fp8_layer(
         if part == "attention":
             return projected.add_(x)
         *normed, a = rmsnorm_fp8(projected, norm_ffn, eps, residual=x)
+        del mixed, projected
     up = times(normed, w_up)
+    del normed
     # GELU has no output with a scale for each row.
     inner = quantised(gelu(up)) if _is_gelu(w_up, w_down) else swiglu_fp8(up, granularity="row")
     return times(inner, w_down).add_(a)
@@ -161,9 +165,8 @@ def _no_gradient(**inputs: torch.Tensor | None) -> None:
             )
 
 
-def _ffn(normed, residual, w_up, w_down, linear: Linear, own: bool = False) -> torch.Tensor:
-    """`own`: nobody else has the residual."""
-    up = linear(normed, w_up)
+def _ffn(up, residual, w_up, w_down, linear: Linear, own: bool) -> torch.Tensor:
+    """What follows W_up. `own`: nobody else has the residual."""
     inner = gelu(up) if _is_gelu(w_up, w_down) else swiglu(up)
     if own and linear is F.linear and eager() and not _recorded(inner, w_down):
         # Without the copy of the residual that addmm begins with.

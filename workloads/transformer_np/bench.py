@@ -17,9 +17,12 @@ import torch
 from harness.spec import EAGER, Case, Cost, Inputs, KernelSpec, Op, Peer, StandIn
 from kernels.adamw import AdamW
 
+from .layers import rounded_up
+from .ranges import stage_ranges
 from .reference import loss_reference, transformer_np_reference
 from .stages import stages
 from .step import Sizes, places, transformer_np
+from .weight_gradients import pick_projections, pick_weight_gradients
 
 BF16, FP32 = torch.bfloat16, torch.float32
 MUTATED = ("weights", "exp_avg", "exp_avg_sq", "step")
@@ -44,6 +47,9 @@ ABLATIONS: dict[str, dict[str, str]] = {
     "separate-loss": dict(loss_impl="separate"),
     "torch-loss": dict(loss_impl="torch"),
     "torch-adamw": dict(optimizer="torch"),
+    # What of few rows is fused over layers, and over q, k and v.
+    "inline-gradients": dict(weight_gradients="inline"),
+    "apart-projections": dict(projections="apart"),
 }
 ABLATION_TEXTS = {
     "torch-flash": "PyTorch's parts, flash attention",
@@ -56,6 +62,8 @@ ABLATION_TEXTS = {
     "separate-loss": "ours, but heads and loss apart",
     "torch-loss": "ours, but heads apart, and PyTorch's loss",
     "torch-adamw": "ours, but PyTorch's fused AdamW",
+    "inline-gradients": "ours, but the gradients of weights in each layer's backward",
+    "apart-projections": "ours, but q by a product of its own",
     "auto": "ours",
 }
 NO_AUTOTUNED_GRAPH = "max-autotune-no-cudagraphs"  # the harness has a column of its own for CUDA graphs
@@ -200,6 +208,18 @@ def _unsupported(implementation: str, case: Case, mode: str) -> str | None:
     return None
 
 
+def _alias(implementation: str, case: Case, mode: str) -> str | None:
+    s, d = sizes_of(case), case.dims
+    rows, hidden = d["batch"] * (d["context"] + d["targets"]), rounded_up(s.d_ff, s.padding)
+    if implementation not in ("inline-gradients", "apart-projections"):
+        return None
+    if pick_weight_gradients(s.layers - 1, rows, s.d_model, hidden, case.dtype.itemsize) == "inline":
+        return "so auto has them here"
+    if implementation == "apart-projections" and pick_projections(d["batch"], d["targets"]) == "apart":
+        return "so auto has them here"
+    return None
+
+
 def _stock(attention: Any, compile: str | None = None) -> Callable[[], Op]:
     """The same step in PyTorch: its own RMSNorm and losses, AdamW fused or compiled, the hidden padded."""
 
@@ -274,7 +294,9 @@ SPEC = KernelSpec(
     items=lambda case: case.dims["batch"] * (case.dims["context"] + case.dims["targets"]),
     fuzz={"context": (1, 8), "targets": (1, 8)},
     unsupported_reason=_unsupported,
+    alias_reason=_alias,
     stages=stage_seconds,
+    stage_ranges=stage_ranges,
     ablation=ABLATION_TEXTS,
     host_cases=(_case(8, 8, 1, sizes=HOST),),
     needs=("adamw", "attention", "fused_mlp", "gmm_logprob", "heads_gmm", "heads_mlp", "rmsnorm"),

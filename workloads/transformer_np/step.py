@@ -164,7 +164,7 @@ def transformer_np(
     scale = (_norm(grads) / clip + 1e-6).clamp(min=1.0)
     step.add_(1)
     states = (weights, exp_avg, exp_avg_sq)
-    _UPDATES[optimizer](sizes, dict(zip(params, grads, strict=True)), states, step, lr, scale, rounded)
+    _update(optimizer, sizes, dict(zip(params, grads, strict=True)), states, step, lr, scale, rounded)
     results = (loss.detach(), weights, exp_avg, exp_avg_sq, step)
     return results if rounded is None else (*results, rounded)
 
@@ -263,6 +263,10 @@ def _lists(sizes: Sizes, grads: dict[str, torch.Tensor], states: States) -> tupl
 
 
 _UPDATES = {"ours": _ours, "torch": _torch, "torch-compile": _compiled}
+
+
+def _update(optimizer: str, *arguments: Any) -> None:
+    _UPDATES[optimizer](*arguments)
 
 
 def _check(batch: tuple[torch.Tensor, ...], state: tuple[torch.Tensor, ...], sizes: Sizes) -> None:

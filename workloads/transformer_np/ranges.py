@@ -1,0 +1,129 @@
+"""Which stage of a step launches what: for a profiler a range around each function of a stage, both directions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+
+from . import step, weight_gradients
+from .layers import FeedForward, MixtureHeads
+from .model import Block, ContextAttention, Norm, TransformerNP
+
+Open = Callable[[str], AbstractContextManager[object]]
+
+WEIGHT_GRADIENTS = "weight gradients"
+#: (owner, function) -> the stage that it is of. A norm is of what it precedes.
+FUNCTIONS: dict[tuple[Any, str], str] = {
+    (TransformerNP, "embedded"): "embedding",
+    (ContextAttention, "forward"): "attention",
+    (Block, "deferring_attention"): "attention",
+    (FeedForward, "forward"): "mlp",
+    (Block, "deferring_mlp"): "mlp",
+    (MixtureHeads, "forward"): "heads",
+    (MixtureHeads, "negative_log_density"): "heads",
+    (TransformerNP, "negative_log_density"): "loss",
+    (weight_gradients, "places"): WEIGHT_GRADIENTS,
+    (step, "_norm"): "optimizer",
+    (step, "_update"): "optimizer",
+}
+
+
+@contextmanager
+def stage_ranges(range_of: Open) -> Iterator[None]:
+    """Within it `transformer_np` has its launches inside range_of(stage), those of the backward by the function that
+    made the node of autograd. A stage is one of STAGES, "embedding" or, where the gradients of weights of all layers
+    are computed together, "weight gradients". A loss that is fused with the heads is a part of theirs. Outside of all
+    are the rounding of the weights and what joins the stages. A step that torch.compile made has no ranges but the
+    optimizer's.
+
+    The backward must run in the thread that calls it (`torch.autograd.set_multithreading_enabled(False)`).
+    """
+    marks = _Marks(range_of)
+    with ExitStack() as stack:
+        for (owner, name), stage in FUNCTIONS.items():
+            marks.replace(stack, owner, name, functools.partial(marks.within, stage))
+        marks.replace(stack, Norm, "forward", marks.norm)
+        marks.replace(stack, TransformerNP, "loss", marks.loss)
+        yield
+
+
+class _Marks:
+    """The ranges of a step. `spans` has for each call of a stage's function which nodes of autograd it made: those
+    whose sequence numbers are from the first on and below the second."""
+
+    def __init__(self, range_of: Open) -> None:
+        self.range_of = range_of
+        self.spans: list[tuple[int, int, str]] = []
+        self.of_norms: dict[int, str] = {}
+
+    def replace(self, stack: ExitStack, owner: Any, name: str, instead: Callable[..., Any]) -> None:
+        """`instead` gets the original before the arguments of a call."""
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return instead(original, *args, **kwargs)
+
+        setattr(owner, name, call)
+        stack.callback(setattr, owner, name, original)
+
+    def within(self, stage: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        first = torch.autograd._get_sequence_nr()
+        with self.range_of(stage):
+            result = original(*args, **kwargs)
+        self.spans.append((first, torch.autograd._get_sequence_nr(), stage))
+        return result
+
+    def norm(self, original: Callable[..., Any], module: Norm, *args: Any) -> Any:
+        return self.within(self.of_norms.get(id(module), "rest"), original, module, *args)
+
+    def loss(self, original: Callable[..., Any], model: TransformerNP, *args: Any, **kwargs: Any) -> Any:
+        """The whole forward, after which all nodes are known."""
+        if torch.compiler.is_compiling():
+            return original(model, *args, **kwargs)
+        self.spans.clear()
+        self.of_norms = {id(model.norm): "heads"}
+        for block in model.blocks:
+            assert isinstance(block, Block)
+            self.of_norms |= {id(block.attention.norm): "attention", id(block.norm): "mlp"}
+        result = original(model, *args, **kwargs)
+        if result.grad_fn is not None:
+            for node in _nodes(result.grad_fn):
+                self._around(node)
+        return result
+
+    def _around(self, node: Node) -> None:
+        number = node._sequence_nr()
+        inside = [(last - first, stage) for first, last, stage in self.spans if first <= number < last]
+        if not inside:
+            return
+        _, stage = min(inside)
+        opened: list[AbstractContextManager[object]] = []
+
+        def enter(*_: Any) -> None:
+            opened.append(self.range_of(stage))
+            opened[-1].__enter__()
+
+        def leave(*_: Any) -> None:
+            opened.pop().__exit__(None, None, None)
+
+        node.register_prehook(enter)
+        node.register_hook(leave)
+
+
+def _nodes(root: Node) -> Iterator[Node]:
+    seen, waiting = {root}, [root]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
