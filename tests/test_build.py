@@ -201,6 +201,17 @@ def test_arrivals_that_do_not_wait_for_reads_are_counted(old, new, count):
     assert sass.parse("REG:12 STACK:0" + READ_AND_ARRIVE.replace(old, new, 1)).early_arrivals == count
 
 
+def test_arrivals_in_the_own_cta_are_counted_by_themselves():
+    own = READ_AND_ARRIVE.replace("RED.A1T0", "A1T0")
+    assert (sass.early_arrivals(own), sass.early_arrivals(own, own=True)) == (0, 1)
+    assert sass.early_arrivals(own.replace(*WAITS_FOR_0), own=True) == 0
+    assert sass.early_arrivals(READ_AND_ARRIVE, own=True) == 0
+    usage = sass.parse("REG:12 STACK:0" + own)
+    assert (usage.early_arrivals, usage.early_own_arrivals) == (0, 1)
+    expecting = own.replace(".A1T0 RZ, [R4+URZ], RZ", " RZ, [R4+URZ], R6")
+    assert sass.early_arrivals(expecting, own=True) == 0
+
+
 def test_a_read_is_pending_in_the_next_turn_of_a_loop():
     assert sass.early_arrivals(ARRIVE_AND_READ) == 1
     assert sass.early_arrivals(ARRIVE_AND_READ.replace("@!P1 BRA 0x140", "@!P1 BRA 0x1a0")) == 0

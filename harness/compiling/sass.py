@@ -29,10 +29,12 @@ _TMA_STORES = {"UTMASTG", "UTMAREDG"}
 _LOCAL_STORES, _LOCAL_LOADS = "STL", "LDL"
 #: Reads of shared memory, and by generic addresses of what may be shared memory.
 _SHARED_READS = {"LDS", "LDSM", "LD", "ATOMS", "ATOM"}
+#: Arrivals at an mbarrier of another CTA, and of the own one; not those that expect bytes, which producers make.
 _REMOTE_ARRIVAL = re.compile(r"\bSYNCS\.ARRIVE\.(?:\w+\.)*RED\b")
+_OWN_ARRIVAL = re.compile(r"\bSYNCS\.ARRIVE\.(?!(?:\w+\.)*RED\b)(?:\w+\.)*A1T0\b")
 
 #: Changes whenever `parse` counts otherwise, so that what was remembered is not taken for it.
-SCHEMA = b"4"
+SCHEMA = b"5"
 
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<code>[A-Z][\w.]*)", re.MULTILINE)
 #: The same with its operands and its encoding, of which the second word holds the scoreboards.
@@ -54,8 +56,8 @@ _THREADS = re.compile(r"\.(?:reqntid|maxntid)\s+([\d, ]+)")
 class Usage:
     """`registers` per thread; `stack`, `spill_stores` and `spill_loads` in bytes per thread. `mma`, `loads` and
     `stores` count instructions: {"HGMMA": 8}, {"LDG.128": 4}; `to_fp8` those that convert fp32 to fp8, `wgmma_waits`
-    those that wait for wgmmas: ptxas puts one behind each wgmma whose registers it cannot follow. `early_arrivals` is
-    what the function of that name counts."""
+    those that wait for wgmmas: ptxas puts one behind each wgmma whose registers it cannot follow. `early_arrivals`
+    and `early_own_arrivals` are what `early_arrivals` counts, at mbarriers of another CTA and of the own one."""
 
     registers: int
     stack: int
@@ -67,6 +69,7 @@ class Usage:
     to_fp8: int = 0
     wgmma_waits: int = 0
     early_arrivals: int = 0
+    early_own_arrivals: int = 0
 
     @property
     def spills(self) -> int:
@@ -139,6 +142,7 @@ def parse(text: str) -> Usage:
         to_fp8=sum(_TO_FP8.match(code) is not None for code in codes),
         wgmma_waits=sum(code.startswith("WARPGROUP.DEPBAR") for code in codes),
         early_arrivals=early_arrivals(text),
+        early_own_arrivals=early_arrivals(text, own=True),
     )
 
 
@@ -155,11 +159,14 @@ class _Step:
     falls_through: bool
 
 
-def early_arrivals(text: str) -> int:
-    """How many arrivals at an mbarrier of another CTA may be issued before a read of shared memory has its result.
+def early_arrivals(text: str, own: bool = False) -> int:
+    """How many arrivals at an mbarrier of another CTA, or with `own` of the same, may be issued before a read of shared
+    memory has its result.
 
-    Such an arrival tells the other CTA that the memory may be written over. ptxas makes it wait for no read, so it can
-    come first: `fence_reads` of cluster.cuh is the remedy. `text` is as for `parse`, of compute capability 7.0 or more.
+    Such an arrival says that the memory may be written over. ptxas makes it wait for no read, so it can come first:
+    `fence_reads` of cluster.cuh is the remedy. In the own CTA it is needed where TMA writes next: the writes of threads
+    stay behind the reads of other threads before the arrival. `text` is as for `parse`, of compute capability 7.0 or
+    more.
 
     A read (LDS, LDSM, ATOMS, and LD and ATOM by generic addresses) is pending from its issue until an instruction
     waits for its scoreboard, on any path of branches whose target is in the text. Every read counts, also one of memory
@@ -168,16 +175,17 @@ def early_arrivals(text: str) -> int:
 
     Raises RuntimeError where there are such arrivals and the encodings do not stand beside the instructions.
     """
-    if not _REMOTE_ARRIVAL.search(text):
+    arrival = _OWN_ARRIVAL if own else _REMOTE_ARRIVAL
+    if not arrival.search(text):
         return 0
-    steps = [_step(found) for found in _ENCODED.finditer(text)]
+    steps = [_step(found, arrival) for found in _ENCODED.finditer(text)]
     if len(steps) != len(_INSTRUCTION.findall(text)):
         raise RuntimeError("cuobjdump printed instructions without their encodings, which have the scoreboards")
     starts = [index for index, step in enumerate(steps) if index == 0 or step.place < steps[index - 1].place]
     return sum(_early(steps[a:b]) for a, b in zip(starts, [*starts[1:], len(steps)], strict=True))
 
 
-def _step(found: re.Match[str]) -> _Step:
+def _step(found: re.Match[str], arrival: re.Pattern[str]) -> _Step:
     """The control bits are those from 105 on: 4 of stall and 1 of yield, 3 for the scoreboard of the result and 3 for
     that of the operands (7 is none), and 6 of those to wait for."""
     control = int(found["control"], 16) >> 41
@@ -186,7 +194,7 @@ def _step(found: re.Match[str]) -> _Step:
     target = _TARGET.search(operands) if name in ("BRA", "CALL", "JMP", "WARPSYNC") else None
     return _Step(
         place=int(found["place"], 16),
-        arrives=_REMOTE_ARRIVAL.match(code) is not None,
+        arrives=arrival.match(code) is not None,
         waits=control >> 11 & 63,
         sets=1 << result if name in _SHARED_READS and result < 6 else 0,
         target=int(target[1], 16) if target else None,

@@ -294,6 +294,13 @@ def narrow_bytes(config: NarrowConfig, weights: int, tensors: int) -> int:
     return b_ring + config.a_stages * (64 * 64 * 2 + 24) + 2 * config.columns * (tensors * 64 * 2 + 4) + 4 * 8
 
 
+def clusters_at_once(sms: int, size: int) -> int:
+    """How many clusters of `size` CTAs run at once, with one CTA an SM. Pure. A cluster lies within a GPC, so that of
+    132 SMs those of 4 CTAs leave 12 without work (the driver's count on one H200). More would take two rounds."""
+    usable = sms if size <= 2 else sms * 10 // 11
+    return max(1, usable // size)
+
+
 def pick_cuda_parts(steps: int, tiles: int, sms: int) -> int:
     """Parts into which products.cu splits the sum of a weight's gradient, of `steps` times 64 rows. Pure. As many as
     fill the GPU with tiles, each of 8 steps at least; not measured yet."""

@@ -49,9 +49,9 @@ DEVICE void arrive_at_all(u32 bar) {
 }
 
 // The whole warp's reads of shared memory have come into its registers. Without this, ptxas lets an arrival follow a
-// read whose result is not there yet, and the other CTA, which sees the arrival, may write over what is still to be
-// read: measured, with several processes in turn on one GPU. In one CTA the order of issue is that of effect.
+// read whose result is not there yet, and whoever sees the arrival, in another CTA or in this one, may have TMA write
+// over what is still to be read: measured, with several processes in turn on one GPU.
 DEVICE void fence_reads() {
-    if (CLUSTER > 1) asm volatile("fence.acq_rel.cta;" ::: "memory");
+    asm volatile("fence.acq_rel.cta;" ::: "memory");
     __syncwarp();
 }

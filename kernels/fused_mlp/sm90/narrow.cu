@@ -14,7 +14,8 @@
 //   L2             128 KiB of b, by two CTAs: 16 bytes a cycle; 8 for each tensor
 // So the tensor cores bind ACT, if epilogues run beside products and a is not read from shared memory. Shared memory is
 // busy for 3584 cycles, 4096 where pre is stored, and 4608 in DACT. 205 000 rows of 1376 columns are 289 GFLOP, 366 us
-// at 790 TFLOP/s; ACT moves 0.8 GB, with pre 1.3 GB, and DACT 1.9 GB, 450 us at 4254 GB/s, which then bind.
+// at 790 TFLOP/s; ACT moves 0.8 GB, with pre 1.3 GB, 390 us where writes come at 3308 GB/s (a fill) and reads at 4167,
+// and DACT 1.9 GB, 530 us, which then bind.
 //
 // A CTA is a producer warpgroup and two consumer warpgroups, with 64 rows of a each in registers: 128 for 512 terms.
 // Each takes all columns of the result, COLUMNS at a time, in 64 accumulator registers (ping-pong). Named barriers give
@@ -171,10 +172,10 @@ DEVICE void keep_rows(u32 (&a)[16 * STEPS], u32 smem, int group, RowRing& ring) 
 #pragma unroll
         for (int i = 0; i < BLOCK_K / 16; i++)
             load_blocks(a + 16 * step + 4 * i, at + ((2 * i + lane / 16 ^ row % 8) << 4));
-        __syncwarp();
-        if (lane == 0) bar_arrive(smem + A_EMPTY + 8 * slot);  // in one CTA the order of issue is that of effect
+        fence_for_tma();  // which writes there next, in a proxy of its own
+        fence_reads();
+        if (lane == 0) bar_arrive(smem + A_EMPTY + 8 * slot);
     }
-    fence_reads();  // NVRTC 13.0 has them pending behind the first releases of b; once for all columns
     ring.bands++;
 }
 

@@ -122,7 +122,7 @@ class _Product:
         with torch.cuda.device_of(a):
             (kernel,) = cuda_driver.kernels(index, "narrow.cu", ("fused_mlp_narrow",), defines, shared)
         blocks = -(-rows // (BLOCK_M * config.cluster)) * -(-pitch // config.columns)
-        grid = config.cluster * min(sms // config.cluster, blocks)
+        grid = config.cluster * min(configs.clusters_at_once(sms, config.cluster), blocks)
         self._launch = cuda_driver.Launch(index, kernel, grid, THREADS, shared, _LAYOUT)
 
     def __call__(
