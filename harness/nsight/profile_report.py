@@ -32,8 +32,8 @@ LAUNCH_HEAD = (
 INTRODUCTION = """\
 # Profile
 
-Nsight Compute on every benchmark case: `python -m harness profile`. Clocks are not locked; caches are flushed before each
-pass.
+Nsight Compute on every benchmark case: `python -m harness profile`. Clocks are not locked; caches are flushed before
+each pass.
 
 - **ncu** is the sum of the durations of the kernels of one call, **harness** the cold median of the record. The
   harness's time includes the gaps between kernels and the overhead of the events, so the ratio is below 1 for short
