@@ -132,7 +132,7 @@ def test_throttled_and_warned_rows_are_marked(tmp_path: Path) -> None:
     partly["warnings"] = ["something synchronises"]
     report.write(one(tmp_path, [partly]), with_charts=False)
     index, page = (tmp_path / "README.md").read_text(), (tmp_path / "rmsnorm-fwd.md").read_text()
-    assert "**triton** ‡ §" in index and "‡ Some samples" in index
+    assert "**triton** ‡ §" in index and "‡ The GPU throttled" in index
     assert "3 of 10 samples (sw_power_cap)" in page and "- triton: something synchronises" in page
     partly["clocks"]["throttled_samples"] = 10
     again = tmp_path / "again"
@@ -151,9 +151,9 @@ def test_throttled_and_warned_rows_are_marked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("headline", "cost", "mark", "reason"),
     [
-        ("graph", COST, "†", "L2 kept part"),
+        ("graph", COST, "†", "L2 can serve part"),
         ("cold", {"flops": 80e-6 * 780e12, "bytes": 4, "pipe": "bf16"}, "††", "a higher clock"),
-        ("cold", COST, "†††", "within its scatter"),
+        ("cold", COST, "†††", "within its noise"),
     ],
 )
 def test_more_than_the_roofline_is_marked_and_explained(tmp_path: Path, headline, cost, mark, reason) -> None:
@@ -183,7 +183,7 @@ def test_a_card_outside_the_table_has_no_datasheet_figures(tmp_path: Path) -> No
     folder = one(tmp_path, [row(KERNEL, "wide", "fwd", "triton", exact(100), cost=COST)], **run)
     report.write(folder)
     text = (folder / "README.md").read_text()
-    assert text.startswith("# One NVIDIA X1") and "there is no data sheet" in text
+    assert text.startswith("# One NVIDIA X1") and "there are no data sheet figures" in text
     assert "| 80.0 % | – |" in text
 
 
@@ -224,7 +224,7 @@ def test_a_report_of_several_gpus_says_so_and_takes_their_links_into_the_floor(t
     assert page.startswith("# ring fwd on 2 NVIDIA H200\n")
     assert "257 MiB over the links between GPUs, 100 GFLOP (bf16) and 1.00 MFLOP (fp32)" in page
     assert "bound by link; floor 600 µs" in page
-    assert "limit of 2 NVIDIA H200" in (folder / "overview.svg").read_text()
+    assert "roofline of 2 NVIDIA H200" in (folder / "overview.svg").read_text()
     readme = report.update_readme("<!-- report:begin h200-x2 -->\n<!-- report:end -->\n", tmp_path)
     assert "2 NVIDIA H200, PyTorch" in readme and "| 1 | link | 75 to 75 % |" in readme
 
@@ -306,7 +306,7 @@ def test_a_training_says_what_its_kinds_are_and_what_bounds_their_loss(tmp_path:
     text = "\n".join(training.page(KERNEL, "one NVIDIA H200", document))
     assert "100 steps on NVIDIA H200, PyTorch 2.11; layers 4.\n" in text
     assert "- `torch`: as it is\n- `ours`: with kernels\n- the best guess: a loss of 5.0000\n\n*Loss*" in text
-    assert "| kind | seeds | loss | beside torch |" in text and "not run" not in text
+    assert "| kind | seeds | loss | minus torch |" in text and "not run" not in text
     assert "| torch | 1 | 2.0000 | – | – | – | 5.00 |" in text and "| other | 1 | 4.0000 | – | – | – | 5.00 |" in text
     assert "| ours | 1 | 2.0100 | +0.0100 | +0.0100 | +0.0100 | 5.00 |" in text
     left, right = training.chart(KERNEL, "one NVIDIA H200", document).axes

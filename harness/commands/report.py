@@ -43,7 +43,7 @@ from ..reporting import (
 from ..reporting.entries import Records
 from ..reporting.findings import Finding, findings, modes_of
 
-LEFT_OUT = "Cases excluded from the means over the best peer, by reason (a case may have two):"
+LEFT_OUT = "Cases excluded from the means over the best peer, by reason (a case may have several):"
 ABSENT = "Peers that support these cases but were not installed:"
 NEWER = (
     "Peers that were not in the run of these cases, because they were added later or the run was restricted to fewer "
