@@ -2,9 +2,10 @@
 
     python -m examples.train_transformer_np --size full --steps 2000 --out loss.svg      # from the checkout's root
 
-The chart has the loss of each step, beside it that of the same model of PyTorch's parts, with the same weights at first
+The chart has the loss over steps, beside it that of the same model of PyTorch's parts, with the same weights at first
 and the same tasks, that of a neural process with mean pooling for attention, and that of the one Gaussian that fits the
-targets of a task best: what a model reaches that takes no notice of x. `--record` writes them down as JSON;
+targets of a task best: what a model reaches that takes no notice of x. `--record` writes them down as JSON after each
+training; a file that is there already is gone on with, so that seeds may be spread over several calls.
 `python -m harness report` makes a page of reports/<gpu>/training/transformer_np.json. Without a GPU the size is small
 and the kernels are left out, which are slow in Triton's interpreter, and there is no graph.
 """
@@ -52,6 +53,7 @@ BOUND = "the best constant Gaussian"
 HELD_OUT = 16  # batches
 POINTS = 40  # of a curve
 WARM_UP = 20  # steps that are not timed: the first compile, and are captured
+TOGETHER = 64  # tasks that are drawn at once: a GPU factorises a hundred matrices in the time of a dozen
 
 Task = dict[str, torch.Tensor]
 
@@ -71,8 +73,8 @@ def built(kind: str, size: str, seed: int, device: torch.device) -> tuple[torch.
     return model, torch.optim.AdamW(model.parameters(), lr=RATES[size], fused=ON_GPU, capturable=ON_GPU)
 
 
-def trained(kind: str, size: str, tasks: list[Task], held_out: list[Task], seed: int) -> tuple[dict, list[float]]:
-    """What the record has of a training, and the loss of every step."""
+def trained(kind: str, size: str, tasks: list[Task], held_out: list[Task], seed: int) -> dict[str, Any]:
+    """What the record has of a training."""
     from rich.progress import track
 
     device = tasks[0]["x_context"].device
@@ -84,19 +86,22 @@ def trained(kind: str, size: str, tasks: list[Task], held_out: list[Task], seed:
         return min(1.0, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * step / len(tasks)))
 
     step = TrainStep(model.loss, optimizer, clip=1.0, schedule=schedule, history=len(tasks))
-    begin, timed = time.perf_counter(), 0
+    synchronize()
+    start = begin = time.perf_counter()
+    timed = len(tasks)
     for index, task in enumerate(track(tasks, description=f"{kind}, seed {seed}")):
-        if index in (0, WARM_UP):
+        if index == WARM_UP:
             synchronize()
             begin, timed = time.perf_counter(), len(tasks) - index
         step(**task)
     synchronize()
-    seconds = time.perf_counter() - begin
-    print(f"{kind}: steps in CUDA graphs" if step.captured else f"{kind}: no CUDA graph: {step.reason}")
+    end = time.perf_counter()
     with torch.no_grad():
         loss = mean(float(model.loss(**task)) for task in held_out)
-    losses = step.losses().tolist()
-    return {"loss": loss, "ms_a_step": 1e3 * seconds / timed, "curve": curve_of(losses)}, losses
+    graphs = "steps in CUDA graphs" if step.captured else f"no CUDA graph: {step.reason}"
+    parts = {"warm-up": begin - start, "steps": end - begin, "tasks held out": time.perf_counter() - end}
+    print(f"{kind}: {graphs}; {', '.join(f'{name} {seconds:.1f} s' for name, seconds in parts.items())}", flush=True)
+    return {"loss": loss, "ms_a_step": 1e3 * (end - begin) / timed, "curve": curve_of(step.losses().tolist())}
 
 
 def synchronize() -> None:
@@ -105,8 +110,14 @@ def synchronize() -> None:
 
 
 def tasks_of(size: str, kernel: str, count: int, seed: int, device: torch.device) -> list[Task]:
-    source = torch.Generator(device).manual_seed(seed)
-    return [sample_task(**TASKS[size], kernel=kernel, generator=source, device=device) for _ in range(count)]
+    source, batch = torch.Generator(device).manual_seed(seed), TASKS[size]["batch"]
+    tasks: list[Task] = []
+    for first in range(0, count, TOGETHER):
+        sizes = {**TASKS[size], "batch": batch * min(TOGETHER, count - first)}
+        drawn = sample_task(**sizes, kernel=kernel, generator=source, device=device)
+        parts = zip(*(tensor.split(batch) for tensor in drawn.values()), strict=True)
+        tasks += [dict(zip(drawn, part, strict=True)) for part in parts]
+    return tasks
 
 
 def curve_of(losses: list[float]) -> list[tuple[int, float]]:
@@ -132,21 +143,29 @@ def head_of(size: str, kernel: str, steps: int, constant: float) -> dict[str, An
         "plain": "torch",
         "kinds": KINDS,
         "other_models": ["mean pooling"],
-        "bounds": {BOUND: constant},
+        "bounds": {BOUND: round(constant, 6)},
     }
 
 
-def draw(losses: dict[str, list[float]], constant: float, path: Path) -> None:
+def opened(path: Path | None, head: dict[str, Any]) -> dict[str, Any]:
+    """The record of `path`, of these settings; a new one where there is none. ValueError for other settings."""
+    if path is None or not path.exists():
+        return {**head, "results": {}}
+    record = json.loads(path.read_text())
+    if other := {name: record.get(name) for name, value in head.items() if record.get(name) != value}:
+        raise ValueError(f"{path} is of other settings: {other}, and not {head}")
+    return record
+
+
+def draw(curves: dict[str, list[tuple[int, float]]], constant: float, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    first = next(iter(losses))
-    axes.plot(losses[first], color="0.8", linewidth=0.7, label=f"{first}, each step")
-    for kind, values in losses.items():
-        axes.plot(*zip(*curve_of(values), strict=True), label=f"{kind}, means")
+    for kind, curve in curves.items():
+        axes.plot(*zip(*curve, strict=True), label=kind)
     axes.axhline(constant, color="black", linestyle="--", label=BOUND)
     axes.set(xlabel="step", ylabel="negative log-likelihood of a target")
     axes.legend()
@@ -156,23 +175,28 @@ def draw(losses: dict[str, list[float]], constant: float, path: Path) -> None:
     pyplot.close(figure)
 
 
-def run(options: argparse.Namespace, write: Callable[[dict[str, Any]], object]) -> tuple[dict, dict, float]:
-    """Trains every kind with every seed: the results, the losses of each step with the first seed, and the bound."""
+def run(options: argparse.Namespace, write: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    """Trains with what the record lacks of each seed and kind, and has it written after each. Returns the record."""
     device = torch.device("cuda" if ON_GPU else "cpu")
     if ON_GPU:
         task = TASKS[options.size]
         print("PyTorch would run", require_flash(task["context"], task["targets"], task["batch"]))
     held_out = tasks_of(options.size, options.kernel, HELD_OUT, 0, device)
     constant = mean(float(constant_loss(task["y_target"])) for task in held_out)
-    results: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS if ON_GPU or kind != "ours"}
-    first: dict[str, list[float]] = {}
+    record = opened(options.record, head_of(options.size, options.kernel, options.steps, constant))
+    results, kinds = record["results"], [kind for kind in KINDS if ON_GPU or kind != "ours"]
     for seed in options.seeds:
+        missing = [kind for kind in kinds if str(seed) not in results.get(kind, {})]
+        if not missing:
+            continue
+        begin = time.perf_counter()
         tasks = tasks_of(options.size, options.kernel, options.steps, 1 + seed, device)
-        for kind in results:
-            results[kind][str(seed)], losses = trained(kind, options.size, tasks, held_out, seed)
-            first.setdefault(kind, losses)
-        write({**head_of(options.size, options.kernel, options.steps, constant), "results": results})
-    return results, first, constant
+        synchronize()
+        print(f"seed {seed}: tasks drawn in {time.perf_counter() - begin:.1f} s")
+        for kind in missing:
+            results.setdefault(kind, {})[str(seed)] = trained(kind, options.size, tasks, held_out, seed)
+            write(record)
+    return record
 
 
 def main() -> None:
@@ -182,17 +206,20 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--kernel", choices=tuple(KERNELS), default="rbf", help="covariance of the functions")
     parser.add_argument("--out", type=Path, default=Path("loss.svg"), help="the chart, of the first seed")
-    parser.add_argument("--record", type=Path, help="a file for the losses, as JSON")
+    parser.add_argument("--record", type=Path, help="a file for the losses, as JSON; gone on with where it is there")
     options = parser.parse_args()
 
     def write(record: dict[str, Any]) -> None:
         if options.record:
             options.record.parent.mkdir(parents=True, exist_ok=True)
-            options.record.write_text(json.dumps(record, indent=1) + "\n")
+            part = options.record.with_suffix(".part")  # an interruption leaves a whole file
+            part.write_text(json.dumps(record, indent=1) + "\n")
+            part.replace(options.record)
 
-    results, losses, constant = run(options, write)
-    draw(losses, constant, options.out)
-    for kind, seeds in results.items():
+    record = run(options, write)
+    constant, first = record["bounds"][BOUND], str(options.seeds[0])
+    draw({kind: seeds[first]["curve"] for kind, seeds in record["results"].items()}, constant, options.out)
+    for kind, seeds in record["results"].items():
         loss, step = (mean(found[name] for found in seeds.values()) for name in ("loss", "ms_a_step"))
         print(f"{kind}: loss on tasks held out {loss:.3f}, {step:.2f} ms a step")
     print(f"{BOUND}: {constant:.3f}; chart in {options.out}")

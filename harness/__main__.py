@@ -1,5 +1,6 @@
 import sys
 
 from .cli import main
+from .renewal import supervised
 
-sys.exit(main())
+sys.exit(supervised(main))

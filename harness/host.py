@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 
-from . import execute, options
+from . import execute, options, renewal
 from .measure import host, stats
 from .measure.timing import AA
 from .reporting.entries import HOST, HOST_COMPILED
 from .spec import COMPILED, COMPILED_MAX, EAGER, Case, KernelSpec, Yardstick
 
 Rows = list[dict[str, Any]]
+#: Takes a case, a way and an implementation, or None for all of them at once.
+Begin = Callable[[str, str, "str | None"], object]
 
 
 def ways(spec: KernelSpec, case: Case) -> tuple[str, ...]:
@@ -31,23 +33,35 @@ def ways(spec: KernelSpec, case: Case) -> tuple[str, ...]:
 
 
 def rows(
-    selection: options.Selection, device: torch.device, compiled: bool, quick: bool = False
+    selection: options.Selection,
+    device: torch.device,
+    compiled: bool,
+    quick: bool = False,
+    begin: Begin = lambda case, way, name: None,
 ) -> Iterator[tuple[Case, str, Rows]]:
-    """(case, way, rows) of a kernel, eager ways first; with `compiled` also those under torch.compile."""
+    """(case, way, rows) of a kernel, eager ways first; with `compiled` also those under torch.compile. `begin` is
+    called before anything is run, and raises Crashed where that is not to be."""
     spec = selection.spec
     for case in spec.host_cases:
         for way in ways(spec, case):
-            yield case, way, _group(selection, case, way, device, False, quick)
+            yield case, way, _group(selection, case, way, device, False, quick, begin)
         for way in ways(spec, case) if compiled else ():
             if way != f"{HOST}fwd":
-                yield case, way + HOST_COMPILED, _group(selection, case, way, device, True, quick)
+                yield case, way + HOST_COMPILED, _group(selection, case, way, device, True, quick, begin)
                 torch._dynamo.reset()
 
 
 def _group(
-    selection: options.Selection, case: Case, way: str, device: torch.device, compiled: bool, quick: bool
+    selection: options.Selection,
+    case: Case,
+    way: str,
+    device: torch.device,
+    compiled: bool,
+    quick: bool,
+    begin: Begin,
 ) -> Rows:
     spec, mode = selection.spec, way.removeprefix(HOST)
+    as_recorded = way + (HOST_COMPILED if compiled else "")
     generator = torch.Generator(device).manual_seed(1)
     inputs = spec.make_inputs(case, device, generator)
     grads = execute.out_grads(spec, case, spec.reference, inputs, "fwd+bwd" if "+" in mode else "fwd", generator)
@@ -57,7 +71,7 @@ def _group(
     def row(name: str, status: str, reason: str | None) -> dict[str, Any]:
         return {
             "case": case.name,
-            "mode": way + (HOST_COMPILED if compiled else ""),
+            "mode": as_recorded,
             "dims": dict(case.dims),
             "dtype": str(case.dtype).removeprefix("torch."),
             "params": {key: str(value) for key, value in case.params.items()},
@@ -78,15 +92,22 @@ def _group(
     names = [name for name in spec.host_ops or selection.implementations if name not in left_out]
     for name in names:
         try:
+            begin(case.name, as_recorded, name)
             call = _call(spec, name, case, mode, inputs, grads, compiled)
             call()
             ready.append(host.Contender(name, call))
         except execute.Unavailable as error:
             done[name] = row(name, "skipped", str(error))
+        except renewal.Crashed as error:
+            done[name] = row(name, "crashed", str(error))
         except torch.AcceleratorError:
             raise  # the context is lost
         except Exception as error:  # a peer may raise anything; its row says what
             done[name] = row(name, "error", f"{type(error).__name__}: {execute.first_line(error)}")
+    try:
+        begin(case.name, as_recorded, None)
+    except renewal.Crashed as error:
+        return [done.get(name) or row(name, "crashed", str(error)) for name in names]
     ours = next((c for c in ready if c.name in spec.implementations), None)
     if ours:
         ready.append(host.Contender(ours.name + AA, ours.call))

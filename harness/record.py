@@ -76,7 +76,7 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -315,15 +315,23 @@ class Finished:
 
 
 def finished(
-    path: Path | str, *, options: Mapping[str, Any], commit: str | None, dirty: bool | None, gpu: str | None
+    path: Path | str,
+    *,
+    options: Mapping[str, Any],
+    commit: str | None,
+    dirty: bool | None,
+    gpu: str | None,
+    among: Collection[str] | None = None,
 ) -> Finished:
-    """What `bench --resume` need not do again.
+    """What `bench --resume` need not do again; `among`: what a bench that began these runs, and has gone on in another
+    process since, need not.
 
     Looks at the newest run of the file and, where that was itself a resumption, at those before it, as long as they
     have the same options (but for --resume and --out), commit and GPU (device name) and did not come to their end.
     The group in which an interruption fell is neither done nor died: it is measured again.
 
-    Raises ValueError where the newest run did not come to its end and is of another commit, or either has changes.
+    Raises ValueError where the newest run did not come to its end and is of another commit, or either has changes that
+    are not committed; not with `among`, whose runs are of this checkout.
     """
     path = Path(path)
     if not path.is_file():
@@ -331,8 +339,8 @@ def finished(
     done: set[Group] = set()
     died: set[Group] = set()
     wanted = _identity(options), commit, gpu
-    runs = list(load(path).runs.values())
-    if runs and runs[-1].stop != "complete":
+    runs = [run for run in load(path).runs.values() if among is None or run.id in among]
+    if among is None and runs and runs[-1].stop != "complete":
         begun = runs[-1].environment
         if begun.get("commit") != commit:
             raise ValueError(f"--resume: {path} was begun at commit {begun.get('commit')}, this is {commit}")

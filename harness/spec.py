@@ -229,6 +229,8 @@ class KernelSpec:
     host_ops         implementation or peer -> what is called on host cases in its place, e.g. the step of an optimizer
     compile_targets  compute capabilities that `build` compiles for
     needs            the kernels whose public functions a composed one calls; it has no kernel of its own
+    captured         whether a user has a call in a CUDA graph, as a step of training: then that column is there and is
+                     the headline, but of calls of seconds
     stages           (implementation, case, mode, device) -> seconds of each stage of a call, each measured by itself,
                      or None. The bench records them beside the times, the report has a table of them
     stage_ranges     (range of a stage's name) -> a context in which a call has what it launches inside such ranges,
@@ -273,6 +275,7 @@ class KernelSpec:
     suite_cases: tuple[Case, ...] = ()
     host_ops: Mapping[str, Op] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
+    captured: bool = False
     stages: Callable[[str, Case, str, torch.device], Mapping[str, float] | None] = lambda *asked: None
     stage_ranges: Callable[[Callable[[str], AbstractContextManager[object]]], AbstractContextManager[object]] = (
         lambda range_of: nullcontext()

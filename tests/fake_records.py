@@ -133,8 +133,9 @@ def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for mine in measured:
         for other in measured:
             if other is not mine:
-                a, b = (r["columns"][mine["headline"]]["samples_us"] for r in (other, mine))
-                mine["ratios"][other["implementation"]] = stats.ratio(a, b)
+                a, b = (r["columns"][mine["headline"]] for r in (other, mine))
+                rounds = mine["clocks"].get("rounds", {}).get(mine["headline"], {})
+                mine["ratios"][other["implementation"]] = stats.ratio_of_columns(a, b, rounds.get("throttled", ()))
     return rows
 
 

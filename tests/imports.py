@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 
@@ -25,9 +26,16 @@ class Import:
 
 def imports(path: Path) -> list[Import]:
     """Every import statement of a file, and every import_module or __import__ of a constant name."""
+    return list(_imports(path.read_text(encoding="utf-8"), str(path)))
+
+
+@lru_cache(2048)  # each rule reads the same files again
+def _imports(text: str, filename: str) -> tuple[Import, ...]:
     found: list[Import] = []
 
     def visit(node: ast.AST, deferred: bool) -> None:
+        if isinstance(node, ast.expr_context | ast.Constant | ast.Name):
+            return
         if isinstance(node, ast.Import):
             found.extend(Import(alias.name, (), 0, node.lineno, deferred) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -45,8 +53,8 @@ def imports(path: Path) -> list[Import]:
         for child in ast.iter_child_nodes(node):
             visit(child, deferred or inside)
 
-    visit(tree(path), False)
-    return found
+    visit(ast.parse(text, filename=filename), False)
+    return tuple(found)
 
 
 def _dynamic_import(call: ast.Call) -> str | None:

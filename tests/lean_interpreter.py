@@ -23,7 +23,10 @@ from triton.runtime import interpreter
 NAMESPACES = (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base)
 
 #: The parts that may be missing in another version of Triton.
-LANGUAGE = ("_patch_builtin", "_patch_attr", "_patch_lang", "_LangPatchScope", "interpreter_builder")
+LANGUAGE = (
+    *("_patch_builtin", "_patch_attr", "_patch_lang", "_patch_lang_core", "_patch_lang_tensor"),
+    *("_LangPatchScope", "interpreter_builder"),
+)
 SEMANTIC = ("cast", "binary_op_type_checking_impl", "binary_op_sanitize_overflow_impl", "broadcast_impl_value")
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")  # int1 is another matter
@@ -59,7 +62,8 @@ def builtins_of(namespace: Any) -> list[str]:
 
 
 def patching(original: Callable[..., None]) -> Callable[..., None]:
-    """In place of `_patch_builtin`. What stands in for a builtin is made once."""
+    """In place of `_patch_builtin`. What stands in for a builtin is made once. It may be there already, where a kernel
+    has called a device function."""
     known = {space: [(name, getattr(space, name)) for name in builtins_of(space)] for space in NAMESPACES}
     standing = {space: [(*both, standing_in(both[1])) for both in members] for space, members in known.items()}
 
@@ -71,7 +75,7 @@ def patching(original: Callable[..., None]) -> Callable[..., None]:
             found = getattr(namespace, name)
             if found is member:
                 scope.set_attr(namespace, name, replacement)
-            elif tl.core.is_builtin(found):  # else it is replaced already: a device function was called by a kernel
+            elif found is not replacement and tl.core.is_builtin(found):  # a test has put it there
                 interpreter._patch_attr(namespace, name, found, builder, scope)
 
     return patch_builtin
@@ -93,8 +97,8 @@ def standing_in(member: Any) -> Callable[..., Any]:
 def once_a_launch() -> None:
     """In place of `_patch_lang`: a launch calls it for its kernel, and restores at its end; a device function calls it
     for itself."""
-    patch_lang, scope_class = interpreter._patch_lang, interpreter._LangPatchScope
-    languages: dict[Callable[..., Any], frozenset[int]] = {}  # the namespaces that a function sees
+    scope_class, builder = interpreter._LangPatchScope, interpreter.interpreter_builder
+    languages: dict[Callable[..., Any], list[Any]] = {}  # the namespaces that a function sees
     replaced: set[int] = set()  # of them those that are, since the last end of a launch
 
     class Scope(scope_class):
@@ -105,14 +109,22 @@ def once_a_launch() -> None:
 
     def patch(fn: Callable[..., Any]) -> Any:
         if fn not in languages:
-            seen = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
-            languages[fn] = frozenset(map(id, seen))
-        seen_here = languages[fn]
-        if seen_here and seen_here <= replaced:
-            return Scope()
-        scope = patch_lang(fn)
-        replaced.update(seen_here)
+            seen = set(map(id, fn.__globals__.values()))
+            languages[fn] = [language for language in (tl, tl.core) if id(language) in seen]
+            assert languages[fn], "triton.language must be visible from within jit'd function"
+        scope = Scope()
+        for language in languages[fn]:
+            if id(language) not in replaced:
+                replace(language, scope)
+        replaced.update(map(id, languages[fn]))
         return scope
+
+    def replace(language: Any, scope: Any) -> None:
+        for namespace in (language, language.tensor, *([language.math] if language is tl else [])):
+            interpreter._patch_builtin(namespace, builder, scope)
+        interpreter._patch_lang_tensor(language.tensor, scope)
+        interpreter._patch_lang_core(language, scope)
+        interpreter._patch_builtin(tl.core.tensor_descriptor_base, builder, scope)
 
     interpreter._LangPatchScope = Scope
     interpreter._patch_lang = patch

@@ -56,11 +56,15 @@ def test_stages_are_recorded_and_what_fails_there_is_a_warning():
 
     spec = dataclasses.replace(registry.load("rmsnorm"), stages=stages)
     selection = options.Selection(spec, spec.cases[:1], ("fwd",), ("triton",))
-    group, warnings = Group(SimpleNamespace(device=torch.device("cpu")), selection, spec.cases[0], "fwd"), []
-    assert group._stages("cuda", warnings) == {"norm": pytest.approx(2.0)} and not warnings
-    assert group._stages("eager", warnings) is None and not warnings
-    assert group._stages("triton", warnings) is None
-    assert warnings == ["no time by stage: ValueError: no such stage"]
+    group = Group(SimpleNamespace(device=torch.device("cpu")), selection, spec.cases[0], "fwd")
+    for name in ("cuda", "eager", "triton"):
+        group.done[name] = {"warnings": []}
+        group._add_stages(name)
+    assert group.done == {
+        "cuda": {"warnings": [], "stages_us": {"norm": pytest.approx(2.0)}},
+        "eager": {"warnings": []},
+        "triton": {"warnings": ["no time by stage: ValueError: no such stage"]},
+    }
 
 
 def test_a_row_says_what_runs_where_the_spec_has_it_in_its_ablation():
@@ -121,6 +125,23 @@ def test_a_call_is_long_by_its_roofline(flops, long):
     spec = dataclasses.replace(registry.load("rmsnorm"), cost=lambda case, mode: Cost(flops, 1, pipe="bf16"))
     session = SimpleNamespace(ceilings=Ceilings(4e12, {"bf16": 1e15}))
     assert Group(session, options.Selection(spec, spec.cases[:1], ("fwd",), ()), spec.cases[0], "fwd")._long() == long
+
+
+@pytest.mark.parametrize(
+    ("asked", "captured", "flops", "timer"),
+    [
+        ("auto", True, 5e14, "graph"),
+        ("auto", True, 2e15, "auto"),
+        ("auto", False, 5e14, "auto"),
+        ("events", True, 5e14, "events"),
+    ],
+)
+def test_a_step_that_users_capture_is_timed_in_a_graph(asked, captured, flops, timer):
+    spec = dataclasses.replace(registry.load("rmsnorm"), captured=captured, cost=lambda case, mode: Cost(flops, 0))
+    ceilings = Ceilings(bandwidth=1e12, flops={"fp32": 1e15, "bf16": 1e15, "fp16": 1e15})
+    session = SimpleNamespace(ceilings=ceilings, arguments=SimpleNamespace(timer=asked))
+    selection = options.Selection(spec, spec.cases[:1], ("fwd",), ("triton",))
+    assert Group(session, selection, spec.cases[0], "fwd")._timer() == timer
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

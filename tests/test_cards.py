@@ -58,7 +58,7 @@ def test_a_case_on_both_is_what_a_reader_would_compute(tmp_path: Path) -> None:
     assert "## One NVIDIA H100 80GB HBM3 and one NVIDIA H200" in page
     assert cells(page, "| case |") == [
         "case", "mode", "time, h100", "time, h200", "h100 / h200",
-        "of the roofline, h100", "of the roofline, h200", "over the best peer, h100", "over the best peer, h200",
+        "% of the roofline, h100", "% of the roofline, h200", "over the best peer, h100", "over the best peer, h200",
     ]  # fmt: skip
     assert cells(page, "| wide |") == [
         "wide", "fwd", "125 µs triton", "100 µs triton", "**1.25×**",
@@ -67,7 +67,7 @@ def test_a_case_on_both_is_what_a_reader_would_compute(tmp_path: Path) -> None:
     assert cells(page, "| rmsnorm fwd |") == ["rmsnorm fwd", "1 of 1", "**1.25×** (1.25× to 1.25×)", "–"]
     assert cells(page, "| power limit |") == ["power limit", "699 W", "700 W"]
     assert cells(page, "| copy, measured |") == ["copy, measured", "3000 GB/s", "4250 GB/s"]
-    assert "### Left out" not in page
+    assert "### Excluded" not in page
 
 
 def test_a_case_that_one_card_lacks_is_in_no_figure(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_what_is_doubted_on_either_card_is_marked_and_in_no_mean(tmp_path: Path)
     page = reports(tmp_path, {("wide", "fwd"): doubted, ("long", "fwd"): failing}, here)
     assert cells(page, "| wide |")[2:5] == ["300 µs triton ‡", "100 µs triton", "**3.00×**"]
     assert cells(page, "| long |")[7] == "1.20× [1.20, 1.20] quack ¶"
-    assert "‡ Some samples" in page and "¶ A peer" in page
+    assert "‡ The GPU throttled" in page and "¶ A peer" in page
     assert cells(page, "| rmsnorm fwd |") == [
         "rmsnorm fwd", "1 of 2", "**1.25×** (1.25× to 1.25×)", "the GPU throttled: 1"
     ]  # fmt: skip
@@ -119,7 +119,7 @@ def test_one_card_has_no_page_and_no_link(tmp_path: Path) -> None:
     on_cpu[0]["environment"]["gpu"] = {"key": None, "name": "CPU"}
     write(tmp_path / "cpu" / "records" / "a.jsonl", on_cpu)
     linked = report.with_link(README, cards.STEM, cards.LINK_TEXT, True)
-    assert "\n[cards.md](cards.md) sets" in linked
+    assert "\n[cards.md](cards.md) compares" in linked
     assert report.with_link(linked, cards.STEM, cards.LINK_TEXT, True) == linked
     (tmp_path / "README.md").write_text(linked)
     assert report.write_cards(tmp_path) == [tmp_path / "README.md"] and not (tmp_path / "cards.md").exists()

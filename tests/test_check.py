@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import types
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from harness import cli, registry
 from harness.commands import check
+from harness.correctness import battery
 from harness.spec import Case, Cost, KernelSpec
 
 
@@ -174,6 +176,16 @@ def test_a_case_that_masks_is_not_asked_about_what_is_not_finite():
     assert outcome().cause == "raised"
     assert outcome(finite_only=lambda case: case.dtype == torch.float32).status == "pass"
     assert outcome(finite_only=lambda case: case.dtype != torch.float32).cause == "raised"
+
+
+@pytest.mark.parametrize("count", range(3, 8))
+def test_any_three_inputs_are_differentiated_in_every_combination(count):
+    names = "abcdefg"[:count]
+    few, all_but_the_whole = battery.subsets(names, "cpu"), battery.subsets(names, "cuda")
+    assert len(few) == 2 * count + 1 and len(all_but_the_whole) == 2**count - 1 and {*few} <= {*all_but_the_whole}
+    for three in itertools.combinations(names, 3):
+        found = {tuple(name in subset for name in three) for subset in [*few, tuple(names)]}
+        assert found == set(itertools.product((False, True), repeat=3))
 
 
 def test_a_failing_draw_is_told_and_made_small():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -119,6 +120,28 @@ def test_the_wall_clock_times_it_on_restored_data(monkeypatch):
     (row,) = on_cpu.Group(selection, case, "fwd", timing.Budget().fixed(4, 0)).rows()
     assert (row["status"], row["reason"]) == ("ok", None) and row["columns"]["wall"]["n"] == 4
     assert len(wall._sample) == 8 and len(set(wall._sample)) == 2, "four rounds of it and of it once more"
+
+
+def test_implementations_of_other_bits_share_the_oracle():
+    """Each leaves other bits in what it updates, which `restore` takes back before the answer that is judged."""
+    asked = []
+
+    def counted(x, d, inplace=False):
+        asked.append(x.dtype)
+        return reference(x, d, inplace)
+
+    spec, memory = dataclasses.replace(SPEC, reference=counted), Memory()
+    inputs = make_inputs(IN_PLACE, DEVICE, None)
+    former = inputs["x"].clone()
+    for n in range(5):
+
+        def other(x, d, inplace, factor=1 + n * 2**-23):
+            return x.add_(d * factor), d * 2
+
+        run = execute.bind(spec, other, inputs, "fwd")
+        restore = partial(inputs["x"].copy_, former)
+        assert verify(spec, IN_PLACE, "fwd", inputs, run, seed=1, memory=memory, restore=restore).ok
+    assert asked.count(torch.float64) == 3, "the inputs, new ones, and new ones with what is updated as it was"
 
 
 def test_no_mode_with_autograd_is_run():

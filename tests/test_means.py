@@ -15,7 +15,7 @@ from harness.reporting.aggregates import Group, Mean
 from harness.reporting.findings import findings
 from harness.reporting.roofline_charts import overview
 from harness.spec import Yardstick
-from tests.fake_records import bench, row, write
+from tests.fake_records import bench, column, row, write
 
 KERNEL = "rmsnorm"
 COST = {"flops": {"fp32": 1_000_000}, "bytes": 340_000_000}  # 80 µs at the measured 4.25 TB/s
@@ -61,13 +61,48 @@ def test_a_peer_that_failed_takes_its_row_out_of_the_mean(tmp_path: Path, status
     assert found.left_out == {"lost": ("the peer quack failed",)}
 
 
+@pytest.mark.parametrize(
+    ("throttled", "doubt", "counted"),
+    [
+        ([8, 9], None, "2 of 2"),  # by the other eight
+        ([8, 9], "unsteady", "1 of 2"),
+        ([8, 9], "a warning", "1 of 2"),
+        (list(range(5, 10)), None, "1 of 2"),  # five rounds give no interval
+        (list(range(10)), None, "1 of 2"),
+    ],
+)
+def test_a_case_counts_by_its_unthrottled_rounds(
+    tmp_path: Path, throttled: list[int], doubt: str | None, counted: str
+) -> None:
+    found = case("hot", PLAIN, clocks={"rounds": {"cold": {"sm_mhz": [1500] * 10, "throttled": throttled}}})
+    for each, us in zip(found, (100, 900, 200, 130), strict=True):
+        samples = [us * (1.015 if index in throttled and us != 100 else 1) for index in range(10)]
+        if doubt == "unsteady" and us == 130:
+            samples = [us * (1 + 0.03 * index) for index in range(10)]
+        each["columns"]["cold"] = column(samples)
+    if doubt == "a warning":
+        found[0]["warnings"] = ["something synchronises"]
+    where = folder(tmp_path, case("plain", PLAIN), found)
+    (group,) = aggregates.groups(findings(record.load(where)))
+    mean = group.over_best_peer()
+    assert mean.counted() == counted
+    report.write(where, with_charts=False)
+    index = (where / "README.md").read_text()
+    said = "Included with the ratio over their unthrottled rounds only: 1 of rmsnorm fwd." in index
+    assert said == (counted == "2 of 2")
+    if said:
+        assert mean.values == pytest.approx([1.2, 1.3]) and mean.unthrottled == ("hot",) and not mean.left_out
+
+
 def test_a_failed_peer_marks_its_row_everywhere_and_leaves_no_verdict(tmp_path: Path) -> None:
     lost = case("lost", {"triton": 100, "compile": 2000, "liger": 2100}, {"quack": "error"})
     where = folder(tmp_path, case("plain", PLAIN), lost)
     report.write(where, with_charts=False)
     index = (where / "README.md").read_text()
     (summary,) = [x for x in index.splitlines() if x.startswith("| lost | fwd |")]
-    assert "20.00× [20.00, 20.00] compile ¶" in summary and summary.endswith("| – |") and "¶ A peer that takes" in index
+    assert (
+        "20.00× [20.00, 20.00] compile ¶" in summary and summary.endswith("| – |") and "¶ A peer that supports" in index
+    )
     assert "| rmsnorm | fwd | the peer quack failed | 1 | lost |" in index
     assert "20.00× compile ¶" in report.kernel_block(where, KERNEL)
     assert "- quack: **error**, it was error" in (where / f"{KERNEL}-fwd.md").read_text()
@@ -81,13 +116,14 @@ def test_neither_the_reference_nor_an_absent_or_unfit_peer_takes_a_row_out(tmp_p
 def test_a_case_that_no_library_takes_is_not_averaged_with_those_that_one_does(tmp_path: Path) -> None:
     alone = case("alone", {"triton": 100, "eager": 900, "compile": 500}, {"quack": "skipped"})
     found = mean(tmp_path, case("plain", PLAIN), alone)
-    assert found.values == pytest.approx([1.2]) and found.left_out == {"alone": ("no library takes it",)}
+    assert found.values == pytest.approx([1.2]) and found.left_out == {"alone": ("no library supports it",)}
 
 
 def test_a_kernel_without_any_library_says_so(tmp_path: Path) -> None:
     where = folder(tmp_path, case("plain", {"triton": 100, "eager": 900, "compile": 150, "compile-max": 130}))
-    assert "| 0 of 1 | **1.30×** (1.30× to 1.30×), torch.compile alone in 1 of 1 | 0 of 1 | – |" in report.readme_block(
-        where
+    assert (
+        "| 0 of 1 | **1.30×** (1.30× to 1.30×), only over torch.compile, 1 of 1 | 0 of 1 | – |"
+        in report.readme_block(where)
     )
 
 
@@ -150,9 +186,9 @@ def unqueued(rows: Rows) -> Rows:
     ("spoil", "reason"),
     [
         (throttled, "the GPU throttled"),
-        (wide, "an interval wider than 2 %"),
-        (warned, "a warning of the harness"),
-        (unqueued, "a warning of the harness"),
+        (wide, "a confidence interval wider than 2 %"),
+        (warned, "a warning by the harness"),
+        (unqueued, "a warning by the harness"),
     ],
 )
 def test_rows_that_the_harness_flags_stay_out(tmp_path: Path, spoil: Any, reason: str) -> None:
@@ -165,7 +201,7 @@ def test_a_peer_that_is_newer_than_the_record_is_named(tmp_path: Path, monkeypat
     monkeypatch.setattr(report.declared, "peers", lambda kernel: ("torch", "quack", "later"))
     lacking = case("lacking", {"triton": 100, "torch": 150})
     block = report.readme_block(folder(tmp_path, case("plain", {"triton": 100, "torch": 150, "quack": 120}), lacking))
-    assert "without a row in the record of these cases" in block and "(not in that run):\n\n" in block
+    assert "Peers that were not in the run of these cases" in block and "to fewer peers:\n\n" in block
     assert "- later, in 2 of rmsnorm fwd.\n- quack, in 1 of rmsnorm fwd.\n" in block and "- torch" not in block
     monkeypatch.setattr(aggregates, "MANY_GROUPS", 0)
     found = findings(record.load(tmp_path))
@@ -186,7 +222,7 @@ def test_a_throttled_round_counts_in_the_column_that_is_compared(tmp_path: Path,
     clocks = {"sm_mhz": [1980] * 10, "throttled": []}
     rows[0]["clocks"]["rounds"] = {"cold": clocks, "warm": clocks} | {column: {**clocks, "throttled": [3, 4]}}
     found = mean(tmp_path, rows)
-    assert found.left_out == ({} if counts else {"hot": ("the GPU throttled",)})
+    assert not found.left_out and found.unthrottled == (() if counts else ("hot",))
 
 
 def test_a_row_above_the_roofline_stays_out(tmp_path: Path) -> None:
@@ -210,7 +246,7 @@ def test_fp8_is_not_averaged_with_the_rest(tmp_path: Path) -> None:
     assert plain.over_best_peer().values == pytest.approx([1.2])
     assert fp8.over_best_peer().values == pytest.approx([3.0]) and fp8.name == "rmsnorm fwd in fp8"
     block = report.readme_block(tmp_path / "h200")
-    assert "(reports/h200/rmsnorm-fwd.md), fp8 | 1 |" in block and "A line in fp8" in block
+    assert "(reports/h200/rmsnorm-fwd.md), fp8 | 1 |" in block and "A row marked fp8" in block
 
 
 def test_the_caption_counts_what_is_left_out_by_reason(tmp_path: Path) -> None:
@@ -245,5 +281,5 @@ def test_a_smaller_configuration_of_a_peer_is_named_with_what_failed(tmp_path: P
     report.write(where, with_charts=False)
     page = (where / f"{KERNEL}-fwd.md").read_text()
     assert "| quack (tiles of 64) | 120 µs |" in page
-    assert "- quack ran with tiles of 64, since without it: OutOfResources: shared memory" in page
+    assert "- quack ran with tiles of 64; its default failed: OutOfResources: shared memory" in page
     assert mean(tmp_path / "again", rows).values == pytest.approx([1.2])

@@ -193,6 +193,8 @@ def test_a_reason_has_no_folder_of_this_machine(tmp_path, monkeypatch):
     answer = {"status": "killed", "by": "kernels/one/test_one.py::test", "reason": told, "seconds": 1.0}
     kept = results.line(mutant, "interpreter", "c", answer)
     assert kept["reason"] == "interpreter.py:1353: ValueError: 1/2 of op.py" and kept["by"] == answer["by"]
+    compiler = {**answer, "reason": "one.cu: /tmp/mutants-1/0/kernels/one/sm90/tiles.cuh(3): error: a / b"}
+    assert results.line(mutant, "gpu", "c", compiler)["reason"] == "one.cu: tiles.cuh(3): error: a / b"
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,12 @@ def test_which_checks_are_made_and_which_come_first():
     ]
 
 
+def test_what_reaches_cuda_comes_first_for_its_mutants():
+    names = ("triton", "auto", "cuda")
+    assert sorted(names, key=lambda name: worker._unlikely(CUDA_TASK, name)) == ["cuda", "auto", "triton"]
+    assert {worker._unlikely({"path": "kernels/one/op.py"}, name) for name in names} == {1.0}
+
+
 def test_the_checks_of_a_kernel_on_a_gpu():
     """Their memory, their order and what is left out; the GPU is stood in for by the interpreter."""
 
@@ -210,7 +216,7 @@ def test_a_check_that_the_original_fails_is_left_out(one):
     survived = {"status": "survived", "passed": {"other": 0.1}}
     fake = Fake([{**KILLED, "passed": {STRIDES: 0.2}}, survived, survived], {})
     assert one.judge(mutant(0), fake, GIVEN)["status"] == "survived"
-    assert one.unsound == {ACCURACY}
+    assert one.unsound == one.failing == {ACCURACY}
     assert fake.tasks[2]["without"] == [ACCURACY, STRIDES], "what has passed is not made again"
     one.judge(mutant(1), fake, GIVEN)
     assert fake.tasks[3]["without"] == [ACCURACY]

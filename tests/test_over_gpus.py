@@ -51,7 +51,7 @@ def test_each_length_has_a_line_over_the_number_of_gpus(tmp_path: Path) -> None:
     assert cells(page, "1\u202f048\u202f576 | 4 |")[4:] == ["–"] * 5
     chart = (tmp_path / "ring-fwd-gpus.svg").read_text()
     assert "efficiency over GPUs" in chart and "262\u202f144" in chart and "1\u202f048\u202f576" not in chart
-    assert "[gpus.md](gpus.md) has the efficiency" in (tmp_path / "README.md").read_text()
+    assert "[gpus.md](gpus.md) shows how the efficiency" in (tmp_path / "README.md").read_text()
     assert report.write_over_gpus(tmp_path, with_charts=False) == [tmp_path / "gpus.md"]
     assert "svg" not in (tmp_path / "gpus.md").read_text()
 

@@ -8,9 +8,11 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
-from kernels.patch import OPS, patch, patched, unpatch
+from kernels.patch import OPS, attention, patch, patched, unpatch
+from kernels.train import TrainStep
 
 transformers = pytest.importorskip("transformers")
 
@@ -52,14 +54,14 @@ NEARLY_LLAMA = ("gemma", "gemma2", "qwen2")
 TOKENS = torch.tensor([[7, 3, 44, 12, 5, 60, 9, 1, 33], [2, 18, 50, 27, 8, 13, 6, 21, 4]], device=DEVICE)
 
 
-def made(name: str, **options) -> nn.Module:
+def made(name: str, noise: float = 0.1, **options) -> nn.Module:
     cls, own = MODELS[name]
     model_class = getattr(transformers, cls)
     torch.manual_seed(0)
     model = model_class(model_class.config_class(**{**SMALL, **own, **options})).to(DEVICE)
     for parameter in model.parameters():  # as a fresh model has them, norms and biases do nothing
         with torch.no_grad():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
+            parameter.add_(torch.randn_like(parameter) * noise)
     return model.eval()
 
 
@@ -136,11 +138,65 @@ def test_dropout_goes_to_sdpa_with_the_window(name: str) -> None:
     close(*found)
 
 
-def test_packed_sequences() -> None:
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_packed_sequences(use_cache: bool) -> None:
+    """Which transformers finds by their positions where there is no cache."""
     model, reference = patch(made("llama")), made("llama")
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]], device=DEVICE).expand(2, 9)
+    given = dict(position_ids=positions, use_cache=use_cache)
     with torch.no_grad():
-        close(model(TOKENS, position_ids=positions).logits, reference(TOKENS, position_ids=positions).logits)
+        packed = model(TOKENS, **given).logits
+        close(packed, reference(TOKENS, **given).logits)
+        close(packed[:, :4], model(TOKENS[:, :4]).logits)
+        if not use_cache:
+            close(packed[:, 4:7], model(TOKENS[:, 4:7]).logits)
+
+
+class NoWait(TorchDispatchMode):
+    """Raises where Python asks for the value of a tensor, for which it would wait for a GPU."""
+
+    WAITS = frozenset({torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select})
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in self.WAITS:
+            raise AssertionError(f"{func} waits for the GPU")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("use_cache", [None, False])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in (*NEARLY_LLAMA, "mistral", "phi") else name
+        for name in MODELS
+        if name != "gemma2"  # its attention is transformers'
+    ],
+)
+def test_a_step_of_training_waits_for_no_value(name: str, use_cache: bool | None, monkeypatch) -> None:
+    """And its attention is ours: the mask that a mode such as this one or a capture makes transformers take is none."""
+    monkeypatch.setattr(attention, "_by_sdpa", None)
+    model = patch(made(name)).train()
+    with NoWait():
+        model(input_ids=TOKENS, labels=TOKENS, use_cache=use_cache).loss.backward()
+        with pytest.raises(AssertionError, match="waits"):
+            bool(TOKENS.sum() > 0)
+
+
+@pytest.mark.parametrize("how", ["argument", "config"])
+def test_attention_to_both_sides_stays(how: str) -> None:
+    """Llama's by `is_causal`, Gemma 3's by its configuration."""
+    name, asked = ("llama", dict(is_causal=False)) if how == "argument" else ("gemma3", {})
+    options = {} if how == "argument" else dict(use_bidirectional_attention=True)
+    model, reference = patch(made(name, **options)), made(name, **options)
+    with torch.no_grad():
+        close(model(TOKENS, use_cache=False, **asked).logits, reference(TOKENS, use_cache=False, **asked).logits)
+
+
+def test_another_attention_may_be_chosen_afterwards() -> None:
+    model, reference = patch(made("qwen3")), made("qwen3")
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        close(model(TOKENS).logits, reference(TOKENS).logits)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -209,8 +265,9 @@ def test_gradient_checkpointing(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
-def test_fullgraph_compile(name: str, backend: str) -> None:
-    """Llama, and Qwen 3, which has norms of q and k."""
+def test_fullgraph_compile(name: str, backend: str, monkeypatch) -> None:
+    """Llama, and Qwen 3, which has norms of q and k. Attention is ours, without a mask."""
+    monkeypatch.setattr(attention, "_by_sdpa", None)
     torch.compiler.reset()
     model, reference = patch(made(name)), made(name)
     compiled = torch.compile(model, fullgraph=True, backend=backend)
@@ -304,9 +361,16 @@ WIDE = dict(
 @pytest.mark.gpu(min_capability=(8, 0))
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
 def test_in_bf16_it_is_as_near_to_fp32_as_the_model_as_it_is(name: str) -> None:
-    exact = made(name, **WIDE)
-    plain, ours = (copy.deepcopy(exact).bfloat16() for _ in range(2))
-    patch(ours)
+    """At most twice the error of PyTorch's model in bf16, of the logits and of each parameter's gradient. Both are held
+    against the same weights in fp32, so that the error is the arithmetic's alone.
+
+    There is no fixed bound on the two models' distance from each other: it has the errors of both, which are about 1 %
+    of a gradient with these weights, and 8 % of Llama's with four times their noise, where scores are large.
+    """
+    own = dict(layer_types=["sliding_attention", "full_attention"]) if name == "gemma3" else {}
+    # Products of rows four times as long, and as large as those of the small models.
+    plain = made(name, noise=0.1 * (SMALL["hidden_size"] / WIDE["hidden_size"]) ** 0.5, **WIDE, **own).bfloat16()
+    exact, ours = copy.deepcopy(plain).float(), patch(copy.deepcopy(plain))
     tokens = torch.randint(0, 1000, (4, 257), generator=torch.Generator().manual_seed(5)).to(DEVICE)
     with torch.no_grad():
         expected = exact(tokens).logits
@@ -314,13 +378,32 @@ def test_in_bf16_it_is_as_near_to_fp32_as_the_model_as_it_is(name: str) -> None:
     rounding = 2**-8 * expected.abs().max()
     assert errors[1].max() <= 2 * errors[0].max() + rounding
     assert errors[1].square().mean() <= 4 * errors[0].square().mean() + rounding**2
-    grads = []
     for each in (exact, plain, ours):
         each.train()(tokens, labels=tokens).loss.backward()
-        grads.append(torch.cat([p.grad.flatten().float() for p in each.parameters()]))
-    of_plain, of_ours = (torch.nn.functional.cosine_similarity(grads[0], g, dim=0) for g in grads[1:])
-    assert 1 - of_ours <= 2 * (1 - of_plain) + 1e-5
-    assert torch.nn.functional.cosine_similarity(grads[1], grads[2], dim=0) >= 0.9999
+    of_plain, of_ours = (dict(each.named_parameters()) for each in (plain, ours))
+    for parameter, value in exact.named_parameters():
+        ours_off, plain_off = ((p[parameter].grad.float() - value.grad).norm() for p in (of_ours, of_plain))
+        assert plain_off < 0.05 * value.grad.norm(), parameter  # else twice as much says nothing
+        assert ours_off <= 2 * plain_off, parameter
+
+
+@pytest.mark.gpu(min_capability=(8, 0))
+@pytest.mark.parametrize("use_cache", [None, False])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gemma3", "phi3"])
+def test_a_step_of_training_is_one_cuda_graph(name: str, use_cache: bool | None, monkeypatch) -> None:
+    """With our attention in it, and the losses of the same steps without a graph."""
+    monkeypatch.setattr(attention, "_by_sdpa", None)
+    losses = []
+    for capture in (True, False):
+        model = patch(made(name)).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        step = TrainStep(model, optimizer, capture)
+        for _ in range(8):
+            step(input_ids=TOKENS, labels=TOKENS, use_cache=use_cache)
+        assert step.captured == capture, step.reason
+        losses.append(step.losses())
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-4)
+    assert losses[0][-1] < losses[0][0]
 
 
 @pytest.mark.slow

@@ -335,7 +335,7 @@ def test_time_by_stage_and_what_each_part_brings(tmp_path: Path) -> None:
     ]
     report.write(one(tmp_path, rows), with_charts=False)
     text = (tmp_path / "rmsnorm.md").read_text()
-    staged, brings = (text.split(f"\n## {title}\n")[1] for title in ("Time by stage", "What each part brings"))
+    staged, brings = (text.split(f"\n## {title}\n")[1] for title in ("Time by stage", "Ablation"))
     assert "| wide | **triton** | 40.0 µs | – | 25.0 µs | 35.0 µs | 100 µs |" in staged.split("\n## ")[0]
     lines = [cells for cells in brings.split("\n## ")[0].splitlines() if cells.startswith("| ")]
     assert lines[1:] == [

@@ -14,7 +14,7 @@ pytest.importorskip("pynvml")
 
 from harness.measure.cupti import kernel_times
 from harness.measure.gpu_state import Reading
-from harness.measure.timing import Budget, Clock, Data, Measurement, order_of
+from harness.measure.timing import PROBE_SECONDS, Budget, Clock, Data, Measurement, order_of
 
 
 class Machine:
@@ -22,20 +22,24 @@ class Machine:
 
     def __init__(self) -> None:
         self.now, self.log, self.held = 0.0, [], False
+        self.room, self.queued, self.holds = 1000, 0, []  # launches that a stream which is held takes
 
-    def launch(self, name: str, ms: float):
+    def launch(self, name: str, ms: float, launches: int = 1):
         def run():
             assert self.held, "queued while the stream was not held"
             self.now += ms
             self.log.append(name)
+            self.queued += launches
+            self.gate.forced = self.gate.forced or self.queued > self.room
             return ()
 
         return run
 
     @contextmanager
-    def hold(self, stream):
-        self.held = True
+    def hold(self, stream, timeout=None):
+        self.held, self.queued = True, 0
         self.gate.forced = False
+        self.holds.append(timeout)
         yield
         self.held = False
 
@@ -71,7 +75,7 @@ def clock_of(machine: Machine, rounds: int) -> Clock:
     clock.monitor = SimpleNamespace(readings=readings, read=lambda: readings.append(reading(len(readings))))
     clock._stream = SimpleNamespace(synchronize=lambda: None)
     clock._gate = machine.gate = SimpleNamespace(hold=machine.hold, forced=False)
-    clock._unheld = set()
+    clock._unheld, clock._apart = set(), False
     clock.flush = machine.launch("flush", 1000.0)
     return clock
 
@@ -141,11 +145,38 @@ def test_what_cannot_be_queued_is_found_out_and_measured_outside_the_gate(machin
     clock.flush = lambda: None
     samples = clock._events([runs], Data(), cold=True).samples
     assert samples == {"a": [1000.0] * 2, "waits": [5000.0] * 2, "b": [2000.0] * 2}
-    assert queued == [True, False, False]
+    assert queued == [True, True, False, False]  # in the round, by itself, and then outside
     first, second = order_of(list(runs), 0), [name for name in order_of(list(runs), 1) if name != "waits"]
     again = [name for name in first if name != "waits"]
-    assert machine.log == [*first, *again, "waits", *second, "waits"]
+    assert machine.log == [*first, *first, *again, "waits", *second, "waits"]
     assert clock._unheld == {"waits"}
+
+
+def test_a_round_that_the_queue_does_not_take_is_held_call_by_call(machine):
+    """Only what is too much by itself is measured outside the gate; all of it is found out in one round."""
+    clock = clock_of(machine, rounds=3)
+    clock.flush = lambda: None
+    machine.room = 1000
+    launches = {"a": 400, "b": 700, "c": 1000}
+    runs = {name: machine.launch(name, 1.0, number) for name, number in launches.items()}
+    samples = clock._events([runs], Data(), cold=True).samples
+    assert samples == {name: [1000.0] * 3 for name in runs} and not clock._unheld
+    assert machine.holds == [None, *[PROBE_SECONDS] * 3, *[None] * 6]
+
+    def long(name: str):
+        def run():
+            machine.now += 5.0
+            clock._gate.forced = machine.held
+            return ()
+
+        return run
+
+    machine.holds.clear()
+    runs |= {name: long(name) for name in ("d", "e", "f")}
+    clock._apart = False
+    samples = clock._events([runs], Data(), cold=True).samples
+    assert clock._unheld == {"d", "e", "f"} and samples["d"] == [5000.0] * 3 and samples["a"] == [1000.0] * 3
+    assert machine.holds == [None, *[PROBE_SECONDS] * 6, *[None] * 9]
 
 
 def test_the_first_flush_is_before_the_stream_is_held(machine):

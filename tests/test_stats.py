@@ -39,6 +39,13 @@ def test_quantiles_are_numpys(q):
     assert stats.quantile(samples, q) == pytest.approx(np.quantile(samples, q))
 
 
+@pytest.mark.parametrize("n", [1, 2, 7, 40, 301])
+def test_resampled_medians_are_numpys(n):
+    samples = np.random.default_rng(n).standard_normal(n).round(1)  # some are equal
+    wanted = np.median(samples[stats._blocks(n, 3)], axis=1)
+    assert np.array_equal(stats.resampled_medians(samples.tolist(), 3), wanted)
+
+
 def test_outliers_are_counted_and_kept():
     column = stats.column([10.0, 10.1, 10.2, 9.9, 10.0, 10.1, 50.0], "rounds")
     assert (column["outliers"], column["max_us"], column["n"]) == (1, 50.0, 7)

@@ -290,3 +290,21 @@ def test_more_launches_than_the_queue_holds_are_timed_in_a_graph(clock):
     assert columns["graph"]["median_us"] < columns["cold"]["median_us"]
     loose = clock.measure([timing.Contender("step", lambda index: step)], held=False)
     assert not loose.unheld and loose.headline("step") == "cold" and loose.warnings == {"step": []}
+
+
+def test_calls_that_the_queue_takes_one_by_one_are_all_held(clock):
+    """Six of them are more launches than it holds."""
+    from harness.measure import timing
+
+    x = torch.zeros(1, device="cuda")
+
+    def step():
+        for _ in range(300):
+            x.add_(1.0)
+        return (x,)
+
+    names = [f"step{index}" for index in range(6)]
+    result = clock.measure([timing.Contender(name, lambda index: step) for name in names])
+    assert not result.unheld and not any(result.warnings.values())
+    cold = [result.columns[name]["cold"]["median_us"] for name in names]
+    assert max(cold) < 1.2 * min(cold)

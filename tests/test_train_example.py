@@ -19,14 +19,18 @@ def test_it_trains_and_draws(
 ) -> None:
     out, record = tmp_path / "loss.svg", tmp_path / "training" / "transformer_np.json"
     words = ["train", "--size", "small", "--steps", "100", "--out", str(out), "--record", str(record)]
-    monkeypatch.setattr(sys, "argv", words)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a pool makes matrices of this size slower
-    try:
-        train_transformer_np.main()
-    finally:
-        torch.set_num_threads(threads)
-    printed = " ".join(capsys.readouterr().out.split())
+
+    def printed_by(*more: str) -> str:
+        monkeypatch.setattr(sys, "argv", [*words, *more])
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # a pool makes matrices of this size slower
+        try:
+            train_transformer_np.main()
+        finally:
+            torch.set_num_threads(threads)
+        return " ".join(capsys.readouterr().out.split())
+
+    printed = printed_by()
     found = {kind: float(loss) for kind, loss in re.findall(r"(\w+): loss on tasks held out (-?[\d.]+)", printed)}
     bound = re.search(r"the best constant Gaussian: (-?[\d.]+)", printed)
     assert bound and found["torch"] < found["pooling"] < float(bound[1]), printed
@@ -35,6 +39,17 @@ def test_it_trains_and_draws(
     assert out.read_text().count("<path") > 3 and "best constant" in out.read_text()
     document = json.loads(record.read_text())
     assert document["schema"] == training.SCHEMA and next(iter(document["results"])) == document["plain"] == "torch"
+    again = printed_by()
+    assert "held out" in again and "graph" not in again, "the file is gone on with"
+    document["results"].popitem()  # as if the last training had been interrupted
+    record.write_text(json.dumps(document))
+    last, others = list(found)[-1], list(document["results"])
+    rest = printed_by()
+    assert f"{last}: no CUDA graph" in rest or f"{last}: steps in" in rest
+    assert not any(f"{kind}: no CUDA graph" in rest or f"{kind}: steps in" in rest for kind in others)
+    assert json.loads(record.read_text())["results"]["torch"] == document["results"]["torch"]
+    with pytest.raises(ValueError, match="is of other settings: {'model': .*rbf"):
+        printed_by("--kernel", "periodic")
     lines = training.page("transformer_np", "a CPU", document)
     assert f"| torch | 1 | {document['results']['torch']['0']['loss']:.4f} | – |" in "\n".join(lines)
 

@@ -2,7 +2,7 @@
 
 One *group* is a case in a mode: all its implementations are checked against the oracle, timed interleaved on the same
 inputs, and written to the record before the next group begins. An error in one group or implementation does not lose
-earlier results.
+earlier results, and one that costs the process goes on in another (`harness/renewal.py`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .. import environment, execute, host, on_cpu, options, record, registry, roofline, suites
+from .. import environment, execute, host, on_cpu, options, record, registry, renewal, roofline, suites
 from ..correctness.accuracy import Verdict
 from ..correctness.oracle import Memory
 from ..correctness.stand_in import checked
@@ -31,7 +31,7 @@ from ..on_gpu import folder
 from ..ranks import command as ranks
 from ..ranks.launch import TIMEOUT
 from ..reporting import console, suite_summary
-from ..reporting.progress import Progress
+from ..reporting.progress import Progress, spent_on
 from ..rows import asked, described
 from ..spec import EAGER, FROM_REFERENCE, Case, Cost, Inputs, KernelSpec, Yardstick
 from ..timed_data import timed_data
@@ -96,6 +96,7 @@ NOT_GIVEN: dict[str, object] = {
 
 
 def main(arguments: argparse.Namespace) -> int:
+    journal = renewal.journal()
     refuse = partial(options.refuse, arguments, NOT_GIVEN)
     if arguments.gpus > 1:
         refuse("--gpus", "suite", "samples", "warmup", "timer", "host", "host_compiled")
@@ -120,8 +121,10 @@ def main(arguments: argparse.Namespace) -> int:
     root = Path.cwd() / ".out" if own else registry.ROOT / (".out" if arguments.quick or suite else "reports")
     out = arguments.out or root / name / (f"suite-{suite.name}" if suite else "")
     if device.type == "cuda":
+        left = [selection for selection in selections if selection.spec.name not in journal.complete]
         with torch.cuda.device(device):
-            failures = _benched(Session(device, arguments).bench, selections, out, suite)
+            _benched(Session(device, arguments, journal).bench, left, out, suite)
+        failures = journal.failures
     else:
         refuse("a bench on a CPU, which takes the wall clock's time,", "timer", "host", "host_compiled", "resume")
         failures = _benched(partial(on_cpu.bench, arguments=arguments), own, out, suite)
@@ -184,6 +187,7 @@ class Session:
 
     device: torch.device
     arguments: argparse.Namespace
+    journal: renewal.Journal = field(default_factory=renewal.Journal)
 
     def __post_init__(self) -> None:
         self.environment = environment.capture(self.device)
@@ -196,15 +200,16 @@ class Session:
 
     def bench(self, selection: options.Selection, path: Path) -> int:
         """All groups of one kernel into its record. Returns how many rows of our own failed."""
-        spec, run_id = selection.spec, record.new_run_id()
+        spec, run_id, journal = selection.spec, record.new_run_id(), self.journal
         finished = record.Finished()
-        if self.arguments.resume:
+        if self.arguments.resume or journal.renewed:
             finished = record.finished(
                 path,
                 options=asked(self.arguments),
                 commit=self.environment["commit"],
                 dirty=self.environment["dirty"],
                 gpu=self.environment["gpu"]["name"],
+                among=None if self.arguments.resume else journal.runs,
             )
         groups = [(c, m) for c, m in selection.groups() if (c.name, m) not in finished.done]
         if self.arguments.host == "only":
@@ -215,6 +220,7 @@ class Session:
             def write(kind: str, /, **entry: Any) -> None:
                 writer.write({"type": kind, "run": run_id, "kernel": spec.name, **entry})
 
+            journal.note(run=run_id)
             write(
                 "run",
                 unit=spec.unit,
@@ -222,16 +228,20 @@ class Session:
                 environment=self.environment,
                 ceilings=self.recorded_ceilings,
             )
+            group: Group | None = None
             try:
                 for case, mode in groups:
-                    dead = (case.name, mode) in finished.died
+                    dead = (case.name, mode) in finished.died and not journal.knows(spec.name, case.name, mode)
                     if not dead:
                         write("start", case=case.name, mode=mode)
                     group = Group(self, selection, case, mode)
                     rows = group.crashed() if dead else group.rows()
                     for row in rows:
                         write("row", **row)
-                    failures += sum(r["kind"] == "ours" and r["status"] not in ("ok", "skipped", "oom") for r in rows)
+                    failed = sum(r["kind"] == "ours" and r["status"] not in ("ok", "skipped", "oom") for r in rows)
+                    failures += failed
+                    journal.note(failures=failed)
+                    journal.note(at=None)
                     progress.group(case.name, mode, rows, self.ceilings, group.seconds)
                     interrupt.raise_if_lost()
                 if self.arguments.host != "no" and not getattr(self.arguments, "suite", None):
@@ -240,24 +250,34 @@ class Session:
                 write("stop", reason="complete")
             except KeyboardInterrupt:
                 write("stop", reason="interrupted")
+                if group is not None and group.seconds:
+                    print(f"\n{group.case.name} {group.mode}: {spent_on(group.seconds)}", file=sys.stderr)
                 print("\ninterrupted: finished rows are kept, --resume goes on from them", file=sys.stderr)
                 raise SystemExit(130) from None
         record.compact(path)
+        journal.note(complete=spec.name)
         return failures
 
     def _host(self, selection: options.Selection, write: Callable[..., None]) -> int:
         """Host time of every implementation into the record. Returns how many of our own failed."""
-        failed = 0
-        a = self.arguments
-        for case, way, rows in host.rows(selection, self.device, a.host_compiled, a.quick):
-            write("start", case=case.name, mode=way)
-            for row in rows:
-                write("row", **row)
-            medians = {r["implementation"]: r["columns"]["host"]["median_us"] for r in rows if r["status"] == "ok"}
-            said = ", ".join(f"{name} {median:.1f}" for name, median in medians.items())
-            print(f"{selection.spec.name} {case.name} {way}, us a call: {said}", flush=True)
-            failed += sum(r["kind"] == "ours" and r["status"] not in ("ok", "skipped") for r in rows)
-        return failed
+        failures = 0
+        a, begin = self.arguments, partial(self.journal.begin, selection.spec.name)
+        try:
+            for case, way, rows in host.rows(selection, self.device, a.host_compiled, a.quick, begin):
+                write("start", case=case.name, mode=way)
+                for row in rows:
+                    write("row", **row)
+                medians = {r["implementation"]: r["columns"]["host"]["median_us"] for r in rows if r["status"] == "ok"}
+                said = ", ".join(f"{name} {median:.1f}" for name, median in medians.items())
+                print(f"{selection.spec.name} {case.name} {way}, us a call: {said}", flush=True)
+                failed = sum(r["kind"] == "ours" and r["status"] not in ("ok", "skipped") for r in rows)
+                failures += failed
+                self.journal.note(failures=failed)
+                self.journal.note(at=None)
+        except torch.AcceleratorError as error:
+            self.journal.lost(execute.first_line(error))
+            raise
+        return failures
 
 
 @dataclass
@@ -295,8 +315,12 @@ class Group:
                 self._close_all("skipped", reason)
             else:
                 self._measure()
+        except renewal.Crashed as error:
+            self._close_all("crashed", str(error))
         except (torch.cuda.OutOfMemoryError, torch.AcceleratorError) as error:
-            # After any other error of CUDA the context is lost, and with it every later group of this process.
+            if not execute.out_of_memory(error):
+                # After any other error of CUDA the context is lost, and with it every later group of this process.
+                self.session.journal.lost(execute.first_line(error))
             self._close_all("oom" if execute.out_of_memory(error) else "error", execute.first_line(error))
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -308,7 +332,12 @@ class Group:
         for name in self.selection.implementations:
             self.done.setdefault(name, self._row(name, status, reason))
 
+    def _begin(self, name: str | None) -> None:
+        """Says that an implementation is next, or None: all of them. Raises Crashed where a process died of that."""
+        self.session.journal.begin(self.spec.name, self.case.name, self.mode, name)
+
     def _measure(self) -> None:
+        self._begin(None)
         torch._dynamo.reset()  # graphs of other cases would make this one's dynamic, or be too many to compile any more
         device, clock = self.session.device, self.session.clock
         generator = torch.Generator(device).manual_seed(torch.seed() % 2**63)
@@ -327,6 +356,7 @@ class Group:
         for name in self.selection.implementations:
             with self._guarded(name), clock.stream():
                 self._once(name)
+                self._begin(name)
 
                 def attempt(fn: execute.Op) -> None:
                     execute.bind(self.spec, fn, inputs[0], self.mode, grads[0])()
@@ -343,6 +373,18 @@ class Group:
         # What the checks leave in PyTorch's cache would be lacking under the gate, where giving it back cannot wait.
         gc.collect()
         torch.cuda.empty_cache()
+        with memory.only_new_garbage():
+            self._time(ready, inputs, grads, data)
+
+    def _time(
+        self,
+        ready: dict[str, execute.Op],
+        inputs: Sequence[Inputs],
+        grads: Sequence[Sequence[torch.Tensor] | None],
+        data: timing.Data,
+    ) -> None:
+        """Times and describes those that are right, and checks ours once more."""
+        clock, long = self.session.clock, self._long()
 
         def contender(name: str, fn: execute.Op) -> timing.Contender:
             return timing.Contender(name, lambda i: execute.bind(self.spec, fn, inputs[i], self.mode, grads[i]))
@@ -354,24 +396,34 @@ class Group:
             if again:
                 contenders.append(contender(again + timing.AA, ready[again]))
             try:
+                self._begin(None)
                 with self._stage("timing"):
-                    measurement = clock.measure(contenders, self.session.arguments.timer, sets, data, held=not long)
+                    measurement = clock.measure(contenders, self._timer(), len(inputs), data, held=not long)
             except timing.ContenderFailed as failed:
                 name = failed.name.removesuffix(timing.AA)
                 with self._guarded(name):
+                    self._begin(name)
                     raise failed.error from None
                 del ready[name]
         for name, fn in ready.items():
             with self._guarded(name), clock.stream():
                 assert measurement is not None
-                with self._stage("timing"):
+                self._begin(name)
+                with self._stage("description"):
                     self._describe(name, fn, inputs[0], contender(name, fn), measurement)
+                with self._stage("stages"):
+                    self._add_stages(name)
                 if name in self.spec.implementations:
                     with self._stage("checks"):
                         self._check(name, fn, inputs[0], grads[0], seed=3, timed=True)
 
     def _long(self) -> bool:
         return roofline.floor_seconds(self.cost, self.session.ceilings).seconds > LONG_SECONDS
+
+    def _timer(self) -> str:
+        """--timer, or what the SPEC says of calls that are not of seconds."""
+        asked: str = self.session.arguments.timer
+        return "graph" if asked == "auto" and self.spec.captured and not self._long() else asked
 
     def _once(self, name: str) -> None:
         """Raises Unavailable where an implementation is another one once more."""
@@ -396,6 +448,8 @@ class Group:
             self.done[name] = self._row(name, "skipped", str(error))
         except execute.LazyOutput as error:
             self.done[name] = self._row(name, "wrong", str(error))
+        except renewal.Crashed as error:
+            self.done[name] = self._row(name, "crashed", str(error))
         except Exception as error:  # a peer may raise anything; its row says what
             if execute.out_of_memory(error):
                 self.done[name] = self._row(name, "oom", execute.first_line(error))
@@ -441,7 +495,7 @@ class Group:
         measurement: timing.Measurement,
     ) -> None:
         """The row of an implementation that was timed."""
-        columns, timer = measurement.columns[name], self.session.arguments.timer
+        columns, timer = measurement.columns[name], self._timer()
         ours = next((n for n in self.spec.implementations if n in measurement.columns), name)
         headline = measurement.headline(ours, timer)
         headline = headline if headline in columns else "cold"
@@ -462,7 +516,6 @@ class Group:
         sustained = None
         if name == ours and not self.session.arguments.quick and not self._long():
             sustained = self.session.clock.sustained(run, SUSTAINED_SECONDS)
-        stages = self._stages(name, warnings)
         self.done[name] = self._row(name, "over-roofline" if over else "ok", "; ".join(over) or None) | {
             "timer": "graph" if headline == "graph" else "cupti" if timer == "cupti" else "events",
             "headline": headline,
@@ -474,20 +527,22 @@ class Group:
             "error": verdict and {n: verdict.numbers.get(n) for n in ("max", "rms", "eager_max", "eager_rms")},
             "clocks": measurement.clocks,
             "warnings": warnings,
-            **({"stages_us": stages} if stages else {}),
             **({"configuration": self.configurations[name]} if name in self.configurations else {}),
         }
 
-    def _stages(self, name: str, warnings: list[str]) -> dict[str, float] | None:
-        """Microseconds by stage, where the SPEC has any. What goes wrong there is a warning: the times are measured."""
+    def _add_stages(self, name: str) -> None:
+        """To the row, microseconds by stage, where the SPEC has any. What goes wrong there is a warning: the times are
+        measured."""
+        row = self.done[name]
         try:
             found = self.spec.stages(name, self.case, self.mode, self.session.device)
         except torch.AcceleratorError:
             raise
         except Exception as error:
-            warnings.append(f"no time by stage: {type(error).__name__}: {execute.first_line(error)}")
-            return None
-        return {stage: seconds * 1e6 for stage, seconds in found.items()} if found else None
+            row["warnings"].append(f"no time by stage: {type(error).__name__}: {execute.first_line(error)}")
+            return
+        if found:
+            row["stages_us"] = {stage: seconds * 1e6 for stage, seconds in found.items()}
 
     def _over(self, name: str, microseconds: float, column: str) -> str | None:
         cost = self.yardsticks.get(name, self.cost)

@@ -43,11 +43,11 @@ from ..reporting import (
 from ..reporting.entries import Records
 from ..reporting.findings import Finding, findings, modes_of
 
-LEFT_OUT = "Left out of the means over the best peer, by reason; some have two:"
-ABSENT = "Peers that take these cases and were not installed:"
+LEFT_OUT = "Cases excluded from the means over the best peer, by reason (a case may have two):"
+ABSENT = "Peers that support these cases but were not installed:"
 NEWER = (
-    "Peers without a row in the record of these cases, as their adapters are newer or that run was of fewer "
-    "(not in that run):"
+    "Peers that were not in the run of these cases, because they were added later or the run was restricted to fewer "
+    "peers:"
 )
 BLOCK = re.compile(r"(<!-- report:begin (?P<folder>[\w.-]+) -->\n).*?(\n?<!-- report:end -->)", re.DOTALL)
 
@@ -262,16 +262,18 @@ def readme_block(folder: Path) -> str:
     gpu, found = gpus(records), findings(records)
     lines = [
         "",
-        f"![How near our kernels come to the limit of {gpu}]({link}/overview.svg)",
+        f"![Share of the roofline of {gpu} that our kernels reach]({link}/overview.svg)",
         "",
         *short_tables.of_kernels(found, link),
         "",
-        f"{markdown.sentence(gpu)}, PyTorch {torch}, Triton {triton}. Means are geometric, over the cases counted "
-        "before them; ranges are the worst and the best of these. The best peer is the fastest of all that ran in the "
-        "same rounds. PyTorch is what its user would write. A line in fp8 has the cases that we compute in fp8, "
-        f"whatever precision the peers compute in. [The full report]({link}/README.md) has each case, its interval, "
-        "peers, clocks and errors, and names the cases that are left out.",
+        f"{markdown.sentence(gpu)}, PyTorch {torch}, Triton {triton}. *Included*: how many of the cases are in the "
+        "geometric mean in the next column; the range is their minimum and maximum. The best peer is the fastest of "
+        "all that ran in the same rounds. *PyTorch* is what a PyTorch user would write. A row marked fp8 has the cases "
+        "that our kernel computes in fp8, whatever precision the peers use. "
+        f"[The full report]({link}/README.md) has every case with its confidence interval, peers, clocks and errors, "
+        "and lists the excluded cases.",
         "",
+        *([said, ""] if (said := aggregates.unthrottled(found)) else []),
         *([LEFT_OUT, "", *left_out, ""] if (left_out := aggregates.captions(found)) else []),
         *([ABSENT, "", *absent, ""] if (absent := aggregates.absent(found)) else []),
         *([NEWER, "", *newer, ""] if (newer := aggregates.newer(found, declared.peers)) else []),
@@ -296,8 +298,8 @@ def kernel_block(folder: Path, kernel: str) -> str:
     if (folder / "training" / f"{kernel}.json").is_file():
         lines += training.image(kernel, f"{link}/")
     lines += [
-        f"{markdown.sentence(gpu)}. [The report]({link}/{kernel}.md) has every implementation, interval, clock and "
-        "error, and says what the signs mean.",
+        f"{markdown.sentence(gpu)}. [The report]({link}/{kernel}.md) has all implementations, confidence intervals, "
+        "clocks and errors, and explains the marks.",
         "",
     ]
     return "\n".join(lines)

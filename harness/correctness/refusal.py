@@ -1,11 +1,14 @@
-"""Bad input must be rejected before any launch, by an exception that names the argument."""
+"""Bad input must be rejected before any launch, by an exception that names the argument, whichever way a call takes:
+the lean one of plain tensors, or that through torch.library, which a mode that sees every function brings about.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch.overrides import BaseTorchFunctionMode
 
 from ..spec import Inputs
 from .accuracy import Verdict
@@ -17,20 +20,26 @@ REFUSALS = (TypeError, ValueError, RuntimeError)
 
 
 def refusals(s: Subject, mode: str) -> None:
-    """Every bad input of `bad_inputs`."""
+    """Every bad input of `bad_inputs`, on both ways."""
     for what, inputs, arguments in bad_inputs(s):
-        with launches() as launched:
-            error = _error(s, inputs)
-        if error is None:
-            raise Rejected(Verdict(False, f"{what} was accepted", "accepted"))
-        if launched:
-            raise Rejected(Verdict(False, f"{what} was refused after {launched[0]} had been launched", "launched"))
-        text = f"{type(error).__name__}: {str(error).strip()[:200]}"
-        # The very type: a subclass such as InterpreterError or a compilation error is no refusal.
-        if type(error) not in REFUSALS:
-            raise Rejected(Verdict(False, f"{what} was refused by {text}", "message"))
-        if not any(re.search(rf"\b{re.escape(a)}\b", str(error)) for a in arguments):
-            raise Rejected(Verdict(False, f"{what} was refused without naming the argument: {text}", "message"))
+        _refused(s, what, inputs, arguments)
+        with BaseTorchFunctionMode():
+            _refused(s, f"under a torch function mode {what}", inputs, arguments)
+
+
+def _refused(s: Subject, what: str, inputs: Inputs, arguments: Sequence[str]) -> None:
+    with launches() as launched:
+        error = _error(s, inputs)
+    if error is None:
+        raise Rejected(Verdict(False, f"{what} was accepted", "accepted"))
+    if launched:
+        raise Rejected(Verdict(False, f"{what} was refused after {launched[0]} had been launched", "launched"))
+    text = f"{type(error).__name__}: {str(error).strip()[:200]}"
+    # The very type: a subclass such as InterpreterError or a compilation error is no refusal.
+    if type(error) not in REFUSALS:
+        raise Rejected(Verdict(False, f"{what} was refused by {text}", "message"))
+    if not any(re.search(rf"\b{re.escape(a)}\b", str(error)) for a in arguments):
+        raise Rejected(Verdict(False, f"{what} was refused without naming the argument: {text}", "message"))
 
 
 def _error(s: Subject, inputs: Inputs) -> Exception | None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from .. import execute
 from ..spec import Case, Inputs, KernelSpec, Op, StandIn
 from .accuracy import PIECE, Verdict, compare, same_bits, upcast
-from .guard import first_failure
+from .guard import first_failure, refill
 from .oracle import Memory
 from .verify import verify
 
@@ -40,7 +41,7 @@ def checked(
     stand_in = spec.stand_in(case)
     if stand_in is None:
         run = execute.bind(spec, fn, inputs, mode, out_grads)
-        return verify(spec, case, mode, inputs, run, out_grads, seed, poison, memory)
+        return verify(spec, case, mode, inputs, run, out_grads, seed, poison, memory, restore)
     whole = verify_smaller(spec, mode, inputs, fn, stand_in, seed, poison, memory)
     if not whole.ok:
         return replace(whole, reason=f"on {stand_in.case.name}: {whole.reason}")
@@ -61,8 +62,10 @@ def verify_smaller(
     """`verify` on the smaller case, with inputs of its own. For modes without autograd."""
     device = next(t.device for t in inputs.values() if isinstance(t, torch.Tensor))
     small = spec.make_inputs(stand_in.case, device, torch.Generator(device).manual_seed(seed))
+    former = {name: small[name].clone() for name in stand_in.case.mutates}
+    restore = partial(refill, {name: small[name] for name in former}, former)
     run = execute.bind(spec, fn, small, mode)
-    return verify(spec, stand_in.case, mode, small, run, None, seed, poison, memory)
+    return verify(spec, stand_in.case, mode, small, run, None, seed, poison, memory, restore)
 
 
 def verify_part(

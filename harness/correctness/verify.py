@@ -25,7 +25,7 @@ the caller.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -48,11 +48,13 @@ def verify(
     seed: int = 0,
     poison: bool = True,
     memory: Memory | None = None,
+    restore: Callable[[], object] = lambda: None,
 ) -> Verdict:
     """Verdict over `run`, the callable that `execute.bind` made of `inputs`, `mode` and `out_grads`.
 
     `poison=False` leaves fresh memory as it is: to poison it takes PyTorch's deterministic mode, under which a backward
-    that torch.compile made outside it refuses to run. `memory` spares the oracle for contents that it has seen.
+    that torch.compile made outside it refuses to run. `memory` spares the oracle for contents that it has seen: for its
+    sake `restore` gives what is updated in place the same values after the warm-up of every implementation.
     The numbers are those of the first answer. Raises ValueError if a mode with a backward comes without `out_grads`.
     """
     if mode not in WITHOUT_AUTOGRAD and out_grads is None:
@@ -61,6 +63,7 @@ def verify(
     try:
         with poisoned() if poison else nullcontext():
             rehearse(run)
+        restore()
         verdict, first = _once(spec, case, mode, inputs, run, grads, seed, poison, memory)
         if not verdict.ok:
             return verdict

@@ -87,11 +87,12 @@ class Gate:
         return bool(self._view.value) if self._held else self._was_forced
 
     @contextmanager
-    def hold(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """Work queued on `stream` inside the block starts when the block ends."""
+    def hold(self, stream: torch.cuda.Stream, timeout: float | None = None) -> Iterator[None]:
+        """Work queued on `stream` inside the block starts when the block ends, or after `timeout` seconds where that is
+        another than usual."""
         stream.synchronize()  # it must have passed the gate of the last time
         self._view.value = 0
-        alarm, self._held = Alarm(self._word.data_ptr(), self.timeout), True
+        alarm, self._held = Alarm(self._word.data_ptr(), timeout or self.timeout), True
         try:
             _call(
                 "cuStreamWaitValue32_v2",

@@ -66,9 +66,16 @@ def _blocks(n: int, seed: int) -> Array:
 
 def resampled_medians(samples: Sequence[float], seed: int = 0) -> Array:
     """Medians of RESAMPLES resamples. Blocks of neighbours are drawn rather than single samples, since clocks and
-    temperature tie neighbours together."""
-    values = np.asarray(samples, dtype=np.float64)
-    return np.median(values[_blocks(len(values), seed)], axis=1)
+    temperature tie neighbours together.
+
+    Ranks of 16 bits are drawn in place of the samples: NumPy partitions them several times as fast as fp64."""
+    ordered, ranks = np.unique(np.asarray(samples, dtype=np.float64), return_inverse=True)
+    drawn = ranks.astype(np.uint16 if len(ordered) <= 1 << 16 else np.int64)[_blocks(len(ranks), seed)]
+    half = len(ranks) // 2
+    drawn.partition(half, axis=1)
+    upper = drawn[:, half]
+    lower = drawn[:, :half].max(axis=1) if len(ranks) % 2 == 0 else upper
+    return (ordered[lower] + ordered[upper]) / 2
 
 
 def outliers(ordered: Sequence[float]) -> int:

@@ -14,9 +14,9 @@ graph   N calls on N sets of inputs, together past twice the L2, captured in one
 cupti   the sum of the durations of the kernels that a cold call launched, as the profiler's interface reports them.
 
 Rules that hold for all: implementations are interleaved, in a new random order each round, so that drift of the clocks
-affects all equally and ratios can be paired by round; each round is queued while the stream is held (`driver.Gate`), so
-that no launch waits for the host; NVTX, allocations by the harness and synchronisation stay outside the events; the
-data is random, never zeros.
+affects all equally and ratios can be paired by round; each round, or each call of it where the queue does not take them
+all, is queued while the stream is held (`driver.Gate`), so that no launch waits for the host; NVTX, allocations by the
+harness and synchronisation stay outside the events; the data is random, never zeros.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from .gpu_state import Monitor, Reading, by_round
 GRAPH_HEADLINE_US = 50.0
 NEVER_WARM_US = 1e5
 MAX_GRAPH_CALLS = 256
+PROBE_SECONDS = 0.5  # in which the host queues any call that the queue takes, many times over
 FRESH_SETS = 2  # sets of inputs, and so addresses, that the cold and warm columns alternate between
 AA = "#again"  # the second instance of an implementation, for the A/A pair
 
@@ -182,6 +183,7 @@ class Clock:
         self._stream = torch.cuda.Stream(device)
         self._gate = Gate()
         self._unheld: set[str] = set()  # of the contenders that are measured
+        self._apart = False  # whether each is held by itself
         self.l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         self._flush_buffer = torch.empty(2 * self.l2_bytes // 4, dtype=torch.int32, device=device)
         evict_persisting_lines()
@@ -213,7 +215,7 @@ class Clock:
         """
         result = Measurement(warnings={c.name: [] for c in contenders})
         free = set() if held else {c.name for c in contenders}
-        self._unheld = set(free)
+        self._unheld, self._apart = set(free), False
         self.monitor.settle()  # a sustained run before this one leaves the GPU at its power limit
         with self.stream():
             fresh = min(sets, FRESH_SETS)
@@ -235,7 +237,7 @@ class Clock:
             for name in self._unheld - free:
                 result.warnings[name].append("cannot be queued before it runs: the host's time may be in its times")
             result.unheld = frozenset(self._unheld - free)
-            self._unheld = set(free)  # a graph can be held
+            self._unheld, self._apart = set(free), False  # a graph can be held
             hosts = shortest < GRAPH_HEADLINE_US or contenders[0].name in result.unheld
             if timer == "graph" or (timer == "auto" and hosts):
                 self._add(result, "graph", self._graphs(contenders, sets, data, result))
@@ -353,20 +355,31 @@ class Clock:
     ) -> dict[str, float]:
         """One sample of each in µs: `before` outside and `call` inside a pair of events, all queued before any runs.
 
-        What cannot be queued before it runs, since it waits for the host or is more launches than the queue holds, is
-        found out by the gate that opens by itself. The round is made again with that one behind the others, outside.
+        What cannot be queued before it runs is found out by the gate that opens by itself. First that may be the whole
+        round, whose launches are together more than the queue holds: from then on each call is held by itself. A call
+        that waits for the host, or is by itself more than the queue holds, is made outside, behind the others.
         """
         order = order_of(names, index)
+        seconds = None
         while True:
-            times, culprit = self._attempt(order, call, before)
-            if culprit is None:
+            times, culprits = self._attempt(order, call, before, seconds)
+            if not culprits:
                 return times
-            self._unheld.add(culprit)
+            seconds = None
+            if self._apart:
+                self._unheld |= culprits
+            else:
+                self._apart, seconds = True, PROBE_SECONDS
 
     def _attempt(
-        self, order: Sequence[str], call: Callable[[str], object], before: Callable[[str], object]
-    ) -> tuple[dict[str, float], str | None]:
-        """The times of a round, and the first whose queueing made the gate open by itself."""
+        self,
+        order: Sequence[str],
+        call: Callable[[str], object],
+        before: Callable[[str], object],
+        seconds: float | None,
+    ) -> tuple[dict[str, float], set[str]]:
+        """The times of a round, and those whose queueing made the gate open by itself, which it does after `seconds`,
+        by default its own."""
         events = {n: (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for n in order}
 
         def queue(name: str) -> None:
@@ -375,16 +388,19 @@ class Clock:
             call(name)
             events[name][1].record(self._stream)
 
-        culprit = None
-        with self._gate.hold(self._stream):
-            for name in (n for n in order if n not in self._unheld):
-                queue(name)
-                culprit = culprit or (name if self._gate.forced else None)
+        culprits: set[str] = set()
+        held = [n for n in order if n not in self._unheld]
+        for together in [[n] for n in held] if self._apart else [held]:
+            with self._gate.hold(self._stream, seconds):
+                for name in together:
+                    queue(name)
+                    if self._gate.forced:
+                        culprits.add(name)
         for name in (n for n in order if n in self._unheld):
             queue(name)
         self.monitor.read()
         self._stream.synchronize()
-        return {n: start.elapsed_time(stop) * 1e3 for n, (start, stop) in events.items()}, culprit
+        return {n: start.elapsed_time(stop) * 1e3 for n, (start, stop) in events.items()}, culprits
 
     def _capture(self, contender: Contender, sets: int, pool: Any) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
         """Graphs share the memory of what is not a result: those of training steps would not fit beside each other.

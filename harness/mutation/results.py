@@ -17,7 +17,7 @@ FOLDER = registry.ROOT / "reports" / "mutants"
 QUICK = "-quick"
 KILLED = ("killed", "hang", "crash")
 INVALID, SAME = "invalid", "same"  # CUDA C++ that does not compile, or of which NVRTC makes the same machine code
-_FOLDERS = re.compile(r"\S*/(?=[\w.-]+\.py\b)")  # in front of a file's name: they are those of one machine
+_FOLDERS = re.compile(r"\S*/(?=[\w.-]+\.(?:py|cuh?)\b)")  # in front of a file's name: they are those of one machine
 
 
 def path(kernel: str, folder: Path = FOLDER) -> Path:

@@ -109,7 +109,8 @@ class Kernel:
         self._sources: dict[str, str] = {}
         self._seconds: dict[str, float] = {}
         self._sound: set[str] = set()
-        self.unsound: set[str] = set()
+        self.unsound: set[str] = set()  # checks that the original fails or skips
+        self.failing: set[str] = set()  # those that it fails
         self._kills = Counter[tuple[str, str]]()  # by file and check
 
     def judge(self, mutant: Mutant, worker: Worker, given: Mapping[str, Any]) -> Answer:
@@ -145,6 +146,7 @@ class Kernel:
             with self._lock:
                 self._sound |= set(names) & set(answer["passed"])
                 self.unsound |= set(names) - set(answer["passed"])
+                self.failing |= set(names) - set(answer["passed"]) - set(answer["skipped"])
 
     def _learn(self, passed: Mapping[str, float]) -> None:
         with self._lock:

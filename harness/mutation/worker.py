@@ -311,6 +311,14 @@ def _place(task: Mapping[str, Any], name: str) -> float:
     return (0.02 + task.get("seconds", {}).get(name, 1.0)) / (1 + task.get("weights", {}).get(name, 0))
 
 
+def _unlikely(task: Mapping[str, Any], implementation: str) -> float:
+    """More than 1 for an implementation that hardly reaches the file, less for one that does: of CUDA C++, Triton's
+    never does, "auto" does for some shapes, and what is named for it does for all that it takes."""
+    if Path(task.get("path") or "").suffix not in CUDA_SOURCES:
+        return 1.0
+    return 10.0 if implementation.startswith("triton") else 1.0 if implementation == "auto" else 0.1
+
+
 def _tests(task: Mapping[str, Any], clock: Clock, report: Any) -> None:
     """The kernel's own tests, and its share of those that every kernel has."""
     import pytest

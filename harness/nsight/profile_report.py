@@ -32,17 +32,19 @@ LAUNCH_HEAD = (
 INTRODUCTION = """\
 # Profile
 
-Nsight Compute over every bench case: `python -m harness profile`. Clocks as they are, caches flushed before each pass.
+Nsight Compute on every benchmark case: `python -m harness profile`. Clocks are not locked; caches are flushed before
+each pass.
 
 - **ncu** is the sum of the durations of the kernels of one call, **harness** the cold median of the record. The
-  harness's also has the gaps between the kernels and what the events cost, so the ratio is below 1 for short calls.
-- **DRAM** is what was read from and written to device memory, **cost** the compulsory bytes of the SPEC. Above 1,
-  something is moved twice; below 1, outputs were still in L2 when the kernel ended, or one kernel found there what
-  another had left.
-- **DRAM %**, **L2 %**, **SM %** and **tensor %** are of the peak rate over the kernel's duration; **occupancy %** is
-  the achieved one. **spilled**: bytes through the first-level cache to and from local memory. **stalls**: what resident
-  warps waited for, in per cent of their time.
-- A step of a model has a table by stage too, and in the table of kernels those of one name in a stage together.
+  harness's time includes the gaps between kernels and the overhead of the events, so the ratio is below 1 for short
+  calls.
+- **DRAM** is the traffic from and to device memory, **cost** the compulsory bytes of the SPEC. If the ratio is above 1,
+  something is moved twice; if it is below 1, outputs were still in L2 when the kernel ended, or a kernel read from L2
+  what another had written.
+- **DRAM %**, **L2 %**, **SM %** and **tensor %** are relative to the peak rate, over the kernel's duration;
+  **occupancy %** is the achieved occupancy. **spilled**: bytes through the L1 cache to and from local memory.
+  **stalls**: what resident warps waited for, as a percentage of their time.
+- A step of a model also has a table by stage; its table of kernels combines the launches of one kernel in a stage.
 """
 
 

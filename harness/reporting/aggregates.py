@@ -3,6 +3,8 @@
 A mean is of one kernel in one mode and one precision: cases computed in fp8 are not averaged with those in 16 or 32
 bits. It is geometric. Out of it stay the cases whose figure the harness doubts (`flags.py`), those in which a peer that
 takes them failed, and those that no library takes. A kernel that has no library at all is averaged over torch.compile.
+Where the GPU throttled in some rounds, and that is all there is to doubt, the ratio of the others counts, if it is as
+steady as any that counts.
 """
 
 from __future__ import annotations
@@ -16,21 +18,23 @@ from .entries import Row
 from .findings import Finding, Speedup, geometric_mean, is_pytorch
 
 FP8 = "fp8"
-NOT_MEASURED, NO_LIBRARY, NO_PEER = "ours was not measured", "no library takes it", "nothing to compare it with"
+NOT_MEASURED, NO_LIBRARY, NO_PEER = "ours was not measured", "no library supports it", "no peer was measured"
 #: what the reason of a peer's row says where it is not there (`execute.load`)
 ABSENT = "is not installed"
 MANY_GROUPS = 2  # of which a caption names each
-LEFT_OUT_HEAD = ("kernel", "mode", "left out of the mean over the best peer", ">cases", "which")
+LEFT_OUT_HEAD = ("kernel", "mode", "excluded from the mean over the best peer because", ">cases", "which")
 
 
 @dataclass(frozen=True)
 class Mean:
-    """The speed-ups of those of `cases` cases that count, and why the others do not: case -> reasons. `library` says
-    whether they are over libraries or, where there are none, over torch.compile."""
+    """The speed-ups of the cases that are included, of `cases` in all; the reasons for excluding the others, by case;
+    `unthrottled`: the cases included with the ratio over their unthrottled rounds. `library`: whether the speed-ups are
+    over libraries or, if there are none, over torch.compile."""
 
     cases: int
     values: tuple[float, ...]
     left_out: dict[str, tuple[str, ...]]
+    unthrottled: tuple[str, ...] = ()
     library: bool = True
 
     def counted(self) -> str:
@@ -42,7 +46,7 @@ class Mean:
         if not self.values:
             return None
         mean = md.times(geometric_mean(self.values))
-        only = "" if self.library else f", torch.compile alone in {self.counted()}"
+        only = "" if self.library else f", only over torch.compile, {self.counted()}"
         return f"**{mean}** ({md.times(min(self.values))} to {md.times(max(self.values))}){only}"
 
     def by_reason(self) -> dict[str, list[str]]:
@@ -102,7 +106,7 @@ def left_out(found: Sequence[Finding]) -> list[str]:
         for group in groups(found)
         for reason, cases in group.over_best_peer().by_reason().items()
     ]
-    return md.table(LEFT_OUT_HEAD, rows) if rows else ["No case was left out of a mean."]
+    return md.table(LEFT_OUT_HEAD, rows) if rows else ["No case was excluded from a mean."]
 
 
 def captions(found: Sequence[Finding]) -> list[str]:
@@ -117,6 +121,13 @@ def captions(found: Sequence[Finding]) -> list[str]:
         f"- {md.sentence(reason)}: {', '.join(f'{count} of {name}' for name, count in of.items())}."
         for reason, of in counts.items()
     ]
+
+
+def unthrottled(found: Sequence[Finding]) -> str | None:
+    """How many cases of which kernel are included with the ratio over their unthrottled rounds, or None."""
+    counts = [(group.name, len(group.over_best_peer().unthrottled)) for group in groups(found)]
+    said = ", ".join(f"{count} of {name}" for name, count in counts if count)
+    return f"Included with the ratio over their unthrottled rounds only: {said}." if said else None
 
 
 def absent(found: Sequence[Finding]) -> list[str]:
@@ -172,14 +183,17 @@ def _mean(
     reasons: Callable[[Finding, Speedup | None], list[str]],
     library: bool = True,
 ) -> Mean:
-    values, out = [], {}
+    values, out, unthrottled = [], {}, []
     for finding in found:
         speedup = pick(finding)
         why = reasons(finding, speedup)
         if speedup is None:
             why = why or [NO_PEER]
+        elif why == [flags.THROTTLED.word] and (rest := speedup.without_throttling) and flags.steady(rest):
+            speedup, why = rest, []
+            unthrottled.append(finding.case)
         if why or speedup is None:
             out[finding.case] = tuple(why)
         else:
             values.append(speedup.median)
-    return Mean(len(found), tuple(values), out, library)
+    return Mean(len(found), tuple(values), out, tuple(unthrottled), library)

@@ -13,13 +13,14 @@ from .entries import Row
 from .findings import Finding
 
 STAGES_TEXT = (
-    "Each stage by itself, forward and backward together, of all layers in one CUDA graph. *Whole* is the call in a "
-    "CUDA graph, as the tables have it; *rest* is what it takes beyond its stages, negative where a stage by itself is "
-    "slower."
+    "Each stage is timed separately, forward and backward together, over all layers in one CUDA graph. *Whole* is the "
+    "time of the whole call in a CUDA graph, as in the tables above; *rest* is *whole* minus the sum of the stages. It "
+    "is negative if the stages take longer when they run separately."
 )
 ABLATION_TEXT = (
-    "A line each for the peers, for ours with one part exchanged, and for ours. *Over ours* is the time of this line "
-    "over that of ours in the same rounds, in the column of the headline: what the part brings to the call."
+    "One row for each peer, for each variant of ours with one part replaced, and for ours. *Over ours* is the time of "
+    "the row divided by the time of ours in the same rounds, in the headline column: how much the replaced part speeds "
+    "up the call."
 )
 ABLATION_HEAD = ("what runs", "implementation", ">launched one by one", ">in one CUDA graph", ">over ours")
 
@@ -54,7 +55,7 @@ def ablation(found: Sequence[Finding]) -> list[str]:
         if len(rows) > 1:
             title = f"**{finding.case}**, {finding.mode}"
             lines += [title, "", *md.table(ABLATION_HEAD, [_part(row, _whole(rows)) for row in _ordered(rows)]), ""]
-    return ["## What each part brings", "", ABLATION_TEXT, "", *lines] if lines else []
+    return ["## Ablation", "", ABLATION_TEXT, "", *lines] if lines else []
 
 
 def _whole(rows: Sequence[Row]) -> Row | None:

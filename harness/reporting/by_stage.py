@@ -13,8 +13,9 @@ REST = "rest"
 PERCENTAGES = ("dram_pct", "l2_pct", "sm_pct", "tensor_pct", "occupancy_pct")
 HEAD = ("stage", ">kernels", ">duration", ">of the call", ">DRAM", ">DRAM %", ">L2 %", ">SM %", ">tensor %")
 TEXT = (
-    "By stage, forward and backward together: a launch is of the stage whose function made it, or made the node of "
-    "autograd that it is of. Percentages are means over the time of the stage's kernels, which ncu runs one by one."
+    "By stage, forward and backward together: a launch belongs to the stage whose function launched it, or whose "
+    "function created the autograd node that launched it. Percentages are means over the stage's kernels, weighted by "
+    "time; ncu runs the kernels one at a time."
 )
 
 

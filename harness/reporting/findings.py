@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..roofline import HOST, LINK, MEMORY, Ceilings, Cost, floor_seconds, percent_of_roofline, rate_of
@@ -34,6 +34,14 @@ class Speedup:
     high: float
     row: Row | None = field(default=None, compare=False, repr=False)
     unthrottled: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def without_throttling(self) -> Speedup | None:
+        """The same over the rounds in which the GPU did not throttle, where it throttled in some and not in all."""
+        if not self.unthrottled:
+            return None
+        low, high = self.unthrottled["ci95"]
+        return replace(self, median=self.unthrottled["median"], low=low, high=high, unthrottled=None)
 
     @property
     def pytorch(self) -> bool:

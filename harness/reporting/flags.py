@@ -29,43 +29,44 @@ class Flag:
 THROTTLED = Flag(
     "‡",
     "the GPU throttled",
-    "Some samples were taken while the GPU throttled; the page of its mode says how many and why.",
+    "The GPU throttled during some of the samples; the page of its mode gives their number and the reason.",
 )
 ALL_THROTTLED = Flag(
     "‡‡",
     THROTTLED.word,
-    "No valid sample: every one was taken while the GPU throttled; the figure is of that state alone.",
+    "No valid sample: the GPU throttled during all of them, so the time is that of a throttled GPU.",
 )
 _OVER = "above 100 % of the measured roofline"
 OVER_BY_L2 = Flag(
     "†",
     _OVER,
-    "Above 100 % without being an error: L2 kept part of the compulsory bytes from DRAM, as it may in this column "
+    "Above 100 %, but not an error: in this column L2 can serve part of the compulsory bytes without DRAM traffic "
     "(`harness/roofline.py` has the rule).",
 )
 OVER_BY_CLOCK = Flag(
     "††",
     _OVER,
-    "Above 100 % without being an error: bound by the tensor or CUDA cores, it ran at a higher clock than the matrix "
-    "product that gave the ceiling, which the power limit holds back.",
+    "Above 100 %, but not an error: the kernel is compute-bound and ran at a higher clock than the matrix product that "
+    "measured the ceiling, which was limited by power.",
 )
 OVER_BY_NOISE = Flag(
     "†††",
     _OVER,
-    "Above 100 % without being an error: the bandwidth of the ceiling is a median, and this is within its scatter.",
+    "Above 100 %, but not an error: the measured bandwidth is a median, and this row is within its noise.",
 )
 OVER = (OVER_BY_L2, OVER_BY_CLOCK, OVER_BY_NOISE)
 WIDE_INTERVAL = Flag(
     "≈",
-    f"an interval wider than {100 * WIDE:.0f} %",
-    f"Unsteady: the 95 % interval of the time, or of its ratio to the best peer, spans more than {100 * WIDE:.0f} %.",
+    f"a confidence interval wider than {100 * WIDE:.0f} %",
+    "Unsteady: the 95 % confidence interval of the time, or of its ratio to the best peer, is wider than "
+    f"{100 * WIDE:.0f} %.",
 )
-WARNED = Flag("§", "a warning of the harness", "The harness warns of this row; see the page of its mode.")
+WARNED = Flag("§", "a warning by the harness", "The harness warns about this row; see the page of its mode.")
 FAILED = Flag(
     "¶",
     "a peer failed",
-    "A peer that takes this case failed in it, so the best of the others may not be the best peer; the page of its "
-    "mode says which and why.",
+    "A peer that supports this case failed in it, so the best of the others may not be the fastest; the page of its "
+    "mode names the peer and the reason.",
 )
 
 
@@ -116,6 +117,11 @@ def of_ratio(finding: Finding, speedup: Speedup | None) -> list[Flag]:
     if speedup is not None:
         if speedup.row is not None and speedup.row.ok:
             found += [flag for flag in of_row(finding, speedup.row) if flag not in OVER]
-        if (speedup.high - speedup.low) / speedup.median > WIDE:
+        if not steady(speedup):
             found.append(WIDE_INTERVAL)
     return list(dict.fromkeys(found))
+
+
+def steady(speedup: Speedup) -> bool:
+    """Whether its interval is narrow enough for a mean."""
+    return (speedup.high - speedup.low) / speedup.median <= WIDE

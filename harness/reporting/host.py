@@ -19,9 +19,9 @@ WAYS = {
 }
 
 EXPLAINED = (
-    "µs a call that the calling thread is busy, on inputs so small that the device never limits; median of 21 rounds "
-    "of 40 calls, implementations in turns, eager unless it says compiled. In forward and backward the wait for "
-    "autograd's thread is in it."
+    "µs per call that the calling thread is busy, on inputs so small that the device is never the bottleneck; median "
+    "of 21 rounds of 40 calls, implementations interleaved, eager unless labelled compiled. Forward and backward "
+    "includes the wait for autograd's thread."
 )
 
 
@@ -48,13 +48,13 @@ def section(records: Records, kernel: str) -> list[str]:
         return []
     names = list(dict.fromkeys(r.implementation for rows in found for r in sorted(rows, key=lambda r: not r.ours)))
     names = [n for n in names if any(r.implementation == n and r.ok for rows in found for r in rows)]
-    lines = ["## Host time a call", "", EXPLAINED, ""]
+    lines = ["## Host time per call", "", EXPLAINED, ""]
     table = []
     for rows in found:
         medians = {r.implementation: _median(r) for r in rows if r.ok}
         table.append([way(rows[0]), rows[0].case, *(medians.get(name) for name in names)])
     ours = {r.implementation for rows in found for r in rows if r.ours}
-    head = ("way", "case", *(f">**{name}**" if name in ours else f">{name}" for name in names))
+    head = ("call", "case", *(f">**{name}**" if name in ours else f">{name}" for name in names))
     lines += [*md.table(head, table), ""]
     absent = dict.fromkeys(
         f"- {r.implementation}, {way(r)}: **{r.status}**, {r.get('reason', '')}"
@@ -71,16 +71,16 @@ def overview(records: Records) -> list[str]:
     table = _against_others(records)
     if not table:
         return []
-    return ["## Host time a call", "", EXPLAINED, "", *md.table(("kernel", *HEAD), table), ""]
+    return ["## Host time per call", "", EXPLAINED, "", *md.table(("kernel", *HEAD), table), ""]
 
 
 def short(records: Records) -> list[str]:
     """The same of one kernel, for its README."""
     table = [line[1:] for line in _against_others(records)]
-    return ["**Host time a call**", "", *md.table(HEAD, table), ""] if table else []
+    return ["**Host time per call**", "", *md.table(HEAD, table), ""] if table else []
 
 
-HEAD = ("way", ">ours µs", ">PyTorch µs", ">ours / PyTorch", ">fastest library µs", ">ours / library")
+HEAD = ("call", ">ours µs", ">PyTorch µs", ">ours / PyTorch", ">fastest library µs", ">ours / library")
 
 
 def _against_others(records: Records) -> list[list[object]]:

@@ -13,7 +13,7 @@ from .entries import Records, Row
 from .findings import Finding, cost_of, is_reference, modes_of
 
 RESULT_HEAD = (
-    "implementation", ">median", ">95 % CI", ">ours is faster by", ">throughput", ">% of measured roofline",
+    "implementation", ">median", ">95 % CI", ">speed-up of ours", ">throughput", ">% of measured roofline",
     ">% of data sheet's", ">items", ">peak memory", ">max error", ">RMS error",
 )  # fmt: skip
 
@@ -31,8 +31,8 @@ PROFILE_HEAD = (
 
 
 CHART_TEXT = (
-    "One line a case, one point an implementation that was measured there; the tables say why another was not. "
-    "*(graph)* or *(warm)* after a case names the column of its points where that is not the cold one."
+    "One line per case, one point per implementation; the tables give the reason if an implementation was not "
+    "measured. *(graph)* or *(warm)* after a case names its column, if that is not the cold one."
 )
 
 
@@ -109,7 +109,7 @@ def case(finding: Finding) -> list[str]:
         lines += ["", *(f"- {row.implementation}: **{row.status}**, {row.get('reason', '')}" for row in absent)]
     smaller = [(row.implementation, row["configuration"]) for row in measured if row.get("configuration")]
     if smaller:
-        said = (f"- {name} ran with {c['name']}, since without it: {c['instead_of']}" for name, c in smaller)
+        said = (f"- {name} ran with {c['name']}; its default failed: {c['instead_of']}" for name, c in smaller)
         lines += ["", *said]
     warnings = [f"- {row.implementation}: {text}" for row in finding.rows for text in row.get("warnings", [])]
     if warnings:
@@ -179,7 +179,7 @@ def _error(error: Mapping[str, Any], which: str) -> str | None:
 
 def _everything(rows: Sequence[Row]) -> list[str]:
     columns = [_column(row, name, data) for row in rows for name, data in row.get("columns", {}).items()]
-    lines = ["Times in µs; errors above are against the fp64 oracle, after the slash those of eager.", ""]
+    lines = ["Times in µs. Errors above are relative to the fp64 oracle; after the slash, the error of eager.", ""]
     lines += md.table(COLUMN_HEAD, columns)
     return [*lines, "", *md.table(CLOCK_HEAD, [_clocks(row) for row in rows])]
 
@@ -227,8 +227,8 @@ def profiled(profile: Mapping[str, Any]) -> list[str]:
     """Nsight Compute's figures, and what they say of the cost and of the harness's clock."""
     rows = profile.get("rows") or []
     lines = [
-        "Nsight Compute, on the ranges of a pass of its own. *Bytes* are what crossed the DRAM bus over the compulsory "
-        "bytes of the cost, *time* Nsight's duration over the harness's median.",
+        "Nsight Compute, in a separate profiling run. *Bytes* is the DRAM traffic divided by the compulsory bytes of "
+        "`cost`, *time* is Nsight's duration divided by the harness's median.",
         "",
     ]
     head = (

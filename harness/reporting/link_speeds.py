@@ -12,17 +12,17 @@ from .findings import Finding, cost_of
 
 HEAD = (
     "case", "mode", "implementation", ">bytes sent", ">uncompressed", ">without transfers", ">pays below",
-    "at the speed of the uncompressed exchange", ">measured over uncompressed",
+    "at the uncompressed exchange's speed", ">measured speed-up over uncompressed",
 )  # fmt: skip
 
 TEXT = (
-    "*Bytes sent* are those of one GPU over its links, *uncompressed* those of the exchange named in the last column. "
-    "*Without transfers* is the time with transfers replaced by local copies. *Pays below* is the speed of a link, "
-    "each way, at which (bytes saved) / speed is that time: on a faster link the kernels take more than that saves. "
-    "It assumes that no transfer overlaps with a kernel and that a transfer's time is proportional to its bytes: of "
-    "large messages it is the lower bound of where compression pays. It is held against "
-    "the speed at which the uncompressed exchange of the same rounds went over the links that the case ran on; what "
-    "counts there is the measured ratio."
+    "*Bytes sent* are the bytes that one GPU sends, *uncompressed* the bytes of the uncompressed exchange named in the "
+    "last column. *Without transfers* is the time with transfers replaced by local copies, that is, the time of the "
+    "kernels. *Pays below* is the break-even link speed, each way: (bytes saved) / (time without transfers). On a "
+    "faster link the kernels cost more time than the saved bytes. This assumes that transfers do not overlap with "
+    "kernels and take time proportional to their bytes; for large messages the true break-even speed is therefore at "
+    "least this high. The next column compares it with the speed that the uncompressed exchange reached in the same "
+    "rounds; the last column is the measured result on these links."
 )
 
 
@@ -69,6 +69,6 @@ def _cells(finding: Finding, row: Row) -> list[object]:
         md.size(plain["link_bytes"]),
         roofline.microseconds(1e-6 * _local_us(row)),
         f"{1e-9 * speed:.0f} GB/s" if speed else "none",
-        f"{'pays' if speed > link else 'does not by this bound'}, {1e-9 * link:.0f} GB/s" if link else None,
+        f"{'pays' if speed > link else 'does not pay by this bound'}, {1e-9 * link:.0f} GB/s" if link else None,
         over,
     ]

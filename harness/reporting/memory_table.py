@@ -8,11 +8,11 @@ from typing import Any
 
 from . import markdown as md
 
-HEAD = ("implementation", ">peak", ">of ours", ">saved for the backward", ">of ours", ">growth in ten calls")
+HEAD = ("implementation", ">peak", ">over ours", ">saved for the backward", ">over ours", ">growth in ten calls")
 
 TEXT = (
-    "Memory beyond the inputs: the peak of a call, what the forward keeps for the backward beyond its inputs and "
-    "outputs, and what ten more calls leave allocated."
+    "Memory in addition to the inputs: the peak of a call, what the forward saves for the backward apart from its "
+    "inputs and outputs, and what is still allocated after ten more calls."
 )
 
 Data = Mapping[str, Any]

@@ -64,8 +64,13 @@ class Progress:
             parts.append(text + (f" ({share:.1f} %)" if share else ""))
         line = f"{self._kernel} {mode:<7} {case}: " + ", ".join(parts)
         if spent:
-            line += f" [{sum(spent.values()):.1f} s: {', '.join(f'{n} {s:.1f}' for n, s in spent.items())}]"
+            line += f" [{spent_on(spent)}]"
         self.line(line)
         for row in rows:
             if row["kind"] == "ours" and row["status"] not in ("ok", "skipped"):
                 self._console.print(f"  {row['implementation']}: {row['reason']}", markup=False)
+
+
+def spent_on(seconds: Mapping[str, float]) -> str:
+    """What took how many seconds of the host's time."""
+    return f"{sum(seconds.values()):.1f} s: {', '.join(f'{name} {took:.1f}' for name, took in seconds.items())}"

@@ -123,9 +123,9 @@ def overview(findings: Sequence[Finding], gpu: str) -> Figure:
         axes.set_yticks(range(len(lanes)), [lane.name for lane in lanes])
         axes.set_ylim(len(lanes) - 0.4, -0.6)
         axes.set_xlim(0, max(top, 100) + 4)
-        axes.set_xlabel("% of the measured roofline: copy bandwidth or GEMM rate of this card; one point a case")
+        axes.set_xlabel("% of the measured roofline: copy bandwidth or GEMM rate of this card; one point per case")
         axes.set_title(
-            "mean speed-up over the best peer, of the cases that count; grey: over torch.compile alone",
+            "mean speed-up over the best peer (see Means); grey: over torch.compile only",
             loc="right",
             fontsize=8.5,
             fontweight="normal",
@@ -139,7 +139,7 @@ def overview(findings: Sequence[Finding], gpu: str) -> Figure:
             Line2D([], [], color=MEASURED_LINE, lw=1.4, label="measured ceiling"),
         ]
         figure.legend(handles=handles, loc="outside lower center", ncols=3, handletextpad=0.4)
-        figure.suptitle(f"How near to the limit of {gpu}", x=0.012, ha="left", fontsize=13, fontweight="bold")
+        figure.suptitle(f"Share of the roofline of {gpu}", x=0.012, ha="left", fontsize=13, fontweight="bold")
     return figure
 
 

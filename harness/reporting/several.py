@@ -11,24 +11,24 @@ from .entries import Row
 from .findings import Finding, cost_of, modes_of
 
 HEAD = (
-    "case", "mode", "implementation", ">time", ">a GPU", ">one GPU", ">efficiency", ">transfers not hidden",
+    "case", "mode", "implementation", ">time", ">per GPU", ">T₁", ">efficiency", ">transfers not hidden",
     ">peak memory", ">outside the allocator", ">ranks",
 )  # fmt: skip
 
 TEXT = (
-    "*Time* is that of the slowest rank of each round, *a GPU* the useful work of one GPU over it. *Efficiency* is "
-    "T₁ / (N · Tₙ): T₁ is our one-GPU kernel on the whole problem, timed in the same rounds, or *once* behind them if "
-    "it takes seconds. *Transfers not hidden* is the time beyond that of the same implementation without transfers. "
-    "*Peak memory* is what a call takes above its inputs on the rank with most; *outside the allocator* is what the "
-    "first call took beyond PyTorch's: NCCL's buffers, symmetric memory, code. *Ranks* are the medians of the fastest "
-    "and the slowest."
+    "*Time* is that of the slowest rank in each round, *per GPU* the throughput of one GPU in that time. *Efficiency* "
+    "is T₁ / (N · Tₙ): T₁ is the time of our one-GPU kernel on the whole problem, measured in the same rounds, or "
+    "*once* after them if it takes seconds. *Transfers not hidden* is the extra time over the same implementation "
+    "without transfers. *Peak memory* is what a call allocates in addition to its inputs, on the rank with the most. "
+    "*Outside the allocator* is the memory that the first call took outside PyTorch's allocator: NCCL's buffers, "
+    "symmetric memory, code. *Ranks* are the medians of the fastest and the slowest rank."
 )
 
 MODEL_HEAD = ("case", "mode", "implementation", ">measured", ">model", ">error", ">efficiency of the model")
 
 MODEL_TEXT = (
-    "The model of `plan` beside it, from one GPU's time of the same rounds and the measured rate of the link. *Error* "
-    "is that of the model: below zero it takes the ring to be faster than it is."
+    "The prediction of the model of `plan`, from T₁ in the same rounds and the measured rate of the link. *Error* is "
+    "that of the predicted time: a negative error means that the prediction is too short."
 )
 
 

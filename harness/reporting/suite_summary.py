@@ -22,7 +22,7 @@ SCHEMA = 1
 
 HEAD = (
     "kernel", "case", "mode", "implementation", ">latency", ">95 % CI", ">baseline", ">its latency", ">speed-up",
-    ">throughput", ">items", ">memory", ">reduction", "note",
+    ">throughput", ">items", ">memory", ">memory saving", "note",
 )  # fmt: skip
 STATISTICS_HEAD = (
     "kernel", "case", "mode", "implementation", ">mean", ">std", ">min", ">max", ">median", ">p95", ">p99", ">n",
@@ -74,7 +74,7 @@ def _line(row: Row, baseline: Row | None, part: Part) -> Line:
         "latency_us": column.get("median_us") if row.ok else None,
         "ci95_us": column.get("ci95_us") if row.ok else None,
         "baseline": name,
-        "baseline_status": baseline.status if baseline is not None else "not asked for",
+        "baseline_status": baseline.status if baseline is not None else "not selected",
         "baseline_latency_us": theirs["median_us"] if theirs else None,
         "speedup": row.get("ratios", {}).get(name) if row.ok and theirs else None,
         "bytes_per_second": cost.bytes / seconds if seconds else None,

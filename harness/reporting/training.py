@@ -32,9 +32,9 @@ LABELS_A_LINE = 6
 COLOURS = (GREY, BLUE, GREEN, ORANGE, PINK, BROWN, PURPLE, OLIVE)
 
 TEXT = (
-    "*Loss* is the mean over the seeds of that on data which no training has seen. *Beside {0}* is the mean difference "
-    "to `{0}` of the same seed, which has the same weights at first and the same batches; *least* and *most* are those "
-    "of one seed. What the seeds themselves make of the loss is below the table."
+    "*Loss* is the loss on held-out data, averaged over the seeds. *Minus {0}* is the mean difference from `{0}` with "
+    "the same seed, which has the same initial weights and the same batches; *min* and *max* are the extremes over the "
+    "seeds. The range of the loss over the seeds is given below the table."
 )
 
 
@@ -57,14 +57,14 @@ def page(kernel: str, gpu: str, document: Mapping[str, Any]) -> list[str]:
     lines += [f"- `{kind}`: {what}" for kind, what in document.get("kinds", {}).items() if kind in results]
     lines += [f"- {name}: a loss of {loss:.4f}" for name, loss in document.get("bounds", {}).items()]
     lines += [""] * (lines[-1] != "") + [TEXT.format(plain), ""]
-    head = ("kind", ">seeds", ">loss", f">beside {plain}", ">least", ">most", ">ms a step")
+    head = ("kind", ">seeds", ">loss", f">minus {plain}", ">min", ">max", ">ms per step")
     rows = [_cells(kind, of, None if kind in _alone(document) else results[plain]) for kind, of in results.items()]
     losses = [run["loss"] for run in results[plain].values()]
     return [
         *lines,
         *md.table(head, rows),
         "",
-        f"`{plain}` is from {min(losses):.4f} to {max(losses):.4f} over the seeds.",
+        f"The loss of `{plain}` ranges from {min(losses):.4f} to {max(losses):.4f} over the seeds.",
         "",
     ]
 
@@ -73,7 +73,7 @@ def _head(document: Mapping[str, Any]) -> str:
     ranks = document.get("ranks", 1)
     where = document["device"] if ranks == 1 else f"{ranks} ranks ({document['device']})"
     model = ", ".join(f"{name} {value}" for name, value in document["model"].items())
-    each = "" if ranks == 1 else ", the batch being a rank's"
+    each = "" if ranks == 1 else ", batch size per rank"
     return f"{document['steps']} steps on {where}, PyTorch {document['torch']}; {model}{each}."
 
 
@@ -117,7 +117,7 @@ def chart(kernel: str, gpu: str, document: Mapping[str, Any]) -> Figure:
                 right.plot(steps, _beside(losses, curves[plain]), color=colour, lw=1.4)
         for name, loss in document.get("bounds", {}).items():
             left.axhline(loss, color="black", lw=1, ls="--", label=name)
-        for axes, title in ((left, "loss"), (right, f"loss less that of {plain}")):
+        for axes, title in ((left, "loss"), (right, f"loss minus that of {plain}")):
             axes.set(title=title, xlabel="step")
             axes.grid(color=GRID, lw=0.8)
         title = f"{kernel}: training on {gpu}"

@@ -209,9 +209,10 @@ def test_bad_input_raises_an_error_that_names_it(change, error, words):
         adamw(**given)
 
 
-@pytest.mark.parametrize("name", ["params", "grads", "exp_avgs", "exp_avg_sqs"])
+@pytest.mark.parametrize("name", ["params", "grads", "exp_avgs", "exp_avg_sqs", "master_params"])
 def test_a_stack_is_no_list_even_of_tensors_that_were_taken(name):
-    given = {**state_of(8, count=2), "step": 1, "lr": 0.1}
+    given = {**state_of(8, count=2, dtype=torch.float16), "step": 1, "lr": 0.1}
+    given["master_params"] = [param.float() for param in given["params"]]
     adamw(**given)
     with pytest.raises(TypeError, match=f"{name} must be a list"):
         adamw(**{**given, name: torch.stack(given[name])})

@@ -28,9 +28,8 @@ class RowsConfig:
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """Of products.cu, whose tiles are 128 x 256 x 64: steps of the ring, row tiles (or clusters of them) that follow
-    each other, and how many CTAs share what they read, 1 or 2: in the weights' gradient below each other, else beside
-    each other."""
+    """Of products.cu, whose tiles are 128 x 256 x 64: steps of the ring, how many clusters follow each other below each
+    other, and how many CTAs a cluster has, 1 or 2, with tiles below each other that share b."""
 
     stages: int
     raster: int
@@ -113,16 +112,15 @@ def pick_weights_config(
     return WeightsConfig(_fit(cols, 128), _fit(depth, 128), block_r=64, raster=8, stages=3, num_warps=4)
 
 
-def pick_cuda_rows_config(groups: int, cols: int) -> CudaConfig:
-    """Configuration of products.cu for the forward and x's gradient, of `cols` columns. Pure. The ring takes what
-    shared memory there is.
+def pick_cuda_rows_config() -> CudaConfig:
+    """Configuration of products.cu for the forward and x's gradient: the same for all. Pure. The ring takes what shared
+    memory there is.
 
-    Measured on one H200: CTAs by themselves take up to 2 % longer than pairs with 8 groups, and 2 to 12 %, mostly 8 %,
-    with 64 and 128. Of CTAs by themselves `raster` 16 is 2 to 7 % faster than 8 with 64 groups and more, and 5 % slower
-    with 8 groups. Of pairs both are within 1 %, but for 128 equal groups, where 16 is 3 % slower.
+    Explored on one NVIDIA H200 with 8, 64 and 128 groups (EXPERIMENTS.md): pairs of row tiles are faster than pairs
+    beside each other, which were faster than CTAs by themselves, also where groups are uneven. Raster 4 is within 5 %
+    of 8 either way. Where groups have one row tile each, so that no pair shares, it was not measured.
     """
-    raster, alone = (16, 1.08) if groups >= 32 else (8, 1.02)
-    return CudaConfig(stages=4, raster=raster, cluster=_pick_cluster(-(-cols // 256), alone))
+    return CudaConfig(stages=4, raster=8, cluster=2)
 
 
 def pick_cuda_weights_config(height: int) -> CudaConfig:
@@ -131,13 +129,8 @@ def pick_cuda_weights_config(height: int) -> CudaConfig:
     Measured on one H200: CTAs by themselves take 2 to 6 % longer than pairs with 16 and 32 tiles below each other, and
     2 to 7 % less time with 11, of which pairs make 12.
     """
-    return CudaConfig(stages=4, raster=8, cluster=_pick_cluster(-(-height // 128), 1.04))
-
-
-def _pick_cluster(tiles: int, alone: float) -> int:
-    """How many CTAs share what they read: 2, unless the tile that an odd number of `tiles` lacks takes more time than
-    pairs save. CTAs by themselves take `alone` times as long as pairs."""
-    return 2 if tiles + tiles % 2 <= tiles * alone else 1
+    tiles = triton.cdiv(height, 128)
+    return CudaConfig(stages=4, raster=8, cluster=2 if tiles + tiles % 2 <= 1.04 * tiles else 1)
 
 
 def pick_bias_config(cols: int, dtype: torch.dtype, capability: tuple[int, int]) -> BiasConfig:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import re
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 
+from harness.commands import stress
 from harness.compiling import nvrtc, sass
+from harness.options import Selection
 
-from . import configs, plans
+from . import bench, configs, plans
 from .launch import forget
 from .op import grouped_gemm
 from .reference import grouped_gemm_reference
@@ -26,6 +29,8 @@ SPLITS = {
     "all in one": [0, 0, 1000, 1000],
     "none": [0, 0, 0],
     "whole tiles": [128, 512, 640],
+    "a tile each": [128, 256, 384, 1000],
+    "an odd number of tiles": [1, 130],
 }
 
 
@@ -95,10 +100,7 @@ def test_backend_is_checked() -> None:
             grouped_gemm(x, weights, offsets, backend="cuda")
 
 
-CONFIGS = [
-    *(configs.CudaConfig(4, raster, cluster) for raster in (8, 16) for cluster in (1, 2)),
-    configs.CudaConfig(3, raster=3, cluster=2),
-]
+CONFIGS = [*(configs.CudaConfig(4, 8, cluster) for cluster in (1, 2)), configs.CudaConfig(3, raster=3, cluster=2)]
 
 
 def name_of(config: configs.CudaConfig) -> str:
@@ -140,14 +142,9 @@ def test_which_tiles_of_a_gradient_share_what_they_read(height: int, cluster: in
     assert config.cluster == cluster and config in CONFIGS
 
 
-@pytest.mark.parametrize(
-    ("groups", "cols", "cluster"),
-    [(8, 4096, 2), (64, 1408, 2), (128, 2048, 2), (8, 256, 1), (64, 8, 1), (8, 3328, 1), (64, 3328, 2), (64, 2816, 1)],
-)
-def test_which_tiles_of_rows_share_what_they_read(groups: int, cols: int, cluster: int) -> None:
-    """Pairs of 256 columns, unless one of an odd number beside each other adds more than it saves."""
-    config = configs.pick_cuda_rows_config(groups, cols)
-    assert config.cluster == cluster and config in CONFIGS
+def test_row_tiles_are_in_pairs() -> None:
+    config = configs.pick_cuda_rows_config()
+    assert config.cluster == 2 and config in CONFIGS
 
 
 def test_the_gradient_of_transposed_weights_is_that_of_their_transposes(monkeypatch) -> None:
@@ -160,6 +157,21 @@ def test_the_gradient_of_transposed_weights_is_that_of_their_transposes(monkeypa
     for stored in (weights, weights.mT.contiguous().mT):
         plans.bwd_plan(dy, x, stored, False, (False, True, False), "cuda")
     assert asked == [72, 64]
+
+
+@pytest.mark.parametrize("mode", ["fwd", "bwd"])
+def test_stress_repeats_pairs_of_one_group_and_of_two(monkeypatch, mode: str) -> None:
+    """Twelve processes that share the memory of one H200."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Namespace(total_memory=141 * 10**9))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: HOPPER)
+    selection = Selection(bench.SPEC, bench.CASES, (mode,), ("auto",))
+    chosen = stress.groups([selection], Namespace(processes=12, case=None), torch.device("cpu"))
+    kinds = set()
+    for case in (case for _, case, _, _ in chosen if "split" in case.params and bench._in_cuda(case)):
+        tiles = [-(-size // products.BLOCK_M) for size in bench.group_sizes(case)]
+        groups = [group for group, count in enumerate(tiles) for _ in range(count)]
+        kinds |= {len(set(groups[i : i + 2])) for i in range(0, len(groups), 2)}
+    assert kinds == {1, 2}
 
 
 def put_in_place(monkeypatch, pick: str, config: configs.CudaConfig) -> list[configs.CudaConfig]:

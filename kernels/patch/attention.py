@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache, wraps
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..attention import attention
+from .layers import FAMILIES
 
 NAME = "ridgeline"
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3")
 MAX_HEAD_DIM = 256
 _KEPT = "_ridgeline_attention"  # on a model: the implementation that it had
+_DECIDING = ("attention_mask", "position_ids", "past_key_values", "cache_position")  # what a query sees
 
 
 def use(model: nn.Module) -> None:
@@ -54,6 +58,39 @@ def _models(model: nn.Module) -> Iterator[Any]:
                 yield module
 
 
+def unmasked(module: nn.Module) -> Callable | None:
+    """A known model's new forward, which makes no mask where every row is one sequence from its beginning."""
+    named = re.fullmatch(f"({FAMILIES})(Text)?Model", type(module).__name__)
+    if named is None or getattr(getattr(module, "config", None), "_attn_implementation", None) != NAME:
+        return None
+    return _without_a_mask(type(module).forward)
+
+
+@cache
+def _without_a_mask(original: Callable) -> Callable:
+    """`original`, given an empty mask [1, 1, 0, 0] where it has none to make. transformers passes a mask of four
+    dimensions on as it is. Without one it reads positions, also those that it has counted itself, to find the borders
+    of packed sequences: the host waits for the GPU, which no CUDA graph can have, and while one is captured, as under
+    torch.compile, the mask is of all pairs of tokens."""
+
+    @wraps(original)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        tokens = args[0] if args else kwargs.get("input_ids")
+        tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+        given = len(args) > 1 or any(kwargs.get(name) is not None for name in _DECIDING)
+        if tokens is not None and not given and _is_causal(self.config, kwargs):
+            kwargs["attention_mask"] = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=tokens.device)
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+def _is_causal(config: Any, asked: dict[str, Any]) -> bool:
+    """Whether `attend` is called, and for attention that is causal."""
+    causal = asked.get("is_causal", getattr(config, "is_causal", True)) is not False
+    return causal and config._attn_implementation == NAME and not getattr(config, "use_bidirectional_attention", False)
+
+
 def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -82,7 +119,9 @@ def attend(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """query [B, H, Sq, D], key and value [B, Hkv, Sk, D] -> [B, Sq, H, D], and no weights. The last query sees all
-    keys, or its window of them."""
+    keys, or its window of them. A mask of no keys is that of `unmasked`: none."""
+    if attention_mask is not None and attention_mask.shape[-1] == 0:
+        attention_mask = None
     queries, keys = query.shape[2], key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(causal) and queries > 1

@@ -43,6 +43,10 @@ def patch(model: nn.Module, *, except_: Collection[str] = ()) -> nn.Module:
     except_  which of these to leave as they are
 
     Returns the model. It works under torch.compile(fullgraph=True), with gradient checkpointing, and for generation.
+    Nothing in a step of training waits for the GPU, so that `ridgeline.train.TrainStep` makes a CUDA graph of it, where
+    the model is given neither attention_mask nor position_ids: transformers reads those on the host, for padding and
+    for the borders of packed sequences. Padding behind a sequence needs no mask; labels of -100 leave it out. Gemma 2
+    waits without a cache, and any model whose rotary frequencies depend on the length ("dynamic", "longrope").
     Called again it patches anew. A patched model can be copied and saved as a state dict or by save_pretrained, not
     pickled as a whole.
 
@@ -59,8 +63,9 @@ def patch(model: nn.Module, *, except_: Collection[str] = ()) -> nn.Module:
             continue
         if op == "attention":
             attention.use(model)
+            _exchange(model, None, attention.unmasked)
         else:
-            _exchange(model, op)
+            _exchange(model, op, _FORWARDS[op])
     if not patched(model) and set(OPS) - set(except_):
         raise ValueError(f"patch: {type(model).__name__} has no layer of a known kind")
     return model
@@ -88,13 +93,14 @@ def _patched(model: nn.Module) -> Iterator[tuple[str, int]]:
         yield "attention", count
 
 
-def _exchange(model: nn.Module, op: str) -> None:
+def _exchange(model: nn.Module, op: str | None, forward_of: Callable[[nn.Module], Callable | None]) -> None:
+    """`op` is what `patched` counts these layers as, None for nothing."""
     for module in list(model.modules()):
-        if forward := _FORWARDS[op](module):
+        if forward := forward_of(module):
             module.__class__ = _subclass(type(module), op, forward)
 
 
-def _subclass(cls: type, op: str, forward: Callable) -> type:
+def _subclass(cls: type, op: str | None, forward: Callable) -> type:
     """The same name, which transformers writes into configurations."""
     if (cls, forward) not in _CLASSES:
         own = {"forward": forward, "_ridgeline_original": cls, "_ridgeline_op": op}

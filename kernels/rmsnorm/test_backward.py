@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch.overrides import BaseTorchFunctionMode
 
 from . import rmsnorm, rmsnorm_backward, rmsnorm_forward
 
@@ -46,7 +49,9 @@ def test_traced_calls_are_the_same() -> None:
     assert all(torch.equal(a, b) for a, b in zip(both(*given), traced(*given), strict=True))
 
 
-def test_wrong_arguments() -> None:
+@pytest.mark.parametrize("eager", [True, False])
+def test_wrong_arguments(eager: bool) -> None:
+    """In the lean call and, as under a mode that sees every function, in that of torch.library."""
     x, _, dy, _, weight = _inputs(torch.float32, 7, 24)
     _, h, rstd = rmsnorm_forward(x, weight)
     given = dict(dy=dy, h=h, rstd=rstd, weight=weight)
@@ -63,7 +68,7 @@ def test_wrong_arguments() -> None:
         ("weight_offset", "1", TypeError, "weight_offset must be a number"),
         ("weight", weight.clone().requires_grad_(), RuntimeError, "weight must not require grad"),
     ):
-        with pytest.raises(error, match=message):
+        with pytest.raises(error, match=message), nullcontext() if eager else BaseTorchFunctionMode():
             rmsnorm_backward(**{**given, name: value})
     with pytest.raises(RuntimeError, match="x must not require grad"):
         rmsnorm_forward(x.clone().requires_grad_(), weight)

@@ -288,6 +288,17 @@ def without(name: str, value: object) -> Callable[[Op], Op]:
     return around
 
 
+def unchecked_under_a_mode(unchecked: Op) -> Callable[[Op], Op]:
+    """Checks its arguments in a lean call alone: `unchecked` is what it does under a torch function mode."""
+
+    @_unseen
+    def around(fn: Op) -> Op:
+        return lambda **inputs: (unchecked if torch._C._len_torch_function_stack() else fn)(**inputs)
+
+    around.__name__ = "unchecked_under_a_mode"
+    return around
+
+
 def one_tensor(one: str, two: str) -> Callable[[dict[str, Any]], bool]:
     """Whether two inputs are one tensor."""
     return lambda inputs: inputs[one].data_ptr() == inputs[two].data_ptr() != 0

@@ -137,6 +137,7 @@ CHEATS = (
     _cheat(cheats.wrong_if(cheats.one_tensor("x", "residual")), RESIDUAL, "alias", "error", "x is residual"),
     _cheat(cheats.wrong_if(lambda inputs: inputs["x"].dim() > 2), FP32, "leading", "error", "more dimensions"),
     _cheat(cheats.wrong_if(lambda inputs: inputs["x"].shape[-1] == 1), FP32, "sizes", "error", "one column"),
+    _cheat(cheats.unchecked_under_a_mode(rmsnorm_reference), FP32, "refusal", "message"),
     *(_cheat(cheats.touching(touch), FP32, "accuracy", "state", name) for name, touch in cheats.TOUCHES.items()),
     Wrong("product in half precision", product_in_half_precision, FP16, "values", "nonfinite"),
 )

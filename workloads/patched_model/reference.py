@@ -36,8 +36,9 @@ def patched_model_reference(
     number = step + 1
     corrections = [1 - beta ** number.to(wide) for beta in BETAS]
     updated = [vector.clone() for vector in (weights, exp_avg, exp_avg_sq)]
+    parts = [views(vector, sizes) for vector in updated]
     for name, grad in zip(names, grads, strict=True):
-        p, m, v = (views(vector, sizes)[name] for vector in updated)
+        p, m, v = (part[name] for part in parts)
         grad = grad.to(wide)
         new_m = BETAS[0] * m.to(wide) + (1 - BETAS[0]) * grad
         new_v = BETAS[1] * v.to(wide) + (1 - BETAS[1]) * grad * grad

@@ -175,18 +175,16 @@ def cost(case: Case, mode: str) -> Cost:
 
 def stage_seconds(implementation: str, case: Case, mode: str, device: torch.device) -> dict[str, float] | None:
     """Of ours, and of PyTorch's parts without torch.compile, which would compile a stage to something else than it is
-    in a step; the weights in the products' dtype. None for the others, and where stages are computed again."""
+    in a step; the weights in the products' dtype. None for the others, as ours with a part exchanged, whose stage is
+    PyTorch's, and where stages are computed again."""
     parts: dict[str, dict[str, str]] = {"auto": {}, "torch-flash": dict(attention="sdpa-flash", **STOCK)}
-    long = case.dims["context"] > LONG
-    options = (parts if long else parts | ABLATIONS).get(implementation)
-    if options is None or case.params:
+    if implementation not in parts or case.params:
         return None
-    d, ours = case.dims, "optimizer" not in options and implementation != "torch-flash"
-    options = {name: value for name, value in options.items() if name != "optimizer"}
+    d, long = case.dims, case.dims["context"] > LONG
     with torch.device(device):
-        model = sizes_of(case).model(**options).to(case.dtype)
+        model = sizes_of(case).model(**parts[implementation]).to(case.dtype)
     model.flatten_parameters()
-    if ours:
+    if implementation == "auto":
         optimizer: torch.optim.Optimizer = AdamW(model.parameters(), master_weights=case.dtype != FP32)
     else:
         # It takes gradients of the parameters' dtype alone: as in the step the weights that it updates are fp32. That
@@ -295,6 +293,7 @@ SPEC = KernelSpec(
     fuzz={"context": (1, 8), "targets": (1, 8)},
     unsupported_reason=_unsupported,
     alias_reason=_alias,
+    captured=True,
     stages=stage_seconds,
     stage_ranges=stage_ranges,
     ablation=ABLATION_TEXTS,

@@ -11,7 +11,7 @@ RANGE = 2.0  # x is uniform in [−RANGE, RANGE]
 LENGTHS = (0.25, 1.0)  # of the process, uniform, drawn anew for each task
 JITTER = 1e-5
 CHOLESKY_POINTS = 2048
-MATRICES = 1 << 22  # elements of covariance matrices at a time
+MATRICES = 1 << 25  # elements of covariance matrices at a time: 256 MB in fp64, as many as a GPU works on at once
 FEATURES = 1024
 
 

@@ -11,25 +11,22 @@ DEVICE void exchange(u32& kept_low, u32& kept_high, int bit) {
     else kept_high = got;
 }
 
-// Two fp32 sums with their bias, rounded.
-DEVICE u32 rounded(const Problem& a, const Tile& tile, int column, float x, float y) {
-    if (!WEIGHTS && a.bias && tile.group >= 0 && column < a.cols) {
-        const u16* bias = a.bias + tile.group * a.bias_group + column * a.bias_column;
-        const u32 first = bias[0], second = bias[a.bias_column];
-#if FP16
-        float low, high;
-        asm("{ .reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h; }" : "=f"(low) : "r"(first));
-        asm("{ .reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h; }" : "=f"(high) : "r"(second));
-#else
-        const float low = __uint_as_float(first << 16), high = __uint_as_float(second << 16);
-#endif
-        x += low, y += high;
+// A thread has columns 8 j + 2 (lane % 4) and the next, of rows lane / 4 and lane / 4 + 8 of its warp's 16.
+
+DEVICE void add_bias(const Problem& a, const Tile& tile, float (&d)[BLOCK_N / 2]) {
+    if (WEIGHTS || !a.bias || tile.group < 0) return;
+    const u16* const bias = a.bias + tile.group * a.bias_group + (tile.column + threadIdx.x % 4 * 2) * a.bias_column;
+#pragma unroll
+    for (int j = 0; j < BLOCK_N / 8; j++) {
+        if (tile.column + 8 * j < a.cols) {
+            const float first = widen(bias[8 * j * a.bias_column]), second = widen(bias[(8 * j + 1) * a.bias_column]);
+            d[4 * j] += first, d[4 * j + 2] += first;
+            d[4 * j + 1] += second, d[4 * j + 3] += second;
+        }
     }
-    return pack(x, y);
 }
 
-// A thread has columns 8 j + 2 (lane % 4) and the next of rows lane / 4 and lane / 4 + 8 of its warp's 16. Four lanes
-// exchange what they have of four blocks of 8 columns, so that each stores one block of a row: 16 bytes.
+// Four lanes exchange what they have of four blocks of 8 columns, so that each stores one block of a row: 16 bytes.
 DEVICE void store_tile(const Problem& a, const Tile& tile, const float (&d)[BLOCK_N / 2], int consumer) {
     const int lane = threadIdx.x % 32, quad = lane % 4;
     const int row = consumer * ROWS + threadIdx.x % 128 / 32 * 16 + lane / 4;
@@ -44,7 +41,7 @@ DEVICE void store_tile(const Problem& a, const Tile& tile, const float (&d)[BLOC
 #pragma unroll
             for (int block = 0; block < 4; block++) {
                 const int at = 4 * (4 * c + block) + 2 * half;
-                w[block] = rounded(a, tile, tile.column + 32 * c + 8 * block + 2 * quad, d[at], d[at + 1]);
+                w[block] = pack(d[at], d[at + 1]);
             }
             exchange(w[0], w[1], 1);
             exchange(w[2], w[3], 1);

@@ -7,14 +7,14 @@
 //
 // Napkin maths for 64 terms of a tile of 128 x 256, in cycles of an SM: the tensor cores take 1024 (4096 FLOP a cycle,
 // dense), shared memory gives them 80 bytes a cycle of the 128 that it can, and 48 KiB come from L2, 48 bytes a cycle.
-// Two CTAs that share b read 32, two that share a 40. The 64 KiB of a tile are 1000 cycles of stores.
+// Two CTAs that share b read 32. The 64 KiB of a tile are 1000 cycles of stores.
 //
 // A CTA is one producer warp and two consumer warpgroups with 64 rows of the tile each. The producer fills a ring of
 // STAGES steps of both operands. Consumers keep 64 x 256 sums in registers.
 //
-// The two CTAs of a cluster have neighbouring tiles of one group, and go through the same steps. In the weights' gradient
-// the tiles are below each other, and each CTA loads half of the columns of b for both. Else they are beside each other,
-// since every group with an odd number of row tiles would leave one alone, and each loads half of the rows of a.
+// The two CTAs of a cluster have tiles below each other, and go through the same steps. Each loads half of the columns of
+// b for both. Row tiles of all groups follow each other in pairs, so that no group is padded: where the two are of
+// different groups each CTA loads all of its own b.
 //
 // Ragged edges cost what they are, not what a tile is:
 //  - a tile with at most 64 rows leaves the second consumer idle, and one with at most 128 columns takes wgmmas of 128;
@@ -59,35 +59,33 @@ struct Ring {
 
 // ---- Producer -----------------------------------------------------------------------------------------------------
 
-// For this CTA, or for both of the cluster.
-template <bool SHARED>
-DEVICE void load(u32 to, const TensorMap* map, int column, int row, int group, u32 bar) {
-    if (SHARED) tma_multicast(to, map, column, row, bar, group);
-    else tma_load(to, map, column, row, group, 0, bar);
+// Starts the loads of b for one step: this CTA's share for both of the cluster, or all for itself.
+template <bool SHARED> DEVICE void load_b(const TensorMap* map, const Tile& tile, int k, u32 to, u32 bar) {
+    constexpr int BOX = B_TRANS ? 64 : BLOCK_N / CLUSTER, SHARE = SHARED ? BLOCK_N / CLUSTER : BLOCK_N;
+    const int first = SHARED ? cluster_rank() * SHARE : 0, group = WEIGHTS ? 0 : tile.group;
+    for (int i = first; i < first + SHARE; i += BOX) {
+        const int x = B_TRANS ? tile.column + i : k, y = B_TRANS ? k : tile.column + i;
+        if (SHARED) tma_multicast(to + i * BLOCK_K * 2, map, x, y, bar, group);
+        else tma_load(to + i * BLOCK_K * 2, map, x, y, group, 0, bar);
+    }
 }
 
-// Starts the loads of one step of a sum, from term k on: of each operand all, or this CTA's share for all of the cluster.
+// Starts the loads of one step of a sum, from term k on.
 DEVICE void load_step(const TensorMap* a_map, const TensorMap* b_map, const Tile& tile, int k, u32 to, u32 bar) {
-    constexpr int A_SHARE = BLOCK_M / CLUSTER_N, B_SHARE = BLOCK_N / CLUSTER_M;
-    const int of_a = rank_n() * A_SHARE, of_b = rank_m() * B_SHARE, group = WEIGHTS ? 0 : tile.group;
+    constexpr int A_BOX = A_TRANS ? 64 : BLOCK_M;
     bar_expect(bar, STEP_BYTES);
-    for (int i = of_a; i < of_a + A_SHARE; i += A_TRANS ? 64 : A_SHARE) {
-        const int row = tile.row + i;
-        load<CLUSTER_N == 2>(to + i * BLOCK_K * 2, a_map, A_TRANS ? row : k, A_TRANS ? k : row, 0, bar);
-    }
-    for (int i = of_b; i < of_b + B_SHARE; i += B_TRANS ? 64 : B_SHARE) {
-        const int column = tile.column + i;
-        load<CLUSTER_M == 2>(to + A_BYTES + i * BLOCK_K * 2, b_map, B_TRANS ? column : k, B_TRANS ? k : column, group,
-                             bar);
-    }
+    for (int i = 0; i < BLOCK_M; i += A_BOX)
+        tma_load(to + i * BLOCK_K * 2, a_map, A_TRANS ? tile.row + i : k, A_TRANS ? k : tile.row + i, 0, 0, bar);
+    if (tile.shares) load_b<true>(b_map, tile, k, to + A_BYTES, bar);
+    else load_b<false>(b_map, tile, k, to + A_BYTES, bar);
 }
 
 DEVICE void produce(const Problem& a, const TensorMap* a_map, const TensorMap* b_map, u32 smem) {
-    const int tiles = tiles_of(a);
+    const int places = places_of(a);
     Ring ring;
-    for (int round = 0; round * clusters() < tiles; round++) {
+    for (int round = 0; round * clusters() < places; round++) {
         const int place = place_of(round);
-        if (place >= tiles) continue;
+        if (place >= places) continue;
         const Tile tile = find_tile(a, place);
 #pragma unroll 1
         for (int k = 0; k < tile.terms; k += BLOCK_K, ring.next()) {
@@ -140,7 +138,7 @@ template <int N> DEVICE void multiply(float (&d)[N / 2], u32 smem, Ring& ring, i
     if (terms > 0) release(smem, before);
 }
 
-// A consumer without rows lets the steps pass.
+// A consumer without rows, or without a sum, lets the steps pass.
 DEVICE void skip(u32 smem, Ring& ring, int terms) {
 #pragma unroll 1
     for (int k = 0; k < terms; k += BLOCK_K, ring.next()) {
@@ -149,27 +147,29 @@ DEVICE void skip(u32 smem, Ring& ring, int terms) {
     }
 }
 
-DEVICE Tile next_tile(const Problem& a, int round, int tiles) {
+DEVICE Tile next_tile(const Problem& a, int round, int places) {
     const int place = place_of(round);
-    return place < tiles ? find_tile(a, place) : Tile{};
+    return place < places ? find_tile(a, place) : Tile{};
 }
 
 DEVICE void consume(const Problem& a, u32 smem, int consumer) {
-    const int tiles = tiles_of(a);
+    const int places = places_of(a);
     Ring ring;
     float d[BLOCK_N / 2];
-    Tile tile = uniform(next_tile(a, 0, tiles));
-    for (int round = 0; round * clusters() < tiles; round++) {
-        const Tile next = next_tile(a, round + 1, tiles);  // its entry of the table is on its way during the main loop
-        if (tile.rows <= consumer * ROWS || (CLUSTER_N > 1 && tile.column >= a.cols)) {
-            skip(smem, ring, tile.terms);
-        } else {
+    Tile tile = uniform(next_tile(a, 0, places));
+    for (int round = 0; round * clusters() < places; round++) {
+        const bool idle = tile.rows <= consumer * ROWS;
 #pragma unroll
-            for (int i = 0; i < BLOCK_N / 2; i++) d[i] = 0;
-            if (a.cols - tile.column > BLOCK_N / 2)
-                multiply<BLOCK_N>(d, smem, ring, tile.terms, consumer);
-            else
-                multiply<BLOCK_N / 2>(reinterpret_cast<float(&)[BLOCK_N / 4]>(d), smem, ring, tile.terms, consumer);
+        for (int i = 0; i < BLOCK_N / 2; i++) d[i] = 0;
+        if (idle || tile.group < 0)
+            skip(smem, ring, tile.terms);
+        else if (a.cols - tile.column > BLOCK_N / 2)
+            multiply<BLOCK_N>(d, smem, ring, tile.terms, consumer);
+        else
+            multiply<BLOCK_N / 2>(reinterpret_cast<float(&)[BLOCK_N / 4]>(d), smem, ring, tile.terms, consumer);
+        const Tile next = next_tile(a, round + 1, places);  // its entry of the table comes while the sums leave
+        if (!idle) {
+            add_bias(a, tile, d);
             store_tile(a, tile, d, consumer);
         }
         tile = uniform(next);

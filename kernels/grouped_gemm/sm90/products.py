@@ -65,11 +65,11 @@ def rows_launch(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, con
     (rows, depth), (groups, cols, _) = a.shape, b.shape
     transposed = b.stride(2) != 1
     maps = (
-        tensor_map(a[None, None], rows, BLOCK_M // config.cluster),
-        tensor_map(b.mT[None], depth, BLOCK_K) if transposed else tensor_map(b[None], cols, BLOCK_N),
+        tensor_map(a[None, None], rows, BLOCK_M),
+        tensor_map(b.mT[None], depth, BLOCK_K) if transposed else tensor_map(b[None], cols, BLOCK_N // config.cluster),
     )
     strides = cols, 0, *((0, 0) if bias is None else bias.stride())
-    most = (rows // BLOCK_M + groups + 1) * -(-cols // (config.cluster * BLOCK_N))
+    most = -(-(rows // BLOCK_M + groups + 1) // config.cluster) * -(-cols // BLOCK_N)
     start = _start(a, config, transposed, False, most, maps, strides, (groups, rows, cols, depth))
 
     def run(

@@ -18,22 +18,19 @@ struct Problem {
 struct Tile {
     int group, row, column;   // of out
     int rows;                 // how many of BLOCK_M are there, none or less of a cluster's second tile beyond the end
-    int first, terms;         // of the sum
+    int first, terms;         // of the sum; terms are those of both tiles of a cluster
+    bool shares;              // b with the other tile of the cluster
 };
 
-// A cluster has CLUSTER_M tiles below each other and CLUSTER_N beside each other, of which the last may be beyond the
-// end. This CTA's place in it:
-constexpr int CLUSTER_M = WEIGHTS ? CLUSTER : 1, CLUSTER_N = WEIGHTS ? 1 : CLUSTER;
-DEVICE int rank_m() { return CLUSTER_M > 1 ? cluster_rank() : 0; }
-DEVICE int rank_n() { return CLUSTER_N > 1 ? cluster_rank() : 0; }
 DEVICE int clusters() { return gridDim.x / CLUSTER; }
 
-// Tiles of clusters, in each direction.
-DEVICE int tiles_below(const Problem& a) { return (a.rows + CLUSTER_M * BLOCK_M - 1) / (CLUSTER_M * BLOCK_M); }
-DEVICE int tiles_beside(const Problem& a) { return (a.cols + CLUSTER_N * BLOCK_N - 1) / (CLUSTER_N * BLOCK_N); }
-DEVICE int tiles_of(const Problem& a) {
-    return tiles_beside(a) * (WEIGHTS ? a.groups * tiles_below(a) : a.table[0]);
+// A cluster has CLUSTER tiles below each other, of which the last may be beyond the end. How many there are below each
+// other, with WEIGHTS of one group, and beside each other:
+DEVICE int clusters_below(const Problem& a) {
+    return ((WEIGHTS ? (a.rows + BLOCK_M - 1) / BLOCK_M : a.table[0]) + CLUSTER - 1) / CLUSTER;
 }
+DEVICE int clusters_beside(const Problem& a) { return (a.cols + BLOCK_N - 1) / BLOCK_N; }
+DEVICE int places_of(const Problem& a) { return clusters_beside(a) * clusters_below(a) * (WEIGHTS ? a.groups : 1); }
 
 // RASTER tiles of a column, then the next column, so that what they read of b is in L2.
 DEVICE void raster(int place, int tiles_m, int tiles_n, int& tile_m, int& tile_n) {
@@ -42,24 +39,31 @@ DEVICE void raster(int place, int tiles_m, int tiles_n, int& tile_m, int& tile_n
     tile_m = first + place % band % height;
 }
 
+// This CTA's tile. A cluster of row tiles of two groups shares nothing, but goes through as many steps in both CTAs.
 DEVICE Tile find_tile(const Problem& a, int place) {
-    const int tiles_n = tiles_beside(a);
+    const int clusters_m = clusters_below(a), clusters_n = clusters_beside(a);
     const int4* entries = reinterpret_cast<const int4*>(a.table) + 1;
     int tile_m, tile_n;
     Tile tile;
     if (WEIGHTS) {
-        const int tiles_m = tiles_below(a), each = tiles_m * tiles_n;
+        const int each = clusters_m * clusters_n;
         const int4 entry = entries[place / each];
-        raster(place % each, tiles_m, tiles_n, tile_m, tile_n);
+        raster(place % each, clusters_m, clusters_n, tile_m, tile_n);
         tile.group = entry.x, tile.first = entry.y, tile.terms = entry.z - entry.y;
-        tile.row = (tile_m * CLUSTER_M + rank_m()) * BLOCK_M, tile.rows = min(a.rows - tile.row, BLOCK_M);
+        tile.row = (tile_m * CLUSTER + cluster_rank()) * BLOCK_M, tile.rows = min(a.rows - tile.row, BLOCK_M);
+        tile.shares = true;
     } else {
-        raster(place, a.table[0], tiles_n, tile_m, tile_n);
-        const int4 entry = entries[a.groups + tile_m];
-        tile.group = entry.x, tile.row = entry.y, tile.rows = min(entry.z - entry.y, BLOCK_M);
-        tile.first = 0, tile.terms = entry.x < 0 ? 0 : a.depth;
+        raster(place, clusters_m, clusters_n, tile_m, tile_n);
+        const int first = tile_m * CLUSTER, last = min(first + CLUSTER, a.table[0]) - 1, own = first + cluster_rank();
+        const int4* row_tiles = entries + a.groups;
+        const int4 entry = row_tiles[min(own, last)];
+        const int first_group = row_tiles[first].x;
+        tile.group = entry.x, tile.shares = first_group == row_tiles[last].x;
+        tile.row = own > last ? a.rows : entry.y, tile.rows = own > last ? 0 : min(entry.z - entry.y, BLOCK_M);
+        // Rows behind the last offset come last: where the first tile has a sum, a second one of these lets it pass.
+        tile.first = 0, tile.terms = first_group < 0 ? 0 : a.depth;
     }
-    tile.column = (tile_n * CLUSTER_N + rank_n()) * BLOCK_N;
+    tile.column = tile_n * BLOCK_N;
     return tile;
 }
 

@@ -39,4 +39,4 @@ def dw1_of(dpre: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def rounded(sums: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The gradient of w1, contiguous, in its dtype, from [K · pitch, D]."""
     heads, hidden, dim = like.shape
-    return sums.view(heads, -1, dim)[:, :hidden].to(like.dtype, memory_format=torch.contiguous_format)
+    return sums.view(heads, -1, dim)[:, :hidden].to(like.dtype).contiguous()
