@@ -216,5 +216,5 @@ def test_a_slot_given_back_before_it_is_read_fails(toy, tmp_path, read, cluster)
         assert fault.startswith("sm_90 toy_release (a fwd): arrivals at another CTA's mbarrier")
     else:
         assert early["__syncwarp"] == (0, {read if read == "LDSM" else f"{read}.128": 1})
-        expected = ["sm_90 toy_release (a fwd): arrivals at an mbarrier that do not wait for ldmatrix"] * (read == "LDSM")
-        assert [fault.partition(", whose")[0] for fault in faults["__syncwarp"]] == expected
+        said = "sm_90 toy_release (a fwd): arrivals at an mbarrier that do not wait for ldmatrix"
+        assert [f.partition(", whose")[0] for f in faults["__syncwarp"]] == [said] * (read == "LDSM")

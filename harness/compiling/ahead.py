@@ -240,8 +240,8 @@ def faults(row: Row, capability: tuple[int, int]) -> list[str]:
         )
     if own := row["early_own_reads"].get("LDSM"):
         wrong.append(
-            f"{where}: arrivals at an mbarrier that do not wait for ldmatrix, whose tile TMA may then write over: {own}. "
-            "fence_reads() of mbarrier.cuh waits for it"
+            f"{where}: arrivals at an mbarrier that do not wait for ldmatrix, whose tile TMA may then write over: {own}"
+            ". fence_reads() of mbarrier.cuh waits for it"
         )
     if row["ctas_per_sm"] == 0:
         sm = occupancy.limits(capability)

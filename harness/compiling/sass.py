@@ -166,17 +166,17 @@ def early_arrivals(text: str, own: bool = False) -> list[list[str]]:
     memory has its result: of each these reads, such as ["LDS.64", "LDSM"].
 
     Such an arrival says that the memory may be written over. ptxas makes it wait for no read, so it can come first:
-    `fence_reads` of mbarrier.cuh is the remedy. In the own CTA it is needed where TMA writes next: the writes of threads
-    stay behind the reads of other threads before the arrival. `text` is as for `parse`, of compute capability 7.0 or
-    more.
+    `fence_reads` of mbarrier.cuh is the remedy. In the own CTA it is needed where TMA writes next: the writes of
+    threads stay behind the reads of other threads before the arrival. `text` is as for `parse`, of compute capability
+    7.0 or more.
 
     A read (LDS, LDSM, ATOMS, and LD and ATOM by generic addresses) is pending from its issue until an instruction
     waits for its scoreboard, on any path of branches whose target is in the text. Scoreboards are those of a warp: a
     wait is for the reads that its lanes have issued together. Every read counts, also one of memory that the arrival
     does not give back. What is not seen: lanes that diverge, of which one arrives before another has issued its read
     (`ldmatrix` is issued by all together, other reads need __syncwarp() before the arrival); reads by wgmma and by TMA,
-    which have no scoreboard; branches to computed targets (BRX, RET); and releases by other means than an mbarrier, such
-    as the barriers of a CTA or of the cluster.
+    which have no scoreboard; branches to computed targets (BRX, RET); and releases by other means than an mbarrier,
+    such as the barriers of a CTA or of the cluster.
 
     Raises RuntimeError where there are such arrivals and the encodings do not stand beside the instructions.
     """

@@ -45,7 +45,7 @@ def test_the_forward_gives_back_what_it_has_read(dim: int, block: int, config: C
 
 
 @pytest.mark.parametrize(
-    ("dim", "causal"), [(64, 1), *(pytest.param(*both, marks=pytest.mark.slow) for both in ((64, 0), (128, 0), (128, 1)))]
+    ("dim", "causal"), [(64, 1), *(pytest.param(*b, marks=pytest.mark.slow) for b in ((64, 0), (128, 0), (128, 1)))]
 )
 def test_the_backward_gives_back_what_it_has_read(dim: int, causal: int) -> None:
     """lse and delta come by TMA too, and are read in pairs."""
