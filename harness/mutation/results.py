@@ -17,6 +17,7 @@ FOLDER = registry.ROOT / "reports" / "mutants"
 QUICK = "-quick"
 KILLED = ("killed", "hang", "crash")
 INVALID, SAME = "invalid", "same"  # CUDA C++ that does not compile, or of which NVRTC makes the same machine code
+UNFINISHED, ERROR = "unfinished", "error"  # time was up; it could not be begun. Neither says what the checks do
 _FOLDERS = re.compile(r"\S*/(?=[\w.-]+\.(?:py|cuh?)\b)")  # in front of a file's name: they are those of one machine
 
 
@@ -65,7 +66,10 @@ def current(lines: Iterable[Mapping[str, Any]], mutants: Iterable[Mutant], devic
         if r["device"] == device
         and r["key"] in there
         and there[r["key"]].digest == r["digest"]
-        and (r["status"] != SAME or r["checks"] == digest_of_source(there[r["key"]].kernel))
+        and (
+            r["status"] != SAME
+            or r["checks"].removesuffix(QUICK) == digest_of_source(there[r["key"]].kernel, r["file"])
+        )
     }
 
 
@@ -90,14 +94,19 @@ def digest_of_checks(kernel: str, quick: bool = False) -> str:
 
 
 @cache
-def digest_of_source(kernel: str) -> str:
-    """Of all that decides how CUDA C++ is compiled for the cases of SPEC: it, its launchers, configurations, cases."""
+def digest_of_source(kernel: str, file: str) -> str:
+    """Of all that decides how a file is compiled for the cases of SPEC. For CUDA C++ that is all of it, its launchers,
+    the configurations and the cases; for Triton the whole folder but its tests."""
     folder = registry.folder(kernel)
     texts = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.suffix in (".cu", ".cuh", ".py")}
     kept = [
         text
         for path, text in texts.items()
-        if path.suffix != ".py" or "config" in path.as_posix() or path.name == "bench.py" or b"cuda_driver" in text
+        if path.suffix != ".py"
+        or "config" in path.as_posix()
+        or path.name == "bench.py"
+        or b"cuda_driver" in text
+        or file.endswith(".py")
         if not path.name.startswith("test_")
     ]
     return hashlib.sha256(b"".join(kept)).hexdigest()[:12]
