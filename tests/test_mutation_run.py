@@ -260,6 +260,17 @@ def test_a_process_whose_time_is_up_is_ended_and_no_mutant_is_killed_by_that():
         time.sleep(60)
 
     assert answer_to(fails_first, {"life": 0.5})["status"] == "killed"
+    original = answer_to(fails_first, {"life": 0.5, "file": None})
+    assert (original["status"], original["failed"]) == ("unfinished", {ACCURACY: "wrong"})
+
+
+def test_a_process_that_ends_while_cuda_starts_says_nothing_about_the_mutant():
+    def starts(report):
+        worker._say(report, at=worker.START, limit=0.2)
+        worker.Clock().limit(0.2)
+        time.sleep(60)
+
+    assert answer_to(starts)["status"] == "error"
 
 
 def test_a_worker_answers_also_what_it_cannot_do(monkeypatch):
@@ -462,7 +473,9 @@ def _prepared(kernel, worker_, given):
     kernel.pieces = [[name] for name in names]
     kernel.check_original = lambda names, worker_, given: (
         worker_.ask({**given, "kernel": "one"}),
-        kernel._note({"passed": dict.fromkeys(names, 0.1), "took": dict.fromkeys(names, 0.1), "skipped": []}, names),
+        kernel._note(
+            {"reason": "", "passed": dict.fromkeys(names, 0.1), "took": dict.fromkeys(names, 0.1), "skipped": []}, names
+        ),
         kernel._sound.add(ACCURACY),
     )
 

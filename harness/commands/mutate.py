@@ -171,6 +171,8 @@ def _run(
         print(f"{kernel.name}: {kernel.broken or said or 'none'}; {len(kernel.left)} were not begun")
         if kernel.failing:
             print(f"{kernel.name}: left out, as the original fails: {', '.join(sorted(kernel.failing))}")
+            name, reason = next(iter(kernel.failing.items()))
+            print(f"{kernel.name}: {name}: {reason}")
     return 1 if any(k.broken or counts[k.name][results.ERROR] for k in kernels) else 0
 
 

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ GPU_SHARE = 0.8  # of a GPU's memory that all its workers may take with tensors;
 IN_FILE = 3  # what a check rejected of the same file weighs more than what it rejected elsewhere
 ORIGINALS = 0.3  # of the time of a quick run that the originals may take
 PIECE = 24  # checks of an original that one process makes
-MARGIN, PATIENCE = 1.25, 60.0  # how much longer the next mutant may take; seconds that a worker may be late
+MARGIN, PATIENCE = 1.25, 40.0  # how much longer the next mutant may take; seconds that a worker may be late
 
 Answer = Mapping[str, Any]
 Done = Callable[[Mutant, Answer], None]
@@ -57,8 +57,9 @@ class Worker:
 
     def ask(self, task: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to a task. Lost where there is none within PATIENCE of the life of the task."""
+        patience = task["life"] + PATIENCE if "life" in task else None
         if not self._ready:
-            first = self._answer(None)
+            first = self._answer(patience)
             if "broken" in first:
                 raise Lost(f"{self.name} cannot begin: {first['broken']}")
             self._ready = True
@@ -68,7 +69,7 @@ class Worker:
                 text = text[os.write(self._tasks, text) :]
         except OSError as error:
             raise Lost(f"{self.name} has ended") from error
-        return self._answer(task["life"] + PATIENCE if "life" in task else None)
+        return self._answer(patience)
 
     def _answer(self, patience: float | None) -> dict[str, Any]:
         end = None if patience is None else time.monotonic() + patience
@@ -182,7 +183,7 @@ class Kernel:
     def check_original(self, names: Sequence[str], worker: Worker, given: Mapping[str, Any]) -> None:
         """Makes these checks of the original, as many as there is time for."""
         answer = worker.ask({**given, "kernel": self.name, "only": names})
-        made = {*answer["passed"], *answer["skipped"], answer["by"]}
+        made = {*answer["passed"], *answer["skipped"], *answer.get("failed", ()), answer["by"]}
         complete = answer["status"] in ("survived", "killed")
         self._note(answer, [name for name in names if complete or name in made])
 
@@ -213,12 +214,14 @@ class Kernel:
         """The answer of a worker to a mutant, after all of its checks that the original passes too. Broken where the
         original cannot be imported. `given` is what all tasks have."""
         passed: set[str] = set()
+        codes: set[tuple[str, str, str]] = set()
         while True:
             task = {**_alive(given), **self._task(mutant), "without": sorted(passed | self.unsound)}
             answer = worker.ask(task)
             if answer["status"] in ("invalid", results.ERROR, results.UNFINISHED):
                 return answer
             self._learn(answer["passed"])
+            codes |= {(variant, source, code) for variant, source, code in answer.get("codes", ())}
             suspects = [answer["by"]] if answer["by"] else answer["skipped"]
             if reason := self._verify([n for n in suspects if n not in self._sound | self.unsound], worker, given):
                 return {**answer, "status": results.UNFINISHED, "by": "", "reason": f"the original: {reason}"}
@@ -232,12 +235,11 @@ class Kernel:
                 self._count(mutant, sound[0])
                 return answer
             if answer["status"] == "survived":
-                return self._if_same(mutant, answer)
+                return self._if_same(mutant, answer, codes)
             passed |= set(answer["passed"])
 
-    def _if_same(self, mutant: Mutant, answer: Answer) -> Answer:
+    def _if_same(self, mutant: Mutant, answer: Answer, codes: Collection[tuple[str, str, str]]) -> Answer:
         """The answer, but for a survivor that was compiled in every variant to the machine code of the original."""
-        codes = answer.get("codes", ())
         with self._lock:
             same = all(self._codes.get(variant, ("", ""))[1] == code for variant, _, code in codes)
             changed = sum(self._codes.get(variant, ("", ""))[0] != source for variant, source, _ in codes)
@@ -263,7 +265,7 @@ class Kernel:
             self._sound |= set(names) & set(answer["passed"])
             self.unsound |= set(names) - set(answer["passed"])
             failing = set(names) - set(answer["passed"]) - set(answer["skipped"])
-            self.failing |= {name: answer["reason"] if name == answer["by"] else "" for name in failing}
+            self.failing |= {name: answer.get("failed", {}).get(name, answer["reason"]) for name in failing}
 
     def _learn(self, passed: Mapping[str, float]) -> None:
         with self._lock:

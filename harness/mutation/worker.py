@@ -60,11 +60,12 @@ from .. import registry
 from . import results
 
 MEMORY = 6 << 30  # bytes that a mutant may take beyond what is there after the imports; the CPU alone is bounded so
-IMPORT, COLLECTION = "import", "collection of the tests"
+START, IMPORT, COLLECTION = "start of CUDA", "import", "collection of the tests"
 PHASES = (IMPORT, COLLECTION)
 SLACK, FACTOR = 10.0, 10.0  # a check may take FACTOR times as long as where it passed, and SLACK seconds more
 UNSEEN = {"cpu": 300.0, "cuda": 30.0}  # seconds of a check that has not passed yet
 ORIGINAL_SECONDS, COMPILER_SECONDS = 900.0, 120.0
+START_SECONDS = 180.0  # when many processes start CUDA at once
 SILENCE, UNWILLING = 1200.0, 30.0  # seconds without a word after which a process is killed, and is given up
 LIVES = 86400.0  # seconds that a process may take where its task does not say so
 EVERY_KERNEL = ("tests/test_addresses.py", "tests/test_call.py")  # each has a share for every kernel
@@ -163,7 +164,7 @@ def answered(task: Mapping[str, Any]) -> dict[str, Any]:
         return {**_EMPTY, "status": results.ERROR, "reason": traceback.format_exc()[-1000:]}
 
 
-_EMPTY: dict[str, Any] = {"seconds": 0.0, "by": "", "limit": 0.0, "passed": {}, "took": {}, "skipped": [], "codes": []}
+_EMPTY: dict[str, Any] = {"seconds": 0.0, "by": "", "limit": 0.0, "passed": {}, "skipped": []}
 
 
 @contextlib.contextmanager
@@ -295,15 +296,18 @@ def _answer(
         "passed": {s["passed"]: s["seconds"] for s in said if "passed" in s and s["passed"] not in failed},
         "took": {s["passed"]: s["took"] for s in said if "took" in s},
         "skipped": [s["skipped"] for s in said if "skipped" in s],
+        "failed": dict(zip(failed, (s["failed"] for s in failures), strict=True)),
         "codes": sorted({tuple(s["code"]) for s in said if "code" in s}),
     }
     if errors := [s["error"] for s in said if "error" in s]:
         return {**answer, "status": results.ERROR, "by": "", "reason": errors[0]}
+    if begun["at"] == START and not late:
+        return {**answer, "status": results.ERROR, "by": "", "reason": f"ended in the {START}, status {status}"}
     if lists := [s["checks"] for s in said if "checks" in s]:
         answer["checks"] = lists[0]
     if Path(task.get("file") or "").suffix in CUDA_SOURCES and (logs := [s["log"] for s in said if "log" in s]):
         return {**answer, "status": "invalid", "reason": logs[0]}
-    if late and not failures:
+    if late and not (failures and task.get("file")):
         return {**answer, "status": results.UNFINISHED, "by": "", "reason": f"time was up in {begun['at']}"}
     if os.WIFSIGNALED(status) and not late:
         number = os.WTERMSIG(status)
@@ -462,6 +466,8 @@ def checks(task: Mapping[str, Any], report: Any) -> None:
         hypothesis.settings.register_profile("mutants", phases=phases)
         hypothesis.settings.load_profile("mutants")
     if device == "cuda":
+        clock.limit(START_SECONDS)
+        _say(report, at=START, limit=START_SECONDS)
         try:
             _use_gpu(task)
         except BaseException:
@@ -500,7 +506,8 @@ def checks(task: Mapping[str, Any], report: Any) -> None:
             took = round(time.monotonic() - began, 3)
             _say(report, passed=name, seconds=round(clock.now() - start, 3), took=took)
         elif outcome.status == "skip":
-            _say(report, skipped=name)
+            if device == "cpu" or "out of memory" not in outcome.reason:  # others take a GPU's memory too
+                _say(report, skipped=name)
         else:
             _say(report, failed=reason, by=name)
             if task.get("file"):
