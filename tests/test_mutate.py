@@ -247,6 +247,28 @@ def test_no_more_are_run_than_asked_for(tmp_path, monkeypatch):
     assert mutate._left("one", every, every, "gpu", arguments) == mutants.order(every, 0)[:7]
 
 
+def test_results_of_another_machine_are_added(tmp_path, monkeypatch, capsys):
+    """What was cut off there replaces nothing, and a survivor nothing that was killed."""
+    every = python_mutants(SOURCE, tmp_path, monkeypatch)
+    here, there = tmp_path / "here", tmp_path / "there"
+
+    def write(folder, statuses):
+        folder.mkdir()
+        answers = [{"status": status, "by": "", "reason": "", "seconds": 1.0} for status in statuses]
+        lines = [results.line(m, "gpu", "c", a) for m, a in zip(every, answers, strict=False)]
+        results.path("one", folder).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    write(here, ("killed", "killed", "survived", "survived", "unfinished"))
+    write(there, ("survived", "error", "unfinished", "killed", "survived", "crash"))
+    assert mutate._merge(there, here) == 0
+    found = results.current(results.load("one", here), every, "gpu")
+    expected = ("killed", "killed", "survived", "killed", "survived", "crash")
+    assert [found[m.key]["status"] for m in every[:6]] == list(expected)
+    assert len(results.load("one", here)) == 6
+    with pytest.raises(FileNotFoundError, match="has no results"):
+        mutate._merge(tmp_path / "nothing", here)
+
+
 def test_which_gpus_are_used(monkeypatch):
     assert mutate._gpus("0, 2") == ["0", "2"]
     with pytest.raises(argparse.ArgumentTypeError, match="no list of GPUs"):

@@ -5,7 +5,8 @@ again unless its function changed, or it survived, is not argued to be equivalen
 turns, each with its mutants in an order drawn from the seed, so that of each as many are known when time is up. A
 result is written when its mutant ends; --minutes ends a run cleanly, with all that it takes to start it.
 `--machine-code` finds out, without a GPU, which mutants of CUDA C++ do not compile or make the same machine code: no
-run on a GPU then spends time on them. `--report` writes reports/faults.md.
+run on a GPU then spends time on them. `--merge` adds the results of another machine. `--report` writes
+reports/faults.md.
 """
 
 from __future__ import annotations
@@ -57,6 +58,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--machine-code", action="store_true", help=compiled)
     parser.add_argument("--again", action="store_true", help="run all survivors again, and nothing else")
     parser.add_argument("--list", action="store_true", help="print the mutants and run none")
+    parser.add_argument(
+        "--merge", type=Path, metavar="DIR", help="add the results in DIR to those of --out, and run none"
+    )
     parser.add_argument("--report", action="store_true", help="write reports/faults.md from the results and run none")
     parser.add_argument("--out", type=Path, default=results.FOLDER, metavar="DIR", help="default: reports/mutants")
     names = (
@@ -82,6 +86,9 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.report:
         options.refuse(arguments, arguments.unused_by_report, "--report", *arguments.unused_by_report)
     names = arguments.kernel or [name for name in registry.names() if registry.package(name).startswith("kernels.")]
+    if arguments.merge:
+        options.refuse(arguments, arguments.unused_by_report, "--merge", *arguments.unused_by_report)
+        return _merge(arguments.merge, arguments.out)
     for name in names:
         registry.package(name)  # ValueError for one that is not there
     if arguments.report:
@@ -174,6 +181,16 @@ def _run(
             name, reason = next(iter(kernel.failing.items()))
             print(f"{kernel.name}: {name}: {reason}")
     return 1 if any(k.broken or counts[k.name][results.ERROR] for k in kernels) else 0
+
+
+def _merge(source: Path, target: Path) -> int:
+    files = sorted(source.glob("*.jsonl"))
+    if not files:
+        raise FileNotFoundError(f"{source} has no results")
+    target.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        print(f"{file.stem}: {results.merge(file.stem, mutants.of_kernel(file.stem), source, target)} results")
+    return 0
 
 
 def _machine_code(names: Sequence[str], arguments: argparse.Namespace) -> int:

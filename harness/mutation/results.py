@@ -58,19 +58,31 @@ def load(kernel: str, folder: Path = FOLDER) -> list[dict[str, Any]]:
 
 def current(lines: Iterable[Mapping[str, Any]], mutants: Iterable[Mutant], device: str) -> dict[str, Mapping[str, Any]]:
     """Key → the last result on this device that still holds: the mutant is there and its function has not changed, nor
-    for one with the same machine code anything that decides what is compiled."""
+    for one with the same machine code anything that decides what is compiled. One without an end replaces none."""
     there = {mutant.key: mutant for mutant in mutants}
-    return {
-        r["key"]: r
-        for r in lines
-        if r["device"] == device
-        and r["key"] in there
-        and there[r["key"]].digest == r["digest"]
-        and (
-            r["status"] != SAME
-            or r["checks"].removesuffix(QUICK) == digest_of_source(there[r["key"]].kernel, r["file"])
-        )
-    }
+    found: dict[str, Mapping[str, Any]] = {}
+    for r in lines:
+        if r["device"] == device and r["key"] in there and _holds(r, there[r["key"]]):
+            if r["key"] not in found or r["status"] not in (UNFINISHED, ERROR):
+                found[r["key"]] = r
+    return found
+
+
+def _holds(line: Mapping[str, Any], mutant: Mutant) -> bool:
+    same = line["status"] != SAME or line["checks"].removesuffix(QUICK) == digest_of_source(mutant.kernel, mutant.file)
+    return same and line["digest"] == mutant.digest
+
+
+def merge(kernel: str, mutants: Iterable[Mutant], source: Path, folder: Path = FOLDER) -> int:
+    """Adds the results of a kernel in `source` to those in `folder`, but no survivor where it was killed here; how many
+    they are."""
+    killed = {(r["key"], r["device"]) for r in load(kernel, folder) if r["status"] in KILLED}
+    there = load(kernel, source)
+    lines = [r for r in there if r["status"] != "survived" or (r["key"], r["device"]) not in killed]
+    with path(kernel, folder).open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    tidy(kernel, mutants, folder)
+    return len(lines)
 
 
 def tidy(kernel: str, mutants: Iterable[Mutant], folder: Path = FOLDER) -> None:
