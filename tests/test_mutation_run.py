@@ -471,13 +471,15 @@ def _prepared(kernel, worker_, given):
     names = [f"one.fwd.{n}.triton-accuracy" for n in range(50)]
     kernel._kinds = {name: ("triton", name.split(".")[2], "fwd", "accuracy") for name in names}
     kernel.pieces = [[name] for name in names]
-    kernel.check_original = lambda names, worker_, given: (
-        worker_.ask({**given, "kernel": "one"}),
-        kernel._note(
-            {"reason": "", "passed": dict.fromkeys(names, 0.1), "took": dict.fromkeys(names, 0.1), "skipped": []}, names
-        ),
-        kernel._sound.add(ACCURACY),
-    )
+    kernel._sound.add(ACCURACY)
+
+    def check_original(names, worker_, given):
+        answer = worker_.ask({**given, "kernel": "one"})
+        kernel._note({**answer, "passed": dict.fromkeys(names, 0.1), "took": dict.fromkeys(names, 0.1)}, names)
+        return answer
+
+    kernel.check_original = check_original
+    return {"status": "survived"}
 
 
 def test_what_runs_when_time_is_up_is_unfinished_and_nothing_more_is_begun(folders):
@@ -521,6 +523,26 @@ def test_a_worker_that_is_lost_leaves_a_line_and_the_others_go_on(folders):
     )
     assert Counter(done) == {("one", "error"): 1, ("two", "killed"): 8}
     assert said == ["a worker could not go on: worker has ended"]
+
+
+def test_a_worker_that_begins_nothing_gets_no_more_and_takes_no_mutant_away(folders):
+    """As one whose GPU is out of order, beside one that works."""
+    done, said = [], []
+    team = Team(2, seconds=0.02)
+    bad = SimpleNamespace(name="bad", ask=lambda task: {"status": "error", "reason": "no GPU", "seconds": 0.0})
+    found = queue(kernels_of(9, "one", "two"), done=lambda m, answer: done.append(answer["status"]), say=said.append)
+    found.originals_first(time.monotonic() + 60, None)
+    found.served_by([bad, *team.workers])
+    assert done == ["killed"] * 18
+    assert said[-1] == "a worker could not go on: bad begins nothing: no GPU"
+
+
+def test_a_mutant_that_two_workers_cannot_begin_has_a_line_that_says_so(folders):
+    done = []
+    team = Team(1, one={"status": "error", "reason": "why"})
+    kernels = [*kernels_of(1, "one"), *kernels_of(4, "two")]
+    queue(kernels, done=lambda m, answer: done.append((m.kernel, answer["status"]))).served_by(team.workers)
+    assert Counter(done) == {("one", "error"): 1, ("two", "killed"): 4}
 
 
 def test_a_run_without_workers_raises(folders):

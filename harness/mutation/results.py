@@ -62,9 +62,9 @@ def current(lines: Iterable[Mapping[str, Any]], mutants: Iterable[Mutant], devic
     there = {mutant.key: mutant for mutant in mutants}
     found: dict[str, Mapping[str, Any]] = {}
     for r in lines:
-        if r["device"] == device and r["key"] in there and _holds(r, there[r["key"]]):
-            if r["key"] not in found or r["status"] not in (UNFINISHED, ERROR):
-                found[r["key"]] = r
+        holds = r["device"] == device and r["key"] in there and _holds(r, there[r["key"]])
+        if holds and (r["key"] not in found or r["status"] not in (UNFINISHED, ERROR)):
+            found[r["key"]] = r
     return found
 
 

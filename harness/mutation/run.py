@@ -33,6 +33,7 @@ GPU_SHARE = 0.8  # of a GPU's memory that all its workers may take with tensors;
 IN_FILE = 3  # what a check rejected of the same file weighs more than what it rejected elsewhere
 ORIGINALS = 0.3  # of the time of a quick run that the originals may take
 PIECE = 24  # checks of an original that one process makes
+ERRORS = 3  # tasks one after the other that a worker cannot begin, after which it gets none
 MARGIN, PATIENCE = 1.25, 40.0  # how much longer the next mutant may take; seconds that a worker may be late
 
 Answer = Mapping[str, Any]
@@ -169,9 +170,11 @@ class Kernel:
         self._kills = Counter[tuple[str, str]]()  # by file and check
         self._codes: dict[str, tuple[str, str]] = {}  # variant → its source and its code
 
-    def prepare(self, worker: Worker, given: Mapping[str, Any]) -> None:
+    def prepare(self, worker: Worker, given: Mapping[str, Any]) -> Answer:
         """Finds out which checks there are. Broken where the original cannot be imported."""
         answer = worker.ask({**given, "kernel": self.name, "list": True})
+        if answer["status"] == results.ERROR:
+            return answer
         if "checks" not in answer:
             raise Broken(f"{self.name}: the original cannot be checked: {answer['status']} {answer['reason']}")
         with self._lock:
@@ -179,19 +182,23 @@ class Kernel:
             self._survivor = answer["seconds"]
             self._kinds = {name: tuple(kind) for name, kind in answer["checks"]}
             self.pieces = list(_pieces(self._kinds))
+        return answer
 
-    def check_original(self, names: Sequence[str], worker: Worker, given: Mapping[str, Any]) -> None:
+    def check_original(self, names: Sequence[str], worker: Worker, given: Mapping[str, Any]) -> Answer:
         """Makes these checks of the original, as many as there is time for."""
         answer = worker.ask({**given, "kernel": self.name, "only": names})
+        if answer["status"] == results.ERROR:
+            return answer
         made = {*answer["passed"], *answer["skipped"], *answer.get("failed", ()), answer["by"]}
         complete = answer["status"] in ("survived", "killed")
         self._note(answer, [name for name in names if complete or name in made])
+        return answer
 
     def choose(self, seconds: float | None) -> None:
         """Ends the part of the originals: the mutants have the checks that passed, or so many of them that the
         original takes `seconds`, the cheapest of each kind first. Broken where none passed."""
         with self._lock:
-            known = {name: self._took[name] for name in self._kinds if name in self._sound}
+            known = {name: self._took.get(name, 0.0) for name in self._kinds if name in self._sound}
             self.only = _chosen(known, self._kinds, seconds)
             self._survivor += sum(known[name] for name in self.only)
             self.ready, self.pieces = True, []
@@ -241,8 +248,9 @@ class Kernel:
     def _if_same(self, mutant: Mutant, answer: Answer, codes: Collection[tuple[str, str, str]]) -> Answer:
         """The answer, but for a survivor that was compiled in every variant to the machine code of the original."""
         with self._lock:
-            same = all(self._codes.get(variant, ("", ""))[1] == code for variant, _, code in codes)
-            changed = sum(self._codes.get(variant, ("", ""))[0] != source for variant, source, _ in codes)
+            known = [(self._codes.get(variant, ("", "")), source, code) for variant, source, code in codes]
+        same = all(code and code == original for (_, original), _, code in known)
+        changed = sum(source != original for (original, _), source, _ in known)
         if not (changed and same and _is_compiled(mutant, self._source(mutant.file))):
             return answer
         return {**answer, "status": results.SAME, "reason": f"the same machine code in all {changed} variants launched"}
@@ -389,6 +397,8 @@ class Queue:
         self._originals_end = deadline
         self._seconds: float | None = None
         self._errors: list[Exception] = []
+        self._unable = Counter[str]()  # by worker: the tasks that it could not begin since it last could
+        self._again: set[str] = set()  # mutants that another worker tries
 
     def originals_first(self, end: float, seconds: float | None) -> None:
         """Until `end` the checks of originals are made, of which mutants then have those that take `seconds`."""
@@ -445,13 +455,13 @@ class Queue:
         names = kernel.pieces.pop(0) if kernel.pieces is not None else None
         return lambda worker: self._make(kernel, names, worker)
 
-    def _make(self, kernel: Kernel, names: Sequence[str] | None, worker: Worker) -> None:
+    def _make(self, kernel: Kernel, names: list[str] | None, worker: Worker) -> None:
         given = {**self._given, "life": max(0.0, self._originals_end - time.monotonic())}
         try:
-            if names is None:
-                kernel.prepare(worker, given)
-            else:
-                kernel.check_original(names, worker, given)
+            answer = kernel.prepare(worker, given) if names is None else kernel.check_original(names, worker, given)
+            if answer["status"] == results.ERROR and names is not None and kernel.pieces is not None:
+                kernel.pieces.append(names)
+            self._count(worker, answer)
         except Broken as broken:
             self._give_up(kernel, str(broken))
         finally:
@@ -460,6 +470,13 @@ class Queue:
                 if not kernel.making and kernel.pieces == [] and not kernel.ready:
                     self._choose(kernel)
                 self._changed.notify_all()
+
+    def _count(self, worker: Worker, answer: Answer) -> None:
+        """Lost where this worker begins nothing any more, as with a GPU that is out of order."""
+        with self._changed:
+            self._unable[worker.name] = self._unable[worker.name] + 1 if answer["status"] == results.ERROR else 0
+            if self._unable[worker.name] >= ERRORS:
+                raise Lost(f"{worker.name} begins nothing: {answer['reason']}")
 
     def _choose(self, kernel: Kernel) -> None:
         if not kernel.broken:
@@ -494,9 +511,15 @@ class Queue:
                 self._done(mutant, {**empty, "reason": str(lost)})
             raise
         with self._changed:
-            if answer["status"] != results.UNFINISHED:
+            if answer["status"] == results.ERROR and mutant.key not in self._again:
+                self._again.add(mutant.key)
+                kernel.left.append(mutant)
+                kernel.begun -= 1
+            else:
+                self._done(mutant, answer)
+            if answer["status"] not in (results.ERROR, results.UNFINISHED):
                 kernel.ended(answer["seconds"])
-            self._done(mutant, answer)
+        self._count(worker, answer)
 
     def _give_up(self, kernel: Kernel, reason: str) -> None:
         with self._changed:
