@@ -342,7 +342,7 @@ def test_a_worker_that_does_not_answer_is_lost(monkeypatch):
 def test_the_pieces_of_an_original_keep_cases_together(monkeypatch):
     monkeypatch.setattr(run, "PIECE", 2)
     kinds = {f"{case}-{check}": ("triton", case, "fwd", check) for check in "xyz" for case in "ab"}
-    assert list(run._pieces(kinds)) == [["a-x", "a-y"], ["a-z"], ["b-x", "b-y"], ["b-z"]]
+    assert sorted(run._pieces(kinds)) == [["a-x", "a-y"], ["a-z"], ["b-x", "b-y"], ["b-z"]]
 
 
 def test_the_cheapest_of_each_kind_of_check_come_first():
@@ -445,6 +445,16 @@ def test_the_originals_come_first_and_all_workers_take_part(folders):
         ]
         assert kinds == ["list", "original", *[False] * 20]
     assert all(t["only"] == [ACCURACY] for t in team.tasks if "file" in t)
+
+
+def test_originals_take_turns(folders, monkeypatch):
+    monkeypatch.setattr(run.Kernel, "prepare", _prepared)
+    kernels = kernels_of(1, "one", "two", "three")
+    found = queue(kernels)
+    found.originals_first(time.monotonic() + 60, None)
+    for _ in range(11):
+        found._original()(Team(1).workers[0])
+    assert [kernel.made for kernel in kernels] == [4, 4, 3]
 
 
 def test_originals_that_take_too_long_are_given_up_and_the_run_ends(folders):

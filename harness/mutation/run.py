@@ -9,6 +9,7 @@ Then how long each check takes is known from the first mutant on, and on a GPU w
 from __future__ import annotations
 
 import ast
+import hashlib
 import itertools
 import json
 import os
@@ -146,8 +147,8 @@ def _environment(device: str, scratch: Path) -> dict[str, str]:
 class Kernel:
     """The mutants of a kernel that are left, in their order, and what is known of its checks.
 
-    pieces, making    the checks of its original that no worker makes yet, and the tasks that are being done. None and 0
-                      where the originals are not run first
+    pieces            the checks of its original that no worker makes yet; None before it is known which there are
+    making, made      how many tasks of the original are being done, and were begun
     only              the checks that are made; None for all
     """
 
@@ -156,7 +157,7 @@ class Kernel:
         self.left = list(reversed(mutants))
         self.broken: str | None = None
         self.pieces: list[list[str]] | None = None
-        self.making, self.ready = 0, True
+        self.making, self.made, self.ready = 0, 0, True
         self.only: list[str] | None = None
         self._survivor, self._lasted = 0.0, list[float]()  # seconds that one should take, and that mutants have taken
         self._kinds: dict[str, tuple[str, ...]] = {}  # implementation, case, mode, check
@@ -312,10 +313,13 @@ def _alive(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pieces(kinds: Mapping[str, tuple[str, ...]]) -> Iterator[list[str]]:
-    """The checks in parts of at most PIECE. Those of one case stay together: they launch the same kernels."""
-    for _, names in itertools.groupby(sorted(kinds, key=lambda name: kinds[name][:2]), lambda name: kinds[name][:2]):
-        together = list(names)
-        yield from (together[at : at + PIECE] for at in range(0, len(together), PIECE))
+    """The checks in parts of at most PIECE, in an order by chance. Those of one case stay together: they launch the
+    same kernels."""
+    cases = defaultdict(list)
+    for name, kind in kinds.items():
+        cases[kind[:2]].append(name)
+    for case in sorted(cases, key=lambda case: hashlib.sha256(repr(case).encode()).digest()):
+        yield from (cases[case][at : at + PIECE] for at in range(0, len(cases[case]), PIECE))
 
 
 def _chosen(took: Mapping[str, float], kinds: Mapping[str, tuple[str, ...]], seconds: float | None) -> list[str]:
@@ -440,7 +444,7 @@ class Queue:
                 self._changed.wait(1.0)
 
     def _original(self) -> Job | None:
-        """A part of the kernel's original of which the fewest are being made."""
+        """A part of the original of which the fewest were begun."""
         if time.monotonic() >= self._originals_end:
             for kernel in self._kernels:
                 if not kernel.ready and not kernel.making:
@@ -450,8 +454,9 @@ class Queue:
         able = [k for k in (*unlisted, *(k for k in self._kernels if k.pieces)) if not k.ready and not k.broken]
         if not able:
             return None
-        kernel = min(able, key=lambda k: k.making)
+        kernel = min(able, key=lambda k: k.made)
         kernel.making += 1
+        kernel.made += 1
         names = kernel.pieces.pop(0) if kernel.pieces is not None else None
         return lambda worker: self._make(kernel, names, worker)
 
