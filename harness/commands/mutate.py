@@ -83,6 +83,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """0, also where mutants survive: the report lists them. 1 where of a kernel nothing can be said."""
+    end = time.monotonic() + 60 * arguments.minutes
     if arguments.report:
         options.refuse(arguments, arguments.unused_by_report, "--report", *arguments.unused_by_report)
     names = arguments.kernel or [name for name in registry.names() if registry.package(name).startswith("kernels.")]
@@ -112,7 +113,7 @@ def main(arguments: argparse.Namespace) -> int:
             print("\n".join(f"{m.key}  {m.file}:{m.number}  {m.function}  {m.operator}" for m in found))
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the copies of the checkout are removed
-    return _run(every, chosen, device, arguments)
+    return _run(every, chosen, device, end, arguments)
 
 
 def _chosen(every: Sequence[Mutant], device: str, patterns: Sequence[str] | None) -> list[Mutant]:
@@ -124,6 +125,7 @@ def _run(
     every: Mapping[str, Sequence[Mutant]],
     chosen: Mapping[str, Sequence[Mutant]],
     device: str,
+    end: float,
     arguments: argparse.Namespace,
 ) -> int:
     label = INTERPRETER if device == "cpu" else ON_GPU
@@ -164,7 +166,7 @@ def _run(
             kernels,
             device,
             jobs,
-            arguments.minutes,
+            end,
             done,
             lambda text: print(text, flush=True),
             arguments.quick,

@@ -358,16 +358,16 @@ def run(
     kernels: Sequence[Kernel],
     device: str,
     workers: int,
-    minutes: float,
+    deadline: float,
     done: Done,
     say: Callable[[str], None],
     quick: bool = False,
     seconds: float | None = None,
     gpus: Sequence[str] = (),
 ) -> None:
-    """Calls `done` with each mutant and its answer. Ends after `minutes`, in which the start of the workers is: none is
-    begun that should take longer than what is left, and those that do have the status "unfinished"."""
-    deadline = time.monotonic() + 60 * minutes
+    """Calls `done` with each mutant and its answer, until `deadline` by the monotonic clock: none is begun that should
+    take longer than what is left, and those that do are "unfinished"."""
+    originals_end = time.monotonic() + ORIGINALS * (deadline - time.monotonic())
     with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as scratch:
         team = Team(device, Path(scratch), workers, gpus)
         try:
@@ -375,7 +375,7 @@ def run(
             given = {"device": device, "quick": quick, "memory": GPU_SHARE / shared}
             queue = Queue(kernels, given, deadline, done, say)
             if quick:
-                queue.originals_first(time.monotonic() + ORIGINALS * 60 * minutes, seconds)
+                queue.originals_first(originals_end, seconds)
             queue.served_by(team.workers)
         finally:
             team.close()
