@@ -392,4 +392,7 @@ def test_a_run_ends_in_time_with_what_it_has(tmp_path, capsys):
     start = time.monotonic()
     assert cli.main(["mutate", *command, "--minutes", "0.02"]) == 1
     assert time.monotonic() - start < 60
-    assert "gelu: no check of the original passed in time" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert re.search(
+        r"gelu: (no check of the original passed|the original cannot be checked).*; \d+ were not begun", said
+    )

@@ -176,8 +176,8 @@ def _run(
     for kernel in kernels:
         results.tidy(kernel.name, every[kernel.name], arguments.out)
         tally = counts[kernel.name]
-        said = ", ".join(f"{n} {status}" for status, n in tally.most_common())
-        print(f"{kernel.name}: {kernel.broken or said or 'none'}; {len(kernel.left)} were not begun")
+        said = ", ".join(f"{n} {status}" for status, n in tally.most_common()) or "none"
+        print(f"{kernel.broken or f'{kernel.name}: {said}'}; {len(kernel.left)} were not begun")
         if kernel.failing:
             print(f"{kernel.name}: left out, as the original fails: {', '.join(sorted(kernel.failing))}")
             name, reason = next(iter(kernel.failing.items()))

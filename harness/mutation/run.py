@@ -177,7 +177,7 @@ class Kernel:
         if answer["status"] == results.ERROR:
             return answer
         if "checks" not in answer:
-            raise Broken(f"{self.name}: the original cannot be checked: {answer['status']} {answer['reason']}")
+            raise Broken(f"{self.name}: the original cannot be checked: {answer['status']}, {answer['reason']}")
         with self._lock:
             self._sound.add(IMPORT)
             self._survivor = answer["seconds"]
