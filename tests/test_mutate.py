@@ -6,6 +6,7 @@ import argparse
 import ast
 import json
 import re
+import time
 
 import pytest
 
@@ -180,7 +181,7 @@ def test_the_same_machine_code_is_known_until_what_is_compiled_changes(tmp_path,
     every = python_mutants(SOURCE, tmp_path, monkeypatch)
     (tmp_path / "one.cu").write_text("x")
     answer = {"status": results.SAME, "by": "NVRTC", "reason": "", "seconds": 0.0}
-    line = results.line(every[0], "gpu", results.digest_of_source.__wrapped__("one"), answer)
+    line = results.line(every[0], "gpu", results.digest_of_source.__wrapped__("one", "kernel.py"), answer)
     monkeypatch.setattr(results, "digest_of_source", results.digest_of_source.__wrapped__)
     assert results.current([line], every, "gpu")
     (tmp_path / "one.cu").write_text("y")
@@ -208,10 +209,20 @@ def test_a_reason_has_no_folder_of_this_machine(tmp_path, monkeypatch):
         ({"status": "survived", "checks": "old"}, True, False, False),
         ({"status": "survived", "checks": "new"}, True, True, True),
         ({"status": "hang", "checks": "new"}, False, True, False),
+        ({"status": "unfinished", "checks": "new"}, False, False, True),
+        ({"status": "error", "checks": "new"}, False, False, True),
     ],
 )
 def test_what_is_run(known, argued, again, expected):
-    assert mutate._to_run(known, {"new"}, argued, again) is expected
+    assert mutate._to_run(known, {"new"}, argued, argparse.Namespace(again=again, quick=False)) is expected
+
+
+def test_what_a_quick_run_launched_is_not_all_machine_code():
+    same = {"status": "same", "checks": "digest-quick"}
+    for quick in (False, True):
+        assert mutate._to_run(same, set(), False, argparse.Namespace(again=False, quick=quick)) is not quick
+    whole = {**same, "checks": "digest"}
+    assert not mutate._to_run(whole, set(), False, argparse.Namespace(again=False, quick=False))
 
 
 def test_a_quick_run_does_not_try_again_what_all_checks_let_pass(tmp_path, monkeypatch):
@@ -223,18 +234,58 @@ def test_a_quick_run_does_not_try_again_what_all_checks_let_pass(tmp_path, monke
     results.path("one", tmp_path).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     def left(quick):
-        arguments = argparse.Namespace(out=tmp_path, quick=quick, seed=0, again=False, most=None, least=5)
+        arguments = argparse.Namespace(out=tmp_path, quick=quick, seed=0, again=False, most=None)
         return mutate._left("one", every, every, "gpu", arguments)
 
-    assert left(quick=True) == ([], 3)
-    assert left(quick=False) == ([every[1]], 4)
+    assert left(quick=True) == []
+    assert left(quick=False) == [every[1]]
 
 
 def test_no_more_are_run_than_asked_for(tmp_path, monkeypatch):
     every = python_mutants(SOURCE, tmp_path, monkeypatch)
-    arguments = argparse.Namespace(out=tmp_path, quick=False, seed=0, again=False, most=7, least=60)
-    left, least = mutate._left("one", every, every, "gpu", arguments)
-    assert left == mutants.order(every, 0)[:7] and least == 60
+    arguments = argparse.Namespace(out=tmp_path, quick=False, seed=0, again=False, most=7)
+    assert mutate._left("one", every, every, "gpu", arguments) == mutants.order(every, 0)[:7]
+
+
+def test_results_of_another_machine_are_added(tmp_path, monkeypatch, capsys):
+    """What was cut off there replaces nothing, and a survivor nothing that was killed."""
+    every = python_mutants(SOURCE, tmp_path, monkeypatch)
+    here, there = tmp_path / "here", tmp_path / "there"
+
+    def write(folder, statuses):
+        folder.mkdir()
+        answers = [{"status": status, "by": "", "reason": "", "seconds": 1.0} for status in statuses]
+        lines = [results.line(m, "gpu", "c", a) for m, a in zip(every, answers, strict=False)]
+        results.path("one", folder).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    write(here, ("killed", "killed", "survived", "survived", "unfinished"))
+    write(there, ("survived", "error", "unfinished", "killed", "survived", "crash"))
+    assert mutate._merge(there, here) == 0
+    found = results.current(results.load("one", here), every, "gpu")
+    expected = ("killed", "killed", "survived", "killed", "survived", "crash")
+    assert [found[m.key]["status"] for m in every[:6]] == list(expected)
+    assert len(results.load("one", here)) == 6
+    with pytest.raises(FileNotFoundError, match="has no results"):
+        mutate._merge(tmp_path / "nothing", here)
+
+
+def test_which_gpus_are_used(monkeypatch):
+    assert mutate._gpus("0, 2") == ["0", "2"]
+    with pytest.raises(argparse.ArgumentTypeError, match="no list of GPUs"):
+        mutate._gpus("0,,1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
+    assert mutate._visible_gpus() == ["1", "3"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [(["--check-seconds", "3"], "needs --quick"), (["--device", "cpu", "--devices", "0"], "needs --device cuda")],
+)
+def test_options_that_do_not_go_together_are_refused(options, said, capsys):
+    from harness import cli
+
+    assert cli.main(["mutate", "--kernel", "gelu", *options]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_files_are_chosen_by_a_pattern(tmp_path, monkeypatch):
@@ -263,17 +314,28 @@ def test_the_report_counts(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "names", lambda: ["one"])
     monkeypatch.setattr(registry, "package", lambda name: "kernels.one")
     with results.path("one", tmp_path).open("w") as file:
-        statuses = ("killed", "survived", "survived", "hang", "crash", "killed", "invalid", "same")
+        statuses = (
+            "killed",
+            "survived",
+            "survived",
+            "hang",
+            "crash",
+            "killed",
+            "invalid",
+            "same",
+            "unfinished",
+            "error",
+        )
         for mutant, status in zip(every, statuses, strict=False):
             answer = {"status": status, "by": "one.fwd.case.triton-strides", "reason": "", "seconds": 1.0}
-            checks = results.digest_of_source("one") if status == "same" else "c-quick"
+            checks = results.digest_of_source("one", "kernel.py") if status == "same" else "c-quick"
             file.write(json.dumps(results.line(mutant, "interpreter", checks, answer)) + "\n")
     scored = report.scored("one", "interpreter", tmp_path)
-    assert (scored.run, len(scored.killed), len(scored.equivalent), len(scored.survived)) == (6, 4, 1, 1)
-    assert (scored.invalid, scored.same, scored.quick) == (1, 1, 1)
-    assert scored.score == 80.0
+    assert (scored.run, len(scored.killed), len(scored.equivalent), len(scored.survived)) == (7, 4, 1, 1)
+    assert (scored.invalid, scored.same, scored.quick, scored.unfinished) == (1, 1, 1, 1)
+    assert scored.score == 100 * 4 / 6, "what is not known to be rejected counts as survived"
     page = report.page(tmp_path)
-    counted = f"| one | interpreter | 6 of {scored.able} | 1 | 1 | 4 | 1 | 1 | 1 | 1, 1 of them quick | 80.0 % |"
+    counted = f"| one | interpreter | 7 of {scored.able} | 1 | 1 | 4 | 1 | 1 | 1 | 1, 1 of them quick | 1 | 66.7 % |"
     assert counted in page
     assert "None." in page.partition("## Surviving synchronisation")[2]
     assert "| strides | 4 |" in page
@@ -294,7 +356,7 @@ def test_surviving_synchronisation_is_listed_by_itself(tmp_path, monkeypatch):
     survivors, _, synchronisation = page.partition("## Surviving synchronisation")
     assert "`sign: - → nothing" in survivors and "wgmma_wait<1>()" not in survivors
     assert "`synchronisation: wgmma_wait<1>(); → nothing" in synchronisation
-    assert "| one | gpu | 2 of" in page and "| 2 | 0.0 % |" in page
+    assert "| one | gpu | 2 of" in page and "| 2 | 0 | 0.0 % |" in page
 
 
 @pytest.mark.parametrize(
@@ -310,12 +372,25 @@ def test_every_argument_is_about_a_mutant_that_there_is(kernel_name):
 @pytest.mark.slow
 def test_a_run_kills_what_is_wrong_and_takes_up_where_it_stopped(tmp_path, capsys):
     """On gelu: three mutants, of which no two runs make the same one."""
-    command = ["--kernel", "gelu", "--device", "cpu", "--jobs", "1", "--minutes", "0", "--out", str(tmp_path)]
+    command = ["--kernel", "gelu", "--device", "cpu", "--jobs", "1", "--quick", "--check-seconds", "3"]
     from harness import cli
 
-    assert cli.main(["mutate", *command, "--file", "kernel.py", "--least", "2"]) == 0
-    assert cli.main(["mutate", *command, "--file", "kernel.py", "--least", "3"]) == 0
+    for most in ("2", "3"):
+        arguments = [*command, "--file", "kernel.py", "--most", most, "--minutes", "5", "--out", str(tmp_path)]
+        assert cli.main(["mutate", *arguments]) == 0
     lines = results.load("gelu", tmp_path)
     assert len({line["key"] for line in lines}) == len(lines) == 3
     assert {line["status"] for line in lines} & {"killed", "crash", "hang"}
     assert "gelu: 1 " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_ends_in_time_with_what_it_has(tmp_path, capsys):
+    from harness import cli
+
+    command = ["--kernel", "gelu", "--device", "cpu", "--jobs", "1", "--quick", "--out", str(tmp_path)]
+    start = time.monotonic()
+    cli.main(["mutate", *command, "--minutes", "0.02"])
+    assert time.monotonic() - start < 60
+    assert re.search(r"gelu: .*; \d+ were not begun", capsys.readouterr().out)
+    assert not results.load("gelu", tmp_path)

@@ -2,9 +2,11 @@
 
 Results are in reports/mutants, one line a mutant. A run takes up where the last one stopped: what is known is not run
 again unless its function changed, or it survived, is not argued to be equivalent, and the checks changed. Kernels take
-turns, each with its mutants in an order drawn from the seed, so that of each as many are known when time is up.
+turns, each with its mutants in an order drawn from the seed, so that of each as many are known when time is up. A
+result is written when its mutant ends; --minutes ends a run cleanly, with all that it takes to start it.
 `--machine-code` finds out, without a GPU, which mutants of CUDA C++ do not compile or make the same machine code: no
-run on a GPU then spends time on them. `--report` writes reports/faults.md.
+run on a GPU then spends time on them. `--merge` adds the results of another machine. `--report` writes
+reports/faults.md.
 """
 
 from __future__ import annotations
@@ -29,49 +31,48 @@ from ..mutation.worker import CUDA_SOURCES
 from ..reporting.progress import Progress
 
 MINUTES = 60.0
-JOBS_ON_GPU = 12
+JOBS_ON_GPU = 14  # each has a context of half a gigabyte
 INTERPRETER, ON_GPU = report.LABELS
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernel", action="append", metavar="NAME", help="only this kernel (default: all)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
-    jobs = f"mutants at a time (default: the cores; on a GPU at most {JOBS_ON_GPU})"
+    gpus = "GPUs that share the mutants, as 0,1,2 (default: all)"
+    parser.add_argument("--devices", type=_gpus, metavar="LIST", help=gpus)
+    jobs = f"mutants at a time (default: the cores; at most {JOBS_ON_GPU} a GPU)"
     parser.add_argument("--jobs", type=int, metavar="N", help=jobs)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="draws the order of the mutants (default: 0)")
     parser.add_argument(
-        "--minutes",
-        type=float,
-        default=MINUTES,
-        metavar="M",
-        help=f"for all kernels, but not before --least mutants of each are known (default: {MINUTES:.0f})",
-    )
-    parser.add_argument(
-        "--least",
-        type=int,
-        default=run.LEAST,
-        metavar="N",
-        help=f"mutants to know of a kernel, however long that takes; 0 lets --minutes end it (default: {run.LEAST})",
+        "--minutes", type=float, default=MINUTES, metavar="M", help=f"for all kernels, no more (default: {MINUTES:.0f})"
     )
     parser.add_argument("--most", type=int, metavar="N", help="mutants to know of a kernel, however much time is left")
     parser.add_argument("--quick", action="store_true", help="without the tests and the checks that use torch.compile")
+    some = (
+        "so many checks of a quick run as take the original S seconds, the cheapest of each kind first (default: all)"
+    )
+    parser.add_argument("--check-seconds", type=float, metavar="S", help=some)
     pattern = "only mutants of files of the folder that this matches, as *.cu*"
     parser.add_argument("--file", action="append", metavar="PATTERN", help=pattern)
     compiled = "compile mutants of CUDA C++ and run none (needs NVRTC)"
     parser.add_argument("--machine-code", action="store_true", help=compiled)
     parser.add_argument("--again", action="store_true", help="run all survivors again, and nothing else")
     parser.add_argument("--list", action="store_true", help="print the mutants and run none")
+    parser.add_argument(
+        "--merge", type=Path, metavar="DIR", help="add the results in DIR to those of --out, and run none"
+    )
     parser.add_argument("--report", action="store_true", help="write reports/faults.md from the results and run none")
     parser.add_argument("--out", type=Path, default=results.FOLDER, metavar="DIR", help="default: reports/mutants")
     names = (
         "kernel",
         "device",
+        "devices",
         "jobs",
         "seed",
         "minutes",
-        "least",
         "most",
         "quick",
+        "check_seconds",
         "file",
         "machine_code",
         "again",
@@ -82,9 +83,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """0, also where mutants survive: the report lists them. 1 where of a kernel nothing can be said."""
+    end = time.monotonic() + 60 * arguments.minutes
     if arguments.report:
         options.refuse(arguments, arguments.unused_by_report, "--report", *arguments.unused_by_report)
     names = arguments.kernel or [name for name in registry.names() if registry.package(name).startswith("kernels.")]
+    if arguments.merge:
+        options.refuse(arguments, arguments.unused_by_report, "--merge", *arguments.unused_by_report)
+        return _merge(arguments.merge, arguments.out)
     for name in names:
         registry.package(name)  # ValueError for one that is not there
     if arguments.report:
@@ -93,10 +98,14 @@ def main(arguments: argparse.Namespace) -> int:
         print(target)
         return 0
     if arguments.machine_code:
-        unused = ("device", "jobs", "quick", "again", "list", "least")
+        unused = ("device", "devices", "jobs", "quick", "check_seconds", "again", "list")
         options.refuse(arguments, arguments.unused_by_report, "--machine-code", *unused)
         return _machine_code(names, arguments)
+    if arguments.check_seconds is not None and not arguments.quick:
+        raise ValueError("--check-seconds needs --quick: what it leaves out is no result of all checks")
     device = arguments.device or ("cuda" if _has_gpu() else "cpu")
+    if device == "cpu" and arguments.devices:
+        raise ValueError("--devices needs --device cuda")
     every = {name: mutants.of_kernel(name) for name in names}
     chosen = {name: _chosen(found, device, arguments.file) for name, found in every.items()}
     if arguments.list:
@@ -104,7 +113,7 @@ def main(arguments: argparse.Namespace) -> int:
             print("\n".join(f"{m.key}  {m.file}:{m.number}  {m.function}  {m.operator}" for m in found))
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the copies of the checkout are removed
-    return _run(every, chosen, device, arguments)
+    return _run(every, chosen, device, end, arguments)
 
 
 def _chosen(every: Sequence[Mutant], device: str, patterns: Sequence[str] | None) -> list[Mutant]:
@@ -116,6 +125,7 @@ def _run(
     every: Mapping[str, Sequence[Mutant]],
     chosen: Mapping[str, Sequence[Mutant]],
     device: str,
+    end: float,
     arguments: argparse.Namespace,
 ) -> int:
     label = INTERPRETER if device == "cpu" else ON_GPU
@@ -123,10 +133,10 @@ def _run(
     kernels = []
     for name, found in every.items():
         results.tidy(name, found, arguments.out)
-        left, least = _left(name, found, chosen[name], label, arguments)
+        left = _left(name, found, chosen[name], label, arguments)
         print(f"{name} on {label}: {len(found)} mutants, {len(chosen[name])} chosen, {len(left)} to run", flush=True)
         if left:
-            kernels.append(run.Kernel(name, left, least))
+            kernels.append(run.Kernel(name, left))
     if not kernels:
         return 0
     counts = {kernel.name: Counter[str]() for kernel in kernels}
@@ -140,22 +150,49 @@ def _run(
 
         def done(mutant: Mutant, answer: Mapping[str, Any]) -> None:
             counts[mutant.kernel][answer["status"]] += 1
-            line = results.line(mutant, label, checks[mutant.kernel], answer)
+            digest = checks[mutant.kernel]
+            if answer["status"] == results.SAME:
+                digest = results.digest_of_source(mutant.kernel, mutant.file) + results.QUICK * arguments.quick
+            line = results.line(mutant, label, digest, answer)
             files[mutant.kernel].write(json.dumps(line, ensure_ascii=False) + "\n")
             files[mutant.kernel].flush()
             by = f" by {answer['by']}" if answer["by"] else ""
             place = f"{mutant.kernel}/{mutant.file}:{mutant.number} {mutant.operator}"
             progress.line(f"{answer['status']:8} {answer['seconds']:5.1f} s  {place}{by}")
 
-        jobs = arguments.jobs or min(os.cpu_count() or 1, JOBS_ON_GPU if device == "cuda" else 1 << 10)
-        run.run(kernels, device, jobs, arguments.minutes, done, lambda text: print(text, flush=True), arguments.quick)
+        gpus = (arguments.devices or _visible_gpus()) if device == "cuda" else []
+        jobs = arguments.jobs or min(os.cpu_count() or 1, JOBS_ON_GPU * len(gpus) if gpus else 1 << 10)
+        run.run(
+            kernels,
+            device,
+            jobs,
+            end,
+            done,
+            lambda text: print(text, flush=True),
+            arguments.quick,
+            arguments.check_seconds,
+            gpus,
+        )
     for kernel in kernels:
         results.tidy(kernel.name, every[kernel.name], arguments.out)
-        said = ", ".join(f"{n} {status}" for status, n in counts[kernel.name].most_common())
-        print(f"{kernel.name}: {kernel.broken or said or 'none'}")
+        tally = counts[kernel.name]
+        said = ", ".join(f"{n} {status}" for status, n in tally.most_common()) or "none"
+        print(f"{kernel.broken or f'{kernel.name}: {said}'}; {len(kernel.left)} were not begun")
         if kernel.failing:
             print(f"{kernel.name}: left out, as the original fails: {', '.join(sorted(kernel.failing))}")
-    return 1 if any(kernel.broken for kernel in kernels) else 0
+            name, reason = next(iter(kernel.failing.items()))
+            print(f"{kernel.name}: {name}: {reason}")
+    return 1 if any(k.broken or counts[k.name][results.ERROR] for k in kernels) else 0
+
+
+def _merge(source: Path, target: Path) -> int:
+    files = sorted(source.glob("*.jsonl"))
+    if not files:
+        raise FileNotFoundError(f"{source} has no results")
+    target.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        print(f"{file.stem}: {results.merge(file.stem, mutants.of_kernel(file.stem), source, target)} results")
+    return 0
 
 
 def _machine_code(names: Sequence[str], arguments: argparse.Namespace) -> int:
@@ -181,7 +218,7 @@ def _machine_code(names: Sequence[str], arguments: argparse.Namespace) -> int:
                 answer = machine_code.judge(mutant, variants)
                 counts[answer["status"] if answer else "other machine code"] += 1
                 if answer:
-                    line = results.line(mutant, ON_GPU, results.digest_of_source(name), answer)
+                    line = results.line(mutant, ON_GPU, results.digest_of_source(name, mutant.file), answer)
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
         results.tidy(name, every, arguments.out)
         print(f"{name}: " + (", ".join(f"{n} {status}" for status, n in counts.most_common()) or "none"), flush=True)
@@ -190,31 +227,50 @@ def _machine_code(names: Sequence[str], arguments: argparse.Namespace) -> int:
 
 def _left(
     kernel: str, every: Sequence[Mutant], chosen: Sequence[Mutant], label: str, arguments: argparse.Namespace
-) -> tuple[list[Mutant], int]:
-    """The mutants to run in their order, and how many of them at least."""
+) -> list[Mutant]:
+    """The mutants to run, in their order."""
     accepted = {results.digest_of_checks(kernel, quick) for quick in {False, arguments.quick}}
     known = results.current(results.load(kernel, arguments.out), every, label)
     argued = mutants.equivalent(kernel)
     left = [
         mutant
         for mutant in mutants.order(list(chosen), arguments.seed)
-        if _to_run(known.get(mutant.key), accepted, mutant.identity in argued, arguments.again)
+        if _to_run(known.get(mutant.key), accepted, mutant.identity in argued, arguments)
     ]
     left.sort(key=lambda mutant: mutant.key not in known)  # survivors first
     retried = sum(mutant.key in known for mutant in left)
     if arguments.most is not None:
         left = left[: retried + max(0, arguments.most - len(known))]
-    return left, retried + max(0, arguments.least - len(known))
+    return left
 
 
-def _to_run(known: Mapping[str, Any] | None, accepted: Collection[str], argued: bool, again: bool) -> bool:
-    """What has no result, and survivors of other checks than those accepted; with `again` all survivors and nothing
-    else."""
-    if known is None:
-        return not again
-    return known["status"] == "survived" and (again or (known["checks"] not in accepted and not argued))
+def _to_run(
+    known: Mapping[str, Any] | None, accepted: Collection[str], argued: bool, arguments: argparse.Namespace
+) -> bool:
+    """What has no result, or none to the end, and survivors of other checks than those accepted, for which machine code
+    counts that is the same where a quick run launched it; with `again` all survivors and nothing else."""
+    if known is None or known["status"] in (results.UNFINISHED, results.ERROR):
+        return not arguments.again
+    if known["status"] == results.SAME:
+        return results.is_quick(known) and not (arguments.quick or arguments.again)
+    return known["status"] == "survived" and (arguments.again or (known["checks"] not in accepted and not argued))
 
 
 def _has_gpu() -> bool:
     """Without starting CUDA here: it would not matter, but takes seconds."""
     return os.environ.get("TRITON_INTERPRET") != "1" and Path("/proc/driver/nvidia/version").exists()
+
+
+def _gpus(text: str) -> list[str]:
+    """The GPUs of a list, each as a value of CUDA_VISIBLE_DEVICES."""
+    found = [part.strip() for part in text.split(",")]
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of GPUs, as 0,1,2")
+    return found
+
+
+def _visible_gpus() -> list[str]:
+    """All GPUs that this process may use, without starting CUDA."""
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return _gpus(visible)
+    return [str(number) for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))] or ["0"]

@@ -33,7 +33,12 @@ killed / (run − equivalent). Where some were run `--quick`, without the tests 
 `torch.compile`, it is the least that it can be.
 
 A mutant of CUDA C++ is not run where NVRTC does not compile it, or makes the same machine code of it in every way in
-which SPEC's cases compile it (`nox -s mutate -- --machine-code`).
+which SPEC's cases compile it (`nox -s mutate -- --machine-code`). On a GPU a mutant that no check rejected, of CUDA C++
+or of a function that Triton compiles, has the same code where all that the checks launched is the original's, bit for
+bit, and something of it was made from the changed source.
+
+An *unfinished* mutant is one whose checks were cut off when time was up, without one that had rejected it; the next run
+takes it up again. Until then the score counts it as survived.
 
 A fence, a wait or a barrier that is dropped is a fault which a run shows only if threads meet in an order that they may
 never have had: those that survived are counted as survivors, and listed by themselves.
@@ -58,7 +63,7 @@ run."""
 class Scored:
     """One kernel's results on one kind of device. killed: (mutant, result), equivalent: (mutant, argument). invalid:
     how many did not compile, same: of how many the machine code is the same, quick: of how many survivors not all
-    checks were made."""
+    checks were made. unfinished: the time was up for these."""
 
     kernel: str
     label: str
@@ -66,13 +71,14 @@ class Scored:
     killed: list[tuple[Mutant, dict[str, Any]]] = field(default_factory=list)
     equivalent: list[tuple[Mutant, str]] = field(default_factory=list)
     survived: list[Mutant] = field(default_factory=list)
+    unfinished: int = 0
     invalid: int = 0
     same: int = 0
     quick: int = 0
 
     @property
     def run(self) -> int:
-        return len(self.killed) + len(self.equivalent) + len(self.survived)
+        return len(self.killed) + len(self.equivalent) + len(self.survived) + self.unfinished
 
     @property
     def score(self) -> float | None:
@@ -89,7 +95,7 @@ def scored(kernel: str, label: str, folder: Path = results.FOLDER) -> Scored:
     able = [m for m in every if label != "interpreter" or m.device == "any"]
     arguments = mutants.equivalent(kernel)
     lines = results.current(results.load(kernel, folder), every, label)
-    invalid = same = quick = 0
+    invalid = same = quick = unfinished = 0
     killed, equivalent, survived = [], [], []
     for mutant in able:
         line = lines.get(mutant.key)
@@ -99,14 +105,18 @@ def scored(kernel: str, label: str, folder: Path = results.FOLDER) -> Scored:
             invalid += 1
         elif line["status"] == results.SAME:
             same += 1
+        elif line["status"] == results.ERROR:  # nothing is known of it
+            continue
         elif line["status"] in results.KILLED:
             killed.append((mutant, dict(line)))
         elif mutant.identity in arguments:
             equivalent.append((mutant, arguments[mutant.identity]))
+        elif line["status"] == results.UNFINISHED:
+            unfinished += 1
         else:
             survived.append(mutant)
             quick += results.is_quick(line)
-    return Scored(kernel, label, len(able), killed, equivalent, survived, invalid, same, quick)
+    return Scored(kernel, label, len(able), killed, equivalent, survived, unfinished, invalid, same, quick)
 
 
 def page(folder: Path = results.FOLDER) -> str:
@@ -156,16 +166,15 @@ def _scores(found: Sequence[Scored]) -> str:
     rows = []
     for s in found:
         if not s.run:
-            rows.append([s.kernel, s.label, f"0 of {s.able}", *[NOT_RUN] * 8])
+            rows.append([s.kernel, s.label, f"0 of {s.able}", *[NOT_RUN] * 9])
             continue
         killed = len(s.killed)
         counts = [killed, s.of_status("hang"), s.of_status("crash"), len(s.equivalent)]
         survived = f"{len(s.survived)}, {s.quick} of them quick" if s.quick else str(len(s.survived))
         of = f"{s.run} of {s.able}"
-        rows.append(
-            [s.kernel, s.label, of, str(s.invalid), str(s.same), *map(str, counts), survived, markdown.percent(s.score)]
-        )
-    counted = (">killed", ">by a hang", ">by a crash", ">equivalent", ">survived", ">score")
+        ends = [survived, str(s.unfinished), markdown.percent(s.score)]
+        rows.append([s.kernel, s.label, of, str(s.invalid), str(s.same), *map(str, counts), *ends])
+    counted = (">killed", ">by a hang", ">by a crash", ">equivalent", ">survived", ">unfinished", ">score")
     return _table(["kernel", "run in", ">run", ">not compiled", ">same code", *counted], rows)
 
 

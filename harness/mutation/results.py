@@ -17,6 +17,7 @@ FOLDER = registry.ROOT / "reports" / "mutants"
 QUICK = "-quick"
 KILLED = ("killed", "hang", "crash")
 INVALID, SAME = "invalid", "same"  # CUDA C++ that does not compile, or of which NVRTC makes the same machine code
+UNFINISHED, ERROR = "unfinished", "error"  # time was up; it could not be begun. Neither says what the checks do
 _FOLDERS = re.compile(r"\S*/(?=[\w.-]+\.(?:py|cuh?)\b)")  # in front of a file's name: they are those of one machine
 
 
@@ -57,16 +58,31 @@ def load(kernel: str, folder: Path = FOLDER) -> list[dict[str, Any]]:
 
 def current(lines: Iterable[Mapping[str, Any]], mutants: Iterable[Mutant], device: str) -> dict[str, Mapping[str, Any]]:
     """Key → the last result on this device that still holds: the mutant is there and its function has not changed, nor
-    for one with the same machine code anything that decides what is compiled."""
+    for one with the same machine code anything that decides what is compiled. One without an end replaces none."""
     there = {mutant.key: mutant for mutant in mutants}
-    return {
-        r["key"]: r
-        for r in lines
-        if r["device"] == device
-        and r["key"] in there
-        and there[r["key"]].digest == r["digest"]
-        and (r["status"] != SAME or r["checks"] == digest_of_source(there[r["key"]].kernel))
-    }
+    found: dict[str, Mapping[str, Any]] = {}
+    for r in lines:
+        holds = r["device"] == device and r["key"] in there and _holds(r, there[r["key"]])
+        if holds and (r["key"] not in found or r["status"] not in (UNFINISHED, ERROR)):
+            found[r["key"]] = r
+    return found
+
+
+def _holds(line: Mapping[str, Any], mutant: Mutant) -> bool:
+    same = line["status"] != SAME or line["checks"].removesuffix(QUICK) == digest_of_source(mutant.kernel, mutant.file)
+    return same and line["digest"] == mutant.digest
+
+
+def merge(kernel: str, mutants: Iterable[Mutant], source: Path, folder: Path = FOLDER) -> int:
+    """Adds the results of a kernel in `source` to those in `folder`, but no survivor where it was killed here; how many
+    they are."""
+    killed = {(r["key"], r["device"]) for r in load(kernel, folder) if r["status"] in KILLED}
+    there = load(kernel, source)
+    lines = [r for r in there if r["status"] != "survived" or (r["key"], r["device"]) not in killed]
+    with path(kernel, folder).open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    tidy(kernel, mutants, folder)
+    return len(lines)
 
 
 def tidy(kernel: str, mutants: Iterable[Mutant], folder: Path = FOLDER) -> None:
@@ -90,14 +106,19 @@ def digest_of_checks(kernel: str, quick: bool = False) -> str:
 
 
 @cache
-def digest_of_source(kernel: str) -> str:
-    """Of all that decides how CUDA C++ is compiled for the cases of SPEC: it, its launchers, configurations, cases."""
+def digest_of_source(kernel: str, file: str) -> str:
+    """Of all that decides how a file is compiled for the cases of SPEC. For CUDA C++ that is all of it, its launchers,
+    the configurations and the cases; for Triton the whole folder but its tests."""
     folder = registry.folder(kernel)
     texts = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.suffix in (".cu", ".cuh", ".py")}
     kept = [
         text
         for path, text in texts.items()
-        if path.suffix != ".py" or "config" in path.as_posix() or path.name == "bench.py" or b"cuda_driver" in text
+        if path.suffix != ".py"
+        or "config" in path.as_posix()
+        or path.name == "bench.py"
+        or b"cuda_driver" in text
+        or file.endswith(".py")
         if not path.name.startswith("test_")
     ]
     return hashlib.sha256(b"".join(kept)).hexdigest()[:12]
