@@ -1,0 +1,242 @@
+"""Launch plans of norm_linear: all of a call that does not depend on the tensors' contents and addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import triton
+
+from . import configs
+from .kernel import _norm_linear_bwd_kernel, _norm_linear_dact_kernel, _norm_linear_fwd_kernel
+from .launch import Launch
+
+Optional = torch.Tensor | None
+
+
+class Made(NamedTuple):
+    """What a forward returns. y is after the activation; `pre`, before it, is None without one and unless it is kept.
+    h is x itself without a residual. normed and rstd are None unless they are kept."""
+
+    y: torch.Tensor
+    h: torch.Tensor
+    pre: Optional
+    normed: Optional
+    rstd: Optional
+
+
+class Gradients(NamedTuple):
+    """What a backward returns, each None unless it is needed. dgain is of norm_weight: summed, or partial sums [P, D]
+    in fp32. dpre is dy without an activation."""
+
+    dx: Optional
+    dpre: Optional
+    dgain: Optional
+    dw: Optional
+
+
+class Needs(NamedTuple):
+    """Which gradients are needed."""
+
+    x: bool
+    gain: bool
+    w: bool
+
+
+Forward = Callable[..., Made]
+Backward = Callable[..., Gradients]
+
+
+def fwd_plan(
+    x: torch.Tensor,
+    gain: torch.Tensor,
+    weight: torch.Tensor,
+    residual: Optional,
+    eps: float,
+    activation: str | None,
+    keep: bool,
+) -> Forward:
+    """A function of (x, gain, weight, residual, y=None, normed=None), tensors with the signatures of these, and of
+    contiguous tensors for results, if any. `op` has checked the inputs."""
+    device, dtype = x.device, x.dtype
+    rows, (cols, depth) = x.shape[:-1].numel(), weight.shape
+    y_shape, gain_copied = (*x.shape[:-1], cols), not gain.is_contiguous()
+    x_copied, residual_copied, write = _copied(x), _copied(residual), None
+    if rows:
+        stride_r = 0 if residual is None else _rows(residual).stride(0)
+        config = configs.pick_fwd_config(rows, cols, depth, dtype, _capability(x))
+        write = Launch(
+            _norm_linear_fwd_kernel,
+            (triton.cdiv(rows, config.block_m) * triton.cdiv(cols, config.block_n),),
+            device,
+            (rows, cols, depth, _rows(x).stride(0), stride_r, *weight.stride(), eps),
+            ACTIVATION=activation or "",
+            STATS_FIRST=config.stats_first,
+            **_tile(config, depth),
+        )
+
+    def run(
+        x: torch.Tensor,
+        gain: torch.Tensor,
+        weight: torch.Tensor,
+        residual: Optional,
+        y: Optional = None,
+        normed: Optional = None,
+    ) -> Made:
+        y = torch.empty(y_shape, dtype=dtype, device=device) if y is None else y
+        h = x if residual is None else torch.empty(x.shape, dtype=dtype, device=device)
+        pre = rstd = None
+        if keep:
+            pre = None if activation is None else torch.empty(y_shape, dtype=dtype, device=device)
+            normed = torch.empty(x.shape, dtype=dtype, device=device) if normed is None else normed
+            rstd = torch.empty(rows, dtype=torch.float32, device=device)
+        if write is not None:
+            write(
+                _rows(x) if x_copied else x,
+                _rows(residual) if residual_copied else residual,
+                gain.contiguous() if gain_copied else gain,
+                weight,
+                y if activation is None else pre,
+                None if activation is None else y,
+                None if residual is None else h,
+                normed,
+                rstd,
+            )
+        return Made(y, h, pre, normed, rstd)
+
+    return run
+
+
+def bwd_plan(
+    dy: torch.Tensor,
+    dh: Optional,
+    pre: torch.Tensor,
+    h: torch.Tensor,
+    gain: torch.Tensor,
+    weight: torch.Tensor,
+    activation: str | None,
+    needs: Needs,
+    summed: bool = True,
+) -> Backward:
+    """A function of (dy, dh, pre, h, rstd, normed, gain, weight, dpre=None), tensors with the signatures of these;
+    `pre` is y without an activation. normed is read for dw alone."""
+    rows, (depth, cols) = h.shape[:-1].numel(), weight.shape
+    if not rows:
+        return lambda dy, dh, pre, h, rstd, normed, gain, weight, dpre=None: Gradients(
+            torch.empty(h.shape, dtype=h.dtype, device=h.device) if needs.x else None,
+            dy,
+            _no_gradient(gain, summed) if needs.gain else None,
+            torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device) if needs.w else None,
+        )
+    device, dtype, product = h.device, h.dtype, needs.x or needs.gain
+    derive = None if activation is None else _dact_launch(_rows(dy), activation)
+    partials, write = _bwd_launch(_rows(dy) if derive is None else pre, dh, h, weight, derive is None and needs.x)
+    dy_copied, dh_copied, h_copied, gain_copied = _copied(dy), _copied(dh), _copied(h), not gain.is_contiguous()
+
+    def run(
+        dy: torch.Tensor,
+        dh: Optional,
+        pre: torch.Tensor,
+        h: torch.Tensor,
+        rstd: torch.Tensor,
+        normed: Optional,
+        gain: torch.Tensor,
+        weight: torch.Tensor,
+        dpre: Optional = None,
+    ) -> Gradients:
+        dx = dgain = dw = dot = None
+        dy = _rows(dy) if dy_copied else dy
+        if derive is None:
+            dpre = dy
+        else:
+            dpre = torch.empty_like(pre) if dpre is None else dpre
+            dot = torch.empty(rows, dtype=torch.float32, device=device)
+            derive(dy, pre, dpre, dot)
+        if product:
+            dx = torch.empty(h.shape, dtype=dtype, device=device) if needs.x else None
+            dgain = torch.empty((partials, cols), dtype=torch.float32, device=device) if needs.gain else None
+            rows_h, rows_dh = _rows(h) if h_copied else h, _rows(dh) if dh_copied else dh
+            dense_gain = gain.contiguous() if gain_copied else gain
+            write(dpre, pre, dot, weight, rows_h, rstd, dense_gain, rows_dh, dx, dgain)
+            if dgain is not None and summed:
+                dgain = dgain.sum(0).to(gain.dtype)
+        if needs.w:
+            assert normed is not None
+            dw = torch.mm(dpre.reshape(rows, depth).t(), normed.view(rows, cols))
+        return Gradients(dx, dpre, dgain, dw)
+
+    return run
+
+
+def _bwd_launch(
+    dy: torch.Tensor, dh: Optional, h: torch.Tensor, weight: torch.Tensor, summed: bool
+) -> tuple[int, Launch]:
+    """The tiles of rows, each of which has a row of partial sums of dgain, and the launch of the product."""
+    rows, (depth, cols) = h.shape[:-1].numel(), weight.shape
+    config = configs.pick_bwd_config(rows, cols, depth, h.dtype, summed, _capability(h))
+    tiles_m = triton.cdiv(rows, config.block_m)
+    strides = _rows(dy).stride(0), *weight.stride(), _rows(h).stride(0), 0 if dh is None else _rows(dh).stride(0)
+    grid = (tiles_m * triton.cdiv(cols, config.block_n),)
+    fixed = (rows, depth, cols, *strides)
+    return tiles_m, Launch(_norm_linear_bwd_kernel, grid, h.device, fixed, **_tile(config, depth))
+
+
+def _dact_launch(dy: torch.Tensor, activation: str) -> Launch:
+    rows, cols = dy.shape
+    config = configs.pick_dact_config(cols)
+    return Launch(
+        _norm_linear_dact_kernel,
+        (rows,),
+        dy.device,
+        (cols, dy.stride(0)),
+        ACTIVATION=activation,
+        BLOCK_N=config.block_n,
+        num_warps=config.num_warps,
+    )
+
+
+def partial_sums(h: torch.Tensor, weight: torch.Tensor, activation: str | None) -> int:
+    """How many partial sums of norm_weight's gradient the backward has."""
+    rows, (depth, cols) = h.shape[:-1].numel(), weight.shape
+    if not rows:
+        return 1
+    config = configs.pick_bwd_config(rows, cols, depth, h.dtype, activation is None, _capability(h))
+    return triton.cdiv(rows, config.block_m)
+
+
+def _tile(config: configs.ProductConfig, depth: int) -> dict[str, int | bool]:
+    return {
+        "EVEN_K": depth % config.block_k == 0,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "num_warps": config.num_warps,
+        "num_stages": config.stages,
+    }
+
+
+def _capability(tensor: torch.Tensor) -> tuple[int, int]:
+    """In the interpreter, that of an sm_80."""
+    return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else (8, 0)
+
+
+def _no_gradient(gain: torch.Tensor, summed: bool) -> torch.Tensor:
+    """dgain of no rows."""
+    if summed:
+        return torch.zeros(gain.shape, dtype=gain.dtype, device=gain.device)
+    return torch.zeros((1, gain.shape[0]), dtype=torch.float32, device=gain.device)
+
+
+def _rows(tensor):
+    """[rows, columns] with unit inner stride: a view where the strides allow it, otherwise a copy. None for None."""
+    if tensor is None:
+        return None
+    tensor = tensor.reshape(-1, tensor.shape[-1])
+    return tensor if tensor.stride(1) == 1 or tensor.shape[1] == 1 else tensor.contiguous()
+
+
+def _copied(tensor: torch.Tensor | None) -> bool:
+    """Whether `_rows` copies. Where it does not, a launch takes the tensor itself, of which only the address is
+    used."""
+    return tensor is not None and tensor.numel() > 0 and _rows(tensor).data_ptr() != tensor.data_ptr()
