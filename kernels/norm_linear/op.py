@@ -217,7 +217,7 @@ def _save(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
     x, norm_weight, weight, residual, _, ctx.activation, _ = inputs
     y, h, pre, normed, rstd = output
-    ctx.mark_non_differentiable(pre, normed, rstd)
+    ctx.mark_non_differentiable(pre, normed, rstd, *(() if residual is not None else (h,)))
     pre, h = y if ctx.activation is None else pre, x if residual is None else h
     ctx.save_for_backward(pre, h, rstd, normed, norm_weight, weight)
 
