@@ -35,14 +35,19 @@ class PassConfig:
     num_warps: int
 
 
-def pick_fwd_config(rows: int, cols: int, depth: int, dtype: torch.dtype, capability: tuple[int, int]) -> ProductConfig:
+def pick_fwd_config(
+    rows: int, cols: int, depth: int, aligned: bool, dtype: torch.dtype, capability: tuple[int, int]
+) -> ProductConfig:
     """Configuration of the forward: a product of `depth` terms. Pure.
 
     A step of a CTA turns block_m x block_k numbers of h into operands, whatever block_n: so tiles are wider than high.
     564 x 1536 in tiles of 64 x 128 are 108 CTAs, one wave of 132 SMs; 8 warps share the conversion. fp16 alone takes
-    the statistics first, since its h · g may overflow.
+    the statistics first, since its h · g may overflow. Rows that are not `aligned` to 16 bytes are loaded through
+    registers, of which larger tiles have not enough.
     """
     stats_first = dtype == torch.float16
+    if not aligned:
+        return ProductConfig(_fit(rows, 64), _fit(cols, 32), _fit(depth, 32), 2, 8, stats_first)
     if dtype == torch.float32:
         return ProductConfig(_fit(rows, 64), _fit(cols, 64), _fit(depth, 32), 3, 8, stats_first)
     if capability < (9, 0):
@@ -51,15 +56,17 @@ def pick_fwd_config(rows: int, cols: int, depth: int, dtype: torch.dtype, capabi
 
 
 def pick_bwd_config(
-    rows: int, cols: int, depth: int, dtype: torch.dtype, summed: bool, capability: tuple[int, int]
+    rows: int, cols: int, depth: int, summed: bool, aligned: bool, dtype: torch.dtype, capability: tuple[int, int]
 ) -> ProductConfig:
     """Configuration of the product of the backward, of `depth` terms; `summed` where it reads y as well, for the sum of
     dy · y. Pure.
 
     564 x 512 in tiles of 64 x 64 are 72 CTAs, each of which reads 0.4 MB at 1536 terms, and 0.6 with y: some 3.5 and
     5 us at 64 bytes a clock. Half as high and as wide are 144 CTAs that read a third less each, but tiles of 32 rows
-    have no wgmma.
+    have no wgmma. Tiles of rows that are not `aligned` are as in the forward.
     """
+    if not aligned:
+        return ProductConfig(_fit(rows, 64), _fit(cols, 32), _fit(depth, 32), 2, 8)
     if dtype == torch.float32:
         return ProductConfig(_fit(rows, 64), _fit(cols, 32), _fit(depth, 32), 3, 8)
     if capability < (9, 0):

@@ -107,7 +107,7 @@ def _norm_linear_fwd_kernel(
     to = row.to(tl.int64)[:, None] * cols + col[None, :]
     if y_ptr is not None:
         tl.store(y_ptr + to, acc.to(y_ptr.dtype.element_ty), mask=in_rows & in_cols)
-    if ACTIVATION:
+    if act_ptr is not None:
         # Of y as it is saved, so that the backward sees the same numbers.
         pre = acc.to(act_ptr.dtype.element_ty).to(tl.float32)
         act = _activation(pre, ACTIVATION)

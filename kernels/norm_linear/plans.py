@@ -12,6 +12,7 @@ from . import configs
 from .kernel import _norm_linear_bwd_kernel, _norm_linear_dact_kernel, _norm_linear_fwd_kernel
 from .launch import Launch
 
+ALIGNMENT = 16  # bytes
 Optional = torch.Tensor | None
 
 
@@ -65,7 +66,8 @@ def fwd_plan(
     x_copied, residual_copied, write = _copied(x), _copied(residual), None
     if rows:
         stride_r = 0 if residual is None else _rows(residual).stride(0)
-        config = configs.pick_fwd_config(rows, cols, depth, dtype, _capability(x))
+        aligned = _aligned(_rows(x)) and _aligned(weight) and (residual is None or _aligned(_rows(residual)))
+        config = configs.pick_fwd_config(rows, cols, depth, aligned, dtype, _capability(x))
         write = Launch(
             _norm_linear_fwd_kernel,
             (triton.cdiv(rows, config.block_m) * triton.cdiv(cols, config.block_n),),
@@ -174,7 +176,8 @@ def _bwd_launch(
 ) -> tuple[int, Launch]:
     """The tiles of rows, each of which has a row of partial sums of dgain, and the launch of the product."""
     rows, (depth, cols) = h.shape[:-1].numel(), weight.shape
-    config = configs.pick_bwd_config(rows, cols, depth, h.dtype, summed, _capability(h))
+    aligned = _aligned(dy) and _aligned(weight) and (not summed or depth * dy.itemsize % ALIGNMENT == 0)
+    config = _bwd_config(h, weight, summed, aligned)
     tiles_m = triton.cdiv(rows, config.block_m)
     strides = _rows(dy).stride(0), *weight.stride(), _rows(h).stride(0), 0 if dh is None else _rows(dh).stride(0)
     grid = (tiles_m * triton.cdiv(cols, config.block_n),)
@@ -196,13 +199,16 @@ def _dact_launch(dy: torch.Tensor, activation: str) -> Launch:
     )
 
 
-def partial_sums(h: torch.Tensor, weight: torch.Tensor, activation: str | None) -> int:
-    """How many partial sums of norm_weight's gradient the backward has."""
+def _bwd_config(h: torch.Tensor, weight: torch.Tensor, summed: bool, aligned: bool) -> configs.ProductConfig:
     rows, (depth, cols) = h.shape[:-1].numel(), weight.shape
-    if not rows:
-        return 1
-    config = configs.pick_bwd_config(rows, cols, depth, h.dtype, activation is None, _capability(h))
-    return triton.cdiv(rows, config.block_m)
+    return configs.pick_bwd_config(rows, cols, depth, summed, aligned, h.dtype, _capability(h))
+
+
+def partial_sums(h: torch.Tensor, weight: torch.Tensor, activation: str | None) -> int:
+    """How many partial sums of norm_weight's gradient the backward has: one for each tile of rows, whose height does
+    not depend on the alignment, which a fake tensor has not."""
+    rows = h.shape[:-1].numel()
+    return triton.cdiv(rows, _bwd_config(h, weight, activation is None, True).block_m) if rows else 1
 
 
 def _tile(config: configs.ProductConfig, depth: int) -> dict[str, int | bool]:
@@ -214,6 +220,12 @@ def _tile(config: configs.ProductConfig, depth: int) -> dict[str, int | bool]:
         "num_warps": config.num_warps,
         "num_stages": config.stages,
     }
+
+
+def _aligned(tensor: torch.Tensor) -> bool:
+    """Whether rows, of either dimension, begin on 16-byte boundaries and have unit stride: loads are of 16 bytes."""
+    strides = sorted(tensor.stride()[-2:])
+    return tensor.data_ptr() % ALIGNMENT == 0 and strides[0] == 1 and strides[1] * tensor.itemsize % ALIGNMENT == 0
 
 
 def _capability(tensor: torch.Tensor) -> tuple[int, int]:
