@@ -17,6 +17,7 @@ from .step import _flat_update, views
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 THREE = dataclasses.replace(TINY, layers=3)
 WAYS = [("deferred", "apart"), ("deferred", "joint"), ("overlapped", "apart"), ("overlapped", "joint")]
+FUSED = [*((how, projections, "norm_linear") for how, projections in WAYS)]
 TIGHT = dict(rtol=1e-4, atol=1e-6)
 
 
@@ -57,10 +58,10 @@ def assert_same(found: dict, expected: dict, **tolerance: float) -> None:
             torch.testing.assert_close(grad, expected[name], msg=text, **(tolerance or TIGHT))
 
 
-@pytest.mark.parametrize(("how", "projections"), WAYS)
+@pytest.mark.parametrize(("how", "projections", "fusion"), [*((*way, "none") for way in WAYS), *FUSED])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_gradients_are_those_of_each_layer(how: str, projections: str, batch: int) -> None:
-    models = made(), made(how, projections)
+def test_gradients_are_those_of_each_layer(how: str, projections: str, fusion: str, batch: int) -> None:
+    models = made(), made(how, projections, fusion=fusion)
     torch.testing.assert_close(*(model.loss(**task(batch)) for model in models), **TIGHT)
     expected, found = (gradients(model, task(batch)) for model in models)
     assert_same(found, expected)
@@ -82,16 +83,41 @@ def test_each_kind_is_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("bmm", "mm", "stack"):
         count(name)
-    for how, projections, expected in (
-        ("deferred", "joint", {"bmm": 4, "stack": 2}),
-        ("deferred", "apart", {"bmm": 5, "stack": 3}),  # the context's rows have another shape
-        ("overlapped", "joint", {"mm": 8}),
+    for how, projections, fusion, expected in (
+        ("deferred", "joint", "none", {"bmm": 4, "stack": 2}),
+        ("deferred", "joint", "norm_linear", {"bmm": 4, "stack": 2}),
+        ("deferred", "apart", "none", {"bmm": 5, "stack": 3}),  # the context's rows have another shape
+        ("overlapped", "joint", "none", {"mm": 8}),
     ):
-        model = made(how, projections)
+        model = made(how, projections, fusion=fusion)
         loss = model.loss(**task(1))
         counts.clear()
         loss.backward()
-        assert {n: c for n, c in counts.items() if n in expected} == expected, (how, projections, counts)
+        assert {n: c for n, c in counts.items() if n in expected} == expected, (how, projections, fusion, counts)
+
+
+def test_fused_norms_have_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three layers the last has norms of its own, and so have the heads. Without joint weights the norm before q, k
+    and v is a launch."""
+    calls: list[str] = []
+
+    def count(name: str) -> None:
+        function = getattr(deferred, name)
+        monkeypatch.setattr(deferred, name, lambda *args, **options: calls.append(name) or function(*args, **options))
+
+    for name in ("rmsnorm_forward", "rmsnorm_backward", "norm_linear_forward", "norm_linear_backward"):
+        count(name)
+    for projections, fusion, norms, fused in (
+        ("joint", "none", 4, 0),
+        ("joint", "norm_linear", 0, 4),
+        ("apart", "norm_linear", 2, 2),
+    ):
+        calls.clear()
+        made("deferred", projections, fusion=fusion).loss(**task(1)).backward()
+        found = {name: calls.count(name) for name in sorted(set(calls))}
+        expected = dict.fromkeys(("norm_linear_backward", "norm_linear_forward"), fused)
+        expected |= dict.fromkeys(("rmsnorm_backward", "rmsnorm_forward"), norms)
+        assert found == {name: number for name, number in expected.items() if number}, (projections, fusion)
 
 
 def test_weights_that_lie_together_are_one() -> None:
@@ -148,10 +174,11 @@ def test_some_of_the_gradients() -> None:
 
 def test_weights_are_rounded_to_the_products() -> None:
     """fp32 weights and products in fp16: gradients come back through the cast."""
-    models = (made(h, dtype=torch.float16) for h in ("inline", "deferred"))
-    expected, found = (gradients(model, task()) for model in models)
-    assert all(grad.dtype == torch.float32 for grad in found.values())
-    assert_same(found, expected, rtol=2e-2, atol=2e-3)
+    expected = gradients(made("inline", dtype=torch.float16), task())
+    for fusion in ("none", "norm_linear"):
+        found = gradients(made("deferred", "joint", dtype=torch.float16, fusion=fusion), task())
+        assert all(grad.dtype == torch.float32 for grad in found.values())
+        assert_same(found, expected, rtol=2e-2, atol=2e-3)
 
 
 @pytest.mark.parametrize(("how", "projections"), WAYS[1:3])
@@ -185,12 +212,14 @@ def test_the_rules() -> None:
     assert weight_gradients.pick_weight_gradients(1, 8, 512, 1408, 2) == "inline"
     found = [weight_gradients.pick_projections(batch, 500) for batch in (1, 3, 4)]
     assert found == ["joint", "joint", "apart"]
+    most = weight_gradients.MOST_FUSED_ROWS
+    assert [weight_gradients.pick_fusion(rows) for rows in (most, most + 1)] == ["norm_linear", "none"]
 
 
-@pytest.mark.parametrize("option", ["weight_gradients", "projections"])
+@pytest.mark.parametrize("option", ["weight_gradients", "projections", "fusion"])
 def test_unknown_ways(option: str) -> None:
     with torch.device("meta"), pytest.raises(ValueError, match=f"{option} must be one of auto"):
-        TransformerNP(1, 16, 2, 8, **{option: "none"})
+        TransformerNP(1, 16, 2, 8, **{option: "all"})
 
 
 def step_inputs(dtype: torch.dtype | None = None) -> dict:
@@ -199,12 +228,12 @@ def step_inputs(dtype: torch.dtype | None = None) -> dict:
     return {**make_inputs(three, DEVICE, torch.Generator(DEVICE).manual_seed(0)), "dtype": dtype}
 
 
-@pytest.mark.parametrize(("how", "projections"), WAYS[:3])
-def test_steps_agree(how: str, projections: str) -> None:
+@pytest.mark.parametrize(("how", "projections", "fusion"), [*((*way, "none") for way in WAYS[:3]), FUSED[1]])
+def test_steps_agree(how: str, projections: str, fusion: str) -> None:
     """In the step weights lie together as they are."""
     found = [
-        transformer_np(**step_inputs(), weight_gradients=h, projections=p)
-        for h, p in (("inline", "auto"), (how, projections))
+        transformer_np(**step_inputs(), weight_gradients=h, projections=p, fusion=f)
+        for h, p, f in (("inline", "auto", "none"), (how, projections, fusion))
     ]
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
