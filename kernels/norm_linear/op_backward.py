@@ -10,7 +10,7 @@ from .activation import ACTIVATIONS
 from .checks import FLOATS, kind, runnable
 from .launch import Plans, lean, signature
 from .op import _check, _fwd_plan, forward_made
-from .plans import Gradients, Made, Needs, bwd_plan, partial_sums
+from .plans import ALIGNMENT, Gradients, Made, Needs, bwd_plan, partial_sums
 
 # Named after the package, so that a copy of this folder under another name registers ops of its own.
 _NAMESPACE = __package__.replace(".", "_")
@@ -31,7 +31,8 @@ def norm_linear_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`norm_linear` without autograd, with all that a gradient takes.
 
-    y, normed  tensors to write these results to: contiguous, of their shape, x's dtype and device. None makes new ones
+    y, normed  tensors to write these results to: contiguous, of their shape, x's dtype and device. None makes new ones.
+               One that does not begin on a 16-byte boundary is written by a copy
 
     Returns (y, pre, h, normed, rstd). pre is y before the activation, and y itself without one; h is x + residual, and
     x itself without a residual; normed is the norm's result, of which weight's gradient is dpreᵀ · normed; rstd is
@@ -47,13 +48,13 @@ def norm_linear_forward(
         plan = _fwd_plan(*tensors, eps, activation, True, name)
         if y is not None or normed is not None:
             _check_results(name, x, {"y": (y, (*x.shape[:-1], weight.shape[0])), "normed": (normed, x.shape)})
-        made: Made = plan(*tensors, y, normed)
+        made: Made = plan(*tensors, _aligned(y), _aligned(normed))
     else:
         _check(name, *tensors, eps, activation)
         _check_results(name, x, {"y": (y, (*x.shape[:-1], weight.shape[0])), "normed": (normed, x.shape)})
         made = forward_made(*tensors, eps, activation)
-        made = made._replace(y=_written(made.y, y), normed=_written(made.normed, normed))
     assert made.normed is not None and made.rstd is not None
+    made = made._replace(y=_written(made.y, y), normed=_written(made.normed, normed))
     return made.y, made.y if made.pre is None else made.pre, made.h, made.normed, made.rstd
 
 
@@ -81,7 +82,8 @@ def norm_linear_backward(
     pre, h, rstd what `norm_linear_forward` returned; pre and h of dy's dtype
     norm_weight, weight  as in the forward
     dh           gradient of h, like h; None is 0
-    dpre         with an activation: where it is written to, contiguous, like pre. None makes a new tensor
+    dpre         with an activation: where it is written to, contiguous, like pre; as `y` of the forward. None makes a
+                 new tensor
 
     Returns dx, like h, contiguous; dpre, which is dy itself without an activation; and the partial sums [P, D], fp32. P
     depends on shape, dtype and GPU, and each sum is over the rows of one CTA, in a fixed order.
@@ -104,13 +106,19 @@ def norm_linear_backward(
         plan = _PLANS.keep(key, bwd_plan(*tensors, activation, _NEEDS, summed=False))
     if dpre is not None:
         _check_dpre(pre, dpre, activation)
-    found: Gradients = plan(dy, dh, pre, h, rstd, None, norm_weight, weight, dpre)
-    assert found.dx is not None and found.dpre is not None and found.dgain is not None
-    return found.dx, dy if activation is None else found.dpre, found.dgain
+    found: Gradients = plan(dy, dh, pre, h, rstd, None, norm_weight, weight, _aligned(dpre))
+    assert found.dx is not None and found.dgain is not None
+    return found.dx, dy if activation is None else _written(found.dpre, dpre), found.dgain
+
+
+def _aligned(out):
+    """A tensor that a launch can write to, which a plan has for aligned ones; None for another."""
+    return None if out is None or out.data_ptr() % ALIGNMENT else out
 
 
 def _written(made, out):
-    return made if out is None else out.copy_(made)
+    """What was made, in `out` where that is given."""
+    return made if out is None or out is made else out.copy_(made)
 
 
 def _refuse_grad(name: str, **tensors: torch.Tensor | None) -> None:
@@ -130,9 +138,6 @@ def _check_results(name: str, like, results: Mapping[str, tuple[torch.Tensor | N
         if tensor.shape != shape or tensor.device != like.device or not tensor.is_contiguous():
             given = f"{tuple(tensor.shape)} on {tensor.device} with strides {tensor.stride()}"
             raise ValueError(f"{name}: {label} must be {tuple(shape)} on {like.device}, contiguous, got {given}")
-        # Loads and stores of a plan's launch are those of aligned pointers, as those of a new tensor.
-        if tensor.data_ptr() % 16 and tensor.numel():
-            raise ValueError(f"{name}: {label} must begin on a 16-byte boundary, got address {tensor.data_ptr():#x}")
 
 
 def _check_dpre(pre, dpre, activation) -> None:

@@ -140,10 +140,12 @@ def test_flat_parameters_are_the_same() -> None:
     loose.load_state_dict(flat.state_dict())
 
 
-@pytest.mark.parametrize("how", ["deferred", "overlapped"])
-def test_hooks_and_accumulation(how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "fusion"), [("deferred", "none"), ("overlapped", "none"), ("deferred", "norm_linear")]
+)
+def test_hooks_and_accumulation(how: str, fusion: str) -> None:
     """Hooks see whole gradients, a second backward adds to the first, and another one through the same graph too."""
-    expected, model, seen = gradients(made(), task()), made(how), {}
+    expected, model, seen = gradients(made(), task()), made(how, "joint", fusion=fusion), {}
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         parameter.register_hook(lambda grad, name=name: seen.__setitem__(name, grad.clone()))
@@ -158,18 +160,23 @@ def test_hooks_and_accumulation(how: str) -> None:
 
 def test_some_of_the_gradients() -> None:
     """Of frozen weights there is none; `grad` of some parameters gives these, also where none is a product's."""
-    models = made(), made("deferred", "joint")
+    models = made(), made("deferred", "joint"), made("deferred", "joint", fusion="norm_linear")
     for model in models:
         for name in ("0.attention.q.weight", "1.mlp.up", "1.attention.out.weight"):
             model.blocks.get_parameter(name).requires_grad_(False)
-    assert_same(*(gradients(model, task()) for model in models))
+    _, *others = (gradients(model, task()) for model in models)
+    for found in others:
+        assert_same(found, {name: parameter.grad for name, parameter in models[0].named_parameters()})
     for name in ("blocks.0.norm.weight", "blocks.1.attention.kv.weight", "embed.0.weight"):
-        found = [torch.autograd.grad(m.loss(**task()), [m.get_parameter(name)])[0] for m in models]
-        torch.testing.assert_close(*found, **TIGHT)
+        expected, *others = (torch.autograd.grad(m.loss(**task()), [m.get_parameter(name)])[0] for m in models)
+        for found in others:
+            torch.testing.assert_close(found, expected, **TIGHT)
     for model in models:
         model.requires_grad_(False).embed.requires_grad_()
         model.zero_grad()
-    assert_same(*(gradients(model, task()) for model in models))
+    expected, *others = (gradients(model, task()) for model in models)
+    for found in others:
+        assert_same(found, expected)
 
 
 def test_weights_are_rounded_to_the_products() -> None:
@@ -271,15 +278,14 @@ def test_a_wrong_copy_is_refused() -> None:
 
 
 @pytest.mark.gpu(min_capability=(8, 0))
-@pytest.mark.parametrize(("how", "projections"), WAYS)
-def test_a_captured_step_is_the_inline_one(how: str, projections: str) -> None:
+@pytest.mark.parametrize(("how", "projections", "fusion"), [*((*way, "none") for way in WAYS), *FUSED])
+def test_a_captured_step_is_the_inline_one(how: str, projections: str, fusion: str) -> None:
     """Replays of a graph, with the stream of the gradients in it, against a step without one."""
     sizes = dataclasses.replace(THREE, d_model=128, d_ff=200)
     batch = {name: x.to(DEVICE) for name, x in sample_task(1, 70, 30, "rbf", generator=generator()).items()}
     losses = []
-    for capture, options in ((True, dict(weight_gradients=how, projections=projections)), (False, {})):
-        if not options:
-            options = dict(weight_gradients="inline")
+    ways = dict(weight_gradients=how, projections=projections, fusion=fusion), dict(weight_gradients="inline")
+    for capture, options in zip((True, False), ways, strict=True):
         model = sizes.model(generator=generator(), **options).to(DEVICE, torch.bfloat16)
         model.flatten_parameters()
         optimizer = kernels.adamw.AdamW(model.parameters(), lr=1e-4, master_weights=True)  # 1e-3 is chaotic here
