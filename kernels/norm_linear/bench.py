@@ -34,6 +34,7 @@ CASES = (
     _case(11, 24, 18, FP32),
     _case(10, 24, 18, FP32, "residual", residual=True, activation="gelu", eps=0.1),
     _case(9, 20, 18, FP16, "residual", residual=True, activation="silu"),
+    _case(9, 21, 18, FP16, "eps", eps=1e-5),  # with parameters of its own, so that every check is made in fp16 too
     _case(0, 8, 7, FP32),
     _case(1, 1, 1, FP32),
     _case(67, 33, 70, FP32),

@@ -154,7 +154,9 @@ def _check_backward(dy, dh, pre, h, rstd, norm_weight, weight, activation) -> No
     if h.dim() == 0 or h.shape[-1] < 1:
         raise ValueError(f"{name}: h must be [..., D] with D at least 1, got shape {tuple(h.shape)}")
     if not isinstance(norm_weight, torch.Tensor) or norm_weight.dtype not in FLOATS:
-        raise TypeError(f"{name}: norm_weight must be a tensor of float32, float16 or bfloat16, got {kind(norm_weight)}")
+        raise TypeError(
+            f"{name}: norm_weight must be a tensor of float32, float16 or bfloat16, got {kind(norm_weight)}"
+        )
     if not isinstance(weight, torch.Tensor) or weight.dtype != h.dtype:
         raise TypeError(f"{name}: weight must be a tensor of h's dtype {h.dtype}, got {kind(weight)}")
     if weight.dim() != 2 or weight.shape[1] != h.shape[-1] or weight.shape[0] < 1:

@@ -133,7 +133,7 @@ def bwd_plan(
         )
     device, dtype, product = h.device, h.dtype, needs.x or needs.gain
     derive = None if activation is None else _dact_launch(_rows(dy), activation)
-    partials, write = _bwd_launch(_rows(dy) if derive is None else pre, dh, h, weight, derive is None and needs.x)
+    partials, write = _bwd_launch(_rows(dy if derive is None else pre), dh, h, weight, derive is None and needs.x)
     dy_copied, dh_copied, h_copied, gain_copied = _copied(dy), _copied(dh), _copied(h), not gain.is_contiguous()
 
     def run(
@@ -182,7 +182,8 @@ def _bwd_launch(
     strides = _rows(dy).stride(0), *weight.stride(), _rows(h).stride(0), 0 if dh is None else _rows(dh).stride(0)
     grid = (tiles_m * triton.cdiv(cols, config.block_n),)
     fixed = (rows, depth, cols, *strides)
-    return tiles_m, Launch(_norm_linear_bwd_kernel, grid, h.device, fixed, **_tile(config, depth))
+    whole = cols <= config.block_n
+    return tiles_m, Launch(_norm_linear_bwd_kernel, grid, h.device, fixed, WHOLE=whole, **_tile(config, depth))
 
 
 def _dact_launch(dy: torch.Tensor, activation: str) -> Launch:

@@ -51,11 +51,7 @@ def _fwd_kernel(
     gain = tl.load(g_ptr + k, mask=k < dim, other=0.0).to(tl.float32)
     if FAULT == "gain dropped":
         gain = tl.full(gain.shape, 1.0, tl.float32)
-    if FAULT == "gain applied in half precision before the norm":
-        normed = (h * gain.to(h.dtype)).to(tl.float32) * rstd
-    else:
-        normed = wide * rstd * gain
-    normed = normed.to(h.dtype).to(tl.float32)
+    normed = (wide * rstd * gain).to(h.dtype).to(tl.float32)
     last = cols - 1 if FAULT == "last column not written" else cols
     for j in range(last):
         w = tl.load(w_ptr + j * stride_w + k, mask=k < dim, other=0.0).to(tl.float32)
@@ -110,7 +106,9 @@ def _bwd(
     if fault == "incoming gradient taken for ones":
         dy2 = torch.ones_like(dy2)
     x_hat, dn = h2 * rstd[:, None], dy2 @ w
-    dot = (dy2 * pre.reshape(dy2.shape).float()).sum(1, keepdim=True)
+    dot = (dn * gain.float() * x_hat).sum(1, keepdim=True)
+    if fault == "mean from the rounded result":
+        dot = (dy2 * pre.reshape(dy2.shape).float()).sum(1, keepdim=True)
     if fault == "mean over the columns of y":
         dot = dot * h2.shape[1] / dy2.shape[1]
     if fault == "gradient that ignores the statistics":

@@ -17,7 +17,7 @@ from .step import _flat_update, views
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 THREE = dataclasses.replace(TINY, layers=3)
 WAYS = [("deferred", "apart"), ("deferred", "joint"), ("overlapped", "apart"), ("overlapped", "joint")]
-FUSED = [*((how, projections, "norm_linear") for how, projections in WAYS)]
+FUSED = [(how, projections, "norm_linear") for how, projections in WAYS]
 TIGHT = dict(rtol=1e-4, atol=1e-6)
 
 
@@ -140,9 +140,7 @@ def test_flat_parameters_are_the_same() -> None:
     loose.load_state_dict(flat.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("how", "fusion"), [("deferred", "none"), ("overlapped", "none"), ("deferred", "norm_linear")]
-)
+@pytest.mark.parametrize(("how", "fusion"), [("deferred", "none"), ("overlapped", "none"), ("deferred", "norm_linear")])
 def test_hooks_and_accumulation(how: str, fusion: str) -> None:
     """Hooks see whole gradients, a second backward adds to the first, and another one through the same graph too."""
     expected, model, seen = gradients(made(), task()), made(how, "joint", fusion=fusion), {}

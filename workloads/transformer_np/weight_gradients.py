@@ -198,9 +198,7 @@ class Place(NamedTuple):
         return None if self.layer else self.token.detach()
 
 
-def places(
-    weights: Sequence[dict[str, torch.Tensor]], overlapped: bool = False, fused: bool = False
-) -> list[Place]:
+def places(weights: Sequence[dict[str, torch.Tensor]], overlapped: bool = False, fused: bool = False) -> list[Place]:
     """For each layer, of which there are the weights of KINDS, its place. The functions of `deferred` then leave the
     gradients of these weights, all of them or none, to one node."""
     operands = Operands(len(weights), overlapped)
