@@ -74,6 +74,21 @@ def pick_bwd_config(
     return ProductConfig(_fit(rows, 64), _fit(cols, 64), _fit(depth, 64), 4, 8 if summed else 4)
 
 
+def pick_dpre_config(
+    rows: int, cols: int, depth: int, aligned: bool, dtype: torch.dtype, capability: tuple[int, int]
+) -> ProductConfig:
+    """Configuration of the product that gives the gradient before the activation from that after the layer that
+    follows. Pure. 564 x 1408 in tiles of 64 x 128 are 99 CTAs, one wave; its epilogue reads a tile, and 8 warps share
+    the derivative. Tiles of rows that are not `aligned` are as in the forward."""
+    if not aligned:
+        return ProductConfig(_fit(rows, 64), _fit(cols, 32), _fit(depth, 32), 2, 8)
+    if dtype == torch.float32:
+        return ProductConfig(_fit(rows, 64), _fit(cols, 32), _fit(depth, 32), 3, 8)
+    if capability < (9, 0):
+        return ProductConfig(_fit(rows, 64), _fit(cols, 64), _fit(depth, 32), 3, 8)
+    return ProductConfig(_fit(rows, 64), _fit(cols, 128), _fit(depth, 64), 4, 8)
+
+
 def pick_dact_config(cols: int) -> PassConfig:
     """Configuration of the pass that gives the gradient before the activation. Pure. Rows of a model's hidden at few
     rows are one step of 4 warps."""

@@ -11,8 +11,8 @@ the mean of dn · n. That sum over the columns of n is one over the columns of y
     Σ_k dn_k n_k = Σ_k Σ_j dy_j W_jk n_k = Σ_j dy_j y_j
 
 So it comes from dy and y, which was saved, as the product reads dy: no CTA needs whole rows of dn, and the rest of the
-gradient is elementwise in the epilogue. y is rounded to its dtype, as dn is between the kernels of PyTorch; of D columns
-that is 1 / sqrt(D) of the error there, but where D is 1 or 2, dx is what cancels.
+gradient is elementwise in the epilogue. y is rounded to its dtype, as dn is between the kernels of PyTorch; of D
+columns that is 1 / sqrt(D) of the error there, but where D is 1 or 2, dx is what cancels.
 
 Napkin maths, bf16, 564 rows, 512 -> 1536, one NVIDIA H200: 0.9 GFLOP, 1.1 us at 790 TFLOP/s, and 3.9 MB, 0.9 us at
 4254 GB/s, but L2 holds them. A CTA of 64 x 128 sums reads 64 KB of x, as much of the residual, and 128 KB of W: 2.3 us
@@ -144,22 +144,25 @@ def _norm_linear_bwd_kernel(
     rows,
     depth,
     cols,
+    parts,
     stride_dym,
     stride_wk,
     stride_wn,
     stride_hm,
     stride_dhm,
     WHOLE: tl.constexpr,
+    MOST_PARTS: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """dn = dy · W, of which dx = rstd · (g · dn − x̂ · mean) + dh with x̂ = h · rstd and mean = Σ dy · y / cols, and a row
-    of partial sums of dgain = Σ dn · x̂ for each tile of rows. Here `depth` is y's columns and `cols` x's.
+    """dn = dy · W, of which dx = rstd · (g · dn − x̂ · mean) + dh with x̂ = h · rstd and mean = Σ dy · y / cols, and a
+    row of partial sums of dgain = Σ dn · x̂ for each tile of rows. Here `depth` is y's columns and `cols` x's.
 
-    dot_ptr, where it is given, has Σ dy · y of each row; else it is summed as dy is read. WHOLE: a tile has whole rows,
-    so that their sums are of dn itself: in a few columns most of dx cancels, and y is rounded."""
+    dot_ptr, where it is given, has Σ dy · y of each row in `parts` parts [parts, rows]; else it is summed as dy is
+    read. WHOLE: a tile has whole rows, so that their sums are of dn itself: in a few columns most of dx cancels, and y
+    is rounded. MOST_PARTS is a power of two."""
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tile_m, tile_n = tl.program_id(0) % tiles_m, tl.program_id(0) // tiles_m
     row, col = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -170,6 +173,11 @@ def _norm_linear_bwd_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     SUMMED: tl.constexpr = dx_ptr is not None and dot_ptr is None and not WHOLE
     products = tl.zeros([BLOCK_M, BLOCK_K], dtype=tl.float32)
+    if dx_ptr is not None and dot_ptr is not None and not WHOLE:
+        part = tl.arange(0, MOST_PARTS)
+        from_dot = dot_ptr + part.to(tl.int64)[:, None] * rows + row[None, :]
+        dots = tl.load(from_dot, mask=(part < parts)[:, None] & (row < rows)[None, :], other=0.0)
+        dot = tl.sum(dots, axis=0)
     for first in range(0, depth, BLOCK_K):
         mask, w_mask = in_rows, in_cols
         if not EVEN_K:
@@ -196,8 +204,6 @@ def _norm_linear_bwd_kernel(
             dot = tl.sum(tl.where(in_cols, g * x_hat, 0.0), axis=1)
         elif SUMMED:
             dot = tl.sum(products, axis=1)
-        else:
-            dot = tl.load(dot_ptr + row, mask=row < rows, other=0.0)
         dx = (g - x_hat * (dot / cols)[:, None]) * rstd
         if dh_ptr is not None:
             dh = tl.load(dh_ptr + wide_row * stride_dhm + col[None, :], mask=inside, other=0.0)
@@ -228,3 +234,51 @@ def _norm_linear_dact_kernel(
         tl.store(dpre_ptr + row * cols + col, dpre, mask=col < cols)
         total += dpre.to(tl.float32) * pre  # of what the product reads
     tl.store(dot_ptr + row, tl.sum(total))
+
+
+@triton.jit
+def _norm_linear_dpre_kernel(
+    dz_ptr,
+    v_ptr,
+    pre_ptr,
+    dpre_ptr,
+    dot_ptr,
+    rows,
+    depth,
+    cols,
+    stride_dzm,
+    stride_vk,
+    stride_vn,
+    ACTIVATION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """dpre = (dz · V) · act'(pre), and for each tile of columns, of which dot_ptr has a row, Σ dpre · pre of each
+    row."""
+    tiles_m = tl.cdiv(rows, BLOCK_M)
+    tile_m, tile_n = tl.program_id(0) % tiles_m, tl.program_id(0) // tiles_m
+    row, col = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    wide_row, in_rows, in_cols = row.to(tl.int64)[:, None], (row < rows)[:, None], (col < cols)[None, :]
+    from_dz = dz_ptr + wide_row * stride_dzm + k[None, :]
+    from_v = v_ptr + k.to(tl.int64)[:, None] * stride_vk + col.to(tl.int64)[None, :] * stride_vn
+    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for first in range(0, depth, BLOCK_K):
+        mask, v_mask = in_rows, in_cols
+        if not EVEN_K:
+            in_depth = k < depth - first
+            mask, v_mask = in_rows & in_depth[None, :], in_cols & in_depth[:, None]
+        dz = tl.load(from_dz + first, mask=mask, other=0.0)
+        acc = tl.dot(dz, tl.load(from_v, mask=v_mask, other=0.0), acc, input_precision="ieee")
+        from_v += tl.cast(BLOCK_K, tl.int64) * stride_vk
+    at, inside = wide_row * cols + col[None, :], in_rows & in_cols
+    pre = tl.load(pre_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if ACTIVATION != "":
+        _, acc = _activation_and_gradient(pre, acc, ACTIVATION)
+    dpre = acc.to(dpre_ptr.dtype.element_ty)
+    tl.store(dpre_ptr + at, dpre, mask=inside)
+    # Of what the next product reads. Beyond the last row or column a value that is not finite has NaN.
+    dot = tl.sum(tl.where(inside, dpre.to(tl.float32) * pre, 0.0), axis=1)
+    tl.store(dot_ptr + tile_n.to(tl.int64) * rows + row, dot, mask=row < rows)

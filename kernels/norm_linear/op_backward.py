@@ -54,8 +54,8 @@ def norm_linear_forward(
         _check_results(name, x, {"y": (y, (*x.shape[:-1], weight.shape[0])), "normed": (normed, x.shape)})
         made = forward_made(*tensors, eps, activation)
     assert made.normed is not None and made.rstd is not None
-    made = made._replace(y=_written(made.y, y), normed=_written(made.normed, normed))
-    return made.y, made.y if made.pre is None else made.pre, made.h, made.normed, made.rstd
+    written = _written(made.y, y)
+    return written, written if made.pre is None else made.pre, made.h, _written(made.normed, normed), made.rstd
 
 
 def norm_linear_backward(
@@ -69,6 +69,7 @@ def norm_linear_backward(
     *,
     activation: str | None = None,
     dpre: torch.Tensor | None = None,
+    through: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradient of x and of residual, what weight's gradient takes, and partial sums of norm_weight's.
 
@@ -82,33 +83,36 @@ def norm_linear_backward(
     pre, h, rstd what `norm_linear_forward` returned; pre and h of dy's dtype
     norm_weight, weight  as in the forward
     dh           gradient of h, like h; None is 0
-    dpre         with an activation: where it is written to, contiguous, like pre; as `y` of the forward. None makes a
-                 new tensor
+    dpre         with an activation or `through`: where it is written to, contiguous, like pre; as `y` of the forward.
+                 None makes a new tensor
+    through      [M, N], dtype of dy, any strides: the weight of a linear layer that follows. Then dy [..., M] is the
+                 gradient of y · throughᵀ, and act' is in the epilogue of dy · through
 
-    Returns dx, like h, contiguous; dpre, which is dy itself without an activation; and the partial sums [P, D], fp32. P
-    depends on shape, dtype and GPU, and each sum is over the rows of one CTA, in a fixed order.
+    Returns dx, like h, contiguous; dpre, which is dy itself without an activation and `through`; and the partial sums
+    [P, D], fp32. P depends on shape, dtype and GPU, and each sum is over the rows of one CTA, in a fixed order.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or activation, RuntimeError for a CPU
     tensor outside Triton's interpreter and for a tensor that requires grad while grad mode is on.
     """
     name = "norm_linear_backward"
-    _refuse_grad(name, dy=dy, pre=pre, h=h, norm_weight=norm_weight, weight=weight, dh=dh)
-    tensors = dy, dh, pre, h, norm_weight, weight
-    if not lean(dy, dh, pre, h, rstd, norm_weight, weight):
-        _check_backward(dy, dh, pre, h, rstd, norm_weight, weight, activation)
-        _check_dpre(pre, dpre, activation)
-        dx, made, partial = _partial_op(dy, dh, pre, h, rstd, norm_weight, weight, activation)
-        return dx, dy if activation is None else _written(made, dpre), partial
-    key = (*map(signature, tensors), signature(rstd), activation)
+    _refuse_grad(name, dy=dy, pre=pre, h=h, norm_weight=norm_weight, weight=weight, dh=dh, through=through)
+    tensors, given = (dy, dh, pre, h, norm_weight, weight), (dy, dh, pre, h, rstd, norm_weight, weight, through)
+    same = activation is None and through is None
+    if not lean(*given):
+        _check_backward(*given, activation)
+        _check_dpre(pre, dpre, same)
+        dx, made, partial = _partial_op(*given, activation)
+        return dx, dy if same else _written(made, dpre), partial
+    key = (*map(signature, given), activation)
     plan = _PLANS.find(key)
     if plan is None:
-        _check_backward(dy, dh, pre, h, rstd, norm_weight, weight, activation)
-        plan = _PLANS.keep(key, bwd_plan(*tensors, activation, _NEEDS, summed=False))
+        _check_backward(*given, activation)
+        plan = _PLANS.keep(key, bwd_plan(*tensors, activation, _NEEDS, summed=False, through=through))
     if dpre is not None:
-        _check_dpre(pre, dpre, activation)
-    found: Gradients = plan(dy, dh, pre, h, rstd, None, norm_weight, weight, _aligned(dpre))
-    assert found.dx is not None and found.dgain is not None
-    return found.dx, dy if activation is None else _written(found.dpre, dpre), found.dgain
+        _check_dpre(pre, dpre, same)
+    found: Gradients = plan(dy, dh, pre, h, rstd, None, norm_weight, weight, _aligned(dpre), through)
+    assert found.dx is not None and found.dpre is not None and found.dgain is not None
+    return found.dx, dy if same else _written(found.dpre, dpre), found.dgain
 
 
 def _aligned(out):
@@ -116,7 +120,7 @@ def _aligned(out):
     return None if out is None or out.data_ptr() % ALIGNMENT else out
 
 
-def _written(made, out):
+def _written(made: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     """What was made, in `out` where that is given."""
     return made if out is None or out is made else out.copy_(made)
 
@@ -140,14 +144,15 @@ def _check_results(name: str, like, results: Mapping[str, tuple[torch.Tensor | N
             raise ValueError(f"{name}: {label} must be {tuple(shape)} on {like.device}, contiguous, got {given}")
 
 
-def _check_dpre(pre, dpre, activation) -> None:
+def _check_dpre(pre, dpre, same: bool) -> None:
     name = "norm_linear_backward"
-    if dpre is not None and activation is None:
-        raise ValueError(f"{name}: dpre must be None without an activation, where it is dy, got {kind(dpre)}")
+    if dpre is not None and same:
+        wanted = "None without an activation and through, where it is dy"
+        raise ValueError(f"{name}: dpre must be {wanted}, got {kind(dpre)}")
     _check_results(name, pre, {"dpre": (dpre, pre.shape)})
 
 
-def _check_backward(dy, dh, pre, h, rstd, norm_weight, weight, activation) -> None:
+def _check_backward(dy, dh, pre, h, rstd, norm_weight, weight, through, activation) -> None:
     name = "norm_linear_backward"
     if not isinstance(h, torch.Tensor) or h.dtype not in FLOATS:
         raise TypeError(f"{name}: h must be a tensor of float32, float16 or bfloat16, got {kind(h)}")
@@ -161,8 +166,17 @@ def _check_backward(dy, dh, pre, h, rstd, norm_weight, weight, activation) -> No
         raise TypeError(f"{name}: weight must be a tensor of h's dtype {h.dtype}, got {kind(weight)}")
     if weight.dim() != 2 or weight.shape[1] != h.shape[-1] or weight.shape[0] < 1:
         raise ValueError(f"{name}: weight must be [N, {h.shape[-1]}] like h's rows, got {tuple(weight.shape)}")
+    if through is not None:
+        if not isinstance(through, torch.Tensor) or through.dtype != h.dtype:
+            raise TypeError(f"{name}: through must be a tensor of h's dtype {h.dtype}, got {kind(through)}")
+        if through.dim() != 2 or through.shape[1] != weight.shape[0] or through.shape[0] < 1:
+            columns = weight.shape[0]
+            raise ValueError(f"{name}: through must be [M, {columns}] like weight's rows, got {tuple(through.shape)}")
+        if through.device != h.device:
+            raise ValueError(f"{name}: through must be on {h.device}, got {through.device}")
     y_shape = torch.Size((*h.shape[:-1], weight.shape[0]))
-    wanted = [("dy", dy, h.dtype, y_shape), ("pre", pre, h.dtype, y_shape)]
+    dy_shape = y_shape if through is None else torch.Size((*h.shape[:-1], through.shape[0]))
+    wanted = [("dy", dy, h.dtype, dy_shape), ("pre", pre, h.dtype, y_shape)]
     wanted += [("rstd", rstd, torch.float32, torch.Size([h.shape[:-1].numel()]))]
     wanted += [("norm_weight", norm_weight, norm_weight.dtype, h.shape[-1:]), ("weight", weight, h.dtype, weight.shape)]
     wanted += [] if dh is None else [("dh", dh, h.dtype, h.shape)]
@@ -189,15 +203,17 @@ def _partial_op(
     rstd: torch.Tensor,
     norm_weight: torch.Tensor,
     weight: torch.Tensor,
+    through: torch.Tensor | None,
     activation: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    plan = bwd_plan(dy, dh, pre, h, norm_weight, weight, activation, _NEEDS, summed=False)
-    dx, dpre, partial, _ = plan(dy, dh, pre, h, rstd, None, norm_weight, weight)
-    return dx, h.new_empty(0) if activation is None else dpre, partial
+    plan = bwd_plan(dy, dh, pre, h, norm_weight, weight, activation, _NEEDS, summed=False, through=through)
+    dx, dpre, partial, _ = plan(dy, dh, pre, h, rstd, None, norm_weight, weight, None, through)
+    assert dx is not None and dpre is not None and partial is not None
+    return dx, h.new_empty(0) if activation is None and through is None else dpre, partial
 
 
 @_partial_op.register_fake
-def _(dy, dh, pre, h, rstd, norm_weight, weight, activation):
-    dpre = h.new_empty(0 if activation is None else pre.shape)
-    partial = h.new_empty((partial_sums(h, weight, activation), h.shape[-1]), dtype=torch.float32)
-    return h.new_empty(h.shape), dpre, partial
+def _(dy, dh, pre, h, rstd, norm_weight, weight, through, activation):
+    same = activation is None and through is None
+    partial = h.new_empty((partial_sums(h, weight, same), h.shape[-1]), dtype=torch.float32)
+    return h.new_empty(h.shape), h.new_empty(0 if same else pre.shape), partial

@@ -9,7 +9,12 @@ import torch
 import triton
 
 from . import configs
-from .kernel import _norm_linear_bwd_kernel, _norm_linear_dact_kernel, _norm_linear_fwd_kernel
+from .kernel import (
+    _norm_linear_bwd_kernel,
+    _norm_linear_dact_kernel,
+    _norm_linear_dpre_kernel,
+    _norm_linear_fwd_kernel,
+)
 from .launch import Launch
 
 ALIGNMENT = 16  # bytes
@@ -120,20 +125,22 @@ def bwd_plan(
     activation: str | None,
     needs: Needs,
     summed: bool = True,
+    through: Optional = None,
 ) -> Backward:
-    """A function of (dy, dh, pre, h, rstd, normed, gain, weight, dpre=None), tensors with the signatures of these;
-    `pre` is y without an activation. normed is read for dw alone."""
+    """A function of (dy, dh, pre, h, rstd, normed, gain, weight, dpre=None, through=None), tensors with the signatures
+    of these; `pre` is y without an activation, dy the gradient of y · throughᵀ where that is given. normed is read for
+    dw alone."""
     rows, (depth, cols) = h.shape[:-1].numel(), weight.shape
     if not rows:
-        return lambda dy, dh, pre, h, rstd, normed, gain, weight, dpre=None: Gradients(
+        return lambda dy, dh, pre, h, rstd, normed, gain, weight, dpre=None, through=None: Gradients(
             torch.empty(h.shape, dtype=h.dtype, device=h.device) if needs.x else None,
-            dy,
+            torch.empty_like(pre) if dpre is None else dpre,
             _no_gradient(gain, summed) if needs.gain else None,
             torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device) if needs.w else None,
         )
     device, dtype, product = h.device, h.dtype, needs.x or needs.gain
-    derive = None if activation is None else _dact_launch(_rows(dy), activation)
-    partials, write = _bwd_launch(_rows(dy if derive is None else pre), dh, h, weight, derive is None and needs.x)
+    parts, derive = _derivative(_rows(dy), through, depth, activation)
+    partials, write = _bwd_launch(_rows(pre if parts else dy), dh, h, weight, parts, needs.x)
     dy_copied, dh_copied, h_copied, gain_copied = _copied(dy), _copied(dh), _copied(h), not gain.is_contiguous()
 
     def run(
@@ -146,6 +153,7 @@ def bwd_plan(
         gain: torch.Tensor,
         weight: torch.Tensor,
         dpre: Optional = None,
+        through: Optional = None,
     ) -> Gradients:
         dx = dgain = dw = dot = None
         dy = _rows(dy) if dy_copied else dy
@@ -153,8 +161,11 @@ def bwd_plan(
             dpre = dy
         else:
             dpre = torch.empty_like(pre) if dpre is None else dpre
-            dot = torch.empty(rows, dtype=torch.float32, device=device)
-            derive(dy, pre, dpre, dot)
+            dot = torch.empty((parts, rows), dtype=torch.float32, device=device)
+            if through is None:
+                derive(dy, pre, dpre, dot)
+            else:
+                derive(dy, through, pre, dpre, dot)
         if product:
             dx = torch.empty(h.shape, dtype=dtype, device=device) if needs.x else None
             dgain = torch.empty((partials, cols), dtype=torch.float32, device=device) if needs.gain else None
@@ -172,31 +183,54 @@ def bwd_plan(
 
 
 def _bwd_launch(
-    dy: torch.Tensor, dh: Optional, h: torch.Tensor, weight: torch.Tensor, summed: bool
+    dy: torch.Tensor, dh: Optional, h: torch.Tensor, weight: torch.Tensor, parts: int, need_x: bool
 ) -> tuple[int, Launch]:
-    """The tiles of rows, each of which has a row of partial sums of dgain, and the launch of the product."""
+    """The tiles of rows, each of which has a row of partial sums of dgain, and the launch of the product. `parts` of
+    the sum of dy · y are given; without any the product sums."""
     rows, (depth, cols) = h.shape[:-1].numel(), weight.shape
+    summed = need_x and not parts
     aligned = _aligned(dy) and _aligned(weight) and (not summed or depth * dy.itemsize % ALIGNMENT == 0)
     config = _bwd_config(h, weight, summed, aligned)
     tiles_m = triton.cdiv(rows, config.block_m)
     strides = _rows(dy).stride(0), *weight.stride(), _rows(h).stride(0), 0 if dh is None else _rows(dh).stride(0)
-    grid = (tiles_m * triton.cdiv(cols, config.block_n),)
-    fixed = (rows, depth, cols, *strides)
-    whole = cols <= config.block_n
-    return tiles_m, Launch(_norm_linear_bwd_kernel, grid, h.device, fixed, WHOLE=whole, **_tile(config, depth))
+    return tiles_m, Launch(
+        _norm_linear_bwd_kernel,
+        (tiles_m * triton.cdiv(cols, config.block_n),),
+        h.device,
+        (rows, depth, cols, parts, *strides),
+        WHOLE=cols <= config.block_n,
+        MOST_PARTS=triton.next_power_of_2(max(1, parts)),
+        **_tile(config, depth),
+    )
 
 
-def _dact_launch(dy: torch.Tensor, activation: str) -> Launch:
-    rows, cols = dy.shape
-    config = configs.pick_dact_config(cols)
-    return Launch(
+def _derivative(dy: torch.Tensor, through: Optional, cols: int, activation: str | None) -> tuple[int, Launch | None]:
+    """Where dpre is not dy, the launch that makes it, given (dy, through, pre, dpre, dot) or, without a layer that
+    follows, (dy, pre, dpre, dot), and in how many parts the sums of dpre · pre are."""
+    rows, depth = dy.shape
+    if through is not None:
+        aligned = _aligned(dy) and _aligned(through) and cols * dy.itemsize % ALIGNMENT == 0
+        config = configs.pick_dpre_config(rows, cols, depth, aligned, dy.dtype, _capability(dy))
+        parts = triton.cdiv(cols, config.block_n)
+        return parts, Launch(
+            _norm_linear_dpre_kernel,
+            (triton.cdiv(rows, config.block_m) * parts,),
+            dy.device,
+            (rows, depth, cols, dy.stride(0), *through.stride()),
+            ACTIVATION=activation or "",
+            **_tile(config, depth),
+        )
+    if activation is None:
+        return 0, None
+    a_pass = configs.pick_dact_config(cols)
+    return 1, Launch(
         _norm_linear_dact_kernel,
         (rows,),
         dy.device,
         (cols, dy.stride(0)),
         ACTIVATION=activation,
-        BLOCK_N=config.block_n,
-        num_warps=config.num_warps,
+        BLOCK_N=a_pass.block_n,
+        num_warps=a_pass.num_warps,
     )
 
 
@@ -205,11 +239,11 @@ def _bwd_config(h: torch.Tensor, weight: torch.Tensor, summed: bool, aligned: bo
     return configs.pick_bwd_config(rows, cols, depth, summed, aligned, h.dtype, _capability(h))
 
 
-def partial_sums(h: torch.Tensor, weight: torch.Tensor, activation: str | None) -> int:
+def partial_sums(h: torch.Tensor, weight: torch.Tensor, summed: bool) -> int:
     """How many partial sums of norm_weight's gradient the backward has: one for each tile of rows, whose height does
     not depend on the alignment, which a fake tensor has not."""
     rows = h.shape[:-1].numel()
-    return triton.cdiv(rows, _bwd_config(h, weight, activation is None, True).block_m) if rows else 1
+    return triton.cdiv(rows, _bwd_config(h, weight, summed, True).block_m) if rows else 1
 
 
 def _tile(config: configs.ProductConfig, depth: int) -> dict[str, int | bool]:

@@ -87,12 +87,35 @@ def test_both_directions_are_norm_linears(
     torch.testing.assert_close(dw.to(dtype), expected[2], rtol=1e-2 if dtype == torch.float16 else 1e-5, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("activation", ["silu", "relu_sq", None])
+@pytest.mark.parametrize(("rows", "dim", "cols", "out"), [(37, 72, 200, 40), (5, 131, 67, 19), (0, 24, 40, 8)])
+def test_through_the_layer_that_follows(
+    dtype: torch.dtype, activation: str | None, rows: int, dim: int, cols: int, out: int
+) -> None:
+    """As with its gradient by a product of its own, which is rounded. Of more columns than a tile has."""
+    given = _inputs(dtype, (rows,), dim, cols)
+    x, gain, weight, dh = (given[name] for name in ("x", "norm_weight", "weight", "dh"))
+    source = torch.Generator(DEVICE).manual_seed(1)
+    dz = torch.randn(rows, out, device=DEVICE, generator=source).to(dtype)
+    through = torch.randn(cols, out, device=DEVICE, generator=source).mul_(out**-0.5).to(dtype).t()
+    _, pre, h, _, rstd = norm_linear_forward(x, gain, weight, activation=activation)
+    tensors, options = (pre, h, rstd, gain, weight, dh), dict(activation=activation)
+    expected = norm_linear_backward(dz @ through, *tensors, **options)
+    dpre = torch.full_like(pre, torch.nan)
+    found = norm_linear_backward(dz, *tensors, **options, through=through, dpre=dpre)
+    assert found[1] is dpre
+    tolerance = dict(rtol=1e-4, atol=1e-5) if dtype == torch.float32 else dict(rtol=1e-2, atol=1e-2)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, **tolerance)
+
+
 def test_results_on_any_boundary() -> None:
     """What does not begin on 16 bytes is written by a copy, also where a plan for aligned results is there."""
     given = _inputs(torch.float16, (5,), 23, 19)
     x, gain, weight, dy = (given[name] for name in ("x", "norm_weight", "weight", "dy"))
     y, pre, h, normed, rstd = norm_linear_forward(x, gain, weight, activation="silu")
-    dx, dpre, _ = norm_linear_backward(dy, pre, h, rstd, gain, weight, activation="silu")
+    _, dpre, _ = norm_linear_backward(dy, pre, h, rstd, gain, weight, activation="silu")
     odd_y, odd_normed, odd_dpre = (torch.empty(t.numel() + 1, dtype=t.dtype, device=DEVICE)[1:].view(t.shape)
                                    for t in (y, normed, dpre))  # fmt: skip
     norm_linear_forward(x, gain, weight, activation="silu", y=odd_y, normed=odd_normed)
@@ -101,12 +124,15 @@ def test_results_on_any_boundary() -> None:
 
 
 @pytest.mark.parametrize("activation", ["silu", None])
-def test_traced_calls_are_the_same(activation: str | None) -> None:
+@pytest.mark.parametrize("follows", [True, False])
+def test_traced_calls_are_the_same(activation: str | None, follows: bool) -> None:
     given = _inputs(torch.float32, (7,), 24, 40)
+    given["through"] = torch.randn(40, 40, device=DEVICE) if follows else None
 
-    def both(x, residual, dy, dh, norm_weight, weight):
+    def both(x, residual, dy, dh, norm_weight, weight, through):
         y, pre, h, normed, rstd = norm_linear_forward(x, norm_weight, weight, residual, activation=activation)
-        return y, h, normed, *norm_linear_backward(dy, pre, h, rstd, norm_weight, weight, dh, activation=activation)
+        options = dict(activation=activation, through=through)
+        return y, h, normed, *norm_linear_backward(dy, pre, h, rstd, norm_weight, weight, dh, **options)
 
     traced = torch.compile(both, backend="aot_eager", fullgraph=True)
     assert all(torch.equal(a, b) for a, b in zip(both(**given), traced(**given), strict=True))
@@ -133,9 +159,12 @@ def test_wrong_arguments(eager: bool) -> None:
         ("weight", weight[:, 1:], ValueError, r"weight must be \[N, 24\]"),
         ("dh", h.half(), TypeError, "dh must be a tensor of torch.float32"),
         ("activation", "tanh", ValueError, "activation must be None or one of silu"),
-        ("activation", None, ValueError, "dpre must be None without an activation"),
+        ("activation", None, ValueError, "dpre must be None without an activation and through"),
         ("dpre", dy[1:], ValueError, r"dpre must be \(7, 40\) on"),
         ("dpre", dy.half(), TypeError, "dpre must be a tensor of torch.float32"),
+        ("through", weight.half(), TypeError, "through must be a tensor of h's dtype"),
+        ("through", weight, ValueError, r"through must be \[M, 40\]"),
+        ("through", torch.zeros(5, 40, device=DEVICE), ValueError, r"dy must be \(7, 5\)"),
         ("weight", weight.clone().requires_grad_(), RuntimeError, "weight must not require grad"),
     ):
         changed = {**given, "dpre": torch.empty_like(pre), name: value}

@@ -249,8 +249,8 @@ def norm_feed_forward(
     down: torch.Tensor,
     place: Place,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`norm` of kind "before mlp" and then `feed_forward` of its rows, without a launch for the norm, forward or
-    backward, or for the activation forward. Returns the latter's result, and x + branch."""
+    """`norm` of kind "before mlp" and then `feed_forward` of its rows, without a launch for the norm or
+    the activation, forward or backward. Returns the latter's result, and x + branch."""
     given = [weight.detach(), *(w.to(x.dtype).detach() for w in (up, down))]
     return _NormFeedForward.apply(x, branch, place.token, place, eps, *given)
 
@@ -277,8 +277,8 @@ class _NormFeedForward(torch.autograd.Function):
             operands, _, layer, _ = ctx.place
             dy = dy.contiguous()
             dpre = operands.room("dpre", layer, pre, pre.shape)
-            options = dict(activation="silu", dpre=dpre)
-            dx, _, partial = norm_linear_backward(dy @ down, pre, h, rstd, weight, up, dh, **options)
+            options = dict(activation="silu", dpre=dpre, through=down)
+            dx, _, partial = norm_linear_backward(dy, pre, h, rstd, weight, up, dh, **options)
             if ctx.needs_input_grad[2]:
                 operands.add(layer, up=(ctx.normed, dpre), down=(ctx.hidden, dy))
                 operands.add_partial(layer, "before mlp", partial, weight.dtype)
