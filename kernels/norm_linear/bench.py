@@ -86,15 +86,15 @@ def _torch(x, norm_weight, weight, residual=None, *, eps=1e-6, activation=None):
 
 
 def _product_candidates(case: Case) -> list[configs.ProductConfig]:
-    """128 sums a thread at most, and 160 KiB of buffers."""
+    """128 sums a thread at most, and 200 KiB of buffers."""
     first = case.dtype == FP16
     return [
         configs.ProductConfig(m, n, k, stages, warps, first)
         for m, n in ((32, 64), (32, 128), (64, 32), (64, 64), (64, 128), (64, 256), (128, 64), (128, 128), (128, 256))
         for k in (32, 64, 128)
-        for stages in (2, 3, 4)
+        for stages in (3, 4, 5, 6)
         for warps in (4, 8)
-        if m * n <= 32 * warps * 128 and stages * k * (2 * m + n) * 2 <= 160 << 10
+        if m * n <= 32 * warps * 128 and stages * k * (2 * m + n) * 2 <= 200 << 10
     ]
 
 

@@ -172,7 +172,10 @@ def _norm_linear_bwd_kernel(
     from_w = w_ptr + k.to(tl.int64)[:, None] * stride_wk + col.to(tl.int64)[None, :] * stride_wn
     acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     SUMMED: tl.constexpr = dx_ptr is not None and dot_ptr is None and not WHOLE
-    products = tl.zeros([BLOCK_M, BLOCK_K], dtype=tl.float32)
+    # Of what tensor cores read the loads are pipelined: so they multiply y too, of which the diagonal is wanted. A load
+    # beside them would be waited for in each step.
+    TENSOR_CORES: tl.constexpr = dy_ptr.dtype.element_ty != tl.float32
+    products = tl.zeros([BLOCK_M, BLOCK_M if TENSOR_CORES else BLOCK_K], dtype=tl.float32)
     if dx_ptr is not None and dot_ptr is not None and not WHOLE:
         part = tl.arange(0, MOST_PARTS)
         from_dot = dot_ptr + part.to(tl.int64)[:, None] * rows + row[None, :]
@@ -187,7 +190,10 @@ def _norm_linear_bwd_kernel(
         acc = tl.dot(dy, tl.load(from_w, mask=w_mask, other=0.0), acc, input_precision="ieee")
         if SUMMED:
             y = tl.load(y_ptr + from_y + first, mask=mask, other=0.0)
-            products += dy.to(tl.float32) * y.to(tl.float32)
+            if TENSOR_CORES:
+                products = tl.dot(dy, tl.trans(y), products)
+            else:
+                products += dy * y
         from_w += tl.cast(BLOCK_K, tl.int64) * stride_wk
     inside = in_rows & in_cols
     rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)[:, None]
@@ -203,6 +209,9 @@ def _norm_linear_bwd_kernel(
         if WHOLE:
             dot = tl.sum(tl.where(in_cols, g * x_hat, 0.0), axis=1)
         elif SUMMED:
+            if TENSOR_CORES:
+                i = tl.arange(0, BLOCK_M)
+                products = tl.where(i[:, None] == i[None, :], products, 0.0)
             dot = tl.sum(products, axis=1)
         dx = (g - x_hat * (dot / cols)[:, None]) * rstd
         if dh_ptr is not None:
