@@ -52,7 +52,7 @@ def pick_fwd_config(
     if dtype == torch.float32:
         return ProductConfig(_fit(rows, 64), _fit(cols, 64), _fit(depth, 32), 3, 8, stats_first)
     if capability < (9, 0):
-        return ProductConfig(_fit(rows, 64), _fit(cols, 64), _fit(depth, 32), 3, 4, stats_first)
+        return ProductConfig(_fit(rows, 64), _fit(cols, 64), _fit(depth, 32), 3, 8, stats_first)
     return ProductConfig(_fit(rows, 64), _fit(cols, 128), _fit(depth, 64), 5, 8, stats_first)
 
 

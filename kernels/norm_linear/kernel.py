@@ -40,6 +40,18 @@ def _load_h(x_ptr, residual_ptr, offset_x, offset_r, mask):
 
 
 @triton.jit
+def _store_rows(h, rstd, gain_ptr, h_ptr, normed_ptr, wide_row, col, depth, mask):
+    """h and n of these columns, those that are not None."""
+    at = wide_row * depth + col[None, :]
+    if h_ptr is not None:
+        tl.store(h_ptr + at, h, mask=mask)
+    if normed_ptr is not None:
+        gain = tl.load(gain_ptr + col, mask=col < depth, other=0.0).to(tl.float32)
+        normed = h.to(tl.float32) * rstd[:, None] * gain[None, :]
+        tl.store(normed_ptr + at, normed.to(normed_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _norm_linear_fwd_kernel(
     x_ptr,
     residual_ptr,
@@ -77,6 +89,12 @@ def _norm_linear_fwd_kernel(
     in_rows, in_cols = (row < rows)[:, None], (col < cols)[None, :]
     offset_x, offset_r = wide_row * stride_xm + k[None, :], wide_row * stride_rm + k[None, :]
     from_w = w_ptr + col.to(tl.int64)[None, :] * stride_wn + wide_k[:, None] * stride_wk
+    WRITES: tl.constexpr = h_ptr is not None or normed_ptr is not None
+    if WRITES:
+        # Loaded before the product, so that nobody waits for it after.
+        own = tile_n * BLOCK_K
+        own_mask = in_rows & (k < depth - own)[None, :]
+        own_h = _load_h(x_ptr, residual_ptr, offset_x + own, offset_r + own, own_mask)
     squares = tl.zeros([BLOCK_M, BLOCK_K], dtype=tl.float32)
     rstd = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
     if STATS_FIRST:
@@ -115,18 +133,12 @@ def _norm_linear_fwd_kernel(
         tl.store(act_ptr + to, act.to(act_ptr.dtype.element_ty), mask=in_rows & in_cols)
     if rstd_ptr is not None and tile_n == 0:
         tl.store(rstd_ptr + row, rstd, mask=row < rows)
-    if h_ptr is not None or normed_ptr is not None:
-        for first in range(tile_n * BLOCK_K, depth, tiles_n * BLOCK_K):
-            in_depth = k < depth - first
-            mask = in_rows & in_depth[None, :]
+    if WRITES:
+        _store_rows(own_h, rstd, gain_ptr, h_ptr, normed_ptr, wide_row, own + k, depth, own_mask)
+        for first in range(own + tiles_n * BLOCK_K, depth, tiles_n * BLOCK_K):
+            mask = in_rows & (k < depth - first)[None, :]
             h = _load_h(x_ptr, residual_ptr, offset_x + first, offset_r + first, mask)
-            at = wide_row * depth + first + k[None, :]
-            if h_ptr is not None:
-                tl.store(h_ptr + at, h, mask=mask)
-            if normed_ptr is not None:
-                gain = tl.load(gain_ptr + first + k, mask=in_depth, other=0.0).to(tl.float32)
-                normed = h.to(tl.float32) * rstd[:, None] * gain[None, :]
-                tl.store(normed_ptr + at, normed.to(normed_ptr.dtype.element_ty), mask=mask)
+            _store_rows(h, rstd, gain_ptr, h_ptr, normed_ptr, wide_row, first + k, depth, mask)
 
 
 @triton.jit

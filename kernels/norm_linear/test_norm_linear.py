@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -195,3 +199,34 @@ def test_the_height_of_a_tile_is_that_of_any_alignment(dtype: torch.dtype) -> No
     for rows in (1, 17, 564, 4096):
         configs = [pick_bwd_config(rows, 512, 1536, s, a, dtype, (9, 0)) for s in (False, True) for a in (False, True)]
         assert len({config.block_m for config in configs}) == 1
+
+
+@pytest.mark.slow
+def test_the_product_of_the_derivative_compiles_and_does_not_spill() -> None:
+    """No case of SPEC launches it: the build does not see it."""
+    script = """
+import torch
+from harness.compiling import ahead, launches
+from kernels.norm_linear import norm_linear_backward
+from kernels.norm_linear.bench import SPEC
+
+for capability in SPEC.compile_targets:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for rows, dim, cols, out in ((564, 512, 1408, 512), (37, 131, 67, 19)):
+            with launches.record(capability) as seen:
+                dy, pre, h, weight, through = (
+                    torch.empty(shape, device="cuda", dtype=dtype)
+                    for shape in ((rows, out), (rows, cols), (rows, dim), (cols, dim), (out, cols))
+                )
+                rstd, gain = (torch.empty(n, device="cuda") for n in (rows, dim))
+                norm_linear_backward(dy, pre, h, rstd, gain, weight, h, activation="silu", through=through)
+            rows_of = [ahead.describe(SPEC, launch, capability) for launch in seen]
+            assert [row["jit"] for row in rows_of] == ["_norm_linear_dpre_kernel", "_norm_linear_bwd_kernel"]
+            for row in rows_of:
+                assert not ahead.faults({**row, "uses": []}, capability)
+                assert dtype == torch.float32 or row["mma"]
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
