@@ -4,7 +4,7 @@
 // Defined by the launcher: WIDTH, MANTISSA, BIAS and LARGEST_CODE of an element, EMAX, NVFP4.
 #pragma once
 
-#include "halves.cuh"
+#include "instructions.cuh"
 
 constexpr int STEP = 32, BLOCK = NVFP4 ? 16 : 32;  // rows of a step, and of a block
 constexpr u32 NOT_FINITE = 0x7F80;                 // the least bits of a magnitude in bf16 that is no finite number

@@ -29,10 +29,10 @@ struct Problem {
     const char* x;
     Unit* data;
     unsigned char* scales;
-    float* tensor_scale;  // of NVFP4: read, or made of `amax` and written
-    const u32* amax;      // null, or the bits in fp32 of the largest finite magnitude of x
-    u64 pitch;                // bytes from a row of x to the next
-    int rows, columns, tiles; // of x; tiles of columns
+    float* tensor_scale;       // of NVFP4: read, or made of `amax` and written
+    const u32* amax;           // null, or the bits in fp32 of the largest finite magnitude of x
+    u64 pitch;                 // bytes from a row of x to the next
+    int rows, columns, tiles;  // of x; tiles of its columns
 };
 
 // Column 2 i is in slot i, column 2 i + 1 in slot 32 + i.
@@ -40,12 +40,6 @@ struct Staged {
     Unit data[COLUMNS * PITCH];
     alignas(8) unsigned char scales[COLUMNS * SCALES];
 };
-
-DEVICE u32 load(const char* at) {
-    u32 x;
-    asm("ld.global.nc.L1::no_allocate.b32 %0, [%1];" : "=r"(x) : "l"(at));
-    return x;
-}
 
 // 32 rows of two columns, with zeros where x has ended; `rows` are left.
 DEVICE void load_step(u32 (&x)[STEP], const char* at, u64 pitch, int rows) {

@@ -1,4 +1,4 @@
-// Instructions on the two 16-bit numbers of a register, and conversions to 8 bits.
+// The instructions that the kernel takes from PTX: on the two 16-bit numbers of a register, conversions to 8 bits, a load.
 #pragma once
 
 #include "types.cuh"
@@ -43,4 +43,11 @@ DEVICE u32 to_e5m2(float low, float high) {
     u16 y;
     asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
     return y;
+}
+
+// Of what is read once: no line of L1 is kept for it.
+DEVICE u32 load(const char* at) {
+    u32 x;
+    asm("ld.global.nc.L1::no_allocate.b32 %0, [%1];" : "=r"(x) : "l"(at));
+    return x;
 }
