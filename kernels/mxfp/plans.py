@@ -118,7 +118,9 @@ def _quantize_launches(x: torch.Tensor, layout: Format, stochastic: bool, find_s
     return write
 
 
-def _pairs_launches(x: torch.Tensor, layout: Format, config: configs.Config, find: Launch | None) -> Callable[..., None]:
+def _pairs_launches(
+    x: torch.Tensor, layout: Format, config: configs.Config, find: Launch | None
+) -> Callable[..., None]:
     """As `_quantize_launches`, for what `configs.pick_pairs` takes."""
     rows, dim = x.shape
     launch = Launch(

@@ -104,7 +104,7 @@ DEVICE void store_scales(const Problem& p, const Staged& from, u32 column, u32 f
         if (at >= p.columns) break;
         unsigned char* const to = p.scales + (u64)at * width + first;
         const unsigned char* const scales = from.scales + (lane + half * PAIRS) * SCALES;
-        if (count == SCALES && width % SCALES == 0) {
+        if (SCALES <= 8 && count == SCALES && width % SCALES == 0) {
             if (SCALES == 1) *to = *scales;
             if (SCALES == 2) *(u16*)to = *(const u16*)scales;
             if (SCALES == 4) *(u32*)to = *(const u32*)scales;

@@ -37,7 +37,9 @@ def unsupported_reason(
     if dtype != torch.bfloat16 or stochastic:
         return "it takes bfloat16 and rounds to nearest"
     if strides[0] != 1 or strides[1] == 1 or rows % 2 or strides[1] % 2 or not aligned:
-        return "it takes a dim that is not the contiguous one, which has an even size, even strides and begins on 16 bytes"
+        return (
+            "it takes a dim that is not the contiguous one, which has an even size, even strides and begins on 16 bytes"
+        )
     if block < STEP and -(-dim // block) % (STEP // block):
         return f"it takes {STEP // block} blocks at a time"
     if max(rows, dim) > _LARGEST_SIZE:
