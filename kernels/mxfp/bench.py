@@ -173,13 +173,7 @@ def _by_pairs(case: Case) -> bool:
 
 
 def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
-    row = 4 * FORMATS[case.params["format"]].width + 2  # bytes of a step of a column in shared memory
-    return [
-        configs.CudaConfig(steps, warps)
-        for steps in (1, 2, 4, 8)
-        for warps in (1, 2, 4, 8)
-        if 64 * warps * (steps * row + 16) <= 48 << 10
-    ]
+    return [configs.CudaConfig(steps, warps) for steps in (1, 2, 4, 8) for warps in (1, 2, 4, 8)]
 
 
 def _by_cuda(case: Case) -> bool:

@@ -76,7 +76,8 @@ def _no_cuda(x: torch.Tensor, layout: Format, stochastic: bool) -> str | None:
 def _cuda_launches(x: torch.Tensor, layout: Format, find_scale: bool) -> Callable[..., None]:
     """As `_quantize_launches`."""
     sms = torch.cuda.get_device_properties(x.device).multi_processor_count
-    launch = transposed.launch(x, layout, configs.pick_cuda_config(*x.shape, layout.width, sms))
+    rows, dim = x.shape
+    launch = transposed.launch(x, layout, configs.pick_cuda_config(rows, dim, layout.width, sms))
     find = _amax_launch(_flat(x.t(), 2), layout) if find_scale else None  # in the order of memory
 
     def write(x, data, scales, tensor_scale, seed: int) -> None:
@@ -178,8 +179,9 @@ def _pairs_config(x: torch.Tensor, block: int, stochastic: bool) -> configs.Conf
 
 
 def _plain_config(x: torch.Tensor, layout: Format) -> configs.Config:
+    rows, dim = x.shape
     other = x.stride(0) == 1 and x.stride(1) != 1
-    return configs.pick_config(*x.shape, layout.width, other, x.dtype, _capability(x))
+    return configs.pick_config(rows, dim, layout.width, other, x.dtype, _capability(x))
 
 
 def _grid(config: configs.Config, rows: int, dim: int) -> tuple[int]:

@@ -10,7 +10,7 @@
 // Of SASS an element of mxfp8 and mxfp4 takes INSTRUCTIONS, which are issued in ISSUE us at 1.85 GHz. Little's law asks for
 // 3 MB in flight, 23 KB an SM: six warps that wait for their 32 loads. 32 warps are resident: 64 registers a thread.
 //
-// Defined by the launcher: what elements.cuh takes, STEPS (of 32 rows a warp), WARPS (side by side along the columns).
+// Defined by the launcher: what elements.cuh takes, STEPS (of 32 rows a warp), WARPS (side by side along the columns), SHARED (bytes).
 
 #include "elements.cuh"
 
@@ -132,8 +132,9 @@ DEVICE float find_tensor_scale(const Problem& p, bool& usable) {
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS)
 mxfp_quantize_transposed(const __grid_constant__ Problem p) {
-    __shared__ Staged shared[WARPS];
-    Staged& staged = shared[threadIdx.x / 32];
+    extern __shared__ __align__(16) char shared[];
+    static_assert(sizeof(Staged) * WARPS == SHARED, "transposed.py has another size");
+    Staged& staged = ((Staged*)shared)[threadIdx.x / 32];
     // After a pass that sought `amax` the last rows of x are in L2.
     const u32 tile = NVFP4 && p.amax ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int column = (tile % p.tiles * WARPS + threadIdx.x / 32) * COLUMNS, row = tile / p.tiles * (STEPS * STEP);

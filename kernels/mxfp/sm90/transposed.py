@@ -37,9 +37,7 @@ def unsupported_reason(
     if dtype != torch.bfloat16 or stochastic:
         return "it takes bfloat16 and rounds to nearest"
     if strides[0] != 1 or strides[1] == 1 or rows % 2 or strides[1] % 2 or not aligned:
-        return (
-            "it takes a dim that is not the contiguous one, which has an even size, even strides and begins on 16 bytes"
-        )
+        return "it takes a dim that is not the contiguous one, which has an even size, even strides, on 16 bytes"
     if block < STEP and -(-dim // block) % (STEP // block):
         return f"it takes {STEP // block} blocks at a time"
     if max(rows, dim) > _LARGEST_SIZE:
@@ -48,16 +46,17 @@ def unsupported_reason(
 
 
 def launch(x: torch.Tensor, layout: Format, config: CudaConfig) -> Callable[..., None]:
-    """Takes (x, data, scales, tensor_scale, amax), x [rows, dim] as `unsupported_reason` wants it. With an amax, the bits
-    of the largest magnitude, tensor_scale is written, else read."""
+    """Takes (x, data, scales, tensor_scale, amax), x [rows, dim] as `unsupported_reason` wants it. With an amax, the
+    bits of the largest magnitude, tensor_scale is written, else read."""
     columns, rows = x.shape
+    shared = shared_bytes(layout, config)
     with torch.cuda.device_of(x):
         (kernel,) = cuda_driver.kernels(
-            x.device.index, "transposed.cu", ("mxfp_quantize_transposed",), defines(layout, config), 0
+            x.device.index, "transposed.cu", ("mxfp_quantize_transposed",), defines(layout, config), shared
         )
     tiles = -(-columns // (WARP_COLUMNS * config.warps))
     grid = tiles * -(-rows // (STEP * config.steps))
-    start = cuda_driver.Launch(x.device.index, kernel, grid, 32 * config.warps, 0, _LAYOUT)
+    start = cuda_driver.Launch(x.device.index, kernel, grid, 32 * config.warps, shared, _LAYOUT)
     sizes = x.stride(1) * x.element_size(), rows, columns, tiles
 
     def run(
@@ -82,4 +81,13 @@ def defines(layout: Format, config: CudaConfig) -> tuple[str, ...]:
         f"NVFP4={int(layout.block < STEP)}",
         f"STEPS={config.steps}",
         f"WARPS={config.warps}",
+        f"SHARED={shared_bytes(layout, config)}",
     )
+
+
+def shared_bytes(layout: Format, config: CudaConfig) -> int:
+    """Of a CTA: data of columns, each an odd number of units of 16 bytes, or of 8 with 6 bits, and their scales."""
+    unit = 8 if layout.width == 6 else 16
+    units = config.steps * 4 * layout.width // unit | 1
+    scales = 8 * -(-config.steps * STEP // layout.block * WARP_COLUMNS // 8)
+    return config.warps * (WARP_COLUMNS * units * unit + scales)
