@@ -6,9 +6,10 @@
 // a warp leaves STEPS * 32 rows of its 64 columns in shared memory and writes them as segments of the result's rows.
 //
 // Napkin maths, 8192 x 8192, one NVIDIA H200 (132 SMs, 4254 GB/s), bytes read and written: mxfp8 134 + 69 MB, 48 us; mxfp6
-// 134 + 52 MB, 44 us; mxfp4 134 + 36 MB, 40 us. An SM has 7944 steps of a warp and row of 64 columns, two elements a thread.
-// Of SASS an element of mxfp8 and mxfp4 takes INSTRUCTIONS, which are issued in ISSUE us at 1.85 GHz. Little's law asks for
-// 3 MB in flight, 23 KB an SM: six warps that wait for their 32 loads. 32 warps are resident: 64 registers a thread.
+// 134 + 52 MB, 44 us; mxfp4 134 + 36 MB, 40 us; nvfp4 134 + 38 MB, 40 us. An SM has 508000 elements, 3970
+// a lane of its four schedulers. An element of mxfp8 takes 7 instructions of SASS and one of mxfp4 10, addresses included: issued
+// in 15 and 21 us at 1.85 GHz. Of these mxfp4 has 6.5 of the integer pipe, 28 us at 64 a cycle and SM. Little's law asks
+// for 3 MB in flight, 23 KB an SM: six warps that wait for their 32 loads of 128 bytes. 28 or 32 warps are resident.
 //
 // Defined by the launcher: what elements.cuh takes, STEPS (of 32 rows a warp), WARPS (side by side along the columns), SHARED (bytes).
 
@@ -23,6 +24,7 @@ typedef uint2 Unit;  // rows of the result begin on 8 bytes
 typedef uint4 Unit;
 #endif
 constexpr int STEP_UNITS = 4 * WIDTH / sizeof(Unit), UNITS = STEPS * STEP_UNITS;
+constexpr int SLOTS = UNITS > 16 ? 1 : UNITS > 8 ? 2 : UNITS > 4 ? 4 : UNITS > 2 ? 8 : 32 / UNITS;  // a power of two
 constexpr int PITCH = UNITS | 1;  // odd: threads that store units of neighbouring slots use different banks
 
 struct Problem {
@@ -86,12 +88,17 @@ DEVICE void quantize_step(u32 (&x)[STEP], Staged& to, int step, float tensor_sca
     }
 }
 
-// The first `units` of each column of the warp from `column` on; a row of the result has `width` of them.
+// The first `units` of each column of the warp from `column` on; a row of the result has `width` of them. A store of the
+// warp is of SLOTS columns, whose distance from a thread's first one is known when this is compiled.
 DEVICE void store_data(const Problem& p, const Staged& from, u32 column, u32 unit, u32 units, u32 width) {
+    const u32 lane = threadIdx.x % 32, first = lane / UNITS, place = lane % UNITS, left = p.columns - column;
+    if (first >= SLOTS || place >= units) return;
+    Unit* const to = p.data + (u64)(column + 2 * first) * width + unit + place;
+    const Unit* const at = from.data + first * PITCH + place;
 #pragma unroll 8
-    for (u32 i = threadIdx.x % 32; i < COLUMNS * UNITS; i += 32) {
-        const u32 slot = i / UNITS, place = i % UNITS, to = column + slot % PAIRS * 2 + slot / PAIRS;
-        if (place < units && to < p.columns) p.data[(u64)to * width + unit + place] = from.data[slot * PITCH + place];
+    for (u32 slot = 0; slot < COLUMNS; slot += SLOTS) {
+        const u32 more = slot % PAIRS * 2 + slot / PAIRS;
+        if (2 * first + more < left) to[(u64)more * width] = at[slot * PITCH];
     }
 }
 
