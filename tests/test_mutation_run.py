@@ -16,6 +16,7 @@ import pytest
 
 from harness import registry
 from harness.commands import check
+from harness.compiling import nvrtc
 from harness.mutation import run, worker
 from harness.mutation.mutants import Mutant
 
@@ -602,6 +603,25 @@ assert get_cache_manager("bb").get_file("f.cubin")
 assert sorted(Path({str(tmp_path / "shared")!r}).rglob("*")) == before
 """
     subprocess.run([sys.executable, "-c", code], cwd=registry.ROOT, check=True, timeout=120)
+
+
+@pytest.mark.parametrize("kernel_name", ["rmsnorm", "grouped_gemm"])
+def test_what_nvrtc_compiles_is_said_without_its_lines(kernel_name):
+    """In the folder itself, and in sm90/. NVRTC is stood in for."""
+    found = worker.forked({"kernel": kernel_name}, _compiles_cuda)
+    assert (found["status"], len(found["codes"])) == ("survived", 1), found
+    assert all(len(part) == 16 for part in found["codes"][0])
+
+
+def _compiles_cuda(task, report):
+    package = registry.package(task["kernel"])
+    driver = nvrtc.driver_of(package)
+    driver._compiled = lambda source, defines: b"code"
+    source = next(driver._FOLDER.glob("*.cu")).name
+    worker._watch_compilers(package, worker.Clock(), report)
+    assert "-lineinfo" not in driver.OPTIONS and "--std=c++17" in driver.OPTIONS
+    assert driver._compiled(source, ("N=1",)) == b"code"
+    assert driver._loaded.__wrapped__.__globals__["_compiled"] is driver._compiled
 
 
 COMPILED = """
