@@ -197,27 +197,51 @@ WAITS_FOR_0 = "0x000fc60000000000", "0x001fc60000000000"
 )
 def test_arrivals_that_do_not_wait_for_reads_are_counted(old, new, count):
     assert old in READ_AND_ARRIVE
-    assert sass.early_arrivals(READ_AND_ARRIVE.replace(old, new, 1)) == count
+    assert len(sass.early_arrivals(READ_AND_ARRIVE.replace(old, new, 1))) == count
     assert sass.parse("REG:12 STACK:0" + READ_AND_ARRIVE.replace(old, new, 1)).early_arrivals == count
 
 
-def test_arrivals_in_the_own_cta_are_counted_by_themselves():
+def test_arrivals_in_the_own_cta_are_found_by_themselves():
     own = READ_AND_ARRIVE.replace("RED.A1T0", "A1T0")
-    assert (sass.early_arrivals(own), sass.early_arrivals(own, own=True)) == (0, 1)
-    assert sass.early_arrivals(own.replace(*WAITS_FOR_0), own=True) == 0
-    assert sass.early_arrivals(READ_AND_ARRIVE, own=True) == 0
+    assert (sass.early_arrivals(own), sass.early_arrivals(own, own=True)) == ([], [["LDS.32"]])
+    assert sass.early_arrivals(own.replace(*WAITS_FOR_0), own=True) == []
+    assert sass.early_arrivals(READ_AND_ARRIVE, own=True) == []
     usage = sass.parse("REG:12 STACK:0" + own)
-    assert (usage.early_arrivals, usage.early_own_arrivals) == (0, 1)
+    assert (usage.early_arrivals, usage.early_own_reads) == (0, {"LDS.32": 1})
     expecting = own.replace(".A1T0 RZ, [R4+URZ], RZ", " RZ, [R4+URZ], R6")
-    assert sass.early_arrivals(expecting, own=True) == 0
+    assert sass.early_arrivals(expecting, own=True) == []
+
+
+LINE = READ_AND_ARRIVE.index("        /*00b0*/")  # of what follows the read
+
+
+@pytest.mark.parametrize(
+    ("code", "scoreboard", "pending"),
+    [
+        ("LDSM.16.M88.4 R8, [R1]", 0, ["LDS.32", "LDSM"]),
+        ("LDSM.16.M88.4 R8, [R1]", 1, ["LDS.32", "LDSM"]),
+        ("LDS.U.128 R8, [R1]", 1, ["LDS.128", "LDS.32"]),
+        ("LDS R8, [R1]", 1, ["LDS.32"]),
+    ],
+)
+def test_the_kinds_of_pending_reads(code, scoreboard, pending):
+    """Of two reads; a wait for the first one's scoreboard leaves the other's, if that is another."""
+    control = f"0x{0x000E200000000800 | scoreboard << 46:016x}"
+    read = f"        /*00a8*/  {code} ;  /* 0x0000000000087984 */\n  /* {control} */\n"
+    both = (READ_AND_ARRIVE[:LINE] + read + READ_AND_ARRIVE[LINE:]).replace("RED.A1T0", "A1T0")
+    assert sass.early_arrivals(both, own=True) == [pending]
+    second = [kind for kind in pending if kind != "LDS.32" or len(pending) == 1]
+    assert sass.early_arrivals(both.replace(*WAITS_FOR_0), own=True) == ([second] if scoreboard else [])
+    assert sass.parse("REG:12 STACK:0" + both).early_own_reads == dict.fromkeys(pending, 1)
 
 
 def test_a_read_is_pending_in_the_next_turn_of_a_loop():
-    assert sass.early_arrivals(ARRIVE_AND_READ) == 1
-    assert sass.early_arrivals(ARRIVE_AND_READ.replace("@!P1 BRA 0x140", "@!P1 BRA 0x1a0")) == 0
-    assert sass.early_arrivals(ARRIVE_AND_READ.replace("0x000fea000383ffff", "0x010fea000383ffff")) == 0
-    assert sass.early_arrivals(ARRIVE_AND_READ + READ_AND_ARRIVE) == 2  # of two functions
-    assert sass.early_arrivals(ARRIVE_AND_READ + READ_AND_ARRIVE.replace(*WAITS_FOR_0)) == 1
+    early = [["LDS.32"]]
+    assert sass.early_arrivals(ARRIVE_AND_READ) == early
+    assert sass.early_arrivals(ARRIVE_AND_READ.replace("@!P1 BRA 0x140", "@!P1 BRA 0x1a0")) == []
+    assert sass.early_arrivals(ARRIVE_AND_READ.replace("0x000fea000383ffff", "0x010fea000383ffff")) == []
+    assert sass.early_arrivals(ARRIVE_AND_READ + READ_AND_ARRIVE) == 2 * early  # of two functions
+    assert sass.early_arrivals(ARRIVE_AND_READ + READ_AND_ARRIVE.replace(*WAITS_FOR_0)) == early
 
 
 def test_arrivals_without_their_encodings_are_refused():

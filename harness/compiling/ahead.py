@@ -6,7 +6,7 @@ A row of the result is one compiled kernel, that is a JIT function with its type
  "constexprs": {name: value}, "num_warps", "num_stages", "num_ctas", "threads", "registers", "stack_bytes",
  "spill_bytes", "spill_store_bytes", "spill_load_bytes", "spill_allowed", "shared_bytes", "ctas_per_sm",
  "occupancy_percent", "occupancy_limit", "mma": {kind: count}, "loads": {kind: count}, "stores": {kind: count},
- "to_fp8": [conversions in PTX, in SASS], "early_arrivals": as `sass.early_arrivals` counts them}
+ "to_fp8": [conversions in PTX, in SASS], "early_arrivals", "early_own_reads": as `sass.Usage` has them}
 The mode of a use is what was running: the forward that a backward needs counts as "fwd".
 """
 
@@ -62,8 +62,8 @@ def compile_spec(
     """Runs the implementations of this folder, those named or all, on fake tensors and describes what they launched.
 
     "fwd+bwd" launches what "fwd" and "bwd" do. Fails (in `failures`) where a case does not compile, a kernel spills
-    more than `SPEC.spills` grants, asks for more than the GPU has or releases shared memory of a cluster before it has
-    read it, and where nothing was launched at all.
+    more than `SPEC.spills` grants, asks for more than the GPU has or releases shared memory before it has read it (of a
+    cluster; of its own CTA by ldmatrix), and where nothing was launched at all.
     """
     outcome = Outcome(spec.name, target_name(capability))
     if spec.needs:
@@ -177,6 +177,7 @@ def describe(spec: KernelSpec, launch: launches.Launch | nvrtc.Launch, capabilit
         "loads": usage.loads,
         "stores": usage.stores,
         "early_arrivals": usage.early_arrivals,
+        "early_own_reads": usage.early_own_reads,
     }
 
 
@@ -235,7 +236,12 @@ def faults(row: Row, capability: tuple[int, int]) -> list[str]:
     if row["early_arrivals"]:
         wrong.append(
             f"{where}: arrivals at another CTA's mbarrier that do not wait for reads of shared memory, which that CTA "
-            f"may then write over: {row['early_arrivals']}. fence_reads() of cluster.cuh waits for them"
+            f"may then write over: {row['early_arrivals']}. fence_reads() of mbarrier.cuh waits for them"
+        )
+    if own := row["early_own_reads"].get("LDSM"):
+        wrong.append(
+            f"{where}: arrivals at an mbarrier that do not wait for ldmatrix, whose tile TMA may then write over: {own}"
+            ". fence_reads() of mbarrier.cuh waits for it"
         )
     if row["ctas_per_sm"] == 0:
         sm = occupancy.limits(capability)

@@ -1,5 +1,5 @@
 """The machine code of a kernel, read from the cubin: registers, spills, tensor-core instructions, access widths, and
-arrivals at another CTA's mbarrier that overtake reads of shared memory.
+arrivals at an mbarrier that overtake reads of shared memory.
 
 Spills are counted in the instructions: bytes per thread stored to and loaded from local memory, summed over the static
 STL and LDL instructions. That is how `ptxas -v` counts "spill stores" and "spill loads", and a local array that could
@@ -34,7 +34,7 @@ _REMOTE_ARRIVAL = re.compile(r"\bSYNCS\.ARRIVE\.(?:\w+\.)*RED\b")
 _OWN_ARRIVAL = re.compile(r"\bSYNCS\.ARRIVE\.(?!(?:\w+\.)*RED\b)(?:\w+\.)*A1T0\b")
 
 #: Changes whenever `parse` counts otherwise, so that what was remembered is not taken for it.
-SCHEMA = b"5"
+SCHEMA = b"6"
 
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<code>[A-Z][\w.]*)", re.MULTILINE)
 #: The same with its operands and its encoding, of which the second word holds the scoreboards.
@@ -57,7 +57,8 @@ class Usage:
     """`registers` per thread; `stack`, `spill_stores` and `spill_loads` in bytes per thread. `mma`, `loads` and
     `stores` count instructions: {"HGMMA": 8}, {"LDG.128": 4}; `to_fp8` those that convert fp32 to fp8, `wgmma_waits`
     those that wait for wgmmas: ptxas puts one behind each wgmma whose registers it cannot follow. `early_arrivals`
-    and `early_own_arrivals` are what `early_arrivals` counts, at mbarriers of another CTA and of the own one."""
+    counts arrivals at an mbarrier of another CTA that `early_arrivals` finds, and `early_own_reads` the pending reads
+    of those at an mbarrier of the own CTA: {"LDS.64": 2, "LDSM": 4}."""
 
     registers: int
     stack: int
@@ -69,7 +70,7 @@ class Usage:
     to_fp8: int = 0
     wgmma_waits: int = 0
     early_arrivals: int = 0
-    early_own_arrivals: int = 0
+    early_own_reads: dict[str, int] = field(default_factory=dict)
 
     @property
     def spills(self) -> int:
@@ -141,48 +142,52 @@ def parse(text: str) -> Usage:
         stores=_count(_access(p, _STORES, _TMA_STORES) for p in parts),
         to_fp8=sum(_TO_FP8.match(code) is not None for code in codes),
         wgmma_waits=sum(code.startswith("WARPGROUP.DEPBAR") for code in codes),
-        early_arrivals=early_arrivals(text),
-        early_own_arrivals=early_arrivals(text, own=True),
+        early_arrivals=len(early_arrivals(text)),
+        early_own_reads=_count(read for reads in early_arrivals(text, own=True) for read in reads),
     )
 
 
 @dataclass(frozen=True)
 class _Step:
-    """An instruction with its address `place`. `waits` and `sets` are bits of the six scoreboards: those that it waits
-    for before it is issued, and the one that it holds until the result of its read of shared memory is there."""
+    """An instruction with its address `place`. `waits` are bits of the six scoreboards, those that it waits for before
+    it is issued; `sets` is the one that it holds until the result of its read of shared memory is there, or None."""
 
     place: int
+    code: str
     arrives: bool
     waits: int
-    sets: int
+    sets: int | None
     target: int | None
     falls_through: bool
 
 
-def early_arrivals(text: str, own: bool = False) -> int:
-    """How many arrivals at an mbarrier of another CTA, or with `own` of the same, may be issued before a read of shared
-    memory has its result.
+def early_arrivals(text: str, own: bool = False) -> list[list[str]]:
+    """The arrivals at an mbarrier of another CTA, or with `own` of the same, that may be issued before a read of shared
+    memory has its result: of each these reads, such as ["LDS.64", "LDSM"].
 
     Such an arrival says that the memory may be written over. ptxas makes it wait for no read, so it can come first:
-    `fence_reads` of cluster.cuh is the remedy. In the own CTA it is needed where TMA writes next: the writes of threads
-    stay behind the reads of other threads before the arrival. `text` is as for `parse`, of compute capability 7.0 or
-    more.
+    `fence_reads` of mbarrier.cuh is the remedy. In the own CTA it is needed where TMA writes next: the writes of
+    threads stay behind the reads of other threads before the arrival. `text` is as for `parse`, of compute capability
+    7.0 or more.
 
     A read (LDS, LDSM, ATOMS, and LD and ATOM by generic addresses) is pending from its issue until an instruction
-    waits for its scoreboard, on any path of branches whose target is in the text. Every read counts, also one of memory
-    that the arrival does not give back. What is not seen: reads by wgmma and by TMA, which have no scoreboard, branches
-    to computed targets (BRX, RET), and releases by other means than an mbarrier, such as the barrier of the cluster.
+    waits for its scoreboard, on any path of branches whose target is in the text. Scoreboards are those of a warp: a
+    wait is for the reads that its lanes have issued together. Every read counts, also one of memory that the arrival
+    does not give back. What is not seen: lanes that diverge, of which one arrives before another has issued its read
+    (`ldmatrix` is issued by all together, other reads need __syncwarp() before the arrival); reads by wgmma and by TMA,
+    which have no scoreboard; branches to computed targets (BRX, RET); and releases by other means than an mbarrier,
+    such as the barriers of a CTA or of the cluster.
 
     Raises RuntimeError where there are such arrivals and the encodings do not stand beside the instructions.
     """
     arrival = _OWN_ARRIVAL if own else _REMOTE_ARRIVAL
     if not arrival.search(text):
-        return 0
+        return []
     steps = [_step(found, arrival) for found in _ENCODED.finditer(text)]
     if len(steps) != len(_INSTRUCTION.findall(text)):
         raise RuntimeError("cuobjdump printed instructions without their encodings, which have the scoreboards")
     starts = [index for index, step in enumerate(steps) if index == 0 or step.place < steps[index - 1].place]
-    return sum(_early(steps[a:b]) for a, b in zip(starts, [*starts[1:], len(steps)], strict=True))
+    return [reads for a, b in zip(starts, [*starts[1:], len(steps)], strict=True) for reads in _early(steps[a:b])]
 
 
 def _step(found: re.Match[str], arrival: re.Pattern[str]) -> _Step:
@@ -194,29 +199,41 @@ def _step(found: re.Match[str], arrival: re.Pattern[str]) -> _Step:
     target = _TARGET.search(operands) if name in ("BRA", "CALL", "JMP", "WARPSYNC") else None
     return _Step(
         place=int(found["place"], 16),
+        code=code,
         arrives=arrival.match(code) is not None,
         waits=control >> 11 & 63,
-        sets=1 << result if name in _SHARED_READS and result < 6 else 0,
+        sets=result if name in _SHARED_READS and result < 6 else None,
         target=int(target[1], 16) if target else None,
         falls_through=bool(found["predicate"]) or not _ENDS.fullmatch(f"{code} {operands}".strip()),
     )
 
 
-def _early(steps: list[_Step]) -> int:
-    """`early_arrivals` of one function: what may be pending before each instruction, until it no longer grows."""
+def _early(steps: list[_Step]) -> list[list[str]]:
+    """`early_arrivals` of one function. What may be pending before each instruction, until it no longer grows, has a
+    bit for each kind of read and scoreboard."""
     index_of = {step.place: index for index, step in enumerate(steps)}
+    kinds = sorted({_read(step.code) for step in steps if step.sets is not None})
+    everywhere = sum(1 << 6 * kind for kind in range(len(kinds)))
+    held = [0 if s.sets is None else 1 << 6 * kinds.index(_read(s.code)) + s.sets for s in steps]
     pending, grows = [0] * (len(steps) + 1), True
     while grows:
         grows = False
         for index, step in enumerate(steps):
-            after = pending[index] & ~step.waits | step.sets
+            after = pending[index] & ~(step.waits * everywhere) | held[index]
             nexts = [index + 1] if step.falls_through else []
             if step.target in index_of:
                 nexts.append(index_of[step.target])
             for to in nexts:
                 grows |= to <= index and bool(after & ~pending[to])
                 pending[to] |= after
-    return sum(step.arrives and bool(before & ~step.waits) for step, before in zip(steps, pending, strict=False))
+    left = [before & ~(step.waits * everywhere) for step, before in zip(steps, pending, strict=False) if step.arrives]
+    return [[kind for i, kind in enumerate(kinds) if bits >> 6 * i & 63] for bits in left if bits]
+
+
+def _read(code: str) -> str:
+    """The kind of a read of shared memory: LDSM, or with its width, as in LDS.64."""
+    parts = code.split(".")
+    return "LDSM" if parts[0] == "LDSM" else f"{parts[0]}.{_bits(parts)}"
 
 
 def _bits(parts: list[str]) -> int:

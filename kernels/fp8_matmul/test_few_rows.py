@@ -82,6 +82,7 @@ def test_it_compiles_and_does_not_spill(rows: int, scaling: int) -> None:
     defines = tuple(f"{name}={value}" for name, value in chosen.items())
     usage = sass.inspect(nvrtc.compiled(SOURCE, "sm_90a", defines), "fp8_matmul_few_rows")
     assert usage.spills == 0 and usage.stack == 0 and usage.early_arrivals == 0
+    assert set(usage.early_own_reads) <= {"LDS.32", "LDS.64"}  # of scales, which threads copy
     assert usage.mma == {"QGMMA": 4} and usage.wgmma_waits == 1
     assert usage.registers * few_rows.threads(config) * config.resident <= 65536
 

@@ -81,7 +81,8 @@ def test_it_compiles_and_does_not_spill(scaling: int, block_n: int, turns: int, 
         other["BIAS"] = 0  # its results of 16 bits with a bias spill 12 bytes; no picked configuration has it
     code = nvrtc.compiled(SOURCE, "sm_90a", defines(scaling, block_n, turns, cluster, **other))
     usage = sass.inspect(code, "fp8_matmul_products")
-    assert usage.spills == 0 and usage.stack == 0 and usage.early_arrivals == 0
+    assert usage.spills == 0 and usage.stack == 0
+    assert usage.early_arrivals == 0 and usage.early_own_reads == {}
     # Four a step. Of 256 columns: or of the first half of them; else of the first step, and of each set in the loop.
     sets = 2 if block_n == 128 else 1
     assert usage.mma == {"QGMMA": 4 + 4 * sets}

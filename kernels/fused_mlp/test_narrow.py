@@ -94,7 +94,7 @@ def test_it_compiles_and_does_not_spill(variant: tuple) -> None:
     usage = sass.inspect(nvrtc.compiled(SOURCE, "sm_90a", defines), "fused_mlp_narrow")
     assert usage.spills == 0 and usage.stack == 0
     # TMA writes over what a warp has read and given back, that of the other CTA or of its own.
-    assert usage.early_arrivals == usage.early_own_arrivals == 0
+    assert usage.early_arrivals == 0 and usage.early_own_reads == {}
     # A wait for each step but those that are still in flight, and one for these: none that ptxas put between products.
     in_flight = min(steps, 128 // (narrow.sizes_of(epilogue, stores)[0] * config.columns))
     assert usage.mma == {"HGMMA": 2 * 4 * steps} and usage.wgmma_waits == 2 * (steps - in_flight + 1)

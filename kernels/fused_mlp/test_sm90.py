@@ -78,7 +78,8 @@ def test_it_compiles_and_does_not_spill(variant: tuple) -> None:
         f"TWO={two}",
     )
     usage = sass.inspect(nvrtc.compiled(SOURCE, "sm_90a", defines), "fused_mlp_products")
-    assert usage.spills == 0 and usage.stack == 0 and usage.early_arrivals == 0
+    assert usage.spills == 0 and usage.stack == 0
+    assert usage.early_arrivals == 0 and usage.early_own_reads == {}
     assert usage.mma == {"HGMMA": wgmmas}
 
 

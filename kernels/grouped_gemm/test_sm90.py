@@ -114,7 +114,8 @@ def name_of(config: configs.CudaConfig) -> str:
 def test_it_compiles_and_does_not_spill(config: configs.CudaConfig, weights: int, transposed: int, fp16: int) -> None:
     defines = products.defines(config, weights=bool(weights), transposed=bool(transposed), fp16=bool(fp16))
     usage = sass.inspect(nvrtc.compiled(SOURCE, "sm_90a", defines), "grouped_gemm_products")
-    assert usage.spills == 0 and usage.stack == 0 and usage.early_arrivals == 0
+    assert usage.spills == 0 and usage.stack == 0
+    assert usage.early_arrivals == 0 and usage.early_own_reads == {}
     # For a tile of 256 columns and for one of 128: the wgmmas of a step, and ptxas has let these run on, for there is
     # one wait a step, and the last.
     assert usage.mma == {"HGMMA": 8} and usage.wgmma_waits == 4

@@ -93,7 +93,8 @@ def test_it_compiles_and_does_not_spill(
 ) -> None:
     code = nvrtc.compiled(SOURCE, "sm_90a", defines(weights, block_n, turns, stages, **changes))
     usage = sass.inspect(code, "grouped_gemm_fp8_products")
-    assert usage.spills == 0 and usage.stack == 0 and usage.early_arrivals == 0
+    assert usage.spills == 0 and usage.stack == 0
+    assert usage.early_arrivals == 0 and usage.early_own_reads == {}
     sets = 2 if block_n == 128 else 1
     assert usage.mma == {"QGMMA": 4 + 4 * sets}  # four a step: of the first step, and of each set in the loop
     # ptxas has let a step's run on: there is a wait or, of TURNS, two a step, and the last.

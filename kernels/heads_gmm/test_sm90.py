@@ -72,6 +72,7 @@ def test_it_compiles_and_does_not_spill(variant: tuple) -> None:
     )
     usage = sass.inspect(nvrtc.compiled(SOURCE, "sm_90a", defines), "heads_gmm_forward")
     assert usage.spills == 0 and usage.stack == 0 and usage.early_arrivals == 0
+    assert set(usage.early_own_reads) <= {"LDS.128"}  # of w2, which threads write
     assert usage.mma == {"HGMMA": 8 * steps, "HMMA": 8 + tail // 16}
 
 

@@ -63,6 +63,11 @@ CASES = (
     _case(257, 1024, BF16, "mxfp4"),
     _case(257, 1000, BF16, "mxfp6_e2m3", dim=0),
     _case(129, 1000, BF16, "nvfp4", dequantize=True),
+    _case(100, 190, BF16, "mxfp8_e5m2", dim=0),
+    _case(1000, 258, BF16, "mxfp4", dim=0),
+    _case(129, 131, BF16, "mxfp4", dim=0),
+    _case(96, 70, BF16, "nvfp4", dim=0),
+    _case(500, 64, BF16, "nvfp4", dim=0, tensor_scale=True),
 )
 
 
@@ -92,9 +97,9 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
 
 
 @functools.wraps(mxfp)
-def quantize_or_dequantize(**inputs: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
+def quantize_or_dequantize(backend: str = "auto", **inputs: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """The public function that a case is of."""
-    return mxfp_dequantize(**inputs) if "data" in inputs else mxfp(**inputs)
+    return mxfp_dequantize(**inputs) if "data" in inputs else mxfp(**inputs, backend=backend)
 
 
 def reference(**inputs: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -167,11 +172,41 @@ def _by_pairs(case: Case) -> bool:
     return not any(case.params.get(name) for name in ("dequantize", "stochastic")) and case.params.get("dim") != 0
 
 
+def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
+    return [configs.CudaConfig(steps, warps) for steps in (1, 2, 4, 8) for warps in (1, 2, 4, 8)]
+
+
+def _by_cuda(case: Case) -> bool:
+    """Where CUDA C++ can run."""
+    if case.dtype != BF16 or case.params.get("dim") != 0 or case.params.get("stochastic"):
+        return False
+    columns, blocks = case.dims["dim"], FORMATS[case.params["format"]].blocks(case.dims["rows"])
+    return columns % 2 == 0 and (case.params["format"] != "nvfp4" or blocks % 2 == 0)
+
+
+def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | None:
+    if implementation == "cuda" and not _by_cuda(case):
+        return "it takes bf16, another dim than the last, of an even size, and rounds to nearest"
+    return None
+
+
+def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
+    return "it is what auto takes" if implementation == configs.pick_backend("auto", possible=_by_cuda(case)) else None
+
+
 _BENCHED = tuple(case for case in CASES if case.bench)
 
 SPEC = KernelSpec(
     name="mxfp",
-    implementations={"triton": quantize_or_dequantize},
+    implementations={
+        "auto": quantize_or_dequantize,
+        "triton": functools.partial(quantize_or_dequantize, backend="triton"),
+        "cuda": functools.partial(quantize_or_dequantize, backend="cuda"),
+    },
+    # Elsewhere the first is the second.
+    min_capability={"triton": (9, 0), "cuda": (9, 0)},
+    unsupported_reason=_unsupported_reason,
+    alias_reason=_alias_reason,
     baselines=(EAGER, COMPILED, COMPILED_MAX, Peer("torchao", load=_torchao, supports=_torchao_supports), COPY),
     pytorch=("torchao",),
     reference=reference,
@@ -193,6 +228,15 @@ SPEC = KernelSpec(
             "fwd",
             _candidates,
             cases=tuple(c for c in _BENCHED if not c.params.get("dequantize") and not _by_pairs(c)),
+            implementation="triton",
+        ),
+        Tunable(
+            configs,
+            "pick_cuda_config",
+            "fwd",
+            _cuda_candidates,
+            cases=tuple(dataclasses.replace(c, min_capability=(9, 0)) for c in _BENCHED if _by_cuda(c)),
+            implementation="cuda",
         ),
         Tunable(
             configs,

@@ -20,6 +20,36 @@ class Config:
     num_warps: int
 
 
+@dataclass(frozen=True)
+class CudaConfig:
+    """Of transposed.cu: steps of 32 rows of a warp, and warps of a CTA, which lie side by side with 64 columns each."""
+
+    steps: int
+    warps: int
+
+
+def pick_backend(backend: str, possible: bool) -> str:
+    """The version that quantises; `possible`: CUDA C++ can, which is of the other dimension alone. Pure.
+
+    In CUDA C++ numbers are transposed once they are packed, and rounded two an instruction. Not yet timed.
+    """
+    return backend if backend != "auto" else "cuda" if possible else "triton"
+
+
+def pick_cuda_config(rows: int, dim: int, width: int, sms: int = 132) -> CudaConfig:
+    """The configuration of transposed.cu for x [rows, dim], of which `dim` has the blocks. Pure.
+
+    width   bits of an element
+
+    A warp writes 64 bytes of a row of the result, two sectors of L2, in steps of 32 bytes (mxfp8), or 16 and 24; fewer
+    where an SM would have less than 8 warps. 4 warps read 512 bytes of a row of x. Not tuned.
+    """
+    steps = 2 if width == 8 else 4
+    while steps > 1 and -(-rows // 64) * -(-dim // (32 * steps)) < 8 * sms:
+        steps //= 2
+    return CudaConfig(steps, 4)
+
+
 def pick_config(
     rows: int, dim: int, width: int, transposed: bool, dtype: torch.dtype, capability: tuple[int, int]
 ) -> Config:

@@ -30,7 +30,7 @@ def _mxfp_dequantize_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """y [rows, dim] of data and scales of rows of `padded` elements."""
-    row, col = corner(padded, ONE, BLOCK_M, BLOCK_N)
+    row, col = corner(padded, False, ONE, BLOCK_M, BLOCK_N)
     m = row + tl.arange(0, BLOCK_M)
     if WIDTH == 8:
         codes = _load_tile(data_ptr, m, rows, col, padded, EVEN, BLOCK_N)

@@ -45,9 +45,12 @@ def load_bits(
 
 
 @triton.jit
-def corner(columns, ONE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The first row and column of this CTA's tile. ONE: a row has one tile, which saves a division."""
+def corner(columns, BACKWARDS: tl.constexpr, ONE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The first row and column of this CTA's tile. ONE: a row has one tile, which saves a division. BACKWARDS: the last
+    tile comes first, as after a pass over x, which leaves its end in L2."""
     tile = tl.program_id(0)
+    if BACKWARDS:
+        tile = tl.num_programs(0) - 1 - tile
     if ONE:
         return tile.to(tl.int64) * BLOCK_M, tile.to(tl.int64) * 0
     tiles_n = (columns - 1) // BLOCK_N + 1  # tl.cdiv(columns, BLOCK_N) overflows 32 bits just below 2^31
@@ -107,7 +110,7 @@ def _mxfp_amax_kernel(
 ):
     """The largest magnitude of the finite elements as its bits, which order like the numbers, into an int32 that begins
     as zero. The order in which CTAs arrive changes nothing."""
-    row, col = corner(dim, ONE, BLOCK_M, BLOCK_N)
+    row, col = corner(dim, False, ONE, BLOCK_M, BLOCK_N)
     bits = load_bits(x_ptr, row, col, rows, dim, stride_xm, stride_xn, EVEN, BLOCK_M, BLOCK_N) & 0x7FFFFFFF
     tl.atomic_max(amax_ptr, tl.max(tl.where(bits < NOT_FINITE, bits, 0)), sem="relaxed")
 
@@ -142,7 +145,7 @@ def _mxfp_quantize_kernel(
 
     tensor_scale_ptr  None unless nvfp4; with an amax_ptr it is written, else read
     """
-    row, col = corner(padded, ONE, BLOCK_M, BLOCK_N)
+    row, col = corner(padded, amax_ptr is not None, ONE, BLOCK_M, BLOCK_N)
     bits = load_bits(x_ptr, row, col, rows, dim, stride_xm, stride_xn, EVEN, BLOCK_M, BLOCK_N)
     blocks = tl.reshape(bits, [BLOCK_M, BLOCK_N // BLOCK, BLOCK])
     amax = tl.max(blocks & 0x7FFFFFFF, axis=2)

@@ -7,7 +7,7 @@ import torch
 from .checks import FLOATS, kind, runnable
 from .formats import FORMATS
 from .launch import Plans, lean, signature
-from .plans import dequantize_plan, quantize_plan, result_shapes
+from .plans import BACKENDS, dequantize_plan, quantize_plan, result_shapes
 
 # Named after the package, so that a copy of this folder under another name registers ops of its own.
 _NAMESPACE = __package__.replace(".", "_")
@@ -22,6 +22,7 @@ def mxfp(
     seed: int = 0,
     dim: int = -1,
     tensor_scale: torch.Tensor | None = None,
+    backend: str = "auto",
 ) -> tuple[torch.Tensor, ...]:
     """Quantises blocks of one dimension to elements of 8, 6 or 4 bits with a shared scale: x ≈ element · scale
     (`mxfp_dequantize`).
@@ -47,6 +48,10 @@ def mxfp(
     dim           along which blocks lie. The result is that of x.movedim(dim, -1), contiguous.
     tensor_scale  fp32 (): nvfp4's is used and not sought, so that x is read once. Where it is below 2^-117 or not
                   finite, which is seen on the GPU alone, every scale is NaN and every element zero.
+    backend       "triton", "cuda" (CUDA C++, compiled by CuPy, on compute capability 9.0: bf16 along a dim that is not
+                  the contiguous one, which has an even size, even strides and begins on 16 bytes; rounded to nearest;
+                  of nvfp4 an even number of blocks), or "auto", the faster of those that can run
+                  (`configs.pick_backend`). The bits are the same.
 
     Returns data and scales as uint8 and, for nvfp4, tensor_scale. With B = ceil(D / 32), or D / 16, blocks:
     data          [..., 32 · B] of 8 bits, [..., 24 · B] of 6, [..., 16 · B] of 4, [..., 8 · B] of nvfp4. The last block
@@ -56,13 +61,13 @@ def mxfp(
     Nothing is differentiable: what to let through is a matter of the layer.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
-    outside Triton's interpreter.
+    outside Triton's interpreter and for backend="cuda" where it cannot run.
     """
     if lean(x, tensor_scale):
-        made = _quantize_plan(x, tensor_scale, format, stochastic, dim, seed)(x, tensor_scale, seed)
+        made = _quantize_plan(x, tensor_scale, format, stochastic, dim, seed, backend)(x, tensor_scale, seed)
     else:
-        _check(x, tensor_scale, format, stochastic, dim, seed)
-        made = _quantize_op(_plain(x), _plain(tensor_scale), format, stochastic, dim, seed)
+        _check(x, tensor_scale, format, stochastic, dim, seed, backend)
+        made = _quantize_op(_plain(x), _plain(tensor_scale), format, stochastic, dim, seed, backend)
     return (*made, tensor_scale) if format == "nvfp4" and tensor_scale is not None else tuple(made)
 
 
@@ -97,7 +102,7 @@ def _plain(tensor):
     return tensor.detach() if tensor is not None and tensor.requires_grad else tensor
 
 
-def _check(x, tensor_scale, format, stochastic, dim, seed) -> None:
+def _check(x, tensor_scale, format, stochastic, dim, seed, backend) -> None:
     if not isinstance(x, torch.Tensor) or x.dtype not in FLOATS:
         raise TypeError(f"mxfp: x must be a tensor of float32, float16 or bfloat16, got {kind(x)}")
     if x.dim() == 0:
@@ -112,6 +117,8 @@ def _check(x, tensor_scale, format, stochastic, dim, seed) -> None:
     _check_seed(seed)
     if tensor_scale is not None:
         _check_tensor_scale("mxfp", tensor_scale, x, format)
+    if backend not in BACKENDS:
+        raise ValueError(f"mxfp: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     runnable("mxfp", "x", x)
 
 
@@ -170,13 +177,13 @@ def _check_dequantize(data, scales, tensor_scale, format, dtype, size):
     return size
 
 
-def _quantize_plan(x, tensor_scale, format, stochastic, dim, seed):
+def _quantize_plan(x, tensor_scale, format, stochastic, dim, seed, backend):
     """The plan for these arguments, kept if they are plain tensors. The seed is no part of its key."""
-    key = (signature(x), signature(tensor_scale), format, stochastic, dim)
+    key = (signature(x), signature(tensor_scale), format, stochastic, dim, backend)
     plan = _QUANTIZE.find(key)
     if plan is None:
-        _check(x, tensor_scale, format, stochastic, dim, seed)
-        return _QUANTIZE.keep(key, quantize_plan(x, tensor_scale, format, stochastic, dim))
+        _check(x, tensor_scale, format, stochastic, dim, seed, backend)
+        return _QUANTIZE.keep(key, quantize_plan(x, tensor_scale, format, stochastic, dim, backend))
     if seed != 0 or not isinstance(seed, int):
         _check_seed(seed)
     return plan
@@ -194,15 +201,21 @@ def _dequantize_plan(data, scales, tensor_scale, format, dtype, size):
 
 @torch.library.custom_op(f"{_NAMESPACE}::mxfp_quantize", mutates_args=())
 def _quantize_op(
-    x: torch.Tensor, tensor_scale: torch.Tensor | None, format: str, stochastic: bool, dim: int, seed: int
+    x: torch.Tensor,
+    tensor_scale: torch.Tensor | None,
+    format: str,
+    stochastic: bool,
+    dim: int,
+    seed: int,
+    backend: str,
 ) -> list[torch.Tensor]:
     if lean(x, tensor_scale):
-        return _quantize_plan(x, tensor_scale, format, stochastic, dim, seed)(x, tensor_scale, seed)
-    return quantize_plan(x, tensor_scale, format, stochastic, dim)(x, tensor_scale, seed)
+        return _quantize_plan(x, tensor_scale, format, stochastic, dim, seed, backend)(x, tensor_scale, seed)
+    return quantize_plan(x, tensor_scale, format, stochastic, dim, backend)(x, tensor_scale, seed)
 
 
 @_quantize_op.register_fake
-def _(x, tensor_scale, format, stochastic, dim, seed):
+def _(x, tensor_scale, format, stochastic, dim, seed, backend):
     fake = [x.new_empty(shape, dtype=torch.uint8) for shape in result_shapes(x, format, dim)]
     if format == "nvfp4" and tensor_scale is None:
         fake.append(x.new_empty((), dtype=torch.float32))

@@ -114,7 +114,7 @@ def _mxfp_amax_pairs_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """As `kernel._mxfp_amax_kernel`. Raised by 0x80, what is not finite is a negative number of 16 bits."""
-    row, col = corner(dim, ONE, BLOCK_M, BLOCK_N)
+    row, col = corner(dim, False, ONE, BLOCK_M, BLOCK_N)
     bits = load_pairs(x_ptr, row, col, rows, dim, stride_xm, EVEN, BLOCK_M, BLOCK_N)
     raised = (bits & both(0x7FFF)) + both(0x80)
     most = larger_signed(tl.reduce(raised, 1, larger_signed), both(0x80))
@@ -145,7 +145,7 @@ def _mxfp_quantize_pairs_kernel(
     """x [rows, dim] in bf16 to data and scales, as `kernel._mxfp_quantize_kernel`. dim is a number of whole blocks, and
     a row is contiguous and begins on a boundary of 4 bytes."""
     PAIRS: tl.constexpr = BLOCK_N // 2
-    row, col = corner(dim, ONE, BLOCK_M, BLOCK_N)
+    row, col = corner(dim, amax_ptr is not None, ONE, BLOCK_M, BLOCK_N)
     bits = load_pairs(x_ptr, row, col, rows, dim, stride_xm, EVEN, BLOCK_M, BLOCK_N)
     magnitude = bits & both(0x7FFF)
     blocks = tl.reshape(magnitude, [BLOCK_M, BLOCK_N // BLOCK, BLOCK // 2])

@@ -15,7 +15,9 @@ from .formats import FORMATS, Format
 from .kernel import _mxfp_amax_kernel, _mxfp_quantize_kernel
 from .launch import Launch
 from .pairs import _mxfp_amax_pairs_kernel, _mxfp_quantize_pairs_kernel
+from .sm90 import transposed
 
+BACKENDS = ("auto", "triton", "cuda")
 Quantize = Callable[[torch.Tensor, "torch.Tensor | None", int], list[torch.Tensor]]
 Dequantize = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 
@@ -29,10 +31,10 @@ def result_shapes(x: torch.Tensor, format: str, dim: int) -> tuple[tuple[int, ..
 
 
 def quantize_plan(
-    x: torch.Tensor, tensor_scale: torch.Tensor | None, format: str, stochastic: bool, dim: int
+    x: torch.Tensor, tensor_scale: torch.Tensor | None, format: str, stochastic: bool, dim: int, backend: str
 ) -> Quantize:
     """Takes (x, tensor_scale, seed) like these and returns data, scales and, for nvfp4 without a tensor_scale, that.
-    Inputs as `op` has checked them."""
+    Inputs as `op` has checked them. RuntimeError where `backend` cannot take them."""
     layout, device = FORMATS[format], x.device
     data_shape, scale_shape = result_shapes(x, format, dim)
     data_strides, scale_strides = _dense(data_shape), _dense(scale_shape)
@@ -41,9 +43,13 @@ def quantize_plan(
     if x.numel():
         x2 = _matrix(x, dim)
         copied = x2.data_ptr() != x.data_ptr()
-        if x2.is_contiguous() and x2.shape[1] % layout.block == 0 and x2.numel() % FLAT == 0:
-            x2 = x2.view(-1, FLAT)
-        write = _quantize_launches(x2, layout, stochastic, find_scale)
+        reason = _no_cuda(x2, layout, stochastic) if backend != "triton" else None
+        if backend == "cuda" and reason:
+            raise RuntimeError(f'mxfp: backend="cuda" cannot run here: {reason}')
+        if configs.pick_backend(backend, possible=reason is None) == "cuda":
+            write = _cuda_launches(x2, layout, find_scale)
+        else:
+            write = _quantize_launches(x2, layout, stochastic, find_scale)
 
     def run(x: torch.Tensor, tensor_scale: torch.Tensor | None, seed: int) -> list[torch.Tensor]:
         data = torch.empty_strided(data_shape, data_strides, dtype=torch.uint8, device=device)
@@ -59,29 +65,42 @@ def quantize_plan(
     return run
 
 
+def _no_cuda(x: torch.Tensor, layout: Format, stochastic: bool) -> str | None:
+    """Why CUDA C++ cannot quantise x [rows, dim], or None."""
+    (rows, dim), (stride_m, stride_n), aligned = x.shape, x.stride(), x.data_ptr() % 16 == 0
+    return transposed.unsupported_reason(
+        (rows, dim), (stride_m, stride_n), layout.block, stochastic, x.dtype, aligned, _capability(x)
+    )
+
+
+def _cuda_launches(x: torch.Tensor, layout: Format, find_scale: bool) -> Callable[..., None]:
+    """As `_quantize_launches`."""
+    sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+    rows, dim = x.shape
+    launch = transposed.launch(x, layout, configs.pick_cuda_config(rows, dim, layout.width, sms))
+    find = _amax_launch(_flat(x.t(), 2), layout) if find_scale else None  # in the order of memory
+
+    def write(x, data, scales, tensor_scale, seed: int) -> None:
+        launch(x, data, scales, tensor_scale, _largest(find, x))
+
+    return write
+
+
 def _quantize_launches(x: torch.Tensor, layout: Format, stochastic: bool, find_scale: bool) -> Callable[..., None]:
     """Takes (x, data, scales, tensor_scale, seed). x [rows, dim]. Where the scale of the tensor is to be found, another
     launch before seeks the largest magnitude."""
-    (rows, dim), (stride_m, stride_n) = x.shape, x.stride()
-    pairs = configs.pick_pairs(rows, dim, (stride_m, stride_n), layout.block, stochastic, x.dtype, _capability(x))
-    if pairs and x.data_ptr() % 16 == 0:
-        return _pairs_launches(x, layout, pairs, find_scale)
+    x = _flat(x, layout.block)
+    find = _amax_launch(x, layout) if find_scale else None
+    if pairs := _pairs_config(x, layout.block, stochastic):
+        return _pairs_launches(x, layout, pairs, find)
+    (rows, dim), strides = x.shape, x.stride()
     padded = layout.blocks(dim) * layout.block
-    transposed = stride_m == 1 and stride_n != 1
-    config = configs.pick_config(rows, dim, layout.width, transposed, x.dtype, _capability(x))
-    grid = (triton.cdiv(rows, config.block_m) * triton.cdiv(padded, config.block_n),)
-    tile = {
-        "EVEN": rows % config.block_m == 0 and dim % config.block_n == 0,
-        "ONE": padded <= config.block_n,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "num_warps": config.num_warps,
-    }
+    config = _plain_config(x, layout)
     launch = Launch(
         _mxfp_quantize_kernel,
-        grid,
+        _grid(config, rows, dim),
         x.device,
-        (rows, dim, padded, stride_m, stride_n),
+        (rows, dim, padded, *strides),
         WIDTH=layout.width,
         MANTISSA=layout.mantissa,
         BIAS=layout.bias,
@@ -89,11 +108,8 @@ def _quantize_launches(x: torch.Tensor, layout: Format, stochastic: bool, find_s
         EMAX=layout.exponent,
         BLOCK=layout.block,
         STOCHASTIC=stochastic,
-        **tile,
+        **_tile(config, rows, dim),
     )
-    find = None
-    if find_scale:
-        find = Launch(_mxfp_amax_kernel, grid, x.device, (rows, dim, stride_m, stride_n), **tile)
     words = layout.width == 6
 
     def write(x, data, scales, tensor_scale, seed: int) -> None:
@@ -101,6 +117,43 @@ def _quantize_launches(x: torch.Tensor, layout: Format, stochastic: bool, find_s
         launch(x, data, scales, tensor_scale, _largest(find, x), _signed(seed), _signed(seed >> 32))
 
     return write
+
+
+def _pairs_launches(
+    x: torch.Tensor, layout: Format, config: configs.Config, find: Launch | None
+) -> Callable[..., None]:
+    """As `_quantize_launches`, for what `configs.pick_pairs` takes."""
+    rows, dim = x.shape
+    launch = Launch(
+        _mxfp_quantize_pairs_kernel,
+        _grid(config, rows, dim),
+        x.device,
+        (rows, dim, x.stride(0)),
+        WIDTH=layout.width,
+        MANTISSA=layout.mantissa,
+        BIAS=layout.bias,
+        LARGEST_CODE=layout.largest_code,
+        EMAX=layout.exponent,
+        BLOCK=layout.block,
+        **_tile(config, rows, dim),
+    )
+    words = layout.width == 6
+
+    def write(x, data, scales, tensor_scale, seed: int) -> None:
+        launch(x, data.view(torch.int32) if words else data, scales, tensor_scale, _largest(find, x))
+
+    return write
+
+
+def _amax_launch(x: torch.Tensor, layout: Format) -> Launch:
+    """Takes (x, amax), x [rows, dim]."""
+    rows, dim = x.shape
+    if config := _pairs_config(x, 2, False):
+        kernel, fixed = _mxfp_amax_pairs_kernel, (rows, dim, x.stride(0))
+    else:
+        config = _plain_config(x, layout)
+        kernel, fixed = _mxfp_amax_kernel, (rows, dim, *x.stride())
+    return Launch(kernel, _grid(config, rows, dim), x.device, fixed, **_tile(config, rows, dim))
 
 
 def _largest(find: Launch | None, x: torch.Tensor) -> torch.Tensor | None:
@@ -112,38 +165,38 @@ def _largest(find: Launch | None, x: torch.Tensor) -> torch.Tensor | None:
     return amax
 
 
-def _pairs_launches(x: torch.Tensor, layout: Format, config: configs.Config, find_scale: bool) -> Callable[..., None]:
-    """As `_quantize_launches`, for what `configs.pick_pairs` takes."""
+def _flat(x: torch.Tensor, block: int) -> torch.Tensor:
+    """In rows of FLAT elements, where its own do not matter."""
+    whole = x.is_contiguous() and x.shape[1] % block == 0 and x.numel() % FLAT == 0
+    return x.view(-1, FLAT) if whole else x
+
+
+def _pairs_config(x: torch.Tensor, block: int, stochastic: bool) -> configs.Config | None:
+    (rows, dim), (stride_m, stride_n) = x.shape, x.stride()
+    if x.data_ptr() % 16:
+        return None
+    return configs.pick_pairs(rows, dim, (stride_m, stride_n), block, stochastic, x.dtype, _capability(x))
+
+
+def _plain_config(x: torch.Tensor, layout: Format) -> configs.Config:
     rows, dim = x.shape
-    grid = (triton.cdiv(rows, config.block_m) * triton.cdiv(dim, config.block_n),)
-    fixed = (rows, dim, x.stride(0))
-    tile = {
+    other = x.stride(0) == 1 and x.stride(1) != 1
+    return configs.pick_config(rows, dim, layout.width, other, x.dtype, _capability(x))
+
+
+def _grid(config: configs.Config, rows: int, dim: int) -> tuple[int]:
+    return (triton.cdiv(rows, config.block_m) * triton.cdiv(dim, config.block_n),)
+
+
+def _tile(config: configs.Config, rows: int, dim: int) -> dict[str, int]:
+    """Of rows of `dim` elements. Tiles are whole blocks, so that the zeros that fill up the last one add no tile."""
+    return {
         "EVEN": rows % config.block_m == 0 and dim % config.block_n == 0,
         "ONE": dim <= config.block_n,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "num_warps": config.num_warps,
     }
-    launch = Launch(
-        _mxfp_quantize_pairs_kernel,
-        grid,
-        x.device,
-        fixed,
-        WIDTH=layout.width,
-        MANTISSA=layout.mantissa,
-        BIAS=layout.bias,
-        LARGEST_CODE=layout.largest_code,
-        EMAX=layout.exponent,
-        BLOCK=layout.block,
-        **tile,
-    )
-    find = Launch(_mxfp_amax_pairs_kernel, grid, x.device, fixed, **tile) if find_scale else None
-    words = layout.width == 6
-
-    def write(x, data, scales, tensor_scale, seed: int) -> None:
-        launch(x, data.view(torch.int32) if words else data, scales, tensor_scale, _largest(find, x))
-
-    return write
 
 
 def _signed(number: int) -> int:

@@ -75,7 +75,7 @@ def test_it_compiles_to_sparse_wgmma_and_does_not_spill(fp16, activation, cluste
     defines = "FP8=0", f"FP16={fp16}", f"ACTIVATION={activation}", "STAGES=5", "RASTER=8", f"CLUSTER={cluster}"
     cubin = nvrtc.compiled(SOURCE, "sm_90a", defines)
     usage = sass.inspect(cubin, "sparse_matmul_products")
-    assert usage.spills == usage.early_arrivals == 0 and usage.mma == {"HGMMA": 2}
+    assert usage.spills == usage.early_arrivals == 0 and usage.early_own_reads == {} and usage.mma == {"HGMMA": 2}
     path, tool = tmp_path / "products.cubin", sass.tool("cuobjdump")
     path.write_bytes(cubin)
     environment = {**os.environ, "PATH": f"{tool.parent}:{os.environ['PATH']}"}

@@ -82,7 +82,8 @@ def defines(x: str, w: str, scales: int, bias32: int, fp16: int, activation: int
 def test_it_compiles_to_sparse_wgmma_and_does_not_spill(x: str, w: str, rest: tuple[int, ...], tmp_path) -> None:
     cubin = nvrtc.compiled(SOURCE, "sm_90a", defines(x, w, *rest))
     usage = sass.inspect(cubin, "sparse_matmul_products")
-    assert usage.spills == usage.stack == usage.early_arrivals == 0 and usage.mma == {"QGMMA": 2}
+    assert usage.spills == usage.stack == usage.early_arrivals == 0
+    assert usage.early_own_reads == {} and usage.mma == {"QGMMA": 2}
     path, tool = tmp_path / "products.cubin", sass.tool("cuobjdump")
     path.write_bytes(cubin)
     environment = {**os.environ, "PATH": f"{tool.parent}:{os.environ['PATH']}"}

@@ -46,11 +46,3 @@ DEVICE void arrive_at_all(u32 bar) {
                      "mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(bar), "r"(lane) : "memory");
     }
 }
-
-// The whole warp's reads of shared memory have come into its registers. Without this, ptxas lets an arrival follow a
-// read whose result is not there yet, and whoever sees the arrival, in another CTA or in this one, may have TMA write
-// over what is still to be read: measured, with several processes in turn on one GPU.
-DEVICE void fence_reads() {
-    asm volatile("fence.acq_rel.cta;" ::: "memory");
-    __syncwarp();
-}

@@ -22,7 +22,7 @@ from .ranges import stage_ranges
 from .reference import loss_reference, transformer_np_reference
 from .stages import stages
 from .step import Sizes, places, transformer_np
-from .weight_gradients import pick_projections, pick_weight_gradients
+from .weight_gradients import pick_fusion, pick_projections, pick_weight_gradients
 
 BF16, FP32 = torch.bfloat16, torch.float32
 MUTATED = ("weights", "exp_avg", "exp_avg_sq", "step")
@@ -50,7 +50,11 @@ ABLATIONS: dict[str, dict[str, str]] = {
     # What of few rows is fused over layers, and over q, k and v.
     "inline-gradients": dict(weight_gradients="inline"),
     "apart-projections": dict(projections="apart"),
+    "apart-norms": dict(fusion="none"),
+    "norm-linear": dict(fusion="norm_linear"),
 }
+#: Those of few rows, which are timed where auto is otherwise.
+FEW_ROWS = ("inline-gradients", "apart-projections", "apart-norms", "norm-linear")
 ABLATION_TEXTS = {
     "torch-flash": "PyTorch's parts, flash attention",
     "torch-flash-compile": "the same, compiled",
@@ -64,6 +68,8 @@ ABLATION_TEXTS = {
     "torch-adamw": "ours, but PyTorch's fused AdamW",
     "inline-gradients": "ours, but the gradients of weights in each layer's backward",
     "apart-projections": "ours, but q by a product of its own",
+    "apart-norms": "ours, but norms by launches of their own",
+    "norm-linear": "ours, but norms in the products that follow them",
     "auto": "ours",
 }
 NO_AUTOTUNED_GRAPH = "max-autotune-no-cudagraphs"  # the harness has a column of its own for CUDA graphs
@@ -209,11 +215,13 @@ def _unsupported(implementation: str, case: Case, mode: str) -> str | None:
 def _alias(implementation: str, case: Case, mode: str) -> str | None:
     s, d = sizes_of(case), case.dims
     rows, hidden = d["batch"] * (d["context"] + d["targets"]), rounded_up(s.d_ff, s.padding)
-    if implementation not in ("inline-gradients", "apart-projections"):
+    if implementation not in FEW_ROWS:
         return None
     if pick_weight_gradients(s.layers - 1, rows, s.d_model, hidden, case.dtype.itemsize) == "inline":
         return "so auto has them here"
     if implementation == "apart-projections" and pick_projections(d["batch"], d["targets"]) == "apart":
+        return "so auto has them here"
+    if ABLATIONS[implementation].get("fusion") == pick_fusion(rows):
         return "so auto has them here"
     return None
 
@@ -298,5 +306,5 @@ SPEC = KernelSpec(
     stage_ranges=stage_ranges,
     ablation=ABLATION_TEXTS,
     host_cases=(_case(8, 8, 1, sizes=HOST),),
-    needs=("adamw", "attention", "fused_mlp", "gmm_logprob", "heads_gmm", "heads_mlp", "rmsnorm"),
+    needs=("adamw", "attention", "fused_mlp", "gmm_logprob", "heads_gmm", "heads_mlp", "norm_linear", "rmsnorm"),
 )

@@ -6,9 +6,22 @@ import torch
 import torch.nn.functional as F
 
 from kernels.attention import attention, attention_backward
+from kernels.norm_linear import norm_linear_backward, norm_linear_forward
 from kernels.rmsnorm import rmsnorm_backward, rmsnorm_forward
 
 from .weight_gradients import Place, as_they_lie, pick_projections
+
+
+def joint_weights(
+    w_q: torch.Tensor, w_kv: torch.Tensor, x: torch.Tensor, context: int, projections: str
+) -> torch.Tensor | None:
+    """[3 d, d], without a copy, where one product is to give q, k and v of x [B, S, d]; else None.
+
+    projections  "joint": where the weights lie one after the other in memory; "apart": never; "auto" as
+                 `pick_projections` says
+    """
+    wanted = projections if projections != "auto" else pick_projections(len(x), x.shape[1] - context)
+    return stacked_weights(w_q.to(x.dtype).detach(), w_kv.to(x.dtype).detach()) if wanted == "joint" else None
 
 
 def stacked_weights(w_q: torch.Tensor, w_kv: torch.Tensor) -> torch.Tensor | None:
@@ -59,17 +72,62 @@ def projected_attention(
     projections: str = "auto",
 ) -> torch.Tensor:
     """softmax(q kᵀ / √D) v W_outᵀ of q = x W_qᵀ and k, v = x[:, :context] W_kvᵀ. As `context_attention`, with the
-    output projection, and the gradients of the weights left to `place`.
-
-    projections  "joint": one product gives q, k and v of all rows, where the weights lie one after the other in memory;
-                 "apart": two products; "auto" as `pick_projections` says
-    """
-    wanted = projections if projections != "auto" else pick_projections(len(x), x.shape[1] - context)
+    output projection, and the gradients of the weights left to `place`. `projections` as in `joint_weights`."""
+    joint = joint_weights(w_q, w_kv, x, context, projections)
     given = [weight.to(x.dtype).detach() for weight in (w_q, w_kv, w_out)]
-    joint = stacked_weights(*given[:2]) if wanted == "joint" else None
     function = _ApartAttention if joint is None else _JointAttention
     weights = given if joint is None else (joint, given[2])
     return function.apply(x, place.token, place, context, heads, backward, *weights)
+
+
+def norm_attention(
+    x: torch.Tensor,
+    branch: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    w_qkv: torch.Tensor,
+    w_out: torch.Tensor,
+    place: Place,
+    context: int,
+    heads: int,
+    backward: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`norm` of kind "before attention" and then `projected_attention` of its rows with joint weights [3 d, d], without
+    a launch for the norm, forward or backward. Returns the latter's result, and x + branch."""
+    given = [weight.detach(), w_qkv, w_out.to(x.dtype).detach()]
+    return _NormAttention.apply(x, branch, place.token, place, context, heads, backward, eps, *given)
+
+
+class _NormAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, branch, token, place, context, heads, backward, eps, weight, w_qkv, w_out):
+        ctx.set_materialize_grads(False)
+        ctx.place, ctx.context, ctx.heads, ctx.backward = place, context, heads, backward
+        first, residual = (x, None) if branch is None else (branch, x)
+        # No saved tensor, as `_FeedForward.hidden`.
+        ctx.normed = place.operands.room("normed before attention", place.layer, x, x.shape)
+        qkv, _, h, _, rstd = norm_linear_forward(first, weight, w_qkv, residual, eps=eps, normed=ctx.normed)
+        out, lse = attention(*_heads_of(qkv, context, heads), return_lse=True, backward=backward)
+        ctx.save_for_backward(h, rstd, qkv, out, lse, weight, w_qkv, w_out)
+        return F.linear(out.transpose(1, 2).flatten(2), w_out), h
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy, dh):
+        h, rstd, qkv, out, lse, weight, w_qkv, w_out = ctx.saved_tensors
+        dx = dh
+        if dy is not None:
+            dy = dy.contiguous()
+            dqkv = _joint_backward(ctx, dy @ w_out, qkv, out, lse)
+            dx, _, partial = norm_linear_backward(dqkv, qkv, h, rstd, weight, w_qkv, dh)
+            if ctx.needs_input_grad[2]:
+                operands, _, layer, _ = ctx.place
+                operands.add(layer, qkv=(ctx.normed, dqkv), out=(out.transpose(1, 2).flatten(2), dy))
+                operands.add_partial(layer, "before attention", partial, weight.dtype)
+                operands.end_of_layer()
+        need_x, need_branch, *_ = ctx.needs_input_grad
+        token = ctx.place.gradient_of_token()
+        return dx if need_x else None, dx if need_branch else None, token, *[None] * 8
 
 
 class _JointAttention(torch.autograd.Function):
@@ -86,12 +144,9 @@ class _JointAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         x, qkv, out, lse, w_qkv, w_out = ctx.saved_tensors
-        operands, _, layer = ctx.place
+        operands, _, layer, _ = ctx.place
         dy = dy.contiguous()
-        # Keys and values of the targets have no gradient.
-        dqkv = operands.room("dqkv", layer, qkv, qkv.shape, zero=True)
-        into = dict(zip(("dq", "dk", "dv"), _heads_of(dqkv, ctx.context, ctx.heads), strict=True))
-        _attention_backward(ctx, dy @ w_out, _heads_of(qkv, ctx.context, ctx.heads), out, lse, into)
+        dqkv = _joint_backward(ctx, dy @ w_out, qkv, out, lse)
         if ctx.needs_input_grad[1]:
             operands.add(layer, qkv=(x, dqkv), out=(out.transpose(1, 2).flatten(2), dy))
             operands.end_of_layer()
@@ -113,7 +168,7 @@ class _ApartAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         x, asked, q, kv, out, lse, w_q, w_kv, w_out = ctx.saved_tensors
-        operands, _, layer = ctx.place
+        operands, _, layer, _ = ctx.place
         dy = dy.contiguous()
         dq, dkv = operands.room("dq", layer, q, q.shape), operands.room("dkv", layer, kv, kv.shape)
         into = dict(zip(("dq", "dk", "dv"), _by_heads(dq, dkv, ctx.heads), strict=True))
@@ -129,6 +184,14 @@ class _ApartAttention(torch.autograd.Function):
             else:
                 dx[:, : ctx.context].baddbmm_(dkv, w_kv.expand(len(dx), -1, -1))
         return dx, ctx.place.gradient_of_token(), *[None] * 7
+
+
+def _joint_backward(ctx, dout, qkv, out, lse) -> torch.Tensor:
+    """The gradient of q, k and v, in its room. Keys and values of the targets have none."""
+    dqkv = ctx.place.operands.room("dqkv", ctx.place.layer, qkv, qkv.shape, zero=True)
+    into = dict(zip(("dq", "dk", "dv"), _heads_of(dqkv, ctx.context, ctx.heads), strict=True))
+    _attention_backward(ctx, dout, _heads_of(qkv, ctx.context, ctx.heads), out, lse, into)
+    return dqkv
 
 
 def _attention_backward(ctx, dout, qkv, out, lse, into) -> None:
@@ -168,10 +231,56 @@ class _FeedForward(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         x, pre, up, down = ctx.saved_tensors
-        operands, _, layer = ctx.place
+        operands, _, layer, _ = ctx.place
         dy = dy.contiguous()
         dpre = operands.room("dpre", layer, pre, pre.shape)
         torch.ops.aten.silu_backward.grad_input(dy @ down, pre, grad_input=dpre)
         if ctx.needs_input_grad[1]:
             operands.add(layer, up=(x, dpre), down=(ctx.hidden, dy))
         return dpre @ up if ctx.needs_input_grad[0] else None, *[None] * 4
+
+
+def norm_feed_forward(
+    x: torch.Tensor,
+    branch: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    place: Place,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`norm` of kind "before mlp" and then `feed_forward` of its rows, without a launch for the norm or
+    the activation, forward or backward. Returns the latter's result, and x + branch."""
+    given = [weight.detach(), *(w.to(x.dtype).detach() for w in (up, down))]
+    return _NormFeedForward.apply(x, branch, place.token, place, eps, *given)
+
+
+class _NormFeedForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, branch, token, place, eps, weight, up, down):
+        ctx.set_materialize_grads(False)
+        ctx.place = place
+        # No saved tensors, as `_FeedForward.hidden`.
+        ctx.normed = place.operands.room("normed before mlp", place.layer, x, x.shape)
+        ctx.hidden = place.operands.room("hidden", place.layer, x, (*x.shape[:-1], len(up)))
+        options = dict(eps=eps, activation="silu", y=ctx.hidden, normed=ctx.normed)
+        _, pre, h, _, rstd = norm_linear_forward(branch, weight, up, x, **options)
+        ctx.save_for_backward(h, rstd, pre, weight, up, down)
+        return F.linear(ctx.hidden, down), h
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy, dh):
+        h, rstd, pre, weight, up, down = ctx.saved_tensors
+        dx = dh
+        if dy is not None:
+            operands, _, layer, _ = ctx.place
+            dy = dy.contiguous()
+            dpre = operands.room("dpre", layer, pre, pre.shape)
+            options = dict(activation="silu", dpre=dpre, through=down)
+            dx, _, partial = norm_linear_backward(dy, pre, h, rstd, weight, up, dh, **options)
+            if ctx.needs_input_grad[2]:
+                operands.add(layer, up=(ctx.normed, dpre), down=(ctx.hidden, dy))
+                operands.add_partial(layer, "before mlp", partial, weight.dtype)
+        need_x, need_branch, *_ = ctx.needs_input_grad
+        return dx if need_x else None, dx if need_branch else None, *[None] * 6

@@ -137,6 +137,12 @@ class Block(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         weights, attention = self.weights(), self.attention
         assert attention.whole is not None
+        if place.fused:
+            joint = deferred.joint_weights(weights["q"], weights["kv"], rows, context, projections)
+            if joint is not None:
+                norm, products = weights["before attention"], (joint, weights["out"])
+                how = place, context, attention.heads, attention.whole
+                return deferred.norm_attention(rows, branch, norm, EPS, *products, *how)
         x, rows = deferred.norm(rows, branch, weights["before attention"], EPS, place, "before attention")
         products = (weights[kind] for kind in ("q", "kv", "out"))
         heads, whole = attention.heads, attention.whole
@@ -146,6 +152,10 @@ class Block(nn.Module):
         self, rows: torch.Tensor, branch: torch.Tensor, place: gradients.Place
     ) -> tuple[torch.Tensor, torch.Tensor]:
         weights = self.weights()
+        if place.fused:
+            matrices = weights["up"], weights["down"]
+            branch, rows = deferred.norm_feed_forward(rows, branch, weights["before mlp"], EPS, *matrices, place)
+            return rows, branch
         x, rows = deferred.norm(rows, branch, weights["before mlp"], EPS, place, "before mlp")
         return rows, deferred.feed_forward(x, weights["up"], weights["down"], place)
 
@@ -183,6 +193,9 @@ class TransformerNP(nn.Module):
                 calls of ridgeline's attention, MLP and norm without a checkpoint
     projections "joint" (one product for q, k and v of all rows, where weights lie together in memory and their
                 gradients are not inline), "apart", or "auto" as `pick_projections` says
+    fusion      where the gradients of weights are not inline: "norm_linear" (each norm is computed in the product that
+                follows it, as far as q, k and v are joint, and the activation of the MLP in the same), "none", or
+                "auto" as `pick_fusion` says
     dtype       of the products and of what is between them; None is that of the parameters
 
     Parameters are fp32 unless the model is converted; their values come from `generator`. Raises ValueError for an
@@ -206,6 +219,7 @@ class TransformerNP(nn.Module):
         loss_impl: str = "auto",
         weight_gradients: str = "auto",
         projections: str = "auto",
+        fusion: str = "auto",
         padding: int = 128,
         dtype: torch.dtype | None = None,
         generator: torch.Generator | None = None,
@@ -217,6 +231,7 @@ class TransformerNP(nn.Module):
             ("loss_impl", loss_impl, ("auto", "fused", "separate", "torch")),
             ("weight_gradients", weight_gradients, gradients.MODES),
             ("projections", projections, gradients.PROJECTIONS),
+            ("fusion", fusion, gradients.FUSIONS),
         ):
             if value not in known:
                 raise ValueError(f"TransformerNP: {option} must be one of {', '.join(known)}, got {value!r}")
@@ -225,7 +240,7 @@ class TransformerNP(nn.Module):
         if loss_impl == "fused" and heads_impl == "torch":
             raise ValueError("TransformerNP: loss_impl fused needs ridgeline's heads, got heads_impl torch")
         self.dtype, self.plain_loss = dtype, loss_impl == "torch"
-        self.weight_gradients, self.projections = weight_gradients, projections
+        self.weight_gradients, self.projections, self.fusion = weight_gradients, projections, fusion
         whole = isinstance(attention, str) and attention in WITH_PROJECTIONS
         self.may_defer = whole and mlp != "torch" and norm != "torch" and checkpoint == "none"
         self.fused_loss = loss_impl == "fused" or (loss_impl == "auto" and heads_impl != "torch")
@@ -306,12 +321,13 @@ class TransformerNP(nn.Module):
         weights = [block.weights() for block in layers]
         if not any(weight.requires_grad for layer in weights for weight in layer.values()):
             return [None] * len(layers)
-        how, hidden = self.weight_gradients, weights[0]["up"].shape[0]
+        how, hidden, count = self.weight_gradients, weights[0]["up"].shape[0], rows.shape[:-1].numel()
         if how == "auto":
-            how = gradients.pick_weight_gradients(
-                len(layers), rows.shape[:-1].numel(), rows.shape[-1], hidden, rows.itemsize
-            )
-        return [None] * len(layers) if how == "inline" else gradients.places(weights, how == "overlapped")
+            how = gradients.pick_weight_gradients(len(layers), count, rows.shape[-1], hidden, rows.itemsize)
+        if how == "inline":
+            return [None] * len(layers)
+        fusion = gradients.pick_fusion(count) if self.fusion == "auto" else self.fusion
+        return gradients.places(weights, how == "overlapped", fusion == "norm_linear")
 
     def loss(
         self, x_context: torch.Tensor, y_context: torch.Tensor, x_target: torch.Tensor, y_target: torch.Tensor

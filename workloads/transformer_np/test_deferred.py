@@ -17,6 +17,7 @@ from .step import _flat_update, views
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 THREE = dataclasses.replace(TINY, layers=3)
 WAYS = [("deferred", "apart"), ("deferred", "joint"), ("overlapped", "apart"), ("overlapped", "joint")]
+FUSED = [(how, projections, "norm_linear") for how, projections in WAYS]
 TIGHT = dict(rtol=1e-4, atol=1e-6)
 
 
@@ -57,10 +58,10 @@ def assert_same(found: dict, expected: dict, **tolerance: float) -> None:
             torch.testing.assert_close(grad, expected[name], msg=text, **(tolerance or TIGHT))
 
 
-@pytest.mark.parametrize(("how", "projections"), WAYS)
+@pytest.mark.parametrize(("how", "projections", "fusion"), [*((*way, "none") for way in WAYS), *FUSED])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_gradients_are_those_of_each_layer(how: str, projections: str, batch: int) -> None:
-    models = made(), made(how, projections)
+def test_gradients_are_those_of_each_layer(how: str, projections: str, fusion: str, batch: int) -> None:
+    models = made(), made(how, projections, fusion=fusion)
     torch.testing.assert_close(*(model.loss(**task(batch)) for model in models), **TIGHT)
     expected, found = (gradients(model, task(batch)) for model in models)
     assert_same(found, expected)
@@ -82,16 +83,41 @@ def test_each_kind_is_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("bmm", "mm", "stack"):
         count(name)
-    for how, projections, expected in (
-        ("deferred", "joint", {"bmm": 4, "stack": 2}),
-        ("deferred", "apart", {"bmm": 5, "stack": 3}),  # the context's rows have another shape
-        ("overlapped", "joint", {"mm": 8}),
+    for how, projections, fusion, expected in (
+        ("deferred", "joint", "none", {"bmm": 4, "stack": 2}),
+        ("deferred", "joint", "norm_linear", {"bmm": 4, "stack": 2}),
+        ("deferred", "apart", "none", {"bmm": 5, "stack": 3}),  # the context's rows have another shape
+        ("overlapped", "joint", "none", {"mm": 8}),
     ):
-        model = made(how, projections)
+        model = made(how, projections, fusion=fusion)
         loss = model.loss(**task(1))
         counts.clear()
         loss.backward()
-        assert {n: c for n, c in counts.items() if n in expected} == expected, (how, projections, counts)
+        assert {n: c for n, c in counts.items() if n in expected} == expected, (how, projections, fusion, counts)
+
+
+def test_fused_norms_have_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three layers the last has norms of its own, and so have the heads. Without joint weights the norm before q, k
+    and v is a launch."""
+    calls: list[str] = []
+
+    def count(name: str) -> None:
+        function = getattr(deferred, name)
+        monkeypatch.setattr(deferred, name, lambda *args, **options: calls.append(name) or function(*args, **options))
+
+    for name in ("rmsnorm_forward", "rmsnorm_backward", "norm_linear_forward", "norm_linear_backward"):
+        count(name)
+    for projections, fusion, norms, fused in (
+        ("joint", "none", 4, 0),
+        ("joint", "norm_linear", 0, 4),
+        ("apart", "norm_linear", 2, 2),
+    ):
+        calls.clear()
+        made("deferred", projections, fusion=fusion).loss(**task(1)).backward()
+        found = {name: calls.count(name) for name in sorted(set(calls))}
+        expected = dict.fromkeys(("norm_linear_backward", "norm_linear_forward"), fused)
+        expected |= dict.fromkeys(("rmsnorm_backward", "rmsnorm_forward"), norms)
+        assert found == {name: number for name, number in expected.items() if number}, (projections, fusion)
 
 
 def test_weights_that_lie_together_are_one() -> None:
@@ -114,10 +140,10 @@ def test_flat_parameters_are_the_same() -> None:
     loose.load_state_dict(flat.state_dict())
 
 
-@pytest.mark.parametrize("how", ["deferred", "overlapped"])
-def test_hooks_and_accumulation(how: str) -> None:
+@pytest.mark.parametrize(("how", "fusion"), [("deferred", "none"), ("overlapped", "none"), ("deferred", "norm_linear")])
+def test_hooks_and_accumulation(how: str, fusion: str) -> None:
     """Hooks see whole gradients, a second backward adds to the first, and another one through the same graph too."""
-    expected, model, seen = gradients(made(), task()), made(how), {}
+    expected, model, seen = gradients(made(), task()), made(how, "joint", fusion=fusion), {}
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         parameter.register_hook(lambda grad, name=name: seen.__setitem__(name, grad.clone()))
@@ -132,26 +158,32 @@ def test_hooks_and_accumulation(how: str) -> None:
 
 def test_some_of_the_gradients() -> None:
     """Of frozen weights there is none; `grad` of some parameters gives these, also where none is a product's."""
-    models = made(), made("deferred", "joint")
+    models = made(), made("deferred", "joint"), made("deferred", "joint", fusion="norm_linear")
     for model in models:
         for name in ("0.attention.q.weight", "1.mlp.up", "1.attention.out.weight"):
             model.blocks.get_parameter(name).requires_grad_(False)
-    assert_same(*(gradients(model, task()) for model in models))
+    _, *others = (gradients(model, task()) for model in models)
+    for found in others:
+        assert_same(found, {name: parameter.grad for name, parameter in models[0].named_parameters()})
     for name in ("blocks.0.norm.weight", "blocks.1.attention.kv.weight", "embed.0.weight"):
-        found = [torch.autograd.grad(m.loss(**task()), [m.get_parameter(name)])[0] for m in models]
-        torch.testing.assert_close(*found, **TIGHT)
+        expected, *others = (torch.autograd.grad(m.loss(**task()), [m.get_parameter(name)])[0] for m in models)
+        for found in others:
+            torch.testing.assert_close(found, expected, **TIGHT)
     for model in models:
         model.requires_grad_(False).embed.requires_grad_()
         model.zero_grad()
-    assert_same(*(gradients(model, task()) for model in models))
+    expected, *others = (gradients(model, task()) for model in models)
+    for found in others:
+        assert_same(found, expected)
 
 
 def test_weights_are_rounded_to_the_products() -> None:
     """fp32 weights and products in fp16: gradients come back through the cast."""
-    models = (made(h, dtype=torch.float16) for h in ("inline", "deferred"))
-    expected, found = (gradients(model, task()) for model in models)
-    assert all(grad.dtype == torch.float32 for grad in found.values())
-    assert_same(found, expected, rtol=2e-2, atol=2e-3)
+    expected = gradients(made("inline", dtype=torch.float16), task())
+    for fusion in ("none", "norm_linear"):
+        found = gradients(made("deferred", "joint", dtype=torch.float16, fusion=fusion), task())
+        assert all(grad.dtype == torch.float32 for grad in found.values())
+        assert_same(found, expected, rtol=2e-2, atol=2e-3)
 
 
 @pytest.mark.parametrize(("how", "projections"), WAYS[1:3])
@@ -185,12 +217,14 @@ def test_the_rules() -> None:
     assert weight_gradients.pick_weight_gradients(1, 8, 512, 1408, 2) == "inline"
     found = [weight_gradients.pick_projections(batch, 500) for batch in (1, 3, 4)]
     assert found == ["joint", "joint", "apart"]
+    most = weight_gradients.MOST_FUSED_ROWS
+    assert [weight_gradients.pick_fusion(rows) for rows in (most, most + 1)] == ["norm_linear", "none"]
 
 
-@pytest.mark.parametrize("option", ["weight_gradients", "projections"])
+@pytest.mark.parametrize("option", ["weight_gradients", "projections", "fusion"])
 def test_unknown_ways(option: str) -> None:
     with torch.device("meta"), pytest.raises(ValueError, match=f"{option} must be one of auto"):
-        TransformerNP(1, 16, 2, 8, **{option: "none"})
+        TransformerNP(1, 16, 2, 8, **{option: "all"})
 
 
 def step_inputs(dtype: torch.dtype | None = None) -> dict:
@@ -199,12 +233,12 @@ def step_inputs(dtype: torch.dtype | None = None) -> dict:
     return {**make_inputs(three, DEVICE, torch.Generator(DEVICE).manual_seed(0)), "dtype": dtype}
 
 
-@pytest.mark.parametrize(("how", "projections"), WAYS[:3])
-def test_steps_agree(how: str, projections: str) -> None:
+@pytest.mark.parametrize(("how", "projections", "fusion"), [*((*way, "none") for way in WAYS[:3]), FUSED[1]])
+def test_steps_agree(how: str, projections: str, fusion: str) -> None:
     """In the step weights lie together as they are."""
     found = [
-        transformer_np(**step_inputs(), weight_gradients=h, projections=p)
-        for h, p in (("inline", "auto"), (how, projections))
+        transformer_np(**step_inputs(), weight_gradients=h, projections=p, fusion=f)
+        for h, p, f in (("inline", "auto", "none"), (how, projections, fusion))
     ]
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -242,15 +276,14 @@ def test_a_wrong_copy_is_refused() -> None:
 
 
 @pytest.mark.gpu(min_capability=(8, 0))
-@pytest.mark.parametrize(("how", "projections"), WAYS)
-def test_a_captured_step_is_the_inline_one(how: str, projections: str) -> None:
+@pytest.mark.parametrize(("how", "projections", "fusion"), [*((*way, "none") for way in WAYS), *FUSED])
+def test_a_captured_step_is_the_inline_one(how: str, projections: str, fusion: str) -> None:
     """Replays of a graph, with the stream of the gradients in it, against a step without one."""
     sizes = dataclasses.replace(THREE, d_model=128, d_ff=200)
     batch = {name: x.to(DEVICE) for name, x in sample_task(1, 70, 30, "rbf", generator=generator()).items()}
     losses = []
-    for capture, options in ((True, dict(weight_gradients=how, projections=projections)), (False, {})):
-        if not options:
-            options = dict(weight_gradients="inline")
+    ways = dict(weight_gradients=how, projections=projections, fusion=fusion), dict(weight_gradients="inline")
+    for capture, options in zip((True, False), ways, strict=True):
         model = sizes.model(generator=generator(), **options).to(DEVICE, torch.bfloat16)
         model.flatten_parameters()
         optimizer = kernels.adamw.AdamW(model.parameters(), lr=1e-4, master_weights=True)  # 1e-3 is chaotic here

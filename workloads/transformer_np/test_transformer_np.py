@@ -294,6 +294,10 @@ def test_what_is_fused_of_few_rows_is_timed_where_auto_has_it(name: str, same: b
     case = SPEC.case(name)
     for implementation in ("inline-gradients", "apart-projections"):
         assert bool(SPEC.skip_reason(implementation, case, "train")) == same
+    fusions = [
+        SPEC.skip_reason(implementation, case, "train") is None for implementation in ("apart-norms", "norm-linear")
+    ]
+    assert sum(fusions) == (0 if same else 1)  # auto is the other one
     assert SPEC.skip_reason("auto", case, "train") is SPEC.skip_reason("torch-mlp", case, "train") is None
     assert case.dims["layers"] - 1 == len(FULL.model(dtype=torch.bfloat16).blocks[:-1])
 

@@ -16,8 +16,10 @@ import torch
 
 MODES = ("auto", "inline", "deferred", "overlapped")
 PROJECTIONS = ("auto", "joint", "apart")
+FUSIONS = ("auto", "none", "norm_linear")
 MOST_BYTES = 1 << 29  # that are kept until the end of the backward
 MOST_ROWS = 1536  # that get keys and values which nobody reads
+MOST_FUSED_ROWS = 0  # whose norms are computed in the products that follow
 LAYERS_AT_ONCE = 1  # whose gradients are launched together where they are overlapped
 
 KINDS = ("q", "kv", "out", "up", "down", "before attention", "before mlp")  # of weights; the last two are norms'
@@ -43,6 +45,14 @@ def pick_projections(batch: int, targets: int) -> str:
     step takes 1.582 ms joint and 1.644 apart (EXPERIMENTS.md); the limit is reckoned.
     """
     return "joint" if batch * targets <= MOST_ROWS else "apart"
+
+
+def pick_fusion(rows: int) -> str:
+    """Whether a norm is a launch of its own ("none") or computed in the product that follows it ("norm_linear"). Pure.
+
+    Five launches of a layer less (EXPERIMENTS.md has which). Not measured yet, so no number of rows has it.
+    """
+    return "norm_linear" if rows <= MOST_FUSED_ROWS else "none"
 
 
 class Operands:
@@ -175,23 +185,25 @@ def as_they_lie(tensors: list[torch.Tensor]) -> torch.Tensor | None:
 
 
 class Place(NamedTuple):
-    """Of a layer in `operands`, and the token that makes autograd compute the gradients after it."""
+    """Of a layer in `operands`, the token that makes autograd compute the gradients after it, and whether the layer's
+    norms are computed in the products that follow them."""
 
     operands: Operands
     token: torch.Tensor
     layer: int
+    fused: bool = False
 
     def gradient_of_token(self) -> torch.Tensor | None:
         """One that is not None makes autograd run `_Gradients` in the thread of the token's device."""
         return None if self.layer else self.token.detach()
 
 
-def places(weights: Sequence[dict[str, torch.Tensor]], overlapped: bool = False) -> list[Place]:
+def places(weights: Sequence[dict[str, torch.Tensor]], overlapped: bool = False, fused: bool = False) -> list[Place]:
     """For each layer, of which there are the weights of KINDS, its place. The functions of `deferred` then leave the
     gradients of these weights, all of them or none, to one node."""
     operands = Operands(len(weights), overlapped)
     token = _Gradients.apply(operands, *(layer[kind] for layer in weights for kind in KINDS))
-    return [Place(operands, token, layer) for layer in range(len(weights))]
+    return [Place(operands, token, layer, fused) for layer in range(len(weights))]
 
 
 class _Gradients(torch.autograd.Function):

@@ -348,8 +348,10 @@ DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer,
     // Else the compiler hoists the last block's mask out of the loop over tiles, and spills it.
     asm volatile("" : "+r"(limit0), "+r"(limit1));
     Rows rows = {{NEGATIVE_INFINITY, NEGATIVE_INFINITY}, {0.0f, 0.0f}, {0.0f, 0.0f}, {1.0f, 1.0f}};
-    if (Q_REGISTERS) {  // the producer may then load the next tile's queries
+    if (Q_REGISTERS) {  // the producer may then load the next tile's queries, once these have been read
         load_queries(q, me.smem + buffer * Q_BYTES, me.warp, me.lane);
+        fence_async();
+        fence_reads();
         if (me.leader) bar_arrive(me.bars + 8 * (Q_EMPTY + buffer));
     }
     // The last block, peeled: there is no product of probabilities and values to overlap with yet.
@@ -438,7 +440,8 @@ DEVICE void consume(const Problem& a, int number, u32 smem) {
         else if (me.leader) bar_arrive(bars + 8 * (Q_EMPTY + buffer));
         bar_wait(bars + 8 * TILE_FULL, tile_phase);
         tile = __shfl_sync(~0u, load_shared(smem + TILE_OFFSET), 0);
-        if (me.leader) bar_arrive(bars + 8 * TILE_EMPTY);
+        // The producer does not wait after the last tile. The comparison makes ptxas wait for the index.
+        if (me.leader && tile < a.num_tiles) bar_arrive(bars + 8 * TILE_EMPTY);
     }
 }
 

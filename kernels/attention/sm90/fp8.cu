@@ -174,7 +174,6 @@ DEVICE void load_matrices(u32* x, u32 address) {
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");
 }
 DEVICE void fence_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 template <int COUNT> DEVICE void dec_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
@@ -504,8 +503,10 @@ DEVICE void consume(const Problem& a, int c, u32 smem) {
             float v_next = load_scale(v_scale + max((end - 1) / SECTION - 1, 0));
             Rows rows = {{NEGATIVE_INFINITY, NEGATIVE_INFINITY}, {0.0f, 0.0f}, {0.0f, 0.0f}, {0.0f, 0.0f}, {1.0f, 1.0f},
                          {1.0f, 1.0f}};
-            if (Q_REGISTERS) {  // the producer may then load the next tile's queries
+            if (Q_REGISTERS) {  // the producer may then load the next tile's queries, once these have been read
                 load_queries(q, smem + c * Q_BYTES, warp, lane);
+                fence_async();
+                fence_reads();
                 if (leader) bar_arrive(bars + 8 * (Q_EMPTY + c));
             }
             // The last block, peeled: there is no product of probabilities and values to overlap with yet.
@@ -586,7 +587,8 @@ DEVICE void consume(const Problem& a, int c, u32 smem) {
         }
         bar_wait(bars + 8 * TILE_FULL, tile_phase);
         tile = __shfl_sync(~0u, load_shared(smem + TILE_OFFSET), 0);
-        if (leader) bar_arrive(bars + 8 * TILE_EMPTY);
+        // The producer does not wait after the last tile. The comparison makes ptxas wait for the index.
+        if (leader && tile < a.num_tiles) bar_arrive(bars + 8 * TILE_EMPTY);
     }
 }
 

@@ -84,19 +84,7 @@ def fp8_attend(
             x.v_scale.shape[2],
             out.shape[3],
         )
-        defines = (
-            f"HEAD_DIM={width}",
-            f"CAUSAL={int(causal)}",
-            f"FP16={int(out.dtype == torch.float16)}",
-            f"BLOCK_N={config.block_n}",
-            f"STAGES={config.stages}",
-            f"CONSUMERS={config.consumers}",
-            f"PING_PONG={int(config.ping_pong)}",
-            f"Q_REGISTERS={int(config.q_registers)}",
-            f"SECTION={config.section}",
-            f"POLYNOMIAL={config.polynomial}",
-            f"EXACT_LSE={int(config.exact_lse)}",
-        )
+        defines = defines_of(width, causal, out.dtype, config)
         (kernel,) = cuda_driver.kernels(out.device.index, "fp8.cu", ("attention_fp8_fwd",), defines, shared)
         boxes = ((x.q, num_q, ROWS), (x.k, x.num_keys, config.block_n), (x.v, width, width))
         columns = (width, width, math.gcd(config.block_n, 128))
@@ -104,6 +92,22 @@ def fp8_attend(
         ctas, threads = min(sms, num_tiles), 128 * (config.consumers + 1)
         launch = cuda_driver.Launch(out.device.index, kernel, ctas, threads, shared, _LAYOUT)
         launch(*maps, *described)
+
+
+def defines_of(width: int, causal: bool, dtype: torch.dtype, config: Fp8Config) -> tuple[str, ...]:
+    return (
+        f"HEAD_DIM={width}",
+        f"CAUSAL={int(causal)}",
+        f"FP16={int(dtype == torch.float16)}",
+        f"BLOCK_N={config.block_n}",
+        f"STAGES={config.stages}",
+        f"CONSUMERS={config.consumers}",
+        f"PING_PONG={int(config.ping_pong)}",
+        f"Q_REGISTERS={int(config.q_registers)}",
+        f"SECTION={config.section}",
+        f"POLYNOMIAL={config.polynomial}",
+        f"EXACT_LSE={int(config.exact_lse)}",
+    )
 
 
 def shared_bytes(width: int, config: Fp8Config) -> int:

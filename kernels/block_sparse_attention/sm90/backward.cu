@@ -223,7 +223,8 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
         if (lane == 0) bar_arrive(base + bar);
     };
     // The tile's first query and its index among all tiles, which the producer has stored, are read where they are
-    // needed, to save registers. The shuffle also orders every lane's read before what follows.
+    // needed, to save registers. A leader may arrive on an empty barrier while the read of the index is pending, which is
+    // no race: what a thread stores next, unlike what TMA loads, stays behind it.
     auto place = [&] { return __shfl_sync(~0u, load_one(base + TILE_AT + 8 * q.slot + 4), 0); };
     auto hide = [&] {
         const int first_query = CAUSAL ? load_one(base + TILE_AT + 8 * q.slot) : 0;

@@ -353,7 +353,8 @@ struct Consumer {
     bool leader;            // the lane that arrives on mbarriers
 };
 
-// A value that the producer has stored, warp-uniform. The shuffle also orders every lane's read before what follows.
+// A value that the producer has stored, warp-uniform. The leader may arrive on K_EMPTY while the read is pending, which
+// is no race: what a thread stores next, unlike what TMA loads, stays behind it.
 DEVICE int stored(u32 address) { return __shfl_sync(~0u, load_shared(address), 0); }
 
 DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer, const Tile& tile, int first_row) {
@@ -365,8 +366,10 @@ DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer,
     Rows rows;  // alpha is not initialised: a value that lives across steps would take registers
 #pragma unroll
     for (int r = 0; r < 2; r++) { rows.scaled[r] = rows.sum[r] = 0.0f; rows.limit[r] = NEGATIVE_INFINITY; }
-    if (Q_REGISTERS) {  // the producer may then load the next tile's queries
+    if (Q_REGISTERS) {  // the producer may then load the next tile's queries, once these have been read
         load_queries(q, me.smem + buffer * Q_BYTES, me.warp, me.lane);
+        fence_async();
+        fence_reads();
         if (me.leader) bar_arrive(me.bars + 8 * (Q_EMPTY + buffer));
     }
     // The first step, peeled: there is no product of probabilities and values to overlap with yet. It is always masked.
@@ -450,8 +453,8 @@ DEVICE void consume(const Problem& a, int group, u32 smem) {
         // Shuffles make the tile warp-uniform for the compiler, and order every lane's read before the arrival.
         const Tile tile = {__shfl_sync(~0u, x.x, 0), __shfl_sync(~0u, x.y, 0), __shfl_sync(~0u, x.z, 0),
                            __shfl_sync(~0u, x.w, 0)};
-        if (me.leader) bar_arrive(bars + 8 * TILE_EMPTY);
         if (tile.steps < 0) break;
+        if (me.leader) bar_arrive(bars + 8 * TILE_EMPTY);
         const int first_row = tile.row * BLOCK + number * ROWS + me.warp * 16;
         if (tile.steps == 0) {
             store_empty_rows(a, tile.head, first_row, lane);

@@ -164,6 +164,8 @@ DEVICE void multiply(float (&sums)[COLS / 2], u32 smem, int steps, int group) {
         if (BLOCKED) load_scales(scales, smem + S_RING + ring.slot * SCALE_BYTES);
         wgmma_wait<0>();
         pin(d);
+        // Reads of scales may be pending: what threads copy next (cp.async, no bulk copies) stays behind them, as their
+        // stores do. No fence_reads.
         __syncwarp();
         if (threadIdx.x % 32 == 0) bar_arrive(smem + EMPTY + 8 * ring.slot);
         promote(sums, d, scales);

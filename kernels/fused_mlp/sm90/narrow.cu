@@ -172,7 +172,7 @@ DEVICE void keep_rows(u32 (&a)[16 * STEPS], u32 smem, int group, RowRing& ring) 
 #pragma unroll
         for (int i = 0; i < BLOCK_K / 16; i++)
             load_blocks(a + 16 * step + 4 * i, at + ((2 * i + lane / 16 ^ row % 8) << 4));
-        fence_for_tma();  // which writes there next, in a proxy of its own
+        fence_async();  // TMA writes there next, in a proxy of its own
         fence_reads();
         if (lane == 0) bar_arrive(smem + A_EMPTY + 8 * slot);
     }
@@ -222,7 +222,7 @@ DEVICE void work(const Problem& p, const u32 (&a)[16 * STEPS], char* shared, u32
     });
     if (BIAS) warpgroup_sync(3 + group);
     finish<COLS, LAST>(d, smem + TILE + group * TILES * TILE_BYTES, bias, p.cols - column);
-    fence_for_tma();
+    fence_async();
     __syncwarp();
     if (threadIdx.x % 32 == 0) bar_arrive(smem + STAGED + 8 * group);
 }

@@ -199,7 +199,7 @@ DEVICE void consume(const Hidden& p, const TensorMap* dpre_map, u32 smem, int gr
             });
             if (p.rows - tile * BLOCK_M < BLOCK_M) clear_rows(d, p.rows - tile * BLOCK_M);
             derive(d, own, smem + DY + slot * DY_BYTES + lane * 16, to);
-            fence_for_tma();
+            fence_async();
             warpgroup_sync(5 + group);
             if (lane == 0) bar_arrive(smem + DY_EMPTY + 8 * slot);
             if (threadIdx.x % 128 == 0 && p.write) {

@@ -144,6 +144,7 @@ DEVICE void activate_and_multiply(float (&out)[4], float (&d)[SUMS], Consumer& c
             mma(out, a, b[2 * half], b[2 * half + 1]);
         }
     }
+    // The last reads may be pending: what threads store next, unlike what TMA loads, stays behind them. No fence_reads.
     __syncwarp();
     if (lane == 0) bar_arrive(c.smem + W2_EMPTY + 8 * ring.slot);
     ring.next();

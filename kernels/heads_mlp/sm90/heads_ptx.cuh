@@ -75,9 +75,8 @@ DEVICE void store_vector(u32 address, const u32 (&x)[4]) {
                  ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
 
-// A store of a box by TMA, by one thread, after all that wrote it passed the fence and a barrier; and the wait until
+// A store of a box by TMA, by one thread, after all that wrote it passed fence_async() and a barrier; and the wait until
 // the boxes of this thread's stores have been read.
-DEVICE void fence_for_tma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEVICE void tma_store(const TensorMap* map, u32 from, int column, int row, int head) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2,%3,%4,%5}], [%1];"
                  ::"l"(map), "r"(from), "r"(column), "r"(row), "r"(head), "r"(0) : "memory");

@@ -124,6 +124,7 @@ DEVICE void multiply(float (&d)[COLS / 2], const char* shared, u32 smem, int ste
             wgmma_commit();
             wgmma_wait<1>();
             pin(a[1 - half]);  // which the wgmmas before these have read by now
+            // Reads of this slot may be pending, not of the one before, whose words are in its wgmmas: no fence_reads.
             if (half == 0 && step) release(smem, before);
         }
         before = ring.slot;

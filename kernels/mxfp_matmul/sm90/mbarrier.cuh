@@ -15,3 +15,11 @@ DEVICE void bar_arrive(u32 bar) { asm volatile("mbarrier.arrive.shared::cta.b64 
 DEVICE void bar_expect(u32 bar, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
+
+// The whole warp's reads of shared memory have come into its registers. Without this, ptxas lets an arrival follow a
+// read whose result is not there yet, and whoever sees the arrival, in another CTA or in this one, may have TMA write
+// over what is still to be read: measured, with several processes in turn on one GPU.
+DEVICE void fence_reads() {
+    asm volatile("fence.acq_rel.cta;" ::: "memory");
+    __syncwarp();
+}

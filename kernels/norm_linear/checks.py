@@ -1,0 +1,33 @@
+# A copy of parts/checks.py, made by `nox -s vendor`: change it there.
+"""Checks that the public functions share."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch.autograd import forward_ad
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+# Read once, as @triton.jit does when the kernels are imported; torch.compile cannot trace the knob itself.
+INTERPRETED: bool = triton.knobs.runtime.interpret
+
+
+def kind(value: object) -> str:
+    """An argument in an error message: a tensor's dtype, or the type of anything else."""
+    return str(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def runnable(op: str, name: str, tensor: torch.Tensor) -> None:
+    """RuntimeError for a tensor that is on no GPU, unless it is on the CPU and Triton's interpreter is on."""
+    if not tensor.is_cuda and not (tensor.device.type == "cpu" and INTERPRETED):
+        needed = "on a GPU, or on the CPU in Triton's interpreter (TRITON_INTERPRET=1)"
+        raise RuntimeError(f"{op}: {name} must be {needed}, got {tensor.device}")
+
+
+def no_tangent(op: str, *tensors: torch.Tensor | None) -> None:
+    """NotImplementedError for a tensor with a tangent, which an op of torch.library would drop silently."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError(f"{op}: has no forward-mode derivative")
