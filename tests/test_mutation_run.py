@@ -388,7 +388,7 @@ def test_a_worker_has_a_checkout_of_links_and_copies_what_it_changes(linked, mon
     text = (original / "kernels" / "gelu" / "op.py").read_text()
     seen = []
     read = lambda task: seen.append((root / "kernels/gelu/op.py").read_text())  # noqa: E731
-    process = SimpleNamespace(ahead=None, send=read, answer=lambda: {})
+    process = SimpleNamespace(ahead=None, send=read, answer=dict)
     monkeypatch.setattr(worker, "Process", lambda ahead: process)
     worker.answered({"kernel": "gelu", "file": "op.py", "source": "x = 2\n"}, process)
     assert seen == ["x = 2\n"]
@@ -420,7 +420,7 @@ def test_a_worker_that_ends_is_lost_and_says_why():
 
 def test_a_worker_that_does_not_answer_is_lost(monkeypatch):
     monkeypatch.setattr(run, "PATIENCE", 0.1)
-    silent, _, answers = piped()
+    silent, _, _answers = piped()
     with pytest.raises(run.Lost, match="does not answer"):
         silent.begin(0.1)
     with pytest.raises(run.Lost, match="does not answer"):

@@ -240,7 +240,8 @@ class Process:
         self._reader, writer = os.pipe()
         given, self._given = os.pipe()
         self._started, started = os.pipe()
-        self._text = tempfile.TemporaryFile("w+", encoding="utf-8")  # of the task, which may not fit into a pipe
+        # The text of the task, which may not fit into a pipe.
+        self._text = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
         self._process = os.fork()
         if self._process == 0:
             for descriptor in (self._reader, self._given, self._started):
