@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.commands import check
+from harness.commands.check import plan as checks_of
 from harness.compiling import nvrtc, sass
 
 from . import cluster, configs, cross_entropy, cross_entropy_and_grad, cuda_driver, layout, plans
@@ -57,7 +57,7 @@ def test_the_configurations_of_the_benched_cases():
 
 def test_the_generic_checks_leave_it_to_auto():
     """They try layouts and sizes that it does not take; auto takes it for those that it does."""
-    implementations = {item.implementation for item in check.plan(SPEC, "cpu")}
+    implementations = {item.implementation for item in checks_of(SPEC, "cpu")}
     assert implementations == {"auto", "triton"}
 
 
