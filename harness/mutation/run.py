@@ -64,8 +64,8 @@ class Worker:
         self._text = b""
 
     def begin(self, seconds: float) -> None:
-        """Waits until it is ready, PATIENCE longer than these seconds at most. Lost where it is not."""
-        first = self._answer(seconds + PATIENCE)
+        """Waits until it is ready. Lost where it is not within these seconds."""
+        first = self._answer(seconds)
         if "broken" in first:
             raise Lost(f"{self.name} cannot begin: {first['broken']}")
 

@@ -455,9 +455,11 @@ def _watch_compilers(package: str, clock: Clock, report: Any) -> None:
     _wrap(triton.compiler, "compile", clock, report, lambda error: None, note)
     with contextlib.suppress(Exception):  # without a driver CuPy raises more than ImportError
         nvrtc = importlib.import_module("cupy.cuda.nvrtc")
-        _wrap(
-            nvrtc, "compileProgram", clock, report, lambda error: _say(report, log=" ".join(str(error).split())[:300])
-        )
+
+        def refused(error: Exception) -> None:
+            _say(report, log=" ".join(str(error).split())[:300])
+
+        _wrap(nvrtc, "compileProgram", clock, report, refused)
     from ..compiling import nvrtc as ahead
 
     if driver := ahead.driver_of(package):
@@ -533,7 +535,7 @@ def start_cuda() -> None:
 
     if knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET is set: nothing would be compiled")
-    ones = torch.ones(64, 64, device="cuda")  # PyTorch's own start makes no context
+    ones = torch.ones(64, 64, device="cuda")  # PyTorch makes a context when it first needs one
     if float((ones @ ones).sum()) != 64.0**3:
         raise RuntimeError("the GPU computes wrong products")
     triton.runtime.driver.active.get_current_device()
