@@ -16,6 +16,7 @@ import pytest
 
 from harness import registry
 from harness.commands import check
+from harness.compiling import nvrtc
 from harness.mutation import run, worker
 from harness.mutation.mutants import Mutant
 
@@ -61,6 +62,75 @@ def test_what_takes_too_long_is_ended_also_outside_of_python():
 
     assert answer_to(hang)["status"] == "hang"
     assert time.monotonic() - start < 20
+
+
+def test_what_takes_too_long_before_anything_of_the_mutant_runs_says_nothing_about_it():
+    """Nor does what a compiler does not end."""
+
+    def hangs_after(*said, device: str = "cuda") -> dict[str, Any]:
+        def work(report):
+            for line in said:
+                worker._say(report, **line)
+            worker.Clock().limit(0.1)
+            signal.pause()
+
+        return answer_to(work, {"device": device})
+
+    imported, passed = {"passed": worker.IMPORT, "seconds": 0.0}, {"passed": STRIDES, "seconds": 0.1}
+    compiling, compiled = {"compiler": "triton.compile"}, {"compiler": ""}
+    nothing = hangs_after(imported)
+    assert (nothing["status"], nothing["by"]) == ("unfinished", "") and "before any kernel" in nothing["reason"]
+    long = hangs_after(passed, compiling)
+    assert (long["status"], long["reason"]) == ("unfinished", "triton.compile took longer than allowed")
+    assert hangs_after(compiling, compiled)["status"] == "hang"
+    assert hangs_after({"code": ("variant", "source", "code")})["status"] == "hang"  # found compiled
+    assert hangs_after(passed)["status"] == hangs_after(imported, device="cpu")["status"] == "hang"
+
+
+def slowly() -> None:
+    time.sleep(0.7)
+
+
+def says_so(task, report) -> None:
+    worker._say(report, at=ACCURACY, limit=60.0)
+    worker._say(report, passed=task["name"], seconds=0.0)
+    time.sleep(task.get("lasts", 0.0))
+
+
+def test_the_next_process_is_prepared_while_the_one_before_it_works(monkeypatch):
+    monkeypatch.setattr(worker, "checks", says_so)
+    first = worker.Process(slowly)
+    first.wait()
+    one, second = worker.answered({"name": "one", "lasts": 1.2}, first)
+    start = time.monotonic()
+    two, third = worker.answered({"name": "two" + " " * 200_000}, second)  # more than a pipe holds
+    assert time.monotonic() - start < 0.6, "it was ready"
+    assert (one["status"], list(one["passed"])) == ("survived", ["one"]) and one["seconds"] >= 1.2
+    assert (two["status"], two["seconds"] < 0.6, len(*two["passed"])) == ("survived", True, 200_003)
+    three, last = worker.answered({"name": "three"}, third)
+    assert three["seconds"] > 0.3, "one that was not ready is waited for"
+    worker._kill(last._process)
+
+
+def test_a_process_that_cannot_be_prepared_says_nothing_about_the_mutant(monkeypatch):
+    def raises() -> None:
+        raise RuntimeError("no GPU")
+
+    def ends() -> None:
+        os._exit(0)
+
+    def hangs() -> None:
+        time.sleep(60)
+
+    monkeypatch.setattr(worker, "START_SECONDS", 0.4)
+    for ahead, reason in ((raises, "no GPU"), (ends, "ended in the start of CUDA"), (hangs, "ended in the start")):
+        process = worker.Process(ahead)
+        process.wait()
+        time.sleep(0.6)
+        answer, following = worker.answered({"name": "one", "device": "cuda"}, process)
+        assert answer["status"] == "error" and reason in answer["reason"], answer
+        assert following is not process
+        worker._kill(following._process)
 
 
 def test_a_process_that_says_nothing_is_killed(monkeypatch):
@@ -123,11 +193,12 @@ def test_a_compiler_does_not_count_as_the_time_of_a_check(monkeypatch):
     ("task", "name", "expected"),
     [
         ({"device": "cuda"}, ACCURACY, worker.ORIGINAL_SECONDS),
-        ({"device": "cuda", "file": "x"}, ACCURACY, 30.0),
+        ({"device": "cuda", "file": "x"}, ACCURACY, 300.0),
         ({"device": "cpu", "file": "x"}, ACCURACY, 300.0),
-        ({"device": "cuda", "file": "x", "seconds": {ACCURACY: 2.0}}, ACCURACY, 30.0),
-        ({"device": "cuda", "file": "x", "seconds": {ACCURACY: 5.0}}, ACCURACY, 60.0),
-        ({"device": "cuda", "file": "x", "seconds": {worker.IMPORT: 0.0}}, worker.IMPORT, 30.0),
+        ({"device": "cuda", "file": "x", "seconds": {ACCURACY: 2.0}}, ACCURACY, 80.0),
+        ({"device": "cuda", "file": "x", "seconds": {ACCURACY: 2.0}, "crowd": 1.5}, ACCURACY, 120.0),
+        ({"device": "cpu", "file": "x", "seconds": {ACCURACY: 2.0}}, ACCURACY, 30.0),
+        ({"device": "cuda", "file": "x", "seconds": {worker.IMPORT: 0.0}}, worker.IMPORT, 300.0),
     ],
 )
 def test_how_long_a_check_may_take(task, name, expected):
@@ -184,7 +255,8 @@ class Fake:
         self.tasks.append(task)
         empty = {"status": "survived", "by": "", "reason": "", "passed": {}, "skipped": [], "limit": 30.0}
         if "file" not in task:
-            return {**empty, "passed": {name: s for name, s in self.sound.items() if name in task["only"]}}
+            passed = {name: s for name, s in self.sound.items() if name in task["only"]}
+            return {**empty, "passed": passed, "seconds": sum(passed.values())}
         return {**empty, **self.answers.pop(0)}
 
 
@@ -230,10 +302,20 @@ def test_a_check_that_only_the_mutant_skips_rejects_it(one):
 
 def test_a_hang_counts_where_the_original_is_much_faster(one):
     hang = {"status": "hang", "by": ACCURACY}
-    slow = Fake([hang, {"status": "survived", "passed": {ACCURACY: 35.0}}], {ACCURACY: 25.0})
-    assert one.judge(mutant(0), slow, GIVEN)["status"] == "survived"
-    fast = Fake([{**hang, "by": STRIDES}], {STRIDES: 0.1})
+    again = Fake([hang, {"status": "survived", "passed": {ACCURACY: 35.0}}], {ACCURACY: 5.0})
+    assert one.judge(mutant(0), again, GIVEN)["status"] == "survived"
+    fast = Fake([{**hang, "by": STRIDES, "limit": 80.0}], {STRIDES: 0.1})
     assert one.judge(mutant(1), fast, GIVEN)["status"] == "hang"
+    assert [task.get("only") for task in fast.tasks] == [None, [STRIDES], [STRIDES]], "once more, by itself"
+
+
+def test_a_hang_does_not_count_where_the_original_is_slow_or_fails_at_that_time(one):
+    """As on a GPU with which something is wrong."""
+    one.check_original([ACCURACY], Fake([], {ACCURACY: 1.0}), GIVEN)
+    hang = {"status": "hang", "by": ACCURACY, "limit": 80.0}
+    slow = one.judge(mutant(0), Fake([hang], {ACCURACY: 50.0}), GIVEN)
+    assert (slow["status"], slow["by"], slow["reason"]) == ("unfinished", "", "the original took 50 s too")
+    assert one.judge(mutant(1), Fake([hang], {}), GIVEN)["status"] == "unfinished"
 
 
 def test_nothing_is_said_of_a_kernel_that_cannot_be_imported(one):
@@ -275,7 +357,9 @@ def test_a_process_that_ends_while_cuda_starts_says_nothing_about_the_mutant():
 
 def test_a_worker_answers_also_what_it_cannot_do(monkeypatch):
     monkeypatch.setattr(registry, "folder", lambda name: registry.ROOT / "kernels" / "not there")
-    found = worker.answered({"kernel": "one", "file": "op.py", "source": ""})
+    unused = SimpleNamespace()
+    found, following = worker.answered({"kernel": "one", "file": "op.py", "source": ""}, unused)
+    assert following is unused
     assert found["status"] == "error" and "FileNotFoundError" in found["reason"]
 
 
@@ -303,8 +387,10 @@ def test_a_worker_has_a_checkout_of_links_and_copies_what_it_changes(linked, mon
     assert (root / "kernels" / "gelu").is_symlink() and sys.path[0] == str(root)
     text = (original / "kernels" / "gelu" / "op.py").read_text()
     seen = []
-    monkeypatch.setattr(worker, "forked", lambda task: seen.append((root / "kernels/gelu/op.py").read_text()) or {})
-    worker.answered({"kernel": "gelu", "file": "op.py", "source": "x = 2\n"})
+    read = lambda task: seen.append((root / "kernels/gelu/op.py").read_text())  # noqa: E731
+    process = SimpleNamespace(ahead=None, send=read, answer=dict)
+    monkeypatch.setattr(worker, "Process", lambda ahead: process)
+    worker.answered({"kernel": "gelu", "file": "op.py", "source": "x = 2\n"}, process)
     assert seen == ["x = 2\n"]
     assert not (root / "kernels" / "gelu").is_symlink() and (root / "kernels" / "rope").is_symlink()
     assert text == (original / "kernels" / "gelu" / "op.py").read_text() == (root / "kernels/gelu/op.py").read_text()
@@ -320,6 +406,7 @@ def test_a_worker_that_ends_is_lost_and_says_why():
     fine, tasks, answers = piped()
     os.write(answers, b'{"ready": true}\n{"status": ')
     os.write(answers, b'"survived"}\n')
+    fine.begin(1.0)
     assert fine.ask({"kernel": "one"})["status"] == "survived"
     assert json.loads(os.read(tasks, 1000)) == {"kernel": "one"}
     os.close(answers)
@@ -328,13 +415,14 @@ def test_a_worker_that_ends_is_lost_and_says_why():
     broken, _, answers = piped()
     os.write(answers, b'{"broken": "ImportError: torch"}\n')
     with pytest.raises(run.Lost, match="cannot begin: ImportError: torch"):
-        broken.ask({})
+        broken.begin(1.0)
 
 
 def test_a_worker_that_does_not_answer_is_lost(monkeypatch):
     monkeypatch.setattr(run, "PATIENCE", 0.1)
-    silent, _, answers = piped()
-    os.write(answers, b'{"ready": true}\n')
+    silent, _, _answers = piped()
+    with pytest.raises(run.Lost, match="does not answer"):
+        silent.begin(0.1)
     with pytest.raises(run.Lost, match="does not answer"):
         silent.ask({"life": 0.1})
 
@@ -377,11 +465,15 @@ def test_a_survivor_with_the_machine_code_of_the_original(one, codes, function, 
     assert one.judge(found, Fake([{"codes": codes}], {}), GIVEN)["status"] == status
 
 
+def began(seconds: float) -> None:
+    """Ready at once."""
+
+
 class Team:
     """Workers that answer by the name of a kernel and what is asked of it; "ends" among the answers ends one."""
 
     def __init__(self, count: int, seconds: float = 0.0, **answers: Any) -> None:
-        self.workers = [SimpleNamespace(ask=self.ask, name=f"{n}") for n in range(count)]
+        self.workers = [SimpleNamespace(begin=began, ask=self.ask, name=f"{n}") for n in range(count)]
         self.seconds, self.answers, self.tasks = seconds, answers, []
 
     def ask(self, task):
@@ -433,10 +525,11 @@ def test_kernels_take_turns(folders):
 def test_the_originals_come_first_and_all_workers_take_part(folders):
     team, done, said = Team(4), Counter(), []
     found = queue(kernels_of(20, "one", "two"), done=lambda m, answer: done.update([m.kernel]), say=said.append)
-    found.originals_first(time.monotonic() + 60, None)
+    found.originals_first(None)
     found.served_by(team.workers)
     assert done == {"one": 20, "two": 20}
-    assert sorted(said) == ["one: 1 checks, 0 s on the original", "two: 1 checks, 0 s on the original"]
+    ready = ["1 of 4 workers ready after 0 s", "4 of 4 workers ready after 0 s"]
+    assert sorted(said) == [*ready, "one: 1 checks, 0 s on the original", "two: 1 checks, 0 s on the original"]
     for name in ("one", "two"):
         kinds = [
             ("list" in t and "list") or ("only" in t and "file" not in t and "original")
@@ -447,21 +540,44 @@ def test_the_originals_come_first_and_all_workers_take_part(folders):
     assert all(t["only"] == [ACCURACY] for t in team.tasks if "file" in t)
 
 
+@pytest.mark.parametrize(
+    ("left", "whole", "expected"), [(1000.0, 1200.0, 300.0), (290.0, 310.0, 120.0), (200.0, 200.0, 60.0)]
+)
+def test_how_long_originals_may_take(left, whole, expected):
+    assert run.time_of_originals(left, whole) == expected
+
+
+def test_the_time_of_the_originals_begins_with_the_first_worker(folders, monkeypatch):
+    monkeypatch.setattr(run, "time_of_originals", lambda left, whole: 0.4)
+    team, done, said = Team(2, seconds=0.05), Counter(), []
+    for number, member in enumerate(team.workers):
+        member.begin = lambda seconds, number=number: time.sleep(1.1 + number)
+    found = queue(kernels_of(40, "one"), done=lambda m, answer: done.update([answer["status"]]), say=said.append)
+    found.originals_first(None)
+    found.served_by(team.workers)
+    assert done == {"killed": 40}
+    assert [line for line in said if "ready" in line] == [
+        "1 of 2 workers ready after 1 s",
+        "2 of 2 workers ready after 2 s",
+    ]
+
+
 def test_originals_take_turns(folders, monkeypatch):
     monkeypatch.setattr(run.Kernel, "prepare", _prepared)
     kernels = kernels_of(1, "one", "two", "three")
     found = queue(kernels)
-    found.originals_first(time.monotonic() + 60, None)
+    found.originals_first(None)
     for _ in range(11):
         found._original()(Team(1).workers[0])
     assert [kernel.made for kernel in kernels] == [4, 4, 3]
 
 
-def test_originals_that_take_too_long_are_given_up_and_the_run_ends(folders):
+def test_originals_that_take_too_long_are_given_up_and_the_run_ends(folders, monkeypatch):
     team, said = Team(2, seconds=30.0), []
     kernels = kernels_of(3, "one")
     found = queue(kernels, 5.0, say=said.append)
-    found.originals_first(time.monotonic() + 0.3, None)
+    monkeypatch.setattr(run, "time_of_originals", lambda left, whole: 0.3)
+    found.originals_first(None)
     start = time.monotonic()
     found.served_by(team.workers)
     assert time.monotonic() - start < 4
@@ -472,7 +588,8 @@ def test_what_is_known_of_the_originals_when_their_time_is_up_is_used(folders, m
     monkeypatch.setattr(run.Kernel, "prepare", _prepared)
     kernels, done = kernels_of(3, "one"), Counter()
     found = queue(kernels, 60.0, done=lambda m, answer: done.update([answer["status"]]))
-    found.originals_first(time.monotonic() + 0.7, None)
+    monkeypatch.setattr(run, "time_of_originals", lambda left, whole: 0.7)
+    found.originals_first(None)
     found.served_by(Team(1, seconds=0.25).workers)
     assert 0 < len(kernels[0].only) < 50 and done == {"killed": 3}
 
@@ -521,7 +638,7 @@ def test_a_broken_kernel_does_not_stop_the_others(folders):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run.Kernel, "judge", judge)
         queue(kernels, 60.0, lambda m, answer: done.update([m.kernel]), said.append).served_by(Team(2).workers)
-    assert done == {"two": 3} and said == ["one: no"] and kernels[0].broken
+    assert done == {"two": 3} and said.count("one: no") == 1 and kernels[0].broken
 
 
 def test_a_worker_that_is_lost_leaves_a_line_and_the_others_go_on(folders):
@@ -532,16 +649,18 @@ def test_a_worker_that_is_lost_leaves_a_line_and_the_others_go_on(folders):
         team.workers
     )
     assert Counter(done) == {("one", "error"): 1, ("two", "killed"): 8}
-    assert said == ["a worker could not go on: worker has ended"]
+    assert said[-1] == "a worker could not go on: worker has ended"
 
 
 def test_a_worker_that_begins_nothing_gets_no_more_and_takes_no_mutant_away(folders):
     """As one whose GPU is out of order, beside one that works."""
     done, said = [], []
     team = Team(2, seconds=0.02)
-    bad = SimpleNamespace(name="bad", ask=lambda task: {"status": "error", "reason": "no GPU", "seconds": 0.0})
+    bad = SimpleNamespace(
+        name="bad", begin=began, ask=lambda task: {"status": "error", "reason": "no GPU", "seconds": 0.0}
+    )
     found = queue(kernels_of(9, "one", "two"), done=lambda m, answer: done.append(answer["status"]), say=said.append)
-    found.originals_first(time.monotonic() + 60, None)
+    found.originals_first(None)
     found.served_by([bad, *team.workers])
     assert done == ["killed"] * 18
     assert said[-1] == "a worker could not go on: bad begins nothing: no GPU"
@@ -602,6 +721,25 @@ assert get_cache_manager("bb").get_file("f.cubin")
 assert sorted(Path({str(tmp_path / "shared")!r}).rglob("*")) == before
 """
     subprocess.run([sys.executable, "-c", code], cwd=registry.ROOT, check=True, timeout=120)
+
+
+@pytest.mark.parametrize("kernel_name", ["rmsnorm", "grouped_gemm"])
+def test_what_nvrtc_compiles_is_said_without_its_lines(kernel_name):
+    """In the folder itself, and in sm90/. NVRTC is stood in for."""
+    found = worker.forked({"kernel": kernel_name}, _compiles_cuda)
+    assert (found["status"], len(found["codes"])) == ("survived", 1), found
+    assert all(len(part) == 16 for part in found["codes"][0])
+
+
+def _compiles_cuda(task, report):
+    package = registry.package(task["kernel"])
+    driver = nvrtc.driver_of(package)
+    driver._compiled = lambda source, defines: b"code"
+    source = next(driver._FOLDER.glob("*.cu")).name
+    worker._watch_compilers(package, worker.Clock(), report)
+    assert "-lineinfo" not in driver.OPTIONS and "--std=c++17" in driver.OPTIONS
+    assert driver._compiled(source, ("N=1",)) == b"code"
+    assert driver._loaded.__wrapped__.__globals__["_compiled"] is driver._compiled
 
 
 COMPILED = """

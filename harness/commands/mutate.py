@@ -31,7 +31,7 @@ from ..mutation.worker import CUDA_SOURCES
 from ..reporting.progress import Progress
 
 MINUTES = 60.0
-JOBS_ON_GPU = 14  # each has a context of half a gigabyte
+JOBS_ON_GPU = 8  # each has two contexts of half a gigabyte, one of which is just being made
 INTERPRETER, ON_GPU = report.LABELS
 
 

@@ -2,8 +2,12 @@
 
 A check rejects a mutant only if the original passes it. A run of all checks finds that out when a check first rejects
 one: one that the original fails or skips is left out from then on. A quick run first makes the checks of all originals,
-in pieces that all workers share, for at most ORIGINALS of its time; a kernel's mutants begin when its pieces are done.
-Then how long each check takes is known from the first mutant on, and on a GPU what the originals launch is compiled.
+in pieces that all workers share, for at most ORIGINALS of the time that is left when the first worker is ready (LEAST
+at least where the run is longer than LONG); a kernel's mutants begin when its pieces are done. Then how long each check
+takes is known from the first mutant on, and on a GPU what the originals launch is compiled.
+
+A mutant that takes too long in a check counts as rejected only if the original, which is then run once more in a
+process of its own, takes less than half as long.
 """
 
 from __future__ import annotations
@@ -30,11 +34,13 @@ from . import results
 from .mutants import Mutant
 from .worker import CUDA_SOURCES, IMPORT, limit_of
 
-GPU_SHARE = 0.8  # of a GPU's memory that all its workers may take with tensors; the rest is for their contexts
+GPU_SHARE = 0.7  # of a GPU's memory that all its workers may take with tensors; the rest is for two contexts of each
 IN_FILE = 3  # what a check rejected of the same file weighs more than what it rejected elsewhere
 ORIGINALS = 0.3  # of the time of a quick run that the originals may take
+LONG, LEAST = 300.0, 120.0  # seconds of a run beyond which they may take so many
 PIECE = 24  # checks of an original that one process makes
 ERRORS = 3  # tasks one after the other that a worker cannot begin, after which it gets none
+PROCESSES = {"cpu": 1, "cuda": 2}  # of a worker that need a core: on a GPU the next one starts CUDA
 MARGIN, PATIENCE = 1.25, 40.0  # how much longer the next mutant may take; seconds that a worker may be late
 
 Answer = Mapping[str, Any]
@@ -55,16 +61,17 @@ class Worker:
     def __init__(self, name: str, tasks: int, answers: int) -> None:
         self.name = name
         self._tasks, self._answers = tasks, answers
-        self._ready, self._text = False, b""
+        self._text = b""
+
+    def begin(self, seconds: float) -> None:
+        """Waits until it is ready. Lost where it is not within these seconds."""
+        first = self._answer(seconds)
+        if "broken" in first:
+            raise Lost(f"{self.name} cannot begin: {first['broken']}")
 
     def ask(self, task: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to a task. Lost where there is none within PATIENCE of the life of the task."""
         patience = task["life"] + PATIENCE if "life" in task else None
-        if not self._ready:
-            first = self._answer(patience)
-            if "broken" in first:
-                raise Lost(f"{self.name} cannot begin: {first['broken']}")
-            self._ready = True
         text = (json.dumps(task) + "\n").encode()
         try:
             while text:
@@ -238,8 +245,11 @@ class Kernel:
                 raise Broken(f"{self.name}: the original cannot be imported: {self.failing.get(IMPORT)}")
             if sound and answer["status"] == "survived":
                 return {**answer, "status": "killed", "by": sound[0], "reason": "[skip] the original does not skip it"}
-            late = {**task, "seconds": self._seconds}
-            if sound and (answer["status"] != "hang" or answer["limit"] >= limit_of(late, sound[0])):
+            is_hang = answer["status"] == "hang"
+            reason = self._doubt(sound[0], answer["limit"], worker, given) if sound and is_hang else ""
+            if reason:
+                return {**answer, "status": results.UNFINISHED, "by": "", "reason": reason}
+            if sound and not (is_hang and answer["limit"] < limit_of({**task, "seconds": self._seconds}, sound[0])):
                 self._count(mutant, sound[0])
                 return answer
             if answer["status"] == "survived":
@@ -264,6 +274,16 @@ class Kernel:
                 return answer["reason"]
             self._note(answer, names)
         return ""
+
+    def _doubt(self, name: str, limit: float, worker: Worker, given: Mapping[str, Any]) -> str:
+        """Why a mutant that took longer than `limit` in a check may not hang; "" where the original, now and in a
+        process of its own as well, takes less than half as long."""
+        answer = worker.ask({**_alive(given), "kernel": self.name, "only": [name]})
+        self._learn(answer["passed"])
+        if name not in answer["passed"]:
+            return f"the original, after a mutant that hangs: {answer['reason'] or 'skipped'}"
+        took = answer["seconds"]
+        return f"the original took {took:.0f} s too" if 2 * took > limit else ""
 
     def _note(self, answer: Answer, names: Sequence[str]) -> None:
         """What the original passes of these checks."""
@@ -367,18 +387,23 @@ def run(
 ) -> None:
     """Calls `done` with each mutant and its answer, until `deadline` by the monotonic clock: none is begun that should
     take longer than what is left, and those that do are "unfinished"."""
-    originals_end = time.monotonic() + ORIGINALS * (deadline - time.monotonic())
     with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as scratch:
         team = Team(device, Path(scratch), workers, gpus)
         try:
             shared = -(-workers // max(1, len(gpus)))
-            given = {"device": device, "quick": quick, "memory": GPU_SHARE / shared}
+            crowd = max(1.0, PROCESSES[device] * workers / (os.cpu_count() or 1))
+            given = {"device": device, "quick": quick, "memory": GPU_SHARE / shared, "crowd": crowd}
             queue = Queue(kernels, given, deadline, done, say)
             if quick:
-                queue.originals_first(originals_end, seconds)
+                queue.originals_first(seconds)
             queue.served_by(team.workers)
         finally:
             team.close()
+
+
+def time_of_originals(left: float, whole: float) -> float:
+    """The seconds that originals may take of those that are left of a run."""
+    return min(left, max(ORIGINALS * left, LEAST if whole > LONG else 0.0))
 
 
 Job = Callable[[Worker], None]
@@ -398,20 +423,22 @@ class Queue:
         self._kernels, self._given, self._deadline = kernels, given, deadline
         self._done, self._say = done, say
         self._changed = threading.Condition()
-        self._originals_end = deadline
+        self._originals_end, self._originals = deadline, False
+        self._start, self._ready, self._team = time.monotonic(), 0, 0
         self._seconds: float | None = None
         self._errors: list[Exception] = []
         self._unable = Counter[str]()  # by worker: the tasks that it could not begin since it last could
         self._again: set[str] = set()  # mutants that another worker tries
 
-    def originals_first(self, end: float, seconds: float | None) -> None:
-        """Until `end` the checks of originals are made, of which mutants then have those that take `seconds`."""
-        self._originals_end, self._seconds = end, seconds
+    def originals_first(self, seconds: float | None) -> None:
+        """First the checks of originals are made, of which mutants then have those that take `seconds`."""
+        self._originals, self._seconds = True, seconds
         for kernel in self._kernels:
             kernel.ready = False
 
     def served_by(self, team: Sequence[Worker]) -> None:
         """Returns when all workers have finished, or cannot go on. Raises where none can and mutants are left."""
+        self._team = len(team)
         threads = [threading.Thread(target=self._serve, args=(worker,), daemon=True) for worker in team]
         for thread in threads:
             thread.start()
@@ -424,12 +451,24 @@ class Queue:
 
     def _serve(self, worker: Worker) -> None:
         try:
+            worker.begin(max(0.0, self._deadline - time.monotonic()))
+            self._begun()
             while (job := self._next()) is not None:
                 job(worker)
         except Exception as error:
             with self._changed:
                 self._errors.append(error)
                 self._changed.notify_all()
+
+    def _begun(self) -> None:
+        """A worker is ready. The time of the originals begins with the first."""
+        with self._changed:
+            self._ready += 1
+            now = time.monotonic()
+            if self._ready == 1 and self._originals:
+                self._originals_end = now + time_of_originals(self._deadline - now, self._deadline - self._start)
+            if self._ready in (1, self._team):
+                self._say(f"{self._ready} of {self._team} workers ready after {now - self._start:.0f} s")
 
     def _next(self) -> Job | None:
         """What is to do next; waits where another worker must first finish. None where nothing is left."""

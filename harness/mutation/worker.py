@@ -1,7 +1,9 @@
 """Runs the checks on one mutant after another, each in a process of its own that is forked after the imports.
 
 `python -m harness.mutation.worker` reads a JSON list of workers, a line of standard input. It imports what all mutants
-need, once, and forks the workers. One has
+need, once, and forks the workers. A worker says that it is ready when the process of its first task is. The process of
+the next task is always forked before it is needed: on a GPU it starts CUDA while the checks of the mutant before it
+run. No process has two mutants: what one writes out of bounds would be found by the checks of the next. A worker has
 
 root              a folder of its own, in which the checkout is links to the original. The folder of a kernel becomes a
                   copy when the worker first gets a mutant of it
@@ -19,14 +21,16 @@ quick             neither those that compile with PyTorch nor the tests
 seconds           name → how long it took where it passed
 weights           name → how much it has rejected; what has rejected much, or is cheap, comes first
 memory            the part of the GPU's memory that the process may take
+crowd             how many times longer a check may take, as processes share the cores
 life              the seconds after which the process is killed, and has the status "unfinished"
 
 The kernel is imported after the fork, so each process has the mutant alone: its ops, its plans, its CUDA context. The
 process ends at the first check that does not pass, by an exception in it, by a signal (SIGALRM where a check took too
-long), or with all checks made. What a check may take does not include the time of a compiler. An answer names the check
-that rejected, those that passed and those that were skipped. The tests of the kernel and its share of EVERY_KERNEL come
-after the checks of SPEC. A process that cannot begin, as without memory for its context, has the status "error" and the
-exception as its reason: it says nothing about the mutant.
+long), or with all checks made. What a check may take does not include the time of a compiler, nor the start of CUDA. An
+answer names the check that rejected, those that passed and those that were skipped. The tests of the kernel and its
+share of EVERY_KERNEL come after the checks of SPEC. A process that cannot begin, as without memory for its context, has
+the status "error" and the exception as its reason: it says nothing about the mutant. Nor does one that took too long
+before anything of the mutant was launched, or in a compiler: it is "unfinished".
 
 On a GPU an answer also has the machine code that was launched: for each variant of a kernel a digest of its source and
 one of its code. The originals compile into Triton's cache, in which mutants find what they have not changed; what a
@@ -48,13 +52,14 @@ import select
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from .. import registry
 from . import results
@@ -62,8 +67,10 @@ from . import results
 MEMORY = 6 << 30  # bytes that a mutant may take beyond what is there after the imports; the CPU alone is bounded so
 START, IMPORT, COLLECTION = "start of CUDA", "import", "collection of the tests"
 PHASES = (IMPORT, COLLECTION)
-SLACK, FACTOR = 10.0, 10.0  # a check may take FACTOR times as long as where it passed, and SLACK seconds more
-UNSEEN = {"cpu": 300.0, "cuda": 30.0}  # seconds of a check that has not passed yet
+# A check may take FACTOR times as long as where it passed, and SLACK seconds more. On a GPU the first check of a
+# process loads what PyTorch launches, and others may start CUDA meanwhile, which holds up all that use the driver.
+SLACK, FACTOR = {"cpu": 10.0, "cuda": 60.0}, 10.0
+UNSEEN = 300.0  # seconds of a check that has not passed yet
 ORIGINAL_SECONDS, COMPILER_SECONDS = 900.0, 120.0
 START_SECONDS = 180.0  # when many processes start CUDA at once
 SILENCE, UNWILLING = 1200.0, 30.0  # seconds without a word after which a process is killed, and is given up
@@ -128,10 +135,13 @@ def _serve(worker: Mapping[str, Any]) -> None:
     except BaseException:
         _write(worker["answers"], {"broken": traceback.format_exc()[-2000:]})
         raise
+    process = Process(None if worker["gpu"] is None else start_cuda)
+    process.wait()
     _write(worker["answers"], {"ready": True})
     with os.fdopen(worker["tasks"], encoding="utf-8") as tasks:
         for line in tasks:
-            _write(worker["answers"], answered(json.loads(line)))
+            answer, process = answered(json.loads(line), process)
+            _write(worker["answers"], answer)
 
 
 def _settle(root: Path, gpu: str | None) -> None:
@@ -153,15 +163,16 @@ def _settle(root: Path, gpu: str | None) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
 
 
-def answered(task: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer to a task, also where it cannot be done."""
+def answered(task: Mapping[str, Any], process: Process) -> tuple[dict[str, Any], Process]:
+    """The answer of a process to a task, also where it cannot be done, and the process of the next one."""
+    following = process
     try:
-        if not task.get("file"):
-            return forked(task)
-        with _written(task):
-            return forked(task)
+        with _written(task) if task.get("file") else contextlib.nullcontext():
+            process.send(task)
+            following = Process(process.ahead)
+            return process.answer(), following
     except Exception:
-        return {**_EMPTY, "status": results.ERROR, "reason": traceback.format_exc()[-1000:]}
+        return {**_EMPTY, "status": results.ERROR, "reason": traceback.format_exc()[-1000:]}, following
 
 
 _EMPTY: dict[str, Any] = {"seconds": 0.0, "by": "", "limit": 0.0, "passed": {}, "skipped": []}
@@ -219,30 +230,87 @@ def _driver_is_started() -> bool:
     return driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED
 
 
-def forked(task: Mapping[str, Any], work: Callable[[Mapping[str, Any], Any], None] | None = None) -> dict[str, Any]:
-    """What the checks said of the source as it is on disk. `work` (`checks`) is what the process does."""
-    reader, writer = os.pipe()
-    start = time.monotonic()
-    process = os.fork()
-    if process == 0:
-        _end_with_parent()
-        os.close(reader)
-        os.setsid()  # so that what it starts can be ended with it
-        report = os.fdopen(writer, "w", buffering=1)
+class Process:
+    """A process that is forked, does `ahead` and waits for a task, to which it does `work` (`checks`)."""
+
+    def __init__(
+        self, ahead: Callable[[], None] | None = None, work: Callable[[Mapping[str, Any], Any], None] | None = None
+    ) -> None:
+        self.ahead = ahead
+        self._reader, writer = os.pipe()
+        given, self._given = os.pipe()
+        self._started, started = os.pipe()
+        # The text of the task, which may not fit into a pipe.
+        self._text = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
+        self._process = os.fork()
+        if self._process == 0:
+            for descriptor in (self._reader, self._given, self._started):
+                os.close(descriptor)
+            self._do(work or checks, os.fdopen(writer, "w", buffering=1), given, started)
+        for descriptor in (writer, given, started):
+            os.close(descriptor)
+
+    def wait(self) -> None:
+        """Until it has done `ahead`, or has ended."""
+        select.select([self._started], [], [], START_SECONDS + UNWILLING)
+
+    def send(self, task: Mapping[str, Any]) -> None:
+        """Gives it its task."""
+        self._task, self._start = task, time.monotonic()
+        with self._text:
+            json.dump(task, self._text)
+        with contextlib.suppress(BrokenPipeError):  # one that has ended: `answer` tells why
+            os.write(self._given, b"\n")
+        os.close(self._given)
+
+    def answer(self) -> dict[str, Any]:
+        """What the checks said of the source as it is on disk."""
+        end = self._start + self._task.get("life", LIVES)
+        said, status, late = _listen(self._reader, self._process, end)
+        os.close(self._reader)
+        os.close(self._started)
+        _kill(self._process)
+        return _answer(self._task, said, status, round(time.monotonic() - self._start, 2), late)
+
+    def _do(self, work: Callable[[Mapping[str, Any], Any], None], report: Any, given: int, started: int) -> NoReturn:
+        """What the forked process does."""
         code = 1
         try:
-            (work or checks)(task, report)
+            _end_with_parent()
+            os.setsid()  # so that what it starts can be ended with it
+            if self.ahead is None or _starts(self.ahead, report):
+                os.close(started)
+                if os.read(given, 1):
+                    self._text.seek(0)
+                    work(json.load(self._text), report)
             code = 0
         except BaseException as error:
             _say(report, failed=f"{type(error).__name__}: {str(error)[:300]}")
         finally:
             report.flush()
             os._exit(code)
-    os.close(writer)
-    said, status, late = _listen(reader, process, start + task.get("life", LIVES))
-    os.close(reader)
-    _kill(process)
-    return _answer(task, said, status, round(time.monotonic() - start, 2), late)
+
+
+def _starts(start: Callable[[], None], report: Any) -> bool:
+    """Whether the start of CUDA, in START_SECONDS, does not raise. What it raises is said."""
+    clock = Clock()
+    clock.limit(START_SECONDS)
+    _say(report, at=START, limit=START_SECONDS)
+    try:
+        start()
+    except BaseException:
+        _say(report, error=traceback.format_exc()[-1000:])
+        return False
+    finally:
+        clock.limit(0)
+    return True
+
+
+def forked(task: Mapping[str, Any], work: Callable[[Mapping[str, Any], Any], None] | None = None) -> dict[str, Any]:
+    """The answer of a process that is forked now."""
+    process = Process(None, work)
+    process.send(task)
+    return process.answer()
 
 
 def _kill(process: int) -> None:
@@ -312,6 +380,8 @@ def _answer(
     if os.WIFSIGNALED(status) and not late:
         number = os.WTERMSIG(status)
         if number == signal.SIGALRM:
+            if reason := _says_nothing(task, said):
+                return {**answer, "status": results.UNFINISHED, "by": "", "reason": reason}
             return {**answer, "status": "hang", "reason": "took longer than allowed"}
         return {**answer, "status": "crash", "reason": signal.Signals(number).name}
     if failures:
@@ -319,6 +389,18 @@ def _answer(
     if os.WEXITSTATUS(status):
         return {**answer, "status": "crash", "reason": f"exit code {os.WEXITSTATUS(status)}"}
     return {**answer, "status": "survived", "by": "", "reason": ""}
+
+
+def _says_nothing(task: Mapping[str, Any], said: Sequence[Mapping[str, Any]]) -> str:
+    """Why the mutant need not be what took too long, or ""."""
+    compilers = [s["compiler"] for s in said if "compiler" in s]
+    if compilers and compilers[-1]:
+        return f"{compilers[-1]} took longer than allowed"
+    passed = any(s.get("passed", IMPORT) not in PHASES for s in said)
+    launched = compilers or any("code" in s for s in said)
+    if task.get("device") == "cuda" and not launched and not passed:
+        return "took longer than allowed before any kernel was launched"
+    return ""
 
 
 def _say(report: Any, **fields: Any) -> None:
@@ -330,7 +412,7 @@ def limit_of(task: Mapping[str, Any], name: str) -> float:
     if not task.get("file"):
         return ORIGINAL_SECONDS
     seconds = None if name in PHASES else task.get("seconds", {}).get(name)
-    return UNSEEN[task["device"]] if seconds is None else SLACK + FACTOR * seconds
+    return task.get("crowd", 1.0) * (UNSEEN if seconds is None else SLACK[task["device"]] + FACTOR * seconds)
 
 
 class Clock:
@@ -370,10 +452,14 @@ def _watch_compilers(package: str, clock: Clock, report: Any) -> None:
             code = ("", f"{type(error).__name__}: {error}", "")  # equals no original's
         _say(report, code=code)
 
-    _wrap(triton.compiler, "compile", clock, lambda error: None, note)
+    _wrap(triton.compiler, "compile", clock, report, lambda error: None, note)
     with contextlib.suppress(Exception):  # without a driver CuPy raises more than ImportError
         nvrtc = importlib.import_module("cupy.cuda.nvrtc")
-        _wrap(nvrtc, "compileProgram", clock, lambda error: _say(report, log=" ".join(str(error).split())[:300]))
+
+        def refused(error: Exception) -> None:
+            _say(report, log=" ".join(str(error).split())[:300])
+
+        _wrap(nvrtc, "compileProgram", clock, report, refused)
     from ..compiling import nvrtc as ahead
 
     if driver := ahead.driver_of(package):
@@ -416,6 +502,7 @@ def _wrap(
     module: ModuleType,
     name: str,
     clock: Clock,
+    report: Any,
     failed: Callable[[Exception], None],
     made: Callable[..., None] | None = None,
 ) -> None:
@@ -424,11 +511,14 @@ def _wrap(
     @wraps(function)
     def wrapped(*arguments: Any, **options: Any) -> Any:
         with clock.stopped():
+            _say(report, compiler=f"{module.__name__}.{name}")
             try:
                 result = function(*arguments, **options)
             except Exception as error:
                 failed(error)
                 raise
+            finally:
+                _say(report, compiler="")
             if made:
                 made(result, *arguments, **options)
             return result
@@ -436,14 +526,28 @@ def _wrap(
     setattr(module, name, wrapped)
 
 
-def _use_gpu(task: Mapping[str, Any]) -> None:
-    """Starts CUDA, with a bound on what the process may allocate, and Triton's cache. RuntimeError where kernels would
-    be interpreted."""
+def start_cuda() -> None:
+    """Starts CUDA, cuBLAS and Triton's driver, or finds that they work. RuntimeError where kernels would be
+    interpreted."""
     import torch
+    import triton
     from triton import knobs
 
     if knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET is set: nothing would be compiled")
+    ones = torch.ones(64, 64, device="cuda")  # PyTorch makes a context when it first needs one
+    if float((ones @ ones).sum()) != 64.0**3:
+        raise RuntimeError("the GPU computes wrong products")
+    triton.runtime.driver.active.get_current_device()
+    with contextlib.suppress(Exception):  # without a driver CuPy raises more than ImportError
+        importlib.import_module("cupy.cuda.nvrtc")
+
+
+def _use_gpu(task: Mapping[str, Any]) -> None:
+    """With a bound on what the process may allocate, and Triton's cache."""
+    import torch
+
+    start_cuda()
     torch.cuda.set_per_process_memory_fraction(task["memory"])
     if task.get("file"):
         from . import overlay
@@ -465,14 +569,8 @@ def checks(task: Mapping[str, Any], report: Any) -> None:
         phases = tuple(phase for phase in hypothesis.Phase if phase.name != "shrink")
         hypothesis.settings.register_profile("mutants", phases=phases)
         hypothesis.settings.load_profile("mutants")
-    if device == "cuda":
-        clock.limit(START_SECONDS)
-        _say(report, at=START, limit=START_SECONDS)
-        try:
-            _use_gpu(task)
-        except BaseException:
-            _say(report, error=traceback.format_exc()[-1000:])
-            return
+    if device == "cuda" and not _starts(lambda: _use_gpu(task), report):
+        return
     _begin(IMPORT, task, clock, report)
     from harness.commands import check
 

@@ -269,6 +269,9 @@ def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | Non
 
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
+    """For "cuda" always a reason: the generic checks try layouts that it does not take."""
+    if implementation == "cuda":
+        return "it is what auto takes"
     if implementation == "triton" and _unsupported_reason("cuda", case, mode):
         return "it is what auto takes"
     return None

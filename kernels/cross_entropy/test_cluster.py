@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from harness.commands.check import plan as checks_of
 from harness.compiling import nvrtc, sass
 
 from . import cluster, configs, cross_entropy, cross_entropy_and_grad, cuda_driver, layout, plans
+from .bench import SPEC
 from .loss import Loss
 from .reference import cross_entropy_reference
 
@@ -51,6 +53,12 @@ def test_the_configurations_of_the_benched_cases():
 
     assert [picked(vocab) for vocab in (32000, 50304, 128256, 262144)] == [(2, 8, 4), (4, 7, 5), (8, 8, 4), (16, 8, 4)]
     assert picked(32000, FP32) == (4, 8, 4) and picked(32000, FP32, terms=True) == (4, 8, 3)
+
+
+def test_the_generic_checks_leave_it_to_auto():
+    """They try layouts and sizes that it does not take; auto takes it for those that it does."""
+    implementations = {item.implementation for item in checks_of(SPEC, "cpu")}
+    assert implementations == {"auto", "triton"}
 
 
 def test_what_it_does_not_take(monkeypatch):

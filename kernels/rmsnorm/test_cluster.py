@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness.commands.check import plan as checks_of
 from harness.compiling import nvrtc, sass
 
 from . import cluster, configs, cuda_driver, plans, rmsnorm
+from .bench import SPEC
 from .op import MAX_DIM
 from .reference import rmsnorm_reference
 
@@ -44,6 +46,12 @@ def test_the_configurations_that_were_measured():
 
 def test_it_begins_where_one_cta_ends():
     assert (cluster.WIDTHS.start, cluster.WIDTHS.stop) == (configs.MAX_BLOCK + 1, MAX_DIM + 1)
+
+
+def test_the_generic_checks_leave_it_to_auto():
+    """They try layouts and sizes that it does not take; auto takes it for those that it does."""
+    implementations = {item.implementation for item in checks_of(SPEC, "cpu")}
+    assert implementations == {"auto", "triton"}
 
 
 def test_what_it_does_not_take(monkeypatch):
