@@ -1,8 +1,8 @@
 """The mutants of a kernel's own source, each with a description that stays the same while its line does.
 
 The kernel's own source is what the folder ships, less the copies of parts/, the configurations (configs.py or configs/:
-numbers that choose speed), the reference, and the modules of `__init__`. Python is mutated through its syntax tree,
-CUDA C++ by its tokens.
+numbers that choose speed), the reference, the example, and the modules of `__init__`. Python is mutated through its
+syntax tree, CUDA C++ by its tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ else:
     import tomli as tomllib
 
 EQUIVALENT = "equivalent_mutants.toml"
-LEFT_OUT = {"__init__.py", "bench.py", "reference.py", "configs.py"}
+LEFT_OUT = {"__init__.py", "bench.py", "example.py", "reference.py", "configs.py"}
 COPY = "A copy of parts/"
 
 

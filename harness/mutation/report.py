@@ -46,9 +46,9 @@ never have had: those that survived are counted as survivors, and listed by them
 Not mutated, because such a change is no fault or none that a check of results could see: docstrings, annotations,
 decorators, imports, `__all__`, strings and the arguments of exceptions, hints to the compiler, `num_warps`,
 `num_stages`, cache hints, and the configurations (`configs.py`). `reference.py` is the oracle, `bench.py` the
-declaration, and the copies of `parts/` are shared by all kernels. Where not all mutants were run, those that were are a
-random sample. In the interpreter CUDA C++ and the modules that launch it are left out, and so are casts to 64 bits,
-which only more than 2^31 elements show.
+declaration, `example.py` inputs, and the copies of `parts/` are shared by all kernels. Where not all mutants were run,
+those that were are a random sample. In the interpreter CUDA C++ and the modules that launch it are left out, and so are
+casts to 64 bits, which only more than 2^31 elements show.
 
 This page is written by `nox -s mutate -- --report`, from the lines in `reports/mutants`.
 """

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from harness.correctness import addresses
+
 from .op import rmsnorm
 from .op_fp8 import rmsnorm_fp8
 
@@ -90,12 +92,20 @@ def test_strides_leading_dimensions_and_nothing() -> None:
     x = wide[..., 5:69]
     for given in (x, x.transpose(0, 1)):
         data, scale, data_t, scale_t = rmsnorm_fp8(given, weight, granularity="1x128", transpose=True)
-        flat = rmsnorm_fp8(given.reshape(6, 64), weight.clone(), granularity="1x128", transpose=True)
+        flat = rmsnorm_fp8(given.reshape(6, 64).contiguous(), weight.clone(), granularity="1x128", transpose=True)
         for ours, want in zip((data.view(6, 64), scale.view(6, 1), data_t, scale_t), flat, strict=True):
             same(ours, want)
         assert data.shape == given.shape and scale.shape == (*given.shape[:-1], 1)
     empty = rmsnorm_fp8(x[:0], granularity="1x128", transpose=True)
     assert [t.shape for t in empty] == [(0, 3, 64), (0, 3, 1), (64, 0), (64, 0)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compute-sanitizer does this on a GPU")
+@pytest.mark.parametrize("shape", [(5, 37), (129, 130)])
+def test_every_address_is_in_a_tensor(shape: tuple[int, int]) -> None:
+    x, weight = torch.randn(shape), torch.randn(shape[1])
+    with addresses.checked(x, weight):
+        rmsnorm_fp8(x, weight, granularity="1x128", transpose=True)
 
 
 @pytest.mark.slow

@@ -127,6 +127,12 @@ class _spy:
         return launch
 
 
+def test_the_ops_keep_the_rules_of_torch_library_where_nothing_is_saved():
+    ops, x, weight = getattr(torch.ops, __package__.replace(".", "_")), normal(4, 64), normal(64)
+    torch.library.opcheck(ops.rmsnorm_fwd, (x, weight, 1e-6, 0.0, False, "auto"))
+    torch.library.opcheck(ops.rmsnorm_add_fwd, (x, normal(4, 64), weight, 1e-6, 0.0, False, "auto"))
+
+
 def test_row_stride_is_read_in_place(monkeypatch):
     """A column slice, as of a fused projection's output, is not copied first."""
     packed = normal(10, 96)
