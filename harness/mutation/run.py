@@ -55,6 +55,10 @@ class Lost(RuntimeError):
     """A worker has ended, or does not answer."""
 
 
+class Late(Lost):
+    """A worker does not answer in time."""
+
+
 class Worker:
     """A process that takes one task at a time. `name` says which it is."""
 
@@ -64,7 +68,7 @@ class Worker:
         self._text = b""
 
     def begin(self, seconds: float) -> None:
-        """Waits until it is ready. Lost where it is not within these seconds."""
+        """Waits until it is ready. Late where it is not within these seconds, Lost where it cannot be."""
         first = self._answer(seconds)
         if "broken" in first:
             raise Lost(f"{self.name} cannot begin: {first['broken']}")
@@ -85,7 +89,7 @@ class Worker:
         while b"\n" not in self._text:
             left = None if end is None else max(0.0, end - time.monotonic())
             if not select.select([self._answers], [], [], left)[0]:
-                raise Lost(f"{self.name} does not answer")
+                raise Late(f"{self.name} does not answer")
             piece = os.read(self._answers, 1 << 16)
             if not piece:
                 raise Lost(f"{self.name} has ended")
@@ -451,7 +455,12 @@ class Queue:
 
     def _serve(self, worker: Worker) -> None:
         try:
-            worker.begin(max(0.0, self._deadline - time.monotonic()))
+            try:
+                worker.begin(max(0.0, self._deadline - time.monotonic()))
+            except Late:
+                if time.monotonic() < self._deadline:
+                    raise
+                return  # the time is up, and nothing is wrong
             self._begun()
             while (job := self._next()) is not None:
                 job(worker)
