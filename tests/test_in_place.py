@@ -122,15 +122,20 @@ def test_the_wall_clock_times_it_on_restored_data(monkeypatch):
     assert len(wall._sample) == 8 and len(set(wall._sample)) == 2, "four rounds of it and of it once more"
 
 
-def test_implementations_of_other_bits_share_the_oracle():
-    """Each leaves other bits in what it updates, which `restore` takes back before the answer that is judged."""
-    asked = []
+def counting_spec() -> tuple[KernelSpec, list[torch.dtype]]:
+    """SPEC, and the dtypes in which its reference has been asked."""
+    asked: list[torch.dtype] = []
 
     def counted(x, d, inplace=False):
         asked.append(x.dtype)
         return reference(x, d, inplace)
 
-    spec, memory = dataclasses.replace(SPEC, reference=counted), Memory()
+    return dataclasses.replace(SPEC, reference=counted), asked
+
+
+def test_implementations_of_other_bits_share_the_oracle():
+    """Each leaves other bits in what it updates, which `restore` takes back before the answer that is judged."""
+    (spec, asked), memory = counting_spec(), Memory()
     inputs = make_inputs(IN_PLACE, DEVICE, None)
     former = inputs["x"].clone()
     for n in range(5):
@@ -225,13 +230,7 @@ def test_an_implementation_may_need_a_newer_gpu():
 
 def test_the_oracle_is_asked_once_for_contents_that_it_has_seen():
     """By a second implementation; not for contents that differ in one bit, nor beyond what may be kept."""
-    asked = []
-
-    def counted(x, d, inplace=False):
-        asked.append(x.dtype)
-        return reference(x, d, inplace)
-
-    spec, memory = dataclasses.replace(SPEC, reference=counted), Memory()
+    (spec, asked), memory = counting_spec(), Memory()
     inputs = make_inputs(IN_PLACE, DEVICE, None)
     for _ in range(4):
         run = execute.bind(spec, right, inputs, "fwd")
