@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import zlib
+from typing import Any
 
 import pytest
 
@@ -63,13 +64,30 @@ def _draws_the_same_numbers(request: pytest.FixtureRequest):
     torch.manual_seed(zlib.crc32(request.node.name.encode()))
 
 
-@pytest.fixture(autouse=True)
-def _makes_launch_plans_anew():
-    """A test that replaces a part of a kernel finds no plan that was made with the original, and leaves none."""
-    yield
+def _forget_launch_plans() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("kernels.") and name.endswith(".launch") and hasattr(module, "forget"):
             module.forget()
+
+
+@pytest.fixture(autouse=True)
+def _makes_launch_plans_anew():
+    """A test that replaces a part of a kernel leaves no plan that was made with it."""
+    yield
+    _forget_launch_plans()
+
+
+class _PatchAndForget(pytest.MonkeyPatch):
+    def setattr(self, *arguments: Any, **options: Any) -> None:
+        super().setattr(*arguments, **options)
+        _forget_launch_plans()
+
+
+@pytest.fixture
+def monkeypatch():
+    """pytest's, for tests that replace parts of a kernel one after another: no call takes a plan from before."""
+    with _PatchAndForget.context() as patch:
+        yield patch
 
 
 @pytest.fixture(autouse=HAS_GPU)

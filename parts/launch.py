@@ -108,8 +108,10 @@ class Launch:
 
     Arguments of a call are tensors, None and floats. Integers are `fixed`, because Triton specialises a kernel for
     their values. Tensors must agree with those of the first call in dtype and in alignment to 16 bytes, which the key
-    of a plan ensures. The first call goes through Triton, which compiles. Later ones call the compiled kernel's
-    launcher, unless a launch hook is installed, as by a profiler: these go through Triton too.
+    of a plan ensures: the kernel that the first call compiles reads others wrongly, or ends with "misaligned address".
+    Triton's interpreter reads them all, so AssertionError there. The first call goes through Triton, which compiles.
+    Later ones call the compiled kernel's launcher, unless a launch hook is installed, as by a profiler: these go through
+    Triton too.
     """
 
     __slots__ = ("_device", "_fixed", "_grid", "_held", "_kernel", "_options")
@@ -127,6 +129,10 @@ class Launch:
             with torch.cuda.device(device):
                 return self(*arguments)
         held = self._held
+        if device is None:
+            kinds = tuple(_kind(argument) for argument in arguments)
+            self._held = kinds if held is None else held
+            assert self._held == kinds, f"{self._kernel}: compiled for {held}, called with {kinds}"
         if held is None or device is None or _hooked() or self._kernel.pre_run_hooks:
             compiled = self._kernel[self._grid](*arguments, *self._fixed, **self._options)
             if held is None and device is not None:
@@ -151,6 +157,13 @@ class Launch:
             call, launched = run.launch, (function, *cluster, None, None, metadata, None, None, None)
         x, y, z = (*self._grid, 1, 1)[:3]
         return call, x, y, z, launched, rest
+
+
+def _kind(argument: Any) -> Hashable:
+    """What Triton compiles a kernel for in an argument of a call."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % _ALIGNMENT == 0
+    return type(argument)
 
 
 def _hooked() -> bool:

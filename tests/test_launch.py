@@ -200,6 +200,16 @@ def test_tensors_of_the_cpu_go_through_triton(machine) -> None:
     assert runner.called == []
 
 
+def test_the_interpreter_takes_no_tensors_that_a_compiled_kernel_would_not(machine) -> None:
+    kernel, _ = a_kernel()
+    start, row = a_launch(kernel, "cpu"), torch.zeros(9)
+    start(row, None)
+    start(torch.ones(9), None)
+    for other, more in ((row[1:], None), (row.double(), None), (row, row)):
+        with pytest.raises(AssertionError, match="compiled for .*, called with"):
+            start(other, more)
+
+
 def test_a_launch_goes_to_its_own_device(machine) -> None:
     kernel, runner = a_kernel()
     run = a_launch(kernel, "cuda:1")

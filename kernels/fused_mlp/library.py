@@ -72,10 +72,10 @@ def rows_launch(a: torch.Tensor, b: torch.Tensor, b_gate: Optional, bias: Option
     have more columns than b, with zeros in them."""
     (cols, depth), width, strides = b.shape, a.shape[1], b.stride()
     gate_strides = None if b_gate is None else b_gate.stride()
-    whole = b.mT.is_contiguous() and (b_gate is None or b_gate.mT.is_contiguous()) and 0 < width * cols < 2**31
-    lengthen = lengthen_launch(b.mT, width) if depth != width and whole else None
+    # A launch for each weight, because one may be aligned to 16 bytes and the other not.
+    lengthen, lengthen_gate = _lengthening(b, width), None if b_gate is None else _lengthening(b_gate, width)
 
-    def factor(b: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    def factor(b: torch.Tensor, strides: tuple[int, ...], lengthen: Launch | None) -> torch.Tensor:
         weight = b.as_strided((cols, depth), strides).mT
         if depth == width:
             return weight
@@ -88,11 +88,11 @@ def rows_launch(a: torch.Tensor, b: torch.Tensor, b_gate: Optional, bias: Option
     def run(a: torch.Tensor, b: torch.Tensor, a_gate: Optional, b_gate: Optional, bias: Optional, out) -> None:
         out = out.view(-1, cols)
         if bias is None:
-            torch.mm(a, factor(b, strides), out=out)
+            torch.mm(a, factor(b, strides, lengthen), out=out)
         else:
-            torch.addmm(bias, a, factor(b, strides), out=out)
+            torch.addmm(bias, a, factor(b, strides, lengthen), out=out)
         if a_gate is not None and b_gate is not None and gate_strides is not None:
-            out.addmm_(a_gate, factor(b_gate, gate_strides))
+            out.addmm_(a_gate, factor(b_gate, gate_strides, lengthen_gate))
 
     return run
 
@@ -109,6 +109,12 @@ def weights_launch(a: torch.Tensor, b: torch.Tensor, cols: int, depth: int) -> C
             out.copy_(torch.mm(a.mT, b)[:cols, :depth])
 
     return run
+
+
+def _lengthening(b: torch.Tensor, rows: int) -> Launch | None:
+    """A launch that copies bᵀ to `rows` rows, where one is needed and takes it."""
+    needed = b.shape[1] != rows and b.mT.is_contiguous() and 0 < rows * b.shape[0] < 2**31
+    return lengthen_launch(b.mT, rows) if needed else None
 
 
 def _pointwise(kernel, like: torch.Tensor, count: int, activation: str) -> Launch:

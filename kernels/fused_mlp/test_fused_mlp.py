@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from . import bench, configs
+from . import bench, configs, launch
 from .activation import ACTIVATIONS
 from .op import fused_mlp
 from .reference import fused_mlp_reference
@@ -263,6 +263,7 @@ def test_products_of_the_library(names: str) -> None:
     strided = {n: t.mT.contiguous().mT if n in ("w1", "w_gate", "w2") else t for n, t in tensors.items()}
     for passes in (False, True):
         use = configs.Versions(cuda=False, library=True, passes=passes, narrow=False)
+        launch.forget()
         with mock.patch.object(configs, "pick_versions", return_value=use):
             for given, save in itertools.product((tensors, strided), ("activations", "input")):
                 agrees(given, save=save)
@@ -272,6 +273,19 @@ def test_products_of_the_library(names: str) -> None:
                     y = fused_mlp(**{**given, name: leaf}, save=save)
                     dy = torch.linspace(-1, 1, y.numel(), device=DEVICE).view(y.shape)
                     torch.testing.assert_close(torch.autograd.grad(y, leaf, dy)[0].double(), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("odd", ["x", "w1", "w2", "w_gate"])
+def test_one_operand_that_is_not_aligned(odd: str) -> None:
+    """Launches that serve several tensors do not take one for aligned because another is: `Launch` refuses that."""
+    tensors = operands(21, 16, 37, 24, dtype=torch.float16)
+    elsewhere = tensors[odd].new_empty(tensors[odd].numel() + 1)[1:].view_as(tensors[odd]).copy_(tensors[odd])
+    assert elsewhere.data_ptr() % 16 and tensors["w1"].data_ptr() % 16 == 0
+    for library in (False, True):
+        use = configs.Versions(cuda=False, library=library, passes=library, narrow=False)
+        launch.forget()
+        with mock.patch.object(configs, "pick_versions", return_value=use):
+            agrees({**tensors, odd: elsewhere})
 
 
 def test_weights_that_a_peer_lays_out_beforehand() -> None:
