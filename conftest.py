@@ -77,17 +77,17 @@ def _makes_launch_plans_anew():
     _forget_launch_plans()
 
 
-class _PatchAndForget(pytest.MonkeyPatch):
-    def setattr(self, *arguments: Any, **options: Any) -> None:
-        super().setattr(*arguments, **options)
+@pytest.fixture
+def monkeypatch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """pytest's, for tests that replace parts of a kernel one after another: no call takes a plan from before."""
+    replace = monkeypatch.setattr
+
+    def replace_and_forget(*arguments: Any, **options: Any) -> None:
+        replace(*arguments, **options)
         _forget_launch_plans()
 
-
-@pytest.fixture
-def monkeypatch():
-    """pytest's, for tests that replace parts of a kernel one after another: no call takes a plan from before."""
-    with _PatchAndForget.context() as patch:
-        yield patch
+    monkeypatch.setattr = replace_and_forget  # type: ignore[method-assign]
+    return monkeypatch
 
 
 @pytest.fixture(autouse=HAS_GPU)

@@ -110,9 +110,9 @@ class Launch:
     Arguments of a call are tensors, None and floats. Integers are `fixed`, because Triton specialises a kernel for
     their values. Tensors must agree with those of the first call in dtype and in alignment to 16 bytes, which the key
     of a plan ensures: the kernel that the first call compiles reads others wrongly, or ends with "misaligned address".
-    Triton's interpreter reads them all, so AssertionError there. The first call goes through Triton, which compiles.
-    Later ones call the compiled kernel's launcher, unless a launch hook is installed, as by a profiler: these go through
-    Triton too.
+    Triton's interpreter would read them all, so they are an AssertionError there. The first call goes through Triton,
+    which compiles. Later ones call the compiled kernel's launcher, unless a launch hook is installed, as by a profiler:
+    these go through Triton too.
     """
 
     __slots__ = ("_device", "_fixed", "_grid", "_held", "_kernel", "_options")
