@@ -164,7 +164,7 @@ def _kind(argument: Any) -> Hashable:
     """What Triton compiles a kernel for in an argument of a call."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % _ALIGNMENT == 0
-    return type(argument)
+    return type(argument).__name__
 
 
 def _hooked() -> bool:
