@@ -66,10 +66,10 @@ class TrainStep:
     The first two calls of a signature run without a graph, on a stream of their own, and are steps like the others.
     What cannot be captured runs without a graph for good, and `reason` says why; the steps are the same. That is so on
     the CPU, where the model or the optimizer waits for the GPU (`.item()`, a mask as an index, the cache of a Hugging
-    Face model with a sliding window unless it is given use_cache=False), and where the capture itself fails. What
-    Python does beside launching kernels happens only in calls that are not replayed: a model that counts its calls or
-    chooses a branch must not be captured. Call `reset()` after anything that replaces tensors of model, optimizer or
-    scaler, such as `optimizer.load_state_dict`.
+    Face model with a sliding window that is neither patched nor given use_cache=False), and where the capture itself
+    fails. What Python does beside launching kernels happens only in calls that are not replayed: a model that counts
+    its calls or chooses a branch must not be captured. Call `reset()` after anything that replaces tensors of model,
+    optimizer or scaler, such as `optimizer.load_state_dict`.
 
     Raises ValueError for an argument out of range or a loss that is not a scalar, TypeError for one that is no tensor.
     """

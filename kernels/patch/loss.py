@@ -59,6 +59,8 @@ def _training_or(original: Callable) -> Callable:
         )
         whole = isinstance(logits_to_keep, int) and logits_to_keep == 0
         if labels is not None and self.training and whole and _plain(self):
+            if use_cache is None and past_key_values is None:
+                inputs["use_cache"] = False  # nobody continues from a step of training
             asked = {"return_dict": kwargs.pop("return_dict")} if "return_dict" in kwargs else {}
             return with_loss(self, labels, kwargs, inputs, **asked)
         return original(self, **inputs, labels=labels, logits_to_keep=logits_to_keep, **kwargs)

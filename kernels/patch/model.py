@@ -36,7 +36,8 @@ def patch(model: nn.Module, *, except_: Collection[str] = ()) -> nn.Module:
                  windows. Calls with padding, packed sequences or dropout go to SDPA as before; a model with capped
                  scores (Gemma 2) keeps its own.
     "loss"       in training with labels, `linear_cross_entropy`: the output has no logits then, which are never in
-                 memory. Not where the head is more than a plain linear layer, nor with a loss function of one's own.
+                 memory, and unless `use_cache=True` is given no cache. Not where the head is more than a plain linear
+                 layer, nor with a loss function of one's own.
 
     model    Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma 2, Gemma 3 (text), Phi, Phi-3, or whatever contains such a one,
              as PEFT's wrappers do. Linear layers are left alone, so LoRA's are too.
