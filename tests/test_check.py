@@ -199,6 +199,35 @@ def test_a_failing_draw_is_told_and_made_small():
     assert first.reason == again.reason
 
 
+@pytest.mark.parametrize("takes", ["contiguous rows", "nothing else"])
+def test_an_implementation_may_refuse_inputs_that_are_not_the_cases(takes):
+    """One that a user chooses; what "auto" takes has no exceptions, and nobody refuses the case itself."""
+
+    def choosy(x, factor=2.0):
+        if x.stride(-1) != 1 or (takes == "nothing else" and x.stride(0) != 7):
+            raise RuntimeError('scale: backend="cuda" cannot run here: x is not contiguous')
+        return scale(x, factor)
+
+    def outcomes(name: str, of_check: str) -> set[str]:
+        spec = dataclasses.replace(SPEC, implementations={name: choosy})
+        items = [i for i in check.plan(spec, "cpu", [CASES[2]]) if i.check == of_check]
+        return {check.run(i, "cpu").status for i in items}
+
+    for of_check in ("strides", "sizes"):
+        assert outcomes("cuda", of_check) == {"pass"}
+        assert outcomes("auto", of_check) == {"fail"}
+
+
+def test_a_check_of_which_everything_was_refused_is_skipped_and_that_of_the_case_fails():
+    def never(x, factor=2.0):
+        raise RuntimeError('scale: backend="cuda" cannot run here: no')
+
+    spec = dataclasses.replace(SPEC, implementations={"cuda": never})
+    found = {i.check: check.run(i, "cpu") for i in check.plan(spec, "cpu", [CASES[2]]) if not i.skip}
+    assert found["accuracy"].status == found["replay"].status == "fail"
+    assert found["strides"].status == "skip" and "it takes none of these inputs" in found["strides"].reason
+
+
 @pytest.fixture
 def toy_registry(monkeypatch):
     def use(spec: KernelSpec) -> None:

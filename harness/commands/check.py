@@ -199,7 +199,10 @@ def run(item: Item, device: str, seed: int = 0) -> Outcome:
         fn = execute.load(item.spec, item.implementation, item.case, item.mode)
         subject = Subject(item.spec, item.implementation, fn, item.case, device, seed)
         with put_back():
-            return outcome("pass", CHECKS[item.check].function(subject, item.mode) or Verdict(True))
+            verdict = CHECKS[item.check].function(subject, item.mode) or Verdict(True)
+        if subject.refused and not subject.taken:
+            return outcome("skip", Verdict(True, f"it takes none of these inputs: {subject.refused[0]}"))
+        return outcome("pass", verdict)
     except (Skipped, execute.Unavailable) as skip:
         return outcome("skip", Verdict(True, str(skip)))
     except Rejected as rejected:

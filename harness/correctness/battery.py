@@ -9,9 +9,10 @@ compared with the oracle. They differ in the inputs that they pass to it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial as bound
 from typing import Any
 
@@ -26,6 +27,7 @@ from .global_state import GlobalState
 from .in_place import OnCopies, overlapping
 from .oracle import Expected, OutGrads, Tensors, call, expected_of, hold_against, judge
 
+_REFUSAL = re.compile(r"\w+: \w+=\S+ cannot run here: ")
 REPEATS = {"cpu": 3, "cuda": 10}  # the interpreter runs programs one after the other
 
 
@@ -37,13 +39,20 @@ class Rejected(Exception):
         self.verdict = replace(verdict, reason=f"{where}: {verdict.reason}") if where else verdict
 
 
+class Refused(Rejected):
+    """The implementation says that it does not take these inputs: `op: option="value" cannot run here: reason`."""
+
+
 class Skipped(Exception):
     """The check cannot be made here; the message says why."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is checked: an implementation `fn`, called `name`, on one case and device. All data come from `seed`."""
+    """What is checked: an implementation `fn`, called `name`, on one case and device. All data come from `seed`.
+
+    `taken` and `refused` say of each variant of the inputs whether the implementation took it.
+    """
 
     spec: KernelSpec
     name: str
@@ -51,6 +60,8 @@ class Subject:
     case: Case
     device: str = "cpu"
     seed: int = 0
+    taken: list[str] = field(default_factory=list, compare=False)
+    refused: list[str] = field(default_factory=list, compare=False)
 
     def generator(self, offset: int = 0) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(self.seed + offset)
@@ -145,6 +156,19 @@ def guarded_call(
     return observed
 
 
+@contextmanager
+def may_be_refused(s: Subject, where: str) -> Iterator[None]:
+    """Around the examination of inputs that differ from the case's: an implementation that is one of several, which a
+    user chooses by an option, may say that it does not take them. What "auto" stands for takes everything."""
+    try:
+        yield
+        s.taken.append(where)
+    except Refused as refusal:
+        if s.name == "auto":
+            raise
+        s.refused.append(f"{where}: {refusal}")
+
+
 def as_rejection(error: Exception, where: str = "") -> Exception:
     """What an exception of the implementation means."""
     if execute.out_of_memory(error):
@@ -152,7 +176,8 @@ def as_rejection(error: Exception, where: str = "") -> Exception:
     if isinstance(error, execute.Unavailable):
         return Skipped(str(error))
     cause = "lazy" if isinstance(error, execute.LazyOutput) else "raised"
-    return Rejected(Verdict(False, f"{type(error).__name__}: {str(error).strip()[:500]}", cause), where)
+    kind = Refused if isinstance(error, RuntimeError) and _REFUSAL.match(str(error)) else Rejected
+    return kind(Verdict(False, f"{type(error).__name__}: {str(error).strip()[:500]}", cause), where)
 
 
 def examine(
@@ -292,7 +317,8 @@ def strides(s: Subject, mode: str) -> None:
     if mode not in WITHOUT_AUTOGRAD:
         names += grad_names(s.out_grads(inputs))
     for assignment in layouts.rounds(names):
-        examine(s, inputs, mode, assignment, where=str(assignment), forward_too=True)
+        with may_be_refused(s, str(assignment)):
+            examine(s, inputs, mode, assignment, where=str(assignment), forward_too=True)
 
 
 def subsets(names: Sequence[str], device: str) -> list[tuple[str, ...]]:
@@ -346,10 +372,11 @@ def leading(s: Subject, mode: str) -> None:
         "two leading dimensions that cannot be flattened": (reshaped(interleaved), lambda name, t: t),
     }
     for where, (variant, place) in variants.items():
-        _examine_or_refusal(s, variant, mode, place, where)
+        with may_be_refused(s, where):
+            _examine_if_defined(s, variant, mode, place, where)
 
 
-def _examine_or_refusal(s: Subject, inputs: Inputs, mode: str, place: Any, where: str) -> None:
+def _examine_if_defined(s: Subject, inputs: Inputs, mode: str, place: Any, where: str) -> None:
     try:
         call(s.spec, s.spec.reference, inputs)
     except (RuntimeError, ValueError, TypeError, IndexError):

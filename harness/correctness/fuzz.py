@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ..spec import Case
 from . import layouts
-from .battery import Rejected, Skipped, Subject, examine, grad_names
+from .battery import Rejected, Skipped, Subject, examine, grad_names, may_be_refused
 
 EXAMPLES = {"cpu": 8, "cuda": 100}
 PRIMES = (2, 3, 7, 31, 127, 521)
@@ -34,7 +34,8 @@ def sizes(s: Subject, mode: str) -> None:
     if not s.spec.fuzz:
         raise Skipped("SPEC.fuzz is empty")
     for case in corners(s):
-        examine(replace(s, case=case), s.inputs(case=case), mode, where=f"dims {dict(case.dims)}")
+        with may_be_refused(s, where := f"dims {dict(case.dims)}"):
+            examine(replace(s, case=case), s.inputs(case=case), mode, where=where)
     _fuzz(s, mode)
 
 
@@ -65,7 +66,8 @@ def _fuzz(s: Subject, mode: str) -> None:
         inputs = subject.inputs()
         names = [*(n for n in inputs if hasattr(inputs[n], "stride")), *grad_names([None] * 4)]
         assignment = layouts.Assignment(dict(zip(names, itertools.cycle(assigned), strict=False)))
-        examine(subject, inputs, mode, assignment, where=f"dims {dims}, seed {seed}, {assignment}")
+        with may_be_refused(s, where := f"dims {dims}, seed {seed}, {assignment}"):
+            examine(subject, inputs, mode, assignment, where=where)
 
     try:
         one()

@@ -12,7 +12,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..spec import WHOLE, WITHOUT_AUTOGRAD
 from . import writes
 from .accuracy import Verdict, same_bits
-from .battery import Rejected, Skipped, Subject, as_rejection, contiguous, examine, grad_names, placed, prepared
+from .battery import (
+    Rejected,
+    Skipped,
+    Subject,
+    as_rejection,
+    contiguous,
+    examine,
+    grad_names,
+    may_be_refused,
+    placed,
+    prepared,
+)
 from .oracle import Tensors, backward, forward
 
 
@@ -81,7 +92,8 @@ def aliased(s: Subject, mode: str) -> None:
     if not pairs:
         raise Skipped("no two inputs have one shape and dtype")
     for one, two in pairs:
-        examine(s, {**inputs, two: inputs[one]}, mode, _as_it_is, where=f"{one} is {two}")
+        with may_be_refused(s, where := f"{one} is {two}"):
+            examine(s, {**inputs, two: inputs[one]}, mode, _as_it_is, where=where)
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
