@@ -26,8 +26,8 @@ from typing import Any, TextIO
 
 from .. import options, registry
 from ..mutation import mutants, report, results, run
-from ..mutation.mutants import Mutant
-from ..mutation.worker import CUDA_SOURCES
+from ..mutation.kernel import Kernel
+from ..mutation.mutants import CUDA_SOURCES, Mutant
 from ..reporting.progress import Progress
 
 MINUTES = 60.0
@@ -136,7 +136,7 @@ def _run(
         left = _left(name, found, chosen[name], label, arguments)
         print(f"{name} on {label}: {len(found)} mutants, {len(chosen[name])} chosen, {len(left)} to run", flush=True)
         if left:
-            kernels.append(run.Kernel(name, left))
+            kernels.append(Kernel(name, left))
     if not kernels:
         return 0
     counts = {kernel.name: Counter[str]() for kernel in kernels}

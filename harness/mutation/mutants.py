@@ -28,6 +28,7 @@ else:
 EQUIVALENT = "equivalent_mutants.toml"
 LEFT_OUT = {"__init__.py", "bench.py", "example.py", "reference.py", "configs.py"}
 COPY = "A copy of parts/"
+CUDA_SOURCES = (".cu", ".cuh")
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def own_files(folder: Path) -> list[Path]:
     found = []
     for path in sorted(folder.rglob("*")):
         inside = path.relative_to(folder)
-        if path.suffix not in (".py", ".cu", ".cuh") or path.name in LEFT_OUT or path.name.startswith("test_"):
+        if path.suffix not in (".py", *CUDA_SOURCES) or path.name in LEFT_OUT or path.name.startswith("test_"):
             continue
         if "configs" in inside.parts or "__pycache__" in inside.parts:
             continue

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import registry
-from .mutants import Mutant
+from .mutants import CUDA_SOURCES, Mutant
 
 FOLDER = registry.ROOT / "reports" / "mutants"
 QUICK = "-quick"
@@ -110,7 +110,7 @@ def digest_of_source(kernel: str, file: str) -> str:
     """Of all that decides how a file is compiled for the cases of SPEC. For CUDA C++ that is all of it, its launchers,
     the configurations and the cases; for Triton the whole folder but its tests."""
     folder = registry.folder(kernel)
-    texts = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.suffix in (".cu", ".cuh", ".py")}
+    texts = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.suffix in (".py", *CUDA_SOURCES)}
     kept = [
         text
         for path, text in texts.items()

@@ -1,0 +1,60 @@
+"""The checkout of a worker: links to the original. The folder of a kernel becomes a copy when the worker first gets a
+mutant of it, and holds the mutant only while its checks run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from .. import registry
+
+LINKED = ("harness", "workloads", "parts", "tests", "examples")
+COPIED = ("conftest.py", "pyproject.toml")
+_LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.svg")
+
+
+def enter(root: Path) -> None:
+    """Makes a new folder the checkout of this process."""
+    (root / "kernels").mkdir(parents=True)
+    for name in LINKED:
+        (root / name).symlink_to(registry.ROOT / name)
+    for name in COPIED:
+        shutil.copy(registry.ROOT / name, root / name)
+    for path in (registry.ROOT / "kernels").iterdir():
+        if path.name != "__pycache__":
+            (root / "kernels" / path.name).symlink_to(path)
+    os.chdir(root)
+    sys.path[:] = [str(root), *(p for p in sys.path if Path(p or ".").resolve() not in (registry.ROOT, root.resolve()))]
+    importlib.invalidate_caches()
+    registry.ROOT = root
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(root / "inductor")
+
+
+@contextlib.contextmanager
+def with_mutant(task: Mapping[str, Any]) -> Iterator[None]:
+    """While the file of a task has the mutant's text. What the mutant compiles is deleted after it."""
+    folder = registry.folder(task["kernel"])
+    if folder.is_symlink():
+        source = folder.resolve()
+        folder.unlink()
+        shutil.copytree(source, folder, ignore=_LEFT_OUT)
+    path = folder / task["file"]
+    original = path.read_bytes()
+    path.write_text(task["source"], encoding="utf-8")
+    try:
+        yield
+    finally:
+        path.write_bytes(original)
+        shutil.rmtree(cache_of_mutant(), ignore_errors=True)
+
+
+def cache_of_mutant() -> Path:
+    """Triton's cache for what a mutant has changed."""
+    return registry.ROOT / ".triton-of-the-mutant"

@@ -1,0 +1,87 @@
+"""CUDA in the processes of a worker: it must not be started before they are forked, and each starts it for itself."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+from . import checkout
+from .clock import Clock
+from .messages import START, say
+
+START_SECONDS = 180.0  # when many processes start CUDA at once
+_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
+
+
+def is_started() -> bool:
+    """Whether something has started CUDA in this process: PyTorch, or by cuInit another, of which PyTorch knows
+    nothing."""
+    import torch
+
+    return torch.cuda.is_initialized() or _driver_is_started()
+
+
+def _driver_is_started() -> bool:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED
+
+
+def start_ahead(report: TextIO) -> bool:
+    """Starts CUDA. Whether that worked."""
+    return _attempt(_start, report)
+
+
+def start_for(task: Mapping[str, Any], report: TextIO) -> bool:
+    """Starts CUDA where that was not done ahead, and binds the process to what its task has. Whether that worked."""
+    return _attempt(lambda: _use(task), report)
+
+
+def _attempt(start: Callable[[], None], report: TextIO) -> bool:
+    """Whether this ends in START_SECONDS, and does not raise. What it raises is said."""
+    clock = Clock()
+    clock.limit(START_SECONDS)
+    say(report, at=START, limit=START_SECONDS)
+    try:
+        start()
+    except BaseException:
+        say(report, error=traceback.format_exc()[-1000:])
+        return False
+    finally:
+        clock.limit(0)
+    return True
+
+
+def _use(task: Mapping[str, Any]) -> None:
+    """With a bound on what the process may allocate. What a mutant compiles goes to a cache of its own."""
+    import torch
+
+    _start()
+    torch.cuda.set_per_process_memory_fraction(task["memory"])
+    if task.get("file"):
+        from . import overlay
+
+        overlay.write_to(str(checkout.cache_of_mutant()))
+
+
+def _start() -> None:
+    """Starts CUDA, cuBLAS and Triton's driver, or finds that they work. RuntimeError where kernels would be
+    interpreted."""
+    import torch
+    import triton
+    from triton import knobs
+
+    if knobs.runtime.interpret:
+        raise RuntimeError("TRITON_INTERPRET is set: nothing would be compiled")
+    ones = torch.ones(64, 64, device="cuda")  # PyTorch makes a context when it first needs one
+    if float((ones @ ones).sum()) != 64.0**3:
+        raise RuntimeError("the GPU computes wrong products")
+    triton.runtime.driver.active.get_current_device()
+    with contextlib.suppress(Exception):  # without a driver CuPy raises more than ImportError
+        importlib.import_module("cupy.cuda.nvrtc")

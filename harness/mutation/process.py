@@ -1,0 +1,132 @@
+"""A process that is forked for one task, and what is heard of it until it ends.
+
+It is forked before there is a task, so that it can prepare itself meanwhile, and has a group of its own, with which it
+is killed. It ends by itself, or by SIGALRM where a check takes too long (`clock`) or nothing was heard of it for long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TextIO
+
+from . import messages, verdict
+
+Work = Callable[[Mapping[str, Any], TextIO], None]  # does a task, and says what it finds to a stream of messages
+Ahead = Callable[[TextIO], bool]  # prepares the process, and returns whether it can do a task
+
+SILENCE, UNWILLING = 1200.0, 30.0  # seconds without a word after which a process is killed, and is given up
+LIVES = 86400.0  # seconds that a process may take where its task does not say so
+_PR_SET_PDEATHSIG = 1
+
+
+class Process:
+    """A process that is forked, does `ahead` and waits for a task, to which it does `work`."""
+
+    def __init__(self, work: Work, ahead: Ahead | None = None) -> None:
+        self.work, self.ahead = work, ahead
+        self._reader, writer = os.pipe()
+        given, self._given = os.pipe()
+        self._started, started = os.pipe()
+        # The text of the task, which may not fit into a pipe.
+        self._text = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
+        self._process = os.fork()
+        if self._process == 0:
+            for descriptor in (self._reader, self._given, self._started):
+                os.close(descriptor)
+            self._do(os.fdopen(writer, "w", buffering=1), given, started)
+        for descriptor in (writer, given, started):
+            os.close(descriptor)
+
+    def wait(self, seconds: float) -> None:
+        """Until it has done `ahead`, or has ended, for at most so long."""
+        select.select([self._started], [], [], seconds)
+
+    def send(self, task: Mapping[str, Any]) -> None:
+        """Gives it its task."""
+        self._task, self._start = task, time.monotonic()
+        with self._text:
+            json.dump(task, self._text)
+        with contextlib.suppress(BrokenPipeError):  # one that has ended: `answer` tells why
+            os.write(self._given, b"\n")
+        os.close(self._given)
+
+    def answer(self) -> dict[str, Any]:
+        """What the checks said of the source as it is on disk."""
+        end = self._start + self._task.get("life", LIVES)
+        said, ended, late = _listen(self._reader, self._process, end)
+        os.close(self._reader)
+        os.close(self._started)
+        self.kill()
+        return verdict.of_process(self._task, said, ended, round(time.monotonic() - self._start, 2), late)
+
+    def kill(self) -> None:
+        """Ends it, and what it has started."""
+        _kill_group(self._process)
+
+    def _do(self, report: TextIO, given: int, started: int) -> NoReturn:
+        """What the forked process does."""
+        code = 1
+        try:
+            end_with_parent()
+            os.setsid()  # so that what it starts can be ended with it
+            if self.ahead is None or self.ahead(report):
+                os.close(started)
+                if os.read(given, 1):
+                    self._text.seek(0)
+                    self.work(json.load(self._text), report)
+            code = 0
+        except BaseException as error:
+            messages.say(report, failed=f"{type(error).__name__}: {str(error)[:300]}")
+        finally:
+            report.flush()
+            os._exit(code)
+
+
+def end_with_parent() -> None:
+    """The kernel kills this process when its parent ends, however that ends: no mutant may outlive its run."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _kill_group(process: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process, signal.SIGKILL)
+
+
+def _listen(reader: int, process: int, end: float, silence: float = SILENCE) -> tuple[list[dict[str, Any]], int, bool]:
+    """What a process says until it ends, how it ended, and whether it was killed because `end` has come. It need not
+    close the pipe: what it has started may hold it open. One that says nothing for `silence` seconds is killed too."""
+    text, heard, ended, killed, late = b"", time.monotonic(), None, False, False
+    while ended is None:
+        if not late and time.monotonic() > end:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)  # it may not lead a group yet
+            _kill_group(process)
+            late = killed = True
+            heard = time.monotonic()
+        if select.select([reader], [], [], 0.2)[0]:
+            if piece := os.read(reader, 1 << 16):
+                text, heard = text + piece, time.monotonic()
+            else:
+                _, ended = os.waitpid(process, 0)
+            continue
+        found, status = os.waitpid(process, os.WNOHANG)
+        if found:
+            ended = status
+        elif time.monotonic() - heard > (UNWILLING if killed else silence):
+            if killed:  # inside a driver's call that never ends: it is left behind
+                ended = signal.SIGALRM
+            else:
+                os.kill(process, signal.SIGALRM)
+                killed, heard = True, time.monotonic()
+    while select.select([reader], [], [], 0)[0] and (piece := os.read(reader, 1 << 16)):
+        text += piece
+    return messages.read(text), ended, late

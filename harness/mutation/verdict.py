@@ -1,0 +1,106 @@
+"""What it means for a mutant how the process of its checks has ended: the answer to a task.
+
+status    "survived" with all checks made; "killed" by one that failed; "hang" where one took too long; "crash" by a
+          signal or an exit code. Without a word about the mutant: "invalid", CUDA C++ that does not compile; "error",
+          a process that could not begin, as without memory for its context; "unfinished", where the time of the whole
+          task was up, or a process took too long in a compiler, or before anything of the mutant was launched
+by        the check that rejected; "" where none did
+reason    why, in a line
+seconds   how long the process took
+limit     the seconds that what began last might take
+passed    name → its seconds less those of compilers
+took      name → its seconds with those of compilers
+skipped   the names of the checks that were skipped
+failed    name → the reason; of an original there may be several
+codes     the digests of a variant, its source and its machine code, of each that was launched on a GPU
+checks    the checks that there are, where the task was to list them
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import results
+from .messages import IMPORT, PHASES, START
+from .mutants import CUDA_SOURCES
+
+Answer = Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
+
+
+def of_process(task: Mapping[str, Any], said: Messages, ended: int, seconds: float, late: bool) -> dict[str, Any]:
+    """The answer to the task of a process that has said this and ended so (a status of `waitpid`), or was killed since
+    the time of its task was up (`late`)."""
+    begun: Mapping[str, Any] = next((s for s in reversed(said) if "at" in s), {"at": IMPORT, "limit": 0.0})
+    failures = [(s.get("by", begun["at"]), s["failed"]) for s in said if "failed" in s]
+    names = {name for name, _ in failures}
+    status, by, reason = _meaning(task, said, begun["at"], failures, ended, late)
+    answer = {
+        "status": status,
+        "by": by,
+        "reason": reason,
+        "seconds": seconds,
+        "limit": begun["limit"],
+        "passed": {s["passed"]: s["seconds"] for s in said if "passed" in s and s["passed"] not in names},
+        "took": {s["passed"]: s["took"] for s in said if "took" in s},
+        "skipped": [s["skipped"] for s in said if "skipped" in s],
+        "failed": dict(failures),
+        "codes": sorted({tuple(s["code"]) for s in said if "code" in s}),
+    }
+    if lists := [s["checks"] for s in said if "checks" in s]:
+        answer["checks"] = lists[0]
+    return answer
+
+
+def not_begun(reason: str) -> dict[str, Any]:
+    """The answer to a task that could not be begun."""
+    nothing = {"by": "", "seconds": 0.0, "limit": 0.0, "passed": {}, "skipped": []}
+    return {**nothing, "status": results.ERROR, "reason": reason}
+
+
+def _meaning(
+    task: Mapping[str, Any],
+    said: Messages,
+    at: str,
+    failures: Sequence[tuple[str, str]],
+    ended: int,
+    late: bool,
+) -> tuple[str, str, str]:
+    """The status, what rejected and the reason. `at` is what began last."""
+    if errors := [s["error"] for s in said if "error" in s]:
+        return results.ERROR, "", errors[0]
+    if at == START and not late:
+        return results.ERROR, "", f"ended in the {START}, status {ended}"
+    if Path(task.get("file") or "").suffix in CUDA_SOURCES and (logs := [s["log"] for s in said if "log" in s]):
+        return results.INVALID, at, logs[0]
+    if late and not (failures and task.get("file")):
+        return results.UNFINISHED, "", f"time was up in {at}"
+    if os.WIFSIGNALED(ended) and not late:
+        number = os.WTERMSIG(ended)
+        if number != signal.SIGALRM:
+            return "crash", at, signal.Signals(number).name
+        if reason := _says_nothing(task, said):
+            return results.UNFINISHED, "", reason
+        return "hang", at, "took longer than allowed"
+    if failures:
+        name, reason = failures[0]
+        return "killed", name, reason
+    if os.WEXITSTATUS(ended):
+        return "crash", at, f"exit code {os.WEXITSTATUS(ended)}"
+    return "survived", "", ""
+
+
+def _says_nothing(task: Mapping[str, Any], said: Messages) -> str:
+    """Why the mutant need not be what took too long, or ""."""
+    compilers = [s["compiler"] for s in said if "compiler" in s]
+    if compilers and compilers[-1]:
+        return f"{compilers[-1]} took longer than allowed"
+    passed = any(s.get("passed", IMPORT) not in PHASES for s in said)
+    launched = compilers or any("code" in s for s in said)
+    if task.get("device") == "cuda" and not launched and not passed:
+        return "took longer than allowed before any kernel was launched"
+    return ""
