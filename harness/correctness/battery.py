@@ -331,9 +331,11 @@ def subsets(names: Sequence[str], device: str) -> list[tuple[str, ...]]:
 
 
 def partial(s: Subject, mode: str) -> None:
-    """The gradients of `subsets` of the inputs, of none too with autograd on; and each output used alone."""
+    """The gradients of `subsets` of the inputs, of none too with autograd on; each output used alone; and a call under
+    torch.no_grad() with inputs that require gradients, as the weights of a model do in inference."""
     inputs, out_grads = prepared(s, s.inputs(), mode)
     assert out_grads is not None
+    _as_without_gradients(s, inputs)
     truth, names = s.expected(inputs, out_grads), list(execute.leaves(s.spec, inputs))
     for wrt in subsets(names, s.device):
         where = f"gradient of {' and '.join(wrt)} alone" if wrt else "autograd on, no input requires a gradient"
@@ -342,6 +344,28 @@ def partial(s: Subject, mode: str) -> None:
     if outputs > 1:
         for index in range(outputs):
             examine(s, inputs, mode, where=f"output {index} alone used", only=index)
+
+
+def _as_without_gradients(s: Subject, inputs: Inputs) -> None:
+    """Under torch.no_grad() it makes no difference that inputs require gradients: not in the bits, nor in the memory
+    that Python code allocates, as for a backward that will not be."""
+    leaves = {n: t.detach().requires_grad_() for n, t in execute.leaves(s.spec, inputs).items()}
+    where, found = "under no_grad, with inputs that require gradients", []
+    for given in (inputs, {**inputs, **leaves}):
+        try:
+            call(s.spec, s.on_copies(), given)  # the first call may make a launch plan
+            with guard.Allocations() as allocations:
+                outputs, _ = call(s.spec, s.on_copies(), given)
+        except Exception as error:
+            raise as_rejection(error, where) from error
+        found.append((outputs, allocations.bytes))
+    (plain, least), (outputs, taken) = found
+    if any(t.requires_grad for t in outputs):
+        raise Rejected(Verdict(False, "a result requires a gradient", "error"), where)
+    if taken > least:
+        raise Rejected(Verdict(False, f"{taken} bytes are allocated, and {least} without gradients", "memory"), where)
+    if not same_bits(plain, outputs):
+        raise Rejected(Verdict(False, "other results than without gradients", "error"), where)
 
 
 def leading(s: Subject, mode: str) -> None:

@@ -165,6 +165,11 @@ class Allocations:
         offset = PAD // tensor.element_size() + int(tensor.storage_offset())
         return view(buffer, tensor.dtype, tensor.shape, tensor.stride(), offset).copy_(tensor)
 
+    @property
+    def bytes(self) -> int:
+        """What was allocated, without the guard zones."""
+        return sum(size for _, _, size in self._guarded)
+
     def verdict(self) -> Verdict:
         """Names the shape of the allocation outside which was written."""
         for buffer, shape, size in self._guarded:

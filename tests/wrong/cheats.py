@@ -313,6 +313,16 @@ def nothing_requires_grad(inputs: dict[str, Any]) -> bool:
     return torch.is_grad_enabled() and not any(t.requires_grad for t in _tensors(inputs))
 
 
+def gradients_required_in_vain(inputs: dict[str, Any]) -> bool:
+    return not torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(inputs))
+
+
+def and_allocates(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, and memory as for a backward."""
+    torch.empty_like(tensor)
+    return tensor
+
+
 def strided_without_autograd(inputs: dict[str, Any]) -> bool:
     return not torch.is_grad_enabled() and not all(t.is_contiguous() for t in _tensors(inputs))
 
