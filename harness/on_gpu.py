@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from . import environment, registry
+from . import environment, options, registry
 from .reporting.entries import of_several, slug
 
 
@@ -21,13 +22,13 @@ class Place:
     out: Path
 
 
-def place(command: str, arguments: argparse.Namespace) -> Place:
-    """From --gpu, --device and --out. ValueError where there is no GPU, or another than the one named."""
+def place(command: str, arguments: argparse.Namespace, selections: Iterable[options.Selection]) -> Place:
+    """From --gpu, --device, --out and the kernels. ValueError where there is no GPU, or another than the one named."""
     device, key = environment.target(arguments.gpu, arguments.device)
     if device.type != "cuda":
         raise ValueError(f"{command} needs an NVIDIA GPU, and none was found (torch {torch.__version__})")
     name = folder(device, key)
-    return Place(device, name, arguments.out or registry.ROOT / "reports" / name)
+    return Place(device, name, arguments.out or registry.results(s.spec.name for s in selections) / name)
 
 
 def folder(device: torch.device, key: str | None, world_size: int = 1) -> str:

@@ -47,7 +47,9 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
 
 
-def add_output(parser: argparse.ArgumentParser, default: str = "reports/<gpu>") -> None:
+def add_output(
+    parser: argparse.ArgumentParser, default: str = "reports/<gpu>; .out/<gpu> for a kernel from outside"
+) -> None:
     """--out."""
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"default: {default}")
 

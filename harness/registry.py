@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import zlib
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -87,6 +88,12 @@ def is_path(name: str) -> bool:
 def outside() -> dict[str, str]:
     """The kernels from outside the checkout that were loaded: name -> absolute path and declaration."""
     return json.loads(os.environ.get(OUTSIDE, "{}"))
+
+
+def results(names: Iterable[str]) -> Path:
+    """The folder of the results of these kernels: reports/ of the checkout, or .out/ in the current folder if one of
+    them is from outside."""
+    return Path.cwd() / ".out" if set(names) & outside().keys() else ROOT / "reports"
 
 
 def _load_outside(name: str) -> KernelSpec:

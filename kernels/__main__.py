@@ -1,4 +1,4 @@
-"""`python -m ridgeline info` and `python -m ridgeline selftest`: what runs here, and whether it is right."""
+"""`python -m ridgeline info` and `python -m ridgeline selftest`: what runs here, and whether its results are right."""
 
 from __future__ import annotations
 

@@ -15,12 +15,12 @@ import torch
 from . import __version__, selftest
 
 WITHOUT_CUDA = (
-    "a build of PyTorch with CUDA, where this one runs on CPUs alone (pip install --force-reinstall torch "
-    "--index-url https://download.pytorch.org/whl/cu130)"
+    "PyTorch with CUDA: the installed build runs on CPUs only (pip install --force-reinstall torch --index-url "
+    "https://download.pytorch.org/whl/cu130)"
 )
-WITHOUT_TRANSFORMERS = 'transformers, for ridgeline.patch alone (pip install "ridgeline-kernels[models]")'
+WITHOUT_TRANSFORMERS = 'transformers, only for ridgeline.patch (pip install "ridgeline-kernels[models]")'
 WITHOUT_CUPY = (
-    'CuPy, for the kernels in CUDA C++ (pip install "ridgeline-kernels[cuda]"); without it Triton versions run instead'
+    'CuPy, for the kernels in CUDA C++ (pip install "ridgeline-kernels[cuda]"); without it their Triton versions run'
 )
 
 
@@ -104,7 +104,7 @@ def on_hopper(op: str) -> str:
     if chosen := [f'{option}="{value}"' for option, value in call.get("hopper", {}).items()]:
         return ", ".join(chosen)
     several = "backend" in inspect.signature(selftest.function(op)).parameters
-    return "one of its versions, by the sizes" if several else "its one version"
+    return "depends on the sizes" if several else "has one version"
 
 
 def rule(op: str) -> Iterator[tuple[str, str]]:
@@ -128,16 +128,19 @@ def report(names: list[str], device: str) -> int:
     for what in lacks:
         print(f"missing    {what}")
     if device == "cpu":
-        where = "Triton's interpreter" if importlib.util.find_spec("triton") else "nothing"
-        print(f"\nWithout a GPU ops run in {where} alone: set TRITON_INTERPRET=1 before they are imported. On a GPU of")
-        print(
-            "compute capability 9.0 (Hopper), with CuPy, auto takes in bf16 for a problem of a size that models have:"
-        )
+        if importlib.util.find_spec("triton"):
+            print("\nWithout a GPU ops run only in Triton's interpreter, which is slow, and correct only in fp32 and")
+            print("fp16. Set TRITON_INTERPRET=1 before they are imported.")
+        else:
+            print("\nWithout a GPU and without Triton no op runs.")
+        print("\nOn a GPU of compute capability 9.0 (Hopper), with CuPy, these versions run in bf16 for a problem of a")
+        print("size that models have; below each is the rule that chooses it:")
         for name in names:
             print(f"{name}\n  {on_hopper(name)}")
             _print_rule(name)
         return 0
-    print("\nWhat each op launches in bf16 for a problem of a size that models have, and its versions there:")
+    print("\nWhat each op launches in bf16 for a problem of a size that models have, its versions, and the rule that")
+    print("chooses among them:")
     for name in names:
         try:
             print(f"{name}\n  launches  {', '.join(launched(name, device))}")

@@ -459,13 +459,24 @@ def test_exit_code(samples, tmp_path, monkeypatch, capsys, kernel, code):
 @pytest.mark.parametrize("part", [{"quick": True}, {"case": ["64"]}, {"mode": ["fwd"]}])
 def test_a_part_of_a_kernel_does_not_overwrite_the_whole(samples, tmp_path, monkeypatch, part):
     spec = SimpleNamespace(name="square", compile_targets=(A100,))
-    monkeypatch.setattr(build, "DEFAULT_OUT", tmp_path / "default")
+    monkeypatch.setattr(registry, "ROOT", tmp_path)
     monkeypatch.setattr(build, "_selections", lambda arguments: [SimpleNamespace(spec=spec)])
     monkeypatch.setattr(build, "run_workers", lambda pairs, arguments: [samples["square", "sm_80"]])
     assert build.main(_arguments(tmp_path, **part)) == 0
-    assert not (tmp_path / "default").exists()
+    assert not (tmp_path / "reports").exists()
     assert build.main(_arguments(tmp_path)) == 0
-    assert (tmp_path / "default" / "README.md").is_file()
+    assert (tmp_path / "reports" / "build" / "README.md").is_file()
+
+
+def test_a_kernel_from_outside_is_not_written_into_the_checkout(samples, tmp_path, monkeypatch):
+    spec = SimpleNamespace(name="square", compile_targets=(A100,))
+    monkeypatch.setattr(registry, "ROOT", tmp_path / "checkout")
+    monkeypatch.setattr(build, "_selections", lambda arguments: [SimpleNamespace(spec=spec)])
+    monkeypatch.setattr(build, "run_workers", lambda pairs, arguments: [samples["square", "sm_80"]])
+    monkeypatch.setenv(registry.OUTSIDE, json.dumps({"square": "/elsewhere/square.py:SPEC"}))
+    monkeypatch.chdir(tmp_path)
+    assert build.main(_arguments(tmp_path)) == 0
+    assert (tmp_path / ".out" / "build" / "square.json").is_file() and not (tmp_path / "checkout").exists()
 
 
 def test_a_worker_that_dies_is_a_failure_of_its_pairs(tmp_path):

@@ -254,6 +254,12 @@ def test_command_line_fails(toy_registry, capsys):
     assert "fail  scale.fwd.40x7-fp32.wrong-accuracy" in printed and "[error]" in printed
 
 
+def test_command_line_says_that_all_was_skipped(toy_registry, capsys):
+    toy_registry(SPEC)
+    assert cli.main(["check", "--device", "cpu", "--case", "40x7-fp32", "--check", "graph"]) == 0
+    assert "nothing was checked on cpu: every check was skipped" in capsys.readouterr().out
+
+
 def test_command_line_names_what_it_does_not_know(toy_registry, capsys):
     toy_registry(SPEC)
     assert cli.main(["check", "--device", "cpu", "--case", "41x7"]) == 2

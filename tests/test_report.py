@@ -13,7 +13,7 @@ import pytest
 from harness import cli, record, roofline
 from harness.commands import report
 from harness.registry import ROOT
-from harness.reporting import charts, svg, training
+from harness.reporting import against_peers, charts, svg, training
 from harness.reporting.findings import Finding, findings, verdict
 from tests.fake_records import DATASHEET, MEASURED, bench, column, row, samples, with_ratios, world, write
 
@@ -61,6 +61,34 @@ def test_the_summary_is_what_a_reader_would_compute(tmp_path: Path) -> None:
     assert cells == [
         "wide", "fwd", "**triton**", "**100 µs**", "1.30× [1.30, 1.30] quack", "1.70× [1.70, 1.70]",
         "2.60× [2.60, 2.60]", "3400 GB/s", "80.0 %", "70.8 %", "328 M rows/s", "64.0 MiB", "good",
+    ]  # fmt: skip
+
+
+def test_the_report_begins_with_who_is_faster(tmp_path: Path) -> None:
+    """By the interval of the speed-up over the fastest peer of each case; none where a peer failed or none ran."""
+
+    def case(**peers: float) -> list[dict[str, Any]]:
+        times = {"triton": 100, "eager": 300, **peers}
+        return [row(KERNEL, "wide", "fwd", name, exact(us)) for name, us in times.items()]
+
+    failed = {**row(KERNEL, "wide", "fwd", "quack", exact(10)), "status": "error", "reason": "no such symbol"}
+    cases = {
+        "ahead": case(liger=120, compile=150),
+        "far": case(liger=150),
+        "level": case(liger=100),
+        "behind": case(compile=80, liger=90),
+        "alone": case(),
+        "unknown": [*case(liger=110), failed],
+    }
+    rows = {(name, "fwd"): [{**r, "case": name} for r in rows] for name, rows in cases.items()}
+    write(tmp_path / "records" / "rmsnorm.jsonl", bench(KERNEL, rows))
+    report.write(tmp_path, with_charts=False)
+    text = (tmp_path / "README.md").read_text()
+    assert text.index(against_peers.TITLE) < text.index("| ahead |")
+    cells = [c.strip() for c in line(text, "[rmsnorm](rmsnorm.md) | fwd |", "liger in").strip("|").split("|")]
+    assert cells == [
+        "[rmsnorm](rmsnorm.md)", "fwd", "6", "2", "1", "1", "2",
+        "liger in 3: 1.000× to 1.50×; compile in 1: 0.80×",
     ]  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from ..compiling import build_report
 from ..compiling.ahead import Outcome, compile_spec, target_name
 from ..spec import KernelSpec
 
-DEFAULT_OUT = registry.ROOT / "reports" / "build"
+FOLDER = "build"
 MAX_WORKERS = 8
 
 Pair = tuple[str, tuple[int, int]]
@@ -32,7 +32,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how")
     group.add_argument("--quick", action="store_true", help="only the bench cases, not the small ones for correctness")
     group.add_argument(
-        "--out", type=Path, metavar="DIR", help="default: reports/build; part of a kernel is written only with --out"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="default: reports/build, .out/build for a kernel from outside; a part of one is written only with --out",
     )
     group.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     group.add_argument("--pair", action="append", default=[], help=argparse.SUPPRESS)
@@ -52,7 +55,7 @@ def main(arguments: argparse.Namespace) -> int:
         build_report.show(kernel)
     part = bool(arguments.quick or arguments.case or arguments.mode or arguments.impl)
     if arguments.out or not part:
-        out = arguments.out or DEFAULT_OUT
+        out = arguments.out or registry.results(spec.name for spec in specs) / FOLDER
         build_report.write(out, kernels)
         print(f"written: {out}")
     failures = [failure for kernel in kernels for failure in kernel["failures"]]

@@ -248,6 +248,8 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"{count:5} skipped: {reason}")
     if not sum(counts.values()):
         raise ValueError("nothing matches the selection")
+    if not counts["pass"] + counts["fail"]:
+        print(f"nothing was checked on {device}: every check was skipped")
     return 1 if counts["fail"] else 0
 
 

@@ -49,8 +49,9 @@ def main(arguments: argparse.Namespace) -> int:
     folder = scaffold(arguments.name, arguments.cuda)
     shown = folder.relative_to(registry.ROOT)
     print(f"{shown}: a working kernel, y = alpha · x. Make it yours, starting with reference.py and SPEC in bench.py.")
-    print(f"  nox -s test-{arguments.name}     its tests, and those of every SPEC")
+    print(f"  nox -s test-{arguments.name}     its own tests, and those that its SPEC gives it")
     print(f"  nox -s bench-{arguments.name}    correctness, then the time, or without a GPU the floor")
+    print("  nox -s support       adds it to docs/SUPPORT.md, which a test holds current")
     return 0
 
 

@@ -67,7 +67,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.gpus > 1:
         return ranks.profile(arguments)
     selections = options.select(arguments)
-    where = place("profile", arguments)
+    where = place("profile", arguments, selections)
     if arguments.worker:
         return _work(selections, where, arguments.worker)
     tool = ncu.find()

@@ -270,8 +270,8 @@ def readme_block(folder: Path) -> str:
         "geometric mean in the next column; the range is their minimum and maximum. The best peer is the fastest of "
         "all that ran in the same rounds. *PyTorch* is what a PyTorch user would write. A row marked fp8 has the cases "
         "that our kernel computes in fp8, whatever precision the peers use. "
-        f"[The full report]({link}/README.md) has every case with its confidence interval, peers, clocks and errors, "
-        "and lists the excluded cases.",
+        f"[The full report]({link}/README.md) begins with a table of how many cases are faster or slower than which "
+        "peer. It has every case with its confidence interval, peers, clocks and errors, and lists the excluded cases.",
         "",
         *([said, ""] if (said := aggregates.unthrottled(found)) else []),
         *([LEFT_OUT, "", *left_out, ""] if (left_out := aggregates.captions(found)) else []),

@@ -53,7 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """0, or 1 where one of our kernels has a finding or a tool failed."""
     selections = options.select(arguments)
-    where = place("sanitize", arguments)
+    where = place("sanitize", arguments, selections)
     if arguments.worker:
         return _work(selections, arguments, where)
     program = sanitizer.find()

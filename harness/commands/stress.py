@@ -70,7 +70,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.processes < 1 or arguments.seconds < 0:
         raise ValueError("--processes must be at least 1 and --seconds at least 0")
     selections = options.select(arguments)
-    where = place("stress", arguments)
+    where = place("stress", arguments, selections)
     if arguments.worker is not None:
         with torch.cuda.device(where.device):
             return _work(groups(selections, arguments, where.device), arguments, where.device)

@@ -60,7 +60,7 @@ def main(arguments: argparse.Namespace) -> int:
         return _replay(options.select(arguments))
     wanted = Wanted(arguments)
     selections = [s for s in options.select(arguments, precompile.nameable) if wanted.tunables(s)]
-    where = place("tune", arguments)
+    where = place("tune", arguments, selections)
     if not selections:
         raise ValueError("nothing that is selected has tunables in its SPEC")
     captured = environment.capture(where.device)

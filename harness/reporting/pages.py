@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .. import roofline
-from . import aggregates, flags, host
+from . import against_peers, aggregates, flags, host
 from . import markdown as md
 from .entries import Records, Row, Run
 from .findings import Finding, Speedup, modes_of
@@ -20,7 +20,7 @@ COLUMN_TEXT = {
     "graph": "many calls in one CUDA graph, on rotating sets of inputs that together exceed twice the L2; the replay "
     "time divided by the number of calls. It is the headline of short calls, where launch overhead would hide the "
     "kernel.",
-    "wall": "wall-clock time of ranks on CPUs. It says nothing about a GPU.",
+    "wall": "wall-clock time on the CPU. It says nothing about a GPU.",
     "cupti": "the sum of the durations of the kernels that a cold call launched, as CUPTI reports them.",
 }
 
@@ -54,11 +54,12 @@ def index(gpu: str, records: Records, found: Sequence[Finding], charts: bool) ->
     lines = [f"# {md.sentence(gpu)}", "", GENERATED, ""]
     if charts:
         lines += ["![Share of the measured roofline, all kernels](overview.svg)", ""]
-    lines += [VERDICTS, ""]
+    lines += [f"## {against_peers.TITLE}", "", against_peers.TEXT, "", *against_peers.table(found), ""]
+    lines += ["## Every case", "", VERDICTS, ""]
     for kernel in dict.fromkeys(f.kernel for f in found):
         mine = [f for f in found if f.kernel == kernel]
         modes = ", ".join(f"[{mode}]({stem(kernel, mode)}.md)" for mode in modes_of(mine))
-        lines += [f"## [{kernel}]({kernel}.md)", "", f"Every implementation: {modes}.", "", *summary(mine), ""]
+        lines += [f"### [{kernel}]({kernel}.md)", "", f"Every implementation: {modes}.", "", *summary(mine), ""]
     lines += host.overview(records)
     lines += ["## Means", "", *means(found), ""]
     lines += ["## Not measured", "", *not_measured(records), ""]

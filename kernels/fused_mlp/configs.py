@@ -111,11 +111,11 @@ class Versions:
 def pick_versions(backend: str, rows: int, dim: int, hidden: int, dtype: torch.dtype, hopper: bool) -> Versions:
     """The versions of the products. Pure. `hopper`: products.cu can run.
 
-    Measured on one H200: products.cu is 7 to 25 % faster than Triton on wide models, no faster where the sum has 512
-    terms, of which its epilogue takes as long as the product; there cuBLAS and, from 1024 rows on, a pass over the
-    hidden are faster than both. cuBLAS multiplies without an epilogue at some 750 TFLOP/s, the other two at 450 to 620,
-    and few rows in 2 to 4 us less than Triton; but a hidden that fills no whole vectors is padded for it, by launches
-    of which few rows make the host's time.
+    Measured on one H200: products.cu is 7 to 25 % faster than Triton on wide models. It is no faster for sums of 512
+    terms, where its epilogue takes as long as the product; there cuBLAS, from 1024 rows on followed by an elementwise
+    kernel over the hidden layer, is faster than both. cuBLAS reaches about 750 TFLOP/s without an epilogue, the other
+    two 450 to 620; for few rows it takes 2 to 4 us less than Triton. But it needs a hidden dimension of whole vectors:
+    otherwise the hidden is padded by additional launches, whose host time dominates for few rows.
     """
     if backend != "auto":
         narrow = backend == "narrow"

@@ -29,10 +29,11 @@ class CudaConfig:
 
 
 def pick_backend(backend: str, possible: bool) -> str:
-    """The version that quantises; `possible`: CUDA C++ can, which is of the other dimension alone. Pure.
+    """The version that quantises; `possible`: CUDA C++ can, which only has blocks along another dimension than the
+    last. Pure.
 
-    In CUDA C++ numbers are transposed once they are packed, and rounded two an instruction. On one H100 that takes 0.79
-    of Triton's time in 8 bits and 0.54 in 4 (reports/h100).
+    CUDA C++ packs the numbers before it transposes them, and rounds two per instruction. On one H100 it takes 0.79 of
+    Triton's time in 8 bits and 0.54 in 4 (reports/h100).
     """
     return backend if backend != "auto" else "cuda" if possible else "triton"
 

@@ -45,12 +45,13 @@ class CompressConfig:
 
 
 def pick_backend(backend: str, rows: int, dtype: torch.dtype, on_gpu: bool, possible: bool = False) -> str:
-    """The version of a product: "triton", "cuda" or, of "auto" alone, "library": the weight is decompressed into
-    memory, for cuBLAS. `possible`: CUDA C++ can. Pure.
+    """The version of a product: "triton", "cuda" or, only for "auto", "library": the weight is decompressed into memory
+    for cuBLAS. `possible`: CUDA C++ can. Pure.
 
-    Measured on one H200 at 4096 x 4096 x 4096: Triton, which decompresses a tile of the weight for each tile of rows,
-    reaches 129 TFLOP/s of the dense product, cuBLAS 760, the sparse tensor cores 880. Up to 64 rows there is one tile
-    of rows. cuBLAS may be set to round fp32 operands to tf32. Of 8 bits there is no "library".
+    Measured on one H200 at 4096 x 4096 x 4096, in FLOPs of the dense product: Triton, which decompresses a tile of the
+    weight again for each tile of rows, reaches 129 TFLOP/s, cuBLAS 760, the sparse tensor cores 880. Up to 64 rows
+    there is only one tile of rows, so "triton" runs; also in fp32, since cuBLAS may be set to round fp32 operands to
+    tf32. "library" does not exist for 8 bits.
     """
     if backend != "auto":
         return backend

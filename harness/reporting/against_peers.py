@@ -1,0 +1,51 @@
+"""In how many cases ours is faster or slower than the fastest peer, and which peers those are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from . import aggregates
+from . import markdown as md
+from .findings import Finding, Speedup
+
+TITLE = "Faster or slower than the fastest peer"
+TEXT = (
+    "Each case compares our fastest implementation with the fastest peer of the same run. *Faster* and *slower* count "
+    "the cases in which the 95 % confidence interval of the speed-up lies wholly above or below 1, *equal* those in "
+    "which it contains 1, *undecided* those in which a peer failed or none was measured. Throttled cases count here, "
+    "although the means leave them out. Below 1× the peer is faster. docs/PEERS.md describes each peer."
+)
+HEAD = (
+    "kernel", "mode", ">cases", ">faster", ">equal", ">slower", ">undecided",
+    "the fastest peer, in how many cases, and our speed-up over it",
+)  # fmt: skip
+
+
+def table(found: Sequence[Finding]) -> list[str]:
+    """One row per kernel, mode and precision."""
+    return md.table(HEAD, [_row(group) for group in aggregates.groups(found)])
+
+
+def _row(group: aggregates.Group) -> list[object]:
+    decided = [f.over_best_peer for f in group.found if f.over_best_peer and not f.failed]
+    faster = sum(speedup.low > 1 for speedup in decided)
+    slower = sum(speedup.high < 1 for speedup in decided)
+    equal = len(decided) - faster - slower
+    undecided = len(group.found) - len(decided)
+    mode = group.mode + (f", {group.precision}" if group.precision else "")
+    counts = [len(group.found), faster, equal, slower, undecided]
+    return [f"[{group.kernel}]({group.kernel}.md)", mode, *counts, "; ".join(_by_peer(decided))]
+
+
+def _by_peer(speedups: Sequence[Speedup]) -> list[str]:
+    """'fa4 in 8: 0.998× to 1.13×', the peer that is the fastest most often first."""
+    medians: dict[str, list[float]] = {}
+    for speedup in speedups:
+        medians.setdefault(speedup.peer, []).append(speedup.median)
+    often = sorted(medians.items(), key=lambda item: -len(item[1]))
+    return [f"{peer} in {len(of)}: {_span(min(of), max(of))}" for peer, of in often]
+
+
+def _span(low: float, high: float) -> str:
+    ends = md.times(low), md.times(high)
+    return ends[0] if ends[0] == ends[1] else " to ".join(ends)
