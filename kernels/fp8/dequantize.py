@@ -33,7 +33,7 @@ def _fp8_dequantize_kernel(
     tile_m, tile_n = (tl.program_id(0) // tiles_n).to(tl.int64), (tl.program_id(0) % tiles_n).to(tl.int64)
     row, col = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = None if EVEN else (row < rows)[:, None] & (col < dim)[None, :]
-    bits = tl.load(data_ptr + row[:, None] * stride_dm + col[None, :], mask=mask, other=None if EVEN else 0)
+    bits = tl.load(data_ptr + row[:, None] * stride_dm + col[None, :], mask=mask)
     if PER_COLUMN:
         scale = load_scale(scale_ptr + col * stride_sn, col < dim)[None, :]
     else:

@@ -17,6 +17,7 @@ from .results import GRANULARITIES, scale_shape
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+TRANSPOSABLE = ("tensor", "128x128")  # with a scale that is given
 XDTYPES = (torch.float32, torch.float16, torch.bfloat16) if DEVICE == "cuda" else (torch.float32, torch.float16)
 INF, NAN = float("inf"), float("nan")
 
@@ -97,6 +98,14 @@ def test_the_transposed_copy_is_fp8_of_the_transpose(granularity):
     assert_same((data, scale), fp8(x, E4M3, granularity))
     assert_same((data_t, scale_t), fp8(x.t(), E4M3, granularity))
     assert data_t.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("dim", [configs.MAX_ROW + 37, 2 * configs.MAX_ROW])
+def test_rows_too_wide_for_registers_give_the_same_bits(dim, dtype):
+    for x_dtype, scale_format in itertools.product(XDTYPES, ("fp32", "pow2")):
+        x = wild(2, dim, dtype=x_dtype)
+        assert_same(fp8(x, dtype, scale_format=scale_format), fp8_reference(x, dtype, scale_format=scale_format))
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
@@ -316,6 +325,7 @@ def test_bad_input_raises_an_error_that_names_it(arguments, error, words):
     ("change", "error", "words"),
     [
         (dict(data=torch.ones(3, 8)), TypeError, "data must be a tensor of float8"),
+        (dict(data=torch.ones(()).to(E4M3), scale=torch.ones(())), ValueError, r"data must be \[\.\.\., D\]"),
         (dict(scale=torch.ones(3, 2)), ValueError, "scale must be"),
         (dict(scale=torch.ones(3, 1).int()), TypeError, "scale must be"),
         (dict(dtype=torch.float64), TypeError, "dtype must be"),
@@ -329,6 +339,23 @@ def test_bad_input_of_dequantize_raises_an_error_that_names_it(change, error, wo
         fp8_dequantize(**arguments)
     with pytest.raises(TypeError, match="amax must be"):
         fp8_scale(torch.ones(2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_fake_tensors_give_the_shapes_strides_and_dtypes_of_real_ones(granularity, transpose):
+    """What torch.compile is told of the results, also where the scale is given or the maximum is returned."""
+    x = torch.randn(2, 70, 300, device=DEVICE)
+    for given, return_amax in itertools.product((False, True), (False, True)):
+        if (return_amax and granularity != "tensor") or (given and transpose and granularity not in TRANSPOSABLE):
+            continue
+        scale = torch.ones(scale_shape(x.shape, granularity), device=DEVICE) if given else None
+        options = dict(transpose=transpose, return_amax=return_amax)
+        real = fp8(x, E4M3, granularity, scale=scale, **options)
+        with torch._subclasses.FakeTensorMode() as mode:
+            fake_scale = None if scale is None else mode.from_tensor(scale)
+            fake = fp8(mode.from_tensor(x), E4M3, granularity, scale=fake_scale, **options)
+        assert [(t.shape, t.stride(), t.dtype) for t in fake] == [(t.shape, t.stride(), t.dtype) for t in real]
 
 
 def test_dequantise_obeys_torch_library_and_compiles():
