@@ -91,7 +91,7 @@ def bwd_plan(
     a scalar, with any strides."""
     rows, k, dtype = y.numel(), logits.shape[-1], y.dtype
     need_logits, need_mu, need_log_sigma, need_y = needed
-    write, any_converted = None, False
+    write = None
     all_conversions: tuple[Conversion, ...] = ()
     if rows and any(needed):
         capability, sms = _device(y)
@@ -120,7 +120,7 @@ def bwd_plan(
             num_warps=config.num_warps,
         )
         all_conversions = (convert_grad, *conversions, convert_y)
-        any_converted = any(convert is not None for convert in all_conversions)
+    any_converted = any(convert is not None for convert in all_conversions)
 
     def run(
         grad: torch.Tensor, logits: torch.Tensor, mu: torch.Tensor, log_sigma: torch.Tensor, y: torch.Tensor

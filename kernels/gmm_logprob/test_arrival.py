@@ -213,6 +213,16 @@ def test_exhausted_words_are_replaced_by_fresh_zeros(monkeypatch):
     torch.testing.assert_close(gmm_logprob(*tensors), gmm_logprob_reference(*tensors), rtol=1e-5, atol=1e-5)
 
 
+def test_a_capture_allocates_no_words_that_eager_launches_would_use(monkeypatch):
+    """Where there are none yet: each captured launch gets zeros of its own, in the graph's memory."""
+    monkeypatch.setattr(arrival, "_devices", {})
+    device = torch.empty((), device=DEVICE).device
+    captured = [arrival._taken(device, None) for _ in range(2)]
+    assert arrival._devices == {}
+    assert [words.tolist() for words in captured] == [[0] * arrival.WORDS] * 2
+    assert captured[0].data_ptr() != captured[1].data_ptr()
+
+
 def test_fake_tensors_leave_no_trace(monkeypatch):
     monkeypatch.setattr(arrival, "_devices", {})
     with torch._subclasses.FakeTensorMode():

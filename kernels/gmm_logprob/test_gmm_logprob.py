@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 
-from . import checks, configs, gmm_logprob, kernel, op
+from . import arrival, checks, configs, gmm_logprob, kernel, op, plans
 from .bench import SPEC, _candidates
 from .reference import gmm_logprob_reference
 
@@ -164,7 +164,7 @@ def test_result_and_gradients_have_the_dtype_of_the_inputs(dtype, reduction):
     assert {t.dtype for t in with_grads(gmm_logprob, inputs(5, 3, dtype), reduction)} == {dtype}
 
 
-@pytest.mark.parametrize("k", [3, 10, 16])
+@pytest.mark.parametrize("k", [1, 3, 10, 16])
 def test_chunks_of_one_tensor_are_read_in_place(k, launches):
     packed = torch.randn(40, 3 * k, device=DEVICE)
     y = torch.randn(40, device=DEVICE)
@@ -216,6 +216,17 @@ def test_one_launch_forward_and_one_backward(reduction, launches):
     assert launches[0][1]["grid"][0] > 2 or reduction == "none"  # so there was something to reduce between programs
     out.backward(torch.ones_like(out))
     assert [name for name, _ in launches] == ["_gmm_logprob_fwd_kernel", "_gmm_logprob_bwd_kernel"]
+
+
+@pytest.mark.parametrize("rows", [97, 300])
+def test_the_unit_of_a_sum_is_for_the_rows_of_the_largest_program(rows, launches, monkeypatch):
+    """So that an average |log p| of 512 takes the one word that all programs add to anyway."""
+    monkeypatch.setattr(plans, "MAX_PROGRAMS", 3)  # of 4 tiles, and of 10
+    gmm_logprob(*inputs(rows, 10), "sum")
+    ((_, arguments),) = launches
+    assert arguments["grid"] == (3,)
+    largest = triton.cdiv(triton.cdiv(rows, arguments["BLOCK_M"]), 3) * arguments["BLOCK_M"]
+    assert arrival.MAX_MEAN_LOG_P * largest * arguments["scale"] <= arrival.MAX_PARTIAL.value
 
 
 def test_nothing_but_the_inputs_is_saved():
