@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import shutil
 import subprocess
 import sys
@@ -12,8 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from triton.runtime import interpreter
 
-from . import PointerTables, adamw, configs
+from . import PointerTables, adamw, configs, tables
 from .reference import adamw_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -111,6 +113,35 @@ def test_addresses_off_the_alignment_give_the_same():
         assert_close(aligned[name], shifted[name], rtol=1e-6, atol=1e-7)
 
 
+def test_nothing_behind_the_end_is_written():
+    """A block of fewer elements than a vector has is written by elements."""
+    for size in range(1, 10):
+        state = {name: [tensors[0][:size]] for name, tensors in state_of(16).items()}
+        behind = {name: tensors[0]._base[size:].clone() for name, tensors in state.items()}
+        expected = adamw_reference(**state, step=3, lr=0.1)
+        adamw(**state, step=3, lr=0.1)
+        for name, values in zip(("params", "exp_avgs", "exp_avg_sqs"), expected, strict=False):
+            assert_close(state[name], values)
+        for name, tensors in state.items():
+            assert torch.equal(tensors[0]._base[size:], behind[name])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only the interpreter knows the number that a hint is about")
+def test_what_the_compiler_is_told_of_alignment_is_true(monkeypatch):
+    """Else it would make vector accesses that go past the end. An aligned block gets them: it is told something."""
+    told = []
+
+    def noted(handle, name, values):
+        told.append(name)
+        assert not (handle.data % values[0]).any()
+
+    monkeypatch.setattr(interpreter.TensorHandle, "set_attr", noted)
+    for size, start, aligned in ((1024, 0, True), (8, 0, True), (4, 0, False), (1, 0, False), (8, 1, False)):
+        told.clear()
+        adamw(**{name: [tensors[0][start:]] for name, tensors in state_of(size + start).items()}, step=1, lr=0.1)
+        assert bool(told) == aligned
+
+
 # Launches and tables.
 
 
@@ -131,6 +162,15 @@ def test_a_call_without_tables_leaves_nothing(monkeypatch):
         assert [table() for table in made] == [None]
     finally:
         gc.enable()
+
+
+def test_a_call_without_tables_takes_nobody_elses(monkeypatch):
+    """Not those of the first handle either."""
+    monkeypatch.setattr(tables, "_by_handle", weakref.WeakValueDictionary())
+    monkeypatch.setattr(tables, "_handles", itertools.count(1))
+    others = [PointerTables() for _ in range(3)]
+    adamw(**state_of(5), step=1, lr=0.1)
+    assert [(len(kept), kept.built) for kept in others] == [(0, 0)] * 3
 
 
 def test_no_more_tables_are_kept_than_the_capacity():
