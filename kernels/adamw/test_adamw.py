@@ -173,6 +173,26 @@ def test_a_call_without_tables_takes_nobody_elses(monkeypatch):
     assert [(len(kept), kept.built) for kept in others] == [(0, 0)] * 3
 
 
+def test_a_table_keeps_what_each_of_its_copies_reads(monkeypatch):
+    """With uploads as during the capture of a CUDA graph, whose replays copy from the host again."""
+    sources, made = [], []
+    build = PointerTables.build
+
+    def upload(host, device):
+        sources.append(host)
+        return host.to(device, copy=True), host
+
+    def noted(self, *arguments):
+        made.append(build(self, *arguments))
+        return made[-1]
+
+    monkeypatch.setattr(tables, "_upload", upload)
+    monkeypatch.setattr(PointerTables, "build", noted)
+    adamw(**state_of(5), step=1, lr=0.1)
+    ((rows, cta_rows),) = (table.pinned for table in made)
+    assert rows is sources[0] and cta_rows is sources[1]
+
+
 def test_no_more_tables_are_kept_than_the_capacity():
     tables = PointerTables(capacity=2)
     states = [state_of(16) for _ in range(4)]
