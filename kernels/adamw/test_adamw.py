@@ -15,7 +15,7 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from . import PointerTables, adamw, configs, tables
+from . import PointerTables, adamw, configs, op, tables
 from .reference import adamw_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -101,6 +101,23 @@ def test_any_strides(which):
     adamw(**state, step=3, lr=0.1)
     for name, values in zip(("params", "exp_avgs", "exp_avg_sqs"), expected, strict=False):
         assert_close(state[name], values)
+
+
+def test_a_dimension_of_one_element_may_have_any_stride():
+    """It does not make a tensor overlap itself."""
+    state = {k: [v[0].as_strided((1, 5000), (0, 1))] for k, v in state_of(5000).items()}
+    expected = adamw_reference(**state, step=3, lr=0.1)
+    adamw(**state, step=3, lr=0.1)
+    assert_close(state["params"], expected[0])
+
+
+def test_a_call_on_plain_tensors_goes_past_torch_library(monkeypatch):
+    """Whose op would cost more host time than the launch."""
+    monkeypatch.setattr(op, "_adamw_op", None)
+    state = state_of(5000)
+    expected = adamw_reference(**state, step=3, lr=0.1)
+    adamw(**state, step=3, lr=0.1)
+    assert_close(state["params"], expected[0])
 
 
 def test_addresses_off_the_alignment_give_the_same():

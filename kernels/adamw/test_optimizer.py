@@ -306,16 +306,17 @@ def test_what_changes_between_steps_is_seen():
             params[0].grad = params[0].grad.clone().t().contiguous().t()
 
     def change_strides_at_the_same_address() -> None:
+        """Of one parameter of two: the other stays contiguous."""
         storage = torch.randn(36, device=DEVICE)
-        square = [torch.nn.Parameter(storage.clone().view(6, 6)) for _ in range(2)]
-        pair = AdamW(square[:1], lr=1e-2), torch.optim.AdamW(square[1:], lr=1e-2)
-        grads = [torch.arange(36.0, device=DEVICE).view(6, 6) for _ in range(2)]
+        square = [[torch.nn.Parameter(storage.clone().view(6, 6)) for _ in range(2)] for _ in range(2)]
+        pair = AdamW(square[0], lr=1e-2), torch.optim.AdamW(square[1], lr=1e-2)
+        grads = [[torch.arange(36.0, device=DEVICE).view(6, 6) for _ in range(2)] for _ in range(2)]
         for turn in range(3):
-            for param, grad in zip(square, grads, strict=True):
-                param.grad = grad.t() if turn == 1 else grad
+            for own, given in zip(square, grads, strict=True):
+                own[0].grad, own[1].grad = given[0].t() if turn == 1 else given[0], given[1]
             for optimizer in pair:
                 optimizer.step()
-        assert_close(square[:1], square[1:], rtol=1e-5, atol=1e-6)
+        assert_close(*square, rtol=1e-5, atol=1e-6)
 
     def move_parameter() -> None:
         for params in (ours, theirs):
