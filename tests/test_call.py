@@ -5,6 +5,7 @@ Over every kernel, on its smallest case: in the interpreter without a GPU, on th
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -362,6 +363,26 @@ def test_modes_and_contexts_change_nothing(kernel_name: str) -> None:
             assert equal(execute.outputs(fn(**inputs)), execute.outputs(fn(**inputs)))
         with torch.device(DEVICE):
             assert equal(want, execute.outputs(fn(**inputs)))
+
+
+def test_contexts_change_no_gradient(kernel_name: str) -> None:
+    """The level of forward AD, which no tensor takes part in, is there inside the ops of torch.library too."""
+    spec, fn, case, inputs = subject(kernel_name)
+    want = run(spec, fn, case, inputs)
+    for context in (torch.device(DEVICE), torch.autograd.forward_ad.dual_level()):
+        with context:
+            assert equal(want, run(spec, fn, case, inputs))
+
+
+def test_a_tensor_on_a_cpu_is_refused_outside_the_interpreter(kernel_name: str, monkeypatch) -> None:
+    """By the name of the function and of an argument."""
+    _, fn, _, inputs = subject(kernel_name)
+    sys.modules[f"kernels.{kernel_name}.launch"].forget()  # a plan that is kept was checked before
+    monkeypatch.setattr(sys.modules[f"kernels.{kernel_name}.checks"], "INTERPRETED", False)
+    on_cpu = tree_map_only(torch.Tensor, torch.Tensor.cpu, inputs)
+    names = "|".join(inspect.signature(getattr(sys.modules[f"kernels.{kernel_name}"], kernel_name)).parameters)
+    with pytest.raises(RuntimeError, match=rf"^{kernel_name}: ({names}) must be on a GPU, or .* got cpu"):
+        fn(**on_cpu)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from harness.correctness import addresses
 from harness.spec import Case
 
 from . import bench, configs, schedule
@@ -89,6 +90,12 @@ def test_a_neighbour_that_is_not_finite_stays_outside() -> None:
     y = grouped_gemm(x, weights, offsets)
     dx, dweights = torch.autograd.grad(y, (x, weights), torch.ones_like(y))
     assert y[:9].isfinite().all() and dx[:9].isfinite().all() and dweights[0].isfinite().all()
+
+
+def test_nothing_is_read_beyond_the_last_row() -> None:
+    """Nor beyond its columns, which no row follows where the last group has it."""
+    with addresses.checked():
+        agrees(*operands([9, 30], 30, 18, 20), bias=torch.randn(2, 18, device=DEVICE))
 
 
 @pytest.mark.parametrize("ends", [[-5, 10, 100], [20, 10, 30], [2**31, 3, -(2**40)], [7, -1, 7]])
@@ -210,6 +217,7 @@ def test_says_what_is_wrong() -> None:
     wrong = (
         (TypeError, "x must be a tensor of float32", dict(x=x.to(torch.int32))),
         (ValueError, r"x must be \[T, K\]", dict(x=x[None])),
+        (ValueError, r"x must be \[T, K\] with T < 2\^31", dict(x=x[:1].expand(2**31, 20))),
         (TypeError, "weights must be a tensor of x's dtype", dict(weights=weights.half())),
         (ValueError, r"weights must be \[G, N, 20\]", dict(weights=weights.mT)),
         (TypeError, "offsets must be a tensor of int32 or int64, got torch.int16", dict(offsets=offsets.short())),

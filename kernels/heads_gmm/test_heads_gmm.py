@@ -7,6 +7,8 @@ import math
 import pytest
 import torch
 
+from harness.correctness import addresses
+
 from . import configs
 from .configs import heads_backward
 from .heads_backward import products
@@ -176,6 +178,8 @@ def test_says_what_is_wrong() -> None:
         heads_gmm(x, w1, w2, y[:4], bias)
     with pytest.raises(TypeError, match=r"y must be a tensor of x's dtype torch.float32 or float32, got torch.float64"):
         heads_gmm(x, w1, w2, y.double(), bias)
+    with pytest.raises(ValueError, match=r"x must be \[\.\.\., D\] with less than 2\^31 rows"):
+        heads_gmm(x[:1].expand(2**31, 4), w1, w2, y[:1].expand(2**31), bias)
     with pytest.raises(ValueError, match="save must be one of input, parameters, auto, got 'all'"):
         heads_gmm(x, w1, w2, y, bias, save="all")
     for index, name in enumerate(("x", "w1", "w2", "y")):
@@ -200,12 +204,11 @@ def test_a_bias_whose_columns_are_far_apart() -> None:
     """2^31 elements from its first column to its last, of which few are touched: that exceeds an int32, as which it
     would be read 2^31 elements before the first."""
     x, w1, w2, y, bias = (t.detach() for t in _inputs())
-    memory = torch.empty(2**32 + 8, dtype=torch.float16, device=DEVICE)
-    far = memory.as_strided((3, 3), (2, 2**30), storage_offset=2**31)
+    far = torch.empty(2**31 + 8, dtype=torch.float16, device=DEVICE).as_strided((3, 3), (2, 2**30))
     far.copy_(bias)
-    memory[: 2**31 : 2**30].zero_()
     halves = [t.half() for t in (x, w1, w2, y)]
-    assert torch.equal(heads_gmm(*halves, far), heads_gmm(*halves, bias.half()))
+    with addresses.checked():
+        assert torch.equal(heads_gmm(*halves, far), heads_gmm(*halves, bias.half()))
 
 
 @pytest.mark.gpu

@@ -343,6 +343,15 @@ def test_every_size_has_a_configuration_of_whole_blocks(dtype, capability):
 
 
 @EVERY
+def test_dequantises_rows_of_several_tiles(format):
+    """Which end within a block, and so are not read as rows of another size."""
+    data, scales, *rest = mxfp(torch.randn(9, 1050, device=DEVICE), format)
+    given = dict(zip(("tensor_scale",), rest, strict=False), size=1050)
+    want = mxfp_dequantize_reference(data, scales, format, **given)
+    assert torch.equal(mxfp_dequantize(data, scales, format, **given), want)
+
+
+@EVERY
 def test_dequantizes_a_row_of_a_wider_tensor(format):
     """One row is contiguous whatever its stride is, also one that is no multiple of the words of 6 bits."""
     data, scales, *rest = mxfp(wild(3, 70), format)

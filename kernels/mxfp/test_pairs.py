@@ -111,6 +111,15 @@ def test_rows_of_a_wider_tensor(hopper) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has the instructions: test_mxfp.py")
+def test_what_is_behind_a_row_does_not_count(hopper) -> None:
+    """Where the largest magnitude is sought, a tile is wider than the row."""
+    x = torch.full((5, 128), 3e38, dtype=torch.bfloat16)
+    x[:, :96] = torch.randn(5, 96)
+    for a, b in zip(mxfp(x[:, :96], "nvfp4"), mxfp_reference(x[:, :96], "nvfp4"), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_what_it_takes() -> None:
     def picked(dtype=torch.bfloat16, strides=(64, 1), dim=64, block=32, stochastic=False, capability=(9, 0)) -> bool:
         return configs.pick_pairs(8, dim, strides, block, stochastic, dtype, capability) is not None

@@ -127,6 +127,15 @@ def test_tiles_of_many_rows_are_each_computed_once(monkeypatch):
     torch.testing.assert_close(mxfp_matmul(x, w, scales), expected, rtol=1e-4, atol=1e-3 * float(expected.abs().max()))
 
 
+@EVERY
+def test_every_second_column(format):
+    """Rows in whole chunks on 16-byte boundaries, whose elements are not neighbours."""
+    x = torch.randn(3, 512, device=DEVICE)[:, ::2]
+    w, scales = mxfp_pack(*weights(33, 256, format), format)
+    y, dense = (mxfp_matmul(t, w, scales, format, **one(format)) for t in (x, x.contiguous()))
+    assert torch.equal(y, dense)
+
+
 def test_no_gradient_and_autocast_changes_nothing():
     x = torch.randn(4, 128, device=DEVICE, requires_grad=True)
     w, scales = mxfp_pack(*weights(16, 128, "mxfp4"))

@@ -11,7 +11,7 @@ import torch
 
 from harness.compiling import nvrtc, sass
 
-from . import configs, mxfp_matmul, mxfp_pack
+from . import configs, mxfp_matmul, mxfp_pack, plans
 from .formats import BLOCK, CHUNK
 from .launch import forget
 from .reference import dequantized, mxfp_matmul_reference
@@ -65,6 +65,17 @@ def test_where_it_cannot_run_is_an_error() -> None:
     w, scales = mxfp_pack(*weights(32, 128, "mxfp4"))
     with pytest.raises(RuntimeError, match='backend="cuda" cannot run here: it needs a GPU of compute capability 9.0'):
         mxfp_matmul(torch.zeros(3, 128).half(), w, scales, backend="cuda")
+
+
+@pytest.mark.parametrize("backend", ["auto", "cuda"])
+def test_where_it_can_run_it_is_taken(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    monkeypatch.setattr(few_rows, "unsupported_reason", lambda *problem: None)
+    monkeypatch.setattr(plans, "_cuda_plan", lambda *problem: lambda x, *rest: taken.append(x))
+    x = torch.zeros(3, 128, dtype=torch.float16)
+    w, scales = mxfp_pack(*weights(32, 128, "mxfp4"))
+    plans.product_plan(x, w, scales, None, "mxfp4", backend)(x, w, scales, None)
+    assert taken == [x]
 
 
 def test_what_auto_takes() -> None:

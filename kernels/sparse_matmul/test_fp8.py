@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from . import Compressed, compress, configs, decompress, op_fp8, plans_fp8, prune, sparse_matmul
 from .activation import ACTIVATIONS
 from .bench import SPEC
 from .formats import metadata_shape
+from .kernel_fp8 import _numbers
 from .reference import decompressed, kept, sparse_matmul_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -114,6 +117,22 @@ def test_every_code_counts_as_what_it_is(dtype: torch.dtype) -> None:
     eye = torch.eye(64, device=DEVICE).to(E4M3)
     y = sparse_matmul(eye, compressed, scale_x=one, scale_w=one, out_dtype=torch.float32)
     assert torch.equal(y, w.view(8, 64).view(dtype).float().t())
+
+
+@triton.jit
+def _sparse_matmul_numbers_kernel(code_ptr, bits_ptr, E4M3: tl.constexpr):
+    at = tl.arange(0, 256)
+    x = _numbers(tl.load(code_ptr + at), E4M3, False)
+    tl.static_assert(x.dtype == (tl.float8e4nv if E4M3 else tl.float8e5))
+    tl.store(bits_ptr + at, x.to(tl.uint8, bitcast=True))
+
+
+@FORMATS
+def test_a_gpu_multiplies_bytes_as_numbers_of_their_format(dtype: torch.dtype) -> None:
+    code = torch.arange(256, device=DEVICE).to(torch.uint8)
+    bits = torch.zeros_like(code)
+    _sparse_matmul_numbers_kernel[(1,)](code, bits, dtype == E4M3)
+    assert torch.equal(bits, code)
 
 
 @pytest.mark.parametrize("rows", [False, True])

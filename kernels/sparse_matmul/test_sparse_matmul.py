@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from harness.correctness import addresses
+
 from . import Compressed, compress, configs, decompress, prune, sparse_matmul
 from .activation import ACTIVATIONS
 from .formats import metadata_shape
@@ -46,6 +48,11 @@ def test_prune_in_one_pass_has_the_bits_of_pytorch(dtype):
     dy = torch.randn_like(leaf)
     found, mask = prune(leaf)
     assert torch.equal(torch.autograd.grad(found, leaf, dy)[0], torch.where(mask, dy, 0)) and not mask.requires_grad
+
+
+def test_prune_reads_nothing_beyond_the_end():
+    with addresses.checked():
+        prune(torch.randn(3, 20, device=DEVICE))
 
 
 def test_prune_is_traced_transformed_and_derived_twice():
@@ -218,14 +225,29 @@ def test_every_size_has_a_configuration(dtype, capability):
             assert block >= 16 and block & (block - 1) == 0
 
 
+def test_tiles_in_groups_of_rows_are_each_computed_once(monkeypatch):
+    """Of the product and both gradients, with a last group that is not whole."""
+    for name in ("pick_fwd_config", "pick_dx_config", "pick_dvalues_config"):
+        monkeypatch.setattr(configs, name, lambda *_: configs.Config(16, 16, 16, group=3, num_warps=4, num_stages=2))
+    compressed = compress(pruned(67, 72))
+    leaves = [t.requires_grad_() for t in (torch.randn(67, 72, device=DEVICE), compressed.values)]
+    found = []
+    for op in (sparse_matmul, sparse_matmul_reference):
+        y = op(leaves[0], compressed)
+        found.append((y, *torch.autograd.grad(y, leaves, torch.ones_like(y))))
+    for ours, want in zip(*found, strict=True):
+        torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(("bias", "activation"), [(True, None), (False, "relu"), (True, "silu")])
 def test_products_of_the_library(bias, activation, monkeypatch):
-    """The weight, and its gradient, pass through memory; leading dimensions, and an incoming gradient of stride 0."""
+    """The weight, and its gradient, pass through memory; leading dimensions, an incoming gradient of stride 0, and more
+    elements than a CTA activates."""
     pick = configs.pick_backend
     monkeypatch.setattr(configs, "pick_backend", lambda backend, rows, *_, **__: pick(backend, 65, torch.float16, True))
     compressed = compress(pruned(24, 36))
-    tensors = [torch.randn(2, 5, 36, device=DEVICE), compressed.values, *([torch.randn(24, device=DEVICE)] * bias)]
-    dy, found = torch.randn(24, device=DEVICE).expand(2, 5, 24), []
+    tensors = [torch.randn(2, 25, 36, device=DEVICE), compressed.values, *([torch.randn(24, device=DEVICE)] * bias)]
+    dy, found = torch.randn(24, device=DEVICE).expand(2, 25, 24), []
     for op, dtype in ((sparse_matmul, torch.float32), (sparse_matmul_reference, torch.float64)):
         x, values, *rest = leaves = [t.to(dtype).requires_grad_() for t in tensors]
         y = op(x, Compressed(values, compressed.metadata), *(rest or [None]), activation)
