@@ -5,16 +5,18 @@ from __future__ import annotations
 import itertools
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from harness.compiling import nvrtc, sass
 
-from . import configs
+from . import configs, plans
 from .op import fp8_matmul
 from .scaling import LINE, ROW, SQUARE, TENSOR
-from .sm90 import cuda_driver, products
+from .sm90 import cuda_driver, few_rows, products
 from .test_fp8_matmul import E4M3, E5M2, SCALINGS, agrees, operands
 
 HOPPER = (9, 0)
@@ -39,6 +41,26 @@ def test_what_it_takes() -> None:
 def test_where_it_cannot_run_is_an_error() -> None:
     with pytest.raises(RuntimeError, match='backend="cuda" cannot run here: it needs a GPU of compute capability 9.0'):
         fp8_matmul(*operands(8, 64, 32, "row"), backend="cuda")
+
+
+def test_what_a_launch_is_told_of_the_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of the scaling in products.cu and few_rows.cu, and the strides of both scales, which are read in
+    place. The tensor cores keep the sum only with fast accumulation, and only where there are many rows."""
+    told = []
+
+    def noting(module: object) -> Any:
+        return lambda a, b, bias, dtype, *rest: told.append((module, *rest[:2]))
+
+    for module in (products, few_rows):
+        monkeypatch.setattr(module, "launch", noting(module))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    few, many = 5, configs.FEW_ROWS + 1
+    for rows, scaling, fast in itertools.product((few, many), (TENSOR, ROW, SQUARE, LINE), (False, True)):
+        a, b, scale_a, scale_b = operands(rows, 256, 144, scaling)
+        plans._cuda_write(a, b, scale_a, scale_b, None, torch.bfloat16, fast)
+        own = {TENSOR: (0, 0, 0, 0), ROW: (1, 0, 1, 0)}.get(scaling, (*scale_a.stride(), *scale_b.stride()))
+        number = {SQUARE: 2, LINE: 3}.get(scaling, 0 if fast and rows == many else 1)
+        assert told.pop() == (few_rows if rows == few else products, number, own)
 
 
 # (SCALING, BLOCK_N, TURNS) of products.cu.
