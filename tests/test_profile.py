@@ -229,7 +229,7 @@ def test_the_newest_installation_is_taken(monkeypatch, tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 def test_without_a_gpu_it_is_said():
     with pytest.raises(ValueError, match="profile needs an NVIDIA GPU, and none was found"):
-        place("profile", Namespace(gpu="auto", device=None, out=None))
+        place("profile", Namespace(gpu="auto", device=None, out=None), ())
 
 
 # The whole way, with a program in place of ncu.
@@ -282,7 +282,7 @@ def toy(tmp_path, monkeypatch):
         return code, json.loads((out / "profile" / "toy.json").read_text())
 
     monkeypatch.setattr(options.registry, "load", lambda name: SPEC)
-    monkeypatch.setattr(profile, "place", lambda command, arguments: Place(torch.device("cpu"), "h200", out))
+    monkeypatch.setattr(profile, "place", lambda *_: Place(torch.device("cpu"), "h200", out))
     monkeypatch.setattr(profile.environment, "capture", lambda device: dict(fake.environment))
     monkeypatch.setattr(ncu, "find", lambda: tmp_path / "ncu")
     fake.run, fake.out = run, out

@@ -144,7 +144,7 @@ def test_ranks_without_gpus_have_a_report_without_ceilings(folder) -> None:
     assert page.startswith("# fake_ring on 2 CPU\n")
     assert "![fake_ring fwd: efficiency over length](fake_ring-fwd-efficiency.svg)" in page
     assert "- No efficiency, too long for one GPU: long fwd." in page
-    assert "wall-clock time of ranks on CPUs" in (path / "README.md").read_text()
+    assert "wall-clock time on the CPU" in (path / "README.md").read_text()
 
 
 @pytest.fixture(scope="module")

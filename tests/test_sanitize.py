@@ -143,7 +143,7 @@ def test_without_the_tool_it_is_said_how_to_get_it(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 def test_without_a_gpu_it_is_said():
     with pytest.raises(ValueError, match="sanitize needs an NVIDIA GPU, and none was found"):
-        place("sanitize", Namespace(gpu="auto", device=None, out=None))
+        place("sanitize", Namespace(gpu="auto", device=None, out=None), ())
 
 
 SPEC = KernelSpec(
@@ -178,7 +178,7 @@ def toy(tmp_path, monkeypatch):
         return code, {row["tool"]: row for row in written["rows"]}
 
     monkeypatch.setattr(options.registry, "load", lambda name: SPEC)
-    monkeypatch.setattr(sanitize, "place", lambda command, arguments: Place(torch.device("cpu"), "h200", tmp_path))
+    monkeypatch.setattr(sanitize, "place", lambda *_: Place(torch.device("cpu"), "h200", tmp_path))
     monkeypatch.setattr(sanitize.environment, "capture", lambda device: {"commit": "abc", "time": str(tmp_path)})
     monkeypatch.setattr(sanitizer, "find", lambda: Path("cs"))
     monkeypatch.setattr(sanitizer, "version", lambda tool: "2025.3.1.0")

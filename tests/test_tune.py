@@ -264,7 +264,7 @@ def test_what_kernels_pick_today_holds_against_the_committed_measurements():
 @pytest.fixture
 def command(tmp_path, monkeypatch):
     monkeypatch.setattr(options.registry, "load", lambda name: SPEC)
-    monkeypatch.setattr(tune, "place", lambda name, arguments: Place(torch.device("cpu"), "h200", tmp_path))
+    monkeypatch.setattr(tune, "place", lambda *_: Place(torch.device("cpu"), "h200", tmp_path))
     monkeypatch.setattr(tune.environment, "capture", lambda device: {"commit": "abc"})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
@@ -329,4 +329,4 @@ def test_nothing_to_tune_is_said(command, monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 def test_without_a_gpu_it_is_said():
     with pytest.raises(ValueError, match="tune needs an NVIDIA GPU, and none was found"):
-        place("tune", Namespace(gpu="auto", device=None, out=Path()))
+        place("tune", Namespace(gpu="auto", device=None, out=Path()), ())
