@@ -69,7 +69,11 @@ def _rates(spec: KernelSpec, case: Case, arguments: argparse.Namespace) -> tuple
         if given["tflops"] is None
         else Rate(given["tflops"] * 1e12, "as --tflops says")
     )
-    link = measured_rates.link_rate(recorded) if given["link"] is None else Rate(given["link"] * 1e9, "as --link says")
+    link = (
+        measured_rates.link_rate(recorded, flops.gpu if flops else None)  # of the same GPU
+        if given["link"] is None
+        else Rate(given["link"] * 1e9, "as --link says")
+    )
     if flops is None or link is None:
         missing = " and ".join(name for name, rate in (("--tflops", flops), ("--link", link)) if rate is None)
         raise ValueError(f"no record of several GPUs in {arguments.reports} has what {missing} would say")

@@ -15,10 +15,11 @@ from .findings import cost_of
 
 @dataclass(frozen=True)
 class Rate:
-    """In FLOP/s or bytes/s; `source` says what was measured, and where."""
+    """In FLOP/s or bytes/s; `source` says what was measured, and where; `gpu` is the name of that GPU, if any."""
 
     value: float
     source: str
+    gpu: str | None = None
 
 
 def rows(reports: Path, kernel: str) -> list[Row]:
@@ -39,16 +40,18 @@ def kernel_rate(found: Iterable[Row], mode: str, series: str | None, length: int
     alone = nearest["several"]["alone"]
     flops = cost_of(nearest).total_flops * nearest.run.world_size
     where = f"{alone['implementation']} on one GPU, {nearest.case} {mode}, reports/{nearest.run.gpu_folder}"
-    return Rate(flops / (alone["median_us"] * 1e-6), where)
+    return Rate(flops / (alone["median_us"] * 1e-6), where, nearest.run.gpu.get("name"))
 
 
-def link_rate(found: Iterable[Row]) -> Rate | None:
-    """Of one direction of a GPU's link with both in use, in the newest run."""
+def link_rate(found: Iterable[Row], gpu: str | None = None) -> Rate | None:
+    """Of one direction of a GPU's link with both in use, in the newest run, on GPUs of this name if there is one."""
     runs = {row.run.id: row.run for row in found if _link(row)}
+    runs = {key: run for key, run in runs.items() if run.gpu.get("name") == gpu} or runs
     if not runs:
         return None
     newest = runs[max(runs)]
-    return Rate(newest.ceilings["measured"]["link"], f"both directions at once, reports/{newest.gpu_folder}")
+    where = f"both directions at once, reports/{newest.gpu_folder}"
+    return Rate(newest.ceilings["measured"]["link"], where, newest.gpu.get("name"))
 
 
 def _link(row: Row) -> float | None:
