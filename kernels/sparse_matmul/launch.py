@@ -130,11 +130,11 @@ class Launch:
             with torch.cuda.device(device):
                 return self(*arguments)
         held = self._held
-        if device is None:
-            kinds = tuple(_kind(argument) for argument in arguments)
-            self._held = kinds if held is None else held
-            assert self._held == kinds, f"{self._kernel}: compiled for {held}, called with {kinds}"
         if held is None or device is None or _hooked() or self._kernel.pre_run_hooks:
+            if device is None:
+                kinds = tuple(map(_kind, arguments))
+                assert held in (None, kinds), f"{self._kernel}: compiled for {held}, called with {kinds}"
+                self._held = kinds
             compiled = self._kernel[self._grid](*arguments, *self._fixed, **self._options)
             if held is None and device is not None:
                 self._held = self._hold(compiled, len(arguments))
