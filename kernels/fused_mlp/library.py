@@ -70,29 +70,18 @@ def dhidden_launch(
 def rows_launch(a: torch.Tensor, b: torch.Tensor, b_gate: Optional, bias: Optional) -> Callable[..., None]:
     """Writes out [rows, cols], given (a, b, a_gate, b_gate, bias, out): a · bᵀ, of b's type for both products. a may
     have more columns than b, with zeros in them."""
-    (cols, depth), width, strides = b.shape, a.shape[1], b.stride()
-    gate_strides = None if b_gate is None else b_gate.stride()
-    # A launch for each weight, because one may be aligned to 16 bytes and the other not.
-    lengthen, lengthen_gate = _lengthening(b, width), None if b_gate is None else _lengthening(b_gate, width)
-
-    def factor(b: torch.Tensor, strides: tuple[int, ...], lengthen: Launch | None) -> torch.Tensor:
-        weight = b.as_strided((cols, depth), strides).mT
-        if depth == width:
-            return weight
-        if lengthen is None:
-            return F.pad(weight, (0, 0, 0, width - depth))
-        longer = weight.new_empty((width, cols))
-        lengthen(weight, longer)
-        return longer
+    (cols, _), width = b.shape, a.shape[1]
+    # One for each weight, of which one may be aligned to 16 bytes and the other not.
+    factor, gate_factor = _factor(b, width), None if b_gate is None else _factor(b_gate, width)
 
     def run(a: torch.Tensor, b: torch.Tensor, a_gate: Optional, b_gate: Optional, bias: Optional, out) -> None:
         out = out.view(-1, cols)
         if bias is None:
-            torch.mm(a, factor(b, strides, lengthen), out=out)
+            torch.mm(a, factor(b), out=out)
         else:
-            torch.addmm(bias, a, factor(b, strides, lengthen), out=out)
-        if a_gate is not None and b_gate is not None and gate_strides is not None:
-            out.addmm_(a_gate, factor(b_gate, gate_strides, lengthen_gate))
+            torch.addmm(bias, a, factor(b), out=out)
+        if a_gate is not None and b_gate is not None and gate_factor is not None:
+            out.addmm_(a_gate, gate_factor(b_gate))
 
     return run
 
@@ -111,10 +100,23 @@ def weights_launch(a: torch.Tensor, b: torch.Tensor, cols: int, depth: int) -> C
     return run
 
 
-def _lengthening(b: torch.Tensor, rows: int) -> Launch | None:
-    """A launch that copies bᵀ to `rows` rows, where one is needed and takes it."""
-    needed = b.shape[1] != rows and b.mT.is_contiguous() and 0 < rows * b.shape[0] < 2**31
-    return lengthen_launch(b.mT, rows) if needed else None
+def _factor(like: torch.Tensor, width: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """From weights like this one, bᵀ with `width` rows, of which the last are zero."""
+    (cols, depth), strides = like.shape, like.stride()
+    whole = like.mT.is_contiguous() and 0 < width * cols < 2**31
+    lengthen = lengthen_launch(like.mT, width) if depth != width and whole else None
+
+    def factor(b: torch.Tensor) -> torch.Tensor:
+        weight = b.as_strided((cols, depth), strides).mT
+        if depth == width:
+            return weight
+        if lengthen is None:
+            return F.pad(weight, (0, 0, 0, width - depth))
+        longer = weight.new_empty((width, cols))
+        lengthen(weight, longer)
+        return longer
+
+    return factor
 
 
 def _pointwise(kernel, like: torch.Tensor, count: int, activation: str) -> Launch:
