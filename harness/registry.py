@@ -90,10 +90,12 @@ def outside() -> dict[str, str]:
     return json.loads(os.environ.get(OUTSIDE, "{}"))
 
 
-def results(names: Iterable[str]) -> Path:
-    """The folder of the results of these kernels: reports/ of the checkout, or .out/ in the current folder if one of
-    them is from outside."""
-    return Path.cwd() / ".out" if set(names) & outside().keys() else ROOT / "reports"
+def results(names: Iterable[str], committed: bool = True) -> Path:
+    """The folder of the results of these kernels: .out/ in the current folder if one of them is from outside, else of
+    the checkout reports/, or .out/ if they are not to be committed."""
+    if set(names) & outside().keys():
+        return Path.cwd() / ".out"
+    return ROOT / ("reports" if committed else ".out")
 
 
 def _load_outside(name: str) -> KernelSpec:

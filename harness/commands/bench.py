@@ -118,7 +118,7 @@ def main(arguments: argparse.Namespace) -> int:
         refuse("a bench without a GPU", "suite", "timer", "samples", "warmup", "host", "host_compiled", "resume", "out")
         return plan.main(selections, key, arguments)
     name = folder(device, key) if device.type == "cuda" else device.type
-    root = Path.cwd() / ".out" if own else registry.ROOT / (".out" if arguments.quick or suite else "reports")
+    root = registry.results((s.spec.name for s in selections), committed=not (arguments.quick or suite))
     out = arguments.out or root / name / (f"suite-{suite.name}" if suite else "")
     if device.type == "cuda":
         left = [selection for selection in selections if selection.spec.name not in journal.complete]

@@ -46,8 +46,8 @@ def main(arguments: argparse.Namespace) -> int:
     if not on_gpu and arguments.device != "cpu":
         return without_gpus(selections, key or "h200", arguments)
     name = folder(device, key, arguments.gpus) if on_gpu else of_several("cpu", arguments.gpus)
-    kind = "reports" if on_gpu and not arguments.quick else ".out"
-    out = arguments.out or registry.ROOT / kind / name
+    root = registry.results((s.spec.name for s in selections), committed=on_gpu and not arguments.quick)
+    out = arguments.out or root / name
     failures = 0
     if arguments.quick and not arguments.case:
         selections = [replace(s, cases=s.cases[:1]) for s in selections]
