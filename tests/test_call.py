@@ -23,6 +23,7 @@ from harness.commands import vendor
 from harness.correctness.accuracy import FP8, same_bits
 from harness.correctness.in_place import OnCopies
 from harness.correctness.oracle import call
+from harness.plans import kept_by
 from harness.spec import WITHOUT_AUTOGRAD, Case, Inputs, KernelSpec, Op
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -100,7 +101,7 @@ def equal(results, others) -> bool:
 
 def plans(kernel: str) -> int:
     """How many plans the kernel keeps."""
-    return sum(len(kept) for kept in sys.modules[f"kernels.{kernel}.launch"]._EVERY)
+    return sum(map(len, kept_by(spec_of(kernel))))
 
 
 def by_library(kernel: str, spec: KernelSpec, fn: Op, case: Case, inputs: Inputs) -> tuple[torch.Tensor, ...]:
@@ -133,7 +134,7 @@ def test_both_ways_give_the_same_bits(kernel_name: str) -> None:
 def test_a_second_call_uses_the_plans_of_the_first(kernel_name: str) -> None:
     spec, fn, case, inputs = subject(kernel_name)
     first = run(spec, fn, case, inputs)
-    every = sys.modules[f"kernels.{kernel_name}.launch"]._EVERY
+    every = kept_by(spec)
     kept = [plan for plans in every for plan in plans.values()]
     assert equal(first, run(spec, fn, case, inputs))
     again = [plan for plans in every for plan in plans.values()]
@@ -178,13 +179,13 @@ def test_plans_are_told_apart_by_layout_and_dtype(kernel_name: str) -> None:
 def test_few_plans_are_kept(kernel_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, fn, case, inputs = subject(kernel_name)
     want = run(spec, fn, case, inputs)
-    for kept in sys.modules[f"kernels.{kernel_name}.launch"]._EVERY:
+    for kept in kept_by(spec_of(kernel_name)):
         kept.clear()
         monkeypatch.setattr(kept, "size", 1)
     moved = {**inputs, **{n: _off_a_boundary(t) for n, t in tensors(inputs).items()}}
     for given in (inputs, moved, inputs):
         results = run(spec, fn, case, given)
-        assert all(len(kept) <= 1 for kept in sys.modules[f"kernels.{kernel_name}.launch"]._EVERY)
+        assert all(len(kept) <= 1 for kept in kept_by(spec_of(kernel_name)))
     assert equal(results, want)
 
 
@@ -380,7 +381,6 @@ def test_contexts_change_no_gradient(kernel_name: str) -> None:
 def test_a_tensor_on_a_cpu_is_refused_outside_the_interpreter(kernel_name: str, monkeypatch) -> None:
     """By the name of the function and of an argument."""
     _, fn, _, inputs = subject(kernel_name)
-    sys.modules[f"kernels.{kernel_name}.launch"].forget()  # a plan that is kept was checked before
     monkeypatch.setattr(sys.modules[f"kernels.{kernel_name}.checks"], "INTERPRETED", False)
     on_cpu = tree_map_only(torch.Tensor, torch.Tensor.cpu, inputs)
     names = "|".join(inspect.signature(getattr(sys.modules[f"kernels.{kernel_name}"], kernel_name)).parameters)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from . import block_sparse_attention, configs, index, launch
+from . import block_sparse_attention, configs, index
 from . import problem as problems
 from .configs import CUDA_BWD_CANDIDATES
 from .portable import backward as portable_backward
@@ -159,7 +159,6 @@ def test_sizes_and_orders(dim, queries, keys, heads, monkeypatch):
     for section, early in itertools.product((1, 3, 100), (0, 1, 100)):
         config = configs.CudaBackwardConfig(section, early)
         monkeypatch.setattr(configs, "pick_cuda_bwd_config", lambda *_, config=config: config)
-        launch.forget()
         near(everything(block_sparse_attention, leaves, mask, causal=True, backward="cuda"), other)
 
 
@@ -208,7 +207,6 @@ def test_every_configuration(config, monkeypatch):
     leaves, mask = on_hopper(128, torch.bfloat16)
     other = everything(block_sparse_attention, leaves, mask, backward="portable")
     monkeypatch.setattr(configs, "pick_cuda_bwd_config", lambda *_: config)
-    launch.forget()
     near(everything(block_sparse_attention, leaves, mask, backward="cuda"), other)
 
 

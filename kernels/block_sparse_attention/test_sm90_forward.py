@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from . import block_sparse_attention, configs, index, launch, versions
+from . import block_sparse_attention, configs, index, versions
 from . import problem as problems
 from .configs import CUDA_CANDIDATES
 from .reference import block_sparse_attention_reference
@@ -206,7 +206,6 @@ def test_in_a_fixed_order_and_by_a_counter(dim, block, monkeypatch):
     results = []
     for short in ((0, 0), (10**6, 10**6)):
         monkeypatch.setattr(forward, "SHORT", short)
-        launch.forget()
         results.append(block_sparse_attention(*leaves, mask, forward="cuda", block_size=block, return_lse=True))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 

@@ -12,7 +12,6 @@ import torch
 from harness.compiling import nvrtc, sass
 
 from . import configs
-from .launch import forget
 from .op import fp8_matmul
 from .sm90 import cuda_driver, few_rows
 from .test_fp8_matmul import E4M3, E5M2, SCALINGS, agrees, operands
@@ -27,14 +26,6 @@ FEW = (1, 2, 7, 8, 16, 17, 33, 64)
 def compiler() -> None:
     if reason := cuda_driver.no_compiler():
         pytest.skip(reason)
-
-
-@pytest.fixture(autouse=True)
-def _forget_plans():
-    """Plans are kept by shapes and options, not by the configuration that a test puts in place."""
-    forget()
-    yield
-    forget()
 
 
 def test_what_auto_takes() -> None:
@@ -122,7 +113,6 @@ def test_every_configuration(compiler, monkeypatch, splits: int, groups: int, st
             continue  # more than an SM's registers
         config = configs.FewConfig(tile_m, groups, splits, stages, configs.few_resident(tile_m, groups))
         monkeypatch.setattr(configs, "pick_few_config", lambda *_, config=config: config)
-        forget()
         a, b, *scales = operands(m, k, n, scaling)
         ys = [fp8_matmul(a, b, *scales, out_dtype=torch.float32, backend="cuda") for _ in range(3)]
         agrees(ys[0], a, b, *scales)

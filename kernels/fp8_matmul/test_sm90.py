@@ -174,16 +174,6 @@ def test_it_is_right(
         agrees(y, x, w, *scales, bias)
 
 
-@pytest.fixture(autouse=True)
-def _forget_plans():
-    """Plans are kept by shapes and options, not by the configuration that a test puts in place."""
-    from .launch import forget
-
-    forget()
-    yield
-    forget()
-
-
 @pytest.mark.gpu(min_capability=(9, 0))
 @pytest.mark.parametrize("bias", [None, torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from . import bench, configs, launch
+from . import bench, configs
 from .activation import ACTIVATIONS
 from .op import fused_mlp
 from .reference import fused_mlp_reference
@@ -256,36 +256,34 @@ def test_auto() -> None:
 
 
 @pytest.mark.parametrize("names", ["x w1 w2", "x w1 w2 b1 b2 w_gate"], ids=["plain", "gated"])
-def test_products_of_the_library(names: str) -> None:
+def test_products_of_the_library(names: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of weights that are not contiguous, with a hidden whose rows are padded, and each gradient alone."""
     tensors = operands(21, 16, 37, 24, names)
     tensors["x"] = tensors["x"].view(3, 7, 16)
     strided = {n: t.mT.contiguous().mT if n in ("w1", "w_gate", "w2") else t for n, t in tensors.items()}
     for passes in (False, True):
         use = configs.Versions(cuda=False, library=True, passes=passes, narrow=False)
-        launch.forget()
-        with mock.patch.object(configs, "pick_versions", return_value=use):
-            for given, save in itertools.product((tensors, strided), ("activations", "input")):
-                agrees(given, save=save)
-                exact = gradients(fused_mlp_reference, given, torch.float64)[1:]
-                for name, want in zip(given, exact, strict=True):
-                    leaf = given[name].detach().requires_grad_()
-                    y = fused_mlp(**{**given, name: leaf}, save=save)
-                    dy = torch.linspace(-1, 1, y.numel(), device=DEVICE).view(y.shape)
-                    torch.testing.assert_close(torch.autograd.grad(y, leaf, dy)[0].double(), want, rtol=1e-4, atol=1e-4)
+        monkeypatch.setattr(configs, "pick_versions", mock.Mock(return_value=use))
+        for given, save in itertools.product((tensors, strided), ("activations", "input")):
+            agrees(given, save=save)
+            exact = gradients(fused_mlp_reference, given, torch.float64)[1:]
+            for name, want in zip(given, exact, strict=True):
+                leaf = given[name].detach().requires_grad_()
+                y = fused_mlp(**{**given, name: leaf}, save=save)
+                dy = torch.linspace(-1, 1, y.numel(), device=DEVICE).view(y.shape)
+                torch.testing.assert_close(torch.autograd.grad(y, leaf, dy)[0].double(), want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("odd", ["x", "w1", "w2", "w_gate"])
-def test_one_operand_that_is_not_aligned(odd: str) -> None:
+def test_one_operand_that_is_not_aligned(odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches that serve several tensors do not take one for aligned because another is: `Launch` refuses that."""
     tensors = operands(21, 16, 37, 24, dtype=torch.float16)
     elsewhere = tensors[odd].new_empty(tensors[odd].numel() + 1)[1:].view_as(tensors[odd]).copy_(tensors[odd])
     assert elsewhere.data_ptr() % 16 and tensors["w1"].data_ptr() % 16 == 0
     for library in (False, True):
         use = configs.Versions(cuda=False, library=library, passes=library, narrow=False)
-        launch.forget()
-        with mock.patch.object(configs, "pick_versions", return_value=use):
-            agrees({**tensors, odd: elsewhere})
+        monkeypatch.setattr(configs, "pick_versions", mock.Mock(return_value=use))
+        agrees({**tensors, odd: elsewhere})
 
 
 def test_weights_that_a_peer_lays_out_beforehand() -> None:

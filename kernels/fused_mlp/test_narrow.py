@@ -177,7 +177,6 @@ def test_clusters_and_rings(compiler: None, names: str) -> None:
             for _ in range(2):
                 again = gradients(fused_mlp, tensors, backend="narrow")
                 assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    forget()
 
 
 @pytest.mark.gpu(min_capability=(9, 0))

@@ -15,7 +15,6 @@ from harness.compiling import nvrtc, sass
 from harness.options import Selection
 
 from . import bench, configs, plans
-from .launch import forget
 from .op import grouped_gemm
 from .reference import grouped_gemm_reference
 from .sm90 import cuda_driver, products
@@ -185,14 +184,6 @@ def put_in_place(monkeypatch, pick: str, config: configs.CudaConfig) -> list[con
 
     monkeypatch.setattr(configs, pick, picked)
     return taken
-
-
-@pytest.fixture(autouse=True)
-def _forget_plans():
-    """Plans are kept by shapes and options, not by the configuration that a test puts in place."""
-    forget()
-    yield
-    forget()
 
 
 @pytest.mark.gpu(min_capability=(9, 0))

@@ -137,16 +137,6 @@ def put_in_place(monkeypatch, block_n: int, turns: int, stages: int, cluster: in
         monkeypatch.setattr(configs, pick, lambda *_: config)
 
 
-@pytest.fixture(autouse=True)
-def _forget_plans():
-    """Plans are kept by shapes and options, not by the configuration that a test puts in place."""
-    from .launch import forget
-
-    forget()
-    yield
-    forget()
-
-
 def kept_bits(at: int, first: int, end: int) -> int:
     """As the function of that name in products.cu."""
     below, above = min(max(first - at, 0), 4), min(max(at + 4 - end, 0), 4)

@@ -12,7 +12,6 @@ from harness.correctness import addresses
 from . import configs
 from .configs import heads_backward
 from .heads_backward import products
-from .launch import forget
 from .op import heads_gmm
 from .reference import heads_gmm_reference
 
@@ -67,9 +66,7 @@ def test_activations(activation: str, save: str) -> None:
 def test_chunks_of_rows_add_up(save: str, reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three chunks, the last of another size."""
     monkeypatch.setattr(heads_backward, "pick_chunk_rows", lambda rows, heads, hidden: 8)
-    forget()
     _both(_inputs(rows=19), save, reduction)
-    forget()
 
 
 @pytest.mark.parametrize("heads", [1, 2, 5])
@@ -77,9 +74,7 @@ def test_groups_of_heads_are_joined(heads: int, monkeypatch: pytest.MonkeyPatch)
     """Five heads: a CTA each, in groups of two of which the last has one, and all in one CTA."""
     config = configs.FwdConfig(16, 16, 16, heads, stages=1, num_warps=4)
     monkeypatch.setattr(configs, "pick_fwd_config", lambda *problem: config)
-    forget()
     _both(_inputs(rows=37, heads=5))
-    forget()
 
 
 @pytest.mark.parametrize("save", ["input", "parameters"])
@@ -93,9 +88,7 @@ def test_products_of_the_library(save: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(products, "add_dw1", add)
     monkeypatch.setattr(heads_backward, "pick_library", lambda *problem: True)
     monkeypatch.setattr(heads_backward, "pick_chunk_rows", lambda *problem: 20)
-    forget()
     _both(_inputs(rows=47, hidden=19), save)
-    forget()
 
 
 @pytest.mark.parametrize("save", ["input", "parameters"])

@@ -12,7 +12,6 @@ from harness.compiling import nvrtc, sass
 
 from .activation import ACTIVATIONS as KNOWN
 from .configs import heads_backward, heads_forward, pick_backend
-from .launch import forget
 from .op import ACTIVATIONS, heads_gmm
 from .reference import heads_gmm_reference
 from .sm90 import cuda_driver, heads
@@ -116,9 +115,7 @@ def test_groups_of_heads_are_joined(
 ) -> None:
     """A head a group, groups of which the last is smaller, and all in one; more units of work than SMs."""
     monkeypatch.setattr(heads_forward, "pick_cuda_config", lambda *problem: heads_forward.CudaConfig(*config))
-    forget()
     _agrees(_operands(20_010, 512, 400, count=5))
-    forget()
 
 
 @pytest.mark.gpu(min_capability=(9, 0))
@@ -142,9 +139,6 @@ def test_parameters_and_gradients(compiler: None) -> None:
 def always(compiler: None, monkeypatch: pytest.MonkeyPatch):
     """The hidden's gradient, and the parameters again, in CUDA C++ for any number of rows."""
     monkeypatch.setattr(heads_backward, "pick_cuda", lambda rows, possible: possible)
-    forget()
-    yield
-    forget()
 
 
 def _moved_by_rounding(leaves: list[torch.Tensor], activation: str, dloss: torch.Tensor, eps: float) -> list[float]:

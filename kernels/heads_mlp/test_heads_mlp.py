@@ -12,7 +12,6 @@ from harness.correctness import addresses, guard
 from . import configs
 from .configs import heads_backward
 from .heads_backward import plan, products
-from .launch import forget
 from .op import heads_mlp
 from .reference import heads_mlp_reference
 
@@ -43,9 +42,7 @@ def test_activations(activation: str) -> None:
 def test_chunks_of_rows_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three chunks, the last of another size; w1's gradient passes through the fp32 sums."""
     monkeypatch.setattr(heads_backward, "pick_chunk_rows", lambda rows, heads, hidden: 8)
-    forget()
     _both(_inputs(rows=19))
-    forget()
 
 
 def test_parts_of_a_chunk_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,9 +51,7 @@ def test_parts_of_a_chunk_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heads_backward, "pick_dhidden_config", lambda *problem: config)
     again = configs.FwdConfig(16, 16, 16, heads=2, resident=False, stages=1, num_warps=4)
     monkeypatch.setattr(configs, "pick_fwd_config", lambda *problem: again)
-    forget()
     _both(_inputs(rows=37, dim=17, heads=3, hidden=18))
-    forget()
 
 
 @pytest.mark.parametrize("needed", [0, 1, 2])
@@ -116,7 +111,6 @@ def test_rows_and_columns_that_are_far_apart(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         heads_backward, "pick_dw1_config", lambda *problem: heads_backward.TileConfig(16, 16, 16, stages=1, num_warps=4)
     )
-    forget()
     memory = torch.empty(17 * 2**27, dtype=torch.float16, device=DEVICE)
     for sizes, strides in (((17, 16), (2**27, 1)), ((5, 17), (1, 2**27))):
         x, w1, w2 = (t.detach().half() for t in _inputs(*sizes))
@@ -127,7 +121,6 @@ def test_rows_and_columns_that_are_far_apart(monkeypatch: pytest.MonkeyPatch) ->
                 y = heads_mlp(*leaves)
                 found.append((y, *torch.autograd.grad(y, leaves, torch.ones_like(y))))
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    forget()
 
 
 def test_leading_dimensions_and_strides() -> None:
@@ -177,7 +170,6 @@ def test_sums_by_the_library(needs: tuple[bool, bool, bool], cuda: bool, monkeyp
     the gradient of the hidden in CUDA C++ where that is possible, and in Triton."""
     if not cuda:
         monkeypatch.setattr(heads_backward, "pick_cuda", lambda rows, possible: False)
-    forget()
     shapes = ((9001, 96), (3, 37, 96), (3, 3, 37))
     made = [torch.randn(shape, device="cuda").mul(shape[-1] ** -0.5).bfloat16() for shape in shapes]
     assert heads_backward.pick_library(9001, torch.bfloat16, on_gpu=True)
@@ -192,7 +184,6 @@ def test_sums_by_the_library(needs: tuple[bool, bool, bool], cuda: bool, monkeyp
         found.append(torch.autograd.grad(op(*leaves), [t for t in leaves if t.requires_grad], dy.to(dtype)))
     for ours, eager, want in zip(*found, strict=True):
         assert ours.is_contiguous() and (ours - want).abs().max() <= 1.5 * (eager - want).abs().max()
-    forget()
 
 
 def test_triton_beside_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,9 +191,7 @@ def test_triton_beside_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "add_dw1", _on_a_cpu)
     monkeypatch.setattr(heads_backward, "pick_library", lambda *problem: True)
     monkeypatch.setattr(heads_backward, "pick_chunk_rows", lambda *problem: 20)
-    forget()
     _both(_inputs(rows=47, hidden=19, dim_out=5))
-    forget()
 
 
 def _dhidden_in_pytorch(start, rows, x, w1, w2, dy_strides, activation, config, added):
@@ -270,7 +259,6 @@ def test_the_plan_around_cuda(
     monkeypatch.setattr(
         heads_backward, "pick_cuda_config", lambda *problem: heads_backward.CudaConfig(2, cluster=2, stages=11)
     )
-    forget()
     inputs = _inputs(rows=700, heads=3, hidden=19)
     wide = [t.detach().double().requires_grad_() for t in inputs]
     dy = torch.randn(700, 3, 3, generator=torch.Generator().manual_seed(1)).to(DEVICE)
@@ -284,7 +272,6 @@ def test_the_plan_around_cuda(
             assert (t.grad is not None) == need
             if need:
                 torch.testing.assert_close(t.grad.double(), want, rtol=1e-4, atol=1e-4)
-    forget()
 
 
 @pytest.mark.parametrize("version", ["triton", "library", "cuda"])
@@ -313,9 +300,7 @@ def test_one_chunk_in_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "in_cuda", lambda *tensors: True)
     monkeypatch.setattr(plan.heads_dhidden, "launch", _dhidden_in_pytorch)
     monkeypatch.setattr(plan, "sum_launch", lambda *problem: pytest.fail("there is nothing to add up"))
-    forget()
     _both(_inputs(rows=130, hidden=19))
-    forget()
 
 
 def test_when_the_gradient_is_in_cuda() -> None:

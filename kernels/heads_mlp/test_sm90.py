@@ -12,7 +12,6 @@ from harness.compiling import nvrtc, sass
 
 from .activation import ACTIVATIONS as KNOWN
 from .configs import heads_backward, heads_forward, pick_backend
-from .launch import forget
 from .op import ACTIVATIONS, heads_mlp
 from .reference import heads_mlp_reference
 from .sm90 import cuda_driver, heads, heads_dhidden, heads_products
@@ -227,9 +226,7 @@ def test_each_number_of_steps(compiler: None, dim: int) -> None:
 def test_configurations(compiler: None, config: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """More units of work than SMs; the last group of heads is smaller; the last CTA of a cluster has no rows."""
     monkeypatch.setattr(heads_forward, "pick_cuda_config", lambda *problem: heads_forward.CudaConfig(*config))
-    forget()
     _agrees(_operands(20_010, 512, 400, count=7))
-    forget()
 
 
 @pytest.mark.gpu(min_capability=(9, 0))
@@ -322,9 +319,6 @@ def _gradients_agree(
 def always(compiler: None, monkeypatch: pytest.MonkeyPatch):
     """The hidden's gradient in CUDA C++ for any number of rows."""
     monkeypatch.setattr(heads_backward, "pick_cuda", lambda rows, possible: possible)
-    forget()
-    yield
-    forget()
 
 
 @pytest.mark.gpu(min_capability=(9, 0))
@@ -363,7 +357,6 @@ def test_gradients_with_other_configurations(
 ) -> None:
     """More units of work than SMs; parts of which the last is smaller, one part; three chunks."""
     monkeypatch.setattr(heads_backward, "pick_cuda_config", lambda *problem: heads_backward.CudaConfig(*config))
-    forget()
     _gradients_agree(_operands(20_010, 512, 400, count=7))
 
 
@@ -384,7 +377,6 @@ def test_products_with_other_configurations(
     """Parts of x's gradient of which the last is smaller, and one; one chunk, and three, whose sums pass on."""
     monkeypatch.setattr(heads_backward, "pick_products", lambda *problem, possible: possible)
     monkeypatch.setattr(heads_backward, "pick_products_config", lambda *problem: config)
-    forget()
     _gradients_agree(_operands(rows, 512, 400, count=7))
 
 
@@ -393,7 +385,6 @@ def test_products_with_other_configurations(
 def test_products_of_the_library(always: None, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one chunk, beside CUDA C++: w1's gradient is rounded once."""
     monkeypatch.setattr(heads_backward, "pick_products", lambda *problem, possible: False)
-    forget()
     for hidden in (203, 208):
         _gradients_agree(_operands(rows, 128, hidden))
 

@@ -21,7 +21,6 @@ from harness.compiling import nvrtc, sass
 
 from . import configs, mxfp
 from .formats import FORMATS
-from .launch import forget
 from .reference import mxfp_reference
 from .sm90 import cuda_driver, transposed
 
@@ -284,14 +283,6 @@ def test_host_and_device_agree() -> None:
 def compiler() -> None:
     if why := cuda_driver.no_compiler():
         pytest.skip(why)
-
-
-@pytest.fixture(autouse=True)
-def _forget_plans():
-    """Plans are kept by shapes and options, not by the configuration that a test puts in place."""
-    forget()
-    yield
-    forget()
 
 
 def agrees(x: torch.Tensor, format: str, tensor_scale: float | None = 0.37, dim: int = 0) -> None:

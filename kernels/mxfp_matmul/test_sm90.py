@@ -13,7 +13,6 @@ from harness.compiling import nvrtc, sass
 
 from . import configs, mxfp_matmul, mxfp_pack, plans
 from .formats import BLOCK, CHUNK
-from .launch import forget
 from .reference import dequantized, mxfp_matmul_reference
 from .sm90 import cuda_driver, few_rows
 from .test_mxfp_matmul import one, weights
@@ -29,14 +28,6 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def compiler() -> None:
     if reason := cuda_driver.no_compiler():
         pytest.skip(reason)
-
-
-@pytest.fixture(autouse=True)
-def _forget_plans():
-    """Plans are kept by shapes and options, not by the configuration that a test puts in place."""
-    forget()
-    yield
-    forget()
 
 
 def picked(rows: int, columns: int, count: int, format: str) -> configs.CudaConfig:

@@ -16,7 +16,6 @@ from harness.compiling import nvrtc, sass
 
 from . import compress, configs, prune, sparse_matmul
 from .activation import ACTIVATIONS
-from .launch import forget
 from .reference import sparse_matmul_reference
 from .sm90 import cuda_driver, products
 
@@ -28,14 +27,6 @@ SOURCE = Path(products.__file__).with_name("products.cu")
 def compiler() -> None:
     if reason := cuda_driver.no_compiler():
         pytest.skip(reason)
-
-
-@pytest.fixture(autouse=True)
-def _forget_plans():
-    """Plans are kept by shapes and options, not by the configuration that a test puts in place."""
-    forget()
-    yield
-    forget()
 
 
 def problem(rows: int, cols: int, depth: int, dtype: torch.dtype = torch.float16, device: str = "cpu"):

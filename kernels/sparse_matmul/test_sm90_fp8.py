@@ -16,7 +16,6 @@ from harness.compiling import nvrtc, sass
 
 from . import compress, configs, prune, sparse_matmul
 from .activation import ACTIVATIONS
-from .launch import forget
 from .sm90 import cuda_driver, products
 from .test_fp8 import E4M3, E5M2, agrees, codes, problem
 
@@ -28,14 +27,6 @@ SOURCE = Path(products.__file__).with_name("products.cu")
 def compiler() -> None:
     if reason := cuda_driver.no_compiler():
         pytest.skip(reason)
-
-
-@pytest.fixture(autouse=True)
-def _forget_plans():
-    """Plans are kept by shapes and options, not by the configuration that a test puts in place."""
-    forget()
-    yield
-    forget()
 
 
 def test_what_it_takes() -> None:
