@@ -125,6 +125,13 @@ def quantised(x: torch.Tensor, height: int, dtype: torch.dtype = E4M3) -> tuple[
     return data.contiguous(), scale
 
 
+def test_tensors_that_are_not_plain_have_a_plan_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = operands(21, 272, 144, ROW)
+    want = fp8_matmul(*given, out_dtype=torch.float32)
+    monkeypatch.setattr(op, "lean", lambda *_: False)
+    assert torch.equal(fp8_matmul(*given, out_dtype=torch.float32), want)
+
+
 def test_the_three_products_of_a_layer() -> None:
     """Forward, the gradient of x and that of the weight of a linear layer, as the README shows them, against fp32."""
     x, w = torch.randn(64, 272, device=DEVICE), torch.randn(144, 272, device=DEVICE) / 16

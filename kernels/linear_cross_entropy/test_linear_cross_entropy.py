@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 
@@ -146,6 +147,17 @@ def test_an_odd_vocabulary_and_a_column_major_weight_are_read_in_place(monkeypat
     torch.testing.assert_close(
         linear_cross_entropy(hidden, transposed, target), linear_cross_entropy(hidden, weight, target)
     )
+
+
+@pytest.mark.parametrize("parts, rows", [(1, 16), (3, 5), (7, 48)])
+@pytest.mark.parametrize("smoothing", [False, True])
+def test_the_statistics_begin_at_whole_vectors_and_do_not_overlap(parts, rows, smoothing):
+    stats = layout.Stats(parts, rows, smoothing)
+    begins = (0, *stats.offsets, stats.size)
+    rooms = [after - before for before, after in itertools.pairwise(begins)]
+    wanted = [parts * rows, parts * rows, parts * rows if smoothing else 0, rows]
+    assert all(begin % 16 == 0 for begin in begins[:-1])
+    assert all(want <= room < want + 16 for want, room in zip(wanted, rooms, strict=True))
 
 
 def test_the_scratch_keeps_to_its_bound():
