@@ -601,3 +601,7 @@ def test_the_oracle_attends_to_few_queries_at_a_time(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(reference, "SCORES", 2 * 2 * 3 * 7)
     with torch.no_grad():
         torch.testing.assert_close(reference._attend(q, k, v), whole)
+        monkeypatch.setattr(reference, "FP64_SCORES", 2 * 3 * 7 * 7 - 1)
+        in_fp32 = reference._attend(q, k, v)
+    assert in_fp32.dtype == torch.float64 and not torch.equal(in_fp32, whole)
+    torch.testing.assert_close(in_fp32, whole, rtol=1e-5, atol=1e-6)
