@@ -39,7 +39,7 @@ def transformer_np_reference(
         batch = (x_context, y_context, x_target, y_target)
         loss = _loss(p, views(leaf, sizes)["heads.bias"], *batch, sizes, products)
         (grad,) = torch.autograd.grad(loss, leaf)
-    grad = grad / (grad.norm() / clip + 1e-6).clamp(min=1.0)
+    grad = grad / ((grad.norm() + 1e-6) / clip).clamp(min=1.0)
     used = torch.zeros_like(weights, dtype=torch.bool)  # between the parameters there is room that nothing writes
     for view in views(used, sizes).values():
         view.fill_(True)
