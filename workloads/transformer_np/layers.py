@@ -16,7 +16,8 @@ from kernels.fused_mlp import fused_mlp
 from kernels.heads_gmm import heads_gmm
 from kernels.heads_mlp import heads_mlp
 
-#: Up to so many rows a bias's gradient is a product with ones: PyTorch's sum over rows has a thread for four columns.
+#: Up to so many rows the gradient of a bias is a product with ones: PyTorch's sum over rows has a CTA for 512 columns,
+#: which takes 23 us for 564 rows.
 FEW_ROWS = 4096
 
 
