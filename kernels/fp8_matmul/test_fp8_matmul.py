@@ -181,6 +181,7 @@ BAD = [
     (dict(scale_a=torch.ones(3).half()), TypeError, "scale_a must be a tensor of float32 or float8_e8m0fnu"),
     (dict(scale_b=1.0), TypeError, "scale_b must be a tensor of float32 or float8_e8m0fnu, got float"),
     (dict(scale_a=torch.ones(())), ValueError, r"scale_a and scale_b must be one of these pairs.*got \[\] and \[16\]"),
+    (dict(bias=[1.0] * 16), TypeError, "bias must be a tensor of float32.*, got list"),
     (dict(bias=torch.ones(16).to(E4M3)), TypeError, "bias must be a tensor of float32"),
     (dict(bias=torch.ones(17)), ValueError, r"bias must be \[16\], got \[17\]"),
     (dict(out_dtype=torch.float64), TypeError, "out_dtype must be"),

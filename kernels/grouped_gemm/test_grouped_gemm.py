@@ -65,6 +65,14 @@ def test_the_table_is_made_for_the_tiles_of_the_products(monkeypatch: pytest.Mon
     assert blocks == [configs.pick_block_m(260, 2, torch.float32, (8, 0))] and blocks[0] > configs.MIN_BLOCK_M
 
 
+def test_what_counts_as_aligned() -> None:
+    x, weights = torch.zeros(8, 32, device=DEVICE), torch.zeros(2, 16, 32, device=DEVICE)
+    assert plans._aligned(x, weights, 16, 32) and plans._aligned(x, weights.mT, 32, 16)
+    for a, b in ((x[:, ::2], weights[..., :16]), (x[:, 1:17], weights[..., :16]), (x, weights[..., ::2])):
+        assert not plans._aligned(a, b, 16, 16)
+    assert not plans._aligned(x, weights[:, :15], 15, 32)
+
+
 def test_a_gradient_that_is_to_be_differentiated_says_that_it_cannot() -> None:
     x, weights, offsets = operands([3, 5], 5, 4, 6)
     leaves = [x.requires_grad_(), weights.requires_grad_()]
