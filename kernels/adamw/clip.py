@@ -32,15 +32,17 @@ def clip_scale(
 
     as `torch.nn.utils.clip_grad_norm_` has them (Pascanu et al. 2013, arXiv:1211.5063, alg. 1), but the norm is not
     rounded to the gradients' dtype, and the gradients stay as they are: `adamw(…, grad_scale=scale)` and GradScaler's
-    protocol divide in the pass over them that they make anyway. Two launches; the host reads nothing, so that the call
-    can be captured in a CUDA graph. Sums are in fp32 in a fixed order: results are bit-wise repeatable. No gradient.
+    protocol divide in the pass over them that they make anyway. Two launches and, for addresses that are new, a copy of
+    their table to the device. The host waits for nothing, so that the call can be captured in a CUDA graph, of which
+    max_norm is a constant. Sums are in fp32 in an order that depends on sizes and on alignment to 16 bytes alone: a
+    repeated call gives the same bits. No gradient.
 
-    grads       fp32, fp16 or bf16, any shapes and any mixture, at least one, all on one device
-    max_norm    a positive number; inf for the norm alone
+    grads       fp32, fp16 or bf16, any shapes and any mixture, at least one, all on one device; copied if not dense
+    max_norm    a positive number; inf for the norm alone: scale is grad_scale
     grad_scale  None or a fp32 tensor of one element, that the gradients were multiplied by
     tables      a PointerTables that keeps the table of addresses from call to call; otherwise each call makes one
 
-    Returns (norm, scale), fp32 (). Both are nan where a gradient is, and inf where Σ g² overflows.
+    Returns (norm, scale), fp32 (). For a finite max_norm both are nan where a gradient is, inf where Σ g² overflows.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape, device or range, RuntimeError for CPU
     tensors outside Triton's interpreter.
@@ -53,7 +55,8 @@ def clip_scale(
         raise TypeError(f"clip_scale: tables must be a PointerTables, got {type(tables).__name__}")
     with torch.no_grad():
         if lean(grads[0], *grads[1:], grad_scale):
-            return _clip(list(grads), float(max_norm), grad_scale, tables or PointerTables.of(0))
+            kept = PointerTables.of(0) if tables is None else tables
+            return _clip(list(grads), float(max_norm), grad_scale, kept)
         return _clip_op(list(grads), float(max_norm), grad_scale, 0 if tables is None else tables.handle)
 
 

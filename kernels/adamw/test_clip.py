@@ -71,6 +71,13 @@ def test_what_is_not_finite_shows(value, norm, scale):
     torch.testing.assert_close(found, (number(norm), number(scale)), equal_nan=True)
 
 
+@pytest.mark.parametrize("value", [1.0, math.nan, math.inf])
+def test_without_a_limit_the_scale_is_the_given_one(value):
+    grads = [torch.full((5,), value, device=DEVICE)]
+    assert float(clip_scale(grads, math.inf)[1]) == 1
+    assert float(clip_scale(grads, math.inf, grad_scale=number(8.0))[1]) == 8
+
+
 def test_nothing_but_empty_gradients():
     assert [float(x) for x in clip_scale([torch.empty(0, 3, device=DEVICE)], 1.0)] == [0, 1]
 

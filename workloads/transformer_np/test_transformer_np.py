@@ -161,6 +161,17 @@ def test_the_gradient_of_a_bias_by_a_product(rows: int, frozen: tuple[int, ...])
         torch.testing.assert_close(mine, other, check_stride=True)
 
 
+def test_a_bias_by_a_product_under_autocast_and_of_one_row() -> None:
+    linear = Linear(3, 5, bias_by_product=True)
+    for x in (torch.randn(7, 3), torch.randn(3)):
+        with torch.autocast("cpu", torch.bfloat16):
+            autocast = linear(x)
+        for y, own in ((autocast, False), (linear(x), True)):
+            assert ("LinearBiasByProduct" in type(y.grad_fn).__name__) == own
+            (found,) = torch.autograd.grad(y.float().sum(), linear.bias)
+            torch.testing.assert_close(found, torch.full((5,), float(x.shape[:-1].numel())))
+
+
 def test_targets_see_the_context_alone() -> None:
     """Another target changes nothing, another order of the context nothing either."""
     batch, model = task(1, 6, 4), small(**PLAIN)
