@@ -17,10 +17,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .adamw import PointerTables, clip_scale
-from .adamw.checks import FLOATS
 
 __all__ = ["TrainStep"]
 
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # that clip_scale takes
 _SYNCHRONISES = "called a synchronizing CUDA operation"
 _WARM_UP = 2  # calls: the first makes the optimizer's states and compiles, the second shows what always synchronises
 
@@ -245,7 +245,7 @@ class TrainStep:
 
     def _scale(self, grads: list[torch.Tensor], clip: float) -> tuple[torch.Tensor, torch.Tensor]:
         """The norm of all gradients in fp32, and what they are to be divided by: clip_grad_norm_'s formula."""
-        if all(g.is_cuda and g.dtype in FLOATS for g in grads):
+        if all(g.is_cuda and g.dtype in _FLOATS for g in grads):
             return clip_scale(grads, clip, tables=self._tables)
         norm = _norm(grads)
         return norm, ((norm + 1e-6) / clip).clamp(min=1.0)

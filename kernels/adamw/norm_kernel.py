@@ -27,7 +27,7 @@ def _squares(row_ptr, first, limit, G_TYPE: tl.constexpr, ALIGNED: tl.constexpr,
 
 
 @triton.jit
-def _norm_kernel(rows_ptr, cta_rows_ptr, sums_ptr, KINDS: tl.constexpr, BLOCK: tl.constexpr, SMALL: tl.constexpr):
+def _adamw_norm_kernel(rows_ptr, cta_rows_ptr, sums_ptr, KINDS: tl.constexpr, BLOCK: tl.constexpr, SMALL: tl.constexpr):
     """Σ g² of at most BLOCK elements of a gradient, one CTA each; cta_rows_ptr gives its row of the table. KINDS are
     those of the table, whose second entry is the gradient's dtype."""
     block = tl.program_id(0)
@@ -48,7 +48,7 @@ def _norm_kernel(rows_ptr, cta_rows_ptr, sums_ptr, KINDS: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def _clip_kernel(sums_ptr, grad_scale_ptr, norm_ptr, scale_ptr, max_norm, count, BLOCK: tl.constexpr):
+def _adamw_clip_kernel(sums_ptr, grad_scale_ptr, norm_ptr, scale_ptr, max_norm, count, BLOCK: tl.constexpr):
     """One CTA: the norm from `count` sums, in a fixed order, and the scale."""
     squares = tl.zeros([BLOCK], tl.float32)
     for start in range(0, count, BLOCK):

@@ -11,7 +11,7 @@ from . import configs
 from .arguments import check_grads, check_max_norm, check_scalar
 from .launch import Launch, lean, signature
 from .memory import packed
-from .norm_kernel import _clip_kernel, _norm_kernel
+from .norm_kernel import _adamw_clip_kernel, _adamw_norm_kernel
 from .tables import PointerTables, Tensors
 
 # Named after the package, so that a copy of this folder under another name registers ops of its own.
@@ -71,7 +71,7 @@ class _Clip:
             self.table = tables.build(given, config.block)
         self.ctas = len(self.table.cta_rows)
         self._norm = Launch(
-            _norm_kernel,
+            _adamw_norm_kernel,
             (self.ctas,),
             self.device,
             (),
@@ -94,7 +94,7 @@ class _Clip:
         clip = self._clips.get(key)
         if clip is None:
             options: dict[str, Any] = dict(BLOCK=configs.SUMS_BLOCK, num_warps=8)
-            clip = self._clips[key] = Launch(_clip_kernel, (1,), self.device, (self.ctas,), **options)
+            clip = self._clips[key] = Launch(_adamw_clip_kernel, (1,), self.device, (self.ctas,), **options)
         clip(sums, grad_scale, norm, scale, max_norm)
         return norm, scale
 
