@@ -56,11 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--file", action="append", metavar="PATTERN", help=pattern)
     compiled = "compile mutants of CUDA C++ and run none (needs NVRTC)"
     parser.add_argument("--machine-code", action="store_true", help=compiled)
-    parser.add_argument(
-        "--again",
-        action="store_true",
-        help="run again all survivors that are not argued to be equivalent, and nothing else",
-    )
+    parser.add_argument("--again", action="store_true", help="run all survivors again, and nothing else")
     parser.add_argument("--list", action="store_true", help="print the mutants and run none")
     parser.add_argument(
         "--merge", type=Path, metavar="DIR", help="add the results in DIR to those of --out, and run none"
@@ -257,7 +253,7 @@ def _to_run(
         return not arguments.again
     if known["status"] == results.SAME:
         return results.is_quick(known) and not (arguments.quick or arguments.again)
-    return known["status"] == "survived" and not argued and (arguments.again or known["checks"] not in accepted)
+    return known["status"] == "survived" and (arguments.again or (known["checks"] not in accepted and not argued))
 
 
 def _has_gpu() -> bool:
