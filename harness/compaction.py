@@ -97,11 +97,8 @@ def _shortened(row: Entry, rows: Iterable[Entry], common: Mapping[str, Entry]) -
             short[name] = _rounded(row[name])
     if row.get("ratios"):
         others = {other["implementation"]: other for other in rows}
-        short["ratios"] = {
-            name: None if ratio == _ratio(row, others.get(name)) else ratio
-            for name, ratio in row["ratios"].items()
-            if _ours(row)
-        }
+        ratios = row["ratios"].items() if _ours(row) else ()
+        short["ratios"] = {name: None if ratio == _ratio(row, others.get(name)) else ratio for name, ratio in ratios}
     return short
 
 

@@ -45,7 +45,9 @@ def dense(tensors: Tensors) -> Iterator[Tensors]:
 
 def packed(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or where it is not dense a copy: its elements in one piece of memory, in any order."""
-    return tensor if _same_order(tensor.shape, tensor.stride(), _order(tensor)) else tensor.contiguous()
+    if tensor.is_contiguous() or _same_order(tensor.shape, tensor.stride(), _order(tensor)):
+        return tensor
+    return tensor.contiguous()
 
 
 def _order(param: torch.Tensor) -> tuple[int, ...]:
