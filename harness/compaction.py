@@ -5,6 +5,7 @@ on is rounded.
   that were timed. A row's own value takes precedence.
 - A ratio that the stored samples reproduce to the last bit is null. Any other stays, as one over a row that was
   measured again since.
+- Ratios of peers' rows, which older records have, are left out: nothing reads them.
 - The statistics of a column and the errors have nine digits, which tell any two float32 apart: a CUDA event's time is
   one. Samples, ratios and A/A pairs keep every digit.
 """
@@ -39,6 +40,9 @@ def restore(entries: Iterable[Entry]) -> None:
         for name, row in rows.items():
             ratios = row.get("ratios") or {}
             for other in [other for other, ratio in ratios.items() if ratio is None]:
+                if not _ours(row):
+                    del ratios[other]
+                    continue
                 ratios[other] = _ratio(row, rows.get(other))
                 if ratios[other] is None:
                     where = "/".join((*group, name))
@@ -94,9 +98,15 @@ def _shortened(row: Entry, rows: Iterable[Entry], common: Mapping[str, Entry]) -
     if row.get("ratios"):
         others = {other["implementation"]: other for other in rows}
         short["ratios"] = {
-            name: None if ratio == _ratio(row, others.get(name)) else ratio for name, ratio in row["ratios"].items()
+            name: None if ratio == _ratio(row, others.get(name)) else ratio
+            for name, ratio in row["ratios"].items()
+            if _ours(row)
         }
     return short
+
+
+def _ours(row: Mapping[str, Any]) -> bool:
+    return row.get("kind") == "ours"
 
 
 def _ratio(row: Mapping[str, Any], other: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -34,7 +34,7 @@ row    one per implementation of that case and mode
         "sustained": null | {"median_us", "seconds", "sm_mhz", "power_w"},   # back to back, power-limited
         "ratios": {"eager": {"median": 2.1, "ci95": [2.0, 2.2]}, ...},       # time of that one over this one's, paired
                           # by round, in the headline column; with "unthrottled": null | {"median", "ci95", "n"} where
-                          # the GPU throttled in some rounds
+                          # the GPU throttled in some rounds. Empty for peers, but in older records
         "noise": {"median": 1.0, "ci95": [0.998, 1.003]} | null,             # A/A: this implementation against itself
         "peak_memory_bytes": int,                                            # above what the inputs hold
         "saved_bytes": int | null,            # kept from the forward for the backward, beyond inputs and outputs; null

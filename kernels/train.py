@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from .adamw import PointerTables, clip_scale
+from .adamw.checks import FLOATS
+
 __all__ = ["TrainStep"]
 
 _SYNCHRONISES = "called a synchronizing CUDA operation"
@@ -102,6 +105,7 @@ class TrainStep:
         self._ring = torch.zeros(history, dtype=torch.float32, device=self.device)
         self._cursor = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._shapes: OrderedDict[Hashable, _Shape] = OrderedDict()
+        self._tables = PointerTables()
         self._pool: Any = None
         self._rates = [float(group["lr"]) for group in optimizer.param_groups]
         self.reason = self._unfit(capture)
@@ -137,7 +141,7 @@ class TrainStep:
         if self._shapes and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._shapes.clear()
-        self._pool = None
+        self._pool, self._tables = None, PointerTables()
 
     def state_dict(self) -> dict[str, int]:
         """Where the schedule and the accumulation stand; model, optimizer and scaler have state dicts of their own."""
@@ -231,13 +235,20 @@ class TrainStep:
                 self._clip()
             yield
             return
-        self.grad_norm.copy_(_norm(grads))
         optimizer: Any = self.optimizer
-        optimizer.grad_scale = ((self.grad_norm + 1e-6) / self.clip).clamp(min=1.0)  # clip_grad_norm_'s formula
+        norm, optimizer.grad_scale = self._scale(grads, self.clip)
+        self.grad_norm.copy_(norm)
         try:
             yield
         finally:
             del optimizer.grad_scale
+
+    def _scale(self, grads: list[torch.Tensor], clip: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of all gradients in fp32, and what they are to be divided by: clip_grad_norm_'s formula."""
+        if all(g.is_cuda and g.dtype in FLOATS for g in grads):
+            return clip_scale(grads, clip, tables=self._tables)
+        norm = _norm(grads)
+        return norm, ((norm + 1e-6) / clip).clamp(min=1.0)
 
     def _captured(self, kind: _Kind, leaves: list[Any], tree: Any) -> torch.Tensor:
         key = (kind, tree, tuple(_signature(x) for x in leaves))

@@ -608,8 +608,8 @@ def committed() -> list[Path]:
 
 @pytest.mark.parametrize("folder", committed(), ids=lambda folder: folder.name)
 def test_a_committed_report_is_small(folder: Path) -> None:
-    """1 MB and 0.2 a kernel for each card, 2 MB what the compiler says: a clone is not to be mostly reports."""
-    limit = 2e6 if folder.name == "build" else 1e6 + 2e5 * len(list(folder.glob("records/*.jsonl")))
+    """1 MB and 0.3 a kernel for each card, 2 MB what the compiler says: a clone is not to be mostly reports."""
+    limit = 2e6 if folder.name == "build" else 1e6 + 3e5 * len(list(folder.glob("records/*.jsonl")))
     assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= limit
 
 

@@ -33,6 +33,13 @@ def test_the_interval_narrows_with_samples_and_is_the_range_of_few():
     assert stats.median_ci([1.0, 2.0, 9.0]) == (1.0, 9.0)
 
 
+@pytest.mark.parametrize("n", [1075, 2000, 100_000])
+def test_the_interval_of_very_many_samples(n):
+    """2⁻ⁿ is no number of fp64 then. By the normal distribution: n / 2 ± 0.98 √n."""
+    low, high = stats.median_ci(range(n))
+    assert low == pytest.approx(n / 2 - 0.98 * n**0.5, abs=2) and high == n - 1 - low
+
+
 @pytest.mark.parametrize("q", [0.0, 0.25, 0.5, 0.95, 0.99, 1.0])
 def test_quantiles_are_numpys(q):
     samples = sorted(random.Random(3).random() for _ in range(37))

@@ -188,6 +188,7 @@ class Session:
     device: torch.device
     arguments: argparse.Namespace
     journal: renewal.Journal = field(default_factory=renewal.Journal)
+    every_ratio: bool = False  # of peers' rows too, not of ours alone
 
     def __post_init__(self) -> None:
         self.environment = environment.capture(self.device)
@@ -409,8 +410,7 @@ class Group:
             with self._guarded(name), clock.stream():
                 assert measurement is not None
                 self._begin(name)
-                with self._stage("description"):
-                    self._describe(name, fn, inputs[0], contender(name, fn), measurement)
+                self._describe(name, fn, inputs[0], contender(name, fn), measurement)
                 with self._stage("stages"):
                     self._add_stages(name)
                 if name in self.spec.implementations:
@@ -499,11 +499,16 @@ class Group:
         ours = next((n for n in self.spec.implementations if n in measurement.columns), name)
         headline = measurement.headline(ours, timer)
         headline = headline if headline in columns else "cold"
-        ratios = measurement.ratios(name, headline)
+        ratios = {}
+        if name in self.spec.implementations or self.session.every_ratio:
+            with self._stage("ratios"):
+                ratios = measurement.ratios(name, headline)
         noise = ratios.pop(name + timing.AA, None)
-        saved = execute.saved_bytes(self.spec, fn, inputs, self.mode)  # before a bound backward holds its own graph
-        run = contender.bind(0)
-        used = memory.measure(run, self.session.device, saved, growth=not self._long())
+        with self._stage("saved bytes"):
+            saved = execute.saved_bytes(self.spec, fn, inputs, self.mode)  # before a bound backward holds its own graph
+        with self._stage("memory"):
+            run = contender.bind(0)
+            used = memory.measure(run, self.session.device, saved, growth=not self._long())
         verdict = self.verdicts.get(name)
         warnings = list(measurement.warnings[name])
         if verdict and not verdict.ok:
@@ -515,7 +520,8 @@ class Group:
         ]
         sustained = None
         if name == ours and not self.session.arguments.quick and not self._long():
-            sustained = self.session.clock.sustained(run, SUSTAINED_SECONDS)
+            with self._stage("sustained"):
+                sustained = self.session.clock.sustained(run, SUSTAINED_SECONDS)
         self.done[name] = self._row(name, "over-roofline" if over else "ok", "; ".join(over) or None) | {
             "timer": "graph" if headline == "graph" else "cupti" if timer == "cupti" else "events",
             "headline": headline,

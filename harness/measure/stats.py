@@ -47,10 +47,10 @@ def median_ci(ordered: Sequence[float], looks: int = 1) -> tuple[float, float]:
     samples at one look, the whole range is returned.
     """
     n = len(ordered)
-    k, tail, term = 0, 0.0, 0.5**n  # term = P(B = k); underflows past 1074 samples, long after sampling has stopped
-    while tail + term <= 0.025 / looks:
-        tail += term
-        term *= (n - k) / (k + 1)
+    k, tail, log_term = 0, 0.0, -n * math.log(2)  # P(B = k), whose logarithm does not underflow
+    while tail + math.exp(log_term) <= 0.025 / looks:
+        tail += math.exp(log_term)
+        log_term += math.log((n - k) / (k + 1))
         k += 1
     return ordered[max(k - 1, 0)], ordered[min(n - k, n - 1)]
 

@@ -84,6 +84,27 @@ def check_tensors(
         runnable("adamw", "params", params[0])
 
 
+def check_grads(grads: Sequence[torch.Tensor]) -> None:
+    """The gradients of clip_scale."""
+    if not isinstance(grads, list | tuple):
+        raise TypeError(f"clip_scale: grads must be a list of tensors, got {type(grads).__name__}")
+    if not grads:
+        raise ValueError("clip_scale: grads must not be empty")
+    for index, grad in enumerate(grads):
+        _check_tensor(f"grads[{index}]", grad, FLOATS, NAMES, written=False, op="clip_scale")
+        if grad.device != grads[0].device:
+            expected = f"the device of grads[0], {grads[0].device}"
+            raise ValueError(f"clip_scale: grads[{index}] must be on {expected}, got {grad.device}")
+    runnable("clip_scale", "grads", grads[0])
+
+
+def check_max_norm(max_norm: object) -> None:
+    if isinstance(max_norm, bool) or not isinstance(max_norm, int | float):
+        raise TypeError(f"clip_scale: max_norm must be a number, got {type(max_norm).__name__}")
+    if not max_norm > 0:
+        raise ValueError(f"clip_scale: max_norm must be positive, got {max_norm}")
+
+
 def check_kind(name: str, dtype: torch.dtype, has_master: bool, stochastic_rounding: bool) -> None:
     """ValueError where a parameter of this dtype cannot have this rounding."""
     if has_master and dtype == torch.float32:
@@ -92,20 +113,22 @@ def check_kind(name: str, dtype: torch.dtype, has_master: bool, stochastic_round
         raise ValueError(f"adamw: {name} must be bfloat16 or float32 for stochastic rounding, got float16")
 
 
-def check_scalar(name: str, tensor: object, device: torch.device) -> None:
+def check_scalar(name: str, tensor: object, device: torch.device, op: str = "adamw") -> None:
     """A tensor of one fp32 element on that device."""
     if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
-        raise TypeError(f"adamw: {name} must be a tensor of float32, got {kind(tensor)}")
+        raise TypeError(f"{op}: {name} must be a tensor of float32, got {kind(tensor)}")
     if tensor.numel() != 1:
-        raise ValueError(f"adamw: {name} must have one element, got shape {tuple(tensor.shape)}")
+        raise ValueError(f"{op}: {name} must have one element, got shape {tuple(tensor.shape)}")
     if tensor.device != device:
-        raise ValueError(f"adamw: {name} must be on the device of params, {device}, got {tensor.device}")
+        raise ValueError(f"{op}: {name} must be on {device} as the gradients are, got {tensor.device}")
 
 
-def _check_tensor(name: str, tensor: object, dtypes: Sequence[torch.dtype], names: str, written: bool) -> None:
+def _check_tensor(
+    name: str, tensor: object, dtypes: Sequence[torch.dtype], names: str, written: bool, op: str = "adamw"
+) -> None:
     if not isinstance(tensor, torch.Tensor) or tensor.dtype not in dtypes:
-        raise TypeError(f"adamw: {name} must be a tensor of {names}, got {kind(tensor)}")
+        raise TypeError(f"{op}: {name} must be a tensor of {names}, got {kind(tensor)}")
     if tensor.layout != torch.strided:
-        raise TypeError(f"adamw: {name} must be a dense tensor, got layout {tensor.layout}")
+        raise TypeError(f"{op}: {name} must be a dense tensor, got layout {tensor.layout}")
     if written and any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise ValueError(f"adamw: {name} must not overlap itself, got strides {tensor.stride()}")
+        raise ValueError(f"{op}: {name} must not overlap itself, got strides {tensor.stride()}")

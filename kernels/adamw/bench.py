@@ -17,8 +17,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from harness.spec import COMPILED, COMPILED_MAX, EAGER, Case, Cost, Inputs, KernelSpec, Peer, Tunable
 
-from . import AdamW, PointerTables, adamw, configs
-from .reference import adamw_reference
+from . import AdamW, PointerTables, adamw, clip_scale, configs
+from .arguments import check_tensors
+from .reference import adamw_reference, clip_scale_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LISTS = {"params": "p", "grads": "g", "exp_avgs": "m", "exp_avg_sqs": "v", "master_params": "w"}
@@ -65,6 +66,7 @@ CASES = (
     make_case("268m", pieces(1, 0, 16384, 16384), FP32, bench=True),
     make_case("llama", LLAMA, FP32, bench=True),
     make_case("llama-master", LLAMA, BF16, bench=True, master=True),
+    make_case("llama-master-clip", LLAMA, BF16, bench=True, master=True, max_norm=1.0),
     make_case("llama-stochastic", LLAMA, BF16, bench=True, stochastic_rounding=True),
     make_case("200-small", pieces(100, 100, 512, 512), FP32, bench=True),
     # Boundary cases: an odd size, no element, one, a block and a remainder, aligned and unaligned addresses.
@@ -76,6 +78,8 @@ CASES = (
     make_case("first-step", pieces(2, 1, 9, 33), FP32, step=1, maximize=True, eps=1e-3, weight_decay=0.0),
     make_case("on-device", pieces(2, 1, 9, 40), FP32, on_device=True, step=100_000, betas=(0.5, 0.99)),
     make_case("scaled", pieces(2, 1, 9, 33), FP32, grad_scale=1000.0),
+    make_case("clip", pieces(2, 1, 9, 33), FP32, max_norm=0.5),
+    make_case("clip-mixed", pieces(2, 1, 7, 200), FP16, master=True, mixed=True, max_norm=3.0),
     make_case("plain", pieces(2, 1, 7, 65), FP16),
     make_case("mixed", pieces(2, 1, 7, 200), FP16, master=True, mixed=True),
     make_case("plain", pieces(2, 1, 7, 65), BF16),
@@ -113,21 +117,23 @@ def make_inputs(case: Case, device: torch.device | str, generator: torch.Generat
 
 
 def cost(case: Case, mode: str) -> Cost:
-    """Reads p (or w), g, m and v; writes p, m, v and w."""
+    """Reads p (or w), g, m and v; writes p, m, v and w. A norm reads g as well."""
     total = flops = 0
     for index, shape in enumerate(_shapes(case)):
         size, elements = _dtype(case, index).itemsize, torch.Size(shape).numel()
         params = 4 + 4 + size if _has_master(case, index) else 2 * size
-        total += elements * (params + size + 16)
+        clip = "max_norm" in case.params
+        total += elements * (params + size + 16 + size * clip)
         # m 3, v 4, decay 2, denominator 3, update 3.
-        flops += 15 * elements
+        flops += (15 + 2 * clip) * elements
     return Cost(flops=flops, bytes=total)
 
 
 def extra_bytes(case: Case, mode: str) -> dict[str, int]:
-    shapes = enumerate(_shapes(case))
-    written = sum(_dtype(case, i).itemsize * torch.Size(shape).numel() for i, shape in shapes if _has_master(case, i))
-    return {"params with a master copy, which are not read": -written}
+    sizes = [_dtype(case, i).itemsize * torch.Size(shape).numel() for i, shape in enumerate(_shapes(case))]
+    written = sum(size for i, size in enumerate(sizes) if _has_master(case, i))
+    twice = sum(sizes) if "max_norm" in case.params else 0
+    return {"params with a master copy, which are not read": -written, "gradients, which a norm reads too": twice}
 
 
 def _collected(inputs: Inputs) -> tuple[dict[str, Any], Inputs]:
@@ -171,11 +177,15 @@ def flat(op: Callable[..., None]) -> Callable[..., tuple[torch.Tensor, ...]]:
     return step
 
 
-def _with_tables(params: list[torch.Tensor], **options: Any) -> None:
-    """`adamw`, with tables of addresses that stay as long as the parameters do, as an optimizer's."""
-    if not torch.compiler.is_compiling():
-        options["tables"] = _TABLES.setdefault(params[0], PointerTables())
-    adamw(params, **options)
+def _with_tables(params: list[torch.Tensor], max_norm: float | None = None, **options: Any) -> None:
+    """`adamw` of gradients clipped to max_norm, with tables of addresses that stay as long as the parameters do, as an
+    optimizer's."""
+    tables = None if torch.compiler.is_compiling() else _TABLES.setdefault(params[0], PointerTables())
+    if max_norm is not None:
+        lists = ("grads", "exp_avgs", "exp_avg_sqs", "master_params")
+        check_tensors(params, *(options[name] for name in lists), False)  # before the norm is launched
+        options["grad_scale"] = clip_scale(options["grads"], max_norm, tables=tables)[1]
+    adamw(params, tables=tables, **options)
 
 
 _TABLES = WeakTensorKeyDictionary()
@@ -183,6 +193,9 @@ _TABLES = WeakTensorKeyDictionary()
 
 def _reference(**inputs: Any) -> tuple[torch.Tensor, ...]:
     lists, options = _collected(inputs)
+    max_norm = options.pop("max_norm", None)
+    if max_norm is not None:
+        options["grad_scale"] = clip_scale_reference(lists["grads"], max_norm, lists["exp_avgs"][0].dtype)[1]
     return tuple(t for column in adamw_reference(**lists, **options) for t in column)
 
 
@@ -205,6 +218,9 @@ def _torch(fused: bool) -> Callable[[], Any]:
             weights = params
             if masters[0] is not None:
                 weights, grads = masters, [g.float() for g in grads]
+            if "max_norm" in options:  # as clip_grad_norm_, which writes the gradients
+                norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+                grads = torch._foreach_mul(grads, (options["max_norm"] / (norm + 1e-6)).clamp(max=1.0))
             beta1, beta2 = options["betas"]
             rest = dict(lr=options["lr"], weight_decay=options["weight_decay"], eps=options["eps"])
             rest |= dict(beta1=beta1, beta2=beta2, amsgrad=False, maximize=options.get("maximize", False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 STEP_BLOCK = 1024  # parameters whose step one CTA of _adamw_step_kernel advances
+SUMS_BLOCK = 2048  # partial sums of squares that _clip_kernel adds at once
 EVICT_LAST_ELEMENTS = 4_000_000  # about 110 MB, twice the L2 of an H100 or H200
 
 
@@ -27,3 +28,7 @@ def pick_config(elements: int, capability: tuple[int, int]) -> Config:
     Record: `reports/h200` (bench and tune of adamw); the comparisons are in EXPERIMENTS.md.
     """
     return Config(1024, 8, "evict_last" if elements > EVICT_LAST_ELEMENTS else "")
+
+
+#: Of _norm_kernel: 16 KB of bf16 a CTA, four accesses of 16 bytes a thread. Reckoned, not measured.
+NORM = Config(block=8192, num_warps=8, eviction="")

@@ -43,6 +43,11 @@ def dense(tensors: Tensors) -> Iterator[Tensors]:
         tensor.copy_(copy)
 
 
+def packed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or where it is not dense a copy: its elements in one piece of memory, in any order."""
+    return tensor if _same_order(tensor.shape, tensor.stride(), _order(tensor)) else tensor.contiguous()
+
+
 def _order(param: torch.Tensor) -> tuple[int, ...]:
     """The strides of a dense tensor in the memory order of the parameter: its own where it is dense."""
     return torch.empty_like(param, device="meta").stride()

@@ -54,3 +54,11 @@ def adamw_reference(
         if master is not None:
             new[3].append(w_new)
     return new
+
+
+def clip_scale_reference(
+    grads: Sequence[torch.Tensor], max_norm: float, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The 2-norm of all gradients, and the number to divide them by so that it is at most max_norm."""
+    norm = torch.stack([g.to(dtype).square().sum() for g in grads]).sum().sqrt()
+    return norm, ((norm + 1e-6) / max_norm).clamp(min=1.0)

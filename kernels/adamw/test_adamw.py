@@ -10,6 +10,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -208,6 +209,17 @@ def test_a_table_keeps_what_each_of_its_copies_reads(monkeypatch):
     adamw(**state_of(5), step=1, lr=0.1)
     ((rows, cta_rows),) = (table.pinned for table in made)
     assert rows is sources[0] and cta_rows is sources[1]
+
+
+def test_a_table_that_a_graph_reads_is_kept(monkeypatch):
+    """Stand-ins for a capture on the first GPU."""
+    tables, device = PointerTables(), SimpleNamespace(type="cuda", index=0)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    table = SimpleNamespace(rows=SimpleNamespace(device=device))
+    tables.use(table)
+    assert list(tables._in_graphs.values()) == [table]
 
 
 def test_no_more_tables_are_kept_than_the_capacity():

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from . import configs, cross_entropy, cross_entropy_and_grad, layout, plans
+from . import calls, configs, cross_entropy, cross_entropy_and_grad, layout, library, plans
 from .reference import cross_entropy_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -138,6 +138,45 @@ def test_gradients_of_all_outputs_and_of_one_alone():
     for factors in ((1, 0, 0), (0, 1, 0), (0, 0, 1), (2, -3, 0.5)):
         ours, theirs = (gradient(loss, factors) for loss in (cross_entropy, cross_entropy_reference))
         assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_result_without_a_gradient_costs_no_gradient_of_zeros(monkeypatch):
+    incoming = []
+
+    def noted(g_loss, g_z, g_lse, *rest):
+        incoming.append([g is not None for g in (g_loss, g_z, g_lse)])
+        return gradient(g_loss, g_z, g_lse, *rest)
+
+    gradient = library.gradient
+    monkeypatch.setattr(library, "gradient", noted)
+    logits, target = batch(3, 32)
+    loss, z, lse = cross_entropy(logits.requires_grad_(), target, z_loss=1e-2, return_z_loss=True, return_lse=True)
+    torch.autograd.grad(loss, logits, retain_graph=True)
+    torch.autograd.grad(lse.sum() + z, logits)
+    assert incoming == [[True, False, False], [False, True, True]]
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_programs_that_take_several_tiles_each(fused, reduction, monkeypatch):
+    monkeypatch.setattr(plans, "_persistent", lambda tiles, resident: min(tiles, 3))
+    monkeypatch.setattr(plans, "COUNT_BLOCK", 8)
+    logits, target = batch(301, 40)
+    weight = torch.rand(40, device=DEVICE)
+    options = dict(weight=weight, reduction=reduction)
+    ours = with_grad(cross_entropy, logits, target, grad_in_forward=fused and reduction == "mean", **options)
+    assert_close(ours, with_grad(F.cross_entropy, logits, target, **options), rtol=1e-5, atol=1e-6)
+
+
+def test_a_plan_is_made_once_behind_torch_library(monkeypatch):
+    made = []
+    fwd_plan = calls.fwd_plan
+    monkeypatch.setattr(calls, "fwd_plan", lambda *given: made.append(given) or fwd_plan(*given))
+    logits, target = batch(3, 32)
+    loss = calls.loss_of(logits, -100, (0.0, "mean", 0.0, None, False, False, False))
+    for _ in range(2):
+        calls.forward(logits, target, None, loss, False, None, "auto")
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])

@@ -125,6 +125,13 @@ def quantised(x: torch.Tensor, height: int, dtype: torch.dtype = E4M3) -> tuple[
     return data.contiguous(), scale
 
 
+def test_tensors_that_are_not_plain_have_a_plan_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = operands(21, 272, 144, ROW)
+    want = fp8_matmul(*given, out_dtype=torch.float32)
+    monkeypatch.setattr(op, "lean", lambda *_: False)
+    assert torch.equal(fp8_matmul(*given, out_dtype=torch.float32), want)
+
+
 def test_the_three_products_of_a_layer() -> None:
     """Forward, the gradient of x and that of the weight of a linear layer, as the README shows them, against fp32."""
     x, w = torch.randn(64, 272, device=DEVICE), torch.randn(144, 272, device=DEVICE) / 16
@@ -174,6 +181,7 @@ BAD = [
     (dict(scale_a=torch.ones(3).half()), TypeError, "scale_a must be a tensor of float32 or float8_e8m0fnu"),
     (dict(scale_b=1.0), TypeError, "scale_b must be a tensor of float32 or float8_e8m0fnu, got float"),
     (dict(scale_a=torch.ones(())), ValueError, r"scale_a and scale_b must be one of these pairs.*got \[\] and \[16\]"),
+    (dict(bias=[1.0] * 16), TypeError, "bias must be a tensor of float32.*, got list"),
     (dict(bias=torch.ones(16).to(E4M3)), TypeError, "bias must be a tensor of float32"),
     (dict(bias=torch.ones(17)), ValueError, r"bias must be \[16\], got \[17\]"),
     (dict(out_dtype=torch.float64), TypeError, "out_dtype must be"),

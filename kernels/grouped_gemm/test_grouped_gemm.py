@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from harness.correctness import addresses
 from harness.spec import Case
 
-from . import bench, configs, schedule
+from . import bench, configs, plans, schedule
 from .kernel import _grouped_gemm_table_kernel
 from .op import grouped_gemm
 from .reference import grouped_gemm_reference
@@ -55,6 +55,32 @@ def agrees(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, bias: 
 )
 def test_splits(ends: list[int]) -> None:
     agrees(*operands(ends, 61, 18, 21), bias=torch.randn(4, 18, device=DEVICE))
+
+
+def test_the_table_is_made_for_the_tiles_of_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With smaller ones rows would be computed several times, with larger ones some not at all."""
+    blocks, launch = [], plans.table_launch
+    monkeypatch.setattr(plans, "table_launch", lambda *given: blocks.append(given[3]) or launch(*given))
+    agrees(*operands([130, 260], 260, 18, 21))
+    assert blocks == [configs.pick_block_m(260, 2, torch.float32, (8, 0))] and blocks[0] > configs.MIN_BLOCK_M
+
+
+def test_what_counts_as_aligned() -> None:
+    x, weights = torch.zeros(8, 32, device=DEVICE), torch.zeros(2, 16, 32, device=DEVICE)
+    assert plans._aligned(x, weights, 16, 32) and plans._aligned(x, weights.mT, 32, 16)
+    for a, b in ((x[:, ::2], weights[..., :16]), (x[:, 1:17], weights[..., :16]), (x, weights[..., ::2])):
+        assert not plans._aligned(a, b, 16, 16)
+    assert not plans._aligned(x, weights[:, :15], 15, 32)
+
+
+def test_a_gradient_that_is_to_be_differentiated_says_that_it_cannot() -> None:
+    x, weights, offsets = operands([3, 5], 5, 4, 6)
+    leaves = [x.requires_grad_(), weights.requires_grad_()]
+    y = grouped_gemm(*leaves, offsets)
+    for gradient in torch.autograd.grad(y, leaves, torch.ones_like(y, requires_grad=True), create_graph=True):
+        assert gradient.requires_grad
+        with pytest.raises((RuntimeError, NotImplementedError), match="grouped_gemm"):
+            gradient.sum().backward()
 
 
 @pytest.mark.parametrize(("rows", "n", "k"), [(0, 5, 6), (5, 0, 6), (5, 6, 0), (0, 0, 0)])

@@ -9,7 +9,7 @@ import torch
 
 from harness.correctness import addresses
 
-from . import configs
+from . import configs, plans
 from .configs import heads_backward
 from .heads_backward import products
 from .op import heads_gmm
@@ -48,11 +48,36 @@ def test_what_is_kept_by_default() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 300, 1024, 1025])
-def test_ctas_that_join_statistics(rows: int) -> None:
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_ctas_that_join_statistics(reduction: str, rows: int) -> None:
     """One for up to 1024 rows; else several, whose sums are added up."""
     block = configs.pick_loss_block(rows)
     assert block >= rows if rows <= 1024 else block == configs.LOSS_BLOCK
-    _both(_inputs(rows=rows), reduction="mean")
+    _both(_inputs(rows=rows), reduction=reduction)
+
+
+def test_a_backward_that_computes_the_parameters_again_in_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the forward in CUDA C++: of each chunk the parameters alone."""
+    asked = []
+
+    def launch(x, w1, w2, y, bias, activation, config, first=0):
+        asked.append((len(x), y.shape, activation, first))
+        assert (w1.shape, w2.shape, bias.shape, config) == ((3, 7, 4), (3, 3, 7), (3, 3), "config")
+        count, rows = len(x), slice(first, first + len(x))
+
+        def run(x, w1, w2, bias, y, statistics, parameters):
+            assert statistics is None
+            hidden = torch.relu(torch.einsum("rd,khd->rkh", x[rows], w1))
+            parameters[:count] = torch.einsum("rkh,kch->rkc", hidden, w2) + bias
+
+        return run
+
+    monkeypatch.setattr(plans, "in_cuda", lambda *operands: True)
+    monkeypatch.setattr(plans.forward, "launch", launch)
+    monkeypatch.setattr(plans.heads_forward, "pick_cuda_config", lambda *problem: "config")
+    monkeypatch.setattr(heads_backward, "pick_chunk_rows", lambda rows, heads, hidden: 8)
+    _both(_inputs(rows=19), "input", "sum", "relu")
+    assert asked == [(8, (19,), "relu", 0), (8, (19,), "relu", 8), (3, (19,), "relu", 16)]
 
 
 @pytest.mark.parametrize("save", ["input", "parameters"])

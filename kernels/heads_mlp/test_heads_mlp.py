@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -9,10 +10,10 @@ import torch
 
 from harness.correctness import addresses, guard
 
-from . import configs
+from . import configs, plans
 from .configs import heads_backward
 from .heads_backward import plan, products
-from .op import heads_mlp
+from .op import _bwd_op, heads_mlp
 from .reference import heads_mlp_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -141,8 +142,40 @@ def test_says_what_is_wrong() -> None:
         heads_mlp(x, w1, w2.new_zeros(2, 65, 7))
     with pytest.raises(ValueError, match="activation must be one of"):
         heads_mlp(x, w1, w2, "tanh")
+    with pytest.raises(TypeError, match="x must be a tensor of float32, float16 or bfloat16, got torch.float64"):
+        heads_mlp(x.double(), w1.double(), w2.double())
+    with pytest.raises(TypeError, match="x must be a tensor of float32, float16 or bfloat16, got list"):
+        heads_mlp([1.0], w1, w2)
     with pytest.raises(ValueError, match=r"x must be \[\.\.\., D\] with less than 2\^31 rows"):
         heads_mlp(x[:1, None].expand(2**16, 2**15, 4), w1, w2)
+    most = (t.to("meta") for t in (x[:1].expand(2**31 - 1, 4), w1, w2))
+    with pytest.raises(RuntimeError, match="x must be on a GPU"):
+        heads_mlp(*most)
+
+
+@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3)))
+def test_what_the_op_of_the_gradients_says_of_its_results(needs: tuple[bool, bool, bool]) -> None:
+    x, w1, w2 = (t.detach() for t in _inputs())
+    dy = torch.randn(5, 2, 3, device=DEVICE)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(_bwd_op, (dy, x, w1, w2, "silu", *needs), test_utils=tests)
+
+
+def test_the_version_that_is_picked_gets_the_tensors_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the forward in CUDA C++."""
+
+    def launch(x, w1, w2, activation):
+        assert (x.shape, w1.shape, w2.shape, activation) == ((5, 4), (2, 7, 4), (2, 3, 7), "relu")
+        return lambda x, w1, w2, y: y.copy_(heads_mlp_reference(x, w1, w2, "relu"))
+
+    x, w1, w2 = (t.detach() for t in _inputs())
+    want = heads_mlp(x, w1, w2, "relu")
+    monkeypatch.setattr(plans.sm90_heads, "unsupported_reason", lambda *_: None)
+    monkeypatch.setattr(plans.forward, "launch", launch)
+    asked = []
+    monkeypatch.setattr(configs, "pick_backend", lambda *given, **told: asked.append((given, told)) or "cuda")
+    torch.testing.assert_close(heads_mlp(x, w1, w2, "relu"), want)
+    assert asked == [(("auto", 5), {"possible": True})]
 
 
 @pytest.mark.parametrize("rows", [1, 564, 5000, 205_000])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from . import configs, launches, layout, linear_cross_entropy
+from . import configs, launches, layout, library, linear_cross_entropy, op
 from .reference import linear_cross_entropy_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -146,6 +148,40 @@ def test_an_odd_vocabulary_and_a_column_major_weight_are_read_in_place(monkeypat
     torch.testing.assert_close(
         linear_cross_entropy(hidden, transposed, target), linear_cross_entropy(hidden, weight, target)
     )
+
+
+@pytest.mark.parametrize("stride, stride_to, start, moved", [(32, 40, 8, 16), (31, 40, 8, 13), (32, 40, 3, 13)])
+def test_rows_of_a_gradient_are_moved_in_whole_vectors_where_they_can(stride, stride_to, start, moved):
+    p = SimpleNamespace(dtype=torch.float32, device=torch.device(DEVICE, 0), capability=(8, 0))
+    source, to = torch.randn(20, stride, device=DEVICE), torch.zeros(12, stride_to, device=DEVICE)
+    chunk = SimpleNamespace(count=13, start=start)
+    launches.move_launch(p, chunk, slice(5, 17), stride, stride_to)(source, to)
+    expected = torch.zeros_like(to)
+    expected[:, start : start + moved] = source[5:17, :moved]
+    assert torch.equal(to, expected)
+
+
+def test_a_gradient_that_the_forward_has_is_not_computed_again_behind_torch_library(monkeypatch):
+    monkeypatch.setattr(op, "lean", lambda *_: False)
+    hidden, weight, target = problem()
+    loss = linear_cross_entropy(hidden, weight, target)
+    with monkeypatch.context() as within:
+        within.setattr(library, "gradients", lambda *_: pytest.fail("computed again"))
+        mine = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    other = torch.autograd.grad(F.cross_entropy(F.linear(hidden, weight), target), (hidden, weight))
+    equal(mine, other)
+    equal(torch.autograd.grad(loss, (hidden, weight)), other)  # they can be used once
+
+
+@pytest.mark.parametrize("parts, rows", [(1, 16), (3, 5), (7, 48)])
+@pytest.mark.parametrize("smoothing", [False, True])
+def test_the_statistics_begin_at_whole_vectors_and_do_not_overlap(parts, rows, smoothing):
+    stats = layout.Stats(parts, rows, smoothing)
+    begins = (0, *stats.offsets, stats.size)
+    rooms = [after - before for before, after in itertools.pairwise(begins)]
+    wanted = [parts * rows, parts * rows, parts * rows if smoothing else 0, rows]
+    assert all(begin % 16 == 0 for begin in begins[:-1])
+    assert all(want <= room < want + 16 for want, room in zip(wanted, rooms, strict=True))
 
 
 def test_the_scratch_keeps_to_its_bound():

@@ -4,14 +4,16 @@ The rest follows from SPEC: tests/test_specs.py."""
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from . import configs, mxfp_matmul, mxfp_pack
+from . import configs, mxfp_matmul, mxfp_pack, op, plans
 from .bench import unpacked
 from .formats import BLOCK
 from .reference import E2M1, dequantized, mxfp_matmul_reference
+from .sm90 import few_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 XDTYPES = (torch.float32, torch.float16, torch.bfloat16) if DEVICE == "cuda" else (torch.float32, torch.float16)
@@ -191,6 +193,71 @@ def test_every_size_has_a_configuration(dtype, capability):
         assert config.block_m * config.block_n <= 64 * 32 * config.num_warps
 
 
+def test_no_gradient_behind_torch_library_either(monkeypatch):
+    x = torch.randn(4, 128, device=DEVICE, requires_grad=True)
+    w, scales = mxfp_pack(*weights(16, 128, "mxfp4"))
+    y = mxfp_matmul(x, w, scales)
+    monkeypatch.setattr(op, "lean", lambda *_: False)
+    behind = mxfp_matmul(x, w, scales)
+    assert torch.equal(behind, y) and not behind.requires_grad
+
+
+def test_rows_are_copied_only_where_their_elements_are_not_neighbours():
+    x = torch.randn(6, 8, device=DEVICE)
+    for given, copied in ((x, False), (x[::2, :5], False), (x[:, :1], False), (x[:, ::2], True)):
+        rows = plans._rows(given)
+        assert torch.equal(rows, given) and (rows.data_ptr() != given.data_ptr()) == copied
+        assert rows.stride(1) == 1 or rows.shape[1] == 1
+
+
+def off_boundary(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in one piece, that does not begin on a 16-byte boundary."""
+    room = tensor.new_empty(tensor.numel() + 1)[1:]
+    return room.view(tensor.shape).copy_(tensor)
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.stack((tensor, tensor), -1)[..., 0]
+
+
+@EVERY
+@pytest.mark.parametrize(
+    "of_x, of_weights",
+    [
+        (lambda x: x, lambda w: w),
+        (lambda x: torch.cat((x, x[:, :4]), 1)[:, :-4], off_boundary),
+        (lambda x: strided(x), strided),
+        (lambda x: off_boundary(x), off_boundary),
+        (lambda x: x.view(2, 3, -1).transpose(0, 1), lambda w: w),
+    ],
+    ids=["plain", "pitch", "strided", "off-boundary", "leading"],
+)
+def test_what_the_product_of_few_rows_is_given(format, of_x, of_weights, monkeypatch):
+    """A stand-in for few_rows.cu, which needs Hopper: rows that TMA can read, weights in one piece on boundaries."""
+
+    def launch(like, columns, given_format, config):
+        assert like.dim() == 2 and few_rows.in_place(like) and (columns, given_format) == (32, format)
+
+        def run(x, w, scales, tensor_scale, y):
+            assert few_rows.in_place(x.view(like.shape) if x.is_contiguous() else x)
+            assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (w, scales, y))
+            rest = {} if tensor_scale is None else {"tensor_scale": tensor_scale}
+            y.view(len(like), 32).copy_(mxfp_matmul_reference(x.reshape(like.shape), w, scales, format, **rest))
+
+        return run
+
+    monkeypatch.setattr(few_rows, "unsupported_reason", lambda *_: None)
+    monkeypatch.setattr(few_rows, "launch", launch)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    x = of_x(torch.randn(6, 128, device=DEVICE))
+    w, scales = (of_weights(t) for t in mxfp_pack(*weights(32, 128, format), format))
+    want = mxfp_matmul_reference(x, w, scales, format, **one(format, 0.3))
+    for _ in range(2):  # the plan's first call, and one that finds it
+        y = mxfp_matmul(x, w, scales, format, **one(format, 0.3), backend="cuda")
+        torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
+        assert y.is_contiguous()
+
+
 @pytest.mark.parametrize("format", BLOCK if DEVICE == "cuda" else ["mxfp4"])
 def test_weights_unpacked_into_memory(format, monkeypatch):
     """K that ends within a chunk, and leading dimensions; on a CPU no product of PyTorch has another dtype."""
@@ -200,3 +267,6 @@ def test_weights_unpacked_into_memory(format, monkeypatch):
     y = mxfp_matmul(x, w, scales, format, **one(format, 0.37))
     want = mxfp_matmul_reference(x.double(), w, scales, format, **one(format, 0.37))
     torch.testing.assert_close(y.double(), want, rtol=2e-3, atol=2e-3 * want.abs().max().item())
+    again = mxfp_matmul(x, off_boundary(w), strided(scales), format, **one(format, 0.37))
+    assert torch.equal(again, y)
+    assert torch.equal(mxfp_matmul(x, strided(w), scales, format, **one(format, 0.37)), y)

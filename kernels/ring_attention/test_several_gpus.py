@@ -3,7 +3,7 @@ context parallel."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,8 @@ LENGTH, SAMPLED = 65536 // (2 * WORLD) * 2 * WORLD, 48
 def _small(dim: int, dtype: torch.dtype, **params: Any) -> Case:
     """`check_shard` makes a problem of some 768 rows of it."""
     dims = dict(batch=1, kv_heads=2, group=2, queries=LENGTH, keys=LENGTH, dim=dim)
-    return Case(f"d{dim}-{dtype}-{params}", dims, dtype, params, world_size=WORLD)
+    words = (f"d{dim}", str(dtype).removeprefix("torch."), *(f"{name}={value}" for name, value in params.items()))
+    return Case("-".join(words), dims, dtype, params, world_size=WORLD)
 
 
 CASES = [
@@ -64,21 +65,25 @@ def _in_deterministic_mode(q, k, v, **options):
     return peers.run_within(_deterministic, partial(ring_attention, **options), q, k, v)
 
 
-def _ours(rank: int, world: int) -> dict[str, Any]:
-    device = f"cuda:{rank}"
-    found: dict[str, Any] = {}
-    for case in CASES:
-        found[case.name] = bench.check_shard(ring_attention, case, "bwd", device)
-    case = _small(128, torch.bfloat16, causal=True)
-    found["deterministic"] = bench.check_shard(_in_deterministic_mode, case, "bwd", device)
-    found["repeats"] = _repeats(device)
+def _checked(rank: int, world: int, case: Case) -> str | None:
+    found = bench.check_shard(ring_attention, case, "bwd", f"cuda:{rank}")
+    release()
+    return found
 
+
+def _deterministically(rank: int, world: int) -> str | None:
+    case = _small(128, torch.bfloat16, causal=True)
+    found = bench.check_shard(_in_deterministic_mode, case, "bwd", f"cuda:{rank}") or _repeats(f"cuda:{rank}")
+    release()
+    return found
+
+
+def _within_a_context(rank: int, world: int) -> str | None:
     def of_a_model(q, k, v, causal=False, **_):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
 
     within = context_parallel(of_a_model, dist.group.WORLD)
-    found["context_parallel"] = bench.check_shard(within, case, "bwd", device)
-    found["long"] = _long(rank, world, device)
+    found = bench.check_shard(within, _small(128, torch.bfloat16, causal=True), "bwd", f"cuda:{rank}")
     release()
     return found
 
@@ -96,9 +101,10 @@ def _repeats(device: str) -> str | None:
     return None if same else "runs differ"
 
 
-def _long(rank: int, world: int, device: str) -> str | None:
+def _long(rank: int, world: int) -> str | None:
     """Some rows of out and dq against fp64; the error may be that of the one-GPU kernel on the same rows, and half. All
     rows of dk and dv against those of the one-GPU kernel, from which they may differ by some roundings."""
+    device = f"cuda:{rank}"
     generator = torch.Generator(device).manual_seed(3)
     shapes = [(1, heads, LENGTH, 128) for heads in (8, 2, 2, 8)]
     q, k, v, dout = (torch.randn(s, device=device, dtype=torch.bfloat16, generator=generator) for s in shapes)
@@ -133,9 +139,26 @@ def _long(rank: int, world: int, device: str) -> str | None:
     return None
 
 
-def test_dtypes_widths_layouts_deterministic_mode_and_a_long_sequence(tmp_path: Path) -> None:
-    for found in spread(WORLD, _ours, tmp_path, backend="nccl"):
-        assert {name: reason for name, reason in found.items() if reason} == {}
+def right(run: Callable[..., Any], folder: Path, *arguments: Any) -> None:
+    """On every rank. A test of its own for each, since a first call compiles for half a minute: -n shares them out."""
+    assert not any(spread(WORLD, run, folder, *arguments, backend="nccl"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_dtypes_widths_and_layouts(case: Case, tmp_path: Path) -> None:
+    right(_checked, tmp_path, case)
+
+
+def test_the_deterministic_mode(tmp_path: Path) -> None:
+    right(_deterministically, tmp_path)
+
+
+def test_attention_of_a_model_within_a_context(tmp_path: Path) -> None:
+    right(_within_a_context, tmp_path)
+
+
+def test_a_long_sequence(tmp_path: Path) -> None:
+    right(_long, tmp_path)
 
 
 def _torchs(rank: int, world: int) -> dict[str, Any]:

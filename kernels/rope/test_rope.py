@@ -66,17 +66,26 @@ def test_width_of_the_tables_says_what_is_rotated() -> None:
     torch.testing.assert_close(rope(q, None, *full, rotary_dim=8), partial, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("shape", [(2, 4, 3, 12), (2, 4, 4, 8)], ids=["masked", "whole-tiles"])
+@pytest.mark.parametrize("shape", [(2, 4, 3, 12), (2, 32, 4, 8)], ids=["masked", "whole-tiles"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_a_position_outside_the_table_gives_nan_and_nothing_else(dtype, shape) -> None:
     q, (cos, sin) = normal(*shape), tables(6, 4)
-    p = torch.tensor([[0, 5, 6, 1], [-1, 2, 3, 2**31 - 1]], dtype=dtype, device=DEVICE)
+    p = torch.tensor([[0, 5, 6, 1], [-1, 2, 3, 2**31 - 1]], dtype=dtype, device=DEVICE).repeat(1, shape[1] // 4)
     rotated = rope(q, None, cos, sin, position_ids=p)
     outside = (p < 0) | (p >= 6)
     assert rotated[outside][..., :8].isnan().all()
     assert torch.equal(rotated[..., 8:], q[..., 8:])
     expected = rope_reference(q, None, cos, sin, position_ids=p.clamp(0, 5).long())
     torch.testing.assert_close(rotated[~outside], expected[~outside])
+
+
+@pytest.mark.parametrize("width, dim, half, align", [(16, 16, 8, 8), (8, 8, 4, 4), (18, 16, 8, 2), (9, 8, 4, 1)])
+def test_what_the_compiler_is_told_of_rows_divides_their_strides(width, dim, half, align, launched) -> None:
+    q, (cos, sin) = normal(2, 3, 2, width)[..., :dim], tables(3, half)
+    rope(q, None, cos, sin)
+    ((args, options),) = launched
+    strides = [n for each in args if isinstance(each, tuple) for n in each[:-1]]
+    assert options["ALIGN"] == align and not any(n % align for n in strides)
 
 
 def test_one_table_for_all_sequences() -> None:

@@ -11,10 +11,12 @@ from torch.utils._pytree import tree_leaves
 
 from harness.correctness import addresses
 
-from . import Compressed, compress, configs, decompress, prune, sparse_matmul
+from . import Compressed, compress, configs, decompress, library, op_compress, prune, sparse_matmul
 from .activation import ACTIVATIONS
 from .formats import metadata_shape
+from .op import _fwd_op
 from .op_compress import _pruned
+from .plans import bwd_plan
 from .reference import decompressed, kept, sparse_matmul_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -94,6 +96,27 @@ def test_compress_and_back_with_every_pattern(dtype):
     assert (columns[..., 0] < columns[..., 1]).all()  # the order that the sparse tensor cores need
 
 
+@pytest.mark.parametrize("blocks", [(16, 64), (32, 64), (32, 128)])
+def test_a_weight_of_several_tiles(blocks, monkeypatch):
+    """Nothing is written beyond the values and metadata that there are."""
+    w = [pruned(rows, depth) for rows, depth in ((5, 64), (21, 200), (32, 192), (49, 452))]
+    expected = [compress(t) for t in w]
+    monkeypatch.setattr(configs, "pick_compress_config", lambda *_: configs.CompressConfig(*blocks, 4))
+    for weight, want in zip(w, expected, strict=True):
+        with addresses.checked():
+            found = compress(weight)
+        assert torch.equal(found.values, want.values) and torch.equal(found.metadata, want.metadata)
+        assert torch.equal(decompress(found), weight)
+
+
+def test_prune_is_one_launch(monkeypatch):
+    calls = []
+    monkeypatch.setattr(op_compress, "_prune_op", lambda w: calls.append(w.shape) or _pruned(w, None))
+    prune(torch.randn(3, 8, device=DEVICE))
+    prune(torch.randn(3, 8, device=DEVICE), torch.zeros(3, 8, dtype=torch.bool, device=DEVICE))
+    assert calls == [(3, 8)]
+
+
 def test_padding_has_a_valid_code():
     metadata = compress(pruned(3, 8)).metadata.view(1, 1, 8, 4, 2)
     assert (metadata[:, :, 3:] == 0x4444).all() and (metadata[:, :, :, 1:] == 0x4444).all()
@@ -141,6 +164,45 @@ def test_gradients_only_of_what_needs_one():
     assert not sparse_matmul(x.detach(), compressed).requires_grad
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_plan_computes_what_is_needed_alone(biased):
+    x, (values, metadata) = torch.randn(3, 16, device=DEVICE), compress(pruned(8, 16))
+    dy = torch.randn(3, 8, device=DEVICE)
+    for needs in itertools.product([False, True], repeat=3):
+        given = bwd_plan(dy, x, values, metadata, biased, None, needs, "triton")(dy, x, values, metadata, None)
+        assert [g is not None for g in given] == [*needs[:2], needs[2] and biased]
+
+
+@pytest.mark.parametrize("cols", [0, 8])
+def test_triton_alone_where_it_is_asked_for(cols, monkeypatch):
+    for name in ("fwd_launch", "dx_launch", "dvalues_launch"):
+        monkeypatch.setattr(library, name, lambda *_: pytest.fail("the library was asked"))
+    x, (values, metadata) = torch.randn(3, 16, device=DEVICE), compress(pruned(8, 16))
+    leaves = [x.requires_grad_(), values[:cols].requires_grad_()]
+    y = sparse_matmul(x, Compressed(leaves[1], metadata[:, : (cols + 15) // 16]), backend="triton")
+    dx, dvalues = torch.autograd.grad(y, leaves, torch.ones_like(y))
+    assert (dx.shape, dvalues.shape) == (x.shape, (cols, 8))
+
+
+def test_the_library_where_it_is_asked_for(monkeypatch):
+    asked = []
+    for name in ("dx_launch", "dvalues_launch"):
+        launch = getattr(library, name)
+        monkeypatch.setattr(library, name, lambda *given, name=name, to=launch: asked.append(name) or to(*given))
+    monkeypatch.setattr(configs, "pick_backend", lambda *_, **__: "library")
+    leaves = [torch.randn(3, 16, device=DEVICE).requires_grad_(), compress(pruned(8, 16)).values.requires_grad_()]
+    compressed = Compressed(leaves[1], compress(pruned(8, 16)).metadata)
+    torch.autograd.grad(sparse_matmul(leaves[0], compressed).sum(), leaves)
+    assert asked == ["dx_launch", "dvalues_launch"]
+
+
+@pytest.mark.parametrize("save", [False, True])
+def test_what_the_op_says_of_its_results(save):
+    x, (values, metadata) = torch.randn(2, 3, 16, device=DEVICE), compress(pruned(8, 16))
+    given = (x, values, metadata, None, "silu", save, "triton")
+    torch.library.opcheck(_fwd_op, given, test_utils=("test_schema", "test_faketensor"))
+
+
 def test_a_compressed_weight_goes_through_compile():
     compressed = compress(pruned(16, 16))
     x = torch.randn(4, 16, device=DEVICE)
@@ -172,6 +234,11 @@ def _bad(**change):
         (dict(compressed=Compressed(None, None)), TypeError, "values must be a tensor"),
         (dict(compressed=Compressed(torch.randn(8, 8), torch.ones(1, 64))), TypeError, "metadata must be .* int16"),
         (dict(compressed=Compressed(torch.randn(8, 8), torch.ones(1, 64).short())), ValueError, r"\[1, 1, 64\]"),
+        (
+            dict(compressed=Compressed(torch.randn(8, 8, device="meta"), torch.ones(1, 1, 64, device="meta").short())),
+            ValueError,
+            "values must be on x's device",
+        ),
         (dict(bias=torch.randn(9, device=DEVICE)), ValueError, r"bias must be \[8\]"),
         (dict(activation="tanh"), ValueError, "activation must be None or one of"),
         (dict(backend="gluon"), ValueError, "backend must be one of"),

@@ -177,3 +177,10 @@ def test_the_most_columns_are_those_of_one_half():
     found = swiglu_fp8(packed, granularity="row")
     for ours, want in zip(found, expected(swiglu(packed), granularity="row"), strict=True):
         same(ours, want)
+
+
+def test_a_row_of_both_halves_may_be_twice_as_long():
+    whole = torch.zeros(1, 2 * configs.MAX_ROW, device=DEVICE)
+    assert swiglu_fp8(whole, granularity="row")[0].shape == (1, configs.MAX_ROW)
+    with pytest.raises(ValueError, match="rows of at most 32768 with granularity 'row', got 32769"):
+        swiglu_fp8(torch.zeros(1, 2 * configs.MAX_ROW + 2, device=DEVICE), granularity="row")

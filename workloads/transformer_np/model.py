@@ -229,7 +229,9 @@ class TransformerNP(nn.Module):
         whole = isinstance(attention, str) and attention in WITH_PROJECTIONS
         self.may_defer = whole and mlp != "torch" and norm != "torch" and checkpoint == "none"
         self.fused_loss = loss_impl == "fused" or (loss_impl == "auto" and heads_impl != "torch")
-        self.embed = nn.Sequential(Linear(x_dim + 2, d_model), nn.SiLU(), Linear(d_model, d_model))
+        ours = mlp != "torch"
+        first, second = (Linear(columns, d_model, bias_by_product=ours) for columns in (x_dim + 2, d_model))
+        self.embed = nn.Sequential(first, nn.SiLU(), second)
         self.blocks = nn.ModuleList(
             Block(
                 ContextAttention(d_model, heads, attention, norm),

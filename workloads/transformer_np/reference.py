@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from .step import BETAS, EPS, WEIGHT_DECAY, Sizes, views
 
 NORM_EPS = 1e-6
-SCORES = 2**28
+SCORES = 2**28  # of the queries that are computed at once
+FP64_SCORES = 2**36  # of all queries, with which fp64 takes some 40 s for 12 layers on an H200
 
 
 def transformer_np_reference(
@@ -38,7 +39,7 @@ def transformer_np_reference(
         batch = (x_context, y_context, x_target, y_target)
         loss = _loss(p, views(leaf, sizes)["heads.bias"], *batch, sizes, products)
         (grad,) = torch.autograd.grad(loss, leaf)
-    grad = grad / (grad.norm() / clip + 1e-6).clamp(min=1.0)
+    grad = grad / ((grad.norm() + 1e-6) / clip).clamp(min=1.0)
     used = torch.zeros_like(weights, dtype=torch.bool)  # between the parameters there is room that nothing writes
     for view in views(used, sizes).values():
         view.fill_(True)
@@ -95,11 +96,15 @@ def _loss(p, bias, x_context, y_context, x_target, y_target, sizes: Sizes, produ
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """softmax(q kᵀ / √d) v. Where no backward follows, PyTorch gets no more queries at once than make SCORES scores: in
-    fp64 it has them all in memory."""
+    fp64 it has them all in memory. Where there are more than FP64_SCORES, it computes them in fp32, in which it has
+    none in memory: a loss of so many points is compared to 2e-3."""
     if torch.is_grad_enabled() or q.dtype.itemsize == 2:
         return F.scaled_dot_product_attention(q, k, v)
-    at_once = max(1, SCORES // (k.shape[0] * k.shape[1] * k.shape[2]))
-    return torch.cat([F.scaled_dot_product_attention(some, k, v) for some in q.split(at_once, 2)], 2)
+    each = k.shape[0] * k.shape[1] * k.shape[2]
+    if each * q.shape[2] > FP64_SCORES:
+        return F.scaled_dot_product_attention(q.float(), k.float(), v.float()).to(q.dtype)
+    some = q.split(max(1, SCORES // each), 2)
+    return torch.cat([F.scaled_dot_product_attention(queries, k, v) for queries in some], 2)
 
 
 def _split(x: torch.Tensor, heads: int) -> torch.Tensor:

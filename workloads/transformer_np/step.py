@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kernels.adamw import PointerTables, adamw
+from kernels.adamw import PointerTables, adamw, clip_scale
 
 from .layers import rounded_up
 from .model import ALIGNMENT, TransformerNP
@@ -161,7 +161,10 @@ def transformer_np(
         used = {name: view if _exact(name) else products.get(name, view) for name, view in params.items()}
         loss, grads = gradients({name: view.detach().requires_grad_() for name, view in used.items()}, batch)
     grads = [grad.contiguous() for grad in grads]  # as the parameters are: an optimizer counts on it
-    scale = (_norm(grads) / clip + 1e-6).clamp(min=1.0)
+    if optimizer == "ours":
+        _, scale = clip_scale(grads, clip, tables=_tables(weights.device))
+    else:
+        scale = ((_norm(grads) + 1e-6) / clip).clamp(min=1.0)
     step.add_(1)
     states = (weights, exp_avg, exp_avg_sq)
     _update(optimizer, sizes, dict(zip(params, grads, strict=True)), states, step, lr, scale, rounded)

@@ -1,0 +1,125 @@
+"""The norm of all gradients and the scale that clips them, for a step that divides by it: the public function."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+
+from . import configs
+from .arguments import check_grads, check_max_norm, check_scalar
+from .launch import Launch, lean, signature
+from .memory import packed
+from .norm_kernel import _clip_kernel, _norm_kernel
+from .tables import PointerTables, Tensors
+
+# Named after the package, so that a copy of this folder under another name registers ops of its own.
+_NAMESPACE = __package__.replace(".", "_")
+
+
+def clip_scale(
+    grads: Sequence[torch.Tensor],
+    max_norm: float,
+    *,
+    grad_scale: torch.Tensor | None = None,
+    tables: PointerTables | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The 2-norm of all gradients together, and the number to divide them by so that it is at most max_norm.
+
+        norm  = √(Σ g²) / grad_scale
+        scale = grad_scale · max(1, (norm + 1e-6) / max_norm)
+
+    as `torch.nn.utils.clip_grad_norm_` has them (Pascanu et al. 2013, arXiv:1211.5063, alg. 1), but the norm is not
+    rounded to the gradients' dtype, and the gradients stay as they are: `adamw(…, grad_scale=scale)` and GradScaler's
+    protocol divide in the pass over them that they make anyway. Two launches and, for addresses that are new, a copy of
+    their table to the device. The host waits for nothing, so that the call can be captured in a CUDA graph, of which
+    max_norm is a constant. Sums are in fp32 in an order that depends on sizes and on alignment to 16 bytes alone: a
+    repeated call gives the same bits. No gradient.
+
+    grads       fp32, fp16 or bf16, any shapes and any mixture, at least one, all on one device; copied if not dense
+    max_norm    a positive number; inf for the norm alone: scale is grad_scale
+    grad_scale  None or a fp32 tensor of one element, that the gradients were multiplied by
+    tables      a PointerTables that keeps the table of addresses from call to call; otherwise each call makes one
+
+    Returns (norm, scale), fp32 (). For a finite max_norm both are nan where a gradient is, inf where Σ g² overflows.
+
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong shape, device or range, RuntimeError for CPU
+    tensors outside Triton's interpreter.
+    """
+    check_grads(grads)
+    check_max_norm(max_norm)
+    if grad_scale is not None:
+        check_scalar("grad_scale", grad_scale, grads[0].device, "clip_scale")
+    if tables is not None and not isinstance(tables, PointerTables):
+        raise TypeError(f"clip_scale: tables must be a PointerTables, got {type(tables).__name__}")
+    with torch.no_grad():
+        if lean(grads[0], *grads[1:], grad_scale):
+            kept = PointerTables.of(0) if tables is None else tables
+            return _clip(list(grads), float(max_norm), grad_scale, kept)
+        return _clip_op(list(grads), float(max_norm), grad_scale, 0 if tables is None else tables.handle)
+
+
+class _Clip:
+    """The launches for gradients at given addresses, and the table that they read."""
+
+    def __init__(self, grads: list[torch.Tensor], tables: PointerTables) -> None:
+        self.device = grads[0].device
+        config = configs.NORM
+        given = Tensors(grads, grads, [], [], [], [], [0] * len(grads), stochastic=False)
+        with torch.cuda.device_of(grads[0]):
+            self.table = tables.build(given, config.block)
+        self.ctas = len(self.table.cta_rows)
+        self._norm = Launch(
+            _norm_kernel,
+            (self.ctas,),
+            self.device,
+            (),
+            KINDS=self.table.kinds,
+            BLOCK=config.block,
+            SMALL=32 * config.num_warps,
+            num_warps=config.num_warps,
+        )
+        self._clips: dict[Hashable, Launch] = {}
+
+    def __call__(
+        self, max_norm: float, grad_scale: torch.Tensor | None, tables: PointerTables
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        fp32 = {"dtype": torch.float32, "device": self.device}
+        sums, norm, scale = torch.empty(max(1, self.ctas), **fp32), torch.empty((), **fp32), torch.empty((), **fp32)
+        tables.use(self.table)
+        if self.ctas:
+            self._norm(self.table.rows, self.table.cta_rows, sums)
+        key = signature(grad_scale)
+        clip = self._clips.get(key)
+        if clip is None:
+            options: dict[str, Any] = dict(BLOCK=configs.SUMS_BLOCK, num_warps=8)
+            clip = self._clips[key] = Launch(_clip_kernel, (1,), self.device, (self.ctas,), **options)
+        clip(sums, grad_scale, norm, scale, max_norm)
+        return norm, scale
+
+
+def _clip(
+    grads: list[torch.Tensor], max_norm: float, grad_scale: torch.Tensor | None, tables: PointerTables
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of checked gradients."""
+    grads = [packed(grad) for grad in grads]
+    key = ("norm", grads[0].device, *((g.data_ptr(), g.numel(), g.dtype) for g in grads))
+    clip = tables.find(key)
+    if clip is None:
+        clip = _Clip(grads, tables)
+        tables.keep(key, clip)
+    return clip(max_norm, grad_scale, tables)
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::clip_scale", mutates_args=())
+def _clip_op(
+    grads: Sequence[torch.Tensor], max_norm: float, grad_scale: torch.Tensor | None, tables: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _clip(list(grads), max_norm, grad_scale, PointerTables.of(tables))
+
+
+@_clip_op.register_fake
+def _(grads, max_norm, grad_scale, tables):
+    fp32 = {"dtype": torch.float32, "device": grads[0].device}
+    return torch.empty((), **fp32), torch.empty((), **fp32)
