@@ -129,10 +129,7 @@ DEVICE void store_keys(const Consumer& me, const KeyGradients& dk_map, const Key
         }
         bulk_commit();
     }
-    if (me.lane == 0) {
-        if (SCHEDULE == ROLES) bulk_wait();  // complete before the counter of the span is incremented
-        else bulk_wait_read();
-    }
+    if (me.lane == 0) bulk_wait_read();
 }
 #endif
 

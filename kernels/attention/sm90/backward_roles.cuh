@@ -101,8 +101,9 @@ DEVICE void wait_for(const u32* counter, u32 count) {
     while (load_acquire(counter) < count) doze(64);
     fence_async_global();
 }
-// Increments with release, after this thread's bulk operations are complete.
+// Increments with release when this thread's bulk operations are complete, not only done with shared memory.
 DEVICE void increment_release(u32* counter) {
+    bulk_wait();
     fence_async_global();
     add_release(counter, 1);
 }
@@ -196,7 +197,6 @@ DEVICE void preprocess_span(const TensorMap& out_map, const TensorMap& do_map, c
         ((float*)p.delta)[to] = empty ? 0 : shared_one(base + DELTAS_AT + row * 4) - minus[e];
     }
     fence_async_global();
-    if (thread == 0) bulk_wait();
     __syncthreads();
     if (thread == 0) increment_release(r.ready + place.span);
 }
