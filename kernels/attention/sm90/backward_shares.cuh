@@ -1,9 +1,9 @@
-// What both kernels `sum_shares` have in common: where blocks of keys are split over CTAs, the sums of their partial dV
-// (even CTAs) and dK (odd ones). Included by backward_ends.cuh and backward_accumulate.cuh.
+// The sums of partial dV and dK, where blocks of keys are split over CTAs (`parts` of Problem). Included by
+// backward_ends.cuh and backward_accumulate.cuh, whose kernels attention_cuda_bwd_sum_shares store them.
 #pragma once
 
-// Copies to shared memory in flight. As loads into registers, ptxas lets each wait for the one before it, so that a sum
-// waits for L2 as often as there are shares.
+// How many splits are loaded at once, through shared memory: loads into registers would be issued one after the other,
+// by ptxas of CUDA 13, and a sum would wait for L2 as often as there are splits.
 constexpr int SHARES_AT_ONCE = 8;
 
 struct ShareSum {
@@ -12,9 +12,10 @@ struct ShareSum {
     float upper[2], lower[2];      // two columns
 };
 
-// Sums four numbers over the splits, in the order of the splits. Parts are stored in the order of accumulator fragments,
-// for each 16 rows [column / 8][row % 8][column % 8 / 2][4]: of the last 4, two columns of a row and two of the row 8
-// below it. False where the rows are beyond the keys: then so is all.
+// Four numbers of dV (even CTAs) or dK (odd ones), summed over the splits in their order. `parts` is [split block]
+// [split][dV, dK][row / 16][column / 8][row % 8][column % 8 / 2][4], as store_partial writes accumulator fragments: of the
+// last 4, two columns of a row and two of the row 8 below it. False where the upper row is beyond the last key, as is
+// the lower one then; where it is true, the lower row may still be.
 DEVICE bool sum_share(const Rows& dv, const Rows& dk, const Problem& p, ShareSum& result) {
     constexpr int CTAS = BN * D / 4 / 256;  // for a block's dv or dk
     int odd = blockIdx.x % 2, slot = blockIdx.x / (2 * CTAS), index = p.unshared + slot, all = index / p.n_blocks;
