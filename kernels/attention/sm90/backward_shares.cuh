@@ -13,9 +13,9 @@ struct ShareSum {
 };
 
 // Four numbers of dV (even CTAs) or dK (odd ones), summed over the splits in their order. `parts` is [split block]
-// [split][dV, dK][row / 16][column / 8][row % 8][column % 8 / 2][4], as store_partial writes accumulator fragments: of the
-// last 4, two columns of a row and two of the row 8 below it. False where the upper row is beyond the last key, as is
-// the lower one then; where it is true, the lower row may still be.
+// [split][dV, dK][row / 16][column / 8][row % 8][column % 8 / 2][4], as store_partial writes accumulator fragments: of
+// the last 4, two columns of a row and two of the row 8 below it. False where the upper row is beyond the last key, as
+// is the lower one then; where it is true, the lower row may still be.
 DEVICE bool sum_share(const Rows& dv, const Rows& dk, const Problem& p, ShareSum& result) {
     constexpr int CTAS = BN * D / 4 / 256;  // for a block's dv or dk
     int odd = blockIdx.x % 2, slot = blockIdx.x / (2 * CTAS), index = p.unshared + slot, all = index / p.n_blocks;
