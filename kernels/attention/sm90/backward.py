@@ -221,7 +221,7 @@ class _Launches(NamedTuple):
             return cuda_driver.Launch(device, handle, ctas, 256, 0, layout)
 
         helpers = problem.all_heads * (sizes.padded // helper_rows(config.queries))
-        sums = config.shared * KEYS * problem.dim // (8 * 256)  # 16 numbers of dv or of dk a thread
+        sums = config.shared * KEYS * problem.dim // (2 * 256)  # 4 numbers of dv or of dk a thread
         before = schedule not in (Schedule.SINGLE_BLOCK, Schedule.ROLES)
         after = schedule in (Schedule.CTA_PER_BLOCK, Schedule.PERSISTENT)
         return cls(

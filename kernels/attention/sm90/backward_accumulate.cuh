@@ -3,6 +3,8 @@
 // added to by others.
 #pragma once
 
+#include "backward_shares.cuh"
+
 constexpr int HELPER_ROWS = DQ_TRANSPOSED ? BM : 64;  // of a CTA of 256 threads
 
 struct alignas(8) Pair { u32 x, y; };
@@ -48,22 +50,14 @@ attention_cuda_bwd_preprocess(const float* lse, const float* delta, long long li
     delta2[to] = empty ? 0 : delta[from];
 }
 
-// Gives 8 columns of two rows, 8 rows apart, of `count` sums that are `step` apart, to put(0 or 8 rows on, 0 or 4
-// columns on, four numbers). Sums are stored in the order of accumulator fragments, for each 16 rows
-// [column / 8][row % 8][column % 8 / 2][4]: of the last 4, two columns of a row and two of the row 8 below it.
+// Gives 8 columns of two rows, 8 rows apart, of a sum to put(0 or 8 rows on, 0 or 4 columns on, four numbers). Sums are
+// stored in the order of accumulator fragments, for each 16 rows [column / 8][row % 8][column % 8 / 2][4]: of the last
+// 4, two columns of a row and two of the row 8 below it.
 template <class Put>
-DEVICE void put_pair(const float* from, int count, long long step, float scale, const Put& put) {
-    Float4 sum[4] = {};
-    for (int i = 0; i < count; i++) {
-#pragma unroll
-        for (int t = 0; t < 4; t++) {
-            Float4 x = ((const Float4*)(from + i * step))[t];
-            sum[t].x += x.x, sum[t].y += x.y, sum[t].z += x.z, sum[t].w += x.w;
-        }
-    }
+DEVICE void put_pair(const float* from, float scale, const Put& put) {
 #pragma unroll
     for (int t = 0; t < 4; t += 2) {
-        const Float4 &a = sum[t], &b = sum[t + 1];
+        const Float4 a = ((const Float4*)from)[t], b = ((const Float4*)from)[t + 1];
         put(0, 2 * t, Float4{a.x * scale, a.y * scale, b.x * scale, b.y * scale});
         put(8, 2 * t, Float4{a.z * scale, a.w * scale, b.z * scale, b.w * scale});
     }
@@ -106,30 +100,28 @@ attention_cuda_bwd_postprocess(const Rows before, const Rows dq, const float* dq
     for (int i = 0; i < HELPER_ROWS / 2 * ACROSS / 256; i++) {
         int unit = i * 256 + threadIdx.x, j = unit % ACROSS, pair = unit / ACROSS;
         int row = start + pair / 8 * 16 + pair % 8;
-        put_pair(tile + (j / 8 * 4 + row % BM / 16) * FRAGMENT + j % 8 * 128 + row % 8 * 16, 1, 0, scale,
+        put_pair(tile + (j / 8 * 4 + row % BM / 16) * FRAGMENT + j % 8 * 128 + row % 8 * 16, scale,
                  [&](int below, int right, const Float4& x) {
                      if (row + below < queries) target.put(batch, head, row + below, j * 8 + right, x);
                  });
     }
 }
 
-// As in backward_ends.cuh: sums partial dV (even CTAs) and dK (odd ones), for dv and dk.
+struct alignas(8) FloatPair { float x, y; };
+
+DEVICE void put_share(FloatPair* at, const float (&x)[2], bool add) {
+    FloatPair before = {0, 0};
+    if (add) before = *at;
+    *at = {x[0] + before.x, x[1] + before.y};
+}
+
+// Partial dV and dK of the blocks that are split over CTAs, summed, for dv and dk.
 extern "C" __global__ void __launch_bounds__(256)
 attention_cuda_bwd_sum_shares(const Rows dv, const Rows dk, const Problem p) {
-    constexpr int CTAS = BN / 2 * D / 8 / 256;  // for a block's dv or dk
-    int odd = blockIdx.x % 2, slot = blockIdx.x / (2 * CTAS), index = p.unshared + slot, all = index / p.n_blocks;
-    int batch = all / p.kv_heads, head = all % p.kv_heads, first_key = index % p.n_blocks * BN;
-    // Member by member: a choice between the two would put both into local memory.
-    const Rows to = {odd ? dk.at : dv.at, odd ? dk.batch : dv.batch, odd ? dk.head : dv.head, odd ? dk.row : dv.row};
-    const float* sums = p.parts + ((long long)slot * p.splits * 2 + odd) * (BN * D);
-    int unit = blockIdx.x / 2 % CTAS * 256 + threadIdx.x, j = unit % (D / 8), pair = unit / (D / 8);
-    int row = pair / 8 * 16 + pair % 8, key = first_key + row;
-    put_pair(sums + row / 16 * (16 * D) + j * 128 + row % 8 * 16, p.splits, 2 * BN * D, odd ? p.scale : 1,
-             [&](int below, int right, const Float4& x) {
-                 if (key + below >= p.keys) return;
-                 Float4* at = four(to, batch, head, key + below, j * 8 + right);
-                 Float4 y = {0, 0, 0, 0};
-                 if (p.add_keys) y = *at;
-                 *at = {x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w};
-             });
+    ShareSum x;
+    if (!sum_share(dv, dk, p, x)) return;
+    FloatPair* at = (FloatPair*)((float*)x.to.at + x.batch * x.to.batch + x.head * x.to.head + x.key * x.to.row +
+                                 x.column);
+    put_share(at, x.upper, p.add_keys);
+    if (x.key + 8 < p.keys) put_share((FloatPair*)((float*)at + 8 * x.to.row), x.lower, p.add_keys);
 }

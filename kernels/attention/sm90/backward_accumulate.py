@@ -74,7 +74,7 @@ def cuda_partial_bwd_plan(
     helpers = problem.all_heads * (sizes.padded // helper_rows(config.queries))
     main = launch(0, sizes.unshared + config.shared * config.splits, 384, SHARED_BYTES, _MAIN)
     preprocess, postprocess = launch(1, helpers, 256, 0, _PREPROCESS), launch(2, helpers, 256, 0, _POSTPROCESS)
-    sums = config.shared * KEYS * problem.dim // (8 * 256)  # 16 numbers of dv or of dk a thread
+    sums = config.shared * KEYS * problem.dim // (2 * 256)  # 4 numbers of dv or of dk a thread
     sum_shares = launch(3, sums, 256, 0, _SUM_SHARES) if config.shared else None
     q_map, do_map = (tensor_map(x, problem.queries, config.queries) for x in (q, dout))
     k_map, v_map = (tensor_map(x, problem.keys, 64) for x in (k, v))

@@ -1,6 +1,8 @@
 // The preprocess and postprocess kernels of the backward, both memory-bound. Included by backward.cu.
 #pragma once
 
+#include "backward_shares.cuh"
+
 DEVICE const Uint4* chunk(const Rows& x, int batch, int head, int row, int column) {
     return (const Uint4*)((const u16*)x.at + batch * x.batch + head * x.head + row * x.row + column);
 }
@@ -48,23 +50,14 @@ attention_cuda_bwd_preprocess(const Rows out, const Rows dout, const float* lse,
 }
 
 // Sums are stored in the order of accumulator fragments, for each 16 rows [column / 8][row % 8][column % 8 / 2][4]: of
-// the last 4, two columns of a row and two of the row 8 below it. Adds 8 columns of both rows of `count` sums that are
-// `step` apart, and casts.
-DEVICE void cast_pair(const float* from, int count, long long step, float scale, Uint4& upper,
-                                          Uint4& lower) {
-    Float4 sum[4] = {};
-    for (int i = 0; i < count; i++) {
-#pragma unroll
-        for (int t = 0; t < 4; t++) {
-            Float4 x = ((const Float4*)(from + i * step))[t];
-            sum[t].x += x.x, sum[t].y += x.y, sum[t].z += x.z, sum[t].w += x.w;
-        }
-    }
+// the last 4, two columns of a row and two of the row 8 below it. Casts 8 columns of both rows.
+DEVICE void cast_pair(const float* from, float scale, Uint4& upper, Uint4& lower) {
     u32 a[4], b[4];
 #pragma unroll
     for (int t = 0; t < 4; t++) {
-        a[t] = pack(sum[t].x * scale, sum[t].y * scale);
-        b[t] = pack(sum[t].z * scale, sum[t].w * scale);
+        Float4 x = ((const Float4*)from)[t];
+        a[t] = pack(x.x * scale, x.y * scale);
+        b[t] = pack(x.z * scale, x.w * scale);
     }
     upper = {a[0], a[1], a[2], a[3]}, lower = {b[0], b[1], b[2], b[3]};
 }
@@ -104,28 +97,18 @@ attention_cuda_bwd_postprocess(const Rows dq, const float* dq_sum, int queries, 
         int unit = i * 256 + threadIdx.x, j = unit % ACROSS, pair = unit / ACROSS;
         int row = start + pair / 8 * 16 + pair % 8;
         Uint4 upper, lower;
-        cast_pair(tile + (j / 8 * 4 + row % BM / 16) * FRAGMENT + j % 8 * 128 + row % 8 * 16, 1, 0, scale, upper,
-                  lower);
+        cast_pair(tile + (j / 8 * 4 + row % BM / 16) * FRAGMENT + j % 8 * 128 + row % 8 * 16, scale, upper, lower);
         if (row < queries) *(Uint4*)chunk(dq, batch, head, row, j * 8) = upper;
         if (row + 8 < queries) *(Uint4*)chunk(dq, batch, head, row + 8, j * 8) = lower;
     }
 }
 
-// Sums partial dV (even CTAs) and dK (odd ones) of the blocks that are split over CTAs, in the order of the splits. A
-// thread has 8 columns of two rows, so that many loads are in flight.
+// Partial dV and dK of the blocks that are split over CTAs, summed into dv and dk.
 extern "C" __global__ void __launch_bounds__(256)
 attention_cuda_bwd_sum_shares(const Rows dv, const Rows dk, const Problem p) {
-    constexpr int CTAS = BN / 2 * D / 8 / 256;  // for a block's dv or dk
-    int odd = blockIdx.x % 2, slot = blockIdx.x / (2 * CTAS), index = p.unshared + slot, all = index / p.n_blocks;
-    int batch = all / p.kv_heads, head = all % p.kv_heads, first_key = index % p.n_blocks * BN;
-    // Member by member: a choice between the two would put both into local memory.
-    const Rows to = {odd ? dk.at : dv.at, odd ? dk.batch : dv.batch, odd ? dk.head : dv.head, odd ? dk.row : dv.row};
-    const float* sums = p.parts + ((long long)slot * p.splits * 2 + odd) * (BN * D);
-    int unit = blockIdx.x / 2 % CTAS * 256 + threadIdx.x, j = unit % (D / 8), pair = unit / (D / 8);
-    int row = pair / 8 * 16 + pair % 8;
-    Uint4 upper, lower;
-    cast_pair(sums + row / 16 * (16 * D) + j * 128 + row % 8 * 16, p.splits, 2 * BN * D, odd ? p.scale : 1, upper,
-              lower);
-    if (first_key + row < p.keys) *(Uint4*)chunk(to, batch, head, first_key + row, j * 8) = upper;
-    if (first_key + row + 8 < p.keys) *(Uint4*)chunk(to, batch, head, first_key + row + 8, j * 8) = lower;
+    ShareSum x;
+    if (!sum_share(dv, dk, p, x)) return;
+    u16* at = (u16*)x.to.at + x.batch * x.to.batch + x.head * x.to.head + x.key * x.to.row + x.column;
+    *(u32*)at = pack(x.upper[0], x.upper[1]);
+    if (x.key + 8 < p.keys) *(u32*)(at + 8 * x.to.row) = pack(x.lower[0], x.lower[1]);
 }
