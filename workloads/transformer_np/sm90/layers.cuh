@@ -1,0 +1,255 @@
+// What the layers' forward and backward share: tiles of rows, panels in shared memory, the ring of the weights, products.
+//
+// A thread has of 64 x 64 sums columns 8 j + 2 (lane % 4) and the next, of the rows lane / 4 and lane / 4 + 8 of its
+// warp's 16: d[4 j] and d[4 j + 1] of the first, d[4 j + 2] and d[4 j + 3] of the second. Packed to 16 bits these are
+// x[2 j] and x[2 j + 1], and four of them wgmma's operand for 16 terms.
+//
+// Defined by the launcher: HIDDEN_PANELS (of 64 columns of the hidden), GAMMA32 (whether the norms' weights are fp32, not
+// 16 bits), FP16.
+#pragma once
+
+constexpr int CLUSTER = 8;
+
+#include "layers_ptx.cuh"
+
+constexpr int ROWS = 64, WIDTH = CLUSTER * 64, WIDTH_PANELS = CLUSTER, HIDDEN_PITCH = 64 * HIDDEN_PANELS;
+constexpr int PANEL = ROWS * 64 * 2, PANELS = 22, SLOTS = 6, GROUPS = (HIDDEN_PANELS + 7) / 8;
+constexpr int RING = PANELS * PANEL, SUMS = RING + SLOTS * PANEL, BARRIERS = SUMS + CLUSTER * ROWS * 4;
+constexpr int FULL = BARRIERS, EMPTY = FULL + 8 * SLOTS, ROWS_FULL = EMPTY + 8 * SLOTS, HEADS_FULL = ROWS_FULL + 8,
+              HIDDEN_FULL = HEADS_FULL + 8, SUMS_FULL = HIDDEN_FULL + 8 * 3, KEYS_FULL = SUMS_FULL + 8,
+              KEYS_FREE = KEYS_FULL + 8, MORE_FULL = KEYS_FREE + 8, VALUES_FULL = MORE_FULL + 8, DONE = VALUES_FULL + 8, SHARED_BYTES = DONE + 8;
+constexpr int CONSUMERS = 128, THREADS = CONSUMERS + 64;  // a warpgroup; a warp for weights and one for keys
+constexpr float LOG2_E = 1.4426950408889634f;
+static_assert(HIDDEN_PANELS >= CLUSTER && HIDDEN_PANELS <= PANELS && SHARED_BYTES <= 232448);
+
+#if GAMMA32
+typedef float Gamma;
+#else
+typedef u16 Gamma;
+#endif
+
+// Rows of `sequences` sequences, of which the first `context` of each are keys.
+struct Shape {
+    int sequences, context, rows, layers;
+    float eps, scale;  // of the scores
+};
+
+// The rows of a cluster: of one sequence, from `first` on, at most 64.
+struct Tile {
+    int sequence, first, count;
+    bool context;
+};
+
+// Clusters of targets' rows of a sequence, behind those of the context, one for each sequence.
+DEVICE int targets_tiles(const Shape& a) { return (a.rows - a.context + ROWS - 1) / ROWS; }
+
+DEVICE Tile find_tile(const Shape& a) {
+    const int cluster = blockIdx.x / CLUSTER, t = cluster - a.sequences, of_targets = targets_tiles(a);
+    if (t < 0) return {cluster, 0, a.context, true};
+    const int first = a.context + t % of_targets * ROWS, left = a.rows - first;
+    return {t / of_targets, first, left < ROWS ? left : ROWS, false};
+}
+
+struct Ring {
+    int slot = 0;
+    u32 phase = 0;
+    DEVICE void next() {
+        if (++slot == SLOTS) slot = 0, phase ^= 1;
+    }
+};
+
+// The warp that fills the ring.
+struct Weights {
+    u32 smem;
+    Ring ring;
+    // 64 x 64 panels of a layer's weight, one after the other along its rows or along its columns.
+    DEVICE void load(const TensorMap* map, int layer, int row, int column, int row_step, int panels) {
+        for (int p = 0; p < panels; p++, ring.next()) {
+            bar_wait(smem + EMPTY + 8 * ring.slot, ring.phase ^ 1);
+            bar_expect(smem + FULL + 8 * ring.slot, PANEL);
+            tma_load(smem + RING + ring.slot * PANEL, map, column + (64 - row_step) * p, row + row_step * p, layer, 0,
+                     smem + FULL + 8 * ring.slot);
+        }
+    }
+};
+
+DEVICE void begin(u32 smem) {
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < SLOTS; i++) {
+            bar_init(smem + FULL + 8 * i, 1);
+            bar_init(smem + EMPTY + 8 * i, CONSUMERS / 32);
+        }
+        for (int bar = ROWS_FULL; bar < DONE; bar += 8) bar_init(smem + bar, 1);
+        bar_init(smem + DONE, CLUSTER);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    cluster_sync();
+}
+
+// ---- 64 x 64 numbers of a warpgroup ---------------------------------------------------------------------------------
+
+DEVICE int first_row() { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4; }
+DEVICE int first_column() { return threadIdx.x % 4 * 2; }
+
+DEVICE void clear(float (&d)[32]) {
+#pragma unroll
+    for (int i = 0; i < 32; i++) d[i] = 0;
+}
+
+DEVICE void pack_all(u32 (&x)[16], const float (&d)[32]) {
+#pragma unroll
+    for (int i = 0; i < 16; i++) x[i] = pack(d[2 * i], d[2 * i + 1]);
+}
+
+DEVICE void swap_between(u32& kept_low, u32& kept_high, int bit) {
+    const bool high = threadIdx.x & bit;
+    const u32 got = __shfl_xor_sync(~0u, high ? kept_low : kept_high, bit);
+    if (high) kept_low = got;
+    else kept_high = got;
+}
+
+// Writes to rows of `pitch` elements, of which there are `rows`. Four lanes exchange what they have of four blocks of 8
+// columns, so that each stores 16 bytes.
+DEVICE void store_panel(u16* to, int pitch, int rows, const u32 (&x)[16]) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int row = first_row() + 8 * half;
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            u32 w[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) w[j] = x[2 * (4 * c + j) + half];
+            swap_between(w[0], w[1], 1);
+            swap_between(w[2], w[3], 1);
+            swap_between(w[0], w[2], 2);
+            swap_between(w[1], w[3], 2);
+            if (row < rows) store_vector_global(to + (long long)row * pitch + 32 * c + 4 * first_column(), w);
+        }
+    }
+}
+
+// Reads the same; rows that are not there are 0.
+DEVICE void load_panel(u32 (&x)[16], const u16* from, int pitch, int rows) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int row = first_row() + 8 * half;
+        const u16* const at = from + (long long)row * pitch + first_column();
+#pragma unroll
+        for (int j = 0; j < 8; j++) x[2 * j + half] = row < rows ? load_early((const u32*)(at + 8 * j)) : 0;
+    }
+}
+
+DEVICE void load_gamma(float (&gamma)[16], const Gamma* from) {
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) gamma[2 * j + i] = load_early(from + 8 * j + first_column() + i);
+}
+
+// Adds up what the four lanes of a row have.
+DEVICE float sum_of_row(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// ---- The consumers' warpgroup ---------------------------------------------------------------------------------------
+
+struct Exchange {
+    const Shape& shape;
+    const Tile tile;
+    const u32 smem;
+    const int rank;
+    Ring ring;
+    u32 sums_phase = 0, done_phase = 0;
+
+    // Of tensor `i` of [..., sequences, rows].
+    DEVICE u64 row_of(int i) const { return ((u64)i * shape.sequences + tile.sequence) * shape.rows + tile.first; }
+
+    // Gives a slot of the ring back: the warp's wgmmas that read it are complete.
+    DEVICE void release(int slot) {
+        if (threadIdx.x % 32 == 0) bar_arrive(smem + EMPTY + 8 * slot);
+    }
+
+    // d += panels, from `first` on, times the weights' next panels, which lie along their columns (B_ROWS 0) or rows. The
+    // hidden is waited for in groups of 8 panels.
+    template <int B_ROWS, bool OF_HIDDEN = false>
+    DEVICE void multiply(float (&d)[32], int first, int panels, u32 phase = 0) {
+        constexpr int W_STEP = B_ROWS ? 16 * 128 / 16 : 32 / 16;
+        int before = 0;
+        pin(d);  // the sums stay where they are in the loop: otherwise ptxas waits after each wgmma
+#pragma unroll 1
+        for (int p = 0; p < panels; p++, ring.next()) {
+            if (OF_HIDDEN && p % 8 == 0) bar_wait(smem + HIDDEN_FULL + p, phase);
+            bar_wait(smem + FULL + 8 * ring.slot, ring.phase);
+            const u64 x = describe(smem + (first + p) * PANEL, PANEL);
+            const u64 w = describe(smem + RING + ring.slot * PANEL, PANEL);
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < 4; i++) wgmma_64<0, B_ROWS>(d, x + 2 * i, w + W_STEP * i);
+            wgmma_commit();
+            wgmma_wait<1>();
+            if (p) release(before);
+            before = ring.slot;
+        }
+        wgmma_wait<0>();
+        pin(d);
+        release(before);
+    }
+
+    // All threads have written panels to memory; one may have them loaded.
+    DEVICE void finish_writing() {
+        fence_for_tma_loads();
+        warpgroup_sync(1);
+    }
+
+    // By one thread: a panel that this CTA wrote goes to all CTAs of the cluster. `i` is as in row_of.
+    DEVICE void spread(const TensorMap* map, int panel, int column, int i, u32 bar) {
+        fence_for_tma_loads();
+        tma_multicast(smem + panel * PANEL, map, column, tile.first, bar, i * shape.sequences + tile.sequence);
+    }
+
+    // This CTA has read what others want to write over; and the wait until all have. By all threads.
+    DEVICE void say_done() {
+        warpgroup_sync(1);
+        if (threadIdx.x < 32) arrive_at_all(smem + DONE);
+    }
+    DEVICE void wait_until_done() {
+        if (threadIdx.x == 0) bar_wait(smem + DONE, done_phase);
+        done_phase ^= 1;
+        __syncwarp();
+    }
+
+    // Panels rank, rank + 8 and rank + 16 of the hidden, which this CTA wrote: the first as soon as it is written, the
+    // others when all CTAs have done with what lies there. By one thread.
+    DEVICE void spread_hidden(const TensorMap* map, int layer, int group) {
+        const int left = HIDDEN_PANELS - 8 * group, panel = 8 * group + rank;
+        bar_expect(smem + HIDDEN_FULL + 8 * group, (left < 8 ? left : 8) * PANEL);
+        if (panel < HIDDEN_PANELS) spread(map, panel, 64 * panel, layer, smem + HIDDEN_FULL + 8 * group);
+    }
+
+    // Sums over all columns of what each CTA has of the rows. What a CTA needs to write `own` it was sent by all others
+    // after they had read these sums the time before.
+    DEVICE void send_sums(const float (&own)[2]) {
+        if (threadIdx.x == 0) bar_expect(smem + SUMS_FULL, CLUSTER * ROWS * 4);
+        __syncwarp();
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const float sum = sum_of_row(own[half]);
+            const u32 to = smem + SUMS + (rank * ROWS + first_row() + 8 * half) * 4;
+            send(to, smem + SUMS_FULL, first_column(), sum);
+            send(to, smem + SUMS_FULL, first_column() + 1, sum);
+        }
+    }
+    DEVICE void wait_for_sums(float (&whole)[2]) {
+        bar_wait(smem + SUMS_FULL, sums_phase);
+        sums_phase ^= 1;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            whole[half] = 0;
+#pragma unroll
+            for (int c = 0; c < CLUSTER; c++)
+                whole[half] += shared_float(smem + SUMS + (c * ROWS + first_row() + 8 * half) * 4);
+        }
+    }
+};
