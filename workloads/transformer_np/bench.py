@@ -23,6 +23,7 @@ from .reference import loss_reference, transformer_np_reference
 from .stages import stages
 from .step import Sizes, places, transformer_np
 from .weight_gradients import pick_projections, pick_weight_gradients
+from .whole import pick_layers
 
 BF16, FP32 = torch.bfloat16, torch.float32
 MUTATED = ("weights", "exp_avg", "exp_avg_sq", "step")
@@ -47,7 +48,8 @@ ABLATIONS: dict[str, dict[str, str]] = {
     "separate-loss": dict(loss_impl="separate"),
     "torch-loss": dict(loss_impl="torch"),
     "torch-adamw": dict(optimizer="torch"),
-    # What of few rows is fused over layers, and over q, k and v.
+    # What of few rows is fused: all layers, weights' gradients over layers, and q, k and v.
+    "whole-layers": dict(layers_impl="auto"),
     "inline-gradients": dict(weight_gradients="inline"),
     "apart-projections": dict(projections="apart"),
 }
@@ -64,6 +66,7 @@ ABLATION_TEXTS = {
     "torch-adamw": "ours, but PyTorch's fused AdamW",
     "inline-gradients": "ours, but the gradients of weights in each layer's backward",
     "apart-projections": "ours, but q by a product of its own",
+    "whole-layers": "ours, with all layers but the last in one launch",
     "auto": "ours",
 }
 NO_AUTOTUNED_GRAPH = "max-autotune-no-cudagraphs"  # the harness has a column of its own for CUDA graphs
@@ -209,6 +212,9 @@ def _unsupported(implementation: str, case: Case, mode: str) -> str | None:
 def _alias(implementation: str, case: Case, mode: str) -> str | None:
     s, d = sizes_of(case), case.dims
     rows, hidden = d["batch"] * (d["context"] + d["targets"]), rounded_up(s.d_ff, s.padding)
+    if implementation == "whole-layers":
+        apart = pick_layers(d["batch"], d["context"], d["targets"]) == "apart"
+        return "these are many rows: the layers are launches of their own" if apart else None
     if implementation not in ("inline-gradients", "apart-projections"):
         return None
     if pick_weight_gradients(s.layers - 1, rows, s.d_model, hidden, case.dtype.itemsize) == "inline":

@@ -12,7 +12,7 @@ from torch import nn
 from kernels.gmm_logprob import gmm_logprob
 from kernels.rmsnorm import rmsnorm
 
-from . import deferred
+from . import deferred, whole
 from . import weight_gradients as gradients
 from .attention import WITH_PROJECTIONS, Attend, attend, context_attention
 from .checkpoint import Again, from_source, recomputed, recomputed_but_attention
@@ -183,10 +183,14 @@ class TransformerNP(nn.Module):
                 calls of ridgeline's attention, MLP and norm without a checkpoint
     projections "joint" (one product for q, k and v of all rows, where weights lie together in memory and their
                 gradients are not inline), "apart", or "auto" as `pick_projections` says
+    layers_impl "apart" (each layer by launches of its own), "whole" (all layers but the last in one launch, forward
+                and backward: on Hopper, for few rows of 512 columns in bf16 and weights that lie together), or "auto":
+                "whole" where that can be, `pick_layers` says so, and gradients of weights are deferred or not wanted.
+                Not the default: "whole" is checked by a simulation of its source, and has no measurement yet
     dtype       of the products and of what is between them; None is that of the parameters
 
     Parameters are fp32 unless the model is converted; their values come from `generator`. Raises ValueError for an
-    unknown option.
+    unknown option. A call raises RuntimeError where `layers_impl` is "whole" and that cannot be.
     """
 
     def __init__(
@@ -206,6 +210,7 @@ class TransformerNP(nn.Module):
         loss_impl: str = "auto",
         weight_gradients: str = "auto",
         projections: str = "auto",
+        layers_impl: str = "apart",
         padding: int = 128,
         dtype: torch.dtype | None = None,
         generator: torch.Generator | None = None,
@@ -217,6 +222,7 @@ class TransformerNP(nn.Module):
             ("loss_impl", loss_impl, ("auto", "fused", "separate", "torch")),
             ("weight_gradients", weight_gradients, gradients.MODES),
             ("projections", projections, gradients.PROJECTIONS),
+            ("layers_impl", layers_impl, whole.CHOICES),
         ):
             if value not in known:
                 raise ValueError(f"TransformerNP: {option} must be one of {', '.join(known)}, got {value!r}")
@@ -225,9 +231,9 @@ class TransformerNP(nn.Module):
         if loss_impl == "fused" and heads_impl == "torch":
             raise ValueError("TransformerNP: loss_impl fused needs ridgeline's heads, got heads_impl torch")
         self.dtype, self.plain_loss = dtype, loss_impl == "torch"
-        self.weight_gradients, self.projections = weight_gradients, projections
-        whole = isinstance(attention, str) and attention in WITH_PROJECTIONS
-        self.may_defer = whole and mlp != "torch" and norm != "torch" and checkpoint == "none"
+        self.weight_gradients, self.projections, self.layers_impl = weight_gradients, projections, layers_impl
+        with_projections = isinstance(attention, str) and attention in WITH_PROJECTIONS
+        self.may_defer = with_projections and mlp != "torch" and norm != "torch" and checkpoint == "none"
         self.fused_loss = loss_impl == "fused" or (loss_impl == "auto" and heads_impl != "torch")
         ours = mlp != "torch"
         first, second = (Linear(columns, d_model, bias_by_product=ours) for columns in (x_dim + 2, d_model))
@@ -294,8 +300,14 @@ class TransformerNP(nn.Module):
         """[B, N, d_model]: what the heads are given of the targets."""
         context = x_context.shape[1]
         rows, branch = self.embedded(x_context, y_context, x_target), None
-        for block, place in zip(self.blocks[:-1], self.places(rows), strict=True):
-            rows, branch = block(rows, branch, context, place=place, projections=self.projections)
+        places = self.places(rows)
+        weights = self.whole_layers(rows, context, places)
+        if weights is not None:
+            given = [place for place in places if place is not None]
+            rows = whole.layers(rows, weights, given or None, context, EPS)
+        else:
+            for block, place in zip(self.blocks[:-1], places, strict=True):
+                rows, branch = block(rows, branch, context, place=place, projections=self.projections)
         for block in self.blocks[-1:]:  # whose rows of the context nobody reads
             rows, branch = block(rows, branch, context, start=context)
         return self.norm(rows if len(self.blocks) else rows[:, context:], branch)[0]
@@ -314,6 +326,34 @@ class TransformerNP(nn.Module):
                 len(layers), rows.shape[:-1].numel(), rows.shape[-1], hidden, rows.itemsize
             )
         return [None] * len(layers) if how == "inline" else gradients.places(weights, how == "overlapped")
+
+    def whole_layers(
+        self, rows: torch.Tensor, context: int, places: list[gradients.Place] | list[None]
+    ) -> whole.Weights | None:
+        """The weights of all layers but the last where these are one launch for such rows, else None."""
+        if self.layers_impl == "apart" or not len(self.blocks[:-1]):
+            return None
+        batch, points, _ = rows.shape
+        if self.layers_impl == "auto" and whole.pick_layers(batch, context, points - context) == "apart":
+            return None
+        weights, reason = None, self._why_apart(rows, places)
+        if reason is None:
+            weights = whole.weights_of([block.weights() for block in self.blocks[:-1]])
+            reason = whole.missing(rows, context, self.blocks[0].attention.heads, weights)
+        if reason is not None and self.layers_impl == "whole":
+            raise RuntimeError(f"TransformerNP: layers_impl is whole, but {reason}")
+        return weights if reason is None else None
+
+    def _why_apart(self, rows: torch.Tensor, places: list[gradients.Place] | list[None]) -> str | None:
+        """Why the layers cannot be one launch, but for their sizes and their weights; or None."""
+        if not rows.is_cuda:
+            return "it needs a GPU"
+        if not self.may_defer or torch.compiler.is_compiling():
+            return "it is for eager calls of ridgeline's attention, MLP and norm without a checkpoint"
+        deferred_ = all(place is not None and not place.operands.overlapped for place in places)
+        if torch.is_grad_enabled() and not deferred_:
+            return "the gradients of weights must be deferred"
+        return None
 
     def loss(
         self, x_context: torch.Tensor, y_context: torch.Tensor, x_target: torch.Tensor, y_target: torch.Tensor

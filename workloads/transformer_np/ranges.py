@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-from . import step, weight_gradients
+from . import step, weight_gradients, whole
 from .layers import FeedForward, MixtureHeads
 from .model import Block, ContextAttention, Norm, TransformerNP
 
@@ -22,6 +22,7 @@ FUNCTIONS: dict[tuple[Any, str], str] = {
     (TransformerNP, "embedded"): "embedding",
     (ContextAttention, "forward"): "attention",
     (Block, "deferring_attention"): "attention",
+    (whole, "layers"): "layers",
     (FeedForward, "forward"): "mlp",
     (Block, "deferring_mlp"): "mlp",
     (MixtureHeads, "forward"): "heads",

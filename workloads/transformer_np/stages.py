@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 import torch
 
-from .model import Block, TransformerNP
+from . import whole
+from .model import EPS, Block, TransformerNP
 from .weight_gradients import Place
 
-STAGES = ("attention", "mlp", "heads", "loss", "optimizer")
+STAGES = ("layers", "attention", "mlp", "heads", "loss", "optimizer")
 ENOUGH = 1e-3  # seconds of a graph beside which a launch of it, some microseconds, does not count
 COPIES = 64
 
@@ -28,8 +29,9 @@ def stages(
 ) -> dict[str, float]:
     """Seconds of each of STAGES in one step, on random rows of the step's shapes, forward and backward: of attention
     and MLP with their norms and residual sums and of all layers, each with its own weights, the last of which answers
-    the targets alone; of the heads with the last norm; of the loss; and of one update, without clipping. A loss that is
-    fused with the heads is a part of theirs, and 0 by itself. Nothing is computed again: `checkpoint` does not count.
+    the targets alone; of the heads with the last norm; of the loss; and of one update, without clipping. Layers that
+    are one launch are "layers", and attention and MLP are those of the last layer. A loss that is fused with the heads
+    is a part of theirs, and 0 by itself. Nothing is computed again: `checkpoint` does not count.
 
     On a GPU each stage is captured in a CUDA graph, all its layers in one, and a short one several times: what is timed
     are its kernels, as in a captured step, and not the host. The median of `repeats` replays, by CUDA events; without a
@@ -64,31 +66,47 @@ def _parts(
     def rows(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.randn(shape, device=parameter.device, dtype=dtype, requires_grad=True)
 
-    whole, answers = ([rows(batch, n, width) for _ in range(2)] for n in (context + targets, targets))
+    everything, answers = ([rows(batch, n, width) for _ in range(2)] for n in (context + targets, targets))
     y = torch.randn(batch, targets, device=parameter.device)
     mixture = [rows(batch, targets, components, dtype=torch.float32) for _ in range(3)]
 
+    inner = model.blocks[:-1]
+    weights = model.whole_layers(everything[0], context, model.places(everything[0]))
+
+    def layers() -> None:
+        assert weights is not None
+        given, places = everything[0].detach().requires_grad_(), model.places(everything[0])
+        made = whole.layers(given, weights, [place for place in places if place is not None], context, EPS)
+        _differentiated((made,), [given], *inner)
+
+    def apart() -> list[tuple[Block, Place | None, bool]]:
+        """Each layer that is no part of `layers`, where it leaves the gradients of its weights, and whether it is the
+        last."""
+        places = [*model.places(everything[0]), None] if len(model.blocks) else []
+        found = [(b, p, b is model.blocks[-1]) for b, p in zip(model.blocks, places, strict=True)]
+        return found if weights is None else found[-1:]
+
     def attention() -> None:
         together = _Together()
-        for block, place, last in _layers(model, whole[0]):
+        for block, place, last in apart():
             if place is None:
-                made = block.attention(*whole, context, context if last else 0)
-                _differentiated(made, whole, block.attention)
+                made = block.attention(*everything, context, context if last else 0)
+                _differentiated(made, everything, block.attention)
             else:
-                given = [rows.detach().requires_grad_() for rows in whole]
+                given = [rows.detach().requires_grad_() for rows in everything]
                 made = block.deferring_attention(*given, context, place, model.projections)
                 together.add(made, given, block.attention)
         together.differentiate()
 
     def mlp() -> None:
         together = _Together()
-        for block, place, last in _layers(model, whole[0]):
+        for block, place, last in apart():
             if place is None:
-                given = answers if last else whole
+                given = answers if last else everything
                 x, total = block.norm(*given)
                 _differentiated((block.mlp(x), total), given, block.norm, block.mlp)
             else:
-                given = [rows.detach().requires_grad_() for rows in whole]
+                given = [rows.detach().requires_grad_() for rows in everything]
                 together.add(block.deferring_mlp(*given, place), given, block.norm, block.mlp)
         together.differentiate()
 
@@ -105,18 +123,15 @@ def _parts(
 
     for each in model.parameters():
         each.grad = torch.randn_like(each)
-    parts: dict[str, Run] = {"attention": attention, "mlp": mlp, "heads": heads, "loss": loss, "optimizer": update}
+    parts: dict[str, Run] = {"layers": layers, "attention": attention, "mlp": mlp, "heads": heads, "loss": loss}
+    parts["optimizer"] = update
     if model.fused_loss:
         del parts["loss"]
+    if weights is None:
+        del parts["layers"]
     if not len(model.blocks):
         del parts["attention"], parts["mlp"]
     return parts
-
-
-def _layers(model: TransformerNP, rows: torch.Tensor) -> list[tuple[Block, Place | None, bool]]:
-    """Each layer, where it leaves the gradients of its weights, and whether it is the last."""
-    places = [*model.places(rows), None] if len(model.blocks) else []
-    return [(b, p, b is model.blocks[-1]) for b, p in zip(model.blocks, places, strict=True)]
 
 
 class _Together:

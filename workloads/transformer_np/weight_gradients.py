@@ -153,11 +153,13 @@ def _stacked(columns: list[list[torch.Tensor]]) -> list[torch.Tensor]:
 
 
 def _summed(partial: dict[tuple[str, int], tuple[torch.Tensor, torch.dtype]]) -> dict[tuple[str, int], torch.Tensor]:
-    """The sum of each in its dtype, by one copy and one sum for all that are alike."""
+    """The sum of each in its dtype, by one sum for all that are alike, after one copy if they do not lie together."""
     found: dict[tuple[str, int], torch.Tensor] = {}
     for shape, dtype in dict.fromkeys((sums.shape, dtype) for sums, dtype in partial.values()):
         alike = {key: sums for key, (sums, other) in partial.items() if sums.shape == shape and other == dtype}
-        found |= dict(zip(alike, torch.stack(list(alike.values())).sum(1).to(dtype), strict=True))
+        together = as_they_lie(list(alike.values()))
+        stack = torch.stack(list(alike.values())) if together is None else together
+        found |= dict(zip(alike, stack.sum(1).to(dtype), strict=True))
     return found
 
 

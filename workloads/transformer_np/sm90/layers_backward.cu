@@ -39,7 +39,7 @@ struct Problem {
     const u16* dy;                             // [sequences, rows, WIDTH]
     u16 *dx, *dx_at;                           // [sequences, rows, WIDTH]; [2, layers, ...] after attention, after the MLP
     u16 *dpre, *dqkv;                          // like pre and qkv
-    float* dgamma;                             // [2, layers, clusters, 4, WIDTH]
+    float* dgamma;                             // [layers, 2, clusters, 4, WIDTH]
     float* parts;                              // [layers, clusters of targets, CLUSTER, 2, 8, 128, 4]: dv and dk
     u32* written;                              // [layers, sequences, CLUSTER], zeros: targets' tiles whose parts are there
     long long gamma_pitch;
@@ -130,7 +130,7 @@ struct Backward : Exchange {
             dx[i] += rstd[half] * (dn[i] * gamma[column] - xhat * (dots[half] * (1.0f / WIDTH)));
             dgamma[column] += there(i) ? dn[i] * xhat : 0;
         }
-        float* const to = a.dgamma + (((u64)(norm * shape.layers + layer) * clusters + cluster) * 4 + threadIdx.x / 32) * WIDTH;
+        float* const to = a.dgamma + (((u64)(layer * 2 + norm) * clusters + cluster) * 4 + threadIdx.x / 32) * WIDTH;
 #pragma unroll
         for (int j = 0; j < 16; j++) {
 #pragma unroll

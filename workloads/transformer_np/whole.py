@@ -1,0 +1,80 @@
+"""All layers but the last of a model in one launch, forward and backward: for few rows, whose products are launches.
+
+The gradients of the layers' weights are left to the places of `weight_gradients`, as by `deferred`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .sm90 import layers as launches
+from .sm90.layers import Saved, Weights, weights_of
+from .weight_gradients import Place, places
+
+__all__ = ["CHOICES", "Weights", "layers", "missing", "pick_layers", "places", "weights_of"]
+
+CHOICES = ("auto", "whole", "apart")
+MOST_CLUSTERS = 14  # of 8 CTAs at once: of the 132 SMs of a GPU some are in groups that have no room for another 8
+
+
+def pick_layers(batch: int, context: int, targets: int) -> str:
+    """Whether the layers of few rows are one launch ("whole") or several a layer ("apart"). Pure.
+
+    A cluster of 8 CTAs takes 64 rows through all layers, and reads all weights: more clusters than run at once would
+    take twice the time. Targets and context do not share a cluster.
+    """
+    fits = launches.clusters(batch, context, targets) <= MOST_CLUSTERS
+    return "whole" if context <= launches.ROWS and fits else "apart"
+
+
+def missing(x: torch.Tensor, context: int, heads: int, weights: Weights | None) -> str | None:
+    """Why layers of these weights (None where they do not lie together) cannot be one launch for the rows
+    x [B, M + N, d], or None."""
+    if weights is None:
+        return "weights must lie together (TransformerNP.flatten_parameters)"
+    return launches.missing(x, context, heads, weights)
+
+
+def layers(x: torch.Tensor, weights: Weights, places: Sequence[Place] | None, context: int, eps: float) -> torch.Tensor:
+    """The rows [B, M + N, d] behind all these layers, of the rows x before them. `places` are where the gradients of
+    the weights are left; None where nothing is differentiated."""
+    if places is None:
+        return launches.forward(x.detach().contiguous(), weights, context, eps, save=False)[0]
+    return _Layers.apply(x, places[0].token, places, weights, context, eps)
+
+
+class _Layers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, token, places, weights, context, eps):
+        ctx.set_materialize_grads(False)
+        ctx.places, ctx.context, ctx.eps = places, context, eps
+        ctx.sizes = weights[6:]
+        x = x.contiguous()
+        y, saved = launches.forward(x, weights, context, eps, save=True)
+        ctx.save_for_backward(x, *saved, *weights[:6])
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        if dy is None:
+            return (None,) * 6
+        x, *others = ctx.saved_tensors
+        kept = len(Saved._fields)
+        saved, weights = Saved(*others[:kept]), Weights(*others[kept:], *ctx.sizes)
+        found = launches.backward(dy.contiguous(), x, saved, weights, ctx.context, ctx.eps)
+        if ctx.needs_input_grad[1]:
+            after_attention, after_mlp = found.dx_at
+            for layer, place in enumerate(ctx.places):
+                place.operands.add(
+                    layer,
+                    qkv=(saved.n[0, layer], found.dqkv[layer]),
+                    out=(saved.attended[layer], after_attention[layer]),
+                    up=(saved.n[1, layer], found.dpre[layer]),
+                    down=(saved.hidden[layer], after_mlp[layer]),
+                )
+                for kind, partial in zip(("before attention", "before mlp"), found.dgamma[layer], strict=True):
+                    place.operands.add_partial(layer, kind, partial, weights.attention_gamma.dtype)
+        return found.dx if ctx.needs_input_grad[0] else None, ctx.places[0].gradient_of_token(), *[None] * 4
