@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from . import block_sparse_attention, versions
-from .launch import forget
 from .portable.backward import portable_bwd
 from .portable.forward import portable_fwd
 from .problem import Problem, Saved
@@ -54,7 +53,6 @@ def put_in_place(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(versions, "cuda_bwd_plan", bwd_plan)
     monkeypatch.setattr(versions, "cuda_unsupported_reason", lambda *_: None)
     monkeypatch.setattr(versions, "cuda_bwd_unsupported_reason", lambda problem, *_: problem.bias and "no bias")
-    forget()
     return seen
 
 
@@ -81,7 +79,6 @@ def test_cuda_is_given_what_it_was_planned_for(layout: str, causal: bool, monkey
         mine = everything(block_sparse_attention, leaves, mask, forward="cuda", backward="cuda", **options)
         assert all(torch.equal(a, b) for a, b in zip(mine, want, strict=True))
     assert seen == ["fwd planned", "fwd", "bwd planned", "bwd", "fwd", "bwd"]
-    forget()
 
 
 def test_cuda_takes_incoming_gradients_of_any_strides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +95,6 @@ def test_cuda_takes_incoming_gradients_of_any_strides(monkeypatch: pytest.Monkey
     for want, incoming in zip(wanted, ((dout, dlse), (dout, None), (None, dlse)), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(gradients("cuda", *incoming), want, strict=True))
     assert seen.count("bwd") == 3
-    forget()
 
 
 @pytest.mark.parametrize(
@@ -120,7 +116,6 @@ def test_when_the_backward_is_cuda(needed: str, backward: str, runs: bool, monke
     block_sparse_attention(**leaves, block_mask=random_mask(2, 3), backward=backward, **SMALL).sum().backward()
     assert ("bwd" in seen) == runs and "fwd" in seen
     assert all((leaves[name].grad is not None) == (name in needed) for name in "qkv")
-    forget()
 
 
 def test_a_deterministic_backward_is_not_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,4 +128,3 @@ def test_a_deterministic_backward_is_not_cuda(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(torch, "get_deterministic_debug_mode", lambda mode=mode: mode)
         block_sparse_attention(*leaves, mask, backward=backward, **SMALL).sum().backward()
         assert seen.count("bwd") == runs, (mode, backward)
-    forget()
