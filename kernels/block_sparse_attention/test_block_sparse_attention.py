@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import BlockIndex, block_index, block_sparse_attention, configs, index
 from .bench import CASES, cost, kept_pairs, make_mask
@@ -204,6 +205,27 @@ def test_compiles_with_an_index():
 
     assert not twice(*leaves, mask).any()
     torch._dynamo.reset()
+
+
+class Passing(TorchDispatchMode):
+    """Changes nothing, and is enough for a call to go through torch.library."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_backward_outside_of_the_mode_that_saw_the_forward(dtype):
+    """The forward goes through torch.library, the backward does not."""
+    leaves, mask = [t.to(dtype) for t in tensors(70, 130)], random_mask(2, 3)
+    want = everything(block_sparse_attention, leaves, mask, **SMALL)
+    leaves = [t.requires_grad_() for t in leaves]
+    with Passing():
+        out, lse = block_sparse_attention(*leaves, mask, return_lse=True, **SMALL)
+    dout = torch.linspace(-2, 2, out.numel(), device=DEVICE).view(out.shape).to(out.dtype)
+    dlse = torch.linspace(1, -1, lse.numel(), device=DEVICE).view(lse.shape)
+    mine = (out, lse, *torch.autograd.grad((out, lse), leaves, (dout, dlse)))
+    assert all(torch.equal(a, b) for a, b in zip(mine, want, strict=True))
 
 
 def test_sections_of_heads_that_do_not_divide_them(monkeypatch):
