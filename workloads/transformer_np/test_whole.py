@@ -16,6 +16,7 @@ from . import TransformerNP, sample_task, transformer_np, whole
 from .bench import FULL, TINY
 from .model import EPS
 from .sm90 import layers as launches
+from .weight_gradients import places
 
 HOPPER = (9, 0)
 SOURCES = Path(launches.__file__).parent
@@ -139,8 +140,7 @@ def test_rows_and_gradients(shape: tuple[int, ...], exact_norms: bool) -> None:
     x = torch.randn(batch, context + targets, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     found = whole.weights_of(weights)
     assert whole.missing(x, context, 8, found) is None
-    places = whole.places(weights)
-    y = whole.layers(x, found, places, context, EPS)
+    y = whole.layers(x, found, places(weights), context, EPS)
     dy = torch.randn_like(y)
     leaves = [x, *(w for layer in weights for w in layer.values())]
     grads = torch.autograd.grad(y, leaves, dy)
