@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import attention
 from .bench import visible
@@ -15,11 +16,18 @@ from .configs import forward as forward_configs
 from .configs import portable as configs
 from .configs.portable import Config
 from .portable import forward, fused_backward, key_gradients, query_gradient, split
-from .problem import zero
+from .problem import Problem, zero
 from .reference import attention_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMS = ("separate", "fused")
+
+
+class Passing(TorchDispatchMode):
+    """Changes nothing, and is enough for a call to go through torch.library."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
 
 
 def normal(*shape: int, **options) -> torch.Tensor:
@@ -95,6 +103,40 @@ def test_any_number_of_splits(queries, keys, heads, kv_heads, causal, monkeypatc
     for splits in (1, 3, 50):
         monkeypatch.setattr(forward_configs, "pick_splits", lambda *_, splits=splits: splits)
         close(attention(*leaves, causal=causal, return_lse=True, forward="split"), expected)
+
+
+@pytest.mark.parametrize("version", ["portable", "split"])
+def test_keys_that_no_query_of_a_tile_sees_are_not_read(version, monkeypatch):
+    """Not even to be multiplied by a probability of 0: values that are not numbers would show it."""
+    small_tiles(monkeypatch)
+    monkeypatch.setattr(configs, "pick_split_config", lambda rows, dim, *_: Config(16, 16, configs.padded(dim), 4, 1))
+    monkeypatch.setattr(forward_configs, "pick_splits", lambda *_: 2)
+    q, k, v = tensors(64, 64, heads=4)
+    before, behind = v.clone(), v.clone()
+    before[:, :, :16], behind[:, :, 16:] = math.nan, math.nan
+    assert attention(q, k, behind, causal=True, forward=version)[:, :, :16].isfinite().all()
+    assert attention(q, k, before, window=(16, -1), forward=version)[:, :, 48:].isfinite().all()
+    assert attention(q, k, behind, window=(-1, 0), forward=version)[:, :, 16:].isnan().all()
+
+
+@pytest.mark.parametrize(("left", "right", "banded"), [(-1, -1, False), (-1, 0, True), (3, -1, True), (0, 5, True)])
+def test_a_mask_or_a_window_is_a_band(left, right, banded):
+    """In which the longest tiles of many heads go first."""
+    assert Problem(*tensors(3, 4), 1.0, left, right, 4).banded == banded
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_backward_outside_of_the_mode_that_saw_the_forward(dtype):
+    """The forward goes through torch.library, the backward does not."""
+    leaves = [t.to(dtype) for t in tensors(20, 33)]
+    want = everything(attention, leaves)
+    leaves = [t.requires_grad_() for t in leaves]
+    with Passing():
+        out, lse = attention(*leaves, return_lse=True)
+    dout = torch.linspace(-2, 2, out.numel(), device=DEVICE).view(out.shape).to(out.dtype)
+    dlse = torch.linspace(1, -1, lse.numel(), device=DEVICE).view(lse.shape)
+    mine = (out, lse, *torch.autograd.grad((out, lse), leaves, (dout, dlse)))
+    assert all(torch.equal(a, b) for a, b in zip(mine, want, strict=True))
 
 
 @pytest.mark.parametrize("splits", [1, 3, 16])

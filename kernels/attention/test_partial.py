@@ -290,6 +290,25 @@ def test_nothing(device, queries, keys):
     assert attention_delta(dout, out).shape == q.shape[:3]
 
 
+@torch.no_grad()
+def test_nothing_may_have_any_strides(device):
+    q, k = torch.empty(1, 2, 0, 16, device=device), torch.empty(1, 1, 4, 16, device=device)
+    expanded, strided = torch.empty(1, 1, 0, 16, device=device).expand(1, 2, 0, 16), torch.empty(1, 2, 0, 32)[..., ::2]
+    for out in (expanded, strided.to(device)):
+        attention_partial(q, k, k, out, torch.empty(2, 0, 1, device=device).permute(2, 0, 1))
+
+
+@torch.no_grad()
+def test_an_infinite_lse_stays(device):
+    """log(exp(inf) + ...) is inf; the rows beside it are what they were."""
+    q, k, v, _ = _inputs(device, torch.float32, 2, 1, 9, 10, 16)
+    _, want = _merged(q, k, v, (10,))
+    out, lse = torch.zeros(q.shape, device=device), torch.full(q.shape[:3], -math.inf, device=device)
+    lse[0, 1, 3] = want[0, 1, 3] = math.inf
+    attention_partial(q, k, v, out, lse)
+    torch.testing.assert_close(lse, want)
+
+
 def test_compiled_without_a_graph_break(device):
     q, k, v, dout = _inputs(device, torch.float32, 2, 1, 12, 10, 16)
 

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import BlockIndex, block_index, block_sparse_attention, configs, index
 from .bench import CASES, cost, kept_pairs, make_mask
@@ -95,9 +96,10 @@ def test_a_bias_of_minus_infinity_is_as_good_as_dropped():
     close(mine[:5], everything(block_sparse_attention, leaves, mask, **SMALL))
 
 
-def test_the_gradient_of_a_bias_in_half_precision():
+@pytest.mark.parametrize(("queries", "keys"), [(300, 200), (384, 256)], ids=["ragged", "whole blocks"])
+def test_the_gradient_of_a_bias_in_half_precision(queries, keys):
     """A sum of thousands of numbers in fp32, whose factors are rounded to fp16: near the exact one all the same."""
-    leaves = [*(t.half() for t in tensors(300, 200)), normal(2, 3, 2)]
+    leaves = [*(t.half() for t in tensors(queries, keys)), normal(2, 3, 2)]
     mask = random_mask(2, 3, 2)
     mine = everything(block_sparse_attention, leaves, mask)
     exact = everything(block_sparse_attention_reference, [t.double() for t in leaves], mask)
@@ -132,9 +134,9 @@ def test_masks_that_share_memory_share_their_lists():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("queries", "keys"), [(150, 9000), (5000, 100), (700, 700)])
+@pytest.mark.parametrize(("queries", "keys"), [(150, 9000), (5000, 100), (700, 700), (128, 192)])
 def test_the_lists_and_their_order(queries, keys, causal):
-    """More lines, and longer ones, than a CTA has at a time."""
+    """More lines, and longer ones, than a CTA has at a time; and whole blocks alone."""
     rows, columns = -(-queries // 64), -(-keys // 64)
     mask = random_mask(2, rows, columns)
     made = block_index(mask, queries, keys, causal=causal, **SMALL)
@@ -143,6 +145,7 @@ def test_the_lists_and_their_order(queries, keys, causal):
     query, key = torch.arange(queries, device=DEVICE)[:, None], torch.arange(keys, device=DEVICE)
     if causal:
         whole = whole & (key <= query + keys - queries)
+    assert made.table.shape == (1, 2, rows * (3 + columns) + columns * (3 + rows))
     for lines, wanted in ((made.rows[0], kept), (made.columns[0], kept.transpose(1, 2))):
         for head, line in itertools.product(range(2), range(wanted.shape[1])):
             expected = wanted[head, line].nonzero().flatten().tolist()
@@ -202,6 +205,27 @@ def test_compiles_with_an_index():
 
     assert not twice(*leaves, mask).any()
     torch._dynamo.reset()
+
+
+class Passing(TorchDispatchMode):
+    """Changes nothing, and is enough for a call to go through torch.library."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_backward_outside_of_the_mode_that_saw_the_forward(dtype):
+    """The forward goes through torch.library, the backward does not."""
+    leaves, mask = [t.to(dtype) for t in tensors(70, 130)], random_mask(2, 3)
+    want = everything(block_sparse_attention, leaves, mask, **SMALL)
+    leaves = [t.requires_grad_() for t in leaves]
+    with Passing():
+        out, lse = block_sparse_attention(*leaves, mask, return_lse=True, **SMALL)
+    dout = torch.linspace(-2, 2, out.numel(), device=DEVICE).view(out.shape).to(out.dtype)
+    dlse = torch.linspace(1, -1, lse.numel(), device=DEVICE).view(lse.shape)
+    mine = (out, lse, *torch.autograd.grad((out, lse), leaves, (dout, dlse)))
+    assert all(torch.equal(a, b) for a, b in zip(mine, want, strict=True))
 
 
 def test_sections_of_heads_that_do_not_divide_them(monkeypatch):

@@ -126,6 +126,14 @@ def test_shares_of_ragged_causal_attention():
     assert not (shares * ~visible_blocks(100, 150, 64, True, device=DEVICE)).any()
 
 
+def test_masks_are_of_the_blocks_that_the_attention_has_by_default():
+    q, k = normal(1, 2, 258, 8), normal(1, 1, 255, 8)
+    gated = BlockGate(2, 1, 8, sparsity=0.5, device=DEVICE)(q, k)
+    for made in (threshold_blocks(q, k, sparsity=0.5), block_shares(q, k), gated.mask):
+        assert made.shape == (1, 2, 3, 2)
+    assert block_sparse_attention(q, k, k, gated.mask).shape == q.shape
+
+
 def gate(**options) -> BlockGate:
     torch.manual_seed(0)
     return BlockGate(2, 1, 8, gate_dim=4, block_size=64, device=DEVICE, **{"sparsity": 0.5, **options})

@@ -126,8 +126,8 @@ def _fused_mlp_hidden_kernel(
     EVEN_K: tl.constexpr,
 ):
     """hidden = act(pre) or act(gate) · pre, with pre = x · wᵀ + bias and gate = x · w_gateᵀ; [rows, pitch], zero from
-    column `cols` on. Writes those of hidden, pre and gate that are not None. Persistent: a CTA takes every
-    num_programs-th tile."""
+    column `cols` on. Writes those of hidden, pre and gate that are not None; without w_gate there is no gate.
+    Persistent: a CTA takes every num_programs-th tile."""
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(pitch, BLOCK_N)
     for place in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
         tile_m, tile_n = _raster(place, tiles_m, tiles_n, RASTER)
@@ -153,7 +153,7 @@ def _fused_mlp_hidden_kernel(
             pre += tl.load(from_bias, mask=col < cols, other=0.0).to(tl.float32)[None, :]
         if pre_ptr is not None:
             tl.store(pre_ptr + to, pre.to(pre_ptr.dtype.element_ty), mask=inside)
-        if w_gate_ptr is not None and gate_ptr is not None:
+        if gate_ptr is not None:
             tl.store(gate_ptr + to, gate.to(gate_ptr.dtype.element_ty), mask=inside)
         if hidden_ptr is not None:
             if w_gate_ptr is not None:

@@ -121,7 +121,7 @@ def single_launch(
 
 def weights_launch(a: torch.Tensor, b: torch.Tensor, cols: int, depth: int) -> Callable[..., None]:
     """Writes a gradient [cols, depth], contiguous, given (a, b, out): aᵀ · b over their rows. a and b may have more
-    columns than that."""
+    columns than that; rows of a are contiguous."""
     (rows, loaded_a), loaded_b, device, (capability, sms) = a.shape, b.shape[1], a.device, device_of(a)
     aligned = whole_vectors(a) and whole_vectors(b)
     config = configs.pick_weights_config(rows, cols, depth, aligned, a.dtype, capability, sms)
@@ -130,7 +130,7 @@ def weights_launch(a: torch.Tensor, b: torch.Tensor, cols: int, depth: int) -> C
         _fused_mlp_weights_kernel,
         (triton.cdiv(cols, config.block_n) * triton.cdiv(depth, config.block_k) * splits,),
         device,
-        (rows, cols, depth, loaded_a, loaded_b, part, *a.stride(), *b.stride()),
+        (rows, cols, depth, loaded_a, loaded_b, part, a.stride(0), *b.stride()),
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         BLOCK_R=config.block_r,
@@ -151,7 +151,7 @@ def weights_launch(a: torch.Tensor, b: torch.Tensor, cols: int, depth: int) -> C
 
 
 def bias_launch(a: torch.Tensor, cols: int) -> Callable[..., None]:
-    """Writes a gradient [cols], given (a, out): the sum of a's rows."""
+    """Writes a gradient [cols], given (a, out): the sum of a's rows, which are contiguous."""
     rows, device, (_, sms) = a.shape[0], a.device, device_of(a)
     config = configs.pick_bias_config(rows, cols, a.dtype, sms)
     part, splits = _parts(rows, config.splits, config.block_r)
@@ -159,7 +159,7 @@ def bias_launch(a: torch.Tensor, cols: int) -> Callable[..., None]:
         _fused_mlp_bias_kernel,
         (triton.cdiv(cols, config.block_n) * splits,),
         device,
-        (rows, cols, part, *a.stride()),
+        (rows, cols, part, a.stride(0)),
         BLOCK_N=config.block_n,
         BLOCK_R=config.block_r,
         num_warps=config.num_warps,

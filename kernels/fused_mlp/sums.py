@@ -25,7 +25,6 @@ def _fused_mlp_weights_kernel(
     loaded_b,
     part,
     stride_am,
-    stride_an,
     stride_bm,
     stride_bk,
     BLOCK_N: tl.constexpr,
@@ -34,7 +33,7 @@ def _fused_mlp_weights_kernel(
     RASTER: tl.constexpr,
 ):
     """out[s, n, k] = Σ over the rows m of part s of a[m, n] · b[m, k]; [parts, cols, depth]. A part has `part` rows.
-    Of a and b `loaded_a` and `loaded_b` columns can be read."""
+    Of a and b `loaded_a` and `loaded_b` columns can be read; rows of a are contiguous."""
     tiles_n, tiles_k = tl.cdiv(cols, BLOCK_N), tl.cdiv(depth, BLOCK_K)
     split = tl.program_id(0) // (tiles_n * tiles_k)
     tile_n, tile_k = _raster(tl.program_id(0) % (tiles_n * tiles_k), tiles_n, tiles_k, RASTER)
@@ -42,7 +41,7 @@ def _fused_mlp_weights_kernel(
     end = tl.minimum(start + part, rows)
     n, k = tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     row = tl.arange(0, BLOCK_R).to(tl.int64)[:, None]
-    a_ptr += (start + row) * stride_am + n.to(tl.int64)[None, :] * stride_an
+    a_ptr += (start + row) * stride_am + n[None, :]
     b_ptr += (start + row) * stride_bm + k.to(tl.int64)[None, :] * stride_bk
     acc = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     for first in tl.range(start, end, BLOCK_R):
@@ -64,11 +63,11 @@ def _fused_mlp_bias_kernel(
     cols,
     part,
     stride_am,
-    stride_an,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """out[s, n] = Σ over the rows m of part s of a[m, n]. Reads a once: 2·M·N bytes in bf16, 49 us for 205000 x 512."""
+    """out[s, n] = Σ over the rows m of part s of a[m, n], whose rows are contiguous. Reads a once: 2·M·N bytes in
+    bf16, 49 us for 205000 x 512."""
     tiles_n = tl.cdiv(cols, BLOCK_N)
     split, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
     start = split.to(tl.int64) * part
@@ -77,7 +76,7 @@ def _fused_mlp_bias_kernel(
     row = tl.arange(0, BLOCK_R)[:, None]
     acc = tl.zeros([BLOCK_R, BLOCK_N], dtype=tl.float32)
     for first in tl.range(start, end, BLOCK_R):
-        a = a_ptr + (first + row) * stride_am + n.to(tl.int64)[None, :] * stride_an
+        a = a_ptr + (first + row) * stride_am + n[None, :]
         acc += tl.load(a, mask=(first + row < end) & (n < cols)[None, :], other=0.0).to(tl.float32)
     tl.store(out_ptr + split.to(tl.int64) * cols + n, tl.sum(acc, 0).to(out_ptr.dtype.element_ty), mask=n < cols)
 

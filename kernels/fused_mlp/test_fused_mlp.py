@@ -71,8 +71,18 @@ def test_versions(backend: str, save: str) -> None:
 
 @pytest.mark.parametrize(("rows", "dim", "hidden", "dim_out"), [(3, 0, 5, 4), (3, 5, 0, 4), (3, 5, 4, 0), (0, 3, 5, 4)])
 def test_nothing_to_multiply(rows: int, dim: int, hidden: int, dim_out: int) -> None:
-    for backend in ("fused", "two_gemms"):
-        agrees(operands(rows, dim, hidden, dim_out), backend=backend)
+    for backend, save in itertools.product(("fused", "two_gemms"), ("activations", "input")):
+        agrees(operands(rows, dim, hidden, dim_out), backend=backend, save=save)
+
+
+@pytest.mark.parametrize("save", ["activations", "input"])
+def test_no_rows_give_gradients_of_zero(save: str) -> None:
+    """Also each gradient alone."""
+    tensors = operands(0, 3, 5, 4)
+    for name in tensors:
+        leaf = tensors[name].clone().requires_grad_()
+        fused_mlp(**{**tensors, name: leaf}, save=save).sum().backward()
+        assert torch.equal(leaf.grad, torch.zeros_like(leaf))
 
 
 def test_both_ways_to_save_give_the_same_bits() -> None:
@@ -174,10 +184,10 @@ def test_real_widths(dtype: torch.dtype, gated: bool) -> None:
 
 
 def test_a_stride_times_a_block_may_exceed_32_bits() -> None:
-    """Of a transposed view a step of the sum advances by more than 2^31 elements: 2^32 + 16, which 32 bits would take
-    for 16. Little of the memory is touched."""
-    far = 2**28 + 1
-    memory = torch.empty(17 * far, dtype=torch.float16, device=DEVICE)
+    """Of a transposed view a step of the sum advances by more than 2^31 elements: 2^31 + 16, which 32 bits would take
+    for a negative number. Little of the memory is touched."""
+    far = 2**27 + 1
+    memory = torch.empty(16 * far + 3, dtype=torch.float16, device=DEVICE)
     x = memory.as_strided((3, 17), (1, far)).copy_(torch.randn(3, 17))
     rest = operands(3, 17, 5, 4, "w1 w2", torch.float16)
     assert configs.pick_hidden_config(3, 16, 17, False, False, x.dtype, (9, 0), 132).block_k == 16

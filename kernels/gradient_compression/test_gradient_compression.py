@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -67,6 +71,24 @@ def test_the_kernels_of_several_ranks_equal_the_reference_to_the_bit(kind, world
         assert all(same(a, b) for a, b in zip(residuals, kept, strict=True))
 
 
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernels_of_a_reduce_scatter_equal_the_reference_to_the_bit(kind, world):
+    """Each rank's part, of any number of elements, is quantised once, in blocks of its own."""
+    for numel, average in ((300, True), (256, False), (3, True), (1031, False)):
+        chunks = Chunks.even(numel * world, world, kind)
+        tensors = [torch.randn(numel * world, device=DEVICE) for _ in range(world)]
+        stages = [Stages(chunks, rank, torch.device(DEVICE), average, scatter=True) for rank in range(world)]
+        quantized = torch.empty(world, world, chunks.bytes, dtype=torch.uint8, device=DEVICE)
+        for rank, stage in enumerate(stages):
+            stage.quantize(tensors[rank], None, quantized[rank])
+        for rank, stage in enumerate(stages):
+            out = torch.full((numel + 1,), torch.nan, device=DEVICE)
+            stage.reduce(quantized[:, rank].contiguous(), None, out[:numel])
+            want = sum(roundtrip(tensor.split(numel)[rank], kind) for tensor in tensors)
+            assert torch.equal(out[:numel], want * (1 / world) if average else want) and out[numel].isnan()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_lost_is_at_most_half_a_step(kind):
     x = torch.randn(1000, device=DEVICE)
@@ -91,6 +113,14 @@ def test_every_code_comes_back(kind):
     x[BLOCK:] = x[:BLOCK] * 2.0**-20
     x = x.to(DEVICE)
     torch.testing.assert_close(gradient_compression(x.clone(), kind=kind), x, rtol=3e-7, atol=0)
+
+
+def test_the_smallest_normal_numbers_are_kept():
+    """A scale is at least 2^-126: multiples of that come back as they were, and not as multiples of a larger one."""
+    x = torch.arange(-127.0, 128.0, device=DEVICE) * 2.0**-126
+    for kind, largest in (("int8", 127), ("int4", 7), ("int8", 5)):
+        given = x[127 - largest : 128 + largest].clone()
+        assert torch.equal(gradient_compression(given.clone(), kind=kind), given)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -143,6 +173,23 @@ def test_chunks_cover_the_tensor(kind, numel, world):
     assert chunks.elements % BLOCK == 0 and chunks.elements * world >= numel > chunks.elements * world - BLOCK * world
     assert chunks.bytes % 16 == 0 and chunks.scales_at % 16 == 0
     assert 0 <= chunks.bytes - (chunks.elements * BITS[kind] // 8 + 4 * chunks.blocks) < 16
+
+
+def test_it_compiles_for_hopper():
+    """The interpreter stands for a GPU without conversions to fp8, and takes none of the instructions of sm_90."""
+    script = """
+from harness.compiling import ahead
+from kernels.gradient_compression.bench import SPEC
+cases = [case for case in SPEC.cases if case.dims == {"numel": 1021} and case.dtype.itemsize == 4]
+assert len(cases) == 3, cases
+outcome = ahead.compile_spec(SPEC, (9, 0), cases, ("fwd",))
+assert not outcome.failures, outcome.failures
+assert len(outcome.rows) == 9 and sum(row["to_fp8"][0] > 0 for row in outcome.rows) == 2
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = Path(configs.__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_configurations_are_pure_and_valid():

@@ -19,9 +19,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from . import CompressState, compress_fsdp, compress_hook, gradient_compression, release
+from . import CompressedReduceScatter, CompressState, compress_fsdp, compress_hook, gradient_compression, release
 from .chunks import KINDS
-from .reference import exchange_reference, gradient_compression_reference
+from .reference import exchange_reference, gradient_compression_reference, roundtrip
 from .state import OTHER_KINDS
 
 TIMEOUT = timedelta(seconds=120)
@@ -106,6 +106,37 @@ def error_feedback_converges(rank: int, world: int, device: str) -> None:
         slack = 2 * steps * 2**-8 * torch.stack(everyone(residual.float())).abs().max() * max(2, world)
         assert (total + left - truth).abs().max() <= slack, kind
         assert (total - truth).abs().max() < 3 * (4.5 / 7), kind
+
+
+def scatter_is_the_reference(rank: int, world: int, device: str) -> None:
+    """FSDP's reduce-scatter: each rank's part is quantised once, in blocks of its own; what is small is not."""
+    average, total_of = dist.ReduceOp.AVG, dist.ReduceOp.SUM
+    for kind, op, numel in (("int8", average, 300), ("int4", total_of, 256), ("fp8", average, 5)):
+        scatter = CompressedReduceScatter(kind, error_feedback=True, min_numel=6 * world)
+        for step in range(2):
+            given = random(rank, 20 + step, numel * world, device)
+            kept = torch.zeros_like(given) if scatter.residual is None else scatter.residual.float()
+            total = torch.zeros(numel, device=device)
+            lost = torch.zeros_like(given)
+            for other, x in enumerate(everyone(given + kept)):
+                small = x.numel() < 6 * world
+                parts = [part if small else roundtrip(part, kind) for part in x.split(numel)]
+                total = total + parts[rank]
+                lost = x - torch.cat(parts) if other == rank else lost
+            want = total * (1 / world) if op == average else total
+            out, x = torch.empty_like(total), given.clone()
+            scatter(out, x, dist.group.WORLD, op)
+            assert torch.equal(x, given), kind
+            if small:
+                torch.testing.assert_close(out, want)
+                assert scatter.residual is None
+            else:
+                assert torch.equal(out, want), kind
+                assert torch.equal(scatter.residual, lost.bfloat16()), kind
+    with pytest.raises(ValueError, match="op must be SUM or AVG"):
+        scatter(out, x, dist.group.WORLD, dist.ReduceOp.MAX)
+    empty = torch.empty(0, device=device)
+    CompressedReduceScatter(min_numel=0)(empty, empty, dist.group.WORLD, total_of)
 
 
 def one_rank_is_the_reference_of_all(rank: int, world: int, device: str) -> None:
@@ -249,11 +280,18 @@ CHECKS: tuple[Callable[[int, int, str], None], ...] = (
     a_checkpoint_continues,
     warmup_steps_are_uncompressed,
     fsdp_trains_like_uncompressed,
+    scatter_is_the_reference,
 )
 
 
 #: of two processes, in every run of the tests: the exchange with each kind, and DDP's hook
-QUICK = (repeats_to_the_bit, one_rank_is_the_reference_of_all, each_kind_is_the_reference, small_tensors_are_exempt)
+QUICK = (
+    repeats_to_the_bit,
+    one_rank_is_the_reference_of_all,
+    each_kind_is_the_reference,
+    small_tensors_are_exempt,
+    scatter_is_the_reference,
+)
 
 
 def work(rank: int, world: int, device: str, folder: str, checks: tuple[str, ...]) -> None:

@@ -90,7 +90,7 @@ def pick_weights_config(cols: int, depth: int, capability: tuple[int, int]) -> W
     return WeightsConfig(_fit(cols, 128), _fit(depth, 128), raster=8, stages=stages, num_warps=8)
 
 
-def pick_cuda_rows_config(groups: int, rows: int, cols: int, depth: int) -> CudaConfig:
+def pick_cuda_rows_config(groups: int, rows: int, cols: int) -> CudaConfig:
     """Configuration of products.cu for the forward. Pure.
 
     - Tiles of 192 or 128 columns: which takes less time by ROWS_STEP_NS, all rounds of the CTAs together.

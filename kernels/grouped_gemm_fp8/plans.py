@@ -42,7 +42,7 @@ def rows_plan(
     a, b = _readable(x), _readable(weights)
     write = None
     if rows and cols and backend == "cuda":
-        config = configs.pick_cuda_rows_config(groups, rows, cols, x.shape[1])
+        config = configs.pick_cuda_rows_config(groups, rows, cols)
         write = products.rows_launch(a, b, scale_x, scale_w, out_dtype, config)
     elif rows and cols:
         write = _rows_launch(a, b, scale_x, scale_w, block_m)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from harness.spec import Case
 
-from . import bench, configs, op, operands, plans, schedule
+from . import bench, configs, launch, op, operands, plans, schedule
 from .bench import SPEC
 from .kernel import _grouped_gemm_fp8_table_kernel
 from .op import grouped_gemm_fp8
@@ -105,6 +105,17 @@ def test_nothing_to_multiply(rows: int, n: int, k: int) -> None:
     agrees(grouped_gemm_fp8_wgrad, gradient([3, 16 * rows], 16 * rows, n, k))
 
 
+@pytest.mark.parametrize("function", [grouped_gemm_fp8, grouped_gemm_fp8_wgrad])
+@pytest.mark.parametrize(
+    ("ends", "rows", "n", "k"), [([], 16, 16, 32), ([0, 0], 0, 16, 32), ([3, 9], 16, 0, 32), ([3, 9], 16, 32, 0)]
+)
+def test_nothing_is_launched_for_an_empty_result(function, ends: list[int], rows: int, n: int, k: int) -> None:
+    arguments = (forward if function is grouped_gemm_fp8 else gradient)(ends, rows, n, k)
+    with mock.patch.object(launch.Launch, "__call__", autospec=True) as launched:
+        result = function(*arguments)
+    assert launched.called == bool(result.numel())
+
+
 def test_no_groups() -> None:
     assert torch.equal(grouped_gemm_fp8(*forward([], 5, 16, 32)).float(), torch.zeros(5, 16, device=DEVICE))
     assert grouped_gemm_fp8_wgrad(*gradient([], 16, 16, 32)).shape == (0, 16, 32)
@@ -167,6 +178,15 @@ def test_scales_of_blocks_that_a_group_has_no_rows_of_are_not_read() -> None:
     tensors[2][:, 3:] = torch.nan
     dweights = grouped_gemm_fp8_wgrad(*tensors, offsets)
     assert dweights.isfinite().all() and not dweights[1].any()
+
+
+def test_a_group_without_rows_within_a_block_is_zero() -> None:
+    """Whatever the scales of the block that its neighbours share."""
+    *tensors, offsets = gradient([130, 130, 260], 512, 32, 16)
+    for of_rows in tensors[2:]:
+        of_rows[:, 1] = torch.nan
+    dweights = grouped_gemm_fp8_wgrad(*tensors, offsets)
+    assert not dweights[1].any() and dweights[::2].isnan().all()
 
 
 @pytest.mark.parametrize("function", [grouped_gemm_fp8, grouped_gemm_fp8_wgrad])
@@ -343,16 +363,18 @@ for ours, want, given in (
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
-def test_it_compiles_for_ada() -> None:
-    """sm_89 is promised and in no table: SPEC.compile_targets are columns of docs/SUPPORT.md for every kernel."""
-    script = """
+@pytest.mark.parametrize(("capability", "every"), [((9, 0), False), pytest.param((8, 9), True, marks=pytest.mark.slow)])
+def test_tensor_cores_multiply_numbers_of_8_bits(capability: tuple[int, int], every: bool) -> None:
+    """The interpreter decodes operands, a GPU does not. sm_89 is promised and in no table: SPEC.compile_targets are
+    columns of docs/SUPPORT.md for every kernel."""
+    script = f"""
 from harness.compiling import ahead
-from kernels.grouped_gemm_fp8.bench import SPEC
-cases = [case for case in SPEC.cases if case.bench]
-outcome = ahead.compile_spec(SPEC, (8, 9), cases, ("fwd",), ("auto",))
+from kernels.grouped_gemm_fp8.bench import FORWARDS, GRADIENTS, SPEC
+cases = [case for case in SPEC.cases if case.bench] if {every} else (FORWARDS[0], GRADIENTS[0])
+outcome = ahead.compile_spec(SPEC, {capability}, cases, ("fwd",), ("triton" if {capability} >= (9, 0) else "auto",))
 assert not outcome.failures, outcome.failures
-assert sum("QMMA" in row["mma"] for row in outcome.rows) >= 2
+products = [row["mma"] for row in outcome.rows if row["jit"] != "_grouped_gemm_fp8_table_kernel"]
+assert len(products) >= 2 and all(mma.keys() <= {{"QMMA", "QGMMA"}} and mma for mma in products), products
 """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(op.__file__).parents[2]

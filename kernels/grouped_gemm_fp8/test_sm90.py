@@ -11,7 +11,7 @@ import torch
 
 from harness.compiling import nvrtc, sass
 
-from . import configs
+from . import configs, plans
 from .op import grouped_gemm_fp8
 from .op_wgrad import grouped_gemm_fp8_wgrad
 from .sm90 import cuda_driver, products
@@ -62,6 +62,26 @@ def test_which_backend_auto_is(of_weights: bool) -> None:
     assert auto(8192, 8, True) == "cuda" and auto(8192, 8, False) == "triton"
     assert auto(64, 8, True) == ("cuda" if of_weights else "triton")
     assert configs.pick_backend("triton", 8192, 8, of_weights, True) == "triton"
+
+
+def test_what_runs_where_cuda_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """backend="cuda" runs products.cu; what has no elements is left to Triton, since TMA takes no empty tensor."""
+    monkeypatch.setattr(products, "unsupported_reason", lambda *_: None)
+    started = []
+    for name in ("rows_launch", "weights_launch"):
+        monkeypatch.setattr(products, name, lambda *_, name=name: started.append(name))
+    for depth in (0, 32):
+        plans.rows_plan(*forward([3, 9], 16, 48, depth), torch.float32, "cuda")
+    for rows in (0, 32):
+        plans.weights_plan(*gradient([3, 9], rows, 48, 16), torch.float32, "cuda")
+    assert started == ["rows_launch", "weights_launch"]
+
+
+@PRODUCTS
+def test_triton_does_not_ask_for_a_compiler(function, make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing CuPy takes about a second."""
+    monkeypatch.setattr(products, "unsupported_reason", lambda *_: pytest.fail("asked"))
+    function(*make([3, 9], 80, 16, 16), backend="triton")
 
 
 # (BLOCK_N, TURNS, STAGES) of products.cu: a gradient's tile of 192 columns leaves room for three steps.
@@ -117,9 +137,8 @@ def test_host_and_device_agree() -> None:
 def test_the_configuration(cols: int) -> None:
     """It fits into shared memory, and is one that is compiled and tested."""
     for groups, rows in ((1, 16), (8, 8192), (64, 32768)):
-        forward, weights = (
-            pick(groups, rows, cols, cols) for pick in (configs.pick_cuda_rows_config, configs.pick_cuda_weights_config)
-        )
+        forward = configs.pick_cuda_rows_config(groups, rows, cols)
+        weights = configs.pick_cuda_weights_config(groups, rows, cols, cols)
         for dtype in (torch.bfloat16, torch.float32):
             assert products.shared_bytes(forward, False, dtype) <= 227 << 10
             assert products.shared_bytes(weights, True, dtype) <= 227 << 10

@@ -12,6 +12,7 @@ from harness.correctness import addresses
 from . import configs, plans
 from .configs import heads_backward
 from .heads_backward import products
+from .heads_backward.plan import sum_launch
 from .op import heads_gmm
 from .reference import heads_gmm_reference
 
@@ -244,3 +245,18 @@ def test_memory_of_the_backward(save: str) -> None:
     torch.cuda.reset_peak_memory_stats()
     loss.backward()
     assert torch.cuda.max_memory_allocated() - before < 2 * rows * 128 * 2 + 400 * 2**20
+
+
+@pytest.mark.parametrize("parts", [1, 16, 17, 37, 313])
+def test_parts_of_a_sum(parts: int) -> None:
+    """Few and many, of few and many elements, of two tensors in one launch; run-to-run the same bits."""
+    generator = torch.Generator().manual_seed(0)
+    first, second = (torch.randn(shape, generator=generator).to(DEVICE) for shape in ((parts, 10, 3), (5, 1100)))
+    found = []
+    for _ in range(2):
+        sums = first.new_empty(10, 3), second.new_empty(1100).half()
+        sum_launch((sums[0], parts), (sums[1], 5))(first, sums[0], second, sums[1])
+        found.append(sums)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    torch.testing.assert_close(found[0][0], first.double().sum(0).float(), rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(found[0][1], second.double().sum(0).half(), rtol=2e-3, atol=1e-3)

@@ -52,10 +52,10 @@ def agree(
     Raises ValueError, on every rank, that names what differs.
     """
     key = (id(members(group)), dist.get_world_size(group), device, terms, q_lengths, k_lengths)
-    made, known = _AGREED.get(key, (None, None))
-    if made is not None and known is not None and known() is members(group):
+    known = _AGREED.get(key)
+    if known is not None and known[1]() is members(group):
         _AGREED.move_to_end(key)
-        return made
+        return known[0]
     found: list[tuple[Terms, tuple[str, str, int]]] = [None] * dist.get_world_size(group)  # type: ignore[list-item]
     shared = (*terms.shared, ("q_lengths", q_lengths), ("k_lengths", k_lengths))
     mine = Terms(terms.queries, terms.keys, shared)

@@ -226,7 +226,7 @@ def _below(upper: Call, lower: Call) -> Call | None:
     distance, rows = upper.q_offset - upper.k_offset, upper.q[1] - upper.q[0]
     if lower.q_offset - lower.k_offset != distance + rows or upper.k[1] - upper.k[0] < distance + rows:
         return None
-    return replace(upper, q=(upper.q[0], lower.q[1]), k=(upper.k[0], max(upper.k[1], lower.k[1])))
+    return replace(upper, q=(upper.q[0], lower.q[1]), k=lower.k)  # later queries see no fewer keys
 
 
 def _finish(steps: list[tuple[Call, ...]], queries: int) -> list[tuple[Call, ...]]:

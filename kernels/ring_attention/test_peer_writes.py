@@ -9,6 +9,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -246,3 +247,44 @@ def test_copies_of_pieces(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     into = torch.zeros(2, 3, 11, 4)
     driver.copy(whole[:, :, 2:7], into[:, :, 1:6], stream)
     assert torch.equal(into[:, :, 1:6], whole[:, :, 2:7]) and not into[:, :, 0].any() and not into[:, :, 6:].any()
+
+
+def test_an_arena_has_rooms_behind_counters_and_a_stream_for_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group has one, which is made anew for more room alone, and once its work is done."""
+    symmetric = pytest.importorskip("torch.distributed._symmetric_memory")
+    log: list[object] = []
+    peers = torch.empty(2, 1 << 16, dtype=torch.uint8)
+    handle = SimpleNamespace(
+        rank=1,
+        world_size=3,
+        barrier=lambda: log.append("barrier"),
+        get_remote_tensor=lambda rank, shape, dtype: peers[rank // 2][: shape[0]].view(dtype),
+    )
+
+    def stream(device: torch.device, priority: int) -> SimpleNamespace:
+        return SimpleNamespace(wait_stream=lambda other: log.append(("waits", other)))
+
+    monkeypatch.setattr(symmetric, "empty", lambda size, **options: torch.full((size,), 255, **options))
+    monkeypatch.setattr(symmetric, "rendezvous", lambda memory, name: log.append(name) or handle)
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "current")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("synchronized"))
+    monkeypatch.setattr(peer_writes, "_ARENAS", {})
+    group: Any = SimpleNamespace(size=lambda: 3, group_name="three")
+    device = torch.device("cpu")
+    arena = peer_writes._arena(group, device, 1000)
+    assert log == ["three", "barrier", ("waits", "current"), ("waits", "current")]
+    assert len(arena.streams) == len(KINDS) and arena.streams[0] is not arena.streams[1]
+    parts = [peers[0], arena.memory, peers[1]]
+    assert [part.data_ptr() for part in arena.parts] == [part.data_ptr() for part in parts]
+    first = arena.rooms[1].data_ptr() - arena.memory.data_ptr()
+    assert not arena.memory[:first].any() and all(room.numel() >= 1000 for room in arena.rooms)
+    counters = [
+        arena.signals[kind].expected(signal, source)[0] - arena.memory.data_ptr()
+        for kind, signal, source in itertools.product(KINDS, (peer_writes.READY, peer_writes.ARRIVED), range(3))
+    ]
+    assert len(set(counters)) == 12 and min(counters) >= 0 and max(counters) + 4 <= first
+    assert peer_writes._arena(group, device, 400) is arena and len(log) == 4
+    assert peer_writes._arena(group, device, 2000) is not arena and log[4] == "synchronized"
+    peer_writes.release()
+    assert not peer_writes._ARENAS and log[-1] == "synchronized"

@@ -164,6 +164,21 @@ def test_an_implementation_is_active_inside_alone(implementation: str) -> None:
     assert not [name for name in sys.modules if "flash_attention_4_" in name]
 
 
+@registry
+def test_a_pytorch_without_a_registry_has_its_own_flash_attention_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.tensor.experimental import _attention as torch_cp
+
+    monkeypatch.setattr(torch_cp, "_enable_context_parallel_dispatcher", lambda: None)
+    for backend in ("flash", "cudnn", "ridgeline"):
+        assert callable(peers.context_parallel(backend, "allgather"))
+    monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl")
+    for backend in ("flash", "cudnn"):
+        assert callable(peers.context_parallel(backend, "alltoall"))
+    for backend in ("fa4", "ridgeline"):
+        with pytest.raises(ImportError, match="one implementation of flash attention"):
+            peers.context_parallel(backend, "allgather", INTERFACE)
+
+
 def test_forward_and_backward_run_inside_and_nothing_else() -> None:
     log: list[str] = []
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from harness.spec import Case, Peer
 
 from ..attention import attention
-from . import backward, bench, compute, configs, peer_writes, release, ring_attention, shard, unshard
+from . import backward, bench, compute, configs, op, peer_writes, release, ring_attention, shard, unshard
 from . import test_world as plain
 from .compute import attend
 from .layout import LAYOUTS, even_lengths
@@ -110,6 +111,8 @@ def _bad_calls(rank: int) -> list[str]:
         ((x, x.half(), x), {}),
         ((x, x, x[:, :, :2]), {}),
         ((x, x[:, :, :, :4], x), {}),
+        ((torch.zeros(1, 2, 4, 257),) * 3, {}),
+        ((x[..., :0],) * 3, {}),
         ((x, x[:, :1].repeat(1, 3, 1, 1), x[:, :1].repeat(1, 3, 1, 1)), {}),
         ((x, x, x), dict(layout="round")),
         ((x, x, x), dict(rotate="values")),
@@ -143,6 +146,8 @@ SAID = (
     "TypeError: ring_attention: k must be a tensor of q's dtype, got torch.float16",
     "ValueError: ring_attention: v must have k's shape",
     "ValueError: ring_attention: k must have q's B and D",
+    "ValueError: ring_attention: q must be [B, H, S, D] with 1 <= D <= 256, got shape (1, 2, 4, 257)",
+    "ValueError: ring_attention: q must be [B, H, S, D] with 1 <= D <= 256, got shape (1, 2, 4, 0)",
     "ValueError: ring_attention: q's 2 heads must be a multiple of k's, which has 3",
     "ValueError: layout must be one of",
     "ValueError: ring_attention: rotate must be one of",
@@ -192,8 +197,9 @@ def _at_length(rank: int, world: int) -> dict[str, object]:
             found["outside"] = str(error)
     leaves = [torch.randn(1, 2, 4 + rank, 8, requires_grad=True) for _ in range(3)]
     lengths = [4 + other for other in range(world)]
-    still = ring_attention(*leaves, causal=True, q_lengths=lengths, k_lengths=lengths, transport="none")
-    gradients = torch.autograd.grad(still.sum(), leaves)
+    with mock.patch.object(dist, "batch_isend_irecv", side_effect=AssertionError("sent")):
+        still = ring_attention(*leaves, causal=True, q_lengths=lengths, k_lengths=lengths, transport="none")
+        gradients = torch.autograd.grad(still.sum(), leaves)
     found["still"] = [x.shape for x in (still, *gradients)] == [leaves[0].shape] * 4
     return found
 
@@ -250,6 +256,19 @@ def test_one_rank_is_plain_attention() -> None:
     assert torch.equal(ours, plain_out) and torch.equal(lse, plain_lse)
     with pytest.raises(ValueError, match="q must have the 4 rows that q_lengths gives rank 0, got 5"):
         ring_attention(q, k, v, q_lengths=[4])
+
+
+def test_a_gradient_that_there_is_none_of_is_not_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a gradient of lse the backward is given none, and not zeros to subtract."""
+    given = []
+    monkeypatch.setattr(op, "ring_forward", lambda ring, q, k, v: (q.clone(), q.sum(3)))
+    monkeypatch.setattr(op, "ring_backward", lambda ring, dout, dlse, q, *_: given.append((dout, dlse)) or (q, q, q))
+    q = torch.ones(1, 2, 5, 8, requires_grad=True)
+    for use in (lambda out, lse: out.sum(), lambda out, lse: lse.sum()):
+        use(*op._RingAttention.apply(q, q, q, None)).backward()
+    (dout, dlse), (no_dout, of_lse) = given
+    assert dlse is None and dout.eq(1).all()
+    assert not no_dout.any() and no_dout.shape == q.shape and of_lse.eq(1).all()
 
 
 def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:

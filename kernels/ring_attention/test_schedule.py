@@ -66,6 +66,7 @@ def check(problem: Problem) -> None:
                 queries, keys = (rank, step.partner) if rotate == "keys" else (step.partner, rank)
                 seen = torch.zeros(problem.q_lengths[queries], problem.k_lengths[keys], dtype=torch.int64)
                 for call in step.calls:
+                    assert call.q[0] < call.q[1]
                     add(seen, call)
                     used = call.k if rotate == "keys" else call.q
                     assert used[0] == used[1] or (step.rows[0] <= used[0] and used[1] <= step.rows[1])
@@ -94,6 +95,7 @@ def check_gathered(problem: Problem) -> None:
         seen = torch.zeros(problem.q_lengths[rank], sum(problem.k_lengths), dtype=torch.int64)
         calls = gathered_calls(problem, rank)
         for call in calls:
+            assert call.q[0] < call.q[1]
             add(seen, call)
         assert torch.equal(seen, torch.cat(want[rank], 1).long()[:, place]), (problem, rank)
         final_once(list(calls), problem.q_lengths[rank])

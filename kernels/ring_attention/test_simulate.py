@@ -36,6 +36,15 @@ def test_what_does_not_overlap_is_the_transfer_beyond_the_products() -> None:
     assert found.exposed == found.seconds == pytest.approx(512 * 64 * 2 * 2 / 1e9)
 
 
+def test_gradients_leave_a_step_later_than_their_block_came() -> None:
+    """Rank 2, the slowest, moves 1 row for step 1 and 2 for step 2; the gradients of 1, in fp32, leave during step 2,
+    those of 2 behind it."""
+    options = dict(heads=1, kv_heads=1, dim=64, layout="zigzag", backward=True)
+    found = simulate(3, 5, 5, Rates(1e30, 1e9, latency=0.0), **options)
+    row = 64 * 2
+    assert found.seconds == pytest.approx(row * (2 * (1 + 2) + 4 * (1 + 2)) / 1e9)
+
+
 def test_a_layout_that_is_not_balanced_is_slower() -> None:
     even, uneven = (
         simulate(8, 1 << 18, 1 << 18, FAST, layout=layout).efficiency for layout in ("zigzag", "contiguous")

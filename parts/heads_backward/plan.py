@@ -22,7 +22,7 @@ from .dhidden import _heads_dhidden_kernel
 from .operands import device_of, whole_vectors
 from .sums import _heads_dw1_kernel, _heads_dx_kernel, _heads_sum_kernel
 
-SUM_BLOCK = 512
+SUM_BLOCK, SUM_AT_ONCE = 512, 16  # elements of a CTA, and parts that it loads together where there are more
 
 Optional = torch.Tensor | None
 Needs = tuple[bool, bool, bool]  # the gradients of x, w1 and w2
@@ -297,7 +297,9 @@ def sum_launch(first: Parts, second: Parts | None = None) -> Launch:
     (like, parts), (elements, more) = first, (second[0].numel(), second[1]) if second else (0, 0)
     grid = (triton.cdiv(like.numel(), SUM_BLOCK) + triton.cdiv(elements, SUM_BLOCK),)
     fixed = like.numel(), parts, elements, more
-    return Launch(_heads_sum_kernel, grid, like.device, fixed, BLOCK=SUM_BLOCK, num_warps=4)
+    at_once, more_at_once = (SUM_AT_ONCE if n > SUM_AT_ONCE else 1 for n in (parts, more))
+    options = dict(BLOCK=SUM_BLOCK, AT_ONCE=at_once, MORE_AT_ONCE=more_at_once, num_warps=4)
+    return Launch(_heads_sum_kernel, grid, like.device, fixed, **options)
 
 
 def block_o(dim_out: int) -> int:

@@ -99,15 +99,23 @@ def _heads_dw1_kernel(
 
 
 @triton.jit
-def _add_up(parts_ptr, out_ptr, elements, parts, place, BLOCK: tl.constexpr):
+def _add_up(parts_ptr, out_ptr, elements, parts, place, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr):
     at = place.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < elements
-    parts_ptr += at
-    acc = tl.zeros([BLOCK], dtype=tl.float32)
-    for _ in tl.range(0, parts, loop_unroll_factor=4):  # loads in flight
-        acc += tl.load(parts_ptr, mask=inside, other=0.0)
-        parts_ptr += elements
-    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
+    if AT_ONCE == 1:
+        from_part = parts_ptr + at
+        acc = tl.zeros([BLOCK], dtype=tl.float32)
+        for _ in tl.range(0, parts, loop_unroll_factor=4):  # loads in flight
+            acc += tl.load(from_part, mask=inside, other=0.0)
+            from_part += elements
+        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
+    else:  # of few elements, as of a bias: one after the other would be as many waits
+        part = tl.arange(0, AT_ONCE)[:, None]
+        tile = tl.zeros([AT_ONCE, BLOCK], dtype=tl.float32)
+        for first in tl.range(0, parts, AT_ONCE):
+            from_parts = parts_ptr + (first + part).to(tl.int64) * elements + at[None, :]
+            tile += tl.load(from_parts, mask=(first + part < parts) & inside[None, :], other=0.0)
+        tl.store(out_ptr + at, tl.sum(tile, 0).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -121,14 +129,17 @@ def _heads_sum_kernel(
     more_elements,
     more_parts,
     BLOCK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    MORE_AT_ONCE: tl.constexpr,
 ):
-    """out[i] = Σ_s parts[s, i], the parts in their order, in fp32; and the same of another tensor, unless None."""
+    """out[i] = Σ_s parts[s, i] in fp32, the parts in their order, or of every AT_ONCE-th part first and then of these
+    sums; and the same of another tensor, unless None."""
     place = tl.program_id(0)
     if more_parts_ptr is None:
-        _add_up(parts_ptr, out_ptr, elements, parts, place, BLOCK)
+        _add_up(parts_ptr, out_ptr, elements, parts, place, BLOCK, AT_ONCE)
     else:
         blocks = tl.cdiv(elements, BLOCK)
         if place < blocks:
-            _add_up(parts_ptr, out_ptr, elements, parts, place, BLOCK)
+            _add_up(parts_ptr, out_ptr, elements, parts, place, BLOCK, AT_ONCE)
         else:
-            _add_up(more_parts_ptr, more_out_ptr, more_elements, more_parts, place - blocks, BLOCK)
+            _add_up(more_parts_ptr, more_out_ptr, more_elements, more_parts, place - blocks, BLOCK, MORE_AT_ONCE)

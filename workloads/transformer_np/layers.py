@@ -16,49 +16,13 @@ from kernels.fused_mlp import fused_mlp
 from kernels.heads_gmm import heads_gmm
 from kernels.heads_mlp import heads_mlp
 
-#: Rows of the input up to which the gradient of a bias is a product with ones: PyTorch's sum over rows has a CTA for
-#: 512 columns, which takes 23 us on an H200 for 564 rows, where products of that size take 5. The limit is reckoned.
-FEW_ROWS = 4096
-
 
 class Linear(nn.Linear):
-    """nn.Linear whose weights are rounded to the dtype of the input: fp32 weights, products in bf16. With
-    `bias_by_product` the gradient of the bias is a product with ones where the input has few rows, in eager calls
-    without autocast; such a call can be differentiated once."""
-
-    def __init__(self, columns: int, rows: int, bias: bool = True, bias_by_product: bool = False) -> None:
-        super().__init__(columns, rows, bias)
-        self.bias_by_product = bias_by_product
+    """nn.Linear whose weights are rounded to the dtype of the input: fp32 weights, products in bf16."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        weight = self.weight.to(input.dtype)
-        if self.bias is None:
-            return F.linear(input, weight)
-        bias = self.bias.to(input.dtype)
-        plain = not (torch.compiler.is_compiling() or torch.is_autocast_enabled(input.device.type))
-        few = plain and input.shape[:-1].numel() <= FEW_ROWS
-        linear = _LinearBiasByProduct.apply if self.bias_by_product and few else F.linear
-        return linear(input, weight, bias)
-
-
-class _LinearBiasByProduct(torch.autograd.Function):
-    """F.linear(x [..., D], weight [H, D], bias [H]); in the backward dbias = 1ᵀ · dy, by a product."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        rows, x_rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
-        return (
-            dy @ weight if ctx.needs_input_grad[0] else None,
-            rows.mT @ x_rows if ctx.needs_input_grad[1] else None,
-            (rows.new_ones(1, len(rows)) @ rows)[0] if ctx.needs_input_grad[2] else None,
-        )
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        return F.linear(input, self.weight.to(input.dtype), bias)
 
 
 def feed_forward(name: str) -> Callable[..., torch.Tensor]:

@@ -12,7 +12,7 @@ from torch import nn
 from kernels.gmm_logprob import gmm_logprob
 from kernels.rmsnorm import rmsnorm
 
-from . import deferred, whole
+from . import deferred, embedding, whole
 from . import weight_gradients as gradients
 from .attention import WITH_PROJECTIONS, Attend, attend, context_attention
 from .checkpoint import Again, from_source, recomputed, recomputed_but_attention
@@ -235,9 +235,8 @@ class TransformerNP(nn.Module):
         with_projections = isinstance(attention, str) and attention in WITH_PROJECTIONS
         self.may_defer = with_projections and mlp != "torch" and norm != "torch" and checkpoint == "none"
         self.fused_loss = loss_impl == "fused" or (loss_impl == "auto" and heads_impl != "torch")
-        ours = mlp != "torch"
-        first, second = (Linear(columns, d_model, bias_by_product=ours) for columns in (x_dim + 2, d_model))
-        self.embed = nn.Sequential(first, nn.SiLU(), second)
+        self.fused_embedding = mlp != "torch"
+        self.embed = nn.Sequential(Linear(x_dim + 2, d_model), nn.SiLU(), Linear(d_model, d_model))
         self.blocks = nn.ModuleList(
             Block(
                 ContextAttention(d_model, heads, attention, norm),
@@ -283,10 +282,14 @@ class TransformerNP(nn.Module):
 
     def embedded(self, x_context: torch.Tensor, y_context: torch.Tensor, x_target: torch.Tensor) -> torch.Tensor:
         """[B, M + N, d_model]: the rows that the first block is given."""
+        dtype = self.norm.weight.dtype if self.dtype is None else self.dtype
+        first, _, second = self.embed
+        if self.fused_embedding and embedding.takes(first, second, x_context, y_context, x_target):
+            return embedding.embedded(x_context, y_context, x_target, first, second, dtype)
         targets = x_target.new_zeros(*x_target.shape[:-1], 2)
         context = torch.stack((y_context, torch.ones_like(y_context)), -1)
         points = torch.cat((torch.cat((x_context, context), -1), torch.cat((x_target, targets), -1)), 1)
-        return self.embed(points.to(self.norm.weight.dtype if self.dtype is None else self.dtype))
+        return self.embed(points.to(dtype))
 
     def forward(
         self, x_context: torch.Tensor, y_context: torch.Tensor, x_target: torch.Tensor

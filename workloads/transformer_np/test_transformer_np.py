@@ -43,7 +43,6 @@ from . import attention as attention_module
 from . import layers as layers_module
 from .bench import FULL, SPEC, TINY, make_inputs
 from .feasibility import H200, RATES
-from .layers import FEW_ROWS, Linear
 from .step import _flat_update, places, views
 from .task import JITTER, _by_features, _exact
 
@@ -138,38 +137,6 @@ def test_what_a_checkpoint_of_ours_computes_again(monkeypatch: pytest.MonkeyPatc
         assert calls == dict.fromkeys(calls, times * sizes.layers), kind
         kept[kind] = memory.saved_bytes(lambda model=model: model.blocks[0](*rows, 16)[1], (model, *rows))
     assert kept["block"] < kept["attention"] < 0.5 * kept["none"], kept
-
-
-@pytest.mark.parametrize("rows", [1, 7, FEW_ROWS + 1])
-@pytest.mark.parametrize("frozen", [(), (0,), (1, 2)])
-def test_the_gradient_of_a_bias_by_a_product(rows: int, frozen: tuple[int, ...]) -> None:
-    x = torch.randn(rows, 3, generator=generator(), dtype=torch.float64)
-    found = []
-    for by_product in (True, False):
-        linear = Linear(3, 5, bias_by_product=by_product).double()
-        for i, parameter in enumerate((linear.weight, linear.bias)):
-            torch.nn.init.normal_(parameter, generator=generator())
-            parameter.requires_grad_(i + 1 not in frozen)
-        leaf = x.clone().requires_grad_(0 not in frozen)
-        out = linear(leaf)
-        took = "LinearBiasByProduct" in type(out.grad_fn).__name__
-        assert took == (by_product and rows <= FEW_ROWS)
-        out.sin().sum().backward()
-        found.append((out, leaf.grad, linear.weight.grad, linear.bias.grad))
-    for mine, other in zip(*found, strict=True):
-        assert (mine is None) == (other is None)
-        torch.testing.assert_close(mine, other, check_stride=True)
-
-
-def test_a_bias_by_a_product_under_autocast_and_of_one_row() -> None:
-    linear = Linear(3, 5, bias_by_product=True)
-    for x in (torch.randn(7, 3), torch.randn(3)):
-        with torch.autocast("cpu", torch.bfloat16):
-            autocast = linear(x)
-        for y, own in ((autocast, False), (linear(x), True)):
-            assert ("LinearBiasByProduct" in type(y.grad_fn).__name__) == own
-            (found,) = torch.autograd.grad(y.float().sum(), linear.bias)
-            torch.testing.assert_close(found, torch.full((5,), float(x.shape[:-1].numel())))
 
 
 def test_targets_see_the_context_alone() -> None:

@@ -16,6 +16,7 @@ from . import TransformerNP, sample_task, transformer_np, whole
 from .bench import FULL, TINY
 from .model import EPS
 from .sm90 import layers as launches
+from .weight_gradients import places
 
 HOPPER = (9, 0)
 SOURCES = Path(launches.__file__).parent
@@ -91,13 +92,13 @@ def test_the_ablation_has_it_for_few_rows() -> None:
 
 
 @pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
-@pytest.mark.parametrize("gamma32", [0, 1])
+@pytest.mark.parametrize("exact_norms", [False, True])
 @pytest.mark.parametrize("which", ["forward", "backward"])
-def test_it_compiles(which: str, gamma32: int) -> None:
+def test_it_compiles(which: str, exact_norms: bool) -> None:
     """Without spills, with two waits in each loop of products and one for each other group of them: ptxas puts one
     behind each wgmma whose sums it cannot leave in their registers."""
     saves = ("SAVE=1",) if which == "forward" else ()
-    defines = ("HIDDEN_PANELS=22", f"GAMMA32={gamma32}", "FP16=0", *saves)
+    defines = (*launches.common_defines(1408, exact_norms), *saves)
     cubin = nvrtc.compiled(SOURCES / f"layers_{which}.cu", "sm_90a", defines)
     usage = sass.inspect(cubin, f"transformer_np_layers_{which}")
     assert usage.spills == 0 and usage.stack == 0
@@ -139,8 +140,7 @@ def test_rows_and_gradients(shape: tuple[int, ...], exact_norms: bool) -> None:
     x = torch.randn(batch, context + targets, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     found = whole.weights_of(weights)
     assert whole.missing(x, context, 8, found) is None
-    places = whole.places(weights)
-    y = whole.layers(x, found, places, context, EPS)
+    y = whole.layers(x, found, places(weights), context, EPS)
     dy = torch.randn_like(y)
     leaves = [x, *(w for layer in weights for w in layer.values())]
     grads = torch.autograd.grad(y, leaves, dy)

@@ -11,9 +11,9 @@ import torch
 
 from .sm90 import layers as launches
 from .sm90.layers import Saved, Weights, weights_of
-from .weight_gradients import Place, places
+from .weight_gradients import Place
 
-__all__ = ["CHOICES", "Weights", "layers", "missing", "pick_layers", "places", "weights_of"]
+__all__ = ["CHOICES", "Weights", "layers", "missing", "pick_layers", "weights_of"]
 
 CHOICES = ("auto", "whole", "apart")
 MOST_CLUSTERS = 14  # of 8 CTAs at once: of the 132 SMs of a GPU some are in groups that have no room for another 8

@@ -154,14 +154,15 @@ def _store_statistics(lse_ptr, peak_ptr, total_ptr, at, peak, total, mask):
 
 
 @triton.jit
-def _merge(acc, lse, running_ptr, before, row, cols, stride, count, dim, EVEN_D: tl.constexpr):
+def _merge(acc, lse, running_ptr, before, row, cols, stride, dim, EVEN_D: tl.constexpr):
     """out and lse over the keys of a running attention as well, whose lse is `before`: with L = log(exp(before) +
-    exp(lse)) the sum of exp(before − L)·running and exp(lse − L)·acc. Rows that have seen no key are not read."""
+    exp(lse)) the sum of exp(before − L)·running and exp(lse − L)·acc. Rows that have seen no key, as those beyond the
+    last, are not read."""
     top = tl.maximum(before, lse)  # on a GPU of NaN and another number the other
     none = (before == float("-inf")) & (lse == float("-inf"))
     both = tl.exp(before - tl.where(none, 0.0, top)) + tl.exp(lse - tl.where(none, 0.0, top))
     merged = tl.where(none | (top == float("inf")), top, top + tl.log(both))
-    mask = ((row < count) & (before != float("-inf")))[:, None]
+    mask = (before != float("-inf"))[:, None]
     if not EVEN_D:
         mask = mask & (cols < dim)[None, :]
     running = tl.load(running_ptr + row[:, None] * stride + cols[None, :], mask=mask, other=0.0)
@@ -251,7 +252,7 @@ def _attention_fwd_kernel(
         running_ptr += (batch * stride_rb + own * stride_rh + wide * stride_rm) * UNIT
         before = tl.load(lse_ptr + at, mask=here, other=float("-inf"))
         lse = (peak + tl.log2(total)) * LN_2
-        out, lse = _merge(out, lse, running_ptr, before, row, cols, stride_rm * UNIT, queries - start, dim, EVEN_D)
+        out, lse = _merge(out, lse, running_ptr, before, row, cols, stride_rm * UNIT, dim, EVEN_D)
         tl.store(lse_ptr + at, lse, mask=here)
     _store_rows(out_ptr, out, row, cols, stride_om * UNIT, queries - start, dim, EVEN_D)
 

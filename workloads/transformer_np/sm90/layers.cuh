@@ -1,11 +1,11 @@
-// What the layers' forward and backward share: tiles of rows, panels in shared memory, the ring of the weights, products.
+// What the layers' forward and backward share: tiles of rows, panels in shared memory, the weights' ring, products.
 //
 // A thread has of 64 x 64 sums columns 8 j + 2 (lane % 4) and the next, of the rows lane / 4 and lane / 4 + 8 of its
 // warp's 16: d[4 j] and d[4 j + 1] of the first, d[4 j + 2] and d[4 j + 3] of the second. Packed to 16 bits these are
 // x[2 j] and x[2 j + 1], and four of them wgmma's operand for 16 terms.
 //
-// Defined by the launcher: HIDDEN_PANELS (of 64 columns of the hidden), GAMMA32 (whether the norms' weights are fp32, not
-// 16 bits), FP16.
+// Defined by the launcher: SHARED (bytes of shared memory), HIDDEN_PANELS (of 64 columns of the hidden), GAMMA32 (the
+// norms' weights are fp32, not 16 bits), FP16.
 #pragma once
 
 constexpr int CLUSTER = 8;
@@ -17,10 +17,11 @@ constexpr int PANEL = ROWS * 64 * 2, PANELS = 22, SLOTS = 6, GROUPS = (HIDDEN_PA
 constexpr int RING = PANELS * PANEL, SUMS = RING + SLOTS * PANEL, BARRIERS = SUMS + CLUSTER * ROWS * 4;
 constexpr int FULL = BARRIERS, EMPTY = FULL + 8 * SLOTS, ROWS_FULL = EMPTY + 8 * SLOTS, HEADS_FULL = ROWS_FULL + 8,
               HIDDEN_FULL = HEADS_FULL + 8, SUMS_FULL = HIDDEN_FULL + 8 * 3, KEYS_FULL = SUMS_FULL + 8,
-              KEYS_FREE = KEYS_FULL + 8, MORE_FULL = KEYS_FREE + 8, VALUES_FULL = MORE_FULL + 8, DONE = VALUES_FULL + 8, SHARED_BYTES = DONE + 8;
+              KEYS_FREE = KEYS_FULL + 8, DK_FULL = KEYS_FREE + 8, DV_FULL = DK_FULL + 8, DONE = DV_FULL + 8,
+              END = DONE + 8;
 constexpr int CONSUMERS = 128, THREADS = CONSUMERS + 64;  // a warpgroup; a warp for weights and one for keys
 constexpr float LOG2_E = 1.4426950408889634f;
-static_assert(HIDDEN_PANELS >= CLUSTER && HIDDEN_PANELS <= PANELS && SHARED_BYTES <= 232448);
+static_assert(HIDDEN_PANELS >= CLUSTER && HIDDEN_PANELS <= PANELS && END == SHARED);
 
 #if GAMMA32
 typedef float Gamma;
@@ -166,13 +167,16 @@ struct Exchange {
     // Of tensor `i` of [..., sequences, rows].
     DEVICE u64 row_of(int i) const { return ((u64)i * shape.sequences + tile.sequence) * shape.rows + tile.first; }
 
+    // This CTA's head of a layer, of [layers, sequences, CLUSTER].
+    DEVICE u64 head_of(int layer) const { return ((u64)layer * shape.sequences + tile.sequence) * CLUSTER + rank; }
+
     // Gives a slot of the ring back: the warp's wgmmas that read it are complete.
     DEVICE void release(int slot) {
         if (threadIdx.x % 32 == 0) bar_arrive(smem + EMPTY + 8 * slot);
     }
 
-    // d += panels, from `first` on, times the weights' next panels, which lie along their columns (B_ROWS 0) or rows. The
-    // hidden is waited for in groups of 8 panels.
+    // d += panels, from `first` on, times the weights' next panels, which lie along their columns (B_ROWS 0) or rows.
+    // The hidden is waited for in groups of 8 panels.
     template <int B_ROWS, bool OF_HIDDEN = false>
     DEVICE void multiply(float (&d)[32], int first, int panels, u32 phase = 0) {
         constexpr int W_STEP = B_ROWS ? 16 * 128 / 16 : 32 / 16;

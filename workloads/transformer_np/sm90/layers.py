@@ -240,13 +240,18 @@ def _backward_launch(key: _Key) -> _Made:
 
 
 def _launch(key: _Key, which: str, defines: tuple[str, ...], layout: str) -> cuda_driver.Launch:
-    defines = (f"HIDDEN_PANELS={key.hidden // PANEL}", f"GAMMA32={int(key.exact_norms)}", "FP16=0", *defines)
+    defines = (*common_defines(key.hidden, key.exact_norms), *defines)
     with torch.cuda.device(key.device):
         (kernel,) = cuda_driver.kernels(
             key.device, f"layers_{which}.cu", (f"transformer_np_layers_{which}",), defines, SHARED
         )
     grid = CLUSTER * clusters(key.batch, key.context, key.rows - key.context)
     return cuda_driver.Launch(key.device, kernel, grid, THREADS, SHARED, layout)
+
+
+def common_defines(hidden: int, exact_norms: bool) -> tuple[str, ...]:
+    """What layers.cuh wants to be defined."""
+    return f"SHARED={SHARED}", f"HIDDEN_PANELS={hidden // PANEL}", f"GAMMA32={int(exact_norms)}", "FP16=0"
 
 
 def _weights_maps(key: _Key) -> tuple[cuda_driver.TensorMap, ...]:

@@ -6,16 +6,16 @@
 // and partial sums of the gradients of the norms' weights. Those of the other weights are products over all rows, for
 // which everything that they need is written: dx before and after the MLP, dpre, dq, dk and dv.
 //
-// CTA c of a cluster has 64 columns of dx in registers, and four times a layer panels of all 8 CTAs are exchanged, as in
-// the forward: dx, dpre, dx, and dq with, for the context's rows, dk and dv. The gradient of a norm
+// CTA c of a cluster has 64 columns of dx in registers, and four times a layer panels of all 8 CTAs are exchanged, as
+// in the forward: dx, dpre, dx, and dq with, for the context's rows, dk and dv. The gradient of a norm
 //
 //     dx += rstd (dn gamma - xhat mean(dn gamma xhat)),   xhat = x rstd
 //
 // needs a mean over all columns before they are there: sum(dn n) is sum(dy y) for a product y = n W^T, so that each CTA
 // sends what it has of that with its panel.
 //
-// dk and dv are sums over the rows of all clusters. Targets' clusters write theirs and go on; CTA c of the context waits
-// for those of head c, and adds them in a fixed order. So here targets come first in the grid.
+// dk and dv are sums over the rows of all clusters. Targets' clusters write theirs and go on; CTA c of the context
+// waits for those of head c, and adds them in a fixed order. So here targets come first in the grid.
 //
 // Shared memory: panels as in the forward.
 //   0 to 5    k, v, q, p, ds, do of this CTA's head         6 to 13   dq, and then dv
@@ -37,11 +37,12 @@ struct Problem {
     const float* lse;                          // [layers, sequences, CLUSTER, rows]
     const u16* pre;                            // [layers, sequences, rows, HIDDEN_PITCH]
     const u16* dy;                             // [sequences, rows, WIDTH]
-    u16 *dx, *dx_at;                           // [sequences, rows, WIDTH]; [2, layers, ...] after attention, after the MLP
+    u16* dx;                                   // [sequences, rows, WIDTH]
+    u16* dx_at;                                // [2, layers, sequences, rows, WIDTH]: after attention, after the MLP
     u16 *dpre, *dqkv;                          // like pre and qkv
     float* dgamma;                             // [layers, 2, clusters, 4, WIDTH]
     float* parts;                              // [layers, clusters of targets, CLUSTER, 2, 8, 128, 4]: dv and dk
-    u32* written;                              // [layers, sequences, CLUSTER], zeros: targets' tiles whose parts are there
+    u32* written;                              // [layers, sequences, CLUSTER], zeros: targets' tiles whose parts are in
     long long gamma_pitch;
     Shape shape;
 };
@@ -100,7 +101,7 @@ struct Backward : Exchange {
 
     DEVICE bool there(int i) const { return first_row() + i / 2 % 2 * 8 < tile.count; }
 
-    // Writes a CTA's columns of dx and has all CTAs of the cluster get them. `place` is 1 after the MLP, 0 after attention.
+    // Writes this CTA's columns of dx, which all of the cluster get. `place` is 1 after the MLP, 0 after attention.
     DEVICE void exchange_dx(const float (&dx)[32], int place, int layer, bool wait) {
         u32 packed[16];
         const int at = place * shape.layers + layer;
@@ -115,7 +116,7 @@ struct Backward : Exchange {
         __syncwarp();
     }
 
-    // dx += the gradient of a norm of which dn is that of its columns, and `dots` are the sums of dn n over all columns.
+    // dx += the gradient of a norm: dn is that of its result, and `dots` are the sums of dn n over all columns.
     DEVICE void add_norm(float (&dx)[32], const float (&dn)[32], const u32 (&h)[16], const float (&gamma)[16],
                          const float (&rstd)[2], const float (&dots)[2], int norm, int layer) {
         float dgamma[16];
@@ -150,7 +151,8 @@ struct Backward : Exchange {
         load_panel(to.h, h + 64 * rank, WIDTH, tile.count);
         load_gamma(to.gamma, (norm ? a.mlp_gamma : a.attention_gamma) + layer * a.gamma_pitch + 64 * rank);
 #pragma unroll
-        for (int half = 0; half < 2; half++) to.rstd[half] = there(2 * half) ? load_early(a.rstd + row + first_row() + 8 * half) : 0;
+        for (int half = 0; half < 2; half++)
+            to.rstd[half] = there(2 * half) ? load_early(a.rstd + row + first_row() + 8 * half) : 0;
     }
 
     DEVICE void mlp(float (&dx)[32], int layer) {
@@ -208,7 +210,8 @@ struct Backward : Exchange {
     // The part that the targets' cluster `cluster` has of dv (0) or dk (1) of this CTA's head.
     DEVICE float4* part_of(int layer, int cluster, int which) const {
         const int clusters = shape.sequences * targets_tiles(shape);
-        return (float4*)a.parts + (((u64)(layer * clusters + cluster) * CLUSTER + rank) * 2 + which) * 8 * 128 + threadIdx.x;
+        const u64 part = ((u64)(layer * clusters + cluster) * CLUSTER + rank) * 2 + which;
+        return (float4*)a.parts + part * 8 * 128 + threadIdx.x;
     }
     DEVICE void write_part(const float (&d)[32], int layer, int which) {
         float4* const to = part_of(layer, blockIdx.x / CLUSTER, which);
@@ -239,14 +242,14 @@ struct Backward : Exchange {
     DEVICE void attention(float (&dx)[32], int layer) {
         float d[32], s[32], dots[2] = {0, 0}, of_rows[2], lse[2];
         u32 q[16], packed[16], dout[16];
-        const u64 head = ((u64)(layer * shape.sequences + tile.sequence) * CLUSTER + rank);
+        const float* const all_lse = a.lse + head_of(layer) * shape.rows + tile.first;
         u16* const dqkv = a.dqkv + row_of(layer) * 3 * WIDTH + 64 * rank;
         const u16* const qkv = a.qkv + row_of(layer) * 3 * WIDTH + 64 * rank;
         load_panel(q, qkv, 3 * WIDTH, tile.count);
         load_panel(packed, a.attended + row_of(layer) * WIDTH + 64 * rank, WIDTH, tile.count);
 #pragma unroll
         for (int half = 0; half < 2; half++)
-            lse[half] = there(2 * half) ? load_early(a.lse + head * shape.rows + tile.first + first_row() + 8 * half) : 0;
+            lse[half] = there(2 * half) ? load_early(all_lse + first_row() + 8 * half) : 0;
         bar_wait(smem + ROWS_FULL, 1);
         clear(d);
         multiply<1>(d, DX, WIDTH_PANELS);
@@ -312,7 +315,7 @@ struct Backward : Exchange {
             warpgroup_sync(1);
             if (threadIdx.x == 0) {
                 __threadfence();
-                add_release(a.written + head, 1);
+                add_release(a.written + head_of(layer), 1);
             }
             __syncwarp();
 #pragma unroll
@@ -337,8 +340,7 @@ struct Backward : Exchange {
         u32 packed[16], keys[16], values[16];
         load_panel(keys, qkv + WIDTH, 3 * WIDTH, tile.count);
         load_panel(values, qkv + 2 * WIDTH, 3 * WIDTH, tile.count);
-        if (threadIdx.x == 0)
-            wait_for_count(a.written + (u64)(layer * shape.sequences + tile.sequence) * CLUSTER + rank, targets_tiles(shape));
+        if (threadIdx.x == 0) wait_for_count(a.written + head_of(layer), targets_tiles(shape));
         warpgroup_sync(1);
         add_parts(dk, layer, 1);
         add_parts(dv, layer, 0);
@@ -352,8 +354,8 @@ struct Backward : Exchange {
         send_sums(dots);
         wait_until_done();  // with dx
         if (threadIdx.x == 0) {
-            bar_expect(smem + MORE_FULL, WIDTH_PANELS * PANEL);
-            spread(maps.dqkv, DX + rank, WIDTH + 64 * rank, layer, smem + MORE_FULL);
+            bar_expect(smem + DK_FULL, WIDTH_PANELS * PANEL);
+            spread(maps.dqkv, DX + rank, WIDTH + 64 * rank, layer, smem + DK_FULL);
         }
         __syncwarp();
     }
@@ -363,13 +365,13 @@ struct Backward : Exchange {
         say_done();
         wait_until_done();  // with dq
         if (threadIdx.x == 0) {
-            bar_expect(smem + VALUES_FULL, WIDTH_PANELS * PANEL);
-            spread(maps.dqkv, DQ + rank, 2 * WIDTH + 64 * rank, layer, smem + VALUES_FULL);
+            bar_expect(smem + DV_FULL, WIDTH_PANELS * PANEL);
+            spread(maps.dqkv, DQ + rank, 2 * WIDTH + 64 * rank, layer, smem + DV_FULL);
         }
         __syncwarp();
-        bar_wait(smem + MORE_FULL, phase);
+        bar_wait(smem + DK_FULL, phase);
         multiply<1>(d, DX, WIDTH_PANELS);
-        bar_wait(smem + VALUES_FULL, phase);
+        bar_wait(smem + DV_FULL, phase);
         multiply<1>(d, DQ, WIDTH_PANELS);
     }
 

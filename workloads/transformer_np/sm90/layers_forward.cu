@@ -1,11 +1,11 @@
 // The layers of TransformerNP in one launch, for Hopper (sm_90a): few rows, of which all attend to the first `context`.
 //
 //     n = norm(x, attention_gamma)     q, k, v = n W_qkv^T     x = x + softmax(q k^T / 8) v W_out^T
-//     n = norm(x, mlp_gamma)           x = x + silu(n W_up^T) W_down^T                            for each layer in turn
+//     n = norm(x, mlp_gamma)           x = x + silu(n W_up^T) W_down^T                    for each layer in turn
 //
 // A cluster of 8 CTAs takes 64 rows through all layers. CTA c has columns 64 c to 64 c + 63 of the residual stream, in
 // registers, as sums of wgmma that the products add to; head c; and of the hidden the panels c, c + 8 and c + 16. Every
-// product needs whole rows, of which each CTA made a panel of 64 columns: it writes the panel to memory and has TMA load
+// product needs whole rows, of which each CTA made a panel of 64 columns: it writes the panel to memory, and TMA loads
 // it into the shared memory of all 8, at the panel's place. That happens four times a layer: x, what the heads made, x,
 // the hidden.
 //
@@ -24,9 +24,9 @@
 //   panels 0 to 7   what the heads made         14 to 21   x gamma
 //   panels 8, 9     keys, values                0 to 21    the hidden
 // Nobody may load into a panel that some CTA still reads. What the heads made follows x of this layer, whose sender had
-// done with the hidden; x gamma before the MLP follows what all heads made, after their products with x gamma; the first
-// 8 panels of the hidden follow x gamma before the MLP, after all products with what the heads made. The rest of the
-// hidden would overwrite x gamma, and x gamma the hidden: DONE counts the CTAs that have multiplied by it.
+// done with the hidden; x gamma before the MLP follows what all heads made, after their products with x gamma; the
+// first 8 panels of the hidden follow x gamma before the MLP, after all products with what the heads made. The rest of
+// the hidden would overwrite x gamma, and x gamma the hidden: DONE counts the CTAs that have multiplied by it.
 //
 // Defined by the launcher: SAVE (whether what the backward needs is written), and what layers.cuh says.
 
@@ -37,7 +37,8 @@ constexpr int HEADS = 0, KEYS = 8, VALUES = 9, SCALED = PANELS - WIDTH_PANELS;  
 struct Problem {
     const u16* x;                              // [sequences, rows, WIDTH]
     const Gamma *attention_gamma, *mlp_gamma;  // a layer's are gamma_pitch elements apart
-    u16 *h, *n, *scaled;                       // [2, layers, sequences, rows, WIDTH] and the last x, [2, layers, ...], [2, ...]
+    u16 *h, *n;                                // [2, layers, sequences, rows, WIDTH]; behind h the last x
+    u16* scaled;                               // [2, sequences, rows, WIDTH]
     float* rstd;                               // [2, layers, sequences, rows]
     u16 *qkv, *attended;                       // [layers, sequences, rows, 3 WIDTH], [..., WIDTH]
     float* lse;                                // [layers, sequences, CLUSTER, rows]
@@ -151,7 +152,7 @@ struct Forward : Exchange {
         finish_writing();
         if (threadIdx.x == 0) {
             __threadfence();
-            add_release(a.written + (layer * shape.sequences + tile.sequence) * CLUSTER + rank, 1);
+            add_release(a.written + head_of(layer), 1);
         }
         __syncwarp();
     }
@@ -194,8 +195,7 @@ struct Forward : Exchange {
             const int row = first_row() + 8 * half;
             sum[half] = sum_of_row(sum[half]);
             if (SAVE && first_column() == 0 && row < tile.count)
-                a.lse[((u64)(layer * shape.sequences + tile.sequence) * CLUSTER + rank) * shape.rows + tile.first + row] =
-                    most[half] * shape.scale + logf(sum[half]);
+                a.lse[head_of(layer) * shape.rows + tile.first + row] = most[half] * shape.scale + logf(sum[half]);
             sum[half] = 1.0f / sum[half];
         }
         wgmma_wait<0>();

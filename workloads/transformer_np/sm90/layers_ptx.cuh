@@ -15,7 +15,8 @@ template <int A_ROWS, int B_ROWS> DEVICE void wgmma_64(float (&d)[32], u64 a, u6
 
 // Stores x at the same place of another CTA of the cluster, whose barrier at the same place counts its 4 bytes.
 DEVICE void send(u32 address, u32 bar, int rank, float x) {
-    asm volatile("{ .reg .b32 to, counts; mapa.shared::cluster.u32 to, %0, %2; mapa.shared::cluster.u32 counts, %1, %2;\n"
+    asm volatile("{ .reg .b32 to, counts;\n"
+                 "mapa.shared::cluster.u32 to, %0, %2; mapa.shared::cluster.u32 counts, %1, %2;\n"
                  "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [to], %3, [counts]; }"
                  ::"r"(address), "r"(bar), "r"(rank), "f"(x) : "memory");
 }
@@ -25,7 +26,9 @@ DEVICE float shared_float(u32 address) {
     return x;
 }
 
-DEVICE void store_word(u32 address, u32 x) { asm volatile("st.shared::cta.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }
+DEVICE void store_word(u32 address, u32 x) {
+    asm volatile("st.shared::cta.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
 
 // Between a thread's accesses to memory and those of TMA to the same memory.
 DEVICE void fence_for_tma_loads() { asm volatile("fence.proxy.async;" ::: "memory"); }

@@ -1,0 +1,122 @@
+"""What a caller sees of the ops of torch.library, of plans, and of autograd beside results."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import configs, launches, op, versions
+from .op import fused_mlp
+from .plans import Needs
+from .sm90 import products
+from .test_fused_mlp import DEVICE, operands
+
+OPS = getattr(torch.ops, __package__.replace(".", "_"))
+
+
+class Results(TorchDispatchMode):
+    """Counts the elements of what the forward's op returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is OPS.fused_mlp_fwd.default:
+            self.elements.append(tuple(t.numel() for t in out))
+        return out
+
+
+def backward_of(tensors: dict[str, torch.Tensor], needs: Needs) -> tuple[Any, ...]:
+    """Arguments of the backward's op, which is to compute the activations again."""
+    weights = (tensors.get(name) for name in ("w1", "w2", "b1", "w_gate"))
+    dy = torch.randn(tensors["x"].shape[0], tensors["w2"].shape[0], device=DEVICE)
+    return dy, tensors["x"], *weights, None, None, "silu", *needs, "auto"
+
+
+@pytest.mark.parametrize("names", ["x w1 w2", "x w1 w2 b1 b2 w_gate"], ids=["plain", "gated"])
+def test_the_ops_keep_the_rules_of_torch_library(names: str) -> None:
+    """For each gradient alone, and where nothing is kept, fake tensors have the shapes of the real ones."""
+    tensors = operands(9, 7, 18, 5, names)
+    args = (tensors.get(name) for name in ("x", "w1", "w2", "b1", "b2", "w_gate"))
+    torch.library.opcheck(OPS.fused_mlp_fwd, (*args, "silu", False, "auto"))
+    for name in names.split():
+        needs = Needs(*(field == name for field in Needs._fields))
+        torch.library.opcheck(OPS.fused_mlp_bwd, backward_of(tensors, needs), test_utils=("test_faketensor",))
+
+
+def test_nothing_is_kept_without_gradients() -> None:
+    """The op, which a mode or torch.compile sees, returns y alone where no gradient is needed: pre and gate, as large
+    as the hidden each, are neither written nor kept."""
+    tensors = operands(9, 7, 18, 5)
+    leaves = {name: t.clone().requires_grad_() for name, t in tensors.items()}
+    with Results() as seen:
+        fused_mlp(**tensors)
+        fused_mlp(**leaves, save="input")
+        with torch.no_grad():
+            fused_mlp(**leaves)
+        fused_mlp(**leaves)
+    assert seen.elements == [(45, 0, 0)] * 3 + [(45, 9 * 32, 9 * 32)]
+
+
+def test_the_ops_use_the_plans_of_earlier_calls() -> None:
+    """A call through torch.library, as of torch.compile, does not make its plans anew each time either."""
+    tensors = operands(3, 7, 18, 5)
+    backward = backward_of(tensors, Needs(*[True] * 6))
+    with (
+        mock.patch.object(op, "fwd_plan", wraps=op.fwd_plan) as fwd,
+        mock.patch.object(op, "bwd_plan", wraps=op.bwd_plan) as bwd,
+    ):
+        for _ in range(3):
+            OPS.fused_mlp_fwd(*tensors.values(), "silu", True, "auto")
+            OPS.fused_mlp_bwd(*backward)
+    assert fwd.call_count <= 1 and bwd.call_count <= 1
+
+
+class _Stops(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, _):
+        return None
+
+
+def test_no_gradient_gives_none() -> None:
+    """What uses y may have no gradient for it: then the tensors have none, in an eager call and through the op."""
+    leaves = {name: t.requires_grad_() for name, t in operands(3, 7, 18, 5).items()}
+    for y in (fused_mlp(**leaves), OPS.fused_mlp_fwd(*leaves.values(), "silu", True, "auto")[0]):
+        _Stops.apply(y).sum().backward()
+        assert all(t.grad is None for t in leaves.values())
+
+
+@pytest.mark.parametrize("odd", [None, "x", "w1", "w2", "w_gate"])
+def test_whole_vectors_are_known_as_such(odd: str | None) -> None:
+    """The single kernel takes its larger tiles where all matrices are made of whole vectors, and only there."""
+    tensors = operands(32, 16, 32, 16, "x w1 w2 w_gate", torch.float16)
+    if odd is not None:
+        wide = torch.zeros(tensors[odd].shape[0], 65, dtype=torch.float16, device=DEVICE)
+        tensors[odd] = wide[:, : tensors[odd].shape[1]].copy_(tensors[odd])
+    with mock.patch.object(configs, "pick_fused_config", wraps=configs.pick_fused_config) as pick:
+        launches.single_launch(**tensors, b1=None, b2=None, activation="silu")
+    assert pick.call_args.args[5] is (odd is None)
+
+
+def test_which_products_go_to_cuda() -> None:
+    """Those of whole vectors: of y's width, and of both weights of a gated layer, which are to lie alike."""
+    use = configs.Versions(cuda=True, library=False, passes=False, narrow=False)
+    a, b = torch.zeros(40, 64, dtype=torch.float16), torch.zeros(24, 64, dtype=torch.float16)
+    other = torch.zeros(64, 24, dtype=torch.float16).mT
+    with mock.patch.object(products, "rows_launch") as cuda, mock.patch.object(launches, "rows_launch") as triton:
+        for weights in ((b, None), (b, b), (other, other), (other, None)):
+            versions.rows_launch(a, *weights, None, use)
+        assert (cuda.call_count, triton.call_count) == (4, 0)
+        for weights in ((b[:23], None), (b, other), (other, b)):
+            versions.rows_launch(a, *weights, None, use)
+        assert (cuda.call_count, triton.call_count) == (4, 3)

@@ -1,0 +1,152 @@
+"""Ranks that write into each other's memory, as threads of one process; and which transport is taken."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from . import exchange, transport
+from .chunks import KINDS, Chunks
+from .reference import exchange_reference
+from .test_gradient_compression import DEVICE, same
+
+OFFSET, GUARD, FILL = 64, 96, 0x55  # bytes before and behind what symmetric memory is asked for
+
+
+class Ranks:
+    """Ranks that run one at a time, from barrier to barrier, with memory that all of them reach."""
+
+    def __init__(self, world: int) -> None:
+        self.world, self.turn, self.met = world, threading.Lock(), threading.Barrier(world, timeout=60)
+        self.memory: dict[int, torch.Tensor] = {}
+
+    def barrier(self, channel: int = 0) -> None:
+        self.turn.release()
+        try:
+            self.met.wait()
+        finally:
+            self.turn.acquire()
+
+    def group(self, rank: int) -> Any:
+        return SimpleNamespace(rank=lambda: rank, size=lambda: self.world)
+
+    def empty(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.full((OFFSET + size + GUARD,), FILL, dtype=dtype, device=device)[OFFSET:-GUARD]
+
+    def rendezvous(self, memory: torch.Tensor, group: Any) -> SimpleNamespace:
+        self.memory[group.rank()] = memory
+        self.barrier()
+        addresses = [self.memory[rank].data_ptr() - OFFSET for rank in range(self.world)]
+        return SimpleNamespace(buffer_ptrs=addresses, barrier=self.barrier)
+
+    def run(self, work: Callable[[Any], None]) -> None:
+        errors: list[BaseException] = []
+
+        def one(rank: int) -> None:
+            with self.turn:
+                try:
+                    work(self.group(rank))
+                except BaseException as error:
+                    errors.append(error)
+                    self.met.abort()
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.world)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_peers_equal_the_reference_to_the_bit(world: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls follow each other in the same memory, which is as large as they asked for and begins within its
+    allocation; nothing around it is written."""
+    ranks, made = Ranks(world), {}
+    symmetric = pytest.importorskip("torch.distributed._symmetric_memory")
+    monkeypatch.setattr(symmetric, "empty", ranks.empty)
+    monkeypatch.setattr(symmetric, "rendezvous", ranks.rendezvous)
+
+    def peers(group: Any, device: torch.device, needed: int) -> transport.Peers:
+        if group.rank() not in made:
+            made[group.rank()] = transport.Peers(group, device, needed)
+        return made[group.rank()]
+
+    monkeypatch.setattr(exchange, "peers", peers)
+    calls = []
+    for numel, average in ((1500, True), (700, False), (1500, True)):
+        tensors = [torch.randn(numel, device=DEVICE) for _ in range(world)]
+        residuals = [torch.randn(numel, device=DEVICE).mul(0.01).bfloat16() for _ in range(world)]
+        calls.append((tensors, residuals, average, exchange_reference(tensors, residuals, kind, average)))
+
+    def work(group: Any) -> None:
+        for tensors, residuals, average, _ in calls:
+            exchange.all_reduce(tensors[group.rank()], residuals[group.rank()], group, kind, average, "peers")
+
+    ranks.run(work)
+    for tensors, residuals, _, (want, kept) in calls:
+        assert all(same(tensor, want) for tensor in tensors)
+        assert all(same(residual, own) for residual, own in zip(residuals, kept, strict=True))
+    for memory in ranks.memory.values():
+        assert memory.numel() == 2 * world * Chunks.whole_blocks(1500, world, kind).bytes
+        whole = memory.as_strided((OFFSET + memory.numel() + GUARD,), (1,), 0)
+        assert (whole[:OFFSET] == FILL).all() and (whole[-GUARD:] == FILL).all()
+
+
+@pytest.mark.parametrize(
+    ("asked", "reached", "taken"),
+    [
+        ("auto", True, "peers"),
+        ("auto", False, "collectives"),
+        ("peers", False, "peers"),
+        ("collectives", True, "collectives"),
+    ],
+)
+def test_which_transport_is_taken(asked: str, reached: bool, taken: str) -> None:
+    group = Ranks(2).group(1)
+    with (
+        mock.patch.object(exchange, "reachable", return_value=reached),
+        mock.patch.object(exchange, "peers") as peers,
+        mock.patch.object(exchange, "Collectives") as collectives,
+    ):
+        exchange.all_reduce(torch.zeros(300, device=DEVICE), None, group, "int8", True, asked)
+    assert (peers.called, collectives.called) == (taken == "peers", taken == "collectives")
+
+
+def test_one_rank_sends_nothing() -> None:
+    """Whatever is asked for: a group of one rank has no peers."""
+    group, x = Ranks(1).group(0), torch.randn(300, device=DEVICE)
+    want, _ = exchange_reference([x], [None], "int8", True)
+    exchange.all_reduce(x, None, group, "int8", True, "peers")
+    assert torch.equal(x, want)
+    assert not transport.reachable(group, torch.device("cuda"))
+
+
+def test_room_of_peers_is_a_power_of_two_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By group, device, size and stream: what fits into the room that is there makes no new one."""
+    stream, device = SimpleNamespace(cuda_stream=1), torch.device("cuda", 0)
+    first: Any
+    group: Any = SimpleNamespace(group_name="first")
+    another: Any = SimpleNamespace(group_name="first")  # as a new group may be called after one that was destroyed
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    monkeypatch.setattr(transport, "_PEERS", {})
+    made = mock.Mock(side_effect=lambda group, device, capacity: SimpleNamespace(group=group, capacity=capacity))
+    monkeypatch.setattr(transport, "Peers", made)
+    first = transport.peers(group, device, 1)
+    assert first.capacity == transport.LEAST_CAPACITY
+    assert transport.peers(group, device, 1 << 20) is first
+    larger: list[Any] = [transport.peers(group, device, n) for n in ((1 << 20) + 1, 1 << 21, (1 << 21) + 1)]
+    assert [found.capacity for found in larger] == [1 << 21, 1 << 21, 1 << 22]
+    assert transport.peers(group, device, 5) is first and made.call_count == 3
+    stream.cuda_stream = 2
+    assert transport.peers(group, device, 5) is not first
+    stream.cuda_stream = 1
+    assert transport.peers(another, device, 5) is not first
