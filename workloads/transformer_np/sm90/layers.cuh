@@ -103,6 +103,14 @@ DEVICE void pack_all(u32 (&x)[16], const float (&d)[32]) {
     for (int i = 0; i < 16; i++) x[i] = pack(d[2 * i], d[2 * i + 1]);
 }
 
+DEVICE void unpack_all(float (&d)[32], const u32 (&x)[16]) {
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        const float2 pair = unpack(x[i]);
+        d[2 * i] = pair.x, d[2 * i + 1] = pair.y;
+    }
+}
+
 DEVICE void swap_between(u32& kept_low, u32& kept_high, int bit) {
     const bool high = threadIdx.x & bit;
     const u32 got = __shfl_xor_sync(~0u, high ? kept_low : kept_high, bit);

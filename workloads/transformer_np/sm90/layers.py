@@ -141,30 +141,10 @@ def forward(
     qkv, lse = made(layers, batch, rows, 3 * WIDTH), made(kept, batch, HEADS, rows, dtype=torch.float32)
     pre, act = made(kept, batch, rows, hidden), made(layers, batch, rows, hidden)
     written = torch.zeros((layers, batch, CLUSTER), dtype=torch.int32, device=x.device)
-    launch, maps = _forward_launch(_key(x, weights, context), save)
     read = (weights.qkv, weights.out, weights.up, weights.down, qkv, scaled, attended, act)
-    pointers = (
-        x,
-        weights.attention_gamma,
-        weights.mlp_gamma,
-        h,
-        n,
-        scaled,
-        rstd,
-        qkv,
-        attended,
-        lse,
-        pre,
-        act,
-        written,
-    )
-    launch(
-        *(make(t.data_ptr()) for make, t in zip(maps, read, strict=True)),
-        *map(address, pointers),
-        weights.gamma_pitch,
-        *(batch, context, rows, layers),
-        *(eps, PANEL**-0.5),
-    )
+    gammas = weights.attention_gamma, weights.mlp_gamma
+    pointers = (x, *gammas, h, n, scaled, rstd, qkv, attended, lse, pre, act, written)
+    _start(_forward_launch(_key(x, weights, context), save), read, pointers, x, weights, context, eps)
     if not save:
         return h[0], None
     return h[-1], Saved(h[:-1].unflatten(0, (2, layers)), n, rstd, qkv, attended, lse, pre, act)
@@ -181,19 +161,12 @@ def backward(dy: torch.Tensor, x: torch.Tensor, saved: Saved, weights: Weights, 
     dgamma = torch.empty((layers, 2, parts, WIDTH), **floats)
     of_keys = torch.empty((layers, batch * targets, CLUSTER, 2, PANEL * PANEL), **floats)
     written = torch.zeros((layers, batch, CLUSTER), dtype=torch.int32, device=x.device)
-    launch, maps = _backward_launch(_key(x, weights, context))
     read = (weights.qkv, weights.out, weights.up, weights.down, saved.qkv, saved.qkv, dx_at, dpre, dqkv)
     pointers = (
         *(weights.attention_gamma, weights.mlp_gamma, saved.h, x, saved.rstd, saved.qkv, saved.attended, saved.lse),
         *(saved.pre, dy, dx, dx_at, dpre, dqkv, dgamma, of_keys, written),
     )
-    launch(
-        *(make(t.data_ptr()) for make, t in zip(maps, read, strict=True)),
-        *map(address, pointers),
-        weights.gamma_pitch,
-        *(batch, context, rows, layers),
-        *(eps, PANEL**-0.5),
-    )
+    _start(_backward_launch(_key(x, weights, context)), read, pointers, x, weights, context, eps)
     return Gradients(dx, dx_at, dpre, dqkv, dgamma)
 
 
@@ -219,6 +192,22 @@ def _key(x: torch.Tensor, weights: Weights, context: int) -> _Key:
 
 
 _Made = tuple[cuda_driver.Launch, tuple[cuda_driver.TensorMap, ...]]
+
+
+def _start(
+    made: _Made,
+    read: Sequence[torch.Tensor],
+    pointers: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    weights: Weights,
+    context: int,
+    eps: float,
+) -> None:
+    """A launch with the maps of what TMA reads, and Problem: pointers, the norms' pitch, Shape."""
+    launch, maps = made
+    (batch, rows, _), scale = x.shape, PANEL**-0.5
+    tensors = (make(t.data_ptr()) for make, t in zip(maps, read, strict=True))
+    launch(*tensors, *map(address, pointers), weights.gamma_pitch, batch, context, rows, weights.layers, eps, scale)
 
 
 @lru_cache(maxsize=64)

@@ -379,8 +379,7 @@ struct Backward : Exchange {
         float dx[32];
         u32 packed[16];
         load_panel(packed, a.dy + row_of(0) * WIDTH + 64 * rank, WIDTH, tile.count);
-#pragma unroll
-        for (int i = 0; i < 16; i++) dx[2 * i] = unpack(packed[i]).x, dx[2 * i + 1] = unpack(packed[i]).y;
+        unpack_all(dx, packed);
         phase = 0;
         for (int layer = shape.layers - 1; layer >= 0; layer--, phase ^= 1) {
             exchange_dx(dx, 1, layer, layer < shape.layers - 1);

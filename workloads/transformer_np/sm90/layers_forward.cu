@@ -258,8 +258,7 @@ struct Forward : Exchange {
         float x[32], gamma[16];
         u32 packed[16];
         load_panel(packed, a.x + row_of(0) * WIDTH + 64 * rank, WIDTH, tile.count);
-#pragma unroll
-        for (int i = 0; i < 16; i++) x[2 * i] = unpack(packed[i]).x, x[2 * i + 1] = unpack(packed[i]).y;
+        unpack_all(x, packed);
         for (int layer = 0; layer < shape.layers; layer++) {
             load_gamma(gamma, a.attention_gamma + layer * a.gamma_pitch + 64 * rank);
             exchange_rows(x, gamma, 0, layer);
