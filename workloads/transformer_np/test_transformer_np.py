@@ -294,7 +294,7 @@ def test_stages_that_the_bench_records(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("name", "same"), [("64-500-b1-bf16", False), ("64-500-b64-bf16", True)])
 def test_what_is_fused_of_few_rows_is_timed_where_auto_has_it(name: str, same: bool) -> None:
     case = SPEC.case(name)
-    for implementation in ("whole-layers", "inline-gradients", "apart-projections"):
+    for implementation in ("apart-layers", "inline-gradients", "apart-projections"):
         assert bool(SPEC.skip_reason(implementation, case, "train")) == same
     assert SPEC.skip_reason("auto", case, "train") is SPEC.skip_reason("torch-mlp", case, "train") is None
     assert case.dims["layers"] - 1 == len(FULL.model(dtype=torch.bfloat16).blocks[:-1])
