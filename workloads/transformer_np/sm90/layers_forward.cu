@@ -5,9 +5,9 @@
 //
 // A cluster of 8 CTAs takes 64 rows through all layers. CTA c has columns 64 c to 64 c + 63 of the residual stream, in
 // registers, as sums of wgmma that the products add to; head c; and of the hidden the panels c, c + 8 and c + 16. Every
-// product needs whole rows, of which each CTA made a panel of 64 columns: it writes the panel to memory, and TMA loads
-// it into the shared memory of all 8, at the panel's place. That happens four times a layer: x, what the heads made, x,
-// the hidden.
+// product needs whole rows, of which each CTA made a panel of 64 columns: its consumers write the panel to memory and
+// report it to a warp that waits for the stores, and has TMA load the panel into the shared memory of all 8, at the
+// panel's place. That happens four times a layer: x, what the heads made, x, the hidden.
 //
 // A norm needs no exchange of its own: rows of x gamma are exchanged, each CTA sends the sums of squares of its columns
 // along, and the products are scaled by 1 / rms of the row afterwards.
@@ -18,7 +18,7 @@
 //
 // Napkin maths, a layer: weights are 0.48 MB for each CTA (with keys and values 0.6), and what is exchanged 0.37 MB,
 // together 850 KB at the 64 bytes a cycle that an SM gets from L2: 13 thousand cycles, 8 us. The tensor cores take 8
-// thousand. An exchange is a store, a fence, a load: 1 to 2 us.
+// thousand. An exchange is a store, a fence, a load: 1 us and more. EXPERIMENTS.md has what was measured, 34 thousand.
 //
 // Shared memory: 22 panels of 64 rows by 64 columns, the ring of the weights' panels, sums of squares, barriers.
 //   panels 0 to 7   what the heads made         14 to 21   x gamma
