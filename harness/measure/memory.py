@@ -80,8 +80,8 @@ def growth_bytes(run: Call, device: torch.device, calls: int = GROWTH_CALLS) -> 
 
 
 def make_room(device: torch.device) -> None:
-    """Gives back what PyTorch's allocator keeps for later where the device has less than that left: while a CUDA graph is
-    captured it cannot be given back, and the graph's own memory would be lacking."""
+    """Gives back what PyTorch's allocator keeps for later, where the device has less than that left. While a CUDA graph
+    is captured it cannot be given back, and the graph's own memory would be lacking."""
     gc.collect()
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if torch.cuda.mem_get_info(device)[0] < kept:

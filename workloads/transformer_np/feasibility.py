@@ -29,8 +29,8 @@ class Rates:
     operands   bytes/s at which attention over few keys reads and writes q, k, v, its output and their gradients;
                0 takes `bandwidth`
     sms        what a wave of tiles has
-    layer      seconds of a layer, forward and backward, but for its weights' gradients, where all layers are one launch;
-               0 for a GPU without these kernels
+    layer      seconds of a layer, forward and backward without its weights' gradients, where all layers are one
+               launch; 0 for a GPU without these kernels
     """
 
     matmul: float
@@ -98,8 +98,8 @@ def feasibility(
     layers_impl: str = "auto",
 ) -> Feasibility:
     """Predicted peak memory and time of one step of training with AdamW, in a CUDA graph. A pure function; nothing is
-    allocated. `rates` are a GPU's, or its name in RATES: "h200", "h100" or "a100-80". `layers_impl` is the model's: "apart",
-    or "auto", where few rows on Hopper have all layers but the last in one launch.
+    allocated. `rates` are a GPU's, or its name in RATES: "h200", "h100" or "a100-80". `layers_impl` is the model's:
+    "apart", or "auto", where few rows on Hopper have all layers but the last in one launch.
 
     With T = B(M + N) rows, C = B·M, R = B·N, s bytes of `dtype`, d = d_model, f = d_ff padded, h heads, K components,
     L layers and P parameters, in bytes, for ridgeline's kernels:
