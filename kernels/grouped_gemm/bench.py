@@ -279,6 +279,11 @@ def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
     return [configs.CudaConfig(*own) for own in itertools.product((3, 4), (2, 4, 8, 16, 32), (1, 2))]
 
 
+def _cuda_weights_candidates(case: Case) -> list[configs.CudaConfig]:
+    turns = [configs.CudaConfig(*own, turns=True) for own in itertools.product((4, 5), (2, 4, 8), (1, 2))]
+    return [*_cuda_candidates(case), *turns]
+
+
 def _in_cuda(case: Case) -> bool:
     """Whether the version for Hopper takes a case as `make_inputs` lays it out."""
     groups, rows, n, k = (case.dims[name] for name in ("groups", "rows", "n", "k"))
@@ -338,7 +343,7 @@ SPEC = KernelSpec(
         Tunable(configs, "pick_rows_config", "fwd", _rows_candidates, WHOLE, implementation="triton"),
         Tunable(configs, "pick_weights_config", "bwd", _weights_candidates, WHOLE, implementation="triton"),
         Tunable(configs, "pick_cuda_rows_config", "fwd", _cuda_candidates, CUDA_CASES),
-        Tunable(configs, "pick_cuda_weights_config", "bwd", _cuda_candidates, CUDA_CASES),
+        Tunable(configs, "pick_cuda_weights_config", "bwd", _cuda_weights_candidates, CUDA_CASES),
     ),
     host_cases=HOST_CASES,
 )

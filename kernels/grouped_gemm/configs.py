@@ -28,12 +28,18 @@ class RowsConfig:
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """Of products.cu, whose tiles are 128 x 256 x 64: steps of the ring, how many clusters follow each other below each
-    other, and how many CTAs a cluster has, 1 or 2, with tiles below each other that share b."""
+    """Of products.cu: steps of the ring, how many clusters follow each other below each other, how many CTAs a cluster
+    has, 1 or 2, with tiles below each other that share b, and whether the two consumers of a CTA take turns with a tile
+    of 128 x 192 each, or share one of 128 x 256."""
 
     stages: int
     raster: int
     cluster: int
+    turns: bool = False
+
+    @property
+    def block_n(self) -> int:
+        return 192 if self.turns else 256
 
 
 @dataclass(frozen=True)
@@ -123,14 +129,19 @@ def pick_cuda_rows_config() -> CudaConfig:
     return CudaConfig(stages=4, raster=8, cluster=2)
 
 
-def pick_cuda_weights_config(height: int) -> CudaConfig:
-    """Configuration of products.cu for the weights' gradient, whose matrices have `height` contiguous rows. Pure.
+def pick_cuda_weights_config(groups: int, rows: int, height: int, width: int) -> CudaConfig:
+    """Configuration of products.cu for the weights' gradient of `groups` matrices with `height` contiguous rows of
+    `width` numbers, sums over `rows` rows in all. Pure.
 
     Measured on one H200: CTAs by themselves take 2 to 6 % longer than pairs with 16 and 32 tiles below each other, and
-    2 to 7 % less time with 11, of which pairs make 12.
+    2 to 7 % less time with 11, of which pairs make 12. Consumers that take turns are 6 to 9 % faster with sums of 1024
+    terms on average and 4096 columns, of which tiles of 192 make 4224, and 6 to 9 % slower with 512 and 256 terms
+    in tiles with 3 and 9 % more columns than there are (EXPERIMENTS.md). What of both counts was not measured.
     """
     tiles = triton.cdiv(height, 128)
-    return CudaConfig(stages=4, raster=8, cluster=2 if tiles + tiles % 2 <= 1.04 * tiles else 1)
+    cluster = 2 if tiles + tiles % 2 <= 1.04 * tiles else 1
+    turns = cluster == 2 and rows >= 1024 * groups and triton.cdiv(width, 192) * 192 <= 1.04 * width
+    return CudaConfig(stages=5 if turns else 4, raster=4 if turns else 8, cluster=cluster, turns=turns)
 
 
 def pick_bias_config(cols: int, dtype: torch.dtype, capability: tuple[int, int]) -> BiasConfig:

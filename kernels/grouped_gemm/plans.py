@@ -120,8 +120,9 @@ def _weights_launch(dy: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ba
     groups, cols, depth = weights.shape
     dweights, (capability, _) = torch.empty_like(weights, device="meta"), _device(x)
     if backend != "triton" and products.weights_unsupported_reason(dy, x, dweights, capability) is None:
-        height = cols if dweights.stride(2) == 1 else depth
-        return products.weights_launch(dy, x, dweights, configs.pick_cuda_weights_config(height))
+        height, width = (cols, depth) if dweights.stride(2) == 1 else (depth, cols)
+        cuda_config = configs.pick_cuda_weights_config(groups, x.shape[0], height, width)
+        return products.weights_launch(dy, x, dweights, cuda_config)
     config = configs.pick_weights_config(cols, depth, _aligned(dy, x, cols, depth), x.dtype, capability)
     return Launch(
         _grouped_gemm_weights_kernel,

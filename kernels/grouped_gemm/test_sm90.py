@@ -100,46 +100,61 @@ def test_backend_is_checked() -> None:
 
 
 CONFIGS = [*(configs.CudaConfig(4, 8, cluster) for cluster in (1, 2)), configs.CudaConfig(3, raster=3, cluster=2)]
+OF_WEIGHTS = [*CONFIGS, *(configs.CudaConfig(5, 4, cluster, turns=True) for cluster in (1, 2))]
 
 
 def name_of(config: configs.CudaConfig) -> str:
-    return f"{config.stages}steps-raster{config.raster}-cluster{config.cluster}"
+    turns = "-turns" if config.turns else ""
+    return f"{config.stages}steps-raster{config.raster}-cluster{config.cluster}{turns}"
 
 
 @pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
 @pytest.mark.parametrize("fp16", [0, 1])
 @pytest.mark.parametrize(("weights", "transposed"), [(0, 0), (0, 1), (1, 1)])
-@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+@pytest.mark.parametrize("config", OF_WEIGHTS, ids=name_of)
 def test_it_compiles_and_does_not_spill(config: configs.CudaConfig, weights: int, transposed: int, fp16: int) -> None:
+    if config.turns and not weights:
+        pytest.skip("consumers take turns in the weights' gradient alone")
     defines = products.defines(config, weights=bool(weights), transposed=bool(transposed), fp16=bool(fp16))
     usage = sass.inspect(nvrtc.compiled(SOURCE, "sm_90a", defines), "grouped_gemm_products")
     assert usage.spills == 0 and usage.stack == 0
     assert usage.early_arrivals == 0 and usage.early_own_reads == {}
-    # For a tile of 256 columns and for one of 128: the wgmmas of a step, and ptxas has let these run on, for there is
-    # one wait a step, and the last.
-    assert usage.mma == {"HGMMA": 8} and usage.wgmma_waits == 4
-    assert usage.stores == {"STG.128": 16}
+    # For a tile of all columns and for one of 128, and with turns for one of 64 rows too: the wgmmas of a step, and
+    # ptxas has let these run on, for there is one wait a step, and the last.
+    assert usage.mma == {"HGMMA": 24 if config.turns else 8} and usage.wgmma_waits == (8 if config.turns else 4)
+    assert usage.stores == {"STG.128": 24 if config.turns else 16}
 
 
 def test_host_and_device_agree_on_the_tile() -> None:
     text = SOURCE.read_text(encoding="utf-8")
-    blocks = re.search(r"BLOCK_M = (\d+), BLOCK_N = (\d+), BLOCK_K = (\d+);\nconstexpr int CONSUMERS = (\d+)", text)
+    numbers = r"BLOCK_M = (\d+), BLOCK_N = TURNS \? (\d+) : (\d+), BLOCK_K = (\d+);\nconstexpr int CONSUMERS = (\d+)"
+    blocks = re.search(numbers, text)
     assert blocks is not None
     *tile, consumers = map(int, blocks.groups())
-    assert tile == [products.BLOCK_M, products.BLOCK_N, products.BLOCK_K]
+    columns = [configs.CudaConfig(4, 8, 2, turns=turns).block_n for turns in (True, False)]
+    assert tile == [products.BLOCK_M, *columns, products.BLOCK_K]
     assert 128 * (consumers + 1) == products.THREADS
 
 
 def test_the_ring_fits_into_shared_memory() -> None:
-    for config in CONFIGS:
+    for config in OF_WEIGHTS:
         assert products.shared_bytes(config) <= 227 << 10
 
 
 @pytest.mark.parametrize(("height", "cluster"), [(4096, 2), (2048, 2), (1408, 1), (128, 1), (8, 1), (25 * 128, 2)])
 def test_which_tiles_of_a_gradient_share_what_they_read(height: int, cluster: int) -> None:
     """Pairs, unless one of an odd number of tiles below each other adds more than it saves."""
-    config = configs.pick_cuda_weights_config(height)
+    config = configs.pick_cuda_weights_config(8, 800, height, 256)
     assert config.cluster == cluster and config in CONFIGS
+
+
+def test_which_gradients_are_computed_in_turns() -> None:
+    """Long sums, and columns of which tiles of 192 leave few unused."""
+    pick = configs.pick_cuda_weights_config
+    assert pick(8, 8192, 4096, 4096) == configs.CudaConfig(5, 4, 2, turns=True) in OF_WEIGHTS
+    assert pick(8, 8192, 4096, 384).turns and pick(1, 1024, 2048, 2304).turns
+    for other in (pick(8, 8191, 4096, 4096), pick(8, 8192, 4096, 1408), pick(8, 8192, 1408, 4096)):
+        assert not other.turns and other in CONFIGS
 
 
 def test_row_tiles_are_in_pairs() -> None:
@@ -149,14 +164,14 @@ def test_row_tiles_are_in_pairs() -> None:
 
 def test_the_gradient_of_transposed_weights_is_that_of_their_transposes(monkeypatch) -> None:
     """What counts is how many rows the matrices in memory have."""
-    asked: list[int] = []
+    asked: list[tuple[int, ...]] = []
     monkeypatch.setattr(products, "weights_unsupported_reason", lambda *_: None)
     monkeypatch.setattr(products, "weights_launch", lambda *_: None)
-    monkeypatch.setattr(configs, "pick_cuda_weights_config", asked.append)
+    monkeypatch.setattr(configs, "pick_cuda_weights_config", lambda *sizes: asked.append(sizes))
     dy, x, weights = torch.empty(512, 72).half(), torch.empty(512, 64).half(), torch.empty(3, 72, 64).half()
     for stored in (weights, weights.mT.contiguous().mT):
         plans.bwd_plan(dy, x, stored, False, (False, True, False), "cuda")
-    assert asked == [72, 64]
+    assert asked == [(3, 512, 72, 64), (3, 512, 64, 72)]
 
 
 @pytest.mark.parametrize("mode", ["fwd", "bwd"])
@@ -254,7 +269,7 @@ SIZES = {
 @pytest.mark.gpu(min_capability=(9, 0))
 @pytest.mark.parametrize(("n", "k"), [(128, 256), (512, 512), (264, 136), (104, 776), (8, 8), (392, 1000), (1160, 520)])
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+@pytest.mark.parametrize("config", OF_WEIGHTS, ids=name_of)
 def test_every_gradient_of_weights(
     compiler, monkeypatch, config: configs.CudaConfig, sizes: str, n: int, k: int
 ) -> None:
@@ -266,7 +281,7 @@ def test_every_gradient_of_weights(
 
 
 @pytest.mark.gpu(min_capability=(9, 0))
-@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+@pytest.mark.parametrize("config", OF_WEIGHTS, ids=name_of)
 def test_many_rounds_of_the_gradient_of_weights(compiler, monkeypatch, config: configs.CudaConfig) -> None:
     """More tiles than CTAs by far, most of them of fewer steps than the ring has."""
     taken = put_in_place(monkeypatch, "pick_cuda_weights_config", config)
@@ -276,7 +291,7 @@ def test_many_rounds_of_the_gradient_of_weights(compiler, monkeypatch, config: c
 
 
 @pytest.mark.gpu(min_capability=(9, 0))
-@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+@pytest.mark.parametrize("config", OF_WEIGHTS, ids=name_of)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_every_gradient_of_transposed_weights(compiler, monkeypatch, config: configs.CudaConfig, sizes: str) -> None:
     taken = put_in_place(monkeypatch, "pick_cuda_weights_config", config)
@@ -290,7 +305,7 @@ def test_every_gradient_of_transposed_weights(compiler, monkeypatch, config: con
 
 
 @pytest.mark.gpu(min_capability=(9, 0))
-@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+@pytest.mark.parametrize("config", OF_WEIGHTS, ids=name_of)
 def test_what_is_not_finite_stays_out_of_other_gradients(compiler, monkeypatch, config: configs.CudaConfig) -> None:
     taken = put_in_place(monkeypatch, "pick_cuda_weights_config", config)
     x, weights, offsets = operands([200, 460, 700], 264, 200)

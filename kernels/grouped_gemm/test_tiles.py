@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from .configs import CudaConfig
 from .sm90 import products
 
+BLOCK_N = CudaConfig(stages=4, raster=8, cluster=2).block_n
 TILES = Path(products.__file__).with_name("tiles.cuh")
 COMPILER = shutil.which("c++") or shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler for the host")
@@ -66,7 +68,7 @@ class Tile:
 def library(weights: int, cluster: int, raster: int) -> ctypes.CDLL:
     assert COMPILER is not None
     source = BEFORE + re.sub(r"(?m)^#(include|pragma).*$", "", TILES.read_text(encoding="utf-8")) + AFTER
-    defines = dict(WEIGHTS=weights, CLUSTER=cluster, RASTER=raster, BLOCK_M=products.BLOCK_M, BLOCK_N=products.BLOCK_N)
+    defines = dict(WEIGHTS=weights, CLUSTER=cluster, RASTER=raster, BLOCK_M=products.BLOCK_M, BLOCK_N=BLOCK_N)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tiles.so"
         words = [COMPILER, "-shared", "-fPIC", "-std=c++17", *(f"-D{name}={value}" for name, value in defines.items())]
@@ -130,7 +132,7 @@ def test_row_tiles(sizes: str, behind: int, cluster: int, raster: int, cols: int
         (group if group < len(own) else -1, row, column, min(end - row, height))
         for group, (start, end) in enumerate(itertools.pairwise(ends))
         for row in range(start, end, height)
-        for column in range(0, cols, products.BLOCK_N)
+        for column in range(0, cols, BLOCK_N)
     )
     assert Counter((tile.group, tile.row, tile.column, tile.rows) for tile in stored) == want
     assert all(tile.terms == depth for tile in stored if tile.group >= 0)
@@ -159,7 +161,7 @@ def test_tiles_of_a_gradient(sizes: str, cluster: int, raster: int, height: int,
         (group, row, column, min(height - row, products.BLOCK_M), start, end - start)
         for group, (start, end) in enumerate(itertools.pairwise(ends))
         for row in range(0, height, products.BLOCK_M)
-        for column in range(0, cols, products.BLOCK_N)
+        for column in range(0, cols, BLOCK_N)
     )
     for first in range(0, len(ctas), cluster):
         for tiles in zip(*ctas[first : first + cluster], strict=True):

@@ -185,8 +185,7 @@ class TransformerNP(nn.Module):
                 gradients are not inline), "apart", or "auto" as `pick_projections` says
     layers_impl "apart" (each layer by launches of its own), "whole" (all layers but the last in one launch, forward
                 and backward: on Hopper, for few rows of 512 columns in bf16 and weights that lie together), or "auto":
-                "whole" where that can be, `pick_layers` says so, and gradients of weights are deferred or not wanted.
-                Not the default: "whole" is checked by a simulation of its source, and has no measurement yet
+                "whole" where that can be, `pick_layers` says so, and gradients of weights are deferred or not wanted
     dtype       of the products and of what is between them; None is that of the parameters
 
     Parameters are fp32 unless the model is converted; their values come from `generator`. Raises ValueError for an
@@ -210,7 +209,7 @@ class TransformerNP(nn.Module):
         loss_impl: str = "auto",
         weight_gradients: str = "auto",
         projections: str = "auto",
-        layers_impl: str = "apart",
+        layers_impl: str = "auto",
         padding: int = 128,
         dtype: torch.dtype | None = None,
         generator: torch.Generator | None = None,

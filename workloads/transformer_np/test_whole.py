@@ -87,8 +87,8 @@ def test_where_it_cannot_be() -> None:
 def test_the_ablation_has_it_for_few_rows() -> None:
     spec = load("transformer_np")
     few, many = (spec.case(name) for name in ("64-500-b1-bf16", "64-500-b64-bf16"))
-    assert spec.skip_reason("whole-layers", few, "train") is None
-    assert "many rows" in spec.skip_reason("whole-layers", many, "train")
+    assert spec.skip_reason("apart-layers", few, "train") is None
+    assert "auto has them" in spec.skip_reason("apart-layers", many, "train")
 
 
 @pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
@@ -120,15 +120,17 @@ def reference(x: torch.Tensor, weights: list[dict[str, torch.Tensor]], context: 
     return x
 
 
-def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found.double() - expected).norm() / expected.norm()).item()
+def distance(found: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -> float:
+    """Relative to the expected norm, or to `least` where that is greater."""
+    return ((found.double() - expected).norm() / expected.norm().clamp_min(least)).item()
 
 
 @pytest.mark.gpu(min_capability=HOPPER)
 @pytest.mark.parametrize("exact_norms", [True, False])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_rows_and_gradients(shape: tuple[int, ...], exact_norms: bool) -> None:
-    """Against fp64. Rows and gradients are rounded to bf16 four times a layer."""
+    """Against fp64. Rows and gradients are rounded to bf16 four times a layer. Scores of one key have no gradient, and
+    what rounding makes of that is small beside the gradient of values."""
     batch, context, targets, layers, hidden = shape
     sizes = dataclasses.replace(FULL, layers=layers + 1, d_ff=hidden, components=2, padding=64)
     made = model(sizes)
@@ -151,8 +153,11 @@ def test_rows_and_gradients(shape: tuple[int, ...], exact_norms: bool) -> None:
     y64 = reference(x64, exact, context)
     grads64 = torch.autograd.grad(y64, [x64, *(w for layer in exact for w in layer.values())], dy.double())
     assert distance(y, y64) < 0.01
-    for name, grad, expected in zip(["x", *(k for layer in weights for k in layer)], grads, grads64, strict=True):
-        assert grad.isfinite().all() and distance(grad, expected) < 0.03, name
+    names = ["x", *(kind for layer in weights for kind in layer)]
+    values = dict(zip(names, grads64, strict=False))["kv"].norm().item()
+    for name, grad, expected in zip(names, grads, grads64, strict=True):
+        least = 0.3 * values if name == "q" and context == 1 else 0.0
+        assert grad.isfinite().all() and distance(grad, expected, least) < 0.03, name
 
 
 @pytest.mark.gpu(min_capability=HOPPER)
@@ -213,7 +218,7 @@ def test_the_step_takes_it() -> None:
     [
         (dict(flat=False), (1, 4, 4), "must lie together"),
         (dict(dtype=torch.float16), (1, 4, 4), "bfloat16"),
-        (dict(sizes=dataclasses.replace(TINY, layers=2)), (1, 4, 4), "rows of 512"),
+        (dict(sizes=dataclasses.replace(TINY, layers=3)), (1, 4, 4), "rows of 512"),
         ({}, (1, 65, 4), "1 to 64 rows"),
         (dict(weight_gradients="inline"), (1, 4, 4), "must be deferred"),
         (dict(weight_gradients="overlapped"), (1, 4, 4), "must be deferred"),

@@ -26,10 +26,11 @@ DEVICE void add_bias(const Problem& a, const Tile& tile, float (&d)[BLOCK_N / 2]
     }
 }
 
-// Four lanes exchange what they have of four blocks of 8 columns, so that each stores one block of a row: 16 bytes.
-DEVICE void store_tile(const Problem& a, const Tile& tile, const float (&d)[BLOCK_N / 2], int consumer) {
+// Stores a warpgroup's 64 rows of a tile, from its row `first` on. Four lanes exchange what they have of four blocks of 8
+// columns, so that each stores one block of a row: 16 bytes.
+DEVICE void store_rows(const Problem& a, const Tile& tile, const float (&d)[BLOCK_N / 2], int first) {
     const int lane = threadIdx.x % 32, quad = lane % 4;
-    const int row = consumer * ROWS + threadIdx.x % 128 / 32 * 16 + lane / 4;
+    const int row = first + threadIdx.x % 128 / 32 * 16 + lane / 4;
     u16* out = a.out + (WEIGHTS ? tile.group * a.out_group : 0);
 #pragma unroll
     for (int half = 0; half < 2; half++) {

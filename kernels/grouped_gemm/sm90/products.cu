@@ -12,6 +12,11 @@
 // A CTA is one producer warp and two consumer warpgroups with 64 rows of the tile each. The producer fills a ring of
 // STAGES steps of both operands. Consumers keep 64 x 256 sums in registers.
 //
+// With TURNS, in the weights' gradient, a consumer has a whole tile, of 128 x 192, and the two take turns: one has the
+// tensor cores for a sum, and stores its tile while the other has them. A consumer passes over the steps of the other's
+// tile. It may wait for its own only when the other has done with its sum: a barrier in shared memory tells no more than
+// whether its current use is odd or even, and of a slot that was passed over it would take an earlier use for its own.
+//
 // The two CTAs of a cluster have tiles below each other, and go through the same steps. Each loads half of the columns of
 // b for both. Row tiles of all groups follow each other in pairs, so that no group is padded: where the two are of
 // different groups each CTA loads all of its own b.
@@ -24,15 +29,18 @@
 //
 // Barriers, with their arrivals per phase: full[s] 1 and the bytes of a step, empty[s] 8 from each CTA of the cluster,
 // one lane of each consumer warp. The n-th use of a full one waits for parity n & 1, that of an empty one for the
-// opposite, so that the first pass finds every slot empty. No consumer waits for another, and producers only for
-// consumers: free of deadlock. In the end CTAs of a cluster wait for each other, so that none writes into one that is
+// opposite, so that the first pass finds every slot empty. With TURNS one consumer alone gives a slot back. No consumer
+// waits for another but for its turn, which follows the order of the tiles, and producers only for consumers: free of
+// deadlock. In the end CTAs of a cluster wait for each other, so that none writes into one that is
 // gone.
 //
-// Defined by the launcher: WEIGHTS, FP16, STAGES, RASTER, CLUSTER (1 or 2), B_TRANSPOSED (with WEIGHTS 0: b is contiguous
-// along n).
+// Defined by the launcher: WEIGHTS, FP16, STAGES, RASTER, CLUSTER (1 or 2), TURNS (with WEIGHTS 1), B_TRANSPOSED (with
+// WEIGHTS 0: b is contiguous along n).
 
-constexpr int BLOCK_M = 128, BLOCK_N = 256, BLOCK_K = 64;
-constexpr int CONSUMERS = 2, ROWS = BLOCK_M / CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
+constexpr int BLOCK_M = 128, BLOCK_N = TURNS ? 192 : 256, BLOCK_K = 64;
+constexpr int CONSUMERS = 2, THREADS = 128 * (CONSUMERS + 1);
+constexpr int ROWS = TURNS ? BLOCK_M : BLOCK_M / CONSUMERS;  // of a tile, that a consumer has
+static_assert(WEIGHTS || !TURNS);
 
 #include "cluster.cuh"
 #include "epilogue.cuh"
@@ -42,6 +50,7 @@ constexpr int CONSUMERS = 2, ROWS = BLOCK_M / CONSUMERS, THREADS = 128 * (CONSUM
 #include "tma.cuh"
 #include "wgmma.cuh"
 #include "wgmma16.cuh"
+#include "wgmma192.cuh"
 
 constexpr int A_TRANS = WEIGHTS, B_TRANS = WEIGHTS || B_TRANSPOSED;
 constexpr int PANEL = BLOCK_K * 128;  // bytes of BLOCK_K rows of 64 columns
@@ -55,15 +64,19 @@ struct Ring {
     DEVICE void next() {
         if (++slot == STAGES) slot = 0, phase ^= 1;
     }
+    DEVICE void pass(int steps) {
+        const int end = slot + steps;
+        slot = end % STAGES, phase ^= end / STAGES & 1;
+    }
 };
 
 // ---- Producer -----------------------------------------------------------------------------------------------------
 
 // Starts the loads of b for one step: this CTA's share for both of the cluster, or all for itself.
 template <bool SHARED> DEVICE void load_b(const TensorMap* map, const Tile& tile, int k, u32 to, u32 bar) {
-    constexpr int BOX = B_TRANS ? 64 : BLOCK_N / CLUSTER, SHARE = SHARED ? BLOCK_N / CLUSTER : BLOCK_N;
-    const int first = SHARED ? cluster_rank() * SHARE : 0, group = WEIGHTS ? 0 : tile.group;
-    for (int i = first; i < first + SHARE; i += BOX) {
+    constexpr int BOX = B_TRANS ? 64 : BLOCK_N / CLUSTER;
+    const int group = WEIGHTS ? 0 : tile.group;
+    for (int i = SHARED ? cluster_rank() * BOX : 0; i < BLOCK_N; i += SHARED ? CLUSTER * BOX : BOX) {
         const int x = B_TRANS ? tile.column + i : k, y = B_TRANS ? k : tile.column + i;
         if (SHARED) tma_multicast(to + i * BLOCK_K * 2, map, x, y, bar, group);
         else tma_load(to + i * BLOCK_K * 2, map, x, y, group, 0, bar);
@@ -97,11 +110,12 @@ DEVICE void produce(const Problem& a, const TensorMap* a_map, const TensorMap* b
 
 // ---- Consumers ----------------------------------------------------------------------------------------------------
 
-// Overwrites rows `kept` to 63 of a consumer's panel of a and of all panels of b. Both consumers write the zeros of b.
+// Overwrites rows `kept` to 63 of a consumer's panels of a and of all panels of b. Two consumers of one tile both write
+// the zeros of b.
 DEVICE void zero_rows(u32 a, u32 b, int kept, int consumer) {
     const int thread = threadIdx.x % 128, vectors = (BLOCK_K - kept) * 8;  // 16 bytes each, of one panel
-    for (int p = 0; p <= BLOCK_N / 64; p++) {
-        const u32 panel = (p ? b + (p - 1) * PANEL : a) + kept * 128;
+    for (int p = 0; p < (ROWS + BLOCK_N) / 64; p++) {
+        const u32 panel = (p < ROWS / 64 ? a + p * PANEL : b + (p - ROWS / 64) * PANEL) + kept * 128;
         for (int i = thread; i < vectors; i += 128)
             asm volatile("st.shared::cta.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(panel + 16 * i), "r"(0) : "memory");
     }
@@ -112,13 +126,23 @@ DEVICE void zero_rows(u32 a, u32 b, int kept, int consumer) {
 // Gives a slot back to the producers of the cluster: the warp's wgmmas that read it are complete.
 DEVICE void release(u32 smem, int slot) { arrive_at_all(smem + EMPTY + 8 * slot); }
 
-// d += a b over all terms of a sum, of one consumer's 64 rows and the first N columns.
-template <int N> DEVICE void multiply(float (&d)[N / 2], u32 smem, Ring& ring, int terms, int consumer) {
+// The consumers' sums follow each other, with TURNS.
+DEVICE void await_turn(int consumer) {
+    if (TURNS) asm volatile("bar.sync %0, 256;" ::"r"(4 + consumer) : "memory");
+}
+DEVICE void pass_turn(int consumer) {
+    if (TURNS) asm volatile("bar.arrive %0, 256;" ::"r"(5 - consumer) : "memory");
+}
+
+typedef float Sums[ROWS / 64][BLOCK_N / 2];
+
+// d += a b over all terms of a sum, of a consumer's first 64 HEIGHT rows and the first N columns.
+template <int HEIGHT, int N> DEVICE void multiply(Sums& d, u32 smem, Ring& ring, int terms, int consumer) {
     int before = 0;
 #pragma unroll 1
     for (int k = 0; k < terms; k += BLOCK_K, ring.next()) {
         const u32 step = smem + ring.slot * STEP_BYTES;
-        const u32 a = step + consumer * (A_BYTES / CONSUMERS), b = step + A_BYTES;
+        const u32 a = step + (TURNS ? 0 : consumer * (A_BYTES / CONSUMERS)), b = step + A_BYTES;
         bar_wait(smem + FULL + 8 * ring.slot, ring.phase);
         if (WEIGHTS && terms - k < BLOCK_K) zero_rows(a, b, terms - k, consumer);
         const u64 a_desc = describe(a, PANEL), b_desc = describe(b, PANEL);
@@ -126,16 +150,27 @@ template <int N> DEVICE void multiply(float (&d)[N / 2], u32 smem, Ring& ring, i
 #pragma unroll
         for (int i = 0; i < BLOCK_K / 16; i++) {
             const int a_step = A_TRANS ? 16 * 128 / 16 : 32 / 16, b_step = B_TRANS ? 16 * 128 / 16 : 32 / 16;
-            wgmma<A_TRANS, B_TRANS>(d, a_desc + i * a_step, b_desc + i * b_step);
+#pragma unroll
+            for (int m = 0; m < HEIGHT; m++)
+                wgmma<A_TRANS, B_TRANS>(reinterpret_cast<float(&)[N / 2]>(d[m]), a_desc + m * (PANEL / 16) + i * a_step,
+                                        b_desc + i * b_step);
         }
         wgmma_commit();
         wgmma_wait<1>();
         if (k) release(smem, before);
         before = ring.slot;
     }
+    pass_turn(consumer);
     wgmma_wait<0>();
-    pin(d);
+#pragma unroll
+    for (int m = 0; m < HEIGHT; m++) pin(reinterpret_cast<float(&)[N / 2]>(d[m]));
     if (terms > 0) release(smem, before);
+}
+
+// The same of as many columns and rows as a tile has.
+template <int N> DEVICE void multiply_rows(Sums& d, u32 smem, Ring& ring, const Tile& tile, int consumer) {
+    if (ROWS == 64 || tile.rows <= 64) multiply<1, N>(d, smem, ring, tile.terms, consumer);
+    else multiply<ROWS / 64, N>(d, smem, ring, tile.terms, consumer);
 }
 
 // A consumer without rows, or without a sum, lets the steps pass.
@@ -153,24 +188,39 @@ DEVICE Tile next_tile(const Problem& a, int round, int places) {
 }
 
 DEVICE void consume(const Problem& a, u32 smem, int consumer) {
-    const int places = places_of(a);
+    const int places = places_of(a), first = TURNS ? 0 : consumer * ROWS;
     Ring ring;
-    float d[BLOCK_N / 2];
+    Sums d;
     Tile tile = uniform(next_tile(a, 0, places));
+    if (consumer) pass_turn(consumer);
     for (int round = 0; round * clusters() < places; round++) {
-        const bool idle = tile.rows <= consumer * ROWS;
+        const bool idle = tile.rows <= first;
+        Tile next;
+        if (TURNS && round % 2 != consumer) {
+            ring.pass((tile.terms + BLOCK_K - 1) / BLOCK_K);
+            next = next_tile(a, round + 1, places);
+        } else {
+            await_turn(consumer);
 #pragma unroll
-        for (int i = 0; i < BLOCK_N / 2; i++) d[i] = 0;
-        if (idle || tile.group < 0)
-            skip(smem, ring, tile.terms);
-        else if (a.cols - tile.column > BLOCK_N / 2)
-            multiply<BLOCK_N>(d, smem, ring, tile.terms, consumer);
-        else
-            multiply<BLOCK_N / 2>(reinterpret_cast<float(&)[BLOCK_N / 4]>(d), smem, ring, tile.terms, consumer);
-        const Tile next = next_tile(a, round + 1, places);  // its entry of the table comes while the sums leave
-        if (!idle) {
-            add_bias(a, tile, d);
-            store_tile(a, tile, d, consumer);
+            for (int m = 0; m < ROWS / 64; m++)
+#pragma unroll
+                for (int i = 0; i < BLOCK_N / 2; i++) d[m][i] = 0;
+            if (idle || tile.group < 0) {
+                skip(smem, ring, tile.terms);
+                pass_turn(consumer);
+            } else if (a.cols - tile.column > 128) {
+                multiply_rows<BLOCK_N>(d, smem, ring, tile, consumer);
+            } else {
+                multiply_rows<128>(d, smem, ring, tile, consumer);
+            }
+            next = next_tile(a, round + 1, places);  // its entry of the table comes while the sums leave
+            if (!idle) {
+#pragma unroll
+                for (int m = 0; m < ROWS / 64; m++) {
+                    add_bias(a, tile, d[m]);
+                    store_rows(a, tile, d[m], first + 64 * m);
+                }
+            }
         }
         tile = uniform(next);
     }
@@ -184,7 +234,7 @@ grouped_gemm_products(const __grid_constant__ TensorMap a_map, const __grid_cons
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
             bar_init(smem + FULL + 8 * s, 1);
-            bar_init(smem + EMPTY + 8 * s, 4 * CONSUMERS * CLUSTER);
+            bar_init(smem + EMPTY + 8 * s, 4 * (TURNS ? 1 : CONSUMERS) * CLUSTER);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }

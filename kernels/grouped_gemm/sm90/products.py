@@ -10,7 +10,7 @@ from ..configs import CudaConfig
 from . import cuda_driver
 from .cuda_driver import TensorMap, address, tensor_map
 
-BLOCK_M, BLOCK_N, BLOCK_K, THREADS = 128, 256, 64, 384  # of products.cu
+BLOCK_M, BLOCK_K, THREADS = 128, 64, 384  # of products.cu
 HALVES = (torch.float16, torch.bfloat16)
 VECTOR = 8  # elements of 16 bytes
 
@@ -66,10 +66,12 @@ def rows_launch(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, con
     transposed = b.stride(2) != 1
     maps = (
         tensor_map(a[None, None], rows, BLOCK_M),
-        tensor_map(b.mT[None], depth, BLOCK_K) if transposed else tensor_map(b[None], cols, BLOCK_N // config.cluster),
+        tensor_map(b.mT[None], depth, BLOCK_K)
+        if transposed
+        else tensor_map(b[None], cols, config.block_n // config.cluster),
     )
     strides = cols, 0, *((0, 0) if bias is None else bias.stride())
-    most = -(-(rows // BLOCK_M + groups + 1) // config.cluster) * -(-cols // BLOCK_N)
+    most = -(-(rows // BLOCK_M + groups + 1) // config.cluster) * -(-cols // config.block_n)
     start = _start(a, config, transposed, False, most, maps, strides, (groups, rows, cols, depth))
 
     def run(
@@ -89,7 +91,7 @@ def weights_launch(
     a, b, out = (x, dy, dweights.mT) if swapped else (dy, x, dweights)
     groups, rows, cols = out.shape
     maps = tensor_map(a[None, None], a.shape[0], BLOCK_K), tensor_map(b[None, None], b.shape[0], BLOCK_K)
-    tiles = groups * -(-rows // (config.cluster * BLOCK_M)) * -(-cols // BLOCK_N)
+    tiles = groups * -(-rows // (config.cluster * BLOCK_M)) * -(-cols // config.block_n)
     strides = out.stride(1), out.stride(0), 0, 0
     start = _start(a, config, True, True, tiles, maps, strides, (groups, rows, cols, 0))
 
@@ -145,10 +147,11 @@ def defines(config: CudaConfig, *, weights: bool, transposed: bool, fp16: bool) 
         f"STAGES={config.stages}",
         f"RASTER={config.raster}",
         f"CLUSTER={config.cluster}",
+        f"TURNS={int(config.turns)}",
         f"B_TRANSPOSED={int(transposed)}",
     )
 
 
 def shared_bytes(config: CudaConfig) -> int:
     """Of a CTA: the ring of both operands, and its barriers."""
-    return config.stages * ((BLOCK_M + BLOCK_N) * BLOCK_K * 2 + 16)
+    return config.stages * ((BLOCK_M + config.block_n) * BLOCK_K * 2 + 16)
