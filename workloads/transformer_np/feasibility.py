@@ -99,15 +99,16 @@ def feasibility(
     layers_impl: str = "auto",
 ) -> Feasibility:
     """Predicted peak memory and time of one step of training with AdamW, in a CUDA graph. A pure function; nothing is
-    allocated. `rates` are a GPU's, or its name in RATES: "h200", "h100" or "a100-80". `layers_impl` is the model's:
-    "apart", or "auto", where few rows on Hopper have all layers but the last in one launch.
+    allocated. `rates` are a GPU's, or its name in RATES: "h200", "h100" or "a100-80". `layers_impl` is "apart" or
+    "auto", as the model's; "auto" supposes flattened weights.
 
     With T = B(M + N) rows, C = B·M, R = B·N, s bytes of `dtype`, d = d_model, f = d_ff padded, h heads, K components,
     L layers and P parameters, in bytes, for ridgeline's kernels:
 
         state          12 P                     fp32 weights and two moments
         workspace      2 · 32 MiB               of cuBLAS, on two streams
-        rounded        s P where s < 4          weights in `dtype`, which the backward reads
+        rounded        s P where s < 4          weights in `dtype`, which the backward reads; of one layer and the heads
+                                                with checkpoint "block"
         activations    (L − 1) · kept + last + 2 d s T
                                                 kept of a layer is (6 d + f) s T + 2 d s C + 4 h T, where B > 1 with one
                                                 more d s C, a copy of the context's rows; of the last layer, which
@@ -116,7 +117,7 @@ def feasibility(
                                                 last layer d s T + 2 d s R + 4 h R
         recomputed     "block": one layer's whole; "attention": (d + f) s T
         heads          2 d s R                  their input, before and after its norm
-        backward       the larger of that of the heads, K f s min(R, 8192) + d s R + K f d s, and with more than 8192
+        backward       the larger of that of the heads, K f s min(R, 8448) + d s R + K f d s, and with more than 8448
                        rows 4 K f d; and that of a layer, (4 + s) K f d + f s T + 2 d s T
         gradients      4 P, less what is freed by then: nothing but for very few points
 
