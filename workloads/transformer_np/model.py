@@ -190,8 +190,8 @@ class TransformerNP(nn.Module):
     dtype       of the products and of what is between them; None is that of the parameters
 
     Parameters are fp32 unless the model is converted; their values come from `generator`. Raises ValueError for an
-    unknown option. A call raises RuntimeError where `layers_impl` is "whole" and that cannot be; of a single layer there
-    is nothing to fuse.
+    unknown option. A call raises RuntimeError where `layers_impl` is "whole" and that cannot be; of a single layer
+    there is nothing to fuse.
     """
 
     def __init__(

@@ -42,7 +42,8 @@ struct Tile {
     bool context;
 };
 
-// Clusters of targets' rows of a sequence, behind those of the context, one for each sequence.
+// How many clusters the targets of one sequence take. In the forward's grid the context's clusters, one a sequence, come
+// before all of these; in the backward's after them.
 DEVICE int targets_tiles(const Shape& a) { return (a.rows - a.context + ROWS - 1) / ROWS; }
 
 DEVICE Tile find_tile(const Shape& a) {
@@ -83,7 +84,7 @@ struct Weights {
 };
 
 // All clusters read the same panels at about the same time: without being asked for before, each would wait for memory
-// and not for L2, with no more than the ring under way. A cluster asks for one of as many panels as there are clusters.
+// and not for L2, with no more than the ring under way. Of all panels each cluster asks for every n-th, of n clusters.
 struct Ahead {
     int panel = blockIdx.x / CLUSTER;  // the next of this cluster's, from the one on that is next of all
     DEVICE void ask(const Panels& a, int layer) {
@@ -197,8 +198,8 @@ struct Place {
     DEVICE u64 head_of(int layer) const { return ((u64)layer * shape.sequences + tile.sequence) * CLUSTER + rank; }
 };
 
-// One thread, which sends on what the consumers wrote to memory: a fence until their stores are there is some 700 cycles,
-// in which they go on.
+// One thread that sends on what the consumers wrote to memory. The fence that waits for their stores takes some 700
+// cycles; meanwhile the consumers go on.
 struct Messenger : Place {
     DEVICE void wait(int bar, u32 phase) const { bar_wait(smem + bar, phase); }
 
@@ -207,7 +208,7 @@ struct Messenger : Place {
         fence_for_tma_loads();
         tma_multicast(smem + panel * PANEL, map, column, tile.first, smem + bar, i * shape.sequences + tile.sequence);
     }
-    // The same, where each CTA has one.
+    // Panel `panel` + rank of eight, one from each CTA.
     DEVICE void spread_one_each(const TensorMap* map, int panel, int column, int i, int bar) const {
         bar_expect(smem + bar, CLUSTER * PANEL);
         spread(map, panel + rank, column + 64 * rank, i, bar);
@@ -264,9 +265,9 @@ struct Exchange : Place {
         release(before);
     }
 
-    // The messenger may send on what this thread wrote to memory. What it did to shared memory is before what TMA does.
+    // Tells the messenger that this warp has written to memory; its fence makes that visible to TMA.
     DEVICE void report(int bar) {
-        fence_async();
+        __threadfence_block();
         __syncwarp();
         if (threadIdx.x % 32 == 0) bar_arrive(smem + bar);
     }
@@ -277,8 +278,8 @@ struct Exchange : Place {
         if (threadIdx.x < 32) arrive_at_all(smem + bar);
     }
 
-    // Sums over all columns of what each CTA has of the rows. What a CTA needs to write `own` it was sent by all others
-    // after they had read these sums the time before.
+    // Sums over all columns of what each CTA has of the rows. They are not overwritten too early: `own` is computed from
+    // panels that the other CTAs sent after they had read the sums before.
     DEVICE void send_sums(const float (&own)[2]) {
         if (threadIdx.x == 0) bar_expect(smem + SUMS_FULL, CLUSTER * ROWS * 4);
         __syncwarp();

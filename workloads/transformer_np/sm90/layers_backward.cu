@@ -4,7 +4,7 @@
 //     do = dx W_out    dq, dk, dv = attention'(do)     dn = dq W_q + dk W_k + dv W_v    dx += norm'(dn)
 //
 // and partial sums of the gradients of the norms' weights. Those of the other weights are products over all rows, for
-// which everything that they need is written: dx before and after the MLP, dpre, dq, dk and dv.
+// which everything that they need is written: dx after attention and after the MLP, dpre, dq, dk and dv.
 //
 // CTA c of a cluster has 64 columns of dx in registers, and four times a layer panels of all 8 CTAs are exchanged, as
 // in the forward: dx, dpre, dx, and dq with, for the context's rows, dk and dv. The gradient of a norm
@@ -15,19 +15,22 @@
 // sends what it has of that with its panel.
 //
 // dk and dv are sums over the rows of all clusters. CTA c of a targets' cluster waits for those of head c of the cluster
-// before, adds its own, and writes the sums; the context's adds the last of these. So here targets come first in the grid.
+// before, adds its own, and writes the sums; the context's adds the last of these. So here targets come first in the grid,
+// in whose order clusters are to start where not all run at once.
 //
 // Shared memory: panels as in the forward.
 //   0 to 5    k, v, q, p, ds, do of this CTA's head         6 to 13   dq, and then dv
-//   14 to 21  dx, before attention and before the MLP; dk   0 to 21   dpre
-// Barriers count the CTAs that have multiplied by what is to be written over. k, v and q come when dpre was used; dpre of
-// the next layer follows dx of all CTAs, after their attention.
+//   14 to 21  dx after the MLP, then after attention; dk    0 to 21   dpre
+// Barriers count the CTAs that have multiplied by what is to be written over. k, v and q come when dpre was used; dq
+// follows dx after attention, for which all CTAs had used dpre; dpre of the next layer follows dx after the MLP of all
+// CTAs, after their attention. Of the last layer nobody waits for LAYER_DONE, so that nobody arrives: it could be too
+// late for a CTA that has ended.
 
 #include "layers.cuh"
 
 constexpr int KEYS = 0, VALUES = 1, QUERIES = 2, WEIGHTS = 3, DSCORES = 4, DOUT = 5, DQ = 6, DX = PANELS - WIDTH_PANELS;
-// Once a layer: products with dx in the MLP, with dpre, with dx in attention, with dq, with all of a layer. The third and
-// fourth are of the context alone.
+// Each counts, once a layer, the CTAs that are done with their products with: dx in the MLP; dpre; dx in attention; dq;
+// anything of the layer. The third and fourth are used by the context alone.
 constexpr int MLP_DX_DONE = DONE, DPRE_DONE = DONE + 8, DX_DONE = DONE + 16, DQ_DONE = DONE + 24, LAYER_DONE = DONE + 32;
 
 struct Problem {
@@ -119,7 +122,7 @@ DEVICE void send_panels(const Problem& a, const Maps& maps, const Tile& tile, u3
     }
 }
 
-// Writes a panel into shared memory, as TMA does.
+// Writes a panel into shared memory, in TMA's 128-byte swizzle.
 DEVICE void write_panel(u32 to, const u32 (&x)[16]) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -205,7 +208,7 @@ struct Backward : Exchange {
             report(HIDDEN_WRITTEN + panel / 8 * 8);
         }
         send_sums(dots);
-        say_done(MLP_DX_DONE);
+        if (GROUPS > 1) say_done(MLP_DX_DONE);
         OfNorm norm;
         load_norm(norm, 1, layer);
         clear(d);
@@ -238,7 +241,7 @@ struct Backward : Exchange {
 #pragma unroll
         for (int j = 0; j < 8; j++) to[128 * j] = {d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]};
     }
-    // Adds the sums of so many clusters, when they are there.
+    // Waits until so many clusters are in the sums, and adds them.
     DEVICE void add_sums(float (&dk)[32], float (&dv)[32], int layer, int clusters) {
         float4 sums[2][8];
         if (threadIdx.x == 0) wait_for_count(a.written + head_of(layer), clusters);
@@ -349,12 +352,12 @@ struct Backward : Exchange {
         bar_wait(smem + HEADS_FULL, phase);
         multiply<1>(d, DQ, WIDTH_PANELS);
         if (tile.context) multiply_keys(d);
-        say_done(LAYER_DONE);
+        if (layer) say_done(LAYER_DONE);
         wait_for_sums(dots);
         add_norm(dx, d, norm.h, norm.gamma, norm.rstd, dots, 0, layer);
     }
 
-    // Of the context's rows: dk and dv of all rows, written.
+    // In the context's cluster: adds the targets' sums to dk and dv, and writes both.
     DEVICE void finish_keys(float (&dk)[32], float (&dv)[32], float (&dots)[2], u16* dqkv, const u16* qkv, int layer) {
         u32 packed[16], keys[16], values[16];
         load_panel(keys, qkv + WIDTH, 3 * WIDTH, tile.count);

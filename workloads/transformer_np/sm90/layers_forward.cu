@@ -14,7 +14,7 @@
 //
 // Targets' rows need the context's keys and values. The clusters of the context come first in the grid, and wait for no
 // other; CTA c of the targets' waits until CTA c of their sequence's context has written a layer's keys and values of
-// head c.
+// head c. Where not all clusters run at once, this needs them to start in the order of the grid.
 //
 // Napkin maths, a layer: weights are 0.48 MB for each CTA (with keys and values 0.6), and what is exchanged 0.37 MB,
 // together 850 KB at the 64 bytes a cycle that an SM gets from L2: 13 thousand cycles, 8 us. The tensor cores take 8
@@ -23,10 +23,13 @@
 // Shared memory: 22 panels of 64 rows by 64 columns, the ring of the weights' panels, sums of squares, barriers.
 //   panels 0 to 7   what the heads made         14 to 21   x gamma
 //   panels 8, 9     keys, values                0 to 21    the hidden
-// Nobody may load into a panel that some CTA still reads. What the heads made follows x of this layer, whose sender had
-// done with the hidden; x gamma before the MLP follows what all heads made, after their products with x gamma; the
+// Nobody may load into a panel that some CTA still reads. What the heads made follows x of this layer, whose senders had
+// all done with the hidden; x gamma before the MLP follows what all heads made, after their products with x gamma; the
 // first 8 panels of the hidden follow x gamma before the MLP, after all products with what the heads made. The rest of
-// the hidden would overwrite x gamma, and x gamma the hidden: barriers count the CTAs that have multiplied by them.
+// the hidden would overwrite x gamma, and x gamma the hidden: barriers count the CTAs that have multiplied by them. The
+// next keys and values are loaded when this CTA has multiplied by the hidden, whose panels 8 and 9 follow every CTA's
+// attention. Of the last layer nobody waits for these barriers, so that nobody arrives: it could be too late for a CTA
+// that has ended.
 //
 // Defined by the launcher: SAVE (whether what the backward needs is written), and what layers.cuh says.
 
@@ -256,10 +259,12 @@ struct Forward : Exchange {
             report(HIDDEN_WRITTEN + panel / 8 * 8);
             if (SAVE) store_panel(a.pre + at, HIDDEN_PITCH, tile.count, before);
         }
-        say_done(SCALED_DONE);
+        if (GROUPS > 1) say_done(SCALED_DONE);
         multiply<0, true>(x, 0, HIDDEN_PANELS, layer & 1);
-        say_done(HIDDEN_DONE);
-        if (threadIdx.x == 0) bar_arrive(smem + KEYS_FREE);
+        if (layer + 1 < shape.layers) {
+            say_done(HIDDEN_DONE);
+            if (threadIdx.x == 0) bar_arrive(smem + KEYS_FREE);
+        }
     }
 
     // This CTA's columns of the weights of a norm, which are loaded as soon as those before are used.

@@ -36,7 +36,7 @@ DEVICE void tma_prefetch(const TensorMap* map, int column, int row, int head) {
                  ::"l"(map), "r"(column), "r"(row), "r"(head), "r"(0) : "memory");
 }
 
-// Between a thread's accesses to memory and those of TMA to the same memory.
+// Between accesses to memory, this thread's and those of others that it has waited for, and TMA's to the same memory.
 DEVICE void fence_for_tma_loads() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // A counter of CTAs that wrote what others are to read.
