@@ -67,6 +67,21 @@ class WeightsConfig:
 
 
 @dataclass(frozen=True)
+class GradientsConfig:
+    """Of the gradients of x and of both weights in one launch: tiles of `block_m` by `block_c` of x's, over `block_h`
+    columns of the hidden at a time; tiles of `block_n` by `block_k` of a weight's, over `block_r` rows at a time."""
+
+    block_m: int
+    block_c: int
+    block_h: int
+    block_n: int
+    block_k: int
+    block_r: int
+    stages: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
 class FusedConfig:
     """A CTA keeps `block_m` rows of y; it takes `block_h` columns of the hidden at a time, of one of `splits` parts."""
 
@@ -106,6 +121,11 @@ class Versions:
     library: bool
     passes: bool
     narrow: bool
+
+    @property
+    def triton(self) -> bool:
+        """Whether nothing but Triton was chosen."""
+        return not (self.cuda or self.library or self.passes or self.narrow)
 
 
 def pick_versions(backend: str, rows: int, dim: int, hidden: int, dtype: torch.dtype, hopper: bool) -> Versions:
@@ -243,6 +263,45 @@ def pick_weights_config(
         k = 256
     tiles = triton.cdiv(max(1, cols), n) * triton.cdiv(max(1, depth), k)
     return WeightsConfig(n, k, _fit(rows, r), _splits(rows, tiles, sms), raster=8, stages=stages, num_warps=warps)
+
+
+def pick_gradients_config(
+    rows: int,
+    dim: int,
+    hidden: int,
+    dim_out: int,
+    aligned: bool,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    sms: int,
+) -> GradientsConfig | None:
+    """Configuration of the gradients of x and of both weights in one launch; None where each has enough tiles for a
+    launch of its own. Pure.
+
+    564 rows of 512 -> 1365 -> 512 are 72 tiles of x's gradient with 11 steps, and 88 of each weight's with 9: two of
+    them fit an SM, by their registers and 96 KiB of shared memory. Not measured yet.
+    """
+
+    def tiles(height: int, width: int) -> int:
+        return triton.cdiv(height, 128) * triton.cdiv(width, 128)
+
+    if max(tiles(rows, dim), tiles(hidden, dim), tiles(dim_out, hidden)) >= sms:
+        return None
+    n, r, h, stages, warps = 128, 64, 128, 3, 4
+    if not aligned or dtype == torch.float32:
+        n, r, h, stages, warps = 64, 32, 32, 2, 8
+    elif capability < (9, 0):
+        r, h = 32, 64
+    return GradientsConfig(
+        _fit(rows, 64),
+        _fit(dim, 64),
+        _fit(hidden, h),
+        _fit(max(hidden, dim_out), n),
+        _fit(max(dim, hidden), 64),
+        _fit(rows, r),
+        stages,
+        warps,
+    )
 
 
 def pick_fused_config(

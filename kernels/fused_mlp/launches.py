@@ -8,6 +8,7 @@ import torch
 import triton
 
 from . import configs
+from .gradients import _fused_mlp_gradients_kernel
 from .kernel import _fused_mlp_dhidden_kernel, _fused_mlp_hidden_kernel, _fused_mlp_rows_kernel
 from .launch import Launch
 from .single import _fused_mlp_single_kernel
@@ -148,6 +149,36 @@ def weights_launch(a: torch.Tensor, b: torch.Tensor, cols: int, depth: int) -> C
         add(parts, None, out)
 
     return run
+
+
+def gradients_launch(
+    dy: torch.Tensor, x: torch.Tensor, w1: torch.Tensor, pitched: torch.Tensor, hidden: int
+) -> Launch | None:
+    """Writes the gradients of x, w1 and w2, contiguous, given (dpre, w1, x, dy, hidden, dx, dw1, dw2); dpre and the
+    hidden are like `pitched`. None where each gradient is to be a launch of its own."""
+    (rows, dim), dim_out, pitch, (capability, sms) = x.shape, dy.shape[1], pitched.shape[1], device_of(x)
+    aligned = all(whole_vectors(t) for t in (dy, x, pitched)) and w1.stride(1) == 1 and w1.stride(0) % 16 == 0
+    config = configs.pick_gradients_config(rows, dim, hidden, dim_out, aligned, x.dtype, capability, sms)
+    if config is None:
+        return None
+    of_weights = ((hidden, dim), (dim_out, hidden))
+    tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(dim, config.block_c)
+    tiles += sum(triton.cdiv(n, config.block_n) * triton.cdiv(k, config.block_k) for n, k in of_weights)
+    return Launch(
+        _fused_mlp_gradients_kernel,
+        (tiles,),
+        x.device,
+        (rows, dim, hidden, dim_out, pitch, *x.stride(), *w1.stride(), dy.stride(0)),
+        BLOCK_M=config.block_m,
+        BLOCK_C=config.block_c,
+        BLOCK_H=config.block_h,
+        EVEN_H=hidden % config.block_h == 0 and pitch % config.block_h == 0,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        BLOCK_R=config.block_r,
+        num_warps=config.num_warps,
+        num_stages=config.stages,
+    )
 
 
 def bias_launch(a: torch.Tensor, cols: int) -> Callable[..., None]:

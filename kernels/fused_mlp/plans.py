@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from . import configs
-from .launches import bias_launch, pitch_launch, single_launch, whole_vectors
+from .launches import bias_launch, gradients_launch, pitch_launch, single_launch, whole_vectors
 from .sm90 import products
 from .versions import dhidden_launch, hidden_launch, rows_launch, weights_launch
 
@@ -138,6 +138,10 @@ def bwd_plan(
     within = _within_plan(dy_rows, x_rows, w1, w2, b1, w_gate, pre is None, activation, needs, use)
     wide = x_rows.new_empty((rows, pitch)) if within is not None else x_rows
     gate_read = None if w_gate is None else w_gate.mT
+    # In one launch where none of the three fills the GPU.
+    together = None
+    if needs.x and needs.w1 and needs.w2 and w_gate is None and use.triton and all((rows, dim, hidden, dim_out)):
+        together = gradients_launch(dy_rows, x_rows, w1, wide, hidden)
     for_x = rows_launch(wide, w1.mT, gate_read, None, use) if needs.x and rows and dim else None
     any_w1 = (needs.w1 or needs.w_gate) and hidden and dim
     # cuBLAS makes these gradients with the rows of the padding, which are left out of what is returned.
@@ -154,15 +158,19 @@ def bwd_plan(
         if within is not None:
             dpre, dgate, hidden_rows = within(dy_rows, x_rows, w1, w2, b1, w_gate, pre, gate)
         dx = dw1 = dw2 = db1 = db2 = dw_gate = None
-        if needs.x:
+        if together is not None:
+            dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+            dw1, dw2 = x.new_empty((hidden, dim)), x.new_empty((dim_out, hidden))
+            together(dpre, w1, x_rows, dy_rows, hidden_rows, dx, dw1, dw2)
+        elif needs.x:
             dx = torch.empty_like(x, memory_format=torch.contiguous_format)
             if for_x is not None:
                 for_x(dpre, w1, dgate, w_gate, None, dx)
-        if needs.w1:
+        if needs.w1 and together is None:
             dw1 = _written(x, (long, dim), for_w1, dpre, x_rows)[:hidden]
         if needs.w_gate:
             dw_gate = _written(x, (long, dim), for_w1, dgate, x_rows)[:hidden]
-        if needs.w2:
+        if needs.w2 and together is None:
             dw2 = _written(x, (dim_out, hidden), for_w2, dy_rows, hidden_rows)
         if needs.b1:
             db1 = _written(x, (hidden,), for_b1, dpre)

@@ -14,6 +14,39 @@ from .kernel import _raster
 
 
 @triton.jit
+def _over_rows(
+    a_ptr,
+    b_ptr,
+    start,
+    end,
+    n,
+    k,
+    loaded_a,
+    loaded_b,
+    stride_am,
+    stride_bm,
+    stride_bk,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Σ over the rows m from start to end of a[m, n] · b[m, k] in fp32, for columns n of a and k of b, of which
+    `loaded_a` and `loaded_b` can be read; rows of a are contiguous."""
+    row = tl.arange(0, BLOCK_R).to(tl.int64)[:, None]
+    a_ptr += (start + row) * stride_am + n[None, :]
+    b_ptr += (start + row) * stride_bm + k.to(tl.int64)[None, :] * stride_bk
+    acc = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    for first in tl.range(start, end, BLOCK_R):
+        inside = row < end - first
+        a = tl.load(a_ptr, mask=inside & (n < loaded_a)[None, :], other=0.0)
+        b = tl.load(b_ptr, mask=inside & (k < loaded_b)[None, :], other=0.0)
+        acc = tl.dot(tl.trans(a), b, acc, input_precision="ieee")
+        a_ptr += tl.cast(BLOCK_R, tl.int64) * stride_am
+        b_ptr += tl.cast(BLOCK_R, tl.int64) * stride_bm
+    return acc
+
+
+@triton.jit
 def _fused_mlp_weights_kernel(
     a_ptr,
     b_ptr,
@@ -40,17 +73,9 @@ def _fused_mlp_weights_kernel(
     start = split.to(tl.int64) * part
     end = tl.minimum(start + part, rows)
     n, k = tile_n * BLOCK_N + tl.arange(0, BLOCK_N), tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    row = tl.arange(0, BLOCK_R).to(tl.int64)[:, None]
-    a_ptr += (start + row) * stride_am + n[None, :]
-    b_ptr += (start + row) * stride_bm + k.to(tl.int64)[None, :] * stride_bk
-    acc = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-    for first in tl.range(start, end, BLOCK_R):
-        inside = row < end - first
-        a = tl.load(a_ptr, mask=inside & (n < loaded_a)[None, :], other=0.0)
-        b = tl.load(b_ptr, mask=inside & (k < loaded_b)[None, :], other=0.0)
-        acc = tl.dot(tl.trans(a), b, acc, input_precision="ieee")
-        a_ptr += tl.cast(BLOCK_R, tl.int64) * stride_am
-        b_ptr += tl.cast(BLOCK_R, tl.int64) * stride_bm
+    acc = _over_rows(
+        a_ptr, b_ptr, start, end, n, k, loaded_a, loaded_b, stride_am, stride_bm, stride_bk, BLOCK_N, BLOCK_K, BLOCK_R
+    )
     out = out_ptr + (split.to(tl.int64) * cols + n.to(tl.int64)[:, None]) * depth + k[None, :]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(n < cols)[:, None] & (k < depth)[None, :])
 

@@ -164,6 +164,35 @@ def test_several_tiles_and_parts() -> None:
         agrees(tensors, backend="two_gemms")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("rows", "hidden"), [(150, 70), (33, 205), (1, 17)])
+def test_gradients_of_few_rows_in_one_launch(
+    rows: int, hidden: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several tiles each, ragged in all directions: those of launches apart, to the bit where blocks agree."""
+    tensors = operands(rows, 96, hidden, 48, "x w1 w2 b1 b2", dtype)
+    seen = mock.Mock(wraps=configs.pick_gradients_config)
+    monkeypatch.setattr(configs, "pick_gradients_config", lambda *sizes: seen(*sizes[:-1], 100))
+    agrees(tensors)
+    together = gradients(fused_mlp, tensors)
+    assert seen.call_count
+    monkeypatch.setattr(configs, "pick_gradients_config", lambda *_: None)
+    for ours, apart in zip(together, gradients(fused_mlp, tensors), strict=True):
+        torch.testing.assert_close(ours, apart, rtol=2e-3, atol=1e-3 if dtype == torch.float16 else 1e-5)
+
+
+def test_which_gradients_are_in_one_launch() -> None:
+    """Those of which none fills the GPU by itself."""
+    hopper = True, torch.bfloat16, (9, 0), 132
+    few = configs.pick_gradients_config(564, 512, 1365, 512, *hopper)
+    assert few is not None and (few.block_n, few.block_k, few.num_warps) == (128, 64, 4)
+    assert configs.pick_gradients_config(4096, 512, 1365, 512, *hopper) is not None
+    for sizes in ((5000, 512, 1365, 512), (64, 4096, 1365, 512), (64, 512, 1365, 2000)):
+        assert configs.pick_gradients_config(*sizes, *hopper) is None
+    plain = configs.pick_gradients_config(564, 512, 1365, 512, False, torch.float16, (8, 0), 108)
+    assert plain is not None and (plain.block_h, plain.stages) == (32, 2)
+
+
 def test_repeated_backward() -> None:
     """What was saved is not written over."""
     tensors = {n: t.requires_grad_() for n, t in operands(9, 7, 18, 5).items()}
@@ -248,6 +277,10 @@ def test_configs_fit_into_shared_memory(capability: tuple[int, int], dtype: torc
             assert (c.block_m + columns) * c.block_k * c.stages * size * c.ctas <= room
         w = configs.pick_weights_config(rows, cols, 512, aligned, dtype, capability, 132)
         assert (w.block_n + w.block_k) * w.block_r * w.stages * size <= room
+        g = configs.pick_gradients_config(rows, 512, cols, 512, aligned, dtype, capability, 132)
+        if g is not None:
+            steps = (g.block_m + g.block_c) * g.block_h, (g.block_n + g.block_k) * g.block_r
+            assert max(steps) * g.stages * size <= room // 2
         for gated in (False, True):
             f = configs.pick_fused_config(rows, 1365, 512, 512, gated, aligned, dtype, 132)
             ring = (f.block_m + f.block_h * (1 + gated)) * f.block_k * f.stages
