@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from .adamw import PointerTables, clip_scale
 
-__all__ = ["TrainStep"]
+__all__ = ["TrainStep", "total_norm"]
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # that clip_scale takes
 _SYNCHRONISES = "called a synchronizing CUDA operation"
@@ -247,7 +247,7 @@ class TrainStep:
         """The norm of all gradients in fp32, and what they are to be divided by: clip_grad_norm_'s formula."""
         if all(g.is_cuda and g.dtype in _FLOATS for g in grads):
             return clip_scale(grads, clip, tables=self._tables)
-        norm = _norm(grads)
+        norm = total_norm(grads)
         return norm, ((norm + 1e-6) / clip).clamp(min=1.0)
 
     def _captured(self, kind: _Kind, leaves: list[Any], tree: Any) -> torch.Tensor:
@@ -329,7 +329,7 @@ def _scalar(result: Any) -> torch.Tensor:
     return loss
 
 
-def _norm(grads: list[torch.Tensor]) -> torch.Tensor:
+def total_norm(grads: list[torch.Tensor]) -> torch.Tensor:
     """The 2-norm of all gradients together, in fp32; that of clip_grad_norm_ is rounded to the gradients' dtype."""
     alike: dict[torch.dtype, list[torch.Tensor]] = {}
     for grad in grads:

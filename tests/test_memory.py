@@ -110,3 +110,14 @@ def test_of_long_calls_there_is_no_growth() -> None:
     calls: list[int] = []
     found = memory.measure(lambda: calls.append(1), CPU, saved=7, growth=False)
     assert (found.saved, found.growth) == (7, None) and len(calls) == 2
+
+
+@pytest.mark.parametrize(("kept", "given_back"), [(5, True), (3, False)])
+def test_room_is_made_where_less_is_free_than_what_is_kept(monkeypatch, kept: int, given_back: bool) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 + kept)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4, 80))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
+    memory.make_room(torch.device("cuda", 0))
+    assert bool(calls) == given_back

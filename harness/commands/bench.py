@@ -400,6 +400,7 @@ class Group:
                 self._begin(None)
                 with self._stage("timing"):
                     measurement = clock.measure(contenders, self._timer(), len(inputs), data, held=not long)
+                memory.make_room(clock.device)  # of the graphs, before what is measured call by call
             except timing.ContenderFailed as failed:
                 name = failed.name.removesuffix(timing.AA)
                 with self._guarded(name):
@@ -453,6 +454,7 @@ class Group:
         except Exception as error:  # a peer may raise anything; its row says what
             if execute.out_of_memory(error):
                 self.done[name] = self._row(name, "oom", execute.first_line(error))
+                gc.collect()
                 torch.cuda.empty_cache()
                 return
             if isinstance(error, torch.AcceleratorError):

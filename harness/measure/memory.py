@@ -79,6 +79,15 @@ def growth_bytes(run: Call, device: torch.device, calls: int = GROWTH_CALLS) -> 
     return None if before is None or after is None else after - before
 
 
+def make_room(device: torch.device) -> None:
+    """Gives back what PyTorch's allocator keeps for later, where the device has less than that left. While a CUDA graph
+    is captured it cannot be given back, and the graph's own memory would be lacking."""
+    gc.collect()
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if torch.cuda.mem_get_info(device)[0] < kept:
+        torch.cuda.empty_cache()
+
+
 @contextmanager
 def only_new_garbage() -> Iterator[None]:
     """Within the block a collection looks at what was made in it alone, and takes a tenth of the time."""

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from ..execute import Run, first_line
-from . import stats
+from . import memory, stats
 from .driver import Gate, evict_persisting_lines
 from .gpu_state import Monitor, Reading, by_round
 
@@ -409,6 +409,7 @@ class Clock:
         for run in runs:
             run()
         self._stream.synchronize()
+        memory.make_room(self.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=self._stream):
             kept = [run() for run in runs]  # kept alive, so that every call writes to memory of its own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,8 +86,8 @@ class _Clip:
     def __call__(
         self, max_norm: float, grad_scale: torch.Tensor | None, tables: PointerTables
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        fp32 = {"dtype": torch.float32, "device": self.device}
-        sums, norm, scale = torch.empty(max(1, self.ctas), **fp32), torch.empty((), **fp32), torch.empty((), **fp32)
+        made = partial(torch.empty, dtype=torch.float32, device=self.device)
+        sums, norm, scale = made(max(1, self.ctas)), made(()), made(())
         tables.use(self.table)
         if self.ctas:
             self._norm(self.table.rows, self.table.cta_rows, sums)

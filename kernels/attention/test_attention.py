@@ -105,6 +105,23 @@ def test_any_number_of_splits(queries, keys, heads, kv_heads, causal, monkeypatc
         close(attention(*leaves, causal=causal, return_lse=True, forward="split"), expected)
 
 
+@pytest.mark.parametrize(("splits", "expected"), [(1, (1, 80)), (2, (2, 48)), (3, (3, 32)), (50, (5, 16))])
+def test_there_are_no_more_splits_than_asked_for(splits, expected, monkeypatch):
+    """Of whole blocks of 16 keys, as even as these can be."""
+    launched = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *tensors, **given: launched.append(given)
+
+    monkeypatch.setattr(configs, "pick_split_config", lambda rows, dim, *_: Config(16, 16, configs.padded(dim), 4, 1))
+    monkeypatch.setattr(forward_configs, "pick_splits", lambda *_: splits)
+    monkeypatch.setattr(split, "_attention_split_fwd_kernel", Kernel())
+    monkeypatch.setattr(split, "_attention_combine_kernel", Kernel())
+    attention(*tensors(1, 70), forward="split")
+    assert (launched[0]["splits"], launched[0]["keys_per_split"]) == expected
+
+
 @pytest.mark.parametrize("version", ["portable", "split"])
 def test_keys_that_no_query_of_a_tile_sees_are_not_read(version, monkeypatch):
     """Not even to be multiplied by a probability of 0: values that are not numbers would show it."""

@@ -121,8 +121,8 @@ def _weights_launch(dy: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ba
     dweights, (capability, _) = torch.empty_like(weights, device="meta"), _device(x)
     if backend != "triton" and products.weights_unsupported_reason(dy, x, dweights, capability) is None:
         height, width = (cols, depth) if dweights.stride(2) == 1 else (depth, cols)
-        config = configs.pick_cuda_weights_config(groups, x.shape[0], height, width)
-        return products.weights_launch(dy, x, dweights, config)
+        cuda_config = configs.pick_cuda_weights_config(groups, x.shape[0], height, width)
+        return products.weights_launch(dy, x, dweights, cuda_config)
     config = configs.pick_weights_config(cols, depth, _aligned(dy, x, cols, depth), x.dtype, capability)
     return Launch(
         _grouped_gemm_weights_kernel,

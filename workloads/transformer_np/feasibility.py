@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from . import whole
 from .model import CHECKPOINTS
+from .sm90 import layers as launches
 from .step import Sizes, places
 from .weight_gradients import pick_weight_gradients
 
@@ -27,6 +29,8 @@ class Rates:
     operands   bytes/s at which attention over few keys reads and writes q, k, v, its output and their gradients;
                0 takes `bandwidth`
     sms        what a wave of tiles has
+    layer      seconds of a layer, forward and backward without its weights' gradients, where all layers are one
+               launch; 0 for a GPU without these kernels
     """
 
     matmul: float
@@ -35,9 +39,10 @@ class Rates:
     launch: float = 0.0
     operands: float = 0.0
     sms: int = 132
+    layer: float = 0.0
 
     def scaled(self, flops: float, bandwidth: float, sms: int) -> Rates:
-        """Those of another GPU, by the ratios of the data sheets' figures."""
+        """Those of another GPU, not of Hopper, by the ratios of the data sheets' figures."""
         return Rates(
             self.matmul * flops,
             self.attention * flops,
@@ -53,13 +58,14 @@ class Rates:
 #: attention: b1-h8-q205000-k200000-d64, long enough to be limited so too. bandwidth: adamw and rmsnorm.
 #: operands: attention, b64-h8-q564-k64-d64, 249 MB in 149 us. launch: transformer_np of one task of (64, 500), most of
 #: whose kernels are at this floor.
-H200 = Rates(matmul=6.6e14, attention=5.55e14, bandwidth=4.25e12, launch=3e-6, operands=1.67e12)
-#: Others, of which there is no record of transformer_np, by their data sheets' dense bf16 FLOP/s and bandwidth.
-RATES = {
-    "h200": H200,
-    "h100": H200.scaled(1.0, 3352 / 4800, 132),
-    "a100-80": H200.scaled(312 / 989.4, 2039 / 4800, 108),
-}
+#: layer: of the H100; it is bound by latencies, not by memory.
+H200 = Rates(matmul=6.6e14, attention=5.55e14, bandwidth=4.25e12, launch=3e-6, operands=1.67e12, layer=46e-6)
+#: Of an H100 from reports/h100/records: attention and bandwidth of the same cases. matmul and operands explain MLP and
+#: attention of the step of (64, 500), B 64; its clock is higher in it than the H200's. layer: 220 and 273 us for 11,
+#: two launches and two fills of counters.
+H100 = Rates(matmul=7.0e14, attention=5.6e14, bandwidth=3.02e12, launch=3e-6, operands=1.67e12, layer=46e-6)
+#: And one of which there is no record of transformer_np, by the data sheets' dense bf16 FLOP/s and bandwidth.
+RATES = {"h200": H200, "h100": H100, "a100-80": H200.scaled(312 / 989.4, 2039 / 4800, 108)}
 
 
 @dataclass(frozen=True)
@@ -90,16 +96,19 @@ def feasibility(
     sizes: Sizes | None = None,
     dtype: torch.dtype = torch.bfloat16,
     checkpoint: str = "none",
+    layers_impl: str = "auto",
 ) -> Feasibility:
     """Predicted peak memory and time of one step of training with AdamW, in a CUDA graph. A pure function; nothing is
-    allocated. `rates` are a GPU's, or its name in RATES: "h200", "h100" or "a100-80".
+    allocated. `rates` are a GPU's, or its name in RATES: "h200", "h100" or "a100-80". `layers_impl` is "apart" or
+    "auto", as the model's; "auto" supposes flattened weights.
 
     With T = B(M + N) rows, C = B·M, R = B·N, s bytes of `dtype`, d = d_model, f = d_ff padded, h heads, K components,
     L layers and P parameters, in bytes, for ridgeline's kernels:
 
         state          12 P                     fp32 weights and two moments
         workspace      2 · 32 MiB               of cuBLAS, on two streams
-        rounded        s P where s < 4          weights in `dtype`, which the backward reads
+        rounded        s P where s < 4          weights in `dtype`, which the backward reads; of one layer and the heads
+                                                with checkpoint "block"
         activations    (L − 1) · kept + last + 2 d s T
                                                 kept of a layer is (6 d + f) s T + 2 d s C + 4 h T, where B > 1 with one
                                                 more d s C, a copy of the context's rows; of the last layer, which
@@ -108,15 +117,19 @@ def feasibility(
                                                 last layer d s T + 2 d s R + 4 h R
         recomputed     "block": one layer's whole; "attention": (d + f) s T
         heads          2 d s R                  their input, before and after its norm
-        backward       the larger of that of the heads, K f s min(R, 8192) + d s R + K f d s, and with more than 8192
+        backward       the larger of that of the heads, K f s min(R, 8448) + d s R + K f d s, and with more than 8448
                        rows 4 K f d; and that of a layer, (4 + s) K f d + f s T + 2 d s T
         gradients      4 P, less what is freed by then: nothing but for very few points
+
+    Memory is that of layers apart, of which layers in one launch take some per cent less at the peak.
 
     Seconds are by the stages of `stages`, and "rest": `_Clock` has the time of a product and of a pass, `_layer` and
     `_others` what a step has of them. They hold within 10 % of what was measured, where the steps in the records are.
 
-    Raises ValueError for an unknown checkpoint or GPU, or sizes below 1.
+    Raises ValueError for an unknown checkpoint, layers_impl or GPU, or sizes below 1.
     """
+    if layers_impl not in ("auto", "apart"):
+        raise ValueError(f"feasibility: layers_impl must be auto or apart, got {layers_impl!r}")
     if checkpoint not in CHECKPOINTS:
         raise ValueError(f"feasibility: checkpoint must be one of {', '.join(CHECKPOINTS)}, got {checkpoint!r}")
     if min(context, targets, batch) < 1:
@@ -125,7 +138,8 @@ def feasibility(
         if rates not in RATES:
             raise ValueError(f"feasibility: rates must be Rates or one of {', '.join(RATES)}, got {rates!r}")
         rates = RATES[rates]
-    step = _Step(Sizes() if sizes is None else sizes, context, targets, batch, dtype.itemsize, checkpoint)
+    together = layers_impl == "auto" and dtype == torch.bfloat16 and rates.layer > 0
+    step = _Step(Sizes() if sizes is None else sizes, context, targets, batch, dtype.itemsize, checkpoint, together)
     return Feasibility(_memory(step), _seconds(step, _Clock(rates)))
 
 
@@ -139,6 +153,7 @@ class _Step:
     batch: int
     size: int
     checkpoint: str
+    together: bool  # layers may be one launch
 
     @property
     def rows(self) -> int:
@@ -162,6 +177,14 @@ class _Step:
         d, layers = self.sizes.d_model, self.sizes.layers - 1
         how = pick_weight_gradients(layers, self.rows, d, self.hidden, self.size)
         return self.checkpoint == "none" and how == "deferred"
+
+    @property
+    def whole(self) -> bool:
+        """Whether all layers but the last are one launch."""
+        s = self.sizes
+        taken = launches.missing_sizes(s.d_model, s.heads, self.hidden, self.context, self.targets) is None
+        picked = whole.pick_layers(self.batch, self.context, self.targets) == "whole"
+        return self.together and self.deferred and picked and taken
 
     @property
     def parameters(self) -> int:
@@ -273,7 +296,11 @@ def _others(step: _Step, clock: _Clock) -> dict[str, float]:
 
 
 def _seconds(step: _Step, clock: _Clock) -> dict[str, float]:
-    layers = step.sizes.layers
-    inner, last = _layer(step, clock, step.rows, step.deferred), _layer(step, clock, step.answers)
+    layers, last = step.sizes.layers, _layer(step, clock, step.answers)
+    if step.whole:
+        weights = 2 * step.rows * step.sizes.d_model * (4 * step.sizes.d_model + 2 * step.hidden)
+        together = (layers - 1) * (clock.rates.layer + weights / clock.rates.matmul)
+        return {"layers": together, **last, **_others(step, clock)}
+    inner = _layer(step, clock, step.rows, step.deferred)
     stages = {name: (layers - 1) * inner[name] + last[name] if layers else 0.0 for name in inner}
     return {**stages, **_others(step, clock)}

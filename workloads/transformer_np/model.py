@@ -181,15 +181,17 @@ class TransformerNP(nn.Module):
                 each kind of weight when the backward has passed all layers; "overlapped", on a stream of their own
                 beside the backward; "auto" as `pick_weight_gradients` says. The others than "inline" are for eager
                 calls of ridgeline's attention, MLP and norm without a checkpoint
-    projections "joint" (one product for q, k and v of all rows, where weights lie together in memory and their
-                gradients are not inline), "apart", or "auto" as `pick_projections` says
-    layers_impl "apart" (each layer by launches of its own), "whole" (all layers but the last in one launch, forward
-                and backward: on Hopper, for few rows of 512 columns in bf16 and weights that lie together), or "auto":
-                "whole" where that can be, `pick_layers` says so, and gradients of weights are deferred or not wanted
+    projections "joint" (one product for q, k and v of all rows, where weights are flattened and their gradients are
+                not inline), "apart", or "auto" as `pick_projections` says. Layers in one kernel ignore it
+    layers_impl "apart" (each layer by launches of its own), "whole" (one kernel for the forward of all layers but the
+                last and one for the backward: on Hopper, in bf16, for at most 64 points of context, d_model 512, 8
+                heads and flattened weights, whose gradients are deferred unless grad mode is off), or "auto": "whole"
+                where that can be and `pick_layers` says so
     dtype       of the products and of what is between them; None is that of the parameters
 
     Parameters are fp32 unless the model is converted; their values come from `generator`. Raises ValueError for an
-    unknown option. A call raises RuntimeError where `layers_impl` is "whole" and that cannot be.
+    unknown option. A call raises RuntimeError where `layers_impl` is "whole" and that cannot be; of a single layer
+    there is nothing to fuse.
     """
 
     def __init__(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from kernels.adamw import PointerTables, adamw, clip_scale
+from kernels.train import total_norm
 
 from .layers import rounded_up
 from .model import ALIGNMENT, TransformerNP
@@ -164,19 +165,12 @@ def transformer_np(
     if optimizer == "ours":
         _, scale = clip_scale(grads, clip, tables=_tables(weights.device))
     else:
-        scale = ((_norm(grads) + 1e-6) / clip).clamp(min=1.0)
+        scale = ((total_norm(grads) + 1e-6) / clip).clamp(min=1.0)
     step.add_(1)
     states = (weights, exp_avg, exp_avg_sq)
     _update(optimizer, sizes, dict(zip(params, grads, strict=True)), states, step, lr, scale, rounded)
     results = (loss.detach(), weights, exp_avg, exp_avg_sq, step)
     return results if rounded is None else (*results, rounded)
-
-
-def _norm(grads: list[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of all gradients together, in fp32: that of PyTorch's `get_total_norm` is rounded to theirs."""
-    kinds = {grad.dtype: [other for other in grads if other.dtype == grad.dtype] for grad in grads}
-    norms = (torch._foreach_norm(alike, 2, dtype=torch.float32) for alike in kinds.values())
-    return torch.linalg.vector_norm(torch.stack([norm for some in norms for norm in some]))
 
 
 def _ours(sizes: Sizes, grads: dict[str, torch.Tensor], states: States, step, lr, scale, rounded) -> None:

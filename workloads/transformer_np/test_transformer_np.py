@@ -42,7 +42,7 @@ from . import (
 from . import attention as attention_module
 from . import layers as layers_module
 from .bench import FULL, SPEC, TINY, make_inputs
-from .feasibility import H200, RATES
+from .feasibility import H100, H200, RATES
 from .step import _flat_update, places, views
 from .task import JITTER, _by_features, _exact
 
@@ -352,7 +352,8 @@ def test_feasibility_follows_the_sizes() -> None:
     assert block.peak_bytes < attention.peak_bytes < base.peak_bytes
     twice = feasibility(10_000, 1000, 8, PEAK)
     assert twice.memory["activations"] == 2 * base.memory["activations"]
-    for arguments, options in (((0, 1, 1), {}), ((1, 1, 1), dict(checkpoint="all"))):
+    wrong = (((0, 1, 1), {}), ((1, 1, 1), dict(checkpoint="all")), ((1, 1, 1), dict(layers_impl="whole")))
+    for arguments, options in wrong:
         with pytest.raises(ValueError, match="feasibility:"):
             feasibility(*arguments, PEAK, **options)
 
@@ -363,7 +364,8 @@ def test_rates_of_other_gpus_are_scaled_by_their_data_sheets() -> None:
         gpu = roofline.get(name)
         flops = gpu.ceilings.flops["bf16"] / base.ceilings.flops["bf16"]
         bandwidth = gpu.ceilings.bandwidth / base.ceilings.bandwidth
-        expected = H200.scaled(flops, bandwidth, gpu.sms)
+        measured = {"h200": H200, "h100": H100}
+        expected = measured[name] if name in measured else H200.scaled(flops, bandwidth, gpu.sms)
         assert dataclasses.astuple(rates) == pytest.approx(dataclasses.astuple(expected), rel=1e-3)
         assert feasibility(64, 500, 64, name) == feasibility(64, 500, 64, rates)
     with pytest.raises(ValueError, match="rates must be Rates or one of"):
@@ -385,23 +387,28 @@ def test_the_readme_says_what_a_checkpoint_costs(checkpoint: str) -> None:
 
 
 def _recorded() -> list:
-    """(rates, row) of each measured step of `auto` in the committed records of GPUs that have rates of their own."""
+    """Each measured step in the committed records of GPUs that have rates, and how its layers were launched: those of
+    `auto` apart where its run has no ablation of that, which is older than layers in one launch."""
     found = []
     for path in sorted(registry.ROOT.glob("reports/*/records/transformer_np.jsonl")):
-        rows = [row for row in record.load(path).rows if row.implementation == "auto" and row.ok and not row.host]
-        found += [pytest.param(row, id=f"{path.parts[-3]}-{row.case}") for row in rows if row.run.gpu_folder in RATES]
+        rows = [row for row in record.load(path).rows if not row.host and row.run.gpu_folder in RATES]
+        ablated = {(row.run.id, row.case) for row in rows if row.implementation == "apart-layers"}
+        for row in (row for row in rows if row.ok and row.implementation in ("auto", "apart-layers")):
+            newer = row.implementation == "auto" and (row.run.id, row.case) in ablated
+            how = "auto" if newer else "apart"
+            found.append(pytest.param(row, how, id=f"{path.parts[-3]}-{row.case}-{row.implementation}"))
     return found
 
 
-@pytest.mark.parametrize("row", _recorded())
-def test_feasibility_follows_the_records(row) -> None:
+@pytest.mark.parametrize(("row", "layers_impl"), _recorded())
+def test_feasibility_follows_the_records(row, layers_impl: str) -> None:
     """Of every step that was recorded, its time in a CUDA graph."""
     d = row["dims"]
     given = {name: d[name] for name in ("layers", "d_model", "heads", "d_ff", "components", "padding")}
     sizes = dataclasses.replace(FULL, **given)
     shape = d["context"], d["targets"], d["batch"]
     checkpoint = row.get("params", {}).get("checkpoint", "none")
-    found = feasibility(*shape, row.run.gpu_folder, sizes=sizes, checkpoint=checkpoint)
+    found = feasibility(*shape, row.run.gpu_folder, sizes=sizes, checkpoint=checkpoint, layers_impl=layers_impl)
     column = "graph" if row.column("graph") else None
     assert found.step_seconds == pytest.approx(row.seconds(column), rel=0.1)
 
@@ -511,6 +518,7 @@ def test_feasibility_of_time_is_within_ten_percent(shape: tuple[int, int, int], 
     if key not in RATES:
         pytest.skip(f"there are no rates of {torch.cuda.get_device_name()}")
     model = FULL.model(checkpoint=checkpoint).to(DEVICE, torch.bfloat16)
+    model.flatten_parameters()
     step = TrainStep(model.loss, kernels.adamw.AdamW(model.parameters(), master_weights=True), clip=1.0)
     context, targets, batch = shape
     predicted = feasibility(*shape, key, checkpoint=checkpoint).step_seconds

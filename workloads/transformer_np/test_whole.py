@@ -29,6 +29,9 @@ SHAPES = {
     "ragged tiles, two sequences": (2, 40, 70, 3, 576),
     "a row beyond a tile, four sequences": (4, 63, 65, 2, 1024),
     "most of the hidden but for a panel": (1, 17, 300, 2, 1344),
+    "one group of the hidden, three layers": (1, 64, 100, 3, 512),
+    "17 panels of the hidden": (1, 33, 70, 2, 1088),
+    "one layer": (1, 64, 100, 1, 1408),
 }
 
 

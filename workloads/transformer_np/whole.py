@@ -1,6 +1,8 @@
-"""All layers but the last of a model in one launch, forward and backward: for few rows, whose products are launches.
+"""All layers but the last of a model in one kernel, and their backward in another: for few rows, where the overhead of
+launches dominates.
 
-The gradients of the layers' weights are left to the places of `weight_gradients`, as by `deferred`.
+The operands of the weights' gradients are left to `weight_gradients`, which multiplies them when the backward has
+passed all layers.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from .weight_gradients import Place
 __all__ = ["CHOICES", "Weights", "layers", "missing", "pick_layers", "weights_of"]
 
 CHOICES = ("auto", "whole", "apart")
-MOST_CLUSTERS = 14  # of 8 CTAs at once: of the 132 SMs of a GPU some are in groups that have no room for another 8
+MOST_CLUSTERS = 14  # of 8 CTAs that run at once: a cluster lies within one GPC, whose SMs are no multiple of 8
 
 
 def pick_layers(batch: int, context: int, targets: int) -> str:

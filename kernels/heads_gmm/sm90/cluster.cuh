@@ -20,6 +20,7 @@ DEVICE void cluster_sync() {
 
 // The same where the other CTAs see nothing that was written before it: each thread has used what it read of them, so
 // that they may end. cluster_sync() releases, before which ptxas puts a fence of the whole GPU that waits for all stores.
+// Only where each arrival, store and load into another CTA was waited for there: this does not wait for those under way.
 DEVICE void cluster_leave() {
     if (CLUSTER > 1)
         asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");

@@ -17,9 +17,10 @@ constexpr int PANEL = ROWS * 64 * 2, PANELS = 22, SLOTS = 6, GROUPS = (HIDDEN_PA
 constexpr int RING = PANELS * PANEL, SUMS = RING + SLOTS * PANEL, BARRIERS = SUMS + CLUSTER * ROWS * 4;
 constexpr int FULL = BARRIERS, EMPTY = FULL + 8 * SLOTS, ROWS_FULL = EMPTY + 8 * SLOTS, HEADS_FULL = ROWS_FULL + 8,
               HIDDEN_FULL = HEADS_FULL + 8, SUMS_FULL = HIDDEN_FULL + 8 * 3, KEYS_FULL = SUMS_FULL + 8,
-              KEYS_FREE = KEYS_FULL + 8, DK_FULL = KEYS_FREE + 8, DV_FULL = DK_FULL + 8, DONE = DV_FULL + 8,
-              END = DONE + 8;
-constexpr int CONSUMERS = 128, THREADS = CONSUMERS + 64;  // a warpgroup; a warp for weights and one for keys
+              KEYS_FREE = KEYS_FULL + 8, DK_FULL = KEYS_FREE + 8, DV_FULL = DK_FULL + 8, ROWS_WRITTEN = DV_FULL + 8,
+              KEYS_WRITTEN = ROWS_WRITTEN + 8, HEADS_WRITTEN = KEYS_WRITTEN + 8, HIDDEN_WRITTEN = HEADS_WRITTEN + 8,
+              DONE = HIDDEN_WRITTEN + 8 * 3, END = DONE + 8 * 5;
+constexpr int CONSUMERS = 128, THREADS = CONSUMERS + 96;  // a warpgroup; warps for weights, for keys, for messages
 constexpr float LOG2_E = 1.4426950408889634f;
 static_assert(HIDDEN_PANELS >= CLUSTER && HIDDEN_PANELS <= PANELS && END == SHARED);
 
@@ -41,7 +42,8 @@ struct Tile {
     bool context;
 };
 
-// Clusters of targets' rows of a sequence, behind those of the context, one for each sequence.
+// How many clusters the targets of one sequence take. In the forward's grid the context's clusters, one a sequence, come
+// before all of these; in the backward's after them.
 DEVICE int targets_tiles(const Shape& a) { return (a.rows - a.context + ROWS - 1) / ROWS; }
 
 DEVICE Tile find_tile(const Shape& a) {
@@ -59,18 +61,36 @@ struct Ring {
     }
 };
 
+// 64 x 64 panels of a layer's weight, one after the other along its rows (row_step 0) or along its columns (64).
+struct Panels {
+    const TensorMap* map;
+    int row, column, row_step, count;
+    DEVICE int row_of(int p) const { return row + row_step * p; }
+    DEVICE int column_of(int p) const { return column + (64 - row_step) * p; }
+};
+
 // The warp that fills the ring.
 struct Weights {
     u32 smem;
     Ring ring;
-    // 64 x 64 panels of a layer's weight, one after the other along its rows or along its columns.
-    DEVICE void load(const TensorMap* map, int layer, int row, int column, int row_step, int panels) {
-        for (int p = 0; p < panels; p++, ring.next()) {
+    DEVICE void load(const Panels& a, int layer) {
+        for (int p = 0; p < a.count; p++, ring.next()) {
             bar_wait(smem + EMPTY + 8 * ring.slot, ring.phase ^ 1);
             bar_expect(smem + FULL + 8 * ring.slot, PANEL);
-            tma_load(smem + RING + ring.slot * PANEL, map, column + (64 - row_step) * p, row + row_step * p, layer, 0,
+            tma_load(smem + RING + ring.slot * PANEL, a.map, a.column_of(p), a.row_of(p), layer, 0,
                      smem + FULL + 8 * ring.slot);
         }
+    }
+};
+
+// All clusters read the same panels at about the same time: without being asked for before, each would wait for memory
+// and not for L2, with no more than the ring under way. Of all panels each cluster asks for every n-th, of n clusters.
+struct Ahead {
+    int panel = blockIdx.x / CLUSTER;  // the next of this cluster's, from the one on that is next of all
+    DEVICE void ask(const Panels& a, int layer) {
+        for (; panel < a.count; panel += gridDim.x / CLUSTER)
+            tma_prefetch(a.map, a.column_of(panel), a.row_of(panel), layer);
+        panel -= a.count;
     }
 };
 
@@ -80,8 +100,9 @@ DEVICE void begin(u32 smem) {
             bar_init(smem + FULL + 8 * i, 1);
             bar_init(smem + EMPTY + 8 * i, CONSUMERS / 32);
         }
-        for (int bar = ROWS_FULL; bar < DONE; bar += 8) bar_init(smem + bar, 1);
-        bar_init(smem + DONE, CLUSTER);
+        for (int bar = ROWS_FULL; bar < ROWS_WRITTEN; bar += 8) bar_init(smem + bar, 1);
+        for (int bar = ROWS_WRITTEN; bar < DONE; bar += 8) bar_init(smem + bar, CONSUMERS / 32);
+        for (int bar = DONE; bar < END; bar += 8) bar_init(smem + bar, CLUSTER);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
@@ -162,21 +183,56 @@ DEVICE float sum_of_row(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// ---- The consumers' warpgroup ---------------------------------------------------------------------------------------
+// ---- The warp for messages ------------------------------------------------------------------------------------------
 
-struct Exchange {
+struct Place {
     const Shape& shape;
     const Tile tile;
     const u32 smem;
     const int rank;
-    Ring ring;
-    u32 sums_phase = 0, done_phase = 0;
 
     // Of tensor `i` of [..., sequences, rows].
     DEVICE u64 row_of(int i) const { return ((u64)i * shape.sequences + tile.sequence) * shape.rows + tile.first; }
 
     // This CTA's head of a layer, of [layers, sequences, CLUSTER].
     DEVICE u64 head_of(int layer) const { return ((u64)layer * shape.sequences + tile.sequence) * CLUSTER + rank; }
+};
+
+// One thread that sends on what the consumers wrote to memory. The fence that waits for their stores takes some 700
+// cycles; meanwhile the consumers go on.
+struct Messenger : Place {
+    DEVICE void wait(int bar, u32 phase) const { bar_wait(smem + bar, phase); }
+
+    // A panel that this CTA wrote goes to all CTAs of the cluster. `i` is as in row_of.
+    DEVICE void spread(const TensorMap* map, int panel, int column, int i, int bar) const {
+        fence_for_tma_loads();
+        tma_multicast(smem + panel * PANEL, map, column, tile.first, smem + bar, i * shape.sequences + tile.sequence);
+    }
+    // Panel `panel` + rank of eight, one from each CTA.
+    DEVICE void spread_one_each(const TensorMap* map, int panel, int column, int i, int bar) const {
+        bar_expect(smem + bar, CLUSTER * PANEL);
+        spread(map, panel + rank, column + 64 * rank, i, bar);
+    }
+
+    // Panels rank, rank + 8 and rank + 16 of the hidden: the first as soon as it is written, the others when all CTAs have
+    // done with what lies there.
+    DEVICE void spread_hidden(const TensorMap* map, int layer, int done, u32 phase) const {
+        for (int g = 0; g < GROUPS; g++) {
+            const int left = HIDDEN_PANELS - 8 * g, panel = 8 * g + rank;
+            bar_expect(smem + HIDDEN_FULL + 8 * g, (left < 8 ? left : 8) * PANEL);
+            if (g == 1) wait(done, phase);
+            if (panel >= HIDDEN_PANELS) continue;
+            wait(HIDDEN_WRITTEN + 8 * g, phase);
+            spread(map, panel, 64 * panel, layer, HIDDEN_FULL + 8 * g);
+        }
+    }
+};
+
+// ---- The consumers' warpgroup ---------------------------------------------------------------------------------------
+
+struct Exchange : Place {
+    Ring ring;
+    u32 sums_phase = 0;
 
     // Gives a slot of the ring back: the warp's wgmmas that read it are complete.
     DEVICE void release(int slot) {
@@ -209,39 +265,21 @@ struct Exchange {
         release(before);
     }
 
-    // All threads have written panels to memory; one may have them loaded.
-    DEVICE void finish_writing() {
-        fence_for_tma_loads();
-        warpgroup_sync(1);
-    }
-
-    // By one thread: a panel that this CTA wrote goes to all CTAs of the cluster. `i` is as in row_of.
-    DEVICE void spread(const TensorMap* map, int panel, int column, int i, u32 bar) {
-        fence_for_tma_loads();
-        tma_multicast(smem + panel * PANEL, map, column, tile.first, bar, i * shape.sequences + tile.sequence);
-    }
-
-    // This CTA has read what others want to write over; and the wait until all have. By all threads.
-    DEVICE void say_done() {
-        warpgroup_sync(1);
-        if (threadIdx.x < 32) arrive_at_all(smem + DONE);
-    }
-    DEVICE void wait_until_done() {
-        if (threadIdx.x == 0) bar_wait(smem + DONE, done_phase);
-        done_phase ^= 1;
+    // Tells the messenger that this warp has written to memory; its fence makes that visible to TMA.
+    DEVICE void report(int bar) {
+        __threadfence_block();
         __syncwarp();
+        if (threadIdx.x % 32 == 0) bar_arrive(smem + bar);
     }
 
-    // Panels rank, rank + 8 and rank + 16 of the hidden, which this CTA wrote: the first as soon as it is written, the
-    // others when all CTAs have done with what lies there. By one thread.
-    DEVICE void spread_hidden(const TensorMap* map, int layer, int group) {
-        const int left = HIDDEN_PANELS - 8 * group, panel = 8 * group + rank;
-        bar_expect(smem + HIDDEN_FULL + 8 * group, (left < 8 ? left : 8) * PANEL);
-        if (panel < HIDDEN_PANELS) spread(map, panel, 64 * panel, layer, smem + HIDDEN_FULL + 8 * group);
+    // This CTA has read what others want to write over. By all threads.
+    DEVICE void say_done(int bar) {
+        warpgroup_sync(1);
+        if (threadIdx.x < 32) arrive_at_all(smem + bar);
     }
 
-    // Sums over all columns of what each CTA has of the rows. What a CTA needs to write `own` it was sent by all others
-    // after they had read these sums the time before.
+    // Sums over all columns of what each CTA has of the rows. They are not overwritten too early: `own` is computed from
+    // panels that the other CTAs sent after they had read the sums before.
     DEVICE void send_sums(const float (&own)[2]) {
         if (threadIdx.x == 0) bar_expect(smem + SUMS_FULL, CLUSTER * ROWS * 4);
         __syncwarp();

@@ -11,9 +11,9 @@ import torch
 from . import cuda_driver
 from .cuda_driver import address, tensor_map
 
-WIDTH, HEADS, ROWS, PANEL, CLUSTER, THREADS = 512, 8, 64, 64, 8, 192  # of layers.cuh
+WIDTH, HEADS, ROWS, PANEL, CLUSTER, THREADS = 512, 8, 64, 64, 8, 224  # of layers.cuh
 HIDDEN = (CLUSTER * PANEL, 22 * PANEL)  # the narrowest and the widest
-SHARED = 22 * 8192 + 6 * 8192 + 2048 + 8 * 23  # panels, the ring, sums, barriers
+SHARED = 22 * 8192 + 6 * 8192 + 2048 + 8 * 33  # panels, the ring, sums, barriers
 ALIGNMENT = 16  # bytes of an address or a stride that TMA takes
 
 _SHAPE = "iiiiff"
@@ -108,15 +108,22 @@ def missing(x: torch.Tensor, context: int, heads: int, weights: Weights) -> str 
         return "it takes bfloat16"
     if weights.attention_gamma.dtype not in (x.dtype, torch.float32):
         return "weights of norms must be bfloat16 or float32"
-    hidden = weights.up.shape[0]
-    if x.shape[2] != WIDTH or heads != HEADS or hidden % PANEL or not HIDDEN[0] <= hidden <= HIDDEN[1]:
-        return f"it takes rows of {WIDTH}, {HEADS} heads and a hidden of {HIDDEN[0]} to {HIDDEN[1]} in steps of {PANEL}"
-    if not 0 < context <= min(ROWS, x.shape[1] - 1):
-        return f"it takes 1 to {ROWS} rows of a context, and targets"
+    reason = missing_sizes(x.shape[2], heads, weights.up.shape[0], context, x.shape[1] - context)
+    if reason is not None:
+        return reason
     tensors = (x, weights.qkv, weights.out, weights.up, weights.down)
     if any(t.data_ptr() % ALIGNMENT for t in tensors) or weights.pitch * x.element_size() % ALIGNMENT:
         return f"rows and weights must begin on {ALIGNMENT}-byte boundaries"
     return cuda_driver.no_compiler()
+
+
+def missing_sizes(width: int, heads: int, hidden: int, context: int, targets: int) -> str | None:
+    """The same by sizes alone."""
+    if width != WIDTH or heads != HEADS or hidden % PANEL or not HIDDEN[0] <= hidden <= HIDDEN[1]:
+        return f"it takes rows of {WIDTH}, {HEADS} heads and a hidden of {HIDDEN[0]} to {HIDDEN[1]} in steps of {PANEL}"
+    if not 0 < context <= ROWS or targets < 1:
+        return f"it takes 1 to {ROWS} rows of a context, and targets"
+    return None
 
 
 def clusters(batch: int, context: int, targets: int) -> int:
@@ -153,18 +160,18 @@ def forward(
 def backward(dy: torch.Tensor, x: torch.Tensor, saved: Saved, weights: Weights, context: int, eps: float) -> Gradients:
     """The gradients, given that of the rows behind all layers, contiguous."""
     batch, rows, _ = x.shape
-    layers, targets = weights.layers, -(-(rows - context) // ROWS)
+    layers = weights.layers
     dx = torch.empty_like(dy)
     dx_at = torch.empty_like(saved.n)
     dpre, dqkv = torch.empty_like(saved.pre), torch.empty_like(saved.qkv)
     parts, floats = clusters(batch, context, rows - context) * 4, dict(dtype=torch.float32, device=x.device)
     dgamma = torch.empty((layers, 2, parts, WIDTH), **floats)
-    of_keys = torch.empty((layers, batch * targets, CLUSTER, 2, PANEL * PANEL), **floats)
+    sums = torch.empty((layers, batch, CLUSTER, 2, PANEL * PANEL), **floats)
     written = torch.zeros((layers, batch, CLUSTER), dtype=torch.int32, device=x.device)
     read = (weights.qkv, weights.out, weights.up, weights.down, saved.qkv, saved.qkv, dx_at, dpre, dqkv)
     pointers = (
         *(weights.attention_gamma, weights.mlp_gamma, saved.h, x, saved.rstd, saved.qkv, saved.attended, saved.lse),
-        *(saved.pre, dy, dx, dx_at, dpre, dqkv, dgamma, of_keys, written),
+        *(saved.pre, dy, dx, dx_at, dpre, dqkv, dgamma, sums, written),
     )
     _start(_backward_launch(_key(x, weights, context)), read, pointers, x, weights, context, eps)
     return Gradients(dx, dx_at, dpre, dqkv, dgamma)

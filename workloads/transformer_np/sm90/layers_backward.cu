@@ -4,7 +4,7 @@
 //     do = dx W_out    dq, dk, dv = attention'(do)     dn = dq W_q + dk W_k + dv W_v    dx += norm'(dn)
 //
 // and partial sums of the gradients of the norms' weights. Those of the other weights are products over all rows, for
-// which everything that they need is written: dx before and after the MLP, dpre, dq, dk and dv.
+// which everything that they need is written: dx after attention and after the MLP, dpre, dq, dk and dv.
 //
 // CTA c of a cluster has 64 columns of dx in registers, and four times a layer panels of all 8 CTAs are exchanged, as
 // in the forward: dx, dpre, dx, and dq with, for the context's rows, dk and dv. The gradient of a norm
@@ -14,19 +14,24 @@
 // needs a mean over all columns before they are there: sum(dn n) is sum(dy y) for a product y = n W^T, so that each CTA
 // sends what it has of that with its panel.
 //
-// dk and dv are sums over the rows of all clusters. Targets' clusters write theirs and go on; CTA c of the context
-// waits for those of head c, and adds them in a fixed order. So here targets come first in the grid.
+// dk and dv are sums over the rows of all clusters. CTA c of a targets' cluster waits for those of head c of the cluster
+// before, adds its own, and writes the sums; the context's adds the last of these. So here targets come first in the grid,
+// in whose order clusters are to start where not all run at once.
 //
 // Shared memory: panels as in the forward.
 //   0 to 5    k, v, q, p, ds, do of this CTA's head         6 to 13   dq, and then dv
-//   14 to 21  dx, before attention and before the MLP; dk   0 to 21   dpre
-// DONE counts the CTAs that have multiplied by what is to be written over: five times a layer by the context's, three
-// times by the others. k, v and q come when dpre was used; dpre of the next layer follows dx of all CTAs, after their
-// attention.
+//   14 to 21  dx after the MLP, then after attention; dk    0 to 21   dpre
+// Barriers count the CTAs that have multiplied by what is to be written over. k, v and q come when dpre was used; dq
+// follows dx after attention, for which all CTAs had used dpre; dpre of the next layer follows dx after the MLP of all
+// CTAs, after their attention. Of the last layer nobody waits for LAYER_DONE, so that nobody arrives: it could be too
+// late for a CTA that has ended.
 
 #include "layers.cuh"
 
 constexpr int KEYS = 0, VALUES = 1, QUERIES = 2, WEIGHTS = 3, DSCORES = 4, DOUT = 5, DQ = 6, DX = PANELS - WIDTH_PANELS;
+// Each counts, once a layer, the CTAs that are done with their products with: dx in the MLP; dpre; dx in attention; dq;
+// anything of the layer. The third and fourth are used by the context alone.
+constexpr int MLP_DX_DONE = DONE, DPRE_DONE = DONE + 8, DX_DONE = DONE + 16, DQ_DONE = DONE + 24, LAYER_DONE = DONE + 32;
 
 struct Problem {
     const Gamma *attention_gamma, *mlp_gamma;  // a layer's are gamma_pitch elements apart
@@ -41,8 +46,8 @@ struct Problem {
     u16* dx_at;                                // [2, layers, sequences, rows, WIDTH]: after attention, after the MLP
     u16 *dpre, *dqkv;                          // like pre and qkv
     float* dgamma;                             // [layers, 2, clusters, 4, WIDTH]
-    float* parts;                              // [layers, clusters of targets, CLUSTER, 2, 8, 128, 4]: dv and dk
-    u32* written;                              // [layers, sequences, CLUSTER], zeros: targets' tiles whose parts are in
+    float* sums;                               // [layers, sequences, CLUSTER, 2, 8, 128, 4]: dk and dv of targets
+    u32* written;                              // [layers, sequences, CLUSTER], zeros: clusters that are in the sums
     long long gamma_pitch;
     Shape shape;
 };
@@ -59,15 +64,23 @@ DEVICE Tile find_tile_backward(const Shape& a) {
     return {cluster / of_targets, first, left < ROWS ? left : ROWS, false};
 }
 
-DEVICE void load_weights(const Shape& a, const Maps& maps, const Tile& tile, u32 smem) {
+// The panels of a layer's weights in the order in which this CTA multiplies by them.
+template <class Each> DEVICE void each_weight(const Maps& maps, bool keys, Each each) {
     const int own = 64 * cluster_rank();
+    for (int column = own; column < HIDDEN_PITCH; column += WIDTH)
+        each(Panels{maps.down, 0, column, 64, WIDTH_PANELS});
+    each(Panels{maps.up, 0, own, 64, HIDDEN_PANELS});
+    each(Panels{maps.out, 0, own, 64, WIDTH_PANELS});
+    each(Panels{maps.qkv, 0, own, 64, (keys ? 3 : 1) * WIDTH_PANELS});
+}
+
+DEVICE void load_weights(const Shape& a, const Maps& maps, const Tile& tile, u32 smem) {
     Weights to{smem};
+    Ahead ahead;
+    each_weight(maps, true, [&](const Panels& p) { ahead.ask(p, a.layers - 1); });
     for (int layer = a.layers - 1; layer >= 0; layer--) {
-        for (int column = own; column < HIDDEN_PITCH; column += WIDTH)
-            to.load(maps.down, layer, 0, column, 64, WIDTH_PANELS);
-        to.load(maps.up, layer, 0, own, 64, HIDDEN_PANELS);
-        to.load(maps.out, layer, 0, own, 64, WIDTH_PANELS);
-        to.load(maps.qkv, layer, 0, own, 64, (tile.context ? 3 : 1) * WIDTH_PANELS);
+        if (layer) each_weight(maps, true, [&](const Panels& p) { ahead.ask(p, layer - 1); });
+        each_weight(maps, tile.context, [&](const Panels& p) { to.load(p, layer); });
     }
 }
 
@@ -83,7 +96,33 @@ DEVICE void load_keys(const Problem& a, const Maps& maps, const Tile& tile, u32 
     }
 }
 
-// Writes a panel into shared memory, as TMA does.
+// What the consumers report, in their order.
+DEVICE void send_panels(const Problem& a, const Maps& maps, const Tile& tile, u32 smem) {
+    const Messenger to{a.shape, tile, smem, cluster_rank()};
+    u32 phase = 0;
+    for (int layer = a.shape.layers - 1; layer >= 0; layer--, phase ^= 1) {
+        to.wait(ROWS_WRITTEN, 0);
+        if (layer < a.shape.layers - 1) to.wait(LAYER_DONE, phase ^ 1);
+        to.spread_one_each(maps.dx, DX, 0, a.shape.layers + layer, ROWS_FULL);
+        to.spread_hidden(maps.dpre, layer, MLP_DX_DONE, phase);
+        to.wait(ROWS_WRITTEN, 1);
+        to.wait(DPRE_DONE, phase);
+        to.spread_one_each(maps.dx, DX, 0, layer, ROWS_FULL);
+        to.wait(HEADS_WRITTEN, phase);
+        to.spread_one_each(maps.dqkv, DQ, 0, layer, HEADS_FULL);
+        to.wait(KEYS_WRITTEN, phase);
+        if (tile.context) {
+            to.wait(DX_DONE, phase);
+            to.spread_one_each(maps.dqkv, DX, WIDTH, layer, DK_FULL);
+            to.wait(DQ_DONE, phase);
+            to.spread_one_each(maps.dqkv, DQ, 2 * WIDTH, layer, DV_FULL);
+        } else {
+            add_release(a.written + to.head_of(layer), 1);
+        }
+    }
+}
+
+// Writes a panel into shared memory, in TMA's 128-byte swizzle.
 DEVICE void write_panel(u32 to, const u32 (&x)[16]) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -96,24 +135,16 @@ DEVICE void write_panel(u32 to, const u32 (&x)[16]) {
 
 struct Backward : Exchange {
     const Problem& a;
-    const Maps& maps;
     u32 phase;  // of barriers that are used once a layer
 
     DEVICE bool there(int i) const { return first_row() + i / 2 % 2 * 8 < tile.count; }
 
     // Writes this CTA's columns of dx, which all of the cluster get. `place` is 1 after the MLP, 0 after attention.
-    DEVICE void exchange_dx(const float (&dx)[32], int place, int layer, bool wait) {
+    DEVICE void exchange_dx(const float (&dx)[32], int place, int layer) {
         u32 packed[16];
-        const int at = place * shape.layers + layer;
         pack_all(packed, dx);
-        store_panel(a.dx_at + row_of(at) * WIDTH + 64 * rank, WIDTH, tile.count, packed);
-        finish_writing();
-        if (wait) wait_until_done();
-        if (threadIdx.x == 0) {
-            bar_expect(smem + ROWS_FULL, WIDTH_PANELS * PANEL);
-            spread(maps.dx, DX + rank, 64 * rank, at, smem + ROWS_FULL);
-        }
-        __syncwarp();
+        store_panel(a.dx_at + row_of(place * shape.layers + layer) * WIDTH + 64 * rank, WIDTH, tile.count, packed);
+        report(ROWS_WRITTEN);
     }
 
     // dx += the gradient of a norm: dn is that of its result, and `dots` are the sums of dn n over all columns.
@@ -174,21 +205,15 @@ struct Backward : Exchange {
             }
             pack_all(packed, d);
             store_panel(a.dpre + at, HIDDEN_PITCH, tile.count, packed);
-            finish_writing();
-            if (threadIdx.x == 0 && panel < 8) spread_hidden(maps.dpre, layer, 0);
-            __syncwarp();
+            report(HIDDEN_WRITTEN + panel / 8 * 8);
         }
         send_sums(dots);
-        say_done();
+        if (GROUPS > 1) say_done(MLP_DX_DONE);
         OfNorm norm;
         load_norm(norm, 1, layer);
-        wait_until_done();  // with dx
-        if (threadIdx.x == 0)
-            for (int g = 1; g < GROUPS; g++) spread_hidden(maps.dpre, layer, g);
-        __syncwarp();
         clear(d);
         multiply<1, true>(d, 0, HIDDEN_PANELS, phase);
-        say_done();
+        say_done(DPRE_DONE);
         if (threadIdx.x == 0) bar_arrive(smem + KEYS_FREE);
         wait_for_sums(dots);
         add_norm(dx, d, norm.h, norm.gamma, norm.rstd, dots, 1, layer);
@@ -207,27 +232,32 @@ struct Backward : Exchange {
         pin(d);
     }
 
-    // The part that the targets' cluster `cluster` has of dv (0) or dk (1) of this CTA's head.
-    DEVICE float4* part_of(int layer, int cluster, int which) const {
-        const int clusters = shape.sequences * targets_tiles(shape);
-        const u64 part = ((u64)(layer * clusters + cluster) * CLUSTER + rank) * 2 + which;
-        return (float4*)a.parts + part * 8 * 128 + threadIdx.x;
+    // The sums of dk (0) or dv (1) of this CTA's head over the targets of the clusters so far.
+    DEVICE float4* sums_of(int layer, int which) const {
+        return (float4*)a.sums + (head_of(layer) * 2 + which) * 8 * 128 + threadIdx.x;
     }
-    DEVICE void write_part(const float (&d)[32], int layer, int which) {
-        float4* const to = part_of(layer, blockIdx.x / CLUSTER, which);
+    DEVICE void write_sums(const float (&d)[32], int layer, int which) {
+        float4* const to = sums_of(layer, which);
 #pragma unroll
         for (int j = 0; j < 8; j++) to[128 * j] = {d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]};
     }
-    DEVICE void add_parts(float (&d)[32], int layer, int which) {
-        const int tiles = targets_tiles(shape);
-        for (int t = 0; t < tiles; t++) {
-            const float4* const from = part_of(layer, tile.sequence * tiles + t, which);
+    // Waits until so many clusters are in the sums, and adds them.
+    DEVICE void add_sums(float (&dk)[32], float (&dv)[32], int layer, int clusters) {
+        float4 sums[2][8];
+        if (threadIdx.x == 0) wait_for_count(a.written + head_of(layer), clusters);
+        warpgroup_sync(1);
 #pragma unroll
-            for (int j = 0; j < 8; j++) {
-                const float4 part = load_shared_by_gpu(from + 128 * j);
-                d[4 * j] += part.x, d[4 * j + 1] += part.y, d[4 * j + 2] += part.z, d[4 * j + 3] += part.w;
-            }
+        for (int which = 0; which < 2; which++)
+#pragma unroll
+            for (int j = 0; j < 8; j++) sums[which][j] = load_shared_by_gpu(sums_of(layer, which) + 128 * j);
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            add(dk, j, sums[0][j]);
+            add(dv, j, sums[1][j]);
         }
+    }
+    DEVICE static void add(float (&d)[32], int j, const float4& x) {
+        d[4 * j] += x.x, d[4 * j + 1] += x.y, d[4 * j + 2] += x.z, d[4 * j + 3] += x.w;
     }
 
     // Sum of x y over this CTA's columns of a row.
@@ -253,7 +283,7 @@ struct Backward : Exchange {
         bar_wait(smem + ROWS_FULL, 1);
         clear(d);
         multiply<1>(d, DX, WIDTH_PANELS);
-        if (tile.context) say_done();  // with dx
+        if (tile.context) say_done(DX_DONE);
 #pragma unroll
         for (int i = 0; i < 32; i++) d[i] = there(i) ? d[i] : 0;
         add_dots(dots, d, packed);
@@ -297,12 +327,7 @@ struct Backward : Exchange {
         add_dots(dots, s, q);
         pack_all(packed, s);
         store_panel(dqkv, 3 * WIDTH, tile.count, packed);
-        finish_writing();
-        if (threadIdx.x == 0) {
-            bar_expect(smem + HEADS_FULL, WIDTH_PANELS * PANEL);
-            spread(maps.dqkv, DQ + rank, 64 * rank, layer, smem + HEADS_FULL);
-        }
-        __syncwarp();
+        report(HEADS_WRITTEN);
         if (!tile.context) send_sums(dots);
 
         over_rows(s, DSCORES, QUERIES);
@@ -310,14 +335,11 @@ struct Backward : Exchange {
         if (tile.context) {
             finish_keys(s, d, dots, dqkv, qkv, layer);
         } else {
-            write_part(d, layer, 0);
-            write_part(s, layer, 1);
-            warpgroup_sync(1);
-            if (threadIdx.x == 0) {
-                __threadfence();
-                add_release(a.written + head_of(layer), 1);
-            }
-            __syncwarp();
+            const int before = (tile.first - shape.context) / ROWS;
+            if (before) add_sums(s, d, layer, before);
+            write_sums(s, layer, 0);
+            write_sums(d, layer, 1);
+            report(KEYS_WRITTEN);
 #pragma unroll
             for (int i = 0; i < 16; i++) packed[i] = 0;  // what nobody reads has no gradient
             store_panel(dqkv + WIDTH, 3 * WIDTH, tile.count, packed);
@@ -329,46 +351,31 @@ struct Backward : Exchange {
         clear(d);
         bar_wait(smem + HEADS_FULL, phase);
         multiply<1>(d, DQ, WIDTH_PANELS);
-        if (tile.context) multiply_keys(d, layer);
-        say_done();
+        if (tile.context) multiply_keys(d);
+        if (layer) say_done(LAYER_DONE);
         wait_for_sums(dots);
         add_norm(dx, d, norm.h, norm.gamma, norm.rstd, dots, 0, layer);
     }
 
-    // Of the context's rows: dk and dv of all rows, written, and dk on its way to all CTAs of the cluster.
+    // In the context's cluster: adds the targets' sums to dk and dv, and writes both.
     DEVICE void finish_keys(float (&dk)[32], float (&dv)[32], float (&dots)[2], u16* dqkv, const u16* qkv, int layer) {
         u32 packed[16], keys[16], values[16];
         load_panel(keys, qkv + WIDTH, 3 * WIDTH, tile.count);
         load_panel(values, qkv + 2 * WIDTH, 3 * WIDTH, tile.count);
-        if (threadIdx.x == 0) wait_for_count(a.written + head_of(layer), targets_tiles(shape));
-        warpgroup_sync(1);
-        add_parts(dk, layer, 1);
-        add_parts(dv, layer, 0);
+        add_sums(dk, dv, layer, targets_tiles(shape));
         add_dots(dots, dk, keys);
         add_dots(dots, dv, values);
         pack_all(packed, dk);
         store_panel(dqkv + WIDTH, 3 * WIDTH, tile.count, packed);
         pack_all(packed, dv);
         store_panel(dqkv + 2 * WIDTH, 3 * WIDTH, tile.count, packed);
-        finish_writing();
+        report(KEYS_WRITTEN);
         send_sums(dots);
-        wait_until_done();  // with dx
-        if (threadIdx.x == 0) {
-            bar_expect(smem + DK_FULL, WIDTH_PANELS * PANEL);
-            spread(maps.dqkv, DX + rank, WIDTH + 64 * rank, layer, smem + DK_FULL);
-        }
-        __syncwarp();
     }
 
     // d += dk W_k + dv W_v.
-    DEVICE void multiply_keys(float (&d)[32], int layer) {
-        say_done();
-        wait_until_done();  // with dq
-        if (threadIdx.x == 0) {
-            bar_expect(smem + DV_FULL, WIDTH_PANELS * PANEL);
-            spread(maps.dqkv, DQ + rank, 2 * WIDTH + 64 * rank, layer, smem + DV_FULL);
-        }
-        __syncwarp();
+    DEVICE void multiply_keys(float (&d)[32]) {
+        say_done(DQ_DONE);
         bar_wait(smem + DK_FULL, phase);
         multiply<1>(d, DX, WIDTH_PANELS);
         bar_wait(smem + DV_FULL, phase);
@@ -382,9 +389,9 @@ struct Backward : Exchange {
         unpack_all(dx, packed);
         phase = 0;
         for (int layer = shape.layers - 1; layer >= 0; layer--, phase ^= 1) {
-            exchange_dx(dx, 1, layer, layer < shape.layers - 1);
+            exchange_dx(dx, 1, layer);
             mlp(dx, layer);
-            exchange_dx(dx, 0, layer, true);
+            exchange_dx(dx, 0, layer);
             attention(dx, layer);
         }
         pack_all(packed, dx);
@@ -405,11 +412,13 @@ transformer_np_layers_backward(const __grid_constant__ TensorMap qkv, const __gr
     const Tile tile = find_tile_backward(problem.shape);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp < CONSUMERS / 32) {
-        Backward{{problem.shape, tile, smem, cluster_rank()}, problem, maps}.run();
+        Backward{{{problem.shape, tile, smem, cluster_rank()}}, problem}.run();
     } else if (threadIdx.x == CONSUMERS) {
         load_weights(problem.shape, maps, tile, smem);
     } else if (threadIdx.x == CONSUMERS + 32) {
         load_keys(problem, maps, tile, smem);
+    } else if (threadIdx.x == CONSUMERS + 64) {
+        send_panels(problem, maps, tile, smem);
     }
     __syncwarp();
     cluster_leave();

@@ -5,34 +5,38 @@
 //
 // A cluster of 8 CTAs takes 64 rows through all layers. CTA c has columns 64 c to 64 c + 63 of the residual stream, in
 // registers, as sums of wgmma that the products add to; head c; and of the hidden the panels c, c + 8 and c + 16. Every
-// product needs whole rows, of which each CTA made a panel of 64 columns: it writes the panel to memory, and TMA loads
-// it into the shared memory of all 8, at the panel's place. That happens four times a layer: x, what the heads made, x,
-// the hidden.
+// product needs whole rows, of which each CTA made a panel of 64 columns: its consumers write the panel to memory and
+// report it to a warp that waits for the stores, and has TMA load the panel into the shared memory of all 8, at the
+// panel's place. That happens four times a layer: x, what the heads made, x, the hidden.
 //
 // A norm needs no exchange of its own: rows of x gamma are exchanged, each CTA sends the sums of squares of its columns
 // along, and the products are scaled by 1 / rms of the row afterwards.
 //
 // Targets' rows need the context's keys and values. The clusters of the context come first in the grid, and wait for no
 // other; CTA c of the targets' waits until CTA c of their sequence's context has written a layer's keys and values of
-// head c.
+// head c. Where not all clusters run at once, this needs them to start in the order of the grid.
 //
 // Napkin maths, a layer: weights are 0.48 MB for each CTA (with keys and values 0.6), and what is exchanged 0.37 MB,
 // together 850 KB at the 64 bytes a cycle that an SM gets from L2: 13 thousand cycles, 8 us. The tensor cores take 8
-// thousand. An exchange is a store, a fence, a load: 1 to 2 us.
+// thousand. An exchange is a store, a fence, a load: 1 us and more. EXPERIMENTS.md has what was measured, 34 thousand.
 //
 // Shared memory: 22 panels of 64 rows by 64 columns, the ring of the weights' panels, sums of squares, barriers.
 //   panels 0 to 7   what the heads made         14 to 21   x gamma
 //   panels 8, 9     keys, values                0 to 21    the hidden
-// Nobody may load into a panel that some CTA still reads. What the heads made follows x of this layer, whose sender had
-// done with the hidden; x gamma before the MLP follows what all heads made, after their products with x gamma; the
+// Nobody may load into a panel that some CTA still reads. What the heads made follows x of this layer, whose senders had
+// all done with the hidden; x gamma before the MLP follows what all heads made, after their products with x gamma; the
 // first 8 panels of the hidden follow x gamma before the MLP, after all products with what the heads made. The rest of
-// the hidden would overwrite x gamma, and x gamma the hidden: DONE counts the CTAs that have multiplied by it.
+// the hidden would overwrite x gamma, and x gamma the hidden: barriers count the CTAs that have multiplied by them. The
+// next keys and values are loaded when this CTA has multiplied by the hidden, whose panels 8 and 9 follow every CTA's
+// attention. Of the last layer nobody waits for these barriers, so that nobody arrives: it could be too late for a CTA
+// that has ended.
 //
 // Defined by the launcher: SAVE (whether what the backward needs is written), and what layers.cuh says.
 
 #include "layers.cuh"
 
 constexpr int HEADS = 0, KEYS = 8, VALUES = 9, SCALED = PANELS - WIDTH_PANELS;  // panels
+constexpr int SCALED_DONE = DONE, HIDDEN_DONE = DONE + 8;                       // barriers, once a layer
 
 struct Problem {
     const u16* x;                              // [sequences, rows, WIDTH]
@@ -52,18 +56,26 @@ struct Maps {
     const TensorMap *qkv, *out, *up, *down, *keys, *scaled, *attended, *hidden;
 };
 
-DEVICE void load_weights(const Shape& a, const Maps& maps, const Tile& tile, u32 smem) {
+// The panels of a layer's weights in the order in which this CTA multiplies by them.
+template <class Each> DEVICE void each_weight(const Maps& maps, bool keys, Each each) {
     const int own = 64 * cluster_rank();
+    if (keys) {
+        each(Panels{maps.qkv, WIDTH + own, 0, 0, WIDTH_PANELS});
+        each(Panels{maps.qkv, 2 * WIDTH + own, 0, 0, WIDTH_PANELS});
+    }
+    each(Panels{maps.qkv, own, 0, 0, WIDTH_PANELS});
+    each(Panels{maps.out, own, 0, 0, WIDTH_PANELS});
+    for (int row = own; row < HIDDEN_PITCH; row += WIDTH) each(Panels{maps.up, row, 0, 0, WIDTH_PANELS});
+    each(Panels{maps.down, own, 0, 0, HIDDEN_PANELS});
+}
+
+DEVICE void load_weights(const Shape& a, const Maps& maps, const Tile& tile, u32 smem) {
     Weights to{smem};
+    Ahead ahead;
+    each_weight(maps, true, [&](const Panels& p) { ahead.ask(p, 0); });
     for (int layer = 0; layer < a.layers; layer++) {
-        if (tile.context) {
-            to.load(maps.qkv, layer, WIDTH + own, 0, 0, WIDTH_PANELS);
-            to.load(maps.qkv, layer, 2 * WIDTH + own, 0, 0, WIDTH_PANELS);
-        }
-        to.load(maps.qkv, layer, own, 0, 0, WIDTH_PANELS);
-        to.load(maps.out, layer, own, 0, 0, WIDTH_PANELS);
-        for (int row = own; row < HIDDEN_PITCH; row += WIDTH) to.load(maps.up, layer, row, 0, 0, WIDTH_PANELS);
-        to.load(maps.down, layer, own, 0, 0, HIDDEN_PANELS);
+        if (layer + 1 < a.layers) each_weight(maps, true, [&](const Panels& p) { ahead.ask(p, layer + 1); });
+        each_weight(maps, tile.context, [&](const Panels& p) { to.load(p, layer); });
     }
 }
 
@@ -80,9 +92,28 @@ DEVICE void load_keys(const Problem& a, const Maps& maps, const Tile& tile, u32 
     }
 }
 
+// What the consumers report, in their order.
+DEVICE void send_panels(const Problem& a, const Maps& maps, const Tile& tile, u32 smem) {
+    const Messenger to{a.shape, tile, smem, cluster_rank()};
+    for (int layer = 0; layer < a.shape.layers; layer++) {
+        const u32 phase = layer & 1;
+        to.wait(ROWS_WRITTEN, 0);
+        if (layer) to.wait(HIDDEN_DONE, phase ^ 1);
+        to.spread_one_each(maps.scaled, SCALED, 0, 0, ROWS_FULL);
+        if (tile.context) {
+            to.wait(KEYS_WRITTEN, phase);
+            add_release(a.written + to.head_of(layer), 1);
+        }
+        to.wait(HEADS_WRITTEN, phase);
+        to.spread_one_each(maps.attended, HEADS, 0, layer, HEADS_FULL);
+        to.wait(ROWS_WRITTEN, 1);
+        to.spread_one_each(maps.scaled, SCALED, 0, 1, ROWS_FULL);
+        to.spread_hidden(maps.hidden, layer, SCALED_DONE, phase);
+    }
+}
+
 struct Forward : Exchange {
     const Problem& a;
-    const Maps& maps;
     float rstd[2];  // of this thread's rows
 
     // Sends x gamma and the sums of squares to all CTAs, and waits for theirs.
@@ -98,13 +129,7 @@ struct Forward : Exchange {
                 packed[2 * j + half] = pack(low * gamma[2 * j], high * gamma[2 * j + 1]);
             }
         store_panel(a.scaled + row_of(norm) * WIDTH + 64 * rank, WIDTH, tile.count, packed);
-        finish_writing();
-        if (norm == 0 && layer) wait_until_done();  // with the hidden
-        if (threadIdx.x == 0) {
-            bar_expect(smem + ROWS_FULL, WIDTH_PANELS * PANEL);
-            spread(maps.scaled, SCALED + rank, 64 * rank, norm, smem + ROWS_FULL);
-        }
-        __syncwarp();
+        report(ROWS_WRITTEN);
         send_sums(squares);
         if (SAVE && norm + layer) {
             pack_all(packed, x);
@@ -149,12 +174,7 @@ struct Forward : Exchange {
             pack_all(packed, d);
             store_panel(a.qkv + (row_of(layer) * 3 + part) * WIDTH + 64 * rank, 3 * WIDTH, tile.count, packed);
         }
-        finish_writing();
-        if (threadIdx.x == 0) {
-            __threadfence();
-            add_release(a.written + head_of(layer), 1);
-        }
-        __syncwarp();
+        report(KEYS_WRITTEN);
     }
 
     // softmax(q k^T scale) v of this CTA's head, packed.
@@ -206,7 +226,7 @@ struct Forward : Exchange {
     }
 
     // x += attention of the rows' norm, through the output projection.
-    DEVICE void attention(float (&x)[32], const float (&gamma)[16], int layer) {
+    DEVICE void attention(float (&x)[32], float (&gamma)[16], int layer) {
         if (tile.context) write_keys(layer);
         u32 q[16], out[16];
         float d[32];
@@ -214,23 +234,20 @@ struct Forward : Exchange {
         pack_all(q, d);
         attend(out, q, layer);
         store_panel(a.attended + row_of(layer) * WIDTH + 64 * rank, WIDTH, tile.count, out);
-        finish_writing();
-        if (threadIdx.x == 0) {
-            bar_expect(smem + HEADS_FULL, WIDTH_PANELS * PANEL);
-            spread(maps.attended, HEADS + rank, 64 * rank, layer, smem + HEADS_FULL);
-        }
-        __syncwarp();
+        report(HEADS_WRITTEN);
         if (SAVE) store_panel(a.qkv + row_of(layer) * 3 * WIDTH + 64 * rank, 3 * WIDTH, tile.count, q);
         save_norm(x, gamma, 0, layer);
+        load_gamma(gamma, gamma_of(1, layer));
         bar_wait(smem + HEADS_FULL, layer & 1);
         multiply<0>(x, HEADS, WIDTH_PANELS);
     }
 
     // x += the MLP of the rows' norm.
-    DEVICE void mlp(float (&x)[32], const float (&gamma)[16], int layer) {
+    DEVICE void mlp(float (&x)[32], float (&gamma)[16], int layer) {
         u32 packed[16], before[16];
         float d[32];
         save_norm(x, gamma, 1, layer);
+        if (layer + 1 < shape.layers) load_gamma(gamma, gamma_of(0, layer + 1));
         for (int panel = rank; panel < HIDDEN_PANELS; panel += 8) {
             const u64 at = row_of(layer) * HIDDEN_PITCH + 64 * panel;
             project(d);
@@ -239,19 +256,20 @@ struct Forward : Exchange {
             for (int i = 0; i < 32; i++) d[i] = __fdividef(d[i], 1.0f + exp2_(d[i] * -LOG2_E));
             pack_all(packed, d);
             store_panel(a.hidden + at, HIDDEN_PITCH, tile.count, packed);
-            finish_writing();
-            if (threadIdx.x == 0 && panel < 8) spread_hidden(maps.hidden, layer, 0);
-            __syncwarp();
+            report(HIDDEN_WRITTEN + panel / 8 * 8);
             if (SAVE) store_panel(a.pre + at, HIDDEN_PITCH, tile.count, before);
         }
-        say_done();
-        wait_until_done();  // with x gamma
-        if (threadIdx.x == 0)
-            for (int g = 1; g < GROUPS; g++) spread_hidden(maps.hidden, layer, g);
-        __syncwarp();
+        if (GROUPS > 1) say_done(SCALED_DONE);
         multiply<0, true>(x, 0, HIDDEN_PANELS, layer & 1);
-        say_done();
-        if (threadIdx.x == 0) bar_arrive(smem + KEYS_FREE);
+        if (layer + 1 < shape.layers) {
+            say_done(HIDDEN_DONE);
+            if (threadIdx.x == 0) bar_arrive(smem + KEYS_FREE);
+        }
+    }
+
+    // This CTA's columns of the weights of a norm, which are loaded as soon as those before are used.
+    DEVICE const Gamma* gamma_of(int norm, int layer) const {
+        return (norm ? a.mlp_gamma : a.attention_gamma) + layer * a.gamma_pitch + 64 * rank;
     }
 
     DEVICE void run() {
@@ -259,11 +277,10 @@ struct Forward : Exchange {
         u32 packed[16];
         load_panel(packed, a.x + row_of(0) * WIDTH + 64 * rank, WIDTH, tile.count);
         unpack_all(x, packed);
+        load_gamma(gamma, gamma_of(0, 0));
         for (int layer = 0; layer < shape.layers; layer++) {
-            load_gamma(gamma, a.attention_gamma + layer * a.gamma_pitch + 64 * rank);
             exchange_rows(x, gamma, 0, layer);
             attention(x, gamma, layer);
-            load_gamma(gamma, a.mlp_gamma + layer * a.gamma_pitch + 64 * rank);
             exchange_rows(x, gamma, 1, layer);
             mlp(x, gamma, layer);
         }
@@ -285,11 +302,13 @@ transformer_np_layers_forward(const __grid_constant__ TensorMap qkv, const __gri
     const Tile tile = find_tile(problem.shape);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp < CONSUMERS / 32) {
-        Forward{{problem.shape, tile, smem, cluster_rank()}, problem, maps}.run();
+        Forward{{{problem.shape, tile, smem, cluster_rank()}}, problem}.run();
     } else if (threadIdx.x == CONSUMERS) {
         load_weights(problem.shape, maps, tile, smem);
     } else if (threadIdx.x == CONSUMERS + 32) {
         load_keys(problem, maps, tile, smem);
+    } else if (threadIdx.x == CONSUMERS + 64) {
+        send_panels(problem, maps, tile, smem);
     }
     __syncwarp();
     cluster_leave();

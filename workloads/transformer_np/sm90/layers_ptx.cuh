@@ -30,7 +30,13 @@ DEVICE void store_word(u32 address, u32 x) {
     asm volatile("st.shared::cta.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
 
-// Between a thread's accesses to memory and those of TMA to the same memory.
+// Has the L2 read a box of a tensor.
+DEVICE void tma_prefetch(const TensorMap* map, int column, int row, int head) {
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1,%2,%3,%4}];"
+                 ::"l"(map), "r"(column), "r"(row), "r"(head), "r"(0) : "memory");
+}
+
+// Between accesses to memory, this thread's and those of others that it has waited for, and TMA's to the same memory.
 DEVICE void fence_for_tma_loads() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // A counter of CTAs that wrote what others are to read.
