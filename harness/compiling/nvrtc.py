@@ -121,6 +121,15 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
+def version() -> tuple[int, int] | None:
+    """Of that library, major and minor; None without any."""
+    nvrtc, major, minor = library(), ctypes.c_int(), ctypes.c_int()
+    if nvrtc is None:
+        return None
+    nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return major.value, minor.value
+
+
 @cache
 def compiled(source: Path, architecture: str, defines: tuple[str, ...]) -> bytes:
     """The cubin of a source file, whose folder is searched for what it includes. RuntimeError with NVRTC's log."""

@@ -183,10 +183,9 @@ def _with_tables(params: list[torch.Tensor], max_norm: float | None = None, **op
     tables = None if torch.compiler.is_compiling() else _TABLES.setdefault(params[0], PointerTables())
     if max_norm is not None:
         grads, exp_avgs, exp_avg_sqs = (options[name] for name in ("grads", "exp_avgs", "exp_avg_sqs"))
-        check_tensors(
-            params, grads, exp_avgs, exp_avg_sqs, options["master_params"], False
-        )  # before the norm is launched
-        options["grad_scale"] = clip_scale(options["grads"], max_norm, tables=tables)[1]
+        # Before the norm is launched.
+        check_tensors(params, grads, exp_avgs, exp_avg_sqs, options["master_params"], False)
+        options["grad_scale"] = clip_scale(grads, max_norm, tables=tables)[1]
     adamw(params, tables=tables, **options)
 
 

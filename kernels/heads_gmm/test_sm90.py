@@ -60,7 +60,7 @@ VARIANTS = (
 def test_it_compiles_and_does_not_spill(variant: tuple) -> None:
     """A step of 64 columns of x is four wgmmas, in each of two main loops; 32 columns of the hidden are two mmas.
 
-    NVRTC 13.0 spills two registers of the exact GELU, 13.5 none.
+    NVRTC 13.0 spills two registers of the exact GELU in fp16, which 13.5 does not.
     """
     activation, dim, hidden, cluster, fp16 = variant
     steps, tail = -(-dim // 64), heads.tail_of(hidden)
@@ -73,7 +73,7 @@ def test_it_compiles_and_does_not_spill(variant: tuple) -> None:
         f"CLUSTER={cluster}",
     )
     usage = sass.inspect(nvrtc.compiled(SOURCE, "sm_90a", defines), "heads_gmm_forward")
-    spills = 16 if activation == "gelu" else 0
+    spills = 16 if (activation, fp16, nvrtc.version()) == ("gelu", 1, (13, 0)) else 0
     assert usage.spills <= spills and usage.stack <= spills / 2 and usage.early_arrivals == 0
     assert set(usage.early_own_reads) <= {"LDS.128"}  # of w2, which threads write
     assert usage.mma == {"HGMMA": 8 * steps, "HMMA": 8 + tail // 16}

@@ -57,12 +57,11 @@ class Rates:
 #: TFLOP/s beside their pass over the hidden; less here, since a whole step is limited by power, at 1.75 to 1.9 GHz.
 #: attention: b1-h8-q205000-k200000-d64, long enough to be limited so too. bandwidth: adamw and rmsnorm.
 #: operands: attention, b64-h8-q564-k64-d64, 249 MB in 149 us. launch: transformer_np of one task of (64, 500), most of
-#: whose kernels are at this floor.
-#: layer: of the H100; it is bound by latencies, not by memory.
+#: whose kernels are at this floor. layer: the H100's; it is bound by latencies, not by memory.
 H200 = Rates(matmul=6.6e14, attention=5.55e14, bandwidth=4.25e12, launch=3e-6, operands=1.67e12, layer=46e-6)
 #: Of an H100 from reports/h100/records: attention and bandwidth of the same cases. matmul and operands explain MLP and
-#: attention of the step of (64, 500), B 64; its clock is higher in it than the H200's. layer: 220 and 273 us for 11,
-#: two launches and two fills of counters.
+#: attention of the step of (64, 500), B 64; its clock is higher in it than the H200's. layer: from an exploration
+#: (EXPERIMENTS.md), 220 and 273 us for 11, two launches and two fills of counters.
 H100 = Rates(matmul=7.0e14, attention=5.6e14, bandwidth=3.02e12, launch=3e-6, operands=1.67e12, layer=46e-6)
 #: And one of which there is no record of transformer_np, by the data sheets' dense bf16 FLOP/s and bandwidth.
 RATES = {"h200": H200, "h100": H100, "a100-80": H200.scaled(312 / 989.4, 2039 / 4800, 108)}
