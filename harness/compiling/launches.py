@@ -15,10 +15,11 @@ Gluon's kernels and `triton_op`s take the same path. Everything is restored at t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -149,9 +150,19 @@ def record(capability: tuple[int, int]) -> Iterator[list[Any]]:
         for owner, stand_ins in ((torch.cuda, _cuda(gpu)), (FakeTensor, stage.disguise())):
             for name, stand_in in stand_ins.items():
                 stack.enter_context(mock.patch.object(owner, name, stand_in))
+        for launcher in _launchers():
+            stack.enter_context(mock.patch.object(launcher, "_current_device", lambda: 0))
+            if hasattr(launcher, "raw_stream"):
+                stack.enter_context(mock.patch.object(launcher, "raw_stream", lambda device: 0))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(stage)
         yield launches
+
+
+def _launchers() -> list[ModuleType]:
+    """Modules that ask `torch._C` for the current device: without a driver a PyTorch with CUDA does not answer."""
+    modules = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
+    return [m for m in modules if {"Launch", "_current_device"} <= vars(m).keys()]
 
 
 def gpu_of(capability: tuple[int, int]) -> roofline.Gpu:

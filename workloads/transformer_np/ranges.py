@@ -29,7 +29,7 @@ FUNCTIONS: dict[tuple[Any, str], str] = {
     (MixtureHeads, "negative_log_density"): "heads",
     (TransformerNP, "negative_log_density"): "loss",
     (weight_gradients, "places"): WEIGHT_GRADIENTS,
-    (step, "_norm"): "optimizer",
+    (step, "total_norm"): "optimizer",
     (step, "_update"): "optimizer",
 }
 
