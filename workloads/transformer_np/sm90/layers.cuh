@@ -5,8 +5,7 @@
 // x[2 j] and x[2 j + 1], and four of them wgmma's operand for 16 terms.
 //
 // Defined by the launcher: SHARED (bytes of shared memory), HIDDEN_PANELS (of 64 columns of the hidden), GAMMA32 (the
-// norms' weights are fp32, not 16 bits), FP16. By the kernel: LENT_FROM and LENT, the panels that the ring has as further
-// slots for a part of each layer, in which they hold nothing else.
+// norms' weights are fp32, not 16 bits), FP16.
 #pragma once
 
 constexpr int CLUSTER = 8;
@@ -14,17 +13,16 @@ constexpr int CLUSTER = 8;
 #include "layers_ptx.cuh"
 
 constexpr int ROWS = 64, WIDTH = CLUSTER * 64, WIDTH_PANELS = CLUSTER, HIDDEN_PITCH = 64 * HIDDEN_PANELS;
-constexpr int PANEL = ROWS * 64 * 2, PANELS = 22, SLOTS = 6, MOST_LENT = 6, GROUPS = (HIDDEN_PANELS + 7) / 8;
+constexpr int PANEL = ROWS * 64 * 2, PANELS = 22, SLOTS = 6, GROUPS = (HIDDEN_PANELS + 7) / 8;
 constexpr int RING = PANELS * PANEL, SUMS = RING + SLOTS * PANEL, BARRIERS = SUMS + CLUSTER * ROWS * 4;
-constexpr int FULL = BARRIERS, EMPTY = FULL + 8 * (SLOTS + MOST_LENT), ROWS_FULL = EMPTY + 8 * (SLOTS + MOST_LENT),
-              HEADS_FULL = ROWS_FULL + 8,
+constexpr int FULL = BARRIERS, EMPTY = FULL + 8 * SLOTS, ROWS_FULL = EMPTY + 8 * SLOTS, HEADS_FULL = ROWS_FULL + 8,
               HIDDEN_FULL = HEADS_FULL + 8, SUMS_FULL = HIDDEN_FULL + 8 * 3, KEYS_FULL = SUMS_FULL + 8,
               KEYS_FREE = KEYS_FULL + 8, DK_FULL = KEYS_FREE + 8, DV_FULL = DK_FULL + 8, ROWS_WRITTEN = DV_FULL + 8,
               KEYS_WRITTEN = ROWS_WRITTEN + 8, HEADS_WRITTEN = KEYS_WRITTEN + 8, HIDDEN_WRITTEN = HEADS_WRITTEN + 8,
               DONE = HIDDEN_WRITTEN + 8 * 3, END = DONE + 8 * 5;
 constexpr int CONSUMERS = 128, THREADS = CONSUMERS + 96;  // a warpgroup; warps for weights, for keys, for messages
 constexpr float LOG2_E = 1.4426950408889634f;
-static_assert(HIDDEN_PANELS >= CLUSTER && HIDDEN_PANELS <= PANELS && LENT <= MOST_LENT && END == SHARED);
+static_assert(HIDDEN_PANELS >= CLUSTER && HIDDEN_PANELS <= PANELS && END == SHARED);
 
 #if GAMMA32
 typedef float Gamma;
@@ -55,23 +53,18 @@ DEVICE Tile find_tile(const Shape& a) {
     return {t / of_targets, first, left < ROWS ? left : ROWS, false};
 }
 
-// Slots in turn, with those that are lent or without.
 struct Ring {
-    int slot = -1;
-    u32 phases = 0;  // a bit for each slot, which changes with each use
-    DEVICE void next(bool lent) {
-        if (++slot >= SLOTS + (lent ? LENT : 0)) slot = 0;
-        phases ^= 1u << slot;
+    int slot = 0;
+    u32 phase = 0;
+    DEVICE void next() {
+        if (++slot == SLOTS) slot = 0, phase ^= 1;
     }
-    DEVICE u32 phase() const { return phases >> slot & 1 ^ 1; }
-    DEVICE u32 address() const { return (slot < SLOTS ? RING + slot * PANEL : (LENT_FROM + slot - SLOTS) * PANEL); }
 };
 
 // 64 x 64 panels of a layer's weight, one after the other along its rows (row_step 0) or along its columns (64).
 struct Panels {
     const TensorMap* map;
     int row, column, row_step, count;
-    bool lent;  // while the ring has further slots
     DEVICE int row_of(int p) const { return row + row_step * p; }
     DEVICE int column_of(int p) const { return column + (64 - row_step) * p; }
 };
@@ -80,19 +73,12 @@ struct Panels {
 struct Weights {
     u32 smem;
     Ring ring;
-    int free_bar;  // whose phase `free_phase` says that the panels that are lent are free, if `wait_for_lent`
-    u32 free_phase = 0;
-    bool wait_for_lent = false;
     DEVICE void load(const Panels& a, int layer) {
-        for (int p = 0; p < a.count; p++) {
-            ring.next(a.lent);
-            if (wait_for_lent && ring.slot >= SLOTS) {
-                bar_wait(smem + free_bar, free_phase);
-                wait_for_lent = false;
-            }
-            bar_wait(smem + EMPTY + 8 * ring.slot, ring.phase() ^ 1);
+        for (int p = 0; p < a.count; p++, ring.next()) {
+            bar_wait(smem + EMPTY + 8 * ring.slot, ring.phase ^ 1);
             bar_expect(smem + FULL + 8 * ring.slot, PANEL);
-            tma_load(smem + ring.address(), a.map, a.column_of(p), a.row_of(p), layer, 0, smem + FULL + 8 * ring.slot);
+            tma_load(smem + RING + ring.slot * PANEL, a.map, a.column_of(p), a.row_of(p), layer, 0,
+                     smem + FULL + 8 * ring.slot);
         }
     }
 };
@@ -110,7 +96,7 @@ struct Ahead {
 
 DEVICE void begin(u32 smem) {
     if (threadIdx.x == 0) {
-        for (int i = 0; i < SLOTS + LENT; i++) {
+        for (int i = 0; i < SLOTS; i++) {
             bar_init(smem + FULL + 8 * i, 1);
             bar_init(smem + EMPTY + 8 * i, CONSUMERS / 32);
         }
@@ -254,19 +240,18 @@ struct Exchange : Place {
     }
 
     // d += panels, from `first` on, times the weights' next panels, which lie along their columns (B_ROWS 0) or rows.
-    // The hidden is waited for in groups of 8 panels. LENT_TOO: while the ring has further slots.
-    template <int B_ROWS, bool LENT_TOO, bool OF_HIDDEN = false>
+    // The hidden is waited for in groups of 8 panels.
+    template <int B_ROWS, bool OF_HIDDEN = false>
     DEVICE void multiply(float (&d)[32], int first, int panels, u32 phase = 0) {
         constexpr int W_STEP = B_ROWS ? 16 * 128 / 16 : 32 / 16;
         int before = 0;
         pin(d);  // the sums stay where they are in the loop: otherwise ptxas waits after each wgmma
 #pragma unroll 1
-        for (int p = 0; p < panels; p++) {
-            ring.next(LENT_TOO);
+        for (int p = 0; p < panels; p++, ring.next()) {
             if (OF_HIDDEN && p % 8 == 0) bar_wait(smem + HIDDEN_FULL + p, phase);
-            bar_wait(smem + FULL + 8 * ring.slot, ring.phase());
+            bar_wait(smem + FULL + 8 * ring.slot, ring.phase);
             const u64 x = describe(smem + (first + p) * PANEL, PANEL);
-            const u64 w = describe(smem + ring.address(), PANEL);
+            const u64 w = describe(smem + RING + ring.slot * PANEL, PANEL);
             wgmma_fence();
 #pragma unroll
             for (int i = 0; i < 4; i++) wgmma_64<0, B_ROWS>(d, x + 2 * i, w + W_STEP * i);

@@ -13,7 +13,7 @@ from .cuda_driver import address, tensor_map
 
 WIDTH, HEADS, ROWS, PANEL, CLUSTER, THREADS = 512, 8, 64, 64, 8, 224  # of layers.cuh
 HIDDEN = (CLUSTER * PANEL, 22 * PANEL)  # the narrowest and the widest
-SHARED = 22 * 8192 + 6 * 8192 + 2048 + 8 * 45  # panels, the ring, sums, barriers
+SHARED = 22 * 8192 + 6 * 8192 + 2048 + 8 * 33  # panels, the ring, sums, barriers
 ALIGNMENT = 16  # bytes of an address or a stride that TMA takes
 
 _SHAPE = "iiiiff"

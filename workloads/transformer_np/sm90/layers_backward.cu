@@ -19,14 +19,12 @@
 // in whose order clusters are to start where not all run at once.
 //
 // Shared memory: panels as in the forward.
-//   0 to 5    k, v, q, p, ds, do of this CTA's head         6 to 13   dq, and then dv; 8 to 13 weights, before dpre
+//   0 to 5    k, v, q, p, ds, do of this CTA's head         6 to 13   dq, and then dv
 //   14 to 21  dx after the MLP, then after attention; dk    0 to 21   dpre
 // Barriers count the CTAs that have multiplied by what is to be written over. k, v and q come when dpre was used; dq
 // follows dx after attention, for which all CTAs had used dpre; dpre of the next layer follows dx after the MLP of all
 // CTAs, after their attention. Of the last layer nobody waits for LAYER_DONE, so that nobody arrives: it could be too
 // late for a CTA that has ended.
-
-constexpr int LENT_FROM = 8, LENT = 6;  // until dpre of other CTAs comes
 
 #include "layers.cuh"
 
@@ -70,18 +68,17 @@ DEVICE Tile find_tile_backward(const Shape& a) {
 template <class Each> DEVICE void each_weight(const Maps& maps, bool keys, Each each) {
     const int own = 64 * cluster_rank();
     for (int column = own; column < HIDDEN_PITCH; column += WIDTH)
-        each(Panels{maps.down, 0, column, 64, WIDTH_PANELS, true});
-    each(Panels{maps.up, 0, own, 64, HIDDEN_PANELS, false});
-    each(Panels{maps.out, 0, own, 64, WIDTH_PANELS, false});
-    each(Panels{maps.qkv, 0, own, 64, (keys ? 3 : 1) * WIDTH_PANELS, false});
+        each(Panels{maps.down, 0, column, 64, WIDTH_PANELS});
+    each(Panels{maps.up, 0, own, 64, HIDDEN_PANELS});
+    each(Panels{maps.out, 0, own, 64, WIDTH_PANELS});
+    each(Panels{maps.qkv, 0, own, 64, (keys ? 3 : 1) * WIDTH_PANELS});
 }
 
 DEVICE void load_weights(const Shape& a, const Maps& maps, const Tile& tile, u32 smem) {
-    Weights to{smem, {}, LAYER_DONE};  // dq and dv of the layer before are used
+    Weights to{smem};
     Ahead ahead;
     each_weight(maps, true, [&](const Panels& p) { ahead.ask(p, a.layers - 1); });
     for (int layer = a.layers - 1; layer >= 0; layer--) {
-        to.wait_for_lent = layer < a.layers - 1, to.free_phase ^= 1;
         if (layer) each_weight(maps, true, [&](const Panels& p) { ahead.ask(p, layer - 1); });
         each_weight(maps, tile.context, [&](const Panels& p) { to.load(p, layer); });
     }
@@ -198,7 +195,7 @@ struct Backward : Exchange {
             u32 pre[16];
             load_panel(pre, a.pre + at, HIDDEN_PITCH, tile.count);
             clear(d);
-            multiply<1, true>(d, DX, WIDTH_PANELS);
+            multiply<1>(d, DX, WIDTH_PANELS);
 #pragma unroll
             for (int i = 0; i < 32; i++) {
                 const float2 pair = unpack(pre[i / 2]);
@@ -215,7 +212,7 @@ struct Backward : Exchange {
         OfNorm norm;
         load_norm(norm, 1, layer);
         clear(d);
-        multiply<1, false, true>(d, 0, HIDDEN_PANELS, phase);
+        multiply<1, true>(d, 0, HIDDEN_PANELS, phase);
         say_done(DPRE_DONE);
         if (threadIdx.x == 0) bar_arrive(smem + KEYS_FREE);
         wait_for_sums(dots);
@@ -285,7 +282,7 @@ struct Backward : Exchange {
             lse[half] = there(2 * half) ? load_early(all_lse + first_row() + 8 * half) : 0;
         bar_wait(smem + ROWS_FULL, 1);
         clear(d);
-        multiply<1, false>(d, DX, WIDTH_PANELS);
+        multiply<1>(d, DX, WIDTH_PANELS);
         if (tile.context) say_done(DX_DONE);
 #pragma unroll
         for (int i = 0; i < 32; i++) d[i] = there(i) ? d[i] : 0;
@@ -353,7 +350,7 @@ struct Backward : Exchange {
         load_norm(norm, 0, layer);
         clear(d);
         bar_wait(smem + HEADS_FULL, phase);
-        multiply<1, false>(d, DQ, WIDTH_PANELS);
+        multiply<1>(d, DQ, WIDTH_PANELS);
         if (tile.context) multiply_keys(d);
         if (layer) say_done(LAYER_DONE);
         wait_for_sums(dots);
@@ -380,9 +377,9 @@ struct Backward : Exchange {
     DEVICE void multiply_keys(float (&d)[32]) {
         say_done(DQ_DONE);
         bar_wait(smem + DK_FULL, phase);
-        multiply<1, false>(d, DX, WIDTH_PANELS);
+        multiply<1>(d, DX, WIDTH_PANELS);
         bar_wait(smem + DV_FULL, phase);
-        multiply<1, false>(d, DQ, WIDTH_PANELS);
+        multiply<1>(d, DQ, WIDTH_PANELS);
     }
 
     DEVICE void run() {

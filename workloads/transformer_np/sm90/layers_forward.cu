@@ -23,7 +23,6 @@
 // Shared memory: 22 panels of 64 rows by 64 columns, the ring of the weights' panels, sums of squares, barriers.
 //   panels 0 to 7   what the heads made         14 to 21   x gamma
 //   panels 8, 9     keys, values                0 to 21    the hidden
-//   10 to 13        weights, before the hidden
 // Nobody may load into a panel that some CTA still reads. What the heads made follows x of this layer, whose senders had
 // all done with the hidden; x gamma before the MLP follows what all heads made, after their products with x gamma; the
 // first 8 panels of the hidden follow x gamma before the MLP, after all products with what the heads made. The rest of
@@ -33,8 +32,6 @@
 // that has ended.
 //
 // Defined by the launcher: SAVE (whether what the backward needs is written), and what layers.cuh says.
-
-constexpr int LENT_FROM = 10, LENT = 4;  // until the hidden comes
 
 #include "layers.cuh"
 
@@ -63,21 +60,20 @@ struct Maps {
 template <class Each> DEVICE void each_weight(const Maps& maps, bool keys, Each each) {
     const int own = 64 * cluster_rank();
     if (keys) {
-        each(Panels{maps.qkv, WIDTH + own, 0, 0, WIDTH_PANELS, true});
-        each(Panels{maps.qkv, 2 * WIDTH + own, 0, 0, WIDTH_PANELS, true});
+        each(Panels{maps.qkv, WIDTH + own, 0, 0, WIDTH_PANELS});
+        each(Panels{maps.qkv, 2 * WIDTH + own, 0, 0, WIDTH_PANELS});
     }
-    each(Panels{maps.qkv, own, 0, 0, WIDTH_PANELS, true});
-    each(Panels{maps.out, own, 0, 0, WIDTH_PANELS, true});
-    for (int row = own; row < HIDDEN_PITCH; row += WIDTH) each(Panels{maps.up, row, 0, 0, WIDTH_PANELS, true});
-    each(Panels{maps.down, own, 0, 0, HIDDEN_PANELS, false});
+    each(Panels{maps.qkv, own, 0, 0, WIDTH_PANELS});
+    each(Panels{maps.out, own, 0, 0, WIDTH_PANELS});
+    for (int row = own; row < HIDDEN_PITCH; row += WIDTH) each(Panels{maps.up, row, 0, 0, WIDTH_PANELS});
+    each(Panels{maps.down, own, 0, 0, HIDDEN_PANELS});
 }
 
 DEVICE void load_weights(const Shape& a, const Maps& maps, const Tile& tile, u32 smem) {
-    Weights to{smem, {}, KEYS_FREE};  // the hidden of the layer before is used
+    Weights to{smem};
     Ahead ahead;
     each_weight(maps, true, [&](const Panels& p) { ahead.ask(p, 0); });
     for (int layer = 0; layer < a.layers; layer++) {
-        to.wait_for_lent = layer, to.free_phase = layer & 1 ^ 1;
         if (layer + 1 < a.layers) each_weight(maps, true, [&](const Panels& p) { ahead.ask(p, layer + 1); });
         each_weight(maps, tile.context, [&](const Panels& p) { to.load(p, layer); });
     }
@@ -165,7 +161,7 @@ struct Forward : Exchange {
     // 64 columns of n W^T, of the weights' next panels.
     DEVICE void project(float (&d)[32]) {
         clear(d);
-        multiply<0, true>(d, SCALED, WIDTH_PANELS);
+        multiply<0>(d, SCALED, WIDTH_PANELS);
 #pragma unroll
         for (int i = 0; i < 32; i++) d[i] *= rstd[i / 2 % 2];
     }
@@ -243,7 +239,7 @@ struct Forward : Exchange {
         save_norm(x, gamma, 0, layer);
         load_gamma(gamma, gamma_of(1, layer));
         bar_wait(smem + HEADS_FULL, layer & 1);
-        multiply<0, true>(x, HEADS, WIDTH_PANELS);
+        multiply<0>(x, HEADS, WIDTH_PANELS);
     }
 
     // x += the MLP of the rows' norm.
@@ -264,7 +260,7 @@ struct Forward : Exchange {
             if (SAVE) store_panel(a.pre + at, HIDDEN_PITCH, tile.count, before);
         }
         if (GROUPS > 1) say_done(SCALED_DONE);
-        multiply<0, false, true>(x, 0, HIDDEN_PANELS, layer & 1);
+        multiply<0, true>(x, 0, HIDDEN_PANELS, layer & 1);
         if (layer + 1 < shape.layers) {
             say_done(HIDDEN_DONE);
             if (threadIdx.x == 0) bar_arrive(smem + KEYS_FREE);
