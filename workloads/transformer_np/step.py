@@ -78,42 +78,32 @@ def _gradients(
     """(parameters by name, batch) -> loss and the gradients of all parameters, in their order."""
     with torch.device("meta"):
         model = _Loss(sizes.model(dtype=dtype, **dict(options)))
+    if compile is not None:
+        model.loss = torch.compile(model.loss, dynamic=False, mode=None if compile == "default" else compile)
 
-    def eager(parameters: dict[str, torch.Tensor], batch: tuple[torch.Tensor, ...]) -> tuple:
-        # The backward belongs into the call: what is checkpointed reads the parameters again.
-        return torch.func.functional_call(
-            model, _inner(parameters), batch, {"differentiate": list(parameters.values())}
-        )
+    def gradients(parameters: dict[str, torch.Tensor], batch: tuple[torch.Tensor, ...]) -> tuple:
+        # The backward belongs into the call: what is checkpointed, and not compiled as a whole, reads the parameters
+        # again.
+        inner = {f"model.{name}": parameter for name, parameter in parameters.items()}
+        return torch.func.functional_call(model, inner, (batch, list(parameters.values())))
 
-    if compile is None:
-        return eager
-    loss_of = torch.compile(
-        lambda parameters, batch: torch.func.functional_call(model, _inner(parameters), batch),
-        dynamic=False,
-        mode=None if compile == "default" else compile,
-    )
-
-    def compiled(parameters: dict[str, torch.Tensor], batch: tuple[torch.Tensor, ...]) -> tuple:
-        loss = loss_of(parameters, batch)
-        return loss, list(torch.autograd.grad(loss, list(parameters.values())))
-
-    return compiled
-
-
-def _inner(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {f"model.{name}": parameter for name, parameter in parameters.items()}
+    return gradients
 
 
 class _Loss(torch.nn.Module):
-    """A model whose forward is its loss, with the gradients of the tensors in `differentiate` where they are given."""
+    """A model whose forward is its loss and the gradients of the given tensors. `loss` may be replaced, as by the same
+    function compiled."""
 
     def __init__(self, model: TransformerNP) -> None:
         super().__init__()
         self.model = model
+        self.loss = model.loss
 
-    def forward(self, *batch: torch.Tensor, differentiate: list[torch.Tensor] | None = None) -> Any:
-        loss = self.model.loss(*batch)
-        return loss if differentiate is None else (loss, list(torch.autograd.grad(loss, differentiate)))
+    def forward(
+        self, batch: tuple[torch.Tensor, ...], differentiate: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        loss = self.loss(*batch)
+        return loss, list(torch.autograd.grad(loss, differentiate))
 
 
 def transformer_np(

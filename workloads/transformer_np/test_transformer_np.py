@@ -453,6 +453,27 @@ def test_optimizers_agree(dtype: torch.dtype | None, monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("checkpoint", ["none", "block", "attention"])
+def test_a_compiled_step_with_attention_that_is_not(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that is not compiled as a whole reads its parameters once more in the backward, where it is
+    checkpointed."""
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compile(function, backend="eager"))
+
+    @torch.compiler.disable
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    case = next(c for c in SPEC.cases if c.dtype == torch.float32 and not c.params)
+    options = {**PLAIN, "attention": attend, "checkpoint": checkpoint, "optimizer": "torch"}
+    found = [
+        transformer_np(**make_inputs(case, DEVICE, torch.Generator(DEVICE).manual_seed(0)), **options, compile=how)
+        for how in (None, "default")
+    ]
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.gpu(min_capability=(8, 0))
 def test_bf16_follows_fp32() -> None:
     batch = task(2, 70, 30)
