@@ -16,7 +16,7 @@ KERNELS_HEAD = (
 )  # fmt: skip
 
 
-MOST_CASES = 9  # of a mode: a README is read from beginning to end
+MOST_CASES = 8  # of a mode: a README is read from beginning to end
 
 
 def of_mode(found: Sequence[Finding]) -> list[str]:
