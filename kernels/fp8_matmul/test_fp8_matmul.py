@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from . import configs, op, plans
 from .bench import SPEC
+from .kernel import _tile_of
 from .op import fp8_matmul
 from .reference import fp8_matmul_reference
 from .scaling import LINE, ROW, SQUARE, TENSOR, blocks, scaling_of
@@ -287,3 +290,21 @@ def test_cases_name_the_sizes_that_they_have() -> None:
         inputs = SPEC.make_inputs(case, "meta", None)
         m, k, n = inputs["a"].shape[0], inputs["a"].shape[1], inputs["b"].shape[0]
         assert case.name.startswith(f"{m}x{k}x{n}-")
+
+
+def test_a_block_is_of_128():
+    assert [blocks(size) for size in (0, 1, 128, 129, 256, 257)] == [0, 1, 1, 2, 2, 3]
+
+
+@triton.jit
+def _count_tiles(counts_ptr, rows, cols, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    tile_m, tile_n = _tile_of(rows, cols, GROUP_M, BLOCK_M, BLOCK_N)
+    tl.atomic_add(counts_ptr + tile_m * tl.cdiv(cols, BLOCK_N) + tile_n, 1)
+
+
+@pytest.mark.parametrize(("down", "across"), [(1, 1), (3, 5), (8, 3), (19, 4)])
+def test_every_tile_has_one_cta(down, across):
+    """Also where rows of tiles are no multiple of those that go together."""
+    counts = torch.zeros(down, across, dtype=torch.int32, device=DEVICE)
+    _count_tiles[(down * across,)](counts, 16 * down - 3, 32 * across - 5, GROUP_M=8, BLOCK_M=16, BLOCK_N=32)
+    assert counts.eq(1).all()
