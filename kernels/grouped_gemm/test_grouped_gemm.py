@@ -83,6 +83,24 @@ def test_a_gradient_that_is_to_be_differentiated_says_that_it_cannot() -> None:
             gradient.sum().backward()
 
 
+def test_no_gradient_for_a_result_that_has_none() -> None:
+    class Nothing(torch.autograd.Function):
+        """Gives an undefined gradient."""
+
+        @staticmethod
+        def forward(ctx, x):
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx, _):
+            return None
+
+    x, weights, offsets = operands([3, 5], 5, 4, 6)
+    leaves = [x.requires_grad_(), weights.requires_grad_()]
+    Nothing.apply(grouped_gemm(*leaves, offsets)).backward()
+    assert all(leaf.grad is None for leaf in leaves)
+
+
 @pytest.mark.parametrize(("rows", "n", "k"), [(0, 5, 6), (5, 0, 6), (5, 6, 0), (0, 0, 0)])
 def test_nothing_to_multiply(rows: int, n: int, k: int) -> None:
     agrees(*operands([rows // 2, rows], rows, n, k), bias=torch.randn(2, n, device=DEVICE))

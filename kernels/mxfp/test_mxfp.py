@@ -123,6 +123,8 @@ def test_another_dimension_is_the_transpose_quantised(format):
     x = wild(96, 130)
     assert_same(mxfp(x, format, dim=0), mxfp(x.t().contiguous(), format))
     assert mxfp(x, format, dim=0)[0].is_contiguous()
+    x = wild(64, 3, 5)
+    assert_same(mxfp(x, format, dim=0), mxfp(x.movedim(0, -1).contiguous(), format))
 
 
 @pytest.mark.parametrize(("format", "dtype"), [("mxfp8_e4m3", torch.float8_e4m3fn), ("mxfp8_e5m2", torch.float8_e5m2)])
