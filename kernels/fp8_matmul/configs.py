@@ -56,8 +56,7 @@ def pick_backend(backend: str, possible: bool) -> str:
     """The version that runs; `possible`: CUDA C++ can, which is the faster one in every case that was recorded on an
     H200 and an H100. Pure.
 
-    - Above 128 rows (FEW_ROWS) it has whole tiles of sums in flight, which Triton's pipeline drains between tiles.
-    - Up to 128 rows the time is that of reading b. CUDA C++ (few_rows.cu) has more CTAs and more bytes in flight.
+    Up to 128 rows (FEW_ROWS) the time is that of reading b, of which few_rows.cu has more in flight, in more CTAs.
     """
     if backend == "auto":
         return "cuda" if possible else "triton"

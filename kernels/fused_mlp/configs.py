@@ -279,7 +279,8 @@ def pick_gradients_config(
     launch of its own. Pure.
 
     564 rows of 512 -> 1365 -> 512 are 72 tiles of x's gradient with 11 steps, and 88 of each weight's with 9: two of
-    them fit an SM, by their registers and 96 KiB of shared memory. Not measured yet.
+    them fit an SM, by their registers and 96 KiB of shared memory. Measured as a whole backward (EXPERIMENTS.md); the
+    limit, tiles for every SM, is reckoned.
     """
 
     def tiles(height: int, width: int) -> int:

@@ -47,19 +47,18 @@ def mxfp_matmul(
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
     outside Triton's interpreter, for backend="cuda" where it cannot run, and for an input that requires a gradient.
     """
+    if torch.is_grad_enabled():
+        _no_gradient(x=x, tensor_scale=tensor_scale)
     if lean(x, w, scales, tensor_scale):
-        if x.requires_grad or (tensor_scale is not None and tensor_scale.requires_grad):
-            _no_gradient(x=x, tensor_scale=tensor_scale)
         return _product_plan(x, w, scales, tensor_scale, format, backend)(x, w, scales, tensor_scale)
     _check(x, w, scales, tensor_scale, format, backend)
     no_tangent("mxfp_matmul", x, tensor_scale)
-    _no_gradient(x=x, tensor_scale=tensor_scale)
     return _product_op(x, w, scales, tensor_scale, format, backend)
 
 
 def _no_gradient(**inputs) -> None:
     for name, tensor in inputs.items():
-        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             raise RuntimeError(
                 f"mxfp_matmul: {name} requires a gradient, and none is defined: call it on detached tensors or under "
                 "torch.no_grad()"

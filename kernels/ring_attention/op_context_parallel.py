@@ -162,10 +162,9 @@ def _hook(model: nn.Module, ring: _Ring) -> None:
             ring.here.begun = ring.met()
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        begun = ring.met() if module is model else None
         ring.__exit__(None, None, None)
-        if begun is not None and begun == ring.here.begun:
-            ring.check(begun)
+        if module is model:
+            ring.check(ring.here.begun)
 
     handles = []
     for module in model.modules():
