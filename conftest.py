@@ -78,6 +78,14 @@ def _makes_launch_plans_anew():
 
 
 @pytest.fixture
+def undeclared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of made-up records have no peers but those in them."""
+    from harness.reporting import declared
+
+    monkeypatch.setattr(declared, "peers", lambda kernel: ())
+
+
+@pytest.fixture
 def monkeypatch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """pytest's, for tests that replace parts of a kernel one after another: no call takes a plan from before."""
     replace = monkeypatch.setattr

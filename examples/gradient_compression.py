@@ -1,6 +1,6 @@
 """A small GPT trained with compressed gradients, beside the same without: what does compression cost in loss?
 
-    torchrun --nproc-per-node 2 examples/gradient_compression.py --steps 2000 --seeds 0 1 2 --out losses.json
+    torchrun --nproc-per-node 2 -m examples.gradient_compression --steps 2000 --seeds 0 1 2 --out losses.json
 
 The text is drawn from a random Markov chain over two characters, so that its entropy bounds the loss from below. Every
 kind starts from the same weights and sees the same batches, and no batch comes twice. A file that is there already is

@@ -1,4 +1,4 @@
-"""A sequence over several GPUs: torchrun --nproc-per-node 2 examples/ring_attention.py
+"""A sequence over several GPUs: torchrun --nproc-per-node 2 -m examples.ring_attention      # from the checkout's root
 
 Without GPUs the processes are the CPU's, over gloo, and the kernels run in Triton's interpreter.
 """

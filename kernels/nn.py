@@ -36,7 +36,7 @@ __all__ = [
 class RMSNorm(nn.Module):
     """`rmsnorm` over the last dimension, with the parameter `weight` [D] of torch.nn.RMSNorm and LlamaRMSNorm.
 
-    eps            None is the epsilon of the input's dtype, as in torch.nn.RMSNorm; Hugging Face's models say theirs
+    eps            None is that of fp32, as torch.nn.RMSNorm takes it for 16 bits too; Hugging Face's models say theirs
     weight_offset  added to the weight: 1 is Gemma's convention, whose weights begin at 0
 
     forward(x) returns y. forward(x, residual) adds the residual first, in the same launch, and returns (y, x +
@@ -75,7 +75,7 @@ class RMSNorm(nn.Module):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if x.shape[-1:] != self.normalized_shape:
             raise ValueError(f"RMSNorm: x must be [..., {self.normalized_shape[0]}], got {tuple(x.shape)}")
-        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
         return rmsnorm(x, self.weight, eps, residual, self.weight_offset)
 
     def extra_repr(self) -> str:
@@ -291,6 +291,8 @@ class Attention(nn.Module):
         v = self.v_proj(keys).unflatten(-1, (self.num_kv_heads, self.head_dim))
         if self.rotary is not None:
             q, k = self.rotary(q, k, position_ids)
+        elif position_ids is not None:
+            raise ValueError("Attention: position_ids are for rotary, which is None")
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out = attention(q, k, v, causal=self.causal, window=self.window)
         assert isinstance(out, torch.Tensor)

@@ -91,8 +91,8 @@ class TrainStep:
         history: int = 1024,
     ) -> None:
         for name, value in (("accumulate", accumulate), ("graphs", graphs), ("history", history)):
-            if value < 1:
-                raise ValueError(f"TrainStep: {name} must be at least 1, got {value}")
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"TrainStep: {name} must be at least 1, and an integer, got {value!r}")
         if clip is not None and not clip > 0:
             raise ValueError(f"TrainStep: clip must be positive or None, got {clip}")
         self.model, self.optimizer, self.clip, self.schedule = model, optimizer, clip, schedule

@@ -331,10 +331,14 @@ def test_batched_gradients_are_not_wrong(kernel_name: str, leaves) -> None:
                 torch.testing.assert_close(batch[direction], want[direction][place])
 
 
-def test_forward_mode_is_refused_and_not_wrong(kernel_name: str, leaves) -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_forward_mode_is_refused_and_not_wrong(kernel_name: str, leaves, frozen: bool) -> None:
+    """Also where no input requires a gradient, so that autograd does not see the call."""
     _, fn, inputs, wrt = leaves
     name = next(n for n, v in inputs.items() if any(v is w for w in wrt))
     x = inputs[name].detach()
+    if frozen:
+        inputs = {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
     with torch.autograd.forward_ad.dual_level(), pytest.raises((RuntimeError, NotImplementedError)):
         dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
         output = execute.outputs(fn(**{**inputs, name: dual}))[0]

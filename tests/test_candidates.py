@@ -179,6 +179,8 @@ def test_cases_costs_and_arguments_of_every_kind() -> None:
     [
         (dict(candidates={}), "candidates: at least one"),
         (dict(inputs=None), "either inputs or cases"),
+        (dict(name="../up"), "name: must be of letters"),
+        (dict(name=""), "name: must be of letters"),
         (dict(cases={"a": draw}), "either inputs or cases"),
         (dict(modes=("fast",)), "modes: unknown 'fast'; known: inference, training, memory"),
         (dict(modes=()), "modes: at least one"),

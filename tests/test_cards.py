@@ -52,6 +52,7 @@ def cells(page: str, *parts: str) -> list[str]:
     return [cell.strip() for cell in found.strip("|").split("|")]
 
 
+@pytest.mark.usefixtures("undeclared")
 def test_a_case_on_both_is_what_a_reader_would_compute(tmp_path: Path) -> None:
     """340 MB at 3.0 and at 4.25 TB/s are 113.3 and 80 µs."""
     page = reports(tmp_path, {("wide", "fwd"): rows(125, 150)}, {("wide", "fwd"): rows(100, 110)})
@@ -86,6 +87,7 @@ def test_a_case_that_became_another_one_is_not_compared(tmp_path: Path) -> None:
     assert cells(page, "declared differently |") == ["rmsnorm", "fwd", "declared differently", "1", "wide"]
 
 
+@pytest.mark.usefixtures("undeclared")
 def test_what_is_doubted_on_either_card_is_marked_and_in_no_mean(tmp_path: Path) -> None:
     doubted = rows(300, 310)
     doubted[0]["clocks"] |= {"throttled_samples": 3, "throttle": ["sw_power_cap"]}

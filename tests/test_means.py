@@ -127,6 +127,7 @@ def test_a_kernel_without_any_library_says_so(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.usefixtures("undeclared")
 def test_the_reference_is_no_peer_and_is_named(tmp_path: Path) -> None:
     where = folder(tmp_path, case("plain", {"triton": 100, "eager": 900}))
     report.write(where, with_charts=False)
@@ -198,14 +199,43 @@ def test_rows_that_the_harness_flags_stay_out(tmp_path: Path, spoil: Any, reason
 
 
 def test_a_peer_that_is_newer_than_the_record_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report.declared, "peers", lambda kernel: ("torch", "quack", "later"))
+    monkeypatch.setattr(declared, "peers", lambda kernel: ("torch", "quack", "later"))
     lacking = case("lacking", {"triton": 100, "torch": 150})
     block = report.readme_block(folder(tmp_path, case("plain", {"triton": 100, "torch": 150, "quack": 120}), lacking))
     assert "Peers that were not in the run of these cases" in block and "to fewer peers:\n\n" in block
     assert "- later, in 2 of rmsnorm fwd.\n- quack, in 1 of rmsnorm fwd.\n" in block and "- torch" not in block
     monkeypatch.setattr(aggregates, "MANY_GROUPS", 0)
     found = findings(record.load(tmp_path))
-    assert aggregates.newer(found, report.declared.peers)[0] == "- later, in 2 cases of rmsnorm."
+    assert aggregates.newer(found)[0] == "- later, in 2 cases of rmsnorm."
+
+
+@pytest.mark.parametrize("chosen", [None, ["triton", "compile", "quack"]])
+def test_a_peer_that_was_left_out_of_the_run_may_be_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: list[str] | None
+) -> None:
+    """An older run is marked; one of chosen implementations is in no mean either. A peer that does not take the case
+    is not missed."""
+    monkeypatch.setattr(declared, "peers", lambda kernel: ("quack", "liger", "narrow"))
+    rows = case("plain", PLAIN, {"narrow": "skipped"})
+    path = tmp_path / "h200" / "records" / f"{KERNEL}.jsonl"
+    write(path, bench(KERNEL, {("plain", "fwd"): rows}, options={"impl": chosen}))
+    report.write(tmp_path / "h200", with_charts=False)
+    page = (tmp_path / "h200" / f"{KERNEL}.md").read_text()
+    (finding,) = found = findings(record.load(path))
+    (group,) = aggregates.groups(found)
+    assert finding.absent == ("liger",) and "1.20× [1.20, 1.20] quack ◊" in page and "◊ A peer that is declared" in page
+    if chosen:
+        assert finding.verdict is None and group.over_best_peer().counted() == "0 of 1"
+        assert group.over_best_peer().left_out == {"plain": ("the peer liger was left out of the run",)}
+    else:
+        assert finding.verdict == "good" and group.over_best_peer().counted() == "1 of 1"
+
+
+def test_torch_compile_is_no_library_beside_others(tmp_path: Path) -> None:
+    """Where other cases have another library's kernel, one in which torch.compile beats PyTorch's is apart."""
+    alone = case("alone", {"triton": 100, "torch": 2000, "compile": 1000})
+    found = mean(tmp_path, case("plain", {**PLAIN, "torch": 300}), alone)
+    assert found.values == pytest.approx([1.2]) and found.left_out == {"alone": (aggregates.OVER_COMPILE,)}
 
 
 @pytest.mark.parametrize("kernel", ["rmsnorm", "attention", "linear_cross_entropy", "llama_layer"])

@@ -45,6 +45,10 @@ def rand(*shape: int) -> torch.Tensor:
 def test_rmsnorm(affine: bool, eps: float | None) -> None:
     shared = dict(elementwise_affine=affine, device=DEVICE)
     agree(ours.RMSNorm(24, eps, **shared), nn.RMSNorm(24, eps, **shared), rand(3, 5, 24))
+    small = torch.full((2, 24), 1e-2, dtype=torch.float16, device=DEVICE)
+    shared["dtype"] = torch.float16
+    found = [kind.RMSNorm(24, eps, **shared)(small) for kind in (ours, nn)]
+    torch.testing.assert_close(*found, rtol=2e-3, atol=0)
 
 
 def test_rmsnorm_begins_as_torchs_and_gemmas_do() -> None:
@@ -176,6 +180,8 @@ def test_attention_says_what_it_cannot_take() -> None:
         ours.Attention(16, 4, 3)
     with pytest.raises(ValueError, match="multiple of num_heads"):
         ours.Attention(18, 4)
+    with pytest.raises(ValueError, match="position_ids are for rotary"):
+        ours.Attention(16, 4)(torch.ones(1, 2, 16), position_ids=torch.zeros(1, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match="a context has no positions"):
         ours.Attention(16, 4, rotary=ours.RotaryEmbedding(4))(torch.ones(1, 2, 16), torch.ones(1, 2, 16))
 

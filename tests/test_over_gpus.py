@@ -80,3 +80,14 @@ def test_the_order_of_numbers_is_theirs(tmp_path: Path, number: int) -> None:
     assert [line.split("|")[3].strip() for line in page.splitlines() if line.startswith("| causal")] == [
         str(number), "8", "16",
     ]  # fmt: skip
+
+
+def test_two_cases_are_no_one_point(tmp_path: Path) -> None:
+    path = tmp_path / "h200-x2" / "records" / "ring.jsonl"
+    several = {"backend": "nccl", "rank_median_us": [1.0, 1.0], "axis": ["causal", 65536]}
+    groups = {
+        (c, "fwd"): [row("ring", c, "fwd", "triton", [1000.0] * 9, cost=COST, several=several)] for c in ("a", "b")
+    }
+    write(path, bench("ring", groups, run="of2", world_size=2))
+    with pytest.raises(ValueError, match="a and b are one point of 'causal': SPEC's axis must tell them apart"):
+        report.write_over_gpus(tmp_path, with_charts=False)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -87,6 +88,10 @@ class Benchmark:
 
     def __post_init__(self) -> None:
         """ValueError for a declaration that cannot be run; it names the argument."""
+        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", self.name):
+            raise ValueError(
+                f"name: must be of letters, digits, '.', '_' and '-', without '.' first, got {self.name!r}"
+            )
         if not self.candidates:
             raise ValueError("candidates: at least one is needed")
         if (self.inputs is None) == (not self.cases):

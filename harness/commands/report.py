@@ -27,7 +27,6 @@ from ..reporting import (
     cards,
     charts,
     choices,
-    declared,
     efficiency_charts,
     host,
     kernel_page,
@@ -276,7 +275,7 @@ def readme_block(folder: Path) -> str:
         *([said, ""] if (said := aggregates.unthrottled(found)) else []),
         *([LEFT_OUT, "", *left_out, ""] if (left_out := aggregates.captions(found)) else []),
         *([ABSENT, "", *absent, ""] if (absent := aggregates.absent(found)) else []),
-        *([NEWER, "", *newer, ""] if (newer := aggregates.newer(found, declared.peers)) else []),
+        *([NEWER, "", *newer, ""] if (newer := aggregates.newer(found)) else []),
     ]
     return "\n".join(lines)
 

@@ -12,8 +12,9 @@ TITLE = "Faster or slower than the fastest peer"
 TEXT = (
     "Each case compares our fastest implementation with the fastest peer of the same run. *Faster* and *slower* count "
     "the cases in which the 95 % confidence interval of the speed-up lies wholly above or below 1, *equal* those in "
-    "which it contains 1, *undecided* those in which a peer failed or none was measured. Throttled cases count here, "
-    "although the means leave them out. Below 1× the peer is faster. docs/PEERS.md describes each peer."
+    "which it contains 1, *undecided* those in which a peer failed or was left out of the run, or none was measured. "
+    "Throttled cases count here, although the means leave them out. Below 1× the peer is faster. docs/PEERS.md "
+    "describes each peer."
 )
 HEAD = (
     "kernel", "mode", ">cases", ">faster", ">equal", ">slower", ">undecided",
@@ -27,7 +28,7 @@ def table(found: Sequence[Finding]) -> list[str]:
 
 
 def _row(group: aggregates.Group) -> list[object]:
-    decided = [f.over_best_peer for f in group.found if f.over_best_peer and not f.failed]
+    decided = [f.over_best_peer for f in group.found if f.over_best_peer and not f.undecided]
     faster = sum(speedup.low > 1 for speedup in decided)
     slower = sum(speedup.high < 1 for speedup in decided)
     equal = len(decided) - faster - slower

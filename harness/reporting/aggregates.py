@@ -19,6 +19,7 @@ from .findings import Finding, Speedup, geometric_mean, is_pytorch
 
 FP8 = "fp8"
 NOT_MEASURED, NO_LIBRARY, NO_PEER = "ours was not measured", "no library supports it", "no peer was measured"
+OVER_COMPILE = "torch.compile is the fastest peer, and no library but PyTorch supports it"
 #: what the reason of a peer's row says where it is not there (`execute.load`)
 ABSENT = "is not installed"
 MANY_GROUPS = 2  # of which a caption names each
@@ -74,10 +75,16 @@ class Group:
     def over_best_peer(self) -> Mean:
         """Over the fastest peer of the same run."""
         library = any(_library(finding) for finding in self.found)
+        other = any(s.other_library for finding in self.found for s in finding.speedups)
 
         def reasons(finding: Finding, speedup: Speedup | None) -> list[str]:
             why = _reasons(finding, speedup, finding.failed)
-            return [*why, NO_LIBRARY] if library and not _library(finding) and not finding.failed else why
+            why += [f"the peer {name} was left out of the run" for name in finding.left_out]
+            if library and not _library(finding) and not finding.undecided:
+                why.append(NO_LIBRARY)
+            elif other and _over_compile(finding) and not finding.undecided:
+                why.append(OVER_COMPILE)
+            return why
 
         return _mean(self.found, lambda finding: finding.over_best_peer, reasons, library)
 
@@ -144,17 +151,14 @@ def absent(found: Sequence[Finding]) -> list[str]:
     ]
 
 
-def newer(found: Sequence[Finding], declared: Callable[[str], Sequence[str]]) -> list[str]:
-    """A list item for each peer that is `declared` for a kernel today and has no row in a case, as one that was
+def newer(found: Sequence[Finding]) -> list[str]:
+    """A list item for each peer that is declared for a kernel today and was not in the run of a case, as one that was
     entered after that was measured: how many cases of which kernel or, where they are many, of how many."""
     counts: dict[str, dict[str, int]] = {}
     for group in groups(found):
-        for finding in group.found:
-            there = {row.implementation for row in finding.rows}
-            for name in declared(group.kernel):
-                if name not in there:
-                    of = counts.setdefault(name, {})
-                    of[group.name] = of.get(group.name, 0) + 1
+        for name in (name for finding in group.found for name in finding.absent):
+            of = counts.setdefault(name, {})
+            of[group.name] = of.get(group.name, 0) + 1
     items = []
     for name, of in counts.items():
         where = ", ".join(f"{count} of {group}" for group, count in of.items())
@@ -168,6 +172,12 @@ def newer(found: Sequence[Finding], declared: Callable[[str], Sequence[str]]) ->
 def _library(finding: Finding) -> bool:
     """Whether a case is held against a kernel that somebody wrote."""
     return any(speedup.library for speedup in finding.speedups)
+
+
+def _over_compile(finding: Finding) -> bool:
+    """Whether torch.compile is the best peer, and no library but PyTorch takes the case."""
+    best = finding.over_best_peer
+    return best is not None and not best.library and not any(s.other_library for s in finding.speedups)
 
 
 def _reasons(finding: Finding, speedup: Speedup | None, failed: Sequence[Row]) -> list[str]:

@@ -15,7 +15,7 @@ from .. import roofline
 from . import aggregates, flags, pages
 from . import markdown as md
 from .entries import Row, Run
-from .findings import Finding, geometric_mean
+from .findings import Finding, cost_of, geometric_mean
 
 STEM = "cards"
 LINK_TEXT = "compares the cards case by case."
@@ -30,8 +30,8 @@ TEXT = (
     "differ, so each peer is named."
 )
 MEANS = (
-    "Geometric means of the ratio, per kernel, mode and precision, over the cases that were measured on both cards and "
-    "have no doubtful measurement on either."
+    "Geometric means of the ratio, per kernel and mode, of fp8 apart, over the cases that were measured on both cards "
+    "and have no doubtful measurement on either."
 )
 MISSING = "These cases were measured on only one card, or are declared differently; no figure above includes them."
 DIFFERENT = "declared differently"
@@ -133,7 +133,7 @@ def matched(first: Card, second: Card) -> tuple[list[Both], dict[tuple[str, str,
 def _declared(finding: Finding) -> tuple[Any, ...]:
     row = finding.best
     assert row is not None
-    return tuple(row.get(name) for name in ("dims", "dtype", "params", "cost", "items"))
+    return tuple(row.get(name) for name in ("dims", "dtype", "params", "items")), cost_of(row)
 
 
 def _in_one_column(a: Finding, b: Finding) -> Both | None:

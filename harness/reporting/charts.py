@@ -131,7 +131,7 @@ def peers(findings: Sequence[Finding], mode: str, gpu: str) -> Figure:
         _lines(axes, shown)
         _points(axes, shown, looks(findings))
         _margin(axes, shown)
-        axes.set_xlabel("% of the measured roofline: copy bandwidth or GEMM rate of this card")
+        axes.set_xlabel("% of the measured roofline: bandwidth of memory or links, or GEMM rate")
         title = f"{findings[0].kernel} {mode} on {gpu}"
         figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
         _legend(figure, shown, looks(findings))
@@ -209,7 +209,7 @@ def _margin(axes: Axes, shown: Sequence[Finding]) -> None:
         write(at, 46, microseconds(finding.best.seconds(finding.column)), ha="right")
         if speedup := finding.over_best_peer:
             write(at, 53, times(speedup.median), fontweight="bold")
-            write(at, 92, speedup.peer + (" ¶" if finding.failed else ""), **faint)
+            write(at, 92, speedup.peer + (" ¶" if finding.failed else "") + (" ◊" if finding.absent else ""), **faint)
 
 
 def _legend(figure: Figure, shown: Sequence[Finding], looks: dict[str, Look]) -> None:

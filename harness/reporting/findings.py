@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..roofline import HOST, LINK, MEMORY, Ceilings, Cost, floor_seconds, percent_of_roofline, rate_of
+from . import declared
 from .entries import Records, Row, Run
 
 #: the reference, and what torch.compile makes of it
@@ -56,13 +57,19 @@ class Speedup:
     @property
     def library(self) -> bool:
         """Whether it is over a kernel that somebody wrote."""
-        return self.pytorch or self.peer not in (EAGER, *COMPILES)
+        return self.pytorch or self.other_library
+
+    @property
+    def other_library(self) -> bool:
+        """Whether it is over a kernel of another library than PyTorch."""
+        return not self.pytorch and self.peer not in (EAGER, *COMPILES)
 
 
 @dataclass(frozen=True)
 class Finding:
     """One case and mode of one kernel. `best` is our fastest measured implementation, None where none was measured.
-    `failed` are the peers that were to run beside it and did not; the reference is none."""
+    `failed` are the peers that were to run beside it and did not; the reference is none. `absent` are those that are
+    declared for the kernel today and were not in the run, which was of `chosen` implementations or is older."""
 
     kernel: str
     case: str
@@ -72,6 +79,18 @@ class Finding:
     column: str
     speedups: tuple[Speedup, ...]
     failed: tuple[Row, ...] = ()
+    absent: tuple[str, ...] = ()
+    chosen: bool = False
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The peers that a run of chosen implementations did not measure, of which one may be the best."""
+        return self.absent if self.chosen else ()
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the best peer is not known."""
+        return bool(self.failed or self.left_out)
 
     @property
     def run(self) -> Run:
@@ -119,8 +138,8 @@ class Finding:
 
     @property
     def verdict(self) -> str | None:
-        """None where a peer failed: it may be the best."""
-        best = None if self.failed else self.over_best_peer
+        """None where a peer failed or was left out: it may be the best."""
+        best = None if self.undecided else self.over_best_peer
         return verdict(best.median) if best else None
 
     def seconds(self, row: Row) -> float | None:
@@ -222,7 +241,18 @@ def _finding(records: Records, rows: Sequence[Row]) -> Finding:
     ordered = sorted(rows, key=lambda row: not row.ours)
     siblings = {row.implementation: row for row in records.siblings(best)} if best else {}
     failed = tuple(row for row in siblings.values() if _is_peer(row) and row.status in FAILED)
-    return Finding(kernel, case, mode, tuple(ordered), best, column, tuple(_speedups(records, best, siblings)), failed)
+    speedups = tuple(_speedups(records, best, siblings))
+    absent, chosen = (_absent(records, best, siblings), bool(best.run.options.get("impl"))) if best else ((), False)
+    return Finding(kernel, case, mode, tuple(ordered), best, column, speedups, failed, absent, chosen)
+
+
+def _absent(records: Records, best: Row, siblings: Mapping[str, Row]) -> tuple[str, ...]:
+    """Peers that are declared today and have no row in the run, but for those that do not take the case: some run has
+    skipped them, or there are several GPUs and they are made from the reference, which is of one."""
+    rows = (row for row in (*records.rows, *records.superseded) if row.group == best.group)
+    none = {row.implementation for row in rows if row.status == "skipped"}
+    none |= set(declared.FROM_REFERENCE.values()) if best.run.world_size > 1 else set()
+    return tuple(name for name in declared.peers(best.kernel) if name not in siblings and name not in none)
 
 
 def _speedups(records: Records, best: Row | None, siblings: Mapping[str, Row]) -> list[Speedup]:

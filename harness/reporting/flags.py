@@ -68,6 +68,12 @@ FAILED = Flag(
     "A peer that supports this case failed in it, so the best of the others may not be the fastest; the page of its "
     "mode names the peer and the reason.",
 )
+ABSENT = Flag(
+    "◊",
+    "a peer was not in the run",
+    "A peer that is declared for this kernel was not in the run that measured this case: it was left out, or declared "
+    "later. So the best of the others may not be the fastest.",
+)
 
 
 def of_row(finding: Finding, row: Row) -> list[Flag]:

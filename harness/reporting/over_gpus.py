@@ -69,7 +69,11 @@ def panels(folders: Iterable[tuple[str, Sequence[Finding]]]) -> list[Panel]:
                 continue
             key = finding.kernel, finding.mode, str(finding.run.gpu.get("name") or "unknown GPU")
             series, length = several["axis"]
-            rows.setdefault(key, {}).setdefault((series, length), {})[finding.run.world_size] = finding.best
+            gpus = rows.setdefault(key, {}).setdefault((series, length), {})
+            if finding.run.world_size in gpus:
+                both = f"{gpus[finding.run.world_size].case} and {finding.case}"
+                raise ValueError(f"{folder}: {both} are one point of {series!r}: SPEC's axis must tell them apart")
+            gpus[finding.run.world_size] = finding.best
             where.setdefault(key, {})[finding.run.world_size] = folder
     return [Panel(*key, rows[key], where[key]) for key in rows if len(where[key]) > 1]
 

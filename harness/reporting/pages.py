@@ -29,17 +29,17 @@ LINKS = {roofline.LINK: "NVLink", roofline.HOST: "PCIe"}
 VERDICTS = (
     "**Verdict**: from the median speed-up over the best peer *measured in the same run*; torch.compile and what a "
     "PyTorch user would write count as peers. Excellent > 1.5×, good ≥ 1.2×, measured ≥ 1×, investigate < 1×; no "
-    "verdict if a peer failed. The confidence interval has no influence. A kernel at the roofline cannot be much "
-    "faster than a peer that also reaches it, so read the verdict together with the percentage. **Over PyTorch** "
-    "compares with F.rms_norm, SDPA, fused AdamW and similar, **over the reference** with the oracle's unoptimised "
-    "code in plain PyTorch, which does not count as a peer."
+    "verdict if a peer failed, or was left out of the run. The confidence interval has no influence. A kernel at the "
+    "roofline cannot be much faster than a peer that also reaches it, so read the verdict together with the "
+    "percentage. **Over PyTorch** compares with F.rms_norm, SDPA, fused AdamW and similar, **over the reference** with "
+    "the oracle's unoptimised code in plain PyTorch, which does not count as a peer."
 )
 
 MEANS = (
-    "Geometric means, per kernel, mode and precision. Excluded are cases with a doubtful measurement, cases in which a "
-    "peer that supports them failed, and cases that no library supports, if a library supports another case of the "
-    "kernel. If the GPU throttled in some of the rounds, the ratio over the other rounds is used, provided that its "
-    "confidence interval is narrow enough."
+    "Geometric means, per kernel and mode; cases computed in fp8 have means of their own. Excluded are cases with a "
+    "doubtful measurement, cases in which a peer that supports them failed or was left out of the run, and cases that "
+    "no library supports, if a library supports another case of the kernel. If the GPU throttled in some of the "
+    "rounds, the ratio over the other rounds is used, provided that its confidence interval is narrow enough."
 )
 
 SUMMARY_HEAD = (
@@ -140,8 +140,8 @@ def marks(finding: Finding, row: Row, notes: set[str]) -> str:
 
 
 def failed(finding: Finding, notes: set[str]) -> str:
-    """The sign of a case in which a peer that takes it failed."""
-    return _signs([flags.FAILED] if finding.failed else [], notes)
+    """The signs of a case in which a peer that takes it failed, or was not in the run."""
+    return _signs([flags.FAILED if finding.failed else None, flags.ABSENT if finding.absent else None], notes)
 
 
 def _signs(found: Iterable[flags.Flag | None], notes: set[str]) -> str:

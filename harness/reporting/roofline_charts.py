@@ -123,7 +123,7 @@ def overview(findings: Sequence[Finding], gpu: str) -> Figure:
         axes.set_yticks(range(len(lanes)), [lane.name for lane in lanes])
         axes.set_ylim(len(lanes) - 0.4, -0.6)
         axes.set_xlim(0, max(top, 100) + 4)
-        axes.set_xlabel("% of the measured roofline: copy bandwidth or GEMM rate of this card; one point per case")
+        axes.set_xlabel("% of the measured roofline: bandwidth of memory or links, or GEMM rate; one point per case")
         axes.set_title(
             "mean speed-up over the best peer (see Means); grey: over torch.compile only",
             loc="right",
@@ -147,7 +147,7 @@ def _lane(axes: Axes, at: int, group: Group) -> float:
     """One kernel, mode and precision. Returns the largest percentage in it."""
     lane = [f for f in group.found if f.best and f.percent(f.best, f.measured)]
     ours = [f.percent(f.best, f.measured) or 0 for f in lane if f.best]
-    found = [f.percent(peer, f.measured) for f in lane if not f.failed and (peer := f.peer())]
+    found = [f.percent(peer, f.measured) for f in lane if not f.undecided and (peer := f.peer())]
     theirs = [share for share in found if share is not None]
     axes.plot(theirs, [at + 0.18] * len(theirs), "o", ms=6, mfc="white", mec=MUTED, mew=1.2, zorder=3)
     axes.plot(ours, [at - 0.15] * len(ours), "o", ms=7.5, mfc=BLUE, mec="white", mew=0.8, alpha=0.9, zorder=4)

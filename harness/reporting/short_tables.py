@@ -16,11 +16,15 @@ KERNELS_HEAD = (
 )  # fmt: skip
 
 
+MOST_CASES = 8  # of a mode: a README is read from beginning to end
+
+
 def of_mode(found: Sequence[Finding]) -> list[str]:
-    """One row per case of one mode, for a README; the report has what the signs mean."""
+    """One row per case of one mode, for a README; the report has what the signs mean. Of many cases the first of the
+    records, whatever their results, and how many more there are."""
     rows: list[list[object]] = []
     notes: set[str] = set()
-    for finding in found:
+    for finding in found[:MOST_CASES]:
         best, column = finding.best, "" if finding.column == "cold" else f" ({finding.column})"
         if best is None:
             rows.append([finding.case, "not measured", None, None, None])
@@ -35,7 +39,8 @@ def of_mode(found: Sequence[Finding]) -> list[str]:
                 pages.share(finding, best, notes),
             ]
         )
-    return md.table(MODE_HEAD, rows)
+    more = f"The first {MOST_CASES} of {len(found)} cases; the report has all."
+    return [*md.table(MODE_HEAD, rows), *(["", more] if len(found) > MOST_CASES else [])]
 
 
 def of_kernels(found: Sequence[Finding], link: str) -> list[str]:

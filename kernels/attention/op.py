@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from .checks import FLOATS, kind, runnable
+from .checks import FLOATS, kind, no_tangent, runnable
 from .launch import Plans, lean, signature
 from .problem import empty_like
 from .versions import BACKWARD, FORWARD, attention_fp8_fwd, bwd_plan, empty_statistics, fwd_plan
@@ -64,6 +64,8 @@ def attention(
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
     outside Triton's interpreter, or for a version that this GPU or problem does not have.
     """
+    if isinstance(window, list):
+        window = tuple(window)  # type: ignore[assignment]
     if lean(q, k, v) and not fp8:
         given = (causal, scale, num_context, window, forward, backward)
         key = (signature(q), signature(k), signature(v), given)
@@ -83,6 +85,7 @@ def attention(
         options |= dict(fp8=fp8, forward=forward, backward=backward)
         return torch.overrides.handle_torch_function(attention, (q, k, v), q, k, v, **options)
     check_qkv("attention", q, k, v)
+    no_tangent("attention", q, k, v)
     options = attention_options(q, k, causal, scale, num_context, window, forward, backward)
     if fp8:
         scale, left, right, keys, *_ = options
@@ -141,6 +144,8 @@ def check_qkv(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> N
 def _window(window: tuple[int, int] | None) -> tuple[int, int]:
     if window is None:
         return -1, -1
+    if not isinstance(window, tuple) or len(window) != 2 or not all(isinstance(n, int) for n in window):
+        raise TypeError(f"attention: window must be (left, right), two integers, or None, got {window!r}")
     left, right = window
     if left < -1 or right < -1:
         raise ValueError(f"attention: window must be (left, right), each -1 or more, got {window}")

@@ -367,3 +367,12 @@ def test_more_than_two_to_the_31_elements():
         torch.testing.assert_close(
             out[:, part], attention_reference(q[:, part], k[:, part], v[:, part]), rtol=2e-2, atol=1e-3
         )
+
+
+def test_a_window_is_two_integers():
+    """A list, as a configuration in JSON has it, is one too."""
+    q, k, v = (torch.randn(1, 2, 8, 16, device=DEVICE) for _ in range(3))
+    assert torch.equal(attention(q, k, v, window=[1, 0]), attention(q, k, v, window=(1, 0)))
+    for window in (3, (1, 2, 3), (1.5, 0), "ab"):
+        with pytest.raises(TypeError, match="window must be .left, right., two integers, or None"):
+            attention(q, k, v, window=window)

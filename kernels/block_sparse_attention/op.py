@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .arguments import check_block_size, checked, distinct, four
-from .checks import kind, runnable
+from .checks import kind, no_tangent, runnable
 from .index import BlockIndex, index_plan, make_table, table_shape, table_size
 from .launch import Plans, lean, signature
 from .problem import empty_like
@@ -86,6 +86,7 @@ def block_sparse_attention(
         out, lse, _ = plan(q, k, v, table, block_bias)
         return (out, lse) if return_lse else out
     lists, mask, block_bias, options = checked(q, k, v, block_mask, block_bias, *given)
+    no_tangent("block_sparse_attention", q, k, v, block_bias)
     if mask is not None:
         lists = _index_op(mask, q.shape[2], k.shape[2], block_size, causal)
     out, lse, _ = _fwd_op(q, k, v, lists, block_bias, *options)

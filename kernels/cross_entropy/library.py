@@ -161,10 +161,27 @@ def scale_in_place_op(grad: torch.Tensor, g_loss: torch.Tensor) -> None:
     calls.scale(grad, g_loss, True)
 
 
+class _Once(torch.autograd.Function):
+    """A gradient that cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx, grad):
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx, _):
+        raise RuntimeError("cross_entropy: with grad_in_forward=True there is no second derivative")
+
+
 def scaled(grad: torch.Tensor, g_loss: torch.Tensor | None) -> torch.Tensor | None:
     """The gradient that the forward wrote for a loss of gradient 1, for the one that came in."""
     if g_loss is None:
         return None
+    found = _scaled(grad, g_loss)
+    return _Once.apply(found.detach().requires_grad_()) if torch.is_grad_enabled() else found
+
+
+def _scaled(grad: torch.Tensor, g_loss: torch.Tensor) -> torch.Tensor:
     eager = lean(grad, g_loss) and not torch.is_grad_enabled()
     if not last_use(grad):
         return calls.scale(grad, g_loss, False) if eager else scale_op(grad, g_loss)

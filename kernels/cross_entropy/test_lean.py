@@ -209,12 +209,14 @@ def test_an_output_that_is_not_used_has_no_gradient():
     assert [t.requires_grad for t in found] == [True, False, False]
 
 
+@pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("grad_in_forward", [False, True])
-def test_a_second_derivative_is_an_error(grad_in_forward):
+def test_a_second_derivative_is_an_error(grad_in_forward, given):
+    """Whether or not the incoming gradient requires one itself."""
     logits, target = batch(4, 40)
     leaf = logits.requires_grad_()
     loss = cross_entropy(leaf, target, grad_in_forward=grad_in_forward)
-    scale = torch.ones((), device=DEVICE, requires_grad=True)
+    scale = torch.ones((), device=DEVICE, requires_grad=True) if given else None
     (gradient,) = torch.autograd.grad(loss, leaf, scale, create_graph=True)
     with pytest.raises(RuntimeError):
         gradient.sum().backward()

@@ -340,7 +340,7 @@ def _few_candidates(case: Case) -> list[configs.FewConfig]:
 
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
-    chosen = configs.pick_backend("auto", case.dims["m"], case.params.get("fast_accum", False), possible=True)
+    chosen = configs.pick_backend("auto", possible=True)
     return "it is what auto takes" if implementation == chosen else None
 
 

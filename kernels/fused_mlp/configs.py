@@ -1,6 +1,6 @@
 """How fused_mlp is launched: every choice is a pure function of the problem and the GPU.
 
-Nothing here is measured yet: EXPERIMENTS.md says how the numbers were reckoned.
+What is not said to be measured is reckoned: EXPERIMENTS.md says how the numbers were reckoned.
 """
 
 from __future__ import annotations

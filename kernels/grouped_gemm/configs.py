@@ -68,10 +68,10 @@ def pick_backend(backend: str) -> str:
     """The version of a product: "triton", "cuda" or, for "auto", "where it can": CUDA C++ where it can run, else
     Triton. Pure.
 
-    Measured on one H200 (EXPERIMENTS.md), CUDA C++ compared with Triton: the forward takes 2 to 13 % less time, the
-    weights' gradient 5 to 8 % less with 8 groups, and 13 to 32 % less with 64 and 128 groups of equal sizes or sizes
-    that follow Zipf's law. If one group has all rows, the gradient takes 2 % less with 128 groups and 12 % more with
-    64. That case cannot be excluded: only the offsets show it, and the host does not read them.
+    In explorations on one H200 (EXPERIMENTS.md) CUDA C++ took less time than Triton in the forward and, with groups of
+    equal sizes or sizes that follow Zipf's law, for the weights' gradient. If one group has all rows, the gradient took
+    2 % less with 128 groups and 12 % more with 64. That case cannot be excluded: only the offsets show it, and the host
+    does not read them.
     """
     return "where it can" if backend == "auto" else backend
 

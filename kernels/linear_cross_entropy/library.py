@@ -147,7 +147,7 @@ def _ready_save(ctx, inputs, output) -> None:
 
 
 def _ready_backward(ctx, dloss, *_):
-    if dloss is None or ctx.ready is None:
+    if dloss is None or ctx.ready is None or torch.is_grad_enabled():
         return _backward(ctx, dloss)
     grads, ctx.ready = ctx.ready, None
     if isinstance(dloss, FunctionalTensor):

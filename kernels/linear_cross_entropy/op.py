@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from . import calls, library
-from .checks import FLOATS
+from .checks import FLOATS, no_tangent
 from .launch import lean
 from .loss import Loss, check, check_options
 
@@ -84,6 +84,7 @@ def _cast(tensor, dtype: torch.dtype):
 def _through_library(hidden, weight, target, bias, loss: Loss) -> torch.Tensor:
     """A call that is traced or transformed, or whose tensors are not plain ones."""
     check(hidden, weight, target, bias)
+    no_tangent("linear_cross_entropy", hidden, weight, bias)
     check_options(loss.label_smoothing, loss.softcap, loss.reduction, loss.scratch_bytes)
     loss = calls.in_floats(loss)
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
@@ -126,7 +127,7 @@ class _ReadyGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dloss):
         ready = ctx.ready
-        if ready is None or dloss is None:
+        if ready is None or dloss is None or torch.is_grad_enabled():  # if it is to be differentiated once more
             return _LinearCrossEntropy.backward(ctx, dloss)
         ctx.ready = None
         hidden, weight, bias = library.scaled(dloss, ready, ctx.scale)

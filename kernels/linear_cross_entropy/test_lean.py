@@ -201,10 +201,12 @@ def test_a_loss_that_is_not_used_has_no_gradient(reduction):
     assert hidden.grad is None and weight.grad is None
 
 
-def test_a_second_derivative_is_an_error():
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("squared", [False, True])
+def test_a_second_derivative_is_an_error(reduction, squared):
     hidden, weight, target = problem()
-    loss = linear_cross_entropy(hidden, weight, target, reduction="none").sum()
-    (gradient,) = torch.autograd.grad(loss * loss, hidden, create_graph=True)
+    loss = linear_cross_entropy(hidden, weight, target, reduction=reduction).sum()
+    (gradient,) = torch.autograd.grad(loss * loss if squared else loss, hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         gradient.sum().backward()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .checks import FLOATS, kind, runnable
+from .checks import FLOATS, kind, no_tangent, runnable
 from .formats import BLOCK, CHUNK, TILE_BYTES, chunks, packed_words, tiles, unsigned_scales
 from .launch import Plans, lean, signature
 from .plans import BACKENDS, product_plan
@@ -45,17 +45,25 @@ def mxfp_matmul(
     Returns [..., N] in x's dtype, contiguous. Not differentiable: weights of 4 bits serve inference.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
-    outside Triton's interpreter and for backend="cuda" where it cannot run.
+    outside Triton's interpreter, for backend="cuda" where it cannot run, and for an input that requires a gradient.
     """
     if lean(x, w, scales, tensor_scale):
+        if x.requires_grad or (tensor_scale is not None and tensor_scale.requires_grad):
+            _no_gradient(x=x, tensor_scale=tensor_scale)
         return _product_plan(x, w, scales, tensor_scale, format, backend)(x, w, scales, tensor_scale)
     _check(x, w, scales, tensor_scale, format, backend)
-    return _product_op(_plain(x), w, scales, _plain(tensor_scale), format, backend)
+    no_tangent("mxfp_matmul", x, tensor_scale)
+    _no_gradient(x=x, tensor_scale=tensor_scale)
+    return _product_op(x, w, scales, tensor_scale, format, backend)
 
 
-def _plain(tensor):
-    """Without its gradient; as it is where it has none, for a subclass may give up its wrapper when it is detached."""
-    return tensor.detach() if tensor is not None and tensor.requires_grad else tensor
+def _no_gradient(**inputs) -> None:
+    for name, tensor in inputs.items():
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"mxfp_matmul: {name} requires a gradient, and none is defined: call it on detached tensors or under "
+                "torch.no_grad()"
+            )
 
 
 def mxfp_pack(data: torch.Tensor, scales: torch.Tensor, format: str = "mxfp4") -> tuple[torch.Tensor, torch.Tensor]:

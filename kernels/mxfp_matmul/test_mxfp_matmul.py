@@ -141,9 +141,10 @@ def test_every_second_column(format):
 def test_no_gradient_and_autocast_changes_nothing():
     x = torch.randn(4, 128, device=DEVICE, requires_grad=True)
     w, scales = mxfp_pack(*weights(16, 128, "mxfp4"))
-    y = mxfp_matmul(x, w, scales)
-    assert not y.requires_grad
-    with torch.autocast(DEVICE, torch.bfloat16):
+    with pytest.raises(RuntimeError, match="mxfp_matmul: x requires a gradient, and none is defined"):
+        mxfp_matmul(x, w, scales)
+    y = mxfp_matmul(x.detach(), w, scales)
+    with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16):
         assert torch.equal(mxfp_matmul(x, w, scales), y)
 
 
@@ -196,10 +197,12 @@ def test_every_size_has_a_configuration(dtype, capability):
 def test_no_gradient_behind_torch_library_either(monkeypatch):
     x = torch.randn(4, 128, device=DEVICE, requires_grad=True)
     w, scales = mxfp_pack(*weights(16, 128, "mxfp4"))
-    y = mxfp_matmul(x, w, scales)
+    y = mxfp_matmul(x.detach(), w, scales)
     monkeypatch.setattr(op, "lean", lambda *_: False)
-    behind = mxfp_matmul(x, w, scales)
-    assert torch.equal(behind, y) and not behind.requires_grad
+    with pytest.raises(RuntimeError, match="mxfp_matmul: x requires a gradient, and none is defined"):
+        mxfp_matmul(x, w, scales)
+    with torch.no_grad():
+        assert torch.equal(mxfp_matmul(x, w, scales), y)
 
 
 def test_rows_are_copied_only_where_their_elements_are_not_neighbours():

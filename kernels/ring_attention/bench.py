@@ -247,8 +247,8 @@ def _series(case: Case) -> str:
     d, kv_heads = case.dims, case.dims["kv_heads"]
     heads = f"{d['group'] * kv_heads}" + (f" and {kv_heads}" if d["group"] > 1 else "")
     mask = "causal, " if case.params.get("causal") else ""
-    square = "" if d["queries"] == d["keys"] else ", rectangular"
-    return f"{mask}{heads} heads, D {d['dim']}{square}"
+    queries = "" if d["queries"] == d["keys"] else ", few queries" if 8 * d["queries"] < d["keys"] else ", rectangular"
+    return f"{mask}{heads} heads, D {d['dim']}{queries}"
 
 
 def _one_gpu(case: Case, mode: str) -> str | None:

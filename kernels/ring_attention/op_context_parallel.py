@@ -51,9 +51,13 @@ def context_parallel(
     Gradients of parameters are each rank's share of their sum over the sequence: DDP and FSDP2 over the same ranks, or
     over a mesh of data and sequence, add them up as they add up those of a batch. Every rank must have as many rows.
 
-    Raises TypeError for another mesh, ValueError for one with more dimensions and for an unknown layout, and in
-    attention ValueError for what a ring does not have: a mask other than causal, dropout, a window, fp8, num_context,
-    and, of F.scaled_dot_product_attention, a causal mask with more or fewer queries than keys.
+    A Hugging Face model takes layout="contiguous" alone: it takes positions that do not follow each other, as those of
+    the other layouts, for several sequences, and asks attention for a mask.
+
+    Raises TypeError for another mesh, ValueError for one with more dimensions and for an unknown layout, RuntimeError
+    for a call that meets no such attention, NotImplementedError for nn.MultiheadAttention, and in attention ValueError
+    for what a ring does not have: a mask other than causal, dropout, a window, fp8, num_context, and, of
+    F.scaled_dot_product_attention, a causal mask with more or fewer queries than keys.
     """
     if isinstance(model_or_fn, nn.Module):
         _unhook(model_or_fn)
@@ -67,7 +71,10 @@ def context_parallel(
     @functools.wraps(model_or_fn)
     def within(*args: Any, **kwargs: Any) -> Any:
         with ring:
-            return model_or_fn(*args, **kwargs)
+            begun = ring.met()
+            found = model_or_fn(*args, **kwargs)
+            ring.check(begun)
+        return found
 
     return within  # type: ignore[return-value]
 
@@ -78,6 +85,7 @@ class _Mode(TorchFunctionMode):
     def __init__(self, group: dist.ProcessGroup, options: dict[str, Any]) -> None:
         super().__init__()
         self.group, self.options = group, options
+        self.met = 0  # calls of attention in eager code
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -85,10 +93,17 @@ class _Mode(TorchFunctionMode):
             return self._run(*_of_sdpa(*args, **kwargs))
         if func is attention:
             return self._run(*_of_attention(*args, **kwargs))
+        if func is F.multi_head_attention_forward:
+            raise NotImplementedError(
+                "context_parallel: nn.MultiheadAttention, also in nn.TransformerEncoderLayer, computes attention "
+                "inside a function of PyTorch's, over this rank's rows alone: use F.scaled_dot_product_attention"
+            )
         return func(*args, **kwargs)
 
     def _run(self, tensors: tuple[torch.Tensor, ...], causal: bool, scale: float | None, return_lse: bool = False):
         """The ring on local tensors of four dimensions, and its results as the tensors were."""
+        if not torch.compiler.is_compiling():
+            self.met += 1
         meshes = {t.device_mesh for t in tensors if isinstance(t, DTensor)}
         placements = [_placements(t, self.group) for t in tensors if isinstance(t, DTensor)]
         local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
@@ -126,15 +141,32 @@ class _Ring:
         if self.here.depth == 0:
             self.here.mode.__exit__(*exception)
 
+    def met(self) -> int | None:
+        """How many calls of attention were run as a ring since it was entered; None where code is compiled."""
+        return None if torch.compiler.is_compiling() else self.here.mode.met
+
+    def check(self, begun: int | None) -> None:
+        """RuntimeError where there were none since: attention by other means is over this rank's rows alone."""
+        if begun is not None and self.met() == begun:
+            raise RuntimeError(
+                "context_parallel: the call met no attention that it runs over all ranks, which is that of "
+                "F.scaled_dot_product_attention and of this package's attention"
+            )
+
 
 def _hook(model: nn.Module, ring: _Ring) -> None:
     """Each module enters the ring: activation checkpointing calls inner ones again, when no outer one is running."""
 
     def enter(module: nn.Module, args: Any) -> None:
         ring.__enter__()
+        if module is model:
+            ring.here.begun = ring.met()
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
+        begun = ring.met() if module is model else None
         ring.__exit__(None, None, None)
+        if begun is not None and begun == ring.here.begun:
+            ring.check(begun)
 
     handles = []
     for module in model.modules():

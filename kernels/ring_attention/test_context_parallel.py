@@ -136,6 +136,12 @@ def _of_a_function(rank: int, world: int) -> tuple[torch.Tensor, ...]:
     assert lse.shape == q.shape[:3]
     with pytest.raises(ValueError, match="a ring has no window"):
         ours(q, k, v, window=(3, 0))
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    with pytest.raises(NotImplementedError, match="nn.MultiheadAttention"):
+        context_parallel(layer, mesh)(q[:, 0].detach())
+    for blind in (nn.Linear(8, 8), lambda x: (x @ x.mT).softmax(-1) @ x):
+        with pytest.raises(RuntimeError, match="met no attention"):
+            context_parallel(blind, mesh)(q.detach())
     return out.detach(), dq
 
 

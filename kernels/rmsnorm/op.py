@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .checks import FLOATS, kind, runnable
+from .checks import FLOATS, kind, no_tangent, runnable
 from .launch import Plans, lean, signature
 from .plans import BACKENDS, bwd_plan, fwd_plan
 
@@ -65,6 +65,7 @@ def rmsnorm(
             return (y, x) if return_h else y
         return y, h
     _check(x, weight, residual, eps, weight_offset, backend)
+    no_tangent("rmsnorm", x, weight, residual)
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, residual))
     if residual is None:
         y = _fwd_op(x, weight, eps, weight_offset, save, backend)[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .checks import FLOATS, kind, runnable
+from .checks import FLOATS, kind, no_tangent, runnable
 from .launch import Plans, lean, signature
 from .plans import rope_plan
 
@@ -69,6 +69,7 @@ def rope(
         rotated = plan(q, k, cos, sin, position_ids)
         return rotated[0] if k is None else rotated
     half = _check(q, k, cos, sin, position_ids, rotary_dim, layout, inplace)
+    no_tangent("rope", q, k, cos, sin)
     if torch.is_grad_enabled():
         _requires_grad(q, k, cos, sin, inplace)
     if inplace:

@@ -48,8 +48,8 @@ def pick_backend(backend: str, rows: int, dtype: torch.dtype, on_gpu: bool, poss
     """The version of a product: "triton", "cuda" or, only for "auto", "library": the weight is decompressed into memory
     for cuBLAS. `possible`: CUDA C++ can. Pure.
 
-    Measured on one H200 at 4096 x 4096 x 4096, in FLOPs of the dense product: Triton, which decompresses a tile of the
-    weight again for each tile of rows, reaches 129 TFLOP/s, cuBLAS 760, the sparse tensor cores 880. Up to 64 rows
+    In an exploration on one H200 at 4096 x 4096 x 4096, in FLOPs of the dense product: Triton, which decompresses a
+    tile of the weight again for each tile of rows, 129 TFLOP/s, cuBLAS 760, the sparse tensor cores 880. Up to 64 rows
     there is only one tile of rows, so "triton" runs; also in fp32, since cuBLAS may be set to round fp32 operands to
     tf32. "library" does not exist for 8 bits.
     """

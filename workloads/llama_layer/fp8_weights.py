@@ -59,7 +59,7 @@ def product(
 def pick_backend(backend: str, possible: bool) -> str:
     """The version that runs; `possible`: cuBLAS can. Pure.
 
-    Measured on one H200 at 8192 x 8192 x 8192: cuBLAS 773 us, fp8_matmul 822.
+    Of sums without promotion and with scales of rows, as here, cuBLAS is a few per cent faster in fp8_matmul's records.
     """
     if backend == "auto":
         return "cublas" if possible else "fp8_matmul"

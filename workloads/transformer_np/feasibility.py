@@ -53,12 +53,12 @@ class Rates:
         )
 
 
-#: Of an H200 from reports/h200/records, bf16. matmul: fused_mlp, 205 000 rows of 512, whose products reach 690 to 730
-#: TFLOP/s beside their pass over the hidden; less here, since a whole step is limited by power, at 1.75 to 1.9 GHz.
-#: attention: b1-h8-q205000-k200000-d64, long enough to be limited so too. bandwidth: adamw and rmsnorm.
-#: operands: attention, b64-h8-q564-k64-d64, 249 MB in 149 us. launch: transformer_np of one task of (64, 500), most of
-#: whose kernels are at this floor. layer: the H100's; it is bound by latencies, not by memory.
-H200 = Rates(matmul=6.6e14, attention=5.55e14, bandwidth=4.25e12, launch=3e-6, operands=1.67e12, layer=46e-6)
+#: Of an H200 from reports/h200/records, bf16. matmul: what explains the steps of (64, 500), B 64, with and without
+#: checkpoints, within 6 %; fused_mlp's products of 205 000 rows of 512 reach 690 to 730 TFLOP/s beside their pass over
+#: the hidden. attention: b1-h8-q205000-k200000-d64, long enough to be limited by power as a step is. bandwidth: adamw
+#: and rmsnorm. operands: attention, b64-h8-q564-k64-d64, 249 MB in 149 us. launch: transformer_np of one task of
+#: (64, 500), most of whose kernels are at this floor. layer: the H100's; it is bound by latencies, not by memory.
+H200 = Rates(matmul=7.2e14, attention=5.55e14, bandwidth=4.25e12, launch=3e-6, operands=1.67e12, layer=46e-6)
 #: Of an H100 from reports/h100/records: attention and bandwidth of the same cases. matmul and operands explain MLP and
 #: attention of the step of (64, 500), B 64; its clock is higher in it than the H200's. layer: from an exploration
 #: (EXPERIMENTS.md), 220 and 273 us for 11, two launches and two fills of counters.

@@ -27,9 +27,10 @@ def pick_weight_gradients(layers: int, rows: int, width: int, hidden: int, items
     """How the gradients of the weights of equal layers are computed: "inline" or "deferred". Pure.
 
     Kept until the end are the gradients of q, k, v and of the MLP's hidden, the hidden, and copies of five tensors as
-    wide as the residual stream. On one H200 the step of (64, 500) takes 1.64 ms deferred, 1.70 overlapped and 1.84
-    inline with a batch of 1, and 18.7, 18.2 and 17.3 with one of 64 (EXPERIMENTS.md). The limit, a batch of 6, is
-    reckoned: there the gradient of a weight takes 3 to 8 us, as long as a launch and the sum of a split K.
+    wide as the residual stream. In an exploration on one H200 the step of (64, 500) took 1.64 ms deferred, 1.70
+    overlapped and 1.84 inline with a batch of 1, and 18.7, 18.2 and 17.3 with one of 64 (EXPERIMENTS.md). The limit, a
+    batch of 6, is reckoned: there the gradient of a weight takes 3 to 8 us, as long as a launch and the sum of a
+    split K.
     """
     kept = layers * rows * (8 * width + 2 * hidden) * itemsize
     return "deferred" if layers > 1 and kept <= MOST_BYTES else "inline"
@@ -40,7 +41,7 @@ def pick_projections(batch: int, targets: int) -> str:
 
     The targets' keys and values are never read. Three products of them, forward and backward, are 12 d² FLOP a row: of
     1536 rows and 512 columns 5 GFLOP, at 600 TFLOP/s 8 us, for which two launches of 4 us are spared. With 564 rows the
-    step takes 1.582 ms joint and 1.644 apart (EXPERIMENTS.md); the limit is reckoned.
+    step took 1.582 ms joint and 1.644 apart in that exploration; the limit is reckoned.
     """
     return "joint" if batch * targets <= MOST_ROWS else "apart"
 

@@ -72,9 +72,9 @@ def pick_chunk_rows(rows: int, heads: int, hidden: int) -> int:
 
 
 def pick_cuda(rows: int, possible: bool) -> bool:
-    """Whether the gradient of the hidden is made in CUDA C++; `possible`: it can be. Pure. Measured on one H200, ten
-    heads of 512 to 1365 to 3: the backward of 564 rows takes 112 us, with Triton's 164. Down to a tile of rows a unit
-    of work is the same, so that fewer should not take longer; not measured."""
+    """Whether the gradient of the hidden is made in CUDA C++; `possible`: it can be. Pure. In an exploration
+    on one H200, ten heads of 512 to 1365 to 3, the backward of 564 rows took 112 us with it and 164 with Triton's. Down
+    to a tile of rows a unit of work is the same, so that fewer should not take longer; not measured."""
     return possible and rows > MIN_ROWS
 
 
@@ -100,8 +100,8 @@ def pick_cuda_config(rows: int, heads: int, hidden: int, sms: int) -> CudaConfig
 def pick_products(rows: int, dim: int, possible: bool) -> bool:
     """Whether the products of the hidden's gradient are made in CUDA C++ too; `possible`: the hidden's gradient is.
     Pure. For a single chunk, w1's gradient of which is rounded where it is stored. Estimated for ten heads of 512 to
-    1365 to 3 on one H200: 30 us for 564 rows, 230 for 5000; not measured. More chunks are cuBLAS's, with which 205 000
-    rows take 15.4 ms in all. Rows of w1's gradient are stored in vectors of 16 bytes."""
+    1365 to 3 on one H200: 30 us for 564 rows, 230 for 5000. More chunks are cuBLAS's.
+    Rows of w1's gradient are stored in vectors of 16 bytes."""
     return possible and rows <= CHUNK_ROWS and dim % 8 == 0
 
 
