@@ -208,6 +208,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("loss.svg"), help="the chart, of the first seed")
     parser.add_argument("--record", type=Path, help="a file for the losses, as JSON; gone on with where it is there")
     options = parser.parse_args()
+    if options.steps < 1:
+        parser.error(f"--steps must be at least 1, got {options.steps}")
 
     def write(record: dict[str, Any]) -> None:
         if options.record:

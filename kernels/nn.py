@@ -267,6 +267,10 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if min(num_heads, num_kv_heads) < 1:
+            raise ValueError(f"Attention: there must be heads, got {num_heads, num_kv_heads}")
+        if rotary is not None and rotary.layout != "bshd":
+            raise ValueError(f'Attention: rotary must have layout "bshd", got {rotary.layout!r}')
         if num_heads % num_kv_heads:
             raise ValueError(f"Attention: num_heads must be a multiple of num_kv_heads, got {num_heads, num_kv_heads}")
         if head_dim is None and hidden_size % num_heads:
@@ -345,7 +349,7 @@ class LinearCrossEntropyLoss(nn.Module):
     """`linear_cross_entropy` of a linear layer with the parameters `weight` [V, H] and `bias` [V] of torch.nn.Linear,
     so that the logits are never in memory. A model that ties its embedding assigns it to `weight`.
 
-    options  of `linear_cross_entropy`: ignore_index, label_smoothing, softcap, z_loss, reduction, scratch_bytes
+    ignore_index, label_smoothing, softcap, z_loss, reduction, scratch_bytes  of `linear_cross_entropy`
 
     forward(hidden [..., H], target [...]) returns the loss.
     """
@@ -356,13 +360,26 @@ class LinearCrossEntropyLoss(nn.Module):
         out_features: int,
         bias: bool = False,
         *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        softcap: float | None = None,
+        z_loss: float = 0.0,
+        reduction: str = "mean",
+        scratch_bytes: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **options,
     ) -> None:
         super().__init__()
         layer = nn.Linear(in_features, out_features, bias, device, dtype)
-        self.in_features, self.out_features, self.options = in_features, out_features, options
+        self.in_features, self.out_features = in_features, out_features
+        self.options: dict[str, Any] = dict(
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            softcap=softcap,
+            z_loss=z_loss,
+            reduction=reduction,
+            scratch_bytes=scratch_bytes,
+        )
         self.weight = layer.weight
         self.bias: nn.Parameter | None
         self.register_parameter("bias", layer.bias)

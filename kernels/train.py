@@ -93,6 +93,9 @@ class TrainStep:
         for name, value in (("accumulate", accumulate), ("graphs", graphs), ("history", history)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"TrainStep: {name} must be at least 1, and an integer, got {value!r}")
+        for name, function in (("model", model), ("schedule", schedule)):
+            if function is not None and not callable(function):
+                raise TypeError(f"TrainStep: {name} must be callable, got {type(function).__name__}")
         if clip is not None and not clip > 0:
             raise ValueError(f"TrainStep: clip must be positive or None, got {clip}")
         self.model, self.optimizer, self.clip, self.schedule = model, optimizer, clip, schedule

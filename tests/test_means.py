@@ -313,3 +313,14 @@ def test_a_smaller_configuration_of_a_peer_is_named_with_what_failed(tmp_path: P
     assert "| quack (tiles of 64) | 120 µs |" in page
     assert "- quack ran with tiles of 64; its default failed: OutOfResources: shared memory" in page
     assert mean(tmp_path / "again", rows).values == pytest.approx([1.2])
+
+
+def test_a_row_of_another_run_is_marked(tmp_path: Path) -> None:
+    """A peer that was measured before, and not in the run of ours, has no ratio and a sign."""
+    path = tmp_path / "h200" / "records" / f"{KERNEL}.jsonl"
+    old = bench(KERNEL, {("plain", "fwd"): case("plain", PLAIN)}, run="20250101T000000Z-0000")
+    new = bench(KERNEL, {("plain", "fwd"): case("plain", {"triton": 90, "compile": 200})})
+    write(path, [*old, *new])
+    report.write(tmp_path / "h200", with_charts=False)
+    page = (tmp_path / "h200" / f"{KERNEL}-fwd.md").read_text()
+    assert "| quack ◦ |" in page and "◦ Measured in another run than ours" in page and "| compile |" in page

@@ -180,6 +180,12 @@ def test_attention_says_what_it_cannot_take() -> None:
         ours.Attention(16, 4, 3)
     with pytest.raises(ValueError, match="multiple of num_heads"):
         ours.Attention(18, 4)
+    with pytest.raises(ValueError, match="there must be heads"):
+        ours.Attention(16, 4, 0)
+    with pytest.raises(ValueError, match="rotary must have layout"):
+        ours.Attention(16, 4, rotary=ours.RotaryEmbedding(4, layout="bhsd"))
+    with pytest.raises(TypeError, match="ignore_indx"):
+        ours.LinearCrossEntropyLoss(16, 10, ignore_indx=1)
     with pytest.raises(ValueError, match="position_ids are for rotary"):
         ours.Attention(16, 4)(torch.ones(1, 2, 16), position_ids=torch.zeros(1, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match="a context has no positions"):

@@ -10,7 +10,7 @@ from .findings import Finding, Speedup
 
 TITLE = "Faster or slower than the fastest peer"
 TEXT = (
-    "Each case compares our fastest implementation with the fastest peer of the same run. *Faster* and *slower* count "
+    "Each case compares what our function runs by default with the run's fastest peer. *Faster* and *slower* count "
     "the cases in which the 95 % confidence interval of the speed-up lies wholly above or below 1, *equal* those in "
     "which it contains 1, *undecided* those in which a peer failed or was left out of the run, or none was measured. "
     "Throttled cases count here, although the means leave them out. Below 1× the peer is faster. docs/PEERS.md "

@@ -16,6 +16,8 @@ from .entries import Records, Row, Run
 
 #: the reference, and what torch.compile makes of it
 EAGER, COMPILES = "eager", ("compile", "compile-max")
+#: the implementation of a call that names none
+DEFAULT = "auto"
 #: What a PyTorch user would write, in records whose rows do not say so themselves.
 PYTORCH = frozenset({"torch", "fused", "sdpa-flash", "cudnn", "all-reduce"})
 #: A peer of that status was to run and did not: the others are not the best that there is.
@@ -67,7 +69,8 @@ class Speedup:
 
 @dataclass(frozen=True)
 class Finding:
-    """One case and mode of one kernel. `best` is our fastest measured implementation, None where none was measured.
+    """One case and mode of one kernel. `best` is ours: what a call gets that names no version ("auto") or, where that
+    was not measured in the run, the fastest version that was; None where none was.
     `failed` are the peers that were to run beside it and did not; the reference is none. `absent` are those that are
     declared for the kernel today and were not in the run, which was of `chosen` implementations or is older."""
 
@@ -236,6 +239,8 @@ def _place(mode: str) -> int:
 def _finding(records: Records, rows: Sequence[Row]) -> Finding:
     ours = [row for row in rows if row.ours and row.ok]
     best = min(ours, key=lambda row: row.seconds(), default=None)
+    # What a call gets that names no version, where that was measured beside the fastest.
+    best = next((row for row in ours if best and row.implementation == DEFAULT and row.run.id == best.run.id), best)
     column = (best.headline if best else next((r.headline for r in rows if r.ok), None)) or "cold"
     kernel, case, mode = rows[0].group
     ordered = sorted(rows, key=lambda row: not row.ours)

@@ -74,11 +74,21 @@ ABSENT = Flag(
     "A peer that is declared for this kernel was not in the run that measured this case: it was left out, or declared "
     "later. So the best of the others may not be the fastest.",
 )
+OTHER_RUN = Flag(
+    "◦",
+    "measured in another run",
+    "Measured in another run than ours: no ratio compares the two.",
+)
 
 
 def of_row(finding: Finding, row: Row) -> list[Flag]:
     """What is doubtful in the time of one implementation."""
-    return [flag for flag in (throttled(finding, row), over(finding, row), _wide(finding, row), _warned(row)) if flag]
+    found = throttled(finding, row), over(finding, row), _wide(finding, row), _warned(row), _other_run(finding, row)
+    return [flag for flag in found if flag]
+
+
+def _other_run(finding: Finding, row: Row) -> Flag | None:
+    return OTHER_RUN if finding.best is not None and row.ok and row.run.id != finding.best.run.id else None
 
 
 def throttled(finding: Finding, row: Row) -> Flag | None:

@@ -226,9 +226,12 @@ def _sustained(entry: Mapping[str, Any]) -> str:
 def profiled(profile: Mapping[str, Any]) -> list[str]:
     """Nsight Compute's figures, and what they say of the cost and of the harness's clock."""
     rows = profile.get("rows") or []
+    commits = dict.fromkeys(str(e["commit"])[:12] for e in profile.get("environments") or () if e.get("commit"))
+    at = f", at commit {', '.join(f'`{commit}`' for commit in commits)}" if commits else ""
     lines = [
-        "Nsight Compute, in a separate profiling run. *Bytes* is the DRAM traffic divided by the compulsory bytes of "
-        "`cost`, *time* is Nsight's duration divided by the harness's median.",
+        f"Nsight Compute, in a separate profiling run{at}. *Bytes* is the DRAM traffic divided by the compulsory bytes "
+        "of `cost`, *time* is Nsight's duration divided by the harness's median, which is of the newest record, and of "
+        "other code where the kernel has changed since.",
         "",
     ]
     head = (

@@ -103,7 +103,10 @@ def _check(x, w, scales, tensor_scale, format, backend) -> None:
     depth = chunks(x.shape[-1])
     each = CHUNK // BLOCK[format]
     if scales.dim() != 3 or scales.shape[0] != depth or scales.shape[2] != each:
-        raise ValueError(f"mxfp_matmul: scales must be [{depth}, N, {each}] for this x, got {list(scales.shape)}")
+        raise ValueError(
+            f"mxfp_matmul: scales must be [{depth}, N, {each}] for this x, as mxfp_pack makes them, got "
+            f"{list(scales.shape)}"
+        )
     wanted = [depth, tiles(scales.shape[1]), TILE_BYTES]
     if list(w.shape) != wanted:
         raise ValueError(f"mxfp_matmul: w must be {wanted} for these scales, got {list(w.shape)}")
