@@ -136,6 +136,10 @@ def _of_a_function(rank: int, world: int) -> tuple[torch.Tensor, ...]:
     assert lse.shape == q.shape[:3]
     with pytest.raises(ValueError, match="a ring has no window"):
         ours(q, k, v, window=(3, 0))
+    causal = torch.compile(
+        lambda *t: F.scaled_dot_product_attention(*t, is_causal=True, enable_gqa=True), backend="eager"
+    )
+    torch.testing.assert_close(context_parallel(causal, mesh, layout="contiguous")(q, k, v), out)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     with pytest.raises(NotImplementedError, match="nn.MultiheadAttention"):
         context_parallel(layer, mesh)(q[:, 0].detach())

@@ -108,9 +108,10 @@ def feasibility(
         workspace      2 · 32 MiB               of cuBLAS, on two streams
         rounded        s P where s < 4          weights in `dtype`, which the backward reads; of one layer and the heads
                                                 with checkpoint "block"
-        activations    (L − 1) · kept + last + 2 d s T
-                                                kept of a layer is (6 d + f) s T + 2 d s C + 4 h T, where B > 1 with one
-                                                more d s C, a copy of the context's rows; of the last layer, which
+        activations    (L − 1) · kept + last + d s T
+                                                the d s T is the embedding's hidden. Kept of a layer is
+                                                (6 d + f) s T + 2 d s C + 4 h T, where B > 1 with one more d s C, a
+                                                copy of the context's rows; of the last layer, which
                                                 answers the targets alone, 2 d s T + (4 d + f) s R + 2 d s C + 4 h R.
                                                 checkpoint "block" keeps d s T; "attention" 3 d s T + 4 h T, and of the
                                                 last layer d s T + 2 d s R + 4 h R
@@ -214,7 +215,7 @@ def _memory(step: _Step) -> dict[str, int]:
         "state": 12 * step.parameters,
         "workspace": 2 * CUBLAS_WORKSPACE,
         "rounded": (of_heads + of_layers // (layers if step.checkpoint == "block" else 1)) * size if size < 4 else 0,
-        "activations": (layers - 1) * kept + last + 2 * d * size * rows,
+        "activations": (layers - 1) * kept + last + d * size * rows,
         "recomputed": beside,
         "heads": 2 * d * size * answers,
         "backward": max(heads_backward - beside, layer_backward),
