@@ -53,6 +53,14 @@ class NarrowConfig:
 
 
 @dataclass(frozen=True)
+class CopyConfig:
+    """Blocks of `block_n` rows and `block_k` columns of a weight, a CTA each."""
+
+    block_n: int
+    block_k: int
+
+
+@dataclass(frozen=True)
 class WeightsConfig:
     """Tiles of `block_n` by `block_k` of a weight's gradient, summed over `block_r` rows at a time, in `splits` parts
     of the rows."""
@@ -370,6 +378,12 @@ def pick_cuda_parts(steps: int, tiles: int, sms: int) -> int:
 def pick_sum_config(elements: int) -> SumConfig:
     """Configuration of the sum of partial results, and of a weight's copy. Pure."""
     return SumConfig(_fit(elements, 1024), num_warps=4)
+
+
+def pick_copy_config(pitch: int) -> CopyConfig:
+    """Blocks in which w2 is copied beside the product that gives the hidden. Pure. 64 rows of 1376 elements are 16
+    blocks, of 32 or 64 elements a thread, all of which are loaded at once; not measured."""
+    return CopyConfig(8, _fit(pitch, 1024))
 
 
 def pick_bias_config(rows: int, cols: int, dtype: torch.dtype, sms: int) -> BiasConfig:

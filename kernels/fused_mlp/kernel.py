@@ -99,6 +99,29 @@ def _rows_times_two_weights(
 
 
 @triton.jit
+def _copy_block(
+    src_ptr,
+    out_ptr,
+    block,
+    rows,
+    cols,
+    pitch,
+    stride_n,
+    stride_k,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Block `block` of the copy of a matrix [rows, cols] to rows of `pitch` elements, zero from column `cols` on."""
+    blocks_k = tl.cdiv(pitch, BLOCK_K)
+    row = block // blocks_k * BLOCK_N + tl.arange(0, BLOCK_N)
+    col = block % blocks_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    row_mask, wide_row = (row < rows)[:, None], row.to(tl.int64)[:, None]
+    from_src = src_ptr + wide_row * stride_n + col.to(tl.int64)[None, :] * stride_k
+    value = tl.load(from_src, mask=row_mask & (col < cols)[None, :], other=0.0)
+    tl.store(out_ptr + wide_row * pitch + col[None, :], value, mask=row_mask & (col < pitch)[None, :])
+
+
+@triton.jit
 def _fused_mlp_hidden_kernel(
     x_ptr,
     w_ptr,
@@ -107,6 +130,8 @@ def _fused_mlp_hidden_kernel(
     hidden_ptr,
     pre_ptr,
     gate_ptr,
+    w2_ptr,
+    copy_ptr,
     rows,
     cols,
     pitch,
@@ -118,18 +143,30 @@ def _fused_mlp_hidden_kernel(
     stride_gn,
     stride_gk,
     stride_bias,
+    copy_rows,
+    stride_2n,
+    stride_2k,
+    workers,
     ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     RASTER: tl.constexpr,
     EVEN_K: tl.constexpr,
+    COPY_N: tl.constexpr,
+    COPY_K: tl.constexpr,
 ):
     """hidden = act(pre) or act(gate) · pre, with pre = x · wᵀ + bias and gate = x · w_gateᵀ; [rows, pitch], zero from
     column `cols` on. Writes those of hidden, pre and gate that are not None; without w_gate there is no gate.
-    Persistent: a CTA takes every num_programs-th tile."""
-    tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(pitch, BLOCK_N)
-    for place in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+    Persistent: of the first `workers` CTAs each takes every workers-th tile. The others, where copy_ptr is not None,
+    copy w2 [copy_rows, cols] to rows of `pitch` elements, a block each."""
+    tiles_m, tiles_n, program = tl.cdiv(rows, BLOCK_M), tl.cdiv(pitch, BLOCK_N), tl.program_id(0)
+    if copy_ptr is not None:  # noqa: SIM102 (known when compiling, unlike the other)
+        if program >= workers:
+            _copy_block(
+                w2_ptr, copy_ptr, program - workers, copy_rows, cols, pitch, stride_2n, stride_2k, COPY_N, COPY_K
+            )
+    for place in tl.range(tl.where(program < workers, program, tiles_m * tiles_n), tiles_m * tiles_n, workers):
         tile_m, tile_n = _raster(place, tiles_m, tiles_n, RASTER)
         row, col = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         row_mask, col_mask = (row < rows)[:, None], (col < cols)[None, :]

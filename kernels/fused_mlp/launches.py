@@ -17,20 +17,28 @@ from .sums import _fused_mlp_bias_kernel, _fused_mlp_pitch_kernel, _fused_mlp_su
 Optional = torch.Tensor | None
 
 
-def hidden_launch(x: torch.Tensor, w1: torch.Tensor, b1: Optional, w_gate: Optional, activation: str) -> Launch:
-    """Writes hidden, pre and gate [rows, pitch], given (x, w1, w_gate, b1, hidden, pre, gate)."""
+def hidden_launch(
+    x: torch.Tensor, w1: torch.Tensor, b1: Optional, w_gate: Optional, activation: str, copied: Optional = None
+) -> Launch:
+    """Writes hidden, pre and gate [rows, pitch], given (x, w1, w_gate, b1, hidden, pre, gate, w2, copy). With `copied`,
+    a weight like w2, that is copied to rows with a pitch beside it; else both are None."""
     (rows, depth), cols, gated = x.shape, w1.shape[0], w_gate is not None
     pitch, (capability, sms) = configs.pick_pitch(cols), device_of(x)
     aligned = whole_vectors(x) and whole_vectors(w1) and (w_gate is None or whole_vectors(w_gate))
     config = configs.pick_hidden_config(rows, pitch, depth, gated, aligned, x.dtype, capability, sms)
     strides = *x.stride(), *w1.stride(), *_strides(w_gate, 2), *_strides(b1, 1)
+    (workers,), copy = _persistent(config, rows, pitch, sms), configs.pick_copy_config(pitch)
+    copy_rows = 0 if copied is None else copied.shape[0]
+    copies = triton.cdiv(copy_rows, copy.block_n) * triton.cdiv(pitch, copy.block_k)
     return Launch(
         _fused_mlp_hidden_kernel,
-        _persistent(config, rows, pitch, sms),
+        (workers + copies,),
         x.device,
-        (rows, cols, pitch, depth, *strides),
+        (rows, cols, pitch, depth, *strides, copy_rows, *_strides(copied, 2), workers),
         ACTIVATION=activation,
         **_tile(config, depth),
+        COPY_N=copy.block_n,
+        COPY_K=copy.block_k,
     )
 
 
@@ -219,19 +227,26 @@ def sum_launch(shape: tuple[int, int], parts: int, bias: Optional, device: torch
 def pitch_launch(weight: torch.Tensor) -> Launch:
     """Copies a weight to rows of whole vectors, given (weight, copy)."""
     (rows, cols), pitch = weight.shape, configs.pick_pitch(weight.shape[1])
-    config = configs.pick_sum_config(pitch)
-    grid = rows, triton.cdiv(pitch, config.block)
-    fixed = cols, pitch, *weight.stride()
-    return Launch(_fused_mlp_pitch_kernel, grid, weight.device, fixed, BLOCK=config.block, num_warps=config.num_warps)
+    return _copy_launch(weight, rows, cols, pitch, weight.stride())
 
 
 def lengthen_launch(weight: torch.Tensor, rows: int) -> Launch:
     """Copies a contiguous weight to one of `rows` rows, the last of which are zero, given (weight, copy): as a single
     row with a pitch. One launch, where torch.nn.functional.pad is two."""
-    elements, pitch = weight.numel(), rows * weight.shape[1]
+    return _copy_launch(weight, 1, weight.numel(), rows * weight.shape[1], (0, 1))
+
+
+def _copy_launch(weight: torch.Tensor, rows: int, cols: int, pitch: int, strides: tuple[int, ...]) -> Launch:
     config = configs.pick_sum_config(pitch)
-    grid, fixed = (1, triton.cdiv(pitch, config.block)), (elements, pitch, 0, 1)
-    return Launch(_fused_mlp_pitch_kernel, grid, weight.device, fixed, BLOCK=config.block, num_warps=config.num_warps)
+    return Launch(
+        _fused_mlp_pitch_kernel,
+        (rows * triton.cdiv(pitch, config.block),),
+        weight.device,
+        (rows, cols, pitch, *strides),
+        BLOCK_N=1,
+        BLOCK_K=config.block,
+        num_warps=config.num_warps,
+    )
 
 
 def whole_vectors(t: torch.Tensor) -> bool:

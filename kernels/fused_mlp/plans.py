@@ -62,15 +62,14 @@ def fwd_plan(
     missing = products.missing(x) if backend in ("auto", "cuda", "narrow") else None
     if missing and backend != "auto":
         raise RuntimeError(f'fused_mlp: backend="{backend}" cannot run here: {missing}')
-    copied, w2_read = _pitched(w2)
     shape, pitch, gated = (*x.shape[:-1], dim_out), configs.pick_pitch(hidden), w_gate is not None
     empty = not rows or (not dim_out and not keep)
     launch = None
     if not empty and backend == "fused" and dim_out:
-        launch = _single(flat, w1, w2_read, b1, b2, w_gate, activation)
+        launch = _single(flat, w1, w2, b1, b2, w_gate, activation)
     elif not empty:
         use = configs.pick_versions(backend, rows, dim, hidden, x.dtype, hopper=missing is None)
-        launch = _two_products(flat, w1, w2_read, b1, b2, w_gate, activation, use, keep)
+        launch = _two_products(flat, w1, w2, b1, b2, w_gate, activation, use, keep)
 
     def plan(
         x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, b1: Optional, b2: Optional, w_gate: Optional
@@ -79,7 +78,7 @@ def fwd_plan(
         pre = x.new_empty((rows, pitch)) if keep else None
         gate = x.new_empty((rows, pitch)) if keep and gated else None
         if launch is not None:
-            launch(_flat(x)[1] if x_copied else x, w1, copied(w2) if copied else w2, b1, b2, w_gate, y, pre, gate)
+            launch(_flat(x)[1] if x_copied else x, w1, w2, b1, b2, w_gate, y, pre, gate)
         return y, pre, gate
 
     return plan
@@ -87,10 +86,11 @@ def fwd_plan(
 
 def _single(x, w1, w2, b1, b2, w_gate, activation: str) -> Callable[..., None]:
     """One kernel, whose hidden is never in memory."""
-    write = single_launch(x, w1, w2, b1, b2, w_gate, activation)
+    copied, w2_read = _pitched(w2)
+    write = single_launch(x, w1, w2_read, b1, b2, w_gate, activation)
 
     def run(x, w1, w2, b1, b2, w_gate, y, pre, gate) -> None:
-        write(x, w1, w2, w_gate, b1, b2, y, pre, gate)
+        write(x, w1, copied(w2) if copied else w2, w_gate, b1, b2, y, pre, gate)
 
     return run
 
@@ -98,18 +98,20 @@ def _single(x, w1, w2, b1, b2, w_gate, activation: str) -> Callable[..., None]:
 def _two_products(x, w1, w2, b1, b2, w_gate, activation: str, use: configs.Versions, keep: bool) -> Callable[..., None]:
     """Two kernels, with the hidden in memory between them."""
     shape = x.shape[0], configs.pick_pitch(w1.shape[0])
-    hidden_like = x.new_empty(shape)
+    hidden_like, copied = x.new_empty(shape), _copied_shape(w2)
     to_hidden = None
     if hidden_like.numel():
-        to_hidden = hidden_launch(x, w1, b1, w_gate, activation, use, (True, keep))
-    to_y = rows_launch(hidden_like, w2, None, b2, use) if w2.shape[0] else None
+        beside = None if copied is None else w2
+        to_hidden = hidden_launch(x, w1, b1, w_gate, activation, use, (True, keep), beside)
+    w2_read = w2 if copied is None else w2.new_empty(copied)
+    to_y = rows_launch(hidden_like, w2_read, None, b2, use) if w2.shape[0] else None
 
     def run(x, w1, w2, b1, b2, w_gate, y, pre, gate) -> None:
-        hidden = x.new_empty(shape)
+        hidden, copy = x.new_empty(shape), None if copied is None else w2.new_empty(copied)
         if to_hidden is not None:
-            to_hidden(x, w1, w_gate, b1, hidden, pre, gate)
+            to_hidden(x, w1, w_gate, b1, hidden, pre, gate, None if copy is None else w2, copy)
         if to_y is not None:
-            to_y(hidden, w2, None, None, b2, y)
+            to_y(hidden, w2 if copy is None else copy, None, None, b2, y)
 
     return run
 
@@ -218,12 +220,12 @@ def _within_plan(
         dpre, dgate, hidden = empty(need_dpre), empty(need_dgate), empty(needs.w2)
         if not derivative:
             if again is not None:
-                again(x, w1, w_gate, b1, hidden, None, None)
+                again(x, w1, w_gate, b1, hidden, None, None, None, None)
             return None, None, hidden
         if recompute:
             pre, gate = empty(True), empty(gated)
             if again is not None:
-                again(x, w1, w_gate, b1, None, pre, gate)
+                again(x, w1, w_gate, b1, None, pre, gate, None, None)
         if to_gradients is not None:
             to_gradients(dy, copied(w2) if copied else w2, pre, gate, dpre, dgate, hidden)
         return dpre, dgate, hidden
@@ -241,10 +243,10 @@ def _written(like: torch.Tensor, shape: tuple[int, ...], launch: Callable[..., N
 
 def _pitched(w2: torch.Tensor) -> tuple[Callable[[torch.Tensor], torch.Tensor] | None, torch.Tensor]:
     """A function that copies w2 to rows of whole vectors, None where it is read as it is; and what is read."""
-    rows, cols = w2.shape
-    if not configs.pick_copy(rows, cols, whole_vectors(w2), w2.dtype):
+    shape = _copied_shape(w2)
+    if shape is None:
         return None, w2
-    shape, launch = (rows, configs.pick_pitch(cols)), pitch_launch(w2)
+    launch = pitch_launch(w2)
 
     def copied(w2: torch.Tensor) -> torch.Tensor:
         copy = w2.new_empty(shape)
@@ -252,6 +254,12 @@ def _pitched(w2: torch.Tensor) -> tuple[Callable[[torch.Tensor], torch.Tensor] |
         return copy
 
     return copied, w2.new_empty(shape)
+
+
+def _copied_shape(w2: torch.Tensor) -> tuple[int, int] | None:
+    """Of the copy of w2 that is read in its place, with rows of whole vectors; None where w2 itself is."""
+    rows, cols = w2.shape
+    return (rows, configs.pick_pitch(cols)) if configs.pick_copy(rows, cols, whole_vectors(w2), w2.dtype) else None
 
 
 def _flat(tensor: torch.Tensor, dense: bool = False) -> tuple[bool, torch.Tensor]:

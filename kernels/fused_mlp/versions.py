@@ -23,16 +23,33 @@ def hidden_launch(
     activation: str,
     use: Versions,
     written: tuple[bool, bool],
+    copied: Optional = None,
 ) -> Callable[..., None]:
+    """Of (x, w1, w_gate, b1, hidden, pre, gate, w2, copy); with `copied`, a weight like w2, the copy of w2 to rows with
+    a pitch is written too, in the same launch where there is one for that."""
     if use.narrow and narrow.takes(x, w1, w_gate):
-        return narrow.hidden_launch(x, w1, b1, w_gate, activation, written)
+        return narrow.hidden_launch(x, w1, b1, w_gate, activation, written, copied)
     if use.passes:
-        return library.hidden_launch(x, w1, b1, w_gate, activation)
+        return _after_copy(library.hidden_launch(x, w1, b1, w_gate, activation), copied)
     # The two weights of a gated product share a tile, of rows.
     in_rows = w_gate is None or w_gate.stride(1) == w1.stride(1) == 1
     if use.cuda and in_rows and products.takes(x, w1, w_gate):
-        return products.hidden_launch(x, w1, b1, w_gate, activation)
-    return launches.hidden_launch(x, w1, b1, w_gate, activation)
+        return _after_copy(products.hidden_launch(x, w1, b1, w_gate, activation), copied)
+    return launches.hidden_launch(x, w1, b1, w_gate, activation, copied)
+
+
+def _after_copy(launch: Callable[..., None], copied: Optional) -> Callable[..., None]:
+    """`launch` with two further arguments, a weight and where it is copied to before."""
+    if copied is None:
+        return lambda *arguments: launch(*arguments[:-2])
+    copy = launches.pitch_launch(copied)
+
+    def run(*arguments: Optional) -> None:
+        *others, w2, to = arguments
+        copy(w2, to)
+        launch(*others)
+
+    return run
 
 
 def rows_launch(

@@ -30,6 +30,7 @@ CASES = (
     # Decoding, a small batch, and prompts: where w, both, and the tensor cores are what takes the time.
     *(_case(rows, 8192, 8192, BF16, format, bench=True) for rows in (1, 16, 64, 1024) for format in BLOCK),
     _case(1, 28672, 8192, BF16, "mxfp4", bench=True),
+    _case(4096, 8192, 8192, BF16, "mxfp4", bench=True),
     # What goes wrong: nothing, one element, primes, one off a tile and a chunk, parts of K, every format.
     _case(3, 17, 150, FP32, "mxfp4"),
     _case(0, 32, 128, FP32, "mxfp4"),
@@ -46,6 +47,9 @@ CASES = (
     _case(33, 272, 1031, FP16, "nvfp4"),
     _case(70, 528, 384, BF16, "nvfp4"),
     _case(300, 257, 1024, BF16, "nvfp4"),
+    # Many rows on Hopper, with tiles that are not whole.
+    dataclasses.replace(_case(600, 3632, 264, BF16, "mxfp4"), min_capability=(9, 0)),
+    dataclasses.replace(_case(600, 3632, 264, FP16, "nvfp4"), min_capability=(9, 0)),
 )
 
 
@@ -218,7 +222,7 @@ def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
 CUDA_CASES = tuple(
     dataclasses.replace(case, min_capability=(9, 0))
     for case in CASES
-    if case.bench and case.dims["rows"] <= configs.FEW_ROWS
+    if case.bench and not configs.pick_many(case.dims["rows"], case.dims["columns"])
 )
 
 SPEC = KernelSpec(

@@ -35,20 +35,48 @@ class CudaConfig:
     stages: int
 
 
+@dataclass(frozen=True)
+class ManyConfig:
+    """Of many_rows.cu: `rows` of x by 64 `groups` rows of w to a CTA, `cluster` CTAs (1 or 2) with the same rows of x,
+    and chunks of K in its ring."""
+
+    rows: int = 256
+    groups: int = 2
+    cluster: int = 2
+    stages: int = 3
+
+    def tiles(self, rows: int, columns: int) -> int:
+        """Tiles of y [rows, columns], a cluster each."""
+        return -(-rows // self.rows) * -(-columns // (64 * self.groups * self.cluster))
+
+
 DENSE_BLOCK_N, DENSE_WARPS = 32, 4  # of the kernel that unpacks the weights into memory
-FEW_ROWS = 1024  # up to which CUDA C++ is taken where it can run
+CUDA_ROWS = 4096  # up to which CUDA C++ is taken where it can run
+FEW_CYCLES, MANY_CYCLES = (
+    1500,
+    2300,
+)  # of a chunk of K in few_rows.cu, four warpgroups and 64 rows of x; in many_rows.cu
 
 
 def pick_backend(backend: str, rows: int, possible: bool) -> str:
     """The version that runs; `possible`: CUDA C++ can. Pure.
 
-    CUDA C++ unpacks a weight in 3 instructions instead of 17, and again for every 64 rows of x. On one H200 with
-    N = K = 8192, one row takes 18 us in CUDA C++ and 43 us in Triton; 1024 rows take 234 us in CUDA C++ and 250 us if
-    the weights are unpacked into memory for cuBLAS.
+    CUDA C++ unpacks a weight in 3 instructions instead of 17, and again for every 64 or 256 rows of x. On one H200 with
+    N = K = 8192, one row takes 18 us in CUDA C++ and 43 us in Triton; 1024 rows take 234 us in CUDA C++, 64 at a time,
+    and 250 us if the weights are unpacked into memory for cuBLAS. The limit is reckoned: with more rows unpacking is a
+    smaller part of that.
     """
     if backend == "auto":
-        return "cuda" if possible and rows <= FEW_ROWS else "triton"
+        return "cuda" if possible and rows <= CUDA_ROWS else "triton"
     return backend
+
+
+def pick_many(rows: int, columns: int, sms: int = 132) -> bool:
+    """Whether many_rows.cu is taken, not few_rows.cu. Pure. By the rounds of tiles, times the cycles of a chunk: those
+    of few_rows.cu are measured, with one part of K (EXPERIMENTS.md), those of many_rows.cu reckoned."""
+    many, few = ManyConfig(), -(-rows // 64) * -(-columns // 256)
+    rounds = -(-many.tiles(rows, columns) // (sms // many.cluster))
+    return rows > 128 and rounds * MANY_CYCLES < -(-few // sms) * FEW_CYCLES
 
 
 def pick_dense(rows: int, dtype: torch.dtype, on_gpu: bool) -> bool:

@@ -12,7 +12,7 @@ from . import configs
 from .formats import BLOCK, CHUNK, chunks
 from .kernel import _mxfp_matmul_dense_kernel, _mxfp_matmul_kernel, _mxfp_matmul_sum_kernel
 from .launch import Launch
-from .sm90 import few_rows
+from .sm90 import few_rows, many_rows
 
 BACKENDS = ("auto", "triton", "cuda")
 SUM_BLOCK = 1024
@@ -58,9 +58,12 @@ def _cuda_plan(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, shape: tu
     x2 = few_rows.dense(x2) if x_dense else x2
     w_copied, scales_copied = _unaligned(w), _unaligned(scales)
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    chunk_bytes = CHUNK // 2 + CHUNK // BLOCK[format]
-    config = configs.pick_cuda_config(x2.shape[0], columns, chunks(x2.shape[1]), chunk_bytes, sms)
-    start = few_rows.launch(x2, columns, format, config)
+    if configs.pick_many(x2.shape[0], columns, sms):
+        start = many_rows.launch(x2, columns, format, configs.ManyConfig(), sms)
+    else:
+        chunk_bytes = CHUNK // 2 + CHUNK // BLOCK[format]
+        config = configs.pick_cuda_config(x2.shape[0], columns, chunks(x2.shape[1]), chunk_bytes, sms)
+        start = few_rows.launch(x2, columns, format, config)
 
     def run(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, tensor_scale: torch.Tensor | None) -> torch.Tensor:
         y = torch.empty_strided(shape, strides, dtype=dtype, device=device)

@@ -13,12 +13,14 @@ from harness.compiling import nvrtc, sass
 
 from . import configs, mxfp_matmul, mxfp_pack, plans
 from .formats import BLOCK, CHUNK
+from .launch import forget
 from .reference import dequantized, mxfp_matmul_reference
-from .sm90 import cuda_driver, few_rows
+from .sm90 import cuda_driver, few_rows, many_rows
 from .test_mxfp_matmul import one, weights
 
 HOPPER = (9, 0)
 SOURCE = Path(few_rows.__file__).with_name("few_rows.cu")
+MANY = configs.ManyConfig()
 ON_HOPPER = pytest.mark.gpu(min_capability=HOPPER)
 EVERY = pytest.mark.parametrize("format", BLOCK)
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -72,7 +74,7 @@ def test_where_it_can_run_it_is_taken(backend: str, monkeypatch: pytest.MonkeyPa
 def test_what_auto_takes() -> None:
     assert configs.pick_backend("auto", 1, possible=True) == "cuda"
     assert configs.pick_backend("auto", 1, possible=False) == "triton"
-    assert configs.pick_backend("auto", configs.FEW_ROWS + 1, possible=True) == "triton"
+    assert configs.pick_backend("auto", configs.CUDA_ROWS + 1, possible=True) == "triton"
     assert configs.pick_backend("triton", 1, possible=True) == "triton"
 
 
@@ -88,6 +90,40 @@ def test_every_size_has_a_configuration(format: str) -> None:
     assert picked(1, 8192, 64, format) == configs.CudaConfig(8, 2, 2, 8)
     assert picked(64, 8192, 64, format) == configs.CudaConfig(64, 2, 2, 4)
     assert picked(1024, 8192, 64, format) == configs.CudaConfig(64, 4, 1, 6)
+
+
+def test_which_products_are_of_many_rows() -> None:
+    """Those with as many tiles of 256 rows of x as keep the GPU busy."""
+    many = [rows for rows in (64, 128, 256, 320, 512, 1024, 4096) if configs.pick_many(rows, 8192)]
+    assert many == [320, 512, 1024, 4096]
+    assert not configs.pick_many(1024, 2048) and configs.pick_many(2048, 2048)
+    assert MANY.tiles(1024, 8192) == 128 and MANY.tiles(257, 272) == 4
+    for format in BLOCK:
+        assert many_rows.shared_bytes(MANY, format) <= 227 << 10
+
+
+@pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
+@pytest.mark.parametrize(
+    ("format", "fp16"),
+    [("mxfp4", 0), *(pytest.param(*both, marks=pytest.mark.slow) for both in (("mxfp4", 1), ("nvfp4", 0)))],
+)
+def test_many_rows_compile_and_do_not_spill(format: str, fp16: int) -> None:
+    defines = (
+        f"NVFP4={int(format == 'nvfp4')}",
+        f"FP16={fp16}",
+        f"COLS={MANY.rows}",
+        f"GROUPS={MANY.groups}",
+        f"STAGES={MANY.stages}",
+        f"CLUSTER={MANY.cluster}",
+    )
+    source = SOURCE.with_name("many_rows.cu")
+    usage = sass.inspect(nvrtc.compiled(source, "sm_90a", defines), "mxfp_matmul_many_rows")
+    assert usage.spills == 0 and usage.stack == 0
+    assert usage.early_arrivals <= 1  # while words of the next slot are read, not of that which is given back
+    assert usage.mma == {"HGMMA": 8} and usage.wgmma_waits == 3
+    assert usage.registers * many_rows.THREADS <= 65536
+    text = source.read_text(encoding="utf-8")
+    assert "ALL_THREADS = 128 * (GROUPS + 1);" in text and 128 * (MANY.groups + 1) == many_rows.THREADS
 
 
 @pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
@@ -121,7 +157,7 @@ def test_it_compiles_and_does_not_spill(rows: int, format: str, fp16: int) -> No
 
 
 def test_host_and_device_agree() -> None:
-    text = SOURCE.read_text(encoding="utf-8")
+    text = SOURCE.with_name("chunks.cuh").read_text(encoding="utf-8")
     assert "ROWS = 64 * GROUPS, THREADS = 128 * GROUPS + 32;" in text
     assert few_rows.threads(configs.CudaConfig(8, 2, 1, 3)) == 128 * 2 + 32
     assert re.search(r"CHUNK = (\d+)", text)[1] == str(CHUNK)
@@ -170,6 +206,28 @@ def test_every_configuration(compiler, monkeypatch, tile_m, splits, groups, stag
         agrees(x, w, scales, format)
         ys = [mxfp_matmul(x, w, scales, format, **one(format), backend="cuda") for _ in range(4)]
         assert all(torch.equal(ys[0], y) for y in ys)
+
+
+@ON_HOPPER
+@EVERY
+@DTYPES
+@pytest.mark.parametrize(
+    ("rows", "columns", "depth"), [(1, 16, 32), (255, 272, 1024), (513, 1040, 1031), (2600, 4112, 640)]
+)
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_many_rows_are_right(compiler, monkeypatch, rows, columns, depth, format, dtype, cluster) -> None:
+    """Also where most of a tile is beyond y; several tiles a CTA; repeats agree bit for bit."""
+    config = configs.ManyConfig(cluster=cluster)
+    monkeypatch.setattr(configs, "pick_many", lambda *_: True)
+    monkeypatch.setattr(configs, "ManyConfig", lambda: config)
+    forget()
+    x = torch.randn(rows, depth, device="cuda", dtype=dtype)
+    for first_above in (columns, columns // 3):
+        w, scales = packed(columns, -(-depth // 32) * 32, format, first_above)
+        agrees(x, w, scales, format)
+        ys = [mxfp_matmul(x, w, scales, format, **one(format), backend="cuda") for _ in range(4)]
+        assert all(torch.equal(ys[0], y) for y in ys)
+    forget()
 
 
 @ON_HOPPER

@@ -33,6 +33,8 @@
 // requests the next rows of a for L2; warp 1 fills that of a with 64 rows of the first consumer, then of the second;
 // warps 2 and 3 load and store the tiles of one consumer each.
 //
+// The consumers of a forward begin with a copy of w2 to rows with a pitch, where the product that follows needs one.
+//
 // What lies beyond a tensor is read as zeros and not written, by TMA: rows need no masks. Columns from `cols` to the
 // pitch are written as zeros, because the next product sums over them.
 //
@@ -227,6 +229,32 @@ DEVICE void work(const Problem& p, const u32 (&a)[16 * STEPS], char* shared, u32
     if (threadIdx.x % 32 == 0) bar_arrive(smem + STAGED + 8 * group);
 }
 
+// This CTA's share of the copy of a weight to rows with a pitch, which the next product reads. The consumers make it
+// while the first rows and weights are loaded. A warp has some pairs of columns of a row, whose loads are in flight
+// together: 512 rows of 1376 columns are one turn of 1024 of 1056 warps.
+DEVICE void copy_weight(const Problem& p) {
+    constexpr int EACH = 12, WARPS = 4 * CONSUMERS;  // pairs of a lane
+    const int pairs = p.pitch / 2, of_row = (pairs - 1) / (32 * EACH) + 1, warp = threadIdx.x / 32 - 4;
+    const u64 units = (u64)p.copied_rows * of_row;
+#pragma unroll 1
+    for (u64 unit = blockIdx.x * WARPS + warp; unit < units; unit += gridDim.x * WARPS) {
+        const u64 row = unit / of_row;
+        const int first = (int)(unit % of_row) * 32 * EACH + threadIdx.x % 32;
+        const u16* const from = p.copied + row * p.copied_strides[0];
+        u32 values[EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const int column = 2 * (first + 32 * i);
+            const u32 low = column < p.cols ? from[column * p.copied_strides[1]] : 0;
+            const u32 high = column + 1 < p.cols ? from[(column + 1) * p.copied_strides[1]] : 0;
+            values[i] = low | high << 16;
+        }
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            if (first + 32 * i < pairs) ((u32*)(p.copy + row * p.pitch))[first + 32 * i] = values[i];
+    }
+}
+
 DEVICE void consume(const Problem& p, char* shared, u32 smem, int group) {
     const Range range = range_of(p);
     Ring ring;
@@ -282,6 +310,7 @@ fused_mlp_narrow(const __grid_constant__ TensorMap a_map, const __grid_constant_
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(232));
         if (group == 2) named_arrive(1);  // the first turn is the first's
+        if (EPILOGUE == ACT || EPILOGUE == GATE) copy_weight(p);
         consume(p, shared, smem, group - 1);
         if (group == 1) named_wait(1);  // for the last turn that the other has given
     }

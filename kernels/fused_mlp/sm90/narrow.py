@@ -19,8 +19,8 @@ LOADED = {ACT: 0, GATE: 0, DACT: 1, DGATE: 2}  # tensors that come into the tile
 MAX_TERMS = configs.MAX_NARROW
 
 # Tensor maps of a, b and b_more, of pre and gate, and of three tensors of the result; narrow.cu's Problem: the bias and
-# its stride; rows, cols, pitch.
-_LAYOUT = "MMMMMMMM(Pqiii)"
+# its stride; a weight that is copied, the copy, and the weight's strides; rows, cols, pitch; rows of the weight.
+_LAYOUT = "MMMMMMMM(PqPPqqiiii)"
 
 Optional = torch.Tensor | None
 
@@ -33,13 +33,20 @@ def takes(a: torch.Tensor, b: torch.Tensor, b_more: Optional = None) -> bool:
 
 
 def hidden_launch(
-    x: torch.Tensor, w1: torch.Tensor, b1: Optional, w_gate: Optional, activation: str, written: tuple[bool, bool]
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    b1: Optional,
+    w_gate: Optional,
+    activation: str,
+    written: tuple[bool, bool],
+    copied: Optional = None,
 ) -> Callable[..., None]:
-    """Writes hidden, pre and gate [rows, pitch], given (x, w1, w_gate, b1, hidden, pre, gate). `written` says whether
-    the hidden is, and whether pre and gate are; what is not may be None."""
+    """Writes hidden, pre and gate [rows, pitch], given (x, w1, w_gate, b1, hidden, pre, gate, w2, copy). `written` says
+    whether the hidden is, and whether pre and gate are; what is not may be None. With `copied`, a weight like w2, that
+    is copied to rows with a pitch as well; else both are None."""
     hidden, kept = written
     wanted = (hidden, kept, kept and w_gate is not None)
-    product = _Product(x, w1, ACT if w_gate is None else GATE, activation, w1.shape[0], wanted, w_gate, b1)
+    product = _Product(x, w1, ACT if w_gate is None else GATE, activation, w1.shape[0], wanted, w_gate, b1, copied)
 
     def run(
         x: torch.Tensor,
@@ -49,8 +56,10 @@ def hidden_launch(
         hidden: Optional,
         pre: Optional,
         gate: Optional,
+        w2: Optional,
+        copy: Optional,
     ) -> None:
-        product(x, w1, w_gate, b1, None, None, hidden, pre, gate)
+        product(x, w1, w_gate, b1, None, None, w2, copy, hidden, pre, gate)
 
     return run
 
@@ -73,7 +82,8 @@ def dhidden_launch(
         dgate: Optional,
         hidden: Optional,
     ) -> None:
-        product(dy, w2, None, None, pre, gate, *((dpre, dgate, hidden) if gated else (dpre, hidden, None)))
+        written = (dpre, dgate, hidden) if gated else (dpre, hidden, None)
+        product(dy, w2, None, None, pre, gate, None, None, *written)
 
     return run
 
@@ -92,6 +102,7 @@ class _Product:
         written: tuple[bool, bool, bool],
         b_more: Optional = None,
         bias: Optional = None,
+        copied: Optional = None,
     ) -> None:
         rows, pitch, steps = a.shape[0], configs.pick_pitch(cols), -(-a.shape[1] // BLOCK_K)
         transposed, (_, sms) = b.stride(1) != 1, device_of(a)
@@ -103,7 +114,9 @@ class _Product:
         self._a_map, self._result_map = products.matrix_map(a, ROWS), products.matrix_map(like_result, ROWS)
         self._b_maps = tuple(products.matrix_map(t, box, transposed) for t in (b, b if b_more is None else b_more))
         self._written = written
-        self._sizes = 0 if bias is None else bias.stride(0), rows, cols, pitch
+        self._bias_stride = 0 if bias is None else bias.stride(0)
+        self._copy_strides = (0, 0) if copied is None else copied.stride()
+        self._sizes = rows, cols, pitch, 0 if copied is None else copied.shape[0]
         defines = (
             f"EPILOGUE={epilogue}",
             f"ACTIVATION={ACTIVATIONS.index(activation)}",
@@ -133,9 +146,11 @@ class _Product:
         bias: Optional,
         pre: Optional,
         gate: Optional,
+        copied: Optional,
+        copy: Optional,
         *written: Optional,
     ) -> None:
-        """`pre` and `gate` are read; `written` are the epilogue's tensors."""
+        """`pre` and `gate` are read; `written` are the epilogue's tensors, and `copy` is written beside them."""
         from_a = self._a_map(a.data_ptr())  # also for what is not there, whose map the kernel does not use
         b_map, b_more_map = self._b_maps
         from_b = b_map(b.data_ptr()), from_a if b_more is None else b_more_map(b_more.data_ptr())
@@ -144,7 +159,8 @@ class _Product:
             self._result_map(t.data_ptr()) if t is not None and wanted else from_a
             for t, wanted in zip(written, self._written, strict=True)
         )
-        self._launch(from_a, *from_b, *read, *to, address(bias), *self._sizes)
+        weights = address(bias), self._bias_stride, address(copied), address(copy), *self._copy_strides
+        self._launch(from_a, *from_b, *read, *to, *weights, *self._sizes)
 
 
 def tail_of(pitch: int, columns: int) -> int:

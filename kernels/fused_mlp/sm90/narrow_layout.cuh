@@ -38,7 +38,11 @@ static_assert(STAGES >= STEPS && (A_STAGES & A_STAGES - 1) == 0 && THREADS == 38
 struct Problem {
     const u16* bias;
     u64 bias_stride;
+    const u16* copied;  // [copied_rows, cols], of which `copy` has rows of `pitch` elements
+    u16* copy;
+    u64 copied_strides[2];
     int rows, cols, pitch;  // of the result, whose tensors have rows of `pitch` elements
+    int copied_rows;
 };
 
 struct Maps {

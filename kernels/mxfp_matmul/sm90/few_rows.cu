@@ -23,26 +23,11 @@
 //
 // Defined by the launcher: NVFP4 (or MXFP4), FP16 (or bf16), COLS, GROUPS, STAGES, CLUSTER.
 
+#include "chunks.cuh"
 #include "cluster.cuh"
-#include "mbarrier.cuh"
 #include "tma.cuh"
-#include "unpack.cuh"
-#include "wgmma_few.cuh"
 
-constexpr int ROWS = 64 * GROUPS, THREADS = 128 * GROUPS + 32;
-constexpr int CHUNK = 128, PANEL = COLS * 128;  // of K; bytes of 64 columns of x
-constexpr int SCALE_BYTES = NVFP4 ? 8 : 4;      // of a row of a chunk
-constexpr int X_BYTES = 2 * PANEL, W_BYTES = ROWS * CHUNK / 2, S_BYTES = ROWS * SCALE_BYTES;  // of a chunk
-constexpr int W_RING = STAGES * X_BYTES, S_RING = W_RING + STAGES * W_BYTES;
-constexpr int FULL = S_RING + STAGES * S_BYTES, EMPTY = FULL + 8 * STAGES;  // where barriers lie
 constexpr int PITCH = ROWS + 4;  // of sums in shared memory: a warp's stores fall into different banks
-
-struct Problem {
-    void* y;
-    const char *w, *scales;
-    const float* tensor_scale;  // of NVFP4
-    int rows, columns, chunks;  // of y; of K
-};
 
 struct Tile {
     int row, column;  // of y
@@ -59,79 +44,17 @@ DEVICE Tile find_tile(const Problem& p) {
     return tile;
 }
 
-struct Ring {
-    int slot = 0;
-    u32 phase = 0;
-    DEVICE void next() {
-        if (++slot == STAGES) slot = 0, phase ^= 1;
-    }
-};
-
-// `bytes` are a multiple of 16, and both addresses are.
-DEVICE void bulk_load(u32 to, const char* from, int bytes, u32 bar) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
-}
-
 DEVICE void produce(const Problem& p, const TensorMap* x, const Tile& tile, u32 smem) {
-    const int w_bytes = tile.width * (CHUNK / 2), s_bytes = tile.width * SCALE_BYTES;
     Ring ring;
 #pragma unroll 1
     for (int chunk = tile.first; chunk < tile.last; chunk++, ring.next()) {
         const u32 bar = smem + FULL + 8 * ring.slot, to = smem + ring.slot * X_BYTES;
-        const u64 row = (u64)chunk * p.columns + tile.column;
         bar_wait(smem + EMPTY + 8 * ring.slot, ring.phase ^ 1);
-        bar_expect(bar, X_BYTES + w_bytes + s_bytes);
-        bulk_load(smem + W_RING + ring.slot * W_BYTES, p.w + row * (CHUNK / 2), w_bytes, bar);
-        bulk_load(smem + S_RING + ring.slot * S_BYTES, p.scales + row * SCALE_BYTES, s_bytes, bar);
+        bar_expect(bar, X_BYTES + tile.width * (CHUNK / 2 + SCALE_BYTES));
+        load_weights(p, chunk, tile.column, tile.width, smem, ring.slot, bar);
         tma_load(to, x, chunk * CHUNK, tile.row, 0, 0, bar);
         tma_load(to + PANEL, x, chunk * CHUNK + 64, tile.row, 0, 0, bar);
     }
-}
-
-// The scales of a row of a chunk, from shared memory.
-DEVICE uint2 load_scales(const char* from) {
-    return NVFP4 ? *(const uint2*)from : make_uint2(*(const u32*)from, 0);
-}
-
-DEVICE void release(u32 smem, int slot) {
-    if (threadIdx.x % 32 == 0) bar_arrive(smem + EMPTY + 8 * slot);
-}
-
-// d = w x over the chunks of this part, of the 16 rows of w that the warp has in its warpgroup's 64.
-DEVICE void multiply(float (&d)[COLS / 2], const char* shared, u32 smem, int steps) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const char* const w = shared + W_RING + (warp * 64 + lane) * 16;
-    const char* const scales = shared + S_RING + (warp * 16 + lane / 4) * SCALE_BYTES;
-    u32 a[2][16] = {};
-    int before = 0;
-    Ring ring;
-#pragma unroll 1
-    for (int step = 0; step < steps; step++, ring.next()) {
-        bar_wait(smem + FULL + 8 * ring.slot, ring.phase);
-        const u64 x = describe(smem + ring.slot * X_BYTES);
-        const uint2 low = load_scales(scales + ring.slot * S_BYTES);
-        const uint2 high = load_scales(scales + ring.slot * S_BYTES + 8 * SCALE_BYTES);
-        const int4* const from = (const int4*)(w + ring.slot * W_BYTES);
-        const int4 words[2] = {from[0], from[32]};
-        const bool is_plain = plain(low.x, high.x);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            unpack(a[half], words[half], low, high, half, is_plain);
-            wgmma_fence();
-#pragma unroll
-            for (int j = 0; j < 4; j++) wgmma(d, a[half] + 4 * j, x + (half * PANEL + j * 32) / 16);
-            wgmma_commit();
-            wgmma_wait<1>();
-            pin(a[1 - half]);  // which the wgmmas before these have read by now
-            // Reads of this slot may be pending, not of the one before, whose words are in its wgmmas: no fence_reads.
-            if (half == 0 && step) release(smem, before);
-        }
-        before = ring.slot;
-    }
-    wgmma_wait<0>();
-    pin(a[1]);
-    pin(d);
 }
 
 // Of a thread are columns 8 j + 2 (lane % 4) and the next of d, and rows lane / 4 and lane / 4 + 8 of its warp's 16.
@@ -185,8 +108,12 @@ mxfp_matmul_few_rows(const __grid_constant__ TensorMap x_map, const __grid_const
     __syncthreads();
     const bool consumer = __shfl_sync(~0u, threadIdx.x / 128, 0) < GROUPS;
     float d[COLS / 2] = {};
-    if (consumer) multiply(d, shared, smem, tile.last - tile.first);
-    else if (threadIdx.x == 128 * GROUPS) produce(problem, &x_map, tile, smem);
+    if (consumer) {
+        Ring ring;
+        multiply(d, shared, smem, ring, tile.last - tile.first, [&](int slot) {
+            if (threadIdx.x % 32 == 0) bar_arrive(smem + EMPTY + 8 * slot);
+        });
+    } else if (threadIdx.x == 128 * GROUPS) produce(problem, &x_map, tile, smem);
     __syncwarp();
     __syncthreads();  // the rings have been read
     if (consumer) leave(d, (float*)shared);

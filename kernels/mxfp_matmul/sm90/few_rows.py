@@ -76,6 +76,10 @@ def threads(config: CudaConfig) -> int:
 
 def shared_bytes(config: CudaConfig, format: str) -> int:
     """Of a CTA: the rings of x, w and scales, and their barriers. Its sums take the place of the rings."""
-    width = 64 * config.groups
-    chunk = 2 * config.rows * CHUNK + width * (CHUNK // 2 + CHUNK // BLOCK[format])
-    return max(config.stages * (chunk + 16), 4 * config.rows * (width + 4))
+    ring = config.stages * (chunk_bytes(config.rows, config.groups, format) + 16)
+    return max(ring, 4 * config.rows * (64 * config.groups + 4))
+
+
+def chunk_bytes(rows: int, groups: int, format: str) -> int:
+    """Of a chunk of K: of `rows` of x, and of 64 `groups` rows of w and their scales."""
+    return 2 * rows * CHUNK + 64 * groups * (CHUNK // 2 + CHUNK // BLOCK[format])

@@ -1,0 +1,52 @@
+"""The product of many rows for Hopper in CUDA C++ (many_rows.cu): its launch. It takes what few_rows.py takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..configs import ManyConfig
+from ..formats import chunks
+from . import cuda_driver
+from .cuda_driver import address, tensor_map
+from .few_rows import chunk_bytes
+
+THREADS = 384  # two warpgroups of consumers, and the producer's
+
+_LAYOUT = "MM(PPPPiii)"
+
+
+def launch(x: torch.Tensor, columns: int, format: str, config: ManyConfig, sms: int) -> Callable[..., None]:
+    """Writes y [M, N], given (x, w, scales, tensor_scale, y), x as `few_rows.in_place` wants it."""
+    rows, depth = x.shape
+    defines = (
+        f"NVFP4={int(format == 'nvfp4')}",
+        f"FP16={int(x.dtype == torch.float16)}",
+        f"COLS={config.rows}",
+        f"GROUPS={config.groups}",
+        f"STAGES={config.stages}",
+        f"CLUSTER={config.cluster}",
+    )
+    device, shared = x.device, shared_bytes(config, format)
+    x_map = tensor_map(x[None, None], rows, config.rows // config.cluster)
+    like_y = torch.empty((1, 1, rows, columns), dtype=x.dtype, device="meta")
+    y_map = tensor_map(like_y, rows, config.rows)
+    with torch.cuda.device_of(x):
+        (kernel,) = cuda_driver.kernels(device.index, "many_rows.cu", ("mxfp_matmul_many_rows",), defines, shared)
+    grid = config.cluster * min(sms // config.cluster, config.tiles(rows, columns))
+    start = cuda_driver.Launch(device.index, kernel, grid, THREADS, shared, _LAYOUT)
+    sizes = rows, columns, chunks(depth)
+
+    def run(
+        x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, tensor_scale: torch.Tensor | None, y: torch.Tensor
+    ) -> None:
+        places = y.data_ptr(), w.data_ptr(), scales.data_ptr(), address(tensor_scale)
+        start(x_map(x.data_ptr()), y_map(y.data_ptr()), *places, *sizes)
+
+    return run
+
+
+def shared_bytes(config: ManyConfig, format: str) -> int:
+    """Of a CTA: the rings of x, w and scales, and their barriers. What it stores takes the place of a chunk of x."""
+    return config.stages * (chunk_bytes(config.rows, config.groups, format) + 16)
