@@ -62,7 +62,7 @@ def pick_backend(backend: str, rows: int, possible: bool) -> str:
     """The version that runs; `possible`: CUDA C++ can. Pure.
 
     CUDA C++ unpacks a weight in 3 instructions instead of 17, and again for every 64 or 256 rows of x. On one H200 with
-    N = K = 8192, one row takes 18 us in CUDA C++ and 43 us in Triton; 1024 rows take 234 us in CUDA C++, 64 at a time,
+    N = K = 8192, one row takes 18 us in CUDA C++ and 43 us in Triton; 1024 rows take 172 us in CUDA C++, 256 at a time,
     and 250 us if the weights are unpacked into memory for cuBLAS. The limit is reckoned: with more rows unpacking is a
     smaller part of that.
     """
