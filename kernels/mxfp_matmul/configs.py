@@ -52,10 +52,8 @@ class ManyConfig:
 
 DENSE_BLOCK_N, DENSE_WARPS = 32, 4  # of the kernel that unpacks the weights into memory
 CUDA_ROWS = 4096  # up to which CUDA C++ is taken where it can run
-FEW_CYCLES, MANY_CYCLES = (
-    1500,
-    2300,
-)  # of a chunk of K in few_rows.cu, four warpgroups and 64 rows of x; in many_rows.cu
+FEW_CYCLES = 1500  # of a chunk of K in few_rows.cu, for four warpgroups and 64 rows of x
+MANY_CYCLES = 2300  # the same in many_rows.cu
 
 
 def pick_backend(backend: str, rows: int, possible: bool) -> str:
