@@ -8,7 +8,6 @@ earlier results, and one that costs the process goes on in another (`harness/ren
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import gc
 import signal
 import sys
@@ -34,6 +33,7 @@ from ..reporting import console, suite_summary
 from ..reporting.progress import Progress, spent_on
 from ..rows import asked, described
 from ..spec import EAGER, FROM_REFERENCE, Case, Cost, Inputs, KernelSpec, Yardstick
+from ..stuck import said_where
 from ..timed_data import timed_data
 from . import calibrate
 
@@ -310,12 +310,12 @@ class Group:
 
     def rows(self) -> list[dict[str, Any]]:
         """Checks, times and describes every implementation."""
-        faulthandler.dump_traceback_later(STUCK_SECONDS, repeat=True)  # says where it is
         try:
             if reason := execute.unfit(self.case, torch.cuda.get_device_capability(self.session.device)):
                 self._close_all("skipped", reason)
             else:
-                self._measure()
+                with said_where(STUCK_SECONDS):
+                    self._measure()
         except renewal.Crashed as error:
             self._close_all("crashed", str(error))
         except (torch.cuda.OutOfMemoryError, torch.AcceleratorError) as error:
@@ -324,7 +324,6 @@ class Group:
                 self.session.journal.lost(execute.first_line(error))
             self._close_all("oom" if execute.out_of_memory(error) else "error", execute.first_line(error))
         finally:
-            faulthandler.cancel_dump_traceback_later()
             gc.collect()
             torch.cuda.empty_cache()
         return [self.done[n] for n in self.selection.implementations]

@@ -1,0 +1,33 @@
+"""Says where a program is when one thing takes it long."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def said_where(seconds: float) -> Iterator[None]:
+    """Every so many seconds within, the stack of this thread on stderr. What holds Python's lock delays it.
+
+    `faulthandler` would not wait for that lock, and so reads a stack while it changes: up to Python 3.12.7 that ends
+    the process where the innermost frame is one of the interpreter's own (github.com/python/cpython/issues/123967).
+    """
+    thread, over = threading.get_ident(), threading.Event()
+
+    def watch() -> None:
+        while not over.wait(seconds):
+            frame = sys._current_frames().get(thread)
+            stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+            print(f"{seconds:g} s more without a result; it is here:\n{stack}", file=sys.stderr, flush=True)
+
+    watcher = threading.Thread(target=watch, name="said_where", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
