@@ -1,5 +1,5 @@
 """Leaves out of a record's lines what can be derived from the others, and restores it. Nothing that a verdict depends
-on is rounded.
+on is rounded, or left out.
 
 - What all rows of a group have in common stands once, in its start line: "shared" for every row, "measured" for those
   that were timed. A row's own value takes precedence.
@@ -8,6 +8,7 @@ on is rounded.
 - Ratios of peers' rows, which older records have, are left out: nothing reads them.
 - The statistics of a column and the errors have nine digits, which tell any two float32 apart: a CUDA event's time is
   one. Samples, ratios and A/A pairs keep every digit.
+- Samples of the warm column are left out for good, and its statistics stay: no comparison takes them.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ def _shortened(row: Entry, rows: Iterable[Entry], common: Mapping[str, Entry]) -
     short = {name: value for name, value in row.items() if not (name in inherited and inherited[name] == value)}
     if "columns" in row:
         short["columns"] = {name: _rounded(column) for name, column in row["columns"].items()}
+        short["columns"].get("warm", {}).pop("samples_us", None)
     for name in ("sustained", "error"):
         if row.get(name):
             short[name] = _rounded(row[name])

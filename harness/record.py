@@ -50,6 +50,7 @@ row    one per implementation of that case and mode
         "several": SEVERAL}                                                  # where the case is of several GPUs
        COLUMN = {"samples_us": [...], "n", "median_us", "mean_us", "std_us", "min_us", "max_us", "p95_us", "p99_us",
                  "ci95_us": [lo, hi], "outliers", "stop": "converged"|"rounds"|"time", "looks": 5}
+                 A compact file has no samples of "warm".
        Host time is a row of a mode that begins with "host-" (`harness/host.py`): its only column is "host", its timer
        "host" and its cost nothing.
        SEVERAL = {"backend": "nccl"|"gloo", "rank_median_us": [of each rank], "axis": null | [series, length],

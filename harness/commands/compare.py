@@ -392,7 +392,7 @@ def _column(baseline: Row, current: Row) -> str | None:
     """The current headline, else the first column that both have."""
     if baseline.host != current.host:
         return None
-    for name in (current.headline, "cold", "graph", "cupti", "warm"):
+    for name in (current.headline, "cold", "graph", "cupti"):
         if name and baseline.column(name) and current.column(name):
             return name
     return None

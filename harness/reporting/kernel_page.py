@@ -181,7 +181,10 @@ def _everything(rows: Sequence[Row]) -> list[str]:
     columns = [_column(row, name, data) for row in rows for name, data in row.get("columns", {}).items()]
     lines = ["Times in µs. Errors above are relative to the fp64 oracle; after the slash, the error of eager.", ""]
     lines += md.table(COLUMN_HEAD, columns)
-    return [*lines, "", *md.table(CLOCK_HEAD, [_clocks(row) for row in rows])]
+    alike: dict[tuple[object, ...], list[str]] = {}
+    for row in rows:  # those that are timed in turns have the same clocks
+        alike.setdefault(_clocks(row), []).append(row.implementation)
+    return [*lines, "", *md.table(CLOCK_HEAD, [[", ".join(names), *clocks] for clocks, names in alike.items()])]
 
 
 def _column(row: Row, name: str, data: Mapping[str, Any]) -> list[object]:
@@ -199,13 +202,12 @@ def _column(row: Row, name: str, data: Mapping[str, Any]) -> list[object]:
     ]
 
 
-def _clocks(row: Row) -> list[object]:
+def _clocks(row: Row) -> tuple[object, ...]:
     clocks = row.get("clocks", {})
     throttled = clocks.get("throttled_samples") or 0
     reasons = ", ".join(clocks.get("throttle") or [])
     sustained, noise = row.get("sustained"), row.get("noise")
-    return [
-        row.implementation,
+    return (
         md.span(clocks.get("sm_mhz"), "MHz"),
         md.span(clocks.get("temperature_c"), "°C"),
         md.span(clocks.get("power_w"), "W"),
@@ -213,7 +215,7 @@ def _clocks(row: Row) -> list[object]:
         _sustained(sustained) if sustained else None,
         f"{noise['median']:.4f}" if noise and noise.get("median") else None,
         row.get("timer"),
-    ]
+    )
 
 
 def _sustained(entry: Mapping[str, Any]) -> str:
