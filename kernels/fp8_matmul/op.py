@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .checks import FLOATS, kind, no_tangent, runnable
+from .checks import FLOATS, kind, no_gradient, no_tangent, runnable
 from .launch import Plans, lean, signature
 from .plans import BACKENDS, VECTOR, capability, product_plan
 from .scaling import expected, scaling_of
@@ -69,8 +69,7 @@ def fp8_matmul(
     Source: Micikevicius et al. 2022 (arXiv:2209.05433); the blocks and the promotion to fp32 are DeepSeek-V3's (2024,
     arXiv:2412.19437, section 3.3).
     """
-    if torch.is_grad_enabled():
-        _no_gradient(a=a, b=b, scale_a=scale_a, scale_b=scale_b, bias=bias)
+    no_gradient("fp8_matmul", a=a, b=b, scale_a=scale_a, scale_b=scale_b, bias=bias)
     if lean(a, b, scale_a, scale_b, bias):
         plan = _product_plan(a, b, scale_a, scale_b, bias, out_dtype, fast_accum, backend)
         return plan(a, b, _bits(scale_a), _bits(scale_b), bias)
@@ -79,15 +78,6 @@ def fp8_matmul(
     formats = a.dtype == CODES[0], b.dtype == CODES[0]
     codes = a.view(torch.uint8), b.view(torch.uint8)
     return _product_op(*codes, _bits(scale_a), _bits(scale_b), bias, *formats, out_dtype, fast_accum, backend)
-
-
-def _no_gradient(**inputs) -> None:
-    for name, tensor in inputs.items():
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            raise RuntimeError(
-                f"fp8_matmul: {name} requires a gradient, and none is defined: call it on detached tensors, inside an "
-                "autograd.Function or under torch.no_grad()"
-            )
 
 
 def _check(a, b, scale_a, scale_b, bias, out_dtype, fast_accum, backend) -> None:

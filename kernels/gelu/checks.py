@@ -31,3 +31,13 @@ def no_tangent(op: str, *tensors: torch.Tensor | None) -> None:
         return
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise NotImplementedError(f"{op}: has no forward-mode derivative")
+
+
+def no_gradient(op: str, **inputs: object) -> None:
+    """RuntimeError for an input that requires a gradient, where gradients are recorded and the op has none."""
+    for name, tensor in inputs.items() if torch.is_grad_enabled() else ():
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            raise RuntimeError(
+                f"{op}: {name} requires a gradient, and none is defined: call it on detached tensors, inside an "
+                "autograd.Function or under torch.no_grad()"
+            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .checks import no_tangent
+from .checks import no_gradient, no_tangent
 from .launch import Plans, lean, signature
 from .op import _check as _check_tensors
 from .plans_fp8 import quantise_plan, result_shapes, scale_dtype
@@ -45,8 +45,7 @@ def gelu_fp8(
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
     outside Triton's interpreter and for an input that requires a gradient.
     """
-    if torch.is_grad_enabled():
-        _no_gradient(x=x)
+    no_gradient("gelu_fp8", x=x)
     options = (approximate, dtype, scale_format, transpose)
     if lean(x):
         made = _quantise_plan(x, *options)(x)
@@ -57,15 +56,6 @@ def gelu_fp8(
     # Codes and scales take turns.
     of_scales = torch.float8_e8m0fnu if scale_format == "e8m0" else torch.float32
     return tuple(tensor.view(of_scales if index % 2 else dtype) for index, tensor in enumerate(made))
-
-
-def _no_gradient(**inputs) -> None:
-    for name, tensor in inputs.items():
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            raise RuntimeError(
-                f"gelu_fp8: {name} requires a gradient, and none is defined: call it on detached tensors, inside an "
-                "autograd.Function or under torch.no_grad()"
-            )
 
 
 def _check(x, approximate, dtype, scale_format, transpose) -> None:

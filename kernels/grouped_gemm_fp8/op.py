@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .checks import no_tangent
+from .checks import no_gradient, no_tangent
 from .launch import Plans, lean, signature
 from .operands import (
     CODES,
@@ -15,7 +15,6 @@ from .operands import (
     check_options,
     check_scale,
     is_e4m3,
-    no_gradient,
 )
 from .plans import rows_plan
 
@@ -66,8 +65,7 @@ def grouped_gemm_fp8(
     Source: the grouped product is that of MegaBlocks (Gale et al. 2022, arXiv:2211.15841); blocks and the promotion to
     fp32 are DeepSeek-V3's (2024, arXiv:2412.19437, section 3.3).
     """
-    if torch.is_grad_enabled():
-        no_gradient(_NAME, x=x, weights=weights, scale_x=scale_x, scale_w=scale_w)
+    no_gradient(_NAME, x=x, weights=weights, scale_x=scale_x, scale_w=scale_w)
     if lean(x, weights, scale_x, scale_w, offsets):
         plan = _product_plan(x, weights, scale_x, scale_w, offsets, out_dtype, backend)
         return plan(x, weights, scale_x, scale_w, offsets)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .checks import no_tangent
+from .checks import no_gradient, no_tangent
 from .launch import Plans, lean, signature
 from .operands import (
     CODES,
@@ -15,7 +15,6 @@ from .operands import (
     check_options,
     check_scale,
     is_e4m3,
-    no_gradient,
 )
 from .plans import weights_plan
 
@@ -62,8 +61,7 @@ def grouped_gemm_fp8_wgrad(
 
     Source: DeepSeek-V3 (2024, arXiv:2412.19437, section 3.3).
     """
-    if torch.is_grad_enabled():
-        no_gradient(_NAME, dy_t=dy_t, x_t=x_t, scale_dy=scale_dy, scale_x=scale_x)
+    no_gradient(_NAME, dy_t=dy_t, x_t=x_t, scale_dy=scale_dy, scale_x=scale_x)
     if lean(dy_t, x_t, scale_dy, scale_x, offsets):
         plan = _product_plan(dy_t, x_t, scale_dy, scale_x, offsets, out_dtype, backend)
         return plan(dy_t, x_t, scale_dy, scale_x, offsets)

@@ -21,16 +21,6 @@ def blocks(size: int) -> int:
     return (size + BLOCK - 1) // BLOCK
 
 
-def no_gradient(op: str, **inputs: Any) -> None:
-    """RuntimeError for an input that requires a gradient, which none of the two has."""
-    for name, tensor in inputs.items():
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            raise RuntimeError(
-                f"{op}: {name} requires a gradient, and none is defined: call it on detached tensors, inside an "
-                "autograd.Function or under torch.no_grad()"
-            )
-
-
 def check_codes(
     op: str, name: str, codes: Any, wanted: str, shape: tuple[int | None, ...], units: tuple[int, ...]
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .checks import FLOATS, kind, no_tangent, runnable
+from .checks import FLOATS, kind, no_gradient, no_tangent, runnable
 from .formats import BLOCK, CHUNK, TILE_BYTES, chunks, packed_words, tiles, unsigned_scales
 from .launch import Plans, lean, signature
 from .plans import BACKENDS, product_plan
@@ -47,22 +47,12 @@ def mxfp_matmul(
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
     outside Triton's interpreter, for backend="cuda" where it cannot run, and for an input that requires a gradient.
     """
-    if torch.is_grad_enabled():
-        _no_gradient(x=x, tensor_scale=tensor_scale)
+    no_gradient("mxfp_matmul", x=x, tensor_scale=tensor_scale)
     if lean(x, w, scales, tensor_scale):
         return _product_plan(x, w, scales, tensor_scale, format, backend)(x, w, scales, tensor_scale)
     _check(x, w, scales, tensor_scale, format, backend)
     no_tangent("mxfp_matmul", x, tensor_scale)
     return _product_op(x, w, scales, tensor_scale, format, backend)
-
-
-def _no_gradient(**inputs) -> None:
-    for name, tensor in inputs.items():
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            raise RuntimeError(
-                f"mxfp_matmul: {name} requires a gradient, and none is defined: call it on detached tensors or under "
-                "torch.no_grad()"
-            )
 
 
 def mxfp_pack(data: torch.Tensor, scales: torch.Tensor, format: str = "mxfp4") -> tuple[torch.Tensor, torch.Tensor]:

@@ -108,14 +108,8 @@ def test_which_products_are_of_many_rows() -> None:
     [("mxfp4", 0), *(pytest.param(*both, marks=pytest.mark.slow) for both in (("mxfp4", 1), ("nvfp4", 0)))],
 )
 def test_many_rows_compile_and_do_not_spill(format: str, fp16: int) -> None:
-    defines = (
-        f"NVFP4={int(format == 'nvfp4')}",
-        f"FP16={fp16}",
-        f"COLS={MANY.rows}",
-        f"GROUPS={MANY.groups}",
-        f"STAGES={MANY.stages}",
-        f"CLUSTER={MANY.cluster}",
-    )
+    dtype = torch.float16 if fp16 else torch.bfloat16
+    defines = few_rows.defines(MANY, MANY.cluster, format, dtype)
     source = SOURCE.with_name("many_rows.cu")
     usage = sass.inspect(nvrtc.compiled(source, "sm_90a", defines), "mxfp_matmul_many_rows")
     assert usage.spills == 0 and usage.stack == 0
@@ -141,14 +135,8 @@ def test_many_rows_compile_and_do_not_spill(format: str, fp16: int) -> None:
 )
 def test_it_compiles_and_does_not_spill(rows: int, format: str, fp16: int) -> None:
     config = picked(rows, 8192, 64, format)
-    defines = (
-        f"NVFP4={int(format == 'nvfp4')}",
-        f"FP16={fp16}",
-        f"COLS={config.rows}",
-        f"GROUPS={config.groups}",
-        f"STAGES={config.stages}",
-        f"CLUSTER={config.splits}",
-    )
+    dtype = torch.float16 if fp16 else torch.bfloat16
+    defines = few_rows.defines(config, config.splits, format, dtype)
     usage = sass.inspect(nvrtc.compiled(SOURCE, "sm_90a", defines), "mxfp_matmul_few_rows")
     assert usage.spills == 0 and usage.stack == 0 and usage.early_arrivals == 0
     assert set(usage.early_own_reads) <= {"LDS.128"}  # of the next slot, not of that which is given back

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .checks import no_tangent
+from .checks import no_gradient, no_tangent
 from .configs import MAX_BLOCK
 from .launch import Plans, lean, signature
 from .op import _check as _check_tensors
@@ -52,8 +52,7 @@ def rmsnorm_fp8(
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
     outside Triton's interpreter and for an input that requires a gradient.
     """
-    if torch.is_grad_enabled():
-        _no_gradient(x=x, weight=weight, residual=residual)
+    no_gradient("rmsnorm_fp8", x=x, weight=weight, residual=residual)
     options = (eps, weight_offset, dtype, granularity, scale_format, transpose)
     if lean(x, weight, residual):
         made = _quantise_plan(x, weight, residual, *options)(x, weight, residual)
@@ -75,15 +74,6 @@ def _results(made, dtype, scale_format, codes_and_scales) -> tuple[torch.Tensor,
             tensor = tensor.view(torch.float8_e8m0fnu)
         results.append(tensor)
     return tuple(results)
-
-
-def _no_gradient(**inputs) -> None:
-    for name, tensor in inputs.items():
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            raise RuntimeError(
-                f"rmsnorm_fp8: {name} requires a gradient, and none is defined: call it on detached tensors, inside an "
-                "autograd.Function or under torch.no_grad()"
-            )
 
 
 def _check(x, weight, residual, eps, weight_offset, dtype, granularity, scale_format, transpose) -> None:

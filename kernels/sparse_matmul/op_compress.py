@@ -9,7 +9,7 @@ import triton
 from torch.autograd import forward_ad
 
 from . import configs
-from .checks import FLOATS, INTERPRETED, kind, runnable
+from .checks import FLOATS, INTERPRETED, kind, no_gradient, runnable
 from .compression import _sparse_matmul_compress_kernel, _sparse_matmul_prune_kernel
 from .formats import CHUNK, EIGHT_BITS, metadata_shape, multiple
 from .launch import Launch
@@ -176,16 +176,6 @@ def decompress(compressed: Compressed) -> torch.Tensor:
     runnable("decompress", "values", compressed.values)
     values = compressed.values.detach()
     return _numbers(_decompress_op(_bytes(values), compressed.metadata), values.dtype)
-
-
-def no_gradient(function: str, **inputs) -> None:
-    """RuntimeError for an input that requires a gradient, where gradients are recorded and none is defined."""
-    for name, tensor in inputs.items() if torch.is_grad_enabled() else ():
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            raise RuntimeError(
-                f"{function}: {name} requires a gradient, and none is defined: call it on detached tensors, inside an "
-                "autograd.Function or under torch.no_grad()"
-            )
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

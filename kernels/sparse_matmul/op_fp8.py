@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from .activation import ACTIVATIONS
-from .checks import FLOATS, kind, no_tangent, runnable
+from .checks import FLOATS, kind, no_gradient, no_tangent, runnable
 from .formats import EIGHT_BITS
 from .launch import Plans, lean, signature
-from .op_compress import MAX_SIZE, check_compressed, no_gradient
+from .op_compress import MAX_SIZE, check_compressed
 from .plans import BACKENDS, capability
 from .plans_fp8 import E4M3, product_plan
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .checks import no_tangent
+from .checks import no_gradient, no_tangent
 from .configs import MAX_ROW
 from .launch import Plans, lean
 from .op import _check as _check_tensors
@@ -51,8 +51,7 @@ def swiglu_fp8(
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
     outside Triton's interpreter and for an input that requires a gradient.
     """
-    if torch.is_grad_enabled():
-        _no_gradient(gate=gate, up=up)
+    no_gradient("swiglu_fp8", gate=gate, up=up)
     options = (activation, dtype, granularity, scale_format, transpose)
     if lean(gate, up):
         made = _quantise_plan(gate, up, *options)(gate, up)
@@ -63,15 +62,6 @@ def swiglu_fp8(
     # Codes and scales take turns.
     of_scales = torch.float8_e8m0fnu if scale_format == "e8m0" else torch.float32
     return tuple(tensor.view(of_scales if index % 2 else dtype) for index, tensor in enumerate(made))
-
-
-def _no_gradient(**inputs) -> None:
-    for name, tensor in inputs.items():
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            raise RuntimeError(
-                f"swiglu_fp8: {name} requires a gradient, and none is defined: call it on detached tensors, inside an "
-                "autograd.Function or under torch.no_grad()"
-            )
 
 
 def _check(gate, up, activation, dtype, granularity, scale_format, transpose) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..configs import CudaConfig
+from ..configs import CudaConfig, ManyConfig
 from ..formats import BLOCK, CHUNK, TILE, chunks
 from . import cuda_driver
 from .cuda_driver import address, tensor_map
@@ -45,18 +45,11 @@ def dense(x: torch.Tensor) -> torch.Tensor:
 def launch(x: torch.Tensor, columns: int, format: str, config: CudaConfig) -> Callable[..., None]:
     """Writes y [M, N], given (x, w, scales, tensor_scale, y), x as `in_place` wants it."""
     rows, depth = x.shape
-    defines = (
-        f"NVFP4={int(format == 'nvfp4')}",
-        f"FP16={int(x.dtype == torch.float16)}",
-        f"COLS={config.rows}",
-        f"GROUPS={config.groups}",
-        f"STAGES={config.stages}",
-        f"CLUSTER={config.splits}",
-    )
+    chosen = defines(config, config.splits, format, x.dtype)
     device, shared = x.device, shared_bytes(config, format)
     x_map = tensor_map(x[None, None], rows, config.rows)
     with torch.cuda.device_of(x):
-        (kernel,) = cuda_driver.kernels(device.index, "few_rows.cu", ("mxfp_matmul_few_rows",), defines, shared)
+        (kernel,) = cuda_driver.kernels(device.index, "few_rows.cu", ("mxfp_matmul_few_rows",), chosen, shared)
     grid = -(-columns // (64 * config.groups)) * -(-rows // config.rows) * config.splits
     start = cuda_driver.Launch(device.index, kernel, grid, threads(config), shared, _LAYOUT)
     sizes = rows, columns, chunks(depth)
@@ -68,6 +61,18 @@ def launch(x: torch.Tensor, columns: int, format: str, config: CudaConfig) -> Ca
         start(x_map(x.data_ptr()), *places, *sizes)
 
     return run
+
+
+def defines(config: CudaConfig | ManyConfig, cluster: int, format: str, dtype: torch.dtype) -> tuple[str, ...]:
+    """What few_rows.cu and many_rows.cu are compiled with."""
+    return (
+        f"NVFP4={int(format == 'nvfp4')}",
+        f"FP16={int(dtype == torch.float16)}",
+        f"COLS={config.rows}",
+        f"GROUPS={config.groups}",
+        f"STAGES={config.stages}",
+        f"CLUSTER={cluster}",
+    )
 
 
 def threads(config: CudaConfig) -> int:

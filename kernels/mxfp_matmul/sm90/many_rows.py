@@ -10,7 +10,7 @@ from ..configs import ManyConfig
 from ..formats import chunks
 from . import cuda_driver
 from .cuda_driver import address, tensor_map
-from .few_rows import chunk_bytes
+from .few_rows import chunk_bytes, defines
 
 THREADS = 384  # two warpgroups of consumers, and the producer's
 
@@ -20,20 +20,13 @@ _LAYOUT = "MM(PPPPiii)"
 def launch(x: torch.Tensor, columns: int, format: str, config: ManyConfig, sms: int) -> Callable[..., None]:
     """Writes y [M, N], given (x, w, scales, tensor_scale, y), x as `few_rows.in_place` wants it."""
     rows, depth = x.shape
-    defines = (
-        f"NVFP4={int(format == 'nvfp4')}",
-        f"FP16={int(x.dtype == torch.float16)}",
-        f"COLS={config.rows}",
-        f"GROUPS={config.groups}",
-        f"STAGES={config.stages}",
-        f"CLUSTER={config.cluster}",
-    )
+    chosen = defines(config, config.cluster, format, x.dtype)
     device, shared = x.device, shared_bytes(config, format)
     x_map = tensor_map(x[None, None], rows, config.rows // config.cluster)
     like_y = torch.empty((1, 1, rows, columns), dtype=x.dtype, device="meta")
     y_map = tensor_map(like_y, rows, config.rows)
     with torch.cuda.device_of(x):
-        (kernel,) = cuda_driver.kernels(device.index, "many_rows.cu", ("mxfp_matmul_many_rows",), defines, shared)
+        (kernel,) = cuda_driver.kernels(device.index, "many_rows.cu", ("mxfp_matmul_many_rows",), chosen, shared)
     grid = config.cluster * min(sms // config.cluster, config.tiles(rows, columns))
     start = cuda_driver.Launch(device.index, kernel, grid, THREADS, shared, _LAYOUT)
     sizes = rows, columns, chunks(depth)
