@@ -10,6 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
+from harness.correctness import addresses
+
 from . import bench, configs
 from .activation import ACTIVATIONS
 from .op import fused_mlp
@@ -327,6 +329,17 @@ def test_one_operand_that_is_not_aligned(odd: str, monkeypatch: pytest.MonkeyPat
         use = configs.Versions(cuda=False, library=library, passes=library, narrow=False)
         monkeypatch.setattr(configs, "pick_versions", mock.Mock(return_value=use))
         agrees({**tensors, odd: elsewhere})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compute-sanitizer does this on a GPU")
+def test_a_copied_weight_is_read_within_its_bounds() -> None:
+    """The last block of rows of w2's copy is not whole, and neither are its columns."""
+    tensors = operands(5, 16, 37, 21, "x w1 w2", torch.float16)
+    assert configs.pick_copy(21, 37, False, torch.float16) and 21 % configs.pick_copy_config(48).block_n
+    dy = torch.ones(5, 21, dtype=torch.float16)
+    leaves = {name: t.requires_grad_() for name, t in tensors.items()}
+    with addresses.checked(*leaves.values(), dy):
+        torch.autograd.grad(fused_mlp(**leaves), list(leaves.values()), dy)
 
 
 def test_weights_that_a_peer_lays_out_beforehand() -> None:
