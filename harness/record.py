@@ -93,7 +93,7 @@ SCHEMA = 2
 READABLE = (1, SCHEMA)
 
 #: How a bench was asked for, not what it measured: these do not make two runs different.
-NOT_IDENTITY = frozenset({"resume", "out"})
+NOT_IDENTITY = frozenset({"resume", "out", "turns"})
 
 Line = tuple[str, dict[str, Any]]
 

@@ -16,6 +16,8 @@ OPTIONS = ("gpu", "quick", "timer", "case", "mode", "impl", "host", "host_compil
 def asked(arguments: argparse.Namespace) -> dict[str, Any]:
     """The command line of a bench, as the record has it."""
     given = {name: getattr(arguments, name, None) for name in OPTIONAL}
+    if getattr(arguments, "turns", None) is not None:
+        given["turns"] = True  # the file's name means nothing elsewhere
     return {name: getattr(arguments, name) for name in OPTIONS} | {n: v for n, v in given.items() if v is not None}
 
 

@@ -26,6 +26,7 @@ from ..correctness.accuracy import Verdict
 from ..correctness.oracle import Memory
 from ..correctness.stand_in import checked
 from ..measure import memory, timing
+from ..measure.turns import Turns
 from ..on_gpu import folder
 from ..ranks import command as ranks
 from ..ranks.launch import TIMEOUT
@@ -79,6 +80,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--warmup", type=int, nargs="?", const=10, metavar="N", help="N rounds of warm-up (without N: 10), not a time"
     )
     group.add_argument("--resume", action="store_true", help="continue an interrupted bench with the same options")
+    group.add_argument(
+        "--turns",
+        type=Path,
+        metavar="FILE",
+        help="share the GPU with other benches that name the same file: one has it, the others compile meanwhile",
+    )
 
 
 #: What stands for "not given", of the options that some mode ignores.
@@ -92,6 +99,7 @@ NOT_GIVEN: dict[str, object] = {
     "resume": False,
     "rank_timeout": None,
     "out": None,
+    "turns": None,
 }
 
 
@@ -99,7 +107,7 @@ def main(arguments: argparse.Namespace) -> int:
     journal = renewal.journal()
     refuse = partial(options.refuse, arguments, NOT_GIVEN)
     if arguments.gpus > 1:
-        refuse("--gpus", "suite", "samples", "warmup", "timer", "host", "host_compiled")
+        refuse("--gpus", "suite", "samples", "warmup", "timer", "host", "host_compiled", "turns")
         return ranks.main(arguments)
     refuse("a bench without --gpus", "rank_timeout")
     if arguments.host == "no":
@@ -115,7 +123,8 @@ def main(arguments: argparse.Namespace) -> int:
     if device.type != "cuda" and not own:
         from .. import plan
 
-        refuse("a bench without a GPU", "suite", "timer", "samples", "warmup", "host", "host_compiled", "resume", "out")
+        timed = "suite", "timer", "samples", "warmup", "host", "host_compiled", "resume", "out", "turns"
+        refuse("a bench without a GPU", *timed)
         return plan.main(selections, key, arguments)
     name = folder(device, key) if device.type == "cuda" else device.type
     root = registry.results((s.spec.name for s in selections), committed=not (arguments.quick or suite))
@@ -126,7 +135,8 @@ def main(arguments: argparse.Namespace) -> int:
             _benched(Session(device, arguments, journal).bench, left, out, suite)
         failures = journal.failures
     else:
-        refuse("a bench on a CPU, which takes the wall clock's time,", "timer", "host", "host_compiled", "resume")
+        gpu_only = "timer", "host", "host_compiled", "resume", "turns"
+        refuse("a bench on a CPU, which takes the wall clock's time,", *gpu_only)
         failures = _benched(partial(on_cpu.bench, arguments=arguments), own, out, suite)
     print(f"records in {out / 'records'}")
     return 1 if failures else 0
@@ -191,6 +201,8 @@ class Session:
     every_ratio: bool = False  # of peers' rows too, not of ours alone
 
     def __post_init__(self) -> None:
+        self.turns = Turns(getattr(self.arguments, "turns", None), self.device)
+        self.turns.take()  # until the process ends
         self.environment = environment.capture(self.device)
         measured = calibrate.measure(self.device)
         key = self.environment["gpu"]["key"]
@@ -359,7 +371,8 @@ class Group:
                 self._begin(name)
 
                 def attempt(fn: execute.Op) -> None:
-                    execute.bind(self.spec, fn, inputs[0], self.mode, grads[0])()
+                    with self.session.turns.compiling():
+                        execute.bind(self.spec, fn, inputs[0], self.mode, grads[0])()
                     torch.cuda.synchronize()
 
                 with self._stage("compilation"):

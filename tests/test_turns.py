@@ -1,0 +1,86 @@
+"""`bench --turns`: who has the GPU while torch.compile works on the host, and while Inductor times a choice."""
+
+from __future__ import annotations
+
+import fcntl
+
+import pytest
+import torch
+from torch._inductor.runtime.benchmarking import benchmarker
+from torch._inductor.select_algorithm import AlgorithmSelectorCache
+
+from harness.measure.turns import Turns
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def free(tmp_path):
+    """Whether somebody else could have the GPU now."""
+
+    def ask() -> bool:
+        with (tmp_path / "gpu").open("a") as other:
+            try:
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
+
+    return ask
+
+
+def test_others_have_the_gpu_while_the_host_compiles_but_not_while_a_choice_is_timed(tmp_path, free, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(benchmarker, "benchmark_gpu", lambda: seen.setdefault("choice", free()), raising=False)
+    timed = staticmethod(lambda: benchmarker.benchmark_gpu())
+    monkeypatch.setattr(AlgorithmSelectorCache, "benchmark_in_current_process", timed)
+
+    def backend(module, inputs):
+        seen["before"] = free()
+        AlgorithmSelectorCache.benchmark_in_current_process()
+        seen["after"] = free()
+        return lambda *arguments: (seen.setdefault("run", free()), module(*arguments))[1]
+
+    turns = Turns(tmp_path / "gpu", CPU)
+    assert free()
+    turns.take()
+    torch._dynamo.reset()
+    with turns.compiling():
+        assert torch.compile(lambda x: x + 1, backend=backend)(torch.zeros(2)).tolist() == [1, 1]
+        assert not free()
+    assert seen == {"before": True, "choice": False, "after": True, "run": False}
+    assert vars(AlgorithmSelectorCache)["benchmark_in_current_process"] is timed
+    turns.give()
+    assert free()
+
+
+def test_the_gpu_is_taken_back_where_compilation_fails(tmp_path, free):
+    def backend(module, inputs):
+        assert free()
+        raise ValueError("no kernel")
+
+    turns = Turns(tmp_path / "gpu", CPU)
+    turns.take()
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="no kernel"), turns.compiling():
+        torch.compile(lambda x: x + 1, backend=backend)(torch.zeros(2))
+    assert not free()
+    torch.compile(lambda x: x + 2, backend=lambda module, inputs: module)(torch.zeros(2))
+    assert not free()  # outside of the block compilation changes nothing
+
+
+def test_a_reset_within_the_block_is_no_error(tmp_path, free):
+    turns = Turns(tmp_path / "gpu", CPU)
+    turns.take()
+    with turns.compiling():
+        torch._dynamo.reset()
+    assert not free()
+
+
+def test_without_a_file_nothing_is_locked_or_replaced():
+    turns = Turns(None, CPU)
+    turns.take()
+    before = vars(AlgorithmSelectorCache)["benchmark_in_current_process"]
+    with turns.compiling():
+        assert vars(AlgorithmSelectorCache)["benchmark_in_current_process"] is before
+    turns.give()
