@@ -7,6 +7,7 @@ import fcntl
 import pytest
 import torch
 from torch._inductor.runtime.benchmarking import benchmarker
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.select_algorithm import AlgorithmSelectorCache
 
 from harness.measure.turns import Turns
@@ -52,6 +53,26 @@ def test_others_have_the_gpu_while_the_host_compiles_but_not_while_a_choice_is_t
     assert vars(AlgorithmSelectorCache)["benchmark_in_current_process"] is timed
     turns.give()
     assert free()
+
+
+def test_others_have_the_gpu_while_a_configuration_of_a_tuned_kernel_compiles(tmp_path, free, monkeypatch):
+    seen = []
+    monkeypatch.setattr(CachingAutotuner, "_precompile_config", lambda tuner, config: seen.append((config, free())))
+    turns = Turns(tmp_path / "gpu", CPU)
+    turns.take()
+    with turns.compiling():
+        CachingAutotuner._precompile_config(None, "at a launch")
+        assert not free()
+    turns.give()
+    turns.take()
+    torch._dynamo.reset()
+    with turns.compiling():
+        compiled = torch.compile(
+            lambda x: x + 1, backend=lambda m, _: (CachingAutotuner._precompile_config(None, "before"), m)[1]
+        )
+        compiled(torch.zeros(2))
+    assert seen == [("at a launch", True), ("before", True)]
+    assert not free()
 
 
 def test_the_gpu_is_taken_back_where_compilation_fails(tmp_path, free):

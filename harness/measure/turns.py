@@ -16,6 +16,8 @@ from typing import IO, Any
 import torch
 import torch._dynamo
 
+ON_HOST = ("DYNAMO", "LAZY_BACKWARD")  # what triggers a compilation, not work on the GPU
+
 
 class Turns:
     """The turns of those that name the same file, by a lock on it. Without a file nobody else has the GPU."""
@@ -23,44 +25,47 @@ class Turns:
     def __init__(self, path: Path | None, device: torch.device) -> None:
         self._file: IO[str] | None = None if path is None else path.open("a", encoding="utf-8")
         self._device = device
-        self._depth = 0  # blocks and callbacks within each other in which the GPU is ours
+        self._ours = False
 
     def take(self) -> None:
         """Waits until nobody else has the GPU."""
-        self._depth += 1
-        if self._file is not None and self._depth == 1:
+        if self._file is not None and not self._ours:
             fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._ours = True
 
     def give(self) -> None:
-        """Ends what `take` began, once the GPU has done all that it was given."""
-        self._depth -= 1
-        if self._file is not None and self._depth == 0:
+        """Lets others have the GPU, once it has done all that it was given."""
+        if self._file is not None and self._ours:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
             fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._ours = False
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """A block that may compile. `torch._dynamo.reset` within it ends the effect."""
+        """A block that may compile. `torch._dynamo.reset` within it ends the effect on what is compiled later in it."""
         if self._file is None:
             yield
             return
         from torch._inductor.runtime.benchmarking import benchmarker
+        from torch._inductor.runtime.triton_heuristics import CachingAutotuner
         from torch._inductor.select_algorithm import AlgorithmSelectorCache
 
-        handler, on_host = torch._dynamo.callback_handler, ("DYNAMO", "LAZY_BACKWARD")
+        handler, ours = torch._dynamo.callback_handler, [self._ours]
 
         def begin(event: Any) -> None:
-            if event.callback_trigger.name in on_host:
+            ours.append(self._ours)
+            if event.callback_trigger.name in ON_HOST:
                 self.give()
 
-        def end(event: Any) -> None:
-            if event.callback_trigger.name in on_host:
-                self.take()
+        def end(_: Any) -> None:
+            self._restore(ours.pop())
 
         with ExitStack() as stack:
-            stack.enter_context(_replaced(AlgorithmSelectorCache, "benchmark_in_current_process", self._in_turn))
-            stack.enter_context(_replaced(benchmarker, "benchmark_gpu", self._in_turn))
+            stack.enter_context(_replaced(AlgorithmSelectorCache, "benchmark_in_current_process", self._with_gpu))
+            stack.enter_context(_replaced(benchmarker, "benchmark_gpu", self._with_gpu))
+            # One more configuration of a kernel that is tuned at its first launch.
+            stack.enter_context(_replaced(CachingAutotuner, "_precompile_config", self._without_gpu))
             handler.register_start_callback(begin)
             handler.register_end_callback(end)
             try:
@@ -69,9 +74,18 @@ class Turns:
                 with suppress(ValueError):  # a reset has removed them
                     handler.remove_start_callback(begin)
                     handler.remove_end_callback(end)
+                self._restore(ours[0])
 
-    def _in_turn(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _restore(self, ours: bool) -> None:
+        if ours:
+            self.take()
+        else:
+            self.give()
+
+    def _with_gpu(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **keywords: Any) -> Any:
+            if self._ours:
+                return call(*arguments, **keywords)
             self.take()
             try:
                 return call(*arguments, **keywords)
@@ -80,13 +94,25 @@ class Turns:
 
         return run
 
+    def _without_gpu(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **keywords: Any) -> Any:
+            if not self._ours:  # in a thread of Inductor's, maybe, beside one that takes the GPU
+                return call(*arguments, **keywords)
+            self.give()
+            try:
+                return call(*arguments, **keywords)
+            finally:
+                self.take()
+
+        return run
+
 
 @contextmanager
 def _replaced(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """`owner` with another function under that name, which is made from the present one."""
-    own = vars(owner).get(name)
-    wrapped = wrap(getattr(owner, name))
-    setattr(owner, name, staticmethod(wrapped) if isinstance(owner, type) else wrapped)
+    """`owner`, an object or a class, with another function under that name, which is made from the present one."""
+    own, present = vars(owner).get(name), getattr(owner, name)
+    bound = isinstance(owner, type) and hasattr(present, "__self__")  # a class method
+    setattr(owner, name, staticmethod(wrap(present)) if bound else wrap(present))
     try:
         yield
     finally:
