@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -121,3 +123,20 @@ def test_room_is_made_where_less_is_free_than_what_is_kept(monkeypatch, kept: in
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
     memory.make_room(torch.device("cuda", 0))
     assert bool(calls) == given_back
+
+
+def test_a_collection_is_of_new_garbage_alone_unless_somebody_else_has_frozen_the_rest(monkeypatch):
+    gc.collect()
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        assert frozen > memory.FROZEN_AT_START
+        with memory.only_new_garbage():
+            assert gc.get_freeze_count() <= frozen
+        monkeypatch.setattr(memory, "FROZEN_AT_START", frozen)  # by the interpreter, as of Python 3.12
+        kept = [[number] for number in range(1000)]
+        with memory.only_new_garbage():
+            assert gc.get_freeze_count() >= frozen + len(kept)
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.unfreeze()

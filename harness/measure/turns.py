@@ -57,6 +57,8 @@ class Turns:
             ours.append(self._ours)
             if event.callback_trigger.name in ON_HOST:
                 self.give()
+                if self._device.type == "cuda":
+                    torch.cuda.empty_cache()  # others need memory too
 
         def end(_: Any) -> None:
             self._restore(ours.pop())
