@@ -26,6 +26,7 @@ from .codec import (
     encode_at_random,
     four_random,
     interleave,
+    interleave_four,
     mx_scale,
     nv_scale,
     pack_six,
@@ -164,10 +165,11 @@ def _mxfp_quantize_kernel(
     store_tile(scale_ptr, scale.to(tl.uint8), row, scale_col, rows, padded // BLOCK, EVEN, BLOCK_M, BLOCK_N // BLOCK)
     y = tl.reshape(tl.abs(blocks.to(tl.float32, bitcast=True)) * inverse[:, :, None], [BLOCK_M, BLOCK_N])
     if STOCHASTIC:
-        m, n = row + tl.arange(0, BLOCK_M), col // 4 + tl.arange(0, BLOCK_N // 4)
-        a, b, c, d = four_random(seed_low, seed_high, m[:, None] * (padded // 4) + n[None, :])
-        a, b = interleave(a, c, BLOCK_M, BLOCK_N // 2), interleave(b, d, BLOCK_M, BLOCK_N // 2)
-        codes = encode_at_random(y, interleave(a, b, BLOCK_M, BLOCK_N), MANTISSA, BIAS, LARGEST)
+        m, n = row + tl.arange(0, BLOCK_M), col // 8 + tl.arange(0, BLOCK_N // 8)
+        a, b, c, d = four_random(seed_low, seed_high, m[:, None] * (padded // 8) + n[None, :])
+        two = tl.reshape(interleave_four(a, b, c, d), [BLOCK_M, BLOCK_N // 2])
+        random = interleave(two & 0xFFFF, (two >> 16) & 0xFFFF, BLOCK_M, BLOCK_N)
+        codes = encode_at_random(y, random, MANTISSA, BIAS, LARGEST)
     else:
         codes = encode(y, MANTISSA, BIAS, LARGEST)
     codes |= (bits >> (32 - WIDTH)) & (1 << (WIDTH - 1))

@@ -1,17 +1,19 @@
-"""Quantisation of bf16 on Hopper, two numbers an instruction.
+"""Quantisation of bf16 on Hopper, two numbers a register, sixteen elements a thread.
 
-What `kernel.py` computes in fp32, one element at a time, is exact in bf16: a product with a power of two, and a sum
-whose last place is a step of the element. So a register keeps the two neighbours that were loaded with it from the load
-to the store, and each of these instructions is of both: a product and an addition (HMUL2, HADD2), the largest and the
-smallest of two (VIMNMX.U16x2), and integer arithmetic without a carry between the halves.
+A thread holds sixteen neighbours in eight registers from the load to the store: a block of NVFP4, half of one of the
+others, so that a block's scale is found by one thread or by two. What `kernel.py` computes in fp32, one element at a
+time, is done by what the format allows:
+
+MXFP8   F2FP rounds products in fp32 to e4m3 and e5m2, two an instruction, with their signs, saturating.
+MXFP6   Two formats of 8 bits have the mantissas of those of 6 bits, and subnormal numbers as well: with the bias made
+        up for in the product, F2FP's code is that of 6 bits, but for 32, which saturates to 31.
+FP4     e2m1's code of y >= 0 is the integer nearest to min(2 y, y + 2, y / 2 + 4, 7). Each line is one fused
+        multiply-add of two numbers in bf16, with a sum whose last place is 1; a tie goes to the even code as it goes to
+        the even sum.
 
 NVFP4's products are rounded to fp32. Of these bf16 has the upper half; where the lower half is not zero its last bit is
 set (rounding to odd). It has more than two bits behind the last place of e2m1, so that what is rounded next is rounded
 as the number in fp32 is (Boldo and Melquiond 2008, doi:10.1109/TC.2007.70819).
-
-A thread has 32 elements. 12 instructions an element in MXFP8 and MXFP4, 16 in MXFP6, addresses included, where
-`kernel.py` has 18 to 23, and a third of them is not of the integer pipe. At 64 of that pipe a cycle and SM memory
-leaves time for 9 (mxfp4) to 11 (mxfp8).
 """
 
 from __future__ import annotations
@@ -19,86 +21,179 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .codec import NOT_FINITE, mx_scale, nv_scale, pack_twelve
-from .kernel import corner, store_tile, with_tensor_scale, zero_unless
+from .codec import NOT_FINITE, four_random, interleave_four, mx_scale, nv_scale
+from .halves import (
+    both,
+    bytes_of,
+    larger,
+    larger_signed,
+    product,
+    product_and_sum,
+    smaller,
+    to_eight_bits,
+    truncated_product,
+)
+from .kernel import corner, with_tensor_scale
 
 LARGEST_E2M1 = tl.constexpr(6.0)
+INTEGERS = tl.constexpr(0x4340)  # bf16 of 192: from there to 256 the last place is 1
 
 
 @triton.jit
-def both(bits: tl.constexpr):
-    """The same 16 bits in both halves of a register."""
-    return bits * 0x10001
+def load_eight(x_ptr, row, col, rows, dim, stride_xm, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Sixteen numbers of each unit as eight tiles [rows, units]; zeros where x has ended."""
+    m, n, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N // 16), tl.arange(0, 4)
+    at = x_ptr + row * stride_xm + col
+    at = at.to(tl.pointer_type(tl.int32)) + (m * (stride_xm // 2))[:, None, None] + n[None, :, None] * 8
+    at += k[None, None, :]
+    mask = None if EVEN else ((m < rows - row)[:, None] & (n < (dim - col) // 16)[None, :])[:, :, None]
+    other: tl.constexpr = None if EVEN else 0
+    left = tl.reshape(tl.load(at, mask=mask, other=other), [BLOCK_M, BLOCK_N // 16, 2, 2])
+    right = tl.reshape(tl.load(at + 4, mask=mask, other=other), [BLOCK_M, BLOCK_N // 16, 2, 2])
+    even, odd = tl.split(left)
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    even, odd = tl.split(right)
+    e, g = tl.split(even)
+    f, h = tl.split(odd)
+    return a, b, c, d, e, f, g, h
 
 
 @triton.jit
-def larger(a, b):
-    """The larger of each half, without a sign."""
-    return tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
-
-
-@triton.jit
-def larger_signed(a, b):
-    return tl.inline_asm_elementwise("max.s16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
-
-
-@triton.jit
-def smaller(a, b):
-    return tl.inline_asm_elementwise("min.u16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
-
-
-@triton.jit
-def product(a, b):
-    """Of two numbers in bf16."""
-    return tl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
-
-
-@triton.jit
-def added(a, b):
-    """Two numbers in bf16, rounded to nearest, ties to even."""
-    return tl.inline_asm_elementwise("add.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
-
-
-@triton.jit
-def upper(a, b):
-    """The upper half of each."""
-    return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
-
-
-@triton.jit
-def lower(a, b):
-    return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
+def largest_of_eight(a, b, c, d, e, f, g, h):
+    """Magnitudes, in both halves."""
+    m: tl.constexpr = both(0x7FFF)
+    left = larger(larger(a & m, b & m), larger(c & m, d & m))
+    return larger(left, larger(larger(e & m, f & m), larger(g & m, h & m)))
 
 
 @triton.jit
 def rounded_product(magnitude, factor):
-    """Two numbers >= 0 in bf16 times one in fp32, rounded to fp32 and then to odd in bf16; at most 8."""
+    """Two numbers >= 0 in bf16 times one in fp32, rounded to fp32 and then to odd in bf16."""
     a = ((magnitude << 16).to(tl.float32, bitcast=True) * factor).to(tl.int32, bitcast=True)
     b = ((magnitude & 0x7FFF0000).to(tl.float32, bitcast=True) * factor).to(tl.int32, bitcast=True)
-    return smaller(upper(a, b) | smaller(lower(a, b), both(1)), both(0x4100))
+    return bytes_of(a, b, 0x7632) | smaller(bytes_of(a, b, 0x5410), both(1))
 
 
 @triton.jit
-def encode_pairs(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST_CODE: tl.constexpr):
-    """The codes of two numbers y >= 0 in bf16, as `codec.encode` has them: one in each half.
-
-    With e the exponent of y above that of the smallest normal element, a sum with 2^(e + 7 - MANTISSA) is rounded to a
-    step of the element, of which its last bits are the number. The code is that number + (e << MANTISSA).
-    """
-    SHIFT: tl.constexpr = 7 - MANTISSA
-    exponent = larger(y & both(0x7F80), both((128 - BIAS) << 7))
-    anchor = exponent + both(SHIFT << 7)
-    steps = added(y, anchor) - anchor
-    return smaller(steps + ((exponent >> SHIFT) - both((128 - BIAS) << MANTISSA)), both(LARGEST_CODE))
+def e2m1_of(x, factor, BLOCK: tl.constexpr):
+    """The codes of two numbers' magnitudes, in the last three bits of either half."""
+    if BLOCK == 16:
+        y = rounded_product(x & both(0x7FFF), factor)
+    else:
+        y = product(x & both(0x7FFF), factor)
+    below_2 = product_and_sum(y, both(0x4000), both(INTEGERS))  # 2 y
+    below_4 = product_and_sum(y, both(0x3F80), both(INTEGERS + 2))  # y + 2
+    above_4 = product_and_sum(y, both(0x3F00), both(INTEGERS + 4))  # y / 2 + 4
+    return smaller(smaller(below_2, below_4), smaller(above_4, both(INTEGERS + 7)))
 
 
 @triton.jit
-def load_pairs(x_ptr, row, col, rows, dim, stride_xm, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A tile of x in bf16, two neighbours in each int32; zeros where x has ended."""
-    m, n = row + tl.arange(0, BLOCK_M), col // 2 + tl.arange(0, BLOCK_N // 2)
-    mask = None if EVEN else (m < rows)[:, None] & (n < dim // 2)[None, :]
-    at = x_ptr.to(tl.pointer_type(tl.int32)) + m[:, None] * (stride_xm // 2) + n[None, :]
-    return tl.load(at, mask=mask, other=None if EVEN else 0)
+def code_at_random(magnitude, factor, below, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """As `codec.encode_at_random`, of the bits of a number in fp32 and of 16 random bits; what is too large has too
+    large a code."""
+    y = magnitude.to(tl.float32, bitcast=True) * factor
+    # With fp32's smallest exponent in place of the element's the bits are the code and the fraction of a step.
+    code = truncated_product(y, 2.0 ** (BIAS - 127)).to(tl.int32, bitcast=True)
+    return (code + (below << (7 - MANTISSA))) >> (23 - MANTISSA)
+
+
+@triton.jit
+def at_random(x, random, factor, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST_CODE: tl.constexpr):
+    """The codes of two numbers' magnitudes, one in either half."""
+    low = code_at_random((x & 0x7FFF) << 16, factor, random & 0xFFFF, MANTISSA, BIAS)
+    high = code_at_random(x & 0x7FFF0000, factor, (random >> 16) & 0xFFFF, MANTISSA, BIAS)
+    return smaller(bytes_of(low, high, 0x5410), both(LARGEST_CODE))
+
+
+@triton.jit
+def with_signs(codes, signs, WIDTH: tl.constexpr):
+    """Four codes in the lowest bits of a byte, with the highest bits of the other's bytes as signs."""
+    MAGNITUDE: tl.constexpr = ((1 << (WIDTH - 1)) - 1) * 0x1010101
+    SIGN: tl.constexpr = (1 << (WIDTH - 1)) * 0x1010101 - (WIDTH // 8) * 0x100000000
+    return (codes & MAGNITUDE) | ((signs >> (8 - WIDTH)) & SIGN)
+
+
+@triton.jit
+def four_codes(
+    a,
+    b,
+    random_a,
+    random_b,
+    factor,
+    WIDTH: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    LARGEST_CODE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
+    """The codes of four numbers, one in the lowest bits of each byte."""
+    if WIDTH == 4 or STOCHASTIC:
+        if STOCHASTIC:
+            a_codes = at_random(a, random_a, factor, MANTISSA, BIAS, LARGEST_CODE)
+            b_codes = at_random(b, random_b, factor, MANTISSA, BIAS, LARGEST_CODE)
+        else:
+            a_codes, b_codes = e2m1_of(a, factor, BLOCK), e2m1_of(b, factor, BLOCK)
+        codes = with_signs(bytes_of(a_codes, b_codes, 0x6420), bytes_of(a, b, 0x7531), WIDTH)
+    else:
+        codes = to_eight_bits(a, b, factor, MANTISSA)
+        if WIDTH == 6:
+            codes -= (codes >> 5) & 0x1010101  # 32 becomes 31
+            codes = with_signs(codes, codes, WIDTH)
+    return codes
+
+
+@triton.jit
+def eight_nibbles(a, b):
+    """A word of eight codes of four bits, one in each byte of two."""
+    return bytes_of(a | (a >> 4), b | (b >> 4), 0x6420)
+
+
+@triton.jit
+def twenty_four_bits(codes):
+    """Of four codes of six bits, one in each byte."""
+    codes = (codes & 0x3F003F) | ((codes >> 2) & 0xFC00FC0)
+    return (codes & 0xFFF) | ((codes >> 4) & 0xFFF000)
+
+
+@triton.jit
+def store_units(
+    data_ptr,
+    a,
+    b,
+    c,
+    d,
+    row,
+    col,
+    rows,
+    dim,
+    WIDTH: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    UNITS: tl.constexpr,
+):
+    """Sixteen codes of each unit, one in each byte of four words, packed to WIDTH / 2 words."""
+    m, n = tl.arange(0, BLOCK_M), tl.arange(0, UNITS)
+    mask = None if EVEN else (m < rows - row)[:, None] & (n < (dim - col) // 16)[None, :]
+    WORDS: tl.constexpr = WIDTH // 2
+    # A row has dim / 16 units.
+    to = data_ptr.to(tl.pointer_type(tl.int32)) + (row * (dim // 16) + col // 16) * WORDS
+    to += (m * (dim // 16))[:, None] * WORDS + n[None, :] * WORDS
+    if WIDTH == 8:
+        k = tl.arange(0, 4)
+        tl.store(
+            to[:, :, None] + k[None, None, :], interleave_four(a, b, c, d), mask=None if EVEN else mask[:, :, None]
+        )
+    elif WIDTH == 4:
+        k = tl.arange(0, 2)
+        two = tl.join(eight_nibbles(a, b), eight_nibbles(c, d))
+        tl.store(to[:, :, None] + k[None, None, :], two, mask=None if EVEN else mask[:, :, None])
+    else:
+        a, b, c, d = twenty_four_bits(a), twenty_four_bits(b), twenty_four_bits(c), twenty_four_bits(d)
+        tl.store(to, bytes_of(a, b, 0x4210), mask=mask)
+        tl.store(to + 1, bytes_of(b, c, 0x5421), mask=mask)
+        tl.store(to + 2, bytes_of(c, d, 0x6542), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -115,19 +210,23 @@ def _mxfp_amax_pairs_kernel(
 ):
     """As `kernel._mxfp_amax_kernel`. Raised by 0x80, what is not finite is a negative number of 16 bits."""
     row, col = corner(dim, False, ONE, BLOCK_M, BLOCK_N)
-    bits = load_pairs(x_ptr, row, col, rows, dim, stride_xm, EVEN, BLOCK_M, BLOCK_N)
-    raised = (bits & both(0x7FFF)) + both(0x80)
+    m, n = row + tl.arange(0, BLOCK_M), col // 2 + tl.arange(0, BLOCK_N // 2)
+    mask = None if EVEN else (m < rows)[:, None] & (n < dim // 2)[None, :]
+    at = x_ptr.to(tl.pointer_type(tl.int32)) + m[:, None] * (stride_xm // 2) + n[None, :]
+    raised = (tl.load(at, mask=mask, other=None if EVEN else 0) & both(0x7FFF)) + both(0x80)
     most = larger_signed(tl.reduce(raised, 1, larger_signed), both(0x80))
     tl.atomic_max(amax_ptr, (tl.max(tl.maximum(most & 0xFFFF, most >> 16)) - 0x80) << 16, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["seed_low", "seed_high", "rows"])
 def _mxfp_quantize_pairs_kernel(
     x_ptr,
     data_ptr,
     scale_ptr,
     tensor_scale_ptr,
     amax_ptr,
+    seed_low,
+    seed_high,
     rows,
     dim,
     stride_xm,
@@ -137,6 +236,7 @@ def _mxfp_quantize_pairs_kernel(
     LARGEST_CODE: tl.constexpr,
     EMAX: tl.constexpr,
     BLOCK: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     EVEN: tl.constexpr,
     ONE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -144,43 +244,44 @@ def _mxfp_quantize_pairs_kernel(
 ):
     """x [rows, dim] in bf16 to data and scales, as `kernel._mxfp_quantize_kernel`. dim is a number of whole blocks, and
     a row is contiguous and begins on a boundary of 4 bytes."""
-    PAIRS: tl.constexpr = BLOCK_N // 2
+    UNITS: tl.constexpr = BLOCK_N // 16
     row, col = corner(dim, amax_ptr is not None, ONE, BLOCK_M, BLOCK_N)
-    bits = load_pairs(x_ptr, row, col, rows, dim, stride_xm, EVEN, BLOCK_M, BLOCK_N)
-    magnitude = bits & both(0x7FFF)
-    blocks = tl.reshape(magnitude, [BLOCK_M, BLOCK_N // BLOCK, BLOCK // 2])
-    most = tl.reduce(blocks, 2, larger)
+    a, b, c, d, e, f, g, h = load_eight(x_ptr, row, col, rows, dim, stride_xm, EVEN, BLOCK_M, BLOCK_N)
+    most = largest_of_eight(a, b, c, d, e, f, g, h)
+    if BLOCK == 32:
+        most = tl.reduce(tl.reshape(most, [BLOCK_M, UNITS // 2, 2]), 2, larger)
+        most = tl.reshape(tl.broadcast_to(most[:, :, None], [BLOCK_M, UNITS // 2, 2]), [BLOCK_M, UNITS])
     amax = tl.maximum(most & 0xFFFF, most >> 16) << 16  # as fp32
     if tensor_scale_ptr is not None:
         amax, tensor_scale = with_tensor_scale(amax, tensor_scale_ptr, amax_ptr)
-    # A block with a NaN or an infinity: its scale is NaN, its data are zeros, which they become once they are packed.
+    # A block with a NaN or an infinity: its scale is NaN, its data are zeros.
     finite = amax < NOT_FINITE
     amax = tl.where(finite, amax, 0)
     if tensor_scale_ptr is not None:
-        scale, inverse = nv_scale(amax, tensor_scale, LARGEST_E2M1)
+        scale, factor = nv_scale(amax, tensor_scale, LARGEST_E2M1)
         scale = tl.where(finite, scale, 0x7F)
-        y = rounded_product(blocks, inverse[:, :, None])
     else:
-        exponent, inverse = mx_scale(amax, EMAX)
-        scale = tl.where(finite, exponent, 0xFF)
-        y = product(blocks, (inverse.to(tl.int32, bitcast=True) >> 16)[:, :, None] * 0x10001)
-    store_tile(scale_ptr, scale.to(tl.uint8), row, col // BLOCK, rows, dim // BLOCK, EVEN, BLOCK_M, BLOCK_N // BLOCK)
-    y = tl.reshape(y, [BLOCK_M, PAIRS])
-    codes = encode_pairs(y, MANTISSA, BIAS, LARGEST_CODE)
-    codes |= (bits >> (16 - WIDTH)) & both(1 << (WIDTH - 1))
-    codes = (codes & 0xFFFF) | (codes >> (16 - WIDTH))
-    if WIDTH == 8:
-        codes = zero_unless(finite, codes, BLOCK_M, PAIRS, BLOCK // 2).to(tl.int16)
-        to = data_ptr.to(tl.pointer_type(tl.int16))
-        store_tile(to, codes, row, col // 2, rows, dim // 2, EVEN, BLOCK_M, PAIRS)
-    elif WIDTH == 4:
-        codes = zero_unless(finite, codes, BLOCK_M, PAIRS, BLOCK // 2).to(tl.uint8)
-        store_tile(data_ptr, codes, row, col // 2, rows, dim // 2, EVEN, BLOCK_M, PAIRS)
-    else:
-        m, n = row + tl.arange(0, BLOCK_M), col // 16 + tl.arange(0, BLOCK_N // 16)
-        mask = None if EVEN else (m < rows)[:, None] & (n < dim // 16)[None, :]
-        at = data_ptr + m[:, None] * (dim // 16 * 3) + n[None, :] * 3
-        first, second, third = pack_twelve(codes & 0xFFF, BLOCK_M, PAIRS)
-        tl.store(at, zero_unless(finite, first, BLOCK_M, BLOCK_N // 16, BLOCK // 16), mask=mask)
-        tl.store(at + 1, zero_unless(finite, second, BLOCK_M, BLOCK_N // 16, BLOCK // 16), mask=mask)
-        tl.store(at + 2, zero_unless(finite, third, BLOCK_M, BLOCK_N // 16, BLOCK // 16), mask=mask)
+        scale, factor = mx_scale(amax, EMAX)
+        scale = tl.where(finite, scale, 0xFF)
+        if not STOCHASTIC:
+            if WIDTH == 4:
+                factor = (factor.to(tl.int32, bitcast=True) >> 16) * 0x10001
+            if WIDTH == 6:  # e2m3 as e4m3, e3m2 as e5m2
+                factor *= 2.0 ** (BIAS - (7 if MANTISSA == 3 else 15))
+    # One thread a block stores its scale.
+    m, n = tl.arange(0, BLOCK_M), tl.arange(0, UNITS)
+    first = (n % (BLOCK // 16) == 0)[None, :]
+    mask = first if EVEN else first & (m < rows - row)[:, None] & (n < (dim - col) // 16)[None, :]
+    to = scale_ptr + row * (dim // BLOCK) + col // BLOCK + (m * (dim // BLOCK))[:, None] + (n // (BLOCK // 16))[None, :]
+    tl.store(to, scale.to(tl.uint8), mask=mask)
+    p, q, r, s, t, u, v, w = a, b, c, d, e, f, g, h  # random bits; not looked at without STOCHASTIC
+    if STOCHASTIC:
+        counter = (row + m)[:, None] * (dim // 8) + (col // 8 + n * 2)[None, :]
+        p, q, r, s = four_random(seed_low, seed_high, counter)
+        t, u, v, w = four_random(seed_low, seed_high, counter + 1)
+    a = four_codes(a, b, p, q, factor, WIDTH, MANTISSA, BIAS, LARGEST_CODE, BLOCK, STOCHASTIC)
+    c = four_codes(c, d, r, s, factor, WIDTH, MANTISSA, BIAS, LARGEST_CODE, BLOCK, STOCHASTIC)
+    e = four_codes(e, f, t, u, factor, WIDTH, MANTISSA, BIAS, LARGEST_CODE, BLOCK, STOCHASTIC)
+    g = four_codes(g, h, v, w, factor, WIDTH, MANTISSA, BIAS, LARGEST_CODE, BLOCK, STOCHASTIC)
+    a, c, e, g = tl.where(finite, a, 0), tl.where(finite, c, 0), tl.where(finite, e, 0), tl.where(finite, g, 0)
+    store_units(data_ptr, a, c, e, g, row, col, rows, dim, WIDTH, EVEN, BLOCK_M, UNITS)
