@@ -85,10 +85,16 @@ def nv_scale(amax, tensor_scale, LARGEST: tl.constexpr):
 
 @triton.jit
 def four_random(seed_low, seed_high, index):
-    """128 random bits for each int64 index, as four int32: Philox-4x32 of ten rounds."""
-    seed = (seed_high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | seed_low.to(tl.uint32, bitcast=True)
-    low, high = (index & 0xFFFFFFFF).to(tl.uint32), (index >> 32).to(tl.uint32)
-    a, b, c, d = tl.philox(seed, low, high, low * 0, low * 0)
+    """128 random bits for each int64 index, as four int32: Philox-4x32 of ten rounds (Salmon et al. 2011)."""
+    key_a, key_b = seed_low.to(tl.uint32, bitcast=True), seed_high.to(tl.uint32, bitcast=True)
+    a, b = (index & 0xFFFFFFFF).to(tl.uint32), (index >> 32).to(tl.uint32)
+    c, d = a * 0, a * 0
+    for _ in tl.static_range(10):
+        # One instruction for both halves of a product, which tl.philox takes two for.
+        left, right = a.to(tl.uint64) * 0xD2511F53, c.to(tl.uint64) * 0xCD9E8D57
+        a, c = (right >> 32).to(tl.uint32) ^ b ^ key_a, (left >> 32).to(tl.uint32) ^ d ^ key_b
+        b, d = right.to(tl.uint32), left.to(tl.uint32)
+        key_a, key_b = key_a + 0x9E3779B9, key_b + 0xBB67AE85
     a, b = a.to(tl.int32, bitcast=True), b.to(tl.int32, bitcast=True)
     return a, b, c.to(tl.int32, bitcast=True), d.to(tl.int32, bitcast=True)
 
@@ -107,9 +113,8 @@ def interleave(even, odd, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def interleave_four(a, b, c, d):
-    """The tile with one more dimension, which has these four."""
-    tile = tl.join(tl.join(a, c), tl.join(b, d))
-    return tl.reshape(tile, tile.shape[:-2] + [4])
+    """The tile that has these four in order, with two more dimensions of two."""
+    return tl.join(tl.join(a, c), tl.join(b, d))
 
 
 @triton.jit

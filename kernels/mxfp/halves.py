@@ -1,7 +1,6 @@
 """Instructions of sm_90 on the two numbers of 16 bits in a register, and conversions of them: inline PTX.
 
-Each is one instruction of SASS, but for `scaled`, `to_eight_bits` and `truncated_product`, whose parts are. The tests
-write them out for the interpreter, which has no PTX.
+The tests write them out for the interpreter, which has no PTX.
 """
 
 from __future__ import annotations
@@ -131,5 +130,38 @@ def to_eight_bits(a, b, factor, MANTISSA: tl.constexpr):
 
 @triton.jit
 def truncated_product(a, b):
-    """Of two numbers of fp32, rounded towards zero."""
-    return tl.inline_asm_elementwise("mul.rz.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, is_pure=True, pack=1)
+    """Of two numbers >= 0 of fp32, rounded towards zero; at most 1."""
+    return tl.inline_asm_elementwise("mul.rz.sat.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def products_of_magnitudes(a, factor):
+    """Of two numbers of bf16, with one of fp32: two of fp32."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t; .reg .f32 x; shl.b32 t, $2, 16; mov.b32 x, t; abs.f32 x, x; mul.rn.f32 $0, x, $3; "
+        "and.b32 t, $2, 0x7FFF0000; mov.b32 x, t; mul.rn.f32 $1, x, $3; }",
+        "=f,=f,r,f",
+        [a, factor],
+        (tl.float32, tl.float32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def to_e4m3(a):
+    """The code of a number >= 0 of fp32: to nearest, ties to even, saturating."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 t; cvt.rn.satfinite.e4m3x2.f32 t, 0f00000000, $1; cvt.u32.u16 $0, t; }",
+        "=r,f",
+        [a],
+        tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def reciprocal(a):
+    """Of fp32, correctly rounded."""
+    return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [a], tl.float32, is_pure=True, pack=1)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .codec import NOT_FINITE, four_random, interleave_four, mx_scale, nv_scale
+from .codec import NOT_FINITE, four_random, interleave_four, mx_scale
 from .halves import (
     both,
     bytes_of,
@@ -29,7 +29,10 @@ from .halves import (
     larger_signed,
     product,
     product_and_sum,
+    products_of_magnitudes,
+    reciprocal,
     smaller,
+    to_e4m3,
     to_eight_bits,
     truncated_product,
 )
@@ -68,10 +71,19 @@ def largest_of_eight(a, b, c, d, e, f, g, h):
 
 
 @triton.jit
-def rounded_product(magnitude, factor):
-    """Two numbers >= 0 in bf16 times one in fp32, rounded to fp32 and then to odd in bf16."""
-    a = ((magnitude << 16).to(tl.float32, bitcast=True) * factor).to(tl.int32, bitcast=True)
-    b = ((magnitude & 0x7FFF0000).to(tl.float32, bitcast=True) * factor).to(tl.int32, bitcast=True)
+def nv_scale(amax, tensor_scale):
+    """As `codec.nv_scale`."""
+    wanted = tl.div_rn(amax.to(tl.float32, bitcast=True), tensor_scale * LARGEST_E2M1)
+    code = tl.maximum(to_e4m3(wanted), 1)
+    scale = (code << 20).to(tl.float32, bitcast=True) * 2.0**120
+    return code, reciprocal(scale * tensor_scale)
+
+
+@triton.jit
+def rounded_product(x, factor):
+    """Magnitudes of two numbers in bf16 times one in fp32, rounded to fp32 and then to odd in bf16."""
+    a, b = products_of_magnitudes(x, factor)
+    a, b = a.to(tl.int32, bitcast=True), b.to(tl.int32, bitcast=True)
     return bytes_of(a, b, 0x7632) | smaller(bytes_of(a, b, 0x5410), both(1))
 
 
@@ -79,7 +91,7 @@ def rounded_product(magnitude, factor):
 def e2m1_of(x, factor, BLOCK: tl.constexpr):
     """The codes of two numbers' magnitudes, in the last three bits of either half."""
     if BLOCK == 16:
-        y = rounded_product(x & both(0x7FFF), factor)
+        y = rounded_product(x, factor)
     else:
         y = product(x & both(0x7FFF), factor)
     below_2 = product_and_sum(y, both(0x4000), both(INTEGERS))  # 2 y
@@ -89,21 +101,19 @@ def e2m1_of(x, factor, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def code_at_random(magnitude, factor, below, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """As `codec.encode_at_random`, of the bits of a number in fp32 and of 16 random bits; what is too large has too
-    large a code."""
-    y = magnitude.to(tl.float32, bitcast=True) * factor
-    # With fp32's smallest exponent in place of the element's the bits are the code and the fraction of a step.
-    code = truncated_product(y, 2.0 ** (BIAS - 127)).to(tl.int32, bitcast=True)
-    return (code + (below << (7 - MANTISSA))) >> (23 - MANTISSA)
+def code_and_fraction(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """The code of an element in the highest 8 bits, and in the others the fraction of a step, cut off there. That is
+    how fp32's bits are with its smallest exponent in place of the element's, but for their place."""
+    return truncated_product(y, 2.0 ** (BIAS - 127)).to(tl.int32, bitcast=True) * (2 << MANTISSA)
 
 
 @triton.jit
 def at_random(x, random, factor, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST_CODE: tl.constexpr):
-    """The codes of two numbers' magnitudes, one in either half."""
-    low = code_at_random((x & 0x7FFF) << 16, factor, random & 0xFFFF, MANTISSA, BIAS)
-    high = code_at_random(x & 0x7FFF0000, factor, (random >> 16) & 0xFFFF, MANTISSA, BIAS)
-    return smaller(bytes_of(low, high, 0x5410), both(LARGEST_CODE))
+    """The codes of two numbers' magnitudes, in the upper byte of either half, as `codec.encode_at_random`."""
+    low, high = products_of_magnitudes(x, factor)
+    low = code_and_fraction(low, MANTISSA, BIAS) + bytes_of(random, random * 0, 0x4104)
+    high = code_and_fraction(high, MANTISSA, BIAS) + bytes_of(random, random * 0, 0x4324)
+    return smaller(bytes_of(low, high, 0x7632), both(LARGEST_CODE * 256 + 255))
 
 
 @triton.jit
@@ -129,13 +139,13 @@ def four_codes(
     STOCHASTIC: tl.constexpr,
 ):
     """The codes of four numbers, one in the lowest bits of each byte."""
-    if WIDTH == 4 or STOCHASTIC:
-        if STOCHASTIC:
-            a_codes = at_random(a, random_a, factor, MANTISSA, BIAS, LARGEST_CODE)
-            b_codes = at_random(b, random_b, factor, MANTISSA, BIAS, LARGEST_CODE)
-        else:
-            a_codes, b_codes = e2m1_of(a, factor, BLOCK), e2m1_of(b, factor, BLOCK)
-        codes = with_signs(bytes_of(a_codes, b_codes, 0x6420), bytes_of(a, b, 0x7531), WIDTH)
+    if STOCHASTIC:
+        a_codes = at_random(a, random_a, factor, MANTISSA, BIAS, LARGEST_CODE)
+        b_codes = at_random(b, random_b, factor, MANTISSA, BIAS, LARGEST_CODE)
+        codes = with_signs(bytes_of(a_codes, b_codes, 0x7531), bytes_of(a, b, 0x7531), WIDTH)
+    elif WIDTH == 4:
+        codes = bytes_of(e2m1_of(a, factor, BLOCK), e2m1_of(b, factor, BLOCK), 0x6420)
+        codes = with_signs(codes, bytes_of(a, b, 0x7531), WIDTH)
     else:
         codes = to_eight_bits(a, b, factor, MANTISSA)
         if WIDTH == 6:
@@ -180,20 +190,18 @@ def store_units(
     # A row has dim / 16 units.
     to = data_ptr.to(tl.pointer_type(tl.int32)) + (row * (dim // 16) + col // 16) * WORDS
     to += (m * (dim // 16))[:, None] * WORDS + n[None, :] * WORDS
-    if WIDTH == 8:
-        k = tl.arange(0, 4)
-        tl.store(
-            to[:, :, None] + k[None, None, :], interleave_four(a, b, c, d), mask=None if EVEN else mask[:, :, None]
-        )
-    elif WIDTH == 4:
-        k = tl.arange(0, 2)
-        two = tl.join(eight_nibbles(a, b), eight_nibbles(c, d))
-        tl.store(to[:, :, None] + k[None, None, :], two, mask=None if EVEN else mask[:, :, None])
-    else:
+    if WIDTH == 6:
         a, b, c, d = twenty_four_bits(a), twenty_four_bits(b), twenty_four_bits(c), twenty_four_bits(d)
         tl.store(to, bytes_of(a, b, 0x4210), mask=mask)
         tl.store(to + 1, bytes_of(b, c, 0x5421), mask=mask)
         tl.store(to + 2, bytes_of(c, d, 0x6542), mask=mask)
+    else:
+        if WIDTH == 8:
+            words = tl.reshape(interleave_four(a, b, c, d), [BLOCK_M, UNITS, 4])
+        else:
+            words = tl.join(eight_nibbles(a, b), eight_nibbles(c, d))
+        to = to[:, :, None] + tl.arange(0, WORDS)[None, None, :]
+        tl.store(to, words, mask=None if EVEN else mask[:, :, None])
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -258,7 +266,7 @@ def _mxfp_quantize_pairs_kernel(
     finite = amax < NOT_FINITE
     amax = tl.where(finite, amax, 0)
     if tensor_scale_ptr is not None:
-        scale, factor = nv_scale(amax, tensor_scale, LARGEST_E2M1)
+        scale, factor = nv_scale(amax, tensor_scale)
         scale = tl.where(finite, scale, 0x7F)
     else:
         scale, factor = mx_scale(amax, EMAX)

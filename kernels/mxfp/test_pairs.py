@@ -125,10 +125,25 @@ def _to_eight_bits(a, b, factor, MANTISSA: tl.constexpr):
 
 @triton.jit
 def _truncated_product(a, b):
-    """Of numbers >= 0."""
     exact = a.to(tl.float64) * b
     y = exact.to(tl.float32)
-    return (y.to(tl.int32, bitcast=True) - (y.to(tl.float64) > exact).to(tl.int32)).to(tl.float32, bitcast=True)
+    y = (y.to(tl.int32, bitcast=True) - (y.to(tl.float64) > exact).to(tl.int32)).to(tl.float32, bitcast=True)
+    return tl.minimum(y, 1.0)
+
+
+@triton.jit
+def _products_of_magnitudes(a, factor):
+    return _wide(a & 0x7FFF) * factor, _wide((a >> 16) & 0x7FFF) * factor
+
+
+@triton.jit
+def _to_e4m3(a):
+    return encode(a, 3, 7, 448.0)
+
+
+@triton.jit
+def _reciprocal(a):
+    return tl.div_rn(1.0, a)
 
 
 WRITTEN = (
@@ -143,6 +158,9 @@ WRITTEN = (
     _scaled,
     _to_eight_bits,
     _truncated_product,
+    _products_of_magnitudes,
+    _to_e4m3,
+    _reciprocal,
 )
 
 
