@@ -94,7 +94,8 @@ def four_random(seed_low, seed_high, index):
         left, right = a.to(tl.uint64) * 0xD2511F53, c.to(tl.uint64) * 0xCD9E8D57
         a, c = (right >> 32).to(tl.uint32) ^ b ^ key_a, (left >> 32).to(tl.uint32) ^ d ^ key_b
         b, d = right.to(tl.uint32), left.to(tl.uint32)
-        key_a, key_b = key_a + 0x9E3779B9, key_b + 0xBB67AE85
+        key_a = tl.add(key_a, 0x9E3779B9, sanitize_overflow=False)
+        key_b = tl.add(key_b, 0xBB67AE85, sanitize_overflow=False)
     a, b = a.to(tl.int32, bitcast=True), b.to(tl.int32, bitcast=True)
     return a, b, c.to(tl.int32, bitcast=True), d.to(tl.int32, bitcast=True)
 

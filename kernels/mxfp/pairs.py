@@ -104,15 +104,17 @@ def e2m1_of(x, factor, BLOCK: tl.constexpr):
 def code_and_fraction(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     """The code of an element in the highest 8 bits, and in the others the fraction of a step, cut off there. That is
     how fp32's bits are with its smallest exponent in place of the element's, but for their place."""
-    return truncated_product(y, 2.0 ** (BIAS - 127)).to(tl.int32, bitcast=True) * (2 << MANTISSA)
+    code = truncated_product(y, 2.0 ** (BIAS - 127)).to(tl.int32, bitcast=True)
+    return tl.mul(code, 2 << MANTISSA, sanitize_overflow=False)
 
 
 @triton.jit
 def at_random(x, random, factor, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST_CODE: tl.constexpr):
     """The codes of two numbers' magnitudes, in the upper byte of either half, as `codec.encode_at_random`."""
     low, high = products_of_magnitudes(x, factor)
-    low = code_and_fraction(low, MANTISSA, BIAS) + bytes_of(random, random * 0, 0x4104)
-    high = code_and_fraction(high, MANTISSA, BIAS) + bytes_of(random, random * 0, 0x4324)
+    low, high = code_and_fraction(low, MANTISSA, BIAS), code_and_fraction(high, MANTISSA, BIAS)
+    low = tl.add(low, bytes_of(random, random * 0, 0x4104), sanitize_overflow=False)
+    high = tl.add(high, bytes_of(random, random * 0, 0x4324), sanitize_overflow=False)
     return smaller(bytes_of(low, high, 0x7632), both(LARGEST_CODE * 256 + 255))
 
 
@@ -190,18 +192,21 @@ def store_units(
     # A row has dim / 16 units.
     to = data_ptr.to(tl.pointer_type(tl.int32)) + (row * (dim // 16) + col // 16) * WORDS
     to += (m * (dim // 16))[:, None] * WORDS + n[None, :] * WORDS
-    if WIDTH == 6:
-        a, b, c, d = twenty_four_bits(a), twenty_four_bits(b), twenty_four_bits(c), twenty_four_bits(d)
-        tl.store(to, bytes_of(a, b, 0x4210), mask=mask)
-        tl.store(to + 1, bytes_of(b, c, 0x5421), mask=mask)
-        tl.store(to + 2, bytes_of(c, d, 0x6542), mask=mask)
+    if WIDTH == 4:
+        words = tl.join(eight_nibbles(a, b), eight_nibbles(c, d))
     else:
-        if WIDTH == 8:
-            words = tl.reshape(interleave_four(a, b, c, d), [BLOCK_M, UNITS, 4])
-        else:
-            words = tl.join(eight_nibbles(a, b), eight_nibbles(c, d))
-        to = to[:, :, None] + tl.arange(0, WORDS)[None, None, :]
-        tl.store(to, words, mask=None if EVEN else mask[:, :, None])
+        if WIDTH == 6:
+            a, b, c, d = twenty_four_bits(a), twenty_four_bits(b), twenty_four_bits(c), twenty_four_bits(d)
+            a, b, c = bytes_of(a, b, 0x4210), bytes_of(b, c, 0x5421), bytes_of(c, d, 0x6542)
+        words = tl.reshape(interleave_four(a, b, c, d), [BLOCK_M, UNITS, 4])
+    k = tl.arange(0, 2 if WIDTH == 4 else 4)
+    to = to[:, :, None] + k[None, None, :]
+    mask = None if EVEN else mask[:, :, None]
+    if WIDTH == 6:
+        # Three words of four. Neighbouring threads store neighbouring words, in segments of 96 bytes, for which the
+        # words change hands; a thread's own, 12 bytes apart from the next one's, would be three times as many sectors.
+        mask = (k < 3)[None, None, :] if EVEN else mask & (k < 3)[None, None, :]
+    tl.store(to, words, mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -222,8 +227,10 @@ def _mxfp_amax_pairs_kernel(
     mask = None if EVEN else (m < rows)[:, None] & (n < dim // 2)[None, :]
     at = x_ptr.to(tl.pointer_type(tl.int32)) + m[:, None] * (stride_xm // 2) + n[None, :]
     raised = (tl.load(at, mask=mask, other=None if EVEN else 0) & both(0x7FFF)) + both(0x80)
-    most = larger_signed(tl.reduce(raised, 1, larger_signed), both(0x80))
-    tl.atomic_max(amax_ptr, (tl.max(tl.maximum(most & 0xFFFF, most >> 16)) - 0x80) << 16, sem="relaxed")
+    most = tl.reduce(raised, None, larger_signed)
+    # The halves with their signs.
+    most = tl.maximum(tl.maximum((most << 16) >> 16, most >> 16), 0x80)
+    tl.atomic_max(amax_ptr, (most - 0x80) << 16, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["seed_low", "seed_high", "rows"])

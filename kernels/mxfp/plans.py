@@ -126,7 +126,8 @@ def _quantize_launches(x: torch.Tensor, layout: Format, stochastic: bool, find_s
 def _amax_launch(x: torch.Tensor, layout: Format) -> Launch:
     """Takes (x, amax), x [rows, dim]."""
     rows, dim = x.shape
-    if config := _pairs_config(x, 2):
+    if _pairs_config(x, 2):
+        config = configs.pick_amax(rows, dim)
         kernel, fixed = _mxfp_amax_pairs_kernel, (rows, dim, x.stride(0))
     else:
         config = _plain_config(x, layout)
