@@ -228,7 +228,7 @@ SPEC = KernelSpec(
     items=lambda case: case.dims["rows"],
     fuzz={"rows": (0, 140), "dim": (1, 300)},
     tunables=(
-        # On Hopper. What they do not take goes by pick_config and pick_dequantize_config, which are those of other GPUs.
+        # Hopper's. What they do not take goes by pick_config and pick_dequantize_config, as on other GPUs.
         Tunable(configs, "pick_pairs", "fwd", _candidates, cases=tuple(filter(_by_pairs, _BENCHED))),
         Tunable(
             configs,

@@ -92,7 +92,12 @@ def _mxfp_dequantize_pairs_kernel(
     else:
         factor = decode_scale(scale, True)
     a, b, c, d = scaled(a, factor, BF16), scaled(b, factor, BF16), scaled(c, factor, BF16), scaled(d, factor, BF16)
+    store_units(y_ptr, tl.reshape(interleave_four(a, b, c, d), [4 * UNITS]), first, units, EVEN, UNITS)
+
+
+@triton.jit
+def store_units(y_ptr, y, first, units, EVEN: tl.constexpr, UNITS: tl.constexpr):
+    """The words of units from the first one on."""
     word = tl.arange(0, 4 * UNITS)
     mask = None if EVEN else word < (units - first) * 4
-    y = tl.reshape(interleave_four(a, b, c, d), [4 * UNITS])
     tl.store(y_ptr.to(tl.pointer_type(tl.int32)) + first * 4 + word, y, mask=mask)

@@ -43,23 +43,33 @@ INTEGERS = tl.constexpr(0x4340)  # bf16 of 192: from there to 256 the last place
 
 
 @triton.jit
-def load_eight(x_ptr, row, col, rows, dim, stride_xm, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Sixteen numbers of each unit as eight tiles [rows, units]; zeros where x has ended."""
-    m, n, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N // 16), tl.arange(0, 4)
-    at = x_ptr + row * stride_xm + col
-    at = at.to(tl.pointer_type(tl.int32)) + (m * (stride_xm // 2))[:, None, None] + n[None, :, None] * 8
-    at += k[None, None, :]
-    mask = None if EVEN else ((m < rows - row)[:, None] & (n < (dim - col) // 16)[None, :])[:, :, None]
+def unit_places(BLOCK_M: tl.constexpr, UNITS: tl.constexpr):
+    """The row in the tile of each unit of sixteen elements, and its place in the row. Units are one dimension: of two
+    Triton may give neighbouring threads the rows."""
+    unit = tl.arange(0, BLOCK_M * UNITS)
+    return (unit // UNITS).to(tl.int64), unit % UNITS
+
+
+@triton.jit
+def load_eight(x_ptr, row, col, m, n, mask, stride_xm, EVEN: tl.constexpr):
+    """Sixteen numbers of each unit as eight registers; zeros where x has ended."""
+    at = (x_ptr + row * stride_xm + col).to(tl.pointer_type(tl.int32))
+    at = at + (m * (stride_xm // 2) + n * 8)[:, None] + tl.arange(0, 4)[None, :]
+    mask = None if EVEN else mask[:, None]
     other: tl.constexpr = None if EVEN else 0
-    left = tl.reshape(tl.load(at, mask=mask, other=other), [BLOCK_M, BLOCK_N // 16, 2, 2])
-    right = tl.reshape(tl.load(at + 4, mask=mask, other=other), [BLOCK_M, BLOCK_N // 16, 2, 2])
-    even, odd = tl.split(left)
+    left, right = tl.load(at, mask=mask, other=other), tl.load(at + 4, mask=mask, other=other)
+    a, b, c, d = split_four(left)
+    e, f, g, h = split_four(right)
+    return a, b, c, d, e, f, g, h
+
+
+@triton.jit
+def split_four(tile):
+    """The columns of a tile of four."""
+    even, odd = tl.split(tl.reshape(tile, [tile.shape[0], 2, 2]))
     a, c = tl.split(even)
     b, d = tl.split(odd)
-    even, odd = tl.split(right)
-    e, g = tl.split(even)
-    f, h = tl.split(odd)
-    return a, b, c, d, e, f, g, h
+    return a, b, c, d
 
 
 @triton.jit
@@ -170,42 +180,25 @@ def twenty_four_bits(codes):
 
 
 @triton.jit
-def store_units(
-    data_ptr,
-    a,
-    b,
-    c,
-    d,
-    row,
-    col,
-    rows,
-    dim,
-    WIDTH: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    UNITS: tl.constexpr,
-):
+def store_units(data_ptr, a, b, c, d, row, col, m, n, mask, dim, WIDTH: tl.constexpr, EVEN: tl.constexpr):
     """Sixteen codes of each unit, one in each byte of four words, packed to WIDTH / 2 words."""
-    m, n = tl.arange(0, BLOCK_M), tl.arange(0, UNITS)
-    mask = None if EVEN else (m < rows - row)[:, None] & (n < (dim - col) // 16)[None, :]
     WORDS: tl.constexpr = WIDTH // 2
-    # A row has dim / 16 units.
-    to = data_ptr.to(tl.pointer_type(tl.int32)) + (row * (dim // 16) + col // 16) * WORDS
-    to += (m * (dim // 16))[:, None] * WORDS + n[None, :] * WORDS
     if WIDTH == 4:
         words = tl.join(eight_nibbles(a, b), eight_nibbles(c, d))
     else:
         if WIDTH == 6:
             a, b, c, d = twenty_four_bits(a), twenty_four_bits(b), twenty_four_bits(c), twenty_four_bits(d)
             a, b, c = bytes_of(a, b, 0x4210), bytes_of(b, c, 0x5421), bytes_of(c, d, 0x6542)
-        words = tl.reshape(interleave_four(a, b, c, d), [BLOCK_M, UNITS, 4])
-    k = tl.arange(0, 2 if WIDTH == 4 else 4)
-    to = to[:, :, None] + k[None, None, :]
-    mask = None if EVEN else mask[:, :, None]
+        words = tl.reshape(interleave_four(a, b, c, d), [a.shape[0], 4])
+    # A row has dim / 16 units.
+    to = data_ptr.to(tl.pointer_type(tl.int32)) + (row * (dim // 16) + col // 16) * WORDS
+    k = tl.arange(0, 2 if WIDTH == 4 else 4)[None, :]
+    to = to + ((m * (dim // 16) + n) * WORDS)[:, None] + k
+    mask = None if EVEN else mask[:, None]
     if WIDTH == 6:
         # Three words of four. Neighbouring threads store neighbouring words, in segments of 96 bytes, for which the
         # words change hands; a thread's own, 12 bytes apart from the next one's, would be three times as many sectors.
-        mask = (k < 3)[None, None, :] if EVEN else mask & (k < 3)[None, None, :]
+        mask = k < 3 if EVEN else mask & (k < 3)
     tl.store(to, words, mask=mask)
 
 
@@ -259,13 +252,14 @@ def _mxfp_quantize_pairs_kernel(
 ):
     """x [rows, dim] in bf16 to data and scales, as `kernel._mxfp_quantize_kernel`. dim is a number of whole blocks, and
     a row is contiguous and begins on a boundary of 4 bytes."""
-    UNITS: tl.constexpr = BLOCK_N // 16
     row, col = corner(dim, amax_ptr is not None, ONE, BLOCK_M, BLOCK_N)
-    a, b, c, d, e, f, g, h = load_eight(x_ptr, row, col, rows, dim, stride_xm, EVEN, BLOCK_M, BLOCK_N)
+    m, n = unit_places(BLOCK_M, BLOCK_N // 16)
+    mask = (m < rows - row) & (n < (dim - col) // 16)
+    a, b, c, d, e, f, g, h = load_eight(x_ptr, row, col, m, n, mask, stride_xm, EVEN)
     most = largest_of_eight(a, b, c, d, e, f, g, h)
     if BLOCK == 32:
-        most = tl.reduce(tl.reshape(most, [BLOCK_M, UNITS // 2, 2]), 2, larger)
-        most = tl.reshape(tl.broadcast_to(most[:, :, None], [BLOCK_M, UNITS // 2, 2]), [BLOCK_M, UNITS])
+        two = tl.reshape(most, [BLOCK_M * BLOCK_N // 32, 2])
+        most = tl.reshape(tl.broadcast_to(tl.reduce(two, 1, larger)[:, None], two.shape), most.shape)
     amax = tl.maximum(most & 0xFFFF, most >> 16) << 16  # as fp32
     if tensor_scale_ptr is not None:
         amax, tensor_scale = with_tensor_scale(amax, tensor_scale_ptr, amax_ptr)
@@ -283,15 +277,13 @@ def _mxfp_quantize_pairs_kernel(
                 factor = (factor.to(tl.int32, bitcast=True) >> 16) * 0x10001
             if WIDTH == 6:  # e2m3 as e4m3, e3m2 as e5m2
                 factor *= 2.0 ** (BIAS - (7 if MANTISSA == 3 else 15))
-    # One thread a block stores its scale.
-    m, n = tl.arange(0, BLOCK_M), tl.arange(0, UNITS)
-    first = (n % (BLOCK // 16) == 0)[None, :]
-    mask = first if EVEN else first & (m < rows - row)[:, None] & (n < (dim - col) // 16)[None, :]
-    to = scale_ptr + row * (dim // BLOCK) + col // BLOCK + (m * (dim // BLOCK))[:, None] + (n // (BLOCK // 16))[None, :]
-    tl.store(to, scale.to(tl.uint8), mask=mask)
+    # One thread a block stores its scale; neighbours on purpose unknown to Triton, as in dequantize_pairs.py.
+    to = scale_ptr + row * (dim // BLOCK) + col // BLOCK + m * (dim // BLOCK) + (n * 3 // 3) // (BLOCK // 16)
+    first = n % (BLOCK // 16) == 0
+    tl.store(to, scale.to(tl.uint8), mask=first if EVEN else first & mask)
     p, q, r, s, t, u, v, w = a, b, c, d, e, f, g, h  # random bits; not looked at without STOCHASTIC
     if STOCHASTIC:
-        counter = (row + m)[:, None] * (dim // 8) + (col // 8 + n * 2)[None, :]
+        counter = (row + m) * (dim // 8) + col // 8 + n * 2
         p, q, r, s = four_random(seed_low, seed_high, counter)
         t, u, v, w = four_random(seed_low, seed_high, counter + 1)
     a = four_codes(a, b, p, q, factor, WIDTH, MANTISSA, BIAS, LARGEST_CODE, BLOCK, STOCHASTIC)
@@ -299,4 +291,4 @@ def _mxfp_quantize_pairs_kernel(
     e = four_codes(e, f, t, u, factor, WIDTH, MANTISSA, BIAS, LARGEST_CODE, BLOCK, STOCHASTIC)
     g = four_codes(g, h, v, w, factor, WIDTH, MANTISSA, BIAS, LARGEST_CODE, BLOCK, STOCHASTIC)
     a, c, e, g = tl.where(finite, a, 0), tl.where(finite, c, 0), tl.where(finite, e, 0), tl.where(finite, g, 0)
-    store_units(data_ptr, a, c, e, g, row, col, rows, dim, WIDTH, EVEN, BLOCK_M, UNITS)
+    store_units(data_ptr, a, c, e, g, row, col, m, n, mask, dim, WIDTH, EVEN)

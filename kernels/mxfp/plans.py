@@ -96,7 +96,7 @@ def _quantize_launches(x: torch.Tensor, layout: Format, stochastic: bool, find_s
     words = False
     if config := _pairs_config(x, layout.block):
         kernel, fixed = _mxfp_quantize_pairs_kernel, (rows, dim, strides[0])
-        largest = {"LARGEST_CODE": layout.largest_code}
+        largest: dict[str, float] = {"LARGEST_CODE": layout.largest_code}
     else:
         config, words = _plain_config(x, layout), layout.width == 6
         kernel, fixed = _mxfp_quantize_kernel, (rows, dim, layout.blocks(dim) * layout.block, *strides)
