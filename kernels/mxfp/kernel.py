@@ -9,9 +9,9 @@ mxfp4         1/2 + 1/32              170 MB (680 MB)    40 us (160 us)
 nvfp4         1/2 + 1/16              172 MB (688 MB)    40 us (162 us); x is read twice unless its scale is given
 
 `pairs.py` is what bf16 takes on Hopper. Here an element of mxfp4 costs 21 instructions of SASS (two for the maximum,
-nine for the rounding, two for the sign, the rest unpacking, packing and the scale), 11 of the integer pipe.
-At 64 of these a cycle and SM the floor leaves time for 9: it is the format that is bound by instructions as much as by
-bytes. mxfp8 has 18, and time for 11.
+nine for the rounding, two for the sign, the rest unpacking, packing and the scale), 11 of the integer pipe. At 64 of
+these a cycle and SM the floor leaves time for 9: it is the format that is bound by instructions as much as by bytes.
+mxfp8 has 18, and time for 11.
 """
 
 from __future__ import annotations
