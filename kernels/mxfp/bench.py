@@ -168,8 +168,16 @@ def _candidates(case: Case) -> list[configs.Config]:
     return [configs.Config(max(1, tile // n), n, w) for n in widths for tile in (2048, 4096, 8192) for w in (4, 8, 16)]
 
 
+def _amax_candidates(case: Case) -> list[configs.Config]:
+    return [configs.Config(tile // 512, 512, w) for tile in (4096, 8192, 16384, 32768) for w in (4, 8, 16)]
+
+
+def _units_candidates(case: Case) -> list[configs.UnitsConfig]:
+    return [configs.UnitsConfig(32 * w * each, w) for w in (1, 2, 4, 8, 16) for each in (1, 2, 4, 8)]
+
+
 def _by_pairs(case: Case) -> bool:
-    return not any(case.params.get(name) for name in ("dequantize", "stochastic")) and case.params.get("dim") != 0
+    return not case.params.get("dequantize") and case.params.get("dim") != 0
 
 
 def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
@@ -220,14 +228,21 @@ SPEC = KernelSpec(
     items=lambda case: case.dims["rows"],
     fuzz={"rows": (0, 140), "dim": (1, 300)},
     tunables=(
-        # On Hopper; what it does not take goes by pick_config.
+        # Hopper's. What they do not take goes by pick_config and pick_dequantize_config, as on other GPUs.
         Tunable(configs, "pick_pairs", "fwd", _candidates, cases=tuple(filter(_by_pairs, _BENCHED))),
+        Tunable(
+            configs,
+            "pick_amax",
+            "fwd",
+            _amax_candidates,
+            cases=tuple(c for c in _BENCHED if c.params == {"format": "nvfp4"}),
+        ),
         Tunable(
             configs,
             "pick_config",
             "fwd",
             _candidates,
-            cases=tuple(c for c in _BENCHED if not c.params.get("dequantize") and not _by_pairs(c)),
+            cases=tuple(c for c in _BENCHED if c.params.get("dim") == 0),
             implementation="triton",
         ),
         Tunable(
@@ -240,10 +255,17 @@ SPEC = KernelSpec(
         ),
         Tunable(
             configs,
+            "pick_dequantize_pairs",
+            "fwd",
+            _units_candidates,
+            cases=tuple(case for case in _BENCHED if case.params.get("dequantize")),
+        ),
+        Tunable(
+            configs,
             "pick_dequantize_config",
             "fwd",
             _candidates,
-            cases=tuple(case for case in _BENCHED if case.params.get("dequantize")),
+            cases=tuple(case for case in CASES if case.name == "129x1000-bf16-nvfp4-dequantize"),
         ),
     ),
     host_cases=(dataclasses.replace(_case(128, 256, BF16, "mxfp8_e4m3"), name="128x256-bf16-mxfp8_e4m3-host"),),

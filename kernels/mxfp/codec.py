@@ -31,11 +31,11 @@ def encode(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr)
 
 @triton.jit
 def encode_at_random(y, random, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
-    """As `encode`, but up with a probability of the fraction of a step that is to be rounded off, from 32 random bits.
-    The fraction has 23 - MANTISSA bits; those of a subnormal number are cut off there."""
+    """As `encode`, but up with a probability of the fraction of a step that is to be rounded off, cut to 16 bits, from
+    as many random bits."""
     SHIFT: tl.constexpr = 23 - MANTISSA
     y = tl.minimum(y, LARGEST)
-    below_a_step = (random >> (32 - SHIFT)).to(tl.int32)
+    below_a_step = random << (SHIFT - 16)
     normal = y.to(tl.int32, bitcast=True) - ((127 - BIAS) << 23)
     # In fixed point with SHIFT bits of fraction.
     subnormal = (tl.minimum(y, 2.0 ** (1 - BIAS)) * (2.0 ** (22 + BIAS))).to(tl.int32)
@@ -85,10 +85,19 @@ def nv_scale(amax, tensor_scale, LARGEST: tl.constexpr):
 
 @triton.jit
 def four_random(seed_low, seed_high, index):
-    """128 random bits for each int64 index, as four uint32: Philox-4x32 of ten rounds."""
-    seed = (seed_high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | seed_low.to(tl.uint32, bitcast=True)
-    low, high = (index & 0xFFFFFFFF).to(tl.uint32), (index >> 32).to(tl.uint32)
-    return tl.philox(seed, low, high, low * 0, low * 0)
+    """128 random bits for each int64 index, as four int32: Philox-4x32 of ten rounds (Salmon et al. 2011)."""
+    key_a, key_b = seed_low.to(tl.uint32, bitcast=True), seed_high.to(tl.uint32, bitcast=True)
+    a, b = (index & 0xFFFFFFFF).to(tl.uint32), (index >> 32).to(tl.uint32)
+    c, d = a * 0, a * 0
+    for _ in tl.static_range(10):
+        # One instruction for both halves of a product, which tl.philox takes two for.
+        left, right = a.to(tl.uint64) * 0xD2511F53, c.to(tl.uint64) * 0xCD9E8D57
+        a, c = (right >> 32).to(tl.uint32) ^ b ^ key_a, (left >> 32).to(tl.uint32) ^ d ^ key_b
+        b, d = right.to(tl.uint32), left.to(tl.uint32)
+        key_a = tl.add(key_a, 0x9E3779B9, sanitize_overflow=False)
+        key_b = tl.add(key_b, 0xBB67AE85, sanitize_overflow=False)
+    a, b = a.to(tl.int32, bitcast=True), b.to(tl.int32, bitcast=True)
+    return a, b, c.to(tl.int32, bitcast=True), d.to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -101,6 +110,12 @@ def pairs(codes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 def interleave(even, odd, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The tile that has these as even and odd columns."""
     return tl.reshape(tl.join(even, odd), [BLOCK_M, BLOCK_N])
+
+
+@triton.jit
+def interleave_four(a, b, c, d):
+    """The tile that has these four in order, with two more dimensions of two."""
+    return tl.join(tl.join(a, c), tl.join(b, d))
 
 
 @triton.jit

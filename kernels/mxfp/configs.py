@@ -21,6 +21,14 @@ class Config:
 
 
 @dataclass(frozen=True)
+class UnitsConfig:
+    """A CTA for each `units` units of eight elements."""
+
+    units: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
 class CudaConfig:
     """Of transposed.cu: steps of 32 rows of a warp, and warps of a CTA, which lie side by side with 64 columns each."""
 
@@ -73,23 +81,47 @@ def pick_pairs(
     dim: int,
     strides: tuple[int, int],
     block: int,
-    stochastic: bool,
     dtype: torch.dtype,
     capability: tuple[int, int],
 ) -> Config | None:
     """The configuration of quantisation two numbers at a time, or None where that is not possible: it takes bf16 from
-    sm_90 on, whole blocks, rows that are contiguous and begin on 16 bytes, and rounds to nearest. Pure.
+    sm_90 on, whole blocks, and rows that are contiguous and begin on 16 bytes. Pure.
 
-    Tiles as in `pick_config`: 32 elements a thread. Not tuned.
+    Tiles as in `pick_config`: twice 16 elements a thread, so that two loads of 16 bytes are under way for each, 64 KB
+    an SM with 32 registers. Not measured.
     """
     aligned = strides[1] == 1 and strides[0] % 8 == 0 and dim % block == 0
-    if capability < (9, 0) or dtype != torch.bfloat16 or stochastic or not aligned:
+    if capability < (9, 0) or dtype != torch.bfloat16 or not aligned:
         return None
     block_n = min(512, max(32, triton.next_power_of_2(dim)))
     return Config(TILE // block_n, block_n, 4)
+
+
+def pick_amax(rows: int, dim: int) -> Config:
+    """The configuration of the search for the largest magnitude, of what `pick_pairs` takes. Pure.
+
+    64 elements a thread, eight loads of 16 bytes, and an atomic operation for each 16384 elements. Not measured.
+    """
+    block_n = min(512, max(32, triton.next_power_of_2(dim)))
+    return Config(4 * TILE // block_n, block_n, 8)
 
 
 def pick_dequantize_config(rows: int, dim: int, width: int, dtype: torch.dtype, capability: tuple[int, int]) -> Config:
     """The configuration of dequantisation. Pure. `dtype` is that of the result. As quantisation; not tuned."""
     block_n = min(512, max(32, triton.next_power_of_2(dim)))
     return Config(TILE // block_n, block_n, 4)
+
+
+def pick_dequantize_pairs(
+    count: int, whole: bool, width: int, dtype: torch.dtype, capability: tuple[int, int]
+) -> UnitsConfig | None:
+    """The configuration of dequantisation in one layout, or None where that is not possible: it makes bf16 and fp16
+    from sm_90 on, of `count` elements that are `whole` blocks one after the other, from data that begin on 16 bytes.
+    Pure.
+
+    Four units a thread, whose loads are under way together; 32 registers, so that an SM has all its warps. Not
+    measured.
+    """
+    if capability < (9, 0) or dtype not in (torch.bfloat16, torch.float16) or not whole:
+        return None
+    return UnitsConfig(512, 4)

@@ -9,9 +9,9 @@ mxfp4         1/2 + 1/32              170 MB (680 MB)    40 us (160 us)
 nvfp4         1/2 + 1/16              172 MB (688 MB)    40 us (162 us); x is read twice unless its scale is given
 
 `pairs.py` is what bf16 takes on Hopper. Here an element of mxfp4 costs 21 instructions of SASS (two for the maximum,
-nine for the rounding, two for the sign, the rest unpacking, packing and the scale), 11 of the integer pipe.
-At 64 of these a cycle and SM the floor leaves time for 9: it is the format that is bound by instructions as much as by
-bytes. mxfp8 has 18, and time for 11.
+nine for the rounding, two for the sign, the rest unpacking, packing and the scale), 11 of the integer pipe. At 64 of
+these a cycle and SM the floor leaves time for 9: it is the format that is bound by instructions as much as by bytes.
+mxfp8 has 18, and time for 11.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from .codec import (
     encode_at_random,
     four_random,
     interleave,
+    interleave_four,
     mx_scale,
     nv_scale,
     pack_six,
@@ -164,10 +165,11 @@ def _mxfp_quantize_kernel(
     store_tile(scale_ptr, scale.to(tl.uint8), row, scale_col, rows, padded // BLOCK, EVEN, BLOCK_M, BLOCK_N // BLOCK)
     y = tl.reshape(tl.abs(blocks.to(tl.float32, bitcast=True)) * inverse[:, :, None], [BLOCK_M, BLOCK_N])
     if STOCHASTIC:
-        m, n = row + tl.arange(0, BLOCK_M), col // 4 + tl.arange(0, BLOCK_N // 4)
-        a, b, c, d = four_random(seed_low, seed_high, m[:, None] * (padded // 4) + n[None, :])
-        a, b = interleave(a, c, BLOCK_M, BLOCK_N // 2), interleave(b, d, BLOCK_M, BLOCK_N // 2)
-        codes = encode_at_random(y, interleave(a, b, BLOCK_M, BLOCK_N), MANTISSA, BIAS, LARGEST)
+        m, n = row + tl.arange(0, BLOCK_M), col // 8 + tl.arange(0, BLOCK_N // 8)
+        a, b, c, d = four_random(seed_low, seed_high, m[:, None] * (padded // 8) + n[None, :])
+        two = tl.reshape(interleave_four(a, b, c, d), [BLOCK_M, BLOCK_N // 2])
+        random = interleave(two & 0xFFFF, (two >> 16) & 0xFFFF, BLOCK_M, BLOCK_N)
+        codes = encode_at_random(y, random, MANTISSA, BIAS, LARGEST)
     else:
         codes = encode(y, MANTISSA, BIAS, LARGEST)
     codes |= (bits >> (32 - WIDTH)) & (1 << (WIDTH - 1))

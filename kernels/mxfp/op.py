@@ -42,8 +42,8 @@ def mxfp(
     x             [..., D, ...] fp32, fp16 or bf16, any strides. It is read in place where its other dimensions flatten
                   to one stride, otherwise copied first.
     format        "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4" or "nvfp4"
-    stochastic    round up with the probability of the fraction that is rounded off, which has 20 to 22 bits: unbiased
-                  where nothing saturates. Scales are rounded as before.
+    stochastic    round up with the probability of the fraction that is rounded off, cut to 16 bits: unbiased
+                  within 2^-16 of a step where nothing saturates. Scales are rounded as before.
     seed          of Philox, 0 <= seed < 2^63: a result depends on it, on x and on nothing else
     dim           along which blocks lie. The result is that of x.movedim(dim, -1), contiguous.
     tensor_scale  fp32 (): nvfp4's is used and not sought, so that x is read once. Where it is below 2^-117 or not

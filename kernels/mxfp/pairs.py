@@ -1,17 +1,29 @@
-"""Quantisation of bf16 on Hopper, two numbers an instruction.
+"""Quantisation of bf16 on Hopper, two numbers a register, sixteen elements a thread.
 
-What `kernel.py` computes in fp32, one element at a time, is exact in bf16: a product with a power of two, and a sum
-whose last place is a step of the element. So a register keeps the two neighbours that were loaded with it from the load
-to the store, and each of these instructions is of both: a product and an addition (HMUL2, HADD2), the largest and the
-smallest of two (VIMNMX.U16x2), and integer arithmetic without a carry between the halves.
+A thread holds sixteen neighbours in eight registers from the load to the store: a block of NVFP4, half of one of the
+others, so that a block's scale is found by one thread or by two. What `kernel.py` computes in fp32, one element at a
+time, is done by what the format allows:
+
+MXFP8   F2FP rounds products in fp32 to e4m3 and e5m2, two an instruction, with their signs, saturating.
+MXFP6   Two formats of 8 bits have the mantissas of those of 6 bits, and subnormal numbers as well: with the bias made
+        up for in the product, F2FP's code is that of 6 bits, but for 32, which saturates to 31.
+FP4     e2m1's code of y >= 0 is the integer nearest to min(2 y, y + 2, y / 2 + 4, 7). Each line is one fused
+        multiply-add of two numbers in bf16, with a sum whose last place is 1; a tie goes to the even code as it goes to
+        the even sum.
+
+Napkin maths, 8192 x 8192, one NVIDIA H200 (132 SMs, 4254 GB/s; floors in kernel.py), instructions of SASS an element
+with addresses, at 1.85 GHz:
+
+                    all     issued in   of the integer pipe, at 64 a cycle and SM   floor
+mxfp8                7.3      16 us       3.2    14 us                              48 us
+mxfp6               12.9      28 us       6.8    29 us                              44 us
+mxfp4                9.6      21 us       5.0    22 us                              40 us
+nvfp4               14.5      31 us       7.8    34 us                              40 us
+mxfp4, stochastic   18.4      40 us       9.2    40 us                              40 us; 5 of them are Philox
 
 NVFP4's products are rounded to fp32. Of these bf16 has the upper half; where the lower half is not zero its last bit is
 set (rounding to odd). It has more than two bits behind the last place of e2m1, so that what is rounded next is rounded
 as the number in fp32 is (Boldo and Melquiond 2008, doi:10.1109/TC.2007.70819).
-
-A thread has 32 elements. 12 instructions an element in MXFP8 and MXFP4, 16 in MXFP6, addresses included, where
-`kernel.py` has 18 to 23, and a third of them is not of the integer pipe. At 64 of that pipe a cycle and SM memory
-leaves time for 9 (mxfp4) to 11 (mxfp8).
 """
 
 from __future__ import annotations
@@ -19,86 +31,185 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .codec import NOT_FINITE, mx_scale, nv_scale, pack_twelve
-from .kernel import corner, store_tile, with_tensor_scale, zero_unless
+from .codec import NOT_FINITE, four_random, interleave_four, mx_scale
+from .halves import (
+    both,
+    bytes_of,
+    larger,
+    larger_signed,
+    product,
+    product_and_sum,
+    products_of_magnitudes,
+    reciprocal,
+    smaller,
+    to_e4m3,
+    to_eight_bits,
+    truncated_product,
+)
+from .kernel import corner, with_tensor_scale
 
 LARGEST_E2M1 = tl.constexpr(6.0)
+INTEGERS = tl.constexpr(0x4340)  # bf16 of 192: from there to 256 the last place is 1
 
 
 @triton.jit
-def both(bits: tl.constexpr):
-    """The same 16 bits in both halves of a register."""
-    return bits * 0x10001
+def unit_places(BLOCK_M: tl.constexpr, UNITS: tl.constexpr):
+    """The row in the tile of each unit of sixteen elements, and its place in the row. Units are one dimension: of two
+    Triton may give neighbouring threads the rows."""
+    unit = tl.arange(0, BLOCK_M * UNITS)
+    return (unit // UNITS).to(tl.int64), unit % UNITS
 
 
 @triton.jit
-def larger(a, b):
-    """The larger of each half, without a sign."""
-    return tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
+def load_eight(x_ptr, row, col, m, n, mask, stride_xm, EVEN: tl.constexpr):
+    """Sixteen numbers of each unit as eight registers; zeros where x has ended."""
+    at = (x_ptr + row * stride_xm + col).to(tl.pointer_type(tl.int32))
+    at = at + (m * (stride_xm // 2) + n * 8)[:, None] + tl.arange(0, 4)[None, :]
+    mask = None if EVEN else mask[:, None]
+    other: tl.constexpr = None if EVEN else 0
+    left, right = tl.load(at, mask=mask, other=other), tl.load(at + 4, mask=mask, other=other)
+    a, b, c, d = split_four(left)
+    e, f, g, h = split_four(right)
+    return a, b, c, d, e, f, g, h
 
 
 @triton.jit
-def larger_signed(a, b):
-    return tl.inline_asm_elementwise("max.s16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
+def split_four(tile):
+    """The columns of a tile of four."""
+    even, odd = tl.split(tl.reshape(tile, [tile.shape[0], 2, 2]))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
 
 
 @triton.jit
-def smaller(a, b):
-    return tl.inline_asm_elementwise("min.u16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
+def largest_of_eight(a, b, c, d, e, f, g, h):
+    """Magnitudes, in both halves."""
+    m: tl.constexpr = both(0x7FFF)
+    left = larger(larger(a & m, b & m), larger(c & m, d & m))
+    return larger(left, larger(larger(e & m, f & m), larger(g & m, h & m)))
 
 
 @triton.jit
-def product(a, b):
-    """Of two numbers in bf16."""
-    return tl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
+def nv_scale(amax, tensor_scale):
+    """As `codec.nv_scale`."""
+    wanted = tl.div_rn(amax.to(tl.float32, bitcast=True), tensor_scale * LARGEST_E2M1)
+    code = tl.maximum(to_e4m3(wanted), 1)
+    scale = (code << 20).to(tl.float32, bitcast=True) * 2.0**120
+    return code, reciprocal(scale * tensor_scale)
 
 
 @triton.jit
-def added(a, b):
-    """Two numbers in bf16, rounded to nearest, ties to even."""
-    return tl.inline_asm_elementwise("add.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
+def rounded_product(x, factor):
+    """Magnitudes of two numbers in bf16 times one in fp32, rounded to fp32 and then to odd in bf16."""
+    a, b = products_of_magnitudes(x, factor)
+    a, b = a.to(tl.int32, bitcast=True), b.to(tl.int32, bitcast=True)
+    return bytes_of(a, b, 0x7632) | smaller(bytes_of(a, b, 0x5410), both(1))
 
 
 @triton.jit
-def upper(a, b):
-    """The upper half of each."""
-    return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
+def e2m1_of(x, factor, BLOCK: tl.constexpr):
+    """The codes of two numbers' magnitudes, in the last three bits of either half."""
+    if BLOCK == 16:
+        y = rounded_product(x, factor)
+    else:
+        y = product(x & both(0x7FFF), factor)
+    below_2 = product_and_sum(y, both(0x4000), both(INTEGERS))  # 2 y
+    below_4 = product_and_sum(y, both(0x3F80), both(INTEGERS + 2))  # y + 2
+    above_4 = product_and_sum(y, both(0x3F00), both(INTEGERS + 4))  # y / 2 + 4
+    return smaller(smaller(below_2, below_4), smaller(above_4, both(INTEGERS + 7)))
 
 
 @triton.jit
-def lower(a, b):
-    return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
+def code_and_fraction(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """The code of an element in the highest 8 bits, and in the others the fraction of a step, cut off there. That is
+    how fp32's bits are with its smallest exponent in place of the element's, but for their place."""
+    code = truncated_product(y, 2.0 ** (BIAS - 127)).to(tl.int32, bitcast=True)
+    return tl.mul(code, 2 << MANTISSA, sanitize_overflow=False)
 
 
 @triton.jit
-def rounded_product(magnitude, factor):
-    """Two numbers >= 0 in bf16 times one in fp32, rounded to fp32 and then to odd in bf16; at most 8."""
-    a = ((magnitude << 16).to(tl.float32, bitcast=True) * factor).to(tl.int32, bitcast=True)
-    b = ((magnitude & 0x7FFF0000).to(tl.float32, bitcast=True) * factor).to(tl.int32, bitcast=True)
-    return smaller(upper(a, b) | smaller(lower(a, b), both(1)), both(0x4100))
+def at_random(x, random, factor, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST_CODE: tl.constexpr):
+    """The codes of two numbers' magnitudes, in the upper byte of either half, as `codec.encode_at_random`."""
+    low, high = products_of_magnitudes(x, factor)
+    low, high = code_and_fraction(low, MANTISSA, BIAS), code_and_fraction(high, MANTISSA, BIAS)
+    low = tl.add(low, bytes_of(random, random * 0, 0x4104), sanitize_overflow=False)
+    high = tl.add(high, bytes_of(random, random * 0, 0x4324), sanitize_overflow=False)
+    return smaller(bytes_of(low, high, 0x7632), both(LARGEST_CODE * 256 + 255))
 
 
 @triton.jit
-def encode_pairs(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST_CODE: tl.constexpr):
-    """The codes of two numbers y >= 0 in bf16, as `codec.encode` has them: one in each half.
-
-    With e the exponent of y above that of the smallest normal element, a sum with 2^(e + 7 - MANTISSA) is rounded to a
-    step of the element, of which its last bits are the number. The code is that number + (e << MANTISSA).
-    """
-    SHIFT: tl.constexpr = 7 - MANTISSA
-    exponent = larger(y & both(0x7F80), both((128 - BIAS) << 7))
-    anchor = exponent + both(SHIFT << 7)
-    steps = added(y, anchor) - anchor
-    return smaller(steps + ((exponent >> SHIFT) - both((128 - BIAS) << MANTISSA)), both(LARGEST_CODE))
+def with_signs(codes, signs, WIDTH: tl.constexpr):
+    """Four codes in the lowest bits of a byte, with the highest bits of the other's bytes as signs."""
+    MAGNITUDE: tl.constexpr = ((1 << (WIDTH - 1)) - 1) * 0x1010101
+    SIGN: tl.constexpr = (1 << (WIDTH - 1)) * 0x1010101 - (WIDTH // 8) * 0x100000000
+    return (codes & MAGNITUDE) | ((signs >> (8 - WIDTH)) & SIGN)
 
 
 @triton.jit
-def load_pairs(x_ptr, row, col, rows, dim, stride_xm, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A tile of x in bf16, two neighbours in each int32; zeros where x has ended."""
-    m, n = row + tl.arange(0, BLOCK_M), col // 2 + tl.arange(0, BLOCK_N // 2)
-    mask = None if EVEN else (m < rows)[:, None] & (n < dim // 2)[None, :]
-    at = x_ptr.to(tl.pointer_type(tl.int32)) + m[:, None] * (stride_xm // 2) + n[None, :]
-    return tl.load(at, mask=mask, other=None if EVEN else 0)
+def four_codes(
+    a,
+    b,
+    random_a,
+    random_b,
+    factor,
+    WIDTH: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    LARGEST_CODE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
+    """The codes of four numbers, one in the lowest bits of each byte."""
+    if STOCHASTIC:
+        a_codes = at_random(a, random_a, factor, MANTISSA, BIAS, LARGEST_CODE)
+        b_codes = at_random(b, random_b, factor, MANTISSA, BIAS, LARGEST_CODE)
+        codes = with_signs(bytes_of(a_codes, b_codes, 0x7531), bytes_of(a, b, 0x7531), WIDTH)
+    elif WIDTH == 4:
+        codes = bytes_of(e2m1_of(a, factor, BLOCK), e2m1_of(b, factor, BLOCK), 0x6420)
+        codes = with_signs(codes, bytes_of(a, b, 0x7531), WIDTH)
+    else:
+        codes = to_eight_bits(a, b, factor, MANTISSA)
+        if WIDTH == 6:
+            codes -= (codes >> 5) & 0x1010101  # 32 becomes 31
+            codes = with_signs(codes, codes, WIDTH)
+    return codes
+
+
+@triton.jit
+def eight_nibbles(a, b):
+    """A word of eight codes of four bits, one in each byte of two."""
+    return bytes_of(a | (a >> 4), b | (b >> 4), 0x6420)
+
+
+@triton.jit
+def twenty_four_bits(codes):
+    """Of four codes of six bits, one in each byte."""
+    codes = (codes & 0x3F003F) | ((codes >> 2) & 0xFC00FC0)
+    return (codes & 0xFFF) | ((codes >> 4) & 0xFFF000)
+
+
+@triton.jit
+def store_units(data_ptr, a, b, c, d, row, col, m, n, mask, dim, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+    """Sixteen codes of each unit, one in each byte of four words, packed to WIDTH / 2 words."""
+    WORDS: tl.constexpr = WIDTH // 2
+    if WIDTH == 4:
+        words = tl.join(eight_nibbles(a, b), eight_nibbles(c, d))
+    else:
+        if WIDTH == 6:
+            a, b, c, d = twenty_four_bits(a), twenty_four_bits(b), twenty_four_bits(c), twenty_four_bits(d)
+            a, b, c = bytes_of(a, b, 0x4210), bytes_of(b, c, 0x5421), bytes_of(c, d, 0x6542)
+        words = tl.reshape(interleave_four(a, b, c, d), [a.shape[0], 4])
+    # A row has dim / 16 units.
+    to = data_ptr.to(tl.pointer_type(tl.int32)) + (row * (dim // 16) + col // 16) * WORDS
+    k = tl.arange(0, 2 if WIDTH == 4 else 4)[None, :]
+    to = to + ((m * (dim // 16) + n) * WORDS)[:, None] + k
+    mask = None if EVEN else mask[:, None]
+    if WIDTH == 6:
+        # Three words of four. Neighbouring threads store neighbouring words, in segments of 96 bytes, for which the
+        # words change hands; a thread's own, 12 bytes apart from the next one's, would be three times as many sectors.
+        mask = k < 3 if EVEN else mask & (k < 3)
+    tl.store(to, words, mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -115,19 +226,25 @@ def _mxfp_amax_pairs_kernel(
 ):
     """As `kernel._mxfp_amax_kernel`. Raised by 0x80, what is not finite is a negative number of 16 bits."""
     row, col = corner(dim, False, ONE, BLOCK_M, BLOCK_N)
-    bits = load_pairs(x_ptr, row, col, rows, dim, stride_xm, EVEN, BLOCK_M, BLOCK_N)
-    raised = (bits & both(0x7FFF)) + both(0x80)
-    most = larger_signed(tl.reduce(raised, 1, larger_signed), both(0x80))
-    tl.atomic_max(amax_ptr, (tl.max(tl.maximum(most & 0xFFFF, most >> 16)) - 0x80) << 16, sem="relaxed")
+    m, n = row + tl.arange(0, BLOCK_M), col // 2 + tl.arange(0, BLOCK_N // 2)
+    mask = None if EVEN else (m < rows)[:, None] & (n < dim // 2)[None, :]
+    at = x_ptr.to(tl.pointer_type(tl.int32)) + m[:, None] * (stride_xm // 2) + n[None, :]
+    raised = (tl.load(at, mask=mask, other=None if EVEN else 0) & both(0x7FFF)) + both(0x80)
+    most = tl.reduce(raised, None, larger_signed)
+    # The halves with their signs.
+    most = tl.maximum(tl.maximum((most << 16) >> 16, most >> 16), 0x80)
+    tl.atomic_max(amax_ptr, (most - 0x80) << 16, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["seed_low", "seed_high", "rows"])
 def _mxfp_quantize_pairs_kernel(
     x_ptr,
     data_ptr,
     scale_ptr,
     tensor_scale_ptr,
     amax_ptr,
+    seed_low,
+    seed_high,
     rows,
     dim,
     stride_xm,
@@ -137,6 +254,7 @@ def _mxfp_quantize_pairs_kernel(
     LARGEST_CODE: tl.constexpr,
     EMAX: tl.constexpr,
     BLOCK: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     EVEN: tl.constexpr,
     ONE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -144,43 +262,43 @@ def _mxfp_quantize_pairs_kernel(
 ):
     """x [rows, dim] in bf16 to data and scales, as `kernel._mxfp_quantize_kernel`. dim is a number of whole blocks, and
     a row is contiguous and begins on a boundary of 4 bytes."""
-    PAIRS: tl.constexpr = BLOCK_N // 2
     row, col = corner(dim, amax_ptr is not None, ONE, BLOCK_M, BLOCK_N)
-    bits = load_pairs(x_ptr, row, col, rows, dim, stride_xm, EVEN, BLOCK_M, BLOCK_N)
-    magnitude = bits & both(0x7FFF)
-    blocks = tl.reshape(magnitude, [BLOCK_M, BLOCK_N // BLOCK, BLOCK // 2])
-    most = tl.reduce(blocks, 2, larger)
+    m, n = unit_places(BLOCK_M, BLOCK_N // 16)
+    mask = (m < rows - row) & (n < (dim - col) // 16)
+    a, b, c, d, e, f, g, h = load_eight(x_ptr, row, col, m, n, mask, stride_xm, EVEN)
+    most = largest_of_eight(a, b, c, d, e, f, g, h)
+    if BLOCK == 32:
+        two = tl.reshape(most, [BLOCK_M * BLOCK_N // 32, 2])
+        most = tl.reshape(tl.broadcast_to(tl.reduce(two, 1, larger)[:, None], two.shape), most.shape)
     amax = tl.maximum(most & 0xFFFF, most >> 16) << 16  # as fp32
     if tensor_scale_ptr is not None:
         amax, tensor_scale = with_tensor_scale(amax, tensor_scale_ptr, amax_ptr)
-    # A block with a NaN or an infinity: its scale is NaN, its data are zeros, which they become once they are packed.
+    # A block with a NaN or an infinity: its scale is NaN, its data are zeros.
     finite = amax < NOT_FINITE
     amax = tl.where(finite, amax, 0)
     if tensor_scale_ptr is not None:
-        scale, inverse = nv_scale(amax, tensor_scale, LARGEST_E2M1)
+        scale, factor = nv_scale(amax, tensor_scale)
         scale = tl.where(finite, scale, 0x7F)
-        y = rounded_product(blocks, inverse[:, :, None])
     else:
-        exponent, inverse = mx_scale(amax, EMAX)
-        scale = tl.where(finite, exponent, 0xFF)
-        y = product(blocks, (inverse.to(tl.int32, bitcast=True) >> 16)[:, :, None] * 0x10001)
-    store_tile(scale_ptr, scale.to(tl.uint8), row, col // BLOCK, rows, dim // BLOCK, EVEN, BLOCK_M, BLOCK_N // BLOCK)
-    y = tl.reshape(y, [BLOCK_M, PAIRS])
-    codes = encode_pairs(y, MANTISSA, BIAS, LARGEST_CODE)
-    codes |= (bits >> (16 - WIDTH)) & both(1 << (WIDTH - 1))
-    codes = (codes & 0xFFFF) | (codes >> (16 - WIDTH))
-    if WIDTH == 8:
-        codes = zero_unless(finite, codes, BLOCK_M, PAIRS, BLOCK // 2).to(tl.int16)
-        to = data_ptr.to(tl.pointer_type(tl.int16))
-        store_tile(to, codes, row, col // 2, rows, dim // 2, EVEN, BLOCK_M, PAIRS)
-    elif WIDTH == 4:
-        codes = zero_unless(finite, codes, BLOCK_M, PAIRS, BLOCK // 2).to(tl.uint8)
-        store_tile(data_ptr, codes, row, col // 2, rows, dim // 2, EVEN, BLOCK_M, PAIRS)
-    else:
-        m, n = row + tl.arange(0, BLOCK_M), col // 16 + tl.arange(0, BLOCK_N // 16)
-        mask = None if EVEN else (m < rows)[:, None] & (n < dim // 16)[None, :]
-        at = data_ptr + m[:, None] * (dim // 16 * 3) + n[None, :] * 3
-        first, second, third = pack_twelve(codes & 0xFFF, BLOCK_M, PAIRS)
-        tl.store(at, zero_unless(finite, first, BLOCK_M, BLOCK_N // 16, BLOCK // 16), mask=mask)
-        tl.store(at + 1, zero_unless(finite, second, BLOCK_M, BLOCK_N // 16, BLOCK // 16), mask=mask)
-        tl.store(at + 2, zero_unless(finite, third, BLOCK_M, BLOCK_N // 16, BLOCK // 16), mask=mask)
+        scale, factor = mx_scale(amax, EMAX)
+        scale = tl.where(finite, scale, 0xFF)
+        if not STOCHASTIC:
+            if WIDTH == 4:
+                factor = (factor.to(tl.int32, bitcast=True) >> 16) * 0x10001
+            if WIDTH == 6:  # e2m3 as e4m3, e3m2 as e5m2
+                factor *= 2.0 ** (BIAS - (7 if MANTISSA == 3 else 15))
+    # One thread a block stores its scale; neighbours on purpose unknown to Triton, as in dequantize_pairs.py.
+    to = scale_ptr + row * (dim // BLOCK) + col // BLOCK + m * (dim // BLOCK) + (n * 3 // 3) // (BLOCK // 16)
+    first = n % (BLOCK // 16) == 0
+    tl.store(to, scale.to(tl.uint8), mask=first if EVEN else first & mask)
+    p, q, r, s, t, u, v, w = a, b, c, d, e, f, g, h  # random bits; not looked at without STOCHASTIC
+    if STOCHASTIC:
+        counter = (row + m) * (dim // 8) + col // 8 + n * 2
+        p, q, r, s = four_random(seed_low, seed_high, counter)
+        t, u, v, w = four_random(seed_low, seed_high, counter + 1)
+    a = four_codes(a, b, p, q, factor, WIDTH, MANTISSA, BIAS, LARGEST_CODE, BLOCK, STOCHASTIC)
+    c = four_codes(c, d, r, s, factor, WIDTH, MANTISSA, BIAS, LARGEST_CODE, BLOCK, STOCHASTIC)
+    e = four_codes(e, f, t, u, factor, WIDTH, MANTISSA, BIAS, LARGEST_CODE, BLOCK, STOCHASTIC)
+    g = four_codes(g, h, v, w, factor, WIDTH, MANTISSA, BIAS, LARGEST_CODE, BLOCK, STOCHASTIC)
+    a, c, e, g = tl.where(finite, a, 0), tl.where(finite, c, 0), tl.where(finite, e, 0), tl.where(finite, g, 0)
+    store_units(data_ptr, a, c, e, g, row, col, m, n, mask, dim, WIDTH, EVEN)

@@ -11,6 +11,7 @@ import triton
 from . import configs
 from .configs import FLAT
 from .dequantize import _mxfp_dequantize_kernel
+from .dequantize_pairs import _mxfp_dequantize_pairs_kernel
 from .formats import FORMATS, Format
 from .kernel import _mxfp_amax_kernel, _mxfp_quantize_kernel
 from .launch import Launch
@@ -91,26 +92,29 @@ def _quantize_launches(x: torch.Tensor, layout: Format, stochastic: bool, find_s
     launch before seeks the largest magnitude."""
     x = _flat(x, layout.block)
     find = _amax_launch(x, layout) if find_scale else None
-    if pairs := _pairs_config(x, layout.block, stochastic):
-        return _pairs_launches(x, layout, pairs, find)
     (rows, dim), strides = x.shape, x.stride()
-    padded = layout.blocks(dim) * layout.block
-    config = _plain_config(x, layout)
+    words = False
+    if config := _pairs_config(x, layout.block):
+        kernel, fixed = _mxfp_quantize_pairs_kernel, (rows, dim, strides[0])
+        largest: dict[str, float] = {"LARGEST_CODE": layout.largest_code}
+    else:
+        config, words = _plain_config(x, layout), layout.width == 6
+        kernel, fixed = _mxfp_quantize_kernel, (rows, dim, layout.blocks(dim) * layout.block, *strides)
+        largest = {"LARGEST": layout.largest}
     launch = Launch(
-        _mxfp_quantize_kernel,
+        kernel,
         _grid(config, rows, dim),
         x.device,
-        (rows, dim, padded, *strides),
+        fixed,
         WIDTH=layout.width,
         MANTISSA=layout.mantissa,
         BIAS=layout.bias,
-        LARGEST=layout.largest,
+        **largest,
         EMAX=layout.exponent,
         BLOCK=layout.block,
         STOCHASTIC=stochastic,
         **_tile(config, rows, dim),
     )
-    words = layout.width == 6
 
     def write(x, data, scales, tensor_scale, seed: int) -> None:
         data = data.view(torch.int32) if words else data
@@ -119,36 +123,11 @@ def _quantize_launches(x: torch.Tensor, layout: Format, stochastic: bool, find_s
     return write
 
 
-def _pairs_launches(
-    x: torch.Tensor, layout: Format, config: configs.Config, find: Launch | None
-) -> Callable[..., None]:
-    """As `_quantize_launches`, for what `configs.pick_pairs` takes."""
-    rows, dim = x.shape
-    launch = Launch(
-        _mxfp_quantize_pairs_kernel,
-        _grid(config, rows, dim),
-        x.device,
-        (rows, dim, x.stride(0)),
-        WIDTH=layout.width,
-        MANTISSA=layout.mantissa,
-        BIAS=layout.bias,
-        LARGEST_CODE=layout.largest_code,
-        EMAX=layout.exponent,
-        BLOCK=layout.block,
-        **_tile(config, rows, dim),
-    )
-    words = layout.width == 6
-
-    def write(x, data, scales, tensor_scale, seed: int) -> None:
-        launch(x, data.view(torch.int32) if words else data, scales, tensor_scale, _largest(find, x))
-
-    return write
-
-
 def _amax_launch(x: torch.Tensor, layout: Format) -> Launch:
     """Takes (x, amax), x [rows, dim]."""
     rows, dim = x.shape
-    if config := _pairs_config(x, 2, False):
+    if _pairs_config(x, 2):
+        config = configs.pick_amax(rows, dim)
         kernel, fixed = _mxfp_amax_pairs_kernel, (rows, dim, x.stride(0))
     else:
         config = _plain_config(x, layout)
@@ -171,11 +150,11 @@ def _flat(x: torch.Tensor, block: int) -> torch.Tensor:
     return x.view(-1, FLAT) if whole else x
 
 
-def _pairs_config(x: torch.Tensor, block: int, stochastic: bool) -> configs.Config | None:
+def _pairs_config(x: torch.Tensor, block: int) -> configs.Config | None:
     (rows, dim), (stride_m, stride_n) = x.shape, x.stride()
     if x.data_ptr() % 16:
         return None
-    return configs.pick_pairs(rows, dim, (stride_m, stride_n), block, stochastic, x.dtype, _capability(x))
+    return configs.pick_pairs(rows, dim, (stride_m, stride_n), block, x.dtype, _capability(x))
 
 
 def _plain_config(x: torch.Tensor, layout: Format) -> configs.Config:
@@ -218,29 +197,15 @@ def dequantize_plan(
     strides = _dense(shape)
     if math.prod(shape) == 0:
         return lambda data, scales, tensor_scale: torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    data_copied, scales_copied = not data.is_contiguous(), not scales.is_contiguous()
     rows, padded = math.prod(shape[:-1]), scales.shape[-1] * layout.block
-    dim = size
-    if size == padded and rows * padded % FLAT == 0:
-        rows, dim, padded = rows * padded // FLAT, FLAT, FLAT
-    config = configs.pick_dequantize_config(rows, dim, layout.width, dtype, _capability(data))
-    launch = Launch(
-        _mxfp_dequantize_kernel,
-        (triton.cdiv(rows, config.block_m) * triton.cdiv(padded, config.block_n),),
-        device,
-        (rows, dim, padded),
-        WIDTH=layout.width,
-        MANTISSA=layout.mantissa,
-        BIAS=layout.bias,
-        BLOCK=layout.block,
-        E8M0=format != "nvfp4",
-        EVEN=rows % config.block_m == 0 and dim % config.block_n == 0,
-        ONE=padded <= config.block_n,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        num_warps=config.num_warps,
-    )
-    words = layout.width == 6
+    aligned = data.data_ptr() % 16 == 0 or not data.is_contiguous()
+    whole = size == padded and aligned
+    pairs = configs.pick_dequantize_pairs(rows * padded, whole, layout.width, dtype, _capability(data))
+    if pairs:
+        launch, words = _dequantize_pairs_launch(rows * padded // 8, layout, pairs, device), False
+    else:
+        launch, words = _dequantize_launch(rows, size, padded, layout, dtype, data), layout.width == 6
+    data_copied, scales_copied = not data.is_contiguous(), not scales.is_contiguous()
 
     def run(data: torch.Tensor, scales: torch.Tensor, tensor_scale: torch.Tensor | None) -> torch.Tensor:
         y = torch.empty_strided(shape, strides, dtype=dtype, device=device)
@@ -251,6 +216,48 @@ def dequantize_plan(
         return y
 
     return run
+
+
+def _dequantize_launch(
+    rows: int, dim: int, padded: int, layout: Format, dtype: torch.dtype, data: torch.Tensor
+) -> Launch:
+    """Takes (data, scales, tensor_scale, y), contiguous, data of 6 bits as words; y [rows, dim]."""
+    if dim == padded and rows * padded % FLAT == 0:
+        rows, dim, padded = rows * padded // FLAT, FLAT, FLAT
+    config = configs.pick_dequantize_config(rows, dim, layout.width, dtype, _capability(data))
+    return Launch(
+        _mxfp_dequantize_kernel,
+        (triton.cdiv(rows, config.block_m) * triton.cdiv(padded, config.block_n),),
+        data.device,
+        (rows, dim, padded),
+        WIDTH=layout.width,
+        MANTISSA=layout.mantissa,
+        BIAS=layout.bias,
+        BLOCK=layout.block,
+        E8M0=layout.block == 32,
+        EVEN=rows % config.block_m == 0 and dim % config.block_n == 0,
+        ONE=padded <= config.block_n,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        num_warps=config.num_warps,
+    )
+
+
+def _dequantize_pairs_launch(units: int, layout: Format, config: configs.UnitsConfig, device: torch.device) -> Launch:
+    """As `_dequantize_launch`, of units of eight elements, data as bytes."""
+    return Launch(
+        _mxfp_dequantize_pairs_kernel,
+        (triton.cdiv(units, config.units),),
+        device,
+        (units,),
+        WIDTH=layout.width,
+        MANTISSA=layout.mantissa,
+        BIAS=layout.bias,
+        BLOCK=layout.block,
+        EVEN=units % config.units == 0,
+        UNITS=config.units,
+        num_warps=config.num_warps,
+    )
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:

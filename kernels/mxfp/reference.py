@@ -67,7 +67,7 @@ def mxfp_reference(
         scaled = kept * _power_of_two(-exponent)[..., None]
     scale = torch.where(finite, scale, 127 if format == "nvfp4" else 255).to(torch.uint8)
     magnitude = scaled.abs().clamp(max=finite_values[-1])
-    code = _stochastic(magnitude, table, 23 - mantissa_bits, seed) if stochastic else _nearest(magnitude, table)
+    code = _stochastic(magnitude, table, seed) if stochastic else _nearest(magnitude, table)
     width = 1 + exponent_bits + mantissa_bits
     code = torch.where(kept.signbit(), code + (1 << (width - 1)), code)
     data = _pack(code.reshape(wide.shape), width)
@@ -88,22 +88,22 @@ def _nearest(magnitude: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return torch.where(low % 2 == 0, low, high)
 
 
-def _stochastic(magnitude: torch.Tensor, table: torch.Tensor, bits: int, seed: int) -> torch.Tensor:
-    """The code below or above: above where the fraction of a step, cut to `bits` bits, and a random number of as many
-    bits have a sum of at least 1."""
+def _stochastic(magnitude: torch.Tensor, table: torch.Tensor, seed: int) -> torch.Tensor:
+    """The code below or above: above where the fraction of a step, cut to 16 bits, and a random number of as many bits
+    have a sum of at least 1."""
     below = torch.searchsorted(table, magnitude, right=True) - 1
     above = (below + 1).clamp(max=len(table) - 1)
     step = torch.where(above > below, table[above] - table[below], 1)
-    fraction = torch.floor((magnitude - table[below]) / step * 2.0**bits)
-    drawn = _philox(magnitude.numel(), seed, magnitude.device).reshape(magnitude.shape) >> (32 - bits)
-    return torch.where(fraction + drawn >= 2.0**bits, above, below)
+    fraction = torch.floor((magnitude - table[below]) / step * 2.0**16)
+    drawn = _philox(magnitude.numel(), seed, magnitude.device).reshape(magnitude.shape)
+    return torch.where(fraction + drawn >= 2.0**16, above, below)
 
 
 def _philox(count: int, seed: int, device: torch.device) -> torch.Tensor:
-    """32 random bits for each of `count` elements: number i is word i % 4 of Philox-4x32-10 (Salmon et al. 2011) at
-    counter i // 4. The key is the seed."""
+    """16 random bits for each of `count` elements: number i is half i % 2, the lower one first, of word i // 2 % 4 of
+    Philox-4x32-10 (Salmon et al. 2011) at counter i // 8. The key is the seed."""
     mask = 0xFFFFFFFF
-    index = torch.arange((count + 3) // 4, device=device)
+    index = torch.arange((count + 7) // 8, device=device)
     zero = torch.zeros_like(index)
     c = [index & mask, index >> 32, zero, zero]
     key = [seed & mask, (seed >> 32) & mask]
@@ -113,7 +113,8 @@ def _philox(count: int, seed: int, device: torch.device) -> torch.Tensor:
         high_left, high_right = (left >> 32) & mask, (right >> 32) & mask
         c = [high_right ^ c[1] ^ key[0], right & mask, high_left ^ c[3] ^ key[1], left & mask]
         key = [(key[0] + 0x9E3779B9) & mask, (key[1] + 0xBB67AE85) & mask]
-    return torch.stack(c, -1).reshape(-1)[:count]
+    words = torch.stack(c, -1)
+    return torch.stack([words & 0xFFFF, words >> 16], -1).reshape(-1)[:count]
 
 
 def _tensor_scale(x: torch.Tensor) -> torch.Tensor:

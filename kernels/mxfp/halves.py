@@ -1,0 +1,167 @@
+"""Instructions of sm_90 on the two numbers of 16 bits in a register, and conversions of them: inline PTX.
+
+The tests write them out for the interpreter, which has no PTX.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def both(bits: tl.constexpr):
+    """The same 16 bits in both halves of a register, as int32."""
+    return bits * 0x10001 - (bits >> 15) * 0x100000000
+
+
+@triton.jit
+def larger(a, b):
+    """The larger of each half, without a sign."""
+    return tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def larger_signed(a, b):
+    return tl.inline_asm_elementwise("max.s16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def smaller(a, b):
+    return tl.inline_asm_elementwise("min.u16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def product(a, b):
+    """Of two numbers in bf16."""
+    return tl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def product_and_sum(a, b, c):
+    """a · b + c of two numbers in bf16, rounded once, to nearest, ties to even."""
+    return tl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def product_fp16(a, b):
+    """Of two numbers in fp16."""
+    return tl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def bytes_of(a, b, selector):
+    """Four of the eight bytes of a and b, a's first: the digits of the selector say which, the last digit the lowest
+    byte."""
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, selector], tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def from_e4m3(a):
+    """The two numbers of e4m3 in the lower half of a, in fp16."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 l, u; mov.b32 {l, u}, $1; cvt.rn.f16x2.e4m3x2 $0, l; }",
+        "=r,r",
+        [a],
+        tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def scaled(a, factor, BF16: tl.constexpr):
+    """Two numbers of fp16 times one of fp32, rounded to fp32 and then to bf16, or else fp16."""
+    if BF16:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 l, u; .reg .f32 a, b; mov.b32 {l, u}, $1; cvt.f32.f16 a, l; cvt.f32.f16 b, u; "
+            "mul.rn.f32 a, a, $2; mul.rn.f32 b, b, $2; cvt.rn.bf16x2.f32 $0, b, a; }",
+            "=r,r,f",
+            [a, factor],
+            tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 l, u; .reg .f32 a, b; mov.b32 {l, u}, $1; cvt.f32.f16 a, l; cvt.f32.f16 b, u; "
+        "mul.rn.f32 a, a, $2; mul.rn.f32 b, b, $2; cvt.rn.f16x2.f32 $0, b, a; }",
+        "=r,r,f",
+        [a, factor],
+        tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def to_eight_bits(a, b, factor, MANTISSA: tl.constexpr):
+    """Four numbers of bf16 times one of fp32, rounded to e4m3, or else e5m2: to nearest, ties to even, saturating; a's
+    are in the lower half."""
+    if MANTISSA == 3:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; .reg .f32 x, y; .reg .b16 l, u; "
+            "shl.b32 t, $1, 16; mov.b32 x, t; and.b32 t, $1, 0xFFFF0000; mov.b32 y, t; "
+            "mul.rn.f32 x, x, $3; mul.rn.f32 y, y, $3; cvt.rn.satfinite.e4m3x2.f32 l, y, x; "
+            "shl.b32 t, $2, 16; mov.b32 x, t; and.b32 t, $2, 0xFFFF0000; mov.b32 y, t; "
+            "mul.rn.f32 x, x, $3; mul.rn.f32 y, y, $3; cvt.rn.satfinite.e4m3x2.f32 u, y, x; mov.b32 $0, {l, u}; }",
+            "=r,r,r,f",
+            [a, b, factor],
+            tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t; .reg .f32 x, y; .reg .b16 l, u; "
+        "shl.b32 t, $1, 16; mov.b32 x, t; and.b32 t, $1, 0xFFFF0000; mov.b32 y, t; "
+        "mul.rn.f32 x, x, $3; mul.rn.f32 y, y, $3; cvt.rn.satfinite.e5m2x2.f32 l, y, x; "
+        "shl.b32 t, $2, 16; mov.b32 x, t; and.b32 t, $2, 0xFFFF0000; mov.b32 y, t; "
+        "mul.rn.f32 x, x, $3; mul.rn.f32 y, y, $3; cvt.rn.satfinite.e5m2x2.f32 u, y, x; mov.b32 $0, {l, u}; }",
+        "=r,r,r,f",
+        [a, b, factor],
+        tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def truncated_product(a, b):
+    """Of two numbers >= 0 of fp32, rounded towards zero; at most 1."""
+    return tl.inline_asm_elementwise("mul.rz.sat.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def products_of_magnitudes(a, factor):
+    """Of two numbers of bf16, with one of fp32: two of fp32."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t; .reg .f32 x; shl.b32 t, $2, 16; mov.b32 x, t; abs.f32 x, x; mul.rn.f32 $0, x, $3; "
+        "and.b32 t, $2, 0x7FFF0000; mov.b32 x, t; mul.rn.f32 $1, x, $3; }",
+        "=f,=f,r,f",
+        [a, factor],
+        (tl.float32, tl.float32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def to_e4m3(a):
+    """The code of a number >= 0 of fp32: to nearest, ties to even, saturating."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 t; cvt.rn.satfinite.e4m3x2.f32 t, 0f00000000, $1; cvt.u32.u16 $0, t; }",
+        "=r,f",
+        [a],
+        tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def reciprocal(a):
+    """Of fp32, correctly rounded."""
+    return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [a], tl.float32, is_pure=True, pack=1)
