@@ -168,6 +168,10 @@ def _candidates(case: Case) -> list[configs.Config]:
     return [configs.Config(max(1, tile // n), n, w) for n in widths for tile in (2048, 4096, 8192) for w in (4, 8, 16)]
 
 
+def _pairs_candidates(case: Case) -> list[configs.Config]:
+    return [configs.Config(1, 512 * w * each, w) for w in (1, 2, 4, 8, 16) for each in (1, 2, 4)]
+
+
 def _amax_candidates(case: Case) -> list[configs.Config]:
     return [configs.Config(tile // 512, 512, w) for tile in (4096, 8192, 16384, 32768) for w in (4, 8, 16)]
 
@@ -229,7 +233,7 @@ SPEC = KernelSpec(
     fuzz={"rows": (0, 140), "dim": (1, 300)},
     tunables=(
         # Hopper's. What they do not take goes by pick_config and pick_dequantize_config, as on other GPUs.
-        Tunable(configs, "pick_pairs", "fwd", _candidates, cases=tuple(filter(_by_pairs, _BENCHED))),
+        Tunable(configs, "pick_pairs", "fwd", _pairs_candidates, cases=tuple(filter(_by_pairs, _BENCHED))),
         Tunable(
             configs,
             "pick_amax",

@@ -87,12 +87,15 @@ def pick_pairs(
     """The configuration of quantisation two numbers at a time, or None where that is not possible: it takes bf16 from
     sm_90 on, whole blocks, and rows that are contiguous and begin on 16 bytes. Pure.
 
-    Tiles as in `pick_config`: twice 16 elements a thread, so that two loads of 16 bytes are under way for each, 64 KB
-    an SM with 32 registers. Not measured.
+    Tiles of 4096 elements with 4 warps: twice 16 elements a thread, for each two loads of 16 bytes, which are 128 KB
+    under way in an SM with 32 registers. A tensor without gaps is read in rows of a tile, with fewer instructions for
+    addresses. Not measured.
     """
     aligned = strides[1] == 1 and strides[0] % 8 == 0 and dim % block == 0
     if capability < (9, 0) or dtype != torch.bfloat16 or not aligned:
         return None
+    if strides[0] == dim and rows * dim % TILE == 0:
+        return Config(1, TILE, 4)
     block_n = min(512, max(32, triton.next_power_of_2(dim)))
     return Config(TILE // block_n, block_n, 4)
 

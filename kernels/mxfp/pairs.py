@@ -15,11 +15,11 @@ Napkin maths, 8192 x 8192, one NVIDIA H200 (132 SMs, 4254 GB/s; floors in kernel
 with addresses, at 1.85 GHz:
 
                     all     issued in   of the integer pipe, at 64 a cycle and SM   floor
-mxfp8                7.3      16 us       3.2    14 us                              48 us
-mxfp6               12.9      28 us       6.8    29 us                              44 us
-mxfp4                9.6      21 us       5.0    22 us                              40 us
-nvfp4               14.5      31 us       7.8    34 us                              40 us
-mxfp4, stochastic   18.4      40 us       9.2    40 us                              40 us; 5 of them are Philox
+mxfp8                6.2      13 us       3.0    13 us                              48 us
+mxfp6               11.1      24 us       6.6    28 us                              44 us
+mxfp4                8.5      18 us       4.8    20 us                              40 us
+nvfp4               13.5      29 us       7.5    32 us                              40 us
+mxfp4, stochastic   17.4      37 us       9.3    40 us                              40 us; 5 of them are Philox
 
 NVFP4's products are rounded to fp32. Of these bf16 has the upper half; where the lower half is not zero its last bit is
 set (rounding to odd). It has more than two bits behind the last place of e2m1, so that what is rounded next is rounded

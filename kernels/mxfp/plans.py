@@ -92,12 +92,14 @@ def _quantize_launches(x: torch.Tensor, layout: Format, stochastic: bool, find_s
     launch before seeks the largest magnitude."""
     x = _flat(x, layout.block)
     find = _amax_launch(x, layout) if find_scale else None
-    (rows, dim), strides = x.shape, x.stride()
     words = False
     if config := _pairs_config(x, layout.block):
+        x = _in_rows(x, config.block_n)
+        (rows, dim), strides = x.shape, x.stride()
         kernel, fixed = _mxfp_quantize_pairs_kernel, (rows, dim, strides[0])
         largest: dict[str, float] = {"LARGEST_CODE": layout.largest_code}
     else:
+        (rows, dim), strides = x.shape, x.stride()
         config, words = _plain_config(x, layout), layout.width == 6
         kernel, fixed = _mxfp_quantize_kernel, (rows, dim, layout.blocks(dim) * layout.block, *strides)
         largest = {"LARGEST": layout.largest}
@@ -146,8 +148,12 @@ def _largest(find: Launch | None, x: torch.Tensor) -> torch.Tensor | None:
 
 def _flat(x: torch.Tensor, block: int) -> torch.Tensor:
     """In rows of FLAT elements, where its own do not matter."""
-    whole = x.is_contiguous() and x.shape[1] % block == 0 and x.numel() % FLAT == 0
-    return x.view(-1, FLAT) if whole else x
+    return _in_rows(x, FLAT) if x.shape[1] % block == 0 else x
+
+
+def _in_rows(x: torch.Tensor, length: int) -> torch.Tensor:
+    """In rows of this many elements, where x has no gaps."""
+    return x.view(-1, length) if x.is_contiguous() and x.numel() % length == 0 else x
 
 
 def _pairs_config(x: torch.Tensor, block: int) -> configs.Config | None:
