@@ -33,7 +33,7 @@ class ProductConfig:
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """Of products.cu, whose tiles are 128 x `block_n` x 64. With `turns` (ping-pong) each of two consumer warpgroups has
+    """Of products.cu, whose tiles are 128 x `block_n` x 64. With `turns` (ping-pong) each of two warpgroups has
     tiles of its own, of 128, 160, 176 or 192 columns; else they share one of 256. Steps of the ring, clusters of row
     tiles that follow each other, and CTAs of a cluster, which share what they read of b (1 or 2)."""
 

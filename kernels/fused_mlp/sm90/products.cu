@@ -17,22 +17,22 @@
 //                                                                         256      192      176      128
 //   tensor cores   4096 FLOP a cycle, dense                              1024      768      704      512
 //   shared memory  a and b written once, b read by two wgmmas, at 128    1024      832      784      640
-//   L2             bytes of a cycle, where two CTAs share b                32       36       37       46
+//   L2             bytes in each of these cycles, if two CTAs share b       32       34       35       38
 //   epilogue       exponential and reciprocal of each sum, at 16         4096     3072     2816     2048
 // An epilogue of 256 columns is half of a product of 512 terms and a twentieth of 4096. Without TURNS it is overlapped
 // with loads of the next tile, but not with its products. With TURNS only that of a CTA's last tile is exposed. 512 x
 // 11008 are 172 tiles of 256 columns for 132 SMs, 1.3 rounds, and 252 of 176, 1.9 rounds: configs.pick_cuda_config
 // reckons which takes less.
 //
-// A CTA is one producer warp and two consumer warpgroups. The producer fills a ring of STAGES steps of both operands, in
-// the order of the tiles. A tile of GATE has BLOCK_N / 2 columns of pre and the same of gate, so that a thread has both
-// of a column. Without TURNS, tiles of which at most half the columns are left take wgmmas of half the width.
+// A CTA is one producer warp and two consumer warpgroups. The producer fills a ring of STAGES steps of both operands,
+// in the order of the tiles. A tile of GATE has BLOCK_N / 2 columns of pre and the same of gate, so that a thread has
+// both of a column. Without TURNS, tiles of which at most half the columns are left take wgmmas of half the width.
 //
 // What lies beyond a tensor is read as zeros by TMA, without traffic: any width does. What is beyond the last column of
 // the hidden is written as zero, because the next product sums over it.
 //
-// CTAs of a cluster have tiles below each other. Each loads its share of their columns of b, for all of them: 48 bytes a
-// cycle are more than L2 delivers to all SMs at once, 32 with two CTAs are not. They go through the same steps.
+// CTAs of a cluster have tiles below each other. Each loads its share of their columns of b, for all of them: 48 bytes
+// a cycle are more than L2 delivers to all SMs at once, 32 with two CTAs are not. They go through the same steps.
 //
 // Barriers, with their arrivals per phase: full[s] 1 and the bytes of a step, empty[s] 4 for each consumer of the tile
 // from each CTA of the cluster, one lane of each warp. The n-th use of a full one waits for parity n & 1, that of an
@@ -40,13 +40,13 @@
 // producer only for consumers, all of which go through the same steps: free of deadlock. In the end CTAs of a cluster
 // wait for each other, so that none writes into one that is gone.
 //
-// With TURNS consumer 0 has the even ones of a CTA's tiles and consumer 1 the odd ones, and each skips the steps of the
-// other. Parity alone would not tell the n-th use of a slot from use n - 2. So a consumer looks at full barriers only in
-// its turn: it then knows that the other has seen all earlier uses of each slot full. Whoever has issued the last product
-// of tile i gives the turn to the owner of tile i + 1, if there is one, by named barrier 1 + that consumer: 128 threads
-// arrive, 128 wait. The first tile needs no turn. So each arrival has its wait, the next one at the same barrier comes
-// two tiles later and therefore after that wait, and nothing is pending at the end, for any number of tiles and of steps.
-// A turn is given by issuing products, whose slots were given back by earlier tiles: free of deadlock too.
+// With TURNS consumer 0 takes a CTA's tiles 0, 2, 4 ... and consumer 1 takes 1, 3, 5 ...; each skips the steps of the
+// other in the ring. Parity does not tell use n of a slot from use n - 2, so a consumer looks at full barriers only in
+// its turn, when the other has seen all earlier uses full. When the last wgmma of tile i is issued, its consumer gives
+// the turn to that of tile i + 1, if there is one, by named barrier 1 + consumer: 128 threads arrive, 128 wait. Tile 0
+// does not wait. So every arrival has its wait; the next arrival at the same barrier is two tiles later, after that
+// wait; and nothing is pending at the end, for any number of tiles and steps. A consumer that has the turn waits for
+// nothing but full barriers, and slots of earlier tiles are given back without the turn: free of deadlock too.
 //
 // Defined by the launcher: EPILOGUE, ACTIVATION, FP16, BLOCK_N (256, with TURNS also 128, 160, 176 or 192), TURNS,
 // STAGES, RASTER, CLUSTER (1 or 2), A_TRANS and B_TRANS (contiguous along the rows, or columns, of the result), TWO (a
@@ -63,9 +63,9 @@
 
 enum Epilogue { PLAIN, ACT, GATE, DACT, DGATE, PARTS };
 
-constexpr int BLOCK_M = 128, BLOCK_K = 64, HALF = BLOCK_M / 2;          // rows of a wgmma
+constexpr int BLOCK_M = 128, BLOCK_K = 64, HALF = BLOCK_M / 2;           // HALF: rows of a wgmma
 constexpr int CONSUMERS = 2, THREADS = 128 * (CONSUMERS + 1);
-constexpr int HALVES = TURNS ? 2 : 1;                                    // of a tile's rows, that a consumer has
+constexpr int HALVES = TURNS ? 2 : 1;                                    // of a tile's rows, which a consumer has
 constexpr int COLUMNS = EPILOGUE == GATE ? BLOCK_N / 2 : BLOCK_N;        // of the result that a tile has
 constexpr int PANEL = BLOCK_K * 128;                                     // bytes of BLOCK_K rows of 64 columns
 constexpr int PANELS = (BLOCK_N + 63) / 64;                              // of b, if transposed
@@ -205,9 +205,9 @@ DEVICE void multiply(float (&d)[HALVES][N / 2], u32 smem, Ring& ring, int steps,
     if (steps > 0) release(smem, before);
 }
 
-// Before the epilogue, which then has fewer numbers to keep; of GATE to pre. A lane loads one of 32 columns: with all
-// that it needs the loads, which ptxas makes at once, would spill. Nor are these what sums begin with: ptxas cannot follow
-// accumulators that come from loads, and would wait for each wgmma.
+// Adds the bias to the sums, of GATE to those of pre, before the epilogue needs its registers. Each lane loads one of
+// 32 columns: if it loaded all that it adds, these would spill. The bias is not the initial value of the accumulators:
+// ptxas cannot follow those that come from loads, and would wait for each wgmma.
 template <int N> DEVICE void add_bias(const Problem& p, const Tile& tile, float (&d)[HALVES][N / 2]) {
     constexpr int WIDTH = EPILOGUE == GATE ? N / 2 : N;
     const int lane = threadIdx.x % 32;
@@ -248,7 +248,8 @@ DEVICE void finish_pair(float x, float y, float gate_x, float gate_y, Pair& pair
         pair.pre = pack(a.dx, b.dx);
     } else {
         const float pre_x = low(pair.pre), pre_y = high(pair.pre);
-        const Both a = activate_and_derive(low(pair.gate), x * pre_x), b = activate_and_derive(high(pair.gate), y * pre_y);
+        const Both a = activate_and_derive(low(pair.gate), x * pre_x);
+        const Both b = activate_and_derive(high(pair.gate), y * pre_y);
         pair.out = pack(a.y * pre_x, b.y * pre_y);
         pair.pre = pack(x * a.y, y * b.y);
         pair.dgate = pack(a.dx, b.dx);
@@ -260,7 +261,7 @@ DEVICE int first_row(const Tile& tile, int first) {
     return tile.row + first + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
 }
 
-// Writes zeros over what a warp has stored from column `cols` on: so that the loop over all columns need not look.
+// Writes zeros over what this warp has stored from column `cols` on, so that the epilogue's loop has no mask for them.
 template <int WIDTH> DEVICE void clear(const Problem& p, const Tile& tile, int first) {
     u16* written[] = {(u16*)p.out, p.dpre, p.dgate, EPILOGUE == GATE || EPILOGUE == ACT ? p.pre : nullptr,
                       EPILOGUE == GATE ? p.gate : nullptr};
@@ -272,7 +273,8 @@ template <int WIDTH> DEVICE void clear(const Problem& p, const Tile& tile, int f
 #pragma unroll 1
         for (int r = 0; r < 2 * HALVES; r++) {
             const int this_row = row + r / 2 * HALF + r % 2 * 8;
-            for (int column = max(p.cols, tile.column) + threadIdx.x % 4; this_row < p.rows && column < end; column += 4)
+            if (this_row >= p.rows) break;
+            for (int column = max(p.cols, tile.column) + threadIdx.x % 4; column < end; column += 4)
                 to[(u64)this_row * p.pitch + column] = 0;
         }
     }
@@ -286,6 +288,7 @@ template <int N> DEVICE void finish(const Problem& p, const Tile& tile, float (&
     for (int r = 0; r < 2 * HALVES; r++) {
         const float* sums = d[r / 2] + r % 2 * 2;
         const int this_row = row + r / 2 * HALF + r % 2 * 8;
+        // Of the whole warp. The branch also keeps ptxas from computing activations so far ahead that they spill.
         if (this_row - threadIdx.x % 32 / 4 >= p.rows) break;
 #pragma unroll
         for (int c = 0; c < WIDTH; c += 32) {
@@ -313,7 +316,8 @@ template <int N> DEVICE void finish(const Problem& p, const Tile& tile, float (&
 }
 
 // fp32, in rows of any number of elements: 8 columns of a row are a 32-byte sector.
-template <int N> DEVICE void store_part(const Problem& p, const Tile& tile, const float (&d)[HALVES][N / 2], int first) {
+template <int N>
+DEVICE void store_part(const Problem& p, const Tile& tile, const float (&d)[HALVES][N / 2], int first) {
     const int row = first_row(tile, first);
 #pragma unroll
     for (int i = 0; i < HALVES * N / 2; i++) {
@@ -323,7 +327,7 @@ template <int N> DEVICE void store_part(const Problem& p, const Tile& tile, cons
     }
 }
 
-// Named barriers of this consumer's turn and of the other's, and whether a tile comes before this one, and after it.
+// Named barriers of this consumer's turn and of the other's; whether this CTA has a tile before this one, and after it.
 struct Turn {
     int mine, other;
     bool waits, gives;
