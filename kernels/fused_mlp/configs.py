@@ -340,13 +340,11 @@ def pick_fused_config(
 def pick_cuda_config(rows: int, cols: int, steps: int, parts: int, epilogue: str, sms: int) -> CudaConfig:
     """Configuration of products.cu for a result [rows, cols] summed over `steps` steps of 64, in `parts` parts;
     `epilogue` as in `CUDA_EPILOGUES`. Pure. What `cuda_cycles` reckons to take least; the ring takes what shared memory
-    there is; the raster is not measured."""
+    there is; the raster is not measured. With 192 columns a derivative of a gate spills."""
     cluster = 2 if rows > 128 else 1
+    widths = (256, 176, 160, 128) if epilogue == "dgate" else (256, 192, 176, 160, 128)
     return min(
-        (
-            CudaConfig(width, turns, cuda_stages(width), raster=8, cluster=cluster)
-            for width, turns in ((256, False), (192, True), (176, True), (160, True), (128, True))
-        ),
+        (CudaConfig(width, width < 256, cuda_stages(width), raster=8, cluster=cluster) for width in widths),
         key=lambda config: cuda_cycles(config, rows, cols, steps, parts, epilogue, sms),
     )
 

@@ -60,8 +60,14 @@ WIDTHS = ((256, False), (192, True), (176, True), (160, True), (128, True))
 
 
 @pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
-@pytest.mark.parametrize("width", WIDTHS, ids=lambda width: str(width[0]))
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(map(str, v)).lower())
+@pytest.mark.parametrize(
+    ("variant", "width"),
+    [
+        pytest.param(v, width, id="-".join(map(str, (*v, width[0]))).lower())
+        for v, width in itertools.product(VARIANTS, WIDTHS)
+        if (v[0], width[0]) != ("DGATE", 192)  # which is not picked: with GELU it spills
+    ],
+)
 def test_it_compiles_and_does_not_spill(variant: tuple, width: tuple[int, bool]) -> None:
     """Neither does ptxas wait for wgmmas but where the source does: in each loop over steps, and behind it."""
     (epilogue, activation, a_trans, b_trans, two, fp16), (block_n, turns) = variant, width
@@ -121,6 +127,8 @@ def test_few_tiles_are_narrow() -> None:
         config = configs.pick_cuda_config(rows, cols, steps, 1, epilogue, 132)
         assert (config.block_n, config.turns, config.cluster) == (block_n, block_n < 256, 2)
     assert configs.pick_cuda_config(128, 4096, 64, 1, "act", 132).cluster == 1
+    assert configs.pick_cuda_config(2048, 13824, 80, 1, "dact", 132).block_n == 192
+    assert configs.pick_cuda_config(2048, 13824, 80, 1, "dgate", 132).block_n != 192
 
 
 def test_turns_hide_all_epilogues_but_the_last() -> None:

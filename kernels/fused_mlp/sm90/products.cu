@@ -99,7 +99,7 @@ DEVICE int tiles_of(const Problem& p) { return p.parts * bands_of(p) * ((p.pitch
 // RASTER tiles of a column, then the next column, so that what they read of b is in L2.
 DEVICE Tile find_tile(const Problem& p, int place) {
     const int tiles_m = bands_of(p), tiles_n = (p.pitch + COLUMNS - 1) / COLUMNS;
-    const int part = place / (tiles_m * tiles_n), rest = place % (tiles_m * tiles_n);
+    const int part = EPILOGUE == PARTS ? place / (tiles_m * tiles_n) : 0, rest = place - part * (tiles_m * tiles_n);
     const int band = RASTER * tiles_n, first = rest / band * RASTER, height = min(tiles_m - first, RASTER);
     Tile tile;
     tile.part = part, tile.first = part * p.part, tile.last = min(p.steps, tile.first + p.part);
@@ -288,8 +288,10 @@ template <int N> DEVICE void finish(const Problem& p, const Tile& tile, float (&
     for (int r = 0; r < 2 * HALVES; r++) {
         const float* sums = d[r / 2] + r % 2 * 2;
         const int this_row = row + r / 2 * HALF + r % 2 * 8;
-        // Of the whole warp. The branch also keeps ptxas from computing activations so far ahead that they spill.
-        if (this_row - threadIdx.x % 32 / 4 >= p.rows) break;
+        // Of the whole warp, which ptxas must see: else it takes the ring's slot, kept from tile to tile, for one that may
+        // differ between lanes, and moves descriptors to uniform registers before each wgmma. The branch also keeps it
+        // from computing activations so far ahead that they spill.
+        if (__shfl_sync(~0u, this_row, 0) >= p.rows) break;
 #pragma unroll
         for (int c = 0; c < WIDTH; c += 32) {
             const int column = tile.column + c + 8 * quad;
@@ -348,7 +350,7 @@ DEVICE void work(const Problem& p, const Tile& tile, u32 smem, Ring& ring, int f
 }
 
 DEVICE void consume(const Problem& p, u32 smem) {
-    const int consumer = threadIdx.x / 128 - 1;
+    const int consumer = __shfl_sync(~0u, threadIdx.x / 128 - 1, 0);  // anew, so that it takes no register meanwhile
     const int tiles = tiles_of(p), clusters = gridDim.x / CLUSTER, first = TURNS ? 0 : consumer * HALF;
     Ring ring;
     int place = blockIdx.x / CLUSTER + (TURNS ? consumer * clusters : 0);
