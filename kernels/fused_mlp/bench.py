@@ -245,7 +245,13 @@ def _product_candidates(case: Case) -> list[configs.ProductConfig]:
 
 
 def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
-    return [configs.CudaConfig(s, raster, cluster) for s in (3, 4) for raster in (2, 4, 8, 16) for cluster in (1, 2)]
+    shapes = ((256, False), (192, True), (176, True), (160, True), (128, True))
+    return [
+        configs.CudaConfig(width, turns, configs.cuda_stages(width), raster, cluster)
+        for width, turns in shapes
+        for raster in (2, 4, 8, 16)
+        for cluster in (1, 2)
+    ]
 
 
 def _narrow_candidates(case: Case) -> list[configs.NarrowConfig]:

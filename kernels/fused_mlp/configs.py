@@ -33,9 +33,12 @@ class ProductConfig:
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """Of products.cu, whose tiles are 128 x 256 x 64: steps of the ring, clusters of row tiles that follow each other,
-    and CTAs of a cluster, which share what they read of b (1 or 2)."""
+    """Of products.cu, whose tiles are 128 x `block_n` x 64. With `turns` (ping-pong) each of two warpgroups has
+    tiles of its own, of 128, 160, 176 or 192 columns; else they share one of 256. Steps of the ring, clusters of row
+    tiles that follow each other, and CTAs of a cluster, which share what they read of b (1 or 2)."""
 
+    block_n: int
+    turns: bool
     stages: int
     raster: int
     cluster: int
@@ -123,17 +126,19 @@ class BiasConfig:
 class Versions:
     """What products run in, where they can. Those with an activation: of few terms in CUDA C++ by narrow.cu
     (`narrow`); by cuBLAS with the activation as a pass of its own (`passes`); in CUDA C++ by products.cu (`cuda`); in
-    this order. Those without one: by cuBLAS (`library`), or by products.cu. Else in Triton."""
+    this order. Those without one: y and x's gradient by products.cu (`rows`); by cuBLAS (`library`); by products.cu
+    (`cuda`). Else in Triton."""
 
     cuda: bool
     library: bool
     passes: bool
     narrow: bool
+    rows: bool = False
 
     @property
     def triton(self) -> bool:
         """Whether nothing but Triton was chosen."""
-        return not (self.cuda or self.library or self.passes or self.narrow)
+        return not (self.cuda or self.library or self.passes or self.narrow or self.rows)
 
 
 def pick_versions(backend: str, rows: int, dim: int, hidden: int, dtype: torch.dtype, hopper: bool) -> Versions:
@@ -332,10 +337,52 @@ def pick_fused_config(
     return FusedConfig(block_m, block_h, _fit(dim, block_k), triton.cdiv(blocks, per_split), stages, num_warps=8)
 
 
-def pick_cuda_config(rows: int, cols: int, depth: int) -> CudaConfig:
-    """Configuration of products.cu. Pure. The ring takes what shared memory there is; the raster is not measured."""
+def pick_cuda_config(rows: int, cols: int, steps: int, parts: int, epilogue: str, sms: int) -> CudaConfig:
+    """Configuration of products.cu for a result [rows, cols] summed over `steps` steps of 64, in `parts` parts;
+    `epilogue` as in `CUDA_EPILOGUES`. Pure. What `cuda_cycles` reckons to take least; the ring takes what shared memory
+    there is; the raster is not measured. With 192 columns a derivative of a gate spills."""
     cluster = 2 if rows > 128 else 1
-    return CudaConfig(stages=4, raster=8, cluster=cluster)
+    widths = (256, 176, 160, 128) if epilogue == "dgate" else (256, 192, 176, 160, 128)
+    return min(
+        (CudaConfig(width, width < 256, cuda_stages(width), raster=8, cluster=cluster) for width in widths),
+        key=lambda config: cuda_cycles(config, rows, cols, steps, parts, epilogue, sms),
+    )
+
+
+# Cycles that an epilogue of products.cu takes for each column of a tile: 128 sums, of two warpgroups or of one.
+CUDA_EPILOGUES = {"plain": 8, "act": 24, "gate": 20, "dact": 36, "dgate": 32, "parts": 8}
+
+
+def cuda_cycles(config: CudaConfig, rows: int, cols: int, steps: int, parts: int, epilogue: str, sms: int) -> float:
+    """Cycles that products.cu takes, reckoned, without what every configuration has: launch, first loads. Pure.
+
+    Tiles are handed out in rounds. A step of one takes what its operands take in shared memory (128 bytes a cycle: both
+    written once, a read once and b by two wgmmas), which is never less than what the tensor cores take (4096 FLOP), or
+    what they take from L2 (46 bytes a cycle: clusters of two were measured to be 3 to 6 % faster than none on wide
+    models). An epilogue follows each tile of 256 columns. With turns it runs beside the next tile's products, and takes
+    time only if it is longer, or the last. CUDA_EPILOGUES is reckoned by instructions, not measured.
+    """
+    width = config.block_n
+    columns = width // 2 if epilogue == "gate" else width
+    bands = triton.cdiv(rows, 128 * config.cluster)
+    tiles = parts * bands * triton.cdiv(cols, columns)
+    rounds = triton.cdiv(tiles, max(1, sms // config.cluster))
+    step = max(3 * width + 256, (128 + width / config.cluster) * 128 / 46)
+    product, rest = triton.cdiv(steps, parts) * step, CUDA_EPILOGUES[epilogue] * width
+    if not config.turns:
+        return rounds * (product + rest)
+    return rounds * max(product, (product + rest) / 2) + rest
+
+
+def cuda_stages(block_n: int) -> int:
+    """Steps of products.cu's ring, as many as fit. Pure."""
+    return SHARED // cuda_step_bytes(block_n)
+
+
+def cuda_step_bytes(block_n: int) -> int:
+    """Shared memory of a step of products.cu's ring and its two barriers; b, where it is contiguous along its columns,
+    in panels of 64 of them."""
+    return (128 + triton.cdiv(block_n, 64) * 64) * 64 * 2 + 16
 
 
 def pick_narrow_config(rows: int, steps: int, weights: int, tensors: int) -> NarrowConfig:

@@ -291,7 +291,9 @@ def test_configs_fit_into_shared_memory(capability: tuple[int, int], dtype: torc
 
 def test_auto() -> None:
     def auto(rows, dim=512, hidden=1408, dtype=torch.bfloat16, hopper=True) -> tuple[bool, ...]:
-        return astuple(configs.pick_versions("auto", rows, dim, hidden, dtype, hopper))
+        *chosen, in_rows = astuple(configs.pick_versions("auto", rows, dim, hidden, dtype, hopper))
+        assert not in_rows
+        return tuple(chosen)
 
     assert auto(11_000) == (False, True, True, True) and auto(564, dim=4096) == (True, True, False, False)
     assert auto(564) == (False, True, False, False) and auto(4096, hidden=1365) == (False, True, True, True)

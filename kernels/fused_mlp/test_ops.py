@@ -120,3 +120,15 @@ def test_which_products_go_to_cuda() -> None:
         for weights in ((b[:23], None), (b, other), (other, b)):
             versions.rows_launch(a, *weights, None, use)
         assert (cuda.call_count, triton.call_count) == (4, 3)
+
+
+def test_y_and_the_gradient_of_x_by_cuda_in_place_of_the_library() -> None:
+    """Where `rows` is chosen and the operands are of whole vectors."""
+    a, b = torch.zeros(40, 64, dtype=torch.float16), torch.zeros(24, 64, dtype=torch.float16)
+    with mock.patch.object(products, "rows_launch") as cuda, mock.patch.object(versions.library, "rows_launch") as lib:
+        for rows in (False, True):
+            use = configs.Versions(cuda=True, library=True, passes=False, narrow=False, rows=rows)
+            assert not use.triton
+            versions.rows_launch(a, b, None, None, use)
+            versions.rows_launch(a, b[:23], None, None, use)
+    assert (cuda.call_count, lib.call_count) == (1, 3)

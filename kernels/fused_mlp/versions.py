@@ -55,11 +55,12 @@ def _after_copy(launch: Callable[..., None], copied: Optional) -> Callable[..., 
 def rows_launch(
     a: torch.Tensor, b: torch.Tensor, b_gate: Optional, bias: Optional, use: Versions
 ) -> Callable[..., None]:
+    alike = b_gate is None or (b_gate.stride(1) == 1) == (b.stride(1) == 1)
+    fits = alike and b.shape[0] % products.VECTOR == 0 and products.takes(a, b, b_gate)
+    if fits and (use.rows or (use.cuda and not use.library)):
+        return products.rows_launch(a, b, b_gate, bias)
     if use.library:
         return library.rows_launch(a, b, b_gate, bias)
-    alike = b_gate is None or (b_gate.stride(1) == 1) == (b.stride(1) == 1)
-    if use.cuda and alike and b.shape[0] % products.VECTOR == 0 and products.takes(a, b, b_gate):
-        return products.rows_launch(a, b, b_gate, bias)
     return launches.rows_launch(a, b, b_gate, bias)
 
 

@@ -8,48 +8,72 @@
 //            4  DGATE    the same for the gated hidden, from pre and gate
 //            5  PARTS    out[s] = a b over part s of the sum, fp32                   a weight's gradient
 //
-// Napkin maths for one step of 64 of a tile of 128 x 256, in cycles of an SM: the tensor cores take 1024 (4096 FLOP a
-// cycle, dense), and 48 KiB come from L2, 48 bytes a cycle. An epilogue writes 64 KiB by 16 stores of 16 bytes a thread,
-// and ACT and DACT compute two exponentials or reciprocals for each of 128 sums of a thread, 4096 cycles of the special
-// function units an SM: half of a tile with D = 512, a twentieth with D = 4096. It is overlapped with the loads of the
-// next tile, but not with its products.
+// Two schedules. Without TURNS both consumer warpgroups have 64 rows each of one tile of 128 x BLOCK_N, and finish it
+// together. With TURNS (ping-pong) each has tiles of its own, of which it multiplies one while the other consumer is in
+// its epilogue. 128 rows of a tile are then two wgmmas of 64 x BLOCK_N that read the same b, and BLOCK_N fp32
+// accumulators a thread, of 240 registers.
 //
-// A CTA is one producer warp and two consumer warpgroups with 64 rows of the tile each. The producer fills a ring of
-// STAGES steps of both operands. Consumers keep 64 x 256 sums in registers; of GATE those are 128 columns of pre and the
-// same 128 of gate, so that a thread has both of a column. Where at most 128 columns are left they take wgmmas of 128.
+// Napkin maths for one step of 64 of a tile of 128 x BLOCK_N, in cycles of an SM, and for an epilogue:
+//                                                                         256      192      176      128
+//   tensor cores   4096 FLOP a cycle, dense                              1024      768      704      512
+//   shared memory  a and b written once, b read by two wgmmas, at 128    1024      832      784      640
+//   L2             bytes in each of these cycles, if two CTAs share b       32       34       35       38
+//   epilogue       exponential and reciprocal of each sum, at 16         4096     3072     2816     2048
+// An epilogue of 256 columns is half of a product of 512 terms and a twentieth of 4096. Without TURNS it is overlapped
+// with loads of the next tile, but not with its products. With TURNS only that of a CTA's last tile is exposed. 512 x
+// 11008 are 172 tiles of 256 columns for 132 SMs, 1.3 rounds, and 252 of 176, 1.9 rounds: configs.pick_cuda_config
+// reckons which takes less.
+//
+// A CTA is one producer warp and two consumer warpgroups. The producer fills a ring of STAGES steps of both operands,
+// in the order of the tiles. A tile of GATE has BLOCK_N / 2 columns of pre and the same of gate, so that a thread has
+// both of a column. Without TURNS, tiles of which at most half the columns are left take wgmmas of half the width.
 //
 // What lies beyond a tensor is read as zeros by TMA, without traffic: any width does. What is beyond the last column of
 // the hidden is written as zero, because the next product sums over it.
 //
-// CTAs of a cluster have tiles below each other. Each loads its share of their columns of b, for all of them: 48 bytes a
-// cycle are more than L2 delivers to all SMs at once, 32 with two CTAs are not. They go through the same steps.
+// CTAs of a cluster have tiles below each other. Each loads its share of their columns of b, for all of them: 48 bytes
+// a cycle are more than L2 delivers to all SMs at once, 32 with two CTAs are not. They go through the same steps.
 //
-// Barriers, with their arrivals per phase: full[s] 1 and the bytes of a step, empty[s] 8 from each CTA of the cluster,
-// one lane of each consumer warp. The n-th use of a full one waits for parity n & 1, that of an empty one for the
-// opposite, so that the first pass finds every slot empty. No consumer waits for another, and a producer only for
-// consumers, all of which go through the same steps: free of deadlock. In the end CTAs of a cluster wait for each other,
-// so that none writes into one that is gone.
+// Barriers, with their arrivals per phase: full[s] 1 and the bytes of a step, empty[s] 4 for each consumer of the tile
+// from each CTA of the cluster, one lane of each warp. The n-th use of a full one waits for parity n & 1, that of an
+// empty one for the opposite, so that the first pass finds every slot empty. No consumer waits for another, and a
+// producer only for consumers, all of which go through the same steps: free of deadlock. In the end CTAs of a cluster
+// wait for each other, so that none writes into one that is gone.
 //
-// Defined by the launcher: EPILOGUE, ACTIVATION, FP16, STAGES, RASTER, CLUSTER, A_TRANS and B_TRANS (contiguous along
-// the rows, or columns, of the result), TWO (a further sum over a_more and b_more, as long as the first).
+// With TURNS consumer 0 takes a CTA's tiles 0, 2, 4 ... and consumer 1 takes 1, 3, 5 ...; each skips the steps of the
+// other in the ring. Parity does not tell use n of a slot from use n - 2, so a consumer looks at full barriers only in
+// its turn, when the other has seen all earlier uses full. When the last wgmma of tile i is issued, its consumer gives
+// the turn to that of tile i + 1, if there is one, by named barrier 1 + consumer: 128 threads arrive, 128 wait. Tile 0
+// does not wait. So every arrival has its wait; the next arrival at the same barrier is two tiles later, after that
+// wait; and nothing is pending at the end, for any number of tiles and steps. A consumer that has the turn waits for
+// nothing but full barriers, and slots of earlier tiles are given back without the turn: free of deadlock too.
+//
+// Defined by the launcher: EPILOGUE, ACTIVATION, FP16, BLOCK_N (256, with TURNS also 128, 160, 176 or 192), TURNS,
+// STAGES, RASTER, CLUSTER (1 or 2), A_TRANS and B_TRANS (contiguous along the rows, or columns, of the result), TWO (a
+// further sum over a_more and b_more, as long as the first).
 
 #include "cluster.cuh"
+#include "heads_ptx.cuh"
 #include "mbarrier.cuh"
 #include "numbers.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
-#include "wgmma16.cuh"
+#include "wgmma_widths.cuh"
 #include "epilogue.cuh"
 
 enum Epilogue { PLAIN, ACT, GATE, DACT, DGATE, PARTS };
 
-constexpr int BLOCK_M = 128, BLOCK_N = 256, BLOCK_K = 64;
-constexpr int CONSUMERS = 2, ROWS = BLOCK_M / CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
-constexpr int COLUMNS = EPILOGUE == GATE ? BLOCK_N / 2 : BLOCK_N;  // of the result that a tile has
-constexpr int PANEL = BLOCK_K * 128;                               // bytes of BLOCK_K rows of 64 columns
-constexpr int A_BYTES = BLOCK_M * BLOCK_K * 2, B_BYTES = BLOCK_N * BLOCK_K * 2, STEP_BYTES = A_BYTES + B_BYTES;
-constexpr int FULL = STAGES * STEP_BYTES, EMPTY = FULL + 8 * STAGES;  // where barriers lie
-constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+constexpr int BLOCK_M = 128, BLOCK_K = 64, HALF = BLOCK_M / 2;           // HALF: rows of a wgmma
+constexpr int CONSUMERS = 2, THREADS = 128 * (CONSUMERS + 1);
+constexpr int HALVES = TURNS ? 2 : 1;                                    // of a tile's rows, which a consumer has
+constexpr int COLUMNS = EPILOGUE == GATE ? BLOCK_N / 2 : BLOCK_N;        // of the result that a tile has
+constexpr int PANEL = BLOCK_K * 128;                                     // bytes of BLOCK_K rows of 64 columns
+constexpr int PANELS = (BLOCK_N + 63) / 64;                              // of b, if transposed
+constexpr int A_BYTES = BLOCK_M * BLOCK_K * 2, B_BYTES = B_TRANS ? PANELS * PANEL : BLOCK_N * BLOCK_K * 2;
+constexpr int STEP_BYTES = A_BYTES + B_BYTES;
+constexpr int FULL = STAGES * STEP_BYTES, EMPTY = FULL + 8 * STAGES;     // where barriers lie
+constexpr int PRODUCER_REGISTERS = TURNS ? 24 : 40, CONSUMER_REGISTERS = TURNS ? 240 : 232;
+static_assert(STEP_BYTES % 1024 == 0 && !(EPILOGUE == GATE && B_TRANS));
 
 struct Problem {
     void* out;               // 16 bits, or of PARTS fp32
@@ -75,7 +99,7 @@ DEVICE int tiles_of(const Problem& p) { return p.parts * bands_of(p) * ((p.pitch
 // RASTER tiles of a column, then the next column, so that what they read of b is in L2.
 DEVICE Tile find_tile(const Problem& p, int place) {
     const int tiles_m = bands_of(p), tiles_n = (p.pitch + COLUMNS - 1) / COLUMNS;
-    const int part = place / (tiles_m * tiles_n), rest = place % (tiles_m * tiles_n);
+    const int part = EPILOGUE == PARTS ? place / (tiles_m * tiles_n) : 0, rest = place - part * (tiles_m * tiles_n);
     const int band = RASTER * tiles_n, first = rest / band * RASTER, height = min(tiles_m - first, RASTER);
     Tile tile;
     tile.part = part, tile.first = part * p.part, tile.last = min(p.steps, tile.first + p.part);
@@ -84,11 +108,18 @@ DEVICE Tile find_tile(const Problem& p, int place) {
     return tile;
 }
 
+DEVICE int steps_of(const Tile& tile) { return max(0, tile.last - tile.first) * (1 + TWO); }
+
 struct Ring {
     int slot = 0;
     u32 phase = 0;
     DEVICE void next() {
         if (++slot == STAGES) slot = 0, phase ^= 1;
+    }
+    DEVICE void skip(int steps) {
+        slot += steps;
+        phase ^= slot / STAGES & 1;
+        slot %= STAGES;
     }
 };
 
@@ -108,14 +139,16 @@ DEVICE void load_step(const TensorMap* a, const TensorMap* b, const TensorMap* b
         tma_load(to, a, k, tile.row, 0, 0, bar);
     }
     to += A_BYTES;
-    if (B_TRANS) {
-        constexpr int PANELS = BLOCK_N / 64 / CLUSTER;
-        for (int i = cluster_rank() * PANELS; i < (cluster_rank() + 1) * PANELS; i++)
-            tma_multicast(to + i * PANEL, b, tile.column + 64 * i, k, bar);
+    if (EPILOGUE == GATE) {  // of two CTAs each loads one of the weights
+        if (cluster_rank() == 0) tma_multicast(to, b, k, tile.column, bar);
+        if (cluster_rank() == CLUSTER - 1) tma_multicast(to + B_BYTES / 2, b_more, k, tile.column, bar);
+    } else if (B_TRANS) {
+        const int share = BLOCK_K / CLUSTER * cluster_rank();
+        for (int i = 0; i < PANELS; i++)
+            tma_multicast(to + i * PANEL + share * 128, b, tile.column + 64 * i, k + share, bar);
     } else {
-        const int share = COLUMNS / CLUSTER * cluster_rank();
+        const int share = BLOCK_N / CLUSTER * cluster_rank();
         tma_multicast(to + share * BLOCK_K * 2, b, k, tile.column + share, bar);
-        if (EPILOGUE == GATE) tma_multicast(to + B_BYTES / 2 + share * BLOCK_K * 2, b_more, k, tile.column + share, bar);
     }
 }
 
@@ -142,32 +175,56 @@ DEVICE void produce(const Problem& p, const Maps& maps, u32 smem) {
 // else reads a slot: no fence_reads.
 DEVICE void release(u32 smem, int slot) { arrive_at_all(smem + EMPTY + 8 * slot); }
 
-// d += a b over `steps` steps, of one consumer's 64 rows and the first N columns.
-template <int N> DEVICE void multiply(float (&d)[N / 2], u32 smem, Ring& ring, int steps, int consumer) {
+// d += a b over `steps` steps, of a consumer's rows from `first` on and the first N columns; `issued` once all of it is
+// under way.
+template <int N, class Issued>
+DEVICE void multiply(float (&d)[HALVES][N / 2], u32 smem, Ring& ring, int steps, int first, const Issued& issued) {
     int before = 0;
 #pragma unroll 1
     for (int step = 0; step < steps; step++, ring.next()) {
         const u32 at = smem + ring.slot * STEP_BYTES;
         bar_wait(smem + FULL + 8 * ring.slot, ring.phase);
-        const u64 a = describe(at + consumer * (A_BYTES / CONSUMERS), PANEL), b = describe(at + A_BYTES, PANEL);
+        const u64 a = describe(at + first * BLOCK_K * 2, PANEL), b = describe(at + A_BYTES, PANEL);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < BLOCK_K / 16; i++) {
             const int a_step = A_TRANS ? 16 * 128 / 16 : 32 / 16, b_step = B_TRANS ? 16 * 128 / 16 : 32 / 16;
-            wgmma<A_TRANS, B_TRANS>(d, a + i * a_step, b + i * b_step);
+#pragma unroll
+            for (int half = 0; half < HALVES; half++)
+                wgmma<A_TRANS, B_TRANS>(d[half], a + half * (HALF * BLOCK_K * 2 / 16) + i * a_step, b + i * b_step);
         }
         wgmma_commit();
         wgmma_wait<1>();
         if (step) release(smem, before);
         before = ring.slot;
     }
+    issued();
     wgmma_wait<0>();
-    pin(d);
+#pragma unroll
+    for (int half = 0; half < HALVES; half++) pin(d[half]);
     if (steps > 0) release(smem, before);
 }
 
-DEVICE float bias_of(const Problem& p, int column) {
-    return p.bias && column < p.cols ? widen(p.bias[column * p.bias_stride]) : 0.0f;
+// Adds the bias to the sums, of GATE to those of pre, before the epilogue needs its registers. Each lane loads one of
+// 32 columns: if it loaded all that it adds, these would spill. The bias is not the initial value of the accumulators:
+// ptxas cannot follow those that come from loads, and would wait for each wgmma.
+template <int N> DEVICE void add_bias(const Problem& p, const Tile& tile, float (&d)[HALVES][N / 2]) {
+    constexpr int WIDTH = EPILOGUE == GATE ? N / 2 : N;
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int c = 0; c < WIDTH; c += 32) {
+        const int column = tile.column + c + lane;
+        const float bias = column < p.cols ? widen(p.bias[column * p.bias_stride]) : 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8 && c + i / 2 * 8 < WIDTH; i++) {
+            const float own = __shfl_sync(~0u, bias, i / 2 * 8 + lane % 4 * 2 + i % 2);
+#pragma unroll
+            for (int half = 0; half < HALVES; half++) {
+                float* sums = d[half] + c / 2 + i / 2 * 4 + i % 2;
+                sums[0] += own, sums[2] += own;
+            }
+        }
+    }
 }
 
 // Two neighbouring columns of a row, on which an epilogue works.
@@ -175,54 +232,79 @@ struct Pair {
     u32 out, pre, gate, dgate;  // pre and gate are read, or written; of DACT and DGATE pre then is dpre
 };
 
-DEVICE void finish_pair(const Problem& p, int column, float x, float y, float gate_x, float gate_y, Pair& pair) {
-    const bool first = column < p.cols, second = column + 1 < p.cols;
+DEVICE void finish_pair(float x, float y, float gate_x, float gate_y, Pair& pair) {
     if constexpr (EPILOGUE == PLAIN) {
-        pair.out = pack(x + bias_of(p, column), y + bias_of(p, column + 1));
-    } else if constexpr (EPILOGUE == ACT || EPILOGUE == GATE) {
-        x += bias_of(p, column), y += bias_of(p, column + 1);
+        pair.out = pack(x, y);
+    } else if constexpr (EPILOGUE == ACT) {
         pair.pre = pack(x, y);
-        if (EPILOGUE == GATE) {
-            pair.gate = pack(gate_x, gate_y);
-            x *= activate(gate_x), y *= activate(gate_y);
-        } else {
-            x = activate(x), y = activate(y);
-        }
-        pair.out = pack(first ? x : 0, second ? y : 0);
+        pair.out = pack(activate(x), activate(y));
+    } else if constexpr (EPILOGUE == GATE) {
+        pair.pre = pack(x, y);
+        pair.gate = pack(gate_x, gate_y);
+        pair.out = pack(x * activate(gate_x), y * activate(gate_y));
     } else if constexpr (EPILOGUE == DACT) {
         const Both a = activate_and_derive(low(pair.pre), x), b = activate_and_derive(high(pair.pre), y);
-        pair.out = pack(first ? a.y : 0, second ? b.y : 0);
-        pair.pre = pack(first ? a.dx : 0, second ? b.dx : 0);
+        pair.out = pack(a.y, b.y);
+        pair.pre = pack(a.dx, b.dx);
     } else {
         const float pre_x = low(pair.pre), pre_y = high(pair.pre);
-        const Both a = activate_and_derive(low(pair.gate), x * pre_x), b = activate_and_derive(high(pair.gate), y * pre_y);
-        pair.out = pack(first ? a.y * pre_x : 0, second ? b.y * pre_y : 0);
-        pair.pre = pack(first ? x * a.y : 0, second ? y * b.y : 0);
-        pair.dgate = pack(first ? a.dx : 0, second ? b.dx : 0);
+        const Both a = activate_and_derive(low(pair.gate), x * pre_x);
+        const Both b = activate_and_derive(high(pair.gate), y * pre_y);
+        pair.out = pack(a.y * pre_x, b.y * pre_y);
+        pair.pre = pack(x * a.y, y * b.y);
+        pair.dgate = pack(a.dx, b.dx);
     }
 }
 
 // A thread has columns 8 j + 2 (lane % 4) and the next of rows lane / 4 and lane / 4 + 8 of its warp's 16.
-template <int N> DEVICE void finish(const Problem& p, const Tile& tile, const float (&d)[N / 2], int consumer) {
-    const int lane = threadIdx.x % 32, quad = lane % 4, gate = EPILOGUE == GATE ? N / 4 : 0;
-    const int row = tile.row + consumer * ROWS + threadIdx.x % 128 / 32 * 16 + lane / 4;
+DEVICE int first_row(const Tile& tile, int first) {
+    return tile.row + first + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+}
+
+// Writes zeros over what this warp has stored from column `cols` on, so that the epilogue's loop has no mask for them.
+template <int WIDTH> DEVICE void clear(const Problem& p, const Tile& tile, int first) {
+    u16* written[] = {(u16*)p.out, p.dpre, p.dgate, EPILOGUE == GATE || EPILOGUE == ACT ? p.pre : nullptr,
+                      EPILOGUE == GATE ? p.gate : nullptr};
+    const int row = first_row(tile, first), end = min(p.pitch, tile.column + WIDTH);
+    __syncwarp();
+#pragma unroll
+    for (u16* to : written) {
+        if (!to) continue;
+#pragma unroll 1
+        for (int r = 0; r < 2 * HALVES; r++) {
+            const int this_row = row + r / 2 * HALF + r % 2 * 8;
+            if (this_row >= p.rows) break;
+            for (int column = max(p.cols, tile.column) + threadIdx.x % 4; column < end; column += 4)
+                to[(u64)this_row * p.pitch + column] = 0;
+        }
+    }
+}
+
+template <int N> DEVICE void finish(const Problem& p, const Tile& tile, float (&d)[HALVES][N / 2], int first) {
     constexpr bool READS = EPILOGUE == DACT || EPILOGUE == DGATE, WRITES = EPILOGUE == ACT || EPILOGUE == GATE;
+    constexpr int WIDTH = EPILOGUE == GATE ? N / 2 : N, GATES = EPILOGUE == GATE ? N / 4 : 0;
+    const int quad = threadIdx.x % 4, row = first_row(tile, first);
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
+    for (int r = 0; r < 2 * HALVES; r++) {
+        const float* sums = d[r / 2] + r % 2 * 2;
+        const int this_row = row + r / 2 * HALF + r % 2 * 8;
+        // Of the whole warp, which ptxas must see: else it takes the ring's slot, kept from tile to tile, for one that may
+        // differ between lanes, and moves descriptors to uniform registers before each wgmma. The branch also keeps it
+        // from computing activations so far ahead that they spill.
+        if (__shfl_sync(~0u, this_row, 0) >= p.rows) break;
 #pragma unroll
-        for (int c = 0; c < (EPILOGUE == GATE ? N / 2 : N) / 32; c++) {
-            const int column = tile.column + 32 * c + 8 * quad;
-            const bool inside = row + 8 * half < p.rows && column < p.pitch;
-            const u64 at = (u64)(row + 8 * half) * p.pitch + column;
-            u32 out[4], pre[4], gates[4], dgates[4];
+        for (int c = 0; c < WIDTH; c += 32) {
+            const int column = tile.column + c + 8 * quad;
+            const bool inside = this_row < p.rows && column < p.pitch && (c + 32 <= WIDTH || c + 8 * quad < WIDTH);
+            const u64 at = (u64)this_row * p.pitch + column;
+            u32 out[4] = {}, pre[4] = {}, gates[4] = {}, dgates[4] = {};
             if (READS) load_words(p.pre + at, inside, pre);
             if (EPILOGUE == DGATE) load_words(p.gate + at, inside, gates);
 #pragma unroll
-            for (int block = 0; block < 4; block++) {
-                const int i = 4 * (4 * c + block) + 2 * half;
-                Pair pair = {0, READS ? pre[block] : 0, EPILOGUE == DGATE ? gates[block] : 0, 0};
-                finish_pair(p, tile.column + 32 * c + 8 * block + 2 * quad, d[i], d[i + 1], d[gate + i], d[gate + i + 1],
-                            pair);
+            for (int block = 0; block < 4 && c + 8 * block < WIDTH; block++) {
+                const float *x = sums + c / 2 + 4 * block, *gate = x + GATES;
+                Pair pair = {0, pre[block], gates[block], 0};
+                finish_pair(x[0], x[1], gate[0], gate[1], pair);
                 out[block] = pair.out, pre[block] = pair.pre, gates[block] = pair.gate, dgates[block] = pair.dgate;
             }
             if (p.out) store_words((u16*)p.out + at, inside, out);
@@ -232,36 +314,53 @@ template <int N> DEVICE void finish(const Problem& p, const Tile& tile, const fl
             if (EPILOGUE == DGATE && p.dgate) store_words(p.dgate + at, inside, dgates);
         }
     }
+    if (EPILOGUE != PLAIN && tile.column + WIDTH > p.cols) clear<WIDTH>(p, tile, first);
 }
 
 // fp32, in rows of any number of elements: 8 columns of a row are a 32-byte sector.
-template <int N> DEVICE void store_part(const Problem& p, const Tile& tile, const float (&d)[N / 2], int consumer) {
-    const int lane = threadIdx.x % 32;
-    const int row = tile.row + consumer * ROWS + threadIdx.x % 128 / 32 * 16 + lane / 4;
+template <int N>
+DEVICE void store_part(const Problem& p, const Tile& tile, const float (&d)[HALVES][N / 2], int first) {
+    const int row = first_row(tile, first);
 #pragma unroll
-    for (int i = 0; i < N / 2; i++) {
-        const int r = row + i % 4 / 2 * 8, column = tile.column + i / 4 * 8 + lane % 4 * 2 + i % 2;
-        if (r < p.rows && column < p.cols) ((float*)p.out)[((u64)tile.part * p.rows + r) * p.cols + column] = d[i];
+    for (int i = 0; i < HALVES * N / 2; i++) {
+        const int half = i / (N / 2), j = i % (N / 2);
+        const int r = row + half * HALF + j % 4 / 2 * 8, column = tile.column + j / 4 * 8 + threadIdx.x % 4 * 2 + j % 2;
+        if (r < p.rows && column < p.cols) ((float*)p.out)[((u64)tile.part * p.rows + r) * p.cols + column] = d[half][j];
     }
 }
 
-template <int N> DEVICE void work(const Problem& p, const Tile& tile, u32 smem, Ring& ring, int steps, int consumer) {
-    float d[N / 2];
+// Named barriers of this consumer's turn and of the other's; whether this CTA has a tile before this one, and after it.
+struct Turn {
+    int mine, other;
+    bool waits, gives;
+};
+
+template <int N>
+DEVICE void work(const Problem& p, const Tile& tile, u32 smem, Ring& ring, int first, const Turn& turn) {
+    float d[HALVES][N / 2];
 #pragma unroll
-    for (int i = 0; i < N / 2; i++) d[i] = 0;
-    multiply<N>(d, smem, ring, steps, consumer);
-    if constexpr (EPILOGUE == PARTS) store_part<N>(p, tile, d, consumer);
-    else finish<N>(p, tile, d, consumer);
+    for (int i = 0; i < HALVES * N / 2; i++) d[i / (N / 2)][i % (N / 2)] = 0;
+    if (TURNS && turn.waits) named_wait(turn.mine);
+    multiply<N>(d, smem, ring, steps_of(tile), first, [&] {
+        if (TURNS && turn.gives) named_arrive(turn.other);
+    });
+    if ((EPILOGUE == PLAIN || EPILOGUE == ACT || EPILOGUE == GATE) && p.bias) add_bias<N>(p, tile, d);
+    if constexpr (EPILOGUE == PARTS) store_part<N>(p, tile, d, first);
+    else finish<N>(p, tile, d, first);
 }
 
-DEVICE void consume(const Problem& p, u32 smem, int consumer) {
-    const int tiles = tiles_of(p);
+DEVICE void consume(const Problem& p, u32 smem) {
+    const int consumer = __shfl_sync(~0u, threadIdx.x / 128 - 1, 0);  // anew, so that it takes no register meanwhile
+    const int tiles = tiles_of(p), clusters = gridDim.x / CLUSTER, first = TURNS ? 0 : consumer * HALF;
     Ring ring;
-    for (int place = blockIdx.x / CLUSTER; place < tiles; place += gridDim.x / CLUSTER) {
+    int place = blockIdx.x / CLUSTER + (TURNS ? consumer * clusters : 0);
+    for (; place < tiles; place += (1 + TURNS) * clusters) {
         const Tile tile = find_tile(p, place);
-        const int steps = max(0, tile.last - tile.first) * (1 + TWO);
-        if (EPILOGUE == GATE || p.pitch - tile.column > BLOCK_N / 2) work<BLOCK_N>(p, tile, smem, ring, steps, consumer);
-        else work<EPILOGUE == GATE ? BLOCK_N : BLOCK_N / 2>(p, tile, smem, ring, steps, consumer);
+        const Turn turn = {1 + consumer, 2 - consumer, place >= clusters, place + clusters < tiles};
+        if (TURNS && turn.waits) ring.skip(steps_of(find_tile(p, place - clusters)));
+        constexpr int NARROW = TURNS || EPILOGUE == GATE ? BLOCK_N : BLOCK_N / 2;
+        if (NARROW < BLOCK_N && p.pitch - tile.column <= NARROW) work<NARROW>(p, tile, smem, ring, first, turn);
+        else work<BLOCK_N>(p, tile, smem, ring, first, turn);
     }
 }
 
@@ -274,7 +373,7 @@ fused_mlp_products(const __grid_constant__ TensorMap a_map, const __grid_constan
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
             bar_init(smem + FULL + 8 * s, 1);
-            bar_init(smem + EMPTY + 8 * s, 4 * CONSUMERS * CLUSTER);
+            bar_init(smem + EMPTY + 8 * s, 4 * (TURNS ? 1 : CONSUMERS) * CLUSTER);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -286,7 +385,7 @@ fused_mlp_products(const __grid_constant__ TensorMap a_map, const __grid_constan
         if (threadIdx.x == 0) produce(problem, Maps{&a_map, &b_map, &a_more_map, &b_more_map}, smem);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
-        consume(problem, smem, group - 1);
+        consume(problem, smem);
     }
     __syncwarp();
     cluster_sync();

@@ -12,8 +12,9 @@ from ..launches import device_of, sum_launch
 from . import cuda_driver
 from .cuda_driver import address, tensor_map
 
-BLOCK_M, BLOCK_N, BLOCK_K, THREADS = 128, 256, 64, 384  # of products.cu
+BLOCK_M, BLOCK_K, THREADS = 128, 64, 384  # of products.cu
 PLAIN, ACT, GATE, DACT, DGATE, PARTS = range(6)  # epilogues of products.cu
+EPILOGUES = tuple(configs.CUDA_EPILOGUES)  # their names, in this order
 HALVES = (torch.float16, torch.bfloat16)
 VECTOR = 8  # elements of 16 bytes
 
@@ -104,7 +105,7 @@ def weights_launch(a: torch.Tensor, b: torch.Tensor, cols: int, depth: int) -> C
     """Writes a gradient [cols, depth], contiguous, given (a, b, out): aᵀ · b over their rows."""
     rows, device, (_, sms) = a.shape[0], a.device, device_of(a)
     steps = -(-rows // BLOCK_K)
-    tiles = -(-cols // BLOCK_M) * -(-depth // BLOCK_N)
+    tiles = -(-cols // BLOCK_M) * -(-depth // 256)
     part = -(-steps // configs.pick_cuda_parts(steps, tiles, sms))
     parts = -(-steps // part)
     if parts == 1 and depth % VECTOR == 0:
@@ -143,22 +144,21 @@ class _Product:
     ) -> None:
         rows, terms, device = a.shape[0] if rows is None else rows, a.shape[1], a.device
         a_rows, b_rows = a.stride(1) != 1, b.stride(1) != 1  # contiguous along the rows, or columns, of the result
-        block_n = BLOCK_N // 2 if epilogue == GATE else BLOCK_N
-        config, (_, sms) = configs.pick_cuda_config(rows, cols, terms), device_of(a)
-        a_map = matrix_map(a, BLOCK_K if a_rows else BLOCK_M, a_rows)
-        self._maps = (
-            a_map,
-            matrix_map(b, BLOCK_K if b_rows else block_n // config.cluster, b_rows),
-            a_map,
-            matrix_map(b if b_more is None else b_more, BLOCK_K if b_rows else block_n // config.cluster, b_rows),
-        )
-        steps = -(-terms // BLOCK_K)
+        steps, (_, sms) = -(-terms // BLOCK_K), device_of(a)
+        config = configs.pick_cuda_config(rows, pitch, steps * (1 + two), parts, EPILOGUES[epilogue], sms)
+        columns = config.block_n // 2 if epilogue == GATE else config.block_n
+        # Of b a CTA of a cluster loads for all of them some columns, or some terms, or of two weights one.
+        box = BLOCK_K // config.cluster if b_rows else columns // (1 if epilogue == GATE else config.cluster)
+        a_map, b_map = matrix_map(a, BLOCK_K if a_rows else BLOCK_M, a_rows), matrix_map(b, box, b_rows)
+        self._maps = a_map, b_map, a_map, b_map if b_more is None else matrix_map(b_more, box, b_rows)
         stride = 0 if bias is None else bias.stride(0)
         self._sizes = stride, rows, cols, pitch, steps, parts, steps if part is None else part
         defines = (
             f"EPILOGUE={epilogue}",
             f"ACTIVATION={ACTIVATIONS.index(activation)}",
             f"FP16={int(a.dtype == torch.float16)}",
+            f"BLOCK_N={config.block_n}",
+            f"TURNS={int(config.turns)}",
             f"STAGES={config.stages}",
             f"RASTER={config.raster}",
             f"CLUSTER={config.cluster}",
@@ -169,7 +169,7 @@ class _Product:
         shared = shared_bytes(config)
         with torch.cuda.device_of(a):
             (kernel,) = cuda_driver.kernels(device.index, "products.cu", ("fused_mlp_products",), defines, shared)
-        clusters = parts * -(-rows // (BLOCK_M * config.cluster)) * -(-pitch // block_n)
+        clusters = parts * -(-rows // (BLOCK_M * config.cluster)) * -(-pitch // columns)
         grid = config.cluster * min(sms // config.cluster, clusters)
         self._launch = cuda_driver.Launch(device.index, kernel, grid, THREADS, shared, _LAYOUT)
 
@@ -181,7 +181,7 @@ class _Product:
 
 def shared_bytes(config: configs.CudaConfig) -> int:
     """Of a CTA: the ring of both operands, and its barriers."""
-    return config.stages * ((BLOCK_M + BLOCK_N) * BLOCK_K * 2 + 16)
+    return config.stages * configs.cuda_step_bytes(config.block_n)
 
 
 def matrix_map(t: torch.Tensor, block: int, transposed: bool = False) -> cuda_driver.TensorMap:

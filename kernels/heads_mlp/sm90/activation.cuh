@@ -16,7 +16,8 @@ DEVICE float logistic(float x) { return __fdividef(1.0f, 1.0f + exp2_(x * -LOG2_
 DEVICE float activate(float x) {
     if constexpr (ACTIVATION == SILU) return x * logistic(x);
     if constexpr (ACTIVATION == GELU) return 0.5f * x * (1.0f + erff(x * 0.70710678f));
-    if constexpr (ACTIVATION == GELU_TANH) return x * logistic(x * (SLOPE + SLOPE * CUBIC * fminf(x * x, MAX_SQUARE)));
+    if constexpr (ACTIVATION == GELU_TANH)  // as logistic() of the argument; a square that overflows gives 0 or 1
+        return x * __fdividef(1.0f, 1.0f + exp2_(x * (x * x * (-SLOPE * CUBIC * LOG2_E) - SLOPE * LOG2_E)));
     const float y = x <= 0 ? 0 : x;  // NaN stays
     return ACTIVATION == RELU ? y : y * y;
 }
