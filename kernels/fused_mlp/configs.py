@@ -126,29 +126,30 @@ class BiasConfig:
 class Versions:
     """What products run in, where they can. Those with an activation: of few terms in CUDA C++ by narrow.cu
     (`narrow`); by cuBLAS with the activation as a pass of its own (`passes`); in CUDA C++ by products.cu (`cuda`); in
-    this order. Those without one: y and x's gradient by products.cu (`rows`); by cuBLAS (`library`); by products.cu
-    (`cuda`). Else in Triton."""
+    this order. Those without one, of y, x's gradient and the weights': by products.cu (`plain`); by cuBLAS (`library`);
+    by products.cu (`cuda`). Else in Triton."""
 
     cuda: bool
     library: bool
     passes: bool
     narrow: bool
-    rows: bool = False
+    plain: bool = False
 
     @property
     def triton(self) -> bool:
         """Whether nothing but Triton was chosen."""
-        return not (self.cuda or self.library or self.passes or self.narrow or self.rows)
+        return not (self.cuda or self.library or self.passes or self.narrow or self.plain)
 
 
 def pick_versions(backend: str, rows: int, dim: int, hidden: int, dtype: torch.dtype, hopper: bool) -> Versions:
     """The versions of the products. Pure. `hopper`: products.cu can run.
 
-    Measured on one H200: products.cu is 7 to 25 % faster than Triton on wide models. It is no faster for sums of 512
-    terms, where its epilogue takes as long as the product; there cuBLAS, from 1024 rows on followed by an elementwise
-    kernel over the hidden layer, is faster than both. cuBLAS reaches about 750 TFLOP/s without an epilogue, the other
-    two 450 to 620; for few rows it takes 2 to 4 us less than Triton. But it needs a hidden dimension of whole vectors:
-    otherwise the hidden is padded by additional launches, whose host time dominates for few rows.
+    Measured on one H200: on wide models products.cu with an activation takes what cuBLAS takes without one, and without
+    one 1 % less than cuBLAS for y and x's gradient (0.96 to 1.13 times as fast) and 9 % less for a weight's (1.02 to
+    1.19). For sums of 512 terms cuBLAS is 7 % faster for y, and 1.7 times for a weight's gradient; from 1024 rows on,
+    and followed by an elementwise kernel over the hidden layer, also with an activation. For few rows it takes 2 to 4
+    us less than Triton. But it needs a hidden dimension of whole vectors: otherwise the hidden is padded by additional
+    launches, whose host time dominates for few rows.
     """
     if backend != "auto":
         narrow = backend == "narrow"
@@ -157,7 +158,7 @@ def pick_versions(backend: str, rows: int, dim: int, hidden: int, dtype: torch.d
     # cuBLAS may be set to round fp32 operands to tf32.
     library = hopper and dtype != torch.float32 and (wide or rows >= 4096 or hidden % PITCH == 0)
     passes, narrow = library and not wide and rows >= 1024, library and pick_narrow(rows, dim)
-    return Versions(cuda=library and wide, library=library, passes=passes, narrow=narrow)
+    return Versions(library and wide, library, passes, narrow, plain=library and wide)
 
 
 def pick_narrow(rows: int, dim: int) -> bool:
@@ -337,20 +338,27 @@ def pick_fused_config(
     return FusedConfig(block_m, block_h, _fit(dim, block_k), triton.cdiv(blocks, per_split), stages, num_warps=8)
 
 
-def pick_cuda_config(rows: int, cols: int, steps: int, parts: int, epilogue: str, sms: int) -> CudaConfig:
+def pick_cuda_config(
+    rows: int, cols: int, steps: int, parts: int, epilogue: str, sms: int, erf: bool = False
+) -> CudaConfig:
     """Configuration of products.cu for a result [rows, cols] summed over `steps` steps of 64, in `parts` parts;
-    `epilogue` as in `CUDA_EPILOGUES`. Pure. What `cuda_cycles` reckons to take least; the ring takes what shared memory
-    there is; the raster is not measured. With 192 columns a derivative of a gate spills."""
+    `epilogue` as in `CUDA_EPILOGUES`, `erf` where it has exact GELU. Pure.
+
+    What `cuda_cycles` reckons to take least. Of 116 products of wide models on one H200 that is the fastest of the five
+    widths, or within 4.4 % of it, 0.5 % on average (EXPERIMENTS.md). Rasters of 4 and 16 were no faster there, and
+    clusters of two up to 13 % faster than none. The ring takes what shared memory there is. With 192 columns exact
+    GELU's derivative of a gate spills.
+    """
     cluster = 2 if rows > 128 else 1
-    widths = (256, 176, 160, 128) if epilogue == "dgate" else (256, 192, 176, 160, 128)
+    widths = (256, 176, 160, 128) if epilogue == "dgate" and erf else (256, 192, 176, 160, 128)
     return min(
         (CudaConfig(width, width < 256, cuda_stages(width), raster=8, cluster=cluster) for width in widths),
         key=lambda config: cuda_cycles(config, rows, cols, steps, parts, epilogue, sms),
     )
 
 
-# Cycles that an epilogue of products.cu takes for each column of a tile: 128 sums, of two warpgroups or of one.
-CUDA_EPILOGUES = {"plain": 8, "act": 24, "gate": 20, "dact": 36, "dgate": 32, "parts": 8}
+# Cycles that an epilogue of products.cu takes for each column of a tile: 128 sums, of one warpgroup.
+CUDA_EPILOGUES = {"plain": 22, "act": 28, "gate": 28, "dact": 36, "dgate": 68, "parts": 22}
 
 
 def cuda_cycles(config: CudaConfig, rows: int, cols: int, steps: int, parts: int, epilogue: str, sms: int) -> float:
@@ -358,19 +366,20 @@ def cuda_cycles(config: CudaConfig, rows: int, cols: int, steps: int, parts: int
 
     Tiles are handed out in rounds. A step of one takes what its operands take in shared memory (128 bytes a cycle: both
     written once, a read once and b by two wgmmas), which is never less than what the tensor cores take (4096 FLOP), or
-    what they take from L2 (46 bytes a cycle: clusters of two were measured to be 3 to 6 % faster than none on wide
-    models). An epilogue follows each tile of 256 columns. With turns it runs beside the next tile's products, and takes
-    time only if it is longer, or the last. CUDA_EPILOGUES is reckoned by instructions, not measured.
+    what they take from L2. An epilogue follows each tile of 256 columns, of which two warpgroups have half each, but
+    store at the same time. With turns it runs beside the next tile's products, and takes time only if it is longer, or
+    the last. A quarter less of a's bytes, the rate of L2, an epilogue's cycles and the factor of one of 256 columns are
+    fitted to what `pick_cuda_config` names, so that the fastest width takes least; no other meaning is claimed.
     """
     width = config.block_n
     columns = width // 2 if epilogue == "gate" else width
     bands = triton.cdiv(rows, 128 * config.cluster)
     tiles = parts * bands * triton.cdiv(cols, columns)
     rounds = triton.cdiv(tiles, max(1, sms // config.cluster))
-    step = max(3 * width + 256, (128 + width / config.cluster) * 128 / 46)
+    step = max(3 * width + 192, (128 + width / config.cluster) * 128 / 54)
     product, rest = triton.cdiv(steps, parts) * step, CUDA_EPILOGUES[epilogue] * width
     if not config.turns:
-        return rounds * (product + rest)
+        return rounds * (product + 1.2 * rest)
     return rounds * max(product, (product + rest) / 2) + rest
 
 

@@ -291,14 +291,13 @@ def test_configs_fit_into_shared_memory(capability: tuple[int, int], dtype: torc
 
 def test_auto() -> None:
     def auto(rows, dim=512, hidden=1408, dtype=torch.bfloat16, hopper=True) -> tuple[bool, ...]:
-        *chosen, in_rows = astuple(configs.pick_versions("auto", rows, dim, hidden, dtype, hopper))
-        assert not in_rows
-        return tuple(chosen)
+        return astuple(configs.pick_versions("auto", rows, dim, hidden, dtype, hopper))
 
-    assert auto(11_000) == (False, True, True, True) and auto(564, dim=4096) == (True, True, False, False)
-    assert auto(564) == (False, True, False, False) and auto(4096, hidden=1365) == (False, True, True, True)
-    assert auto(2048) == auto(11_000, dim=128) == (False, True, True, False)
-    triton = (False, False, False, False)
+    assert auto(11_000) == (False, True, True, True, False) and auto(564, dim=4096) == (True, True, False, False, True)
+    assert auto(564) == (False, True, False, False, False)
+    assert auto(4096, hidden=1365) == (False, True, True, True, False)
+    assert auto(2048) == auto(11_000, dim=128) == (False, True, True, False, False)
+    triton = (False, False, False, False, False)
     assert auto(564, hidden=1365) == auto(564, dtype=torch.float32) == auto(205_000, hopper=False) == triton
 
 

@@ -122,13 +122,17 @@ def test_which_products_go_to_cuda() -> None:
         assert (cuda.call_count, triton.call_count) == (4, 3)
 
 
-def test_y_and_the_gradient_of_x_by_cuda_in_place_of_the_library() -> None:
-    """Where `rows` is chosen and the operands are of whole vectors."""
+@pytest.mark.parametrize("launch", ["rows_launch", "weights_launch"])
+def test_products_without_an_activation_by_cuda_in_place_of_the_library(launch: str) -> None:
+    """Where `plain` is chosen and the operands are of whole vectors."""
     a, b = torch.zeros(40, 64, dtype=torch.float16), torch.zeros(24, 64, dtype=torch.float16)
-    with mock.patch.object(products, "rows_launch") as cuda, mock.patch.object(versions.library, "rows_launch") as lib:
-        for rows in (False, True):
-            use = configs.Versions(cuda=True, library=True, passes=False, narrow=False, rows=rows)
+    with mock.patch.object(products, launch) as cuda, mock.patch.object(versions.library, launch) as library:
+        for plain in (False, True):
+            use = configs.Versions(cuda=True, library=True, passes=False, narrow=False, plain=plain)
             assert not use.triton
-            versions.rows_launch(a, b, None, None, use)
-            versions.rows_launch(a, b[:23], None, None, use)
-    assert (cuda.call_count, lib.call_count) == (1, 3)
+            for columns in (24, 23):
+                if launch == "rows_launch":
+                    versions.rows_launch(a, b[:columns], None, None, use)
+                else:
+                    versions.weights_launch(a, a, 64, columns, use)
+    assert (cuda.call_count, library.call_count) == (1, 3)

@@ -57,7 +57,7 @@ def rows_launch(
 ) -> Callable[..., None]:
     alike = b_gate is None or (b_gate.stride(1) == 1) == (b.stride(1) == 1)
     fits = alike and b.shape[0] % products.VECTOR == 0 and products.takes(a, b, b_gate)
-    if fits and (use.rows or (use.cuda and not use.library)):
+    if fits and (use.plain or (use.cuda and not use.library)):
         return products.rows_launch(a, b, b_gate, bias)
     if use.library:
         return library.rows_launch(a, b, b_gate, bias)
@@ -83,8 +83,10 @@ def dhidden_launch(
 
 
 def weights_launch(a: torch.Tensor, b: torch.Tensor, cols: int, depth: int, use: Versions) -> Callable[..., None]:
+    # Of other widths products.cu writes parts in fp32, even one.
+    plain = use.plain and depth % products.VECTOR == 0
+    if products.takes(a, b) and (plain or (use.cuda and not use.library)):
+        return products.weights_launch(a, b, cols, depth)
     if use.library:
         return library.weights_launch(a, b, cols, depth)
-    if use.cuda and products.takes(a, b):
-        return products.weights_launch(a, b, cols, depth)
     return launches.weights_launch(a, b, cols, depth)

@@ -145,7 +145,9 @@ class _Product:
         rows, terms, device = a.shape[0] if rows is None else rows, a.shape[1], a.device
         a_rows, b_rows = a.stride(1) != 1, b.stride(1) != 1  # contiguous along the rows, or columns, of the result
         steps, (_, sms) = -(-terms // BLOCK_K), device_of(a)
-        config = configs.pick_cuda_config(rows, pitch, steps * (1 + two), parts, EPILOGUES[epilogue], sms)
+        config = configs.pick_cuda_config(
+            rows, pitch, steps * (1 + two), parts, EPILOGUES[epilogue], sms, activation == "gelu"
+        )
         columns = config.block_n // 2 if epilogue == GATE else config.block_n
         # Of b a CTA of a cluster loads for all of them some columns, or some terms, or of two weights one.
         box = BLOCK_K // config.cluster if b_rows else columns // (1 if epilogue == GATE else config.cluster)
