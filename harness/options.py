@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,21 @@ def add_output(
 ) -> None:
     """--out."""
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"default: {default}")
+
+
+def gpus(text: str) -> list[str]:
+    """The GPUs of a list, each as a value of CUDA_VISIBLE_DEVICES."""
+    found = [part.strip() for part in text.split(",")]
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of GPUs, as 0,1,2")
+    return found
+
+
+def visible_gpus() -> list[str]:
+    """All GPUs that this process may use, as `gpus` has them, without starting CUDA."""
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return gpus(visible)
+    return [str(number) for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))] or ["0"]
 
 
 def refuse(arguments: argparse.Namespace, defaults: Mapping[str, object], where: str, *names: str) -> None:

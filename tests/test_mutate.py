@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from harness import registry
+from harness import options, registry
 from harness.commands import mutate
 from harness.mutation import cuda_tokens, mutants, operators, report, results
 
@@ -270,11 +270,11 @@ def test_results_of_another_machine_are_added(tmp_path, monkeypatch, capsys):
 
 
 def test_which_gpus_are_used(monkeypatch):
-    assert mutate._gpus("0, 2") == ["0", "2"]
+    assert options.gpus("0, 2") == ["0", "2"]
     with pytest.raises(argparse.ArgumentTypeError, match="no list of GPUs"):
-        mutate._gpus("0,,1")
+        options.gpus("0,,1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
-    assert mutate._visible_gpus() == ["1", "3"]
+    assert options.visible_gpus() == ["1", "3"]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .. import environment, execute, host, on_cpu, options, record, registry, renewal, roofline, suites
+from .. import environment, execute, host, jobs, on_cpu, options, record, registry, renewal, roofline, suites
 from ..correctness.accuracy import Verdict
 from ..correctness.oracle import Memory
 from ..correctness.stand_in import checked
@@ -86,6 +86,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="share the GPU with other benches that name the same file: one has it, the others compile meanwhile",
     )
+    group.add_argument(
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="N processes on each GPU, which take turns: peers are compiled while others are timed; no host time",
+    )
+    group.add_argument(
+        "--missing",
+        action="store_true",
+        help="with --jobs: only cases that have no row of ours beside all peers of today",
+    )
+    group.add_argument("--minutes", type=float, metavar="M", help="with --jobs: no longer; finished rows are kept")
 
 
 #: What stands for "not given", of the options that some mode ignores.
@@ -100,16 +112,26 @@ NOT_GIVEN: dict[str, object] = {
     "rank_timeout": None,
     "out": None,
     "turns": None,
+    "jobs": None,
+    "missing": False,
+    "minutes": None,
 }
+OF_JOBS = ("missing", "minutes")
 
 
 def main(arguments: argparse.Namespace) -> int:
     journal = renewal.journal()
     refuse = partial(options.refuse, arguments, NOT_GIVEN)
     if arguments.gpus > 1:
-        refuse("--gpus", "suite", "samples", "warmup", "timer", "host", "host_compiled", "turns")
+        refuse("--gpus", "suite", "samples", "warmup", "timer", "host", "host_compiled", "turns", "jobs", *OF_JOBS)
         return ranks.main(arguments)
     refuse("a bench without --gpus", "rank_timeout")
+    if arguments.jobs is None:
+        refuse("a bench without --jobs", *OF_JOBS)
+    elif arguments.jobs < 1:
+        raise ValueError(f"--jobs: at least 1, got {arguments.jobs}")
+    else:
+        refuse("--jobs", "suite", "host", "host_compiled", "resume", "turns")
     if arguments.host == "no":
         refuse("--host no", "host_compiled")
     if arguments.host == "only":
@@ -120,6 +142,11 @@ def main(arguments: argparse.Namespace) -> int:
     own = [s for s in selections if s.spec.name in registry.outside()]
     if arguments.quick and not arguments.case and not suite:
         selections = [options.Selection(s.spec, s.cases[:1], s.modes, s.implementations) for s in selections]
+    if arguments.jobs is not None:
+        if device.type != "cuda" or own or arguments.quick:
+            raise ValueError("--jobs needs a GPU, kernels of this checkout, and no --quick")
+        out = arguments.out or registry.results(s.spec.name for s in selections) / folder(device, key)
+        return jobs.main(arguments, selections, out, options.visible_gpus(), arguments.gpu)
     if device.type != "cuda" and not own:
         from .. import plan
 

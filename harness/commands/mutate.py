@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernel", action="append", metavar="NAME", help="only this kernel (default: all)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     gpus = "GPUs that share the mutants, as 0,1,2 (default: all)"
-    parser.add_argument("--devices", type=_gpus, metavar="LIST", help=gpus)
+    parser.add_argument("--devices", type=options.gpus, metavar="LIST", help=gpus)
     jobs = f"mutants at a time (default: the cores; at most {JOBS_ON_GPU} a GPU)"
     parser.add_argument("--jobs", type=int, metavar="N", help=jobs)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="draws the order of the mutants (default: 0)")
@@ -160,7 +160,7 @@ def _run(
             place = f"{mutant.kernel}/{mutant.file}:{mutant.number} {mutant.operator}"
             progress.line(f"{answer['status']:8} {answer['seconds']:5.1f} s  {place}{by}")
 
-        gpus = (arguments.devices or _visible_gpus()) if device == "cuda" else []
+        gpus = (arguments.devices or options.visible_gpus()) if device == "cuda" else []
         jobs = arguments.jobs or min(os.cpu_count() or 1, JOBS_ON_GPU * len(gpus) if gpus else 1 << 10)
         run.run(
             kernels,
@@ -259,18 +259,3 @@ def _to_run(
 def _has_gpu() -> bool:
     """Without starting CUDA here: it would not matter, but takes seconds."""
     return os.environ.get("TRITON_INTERPRET") != "1" and Path("/proc/driver/nvidia/version").exists()
-
-
-def _gpus(text: str) -> list[str]:
-    """The GPUs of a list, each as a value of CUDA_VISIBLE_DEVICES."""
-    found = [part.strip() for part in text.split(",")]
-    if not all(found):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of GPUs, as 0,1,2")
-    return found
-
-
-def _visible_gpus() -> list[str]:
-    """All GPUs that this process may use, without starting CUDA."""
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return _gpus(visible)
-    return [str(number) for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))] or ["0"]

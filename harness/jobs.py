@@ -1,0 +1,226 @@
+"""`bench --jobs N`: N benches at a time on each GPU, which take turns (`harness/measure/turns.py`).
+
+Most of a bench's time is compilation of peers on the host, for which a GPU waits. So the groups of the selection are
+dealt out, a few of one kernel and mode at a time, to processes that are benches of their own. What each has written is
+added to the records as soon as it ends, or is ended: the rows are those of one process after the other. Host time is
+not measured, because the host is busy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from . import options, record
+from .options import Selection
+from .reporting.findings import findings
+
+BATCH = 3  # groups of a process: it starts in some 15 seconds
+LOOK_SECONDS = 0.1
+PATIENCE_SECONDS = 2.0  # for a terminal's Ctrl-C, which every process gets, to take effect
+GRACE_SECONDS = 15.0  # from an interrupt to a kill
+INTERRUPTED = 130
+THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+
+Group = tuple[str, str, str]  # kernel, case, mode
+
+
+@dataclass(frozen=True)
+class Task:
+    """Cases of one kernel in one mode, for one process."""
+
+    kernel: str
+    mode: str
+    cases: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kernel} {self.mode} {' '.join(self.cases)}"
+
+
+def tasks(groups: Sequence[Group], size: int = BATCH) -> list[Task]:
+    """The groups in their order, `size` of one kernel and mode to a task."""
+    cases: dict[tuple[str, str], list[str]] = {}
+    for kernel, case, mode in groups:
+        cases.setdefault((kernel, mode), []).append(case)
+    return [
+        Task(kernel, mode, tuple(names[first : first + size]))
+        for (kernel, mode), names in cases.items()
+        for first in range(0, len(names), size)
+    ]
+
+
+def unmeasured(out: Path, groups: Sequence[Group]) -> list[Group]:
+    """Those that have no row of ours in the records, or one beside which a declared peer was not in the run."""
+    found = findings(record.load(out)) if out.is_dir() and record.files(out) else []
+    measured = {(f.kernel, f.case, f.mode) for f in found if f.best is not None and not f.absent}
+    return [group for group in groups if group not in measured]
+
+
+def of_selections(selections: Sequence[Selection]) -> list[Group]:
+    return [(s.spec.name, case.name, mode) for s in selections for case, mode in s.groups()]
+
+
+def command(task: Task, gpu: str, out: Path, turns: Path, passed: Sequence[str]) -> list[str]:
+    """The command line of a task's process."""
+    chosen = options.words({"kernel": [task.kernel], "mode": [task.mode], "case": task.cases})
+    where = ["--gpu", gpu, "--out", str(out), "--turns", str(turns), "--host", "no"]
+    return [sys.executable, "-m", "harness", "bench", *chosen, *passed, *where]
+
+
+def take_over(source: Path, out: Path) -> int:
+    """Adds the records under `source` to those under `out`; returns how many rows. A torn last line is left out."""
+    rows = 0
+    for path in record.files(source):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        if lines and not _whole(lines[-1]):
+            lines.pop()
+        target = out / "records" / path.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("a", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
+        record.compact(target)
+        rows += sum(json.loads(line)["type"] == "row" for line in lines)
+    return rows
+
+
+def _whole(line: str) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+@dataclass
+class Crew:
+    """Processes at work on the tasks. `start` begins one, given a task, a GPU's number, and a folder of its own."""
+
+    waiting: list[Task]
+    out: Path
+    folder: Path
+    start: Callable[[Task, int, Path], subprocess.Popen[bytes]]
+    say: Callable[[str], object] = print
+    failed: list[Task] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._over = False
+        self._number, self._done, self._all = 0, 0, len(self.waiting)
+
+    def work(self, gpus: int, each: int, seconds: float | None) -> bool:
+        """Runs the tasks, `each` at a time on each GPU. Returns whether all ran to their end. After `seconds`, or a
+        KeyboardInterrupt, what runs is interrupted, and keeps the rows that it has."""
+        workers = [threading.Thread(target=self._serve, args=(gpu,)) for _ in range(each) for gpu in range(gpus)]
+        end = None if seconds is None else time.monotonic() + seconds
+        for worker in workers:
+            worker.start()
+        patience = 0.0
+        try:
+            # Not one long join: a signal may reach another thread, and then takes effect once this one goes on.
+            while any(worker.is_alive() for worker in workers) and (end is None or time.monotonic() < end):
+                time.sleep(LOOK_SECONDS)
+        except KeyboardInterrupt:
+            patience = PATIENCE_SECONDS
+            raise
+        finally:
+            self._interrupt(patience)
+            for worker in workers:
+                worker.join()
+        return self._done == self._all
+
+    def _serve(self, gpu: int) -> None:
+        while True:
+            with self._lock:
+                if self._over or not self.waiting:
+                    return
+                task = self.waiting.pop(0)
+                self._number += 1
+                folder = self.folder / str(self._number)
+                folder.mkdir()
+                process = self.start(task, gpu, folder)
+                self._running.add(process)
+            begun = time.monotonic()
+            code = process.wait()
+            with self._lock:
+                self._running.discard(process)
+                self._done += code in (0, 1)
+                if code not in (0, INTERRUPTED) and not (self._over and code < 0):
+                    self.failed.append(task)
+                took = f"{time.monotonic() - begun:.0f} s, {take_over(folder, self.out)} rows"
+                self.say(f"{self._done} of {self._all}: {task}: exit {code} after {took}, log in {folder / 'log'}")
+
+    def _interrupt(self, patience: float) -> None:
+        """Ends what runs: after so many seconds, in which a terminal's Ctrl-C ends all of them by itself, with an
+        interrupt, and those that have not ended by then with a kill."""
+        with self._lock:
+            self._over = True
+            running = list(self._running)
+        running = _left(running, patience)
+        for process in running:
+            process.send_signal(signal.SIGINT)
+        for process in _left(running, GRACE_SECONDS):
+            process.kill()
+
+
+def _left(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[subprocess.Popen[bytes]]:
+    """Those that have not ended within so many seconds."""
+    end, left = time.monotonic() + seconds, []
+    for process in processes:
+        try:
+            process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            left.append(process)
+    return left
+
+
+def main(
+    arguments: argparse.Namespace, selections: Sequence[Selection], out: Path, devices: Sequence[str], gpu: str
+) -> int:
+    """The whole command; returns its exit code. `devices` are values of CUDA_VISIBLE_DEVICES, one for each GPU."""
+    groups = of_selections(selections)
+    asked = len(groups)
+    if arguments.missing:
+        groups = unmeasured(out, groups)
+    folder = Path(tempfile.mkdtemp(prefix="ridgeline-jobs-"))
+    threads = max(1, (os.cpu_count() or 1) // (len(devices) * arguments.jobs))
+    passed = [word for name in PASSED for word in _words(name, getattr(arguments, name))]
+
+    def start(task: Task, number: int, own: Path) -> subprocess.Popen[bytes]:
+        environment = {THREADS: str(threads), **os.environ, "CUDA_VISIBLE_DEVICES": devices[number]}
+        words = command(task, gpu, own, folder / f"turns-{number}", passed)
+        with (own / "log").open("wb") as log:
+            return subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+    crew = Crew(tasks(groups), out, folder, start, lambda text: print(text, flush=True))
+    print(f"{len(groups)} of {asked} groups, {arguments.jobs} at a time on each of {len(devices)} GPUs", flush=True)
+    seconds = None if arguments.minutes is None else 60 * arguments.minutes
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was measured is kept
+    try:
+        whole = crew.work(len(devices), arguments.jobs, seconds)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    if not whole:
+        print("not all were measured: --missing goes on with those that have no row", flush=True)
+    print(f"records in {out / 'records'}, logs in {folder}")
+    return 1 if crew.failed else 0
+
+
+#: Options that each process gets as they were given.
+PASSED = ("impl", "timer", "samples", "warmup")
+
+
+def _words(name: str, value: object) -> list[str]:
+    if isinstance(value, list):
+        return options.words({name: value})
+    return [] if value is None else [f"--{name}", str(value)]

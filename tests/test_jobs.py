@@ -1,0 +1,165 @@
+"""`bench --jobs`: which tasks there are, what their processes are told, and what is kept of them. The processes here are
+scripts that write what a bench would."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from harness import jobs, record
+from harness.commands import bench
+from harness.jobs import Crew, Task
+
+from .fake_records import row, run_line, samples
+
+
+def test_groups_of_a_kernel_and_mode_are_dealt_out_in_their_order():
+    groups = [("gelu", f"c{i}", mode) for i in range(4) for mode in ("fwd", "bwd")] + [("rope", "c0", "fwd")]
+    assert jobs.tasks(groups, size=3) == [
+        Task("gelu", "fwd", ("c0", "c1", "c2")),
+        Task("gelu", "fwd", ("c3",)),
+        Task("gelu", "bwd", ("c0", "c1", "c2")),
+        Task("gelu", "bwd", ("c3",)),
+        Task("rope", "fwd", ("c0",)),
+    ]
+
+
+def test_a_process_is_told_its_task_and_the_options_that_were_given(tmp_path):
+    task = Task("gelu", "bwd", ("a", "b"))
+    words = jobs.command(task, "h200", tmp_path / "out", tmp_path / "turns", ["--impl", "auto", "--samples", "5"])
+    parser = argparse.ArgumentParser()
+    bench.configure(parser)
+    told = parser.parse_args(words[words.index("bench") + 1 :])
+    assert (told.kernel, told.mode, told.case, told.impl) == (["gelu"], ["bwd"], ["a", "b"], ["auto"])
+    assert (told.gpu, told.out, told.turns) == ("h200", tmp_path / "out", tmp_path / "turns")
+    assert (told.samples, told.host, told.jobs) == (5, "no", None)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--missing"], "a bench without --jobs does not go with --missing"),
+        (["--minutes", "3"], "a bench without --jobs does not go with --minutes"),
+        (["--jobs", "0"], "at least 1, got 0"),
+        (["--jobs", "2", "--resume", "--host", "no"], "--jobs does not go with --host and --resume"),
+        (["--gpus", "2", "--jobs", "2"], "--gpus does not go with --jobs"),
+        (["--jobs", "2", "--device", "cpu", "--kernel", "gelu"], "--jobs needs a GPU"),
+    ],
+)
+def test_options_that_do_not_go_together(words, message):
+    parser = argparse.ArgumentParser()
+    bench.configure(parser)
+    with pytest.raises(ValueError, match=message):
+        bench.main(parser.parse_args(words))
+
+
+def test_what_was_not_given_is_not_passed():
+    words = [word for name, value in (("impl", None), ("timer", "cupti")) for word in jobs._words(name, value)]
+    assert words == ["--timer", "cupti"]
+
+
+#: Writes a run with a row for each case that it is given, the last after a while; an interrupt ends it.
+BENCH = """
+import json, signal, sys, time
+out, seconds, *cases = sys.argv[1:]
+signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+with open(out, "a") as file:
+    for line in json.loads(cases.pop()):
+        if line["type"] == "row" and line["case"] == cases[-1]:
+            time.sleep(float(seconds))
+        file.write(json.dumps(line) + "\\n")
+        file.flush()
+"""
+
+
+def lines_of(task: Task) -> list[dict]:
+    name = f"run-{task.kernel}-{task.mode}"
+    rows = [row(task.kernel, case, task.mode, "triton", samples(10.0), run=name) for case in task.cases]
+    return [run_line(task.kernel, name), *rows]
+
+
+@pytest.fixture
+def crew(tmp_path):
+    """Of two tasks, whose last rows take so many seconds each."""
+
+    def make(*seconds: float) -> Crew:
+        def start(task: Task, gpu: int, own: Path) -> subprocess.Popen[bytes]:
+            (own / "records").mkdir()
+            path = own / "records" / f"{task.kernel}.jsonl"
+            wait = seconds[waiting.index(task)]
+            words = [sys.executable, "-c", BENCH, str(path), str(wait), *task.cases, json.dumps(lines_of(task))]
+            return subprocess.Popen(words)
+
+        waiting = [Task("gelu", "fwd", ("a", "b")), Task("gelu", "bwd", ("a", "c"))][: len(seconds)]
+        (tmp_path / "own").mkdir()
+        said.clear()
+        return Crew(list(waiting), tmp_path / "out", tmp_path / "own", start, said.append)
+
+    said: list[str] = []
+    make.said = said
+    return make
+
+
+def measured(tmp_path: Path) -> set[tuple[str, str]]:
+    return {(r.case, r.mode) for r in record.load(tmp_path / "out").rows} if (tmp_path / "out").exists() else set()
+
+
+def test_records_of_all_processes_are_kept(crew, tmp_path):
+    at_work = crew(0, 0)
+    assert at_work.work(gpus=2, each=1, seconds=None) and not at_work.failed
+    assert measured(tmp_path) == {("a", "fwd"), ("b", "fwd"), ("a", "bwd"), ("c", "bwd")}
+    assert [text.split(":")[0] for text in crew.said] == ["1 of 2", "2 of 2"]
+    assert all("exit 0 after 0 s, 2 rows" in text for text in crew.said)
+
+
+def test_finished_rows_are_kept_when_time_is_up(crew, tmp_path):
+    begun = time.monotonic()
+    assert not crew(0, 60).work(gpus=1, each=2, seconds=2)
+    assert time.monotonic() - begun < 30
+    assert measured(tmp_path) == {("a", "fwd"), ("b", "fwd"), ("a", "bwd")}
+
+
+def test_an_interrupt_ends_all_and_keeps_finished_rows(crew, tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs, "PATIENCE_SECONDS", 0.0)
+    threading.Timer(2, signal.raise_signal, (signal.SIGINT,)).start()
+    at_work = crew(60, 60)
+    with pytest.raises(KeyboardInterrupt):
+        at_work.work(gpus=1, each=1, seconds=None)
+    assert measured(tmp_path) == {("a", "fwd")} and len(at_work.waiting) == 1 and not at_work.failed
+
+
+def test_a_process_that_fails_is_named_and_the_others_go_on(crew, tmp_path):
+    at_work = crew(0, 0)
+    start = at_work.start
+    broken = [sys.executable, "-c", "raise SystemExit(3)"]
+    at_work.start = lambda task, gpu, own: subprocess.Popen(broken) if task.mode == "fwd" else start(task, gpu, own)
+    assert not at_work.work(gpus=1, each=1, seconds=None)
+    assert [task.mode for task in at_work.failed] == ["fwd"] and measured(tmp_path) == {("a", "bwd"), ("c", "bwd")}
+
+
+def test_a_torn_line_is_left_out(tmp_path):
+    (tmp_path / "own" / "records").mkdir(parents=True)
+    lines = [json.dumps(line) for line in lines_of(Task("gelu", "fwd", ("a", "b")))]
+    (tmp_path / "own" / "records" / "gelu.jsonl").write_text("\n".join([*lines[:-1], lines[-1][:30]]))
+    assert jobs.take_over(tmp_path / "own", tmp_path / "out") == 1
+    assert measured(tmp_path) == {("a", "fwd")}
+
+
+def test_what_has_a_row_of_ours_beside_all_peers_is_not_missing(tmp_path, monkeypatch):
+    groups = [("gelu", case, "fwd") for case in ("a", "b")]
+    assert jobs.unmeasured(tmp_path / "none", groups) == groups
+    path = tmp_path / "records" / "gelu.jsonl"
+    path.parent.mkdir()
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines_of(Task("gelu", "fwd", ("a",)))))
+    monkeypatch.setattr("harness.reporting.declared.peers", lambda kernel: ())
+    assert jobs.unmeasured(tmp_path, groups) == groups[1:]
+    monkeypatch.setattr("harness.reporting.declared.peers", lambda kernel: ("compile",))
+    assert jobs.unmeasured(tmp_path, groups) == groups
