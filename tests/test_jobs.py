@@ -1,5 +1,5 @@
-"""`bench --jobs`: which tasks there are, what their processes are told, and what is kept of them. The processes here are
-scripts that write what a bench would."""
+"""`bench --jobs`: which tasks there are, what their processes are told, and what is kept of them. The processes here
+are scripts that write what a bench would."""
 
 from __future__ import annotations
 
