@@ -245,9 +245,10 @@ def test_each_width_is_right(
 @pytest.mark.gpu(min_capability=(9, 0))
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_of_each_width(compiler: None, monkeypatch: pytest.MonkeyPatch, activation: str) -> None:
+    drawn = [operands(300, 128, 203, 136, names, torch.bfloat16) for names in ("x w1 w2 b1", "x w1 w2 w_gate")]
     for _ in each_config(monkeypatch):
-        for names in ("x w1 w2 b1", "x w1 w2 w_gate"):
-            agrees(operands(300, 128, 203, 136, names, torch.bfloat16), backend="cuda", activation=activation)
+        for tensors in drawn:
+            agrees(tensors, backend="cuda", activation=activation)
     launch.forget()
 
 
