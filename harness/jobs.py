@@ -67,7 +67,8 @@ def unmeasured(out: Path, groups: Sequence[Group]) -> list[Group]:
 
 
 def of_selections(selections: Sequence[Selection]) -> list[Group]:
-    return [(s.spec.name, case.name, mode) for s in selections for case, mode in s.groups()]
+    """Those of one GPU."""
+    return [(s.spec.name, case.name, mode) for s in selections for case, mode in s.groups() if case.world_size == 1]
 
 
 def command(task: Task, gpu: str, out: Path, turns: Path, passed: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import jobs, record
+from harness import jobs, options, record, registry
 from harness.commands import bench
 from harness.jobs import Crew, Task
 
@@ -30,6 +30,13 @@ def test_groups_of_a_kernel_and_mode_are_dealt_out_in_their_order():
         Task("gelu", "bwd", ("c3",)),
         Task("rope", "fwd", ("c0",)),
     ]
+
+
+def test_cases_of_several_gpus_are_left_out():
+    spec = registry.load("gradient_compression")
+    selection = options.Selection(spec, spec.cases, spec.modes, ())
+    chosen = {case for _, case, _ in jobs.of_selections([selection])}
+    assert chosen == {case.name for case in spec.cases if case.world_size == 1} != {case.name for case in spec.cases}
 
 
 def test_a_process_is_told_its_task_and_the_options_that_were_given(tmp_path):
