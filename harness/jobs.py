@@ -30,7 +30,8 @@ LOOK_SECONDS = 0.1
 PATIENCE_SECONDS = 2.0  # for a terminal's Ctrl-C, which every process gets, to take effect
 GRACE_SECONDS = 15.0  # from an interrupt to a kill
 INTERRUPTED = 130
-THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+#: How many processes a bench starts to compile: Inductor's, and those of QuACK's autotuner.
+COMPILERS = ("TORCHINDUCTOR_COMPILE_THREADS", "QUACK_COMPILE_WORKERS")
 
 Group = tuple[str, str, str]  # kernel, case, mode
 
@@ -198,7 +199,8 @@ def main(
     passed = [word for name in PASSED for word in _words(name, getattr(arguments, name))]
 
     def start(task: Task, number: int, own: Path) -> subprocess.Popen[bytes]:
-        environment = {THREADS: str(threads), **os.environ, "CUDA_VISIBLE_DEVICES": devices[number]}
+        compilers = {name: str(threads) for name in COMPILERS}
+        environment = {**compilers, **os.environ, "CUDA_VISIBLE_DEVICES": devices[number]}
         words = command(task, gpu, own, folder / f"turns-{number}", passed)
         with (own / "log").open("wb") as log:
             return subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT)

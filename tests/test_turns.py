@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import sys
+from contextlib import contextmanager
+from types import ModuleType
 
 import pytest
 import torch
@@ -73,6 +76,33 @@ def test_others_have_the_gpu_while_a_configuration_of_a_tuned_kernel_compiles(tm
         compiled(torch.zeros(2))
     assert seen == [("at a launch", True), ("before", True)]
     assert not free()
+
+
+def test_others_have_the_gpu_while_cuda_or_a_pool_compiles(tmp_path, free, monkeypatch):
+    seen = []
+
+    @contextmanager
+    def scope():
+        yield "pool"
+
+    driver, tuner, pool = (
+        ModuleType(name) for name in ("a.cuda_driver", "quack.autotuner", "quack.cache.async_compile")
+    )
+    driver._compiled = lambda source: seen.append((source, free())) or b"code"
+    tuner.Autotuner = type("Autotuner", (), {"_bench": lambda self, config: seen.append((config, free()))})
+    pool.pool_scope = scope
+    for module in (driver, tuner, pool):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    turns = Turns(tmp_path / "gpu", CPU)
+    turns.take()
+    with turns.compiling():
+        assert driver._compiled("a.cu") == b"code" and not free()
+        with pool.pool_scope() as given:
+            assert given == "pool" and free()
+            tuner.Autotuner()._bench("a tile")
+            assert free()
+        assert not free()
+    assert seen == [("a.cu", True), ("a tile", False)] and pool.pool_scope is scope
 
 
 def test_the_gpu_is_taken_back_where_compilation_fails(tmp_path, free):

@@ -1,15 +1,16 @@
 """Benches that share a GPU take turns: one has it, the others compile on the host meanwhile.
 
-A bench has its turn from its first use of the GPU to its end, except while torch.compile works on the host. What
-Inductor times on the GPU to choose a kernel has a turn of its own, so that no choice and no figure is made beside other
-work.
+A bench has its turn from its first use of the GPU to its end, except while torch.compile, NVRTC, or QuACK's autotuner
+with its pool of processes, works on the host. What Inductor or QuACK times on the GPU to choose a kernel has a turn of
+its own, so that no choice and no figure is made beside other work.
 """
 
 from __future__ import annotations
 
 import fcntl
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -47,10 +48,6 @@ class Turns:
         if self._file is None:
             yield
             return
-        from torch._inductor.runtime.benchmarking import benchmarker
-        from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-        from torch._inductor.select_algorithm import AlgorithmSelectorCache
-
         handler, ours = torch._dynamo.callback_handler, [self._ours]
 
         def begin(event: Any) -> None:
@@ -64,10 +61,8 @@ class Turns:
             self._restore(ours.pop())
 
         with ExitStack() as stack:
-            stack.enter_context(_replaced(AlgorithmSelectorCache, "benchmark_in_current_process", self._with_gpu))
-            stack.enter_context(_replaced(benchmarker, "benchmark_gpu", self._with_gpu))
-            # One more configuration of a kernel that is tuned at its first launch.
-            stack.enter_context(_replaced(CachingAutotuner, "_precompile_config", self._without_gpu))
+            for replaced in self._replaced():
+                stack.enter_context(replaced)
             handler.register_start_callback(begin)
             handler.register_end_callback(end)
             try:
@@ -77,6 +72,23 @@ class Turns:
                     handler.remove_start_callback(begin)
                     handler.remove_end_callback(end)
                 self._restore(ours[0])
+
+    def _replaced(self) -> Iterator[AbstractContextManager[None]]:
+        """What gives the GPU away, and takes it, within torch.compile and where something else compiles."""
+        from torch._inductor.runtime.benchmarking import benchmarker
+        from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+        from torch._inductor.select_algorithm import AlgorithmSelectorCache
+
+        yield _replaced(AlgorithmSelectorCache, "benchmark_in_current_process", self._with_gpu)
+        yield _replaced(benchmarker, "benchmark_gpu", self._with_gpu)
+        # One more configuration of a kernel that is tuned at its first launch.
+        yield _replaced(CachingAutotuner, "_precompile_config", self._without_gpu)
+        for name, module in list(sys.modules.items()):
+            if name.endswith(".cuda_driver") and hasattr(module, "_compiled"):
+                yield _replaced(module, "_compiled", self._without_gpu)
+        if "quack.autotuner" in sys.modules:
+            yield _replaced(sys.modules["quack.autotuner"].Autotuner, "_bench", self._with_gpu)
+            yield _replaced(sys.modules["quack.cache.async_compile"], "pool_scope", self._scope_without_gpu)
 
     def _restore(self, ours: bool) -> None:
         if ours:
@@ -105,6 +117,19 @@ class Turns:
                 return call(*arguments, **keywords)
             finally:
                 self.take()
+
+        return run
+
+    def _scope_without_gpu(self, scope: Callable[..., AbstractContextManager[Any]]) -> Callable[..., Any]:
+        @contextmanager
+        def run(*arguments: Any, **keywords: Any) -> Iterator[Any]:
+            ours = self._ours
+            with scope(*arguments, **keywords) as value:
+                self.give()
+                try:
+                    yield value
+                finally:
+                    self._restore(ours)
 
         return run
 
