@@ -159,7 +159,9 @@ def main(arguments: argparse.Namespace) -> int:
     if device.type == "cuda":
         left = [selection for selection in selections if selection.spec.name not in journal.complete]
         with torch.cuda.device(device):
-            _benched(Session(device, arguments, journal).bench, left, out, suite)
+            session = Session(device, arguments, journal)
+            _benched(session.bench, left, out, suite)
+            session.turns.give()
         failures = journal.failures
     else:
         gpu_only = "timer", "host", "host_compiled", "resume", "turns"
@@ -229,7 +231,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.turns = Turns(getattr(self.arguments, "turns", None), self.device)
-        self.turns.take()  # until the process ends
+        self.turns.take()
         self.environment = environment.capture(self.device)
         measured = calibrate.measure(self.device)
         key = self.environment["gpu"]["key"]
