@@ -35,7 +35,7 @@ def kernel(x_ptr, n: 5 | 6, eps=0.5):
     x = -x
     tl.multiple_of(x, 16)
     tl.store(x_ptr + offsets, x, mask=offsets < n)
-    launch(x, num_warps=4)
+    launch(x, num_warps=4, is_pure=True)
 '''
 
 CUDA = """
@@ -91,7 +91,7 @@ def test_what_is_changed_and_what_is_left_alone():
     ):
         assert wanted in found, found
     assert any(name.startswith("mask:") for name in found)
-    alone = ("1 + 2", "1 + 1", "3 + 4", "5 | 6", "n + 1 →", "16 →", "num_warps=4 →")
+    alone = ("1 + 2", "1 + 1", "3 + 4", "5 | 6", "n + 1 →", "16 →", "num_warps=4 →", "True →")
     assert not [
         name for name in found if any(text in name.partition("→")[0] + "→" for text in alone) and "drop" not in name
     ]

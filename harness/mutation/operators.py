@@ -26,7 +26,17 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-TUNING = {"num_warps", "num_stages", "num_ctas", "maxnreg", "EVICTION", "STAGES", "eviction_policy", "cache_modifier"}
+TUNING = {
+    "num_warps",
+    "num_stages",
+    "num_ctas",
+    "maxnreg",
+    "EVICTION",
+    "STAGES",
+    "eviction_policy",
+    "cache_modifier",
+    "is_pure",  # whether inline PTX may be left out where its result is not needed
+}
 HINTS = {"static_assert", "static_print", "device_print", "max_contiguous", "max_constancy", "multiple_of", "assume"}
 ARITHMETIC: dict[type, type] = {
     ast.Add: ast.Sub,

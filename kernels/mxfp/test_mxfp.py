@@ -11,6 +11,8 @@ import math
 import pytest
 import torch
 
+from harness.correctness import addresses
+
 from . import configs, launch, mxfp, mxfp_dequantize
 from .formats import FORMATS
 from .reference import FORMATS as WRITTEN
@@ -395,3 +397,16 @@ def test_more_than_two_to_the_31_elements(format):
         assert_same((data[part], scales[part]), (few, few_scales))
         expected = mxfp_dequantize_reference(few, few_scales, format, torch.bfloat16, size=8190, **given)
         assert torch.equal(y[part], expected)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compute-sanitizer does this on a GPU")
+@pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp6_e3m2", "mxfp4"])
+def test_dequantisation_reads_within_its_tensors(format: str) -> None:
+    """A tile has more rows than there are, and more columns."""
+    x = torch.randn(5, 96)
+    tile = configs.pick_dequantize_config(5, 96, 6, torch.float32, (8, 0))
+    assert tile.block_m > 5 and tile.block_n > 96
+    data, scales, *_ = mxfp(x, format)
+    with addresses.checked(data, scales):
+        y = mxfp_dequantize(data, scales, format, dtype=torch.float32)
+    assert torch.equal(y, mxfp_dequantize_reference(data, scales, format, dtype=torch.float32))

@@ -219,6 +219,18 @@ def test_a_scale_of_the_tensor_that_is_given(scale: float, hopper) -> None:
     assert torch.equal(mine[0], exact[0]) and torch.equal(mine[1], exact[1])
 
 
+def test_the_largest_magnitude_may_be_in_any_tile(hopper) -> None:
+    """Of rows with gaps, which are no rows of 512."""
+    x = torch.ones(40, 1088, dtype=torch.bfloat16, device=DEVICE)[:, :1024]
+    tile = configs.pick_amax(40, 1024)
+    assert tile.block_m < 40 and tile.block_n < 1024
+    for place in ((39, 10), (10, 1000), (39, 1000)):
+        x[place] = 300.0
+        for mine, exact in zip(mxfp(x, "nvfp4"), mxfp_reference(x, "nvfp4"), strict=True):
+            assert torch.equal(mine, exact)
+        x[place] = 1.0
+
+
 def test_rows_of_a_wider_tensor(hopper) -> None:
     x = numbers(5, 128)[:, 32:96]
     for a, b in zip(mxfp(x, "mxfp4"), mxfp_reference(x, "mxfp4"), strict=True):
