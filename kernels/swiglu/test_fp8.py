@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from harness.correctness import addresses
+
 from . import configs
 from .op import swiglu
 from .op_fp8 import swiglu_fp8
@@ -81,6 +83,15 @@ def test_it_is_what_quantising_gives(rows: int, dim: int, options: dict, dtype: 
         assert len(results) == len(want)
         for ours, other in zip(results, want, strict=True):
             same(ours, other)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compute-sanitizer does this on a GPU")
+@pytest.mark.parametrize("options", [{}, dict(transpose=True), dict(granularity="row")])
+def test_it_reads_within_its_tensors(options: dict) -> None:
+    """A tile has more rows than there are, and more columns."""
+    gate, up = torch.randn(3, 200), torch.randn(3, 200)
+    with addresses.checked(gate, up):
+        swiglu_fp8(gate, up, **options)
 
 
 def test_what_is_not_finite_does_not_count_in_a_scale() -> None:
