@@ -37,10 +37,11 @@
 // Defined by the launcher: WEIGHTS, FP16, STAGES, RASTER, CLUSTER (1 or 2), TURNS (with WEIGHTS 1), B_TRANSPOSED (with
 // WEIGHTS 0: b is contiguous along n).
 
-constexpr int BLOCK_M = 128, BLOCK_N = TURNS ? 192 : 256, BLOCK_K = 64;
+constexpr int BLOCK_M = 128, BLOCK_K = 64;
 constexpr int CONSUMERS = 2, THREADS = 128 * (CONSUMERS + 1);
 constexpr int ROWS = TURNS ? BLOCK_M : BLOCK_M / CONSUMERS;  // of a tile, that a consumer has
-static_assert(WEIGHTS || !TURNS);
+static_assert(TURNS ? BLOCK_N <= 192 : BLOCK_N == 256);      // sums that fit into a consumer's registers
+typedef float Sums[ROWS / 64][BLOCK_N / 2];
 
 #include "cluster.cuh"
 #include "epilogue.cuh"
@@ -50,11 +51,14 @@ static_assert(WEIGHTS || !TURNS);
 #include "tma.cuh"
 #include "wgmma.cuh"
 #include "wgmma16.cuh"
-#include "wgmma192.cuh"
+#include "wgmma_widths.cuh"
 
 constexpr int A_TRANS = WEIGHTS, B_TRANS = WEIGHTS || B_TRANSPOSED;
+constexpr bool B_HALVES = TURNS && !WEIGHTS;  // CTAs of a cluster share panels of b by their terms
 constexpr int PANEL = BLOCK_K * 128;  // bytes of BLOCK_K rows of 64 columns
-constexpr int A_BYTES = BLOCK_M * BLOCK_K * 2, B_BYTES = BLOCK_N * BLOCK_K * 2, STEP_BYTES = A_BYTES + B_BYTES;
+constexpr int PANELS = (BLOCK_N + 63) / 64;  // of b, if transposed
+constexpr int A_BYTES = BLOCK_M * BLOCK_K * 2, B_BYTES = B_TRANS ? PANELS * PANEL : BLOCK_N * BLOCK_K * 2;
+constexpr int STEP_BYTES = A_BYTES + B_BYTES;
 constexpr int FULL = STAGES * STEP_BYTES, EMPTY = FULL + 8 * STAGES;  // where barriers lie
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
@@ -74,12 +78,16 @@ struct Ring {
 
 // Starts the loads of b for one step: this CTA's share for both of the cluster, or all for itself.
 template <bool SHARED> DEVICE void load_b(const TensorMap* map, const Tile& tile, int k, u32 to, u32 bar) {
-    constexpr int BOX = B_TRANS ? 64 : BLOCK_N / CLUSTER;
+    constexpr int BOX = B_TRANS ? 64 : BLOCK_N / CLUSTER;                      // columns of a box, and its terms
+    constexpr int TERMS = B_TRANS && B_HALVES ? BLOCK_K / CLUSTER : BLOCK_K;
+    constexpr int BOXES = (BLOCK_N + BOX - 1) / BOX * (BLOCK_K / TERMS);
     const int group = WEIGHTS ? 0 : tile.group;
-    for (int i = SHARED ? cluster_rank() * BOX : 0; i < BLOCK_N; i += SHARED ? CLUSTER * BOX : BOX) {
-        const int x = B_TRANS ? tile.column + i : k, y = B_TRANS ? k : tile.column + i;
-        if (SHARED) tma_multicast(to + i * BLOCK_K * 2, map, x, y, bar, group);
-        else tma_load(to + i * BLOCK_K * 2, map, x, y, group, 0, bar);
+    for (int i = SHARED ? cluster_rank() : 0; i < BOXES; i += SHARED ? CLUSTER : 1) {
+        const int n = i / (BLOCK_K / TERMS) * BOX, term = i % (BLOCK_K / TERMS) * TERMS;
+        const int x = B_TRANS ? tile.column + n : k, y = B_TRANS ? k + term : tile.column + n;
+        const u32 at = to + (n + term) * 128;
+        if (SHARED) tma_multicast(at, map, x, y, bar, group);
+        else tma_load(at, map, x, y, group, 0, bar);
     }
 }
 
@@ -114,7 +122,7 @@ DEVICE void produce(const Problem& a, const TensorMap* a_map, const TensorMap* b
 // the zeros of b.
 DEVICE void zero_rows(u32 a, u32 b, int kept, int consumer) {
     const int thread = threadIdx.x % 128, vectors = (BLOCK_K - kept) * 8;  // 16 bytes each, of one panel
-    for (int p = 0; p < (ROWS + BLOCK_N) / 64; p++) {
+    for (int p = 0; p < ROWS / 64 + PANELS; p++) {
         const u32 panel = (p < ROWS / 64 ? a + p * PANEL : b + (p - ROWS / 64) * PANEL) + kept * 128;
         for (int i = thread; i < vectors; i += 128)
             asm volatile("st.shared::cta.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(panel + 16 * i), "r"(0) : "memory");
@@ -133,8 +141,6 @@ DEVICE void await_turn(int consumer) {
 DEVICE void pass_turn(int consumer) {
     if (TURNS) asm volatile("bar.arrive %0, 256;" ::"r"(5 - consumer) : "memory");
 }
-
-typedef float Sums[ROWS / 64][BLOCK_N / 2];
 
 // d += a b over all terms of a sum, of a consumer's first 64 HEIGHT rows and the first N columns.
 template <int HEIGHT, int N> DEVICE void multiply(Sums& d, u32 smem, Ring& ring, int terms, int consumer) {
@@ -208,18 +214,17 @@ DEVICE void consume(const Problem& a, u32 smem, int consumer) {
             if (idle || tile.group < 0) {
                 skip(smem, ring, tile.terms);
                 pass_turn(consumer);
-            } else if (a.cols - tile.column > 128) {
+            } else if (BLOCK_N == 128 || a.cols - tile.column > 128) {
                 multiply_rows<BLOCK_N>(d, smem, ring, tile, consumer);
             } else {
                 multiply_rows<128>(d, smem, ring, tile, consumer);
             }
             next = next_tile(a, round + 1, places);  // its entry of the table comes while the sums leave
             if (!idle) {
+                add_bias(a, tile, d);
 #pragma unroll
-                for (int m = 0; m < ROWS / 64; m++) {
-                    add_bias(a, tile, d[m]);
-                    store_rows(a, tile, d[m], first + 64 * m);
-                }
+                for (int m = 0; m < ROWS / 64; m++)
+                    if (m == 0 || tile.rows > 64 * m) store_rows(a, tile, d[m], first + 64 * m);
             }
         }
         tile = uniform(next);
