@@ -184,6 +184,7 @@ DEVICE void skip(u32 smem, Ring& ring, int terms) {
 #pragma unroll 1
     for (int k = 0; k < terms; k += BLOCK_K, ring.next()) {
         bar_wait(smem + FULL + 8 * ring.slot, ring.phase);
+        __syncwarp();  // a lane that still waits would miss this phase once the slot is given back
         release(smem, ring.slot);
     }
 }
