@@ -276,12 +276,14 @@ def _weights_candidates(case: Case) -> list[configs.WeightsConfig]:
 
 
 def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
-    return [configs.CudaConfig(*own) for own in itertools.product((3, 4), (2, 4, 8, 16, 32), (1, 2))]
-
-
-def _cuda_weights_candidates(case: Case) -> list[configs.CudaConfig]:
-    turns = [configs.CudaConfig(*own, turns=True) for own in itertools.product((4, 5), (2, 4, 8), (1, 2))]
-    return [*_cuda_candidates(case), *turns]
+    shared = [configs.CudaConfig(*own) for own in itertools.product((3, 4), (2, 4, 8, 16, 32), (1, 2))]
+    turns = [
+        configs.CudaConfig(configs.cuda_stages(width), raster, cluster, width)
+        for width in (192, 176, 160, 128)
+        for raster in (2, 4, 8)
+        for cluster in (1, 2)
+    ]
+    return [*shared, *turns]
 
 
 def _in_cuda(case: Case) -> bool:
@@ -343,7 +345,7 @@ SPEC = KernelSpec(
         Tunable(configs, "pick_rows_config", "fwd", _rows_candidates, WHOLE, implementation="triton"),
         Tunable(configs, "pick_weights_config", "bwd", _weights_candidates, WHOLE, implementation="triton"),
         Tunable(configs, "pick_cuda_rows_config", "fwd", _cuda_candidates, CUDA_CASES),
-        Tunable(configs, "pick_cuda_weights_config", "bwd", _cuda_weights_candidates, CUDA_CASES),
+        Tunable(configs, "pick_cuda_weights_config", "bwd", _cuda_candidates, CUDA_CASES),
     ),
     host_cases=HOST_CASES,
 )

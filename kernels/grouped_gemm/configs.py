@@ -11,6 +11,7 @@ import torch
 import triton
 
 MIN_BLOCK_M = 16  # what tl.dot takes; the tile list has room for tiles of so few rows
+SHARED = 227 << 10  # bytes that a CTA of sm_90 can use
 
 
 @dataclass(frozen=True)
@@ -29,17 +30,18 @@ class RowsConfig:
 @dataclass(frozen=True)
 class CudaConfig:
     """Of products.cu: steps of the ring, how many clusters follow each other below each other, how many CTAs a cluster
-    has, 1 or 2, with tiles below each other that share b, and whether the two consumers of a CTA take turns with a tile
-    of 128 x 192 each, or share one of 128 x 256."""
+    has, 1 or 2, with tiles below each other that share b, and the columns of a tile: of 256 the two consumers of a CTA
+    share one, of 128, 160, 176 or 192 they take turns with a tile each."""
 
     stages: int
     raster: int
     cluster: int
-    turns: bool = False
+    block_n: int = 256
 
     @property
-    def block_n(self) -> int:
-        return 192 if self.turns else 256
+    def turns(self) -> bool:
+        """Two sets of 64 x 256 sums do not fit into a consumer's registers."""
+        return self.block_n < 256
 
 
 @dataclass(frozen=True)
@@ -124,9 +126,21 @@ def pick_cuda_rows_config() -> CudaConfig:
 
     Explored on one NVIDIA H200 with 8, 64 and 128 groups (EXPERIMENTS.md): pairs of row tiles are faster than pairs
     beside each other, which were faster than CTAs by themselves, also where groups are uneven. Raster 4 is within 5 %
-    of 8 either way. Where groups have one row tile each, so that no pair shares, it was not measured.
+    of 8 either way. Where groups have one row tile each, so that no pair shares, it was not measured. Tiles of 128 to
+    192 columns in turns are candidates of `tune`, and not measured.
     """
-    return CudaConfig(stages=4, raster=8, cluster=2)
+    return CudaConfig(cuda_stages(256), raster=8, cluster=2)
+
+
+def cuda_stages(block_n: int) -> int:
+    """Steps of products.cu's ring, as many as fit. Pure."""
+    return SHARED // cuda_step_bytes(block_n)
+
+
+def cuda_step_bytes(block_n: int) -> int:
+    """Shared memory of a step of products.cu's ring and its two barriers; b, where it is contiguous along its columns,
+    in panels of 64 of them."""
+    return (128 + triton.cdiv(block_n, 64) * 64) * 64 * 2 + 16
 
 
 def pick_cuda_weights_config(groups: int, rows: int, height: int, width: int) -> CudaConfig:
@@ -141,7 +155,8 @@ def pick_cuda_weights_config(groups: int, rows: int, height: int, width: int) ->
     tiles = triton.cdiv(height, 128)
     cluster = 2 if tiles + tiles % 2 <= 1.04 * tiles else 1
     turns = cluster == 2 and rows >= 1024 * groups and triton.cdiv(width, 192) * 192 <= 1.04 * width
-    return CudaConfig(stages=5 if turns else 4, raster=4 if turns else 8, cluster=cluster, turns=turns)
+    block_n = 192 if turns else 256
+    return CudaConfig(cuda_stages(block_n), raster=4 if turns else 8, cluster=cluster, block_n=block_n)
 
 
 def pick_bias_config(cols: int, dtype: torch.dtype, capability: tuple[int, int]) -> BiasConfig:

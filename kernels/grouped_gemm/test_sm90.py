@@ -99,67 +99,68 @@ def test_backend_is_checked() -> None:
             grouped_gemm(x, weights, offsets, backend="cuda")
 
 
-CONFIGS = [*(configs.CudaConfig(4, 8, cluster) for cluster in (1, 2)), configs.CudaConfig(3, raster=3, cluster=2)]
-OF_WEIGHTS = [*CONFIGS, *(configs.CudaConfig(5, 4, cluster, turns=True) for cluster in (1, 2))]
+SHARED = [*(configs.CudaConfig(4, 8, cluster) for cluster in (1, 2)), configs.CudaConfig(3, raster=3, cluster=2)]
+TURNS = [
+    configs.CudaConfig(configs.cuda_stages(width), 4, cluster, width)
+    for width in (192, 176, 160, 128)
+    for cluster in (1, 2)
+]
+CONFIGS = [*SHARED, *TURNS]
 
 
 def name_of(config: configs.CudaConfig) -> str:
-    turns = "-turns" if config.turns else ""
-    return f"{config.stages}steps-raster{config.raster}-cluster{config.cluster}{turns}"
+    return f"{config.stages}steps-raster{config.raster}-cluster{config.cluster}-{config.block_n}"
 
 
 @pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
 @pytest.mark.parametrize("fp16", [0, 1])
 @pytest.mark.parametrize(("weights", "transposed"), [(0, 0), (0, 1), (1, 1)])
-@pytest.mark.parametrize("config", OF_WEIGHTS, ids=name_of)
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
 def test_it_compiles_and_does_not_spill(config: configs.CudaConfig, weights: int, transposed: int, fp16: int) -> None:
-    if config.turns and not weights:
-        pytest.skip("consumers take turns in the weights' gradient alone")
     defines = products.defines(config, weights=bool(weights), transposed=bool(transposed), fp16=bool(fp16))
     usage = sass.inspect(nvrtc.compiled(SOURCE, "sm_90a", defines), "grouped_gemm_products")
     assert usage.spills == 0 and usage.stack == 0
     assert usage.early_arrivals == 0 and usage.early_own_reads == {}
     # For a tile of all columns and for one of 128, and with turns for one of 64 rows too: the wgmmas of a step, and
     # ptxas has let these run on, for there is one wait a step, and the last.
-    assert usage.mma == {"HGMMA": 24 if config.turns else 8} and usage.wgmma_waits == (8 if config.turns else 4)
-    assert usage.stores == {"STG.128": 24 if config.turns else 16}
+    widths = 1 if config.block_n == 128 else 2
+    assert usage.mma == {"HGMMA": widths * (12 if config.turns else 4)}
+    assert usage.wgmma_waits == widths * (4 if config.turns else 2)
+    assert usage.stores == {"STG.128": -(-config.block_n // 32) * (4 if config.turns else 2)}
 
 
 def test_host_and_device_agree_on_the_tile() -> None:
     text = SOURCE.read_text(encoding="utf-8")
-    numbers = r"BLOCK_M = (\d+), BLOCK_N = TURNS \? (\d+) : (\d+), BLOCK_K = (\d+);\nconstexpr int CONSUMERS = (\d+)"
-    blocks = re.search(numbers, text)
+    blocks = re.search(r"BLOCK_M = (\d+), BLOCK_K = (\d+);\nconstexpr int CONSUMERS = (\d+)", text)
     assert blocks is not None
     *tile, consumers = map(int, blocks.groups())
-    columns = [configs.CudaConfig(4, 8, 2, turns=turns).block_n for turns in (True, False)]
-    assert tile == [products.BLOCK_M, *columns, products.BLOCK_K]
+    assert tile == [products.BLOCK_M, products.BLOCK_K]
     assert 128 * (consumers + 1) == products.THREADS
 
 
 def test_the_ring_fits_into_shared_memory() -> None:
-    for config in OF_WEIGHTS:
-        assert products.shared_bytes(config) <= 227 << 10
+    for config in CONFIGS:
+        assert config.stages >= 3 and products.shared_bytes(config) <= 227 << 10
 
 
 @pytest.mark.parametrize(("height", "cluster"), [(4096, 2), (2048, 2), (1408, 1), (128, 1), (8, 1), (25 * 128, 2)])
 def test_which_tiles_of_a_gradient_share_what_they_read(height: int, cluster: int) -> None:
     """Pairs, unless one of an odd number of tiles below each other adds more than it saves."""
     config = configs.pick_cuda_weights_config(8, 800, height, 256)
-    assert config.cluster == cluster and config in CONFIGS
+    assert config.cluster == cluster and config in SHARED
 
 
 def test_which_gradients_are_computed_in_turns() -> None:
     """Long sums, and columns of which tiles of 192 leave few unused."""
     pick = configs.pick_cuda_weights_config
-    assert pick(8, 8192, 4096, 4096) == configs.CudaConfig(5, 4, 2, turns=True) in OF_WEIGHTS
+    assert pick(8, 8192, 4096, 4096) == configs.CudaConfig(5, 4, 2, 192) in TURNS
     assert pick(8, 8192, 4096, 384).turns and pick(1, 1024, 2048, 2304).turns
     for other in (pick(8, 8191, 4096, 4096), pick(8, 8192, 4096, 1408), pick(8, 8192, 1408, 4096)):
-        assert not other.turns and other in CONFIGS
+        assert not other.turns and other in SHARED
 
 
 def test_row_tiles_are_in_pairs() -> None:
-    config = configs.pick_cuda_rows_config()
-    assert config.cluster == 2 and config in CONFIGS
+    assert configs.pick_cuda_rows_config() == configs.CudaConfig(4, 8, 2, 256) in SHARED
 
 
 def test_the_gradient_of_transposed_weights_is_that_of_their_transposes(monkeypatch) -> None:
@@ -269,7 +270,7 @@ SIZES = {
 @pytest.mark.gpu(min_capability=(9, 0))
 @pytest.mark.parametrize(("n", "k"), [(128, 256), (512, 512), (264, 136), (104, 776), (8, 8), (392, 1000), (1160, 520)])
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("config", OF_WEIGHTS, ids=name_of)
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
 def test_every_gradient_of_weights(
     compiler, monkeypatch, config: configs.CudaConfig, sizes: str, n: int, k: int
 ) -> None:
@@ -281,7 +282,7 @@ def test_every_gradient_of_weights(
 
 
 @pytest.mark.gpu(min_capability=(9, 0))
-@pytest.mark.parametrize("config", OF_WEIGHTS, ids=name_of)
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
 def test_many_rounds_of_the_gradient_of_weights(compiler, monkeypatch, config: configs.CudaConfig) -> None:
     """More tiles than CTAs by far, most of them of fewer steps than the ring has."""
     taken = put_in_place(monkeypatch, "pick_cuda_weights_config", config)
@@ -291,7 +292,7 @@ def test_many_rounds_of_the_gradient_of_weights(compiler, monkeypatch, config: c
 
 
 @pytest.mark.gpu(min_capability=(9, 0))
-@pytest.mark.parametrize("config", OF_WEIGHTS, ids=name_of)
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_every_gradient_of_transposed_weights(compiler, monkeypatch, config: configs.CudaConfig, sizes: str) -> None:
     taken = put_in_place(monkeypatch, "pick_cuda_weights_config", config)
@@ -305,7 +306,7 @@ def test_every_gradient_of_transposed_weights(compiler, monkeypatch, config: con
 
 
 @pytest.mark.gpu(min_capability=(9, 0))
-@pytest.mark.parametrize("config", OF_WEIGHTS, ids=name_of)
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
 def test_what_is_not_finite_stays_out_of_other_gradients(compiler, monkeypatch, config: configs.CudaConfig) -> None:
     taken = put_in_place(monkeypatch, "pick_cuda_weights_config", config)
     x, weights, offsets = operands([200, 460, 700], 264, 200)
@@ -328,6 +329,45 @@ def test_rows(compiler, monkeypatch, config: configs.CudaConfig, split: str, n: 
     bias, dy = torch.randn(weights.shape[:2], device="cuda").bfloat16(), torch.randn(1000, n, device="cuda").bfloat16()
     agrees(gradients(x, weights, offsets, dy, bias), gradients(x, weights, offsets, dy, bias, None))
     assert taken == [config, config]  # the forward, and the gradient of x
+
+
+# Rows of groups; what is behind the last is 77 more.
+ROWS = {
+    "small and empty": [0, 1, 63, 65, 129, 0, 0, 64, 128, 2000, 0],
+    "zipf": [3000 // (1 + group * 5 % 16) for group in range(16)],
+    "onehot": [0, 0, 5000, 0],
+    "one tile": [70],
+    "equal": [512] * 12,
+}
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("n", "k"), [(8, 8), (136, 72), (344, 264), (1160, 1408)])
+@pytest.mark.parametrize("sizes", ROWS)
+def test_rows_of_each_width(
+    compiler, monkeypatch, sizes: str, n: int, k: int, transposed: bool, dtype: torch.dtype
+) -> None:
+    """One tile a CTA and several rounds, of even and odd numbers. Repeats agree bit for bit, and so do all widths: each
+    sum has one order. Rows behind the last offset are zeros, whatever x has there."""
+    ends = list(itertools.accumulate(ROWS[sizes]))
+    rows = ends[-1] + 77
+    x, dy = (torch.randn(rows, size, device="cuda", dtype=dtype) for size in (k, n))
+    x[ends[-1] :] = torch.nan
+    weights = torch.randn(len(ends), n, k, device="cuda", dtype=dtype) * k**-0.5
+    bias = torch.randn(n, len(ends), device="cuda", dtype=dtype).mT  # its columns are not contiguous
+    weights = weights.mT.contiguous().mT if transposed else weights
+    offsets, first = torch.tensor(ends, device="cuda"), None
+    want = gradients(x, weights, offsets, dy, bias, None)[:2]
+    for config in CONFIGS:
+        taken = put_in_place(monkeypatch, "pick_cuda_rows_config", config)
+        ours = gradients(x, weights, offsets, dy, bias)[:2]
+        again = gradients(x, weights, offsets, dy, bias)[:2]
+        first = first or ours
+        assert taken == [config, config] and not ours[0][ends[-1] :].any() and not ours[1][ends[-1] :].any()
+        assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(ours, again, first, strict=True))
+        agrees(ours, want)
 
 
 @pytest.mark.gpu(min_capability=(9, 0))

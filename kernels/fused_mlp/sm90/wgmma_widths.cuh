@@ -1,3 +1,4 @@
+// A copy of parts/sm90/wgmma_widths.cuh, made by `nox -s vendor`: change it there.
 // wgmma of 64 x N x 16 for N of 160, 176 and 192, beside those of wgmma16.cuh.
 #pragma once
 

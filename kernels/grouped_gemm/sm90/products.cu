@@ -5,24 +5,33 @@
 //
 // The first is the forward, and with weights read transposed x's gradient; the second the weights' gradient.
 //
-// Napkin maths for 64 terms of a tile of 128 x 256, in cycles of an SM: the tensor cores take 1024 (4096 FLOP a cycle,
-// dense), shared memory gives them 80 bytes a cycle of the 128 that it can, and 48 KiB come from L2, 48 bytes a cycle.
-// Two CTAs that share b read 32. The 64 KiB of a tile are 1000 cycles of stores.
+// Napkin maths for 64 terms of a tile of 128 x BLOCK_N, in cycles of an SM, and for its stores:
+//                                                                         256   192   176   160   128
+//   tensor cores   4096 FLOP a cycle, dense                              1024   768   704   640   512
+//   shared memory  a and b written once, b read by two wgmmas, at 128    1024   832   784   736   640
+//   L2             bytes in each of these cycles, if two CTAs share b      32    34    35    36    38
+//   stores         of a tile's 16 bits, at 64 bytes a cycle              1024   768   704   640   512
 //
-// A CTA is one producer warp and two consumer warpgroups with 64 rows of the tile each. The producer fills a ring of
-// STAGES steps of both operands. Consumers keep 64 x 256 sums in registers.
+// A CTA is one producer warp and two consumer warpgroups. The producer fills a ring of STAGES steps of both operands.
+// Without TURNS consumers have 64 rows each of a tile of 128 x 256, whose sums they keep in registers, and finish it
+// together: loads of the next tile go on meanwhile, but no products.
 //
-// With TURNS, in the weights' gradient, a consumer has a whole tile, of 128 x 192, and the two take turns: one has the
-// tensor cores for a sum, and stores its tile while the other has them. A consumer passes over the steps of the other's
-// tile. It may wait for its own only when the other has done with its sum: a barrier in shared memory tells no more than
-// whether its current use is odd or even, and of a slot that was passed over it would take an earlier use for its own.
+// With TURNS a consumer has a whole tile, of at most 192 columns, as two wgmmas of 64 rows that read the same b, and
+// the two take turns: one has the tensor cores for a sum, and stores its tile while the other has them. A consumer
+// passes over the steps of the other's tile. It may wait for its own only when the other has done with its sum: a
+// barrier in shared memory tells no more than whether its current use is odd or even, and of a slot that was passed
+// over it would take an earlier use for its own. Both consumers go through all rounds of their CTA, whose number the
+// device alone knows, and each round passes one turn: of any number of tiles, no more than the last arrival is without
+// a wait.
 //
-// The two CTAs of a cluster have tiles below each other, and go through the same steps. Each loads half of the columns of
-// b for both. Row tiles of all groups follow each other in pairs, so that no group is padded: where the two are of
-// different groups each CTA loads all of its own b.
+// The two CTAs of a cluster have tiles below each other, and go through the same steps. Each loads half of the columns
+// of b for both, or in turns, of a b that is contiguous along n, half of the terms: 160 to 192 columns are three
+// panels, which do not halve. Row tiles of all groups follow each other in pairs, so that no group is padded: where the
+// two are of different groups each CTA loads all of its own b.
 //
 // Ragged edges cost what they are, not what a tile is:
-//  - a tile with at most 64 rows leaves the second consumer idle, and one with at most 128 columns takes wgmmas of 128;
+//  - a tile with at most 64 rows leaves the second consumer idle, or with TURNS takes one wgmma in place of two, and
+//    one with at most 128 columns takes wgmmas of 128;
 //  - what lies beyond a tensor is read as zeros by TMA, without traffic;
 //  - rows of the next group that a tile reads only reach sums that are not stored. As a *sum* runs over rows in the
 //    weights' gradient, there they are overwritten by zeros in shared memory, in both operands, for 0 times inf is NaN.
@@ -31,16 +40,16 @@
 // one lane of each consumer warp. The n-th use of a full one waits for parity n & 1, that of an empty one for the
 // opposite, so that the first pass finds every slot empty. With TURNS one consumer alone gives a slot back. No consumer
 // waits for another but for its turn, which follows the order of the tiles, and producers only for consumers: free of
-// deadlock. In the end CTAs of a cluster wait for each other, so that none writes into one that is
-// gone.
+// deadlock. In the end CTAs of a cluster wait for each other, so that none writes into one that is gone.
 //
-// Defined by the launcher: WEIGHTS, FP16, STAGES, RASTER, CLUSTER (1 or 2), TURNS (with WEIGHTS 1), B_TRANSPOSED (with
-// WEIGHTS 0: b is contiguous along n).
+// Defined by the launcher: WEIGHTS, FP16, STAGES, RASTER, CLUSTER (1 or 2), TURNS, BLOCK_N (256, with TURNS 128, 160,
+// 176 or 192), B_TRANSPOSED (with WEIGHTS 0: b is contiguous along n).
 
-constexpr int BLOCK_M = 128, BLOCK_N = TURNS ? 192 : 256, BLOCK_K = 64;
+constexpr int BLOCK_M = 128, BLOCK_K = 64;
 constexpr int CONSUMERS = 2, THREADS = 128 * (CONSUMERS + 1);
 constexpr int ROWS = TURNS ? BLOCK_M : BLOCK_M / CONSUMERS;  // of a tile, that a consumer has
-static_assert(WEIGHTS || !TURNS);
+static_assert(TURNS ? BLOCK_N <= 192 : BLOCK_N == 256);      // sums that fit into a consumer's registers
+typedef float Sums[ROWS / 64][BLOCK_N / 2];
 
 #include "cluster.cuh"
 #include "epilogue.cuh"
@@ -50,11 +59,14 @@ static_assert(WEIGHTS || !TURNS);
 #include "tma.cuh"
 #include "wgmma.cuh"
 #include "wgmma16.cuh"
-#include "wgmma192.cuh"
+#include "wgmma_widths.cuh"
 
 constexpr int A_TRANS = WEIGHTS, B_TRANS = WEIGHTS || B_TRANSPOSED;
-constexpr int PANEL = BLOCK_K * 128;  // bytes of BLOCK_K rows of 64 columns
-constexpr int A_BYTES = BLOCK_M * BLOCK_K * 2, B_BYTES = BLOCK_N * BLOCK_K * 2, STEP_BYTES = A_BYTES + B_BYTES;
+constexpr bool B_HALVES = TURNS && !WEIGHTS;  // of the terms of b, if transposed, each CTA of a cluster loads its share
+constexpr int PANEL = BLOCK_K * 128;          // bytes of BLOCK_K rows of 64 columns
+constexpr int PANELS = (BLOCK_N + 63) / 64;   // of b, if transposed
+constexpr int A_BYTES = BLOCK_M * BLOCK_K * 2, B_BYTES = B_TRANS ? PANELS * PANEL : BLOCK_N * BLOCK_K * 2;
+constexpr int STEP_BYTES = A_BYTES + B_BYTES;
 constexpr int FULL = STAGES * STEP_BYTES, EMPTY = FULL + 8 * STAGES;  // where barriers lie
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
@@ -74,12 +86,16 @@ struct Ring {
 
 // Starts the loads of b for one step: this CTA's share for both of the cluster, or all for itself.
 template <bool SHARED> DEVICE void load_b(const TensorMap* map, const Tile& tile, int k, u32 to, u32 bar) {
-    constexpr int BOX = B_TRANS ? 64 : BLOCK_N / CLUSTER;
+    constexpr int BOX = B_TRANS ? 64 : BLOCK_N / CLUSTER;                      // columns of a box, and its terms
+    constexpr int TERMS = B_TRANS && B_HALVES ? BLOCK_K / CLUSTER : BLOCK_K;
+    constexpr int BOXES = (BLOCK_N + BOX - 1) / BOX * (BLOCK_K / TERMS);
     const int group = WEIGHTS ? 0 : tile.group;
-    for (int i = SHARED ? cluster_rank() * BOX : 0; i < BLOCK_N; i += SHARED ? CLUSTER * BOX : BOX) {
-        const int x = B_TRANS ? tile.column + i : k, y = B_TRANS ? k : tile.column + i;
-        if (SHARED) tma_multicast(to + i * BLOCK_K * 2, map, x, y, bar, group);
-        else tma_load(to + i * BLOCK_K * 2, map, x, y, group, 0, bar);
+    for (int i = SHARED ? cluster_rank() : 0; i < BOXES; i += SHARED ? CLUSTER : 1) {
+        const int n = i / (BLOCK_K / TERMS) * BOX, term = i % (BLOCK_K / TERMS) * TERMS;
+        const int x = B_TRANS ? tile.column + n : k, y = B_TRANS ? k + term : tile.column + n;
+        const u32 at = to + (n + term) * 128;
+        if (SHARED) tma_multicast(at, map, x, y, bar, group);
+        else tma_load(at, map, x, y, group, 0, bar);
     }
 }
 
@@ -114,7 +130,7 @@ DEVICE void produce(const Problem& a, const TensorMap* a_map, const TensorMap* b
 // the zeros of b.
 DEVICE void zero_rows(u32 a, u32 b, int kept, int consumer) {
     const int thread = threadIdx.x % 128, vectors = (BLOCK_K - kept) * 8;  // 16 bytes each, of one panel
-    for (int p = 0; p < (ROWS + BLOCK_N) / 64; p++) {
+    for (int p = 0; p < ROWS / 64 + PANELS; p++) {
         const u32 panel = (p < ROWS / 64 ? a + p * PANEL : b + (p - ROWS / 64) * PANEL) + kept * 128;
         for (int i = thread; i < vectors; i += 128)
             asm volatile("st.shared::cta.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(panel + 16 * i), "r"(0) : "memory");
@@ -133,8 +149,6 @@ DEVICE void await_turn(int consumer) {
 DEVICE void pass_turn(int consumer) {
     if (TURNS) asm volatile("bar.arrive %0, 256;" ::"r"(5 - consumer) : "memory");
 }
-
-typedef float Sums[ROWS / 64][BLOCK_N / 2];
 
 // d += a b over all terms of a sum, of a consumer's first 64 HEIGHT rows and the first N columns.
 template <int HEIGHT, int N> DEVICE void multiply(Sums& d, u32 smem, Ring& ring, int terms, int consumer) {
@@ -178,6 +192,7 @@ DEVICE void skip(u32 smem, Ring& ring, int terms) {
 #pragma unroll 1
     for (int k = 0; k < terms; k += BLOCK_K, ring.next()) {
         bar_wait(smem + FULL + 8 * ring.slot, ring.phase);
+        __syncwarp();  // a lane that still waits would miss this phase once the slot is given back
         release(smem, ring.slot);
     }
 }
@@ -208,18 +223,17 @@ DEVICE void consume(const Problem& a, u32 smem, int consumer) {
             if (idle || tile.group < 0) {
                 skip(smem, ring, tile.terms);
                 pass_turn(consumer);
-            } else if (a.cols - tile.column > 128) {
+            } else if (BLOCK_N == 128 || a.cols - tile.column > 128) {
                 multiply_rows<BLOCK_N>(d, smem, ring, tile, consumer);
             } else {
                 multiply_rows<128>(d, smem, ring, tile, consumer);
             }
             next = next_tile(a, round + 1, places);  // its entry of the table comes while the sums leave
             if (!idle) {
+                add_bias(a, tile, d);
 #pragma unroll
-                for (int m = 0; m < ROWS / 64; m++) {
-                    add_bias(a, tile, d[m]);
-                    store_rows(a, tile, d[m], first + 64 * m);
-                }
+                for (int m = 0; m < ROWS / 64; m++)
+                    if (m == 0 || tile.rows > 64 * m) store_rows(a, tile, d[m], first + 64 * m);
             }
         }
         tile = uniform(next);

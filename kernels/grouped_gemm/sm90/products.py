@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..configs import CudaConfig
+from ..configs import CudaConfig, cuda_step_bytes
 from . import cuda_driver
 from .cuda_driver import TensorMap, address, tensor_map
 
@@ -66,7 +66,7 @@ def rows_launch(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, con
     transposed = b.stride(2) != 1
     maps = (
         tensor_map(a[None, None], rows, BLOCK_M),
-        tensor_map(b.mT[None], depth, BLOCK_K)
+        tensor_map(b.mT[None], depth, BLOCK_K // (config.cluster if config.turns else 1))
         if transposed
         else tensor_map(b[None], cols, config.block_n // config.cluster),
     )
@@ -147,6 +147,7 @@ def defines(config: CudaConfig, *, weights: bool, transposed: bool, fp16: bool) 
         f"STAGES={config.stages}",
         f"RASTER={config.raster}",
         f"CLUSTER={config.cluster}",
+        f"BLOCK_N={config.block_n}",
         f"TURNS={int(config.turns)}",
         f"B_TRANSPOSED={int(transposed)}",
     )
@@ -154,4 +155,4 @@ def defines(config: CudaConfig, *, weights: bool, transposed: bool, fp16: bool) 
 
 def shared_bytes(config: CudaConfig) -> int:
     """Of a CTA: the ring of both operands, and its barriers."""
-    return config.stages * ((BLOCK_M + config.block_n) * BLOCK_K * 2 + 16)
+    return config.stages * cuda_step_bytes(config.block_n)
