@@ -113,6 +113,7 @@ class Crew:
     start: Callable[[Task, int, Path], subprocess.Popen[bytes]]
     say: Callable[[str], object] = print
     failed: list[Task] = field(default_factory=list)
+    look: Callable[[float], object] = time.sleep  # between two looks at the processes
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -131,7 +132,7 @@ class Crew:
         try:
             # Not one long join: a signal may reach another thread, and then takes effect once this one goes on.
             while any(worker.is_alive() for worker in workers) and (end is None or time.monotonic() < end):
-                time.sleep(LOOK_SECONDS)
+                self.look(LOOK_SECONDS)
         except KeyboardInterrupt:
             patience = PATIENCE_SECONDS
             raise

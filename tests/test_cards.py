@@ -174,6 +174,8 @@ def test_a_bench_on_an_h100_writes_into_its_own_folder(
 
         def bench(self) -> None: ...
 
+        turns = SimpleNamespace(give=lambda: None)
+
     monkeypatch.setattr(torch.cuda, "device", Nothing)
     monkeypatch.setattr(bench_command, "Session", Nothing)
     monkeypatch.setattr(options, "select", lambda arguments: [])
