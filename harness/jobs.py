@@ -32,6 +32,7 @@ GRACE_SECONDS = 15.0  # from an interrupt to a kill
 INTERRUPTED = 130
 #: How many processes a bench starts to compile: Inductor's, and those of QuACK's autotuner.
 COMPILERS = ("TORCHINDUCTOR_COMPILE_THREADS", "QUACK_COMPILE_WORKERS")
+PASSED = ("impl", "timer", "samples", "warmup")  # options that each process gets as they were given
 
 Group = tuple[str, str, str]  # kernel, case, mode
 
@@ -83,24 +84,16 @@ def take_over(source: Path, out: Path) -> int:
     """Adds the records under `source` to those under `out`; returns how many rows. A torn last line is left out."""
     rows = 0
     for path in record.files(source):
-        lines = path.read_text(encoding="utf-8").splitlines()
-        if lines and not _whole(lines[-1]):
-            lines.pop()
+        record.mend(path)
+        text = path.read_text(encoding="utf-8")
         target = out / "records" / path.name
         target.parent.mkdir(parents=True, exist_ok=True)
+        record.mend(target)
         with target.open("a", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines)
+            file.write(text)
         record.compact(target)
-        rows += sum(json.loads(line)["type"] == "row" for line in lines)
+        rows += sum(json.loads(line)["type"] == "row" for line in text.splitlines())
     return rows
-
-
-def _whole(line: str) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
 
 
 @dataclass
@@ -187,11 +180,9 @@ def _left(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[
     return left
 
 
-def main(
-    arguments: argparse.Namespace, selections: Sequence[Selection], out: Path, devices: Sequence[str], gpu: str
-) -> int:
-    """The whole command; returns its exit code. `devices` are values of CUDA_VISIBLE_DEVICES, one for each GPU."""
-    groups = of_selections(selections)
+def main(arguments: argparse.Namespace, selections: Sequence[Selection], out: Path) -> int:
+    """The whole command; returns its exit code."""
+    groups, devices = of_selections(selections), options.visible_gpus()
     asked = len(groups)
     if arguments.missing:
         groups = unmeasured(out, groups)
@@ -202,7 +193,7 @@ def main(
     def start(task: Task, number: int, own: Path) -> subprocess.Popen[bytes]:
         compilers = {name: str(threads) for name in COMPILERS}
         environment = {**compilers, **os.environ, "CUDA_VISIBLE_DEVICES": devices[number]}
-        words = command(task, gpu, own, folder / f"turns-{number}", passed)
+        words = command(task, arguments.gpu, own, folder / f"turns-{number}", passed)
         with (own / "log").open("wb") as log:
             return subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
@@ -218,10 +209,6 @@ def main(
         print("not all were measured: --missing goes on with those that have no row", flush=True)
     print(f"records in {out / 'records'}, logs in {folder}")
     return 1 if crew.failed else 0
-
-
-#: Options that each process gets as they were given.
-PASSED = ("impl", "timer", "samples", "warmup")
 
 
 def _words(name: str, value: object) -> list[str]:

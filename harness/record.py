@@ -118,7 +118,7 @@ class Writer:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _mend(self.path)
+        mend(self.path)
         self._file: IO[str] = self.path.open("a", encoding="utf-8")
 
     def write(self, entry: Mapping[str, Any]) -> None:
@@ -168,8 +168,8 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a record holds JSON alone, got {type(value).__name__}")
 
 
-def _mend(path: Path) -> None:
-    """Leaves the file ending after a whole line."""
+def mend(path: Path) -> None:
+    """Leaves the file ending after a whole line, without what a death tore."""
     if not path.exists():
         return
     content = path.read_bytes()

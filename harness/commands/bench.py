@@ -146,7 +146,7 @@ def main(arguments: argparse.Namespace) -> int:
         if device.type != "cuda" or own or arguments.quick:
             raise ValueError("--jobs needs a GPU, kernels of this checkout, and no --quick")
         out = arguments.out or registry.results(s.spec.name for s in selections) / folder(device, key)
-        return jobs.main(arguments, selections, out, options.visible_gpus(), arguments.gpu)
+        return jobs.main(arguments, selections, out)
     if device.type != "cuda" and not own:
         from .. import plan
 

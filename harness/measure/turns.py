@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-import torch._dynamo
 
 ON_HOST = ("DYNAMO", "LAZY_BACKWARD")  # what triggers a compilation, not work on the GPU
 
@@ -58,7 +57,7 @@ class Turns:
                     torch.cuda.empty_cache()  # others need memory too
 
         def end(_: Any) -> None:
-            self._restore(ours.pop())
+            self._turn_to(ours.pop())
 
         with ExitStack() as stack:
             for replaced in self._replaced():
@@ -71,7 +70,7 @@ class Turns:
                 with suppress(ValueError):  # a reset has removed them
                     handler.remove_start_callback(begin)
                     handler.remove_end_callback(end)
-                self._restore(ours[0])
+                self._turn_to(ours[0])
 
     def _replaced(self) -> Iterator[AbstractContextManager[None]]:
         """What gives the GPU away, and takes it, within torch.compile and where something else compiles."""
@@ -90,46 +89,44 @@ class Turns:
             yield _replaced(sys.modules["quack.autotuner"].Autotuner, "_bench", self._with_gpu)
             yield _replaced(sys.modules["quack.cache.async_compile"], "pool_scope", self._scope_without_gpu)
 
-    def _restore(self, ours: bool) -> None:
+    def _turn_to(self, ours: bool) -> None:
         if ours:
             self.take()
         else:
             self.give()
 
+    @contextmanager
+    def _having(self, ours: bool) -> Iterator[None]:
+        """A block in which the GPU is ours, or is not. Where that is so already nothing is touched: the block may be in
+        a thread of Inductor's, beside one that takes the GPU."""
+        if self._ours == ours:
+            yield
+            return
+        self._turn_to(ours)
+        try:
+            yield
+        finally:
+            self._turn_to(not ours)
+
     def _with_gpu(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **keywords: Any) -> Any:
-            if self._ours:
+            with self._having(True):
                 return call(*arguments, **keywords)
-            self.take()
-            try:
-                return call(*arguments, **keywords)
-            finally:
-                self.give()
 
         return run
 
     def _without_gpu(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **keywords: Any) -> Any:
-            if not self._ours:  # in a thread of Inductor's, maybe, beside one that takes the GPU
+            with self._having(False):
                 return call(*arguments, **keywords)
-            self.give()
-            try:
-                return call(*arguments, **keywords)
-            finally:
-                self.take()
 
         return run
 
     def _scope_without_gpu(self, scope: Callable[..., AbstractContextManager[Any]]) -> Callable[..., Any]:
         @contextmanager
         def run(*arguments: Any, **keywords: Any) -> Iterator[Any]:
-            ours = self._ours
-            with scope(*arguments, **keywords) as value:
-                self.give()
-                try:
-                    yield value
-                finally:
-                    self._restore(ours)
+            with scope(*arguments, **keywords) as value, self._having(False):
+                yield value
 
         return run
 
