@@ -245,10 +245,9 @@ def _product_candidates(case: Case) -> list[configs.ProductConfig]:
 
 
 def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
-    shapes = ((256, False), (192, True), (176, True), (160, True), (128, True))
     return [
-        configs.CudaConfig(width, turns, configs.cuda_stages(width), raster, cluster)
-        for width, turns in shapes
+        configs.CudaConfig(width, configs.cuda_stages(width), raster, cluster)
+        for width in (256, 192, 176, 160, 128)
         for raster in (2, 4, 8, 16)
         for cluster in (1, 2)
     ]

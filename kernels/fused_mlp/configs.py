@@ -33,15 +33,20 @@ class ProductConfig:
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """Of products.cu, whose tiles are 128 x `block_n` x 64. With `turns` (ping-pong) each of two warpgroups has
-    tiles of its own, of 128, 160, 176 or 192 columns; else they share one of 256. Steps of the ring, clusters of row
-    tiles that follow each other, and CTAs of a cluster, which share what they read of b (1 or 2)."""
+    """Of products.cu, whose tiles are 128 x `block_n` x 64: of 256 columns, or with `turns` of 128, 160, 176 or 192.
+    Steps of the ring, clusters of row tiles that follow each other, and CTAs of a cluster, which share what they read
+    of b (1 or 2)."""
 
     block_n: int
-    turns: bool
     stages: int
     raster: int
     cluster: int
+
+    @property
+    def turns(self) -> bool:
+        """Ping-pong: each of two warpgroups has tiles of its own. Else they share one, as 128 x 256 sums do not fit
+        into the registers of one."""
+        return self.block_n < 256
 
 
 @dataclass(frozen=True)
@@ -352,7 +357,7 @@ def pick_cuda_config(
     cluster = 2 if rows > 128 else 1
     widths = (256, 176, 160, 128) if epilogue == "dgate" and erf else (256, 192, 176, 160, 128)
     return min(
-        (CudaConfig(width, width < 256, cuda_stages(width), raster=8, cluster=cluster) for width in widths),
+        (CudaConfig(width, cuda_stages(width), raster=8, cluster=cluster) for width in widths),
         key=lambda config: cuda_cycles(config, rows, cols, steps, parts, epilogue, sms),
     )
 
