@@ -17,15 +17,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from . import options, record
 from .options import Selection
 from .reporting.findings import findings
 
-BATCH = 3  # groups of a process: it starts in some 15 seconds
+BATCH = 3  # groups of a process, at most: it starts in some 15 seconds
+ROUNDS = 4  # processes, at least, that each place has one after the other, so that none is long at work when others end
 LOOK_SECONDS = 0.1
 PATIENCE_SECONDS = 2.0  # for a terminal's Ctrl-C, which every process gets, to take effect
 GRACE_SECONDS = 15.0  # from an interrupt to a kill
@@ -49,7 +51,12 @@ class Task:
         return f"{self.kernel} {self.mode} {' '.join(self.cases)}"
 
 
-def tasks(groups: Sequence[Group], size: int = BATCH) -> list[Task]:
+def batch(groups: int, places: int) -> int:
+    """How many of so many groups a process gets, where so many run at a time."""
+    return max(1, min(BATCH, groups // (ROUNDS * places)))
+
+
+def tasks(groups: Sequence[Group], size: int) -> list[Task]:
     """The groups in their order, `size` of one kernel and mode to a task."""
     cases: dict[tuple[str, str], list[str]] = {}
     for kernel, case, mode in groups:
@@ -80,20 +87,31 @@ def command(task: Task, gpu: str, out: Path, turns: Path, passed: Sequence[str])
     return [sys.executable, "-m", "harness", "bench", *chosen, *passed, *where]
 
 
-def take_over(source: Path, out: Path) -> int:
-    """Adds the records under `source` to those under `out`; returns how many rows. A torn last line is left out."""
-    rows = 0
+def take_over(source: Path, out: Path, shared: bool) -> tuple[int, int]:
+    """Adds the records under `source` to those under `out`; returns how many rows, and how many were left out: on a
+    GPU that others `shared`, those of groups in which memory did not suffice, which it may do alone. So is a torn last
+    line."""
+    rows = left_out = 0
     for path in record.files(source):
         record.mend(path)
-        text = path.read_text(encoding="utf-8")
+        lines = [json.loads(line) for line in path.open(encoding="utf-8")]
+        short = {_group(line) for line in lines if shared and line.get("status") == "oom"}
+        kept = [line for line in lines if _group(line) not in short]
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
         target = out / "records" / path.name
         target.parent.mkdir(parents=True, exist_ok=True)
         record.mend(target)
         with target.open("a", encoding="utf-8") as file:
             file.write(text)
         record.compact(target)
-        rows += sum(json.loads(line)["type"] == "row" for line in text.splitlines())
-    return rows
+        rows += sum(line["type"] == "row" for line in kept)
+        left_out += sum(line["type"] == "row" for line in lines) - sum(line["type"] == "row" for line in kept)
+    return rows, left_out
+
+
+def _group(line: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Of a line of a record: its run, case and mode; None where it is of no group."""
+    return (line["run"], line["case"], line["mode"]) if "case" in line else None
 
 
 @dataclass
@@ -104,6 +122,7 @@ class Crew:
     out: Path
     folder: Path
     start: Callable[[Task, int, Path], subprocess.Popen[bytes]]
+    shared: bool  # whether several run at a time on a GPU
     say: Callable[[str], object] = print
     failed: list[Task] = field(default_factory=list)
     look: Callable[[float], object] = time.sleep  # between two looks at the processes
@@ -153,8 +172,12 @@ class Crew:
                 self._done += code in (0, 1)
                 if code not in (0, INTERRUPTED) and not (self._over and code < 0):
                     self.failed.append(task)
-                took = f"{time.monotonic() - begun:.0f} s, {take_over(folder, self.out)} rows"
-                self.say(f"{self._done} of {self._all}: {task}: exit {code} after {took}, log in {folder / 'log'}")
+                rows, left_out = take_over(folder, self.out, self.shared)
+                said = f"{rows} rows" + (f", {left_out} left out for lack of memory" if left_out else "")
+                took = f"{time.monotonic() - begun:.0f} s"
+                self.say(
+                    f"{self._done} of {self._all}: {task}: exit {code} after {took}, {said}, log in {folder / 'log'}"
+                )
 
     def _interrupt(self, patience: float) -> None:
         """Ends what runs: after so many seconds, in which a terminal's Ctrl-C ends all of them by itself, with an
@@ -197,7 +220,8 @@ def main(arguments: argparse.Namespace, selections: Sequence[Selection], out: Pa
         with (own / "log").open("wb") as log:
             return subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
-    crew = Crew(tasks(groups), out, folder, start, lambda text: print(text, flush=True))
+    size = batch(len(groups), len(devices) * arguments.jobs)
+    crew = Crew(tasks(groups, size), out, folder, start, arguments.jobs > 1, lambda text: print(text, flush=True))
     print(f"{len(groups)} of {asked} groups, {arguments.jobs} at a time on each of {len(devices)} GPUs", flush=True)
     seconds = None if arguments.minutes is None else 60 * arguments.minutes
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was measured is kept

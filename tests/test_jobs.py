@@ -106,7 +106,7 @@ def crew(tmp_path):
         waiting = [Task("gelu", "fwd", ("a", "b")), Task("gelu", "bwd", ("a", "c"))][: len(seconds)]
         (tmp_path / "own").mkdir()
         said.clear()
-        return Crew(list(waiting), tmp_path / "out", tmp_path / "own", start, said.append)
+        return Crew(list(waiting), tmp_path / "out", tmp_path / "own", start, True, said.append)
 
     said: list[str] = []
     make.said = said
@@ -160,8 +160,26 @@ def test_a_torn_line_is_left_out(tmp_path):
     (tmp_path / "own" / "records").mkdir(parents=True)
     lines = [json.dumps(line) for line in lines_of(Task("gelu", "fwd", ("a", "b")))]
     (tmp_path / "own" / "records" / "gelu.jsonl").write_text("\n".join([*lines[:-1], lines[-1][:30]]))
-    assert jobs.take_over(tmp_path / "own", tmp_path / "out") == 1
+    assert jobs.take_over(tmp_path / "own", tmp_path / "out", shared=True) == (1, 0)
     assert measured(tmp_path) == {("a", "fwd")}
+
+
+@pytest.mark.parametrize(("shared", "cases"), [(True, {("b", "fwd")}), (False, {("a", "fwd"), ("b", "fwd")})])
+def test_where_a_shared_gpu_has_too_little_memory_the_group_counts_as_not_measured(tmp_path, shared, cases):
+    (tmp_path / "own" / "records").mkdir(parents=True)
+    start, *rows = lines_of(Task("gelu", "fwd", ("a", "b")))
+    peer = {**rows[0], "implementation": "compile", "kind": "baseline", "status": "oom", "reason": "out of memory"}
+    lines = [start, rows[0], peer, rows[1]]
+    (tmp_path / "own" / "records" / "gelu.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    taken = jobs.take_over(tmp_path / "own", tmp_path / "out", shared)
+    assert taken == ((1, 2) if shared else (3, 0)) and measured(tmp_path) == cases
+
+
+@pytest.mark.parametrize(
+    ("groups", "places", "size"), [(505, 40, 3), (309, 40, 1), (5, 40, 1), (505, 2, 3), (90, 10, 2)]
+)
+def test_few_groups_are_dealt_out_one_by_one(groups, places, size):
+    assert jobs.batch(groups, places) == size
 
 
 def test_what_has_a_row_of_ours_beside_all_peers_is_not_missing(tmp_path, monkeypatch):

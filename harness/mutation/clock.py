@@ -15,7 +15,7 @@ from .messages import PHASES, say
 
 # A check may take FACTOR times as long as where it passed, and SLACK seconds more. On a GPU the first check of a
 # process loads what PyTorch launches, and others may start CUDA meanwhile, which holds up all that use the driver.
-SLACK, FACTOR = {"cpu": 10.0, "cuda": 60.0}, 10.0
+SLACK, FACTOR = {"cpu": 10.0, "cuda": 40.0}, 10.0
 UNSEEN = 300.0  # seconds of a check that has not passed yet
 ORIGINAL_SECONDS, COMPILER_SECONDS = 900.0, 120.0
 
