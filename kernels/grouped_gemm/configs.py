@@ -12,6 +12,8 @@ import triton
 
 MIN_BLOCK_M = 16  # what tl.dot takes; the tile list has room for tiles of so few rows
 SHARED = 227 << 10  # bytes that a CTA of sm_90 can use
+MOST_TERMS_IN_TURNS = 3072  # of a row's sum; between what was measured to be faster and to be slower
+ROWS_IN_TURNS = (176, 160, 128)  # columns of tiles of rows; of 192 was slower
 
 
 @dataclass(frozen=True)
@@ -120,16 +122,20 @@ def pick_weights_config(
     return WeightsConfig(_fit(cols, 128), _fit(depth, 128), block_r=64, raster=8, stages=3, num_warps=4)
 
 
-def pick_cuda_rows_config() -> CudaConfig:
-    """Configuration of products.cu for the forward and x's gradient: the same for all. Pure. The ring takes what shared
-    memory there is.
+def pick_cuda_rows_config(cols: int, depth: int) -> CudaConfig:
+    """Configuration of products.cu for the forward and x's gradient, sums of `depth` terms. Pure. The ring takes what
+    shared memory there is.
 
-    Explored on one NVIDIA H200 with 8, 64 and 128 groups (EXPERIMENTS.md): pairs of row tiles are faster than pairs
-    beside each other, which were faster than CTAs by themselves, also where groups are uneven. Raster 4 is within 5 %
-    of 8 either way. Where groups have one row tile each, so that no pair shares, it was not measured. Tiles of 128 to
-    192 columns in turns are candidates of `tune`, and not measured.
+    Measured on one NVIDIA H200 (reports/h200/tune/grouped_gemm.json): with sums of 1408 and 2048 terms tiles in turns
+    take 5 to 8 % less time than tiles of 256 columns, which store while no product runs, and with 4096 terms 0 to 4 %
+    more. The width is the one with the fewest columns of tiles beyond the last, each tile counting as 16 more. Pairs of
+    row tiles are faster than CTAs by themselves, also where groups are uneven; where groups have one row tile each, so
+    that no pair shares, it was not measured.
     """
-    return CudaConfig(cuda_stages(256), raster=8, cluster=2)
+    if depth > MOST_TERMS_IN_TURNS:
+        return CudaConfig(cuda_stages(256), raster=8, cluster=2)
+    block_n = min(ROWS_IN_TURNS, key=lambda width: triton.cdiv(cols, width) * (width + 16))
+    return CudaConfig(cuda_stages(block_n), raster=2, cluster=2, block_n=block_n)
 
 
 def cuda_stages(block_n: int) -> int:

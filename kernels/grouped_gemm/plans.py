@@ -96,7 +96,7 @@ def _rows_launch(a: torch.Tensor, b: torch.Tensor, bias: Optional, backend: str)
     if backend == "cuda" and reason:
         raise RuntimeError(f'grouped_gemm: backend="cuda" cannot run here: {reason}')
     if backend != "triton" and reason is None:
-        return products.rows_launch(a, b, bias, configs.pick_cuda_rows_config())
+        return products.rows_launch(a, b, bias, configs.pick_cuda_rows_config(cols, depth))
     config = configs.pick_rows_config(cols, depth, block_m, _aligned(a, b, cols, depth), a.dtype, capability)
     most = (rows // block_m + groups + 1) * triton.cdiv(cols, config.block_n)
     return Launch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from argparse import Namespace
@@ -159,8 +160,15 @@ def test_which_gradients_are_computed_in_turns() -> None:
         assert not other.turns and other in SHARED
 
 
-def test_row_tiles_are_in_pairs() -> None:
-    assert configs.pick_cuda_rows_config() == configs.CudaConfig(4, 8, 2, 256) in SHARED
+@pytest.mark.parametrize(
+    ("cols", "depth", "width"),
+    [(4096, 4096, 256), (1408, 3080, 256), (1408, 2048, 176), (2048, 1408, 160), (128, 512, 128), (8, 8, 128)],
+)
+def test_which_tiles_rows_have(cols: int, depth: int, width: int) -> None:
+    """In turns where sums are short, of a width that leaves few columns unused; in pairs in any case."""
+    config = configs.pick_cuda_rows_config(cols, depth)
+    assert config == configs.CudaConfig(configs.cuda_stages(width), 8 if width == 256 else 2, 2, width)
+    assert dataclasses.replace(config, raster=4) in TURNS if config.turns else config in SHARED
 
 
 def test_the_gradient_of_transposed_weights_is_that_of_their_transposes(monkeypatch) -> None:

@@ -333,7 +333,7 @@ def test_one_chunk_in_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "in_cuda", lambda *tensors: True)
     monkeypatch.setattr(plan.heads_dhidden, "launch", _dhidden_in_pytorch)
     monkeypatch.setattr(plan, "sum_launch", lambda *problem: pytest.fail("there is nothing to add up"))
-    _both(_inputs(rows=130, hidden=19))
+    _both(_inputs(rows=100, hidden=19))
 
 
 def test_when_the_gradient_is_in_cuda() -> None:
