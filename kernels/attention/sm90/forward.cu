@@ -328,6 +328,7 @@ DEVICE void skip(const Consumer& me, Ring& ring, int blocks, int turns) {
         if (PING_PONG && j < turns) { ping_pong_wait(me.number); ping_pong_arrive(me.number); }
         bar_wait(me.bars + 8 * (K_FULL + ring.slot), ring.phase);
         bar_wait(me.bars + 8 * (V_FULL + ring.slot), ring.phase);
+        __syncwarp();  // a lane that still waits would miss this phase once the slot is given back
         if (me.leader) bar_arrive(me.bars + 8 * (K_EMPTY + ring.slot));
         if (me.leader) bar_arrive(me.bars + 8 * (V_EMPTY + ring.slot));
     }

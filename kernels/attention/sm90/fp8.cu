@@ -483,6 +483,7 @@ DEVICE void consume(const Problem& a, int c, u32 smem) {
             if (PING_PONG && j > 1) { ping_pong_wait(c); ping_pong_arrive(c); }
             bar_wait(bars + 8 * (K_FULL + ring.slot), ring.phase);
             bar_wait(bars + 8 * (V_FULL + ring.slot), ring.phase);
+            __syncwarp();  // a lane that still waits would miss this phase once the slot is given back
             if (leader) bar_arrive(bars + 8 * (K_EMPTY + ring.slot));
             if (leader) bar_arrive(bars + 8 * (V_EMPTY + ring.slot));
         }

@@ -117,6 +117,7 @@ DEVICE void produce(const Problem& p, const TensorMap* a, const TensorMap* b, co
             tma_load(smem + ring.slot * A_BYTES, a, block * BLOCK_K, tile.row, 0, 0, bar);
         }
         if (BLOCKED) copy_scales(p, tile, block, smem + S_RING + ring.slot * SCALE_BYTES, bar);
+        else __syncwarp();  // a lane that arrives at no barrier could fall behind, and miss a phase of the empty one
     }
 }
 

@@ -199,6 +199,7 @@ DEVICE void skip(u32 smem, Ring<STAGES>& ring, int steps) {
 #pragma unroll 1
     for (int step = 0; step < steps; step++, ring.next()) {
         bar_wait(smem + FULL + 8 * ring.slot, ring.phase);
+        __syncwarp();  // a lane that still waits would miss this phase once the slot is given back
         release(smem, ring.slot);
     }
 }
