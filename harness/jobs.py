@@ -97,15 +97,15 @@ def take_over(source: Path, out: Path, shared: bool) -> tuple[int, int]:
         lines = [json.loads(line) for line in path.open(encoding="utf-8")]
         short = {_group(line) for line in lines if shared and line.get("status") == "oom"}
         kept = [line for line in lines if _group(line) not in short]
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
+        measured = sum(line["type"] == "row" for line in kept)
+        rows, left_out = rows + measured, left_out + sum(line["type"] == "row" for line in lines) - measured
+        if not measured:
+            continue
         target = out / "records" / path.name
         target.parent.mkdir(parents=True, exist_ok=True)
         record.mend(target)
         with target.open("a", encoding="utf-8") as file:
-            file.write(text)
-        record.compact(target)
-        rows += sum(line["type"] == "row" for line in kept)
-        left_out += sum(line["type"] == "row" for line in lines) - sum(line["type"] == "row" for line in kept)
+            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
     return rows, left_out
 
 
@@ -132,6 +132,7 @@ class Crew:
         self._running: set[subprocess.Popen[bytes]] = set()
         self._over = False
         self._number, self._done, self._all = 0, 0, len(self.waiting)
+        self._kernels = {task.kernel for task in self.waiting}
 
     def work(self, gpus: int, each: int, seconds: float | None) -> bool:
         """Runs the tasks, `each` at a time on each GPU. Returns whether all ran to their end. After `seconds`, or a
@@ -152,6 +153,9 @@ class Crew:
             self._interrupt(patience)
             for worker in workers:
                 worker.join()
+            for path in record.files(self.out) if self.out.is_dir() else []:
+                if path.stem in self._kernels:
+                    record.compact(path)
         return self._done == self._all
 
     def _serve(self, gpu: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import sys
-from contextlib import contextmanager
+import threading
 from types import ModuleType
 
 import pytest
@@ -13,7 +13,7 @@ from torch._inductor.runtime.benchmarking import benchmarker
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.select_algorithm import AlgorithmSelectorCache
 
-from harness.measure.turns import Turns
+from harness.measure.turns import SLEEP_SECONDS, Turns
 
 CPU = torch.device("cpu")
 
@@ -78,31 +78,35 @@ def test_others_have_the_gpu_while_a_configuration_of_a_tuned_kernel_compiles(tm
     assert not free()
 
 
-def test_others_have_the_gpu_while_cuda_or_a_pool_compiles(tmp_path, free, monkeypatch):
-    seen = []
-
-    @contextmanager
-    def scope():
-        yield "pool"
-
-    driver, tuner, pool = (
-        ModuleType(name) for name in ("a.cuda_driver", "quack.autotuner", "quack.cache.async_compile")
-    )
+def test_others_have_the_gpu_while_cuda_compiles_or_a_tuner_waits(tmp_path, free, monkeypatch):
+    seen, slept = [], []
+    driver, tuner, clock = (ModuleType(name) for name in ("a.cuda_driver", "quack.autotuner", "time"))
     driver._compiled = lambda source: seen.append((source, free())) or b"code"
-    tuner.Autotuner = type("Autotuner", (), {"_bench": lambda self, config: seen.append((config, free()))})
-    pool.pool_scope = scope
-    for module in (driver, tuner, pool):
+    tuner.time, clock.sleep, clock.monotonic = clock, lambda seconds: slept.append((seconds, free())), lambda: 7.0
+    for module in (driver, tuner):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     turns = Turns(tmp_path / "gpu", CPU)
     turns.take()
     with turns.compiling():
         assert driver._compiled("a.cu") == b"code" and not free()
-        with pool.pool_scope() as given:
-            assert given == "pool" and free()
-            tuner.Autotuner()._bench("a tile")
-            assert free()
+        assert tuner.time.monotonic() == 7.0
+        tuner.time.sleep(0.05)
+        tuner.time.sleep(3.0)
         assert not free()
-    assert seen == [("a.cu", True), ("a tile", False)] and pool.pool_scope is scope
+    assert seen == [("a.cu", True)] and tuner.time is clock
+    assert slept == [(SLEEP_SECONDS, True), (3.0, True)]
+
+
+def test_what_was_waited_for_others_is_known(tmp_path):
+    turns = Turns(tmp_path / "gpu", CPU)
+    turns.take()
+    assert turns.waited < 0.1
+    turns.give()
+    with (tmp_path / "gpu").open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        threading.Timer(0.3, lambda: fcntl.flock(other, fcntl.LOCK_UN)).start()
+        turns.take()
+    assert 0.2 < turns.waited < 5.0
 
 
 def test_the_gpu_is_taken_back_where_compilation_fails(tmp_path, free):

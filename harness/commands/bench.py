@@ -26,6 +26,7 @@ from ..correctness.accuracy import Verdict
 from ..correctness.oracle import Memory
 from ..correctness.stand_in import checked
 from ..measure import memory, timing
+from ..measure.quack_tuning import two_rounds
 from ..measure.turns import Turns
 from ..on_gpu import folder
 from ..ranks import command as ranks
@@ -400,7 +401,7 @@ class Group:
                 self._begin(name)
 
                 def attempt(fn: execute.Op) -> None:
-                    with self.session.turns.compiling():
+                    with self.session.turns.compiling(), two_rounds():
                         execute.bind(self.spec, fn, inputs[0], self.mode, grads[0])()
                     torch.cuda.synchronize()
 
@@ -474,12 +475,14 @@ class Group:
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
-        """Adds the time that passes to that of the stage."""
-        start = time.perf_counter()
+        """Adds the time that passes to that of the stage, or to that of waiting for others that use the GPU."""
+        start, waited = time.perf_counter(), self.session.turns.waited
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            waited = self.session.turns.waited - waited
+            took = {name: time.perf_counter() - start - waited} | ({"waiting": waited} if waited else {})
+            self.seconds |= {stage: self.seconds.get(stage, 0.0) + seconds for stage, seconds in took.items()}
 
     @contextmanager
     def _guarded(self, name: str) -> Iterator[None]:

@@ -1,14 +1,15 @@
 """Benches that share a GPU take turns: one has it, the others compile on the host meanwhile.
 
-A bench has its turn from its first use of the GPU to its end, except while torch.compile, NVRTC, or QuACK's autotuner
-with its pool of processes, works on the host. What Inductor or QuACK times on the GPU to choose a kernel has a turn of
-its own, so that no choice and no figure is made beside other work.
+A bench has its turn from its first use of the GPU to its end, except while torch.compile or NVRTC works on the host, or
+QuACK's autotuner waits for its pool of processes. What Inductor times on the GPU to choose a kernel has a turn of its
+own, so that no choice and no figure is made beside other work.
 """
 
 from __future__ import annotations
 
 import fcntl
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import IO, Any
 
 import torch
 
+SLEEP_SECONDS = 0.5  # at least, of one who waits for compilers and gives the GPU away meanwhile
 ON_HOST = ("DYNAMO", "LAZY_BACKWARD")  # what triggers a compilation, not work on the GPU
 
 
@@ -26,11 +28,14 @@ class Turns:
         self._file: IO[str] | None = None if path is None else path.open("a", encoding="utf-8")
         self._device = device
         self._ours = False
+        self.waited = 0.0  # seconds, for others, in all
 
     def take(self) -> None:
         """Waits until nobody else has the GPU."""
         if self._file is not None and not self._ours:
+            begun = time.perf_counter()
             fcntl.flock(self._file, fcntl.LOCK_EX)
+            self.waited += time.perf_counter() - begun
         self._ours = True
 
     def give(self) -> None:
@@ -86,8 +91,7 @@ class Turns:
             if name.endswith(".cuda_driver") and hasattr(module, "_compiled"):
                 yield _replaced(module, "_compiled", self._without_gpu)
         if "quack.autotuner" in sys.modules:
-            yield _replaced(sys.modules["quack.autotuner"].Autotuner, "_bench", self._with_gpu)
-            yield _replaced(sys.modules["quack.cache.async_compile"], "pool_scope", self._scope_without_gpu)
+            yield _replaced(sys.modules["quack.autotuner"], "time", lambda clock: _Sleeping(clock, self._without_gpu))
 
     def _turn_to(self, ours: bool) -> None:
         if ours:
@@ -122,18 +126,21 @@ class Turns:
 
         return run
 
-    def _scope_without_gpu(self, scope: Callable[..., AbstractContextManager[Any]]) -> Callable[..., Any]:
-        @contextmanager
-        def run(*arguments: Any, **keywords: Any) -> Iterator[Any]:
-            with scope(*arguments, **keywords) as value, self._having(False):
-                yield value
 
-        return run
+class _Sleeping:
+    """The module `time` as QuACK's autotuner sees it, which sleeps where no configuration is compiled yet."""
+
+    def __init__(self, clock: Any, without_gpu: Callable[[Callable[[float], None]], Callable[[float], None]]) -> None:
+        self._clock = clock
+        self.sleep = without_gpu(lambda seconds: clock.sleep(max(seconds, SLEEP_SECONDS)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._clock, name)
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """`owner`, an object or a class, with another function under that name, which is made from the present one."""
+def _replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """`owner`, an object or a class, with something else under that name, which is made from the present one."""
     own, present = vars(owner).get(name), getattr(owner, name)
     bound = isinstance(owner, type) and hasattr(present, "__self__")  # a class method
     setattr(owner, name, staticmethod(wrap(present)) if bound else wrap(present))
