@@ -50,7 +50,7 @@ def bench(selection: options.Selection, path: Path, arguments: argparse.Namespac
             for row in found:
                 write("row", **row)
             failures += sum(row["kind"] == "ours" and row["status"] not in ("ok", "skipped") for row in found)
-            progress.group(case.name, mode, found, None, {})
+            progress.group(case.name, mode, found, None)
         write("stop", reason="complete")
     record.compact(path)
     return failures

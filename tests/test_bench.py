@@ -11,9 +11,15 @@ import torch
 
 from harness import execute, options, record, registry
 from harness.commands.bench import Group, Interrupt
+from harness.measure.turns import Turns
 from harness.roofline import Ceilings
 from harness.rows import described
 from harness.spec import COMPILED, COMPILED_MAX, EAGER, Cost, Peer, Yardstick
+
+
+def a_session() -> SimpleNamespace:
+    """What a group that runs nothing needs of a session."""
+    return SimpleNamespace(device=torch.device("cuda", 0), turns=Turns(None, torch.device("cpu")))
 
 
 def test_a_case_that_the_device_cannot_run_is_skipped_with_the_reason(monkeypatch):
@@ -21,7 +27,7 @@ def test_a_case_that_the_device_cannot_run_is_skipped_with_the_reason(monkeypatc
     spec = registry.load("rmsnorm")
     case = dataclasses.replace(spec.cases[0], min_capability=(9, 0))
     selection = options.Selection(spec, (case,), ("fwd",), ("triton", "eager"))
-    rows = Group(SimpleNamespace(device=torch.device("cuda", 0)), selection, case, "fwd").rows()
+    rows = Group(a_session(), selection, case, "fwd").rows()
     assert [(row["implementation"], row["status"]) for row in rows] == [("triton", "skipped"), ("eager", "skipped")]
     assert {row["reason"] for row in rows} == {"needs compute capability 9.0"}
 
@@ -165,7 +171,7 @@ def test_a_case_of_several_gpus_is_skipped_with_its_reason(monkeypatch):
     assert execute.unfit(case, (9, 0)) == "needs 2 GPUs of one host: bench --gpus 2"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     selection = options.Selection(spec, (case,), ("fwd",), ("triton",))
-    (row,) = Group(SimpleNamespace(device=torch.device("cuda", 0)), selection, case, "fwd").rows()
+    (row,) = Group(a_session(), selection, case, "fwd").rows()
     assert (row["status"], row["reason"]) == ("skipped", "needs 2 GPUs of one host: bench --gpus 2")
 
 
@@ -244,3 +250,27 @@ def test_compile_max_does_without_coordinate_descent_where_that_fails(monkeypatc
     spec = dataclasses.replace(registry.load("rmsnorm"), baselines=(COMPILED_MAX,), pytorch=())
     _, configuration = execute.load_running(spec, "compile-max", spec.cases[0], "fwd", lambda fn: fn(1))
     assert configuration == {"name": "no coordinate descent", "instead_of": "RuntimeError: no valid configs"}
+
+
+def test_peers_are_imported_before_the_gpu_is_taken_from_others(monkeypatch, tmp_path):
+    """Where one cannot be, its row says so in the end."""
+    order: list[str] = []
+    turns = Turns(tmp_path / "gpu", torch.device("cpu"))
+    monkeypatch.setattr(turns, "begin", lambda: order.append("begins"))
+
+    def load(spec, name, case, mode):
+        order.append(name)
+        raise ImportError(name)
+
+    monkeypatch.setattr(execute, "load", load)
+    monkeypatch.setattr(execute, "unfit", lambda case, capability: "of another GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    spec = registry.load("rmsnorm")
+    selection = options.Selection(spec, spec.cases[:1], ("fwd",), ("triton", "eager"))
+    session = SimpleNamespace(
+        device=torch.device("cuda", 0), turns=turns, journal=SimpleNamespace(begin=lambda *_: None)
+    )
+    group = Group(session, selection, spec.cases[0], "fwd")
+    rows = group.rows()
+    assert order == ["triton", "eager", "begins"] and [row["reason"] for row in rows] == ["of another GPU"] * 2
+    assert group.spent().endswith("; 0.0 with the GPU")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import subprocess
 import sys
 import threading
+import time
 from types import ModuleType
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from torch._inductor.runtime.benchmarking import benchmarker
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.select_algorithm import AlgorithmSelectorCache
+from triton.runtime.jit import JITFunction
 
 from harness.measure.turns import SLEEP_SECONDS, Turns
 
@@ -80,20 +83,28 @@ def test_others_have_the_gpu_while_a_configuration_of_a_tuned_kernel_compiles(tm
 
 def test_others_have_the_gpu_while_cuda_compiles_or_a_tuner_waits(tmp_path, free, monkeypatch):
     seen, slept = [], []
-    driver, tuner, clock = (ModuleType(name) for name in ("a.cuda_driver", "quack.autotuner", "time"))
+    driver, tuner, cute, clock = (
+        ModuleType(name) for name in ("a.cuda_driver", "quack.autotuner", "cutlass.base_dsl.compiler", "time")
+    )
+    compiles = lambda self, function: seen.append((function, free())) or "code"  # noqa: E731
+    cute.CompileCallable = type("CompileCallable", (), {"_compile": compiles})
+    monkeypatch.setattr(JITFunction, "_do_compile", compiles)
     driver._compiled = lambda source: seen.append((source, free())) or b"code"
     tuner.time, clock.sleep, clock.monotonic = clock, lambda seconds: slept.append((seconds, free())), lambda: 7.0
-    for module in (driver, tuner):
+    for module in (driver, tuner, cute):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     turns = Turns(tmp_path / "gpu", CPU)
     turns.take()
     with turns.compiling():
         assert driver._compiled("a.cu") == b"code" and not free()
+        assert cute.CompileCallable()._compile("in CuTe") == "code" and not free()
+        assert JITFunction._do_compile(None, "in Triton") == "code" and not free()
         assert tuner.time.monotonic() == 7.0
         tuner.time.sleep(0.05)
         tuner.time.sleep(3.0)
         assert not free()
-    assert seen == [("a.cu", True)] and tuner.time is clock
+    assert seen == [("a.cu", True), ("in CuTe", True), ("in Triton", True)]
+    assert tuner.time is clock and cute.CompileCallable._compile is compiles and JITFunction._do_compile is compiles
     assert slept == [(SLEEP_SECONDS, True), (3.0, True)]
 
 
@@ -107,6 +118,43 @@ def test_what_was_waited_for_others_is_known(tmp_path):
         threading.Timer(0.3, lambda: fcntl.flock(other, fcntl.LOCK_UN)).start()
         turns.take()
     assert 0.2 < turns.waited < 5.0
+    turns.give()
+    assert 0 < turns.had < 0.3
+
+
+def test_who_began_first_is_next(tmp_path):
+    """Whatever the order in which they ask; and one who has ended holds up nobody."""
+    first, second, third = (Turns(tmp_path / "gpu", CPU) for _ in range(3))
+    for turns in (first, second):
+        turns.begin()
+        turns.give()
+    third.take()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    (tmp_path / "gpu.queue" / f"{0:017.6f}-{ended.pid}").touch()
+    order = []
+
+    def ask(name, turns):
+        turns.take()
+        order.append(name)
+        turns.give()
+
+    threads = [threading.Thread(target=ask, args=pair) for pair in (("second", second), ("first", first))]
+    for thread in threads:
+        thread.start()
+    while len(list((tmp_path / "gpu.queue").iterdir())) < 3:
+        time.sleep(0.01)
+    third.give()
+    for thread in threads:
+        thread.join()
+    assert order == ["first", "second"]
+
+
+def test_without_a_file_there_is_nobody_to_wait_for():
+    turns = Turns(None, CPU)
+    turns.begin()
+    turns.give()
+    assert not turns.shared and turns.waited < 0.1
 
 
 def test_the_gpu_is_taken_back_where_compilation_fails(tmp_path, free):

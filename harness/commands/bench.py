@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -240,6 +240,7 @@ class Session:
         self.ceilings = calibrate.ceilings(measured).with_links_of(promised)
         self.recorded_ceilings = {"measured": measured, "datasheet": promised.to_record() if promised else None}
         self.clock = timing.Clock(self.device, timing.budget(self.arguments))
+        self.turns.give()
 
     def bench(self, selection: options.Selection, path: Path) -> int:
         """All groups of one kernel into its record. Returns how many rows of our own failed."""
@@ -285,7 +286,7 @@ class Session:
                     failures += failed
                     journal.note(failures=failed)
                     journal.note(at=None)
-                    progress.group(case.name, mode, rows, self.ceilings, group.seconds)
+                    progress.group(case.name, mode, rows, self.ceilings, group.spent())
                     interrupt.raise_if_lost()
                 if self.arguments.host != "no" and not getattr(self.arguments, "suite", None):
                     failures += self._host(selection, write)
@@ -294,7 +295,7 @@ class Session:
             except KeyboardInterrupt:
                 write("stop", reason="interrupted")
                 if group is not None and group.seconds:
-                    print(f"\n{group.case.name} {group.mode}: {spent_on(group.seconds)}", file=sys.stderr)
+                    print(f"\n{group.case.name} {group.mode}: {group.spent()}", file=sys.stderr)
                 print("\ninterrupted: finished rows are kept, --resume goes on from them", file=sys.stderr)
                 raise SystemExit(130) from None
         record.compact(path)
@@ -344,6 +345,7 @@ class Group:
         self.configurations: dict[str, dict[str, str]] = {}  # of peers that do not run as they should
         self.memory = Memory()
         self.restore: Callable[[], object] = lambda: None  # of the first set of inputs what is updated in place
+        self._had = 0.0  # seconds with the GPU, before this group
 
     def crashed(self) -> list[dict[str, Any]]:
         """The rows of a group in which an earlier process died."""
@@ -352,6 +354,10 @@ class Group:
 
     def rows(self) -> list[dict[str, Any]]:
         """Checks, times and describes every implementation."""
+        if self.session.turns.shared:
+            self._import()
+        self._had = self.session.turns.had
+        self.session.turns.begin()
         try:
             if reason := execute.unfit(self.case, torch.cuda.get_device_capability(self.session.device)):
                 self._close_all("skipped", reason)
@@ -368,7 +374,20 @@ class Group:
         finally:
             gc.collect()
             torch.cuda.empty_cache()
+            self.session.turns.give()
         return [self.done[n] for n in self.selection.implementations]
+
+    def spent(self) -> str:
+        """What took how many seconds of the host's time, and how many of them the GPU was ours."""
+        had = self.session.turns.had - self._had
+        return spent_on(self.seconds) + (f"; {had:.1f} with the GPU" if self.session.turns.shared else "")
+
+    def _import(self) -> None:
+        """Loads peers once already, since imports take seconds for which the GPU is not needed."""
+        for name in self.selection.implementations:
+            with suppress(Exception):  # is met again, and reported, when it is the peer's turn
+                self._begin(name)
+                execute.load(self.spec, name, self.case, self.mode)
 
     def _close_all(self, status: str, reason: str) -> None:
         for name in self.selection.implementations:

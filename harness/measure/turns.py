@@ -1,13 +1,16 @@
 """Benches that share a GPU take turns: one has it, the others compile on the host meanwhile.
 
-A bench has its turn from its first use of the GPU to its end, except while torch.compile or NVRTC works on the host, or
-QuACK's autotuner waits for its pool of processes. What Inductor times on the GPU to choose a kernel has a turn of its
-own, so that no choice and no figure is made beside other work.
+A bench has its turn from a case's first use of the GPU to its last, except while torch.compile, Triton, NVRTC or the
+CuTe DSL works on the host, or QuACK's autotuner waits for its pool of processes. What Inductor times on the GPU to
+choose a kernel has a turn of its own, so that no choice and no figure is made beside other work.
+
+Of those that wait the one whose case began first is next, so that few cases are half done when time is up.
 """
 
 from __future__ import annotations
 
 import fcntl
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +20,7 @@ from typing import IO, Any
 
 import torch
 
+LOOK_SECONDS = 0.01  # between two looks at who is next
 SLEEP_SECONDS = 0.5  # at least, of one who waits for compilers and gives the GPU away meanwhile
 ON_HOST = ("DYNAMO", "LAZY_BACKWARD")  # what triggers a compilation, not work on the GPU
 
@@ -25,26 +29,56 @@ class Turns:
     """The turns of those that name the same file, by a lock on it. Without a file nobody else has the GPU."""
 
     def __init__(self, path: Path | None, device: torch.device) -> None:
-        self._file: IO[str] | None = None if path is None else path.open("a", encoding="utf-8")
+        self._file: IO[str] | None = None
+        if path is not None:
+            self._file = path.open("a", encoding="utf-8")
+            self._queue = path.with_name(path.name + ".queue")
+            self._queue.mkdir(exist_ok=True)
         self._device = device
         self._ours = False
-        self.waited = 0.0  # seconds, for others, in all
+        self._since = self._taken = time.time()
+        self.waited = self.had = 0.0  # seconds in all: for others, and with the GPU
+
+    @property
+    def shared(self) -> bool:
+        """Whether others may have the GPU."""
+        return self._file is not None
+
+    def begin(self) -> None:
+        """A case begins. Takes the GPU."""
+        self._since = time.time()
+        self.take()
 
     def take(self) -> None:
-        """Waits until nobody else has the GPU."""
-        if self._file is not None and not self._ours:
-            begun = time.perf_counter()
-            fcntl.flock(self._file, fcntl.LOCK_EX)
-            self.waited += time.perf_counter() - begun
-        self._ours = True
+        """Waits until nobody else has the GPU, nor wants it for a case that began earlier."""
+        if self._ours:
+            return
+        begun = time.time()
+        if self._file is not None:
+            place = self._queue / f"{self._since:017.6f}-{os.getpid()}"
+            place.touch()
+            try:
+                while not (self._is_next(place.name) and _locks(self._file)):
+                    time.sleep(LOOK_SECONDS)
+            finally:
+                place.unlink()
+        self._ours, self._taken = True, time.time()
+        self.waited += self._taken - begun
+
+    def _is_next(self, name: str) -> bool:
+        """Whether all who came before have ended since."""
+        return not any(_runs(other) for other in os.listdir(self._queue) if other < name)
 
     def give(self) -> None:
         """Lets others have the GPU, once it has done all that it was given."""
-        if self._file is not None and self._ours:
+        if not self._ours:
+            return
+        if self._file is not None:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
             fcntl.flock(self._file, fcntl.LOCK_UN)
         self._ours = False
+        self.had += time.time() - self._taken
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
@@ -82,14 +116,18 @@ class Turns:
         from torch._inductor.runtime.benchmarking import benchmarker
         from torch._inductor.runtime.triton_heuristics import CachingAutotuner
         from torch._inductor.select_algorithm import AlgorithmSelectorCache
+        from triton.runtime.jit import JITFunction
 
         yield _replaced(AlgorithmSelectorCache, "benchmark_in_current_process", self._with_gpu)
         yield _replaced(benchmarker, "benchmark_gpu", self._with_gpu)
         # One more configuration of a kernel that is tuned at its first launch.
         yield _replaced(CachingAutotuner, "_precompile_config", self._without_gpu)
+        yield _replaced(JITFunction, "_do_compile", self._without_gpu)
         for name, module in list(sys.modules.items()):
             if name.endswith(".cuda_driver") and hasattr(module, "_compiled"):
                 yield _replaced(module, "_compiled", self._without_gpu)
+        if "cutlass.base_dsl.compiler" in sys.modules:
+            yield _replaced(sys.modules["cutlass.base_dsl.compiler"].CompileCallable, "_compile", self._without_gpu)
         if "quack.autotuner" in sys.modules:
             yield _replaced(sys.modules["quack.autotuner"], "time", lambda clock: _Sleeping(clock, self._without_gpu))
 
@@ -136,6 +174,24 @@ class _Sleeping:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._clock, name)
+
+
+def _locks(file: IO[str]) -> bool:
+    """Whether nobody else has the lock, which then is ours."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _runs(place: str) -> bool:
+    """Whether the process of a place in the queue is there still."""
+    try:
+        os.kill(int(place.rpartition("-")[2]), 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 @contextmanager

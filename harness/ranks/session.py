@@ -104,7 +104,7 @@ class Session:
         for row in found:
             write("row", **row)
         if self.me.first:
-            progress.group(case.name, mode, found, self.ceilings, {})
+            progress.group(case.name, mode, found, self.ceilings)
         return sum(r["kind"] == "ours" and r["status"] not in ("ok", "skipped", "oom") for r in found)
 
 

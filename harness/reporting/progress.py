@@ -49,9 +49,9 @@ class Progress:
         mode: str,
         rows: Sequence[Mapping[str, Any]],
         ceilings: roofline.Ceilings | None,
-        spent: Mapping[str, float],
+        spent: str = "",
     ) -> None:
-        """One group is measured: a line of medians, with the share of the roofline, and what took how many seconds."""
+        """One group is measured: a line of medians, with the share of the roofline, and what took how long."""
         parts = []
         for row in rows:
             if row["status"] not in ("ok", "over-roofline"):
@@ -64,7 +64,7 @@ class Progress:
             parts.append(text + (f" ({share:.1f} %)" if share else ""))
         line = f"{self._kernel} {mode:<7} {case}: " + ", ".join(parts)
         if spent:
-            line += f" [{spent_on(spent)}]"
+            line += f" [{spent}]"
         self.line(line)
         for row in rows:
             if row["kind"] == "ours" and row["status"] not in ("ok", "skipped"):
