@@ -203,16 +203,23 @@ def test_a_compiler_does_not_count_as_the_time_of_a_check(monkeypatch):
     ("task", "name", "expected"),
     [
         ({"device": "cuda"}, ACCURACY, clock.ORIGINAL_SECONDS),
-        ({"device": "cuda", "file": "x"}, ACCURACY, 300.0),
+        ({"device": "cuda", "file": "x"}, ACCURACY, 90.0),
         ({"device": "cpu", "file": "x"}, ACCURACY, 300.0),
-        ({"device": "cuda", "file": "x", "seconds": {ACCURACY: 2.0}}, ACCURACY, 80.0),
-        ({"device": "cuda", "file": "x", "seconds": {ACCURACY: 2.0}, "crowd": 1.5}, ACCURACY, 120.0),
+        ({"device": "cuda", "file": "x", "seconds": {ACCURACY: 2.0}}, ACCURACY, 60.0),
+        ({"device": "cuda", "file": "x", "seconds": {ACCURACY: 2.0}, "crowd": 1.5}, ACCURACY, 90.0),
         ({"device": "cpu", "file": "x", "seconds": {ACCURACY: 2.0}}, ACCURACY, 30.0),
-        ({"device": "cuda", "file": "x", "seconds": {IMPORT: 0.0}}, IMPORT, 300.0),
+        ({"device": "cuda", "file": "x", "seconds": {IMPORT: 0.0}}, IMPORT, 90.0),
     ],
 )
 def test_how_long_a_check_may_take(task, name, expected):
     assert clock.limit_of(task, name) == expected
+
+
+def test_the_checks_of_the_cases_that_launch_what_changed():
+    names = {ACCURACY: ("triton", "case"), "other": ("cuda", "case"), "third": ("cuda", "large")}
+    assert selection.of_cases({}, names) == list(names)
+    assert selection.of_cases({"cases": [["cuda", "case"], ["cuda", "gone"]]}, names) == ["other"]
+    assert selection.of_cases({"cases": [["auto", "case"]]}, names) == list(names)
 
 
 def test_which_checks_are_made_and_which_come_first():

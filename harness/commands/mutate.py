@@ -5,7 +5,8 @@ again unless its function changed, or it survived, is not argued to be equivalen
 turns, each with its mutants in an order drawn from the seed, so that of each as many are known when time is up. A
 result is written when its mutant ends; --minutes ends a run cleanly, with all that it takes to start it.
 `--machine-code` finds out, without a GPU, which mutants of CUDA C++ do not compile or make the same machine code: no
-run on a GPU then spends time on them. `--merge` adds the results of another machine. `--report` writes
+run on a GPU then spends time on them. Of the others it finds cases that launch what they change, and `--near` has no
+others checked. `--merge` adds the results of another machine. `--report` writes
 reports/faults.md.
 """
 
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from .. import options, registry
-from ..mutation import mutants, report, results, run
+from ..mutation import mutants, near, report, results, run
 from ..mutation.kernel import Kernel
 from ..mutation.mutants import CUDA_SOURCES, Mutant
 from ..reporting.progress import Progress
@@ -52,6 +53,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "so many checks of a quick run as take the original S seconds, the cheapest of each kind first (default: all)"
     )
     parser.add_argument("--check-seconds", type=float, metavar="S", help=some)
+    near_help = "of a mutant of CUDA C++ only the checks of cases that --machine-code found near (needs --quick)"
+    parser.add_argument("--near", action="store_true", help=near_help)
     pattern = "only mutants of files of the folder that this matches, as *.cu*"
     parser.add_argument("--file", action="append", metavar="PATTERN", help=pattern)
     compiled = "compile mutants of CUDA C++ and run none (needs NVRTC)"
@@ -73,6 +76,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "most",
         "quick",
         "check_seconds",
+        "near",
         "file",
         "machine_code",
         "again",
@@ -98,11 +102,13 @@ def main(arguments: argparse.Namespace) -> int:
         print(target)
         return 0
     if arguments.machine_code:
-        unused = ("device", "devices", "jobs", "quick", "check_seconds", "again", "list")
+        unused = ("device", "devices", "jobs", "quick", "check_seconds", "near", "again", "list")
         options.refuse(arguments, arguments.unused_by_report, "--machine-code", *unused)
         return _machine_code(names, arguments)
     if arguments.check_seconds is not None and not arguments.quick:
         raise ValueError("--check-seconds needs --quick: what it leaves out is no result of all checks")
+    if arguments.near and (not arguments.quick or arguments.check_seconds is not None):
+        raise ValueError("--near needs --quick, and no --check-seconds: it chooses the checks itself")
     device = arguments.device or ("cuda" if _has_gpu() else "cpu")
     if device == "cpu" and arguments.devices:
         raise ValueError("--devices needs --device cuda")
@@ -136,7 +142,7 @@ def _run(
         left = _left(name, found, chosen[name], label, arguments)
         print(f"{name} on {label}: {len(found)} mutants, {len(chosen[name])} chosen, {len(left)} to run", flush=True)
         if left:
-            kernels.append(Kernel(name, left))
+            kernels.append(Kernel(name, left, near.load(name, arguments.out) if arguments.near else {}))
     if not kernels:
         return 0
     counts = {kernel.name: Counter[str]() for kernel in kernels}
@@ -172,6 +178,7 @@ def _run(
             arguments.quick,
             arguments.check_seconds,
             gpus,
+            originals=not arguments.near,
         )
     for kernel in kernels:
         results.tidy(kernel.name, every[kernel.name], arguments.out)
@@ -209,17 +216,21 @@ def _machine_code(names: Sequence[str], arguments: argparse.Namespace) -> int:
         variants = machine_code.variants(registry.load(name))
         known = results.current(results.load(name, arguments.out), every, ON_GPU)
         counts = Counter[str]()
+        nearby = dict(near.load(name, arguments.out))
         with results.path(name, arguments.out).open("a", encoding="utf-8") as file:
             for mutant in mutants.order(in_cuda, arguments.seed)[: arguments.most]:
                 if time.monotonic() > deadline:
                     break
                 if known.get(mutant.key, {"status": "survived"})["status"] != "survived":
                     continue
-                answer = machine_code.judge(mutant, variants)
-                counts[answer["status"] if answer else "other machine code"] += 1
-                if answer:
-                    line = results.line(mutant, ON_GPU, results.digest_of_source(name, mutant.file), answer)
+                judged = machine_code.judge(mutant, variants)
+                counts[judged.answer["status"] if judged.answer else "other machine code"] += 1
+                if judged.answer:
+                    line = results.line(mutant, ON_GPU, results.digest_of_source(name, mutant.file), judged.answer)
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                else:
+                    nearby[mutant.key] = [list(launcher) for launcher in judged.near]
+        near.store(name, nearby, every, arguments.out)
         results.tidy(name, every, arguments.out)
         print(f"{name}: " + (", ".join(f"{n} {status}" for status, n in counts.most_common()) or "none"), flush=True)
     return 0

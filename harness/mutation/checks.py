@@ -18,7 +18,7 @@ from .. import registry
 from . import compilers, cuda, kernel_tests
 from .clock import Clock, begin
 from .messages import COLLECTION, IMPORT, PHASES, say
-from .selection import is_wanted, place, unlikely
+from .selection import is_wanted, of_cases, place, unlikely
 
 MEMORY = 6 << 30  # bytes that a mutant may take beyond what is there after the imports; the CPU alone is bounded so
 
@@ -41,6 +41,7 @@ def make(task: Mapping[str, Any], report: TextIO) -> None:
         compilers.watch(registry.package(task["kernel"]), clock, report)
     items = {item.name: item for item in check.plan(spec, device, [c for c in spec.cases if not c.bench])}
     wanted = [name for name, item in items.items() if item.skip is None and is_wanted(task, name, item.check)]
+    wanted = of_cases(task, {name: (items[name].implementation, items[name].case.name) for name in wanted})
     if task.get("list"):
         chosen = [(name, items[name]) for name in wanted]
         say(report, checks=[(name, (i.implementation, i.case.name, i.mode, i.check)) for name, i in chosen])

@@ -16,7 +16,7 @@ from .messages import PHASES, say
 # A check may take FACTOR times as long as where it passed, and SLACK seconds more. On a GPU the first check of a
 # process loads what PyTorch launches, and others may start CUDA meanwhile, which holds up all that use the driver.
 SLACK, FACTOR = {"cpu": 10.0, "cuda": 40.0}, 10.0
-UNSEEN = 300.0  # seconds of a check that has not passed yet
+UNSEEN = {"cpu": 300.0, "cuda": 90.0}  # seconds of a check that has not passed yet
 ORIGINAL_SECONDS, COMPILER_SECONDS = 900.0, 120.0
 
 
@@ -25,7 +25,9 @@ def limit_of(task: Mapping[str, Any], name: str) -> float:
     if not task.get("file"):
         return ORIGINAL_SECONDS
     seconds = None if name in PHASES else task.get("seconds", {}).get(name)
-    return task.get("crowd", 1.0) * (UNSEEN if seconds is None else SLACK[task["device"]] + FACTOR * seconds)
+    return task.get("crowd", 1.0) * (
+        UNSEEN[task["device"]] if seconds is None else SLACK[task["device"]] + FACTOR * seconds
+    )
 
 
 class Clock:

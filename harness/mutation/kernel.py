@@ -22,6 +22,7 @@ from . import launched_code, results
 from .clock import limit_of
 from .messages import IMPORT
 from .mutants import Mutant
+from .near import Near
 from .selection import cheapest, pieces
 from .team import Worker
 from .verdict import Answer
@@ -41,8 +42,9 @@ class Kernel:
     only              the checks that are made; None for all
     """
 
-    def __init__(self, name: str, mutants: Sequence[Mutant]) -> None:
+    def __init__(self, name: str, mutants: Sequence[Mutant], near: Near | None = None) -> None:
         self.name, self.begun = name, 0
+        self._near = near or {}
         self.left = list(reversed(mutants))
         self.broken: str | None = None
         self.pieces: list[list[str]] | None = None
@@ -196,13 +198,15 @@ class Kernel:
             for (file, check), kills in self._kills.items():
                 weights[check] += kills * (1 + IN_FILE * (file == mutant.file))
             seconds = {name: seconds for name, seconds in self._seconds.items() if name not in self.unsound}
-            task = {
+            task: dict[str, Any] = {
                 "kernel": self.name,
                 "file": mutant.file,
                 "source": mutant.applied(self._source(mutant.file)),
                 "seconds": seconds,
                 "weights": weights,
             }
+            if cases := self._near.get(mutant.key):
+                task["cases"] = cases
             return task if self.only is None else {**task, "only": self.only}
 
 

@@ -4,10 +4,14 @@ code of them in every way in which the cases of SPEC compile their file. The sec
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import math
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,33 +23,55 @@ from ..compiling import launches, nvrtc
 from ..spec import Case, KernelSpec
 from . import results
 from .mutants import Mutant
+from .near import Launcher
 
 CAPABILITY = (9, 0)
 ARCHITECTURE = "sm_90a"
 
-Variants = Mapping[str, frozenset[tuple[str, ...]]]
+DIFFERENT = 2  # variants of other machine code that are looked for, so that one case is not all
+MORE = 3  # variants that are compiled after the first of these
+PAIRS = 3  # of implementation and case
+
+#: Source file, by its path in the kernel's folder → defines → who launches it so, of the cases that are checked.
+Variants = Mapping[str, Mapping[tuple[str, ...], Sequence[Launcher]]]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """`answer` about a mutant that does not compile, or of which every variant is the same machine code; else None, and
+    `near` is who launches what is not the same."""
+
+    answer: Mapping[str, Any] | None
+    near: Sequence[Launcher] = ()
 
 
 def variants(spec: KernelSpec) -> Variants:
-    """For each source file that SPEC's cases launch, by its path in the kernel's folder, the sets of defines with which
-    they do. RuntimeError without NVRTC, without which launchers take other paths."""
+    """What SPEC's cases launch. RuntimeError without NVRTC, without which launchers take other paths."""
     if nvrtc.library() is None:
         raise RuntimeError(nvrtc.MISSING)
-    found: dict[str, set[tuple[str, ...]]] = {}
+    found: dict[str, dict[tuple[str, ...], list[Launcher]]] = {}
+    now: list[Launcher] = []
 
     def note(source: Path, architecture: str, defines: tuple[str, ...]) -> bytes:
         inside = source.relative_to(registry.folder(spec.name)).as_posix()
-        found.setdefault(inside, set()).add(defines)
+        launchers = found.setdefault(inside, {}).setdefault(defines, [])
+        launchers += [launcher for launcher in now if launcher not in launchers]
         return b""
 
     with mock.patch.object(nvrtc, "compiled", note):
-        for case in spec.cases:
+        for case in sorted(spec.cases, key=_size):
             if not execute.unfit(case, CAPABILITY):
                 for name in spec.implementations:
+                    now[:] = [] if case.bench else [(name, case.name)]
                     for mode in spec.modes_of(case):
                         if not spec.skip_reason(name, case, mode):
                             _launch(spec, name, case, mode)
-    return {source: frozenset(defines) for source, defines in found.items()}
+    return found
+
+
+def _size(case: Case) -> int:
+    """Small ones first: their checks are quick."""
+    return math.prod(value for value in case.dims.values() if value)
 
 
 def _launch(spec: KernelSpec, name: str, case: Case, mode: str) -> None:
@@ -57,27 +83,41 @@ def _launch(spec: KernelSpec, name: str, case: Case, mode: str) -> None:
         execute.bind(spec, spec.implementations[name], spec.make_inputs(case, "cuda", None), mode)()
 
 
-def judge(mutant: Mutant, known: Variants) -> dict[str, Any] | None:
-    """The answer about a mutant that does not compile, or of which every variant is the same machine code; else
-    None."""
+def judge(mutant: Mutant, known: Variants) -> Judged:
+    """Compiles variant after variant, those first that cases launch which are checked, else in an order by chance."""
     folder = registry.folder(mutant.kernel)
     source = folder / mutant.file
     concerned = [mutant.file] if source.suffix == ".cu" else [f for f in known if (folder / f).parent == source.parent]
-    pairs = [(folder / file, defines) for file in concerned for defines in sorted(known.get(file, ()))]
+    pairs = [(file, defines) for file in concerned for defines in known.get(file, ())]
+    pairs.sort(key=lambda pair: hashlib.sha256(repr((mutant.key, pair)).encode()).digest())
+    pairs.sort(key=lambda pair: not known[pair[0]][pair[1]])
+    different: list[tuple[str, tuple[str, ...]]] = []
     with tempfile.TemporaryDirectory(prefix="mutant-") as scratch:
         copy = Path(scratch, source.parent.name)
         shutil.copytree(source.parent, copy, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
         (copy / source.name).write_text(mutant.applied(source.read_text(encoding="utf-8")), encoding="utf-8")
+        more = MORE
         try:
-            for original, defines in pairs:
+            for file, defines in pairs:
+                if different and (len(different) == DIFFERENT or not more):
+                    break
+                more -= bool(different)
+                original = folder / file
                 code = nvrtc.compiled.__wrapped__(copy / original.name, ARCHITECTURE, defines)
                 if code != nvrtc.compiled(original, ARCHITECTURE, defines):
-                    return None
+                    different.append((file, defines))
         except RuntimeError as error:
-            return _answer(results.INVALID, " ".join(str(error).split())[:300])
-    if not pairs:
-        return None
-    return _answer(results.SAME, f"the same machine code in all {len(pairs)} variants")
+            return Judged(_answer(results.INVALID, " ".join(str(error).split())[:300]))
+    if pairs and not different:
+        return Judged(_answer(results.SAME, f"the same machine code in all {len(pairs)} variants"))
+    return Judged(None, _few([known[file][defines] for file, defines in different]))
+
+
+def _few(launchers: Sequence[Sequence[Launcher]]) -> tuple[Launcher, ...]:
+    """PAIRS of them, of each variant in turn: those first that are named for a version, which take it in every case."""
+    ordered = [sorted(own, key=lambda launcher: launcher[0] == "auto") for own in launchers]
+    turns = dict.fromkeys(launcher for turn in itertools.zip_longest(*ordered) for launcher in turn if launcher)
+    return tuple(turns)[:PAIRS]
 
 
 def _answer(status: str, reason: str) -> dict[str, Any]:

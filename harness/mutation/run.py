@@ -25,6 +25,7 @@ def run(
     quick: bool = False,
     seconds: float | None = None,
     gpus: Sequence[str] = (),
+    originals: bool = True,
 ) -> None:
     """Calls `done` with each mutant and its answer, until `deadline` by the monotonic clock: none is begun that should
     take longer than what is left, and those that do are "unfinished"."""
@@ -35,7 +36,7 @@ def run(
             crowd = max(1.0, PROCESSES[device] * workers / (os.cpu_count() or 1))
             given = {"device": device, "quick": quick, "memory": GPU_SHARE / shared, "crowd": crowd}
             queue = Queue(kernels, given, deadline, done, say)
-            if quick:
+            if quick and originals:
                 queue.originals_first(seconds)
             queue.served_by(team.workers)
         finally:

@@ -26,6 +26,12 @@ def is_wanted(task: Mapping[str, Any], name: str, check: str = "") -> bool:
     return name not in task.get("without", ()) and (not task.get("only") or name in task["only"])
 
 
+def of_cases(task: Mapping[str, Any], names: Mapping[str, tuple[str, str]]) -> list[str]:
+    """The checks, given the implementation and the case of each, that are of the task's cases; all, where none is."""
+    cases = [tuple(pair) for pair in task.get("cases", ())]
+    return [name for name, own in names.items() if own in cases] or list(names)
+
+
 def place(task: Mapping[str, Any], name: str) -> float:
     """What comes first has the least: the seconds that it takes for each mutant that it rejects."""
     return (0.02 + task.get("seconds", {}).get(name, 1.0)) / (1 + task.get("weights", {}).get(name, 0))

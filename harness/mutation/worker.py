@@ -17,6 +17,7 @@ list              only to list the checks and how long the import took; nothing 
 file, source      a file of the kernel's folder and its new text; without them the original is checked
 only              the names of the checks and tests that are made; without it all of them
 without           names that are not
+cases             the pairs of implementation and case whose checks are made; without them of all
 quick             neither those that compile with PyTorch nor the tests
 seconds           name → how long it took where it passed
 weights           name → how much it has rejected; what has rejected much, or is cheap, comes first
