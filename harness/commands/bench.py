@@ -162,7 +162,6 @@ def main(arguments: argparse.Namespace) -> int:
         with torch.cuda.device(device):
             session = Session(device, arguments, journal)
             _benched(session.bench, left, out, suite)
-            session.turns.give()
         failures = journal.failures
     else:
         gpu_only = "timer", "host", "host_compiled", "resume", "turns"
@@ -306,6 +305,7 @@ class Session:
         """Host time of every implementation into the record. Returns how many of our own failed."""
         failures = 0
         a, begin = self.arguments, partial(self.journal.begin, selection.spec.name)
+        self.turns.begin()
         try:
             for case, way, rows in host.rows(selection, self.device, a.host_compiled, a.quick, begin):
                 write("start", case=case.name, mode=way)
@@ -321,6 +321,8 @@ class Session:
         except torch.AcceleratorError as error:
             self.journal.lost(execute.first_line(error))
             raise
+        finally:
+            self.turns.give()
         return failures
 
 
