@@ -11,9 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from harness import options, record, registry, renewal
 from harness.commands.bench import Group
+from harness.measure.turns import Turns
 from tests.fake_records import row, run_line, write
 
 ROOT = Path(__file__).parent.parent
@@ -184,7 +186,7 @@ def test_a_group_is_given_up_where_nobody_knows_which_one_it_was(tmp_path: Path,
     journal = renewal.Journal(tmp_path / "journal")
     journal.begin("rmsnorm", case.name, "fwd", None)
     journal.died("SIGABRT")
-    session = SimpleNamespace(journal=journal, device=None)
+    session = SimpleNamespace(journal=journal, device=None, turns=Turns(None, torch.device("cpu")))
     rows = Group(session, options.Selection(spec, (case,), ("fwd",), names), case, "fwd").rows()
     assert [r["status"] for r in rows] == ["crashed"] * 2
 
@@ -212,6 +214,7 @@ from pathlib import Path
 import torch
 from harness import options, registry
 from harness.commands import bench
+from harness.measure.turns import Turns
 from tests.fake_records import run_line
 
 def measure(group):
@@ -230,7 +233,8 @@ bench.Group._measure = measure
 torch.cuda.get_device_capability = lambda device: (9, 0)
 line = run_line("rmsnorm", environment={"dirty": True})
 bench.Session.__post_init__ = lambda session: vars(session).update(
-    environment=line["environment"], recorded_ceilings=line["ceilings"], ceilings=None
+    environment=line["environment"], recorded_ceilings=line["ceilings"], ceilings=None,
+    turns=Turns(None, torch.device("cpu")),
 )
 names = "gpu quick timer case mode impl host host_compiled resume"
 arguments = Namespace(**{**dict.fromkeys(names.split()), "host": "no"})

@@ -75,7 +75,8 @@ class Turns:
             return
         if self._file is not None:
             if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+                with suppress(torch.AcceleratorError):  # of a context that is lost: nothing runs there any more
+                    torch.cuda.synchronize(self._device)
             fcntl.flock(self._file, fcntl.LOCK_UN)
         self._ours = False
         self.had += time.time() - self._taken
