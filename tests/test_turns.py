@@ -150,6 +150,16 @@ def test_who_began_first_is_next(tmp_path):
     assert order == ["first", "second"]
 
 
+def test_what_is_measured_of_the_gpu_does_for_all_for_a_while(tmp_path, monkeypatch):
+    first, second, alone = Turns(tmp_path / "gpu", CPU), Turns(tmp_path / "gpu", CPU), Turns(None, CPU)
+    made = iter(range(4))
+    ask = [turns.once("ceilings", lambda: {"bytes": next(made)}) for turns in (first, second, alone, alone)]
+    assert [found["bytes"] for found in ask] == [0, 0, 1, 2]
+    assert first.once("other", lambda: "something else") == "something else"
+    monkeypatch.setattr("harness.measure.turns.KEPT_SECONDS", 0.0)
+    assert second.once("ceilings", lambda: {"bytes": next(made)}) == {"bytes": 3}
+
+
 def test_without_a_file_there_is_nobody_to_wait_for():
     turns = Turns(None, CPU)
     turns.begin()

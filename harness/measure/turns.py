@@ -10,6 +10,7 @@ Of those that wait the one whose case began first is next, so that few cases are
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import sys
 import time
@@ -21,6 +22,7 @@ from typing import IO, Any
 import torch
 
 LOOK_SECONDS = 0.01  # between two looks at who is next
+KEPT_SECONDS = 600.0  # for which one measurement of the GPU does for all
 SLEEP_SECONDS = 0.5  # at least, of one who waits for compilers and gives the GPU away meanwhile
 ON_HOST = ("DYNAMO", "LAZY_BACKWARD")  # what triggers a compilation, not work on the GPU
 
@@ -31,7 +33,7 @@ class Turns:
     def __init__(self, path: Path | None, device: torch.device) -> None:
         self._file: IO[str] | None = None
         if path is not None:
-            self._file = path.open("a", encoding="utf-8")
+            self._path, self._file = path, path.open("a", encoding="utf-8")
             self._queue = path.with_name(path.name + ".queue")
             self._queue.mkdir(exist_ok=True)
         self._device = device
@@ -80,6 +82,18 @@ class Turns:
             fcntl.flock(self._file, fcntl.LOCK_UN)
         self._ours = False
         self.had += time.time() - self._taken
+
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """What `make` returns, something that JSON can hold; or what it has returned to another of these benches in the
+        last KEPT_SECONDS. The GPU is ours meanwhile."""
+        if self._file is None:
+            return make()
+        kept = self._path.with_name(f"{self._path.name}.{name}.json")
+        if kept.exists() and time.time() - kept.stat().st_mtime < KEPT_SECONDS:
+            return json.loads(kept.read_text(encoding="utf-8"))
+        made = make()
+        kept.write_text(json.dumps(made), encoding="utf-8")
+        return made
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
