@@ -384,6 +384,7 @@ SPEC = KernelSpec(
     unit="rows",
     items=lambda case: case.dims["m"],
     fuzz={"m": (0, 20), "k16": (0, 17), "n16": (0, 9)},
+    spills={"_fp8_tile_kernel": 24},  # of kernels/fp8, which quantises operands
     tunables=(
         Tunable(configs, "pick_config", "fwd", _candidates, ALONE, implementation="triton"),
         Tunable(configs, "pick_cuda_config", "fwd", _cuda_candidates, CUDA_CASES, implementation="cuda"),

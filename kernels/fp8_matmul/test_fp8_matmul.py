@@ -277,7 +277,8 @@ from kernels.fp8_matmul.bench import SPEC
 cases = [case for case in SPEC.cases if case.bench]
 outcome = ahead.compile_spec(SPEC, (8, 9), cases, ("fwd",), ("auto",))
 assert not outcome.failures, outcome.failures
-assert outcome.rows and all("QMMA" in row["mma"] for row in outcome.rows)
+products = [row for row in outcome.rows if row["jit"].startswith("_fp8_matmul")]  # others quantise operands
+assert products and all("QMMA" in row["mma"] for row in products)
 """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(op.__file__).parents[2]
