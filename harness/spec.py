@@ -221,6 +221,8 @@ class KernelSpec:
                      dtypes say: operands are rounded on the way, or tensor cores keep fewer bits
     limits           input -> the largest magnitude up to which the op is right, where that is not all of its dtype
     spills           JIT kernel -> bytes of register spill that are accepted, with the reason in the kernel's README
+    early_arrivals   kernel of CUDA C++ -> arrivals at another CTA's mbarrier that may come before reads of shared
+                     memory are done, since what they give back is not what is read; the reason is in the README
     false_alarms     (tool of compute-sanitizer, JIT kernel or device function) -> why its finding there is not an
                      error
     tunables         what `tune` searches
@@ -265,6 +267,7 @@ class KernelSpec:
     own_strides: Callable[[Case], tuple[int, ...]] = lambda case: ()
     limits: Mapping[str, float] = field(default_factory=dict)
     spills: Mapping[str, int] = field(default_factory=dict)
+    early_arrivals: Mapping[str, int] = field(default_factory=dict)
     false_alarms: Mapping[tuple[str, str], str] = field(default_factory=dict)
     tunables: tuple[Tunable, ...] = ()
     compile_targets: tuple[tuple[int, int], ...] = ((8, 0), (9, 0))

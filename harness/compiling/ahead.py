@@ -4,9 +4,9 @@ A row of the result is one compiled kernel, that is a JIT function with its type
 {"kernel", "jit", "target": "sm_90", "uses": [[case, mode], ...], "bench": whether a bench case uses it,
  "types": {argument: "*bf16" | "i32" | ...}, "aligned": [arguments known to be multiples of 16],
  "constexprs": {name: value}, "num_warps", "num_stages", "num_ctas", "threads", "registers", "stack_bytes",
- "spill_bytes", "spill_store_bytes", "spill_load_bytes", "spill_allowed", "shared_bytes", "ctas_per_sm",
- "occupancy_percent", "occupancy_limit", "mma": {kind: count}, "loads": {kind: count}, "stores": {kind: count},
- "to_fp8": [conversions in PTX, in SASS], "early_arrivals", "early_own_reads": as `sass.Usage` has them}
+ "spill_bytes", "spill_store_bytes", "spill_load_bytes", "spill_allowed", "early_allowed", "shared_bytes",
+ "ctas_per_sm", "occupancy_percent", "occupancy_limit", "mma": {kind: count}, "loads": {kind: count},
+ "stores": {kind: count}, "to_fp8": [conversions in PTX, in SASS], "early_arrivals", "early_own_reads": as `sass.Usage` has them}
 The mode of a use is what was running: the forward that a backward needs counts as "fwd".
 """
 
@@ -170,6 +170,7 @@ def describe(spec: KernelSpec, launch: launches.Launch | nvrtc.Launch, capabilit
         "spill_store_bytes": usage.spill_stores,
         "spill_load_bytes": usage.spill_loads,
         "spill_allowed": spec.spills.get(said["jit"], 0),
+        "early_allowed": spec.early_arrivals.get(said["jit"], 0),
         "ctas_per_sm": fit.ctas,
         "occupancy_percent": fit.percent,
         "occupancy_limit": fit.limit,
@@ -233,7 +234,7 @@ def faults(row: Row, capability: tuple[int, int]) -> list[str]:
             f"{where} converts to fp8 {row['to_fp8'][0]} times in PTX and {row['to_fp8'][1]} times in SASS: ptxas 12.8 "
             "has been seen to make a conversion twice and to use the first one's result before it is there"
         )
-    if row["early_arrivals"]:
+    if row["early_arrivals"] > row["early_allowed"]:
         wrong.append(
             f"{where}: arrivals at another CTA's mbarrier that do not wait for reads of shared memory, which that CTA "
             f"may then write over: {row['early_arrivals']}. fence_reads() of mbarrier.cuh waits for them"

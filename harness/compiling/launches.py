@@ -147,7 +147,8 @@ def record(capability: tuple[int, int]) -> Iterator[list[Any]]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(JITFunction, "run", run))
         stack.enter_context(mock.patch.object(driver, "_active", _Driver(gpu)))
-        for owner, stand_ins in ((torch.cuda, _cuda(gpu)), (FakeTensor, stage.disguise())):
+        fake = {**stage.disguise(), "record_stream": lambda tensor, stream: None}
+        for owner, stand_ins in ((torch.cuda, _cuda(gpu)), (FakeTensor, fake)):
             for name, stand_in in stand_ins.items():
                 stack.enter_context(mock.patch.object(owner, name, stand_in))
         for launcher in _launchers():
