@@ -6,7 +6,8 @@ A row of the result is one compiled kernel, that is a JIT function with its type
  "constexprs": {name: value}, "num_warps", "num_stages", "num_ctas", "threads", "registers", "stack_bytes",
  "spill_bytes", "spill_store_bytes", "spill_load_bytes", "spill_allowed", "early_allowed", "shared_bytes",
  "ctas_per_sm", "occupancy_percent", "occupancy_limit", "mma": {kind: count}, "loads": {kind: count},
- "stores": {kind: count}, "to_fp8": [conversions in PTX, in SASS], "early_arrivals", "early_own_reads": as `sass.Usage` has them}
+ "stores": {kind: count}, "to_fp8": [conversions in PTX, in SASS], "early_arrivals", "early_own_reads": as `sass.Usage`
+ has them}
 The mode of a use is what was running: the forward that a backward needs counts as "fwd".
 """
 
