@@ -67,12 +67,12 @@ def test_nothing_is_said_of_what_no_case_compiles(found):
 def test_who_launches_what_a_mutant_changes(found):
     """Two variants are looked for, of those first that a checked case launches, and not for long."""
     mutant, compiled = found["one.cu", "comparison: >= → >"], []
-    every = {(f"WIDE={n}",): [("cuda", f"case {n}"), ("auto", f"case {n}")] for n in (0, 1)}
+    every = {(f"WIDE={n}",): [("cuda", "small"), ("cuda", "medium"), ("cuda", f"large {n}")] for n in (0, 1)}
     bench = {(f"WIDE={n}",): [] for n in range(2, 9)}
     with mock.patch.object(nvrtc, "compiled", wraps=nvrtc.compiled) as seen:
         seen.__wrapped__ = lambda source, architecture, defines: compiled.append(defines) or b"other"
         near = machine_code.judge(mutant, {"sm90/one.cu": {**bench, **every}}).near
-    assert set(near[:2]) == {("cuda", "case 0"), ("cuda", "case 1")} and len(near) == machine_code.PAIRS
+    assert set(near[:2]) == {("cuda", "large 0"), ("cuda", "large 1")} and near[2:] == (("cuda", "small"),)
     assert set(compiled) == set(every)
 
 

@@ -70,7 +70,6 @@ def variants(spec: KernelSpec) -> Variants:
 
 
 def _size(case: Case) -> int:
-    """Small ones first: their checks are quick."""
     return math.prod(value for value in case.dims.values() if value)
 
 
@@ -114,8 +113,9 @@ def judge(mutant: Mutant, known: Variants) -> Judged:
 
 
 def _few(launchers: Sequence[Sequence[Launcher]]) -> tuple[Launcher, ...]:
-    """PAIRS of them, of each variant in turn: those first that are named for a version, which take it in every case."""
-    ordered = [sorted(own, key=lambda launcher: launcher[0] == "auto") for own in launchers]
+    """PAIRS of them, of each variant in turn: first its largest case, in which there is most to go wrong, then its
+    smallest."""
+    ordered = [[*own[-1:], *own[:-1]] for own in launchers]
     turns = dict.fromkeys(launcher for turn in itertools.zip_longest(*ordered) for launcher in turn if launcher)
     return tuple(turns)[:PAIRS]
 
