@@ -1,7 +1,8 @@
 """QuACK's autotuner in two rounds: a short one over all configurations, and its own over the fastest of them.
 
-It gives each configuration 200 ms to warm up and 200 calls. A product of 5 ms so takes a minute of the GPU to tune, and
-the backward of an MLP has five. What may be fastest is known after a few calls; only which one is needs many.
+QuACK times each configuration over 200 calls after 200 ms of warm-up. For the 44 configurations of a matrix product
+that takes 5 ms, this is a minute of the GPU, and the backward of an MLP has five products. A few calls tell which
+configurations may be the fastest; only to choose among those takes many.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from typing import Any
 import torch
 
 FINALISTS = 6
-FEWEST, MOST, SHORT_MS = 5, 50, 20.0  # calls that are timed in the first round: so many as take SHORT_MS
+FEWEST, MOST, SHORT_MS = 5, 50, 20.0  # calls that the first round times: as many as take SHORT_MS, within these bounds
 _BENCH = "_bench_cuda_graph_l2_rotate"
 
 
 @contextmanager
 def two_rounds() -> Iterator[None]:
-    """A block in which QuACK, where it is loaded, tunes so."""
+    """A block in which QuACK's autotuner, if it is imported by then, takes two rounds."""
     module: Any = sys.modules.get("quack.autotuner")
     if module is None:
         yield
@@ -31,6 +32,7 @@ def two_rounds() -> Iterator[None]:
 
     def finalists(self: Any, arguments: Mapping[str, Any]) -> list[Any]:
         found = prune(self, arguments)
+        # A bench of its own, or hooks that restore what a call updates, would not be those of the first round.
         if len(found) <= FINALISTS or self._do_bench is not None or self.pre_hook is not None:
             return found
         first = copy.copy(self)
@@ -57,14 +59,16 @@ def short_bench(
     extra_kwargs: Mapping[str, Any],
     quantiles: Sequence[float] | None = None,
 ) -> list[float] | float:
-    """Milliseconds of a call, of few in a CUDA graph, over sets of inputs that no cache holds, as QuACK's own."""
+    """Milliseconds a call takes, over a few calls in a CUDA graph. As in QuACK's own bench, calls go through several
+    sets of inputs, together larger than the L2 cache. Raises what `fn` does; QuACK catches it where a kernel is not yet
+    compiled, and asks again."""
     sets = list(zip(arg_sets, kwarg_sets, strict=True))
 
     def calls(count: int) -> None:
         for args, kwargs in (sets[i % len(sets)] for i in range(count)):
             fn(*args, **kwargs, **extra_kwargs)
 
-    calls(1)  # raises, where it is not compiled yet
+    calls(1)
     once = _milliseconds(lambda: calls(1))
     count = max(FEWEST, min(MOST, int(SHORT_MS / once)))
     graph = torch.cuda.CUDAGraph()

@@ -2,9 +2,9 @@
 
 A bench has its turn from a case's first use of the GPU to its last, except while torch.compile, Triton, NVRTC or the
 CuTe DSL works on the host, or QuACK's autotuner waits for its pool of processes. What Inductor times on the GPU to
-choose a kernel has a turn of its own, so that no choice and no figure is made beside other work.
+choose a kernel has a turn of its own. So nothing is timed while others use the GPU.
 
-Of those that wait the one whose case began first is next, so that few cases are half done when time is up.
+Of those that wait, the one whose case began first is next, so that few cases are half done when time is up.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import IO, Any
 import torch
 
 LOOK_SECONDS = 0.01  # between two looks at who is next
-KEPT_SECONDS = 600.0  # for which one measurement of the GPU does for all
-SLEEP_SECONDS = 0.5  # at least, of one who waits for compilers and gives the GPU away meanwhile
-ON_HOST = ("DYNAMO", "LAZY_BACKWARD")  # what triggers a compilation, not work on the GPU
+KEPT_SECONDS = 600.0  # after which `once` measures again
+SLEEP_SECONDS = 0.5  # for at least so long QuACK's autotuner sleeps, without the GPU, while nothing is compiled yet
+ON_HOST = ("DYNAMO", "LAZY_BACKWARD")  # triggers, as Dynamo calls them, of compilations that need no GPU
 
 
 class Turns:
@@ -68,7 +68,7 @@ class Turns:
         self.waited += self._taken - begun
 
     def _is_next(self, name: str) -> bool:
-        """Whether all who came before have ended since."""
+        """Whether no process that runs has an earlier place in the queue."""
         return not any(_runs(other) for other in os.listdir(self._queue) if other < name)
 
     def give(self) -> None:
@@ -84,8 +84,8 @@ class Turns:
         self.had += time.time() - self._taken
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """What `make` returns, something that JSON can hold; or what it has returned to another of these benches in the
-        last KEPT_SECONDS. The GPU is ours meanwhile."""
+        """What `make` returns, which JSON must be able to hold; or what it returned to another of these benches in the
+        last KEPT_SECONDS. Call it only while the GPU is ours."""
         if self._file is None:
             return make()
         kept = self._path.with_name(f"{self._path.name}.{name}.json")
@@ -201,11 +201,13 @@ def _locks(file: IO[str]) -> bool:
 
 
 def _runs(place: str) -> bool:
-    """Whether the process of a place in the queue is there still."""
+    """Whether the process of a place in the queue, `<time>-<pid>`, still runs."""
     try:
         os.kill(int(place.rpartition("-")[2]), 0)
     except ProcessLookupError:
         return False
+    except PermissionError:  # another user's
+        return True
     return True
 
 

@@ -1,5 +1,6 @@
-"""Mutants of CUDA C++ of which no GPU is needed to say something: they do not compile, or NVRTC makes the same machine
-code of them in every way in which the cases of SPEC compile their file. The second kind are no faults in these cases.
+"""What can be said of a mutant of CUDA C++ without a GPU: that it does not compile; that NVRTC makes the same machine
+code of it in every variant (set of defines) in which the cases of SPEC compile its file, so that no case can show a
+fault; or which cases launch a variant that it does change (`near`).
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from .near import Launcher
 CAPABILITY = (9, 0)
 ARCHITECTURE = "sm_90a"
 
-DIFFERENT = 2  # variants of other machine code that are looked for, so that one case is not all
-MORE = 3  # variants that are compiled after the first of these
-PAIRS = 3  # of implementation and case
+DIFFERENT = 2  # variants with other machine code that `judge` looks for
+MORE = 3  # variants, at most, that it compiles after the first of these
+PAIRS = 3  # launchers that it names
 
 #: Source file, by its path in the kernel's folder → defines → who launches it so, of the cases that are checked.
 Variants = Mapping[str, Mapping[tuple[str, ...], Sequence[Launcher]]]
@@ -83,7 +84,8 @@ def _launch(spec: KernelSpec, name: str, case: Case, mode: str) -> None:
 
 
 def judge(mutant: Mutant, known: Variants) -> Judged:
-    """Compiles variant after variant, those first that cases launch which are checked, else in an order by chance."""
+    """Compiles variant after variant until DIFFERENT of them differ from the original. Variants that no checked case
+    launches, but a benched one, come last; otherwise the order is drawn from the mutant's key."""
     folder = registry.folder(mutant.kernel)
     source = folder / mutant.file
     concerned = [mutant.file] if source.suffix == ".cu" else [f for f in known if (folder / f).parent == source.parent]
@@ -113,8 +115,8 @@ def judge(mutant: Mutant, known: Variants) -> Judged:
 
 
 def _few(launchers: Sequence[Sequence[Launcher]]) -> tuple[Launcher, ...]:
-    """PAIRS of them, of each variant in turn: first its largest case, in which there is most to go wrong, then its
-    smallest."""
+    """PAIRS of them in all, taken from the variants in turn: of each first the largest case, in which there is most to
+    go wrong, then from the smallest on."""
     ordered = [[*own[-1:], *own[:-1]] for own in launchers]
     turns = dict.fromkeys(launcher for turn in itertools.zip_longest(*ordered) for launcher in turn if launcher)
     return tuple(turns)[:PAIRS]
