@@ -160,6 +160,22 @@ def test_what_is_measured_of_the_gpu_does_for_all_for_a_while(tmp_path, monkeypa
     assert second.once("ceilings", lambda: {"bytes": next(made)}) == {"bytes": 3}
 
 
+@pytest.mark.parametrize(("free_parts", "looks"), [([0.9], 1), ([0.1, 0.4, 0.6], 3), ([0.1] * 100, None)])
+def test_a_case_begins_when_there_is_memory_for_it(tmp_path, free, monkeypatch, free_parts, looks):
+    """And others have the GPU until then, but not for ever."""
+    seen, slept = [], []
+    monkeypatch.setattr("harness.measure.turns.ROOM_SECONDS", 60.0 if looks else 0.2)
+    monkeypatch.setattr("harness.measure.turns.SLEEP_SECONDS", 0.05)
+    turns = Turns(tmp_path / "gpu", CPU)
+    monkeypatch.setattr(turns, "_free", lambda: seen.append(free()) or free_parts[len(seen) - 1])
+    sleep = time.sleep
+    monkeypatch.setattr("harness.measure.turns.time.sleep", lambda s: (slept.append(free()), sleep(s))[1])
+    turns.begin()
+    assert not free() and not any(seen) and all(slept)
+    assert len(seen) == len(slept) + 1 == looks if looks else 2 <= len(seen) <= 6
+    turns.give()
+
+
 def test_without_a_file_there_is_nobody_to_wait_for():
     turns = Turns(None, CPU)
     turns.begin()

@@ -22,8 +22,9 @@ from typing import IO, Any
 import torch
 
 LOOK_SECONDS = 0.01  # between two looks at who is next
+ROOM, ROOM_SECONDS = 0.5, 240.0  # of the GPU's memory, for a case to begin, and how long it waits for it
 KEPT_SECONDS = 600.0  # after which `once` measures again
-SLEEP_SECONDS = 0.5  # for at least so long QuACK's autotuner sleeps, without the GPU, while nothing is compiled yet
+SLEEP_SECONDS = 0.5  # of a case that waits for memory; and of QuACK's autotuner, at least, while nothing is compiled
 ON_HOST = ("DYNAMO", "LAZY_BACKWARD")  # triggers, as Dynamo calls them, of compilations that need no GPU
 
 
@@ -47,9 +48,21 @@ class Turns:
         return self._file is not None
 
     def begin(self) -> None:
-        """A case begins. Takes the GPU."""
-        self._since = time.time()
+        """A case begins. Takes the GPU once ROOM of its memory is free, which those have that wait with their inputs;
+        after ROOM_SECONDS in any case."""
+        self._since = begun = time.time()
         self.take()
+        while self._free() < ROOM and time.time() < begun + ROOM_SECONDS:
+            self.give()
+            time.sleep(SLEEP_SECONDS)
+            self.take()
+
+    def _free(self) -> float:
+        """The part of the GPU's memory that is free; 1 where nobody else has any of it."""
+        if self._file is None or self._device.type != "cuda":
+            return 1.0
+        free, total = torch.cuda.mem_get_info(self._device)
+        return free / total
 
     def take(self) -> None:
         """Waits until nobody else has the GPU, nor wants it for a case that began earlier."""
@@ -79,6 +92,7 @@ class Turns:
             if self._device.type == "cuda":
                 with suppress(torch.AcceleratorError):  # of a context that is lost: nothing runs there any more
                     torch.cuda.synchronize(self._device)
+                    torch.cuda.empty_cache()  # others need memory too
             fcntl.flock(self._file, fcntl.LOCK_UN)
         self._ours = False
         self.had += time.time() - self._taken
@@ -107,8 +121,6 @@ class Turns:
             ours.append(self._ours)
             if event.callback_trigger.name in ON_HOST:
                 self.give()
-                if self._device.type == "cuda":
-                    torch.cuda.empty_cache()  # others need memory too
 
         def end(_: Any) -> None:
             self._turn_to(ours.pop())
