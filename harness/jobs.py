@@ -97,8 +97,8 @@ def take_over(source: Path, out: Path, shared: bool) -> tuple[int, int]:
         lines = [json.loads(line) for line in path.open(encoding="utf-8")]
         short = {_group(line) for line in lines if shared and line.get("status") == "oom"}
         kept = [line for line in lines if _group(line) not in short]
-        measured = sum(line["type"] == "row" for line in kept)
-        rows, left_out = rows + measured, left_out + sum(line["type"] == "row" for line in lines) - measured
+        measured = _rows(kept)
+        rows, left_out = rows + measured, left_out + _rows(lines) - measured
         if not measured:
             continue
         target = out / "records" / path.name
@@ -107,6 +107,10 @@ def take_over(source: Path, out: Path, shared: bool) -> tuple[int, int]:
         with target.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
     return rows, left_out
+
+
+def _rows(lines: Sequence[Mapping[str, Any]]) -> int:
+    return sum(line["type"] == "row" for line in lines)
 
 
 def _group(line: Mapping[str, Any]) -> tuple[str, ...] | None:

@@ -128,6 +128,15 @@ def test_sass_is_counted():
     assert usage.to_fp8 == 2
 
 
+def test_arrivals_that_do_not_wait_for_reads_fail_beyond_what_is_granted(samples):
+    row = _only(samples["square", "sm_90"])
+    assert (row["early_arrivals"], row["early_allowed"]) == (0, 0)
+    assert ahead.faults({**row, "early_arrivals": 1, "early_allowed": 1}, (9, 0)) == []
+    for granted in (0, 1):
+        (fault,) = ahead.faults({**row, "early_arrivals": granted + 1, "early_allowed": granted}, (9, 0))
+        assert f"may then write over: {granted + 1}" in fault
+
+
 def test_a_conversion_to_fp8_that_ptxas_makes_twice_fails(samples):
     row = _only(samples["square", "sm_90"])
     assert row["to_fp8"] == [0, 0]
@@ -534,3 +543,17 @@ def test_the_build_compiles_what_a_launch_runs():
     with launches.record(capability) as seen:
         bind(spec, fn, spec.make_inputs(case, "cuda", None), "bwd")()
     assert [launch.compiled.hash for launch in seen] == real
+
+
+def test_what_an_op_tells_the_allocator_of_streams_does_not_stop_it():
+    """The update with clipping, whose table is used on a stream that is a stand-in here."""
+    script = """
+from harness.compiling import ahead
+from harness import registry
+spec = registry.load("adamw")
+cases = [case for case in spec.cases if case.name == "clip-fp32"]
+outcome = ahead.compile_spec(spec, (9, 0), cases, ("step",), ("triton",))
+assert outcome.rows and not outcome.failures, outcome.failures
+"""
+    done = _compiler_process("-c", script)
+    assert done.returncode == 0, done.stderr

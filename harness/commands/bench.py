@@ -347,7 +347,6 @@ class Group:
         self.configurations: dict[str, dict[str, str]] = {}  # of peers that do not run as they should
         self.memory = Memory()
         self.restore: Callable[[], object] = lambda: None  # of the first set of inputs what is updated in place
-        self._had = 0.0  # seconds with the GPU, before this group
 
     def crashed(self) -> list[dict[str, Any]]:
         """The rows of a group in which an earlier process died."""
@@ -358,7 +357,6 @@ class Group:
         """Checks, times and describes every implementation."""
         if self.session.turns.shared:
             self._import()
-        self._had = self.session.turns.had
         self.session.turns.begin()
         try:
             if reason := execute.unfit(self.case, torch.cuda.get_device_capability(self.session.device)):
@@ -381,8 +379,8 @@ class Group:
 
     def spent(self) -> str:
         """What took how many seconds of the host's time, and how many of them the GPU was ours."""
-        had = self.session.turns.had - self._had
-        return spent_on(self.seconds) + (f"; {had:.1f} with the GPU" if self.session.turns.shared else "")
+        turns = self.session.turns
+        return spent_on(self.seconds) + (f"; {turns.had:.1f} with the GPU" if turns.shared else "")
 
     def _import(self) -> None:
         """Loads peers once already, since imports take seconds for which the GPU is not needed."""

@@ -40,7 +40,8 @@ class Turns:
         self._device = device
         self._ours = False
         self._since = self._taken = time.time()
-        self.waited = self.had = 0.0  # seconds in all: for others, and with the GPU
+        self.waited = 0.0  # seconds, for others, in all
+        self.had = 0.0  # seconds with the GPU, since the case began
 
     @property
     def shared(self) -> bool:
@@ -50,9 +51,9 @@ class Turns:
     def begin(self) -> None:
         """A case begins. Takes the GPU once ROOM of its memory is free, which those have that wait with their inputs;
         after ROOM_SECONDS in any case."""
-        self._since = begun = time.time()
+        self._since, self.had = time.time(), 0.0
         self.take()
-        while self._free() < ROOM and time.time() < begun + ROOM_SECONDS:
+        while self._free() < ROOM and time.time() < self._since + ROOM_SECONDS:
             self.give()
             time.sleep(SLEEP_SECONDS)
             self.take()
@@ -126,7 +127,7 @@ class Turns:
             self._turn_to(ours.pop())
 
         with ExitStack() as stack:
-            for replaced in self._replaced():
+            for replaced in self._replacements():
                 stack.enter_context(replaced)
             handler.register_start_callback(begin)
             handler.register_end_callback(end)
@@ -138,7 +139,7 @@ class Turns:
                     handler.remove_end_callback(end)
                 self._turn_to(ours[0])
 
-    def _replaced(self) -> Iterator[AbstractContextManager[None]]:
+    def _replacements(self) -> Iterator[AbstractContextManager[None]]:
         """What gives the GPU away, and takes it, within torch.compile and where something else compiles."""
         from torch._inductor.runtime.benchmarking import benchmarker
         from torch._inductor.runtime.triton_heuristics import CachingAutotuner

@@ -199,14 +199,13 @@ class Kernel:
                 weights[check] += kills * (1 + IN_FILE * (file == mutant.file))
             seconds = {name: seconds for name, seconds in self._seconds.items() if name not in self.unsound}
             task: dict[str, Any] = {
+                "cases": self._near.get(mutant.key, []),
                 "kernel": self.name,
                 "file": mutant.file,
                 "source": mutant.applied(self._source(mutant.file)),
                 "seconds": seconds,
                 "weights": weights,
             }
-            if cases := self._near.get(mutant.key):
-                task["cases"] = cases
             return task if self.only is None else {**task, "only": self.only}
 
 

@@ -28,7 +28,8 @@ def run(
     originals: bool = True,
 ) -> None:
     """Calls `done` with each mutant and its answer, until `deadline` by the monotonic clock: none is begun that should
-    take longer than what is left, and those that do are "unfinished"."""
+    take longer than what is left, and those that do are "unfinished". A quick run makes the checks of all originals
+    first; without `originals` it makes one when it first rejects a mutant, as other runs do."""
     with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as scratch:
         team = Team(device, Path(scratch), workers, gpus)
         try:
