@@ -211,16 +211,16 @@ DEVICE void store_halves(char* to, u32 (&w)[4], bool inside) {
 // `boxes` are free when TMA has read the tile before.
 DEVICE void store_boxes(const Problem& a, const Tile& tile, u32 boxes, const float (&sums)[SUMS], int consumer) {
     const bool one = threadIdx.x % 128 == 0;
-    if (one) wait_for_boxes();
-    sync_consumer(consumer);
+    if (one) bulk_wait_read();
+    warpgroup_sync(1 + consumer);
     stage_halves(boxes, sums);
     fence_async();
-    sync_consumer(consumer);
+    warpgroup_sync(1 + consumer);
     const int row = tile.row + consumer * ROWS;
     if (one && row < a.rows) {
         for (int box = 0; box < OUT_BOXES && tile.column + box * OUT_COLUMNS < a.cols; box++)
-            store_box(&a.out_map, tile.column + box * OUT_COLUMNS, row, 0, boxes + box * OUT_BOX_BYTES);
-        commit_boxes();
+            tma_store(&a.out_map, boxes + box * OUT_BOX_BYTES, tile.column + box * OUT_COLUMNS, row, 0);
+        bulk_commit();
     }
 }
 
@@ -283,7 +283,7 @@ DEVICE void consume(const Problem& a, u32 smem, int consumer) {
             sum_up<BLOCK_N / 2>(reinterpret_cast<float(&)[SUMS / 2]>(sums), smem, ring, a.depth, consumer);
         store_tile(a, tile, smem, sums, consumer);
     }
-    if (BOXED) wait_for_boxes();
+    if (BOXED) bulk_wait_read();
 }
 #else
 // Starts the next step of all of this CTA's tiles, of which `left` are not yet started. When none is left it multiplies
@@ -334,7 +334,7 @@ DEVICE void consume(const Problem& a, u32 smem, int consumer) {
     }
     wgmma_wait<0>();
     if (!passed) turn.pass();  // the other's last start, whose result nothing uses, waits for it
-    if (BOXED) wait_for_boxes();
+    if (BOXED) bulk_wait_read();
 }
 #endif
 

@@ -172,7 +172,7 @@ DEVICE void cut_step(u32 step, int first, int end, int consumer) {
     cut_row(step + A_BYTES, thread, first, end);
     if (thread < ROWS) cut_row(step, consumer * ROWS + thread, first, end);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    sync_consumer(consumer);
+    warpgroup_sync(1 + consumer);
 }
 
 // ---- Epilogue -----------------------------------------------------------------------------------------------------
@@ -263,17 +263,17 @@ DEVICE void stage(u32 boxes, const float (&sums)[SUMS]) {
 DEVICE void store_boxes(const Problem& a, const TensorMap* map, const Step& tile, u32 boxes, const float (&sums)[SUMS],
                         int consumer) {
     const bool one = threadIdx.x % 128 == 0;
-    if (one) wait_for_boxes();
-    sync_consumer(consumer);
+    if (one) bulk_wait_read();
+    warpgroup_sync(1 + consumer);
     if (WEIGHTS) stage(boxes, sums);
     else stage_halves(boxes, sums);
     fence_async();
-    sync_consumer(consumer);
+    warpgroup_sync(1 + consumer);
     if (one && consumer * ROWS < tile.rows) {
         for (int box = 0; box < BOXES && tile.column + box * BOX_COLUMNS < a.cols; box++)
-            store_box(map, tile.column + box * BOX_COLUMNS, tile.row + consumer * ROWS, WEIGHTS ? tile.group : 0,
-                      boxes + box * BOX_BYTES);
-        commit_boxes();
+            tma_store(map, boxes + box * BOX_BYTES, tile.column + box * BOX_COLUMNS, tile.row + consumer * ROWS,
+                      WEIGHTS ? tile.group : 0);
+        bulk_commit();
     }
 }
 
@@ -361,7 +361,7 @@ DEVICE void consume(const Problem& a, const TensorMap* out_map, u32 smem, int co
     }
     wgmma_wait<0>();
     if (!passed) turn.pass();  // the other's last start, whose result nothing uses, waits for it
-    if (WEIGHTS || BOXED) wait_for_boxes();
+    if (WEIGHTS || BOXED) bulk_wait_read();
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)

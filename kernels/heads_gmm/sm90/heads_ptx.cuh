@@ -1,10 +1,10 @@
 // A copy of parts/sm90/heads_ptx.cuh, made by `nox -s vendor`: change it there.
 // PTX of kernels whose first operand stays in registers, beyond the shared headers: wgmma of it, ldmatrix, stmatrix, mma,
-// stores by TMA, named barriers.
+// named barriers.
 #pragma once
 
 #include "numbers.cuh"
-#include "tma.cuh"
+#include "tma_store.cuh"
 #include "types.cuh"
 #include "wgmma16.cuh"
 
@@ -62,10 +62,6 @@ DEVICE void store_blocks_transposed(u32 address, const u32 (&x)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                  ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
-DEVICE void store_blocks(u32 address, const u32 (&x)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                 ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
-}
 DEVICE void load_vector(u32 (&x)[4], u32 address) {
     asm volatile("ld.shared::cta.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");
@@ -75,16 +71,6 @@ DEVICE void store_vector(u32 address, const u32 (&x)[4]) {
                  ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
 
-// A store of a box by TMA, by one thread, after all that wrote it passed fence_async() and a barrier; and the wait until
-// the boxes of this thread's stores have been read.
-DEVICE void tma_store(const TensorMap* map, u32 from, int column, int row, int head) {
-    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2,%3,%4,%5}], [%1];"
-                 ::"l"(map), "r"(from), "r"(column), "r"(row), "r"(head), "r"(0) : "memory");
-}
-DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-
-// Named barriers: of a warpgroup's warps; of two warpgroups, of which one waits until the other has arrived.
-DEVICE void warpgroup_sync(int barrier) { asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory"); }
+// Named barriers of two warpgroups, of which one waits until the other has arrived.
 DEVICE void named_wait(int barrier) { asm volatile("bar.sync %0, 256;" ::"r"(barrier) : "memory"); }
 DEVICE void named_arrive(int barrier) { asm volatile("bar.arrive %0, 256;" ::"r"(barrier) : "memory"); }
