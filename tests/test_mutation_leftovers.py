@@ -6,9 +6,11 @@ only check does what that text says: "right" passes, all else is a fault.
 
 from __future__ import annotations
 
+import ast
 import functools
 import gc
 import os
+import re
 import signal
 import sys
 import time
@@ -134,7 +136,7 @@ def test_one_process_has_one_mutant_after_another(judge, one):
     assert len(judge.forked) == 1 and judge.forked[0].mutants == 4
     assert (one.folder / FILE).read_text() == "right"
     assert len({tuple(a["codes"]) for a in found}) == 5, "each has the machine code of its own source"
-    assert found[1]["loaded"] and "original" not in found[1]
+    assert found[1]["loaded"] and not found[1]["original"]["passed"]
 
 
 def test_it_is_the_same_process_for_all_and_none_is_forked_ahead(judge):
@@ -247,12 +249,31 @@ def test_what_knows_the_source_is_forgotten(one):
     assert one.driver._loaded(FILE) == "wrong" and not one.plans
 
 
+@pytest.mark.parametrize("folder", [path.parent for path in registry.ROOT.glob("kernels/*/**/cuda_driver.py")], ids=str)
+def test_a_kernel_keeps_functions_of_cuda_only_where_they_are_forgotten(folder):
+    """In plans, and in caches of functions of a module: in no container of a module or class."""
+    for path in (folder.parent if folder.name.startswith("sm") else folder).rglob("*.py"):
+        if path.name.startswith("test_") or path.name == "bench.py":
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in tree.body:
+            value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+            empty = isinstance(value, ast.Dict | ast.List | ast.Set) and not ast.unparse(value)[1:-1]
+            made = isinstance(value, ast.Call) and re.search(
+                "(dict|list|set|Dict|Dictionary)$", ast.unparse(value.func)
+            )
+            assert not (empty or made) or "_EVERY" in ast.unparse(node), f"{path}:{node.lineno}"
+        nested = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f not in tree.body]
+        cached = [f.name for f in nested if any("cache" in ast.unparse(d) for d in f.decorator_list)]
+        assert not cached, f"{path}: {cached}"
+
+
 def test_where_the_time_of_a_task_went():
     messages = [
         {"passed": IMPORT, "t": 12.0},
         {"compiler": "nvrtc", "t": 13.0},
         {"compiler": "", "t": 13.5},
-        {"restored": True, "t": 15.0},
+        {"over": True, "t": 15.0},
         {"compiler": "nvrtc", "t": 15.5},
         {"compiler": "", "t": 16.0},
     ]

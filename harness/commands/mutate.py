@@ -32,7 +32,7 @@ from ..mutation.mutants import CUDA_SOURCES, Mutant
 from ..reporting.progress import Progress
 
 MINUTES = 60.0
-JOBS_ON_GPU = 8  # each has two contexts of half a gigabyte, one of which is just being made
+JOBS_ON_GPU = 8  # each has up to three contexts of half a gigabyte
 INTERPRETER, ON_GPU = report.LABELS
 
 

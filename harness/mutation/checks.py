@@ -126,9 +126,9 @@ def _is_fit(
         return False
     from . import overlay
 
+    say(report, over=True)
     try:
         if suspects:
-            say(report, restored=True)
             leftovers.forget()
             checkout.write(task, task["original"])
             overlay.write_to(None)

@@ -18,7 +18,7 @@ from .messages import PHASES, say
 SLACK, FACTOR = {"cpu": 10.0, "cuda": 40.0}, 10.0
 UNSEEN = {"cpu": 300.0, "cuda": 90.0}  # seconds of a check that has not passed yet
 ORIGINAL_SECONDS, COMPILER_SECONDS = 900.0, 120.0
-USED = 0.4  # of these limits, in a process that has run another mutant: what takes longer is judged again in a new one
+USED = 0.25  # of these limits, in a process that has run another mutant: what takes longer is judged again in a new one
 
 
 def limit_of(task: Mapping[str, Any], name: str) -> float:

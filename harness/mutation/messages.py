@@ -10,7 +10,7 @@ compiler          the compiler that begins; "" when it ends
 log               what NVRTC says of source that it does not compile
 code, of          digests of a variant of a kernel, of its source and of its machine code; the compiler of CUDA C++
 error             the exception by which the process could not begin
-restored          the source is the original's again: all that follows is about the original
+over              all checks of the task are made; what follows says nothing about a mutant, but about the original
 idle              the task is done, and the process can take another
 
 Each has the time `t`, by the monotonic clock.

@@ -8,7 +8,8 @@ by        the check that rejected; "" where none did
 reason    why, in a line
 seconds   how long it took
 spent     where they went: "start" of CUDA and imports, "compilers", "checks", "original", which is what was made of the
-          original after a mutant, and "again", all that was done before in another process
+          original after a mutant and what it takes to forget that, and "again", all that was done before in another
+          process
 limit     the seconds that what began last might take
 passed    name → its seconds less those of compilers
 took      name → its seconds with those of compilers
@@ -42,9 +43,10 @@ def of_process(
 ) -> dict[str, Any]:
     """The answer to a task that took from `start` to `end`, by a process that has said this and ended so (a status of
     `waitpid`; 0 if it has not), or was killed since the time of the task was up (`late`)."""
-    said = list(itertools.takewhile(lambda message: "restored" not in message, messages))
+    said = list(itertools.takewhile(lambda message: "over" not in message, messages))
     after = messages[len(said) :]
-    ended = 0 if after else ended
+    if after:  # how that ended is not the mutant's
+        ended, late = 0, False
     begun: Mapping[str, Any] = next((s for s in reversed(said) if "at" in s), {"at": IMPORT, "limit": 0.0})
     failures = [(s.get("by", begun["at"]), s["failed"]) for s in said if "failed" in s]
     status, by, reason = _meaning(task, said, begun["at"], failures, ended, late)
@@ -78,12 +80,12 @@ def _made(said: Messages, failed: Mapping[str, str]) -> dict[str, Any]:
 def _spent(messages: Messages, start: float, end: float) -> dict[str, float]:
     """The seconds of each part. All that is said has its time, so that they are known however a process ends."""
     imported = next((m["t"] for m in messages if m.get("passed") == IMPORT), end)
-    restored = next((m["t"] for m in messages if "restored" in m), end)
-    compiling = [(m["t"], bool(m["compiler"])) for m in messages if "compiler" in m and m["t"] <= restored]
-    steps = itertools.pairwise([*compiling, (restored, False)])
+    over = next((m["t"] for m in messages if "over" in m), end)
+    compiling = [(m["t"], bool(m["compiler"])) for m in messages if "compiler" in m and m["t"] <= over]
+    steps = itertools.pairwise([*compiling, (over, False)])
     compilers = sum(after - before for (before, runs), (after, _) in steps if runs)
-    parts = {"start": imported - start, "compilers": compilers, "checks": restored - imported - compilers}
-    parts |= {"original": end - restored} if restored < end else {}
+    parts = {"start": imported - start, "compilers": compilers, "checks": over - imported - compilers}
+    parts |= {"original": end - over} if over < end else {}
     return {name: round(max(0.0, seconds), 2) for name, seconds in parts.items()}
 
 
@@ -92,7 +94,7 @@ def holds(task: Mapping[str, Any], answer: Answer) -> bool:
     original passes or skips what did not (see `leftovers`)."""
     if not task.get("file"):
         return answer["status"] == "survived" and {*task.get("only", ())} <= {*answer["passed"], *answer["skipped"]}
-    original = answer.get("original", {"passed": {}, "skipped": []})
+    original = answer.get("original", {"passed": (), "skipped": ()})
     suspects = [answer["by"]] if answer["by"] else answer["skipped"]
     if not {*suspects} <= {*original["passed"], *original["skipped"]}:
         return False
