@@ -211,6 +211,7 @@ def test_a_task_whose_time_is_up_ends_the_process(judge):
     judge("wrong")
     found = judge("hang", life=0.5)
     assert found["status"] == "unfinished" and found["seconds"] < 5
+    assert [p.tasks for p in judge.forked] == [2, 0], "no time is left to judge it again"
     assert judge("wrong")["status"] == "killed"
 
 

@@ -41,7 +41,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import checkout, checks, cuda, leftovers, verdict
+from . import checkout, checks, cuda, leftovers, results, verdict
 from .process import UNWILLING, Ahead, Process, Work, end_with_parent
 
 NVRTC = "cupy.cuda.nvrtc"
@@ -171,11 +171,14 @@ class Processes:
 
     def _again(self, task: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
         """The answer of a new process, where that of a used one may be due to another mutant."""
-        life = {"life": max(0.0, task["life"] - first["seconds"])} if "life" in task else {}
+        lost = first["seconds"]
+        left = {"life": task["life"] - lost} if "life" in task else {}
+        if left and left["life"] <= 0:
+            nothing = {"by": "", "failed": {}, "reason": "time was up before it could be judged again"}
+            return {**first, **nothing, "status": results.UNFINISHED}
         if task.get("file"):
             checkout.write(task, task["source"])
-        answer = self._alone({**task, **life})
-        lost = first["seconds"]
+        answer = self._alone({**task, **left})
         return {**answer, "seconds": round(lost + answer["seconds"], 2), "spent": {"again": lost, **answer["spent"]}}
 
     def _alone(self, task: Mapping[str, Any]) -> dict[str, Any]:
