@@ -14,7 +14,11 @@ Kept = list[dict[Any, Any]]
 
 def kept_by(spec: KernelSpec) -> list[Any]:
     """Every `Plans` of a kernel's folder; none where it keeps no plans."""
-    package = spec.reference.__module__.rpartition(".")[0]
+    return kept_in(spec.reference.__module__.rpartition(".")[0])
+
+
+def kept_in(package: str) -> list[Any]:
+    """Every `Plans` of the folder that is this package."""
     return list(getattr(sys.modules.get(f"{package}.launch"), "_EVERY", ()))
 
 

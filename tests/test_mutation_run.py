@@ -67,6 +67,28 @@ def test_a_check_counts_where_the_original_passes_it(one):
     assert fake.tasks[2]["weights"] == {ACCURACY: 4} and fake.tasks[2]["seconds"] == {ACCURACY: 0.5}
 
 
+def test_what_was_made_of_the_original_in_the_same_process_is_not_asked_for(one):
+    original = {"passed": {ACCURACY: 0.5}, "skipped": [STRIDES], "took": {}, "codes": [("variant", "source", "code")]}
+    killed = {**KILLED, "original": original, "spent": {"start": 0.5, "checks": 2.0}}
+    fake = Fake([killed, killed], {})
+    assert one.judge(mutant(0), fake, GIVEN)["status"] == "killed"
+    assert len(fake.tasks) == 1 and one._sound == {ACCURACY} and one._codes == {"variant": ("source", "code")}
+    spoiled = {**KILLED, "by": A_TEST, "original": {**original, "passed": {}}}
+    fake = Fake([spoiled], {A_TEST: 1.0})
+    assert one.judge(mutant(1), fake, GIVEN)["status"] == "killed"
+    assert [task.get("only") for task in fake.tasks] == [None, [A_TEST]], "the process was spoiled"
+    survived = {"status": "survived", "skipped": [STRIDES], "original": {**original, "passed": {}}}
+    assert one.judge(mutant(2), Fake([survived], {}), GIVEN)["status"] == "survived"
+    assert one.unsound == {STRIDES}
+
+
+def test_where_the_time_of_a_mutant_went(one):
+    """Over all of its tasks."""
+    first = {**KILLED, "spent": {"start": 0.5, "checks": 2.0}}
+    found = one.judge(mutant(0), Fake([first, {"spent": {"checks": 1.0, "again": 3.0}}], {}), GIVEN)
+    assert found["spent"] == {"start": 0.5, "checks": 3.0, "again": 3.0, "original": 0.0}
+
+
 def test_a_check_that_the_original_fails_is_left_out(one):
     survived = {"status": "survived", "passed": {"other": 0.1}}
     fake = Fake([{**KILLED, "passed": {STRIDES: 0.2}}, survived, survived], {})

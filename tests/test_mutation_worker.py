@@ -108,17 +108,16 @@ def says_so(task, report) -> None:
 
 
 def test_the_next_process_is_prepared_while_the_one_before_it_works():
-    first = Process(says_so, slowly)
-    first.wait(60.0)
-    one, second = worker.answered({"name": "one", "lasts": 1.2}, first)
+    processes = worker.Processes(says_so, slowly)
+    processes.prepare()
+    one = processes.answer({"name": "one", "lasts": 1.2})
     start = time.monotonic()
-    two, third = worker.answered({"name": "two" + " " * 200_000}, second)  # more than a pipe holds
+    two = processes.answer({"name": "two" + " " * 200_000})  # more than a pipe holds
     assert time.monotonic() - start < 0.6, "it was ready"
     assert (one["status"], list(one["passed"])) == ("survived", ["one"]) and one["seconds"] >= 1.2
     assert (two["status"], two["seconds"] < 0.6, len(*two["passed"])) == ("survived", True, 200_003)
-    three, last = worker.answered({"name": "three"}, third)
-    assert three["seconds"] > 0.3, "one that was not ready is waited for"
-    last.kill()
+    assert processes.answer({"name": "three"})["seconds"] > 0.3, "one that was not ready is waited for"
+    processes._take().kill()
 
 
 def test_a_process_that_cannot_be_prepared_says_nothing_about_the_mutant(monkeypatch):
@@ -134,13 +133,12 @@ def test_a_process_that_cannot_be_prepared_says_nothing_about_the_mutant(monkeyp
     monkeypatch.setattr(cuda, "START_SECONDS", 0.4)
     for start, reason in ((raises, "no GPU"), (ends, "ended in the start of CUDA"), (hangs, "ended in the start")):
         monkeypatch.setattr(cuda, "_start", start)
-        process = Process(says_so, cuda.start_ahead)
-        process.wait(60.0)
+        processes = worker.Processes(says_so, cuda.start_ahead)
+        processes.prepare()
         time.sleep(0.6)
-        answer, following = worker.answered({"name": "one", "device": "cuda"}, process)
+        answer = processes.answer({"name": "one", "device": "cuda"})
         assert answer["status"] == "error" and reason in answer["reason"], answer
-        assert following is not process
-        following.kill()
+        processes._take().kill()
 
 
 def test_a_process_that_says_nothing_is_killed(monkeypatch):
@@ -284,9 +282,7 @@ def test_a_process_that_ends_while_cuda_starts_says_nothing_about_the_mutant():
 
 def test_a_worker_answers_also_what_it_cannot_do(monkeypatch):
     monkeypatch.setattr(registry, "folder", lambda name: registry.ROOT / "kernels" / "not there")
-    unused = SimpleNamespace()
-    found, following = worker.answered({"kernel": "one", "file": "op.py", "source": ""}, unused)
-    assert following is unused
+    found = worker.Processes(says_so).answer({"kernel": "one", "file": "op.py", "source": ""})
     assert found["status"] == "error" and "FileNotFoundError" in found["reason"]
 
 
@@ -315,9 +311,9 @@ def test_a_worker_has_a_checkout_of_links_and_copies_what_it_changes(linked, mon
     text = (original / "kernels" / "gelu" / "op.py").read_text()
     seen = []
     read = lambda task: seen.append((root / "kernels/gelu/op.py").read_text())  # noqa: E731
-    process = SimpleNamespace(work=None, ahead=None, send=read, answer=dict)
+    process = SimpleNamespace(send=read, answer=dict, ended=True)
     monkeypatch.setattr(worker, "Process", lambda work, ahead: process)
-    worker.answered({"kernel": "gelu", "file": "op.py", "source": "x = 2\n"}, process)
+    worker.Processes(says_so).answer({"kernel": "gelu", "file": "op.py", "source": "x = 2\n"})
     assert seen == ["x = 2\n"]
     assert not (root / "kernels" / "gelu").is_symlink() and (root / "kernels" / "rope").is_symlink()
     assert text == (original / "kernels" / "gelu" / "op.py").read_text() == (root / "kernels/gelu/op.py").read_text()

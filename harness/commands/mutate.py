@@ -32,7 +32,7 @@ from ..mutation.mutants import CUDA_SOURCES, Mutant
 from ..reporting.progress import Progress
 
 MINUTES = 60.0
-JOBS_ON_GPU = 8  # each has two contexts of half a gigabyte, one of which is just being made
+JOBS_ON_GPU = 8  # each has up to three contexts of half a gigabyte
 INTERPRETER, ON_GPU = report.LABELS
 
 
@@ -164,7 +164,8 @@ def _run(
             files[mutant.kernel].flush()
             by = f" by {answer['by']}" if answer["by"] else ""
             place = f"{mutant.kernel}/{mutant.file}:{mutant.number} {mutant.operator}"
-            progress.line(f"{answer['status']:8} {answer['seconds']:5.1f} s  {place}{by}")
+            spent = ", ".join(f"{name} {seconds:.1f}" for name, seconds in answer.get("spent", {}).items())
+            progress.line(f"{answer['status']:8} {answer['seconds']:5.1f} s ({spent})  {place}{by}")
 
         gpus = (arguments.devices or options.visible_gpus()) if device == "cuda" else []
         jobs = arguments.jobs or min(os.cpu_count() or 1, JOBS_ON_GPU * len(gpus) if gpus else 1 << 10)

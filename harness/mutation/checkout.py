@@ -38,21 +38,26 @@ def enter(root: Path) -> None:
 
 
 @contextlib.contextmanager
-def with_mutant(task: Mapping[str, Any]) -> Iterator[None]:
-    """While the file of a task has the mutant's text. What the mutant compiles is deleted after it."""
+def with_mutant(task: Mapping[str, Any]) -> Iterator[str]:
+    """While the file of a task has the mutant's text; gives the original's. What the mutant compiles is deleted after
+    it."""
     folder = registry.folder(task["kernel"])
     if folder.is_symlink():
         source = folder.resolve()
         folder.unlink()
         shutil.copytree(source, folder, ignore=_LEFT_OUT)
-    path = folder / task["file"]
-    original = path.read_bytes()
-    path.write_text(task["source"], encoding="utf-8")
+    original = (folder / task["file"]).read_bytes().decode()
+    write(task, task["source"])
     try:
-        yield
+        yield original
     finally:
-        path.write_bytes(original)
+        write(task, original)
         shutil.rmtree(cache_of_mutant(), ignore_errors=True)
+
+
+def write(task: Mapping[str, Any], text: str) -> None:
+    """Gives the file of a task this text."""
+    (registry.folder(task["kernel"]) / task["file"]).write_bytes(text.encode())
 
 
 def cache_of_mutant() -> Path:

@@ -1,8 +1,10 @@
 """What runs inside the process of a mutant: the import of its kernel, the checks of SPEC, and after them the tests.
 
-The kernel is imported here, after the fork, so each process has the mutant alone: its ops, its plans, its CUDA context.
-The process ends at the first check that does not pass, by an exception in it, by a signal (SIGALRM where a check took
-too long), or with all checks made. On an original all are made.
+The kernel is imported here, after the fork, so each process has the mutant alone: its ops, its plans, its CUDA context;
+but of CUDA C++ on a GPU a process has one mutant after another (`leftovers`). There, what a mutant did not pass is then
+made of the original, which is put back for that, and only a process in which that went well is used again.
+A task ends at the first check that does not pass, or with all checks made; an exception, or a signal (SIGALRM where a
+check took too long), ends the process. On an original all are made.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from .. import registry
-from . import compilers, cuda, kernel_tests
+from . import checkout, compilers, cuda, kernel_tests, leftovers
 from .clock import Clock, begin
 from .messages import COLLECTION, IMPORT, PHASES, say
 from .selection import is_wanted, of_cases, place, unlikely
@@ -23,14 +25,15 @@ from .selection import is_wanted, of_cases, place, unlikely
 MEMORY = 6 << 30  # bytes that a mutant may take beyond what is there after the imports; the CPU alone is bounded so
 
 
-def make(task: Mapping[str, Any], report: TextIO) -> None:
-    """Every check and test of the task, those that are likely to reject first; what is found is said to `report`."""
+def make(task: Mapping[str, Any], report: TextIO) -> bool:
+    """Every check and test of the task, those that are likely to reject first; what is found is said to `report`.
+    Whether the process can have another task."""
     clock, device = Clock(), task["device"]
     if device == "cpu":
         _bound_memory()
     _shrink_no_example()
     if device == "cuda" and not cuda.start_for(task, report):
-        return
+        return False
     begin(IMPORT, task, clock, report)
     from ..commands import check
 
@@ -45,8 +48,11 @@ def make(task: Mapping[str, Any], report: TextIO) -> None:
     if task.get("list"):
         chosen = [(name, items[name]) for name in wanted]
         say(report, checks=[(name, (i.implementation, i.case.name, i.mode, i.check)) for name, i in chosen])
-    elif _make_checks(items, wanted, task, clock, report) and _has_tests(task):
+        return _is_fit([], items, task, clock, report)
+    failed, skipped = _make_checks(items, wanted, task, clock, report)
+    if _has_tests(task) and not (failed and task.get("file")):
         kernel_tests.make(task, clock, report)
+    return _is_fit(failed or (skipped if task.get("file") else []), items, task, clock, report)
 
 
 def _bound_memory() -> None:
@@ -67,11 +73,9 @@ def _shrink_no_example() -> None:
 
 def _make_checks(
     items: Mapping[str, Any], wanted: list[str], task: Mapping[str, Any], clock: Clock, report: TextIO
-) -> bool:
-    """False where no tests are to follow: a check of a mutant failed, or one that passed before is gone."""
-    from ..commands import check
-
-    device = task["device"]
+) -> tuple[list[str], list[str]]:
+    """What failed, for a mutant one check alone or one that passed before and is gone, and what was skipped."""
+    failed, skipped = list[str](), list[str]()
     known = [
         name for name in task.get("seconds", {}) if "::" not in name and name not in PHASES and is_wanted(task, name)
     ]
@@ -80,24 +84,60 @@ def _make_checks(
         return place(task, name) * (unlikely(task, items[name].implementation) if name in items else 1.0)
 
     for name in sorted((*wanted, *(n for n in known if n not in items)), key=order):
-        begin(name, task, clock, report)
-        if name not in items:
-            say(report, failed="the case or the implementation is gone")
-            return False
-        start, began = clock.now(), time.monotonic()
-        outcome = check.run(items[name], device)
-        reason = f"[{outcome.cause or outcome.status}] {' '.join(outcome.reason.split())[:300]}"
-        if outcome.status == "pass":
-            took = round(time.monotonic() - began, 3)
-            say(report, passed=name, seconds=round(clock.now() - start, 3), took=took)
-        elif outcome.status == "skip":
-            if device == "cpu" or "out of memory" not in outcome.reason:  # others take a GPU's memory too
-                say(report, skipped=name)
-        else:
-            say(report, failed=reason, by=name)
+        status = _make_check(items.get(name), name, task, clock, report)
+        if status == "skip":
+            skipped.append(name)
+        if status == "fail":
+            failed.append(name)
             if task.get("file"):
-                return False
-    return True
+                break
+    return failed, skipped
+
+
+def _make_check(item: Any, name: str, task: Mapping[str, Any], clock: Clock, report: TextIO) -> str:
+    """pass, fail, skip; "" where there was not enough memory, which says nothing: others take a GPU's memory too."""
+    from ..commands import check
+
+    begin(name, task, clock, report)
+    if item is None:
+        say(report, failed="the case or the implementation is gone")
+        return "fail"
+    start, began = clock.now(), time.monotonic()
+    outcome = check.run(item, task["device"])
+    if outcome.status == "pass":
+        took = round(time.monotonic() - began, 3)
+        say(report, passed=name, seconds=round(clock.now() - start, 3), took=took)
+    elif outcome.status == "skip":
+        if task["device"] != "cpu" and "out of memory" in outcome.reason:
+            return ""
+        say(report, skipped=name)
+    else:
+        reason = f"[{outcome.cause or outcome.status}] {' '.join(outcome.reason.split())[:300]}"
+        say(report, failed=reason, by=name)
+    return outcome.status
+
+
+def _is_fit(
+    suspects: list[str], items: Mapping[str, Any], task: Mapping[str, Any], clock: Clock, report: TextIO
+) -> bool:
+    """Whether the process can have another task: nothing is left of this one that is known, and what was not passed
+    (`suspects`) the original passes or skips, which is put back after a mutant."""
+    if not leftovers.is_for_used(task) or (suspects and not task.get("file")):
+        return False
+    from . import overlay
+
+    say(report, over=True)
+    try:
+        if suspects:
+            leftovers.forget()
+            checkout.write(task, task["original"])
+            overlay.write_to(None)
+        made = [_make_check(items.get(name), name, task, clock, report) for name in suspects]
+        leftovers.forget()
+    except Exception:  # CUDA has failed
+        return False
+    clock.limit(0)
+    return {*made} <= {"pass", "skip"}
 
 
 def _has_tests(task: Mapping[str, Any]) -> bool:

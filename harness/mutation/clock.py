@@ -18,6 +18,7 @@ from .messages import PHASES, say
 SLACK, FACTOR = {"cpu": 10.0, "cuda": 40.0}, 10.0
 UNSEEN = {"cpu": 300.0, "cuda": 90.0}  # seconds of a check that has not passed yet
 ORIGINAL_SECONDS, COMPILER_SECONDS = 900.0, 120.0
+USED = 0.25  # of these limits, in a process that has run another mutant: what takes longer is judged again in a new one
 
 
 def limit_of(task: Mapping[str, Any], name: str) -> float:
@@ -25,17 +26,18 @@ def limit_of(task: Mapping[str, Any], name: str) -> float:
     if not task.get("file"):
         return ORIGINAL_SECONDS
     seconds = None if name in PHASES else task.get("seconds", {}).get(name)
-    return task.get("crowd", 1.0) * (
-        UNSEEN[task["device"]] if seconds is None else SLACK[task["device"]] + FACTOR * seconds
-    )
+    limit = UNSEEN[task["device"]] if seconds is None else SLACK[task["device"]] + FACTOR * seconds
+    return task.get("crowd", 1.0) * (USED if task.get("used") else 1.0) * limit
 
 
 class Clock:
     """The time of the checks, less that of the compilers. A check that takes longer than it may ends the process:
-    SIGALRM's default action does so in C code too, and where a kernel never ends."""
+    SIGALRM's default action does so in C code too, and where a kernel never ends. As the alarm, the time of the
+    compilers is that of the process: what watches them keeps the clock of the first task."""
+
+    _compiled = 0.0
 
     def __init__(self) -> None:
-        self._compiled = 0.0
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
     def limit(self, seconds: float) -> None:
@@ -52,7 +54,7 @@ class Clock:
         try:
             yield
         finally:
-            self._compiled += time.monotonic() - start
+            Clock._compiled += time.monotonic() - start
             self.limit(left)
 
 

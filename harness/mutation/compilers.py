@@ -16,9 +16,12 @@ from . import launched_code
 from .clock import Clock
 from .messages import say
 
+_watched: set[str] = set()  # in this process
+
 
 def watch(package: str, clock: Clock, report: TextIO) -> None:
-    """From now on, for Triton and for the NVRTC of a kernel's package."""
+    """From now on, for Triton and for the NVRTC of a kernel's package; once in a process, with the clock and the report
+    of its first task."""
     _watch_triton(clock, report)
     with contextlib.suppress(Exception):  # without a driver CuPy raises more than ImportError
         _watch_nvrtc(clock, report)
@@ -51,7 +54,8 @@ def _say_what_nvrtc_makes(package: str, report: TextIO) -> None:
     """Also what is in the cache already."""
     from ..compiling import nvrtc
 
-    if driver := nvrtc.driver_of(package):
+    if (driver := nvrtc.driver_of(package)) and driver.__name__ not in _watched:
+        _watched.add(driver.__name__)
         # Lines are no part of the code, and a mutant may change their columns.
         driver.OPTIONS = tuple(option for option in driver.OPTIONS if option != "-lineinfo")  # type: ignore[attr-defined]
         compiled = driver._compiled
@@ -59,7 +63,8 @@ def _say_what_nvrtc_makes(package: str, report: TextIO) -> None:
         @wraps(compiled)
         def said(source: str, defines: tuple[str, ...]) -> bytes:
             code = compiled(source, defines)
-            say(report, code=launched_code.of_nvrtc(Path(str(driver.__file__)).parent, source, defines, code))
+            found = launched_code.of_nvrtc(Path(str(driver.__file__)).parent, source, defines, code)
+            say(report, code=found, of="nvrtc")
             return code
 
         driver._compiled = said  # type: ignore[attr-defined]
@@ -75,12 +80,16 @@ def _wrap(
 ) -> None:
     """Replaces a compiler's function by one that stops the clock, and calls `failed` with what it raises, `made` with
     its result and its arguments."""
+    called = f"{module.__name__}.{name}"
+    if called in _watched:
+        return
+    _watched.add(called)
     function = getattr(module, name)
 
     @wraps(function)
     def wrapped(*arguments: Any, **options: Any) -> Any:
         with clock.stopped():
-            say(report, compiler=f"{module.__name__}.{name}")
+            say(report, compiler=called)
             try:
                 result = function(*arguments, **options)
             except Exception as error:

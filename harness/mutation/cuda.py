@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import os
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
@@ -23,6 +24,20 @@ def is_started() -> bool:
     import torch
 
     return torch.cuda.is_initialized() or _driver_is_started()
+
+
+def is_started_by(module: str) -> bool:
+    """Whether an import starts CUDA. Found out in a process of its own."""
+    child = os.fork()
+    if child == 0:
+        started = True
+        try:
+            with contextlib.suppress(Exception):
+                importlib.import_module(module)
+            started = is_started()
+        finally:
+            os._exit(started)
+    return os.waitpid(child, 0)[1] != 0
 
 
 def _driver_is_started() -> bool:
@@ -62,26 +77,25 @@ def _use(task: Mapping[str, Any]) -> None:
     """With a bound on what the process may allocate. What a mutant compiles goes to a cache of its own."""
     import torch
 
+    from . import overlay
+
     _start()
     torch.cuda.set_per_process_memory_fraction(task["memory"])
-    if task.get("file"):
-        from . import overlay
-
-        overlay.write_to(str(checkout.cache_of_mutant()))
+    overlay.write_to(str(checkout.cache_of_mutant()) if task.get("file") else None)
 
 
 def _start() -> None:
-    """Starts CUDA, cuBLAS and Triton's driver, or finds that they work. RuntimeError where kernels would be
-    interpreted."""
+    """Starts CUDA and Triton's driver, or finds that they work. RuntimeError where kernels would be interpreted."""
     import torch
     import triton
     from triton import knobs
 
     if knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET is set: nothing would be compiled")
-    ones = torch.ones(64, 64, device="cuda")  # PyTorch makes a context when it first needs one
-    if float((ones @ ones).sum()) != 64.0**3:
-        raise RuntimeError("the GPU computes wrong products")
+    # PyTorch makes a context when it first needs one. These sums are exact, and need neither cuBLAS nor its memory.
+    numbers = torch.arange(4096, device="cuda")
+    if int((numbers * numbers).sum()) != 4095 * 4096 * 8191 // 6:
+        raise RuntimeError("the GPU computes wrong sums")
     triton.runtime.driver.active.get_current_device()
     with contextlib.suppress(Exception):  # without a driver CuPy raises more than ImportError
         importlib.import_module("cupy.cuda.nvrtc")

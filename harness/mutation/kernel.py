@@ -1,9 +1,10 @@
 """A kernel in a run: its mutants that are left, what is known of its checks, and the verdict on each mutant.
 
 A check rejects a mutant only if the original passes it. A run of all checks finds that out when a check first rejects
-one: one that the original fails or skips is left out from then on. A quick run finds it out of all checks before the
-first mutant; then how long each takes is known from the first mutant on, and on a GPU what the originals launch is
-compiled.
+one: one that the original fails or skips is left out from then on. Where it was made of the original in the same
+process (`leftovers`), the answer says so; else the original has a task for it. A quick run finds it out of all checks
+before the first mutant; then how long each takes is known from the first mutant on, and on a GPU what the originals
+launch is compiled.
 
 A mutant that takes too long in a check counts as rejected only if the original, which is then run once more in a
 process of its own, takes less than half as long.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -112,16 +113,27 @@ class Kernel:
     def judge(self, mutant: Mutant, worker: Worker, given: Mapping[str, Any]) -> Answer:
         """The answer of a worker to a mutant, after all of its checks that the original passes too. Broken where the
         original cannot be imported. `given` is what all tasks have."""
+        start, spent = time.monotonic(), defaultdict[str, float](float)
+        answer = self._judged(mutant, worker, given, spent)
+        spent["original"] += max(0.0, time.monotonic() - start - sum(spent.values()))
+        return {**answer, "spent": {part: round(seconds, 2) for part, seconds in spent.items()}}
+
+    def _judged(self, mutant: Mutant, worker: Worker, given: Mapping[str, Any], spent: dict[str, float]) -> Answer:
+        """`judge`, which adds to `spent` where the time of the mutant's tasks went."""
         passed: set[str] = set()
         codes: set[tuple[str, str, str]] = set()
         while True:
             task = {**_alive(given), **self._task(mutant), "without": sorted(passed | self.unsound)}
             answer = worker.ask(task)
+            for part, seconds in answer.get("spent", {}).items():
+                spent[part] += seconds
             if answer["status"] in (results.INVALID, results.ERROR, results.UNFINISHED):
                 return answer
             self._learn(answer["passed"])
             codes |= {(variant, source, code) for variant, source, code in answer.get("codes", ())}
             suspects = [answer["by"]] if answer["by"] else answer["skipped"]
+            if original := answer.get("original"):
+                self._note(original, [n for n in suspects if n in original["passed"] or n in original["skipped"]])
             if reason := self._verify([n for n in suspects if n not in self._sound | self.unsound], worker, given):
                 return {**answer, "status": results.UNFINISHED, "by": "", "reason": f"the original: {reason}"}
             sound = [name for name in suspects if name in self._sound]

@@ -36,8 +36,8 @@ class Overlay(FileCacheManager):
         return super().get_group(filename) or (self._below and self._below.get_group(filename))
 
 
-def write_to(folder: str) -> None:
-    """From now on what is compiled goes to this folder, and the cache as it was is read."""
-    Overlay.below = knobs.cache.dir
-    knobs.cache.dir = folder
-    knobs.cache.manager_class = Overlay
+def write_to(folder: str | None) -> None:
+    """From now on what is compiled goes to this folder, and the cache as it first was is read; None: to that cache."""
+    Overlay.below = Overlay.below or knobs.cache.dir
+    knobs.cache.dir = folder or Overlay.below
+    knobs.cache.manager_class = Overlay if folder else FileCacheManager

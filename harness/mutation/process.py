@@ -1,7 +1,8 @@
-"""A process that is forked for one task, and what is heard of it until it ends.
+"""A process that is forked for tasks, and what is heard of it until a task is done.
 
 It is forked before there is a task, so that it can prepare itself meanwhile, and has a group of its own, with which it
-is killed. It ends by itself, or by SIGALRM where a check takes too long (`clock`) or nothing was heard of it for long.
+is killed. It ends by itself, after a task where it cannot have another, or by SIGALRM where a check takes too long
+(`clock`) or nothing was heard of it for long.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any, NoReturn, TextIO
 
 from . import messages, verdict
 
-Work = Callable[[Mapping[str, Any], TextIO], None]  # does a task, and says what it finds to a stream of messages
+# Does a task, says what it finds to a stream of messages, and returns whether the process can have another.
+Work = Callable[[Mapping[str, Any], TextIO], bool | None]
 Ahead = Callable[[TextIO], bool]  # prepares the process, and returns whether it can do a task
 
 SILENCE, UNWILLING = 1200.0, 30.0  # seconds without a word after which a process is killed, and is given up
@@ -28,15 +30,20 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Process:
-    """A process that is forked, does `ahead` and waits for a task, to which it does `work`."""
+    """A process that is forked, does `ahead` and waits for tasks, to each of which it does `work`.
+
+    tasks, mutants    how many it was given, and how many of these were mutants
+    ended             whether it can have no more
+    """
 
     def __init__(self, work: Work, ahead: Ahead | None = None) -> None:
         self.work, self.ahead = work, ahead
+        self.tasks, self.mutants, self.ended = 0, 0, False
         self._reader, writer = os.pipe()
         given, self._given = os.pipe()
         self._started, started = os.pipe()
-        # The text of the task, which may not fit into a pipe.
-        self._text = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
+        # The text of the task, which may not fit into a pipe. Without a buffer, which would keep that of the last one.
+        self._text = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         self._process = os.fork()
         if self._process == 0:
             for descriptor in (self._reader, self._given, self._started):
@@ -50,26 +57,37 @@ class Process:
         select.select([self._started], [], [], seconds)
 
     def send(self, task: Mapping[str, Any]) -> None:
-        """Gives it its task."""
+        """Gives it a task."""
         self._task, self._start = task, time.monotonic()
-        with self._text:
-            json.dump(task, self._text)
+        self.tasks += 1
+        self.mutants += bool(task.get("file"))
+        self._text.seek(0)
+        self._text.truncate()
+        self._text.write(json.dumps(task).encode())
         with contextlib.suppress(BrokenPipeError):  # one that has ended: `answer` tells why
             os.write(self._given, b"\n")
-        os.close(self._given)
 
     def answer(self) -> dict[str, Any]:
         """What the checks said of the source as it is on disk."""
         end = self._start + self._task.get("life", LIVES)
-        said, ended, late = _listen(self._reader, self._process, end)
-        os.close(self._reader)
-        os.close(self._started)
-        self.kill()
-        return verdict.of_process(self._task, said, ended, round(time.monotonic() - self._start, 2), late)
+        said, status, late = _listen(self._reader, self._process, end)
+        if status is not None:
+            self._end()
+        return verdict.of_process(self._task, said, status or 0, self._start, time.monotonic(), late)
 
     def kill(self) -> None:
         """Ends it, and what it has started."""
+        if not self.ended:
+            os.kill(self._process, signal.SIGKILL)  # it may not lead a group yet
+            self._end()
+
+    def _end(self) -> None:
+        """Ends what it has started."""
         _kill_group(self._process)
+        self.ended = True
+        self._text.close()
+        for descriptor in (self._reader, self._given, self._started):
+            os.close(descriptor)
 
     def _do(self, report: TextIO, given: int, started: int) -> NoReturn:
         """What the forked process does."""
@@ -79,14 +97,18 @@ class Process:
             os.setsid()  # so that what it starts can be ended with it
             if self.ahead is None or self.ahead(report):
                 os.close(started)
-                if os.read(given, 1):
+                while os.read(given, 1):
                     self._text.seek(0)
-                    self.work(json.load(self._text), report)
+                    if not self.work(json.loads(self._text.read()), report):
+                        break
+                    messages.say(report, idle=True)
             code = 0
         except BaseException as error:
-            messages.say(report, failed=f"{type(error).__name__}: {str(error)[:300]}")
+            with contextlib.suppress(OSError):
+                messages.say(report, failed=f"{type(error).__name__}: {str(error)[:300]}")
         finally:
-            report.flush()
+            with contextlib.suppress(OSError):  # nobody listens any more
+                report.flush()
             os._exit(code)
 
 
@@ -101,9 +123,12 @@ def _kill_group(process: int) -> None:
         os.killpg(process, signal.SIGKILL)
 
 
-def _listen(reader: int, process: int, end: float, silence: float = SILENCE) -> tuple[list[dict[str, Any]], int, bool]:
-    """What a process says until it ends, how it ended, and whether it was killed because `end` has come. It need not
-    close the pipe: what it has started may hold it open. One that says nothing for `silence` seconds is killed too."""
+def _listen(
+    reader: int, process: int, end: float, silence: float = SILENCE
+) -> tuple[list[dict[str, Any]], int | None, bool]:
+    """What a process says until it can have another task or ends, how it ended (None if it has not), and whether it was
+    killed because `end` has come. It need not close the pipe: what it has started may hold it open. One that says
+    nothing for `silence` seconds is killed too."""
     text, heard, ended, killed, late = b"", time.monotonic(), None, False, False
     while ended is None:
         if not late and time.monotonic() > end:
@@ -115,6 +140,8 @@ def _listen(reader: int, process: int, end: float, silence: float = SILENCE) -> 
         if select.select([reader], [], [], 0.2)[0]:
             if piece := os.read(reader, 1 << 16):
                 text, heard = text + piece, time.monotonic()
+                if not killed and messages.is_idle(text):
+                    return messages.read(text), None, late
             else:
                 _, ended = os.waitpid(process, 0)
             continue

@@ -11,8 +11,10 @@ from .kernel import Kernel
 from .mutant_queue import Done, Queue
 from .team import Team
 
-GPU_SHARE = 0.7  # of a GPU's memory that all its workers may take with tensors; the rest is for two contexts of each
-PROCESSES = {"cpu": 1, "cuda": 2}  # of a worker that need a core: on a GPU the next one starts CUDA
+# Of a GPU's memory, what all its workers may take with tensors. The rest is for contexts: three of each worker where a
+# process has mutants of CUDA C++ beside one that has a mutant of Python and one that is being prepared.
+GPU_SHARE = 0.7
+PROCESSES = {"cpu": 1, "cuda": 2}  # of a worker that need a core: on a GPU the next one may be starting CUDA
 
 
 def run(

@@ -1,4 +1,4 @@
-"""What it means for a mutant how the process of its checks has ended: the answer to a task.
+"""What it means for a mutant what the process of its checks has said, and how it ended: the answer to a task.
 
 status    "survived" with all checks made; "killed" by one that failed; "hang" where one took too long; "crash" by a
           signal or an exit code. Without a word about the mutant: "invalid", CUDA C++ that does not compile; "error",
@@ -6,18 +6,24 @@ status    "survived" with all checks made; "killed" by one that failed; "hang" w
           task was up, or a process took too long in a compiler, or before anything of the mutant was launched
 by        the check that rejected; "" where none did
 reason    why, in a line
-seconds   how long the process took
+seconds   how long it took
+spent     where they went: "start" of CUDA and imports, "compilers", "checks", "original", which is what was made of the
+          original after a mutant and what it takes to forget that, and "again", all that was done before in another
+          process
 limit     the seconds that what began last might take
 passed    name → its seconds less those of compilers
 took      name → its seconds with those of compilers
 skipped   the names of the checks that were skipped
 failed    name → the reason; of an original there may be several
 codes     the digests of a variant, its source and its machine code, of each that was launched on a GPU
+loaded    whether any of the codes is of CUDA C++
 checks    the checks that there are, where the task was to list them
+original  of a mutant: passed, took, skipped, failed and codes of what was made of the original in the same process
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -32,33 +38,72 @@ Answer = Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 
 
-def of_process(task: Mapping[str, Any], said: Messages, ended: int, seconds: float, late: bool) -> dict[str, Any]:
-    """The answer to the task of a process that has said this and ended so (a status of `waitpid`), or was killed since
-    the time of its task was up (`late`)."""
+def of_process(
+    task: Mapping[str, Any], messages: Messages, ended: int, start: float, end: float, late: bool
+) -> dict[str, Any]:
+    """The answer to a task that took from `start` to `end`, by a process that has said this and ended so (a status of
+    `waitpid`; 0 if it has not), or was killed since the time of the task was up (`late`)."""
+    said = list(itertools.takewhile(lambda message: "over" not in message, messages))
+    after = messages[len(said) :]
+    if after:  # how that ended is not the mutant's
+        ended, late = 0, False
     begun: Mapping[str, Any] = next((s for s in reversed(said) if "at" in s), {"at": IMPORT, "limit": 0.0})
     failures = [(s.get("by", begun["at"]), s["failed"]) for s in said if "failed" in s]
-    names = {name for name, _ in failures}
     status, by, reason = _meaning(task, said, begun["at"], failures, ended, late)
     answer = {
         "status": status,
         "by": by,
         "reason": reason,
-        "seconds": seconds,
+        "seconds": round(end - start, 2),
+        "spent": _spent(messages, start, end),
         "limit": begun["limit"],
-        "passed": {s["passed"]: s["seconds"] for s in said if "passed" in s and s["passed"] not in names},
-        "took": {s["passed"]: s["took"] for s in said if "took" in s},
-        "skipped": [s["skipped"] for s in said if "skipped" in s],
-        "failed": dict(failures),
-        "codes": sorted({tuple(s["code"]) for s in said if "code" in s}),
+        "loaded": any("of" in s for s in said),
+        **_made(said, dict(failures)),
     }
+    if after:
+        answer["original"] = _made(after, {s["by"]: s["failed"] for s in after if "by" in s})
     if lists := [s["checks"] for s in said if "checks" in s]:
         answer["checks"] = lists[0]
     return answer
 
 
+def _made(said: Messages, failed: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "passed": {s["passed"]: s["seconds"] for s in said if "passed" in s and s["passed"] not in failed},
+        "took": {s["passed"]: s["took"] for s in said if "took" in s},
+        "skipped": [s["skipped"] for s in said if "skipped" in s],
+        "failed": failed,
+        "codes": sorted({tuple(s["code"]) for s in said if "code" in s}),
+    }
+
+
+def _spent(messages: Messages, start: float, end: float) -> dict[str, float]:
+    """The seconds of each part. All that is said has its time, so that they are known however a process ends."""
+    imported = next((m["t"] for m in messages if m.get("passed") == IMPORT), end)
+    over = next((m["t"] for m in messages if "over" in m), end)
+    compiling = [(m["t"], bool(m["compiler"])) for m in messages if "compiler" in m and m["t"] <= over]
+    steps = itertools.pairwise([*compiling, (over, False)])
+    compilers = sum(after - before for (before, runs), (after, _) in steps if runs)
+    parts = {"start": imported - start, "compilers": compilers, "checks": over - imported - compilers}
+    parts |= {"original": end - over} if over < end else {}
+    return {name: round(max(0.0, seconds), 2) for name, seconds in parts.items()}
+
+
+def holds(task: Mapping[str, Any], answer: Answer) -> bool:
+    """Whether an answer counts from a process in which another mutant has run before: all checks passed, or the
+    original passes or skips what did not (see `leftovers`)."""
+    if not task.get("file"):
+        return answer["status"] == "survived" and {*task.get("only", ())} <= {*answer["passed"], *answer["skipped"]}
+    original = answer.get("original", {"passed": (), "skipped": ()})
+    suspects = [answer["by"]] if answer["by"] else answer["skipped"]
+    if not {*suspects} <= {*original["passed"], *original["skipped"]}:
+        return False
+    return answer["status"] in ("killed", results.INVALID) or (answer["status"] == "survived" and answer["loaded"])
+
+
 def not_begun(reason: str) -> dict[str, Any]:
     """The answer to a task that could not be begun."""
-    nothing = {"by": "", "seconds": 0.0, "limit": 0.0, "passed": {}, "skipped": []}
+    nothing = {"by": "", "seconds": 0.0, "spent": {}, "limit": 0.0, "passed": {}, "skipped": []}
     return {**nothing, "status": results.ERROR, "reason": reason}
 
 
@@ -73,6 +118,8 @@ def _meaning(
     """The status, what rejected and the reason. `at` is what began last."""
     if errors := [s["error"] for s in said if "error" in s]:
         return results.ERROR, "", errors[0]
+    if not said and not late:
+        return results.ERROR, "", f"ended before the task, status {ended}"
     if at == START and not late:
         return results.ERROR, "", f"ended in the {START}, status {ended}"
     if Path(task.get("file") or "").suffix in CUDA_SOURCES and (logs := [s["log"] for s in said if "log" in s]):

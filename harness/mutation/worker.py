@@ -1,9 +1,10 @@
-"""Runs the checks on one mutant after another, each in a process of its own that is forked after the imports.
+"""Runs the checks on one mutant after another, in processes that are forked after the imports.
 
 `python -m harness.mutation.worker` reads a JSON list of workers, a line of standard input. It imports what all mutants
-need, once, and forks the workers. A worker says that it is ready when the process of its first task is. The process of
-the next task is always forked before it is needed: on a GPU it starts CUDA while the checks of the mutant before it
-run. No process has two mutants: what one writes out of bounds would be found by the checks of the next. A worker has
+need, once, and forks the workers. A worker says that it is ready when its first process is. A mutant of Python or
+Triton has a process of its own; the process of the next task is forked before it is needed: on a GPU it starts CUDA
+while the checks of the mutant before it run. On a GPU one process has mutants of CUDA C++, and originals, one after the
+other; what then goes wrong by leftovers of a mutant is no fault of the next (`leftovers`). A worker has
 
 root              a folder of its own, its checkout (`checkout`)
 gpu               the value of CUDA_VISIBLE_DEVICES; None without
@@ -14,7 +15,8 @@ A task has
 
 kernel, device    whose checks are made, and where: "cpu" or "cuda"
 list              only to list the checks and how long the import took; nothing is run
-file, source      a file of the kernel's folder and its new text; without them the original is checked
+file, source      a file of the kernel's folder and its new text; without them the original is checked. The worker
+                  adds the old one, `original`, and whether the process has had another mutant, `used`
 only              the names of the checks and tests that are made; without it all of them
 without           names that are not
 cases             the pairs of implementation and case whose checks are made; without them of all
@@ -39,8 +41,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import checkout, checks, cuda, verdict
-from .process import UNWILLING, Process, end_with_parent
+from . import checkout, checks, cuda, leftovers, results, verdict
+from .process import UNWILLING, Ahead, Process, Work, end_with_parent
+
+NVRTC = "cupy.cuda.nvrtc"
 
 
 def main() -> None:
@@ -84,6 +88,9 @@ def _imports() -> None:
             importlib.import_module(name)
         if cuda.is_started():
             raise RuntimeError(f"the import of {name} has started CUDA, which a forked process cannot use")
+    if not cuda.is_started_by(NVRTC):  # else each process imports it for itself
+        with contextlib.suppress(Exception):  # without a driver CuPy raises more than ImportError
+            importlib.import_module(NVRTC)
     if early := [name for name in sys.modules if name.startswith("kernels.")]:
         raise RuntimeError(f"{early[0]} was imported before the fork: no mutant of it would be seen")
 
@@ -107,13 +114,12 @@ def _serve(worker: Mapping[str, Any]) -> None:
     except BaseException:
         _write(worker["answers"], {"broken": traceback.format_exc()[-2000:]})
         raise
-    process = Process(checks.make, None if worker["gpu"] is None else cuda.start_ahead)
-    process.wait(cuda.START_SECONDS + UNWILLING)
+    processes = Processes(checks.make, None if worker["gpu"] is None else cuda.start_ahead)
+    processes.prepare()
     _write(worker["answers"], {"ready": True})
     with os.fdopen(worker["tasks"], encoding="utf-8") as tasks:
         for line in tasks:
-            answer, process = answered(json.loads(line), process)
-            _write(worker["answers"], answer)
+            _write(worker["answers"], processes.answer(json.loads(line)))
 
 
 def _settle(root: Path, gpu: str | None) -> None:
@@ -123,16 +129,74 @@ def _settle(root: Path, gpu: str | None) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
 
 
-def answered(task: Mapping[str, Any], process: Process) -> tuple[dict[str, Any], Process]:
-    """The answer of a process to a task, also where it cannot be done, and the process of the next one."""
-    following = process
-    try:
-        with checkout.with_mutant(task) if task.get("file") else contextlib.nullcontext():
-            process.send(task)
-            following = Process(process.work, process.ahead)
-            return process.answer(), following
-    except Exception:
-        return verdict.not_begun(traceback.format_exc()[-1000:]), following
+class Processes:
+    """The processes of a worker: a new one that waits for its first task, and one that has had some. Either may be
+    missing."""
+
+    def __init__(self, work: Work, ahead: Ahead | None = None) -> None:
+        self._work, self._ahead = work, ahead
+        self._new: Process | None = None
+        self._used: Process | None = None
+
+    def prepare(self) -> None:
+        """Waits until a new process can have a task."""
+        self._new = Process(self._work, self._ahead)
+        self._new.wait(cuda.START_SECONDS + UNWILLING)
+
+    def answer(self, task: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a task, also where it cannot be done."""
+        try:
+            if not task.get("file"):
+                return self._answer(task)
+            with checkout.with_mutant(task) as original:
+                return self._answer({**task, "original": original})
+        except Exception:
+            return verdict.not_begun(traceback.format_exc()[-1000:])
+
+    def _answer(self, task: Mapping[str, Any]) -> dict[str, Any]:
+        if not leftovers.is_for_used(task):
+            return self._alone(task)
+        process, self._used = self._used or self._take(), None
+        used = process.mutants > 0
+        process.send({**task, "used": used})
+        answer = process.answer()
+        holds = not used or verdict.holds(task, answer)
+        if not holds or process.tasks >= leftovers.TASKS:
+            process.kill()
+        if process.ended:
+            self._fork()
+        else:  # and no other is forked ahead: its start of CUDA would hold up this one and all others
+            self._used = process
+        return answer if holds else self._again(task, answer)
+
+    def _again(self, task: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer of a new process, where that of a used one may be due to another mutant."""
+        lost = first["seconds"]
+        left = {"life": task["life"] - lost} if "life" in task else {}
+        if left and left["life"] <= 0:
+            nothing = {"by": "", "failed": {}, "reason": "time was up before it could be judged again"}
+            return {**first, **nothing, "status": results.UNFINISHED}
+        if task.get("file"):
+            checkout.write(task, task["source"])
+        answer = self._alone({**task, **left})
+        return {**answer, "seconds": round(lost + answer["seconds"], 2), "spent": {"again": lost, **answer["spent"]}}
+
+    def _alone(self, task: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer of a new process. The next is forked meanwhile, as this one hardly takes another task."""
+        process = self._take()
+        process.send(task)
+        self._fork()
+        answer = process.answer()
+        if not process.ended:
+            self._used = process
+        return answer
+
+    def _take(self) -> Process:
+        process, self._new = self._new or Process(self._work, self._ahead), None
+        return process
+
+    def _fork(self) -> None:
+        self._new = self._new or Process(self._work, self._ahead)
 
 
 if __name__ == "__main__":
