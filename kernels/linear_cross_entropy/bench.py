@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -169,11 +170,28 @@ def _tile_candidates(case: Case) -> list[configs.TileConfig]:
     ]
 
 
+def _logits_candidates(case: Case) -> list[configs.LogitsConfig]:
+    return [
+        configs.LogitsConfig(block_n, stages, rows_behind // cluster, cluster)
+        for block_n, stages in ((192, 5), (192, 4), (176, 5), (160, 6))
+        for rows_behind in (8, 16, 32, 64)
+        for cluster in (1, 2)
+    ]
+
+
+def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
+    """The checks try layouts that "cuda" does not take, and test_sm90.py has its own."""
+    return "it is checked by tests of its own" if implementation == "cuda" and not case.bench else None
+
+
+CUDA_CASES = tuple(dataclasses.replace(case, min_capability=(9, 0)) for case in CASES if case.bench)
 PADDING = "behind the last row it reads padding, for whole vectors, which it does not use"
 
 SPEC = KernelSpec(
     name="linear_cross_entropy",
-    implementations={"triton": linear_cross_entropy},
+    implementations={"triton": linear_cross_entropy, "cuda": partial(linear_cross_entropy, backend="cuda")},
+    min_capability={"cuda": (9, 0)},
+    alias_reason=_alias_reason,
     baselines=(
         EAGER,
         COMPILED,
@@ -201,8 +219,9 @@ SPEC = KernelSpec(
     fuzz={"rows": (0, 30), "dim": (1, 70), "vocab": (1, 80)},
     false_alarms={("initcheck", f"_linear_cross_entropy_{part}_kernel"): PADDING for part in ("stats", "grad", "move")},
     tunables=(
-        Tunable(configs, "pick_stats_config", "fwd", _stats_candidates),
-        Tunable(configs, "pick_tile_config", "fwd+bwd", _tile_candidates),
+        Tunable(configs, "pick_stats_config", "fwd", _stats_candidates, implementation="triton"),
+        Tunable(configs, "pick_tile_config", "fwd+bwd", _tile_candidates, implementation="triton"),
+        Tunable(configs, "pick_logits_config", "fwd", _logits_candidates, CUDA_CASES, implementation="cuda"),
     ),
     host_cases=(_case(16, 64, 512, BF16, "-host"),),
 )

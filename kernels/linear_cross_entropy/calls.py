@@ -38,7 +38,7 @@ def eager_plan(
     if plan is None:
         loss = Loss(*options)
         check(hidden, weight, target, bias)
-        check_options(loss.label_smoothing, loss.softcap, loss.reduction, loss.scratch_bytes)
+        check_options(loss.label_smoothing, loss.softcap, loss.reduction, loss.scratch_bytes, loss.backend)
         loss = in_floats(loss)
         plan = _new_plan(hidden, weight, target, bias, loss, needs)
         # An option that is a tensor may be overwritten later, so its plan is not cached.

@@ -125,12 +125,46 @@ class StatsConfig:
 
 
 @dataclass(frozen=True)
+class LogitsConfig:
+    """Of logits.cu: columns of a tile (160 or 192), steps of the ring, rows of tiles that follow each other, CTAs
+    below each other that share what they read of weight (1 or 2)."""
+
+    block_n: int
+    stages: int
+    raster: int
+    cluster: int
+
+
+@dataclass(frozen=True)
 class TileConfig:
     """A CTA for each tile of `block_v` vocabulary entries by `block_r` rows."""
 
     block_r: int
     block_v: int
     num_warps: int
+
+
+def pick_backend(backend: str) -> str:
+    """Which version computes the logits: "cuda" is logits.cu, "triton" cuBLAS and Triton. Pure.
+
+    "auto" is "triton": the other was not measured yet.
+    """
+    return "triton" if backend == "auto" else backend
+
+
+def pick_logits_config(rows: int, more: bool) -> LogitsConfig:
+    """Configuration of logits.cu; `more`: its epilogue has a softcap, label smoothing or a z-loss. Pure.
+
+    - 192 columns: the most sums that a thread has registers for. With more of an epilogue some spill: 160.
+    - Two CTAs share weight's columns where there are rows for both.
+    - 4096 rows follow each other, 32 MB of hidden with H = 4096, which stay in L2 while weight is read once for them.
+    - As many steps as there is room for.
+
+    Reckoned (logits.cu), not measured.
+    """
+    cluster = 1 if rows <= 128 else 2
+    block_n, stages = (160, 6) if more else (192, 5)
+    return LogitsConfig(block_n, stages, raster=32 // cluster, cluster=cluster)
 
 
 def pick_stats_config(rows: int, vocab: int, dtype: torch.dtype, capability: tuple[int, int]) -> StatsConfig:

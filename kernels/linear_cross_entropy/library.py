@@ -19,7 +19,10 @@ from .loss import Loss
 _NAMESPACE = __package__.replace(".", "_")
 _INPUTS = "Tensor hidden, Tensor weight, Tensor target, Tensor? bias"
 # The fields of `Loss` in their order.
-_LOSS = "int ignore_index, float label_smoothing, float? softcap, float z_loss, str reduction, int? scratch_bytes"
+_LOSS = (
+    "int ignore_index, float label_smoothing, float? softcap, float z_loss, str reduction, int? scratch_bytes, "
+    "str backend"
+)
 _NEEDS = "bool need_hidden, bool need_weight, bool need_bias"
 _OPTIONS = len(Loss._fields)
 

@@ -9,12 +9,13 @@ import torch
 from .checks import FLOATS, kind, runnable
 
 REDUCTIONS = ("mean", "sum", "none")
+BACKENDS = ("auto", "triton", "cuda")
 TARGETS = (torch.int64, torch.int32)
 _NAME = "linear_cross_entropy"
 
 
 class Loss(NamedTuple):
-    """The options of a call. `scratch_bytes` bounds the memory for logits."""
+    """The options of a call. `scratch_bytes` bounds the memory for logits, `backend` is a version of them."""
 
     ignore_index: int
     label_smoothing: float
@@ -22,6 +23,7 @@ class Loss(NamedTuple):
     z_loss: float
     reduction: str
     scratch_bytes: int | None
+    backend: str
 
 
 def check(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -53,7 +55,9 @@ def check(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias
         runnable(_NAME, "hidden", hidden)
 
 
-def check_options(label_smoothing: float, softcap: float | None, reduction: str, scratch_bytes: int | None) -> None:
+def check_options(
+    label_smoothing: float, softcap: float | None, reduction: str, scratch_bytes: int | None, backend: str
+) -> None:
     """The errors of the options that the docstring of `linear_cross_entropy` names."""
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"{_NAME}: label_smoothing must be in [0, 1], got {label_smoothing}")
@@ -63,3 +67,5 @@ def check_options(label_smoothing: float, softcap: float | None, reduction: str,
         raise ValueError(f"{_NAME}: reduction must be one of {REDUCTIONS}, got {reduction!r}")
     if scratch_bytes is not None and scratch_bytes < 0:
         raise ValueError(f"{_NAME}: scratch_bytes must not be negative, got {scratch_bytes}")
+    if backend not in BACKENDS:
+        raise ValueError(f"{_NAME}: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")

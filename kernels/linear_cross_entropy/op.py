@@ -22,6 +22,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     reduction: str = "mean",
     scratch_bytes: int | None = None,
+    backend: str = "auto",
 ) -> torch.Tensor:
     """The cross entropy of a linear layer's output, without its logits in memory.
 
@@ -45,23 +46,27 @@ def linear_cross_entropy(
     scratch_bytes  upper bound of the memory for logits. None: 64 MiB for the loss alone; with gradients 640 MiB less
                    their size, or a sixteenth of their size, whichever is more. If all logits fit, none of them are
                    computed twice.
+    backend        how logits are computed: "triton" (cuBLAS and Triton), "cuda" (CUDA C++, compiled by CuPy, on compute
+                   capability 9.0: float16 and bfloat16, H and row strides multiples of 8) or "auto", the faster of
+                   those that can run (`configs.pick_backend`)
 
     Returns the loss in float32: a scalar, or in shape of target for "none". Under autocast hidden, weight and bias are
     cast first, like those of a linear layer.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or option, RuntimeError for a CPU tensor
-    outside Triton's interpreter. A target out of range is a ValueError on the CPU and a device-side assertion on a GPU.
+    outside Triton's interpreter and for backend="cuda" where it cannot run. A target out of range is a ValueError on
+    the CPU and a device-side assertion on a GPU.
     """
     if _autocast(hidden):
         dtype = torch.get_autocast_dtype("cuda" if hidden.is_cuda else "cpu")
         hidden, weight, bias = (_cast(t, dtype) for t in (hidden, weight, bias))
     if weight is None or not lean(hidden, weight, target, bias):
-        loss = Loss(ignore_index, label_smoothing, softcap, z_loss, reduction, scratch_bytes)
+        loss = Loss(ignore_index, label_smoothing, softcap, z_loss, reduction, scratch_bytes, backend)
         return _through_library(hidden, weight, target, bias, loss)
     needs = (False, False, False)
     if torch.is_grad_enabled():
         needs = hidden.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad
-    options = ignore_index, label_smoothing, softcap, z_loss, reduction, scratch_bytes
+    options = ignore_index, label_smoothing, softcap, z_loss, reduction, scratch_bytes, backend
     plan = calls.eager_plan(hidden, weight, target, bias, options, needs)
     if True not in needs:
         return plan.run(hidden, weight, target, bias)
@@ -85,7 +90,7 @@ def _through_library(hidden, weight, target, bias, loss: Loss) -> torch.Tensor:
     """A call that is traced or transformed, or whose tensors are not plain ones."""
     check(hidden, weight, target, bias)
     no_tangent("linear_cross_entropy", hidden, weight, bias)
-    check_options(loss.label_smoothing, loss.softcap, loss.reduction, loss.scratch_bytes)
+    check_options(loss.label_smoothing, loss.softcap, loss.reduction, loss.scratch_bytes, loss.backend)
     loss = calls.in_floats(loss)
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
     if any(needs) and calls.ready_in_forward(hidden, loss):

@@ -15,6 +15,9 @@ numbers, more than memory should hold. So there are two passes:
 Of N rows, the logits of N - H are computed twice (of fewer, if there is memory for a spare chunk). Each gradient is the
 result of one product with fp32 accumulation. Repeated products have the same shape, so that cuBLAS computes the same
 numbers: else a softmax of 1 might become e to the difference of two roundings.
+
+On Hopper logits.cu computes the logits: what a row sums over them in the same launch, and the loss alone needs nothing
+else; in pass 2 their gradient. Its numbers do not depend on the shape.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from .launches import count_launch, grad_launch, loss_launch, move_launch, stats
 from .layout import WHOLE, Optional, Stats, View, copied, dense_strides, operands, part_of
 from .loss import Loss
 from .problem import Problem, Product, Slab
+from .sm90 import logits
 
 Gradients = tuple[Optional, Optional, Optional]
 LossPlan = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Optional], torch.Tensor]
@@ -39,16 +43,32 @@ LossPlan = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Optional], torch.
 GradientPlan = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, Optional, Optional], tuple[torch.Tensor, Optional, Optional, Optional]
 ]
+# (hidden, weight, bias, target, z, stats): computes logits and fills the stats of a chunk
+Measure = Callable[..., None]
+# (hidden, weight, bias, target, dweight, spare, held, dloss, g): gradients of a slice's logits into g
+Fill = Callable[..., None]
 FP32 = torch.float32
+
+
+def _in_cuda(p: Problem) -> bool:
+    """Whether logits.cu computes the logits. RuntimeError where that is asked for and cannot be."""
+    backend = configs.pick_backend(p.loss.backend)
+    if backend != "cuda":
+        return False
+    reason = logits.unsupported_reason(p)
+    if reason and p.loss.backend == "cuda":
+        raise RuntimeError(f'linear_cross_entropy: backend="cuda" cannot run here: {reason}')
+    return reason is None
 
 
 def loss_plan(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: Optional, loss: Loss) -> LossPlan:
     """Returns a function from (hidden, weight, target, bias) like these to the loss."""
     p = Problem.of(hidden, weight, target, bias, loss)
     config = configs.pick_forward_config(p.rows, p.vocab, p.dtype, loss.scratch_bytes)
-    slab = Slab.of(config.slice, config.chunk)
+    in_cuda = _in_cuda(p)
+    slab = None if in_cuda else Slab.of(config.slice, config.chunk)
     count, steps = count_launch(p), [_loss_step(p, chunk, config, slab) for chunk in config.chunks(p.rows)]
-    result, new_slab = _Result(p, target), _slab_of(p, slab)
+    result, new_slab = _Result(p, target), None if slab is None else _slab_of(p, slab)
 
     def run(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: Optional) -> torch.Tensor:
         if p.bounds is not None:
@@ -56,35 +76,46 @@ def loss_plan(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, 
         if p.copied:
             hidden, weight, target, bias = operands(hidden, weight, target, bias)
         held, losses = result.buffers()
-        z = new_slab()
+        z = None if new_slab is None else new_slab()
         count(target, held)
-        for rows, stats_size, parts, add_up in steps:
-            hidden_t = rows.of(hidden)
+        for stats_size, measure, add_up in steps:
             stats = torch.empty_strided((stats_size,), (1,), dtype=FP32, device=p.device)
-            for product, gather in parts:
-                product(weight, hidden_t, bias, z)
-                gather(z, target, stats)
+            measure(hidden, weight, bias, target, z, stats)
             add_up(stats, target, held, losses)
         return result.reduced(held, losses)
 
     return run
 
 
-def _loss_step(
-    p: Problem, chunk: Chunk, config: Config, slab: Slab
-) -> tuple[View, int, list[tuple[Product, Launch]], Launch]:
-    """For the loss of a chunk: the view of hidden, the size of the stats buffer, product and stats launch of each
-    slice, the loss launch."""
+def _loss_step(p: Problem, chunk: Chunk, config: Config, slab: Slab | None) -> tuple[int, Measure, Launch]:
+    """For the loss of a chunk: the size of the stats buffer, what fills it, the loss launch. `slab`: where a slice of
+    its logits is, None where logits.cu keeps none."""
+    if slab is None:
+        stats = _cuda_stats(p, chunk)
+        return stats.size, logits.stats_launch(p, chunk, stats), loss_launch(p, chunk, stats, stats.parts)
     stats_config = configs.pick_stats_config(chunk.count, p.vocab, FP32, p.capability)
     each = triton.cdiv(config.slice, stats_config.span)
     stats = Stats(triton.cdiv(p.vocab, config.slice) * each, chunk.count, p.loss.label_smoothing != 0)
-    parts, filled = [], 0
+    parts, filled, rows = [], 0, _hidden_t(p, chunk)
     for entries in p.slices(config.slice):
         size = entries.stop - entries.start
         product = Product.of(p, entries, slab.part(slice(0, size), slice(0, chunk.count)))
         parts.append((product, stats_launch(p, chunk, stats, stats_config, filled, entries.start, size, slab.shape[1])))
         filled += triton.cdiv(size, stats_config.span)
-    return _hidden_t(p, chunk), stats.size, parts, loss_launch(p, chunk, stats, filled)
+
+    def measure(hidden, weight, bias, target, z, stats) -> None:
+        hidden_t = rows.of(hidden)
+        for product, gather in parts:
+            product(weight, hidden_t, bias, z)
+            gather(z, target, stats)
+
+    return stats.size, measure, loss_launch(p, chunk, stats, filled)
+
+
+def _cuda_stats(p: Problem, chunk: Chunk) -> Stats:
+    smoothing = p.loss.label_smoothing != 0
+    block_n = configs.pick_logits_config(chunk.count, smoothing or p.loss.softcap is not None).block_n
+    return Stats(triton.cdiv(p.vocab, block_n), chunk.count, smoothing)
 
 
 class _Result:
@@ -119,10 +150,8 @@ class _Step:
     """Pass 1 of a chunk. Its logits, then their gradient, are in the weight's gradient or in the spare slab."""
 
     in_gradient: bool
-    hidden_t: View
-    products: list[Product]
+    measure: Measure
     stats_size: int
-    stats: Launch
     loss: Launch
     grad: Launch | None
     sums: tuple[int, ...] | None  # shape of the partial sums of bias's gradient
@@ -132,10 +161,10 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Slice:
-    """Pass 2 of a slice of the vocabulary: for each chunk the copy of its gradient or, with the view of hidden, the
-    product and the launch that compute it again; then the product for weight's gradient."""
+    """Pass 2 of a slice of the vocabulary: what fills in the gradient of each chunk's logits, a copy or a second
+    computation; then the product for weight's gradient."""
 
-    parts: list[tuple[bool, View, Product | None, Launch]]
+    parts: list[Fill]
     gradient: View
     out: View
 
@@ -203,11 +232,8 @@ def gradient_plan(
 
 def _first_pass(step, p, z, hidden, weight, target, bias, dloss, held, losses, dhidden, dbias) -> Optional:
     """Pass 1 for one chunk. Returns the gradient of bias so far."""
-    hidden_t = step.hidden_t.of(hidden)
-    for product in step.products:
-        product(weight, hidden_t, bias, z)
     stats = torch.empty_strided((step.stats_size,), (1,), dtype=FP32, device=p.device)
-    step.stats(z, target, stats)
+    step.measure(hidden, weight, bias, target, z, stats)
     step.loss(stats, target, held, losses)
     if step.grad is not None:
         sums = None
@@ -226,12 +252,8 @@ def _second_pass(slices, g, spare, whole, hidden, weight, target, bias, dloss, h
     """Pass 2. The gradient of the last chunk's logits is in `dweight`."""
     rows = whole.of(hidden)
     for part in slices:
-        for in_gradient, hidden_t, product, launch in part.parts:
-            if product is None:
-                launch(dweight if in_gradient else spare, g)
-            else:
-                product(weight, hidden_t.of(hidden), bias, g)
-                launch(g, target, held, dloss, None)
+        for fill in part.parts:
+            fill(hidden, weight, bias, target, dweight, spare, held, dloss, g)
         torch.mm(part.gradient.of(g), rows, out=part.out.of(dweight))
 
 
@@ -245,18 +267,15 @@ def _step(
 ) -> _Step:
     z = slab if chunk.spare and slab is not None else Slab((p.vocab, p.dim))
     columns, entries = slice(0, chunk.count), slice(0, p.vocab)
-    stats_config = configs.pick_stats_config(chunk.count, p.vocab, FP32, p.capability)
-    stats = Stats(triton.cdiv(p.vocab, stats_config.span), chunk.count, p.loss.label_smoothing != 0)
+    stats, measure = _measured(p, chunk, config, z)
     grad, sums = None, None
     if chunk.kept or needs[0] or needs[2]:
         grad, tiles = grad_launch(p, chunk, 0, p.vocab, z.shape[1], 0, dloss_stride, needs[2])
         sums = None if not needs[2] else (p.vocab,) if tiles == 1 else (tiles, p.vocab)
     return _Step(
         not chunk.spare,
-        _hidden_t(p, chunk),
-        [Product.of(p, part, z.part(part, columns)) for part in p.slices(config.slice)],
+        measure,
         stats.size,
-        stats_launch(p, chunk, stats, stats_config, 0, 0, p.vocab, z.shape[1]),
         loss_launch(p, chunk, stats, stats.parts),
         grad,
         sums,
@@ -265,26 +284,58 @@ def _step(
     )
 
 
+def _measured(p: Problem, chunk: Chunk, config: Config, z: Slab) -> tuple[Stats, Measure]:
+    """What computes all logits of a chunk, which stay in z, and their stats."""
+    if _in_cuda(p):
+        stats = _cuda_stats(p, chunk)
+        return stats, logits.stats_launch(p, chunk, stats, z.shape[1])
+    stats_config = configs.pick_stats_config(chunk.count, p.vocab, FP32, p.capability)
+    stats = Stats(triton.cdiv(p.vocab, stats_config.span), chunk.count, p.loss.label_smoothing != 0)
+    products = [Product.of(p, part, z.part(part, slice(0, chunk.count))) for part in p.slices(config.slice)]
+    gather, rows = stats_launch(p, chunk, stats, stats_config, 0, 0, p.vocab, z.shape[1]), _hidden_t(p, chunk)
+
+    def measure(hidden, weight, bias, target, z, stats) -> None:
+        hidden_t = rows.of(hidden)
+        for product in products:
+            product(weight, hidden_t, bias, z)
+        gather(z, target, stats)
+
+    return stats, measure
+
+
 def _second_pass_slices(
     p: Problem, chunks: list[Chunk], config: Config, slab: Slab | None, second: Slab, dloss_stride: int | None
 ) -> list[_Slice]:
     slices = []
     for entries in p.slices(config.slice):
-        size, parts = entries.stop - entries.start, []
-        for chunk in chunks:
-            hidden_t, product = _hidden_t(p, chunk), None
-            if chunk.kept:
-                stride = slab.shape[1] if chunk.spare and slab is not None else p.dim
-                launch = move_launch(p, chunk, entries, stride, second.shape[1])
-            else:
-                product = Product.of(p, entries, second.part(slice(0, size), chunk.rows))
-                launch, _ = grad_launch(
-                    p, chunk, entries.start, size, second.shape[1], chunk.start, dloss_stride, False
-                )
-            parts.append((not chunk.spare, hidden_t, product, launch))
-        gradient = second.part(slice(0, size), slice(0, p.rows))
+        parts = [_fill(p, chunk, entries, slab, second, dloss_stride) for chunk in chunks]
+        gradient = second.part(slice(0, entries.stop - entries.start), slice(0, p.rows))
         slices.append(_Slice(parts, gradient, part_of((p.vocab, p.dim), (p.dim, 1), entries, slice(0, p.dim))))
     return slices
+
+
+def _fill(p: Problem, chunk: Chunk, entries: slice, slab: Slab | None, second: Slab, dloss_stride: int | None) -> Fill:
+    size, stride = entries.stop - entries.start, second.shape[1]
+    if chunk.kept:
+        kept_stride = slab.shape[1] if chunk.spare and slab is not None else p.dim
+        move = move_launch(p, chunk, entries, kept_stride, stride)
+        in_gradient = not chunk.spare
+        return lambda hidden, weight, bias, target, dweight, spare, held, dloss, g: move(
+            dweight if in_gradient else spare, g
+        )
+    if _in_cuda(p):
+        again = logits.gradient_launch(p, chunk, entries, stride, chunk.start, dloss_stride)
+        return lambda hidden, weight, bias, target, dweight, spare, held, dloss, g: again(
+            hidden, weight, bias, target, g, held, dloss
+        )
+    rows, product = _hidden_t(p, chunk), Product.of(p, entries, second.part(slice(0, size), chunk.rows))
+    launch, _ = grad_launch(p, chunk, entries.start, size, stride, chunk.start, dloss_stride, False)
+
+    def fill(hidden, weight, bias, target, dweight, spare, held, dloss, g) -> None:
+        product(weight, rows.of(hidden), bias, g)
+        launch(g, target, held, dloss, None)
+
+    return fill
 
 
 def _hidden_t(p: Problem, chunk: Chunk) -> View:

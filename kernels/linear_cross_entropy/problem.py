@@ -13,8 +13,9 @@ from .loss import Loss
 
 @dataclass(frozen=True)
 class Problem:
-    """Sizes, and the strides of the matrices as cuBLAS reads them. `bounds`: (vocab, ignore_index) to check targets
-    against, only on the CPU, where reading them needs no synchronisation."""
+    """Sizes, and the strides of the matrices as they are read. `aligned`: they begin at 16-byte boundaries. `wide`:
+    targets have 64 bits. `bounds`: (vocab, ignore_index) to check targets against, only on the CPU, where reading them
+    needs no synchronisation."""
 
     rows: int
     dim: int
@@ -25,6 +26,8 @@ class Problem:
     hidden: tuple[tuple[int, ...], tuple[int, ...]]
     weight: tuple[tuple[int, ...], tuple[int, ...]]
     biased: bool
+    aligned: bool
+    wide: bool
     copied: bool
     bounds: tuple[int, int] | None
     loss: Loss
@@ -46,6 +49,8 @@ class Problem:
             (tuple(flat.shape) if moved else tuple(hidden.shape), flat.stride()),
             (tuple(matrix.shape), matrix.stride()),
             bias is not None,
+            all(matrix.data_ptr() % 16 == 0 for matrix in (flat, matrix)),
+            target.dtype == torch.int64,
             moved,
             None if hidden.is_cuda else (matrix.shape[0], loss.ignore_index),
             loss,

@@ -1,0 +1,1 @@
+"""The version for compute capability 9.0 (Hopper), in CUDA C++."""

@@ -1,0 +1,267 @@
+"""The logits for Hopper (sm90/): which problems they take, that they compile, and on a GPU that they are right."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.compiling import nvrtc, sass
+
+from . import configs, plans
+from .layout import Stats
+from .loss import Loss
+from .op import linear_cross_entropy
+from .problem import Problem
+from .reference import linear_cross_entropy_reference
+from .sm90 import cuda_driver, logits
+
+SOURCE = Path(logits.__file__).with_name("logits.cu")
+PLAIN = Loss(-100, 0.0, None, 0.0, "mean", None, "cuda")
+CONFIGS = [configs.pick_logits_config(rows, more) for rows, more in itertools.product((128, 129), (False, True))]
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@pytest.fixture
+def compiler() -> None:
+    if reason := cuda_driver.no_compiler():
+        pytest.skip(reason)
+
+
+def on_hopper(hidden: torch.Tensor, weight: torch.Tensor) -> str | None:
+    """Why these cannot be multiplied if they were on a Hopper."""
+    target = torch.zeros(hidden.shape[:-1], dtype=torch.int64)
+    p = Problem.of(hidden, weight, target, None, PLAIN)
+    return logits.unsupported_reason(dataclasses.replace(p, device=torch.device("cuda:0"), capability=(9, 0)))
+
+
+def test_what_it_takes() -> None:
+    """No GPU is asked: capability, dtype and layout alone decide, and last whether there is a compiler."""
+    hidden, weight = torch.randn(4, 9, 64).half(), torch.randn(70, 64).half()
+    missing = cuda_driver.no_compiler()
+    p = Problem.of(hidden, weight, torch.zeros(4, 9, dtype=torch.int32), None, PLAIN)
+    assert "compute capability 9.0" in str(logits.unsupported_reason(p)) and not p.wide
+    assert on_hopper(hidden, weight) == missing
+    assert on_hopper(torch.randn(36, 72).half()[:, :64], torch.randn(70, 80).half()[:, 8:72]) == missing
+    assert "float16 and bfloat16" in str(on_hopper(hidden.float(), weight.float()))
+    room = torch.randn(36, 72).half()
+    for a, b in (
+        (hidden[..., :60], weight[:, :60]),
+        (room[:, 1:65], weight),
+        (hidden, torch.randn(70, 65).half()[:, :64]),
+        (hidden, weight.t().contiguous().t()),
+    ):
+        assert "rows of whole vectors" in str(on_hopper(a, b))
+
+
+def test_backend_is_checked() -> None:
+    hidden, weight, target = torch.randn(4, 8), torch.randn(9, 8), torch.tensor([0, 1, 2, -100])
+    with pytest.raises(ValueError, match="backend must be one of auto, triton, cuda, got 'ptx'"):
+        linear_cross_entropy(hidden, weight, target, backend="ptx")
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match='backend="cuda" cannot run here: it needs a GPU of compute capability'):
+            linear_cross_entropy(hidden, weight, target, backend="cuda")
+
+
+def defines(config: configs.LogitsConfig, epilogue: int, fp16: int, softcap: int, smoothing: int) -> tuple[str, ...]:
+    tile = (f"BLOCK_N={config.block_n}", f"STAGES={config.stages}", f"RASTER={config.raster}")
+    numbers = (f"SOFTCAP={softcap}", f"SMOOTHING={smoothing}", f"CLUSTER={config.cluster}", "WIDE=1")
+    return (f"EPILOGUE={epilogue}", f"FP16={fp16}", *numbers, *tile)
+
+
+@pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
+@pytest.mark.parametrize("fp16", [0, 1])
+@pytest.mark.parametrize(("softcap", "smoothing"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+@pytest.mark.parametrize("epilogue", [logits.STATS, logits.LOGITS, logits.GRADIENT])
+@pytest.mark.parametrize("rows", [128, 129])
+def test_it_compiles_and_does_not_spill(rows: int, epilogue: int, softcap: int, smoothing: int, fp16: int) -> None:
+    config = configs.pick_logits_config(rows, bool(softcap or smoothing))
+    code = nvrtc.compiled(SOURCE, "sm_90a", defines(config, epilogue, fp16, softcap, smoothing))
+    usage = sass.inspect(code, "linear_cross_entropy_logits")
+    assert usage.spills == 0 and usage.stack == 0
+    assert usage.early_arrivals == 0 and usage.early_own_reads == {}
+    # Those of a step, of both halves of a tile; one wait a step, and the last: ptxas has let them run on.
+    assert usage.mma == {"HGMMA": 8} and usage.wgmma_waits == 2
+    assert ("STG.64" in usage.stores) == (epilogue != logits.STATS)
+
+
+def test_host_and_device_agree_on_the_tile() -> None:
+    text = SOURCE.read_text(encoding="utf-8")
+    found = re.search(r"BLOCK_M = (\d+), BLOCK_K = (\d+), .*\nconstexpr int CONSUMERS = (\d+)", text)
+    assert found is not None
+    *tile, consumers = map(int, found.groups())
+    assert tile == [logits.BLOCK_M, logits.BLOCK_K] and 128 * (consumers + 1) == logits.THREADS
+
+
+def test_the_ring_fits_into_shared_memory() -> None:
+    for config in CONFIGS:
+        assert config.stages >= 4 and logits.shared_bytes(config) <= 227 << 10
+
+
+def test_a_part_of_the_statistics_is_a_tile() -> None:
+    hidden, weight = torch.randn(200, 64).half(), torch.randn(400, 64).half()
+    p = Problem.of(hidden, weight, torch.zeros(200, dtype=torch.int64), None, PLAIN)
+    chunk = configs.Chunk(8, 200, spare=True, kept=True)
+    assert plans._cuda_stats(p, chunk) == Stats(3, 192, False)
+    smooth = dataclasses.replace(p, loss=PLAIN._replace(label_smoothing=0.1))
+    assert plans._cuda_stats(smooth, chunk) == Stats(3, 192, True)
+    assert plans._cuda_stats(dataclasses.replace(smooth, vocab=321), chunk).parts == 3  # of 160
+
+
+OPTIONS = {
+    "plain": {},
+    "smooth": dict(label_smoothing=0.1),
+    "smooth1": dict(label_smoothing=1.0, reduction="sum"),
+    "softcap": dict(softcap=5.0),
+    "z": dict(z_loss=1e-2),
+    "all": dict(label_smoothing=0.1, softcap=5.0, z_loss=1e-2, ignore_index=3),
+    "none": dict(reduction="none", z_loss=1e-3),
+}
+
+
+def problem(
+    rows: int, dim: int, vocab: int, dtype: torch.dtype = torch.bfloat16, index: torch.dtype = torch.int64
+) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator("cuda").manual_seed(rows + dim + vocab)
+    hidden = torch.randn(rows, dim, generator=generator, device="cuda").to(dtype)
+    weight = torch.randn(vocab, dim, generator=generator, device="cuda").mul(2 * dim**-0.5).to(dtype)
+    target = torch.randint(0, vocab, (rows,), generator=generator, device="cuda")
+    bias = torch.randn(vocab, generator=generator, device="cuda").to(dtype)
+    return hidden, weight, target.to(index), bias
+
+
+def results(op, hidden, weight, target, bias=None, **options) -> list[torch.Tensor]:
+    """The loss without gradients, then the loss and the gradients for an incoming gradient that is not the same in all
+    rows."""
+    leaves = [t.detach().requires_grad_() for t in (hidden, weight, bias) if t is not None]
+    given = dict(bias=None if bias is None else leaves[2], **options)
+    with torch.no_grad():
+        alone = op(*leaves[:2], target, **given)
+    loss = op(*leaves[:2], target, **given)
+    dloss = torch.linspace(0.5, 1.5, loss.numel(), device="cuda", dtype=loss.dtype).view(loss.shape)
+    return [alone, loss.detach(), *torch.autograd.grad(loss, leaves, dloss)]
+
+
+def agrees(hidden, weight, target, bias=None, **options) -> None:
+    """The errors against fp64 are at most twice those of cuBLAS and Triton, and an ulp."""
+    ours = results(linear_cross_entropy, hidden, weight, target, bias, backend="cuda", **options)
+    other = results(linear_cross_entropy, hidden, weight, target, bias, backend="triton", **options)
+    wide = [None if t is None else t.double() for t in (hidden, weight, bias)]
+    known = {name: value for name, value in options.items() if name != "scratch_bytes"}
+    exact = results(linear_cross_entropy_reference, wide[0], wide[1], target.long(), wide[2], **known)
+    for mine, theirs, want in zip(ours, other, exact, strict=True):
+        assert mine.dtype == theirs.dtype and mine.stride() == theirs.stride()
+        ulp = torch.finfo(mine.dtype).eps * want.abs().max().item()
+        bound = 2 * (theirs.double() - want).abs().max().item() + ulp
+        torch.testing.assert_close(mine.double(), want, rtol=0, atol=bound)
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("scratch", [None, 0])
+@pytest.mark.parametrize(
+    ("rows", "dim", "vocab"),
+    [(1, 8, 1), (7, 64, 191), (129, 72, 192), (300, 128, 522), (257, 1000, 385), (600, 256, 3000), (1100, 512, 50257)],
+)
+def test_it_is_right(compiler, rows: int, dim: int, vocab: int, scratch: int | None, dtype: torch.dtype) -> None:
+    hidden, weight, target, _ = problem(rows, dim, vocab, dtype)
+    target[::7] = -100
+    target[1 % rows] = vocab - 1
+    agrees(hidden, weight, target, scratch_bytes=scratch)
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("index", [torch.int64, torch.int32])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("scratch", [None, 0])
+def test_options(compiler, scratch: int | None, options: str, biased: bool, index: torch.dtype) -> None:
+    hidden, weight, target, bias = problem(500, 128, 1030, index=index)
+    chosen = OPTIONS[options]
+    target[::5] = chosen.get("ignore_index", -100)
+    agrees(hidden, weight, target, bias if biased else None, scratch_bytes=scratch, **chosen)
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("scratch", [None, 0])
+def test_many_rounds(compiler, scratch: int | None) -> None:
+    """More tiles than CTAs by far, of fewer steps than the ring has, of as many, and of more."""
+    for dim in (64, 320, 448):
+        hidden, weight, target, _ = problem(3000, dim, 8200)
+        agrees(hidden, weight, target, scratch_bytes=scratch)
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+def test_layouts(compiler) -> None:
+    """Row strides are read in place; a weight in columns goes to Triton, or raises."""
+    hidden, weight, target, _ = problem(300, 128, 522)
+    wide = torch.randn(522, 256, device="cuda").bfloat16()
+    wide[:, 16:144] = weight
+    room = torch.randn(300, 3, 136, device="cuda").bfloat16()
+    room[:, 1, 8:] = hidden
+    agrees(room[:, 1, 8:], wide[:, 16:144], target)
+    agrees(hidden.view(3, 100, 128), weight, target.view(3, 100))
+    columns = weight.t().contiguous().t()
+    with pytest.raises(RuntimeError, match="rows of whole vectors"):
+        linear_cross_entropy(hidden, columns, target, backend="cuda")
+    linear_cross_entropy(hidden, columns, target)
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("scratch", [None, 0])
+def test_a_certain_row_has_no_loss_and_no_gradient(compiler, scratch: int | None) -> None:
+    """Logits that are computed again are those whose sum was taken before: 1 - 1 is 0."""
+    hidden, weight, _, _ = problem(700, 128, 1030)
+    hidden *= 50
+    target = (hidden @ weight.t()).float().argmax(1)
+    loss = linear_cross_entropy(hidden, weight, target, reduction="none", backend="cuda")
+    certain = loss == 0
+    assert certain.any()
+    target[~certain] = -100
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    total = linear_cross_entropy(*leaves, target, reduction="sum", scratch_bytes=scratch, backend="cuda")
+    dhidden, dweight = torch.autograd.grad(total, leaves)
+    assert total == 0
+    # What is left of a gradient are the probabilities of other entries, below the rounding of 1.
+    assert dhidden.abs().max() < 1e-5 and dweight.abs().max() < 1e-3
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+def test_what_is_not_finite(compiler) -> None:
+    """A row of NaN or of infinities has no influence on other rows' losses; without its target, none on gradients."""
+    hidden, weight, target, _ = problem(300, 128, 522)
+    want = linear_cross_entropy(hidden, weight, target, reduction="none", backend="cuda")
+    spoiled = hidden.clone()
+    spoiled[5], spoiled[200, 3] = torch.nan, torch.inf
+    loss = linear_cross_entropy(spoiled, weight, target, reduction="none", backend="cuda")
+    rest = torch.ones(300, dtype=torch.bool, device="cuda")
+    rest[5] = rest[200] = False
+    assert torch.equal(loss[rest], want[rest]) and loss[5].isnan() and not loss[200].isfinite()
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+@pytest.mark.parametrize("scratch", [None, 0])
+def test_repeats_agree_bit_for_bit(compiler, scratch: int | None) -> None:
+    given = problem(3000, 512, 5000)
+    first, *others = [
+        results(linear_cross_entropy, *given, backend="cuda", scratch_bytes=scratch, label_smoothing=0.1)
+        for _ in range(4)
+    ]
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.gpu(min_capability=(9, 0))
+def test_the_loss_alone_has_no_logits_in_memory(compiler) -> None:
+    """Two numbers a row and tile."""
+    hidden, weight, target, _ = problem(2048, 512, 32000)
+    linear_cross_entropy(hidden, weight, target, backend="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    linear_cross_entropy(hidden, weight, target, backend="cuda")
+    assert torch.cuda.max_memory_allocated() - before < 4 << 20
