@@ -147,7 +147,7 @@ class TileConfig:
 def pick_backend(backend: str) -> str:
     """Which version computes the logits: "cuda" is logits.cu, "triton" cuBLAS and Triton. Pure.
 
-    "auto" is "triton": the other was not measured yet.
+    "auto" is "triton" until the other has been run on a GPU and measured.
     """
     return "triton" if backend == "auto" else backend
 

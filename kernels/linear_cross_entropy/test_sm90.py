@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import itertools
 import re
+from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
 from harness.compiling import nvrtc, sass
 
-from . import configs, plans
+from . import configs, launch, plans
 from .layout import Stats
 from .loss import Loss
 from .op import linear_cross_entropy
@@ -112,6 +117,109 @@ def test_a_part_of_the_statistics_is_a_tile() -> None:
     assert plans._cuda_stats(dataclasses.replace(smooth, vocab=321), chunk).parts == 3  # of 160
 
 
+def numbers(address: int, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...]) -> torch.Tensor:
+    """A tensor over memory of this process."""
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    memory = (ctypes.c_char * (reach * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
+
+
+class OnTheCPU:
+    """Does what logits.cu does, given the same arguments, to memory of this process."""
+
+    made: ClassVar[list[dict[str, int]]] = []
+
+    def __init__(self, device: int, defines: dict[str, int], grid: int, threads: int, shared: int, layout: str) -> None:
+        self.defines = defines
+        self.made.append(defines)
+
+    def __call__(self, hidden, weight, z, bias, target, stats, highest, scale, factor, dloss, *numbers_) -> None:
+        sum_at, total_at, hit_at, pitch, dloss_stride, ignore, first, rows, cols, steps, *options = numbers_
+        softcap, z_loss, hit, rest = options
+        kind, epilogue, block_n = torch.float16, self.defines["EPILOGUE"], self.defines["BLOCK_N"]
+        a, b = (matrix.view(*matrix.shape).float() for matrix in (hidden, weight))
+        assert a.shape[0] == rows and b.shape[0] == cols and -(-a.shape[1] // logits.BLOCK_K) == steps
+        sums = a @ b.t() + (numbers(bias, (cols,), kind, (1,)).float() if bias else 0)
+        logit = sums.to(kind).float()
+        capped = (logit / softcap).tanh() if softcap else None
+        logit = logit if capped is None else softcap * capped
+        ints = torch.int64 if self.defines["WIDE"] else torch.int32
+        targets = numbers(target, (rows,), ints, (1,))
+        counts, column = targets != ignore, targets - first
+        here = counts & (column >= 0) & (column < cols)
+        places = here.nonzero()[:, 0]
+        if epilogue != logits.GRADIENT:
+            for part in range(-(-cols // block_n)):
+                tile = logit[:, part * block_n : (part + 1) * block_n]
+                for at, values in (
+                    (0, tile.amax(1)),
+                    (sum_at, (tile - tile.amax(1, keepdim=True)).exp().sum(1)),
+                    *([(total_at, tile.sum(1))] if self.defines["SMOOTHING"] else []),
+                ):
+                    numbers(stats + 4 * (at + part * rows), (rows,), torch.float32, (1,)).copy_(values)
+            numbers(stats + 4 * hit_at, (rows,), torch.float32, (1,))[places] = logit[places, column[places]]
+            values = sums
+        else:
+            top, inverse = (numbers(at, (rows, 1), torch.float32, (1, 1)) for at in (highest, scale))
+            softmax = (logit - top).exp() * inverse
+            values = softmax * (1 + 2 * z_loss * (top - inverse.log())) - rest
+            values[places, column[places]] -= hit
+            values *= 1 if capped is None else 1 - capped.square()
+            values *= numbers(factor, (1,), torch.float32, (1,)) * counts[:, None]
+            if dloss:
+                values *= numbers(dloss, (rows, 1), torch.float32, (dloss_stride, 1))
+        if epilogue != logits.STATS:
+            numbers(z, (cols, rows), kind, (pitch, 1)).copy_(values.t())
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[OnTheCPU]]:
+    """backend="cuda" for float16 on the CPU."""
+
+    def kernels(device, source, names, defines, shared) -> tuple[dict[str, int]]:
+        return ({name: int(value) for name, _, value in (define.partition("=") for define in defines)},)
+
+    def tensor_map(x: torch.Tensor, rows: int, block_rows: int):
+        assert rows == x.shape[2] and block_rows in (80, 96, 128, 160, 192)
+        return lambda address: numbers(address, tuple(x.shape[2:]), x.dtype, x.stride()[2:])
+
+    monkeypatch.setattr(logits, "unsupported_reason", lambda p: None if p.dtype == torch.float16 else "it is fp16 here")
+    monkeypatch.setattr(logits, "tensor_map", tensor_map)
+    monkeypatch.setattr(cuda_driver, "kernels", kernels)
+    monkeypatch.setattr(cuda_driver, "Launch", OnTheCPU)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Namespace(multi_processor_count=132))
+    monkeypatch.setattr(OnTheCPU, "made", [])
+    yield OnTheCPU
+    for kept in launch._EVERY:  # plans of other calls with the same key would be these
+        kept.clear()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernel itself runs")
+@pytest.mark.parametrize("index", [torch.int64, torch.int32])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("scratch", "epilogues"), [(None, {0, 1}), (0, {0, 1, 2}), (64 * 410 * 2 + 99_000, {0, 1, 2})])
+@pytest.mark.parametrize("options", ["plain", "all", "none"])
+def test_what_the_plans_ask_for(
+    emulated, options: str, scratch: int | None, epilogues: set[int], biased: bool, index: torch.dtype
+) -> None:
+    """Addresses, strides, offsets and numbers of every launch: chunks, slices, kept and computed again."""
+    generator = torch.Generator().manual_seed(3)
+    room = torch.randn(200, 72, generator=generator).half()
+    hidden, weight = room[:, :64], torch.randn(410, 64, generator=generator).mul(0.25).half()
+    target = torch.randint(0, 410, (200,), generator=generator).to(index)
+    target[::6] = OPTIONS[options].get("ignore_index", -100)
+    bias = torch.randn(410, generator=generator).half() if biased else None
+    given = dict(scratch_bytes=scratch, **OPTIONS[options])
+    ours = results(linear_cross_entropy, hidden, weight, target, bias, backend="cuda", **given)
+    assert {made["EPILOGUE"] for made in emulated.made} == epilogues
+    for mine, theirs in zip(
+        ours, results(linear_cross_entropy, hidden, weight, target, bias, backend="triton", **given), strict=True
+    ):
+        scale = theirs.abs().max().item()
+        torch.testing.assert_close(mine.float() / scale, theirs.float() / scale, rtol=0, atol=2e-3)
+
+
 OPTIONS = {
     "plain": {},
     "smooth": dict(label_smoothing=0.1),
@@ -142,7 +250,7 @@ def results(op, hidden, weight, target, bias=None, **options) -> list[torch.Tens
     with torch.no_grad():
         alone = op(*leaves[:2], target, **given)
     loss = op(*leaves[:2], target, **given)
-    dloss = torch.linspace(0.5, 1.5, loss.numel(), device="cuda", dtype=loss.dtype).view(loss.shape)
+    dloss = torch.linspace(0.5, 1.5, loss.numel(), device=loss.device, dtype=loss.dtype).view(loss.shape)
     return [alone, loss.detach(), *torch.autograd.grad(loss, leaves, dloss)]
 
 

@@ -213,7 +213,7 @@ DEVICE Target target_of(const Problem& p, const Tile& tile, int row) {
     if (row >= p.rows) return {false, -2 * BLOCK_N};
     const i64 target = WIDE ? ((const i64*)p.target)[row] : ((const int*)p.target)[row];
     const i64 column = target - p.first - tile.column;
-    const bool here = target != p.ignore_index && column >= 0 && column < BLOCK_N;
+    const bool here = target != p.ignore_index && column >= 0 && column < min(BLOCK_N, p.cols - tile.column);
     return {target != p.ignore_index, here ? (int)column - (int)threadIdx.x % 4 * 2 : -2 * BLOCK_N};
 }
 
