@@ -315,13 +315,10 @@ def _weights_candidates(case: Case) -> list[configs.WeightsConfig]:
 
 def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
     shapes = ((128, 4), (192, 3)) if case.params["wgrad"] else ((128, 4), (128, 6), (192, 4), (192, 5))
-    tiles = [(block_n, turns, stages, False) for block_n, stages in shapes for turns in (False, True)]
-    if not case.params["wgrad"]:
-        tiles += [(160, True, 6, False), (176, True, 5, False)]
-        tiles += [(128, False, 5, True), (160, True, 5, True), (176, True, 4, True), (192, True, 4, True)]
     return [
-        configs.CudaConfig(stages, raster, cluster, block_n, turns, boxes)
-        for block_n, turns, stages, boxes in tiles
+        configs.CudaConfig(stages, raster, cluster, block_n, turns)
+        for block_n, stages in shapes
+        for turns in (False, True)
         for cluster in (1, 2)
         for raster in (4, 8, 16, 32)
     ]

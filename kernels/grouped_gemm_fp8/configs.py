@@ -39,16 +39,13 @@ class WeightsConfig:
 @dataclass(frozen=True)
 class CudaConfig:
     """Of products.cu: steps of the ring, row tiles that follow each other, CTAs beside each other that share what they
-    read of a (1 or 2), columns of a tile (128 or 192, of the forward 160 and 176 as well), whether its two consumers
-    take turns at the tensor cores, and whether the forward's results of 16 bits leave through shared memory, by TMA, as
-    gradients do."""
+    read of a (1 or 2), columns of a tile (192 or 128), and whether its two consumers take turns at the tensor cores."""
 
     stages: int
     raster: int
     cluster: int
     block_n: int
     turns: bool
-    boxes: bool = False
 
 
 def pick_backend(backend: str, rows: int, groups: int, of_weights: bool, possible: bool) -> str:

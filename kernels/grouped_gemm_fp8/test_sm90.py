@@ -88,12 +88,10 @@ def test_triton_does_not_ask_for_a_compiler(function, make, monkeypatch: pytest.
 # (BLOCK_N, TURNS, STAGES) of products.cu: a gradient's tile of 192 columns leaves room for three steps.
 VARIANTS = [(128, 0, 4), (128, 1, 4), (192, 0, 3), (192, 1, 3)]
 TILES = pytest.mark.parametrize(("block_n", "turns", "stages"), VARIANTS)
-# Of the forward whose results leave by TMA.
-BOXED = [(128, 0, 5), (160, 1, 5), (176, 1, 4), (192, 1, 4)]
 
 
 def defines(weights: int, block_n: int, turns: int, stages: int, **changes: int) -> tuple[str, ...]:
-    chosen = dict(WEIGHTS=weights, A_E4M3=1, B_E4M3=1, OUT32=weights, FP16=0, BOXED=0, RASTER=8, CLUSTER=2)
+    chosen = dict(WEIGHTS=weights, A_E4M3=1, B_E4M3=1, OUT32=weights, FP16=0, RASTER=8, CLUSTER=2)
     chosen |= dict(BLOCK_N=block_n, TURNS=turns, STAGES=stages)
     return tuple(f"{name}={value}" for name, value in (chosen | changes).items())
 
@@ -114,25 +112,6 @@ def defines(weights: int, block_n: int, turns: int, stages: int, **changes: int)
 def test_it_compiles_and_does_not_spill(
     weights: int, changes: dict[str, int], block_n: int, turns: int, stages: int
 ) -> None:
-    runs_on_without_spills(weights, changes, block_n, turns, stages)
-
-
-@pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        dict(BOXED=1),
-        pytest.param(dict(BOXED=1, FP16=1, CLUSTER=1), marks=pytest.mark.slow),
-        pytest.param(dict(BOXED=0), marks=pytest.mark.slow),
-        pytest.param(dict(BOXED=0, OUT32=1), marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize(("block_n", "turns", "stages"), BOXED)
-def test_nor_of_other_widths_and_with_boxes(changes: dict[str, int], block_n: int, turns: int, stages: int) -> None:
-    runs_on_without_spills(0, changes, block_n, turns, stages)
-
-
-def runs_on_without_spills(weights: int, changes: dict[str, int], block_n: int, turns: int, stages: int) -> None:
     code = nvrtc.compiled(SOURCE, "sm_90a", defines(weights, block_n, turns, stages, **changes))
     usage = sass.inspect(code, "grouped_gemm_fp8_products")
     assert usage.spills == 0 and usage.stack == 0
@@ -165,8 +144,7 @@ def test_the_configuration(cols: int) -> None:
             assert products.shared_bytes(forward, False, dtype) <= 227 << 10
             assert products.shared_bytes(weights, True, dtype) <= 227 << 10
         for config in (forward, weights):
-            known = BOXED if config.boxes else VARIANTS
-            assert (config.block_n, int(config.turns)) in [variant[:2] for variant in known]
+            assert (config.block_n, int(config.turns)) in [variant[:2] for variant in VARIANTS]
             assert config.cluster == 1 + (cols > config.block_n)
     widest = configs.CudaConfig(stages=3, raster=8, cluster=2, block_n=192, turns=True)
     assert products.shared_bytes(widest, True, torch.float32) <= 227 << 10
@@ -239,39 +217,20 @@ def test_tiles_that_begin_within_a_square(compiler, monkeypatch, block_n: int, t
 
 
 @pytest.mark.gpu(min_capability=(9, 0))
-@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("n", "k"), [(16, 16), (144, 272), (208, 208), (1408, 528)])
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("block_n", [160, 176])
-def test_other_widths(compiler, monkeypatch, block_n: int, split: str, n: int, k: int, out_dtype: torch.dtype) -> None:
-    """Of the forward, whose tiles then begin in several squares of scales; with boxes where results have 16 bits."""
-    config = configs.CudaConfig(4, 4, 2, block_n, True, boxes=True)
-    monkeypatch.setattr(configs, "pick_cuda_rows_config", lambda *_: config)
-    rtol = 2e-3 if out_dtype == torch.float32 else 1e-2
-    a, b, of_a, of_b, offsets = forward(SPLITS[split], ROWS, n, k)
-    arguments = a, b, of_a / 64, of_b / 64, offsets
-    agrees(grouped_gemm_fp8, arguments, rtol=rtol, backend="cuda", out_dtype=out_dtype)
-
-
-@pytest.mark.gpu(min_capability=(9, 0))
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("split", [*SPLITS, "more tiles than SMs"])
-@pytest.mark.parametrize(("block_n", "turns", "stages"), BOXED)
-def test_boxes_and_widths_change_no_bit(
+@TILES
+def test_tiles_change_no_bit(
     compiler, monkeypatch, block_n: int, turns: int, stages: int, split: str, out_dtype: torch.dtype
 ) -> None:
-    """Against what is picked. Of more tiles than SMs, CTAs write into their boxes again."""
+    """Of the forward, against what is picked."""
     ends = SPLITS.get(split) or list(itertools.accumulate([1500, 3, 0, 700, 64, 65, 1, 2000, 129, 300]))
     a, b, of_a, of_b, offsets = forward(ends, max(ROWS, ends[-1] + 77), 1424, 528)
-
-    def product() -> torch.Tensor:
-        return grouped_gemm_fp8(a, b, of_a / 64, of_b / 64, offsets, out_dtype=out_dtype, backend="cuda")
-
-    want = product()
-    for boxes, cluster in itertools.product((False, True), (1, 2)):
-        config = configs.CudaConfig(stages, 4, cluster, block_n, bool(turns), boxes)
-        monkeypatch.setattr(configs, "pick_cuda_rows_config", lambda *_, config=config: config)
-        assert torch.equal(product(), want)
+    arguments = a, b, of_a / 64, of_b / 64, offsets
+    want = grouped_gemm_fp8(*arguments, out_dtype=out_dtype, backend="cuda")
+    for cluster in (1, 2):
+        put_in_place(monkeypatch, block_n, turns, stages, cluster)
+        assert torch.equal(grouped_gemm_fp8(*arguments, out_dtype=out_dtype, backend="cuda"), want)
 
 
 @pytest.mark.gpu(min_capability=(9, 0))

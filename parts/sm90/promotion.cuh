@@ -3,9 +3,9 @@
 //
 // The tensor cores must have work while a consumer promotes. Either a consumer has SETS 2 of their sums, so that the
 // next step's wgmmas run meanwhile (tiles of 128 columns: 64 + 2 x 64 registers); or it has one, and the other
-// consumer's run (160, 176 or 192 columns: up to 96 + 96). With TURNS consumers then take turns: one starts a step when
-// the tensor cores have done half of the other's last one. Without, nothing keeps two that started at the same time
-// from promoting at the same time.
+// consumer's run (192 columns: 96 + 96). With TURNS consumers then take turns: one starts a step when the tensor cores
+// have done half of the other's last one. Without, nothing keeps two that started at the same time from promoting at
+// the same time.
 //
 // SCALING 1: no scales here. 2: scales of 1x128 of a and 128x128 of b. 3: scales of 1x128 of both.
 // Defined by the launcher or before: SCALING, BLOCK_M, BLOCK_N, BLOCK_K, CONSUMERS, TURNS, and what wgmma8.cuh wants.
@@ -18,8 +18,7 @@
 
 constexpr int ROWS = BLOCK_M / CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
 constexpr int SETS = BLOCK_N == 128 ? 2 : 1, SUMS = BLOCK_N / 2;  // of a thread
-// Columns of a tile that have one scale of SCALING 2 wherever it begins: the power of two in BLOCK_N, up to 128.
-constexpr int SQUARE = BLOCK_N % 128 ? BLOCK_N & -BLOCK_N : 128, SQUARES = BLOCK_N / SQUARE;
+constexpr int SQUARE = BLOCK_N % 128 ? 64 : 128, SQUARES = BLOCK_N / SQUARE;  // columns with one scale of SCALING 2
 constexpr int SCALE_B = 4 * BLOCK_M, SCALE_BYTES = SCALE_B + 4 * BLOCK_N;     // of a step; rows come first
 constexpr int A_BYTES = BLOCK_M * BLOCK_K, B_BYTES = BLOCK_N * BLOCK_K, OPERAND_BYTES = A_BYTES + B_BYTES;
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;

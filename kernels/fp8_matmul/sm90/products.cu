@@ -4,8 +4,8 @@
 //
 //   SCALING 0   scales of tensors or rows, at the end; the tensor cores keep the whole sum: tiles of 128 x 256
 //   SCALING 1   the same, but their sums of 128 terms are added in fp32: tiles of 128 x 128
-//   SCALING 2   scales of 1x128 of a and 128x128 of b: those sums are scaled before they are added: tiles of 128 x 128,
-//               160, 176 or 192
+//   SCALING 2   scales of 1x128 of a and 128x128 of b: those sums are scaled before they are added: tiles of 128 x 128
+//               or 128 x 192
 //   SCALING 3   scales of 1x128 of both, in the same tiles
 //
 // Napkin maths for a step of 128 of k with CLUSTER 2, in cycles of an SM: products at 8192 FLOP a cycle, what L2
@@ -37,7 +37,7 @@
 // freedom. In the end CTAs of a cluster wait for each other, so that none writes into one that is gone.
 //
 // Defined by the launcher: SCALING, A_E4M3, B_E4M3, OUT32 (y is fp32; else FP16 or bf16), BIAS (0 none, 1 bf16, 2 fp16,
-// 3 fp32), BLOCK_N, TURNS, BOXED (results of 16 bits leave by TMA: boxes.cuh), STAGES, RASTER, CLUSTER (1 or 2).
+// 3 fp32), BLOCK_N, TURNS, STAGES, RASTER, CLUSTER (1 or 2).
 
 constexpr int BLOCK_M = 128, BLOCK_K = 128, CONSUMERS = 2;
 
@@ -45,14 +45,11 @@ constexpr int BLOCK_M = 128, BLOCK_K = 128, CONSUMERS = 2;
 #include "cluster.cuh"
 #include "numbers.cuh"
 #include "promotion.cuh"
-#include "boxes.cuh"  // behind promotion.cuh, whose sums they take
 #include "tma.cuh"
 
 constexpr bool BLOCKED = SCALING >= 2;
 static_assert(SCALING > 1 || BLOCK_N == (SCALING ? 128 : 256), "of 192 columns an epilogue with scales spills");
-static_assert(!BOXED || !OUT32, "boxes are of 16 bits");
-constexpr int STAGING = STAGES * OPERAND_BYTES;  // where consumers' boxes lie
-constexpr int SCALES = STAGING + (BOXED ? CONSUMERS * OUT_BOXES * OUT_BOX_BYTES : 0);  // a ring of scales
+constexpr int SCALES = STAGES * OPERAND_BYTES;  // where a ring of scales lies
 constexpr int FULL = SCALES + STAGES * (BLOCKED ? SCALE_BYTES : 0);  // and barriers
 constexpr int EMPTY = FULL + 8 * STAGES, TURN = EMPTY + 8 * STAGES;
 
@@ -64,9 +61,6 @@ struct Problem {
     u64 scale_a_row, scale_a_block, scale_b_row, scale_b_block;  // strides in elements
     u64 bias_step;
     int rows, cols, depth;
-#if BOXED
-    TensorMap out_map;
-#endif
 };
 
 struct Tile {
@@ -153,7 +147,7 @@ template <int N> DEVICE void sum_up(float (&d)[N / 2], u32 smem, Ring& ring, int
 // Numbers of the tile's columns, of which each lane loads every 32nd: were each to load its own columns', ptxas would
 // begin all loads at once, and spill. Lanes then get from each other what they need, by sums[4 j + i].
 struct OfColumns {
-    float own[(BLOCK_N + 31) / 32];
+    float own[BLOCK_N / 32];
     DEVICE float get(int j, int i) const {
         return __shfl_sync(~0u, own[j / 4], j % 4 * 8 + threadIdx.x % 4 * 2 + i);
     }
@@ -167,7 +161,7 @@ DEVICE void finish(const Problem& a, const Tile& tile, float (&sums)[SUMS], int 
         const float high = row < a.rows ? a.scale_a[row * a.scale_a_row] : 0;
         const float low = row + 8 < a.rows ? a.scale_a[(row + 8) * a.scale_a_row] : 0;
 #pragma unroll
-        for (int c = 0; c < (BLOCK_N + 31) / 32; c++)
+        for (int c = 0; c < BLOCK_N / 32; c++)
             x.own[c] = column + 32 * c < a.cols ? a.scale_b[(column + 32 * c) * a.scale_b_row] : 0;
 #pragma unroll
         for (int i = 0; i < SUMS; i += i % 2 ? 3 : 1) {
@@ -178,7 +172,7 @@ DEVICE void finish(const Problem& a, const Tile& tile, float (&sums)[SUMS], int 
     if (BIAS) {
         __syncwarp();
 #pragma unroll
-        for (int c = 0; c < (BLOCK_N + 31) / 32; c++)
+        for (int c = 0; c < BLOCK_N / 32; c++)
             x.own[c] = column + 32 * c < a.cols ? load_bias(a.bias, (column + 32 * c) * a.bias_step) : 0;
 #pragma unroll
         for (int i = 0; i < SUMS; i += i % 2 ? 3 : 1) {
@@ -207,29 +201,7 @@ DEVICE void store_halves(char* to, u32 (&w)[4], bool inside) {
                      ::"l"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
 }
 
-#if BOXED
-// `boxes` are free when TMA has read the tile before.
-DEVICE void store_boxes(const Problem& a, const Tile& tile, u32 boxes, const float (&sums)[SUMS], int consumer) {
-    const bool one = threadIdx.x % 128 == 0;
-    if (one) bulk_wait_read();
-    warpgroup_sync(1 + consumer);
-    stage_halves(boxes, sums);
-    fence_async();
-    warpgroup_sync(1 + consumer);
-    const int row = tile.row + consumer * ROWS;
-    if (one && row < a.rows) {
-        for (int box = 0; box < OUT_BOXES && tile.column + box * OUT_COLUMNS < a.cols; box++)
-            tma_store(&a.out_map, boxes + box * OUT_BOX_BYTES, tile.column + box * OUT_COLUMNS, row, 0);
-        bulk_commit();
-    }
-}
-
-DEVICE void store_tile(const Problem& a, const Tile& tile, u32 smem, float (&sums)[SUMS], int consumer) {
-    finish(a, tile, sums, consumer);
-    store_boxes(a, tile, smem + STAGING + consumer * OUT_BOXES * OUT_BOX_BYTES, sums, consumer);
-}
-#else
-DEVICE void store_tile(const Problem& a, const Tile& tile, u32 smem, float (&sums)[SUMS], int consumer) {
+DEVICE void store_tile(const Problem& a, const Tile& tile, float (&sums)[SUMS], int consumer) {
     constexpr int BYTES = OUT32 ? 4 : 2;
     const int first = (OUT32 ? 2 : 8) * (threadIdx.x % 4);  // of the columns that this thread stores
     const int columns = a.cols - tile.column - first;
@@ -250,19 +222,8 @@ DEVICE void store_tile(const Problem& a, const Tile& tile, u32 smem, float (&sum
             }
             if (!OUT32) store_halves(out + 32 * c * BYTES, w, inside && 32 * c < columns);
         }
-        if constexpr (BLOCK_N % 32 != 0) {  // of 176 columns the last 16
-#pragma unroll
-            for (int block = BLOCK_N / 32 * 4; block < BLOCK_N / 8; block++) {
-                const int at = 4 * block + 2 * half, column = 8 * block + 2 * (threadIdx.x % 4);
-                if (!inside || tile.column + column >= a.cols) continue;
-                char* const to = a.out + ((u64)row * a.cols + tile.column + column) * BYTES;
-                if (OUT32) *(float2*)to = {sums[at], sums[at + 1]};
-                else *(u32*)to = pack(sums[at], sums[at + 1]);
-            }
-        }
     }
 }
-#endif
 
 template <int N> DEVICE void clear(float (&x)[N]) {
 #pragma unroll
@@ -281,9 +242,8 @@ DEVICE void consume(const Problem& a, u32 smem, int consumer) {
             sum_up<BLOCK_N>(sums, smem, ring, a.depth, consumer);
         else
             sum_up<BLOCK_N / 2>(reinterpret_cast<float(&)[SUMS / 2]>(sums), smem, ring, a.depth, consumer);
-        store_tile(a, tile, smem, sums, consumer);
+        store_tile(a, tile, sums, consumer);
     }
-    if (BOXED) bulk_wait_read();
 }
 #else
 // Starts the next step of all of this CTA's tiles, of which `left` are not yet started. When none is left it multiplies
@@ -326,7 +286,7 @@ DEVICE void consume(const Problem& a, u32 smem, int consumer) {
             if (SETS == 1) start(d[0], smem, ring, turn, left, consumer);
             if (there && --steps_left == 0) {
                 turn.pass(), passed = true;  // the other must not wait for the epilogue
-                store_tile(a, find_tile(a, place), smem, sums, consumer);
+                store_tile(a, find_tile(a, place), sums, consumer);
                 clear(sums);
                 steps_left = steps, place += stride;
             }
@@ -334,7 +294,6 @@ DEVICE void consume(const Problem& a, u32 smem, int consumer) {
     }
     wgmma_wait<0>();
     if (!passed) turn.pass();  // the other's last start, whose result nothing uses, waits for it
-    if (BOXED) bulk_wait_read();
 }
 #endif
 
