@@ -145,9 +145,19 @@ def test_the_configuration(cols: int) -> None:
             assert products.shared_bytes(weights, True, dtype) <= 227 << 10
         for config in (forward, weights):
             assert (config.block_n, int(config.turns)) in [variant[:2] for variant in VARIANTS]
-            assert config.cluster == 1 + (cols > config.block_n)
+            assert config.cluster == 1 or cols > config.block_n
+        assert weights.cluster == 1 + (cols > weights.block_n)
     widest = configs.CudaConfig(stages=3, raster=8, cluster=2, block_n=192, turns=True)
     assert products.shared_bytes(widest, True, torch.float32) <= 227 << 10
+
+
+def test_which_tiles_the_forward_has() -> None:
+    """Those whose rounds take less time. Pairs where they take no more rounds: of eleven columns of tiles they make
+    twelve; of the 22 of 4096 columns eleven pairs, and of a single tile's columns none. Groups fill row tiles of their
+    own: 64 of 65 rows take 64 of them, of 128 columns two rounds, of 192 one."""
+    problems = ((8, 8192, 4096), (64, 32768, 2048), (1, 200, 256), (1, 200, 128), (64, 64 * 65, 384))
+    picked = [configs.pick_cuda_rows_config(*problem) for problem in problems]
+    assert [(c.block_n, c.cluster) for c in picked] == [(192, 2), (192, 1), (128, 2), (128, 1), (192, 2)]
 
 
 def test_every_candidate_fits_into_shared_memory() -> None:
