@@ -28,13 +28,16 @@ class CudaConfig:
     """Of products.cu: steps of the ring, rows of tiles that follow each other, CTAs below each other that share what
     they read of b (1 or 2), columns of a tile, and whether its two consumers take turns at the tensor cores. 256
     columns are for sums that the tensor cores keep; 192 and 128 for those that are promoted, 192 where scales are of
-    blocks."""
+    blocks. A turn passes when `passes` of a step's four wgmmas are done; with `late`, which 192 columns can have, a
+    step's slot is given back when the next step has started."""
 
     stages: int
     raster: int
     cluster: int
     block_n: int
     turns: bool
+    passes: int = 2
+    late: bool = False
 
 
 @dataclass(frozen=True)

@@ -39,13 +39,17 @@ class WeightsConfig:
 @dataclass(frozen=True)
 class CudaConfig:
     """Of products.cu: steps of the ring, row tiles that follow each other, CTAs beside each other that share what they
-    read of a (1 or 2), columns of a tile (192 or 128), and whether its two consumers take turns at the tensor cores."""
+    read of a (1 or 2), columns of a tile (192 or 128), and whether its two consumers take turns at the tensor cores.
+    A turn passes when `passes` of a step's four wgmmas are done; with `late`, which 192 columns can have, a step's slot
+    is given back when the next step has started."""
 
     stages: int
     raster: int
     cluster: int
     block_n: int
     turns: bool
+    passes: int = 2
+    late: bool = False
 
 
 def pick_backend(backend: str, rows: int, groups: int, of_weights: bool, possible: bool) -> str:

@@ -36,8 +36,8 @@
 // steps, and these only for full slots and, of the same step or the one before, for each other's start: free of
 // deadlock. In the end CTAs of a cluster wait for each other, so that none writes into one that is gone.
 //
-// Defined by the launcher: WEIGHTS, A_E4M3, B_E4M3, OUT32 (out is fp32; else FP16 or bf16), BLOCK_N, TURNS, STAGES,
-// RASTER, CLUSTER (1 or 2).
+// Defined by the launcher: WEIGHTS, A_E4M3, B_E4M3, OUT32 (out is fp32; else FP16 or bf16), BLOCK_N, TURNS, PASSES (1
+// to 3), LATE (a slot is given back when the next step has started), STAGES, RASTER, CLUSTER (1 or 2).
 
 #define SCALING (WEIGHTS ? 3 : 2)
 constexpr int BLOCK_M = 128, BLOCK_K = 128, CONSUMERS = 2;
@@ -51,6 +51,8 @@ constexpr int BLOCK_M = 128, BLOCK_K = 128, CONSUMERS = 2;
 
 // What TMA stores of a gradient: boxes of a consumer's 64 rows by 128 bytes.
 constexpr int BOX_COLUMNS = OUT32 ? 32 : 64, BOX_BYTES = ROWS * 128, BOXES = WEIGHTS ? BLOCK_N / BOX_COLUMNS : 0;
+
+static_assert(!LATE || SETS == 1, "with two sets the next step starts before a slot has been read");
 
 // With a step: which of its terms belong to the tile's group, and of a tile's last one where it goes.
 struct alignas(16) Step {
@@ -333,9 +335,10 @@ DEVICE void consume(const Problem& a, const TensorMap* out_map, u32 smem, int co
             if (there) {
                 const int4 place = load_ints(about + 16);
                 tile = {0, 0, own, load_ints(about).w, place.x, place.y, place.z, 0};
-                release(smem, slot);
+                if (!LATE) release(smem, slot);
             }
             if (SETS == 1) flags = start(d[0], smem, ring, turn, own, consumer);
+            if (LATE) release(smem, slot);
             if (there && own & LAST) {
                 turn.pass(), passed = true;  // the other must not wait for the epilogue
                 finish_tile(a, out_map, smem, tile, sums, consumer);
