@@ -8,6 +8,8 @@
 //               or 128 x 192
 //   SCALING 3   scales of 1x128 of both, in the same tiles
 //
+// Of SCALING 2 and 3 tiles may be 256 x 128 as well.
+//
 // Napkin maths for a step of 128 of k with CLUSTER 2, in cycles of an SM: products at 8192 FLOP a cycle, what L2
 // delivers to each SM at some 39 bytes, shared memory at 128 bytes (both operands of each wgmma, and what TMA writes),
 // and the issue slots of each scheduler that promotion takes, of SCALING 2 and 3.
@@ -16,10 +18,12 @@
 //   128 x 128   512        24 KiB:  630     48 + 32 KiB: 640      128, 288
 //   128 x 192   768        28 KiB:  735     64 + 40 KiB: 832      192, 432
 //   128 x 256   1024       32 KiB:  840     80 + 48 KiB: 1024
+//   256 x 128   1024       40 KiB: 1050     96 + 48 KiB: 1152     256, 576
 //
-// A CTA is a producer warpgroup and two consumer warpgroups with 64 rows of the tile each. Thread 0 of the producer
-// fills a ring of STAGES steps by TMA; with SCALING 2 and 3 all of its threads copy the scales of that step, one row
-// and the columns, by cp.async. Tails of every dimension are zeros: TMA's, and cp.async's of no bytes.
+// A CTA is a producer warpgroup and two consumer warpgroups with 64 rows of the tile each. Of 256 rows they have twice
+// 64, parts of a step that follow each other as steps do. Thread 0 of the producer fills a ring of STAGES steps by TMA;
+// with SCALING 2 and 3 all of its threads copy the scales of that step, of rows and columns, by cp.async. Tails of
+// every dimension are zeros: TMA's, and cp.async's of no bytes.
 //
 // With promotion a consumer's steps follow each other across tiles: it starts the next one as soon as a set of the
 // tensor cores' sums is free, and only then stores a tile that is complete (promotion.cuh: SETS, TURNS).
@@ -37,10 +41,10 @@
 // freedom. In the end CTAs of a cluster wait for each other, so that none writes into one that is gone.
 //
 // Defined by the launcher: SCALING, A_E4M3, B_E4M3, OUT32 (y is fp32; else FP16 or bf16), BIAS (0 none, 1 bf16, 2 fp16,
-// 3 fp32), BLOCK_N, TURNS, PASSES (1 to 3), LATE (a slot is given back when the next step has started), STAGES, RASTER,
-// CLUSTER (1 or 2).
+// 3 fp32), BLOCK_M, BLOCK_N, TURNS, PASSES (1 to 3), LATE (a slot is given back when the next step has started),
+// STAGES, RASTER, CLUSTER (1 or 2).
 
-constexpr int BLOCK_M = 128, BLOCK_K = 128, CONSUMERS = 2;
+constexpr int BLOCK_K = 128, CONSUMERS = 2;
 
 #include "bias.cuh"
 #include "cluster.cuh"
@@ -49,6 +53,7 @@ constexpr int BLOCK_M = 128, BLOCK_K = 128, CONSUMERS = 2;
 #include "tma.cuh"
 
 constexpr bool BLOCKED = SCALING >= 2;
+static_assert(BLOCK_M == 128 || BLOCKED && BLOCK_N == 128, "of other tiles of 256 rows registers are too few");
 static_assert(!LATE || SETS == 1, "with two sets the next step starts before a slot has been read");
 static_assert(SCALING > 1 || BLOCK_N == (SCALING ? 128 : 256), "of 192 columns an epilogue with scales spills");
 constexpr int SCALES = STAGES * OPERAND_BYTES;  // where a ring of scales lies
@@ -156,8 +161,8 @@ struct OfColumns {
 };
 
 // Applies scales that sums do not have yet, and the bias.
-DEVICE void finish(const Problem& a, const Tile& tile, float (&sums)[SUMS], int consumer) {
-    const int column = tile.column + threadIdx.x % 32, row = tile.row + row_of(consumer);
+DEVICE void finish(const Problem& a, const Tile& tile, float (&sums)[SUMS], int consumer, int part) {
+    const int column = tile.column + threadIdx.x % 32, row = tile.row + row_of(consumer, part);
     OfColumns x;
     if (!BLOCKED) {
         const float high = row < a.rows ? a.scale_a[row * a.scale_a_row] : 0;
@@ -203,14 +208,15 @@ DEVICE void store_halves(char* to, u32 (&w)[4], bool inside) {
                      ::"l"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
 }
 
-DEVICE void store_tile(const Problem& a, const Tile& tile, float (&sums)[SUMS], int consumer) {
+// 64 of a consumer's rows.
+DEVICE void store_tile(const Problem& a, const Tile& tile, float (&sums)[SUMS], int consumer, int part = 0) {
     constexpr int BYTES = OUT32 ? 4 : 2;
     const int first = (OUT32 ? 2 : 8) * (threadIdx.x % 4);  // of the columns that this thread stores
     const int columns = a.cols - tile.column - first;
-    finish(a, tile, sums, consumer);
+    finish(a, tile, sums, consumer, part);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const int row = tile.row + row_of(consumer) + 8 * half;
+        const int row = tile.row + row_of(consumer, part) + 8 * half;
         const bool inside = row < a.rows;
         char* const out = a.out + ((u64)row * a.cols + tile.column + first) * BYTES;
 #pragma unroll
@@ -248,12 +254,13 @@ DEVICE void consume(const Problem& a, u32 smem, int consumer) {
     }
 }
 #else
-// Starts the next step of all of this CTA's tiles, of which `left` are not yet started. When none is left it multiplies
-// what lies in the slot, and nothing uses the result: ptxas lets wgmmas run on only where none of them is conditional.
-DEVICE void start(float (&d)[SUMS], u32 smem, const Ring& ring, Turn& turn, int& left, int consumer) {
-    if (left-- > 0) bar_wait(smem + FULL + 8 * ring.slot, ring.phase);
+// Starts the next step of all of this CTA's tiles, of which `left` are not yet started, or a part of it. When none is
+// left it multiplies what lies in the slot, and nothing uses the result: ptxas lets wgmmas run on only where none of
+// them is conditional.
+DEVICE void start(float (&d)[SUMS], u32 smem, const Ring& ring, Turn& turn, int& left, int consumer, int part = 0) {
+    if (part == 0 && left-- > 0) bar_wait(smem + FULL + 8 * ring.slot, ring.phase);
     turn.wait();
-    multiply<SUMS * 2>(d, smem + ring.slot * OPERAND_BYTES, consumer, false);
+    multiply<SUMS * 2>(d, smem + ring.slot * OPERAND_BYTES, consumer, false, part);
 }
 
 DEVICE void consume(const Problem& a, u32 smem, int consumer) {
@@ -263,34 +270,40 @@ DEVICE void consume(const Problem& a, u32 smem, int consumer) {
     int left = ((tiles - 1 - place) / stride + 1) * steps, steps_left = steps;
     Ring ring;
     Turn turn(smem + TURN, consumer);
-    float sums[SUMS], d[SETS][SUMS];
-    clear(sums);
+    float sums[PARTS][SUMS], d[SETS][SUMS];
+#pragma unroll
+    for (int part = 0; part < PARTS; part++) clear(sums[part]);
     bool passed = false;  // the turn that belongs to the last start
     start(d[0], smem, ring, turn, left, consumer);
 #pragma unroll 1
     while (place < tiles) {
 #pragma unroll
-        for (int set = 0; set < SETS; set++) {
-            const bool there = set == 0 || place < tiles;
+        for (int i = 0; i < SETS * PARTS; i++) {
+            const int set = i % SETS, part = i % PARTS;
+            const bool there = set == 0 || place < tiles, last = part == PARTS - 1;
             const int slot = ring.slot;
             const u32 scales = smem + SCALES + slot * SCALE_BYTES;
-            ring.next();
+            if (last) ring.next();
             if (TURNS) wgmma_wait<1>();
             if (!passed) turn.pass();
             passed = false;
-            const RowScales rows = load_row_scales(scales, row);
+            const RowScales rows = load_row_scales(scales, row + 64 * part);
             wgmma_wait<0>();
             pin(d[set]);
-            if (there && SCALING < 3 && !LATE) release(smem, slot);
+            if (last && there && SCALING < 3 && !LATE) release(smem, slot);
             if (SETS == 2) start(d[1 - set], smem, ring, turn, left, consumer);
-            promote(sums, d[set], rows, scales);
-            if (there && SCALING == 3 && !LATE) release(smem, slot);  // its columns' scales were read there
-            if (SETS == 1) start(d[0], smem, ring, turn, left, consumer);
-            if (there && LATE) release(smem, slot);
-            if (there && --steps_left == 0) {
+            promote(sums[part], d[set], rows, scales);
+            if (last && there && SCALING == 3 && !LATE) release(smem, slot);  // its columns' scales were read there
+            if (SETS == 1) start(d[0], smem, ring, turn, left, consumer, (part + 1) % PARTS);
+            if (last && there && LATE) release(smem, slot);
+            if (last && there && --steps_left == 0) {
                 turn.pass(), passed = true;  // the other must not wait for the epilogue
-                store_tile(a, find_tile(a, place), sums, consumer);
-                clear(sums);
+                const Tile tile = find_tile(a, place);
+#pragma unroll
+                for (int done = 0; done < PARTS; done++) {
+                    store_tile(a, tile, sums[done], consumer, done);
+                    clear(sums[done]);
+                }
                 steps_left = steps, place += stride;
             }
         }
