@@ -313,18 +313,22 @@ def _weights_candidates(case: Case) -> list[configs.WeightsConfig]:
     ]
 
 
+# When a turn passes and a slot is given back, other than by default.
+OPTIONS = ((1, False), (3, False), (1, True), (2, True), (3, True))
+
+
 def _cuda_candidates(case: Case) -> list[configs.CudaConfig]:
     shapes = ((128, 4), (192, 3)) if case.params["wgrad"] else ((128, 4), (128, 6), (192, 4), (192, 5))
-    tiles = [(block_n, turns, stages, False) for block_n, stages in shapes for turns in (False, True)]
-    if not case.params["wgrad"]:
-        tiles += [(160, True, 6, False), (176, True, 5, False)]
-        tiles += [(128, False, 5, True), (160, True, 5, True), (176, True, 4, True), (192, True, 4, True)]
-    return [
-        configs.CudaConfig(stages, raster, cluster, block_n, turns, boxes)
-        for block_n, turns, stages, boxes in tiles
+    found = [
+        configs.CudaConfig(stages, raster, cluster, block_n, turns)
+        for block_n, stages in shapes
+        for turns in (False, True)
         for cluster in (1, 2)
         for raster in (4, 8, 16, 32)
     ]
+    if not case.params["wgrad"]:
+        found += [configs.CudaConfig(5, 8, cluster, 192, True, *options) for cluster in (1, 2) for options in OPTIONS]
+    return found
 
 
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:

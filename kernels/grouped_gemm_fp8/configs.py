@@ -39,16 +39,17 @@ class WeightsConfig:
 @dataclass(frozen=True)
 class CudaConfig:
     """Of products.cu: steps of the ring, row tiles that follow each other, CTAs beside each other that share what they
-    read of a (1 or 2), columns of a tile (128 or 192, of the forward 160 and 176 as well), whether its two consumers
-    take turns at the tensor cores, and whether the forward's results of 16 bits leave through shared memory, by TMA, as
-    gradients do."""
+    read of a (1 or 2), columns of a tile (192 or 128), and whether its two consumers take turns at the tensor cores.
+    A turn passes when `passes` of a step's four wgmmas are done; with `late`, which 192 columns can have, a step's slot
+    is given back when the next step has started."""
 
     stages: int
     raster: int
     cluster: int
     block_n: int
     turns: bool
-    boxes: bool = False
+    passes: int = 2
+    late: bool = False
 
 
 def pick_backend(backend: str, rows: int, groups: int, of_weights: bool, possible: bool) -> str:
@@ -96,15 +97,22 @@ def pick_weights_config(cols: int, depth: int, capability: tuple[int, int]) -> W
 def pick_cuda_rows_config(groups: int, rows: int, cols: int) -> CudaConfig:
     """Configuration of products.cu for the forward. Pure.
 
-    - Tiles of 192 or 128 columns: which takes less time by ROWS_STEP_NS, all rounds of the CTAs together.
-    - Two CTAs share rows of x where there are columns for both.
+    - Tiles of 192 or 128 columns, and CTAs by themselves or in pairs that share rows of x: which takes less time by
+      ROWS_STEP_NS, all rounds of the CTAs together, of groups of the same size. Where both have as many rounds they are
+      level, and pairs are taken. Of an odd number of columns of tiles pairs have one that is empty: 2048 columns are
+      eleven tiles of 192 in 22 rounds of 64 groups of 512 rows, and twelve of pairs in 24, which took 6 % longer.
     - As many steps as there is room for, at most six of 128 columns. Two consumers with a set of sums each take turns;
       one with two sets always has a step under way.
-    - More rows of tiles after each other with many groups, as of grouped_gemm.
+    - 8 rows of tiles after each other: 4, 8 and 16 are within about 1 % of each other, 32 up to 3 % slower.
+
+    Measured on one H200 with 8 and 64 groups of the same size (reports/h200/tune/grouped_gemm_fp8.json): what is picked
+    takes at most 0.6 % longer than the best. Other sizes, and groups of different ones, were not searched.
     """
-    block_n = min(ROWS_STEP_NS, key=lambda n: _rounds(-(-rows // 128), cols, n) * ROWS_STEP_NS[n])
-    stages, raster = (5 if block_n == 192 else 6), (16 if groups >= 32 else 8)
-    return CudaConfig(stages, raster, cluster=2 if cols > block_n else 1, block_n=block_n, turns=block_n == 192)
+    row_tiles = groups * -(-rows // (128 * max(1, groups)))
+    shapes = [(block_n, cluster) for block_n in ROWS_STEP_NS for cluster in (2, 1) if cluster == 1 or cols > block_n]
+    block_n, cluster = min(shapes, key=lambda shape: _rounds(row_tiles, cols, *shape) * ROWS_STEP_NS[shape[0]])
+    stages = 5 if block_n == 192 else 6
+    return CudaConfig(stages, raster=8, cluster=cluster, block_n=block_n, turns=block_n == 192)
 
 
 def pick_cuda_weights_config(groups: int, rows: int, cols: int, depth: int) -> CudaConfig:
@@ -119,23 +127,24 @@ def pick_cuda_weights_config(groups: int, rows: int, cols: int, depth: int) -> C
 
     def cost(block_n: int) -> int:
         tile, step = WEIGHTS_NS[block_n]
-        return _rounds(row_tiles, depth, block_n) * (tile + steps * step)
+        return _rounds(row_tiles, depth, block_n, 2) * (tile + steps * step)
 
     block_n = min(WEIGHTS_NS, key=cost)
     cluster = 2 if depth > block_n else 1
     return CudaConfig(stages=4 if block_n == 128 else 3, raster=8, cluster=cluster, block_n=block_n, turns=False)
 
 
-#: What a CTA takes for 128 terms, by the columns of its tile, measured on one H200 (EXPERIMENTS.md).
-ROWS_STEP_NS = {128: 530, 192: 730}
+#: What a CTA takes for 128 terms, by the columns of its tile: the time of 8 groups measured on one H200, divided by
+#: rounds and steps. That of 64 groups gives 1.16 times as much for both widths.
+ROWS_STEP_NS = {128: 498, 192: 682}
 #: Of a weight's gradient: for a tile, and for each 128 terms.
 WEIGHTS_NS = {128: (530, 830), 192: (3380, 790)}
 SMS = 132
 
 
-def _rounds(row_tiles: int, cols: int, block_n: int) -> int:
-    """Tiles that each CTA has, in pairs beside each other, without padding of groups."""
-    return -(-row_tiles * -(-cols // (2 * block_n)) // (SMS // 2))
+def _rounds(row_tiles: int, cols: int, block_n: int, cluster: int) -> int:
+    """Tiles that each CTA has, `cluster` of them beside each other."""
+    return -(-row_tiles * -(-cols // (cluster * block_n)) // (SMS // cluster))
 
 
 def _power(size: int) -> int:

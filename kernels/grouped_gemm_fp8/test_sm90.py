@@ -12,7 +12,7 @@ import torch
 from harness.compiling import nvrtc, sass
 
 from . import configs, plans
-from .bench import FORWARDS, GRADIENTS, _cuda_candidates
+from .bench import FORWARDS, GRADIENTS, OPTIONS, _cuda_candidates
 from .op import grouped_gemm_fp8
 from .op_wgrad import grouped_gemm_fp8_wgrad
 from .sm90 import cuda_driver, products
@@ -88,12 +88,10 @@ def test_triton_does_not_ask_for_a_compiler(function, make, monkeypatch: pytest.
 # (BLOCK_N, TURNS, STAGES) of products.cu: a gradient's tile of 192 columns leaves room for three steps.
 VARIANTS = [(128, 0, 4), (128, 1, 4), (192, 0, 3), (192, 1, 3)]
 TILES = pytest.mark.parametrize(("block_n", "turns", "stages"), VARIANTS)
-# Of the forward whose results leave by TMA.
-BOXED = [(128, 0, 5), (160, 1, 5), (176, 1, 4), (192, 1, 4)]
 
 
 def defines(weights: int, block_n: int, turns: int, stages: int, **changes: int) -> tuple[str, ...]:
-    chosen = dict(WEIGHTS=weights, A_E4M3=1, B_E4M3=1, OUT32=weights, FP16=0, BOXED=0, RASTER=8, CLUSTER=2)
+    chosen = dict(WEIGHTS=weights, A_E4M3=1, B_E4M3=1, OUT32=weights, FP16=0, PASSES=2, LATE=0, RASTER=8, CLUSTER=2)
     chosen |= dict(BLOCK_N=block_n, TURNS=turns, STAGES=stages)
     return tuple(f"{name}={value}" for name, value in (chosen | changes).items())
 
@@ -118,18 +116,10 @@ def test_it_compiles_and_does_not_spill(
 
 
 @pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.MISSING)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        dict(BOXED=1),
-        pytest.param(dict(BOXED=1, FP16=1, CLUSTER=1), marks=pytest.mark.slow),
-        pytest.param(dict(BOXED=0), marks=pytest.mark.slow),
-        pytest.param(dict(BOXED=0, OUT32=1), marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize(("block_n", "turns", "stages"), BOXED)
-def test_nor_of_other_widths_and_with_boxes(changes: dict[str, int], block_n: int, turns: int, stages: int) -> None:
-    runs_on_without_spills(0, changes, block_n, turns, stages)
+@pytest.mark.parametrize("cluster", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("passes", "late"), OPTIONS)
+def test_nor_do_options(passes: int, late: bool, cluster: int) -> None:
+    runs_on_without_spills(0, dict(PASSES=passes, LATE=int(late), CLUSTER=cluster), 192, 1, 5)
 
 
 def runs_on_without_spills(weights: int, changes: dict[str, int], block_n: int, turns: int, stages: int) -> None:
@@ -165,11 +155,20 @@ def test_the_configuration(cols: int) -> None:
             assert products.shared_bytes(forward, False, dtype) <= 227 << 10
             assert products.shared_bytes(weights, True, dtype) <= 227 << 10
         for config in (forward, weights):
-            known = BOXED if config.boxes else VARIANTS
-            assert (config.block_n, int(config.turns)) in [variant[:2] for variant in known]
-            assert config.cluster == 1 + (cols > config.block_n)
+            assert (config.block_n, int(config.turns)) in [variant[:2] for variant in VARIANTS]
+            assert config.cluster == 1 or cols > config.block_n
+        assert weights.cluster == 1 + (cols > weights.block_n)
     widest = configs.CudaConfig(stages=3, raster=8, cluster=2, block_n=192, turns=True)
     assert products.shared_bytes(widest, True, torch.float32) <= 227 << 10
+
+
+def test_which_tiles_the_forward_has() -> None:
+    """Those whose rounds take less time. Pairs where they take no more rounds: of eleven columns of tiles they make
+    twelve; of the 22 of 4096 columns eleven pairs, and of a single tile's columns none. Groups fill row tiles of their
+    own: 64 of 65 rows take 64 of them, of 128 columns two rounds, of 192 one."""
+    problems = ((8, 8192, 4096), (64, 32768, 2048), (1, 200, 256), (1, 200, 128), (64, 64 * 65, 384))
+    picked = [configs.pick_cuda_rows_config(*problem) for problem in problems]
+    assert [(c.block_n, c.cluster) for c in picked] == [(192, 2), (192, 1), (128, 2), (128, 1), (192, 2)]
 
 
 def test_every_candidate_fits_into_shared_memory() -> None:
@@ -239,39 +238,35 @@ def test_tiles_that_begin_within_a_square(compiler, monkeypatch, block_n: int, t
 
 
 @pytest.mark.gpu(min_capability=(9, 0))
-@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("n", "k"), [(16, 16), (144, 272), (208, 208), (1408, 528)])
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("block_n", [160, 176])
-def test_other_widths(compiler, monkeypatch, block_n: int, split: str, n: int, k: int, out_dtype: torch.dtype) -> None:
-    """Of the forward, whose tiles then begin in several squares of scales; with boxes where results have 16 bits."""
-    config = configs.CudaConfig(4, 4, 2, block_n, True, boxes=True)
-    monkeypatch.setattr(configs, "pick_cuda_rows_config", lambda *_: config)
-    rtol = 2e-3 if out_dtype == torch.float32 else 1e-2
-    a, b, of_a, of_b, offsets = forward(SPLITS[split], ROWS, n, k)
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("split", [*SPLITS, "more tiles than SMs"])
+@TILES
+def test_tiles_change_no_bit(
+    compiler, monkeypatch, block_n: int, turns: int, stages: int, split: str, out_dtype: torch.dtype
+) -> None:
+    """Of the forward, against what is picked."""
+    ends = SPLITS.get(split) or list(itertools.accumulate([1500, 3, 0, 700, 64, 65, 1, 2000, 129, 300]))
+    a, b, of_a, of_b, offsets = forward(ends, max(ROWS, ends[-1] + 77), 1424, 528)
     arguments = a, b, of_a / 64, of_b / 64, offsets
-    agrees(grouped_gemm_fp8, arguments, rtol=rtol, backend="cuda", out_dtype=out_dtype)
+    want = grouped_gemm_fp8(*arguments, out_dtype=out_dtype, backend="cuda")
+    for cluster in (1, 2):
+        put_in_place(monkeypatch, block_n, turns, stages, cluster)
+        assert torch.equal(grouped_gemm_fp8(*arguments, out_dtype=out_dtype, backend="cuda"), want)
 
 
 @pytest.mark.gpu(min_capability=(9, 0))
-@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("split", [*SPLITS, "more tiles than SMs"])
-@pytest.mark.parametrize(("block_n", "turns", "stages"), BOXED)
-def test_boxes_and_widths_change_no_bit(
-    compiler, monkeypatch, block_n: int, turns: int, stages: int, split: str, out_dtype: torch.dtype
-) -> None:
-    """Against what is picked. Of more tiles than SMs, CTAs write into their boxes again."""
+@pytest.mark.parametrize("options", OPTIONS)
+def test_options_change_no_bit(compiler, monkeypatch, options: tuple[int, bool], split: str) -> None:
+    """Of the forward, in the shortest ring as well, and again and again."""
     ends = SPLITS.get(split) or list(itertools.accumulate([1500, 3, 0, 700, 64, 65, 1, 2000, 129, 300]))
-    a, b, of_a, of_b, offsets = forward(ends, max(ROWS, ends[-1] + 77), 1424, 528)
-
-    def product() -> torch.Tensor:
-        return grouped_gemm_fp8(a, b, of_a / 64, of_b / 64, offsets, out_dtype=out_dtype, backend="cuda")
-
-    want = product()
-    for boxes, cluster in itertools.product((False, True), (1, 2)):
-        config = configs.CudaConfig(stages, 4, cluster, block_n, bool(turns), boxes)
+    arguments = forward(ends, max(ROWS, ends[-1] + 77), 1424, 528)
+    want = grouped_gemm_fp8(*arguments, backend="cuda")
+    for stages, cluster in itertools.product((3, 5), (1, 2)):
+        config = configs.CudaConfig(stages, 4, cluster, 192, True, *options)
         monkeypatch.setattr(configs, "pick_cuda_rows_config", lambda *_, config=config: config)
-        assert torch.equal(product(), want)
+        for _ in range(5):
+            assert torch.equal(grouped_gemm_fp8(*arguments, backend="cuda"), want)
 
 
 @pytest.mark.gpu(min_capability=(9, 0))

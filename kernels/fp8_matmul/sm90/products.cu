@@ -4,9 +4,11 @@
 //
 //   SCALING 0   scales of tensors or rows, at the end; the tensor cores keep the whole sum: tiles of 128 x 256
 //   SCALING 1   the same, but their sums of 128 terms are added in fp32: tiles of 128 x 128
-//   SCALING 2   scales of 1x128 of a and 128x128 of b: those sums are scaled before they are added: tiles of 128 x 128,
-//               160, 176 or 192
+//   SCALING 2   scales of 1x128 of a and 128x128 of b: those sums are scaled before they are added: tiles of 128 x 128
+//               or 128 x 192
 //   SCALING 3   scales of 1x128 of both, in the same tiles
+//
+// Of SCALING 2 and 3 tiles may be 256 x 128 as well.
 //
 // Napkin maths for a step of 128 of k with CLUSTER 2, in cycles of an SM: products at 8192 FLOP a cycle, what L2
 // delivers to each SM at some 39 bytes, shared memory at 128 bytes (both operands of each wgmma, and what TMA writes),
@@ -16,10 +18,12 @@
 //   128 x 128   512        24 KiB:  630     48 + 32 KiB: 640      128, 288
 //   128 x 192   768        28 KiB:  735     64 + 40 KiB: 832      192, 432
 //   128 x 256   1024       32 KiB:  840     80 + 48 KiB: 1024
+//   256 x 128   1024       40 KiB: 1050     96 + 48 KiB: 1152     256, 576
 //
-// A CTA is a producer warpgroup and two consumer warpgroups with 64 rows of the tile each. Thread 0 of the producer
-// fills a ring of STAGES steps by TMA; with SCALING 2 and 3 all of its threads copy the scales of that step, one row
-// and the columns, by cp.async. Tails of every dimension are zeros: TMA's, and cp.async's of no bytes.
+// A CTA is a producer warpgroup and two consumer warpgroups with 64 rows of the tile each. Of 256 rows they have twice
+// 64, parts of a step that follow each other as steps do. Thread 0 of the producer fills a ring of STAGES steps by TMA;
+// with SCALING 2 and 3 all of its threads copy the scales of that step, of rows and columns, by cp.async. Tails of
+// every dimension are zeros: TMA's, and cp.async's of no bytes.
 //
 // With promotion a consumer's steps follow each other across tiles: it starts the next one as soon as a set of the
 // tensor cores' sums is free, and only then stores a tile that is complete (promotion.cuh: SETS, TURNS).
@@ -37,22 +41,22 @@
 // freedom. In the end CTAs of a cluster wait for each other, so that none writes into one that is gone.
 //
 // Defined by the launcher: SCALING, A_E4M3, B_E4M3, OUT32 (y is fp32; else FP16 or bf16), BIAS (0 none, 1 bf16, 2 fp16,
-// 3 fp32), BLOCK_N, TURNS, BOXED (results of 16 bits leave by TMA: boxes.cuh), STAGES, RASTER, CLUSTER (1 or 2).
+// 3 fp32), BLOCK_M, BLOCK_N, TURNS, PASSES (1 to 3), LATE (a slot is given back when the next step has started),
+// STAGES, RASTER, CLUSTER (1 or 2).
 
-constexpr int BLOCK_M = 128, BLOCK_K = 128, CONSUMERS = 2;
+constexpr int BLOCK_K = 128, CONSUMERS = 2;
 
 #include "bias.cuh"
 #include "cluster.cuh"
 #include "numbers.cuh"
 #include "promotion.cuh"
-#include "boxes.cuh"  // behind promotion.cuh, whose sums they take
 #include "tma.cuh"
 
 constexpr bool BLOCKED = SCALING >= 2;
+static_assert(BLOCK_M == 128 || BLOCKED && BLOCK_N == 128, "of other tiles of 256 rows registers are too few");
+static_assert(!LATE || SETS == 1, "with two sets the next step starts before a slot has been read");
 static_assert(SCALING > 1 || BLOCK_N == (SCALING ? 128 : 256), "of 192 columns an epilogue with scales spills");
-static_assert(!BOXED || !OUT32, "boxes are of 16 bits");
-constexpr int STAGING = STAGES * OPERAND_BYTES;  // where consumers' boxes lie
-constexpr int SCALES = STAGING + (BOXED ? CONSUMERS * OUT_BOXES * OUT_BOX_BYTES : 0);  // a ring of scales
+constexpr int SCALES = STAGES * OPERAND_BYTES;  // where a ring of scales lies
 constexpr int FULL = SCALES + STAGES * (BLOCKED ? SCALE_BYTES : 0);  // and barriers
 constexpr int EMPTY = FULL + 8 * STAGES, TURN = EMPTY + 8 * STAGES;
 
@@ -64,9 +68,6 @@ struct Problem {
     u64 scale_a_row, scale_a_block, scale_b_row, scale_b_block;  // strides in elements
     u64 bias_step;
     int rows, cols, depth;
-#if BOXED
-    TensorMap out_map;
-#endif
 };
 
 struct Tile {
@@ -153,21 +154,21 @@ template <int N> DEVICE void sum_up(float (&d)[N / 2], u32 smem, Ring& ring, int
 // Numbers of the tile's columns, of which each lane loads every 32nd: were each to load its own columns', ptxas would
 // begin all loads at once, and spill. Lanes then get from each other what they need, by sums[4 j + i].
 struct OfColumns {
-    float own[(BLOCK_N + 31) / 32];
+    float own[BLOCK_N / 32];
     DEVICE float get(int j, int i) const {
         return __shfl_sync(~0u, own[j / 4], j % 4 * 8 + threadIdx.x % 4 * 2 + i);
     }
 };
 
 // Applies scales that sums do not have yet, and the bias.
-DEVICE void finish(const Problem& a, const Tile& tile, float (&sums)[SUMS], int consumer) {
-    const int column = tile.column + threadIdx.x % 32, row = tile.row + row_of(consumer);
+DEVICE void finish(const Problem& a, const Tile& tile, float (&sums)[SUMS], int consumer, int part) {
+    const int column = tile.column + threadIdx.x % 32, row = tile.row + row_of(consumer, part);
     OfColumns x;
     if (!BLOCKED) {
         const float high = row < a.rows ? a.scale_a[row * a.scale_a_row] : 0;
         const float low = row + 8 < a.rows ? a.scale_a[(row + 8) * a.scale_a_row] : 0;
 #pragma unroll
-        for (int c = 0; c < (BLOCK_N + 31) / 32; c++)
+        for (int c = 0; c < BLOCK_N / 32; c++)
             x.own[c] = column + 32 * c < a.cols ? a.scale_b[(column + 32 * c) * a.scale_b_row] : 0;
 #pragma unroll
         for (int i = 0; i < SUMS; i += i % 2 ? 3 : 1) {
@@ -178,7 +179,7 @@ DEVICE void finish(const Problem& a, const Tile& tile, float (&sums)[SUMS], int 
     if (BIAS) {
         __syncwarp();
 #pragma unroll
-        for (int c = 0; c < (BLOCK_N + 31) / 32; c++)
+        for (int c = 0; c < BLOCK_N / 32; c++)
             x.own[c] = column + 32 * c < a.cols ? load_bias(a.bias, (column + 32 * c) * a.bias_step) : 0;
 #pragma unroll
         for (int i = 0; i < SUMS; i += i % 2 ? 3 : 1) {
@@ -207,36 +208,15 @@ DEVICE void store_halves(char* to, u32 (&w)[4], bool inside) {
                      ::"l"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
 }
 
-#if BOXED
-// `boxes` are free when TMA has read the tile before.
-DEVICE void store_boxes(const Problem& a, const Tile& tile, u32 boxes, const float (&sums)[SUMS], int consumer) {
-    const bool one = threadIdx.x % 128 == 0;
-    if (one) bulk_wait_read();
-    warpgroup_sync(1 + consumer);
-    stage_halves(boxes, sums);
-    fence_async();
-    warpgroup_sync(1 + consumer);
-    const int row = tile.row + consumer * ROWS;
-    if (one && row < a.rows) {
-        for (int box = 0; box < OUT_BOXES && tile.column + box * OUT_COLUMNS < a.cols; box++)
-            tma_store(&a.out_map, boxes + box * OUT_BOX_BYTES, tile.column + box * OUT_COLUMNS, row, 0);
-        bulk_commit();
-    }
-}
-
-DEVICE void store_tile(const Problem& a, const Tile& tile, u32 smem, float (&sums)[SUMS], int consumer) {
-    finish(a, tile, sums, consumer);
-    store_boxes(a, tile, smem + STAGING + consumer * OUT_BOXES * OUT_BOX_BYTES, sums, consumer);
-}
-#else
-DEVICE void store_tile(const Problem& a, const Tile& tile, u32 smem, float (&sums)[SUMS], int consumer) {
+// 64 of a consumer's rows.
+DEVICE void store_tile(const Problem& a, const Tile& tile, float (&sums)[SUMS], int consumer, int part = 0) {
     constexpr int BYTES = OUT32 ? 4 : 2;
     const int first = (OUT32 ? 2 : 8) * (threadIdx.x % 4);  // of the columns that this thread stores
     const int columns = a.cols - tile.column - first;
-    finish(a, tile, sums, consumer);
+    finish(a, tile, sums, consumer, part);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const int row = tile.row + row_of(consumer) + 8 * half;
+        const int row = tile.row + row_of(consumer, part) + 8 * half;
         const bool inside = row < a.rows;
         char* const out = a.out + ((u64)row * a.cols + tile.column + first) * BYTES;
 #pragma unroll
@@ -250,19 +230,8 @@ DEVICE void store_tile(const Problem& a, const Tile& tile, u32 smem, float (&sum
             }
             if (!OUT32) store_halves(out + 32 * c * BYTES, w, inside && 32 * c < columns);
         }
-        if constexpr (BLOCK_N % 32 != 0) {  // of 176 columns the last 16
-#pragma unroll
-            for (int block = BLOCK_N / 32 * 4; block < BLOCK_N / 8; block++) {
-                const int at = 4 * block + 2 * half, column = 8 * block + 2 * (threadIdx.x % 4);
-                if (!inside || tile.column + column >= a.cols) continue;
-                char* const to = a.out + ((u64)row * a.cols + tile.column + column) * BYTES;
-                if (OUT32) *(float2*)to = {sums[at], sums[at + 1]};
-                else *(u32*)to = pack(sums[at], sums[at + 1]);
-            }
-        }
     }
 }
-#endif
 
 template <int N> DEVICE void clear(float (&x)[N]) {
 #pragma unroll
@@ -281,17 +250,17 @@ DEVICE void consume(const Problem& a, u32 smem, int consumer) {
             sum_up<BLOCK_N>(sums, smem, ring, a.depth, consumer);
         else
             sum_up<BLOCK_N / 2>(reinterpret_cast<float(&)[SUMS / 2]>(sums), smem, ring, a.depth, consumer);
-        store_tile(a, tile, smem, sums, consumer);
+        store_tile(a, tile, sums, consumer);
     }
-    if (BOXED) bulk_wait_read();
 }
 #else
-// Starts the next step of all of this CTA's tiles, of which `left` are not yet started. When none is left it multiplies
-// what lies in the slot, and nothing uses the result: ptxas lets wgmmas run on only where none of them is conditional.
-DEVICE void start(float (&d)[SUMS], u32 smem, const Ring& ring, Turn& turn, int& left, int consumer) {
-    if (left-- > 0) bar_wait(smem + FULL + 8 * ring.slot, ring.phase);
+// Starts the next step of all of this CTA's tiles, of which `left` are not yet started, or a part of it. When none is
+// left it multiplies what lies in the slot, and nothing uses the result: ptxas lets wgmmas run on only where none of
+// them is conditional.
+DEVICE void start(float (&d)[SUMS], u32 smem, const Ring& ring, Turn& turn, int& left, int consumer, int part = 0) {
+    if (part == 0 && left-- > 0) bar_wait(smem + FULL + 8 * ring.slot, ring.phase);
     turn.wait();
-    multiply<SUMS * 2>(d, smem + ring.slot * OPERAND_BYTES, consumer, false);
+    multiply<SUMS * 2>(d, smem + ring.slot * OPERAND_BYTES, consumer, false, part);
 }
 
 DEVICE void consume(const Problem& a, u32 smem, int consumer) {
@@ -301,40 +270,46 @@ DEVICE void consume(const Problem& a, u32 smem, int consumer) {
     int left = ((tiles - 1 - place) / stride + 1) * steps, steps_left = steps;
     Ring ring;
     Turn turn(smem + TURN, consumer);
-    float sums[SUMS], d[SETS][SUMS];
-    clear(sums);
+    float sums[PARTS][SUMS], d[SETS][SUMS];
+#pragma unroll
+    for (int part = 0; part < PARTS; part++) clear(sums[part]);
     bool passed = false;  // the turn that belongs to the last start
     start(d[0], smem, ring, turn, left, consumer);
 #pragma unroll 1
     while (place < tiles) {
 #pragma unroll
-        for (int set = 0; set < SETS; set++) {
-            const bool there = set == 0 || place < tiles;
+        for (int i = 0; i < SETS * PARTS; i++) {
+            const int set = i % SETS, part = i % PARTS;
+            const bool there = set == 0 || place < tiles, last = part == PARTS - 1;
             const int slot = ring.slot;
             const u32 scales = smem + SCALES + slot * SCALE_BYTES;
-            ring.next();
+            if (last) ring.next();
             if (TURNS) wgmma_wait<1>();
             if (!passed) turn.pass();
             passed = false;
-            const RowScales rows = load_row_scales(scales, row);
+            const RowScales rows = load_row_scales(scales, row + 64 * part);
             wgmma_wait<0>();
             pin(d[set]);
-            if (there && SCALING < 3) release(smem, slot);
+            if (last && there && SCALING < 3 && !LATE) release(smem, slot);
             if (SETS == 2) start(d[1 - set], smem, ring, turn, left, consumer);
-            promote(sums, d[set], rows, scales);
-            if (there && SCALING == 3) release(smem, slot);  // its columns' scales were read there
-            if (SETS == 1) start(d[0], smem, ring, turn, left, consumer);
-            if (there && --steps_left == 0) {
+            promote(sums[part], d[set], rows, scales);
+            if (last && there && SCALING == 3 && !LATE) release(smem, slot);  // its columns' scales were read there
+            if (SETS == 1) start(d[0], smem, ring, turn, left, consumer, (part + 1) % PARTS);
+            if (last && there && LATE) release(smem, slot);
+            if (last && there && --steps_left == 0) {
                 turn.pass(), passed = true;  // the other must not wait for the epilogue
-                store_tile(a, find_tile(a, place), smem, sums, consumer);
-                clear(sums);
+                const Tile tile = find_tile(a, place);
+#pragma unroll
+                for (int done = 0; done < PARTS; done++) {
+                    store_tile(a, tile, sums[done], consumer, done);
+                    clear(sums[done]);
+                }
                 steps_left = steps, place += stride;
             }
         }
     }
     wgmma_wait<0>();
     if (!passed) turn.pass();  // the other's last start, whose result nothing uses, waits for it
-    if (BOXED) bulk_wait_read();
 }
 #endif
 

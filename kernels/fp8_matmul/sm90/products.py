@@ -10,12 +10,12 @@ from ..configs import CudaConfig
 from . import cuda_driver
 from .cuda_driver import address, tensor_map
 
-BLOCK_M, BLOCK_K, THREADS = 128, 128, 384  # of products.cu
+BLOCK_K, THREADS = 128, 384  # of products.cu
 NUMBERS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # BIAS of products.cu
 
 # Two tensor maps and the Problem of products.cu and few_rows.cu: out, scales, bias; strides of scales and bias; rows,
-# cols, depth. With boxes the Problem of products.cu ends with the result's map.
-LAYOUT, BOXED_LAYOUT = "MM(PPPPqqqqqiii)", "MM(PPPPqqqqqiiiM)"
+# cols, depth.
+LAYOUT = "MM(PPPPqqqqqiii)"
 
 Optional = torch.Tensor | None
 
@@ -41,7 +41,7 @@ def launch(
     """Writes out, given (a, b, scale_a, scale_b, bias, out) like these: a and b have elements, and rows that are
     contiguous on 16-byte boundaries. `scaling` is SCALING of products.cu; `strides` are those of scale_a and scale_b,
     by rows and by blocks of k."""
-    (rows, depth), cols, boxed = a.shape, b.shape[0], _boxed(config, out_dtype)
+    (rows, depth), cols = a.shape, b.shape[0]
     defines = (
         f"SCALING={scaling}",
         f"A_E4M3={int(a.dtype == torch.float8_e4m3fn)}",
@@ -49,22 +49,23 @@ def launch(
         f"OUT32={int(out_dtype == torch.float32)}",
         f"FP16={int(out_dtype == torch.float16)}",
         f"BIAS={0 if bias is None else NUMBERS[bias.dtype]}",
+        f"BLOCK_M={config.block_m}",
         f"BLOCK_N={config.block_n}",
         f"TURNS={int(config.turns)}",
-        f"BOXED={int(boxed)}",
+        f"PASSES={config.passes}",
+        f"LATE={int(config.late)}",
         f"STAGES={config.stages}",
         f"RASTER={config.raster}",
         f"CLUSTER={config.cluster}",
     )
-    width, device, shared = config.block_n, a.device, shared_bytes(scaling, config, out_dtype)
-    a_map, b_map = operand_map(a, BLOCK_M), operand_map(b, width // config.cluster)
-    out_map = box_map(torch.empty((rows, cols), dtype=out_dtype, device="meta"), width) if boxed else None
-    clusters = -(-rows // (BLOCK_M * config.cluster)) * -(-cols // width)
+    width, device, shared = config.block_n, a.device, shared_bytes(scaling, config)
+    a_map, b_map = operand_map(a, config.block_m), operand_map(b, width // config.cluster)
+    clusters = -(-rows // (config.block_m * config.cluster)) * -(-cols // width)
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     with torch.cuda.device_of(a):
         (kernel,) = cuda_driver.kernels(device.index, "products.cu", ("fp8_matmul_products",), defines, shared)
     grid = config.cluster * min(sms // config.cluster, clusters)
-    start = cuda_driver.Launch(device.index, kernel, grid, THREADS, shared, BOXED_LAYOUT if boxed else LAYOUT)
+    start = cuda_driver.Launch(device.index, kernel, grid, THREADS, shared, LAYOUT)
     fixed = (*strides, 0 if bias is None else bias.stride(0), rows, cols, depth)
 
     def run(
@@ -83,7 +84,6 @@ def launch(
             scale_b.data_ptr(),
             address(bias),
             *fixed,
-            *(() if out_map is None else (out_map(out.data_ptr()),)),
         )
 
     return run
@@ -94,19 +94,7 @@ def operand_map(codes: torch.Tensor, rows: int) -> cuda_driver.TensorMap:
     return tensor_map(codes.view(torch.uint8)[None, None], codes.shape[0], rows, BLOCK_K)
 
 
-def box_map(out: torch.Tensor, block_n: int) -> cuda_driver.TensorMap:
-    """Boxes of 64 rows by the columns that boxes.cuh has of a tile of block_n."""
-    columns = next((size for size in (64, 32) if block_n % size == 0), block_n)
-    return tensor_map(out[None, None], out.shape[0], BLOCK_M // 2, columns)
-
-
-def shared_bytes(scaling: int, config: CudaConfig, out_dtype: torch.dtype) -> int:
-    """Of a CTA: the ring of both operands and of scales of blocks, a tile in boxes, and its barriers."""
-    scales = 4 * (BLOCK_M + config.block_n) if scaling >= 2 else 0
-    tile = BLOCK_M * config.block_n * out_dtype.itemsize if _boxed(config, out_dtype) else 0
-    return config.stages * ((BLOCK_M + config.block_n) * BLOCK_K + scales + 16) + tile + 16
-
-
-def _boxed(config: CudaConfig, out_dtype: torch.dtype) -> bool:
-    """Whether results leave by TMA."""
-    return config.boxes and out_dtype.itemsize == 2
+def shared_bytes(scaling: int, config: CudaConfig) -> int:
+    """Of a CTA: the ring of both operands and of scales of blocks, and its barriers."""
+    rows = config.block_m + config.block_n  # of both operands
+    return config.stages * (rows * BLOCK_K + (4 * rows if scaling >= 2 else 0) + 16) + 16

@@ -1,15 +1,18 @@
 // A copy of parts/sm90/promotion.cuh, made by `nox -s vendor`: change it there.
 // Products of fp8 whose sums of 128 terms are added in fp32: the scales of a step on their way to shared memory, a
-// consumer's wgmmas of a step, and their promotion. Tiles are BLOCK_M x BLOCK_N, 64 rows a consumer warpgroup.
+// consumer's wgmmas of a step, and their promotion. Tiles are BLOCK_M x BLOCK_N: PARTS times 64 rows a consumer
+// warpgroup, one after the other.
 //
 // The tensor cores must have work while a consumer promotes. Either a consumer has SETS 2 of their sums, so that the
 // next step's wgmmas run meanwhile (tiles of 128 columns: 64 + 2 x 64 registers); or it has one, and the other
-// consumer's run (160, 176 or 192 columns: up to 96 + 96). With TURNS consumers then take turns: one starts a step when
-// the tensor cores have done half of the other's last one. Without, nothing keeps two that started at the same time
-// from promoting at the same time.
+// consumer's run (192 columns: 96 + 96; twice 64 rows of 128 columns: 2 x 64 + 64). With TURNS consumers then take
+// turns: one starts a step when the tensor cores have done PASSES of the four wgmmas of the other's last one. Without,
+// nothing keeps two that started at the same time from promoting at the same time. Of several PARTS each is a step
+// here.
 //
 // SCALING 1: no scales here. 2: scales of 1x128 of a and 128x128 of b. 3: scales of 1x128 of both.
-// Defined by the launcher or before: SCALING, BLOCK_M, BLOCK_N, BLOCK_K, CONSUMERS, TURNS, and what wgmma8.cuh wants.
+// Defined by the launcher or before: SCALING, BLOCK_M, BLOCK_N, BLOCK_K, CONSUMERS, TURNS, PASSES, and what
+// wgmma8.cuh wants.
 #pragma once
 
 #include "mbarrier.cuh"
@@ -17,14 +20,15 @@
 #include "wgmma.cuh"
 #include "wgmma8.cuh"
 
-constexpr int ROWS = BLOCK_M / CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
-constexpr int SETS = BLOCK_N == 128 ? 2 : 1, SUMS = BLOCK_N / 2;  // of a thread
-// Columns of a tile that have one scale of SCALING 2 wherever it begins: the power of two in BLOCK_N, up to 128.
-constexpr int SQUARE = BLOCK_N % 128 ? BLOCK_N & -BLOCK_N : 128, SQUARES = BLOCK_N / SQUARE;
+constexpr int ROWS = BLOCK_M / CONSUMERS, PARTS = ROWS / 64, THREADS = 128 * (CONSUMERS + 1);
+constexpr int SETS = BLOCK_N == 128 && PARTS == 1 ? 2 : 1, SUMS = BLOCK_N / 2;  // of a thread, for 64 rows
+constexpr int SQUARE = BLOCK_N % 128 ? 64 : 128, SQUARES = BLOCK_N / SQUARE;  // columns with one scale of SCALING 2
 constexpr int SCALE_B = 4 * BLOCK_M, SCALE_BYTES = SCALE_B + 4 * BLOCK_N;     // of a step; rows come first
 constexpr int A_BYTES = BLOCK_M * BLOCK_K, B_BYTES = BLOCK_N * BLOCK_K, OPERAND_BYTES = A_BYTES + B_BYTES;
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 static_assert(CONSUMERS == 2, "they take turns, and halve the rows");
+static_assert(BLOCK_M == 128 || BLOCK_M == 256, "a producer thread has the scales of one row or two");
+static_assert(0 < PASSES && PASSES < BLOCK_K / 32, "a turn passes within a step");
 static_assert(OPERAND_BYTES % 1024 == 0, "operands with 128-byte swizzle begin at multiples of 1024");
 
 struct Ring {
@@ -42,22 +46,25 @@ DEVICE int column_place(int column) {
     return (column & ~15) | (column & 6) << 1 | (column & 8) >> 2 | (column & 1);
 }
 
-// A step's scales by 128 producer threads, of which each copies those of a row and, of SCALING 3, of every 128th
-// column; of SCALING 2 some copy a square's. `of_a` and `of_b` are those of the tile's first row, and of the column
-// (SCALING 3) or the square with which it begins; it has `rows` rows and begins at `column` with `columns` columns.
+// A step's scales by 128 producer threads, of which each copies those of every 128th row and, of SCALING 3, of every
+// 128th column; of SCALING 2 some copy a square's. `of_a` and `of_b` are those of the tile's first row, and of the
+// column (SCALING 3) or the square with which it begins; it has `rows` rows and begins at `column` with `columns`
+// columns.
 struct ScaleLoads {
     const float *a, *b;
+    u64 next_row;       // from a
     int rows, columns;  // from this thread's on
 
     DEVICE ScaleLoads(const float* of_a, u64 a_row, int rows, const float* of_b, u64 b_row, int column, int columns) {
         const int thread = threadIdx.x, own = SCALING == 3 ? thread : (column % 128 + SQUARE * thread) / 128;
-        a = of_a + thread * a_row, b = of_b + own * b_row;
+        a = of_a + thread * a_row, b = of_b + own * b_row, next_row = 128 * a_row;
         this->rows = rows - thread, this->columns = columns - (SCALING == 3 ? thread : SQUARE * thread);
     }
     // Starts the copies of the next block of k. Each thread arrives at `bar` when its own have come.
     DEVICE void copy(u32 to, u32 bar, u64 a_block, u64 b_block, u64 b_row) {
         const int thread = threadIdx.x;
         copy_scale(to + 4 * thread, a, rows > 0);
+        if (BLOCK_M > 128) copy_scale(to + 4 * (128 + thread), a + next_row, rows > 128);
         if (SCALING == 3) {
             copy_scale(to + SCALE_B + 4 * column_place(thread), b, columns > 0);
             if (BLOCK_N > 128 && thread < BLOCK_N - 128)
@@ -87,20 +94,22 @@ struct Turn {
     }
 };
 
-// The wgmmas of one step for one consumer's 64 rows and the first N columns. With TURNS they are two groups.
-template <int N> DEVICE void multiply(float (&d)[N / 2], u32 step, int consumer, bool add) {
-    const u64 a = describe(step + consumer * (A_BYTES / CONSUMERS)), b = describe(step + A_BYTES);
+// The wgmmas of one step for 64 of a consumer's rows and the first N columns. With TURNS they are two groups.
+template <int N> DEVICE void multiply(float (&d)[N / 2], u32 step, int consumer, bool add, int part = 0) {
+    const u64 a = describe(step + (consumer * ROWS + part * 64) * BLOCK_K), b = describe(step + A_BYTES);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < BLOCK_K / 32; i++) {
         wgmma(d, a + i * (32 / 16), b + i * (32 / 16), add || i);
-        if (TURNS && i == BLOCK_K / 64 - 1) wgmma_commit();
+        if (TURNS && i == PASSES - 1) wgmma_commit();
     }
     wgmma_commit();
 }
 
 // A thread has columns 8 j + 2 (lane % 4) and the next of rows lane / 4 and lane / 4 + 8 of its warp's 16.
-DEVICE int row_of(int consumer) { return consumer * ROWS + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
+DEVICE int row_of(int consumer, int part = 0) {
+    return consumer * ROWS + part * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+}
 
 // Of a thread's two rows; of SCALING 2 times b's, by squares.
 struct RowScales {

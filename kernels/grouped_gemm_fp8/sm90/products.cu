@@ -36,8 +36,8 @@
 // steps, and these only for full slots and, of the same step or the one before, for each other's start: free of
 // deadlock. In the end CTAs of a cluster wait for each other, so that none writes into one that is gone.
 //
-// Defined by the launcher: WEIGHTS, A_E4M3, B_E4M3, OUT32 (out is fp32; else FP16 or bf16), BLOCK_N, TURNS, BOXED (the
-// forward's results of 16 bits leave by TMA as well: boxes.cuh), STAGES, RASTER, CLUSTER (1 or 2).
+// Defined by the launcher: WEIGHTS, A_E4M3, B_E4M3, OUT32 (out is fp32; else FP16 or bf16), BLOCK_N, TURNS, PASSES (1
+// to 3), LATE (a slot is given back when the next step has started), STAGES, RASTER, CLUSTER (1 or 2).
 
 #define SCALING (WEIGHTS ? 3 : 2)
 constexpr int BLOCK_M = 128, BLOCK_K = 128, CONSUMERS = 2;
@@ -45,15 +45,14 @@ constexpr int BLOCK_M = 128, BLOCK_K = 128, CONSUMERS = 2;
 #include "cluster.cuh"
 #include "numbers.cuh"
 #include "promotion.cuh"
-#include "boxes.cuh"  // behind promotion.cuh, whose sums they take
 #include "tiles.cuh"
 #include "tma.cuh"
+#include "tma_store.cuh"
 
-// What TMA stores: boxes of a consumer's 64 rows. Those of a gradient have 128 bytes of a row.
-constexpr int BOX_COLUMNS = BOXED ? OUT_COLUMNS : OUT32 ? 32 : 64, BOX_BYTES = BOXED ? OUT_BOX_BYTES : ROWS * 128;
-constexpr int BOXES = WEIGHTS || BOXED ? BLOCK_N / BOX_COLUMNS : 0;
-static_assert(!WEIGHTS || BLOCK_N % 64 == 0, "a gradient's boxes fill a tile");
-static_assert(!BOXED || !WEIGHTS && !OUT32, "these boxes are of the forward's results, and of 16 bits");
+// What TMA stores of a gradient: boxes of a consumer's 64 rows by 128 bytes.
+constexpr int BOX_COLUMNS = OUT32 ? 32 : 64, BOX_BYTES = ROWS * 128, BOXES = WEIGHTS ? BLOCK_N / BOX_COLUMNS : 0;
+
+static_assert(!LATE || SETS == 1, "with two sets the next step starts before a slot has been read");
 
 // With a step: which of its terms belong to the tile's group, and of a tile's last one where it goes.
 struct alignas(16) Step {
@@ -217,16 +216,6 @@ DEVICE void store_rows(const Problem& a, const Step& tile, const float (&sums)[S
             }
             if (!OUT32) store_halves(out + 32 * c * BYTES, w, inside && 32 * c < columns);
         }
-        if constexpr (BLOCK_N % 32 != 0) {  // of 176 columns the last 16
-#pragma unroll
-            for (int block = BLOCK_N / 32 * 4; block < BLOCK_N / 8; block++) {
-                const int at = 4 * block + 2 * half, column = 8 * block + 2 * (threadIdx.x % 4);
-                if (!inside || tile.column + column >= a.cols) continue;
-                char* const to = a.out + ((u64)(tile.row + row) * a.cols + tile.column + column) * BYTES;
-                if (OUT32) *(float2*)to = {sums[at], sums[at + 1]};
-                else *(u32*)to = pack(sums[at], sums[at + 1]);
-            }
-        }
     }
 }
 
@@ -234,9 +223,9 @@ DEVICE void store_pair(u32 to, float x, float y) {
     asm volatile("st.shared::cta.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
 }
 
-// Writes a consumer's sums of a gradient into its boxes, whose 16-byte vectors are swizzled by the row. A vector of fp32
-// has the numbers of two lanes. Odd rows write their vectors of 32 columns in another order: else each two rows of the
-// four that are stored at a time would be in the same banks.
+// Writes a consumer's sums into its boxes, whose 16-byte vectors are swizzled by the row. A vector of fp32 has the
+// numbers of two lanes. Odd rows write their vectors of 32 columns in another order: else each two rows of the four
+// that are stored at a time would be in the same banks.
 DEVICE void stage(u32 boxes, const float (&sums)[SUMS]) {
     const int quad = threadIdx.x % 4, row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
     const bool odd = row % 2;
@@ -259,20 +248,19 @@ DEVICE void stage(u32 boxes, const float (&sums)[SUMS]) {
     }
 }
 
-// By TMA, which leaves out what is beyond the tensor. The boxes are free when it has read the tile before.
+// A group's gradient, by TMA, which leaves out what is beyond it. The boxes are free when it has read the tile before.
 DEVICE void store_boxes(const Problem& a, const TensorMap* map, const Step& tile, u32 boxes, const float (&sums)[SUMS],
                         int consumer) {
     const bool one = threadIdx.x % 128 == 0;
     if (one) bulk_wait_read();
     warpgroup_sync(1 + consumer);
-    if (WEIGHTS) stage(boxes, sums);
-    else stage_halves(boxes, sums);
+    stage(boxes, sums);
     fence_async();
     warpgroup_sync(1 + consumer);
     if (one && consumer * ROWS < tile.rows) {
         for (int box = 0; box < BOXES && tile.column + box * BOX_COLUMNS < a.cols; box++)
             tma_store(map, boxes + box * BOX_BYTES, tile.column + box * BOX_COLUMNS, tile.row + consumer * ROWS,
-                      WEIGHTS ? tile.group : 0);
+                      tile.group);
         bulk_commit();
     }
 }
@@ -314,11 +302,8 @@ DEVICE int start(float (&d)[SUMS], u32 smem, const Ring& ring, Turn& turn, int f
 DEVICE void finish_tile(const Problem& a, const TensorMap* out_map, u32 smem, const Step& tile, float (&sums)[SUMS],
                         int consumer) {
     if (tile.flags & NO_TERMS) clear(sums);
-    // A box of the forward has rows of the tile's group alone.
-    if (WEIGHTS || BOXED && (consumer + 1) * ROWS <= tile.rows)
-        store_boxes(a, out_map, tile, smem + STAGING + consumer * BOXES * BOX_BYTES, sums, consumer);
-    else
-        store_rows(a, tile, sums, consumer);
+    if (WEIGHTS) store_boxes(a, out_map, tile, smem + STAGING + consumer * BOXES * BOX_BYTES, sums, consumer);
+    else store_rows(a, tile, sums, consumer);
     clear(sums);
 }
 
@@ -350,9 +335,10 @@ DEVICE void consume(const Problem& a, const TensorMap* out_map, u32 smem, int co
             if (there) {
                 const int4 place = load_ints(about + 16);
                 tile = {0, 0, own, load_ints(about).w, place.x, place.y, place.z, 0};
-                release(smem, slot);
+                if (!LATE) release(smem, slot);
             }
             if (SETS == 1) flags = start(d[0], smem, ring, turn, own, consumer);
+            if (LATE) release(smem, slot);
             if (there && own & LAST) {
                 turn.pass(), passed = true;  // the other must not wait for the epilogue
                 finish_tile(a, out_map, smem, tile, sums, consumer);
@@ -361,7 +347,7 @@ DEVICE void consume(const Problem& a, const TensorMap* out_map, u32 smem, int co
     }
     wgmma_wait<0>();
     if (!passed) turn.pass();  // the other's last start, whose result nothing uses, waits for it
-    if (WEIGHTS || BOXED) bulk_wait_read();
+    if (WEIGHTS) bulk_wait_read();
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)

@@ -11,7 +11,7 @@ from . import cuda_driver
 from .cuda_driver import tensor_map
 
 BLOCK_M, BLOCK_K, THREADS = 128, 128, 384  # of products.cu
-BOX_ROWS, BOX_BYTES = 64, 128  # of what TMA stores; of the forward's tiles of 160 and 176 columns other bytes
+BOX_ROWS, BOX_BYTES = 64, 128  # of what TMA stores of a gradient
 STEP_BYTES = 32  # what a step says of its tile
 
 # Three tensor maps and products.cu's Problem: table, out, scales; strides of scales; groups, rows, cols, depth.
@@ -40,13 +40,8 @@ def rows_launch(
     (rows, depth), (groups, cols, _) = x.shape, weights.shape
     most = (rows // BLOCK_M + groups + 1) * -(-cols // (config.block_n * config.cluster))
     a_map, b_map = _map(x[None, None], BLOCK_M // config.cluster), _map(weights[None], config.block_n)
-    out_map = None
-    if _boxed(config, out_dtype):
-        columns = next((size for size in (64, 32) if config.block_n % size == 0), config.block_n)  # as in boxes.cuh
-        out_map = tensor_map(torch.empty((1, 1, rows, cols), dtype=out_dtype, device="meta"), rows, BOX_ROWS, columns)
     strides = *scale_x.stride(), *scale_w.stride()
-    maps = a_map, b_map, out_map
-    return _start(x, weights, out_dtype, config, 0, most, maps, strides, (groups, rows, cols, depth))
+    return _start(x, weights, out_dtype, config, 0, most, (a_map, b_map, None), strides, (groups, rows, cols, depth))
 
 
 def weights_launch(
@@ -97,7 +92,8 @@ def _start(
         f"FP16={int(out_dtype == torch.float16)}",
         f"BLOCK_N={config.block_n}",
         f"TURNS={int(config.turns)}",
-        f"BOXED={int(not weights and _boxed(config, out_dtype))}",
+        f"PASSES={config.passes}",
+        f"LATE={int(config.late)}",
         f"STAGES={config.stages}",
         f"RASTER={config.raster}",
         f"CLUSTER={config.cluster}",
@@ -122,7 +118,7 @@ def _start(
         launch(
             of_a,
             b_map(b.data_ptr()),
-            of_a if out_map is None else out_map(out.data_ptr()),  # which only boxes go through
+            of_a if out_map is None else out_map(out.data_ptr()),  # which the forward does not read
             table.data_ptr(),
             out.data_ptr(),
             scale_a.data_ptr(),
@@ -135,12 +131,7 @@ def _start(
 
 
 def shared_bytes(config: CudaConfig, weights: bool, out_dtype: torch.dtype) -> int:
-    """Of a CTA: the ring of both operands, their scales and what steps say, a tile in boxes, and barriers."""
+    """Of a CTA: the ring of both operands, their scales and what steps say, a tile of a gradient, and barriers."""
     operands, scales = (BLOCK_M + config.block_n) * BLOCK_K, 4 * (BLOCK_M + config.block_n)
-    tile = BLOCK_M * config.block_n * out_dtype.itemsize if weights or _boxed(config, out_dtype) else 0
+    tile = BLOCK_M * config.block_n * out_dtype.itemsize if weights else 0
     return config.stages * (operands + scales + STEP_BYTES + 16) + tile + 16
-
-
-def _boxed(config: CudaConfig, out_dtype: torch.dtype) -> bool:
-    """Whether the forward's results leave by TMA."""
-    return config.boxes and out_dtype.itemsize == 2
