@@ -31,7 +31,6 @@ _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 # L2, zeros outside the tensor.
 _TYPES = {torch.uint8: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 _NO_INTERLEAVE, _SWIZZLES, _PROMOTE_256B, _FILL_ZEROS = 0, {32: 1, 64: 2, 128: 3}, 3, 0
-_NO_SWIZZLE = 0
 _MAP_BYTES, _MAP_ALIGNMENT, _MAPS_KEPT = 128, 64, 64
 # For each letter of a layout (see Launch): its code in `struct`, its size and its alignment.
 _PARAMETERS = {
@@ -124,7 +123,7 @@ class TensorMap:
 
 def tensor_map(x: torch.Tensor, rows: int, block_rows: int, columns: int = 64) -> TensorMap:
     """Maps of [B, H, S, D] tensors like x, of which they cover the first `rows` rows (S), in boxes of block_rows by
-    `columns` elements. A row of a box that has 32, 64 or 128 bytes is swizzled, others lie as they are.
+    `columns` elements. A row of a box has 32, 64 or 128 bytes and is swizzled.
 
     The strides of B, H and S must be multiples of 16 bytes. Elements outside the tensor are read as zeros.
     """
@@ -133,7 +132,7 @@ def tensor_map(x: torch.Tensor, rows: int, block_rows: int, columns: int = 64) -
     # The stride of a dimension of size 1 is arbitrary in PyTorch, but TMA needs a multiple of 16 bytes.
     strides = tuple(16 if n == 1 else x.stride(i) * size for n, i in ((rows, 2), (heads, 1), (batch, 0)))
     sizes, box = (dim, rows, heads, batch), (columns, block_rows, 1, 1)
-    return TensorMap(_TYPES[x.dtype], sizes, strides, box, _SWIZZLES.get(columns * size, _NO_SWIZZLE))
+    return TensorMap(_TYPES[x.dtype], sizes, strides, box, _SWIZZLES[columns * size])
 
 
 def _encoded(
