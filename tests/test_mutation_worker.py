@@ -14,11 +14,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from harness import registry
 from harness.commands import check
 from harness.compiling import nvrtc
-from harness.mutation import checks, clock, compilers, cuda, process, selection, worker
+from harness.mutation import checkout, checks, clock, compilers, cuda, overlay, process, selection, worker
 from harness.mutation.clock import Clock
 from harness.mutation.messages import IMPORT, START, say
 from harness.mutation.process import Process
@@ -341,6 +342,19 @@ assert get_cache_manager("bb").get_file("f.cubin")
 assert sorted(Path({str(tmp_path / "shared")!r}).rglob("*")) == before
 """
     subprocess.run([sys.executable, "-c", code], cwd=registry.ROOT, check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("file", "alone"), [(None, False), ("kernel.py", True), ("sm90/forward.cu", False), ("sm90/tiles.cuh", False)]
+)
+def test_which_mutants_keep_what_they_compile_apart(monkeypatch, file, alone):
+    """Of a mutant of CUDA C++ what Triton compiles is the original's."""
+    folders = []
+    monkeypatch.setattr(cuda, "_start", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda fraction: None)
+    monkeypatch.setattr(overlay, "write_to", folders.append)
+    cuda._use({"memory": 0.1} if file is None else {"memory": 0.1, "file": file})
+    assert folders == [str(checkout.cache_of_mutant()) if alone else None]
 
 
 @pytest.mark.parametrize("kernel_name", ["rmsnorm", "grouped_gemm"])

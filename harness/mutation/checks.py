@@ -124,14 +124,11 @@ def _is_fit(
     (`suspects`) the original passes or skips, which is put back after a mutant."""
     if not leftovers.is_for_used(task) or (suspects and not task.get("file")):
         return False
-    from . import overlay
-
     say(report, over=True)
     try:
         if suspects:
             leftovers.forget()
             checkout.write(task, task["original"])
-            overlay.write_to(None)
         made = [_make_check(items.get(name), name, task, clock, report) for name in suspects]
         leftovers.forget()
     except Exception:  # CUDA has failed

@@ -8,11 +8,13 @@ import importlib
 import os
 import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TextIO
 
 from . import checkout
 from .clock import Clock
 from .messages import START, say
+from .mutants import CUDA_SOURCES
 
 START_SECONDS = 180.0  # when many processes start CUDA at once
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
@@ -74,14 +76,16 @@ def _attempt(start: Callable[[], None], report: TextIO) -> bool:
 
 
 def _use(task: Mapping[str, Any]) -> None:
-    """With a bound on what the process may allocate. What a mutant compiles goes to a cache of its own."""
+    """With a bound on what the process may allocate. What a mutant compiles goes to a cache of its own; of a mutant of
+    CUDA C++ to that of all, since nearly all of it is Triton's code, which is the original's."""
     import torch
 
     from . import overlay
 
     _start()
     torch.cuda.set_per_process_memory_fraction(task["memory"])
-    overlay.write_to(str(checkout.cache_of_mutant()) if task.get("file") else None)
+    alone = bool(task.get("file")) and Path(task["file"]).suffix not in CUDA_SOURCES
+    overlay.write_to(str(checkout.cache_of_mutant()) if alone else None)
 
 
 def _start() -> None:

@@ -1,7 +1,8 @@
 """A cache of what Triton compiles, over another one that is only read.
 
 What the originals have compiled is in one folder, which all processes read. A mutant finds there what it has not
-changed; the rest it writes to a folder of its own, which is deleted after it.
+changed; the rest it writes to a folder of its own, which is deleted after it. A mutant of CUDA C++ writes to the common
+folder: keys are made from all of the source, so that no other finds what it alone has.
 """
 
 from __future__ import annotations
