@@ -53,9 +53,11 @@
 // further sum over a_more and b_more, as long as the first).
 
 #include "cluster.cuh"
+#include "column_bias.cuh"
 #include "heads_ptx.cuh"
 #include "mbarrier.cuh"
 #include "numbers.cuh"
+#include "ring.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
 #include "wgmma_widths.cuh"
@@ -109,19 +111,6 @@ DEVICE Tile find_tile(const Problem& p, int place) {
 }
 
 DEVICE int steps_of(const Tile& tile) { return max(0, tile.last - tile.first) * (1 + TWO); }
-
-struct Ring {
-    int slot = 0;
-    u32 phase = 0;
-    DEVICE void next() {
-        if (++slot == STAGES) slot = 0, phase ^= 1;
-    }
-    DEVICE void skip(int steps) {
-        slot += steps;
-        phase ^= slot / STAGES & 1;
-        slot %= STAGES;
-    }
-};
 
 // ---- Producer -----------------------------------------------------------------------------------------------------
 
@@ -205,26 +194,13 @@ DEVICE void multiply(float (&d)[HALVES][N / 2], u32 smem, Ring& ring, int steps,
     if (steps > 0) release(smem, before);
 }
 
-// Adds the bias to the sums, of GATE to those of pre, before the epilogue needs its registers. Each lane loads one of
-// 32 columns: if it loaded all that it adds, these would spill. The bias is not the initial value of the accumulators:
-// ptxas cannot follow those that come from loads, and would wait for each wgmma.
+// Adds the bias to the sums, of GATE to those of pre, before the epilogue needs its registers.
 template <int N> DEVICE void add_bias(const Problem& p, const Tile& tile, float (&d)[HALVES][N / 2]) {
     constexpr int WIDTH = EPILOGUE == GATE ? N / 2 : N;
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int c = 0; c < WIDTH; c += 32) {
-        const int column = tile.column + c + lane;
-        const float bias = column < p.cols ? widen(p.bias[column * p.bias_stride]) : 0.0f;
-#pragma unroll
-        for (int i = 0; i < 8 && c + i / 2 * 8 < WIDTH; i++) {
-            const float own = __shfl_sync(~0u, bias, i / 2 * 8 + lane % 4 * 2 + i % 2);
-#pragma unroll
-            for (int half = 0; half < HALVES; half++) {
-                float* sums = d[half] + c / 2 + i / 2 * 4 + i % 2;
-                sums[0] += own, sums[2] += own;
-            }
-        }
-    }
+    add_to_columns<WIDTH>(d, [&](int c) {
+        const int column = tile.column + c + threadIdx.x % 32;
+        return column < p.cols ? widen(p.bias[column * p.bias_stride]) : 0.0f;
+    });
 }
 
 // Two neighbouring columns of a row, on which an epilogue works.

@@ -37,9 +37,11 @@
 // SMOOTHING is any loss but the plain one), BLOCK_N (160 or 192), STAGES, RASTER, CLUSTER (1 or 2).
 
 #include "cluster.cuh"
+#include "column_bias.cuh"
 #include "heads_ptx.cuh"
 #include "mbarrier.cuh"
 #include "numbers.cuh"
+#include "ring.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
 #include "wgmma_widths.cuh"
@@ -91,19 +93,6 @@ DEVICE Tile find_tile(const Problem& p, int place) {
     return tile;
 }
 
-struct Ring {
-    int slot = 0;
-    u32 phase = 0;
-    DEVICE void next() {
-        if (++slot == STAGES) slot = 0, phase ^= 1;
-    }
-    DEVICE void skip(int steps) {
-        slot += steps;
-        phase ^= slot / STAGES & 1;
-        slot %= STAGES;
-    }
-};
-
 // ---- Producer -----------------------------------------------------------------------------------------------------
 
 DEVICE void produce(const Problem& p, const TensorMap* a, const TensorMap* b, u32 smem) {
@@ -154,25 +143,6 @@ DEVICE void multiply(float (&d)[2][SUMS], u32 smem, Ring& ring, int steps, const
     pin(d[0]);
     pin(d[1]);
     release(smem, before);
-}
-
-// Each lane loads one of 32 columns: if it loaded all that it adds, these would spill.
-DEVICE void add_bias(const Problem& p, const Tile& tile, float (&d)[2][SUMS]) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int c = 0; c < BLOCK_N; c += 32) {
-        const int column = tile.column + c + lane;
-        const float bias = column < p.cols ? widen(p.bias[column]) : 0.0f;
-#pragma unroll
-        for (int i = 0; i < 8 && c + i / 2 * 8 < BLOCK_N; i++) {
-            const float own = __shfl_sync(~0u, bias, i / 2 * 8 + lane % 4 * 2 + i % 2);
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                float* sums = d[half] + c / 2 + i / 2 * 4 + i % 2;
-                sums[0] += own, sums[2] += own;
-            }
-        }
-    }
 }
 
 // tanh in fp32: a polynomial near 0 (Cephes, tanhf.c), where 1 - 2 / (1 + e^2x) would lose all digits.
@@ -343,7 +313,11 @@ DEVICE void consume(const Problem& p, u32 smem) {
         multiply(d, smem, ring, p.steps, [&] {
             if (place + clusters < tiles) named_arrive(2 - consumer);
         });
-        if (p.bias) add_bias(p, tile, d);
+        if (p.bias)
+            add_to_columns<BLOCK_N>(d, [&](int c) {
+                const int column = tile.column + c + threadIdx.x % 32;
+                return column < p.cols ? widen(p.bias[column]) : 0.0f;
+            });
         if (EPILOGUE == GRADIENT) differentiate(p, tile, d);
         if (EPILOGUE != STATS) store_transposed(p, tile, d);
         if (EPILOGUE != GRADIENT) write_stats(p, tile, d);
