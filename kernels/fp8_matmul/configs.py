@@ -27,10 +27,10 @@ class Config:
 class CudaConfig:
     """Of products.cu: steps of the ring, rows of tiles that follow each other, CTAs below each other that share what
     they read of b (1 or 2), columns of a tile, and whether its two consumers take turns at the tensor cores. 256
-    columns are for sums that the tensor cores keep; 192 and 128 for those that are promoted, 192 where scales are of
-    blocks. A turn passes when `passes` of a step's four wgmmas are done. Where scales are of blocks, a tile of 128
-    columns may have 256 rows (`block_m`), of which each consumer multiplies 64 after the other. With `late`, which
-    tiles of 192 columns or 256 rows can have, a step's slot is given back when the next step has started."""
+    columns are for sums that the tensor cores keep; 192 and 128 for those that are promoted. A turn passes when
+    `passes` of a step's four wgmmas are done. Where scales are of blocks, a tile of 128 columns may have 256 rows
+    (`block_m`), of which each consumer multiplies 64 after the other. With `late`, which tiles of 192 columns or 256
+    rows can have, a step's slot is given back when the next step has started."""
 
     stages: int
     raster: int
