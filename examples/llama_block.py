@@ -106,7 +106,7 @@ def hugging_face(sizes: Sizes) -> nn.Module | None:
         attn_implementation="sdpa",
     )
 
-    class Layer(llama.LlamaDecoderLayer):
+    class HuggingFaceLayer(llama.LlamaDecoderLayer):
         def __init__(self) -> None:
             super().__init__(config, layer_idx=0)
             self.angles = llama.LlamaRotaryEmbedding(config)
@@ -115,7 +115,7 @@ def hugging_face(sizes: Sizes) -> nn.Module | None:
             positions = torch.arange(x.shape[1], device=x.device)[None]
             return super().forward(x, position_ids=positions, position_embeddings=self.angles(x, positions))
 
-    return Layer()
+    return HuggingFaceLayer()
 
 
 def main() -> None:

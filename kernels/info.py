@@ -18,10 +18,9 @@ WITHOUT_CUDA = (
     "PyTorch with CUDA: the installed build runs on CPUs only (pip install --force-reinstall torch --index-url "
     "https://download.pytorch.org/whl/cu130)"
 )
-WITHOUT_TRANSFORMERS = 'transformers, only for ridgeline.patch (pip install "ridgeline-kernels[models]")'
-WITHOUT_CUPY = (
-    'CuPy, for the kernels in CUDA C++ (pip install "ridgeline-kernels[cuda]"); without it their Triton versions run'
-)
+# The packages themselves rather than extras of this one, which is not on PyPI.
+WITHOUT_TRANSFORMERS = 'transformers, only for ridgeline.patch (pip install "transformers>=5")'
+WITHOUT_CUPY = "CuPy, for the kernels in CUDA C++ (pip install cupy-cuda13x); without it their Triton versions run"
 
 
 def version(distribution: str) -> str | None:
@@ -36,8 +35,8 @@ def environment() -> Iterator[tuple[str, str]]:
     yield "ridgeline", f"{__version__}, {os.path.dirname(__file__)}"
     yield "Python", f"{platform.python_version()}, {platform.system()} {platform.machine()}"
     yield "PyTorch", f"{torch.__version__}, " + (f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA")
-    yield "Triton", version("triton") or "absent"
-    yield "CuPy", next(filter(None, map(version, ("cupy-cuda13x", "cupy-cuda12x", "cupy"))), None) or "absent"
+    yield "Triton", version("triton") or "not installed"
+    yield "CuPy", next(filter(None, map(version, ("cupy-cuda13x", "cupy-cuda12x", "cupy"))), None) or "not installed"
     if not torch.cuda.is_available():
         yield "GPU", "none"
     for index in range(torch.cuda.device_count()):
@@ -104,7 +103,7 @@ def on_hopper(op: str) -> str:
     if chosen := [f'{option}="{value}"' for option, value in call.get("hopper", {}).items()]:
         return ", ".join(chosen)
     several = "backend" in inspect.signature(selftest.function(op)).parameters
-    return "depends on the sizes" if several else "has one version"
+    return "is chosen by the rule below" if several else "has one version"
 
 
 def rule(op: str) -> Iterator[tuple[str, str]]:
@@ -133,14 +132,14 @@ def report(names: list[str], device: str) -> int:
             print("fp16. Set TRITON_INTERPRET=1 before they are imported.")
         else:
             print("\nWithout a GPU and without Triton no op runs.")
-        print("\nOn a GPU of compute capability 9.0 (Hopper), with CuPy, these versions run in bf16 for a problem of a")
-        print("size that models have; below each is the rule that chooses it:")
+        print("\nOn a GPU of compute capability 9.0 (Hopper), with CuPy, these versions run for a bf16 problem of a")
+        print("typical size in models; below each is the rule that chooses it:")
         for name in names:
             print(f"{name}\n  {on_hopper(name)}")
             _print_rule(name)
         return 0
-    print("\nWhat each op launches in bf16 for a problem of a size that models have, its versions, and the rule that")
-    print("chooses among them:")
+    print("\nThe kernels that each op launches for a bf16 problem of a typical size in models, its versions, and the")
+    print("rule that chooses among them:")
     for name in names:
         try:
             print(f"{name}\n  launches  {', '.join(launched(name, device))}")

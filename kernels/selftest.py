@@ -158,11 +158,13 @@ def report(names: list[str], device: str, jobs: int = 1) -> int:
     """Prints a line for each result; 1 if one was wrong or failed."""
     print(f"each op against its reference on {device}, errors in units of the tolerance")
     print(f"{'op':24} {'dtype':9} {'status':8} {'error':>6} {'s':>6}")
-    bad = 0
+    bad = skipped = 0
     for one in run(names, device, jobs):
         bad += one.status in ("wrong", "failed")
+        skipped += one.status == "skipped"
         dtype = str(one.dtype).removeprefix("torch.")
         line = f"{one.op:24} {dtype:9} {one.status:8} {one.error:6.2f} {one.seconds:6.1f}  {one.reason}"
         print(line.rstrip(), flush=True)
-    print("all is right" if not bad else f"{bad} of them are not right")
+    right = "all is right" + (f"; {skipped} skipped" if skipped else "")
+    print(right if not bad else f"{bad} of them are not right")
     return 1 if bad else 0

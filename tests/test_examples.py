@@ -28,7 +28,7 @@ def test_llama_block(installed, monkeypatch, capfd) -> None:
     else:
         monkeypatch.setitem(sys.modules, "transformers.models.llama", None)
     found = re.search(r"(\w+) and LlamaBlock differ by (\S+) of", printed("llama_block", monkeypatch, capfd, *TINY))
-    assert found and found[1] == ("Layer" if installed else "PlainBlock") and float(found[2]) < 2e-2
+    assert found and found[1] == ("HuggingFaceLayer" if installed else "PlainBlock") and float(found[2]) < 2e-2
 
 
 def test_patch_a_model(monkeypatch, capfd) -> None:

@@ -206,7 +206,7 @@ def tma_unsupported_reason(problem: Problem, *others: torch.Tensor) -> str | Non
     """Why TMA cannot read the problem's tensors and these others, or None if it can."""
     reason = hopper_unsupported_reason(problem)
     if reason is None and problem.unit(*others) != 8:
-        reason = "TMA wants rows, heads and batches on 16-byte boundaries"
+        reason = "TMA needs rows, heads and batches on 16-byte boundaries"
     return reason
 
 
@@ -215,12 +215,12 @@ def hopper_unsupported_reason(problem: Problem) -> str | None:
     if problem.capability() != (9, 0):
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     if problem.q.dtype not in (torch.float16, torch.bfloat16):
-        return f"it takes float16 and bfloat16, not {problem.q.dtype}"
+        return f"it supports float16 and bfloat16, not {problem.q.dtype}"
     if problem.left >= 0 or problem.right > 0:
-        return "it has no window"
+        return "it does not support a window"
     tiles = problem.all_heads * -(-problem.queries // HOPPER_ROWS)
     if max(tiles, problem.queries + problem.k.shape[2]) >= 2**31:
-        return "it counts tiles in 32 bits"
+        return "it counts tiles and rows in 32 bits, which would overflow"
     return None
 
 

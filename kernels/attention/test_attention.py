@@ -306,7 +306,7 @@ def test_the_reference_in_pieces(monkeypatch):
         ),
         ({}, dict(fp8=True, window=(3, 3)), ValueError, "fp8=True has no window"),
         (dict(q=lambda t: t.requires_grad_()), dict(fp8=True), RuntimeError, "fp8=True has no gradient"),
-        ({}, dict(forward="gluon"), RuntimeError, 'forward="gluon" cannot run here: it (needs|takes)'),
+        ({}, dict(forward="gluon"), RuntimeError, 'forward="gluon" cannot run here: it (needs|supports)'),
         ({}, dict(forward="cuda"), RuntimeError, 'forward="cuda" cannot run here: it (needs|takes)'),
         ({}, dict(backward="both"), ValueError, "backward must be one of auto, .*, got 'both'"),
     ],

@@ -71,8 +71,9 @@ def pick_config(
 ) -> Config:
     """How loss and gradients are computed within `scratch_bytes`. Pure.
 
-    By default that is 640 MiB less the size of the gradients, or a sixteenth of that size, whichever is more: where
-    memory is scarce the peak is the result plus 6 %, elsewhere nothing is computed twice. If all logits fit, they have
+    By default that is 640 MiB less the size of the gradients, a sixteenth of that size or, if the weight needs a
+    gradient, the logits of 1024 entries of all rows, whichever is most: where memory is scarce the peak is mostly the
+    result plus 6 %, elsewhere nothing is computed twice. If all logits fit, they have
     a scratch. Else, if the weight needs no gradient (`weight_too`), rows go in chunks whose logits fit. Else chunks
     have as many rows as H, in the memory of the weight's gradient, and what is left of the scratch holds `spare` rows.
     """

@@ -44,11 +44,11 @@ def linear_cross_entropy(
     ignore_index   rows with this target have loss and gradient 0 and do not count in the mean
     reduction      "mean" over the rows that are not ignored (nan if there are none), "sum" or "none"
     scratch_bytes  upper bound of the memory for logits. None: 64 MiB for the loss alone; with gradients 640 MiB less
-                   their size, or a sixteenth of their size, whichever is more. If all logits fit, none of them are
-                   computed twice.
+                   their size, a sixteenth of their size or, if weight needs one, what 1024 entries of all rows
+                   take, whichever is most. If all logits fit, none of them are computed twice.
     backend        how logits are computed: "triton" (cuBLAS and Triton), "cuda" (CUDA C++, compiled by CuPy, on compute
-                   capability 9.0: float16 and bfloat16, H and row strides multiples of 8) or "auto", the faster of
-                   those that can run (`configs.pick_backend`)
+                   capability 9.0: float16 and bfloat16, H and row strides multiples of 8) or "auto", at present
+                   always "triton" (`configs.pick_backend`)
 
     Returns the loss in float32: a scalar, or in shape of target for "none". Under autocast hidden, weight and bias are
     cast first, like those of a linear layer.

@@ -60,7 +60,7 @@ def test_what_it_takes() -> None:
         (hidden, torch.randn(70, 65).half()[:, :64]),
         (hidden, weight.t().contiguous().t()),
     ):
-        assert "rows of whole vectors" in str(on_hopper(a, b))
+        assert "contiguous rows on 16-byte boundaries" in str(on_hopper(a, b))
 
 
 def test_backend_is_checked() -> None:
@@ -314,7 +314,7 @@ def test_layouts(compiler) -> None:
     agrees(room[:, 1, 8:], wide[:, 16:144], target)
     agrees(hidden.view(3, 100, 128), weight, target.view(3, 100))
     columns = weight.t().contiguous().t()
-    with pytest.raises(RuntimeError, match="rows of whole vectors"):
+    with pytest.raises(RuntimeError, match="contiguous rows on 16-byte boundaries"):
         linear_cross_entropy(hidden, columns, target, backend="cuda")
     linear_cross_entropy(hidden, columns, target)
 
