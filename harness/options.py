@@ -74,7 +74,7 @@ def refuse(arguments: argparse.Namespace, defaults: Mapping[str, object], where:
     """ValueError where one of the options of these names was given; `where` says in which mode it would be ignored."""
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) != defaults[name]]
     if given:
-        raise ValueError(f"{where} does not go with {' and '.join(given)}")
+        raise ValueError(f"{' and '.join(given)} cannot be used with {where}")
 
 
 def words(chosen: Mapping[str, Sequence[str] | None]) -> list[str]:

@@ -63,7 +63,7 @@ def test_accuracy_is_planned_for_every_case_with_a_reason_where_it_cannot_be_che
     assert reasons["5x7-two-gpus"] == "needs 2 GPUs of one host: bench --gpus 2"
     assert reasons["5x7-fp8"] == "Triton's interpreter computes float8_e4m3fn wrongly"
     assert reasons["5x7-hopper"] == "needs a GPU of compute capability (9, 0)"
-    assert reasons["big-fp32"] == reasons["wide-fp32"] == "too large for Triton's interpreter"
+    assert reasons["big-fp32"] == reasons["wide-fp32"] == "bench cases and large ones are checked on a GPU"
 
 
 def test_thorough_checks_take_one_case_of_a_kind_and_shrink_it():

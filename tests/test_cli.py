@@ -121,14 +121,15 @@ def test_a_command_is_a_module_with_two_functions(command: str) -> None:
 @pytest.mark.parametrize(
     ("words", "refused"),
     [
-        ("bench --gpus 2 --suite trainscale --timer graph", "--gpus does not go with --suite and --timer"),
-        ("bench --rank-timeout 5", "without --gpus does not go with --rank-timeout"),
-        ("bench --host no --host-compiled", "--host no does not go with --host-compiled"),
-        ("bench --host only --samples 9", "--host only does not go with --samples"),
-        ("mutate --report --kernel gelu --minutes 5", "--report does not go with --kernel and --minutes"),
-        ("mutate --report --list", "--report does not go with --list"),
-        ("bench --device cpu --kernel rmsnorm --timer cupti", "without a GPU does not go with --timer"),
-        ("bench --device cpu --kernel rmsnorm --resume --out x", "without a GPU does not go with --resume and --out"),
+        ("bench --gpus 2 --suite trainscale --timer graph", "--suite and --timer cannot be used with --gpus"),
+        ("bench --rank-timeout 5", "--rank-timeout cannot be used with a bench without --gpus"),
+        ("bench --host no --host-compiled", "--host-compiled cannot be used with --host no"),
+        ("bench --host only --samples 9", "--samples cannot be used with --host only"),
+        ("mutate --report --kernel gelu --minutes 5", "--kernel and --minutes cannot be used with --report"),
+        ("mutate --report --list", "--list cannot be used with --report"),
+        ("bench --device cpu --kernel rmsnorm --timer cupti", "--timer cannot be used with a bench without a GPU"),
+        ("bench --device cpu --kernel rmsnorm --resume", "--resume cannot be used with a bench without a GPU"),
+        ("bench --device cpu --kernel rmsnorm --resume --out x", "--resume and --out cannot be used with a bench"),
     ],
 )
 def test_options_that_would_be_ignored_are_refused(words: str, refused: str, capsys: pytest.CaptureFixture) -> None:

@@ -51,11 +51,11 @@ def test_a_process_is_told_its_task_and_the_options_that_were_given(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--missing"], "a bench without --jobs does not go with --missing"),
-        (["--minutes", "3"], "a bench without --jobs does not go with --minutes"),
+        (["--missing"], "--missing cannot be used with a bench without --jobs"),
+        (["--minutes", "3"], "--minutes cannot be used with a bench without --jobs"),
         (["--jobs", "0"], "at least 1, got 0"),
-        (["--jobs", "2", "--resume", "--host", "no"], "--jobs does not go with --host and --resume"),
-        (["--gpus", "2", "--jobs", "2"], "--gpus does not go with --jobs"),
+        (["--jobs", "2", "--resume", "--host", "no"], "--host and --resume cannot be used with --jobs"),
+        (["--gpus", "2", "--jobs", "2"], "--jobs cannot be used with --gpus"),
         (["--jobs", "2", "--device", "cpu", "--kernel", "gelu"], "--jobs needs a GPU"),
     ],
 )

@@ -179,6 +179,12 @@ def _logits_candidates(case: Case) -> list[configs.LogitsConfig]:
     ]
 
 
+def _unsupported_reason(implementation: str, case: Case, mode: str) -> str | None:
+    if implementation == "cuda" and (case.dtype == FP32 or case.dims["dim"] % 8):
+        return "it takes float16 and bfloat16, and H that is a multiple of 8"
+    return None
+
+
 def _alias_reason(implementation: str, case: Case, mode: str) -> str | None:
     """The checks try layouts that "cuda" does not take, and test_sm90.py has its own."""
     return "it is checked by tests of its own" if implementation == "cuda" and not case.bench else None
@@ -191,6 +197,7 @@ SPEC = KernelSpec(
     name="linear_cross_entropy",
     implementations={"triton": linear_cross_entropy, "cuda": partial(linear_cross_entropy, backend="cuda")},
     min_capability={"cuda": (9, 0)},
+    unsupported_reason=_unsupported_reason,
     alias_reason=_alias_reason,
     baselines=(
         EAGER,
