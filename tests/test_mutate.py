@@ -12,7 +12,7 @@ import pytest
 
 from harness import options, registry
 from harness.commands import mutate
-from harness.mutation import cuda_tokens, mutants, operators, report, results
+from harness.mutation import cuda_tokens, mutants, operators, plain, report, results
 
 SOURCE = '''
 """Says what it is: 1 + 2."""
@@ -186,6 +186,28 @@ def test_the_same_machine_code_is_known_until_what_is_compiled_changes(tmp_path,
     assert results.current([line], every, "gpu")
     (tmp_path / "one.cu").write_text("y")
     assert not results.current([line], every, "gpu")
+
+
+def test_words_are_no_part_of_a_digest():
+    """Neither comments nor docstrings, in Python and in CUDA C++; all else is."""
+    one = '''"""A module."""
+
+def f(x):  # of one
+    """It doubles.
+
+    And no more."""
+    # twice
+    return "# no comment" if x else 2 * x
+'''
+    other = '''def f(x):
+    """Twice x."""
+    return "# no comment" if x else 2 * x
+'''
+    assert plain.python(one) == plain.python(other) == other.replace('    """Twice x."""\n', "").rstrip()
+    assert plain.python(one) != plain.python(other.replace("2 * x", "3 * x"))
+    assert plain.python(one) != plain.python(other.replace("# no", "# a"))
+    kernel = "// One.\n__global__ void k() {\n    a = b; /* two\n    lines */ c = d;  // three\n\n}\n"
+    assert plain.cuda(kernel) == plain.cuda("__global__ void k() {\n    a = b;  c = d;\n}") != plain.cuda("k")
 
 
 def test_a_reason_has_no_folder_of_this_machine(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import registry
-from . import cuda_tokens, operators
+from . import cuda_tokens, operators, plain
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -97,7 +97,7 @@ def of_file(kernel: str, path: Path) -> list[Mutant]:
     name = path.relative_to(registry.folder(kernel)).as_posix()
     if path.suffix == ".py":
         return _of_python(kernel, name, source)
-    digests = {function: _digest(text) for function, text in cuda_tokens.functions(source).items()}
+    digests = {function: _digest(plain.cuda(text)) for function, text in cuda_tokens.functions(source).items()}
     return _numbered(kernel, name, source, ((*change, "cuda") for change in cuda_tokens.changes(source)), digests)
 
 
@@ -130,7 +130,7 @@ def _written(edit: operators.Edit) -> str:
 def _functions(tree: ast.Module, source: str) -> dict[str, str]:
     """Digest of each function of the module and of each class, by name; what stands in none has that of its line."""
     named = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    return {node.name: _digest(ast.get_source_segment(source, node) or "") for node in named}
+    return {node.name: _digest(plain.python(ast.get_source_segment(source, node) or "")) for node in named}
 
 
 def _numbered(

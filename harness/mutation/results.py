@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import registry
+from . import plain
 from .mutants import CUDA_SOURCES, Mutant
 
 FOLDER = registry.ROOT / "reports" / "mutants"
@@ -108,20 +109,18 @@ def digest_of_checks(kernel: str, quick: bool = False) -> str:
 @cache
 def digest_of_source(kernel: str, file: str) -> str:
     """Of all that decides how a file is compiled for the cases of SPEC. For CUDA C++ that is all of it, its launchers,
-    the configurations and the cases; for Triton the whole folder but its tests."""
+    the configurations and the cases; for Triton the whole folder but its tests; without comments and docstrings."""
     folder = registry.folder(kernel)
-    texts = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.suffix in (".py", *CUDA_SOURCES)}
-    kept = [
-        text
-        for path, text in texts.items()
-        if path.suffix != ".py"
-        or "config" in path.as_posix()
-        or path.name == "bench.py"
-        or b"cuda_driver" in text
-        or file.endswith(".py")
-        if not path.name.startswith("test_")
-    ]
-    return hashlib.sha256(b"".join(kept)).hexdigest()[:12]
+    kept = []
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in CUDA_SOURCES:
+            kept.append(plain.cuda(path.read_text(encoding="utf-8")))
+        elif path.suffix == ".py" and not path.name.startswith("test_"):
+            text = path.read_text(encoding="utf-8")
+            decides = "config" in path.as_posix() or path.name == "bench.py" or "cuda_driver" in text
+            if decides or file.endswith(".py"):
+                kept.append(plain.python(text))
+    return hashlib.sha256("\n".join(kept).encode()).hexdigest()[:12]
 
 
 def is_quick(line: Mapping[str, Any]) -> bool:
