@@ -550,7 +550,8 @@ DEVICE void consume(const Problem& a, int c, u32 smem) {
                 // V of this block is needed only in the next iteration. The wait is here to fence the compiler: ptxas
                 // would move the wait for P V before the softmax, as no register connects the two, but moves nothing
                 // across the loop of this wait. It would also move the additions to the row sums after both waits,
-                // where they overlap nothing. So the parity depends on the sums, which are never negative.
+                // where they overlap nothing. So the parity depends on the sums (without EXACT_LSE on probabilities),
+                // which are never negative.
                 const float hidden = EXACT_LSE ? rows.sum[0] + rows.sum[1] : s[S_REGS - 2] + s[S_REGS - 1];
                 bar_wait(bars + 8 * (V_FULL + slot), ring.phase ^ (hidden < -1.0f));
                 wgmma_wait<0>();
