@@ -1,4 +1,4 @@
-"""Attention without its matrix: forward and backward, rectangular, grouped, causal, in a window, by blocks of keys."""
+"""Attention that never stores its scores: forward and backward, rectangular, grouped, causal, windowed, by key blocks."""
 
 from .op import attention
 from .op_backward import attention_backward
