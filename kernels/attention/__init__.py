@@ -1,4 +1,4 @@
-"""Attention that never stores its scores: forward and backward, rectangular, grouped, causal, windowed, by key blocks."""
+"""Attention that does not store its scores: forward, backward, rectangular, grouped, causal, windowed, in blocks."""
 
 from .op import attention
 from .op_backward import attention_backward

@@ -116,7 +116,7 @@ def pick_cuda_bwd_config(
 
 
 def _pick_schedule(queries: int, keys: int, dim: int, kv_heads: int, group: int, causal: bool, sms: int) -> Schedule:
-    """The first of these that applies. Record: "Persistent CTAs", "One CTA a KV head" and "Roles" of EXPERIMENTS.md.
+    """The first of these that applies. Record: "Persistent CTAs", "One CTA per KV head" and "Roles" of EXPERIMENTS.md.
 
     SINGLE_BLOCK: up to 128 keys.
     PERSISTENT: more blocks (with splits) than SMs, PERSISTENT_KEYS keys or more, and up to PERSISTENT_TILES tiles of
