@@ -1,5 +1,5 @@
 // Attention backward for Hopper (sm_90a) in its fused form: one main kernel computes the probabilities once, and dQ, dK
-// and dV by five GEMMs a tile.
+// and dV by five GEMMs per tile.
 //
 //   delta = rowsum(dout * out) - dlse    p = exp(scale * q k^T - lse)     ds = p * (dout v^T - delta)
 //   dv = p^T dout                        dk = scale * ds^T q              dq = scale * ds k
@@ -8,10 +8,10 @@
 // scale * accumulator), and `sum_shares` (adds up partial dK and dV) where the key blocks of the last wave are split
 // over CTAs. SCHEDULE says which CTA computes which key blocks:
 //   CTA_PER_BLOCK    one CTA for each block
-//   SINGLE_BLOCK     there is one block, so one CTA has all of a query's work. `backward` is the only kernel: two warps
-//                    that would be idle compute lse and delta from tiles of out, and dq is written scaled and cast.
-//                    For an element of q it moves 8 bytes (q, dout, out, dq), not 18
-//   CTA_PER_KV_HEAD  a CTA has all blocks of a head and knows its first and last visit to a tile of queries:
+//   SINGLE_BLOCK     there is one block, so one CTA does all the work of a query. `backward` is the only kernel: two
+//                    warps that would be idle compute lse and delta from tiles of out, and dq is written scaled and
+//                    cast. For an element of q it moves 8 bytes (q, dout, out, dq), not 18
+//   CTA_PER_KV_HEAD  one CTA computes all blocks of a head and knows its first and last visit to a tile of queries:
 //                    `preprocess` zeros nothing, and `postprocess` is not launched
 //   PERSISTENT       one CTA per SM, which computes one block after the other
 //   ROLES            CTAs of `backward` itself do the work of `preprocess` and `postprocess`

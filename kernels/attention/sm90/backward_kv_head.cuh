@@ -138,7 +138,7 @@ DEVICE void add_kv_head(const TensorMap& dq_map, const Problem& p, const Work& w
     __syncwarp();
     if (lane == 0) {
         const int i = place >> 1, head = i / p.m_tiles - w.batch * p.kv_heads * p.group, row = i % p.m_tiles * BM;
-        // Of lane 0 `to` is the box.
+        // For lane 0 `to` is the address of the box.
         store_box_once(dq_map, to, consumer() / 4 * 64, row + consumer() % 4 * 16, head, w.batch);
         bulk_commit();
     }

@@ -253,8 +253,8 @@ DEVICE void consume_persistent(const Rows& dk_rows, const Rows& dv_rows, const P
         gradient(dk, dst, (base + Q_AT + q.slot * Q_BYTES) / 16, fresh);
         multiply_ds(t - 1, n ^ (u32)fresh);  // for tile 0 the buffer is not initialised, and the result is discarded
         if (alone) {
-            // The next keys are loaded only once the other group's dQ is complete too. So that group may issue before
-            // this one waits for them.
+            // The next keys are loaded only when the other group too has computed its dQ from the previous keys. So it
+            // may issue its GEMMs before this group waits for the next keys.
             wgmma_wait<0>();
             release(K2_EMPTY + (n ^ 1) % 2 * 8);
             if (wg == 0) named_arrive(PING_PONG + 1, 256);
