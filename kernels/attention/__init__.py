@@ -1,4 +1,4 @@
-"""Attention without its matrix: forward and backward, rectangular, grouped, causal, in a window, by blocks of keys."""
+"""Attention that does not store its scores: forward, backward, rectangular, grouped, causal, windowed, in blocks."""
 
 from .op import attention
 from .op_backward import attention_backward

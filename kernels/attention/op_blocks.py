@@ -1,5 +1,5 @@
-"""Attention whose keys come in blocks, each added to what there is: `attention_partial` and its backward as ring
-attention calls them, on one GPU. What they cost beside `attention` is measured by it, and the sanitizer runs it."""
+"""Attention over keys in blocks, each accumulated into the running result: `attention_partial` and its backward as ring
+attention calls them, on one GPU. It measures their cost over that of `attention`, and the sanitizer runs it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Attention over one block of keys of several: the public functions that ring attention is made of.
 
-A block is added to a running (out, lse) by the kernel that computes it, so that no pass over memory merges blocks, and
-its part of the gradients is added to fp32 sums, which the first block may write. Nothing is differentiated here: a
-caller has an autograd.Function.
+The kernel that computes a block also merges it into a running (out, lse), so that no separate pass over memory merges
+blocks. A block's gradients are added to fp32 accumulators, which the first block may write. These functions are not
+differentiable: the caller has an autograd.Function.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """`torch.nn.attention.activate_flash_attention_impl("ridgeline")`: PyTorch's flash attention runs these kernels.
 
 Once activated, F.scaled_dot_product_attention and torch's context parallel call them wherever they would call PyTorch's
-own flash attention; what these kernels do not take is an error that says why, as with PyTorch's other implementations.
+own flash attention; what these kernels do not support is an error that says why, as with PyTorch's other
+implementations.
 """
 
 from __future__ import annotations

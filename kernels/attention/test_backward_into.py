@@ -1,4 +1,4 @@
-"""The backward alone: the gradients of attention, in memory of the caller's."""
+"""The backward alone: the gradients of attention, in the caller's memory."""
 
 from __future__ import annotations
 

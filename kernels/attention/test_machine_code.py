@@ -1,5 +1,5 @@
-"""The machine code of the kernels in CUDA C++: they do not spill, and no warp gives shared memory back to TMA while its
-reads of it are pending."""
+"""The machine code of the kernels in CUDA C++: they do not spill, and no warp releases a stage to TMA while its
+reads of that stage are pending."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention by blocks of keys: merged forward, summed gradients."""
+"""Attention by blocks of keys: merged forward, accumulated gradients."""
 
 from __future__ import annotations
 

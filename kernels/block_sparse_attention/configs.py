@@ -29,11 +29,11 @@ class Config:
 @dataclass(frozen=True)
 class CudaConfig:
     """A team is an independent pipeline: a producer, and one consumer warp group for each 64 queries of a block. It
-    takes one row of blocks of the mask after the other, and loops over its kept blocks in steps of block_n keys.
+    computes one row of blocks of the mask after the other. A step (main-loop iteration) covers block_n kept keys.
 
     stages       of keys and values in shared memory, for each team
     teams        of a CTA
-    ping_pong    the two consumers of a team issue their products alternately
+    ping_pong    the two consumers of a team issue their wgmmas alternately
     q_registers  the queries of a tile stay in registers, so that the next tile's can be loaded early
     q_buffers    with 2 they can be loaded early too, at the cost of shared memory
     """
@@ -48,7 +48,7 @@ class CudaConfig:
 
 def pick_cuda_config(dim: int, block: int) -> CudaConfig:
     """D = 128 and blocks of 128: one team, two consumers in ping-pong, steps of 128 keys. Else steps of 64 keys and two
-    teams, or four for D = 64 and blocks of 64. At D = 64 the products of a step are short, so four consumers are needed
+    teams, or four for D = 64 and blocks of 64. At D = 64 the GEMMs of a step are short, so four consumers are needed
     to hide latencies. Record: CUDA_CANDIDATES, measured in EXPERIMENTS.md (H200)."""
     if block == 64:
         if dim == 64:
@@ -69,13 +69,13 @@ def pick_cuda_section(keys: int, dim: int, group: int, heads: int) -> int:
 
 
 def pick_forward(version: str, hopper: str = "") -> str:
-    """The version of the forward that runs. `hopper`: "cuda" if that takes the problem, else ""."""
+    """The version of the forward that runs. `hopper`: "cuda" if that supports the problem, else ""."""
     return version if version != "auto" else hopper or "portable"
 
 
 def pick_backward(version: str, hopper: str = "", deterministic: bool = False) -> str:
-    """The version of the backward that runs. `hopper`: "cuda" if that takes the problem, else "". `deterministic`: dq
-    must be deterministic, which that of "cuda" is not."""
+    """The version of the backward that runs. `hopper`: "cuda" if that supports the problem, else "". `deterministic`:
+    dq must be deterministic, which that of "cuda" is not."""
     if version != "auto":
         return version
     return hopper if hopper and not deterministic else "portable"

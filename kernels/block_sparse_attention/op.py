@@ -1,4 +1,4 @@
-"""The public functions: checks, the lean eager call, registration with torch.library, autograd."""
+"""The public functions: checks, the fast path of eager calls, registration with torch.library, autograd."""
 
 from __future__ import annotations
 

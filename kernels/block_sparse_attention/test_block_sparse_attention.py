@@ -311,7 +311,7 @@ def test_the_reference_in_pieces(monkeypatch):
         ({}, dict(block_size=32), ValueError, "block_size must be 64 or 128, got 32"),
         ({}, dict(forward="best"), ValueError, "forward must be one of auto, .*, got 'best'"),
         ({}, dict(backward="best"), ValueError, "backward must be one of auto, .*, got 'best'"),
-        ({}, dict(forward="cuda"), RuntimeError, 'forward="cuda" cannot run here: it takes heads of 64 and 128'),
+        ({}, dict(forward="cuda"), RuntimeError, 'forward="cuda" cannot run here: it supports head dimensions 64'),
     ],
 )
 def test_says_what_is_wrong(change, options, error, words):

@@ -2,7 +2,7 @@
 Pure functions of sizes and number of SMs. The measurements behind each rule are in EXPERIMENTS.md.
 
 A block has 128 keys of a KV head, and a CTA that owns it loops over tiles of queries. A wave: as many CTAs as the SMs
-run at a time, which is one an SM. `waves`, a float, is blocks of keys over SMs."""
+run at a time, which is one per SM. `waves`, a float, is the number of key blocks divided by the number of SMs."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class CudaBackwardConfig:
 
     section    KV heads whose CTAs are next to each other in launch order, the longest first. q, dout and dQ of these
                heads share L2.
-    shared     So many last blocks have `splits` CTAs each, between which their tiles of queries are split. One more
+    shared     The last `shared` blocks have `splits` CTAs each, over which their tiles of queries are split. One more
     splits     launch adds up their partial dK and dV.
     alternate  Even sections go over queries from the last to the first, odd ones from the first to the last.
-    span       With ROLES, KV heads that are preprocessed, or postprocessed, while others are multiplied: whole
-    sections.
+    span       With ROLES, KV heads that are preprocessed, or postprocessed, while the GEMMs of others run: whole
+               sections.
 
     PERSISTENT needs tiles of 128 queries at D = 64 and of 64 at D = 128.
     """
@@ -57,9 +57,9 @@ SECTION_BYTES = 16 * 2**20  # of q, dout and fp32 dQ of the heads of a section: 
 
 
 def pick_backward(version: str, hopper: str = "", deterministic: bool = False) -> str:
-    """The version of the backward that runs. `hopper`: "cuda" if that takes the problem, else "". `deterministic`: dQ
-    must be deterministic, and that of "cuda" is not. "fused" has fewer FLOPs than "separate" but more memory traffic,
-    so it runs on request only."""
+    """The version of the backward that runs. `hopper`: "cuda" if that supports the problem, else "". `deterministic`:
+    dQ must be deterministic, and that of "cuda" is not. "fused" has fewer FLOPs than "separate" but more memory
+    traffic, so it runs on request only."""
     if version != "auto":
         return version
     return hopper if hopper and not deterministic else "separate"
@@ -80,7 +80,7 @@ def pick_cuda_bwd_config(
     `schedule`: the only one that can run, if there is no choice.
 
     The schedule is `_pick_schedule`'s, the tile `pick_query_tile`'s, the span `_pick_span`'s.
-    No mask: all CTAs take as long. Sections have one head, and the blocks of the last wave are split over all SMs
+    No mask: all CTAs take the same time. Sections have one head, and the blocks of the last wave are split over all SMs
     (`_pick_shares`). With ROLES and few waves, a span has half of the heads.
     Causal, group 1: the longest CTAs of a section start first; `_pick_section` says how many heads it has.
     Causal, group > 1: a section has about one CTA for each SM, and sections alternate. All its CTAs then go over the
@@ -116,11 +116,11 @@ def pick_cuda_bwd_config(
 
 
 def _pick_schedule(queries: int, keys: int, dim: int, kv_heads: int, group: int, causal: bool, sms: int) -> Schedule:
-    """The first of these that applies. Record: "Persistent CTAs", "One CTA a KV head" and "Roles" of EXPERIMENTS.md.
+    """The first of these that applies. Record: "Persistent CTAs", "One CTA per KV head" and "Roles" of EXPERIMENTS.md.
 
     SINGLE_BLOCK: up to 128 keys.
     PERSISTENT: more blocks (with splits) than SMs, PERSISTENT_KEYS keys or more, and up to PERSISTENT_TILES tiles of
-    queries a block. With so few tiles a CTA's prologue and epilogue take a large part of its time, and overlap here.
+    queries a block. With so few tiles a CTA's prologue and epilogue take a large part of its time; here they overlap.
     CTA_PER_BLOCK: D = 64.
     CTA_PER_KV_HEAD: KV heads fill the SMs, and L2 holds their dQ (`_one_cta_per_kv_head`).
     ROLES: all else.
@@ -160,17 +160,17 @@ def pick_query_tile(dim: int, queries: int, keys: int, group: int, causal: bool,
 
 
 def _few_waves(blocks: int) -> float:
-    """Below how many waves of CTAs heads go in halves. Fewer for short sequences: preprocessing the first span and
-    postprocessing the last is not overlapped, and takes a larger part of the time there. Record: "Few waves" of
-    EXPERIMENTS.md."""
+    """Below how many waves of CTAs the heads are divided into halves. Fewer for short sequences, where preprocessing
+    the first span and postprocessing the last, which are not overlapped, take a larger part of the time. Record: "Few
+    waves" of EXPERIMENTS.md."""
     return 3.5 if blocks >= 16 else 2
 
 
 def _pick_section(most: int, kv_heads: int, blocks: int, sms: int) -> int:
     """KV heads of a section under a causal mask. `most`: those that L2 has room for.
 
-    Of the counts above most / 2, the one that leaves the last section the fullest. But the longest CTAs of the last
-    section start only after the earlier sections have started, and with few waves they end late. So below `_few_waves`,
+    Of the counts above most / 2, the one with the fullest last section. But the longest CTAs of the last section start
+    only after the earlier sections have started, and with few waves they end late. So below `_few_waves`,
     and below 8 waves of 16 blocks or more, there are two sections of half of the heads, or one if heads are odd and
     fewer than 8. The exception, from `_few_waves` on: an even number of sections with CTAs for nine tenths of the SMs
     each, as every second section fills the SMs that the one before it leaves idle. A list schedule of CTAs on SMs
@@ -199,7 +199,7 @@ def _one_cta_per_kv_head(queries: int, keys: int, dim: int, kv_heads: int, group
 
     For each block of keys, a CTA reads and writes dQ of all queries that see it. Under a causal mask these are
     m − m² / (2 keys) on average, where m = min(queries, keys) queries see any key. A tile of 64 queries moves 96 KB, 64
-    of them for dQ: from device memory that would take longer than its products."""
+    of them for dQ: from device memory that would take longer than its GEMMs."""
     waves = triton.cdiv(kv_heads, sms)
     seeing = min(queries, keys)
     visited = seeing - seeing * seeing / (2 * keys) if causal else queries

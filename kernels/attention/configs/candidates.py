@@ -45,8 +45,8 @@ def fp8(dim: int) -> list[Fp8Config]:
 
 
 def cuda_bwd(keys: int, dim: int, kv_heads: int, group: int, causal: bool) -> list[CudaBackwardConfig]:
-    """For `pick_cuda_bwd_config`: every schedule that takes the problem, with sections of 1 to all heads. `kv_heads` of
-    all batches. None splits the queries of its last blocks (`shared`): how many do depends on the GPU, and `tune`
+    """For `pick_cuda_bwd_config`: every schedule that supports the problem, with sections of 1 to all heads. `kv_heads`
+    of all batches. None splits the queries of its last blocks (`shared`): how many do depends on the GPU, and `tune`
     measures the configuration that is picked in any case."""
     if keys <= CUDA_BWD_KEYS:
         return [CudaBackwardConfig(128 if dim == 64 else 64, 1, schedule=Schedule.SINGLE_BLOCK)]

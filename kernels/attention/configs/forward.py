@@ -20,7 +20,7 @@ L2_BYTES = 32e6  # what the keys and values of the heads in flight may take up o
 @dataclass(frozen=True)
 class GluonConfig:
     """A CTA has a producer warp, and `consumers` warp groups of 64 queries each with `registers` registers a thread.
-    Blocks of block_n keys and values are buffered in `stages` stages. ping_pong: consumers issue their products one
+    Blocks of block_n keys and values are buffered in `stages` stages. ping_pong: consumers issue their wgmmas one
     after the other. share: the epilogue stages results in the shared memory of the queries. That makes room for keys,
     but the next tile's queries can be loaded only after the results are stored."""
 
@@ -47,7 +47,7 @@ def pick_gluon_config(dim: int, causal: bool) -> GluonConfig:
 @dataclass(frozen=True)
 class CudaConfig:
     """Blocks of block_n keys in a pipeline of `stages` stages; tiles of consumers · 64 queries. ping_pong: consumers
-    issue their products one after the other, each as soon as the one before it has issued its own. q_registers: the
+    issue their wgmmas one after the other, each as soon as the one before it has issued its own. q_registers: the
     queries of a tile stay in registers. q_buffers: with 2, the next tile's queries are loaded while a tile's are in
     use, at the cost of a stage."""
 
@@ -63,8 +63,8 @@ TWO_CONSUMERS = 0.83  # time of a tile of 128 queries over that of one of 192, w
 
 
 def pick_cuda_config(dim: int, queries: int, keys: int, causal: bool, heads: int, sms: int) -> CudaConfig:
-    """Three consumers where tiles are many: each key and value is then read for 192 queries, not 128. Two where tiles
-    of 128 queries need less time in waves (`_two_consumers`). `heads` of all batches.
+    """Three consumers where there are many tiles: each key and value is then read for 192 queries, not 128. Two where
+    tiles of 128 queries need less time in waves (`_two_consumers`). `heads` of all batches.
 
     Three consumers, D = 64: queries in registers and blocks of 112 keys, but of 64 where 112 would pad the last block
     by too much. In units of a block of 64, a block of 112 takes 1.63; the rest of a tile takes 2.7 with blocks of 112
@@ -107,7 +107,7 @@ def waves_of(rows: int, queries: int, heads: int, sms: int) -> int:
 @dataclass(frozen=True)
 class Fp8Config:
     """As CudaConfig. section: this many blocks of values share a scale, and are summed in the wgmma accumulator before
-    it is added to fp32 sums. polynomial: one exponential in so many is computed on the FMA units, 0 for none.
+    it is added to fp32 totals. polynomial: one exponential in so many is computed on the FMA units, 0 for none.
     exact_lse: lse comes from the probabilities before they are rounded to e4m3."""
 
     block_n: int
@@ -154,10 +154,10 @@ def pick_forward(
     dim: int = 64,
 ) -> tuple[str, int]:
     """The version of the forward that runs, and into how many splits the keys go: 1 except for "split".
-    `kv_heads` of all batches; `hopper`: the best version for Hopper that takes the problem, or "".
+    `kv_heads` of all batches; `hopper`: the best version for Hopper that supports the problem, or "".
 
     "split" is taken where the model of its time (`split_time`) is below that of the other versions (`unsplit_time`): a
-    few query tiles do not fill the SMs, and splits do, at the price of a second kernel. It is also taken where the rows
+    few query tiles do not fill the SMs, and splits do, at the cost of a second kernel. It is also taken where the rows
     of all query heads of a KV head fit one tile of 64, as keys and values are then read once for all of these heads.
     fp32 is never split: its backward recomputes scores with the forward's tiles, and expects the same rounding.
     """

@@ -1,4 +1,4 @@
-"""Tiles of the Triton kernels. Pure functions of the head's width D, the mask, the dtype and the compute capability.
+"""Tiles of the Triton kernels. Pure functions of the head dimension D, the mask, the dtype and the compute capability.
 
 `banded`: there is a causal mask or a window. block_d: D padded to a power of two. Each tile is the largest tile without
 a register spill under Triton 3.6 and 3.7 (EXPERIMENTS.md).
@@ -14,8 +14,8 @@ import triton
 
 @dataclass(frozen=True)
 class Config:
-    """A CTA of `num_warps` warps loops over tiles of block_m queries by block_n keys, `num_stages` of them in flight.
-    block_d is the head's width padded to a power of two."""
+    """A CTA of `num_warps` warps loops over tiles of block_m queries by block_n keys, in `num_stages` pipeline stages.
+    block_d is the head dimension padded to a power of two."""
 
     block_m: int
     block_n: int
@@ -105,7 +105,7 @@ def precision(dtype: torch.dtype) -> str:
 
 
 def padded(dim: int) -> int:
-    """block_d: the width of a tile for heads of width `dim`."""
+    """block_d: the width of a tile for head dimension `dim`."""
     return max(16, triton.next_power_of_2(dim))
 
 

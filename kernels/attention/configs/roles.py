@@ -1,8 +1,8 @@
-"""The order of CTAs with schedule ROLES (sm90/backward_roles.cuh): which preprocess, multiply and postprocess, and
-when. Pure functions of sizes and number of SMs.
+"""The order of CTAs with schedule ROLES (sm90/backward_roles.cuh): which preprocess, multiply (run the main kernel)
+and postprocess, and when. Pure functions of sizes and number of SMs.
 
 The launch is a software pipeline over spans of KV heads, in rounds. In round r, CTAs preprocess span r, multiply span
-r − 1 and postprocess span r − LAG, interleaved, so that memory traffic is overlapped with matrix products."""
+r − 1 and postprocess span r − LAG, interleaved, so that memory traffic is overlapped with GEMMs."""
 
 from __future__ import annotations
 

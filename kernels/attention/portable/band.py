@@ -1,6 +1,6 @@
-"""Which keys a query sees, which tiles of them need no mask, and in what order CTAs take tiles.
+"""Which keys a query sees, which tiles of them need no mask, and in what order CTAs compute tiles.
 
-Query i stands beside key i + keys − queries: the last query beside the last key. It sees the keys from `left` before
+Query i is aligned with key i + keys − queries: the last query with the last key. It sees the keys from `left` before
 that one up to `right` after it. Causal is right = 0.
 """
 

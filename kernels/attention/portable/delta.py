@@ -1,10 +1,10 @@
-"""What the backward needs to know of each query beside q and its gradient.
+"""What the backward needs of each query besides q and dout.
 
     delta = rowsum(dout ∘ out) − dlse        lse2 = log2(e)·lse        p = exp2(s·c − lse2)
 
 In fp32 lse2 is the running maximum and p is divided by the running sum, as in the forward: where scores are in the
 thousands the rounding of their sum's logarithm would be all of p's error.
-Reads out and dout, 4·D bytes a query in bf16, which is nothing beside the products.
+Reads out and dout, 4·D bytes a query in bf16, which is negligible compared with the GEMMs.
 """
 
 from __future__ import annotations

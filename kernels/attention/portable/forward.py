@@ -1,8 +1,8 @@
 """The portable forward: one CTA for each tile of queries, which loops over the keys that it sees.
 
 FLOPs: 4·D for each visible pair of query and key. At H8 D64, Q = 205 000, K = 200 000 that is 84 TFLOP, and on one
-NVIDIA H200, whose matrix products reach some 700 TFLOP/s, 120 ms; q, k, v and the output are 0.8 GB, or 0.2 ms. One
-exponential a pair is 3.3e11 of them: at 16 a clock on each SM 79 ms, to be overlapped with the products.
+NVIDIA H200, whose GEMMs reach some 700 TFLOP/s, 120 ms; q, k, v and the output are 0.8 GB, or 0.2 ms. One
+exponential a pair is 3.3e11 of them: at 16 a clock on each SM 79 ms, to be overlapped with the GEMMs.
 
 With s = q·k the probabilities are exp2(s·c − m), c = scale·log2(e), one fused multiply-add and one exponential each.
 m is the running maximum of s·c. (Dao et al. 2022, arXiv:2205.14135, algorithm 1, and 2023, arXiv:2307.08691.)

@@ -1,7 +1,7 @@
 """The backward in its fused form: p and ds of each tile are computed once and contribute to dQ, dK and dV.
 
-Five products of 2·D FLOPs a visible pair where the separate form has seven. The price is dQ. A CTA keeps dk and dv of
-its keys in registers while it loops over the queries, so each tile adds to another part of dQ, which many CTAs share.
+Five GEMMs of 2·D FLOPs per visible pair where the separate form has seven. The cost is dQ. A CTA keeps dk and dv of its
+keys in registers while it loops over the queries, so each tile adds to another part of dQ, to which many CTAs add.
 Without atomics each CTA adds to a dQ of its own: `splits` of them in fp32, splits·4·Hq·Sq·D bytes a batch, whatever Sk
 is, and a second kernel sums them in order. A CTA has every splits-th tile of keys, and reads and writes its dQ once for
 each of them: 8·D bytes against 10·D·BLOCK_N FLOPs a query. With 128 keys that is 160 FLOPs a byte, and with 64 keys 80.

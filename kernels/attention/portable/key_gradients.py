@@ -1,9 +1,9 @@
 """dK and dV of a tile of keys: what the separate and the fused backward have in common, and the kernel of the separate
 one.
 
-It works on transposed tiles, [keys, queries], so that k and v stay where they are and the products take p and ds from
-registers. The query heads that share a key head are gone over in one CTA: their gradients add up in registers, where
-otherwise there would be partial sums or atomics.
+It works on transposed tiles, [keys, queries], so that k and v stay where they are and p and ds are GEMM operands in
+registers. One CTA loops over the query heads that share a key head: their gradients accumulate in registers, without
+partial sums or atomics.
 """
 
 from __future__ import annotations

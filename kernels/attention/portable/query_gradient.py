@@ -1,4 +1,4 @@
-"""dQ of a tile of queries, which loops over the keys that it sees: one of the two kernels of the separate backward."""
+"""dQ of a tile of queries, by a loop over the keys that it sees: one of the two kernels of the separate backward."""
 
 from __future__ import annotations
 

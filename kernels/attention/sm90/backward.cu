@@ -1,41 +1,43 @@
-// The backward of attention on Hopper in its fused form: the probabilities are computed once, five products a tile.
+// Attention backward for Hopper (sm_90a) in its fused form: one main kernel computes the probabilities once, and dQ, dK
+// and dV by five GEMMs per tile.
 //
 //   delta = rowsum(dout * out) - dlse    p = exp(scale * q k^T - lse)     ds = p * (dout v^T - delta)
 //   dv = p^T dout                        dk = scale * ds^T q              dq = scale * ds k
 //
-// Kernels: `preprocess` (delta, lse to base 2, zeros for the fp32 sum of dq), `backward`, `postprocess` (dq = scale *
-// sum), and `sum_shares` (sums partial dK and dV) where the blocks of keys of the last wave are split over CTAs.
-// SCHEDULE says which CTA computes which blocks of keys:
-//   CTA_PER_BLOCK    each CTA one block
-//   SINGLE_BLOCK     there is one block, so one CTA has all of a query's work. `backward` is the only kernel: two warps
-//                    that would be idle compute lse and delta from tiles of out, and dq is written scaled and cast.
-//                    For an element of q it moves 8 bytes (q, dout, out, dq), not 18
-//   CTA_PER_KV_HEAD  a CTA has all blocks of a head and knows its first and last visit to a tile of queries:
+// Kernels: `preprocess` (delta, lse to base 2, zeros for the fp32 accumulator of dq), `backward`, `postprocess` (dq =
+// scale * accumulator), and `sum_shares` (adds up partial dK and dV) where the key blocks of the last wave are split
+// over CTAs. SCHEDULE says which CTA computes which key blocks:
+//   CTA_PER_BLOCK    one CTA for each block
+//   SINGLE_BLOCK     there is one block, so one CTA does all the work of a query. `backward` is the only kernel: two
+//                    warps that would be idle compute lse and delta from tiles of out, and dq is written scaled and
+//                    cast. For an element of q it moves 8 bytes (q, dout, out, dq), not 18
+//   CTA_PER_KV_HEAD  one CTA computes all blocks of a head and knows its first and last visit to a tile of queries:
 //                    `preprocess` zeros nothing, and `postprocess` is not launched
-//   PERSISTENT       a CTA stays on each SM and computes one block after the other
+//   PERSISTENT       one CTA per SM, which computes one block after the other
 //   ROLES            CTAs of `backward` itself do the work of `preprocess` and `postprocess`
 // With ACCUMULATE the keys are one block of several, as in ring attention: lse and delta are those over all keys, and
-// dq, dk and dv are fp32 and added to (backward_accumulate.cuh).
+// dq, dk and dv are fp32 and are added to (backward_accumulate.cuh).
 //
-// `backward`: a CTA owns 128 keys and loops over the queries that see them, 128 (D = 64), 64 or 80 (D = 128) at a time.
-// One warp loads by TMA; two warp groups own 64 keys each: dk and dv stay in their registers.
-//   S^T = K Q^T and dP^T = V dO^T have keys as rows, so that P^T and dS^T are A operands in registers for
-//   dV += P^T dO and dK += dS^T Q. Only dS goes through shared memory, for dQ = dS K: it sums over both groups' keys.
-//   A group computes dQ for half of the tile (64 queries x 64 columns; of 80 queries dQ^T, whose 64 rows are columns of
-//   the head). Each of its warps adds its eighth of the tile to the fp32 sum by a bulk reduction, in the order of
-//   accumulator fragments, which `postprocess` undoes.
+// `backward`: a CTA owns 128 keys and loops over the queries that see them, in tiles of 128 (D = 64), 64 or 80 (D =
+// 128). One producer warp loads by TMA. Two consumer warp groups own 64 keys each, whose dk and dv stay in registers.
+//  - S^T = K Q^T and dP^T = V dO^T have keys as rows, so that P^T and dS^T are A operands in registers for dV += P^T dO
+//    and dK += dS^T Q. Only dS goes through shared memory, for dQ = dS K, which reduces over the keys of both groups.
+//  - A group computes dQ for half of the tile: 64 queries x 64 columns. With 80 queries it computes dQ^T, whose 64 rows
+//    are columns of the head. Each of its warps adds its eighth of the tile to the fp32 accumulator in global memory by
+//    a bulk reduction. The accumulator has the element order of wgmma fragments, which `postprocess` undoes.
 //
-// A tile of 128 x 128 x 64 or 64 x 128 x 128 (10 * 2^20 FLOP) or 80 x 128 x 128 (12.5 * 2^20) in clocks of one SM:
+// Clocks of one SM for a tile of 128 x 128 x 64 or 64 x 128 x 128 (10 * 2^20 FLOP) or 80 x 128 x 128 (12.5 * 2^20):
 //                                      D = 64   D = 128, 64   D = 128, 80
 //   tensor cores, 4096 FLOP/clk           2560          2560          3200
 //   shared memory, 128 B/clk              3072          3072          3648   operands of wgmma, dS, TMA, lse and delta;
 //                                                                            dq in and out
 //   exponentials, 16/clk                  1024           512           640
 //   instructions, 4/clk                  ~1000          ~900         ~1050
-// All four must overlap: the two groups alternate (ping-pong). dQ of a tile is computed one tile later, so that no
-// group waits for the other's dS, which has two buffers; and the next S is issued before the exponentials. With 80
-// queries keys are read from shared memory a fifth less often for each query, at two prices. Registers: dQ is added
-// before the next S begins, beside dK, as there is no room for both. Shared memory: q has two stages, not three.
+// All four must overlap, so the two groups alternate (ping-pong). dS has two buffers and dQ of a tile is computed one
+// tile later, so that no group waits for the other's dS. The next S is issued before the exponentials. With 80 queries,
+// K is read from shared memory a fifth less often for each query, at two costs. Registers: there is no room for dQ and
+// the next S at once, so dQ is added to its accumulator before the next S is issued, while dK is in flight. Shared
+// memory: q has two stages, not three.
 //
 // The order in which CTAs add to dq is not fixed: dq is deterministic only with SINGLE_BLOCK and CTA_PER_KV_HEAD; dk
 // and dv always are.
@@ -51,19 +53,19 @@ using KeyGradients = Rows;
 using KeyGradients = TensorMap;
 #endif
 
-// The producer passes consumers two integers for each stage of q: the index of the tile's dq among those of all heads
-// (with CTA_PER_KV_HEAD twice that, and 1 more at the last visit), and the tile's index in its head.
+// The producer passes consumers two integers for each stage of q: the tile's index over all query heads (with
+// CTA_PER_KV_HEAD twice that, plus 1 at the last visit), and its index within its head.
 DEVICE void publish_tile(u32 base, u32 slot, int place, int m) { store_pair(base + TILE_AT + 8 * slot, place, m); }
 DEVICE int tile_place(u32 base, u32 slot) { return load_shared(base + TILE_AT + 8 * slot); }
 DEVICE int tile_index(u32 base, u32 slot) { return load_shared(base + TILE_AT + 8 * slot + 4); }
 
-// The keys or values of a block.
+// Loads the keys or the values of a block.
 DEVICE void load_block(const TensorMap& map, const Work& w, u32 to, u32 bar) {
     bar_expect(bar, K_BYTES);
     for (int part = 0; part < 2 * SLABS; part++)
         tma_load(to + part * 64 * 128, &map, part / 2 * 64, w.first_key + part % 2 * 64, w.head, w.batch, bar);
 }
-// `await` is called before the first of lse and delta is loaded.
+// `await` is called before the first load of lse and delta.
 template <class Await>
 DEVICE void produce(const TensorMap& q_map, const TensorMap& do_map, const TensorMap& k_map, const TensorMap& v_map,
                     const Problem& p, const Work& w, u32 base, Await await) {

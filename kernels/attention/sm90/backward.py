@@ -1,12 +1,12 @@
 """The fused backward for Hopper in CUDA C++ (backward.cu): one pass over the tiles computes dQ, dK and dV.
 
-Three launches: preprocess computes what the main kernel needs of each query, the main kernel follows, and postprocess
-casts dQ; where blocks of the last wave are split over CTAs, a fourth sums their partial dK and dV. The schedule
-(configs/backward.py) says which of these are left out: with ROLES, CTAs of the main launch preprocess and postprocess
-some heads while others multiply; with CTA_PER_KV_HEAD the main kernel casts dQ; with SINGLE_BLOCK it does everything,
-and needs no memory beside the results and partial dK and dV.
+Three launches: preprocess (delta and lse of each query, zeros for dQ), the main kernel, and postprocess, which casts
+dQ. Where key blocks of the last wave are split over CTAs, a fourth adds up their partial dK and dV. The schedule
+(configs/backward.py) says which of these are left out. With ROLES, CTAs of the main launch preprocess and postprocess
+some heads while others multiply. With CTA_PER_KV_HEAD the main kernel casts dQ. With SINGLE_BLOCK it does everything,
+and its workspace is the partial dK and dV alone.
 
-Memory beside the results: fp32 dQ, 4·D bytes a query and head, and 8 bytes a query and head.
+Workspace: fp32 dQ, 4·D bytes per query and head, and 8 bytes per query and head for lse and delta.
 CTAs add to that dQ in no fixed order: dQ is deterministic only where one CTA computes all of it; dK and dV always are.
 """
 
@@ -27,7 +27,7 @@ from .cuda_driver import TensorMap, address, tensor_map
 
 Backward = Callable[..., None]
 SHARED_BYTES = 227 * 1024  # all that a CTA can have: tiles of 80 queries need it, and two CTAs never fit
-WARP_ROWS = 16  # of a warp of the main kernel: what it stores at a time of dq, and of dk and dv with CTA_PER_KV_HEAD
+WARP_ROWS = 16  # that a warp of the main kernel stores at a time: of dq, and with CTA_PER_KV_HEAD of dk and dv
 NAMES = tuple(f"attention_cuda_bwd{part}" for part in ("", "_preprocess", "_postprocess", "_sum_shares"))
 DETERMINISTIC = (Schedule.SINGLE_BLOCK, Schedule.CTA_PER_KV_HEAD)  # one CTA computes all of a tile's dQ
 
@@ -62,7 +62,7 @@ _SUM_SHARES = f"{ROWS}{ROWS}{DESCRIBED}"
 
 
 class Sizes(NamedTuple):
-    """Tiles of queries of a head and their rows, blocks of keys of a head, and all blocks that one CTA computes."""
+    """Tiles of queries of a head and their rows, key blocks of a head, and all key blocks that are not split."""
 
     m_tiles: int
     padded: int
@@ -76,8 +76,8 @@ class Sizes(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """Memory beside the results, one allocation: fp32 sums of dQ, partial dK and dV, lse2 and delta of each query, and
-    the tile scheduler's counter. Offsets in units of 4 bytes, and the size."""
+    """The workspace, one allocation: fp32 accumulators of dQ, partial dK and dV, lse2 and delta of each query, and the
+    tile scheduler's counter. Offsets, and the size, in units of 4 bytes."""
 
     parts: int
     lse2: int

@@ -1,6 +1,6 @@
-// The preprocess and postprocess kernels where gradients are sums over several calls (ACCUMULATE). Included by
-// backward.cu. As in backward_ends.cuh, but delta is given, and dq, dk and dv are fp32, written by the first call and
-// added to by others.
+// The preprocess and postprocess kernels where gradients are accumulated over several calls (ACCUMULATE). Included by
+// backward.cu. They differ from those of backward_ends.cuh: delta is given, and dq, dk and dv are fp32, which the first
+// call writes and later calls add to.
 #pragma once
 
 #include "backward_shares.cuh"
@@ -13,7 +13,7 @@ DEVICE Float4* four(const Rows& x, int batch, int head, int row, int column) {
     return (Float4*)((float*)x.at + batch * x.batch + head * x.head + row * x.row + column);
 }
 
-// Where dq goes: `to` has fp32, or with `rounded` 16-bit numbers; to `before`, unless it is null, it is added.
+// The destination of dq: `to` is fp32, or 16-bit if `rounded`. Unless `before` is null, its values are added.
 struct Target {
     Rows before, to;
     bool rounded;
@@ -50,9 +50,9 @@ attention_cuda_bwd_preprocess(const float* lse, const float* delta, long long li
     delta2[to] = empty ? 0 : delta[from];
 }
 
-// Gives 8 columns of two rows, 8 rows apart, of a sum to put(0 or 8 rows on, 0 or 4 columns on, four numbers). Sums are
-// stored in the order of accumulator fragments, for each 16 rows [column / 8][row % 8][column % 8 / 2][4]: of the last
-// 4, two columns of a row and two of the row 8 below it.
+// Calls put(0 or 8 rows below, 0 or 4 columns to the right, four elements) for 8 columns of two rows, 8 rows apart, of
+// an fp32 accumulator. It is stored in the order of wgmma fragments, for each 16 rows [column / 8][row % 8][column % 8
+// / 2][4], where the last 4 are two columns of a row and the same columns of the row 8 below it.
 template <class Put>
 DEVICE void put_pair(const float* from, float scale, const Put& put) {
 #pragma unroll
@@ -63,7 +63,7 @@ DEVICE void put_pair(const float* from, float scale, const Put& put) {
     }
 }
 
-// dq = scale * its fp32 sum, and what was there before.
+// dq = scale * its fp32 accumulator, plus what was there before.
 extern "C" __global__ void __launch_bounds__(256)
 attention_cuda_bwd_postprocess(const Rows before, const Rows dq, const float* dq_sum, int queries, int padded, int heads,
                                float scale, int rounded) {
@@ -72,8 +72,9 @@ attention_cuda_bwd_postprocess(const Rows before, const Rows dq, const float* dq
     int batch = all / heads, head = all % heads;
     const float* tile = dq_sum + ((long long)all * padded + start / BM * BM) * D;
     if constexpr (DQ_TRANSPOSED) {
-        // Each warp has one fragment: 16 columns of the tile, [query / 8][column % 8][query % 8 / 2][4], of the last 4
-        // two queries of a column and two of the column 8 on. They are transposed through shared memory.
+        // Each warp has one fragment: 16 columns of the tile, [query / 8][column % 8][query % 8 / 2][4], where the last
+        // 4 are two queries of a column and the same queries of the column 8 further on. They are transposed through
+        // shared memory.
         constexpr int PITCH = D + 4;
         __shared__ __align__(16) float transposed[BM * PITCH];
         int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -115,7 +116,8 @@ DEVICE void put_share(FloatPair* at, const float (&x)[2], bool add) {
     *at = {x[0] + before.x, x[1] + before.y};
 }
 
-// Partial dV and dK of the blocks that are split over CTAs, summed, for dv and dk.
+// Adds up the partial dV and dK of the key blocks that are split over CTAs, and writes the sums to dv and dk or adds
+// them.
 extern "C" __global__ void __launch_bounds__(256)
 attention_cuda_bwd_sum_shares(const Rows dv, const Rows dk, const Problem p) {
     ShareSum x;

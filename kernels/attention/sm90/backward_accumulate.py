@@ -1,8 +1,8 @@
 """The backward for Hopper in CUDA C++ where the keys are one block of several: backward.cu with ACCUMULATE. Launches of
 preprocess, the main kernel and postprocess, and of sum_shares where blocks of the last wave are split over CTAs.
 
-Memory beside the arguments: fp32 dQ, 4·D bytes a query and head, and 8 bytes a query and head. Atomics add up dQ in no
-fixed order; dK and dV are deterministic.
+Workspace: fp32 dQ, 4·D bytes per query and head, and 8 bytes per query and head. Bulk reductions add to dQ in no fixed
+order; dK and dV are deterministic.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def accumulators_unsupported_reason(*tensors: torch.Tensor) -> str | None:
     """Why the kernels in CUDA C++ cannot add to these fp32 tensors [B, H, S, D], or None."""
     for x in tensors:
         if x.data_ptr() % 16 or x.stride(3) != 1 or any(stride % 4 for stride in x.stride()[:3]):
-            return "it adds to rows on 16-byte boundaries"
+            return "it needs fp32 gradients with rows on 16-byte boundaries"
     return None
 
 

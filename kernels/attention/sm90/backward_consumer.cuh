@@ -1,5 +1,5 @@
-// The consumer warp groups of backward.cu: a prologue, a main loop over the tiles of queries of a block of keys, and an
-// epilogue. A tile is in its registers as s and dp, then as pt and dst, while others are being multiplied.
+// The consumer warp groups of backward.cu: a prologue, a main loop over the tiles of queries of a key block, and an
+// epilogue. A tile is in registers first as s and dp, then as pt and dst, the A operands of dV and dK.
 #pragma once
 
 // A warp's index among the consumers and its addresses in shared memory, computed once.
@@ -47,7 +47,7 @@ DEVICE void hide(const Consumer& me, const Problem& p, float (&s)[BM / 2], int f
     }
 }
 
-// Stores dS^T of tile t in shared memory for both groups, once its buffer has been read.
+// Stores dS^T of tile t in shared memory for both groups, once its buffer is empty.
 DEVICE void store_score_gradients(const Consumer& me, const u32 (&dst)[BM / 4], int t) {
     bar_wait(me.base + DS_EMPTY + (t & 1) * 8, ((t - 1) >> 1) & 1);
 #pragma unroll
@@ -80,7 +80,7 @@ DEVICE void store_partial(const Consumer& me, const Problem& p, int part, const 
 #if SCHEDULE != PERSISTENT  // else the main loop is in backward_persistent.cuh
 #if ACCUMULATE
 // Writes two rows of a warp's accumulator fragment `c` to the fp32 tensor `to`, or adds them: 8 bytes a lane, 32 a row.
-// No other CTA has these keys.
+// No other CTA writes these keys.
 DEVICE void write_rows(const Rows& to, int batch, int head, int row, int keys, const float (&c)[D / 2], float scale,
                        bool add) {
     const float* first = (const float*)to.at + batch * to.batch + head * to.head + threadIdx.x % 4 * 2;
@@ -158,7 +158,8 @@ DEVICE void store_query_gradient(const Consumer& me, const TensorMap& dq_map, co
 }
 #endif
 
-// Adds the warp's part of dq of the tile with index `place` to its sum, or casts it to dq. Discarded unless `real`.
+// Adds the warp's part of dq of the tile with index `place` to the fp32 accumulator, or stores it as dq. The result is
+// discarded unless `real`.
 DEVICE void add_query_gradient(const Consumer& me, const TensorMap& dq_map, const Problem& p, const Work& w,
                                Progress& now, float (&dq)[DQ_REGISTERS], int place, bool real) {
 #if SCHEDULE == CTA_PER_KV_HEAD
@@ -188,7 +189,7 @@ DEVICE void consume(const KeyGradients& dk_map, const KeyGradients& dv_map, cons
         wgmma_fence();
         scores(s, me.k_rows / 16, (base + Q_AT + q.slot * Q_BYTES) / 16);
     };
-    // Once S is complete: probabilities, overlapped with the product dP. Then dS, in registers and in shared memory.
+    // Once S is complete: probabilities, overlapped with the GEMM of dP. Then dS, to registers and to shared memory.
     auto softmax = [&](int t) {
         wgmma_wait<1>();
         pin(s);
@@ -235,9 +236,9 @@ DEVICE void consume(const KeyGradients& dk_map, const KeyGradients& dv_map, cons
     }
     if (me.wg == 1 && end - first > 1) named_arrive(PING_PONG, 256);
 
-    // Main loop. Tile t is in registers as pt and dst. No wgmma is in flight at the end of an iteration. Groups in
-    // flight, oldest first:
-    //   dV | dV dK dQ | dK dQ | dK dQ S | dQ S | S | S dP            and where TIGHT
+    // Main loop. Tile t is in registers as pt and dst. No wgmma is in flight at the end of an iteration. The wgmma
+    // groups in flight during it, oldest first:
+    //   dV | dV dK dQ | dK dQ | dK dQ S | dQ S | S | S dP            and with TIGHT
     //   dV | dV dQ dK | dQ dK | dK | dK S | S | S dP
     for (int t = first; t + 1 < end; t++) {
         auto add_previous_dq = [&] {
@@ -300,7 +301,7 @@ DEVICE void consume(const KeyGradients& dk_map, const KeyGradients& dv_map, cons
 #if SCHEDULE == CTA_PER_KV_HEAD
     me.release(K_EMPTY);
     add_dq(at, true);
-    // The next block's K and V are being loaded into these buffers, so dv and dk are stored from that of dq.
+    // The next block's K and V are being loaded into their buffers, so dv and dk are stored through the buffer of dq.
     store_rows(dv_map, w, dv, 1, base), store_rows(dk_map, w, dk, p.scale, base);
     q.next(), g.next(), now.tiles = end;
 #else

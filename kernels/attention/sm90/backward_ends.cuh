@@ -9,9 +9,9 @@ DEVICE const Uint4* chunk(const Rows& x, int batch, int head, int row, int colum
 
 constexpr int HELPER_ROWS = DQ_TRANSPOSED ? BM : 64;  // of a CTA of 256 threads; 16 bytes a thread
 
-// lse, dlse: [B * heads, queries]; dlse may be null. Writes lse2 and delta, and zeros the same rows of the fp32 dq, but
-// not with CTA_PER_KV_HEAD, where the first block of keys stores what others add to. Unless it is null, sets the tile
-// scheduler's counter to `start_index`.
+// lse, dlse: [B * heads, queries]; dlse may be null. Writes lse2 and delta, and zeros the same rows of the fp32 dq,
+// except with CTA_PER_KV_HEAD, where the first key block stores what later ones add to. Sets the tile scheduler's
+// counter to `start_index`, unless the counter is null.
 extern "C" __global__ void __launch_bounds__(256)
 attention_cuda_bwd_preprocess(const Rows out, const Rows dout, const float* lse, const float* dlse, float* lse2,
                               float* delta, float* dq_sum, int queries, int padded, int heads, int* counter,
@@ -49,8 +49,9 @@ attention_cuda_bwd_preprocess(const Rows out, const Rows dout, const float* lse,
     }
 }
 
-// Sums are stored in the order of accumulator fragments, for each 16 rows [column / 8][row % 8][column % 8 / 2][4]: of
-// the last 4, two columns of a row and two of the row 8 below it. Casts 8 columns of both rows.
+// The fp32 accumulator is stored in the order of wgmma fragments, for each 16 rows [column / 8][row % 8][column % 8 /
+// 2][4], where the last 4 are two columns of a row and the same columns of the row 8 below it. Casts 8 columns of both
+// rows.
 DEVICE void cast_pair(const float* from, float scale, Uint4& upper, Uint4& lower) {
     u32 a[4], b[4];
 #pragma unroll
@@ -62,7 +63,7 @@ DEVICE void cast_pair(const float* from, float scale, Uint4& upper, Uint4& lower
     upper = {a[0], a[1], a[2], a[3]}, lower = {b[0], b[1], b[2], b[3]};
 }
 
-// dq = scale * its fp32 sum.
+// dq = scale * its fp32 accumulator.
 extern "C" __global__ void __launch_bounds__(256)
 attention_cuda_bwd_postprocess(const Rows dq, const float* dq_sum, int queries, int padded, int heads, float scale) {
     constexpr int ACROSS = D / 8;
@@ -70,9 +71,9 @@ attention_cuda_bwd_postprocess(const Rows dq, const float* dq_sum, int queries, 
     int batch = all / heads, head = all % heads;
     const float* tile = dq_sum + ((long long)all * padded + start / BM * BM) * D;
     if constexpr (DQ_TRANSPOSED) {
-        // Each warp has one fragment: 16 columns of the tile, [query / 8][column % 8][query % 8 / 2][4], of the last 4
-        // two queries of a column and two of the column 8 on. They are transposed through shared memory, in rows with a
-        // pitch of 16 bytes more than a multiple of 128.
+        // Each warp has one fragment: 16 columns of the tile, [query / 8][column % 8][query % 8 / 2][4], where the last
+        // 4 are two queries of a column and the same queries of the column 8 further on. They are transposed through
+        // shared memory, in rows with a pitch of 16 bytes more than a multiple of 128.
         __shared__ Uint4 transposed[BM][D / 8 + 1];
         int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const Float4* fragment = (const Float4*)(tile + warp * FRAGMENT) + lane;
@@ -103,7 +104,7 @@ attention_cuda_bwd_postprocess(const Rows dq, const float* dq_sum, int queries, 
     }
 }
 
-// Partial dV and dK of the blocks that are split over CTAs, summed into dv and dk.
+// Adds up the partial dV and dK of the key blocks that are split over CTAs, and writes dv and dk.
 extern "C" __global__ void __launch_bounds__(256)
 attention_cuda_bwd_sum_shares(const Rows dv, const Rows dk, const Problem p) {
     ShareSum x;

@@ -1,29 +1,31 @@
-// Schedule CTA_PER_KV_HEAD: a CTA has all blocks of keys of a head. Included by backward.cu.
+// Schedule CTA_PER_KV_HEAD: a CTA computes all key blocks of a head. Included by backward.cu.
 //
-// Each consumer warp computes the same eighth of every tile of dq, and the same lane always adds it to the fp32 sum. So
-// no CTA or warp waits for another about sums: the first block of keys stores, later ones add. At the last visit to a
-// tile (under a mask, at the diagonal) the warp prefetches its part of the sum to shared memory, adds its registers,
-// and stores dq by rows, scaled and cast. Additions to an element have the order of the blocks: dq is deterministic.
-// Bulk operations of a thread may be reordered. A block visits a tile once, so a thread must only wait for what the
-// previous blocks have added: once a block, a tile's work later.
+// Each consumer warp computes the same eighth of every tile of dq, and the same lane always adds it to the fp32
+// accumulator. So no CTA or warp waits for another because of the accumulator. The first key block stores, later ones
+// add. At the last visit to a tile (under a causal mask, at the diagonal) the warp prefetches its part of the
+// accumulator to shared memory, adds its registers, and stores dq by rows, scaled and cast. An element's additions are
+// in the order of the key blocks, so dq is deterministic. Bulk operations of a thread may be reordered. But a key block
+// visits a tile only once, so a thread must wait only for the additions of the previous key blocks: once a block, after
+// its first tile's softmax.
 //
-// The next K and V are loaded once both groups have read the old ones, V one product of a tile before K; the next tiles
-// of q and dout are loaded by then. dv and dk are stored meanwhile.
+// The next K and V are loaded once both groups have read the old ones; V is released before the last tile's dV, dK and
+// dQ, K after them. The next tiles of q and dout have been loaded by then. dv and dk are stored meanwhile.
 //
-// All heads that run at once loop over all of their queries for each block of keys: a visit to a tile reads 32 KB of q
-// and dout, and reads and writes 32 KB of sums. The sums should stay in L2, where a line saves two of memory's:
-// everything else is loaded with evict_first. Where L2 does not hold all of them, the order of queries alternates
-// direction from block to block, so that each begins with what L2 still has.
+// All heads that run at the same time loop over all of their queries for each key block. A visit to a tile reads 32 KB
+// of q and dout, and reads and writes 32 KB of the accumulator. The accumulators should stay in L2, where a line saves
+// a read and a write of device memory, so everything else is loaded with evict_first. Where L2 does not hold all of
+// them, the order of queries alternates direction from block to block, so that each block begins with what is still in
+// L2.
 //
-// Clocks of a block beside its tiles, estimated: the first scores and probabilities ~1500 and the last dq ~1000, which
-// overlap nothing, and the load of K ~1500, overlapped with the stores of dv and dk.
+// Estimated clocks of a key block in addition to its tiles: the first scores and probabilities ~1500 and the last dq
+// ~1000, which overlap nothing, and the load of K ~1500, overlapped with the stores of dv and dk.
 #pragma once
 
-// Whether tile m sees no later block of keys than this one.
+// Whether no later key block than this one visits tile m.
 DEVICE bool last_visit(const Problem& p, int first_key, int m) {
     return first_key + BN >= p.keys || m < first_tile(p, first_key + BN);
 }
-// To the head's next block of keys, if there is one.
+// Advances to the head's next key block; false if there is none.
 DEVICE bool next_block(Work& w, const Problem& p) {
     w.first_key += BN;
     if (w.first_key >= p.keys) return false;
@@ -79,12 +81,11 @@ DEVICE u32 dq_fragment(u32 base) { return base + DQ_AT + consumer() * FRAGMENT_B
 DEVICE float* sum_fragment(const Problem& p, int place) {
     return p.dq_sum + (long long)(place >> 1) * (BM * D) + consumer() * FRAGMENT;
 }
-// Where a lane stores four 8x8 matrices of 16 rows of a slab; those of columns 16 k ... are at ^ (k * 32).
+// A lane's address for storing four 8x8 matrices of 16 rows of a slab. For columns 16 k ... it is XORed with k * 32.
 DEVICE u32 matrices_of_rows() { return threadIdx.x % 16 * 128 + ((threadIdx.x % 32 / 16) ^ (threadIdx.x % 8)) * 16; }
 
-// `place` is twice the index of a tile among those of all heads of queries, and 1 more where the visit is the last.
-// The sum that a last visit adds to is prefetched to the buffer of the warp's part of dq, which nothing else uses
-// meanwhile.
+// `place` is twice the tile's index over all query heads, plus 1 at the last visit. At a last visit this prefetches the
+// warp's part of the accumulator to the warp's buffer of dq, which nothing else uses meanwhile.
 DEVICE void load_sum(const Problem& p, const Work& w, int place, u32 base) {
     if (w.first_key == 0 || place < 0 || !(place & 1)) return;
     if (threadIdx.x % 32 == 0) {
@@ -97,7 +98,8 @@ DEVICE void load_sum(const Problem& p, const Work& w, int place, u32 base) {
     __syncwarp();
 }
 
-// Adds one warp's part of dq, 16 queries x 64 columns, to the sum, or at the last visit the sum to it, and stores dq.
+// Adds one warp's part of dq, 16 queries x 64 columns, to the accumulator. At the last visit it adds the accumulator to
+// the registers instead, and stores dq.
 DEVICE void add_kv_head(const TensorMap& dq_map, const Problem& p, const Work& w, Progress& now,
                       float (&dq)[DQ_REGISTERS], int place, u32 base) {
     const u32 lane = threadIdx.x % 32, fragment = dq_fragment(base) + lane * 16;
@@ -136,7 +138,7 @@ DEVICE void add_kv_head(const TensorMap& dq_map, const Problem& p, const Work& w
     __syncwarp();
     if (lane == 0) {
         const int i = place >> 1, head = i / p.m_tiles - w.batch * p.kv_heads * p.group, row = i % p.m_tiles * BM;
-        // Of lane 0 `to` is the box.
+        // For lane 0 `to` is the address of the box.
         store_box_once(dq_map, to, consumer() / 4 * 64, row + consumer() % 4 * 16, head, w.batch);
         bulk_commit();
     }

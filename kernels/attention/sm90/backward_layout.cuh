@@ -35,7 +35,7 @@ constexpr int KEYS_DONE = 1, ROWS_WRITTEN = 2, PING_PONG = 4;  // named barriers
 constexpr int FRAGMENT = BM * D / CONSUMER_WARPS;  // values of dq that one warp computes of one tile
 constexpr u32 FRAGMENT_BYTES = FRAGMENT * (SCHEDULE == SINGLE_BLOCK ? 2 : 4);
 
-// In shared memory, in bytes from its base. Matrices first, each a multiple of 1024 bytes.
+// Offsets in shared memory, in bytes. Matrices first, each a multiple of 1024 bytes.
 constexpr u32 Q_SLAB = BM * 128, K_SLAB = BN * 128;
 constexpr u32 Q_BYTES = SLABS * Q_SLAB, K_BYTES = SLABS * K_SLAB, DS_BYTES = 2 * BM * 128;
 constexpr u32 K_AT = 0, V_AT = K_AT + (SCHEDULE == PERSISTENT ? 2 : 1) * K_BYTES, Q_AT = V_AT + K_BYTES;

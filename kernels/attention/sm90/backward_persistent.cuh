@@ -1,19 +1,20 @@
 // Schedule PERSISTENT: CTAs are persistent. Included by backward.cu.
 //
-// With few queries a block of keys has few tiles, and the prologue and epilogue of a CTA (loading K and V, filling the
-// pipeline, draining it, storing dK and dV) take a large part of its time. Here there is a CTA for each SM. It computes
-// one item (a block of keys or a split of one) after the other, and the tiles of all its items are one main loop: in
-// the iteration from the last tile of an item to the first of the next, S and dP are of the new keys and values, dQ, a
-// tile late, of the old keys, and the stores of dK and dV from registers are overlapped with the new S.
+// With few queries a key block has few tiles, and the prologue and epilogue of a CTA (loading K and V, filling the
+// pipeline, draining it, storing dK and dV) take a large part of its time. Here there is one CTA per SM, which computes
+// one item (a key block or a split of one) after the other. The tiles of all its items are one main loop. In the
+// iteration from the last tile of an item to the first of the next, S and dP use the new K and V, and dQ, which is one
+// tile late, the old K. The stores of dK and dV from registers are overlapped with the new S.
 //
-// Without a mask all items take the same time, and a CTA computes every gridDim.x-th. With one they do not, and the
-// longest of a section come first; a dynamic tile scheduler then gives the next item to the CTA that is done: the
-// producer takes an index from the tile scheduler's counter when it has issued the last loads of an item. Not earlier:
-// a CTA that takes one long before it can begin takes the item from one that could begin it.
+// Without a mask all items take the same time, and the schedule is static: a CTA computes every gridDim.x-th item.
+// Under a causal mask they do not, and the longest of a section come first. A dynamic tile scheduler then gives the
+// next item to the CTA that is done: the producer takes an index from the tile scheduler's counter when it has issued
+// the last loads of an item. Not earlier: a CTA that takes an item long before it can begin keeps it from one that
+// could begin it.
 //
-// K has two buffers, as dQ of the iteration after that still needs the old keys. V has one. At D = 64 without a mask
-// consumers hold it in registers, so that the next can be loaded as soon as they have begun an item, else when the last
-// dP of one is complete.
+// K has two buffers, as dQ of the following iteration still reads the old K. V has one. At D = 64 without a mask the
+// consumers hold V in registers, so that the next V can be loaded as soon as they have begun an item. Otherwise it is
+// loaded when the last dP of an item is complete.
 #pragma once
 
 #if SCHEDULE == PERSISTENT
@@ -25,12 +26,13 @@ constexpr u32 K2_FULL = (SHARED_END + 15) / 16 * 16, K2_EMPTY = K2_FULL + 16, V1
 constexpr u32 ITEM_FULL = V1_EMPTY + 16, ITEM_AT = ITEM_FULL + 8 * ITEMS;
 static_assert(K_AT == 0 && ITEM_AT + 32 * ITEMS <= 232448, "the barriers for two blocks of keys fit behind all else");
 
-// Block descriptor of an item, which costs the producer many divisions: first key, tiles, part, head; batch.
+// Descriptor of an item: first key, tiles, part, head; batch. The producer alone computes it, as that takes many
+// divisions.
 DEVICE u32 item_slot(u32 base, u32 n) { return base + ITEM_AT + n % ITEMS * 32; }
 
-// counter: of the tile scheduler, the next item that no CTA has; a CTA's first item has its blockIdx. Null without a
-// mask. One thread runs this, but the index is shuffled: then ptxas knows that all that depends on it is warp-uniform,
-// and keeps it in uniform registers, as there are too few others.
+// `counter`: the tile scheduler's, the next item that no CTA has taken; null without a mask. A CTA's first item is its
+// blockIdx.x. One thread runs this, but the index is shuffled: ptxas then knows that everything that depends on it is
+// warp-uniform, and keeps it in uniform registers, as there are too few others.
 DEVICE void produce_persistent(const TensorMap& q_map, const TensorMap& do_map, const TensorMap& k_map,
                             const TensorMap& v_map, const Problem& p, int* counter, int items, u32 base) {
     Ring<Q_STAGES> q;
@@ -78,14 +80,14 @@ DEVICE void produce_persistent(const TensorMap& q_map, const TensorMap& do_map, 
     publish_item();
 }
 
-// dV or dK as in backward_products.cuh, but initialised by the first tile of an item.
+// dV or dK as in backward_products.cuh, but the first tile of an item initialises them.
 DEVICE void gradient(float (&c)[D / 2], const u32 (&a)[BM / 4], u32 columns, bool first) {
 #pragma unroll
     for (int k = 0; k < BM / 16; k++) mma<1>(c, a + 4 * k, across<Q_SLAB>(columns + k * 128), k != 0 || !first);
     wgmma_commit();
 }
 
-// x[i] of lane j of four becomes x[j] of lane i.
+// Transposes 4 x 4 words within a quad: x[i] of lane j becomes x[j] of lane i.
 DEVICE void transpose_quad(u32 (&x)[4], int own) {
 #pragma unroll
     for (int step = 1; step < 4; step *= 2)
@@ -97,8 +99,8 @@ DEVICE void transpose_quad(u32 (&x)[4], int own) {
             (upper ? x[i] : x[i + step]) = other;
         }
 }
-// Stores 16 rows of dK or dV from a warp's accumulator fragment, except those past the last key: this lane's are `row`
-// and the one 8 below it. The four lanes of a row exchange their pairs of columns, so that each stores 16 bytes.
+// Stores 16 rows of dK or dV from a warp's accumulator fragment, except those past the last key: this lane has `row`
+// and the row 8 below it. The four lanes of a row exchange their pairs of columns, so that each stores 16 bytes.
 DEVICE void store_rows(const Rows& to, int batch, int head, int row, int keys, const float (&c)[D / 2], float scale) {
     const int own = threadIdx.x % 4;
 #pragma unroll
@@ -224,7 +226,7 @@ DEVICE void consume_persistent(const Rows& dk_rows, const Rows& dv_rows, const P
         bar_wait(base + K2_FULL + n % 2 * 8, n / 2 & 1);
         first_key = uniform_word(n, 0), left = uniform_word(n, 1);
     };
-    // Whether no tile follows this one: the negated form makes ptxas recompute addresses in each tile.
+    // Whether no tile follows this one. The negated form makes ptxas recompute addresses in each tile.
     auto is_last = [&] {
         if (left > 1) return false;
         bar_wait(base + ITEM_FULL + (n + 1) % ITEMS * 8, (n + 1) / ITEMS & 1);
@@ -240,7 +242,7 @@ DEVICE void consume_persistent(const Rows& dk_rows, const Rows& dv_rows, const P
     softmax(0);
     bool last = is_last(), fresh = true;  // fresh: tile t is the first of its item
     if (wg == 1 && !last) named_arrive(PING_PONG, 256);
-    // The order of products is that of `consume`; t counts the tiles of all items.
+    // The order of GEMMs is that of `consume`; t counts the tiles of all items.
     for (; !last; t++) {
         const bool ends = left == 1, freed = fresh && t > 0;  // freed: after this no warp reads the previous keys
         const bool alone = ends && freed;  // an item of one tile: the next keys replace the previous ones
@@ -251,7 +253,8 @@ DEVICE void consume_persistent(const Rows& dk_rows, const Rows& dv_rows, const P
         gradient(dk, dst, (base + Q_AT + q.slot * Q_BYTES) / 16, fresh);
         multiply_ds(t - 1, n ^ (u32)fresh);  // for tile 0 the buffer is not initialised, and the result is discarded
         if (alone) {
-            // They are loaded once the other group's dQ is done too, so it is issued before they are waited for.
+            // The next keys are loaded only when the other group too has computed its dQ from the previous keys. So it
+            // may issue its GEMMs before this group waits for the next keys.
             wgmma_wait<0>();
             release(K2_EMPTY + (n ^ 1) % 2 * 8);
             if (wg == 0) named_arrive(PING_PONG + 1, 256);

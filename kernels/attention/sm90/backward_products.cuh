@@ -1,7 +1,7 @@
-// The products and elementwise steps of backward.cu's consumers, on tiles in registers.
+// The GEMMs and elementwise operations of backward.cu's consumers, on tiles in registers.
 #pragma once
 
-// S^T or dP^T of 64 keys x BM queries; `rows` and `columns` in shared memory.
+// S^T or dP^T of 64 keys x BM queries. `rows`, `columns`: operands A and B in shared memory.
 DEVICE void scores(float (&c)[BM / 2], u32 rows, u32 columns) {
     anew(rows);
 #pragma unroll
@@ -37,9 +37,10 @@ DEVICE void query_gradient(float (&c)[DQ_REGISTERS], u32 ds, u32 keys) {
     wgmma_commit();
 }
 
-// Adds this warp's fragment of dq, an eighth of 16 queries x 64 columns or 80 queries x 16, to the sum of the tile with
-// index `place`, by a bulk reduction from the warp's own buffer `fragment`. Discarded unless `real`. Callers know both:
-// computed here, for every tile, they cost 1 to 2 % of the backward under a mask.
+// Adds this warp's fragment of dq, an eighth of the tile (16 queries x 64 columns, or 80 queries x 16), to the
+// accumulator of the tile with index `place`, by a bulk reduction from the warp's own buffer `fragment`. Discarded
+// unless `real`. Callers pass `fragment` and `warp`: computed here, for every tile, they cost 1 to 2 % of the backward
+// under a mask.
 DEVICE void add_to_sum(const Problem& p, const float (&dq)[DQ_REGISTERS], int place, bool real, u32 fragment,
                        int warp) {
     const int lane = threadIdx.x % 32;
@@ -54,8 +55,8 @@ DEVICE void add_to_sum(const Problem& p, const float (&dq)[DQ_REGISTERS], int pl
     if (lane == 0 && real) reduce_bulk(to, fragment, FRAGMENT_BYTES), bulk_commit();
 }
 
-// A thread has scores of two keys (rows). Query (column) c of the tile sees the first if c >= limit0, the second if
-// c >= limit1; both counted from this thread's first column.
+// A thread has scores of two keys (rows). Query (column) c of the tile sees the first if c >= limit0, the second if c
+// >= limit1. Both limits are relative to this thread's first column.
 DEVICE void mask(float (&s)[BM / 2], int limit0, int limit1, float hidden) {
 #pragma unroll
     for (int j = 0; j < BM / 8; j++)
@@ -71,9 +72,9 @@ DEVICE void probabilities(float (&s)[BM / 2], u32 lse, float scale_log2) {
         for (int e = 0; e < 4; e++) s[4 * j + e] = exp2_(s[4 * j + e] * scale_log2 - (e & 1 ? l.y : l.x));
     }
 }
-// A branch that depends on every probability: ptxas would move the exponentials after the wait for dP, where they
-// overlap nothing. It moves nothing across a branch. No probability is negative; were the sign of a NaN set, the branch
-// would wait for a barrier whose phase is complete.
+// Keeps the exponentials before the wait for dP: ptxas would move them after it, where they overlap nothing, but it
+// moves nothing across a branch. This branch depends on every probability. None is negative, so it is not taken; were
+// the sign of a NaN set, it would wait for a barrier whose phase is complete.
 DEVICE void settle(float (&p)[BM / 2], u32 open) {
     pin(p);
     int bits = 0;

@@ -13,8 +13,8 @@ struct alignas(16) Float4 { float x, y, z, w; };
 struct alignas(16) Uint4 { u32 x, y, z, w; };
 struct alignas(8) Float2 { float x, y; };
 
-// Hides from the compiler that x is loop-invariant. Most addresses are, and it would hoist all that is computed from
-// them, and spill.
+// Hides from the compiler that x is loop-invariant. Most addresses are, and it would hoist everything that is computed
+// from them out of the loop, and spill.
 DEVICE void anew(u32& x) { asm volatile("" : "+r"(x)); }
 DEVICE u32 shared_address(const void* p) {
     u32 a;
@@ -62,7 +62,7 @@ DEVICE void reduce_bulk(float* to, u32 from, u32 bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
                  ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }
-// One store of 16 bytes, which the compiler would not always keep whole.
+// One 16-byte store, which the compiler might otherwise split.
 DEVICE void store_global(const Uint4* to, const u32 (&x)[4]) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
                  ::"l"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
@@ -140,8 +140,8 @@ DEVICE void store_transposed(u32 at, u32 a, u32 b, u32 c, u32 d) {
 // --------------------------------------------------------------------------------------------- wgmma
 
 // Matrix descriptors of tiles with 128-byte swizzle; groups of 8 rows are 1024 bytes apart. `along`: a K-major operand.
-// `across`: an MN-major one, whose columns beyond 64 continue in the next slab, `slab` bytes on.
-// `at`, as all addresses of operands below, is in units of 16 bytes.
+// `across`: an MN-major one, whose columns from 64 on are in the next slab, `slab` bytes further on. `at`, like all
+// operand addresses below, is in units of 16 bytes.
 DEVICE u64 descriptor(u32 low) {
     u64 y;
     asm("mov.b64 %0, {%1, %2};" : "=l"(y) : "r"(low), "n"((1 << 30) | 64));

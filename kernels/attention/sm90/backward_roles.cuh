@@ -1,34 +1,35 @@
-// Schedule ROLES: CTAs of one launch preprocess, multiply or postprocess. Included by backward.cu.
+// Schedule ROLES: each CTA of one launch preprocesses, multiplies (runs the main kernel) or postprocesses. Included by
+// backward.cu.
 //
 // The launch is a software pipeline over spans of KV heads, in rounds. In round r, CTAs preprocess span r, multiply
-// span r - 1 and postprocess span r - 3, interleaved, so that memory traffic is overlapped with matrix products:
-// launches of their own would leave the tensor cores or the memory idle. CTAs that preprocess, and then those that
-// postprocess, are spread evenly among those that multiply, whose order is that of a launch of their own. So a CTA
-// waits only for CTAs that started long before.
+// span r - 1 and postprocess span r - 3, interleaved, so that memory traffic is overlapped with GEMMs: separate
+// launches would leave the tensor cores or the memory idle. The CTAs that preprocess, and then those that postprocess,
+// are spread evenly among those that multiply, which have the order of a separate launch. So a CTA waits only for CTAs
+// that started long before.
 //
 // Deadlock freedom. When it starts, a CTA takes its logical index from a counter, as with a persistent tile scheduler:
-// CUDA does not guarantee that thread blocks start in the order of blockIdx. A CTA that preprocesses waits for none,
-// one that multiplies for those that preprocess its span, one that postprocesses for those that multiply in it. All of
-// these have lower logical indices, so they have started. Of the CTAs that have started and are not done, the one with
-// the lowest index waits for nothing that is not done. So the launch ends whatever the order in which CTAs start, the
-// number of SMs, and what else runs on them.
+// CUDA does not guarantee that thread blocks start in the order of blockIdx. A CTA that preprocesses waits for none.
+// One that multiplies waits for those that preprocess its span, one that postprocesses for those that multiply in its
+// span. All of these have lower logical indices, so they have started. Of the CTAs that have started and are not done,
+// the one with the lowest index waits for nothing that is not done. So the launch ends whatever the order in which CTAs
+// start, the number of SMs, and what else runs on them.
 //
-// What is written by one CTA and read by another, each through a counter in global memory that is initially 0:
-//   lse2, delta  written by threads, read by bulk copies. Every writer has a proxy fence before the CTA's barrier; one
-//                thread increments `ready` with release. The producer of a CTA that multiplies reads it with acquire,
-//                has a proxy fence, and only then issues the first of these copies.
+// Data that one CTA writes and another reads, each through a counter in global memory that is initially 0:
+//   lse2, delta  written by threads, read by bulk copies. Every writer executes a proxy fence before the CTA's barrier;
+//                one thread increments `ready` with release. The producer of a CTA that multiplies reads it with
+//                acquire, executes a proxy fence, and only then issues the first of these copies.
 //   zeros of dq  written by bulk stores of one thread, which waits until they are complete, not only read, before it
 //                increments `ready`. Consumers add to them after they have waited for dout's barrier, on which the
 //                producer arrives after its acquire: release and acquire at each step from the zeros to the reductions.
-//   sums of dq   added to by bulk reductions, one thread of each consumer warp. It waits until its own are complete and
-//                increments `done` with release: so `done` counts warps. A CTA that postprocesses reads it with
-//                acquire, has a proxy fence, and reads the sums by bulk copies, which bypass L1 and any stale lines in
-//                it.
+//   sums of dq   added to by bulk reductions of one thread of each consumer warp. It waits until its own are complete
+//                and increments `done` with release: so `done` counts warps. A CTA that postprocesses reads it with
+//                acquire, executes a proxy fence, and reads the sums by bulk copies, which bypass L1 and any stale
+//                lines in it.
 //
-// A CTA fills its SM by its shared memory, so that it must keep memory busy alone: TMA loads out and dout into a
-// circular buffer of 160 KB, sums into one of 192 KB (of 80 queries 200). A chunk of tiles is large enough to amortise
-// the start of a CTA; the first span to be preprocessed and the last two to be postprocessed, which no products
-// overlap, have shorter ones, so that all SMs take part.
+// The shared memory of a CTA fills its SM, so a CTA that preprocesses or postprocesses must keep memory busy alone: TMA
+// loads out and dout into a circular buffer of 160 KB, and the accumulator into one of 192 KB (200 with 80 queries). A
+// chunk of tiles is large enough to amortise the start of a CTA. The first span to be preprocessed and the last two to
+// be postprocessed, which no GEMMs overlap, have shorter chunks, so that all SMs take part.
 #pragma once
 
 #if SCHEDULE == ROLES
@@ -38,9 +39,9 @@ constexpr int LAG = 3;         // rounds from the one that preprocesses a span t
 constexpr int LAST = LAG - 1;  // spans that are postprocessed when no CTA multiplies any more
 constexpr int MOST_ROUNDS = 64;
 
-// CTAs from logical index `start` on. All but `others` multiply, items from `multiplies_from` on. The others are every
-// `stride`-th, the first `preprocesses` of them preprocess and the rest postprocess. A CTA that multiplies waits until
-// `ready` is `preprocessed`, one that postprocesses until `done` is `multiplied`.
+// The CTAs of a round, from logical index `start` on. All but `others` multiply, items from `multiplies_from` on. The
+// others are every `stride`-th CTA; the first `preprocesses` of them preprocess, the rest postprocess. A CTA that
+// multiplies waits until `ready` is `preprocessed`, one that postprocesses until `done` is `multiplied`.
 struct Round { int start, preprocesses, others, stride, multiplies_from, preprocessed, multiplied; };
 
 struct Roles {
@@ -55,14 +56,14 @@ struct Roles {
 constexpr u32 PLACE_AT = SHARED_END;
 static_assert(PLACE_AT + 4 <= 232448, "the logical index of a CTA fits behind all else");
 
-// The logical index of this CTA: how many have started before it. All threads call it. START_DELAY is for a test, in
-// which CTAs start in another order than that of blockIdx.
+// The logical index of this CTA: how many have started before it. All threads must call it. START_DELAY is for a test,
+// in which CTAs start in another order than that of blockIdx.
 #ifndef START_DELAY
 #define START_DELAY 0
 #endif
 DEVICE int logical_index(const Roles& r, u32 base) {
-    // Read only here: were the thread index live from here on, the compiler would recompute the consumers' addresses in
-    // their main loop, 15 instructions a tile and 3 % of the time under a mask.
+    // The thread index is read only here: were it live from here on, the compiler would recompute the consumers'
+    // addresses in their main loop, 15 instructions a tile and 3 % of the time under a mask.
     u32 thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     if (START_DELAY && thread == 0) doze((127 - blockIdx.x % 128) * 4096);
@@ -71,7 +72,8 @@ DEVICE int logical_index(const Roles& r, u32 base) {
     return __shfl_sync(~0u, load_shared(base + PLACE_AT), 0);  // warp-uniform, for the compiler
 }
 
-// The role of the CTA with logical index i, and its item: the index among all that multiply, or in its role and span.
+// The role of the CTA with logical index i, and its item: its index among all CTAs that multiply, or in its role and
+// span.
 struct Place {
     Role role;
     int span, item, awaited;
@@ -96,12 +98,14 @@ struct Place {
     }
 };
 
-// Waits until the counter is `count`. Bulk copies of this thread then see what was written before its increments.
+// Waits until the counter is `count`. Bulk copies of this thread then see what was written before the counter was
+// incremented.
 DEVICE void wait_for(const u32* counter, u32 count) {
     while (load_acquire(counter) < count) doze(64);
     fence_async_global();
 }
-// Increments with release when this thread's bulk operations are complete, not only done with shared memory.
+// Increments the counter with release once this thread's bulk operations are complete, not only done reading shared
+// memory.
 DEVICE void increment_release(u32* counter) {
     bulk_wait();
     fence_async_global();
@@ -135,7 +139,7 @@ constexpr int ROWS_EACH = 3, MOST_ROWS = ROWS_EACH * THREADS;  // of a chunk
 static_assert(DELTAS_AT + MOST_ROWS * 4 <= ZEROS_AT && ZEROS_AT + SUM_BYTES <= BAR_AT, "buffers, deltas and zeros");
 static_assert(SUM_STAGES * SUM_BYTES <= BAR_AT && SUM_STAGES <= 16 && PAIR_STAGES <= 16, "the circular buffer of sums");
 
-// As `preprocess`: lse2, delta and zeros of a chunk of tiles.
+// As `preprocess`: computes lse2 and delta of a chunk of tiles, and zeros their accumulators.
 DEVICE void preprocess_span(const TensorMap& out_map, const TensorMap& do_map, const Problem& p, const Roles& r,
                          const Place& place, u32 base) {
     const Chunk chunk(p, r, place, place.span == 0);
@@ -201,7 +205,8 @@ DEVICE void preprocess_span(const TensorMap& out_map, const TensorMap& do_map, c
     if (thread == 0) increment_release(r.ready + place.span);
 }
 
-// As `postprocess`: dq of a chunk of tiles. A tile of sums is cast in place, to the tile that TMA stores.
+// As `postprocess`: dq of a chunk of tiles. A tile of the accumulator is cast in place; TMA stores the result from
+// there.
 DEVICE void postprocess_span(const TensorMap& dq_map, const Problem& p, const Roles& r, const Place& place, u32 base) {
     const Chunk chunk(p, r, place, place.span >= r.spans - LAST);
     const int heads = p.kv_heads * p.group, batch = chunk.head / heads, head = chunk.head % heads;
@@ -236,7 +241,8 @@ DEVICE void postprocess_span(const TensorMap& dq_map, const Problem& p, const Ro
 #pragma unroll
             for (int k = 0; k < DQ_REGISTERS / 8; k++) {
                 const u32* four = x + 4 * k;
-                // Four 8x8 matrices. Of 64 queries: 16 rows of queries and 16 columns; of 80 the same, transposed.
+                // Four 8x8 matrices. With 64 queries a tile: 16 rows of queries and 16 columns; with 80 the same,
+                // transposed.
                 u32 row = DQ_TRANSPOSED ? k * 16 + lane / 16 * 8 + eighth : warp % 4 * 16 + lane % 16;
                 u32 column = DQ_TRANSPOSED ? warp % 4 * 2 + lane / 8 % 2 : k * 2 + lane / 16;
                 u32 to = slab + row * 128 + (column ^ eighth) * 16;

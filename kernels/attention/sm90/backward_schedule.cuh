@@ -1,5 +1,4 @@
-// Which CTA computes which blocks of keys in backward.cu: -DSCHEDULE is one of these, as Schedule in
-// configs/backward.py.
+// Which CTA computes which key blocks in backward.cu: -DSCHEDULE is one of these, as Schedule in configs/backward.py.
 #pragma once
 
 #define CTA_PER_BLOCK 0    // a CTA for each block of keys

@@ -1,9 +1,9 @@
-// The sums of partial dV and dK, where blocks of keys are split over CTAs (`parts` of Problem). Included by
-// backward_ends.cuh and backward_accumulate.cuh, whose kernels attention_cuda_bwd_sum_shares store them.
+// The reduction of partial dV and dK where key blocks are split over CTAs (`parts` of Problem). Included by
+// backward_ends.cuh and backward_accumulate.cuh, whose kernels attention_cuda_bwd_sum_shares store the sums.
 #pragma once
 
-// How many splits are loaded at once, through shared memory: loads into registers would be issued one after the other,
-// by ptxas of CUDA 13, and a sum would wait for L2 as often as there are splits.
+// How many splits are loaded at once, through shared memory. ptxas of CUDA 13 would issue loads into registers one
+// after the other, and a sum would wait for L2 once for each split.
 constexpr int SHARES_AT_ONCE = 8;
 
 struct ShareSum {
@@ -12,10 +12,10 @@ struct ShareSum {
     float upper[2], lower[2];      // two columns
 };
 
-// Four numbers of dV (even CTAs) or dK (odd ones), summed over the splits in their order. `parts` is [split block]
-// [split][dV, dK][row / 16][column / 8][row % 8][column % 8 / 2][4], as store_partial writes accumulator fragments: of
-// the last 4, two columns of a row and two of the row 8 below it. False where the upper row is beyond the last key, as
-// is the lower one then; where it is true, the lower row may still be.
+// Four elements of dV (even CTAs) or dK (odd CTAs), summed over the splits in their order. `parts` is [split
+// block][split][dV, dK][row / 16][column / 8][row % 8][column % 8 / 2][4], as store_partial writes accumulator
+// fragments: the last 4 are two columns of a row and the same columns of the row 8 below it. Returns false if the upper
+// row is past the last key, as is the lower row then. If it returns true, the lower row may still be past it.
 DEVICE bool sum_share(const Rows& dv, const Rows& dk, const Problem& p, ShareSum& result) {
     constexpr int CTAS = BN * D / 4 / 256;  // for a block's dv or dk
     int odd = blockIdx.x % 2, slot = blockIdx.x / (2 * CTAS), index = p.unshared + slot, all = index / p.n_blocks;
@@ -37,7 +37,7 @@ DEVICE bool sum_share(const Rows& dv, const Rows& dk, const Problem& p, ShareSum
         }
     }
     float scale = odd ? p.scale : 1;
-    // Member by member: a choice between the two would put both into local memory.
+    // Member by member: selecting one of the two structs would put both into local memory.
     result.to = {odd ? dk.at : dv.at, odd ? dk.batch : dv.batch, odd ? dk.head : dv.head, odd ? dk.row : dv.row};
     result.batch = all / p.kv_heads, result.head = all % p.kv_heads;
     result.key = key, result.column = fragment / 32 * 8 + fragment % 4 * 2;

@@ -4,7 +4,7 @@
 constexpr int ROW_WARPS = 2;  // of `preprocess_tiles`
 constexpr float LOG2_E = 1.4426950408889634f;
 
-// Dot product of 8 numbers each.
+// Dot product of 8 elements.
 DEVICE float dot(const Uint4& a, const Uint4& b) {
     const u32 x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
     float sum = 0;
@@ -19,7 +19,7 @@ DEVICE float dot(const Uint4& a, const Uint4& b) {
 #if SCHEDULE == SINGLE_BLOCK
 static_assert(Q_STAGES == DO_STAGES);
 
-// As `produce`, with out beside dout, and without lse and delta, which `preprocess_tiles` computes.
+// As `produce`, but loads out too, and neither lse nor delta, which `preprocess_tiles` computes.
 DEVICE void produce_single(const TensorMap& q_map, const TensorMap& do_map, const TensorMap& k_map,
                            const TensorMap& v_map, const TensorMap& out_map, const Problem& p, const Work& w,
                            u32 base) {
@@ -45,10 +45,10 @@ DEVICE void produce_single(const TensorMap& q_map, const TensorMap& do_map, cons
     }
 }
 
-// lse to base 2 and delta of each tile, as `preprocess` computes them elsewhere, by two warps that would be idle, a row
-// a lane. As rows are swizzled, eight lanes read the same column of eight rows from all banks at once. Their stages are
-// dout's: consumers release one after they have read lse and delta, which were written after out was read. So the empty
-// barrier of a stage of dout covers the other three.
+// Computes lse to base 2 and delta of each tile, as `preprocess` does with other schedules, by two warps that would be
+// idle, one row a lane. As rows are swizzled, eight lanes that read the same column of eight rows use all banks. out,
+// lse and delta have the same stages as dout: consumers release a stage after they have read lse and delta, which were
+// written after out was read. So the empty barrier of a stage of dout covers the other three.
 DEVICE void preprocess_tiles(const Problem& p, const Work& w, u32 base) {
     const int first_head = (w.batch * p.kv_heads + w.head) * p.group, end = w.begin + w.tiles;
     u32 count = 0;

@@ -22,9 +22,8 @@ struct Problem {
 DEVICE int first_tile(const Problem& p, int first_key) {
     return CAUSAL ? max(0, first_key - p.shift) / BM : 0;
 }
-// The 128 keys of this CTA and the tiles of queries that see some of them, for each query head that shares the keys.
-// Without a mask, each block from `unshared` on, a last wave that would leave most SMs idle, is split over `splits`
-// CTAs.
+// The 128 keys of this CTA and the tiles of queries that see some of them, for each query head of the KV head. Without
+// a mask, each block from `unshared` on, a last wave that would leave most SMs idle, is split over `splits` CTAs.
 struct Work {
     int head, batch, first_key, low, begin, tiles, part;  // `part`: index in `parts` of its partial dV and dK, or -1
     int ahead;                                            // tiles that come last, not first
@@ -37,7 +36,8 @@ struct Work {
             part = index - p.unshared;
             splits = p.splits, split = part % splits, index = p.unshared + part / splits;
         }
-        // Sections of heads whose queries, gradients and sums fit L2; in each, the longest work first.
+        // Sections of heads whose queries, gradients and accumulators fit in L2; within each, the longest work comes
+        // first.
         int of_section = p.section * p.n_blocks, section = index / of_section, i = index % of_section;
         int heads = min(p.section, p.all_kv_heads - section * p.section);
         int all = SCHEDULE == CTA_PER_KV_HEAD ? cta : section * p.section + i % heads;
@@ -47,15 +47,16 @@ struct Work {
         int of_block = (p.m_tiles - low) * p.group;
         begin = of_block * split / splits;
         tiles = of_block * (split + 1) / splits - begin;
-        // CTAs that start together would all add to the sum of one tile at a time, which L2 serialises. So each begins
-        // at a tile of its own and wraps around.
+        // CTAs that start together would all add to the accumulator of one tile at a time, which L2 serialises. So each
+        // begins at a different tile and wraps around.
         ahead = CAUSAL || SCHEDULE == CTA_PER_KV_HEAD || part >= 0 ? 0 : i / heads % p.m_tiles;
-        // CTAs of an even section start together, go over queries downwards in step and end one after the other; those
-        // of the next section start as these end and go upwards, in step too.
+        // CTAs of an even section start together, go over the queries from last to first in lockstep, and end one after
+        // the other. Those of the next section start as these end, and go from first to last, also in lockstep.
         down = SCHEDULE != SINGLE_BLOCK && SCHEDULE != CTA_PER_KV_HEAD && p.alternate && section % 2 == 0;
     }
 };
-// Tile by tile of queries, all heads of the group at each: CTAs that share keys' heads then read the same queries.
+// The loop over tiles of queries, with all query heads of the group at each: CTAs of one KV head then read the same
+// queries.
 struct Tile {
     int m, all_heads, g;  // `all_heads`: index of this query head over all batches, `g`: in its group
 
@@ -80,7 +81,8 @@ struct Ring {
         if (++slot == stages) slot = 0, parity ^= 1;
     }
 };
-// What consumers have done, for the parities of barriers. Not 0 at first only with CTA_PER_KV_HEAD, in later blocks.
+// The consumers' progress, which determines the parities of barriers. It starts at 0, except with CTA_PER_KV_HEAD in
+// later key blocks.
 struct Progress {
     Ring<DO_STAGES> g;
     Ring<Q_STAGES> q;

@@ -1,37 +1,37 @@
 // Attention forward for Hopper (sm_90a): TMA, wgmma, warp specialisation. forward.py launches it.
 //
 // Estimate for one warp group of 64 query rows and 128 keys, in cycles of an SM's tensor cores (4096 FLOP a cycle,
-// dense), its exponential unit (16 a cycle) and each of its warp schedulers (one instruction):
+// dense), of its exponential units (16 exp2 a cycle) and of each of its warp schedulers (one instruction a cycle):
 //   D = 128   tensor 1024   exp2 512   issue about 300
 //   D =  64   tensor  512   exp2 512   issue about 270
 // How close the tensor cores get to their peak depends on the other instructions of the main loop, so these are few:
-// for 128 keys 64 FFMA, 64 MUFU, 64 FADD, 32 F2FP and 32 VIMNMX3, and hardly any others.
-//  - A row's maximum is not updated while no score exceeds it by more than SLACK (a logarithm to base 2). Probabilities
-//    are then at most 2^SLACK, and neither accumulator nor sum needs rescaling. A vote of the warp decides.
+// for 128 keys a thread issues 64 FFMA, 64 MUFU, 64 FADD, 32 F2FP and 32 VIMNMX3, and hardly any others.
+//  - The running maximum of a row is not updated while no score exceeds it by more than SLACK (a base-2 logarithm).
+//    Probabilities are then at most 2^SLACK, and neither the accumulator nor the row sum needs rescaling. A warp vote
+//    decides.
 //  - The test compares the bits of scores as integers, three at a time: nonnegative floats are ordered as their bits
 //    are. With 0 among them, negative scores count as 0, which only makes the test stricter. A NaN with positive sign
-//    is the largest of all and fails the test; one with negative sign reaches the sum in any case.
+//    is the largest of all and fails the test; one with negative sign reaches the row sum in any case.
 //
 // A CTA is one producer warp and CONSUMERS warp groups with 64 query rows each, which run the same code. The producer
-// loads key and value blocks into circular buffers of STAGES stages. A consumer issues the product of queries and keys
-// of block j together with that of probabilities and values of block j - 1, and overlaps the softmax of block j with
-// the second (Shah et al. 2024, FlashAttention-3, sections 3.1, 3.2). Scores, probabilities and accumulator stay in
-// registers.
+// loads key and value blocks into circular buffers of STAGES pipeline stages. A consumer issues S = Q K^T of key block
+// j together with O += P V of block j - 1, and overlaps the softmax of block j with the latter (Shah et al. 2024,
+// FlashAttention-3, sections 3.1, 3.2). S, P and O stay in registers.
 //
-// The main loop goes from the last key block to the first. Only the last ones need masks: those that the diagonal
-// crosses, and the one in which the keys end. A consumer skips blocks of which its 64 rows see no key.
+// The main loop goes from the last key block to the first. Only the last blocks need masks: those that the diagonal
+// crosses, and the partial block at the end of the keys. A consumer skips blocks in which its 64 rows see no key.
 //
-// mbarriers, with their arrivals per phase. The n-th wait on a full one has parity n & 1, on an empty one the opposite,
-// so that the first wait for each empty stage returns at once. One lane of each warp arrives on the empty ones, because
-// a wait for wgmma covers the own warp only.
+// mbarriers, with their arrivals per phase. The n-th wait on a full barrier has parity n & 1, on an empty one the
+// opposite, so that the first wait for each empty stage returns at once. One lane of each warp arrives on the empty
+// barriers, because wgmma.wait_group covers only the wgmmas of the calling warp.
 //   q_full[c] 1, q_empty[c] 4                  the 64 query rows of consumer c, once a tile; Q_BUFFERS of each
 //   k_full[s] 1, k_empty[s] 4 * CONSUMERS      a block of keys; v_full, v_empty: of values
 //   tile_full 1, tile_empty 4 * CONSUMERS      the index of the next tile
-// Named barriers 1 ... CONSUMERS: with PING_PONG, consumer c may issue its products.
+// With PING_PONG, consumer c waits on named barrier 1 + c before it issues its wgmmas.
 //
 // Defined by the launcher, see CudaConfig in configs/forward.py: HEAD_DIM (64, 128), BLOCK_N, STAGES, CONSUMERS (2, 3),
-// CAUSAL, FP16, PING_PONG, Q_REGISTERS, Q_BUFFERS. And CARRY: 0; with 1 and 2 the epilogue merges the tile with a
-// running attention over other keys, and writes fp32 or the 16-bit type (forward_carry.cuh).
+// CAUSAL, FP16, PING_PONG, Q_REGISTERS, Q_BUFFERS. Also CARRY: 0 for attention alone; with 1 and 2 the epilogue merges
+// the tile with a running attention over other keys, and writes fp32 or the 16-bit type (forward_carry.cuh).
 
 #include "forward_ptx.cuh"
 
@@ -77,10 +77,11 @@ DEVICE void ping_pong_arrive(int consumer) {
 // ---- Tiles --------------------------------------------------------------------------------------------------------
 
 // Head (over all batches) and first row of a tile. CAUSAL: heads are scheduled in sections of `section` heads, as many
-// as have their keys and values in L2, and within a section the row blocks with the most keys come first. Row blocks
-// are counted from the end: the partial one has the fewest keys, and may begin before row 0. Else head by head, and
-// after all heads the partial row blocks of the heads from `section` on: they take less time, and fill SMs that are
-// idle in the last wave. Not those of all heads: there each reads keys and values that it shares with no other.
+// as have keys and values that fit in L2 together. Within a section the row blocks with the most keys come first. Row
+// blocks are counted from the end: the partial one has the fewest keys, and may begin before row 0. Not CAUSAL: head by
+// head. The partial row blocks of the heads from `section` on come after all heads: they take less time, and fill SMs
+// that are idle in the last wave. Those of the other heads stay with their head: moved to the end, each would read keys
+// and values that no other tile reads at the time.
 DEVICE void find_tile(const Problem& a, int index, int& head, int& first_row) {
     if (CAUSAL) {
         int first = index / (a.section * a.num_m) * a.section;
@@ -131,8 +132,8 @@ DEVICE void produce(const Problem& a, const TensorMap* q_map, const TensorMap* k
     int tile = cta;
     for (int wave = 1; tile < a.num_tiles; wave++, tile_phase ^= 1, queries.next()) {
         int head, first_row, end, full;
-        // Static schedule: every second wave in reverse order, which balances tiles of decreasing length. `ctas` are
-        // added where the index is needed, because an addition here would wait for the counter.
+        // Static schedule: every second wave is in reverse order, which balances tiles of decreasing length. `ctas` is
+        // added only where the index is needed, because an addition here would wait for the counter's value.
         int following = wave % 2 ? ctas - 1 - cta : cta;
         if (a.next_tile) following = draw(a.next_tile);
         find_tile(a, tile, head, first_row);
@@ -171,7 +172,7 @@ DEVICE void produce(const Problem& a, const TensorMap* q_map, const TensorMap* k
 
 // ---- Consumers ----------------------------------------------------------------------------------------------------
 
-// Starts s = q kT.
+// Issues S = Q K^T.
 DEVICE void start_scores(float (&s)[S_REGS], const u32* q, u64 q_desc, u64 k_desc) {
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 16; k++) {
@@ -182,7 +183,7 @@ DEVICE void start_scores(float (&s)[S_REGS], const u32* q, u64 q_desc, u64 k_des
     wgmma_commit();
 }
 
-// Starts o += p v.
+// Issues O += P V.
 DEVICE void start_values(float (&o)[O_REGS], const u32 (&p)[P_REGS], u64 v_desc) {
 #pragma unroll
     for (int k = 0; k < BLOCK_N / 16; k++) wgmma_rs<1>(o, p + 4 * k, v_desc + k * 16 * 128 / 16, 1);
@@ -206,8 +207,8 @@ DEVICE float quad_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Updates the maxima of the warp's 16 rows if a score exceeds one by more than SLACK. True if the accumulator must be
-// rescaled; warp-uniform.
+// Updates the maxima of the warp's 16 rows if a score exceeds one of them by more than SLACK. Returns whether the
+// accumulator must be rescaled; warp-uniform.
 DEVICE bool update(const float (&s)[S_REGS], Rows& rows, const Problem& a) {
     int top[4] = {0, 0, 0, 0};
 #pragma unroll
@@ -264,7 +265,7 @@ DEVICE void mask(float (&s)[S_REGS], int limit0, int limit1) {
     }
 }
 
-// Queries of a tile as registers of wgmma's A operand.
+// Loads the queries of a tile into registers, as wgmma's A operand.
 DEVICE void load_queries(u32* q, u32 address, int warp, int lane) {
     int row = warp * 16 + lane % 16;
 #pragma unroll
@@ -322,7 +323,7 @@ struct Consumer {  // of a warp
     bool leader;  // the lane that arrives on mbarriers
 };
 
-// Skips blocks: they are released unused.
+// Skips blocks: their stages are released unread. The first `turns` of them take part in the ping-pong.
 DEVICE void skip(const Consumer& me, Ring& ring, int blocks, int turns) {
     for (int j = 0; j < blocks; j++, ring.next()) {
         if (PING_PONG && j < turns) { ping_pong_wait(me.number); ping_pong_arrive(me.number); }
@@ -334,7 +335,7 @@ DEVICE void skip(const Consumer& me, Ring& ring, int blocks, int turns) {
     }
 }
 
-// One consumer's rows of a tile: blocks end - 1 ... 0.
+// One consumer's rows of a tile: main loop over key blocks end - 1 ... 0, and epilogue.
 DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer, int head, int first_row, int end,
                    int full) {
     const u64 q_desc = make_descriptor(me.smem + buffer * Q_BYTES, 16);
@@ -346,7 +347,7 @@ DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer,
     const int seen = CAUSAL ? row + 1 + a.shift : a.num_keys;
     int limit0 = min(seen, a.num_keys) - me.lane % 4 * 2;
     int limit1 = min(seen + (CAUSAL ? 8 : 0), a.num_keys) - me.lane % 4 * 2;
-    // Else the compiler hoists the last block's mask out of the loop over tiles, and spills it.
+    // Otherwise the compiler hoists the last block's mask out of the loop over tiles, and spills it.
     asm volatile("" : "+r"(limit0), "+r"(limit1));
     Rows rows = {{NEGATIVE_INFINITY, NEGATIVE_INFINITY}, {0.0f, 0.0f}, {0.0f, 0.0f}, {1.0f, 1.0f}};
     if (Q_REGISTERS) {  // the producer may then load the next tile's queries, once these have been read
@@ -355,7 +356,7 @@ DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer,
         fence_reads();
         if (me.leader) bar_arrive(me.bars + 8 * (Q_EMPTY + buffer));
     }
-    // The last block, peeled: there is no product of probabilities and values to overlap with yet.
+    // The last key block is peeled: there is no P V to overlap with yet.
     bar_wait(me.bars + 8 * (K_FULL + ring.slot), ring.phase);
     wgmma_fence();
     start_scores(s, q, q_desc, k_base + ring.slot * (KV_BYTES / 16));
@@ -389,10 +390,10 @@ DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer,
         const bool rescale = update(s, rows, a);
         exponentials(s, rows, a);
         pin(s);
-        // These values are needed in the next iteration only. The wait is here to fence the compiler: ptxas would move
-        // the wait for the second product before the softmax, as no register connects the two, but moves nothing across
-        // the loop of this wait. It would also move the sums after both waits, where they overlap nothing; so the
-        // parity depends on them (sums are never negative).
+        // V of this block is needed only in the next iteration. The wait is here to fence the compiler: ptxas would
+        // move the wait for P V before the softmax, as no register connects the two, but moves nothing across the loop
+        // of this wait. It would also move the additions to the row sums after both waits, where they overlap nothing.
+        // So the parity depends on the sums, which are never negative.
         bar_wait(me.bars + 8 * (V_FULL + slot), ring.phase ^ (rows.sum[0] + rows.sum[1] < -1.0f));
         wgmma_wait<0>();
         pin(o);
@@ -459,7 +460,7 @@ attention_cuda_fwd(const __grid_constant__ TensorMap q_map, const __grid_constan
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    // A shuffle makes it warp-uniform for the compiler, which then keeps descriptors in uniform registers.
+    // The shuffle makes it warp-uniform for the compiler, which then keeps descriptors in uniform registers.
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (group == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));

@@ -1,4 +1,4 @@
-"""The forward for Hopper in CUDA C++ (forward.cu): which problems it takes, and its launch."""
+"""The forward for Hopper in CUDA C++ (forward.cu): which problems it supports, and its launch."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ..problem import LOG2_E, Problem, head_stride, tma_unsupported_reason, unex
 from . import cuda_driver
 from .cuda_driver import address, tensor_map
 
-SLACK = 8.0  # a row's maximum is not updated while no score exceeds it by more than this, a logarithm to base 2
-UNREORDERED_HEADS = 3 / 8  # of the heads, without a mask: their partial row blocks are not moved to the end
+SLACK = 8.0  # a row's maximum is not updated while no score exceeds it by more than this (base-2 logarithm)
+UNREORDERED_HEADS = 3 / 8  # of the heads, without a mask, keep their partial row blocks in place, not at the end
 SHORT = 16, 1024  # up to so many tiles a CTA, and keys: static schedule, as a counter needs a launch to zero it
 
 
-# Three tensor maps and forward.cu's Problem: lse, out and its strides, the counter, two floats, nine integers; and of a
-# running attention its address and strides, and the stride of a head of lse.
+# Three tensor maps and forward.cu's Problem: lse, out and its strides, the counter, two floats, nine integers. With
+# CARRY also the running attention's address and strides, and the stride of a head of lse.
 _LAYOUT, _CARRY_LAYOUT = "MMM(PPqqqPffiiiiiiiii)", "MMM(PPqqqPffiiiiiiiiiPqqqq)"
 
 
 def cuda_unsupported_reason(problem: Problem, *others: torch.Tensor) -> str | None:
     """Why the kernels in CUDA C++ cannot run a problem with these other tensors of its layout, or None."""
     if problem.dim not in (64, 128):
-        return f"it takes heads of 64 and 128 numbers, not {problem.dim}"
+        return f"it supports head dimensions 64 and 128, not {problem.dim}"
     return tma_unsupported_reason(problem, *others) or cuda_driver.no_compiler()
 
 

@@ -1,10 +1,10 @@
 // The epilogue where the keys are one block of several (CARRY), as in ring attention. Included by forward.cu. It merges
-// this block's attention with the running one, so that no kernel of its own has to:
+// this block's attention with the running one, so that no separate kernel is needed:
 //
 //   L = log(exp(lse) + exp(lse_block))     out = out exp(lse - L) + out_block exp(lse_block - L)     lse = L
 //
-// Per number of out it reads and writes 4 bytes more than the plain epilogue, which writes 2 (with CARRY 2 it reads 4).
-// out of a row whose lse is -inf is not read: it need not be initialised.
+// For each element of out it reads 4 bytes and writes 4, or 2 with CARRY 2; the plain epilogue only writes 2. A row of
+// out whose lse is -inf is not read, so it need not be initialised.
 #pragma once
 
 constexpr float LN_2 = 0.6931471805599453f, LOG2_E = 1.4426950408889634f;
@@ -14,7 +14,8 @@ struct Merge {      // of one row
     float block;    // factor of this block's accumulator
     float running;  // factor of the running attention; 0 if it is not to be read
 
-    // `before`: the running lse; `lse`: this block's, -inf if the row sees none of its keys; `sum` of its probabilities.
+    // `before`: the running lse; `lse`: this block's, -inf if the row sees none of its keys; `sum`: of its
+    // probabilities.
     DEVICE Merge(float before, float lse, float sum) {
         const float top = fmaxf(before, lse);  // of NaN and another number the other
         const bool empty = before == NEGATIVE_INFINITY && lse == NEGATIVE_INFINITY;

@@ -17,7 +17,7 @@
 #define L56 L40 "," L8(40, 41, 42, 43, 44, 45, 46, 47) "," L8(48, 49, 50, 51, 52, 53, 54, 55)
 #define L64 L56 "," L8(56, 57, 58, 59, 60, 61, 62, 63)
 
-// d (64 x N, fp32) = a b, or d + a b, over 16 columns of a. _ss: a from shared memory; _rs: from registers. b is
+// d (64 x N, fp32) = a b, or d + a b if `add`, with K = 16. _ss: a from shared memory; _rs: a from registers. b is
 // K-major, or MN-major if TRANSPOSED. I0 ... I6: indices of the asm operands that follow d.
 #define DEFINE_WGMMA(N, LIST, I0, I1, I2, I3, I4, I5, I6, ...)                                                        \
     DEVICE void wgmma_ss(float (&d)[N / 2], u64 a, u64 b, int add) {                                                  \
@@ -37,13 +37,13 @@ DEFINE_WGMMA(80, L40, 40, 41, 42, 43, 44, 45, 46, ROW32(0), ROW8(32))
 DEFINE_WGMMA(112, L56, 56, 57, 58, 59, 60, 61, 62, ROW32(0), ROW8(32), ROW8(40), ROW8(48))
 DEFINE_WGMMA(128, L64, 64, 65, 66, 67, 68, 69, 70, ROW32(0), ROW32(32))
 
-// wgmma's matrix descriptor of an operand in shared memory with 128-byte swizzle: groups of 8 rows 1024 bytes apart
-// and, for an MN-major operand, panels of 64 columns `panel` bytes apart.
+// wgmma's matrix descriptor of an operand in shared memory with 128-byte swizzle: groups of 8 rows are 1024 bytes apart
+// and, for an MN-major operand, panels of 64 columns are `panel` bytes apart.
 DEVICE u64 make_descriptor(u32 address, u32 panel) {
     return (u64)(1u << 30 | 1024 >> 4) << 32 | panel >> 4 << 16 | (address & 0x3ffff) >> 4;
 }
 
-// One store of 16 bytes. ptxas would split it for want of four consecutive registers.
+// One 16-byte store. ptxas would split it for lack of four consecutive registers.
 DEVICE void store_global4(void* to, uint4 x) {
     asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }

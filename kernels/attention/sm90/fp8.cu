@@ -1,51 +1,49 @@
-// FP8 attention forward for Hopper (sm_90a): e4m3 operands with scales, fp32 sums, bf16 or fp16 out. fp8.py
-// compiles and launches it, quantise.py makes its operands. The skeleton is forward.cu's.
+// FP8 attention forward for Hopper (sm_90a): e4m3 operands with scales, fp32 accumulation, bf16 or fp16 output. fp8.py
+// compiles and launches it, quantise.py quantises its operands. The structure is that of forward.cu.
 //
-// Napkin maths for one block of 128 keys and one warp group of 64 query rows, in cycles of an SM's tensor
-// cores (8192 FLOP a cycle in e4m3), its exponential unit (16 a cycle) and each of its four schedulers (an instruction
-// a cycle):
+// Estimate for one block of 128 keys and one warp group of 64 query rows, in cycles of an SM's tensor cores (8192 FLOP
+// a cycle in e4m3), of its exponential units (16 exp2 a cycle) and of each of its four schedulers (one instruction a
+// cycle):
 //   D = 128   tensor 528   exp2 512   issue about 375
 //   D =  64   tensor 272   exp2 512   issue about 365
-// Exponentials are the bottleneck at D = 64, and take as long as the products at D = 128. POLYNOMIAL computes some of
-// them on the FMA units, which are idle for part of the time: 8 more instructions save 8 cycles of the exponential
-// unit.
+// Exponentials are the bottleneck at D = 64, and take as long as the GEMMs at D = 128. POLYNOMIAL computes some of them
+// on the FMA units, which are idle for part of the time: 8 more instructions save 8 cycles of the exponential unit.
 //
-// Operands. q and k are row-major, with a scale for 64 queries and for BLOCK_N keys: both are multiplied into the
-// softmax scale, at no cost. For e4m3, wgmma takes only K-major operands from shared memory (the summed index
-// innermost), so values are stored transposed, [D, keys]. A thread's accumulator fragment of the scores has columns 2
-// t, 2 t + 1, 8 + 2 t, 9 + 2 t of each 16 (t: its lane within a quad). As the A operand of the second product the same
-// registers are columns 4 t ... 4 t + 3. To need no shuffle, the keys of the values are permuted: column 4 t + 2 h + e
-// holds key 8 h + 2 t + e of each 16. Scores, and so masks, have keys in their original order.
+// Operands. q and k are row-major, with a scale for each 64 queries and for each BLOCK_N keys. Both are multiplied into
+// the softmax scale, at no cost. For e4m3, wgmma supports only K-major operands in shared memory, so values are stored
+// transposed, [D, keys]. A thread's accumulator fragment of the scores has columns 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t of
+// each 16 (t: its lane within a quad). As the A operand of P V the same registers are columns 4 t ... 4 t + 3. To need
+// no shuffle, the keys of the values are permuted: column 4 t + 2 h + e holds key 8 h + 2 t + e of each 16. Scores, and
+// so masks, have keys in their original order.
 //
 // Probabilities are 2^(score - row maximum + offset). The maximum is not updated while no score exceeds it by more than
-// `slack` (see update), and offset + slack is just under log2 448, e4m3's largest. The smallest normal probability is
-// then 2^-(6 + offset) times that of the maximum.
+// `slack` (see update), and offset + slack is just under log2 448, where 448 is e4m3's largest value. The smallest
+// normal probability is then 2^-(6 + offset) times that of the maximum.
 //
 // Tensor cores accumulate e4m3 products with about 14 bits (DeepSeek-AI 2024, DeepSeek-V3, section 3.3.2), too few for
-// sums over many keys. So the wgmma accumulator sums over at most SECTION blocks of values, which share one scale. It
-// is then multiplied by that scale and added to an fp32 total in shared memory.
+// many keys. So the wgmma accumulator covers at most SECTION blocks of values, which share one scale. It is then
+// multiplied by that scale and added to an fp32 total in shared memory.
 //
-// In shared memory 8 rows of ones follow the values of a block. The product then has 8 more columns with the row sums
+// In shared memory 8 rows of ones follow the values of a block. P V then has 8 more columns, which contain the row sums
 // of the rounded probabilities, accumulated with the same error as the other columns. Where values have a nonzero mean,
 // both errors cancel in the quotient. lse comes from the probabilities before rounding (EXACT_LSE), or from that
 // column.
 //
 // A CTA is one producer warp and CONSUMERS warp groups with 64 query rows each, which run the same code. The producer
-// loads key and value blocks into circular buffers of STAGES stages. A consumer issues the product of queries and keys
-// of block j together with that of probabilities and values of block j - 1, and overlaps the softmax of block j with
-// the second (Shah et al. 2024, FlashAttention-3, sections 3.1 to 3.3). Scores, probabilities and accumulator stay in
-// registers.
+// loads key and value blocks into circular buffers of STAGES pipeline stages. A consumer issues S = Q K^T of key block
+// j together with O += P V of block j - 1, and overlaps the softmax of block j with the latter (Shah et al. 2024,
+// FlashAttention-3, sections 3.1 to 3.3). S, P and O stay in registers.
 //
-// The main loop goes from the last key block to the first. Only the last ones need masks: those that the diagonal
-// crosses, and the one in which the keys end. A consumer skips blocks of which its 64 rows see no key.
+// The main loop goes from the last key block to the first. Only the last blocks need masks: those that the diagonal
+// crosses, and the partial block at the end of the keys. A consumer skips blocks in which its 64 rows see no key.
 //
-// mbarriers, with their arrivals per phase. The n-th wait on a full one has parity n & 1, on an empty one the opposite,
-// so that the first wait for each empty stage returns at once. One lane of each warp arrives on the empty ones, because
-// a wait for wgmma covers the own warp only.
+// mbarriers, with their arrivals per phase. The n-th wait on a full barrier has parity n & 1, on an empty one the
+// opposite, so that the first wait for each empty stage returns at once. One lane of each warp arrives on the empty
+// barriers, because wgmma.wait_group covers only the wgmmas of the calling warp.
 //   q_full[c] 1, q_empty[c] 4                  the 64 query rows of consumer c, once a tile
 //   k_full[s] 1, k_empty[s] 4 * CONSUMERS      a block of keys; v_full, v_empty: of values
 //   tile_full 1, tile_empty 4 * CONSUMERS      the index of the next tile
-// Named barriers 1 ... CONSUMERS: with PING_PONG, consumer c may issue its products.
+// With PING_PONG, consumer c waits on named barrier 1 + c before it issues its wgmmas.
 //
 // Defined by the launcher: HEAD_DIM (64, 128), BLOCK_N, STAGES, CONSUMERS (2, 3), CAUSAL, FP16 (the type of out),
 // PING_PONG (1: the next consumer may issue once this one has issued; 2: once the scores of this one are complete),
@@ -106,8 +104,8 @@ struct Problem {
 #define L80 L64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
 #define L96 L80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 
-// d (64 x N, fp32) = a b, or d + a b if `add`, over 32 columns of a. _ss: a from shared memory; _rs: from registers. I0
-// ... I5: indices of the asm operands that follow d.
+// d (64 x N, fp32) = a b, or d + a b if `add`, with K = 32. _ss: a from shared memory; _rs: a from registers. I0 ...
+// I5: indices of the asm operands that follow d.
 #define DEFINE_WGMMA(N, LIST, I0, I1, I2, I3, I4, I5, ...)                                                           \
     DEVICE void wgmma_ss(float (&d)[N / 2], u64 a, u64 b, int add) {                             \
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #I2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N              \
@@ -133,10 +131,10 @@ DEVICE void ping_pong_wait(int consumer) {
 DEVICE void ping_pong_arrive(int consumer) {
     asm volatile("bar.arrive %0, 256;" ::"r"(consumer + 1 == CONSUMERS ? 1 : consumer + 2) : "memory");
 }
-// 2^x on the FMA units: x = n + f with n the nearest integer. Adding 1.5 * 2^23 leaves n in the low bits of the sum;
+// 2^x on the FMA units: x = n + f with n the nearest integer. Adding 1.5 * 2^23 leaves n in the low bits of the result.
 // 2^f on [-1/2, 1/2] is a cubic, minimax in relative error (7.5e-5), and n is added to its exponent. Below -126 that
-// would wrap, hence the maximum, which propagates NaN. One volatile asm: from C++, the compiler interleaves so many of
-// these that ptxas runs out of registers and serialises all wgmma (its remark C7511).
+// would wrap, hence the maximum, which propagates NaN. It is one volatile asm: from C++, the compiler interleaves so
+// many of these that ptxas runs out of registers and serialises all wgmma (its remark C7511).
 DEVICE float exp2_polynomial(float x) {
     float y;
     asm volatile("{ .reg .f32 c, t, f, r; .reg .b32 n, i;"
@@ -146,7 +144,7 @@ DEVICE float exp2_polynomial(float x) {
                  " mov.b32 n, t; mov.b32 i, r; shl.b32 n, n, 23; add.s32 i, i, n; mov.b32 %0, i; }" : "=f"(y) : "f"(x));
     return y;
 }
-// Four numbers as e4m3, the first in the lowest byte; 448 if larger, NaN if NaN.
+// Converts four values to e4m3, the first in the lowest byte; 448 if larger, NaN if NaN.
 DEVICE u32 pack_e4m3(float x0, float x1, float x2, float x3) {
     u32 y;
     asm("{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;"
@@ -184,8 +182,9 @@ template <int COUNT> DEVICE void inc_registers() {
 // ---- Tiles --------------------------------------------------------------------------------------------------------
 
 // Head (over all batches) and row block of a tile. CAUSAL: heads are scheduled in sections of `section` heads, as many
-// as have their keys and values in L2, and within a section the row blocks with the most keys come first. Else head by
-// head, and after all heads the partial row blocks: they take less time, and fill SMs that are idle in the last wave.
+// as have keys and values that fit in L2 together. Within a section the row blocks with the most keys come first. Not
+// CAUSAL: head by head, and after all heads the partial row blocks: they take less time, and fill SMs that are idle in
+// the last wave.
 DEVICE void find_tile(const Problem& a, int index, int& head, int& block) {
     if (CAUSAL) {
         int first = index / (a.section * a.num_m) * a.section;
@@ -268,7 +267,7 @@ DEVICE u64 make_descriptor(u32 address, int width) {
     return swizzle << 62 | (u64)(8 * width >> 4) << 32 | 1u << 16 | address >> 4;
 }
 
-// Starts s = q kT.
+// Issues S = Q K^T.
 DEVICE void start_scores(float (&s)[S_REGS], const u32* q, u64 q_desc, u64 k_desc) {
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 32; k++) {
@@ -278,7 +277,7 @@ DEVICE void start_scores(float (&s)[S_REGS], const u32* q, u64 q_desc, u64 k_des
     wgmma_commit();
 }
 
-// Starts o = p v, or o + p v if `add`.
+// Issues O = P V, or O += P V if `add`.
 DEVICE void start_values(float (&o)[O_REGS + 4], const u32 (&p)[P_REGS], u64 v_desc, int add) {
 #pragma unroll
     for (int k = 0; k < BLOCK_N / 32; k++)
@@ -305,10 +304,10 @@ DEVICE float quad_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Updates the maxima of the warp's 16 rows if a score exceeds one by more than slack. True if the accumulator must be
-// rescaled; warp-uniform. The test compares the bits of scores as integers, three at a time: nonnegative floats are
-// ordered as their bits are. With 0 among them, negative scores count as 0, which only makes the test stricter. NaN
-// fails the test.
+// Updates the maxima of the warp's 16 rows if a score exceeds one of them by more than slack. Returns whether the
+// accumulator must be rescaled; warp-uniform. The test compares the bits of scores as integers, three at a time:
+// nonnegative floats are ordered as their bits are. With 0 among them, negative scores count as 0, which only makes the
+// test stricter. NaN fails the test.
 DEVICE bool update(const float (&s)[S_REGS], Rows& rows, float factor, const Problem& a) {
     int top[4] = {0, 0, 0, 0};
 #pragma unroll
@@ -358,7 +357,7 @@ DEVICE void exponentials(float (&s)[S_REGS], Rows& rows, float factor) {
     rows.sum[1] += odd[1];
 }
 
-// Probabilities as registers of wgmma's A operand, four for 32 keys, in the key order of the values.
+// Packs probabilities into registers of wgmma's A operand, four for 32 keys, in the key order of the values.
 DEVICE void pack_probabilities(const float (&s)[S_REGS], u32 (&p)[P_REGS]) {
 #pragma unroll
     for (int i = 0; i < S_REGS; i += 8) {  // this thread's columns 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t of 16, of both rows
@@ -367,8 +366,8 @@ DEVICE void pack_probabilities(const float (&s)[S_REGS], u32 (&p)[P_REGS]) {
     }
 }
 
-// Adds the accumulator of a section to the totals of this thread's elements in shared memory; `written`: there are
-// totals already.
+// Adds the accumulator of a section to the totals of this thread's elements in shared memory. `written`: earlier
+// sections have written totals.
 DEVICE void flush(const float (&o)[O_REGS + 4], Rows& rows, float v_scale, u32 total,
                                       bool written) {
 #pragma unroll
@@ -396,8 +395,8 @@ DEVICE void mask(float (&s)[S_REGS], int limit0, int limit1) {
     }
 }
 
-// Queries of a tile as registers of wgmma's A operand. TMA's 128-byte swizzle XORs the index of a row's 16-byte chunk
-// with row % 8, or with row / 2 % 4 where rows have 64 bytes.
+// Loads the queries of a tile into registers, as wgmma's A operand. TMA's 128-byte swizzle XORs the index of a row's
+// 16-byte chunk with row % 8, or with row / 2 % 4 where rows have 64 bytes.
 DEVICE void load_queries(u32* q, u32 address, int warp, int lane) {
     int row = warp * 16 + lane % 16;
 #pragma unroll
@@ -492,7 +491,7 @@ DEVICE void consume(const Problem& a, int c, u32 smem) {
             const int seen = CAUSAL ? row + 1 + a.num_keys - a.num_q : a.num_keys;
             int limit0 = min(seen, a.num_keys) - lane % 4 * 2;
             int limit1 = min(seen + (CAUSAL ? 8 : 0), a.num_keys) - lane % 4 * 2;
-            // Else the compiler hoists the last block's mask out of the loop over tiles, and spills it.
+            // Otherwise the compiler hoists the last block's mask out of the loop over tiles, and spills it.
             asm volatile("" : "+r"(limit0), "+r"(limit1));
             // Scales are loaded one block, or one section, before they are used.
             const int kv_head = head / a.group;  // over all batches, as group divides the heads of a batch
@@ -510,7 +509,7 @@ DEVICE void consume(const Problem& a, int c, u32 smem) {
                 fence_reads();
                 if (leader) bar_arrive(bars + 8 * (Q_EMPTY + c));
             }
-            // The last block, peeled: there is no product of probabilities and values to overlap with yet.
+            // The last key block is peeled: there is no P V to overlap with yet.
             bar_wait(bars + 8 * (K_FULL + ring.slot), ring.phase);
             wgmma_fence();
             start_scores(s, q, q_desc, k_base + ring.slot * (KV_BYTES / 16));
@@ -548,10 +547,11 @@ DEVICE void consume(const Problem& a, int c, u32 smem) {
                 bool rescale = update(s, rows, factor, a);
                 exponentials(s, rows, factor);
                 pin(s);
-                // These values are needed in the next iteration only. The wait is here to fence the compiler: ptxas
-                // would move the wait for the second product before the softmax, as no register connects the two, but
-                // moves nothing across the loop of this wait. It would also move the sums after both waits, where they
-                // overlap nothing; so the parity depends on them (sums are never negative).
+                // V of this block is needed only in the next iteration. The wait is here to fence the compiler: ptxas
+                // would move the wait for P V before the softmax, as no register connects the two, but moves nothing
+                // across the loop of this wait. It would also move the additions to the row sums after both waits,
+                // where they overlap nothing. So the parity depends on the sums (without EXACT_LSE on probabilities),
+                // which are never negative.
                 const float hidden = EXACT_LSE ? rows.sum[0] + rows.sum[1] : s[S_REGS - 2] + s[S_REGS - 1];
                 bar_wait(bars + 8 * (V_FULL + slot), ring.phase ^ (hidden < -1.0f));
                 wgmma_wait<0>();
@@ -611,7 +611,7 @@ attention_fp8_fwd(const __grid_constant__ TensorMap q_map, const __grid_constant
                      0x38383838);
     fence_async();  // wgmma reads the ones through the async proxy
     __syncthreads();
-    // A shuffle makes it warp-uniform for the compiler, which then keeps descriptors in uniform registers.
+    // The shuffle makes it warp-uniform for the compiler, which then keeps descriptors in uniform registers.
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (group == 0) {
         dec_registers<PRODUCER_REGISTERS>();

@@ -1,7 +1,7 @@
-"""The forward in e4m3 for Hopper, in CUDA C++ (fp8.cu): which problems it takes, and its launch.
+"""The forward in e4m3 for Hopper, in CUDA C++ (fp8.cu): which problems it supports, and its launch.
 
-Two steps, of use apart: `quantise` makes e4m3 operands with scales from fp16 or bf16, and `fp8_attend` computes
-attention from them.
+Two steps, which can be used separately: `quantise` converts fp16 or bf16 to e4m3 operands with scales, and `fp8_attend`
+computes attention from them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from . import cuda_driver
 from .cuda_driver import address, tensor_map
 from .quantise import Operands, quantise
 
-# A row's maximum is kept while no score is above it by more than SLACK, in powers of 2. A probability is 2^OFFSET where
-# the score is the maximum: 2^(SLACK + OFFSET) is to be just below e4m3's largest, 448.
+# A row's maximum is not updated while no score exceeds it by more than SLACK, a base-2 logarithm. A probability is
+# 2^OFFSET where the score is the maximum, and 2^(SLACK + OFFSET) is just below 448, e4m3's largest value.
 SLACK, OFFSET = 3.0, math.log2(448) - 0.001 - 3.0
 
 
@@ -29,7 +29,7 @@ _LAYOUT = "MMM(PPPPPqqqPfffiiiiiiiiiiii)"
 def fp8_unsupported_reason(problem: Problem) -> str | None:
     """Why the forward in e4m3 cannot run a problem, or None."""
     if problem.dim > 128:
-        return f"it takes heads of up to 128 numbers, not {problem.dim}"
+        return f"it supports head dimensions up to 128, not {problem.dim}"
     return hopper_unsupported_reason(problem) or cuda_driver.no_compiler()
 
 
@@ -53,7 +53,7 @@ def fp8_attend(
     """Writes out = softmax(scale · q kᵀ) v of e4m3 operands made for `config`, and lse, the log of the softmax's sum.
 
     out [B, Hq, Sq, D], fp16 or bf16: stride 1 in D, other strides and the address multiples of 16 bytes. lse
-    [B, Hq, Sq], fp32, contiguous. Sums are fp32 over sections, and the tensor cores' 14 bits or so within one.
+    [B, Hq, Sq], fp32, contiguous. Accumulation is in fp32 over sections, in about 14 bits within one.
     Shah et al. 2024, FlashAttention-3, section 3.3.
     """
     batches, heads, num_q, width = x.q.shape
@@ -111,6 +111,6 @@ def defines_of(width: int, causal: bool, dtype: torch.dtype, config: Fp8Config) 
 
 
 def shared_bytes(width: int, config: Fp8Config) -> int:
-    """Of a CTA: queries, totals in fp32, rings of keys, of values and their ones, barriers, and the next tile."""
+    """Of a CTA: queries, fp32 totals, circular buffers of keys and of values with ones, mbarriers, next tile."""
     rows, barriers = ROWS * config.consumers, 2 * config.consumers + 4 * config.stages + 2
     return rows * width * 5 + config.stages * config.block_n * (2 * width + 8) + 8 * barriers + 8

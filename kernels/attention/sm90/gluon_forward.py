@@ -1,28 +1,27 @@
 """Attention forward for Hopper: TMA, wgmma and warp specialisation, in Gluon.
 
-Napkin maths for one block of 128 keys and one warp group of 64 query rows, in cycles of an SM's tensor cores
-(4096 FLOP a cycle, dense), its exponential unit (16 a cycle) and its four schedulers (one instruction a cycle each):
+Estimate for one block of 128 keys and one warp group of 64 query rows, in cycles of an SM's tensor cores
+(4096 FLOP a cycle, dense), its exponential units (16 a cycle) and its four schedulers (one instruction a cycle each):
   D = 128   tensor 1024   exp2 512   issue about 460
   D =  64   tensor  512   exp2 512   issue about 420
-At D = 128, two warp groups in ping-pong overlap all else with the tensor cores. At D = 64 the exponential unit is busy
-as long as the tensor cores: three warp groups share an SM, which also reduces the L2 traffic of keys and values to two
-thirds.
+At D = 128, two warp groups in ping-pong overlap all else with the tensor cores. At D = 64 the exponential units are
+busy as long as the tensor cores: three warp groups share an SM, which also reduces the L2 traffic of keys and values to
+two thirds.
 
 A CTA is one producer warp and CONSUMERS warp groups with 64 rows of queries each. The producer loads key and value
-blocks by TMA into circular buffers of STAGES stages. A consumer issues the product of queries and keys of block j
-together with that of probabilities and values of block j - 1, and overlaps the softmax of block j with the second.
-Scores, probabilities and accumulator stay in registers. The scheme is FlashAttention-3's (Shah et al. 2024, sections
-3.1 and 3.2).
+blocks by TMA into circular buffers of STAGES stages. A consumer issues S = Q K^T of key block j together with
+O += P V of block j - 1, and overlaps the softmax of block j with the latter. S, P and O stay in registers. The scheme
+is FlashAttention-3's (Shah et al. 2024, sections 3.1 and 3.2).
 
-The main loop goes from the last key block to the first. Only the last ones need masks: those that the diagonal crosses,
-and the one in which the keys end.
+The main loop goes from the last key block to the first. Only the last blocks need masks: those that the diagonal
+crosses, and the partial block at the end of the keys.
 
-mbarriers, with their arrivals per phase. The n-th wait on a full one has parity n & 1, on an empty one the opposite, so
-that the first wait for each empty stage returns at once.
+mbarriers, with their arrivals per phase. The n-th wait on a full barrier has parity n & 1, on an empty one the
+opposite, so that the first wait for each empty stage returns at once.
   q_full[c] 1, q_empty[c] 1            the 64 query rows of consumer c, once a tile
   k_full[s] 1, k_empty[s] CONSUMERS    block number `it` of this CTA, counted over all its tiles, is in slot it % STAGES
   v_full[s] 1, v_empty[s] CONSUMERS    the same
-  order<c> 1                           ping-pong: consumer c may issue its products, and then arrives at order<c + 1>.
+  order<c> 1                           ping-pong: consumer c may issue its wgmmas, and then arrives at order<c + 1>.
                                        order0 starts with one arrival. The consumers of a CTA go over the same blocks,
                                        so none arrives twice in a phase
   tile_full 1, tile_empty CONSUMERS    DYNAMIC: the index of the next tile, taken from a counter

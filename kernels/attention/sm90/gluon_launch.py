@@ -1,4 +1,4 @@
-"""Launches the Gluon forward: which problems it takes, TMA descriptors, and the grid of the persistent kernel."""
+"""Launches the Gluon forward: which problems it supports, TMA descriptors, and the grid of the persistent kernel."""
 
 from __future__ import annotations
 

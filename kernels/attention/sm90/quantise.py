@@ -4,7 +4,7 @@
         k [B, Hkv, Sk, D]  ->  k8 [B, Hkv, N, W],       a scale for `block_n` rows
         v [B, Hkv, Sk, D]  ->  v8 [B, Hkv, W, N padded], a scale for a section of `section` blocks of block_n rows
 
-N is the number of keys that count (`num_context`). W is D padded with zeros to 64 or 128. v is transposed, and its keys
+N is the number of valid keys (`num_context`). W is D padded with zeros to 64 or 128. v is transposed, and its keys
 are permuted to the order in which the forward's threads hold probabilities: column 4 t + 2 h + e of each 16 holds key
 8 h + 2 t + e. Columns are padded with zeros to a multiple of 128: a probability of 0 times uninitialised memory might
 be NaN.
@@ -13,7 +13,7 @@ x = x8 · scale. A scale is the smallest power of two with which the largest fin
 448; 1 where all are zero. Powers of two cost no accuracy, as e4m3 is a floating-point format, and a tensor that was
 e4m3 times a power of two is reproduced exactly. NaN stays NaN; ±inf, which e4m3 cannot represent, becomes NaN.
 
-Napkin maths, B1 H16 S16384 D128, bf16: 201 MB are read and 101 MB written, 71 us at 4.25 TB/s; 2.2 TFLOP of attention
+Estimate, B1 H16 S16384 D128, bf16: 201 MB are read and 101 MB written, 71 us at 4.25 TB/s; 2.2 TFLOP of attention
 at 900 TFLOP/s take 2443 us. A section of v is read twice, first for its scale and then, from L2, to be converted: 1024
 rows of 256 bytes for each CTA.
 """

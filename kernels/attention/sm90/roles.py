@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..configs.backward import CUDA_BWD_SPANS
 from ..configs.roles import LAG, RolesPlan
 
-_ROUND = 7  # integers of a Round: one step of the pipeline over spans of heads
+_ROUND = 7  # integers of a Round of the software pipeline over spans of heads
 _ROUNDS = CUDA_BWD_SPANS + LAG
 # lse, dlse, ready, done, drawn; span, spans, chunk, chunks, end_chunk, end_chunks; the rounds.
 LAYOUT = f"(PPPPP{'i' * (6 + _ROUND * _ROUNDS)})"

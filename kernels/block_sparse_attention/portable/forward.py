@@ -1,7 +1,7 @@
 """The portable forward: one CTA for each tile of queries, which loops over the blocks of keys in its list.
 
 FLOPs: 4·D for each pair of query and key in a kept block. At H32 D128, S = 8192 and a quarter of the blocks that is
-0.27 TFLOP, 0.39 ms at the 700 TFLOP/s that products reach on one NVIDIA H200; q, k, v and the output are 0.27 GB,
+0.27 TFLOP, 0.39 ms at the 700 TFLOP/s that GEMMs reach on one NVIDIA H200; q, k, v and the output are 0.27 GB,
 64 µs; the lists are a 4-byte load for each tile of keys.
 
 With s = q·k the probabilities are exp2(s·c − m), c = scale·log2(e), one fused multiply-add and one exponential each.

@@ -1,9 +1,9 @@
-"""dK and dV of a tile of keys, which goes over the blocks of queries that keep its block: one of the two kernels of the
+"""dK and dV of a tile of keys, by a loop over the blocks of queries that keep its block: one of the two kernels of the
 backward.
 
-It works on transposed tiles, [keys, queries], so that k and v stay where they are and the products take p and ds from
-registers. The query heads that share a key head are gone over in one CTA, each by its own list: their gradients add up
-in registers, where otherwise there would be partial sums or atomics.
+It works on transposed tiles, [keys, queries], so that k and v stay where they are and p and ds are GEMM operands in
+registers. One CTA loops over the query heads that share a key head, each with its own list: their gradients
+accumulate in registers, without partial sums or atomics.
 """
 
 from __future__ import annotations

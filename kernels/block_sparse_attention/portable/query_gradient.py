@@ -1,9 +1,9 @@
-"""dQ of a tile of queries, which goes over the blocks of keys that its list has, and the gradient of each block's bias:
+"""dQ of a tile of queries, by a loop over the blocks of keys in its list, and the gradient of each block's bias:
 one of the two kernels of the backward.
 
     dbias of a block = Σ ds over its pairs
 
-A CTA meets a block of its own rows once, so it writes the sum over them, and nothing is added up in memory.
+A CTA visits each block of its rows once, so it writes the sum over them, and nothing is accumulated in memory.
 """
 
 from __future__ import annotations

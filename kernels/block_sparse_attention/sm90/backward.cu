@@ -1,30 +1,32 @@
-// Block-sparse attention backward for Hopper (sm_90a), blocks of 128 x 128: one pass, five matrix products.
+// Block-sparse attention backward for Hopper (sm_90a), blocks of 128 x 128: one main kernel computes the probabilities
+// once, and dQ, dK and dV by five GEMMs a tile.
 //
 //   delta = rowsum(dout * out) - dlse    p = exp(scale * q k^T - lse)     ds = p * (dout v^T - delta)
 //   dv = p^T dout                        dk = scale * ds^T q              dq = scale * ds k
 //
-// Three kernels: preprocess (delta, lse to base 2, zeros for the fp32 sum of dq), the main one, and postprocess
-// (dq = scale * sum).
+// Three kernels: preprocess (delta, lse to base 2, zeros for the fp32 accumulator of dq), the main one, and postprocess
+// (dq = scale * accumulator).
 //
 // Main kernel: a CTA owns the 128 keys of a column of the mask. It loops over the blocks of queries in that column's
 // list, for each query head of the KV head, in tiles of 128 (D = 64) or 64 (D = 128) queries. One thread, the producer,
 // reads the lists, loads by TMA, and passes the index of each tile to the two consumer warp groups. Each of these owns
 // 64 keys: their dk and dv stay in registers.
-//   S^T = K Q^T and dP^T = V dO^T have keys as rows, so that P^T and dS^T are A operands in registers for
-//   dV += P^T dO and dK += dS^T Q. Only dS goes through shared memory, for dQ = dS K: it sums over both groups' keys.
-//   A group computes dQ of 64 queries x 64 columns. Each of its warps adds its eighth of the tile to the fp32 sum by a
-//   bulk reduction, in the order of accumulator fragments, which postprocess undoes.
+//  - S^T = K Q^T and dP^T = V dO^T have keys as rows, so that P^T and dS^T are A operands in registers for dV += P^T dO
+//    and dK += dS^T Q. Only dS goes through shared memory, for dQ = dS K, which reduces over the keys of both groups.
+//  - A group computes dQ of 64 queries x 64 columns. Each of its warps adds its eighth of the tile to the fp32
+//    accumulator in global memory by a bulk reduction. The accumulator has the element order of wgmma fragments, which
+//    postprocess undoes.
 //
-// A tile of 128 x 128 x 64 or 64 x 128 x 128 (10 * 2^20 FLOP) in clocks of one SM:
+// Clocks of one SM for a tile of 128 x 128 x 64 or 64 x 128 x 128 (10 * 2^20 FLOP):
 //                                      D = 64   D = 128
 //   tensor cores, 4096 FLOP/clk           2560      2560
 //   shared memory, 128 B/clk              3072      3072   operands of wgmma, dS, TMA, lse, delta; dq in and out
 //   exponentials, 16/clk                  1024       512
 //   instructions, 4/clk                  ~1000      ~900
-// All four must overlap: the two groups alternate (ping-pong). dQ of a tile is computed one tile later, so that no
-// group waits for the other's dS, which has two buffers; and the next S is issued before the exponentials. A column
-// with 6 of 64 blocks kept has 12 tiles at D = 128, and its prologue and epilogue, which overlap nothing, are a large
-// part: so block indices are loaded one block ahead.
+// All four must overlap, so the two groups alternate (ping-pong). dS has two buffers and dQ of a tile is computed one
+// tile later, so that no group waits for the other's dS. The next S is issued before the exponentials. A column with 6
+// of 64 blocks kept has 12 tiles at D = 128, and its prologue and epilogue, which overlap nothing, are a large part. So
+// block indices are loaded one block ahead.
 //
 // The order in which CTAs add to dq is not fixed: dq is not deterministic; dk and dv are.
 //
@@ -33,7 +35,7 @@
 //   q_full[s] 1, q_empty[s] 8           queries with their lse, and the index of the tile; do_full, do_empty: dout
 //                                       with delta
 //   ds_full[b] 8, ds_empty[b] 8         dS of both groups, double-buffered
-// Named barriers: KEYS_DONE, ROWS_WRITTEN + group; PING_PONG + group: the group may issue its products of a tile.
+// Named barriers: KEYS_DONE, ROWS_WRITTEN + group; PING_PONG + group: the group may issue its GEMMs of a tile.
 //
 // Defined by the launcher: HEAD_DIM (64, 128), IS_CAUSAL, FP16.
 
@@ -91,7 +93,8 @@ struct Work {
 
     DEVICE explicit Work(const Problem& p) {
         // First the `early` longest columns of every head: the list of a global block may be much longer than others.
-        // Then sections of heads whose queries, gradients and sums fit L2; within a section the longest lists first.
+        // Then sections of heads whose queries, gradients and accumulators fit in L2; within a section the longest
+        // lists come first.
         int index = blockIdx.x, first = 0, heads = p.all_kv_heads, before = 0;
         if (index >= p.early * heads) {
             index -= p.early * heads, before = p.early;
@@ -141,7 +144,7 @@ DEVICE void produce(const TensorMap& q_map, const TensorMap& do_map, const Tenso
 #pragma unroll 1
         for (int step = 0; step < count * SPLIT; step++) {
             const int m = block * SPLIT + step % SPLIT, row = m * BM;
-            // Loaded one block ahead: the address of a tile depends on it, so its latency would delay the tile's load.
+            // Loaded one block ahead: a tile's address depends on it, so its latency would delay the tile's load.
             if (step % SPLIT == SPLIT - 1) block = line[HEADER + min(step / SPLIT + 1, count - 1)];
             const int place = (w.batch * p.kv_heads * p.group + head) * m_tiles + m;
             const long long at = (long long)place * BM;
@@ -184,7 +187,7 @@ DEVICE void write_keys(const TensorMap& dk_map, const TensorMap& dv_map, const W
     }
     if (threadIdx.x % 32 == 0) bulk_wait();
 }
-// dv and dk of keys that no query keeps.
+// Writes zeros as dv and dk of keys that no query keeps.
 DEVICE void write_zeros(const TensorMap& dk_map, const TensorMap& dv_map, const Work& w, int wg, u32 base) {
     for (int i = threadIdx.x % 128; i < 64 * 128 / 16; i += 128)
         for (int slab = 0; slab < 2 * SLABS; slab++)  // those of K, then those of V
@@ -223,8 +226,8 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
         if (lane == 0) bar_arrive(base + bar);
     };
     // The tile's first query and its index among all tiles, which the producer has stored, are read where they are
-    // needed, to save registers. A leader may arrive on an empty barrier while the read of the index is pending, which is
-    // no race: what a thread stores next, unlike what TMA loads, stays behind it.
+    // needed, to save registers. A leader may arrive on an empty barrier while the read of the index is pending. That
+    // is no race: a later store by a thread, unlike one by TMA, stays behind the read.
     auto place = [&] { return __shfl_sync(~0u, load_one(base + TILE_AT + 8 * q.slot + 4), 0); };
     auto hide = [&] {
         const int first_query = CAUSAL ? load_one(base + TILE_AT + 8 * q.slot) : 0;
@@ -237,7 +240,7 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
             mask(s, limit0 - pair, limit1 - pair);
         }
     };
-    // Once S is complete: probabilities, overlapped with the product dP. Then dS, in registers and in shared memory.
+    // Once S is complete: probabilities, overlapped with the GEMM of dP. Then dS, to registers and to shared memory.
     auto softmax = [&](int t) {
         wgmma_wait<1>();
         pin(s);
@@ -255,7 +258,7 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
         __syncwarp();
         release(DS_FULL + (t & 1) * 8);
     };
-    // Adds one warp's dq, 16 queries x 64 columns, to the fp32 sum. `real`: there is one.
+    // Adds one warp's dq, 16 queries x 64 columns, to the fp32 accumulator. Discarded unless `real`.
     auto add_dq = [&](int place, bool real) {
         float* to = p.dq_sum + (long long)place * (BM * D) + (wg * 4 + warp) * FRAGMENT;
         if (lane == 0) bulk_wait_read();
@@ -293,8 +296,8 @@ DEVICE void consume(const TensorMap& dk_map, const TensorMap& dv_map, const Prob
     softmax(0);
     if (wg == 1 && w.tiles > 1) named_arrive(PING_PONG, 256);
     int at_before = 0;
-    // Tile t is in registers as pt and dst. No wgmma is in flight at the end of an iteration. Groups in flight, oldest
-    // first:
+    // Main loop. Tile t is in registers as pt and dst. No wgmma is in flight at the end of an iteration. The wgmma
+    // groups in flight during it, oldest first:
     //   dV | dV dK dQ | dK dQ | dK dQ S | dQ S | S | S dP
     for (int t = 0; t + 1 < w.tiles; t++) {
         named_sync(PING_PONG + wg, 256);

@@ -1,9 +1,9 @@
-"""The backward for Hopper in CUDA C++ (backward.cu): which problems it takes, and its launches.
+"""The backward for Hopper in CUDA C++ (backward.cu): which problems it supports, and its launches.
 
-One pass over the kept blocks computes dQ, dK and dV by five products of 2·D FLOPs a kept pair. Three launches:
+One pass over the kept blocks computes dQ, dK and dV by five GEMMs of 2·D FLOPs per kept pair. Three launches:
 preprocess (delta, lse to base 2, zeros for dQ), the main kernel, and postprocess, which casts dQ.
 
-Workspace: fp32 dQ, 4·D bytes a query and head, and 8 bytes a query and head for lse and delta.
+Workspace: fp32 dQ, 4·D bytes per query and head, and 8 bytes per query and head for lse and delta.
 CTAs add to that dQ in no fixed order: dQ is not deterministic; dK and dV are.
 """
 
@@ -35,9 +35,9 @@ _PREPROCESS, _POSTPROCESS = f"{_ROWS}{_ROWS}PPPPPiii", f"{_ROWS}Piiif"
 def cuda_bwd_unsupported_reason(problem: Problem, *others: torch.Tensor) -> str | None:
     """Why the kernel in CUDA C++ cannot run a problem with these other tensors of its layout, or None."""
     if problem.block != BLOCK:
-        return f"it takes blocks of {BLOCK}, not {problem.block}"
+        return f"it supports blocks of {BLOCK}, not {problem.block}"
     if problem.bias is not None:
-        return "it takes no bias of blocks"
+        return "it does not support a bias of blocks"
     return cuda_unsupported_reason(problem, *others)
 
 

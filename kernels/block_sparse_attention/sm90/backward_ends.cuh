@@ -57,9 +57,9 @@ block_sparse_attention_cuda_bwd_preprocess(const Rows out, const Rows dout, cons
     }
 }
 
-// dq = scale * its fp32 sum. The sum is stored in the order of accumulator fragments, for each 16 rows and 64 columns
-// [column / 8][row % 8][column % 8 / 2][4]: of the last 4, two columns of a row and two of the row 8 below it. A thread
-// casts 8 columns of both rows.
+// dq = scale * its fp32 accumulator, which is stored in the order of wgmma fragments, for each 16 rows and 64 columns
+// [column / 8][row % 8][column % 8 / 2][4], where the last 4 are two columns of a row and the same columns of the row 8
+// below it. A thread casts 8 columns of both rows.
 extern "C" __global__ void __launch_bounds__(256)
 block_sparse_attention_cuda_bwd_postprocess(const Rows dq, const float* dq_sum, int queries, int padded, int heads,
                                             float scale) {

@@ -93,8 +93,8 @@ DEVICE void store_transposed(u32 at, u32 a, u32 b, u32 c, u32 d) {
 // --------------------------------------------------------------------------------------------- wgmma
 
 // Matrix descriptors of tiles with 128-byte swizzle; groups of 8 rows are 1024 bytes apart. `along`: a K-major operand.
-// `across`: an MN-major one, whose columns beyond 64 continue in the next slab, `slab` bytes on.
-// `at`, as all addresses of operands below, is in units of 16 bytes.
+// `across`: an MN-major one, whose columns from 64 on are in the next slab, `slab` bytes further on. `at`, like all
+// operand addresses below, is in units of 16 bytes.
 DEVICE u64 descriptor(u32 low) {
     u64 y;
     asm("mov.b64 %0, {%1, %2};" : "=l"(y) : "r"(low), "n"((1 << 30) | 64));

@@ -1,10 +1,11 @@
-// The products of a tile, and the softmax between them, by one warp group. Included by backward.cu.
+// The GEMMs of a tile, and the softmax between them, by one warp group. Included by backward.cu.
 #pragma once
 
-// Most operand addresses are loop-invariant. This hides that, as the compiler would hoist them all and spill.
+// Hides from the compiler that an operand address is loop-invariant, as most are. It would hoist them all out of the
+// loop, and spill.
 DEVICE void no_hoist(u32& at) { asm volatile("" : "+r"(at)); }
 
-// S^T or dP^T of 64 keys x BM queries; `rows` and `columns` in shared memory.
+// S^T or dP^T of 64 keys x BM queries. `rows`, `columns`: operands A and B in shared memory.
 DEVICE void scores(float (&c)[BM / 2], u32 rows, u32 columns) {
     no_hoist(rows);
 #pragma unroll
@@ -37,8 +38,8 @@ DEVICE void query_gradient(float (&c)[32], u32 ds, u32 keys) {
     wgmma_commit();
 }
 
-// A thread has scores of two keys (rows). Query (column) c of the tile sees the first if c >= limit0, the second if
-// c >= limit1; both counted from this thread's first column.
+// A thread has scores of two keys (rows). Query (column) c of the tile sees the first if c >= limit0, the second if c
+// >= limit1. Both limits are relative to this thread's first column.
 DEVICE void mask(float (&s)[BM / 2], int limit0, int limit1) {
 #pragma unroll
     for (int j = 0; j < BM / 8; j++)

@@ -1,45 +1,48 @@
 // Block-sparse attention forward for Hopper (sm_90a): TMA, wgmma, warp specialisation. forward.py launches it.
 //
 // Estimate for one warp group of 64 query rows and 128 keys, in cycles of an SM's tensor cores (4096 FLOP a cycle,
-// dense), its exponential unit (16 a cycle) and each of its warp schedulers (one instruction):
+// dense), of its exponential units (16 exp2 a cycle) and of each of its warp schedulers (one instruction a cycle):
 //   D = 128   tensor 1024   exp2 512   issue about 300
 //   D =  64   tensor  512   exp2 512   issue about 270
-// A tile is one row of the mask: BLOCK queries, which read 2 * BLOCK * D * 2 bytes for each kept block of keys. With
+// A tile is one row of the mask: BLOCK queries. It reads 2 * BLOCK * D * 2 bytes for each kept block of keys. With
 // BLOCK = 128 and D = 128 that is 64 KB in 2048 cycles of tensor cores, 32 bytes a cycle from L2; with BLOCK = 64 it is
-// 64 bytes a cycle, about L2's bandwidth.
-// With 10 % of 64 blocks kept, the main loop of a tile has 6 steps. The first product of scores and the last of values
-// are not overlapped with a softmax. So the queries of a tile, and its list, are loaded during the tile before.
+// 64 bytes a cycle, about L2's bandwidth. With 10 % of 64 blocks kept, the main loop of a tile has 6 iterations. The
+// first S = Q K^T and the last P V are not overlapped with a softmax. So the queries of a tile, and its list, are
+// loaded during the tile before.
 //
 // A team is an independent pipeline: a producer, and one consumer warp group for each 64 query rows of a block. A CTA
-// has TEAMS teams, as many as registers allow; they share no data, and two to four consumers hide each other's
+// has TEAMS teams, as many as registers allow. They share no data, and two to four consumers hide each other's
 // latencies. CTAs are persistent, and each team takes tiles from the tile scheduler's counter. The producer, one
 // thread, reads the tile's list and loads the key and value blocks that it names, from its end to its beginning, into
-// circular buffers of STAGES stages. Through shared memory it passes the consumers of each tile the head, the row of
-// the mask, the number of steps and how many of these need no mask; of each step its first key and the bias of its
-// block. Consumers never read the table.
-//  - A step is BLOCK_N keys: a block, or half of one. A list is in ascending order, so the blocks that the diagonal or
-//    the last key cuts are at its end: the first steps are those that need a mask.
+// circular buffers of STAGES pipeline stages. Through shared memory it passes the consumers the head, the row of the
+// mask, the number of steps and how many of these need no mask for each tile, and the first key and the bias of the
+// block for each step. Consumers never read the table.
+//  - A step is one main-loop iteration, on one pipeline stage of BLOCK_N keys: a block, or half of one. A list is in
+//    ascending order, so the blocks that the diagonal or the last key cuts are at its end: the first steps are those
+//    that need a mask.
 //  - A row of the mask that keeps nothing has no step: its consumers write 0 and -inf, and no stage is used.
-//  - Heads are scheduled in sections of as many as have their keys and values in L2; within a section the longest lists
-//    come first.
+//  - Heads are scheduled in sections of as many as have keys and values that fit in L2 together. Within a section the
+//    longest lists come first.
 //
-// A consumer issues the product of queries and keys of one step together with that of probabilities and values of the
-// step before, and overlaps the softmax of the first with the second (Shah et al. 2024, FlashAttention-3,
-// arXiv:2407.08608, sections 3.1, 3.2). Scores, probabilities and accumulator stay in registers.
-//  - A row's maximum is not updated while no score exceeds it by more than SLACK (a logarithm to base 2). Probabilities
-//    are then at most 2^SLACK, and neither accumulator nor sum needs rescaling. A vote of the warp decides.
+// A consumer issues S = Q K^T of one step together with O += P V of the step before, and overlaps the softmax of the
+// former with the latter (Shah et al. 2024, FlashAttention-3, arXiv:2407.08608, sections 3.1, 3.2). S, P and O stay in
+// registers.
+//  - The running maximum of a row is not updated while no score exceeds it by more than SLACK (a base-2 logarithm).
+//    Probabilities are then at most 2^SLACK, and neither the accumulator nor the row sum needs rescaling. A warp vote
+//    decides.
 //  - The test compares the bits of scores as integers, three at a time: nonnegative floats are ordered as their bits
 //    are. With 0 among them, negative scores count as 0, which only makes the test stricter. A NaN with positive sign
-//    is the largest of all and fails the test; one with negative sign reaches the sum in any case.
+//    is the largest of all and fails the test; one with negative sign reaches the row sum in any case.
 //  - The bias is the same for all scores of a block: it is subtracted from the maximum, and from the test's bound.
 //
-// mbarriers, with their arrivals per phase. The n-th wait on a full one has parity n & 1, on an empty one the opposite,
-// so that the first wait for each empty stage returns at once. One lane of each warp arrives on the empty ones, because
-// a wait for wgmma covers the own warp only.
+// mbarriers, with their arrivals per phase. The n-th wait on a full barrier has parity n & 1, on an empty one the
+// opposite, so that the first wait for each empty stage returns at once. One lane of each warp arrives on the empty
+// barriers, because wgmma.wait_group covers only the wgmmas of the calling warp.
 //   q_full[c] 1, q_empty[c] 4                the 64 query rows of consumer c, once a tile with steps; Q_BUFFERS of each
 //   k_full[s] 1, k_empty[s] 4 * CONSUMERS    a step's keys, its first key and bias; v_full, v_empty: its values
 //   tile_full 1, tile_empty 4 * CONSUMERS    the head, row and steps of a tile
-// Named barriers 1 + 2 t and 2 + 2 t: the first, or second, consumer of team t may issue its products (PING_PONG).
+// With PING_PONG, the first (second) consumer of team t waits on named barrier 1 + 2 t (2 + 2 t) before it issues its
+// wgmmas.
 //
 // Defined by the launcher, see CudaConfig in configs.py: HEAD_DIM (64, 128), BLOCK (64, 128), BLOCK_N, STAGES,
 // PING_PONG (0, or 1 where BLOCK is 128), Q_REGISTERS, Q_BUFFERS, TEAMS, CAUSAL, BIAS, FP16.
@@ -104,7 +107,8 @@ using Ring = Position<STAGES>;  // of keys, and of values
 
 // ---- Producer -----------------------------------------------------------------------------------------------------
 
-// Sections of `section` heads; within a section the longest list of each head comes first, then the second longest ...
+// Tile order: sections of `section` heads; within a section the longest list of each head comes first, then the second
+// longest ...
 DEVICE Tile find_tile(const Problem& a, int index, const int*& list) {
     int first = index / (a.section * a.rows) * a.section;
     int inside = index - first * a.rows;
@@ -141,7 +145,7 @@ DEVICE void produce(const Problem& a, const TensorMap* q_map, const TensorMap* k
         store_shared4(smem + TILE_OFFSET, make_int4(tile.head, tile.row, tile.steps, tile.whole));
         bar_arrive(bars + 8 * TILE_FULL);
         if (tile.steps < 0) break;
-        // Static schedule: every second wave in reverse order, which balances lists of decreasing length.
+        // Static schedule: every second wave is in reverse order, which balances lists of decreasing length.
         index = wave * teams + (wave % 2 ? teams - 1 - own : own);
         if (a.next_tile) index = draw(a.next_tile);  // the latency is overlapped with the loads of this tile
         if (tile.steps == 0) continue;
@@ -184,7 +188,7 @@ DEVICE void produce(const Problem& a, const TensorMap* q_map, const TensorMap* k
 
 // ---- Consumers ----------------------------------------------------------------------------------------------------
 
-// Starts s = q kT.
+// Issues S = Q K^T.
 DEVICE void start_scores(float (&s)[S_REGS], const u32* q, u64 q_desc, u64 k_desc) {
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 16; k++) {
@@ -195,7 +199,7 @@ DEVICE void start_scores(float (&s)[S_REGS], const u32* q, u64 q_desc, u64 k_des
     wgmma_commit();
 }
 
-// Starts o += p v.
+// Issues O += P V.
 DEVICE void start_values(float (&o)[O_REGS], const u32 (&p)[P_REGS], u64 v_desc) {
 #pragma unroll
     for (int k = 0; k < BLOCK_N / 16; k++) wgmma_rs<1>(o, p + 4 * k, v_desc + k * 16 * 128 / 16, 1);
@@ -219,8 +223,8 @@ DEVICE float quad_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Updates the maxima of the warp's 16 rows if a score exceeds one by more than SLACK. True if the accumulator must be
-// rescaled; warp-uniform.
+// Updates the maxima of the warp's 16 rows if a score exceeds one of them by more than SLACK. Returns whether the
+// accumulator must be rescaled; warp-uniform.
 DEVICE bool update(const float (&s)[S_REGS], Rows& rows, const Problem& a, float bias) {
     int top[4] = {0, 0, 0, 0};
 #pragma unroll
@@ -273,8 +277,8 @@ DEVICE void exponentials(float (&s)[S_REGS], Rows& rows, const Problem& a, float
     rows.sum[1] += odd[1];
 }
 
-// Scores of keys that a query does not see become -inf. first_row: of the warp. The bounds are computed from a lane
-// number that the compiler cannot hoist, so that steps without a mask hold none of them in registers.
+// Scores of keys that a query does not see become -inf. first_row: the warp's. The bounds are computed from a lane
+// number that the compiler cannot hoist, so that no register holds them in steps without a mask.
 DEVICE void mask(float (&s)[S_REGS], const Problem& a, int first_row, int first_key) {
     const int lane = lane_number();
     const int seen = CAUSAL ? first_row + lane / 4 + 1 + a.num_keys - a.num_q : a.num_keys;
@@ -287,7 +291,7 @@ DEVICE void mask(float (&s)[S_REGS], const Problem& a, int first_row, int first_
     }
 }
 
-// Queries of a tile as registers of wgmma's A operand.
+// Loads the queries of a tile into registers, as wgmma's A operand.
 DEVICE void load_queries(u32* q, u32 address, int warp, int lane) {
     int row = warp * 16 + lane % 16;
 #pragma unroll
@@ -353,8 +357,8 @@ struct Consumer {
     bool leader;            // the lane that arrives on mbarriers
 };
 
-// A value that the producer has stored, warp-uniform. The leader may arrive on K_EMPTY while the read is pending, which
-// is no race: what a thread stores next, unlike what TMA loads, stays behind it.
+// A value that the producer has stored, warp-uniform. The leader may arrive on K_EMPTY while the read is pending. That
+// is no race: a later store by a thread, unlike one by TMA, stays behind the read.
 DEVICE int stored(u32 address) { return __shfl_sync(~0u, load_shared(address), 0); }
 
 DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer, const Tile& tile, int first_row) {
@@ -372,7 +376,7 @@ DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer,
         fence_reads();
         if (me.leader) bar_arrive(me.bars + 8 * (Q_EMPTY + buffer));
     }
-    // The first step, peeled: there is no product of probabilities and values to overlap with yet. It is always masked.
+    // The first step is peeled: there is no P V to overlap with yet. It is always masked.
     bar_wait(me.bars + 8 * (K_FULL + ring.slot), ring.phase);
     wgmma_fence();
     start_scores(s, q, q_desc, k_base + ring.slot * (KV_BYTES / 16));
@@ -411,10 +415,10 @@ DEVICE void attend(const Problem& a, const Consumer& me, Ring& ring, int buffer,
         const bool rescale = update(s, rows, a, bias);
         exponentials(s, rows, a, bias);
         pin(s);
-        // These values are needed in the next step only. The wait is here to fence the compiler: ptxas would move the
-        // wait for the second product before the softmax, as no register connects the two, but moves nothing across the
-        // loop of this wait. It would also move the sums after both waits, where they overlap nothing; so the parity
-        // depends on them (sums are never negative).
+        // V of this step is needed only in the next step. The wait is here to fence the compiler: ptxas would move the
+        // wait for P V before the softmax, as no register connects the two, but moves nothing across the loop of this
+        // wait. It would also move the additions to the row sums after both waits, where they overlap nothing. So the
+        // parity depends on the sums, which are never negative.
         bar_wait(me.bars + 8 * (V_FULL + slot), ring.phase ^ (rows.sum[0] + rows.sum[1] < -1.0f));
         wgmma_wait<0>();
         pin(o);
@@ -481,7 +485,7 @@ block_sparse_attention_cuda_fwd(const __grid_constant__ TensorMap q_map, const _
         fence_init();
     }
     __syncthreads();
-    // A shuffle makes it warp-uniform for the compiler, which then keeps descriptors in uniform registers.
+    // The shuffle makes it warp-uniform for the compiler, which then keeps descriptors in uniform registers.
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4;
     if (group == GROUPS) {
         dec_registers<PRODUCER_REGISTERS>();

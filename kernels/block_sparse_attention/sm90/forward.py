@@ -1,4 +1,4 @@
-"""The forward for Hopper in CUDA C++ (forward.cu): which problems it takes, and its launch."""
+"""The forward for Hopper in CUDA C++ (forward.cu): which problems it supports, and its launch."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _LAYOUT = "MMM(PPqqqPqqPqqqqPfffiiiiiiiii)"
 def cuda_unsupported_reason(problem: Problem, *others: torch.Tensor) -> str | None:
     """Why the kernel in CUDA C++ cannot run a problem with these other tensors of its layout, or None."""
     if problem.dim not in (64, 128):
-        return f"it takes heads of 64 and 128 numbers, not {problem.dim}"
+        return f"it supports head dimensions 64 and 128, not {problem.dim}"
     if problem.capability() != (9, 0):
         return "it needs a GPU of compute capability 9.0 (Hopper)"
     if problem.q.dtype not in (torch.float16, torch.bfloat16):
-        return f"it takes float16 and bfloat16, not {problem.q.dtype}"
+        return f"it supports float16 and bfloat16, not {problem.q.dtype}"
     if problem.unit(*others) != 8:
-        return "TMA wants rows, heads and batches on 16-byte boundaries"
+        return "TMA needs rows, heads and batches on 16-byte boundaries"
     # 32 bits hold the index of a tile, of a key, and of an element of a head's table.
     places = problem.rows * (problem.columns + 3)
     if max(problem.all_heads * problem.rows, problem.queries + problem.keys, places) >= 2**31 - 2**20:
-        return "it counts tiles, keys and blocks in 32 bits"
+        return "it counts tiles, keys and blocks in 32 bits, which would overflow"
     return cuda_driver.no_compiler()
 
 
@@ -120,7 +120,7 @@ def _defines(problem: Problem, config: configs.CudaConfig) -> tuple[str, ...]:
 
 
 def shared_bytes(dim: int, block: int, config: configs.CudaConfig) -> int:
-    """Of a CTA. A team has queries, stages of keys and values, the description of a tile and its steps, mbarriers."""
+    """Of a CTA. A team has queries, stages of keys and values, descriptors of a tile and its steps, and mbarriers."""
     queries = block // ROWS * config.q_buffers
     numbers, barriers = 16 + 8 * config.stages, 2 * queries + 4 * config.stages + 2
     team = 2 * dim * (ROWS * queries + 2 * config.block_n * config.stages) + numbers + 8 * barriers

@@ -16,7 +16,7 @@
 #define L64 L32 "," L8(32, 33, 34, 35, 36, 37, 38, 39) "," L8(40, 41, 42, 43, 44, 45, 46, 47) "," \
             L8(48, 49, 50, 51, 52, 53, 54, 55) "," L8(56, 57, 58, 59, 60, 61, 62, 63)
 
-// d (64 x N, fp32) = a b, or d + a b, over 16 columns of a. _ss: a from shared memory; _rs: from registers. b is
+// d (64 x N, fp32) = a b, or d + a b if `add`, with K = 16. _ss: a from shared memory; _rs: a from registers. b is
 // K-major, or MN-major if TRANSPOSED. I0 ... I6: indices of the asm operands that follow d.
 #define DEFINE_WGMMA(N, LIST, I0, I1, I2, I3, I4, I5, I6, ...)                                                        \
     DEVICE void wgmma_ss(float (&d)[N / 2], u64 a, u64 b, int add) {                                                  \
@@ -34,8 +34,8 @@
 DEFINE_WGMMA(64, L32, 32, 33, 34, 35, 36, 37, 38, ROW32(0))
 DEFINE_WGMMA(128, L64, 64, 65, 66, 67, 68, 69, 70, ROW32(0), ROW32(32))
 
-// wgmma's matrix descriptor of an operand in shared memory with 128-byte swizzle: groups of 8 rows 1024 bytes apart
-// and, for an MN-major operand, panels of 64 columns `panel` bytes apart.
+// wgmma's matrix descriptor of an operand in shared memory with 128-byte swizzle: groups of 8 rows are 1024 bytes apart
+// and, for an MN-major operand, panels of 64 columns are `panel` bytes apart.
 DEVICE u64 make_descriptor(u32 address, u32 panel) {
     return (u64)(1u << 30 | 1024 >> 4) << 32 | panel >> 4 << 16 | (address & 0x3ffff) >> 4;
 }
@@ -59,14 +59,14 @@ DEVICE void named_arrive(int name) { asm volatile("bar.arrive %0, 256;" ::"r"(na
 
 // ---- Registers and memory -------------------------------------------------------------------------------------------
 
-// Four 8 x 8 matrices of 16-bit numbers, of which lane i gives the address of row i % 8 of matrix i / 8.
+// Four 8 x 8 matrices of 16-bit elements. Lane i gives the address of row i % 8 of matrix i / 8.
 DEVICE void load_matrices(u32* x, u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");
 }
 template <int COUNT> DEVICE void dec_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 template <int COUNT> DEVICE void inc_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
-// One store of 16 bytes. ptxas would split it for want of four consecutive registers.
+// One 16-byte store. ptxas would split it for lack of four consecutive registers.
 DEVICE void store_global4(void* to, uint4 x) {
     asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
@@ -76,7 +76,8 @@ DEVICE int lane_number() {
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
     return lane;
 }
-// x becomes -inf where column >= limit. Predicated and in place, because for a branch ptxas allocates registers twice.
+// x becomes -inf where column >= limit. Predicated and in place, because for a branch ptxas allocates the registers
+// twice.
 DEVICE void hide_from(float& x, int column, int limit) {
     asm volatile("{ .reg .pred p; setp.ge.s32 p, %1, %2; @p mov.b32 %0, 0xff800000; }"
                  : "+f"(x) : "r"(column), "r"(limit));
