@@ -23,10 +23,10 @@
 //   - dpre is transposed by stmatrix as it is written to shared memory, and stored by TMA in rows of 128 bytes.
 // With x in registers dw2 would be a sum across lanes: 192 multiplications and 84 shuffles a thread for each tile.
 //
-// A unit of work is CLUSTER consecutive blocks of 128 columns of the hidden and a split-K partition of the rows:
-// `tiles` tiles of 128. CTAs are persistent and process every gridDim-th unit; units of the same rows follow each
-// other, so that x comes from L2. Where blocks do not fill the last cluster, its last CTA has a head that is out of
-// bounds: TMA reads zeros, and stores nothing.
+// A unit of work is CLUSTER consecutive blocks of 128 columns of the hidden and a part of the rows, `tiles` tiles of 128,
+// which is a split-K partition of dw2. CTAs are persistent and process every gridDim-th unit; units of the same rows
+// follow each other, so that x comes from L2. Where blocks do not fill the last cluster, its last CTA has a head that is
+// out of bounds: TMA reads zeros, and stores nothing.
 //
 // Warp 0 of the producer warpgroup fills the circular buffer. Warps 1 and 2 copy dy, of any strides, into a second one,
 // of 128 rows of 8 columns a stage. Barriers, in addition to those of heads_loop.cuh: dy_full[s] 64 arrivals,

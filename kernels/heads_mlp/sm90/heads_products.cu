@@ -8,9 +8,10 @@
 // for ten heads of 1365, with a small K. Together they fill the SMs; one after the other each leaves some idle.
 //
 // Back-of-the-envelope estimate for one K-block of 64 of a 128 x 256 tile, in cycles of an SM: the tensor cores take
-// 1024 (4096 FLOP a cycle, dense), read 80 bytes a cycle from shared memory of 128, and 48 KiB come from L2, 48 bytes a
-// cycle. Two CTAs that share the second operand read 32, two that share the first one 40. A tile is stored as 64 KiB of
-// 16 bits or 128 KiB of fp32. 564 rows of ten heads of 512 to 1365: 4180 such K-blocks, 32 for each of 132 SMs, 19 us.
+// 1024 (4096 FLOP a cycle, dense), read 80 bytes a cycle from shared memory (of 128), and 48 KiB come from L2, 48 bytes
+// a cycle. Two CTAs that share the second operand read 32, two that share the first one 40. A tile is stored as 64 KiB
+// of 16 bits or 128 KiB of fp32. 564 rows of ten heads of 512 to 1365: 4180 such K-blocks, 32 for each of 132 SMs, 19
+// us.
 //
 // A CTA is one producer warp and two consumer warpgroups with 64 rows of the tile each. The producer fills a circular
 // buffer of STAGES pipeline stages, one K-block of both operands each. A consumer has 64 x 256 accumulators in
