@@ -1,15 +1,15 @@
 # A copy of parts/schedule.py, made by `nox -s vendor`: change it there.
 """Which rows belong to which tile, written on the device: the host never reads the offsets.
 
-One small launch writes a table of int32, which the GEMMs of the forward and of the backward read:
+One small launch writes a table of int32, which the products of the forward and of the backward read:
 
     header      [4]           number of row tiles, then nothing
     groups      [G, 4]        group, first row, end of its rows, 0; the group with most rows first
     row tiles   [tiles, 4]    group, first row, end of the group's rows, 0; in the order of rows
 
-The rows past the last offset are a group of their own, -1, whose tiles are filled with zeros. Offsets are read as
+The rows behind the last offset are a group of their own, -1, whose tiles are filled with zeros. Offsets are read as
 monotonic and within the rows: each is clamped to [0, rows], and one that is less than an earlier one counts as that.
-So no values of them cause an out-of-bounds access, and the table is always large enough: s rows are at most
+So no content of them makes a kernel leave its memory, and the table has always room: s rows are at most
 s / BLOCK_M + 1 tiles, and there are at most G + 1 groups of rows.
 
 A table of 128 groups and 384 row tiles is 8 KiB; its launch is bound by latency, some 3 us. Each of its CTAs scans all
