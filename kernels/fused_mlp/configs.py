@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
-MIN_BLOCK = 16  # what tl.dot takes
+MIN_BLOCK = 16  # minimum of tl.dot
 PITCH = 16  # elements: what Triton must see in a row's pitch to load whole vectors
 MAX_FUSED_OUT = 512  # columns of y that the single kernel keeps in registers
-MAX_NARROW = 512  # terms of a row that a consumer of narrow.cu keeps in registers
+MAX_NARROW = 512  # largest K of narrow.cu, whose consumers keep their rows of a in registers
 SHARED = 227 << 10  # bytes that a CTA of sm_90 can use
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 import triton
 
-MIN_BLOCK_M = 16  # what tl.dot takes; the tile list has room for tiles of so few rows
+MIN_BLOCK_M = 16  # minimum of tl.dot; the tile list has room for tiles of so few rows
 SHARED = 227 << 10  # bytes that a CTA of sm_90 can use
-MOST_TERMS_IN_TURNS = 3072  # of a row's sum; between what was measured to be faster and to be slower
-ROWS_IN_TURNS = (176, 160, 128)  # columns of tiles of rows; of 192 was slower
+MOST_TERMS_IN_TURNS = 3072  # largest K with ping-pong; between what was measured to be faster and to be slower
+ROWS_IN_TURNS = (176, 160, 128)  # ping-pong widths of the forward and dx; 192 was slower
 
 
 @dataclass(frozen=True)

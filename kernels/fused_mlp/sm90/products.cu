@@ -17,7 +17,7 @@
 //                                                                         256      192      176      128
 //   tensor cores   4096 FLOP a cycle, dense                              1024      768      704      512
 //   shared memory  a and b written once, b read by two wgmmas, at 128    1024      832      784      640
-//   L2             bytes in each of these cycles, if two CTAs share b      32       34       35       38
+//   L2             bytes in each of these cycles, if two CTAs share b       32       34       35       38
 //   epilogue       exponential and reciprocal of each element, at 16     4096     3072     2816     2048
 // The epilogue of 256 columns takes half as long as a main loop with K = 512 and a twentieth of one with K = 4096.
 // Without TURNS it overlaps the loads of the next tile, but not its wgmmas. With TURNS only the epilogue of a CTA's
