@@ -11,7 +11,7 @@
 //
 // SCALING 1: no scales here. 2: scales of 1x128 of a and 128x128 of b. 3: scales of 1x128 of both.
 // Defined by the launcher or before: SCALING, BLOCK_M, BLOCK_N, BLOCK_K, CONSUMERS, TURNS, PASSES, and what wgmma8.cuh
-// requires. Here `step` is a K-block or its pipeline stage, a `square` a 128x128 block of b with one scale.
+// requires. Here `step` is a K-block or its pipeline stage, a `square` the tile's columns in one 128x128 block of b.
 #pragma once
 
 #include "mbarrier.cuh"

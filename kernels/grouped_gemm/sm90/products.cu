@@ -24,7 +24,7 @@
 // once: for any number of tiles, at most the last arrival has no wait.
 //
 // The two CTAs of a cluster have vertically adjacent tiles, and process the same K-blocks. Each loads half of the
-// columns of b for both or, with TURNS and an N-major b, half of the K-block: 160 to 192 columns are three panels,
+// columns of b for both or, with TURNS and B_TRANSPOSED, half of the K-block: 160 to 192 columns are three panels,
 // which do not halve. Row tiles of all groups are paired one after the other, so that no group is padded: where the two
 // tiles are of different groups, each CTA loads all of its own b.
 //
